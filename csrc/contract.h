@@ -1,0 +1,490 @@
+// What every op promises before any work: its checks and its outputs, once, for both backends.
+//
+// Each op has a struct of its checked arguments and a function that fills it. Tensors in it are contiguous (expert
+// weights excepted: they are never copied, their strides are told), optional tensors are undefined when absent, and
+// outputs are allocated. Shape letters are the check: a letter is bound by the first argument that has it.
+// Letters: * any leading dimensions, together T tokens; E experts; K experts per token; H hidden; I inner; G is 2I.
+#pragma once
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+
+#include "common.h"
+
+namespace moe_metal {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+class Arguments {
+ public:
+  // The first argument gives the device, the dtype of the activations and, through `letters`, the leading dimensions.
+  Arguments(const char* op, const char* name, const Tensor& first) : op_(op), first_name_(name), first_(first) {
+    sizes_.fill(-1);
+    TORCH_CHECK(is_activation(first.scalar_type()), prefix(name), "expected float32, float16 or bfloat16, got ",
+                first.scalar_type());
+  }
+
+  int64_t operator[](char letter) const { return sizes_[letter - 'A']; }
+  void bind(char letter, int64_t size) { sizes_[letter - 'A'] = size; }
+  int64_t tokens() const { return c10::multiply_integers(leading_); }
+
+  // An activation: the dtype of the first argument.
+  Tensor activation(const char* name, const Tensor& tensor, const char* letters) {
+    return strided(name, tensor, letters).contiguous();
+  }
+  Tensor activation(const char* name, const OptionalTensor& tensor, const char* letters) {
+    return given(tensor) ? activation(name, *tensor, letters) : Tensor();
+  }
+  // An activation whose strides the kernel follows.
+  const Tensor& strided(const char* name, const Tensor& tensor, const char* letters) {
+    check_dense(name, tensor);
+    TORCH_CHECK(tensor.scalar_type() == first_.scalar_type(), prefix(name), "expected ", first_.scalar_type(),
+                ", the dtype of ", first_name_, "; got ", tensor.scalar_type());
+    check_shape(name, tensor, letters);
+    return tensor;
+  }
+  // A parameter or a routing weight: float32 or the dtype of the first argument.
+  Tensor parameter(const char* name, const Tensor& tensor, const char* letters) {
+    check_dense(name, tensor);
+    TORCH_CHECK(tensor.scalar_type() == at::kFloat || tensor.scalar_type() == first_.scalar_type(), prefix(name),
+                "expected float32 or ", first_.scalar_type(), ", the dtype of ", first_name_, "; got ",
+                tensor.scalar_type());
+    check_shape(name, tensor, letters);
+    return tensor.contiguous();
+  }
+  Tensor parameter(const char* name, const OptionalTensor& tensor, const char* letters) {
+    return given(tensor) ? parameter(name, *tensor, letters) : Tensor();
+  }
+  // Expert ids.
+  Tensor ids(const char* name, const Tensor& tensor, const char* letters) {
+    check_dense(name, tensor);
+    TORCH_CHECK(tensor.scalar_type() == at::kInt || tensor.scalar_type() == at::kLong, prefix(name),
+                "expected int32 or int64, got ", tensor.scalar_type());
+    check_shape(name, tensor, letters);
+    return tensor.contiguous();
+  }
+
+  void at_least_one(char letter, const char* name) const {
+    TORCH_CHECK((*this)[letter] >= 1, prefix(name), "expected ", spelled(letter), " >= 1, got ", (*this)[letter]);
+  }
+  void in_range(const char* name, int64_t value, int64_t low, int64_t high, const char* high_is) const {
+    TORCH_CHECK(low <= value && value <= high, prefix(name), "expected ", low, " to ", high, " (", high_is, "), got ",
+                value);
+  }
+  void not_negative(const char* name, double value) const {
+    TORCH_CHECK(std::isfinite(value) && value >= 0, prefix(name), "expected a finite number >= 0, got ", value);
+  }
+  template <class Choice, size_t N>
+  Choice one_of(const char* name, std::string_view value, const std::array<const char*, N>& choices) const {
+    for (size_t i = 0; i < N; ++i) {
+      if (value == choices[i]) return static_cast<Choice>(i);
+    }
+    std::string all;
+    for (const char* choice : choices) all += std::string(all.empty() ? "" : ", ") + choice;
+    TORCH_CHECK(false, prefix(name), "expected one of ", all, "; got '", value, "'");
+  }
+
+  // [leading dimensions..., last]
+  Tensor output(int64_t last, std::optional<at::ScalarType> dtype = std::nullopt) const {
+    c10::SmallVector<int64_t, 6> shape(leading_.begin(), leading_.end());
+    shape.push_back(last);
+    return at::empty(shape, first_.options().dtype(dtype.value_or(first_.scalar_type())));
+  }
+
+  std::string prefix(const char* name) const { return c10::str("moe_metal::", op_, ": ", name, ": "); }
+
+ private:
+  static bool is_activation(at::ScalarType dtype) {
+    return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+  }
+  static bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+  static std::string spelled(char letter) { return letter == 'G' ? "2I" : std::string(1, letter); }
+
+  void check_dense(const char* name, const Tensor& tensor) const {
+    TORCH_CHECK(tensor.layout() == at::kStrided, prefix(name), "expected a dense tensor, got layout ", tensor.layout());
+    TORCH_CHECK(tensor.device() == first_.device(), prefix(name), "expected device ", first_.device(),
+                ", the device of ", first_name_, "; got ", tensor.device());
+  }
+
+  void check_shape(const char* name, const Tensor& tensor, const char* letters) {
+    const bool leading = *letters == '*';
+    const char* fixed = letters + leading;
+    const int64_t count = static_cast<int64_t>(std::char_traits<char>::length(fixed));
+    const int64_t extra = tensor.dim() - count;
+    bool fits = leading ? extra >= 0 : extra == 0;
+    if (fits && leading) {
+      const auto dims = tensor.sizes().slice(0, extra);
+      if (!leading_bound_) leading_.assign(dims.begin(), dims.end());
+      leading_bound_ = true;
+      fits = dims.equals(leading_);
+    }
+    for (int64_t i = 0; fits && i < count; ++i) {
+      int64_t& bound = sizes_[fixed[i] - 'A'];
+      if (bound < 0) bound = tensor.size(extra + i);
+      fits = bound == tensor.size(extra + i);
+    }
+    if (!fits) wrong_shape(name, tensor, leading, fixed);
+  }
+
+  // moe_metal::gate: router_weight: expected shape [E, H] with H = 2048, got [128, 1024]
+  [[noreturn]] void wrong_shape(const char* name, const Tensor& tensor, bool leading, const char* fixed) const {
+    std::string shape = leading ? "*, " : "", bound;
+    if (leading && leading_bound_) bound = c10::str("* = ", at::IntArrayRef(leading_));
+    for (const char* letter = fixed; *letter; ++letter) {
+      shape += spelled(*letter) + ", ";
+      if ((*this)[*letter] >= 0) bound += c10::str(bound.empty() ? "" : ", ", spelled(*letter), " = ", (*this)[*letter]);
+    }
+    shape.resize(shape.size() - 2);
+    TORCH_CHECK(false, prefix(name), "expected shape [", shape, "]", bound.empty() ? "" : " with ", bound, ", got ",
+                tensor.sizes());
+  }
+
+  const char* op_;
+  const char* first_name_;
+  const Tensor& first_;
+  std::array<int64_t, 26> sizes_;
+  c10::SmallVector<int64_t, 5> leading_;
+  bool leading_bound_ = false;
+};
+
+// ---------------------------------------------------------------------------------------------- router
+
+// The routing options as the user gives them.
+struct RoutingOptions {
+  int64_t top_k;
+  std::string_view scoring, renormalize;
+  int64_t n_group, topk_group;
+  std::string_view group_score;
+  double scaling_factor, softcap;
+};
+
+inline RoutingParams routing_params(const Arguments& args, const RoutingOptions& options) {
+  const int64_t E = args['E'];
+  args.in_range("E", E, 1, kMaxExperts, "the number of experts");
+  args.in_range("top_k", options.top_k, 1, E, "E");
+  args.in_range("n_group", options.n_group, 1, E, "E");
+  TORCH_CHECK(E % options.n_group == 0, args.prefix("n_group"), "expected a divisor of E = ", E, ", got ",
+              options.n_group);
+  args.in_range("topk_group", options.topk_group, 1, options.n_group, "n_group");
+  args.in_range("top_k", options.top_k, 1, E / options.n_group * options.topk_group, "the experts in topk_group groups");
+  args.not_negative("softcap", options.softcap);
+  return {
+      .experts = static_cast<int32_t>(E),
+      .top_k = static_cast<int32_t>(options.top_k),
+      .n_group = static_cast<int32_t>(options.n_group),
+      .topk_group = static_cast<int32_t>(options.topk_group),
+      .scoring =
+          args.one_of<Scoring>("scoring", options.scoring, std::array{"softmax", "sigmoid", "sqrt_softplus"}),
+      .renormalize = args.one_of<Renormalize>("renormalize", options.renormalize,
+                                              std::array{"none", "before_scale", "after_scale"}),
+      .group_score = args.one_of<GroupScore>("group_score", options.group_score, std::array{"top2_sum", "max"}),
+      .scaling_factor = static_cast<float>(options.scaling_factor),
+      .softcap = static_cast<float>(options.softcap),
+  };
+}
+
+struct Route {
+  Tensor logits, select_bias, per_expert_scale;
+  RoutingParams params;
+  int64_t T;
+  Tensor weights, experts;
+};
+
+inline Route route_arguments(const Tensor& logits, const OptionalTensor& select_bias,
+                             const OptionalTensor& per_expert_scale, const RoutingOptions& options) {
+  Arguments args("route", "logits", logits);
+  Route route;
+  route.logits = args.activation("logits", logits, "*E");
+  route.select_bias = args.parameter("select_bias", select_bias, "E");
+  route.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
+  route.params = routing_params(args, options);
+  route.T = args.tokens();
+  route.weights = args.output(options.top_k, at::kFloat);
+  route.experts = args.output(options.top_k, at::kInt);
+  return route;
+}
+
+struct Gate {
+  Tensor hidden, router_weight, norm_weight, router_bias, select_bias, per_expert_scale;
+  RoutingParams params;
+  float eps;
+  int64_t T, H;
+  Tensor weights, experts;
+};
+
+inline Gate gate_arguments(const Tensor& hidden, const Tensor& router_weight, const OptionalTensor& norm_weight,
+                           const OptionalTensor& router_bias, const OptionalTensor& select_bias,
+                           const OptionalTensor& per_expert_scale, const RoutingOptions& options, double eps) {
+  Arguments args("gate", "hidden", hidden);
+  Gate gate;
+  gate.hidden = args.activation("hidden", hidden, "*H");
+  args.at_least_one('H', "hidden");
+  gate.router_weight = args.parameter("router_weight", router_weight, "EH");
+  gate.norm_weight = args.parameter("norm_weight", norm_weight, "H");
+  gate.router_bias = args.parameter("router_bias", router_bias, "E");
+  gate.select_bias = args.parameter("select_bias", select_bias, "E");
+  gate.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
+  gate.params = routing_params(args, options);
+  args.not_negative("eps", eps);
+  gate.eps = static_cast<float>(eps);
+  gate.T = args.tokens();
+  gate.H = args['H'];
+  gate.weights = args.output(options.top_k, at::kFloat);
+  gate.experts = args.output(options.top_k, at::kInt);
+  return gate;
+}
+
+// ---------------------------------------------------------------------------------------------- experts
+
+inline ActivationParams activation_params(const Arguments& args, std::string_view activation, double alpha,
+                                          std::optional<double> limit) {
+  TORCH_CHECK(!limit || *limit > 0, args.prefix("limit"), "expected a number > 0 or None, got ", *limit);
+  return {
+      .activation = args.one_of<Activation>("activation", activation,
+                                            std::array{"silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"}),
+      .alpha = static_cast<float>(alpha),
+      .limit = limit ? static_cast<float>(*limit) : std::numeric_limits<float>::infinity(),
+  };
+}
+
+struct Glu {
+  Tensor gate, up;  // any strides: two halves or interleaved views of one packed tensor
+  ActivationParams params;
+  int64_t rows, I;
+  Tensor output;
+};
+
+inline Glu glu_arguments(const Tensor& gate, const Tensor& up, std::string_view activation, double alpha,
+                         std::optional<double> limit) {
+  Arguments args("glu", "gate", gate);
+  Glu glu;
+  glu.gate = args.strided("gate", gate, "*I");
+  glu.up = args.strided("up", up, "*I");
+  args.at_least_one('I', "gate");
+  glu.params = activation_params(args, activation, alpha, limit);
+  glu.rows = args.tokens();
+  glu.I = args['I'];
+  glu.output = args.output(glu.I);
+  return glu;
+}
+
+// Where a weight matrix of one expert lies: element (e, row, column) at e * expert + row * row + column * column.
+// Both layouts and both ways of packing gate and up come down to these strides, so kernels know only this form.
+struct WeightStrides {
+  int64_t expert, row, column;
+};
+
+struct Experts {
+  Tensor x, weights, experts, gate_up, down, gate_up_bias, down_bias, shared, shared_gate, residual;
+  WeightStrides gate_up_strides, down_strides;  // gate_up's rows step from one gate row to the next
+  int64_t up_offset;                            // from a gate row to its up row, in elements of gate_up
+  int64_t bias_stride, bias_up_offset;          // the same for gate_up_bias
+  ActivationParams params;
+  int64_t T, E, K, H, I;
+  Tensor output;
+};
+
+inline Experts experts_arguments(const Tensor& x, const Tensor& weights, const Tensor& experts, const Tensor& gate_up,
+                                 const Tensor& down, const OptionalTensor& gate_up_bias,
+                                 const OptionalTensor& down_bias, const OptionalTensor& shared,
+                                 const OptionalTensor& shared_gate, const OptionalTensor& residual,
+                                 std::string_view activation, double alpha, std::optional<double> limit,
+                                 bool interleaved, bool transposed) {
+  Arguments args("experts", "x", x);
+  Experts call;
+  call.x = args.activation("x", x, "*H");
+  args.at_least_one('H', "x");
+  call.weights = args.parameter("weights", weights, "*K");
+  call.experts = args.ids("experts", experts, "*K");
+  args.at_least_one('K', "experts");
+  call.down = args.strided("down", down, transposed ? "EIH" : "EHI");
+  args.at_least_one('I', "down");
+  args.in_range("down", args['E'], 1, kMaxExperts, "its number of experts, E");
+  args.bind('G', 2 * args['I']);
+  call.gate_up = args.strided("gate_up", gate_up, transposed ? "EHG" : "EGH");
+  call.gate_up_bias = args.parameter("gate_up_bias", gate_up_bias, "EG");
+  call.down_bias = args.parameter("down_bias", down_bias, "EH");
+  call.shared = args.activation("shared", shared, "*H");
+  call.shared_gate = args.parameter("shared_gate", shared_gate, "*");
+  TORCH_CHECK(!call.shared_gate.defined() || call.shared.defined(), args.prefix("shared_gate"),
+              "expected `shared` beside it, got none");
+  call.residual = args.activation("residual", residual, "*H");
+  call.params = activation_params(args, activation, alpha, limit);
+  call.T = args.tokens();
+  call.E = args['E'];
+  call.K = args['K'];
+  call.H = args['H'];
+  call.I = args['I'];
+  const int row = transposed ? 2 : 1, column = transposed ? 1 : 2;
+  const int64_t step = interleaved ? 2 : 1, up = interleaved ? 1 : call.I;
+  call.gate_up_strides = {gate_up.stride(0), gate_up.stride(row) * step, gate_up.stride(column)};
+  call.up_offset = gate_up.stride(row) * up;
+  call.down_strides = {down.stride(0), down.stride(row), down.stride(column)};
+  call.bias_stride = step;
+  call.bias_up_offset = up;
+  call.output = args.output(call.H);
+  return call;
+}
+
+// ---------------------------------------------------------------------------------------------- combine and norm
+
+// A tensor that is written in place. The kernel works on `work`; done() brings it back when its strides forced a copy.
+struct InPlace {
+  Tensor target, work;
+  void done() const {
+    if (!work.is_same(target)) target.copy_(work);
+  }
+};
+
+// The five weighted sums share their arguments; each uses the tensors that its schema has.
+struct WeightedSum {
+  Tensor slots, weights;
+  Tensor shared, shared_gate, residual;
+  Tensor norm_weight, residual_norm_weight;
+  float eps = 0;
+  int64_t T = 0, K = 0, H = 0;
+  Tensor output;  // undefined for weighted_sum_residual_
+  InPlace in_place;  // of the ops whose names end in _
+};
+
+inline WeightedSum weighted_sum_inputs(Arguments& args, const Tensor& slots, const Tensor& weights) {
+  WeightedSum sum;
+  sum.slots = args.activation("slots", slots, "*KH");
+  sum.weights = args.parameter("weights", weights, "*K");
+  sum.T = args.tokens();
+  sum.K = args['K'];
+  sum.H = args['H'];
+  args.at_least_one('K', "slots");
+  args.at_least_one('H', "slots");
+  return sum;
+}
+
+inline float checked_eps(const Arguments& args, double eps) {
+  args.not_negative("eps", eps);
+  return static_cast<float>(eps);
+}
+
+// `leading` is shaped like [T, H] and stands first in the schema, so its leading dimensions are the ones to match.
+inline WeightedSum weighted_sum_arguments(const Tensor& slots, const Tensor& weights, const OptionalTensor& shared,
+                                          const OptionalTensor& shared_gate, const OptionalTensor& residual) {
+  Arguments args("weighted_sum", "slots", slots);
+  WeightedSum sum = weighted_sum_inputs(args, slots, weights);
+  sum.shared = args.activation("shared", shared, "*H");
+  sum.shared_gate = args.parameter("shared_gate", shared_gate, "*");
+  TORCH_CHECK(!sum.shared_gate.defined() || sum.shared.defined(), args.prefix("shared_gate"),
+              "expected `shared` beside it, got none");
+  sum.residual = args.activation("residual", residual, "*H");
+  sum.output = args.output(sum.H);
+  return sum;
+}
+
+inline InPlace in_place(const Arguments& args, const Tensor& target, std::initializer_list<const Tensor*> inputs) {
+  TORCH_CHECK(at::has_internal_overlap(target) != at::MemOverlap::Yes, args.prefix("residual"),
+              "expected a tensor whose elements have memory of their own, got an expanded one; pass residual.clone()");
+  for (const Tensor* input : inputs) {
+    const auto overlap = at::get_overlap_status(target, *input);
+    TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+                args.prefix("residual"), "expected memory that no other argument uses, got a tensor that overlaps one");
+  }
+  return {target, target.contiguous()};
+}
+
+inline WeightedSum weighted_sum_residual__arguments(const Tensor& residual, const Tensor& slots,
+                                                    const Tensor& weights) {
+  Arguments args("weighted_sum_residual_", "residual", residual);
+  args.strided("residual", residual, "*H");
+  WeightedSum sum = weighted_sum_inputs(args, slots, weights);
+  sum.in_place = in_place(args, residual, {&slots, &weights});
+  sum.residual = sum.in_place.work;
+  return sum;
+}
+
+inline WeightedSum weighted_sum_residual_norm__arguments(const Tensor& residual, const Tensor& slots,
+                                                         const Tensor& weights, const Tensor& norm_weight,
+                                                         double eps) {
+  Arguments args("weighted_sum_residual_norm_", "residual", residual);
+  args.strided("residual", residual, "*H");
+  WeightedSum sum = weighted_sum_inputs(args, slots, weights);
+  sum.norm_weight = args.parameter("norm_weight", norm_weight, "H");
+  sum.eps = checked_eps(args, eps);
+  sum.in_place = in_place(args, residual, {&slots, &weights, &norm_weight});
+  sum.residual = sum.in_place.work;
+  sum.output = args.output(sum.H);
+  return sum;
+}
+
+inline WeightedSum weighted_sum_norm_add_arguments(const Tensor& slots, const Tensor& weights, const Tensor& residual,
+                                                   const Tensor& norm_weight, double eps) {
+  Arguments args("weighted_sum_norm_add", "slots", slots);
+  WeightedSum sum = weighted_sum_inputs(args, slots, weights);
+  sum.residual = args.activation("residual", residual, "*H");
+  sum.norm_weight = args.parameter("norm_weight", norm_weight, "H");
+  sum.eps = checked_eps(args, eps);
+  sum.output = args.output(sum.H);
+  return sum;
+}
+
+inline WeightedSum weighted_sum_dual_norm_add_arguments(const Tensor& slots, const Tensor& weights,
+                                                        const Tensor& residual, const Tensor& residual_norm_weight,
+                                                        const Tensor& moe_norm_weight, double eps) {
+  Arguments args("weighted_sum_dual_norm_add", "slots", slots);
+  WeightedSum sum = weighted_sum_inputs(args, slots, weights);
+  sum.residual = args.activation("residual", residual, "*H");
+  sum.residual_norm_weight = args.parameter("residual_norm_weight", residual_norm_weight, "H");
+  sum.norm_weight = args.parameter("moe_norm_weight", moe_norm_weight, "H");
+  sum.eps = checked_eps(args, eps);
+  sum.output = args.output(sum.H);
+  return sum;
+}
+
+// norm_add and residual_norm take the same arguments.
+struct ResidualNorm {
+  Tensor residual, input, weight;
+  Tensor scalar;  // undefined, [1] or [H]
+  float eps;
+  int64_t T, H;
+  Tensor output;
+  Tensor sum;  // residual_norm only
+};
+
+inline ResidualNorm residual_norm_inputs(const char* op, const Tensor& residual, const Tensor& input,
+                                         const Tensor& weight, const OptionalTensor& scalar, double eps) {
+  Arguments args(op, "residual", residual);
+  ResidualNorm call;
+  call.residual = args.activation("residual", residual, "*H");
+  args.at_least_one('H', "residual");
+  call.input = args.activation("input", input, "*H");
+  call.weight = args.parameter("weight", weight, "H");
+  const bool single = scalar.has_value() && scalar->defined() && scalar->dim() == 1 && scalar->size(0) == 1;
+  if (single) args.bind('S', 1);
+  call.scalar = args.parameter("scalar", scalar, single ? "S" : "H");
+  call.eps = checked_eps(args, eps);
+  call.T = args.tokens();
+  call.H = args['H'];
+  call.output = args.output(call.H);
+  return call;
+}
+
+inline ResidualNorm norm_add_arguments(const Tensor& residual, const Tensor& input, const Tensor& weight,
+                                       const OptionalTensor& scalar, double eps) {
+  return residual_norm_inputs("norm_add", residual, input, weight, scalar, eps);
+}
+
+inline ResidualNorm residual_norm_arguments(const Tensor& residual, const Tensor& input, const Tensor& weight,
+                                            const OptionalTensor& scalar, double eps) {
+  ResidualNorm call = residual_norm_inputs("residual_norm", residual, input, weight, scalar, eps);
+  call.sum = at::empty_like(call.output);
+  return call;
+}
+
+}  // namespace moe_metal

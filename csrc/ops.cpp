@@ -1,0 +1,79 @@
+// Every op of the package, and nothing else: the table of contents.
+// The maths of each stands in torch_moe_metal/reference.py, its checks in contract.h, its kernels in cpu/<op>.cpp
+// and mps/<op>.mm. Letters: T tokens, E experts, K experts per token, H hidden, I expert inner size.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/library.h>
+
+#define ROUTING                                                                       \
+  "int top_k, str scoring='softmax', str renormalize='before_scale', int n_group=1, " \
+  "int topk_group=1, str group_score='top2_sum', float scaling_factor=1.0, float softcap=0.0"
+#define ACTIVATION "str activation='silu', float alpha=1.702, float? limit=None"
+
+namespace moe_metal {
+namespace {
+
+constexpr const char* kSchemas[] = {
+    "gate(Tensor hidden, Tensor router_weight, Tensor? norm_weight=None, Tensor? router_bias=None, "
+    "Tensor? select_bias=None, Tensor? per_expert_scale=None, *, " ROUTING
+    ", float eps=1e-6) -> (Tensor weights, Tensor experts)",
+
+    "route(Tensor logits, Tensor? select_bias=None, Tensor? per_expert_scale=None, *, " ROUTING
+    ") -> (Tensor weights, Tensor experts)",
+
+    "glu(Tensor gate, Tensor up, *, " ACTIVATION ") -> Tensor",
+
+    "experts(Tensor x, Tensor weights, Tensor experts, Tensor gate_up, Tensor down, Tensor? gate_up_bias=None, "
+    "Tensor? down_bias=None, Tensor? shared=None, Tensor? shared_gate=None, Tensor? residual=None, *, " ACTIVATION
+    ", bool interleaved=False, bool transposed=False) -> Tensor",
+
+    "weighted_sum(Tensor slots, Tensor weights, Tensor? shared=None, Tensor? shared_gate=None, "
+    "Tensor? residual=None) -> Tensor",
+    "weighted_sum_residual_(Tensor(a!) residual, Tensor slots, Tensor weights) -> ()",
+    "weighted_sum_residual_norm_(Tensor(a!) residual, Tensor slots, Tensor weights, Tensor norm_weight, *, "
+    "float eps=1e-6) -> Tensor",
+    "weighted_sum_norm_add(Tensor slots, Tensor weights, Tensor residual, Tensor norm_weight, *, "
+    "float eps=1e-6) -> Tensor",
+    "weighted_sum_dual_norm_add(Tensor slots, Tensor weights, Tensor residual, Tensor residual_norm_weight, "
+    "Tensor moe_norm_weight, *, float eps=1e-6) -> Tensor",
+
+    "norm_add(Tensor residual, Tensor input, Tensor weight, Tensor? scalar=None, *, float eps=1e-6) -> Tensor",
+    "residual_norm(Tensor residual, Tensor input, Tensor weight, Tensor? scalar=None, *, float eps=1e-6) "
+    "-> (Tensor output, Tensor sum)",
+};
+
+bool wants_grad(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined() && value.toTensor().requires_grad();
+}
+
+// These ops have no backward. Without this kernel PyTorch would return a result that silently drops the gradient.
+void no_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto arguments = torch::jit::last(*stack, schema.arguments().size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    TORCH_CHECK(!c10::GradMode::is_enabled() || !wants_grad(arguments[i]), schema.name(), ": ",
+                schema.arguments()[i].name(),
+                ": expected a tensor that does not require grad, since this op has no backward; got one that does. "
+                "Call it under torch.no_grad(), or pass tensor.detach()");
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (alias && alias->isWrite() && !arguments[i].toTensor().is_inference()) {
+      arguments[i].toTensor().unsafeGetTensorImpl()->bump_version();
+    }
+  }
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+}  // namespace
+}  // namespace moe_metal
+
+TORCH_LIBRARY(moe_metal, m) {
+  m.set_python_module("torch_moe_metal");
+  for (const char* schema : moe_metal::kSchemas) m.def(schema, {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(moe_metal, Autograd, m) {
+  for (const std::string schema : moe_metal::kSchemas) {
+    m.impl(schema.substr(0, schema.find('(')).c_str(),
+           torch::CppFunction::makeFromBoxedFunction<&moe_metal::no_autograd>());
+  }
+}

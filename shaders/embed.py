@@ -1,0 +1,43 @@
+"""Write every shader's text into one C++ header, so that the extension carries its kernels and needs no files.
+
+Run by setup.py and by the simulated Metal, so that both compile exactly the same text.
+`#include "common.h"` is replaced by the file's text: Metal's run-time compiler has no include path of ours.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def shader_text(path: Path) -> str:
+    """One `.metal` file with our own headers inlined."""
+
+    def inline(match: re.Match[str]) -> str:
+        return (path.parent / match[1]).read_text().replace("#pragma once\n", "")
+
+    return re.sub(r'^#include "([^"]+)"$', inline, path.read_text(), flags=re.MULTILINE)
+
+
+def write_header(target: Path) -> Path:
+    """`shader_texts[]`: pairs of a shader's name and its text. Left alone when nothing changed, for quick rebuilds."""
+    rows = []
+    for path in sorted(FOLDER.glob("*.metal")):
+        text = shader_text(path)
+        if not text.isascii():
+            raise SystemExit(f"{path.name}: Metal's run-time compiler reads ASCII only, and this file holds other bytes")
+        rows.append(f'    {{"{path.stem}", R"MSL({text})MSL"}},\n')
+    header = (
+        "// Written by shaders/embed.py.\n#pragma once\n\nnamespace moe_metal {\n"
+        "struct ShaderText {\n  const char* name;\n  const char* text;\n};\n"
+        f"inline constexpr ShaderText shader_texts[] = {{\n{''.join(rows)}}};\n}}  // namespace moe_metal\n"
+    )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.exists() or target.read_text() != header:
+        target.write_text(header)
+    return target
+
+
+if __name__ == "__main__":
+    print(write_header(Path(sys.argv[1])))

@@ -1,0 +1,284 @@
+"""The specification: every op in a few lines of plain PyTorch. Read from top to bottom it is the MoE layer.
+
+Each function is at once the definition, the oracle of the tests (called with float64 tensors it computes in float64),
+the fake function for torch.compile and the text behind `help`. Letters: T tokens (any leading dimensions), E experts,
+K experts per token, H hidden, I expert inner size. Sums are kept in float32 or wider and rounded once, at the end.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+INF = float("inf")
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least float32, so that float64 inputs stay float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rounded(x: Tensor, like: Tensor) -> Tensor:
+    """The one rounding of a result, to a contiguous tensor of the activations' dtype."""
+    return x.to(like.dtype).contiguous()
+
+
+def norm(x: Tensor, eps: float) -> Tensor:
+    """x * rms(x), with rms(x) = rsqrt(mean(x^2) + eps) over the last dimension."""
+    return wide(x) * torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + eps)
+
+
+# ------------------------------------------------------------------------------------------------ router
+
+SCORING = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrt_softplus": lambda logits: F.softplus(logits).sqrt(),
+}
+
+
+def best(choice: Tensor, k: int, barred: Tensor | None = None) -> Tensor:
+    """Ids of the k best, best first. Ties go to the lowest id, NaN ranks below -inf, and what is barred below NaN."""
+    order = choice.nan_to_num(nan=-INF, posinf=INF, neginf=-INF).argsort(-1, descending=True, stable=True)
+    last = choice.isnan().int() if barred is None else choice.isnan().int() + 2 * barred.int()
+    return order.gather(-1, last.gather(-1, order).argsort(-1, stable=True))[..., :k]
+
+
+def outside_best_groups(choice: Tensor, n_group: int, topk_group: int, group_score: str) -> Tensor:
+    """True for the experts of all but the `topk_group` best of `n_group` equal groups of neighbours."""
+    groups = choice.unflatten(-1, (n_group, -1))
+    top = groups.gather(-1, best(groups, min(2 if group_score == "top2_sum" else 1, groups.shape[-1])))
+    kept = best(top.sum(-1), topk_group)
+    outside = torch.ones_like(top[..., 0], dtype=torch.bool).scatter(-1, kept, False)
+    return outside.unsqueeze(-1).expand_as(groups).flatten(-2)
+
+
+def route(
+    logits: Tensor,  # [T, E]
+    select_bias: Tensor | None = None,  # [E]
+    per_expert_scale: Tensor | None = None,  # [E]
+    *,
+    top_k: int,
+    scoring: str = "softmax",
+    renormalize: str = "before_scale",
+    n_group: int = 1,
+    topk_group: int = 1,
+    group_score: str = "top2_sum",
+    scaling_factor: float = 1.0,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Each token's K best experts, best first, and their weights. -> weights float32 [T, K], experts int32 [T, K]
+
+    `select_bias` counts for the choice only, never for the weights. Without it the logits themselves choose: every
+    scoring rises with its logit, so the order is the same, but large logits do not tie by saturating.
+    """
+    logits = wide(logits)
+    scores = SCORING[scoring](softcap * torch.tanh(logits / softcap) if softcap else logits)
+    biased = scores if select_bias is None else scores + wide(select_bias)
+    barred = None if n_group == 1 else outside_best_groups(biased, n_group, topk_group, group_score)
+    experts = best(logits if select_bias is None else biased, top_k, barred)
+    weights = scores.gather(-1, experts)
+    scale = 1.0 if per_expert_scale is None else wide(per_expert_scale)[experts]
+    if renormalize == "after_scale":
+        weights, scale = weights * scale, 1.0
+    if renormalize != "none":
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return (weights * scale * scaling_factor).float(), experts.int()
+
+
+def gate(
+    hidden: Tensor,  # [T, H]
+    router_weight: Tensor,  # [E, H]
+    norm_weight: Tensor | None = None,  # [H]
+    router_bias: Tensor | None = None,  # [E]
+    select_bias: Tensor | None = None,  # [E]
+    per_expert_scale: Tensor | None = None,  # [E]
+    *,
+    top_k: int,
+    scoring: str = "softmax",
+    renormalize: str = "before_scale",
+    n_group: int = 1,
+    topk_group: int = 1,
+    group_score: str = "top2_sum",
+    scaling_factor: float = 1.0,
+    softcap: float = 0.0,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """The whole router: `route(norm(hidden) @ router_weight.T + router_bias)`; no norm without `norm_weight`."""
+    hidden = wide(hidden) if norm_weight is None else norm(hidden, eps) * wide(norm_weight)
+    bias = None if router_bias is None else wide(router_bias)
+    return route(
+        F.linear(hidden, wide(router_weight), bias),
+        select_bias,
+        per_expert_scale,
+        top_k=top_k,
+        scoring=scoring,
+        renormalize=renormalize,
+        n_group=n_group,
+        topk_group=topk_group,
+        group_score=group_score,
+        scaling_factor=scaling_factor,
+        softcap=softcap,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ experts
+
+ACTIVATIONS = {
+    "silu": lambda gate, up, alpha: F.silu(gate) * up,
+    "gelu": lambda gate, up, alpha: F.gelu(gate) * up,
+    "gelu_tanh": lambda gate, up, alpha: F.gelu(gate, approximate="tanh") * up,
+    "relu2": lambda gate, up, alpha: F.relu(gate).square() * up,
+    "swiglu_oai": lambda gate, up, alpha: gate * torch.sigmoid(alpha * gate) * (up + 1),
+}
+
+
+def glu(
+    gate: Tensor,  # [..., I]
+    up: Tensor,  # [..., I]
+    *,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Tensor:
+    """act(gate) * up. `limit` clamps gate from above and up on both sides; `alpha` belongs to swiglu_oai."""
+    g, u = wide(gate), wide(up)
+    if limit is not None:
+        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    return rounded(ACTIVATIONS[activation](g, u, alpha), gate)
+
+
+def experts(
+    x: Tensor,  # [T, H]
+    weights: Tensor,  # [T, K]
+    experts: Tensor,  # [T, K]
+    gate_up: Tensor,  # [E, 2I, H], or [E, H, 2I] when transposed
+    down: Tensor,  # [E, H, I], or [E, I, H] when transposed
+    gate_up_bias: Tensor | None = None,  # [E, 2I]
+    down_bias: Tensor | None = None,  # [E, H]
+    shared: Tensor | None = None,  # [T, H]
+    shared_gate: Tensor | None = None,  # [T], a logit
+    residual: Tensor | None = None,  # [T, H]
+    *,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float | None = None,
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> Tensor:
+    """Every token through its K experts, and their weighted sum. -> [T, H]
+
+    An id outside [0, E) is skipped: it adds nothing and reads nothing, whatever its weight is.
+    The 2I rows hold the gate's I rows first, or gate and up in turn when `interleaved`.
+    """
+    used = (experts >= 0) & (experts < gate_up.shape[0])
+    ids = experts.long().where(used, 0)
+    up_weight, down_weight = (w.mT if transposed else w for w in (gate_up, down))
+    both = torch.einsum("...kih,...h->...ki", wide(up_weight[ids]), wide(x))
+    if gate_up_bias is not None:
+        both = both + wide(gate_up_bias)[ids]
+    gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
+    inner = glu(gate, up, activation=activation, alpha=alpha, limit=limit)
+    slots = torch.einsum("...khi,...ki->...kh", wide(down_weight[ids]), inner)
+    if down_bias is not None:
+        slots = slots + wide(down_bias)[ids]
+    slots, weights = slots.where(used.unsqueeze(-1), 0), wide(weights).where(used, 0)
+    return rounded(weighted_sum(slots, weights, shared, shared_gate, residual), x)
+
+
+# ------------------------------------------------------------------------------------------------ combine and norm
+
+
+def weighted_sum(
+    slots: Tensor,  # [T, K, H]
+    weights: Tensor,  # [T, K]
+    shared: Tensor | None = None,  # [T, H]
+    shared_gate: Tensor | None = None,  # [T], a logit
+    residual: Tensor | None = None,  # [T, H]
+) -> Tensor:
+    """sum_k weights * slots + sigmoid(shared_gate) * shared + residual. Without shared_gate, shared is added as it is."""
+    total = (wide(slots) * wide(weights).unsqueeze(-1)).sum(-2)
+    if shared is not None:
+        total = total + (wide(shared) if shared_gate is None else wide(shared_gate).sigmoid().unsqueeze(-1) * wide(shared))
+    if residual is not None:
+        total = total + wide(residual)
+    return rounded(total, slots)
+
+
+def weighted_sum_residual_(residual: Tensor, slots: Tensor, weights: Tensor) -> None:
+    """residual += sum_k weights * slots"""
+    residual.copy_(weighted_sum(wide(slots), weights, residual=residual))
+
+
+def weighted_sum_residual_norm_(
+    residual: Tensor, slots: Tensor, weights: Tensor, norm_weight: Tensor, *, eps: float = 1e-6
+) -> Tensor:
+    """residual += sum_k weights * slots; returns residual * rms(residual) * norm_weight.
+
+    The tail of one layer with the head of the next. The norm sees the sum before it is rounded to the residual's dtype.
+    """
+    total = weighted_sum(wide(slots), weights, residual=residual)
+    residual.copy_(total)
+    return rounded(norm(total, eps) * wide(norm_weight), residual)
+
+
+def weighted_sum_norm_add(
+    slots: Tensor, weights: Tensor, residual: Tensor, norm_weight: Tensor, *, eps: float = 1e-6
+) -> Tensor:
+    """residual + norm(sum_k weights * slots) * norm_weight"""
+    return rounded(wide(residual) + norm(weighted_sum(wide(slots), weights), eps) * wide(norm_weight), slots)
+
+
+def weighted_sum_dual_norm_add(
+    slots: Tensor,
+    weights: Tensor,
+    residual: Tensor,
+    residual_norm_weight: Tensor,
+    moe_norm_weight: Tensor,
+    *,
+    eps: float = 1e-6,
+) -> Tensor:
+    """norm(residual) * residual_norm_weight + norm(sum_k weights * slots) * moe_norm_weight (Gemma 4)"""
+    moe = norm(weighted_sum(wide(slots), weights), eps) * wide(moe_norm_weight)
+    return rounded(norm(residual, eps) * wide(residual_norm_weight) + moe, slots)
+
+
+def norm_add(
+    residual: Tensor,  # [T, H]
+    input: Tensor,  # [T, H]
+    weight: Tensor,  # [H]
+    scalar: Tensor | None = None,  # [1] or [H]
+    *,
+    eps: float = 1e-6,
+) -> Tensor:
+    """(residual + norm(input) * weight) * scalar (Gemma 4's layer end)"""
+    total = wide(residual) + norm(input, eps) * wide(weight)
+    return rounded(total if scalar is None else total * wide(scalar), residual)
+
+
+def residual_norm(
+    residual: Tensor,  # [T, H]
+    input: Tensor,  # [T, H]
+    weight: Tensor,  # [H]
+    scalar: Tensor | None = None,  # [1] or [H]
+    *,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """s = residual + input -> (norm(s) * weight * scalar, s). The norm sees s before it is rounded."""
+    total = wide(residual) + wide(input)
+    output = norm(total, eps) * wide(weight)
+    return rounded(output if scalar is None else output * wide(scalar), residual), rounded(total, residual)
+
+
+OPS = (
+    gate,
+    route,
+    glu,
+    experts,
+    weighted_sum,
+    weighted_sum_residual_,
+    weighted_sum_residual_norm_,
+    weighted_sum_norm_add,
+    weighted_sum_dual_norm_add,
+    norm_add,
+    residual_norm,
+)
