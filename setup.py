@@ -20,12 +20,11 @@ ROOT = Path(__file__).parent
 os.chdir(ROOT)
 
 CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wno-unknown-pragmas"]
-# The macros are ATen's own: they make at::vec choose its vector type for that instruction set.
+# ATen's name of each instruction set, which makes at::vec choose its vector type, and the compiler's flags.
 CPU_ISAS = {
-    "avx512": ["-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
-    + ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
-    "avx2": ["-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2", "-mavx2", "-mfma", "-mf16c"],
-    "default": ["-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT"],
+    "avx512": "AVX512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c",
+    "avx2": "AVX2 -mavx2 -mfma -mf16c",
+    "default": "DEFAULT",
 }
 if platform.machine() not in ("x86_64", "AMD64"):
     CPU_ISAS = {"default": CPU_ISAS["default"]}  # NEON and SVE: at::vec follows the compiler's own macros
@@ -53,7 +52,11 @@ def extensions() -> list[CppExtension]:
         main += sources("mps/*.mm")
         flags = ["-mmacosx-version-min=14.0"]
         link = ["-framework", "Metal", "-framework", "Foundation"]
-    cpu = [extension(f"_cpu_{isa}", sources("cpu/*.cpp"), CPU_ISAS[isa] + flags) for isa in CPU_ISAS]
+    cpu = []
+    for isa, options in CPU_ISAS.items():
+        capability, *march = options.split()
+        macros = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
+        cpu.append(extension(f"_cpu_{isa}", sources("cpu/*.cpp"), macros + march + flags))
     return [extension("_C", main, flags, link), *cpu]
 
 

@@ -142,7 +142,8 @@ class Arguments {
     if (leading && leading_bound_) bound = c10::str("* = ", at::IntArrayRef(leading_));
     for (const char* letter = fixed; *letter; ++letter) {
       shape += spelled(*letter) + ", ";
-      if ((*this)[*letter] >= 0) bound += c10::str(bound.empty() ? "" : ", ", spelled(*letter), " = ", (*this)[*letter]);
+      if ((*this)[*letter] >= 0)
+        bound += c10::str(bound.empty() ? "" : ", ", spelled(*letter), " = ", (*this)[*letter]);
     }
     shape.resize(shape.size() - 2);
     TORCH_CHECK(false, prefix(name), "expected shape [", shape, "]", bound.empty() ? "" : " with ", bound, ", got ",
@@ -176,15 +177,15 @@ inline RoutingParams routing_params(const Arguments& args, const RoutingOptions&
   TORCH_CHECK(E % options.n_group == 0, args.prefix("n_group"), "expected a divisor of E = ", E, ", got ",
               options.n_group);
   args.in_range("topk_group", options.topk_group, 1, options.n_group, "n_group");
-  args.in_range("top_k", options.top_k, 1, E / options.n_group * options.topk_group, "the experts in topk_group groups");
+  args.in_range("top_k", options.top_k, 1, E / options.n_group * options.topk_group,
+                "the experts in topk_group groups");
   args.not_negative("softcap", options.softcap);
   return {
       .experts = static_cast<int32_t>(E),
       .top_k = static_cast<int32_t>(options.top_k),
       .n_group = static_cast<int32_t>(options.n_group),
       .topk_group = static_cast<int32_t>(options.topk_group),
-      .scoring =
-          args.one_of<Scoring>("scoring", options.scoring, std::array{"softmax", "sigmoid", "sqrt_softplus"}),
+      .scoring = args.one_of<Scoring>("scoring", options.scoring, std::array{"softmax", "sigmoid", "sqrt_softplus"}),
       .renormalize = args.one_of<Renormalize>("renormalize", options.renormalize,
                                               std::array{"none", "before_scale", "after_scale"}),
       .group_score = args.one_of<GroupScore>("group_score", options.group_score, std::array{"top2_sum", "max"}),
@@ -353,7 +354,7 @@ struct WeightedSum {
   Tensor norm_weight, residual_norm_weight;
   float eps = 0;
   int64_t T = 0, K = 0, H = 0;
-  Tensor output;  // undefined for weighted_sum_residual_
+  Tensor output;     // undefined for weighted_sum_residual_
   InPlace in_place;  // of the ops whose names end in _
 };
 
@@ -374,7 +375,6 @@ inline float checked_eps(const Arguments& args, double eps) {
   return static_cast<float>(eps);
 }
 
-// `leading` is shaped like [T, H] and stands first in the schema, so its leading dimensions are the ones to match.
 inline WeightedSum weighted_sum_arguments(const Tensor& slots, const Tensor& weights, const OptionalTensor& shared,
                                           const OptionalTensor& shared_gate, const OptionalTensor& residual) {
   Arguments args("weighted_sum", "slots", slots);
@@ -410,8 +410,7 @@ inline WeightedSum weighted_sum_residual__arguments(const Tensor& residual, cons
 }
 
 inline WeightedSum weighted_sum_residual_norm__arguments(const Tensor& residual, const Tensor& slots,
-                                                         const Tensor& weights, const Tensor& norm_weight,
-                                                         double eps) {
+                                                         const Tensor& weights, const Tensor& norm_weight, double eps) {
   Arguments args("weighted_sum_residual_norm_", "residual", residual);
   args.strided("residual", residual, "*H");
   WeightedSum sum = weighted_sum_inputs(args, slots, weights);

@@ -26,7 +26,7 @@ def write_header(target: Path) -> Path:
     for path in sorted(FOLDER.glob("*.metal")):
         text = shader_text(path)
         if not text.isascii():
-            raise SystemExit(f"{path.name}: Metal's run-time compiler reads ASCII only, and this file holds other bytes")
+            raise SystemExit(f"{path.name}: Metal's run-time compiler reads ASCII only, this file holds more")
         rows.append(f'    {{"{path.stem}", R"MSL({text})MSL"}},\n')
     header = (
         "// Written by shaders/embed.py.\n#pragma once\n\nnamespace moe_metal {\n"

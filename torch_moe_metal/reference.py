@@ -195,10 +195,11 @@ def weighted_sum(
     shared_gate: Tensor | None = None,  # [T], a logit
     residual: Tensor | None = None,  # [T, H]
 ) -> Tensor:
-    """sum_k weights * slots + sigmoid(shared_gate) * shared + residual. Without shared_gate, shared is added as it is."""
+    """sum_k weights * slots + sigmoid(shared_gate) * shared + residual. No shared_gate: shared is added as it is."""
     total = (wide(slots) * wide(weights).unsqueeze(-1)).sum(-2)
     if shared is not None:
-        total = total + (wide(shared) if shared_gate is None else wide(shared_gate).sigmoid().unsqueeze(-1) * wide(shared))
+        share = 1.0 if shared_gate is None else wide(shared_gate).sigmoid().unsqueeze(-1)
+        total = total + share * wide(shared)
     if residual is not None:
         total = total + wide(residual)
     return rounded(total, slots)

@@ -1,0 +1,73 @@
+# Every target does its own set-up: a virtual environment in .venv, the pinned tools, the build. The second time is quick.
+#   make demo      one real MoE layer, fused against stock, on the best device there is
+#   make test      every test of the fast set, on the CPU and on mps (a Mac's own, else the simulated one)
+#   make test-all  the full grid
+#   make bench     times and ratios of every op
+#   make cross     the macOS extension compiled and linked on this machine against real macOS torch wheels
+#   make lint      style and format checks;  make format mends them
+#   make clean     remove what was built;  make distclean also removes .venv
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+BUILT := build/installed
+MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm shaders/*.h shaders/*.metal)
+SIM_FILES := $(filter-out %/Metal.h,$(wildcard tests/metal_sim/*.h tests/metal_sim/*.cpp tests/metal_sim/*.mm))
+export MAX_JOBS
+
+.PHONY: help demo test test-all bench doctor cross lint format clean distclean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(BIN)/.ready: tests/requirements.txt
+	@command -v $(PYTHON) >/dev/null || { echo "Missing: $(PYTHON). Install Python 3.10 or newer, or say make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Missing: Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) --version). Say make PYTHON=/path/to/python3"; exit 1; }
+	@echo "==> Making a virtual environment in .venv"
+	@$(PYTHON) -m venv .venv || { echo "Missing: Python's venv module. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@echo "==> Installing the pinned tools: torch 2.13.0, transformers, pytest ... (some minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+	@touch $@
+
+$(BUILT): $(BIN)/.ready setup.py pyproject.toml $(CXX_FILES) shaders/embed.py
+	@command -v $${CXX:-c++} >/dev/null || { echo "Missing: a C++ compiler. On macOS: xcode-select --install; on Debian and Ubuntu: apt-get install g++"; exit 1; }
+	@$(BIN)/python -c 'import sysconfig, os, sys; sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || { echo "Missing: Python's headers. On Debian and Ubuntu: apt-get install python3-dev"; exit 1; }
+	@echo "==> Building the extension with $(MAX_JOBS) jobs (some minutes the first time)"
+	@mkdir -p build
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable . || { echo "The build failed; its output is above. For all of it: $(BIN)/python setup.py build_ext --inplace"; exit 1; }
+	@touch $@
+
+demo: $(BUILT)
+	@$(BIN)/python -m torch_moe_metal demo
+
+test: $(BUILT)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(BUILT)
+	$(BIN)/python -m pytest
+
+bench: $(BUILT)
+	@$(BIN)/python -m torch_moe_metal bench
+
+doctor: $(BUILT)
+	@$(BIN)/python -m torch_moe_metal doctor
+
+cross: $(BIN)/.ready
+	$(BIN)/python tests/metal_sim/cross.py
+
+lint: $(BIN)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES) $(SIM_FILES)
+
+format: $(BIN)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES) $(SIM_FILES)
+
+clean:
+	rm -rf build dist *.egg-info torch_moe_metal/*.so tests/metal_sim/build
+
+distclean: clean
+	rm -rf .venv
