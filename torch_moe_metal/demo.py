@@ -136,8 +136,6 @@ def run() -> int:
             print(f"  {name:24} {times[name]:9.2f} ms   error against float64 {error:.1e}{ratio}", flush=True)
         worst = max(worst, error)  # the last one is ours
     if worst > 4e-3:
-        print(
-            f"\nThe fused layer is off by {worst:.1e}, more than bfloat16 allows. Run `python -m torch_moe_metal doctor`."
-        )
+        print(f"\nThe fused layer is off by {worst:.1e}: too much. Run `python -m torch_moe_metal doctor`.")
         return 1
     return 0
