@@ -13,6 +13,7 @@ namespace moe_metal {
 #endif
 
 MOE_METAL_CONSTANT int kMaxExperts = 1024;
+MOE_METAL_CONSTANT int kWide = 4;  // elements that one load or store moves
 
 enum class Scoring : int32_t { softmax, sigmoid, sqrt_softplus };
 enum class Renormalize : int32_t { none, before_scale, after_scale };
@@ -39,9 +40,39 @@ struct ActivationParams {
   float limit;  // +inf: none
 };
 
+// How a kernel finds a small tensor of parameters: not given, of the activations' dtype, or float32. The kernel branches
+// on it, uniformly, where a template per tensor would multiply the kernels to compile.
+enum class ParameterType : int32_t { absent, activation, float32 };
+
+// Rows of contiguous tensors. `wide`: every row starts at a multiple of kWide elements, and its length is one.
+struct RowShape {
+  uint32_t length;
+  uint32_t wide;
+};
+
+// The ops norm_add and residual_norm.
+struct ResidualNormParams {
+  RowShape row;  // H
+  ParameterType weight;
+  ParameterType scalar;
+  uint32_t scalar_stride;  // 0 for a scalar of one element
+  float eps;
+};
+
 #ifndef __METAL_VERSION__
 static_assert(sizeof(RoutingParams) == 36, "shaders and host must agree");
 static_assert(sizeof(ActivationParams) == 12, "shaders and host must agree");
+static_assert(sizeof(ResidualNormParams) == 24, "shaders and host must agree");
 #endif
 
 }  // namespace moe_metal
+
+#ifdef __METAL_VERSION__
+// instantiate_kernel("op_float", op<float>): one line per variant, whose signature the compiler derives.
+#define instantiate_kernel(name, ...) template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
+// One kernel per dtype of the activations.
+#define instantiate_dtypes(name, function)                     \
+  instantiate_kernel(name "_float", moe_metal::function<float>) \
+  instantiate_kernel(name "_half", moe_metal::function<half>)   \
+  instantiate_kernel(name "_bfloat", moe_metal::function<bfloat>)
+#endif

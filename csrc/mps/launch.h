@@ -1,0 +1,113 @@
+// Launching the kernels of shaders/*.metal on PyTorch's MPS stream. launch.mm is the only file that knows Metal.
+//
+//   Kernels kernels("norm_add");                                // norm_add_float, norm_add_half and norm_add_bfloat
+//   launch(kernels[dtype], grid, input, output, Params{...});  // arguments are bound in this order, from 0
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <atomic>
+#include <initializer_list>
+#include <limits>
+#include <type_traits>
+
+#include "common.h"
+
+namespace moe_metal {
+
+using at::Tensor;
+
+struct Pipeline;  // what Metal made of a kernel
+
+// One kernel function. Its shader file and its pipeline are compiled at its first launch, and kept for good.
+struct Kernel {
+  const char* shader;    // shaders/<shader>.metal
+  const char* function;  // the part of its host_name before the dtypes
+  int dtypes = -1;       // index into the names of dtypes in launch.mm
+  int max_threads = 0;   // per threadgroup; fewer leave each thread more registers
+  std::atomic<const Pipeline*> pipeline = nullptr;
+};
+
+// The kernels `<function>_<dtype>` of one function, or `<function>_<dtype>_<parameter dtype>` with `two_dtypes`.
+// A lookup is an index: nothing is built, compared or allocated per call.
+class Kernels {
+ public:
+  Kernels(const char* shader, const char* function, int max_threads = 1024) {
+    for (int i = 0; i < kCount; ++i) {
+      kernels_[i].shader = shader;
+      kernels_[i].function = function;
+      kernels_[i].dtypes = i;
+      kernels_[i].max_threads = max_threads;
+    }
+  }
+  explicit Kernels(const char* shader, int max_threads = 1024) : Kernels(shader, shader, max_threads) {}
+
+  Kernel& operator[](at::ScalarType dtype) { return kernels_[index(dtype)]; }
+  Kernel& operator()(at::ScalarType dtype, at::ScalarType parameter) {
+    return kernels_[3 + 3 * index(dtype) + index(parameter)];
+  }
+
+ private:
+  static constexpr int kCount = 12;  // 3 of one dtype, 9 of two
+  static int index(at::ScalarType dtype) { return dtype == at::kFloat ? 0 : dtype == at::kHalf ? 1 : 2; }
+  std::array<Kernel, kCount> kernels_;
+};
+
+// The threadgroups of a dispatch, and the threads of each. Rows go along x, where no device limits their number.
+struct Grid {
+  int64_t x, y;
+  int threads;
+  bool empty() const { return x == 0 || y == 0; }
+};
+
+// A tensor or a params struct, in the order of the kernel's [[buffer(n)]]. It points to what it was made from.
+struct Argument {
+  Argument() = default;
+  Argument(const Tensor& tensor) : tensor(&tensor) {}
+  template <class Params>
+    requires(std::is_trivially_copyable_v<Params> && std::is_class_v<Params>)
+  Argument(const Params& params) : bytes(&params), size(sizeof(Params)) {
+    static_assert(sizeof(Params) <= 4096, "Metal's setBytes takes 4 KB");
+  }
+
+  const Tensor* tensor = nullptr;  // undefined for an absent optional tensor: the first argument is bound in its place
+  const void* bytes = nullptr;
+  size_t size = 0;
+};
+
+struct Dispatch {
+  template <class... Arguments>
+  Dispatch(Kernel& kernel, Grid grid, const Arguments&... arguments)
+      : kernel(kernel), grid(grid), arguments{Argument(arguments)...}, count(sizeof...(Arguments)) {}
+
+  Kernel& kernel;
+  Grid grid;
+  std::array<Argument, 24> arguments;
+  int count;
+};
+
+// Encodes the dispatches, each of which sees the results of those before it. Those with an empty grid are left out.
+// Nothing may be allocated or computed by at:: ops meanwhile, so all arguments are ready before the call.
+void launch(std::initializer_list<Dispatch> dispatches);
+
+template <class... Arguments>
+void launch(Kernel& kernel, Grid grid, const Arguments&... arguments) {
+  launch({Dispatch(kernel, grid, arguments...)});
+}
+
+// ---------------------------------------------------------------------------------------------- params and grids
+
+inline uint32_t to_uint(int64_t value) {
+  TORCH_CHECK(0 <= value && value <= std::numeric_limits<int32_t>::max(), "moe_metal: expected a size below 2^31, got ",
+              value);
+  return static_cast<uint32_t>(value);
+}
+
+inline int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+inline ParameterType parameter_type(const Tensor& tensor) {
+  if (!tensor.defined()) return ParameterType::absent;
+  return tensor.scalar_type() == at::kFloat ? ParameterType::float32 : ParameterType::activation;
+}
+
+}  // namespace moe_metal

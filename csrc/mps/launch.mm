@@ -1,0 +1,200 @@
+// See launch.h. Objects created here are kept for good, on purpose: nothing of ours runs while the process exits.
+#include "mps/launch.h"
+
+#include <ATen/mps/MPSStream.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "shader_texts.h"
+
+// The versions below are asked for at run time, since one build runs on all of them.
+#pragma clang diagnostic ignored "-Wunguarded-availability-new"
+#pragma clang diagnostic ignored "-Wdeprecated-declarations"
+
+namespace moe_metal {
+
+struct Pipeline {
+  id<MTLComputePipelineState> state;
+  NSString* name;
+};
+
+namespace {
+
+constexpr NSUInteger kSimdgroup = 32, kThreadgroupMemory = 32768;
+
+bool is_macos_at_least(NSInteger major) {
+  return [[NSProcessInfo processInfo] isOperatingSystemAtLeastVersion:NSOperatingSystemVersion{major, 0, 0}];
+}
+
+NSString* text(const std::string& characters) { return [NSString stringWithUTF8String:characters.c_str()]; }
+
+std::string reason(NSError* error) { return error ? [[error localizedDescription] UTF8String] : "no reason given"; }
+
+// ---------------------------------------------------------------------------------------------- compiling
+
+void check_device(id<MTLDevice> device) {
+  TORCH_CHECK(is_macos_at_least(14),
+              "moe_metal: expected macOS 14 or newer, whose Metal knows bfloat16; this one is older");
+  TORCH_CHECK([device maxThreadgroupMemoryLength] >= kThreadgroupMemory, "moe_metal: expected a GPU with ",
+              kThreadgroupMemory, " bytes of threadgroup memory; ", [[device name] UTF8String], " has ",
+              [device maxThreadgroupMemoryLength]);
+}
+
+// Language versions are written as numbers: an older SDK than the running macOS has no name for them.
+MTLLanguageVersion language_version() {
+  const int major = is_macos_at_least(26) ? 4 : 3, minor = is_macos_at_least(26) ? 0 : is_macos_at_least(15) ? 2 : 1;
+  return static_cast<MTLLanguageVersion>((major << 16) + minor);
+}
+
+// Safe maths: infinities and NaN are values that these ops define.
+MTLCompileOptions* compile_options() {
+  MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
+  [options setLanguageVersion:language_version()];
+#if !defined(__MAC_OS_X_VERSION_MAX_ALLOWED) || __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
+  if (is_macos_at_least(15)) {
+    [options setMathMode:MTLMathModeSafe];
+    [options setMathFloatingPointFunctions:MTLMathFloatingPointFunctionsPrecise];
+    return options;
+  }
+#endif
+  [options setFastMathEnabled:NO];
+  return options;
+}
+
+const char* shader_text(const std::string& shader) {
+  for (const ShaderText& each : shader_texts) {
+    if (shader == each.name) return each.text;
+  }
+  TORCH_CHECK(false, "moe_metal: this build holds no shaders/", shader, ".metal; rebuild it");
+}
+
+id<MTLLibrary> compile_library(id<MTLDevice> device, const std::string& shader) {
+  check_device(device);
+  NSError* error = nil;
+  id<MTLLibrary> library = [device newLibraryWithSource:text(shader_text(shader))
+                                                options:compile_options()
+                                                  error:&error];
+  TORCH_CHECK(library, "moe_metal: shaders/", shader, ".metal does not compile on ", [[device name] UTF8String], ":\n",
+              reason(error));
+  [library setLabel:text("moe_metal " + shader)];
+  return library;
+}
+
+std::string host_name(const Kernel& kernel) {
+  static constexpr const char* kDtypes[] = {"float",       "half",         "bfloat",      "float_float",
+                                            "float_half",  "float_bfloat", "half_float",  "half_half",
+                                            "half_bfloat", "bfloat_float", "bfloat_half", "bfloat_bfloat"};
+  return std::string(kernel.function) + "_" + kDtypes[kernel.dtypes];
+}
+
+id<MTLComputePipelineState> compile_pipeline(id<MTLDevice> device, id<MTLLibrary> library, const Kernel& kernel,
+                                             const std::string& name) {
+  id<MTLFunction> function = [[library newFunctionWithName:text(name)] autorelease];
+  TORCH_CHECK(function, "moe_metal: shaders/", kernel.shader, ".metal holds no kernel ", name);
+  MTLComputePipelineDescriptor* descriptor = [[[MTLComputePipelineDescriptor alloc] init] autorelease];
+  [descriptor setLabel:text(name)];
+  [descriptor setComputeFunction:function];
+  [descriptor setThreadGroupSizeIsMultipleOfThreadExecutionWidth:YES];
+  [descriptor setMaxTotalThreadsPerThreadgroup:kernel.max_threads];
+  NSError* error = nil;
+  id<MTLComputePipelineState> state = [device newComputePipelineStateWithDescriptor:descriptor
+                                                                            options:MTLPipelineOptionNone
+                                                                         reflection:nullptr
+                                                                              error:&error];
+  const char* gpu = [[device name] UTF8String];
+  TORCH_CHECK(state, "moe_metal: kernel ", name, " does not compile on ", gpu, ":\n", reason(error));
+  TORCH_CHECK([state threadExecutionWidth] == kSimdgroup, "moe_metal: expected a GPU with simdgroups of ", kSimdgroup,
+              " threads; ", gpu, " has ", [state threadExecutionWidth]);
+  TORCH_CHECK([state maxTotalThreadsPerThreadgroup] >= static_cast<NSUInteger>(kernel.max_threads),
+              "moe_metal: kernel ", name, ": expected threadgroups of ", kernel.max_threads, " threads; ", gpu,
+              " allows ", [state maxTotalThreadsPerThreadgroup]);
+  return state;
+}
+
+// Slow path, once per kernel. Another thread may have been first.
+const Pipeline* compile(id<MTLDevice> device, Kernel& kernel) {
+  static auto& mutex = *new std::mutex;
+  static auto& libraries = *new std::map<std::string, id<MTLLibrary>>;
+  std::lock_guard lock(mutex);
+  if (const Pipeline* ready = kernel.pipeline.load()) return ready;
+  @autoreleasepool {
+    id<MTLLibrary>& library = libraries[kernel.shader];
+    if (!library) library = compile_library(device, kernel.shader);
+    const std::string name = host_name(kernel);
+    const auto* pipeline = new Pipeline{compile_pipeline(device, library, kernel, name), [text(name) retain]};
+    kernel.pipeline.store(pipeline, std::memory_order_release);
+    return pipeline;
+  }
+}
+
+const Pipeline* pipeline_of(at::mps::MPSStream* stream, Kernel& kernel) {
+  const Pipeline* ready = kernel.pipeline.load(std::memory_order_acquire);
+  return ready ? ready : compile([stream->commandQueue() device], kernel);
+}
+
+// ---------------------------------------------------------------------------------------------- encoding
+
+void check_tensors(const Dispatch& dispatch) {
+  for (int i = 0; i < dispatch.count; ++i) {
+    const Tensor* tensor = dispatch.arguments[i].tensor;
+    if (!tensor || !tensor->defined()) continue;
+    TORCH_CHECK(tensor->device().type() == at::kMPS && tensor->has_storage() && tensor->storage().data(),
+                "moe_metal: ", dispatch.kernel.function, ": expected tensors in Metal buffers, got one on ",
+                tensor->device());
+  }
+}
+
+// PyTorch keeps the id<MTLBuffer> of an MPS tensor where other devices keep an address.
+void bind(id<MTLComputeCommandEncoder> encoder, const Tensor& tensor, int index) {
+  [encoder setBuffer:(id<MTLBuffer>)tensor.storage().data()
+              offset:tensor.storage_offset() * tensor.element_size()
+             atIndex:index];
+}
+
+void encode(id<MTLComputeCommandEncoder> encoder, const Pipeline* pipeline, const Dispatch& dispatch) {
+  [encoder pushDebugGroup:pipeline->name];
+  [encoder setComputePipelineState:pipeline->state];
+  for (int i = 0; i < dispatch.count; ++i) {
+    const Argument& argument = dispatch.arguments[i];
+    if (argument.bytes) {
+      [encoder setBytes:argument.bytes length:argument.size atIndex:i];
+    } else {
+      bind(encoder, argument.tensor->defined() ? *argument.tensor : *dispatch.arguments[0].tensor, i);
+    }
+  }
+  [encoder dispatchThreadgroups:MTLSizeMake(dispatch.grid.x, dispatch.grid.y, 1)
+          threadsPerThreadgroup:MTLSizeMake(dispatch.grid.threads, 1, 1)];
+  [encoder popDebugGroup];
+}
+
+}  // namespace
+
+void launch(std::initializer_list<Dispatch> dispatches) {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  bool any = false;
+  for (const Dispatch& dispatch : dispatches) {
+    if (dispatch.grid.empty()) continue;
+    check_tensors(dispatch);
+    pipeline_of(stream, dispatch.kernel);
+    any = true;
+  }
+  if (!any) return;
+  // A block copies what it captures: it gets a pointer.
+  const auto* all = &dispatches;
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
+    @autoreleasepool {
+      id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();
+      for (const Dispatch& dispatch : *all) {
+        // PyTorch's encoder is serial, so dispatches are ordered; a concurrent one would need to be told.
+        if (&dispatch != all->begin() && [encoder dispatchType] == MTLDispatchTypeConcurrent) {
+          [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
+        }
+        if (!dispatch.grid.empty()) encode(encoder, dispatch.kernel.pipeline.load(), dispatch);
+      }
+    }
+  });
+}
+
+}  // namespace moe_metal

@@ -1,0 +1,39 @@
+// The host's half of shaders/rows.h: the shape of rows, the threads for one, and the params of ops that norm rows.
+#pragma once
+#include <algorithm>
+
+#include "contract.h"
+#include "mps/launch.h"
+
+namespace moe_metal {
+
+// Rows of `length` in contiguous tensors. Four elements at a time need rows that all start at a multiple of four.
+inline RowShape row_shape(int64_t length, std::initializer_list<const Tensor*> tensors) {
+  bool wide = length % kWide == 0;
+  for (const Tensor* tensor : tensors) wide &= !tensor->defined() || tensor->storage_offset() % kWide == 0;
+  return {.length = to_uint(length), .wide = wide};
+}
+
+// Threads for one row: with few rows, a chunk of four elements each, since only latency counts; with many, four
+// chunks each, which keeps as many loads in flight with fewer threads to sum over. Whole simdgroups, 1024 at most.
+inline int threads_for_row(int64_t rows, int64_t length) {
+  const int64_t each = rows <= 32 ? kWide : 4 * kWide;
+  return static_cast<int>(std::min<int64_t>(ceil_div(ceil_div(length, each), 32) * 32, 1024));
+}
+
+// A norm needs the sum over its whole row, so a row is one threadgroup.
+inline Grid grid_of_rows(int64_t rows, int64_t length) { return {rows, 1, threads_for_row(rows, length)}; }
+
+inline ResidualNormParams residual_norm_params(const ResidualNorm& call) {
+  const bool one_scalar = call.scalar.defined() && call.scalar.size(0) == 1;
+  const Tensor none;
+  return {
+      .row = row_shape(call.H, {&call.residual, &call.input, &call.weight, one_scalar ? &none : &call.scalar}),
+      .weight = parameter_type(call.weight),
+      .scalar = parameter_type(call.scalar),
+      .scalar_stride = one_scalar ? 0u : 1u,
+      .eps = call.eps,
+  };
+}
+
+}  // namespace moe_metal

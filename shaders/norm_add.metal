@@ -1,0 +1,45 @@
+// output = (residual + norm(input) * weight) * scalar
+//
+// residual, input, output [T, H]; weight [H]; scalar [1] or [H], or absent.
+// Grid: one threadgroup per row, along x.
+#include <metal_stdlib>
+using namespace metal;
+
+#include "common.h"
+#include "rows.h"
+
+namespace moe_metal {
+
+template <typename T>
+struct NormAddRow {
+  using Value = float4;
+  device const T* residual;
+  device const T* input;
+  device const T* weight;
+  device const T* scalar;
+  device T* output;
+  ResidualNormParams params;
+
+  float4 value(uint i) const { return load4(input, i, params.row); }
+  float2 squares(float4 v) const { return float2(dot(v, v), 0); }
+  void write(uint i, float4 v, float2 rms) const {
+    v = load4(residual, i, params.row) + v * rms.x * load4(weight, i, params.row, params.weight);
+    store4(output, i, v * load_scalar(scalar, i, params), params.row);
+  }
+};
+
+template <typename T>
+[[kernel]] void norm_add(device const T* residual [[buffer(0)]], device const T* input [[buffer(1)]],
+                         device const T* weight [[buffer(2)]], device const T* scalar [[buffer(3)]],
+                         device T* output [[buffer(4)]], constant ResidualNormParams& params [[buffer(5)]],
+                         uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+                         uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float2 partial[kMaxSimdgroups];
+  const ulong row = ulong(group) * params.row.length;
+  const NormAddRow<T> work = {residual + row, input + row, weight, scalar, output + row, params};
+  norm_row(work, params.row, params.eps, thread_index, simdgroups, partial);
+}
+
+}  // namespace moe_metal
+
+instantiate_dtypes("norm_add", norm_add)

@@ -1,0 +1,103 @@
+// Rows of a few thousand elements, four at a time: loads, stores, sums over a row, and the norm of a row.
+// Used by every op that walks whole rows.
+
+namespace moe_metal {
+
+// ------------------------------------------------------------------------------------------ loads and stores
+
+// Elements i to i + 3 of a row, as float. Past the end of the row they are 0.
+template <typename T>
+float4 load4(device const T* row, uint i, RowShape shape) {
+  if (shape.wide) {
+    const vec<T, 4> v = *reinterpret_cast<device const vec<T, 4>*>(row + i);
+    return float4(float(v.x), float(v.y), float(v.z), float(v.w));
+  }
+  float4 v = 0;
+  for (uint n = 0; n < 4; ++n) {
+    if (i + n < shape.length) v[n] = float(row[i + n]);
+  }
+  return v;
+}
+
+// The one rounding of a result.
+template <typename T>
+void store4(device T* row, uint i, float4 v, RowShape shape) {
+  if (shape.wide) {
+    *reinterpret_cast<device vec<T, 4>*>(row + i) = vec<T, 4>(T(v.x), T(v.y), T(v.z), T(v.w));
+    return;
+  }
+  for (uint n = 0; n < 4; ++n) {
+    if (i + n < shape.length) row[i + n] = T(v[n]);
+  }
+}
+
+// A parameter that was given, of either type.
+template <typename T>
+float4 load4(device const T* row, uint i, RowShape shape, ParameterType type) {
+  if (type == ParameterType::float32) return load4(reinterpret_cast<device const float*>(row), i, shape);
+  return load4(row, i, shape);
+}
+template <typename T>
+float load(device const T* values, ulong i, ParameterType type) {
+  return type == ParameterType::float32 ? reinterpret_cast<device const float*>(values)[i] : float(values[i]);
+}
+
+// The scalar of norm_add and residual_norm: none, one for all, or one for each element.
+template <typename T>
+float4 load_scalar(device const T* scalar, uint i, ResidualNormParams params) {
+  if (params.scalar == ParameterType::absent) return 1;
+  if (params.scalar_stride == 0) return load(scalar, 0, params.scalar);
+  return load4(scalar, i, params.row, params.scalar);
+}
+
+// ------------------------------------------------------------------------------------------ sums over a threadgroup
+
+MOE_METAL_CONSTANT uint kSimdgroup = 32;
+MOE_METAL_CONSTANT uint kMaxSimdgroups = 32;
+
+// The sum over all threads of a threadgroup of whole simdgroups: in every thread, and in the same order every time.
+inline float2 threadgroup_sum(float2 value, uint thread_index, uint simdgroups, threadgroup float2* partial) {
+  const uint lane = thread_index % kSimdgroup;
+  value = float2(simd_sum(value.x), simd_sum(value.y));
+  if (simdgroups == 1) return value;
+  if (lane == 0) partial[thread_index / kSimdgroup] = value;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  value = lane < simdgroups ? partial[lane] : float2(0);
+  return float2(simd_sum(value.x), simd_sum(value.y));
+}
+
+// ------------------------------------------------------------------------------------------ the norm of a row
+
+// Chunks of four elements that a thread keeps between the two walks over a row: rows of up to 16384 elements are
+// read once by 1024 threads. What is longer is computed again instead.
+MOE_METAL_CONSTANT uint kKept = 4;
+
+// A threadgroup walks a row twice: first for the sum of squares, then to write what is made of the norm. Row has
+//   Value               four elements of what is normed (or of two things that are, side by side)
+//   value(i)            computes them
+//   squares(value)      their sums of squares
+//   write(i, value, rms)
+template <class Row>
+void norm_row(thread const Row& row, RowShape shape, float eps, uint thread_index, uint simdgroups,
+              threadgroup float2* partial) {
+  const uint first = 4 * thread_index, step = 4 * kSimdgroup * simdgroups, rest = first + kKept * step;
+  typename Row::Value kept[kKept];
+  float2 squares = 0;
+  for (uint n = 0; n < kKept; ++n) {
+    const uint i = first + n * step;
+    if (i < shape.length) {
+      kept[n] = row.value(i);
+      squares += row.squares(kept[n]);
+    }
+  }
+  for (uint i = rest; i < shape.length; i += step) squares += row.squares(row.value(i));
+  const float2 mean = threadgroup_sum(squares, thread_index, simdgroups, partial) / float(shape.length);
+  const float2 rms = float2(rsqrt(mean.x + eps), rsqrt(mean.y + eps));
+  for (uint n = 0; n < kKept; ++n) {
+    const uint i = first + n * step;
+    if (i < shape.length) row.write(i, kept[n], rms);
+  }
+  for (uint i = rest; i < shape.length; i += step) row.write(i, row.value(i), rms);
+}
+
+}  // namespace moe_metal
