@@ -19,7 +19,7 @@ from embed import write_header
 ROOT = Path(__file__).parent
 os.chdir(ROOT)
 
-CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wno-unknown-pragmas"]
+CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wno-unknown-pragmas", "-Wno-uninitialized", "-Wno-psabi"]
 # ATen's name of each instruction set, which makes at::vec choose its vector type, and the compiler's flags.
 CPU_ISAS = {
     "avx512": "AVX512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c",
@@ -46,7 +46,8 @@ def extension(name: str, files: list[str], flags: list[str], link: list[str] = [
 
 
 def extensions() -> list[CppExtension]:
-    main, flags, link = sources("*.cpp"), [], []
+    # at::parallel_for is a header: without OpenMP's flag it would run on one thread. Its runtime is torch's own.
+    main, flags, link = sources("*.cpp"), ["-fopenmp"], []
     if sys.platform == "darwin":
         write_header(ROOT / "build" / "shader_texts.h")
         main += sources("mps/*.mm")
