@@ -5,6 +5,10 @@
 #ifndef __APPLE__
 #include_next <Foundation/Foundation.h>
 #undef _  // GNUstep's macro for translated strings; it breaks every C++ header that names something `_`
+#ifdef __cplusplus
+#undef nil  // GCC's is an `id` and does not convert to `NSError**`; macOS's does
+#define nil nullptr
+#endif
 #else
 #import <objc/NSObject.h>
 #import <objc/objc.h>

@@ -131,7 +131,7 @@ typedef NS_ENUM(NSUInteger, MTLFunctionType) {
 - (nullable id<MTLFunction>)newFunctionWithName:(NSString*)functionName;
 - (nullable id<MTLFunction>)newFunctionWithName:(NSString*)name
                                  constantValues:(MTLFunctionConstantValues*)constantValues
-                                          error:(__autoreleasing NSError**)error;
+                                          error:(NSError* _Nullable* _Nullable)error;
 @end
 
 typedef NS_ENUM(NSUInteger, MTLDataType) {
@@ -157,7 +157,7 @@ typedef NS_ENUM(NSUInteger, MTLDataType) {
 typedef NS_OPTIONS(NSUInteger, MTLPipelineOption) {
   MTLPipelineOptionNone = 0,
 };
-typedef MTLComputePipelineReflection* __autoreleasing MTLAutoreleasedComputePipelineReflection;
+typedef MTLComputePipelineReflection* _Nullable MTLAutoreleasedComputePipelineReflection;
 
 @interface MTLComputePipelineDescriptor : NSObject <NSCopying>
 @property(nullable, copy, nonatomic) NSString* label;
@@ -213,8 +213,8 @@ typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 - (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index;
 - (void)setBuffer:(nullable id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index;
 - (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index;
-- (void)setBuffers:(const id<MTLBuffer> __nullable[__nonnull])buffers
-           offsets:(const NSUInteger[__nonnull])offsets
+- (void)setBuffers:(const id<MTLBuffer> _Nullable[_Nonnull])buffers
+           offsets:(const NSUInteger[_Nonnull])offsets
          withRange:(NSRange)range;
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index;
 - (void)dispatchThreadgroups:(MTLSize)threadgroupsPerGrid threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup;
@@ -276,19 +276,19 @@ typedef NS_ENUM(NSInteger, MTLGPUFamily) {
                                      options:(MTLResourceOptions)options;
 - (nullable id<MTLLibrary>)newLibraryWithSource:(NSString*)source
                                         options:(nullable MTLCompileOptions*)options
-                                          error:(__autoreleasing NSError**)error;
+                                          error:(NSError* _Nullable* _Nullable)error;
 - (nullable id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)computeFunction
-                                                                      error:(__autoreleasing NSError**)error;
+                                                                      error:(NSError* _Nullable* _Nullable)error;
 - (nullable id<MTLComputePipelineState>)
     newComputePipelineStateWithDescriptor:(MTLComputePipelineDescriptor*)descriptor
                                   options:(MTLPipelineOption)options
-                               reflection:(MTLAutoreleasedComputePipelineReflection* __nullable)reflection
-                                    error:(__autoreleasing NSError**)error;
+                               reflection:(MTLAutoreleasedComputePipelineReflection* _Nullable)reflection
+                                    error:(NSError* _Nullable* _Nullable)error;
 @end
 
 #ifdef __cplusplus
 extern "C"
 #endif
-    id<MTLDevice> __nullable MTLCreateSystemDefaultDevice(void) __attribute__((ns_returns_retained));
+    id<MTLDevice> _Nullable MTLCreateSystemDefaultDevice(void) __attribute__((ns_returns_retained));
 
 NS_ASSUME_NONNULL_END

@@ -1,0 +1,93 @@
+// What metal_sim/__init__.py asks of the simulator, as `torch.ops.metal_sim.*`.
+#include <torch/library.h>
+
+#include <sstream>
+
+#include "sim.h"
+
+namespace metal_sim {
+namespace {
+
+template <typename Range, typename Each>
+std::string joined(char open, const Range& range, char close, Each each) {
+  std::string text(1, open);
+  for (const auto& item : range) text += (text.size() > 1 ? "," : "") + each(item);
+  return text + close;
+}
+
+std::string quoted(const std::string& text) {
+  std::string result = "\"";
+  for (char c : text) result += c == '"' || c == '\\' ? std::string{'\\', c} : std::string(1, c);
+  return result + '"';
+}
+
+std::string json(const Size& size) {
+  std::ostringstream text;
+  text << '[' << size.x << ',' << size.y << ',' << size.z << ']';
+  return text.str();
+}
+
+std::string json(const Dispatch& d) {
+  std::ostringstream text;
+  text << "{\"kernel\":" << quoted(d.kernel) << ",\"label\":" << quoted(d.label) << ",\"grid\":" << json(d.grid)
+       << ",\"threads\":" << json(d.threads) << ",\"exact_threads\":" << (d.exact_threads ? "true" : "false")
+       << ",\"threadgroup_bytes\":" << d.threadgroup_bytes << ",\"buffer_bytes\":" << d.buffer_bytes
+       << ",\"constant_bytes\":" << d.constant_bytes << ",\"seconds\":" << d.seconds << '}';
+  return text.str();
+}
+
+std::string json(const std::map<std::string, long>& counts) {
+  return joined('{', counts, '}', [](auto& item) { return quoted(item.first) + ":" + std::to_string(item.second); });
+}
+
+// Everything counted so far. The lists grow until `clear`.
+std::string read_counters() {
+  QueueScope queue("metal_sim::counters");
+  const Counters& c = counters();
+  return "{\"dispatches\":" + joined('[', c.dispatches, ']', [](auto& d) { return json(d); }) +
+         ",\"host_syncs\":" + joined('[', c.host_syncs, ']', quoted) + ",\"live_objects\":" + json(c.live_objects) +
+         ",\"made_objects\":" + json(c.made_objects) + "}";
+}
+
+void clear() {
+  QueueScope queue("metal_sim::clear");
+  end_encoder();
+  counters().dispatches.clear();
+  counters().host_syncs.clear();
+}
+
+Order order(const std::string& text) {
+  if (text == "forward") return {Order::Kind::forward};
+  if (text == "backward") return {Order::Kind::backward};
+  TORCH_CHECK(text.rfind("random:", 0) == 0, "metal_sim: expected forward, backward or random:SEED, got ", text);
+  return {Order::Kind::random, std::stoull(text.substr(7))};
+}
+
+void set_orders(const std::vector<std::string>& names) {
+  QueueScope queue("metal_sim::set_orders");
+  TORCH_CHECK(!names.empty(), "metal_sim: at least one order is needed");
+  settings().orders.clear();
+  for (const auto& name : names) settings().orders.push_back(order(name));
+}
+
+void set_host_only(bool value) { options().host_only = value; }
+void set_macos(int64_t major, int64_t minor) { options().macos = {major, minor}; }
+
+void synchronize() {
+  QueueScope queue("synchronize");
+  end_encoder();
+  check_guards();
+}
+
+TORCH_LIBRARY(metal_sim, m) {
+  m.def("counters() -> str", &read_counters);
+  m.def("clear() -> ()", &clear);
+  m.def("set_orders(str[] names) -> ()", &set_orders);
+  m.def("set_host_only(bool value) -> ()", &set_host_only);
+  m.def("set_macos(int major, int minor) -> ()", &set_macos);
+  m.def("synchronize() -> ()", &synchronize);
+  m.def("allocated_bytes() -> int", [] { return int64_t(allocated_bytes()); });
+}
+
+}  // namespace
+}  // namespace metal_sim

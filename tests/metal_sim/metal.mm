@@ -1,0 +1,885 @@
+// The simulated Metal: the objects behind headers/Metal/Metal.h. Kernels run at once, inside the dispatch call, so
+// that a broken rule is reported at the line that broke it. Objective-C state lives in C++ structs.
+#import <Metal/Metal.h>
+#import <MetalPerformanceShaders/MetalPerformanceShaders.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+
+#include "sim.h"
+
+using metal_sim::Violation;
+
+// ---- shared state ----
+
+namespace metal_sim {
+
+Options& options() {
+  static Options value;
+  return value;
+}
+
+Counters& counters() {
+  static auto* value = new Counters;  // outlives every object that is counted
+  return *value;
+}
+
+namespace {
+std::mutex counters_mutex;
+
+void count_object(const char* kind, long change) {
+  std::lock_guard lock(counters_mutex);
+  counters().live_objects[kind] += change;
+  if (change > 0) counters().made_objects[kind] += change;
+}
+
+void count_dispatch(Dispatch dispatch) {
+  std::lock_guard lock(counters_mutex);
+  counters().dispatches.push_back(std::move(dispatch));
+}
+
+std::mutex fault_mutex;
+std::unique_ptr<Violation> fault;
+}  // namespace
+
+void count_host_sync(const std::string& op) {
+  std::lock_guard lock(counters_mutex);
+  counters().host_syncs.push_back(op);
+}
+
+void note_fault(const std::string& rule, const std::string& message) {
+  std::lock_guard lock(fault_mutex);
+  if (!fault) fault = std::make_unique<Violation>(rule, message);
+}
+
+void throw_noted_fault() {
+  std::unique_lock lock(fault_mutex);
+  if (auto noted = std::exchange(fault, nullptr)) throw Violation(*noted);
+}
+
+}  // namespace metal_sim
+
+static id<MTLDevice> shared_device();
+
+// Counts its instances under the name that its class gives, so that a test can ask what leaked.
+@interface SimObject : NSObject {
+  NSString* _label;
+}
+@property(copy, atomic) NSString* label;
+@property(readonly) id<MTLDevice> device;
++ (const char*)kind;
+@end
+
+@implementation SimObject
++ (const char*)kind {
+  return class_getName(self);
+}
++ (id)allocWithZone:(NSZone*)zone {
+  metal_sim::count_object([self kind], 1);
+  return [super allocWithZone:zone];
+}
+- (void)dealloc {
+  metal_sim::count_object([[self class] kind], -1);
+  [_label release];
+  [super dealloc];
+}
+- (id<MTLDevice>)device {
+  return shared_device();
+}
+- (NSString*)label {
+  return _label;
+}
+- (void)setLabel:(NSString*)label {
+  [_label autorelease];
+  _label = [label copy];
+}
+@end
+
+static std::string text(NSString* string) { return string ? string.UTF8String : ""; }
+
+static void fail(NSError** error, const std::string& message) {
+  if (!error) return;
+  NSDictionary* info = @{NSLocalizedDescriptionKey : [NSString stringWithUTF8String:message.c_str()]};
+  *error = [NSError errorWithDomain:@"MTLLibraryErrorDomain" code:3 userInfo:info];
+}
+
+// ---- buffers ----
+
+namespace metal_sim {
+namespace {
+// Bytes around each buffer that nobody may touch. Metal aligns a buffer to a page; code may count on 256 bytes and no
+// more, so the simulated ones are never aligned to more than that.
+constexpr size_t guard_bytes = 256;
+constexpr unsigned char guard_value = 0xA5;
+// Fresh memory holds NaN in every float type, -1 in every integer type: an output that nobody wrote is seen.
+constexpr unsigned char poison_value = 0xFF;
+// Beyond this size poisoning would touch more memory than the tests do.
+constexpr size_t poison_limit = size_t(1) << 30;
+
+std::mutex memory_mutex;
+std::unordered_map<const void*, Memory> memories;
+size_t total_bytes = 0;
+
+Memory allocate(size_t length, bool of_tensor) {
+  const size_t total = (guard_bytes + length + guard_bytes + 511) / 512 * 512;
+  auto* start = static_cast<char*>(std::aligned_alloc(512, total));
+  if (!start) throw std::bad_alloc();
+  std::memset(start, guard_value, guard_bytes);
+  std::memset(start + guard_bytes + length, guard_value, guard_bytes);
+  if (length <= poison_limit) std::memset(start + guard_bytes, poison_value, length);
+  return {start + guard_bytes, length, of_tensor};
+}
+
+bool intact(const char* guard) {
+  for (size_t i = 0; i < guard_bytes; ++i)
+    if (static_cast<unsigned char>(guard[i]) != guard_value) return false;
+  return true;
+}
+
+std::string broken_guard(const Memory& memory) {
+  const char* side = !intact(memory.bytes - guard_bytes)     ? "before"
+                     : !intact(memory.bytes + memory.length) ? "after"
+                                                             : "";
+  if (!*side) return "";
+  return std::string("something wrote ") + side + " a buffer of " + std::to_string(memory.length) + " bytes";
+}
+}  // namespace
+
+const Memory* find_memory(const void* buffer) {
+  std::lock_guard lock(memory_mutex);
+  auto found = memories.find(buffer);
+  return found == memories.end() ? nullptr : &found->second;
+}
+
+void check_guards() {
+  throw_noted_fault();
+  std::lock_guard lock(memory_mutex);
+  for (auto& [buffer, memory] : memories)
+    if (auto what = broken_guard(memory); !what.empty()) throw Violation("guard", what);
+}
+
+size_t allocated_bytes() {
+  std::lock_guard lock(memory_mutex);
+  return total_bytes;
+}
+
+}  // namespace metal_sim
+
+@interface SimBuffer : SimObject <MTLBuffer>
+- (id)initWithLength:(NSUInteger)length ofTensor:(bool)ofTensor;
+@end
+
+@implementation SimBuffer
++ (const char*)kind {
+  return "MTLBuffer";
+}
+- (id)initWithLength:(NSUInteger)length ofTensor:(bool)ofTensor {
+  if (!(self = [super init])) return nil;
+  std::lock_guard lock(metal_sim::memory_mutex);
+  metal_sim::memories[self] = metal_sim::allocate(length, ofTensor);
+  metal_sim::total_bytes += length;
+  return self;
+}
+- (void)dealloc {
+  {
+    std::lock_guard lock(metal_sim::memory_mutex);
+    const metal_sim::Memory memory = metal_sim::memories.at(self);
+    if (auto what = metal_sim::broken_guard(memory); !what.empty()) metal_sim::note_fault("guard", what);
+    metal_sim::memories.erase(self);
+    metal_sim::total_bytes -= memory.length;
+    std::free(memory.bytes - metal_sim::guard_bytes);
+  }
+  [super dealloc];
+}
+- (NSUInteger)length {
+  return metal_sim::find_memory(self)->length;
+}
+- (uint64_t)gpuAddress {
+  return reinterpret_cast<uint64_t>(metal_sim::find_memory(self)->bytes);
+}
+- (void*)contents {
+  if (metal_sim::find_memory(self)->of_tensor)
+    throw Violation("host_access", "[MTLBuffer contents] of a tensor: the device may not have written it yet");
+  return metal_sim::find_memory(self)->bytes;
+}
+- (MTLCPUCacheMode)cpuCacheMode {
+  return MTLCPUCacheModeDefaultCache;
+}
+- (MTLStorageMode)storageMode {
+  return MTLStorageModeShared;
+}
+- (MTLHazardTrackingMode)hazardTrackingMode {
+  return MTLHazardTrackingModeTracked;
+}
+- (MTLResourceOptions)resourceOptions {
+  return MTLResourceStorageModeShared;
+}
+@end
+
+@interface SimTensorBuffer : SimBuffer
+@end
+@implementation SimTensorBuffer
++ (const char*)kind {
+  return "tensor";
+}
+@end
+
+namespace metal_sim {
+void* new_tensor_buffer(size_t length) { return [[SimTensorBuffer alloc] initWithLength:length ofTensor:true]; }
+void release_buffer(void* buffer) { [(SimBuffer*)buffer release]; }
+}  // namespace metal_sim
+
+// ---- options and descriptors: concrete classes in Metal, so alloc hands out a subclass that holds the values ----
+
+#define SIM_VALUE(type, name, Setter) \
+  -(type)name {                       \
+    return _##name;                   \
+  }                                   \
+  -(void)set##Setter : (type)value {  \
+    _##name = value;                  \
+  }
+
+@interface SimCompileOptions : MTLCompileOptions {
+  NSDictionary* _preprocessorMacros;
+  BOOL _fastMathEnabled, _preserveInvariance;
+  MTLMathMode _mathMode;
+  MTLMathFloatingPointFunctions _mathFloatingPointFunctions;
+  MTLLanguageVersion _languageVersion;
+  MTLLibraryOptimizationLevel _optimizationLevel;
+  NSUInteger _maxTotalThreadsPerThreadgroup;
+}
+@end
+
+@implementation MTLCompileOptions
+@dynamic preprocessorMacros, fastMathEnabled, mathMode, mathFloatingPointFunctions, languageVersion;
+@dynamic preserveInvariance, optimizationLevel, maxTotalThreadsPerThreadgroup;
++ (id)allocWithZone:(NSZone*)zone {
+  metal_sim::count_object("MTLCompileOptions", 1);
+  return NSAllocateObject([SimCompileOptions class], 0, zone);
+}
+- (id)copyWithZone:(NSZone*)zone {
+  throw Violation("unsupported", "copying MTLCompileOptions is not simulated");
+}
+@end
+
+@implementation SimCompileOptions
+- (id)init {
+  if (!(self = [super init])) return nil;
+  _fastMathEnabled = YES;  // Metal's default; safe maths has to be asked for
+  _mathMode = MTLMathModeFast;
+  _languageVersion = metal_sim::options().macos.first >= 26 ? MTLLanguageVersion4_0 : MTLLanguageVersion3_1;
+  return self;
+}
+- (void)dealloc {
+  [_preprocessorMacros release];
+  metal_sim::count_object("MTLCompileOptions", -1);
+  [super dealloc];
+}
+- (NSDictionary*)preprocessorMacros {
+  return _preprocessorMacros;
+}
+- (void)setPreprocessorMacros:(NSDictionary*)macros {
+  [_preprocessorMacros autorelease];
+  _preprocessorMacros = [macros copy];
+}
+- (MTLMathMode)mathMode {
+  return _mathMode;
+}
+- (void)setMathMode:(MTLMathMode)mode {
+  _mathMode = mode;
+  _fastMathEnabled = mode == MTLMathModeFast;
+}
+- (BOOL)fastMathEnabled {
+  return _fastMathEnabled;
+}
+- (void)setFastMathEnabled:(BOOL)enabled {
+  _fastMathEnabled = enabled;
+  _mathMode = enabled ? MTLMathModeFast : MTLMathModeSafe;
+}
+SIM_VALUE(MTLMathFloatingPointFunctions, mathFloatingPointFunctions, MathFloatingPointFunctions)
+SIM_VALUE(MTLLanguageVersion, languageVersion, LanguageVersion)
+SIM_VALUE(BOOL, preserveInvariance, PreserveInvariance)
+SIM_VALUE(MTLLibraryOptimizationLevel, optimizationLevel, OptimizationLevel)
+SIM_VALUE(NSUInteger, maxTotalThreadsPerThreadgroup, MaxTotalThreadsPerThreadgroup)
+@end
+
+@interface SimComputePipelineDescriptor : MTLComputePipelineDescriptor {
+  NSString* _label;
+  id<MTLFunction> _computeFunction;
+  BOOL _threadGroupSizeIsMultipleOfThreadExecutionWidth;
+  NSUInteger _maxTotalThreadsPerThreadgroup;
+}
+@end
+
+@implementation MTLComputePipelineDescriptor
+@dynamic label, computeFunction, threadGroupSizeIsMultipleOfThreadExecutionWidth, maxTotalThreadsPerThreadgroup;
++ (id)allocWithZone:(NSZone*)zone {
+  metal_sim::count_object("MTLComputePipelineDescriptor", 1);
+  return NSAllocateObject([SimComputePipelineDescriptor class], 0, zone);
+}
+- (id)copyWithZone:(NSZone*)zone {
+  throw Violation("unsupported", "copying MTLComputePipelineDescriptor is not simulated");
+}
+- (void)reset {
+  throw Violation("unsupported", "-[MTLComputePipelineDescriptor reset] is not simulated");
+}
+@end
+
+@implementation SimComputePipelineDescriptor
+- (void)dealloc {
+  [_label release];
+  [_computeFunction release];
+  metal_sim::count_object("MTLComputePipelineDescriptor", -1);
+  [super dealloc];
+}
+- (NSString*)label {
+  return _label;
+}
+- (void)setLabel:(NSString*)label {
+  [_label autorelease];
+  _label = [label copy];
+}
+- (id<MTLFunction>)computeFunction {
+  return _computeFunction;
+}
+- (void)setComputeFunction:(id<MTLFunction>)function {
+  [_computeFunction autorelease];
+  _computeFunction = [function retain];
+}
+SIM_VALUE(BOOL, threadGroupSizeIsMultipleOfThreadExecutionWidth, ThreadGroupSizeIsMultipleOfThreadExecutionWidth)
+SIM_VALUE(NSUInteger, maxTotalThreadsPerThreadgroup, MaxTotalThreadsPerThreadgroup)
+@end
+
+@implementation MTLFunctionConstantValues
++ (id)allocWithZone:(NSZone*)zone {
+  throw Violation("unsupported", "function constants are not simulated: use template instantiations");
+}
+- (id)copyWithZone:(NSZone*)zone {
+  return [self retain];
+}
+- (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index {
+}
+- (void)setConstantValue:(const void*)value type:(MTLDataType)type withName:(NSString*)name {
+}
+- (void)reset {
+}
+@end
+
+// ---- libraries, functions, pipelines ----
+
+// What was loaded from a library keeps the library loaded. A kernel lives as long as its library.
+@interface SimLoaded : SimObject {
+ @public
+  std::shared_ptr<metal_sim::Library>* library;
+  const metal_sim::Kernel* kernel;
+}
+- (id)initWithLibrary:(const std::shared_ptr<metal_sim::Library>&)from kernel:(const metal_sim::Kernel*)found;
+@end
+
+@implementation SimLoaded
+- (id)initWithLibrary:(const std::shared_ptr<metal_sim::Library>&)from kernel:(const metal_sim::Kernel*)found {
+  if (!(self = [super init])) return nil;
+  library = new std::shared_ptr<metal_sim::Library>(from);
+  kernel = found;
+  return self;
+}
+- (void)dealloc {
+  delete library;
+  [super dealloc];
+}
+@end
+
+@interface SimFunction : SimLoaded <MTLFunction>
+@end
+
+@implementation SimFunction
++ (const char*)kind {
+  return "MTLFunction";
+}
+- (MTLFunctionType)functionType {
+  return MTLFunctionTypeKernel;
+}
+- (NSString*)name {
+  return [NSString stringWithUTF8String:kernel->name.c_str()];
+}
+@end
+
+@interface SimLibrary : SimLoaded <MTLLibrary>
+@end
+
+@implementation SimLibrary
++ (const char*)kind {
+  return "MTLLibrary";
+}
+- (NSArray*)functionNames {
+  NSMutableArray* names = [NSMutableArray array];
+  for (auto& name : (*library)->names()) [names addObject:[NSString stringWithUTF8String:name.c_str()]];
+  return names;
+}
+- (id<MTLFunction>)newFunctionWithName:(NSString*)name {
+  metal_sim::throw_noted_fault();
+  const metal_sim::Kernel* found = (*library)->find(text(name));
+  return found ? [[SimFunction alloc] initWithLibrary:*library kernel:found] : nil;
+}
+- (id<MTLFunction>)newFunctionWithName:(NSString*)name
+                        constantValues:(MTLFunctionConstantValues*)values
+                                 error:(NSError**)error {
+  id<MTLFunction> function = [self newFunctionWithName:name];
+  if (!function) fail(error, "no function named " + text(name));
+  return function;
+}
+@end
+
+@interface SimPipeline : SimLoaded <MTLComputePipelineState> {
+ @public
+  bool whole_simdgroups;  // the descriptor promised threadgroups of a multiple of 32 threads
+  NSUInteger max_threads;
+}
+@end
+
+@implementation SimPipeline
++ (const char*)kind {
+  return "MTLComputePipelineState";
+}
+- (NSUInteger)maxTotalThreadsPerThreadgroup {
+  return max_threads;
+}
+- (NSUInteger)threadExecutionWidth {
+  return metal_sim::simdgroup_width;
+}
+- (NSUInteger)staticThreadgroupMemoryLength {
+  return kernel->static_threadgroup_bytes;
+}
+@end
+
+// ---- the encoder ----
+
+namespace {
+
+struct Slot {
+  metal_sim::Argument argument;
+  id<MTLBuffer> buffer = nil;
+  uint64_t pipeline = 0;  // which setComputePipelineState: came before it
+};
+
+struct EncoderState {
+  SimPipeline* pipeline = nil;
+  uint64_t pipeline_count = 0;
+  std::array<Slot, metal_sim::buffer_slots> slots;
+  std::array<size_t, metal_sim::buffer_slots> threadgroup_lengths{};
+  std::array<uint64_t, metal_sim::buffer_slots> threadgroup_pipelines{};
+  int debug_groups = 0;
+};
+
+[[noreturn]] void broken(const char* rule, const std::string& message) { throw Violation(rule, message); }
+
+Slot& slot_at(EncoderState& state, NSUInteger index) {
+  if (index >= state.slots.size())
+    broken("argument", "buffer index " + std::to_string(index) + "; Metal has 31 of them");
+  return state.slots[index];
+}
+
+std::string at_index(const metal_sim::Parameter& parameter) {
+  return "argument `" + parameter.name + "` at index " + std::to_string(parameter.index);
+}
+
+// What an earlier dispatch bound is still there in Metal; a kernel that reads it works by accident.
+void check_bound_for_this_pipeline(const EncoderState& state) {
+  for (const auto& parameter : state.pipeline->kernel->parameters) {
+    const bool dynamic = parameter.space == metal_sim::Space::threadgroup;
+    const uint64_t when =
+        dynamic ? state.threadgroup_pipelines[parameter.index] : state.slots[parameter.index].pipeline;
+    const std::string what = at_index(parameter) + " of kernel " + state.pipeline->kernel->name;
+    if (when == 0) broken("unbound", what + " was never bound");
+    if (when != state.pipeline_count)
+      broken("stale",
+             what + " was bound before this kernel's setComputePipelineState: and is left from another dispatch");
+  }
+}
+
+void check_sizes(const EncoderState& state, const metal_sim::Size& grid, const metal_sim::Size& threads) {
+  const size_t count = threads.x * threads.y * threads.z;
+  if (!grid.x || !grid.y || !grid.z || !count) broken("launch", "a dispatch with a size of zero");
+  if (count > state.pipeline->max_threads)
+    broken("launch", std::to_string(count) + " threads per threadgroup; the pipeline allows " +
+                         std::to_string(state.pipeline->max_threads));
+  if (state.pipeline->whole_simdgroups && count % metal_sim::simdgroup_width)
+    broken("launch", "the pipeline was promised threadgroups of a multiple of 32 threads");
+  size_t bytes = state.pipeline->kernel->static_threadgroup_bytes;
+  for (size_t length : state.threadgroup_lengths) bytes += length;
+  if (bytes > metal_sim::max_threadgroup_bytes)
+    broken("threadgroup_memory", std::to_string(bytes) + " bytes of threadgroup memory; 32768 are allowed");
+}
+
+size_t bound_bytes(const EncoderState& state) {
+  std::map<const void*, size_t> bytes;
+  for (const auto& parameter : state.pipeline->kernel->parameters) {
+    if (parameter.space == metal_sim::Space::threadgroup) continue;
+    const auto& argument = state.slots[parameter.index].argument;
+    if (argument.data) bytes[argument.data] = std::max(bytes[argument.data], argument.length - argument.offset);
+  }
+  size_t total = 0;
+  for (auto& [data, length] : bytes) total += length;
+  return total;
+}
+
+void run(EncoderState& state, metal_sim::Size grid, metal_sim::Size threads, bool exact_threads) {
+  if (!state.pipeline) broken("pipeline", "a dispatch without setComputePipelineState:");
+  check_bound_for_this_pipeline(state);
+  check_sizes(state, grid, threads);
+
+  std::array<metal_sim::Argument, metal_sim::buffer_slots> arguments;
+  for (const auto& parameter : state.pipeline->kernel->parameters)
+    if (parameter.space != metal_sim::Space::threadgroup)
+      arguments[parameter.index] = state.slots[parameter.index].argument;
+  size_t constant_bytes = 0, threadgroup_bytes = state.pipeline->kernel->static_threadgroup_bytes;
+  for (const auto& argument : arguments) constant_bytes += argument.bytes.size();
+  for (size_t length : state.threadgroup_lengths) threadgroup_bytes += length;
+
+  const auto start = std::chrono::steady_clock::now();
+  if (!metal_sim::options().host_only)
+    metal_sim::dispatch(*state.pipeline->kernel, arguments, state.threadgroup_lengths, grid, threads, exact_threads);
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  metal_sim::count_dispatch({state.pipeline->kernel->name, text(state.pipeline.label), grid, threads, exact_threads,
+                             threadgroup_bytes, bound_bytes(state), constant_bytes, seconds.count()});
+}
+
+metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.depth}; }
+
+}  // namespace
+
+@interface SimEncoder : SimObject <MTLComputeCommandEncoder> {
+ @public
+  EncoderState* state;
+  uint64_t block;  // the queue block in which it was last handed out
+  bool ended;
+}
+- (EncoderState&)usable;
+@end
+
+@implementation SimEncoder
++ (const char*)kind {
+  return "MTLComputeCommandEncoder";
+}
+- (id)init {
+  if ((self = [super init])) state = new EncoderState;
+  return self;
+}
+- (void)dealloc {
+  for (Slot& slot : state->slots) [slot.buffer release];
+  [state->pipeline release];
+  delete state;
+  [super dealloc];
+}
+- (EncoderState&)usable {
+  metal_sim::throw_noted_fault();
+  if (!metal_sim::on_queue()) broken("encoder", "the encoder was used off the stream's queue");
+  if (block != metal_sim::queue_block() || ended)
+    broken("encoder", "the encoder was used outside of the block in which commandEncoder() gave it");
+  return *state;
+}
+- (MTLDispatchType)dispatchType {
+  return MTLDispatchTypeSerial;
+}
+- (void)endEncoding {
+  broken("encoder", "an op ended the stream's encoder; it belongs to the stream");
+}
+- (void)insertDebugSignpost:(NSString*)string {
+  [self usable];
+}
+- (void)pushDebugGroup:(NSString*)string {
+  ++[self usable].debug_groups;
+}
+- (void)popDebugGroup {
+  if (--[self usable].debug_groups < 0) broken("encoder", "popDebugGroup without pushDebugGroup:");
+}
+- (void)setComputePipelineState:(id<MTLComputePipelineState>)pipeline {
+  EncoderState& current = [self usable];
+  if (!pipeline) broken("pipeline", "setComputePipelineState: with nil");
+  [pipeline retain];
+  [current.pipeline release];
+  current.pipeline = (SimPipeline*)pipeline;
+  ++current.pipeline_count;
+  current.threadgroup_lengths = {};
+}
+- (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index {
+  EncoderState& current = [self usable];
+  if (length == 0 || length > 4096)
+    broken("argument", "setBytes of " + std::to_string(length) + " bytes; Metal takes 1 to 4096");
+  if (!bytes) broken("argument", "setBytes with a null pointer");
+  Slot& slot = slot_at(current, index);
+  [slot.buffer release];
+  auto* first = static_cast<const std::byte*>(bytes);
+  slot = {.argument = {.kind = metal_sim::Argument::Kind::bytes, .bytes = {first, first + length}},
+          .pipeline = current.pipeline_count};
+}
+- (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
+  EncoderState& current = [self usable];
+  Slot& slot = slot_at(current, index);
+  metal_sim::Argument argument{.kind = metal_sim::Argument::Kind::buffer, .offset = offset};
+  if (buffer) {
+    const auto* memory = metal_sim::find_memory((const void*)buffer);
+    if (!memory) broken("argument", "setBuffer with a pointer that is no live MTLBuffer; is its tensor on the CPU?");
+    if (offset >= memory->length)
+      broken("argument", "setBuffer at offset " + std::to_string(offset) + " of a buffer of " +
+                             std::to_string(memory->length) + " bytes; the offset must be less than the length");
+    argument.data = reinterpret_cast<std::byte*>(memory->bytes);
+    argument.length = memory->length;
+  }
+  [buffer retain];
+  [slot.buffer release];
+  slot = {.argument = std::move(argument), .buffer = buffer, .pipeline = current.pipeline_count};
+}
+- (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index {
+  Slot& slot = slot_at([self usable], index);
+  if (!slot.buffer) broken("argument", "setBufferOffset: at an index that holds no buffer");
+  [self setBuffer:slot.buffer offset:offset atIndex:index];
+}
+- (void)setBuffers:(const id<MTLBuffer>[])buffers offsets:(const NSUInteger[])offsets withRange:(NSRange)range {
+  for (NSUInteger i = 0; i < range.length; ++i)
+    [self setBuffer:buffers[i] offset:offsets[i] atIndex:range.location + i];
+}
+- (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
+  EncoderState& current = [self usable];
+  slot_at(current, index);
+  if (length == 0 || length % 16)
+    broken("threadgroup_memory",
+           "a threadgroup length of " + std::to_string(length) + "; Metal wants a multiple of 16");
+  current.threadgroup_lengths[index] = length;
+  current.threadgroup_pipelines[index] = current.pipeline_count;
+}
+- (void)dispatchThreadgroups:(MTLSize)grid threadsPerThreadgroup:(MTLSize)threads {
+  run([self usable], size_of(grid), size_of(threads), /*exact_threads=*/false);
+}
+- (void)dispatchThreads:(MTLSize)grid threadsPerThreadgroup:(MTLSize)threads {
+  run([self usable], size_of(grid), size_of(threads), /*exact_threads=*/true);
+}
+- (void)useResource:(id<MTLResource>)resource usage:(MTLResourceUsage)usage {
+  [self usable];
+}
+- (void)memoryBarrierWithScope:(MTLBarrierScope)scope {
+  [self usable];
+}
+@end
+
+// ---- command buffer and queues ----
+
+@implementation MPSCommandBuffer
++ (instancetype)commandBufferFromCommandQueue:(id<MTLCommandQueue>)queue {
+  broken("encoder", "an op made its own command buffer; the stream's is the only one that PyTorch's order covers");
+}
+- (id<MTLCommandBuffer>)commandBuffer {
+  return self;
+}
+- (id<MTLCommandBuffer>)rootCommandBuffer {
+  return self;
+}
+- (id<MTLDevice>)device {
+  return shared_device();
+}
+- (id<MTLCommandQueue>)commandQueue {
+  return (id<MTLCommandQueue>)metal_sim::command_queue_object();
+}
+- (NSString*)label {
+  return nil;
+}
+- (void)setLabel:(NSString*)label {
+}
+- (MTLCommandBufferStatus)status {
+  return MTLCommandBufferStatusNotEnqueued;
+}
+- (NSError*)error {
+  return nil;
+}
+- (void)commit {
+  broken("encoder", "an op committed the stream's command buffer");
+}
+- (void)commitAndContinue {
+  broken("encoder", "an op committed the stream's command buffer");
+}
+- (void)addCompletedHandler:(MTLCommandBufferHandler)block {
+  broken("unsupported", "addCompletedHandler: is not simulated");
+}
+- (void)waitUntilCompleted {
+  broken("encoder", "an op waited for the device");
+}
+- (id<MTLComputeCommandEncoder>)computeCommandEncoder {
+  broken("encoder",
+         "an op opened its own encoder; on macOS: \"A command encoder is already encoding to this command buffer\"");
+}
+- (id<MTLComputeCommandEncoder>)computeCommandEncoderWithDispatchType:(MTLDispatchType)type {
+  return [self computeCommandEncoder];
+}
+@end
+
+@interface SimSerialQueue : NSObject <OS_dispatch_queue>
+@end
+@implementation SimSerialQueue
+@end
+
+@interface SimCommandQueue : SimObject <MTLCommandQueue>
+@end
+@implementation SimCommandQueue
++ (const char*)kind {
+  return "MTLCommandQueue";
+}
+- (id<MTLCommandBuffer>)commandBuffer {
+  broken("encoder", "an op made its own command buffer; the stream's is the only one that PyTorch's order covers");
+}
+@end
+
+namespace metal_sim {
+namespace {
+SimEncoder* encoder = nil;  // guarded by the queue
+}
+
+void* encoder_of_block() {
+  if (!encoder) encoder = [SimEncoder new];
+  encoder->block = queue_block();
+  return encoder;
+}
+
+void end_encoder() {
+  if (encoder) encoder->ended = true;
+  [encoder release];
+  encoder = nil;
+}
+
+void* queue_object() {
+  static auto* queue = [SimSerialQueue new];
+  return queue;
+}
+
+void* command_queue_object() {
+  static auto* queue = [SimCommandQueue new];
+  return queue;
+}
+
+void* command_buffer_object() {
+  static auto* buffer = [MPSCommandBuffer new];
+  return buffer;
+}
+}  // namespace metal_sim
+
+// ---- the device ----
+
+@interface SimDevice : NSObject <MTLDevice>
+@end
+
+@implementation SimDevice
+- (NSString*)name {
+  return @"Simulated Metal device";
+}
+- (uint64_t)registryID {
+  return 1;
+}
+- (MTLSize)maxThreadsPerThreadgroup {
+  return MTLSizeMake(metal_sim::max_threads_per_threadgroup, metal_sim::max_threads_per_threadgroup,
+                     metal_sim::max_threads_per_threadgroup);
+}
+- (BOOL)hasUnifiedMemory {
+  return YES;
+}
+- (uint64_t)recommendedMaxWorkingSetSize {
+  return uint64_t(16) << 30;
+}
+- (NSUInteger)maxThreadgroupMemoryLength {
+  return metal_sim::max_threadgroup_bytes;
+}
+- (NSUInteger)maxBufferLength {
+  return NSUInteger(9) << 30;
+}
+- (NSUInteger)currentAllocatedSize {
+  return metal_sim::allocated_bytes();
+}
+- (BOOL)supportsFamily:(MTLGPUFamily)family {
+  if (family == MTLGPUFamilyMetal4) return metal_sim::options().macos.first >= 26;
+  return family <= MTLGPUFamilyApple8 || family == MTLGPUFamilyMac2 || family == MTLGPUFamilyCommon3 ||
+         family == MTLGPUFamilyMetal3;
+}
+- (id<MTLCommandQueue>)newCommandQueue {
+  broken("encoder", "an op made its own command queue; PyTorch's order does not cover it");
+}
+- (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options {
+  return [[SimBuffer alloc] initWithLength:length ofTensor:false];
+}
+- (id<MTLBuffer>)newBufferWithBytes:(const void*)bytes length:(NSUInteger)length options:(MTLResourceOptions)options {
+  id<MTLBuffer> buffer = [self newBufferWithLength:length options:options];
+  std::memcpy([buffer contents], bytes, length);
+  return buffer;
+}
+- (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error {
+  metal_sim::throw_noted_fault();
+  if (!source) broken("argument", "newLibraryWithSource: with nil; is the source ASCII?");
+  metal_sim::CompileOptions compile;
+  const NSUInteger version = options ? options.languageVersion : NSUInteger(MTLLanguageVersion3_1);
+  compile.metal_version = int(version >> 16) * 100 + int(version & 0xFFFF) * 10;
+  compile.fast_math = options ? options.mathMode == MTLMathModeFast : true;
+  for (NSString* name in options.preprocessorMacros)
+    compile.macros[text(name)] = text([[options.preprocessorMacros objectForKey:name] description]);
+  const long newest = metal_sim::options().macos.first;
+  if (compile.metal_version > (newest >= 26 ? 400 : newest >= 15 ? 320 : 310)) {
+    fail(error, "this macOS does not know Metal " + std::to_string(compile.metal_version));
+    return nil;
+  }
+  try {
+    auto library = metal_sim::Library::compile(text(source), compile);
+    return [[SimLibrary alloc] initWithLibrary:library kernel:nullptr];
+  } catch (const metal_sim::CompileError& problem) {
+    fail(error, problem.what());
+    return nil;
+  }
+}
+- (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError**)error {
+  if (!function) broken("argument", "a pipeline from a nil function");
+  SimFunction* from = (SimFunction*)function;
+  SimPipeline* pipeline = [[SimPipeline alloc] initWithLibrary:*from->library kernel:from->kernel];
+  pipeline->max_threads = metal_sim::max_threads_per_threadgroup;
+  return pipeline;
+}
+- (id<MTLComputePipelineState>)newComputePipelineStateWithDescriptor:(MTLComputePipelineDescriptor*)descriptor
+                                                             options:(MTLPipelineOption)options
+                                                          reflection:
+                                                              (MTLAutoreleasedComputePipelineReflection*)reflection
+                                                               error:(NSError**)error {
+  SimPipeline* pipeline = (SimPipeline*)[self newComputePipelineStateWithFunction:descriptor.computeFunction
+                                                                            error:error];
+  [pipeline setLabel:descriptor.label];
+  // As Metal does: what the descriptor asks for is then the limit.
+  if (descriptor.maxTotalThreadsPerThreadgroup) pipeline->max_threads = descriptor.maxTotalThreadsPerThreadgroup;
+  pipeline->whole_simdgroups = descriptor.threadGroupSizeIsMultipleOfThreadExecutionWidth;
+  return pipeline;
+}
+@end
+
+static id<MTLDevice> shared_device() {
+  static SimDevice* device = [SimDevice new];
+  return device;
+}
+
+id<MTLDevice> MTLCreateSystemDefaultDevice() { return [shared_device() retain]; }
+
+// ---- Foundation ----
+
+@implementation NSProcessInfo (MacOSVersion)
+- (NSOperatingSystemVersion)operatingSystemVersion {
+  return {metal_sim::options().macos.first, metal_sim::options().macos.second, 0};
+}
+- (BOOL)isOperatingSystemAtLeastVersion:(NSOperatingSystemVersion)version {
+  return metal_sim::options().macos >= std::pair<long, long>(version.majorVersion, version.minorVersion);
+}
+@end
+
+// GNUstep logs an object that is autoreleased where no pool is: on macOS it would leak in silence.
+static void take_log(NSString* message) {
+  if ([message rangeOfString:@"autorelease called without pool"].location != NSNotFound)
+    metal_sim::note_fault("autorelease", text(message));
+  else
+    std::fprintf(stderr, "%s\n", message.UTF8String);
+}
+
+__attribute__((constructor)) static void install_log_handler() { _NSLog_printf_handler = &take_log; }

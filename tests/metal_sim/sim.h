@@ -1,0 +1,80 @@
+// What the simulated Metal (metal.mm), the MPS stream (stream.mm) and the PyTorch device (device.cpp) share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine.h"  // Violation: reaches Python as a RuntimeError
+
+namespace metal_sim {
+
+// ---- buffers: a tensor's data pointer is an id<MTLBuffer>; its bytes are reached only through this registry ----
+
+struct Memory {
+  char* bytes;
+  size_t length;
+  bool of_tensor;  // allocated by PyTorch: host code must not read it behind the stream's back
+};
+
+void* new_tensor_buffer(size_t length);  // a retained id<MTLBuffer>
+void release_buffer(void* buffer);
+const Memory* find_memory(const void* buffer);  // null when this is no live MTLBuffer
+void check_guards();                            // every live buffer's guard words, and the faults noted below
+size_t allocated_bytes();
+
+// ---- the stream's serial queue and its one encoder ----
+
+// Holds the queue. Taking it twice on one thread is the deadlock that dispatch_sync would be.
+class QueueScope {
+ public:
+  explicit QueueScope(const char* what);
+  ~QueueScope();
+  QueueScope(const QueueScope&) = delete;
+};
+
+bool on_queue();           // does this thread hold the queue?
+uint64_t queue_block();    // the number of the block that holds it, for encoders kept past their block
+void* encoder_of_block();  // the shared id<MTLComputeCommandEncoder>, usable until the running block ends
+void end_encoder();        // as an op of PyTorch's own does: the next encoder starts with nothing bound
+void* queue_object();      // the dispatch_queue_t
+void* command_queue_object();
+void* command_buffer_object();
+
+// A fault seen where nothing can be thrown (a destructor, GNUstep's log): thrown by the next check.
+void note_fault(const std::string& rule, const std::string& message);
+void throw_noted_fault();
+
+// ---- counting ----
+
+struct Dispatch {
+  std::string kernel, label;
+  Size grid, threads;  // grid in threadgroups, or in threads when exact_threads
+  bool exact_threads;
+  size_t threadgroup_bytes;
+  size_t buffer_bytes;    // from each bound offset to the end of its buffer, every buffer once
+  size_t constant_bytes;  // setBytes
+  double seconds;         // spent in the engine
+};
+
+struct Counters {
+  std::vector<Dispatch> dispatches;
+  std::vector<std::string> host_syncs;       // ops that made the host wait for the device
+  std::map<std::string, long> live_objects;  // not yet released, by protocol or class; tensors' buffers as "tensor"
+  std::map<std::string, long> made_objects;  // made so far
+};
+Counters& counters();
+void count_host_sync(const std::string& op);
+
+// ---- set from Python between ops ----
+
+struct Options {
+  bool host_only = false;  // dispatches are checked and counted, and no kernel runs
+  std::pair<long, long> macos = {26, 0};
+};
+Options& options();
+
+}  // namespace metal_sim
