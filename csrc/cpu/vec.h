@@ -1,10 +1,13 @@
 // Rows of float32, float16 or bfloat16 as vectors of float, with tails, on every instruction set.
 #pragma once
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 
+#include <algorithm>
 #include <type_traits>
+#include <vector>
 
 namespace moe_metal {
 
@@ -50,12 +53,23 @@ inline float sum(const Vec& vec) {
   return lanes[0];
 }
 
-// f(Scalar()) for the dtype of an activation or a parameter.
+// body(Scalar()) for the dtype of an activation.
 template <class Body>
 inline void with_dtype(at::ScalarType dtype, Body&& body) {
   if (dtype == at::kFloat) return body(float());
   if (dtype == at::kHalf) return body(at::Half());
   return body(at::BFloat16());
+}
+
+// body(row, scratch) for every row, on all threads. One thread does one row, so the bits do not depend on their number.
+// `work` is how many elements a row touches; `scratch` are that many floats of the thread's own.
+template <class Body>
+inline void for_each_row(int64_t rows, int64_t work, int64_t scratch, Body&& body) {
+  constexpr int64_t kWorthAThread = 32768;
+  at::parallel_for(0, rows, std::max<int64_t>(1, kWorthAThread / work), [&](int64_t begin, int64_t end) {
+    std::vector<float> floats(scratch);
+    for (int64_t row = begin; row < end; ++row) body(row, floats.data());
+  });
 }
 
 }  // namespace moe_metal

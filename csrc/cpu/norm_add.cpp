@@ -1,0 +1,41 @@
+#include <torch/library.h>
+
+#include "contract.h"
+#include "norm.h"
+
+namespace moe_metal {
+namespace {
+
+template <class Scalar>
+void rows(const ResidualNorm& call) {
+  const auto H = call.H;
+  const auto eps = call.eps;
+  const auto* residual = call.residual.const_data_ptr<Scalar>();
+  const auto* input = call.input.const_data_ptr<Scalar>();
+  const auto* weight = call.weight.const_data_ptr<float>();
+  const auto* scalar = call.scalar.defined() ? call.scalar.const_data_ptr<float>() : nullptr;
+  auto* output = call.output.mutable_data_ptr<Scalar>();
+  for_each_row(call.T, 3 * H, 0, [=](int64_t t, float*) {
+    const Vec scale(rms(input + t * H, H, eps));
+    for_each_vector(H, [=](int64_t h, auto count) {
+      const Vec normed = load(input + t * H + h, count) * scale * load(weight + h, count);
+      const Vec total = load(residual + t * H + h, count) + normed;
+      store(output + t * H + h, scalar ? total * load(scalar + h, count) : total, count);
+    });
+  });
+}
+
+Tensor norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight, const OptionalTensor& scalar,
+                double eps) {
+  ResidualNorm call = norm_add_arguments(residual, input, weight, scalar, eps);
+  if (call.T == 0) return call.output;
+  call.weight = call.weight.to(at::kFloat);
+  if (call.scalar.defined()) call.scalar = call.scalar.to(at::kFloat).expand({call.H}).contiguous();
+  with_dtype(call.input.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
+  return call.output;
+}
+
+}  // namespace
+}  // namespace moe_metal
+
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("norm_add", &moe_metal::norm_add); }

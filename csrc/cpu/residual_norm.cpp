@@ -1,0 +1,44 @@
+#include <torch/library.h>
+
+#include "contract.h"
+#include "norm.h"
+
+namespace moe_metal {
+namespace {
+
+template <class Scalar>
+void rows(const ResidualNorm& call) {
+  const auto H = call.H;
+  const auto eps = call.eps;
+  const auto* residual = call.residual.const_data_ptr<Scalar>();
+  const auto* input = call.input.const_data_ptr<Scalar>();
+  const auto* weight = call.weight.const_data_ptr<float>();
+  auto* output = call.output.mutable_data_ptr<Scalar>();
+  auto* sum = call.sum.mutable_data_ptr<Scalar>();
+  for_each_row(call.T, 4 * H, H, [=](int64_t t, float* exact) {
+    for_each_vector(H, [=](int64_t h, auto count) {
+      const Vec total = load(residual + t * H + h, count) + load(input + t * H + h, count);
+      store(exact + h, total, count);
+      store(sum + t * H + h, total, count);
+    });
+    const Vec scale(rms(exact, H, eps));
+    for_each_vector(H, [=](int64_t h, auto count) {
+      store(output + t * H + h, load(exact + h, count) * scale * load(weight + h, count), count);
+    });
+  });
+}
+
+std::tuple<Tensor, Tensor> residual_norm(const Tensor& residual, const Tensor& input, const Tensor& weight,
+                                         const OptionalTensor& scalar, double eps) {
+  ResidualNorm call = residual_norm_arguments(residual, input, weight, scalar, eps);
+  if (call.T == 0) return {call.output, call.sum};
+  call.weight = call.weight.to(at::kFloat);
+  if (call.scalar.defined()) call.weight = call.weight.mul(call.scalar);
+  with_dtype(call.input.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
+  return {call.output, call.sum};
+}
+
+}  // namespace
+}  // namespace moe_metal
+
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("residual_norm", &moe_metal::residual_norm); }

@@ -1,0 +1,43 @@
+#include <torch/library.h>
+
+#include "contract.h"
+#include "norm.h"
+
+namespace moe_metal {
+namespace {
+
+template <class Scalar>
+void rows(const WeightedSum& call) {
+  const auto K = call.K, H = call.H;
+  const auto* slots = call.slots.const_data_ptr<Scalar>();
+  const auto* weights = call.weights.const_data_ptr<float>();
+  const auto* shared = call.shared.defined() ? call.shared.const_data_ptr<Scalar>() : nullptr;
+  const auto* shared_gate = call.shared_gate.defined() ? call.shared_gate.const_data_ptr<float>() : nullptr;
+  const auto* residual = call.residual.defined() ? call.residual.const_data_ptr<Scalar>() : nullptr;
+  auto* output = call.output.mutable_data_ptr<Scalar>();
+  for_each_row(call.T, (K + 2) * H, H, [=](int64_t t, float* sum) {
+    weighted_slots(slots + t * K * H, weights + t * K, K, H, sum);
+    const Vec share(shared_gate ? 1 / (1 + std::exp(-shared_gate[t])) : 1.0f);
+    for_each_vector(H, [=](int64_t h, auto count) {
+      Vec total = load(sum + h, count);
+      if (shared) total = at::vec::fmadd(share, load(shared + t * H + h, count), total);
+      if (residual) total = total + load(residual + t * H + h, count);
+      store(output + t * H + h, total, count);
+    });
+  });
+}
+
+Tensor weighted_sum(const Tensor& slots, const Tensor& weights, const OptionalTensor& shared,
+                    const OptionalTensor& shared_gate, const OptionalTensor& residual) {
+  WeightedSum call = weighted_sum_arguments(slots, weights, shared, shared_gate, residual);
+  if (call.T == 0) return call.output;
+  call.weights = call.weights.to(at::kFloat);
+  if (call.shared_gate.defined()) call.shared_gate = call.shared_gate.to(at::kFloat);
+  with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
+  return call.output;
+}
+
+}  // namespace
+}  // namespace moe_metal
+
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("weighted_sum", &moe_metal::weighted_sum); }

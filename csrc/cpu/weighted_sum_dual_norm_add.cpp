@@ -1,0 +1,45 @@
+#include <torch/library.h>
+
+#include "contract.h"
+#include "norm.h"
+
+namespace moe_metal {
+namespace {
+
+template <class Scalar>
+void rows(const WeightedSum& call) {
+  const auto K = call.K, H = call.H;
+  const auto eps = call.eps;
+  const auto* slots = call.slots.const_data_ptr<Scalar>();
+  const auto* weights = call.weights.const_data_ptr<float>();
+  const auto* residual = call.residual.const_data_ptr<Scalar>();
+  const auto* residual_norm_weight = call.residual_norm_weight.const_data_ptr<float>();
+  const auto* moe_norm_weight = call.norm_weight.const_data_ptr<float>();
+  auto* output = call.output.mutable_data_ptr<Scalar>();
+  for_each_row(call.T, (K + 2) * H, H, [=](int64_t t, float* sum) {
+    weighted_slots(slots + t * K * H, weights + t * K, K, H, sum);
+    const Vec scale(rms(sum, H, eps)), residual_scale(rms(residual + t * H, H, eps));
+    for_each_vector(H, [=](int64_t h, auto count) {
+      const Vec moe = load(sum + h, count) * scale * load(moe_norm_weight + h, count);
+      const Vec normed = load(residual + t * H + h, count) * residual_scale * load(residual_norm_weight + h, count);
+      store(output + t * H + h, normed + moe, count);
+    });
+  });
+}
+
+Tensor weighted_sum_dual_norm_add(const Tensor& slots, const Tensor& weights, const Tensor& residual,
+                                  const Tensor& residual_norm_weight, const Tensor& moe_norm_weight, double eps) {
+  WeightedSum call = weighted_sum_dual_norm_add_arguments(slots, weights, residual, residual_norm_weight,
+                                                          moe_norm_weight, eps);
+  if (call.T == 0) return call.output;
+  call.weights = call.weights.to(at::kFloat);
+  call.residual_norm_weight = call.residual_norm_weight.to(at::kFloat);
+  call.norm_weight = call.norm_weight.to(at::kFloat);
+  with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
+  return call.output;
+}
+
+}  // namespace
+}  // namespace moe_metal
+
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("weighted_sum_dual_norm_add", &moe_metal::weighted_sum_dual_norm_add); }

@@ -1,0 +1,33 @@
+#include <torch/library.h>
+
+#include "contract.h"
+#include "norm.h"
+
+namespace moe_metal {
+namespace {
+
+template <class Scalar>
+void rows(const WeightedSum& call) {
+  const auto K = call.K, H = call.H;
+  const auto* slots = call.slots.const_data_ptr<Scalar>();
+  const auto* weights = call.weights.const_data_ptr<float>();
+  auto* residual = call.residual.mutable_data_ptr<Scalar>();
+  for_each_row(call.T, (K + 2) * H, H, [=](int64_t t, float* sum) {
+    weighted_slots(slots + t * K * H, weights + t * K, K, H, sum);
+    auto* row = residual + t * H;
+    for_each_vector(H, [=](int64_t h, auto count) { store(row + h, load(sum + h, count) + load(row + h, count), count); });
+  });
+}
+
+void weighted_sum_residual_(const Tensor& residual, const Tensor& slots, const Tensor& weights) {
+  WeightedSum call = weighted_sum_residual__arguments(residual, slots, weights);
+  if (call.T == 0) return;
+  call.weights = call.weights.to(at::kFloat);
+  with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
+  call.in_place.done();
+}
+
+}  // namespace
+}  // namespace moe_metal
+
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("weighted_sum_residual_", &moe_metal::weighted_sum_residual_); }
