@@ -38,9 +38,9 @@ SCORING = {
 
 def best(choice: Tensor, k: int, barred: Tensor | None = None) -> Tensor:
     """Ids of the k best, best first. Ties go to the lowest id, NaN ranks below -inf, and what is barred below NaN."""
-    order = choice.nan_to_num(nan=-INF, posinf=INF, neginf=-INF).argsort(-1, descending=True, stable=True)
+    order = choice.nan_to_num(nan=-INF, posinf=INF, neginf=-INF).argsort(dim=-1, descending=True, stable=True)
     last = choice.isnan().int() if barred is None else choice.isnan().int() + 2 * barred.int()
-    return order.gather(-1, last.gather(-1, order).argsort(-1, stable=True))[..., :k]
+    return order.gather(-1, last.gather(-1, order).argsort(dim=-1, stable=True))[..., :k]
 
 
 def outside_best_groups(choice: Tensor, n_group: int, topk_group: int, group_score: str) -> Tensor:
