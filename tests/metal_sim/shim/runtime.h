@@ -1,0 +1,540 @@
+// Checked Metal pointers, kernel registration and the callbacks of instrumented code.
+// Compiled into every shader library, with clang and -fsanitize=thread,bounds,...: those sanitizers only insert
+// calls; the functions they call are the ones below.
+#pragma once
+
+#include "abi.h"
+
+// clang's thread sanitizer leaves accesses in other address spaces alone, and on the CPU they are ordinary memory:
+// the simulator's own reads go through QUIET pointers, so only the shader's accesses are reported.
+#define QUIET __attribute__((address_space(1)))
+#define MSL_UNCHECKED __attribute__((no_sanitize("thread", "bounds", "signed-integer-overflow", "shift")))
+#define MSL_SITE (uint64_t(__builtin_LINE()) << 32 | uint32_t(__builtin_COLUMN()))
+
+namespace msl {
+
+namespace abi = metal_sim::abi;
+
+__attribute__((visibility("hidden"))) inline constinit abi::State state{};
+inline abi::KernelInfo* kernels = nullptr;
+inline abi::StaticVariable* statics = nullptr;
+inline bool measuring_now = false;
+inline const void* measured = nullptr;
+
+inline const QUIET abi::State& quiet() { return *(const QUIET abi::State*)&state; }
+inline const QUIET abi::Thread& thread() { return *(const QUIET abi::Thread*)quiet().thread; }
+
+[[noreturn]] __attribute__((noinline, cold)) MSL_UNCHECKED inline void bad_access(uint64_t pointer, uint64_t bytes,
+                                                                                   uint64_t alignment) {
+  state.bad_access(pointer, bytes, alignment, __builtin_return_address(0));
+  __builtin_unreachable();
+}
+[[noreturn]] __attribute__((noinline, cold)) MSL_UNCHECKED inline void violation(const char* rule, const char* message) {
+  state.violation(rule, message, __builtin_return_address(0));
+  __builtin_unreachable();
+}
+
+template <class T>
+T* checked(uint64_t pointer) {
+  const QUIET abi::Region& region = quiet().regions[pointer >> abi::tag_shift];
+  uint64_t address = pointer & abi::address_mask;
+  uint64_t offset = address - region.begin;
+  bool outside = int64_t(offset) < 0 || offset + sizeof(T) > region.size;
+  if (__builtin_expect(outside || address % alignof(T) != 0, false)) bad_access(pointer, sizeof(T), alignof(T));
+  return (T*)address;
+}
+
+enum class Space { device, constant, threadgroup };
+
+// The region an address of a scalar or member lies in: `&x` has lost its tag.
+__attribute__((noinline)) MSL_UNCHECKED inline uint64_t tag_address(const volatile void* raw, Space space) {
+  uint64_t address = (uint64_t)raw;
+  for (uint32_t tag = 1; tag < state.region_count; ++tag)
+    if (address - state.regions[tag].begin < state.regions[tag].size) return uint64_t(tag) << abi::tag_shift | address;
+  if (space != Space::constant && raw) violation("bounds", "the address of something that is in no bound buffer");
+  return address;
+}
+
+template <Space S, class T>
+class pointer {
+ public:
+  using element = T;
+  pointer() = default;
+  pointer(decltype(nullptr)) : bits_(0) {}
+  pointer(T* raw) : bits_(tag_address(raw, S)) {}
+  template <class U>
+    requires(__is_convertible(U*, T*) && !__is_same(U, T))
+  pointer(pointer<S, U> other) : bits_(other.bits()) {}
+  template <class U>
+    requires(!__is_convertible(U*, T*))
+  explicit pointer(pointer<S, U> other) : bits_(other.bits()) {}
+
+  static pointer from_bits(uint64_t bits) {
+    pointer p;
+    p.bits_ = bits;
+    return p;
+  }
+  uint64_t bits() const { return bits_; }
+
+  template <class U = T>
+  U& operator*() const {
+    return *checked<U>(bits_);
+  }
+  template <class U = T>
+  U* operator->() const {
+    return checked<U>(bits_);
+  }
+  template <class I, class U = T>
+  U& operator[](I i) const {
+    return *checked<U>(bits_ + uint64_t(i) * sizeof(U));
+  }
+  template <class I>
+    requires(__is_integral(I))
+  friend pointer operator+(pointer p, I i) {
+    return from_bits(p.bits_ + uint64_t(i) * sizeof(T));
+  }
+  template <class I>
+    requires(__is_integral(I))
+  friend pointer operator+(I i, pointer p) {
+    return p + i;
+  }
+  template <class I>
+    requires(__is_integral(I))
+  friend pointer operator-(pointer p, I i) {
+    return from_bits(p.bits_ - uint64_t(i) * sizeof(T));
+  }
+  friend ptrdiff_t operator-(pointer a, pointer b) { return ptrdiff_t(a.bits_ - b.bits_) / ptrdiff_t(sizeof(T)); }
+  template <class I>
+  pointer& operator+=(I i) {
+    return *this = *this + i;
+  }
+  template <class I>
+  pointer& operator-=(I i) {
+    return *this = *this - i;
+  }
+  pointer& operator++() { return *this += 1; }
+  pointer& operator--() { return *this -= 1; }
+  pointer operator++(int) {
+    pointer old = *this;
+    ++*this;
+    return old;
+  }
+  pointer operator--(int) {
+    pointer old = *this;
+    --*this;
+    return old;
+  }
+  friend bool operator==(pointer a, pointer b) { return a.bits_ == b.bits_; }
+  friend bool operator<(pointer a, pointer b) { return a.bits_ < b.bits_; }
+  friend bool operator>(pointer a, pointer b) { return a.bits_ > b.bits_; }
+  friend bool operator<=(pointer a, pointer b) { return a.bits_ <= b.bits_; }
+  friend bool operator>=(pointer a, pointer b) { return a.bits_ >= b.bits_; }
+  explicit operator bool() const { return bits_ != 0; }
+  explicit operator uint64_t() const { return bits_; }
+
+ private:
+  uint64_t bits_;
+};
+
+template <class T>
+using device_ptr = pointer<Space::device, T>;
+template <class T>
+using constant_ptr = pointer<Space::constant, const T>;
+template <class T>
+using threadgroup_ptr = pointer<Space::threadgroup, T>;
+
+template <class To>
+struct reinterpret {
+  template <class From>
+  static To from(From p) {
+    return To(p);
+  }
+};
+template <class To>
+struct reinterpret<To*> {
+  template <class From>
+  static To* from(From* p) {
+    return reinterpret_cast<To*>(p);
+  }
+};
+template <class To, class From>
+To reinterpret_pointer(From p) {
+  return reinterpret<To>::from(p);
+}
+
+// A threadgroup array. It is a pointer too, so that it can be passed where `threadgroup T*` is wanted.
+template <class A>
+class threadgroup_array;
+template <class T, size_t N>
+class threadgroup_array<T[N]> : public threadgroup_ptr<T> {
+ public:
+  explicit threadgroup_array(uint64_t bits) : threadgroup_ptr<T>(threadgroup_ptr<T>::from_bits(bits)) {}
+};
+template <class T, size_t N, size_t M>
+class threadgroup_array<T[N][M]> {
+ public:
+  explicit threadgroup_array(uint64_t bits) : bits_(bits) {}
+  template <class I>
+  threadgroup_array<T[M]> operator[](I i) const {
+    if (uint64_t(i) >= N) violation("bounds", "a row beyond the end of a threadgroup array");
+    return threadgroup_array<T[M]>(bits_ + uint64_t(i) * sizeof(T[M]));
+  }
+  explicit operator threadgroup_ptr<T>() const { return threadgroup_ptr<T>::from_bits(bits_); }
+
+ private:
+  uint64_t bits_;
+};
+
+// Threadgroup variables declared in a kernel: known at load, so that their size can be reported before a launch.
+template <size_t size, size_t alignment, class KernelTag, int ordinal>
+struct StaticSlot {
+  struct Node : abi::StaticVariable {
+    Node();
+  };
+  static Node node;
+};
+template <class KernelTag>
+inline constexpr char identity = 0;
+template <size_t size, size_t alignment, class KernelTag, int ordinal>
+StaticSlot<size, alignment, KernelTag, ordinal>::Node::Node()
+    : abi::StaticVariable{&identity<KernelTag>, size, alignment, 0, 0, statics} {
+  statics = this;
+}
+template <size_t size, size_t alignment, class KernelTag, int ordinal>
+typename StaticSlot<size, alignment, KernelTag, ordinal>::Node StaticSlot<size, alignment, KernelTag, ordinal>::node;
+
+template <class T, class KernelTag, int ordinal>
+decltype(auto) threadgroup_variable() {
+  const auto* slot = (const QUIET abi::StaticVariable*)&StaticSlot<sizeof(T), alignof(T), KernelTag, ordinal>::node;
+  uint32_t tag = slot->tag;
+  uint64_t bits = uint64_t(tag) << abi::tag_shift | quiet().regions[tag].begin;
+  if constexpr (__is_array(T)) {
+    return threadgroup_array<T>(bits);
+  } else {
+    return *(T*)(bits & abi::address_mask);
+  }
+}
+inline bool measuring(const void* kernel) {
+  if (__builtin_expect(!*(const QUIET bool*)&measuring_now, true)) return false;
+  measured = kernel;
+  return true;
+}
+
+// --- kernels and their arguments
+
+enum class Builtin {
+  thread_position_in_grid,
+  threadgroup_position_in_grid,
+  thread_position_in_threadgroup,
+  thread_index_in_threadgroup,
+  threads_per_threadgroup,
+  dispatch_threads_per_threadgroup,
+  threadgroups_per_grid,
+  threads_per_grid,
+  thread_index_in_simdgroup,
+  simdgroup_index_in_threadgroup,
+  simdgroups_per_threadgroup,
+  dispatch_simdgroups_per_threadgroup,
+  threads_per_simdgroup,
+  thread_execution_width,
+  thread_index_in_quadgroup,
+  quadgroup_index_in_threadgroup,
+};
+
+template <Space S, uint32_t index>
+struct BufferArgument {
+  const char* name;
+};
+template <Builtin B>
+struct BuiltinArgument {};
+
+struct Triple {
+  uint32_t value[3];
+};
+inline Triple triple(const QUIET uint32_t* v) { return {{v[0], v[1], v[2]}}; }
+
+inline Triple builtin_value(Builtin b) {
+  const QUIET abi::State& s = quiet();
+  const QUIET abi::Thread& t = thread();
+  const QUIET uint32_t* full = s.dispatch_threads_per_threadgroup;
+  switch (b) {
+    case Builtin::thread_position_in_grid: {
+      Triple p = triple(t.in_threadgroup);
+      for (int i = 0; i < 3; ++i) p.value[i] += s.threadgroup_in_grid[i] * full[i];
+      return p;
+    }
+    case Builtin::threadgroup_position_in_grid: return triple(s.threadgroup_in_grid);
+    case Builtin::thread_position_in_threadgroup: return triple(t.in_threadgroup);
+    case Builtin::thread_index_in_threadgroup: return {{t.index}};
+    case Builtin::threads_per_threadgroup: return triple(s.threads_per_threadgroup);
+    case Builtin::dispatch_threads_per_threadgroup: return triple(full);
+    case Builtin::threadgroups_per_grid: return triple(s.threadgroups_per_grid);
+    case Builtin::threads_per_grid: return triple(s.threads_per_grid);
+    case Builtin::thread_index_in_simdgroup: return {{t.lane}};
+    case Builtin::simdgroup_index_in_threadgroup: return {{t.simdgroup_index}};
+    case Builtin::simdgroups_per_threadgroup: return {{(s.thread_count + 31) / 32}};
+    case Builtin::dispatch_simdgroups_per_threadgroup: return {{(full[0] * full[1] * full[2] + 31) / 32}};
+    case Builtin::threads_per_simdgroup:
+    case Builtin::thread_execution_width: return {{32}};
+    case Builtin::thread_index_in_quadgroup: return {{t.lane % 4}};
+    case Builtin::quadgroup_index_in_threadgroup: return {{t.index / 4}};
+  }
+  __builtin_unreachable();
+}
+
+constexpr bool is_triple(Builtin b) {
+  return b == Builtin::thread_position_in_grid || b == Builtin::threadgroup_position_in_grid ||
+         b == Builtin::thread_position_in_threadgroup || b == Builtin::threads_per_threadgroup ||
+         b == Builtin::dispatch_threads_per_threadgroup || b == Builtin::threadgroups_per_grid ||
+         b == Builtin::threads_per_grid;
+}
+
+template <class P>
+struct Bind;  // how a kernel parameter of type P takes its argument; scalars and vectors are in metal.h
+
+template <Space S, class T>
+struct Bind<pointer<S, T>> {
+  template <Space declared, uint32_t index>
+  static pointer<S, T> from(BufferArgument<declared, index>) {
+    constexpr uint64_t first = S == Space::threadgroup ? abi::first_threadgroup_tag : abi::first_buffer_tag;
+    return pointer<S, T>::from_bits((first + index) << abi::tag_shift | quiet().regions[first + index].begin);
+  }
+  template <Space declared, uint32_t index>
+  static abi::ParameterInfo info(BufferArgument<declared, index> argument) {
+    return {argument.name, uint32_t(declared), index, __is_const(T), 0, sizeof(T), alignof(T)};
+  }
+};
+template <class T>
+struct Bind<T&> {
+  template <Space declared, uint32_t index>
+  static T& from(BufferArgument<declared, index>) {
+    constexpr uint64_t first = declared == Space::threadgroup ? abi::first_threadgroup_tag : abi::first_buffer_tag;
+    return *checked<T>((first + index) << abi::tag_shift | quiet().regions[first + index].begin);
+  }
+  template <Space declared, uint32_t index>
+  static abi::ParameterInfo info(BufferArgument<declared, index> argument) {
+    return {argument.name, uint32_t(declared), index, __is_const(T), 1, sizeof(T), alignof(T)};
+  }
+};
+
+template <class... P, class... A>
+__attribute__((always_inline)) inline void invoke(void (*kernel)(P...), A... arguments) {
+  kernel(Bind<P>::from(arguments)...);
+}
+template <class... P, class... A>
+uint32_t describe(abi::ParameterInfo* out, void (*)(P...), A... arguments) {
+  uint32_t count = 0;
+  auto one = [&]<class Q>(Q*, auto argument) {
+    if constexpr (requires { Q::info(argument); }) out[count++] = Q::info(argument);
+  };
+  (one((Bind<P>*)nullptr, arguments), ...);
+  return count;
+}
+
+struct Registration {
+  abi::KernelInfo info;
+  abi::ParameterInfo parameters[64];
+  template <class Describe>
+  Registration(const char* name, uint32_t max_threads, void (*entry)(), Describe describe_into) {
+    uint32_t count = describe_into(parameters);
+    info = {name, entry, count, parameters, max_threads, 0, 0, nullptr, kernels};
+    kernels = &info;
+  }
+};
+
+// Gives every threadgroup variable its place. Called once, after the static constructors.
+MSL_UNCHECKED inline void lay_out_statics() {
+  abi::Thread nobody{};
+  state.thread = &nobody;
+  for (abi::Region& region : state.regions) region = {0, INT64_MAX};
+  for (abi::KernelInfo* k = kernels; k; k = k->next) {
+    measuring_now = true;
+    measured = nullptr;
+    k->entry();
+    measuring_now = false;
+    k->identity = measured;
+    for (abi::StaticVariable* v = statics; v; v = v->next) {
+      if (v->kernel != measured) continue;
+      v->offset = (k->static_bytes + v->alignment - 1) / v->alignment * v->alignment;
+      k->static_bytes = v->offset + v->size;
+      v->tag = abi::first_static_tag + k->static_count++;
+    }
+  }
+}
+
+// --- data races and reads of memory nobody wrote
+
+struct Now {
+  uint32_t epoch, start, dispatch_start;
+  bool device;
+};
+
+// Two accesses by different threads with nothing between them that orders them.
+inline bool unordered(uint64_t word, const Now& now, const QUIET abi::Thread& t) {
+  uint32_t epoch = abi::word_epoch(word);
+  if (now.device && epoch < now.start) return epoch >= now.dispatch_start;
+  if (epoch != now.epoch || abi::word_thread(word) == t.index) return false;
+  bool same_simdgroup = abi::word_thread(word) / 32 == t.index / 32;
+  uint32_t simdgroup_epoch = ((const QUIET abi::Simdgroup*)t.simdgroup)->epoch;
+  return !(same_simdgroup && abi::word_simdgroup_epoch(word) < (simdgroup_epoch & 0x3ffff));
+}
+
+inline bool write_conflicts_with_reads(uint64_t word, const Now& now, const QUIET abi::Thread& t) {
+  if (word & abi::several_threadgroups) return abi::word_epoch(word) >= now.dispatch_start;
+  if (unordered(word, now, t)) return true;
+  if (abi::word_epoch(word) != now.epoch) return false;
+  if (word & abi::several_simdgroups) return true;
+  uint32_t simdgroup_epoch = ((const QUIET abi::Simdgroup*)t.simdgroup)->epoch & 0x3ffff;
+  return (word & abi::several_lanes) && abi::word_simdgroup_epoch(word) == simdgroup_epoch;
+}
+
+inline uint64_t add_reader(uint64_t old, uint64_t me, const Now& now) {
+  uint32_t epoch = abi::word_epoch(old);
+  if (now.device && epoch >= now.dispatch_start) {
+    if (old & abi::several_threadgroups) return old;
+    if (epoch < now.start) return me | abi::several_threadgroups;
+  }
+  if (epoch != now.epoch) return me;
+  if (old & abi::several_simdgroups) return old;
+  if (abi::word_thread(old) / 32 != abi::word_thread(me) / 32) return me | abi::several_simdgroups;
+  if (abi::word_simdgroup_epoch(old) < abi::word_simdgroup_epoch(me)) return me;
+  return abi::word_thread(old) == abi::word_thread(me) ? old : old | abi::several_lanes;
+}
+
+[[noreturn]] __attribute__((noinline, cold)) MSL_UNCHECKED inline void bad_sharing(abi::Race race, uint64_t address,
+                                                                                    uint64_t other, bool device,
+                                                                                    const void* where) {
+  state.bad_sharing(race, address, other, device, where);
+  __builtin_unreachable();
+}
+
+template <bool is_write, bool is_atomic>
+inline void touch(QUIET abi::Cell& cell, uint64_t address, uint64_t me, const Now& now, const void* where) {
+  const QUIET abi::Thread& t = thread();
+  if (!now.device && !is_write && abi::word_epoch(cell.write) < now.start)
+    bad_sharing(abi::Race::uninitialized, address, 0, now.device, where);
+  bool both_atomic = is_atomic && (cell.write & abi::atomic);
+  if (cell.write >> 4 != me >> 4 && !both_atomic && unordered(cell.write, now, t))
+    bad_sharing(is_write ? abi::Race::write_after_write : abi::Race::read_after_write, address, cell.write, now.device,
+                where);
+  if constexpr (is_write) {
+    if (cell.read && write_conflicts_with_reads(cell.read, now, t))
+      bad_sharing(abi::Race::write_after_read, address, cell.read, now.device, where);
+    cell.write = me | (is_atomic ? abi::atomic : 0);
+  } else if constexpr (!is_atomic) {
+    if (cell.read != me) cell.read = add_reader(cell.read, me, now);
+  }
+}
+
+template <bool is_write, bool is_atomic>
+__attribute__((noinline)) MSL_UNCHECKED void touch_device(uint64_t address, uint64_t bytes, const void* where) {
+  const QUIET abi::State& s = quiet();
+  for (uint32_t i = 0; i < s.shadowed_count; ++i) {
+    uint64_t offset = address - s.shadowed[i].begin;
+    if (offset >= s.shadowed[i].size) continue;
+    Now now{s.device_epoch, s.device_start, s.device_dispatch_start, true};
+    const QUIET abi::Simdgroup* simdgroup = (const QUIET abi::Simdgroup*)thread().simdgroup;
+    uint64_t me = abi::access_word(now.epoch, simdgroup->epoch, thread().index);
+    uint32_t shift = s.shadowed[i].granule_shift;
+    auto* cells = (QUIET abi::Cell*)s.shadowed[i].cells;
+    for (uint64_t c = offset >> shift; c <= (offset + bytes - 1) >> shift; ++c)
+      touch<is_write, is_atomic>(cells[c], address, me, now, where);
+    return;
+  }
+}
+
+template <bool is_write, bool is_atomic>
+__attribute__((always_inline)) MSL_UNCHECKED inline void accessed(uint64_t address, uint64_t bytes, const void* where) {
+  const QUIET abi::State& s = quiet();
+  uint64_t offset = address - s.threadgroup_begin;
+  if (offset >= s.threadgroup_size) {
+    if (s.shadowed_count) touch_device<is_write, is_atomic>(address, bytes, where);
+    return;
+  }
+  Now now{s.threadgroup_epoch, s.threadgroup_start, s.threadgroup_start, false};
+  const QUIET abi::Simdgroup* simdgroup = (const QUIET abi::Simdgroup*)thread().simdgroup;
+  uint64_t me = abi::access_word(now.epoch, simdgroup->epoch, thread().index);
+  auto* cells = (QUIET abi::Cell*)s.threadgroup_cells + offset;
+  for (uint64_t i = 0; i < bytes; ++i) touch<is_write, is_atomic>(cells[i], address, me, now, where);
+}
+
+}  // namespace msl
+
+#define MSL_CALLBACK extern "C" __attribute__((visibility("hidden"), used, noinline)) MSL_UNCHECKED inline
+#define MSL_ACCESS(bytes)                                                                                          \
+  MSL_CALLBACK void __tsan_read##bytes(void* p) {                                                                  \
+    msl::accessed<false, false>((uint64_t)p, bytes, __builtin_return_address(0));                                  \
+  }                                                                                                                \
+  MSL_CALLBACK void __tsan_write##bytes(void* p) {                                                                 \
+    msl::accessed<true, false>((uint64_t)p, bytes, __builtin_return_address(0));                                   \
+  }                                                                                                                \
+  MSL_CALLBACK void __tsan_unaligned_read##bytes(void* p) {                                                        \
+    msl::accessed<false, false>((uint64_t)p, bytes, __builtin_return_address(0));                                  \
+  }                                                                                                                \
+  MSL_CALLBACK void __tsan_unaligned_write##bytes(void* p) {                                                       \
+    msl::accessed<true, false>((uint64_t)p, bytes, __builtin_return_address(0));                                   \
+  }
+MSL_ACCESS(1)
+MSL_ACCESS(2)
+MSL_ACCESS(4)
+MSL_ACCESS(8)
+MSL_ACCESS(16)
+#undef MSL_ACCESS
+MSL_CALLBACK void __tsan_init() {}
+MSL_CALLBACK void* __tsan_memcpy(void* to, const void* from, size_t bytes) {
+  if (!bytes) return to;
+  msl::accessed<false, false>((uint64_t)from, bytes, __builtin_return_address(0));
+  msl::accessed<true, false>((uint64_t)to, bytes, __builtin_return_address(0));
+  return __builtin_memmove(to, from, bytes);
+}
+MSL_CALLBACK void* __tsan_memmove(void* to, const void* from, size_t bytes) {
+  return __tsan_memcpy(to, from, bytes);
+}
+MSL_CALLBACK void* __tsan_memset(void* to, int value, size_t bytes) {
+  if (bytes) msl::accessed<true, false>((uint64_t)to, bytes, __builtin_return_address(0));
+  return __builtin_memset(to, value, bytes);
+}
+
+// The bounds and arithmetic sanitizers stop here.
+#define MSL_STOP(handler, rule, message)                                             \
+  extern "C" __attribute__((visibility("hidden"), used, noinline, cold)) MSL_UNCHECKED inline void handler() { \
+    msl::state.violation(rule, message, __builtin_return_address(0));                \
+  }
+MSL_STOP(__ubsan_handle_out_of_bounds_abort, "stack", "index outside an array in thread or constant space")
+MSL_STOP(__ubsan_handle_add_overflow_abort, "arithmetic", "signed addition overflows")
+MSL_STOP(__ubsan_handle_sub_overflow_abort, "arithmetic", "signed subtraction overflows")
+MSL_STOP(__ubsan_handle_mul_overflow_abort, "arithmetic", "signed multiplication overflows")
+MSL_STOP(__ubsan_handle_negate_overflow_abort, "arithmetic", "signed negation overflows")
+MSL_STOP(__ubsan_handle_divrem_overflow_abort, "arithmetic", "integer division by zero, or its result overflows")
+MSL_STOP(__ubsan_handle_shift_out_of_bounds_abort, "arithmetic", "shift by a negative count or by the width or more")
+MSL_STOP(__ubsan_handle_float_cast_overflow_abort, "arithmetic", "conversion of a float the integer cannot hold")
+MSL_STOP(__ubsan_handle_missing_return_abort, "arithmetic", "a function ends without returning its value")
+MSL_STOP(__ubsan_handle_builtin_unreachable_abort, "arithmetic", "unreachable code is reached")
+#undef MSL_STOP
+
+extern "C" __attribute__((visibility("default"), used)) inline metal_sim::abi::State* metal_sim_state() {
+  return &msl::state;
+}
+extern "C" __attribute__((visibility("default"), used)) inline metal_sim::abi::KernelInfo* metal_sim_kernels() {
+  msl::lay_out_statics();
+  return msl::kernels;
+}
+
+// --- what translate.py writes; another back end gives these words other meanings
+
+#define MSL_UNPAREN(...) __VA_ARGS__
+#define MSL_KERNEL_BODY \
+  struct msl_kernel {}; \
+  if (::msl::measuring(&::msl::identity<msl_kernel>)) return;
+#define MSL_THREADGROUP(name, ordinal, extents, ...) \
+  decltype(auto) name = ::msl::threadgroup_variable<__VA_ARGS__ MSL_UNPAREN extents, msl_kernel, ordinal>()
+#define MSL_BUFFER(space, index, name) \
+  ::msl::BufferArgument<::msl::Space::space, index> { name }
+#define MSL_BUILTIN(name) \
+  ::msl::BuiltinArgument<::msl::Builtin::name> {}
+#define MSL_KERNEL(id, host_name, max_threads, arguments, ...)                                      \
+  static void msl_entry_##id() { ::msl::invoke(&__VA_ARGS__ MSL_MORE arguments); }                  \
+  static const ::msl::Registration msl_registration_##id(                                           \
+      host_name, max_threads, &msl_entry_##id,                                                      \
+      [](::metal_sim::abi::ParameterInfo* out) { return ::msl::describe(out, &__VA_ARGS__ MSL_MORE arguments); });
+#define MSL_MORE(...) __VA_OPT__(, ) __VA_ARGS__
