@@ -13,7 +13,9 @@ namespace moe_metal {
 #endif
 
 MOE_METAL_CONSTANT int kMaxExperts = 1024;
-MOE_METAL_CONSTANT int kWide = 4;  // elements that one load or store moves
+MOE_METAL_CONSTANT int kWide = 4;            // elements that one load or store moves
+MOE_METAL_CONSTANT int kSimdgroup = 32;      // threads that run together
+MOE_METAL_CONSTANT int kMaxSimdgroups = 32;  // in a threadgroup
 
 enum class Scoring : int32_t { softmax, sigmoid, sqrt_softplus };
 enum class Renormalize : int32_t { none, before_scale, after_scale };
@@ -40,8 +42,8 @@ struct ActivationParams {
   float limit;  // +inf: none
 };
 
-// How a kernel finds a small tensor of parameters: not given, of the activations' dtype, or float32. The kernel branches
-// on it, uniformly, where a template per tensor would multiply the kernels to compile.
+// How a kernel finds a small tensor of parameters: not given, of the activations' dtype, or float32. The kernel
+// branches on it, uniformly, where a template per tensor would multiply the kernels to compile.
 enum class ParameterType : int32_t { absent, activation, float32 };
 
 // Rows of contiguous tensors. `wide`: every row starts at a multiple of kWide elements, and its length is one.
@@ -59,10 +61,51 @@ struct ResidualNormParams {
   float eps;
 };
 
+// The five weighted sums. Each uses what its op has.
+struct WeightedSumParams {
+  RowShape row;  // H
+  uint32_t top_k;
+  ParameterType weights;
+  ParameterType shared_gate;
+  ParameterType norm_weight;
+  ParameterType residual_norm_weight;
+  uint32_t has_shared;
+  uint32_t has_residual;
+  float eps;
+};
+
+// ------------------------------------------------------------------------------------------ experts
+
+// What the 16 bytes of one load hold of a weight matrix: neighbours in a row, or in a column (transposed weights),
+// where alignment allows such loads; else the elements are loaded one by one along the closer of the two.
+enum class WeightLayout : int32_t { rows_wide, rows, columns_wide, columns };
+
+// Element (e, row, column) of a weight is at e * expert + row * row + column * column.
+struct WeightParams {
+  int64_t expert, row, column;
+  int64_t up;  // gate_up: from a gate row to its up row
+  WeightLayout layout;
+  uint32_t split;  // decode: simdgroups that share the work on one row
+};
+
+struct ExpertsParams {
+  uint32_t T, E, K, H, I;
+  uint32_t wide_ids;     // ids are int64
+  uint32_t wide_x;       // rows of x may be loaded 16 bytes at a time
+  uint32_t interleaved;  // gate and up rows lie in turn
+  uint32_t has_shared, has_residual;
+  ParameterType weights, gate_up_bias, down_bias, shared_gate;
+  ActivationParams activation;
+  WeightParams gate_up, down;
+};
+
 #ifndef __METAL_VERSION__
 static_assert(sizeof(RoutingParams) == 36, "shaders and host must agree");
 static_assert(sizeof(ActivationParams) == 12, "shaders and host must agree");
 static_assert(sizeof(ResidualNormParams) == 24, "shaders and host must agree");
+static_assert(sizeof(WeightedSumParams) == 40, "shaders and host must agree");
+static_assert(sizeof(WeightParams) == 40, "shaders and host must agree");
+static_assert(sizeof(ExpertsParams) == 152, "shaders and host must agree");
 #endif
 
 }  // namespace moe_metal
@@ -71,8 +114,7 @@ static_assert(sizeof(ResidualNormParams) == 24, "shaders and host must agree");
 // instantiate_kernel("op_float", op<float>): one line per variant, whose signature the compiler derives.
 #define instantiate_kernel(name, ...) template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
 // One kernel per dtype of the activations.
-#define instantiate_dtypes(name, function)                     \
-  instantiate_kernel(name "_float", moe_metal::function<float>) \
-  instantiate_kernel(name "_half", moe_metal::function<half>)   \
-  instantiate_kernel(name "_bfloat", moe_metal::function<bfloat>)
+#define instantiate_dtypes(name, function)                                          \
+  instantiate_kernel(name "_float", moe_metal::function<float>) instantiate_kernel( \
+      name "_half", moe_metal::function<half>) instantiate_kernel(name "_bfloat", moe_metal::function<bfloat>)
 #endif

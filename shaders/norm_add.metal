@@ -1,7 +1,7 @@
 // output = (residual + norm(input) * weight) * scalar
 //
 // residual, input, output [T, H]; weight [H]; scalar [1] or [H], or absent.
-// Grid: one threadgroup per row, along x.
+// Grid: one threadgroup per token, along x.
 #include <metal_stdlib>
 using namespace metal;
 

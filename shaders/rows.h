@@ -5,13 +5,16 @@ namespace moe_metal {
 
 // ------------------------------------------------------------------------------------------ loads and stores
 
+template <typename T>
+float4 load4_wide(device const T* at) {
+  const vec<T, 4> v = *reinterpret_cast<device const vec<T, 4>*>(at);
+  return float4(float(v.x), float(v.y), float(v.z), float(v.w));
+}
+
 // Elements i to i + 3 of a row, as float. Past the end of the row they are 0.
 template <typename T>
 float4 load4(device const T* row, uint i, RowShape shape) {
-  if (shape.wide) {
-    const vec<T, 4> v = *reinterpret_cast<device const vec<T, 4>*>(row + i);
-    return float4(float(v.x), float(v.y), float(v.z), float(v.w));
-  }
+  if (shape.wide) return load4_wide(row + i);
   float4 v = 0;
   for (uint n = 0; n < 4; ++n) {
     if (i + n < shape.length) v[n] = float(row[i + n]);
@@ -50,10 +53,12 @@ float4 load_scalar(device const T* scalar, uint i, ResidualNormParams params) {
   return load4(scalar, i, params.row, params.scalar);
 }
 
-// ------------------------------------------------------------------------------------------ sums over a threadgroup
+// Where a thread starts when a row is cut into blocks of one threadgroup each.
+inline uint first_element(uint block, uint thread_index, uint simdgroups) {
+  return 4 * (block * simdgroups * kSimdgroup + thread_index);
+}
 
-MOE_METAL_CONSTANT uint kSimdgroup = 32;
-MOE_METAL_CONSTANT uint kMaxSimdgroups = 32;
+// ------------------------------------------------------------------------------------------ sums over a threadgroup
 
 // The sum over all threads of a threadgroup of whole simdgroups: in every thread, and in the same order every time.
 inline float2 threadgroup_sum(float2 value, uint thread_index, uint simdgroups, threadgroup float2* partial) {

@@ -22,7 +22,7 @@ struct Pipeline {
 
 namespace {
 
-constexpr NSUInteger kSimdgroup = 32, kThreadgroupMemory = 32768;
+constexpr NSUInteger kThreadgroupMemory = 32768;
 
 bool is_macos_at_least(NSInteger major) {
   return [[NSProcessInfo processInfo] isOperatingSystemAtLeastVersion:NSOperatingSystemVersion{major, 0, 0}];

@@ -18,11 +18,33 @@ inline RowShape row_shape(int64_t length, std::initializer_list<const Tensor*> t
 // chunks each, which keeps as many loads in flight with fewer threads to sum over. Whole simdgroups, 1024 at most.
 inline int threads_for_row(int64_t rows, int64_t length) {
   const int64_t each = rows <= 32 ? kWide : 4 * kWide;
-  return static_cast<int>(std::min<int64_t>(ceil_div(ceil_div(length, each), 32) * 32, 1024));
+  return static_cast<int>(std::min<int64_t>(ceil_div(ceil_div(length, each), kSimdgroup) * kSimdgroup, 1024));
 }
 
 // A norm needs the sum over its whole row, so a row is one threadgroup.
 inline Grid grid_of_rows(int64_t rows, int64_t length) { return {rows, 1, threads_for_row(rows, length)}; }
+
+// Without a norm, rows are cut into blocks. Few rows need blocks of one simdgroup to spread over the whole GPU.
+inline Grid grid_of_blocks(int64_t rows, int64_t length) {
+  const int64_t chunks = ceil_div(length, kWide);
+  const int64_t threads = std::min<int64_t>(ceil_div(chunks, kSimdgroup) * kSimdgroup, rows <= 32 ? kSimdgroup : 256);
+  return {rows, ceil_div(chunks, threads), static_cast<int>(threads)};
+}
+
+inline WeightedSumParams weighted_sum_params(const WeightedSum& call) {
+  return {
+      .row =
+          row_shape(call.H, {&call.slots, &call.shared, &call.residual, &call.norm_weight, &call.residual_norm_weight}),
+      .top_k = to_uint(call.K),
+      .weights = parameter_type(call.weights),
+      .shared_gate = parameter_type(call.shared_gate),
+      .norm_weight = parameter_type(call.norm_weight),
+      .residual_norm_weight = parameter_type(call.residual_norm_weight),
+      .has_shared = call.shared.defined(),
+      .has_residual = call.residual.defined(),
+      .eps = call.eps,
+  };
+}
 
 inline ResidualNormParams residual_norm_params(const ResidualNorm& call) {
   const bool one_scalar = call.scalar.defined() && call.scalar.size(0) == 1;
