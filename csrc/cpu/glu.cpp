@@ -1,0 +1,80 @@
+#include <torch/library.h>
+
+#include "activation.h"
+#include "contract.h"
+#include "pages.h"
+
+namespace moe_metal {
+namespace {
+
+// A vector of a row whose neighbours lie `stride` apart.
+template <class Scalar, class Count>
+Vec gather(const Scalar* row, int64_t stride, int64_t i, Count count) {
+  float lanes[kLanes] = {};
+  for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = static_cast<float>(row[(i + lane) * stride]);
+  return Vec::loadu(lanes);
+}
+
+// Where the rows of a tensor of any strides begin.
+class RowOffsets {
+ public:
+  explicit RowOffsets(const Tensor& tensor) : sizes_(tensor.sizes()), strides_(tensor.strides()) {}
+  int64_t operator()(int64_t row) const {
+    int64_t offset = 0;
+    for (int64_t d = static_cast<int64_t>(sizes_.size()) - 2; d >= 0; --d) {
+      offset += row % sizes_[d] * strides_[d];
+      row /= sizes_[d];
+    }
+    return offset;
+  }
+
+ private:
+  at::IntArrayRef sizes_, strides_;
+};
+
+template <class Scalar, Activation activation>
+void rows(const Glu& call) {
+  const int64_t I = call.I, gate_stride = call.gate.stride(-1), up_stride = call.up.stride(-1);
+  const auto* gate = call.gate.const_data_ptr<Scalar>();
+  const auto* up = call.up.const_data_ptr<Scalar>();
+  auto* output = call.output.mutable_data_ptr<Scalar>();
+  const RowOffsets gate_offset(call.gate), up_offset(call.up);
+  for_each_row(call.rows, 4 * I, 0, [=, &call](int64_t row, float*) {
+    const auto* g = gate + gate_offset(row);
+    const auto* u = up + up_offset(row);
+    auto* out = output + row * I;
+    const auto one = [&](int64_t i, const Vec& g, const Vec& u, auto count) {
+      store(out + i, activated<activation>(g, u, call.params), count);
+    };
+    if (gate_stride == 1 && up_stride == 1) {
+      for_each_vector(I, [=](int64_t i, auto count) { one(i, load(g + i, count), load(u + i, count), count); });
+    } else {
+      const bool interleaved = gate_stride == 2 && up_stride == 2 && u == g + 1;
+      for_each_vector(I, [=](int64_t i, auto count) {
+        if (std::is_same_v<decltype(count), Whole> && interleaved) {
+          const auto pair = at::vec::deinterleave2(load(g + 2 * i, Whole()), load(g + 2 * i + kLanes, Whole()));
+          one(i, pair.first, pair.second, count);
+        } else {
+          one(i, gather(g, gate_stride, i, count), gather(u, up_stride, i, count), count);
+        }
+      });
+    }
+  });
+}
+
+Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, double alpha,
+           std::optional<double> limit) {
+  const Glu call = glu_arguments(gate, up, activation, alpha, limit);
+  if (call.rows == 0) return call.output;
+  ask_for_huge_pages(call.output);
+  with_dtype(call.gate.scalar_type(), [&](auto scalar) {
+    with_activation(call.params.activation,
+                    [&](auto which) { rows<decltype(scalar), decltype(which)::value>(call); });
+  });
+  return call.output;
+}
+
+}  // namespace
+}  // namespace moe_metal
+
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("glu", &moe_metal::glu); }
