@@ -17,12 +17,15 @@ uint64_t block_number = 0;  // guarded by queue_mutex
 void sync_on(dispatch_queue_t queue, dispatch_block_t block) {
   if ((void*)queue != queue_object()) throw Violation("queue", "dispatch_sync on a queue that is not the stream's own");
   QueueScope scope("dispatch_sync");
+  auto* pool = [NSAutoreleasePool new];
   try {
     block();
   } catch (...) {
     end_encoder();  // a half-bound encoder must not reach the next op
+    [pool drain];   // and with it the block's own pool, which an exception leaves behind
     throw;
   }
+  [pool drain];
 }
 }  // namespace
 

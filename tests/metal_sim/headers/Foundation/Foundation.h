@@ -37,8 +37,8 @@ typedef struct _NSRange {
   NSUInteger location;
   NSUInteger length;
 } NSRange;
-typedef NS_ENUM(NSUInteger, NSStringEncoding_) { NSASCIIStringEncoding = 1, NSUTF8StringEncoding = 4 };
 typedef NSUInteger NSStringEncoding;
+enum : NSStringEncoding { NSASCIIStringEncoding = 1, NSUTF8StringEncoding = 4 };
 typedef NSString* NSErrorDomain;
 
 @protocol NSCopying

@@ -1,0 +1,368 @@
+"""The simulated mps device: that it behaves as a device, and that every rule it enforces is one it notices broken."""
+
+import copy
+import io
+import pickle
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import metal_sim
+
+if sys.platform == "darwin":
+    pytest.skip("a Mac has the real device", allow_module_level=True)
+metal_sim.load(misuse=True)
+
+
+def misuse(name: str, x: torch.Tensor | None = None) -> torch.Tensor:
+    x = torch.zeros(64, device="mps") if x is None else x
+    torch.ops.metal_sim_misuse.run(name, x)
+    return x
+
+
+def both(function, *tensors: torch.Tensor) -> None:
+    """The same function on the CPU and on mps gives the same values, and mps tensors."""
+    expected = function(*(t.clone() for t in tensors))
+    found = function(*(t.to("mps") for t in tensors))
+    assert found.device == torch.device("mps:0")
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+# ---------------------------------------------------------------------------------------------- the device
+
+X = torch.arange(12.0).view(3, 4)
+OPS = {
+    "arithmetic": lambda x: (x * 2 + 1) / 3,
+    "cpu_scalar_tensor": lambda x: x + torch.tensor(2.0),
+    "matmul": lambda x: x @ x.T,
+    "reduce": lambda x: x.sum(1),
+    "slice": lambda x: x[1:, ::2],
+    "index": lambda x: x[[0, 2]],
+    "cpu_index": lambda x: x[torch.tensor([0, 2])],
+    "mask": lambda x: x[x > 5],
+    "transpose_copy": lambda x: x.t().contiguous(),
+    "write_through_a_view": lambda x: (x[:, 1].add_(100), x)[1],
+    "setitem": lambda x: (x.__setitem__((slice(None), 0), 7), x)[1],
+    "out_of_same_size": lambda x: torch.add(x, 1, out=torch.empty_like(x)),
+    "out_that_grows": lambda x: torch.add(x, 1, out=x.new_empty(0)),
+    "resize": lambda x: x.clone().resize_(6),
+    "grow": lambda x: x.clone().resize_(24)[:3],
+    "cat": lambda x: torch.cat([x, x[:1]]),
+    "topk": lambda x: torch.topk(x, 2)[1],
+    "argsort": lambda x: torch.argsort(x, descending=True, stable=True),
+    "as_strided": lambda x: x.as_strided((2, 2), (4, 1), 1),
+    "unfold": lambda x: x.unfold(1, 2, 1),
+    "dtype": lambda x: x.to(torch.bfloat16).float().half(),
+    "index_add": lambda x: x.clone().index_add_(0, torch.tensor([0, 0], device=x.device), x[:2]),
+    "foreach": lambda x: torch._foreach_add([x, x], 1.0)[1],
+    "where": lambda x: torch.where(x > 3, x, 0.0),
+    "one_hot": lambda x: nn.functional.one_hot(x.long(), 12),
+    "like": lambda x: torch.ones_like(x),
+    "swap_data": lambda x: (setattr(x, "data", x.data + 1), x)[1],
+    "overlapping_copy": lambda x: x.clone().copy_(x.expand(3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_aten_ops_run_and_keep_their_aliases(name: str) -> None:
+    both(OPS[name], X)
+
+
+def test_views_share_memory() -> None:
+    x = X.to("mps")
+    views = [x[1], x.view(-1), x.t(), x.split(2)[0], x.unfold(1, 2, 1), x.detach(), x.narrow(0, 0, 2)]
+    assert {v.untyped_storage().data_ptr() for v in views} == {x.untyped_storage().data_ptr()}
+    x.zero_()
+    assert all(v.sum().item() == 0 for v in views)
+
+
+def test_in_place_returns_its_argument() -> None:
+    x = X.to("mps")
+    assert x.add_(1) is x and torch.relu_(x) is x
+    out = torch.empty(3, device="mps")
+    assert torch.sum(x, 1, out=out) is out
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda d: torch.zeros(2, 3, device=d),
+        lambda d: torch.full((2,), 3.0, device=d, dtype=torch.float16),
+        lambda d: torch.arange(5, device=d),
+        lambda d: torch.tensor([1, 2], device=d),
+        lambda d: torch.eye(3, device=d),
+        lambda d: torch.linspace(0, 1, 5, device=d),
+        lambda d: (torch.manual_seed(1), torch.randn(4, device=d))[1],
+        lambda d: (torch.manual_seed(1), torch.randint(0, 9, (4,), device=d))[1],
+        lambda d: (torch.manual_seed(1), torch.empty(5, device=d).uniform_())[1],
+        lambda d: (torch.manual_seed(1), torch.randperm(6, device=d))[1],
+    ],
+)
+def test_factories(make) -> None:
+    found = make("mps")
+    assert found.device == torch.device("mps", 0)
+    assert torch.equal(found.cpu(), make("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_fresh_memory_is_nan(dtype: torch.dtype) -> None:
+    assert torch.empty(100, dtype=dtype, device="mps").isnan().all()
+    assert (torch.empty(3, dtype=torch.int32, device="mps") == -1).all()
+
+
+def test_copies_of_every_kind() -> None:
+    x = X.to("mps")
+    file = io.BytesIO()
+    torch.save({"x": x}, file)
+    file.seek(0)
+    assert str(x.to("cpu").device) == "cpu"
+    for y in (copy.deepcopy(x), pickle.loads(pickle.dumps(x)), torch.load(file)["x"], x.clone(), x.to("mps:0")):
+        assert y.device.type == "mps" and torch.equal(y.cpu(), X)
+    assert "device='mps:0'" in repr(x) and "nan" in repr(torch.empty(1, device="mps"))
+    host = torch.empty(4, 3).t()
+    assert torch.equal(host.copy_(x), X)
+
+
+def test_empty_tensors() -> None:
+    both(lambda x: x[:0] + 1, X)
+    assert torch.empty(0, 4, device="mps").sum().item() == 0
+
+
+def test_cpu_tensors_do_not_mix_in() -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        X.to("mps") + X
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.embedding(X.to("mps"), torch.tensor([0]))
+
+
+def test_fallback_is_for_aten_only() -> None:
+    with pytest.raises(NotImplementedError, match="cpu_only has no kernel for the mps device"):
+        torch.ops.metal_sim_misuse.cpu_only(X.to("mps"))
+
+
+def test_torch_knows_the_device() -> None:
+    assert torch.backends.mps.is_available() and torch.mps.device_count() == 1
+    assert torch.accelerator.current_accelerator().type == "mps"
+    torch.mps.synchronize()
+    torch.mps.empty_cache()
+    before = torch.mps.current_allocated_memory()
+    x = torch.empty(1000, device="mps")
+    assert torch.mps.current_allocated_memory() == before + 4000
+    del x
+    assert torch.mps.current_allocated_memory() == before
+
+
+def test_autograd() -> None:
+    def gradient(device: str) -> torch.Tensor:
+        x = X.clone().to(device).requires_grad_()
+        (x.softmax(1) * x).sum().backward()
+        return x.grad
+
+    torch.testing.assert_close(gradient("mps").cpu(), gradient("cpu"), rtol=0, atol=0)
+
+
+class TinyMoe(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4, bias=False)
+        self.up = nn.Parameter(torch.randn(4, 8, 16))
+        self.down = nn.Parameter(torch.randn(4, 16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, experts = torch.topk(torch.softmax(self.router(x), -1), 2)
+        inner = nn.functional.silu(torch.einsum("th,tkhi->tki", x, self.up[experts]))
+        return (torch.einsum("tki,tkih->tkh", inner, self.down[experts]) * weights[..., None]).sum(1)
+
+
+@torch.no_grad()
+def test_module_eager_and_compiled() -> None:
+    torch.manual_seed(0)
+    moe, x = TinyMoe(), torch.randn(5, 8)
+    expected = moe(x)
+    moe.to("mps")
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
+    for found in (moe(x.to("mps")), compiled(x.to("mps"))):
+        assert found.device.type == "mps"
+        torch.testing.assert_close(found.cpu(), expected)
+    assert list(moe.state_dict().values())[0].device.type == "mps"
+
+
+def test_opcheck() -> None:
+    library = torch.library.Library("metal_sim_test", "DEF")
+    library.define("double(Tensor x) -> Tensor")
+    library.impl("double", lambda x: x * 2, "MPS")
+    library.impl("double", lambda x: torch.empty_like(x), "Meta")
+    torch.library.opcheck(torch.ops.metal_sim_test.double.default, (X.to("mps"),))
+
+
+# ---------------------------------------------------------------------------------------------- kernels run
+
+
+def test_a_kernel_writes_where_it_was_told() -> None:
+    base = torch.zeros(256, device="mps")
+    misuse("fill", base[64:192])
+    expected = torch.zeros(256)
+    expected[64:128] = 3
+    assert torch.equal(base.cpu(), expected)
+
+
+def test_exact_threads() -> None:
+    assert misuse("exact_threads").sum().item() == 40 * 3
+
+
+def test_dynamic_threadgroup_memory() -> None:
+    assert torch.equal(misuse("shared").cpu(), torch.ones(64))
+
+
+# ---------------------------------------------------------------------------------------------- broken rules
+
+BROKEN = {
+    "throw_in_block": "from inside the block",
+    "throw_std_in_block": "from std",
+    "encoder_off_queue": "encoder: commandEncoder\\(\\) called off the stream's queue",
+    "encoder_after_block": "encoder: the encoder was used off the stream's queue",
+    "encoder_in_later_block": "encoder: the encoder was used outside of the block",
+    "end_encoding": "encoder: an op ended the stream's encoder",
+    "commit": "encoder: an op committed",
+    "wait": "encoder: an op waited",
+    "own_encoder": "encoder: an op opened its own encoder",
+    "own_queue": "encoder: an op made its own command queue",
+    "end_coalescing": "encoder: endKernelCoalescing",
+    "synchronize": "encoder: MPSStream::synchronize",
+    "nested_queue": "deadlock: dispatch_sync inside a block",
+    "aten_in_block": "deadlock: aten::add",
+    "copy_in_block": "deadlock: aten::copy_",
+    "throw_through_plain_sync": "exception: a C\\+\\+ exception left a plain dispatch_sync block",
+    "unbalanced_pop": "encoder: popDebugGroup",
+    "host_reads_tensor": "host_access: \\[MTLBuffer contents\\] of a tensor",
+    "cpu_tensor": "argument: setBuffer with a pointer that is no live MTLBuffer",
+    "bytes_4097": "argument: setBytes of 4097 bytes",
+    "bytes_0": "argument: setBytes of 0 bytes",
+    "offset_at_end": "argument: setBuffer at offset 256 of a buffer of 256 bytes",
+    "index_31": "argument: buffer index 31",
+    "unbound": "unbound: argument `value` at index 1 of kernel fill was never bound",
+    "stale": "stale: argument `value` at index 1",
+    "stale_from_earlier_op": "stale: argument `out` at index 0",
+    "no_pipeline": "pipeline: a dispatch without setComputePipelineState:",
+    "empty_grid": "launch: a dispatch with a size of zero",
+    "threads_1056": "launch: 1056 threads per threadgroup; the pipeline allows 1024",
+    "threads_not_32": "launch: the pipeline was promised",
+    "threadgroup_33_kb": "threadgroup_memory: 33792 bytes",
+    "threadgroup_17_bytes": "threadgroup_memory: a threadgroup length of 17",
+    "out_of_bounds": "bounds",
+    "bad_source": "compiler: ",
+}
+
+
+def test_autorelease_without_a_pool_is_noticed() -> None:
+    found = []
+
+    def work() -> None:  # a thread of its own: a pool left behind by an exception in an earlier test would hide it
+        with pytest.raises(RuntimeError, match="autorelease called without pool"):
+            misuse("autorelease_without_pool")
+        found.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_noticed(name: str) -> None:
+    torch.ops.metal_sim.clear()  # a fresh encoder: nothing is bound yet
+    with pytest.raises(RuntimeError, match=BROKEN[name]):
+        misuse(name)
+    assert misuse("fill").sum().item() == 64 * 3  # and the device works on
+
+
+def test_writes_beside_a_buffer_are_noticed() -> None:
+    x = torch.zeros(64, device="mps")
+    misuse("write_after", x)
+    with pytest.raises(RuntimeError, match="guard: something wrote after a buffer of 256 bytes"):
+        torch.mps.synchronize()
+    misuse("mend_after", x)
+    torch.mps.synchronize()
+    misuse("write_after", x)
+    del x
+    with pytest.raises(RuntimeError, match="guard: something wrote after a buffer of 256 bytes"):
+        torch.mps.synchronize()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("leak_buffer", "MTLBuffer"), ("leak_library", "MTLLibrary")])
+def test_leaked_objects_are_counted(name: str, kind: str) -> None:
+    misuse("compile_only")
+    before = metal_sim.live_objects()
+    misuse("compile_only")
+    assert metal_sim.live_objects() == before
+    misuse(name)
+    assert metal_sim.live_objects()[kind] == before.get(kind, 0) + 1
+
+
+def test_metal_versions_of_each_macos() -> None:
+    misuse("metal_4")
+    with metal_sim.playing_macos(15), pytest.raises(RuntimeError, match="does not know Metal 400"):
+        misuse("metal_4")
+
+
+# ---------------------------------------------------------------------------------------------- counting
+
+
+def test_record() -> None:
+    x = torch.zeros(64, device="mps")
+    misuse("fill", x)
+    with metal_sim.record() as record:
+        misuse("fill", x)
+        misuse("shared", x)
+    first, second = record.dispatches
+    assert (first.kernel, first.label, first.grid, first.threads) == ("fill", "fill", [2, 1, 1], [32, 1, 1])
+    assert (first.buffer_bytes, first.constant_bytes, first.threadgroup_bytes) == (256, 4, 0)
+    assert (second.kernel, second.threadgroup_bytes) == ("shared", 256)
+    assert record.kernels == ["fill", "shared"] and not record.host_syncs
+    assert 0 < record.host_seconds < record.seconds
+    with metal_sim.record() as record:
+        x.sum().item()
+        x.cpu()
+    assert record.host_syncs == ["aten::_local_scalar_dense", "copy to the CPU"] and not record.dispatches
+
+
+def test_host_only_counts_and_does_not_run() -> None:
+    x = torch.zeros(64, device="mps")
+    with metal_sim.host_only(), metal_sim.record() as record:
+        misuse("fill", x)
+    assert record.kernels == ["fill"] and x.sum().item() == 0
+    with metal_sim.host_only(), pytest.raises(RuntimeError, match="unbound"):
+        torch.ops.metal_sim.clear()
+        misuse("unbound", x)
+
+
+def test_orders_are_checked() -> None:
+    with pytest.raises(RuntimeError, match="expected forward, backward or random:SEED, got sideways"):
+        metal_sim.set_orders("sideways")
+    metal_sim.set_orders("forward", "backward", "random:1")
+    assert misuse("shared").sum().item() == 64
+    metal_sim.set_orders("forward")
+
+
+def test_two_threads() -> None:
+    failures = []
+
+    def work(value: int) -> None:
+        try:
+            for _ in range(20):
+                x = torch.full((64,), float(value), device="mps")
+                misuse("shared", x)
+                assert torch.equal(x.cpu(), torch.full((64,), value + 1.0))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
