@@ -80,6 +80,15 @@ struct WeightedSumParams {
 // where alignment allows such loads; else the elements are loaded one by one along the closer of the two.
 enum class WeightLayout : int32_t { rows_wide, rows, columns_wide, columns };
 
+// How the work is cut, which gives the grids. Where a number is a choice, experts.mm says why.
+MOE_METAL_CONSTANT uint32_t kChunkSimdgroups = 8;  // decode, rows: simdgroups of a threadgroup
+MOE_METAL_CONSTANT uint32_t kChunkRows = 4;        // decode, rows: rows of weights of a simdgroup
+MOE_METAL_CONSTANT uint32_t kMaxSplit = 16;        // decode, columns: simdgroups of a threadgroup at most
+MOE_METAL_CONSTANT uint32_t kTileRows = 64;        // decode by columns and prefill: rows of weights of a threadgroup
+MOE_METAL_CONSTANT uint32_t kTileInner = 32;       // of gate_up these are so many gate rows and their up rows
+MOE_METAL_CONSTANT uint32_t kTileThreads = 128;    // prefill: of a threadgroup
+MOE_METAL_CONSTANT uint32_t kBand = 8;             // prefill: tiles of slots that walk all rows of weights together
+
 // Element (e, row, column) of a weight is at e * expert + row * row + column * column.
 struct WeightParams {
   int64_t expert, row, column;
@@ -99,9 +108,19 @@ struct ExpertsParams {
   WeightParams gate_up, down;
 };
 
+// The op route, and the second half of gate.
+struct RouteParams {
+  RoutingParams routing;
+  uint32_t tokens;
+  ParameterType logits;
+  ParameterType select_bias;
+  ParameterType per_expert_scale;
+};
+
 #ifndef __METAL_VERSION__
 static_assert(sizeof(RoutingParams) == 36, "shaders and host must agree");
 static_assert(sizeof(ActivationParams) == 12, "shaders and host must agree");
+static_assert(sizeof(RouteParams) == 52, "shaders and host must agree");
 static_assert(sizeof(ResidualNormParams) == 24, "shaders and host must agree");
 static_assert(sizeof(WeightedSumParams) == 40, "shaders and host must agree");
 static_assert(sizeof(WeightParams) == 40, "shaders and host must agree");

@@ -63,12 +63,12 @@ inline uint first_element(uint block, uint thread_index, uint simdgroups) {
 // The sum over all threads of a threadgroup of whole simdgroups: in every thread, and in the same order every time.
 inline float2 threadgroup_sum(float2 value, uint thread_index, uint simdgroups, threadgroup float2* partial) {
   const uint lane = thread_index % kSimdgroup;
-  value = float2(simd_sum(value.x), simd_sum(value.y));
+  value = simd_sum(value);
   if (simdgroups == 1) return value;
   if (lane == 0) partial[thread_index / kSimdgroup] = value;
   threadgroup_barrier(mem_flags::mem_threadgroup);
   value = lane < simdgroups ? partial[lane] : float2(0);
-  return float2(simd_sum(value.x), simd_sum(value.y));
+  return simd_sum(value);
 }
 
 // ------------------------------------------------------------------------------------------ the norm of a row

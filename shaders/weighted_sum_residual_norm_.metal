@@ -21,7 +21,7 @@ struct ResidualNormRow {
   device T* output;
   WeightedSumParams params;
 
-  float4 value(uint i) const { return slots.sum(i) + load4(residual, i, params.row); }
+  float4 value(uint i) const { return slots.sum(i) + load4<T>(residual, i, params.row); }
   float2 squares(float4 v) const { return float2(dot(v, v), 0); }
   void write(uint i, float4 v, float2 rms) const {
     store4(residual, i, v, params.row);

@@ -1,0 +1,35 @@
+// The kernels of shaders/route.metal, which the ops route and gate launch.
+#pragma once
+#include <bit>
+
+#include "contract.h"
+#include "mps/launch.h"
+
+namespace moe_metal {
+
+// By the logits that each lane holds: 1, 2, 4, ... 32.
+inline Kernels route_kernels[] = {{"route", "route_1"}, {"route", "route_2"},  {"route", "route_4"},
+                                  {"route", "route_8"}, {"route", "route_16"}, {"route", "route_32"}};
+
+inline Kernel& route_kernel(int64_t experts, at::ScalarType dtype) {
+  return route_kernels[std::bit_width(static_cast<uint64_t>(ceil_div(experts, kSimdgroup) - 1))][dtype];
+}
+
+// One simdgroup per token. Few tokens are spread over the GPU, many share threadgroups.
+inline Grid route_grid(int64_t tokens) {
+  const int64_t together = tokens <= 32 ? 1 : 4;
+  return {ceil_div(tokens, together), 1, static_cast<int>(together * kSimdgroup)};
+}
+
+inline RouteParams route_params(const RoutingParams& routing, int64_t tokens, const Tensor& logits,
+                                const Tensor& select_bias, const Tensor& per_expert_scale) {
+  return {
+      .routing = routing,
+      .tokens = to_uint(tokens),
+      .logits = parameter_type(logits),
+      .select_bias = parameter_type(select_bias),
+      .per_expert_scale = parameter_type(per_expert_scale),
+  };
+}
+
+}  // namespace moe_metal

@@ -1,0 +1,46 @@
+// The K best experts of each token and their weights, best first: reference.route says how.
+//
+// logits [T, E]; select_bias, per_expert_scale [E], or absent; weights float [T, K]; experts int [T, K].
+// Grid: one simdgroup per token; a threadgroup holds as many tokens as it has simdgroups, along x.
+// N is the number of logits per lane: route_N_T serves up to 32 * N experts.
+#include <metal_stdlib>
+using namespace metal;
+
+#include "common.h"
+#include "maths.h"
+#include "rows.h"
+#include "route.h"
+
+namespace moe_metal {
+
+template <typename T, uint N>
+[[kernel]] void route(device const T* logits [[buffer(0)]], device const T* select_bias [[buffer(1)]],
+                      device const T* per_expert_scale [[buffer(2)]], device float* weights [[buffer(3)]],
+                      device int* experts [[buffer(4)]], constant RouteParams& params [[buffer(5)]],
+                      uint group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+                      uint simdgroup [[simdgroup_index_in_threadgroup]],
+                      uint simdgroups [[simdgroups_per_threadgroup]]) {
+  const ulong token = ulong(group) * simdgroups + simdgroup;
+  if (token >= params.tokens) return;
+  const uint E = params.routing.experts, K = params.routing.top_k;
+  float own[N];
+  for (uint n = 0; n < N; ++n) {
+    const uint expert = lane + n * kSimdgroup;
+    own[n] = expert < E ? load(logits, token * E + expert, params.logits) : 0;
+  }
+  route_token<N>(own, select_bias, per_expert_scale, weights + token * K, experts + token * K, lane, params);
+}
+
+}  // namespace moe_metal
+
+#define instantiate_route(N)                                        \
+  instantiate_kernel("route_" #N "_float", moe_metal::route<float, N>) \
+  instantiate_kernel("route_" #N "_half", moe_metal::route<half, N>)   \
+  instantiate_kernel("route_" #N "_bfloat", moe_metal::route<bfloat, N>)
+
+instantiate_route(1)
+instantiate_route(2)
+instantiate_route(4)
+instantiate_route(8)
+instantiate_route(16)
+instantiate_route(32)
