@@ -1,0 +1,762 @@
+"""The one table of cases: what every op is called with, here and in every test.
+
+A case names its shapes by letters (T tokens, E experts, K experts per token, H hidden, I inner, G = 2I, S scalars), the
+optional arguments it gives, its options and its dtypes. Its tensors are drawn on the CPU, the same on every run.
+`CASES` holds named cases (real routers and blocks, what other projects test, hostile inputs), the pairwise grids, and
+three small samples per op that give every optional argument: those go through the slower properties as well.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import inf, nan, prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_moe_metal import reference
+
+FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
+SHORT = {FLOAT: "f32", HALF: "f16", BFLOAT: "bf16"}
+
+# Every tensor argument of every op, in the order of its schema.
+SHAPES = {
+    "gate": {"hidden": "TH", "router_weight": "EH"}
+    | {"norm_weight": "H", "router_bias": "E", "select_bias": "E", "per_expert_scale": "E"},
+    "route": {"logits": "TE", "select_bias": "E", "per_expert_scale": "E"},
+    "glu": {"gate": "TI", "up": "TI"},
+    "experts": {"x": "TH", "weights": "TK", "experts": "TK", "gate_up": "EGH", "down": "EHI"}
+    | {"gate_up_bias": "EG", "down_bias": "EH", "shared": "TH", "shared_gate": "T", "residual": "TH"},
+    "weighted_sum": {"slots": "TKH", "weights": "TK", "shared": "TH", "shared_gate": "T", "residual": "TH"},
+    "weighted_sum_residual_": {"residual": "TH", "slots": "TKH", "weights": "TK"},
+    "weighted_sum_residual_norm_": {"residual": "TH", "slots": "TKH", "weights": "TK", "norm_weight": "H"},
+    "weighted_sum_norm_add": {"slots": "TKH", "weights": "TK", "residual": "TH", "norm_weight": "H"},
+    "weighted_sum_dual_norm_add": {"slots": "TKH", "weights": "TK", "residual": "TH"}
+    | {"residual_norm_weight": "H", "moe_norm_weight": "H"},
+    "norm_add": {"residual": "TH", "input": "TH", "weight": "H", "scalar": "S"},
+    "residual_norm": {"residual": "TH", "input": "TH", "weight": "H", "scalar": "S"},
+}
+OPTIONAL = {
+    "gate": ("norm_weight", "router_bias", "select_bias", "per_expert_scale"),
+    "route": ("select_bias", "per_expert_scale"),
+    "experts": ("gate_up_bias", "down_bias", "shared", "shared_gate", "residual"),
+    "weighted_sum": ("shared", "shared_gate", "residual"),
+    "norm_add": ("scalar",),
+    "residual_norm": ("scalar",),
+}
+# These may be float32 beside activations of another dtype. Everything else that is not an id is an activation.
+PARAMETERS = {"router_weight", "norm_weight", "router_bias", "select_bias", "per_expert_scale", "weights"}
+PARAMETERS |= {"gate_up_bias", "down_bias", "shared_gate", "residual_norm_weight", "moe_norm_weight", "weight", "scalar"}
+ROUTERS = ("gate", "route")
+
+Args = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    name: str
+    dims: dict[str, int]
+    given: tuple[str, ...] = ()  # the optional arguments
+    options: dict = field(default_factory=dict)
+    dtype: torch.dtype = FLOAT  # of the activations
+    parameter_dtype: torch.dtype | None = None  # None: the activations' dtype
+    prepare: Callable[[Args], None] | None = None  # changes the drawn arguments: hostile values, other layouts
+    hostile: bool = False  # too large or not finite: float64 would overflow and round elsewhere, so compare in float32
+    sample: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.name}-{SHORT[self.dtype]}"
+
+    @property
+    def shapes(self) -> dict[str, str]:
+        """The letters of the arguments that this case gives."""
+        left_out = set(OPTIONAL.get(self.op, ())) - set(self.given)
+        shapes = {name: letters for name, letters in SHAPES[self.op].items() if name not in left_out}
+        if self.options.get("transposed"):
+            shapes |= {"gate_up": "EHG", "down": "EIH"}
+        return shapes
+
+    def size(self, letters: str) -> tuple[int, ...]:
+        dims = self.dims | {"G": 2 * self.dims.get("I", 0)}
+        return tuple(dims[letter] for letter in letters)
+
+    def arguments(self, device: str | torch.device = "cpu") -> Args:
+        """Drawn from the case's name. Of a router, tokens whose choice is too close to call are drawn again."""
+        seed = zlib.crc32(str(self).encode())
+        args = self._draw(seed)
+        if self.op in ROUTERS and not self.hostile:
+            row = next(iter(args))
+            for attempt in range(1, 200):
+                unclear = ~clear_choice(self.op, args, self.options)
+                if not unclear.any():
+                    break
+                args[row][unclear] = self._draw(seed + attempt)[row][unclear]
+            else:
+                raise AssertionError(f"{self}: no clear choice in 200 attempts")
+        return {name: tensor.to(device) for name, tensor in args.items()}
+
+    def _draw(self, seed: int) -> Args:
+        generator = torch.Generator().manual_seed(seed)
+        args = {n: draw(n, self.size(letters), self.dims, generator) for n, letters in self.shapes.items()}
+        for name, tensor in args.items():
+            if tensor.is_floating_point():
+                args[name] = tensor.to((self.parameter_dtype if name in PARAMETERS else None) or self.dtype)
+        if self.prepare:
+            self.prepare(args)
+        return args
+
+    @property
+    def longest_sum(self) -> int:
+        """How many terms its longest sum has: sets the tolerance of float32."""
+        return max(self.dims.get(letter, 1) for letter in ("HI" if self.op in ("gate", "experts") else "KH"))
+
+    @property
+    def flops(self) -> int:
+        T, E, K, H, I = (self.dims.get(letter, 1) for letter in "TEKHI")  # noqa: E741
+        return {"gate": 2 * T * E * H, "route": 8 * T * E, "glu": 8 * T * I, "experts": 6 * T * K * H * I}.get(
+            self.op, 2 * T * (K + 3) * H
+        )
+
+    @property
+    def bytes(self) -> int:
+        """What must be moved once. Of the experts' weights, those of the experts that can have been chosen."""
+        dims = self.dims | {"E": min(self.dims["E"], self.dims["T"] * self.dims["K"])} if self.op == "experts" else self.dims
+        used = replace(self, dims=dims)
+        inputs = sum(prod(used.size(letters)) for letters in used.shapes.values())
+        return (inputs + prod(used.size("TK" if self.op in ROUTERS else "TI" if self.op == "glu" else "TH"))) * (
+            self.dtype.itemsize
+        )
+
+
+def draw(name: str, size: tuple[int, ...], dims: dict[str, int], generator: torch.Generator) -> Tensor:
+    if name == "experts":  # distinct per token, as routers give them; any when K > E
+        T, E, K = (dims[letter] for letter in "TEK")
+        if K > E:
+            return torch.randint(E, (T, K), generator=generator, dtype=torch.int32)
+        return torch.rand(T, E, generator=generator).argsort(-1)[:, :K].int().contiguous()
+    if name == "weights":
+        return torch.rand(size, generator=generator)
+    values = torch.randn(size, generator=generator)
+    if name in ("router_weight", "gate_up", "down"):
+        fan_in = dims["I"] if name == "down" else dims["H"]
+        return values * fan_in**-0.5
+    if "norm_weight" in name or name in ("weight", "scalar", "per_expert_scale"):
+        return 1 + values.clamp(-2.5, 2.5) * 0.3
+    if name in ("select_bias", "router_bias"):
+        return values * 0.2
+    return values * 2 if name == "logits" else values
+
+
+def clear_choice(op: str, args: Args, options: dict) -> Tensor:
+    """[T] whether no rounding in float32 can change which experts are chosen, or their order. Exact ties are clear."""
+    get = {name: tensor.double() for name, tensor in args.items()}.get
+    hidden, logits, H = get("hidden"), get("logits"), 1
+    if op == "gate":
+        if get("norm_weight") is not None:
+            hidden = reference.norm(hidden, options.get("eps", 1e-6)) * get("norm_weight")
+        logits, H = F.linear(hidden, get("router_weight"), get("router_bias")), hidden.shape[-1]
+    elif get("select_bias") is None and options.get("n_group", 1) == 1:
+        return torch.ones(logits.shape[0], dtype=torch.bool)
+    cap = options.get("softcap", 0.0)
+    scores = reference.SCORING[options.get("scoring", "softmax")](cap * torch.tanh(logits / cap) if cap else logits)
+    biased = scores if get("select_bias") is None else scores + get("select_bias")
+    choice, clear = (logits if get("select_bias") is None else biased), True
+    margin = 2e-6 * max(1.0, H / 64) ** 0.5
+    if options.get("n_group", 1) > 1:
+        n_group, topk_group, group_score = options["n_group"], options["topk_group"], options.get("group_score", "top2_sum")
+        groups = biased.unflatten(-1, (n_group, -1)).sort(-1, descending=True).values
+        totals = groups[..., : 2 if group_score == "top2_sum" else 1].sum(-1)
+        clear = far_apart(totals.sort(-1, descending=True).values[:, topk_group - 1 : topk_group + 1], margin)
+        choice = choice.masked_fill(reference.outside_best_groups(biased, n_group, topk_group, group_score), -inf)
+    return clear & far_apart(choice.sort(-1, descending=True).values[:, : options["top_k"] + 1], margin)
+
+
+def far_apart(descending: Tensor, margin: float) -> Tensor:
+    gaps = descending[:, :-1] - descending[:, 1:]
+    scale = descending.nan_to_num(neginf=0.0).abs().amax(-1, keepdim=True)
+    return ((gaps > margin * scale) | (gaps == 0) | gaps.isnan()).all(-1)
+
+
+# ------------------------------------------------------------------------------------------------ the oracle
+
+
+def call(function: Callable, op: str, args: Args, options: dict) -> list[Tensor]:
+    """Calls an op or its reference. -> its outputs, and last the tensor that it wrote in place."""
+    result = function(**args, **options)
+    outputs = [] if result is None else [result] if isinstance(result, Tensor) else list(result)
+    return outputs + ([args["residual"]] if op.endswith("_") else [])
+
+
+def expected(op: str, args: Args, options: dict, hostile: bool = False) -> list[Tensor]:
+    """The reference's answer in float64, or for hostile values in float32, to arguments on the CPU."""
+    wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in args.items()}
+    args = {name: tensor.clone() for name, tensor in (args if hostile else wide).items()}
+    gathered = op == "experts" and args["experts"].numel() * args["gate_up"][0].numel()
+    function = experts_one_by_one if gathered > 2**22 else getattr(reference, op)
+    return call(function, op, args, options)
+
+
+def experts_one_by_one(
+    x, weights, experts, gate_up, down, gate_up_bias=None, down_bias=None, shared=None, shared_gate=None, residual=None,
+    *, interleaved=False, transposed=False, **activation,
+):  # fmt: skip
+    """The reference's `experts` without a copy of the weights for every token, so that real sizes fit in memory."""
+    slots = x.new_zeros(*experts.shape, x.shape[-1])
+    for e in experts.unique().tolist():
+        if not 0 <= e < gate_up.shape[0]:
+            continue
+        *token, slot = (experts == e).nonzero(as_tuple=True)
+        up_weight, down_weight = (w[e].double().mT if transposed else w[e].double() for w in (gate_up, down))
+        both = F.linear(x[tuple(token)], up_weight, None if gate_up_bias is None else gate_up_bias[e])
+        gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
+        inner = reference.glu(gate, up, **activation)
+        slots[(*token, slot)] = F.linear(inner, down_weight, None if down_bias is None else down_bias[e])
+    used = (experts >= 0) & (experts < gate_up.shape[0])
+    return reference.weighted_sum(slots, weights.where(used, 0), shared, shared_gate, residual)
+
+
+# ------------------------------------------------------------------------------------------------ named cases
+
+GROUPS = {"n_group": 8, "topk_group": 4}
+SIGMOID = {"scoring": "sigmoid"}
+BIASED = ("select_bias",)
+
+# E, K, H, optional arguments, options: the routers of real models (transformers' names).
+REAL_ROUTERS = {
+    "qwen3_moe": (128, 8, 2048, (), {}),
+    "qwen2_moe": (60, 4, 2048, (), {"renormalize": "none"}),
+    "qwen3_next": (512, 10, 2048, (), {}),
+    "qwen3_5_moe": (256, 8, 2048, (), {}),
+    "olmoe": (64, 8, 2048, (), {"renormalize": "none"}),
+    "flex_olmo": (7, 5, 4096, (), {"renormalize": "none"}),
+    "mixtral": (8, 2, 4096, (), {}),
+    "mellum": (64, 8, 2304, (), {}),
+    "jamba": (16, 2, 4096, (), {"renormalize": "none"}),
+    "granitemoe": (40, 8, 1536, (), {}),
+    "gemma4": (128, 8, 2816, ("norm_weight", "per_expert_scale"), {}),
+    "gemma4_seed": (128, 8, 2816, ("norm_weight", "per_expert_scale"), {"renormalize": "after_scale"}),
+    "gpt_oss_20b": (32, 4, 2880, ("router_bias",), {}),
+    "gpt_oss_120b": (128, 4, 2880, ("router_bias",), {}),
+    "deepseek_v2": (160, 6, 5120, (), {"renormalize": "none", "n_group": 8, "topk_group": 3, "group_score": "max"}
+                    | {"scaling_factor": 16.0}),
+    "deepseek_v3": (256, 8, 7168, BIASED, SIGMOID | GROUPS | {"scaling_factor": 2.5}),
+    "deepseek_v4": (256, 6, 4096, BIASED, {"scoring": "sqrt_softplus", "scaling_factor": 1.5}),
+    "glm4_moe": (128, 8, 4096, BIASED, SIGMOID),
+    "glm4_moe_lite": (64, 4, 2048, BIASED, SIGMOID | {"scaling_factor": 1.8}),
+    "kimi_linear": (256, 8, 2304, BIASED, SIGMOID | {"scaling_factor": 2.446}),
+    "bailing_hybrid": (512, 8, 2560, BIASED, SIGMOID | GROUPS | {"scaling_factor": 2.5}),
+    "axk1": (192, 8, 7168, BIASED, SIGMOID | GROUPS | {"scaling_factor": 2.5}),
+    "minimax_m2": (256, 8, 3072, BIASED, SIGMOID),
+    "laguna": (256, 8, 3072, BIASED, SIGMOID | {"softcap": 30.0, "scaling_factor": 2.5}),
+    "afmoe": (64, 6, 2048, BIASED, SIGMOID | {"scaling_factor": 2.8}),
+    "inkling2": (384, 8, 2048, BIASED, SIGMOID | {"scaling_factor": 8.0}),
+    "flint": (256, 6, 2048, (), SIGMOID),
+    "kolibri1": (384, 6, 2048, ("router_bias",), SIGMOID),
+    "mistral4": (128, 4, 4096, (), {"n_group": 4, "topk_group": 2, "scaling_factor": 1.2}),
+    "ernie4_5_moe": (64, 6, 2560, BIASED, {}),
+    "longcat_flash": (768, 12, 6144, BIASED, {"renormalize": "none", "scaling_factor": 6.0}),
+    "llama4": (16, 1, 5120, (), SIGMOID | {"renormalize": "none"}),
+}  # fmt: skip
+
+OAI = {"activation": "swiglu_oai", "limit": 7.0}
+BIASES = ("gate_up_bias", "down_bias")
+SHARED_GATED = ("shared", "shared_gate")
+
+# E, K, H, I, optional arguments, options: the experts of real models, E reduced where one layer would not fit a test.
+REAL_EXPERTS = {
+    "qwen3_moe": (128, 8, 2048, 768, ("residual",), {}),
+    "qwen2_moe": (60, 4, 2048, 1408, SHARED_GATED, {}),
+    "qwen3_next": (128, 10, 2048, 512, (*SHARED_GATED, "residual"), {}),
+    "mixtral": (4, 2, 4096, 14336, (), {}),
+    "gpt_oss": (8, 4, 2880, 2880, BIASES, OAI | {"interleaved": True, "transposed": True}),
+    "gemma4": (64, 8, 2816, 704, (), {"activation": "gelu_tanh"}),
+    "aria": (8, 6, 2560, 1664, (), {"transposed": True}),
+    "deepseek_v3": (8, 8, 7168, 2048, ("shared", "residual"), {}),
+    "glm5_next": (8, 8, 4096, 2048, ("shared",), {"limit": 10.0}),
+}
+
+
+def real_cases() -> list[Case]:
+    cases = []
+    for name, (E, K, H, given, options) in REAL_ROUTERS.items():
+        options = options | {"top_k": K}
+        logits_given = tuple(name for name in given if name in OPTIONAL["route"])
+        for dtype in (FLOAT, HALF, BFLOAT):
+            cases.append(Case("route", f"{name}-T33", {"T": 33, "E": E, "K": K}, logits_given, options, dtype, FLOAT))
+        for T, dtype, parameters in ((1, BFLOAT, None), (5, BFLOAT, FLOAT), (64, HALF, None), (512, BFLOAT, None)):
+            dims = {"T": T, "E": E, "K": K, "H": H}
+            cases.append(Case("gate", f"{name}-T{T}", dims, given, options, dtype, parameters))
+    for name, (E, K, H, I, given, options) in REAL_EXPERTS.items():  # noqa: E741
+        for T in (1, 4, 17, 512):
+            dims = {"T": T, "E": E, "K": K, "H": H, "I": I}
+            cases.append(Case("experts", f"{name}-T{T}", dims, given, options, BFLOAT, FLOAT))
+            if T <= 17:  # the same block at a sixteenth of its size
+                dims = dims | {"H": H // 16, "I": I // 16}
+                cases.append(Case("experts", f"{name}_small-T{T}", dims, given, options, FLOAT))
+    return cases
+
+
+def other_projects() -> list[Case]:
+    """The shapes that llama.cpp, MLX, vLLM, PyTorch and mistral.rs test their own kernels with."""
+    experts = {  # T, E, K, H, I
+        "llama_cpp": [(n, E, K, 256, 256) for E in (4, 8) for K in (1, 2, 4) for n in (1, 4, 5, 17, 32, 129)]
+        + [(16, 4, 2, 48, 32), (1024, 16, 16, 16, 32), (8192, 2, 2, 64, 32), (200, 16, 4, 64, 50)]
+        + [(32, 32, 2, 2880, 2880), (16, 1, 1, 1, 8), (1, 128, 8, 2048, 768), (4, 128, 8, 2048, 768)]
+        + [(9, 4, 2, k, 16) for k in (1, 2, 5, 31, 33, 65, 127, 255, 383, 511)],
+        "mlx": [(M, 8, 1, 1024, 512) for M in (2, 4, 5, 11)] + [(100, 8, 1, 100, 50)]
+        + [(L, 4, 2, D, D) for L in (32, 39, 64, 128, 133) for D in (512, 544, 555)],
+        "vllm": [(m, E, K, k, n) for m, n, k in ((1, 128, 128), (1, 2048, 128), (33, 2048, 128)) for E in (8, 64) for K in (2, 6)]
+        + [(4099, 8, 2, 511, 128)] + [(B, 8, 2, n, n) for B in (1, 64, 256) for n in (128, 720)],
+        "pytorch": [(64, 4, 1, 64, 32), (48, 4, 1, 64, 16)],
+        "mistral_rs": [(17, 4, 2, 64, 64), (64, 4, 2, 64, 96), (64, 4, 2, 128, 64), (128, 8, 2, 704, 352)],
+    }  # fmt: skip
+    cases = [
+        Case("experts", f"{project}-T{T}-E{E}-K{K}-H{H}-I{I}", {"T": T, "E": E, "K": K, "H": H, "I": I}, dtype=dtype)
+        for project, rows in experts.items()
+        for T, E, K, H, I in rows  # noqa: E741
+        for dtype in (FLOAT, BFLOAT)
+    ]
+    topk_moe = [(22, 8, 4), (22, 31, 8), (22, 32, 8), (22, 40, 8), (22, 71, 8), (128, 1, 1), (128, 128, 8), (128, 129, 8)]
+    topk_moe += [(4, 160, 160), (22, 256, 6), (22, 288, 8), (33, 6, 3), (56, 16, 4)]  # the last two are vLLM's
+    for scoring in reference.SCORING:
+        for renormalize in ("none", "before_scale"):
+            for given in ((), BIASED):
+                for T, E, K in topk_moe:
+                    options = {"top_k": K, "scoring": scoring, "renormalize": renormalize, "scaling_factor": 2.0}
+                    name = f"topk_moe-{scoring}-{renormalize}{'-biased' * bool(given)}-T{T}-E{E}"
+                    cases.append(Case("route", name, {"T": T, "E": E, "K": K}, given, options))
+    reduce = [(2, 2, 8), (4, 8, 64), (4096, 8, 2816)]
+    cases += [Case("weighted_sum", f"mistral_rs-T{T}", {"T": T, "K": K, "H": H}, dtype=BFLOAT) for T, K, H in reduce]
+    return cases
+
+
+def setting(name: str, index, value: float) -> Callable[[Args], None]:
+    def prepare(args: Args) -> None:
+        args[name][index] = value
+
+    return prepare
+
+
+def scaling(name: str, factor: float) -> Callable[[Args], None]:
+    def prepare(args: Args) -> None:
+        args[name] *= factor
+
+    return prepare
+
+
+def few_levels(args: Args) -> None:
+    args["logits"].round_()
+
+
+def signed_zeros(args: Args) -> None:
+    args["logits"].zero_()
+    args["logits"][..., ::2] = -0.0
+
+
+def less_finite_than_k(args: Args) -> None:
+    args["logits"][:, 2:] = -inf
+    args["logits"][:, 7] = nan
+
+
+HOSTILE_LOGITS = {
+    "all_equal": setting("logits", ..., 0.25),
+    "few_levels": few_levels,
+    "signed_zeros": signed_zeros,
+    "one_inf": setting("logits", (slice(None), 3), inf),
+    "two_infs": setting("logits", (slice(None), slice(5, 7)), inf),
+    "one_minus_inf": setting("logits", (slice(None), 0), -inf),
+    "all_inf": setting("logits", ..., inf),
+    "all_minus_inf": setting("logits", ..., -inf),
+    "one_nan": setting("logits", (slice(None), 4), nan),
+    "last_nan": setting("logits", (slice(None), -1), nan),
+    "nan_in_one_token": setting("logits", (2, slice(3, 9)), nan),
+    "all_nan": setting("logits", ..., nan),
+    "less_finite_than_k": less_finite_than_k,
+    "gap_over_88": scaling("logits", 200.0),
+    "gap_in_one_expert": setting("logits", (slice(None), 14), 95.0),
+    "huge": scaling("logits", 1e4),
+}
+
+
+def hostile_routes() -> list[Case]:
+    cases = []
+    for name, prepare in HOSTILE_LOGITS.items():
+        for scoring in reference.SCORING:
+            for E in (60, 128):
+                for given, extra in (((), {}), (BIASED, {}), (BIASED, {"n_group": 4, "topk_group": 2})):
+                    label = f"{name}-{scoring}-E{E}{'-biased' * bool(given)}{'-groups' * bool(extra)}"
+                    dims, options = {"T": 5, "E": E, "K": 6}, {"top_k": 6, "scoring": scoring} | extra
+                    cases.append(Case("route", label, dims, given, options, prepare=prepare, hostile=True))
+    one = {"T": 3, "E": 1, "K": 1}
+    every = {"T": 3, "E": 1024, "K": 1024}
+    for scoring in reference.SCORING:
+        cases.append(Case("route", f"one_expert-{scoring}", one, (), {"top_k": 1, "scoring": scoring}))
+        cases.append(Case("route", f"k_is_e_1024-{scoring}", every, BIASED, {"top_k": 1024, "scoring": scoring}))
+        cases.append(
+            Case("route", f"k_is_e_1024-all_nan-{scoring}", every, (), {"top_k": 1024, "scoring": scoring},
+                 prepare=setting("logits", ..., nan), hostile=True)
+        )  # fmt: skip
+    return cases
+
+
+def hostile_gates() -> list[Case]:
+    dims, given = {"T": 5, "E": 60, "K": 4, "H": 96}, ("norm_weight", "per_expert_scale")
+    hostile = {
+        "nan_in_one_token": setting("hidden", (1, 7), nan),
+        "inf_in_one_token": setting("hidden", (3, 95), inf),
+        "nan_in_one_expert": setting("router_weight", (9, 0), nan),
+        "all_zero": setting("hidden", ..., 0.0),
+        "huge": scaling("hidden", 1e4),
+        "tiny": scaling("hidden", 1e-4),
+    }
+    return [
+        Case("gate", f"{name}-{'normed' if normed else 'plain'}", dims, normed, {"top_k": 4}, dtype, prepare=prepare,
+             hostile=name != "tiny" or dtype != FLOAT)
+        for name, prepare in hostile.items() for normed in ((), given) for dtype in (FLOAT, BFLOAT)
+        # Huge logits choose by differences that float32 sums do not hold; with the norm they are ordinary ones.
+        if name not in ("huge", "tiny") or normed
+    ]  # fmt: skip
+
+
+def repeated_ids(args: Args) -> None:
+    args["experts"][:] = args["experts"][:, :1]
+
+
+def ids_out_of_range(args: Args) -> None:
+    bad = torch.tensor([-1, -(2**31), args["gate_up"].shape[0], 2**31 - 1], dtype=torch.int32)
+    args["experts"][:, 1] = bad[torch.arange(len(args["experts"])) % 4]
+    args["weights"][:, 1] = nan
+
+
+def all_ids_out_of_range(args: Args) -> None:
+    args["experts"].fill_(args["gate_up"].shape[0])
+    args["weights"].fill_(nan)
+
+
+def wide_ids_out_of_range(args: Args) -> None:
+    """Ids that would look valid if they were cut to 32 bits."""
+    args["experts"] = args["experts"].long()
+    args["experts"][:, 0] += 2**32
+    args["experts"][:, 1] -= 2**33
+
+
+def long_ids(args: Args) -> None:
+    args["experts"] = args["experts"].long()
+
+
+def all_to_one_expert(args: Args) -> None:
+    args["experts"][:, 0] = args["gate_up"].shape[0] - 1
+
+
+def seventeen_to_fifteen(args: Args) -> None:
+    args["experts"][:17], args["experts"][17:] = 1, 4
+
+
+def nan_in_unused_experts(args: Args) -> None:
+    args["experts"] %= 3
+    for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+        args[name][3:] = nan
+
+
+def nan_weight_of_a_used_expert(args: Args) -> None:
+    args["weights"][2, 0] = nan
+
+
+def large_between(args: Args) -> None:
+    """gate * up leaves float16's range, the result does not."""
+    args["x"] *= 300.0
+    args["down"] *= 1e-4
+
+
+def strides_from(name: str, dim: int) -> Callable[[Args], None]:
+    """The weights as a slice of a wider tensor: rows that do not follow each other in memory."""
+
+    def prepare(args: Args) -> None:
+        shape = list(args[name].shape)
+        shape[dim] += 5
+        wider = args[name].new_full(shape, nan)
+        wider.narrow(dim, 2, args[name].shape[dim]).copy_(args[name])
+        args[name] = wider.narrow(dim, 2, args[name].shape[dim])
+
+    return prepare
+
+
+def experts_cases() -> list[Case]:
+    """Layouts and hostile inputs of `experts`, at one token (decode) and at many (prefill)."""
+    finite = {
+        "repeated_ids": repeated_ids,
+        "ids_out_of_range": ids_out_of_range,
+        "all_ids_out_of_range": all_ids_out_of_range,
+        "wide_ids_out_of_range": wide_ids_out_of_range,
+        "long_ids": long_ids,
+        "all_to_one_expert": all_to_one_expert,
+        "nan_in_unused_experts": nan_in_unused_experts,
+        "gate_up_of_wider_rows": strides_from("gate_up", 2),
+        "down_of_wider_experts": strides_from("down", 1),
+    }
+    hostile = {
+        "nan_weight_of_a_used_expert": nan_weight_of_a_used_expert,
+        "nan_in_one_token": setting("x", (1, 5), nan),
+        "inf_in_one_token": setting("x", (1, 5), inf),
+    }
+    dims = {"E": 6, "K": 2, "H": 72, "I": 40}
+    cases = [
+        Case("experts", f"{name}-T{T}", dims | {"T": T}, BIASES, {}, dtype, FLOAT, prepare, name in hostile)
+        for name, prepare in (finite | hostile).items() for T in (3, 33, 130) for dtype in (FLOAT, HALF, BFLOAT)
+    ]  # fmt: skip
+    for dtype in (FLOAT, HALF, BFLOAT):
+        for T in (1, 3, 33, 130):
+            one = dims | {"T": T, "K": 1}
+            many = dims | {"T": T}
+            limited = OAI | {"interleaved": True}
+            large = {FLOAT: 1e5, HALF: 2e4, BFLOAT: 1e5}[dtype]
+            cases += [
+                Case("experts", f"empty_experts-T{T}", many | {"E": 40}, (), {}, dtype),
+                Case("experts", f"k_over_e-T{T}", many | {"K": 9}, (), {}, dtype),
+                Case("experts", f"one_expert-T{T}", one | {"E": 1}, (), {}, dtype),
+                Case("experts", f"large_x-T{T}", many, (), limited, dtype, prepare=scaling("x", large)),
+                Case("experts", f"large_between-T{T}", many, (), {}, dtype, prepare=large_between),
+                Case("experts", f"overflow-T{T}", many, (), {}, dtype, prepare=scaling("x", large), hostile=True),
+            ]
+        split = dims | {"T": 32, "K": 1}
+        cases.append(Case("experts", "seventeen_to_fifteen", split, (), {}, dtype, prepare=seventeen_to_fifteen))
+        for interleaved in (False, True):
+            for transposed in (False, True):
+                for given in ((), BIASES, ("shared",), SHARED_GATED, ("residual",), OPTIONAL["experts"]):
+                    options = {"interleaved": interleaved, "transposed": transposed}
+                    for T in (1, 19):
+                        name = f"{'interleaved-' * interleaved}{'transposed-' * transposed}{'+'.join(given) or 'bare'}-T{T}"
+                        cases.append(Case("experts", name, dims | {"T": T, "H": 48}, given, options, dtype, FLOAT))
+    return cases
+
+
+def halves(args: Args) -> None:
+    packed = torch.cat([args["gate"], args["up"]], -1)
+    args["gate"], args["up"] = packed.chunk(2, -1)
+
+
+def interleaved_views(args: Args) -> None:
+    packed = torch.stack([args["gate"], args["up"]], -1).flatten(-2)
+    args["gate"], args["up"] = packed[..., ::2], packed[..., 1::2]
+
+
+def hostile_gate_and_up(args: Args) -> None:
+    values = torch.tensor([nan, inf, -inf, 0.0, -0.0, 1e4, -1e4, 88.0, -89.0, -104.0, 7.0, 1e-30], dtype=args["gate"].dtype)
+    pairs = torch.cartesian_prod(values, values)
+    args["gate"][: len(pairs), 0], args["up"][: len(pairs), 0] = pairs.unbind(-1)
+
+
+GLU_LAYOUTS = {"apart": None, "halves": halves, "interleaved": interleaved_views}
+
+
+def glu_cases() -> list[Case]:
+    cases = []
+    for activation in reference.ACTIVATIONS:
+        for limit in (None, 7.0, 0.5):
+            for dtype in (FLOAT, HALF, BFLOAT):
+                options = {"activation": activation, "limit": limit, "alpha": 1.3}
+                name = f"{activation}-limit{limit}"
+                for layout, prepare in GLU_LAYOUTS.items():
+                    dims = {"T": 19, "I": 45}
+                    cases.append(Case("glu", f"{name}-{layout}", dims, (), options, dtype, prepare=prepare))
+                hostile = {"T": 144, "I": 3}
+                cases.append(
+                    Case("glu", f"{name}-hostile", hostile, (), options, dtype, None, hostile_gate_and_up, True)
+                )
+    return cases
+
+
+def sum_and_norm_cases() -> list[Case]:
+    """Rows that are all zero, huge, tiny or not finite, and every choice of optional arguments."""
+    cases = []
+    dims = {"T": 5, "K": 3, "H": 72, "S": 1}
+    for op in SUMS + NORMS:
+        first = "input" if op in NORMS else "slots"
+        values = {
+            "zero_row": (setting(first, 1, 0.0), False),
+            "nan_in_one_token": (setting(first, (2, ..., 5), nan), True),
+            "inf_in_one_token": (setting(first, (2, ..., 5), inf), True),
+            "huge": (scaling(first, 2e4), False),
+            "tiny": (scaling(first, 1e-3), False),
+        }
+        for name, (prepare, hostile) in values.items():
+            for dtype in (FLOAT, HALF, BFLOAT):
+                # What leaves float16's range is the business of the not finite cases.
+                options = {} if op in ("weighted_sum", "weighted_sum_residual_") else {"eps": 1e-5}
+                if not (name == "huge" and dtype == HALF):
+                    cases.append(Case(op, name, dims, (), options, dtype, FLOAT, prepare, hostile))
+        many = dims | {"T": 32769, "K": 2, "H": 16}
+        cases.append(Case(op, "T32769", many, OPTIONAL.get(op, ()), {}, BFLOAT))
+    for size in range(4):
+        for given in combinations(OPTIONAL["weighted_sum"], size):
+            if "shared_gate" not in given or "shared" in given:
+                cases.append(Case("weighted_sum", "+".join(given) or "bare", dims, given, {}, HALF, FLOAT))
+    return cases
+
+
+def many_tokens() -> list[Case]:
+    T = 32769
+    return [
+        Case("route", "T32769", {"T": T, "E": 33, "K": 3}, BIASED, SIGMOID | {"top_k": 3}, BFLOAT),
+        Case("gate", "T32769", {"T": T, "E": 33, "K": 3, "H": 20}, (), {"top_k": 3}, BFLOAT),
+        Case("glu", "T32769", {"T": T, "I": 17}, (), {}, BFLOAT),
+        Case("experts", "T32769", {"T": T, "E": 5, "K": 2, "H": 20, "I": 12}, BIASES, {}, BFLOAT),
+        Case("experts", "T40001", {"T": 40001, "E": 8, "K": 1, "H": 64, "I": 64}, (), {}, FLOAT),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ samples
+
+SUMS = tuple(op for op in SHAPES if op.startswith("weighted_sum"))
+NORMS = ("norm_add", "residual_norm")
+
+
+def samples() -> list[Case]:
+    """Every optional argument given, no size round; then aligned sizes in bfloat16; then float16."""
+    routing = [
+        {"top_k": 3},
+        {"top_k": 4, "scoring": "sigmoid", "n_group": 4, "topk_group": 2, "scaling_factor": 2.5},
+        {"top_k": 8, "scoring": "sqrt_softplus", "renormalize": "after_scale", "softcap": 20.0},
+    ]
+    activation = [{}, OAI | {"interleaved": True}, {"activation": "gelu_tanh", "transposed": True}]
+    dims = [
+        {"T": 6, "E": 13, "K": 3, "H": 67, "I": 19, "S": 1},
+        {"T": 6, "E": 16, "K": 4, "H": 64, "I": 96, "S": 64},
+        {"T": 6, "E": 40, "K": 8, "H": 130, "I": 33, "S": 1},
+    ]
+    dtypes = [(FLOAT, None), (BFLOAT, FLOAT), (HALF, None)]
+    cases = []
+    for op in SHAPES:
+        for name, size, dtype, route, act in zip(("odd", "even", "half"), dims, dtypes, routing, activation, strict=True):
+            layout = {} if op == "experts" else {"interleaved": None, "transposed": None}
+            options = route if op in ROUTERS else {k: v for k, v in act.items() if k not in layout}
+            options = options if op in (*ROUTERS, "glu", "experts") else {}
+            cases.append(Case(op, f"sample_{name}", size, OPTIONAL.get(op, ()), options, *dtype, sample=True))
+    return cases
+
+
+# ------------------------------------------------------------------------------------------------ grids
+
+E_GRID = (1, 2, 6, 7, 8, 16, 31, 32, 33, 40, 48, 60, 63, 64, 65, 71, 96, 127, 128, 129, 160, 256, 257, 288, 384, 512, 1024)
+K_GRID = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 22, 32, 64, "E")
+T_GRID = (0, 1, 2, 3, 5, 7, 8, 17, 31, 32, 33, 64, 129, 512, 4097)
+H_GRID = (1, 3, 17, 64, 96, 511, 512, 555, 704, 768, 1408, 2048, 2816, 2880, 4096, 7168)
+DTYPES = ((FLOAT, None), (HALF, None), (BFLOAT, None), (HALF, FLOAT), (BFLOAT, FLOAT))
+ROUTING_GRID = {
+    "scoring": tuple(reference.SCORING),
+    "renormalize": ("none", "before_scale", "after_scale"),
+    "groups": (None, (2, 1, "top2_sum"), (4, 2, "max"), (8, 4, "top2_sum"), (8, 3, "max")),
+    "scaling_factor": (1.0, 2.5),
+    "softcap": (0.0, 15.0),
+}
+
+
+def pairwise(fits: Callable[..., bool], **factors: tuple) -> list[dict]:
+    """Rows in which any two values of any two factors meet at least once, wherever a row that fits can hold them."""
+    pairs = {((a, x), (b, y)) for a, b in combinations(factors, 2) for x in factors[a] for y in factors[b]}
+    order = [((a, x), (b, y)) for a, b in combinations(factors, 2) for x in factors[a] for y in factors[b]]
+    smallest = {name: values[0] for name, values in factors.items()}
+    rows = []
+    for pair in order:
+        if pair not in pairs:
+            continue
+        row = dict(pair)
+        for name, values in factors.items():
+            if name not in row:
+                turn = len(rows) % len(values)  # so that equally good values take turns
+                fitting = [v for v in values[turn:] + values[:turn] if fits(**(smallest | row | {name: v}))]
+                if fitting:
+                    row[name] = max(fitting, key=lambda v: sum(_pair(factors, name, v, other) in pairs for other in row.items()))
+        row = {name: row.get(name, smallest[name]) for name in factors}
+        if fits(**row):
+            rows.append(row)
+            pairs.difference_update(combinations(row.items(), 2))
+    return rows
+
+
+def _pair(factors: dict, name: str, value, other: tuple) -> tuple:
+    first = list(factors).index(name) < list(factors).index(other[0])
+    return ((name, value), other) if first else (other, (name, value))
+
+
+def grid_case(op: str, row: dict, given: tuple[str, ...], options: dict, prepare=None) -> Case:
+    dims = {letter: row[letter] for letter in "TEKHIS" if letter in row}
+    name = "grid-" + "-".join(f"{letter}{size}" for letter, size in dims.items())
+    extras = [v for v in options.values() if v is not None and v not in (False, 1, 1.0, 0.0) and v != row.get("K")]
+    name += "".join(f"-{extra}" for extra in (*extras, *given)) + ("" if prepare is None else f"-{prepare.__name__}")
+    dtype, parameters = row["dtypes"]
+    return Case(op, name + ("-p32" if parameters else ""), dims, given, options, dtype, parameters, prepare)
+
+
+def chosen(K, E: int) -> int:
+    return E if K == "E" else K
+
+
+def routing_options(row: dict) -> dict:
+    n_group, topk_group, group_score = row["groups"] or (1, 1, "top2_sum")
+    options = {name: row[name] for name in ("scoring", "renormalize", "scaling_factor", "softcap")}
+    return options | {"top_k": row["K"], "n_group": n_group, "topk_group": topk_group, "group_score": group_score}
+
+
+def routable(E, K, T, groups, H=1, **_) -> bool:
+    n_group, topk_group, _ = groups or (1, 1, None)
+    return E % n_group == 0 and chosen(K, E) <= E // n_group * topk_group and T * E * H <= 2**33
+
+
+def router_grid(op: str, **more: tuple) -> list[Case]:
+    given = tuple(c for n in range(len(OPTIONAL[op]) + 1) for c in combinations(OPTIONAL[op], n))
+    rows = pairwise(routable, E=E_GRID, K=K_GRID, T=T_GRID, dtypes=DTYPES, given=given, **ROUTING_GRID, **more)
+    rows = [row | {"K": chosen(row["K"], row["E"])} for row in rows]
+    return [grid_case(op, row, row["given"], routing_options(row)) for row in rows]
+
+
+def experts_grid() -> list[Case]:
+    def fits(E, K, T, H, I, **_):  # noqa: E741
+        k = chosen(K, E)
+        return E * H * I <= 2**24 and T * k * H * I <= 2**32 and T * k * (H + 2 * I) <= 2**25
+
+    given = ((), BIASES, ("shared",), SHARED_GATED, ("residual",), OPTIONAL["experts"])
+    rows = pairwise(
+        fits, E=E_GRID, K=K_GRID, T=T_GRID, H=H_GRID, I=H_GRID, dtypes=DTYPES, given=given, interleaved=(False, True),
+        transposed=(False, True), activation=tuple(reference.ACTIVATIONS), limit=(None, 7.0),
+    )  # fmt: skip
+    options = ("activation", "limit", "interleaved", "transposed")
+    return [
+        grid_case("experts", row | {"K": chosen(row["K"], row["E"])}, row["given"], {name: row[name] for name in options})
+        for row in rows
+    ]
+
+
+def plain_grids() -> list[Case]:
+    def fits(T, H=1, K=1, **_):
+        return T * H * K <= 2**25
+
+    rows = pairwise(lambda **_: True, T=T_GRID, I=H_GRID, dtypes=DTYPES[:3], activation=tuple(reference.ACTIVATIONS),
+                    limit=(None, 7.0), layout=tuple(GLU_LAYOUTS.values()))  # fmt: skip
+    cases = [grid_case("glu", row, (), {name: row[name] for name in ("activation", "limit")}, row["layout"]) for row in rows]
+    for op in SUMS:
+        eps = (None,) if op in ("weighted_sum", "weighted_sum_residual_") else (1e-6, 1e-5, 0.01)
+        given = ((), ("shared",), SHARED_GATED, ("residual",), OPTIONAL["weighted_sum"]) if op == "weighted_sum" else ((),)
+        rows = pairwise(fits, T=T_GRID, K=K_GRID[:-1], H=H_GRID, dtypes=DTYPES, given=given, eps=eps)
+        cases += [grid_case(op, row, row["given"], {} if row["eps"] is None else {"eps": row["eps"]}) for row in rows]
+    for op in NORMS:
+        rows = pairwise(fits, T=T_GRID, H=H_GRID, dtypes=DTYPES, scalar=("none", "one", "each"), eps=(1e-6, 1e-5, 0.01))
+        for row in rows:
+            sizes = {"S": row["H"] if row["scalar"] == "each" else 1}
+            given = () if row["scalar"] == "none" else ("scalar",)
+            cases.append(grid_case(op, row | sizes, given, {"eps": row["eps"]}))
+    return cases
+
+
+def table() -> list[Case]:
+    cases = samples() + real_cases() + other_projects() + hostile_routes() + hostile_gates() + experts_cases()
+    cases += glu_cases() + sum_and_norm_cases() + many_tokens()
+    cases += router_grid("route") + router_grid("gate", H=H_GRID) + experts_grid() + plain_grids()
+    return list({str(case): case for case in cases}.values())
+
+
+CASES = table()
+SAMPLES = [case for case in CASES if case.sample]

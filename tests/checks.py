@@ -1,0 +1,91 @@
+"""How results are judged: against the oracle, and by the memory around them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cases import SHAPES, Args, Case
+
+GUARD = 64  # elements before and behind every guarded tensor
+
+
+def tolerance(dtype: torch.dtype, longest_sum: int) -> float:
+    """Relative L2 error allowed against float64."""
+    return {torch.float16: 1e-3, torch.bfloat16: 4e-3}.get(dtype, 1e-6 * max(1.0, longest_sum / 1024) ** 0.5)
+
+
+def assert_matches(actual: Sequence[Tensor], expected: Sequence[Tensor], longest_sum: int = 1) -> None:
+    """Ids must be equal, infinities and NaN stand in the same places, and everything else within the tolerance:
+    the whole tensor by relative L2, each element within ten times that (a wrong element must not drown in many)."""
+    assert len(actual) == len(expected)
+    for got, want in zip(actual, expected, strict=True):
+        assert got.shape == want.shape, f"shape {list(got.shape)}, expected {list(want.shape)}"
+        got = got.cpu()
+        if not got.is_floating_point():
+            assert got.dtype == want.dtype and torch.equal(got, want), f"ids differ:\n{got}\nexpected\n{want}"
+            continue
+        limit = tolerance(got.dtype, longest_sum)
+        finite = want.to(got.dtype).isfinite()
+        got, want = got.double(), want.to(got.dtype).double().where(~finite, want.double())
+        different = ~finite & (got != want) & ~(got.isnan() & want.isnan())
+        assert not different.any(), f"expected {want[different][:8]}, got {got[different][:8]}"
+        got, want = got[finite], want[finite]
+        if got.numel() == 0:
+            continue
+        error, rms = (got - want).abs(), want.square().mean().sqrt()
+        l2 = error.square().mean().sqrt() / rms if error.any() else 0.0
+        assert l2 <= limit, f"relative L2 error {float(l2):.2e}, allowed {limit:.1e}"
+        worst = (error / (want.abs() + rms)).nan_to_num(nan=0.0).max()
+        assert worst <= 10 * limit, f"an element is wrong by {float(worst):.2e}, allowed {10 * limit:.1e}"
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def strides_of(shape: torch.Size, kind: str) -> list[int]:
+    """contiguous; strided: every second element; padded: rows of a wider tensor; transposed: the first dim is dense."""
+    order = range(len(shape)) if kind == "transposed" else range(len(shape) - 1, -1, -1)
+    strides, step = [0] * len(shape), 2 if kind == "strided" else 1
+    for dim in order:
+        strides[dim] = step
+        step = step * shape[dim] + (3 if kind == "padded" else 0)
+    return strides
+
+
+class Guarded:
+    """A tensor's values as a view into a larger storage filled with NaN, or with ids that no expert has."""
+
+    def __init__(self, tensor: Tensor, kind: str = "contiguous", offset: int = 0):
+        strides = strides_of(tensor.shape, kind)
+        span = 1 + sum(stride * max(0, size - 1) for stride, size in zip(strides, tensor.shape, strict=True))
+        fill = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+        self.storage = tensor.new_full((GUARD + offset + span + GUARD,), fill)
+        self.view = self.storage.as_strided(tensor.shape, strides, GUARD + offset)
+        self.view.copy_(tensor)
+        self.before = self.storage.clone()
+
+    def assert_untouched(self, name: str, written: bool = False) -> None:
+        """Nothing but the tensor itself has changed, and that only if it is `written` in place."""
+        after = self.storage.clone()
+        if written:
+            where = (self.view.shape, self.view.stride(), self.view.storage_offset())
+            after.as_strided(*where).copy_(self.before.as_strided(*where))
+        assert same_bits(after, self.before), f"{name}: memory {'beside it' if written else 'of an input'} has changed"
+
+
+def with_leading(case: Case, args: Args, leading: tuple[int, ...]) -> Args:
+    """The same arguments with other leading dimensions instead of [T]; takes the first tokens if those are fewer."""
+    count = torch.Size(leading).numel()
+    return {
+        name: tensor[:count].reshape(*leading, *tensor.shape[1:]) if SHAPES[case.op][name][0] == "T" else tensor
+        for name, tensor in args.items()
+    }

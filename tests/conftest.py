@@ -1,0 +1,52 @@
+"""Devices. Every test that asks for `device` runs on the CPU and on mps: the Mac's own, or else the simulated one.
+
+MOE_METAL_DEVICES=cpu (or mps) leaves one out. There is no silent skip: without a simulator the mps tests fail.
+"""
+
+import os
+
+import pytest
+import torch
+
+from cases import Case
+
+DEVICES = os.environ.get("MOE_METAL_DEVICES", "cpu,mps").split(",")
+SIMULATED = not torch.backends.mps.is_available()
+
+# The most flops, or bytes, of a case in the fast set.
+FAST = {"cpu": 2e8, "mps": 2e6 if SIMULATED else 2e9}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cases(list): run with each of these cases on each device")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("cases")
+    if marker:
+        rows = [
+            pytest.param(case, device, id=f"{case}-{device}", marks=[pytest.mark.slow] if heavy(case, device) else [])
+            for device in DEVICES
+            for case in marker.args[0]
+        ]
+        metafunc.parametrize("case, device", rows, indirect=["device"])
+    elif "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", DEVICES, indirect=True)
+
+
+def heavy(case: Case, device: str) -> bool:
+    return max(case.flops, case.bytes) > FAST[device]
+
+
+@pytest.fixture(scope="session")
+def mps() -> str:
+    if SIMULATED:
+        import metal_sim
+
+        metal_sim.load()
+    return "mps"
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    return request.getfixturevalue("mps") if request.param == "mps" else request.param

@@ -1,0 +1,447 @@
+"""What every op promises (DESIGN: contract), on every device: one test per promise, over the table of cases."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import BFLOAT, CASES, OPTIONAL, SAMPLES, SHAPES, Args, Case, call, expected
+from checks import Guarded, assert_matches, bits, same_bits, with_leading
+
+OPS = tuple(SHAPES)
+IN_PLACE = tuple(op for op in OPS if op.endswith("_"))
+ODD = {case.op: case for case in SAMPLES if case.name == "sample_odd"}
+
+
+def run(case: Case, args: Args, device: str | None = None) -> list[Tensor]:
+    """The op's outputs on a device, or where its arguments are."""
+    if device is not None:
+        args = {name: tensor.to(device, copy=True) for name, tensor in args.items()}
+    return call(getattr(torch.ops.moe_metal, case.op), case.op, args, case.options)
+
+
+def moved(case: Case, device: str) -> Args:
+    """The case's arguments on a device, with the strides that the case gives them."""
+    return {
+        name: tensor if device == "cpu" else torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
+        for name, tensor in case.arguments().items()
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ right answers
+
+
+@pytest.mark.cases(CASES)
+def test_equals_the_reference(case: Case, device: str):
+    args = moved(case, device)
+    want = expected(case.op, case.arguments(), case.options, case.hostile)
+    before = {name: bits(tensor) for name, tensor in args.items()}
+    got = run(case, args)
+    assert_matches(got, want, case.longest_sum)
+    assert all(tensor.is_contiguous() for tensor in got)
+    for name, tensor in args.items():
+        if not (name == "residual" and case.op in IN_PLACE):
+            assert torch.equal(bits(tensor), before[name]), f"{name} has changed"
+
+
+@pytest.mark.cases(SAMPLES)
+def test_leading_dimensions(case: Case, device: str):
+    args = case.arguments()
+    for leading in [(), (6,), (2, 3), (1, 3, 2), (0,), (2, 0), (0, 3)]:
+        shaped = with_leading(case, args, leading)
+        got = run(case, shaped, device)
+        assert_matches(got, expected(case.op, shaped, case.options), case.longest_sum)
+        assert all(tensor.shape[: len(leading)] == leading for tensor in got)
+
+
+VIEWS = [("strided", 0), ("padded", 1), ("transposed", 2)] + [("contiguous", offset) for offset in range(9)]
+
+
+@pytest.mark.cases(SAMPLES)
+@pytest.mark.parametrize("kind, offset", VIEWS)
+def test_views_between_guards(case: Case, device: str, kind: str, offset: int):
+    """Any strides and any alignment, each argument with its own; the memory around them is neither read nor written."""
+    args = case.arguments()
+    guarded = {
+        name: Guarded(tensor.to(device), kind, offset + place * (offset > 0))
+        for place, (name, tensor) in enumerate(args.items())
+    }
+    got = run(case, {name: guard.view for name, guard in guarded.items()})
+    assert_matches(got, expected(case.op, args, case.options), case.longest_sum)
+    for name, guard in guarded.items():
+        guard.assert_untouched(name, written=name == "residual" and case.op in IN_PLACE)
+
+
+@pytest.mark.cases(SAMPLES)
+def test_expanded_arguments(case: Case, device: str):
+    """One token's values, or one expert's, that serve for all of them without a copy."""
+    for name, letters in case.shapes.items():
+        per_token = letters[0] == "T" and not (name == "residual" and case.op in IN_PLACE)
+        if not per_token and name not in ("gate_up", "down"):
+            continue
+        args = case.arguments()
+        args[name] = args[name][:1].clone().expand(args[name].shape)
+        want = expected(case.op, args, case.options)
+        on_device = {n: tensor.to(device) for n, tensor in args.items()}
+        on_device[name] = args[name][:1].to(device).expand(args[name].shape)
+        assert_matches(run(case, on_device), want, case.longest_sum)
+
+
+@pytest.mark.cases([replace(case, options=case.options) for case in SAMPLES])
+def test_same_bits_in_100_runs(case: Case, device: str):
+    args = {name: tensor.to(device) for name, tensor in case.arguments().items()}
+    first = run(case, args, device)
+    for _ in range(99):
+        assert all(same_bits(a, b) for a, b in zip(run(case, args, device), first, strict=True))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_same_bits_for_any_number_of_threads(op: str):
+    case = replace(ODD[op], dims=ODD[op].dims | {"T": 200, "H": 200, "I": 150})
+    args = case.arguments()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = run(case, args, "cpu")
+        for threads in (2, 3, 8):
+            torch.set_num_threads(threads)
+            assert all(same_bits(a, b) for a, b in zip(run(case, args, "cpu"), one, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_token_does_not_see_the_others(op: str, device: str):
+    """NaN in one token leaves the other tokens' results as they are."""
+    case = ODD[op]
+    args = case.arguments()
+    clean = run(case, args, device)
+    for name, letters in case.shapes.items():
+        if letters[0] == "T" and args[name].is_floating_point():
+            args[name][2] = float("nan")
+    others = torch.arange(6) != 2
+    for got, want in zip(run(case, args, device), clean, strict=True):
+        assert torch.equal(got.cpu()[others], want.cpu()[others])
+
+
+# ------------------------------------------------------------------------------------------------ large offsets
+
+
+def far_apart(rows: int, row: int, size: int, dtype: torch.dtype, device: str) -> Tensor:
+    """[rows, size] whose rows lie `row` elements apart. Memory that nobody touches costs nothing."""
+    return torch.empty((rows - 1) * row + size, dtype=dtype, device=device).as_strided((rows, size), (row, 1))
+
+
+@pytest.mark.slow
+def test_glu_beyond_32_bits(device: str):
+    gate, up = (far_apart(3, 2**31 + 5, 129, torch.float16, device) for _ in range(2))
+    for tensor in (gate, up):
+        tensor.copy_(torch.randn(3, 129, generator=torch.Generator().manual_seed(1)))
+    got = torch.ops.moe_metal.glu(gate, up)
+    assert_matches([got], expected("glu", {"gate": gate.cpu(), "up": up.cpu()}, {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [2, 40])
+def test_expert_weights_beyond_32_bits(device: str, T: int):
+    """2^32 elements lie between the first expert and the last; only those two are filled."""
+    small = Case("experts", f"far-T{T}", {"T": T, "E": 2, "K": 2, "H": 24, "I": 16}, dtype=BFLOAT)
+    args = small.arguments(device)
+    far = dict(args)
+    for name in ("gate_up", "down"):
+        shape, step = args[name].shape[1:], 2**32 // 1022
+        weights = torch.empty(1023 * step + shape.numel(), dtype=BFLOAT, device=device)
+        far[name] = weights.as_strided((1024, *shape), (step, shape[1], 1))
+        far[name][0], far[name][1023] = args[name]
+    far["experts"] = args["experts"] * 1023
+    got = call(torch.ops.moe_metal.experts, "experts", far, {})
+    assert_matches(got, expected("experts", small.arguments(), {}), small.longest_sum)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["route", "gate", "weighted_sum", "norm_add"])
+def test_activations_beyond_31_bits(op: str):
+    """More than 2^31 elements, all zero but the last tokens, which must come out as if they were alone."""
+    rows = {"route": (2**21 + 1, {"E": 1024, "K": 4}), "gate": (2**19 + 1, {"E": 5, "K": 4, "H": 4096})}
+    rows |= {"weighted_sum": (2**15 + 1, {"K": 1024, "H": 64}), "norm_add": (2**18 + 1, {"H": 8192})}
+    T, dims = rows[op]
+    case = Case(op, "tail", dims | {"T": 3}, (), {"top_k": 4} if op in ("route", "gate") else {}, BFLOAT)
+    tail = case.arguments()
+    args = dict(tail)
+    for name, letters in case.shapes.items():
+        if letters[0] == "T":
+            args[name] = torch.zeros(T, *tail[name].shape[1:], dtype=tail[name].dtype)
+            args[name][-3:] = tail[name]
+    got = [tensor[-3:] for tensor in run(case, args)]
+    assert_matches(got, expected(op, tail, case.options), case.longest_sum)
+
+
+# ------------------------------------------------------------------------------------------------ PyTorch's rules
+
+
+@pytest.mark.cases(SAMPLES)
+def test_opcheck(case: Case, device: str):
+    args = {name: tensor.to(device) for name, tensor in case.arguments().items()}
+    positional = tuple(args.get(name) for name in SHAPES[case.op])
+    torch.library.opcheck(getattr(torch.ops.moe_metal, case.op).default, positional, case.options)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_compiles_once_for_any_number_of_tokens(op: str, device: str, backend: str):
+    """The whole graph, without a break and without a second compilation, to the bits of the eager op."""
+    if backend == "inductor" and device != "cpu":
+        pytest.skip("Inductor's own code for mps is not this package's business; aot_eager runs there")
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(lambda args: run(ODD[op], args), fullgraph=True, backend=counter)
+    for T in (6, 9, 33):
+        case = replace(ODD[op], dims=ODD[op].dims | {"T": T})
+        args = case.arguments(device)
+        want = run(case, args, device)
+        for name, letters in case.shapes.items():
+            if letters[0] == "T":
+                torch._dynamo.mark_dynamic(args[name], 0)
+        assert all(same_bits(a, b) for a, b in zip(compiled(args), want, strict=True))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_refuses_to_drop_a_gradient(op: str, device: str):
+    case = ODD[op]
+    want = run(case, case.arguments(), device)
+    for name in case.shapes:
+        args = case.arguments(device)
+        if not args[name].is_floating_point():
+            continue
+        leaf = args[name].requires_grad_()
+        args[name] = leaf.view_as(leaf)  # not a leaf, so that autograd itself lets it be written in place
+        message = f"moe_metal::{op}: {name}: expected a tensor that does not require grad"
+        with torch.enable_grad(), pytest.raises(RuntimeError, match=re.escape(message)):
+            run(case, args)
+        with torch.no_grad():
+            got = run(case, args)
+        assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_inference_mode(op: str, device: str):
+    case = ODD[op]
+    want = run(case, case.arguments(), device)
+    with torch.inference_mode():
+        got = run(case, case.arguments(), device)
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_in_place_ops_bump_the_version(op: str, device: str):
+    args = ODD[op].arguments(device)
+    versions = {name: tensor._version for name, tensor in args.items()}
+    run(ODD[op], args)
+    for name, tensor in args.items():
+        assert (tensor._version > versions[name]) == (name == "residual"), name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_optional_arguments_may_be_none(op: str, device: str):
+    case = replace(ODD[op], given=())
+    args = case.arguments(device)
+    nones = dict.fromkeys(OPTIONAL.get(op, ()))
+    got = call(getattr(torch.ops.moe_metal, op), op, args | nones, case.options)
+    assert_matches(got, expected(op, case.arguments(), case.options), case.longest_sum)
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+def bad(op: str, message: str, **changes):
+    """`changes`: by argument, a function of the good tensor, or the bad value itself."""
+    return pytest.param(op, message, changes, id=f"{op}-{'+'.join(changes)}-{message.split(', got')[0][:50]}")
+
+
+def cut(tensor: Tensor) -> Tensor:
+    return tensor[..., :-1]
+
+
+def first_token(tensor: Tensor) -> Tensor:
+    return tensor[:1]
+
+
+def no_columns(tensor: Tensor) -> Tensor:
+    return tensor[..., :0]
+
+
+def extra_dim(tensor: Tensor) -> Tensor:
+    return tensor.unsqueeze(0)
+
+
+# The good arguments are sample_odd's: T 6, E 13, K 3, H 67, I 19, float32.
+BAD = [
+    bad("gate", "hidden: expected float32, float16 or bfloat16, got Double", hidden=Tensor.double),
+    bad("gate", "hidden: expected float32, float16 or bfloat16, got Int", hidden=Tensor.int),
+    bad("gate", "hidden: expected shape [*, H], got []", hidden=torch.tensor(1.0)),
+    bad("gate", "hidden: expected H >= 1, got 0", hidden=no_columns, router_weight=no_columns, norm_weight=no_columns),
+    bad("gate", "router_weight: expected shape [E, H] with H = 67, got [13, 66]", router_weight=cut),
+    bad("gate", "router_weight: expected shape [E, H] with H = 67, got [1, 13, 67]", router_weight=extra_dim),
+    bad("gate", "router_weight: expected float32 or Float, the dtype of hidden; got Half", router_weight=Tensor.half),
+    bad("gate", "norm_weight: expected shape [H] with H = 67, got [66]", norm_weight=cut),
+    bad("gate", "router_bias: expected shape [E] with E = 13, got [12]", router_bias=cut),
+    bad("gate", "select_bias: expected shape [E] with E = 13, got [12]", select_bias=cut),
+    bad("gate", "per_expert_scale: expected float32 or Float, the dtype of hidden; got BFloat16", per_expert_scale=Tensor.bfloat16),
+    bad("gate", "top_k: expected 1 to 13 (E), got 0", top_k=0),
+    bad("gate", "top_k: expected 1 to 13 (E), got 14", top_k=14),
+    bad("gate", "eps: expected a finite number >= 0, got -1", eps=-1.0),
+    bad("gate", "eps: expected a finite number >= 0, got nan", eps=float("nan")),
+    bad("route", "logits: expected float32, float16 or bfloat16, got Long", logits=Tensor.long),
+    bad("route", "E: expected 1 to 1024 (the number of experts), got 0", logits=no_columns, select_bias=no_columns,
+        per_expert_scale=no_columns),
+    bad("route", "E: expected 1 to 1024 (the number of experts), got 1025", logits=torch.zeros(2, 1025), select_bias=None,
+        per_expert_scale=None),
+    bad("route", "select_bias: expected shape [E] with E = 13, got [6, 13]", select_bias=lambda t: t.expand(6, 13)),
+    bad("route", "top_k: expected 1 to 13 (E), got -1", top_k=-1),
+    bad("route", "n_group: expected 1 to 13 (E), got 0", n_group=0),
+    bad("route", "n_group: expected a divisor of E = 13, got 2", n_group=2),
+    bad("route", "topk_group: expected 1 to 13 (n_group), got 14", n_group=13, topk_group=14),
+    bad("route", "topk_group: expected 1 to 1 (n_group), got 0", topk_group=0),
+    bad("route", "top_k: expected 1 to 2 (the experts in topk_group groups), got 3", n_group=13, topk_group=2),
+    bad("route", "scoring: expected one of softmax, sigmoid, sqrt_softplus; got 'tanh'", scoring="tanh"),
+    bad("route", "renormalize: expected one of none, before_scale, after_scale; got 'yes'", renormalize="yes"),
+    bad("route", "group_score: expected one of top2_sum, max; got ''", group_score=""),
+    bad("route", "softcap: expected a finite number >= 0, got -5", softcap=-5.0),
+    bad("glu", "gate: expected float32, float16 or bfloat16, got Bool", gate=Tensor.bool),
+    bad("glu", "up: expected Float, the dtype of gate; got Half", up=Tensor.half),
+    bad("glu", "up: expected shape [*, I] with * = [6], I = 19, got [6, 18]", up=cut),
+    bad("glu", "up: expected shape [*, I] with * = [6], I = 19, got [1, 19]", up=first_token),
+    bad("glu", "gate: expected I >= 1, got 0", gate=no_columns, up=no_columns),
+    bad("glu", "activation: expected one of silu, gelu, gelu_tanh, relu2, swiglu_oai; got 'swish'", activation="swish"),
+    bad("glu", "limit: expected a number > 0 or None, got 0", limit=0.0),
+    bad("glu", "limit: expected a number > 0 or None, got nan", limit=float("nan")),
+    bad("experts", "x: expected H >= 1, got 0", x=no_columns),
+    bad("experts", "weights: expected shape [*, K] with * = [6], got [1, 3]", weights=first_token),
+    bad("experts", "weights: expected float32 or Float, the dtype of x; got Half", weights=Tensor.half),
+    bad("experts", "experts: expected shape [*, K] with * = [6], K = 3, got [6, 2]", experts=cut),
+    bad("experts", "experts: expected int32 or int64, got Float", experts=Tensor.float),
+    bad("experts", "experts: expected int32 or int64, got Short", experts=Tensor.short),
+    bad("experts", "experts: expected K >= 1, got 0", weights=no_columns, experts=no_columns),
+    bad("experts", "down: expected shape [E, H, I] with H = 67, got [13, 66, 19]", down=lambda t: t[:, :-1]),
+    bad("experts", "down: expected shape [E, I, H] with H = 67, got [13, 67, 19]", transposed=True),
+    bad("experts", "down: expected Float, the dtype of x; got BFloat16", down=Tensor.bfloat16),
+    bad("experts", "down: expected I >= 1, got 0", down=no_columns),
+    bad("experts", "down: expected 1 to 1024 (its number of experts, E), got 0", down=lambda t: t[:0]),
+    bad("experts", "gate_up: expected shape [E, 2I, H] with E = 13, 2I = 38, H = 67, got [13, 37, 67]", gate_up=lambda t: t[:, :-1]),
+    bad("experts", "gate_up: expected shape [E, 2I, H] with E = 13, 2I = 38, H = 67, got [12, 38, 67]", gate_up=lambda t: t[:-1]),
+    bad("experts", "gate_up_bias: expected shape [E, 2I] with E = 13, 2I = 38, got [13, 37]", gate_up_bias=cut),
+    bad("experts", "down_bias: expected shape [E, H] with E = 13, H = 67, got [13, 66]", down_bias=cut),
+    bad("experts", "shared: expected shape [*, H] with * = [6], H = 67, got [1, 67]", shared=first_token),
+    bad("experts", "shared: expected Float, the dtype of x; got Half", shared=Tensor.half),
+    bad("experts", "shared_gate: expected shape [*] with * = [6], got [6, 1]", shared_gate=lambda t: t.unsqueeze(-1)),
+    bad("experts", "shared_gate: expected `shared` beside it, got none", shared=None),
+    bad("experts", "residual: expected shape [*, H] with * = [6], H = 67, got [6, 66]", residual=cut),
+    bad("experts", "activation: expected one of silu, gelu, gelu_tanh, relu2, swiglu_oai; got 'relu'", activation="relu"),
+    bad("experts", "limit: expected a number > 0 or None, got -7", limit=-7.0),
+    bad("weighted_sum", "slots: expected shape [*, K, H], got [67]", slots=lambda t: t[0, 0]),
+    bad("weighted_sum", "slots: expected K >= 1, got 0", slots=lambda t: t[:, :0], weights=no_columns),
+    bad("weighted_sum", "slots: expected H >= 1, got 0", slots=no_columns),
+    bad("weighted_sum", "weights: expected shape [*, K] with * = [6], K = 3, got [6, 2]", weights=cut),
+    bad("weighted_sum", "shared: expected shape [*, H] with * = [6], H = 67, got [6, 66]", shared=cut),
+    bad("weighted_sum", "shared_gate: expected `shared` beside it, got none", shared=None),
+    bad("weighted_sum", "shared_gate: expected shape [*] with * = [6], got [5]", shared_gate=cut),
+    bad("weighted_sum", "residual: expected Float, the dtype of slots; got Double", residual=Tensor.double),
+    bad("weighted_sum_norm_add", "norm_weight: expected shape [H] with H = 67, got [66]", norm_weight=cut),
+    bad("weighted_sum_norm_add", "residual: expected shape [*, H] with * = [6], H = 67, got [1, 67]", residual=first_token),
+    bad("weighted_sum_norm_add", "eps: expected a finite number >= 0, got inf", eps=float("inf")),
+    bad("weighted_sum_dual_norm_add", "moe_norm_weight: expected shape [H] with H = 67, got [66]", moe_norm_weight=cut),
+    bad("weighted_sum_dual_norm_add", "residual_norm_weight: expected float32 or Float, the dtype of slots; got Half",
+        residual_norm_weight=Tensor.half),
+    bad("weighted_sum_dual_norm_add", "eps: expected a finite number >= 0, got -1", eps=-1.0),
+]  # fmt: skip
+
+for _op in IN_PLACE:
+    overlap = "residual: expected memory that no other argument uses, got a tensor that overlaps one"
+    BAD += [
+        bad(_op, "residual: expected float32, float16 or bfloat16, got Double", residual=Tensor.double),
+        bad(_op, "residual: expected shape [*, H], got []", residual=torch.tensor(1.0)),
+        bad(_op, "slots: expected shape [*, K, H] with * = [6], H = 67, got [6, 3, 66]", slots=cut),
+        bad(_op, "slots: expected Float, the dtype of residual; got Half", slots=Tensor.half),
+        bad(_op, "weights: expected shape [*, K] with * = [6], H = 67, K = 3, got [6, 2]".replace("H = 67, ", ""), weights=cut),
+        bad(_op, "residual: expected a tensor whose elements have memory of their own, got an expanded one; pass "
+                 "residual.clone()", residual=lambda t: t[:1].expand(6, 67)),
+    ]  # fmt: skip
+BAD.append(
+    bad("weighted_sum_residual_norm_", "norm_weight: expected shape [H] with H = 67, got [66]", norm_weight=cut)
+)
+BAD.append(bad("weighted_sum_residual_norm_", "eps: expected a finite number >= 0, got -1", eps=-1.0))
+for _op in ("norm_add", "residual_norm"):
+    BAD += [
+        bad(_op, "residual: expected float32, float16 or bfloat16, got Double", residual=Tensor.double),
+        bad(_op, "residual: expected H >= 1, got 0", residual=no_columns),
+        bad(_op, "input: expected shape [*, H] with * = [6], H = 67, got [6, 66]", input=cut),
+        bad(_op, "input: expected Float, the dtype of residual; got BFloat16", input=Tensor.bfloat16),
+        bad(_op, "weight: expected shape [H] with H = 67, got [66]", weight=cut),
+        bad(_op, "scalar: expected shape [H] with H = 67, got [2]", scalar=lambda t: t.repeat(2)),
+        bad(_op, "scalar: expected shape [H] with H = 67, got []", scalar=torch.tensor(1.0)),
+        bad(_op, "scalar: expected float32 or Float, the dtype of residual; got Half", scalar=Tensor.half),
+        bad(_op, "eps: expected a finite number >= 0, got -0.001", eps=-0.001),
+    ]
+
+
+def refusal(op: str, args: Args, options: dict) -> str:
+    """The message of the error that the op raises, after a check that it has written nothing."""
+    tensors = {name: value for name, value in args.items() if isinstance(value, Tensor)}
+    before = {name: bits(tensor) for name, tensor in tensors.items()}
+    with pytest.raises(RuntimeError) as error:
+        call(getattr(torch.ops.moe_metal, op), op, args, options)
+    for name, tensor in tensors.items():
+        assert torch.equal(bits(tensor), before[name]), f"{name} has changed"
+    return str(error.value)
+
+
+@pytest.mark.parametrize("op, message, changes", BAD)
+def test_bad_input(op: str, device: str, message: str, changes: dict):
+    """The same words on every device: they are written out above, once."""
+    args, options = ODD[op].arguments(device), dict(ODD[op].options)
+    for name, change in changes.items():
+        if name not in args:
+            options[name] = change
+        elif callable(change):
+            args[name] = change(args[name])
+        else:
+            args[name] = None if change is None else change.to(device)
+    assert refusal(op, args, options) == f"moe_metal::{op}: {message}"
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_in_place_target_overlaps_an_input(op: str, device: str):
+    args = ODD[op].arguments(device)
+    memory = torch.randn(6 * 3 * 67, device=device)
+    args["slots"], args["residual"] = memory.view(6, 3, 67), memory[: 6 * 67].view(6, 67)
+    assert refusal(op, args, {}) == (
+        f"moe_metal::{op}: residual: expected memory that no other argument uses, got a tensor that overlaps one"
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tensors_of_two_devices(op: str, device: str):
+    """A tensor that was left behind on the CPU, or beside CPU tensors one on mps."""
+    other = "cpu" if device != "cpu" else "meta"
+    first, *rest = ODD[op].shapes
+    for name in rest:
+        args = ODD[op].arguments(device)
+        args[name] = args[name].to(other)
+        with pytest.raises(RuntimeError) as error:
+            run(ODD[op], args)
+        if other == "cpu":
+            assert str(error.value) == (
+                f"moe_metal::{op}: {name}: expected device {args[first].device}, the device of {first}; got cpu"
+            )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_sparse_tensors(op: str, device: str):
+    for name in ODD[op].shapes:
+        args = ODD[op].arguments(device)
+        args[name] = args[name].to_sparse()
+        with pytest.raises(RuntimeError, match=f"moe_metal::{op}"):
+            run(ODD[op], args)
