@@ -42,6 +42,26 @@ struct ActivationParams {
   float limit;  // +inf: none
 };
 
+// How glu reads four neighbours at a time: one by one along the strides, or with one load from each of gate and up, or
+// with two from where gate and up lie in turn.
+enum class GluAccess : int32_t { strided, wide, interleaved };
+
+// Elements from one index to the next.
+struct GluStrides {
+  uint64_t outer, middle, inner;
+};
+
+// The op glu, over [outer, middle, inner]: all dimensions of gate and up, as far as they have to be told apart.
+struct GluParams {
+  GluStrides gate, up;
+  uint64_t inner;
+  uint32_t middle;
+  uint32_t chunks;  // groups of kWide elements in `inner`
+  uint32_t all_chunks;
+  GluAccess access;
+  ActivationParams activation;
+};
+
 // How a kernel finds a small tensor of parameters: not given, of the activations' dtype, or float32. The kernel
 // branches on it, uniformly, where a template per tensor would multiply the kernels to compile.
 enum class ParameterType : int32_t { absent, activation, float32 };
@@ -120,6 +140,7 @@ struct RouteParams {
 #ifndef __METAL_VERSION__
 static_assert(sizeof(RoutingParams) == 36, "shaders and host must agree");
 static_assert(sizeof(ActivationParams) == 12, "shaders and host must agree");
+static_assert(sizeof(GluParams) == 88, "shaders and host must agree");
 static_assert(sizeof(RouteParams) == 52, "shaders and host must agree");
 static_assert(sizeof(ResidualNormParams) == 24, "shaders and host must agree");
 static_assert(sizeof(WeightedSumParams) == 40, "shaders and host must agree");

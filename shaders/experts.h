@@ -17,40 +17,43 @@ float beside_experts(device const T* shared, device const T* shared_gate, device
   float total = 0;
   if (params.has_shared) {
     const bool gated = params.shared_gate != ParameterType::absent;
-    const float share = gated ? 1 / (1 + exp(-load(shared_gate, token, params.shared_gate))) : 1;
-    total = share * float(shared[i]);
+    total = (gated ? sigmoid(load(shared_gate, token, params.shared_gate)) : 1) * float(shared[i]);
   }
   return params.has_residual ? total + float(residual[i]) : total;
 }
 
 // ------------------------------------------------------------------------------------------ 16 bytes at once
 
-// The 16 bytes hold four floats, or eight of half or bfloat: one or two vectors of four.
+template <uint N>
+struct Vectors {
+  float4 at[N];
+};
+
+// 16 bytes hold four floats, or eight of half or bfloat: one or two vectors of four.
 template <typename T>
 struct Wide {
   enum : uint { vectors = 4 / sizeof(T), elements = 4 * vectors };
+  using Values = Vectors<vectors>;
 };
 
 // One load, not two of 8 bytes.
 template <typename T>
-void load_wide(device const T* source, thread float4 (&values)[2]) {
+void load_wide(device const T* source, thread Vectors<2>& values) {
   const uint4 bits = *reinterpret_cast<device const uint4*>(source);
   const vec<T, 4> low = as_type<vec<T, 4>>(bits.xy), high = as_type<vec<T, 4>>(bits.zw);
-  values[0] = float4(float(low.x), float(low.y), float(low.z), float(low.w));
-  values[1] = float4(float(high.x), float(high.y), float(high.z), float(high.w));
+  values.at[0] = float4(float(low.x), float(low.y), float(low.z), float(low.w));
+  values.at[1] = float4(float(high.x), float(high.y), float(high.z), float(high.w));
 }
-inline void load_wide(device const float* source, thread float4 (&values)[1]) {
-  values[0] = *reinterpret_cast<device const float4*>(source);
+inline void load_wide(device const float* source, thread Vectors<1>& values) {
+  values.at[0] = *reinterpret_cast<device const float4*>(source);
 }
-inline void load_wide(device const float* source, thread float4 (&values)[2]) {
-  values[0] = reinterpret_cast<device const float4*>(source)[0];
-  values[1] = reinterpret_cast<device const float4*>(source)[1];
+// Floats that meet eight of half or bfloat.
+inline void load_wide(device const float* source, thread Vectors<2>& values) {
+  values.at[0] = reinterpret_cast<device const float4*>(source)[0];
+  values.at[1] = reinterpret_cast<device const float4*>(source)[1];
 }
 
 // ------------------------------------------------------------------------------------------ 64 rows of weights
-
-MOE_METAL_CONSTANT uint kTileRows = 64;
-MOE_METAL_CONSTANT uint kTileInner = 32;
 
 // The rows that a threadgroup works on, numbered as they lie in memory: 64 rows of down, or of gate_up 32 gate rows
 // and their 32 up rows, which lie in turn when interleaved and else one kind after the other.
@@ -93,12 +96,26 @@ RowTile<T> down_tile(device const T* down, int expert, uint block, constant Expe
   return tile;
 }
 
-// What becomes of inner row i of a block: its gate and up sums, at their rows of the tile, biased and activated.
+// ------------------------------------------------------------------------------------------ between the products
+
+// The activated inner value of an expert's row: its gate and up products, biased.
 template <typename T>
-float inner_value(threadgroup const float* sums, uint i, device const T* bias, int expert, uint block,
+float inner_value(float gate, float up, device const T* bias, int expert, uint row, constant ExpertsParams& params) {
+  if (params.gate_up_bias != ParameterType::absent) {
+    const ulong first = ulong(expert) * 2 * params.I;
+    gate += load(bias, first + (params.interleaved ? 2 * row : row), params.gate_up_bias);
+    up += load(bias, first + (params.interleaved ? 2 * row + 1 : row + params.I), params.gate_up_bias);
+  }
+  return activated(gate, up, params.activation);
+}
+
+// The same for row i of a block, from the products of the block's tile.
+template <typename T>
+float inner_value(threadgroup const float* products, uint i, device const T* bias, int expert, uint block,
                   constant ExpertsParams& params) {
-  const uint row = block * kTileInner + i, step = params.interleaved ? 2 : 1, up = params.interleaved ? 1 : kTileInner;
-  return biased_inner(sums[i * step], sums[i * step + up], bias, expert, row, params);
+  const float gate = products[params.interleaved ? 2 * i : i];
+  const float up = products[params.interleaved ? 2 * i + 1 : i + kTileInner];
+  return inner_value(gate, up, bias, expert, block * kTileInner + i, params);
 }
 
 }  // namespace moe_metal

@@ -23,7 +23,7 @@ struct Pipeline;  // what Metal made of a kernel
 struct Kernel {
   const char* shader;    // shaders/<shader>.metal
   const char* function;  // the part of its host_name before the dtypes
-  int dtypes = -1;       // index into the names of dtypes in launch.mm
+  int dtypes = -1;       // index into the names of dtypes in launch.mm; -1: the kernel has no dtype
   int max_threads = 0;   // per threadgroup; fewer leave each thread more registers
   std::atomic<const Pipeline*> pipeline = nullptr;
 };

@@ -86,7 +86,7 @@ std::string host_name(const Kernel& kernel) {
   static constexpr const char* kDtypes[] = {"float",       "half",         "bfloat",      "float_float",
                                             "float_half",  "float_bfloat", "half_float",  "half_half",
                                             "half_bfloat", "bfloat_float", "bfloat_half", "bfloat_bfloat"};
-  return std::string(kernel.function) + "_" + kDtypes[kernel.dtypes];
+  return kernel.dtypes < 0 ? kernel.function : std::string(kernel.function) + "_" + kDtypes[kernel.dtypes];
 }
 
 id<MTLComputePipelineState> compile_pipeline(id<MTLDevice> device, id<MTLLibrary> library, const Kernel& kernel,
