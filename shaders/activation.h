@@ -1,4 +1,7 @@
-// What stands between the two halves of an expert: act(gate) * up, of one element. Needs maths.h.
+// What stands between the two halves of an expert: act(gate) * up, of one element.
+#pragma once
+#include "common.h"
+#include "maths.h"
 
 namespace moe_metal {
 

@@ -154,7 +154,10 @@ static_assert(sizeof(ExpertsParams) == 152, "shaders and host must agree");
 // instantiate_kernel("op_float", op<float>): one line per variant, whose signature the compiler derives.
 #define instantiate_kernel(name, ...) template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
 // One kernel per dtype of the activations.
-#define instantiate_dtypes(name, function)                                          \
-  instantiate_kernel(name "_float", moe_metal::function<float>) instantiate_kernel( \
-      name "_half", moe_metal::function<half>) instantiate_kernel(name "_bfloat", moe_metal::function<bfloat>)
+// clang-format off
+#define instantiate_dtypes(name, function)                      \
+  instantiate_kernel(name "_float", moe_metal::function<float>) \
+  instantiate_kernel(name "_half", moe_metal::function<half>)   \
+  instantiate_kernel(name "_bfloat", moe_metal::function<bfloat>)
+// clang-format on
 #endif

@@ -12,12 +12,20 @@ FOLDER = Path(__file__).parent
 
 
 def shader_text(path: Path) -> str:
-    """One `.metal` file with our own headers inlined."""
+    """One `.metal` file with our own headers inlined, each once, where it is first included."""
+    done = set()
 
     def inline(match: re.Match[str]) -> str:
-        return (path.parent / match[1]).read_text().replace("#pragma once\n", "")
+        header = path.parent / match[1]
+        if header in done:
+            return ""
+        done.add(header)
+        return text_of(header).replace("#pragma once\n", "")
 
-    return re.sub(r'^#include "([^"]+)"$', inline, path.read_text(), flags=re.MULTILINE)
+    def text_of(file: Path) -> str:
+        return re.sub(r'^#include "([^"]+)"$', inline, file.read_text(), flags=re.MULTILINE)
+
+    return text_of(path)
 
 
 def write_header(target: Path) -> Path:

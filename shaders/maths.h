@@ -1,4 +1,5 @@
 // Functions of one float that Metal lacks, or whose limits matter here. NaN goes in and comes out.
+#pragma once
 
 namespace moe_metal {
 

@@ -5,7 +5,6 @@
 #include <metal_stdlib>
 using namespace metal;
 
-#include "common.h"
 #include "rows.h"
 
 namespace moe_metal {

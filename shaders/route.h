@@ -1,5 +1,9 @@
 // From the logits of one token to its K experts and their weights, by one simdgroup and in registers alone.
 // Lane l holds the logits of the experts l, l + 32, ...; N of them. All 32 lanes are active at every simd function.
+#pragma once
+#include "common.h"
+#include "maths.h"
+#include "rows.h"
 
 namespace moe_metal {
 
@@ -71,16 +75,16 @@ void to_scores(thread const float* logits, thread float* scores, uint lane, Rout
 // The two highest keys among the experts first to last - 1, as the value of their group.
 template <uint N>
 float group_value(thread const uint* keys, uint lane, uint first, uint last, GroupScore score) {
-  Best high = {kNothing, lane}, next = {kNothing, lane};
+  uint high = kNothing, next = kNothing;
   for (uint n = 0; n < N; ++n) {
     const uint expert = lane + n * kSimdgroup, key = first <= expert && expert < last ? keys[n] : kNothing;
-    next.key = max(next.key, min(key, high.key));
-    high.key = max(high.key, key);
+    next = max(next, min(key, high));
+    high = max(high, key);
   }
-  const uint key = simd_max(high.key);
+  const uint key = simd_max(high);
   if (score == GroupScore::max || last - first == 1) return sort_value(key);
-  const uint owner = simd_min(high.key == key ? lane : ~0u);
-  return sort_value(key) + sort_value(simd_max(lane == owner ? next.key : high.key));
+  const uint owner = simd_min(high == key ? lane : ~0u);
+  return sort_value(key) + sort_value(simd_max(lane == owner ? next : high));
 }
 
 // Takes out the experts of all but the best groups of neighbours. `choice` holds what the groups are judged by.
@@ -178,122 +182,6 @@ void route_token(thread const float* logits, device const T* select_bias, device
       experts[first + lane] = int(chosen.expert);
       if (first < last) weights[first + lane] = chosen.weight;  // the last block stays in registers
     }
-  }
-  total = simd_sum(total);
-  for (uint n = 0; n < N; ++n) scores[n] /= total;
-}
-
-// ------------------------------------------------------------------------------------------ groups
-
-// The two highest keys among the experts first to last - 1, as the value of their group.
-template <uint N>
-float group_value(thread const uint* keys, uint lane, uint first, uint last, GroupScore score) {
-  Best high = {kNothing, lane}, next = {kNothing, lane};
-  for (uint n = 0; n < N; ++n) {
-    const uint expert = lane + n * kSimdgroup, key = first <= expert && expert < last ? keys[n] : kNothing;
-    next.key = max(next.key, min(key, high.key));
-    high.key = max(high.key, key);
-  }
-  const uint key = simd_max(high.key);
-  if (score == GroupScore::max || last - first == 1) return sort_value(key);
-  const uint owner = simd_min(high.key == key ? lane : ~0u);
-  return sort_value(key) + sort_value(simd_max(lane == owner ? next.key : high.key));
-}
-
-// Takes out the experts of all but the best groups of neighbours. `choice` holds what the groups are judged by.
-template <uint N>
-void keep_best_groups(thread const uint* choice, thread uint* keys, uint lane, RoutingParams params) {
-  const uint size = params.experts / params.n_group;
-  uint groups[N];  // group g lies where expert g would
-  for (uint n = 0; n < N; ++n) groups[n] = kNothing;
-  for (uint group = 0; group < uint(params.n_group); ++group) {
-    const uint key = sort_key(group_value<N>(choice, lane, group * size, (group + 1) * size, params.group_score));
-    for (uint n = 0; n < N; ++n) {
-      if (group == lane + n * kSimdgroup) groups[n] = key;
-    }
-  }
-  uint kept = 0;  // bit n: this lane's group n is kept
-  for (int i = 0; i < params.topk_group; ++i) {
-    const uint id = take_best<N>(groups, lane).id;
-    if (id % kSimdgroup == lane) kept |= 1u << (id / kSimdgroup);
-  }
-  for (uint n = 0; n < N; ++n) {
-    const uint group = (lane + n * kSimdgroup) / size;
-    const uint word = simd_shuffle(kept, ushort(group % kSimdgroup));
-    if (!(word >> (group / kSimdgroup % 32) & 1)) keys[n] = kNothing;
-  }
-}
-
-// ------------------------------------------------------------------------------------------ weights
-
-struct Choice {
-  uint expert;
-  float weight;
-};
-
-// The next `count` of the best experts, one for each lane, best first.
-template <uint N>
-Choice choose(thread uint* keys, thread const float* scores, uint count, uint lane) {
-  Choice chosen = {0, 0};
-  for (uint i = 0; i < count; ++i) {
-    const uint winner = take_best<N>(keys, lane).id;
-    if (lane == i) chosen.expert = winner;
-  }
-  for (uint n = 0; n < N; ++n) {
-    const float score = simd_shuffle(scores[n], ushort(chosen.expert % kSimdgroup));
-    if (chosen.expert / kSimdgroup == n) chosen.weight = score;
-  }
-  return chosen;
-}
-
-template <typename T>
-float expert_scale(device const T* per_expert_scale, uint expert, RouteParams params) {
-  if (params.per_expert_scale == ParameterType::absent) return 1;
-  return load(per_expert_scale, expert, params.per_expert_scale);
-}
-
-template <typename T>
-float final_weight(Choice chosen, float total, device const T* per_expert_scale, RouteParams params) {
-  float weight = chosen.weight;
-  if (params.routing.renormalize != Renormalize::none) weight /= total + 1e-20f;
-  if (params.routing.renormalize != Renormalize::after_scale) {
-    weight *= expert_scale(per_expert_scale, chosen.expert, params);
-  }
-  return weight * params.routing.scaling_factor;
-}
-
-// ------------------------------------------------------------------------------------------ the whole
-
-// Logits past the last expert may hold anything. select_bias and per_expert_scale are [E] of either type, or absent;
-// weights and experts are this token's rows of K.
-template <uint N, typename T>
-void route_token(thread const float* logits, device const T* select_bias, device const T* per_expert_scale,
-                 device float* weights, device int* experts, uint lane, RouteParams params) {
-  const RoutingParams routing = params.routing;
-  const bool biased = params.select_bias != ParameterType::absent;
-  float scores[N];
-  to_scores<N>(logits, scores, lane, routing);
-  uint keys[N], choice[N];
-  for (uint n = 0; n < N; ++n) {
-    const uint expert = lane + n * kSimdgroup;
-    const bool inside = expert < uint(routing.experts);
-    const float bias = inside && biased ? load(select_bias, expert, params.select_bias) : 0;
-    choice[n] = inside ? sort_key(scores[n] + bias) : kNothing;
-    keys[n] = biased || !inside ? choice[n] : sort_key(logits[n]);
-  }
-  if (routing.n_group > 1) keep_best_groups<N>(choice, keys, lane, routing);
-
-  const bool scale_first = routing.renormalize == Renormalize::after_scale;
-  const uint K = routing.top_k, last = (K - 1) / kSimdgroup * kSimdgroup;
-  Choice chosen;
-  float total = 0;
-  for (uint first = 0; first < K; first += kSimdgroup) {  // lane l gets the winner first + l
-    chosen = choose<N>(keys, scores, min(K - first, uint(kSimdgroup)), lane);
-    if (first + lane >= K) continue;
-    if (scale_first) chosen.weight *= expert_scale(per_expert_scale, chosen.expert, params);
-    total += chosen.weight;
-    experts[first + lane] = int(chosen.expert);
-    if (first < last) weights[first + lane] = chosen.weight;  // the last block stays in registers
   }
   total = simd_sum(total);
   for (uint k = lane; k < last; k += kSimdgroup) {  // each lane reads back what it wrote

@@ -6,9 +6,6 @@
 #include <metal_stdlib>
 using namespace metal;
 
-#include "common.h"
-#include "maths.h"
-#include "rows.h"
 #include "route.h"
 
 namespace moe_metal {
@@ -33,7 +30,8 @@ template <typename T, uint N>
 
 }  // namespace moe_metal
 
-#define instantiate_route(N)                                        \
+// clang-format off
+#define instantiate_route(N)                                           \
   instantiate_kernel("route_" #N "_float", moe_metal::route<float, N>) \
   instantiate_kernel("route_" #N "_half", moe_metal::route<half, N>)   \
   instantiate_kernel("route_" #N "_bfloat", moe_metal::route<bfloat, N>)

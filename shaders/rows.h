@@ -1,5 +1,7 @@
 // Rows of a few thousand elements, four at a time: loads, stores, sums over a row, and the norm of a row.
 // Used by every op that walks whole rows.
+#pragma once
+#include "common.h"
 
 namespace moe_metal {
 
@@ -24,11 +26,12 @@ float4 load4(device const T* row, uint i, RowShape shape) {
 
 // The one rounding of a result.
 template <typename T>
+void store4_wide(device T* at, float4 v) {
+  *reinterpret_cast<device vec<T, 4>*>(at) = vec<T, 4>(T(v.x), T(v.y), T(v.z), T(v.w));
+}
+template <typename T>
 void store4(device T* row, uint i, float4 v, RowShape shape) {
-  if (shape.wide) {
-    *reinterpret_cast<device vec<T, 4>*>(row + i) = vec<T, 4>(T(v.x), T(v.y), T(v.z), T(v.w));
-    return;
-  }
+  if (shape.wide) return store4_wide(row + i, v);
   for (uint n = 0; n < 4; ++n) {
     if (i + n < shape.length) row[i + n] = T(v[n]);
   }

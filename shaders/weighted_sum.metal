@@ -5,9 +5,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-#include "common.h"
 #include "maths.h"
-#include "rows.h"
 #include "weighted_sum.h"
 
 namespace moe_metal {

@@ -5,8 +5,6 @@
 #include <metal_stdlib>
 using namespace metal;
 
-#include "common.h"
-#include "rows.h"
 #include "weighted_sum.h"
 
 namespace moe_metal {

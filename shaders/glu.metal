@@ -1,0 +1,53 @@
+// output = act(gate) * up
+//
+// gate, up [outer, middle, inner] with any strides; output [outer, middle, inner], contiguous.
+// Grid: flat over groups of four neighbours of `inner`, one per thread.
+#include <metal_stdlib>
+using namespace metal;
+
+#include "activation.h"
+#include "rows.h"
+
+namespace moe_metal {
+
+inline float4 activated4(float4 gate, float4 up, ActivationParams params) {
+  return float4(activated(gate.x, up.x, params), activated(gate.y, up.y, params), activated(gate.z, up.z, params),
+                activated(gate.w, up.w, params));
+}
+
+inline ulong position(GluStrides strides, ulong outer, ulong middle, ulong inner) {
+  return outer * strides.outer + middle * strides.middle + inner * strides.inner;
+}
+
+template <typename T>
+[[kernel]] void glu(device const T* gate [[buffer(0)]], device const T* up [[buffer(1)]],
+                    device T* output [[buffer(2)]], constant GluParams& params [[buffer(3)]],
+                    uint thread_index [[thread_position_in_grid]]) {
+  if (thread_index >= params.all_chunks) return;
+  const uint row = thread_index / params.chunks;
+  const ulong i = ulong(kWide) * (thread_index % params.chunks);
+  gate += position(params.gate, row / params.middle, row % params.middle, i);
+  up += position(params.up, row / params.middle, row % params.middle, i);
+  output += row * params.inner + i;
+
+  if (params.access == GluAccess::strided || i + kWide > params.inner) {
+    for (uint n = 0; n < min(ulong(kWide), params.inner - i); ++n) {
+      const float g = float(gate[n * params.gate.inner]), u = float(up[n * params.up.inner]);
+      output[n] = T(activated(g, u, params.activation));
+    }
+    return;
+  }
+  float4 g = load4_wide(gate), u;
+  if (params.access == GluAccess::wide) {
+    u = load4_wide(up);
+  } else {
+    const float4 next = load4_wide(gate + kWide);
+    u = float4(g.y, g.w, next.y, next.w);
+    g = float4(g.x, g.z, next.x, next.z);
+  }
+  store4_wide(output, activated4(g, u, params.activation));
+}
+
+}  // namespace moe_metal
+
+instantiate_dtypes("glu", glu)
