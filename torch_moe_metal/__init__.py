@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from . import reference
+from .after_import import after_import
 
 __version__ = "0.1.0"
 
@@ -40,4 +41,24 @@ cpu_isa: str = _load_libraries()
 for _op in reference.OPS:
     torch.library.register_fake(f"moe_metal::{_op.__name__}", _op)
 
-__all__ = ["cpu_isa", "reference"]
+
+
+def _register_experts() -> None:
+    from .transformers.experts import register
+
+    register()
+
+
+# transformers is optional and slow to import: its experts interface learns our name when somebody else imports it.
+after_import("transformers.integrations.moe", _register_experts)
+
+
+def __getattr__(name: str):
+    if name in ("patch", "unpatch"):
+        from . import transformers
+
+        return getattr(transformers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["cpu_isa", "patch", "reference", "unpatch"]

@@ -1,0 +1,35 @@
+"""Call a function once some module has been imported, without importing it ourselves."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+
+
+class _Finder:
+    """Waits in sys.meta_path for one module, finds it as Python would, and adds a call to the end of its import."""
+
+    def __init__(self, name: str, then: Callable[[], None]):
+        self.name, self.then = name, then
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_then_call(module):
+                execute(module)
+                self.then()
+
+            spec.loader.exec_module = execute_then_call
+        return spec
+
+
+def after_import(name: str, then: Callable[[], None]) -> None:
+    """Call `then()` now if the module `name` is imported already, else right after its import."""
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))

@@ -1,0 +1,138 @@
+"""`experts_implementation="moe_metal"`: the experts of every model on transformers' experts interface, in one op."""
+
+import warnings
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from transformers import activations
+from transformers.integrations import moe
+
+NAME = "moe_metal"
+ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DEVICES = ("cpu", "mps")
+MAX_EXPERTS = 1024
+
+ACTIVATIONS = {
+    nn.SiLU: "silu",
+    activations.SiLUActivation: "silu",
+    activations.GELUActivation: "gelu",
+    activations.GELUTanh: "gelu_tanh",
+    activations.NewGELUActivation: "gelu_tanh",
+    activations.ReLUSquaredActivation: "relu2",
+}
+
+# A class whose gate is not `act(gate) * up`, by the function that replaces it: the activation (None: the module's
+# act_fn) and the attributes that hold alpha and limit. Beam is here since it only asks for float32, which we keep anyway.
+GATES = {
+    "gpt_oss.modeling_gpt_oss.GptOssExperts": ("swiglu_oai", "alpha", "limit"),
+    "openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts": ("swiglu_oai", "alpha", "limit"),
+    "minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts": ("swiglu_oai", "swiglu_alpha", "swiglu_limit"),
+    "deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts": (None, None, "limit"),
+    "glm5_next.modeling_glm5_next.Glm5NextTextExperts": ("silu", None, "swiglu_limit"),
+    "hy_v4.modeling_hy_v4.HYV4Experts": ("silu", None, "swiglu_limit"),
+    "beam.modeling_beam.BeamExperts": (None, None, None),
+}
+DEFAULT_GATE = (None, None, None)
+
+# Llama 4's experts are not on the interface; in its words they are:
+LLAMA4 = SimpleNamespace(
+    has_gate=True, has_bias=False, has_post_expert_norm=False, is_concatenated=True, is_transposed=True
+)
+
+
+def layout(experts: nn.Module):
+    """What carries the interface's flags: the module itself, if it is on the interface."""
+    return experts if hasattr(experts, "has_gate") else LLAMA4
+
+
+def gate_of(experts: nn.Module) -> tuple | None:
+    """How this class gates, as in GATES; None when we do not know its function."""
+    function = getattr(type(experts), "_apply_gate", moe._default_apply_gate)
+    if function is moe._default_apply_gate:
+        return DEFAULT_GATE
+    name = f"{function.__module__}.{function.__qualname__}"
+    return GATES.get(name.removeprefix("transformers.models.").removesuffix("._apply_gate"))
+
+
+def why_not_fused(experts: nn.Module) -> str | None:
+    """Why the op cannot express this module, or None when it can."""
+    flags = layout(experts)
+    if not flags.has_gate:
+        return "its experts have no gate"
+    if flags.has_post_expert_norm:
+        return "it norms each expert's output"
+    gate = gate_of(experts)
+    if gate is None:
+        return f"its gate is its own: {type(experts).__name__}._apply_gate"
+    if gate[0] is None and type(experts.act_fn) not in ACTIVATIONS:
+        return f"its activation is {type(experts.act_fn).__name__}"
+    if not flags.is_concatenated and gate is DEFAULT_GATE:
+        return "its gate and up rows are interleaved, but its gate reads halves"
+    if experts.down_proj.shape[0] > MAX_EXPERTS:
+        return f"it has more than {MAX_EXPERTS} experts"
+    for weight in (experts.gate_up_proj, experts.down_proj):
+        if type(weight) not in (nn.Parameter, Tensor):
+            return f"its weights are of type {type(weight).__name__}"
+        if weight.dtype not in ACTIVATION_DTYPES:
+            return f"its weights are {weight.dtype}"
+        if weight.device.type not in DEVICES:
+            return f"its weights are on {weight.device.type}"
+    return None
+
+
+def expert_arguments(experts: nn.Module) -> dict:
+    """This module's part of the arguments of `torch.ops.moe_metal.experts`."""
+    flags = layout(experts)
+    activation, alpha, limit = gate_of(experts)
+    return {
+        "gate_up": experts.gate_up_proj,
+        "down": experts.down_proj,
+        "gate_up_bias": experts.gate_up_proj_bias if flags.has_bias else None,
+        "down_bias": experts.down_proj_bias if flags.has_bias else None,
+        "activation": activation or ACTIVATIONS[type(experts.act_fn)],
+        "alpha": getattr(experts, alpha) if alpha else 1.702,
+        "limit": getattr(experts, limit) if limit else None,
+        "interleaved": not flags.is_concatenated,
+        "transposed": flags.is_transposed,
+    }
+
+
+def wants_grad(*values) -> bool:
+    """Whether autograd would record a call with these arguments. Our ops have no backward."""
+    return torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values)
+
+
+_warned: set[type] = set()
+
+
+def warn_once(experts: nn.Module, reason: str) -> None:
+    if torch.compiler.is_compiling() or type(experts) in _warned:
+        return
+    _warned.add(type(experts))
+    name = type(experts).__name__
+    warnings.warn(f"torch_moe_metal: {name} runs on transformers' grouped_mm, since {reason}", stacklevel=3)
+
+
+def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts of `hidden_states` [T, H] for ids and weights [T, K] -> [T, H], at decode and at prefill.
+
+    Ids outside this module's experts are skipped: under expert parallelism they belong to another process.
+    Where the op cannot serve, and for training, transformers' own grouped_mm does.
+    """
+    reason = why_not_fused(self)
+    if reason is not None:
+        warn_once(self, reason)
+        return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    arguments = expert_arguments(self)
+    if wants_grad(hidden_states, top_k_weights, *arguments.values()):
+        return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    # Under autocast the two dtypes may differ; the weights' is the one that counts, as in grouped_mm.
+    x = hidden_states.to(self.down_proj.dtype)
+    weights = top_k_weights if top_k_weights.dtype in (x.dtype, torch.float32) else top_k_weights.float()
+    return torch.ops.moe_metal.experts(x, weights, top_k_index, **arguments).to(hidden_states.dtype)
+
+
+def register() -> None:
+    """Make "moe_metal" known to from_pretrained, configurations and set_experts_implementation."""
+    moe.ExpertsInterface.register(NAME, experts_forward)

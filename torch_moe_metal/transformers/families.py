@@ -1,0 +1,196 @@
+"""Every MoE block of transformers that `patch` can fuse: where its parts are, and its router in the words of `gate`.
+
+The class decides, never an attribute's or a kernel's name: Laguna's router, for one, carries another router's name.
+A routing function gets the block and returns arguments of `torch.ops.moe_metal.gate`; it reads the parameters anew at
+every call, so that they may be moved, cast, loaded or tied at any time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Block:
+    """How one class of block is built. The names are those of its attributes."""
+
+    routing: Callable[[nn.Module], dict]
+    router: str = "gate"
+    shared: str | None = None  # an expert that every token goes through
+    shared_gate: str | None = None  # a linear layer to the logit of the shared expert's share
+    returns: str = "output"  # "output, weights" (gpt-oss) or "output, logits" (Llama 4)
+
+
+# ------------------------------------------------------------------------------------------------ softmax
+
+
+def softmax(block):
+    """The k best of the softmax over all experts, divided by their sum."""
+    return {"router_weight": block.gate.weight, "top_k": block.gate.top_k}
+
+
+def softmax_optional(block):
+    """The same, divided by their sum only when the configuration says so."""
+    return softmax(block) | {"renormalize": "before_scale" if block.gate.norm_topk_prob else "none"}
+
+
+def softmax_of_top_k(block):
+    """The softmax over the k best logits, which is the softmax over all of them divided by the sum of the k best."""
+    return {"router_weight": block.router.weight, "top_k": block.router.top_k}
+
+
+def gpt_oss(block):
+    return softmax_of_top_k(block) | {"router_bias": block.router.bias}
+
+
+def jamba(block):
+    return softmax_of_top_k(block) | {"renormalize": "none"}
+
+
+def hunyuan_v1(block):
+    return {"router_weight": block.gate.wg.weight, "top_k": block.gate.top_k}
+
+
+def deepseek_v2(block):
+    """The softmax's k best out of the best groups, neither divided nor biased."""
+    gate = block.gate
+    grouped = gate.topk_method == "group_limited_greedy"
+    return softmax(block) | {
+        "renormalize": "none",
+        "scaling_factor": gate.routed_scaling_factor,
+        "n_group": gate.num_group if grouped else 1,
+        "topk_group": gate.topk_group if grouped else 1,
+        "group_score": "max",
+    }
+
+
+def mistral4(block):
+    gate = block.gate
+    return softmax_optional(block) | {
+        "scaling_factor": gate.routed_scaling_factor,
+        "n_group": gate.num_group,
+        "topk_group": gate.topk_group,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ sigmoid
+
+
+def deepseek_v3(block):
+    """The sigmoid's k best by score + bias out of the best groups."""
+    gate = block.gate
+    return mistral4(block) | {"scoring": "sigmoid", "select_bias": gate.e_score_correction_bias}
+
+
+def sigmoid_bias(block):
+    """The sigmoid's k best by score + bias, of all experts, divided by their sum."""
+    return softmax(block) | {"scoring": "sigmoid", "select_bias": block.e_score_correction_bias}
+
+
+def hy_v3(block):
+    return sigmoid_bias(block) | {"scaling_factor": block.gate.router_scaling_factor}
+
+
+def minimax_m3(block):
+    """The block scales the experts' sum; that is the same as scaling the weights."""
+    return softmax(block) | {
+        "scoring": "sigmoid",
+        "select_bias": block.gate.e_score_correction_bias,
+        "scaling_factor": block.routed_scaling_factor,
+    }
+
+
+def laguna(block):
+    return minimax_m3(block) | {"softcap": block.gate.router_logit_softcapping}
+
+
+def flint(block):
+    return softmax_optional(block) | {"scoring": "sigmoid"}
+
+
+def llama4(block):
+    """Here the weight, the sigmoid of the logit, multiplies the expert's input."""
+    return jamba(block) | {"scoring": "sigmoid"}
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+GATED_SHARED = {"shared": "shared_expert", "shared_gate": "shared_expert_gate"}
+DEEPSEEK_V2 = Block(deepseek_v2, shared="shared_experts")
+DEEPSEEK_V3 = Block(deepseek_v3, shared="shared_experts")
+GRANITE = Block(softmax_of_top_k, router="router")
+QWEN = Block(softmax_optional)
+QWEN_SHARED = Block(softmax_optional, **GATED_SHARED)
+
+BLOCKS = {
+    "qwen2_moe.Qwen2MoeSparseMoeBlock": QWEN_SHARED,
+    "qwen3_moe.Qwen3MoeSparseMoeBlock": QWEN,
+    "qwen3_vl_moe.Qwen3VLMoeTextSparseMoeBlock": Block(softmax),
+    "qwen3_omni_moe.Qwen3OmniMoeThinkerTextSparseMoeBlock": QWEN,
+    "qwen3_omni_moe.Qwen3OmniMoeTalkerTextSparseMoeBlock": QWEN_SHARED,
+    "qwen3_next.Qwen3NextSparseMoeBlock": QWEN_SHARED,
+    "qwen3_5_moe.Qwen3_5MoeSparseMoeBlock": Block(softmax, **GATED_SHARED),
+    "qwen4_exp.Qwen4ExpTextSparseMoeBlock": QWEN_SHARED,
+    "mixtral.MixtralSparseMoeBlock": Block(softmax),
+    "minimax.MiniMaxSparseMoeBlock": Block(softmax),
+    "olmoe.OlmoeSparseMoeBlock": QWEN,
+    "flex_olmo.FlexOlmoSparseMoeBlock": QWEN,
+    "mellum.MellumSparseMoeBlock": QWEN,
+    "jamba.JambaSparseMoeBlock": Block(jamba, router="router"),
+    "hunyuan_v1_moe.HunYuanMoEV1Moe": Block(hunyuan_v1, shared="shared_mlp"),
+    "gpt_oss.GptOssMLP": Block(gpt_oss, router="router", returns="output, weights"),
+    "granitemoe.GraniteMoeMoE": GRANITE,
+    "granitemoe_swa.GraniteMoeSWAMoE": GRANITE,
+    "granitemoehybrid.GraniteMoeHybridMoE": GRANITE,
+    "granitemoeshared.GraniteMoeSharedMoE": GRANITE,
+    "deepseek_v2.DeepseekV2Moe": DEEPSEEK_V2,
+    "deepseek_ocr2.DeepseekOcr2TextMoe": DEEPSEEK_V2,
+    "unlimited_ocr.UnlimitedOcrTextMoe": DEEPSEEK_V2,
+    "deepseek_v3.DeepseekV3MoE": DEEPSEEK_V3,
+    "deepseek_v32.DeepseekV32MoE": DEEPSEEK_V3,
+    "bailing_hybrid.BailingHybridMoE": DEEPSEEK_V3,
+    "dots1.Dots1MoE": DEEPSEEK_V3,
+    "dots3_note.Dots3NoteTextMoE": DEEPSEEK_V3,
+    "glm4_moe.Glm4MoeMoE": DEEPSEEK_V3,
+    "glm4_moe_lite.Glm4MoeLiteMoE": DEEPSEEK_V3,
+    "glm4v_moe.Glm4vMoeTextMoE": DEEPSEEK_V3,
+    "glm5_next.Glm5NextTextMoE": DEEPSEEK_V3,
+    "glm_moe_dsa.GlmMoeDsaMoE": DEEPSEEK_V3,
+    "hy_v4.HYV4MoE": DEEPSEEK_V3,
+    "kimi_linear.KimiLinearMoE": DEEPSEEK_V3,
+    "solar_open.SolarOpenMoE": DEEPSEEK_V3,
+    "mimo_v2_flash.MiMoV2FlashMoE": Block(deepseek_v3),
+    "mistral4.Mistral4MoE": Block(mistral4, shared="shared_experts"),
+    "minimax_m2.MiniMaxM2SparseMoeBlock": Block(sigmoid_bias),
+    "minimax_m3_vl.MiniMaxM3VLSparseMoeBlock": Block(minimax_m3, shared="shared_experts"),
+    "laguna.LagunaSparseMoeBlock": Block(laguna, shared="shared_experts"),
+    "hy_v3.HYV3MoE": Block(hy_v3, shared="shared_experts"),
+    "flint.FlintSparseMoeBlock": Block(flint, shared="shared_expert"),
+    "llama4.Llama4TextMoe": Block(llama4, router="router", shared="shared_expert", returns="output, logits"),
+}
+
+# Decoder layers of one and the same form: x + attention(norm(x)), then x + mlp(norm(x)), with Llama's RMS norm.
+PRE_NORM_LAYERS = {
+    "qwen2_moe.Qwen2MoeDecoderLayer",
+    "qwen3_moe.Qwen3MoeDecoderLayer",
+    "qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer",
+    "qwen3_omni_moe.Qwen3OmniMoeThinkerTextDecoderLayer",
+    "mixtral.MixtralDecoderLayer",
+    "olmoe.OlmoeDecoderLayer",
+    "gpt_oss.GptOssDecoderLayer",
+    "deepseek_v2.DeepseekV2DecoderLayer",
+    "deepseek_v3.DeepseekV3DecoderLayer",
+    "glm4_moe.Glm4MoeDecoderLayer",
+    "glm4_moe_lite.Glm4MoeLiteDecoderLayer",
+    "minimax_m2.MiniMaxM2DecoderLayer",
+}
+GEMMA4_LAYERS = {"gemma4.Gemma4TextDecoderLayer"}
+
+
+def family_name(cls: type) -> str | None:
+    """'qwen3_moe.Qwen3MoeSparseMoeBlock' for a class of transformers' own models, None for any other class."""
+    home = cls.__module__.split(".")
+    if home[:2] != ["transformers", "models"] or len(home) != 4 or home[3] != f"modeling_{home[2]}":
+        return None
+    return f"{home[2]}.{cls.__qualname__}"

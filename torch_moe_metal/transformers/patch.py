@@ -1,0 +1,116 @@
+"""`patch` and `unpatch`: whole MoE blocks and decoder layers of a transformers model, fused in place."""
+
+import re
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .blocks import Fused, FusedBlock, FusedPreNormLayer, fused_class
+from .experts import NAME, why_not_fused
+from .version import check_version
+
+FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
+BEFORE = "_moe_metal_experts_before"  # on a patched model: the experts implementation that it had
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one module."""
+
+    name: str
+    cls: str
+    state: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `patch` did, module by module: `fused`, `experts only` or `left`, and why. Printed, it is a table."""
+
+    rows: list[Row] = field(default_factory=list)
+
+    def __getitem__(self, state: str) -> list[str]:
+        """The names of the modules in one state, such as report["fused"]."""
+        return [row.name for row in self.rows if row.state == state]
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "torch_moe_metal: no Mixture-of-Experts module in this model"
+        alike: dict[tuple, list[str]] = {}
+        for row in self.rows:
+            alike.setdefault((re.sub(r"\d+", "*", row.name), row.cls, row.state, row.note), []).append(row.name)
+        table = [("modules", "count", "class", "what", "why")]
+        table += [(pattern, str(len(names)), *rest) for (pattern, *rest), names in alike.items()]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+
+
+def patch(model: nn.Module) -> Report:
+    """Fuse every MoE block and decoder layer of `model` that we know, in place, and say what became of each.
+
+    All other experts run through `experts_implementation="moe_metal"`, which this selects. Weights are shared, never
+    copied, and `unpatch` undoes everything. Where a gradient is wanted the model runs as it did before.
+    """
+    check_version()
+    if hasattr(model, "set_experts_implementation") and not hasattr(model, BEFORE):
+        setattr(model, BEFORE, model.get_experts_implementation())
+        model.set_experts_implementation(NAME)
+    modules = dict(model.named_modules())
+    # Children come first: a layer is fused together with its block.
+    rows = [fuse(name, module) for name, module in reversed(modules.items()) if fused_class(original_class(module))]
+    rows += [
+        report_experts(name, module, modules[name.rpartition(".")[0]])
+        for name, module in reversed(modules.items())
+        if is_experts(module)
+    ]
+    order = {name: i for i, name in enumerate(modules)}
+    return Report(sorted(filter(None, rows), key=lambda row: order[row.name]))
+
+
+def unpatch(model: nn.Module) -> None:
+    """Give every module its own class back, and the model the experts implementation that it had."""
+    for module in model.modules():
+        if isinstance(module, Fused):
+            module.__class__ = module.original
+    if hasattr(model, BEFORE):
+        model.set_experts_implementation(getattr(model, BEFORE))
+        delattr(model, BEFORE)
+
+
+def original_class(module: nn.Module) -> type:
+    return module.original if isinstance(module, Fused) else type(module)
+
+
+def fuse(name: str, module: nn.Module) -> Row | None:
+    """Swap the class of one module that we know. A decoder layer without a fused block in it is no matter of ours."""
+    cls = original_class(module)
+    fused = fused_class(cls)
+    if issubclass(fused, FusedPreNormLayer) and not isinstance(module.mlp, FusedBlock):
+        return None
+    obstacle = None
+    if "forward" in module.__dict__:
+        obstacle = "its forward has been replaced already"
+    elif isinstance(getattr(module, "experts", None), nn.Module):
+        obstacle = why_not_fused(module.experts)
+    if obstacle:
+        return Row(name, cls.__name__, LEFT, obstacle)
+    module.__class__ = fused
+    return Row(name, cls.__name__, FUSED)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether this module is on the experts interface."""
+    return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate"))
+
+
+def report_experts(name: str, module: nn.Module, parent: nn.Module) -> Row | None:
+    """The experts whose block is not fused."""
+    if isinstance(parent, Fused):
+        return None
+    reason = why_not_fused(module)
+    selected = module.config._experts_implementation
+    if reason:
+        return Row(name, type(module).__name__, LEFT, reason)
+    if selected != NAME:
+        return Row(name, type(module).__name__, LEFT, f"its configuration selects {selected!r}")
+    return Row(name, type(module).__name__, EXPERTS_ONLY, f"the router of {type(parent).__name__} is not one of gate's")
