@@ -65,6 +65,9 @@ struct Kernel {
   size_t static_threadgroup_bytes = 0;
   std::weak_ptr<const Library> library;
   void (*entry)() = nullptr;
+  size_t max_threads = max_threads_per_threadgroup;  // less if the kernel says [[max_total_threads_per_threadgroup]]
+  size_t static_variables = 0;
+  const void* info = nullptr;  // abi::KernelInfo, in the compiled library
 };
 
 struct CompileOptions {
@@ -82,8 +85,11 @@ class Library {
   std::vector<std::string> names() const;
 
  private:
+  friend struct Run;  // one dispatch
   Library() = default;
   void* handle_ = nullptr;
+  void* state_ = nullptr;  // abi::State, in the compiled library
+  std::string path_;
   std::map<std::string, Kernel> kernels_;
 };
 
@@ -98,7 +104,7 @@ struct Settings {
   double seconds = 60;        // limit for one run of one dispatch; env METAL_SIM_SECONDS
   bool races = true;          // look for data races; env METAL_SIM_RACES=0 turns it off
   std::string home;           // where translate.py and shim/ are; env METAL_SIM_HOME, else beside this file
-  std::string cache;          // compiled shaders; env METAL_SIM_CACHE, else <home>/../../build/metal_sim
+  std::string cache;          // compiled shaders; env METAL_SIM_CACHE, else <home>/build/shaders
 };
 Settings& settings();  // read and changed between dispatches only
 

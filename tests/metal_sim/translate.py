@@ -251,7 +251,8 @@ def addresses(tokens):
             continue
         inner = addresses(tokens[i + 1 : subscript])
         index = addresses(tokens[subscript + 1 : end])
-        out += [Token("(", "code", token.space, token.line), *inner, Token(" + (", "code"), *index, Token("))", "code")]
+        out += [Token("(", "mark", token.space, token.line), *inner, Token("+", "mark", " "), Token("(", "mark", " ")]
+        out += [*index, Token(")", "mark"), Token(")", "mark")]
         i = end + 1
     return out
 

@@ -8,7 +8,8 @@
 // clang's thread sanitizer leaves accesses in other address spaces alone, and on the CPU they are ordinary memory:
 // the simulator's own reads go through QUIET pointers, so only the shader's accesses are reported.
 #define QUIET __attribute__((address_space(1)))
-#define MSL_UNCHECKED __attribute__((no_sanitize("thread", "bounds", "signed-integer-overflow", "shift")))
+#define MSL_UNCHECKED __attribute__((no_sanitize("thread", "undefined", "bounds")))
+#define MSL_INLINE __attribute__((always_inline)) MSL_UNCHECKED inline
 #define MSL_SITE (uint64_t(__builtin_LINE()) << 32 | uint32_t(__builtin_COLUMN()))
 
 namespace msl {
@@ -21,8 +22,16 @@ inline abi::StaticVariable* statics = nullptr;
 inline bool measuring_now = false;
 inline const void* measured = nullptr;
 
-inline const QUIET abi::State& quiet() { return *(const QUIET abi::State*)&state; }
-inline const QUIET abi::Thread& thread() { return *(const QUIET abi::Thread*)quiet().thread; }
+// The asm keeps the optimizer from seeing through the cast.
+template <class T>
+MSL_INLINE QUIET T* hush(T* p) {
+  uint64_t address;
+  __asm__("" : "=r"(address) : "0"(p));
+  return (QUIET T*)address;
+}
+MSL_INLINE const QUIET abi::State& quiet() { return *hush(&state); }
+MSL_INLINE const QUIET abi::Thread& thread() { return *hush(quiet().thread); }
+MSL_INLINE const QUIET abi::Simdgroup& simdgroup_of(const QUIET abi::Thread& t) { return *hush(t.simdgroup); }
 
 [[noreturn]] __attribute__((noinline, cold)) MSL_UNCHECKED inline void bad_access(uint64_t pointer, uint64_t bytes,
                                                                                    uint64_t alignment) {
@@ -35,7 +44,7 @@ inline const QUIET abi::Thread& thread() { return *(const QUIET abi::Thread*)qui
 }
 
 template <class T>
-T* checked(uint64_t pointer) {
+__attribute__((always_inline)) inline T* checked(uint64_t pointer) {
   const QUIET abi::Region& region = quiet().regions[pointer >> abi::tag_shift];
   uint64_t address = pointer & abi::address_mask;
   uint64_t offset = address - region.begin;
@@ -186,7 +195,7 @@ class threadgroup_array<T[N][M]> {
 };
 
 // Threadgroup variables declared in a kernel: known at load, so that their size can be reported before a launch.
-template <size_t size, size_t alignment, class KernelTag, int ordinal>
+template <size_t Size, size_t Alignment, class KernelTag, int ordinal>
 struct StaticSlot {
   struct Node : abi::StaticVariable {
     Node();
@@ -195,17 +204,17 @@ struct StaticSlot {
 };
 template <class KernelTag>
 inline constexpr char identity = 0;
-template <size_t size, size_t alignment, class KernelTag, int ordinal>
-StaticSlot<size, alignment, KernelTag, ordinal>::Node::Node()
-    : abi::StaticVariable{&identity<KernelTag>, size, alignment, 0, 0, statics} {
+template <size_t Size, size_t Alignment, class KernelTag, int ordinal>
+StaticSlot<Size, Alignment, KernelTag, ordinal>::Node::Node()
+    : abi::StaticVariable{&identity<KernelTag>, Size, Alignment, 0, 0, statics} {
   statics = this;
 }
-template <size_t size, size_t alignment, class KernelTag, int ordinal>
-typename StaticSlot<size, alignment, KernelTag, ordinal>::Node StaticSlot<size, alignment, KernelTag, ordinal>::node;
+template <size_t Size, size_t Alignment, class KernelTag, int ordinal>
+typename StaticSlot<Size, Alignment, KernelTag, ordinal>::Node StaticSlot<Size, Alignment, KernelTag, ordinal>::node;
 
 template <class T, class KernelTag, int ordinal>
 decltype(auto) threadgroup_variable() {
-  const auto* slot = (const QUIET abi::StaticVariable*)&StaticSlot<sizeof(T), alignof(T), KernelTag, ordinal>::node;
+  const QUIET abi::StaticVariable* slot = hush<abi::StaticVariable>(&StaticSlot<sizeof(T), alignof(T), KernelTag, ordinal>::node);
   uint32_t tag = slot->tag;
   uint64_t bits = uint64_t(tag) << abi::tag_shift | quiet().regions[tag].begin;
   if constexpr (__is_array(T)) {
@@ -215,7 +224,7 @@ decltype(auto) threadgroup_variable() {
   }
 }
 inline bool measuring(const void* kernel) {
-  if (__builtin_expect(!*(const QUIET bool*)&measuring_now, true)) return false;
+  if (__builtin_expect(!*hush(&measuring_now), true)) return false;
   measured = kernel;
   return true;
 }
@@ -337,7 +346,7 @@ struct Registration {
   template <class Describe>
   Registration(const char* name, uint32_t max_threads, void (*entry)(), Describe describe_into) {
     uint32_t count = describe_into(parameters);
-    info = {name, entry, count, parameters, max_threads, 0, 0, nullptr, kernels};
+    info = {name, entry, count, parameters, max_threads, 0, 0, nullptr, nullptr, kernels};
     kernels = &info;
   }
 };
@@ -353,6 +362,7 @@ MSL_UNCHECKED inline void lay_out_statics() {
     k->entry();
     measuring_now = false;
     k->identity = measured;
+    k->statics = statics;
     for (abi::StaticVariable* v = statics; v; v = v->next) {
       if (v->kernel != measured) continue;
       v->offset = (k->static_bytes + v->alignment - 1) / v->alignment * v->alignment;
@@ -370,25 +380,25 @@ struct Now {
 };
 
 // Two accesses by different threads with nothing between them that orders them.
-inline bool unordered(uint64_t word, const Now& now, const QUIET abi::Thread& t) {
+MSL_INLINE bool unordered(uint64_t word, const Now& now, const QUIET abi::Thread& t) {
   uint32_t epoch = abi::word_epoch(word);
   if (now.device && epoch < now.start) return epoch >= now.dispatch_start;
   if (epoch != now.epoch || abi::word_thread(word) == t.index) return false;
   bool same_simdgroup = abi::word_thread(word) / 32 == t.index / 32;
-  uint32_t simdgroup_epoch = ((const QUIET abi::Simdgroup*)t.simdgroup)->epoch;
+  uint32_t simdgroup_epoch = simdgroup_of(t).epoch;
   return !(same_simdgroup && abi::word_simdgroup_epoch(word) < (simdgroup_epoch & 0x3ffff));
 }
 
-inline bool write_conflicts_with_reads(uint64_t word, const Now& now, const QUIET abi::Thread& t) {
+MSL_INLINE bool write_conflicts_with_reads(uint64_t word, const Now& now, const QUIET abi::Thread& t) {
   if (word & abi::several_threadgroups) return abi::word_epoch(word) >= now.dispatch_start;
   if (unordered(word, now, t)) return true;
   if (abi::word_epoch(word) != now.epoch) return false;
   if (word & abi::several_simdgroups) return true;
-  uint32_t simdgroup_epoch = ((const QUIET abi::Simdgroup*)t.simdgroup)->epoch & 0x3ffff;
+  uint32_t simdgroup_epoch = simdgroup_of(t).epoch & 0x3ffff;
   return (word & abi::several_lanes) && abi::word_simdgroup_epoch(word) == simdgroup_epoch;
 }
 
-inline uint64_t add_reader(uint64_t old, uint64_t me, const Now& now) {
+MSL_INLINE uint64_t add_reader(uint64_t old, uint64_t me, const Now& now) {
   uint32_t epoch = abi::word_epoch(old);
   if (now.device && epoch >= now.dispatch_start) {
     if (old & abi::several_threadgroups) return old;
@@ -409,7 +419,7 @@ inline uint64_t add_reader(uint64_t old, uint64_t me, const Now& now) {
 }
 
 template <bool is_write, bool is_atomic>
-inline void touch(QUIET abi::Cell& cell, uint64_t address, uint64_t me, const Now& now, const void* where) {
+MSL_INLINE void touch(QUIET abi::Cell& cell, uint64_t address, uint64_t me, const Now& now, const void* where) {
   const QUIET abi::Thread& t = thread();
   if (!now.device && !is_write && abi::word_epoch(cell.write) < now.start)
     bad_sharing(abi::Race::uninitialized, address, 0, now.device, where);
@@ -433,10 +443,10 @@ __attribute__((noinline)) MSL_UNCHECKED void touch_device(uint64_t address, uint
     uint64_t offset = address - s.shadowed[i].begin;
     if (offset >= s.shadowed[i].size) continue;
     Now now{s.device_epoch, s.device_start, s.device_dispatch_start, true};
-    const QUIET abi::Simdgroup* simdgroup = (const QUIET abi::Simdgroup*)thread().simdgroup;
-    uint64_t me = abi::access_word(now.epoch, simdgroup->epoch, thread().index);
+    const QUIET abi::Thread& t = thread();
+    uint64_t me = abi::access_word(now.epoch, simdgroup_of(t).epoch, t.index);
     uint32_t shift = s.shadowed[i].granule_shift;
-    auto* cells = (QUIET abi::Cell*)s.shadowed[i].cells;
+    auto* cells = hush(s.shadowed[i].cells);
     for (uint64_t c = offset >> shift; c <= (offset + bytes - 1) >> shift; ++c)
       touch<is_write, is_atomic>(cells[c], address, me, now, where);
     return;
@@ -444,7 +454,7 @@ __attribute__((noinline)) MSL_UNCHECKED void touch_device(uint64_t address, uint
 }
 
 template <bool is_write, bool is_atomic>
-__attribute__((always_inline)) MSL_UNCHECKED inline void accessed(uint64_t address, uint64_t bytes, const void* where) {
+MSL_INLINE void accessed(uint64_t address, uint64_t bytes, const void* where) {
   const QUIET abi::State& s = quiet();
   uint64_t offset = address - s.threadgroup_begin;
   if (offset >= s.threadgroup_size) {
@@ -452,9 +462,9 @@ __attribute__((always_inline)) MSL_UNCHECKED inline void accessed(uint64_t addre
     return;
   }
   Now now{s.threadgroup_epoch, s.threadgroup_start, s.threadgroup_start, false};
-  const QUIET abi::Simdgroup* simdgroup = (const QUIET abi::Simdgroup*)thread().simdgroup;
-  uint64_t me = abi::access_word(now.epoch, simdgroup->epoch, thread().index);
-  auto* cells = (QUIET abi::Cell*)s.threadgroup_cells + offset;
+  const QUIET abi::Thread& t = thread();
+  uint64_t me = abi::access_word(now.epoch, simdgroup_of(t).epoch, t.index);
+  auto* cells = hush(s.threadgroup_cells) + offset;
   for (uint64_t i = 0; i < bytes; ++i) touch<is_write, is_atomic>(cells[i], address, me, now, where);
 }
 
@@ -508,15 +518,15 @@ MSL_STOP(__ubsan_handle_negate_overflow_abort, "arithmetic", "signed negation ov
 MSL_STOP(__ubsan_handle_divrem_overflow_abort, "arithmetic", "integer division by zero, or its result overflows")
 MSL_STOP(__ubsan_handle_shift_out_of_bounds_abort, "arithmetic", "shift by a negative count or by the width or more")
 MSL_STOP(__ubsan_handle_float_cast_overflow_abort, "arithmetic", "conversion of a float the integer cannot hold")
-MSL_STOP(__ubsan_handle_missing_return_abort, "arithmetic", "a function ends without returning its value")
-MSL_STOP(__ubsan_handle_builtin_unreachable_abort, "arithmetic", "unreachable code is reached")
+MSL_STOP(__ubsan_handle_missing_return, "arithmetic", "a function ends without returning its value")
 #undef MSL_STOP
 
 extern "C" __attribute__((visibility("default"), used)) inline metal_sim::abi::State* metal_sim_state() {
   return &msl::state;
 }
 extern "C" __attribute__((visibility("default"), used)) inline metal_sim::abi::KernelInfo* metal_sim_kernels() {
-  msl::lay_out_statics();
+  static const bool once = (msl::lay_out_statics(), true);  // dlopen gives a second user the same library
+  (void)once;
   return msl::kernels;
 }
 

@@ -329,7 +329,7 @@ template <class A, class F>
 auto atomic_update(A* object, F update) {
   using T = typename A::value_type;
   atomic_touch<true>(object);
-  auto* value = (QUIET T*)&object->value;
+  QUIET T* value = ::msl::hush(&object->value);
   T old = *value;
   *value = update(old);
   return old;
@@ -369,7 +369,7 @@ MSL_ATOMIC_FETCH(exchange, operand)
 MSL_ATOMIC(void, atomic_store_explicit, (, value_of<A> operand, memory_order order), (, operand, order),
            atomic_update(object, [=](value_of<A>) { return operand; });)
 MSL_ATOMIC(value_of<A>, atomic_load_explicit, (, memory_order order), (, order), atomic_touch<false>(object);
-           return *(const QUIET value_of<A>*)&object->value;)
+           return *::msl::hush(&object->value);)
 MSL_ATOMIC(bool, atomic_compare_exchange_weak_explicit,
            (, value_of<A>* expected, value_of<A> desired, memory_order success, memory_order failure),
            (, expected, desired, success, failure), value_of<A> wanted = *expected;

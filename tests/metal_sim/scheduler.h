@@ -1,0 +1,49 @@
+// Runs the threads of one threadgroup as fibers on the calling host thread.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "engine.h"
+#include "shim/abi.h"
+
+namespace metal_sim {
+
+// Why a threadgroup was abandoned. `where` is an address in the shader's code, `line` a line of its source, or 0.
+struct Failure {
+  std::string rule;
+  std::string message;
+  const void* where = nullptr;
+  uint32_t line = 0;
+};
+
+// A small generator, so that a seed means the same on every machine.
+struct Random {
+  uint64_t state;
+  uint64_t operator()() {
+    state += 0x9e3779b97f4a7c15;
+    uint64_t z = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+    return z ^ (z >> 31);
+  }
+};
+
+// Signals and clock while kernels run; made once per run of a dispatch.
+class Guard {
+ public:
+  explicit Guard(double seconds);
+  ~Guard();
+  Guard(const Guard&) = delete;
+};
+
+// The 32 KB of threadgroup memory and who touched its bytes.
+std::byte* threadgroup_memory();
+abi::Cell* threadgroup_cells();
+
+// state.threads_per_threadgroup and thread_count say which threads. Returns nullptr, or why it stopped.
+const Failure* run_threadgroup(abi::State& state, void (*entry)(), Order::Kind order, Random& random);
+
+// Called on a fiber: gives up the whole threadgroup.
+[[noreturn]] void fail(Failure failure);
+
+}  // namespace metal_sim
