@@ -18,7 +18,7 @@ BUILD = HERE / "build"
 sys.path.insert(0, str(ROOT / "shaders"))
 from embed import write_header  # noqa: E402
 
-SIMULATOR = ["engine.cpp", "metal.mm", "stream.mm", "device.cpp", "api.cpp", "personality.cpp"]
+SIMULATOR = ["engine.cpp", "library.cpp", "scheduler.cpp", "metal.mm", "stream.mm", "device.cpp", "api.cpp", "personality.cpp"]
 PACKAGES = "clang libobjc-12-dev libgnustep-base-dev libblocksruntime-dev"
 
 
