@@ -137,11 +137,29 @@ struct RouteParams {
   ParameterType per_expert_scale;
 };
 
+// ------------------------------------------------------------------------------------------ gate
+
+// How its work is cut; gate.mm says which kernel is for which shapes.
+MOE_METAL_CONSTANT uint32_t kGateMaxExperts = 64;    // of the kernel that does everything
+MOE_METAL_CONSTANT uint32_t kLogitsSimdgroups = 4;   // gate_logits: of a threadgroup, which share H
+MOE_METAL_CONSTANT uint32_t kTileTokens = 32;        // gate_tile: tokens of a threadgroup
+MOE_METAL_CONSTANT uint32_t kTileExperts = 64;       // gate_tile: experts of a threadgroup
+MOE_METAL_CONSTANT uint32_t kTileStep = 32;          // gate_tile: elements of H between two barriers
+
+struct GateParams {
+  RouteParams route;
+  RowShape row;  // H
+  ParameterType norm_weight;
+  ParameterType router_bias;
+  float eps;
+};
+
 #ifndef __METAL_VERSION__
 static_assert(sizeof(RoutingParams) == 36, "shaders and host must agree");
 static_assert(sizeof(ActivationParams) == 12, "shaders and host must agree");
 static_assert(sizeof(GluParams) == 88, "shaders and host must agree");
 static_assert(sizeof(RouteParams) == 52, "shaders and host must agree");
+static_assert(sizeof(GateParams) == 72, "shaders and host must agree");
 static_assert(sizeof(ResidualNormParams) == 24, "shaders and host must agree");
 static_assert(sizeof(WeightedSumParams) == 40, "shaders and host must agree");
 static_assert(sizeof(WeightParams) == 40, "shaders and host must agree");

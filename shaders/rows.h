@@ -14,14 +14,18 @@ float4 load4_wide(device const T* at) {
 }
 
 // Elements i to i + 3 of a row, as float. Past the end of the row they are 0.
-template <typename T>
-float4 load4(device const T* row, uint i, RowShape shape) {
-  if (shape.wide) return load4_wide(row + i);
+template <bool wide, typename T>
+float4 load4(device const T* row, uint i, uint length) {
+  if (wide) return load4_wide(row + i);
   float4 v = 0;
   for (uint n = 0; n < 4; ++n) {
-    if (i + n < shape.length) v[n] = float(row[i + n]);
+    if (i + n < length) v[n] = float(row[i + n]);
   }
   return v;
+}
+template <typename T>
+float4 load4(device const T* row, uint i, RowShape shape) {
+  return shape.wide ? load4<true>(row, i, shape.length) : load4<false>(row, i, shape.length);
 }
 
 // The one rounding of a result.

@@ -1,0 +1,78 @@
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "mps/route.h"
+#include "mps/rows.h"
+
+namespace moe_metal {
+namespace {
+
+Kernels gate_kernels("gate");
+Kernels one_token_kernels("gate", "gate_logits_1"), four_token_kernels("gate", "gate_logits_4");
+Kernels tile_kernels("gate", "gate_tile");
+
+// One threadgroup, so one GPU core, reads the whole router. Up to 128 KB it does so in about the time that a second
+// dispatch would cost: an estimate from published figures, not measured. Every token reads the router again.
+bool fits_one_dispatch(const Gate& call) {
+  const int64_t bytes = call.router_weight.numel() * call.router_weight.element_size();
+  return call.T <= 16 && call.params.experts <= static_cast<int>(kGateMaxExperts) && bytes <= 128 * 1024;
+}
+
+int simdgroups_for_router(int64_t experts) {
+  return static_cast<int>(experts < kMaxSimdgroups ? kMaxSimdgroups / experts * experts : kMaxSimdgroups);
+}
+
+// Many tokens fill the GPU with tiles; with fewer, groups of four tokens by four experts make more threadgroups.
+struct LogitsKernel {
+  Kernels& kernels;
+  int64_t tokens, experts;  // of one threadgroup
+  int threads;
+};
+LogitsKernel logits_kernel(int64_t tokens) {
+  const int threads = kLogitsSimdgroups * kSimdgroup;
+  if (tokens == 1) return {one_token_kernels, 1, 2, threads};
+  if (tokens < 512) return {four_token_kernels, 4, 4, threads};
+  return {tile_kernels, kTileTokens, kTileExperts, 128};
+}
+
+GateParams gate_params(const Gate& call, const Tensor& logits) {
+  return {
+      .route = route_params(call.params, call.T, logits, call.select_bias, call.per_expert_scale),
+      .row = row_shape(call.H, {&call.hidden, &call.router_weight, &call.norm_weight}),
+      .norm_weight = parameter_type(call.norm_weight),
+      .router_bias = parameter_type(call.router_bias),
+      .eps = call.eps,
+  };
+}
+
+std::tuple<Tensor, Tensor> gate(const Tensor& hidden, const Tensor& router_weight, const OptionalTensor& norm_weight,
+                                const OptionalTensor& router_bias, const OptionalTensor& select_bias,
+                                const OptionalTensor& per_expert_scale, int64_t top_k, std::string_view scoring,
+                                std::string_view renormalize, int64_t n_group, int64_t topk_group,
+                                std::string_view group_score, double scaling_factor, double softcap, double eps) {
+  const Gate call =
+      gate_arguments(hidden, router_weight, norm_weight, router_bias, select_bias, per_expert_scale,
+                     {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap}, eps);
+  const auto dtype = hidden.scalar_type(), router_dtype = router_weight.scalar_type();
+  const int64_t E = call.params.experts;
+  if (fits_one_dispatch(call)) {
+    launch(gate_kernels(dtype, router_dtype), Grid{call.T, 1, simdgroups_for_router(E) * kSimdgroup}, call.hidden,
+           call.router_weight, call.norm_weight, call.router_bias, call.select_bias, call.per_expert_scale,
+           call.weights, call.experts, gate_params(call, Tensor()));
+    return {call.weights, call.experts};
+  }
+  const Tensor logits = at::empty({call.T, E}, hidden.options().dtype(at::kFloat));
+  const LogitsKernel first = logits_kernel(call.T);
+  const GateParams params = gate_params(call, logits);
+  launch({Dispatch(first.kernels(dtype, router_dtype),
+                   Grid{ceil_div(call.T, first.tokens), ceil_div(E, first.experts), first.threads}, call.hidden,
+                   call.router_weight, call.norm_weight, call.router_bias, logits, params),
+          Dispatch(route_kernel(E, dtype), route_grid(call.T), logits, call.select_bias, call.per_expert_scale,
+                   call.weights, call.experts, params.route)});
+  return {call.weights, call.experts};
+}
+
+}  // namespace
+}  // namespace moe_metal
+
+TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("gate", &moe_metal::gate); }

@@ -1,0 +1,200 @@
+// The whole router: route(norm(hidden) @ router_weight^T + router_bias, ...); reference.gate says how.
+//
+// hidden [T, H]; router_weight [E, H], T or float; norm_weight [H], router_bias, select_bias, per_expert_scale [E], or
+// absent; weights float [T, K]; experts int [T, K]; logits float [T, E].
+//   gate         everything, for few tokens and a small router. Grid: one threadgroup per token, along x.
+//   gate_logits  logits for few tokens; route.metal does the rest. Grid: groups of tokens along x, of experts along y.
+//   gate_tile    logits for many tokens. Grid: tiles of 32 tokens along x, of 64 experts along y.
+#include <metal_stdlib>
+using namespace metal;
+
+#include "gate.h"
+
+namespace moe_metal {
+
+// One simdgroup per expert and part of H; the parts keep all simdgroups busy when experts are few. Then the first
+// simdgroup routes.
+template <typename T, typename W>
+[[kernel]] void gate(device const T* hidden [[buffer(0)]], device const W* router_weight [[buffer(1)]],
+                     device const T* norm_weight [[buffer(2)]], device const T* router_bias [[buffer(3)]],
+                     device const T* select_bias [[buffer(4)]], device const T* per_expert_scale [[buffer(5)]],
+                     device float* weights [[buffer(6)]], device int* experts [[buffer(7)]],
+                     constant GateParams& params [[buffer(8)]], uint token [[threadgroup_position_in_grid]],
+                     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+                     uint simdgroups [[simdgroups_per_threadgroup]]) {
+  constexpr uint N = kGateMaxExperts / kSimdgroup;
+  threadgroup float dots[kGateMaxExperts];  // [experts, parts] when parts > 1, which experts < 32 makes fit
+  threadgroup float squares[kMaxSimdgroups];
+  const uint E = params.route.routing.experts, K = params.route.routing.top_k;
+  const uint parts = max(1u, simdgroups / E);
+  for (uint unit = simdgroup; unit < E * parts; unit += simdgroups) {
+    const uint first = unit % parts * kSimdgroup + lane, step = parts * kSimdgroup;
+    Dots<1, 1> sums;
+    if (params.row.wide) {
+      sums = gate_dots<true, 1, 1>(hidden, router_weight, norm_weight, token, unit / parts, first, step, params);
+    } else {
+      sums = gate_dots<false, 1, 1>(hidden, router_weight, norm_weight, token, unit / parts, first, step, params);
+    }
+    const float dot_sum = simd_sum(sums.dots[0][0]), square_sum = simd_sum(sums.squares[0]);
+    if (lane == 0) dots[unit] = dot_sum;
+    if (lane == 0 && unit < parts) squares[unit] = square_sum;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (simdgroup > 0) return;
+  const float rms = gate_rms(simd_sum(lane < parts ? squares[lane] : 0), params);
+  float logits[N];
+  for (uint n = 0; n < N; ++n) {
+    const uint expert = lane + n * kSimdgroup;
+    logits[n] = 0;
+    if (expert >= E) continue;
+    for (uint part = 0; part < parts; ++part) logits[n] += dots[expert * parts + part];
+    logits[n] = logits[n] * rms + gate_bias(router_bias, expert, params);
+  }
+  route_token<N>(logits, select_bias, per_expert_scale, weights + ulong(token) * K, experts + ulong(token) * K, lane,
+                 params.route);
+}
+
+// A threadgroup does `Tokens` tokens by `Experts` experts; its simdgroups share H.
+template <typename T, typename W, uint Tokens, uint Experts>
+[[kernel]] void gate_logits(device const T* hidden [[buffer(0)]], device const W* router_weight [[buffer(1)]],
+                            device const T* norm_weight [[buffer(2)]], device const T* router_bias [[buffer(3)]],
+                            device float* logits [[buffer(4)]], constant GateParams& params [[buffer(5)]],
+                            uint2 group [[threadgroup_position_in_grid]],
+                            uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
+                            uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  threadgroup float dots[kLogitsSimdgroups][Tokens * Experts];
+  threadgroup float squares[kLogitsSimdgroups][Tokens];
+  const uint E = params.route.routing.experts, step = kLogitsSimdgroups * kSimdgroup;
+  const ulong token = ulong(group.x) * Tokens;
+  const uint expert = group.y * Experts;
+  Dots<Tokens, Experts> sums;
+  if (params.row.wide) {
+    sums =
+        gate_dots<true, Tokens, Experts>(hidden, router_weight, norm_weight, token, expert, thread_index, step, params);
+  } else {
+    sums = gate_dots<false, Tokens, Experts>(hidden, router_weight, norm_weight, token, expert, thread_index, step,
+                                             params);
+  }
+  for (uint t = 0; t < Tokens; ++t) {
+    const float square_sum = simd_sum(sums.squares[t]);
+    if (lane == 0) squares[simdgroup][t] = square_sum;
+    for (uint e = 0; e < Experts; ++e) {
+      const float dot_sum = simd_sum(sums.dots[t][e]);
+      if (lane == 0) dots[simdgroup][t * Experts + e] = dot_sum;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint t = thread_index / Experts, e = thread_index % Experts;
+  if (thread_index >= Tokens * Experts || token + t >= params.route.tokens || expert + e >= E) return;
+  float dot_sum = 0, square_sum = 0;
+  for (uint part = 0; part < kLogitsSimdgroups; ++part) {
+    dot_sum += dots[part][thread_index];
+    square_sum += squares[part][t];
+  }
+  logits[(token + t) * E + expert + e] =
+      dot_sum * gate_rms(square_sum, params) + gate_bias(router_bias, expert + e, params);
+}
+
+// Tiles of x and of the router pass through threadgroup memory, kTileStep of H at a time, while the next are already
+// being loaded; each thread has 4 tokens by 4 experts. Rows are padded by one load, so that reads of 16 rows at once
+// fall on different banks.
+MOE_METAL_CONSTANT uint kTileStride = kTileStep + 4;
+MOE_METAL_CONSTANT uint kTileChunks = kTileStep / 4;
+
+// The chunks of a tile that one thread of 128 loads.
+template <uint Rows>
+struct TileLoads {
+  float4 chunks[Rows * kTileChunks / 128];
+};
+
+template <uint Rows, typename T>
+TileLoads<Rows> load_tile(device const T* rows, ulong first_row, ulong last_row, uint h, uint thread_index,
+                          RowShape shape) {
+  TileLoads<Rows> loads;
+  for (uint n = 0; n < Rows * kTileChunks / 128; ++n) {
+    const uint chunk = thread_index + n * 128, i = h + chunk % kTileChunks * 4;
+    device const T* row = rows + min(first_row + chunk / kTileChunks, last_row) * shape.length;
+    loads.chunks[n] = i < shape.length ? load4(row, i, shape) : float4(0);
+  }
+  return loads;
+}
+
+template <uint Rows>
+void store_tile(TileLoads<Rows> loads, threadgroup float* tile, uint thread_index) {
+  for (uint n = 0; n < Rows * kTileChunks / 128; ++n) {
+    const uint chunk = thread_index + n * 128;
+    threadgroup float* to = tile + chunk / kTileChunks * kTileStride + chunk % kTileChunks * 4;
+    *reinterpret_cast<threadgroup float4*>(to) = loads.chunks[n];
+  }
+}
+
+inline float4 tile_chunk(threadgroup const float* tile, uint row, uint chunk) {
+  return *reinterpret_cast<threadgroup const float4*>(tile + row * kTileStride + chunk * 4);
+}
+
+template <typename T, typename W>
+[[kernel]] void gate_tile(device const T* hidden [[buffer(0)]], device const W* router_weight [[buffer(1)]],
+                          device const T* norm_weight [[buffer(2)]], device const T* router_bias [[buffer(3)]],
+                          device float* logits [[buffer(4)]], constant GateParams& params [[buffer(5)]],
+                          uint2 group [[threadgroup_position_in_grid]],
+                          uint thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup float x_tile[kTileTokens * kTileStride];
+  threadgroup float w_tile[kTileExperts * kTileStride];
+  threadgroup float rms[kTileTokens];
+  const uint E = params.route.routing.experts, H = params.row.length;
+  const ulong token = ulong(group.x) * kTileTokens, last_token = params.route.tokens - 1;
+  const uint expert = group.y * kTileExperts, own_token = thread_index / 16, own_expert = thread_index % 16;
+  float dots[4][4] = {}, squares[2] = {};
+  TileLoads<kTileTokens> x = load_tile<kTileTokens>(hidden, token, last_token, 0, thread_index, params.row);
+  TileLoads<kTileExperts> w = load_tile<kTileExperts>(router_weight, expert, E - 1, 0, thread_index, params.row);
+  for (uint h = 0; h < H; h += kTileStep) {
+    const uint i = h + thread_index % kTileChunks * 4;
+    const float4 weight = i < H ? norm_weight4(norm_weight, i, params) : float4(0);
+    for (uint n = 0; n < 2; ++n) {
+      squares[n] += dot(x.chunks[n], x.chunks[n]);
+      x.chunks[n] *= weight;
+    }
+    store_tile(x, x_tile, thread_index);
+    store_tile(w, w_tile, thread_index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    x = load_tile<kTileTokens>(hidden, token, last_token, h + kTileStep, thread_index, params.row);
+    w = load_tile<kTileExperts>(router_weight, expert, E - 1, h + kTileStep, thread_index, params.row);
+    for (uint chunk = 0; chunk < kTileChunks; ++chunk) {
+      float4 a[4], b[4];
+      for (uint n = 0; n < 4; ++n) a[n] = tile_chunk(x_tile, own_token + 8 * n, chunk);
+      for (uint n = 0; n < 4; ++n) b[n] = tile_chunk(w_tile, own_expert + 16 * n, chunk);
+      for (uint t = 0; t < 4; ++t) {
+        for (uint e = 0; e < 4; ++e) dots[t][e] += dot(a[t], b[e]);
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  for (uint n = 0; n < 2; ++n) {  // eight neighbouring lanes hold one row of x
+    for (uint apart = 1; apart < kTileChunks; apart *= 2) squares[n] += simd_shuffle_xor(squares[n], ushort(apart));
+    const uint chunk = thread_index + n * 128;
+    if (chunk % kTileChunks == 0) rms[chunk / kTileChunks] = gate_rms(squares[n], params);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint t = 0; t < 4; ++t) {
+    for (uint e = 0; e < 4; ++e) {
+      const uint row = own_token + 8 * t, column = expert + own_expert + 16 * e;
+      if (token + row > last_token || column >= E) continue;
+      logits[(token + row) * E + column] = dots[t][e] * rms[row] + gate_bias(router_bias, column, params);
+    }
+  }
+}
+
+}  // namespace moe_metal
+
+// clang-format off
+#define instantiate_gate(T, W)                                                            \
+  instantiate_kernel("gate_" #T "_" #W, moe_metal::gate<T, W>)                            \
+  instantiate_kernel("gate_logits_1_" #T "_" #W, moe_metal::gate_logits<T, W, 1, 2>)      \
+  instantiate_kernel("gate_logits_4_" #T "_" #W, moe_metal::gate_logits<T, W, 4, 4>)      \
+  instantiate_kernel("gate_tile_" #T "_" #W, moe_metal::gate_tile<T, W>)
+
+instantiate_gate(float, float)
+instantiate_gate(half, half)
+instantiate_gate(half, float)
+instantiate_gate(bfloat, bfloat)
+instantiate_gate(bfloat, float)
