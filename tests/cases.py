@@ -121,14 +121,17 @@ class Case:
         )
 
     @property
+    def elements(self) -> int:
+        """Of all its arguments, touched or not."""
+        return sum(prod(self.size(letters)) for letters in self.shapes.values())
+
+    @property
     def bytes(self) -> int:
         """What must be moved once. Of the experts' weights, those of the experts that can have been chosen."""
         dims = self.dims | {"E": min(self.dims["E"], self.dims["T"] * self.dims["K"])} if self.op == "experts" else self.dims
         used = replace(self, dims=dims)
-        inputs = sum(prod(used.size(letters)) for letters in used.shapes.values())
-        return (inputs + prod(used.size("TK" if self.op in ROUTERS else "TI" if self.op == "glu" else "TH"))) * (
-            self.dtype.itemsize
-        )
+        output = prod(used.size("TK" if self.op in ROUTERS else "TI" if self.op == "glu" else "TH"))
+        return (used.elements + output) * self.dtype.itemsize
 
 
 def draw(name: str, size: tuple[int, ...], dims: dict[str, int], generator: torch.Generator) -> Tensor:
@@ -192,11 +195,11 @@ def call(function: Callable, op: str, args: Args, options: dict) -> list[Tensor]
 
 def expected(op: str, args: Args, options: dict, hostile: bool = False) -> list[Tensor]:
     """The reference's answer in float64, or for hostile values in float32, to arguments on the CPU."""
-    wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in args.items()}
-    args = {name: tensor.clone() for name, tensor in (args if hostile else wide).items()}
-    gathered = op == "experts" and args["experts"].numel() * args["gate_up"][0].numel()
-    function = experts_one_by_one if gathered > 2**22 else getattr(reference, op)
-    return call(function, op, args, options)
+    large = op == "experts" and not hostile and max(args["experts"].numel(), len(args["gate_up"])) * args["gate_up"][0].numel() > 2**18
+    function = experts_one_by_one if large else getattr(reference, op)
+    as_they_are = ("gate_up", "down") if large else ()
+    wide = {name: tensor.double() if tensor.is_floating_point() and name not in as_they_are else tensor for name, tensor in args.items()}
+    return call(function, op, {name: tensor.clone() for name, tensor in args.items()} if hostile else wide, options)
 
 
 def experts_one_by_one(
@@ -215,7 +218,7 @@ def experts_one_by_one(
         inner = reference.glu(gate, up, **activation)
         slots[(*token, slot)] = F.linear(inner, down_weight, None if down_bias is None else down_bias[e])
     used = (experts >= 0) & (experts < gate_up.shape[0])
-    return reference.weighted_sum(slots, weights.where(used, 0), shared, shared_gate, residual)
+    return reference.rounded(reference.weighted_sum(slots, weights.where(used, 0), shared, shared_gate, residual), x)
 
 
 # ------------------------------------------------------------------------------------------------ named cases
