@@ -1,0 +1,326 @@
+"""Compiles and links the macOS extension on this machine, against the real macOS wheels of torch: `make cross`.
+
+    python tests/metal_sim/cross.py                 # the torch versions that the project is checked against
+    python tests/metal_sim/cross.py 2.13.0          # one of them
+    MACOS_SDK=dir python tests/metal_sim/cross.py   # Apple's own headers instead of headers/
+
+What setup.py would build on a Mac is built with the `ziglang` package: every csrc/**/*.cpp and csrc/mps/*.mm, with the
+wheel's headers. It fails when anything does not compile without warnings, when the extension needs a torch symbol that
+the wheel's libraries do not export, or a system symbol that neither libSystem has nor torch itself needs. A planted
+symbol that no torch has must be caught in the same run. By-product: a wheel per version in dist/cross.
+It does not run the result: that takes a Mac.
+"""
+
+import base64
+import hashlib
+import os
+import platform
+import re
+import runpy
+import struct
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import setuptools
+from build import HERE, ROOT, BuildError, find_ninja
+from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: F401  both imported while this is Linux
+
+VERSIONS = ["2.10.0", "2.13.0", "2.15.0"]
+ZIG_VERSION = "0.17.0"
+CACHE = HERE / "build" / "cross"
+TARGET = "aarch64-macos.14.0"
+TORCH_LIBRARIES = ["libtorch_cpu.dylib", "libc10.dylib"]
+
+# System symbols that our code may need although torch's libraries do not: classes of Foundation and Metal, and the
+# sized and aligned forms of delete, which libc++ has had since macOS 10.12.
+SYSTEM_SYMBOLS = {
+    *(f"_OBJC_CLASS_$_{name}" for name in ("MTLCompileOptions", "MTLComputePipelineDescriptor", "NSProcessInfo")),
+    *(f"_OBJC_CLASS_$_{name}" for name in ("NSString", "NSAutoreleasePool")),
+    *("__ZdlPvm", "__ZdaPvm", "__ZdlPvSt11align_val_t", "__ZdlPvmSt11align_val_t", "dyld_stub_binder"),
+}
+
+
+class CrossError(RuntimeError):
+    pass
+
+
+def say(text: str) -> None:
+    print(f"==> {text}", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------- what is needed
+
+
+def pip(*arguments: str | Path) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
+    if subprocess.run(command).returncode:
+        raise CrossError(f"pip failed: {' '.join(command)}")
+
+
+def zig() -> str:
+    folder = CACHE / f"zig-{ZIG_VERSION}"
+    if not (folder / "ziglang").is_dir():
+        say(f"Fetching zig {ZIG_VERSION}, the compiler (100 MB)")
+        pip("install", "--no-deps", "--target", folder, f"ziglang=={ZIG_VERSION}")
+    return str(folder / "ziglang" / "zig")
+
+
+def fetch_torch(version: str) -> Path:
+    """The headers and libraries out of the macOS wheel of that version."""
+    folder = CACHE / f"torch-{version}"
+    if folder.is_dir():
+        return folder
+    say(f"Fetching torch {version} for macOS (80 to 140 MB)")
+    platforms = [f"--platform=macosx_{tag}_arm64" for tag in ("14_0", "11_0")]
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        pip("download", "--no-deps", "--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms,
+            "--dest", scratch, f"torch=={version}")  # fmt: skip
+        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
+            names = [n for n in wheel.namelist() if n.startswith("torch/include/") or Path(n).name in TORCH_LIBRARIES]
+            wheel.extractall(Path(scratch) / "unpacked", names)
+        (Path(scratch) / "unpacked" / "torch").rename(folder)
+    return folder
+
+
+def mac_extensions() -> list[CppExtension]:
+    """What setup.py builds on an Apple Silicon Mac: its own answer, so that the two cannot differ."""
+    taken = {}
+    with (
+        mock.patch.object(sys, "platform", "darwin"),
+        mock.patch.object(platform, "machine", lambda: "arm64"),
+        mock.patch.object(setuptools, "setup", lambda **keywords: taken.update(keywords)),
+    ):
+        runpy.run_path(str(ROOT / "setup.py"))
+    return taken["ext_modules"]
+
+
+# ---------------------------------------------------------------------------------------------- compile and link
+
+
+def compile_flags(torch: Path) -> list[str]:
+    flags = [f"-target {TARGET}", "-fblocks", "-fno-objc-arc", "-fno-sanitize=undefined", "-Werror"]
+    if sdk := os.environ.get("MACOS_SDK"):
+        flags += [f"-isystem {sdk}/usr/include", f"-F {sdk}/System/Library/Frameworks"]
+    else:
+        flags += [f"-I{HERE / 'headers'}"]
+    return [*flags, f"-isystem {torch}/include", f"-isystem {torch}/include/torch/csrc/api/include"]
+
+
+def ours(extension: CppExtension) -> list[str]:
+    """The extension's include folders and flags, without what belongs to the torch that is installed here."""
+    includes = [f"-I{folder}" for folder in extension.include_dirs if "/torch/include" not in folder]
+    macros = [f"-D{name}={value}" for name, value in extension.define_macros]
+    return includes + macros + extension.extra_compile_args
+
+
+def ninja_file(compiler: str, torch: Path, extensions: list[CppExtension]) -> str:
+    libraries = " ".join(str(torch / "lib" / name) for name in TORCH_LIBRARIES)
+    # zig c++ would link its own libc++ statically, whose exceptions torch could not catch. So zig cc links.
+    link = f"{compiler} cc -target {TARGET} -shared $in -o $out {libraries} -Wl,-undefined,dynamic_lookup"
+    link += " -Wl,-rpath,@loader_path/../torch/lib -Wl,-headerpad_max_install_names"
+    lines = [
+        f"rule compile\n  command = {compiler} c++ {' '.join(compile_flags(torch))} $flags -MMD -MF $out.d -c $in -o $out"
+        "\n  depfile = $out.d\n  deps = gcc",
+        f"rule link\n  command = {link}",
+        f"build planted.o: compile {HERE / 'planted.cpp'}\n  flags = -std=c++20",
+    ]
+    for extension in extensions:
+        name, objects = extension.name.split(".")[-1], []
+        for source in extension.sources:
+            objects.append(f"{name}/{source.replace('/', '_')}.o")
+            lines.append(f"build {objects[-1]}: compile {ROOT / source}\n  flags = {' '.join(ours(extension))}")
+        lines.append(f"build {name}.so: link {' '.join(objects)}")
+        if name == "_C":
+            lines.append(f"build planted.so: link {' '.join(objects)} planted.o")
+    return "\n".join(lines) + "\n"
+
+
+def build(version: str, torch: Path, extensions: list[CppExtension]) -> dict[str, Path]:
+    folder = CACHE / f"built-{version}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "build.ninja").write_text(ninja_file(zig(), torch, extensions))
+    environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(CACHE / "zig"), "ZIG_LOCAL_CACHE_DIR": str(CACHE / "zig")}
+    jobs = os.environ.get("MAX_JOBS", "2")
+    if subprocess.run([find_ninja(), "-C", folder, "-j", jobs, "--quiet"], env=environment).returncode:
+        raise CrossError(f"the extension does not compile for macOS against torch {version}; the output is above")
+    return {path.stem: path for path in folder.glob("*.so")}
+
+
+# ---------------------------------------------------------------------------------------------- symbols
+
+
+@dataclass
+class MachO:
+    """The symbols of one 64-bit Mach-O library."""
+
+    exports: set[str]
+    imports: set[str]
+    signed: bool
+
+
+def read_macho(path: Path) -> MachO:
+    data = path.read_bytes()
+    magic, cpu, _, _, commands = struct.unpack_from("<5I", data)
+    if magic != 0xFEEDFACF or cpu != 0x0100000C:
+        raise CrossError(f"{path.name} is no 64-bit arm64 Mach-O library")
+    macho, at = MachO(set(), set(), False), 32
+    for _ in range(commands):
+        command, size = struct.unpack_from("<2I", data, at)
+        if command == 0x2:  # LC_SYMTAB
+            macho.imports = undefined_symbols(data, *struct.unpack_from("<4I", data, at + 8))
+        elif command == 0x80000033:  # LC_DYLD_EXPORTS_TRIE
+            macho.exports = trie_names(data, *struct.unpack_from("<2I", data, at + 8))
+        elif command in (0x22, 0x80000022):  # LC_DYLD_INFO
+            macho.exports = trie_names(data, *struct.unpack_from("<2I", data, at + 40))
+        elif command == 0x1D:  # LC_CODE_SIGNATURE
+            macho.signed = True
+        at += size
+    return macho
+
+
+def undefined_symbols(data: bytes, symbols: int, count: int, strings: int, _: int) -> set[str]:
+    names = set()
+    for name, kind, _, _, _ in struct.iter_unpack("<IBBHQ", data[symbols : symbols + 16 * count]):
+        if kind & 0xE0 == 0 and kind & 0x0E == 0 and kind & 0x01:  # no debug entry, undefined, external
+            names.add(data[strings + name : data.index(b"\0", strings + name)].decode())
+    return names
+
+
+def trie_names(data: bytes, start: int, size: int) -> set[str]:
+    """All names in an export trie: each node holds a terminal part, then edges of a text and the child's offset."""
+    trie, names, todo = data[start : start + size], set(), [(0, b"")]
+    while todo:
+        node, prefix = todo.pop()
+        length, at = uleb128(trie, node)
+        if length:
+            names.add(prefix.decode())
+        at += length
+        edges, at = trie[at], at + 1
+        for _ in range(edges):
+            end = trie.index(b"\0", at)
+            child, after = uleb128(trie, end + 1)
+            todo.append((child, prefix + trie[at:end]))
+            at = after
+    return names
+
+
+def uleb128(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+
+
+def is_torch_symbol(name: str) -> bool:
+    """Names in, or templates over, torch's namespaces: at, c10, caffe2 and torch."""
+    return bool(re.search(r"\d(?:at|c10|torch|caffe2)(?=\d|[A-Z])|N[KVO]*(?:2at|3c10|5torch|6caffe2)|aoti_torch", name))
+
+
+def unresolved(extension: MachO, torch: list[MachO], system: set[str]) -> dict[str, str]:
+    """The extension's imports that would not bind on a Mac, each with the reason."""
+    exported = set.union(*(library.exports for library in torch))
+    shared = set.union(*(library.imports for library in torch))  # Apple's linker has found these
+    problems = {}
+    for name in sorted(extension.imports - exported):
+        if is_torch_symbol(name):
+            problems[name] = "no library of this torch exports it"
+        elif name not in system | shared | SYSTEM_SYMBOLS:
+            problems[name] = "neither libSystem nor torch's own libraries know it"
+    return problems
+
+
+def libsystem_symbols() -> set[str]:
+    """Every name in zig's text stub of macOS's libSystem."""
+    stub = next(Path(zig()).parent.glob("lib/libc/darwin/libSystem.tbd"))
+    return set(re.findall(r"[A-Za-z_$][\w$.]*", stub.read_text()))
+
+
+def check(version: str, built: dict[str, Path], torch: Path) -> None:
+    libraries = [read_macho(torch / "lib" / name) for name in TORCH_LIBRARIES]
+    system, found = libsystem_symbols(), {name: read_macho(path) for name, path in built.items()}
+    for name, macho in found.items():
+        problems = unresolved(macho, libraries, system)
+        if name == "planted":
+            if len(problems) != 1 or "planted" not in next(iter(problems)):
+                raise CrossError(f"the planted symbol was not caught alone: {problems}")
+            continue
+        if problems:
+            lines = "\n".join(f"  {symbol}: {reason}" for symbol, reason in problems.items())
+            raise CrossError(f"{name}.so would not load into torch {version} on macOS:\n{lines}")
+        if not macho.signed:
+            raise CrossError(f"{name}.so is not signed; macOS on Apple Silicon loads signed code only")
+        count = sum(is_torch_symbol(symbol) for symbol in macho.imports)
+        say(f"torch {version}: {name}.so, {len(macho.imports)} imports all found, {count} of them torch's")
+
+
+# ---------------------------------------------------------------------------------------------- the wheel
+
+
+def write_wheel(version: str, built: dict[str, Path]) -> Path:
+    """The package with the macOS libraries, as pip on a Mac would have built it."""
+    minor = ".".join(version.split(".")[:2])
+    folder = ROOT / "dist" / "cross" / f"torch-{minor}"
+    folder.mkdir(parents=True, exist_ok=True)
+    info, tag = package_metadata(minor), "cp310-abi3-macosx_14_0_arm64"
+    name = next(iter(info)).split("/")[0]
+    release = name.removeprefix("torch_moe_metal-").removesuffix(".dist-info")
+    package = [p for p in (ROOT / "torch_moe_metal").rglob("*") if p.suffix == ".py" or p.name == "py.typed"]
+    files = {str(path.relative_to(ROOT)): path.read_bytes() for path in sorted(package)}
+    files |= {f"torch_moe_metal/{lib}.so": path.read_bytes() for lib, path in built.items() if lib != "planted"}
+    files |= info
+    wheel = f"Wheel-Version: 1.0\nGenerator: torch_moe_metal cross.py\nRoot-Is-Purelib: false\nTag: {tag}\n"
+    files[f"{name}/WHEEL"] = wheel.encode()
+    target = folder / f"torch_moe_metal-{release}-{tag}.whl"
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path, content in files.items():
+            archive.writestr(path, content)
+        archive.writestr(f"{name}/RECORD", record(files, name))
+    return target
+
+
+def record(files: dict[str, bytes], info: str) -> str:
+    rows = []
+    for name, content in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        rows.append(f"{name},sha256={digest},{len(content)}\n")
+    return "".join(rows) + f"{info}/RECORD,,\n"
+
+
+def package_metadata(minor: str) -> dict[str, bytes]:
+    """The dist-info folder as setuptools writes it, for that torch instead of the installed one."""
+    from setuptools import build_meta
+
+    with tempfile.TemporaryDirectory() as scratch, open(os.devnull, "w") as nowhere:
+        with mock.patch.object(sys, "stdout", nowhere), mock.patch.object(sys, "argv", ["setup.py"]):
+            folder = Path(scratch) / build_meta.prepare_metadata_for_build_wheel(scratch)
+        files = {str(p.relative_to(scratch)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    metadata = f"{folder.name}/METADATA"
+    needs = f"Requires-Dist: torch=={minor}.*".encode()
+    files[metadata] = re.sub(rb"^Requires-Dist: torch==.*$", needs, files[metadata], flags=re.MULTILINE)
+    return files
+
+
+def main() -> None:
+    extensions = mac_extensions()
+    for version in sys.argv[1:] or VERSIONS:
+        torch = fetch_torch(version)
+        say(f"torch {version}: compiling {sum(len(e.sources) for e in extensions)} files for macOS on arm64")
+        built = build(version, torch, extensions)
+        check(version, built, torch)
+        say(f"torch {version}: {write_wheel(version, built).relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (CrossError, BuildError) as error:
+        sys.exit(f"make cross: {error}")
