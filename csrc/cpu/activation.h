@@ -5,8 +5,8 @@
 
 namespace moe_metal {
 
-// x * sigmoid(z). exp saturates to inf or 0, so the result is -0 or x at the far ends, and NaN stays NaN.
-inline Vec times_sigmoid(const Vec& x, const Vec& z) { return x / (Vec(1) + z.neg().exp()); }
+// x * sigmoid(z). exp saturates to inf or 0, so the result is -0 or x at the far ends, and a NaN in x stays NaN.
+inline Vec times_sigmoid(const Vec& x, const Vec& z) { return x / (Vec(1) + z.neg().exp_u20()); }
 
 template <Activation activation>
 inline Vec activated(Vec gate, Vec up, const ActivationParams& params) {
