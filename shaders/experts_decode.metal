@@ -278,15 +278,19 @@ template <typename T, typename Column>
 
 }  // namespace moe_metal
 
-#define instantiate_walk(name, function, Walk, dtype) \
-  instantiate_kernel(name "_" #dtype, moe_metal::function<dtype, moe_metal::Walk<dtype>>)
-#define instantiate_walks(function, variant, Walk)                                                                     \
-  instantiate_walk(#function variant, function, Walk, float) instantiate_walk(#function variant, function, Walk, half) \
-      instantiate_walk(#function variant, function, Walk, bfloat)
+// clang-format off
+#define instantiate_walk(function, Walk, variant, dtype) \
+  instantiate_kernel(#function variant "_" #dtype, moe_metal::function<dtype, moe_metal::Walk<dtype>>)
+#define instantiate_walks(function, Walk, variant)  \
+  instantiate_walk(function, Walk, variant, float)  \
+  instantiate_walk(function, Walk, variant, half)   \
+  instantiate_walk(function, Walk, variant, bfloat)
 
-instantiate_walks(experts_gate_up_rows, "_wide", WideChunk) instantiate_walks(experts_gate_up_rows, "", AnyChunk)
-    instantiate_walks(experts_gate_up_columns, "_wide", WideColumn)
-        instantiate_walks(experts_gate_up_columns, "", AnyColumn)
-            instantiate_walks(experts_down_rows, "_wide", WideChunk) instantiate_walks(experts_down_rows, "", AnyChunk)
-                instantiate_walks(experts_down_columns, "_wide", WideColumn)
-                    instantiate_walks(experts_down_columns, "", AnyColumn)
+instantiate_walks(experts_gate_up_rows, WideChunk, "_wide")
+instantiate_walks(experts_gate_up_rows, AnyChunk, "")
+instantiate_walks(experts_gate_up_columns, WideColumn, "_wide")
+instantiate_walks(experts_gate_up_columns, AnyColumn, "")
+instantiate_walks(experts_down_rows, WideChunk, "_wide")
+instantiate_walks(experts_down_rows, AnyChunk, "")
+instantiate_walks(experts_down_columns, WideColumn, "_wide")
+instantiate_walks(experts_down_columns, AnyColumn, "")

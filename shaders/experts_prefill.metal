@@ -30,11 +30,10 @@ namespace moe_metal {
 
 // Grid: one threadgroup per expert. Each reads all ids, and counts those of lower experts to find where its own begin:
 // E times the reads of a radix sort, from the cache, but one dispatch, no atomics and no order between threadgroups.
-[[kernel]] void experts_sort(device const int* ids [[buffer(0)]], device int* order [[buffer(1)]],
-                             device int* offsets [[buffer(2)]], constant ExpertsParams& params [[buffer(3)]],
-                             uint group [[threadgroup_position_in_grid]],
-                             uint thread_index [[thread_index_in_threadgroup]],
-                             uint simdgroups [[simdgroups_per_threadgroup]]) {
+[[host_name("experts_sort")]] [[kernel]] void experts_sort(
+    device const int* ids [[buffer(0)]], device int* order [[buffer(1)]], device int* offsets [[buffer(2)]],
+    constant ExpertsParams& params [[buffer(3)]], uint group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup uint lowers[kMaxSimdgroups], owns[kMaxSimdgroups];
   const int expert = group;
   const uint lane = thread_index % 32, simdgroup = thread_index / 32, slots = params.T * params.K;
@@ -276,14 +275,16 @@ template <typename T>
 
 }  // namespace moe_metal
 
-#define instantiate_tiles(rows)                                                                                       \
-  instantiate_kernel("experts_gate_up_tiles" #rows "_float", moe_metal::experts_gate_up_tiles<float, rows>)           \
-      instantiate_kernel("experts_gate_up_tiles" #rows "_half", moe_metal::experts_gate_up_tiles<half, rows>)         \
-          instantiate_kernel("experts_gate_up_tiles" #rows "_bfloat", moe_metal::experts_gate_up_tiles<bfloat, rows>) \
-              instantiate_kernel("experts_down_tiles" #rows "_float", moe_metal::experts_down_tiles<float, rows>)     \
-                  instantiate_kernel("experts_down_tiles" #rows "_half", moe_metal::experts_down_tiles<half, rows>)   \
-                      instantiate_kernel("experts_down_tiles" #rows "_bfloat",                                        \
-                                         moe_metal::experts_down_tiles<bfloat, rows>)
+// clang-format off
+#define instantiate_tiles_of(dtype, rows)                                                                             \
+  instantiate_kernel("experts_gate_up_tiles" #rows "_" #dtype, moe_metal::experts_gate_up_tiles<dtype, rows>)         \
+  instantiate_kernel("experts_down_tiles" #rows "_" #dtype, moe_metal::experts_down_tiles<dtype, rows>)
+#define instantiate_tiles(dtype)  \
+  instantiate_tiles_of(dtype, 16) \
+  instantiate_tiles_of(dtype, 32) \
+  instantiate_tiles_of(dtype, 64)
 
-instantiate_kernel("experts_sort", moe_metal::experts_sort) instantiate_tiles(16) instantiate_tiles(32)
-    instantiate_tiles(64) instantiate_dtypes("experts_combine", experts_combine)
+instantiate_tiles(float)
+instantiate_tiles(half)
+instantiate_tiles(bfloat)
+instantiate_dtypes("experts_combine", experts_combine)
