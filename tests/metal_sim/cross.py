@@ -27,8 +27,9 @@ from pathlib import Path
 from unittest import mock
 
 import setuptools
-from build import HERE, ROOT, BuildError, find_ninja
 from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: F401  both imported while this is Linux
+
+from build import HERE, ROOT, BuildError, find_ninja
 
 VERSIONS = ["2.10.0", "2.13.0", "2.15.0"]
 ZIG_VERSION = "0.17.0"
@@ -124,9 +125,9 @@ def ninja_file(compiler: str, torch: Path, extensions: list[CppExtension]) -> st
     # zig c++ would link its own libc++ statically, whose exceptions torch could not catch. So zig cc links.
     link = f"{compiler} cc -target {TARGET} -shared $in -o $out {libraries} -Wl,-undefined,dynamic_lookup"
     link += " -Wl,-rpath,@loader_path/../torch/lib -Wl,-headerpad_max_install_names"
+    compile_ = f"{compiler} c++ {' '.join(compile_flags(torch))} $flags -MMD -MF $out.d -c $in -o $out"
     lines = [
-        f"rule compile\n  command = {compiler} c++ {' '.join(compile_flags(torch))} $flags -MMD -MF $out.d -c $in -o $out"
-        "\n  depfile = $out.d\n  deps = gcc",
+        f"rule compile\n  command = {compile_}\n  depfile = $out.d\n  deps = gcc",
         f"rule link\n  command = {link}",
         f"build planted.o: compile {HERE / 'planted.cpp'}\n  flags = -std=c++20",
     ]

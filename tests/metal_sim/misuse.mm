@@ -18,7 +18,7 @@ using Pipeline = id<MTLComputePipelineState>;
 constexpr const char* kSource = R"(
 #include <metal_stdlib>
 using namespace metal;
-kernel void fill(device float* out [[buffer(0)]], constant float& value [[buffer(1)]],
+kernel void write_value(device float* out [[buffer(0)]], constant float& value [[buffer(1)]],
                  uint i [[thread_position_in_grid]]) {
   out[i] = value;
 }
@@ -73,7 +73,7 @@ void bind(Encoder encoder, const Tensor& x, int index) {
 
 // `fill` with everything in order; each rule changes one thing.
 void set_up_fill(Encoder encoder, const Tensor& x, float value = 1) {
-  [encoder setComputePipelineState:pipeline("fill")];
+  [encoder setComputePipelineState:pipeline("write_value")];
   bind(encoder, x, 0);
   [encoder setBytes:&value length:sizeof(value) atIndex:1];
 }
@@ -229,7 +229,7 @@ const std::map<std::string, Rule> rules = {
     {"unbound",
      [](const Tensor& x) {
        on_queue(^(Encoder e) {
-         [e setComputePipelineState:pipeline("fill")];
+         [e setComputePipelineState:pipeline("write_value")];
          bind(e, x, 0);
          go(e);
        });
@@ -239,7 +239,7 @@ const std::map<std::string, Rule> rules = {
        on_queue(^(Encoder e) {
          set_up_fill(e, x);
          go(e);
-         [e setComputePipelineState:pipeline("fill")];
+         [e setComputePipelineState:pipeline("write_value")];
          bind(e, x, 0);
          go(e);
        });
@@ -251,7 +251,7 @@ const std::map<std::string, Rule> rules = {
          go(e);
        });
        on_queue(^(Encoder e) {
-         [e setComputePipelineState:pipeline("fill")];
+         [e setComputePipelineState:pipeline("write_value")];
          go(e);
        });
      }},

@@ -244,7 +244,7 @@ BROKEN = {
     "bytes_0": "argument: setBytes of 0 bytes",
     "offset_at_end": "argument: setBuffer at offset 256 of a buffer of 256 bytes",
     "index_31": "argument: buffer index 31",
-    "unbound": "unbound: argument `value` at index 1 of kernel fill was never bound",
+    "unbound": "unbound: argument `value` at index 1 of kernel write_value was never bound",
     "stale": "stale: argument `value` at index 1",
     "stale_from_earlier_op": "stale: argument `out` at index 0",
     "no_pipeline": "pipeline: a dispatch without setComputePipelineState:",
@@ -319,10 +319,15 @@ def test_record() -> None:
         misuse("fill", x)
         misuse("shared", x)
     first, second = record.dispatches
-    assert (first.kernel, first.label, first.grid, first.threads) == ("fill", "fill", [2, 1, 1], [32, 1, 1])
+    assert (first.kernel, first.label, first.grid, first.threads) == (
+        "write_value",
+        "write_value",
+        [2, 1, 1],
+        [32, 1, 1],
+    )
     assert (first.buffer_bytes, first.constant_bytes, first.threadgroup_bytes) == (256, 4, 0)
     assert (second.kernel, second.threadgroup_bytes) == ("shared", 256)
-    assert record.kernels == ["fill", "shared"] and not record.host_syncs
+    assert record.kernels == ["write_value", "shared"] and not record.host_syncs
     assert 0 < record.host_seconds < record.seconds
     with metal_sim.record() as record:
         x.sum().item()
@@ -334,7 +339,7 @@ def test_host_only_counts_and_does_not_run() -> None:
     x = torch.zeros(64, device="mps")
     with metal_sim.host_only(), metal_sim.record() as record:
         misuse("fill", x)
-    assert record.kernels == ["fill"] and x.sum().item() == 0
+    assert record.kernels == ["write_value"] and x.sum().item() == 0
     with metal_sim.host_only(), pytest.raises(RuntimeError, match="unbound"):
         torch.ops.metal_sim.clear()
         misuse("unbound", x)
