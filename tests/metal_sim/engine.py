@@ -42,12 +42,14 @@ def build():
     folder.mkdir(exist_ok=True)
     library = folder / "libengine_harness.so"
     sources = [HERE / name for name in SOURCES]
-    newest = max(p.stat().st_mtime for p in [*sources, HERE / "engine.h", HERE / "scheduler.h", HERE / "shim" / "abi.h"])
+    headers = [HERE / "engine.h", HERE / "scheduler.h", HERE / "shim" / "abi.h"]
+    newest = max(path.stat().st_mtime for path in [*sources, *headers])
     if library.exists() and library.stat().st_mtime >= newest:
         return library
     compiler = os.environ.get("METAL_SIM_CXX", "clang++-19")
     part = library.with_suffix(f".{os.getpid()}.part")
-    command = [compiler, "-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-Wall", "-Wextra", "-o", part, *sources, "-ldl"]
+    flags = ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-Wall", "-Wextra"]
+    command = [compiler, *flags, "-o", part, *sources, "-ldl"]
     subprocess.run(command, check=True)
     part.rename(library)
     return library

@@ -21,7 +21,7 @@ namespace fs = std::filesystem;
 
 // One flag a word. The sanitizers only insert calls; shim/runtime.h answers them.
 const char* const compiler_flags =
-    "-std=c++20 -O2 -fPIC -fno-vectorize -fno-slp-vectorize -ffp-contract=off -fno-math-errno -fsigned-char "
+    "-std=c++20 -O2 -fPIC -fno-vectorize -fno-slp-vectorize -ffp-contract=off -fno-math-errno -fsigned-char -fno-finite-loops "
     "-Xclang -ffloat16-excess-precision=none -fno-exceptions -fno-rtti -fno-threadsafe-statics -nostdinc++ "
     "-fvisibility=hidden -ftrivial-auto-var-init=pattern -gline-tables-only "
     "-fsanitize=thread,bounds,signed-integer-overflow,integer-divide-by-zero,shift-exponent,float-cast-overflow,"

@@ -11,10 +11,11 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 COMPILER = os.environ.get("METAL_SIM_CXX", "clang++-19")
 SPACES = ("device", "constant", "threadgroup", "thread")
+QUALIFIERS = ("const", "volatile", "constexpr", "static")
 OPENERS = {"(": ")", "[": "]", "{": "}", "[[": "]"}
 REFUSED = {
     "double": "'double' is not supported in Metal",
@@ -88,15 +89,6 @@ class Parameter:
     space: str | None  # address space of a buffer
     attribute: str  # buffer, threadgroup, or the name of a builtin
     index: str = ""
-
-
-@dataclass
-class Definition:
-    """A kernel function: its parameters, and where its body lies in the tokens."""
-
-    parameters: list
-    body: tuple
-    names: set = field(default_factory=set)
 
 
 def refuse(token, message):
@@ -196,7 +188,7 @@ def split(tokens):
         else:
             part += tokens[i : end + 1]
         i = end + 1
-    return parts + [part] if part or parts else []
+    return [*parts, part] if part or parts else []
 
 
 def refuse_words(tokens):
@@ -298,12 +290,24 @@ def attributes(tokens):
             out.append(tokens[i])
             i += 1
             continue
-        end = closing(tokens, i)
+        end, space = closing(tokens, i), tokens[i].space
         for part in split(tokens[i + 1 : end - 1]):
             text = render(part).strip()
-            kind = "name" if text == "kernel" else "attribute"
-            out.append(Token(text, kind, " " if kind == "name" else "", tokens[i].line))
+            out.append(Token(text, "name" if text == "kernel" else "attribute", space, tokens[i].line))
+            space = ""
         i = end + 1
+    return out
+
+
+def without_attributes(tokens):
+    """Keeps the line breaks before them, so that lines stay what they are."""
+    out, space = [], ""
+    for token in tokens:
+        if token.kind == "attribute":
+            space += token.space
+        else:
+            token.space, space = space + token.space, ""
+            out.append(token)
     return out
 
 
@@ -353,7 +357,9 @@ class Kernels:
 
     def scan(self, tokens):
         out, i, after = [], 0, {}
+        self.depth = 0  # of braces: above 0 we are in a namespace
         while i < len(tokens):
+            self.depth += {"{": 1, "}": -1}.get(tokens[i].text, 0)
             if tokens[i].text == "kernel" and tokens[i].kind == "name":
                 i = self.kernel(tokens, i, out, after)
                 continue
@@ -364,14 +370,15 @@ class Kernels:
         return out
 
     def kernel(self, tokens, i, out, after):
-        marks = [t for t in tokens[max(0, i - 6) : i] if t.kind == "attribute"]
-        marks = marks if out and out[-1].kind == "attribute" else []
+        marks, space = [], tokens[i].space
         i += 1
         while tokens[i].kind == "attribute":
             marks.append(tokens[i])
             i += 1
         while out and out[-1].kind == "attribute":
-            out.pop()
+            space = out[-1].space + space
+            marks.append(out.pop())
+        tokens[i].space = space + tokens[i].space
         if tokens[i].text == "decltype":
             return self.instantiation(tokens, closing(tokens, i + 1) + 1, out, marks)
         if tokens[i].text != "void":
@@ -389,9 +396,12 @@ class Kernels:
             refuse(name, f"kernel '{name.text}' is declared but not defined here")
         body = closing(tokens, end + 1)
         self.definitions[name.text] = parameters(tokens[group + 1 : end])
-        out += [t for t in tokens[i : end + 2] if t.kind != "attribute"]
+        out += without_attributes(tokens[i : end + 2])
         out.append(Token(" MSL_KERNEL_BODY ", "code", "", tokens[end + 1].line))
+        self.depth += 1
         if not is_template(out):
+            if self.depth > 1 and not any(argument(m, "host_name") for m in marks):
+                refuse(name, f"kernel '{name.text}' is in a namespace and needs a [[host_name]]")
             after[body] = self.registration([name], name.text, marks, tokens[body])
         return end + 2
 
@@ -403,11 +413,14 @@ class Kernels:
         while tokens[end].text not in (";", "("):
             end = closing_angle(tokens, end) + 1 if tokens[end].text == "<" else end + 1
         function = tokens[i:end]
+        if index_of(function, "<") == len(function):
+            shown = render(function).strip()
+            refuse(start, f"explicit instantiation of '{shown}' does not refer to a function template")
         name = next(t.text for t in reversed(function[: index_of(function, "<")]) if t.kind == "name")
         while tokens[end].text != ";":
             end += 1
         registration = self.registration(function, name, marks, start)
-        registration.space = start.space
+        registration.space = start.space + "\n" * sum(t.space.count("\n") for t in tokens[i : end + 1])
         out.append(registration)
         return end + 1
 
@@ -455,6 +468,7 @@ class Spaces:
         while i < len(tokens):
             token = tokens[i]
             if token.kind == "attribute":
+                tokens[i + 1].space = token.space + tokens[i + 1].space
                 i += 1
                 continue
             if token.text in SPACES and token.kind == "name":
@@ -473,7 +487,7 @@ class Spaces:
     def space(self, tokens, i):
         word, lead = tokens[i], tokens[i].space
         qualifiers = []
-        while self.out and self.out[-1].text in ("const", "volatile", "constexpr", "static") and self.out[-1].kind == "name":
+        while self.out and self.out[-1].kind == "name" and self.out[-1].text in QUALIFIERS:
             taken = self.out.pop()
             qualifiers.insert(0, taken.text)
             lead = taken.space
@@ -483,7 +497,7 @@ class Spaces:
                 refuse(word, f"write '{word.text}' before the type it belongs to")
             return i
         start = i
-        while tokens[i].text in ("const", "volatile", "constexpr", "static"):
+        while tokens[i].text in QUALIFIERS:
             qualifiers.append(tokens[i].text)
             i += 1
             start = i

@@ -1,0 +1,5 @@
+// Broken on purpose (compile): a parameter that says not where it comes from
+#include <metal_stdlib>
+using namespace metal;
+
+kernel void k(device float* x [[buffer(0)]], uint i) { x[i] = 0.0f; }

@@ -1,0 +1,7 @@
+// Broken on purpose (simdgroup): asks for lane 32
+#include <metal_stdlib>
+using namespace metal;
+
+kernel void next_lane(device float* out [[buffer(0)]], uint lane [[thread_index_in_simdgroup]]) {
+  out[lane] = simd_shuffle(float(lane), ushort(lane + 1));
+}

@@ -1,0 +1,5 @@
+// Broken on purpose (compile): a name nobody declared
+#include <metal_stdlib>
+using namespace metal;
+
+kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) { x[i] = missing_name; }
