@@ -150,6 +150,8 @@ def draw(name: str, size: tuple[int, ...], dims: dict[str, int], generator: torc
         return 1 + values.clamp(-2.5, 2.5) * 0.3
     if name in ("select_bias", "router_bias"):
         return values * 0.2
+    if name in ("slots", "residual", "input") and dims["H"] <= 3:
+        return values.abs() + 0.1  # the norm of so few numbers is ill-conditioned where their sums cancel
     return values * 2 if name == "logits" else values
 
 
@@ -547,9 +549,10 @@ def interleaved_views(args: Args) -> None:
 
 
 def hostile_gate_and_up(args: Args) -> None:
-    values = torch.tensor([nan, inf, -inf, 0.0, -0.0, 1e4, -1e4, 88.0, -89.0, -104.0, 7.0, 1e-30], dtype=args["gate"].dtype)
-    pairs = torch.cartesian_prod(values, values)
-    args["gate"][: len(pairs), 0], args["up"][: len(pairs), 0] = pairs.unbind(-1)
+    values = torch.tensor([nan, inf, -inf, 0.0, -0.0, 1e4, -1e4, 88.0, -60.0, 7.0])
+    vanishing = torch.tensor([-89.0, -104.0, 1e-30])  # sigmoid or square underflows, in float32 only: beside finite ups
+    pairs = torch.cat([torch.cartesian_prod(values, values), torch.cartesian_prod(vanishing, values[3:])])
+    args["gate"][: len(pairs), 0], args["up"][: len(pairs), 0] = pairs.to(args["gate"].dtype).unbind(-1)
 
 
 GLU_LAYOUTS = {"apart": None, "halves": halves, "interleaved": interleaved_views}
@@ -565,10 +568,9 @@ def glu_cases() -> list[Case]:
                 for layout, prepare in GLU_LAYOUTS.items():
                     dims = {"T": 19, "I": 45}
                     cases.append(Case("glu", f"{name}-{layout}", dims, (), options, dtype, prepare=prepare))
+                # Compared in float64: torch's own gelu(inf) is NaN in float32 where oneDNN computes it.
                 hostile = {"T": 144, "I": 3}
-                cases.append(
-                    Case("glu", f"{name}-hostile", hostile, (), options, dtype, None, hostile_gate_and_up, True)
-                )
+                cases.append(Case("glu", f"{name}-hostile", hostile, (), options, dtype, None, hostile_gate_and_up))
     return cases
 
 

@@ -86,6 +86,6 @@ def with_leading(case: Case, args: Args, leading: tuple[int, ...]) -> Args:
     """The same arguments with other leading dimensions instead of [T]; takes the first tokens if those are fewer."""
     count = torch.Size(leading).numel()
     return {
-        name: tensor[:count].reshape(*leading, *tensor.shape[1:]) if SHAPES[case.op][name][0] == "T" else tensor
+        name: tensor[:count].reshape(leading + tensor.shape[1:]) if SHAPES[case.op][name][0] == "T" else tensor
         for name, tensor in args.items()
     }

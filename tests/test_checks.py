@@ -1,0 +1,127 @@
+"""The tests can fail: wrong results, touched memory and unclear choices are noticed by the helpers that judge."""
+
+import pytest
+import torch
+
+import cases
+from cases import BFLOAT, FLOAT, HALF, OPTIONAL, SAMPLES, SHAPES, Case, expected
+from checks import Guarded, assert_matches, strides_of
+from torch_moe_metal import reference
+
+WANT = torch.randn(64, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+LIMIT = {FLOAT: 1e-6, HALF: 1e-3, BFLOAT: 4e-3}
+
+
+@pytest.mark.parametrize("dtype", LIMIT)
+def test_an_error_of_ten_tolerances_is_noticed(dtype: torch.dtype):
+    assert_matches([WANT.to(dtype)], [WANT])
+    with pytest.raises(AssertionError, match="relative L2"):
+        assert_matches([(WANT * (1 + 10 * LIMIT[dtype])).to(dtype)], [WANT])
+
+
+@pytest.mark.parametrize("dtype", LIMIT)
+def test_one_wrong_element_among_many_is_noticed(dtype: torch.dtype):
+    want = torch.ones(4000, 1000)
+    got = want.to(dtype)
+    got[3999, 999] *= 1 + 40 * LIMIT[dtype]
+    with pytest.raises(AssertionError, match="an element"):
+        assert_matches([got], [want])
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_noticed(wrong: float):
+    got = WANT.float()
+    got[5, 7] = wrong
+    with pytest.raises(AssertionError):
+        assert_matches([got], [WANT])
+    with pytest.raises(AssertionError):  # nor may a number stand where there should be none
+        assert_matches([WANT.float()], [got.double()])
+    assert_matches([got], [got.double()])
+
+
+def test_overflow_of_the_output_dtype_is_expected_where_the_oracle_has_it():
+    assert_matches([torch.tensor([float("inf"), 1.0], dtype=HALF)], [torch.tensor([1e6, 1.0], dtype=torch.float64)])
+    with pytest.raises(AssertionError):
+        assert_matches([torch.tensor([65504.0, 1.0], dtype=HALF)], [torch.tensor([1e6, 1.0], dtype=torch.float64)])
+
+
+def test_wrong_ids_and_shapes_are_noticed():
+    ids = torch.tensor([[3, 1, 2]], dtype=torch.int32)
+    assert_matches([ids], [ids.clone()])
+    for wrong in (torch.tensor([[3, 2, 1]], dtype=torch.int32), ids.long(), ids[0]):
+        with pytest.raises(AssertionError):
+            assert_matches([wrong], [ids])
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "strided", "padded", "transposed"])
+def test_a_touched_guard_is_noticed(kind: str):
+    tensor = torch.arange(12.0).view(3, 4)
+    outside = Guarded(tensor, kind, 3)
+    assert torch.equal(outside.view, tensor) and list(outside.view.stride()) == strides_of(tensor.shape, kind)
+    outside.assert_untouched("x")
+    outside.view[1, 1] = -1.0
+    outside.assert_untouched("x", written=True)
+    with pytest.raises(AssertionError, match="memory of an input"):
+        outside.assert_untouched("x")
+    for place in (0, outside.view.storage_offset() - 1, len(outside.storage) - 1):
+        guarded = Guarded(tensor, kind, 3)
+        guarded.storage[place] = 0.0
+        with pytest.raises(AssertionError, match="memory beside it"):
+            guarded.assert_untouched("x", written=True)
+
+
+def test_an_unclear_choice_is_noticed():
+    logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 2.0], [1.0, 2.0, 2.0 + 1e-6]])
+    biases = {"select_bias": torch.tensor([0.5, 0.0, 0.0])}
+    options = {"top_k": 1, "scoring": "sigmoid"}
+    assert cases.clear_choice("route", {"logits": logits} | biases, options).tolist() == [True, True, False]
+    assert cases.clear_choice("route", {"logits": logits}, options).all()  # the logits themselves are compared
+
+
+@pytest.mark.parametrize("case", SAMPLES, ids=str)
+def test_every_argument_matters(case: Case):
+    """The samples show a kernel that ignores an argument: without it, or with another one, the answer differs."""
+    args = case.arguments()
+    want = expected(case.op, args, case.options)
+    for name in case.shapes:
+        changed = dict(args)
+        if name in OPTIONAL.get(case.op, ()):
+            del changed[name]
+            if name == "shared":
+                changed.pop("shared_gate")
+        else:
+            changed[name] = args[name].flip(0) if name != "hidden" else -args[name].flip(-1)
+        with pytest.raises(AssertionError):
+            assert_matches(expected(case.op, changed, case.options), want, case.longest_sum)
+
+
+@pytest.mark.parametrize("case", [case for case in SAMPLES if case.op == "experts"], ids=str)
+def test_the_two_oracles_of_experts_agree(case: Case):
+    args = {name: t.double() if t.is_floating_point() else t for name, t in case.arguments().items()}
+    args["experts"][1:3] = torch.tensor([-1, 2, 2, 1000, 5, 5, 5, 0])[: args["experts"].shape[1]]
+    assert_matches([cases.experts_one_by_one(**args, **case.options)], [reference.experts(**args, **case.options)])
+
+
+def test_the_table_is_complete():
+    """Every op, every value of the grids, every named case once."""
+    assert list(SHAPES) == [op.__name__ for op in (reference.gate, reference.route, reference.glu, reference.experts)] + [
+        op.__name__ for op in reference.OPS[4:]
+    ]
+    names = [str(case) for case in cases.CASES]
+    assert len(set(names)) == len(names)
+    for op, letters in {"gate": "TEKH", "route": "TEK", "experts": "TEKHI", "glu": "TI", "weighted_sum": "TKH"}.items():
+        for letter in letters:
+            seen = {case.dims[letter] for case in cases.CASES if case.op == op}
+            grid = {"T": cases.T_GRID, "E": cases.E_GRID, "K": cases.K_GRID[:-1]}.get(letter, cases.H_GRID)
+            assert seen >= set(grid), f"{op} {letter}: {sorted(set(grid) - seen)}"
+
+
+def test_pairwise_covers_every_pair():
+    factors = {"a": (1, 2, 3, 4), "b": "xyz", "c": (True, False), "d": (0, 5)}
+    rows = cases.pairwise(lambda **_: True, **factors)
+    for one in factors:
+        for other in factors:
+            pairs = {(row[one], row[other]) for row in rows}
+            assert one == other or len(pairs) == len(factors[one]) * len(factors[other])
+    assert len(rows) < 4 * 3 * 2 * 2 // 2
+    assert all(row["a"] + row["d"] < 8 for row in cases.pairwise(lambda a, d, **_: a + d < 8, **factors))
