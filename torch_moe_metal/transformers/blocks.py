@@ -2,7 +2,7 @@
 subclass of its own class, so that isinstance, state_dict, save_pretrained, .to(), deepcopy and pickle work as before.
 
 Whenever a fused forward would skip something (a hook on a router, a replaced submodule, a gradient), it calls the
-original forward instead. `moe` stands for the block, T for its tokens, whatever their leading dimensions.
+original forward instead.
 """
 
 import functools
@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from .experts import expert_arguments, wants_grad, why_not_fused
+from .experts import ACTIVATION_DTYPES, DEVICES, expert_arguments, wants_grad, why_not_fused
 from .families import BLOCKS, GEMMA4_LAYERS, PRE_NORM_LAYERS, Block, family_name
 
 ops = torch.ops.moe_metal
@@ -38,14 +38,20 @@ class Fused(nn.Module):
             for m in modules
         )
 
-    def fits(self, x: Tensor) -> bool:
-        """Whether our ops take this call: no gradient, no training noise, one dtype."""
+    def free(self, x: Tensor) -> bool:
+        """Whether nothing but our ops' result is asked of this call: no gradient, no autocast, a dtype of ours."""
         return (
-            not wants_grad(x, *self.parameters())
-            and not (self.training and getattr(self, "jitter_noise", 0))
-            and x.dtype == self.experts.down_proj.dtype
-            and why_not_fused(self.experts) is None
+            x.dtype in ACTIVATION_DTYPES
+            and x.device.type in DEVICES
+            and not torch.is_autocast_enabled(x.device.type)
+            and not wants_grad(x, *self.parameters())
         )
+
+    def fits(self, x: Tensor) -> bool:
+        """The same for a module with experts. (The noise is Mixtral's and MiniMax's, in training.)"""
+        noisy = self.training and getattr(self, "jitter_noise", 0)
+        same_dtype = x.dtype == self.experts.down_proj.dtype
+        return not noisy and same_dtype and self.free(x) and why_not_fused(self.experts) is None
 
 
 def rebuild(original: type) -> nn.Module:
@@ -110,11 +116,7 @@ class FusedPreNormLayer(Fused):
         return self.mlp.moe(x, residual)[0]
 
     def ready(self, x: Tensor) -> bool:
-        return (
-            self.untouched(self.post_attention_layernorm, self.mlp)
-            and not wants_grad(x, *self.parameters())
-            and self.mlp.ready(x)
-        )
+        return self.untouched(self.post_attention_layernorm, self.mlp) and self.free(x) and self.mlp.ready(x)
 
 
 class FusedGemma4Layer(Fused):
@@ -162,7 +164,7 @@ class FusedGemma4Layer(Fused):
         if self.hidden_size_per_layer_input:
             bypassed.append(self.post_per_layer_input_norm)
         if not self.enable_moe_block:
-            return self.untouched(*bypassed) and not wants_grad(x, *self.parameters())
+            return self.untouched(*bypassed) and self.free(x)
         bypassed += [self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2, self.experts]
         return self.untouched(*bypassed, *self.router.modules()) and self.fits(x)
 

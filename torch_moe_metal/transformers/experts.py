@@ -23,7 +23,7 @@ ACTIVATIONS = {
 }
 
 # A class whose gate is not `act(gate) * up`, by the function that replaces it: the activation (None: the module's
-# act_fn) and the attributes that hold alpha and limit. Beam is here since it only asks for float32, which we keep anyway.
+# act_fn) and the attributes that hold alpha and limit. Beam only asks for float32, which our op keeps anyway.
 GATES = {
     "gpt_oss.modeling_gpt_oss.GptOssExperts": ("swiglu_oai", "alpha", "limit"),
     "openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts": ("swiglu_oai", "alpha", "limit"),
@@ -34,6 +34,12 @@ GATES = {
     "beam.modeling_beam.BeamExperts": (None, None, None),
 }
 DEFAULT_GATE = (None, None, None)
+
+
+def activation_of(function) -> str | None:
+    """Our name for an activation of transformers: a module, or PyTorch's function itself."""
+    return "silu" if function is nn.functional.silu else ACTIVATIONS.get(type(function))
+
 
 # Llama 4's experts are not on the interface; in its words they are:
 LLAMA4 = SimpleNamespace(
@@ -60,13 +66,11 @@ def why_not_fused(experts: nn.Module) -> str | None:
     flags = layout(experts)
     if not flags.has_gate:
         return "its experts have no gate"
-    if flags.has_post_expert_norm:
-        return "it norms each expert's output"
     gate = gate_of(experts)
     if gate is None:
         return f"its gate is its own: {type(experts).__name__}._apply_gate"
-    if gate[0] is None and type(experts.act_fn) not in ACTIVATIONS:
-        return f"its activation is {type(experts.act_fn).__name__}"
+    if gate[0] is None and activation_of(experts.act_fn) is None:
+        return f"its activation is {getattr(experts.act_fn, '__name__', type(experts.act_fn).__name__)}"
     if not flags.is_concatenated and gate is DEFAULT_GATE:
         return "its gate and up rows are interleaved, but its gate reads halves"
     if experts.down_proj.shape[0] > MAX_EXPERTS:
@@ -90,7 +94,7 @@ def expert_arguments(experts: nn.Module) -> dict:
         "down": experts.down_proj,
         "gate_up_bias": experts.gate_up_proj_bias if flags.has_bias else None,
         "down_bias": experts.down_proj_bias if flags.has_bias else None,
-        "activation": activation or ACTIVATIONS[type(experts.act_fn)],
+        "activation": activation or activation_of(experts.act_fn),
         "alpha": getattr(experts, alpha) if alpha else 1.702,
         "limit": getattr(experts, limit) if limit else None,
         "interleaved": not flags.is_concatenated,
@@ -125,12 +129,22 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         warn_once(self, reason)
         return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     arguments = expert_arguments(self)
-    if wants_grad(hidden_states, top_k_weights, *arguments.values()):
+    if wants_grad(hidden_states, top_k_weights, *self.parameters()):
         return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     # Under autocast the two dtypes may differ; the weights' is the one that counts, as in grouped_mm.
     x = hidden_states.to(self.down_proj.dtype)
     weights = top_k_weights if top_k_weights.dtype in (x.dtype, torch.float32) else top_k_weights.float()
+    if self.has_post_expert_norm:
+        return normed_experts(self, x, weights, top_k_index, arguments).to(hidden_states.dtype)
     return torch.ops.moe_metal.experts(x, weights, top_k_index, **arguments).to(hidden_states.dtype)
+
+
+def normed_experts(self: nn.Module, x: Tensor, weights: Tensor, experts: Tensor, arguments: dict) -> Tensor:
+    """Each expert's output goes through a norm before its weight: every choice is a token of its own first."""
+    inputs = x.unsqueeze(-2).expand(*experts.shape, -1)
+    ones = torch.ones_like(weights).unsqueeze(-1)
+    slots = torch.ops.moe_metal.experts(inputs, ones, experts.unsqueeze(-1), **arguments)
+    return torch.ops.moe_metal.weighted_sum(self.post_expert_norm(slots), weights)
 
 
 def register() -> None:

@@ -1,0 +1,405 @@
+"""transformers, as a user would: every family's logits and tokens, compiled, copied, hooked, trained and saved."""
+
+import collections
+import contextlib
+import copy
+import importlib
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import transformers
+from tiny_models import FAMILIES, eager, experts_classes, tiny_model, tiny_module, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
+
+import torch_moe_metal
+from torch_moe_metal.transformers.experts import _warned, experts_forward, why_not_fused
+from torch_moe_metal.transformers.families import BLOCKS
+from torch_moe_metal.transformers.version import check_version
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).double().norm() / expected.double().norm())
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+# ------------------------------------------------------------------------------------------------ every family
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits(family, device):
+    """In float32 the logits are eager's, through the interface and patched, at prefill and at decode."""
+    model, ids = eager(tiny_model(family, device)), tokens(2, 9, device=device)
+    expected = model(ids, use_cache=False).logits
+    if family != "llama4_text":  # not on the interface
+        model.set_experts_implementation("moe_metal")
+        assert relative(model(ids, use_cache=False).logits, expected) <= 1e-5
+    report = torch_moe_metal.patch(model)
+    assert len(report["fused"]) == FAMILIES[family][1] == len(report.rows), str(report)
+    assert relative(model(ids, use_cache=False).logits, expected) <= 1e-5
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    assert relative(model(ids[:, 8:], past_key_values=cache).logits, expected[:, 8:]) <= 1e-5
+
+
+def generated(model, ids, **options) -> list[list[int]]:
+    mask = (ids != 0).long()
+    return model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, **options).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate(family, device):
+    """The same greedy tokens as eager, with a dynamic and a static cache, in a left-padded batch, and from beams."""
+    model, ids = eager(tiny_model(family, device)), tokens(2, 7, device=device)
+    ids[1, :3] = 0  # left padding
+    ways = [{}, {"num_beams": 3}, {"cache_implementation": "static"}]
+    expected = [generated(model, ids, **way) for way in ways]
+    torch_moe_metal.patch(model)
+    for way, sequence in zip(ways, expected, strict=True):
+        assert generated(model, ids, **way) == sequence, way
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compile(family):
+    """No graph break in prefill and decode, where the stock model has none."""
+    model, ids = tiny_model(family), tokens(2, 9)
+    expected = eager(model)(ids, use_cache=False).logits
+    torch_moe_metal.patch(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert relative(compiled(ids, use_cache=False).logits, expected) <= 1e-5
+    assert relative(compiled(ids[:, :1], use_cache=False).logits, expected[:, :1]) <= 1e-5
+
+
+# ------------------------------------------------------------------------------------------------ every class
+
+
+FALLBACKS = {
+    "NemotronHExperts": "its experts have no gate",
+    "Inkling2Experts": "its gate is its own: Inkling2Experts._apply_gate",
+}
+
+
+def test_every_experts_class():
+    """Each class of the installed transformers is fused and equals its eager forward, or is a known fallback."""
+    classes = experts_classes()
+    generator = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(5, 64, generator=generator), torch.rand(5, 3, generator=generator)
+    ids = torch.rand(5, 8, generator=generator).argsort(-1)[:, :3]
+    reasons = {}
+    for cls in classes:
+        experts = tiny_module(cls, _experts_implementation="moe_metal")
+        reasons[cls.__name__] = why_not_fused(experts)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            output = experts(x, ids, weights)
+        assert relative(output, cls.forward.__wrapped__(experts, x, ids, weights)) <= 1e-6, cls
+    assert {name: why for name, why in reasons.items() if why} == FALLBACKS
+    print(f"{len(classes)} classes on the experts interface: {len(classes) - len(FALLBACKS)} fused")
+    assert len(classes) == 65
+
+
+def test_every_block_class():
+    """Each block that `patch` knows returns what it returned before, in value, shape and dtype."""
+    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+    for name in BLOCKS:
+        family, _, cls = name.partition(".")
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        for norm_topk_prob in (False, True):
+            block = tiny_module(getattr(module, cls), norm_topk_prob=norm_topk_prob)
+            expected = block(x.clone())
+            with counted() as calls:
+                assert torch_moe_metal.patch(block)["fused"] == [""]
+                actual = block(x)
+            assert sum(calls.values()) == (3 if cls == "Llama4TextMoe" else 2), (name, calls)
+            if torch.is_tensor(expected):
+                actual, expected = (actual,), (expected,)
+            for a, e in zip(actual, expected, strict=True):
+                assert a.shape == e.shape and a.dtype == e.dtype and relative(a, e) <= 1e-6, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cls", [Qwen3MoeExperts, GptOssExperts, Gemma4TextExperts])
+def test_half_precision(cls, dtype, device):
+    """With the ids given, the experts are at least as near to float32 as eager is in the same dtype."""
+    experts = tiny_module(cls).to(device, dtype)
+    x = torch.randn(40, 64, dtype=dtype).to(device)
+    weights, ids = torch.rand(40, 3).to(device), torch.rand(40, 8).argsort(-1)[:, :3].to(device)
+    eager_forward = cls.forward.__wrapped__
+    exact = eager_forward(copy.deepcopy(experts).float(), x.float(), ids, weights)
+    allowed = relative(eager_forward(experts, x, ids, weights.to(dtype)), exact)
+    for these_ids, these_weights in ((ids, weights), (ids.int(), weights.to(dtype))):
+        actual = experts_forward(experts, x, these_ids, these_weights)
+        assert actual.dtype == dtype
+        assert relative(actual, exact) <= max(allowed, torch.finfo(dtype).eps)
+
+
+# ------------------------------------------------------------------------------------------------ a good citizen
+
+
+@contextlib.contextmanager
+def counted():
+    """Counts the calls of our ops by name."""
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace == "moe_metal":
+                calls[function.__name__.split(".")[0]] += 1
+            return function(*args, **(kwargs or {}))
+
+    calls = collections.Counter()
+    with Counter():
+        yield calls
+
+
+@pytest.fixture
+def patched():
+    model = tiny_model("qwen3_moe")
+    torch_moe_metal.patch(model)
+    return model
+
+
+def test_dispatches():
+    """A Qwen3 layer's MoE is three of our ops, and a Gemma 4 layer's five."""
+    for family, expected in (
+        ("qwen3_moe", {"gate": 2, "experts": 2, "residual_norm": 2}),
+        ("gemma4_text", {"gate": 2, "experts": 2, "norm_add": 4, "weighted_sum_dual_norm_add": 2}),
+    ):
+        model = tiny_model(family)
+        torch_moe_metal.patch(model)
+        with counted() as calls:
+            model(tokens(1, 1))
+        assert calls == expected
+
+
+def test_gemma4_variants():
+    """Per-layer inputs, and layers without experts."""
+    for changes in ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 99}, {"enable_moe_block": False}):
+        model, ids = eager(tiny_model("gemma4_text", **changes)), tokens(2, 9)
+        expected = model(ids).logits
+        assert len(torch_moe_metal.patch(model)["fused"]) == 2
+        assert relative(model(ids).logits, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_text", "gpt_oss", "deepseek_v3", "llama4_text"])
+def test_router_logits(family):
+    """Asked for router logits, a patched model returns them."""
+    model, ids = eager(tiny_model(family)), tokens(2, 9)
+    base = model.model
+    expected = base(ids, output_router_logits=True)
+    torch_moe_metal.patch(model)
+    actual = base(ids, output_router_logits=True)
+    assert relative(actual.last_hidden_state, expected.last_hidden_state) <= 1e-5
+    for a, e in zip(actual.router_logits, expected.router_logits, strict=True):
+        assert relative(a, e) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["mlp.gate", "mlp.experts", "mlp", "post_attention_layernorm"])
+def test_hooks_are_called(patched, name):
+    """A hook on a module that the fused forward would skip sees it run, and may change its output."""
+    layer, ids, seen = patched.model.layers[0], tokens(1, 5), []
+    expected = patched(ids).logits
+    with layer.get_submodule(name).register_forward_hook(lambda *args: seen.append(args)):
+        assert relative(patched(ids).logits, expected) <= 1e-5
+    assert len(seen) == 1
+    with layer.get_submodule(name).register_forward_hook(lambda module, args, output: scaled(output)):
+        assert relative(patched(ids).logits, expected) > 1e-3
+    assert relative(patched(ids).logits, expected) == 0
+
+
+def scaled(output):
+    return tuple(o * 2 if o.is_floating_point() else o for o in output) if isinstance(output, tuple) else output * 2
+
+
+def test_replaced_submodule():
+    """A router whose linear layer somebody wrapped, as PEFT does, is called and not read."""
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    model, ids = tiny_model("gemma4_text"), tokens(1, 5)
+    for layer in model.model.layers:
+        layer.router.proj.__class__ = Doubled
+    expected = eager(model)(ids).logits
+    torch_moe_metal.patch(model)
+    assert relative(model(ids).logits, expected) <= 1e-5
+
+
+def test_weights_are_shared(patched, tmp_path):
+    """Same parameters, same keys; saved and loaded the model computes the same."""
+    stock, ids = tiny_model("qwen3_moe"), tokens(1, 5)
+    names = dict(stock.named_parameters()).keys()
+    pointers = {name: p.data_ptr() for name, p in stock.named_parameters()}
+    torch_moe_metal.patch(stock)
+    assert dict(stock.named_parameters()).keys() == names == patched.state_dict().keys()
+    assert {name: p.data_ptr() for name, p in stock.named_parameters()} == pointers
+    patched.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="moe_metal")
+    assert loaded.get_experts_implementation() == {"": "moe_metal"}
+    assert relative(loaded(ids).logits, patched(ids).logits) <= 1e-5
+    assert type(loaded.model.layers[0].mlp) is Qwen3MoeSparseMoeBlock
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies(patched, how, tmp_path):
+    """A copy is fused too, and stands on its own."""
+    ids = tokens(1, 5)
+    expected = patched(ids).logits
+    if how == "deepcopy":
+        other = copy.deepcopy(patched)
+    else:
+        torch.save(patched, tmp_path / "model.pt")
+        other = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert type(other.model.layers[0].mlp) is type(patched.model.layers[0].mlp)
+    assert torch.equal(other(ids).logits, expected)
+    other.model.layers[0].mlp.experts.down_proj.zero_()
+    assert torch.equal(patched(ids).logits, expected)
+    torch_moe_metal.unpatch(other)
+    assert type(other.model.layers[0].mlp) is Qwen3MoeSparseMoeBlock
+
+
+def test_unpatch():
+    """Everything is as it was: classes, experts implementation, attributes."""
+    model = tiny_model("qwen3_moe")
+    model.set_experts_implementation("eager")
+    before = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
+    torch_moe_metal.patch(model)
+    torch_moe_metal.patch(model)
+    assert "fused by torch_moe_metal" in repr(model)
+    torch_moe_metal.unpatch(model)
+    assert [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()] == before
+    assert model.get_experts_implementation() == {"": "eager"}
+
+
+def test_dtype_and_new_parameters(patched):
+    """The parameters are read at each call: casting and loading after patch() are seen."""
+    ids = tokens(1, 5)
+    other = tiny_model("qwen3_moe")
+    for parameter in other.parameters():
+        parameter *= 0.9
+    patched.load_state_dict(other.state_dict(), assign=True)
+    assert relative(patched(ids).logits, eager(other)(ids).logits) <= 1e-5
+    logits = patched.bfloat16()(ids).logits
+    assert logits.dtype == torch.bfloat16 and logits.isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_text", "deepseek_v3"])
+def test_training(family):
+    """With gradients wanted, a patched model trains as the stock one does."""
+    gradients = []
+    for fuse in (False, True):
+        model = eager(tiny_model(family)).requires_grad_(True).train()
+        if fuse:
+            torch_moe_metal.patch(model)
+        with torch.enable_grad():
+            model(tokens(2, 9), labels=tokens(2, 9, seed=2)).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    stock, ours = gradients
+    assert stock.keys() == ours.keys() and any("experts" in name for name in stock)
+    for name in stock:
+        assert relative(ours[name], stock[name]) <= 1e-4, name
+
+
+def test_report():
+    """What is not fused is named, with the reason."""
+
+    class OwnBlock(Qwen3MoeSparseMoeBlock):
+        pass
+
+    model = tiny_model("qwen3_moe", num_hidden_layers=4)
+    model.model.layers[1].mlp.__class__ = OwnBlock
+    model.model.layers[2].mlp.forward = model.model.layers[2].mlp.forward
+    model.model.layers[3].mlp.experts.act_fn = torch.nn.Tanh()
+    report = torch_moe_metal.patch(model)
+    assert report["fused"] == ["model.layers.0", "model.layers.0.mlp"]
+    assert report["experts only"] == ["model.layers.1.mlp.experts", "model.layers.2.mlp.experts"]
+    assert report["left"] == ["model.layers.2.mlp", "model.layers.3.mlp", "model.layers.3.mlp.experts"]
+    text = str(report)
+    assert "its forward has been replaced already" in text and "its activation is Tanh" in text
+    assert str(torch_moe_metal.patch(torch.nn.Linear(2, 2))).endswith("no Mixture-of-Experts module in this model")
+
+
+def test_one_warning_per_class():
+    """The fallback says so once, and not while it is traced."""
+    cls = next(cls for cls in experts_classes() if cls.__name__ == "NemotronHExperts")
+    experts = tiny_module(cls, _experts_implementation="moe_metal")
+    x, ids, weights = torch.randn(2, 64), torch.tensor([[0, 1], [2, 3]]), torch.rand(2, 2)
+    _warned.discard(cls)
+    torch.compile(experts, fullgraph=True, backend="eager")(x, ids, weights)
+    with pytest.warns(UserWarning, match="NemotronHExperts runs on transformers' grouped_mm, since its experts have"):
+        experts(x, ids, weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        experts(x, ids, weights)
+
+
+def test_sentinel_ids(device):
+    """Ids of other processes' experts are skipped, not multiplied by 0, even when their weight is NaN."""
+    experts = tiny_module(Qwen3MoeExperts).to(device)
+    x, weights = torch.randn(4, 64).to(device), torch.rand(4, 3).to(device)
+    ids = torch.tensor([[0, 8, 1], [8, 8, 8], [2, 3, 4], [8, 7, 8]]).to(device)
+    expected = Qwen3MoeExperts.forward.__wrapped__(experts, x, ids, weights)
+    poisoned = weights.where(ids < 8, float("nan"))
+    assert relative(experts_forward(experts, x, ids, poisoned), expected) <= 1e-6
+
+
+def test_autocast(patched):
+    """Under autocast, where activations and weights may differ in dtype, the model runs."""
+    ids = tokens(1, 5)
+    expected = patched(ids).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        assert relative(patched(ids).logits.float(), expected) <= 0.1
+
+
+# ------------------------------------------------------------------------------------------------ importing
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("first, second", [("torch_moe_metal", "transformers"), ("transformers", "torch_moe_metal")])
+def test_registered_by_importing(first, second):
+    """In either order; and transformers is not imported by us."""
+    python(f"""
+import sys, {first}
+assert '{first}' == 'transformers' or 'transformers' not in sys.modules
+import {second}
+from transformers import AutoConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+import transformers.modeling_utils
+assert 'moe_metal' in ALL_EXPERTS_FUNCTIONS.valid_keys(), list(ALL_EXPERTS_FUNCTIONS)
+""")
+
+
+def test_transformers_without_interface():
+    message = python("""
+import sys, torch_moe_metal
+sys.modules['transformers.integrations.moe'] = None
+try:
+    torch_moe_metal.patch
+except ImportError as error:
+    print(error)
+""")
+    assert "needs transformers 5.0 or newer" in message
+
+
+def test_newer_transformers(monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.99.1")
+    check_version.cache_clear()
+    with pytest.warns(UserWarning, match="tested with transformers 5.23, and 5.99.1 is installed"):
+        torch_moe_metal.patch(torch.nn.Linear(2, 2))
+    monkeypatch.undo()
+    check_version.cache_clear()
+    check_version()

@@ -1,0 +1,205 @@
+"""A tiny random model of every family that `patch` fuses, with weights large enough that mistakes show."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCABULARY = 89
+COMMON = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 3,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 98,
+    "pad_token_id": 0,
+}
+LOCAL = {"num_local_experts": 8}
+QWEN = {"num_experts": 8, "norm_topk_prob": True}
+QWEN_SHARED = QWEN | {"shared_expert_intermediate_size": 40}
+LINEAR_ATTENTION = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+LATENT_ATTENTION = {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+GROUPS = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0],
+}
+AUDIO = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "output_dim": 64,
+    "num_mel_bins": 16,
+    "downsample_hidden_size": 8,
+}
+MEDIA_TOKENS = {
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+    "audio_token_id": 94,
+}
+
+# What differs from COMMON, and how many modules `patch` fuses: blocks and layers.
+FAMILIES = {
+    "qwen2_moe": (QWEN_SHARED | {"norm_topk_prob": False}, 4),
+    "qwen3_moe": (QWEN, 4),
+    "qwen3_vl_moe": (QWEN, 4),
+    "qwen3_omni_moe_thinker": (QWEN, 4),
+    "qwen3_next": (QWEN_SHARED | LINEAR_ATTENTION, 2),
+    "qwen3_5_moe_text": (QWEN_SHARED | LINEAR_ATTENTION, 2),
+    "mixtral": (LOCAL, 4),
+    "olmoe": ({"num_experts": 8}, 4),
+    "gemma4_text": (
+        {
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "num_global_key_value_heads": 2,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        2,
+    ),
+    "gpt_oss": (LOCAL, 4),
+    "deepseek_v2": (LATENT_ATTENTION | GROUPS | {"topk_method": "group_limited_greedy"}, 2),
+    "deepseek_v3": (LATENT_ATTENTION | GROUPS, 2),
+    "glm4_moe": (GROUPS, 2),
+    "glm4_moe_lite": (LATENT_ATTENTION | GROUPS, 2),
+    "granitemoe": (LOCAL, 2),
+    "minimax_m2": (LOCAL | {"rotary_dim": 8}, 4),
+    "llama4_text": (
+        LOCAL
+        | {
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 48,
+            "interleave_moe_layer_step": 1,
+            "attention_chunk_size": 32,
+        },
+        2,
+    ),
+}
+
+
+def build(family: str, **changes) -> torch.nn.Module:
+    text = COMMON | FAMILIES[family][0] | changes
+    if family == "qwen3_vl_moe":
+        config = AutoConfig.for_model(family, text_config=text, vision_config=VISION, **MEDIA_TOKENS)
+        return transformers.Qwen3VLMoeForConditionalGeneration(config)
+    if family == "qwen3_omni_moe_thinker":
+        config = transformers.Qwen3OmniMoeThinkerConfig(
+            text_config=text, vision_config=VISION, audio_config=AUDIO, **MEDIA_TOKENS
+        )
+        return transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **text))
+
+
+def tiny_model(family: str, device: str = "cpu", **changes) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = build(family, **changes).eval().requires_grad_(False)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.dim() >= 2:
+            torch.nn.init.normal_(tensor, std=0.2)
+        elif any(word in name for word in ("bias", "scale", "norm", "scalar")):
+            tensor += 0.1 * torch.randn_like(tensor)
+    return model.to(device)
+
+
+def tokens(*shape: int, device: str = "cpu", seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCABULARY, shape, generator=generator).to(device)
+
+
+def eager(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with transformers' own loop over experts. Llama 4, which has no such choice, is left as it is."""
+    if model._can_set_experts_implementation() or hasattr(model.config, "text_config"):
+        model.set_experts_implementation("eager")
+    return model
+
+
+# Enough of a configuration to build any experts class or MoE block of transformers alone.
+TINY_CONFIG = SimpleNamespace(
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("hidden_size", "moe_hidden_size"), 64),
+    **dict.fromkeys(("moe_intermediate_size", "intermediate_size"), 32),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 40),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("routed_scaling_factor", "router_scaling_factor", "moe_routed_scaling_factor"), 2.5),
+    num_experts_per_tok=3,
+    moe_topk=[3],
+    shared_experts_intermediate_size=40,
+    norm_topk_prob=False,
+    n_group=4,
+    topk_group=2,
+    topk_method="group_limited_greedy",
+    hidden_act="silu",
+    hidden_activation="gelu_pytorch_tanh",
+    mlp_hidden_act="relu2",
+    mlp_bias=False,
+    moe_latent_size=None,
+    moe_router_logit_softcapping=3.0,
+    mlp_gate_softcap=10.0,
+    mlp_up_softcap=10.0,
+    post_norm_eps=1e-6,
+    router_jitter_noise=0.0,
+    enable_moe_fp32_combine=False,
+    swiglu_alpha=1.702,
+    swiglu_limit=1.0,
+    _experts_implementation="eager",
+)
+
+
+def tiny_module(cls: type, **changes) -> torch.nn.Module:
+    """One experts class or block of transformers with random weights."""
+    torch.manual_seed(0)
+    config = SimpleNamespace(**vars(TINY_CONFIG) | changes)
+    layer = {"layer_idx": 0} if "layer_idx" in inspect.signature(cls.__init__).parameters else {}
+    module = cls(config, **layer).eval().requires_grad_(False)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        torch.nn.init.normal_(tensor, std=0.3)
+    return module
+
+
+def experts_classes() -> list[type]:
+    """Every class on the experts interface of the installed transformers."""
+    classes = []
+    for file in sorted(Path(transformers.models.__file__).parent.glob("*/modeling_*.py")):
+        names = re.findall(r"^@use_experts_implementation(?:\([^)]*\))?\nclass (\w+)", file.read_text(), re.M)
+        if names:
+            module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
+            classes += [getattr(module, name) for name in names]
+    return classes
