@@ -3,6 +3,7 @@
 `python tests/metal_sim/build.py` builds; so does `metal_sim.load()`.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -94,6 +95,12 @@ def ninja_file(targets: dict[str, list[Path]]) -> str:
 def build(misuse: bool = False) -> dict[str, Path]:
     """Build and return the libraries: the simulator, the project's ops, and the tests' rule breakers if asked for."""
     BUILD.mkdir(exist_ok=True)
+    with open(BUILD / "lock", "w") as lock:  # two processes that build at once would spoil ninja's notes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build_locked(misuse)
+
+
+def build_locked(misuse: bool) -> dict[str, Path]:
     write_header(BUILD / "shader_texts.h")
     personality = HERE / "personality.cpp"
     targets = {
