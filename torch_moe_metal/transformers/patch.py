@@ -109,8 +109,11 @@ def report_experts(name: str, module: nn.Module, parent: nn.Module) -> Row | Non
         return None
     reason = why_not_fused(module)
     selected = module.config._experts_implementation
+    note = f"the router of {type(parent).__name__} is not one of gate's"
+    if module._is_expert_parallel:  # its weights are shards, which become plain tensors inside its forward
+        reason, note = None, "its block runs under expert parallelism"
     if reason:
         return Row(name, type(module).__name__, LEFT, reason)
     if selected != NAME:
         return Row(name, type(module).__name__, LEFT, f"its configuration selects {selected!r}")
-    return Row(name, type(module).__name__, EXPERTS_ONLY, f"the router of {type(parent).__name__} is not one of gate's")
+    return Row(name, type(module).__name__, EXPERTS_ONLY, note)
