@@ -32,7 +32,7 @@ struct Vectors {
 // 16 bytes hold four floats, or eight of half or bfloat: one or two vectors of four.
 template <typename T>
 struct Wide {
-  enum : uint { vectors = 4 / sizeof(T), elements = 4 * vectors };
+  enum : uint { vectors = sizeof(T) == 4 ? 1 : 2, elements = 4 * vectors };
   using Values = Vectors<vectors>;
 };
 

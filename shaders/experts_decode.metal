@@ -265,9 +265,9 @@ template <typename T, typename Column>
     const ulong slot = ulong(token) * params.K + k;
     const int expert = expert_of(ids, slot, params);
     if (expert < 0) continue;
-    add_columns<Column>(sums, load(weights, slot, params.weights), inner + slot * params.I,
-                        down_tile(down, expert, group.y, params), params.I, thread_index % Column::lanes, streams,
-                        thread_index / Column::lanes);
+    const RowTile<T> tile = down_tile(down, expert, group.y, params);
+    add_columns<Column>(sums, load(weights, slot, params.weights), inner + slot * params.I, tile, params.I,
+                        thread_index % Column::lanes, streams, thread_index / Column::lanes);
   }
   sum_shares<Column>(sums, shares, thread_index, split);
   const uint h = group.y * kTileRows + thread_index;

@@ -106,26 +106,27 @@ bool find_tile(thread Tile& tile, device const int* offsets, uint group, uint bl
   return false;
 }
 
+// Threads share `count` pieces. The number of turns is a constant, so that loops unroll and their loads overlap.
+constexpr uint turns(uint count) { return (count + kTileThreads - 1) / kTileThreads; }
+
 // memory[j][c] = element (rows[j], column + c) of a matrix with rows of `length`; 0 where there is none.
 template <uint kRows, typename A>
 void stage_slots(threadgroup float* memory, device const A* matrix, threadgroup const uint* rows, bool wide,
                  uint length, uint column, uint thread_index) {
-  if (!wide) {
-    for (uint i = thread_index; i < kRows * kDepth; i += kTileThreads) {
-      const uint j = i / kDepth, c = i % kDepth;
-      const bool inside = rows[j] != kNoRow && column + c < length;
-      memory[j * kStride + c] = inside ? float(matrix[ulong(rows[j]) * length + column + c]) : 0;
-    }
-    return;
-  }
-  constexpr uint elements = Wide<A>::elements, loads = kDepth / elements;
-  for (uint i = thread_index; i < kRows * loads; i += kTileThreads) {
-    const uint j = i / loads, c = i % loads * elements;
+  constexpr uint loads = kDepth / Wide<A>::elements, count = kRows * loads;
+  for (uint turn = 0; wide && turn < turns(count); ++turn) {
+    const uint i = turn * kTileThreads + thread_index, j = i / loads, c = i % loads * Wide<A>::elements;
+    if (count % kTileThreads != 0 && i >= count) break;
     typename Wide<A>::Values values = {};
     if (rows[j] != kNoRow && column + c < length) load_wide(matrix + ulong(rows[j]) * length + column + c, values);
     for (uint n = 0; n < Wide<A>::vectors; ++n) {
       reinterpret_cast<threadgroup float4*>(memory + j * kStride + c)[n] = values.at[n];
     }
+  }
+  for (uint i = thread_index; !wide && i < kRows * kDepth; i += kTileThreads) {
+    const uint j = i / kDepth, c = i % kDepth;
+    const bool inside = rows[j] != kNoRow && column + c < length;
+    memory[j * kStride + c] = inside ? float(matrix[ulong(rows[j]) * length + column + c]) : 0;
   }
 }
 
@@ -135,22 +136,24 @@ template <typename T>
 void stage_weights(threadgroup float* memory, thread const RowTile<T>& rows, WeightLayout layout, uint length,
                    uint column, uint thread_index) {
   constexpr uint elements = Wide<T>::elements, along = kDepth / elements, across = kTileRows / elements;
+  const bool wide = layout == WeightLayout::rows_wide || layout == WeightLayout::columns_wide;
   const bool by_rows = layout == WeightLayout::rows_wide || layout == WeightLayout::rows;
-  if (layout == WeightLayout::rows || layout == WeightLayout::columns) {
-    for (uint i = thread_index; i < kTileRows * kDepth; i += kTileThreads) {
-      const uint j = by_rows ? i / kDepth : i % kTileRows, c = by_rows ? i % kDepth : i / kTileRows;
-      memory[j * kStride + c] = rows.has(j) && column + c < length ? float(*rows.at(j, column + c)) : 0;
-    }
-    return;
-  }
-  for (uint i = thread_index; i < kTileRows * along; i += kTileThreads) {
+  for (uint turn = 0; wide && turn < turns(kTileRows * along); ++turn) {
+    const uint i = turn * kTileThreads + thread_index;
     const uint j = by_rows ? i / along : i % across * elements, c = by_rows ? i % along * elements : i / across;
     typename Wide<T>::Values values = {};
     if (rows.has(j) && column + c < length) load_wide(rows.at(j, column + c), values);
     for (uint n = 0; n < Wide<T>::vectors; ++n) {
-      threadgroup float* at = memory + (by_rows ? j * kStride + c + 4 * n : (j + 4 * n) * kStride + c);
-      for (uint m = 0; m < 4; ++m) at[by_rows ? m : m * kStride] = values.at[n][m];
+      if (by_rows) {
+        reinterpret_cast<threadgroup float4*>(memory + j * kStride + c)[n] = values.at[n];
+        continue;
+      }
+      for (uint m = 0; m < 4; ++m) memory[(j + 4 * n + m) * kStride + c] = values.at[n][m];
     }
+  }
+  for (uint i = thread_index; !wide && i < kTileRows * kDepth; i += kTileThreads) {
+    const uint j = by_rows ? i / kDepth : i % kTileRows, c = by_rows ? i % kDepth : i / kTileRows;
+    memory[j * kStride + c] = rows.has(j) && column + c < length ? float(*rows.at(j, column + c)) : 0;
   }
 }
 
@@ -212,8 +215,8 @@ template <typename T, uint kRows>
     rows[j] = j < tile.count ? uint(order[tile.first + j]) / params.K : kNoRow;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  multiply_tile<kRows>(products, x, rows, params.wide_x, gate_up_tile(gate_up, tile.expert, tile.block, params),
-                       params.gate_up.layout, params.H, thread_index);
+  const RowTile<T> weights = gate_up_tile(gate_up, tile.expert, tile.block, params);
+  multiply_tile<kRows>(products, x, rows, params.wide_x, weights, params.gate_up.layout, params.H, thread_index);
   for (uint i = thread_index; i < tile.count * kTileInner; i += kTileThreads) {
     const uint j = i / kTileInner, row = i % kTileInner, column = tile.block * kTileInner + row;
     if (column >= params.I) continue;
@@ -237,8 +240,9 @@ template <typename T, uint kRows>
   if (!find_tile<kRows>(tile, offsets, group, blocks, thread_index % 32, params.E)) return;
   for (uint j = thread_index; j < kRows; j += kTileThreads) rows[j] = j < tile.count ? tile.first + j : kNoRow;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  multiply_tile<kRows>(products, inner, rows, params.I % Wide<float>::elements == 0,
-                       down_tile(down, tile.expert, tile.block, params), params.down.layout, params.I, thread_index);
+  const RowTile<T> weights = down_tile(down, tile.expert, tile.block, params);
+  multiply_tile<kRows>(products, inner, rows, params.I % Wide<float>::elements == 0, weights, params.down.layout,
+                       params.I, thread_index);
   for (uint i = thread_index; i < tile.count * kTileRows; i += kTileThreads) {
     const uint j = i / kTileRows, row = i % kTileRows, h = tile.block * kTileRows + row;
     if (h >= params.H) continue;
