@@ -7,6 +7,8 @@
 #include <ATen/ops/linear.h>
 #include <torch/library.h>
 
+#include <memory>
+
 #include "contract.h"
 #include "norm.h"
 #include "routing.h"
@@ -107,76 +109,88 @@ void many_tokens(const Gate& call) {
 #if defined(CPU_CAPABILITY_AVX512)
 using at::BFloat16;
 
-// router_weight * norm_weight as a sum of matrices in bfloat16. Each holds 8 bits of what the ones before it left, so
-// two are exact when both factors are bfloat16, and three are as exact as float.
-std::vector<Tensor> bfloat16_parts(const Gate& call) {
-  if (call.router_weight.scalar_type() == at::kBFloat16 && !call.norm_weight.defined()) return {call.router_weight};
-  std::vector<Tensor> parts;
-  for (int i = 0; i < 3; ++i) parts.push_back(at::empty({call.params.experts, call.H}, call.hidden.options()));
-  BFloat16* to[3];
-  for (int i = 0; i < 3; ++i) to[i] = parts[i].mutable_data_ptr<BFloat16>();
-  const float* norm_weight = floats(call.norm_weight);
-  const int64_t H = call.H;
-  with_dtype(call.router_weight.scalar_type(), [&](auto scalar) {
-    const auto* router_weight = call.router_weight.const_data_ptr<decltype(scalar)>();
-    for_each_row(call.params.experts, 4 * H, 0, [=](int64_t e, float*) {
-      for_each_vector(H, [=](int64_t h, auto n) {
-        Vec rest = load(router_weight + e * H + h, n);
-        if (norm_weight) rest = rest * load(norm_weight + h, n);
-        for (auto* part : to) {
-          store(part + e * H + h, rest, n);
-          rest = rest - load(part + e * H + h, n);
-        }
-      });
-    });
-  });
-  return parts;
+template <class Scalar>
+std::unique_ptr<Scalar[]> scratch(int64_t count) {
+  return std::make_unique_for_overwrite<Scalar[]>(count);
 }
 
-// AMX wants the right operand with pairs of neighbours side by side, token by token: so the router's weights are the
-// left one, which it reads as they lie, and each block of tokens is rearranged in cache.
+// AMX wants pairs of neighbours of the right operand side by side, column by column. A pair is as wide as a float, so
+// that is the router's weights as floats, transposed: [H / 2, E].
+std::unique_ptr<float[]> paired(const Tensor& router_weight) {
+  constexpr int64_t kColumns = 64;
+  const int64_t E = router_weight.size(0), pairs = router_weight.size(1) / 2;
+  auto to = scratch<float>(E * pairs);
+  const auto* from = reinterpret_cast<const float*>(router_weight.const_data_ptr<BFloat16>());
+  for_each_row(at::divup(pairs, kColumns), E * kColumns, 0, [&](int64_t block, float*) {
+    const int64_t column = block * kColumns, count = std::min(kColumns, pairs - column);
+    at::vec::transpose_mxn<float>(from + column, pairs, &to[column * E], E, E, count);
+  });
+  return to;
+}
+
+// A block of tokens through the product and the router. One per thread.
+// A normed row is float. It goes in as the sum of three rows of bfloat16, of 8 bits each, which is exact.
 class Tiles {
  public:
   static constexpr int64_t kTokens = 32;
 
-  Tiles(const Gate& call, const std::vector<Tensor>& weights)
-      : call_(call), weights_(weights), route_(call), pairs_(call.H * kTokens / 2),
-        products_(call.params.experts * kTokens), logits_(call.params.experts) {}
+  Tiles(const Gate& call, const float* pairs)
+      : call_(call),
+        pairs_(reinterpret_cast<const BFloat16*>(pairs)),
+        route_(call),
+        parts_(scratch<BFloat16>(call.norm_weight.defined() ? 3 * kTokens * call.H : 0)),
+        logits_(scratch<float>(kTokens * call.params.experts)) {}
   ~Tiles() { at::native::cpublas::brgemm_release(); }
   Tiles(const Tiles&) = delete;
 
   void operator()(int64_t block) {
-    const int64_t H = call_.H, E = call_.params.experts, first = block * kTokens;
-    const int64_t count = std::min(kTokens, call_.T - first);
+    const int64_t H = call_.H, first = block * kTokens, count = std::min(kTokens, call_.T - first);
     const auto* hidden = call_.hidden.const_data_ptr<BFloat16>() + first * H;
-    at::vec::transpose_mxn<float>(reinterpret_cast<const float*>(hidden), H / 2, pairs_.data(), kTokens, count, H / 2);
-    for (const Tensor& weight : weights_) {
-      at::native::cpublas::brgemm(E, count, H, H, kTokens, kTokens, !weight.is_same(weights_[0]),
-                                  weight.const_data_ptr<BFloat16>(), reinterpret_cast<const BFloat16*>(pairs_.data()),
-                                  products_.data());
+    if (call_.norm_weight.defined()) {
+      for (int64_t t = 0; t < count; ++t) split_normed(hidden + t * H, &parts_[t * H]);
+      for (int part = 0; part < 3; ++part) multiply(&parts_[part * kTokens * H], count, part > 0);
+    } else {
+      multiply(hidden, count, false);
     }
-    for (int64_t t = 0; t < count; ++t) {
-      const float scale = call_.norm_weight.defined() ? rms(hidden + t * H, H, call_.eps) : 1.0f;
-      for (int64_t e = 0; e < E; ++e) logits_[e] = products_[e * kTokens + t] * scale;
-      route_(first + t, logits_.data());
-    }
+    for (int64_t t = 0; t < count; ++t) route_(first + t, &logits_[t * call_.params.experts]);
   }
 
  private:
+  void split_normed(const BFloat16* row, BFloat16* to) const {
+    const float* norm_weight = floats(call_.norm_weight);
+    const Vec scale(rms(row, call_.H, call_.eps)), upper_half(std::bit_cast<float>(0xffff0000));
+    for_each_vector(call_.H, [&](int64_t h, auto n) {
+      Vec rest = load(row + h, n) * scale * load(norm_weight + h, n);
+      for (int part = 0; part < 3; ++part) {
+        const Vec top = rest & upper_half;
+        store(to + part * kTokens * call_.H + h, top, n);
+        rest = rest - top;
+      }
+    });
+  }
+
+  // logits = rows * router_weight, or += that
+  void multiply(const BFloat16* rows, int64_t count, bool add) {
+    const int64_t H = call_.H, E = call_.params.experts;
+    at::native::cpublas::brgemm(count, E, H, H, E, E, add, rows, pairs_, logits_.get());
+  }
+
   const Gate& call_;
-  const std::vector<Tensor>& weights_;
+  const BFloat16* pairs_;
   Rows route_;
-  std::vector<float> pairs_, products_, logits_;
+  std::unique_ptr<BFloat16[]> parts_;
+  std::unique_ptr<float[]> logits_;
 };
 
 bool has_tiles(const Gate& call) {
-  return call.hidden.scalar_type() == at::kBFloat16 && call.H % 2 == 0 && at::native::cpublas::could_pack(at::kBFloat16);
+  return call.hidden.scalar_type() == at::kBFloat16 && call.router_weight.scalar_type() == at::kBFloat16 &&
+         call.H % 2 == 0 && at::native::cpublas::could_pack(at::kBFloat16);
 }
 
 void by_tiles(const Gate& call) {
-  const auto weights = bfloat16_parts(call);
+  const auto pairs = paired(call.router_weight);
   at::parallel_for(0, at::divup(call.T, Tiles::kTokens), 1, [&](int64_t begin, int64_t end) {
-    Tiles tiles(call, weights);
+    Tiles tiles(call, pairs.get());
     for (int64_t block = begin; block < end; ++block) tiles(block);
   });
 }
@@ -197,13 +211,12 @@ std::tuple<Tensor, Tensor> gate(const Tensor& hidden, const Tensor& router_weigh
   for (Tensor* small : {&call.norm_weight, &call.router_bias, &call.select_bias, &call.per_expert_scale}) {
     if (small->defined()) *small = small->to(at::kFloat);
   }
-  const bool tiles = has_tiles(call);
-  // Below this the dot products win (measured with E = 128, H = 2048): making the router's weights float costs as much
-  // as some tokens' products.
-  const int64_t few = tiles || call.router_weight.scalar_type() == at::kFloat ? 2 : 16;
+  // Making the router's weights float, or arranging them for AMX, costs as much as some tokens' dot products (measured
+  // with E = 128, H = 2048).
+  const int64_t few = call.router_weight.scalar_type() == at::kFloat ? 2 : 8;
   if (call.T <= few) {
     few_tokens(call);
-  } else if (tiles) {
+  } else if (has_tiles(call)) {
     by_tiles(call);
   } else {
     many_tokens(call);
