@@ -1,23 +1,15 @@
-// The inner loop of `experts`: a few rows of one expert's weight matrix times a few tokens.
+// `experts` with few tokens per expert: dot products at the speed of memory.
 //
-//   out[n][r] = sum over c of weight(r, c) * x[n][c]
+//   out[n][r] = sum over c of weight(r, c) * x[n][c]       for the tokens n of one expert
 //
-// Weights are read where they lie and become float in registers. Each sum has a chain of its own, in an order that
+// Weights are read where they lie and become float in registers. Each sum is a chain of its own, in an order that
 // depends on the matrix alone, so a token's result is the same whatever other tokens stand beside it.
 #pragma once
 #include <vector>
 
-#include "vec.h"
+#include "experts_parts.h"
 
 namespace moe_metal {
-
-// Element (r, c) of a matrix stands at data[r * row + c * column].
-template <class Scalar>
-struct Matrix {
-  const Scalar* data;
-  int64_t row, column;
-  int64_t rows, columns;
-};
 
 // The tokens of one expert: the vector that each one brings and the place of its results.
 struct Tokens {
@@ -146,6 +138,138 @@ inline void product(const Matrix<Scalar>& weight, const Tokens& tokens) {
   if (weight.column == 1) return product_by_rows(weight, tokens);
   if (weight.row == 1) return product_by_columns(weight, tokens);
   product_gathered(weight, tokens);
+}
+
+// Tokens that one product takes: bounds a thread's scratch. The weights stay in its cache meanwhile.
+constexpr int64_t kTokens = 64;
+
+// x, as float, for one expert's rows of gate_up; -> inner[slot, row ...] = act(gate) * up
+template <class Scalar>
+class GateUpDots {
+ public:
+  GateUpDots(const Experts& call, const Slots& slots, const float* x, float* inner)
+      : call_(call), slots_(slots), x_(x), inner_(inner), both_(kTokens * 2 * kRows) {}
+
+  void operator()(int64_t group, int64_t row) {
+    const int64_t expert = slots_.experts[group], rows = std::min(kRows, call_.I - row);
+    const GateUpBias bias(call_, expert, row, rows);
+    for (int64_t at = slots_.begin[group]; at < slots_.begin[group + 1]; at += kTokens) {
+      const int64_t* slots = slots_.order.data() + at;
+      const int64_t count = std::min(kTokens, slots_.begin[group + 1] - at);
+      multiply(expert, row, rows, slots, count);
+      for (int64_t n = 0; n < count; ++n) activate(n, bias, inner_ + slots[n] * call_.I + row, rows);
+    }
+  }
+
+ private:
+  // both[n] = kRows of gate, then kRows of up
+  void multiply(int64_t expert, int64_t row, int64_t rows, const int64_t* slots, int64_t count) {
+    const float* from[kTokens];
+    float *gate[kTokens], *up[kTokens];
+    for (int64_t n = 0; n < count; ++n) {
+      from[n] = x_ + slots[n] / call_.K * call_.H;
+      gate[n] = both_.data() + n * 2 * kRows;
+      up[n] = gate[n] + kRows;
+    }
+    const auto& strides = call_.gate_up_strides;
+    Matrix<Scalar> weight{call_.gate_up.const_data_ptr<Scalar>() + expert * strides.expert + row * strides.row,
+                          strides.row, strides.column, rows, call_.H};
+    if (call_.bias_stride == 2) {  // interleaved: gate and up are one run of rows
+      weight.row = call_.up_offset;
+      weight.rows = 2 * rows;
+      product(weight, {from, gate, count});
+      for (int64_t n = 0; n < count; ++n) separate(gate[n], rows);
+    } else {
+      product(weight, {from, gate, count});
+      weight.data += call_.up_offset;
+      product(weight, {from, up, count});
+    }
+  }
+
+  static void separate(float* both, int64_t rows) {
+    float up[kRows];
+    for (int64_t i = 0; i < rows; ++i) {
+      up[i] = both[2 * i + 1];
+      both[i] = both[2 * i];
+    }
+    std::copy_n(up, rows, both + kRows);
+  }
+
+  void activate(int64_t n, const GateUpBias& bias, float* to, int64_t rows) {
+    const float *gate = both_.data() + n * 2 * kRows, *up = gate + kRows;
+    with_activation(call_.params.activation, [&](auto activation) {
+      for_each_vector(rows, [&](int64_t i, auto count) {
+        const Vec g = load(gate + i, count) + load(bias.gate + i, count);
+        const Vec u = load(up + i, count) + load(bias.up + i, count);
+        store(to + i, activated<decltype(activation)::value>(g, u, call_.params), count);
+      });
+    });
+  }
+
+  const Experts& call_;
+  const Slots& slots_;
+  const float* x_;
+  float* inner_;
+  std::vector<float> both_;
+};
+
+// One block of the output: down of every expert, weighted and summed.
+template <class Scalar>
+class DownDots {
+ public:
+  DownDots(const Experts& call, const Slots& slots, const float* inner, int64_t size)
+      : call_(call), slots_(slots), inner_(inner), size_(size), output_(call, size), results_(kTokens * kRows) {}
+
+  void operator()(int64_t first) {
+    output_.start(first);
+    for (int64_t group = 0; group < slots_.used(); ++group) {
+      for (int64_t row = first; row < std::min(first + size_, call_.H); row += kRows) {
+        output_.expect(slots_.experts[group], row);
+        for (int64_t at = slots_.begin[group]; at < slots_.begin[group + 1]; at += kTokens) {
+          const int64_t count = std::min(kTokens, slots_.begin[group + 1] - at);
+          add(slots_.experts[group], row, slots_.order.data() + at, count);
+        }
+      }
+    }
+    output_.finish();
+  }
+
+ private:
+  void add(int64_t expert, int64_t row, const int64_t* slots, int64_t count) {
+    const float* from[kTokens];
+    float* to[kTokens];
+    for (int64_t n = 0; n < count; ++n) {
+      from[n] = inner_ + slots[n] * call_.I;
+      to[n] = results_.data() + n * kRows;
+    }
+    const auto& strides = call_.down_strides;
+    const Scalar* down = call_.down.const_data_ptr<Scalar>() + expert * strides.expert + row * strides.row;
+    const int64_t rows = std::min(kRows, call_.H - row);
+    product(Matrix<Scalar>{down, strides.row, strides.column, rows, call_.I}, {from, to, count});
+    for (int64_t n = 0; n < count; ++n) output_.add(slots[n], to[n]);
+  }
+
+  const Experts& call_;
+  const Slots& slots_;
+  const float* inner_;
+  const int64_t size_;
+  OutputBlock<Scalar> output_;
+  std::vector<float> results_;
+};
+
+template <class Scalar>
+void experts_by_dots(const Experts& call, const Slots& slots) {
+  const Tensor x = call.x.to(at::kFloat), inner = at::empty({call.T * call.K, call.I}, x.options());
+  const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
+  share(items, [&](auto take) {
+    GateUpDots<Scalar> work(call, slots, x.const_data_ptr<float>(), inner.mutable_data_ptr<float>());
+    for (int64_t item = take(); item < items; item = take()) work(item / blocks, item % blocks * kRows);
+  });
+  const int64_t size = output_block(call), outputs = at::divup(call.H, size);
+  share(outputs, [&](auto take) {
+    DownDots<Scalar> work(call, slots, inner.const_data_ptr<float>(), size);
+    for (int64_t item = take(); item < outputs; item = take()) work(item * size);
+  });
 }
 
 }  // namespace moe_metal
