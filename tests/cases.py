@@ -48,7 +48,15 @@ OPTIONAL = {
 }
 # These may be float32 beside activations of another dtype. Everything else that is not an id is an activation.
 PARAMETERS = {"router_weight", "norm_weight", "router_bias", "select_bias", "per_expert_scale", "weights"}
-PARAMETERS |= {"gate_up_bias", "down_bias", "shared_gate", "residual_norm_weight", "moe_norm_weight", "weight", "scalar"}
+PARAMETERS |= {
+    "gate_up_bias",
+    "down_bias",
+    "shared_gate",
+    "residual_norm_weight",
+    "moe_norm_weight",
+    "weight",
+    "scalar",
+}
 ROUTERS = ("gate", "route")
 
 Args = dict[str, Tensor]
@@ -115,7 +123,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        T, E, K, H, I = (self.dims.get(letter, 1) for letter in "TEKHI")  # noqa: E741
+        T, E, K, H, I = (self.dims.get(letter, 1) for letter in "TEKHI")
         return {"gate": 2 * T * E * H, "route": 8 * T * E, "glu": 8 * T * I, "experts": 6 * T * K * H * I}.get(
             self.op, 2 * T * (K + 3) * H
         )
@@ -128,7 +136,11 @@ class Case:
     @property
     def bytes(self) -> int:
         """What must be moved once. Of the experts' weights, those of the experts that can have been chosen."""
-        dims = self.dims | {"E": min(self.dims["E"], self.dims["T"] * self.dims["K"])} if self.op == "experts" else self.dims
+        dims = (
+            self.dims | {"E": min(self.dims["E"], self.dims["T"] * self.dims["K"])}
+            if self.op == "experts"
+            else self.dims
+        )
         used = replace(self, dims=dims)
         output = prod(used.size("TK" if self.op in ROUTERS else "TI" if self.op == "glu" else "TH"))
         return (used.elements + output) * self.dtype.itemsize
@@ -171,7 +183,11 @@ def clear_choice(op: str, args: Args, options: dict) -> Tensor:
     choice, clear = (logits if get("select_bias") is None else biased), True
     margin = 2e-6 * max(1.0, H / 64) ** 0.5
     if options.get("n_group", 1) > 1:
-        n_group, topk_group, group_score = options["n_group"], options["topk_group"], options.get("group_score", "top2_sum")
+        n_group, topk_group, group_score = (
+            options["n_group"],
+            options["topk_group"],
+            options.get("group_score", "top2_sum"),
+        )
         groups = biased.unflatten(-1, (n_group, -1)).sort(-1, descending=True).values
         totals = groups[..., : 2 if group_score == "top2_sum" else 1].sum(-1)
         clear = far_apart(totals.sort(-1, descending=True).values[:, topk_group - 1 : topk_group + 1], margin)
@@ -197,10 +213,17 @@ def call(function: Callable, op: str, args: Args, options: dict) -> list[Tensor]
 
 def expected(op: str, args: Args, options: dict, hostile: bool = False) -> list[Tensor]:
     """The reference's answer in float64, or for hostile values in float32, to arguments on the CPU."""
-    large = op == "experts" and not hostile and max(args["experts"].numel(), len(args["gate_up"])) * args["gate_up"][0].numel() > 2**18
+    large = (
+        op == "experts"
+        and not hostile
+        and max(args["experts"].numel(), len(args["gate_up"])) * args["gate_up"][0].numel() > 2**18
+    )
     function = experts_one_by_one if large else getattr(reference, op)
     as_they_are = ("gate_up", "down") if large else ()
-    wide = {name: tensor.double() if tensor.is_floating_point() and name not in as_they_are else tensor for name, tensor in args.items()}
+    wide = {
+        name: tensor.double() if tensor.is_floating_point() and name not in as_they_are else tensor
+        for name, tensor in args.items()
+    }
     return call(function, op, {name: tensor.clone() for name, tensor in args.items()} if hostile else wide, options)
 
 
@@ -294,7 +317,7 @@ def real_cases() -> list[Case]:
         for T, dtype, parameters in ((1, BFLOAT, None), (5, BFLOAT, FLOAT), (64, HALF, None), (512, BFLOAT, None)):
             dims = {"T": T, "E": E, "K": K, "H": H}
             cases.append(Case("gate", f"{name}-T{T}", dims, given, options, dtype, parameters))
-    for name, (E, K, H, I, given, options) in REAL_EXPERTS.items():  # noqa: E741
+    for name, (E, K, H, I, given, options) in REAL_EXPERTS.items():
         for T in (1, 4, 17, 512):
             dims = {"T": T, "E": E, "K": K, "H": H, "I": I}
             cases.append(Case("experts", f"{name}-T{T}", dims, given, options, BFLOAT, FLOAT))
@@ -321,10 +344,19 @@ def other_projects() -> list[Case]:
     cases = [
         Case("experts", f"{project}-T{T}-E{E}-K{K}-H{H}-I{I}", {"T": T, "E": E, "K": K, "H": H, "I": I}, dtype=dtype)
         for project, rows in experts.items()
-        for T, E, K, H, I in rows  # noqa: E741
+        for T, E, K, H, I in rows
         for dtype in (FLOAT, BFLOAT)
     ]
-    topk_moe = [(22, 8, 4), (22, 31, 8), (22, 32, 8), (22, 40, 8), (22, 71, 8), (128, 1, 1), (128, 128, 8), (128, 129, 8)]
+    topk_moe = [
+        (22, 8, 4),
+        (22, 31, 8),
+        (22, 32, 8),
+        (22, 40, 8),
+        (22, 71, 8),
+        (128, 1, 1),
+        (128, 128, 8),
+        (128, 129, 8),
+    ]
     topk_moe += [(4, 160, 160), (22, 256, 6), (22, 288, 8), (33, 6, 3), (56, 16, 4)]  # the last two are vLLM's
     for scoring in reference.SCORING:
         for renormalize in ("none", "before_scale"):
@@ -635,7 +667,9 @@ def samples() -> list[Case]:
     dtypes = [(FLOAT, None), (BFLOAT, FLOAT), (HALF, None)]
     cases = []
     for op in SHAPES:
-        for name, size, dtype, route, act in zip(("odd", "even", "half"), dims, dtypes, routing, activation, strict=True):
+        for name, size, dtype, route, act in zip(
+            ("odd", "even", "half"), dims, dtypes, routing, activation, strict=True
+        ):
             layout = {} if op == "experts" else {"interleaved": None, "transposed": None}
             options = route if op in ROUTERS else {k: v for k, v in act.items() if k not in layout}
             options = options if op in (*ROUTERS, "glu", "experts") else {}
@@ -645,7 +679,35 @@ def samples() -> list[Case]:
 
 # ------------------------------------------------------------------------------------------------ grids
 
-E_GRID = (1, 2, 6, 7, 8, 16, 31, 32, 33, 40, 48, 60, 63, 64, 65, 71, 96, 127, 128, 129, 160, 256, 257, 288, 384, 512, 1024)
+E_GRID = (
+    1,
+    2,
+    6,
+    7,
+    8,
+    16,
+    31,
+    32,
+    33,
+    40,
+    48,
+    60,
+    63,
+    64,
+    65,
+    71,
+    96,
+    127,
+    128,
+    129,
+    160,
+    256,
+    257,
+    288,
+    384,
+    512,
+    1024,
+)
 K_GRID = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 22, 32, 64, "E")
 T_GRID = (0, 1, 2, 3, 5, 7, 8, 17, 31, 32, 33, 64, 129, 512, 4097)
 H_GRID = (1, 3, 17, 64, 96, 511, 512, 555, 704, 768, 1408, 2048, 2816, 2880, 4096, 7168)
@@ -674,7 +736,9 @@ def pairwise(fits: Callable[..., bool], **factors: tuple) -> list[dict]:
                 turn = len(rows) % len(values)  # so that equally good values take turns
                 fitting = [v for v in values[turn:] + values[:turn] if fits(**(smallest | row | {name: v}))]
                 if fitting:
-                    row[name] = max(fitting, key=lambda v: sum(_pair(factors, name, v, other) in pairs for other in row.items()))
+                    row[name] = max(
+                        fitting, key=lambda v: sum(_pair(factors, name, v, other) in pairs for other in row.items())
+                    )
         row = {name: row.get(name, smallest[name]) for name in factors}
         if fits(**row):
             rows.append(row)
@@ -719,7 +783,7 @@ def router_grid(op: str, **more: tuple) -> list[Case]:
 
 
 def experts_grid() -> list[Case]:
-    def fits(E, K, T, H, I, **_):  # noqa: E741
+    def fits(E, K, T, H, I, **_):
         k = chosen(K, E)
         return E * H * I <= 2**24 and T * k * H * I <= 2**32 and T * k * (H + 2 * I) <= 2**25
 
@@ -730,7 +794,9 @@ def experts_grid() -> list[Case]:
     )  # fmt: skip
     options = ("activation", "limit", "interleaved", "transposed")
     return [
-        grid_case("experts", row | {"K": chosen(row["K"], row["E"])}, row["given"], {name: row[name] for name in options})
+        grid_case(
+            "experts", row | {"K": chosen(row["K"], row["E"])}, row["given"], {name: row[name] for name in options}
+        )
         for row in rows
     ]
 
@@ -741,10 +807,14 @@ def plain_grids() -> list[Case]:
 
     rows = pairwise(lambda **_: True, T=T_GRID, I=H_GRID, dtypes=DTYPES[:3], activation=tuple(reference.ACTIVATIONS),
                     limit=(None, 7.0), layout=tuple(GLU_LAYOUTS.values()))  # fmt: skip
-    cases = [grid_case("glu", row, (), {name: row[name] for name in ("activation", "limit")}, row["layout"]) for row in rows]
+    cases = [
+        grid_case("glu", row, (), {name: row[name] for name in ("activation", "limit")}, row["layout"]) for row in rows
+    ]
     for op in SUMS:
         eps = (None,) if op in ("weighted_sum", "weighted_sum_residual_") else (1e-6, 1e-5, 0.01)
-        given = ((), ("shared",), SHARED_GATED, ("residual",), OPTIONAL["weighted_sum"]) if op == "weighted_sum" else ((),)
+        given = (
+            ((), ("shared",), SHARED_GATED, ("residual",), OPTIONAL["weighted_sum"]) if op == "weighted_sum" else ((),)
+        )
         rows = pairwise(fits, T=T_GRID, K=K_GRID[:-1], H=H_GRID, dtypes=DTYPES, given=given, eps=eps)
         cases += [grid_case(op, row, row["given"], {} if row["eps"] is None else {"eps": row["eps"]}) for row in rows]
     for op in NORMS:
