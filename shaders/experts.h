@@ -1,5 +1,8 @@
 // What the two regimes of the op experts share: ids, loads of 16 bytes, where rows of weights lie, and what is added
 // beside the experts.
+#pragma once
+#include "activation.h"
+#include "rows.h"
 
 namespace moe_metal {
 

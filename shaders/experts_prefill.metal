@@ -167,31 +167,35 @@ void multiply_tile(threadgroup float* memory, device const A* matrix, threadgrou
   const uint simdgroup = thread_index / 32;
   const uint row = simdgroup / across * M * 8, col = simdgroup % across * N * 8;
   threadgroup float* staged_weights = memory + kRows * kStride;
+  // Matrices live in registers only where every index is a constant, hence the pragmas.
   simdgroup_float8x8 sums[M][N];
-  for (uint m = 0; m < M; ++m) {
-    for (uint n = 0; n < N; ++n) sums[m][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-  }
+#pragma unroll
+  for (uint i = 0; i < M * N; ++i) sums[i / N][i % N] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   for (uint column = 0; column < length; column += kDepth) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     stage_slots<kRows>(memory, matrix, rows, wide, length, column, thread_index);
     stage_weights(staged_weights, weights, layout, length, column, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
     for (uint k = 0; k < kDepth; k += 8) {
       simdgroup_float8x8 a[M], b[N];
+#pragma unroll
       for (uint m = 0; m < M; ++m) simdgroup_load(a[m], memory + (row + m * 8) * kStride + k, kStride);
+#pragma unroll
       for (uint n = 0; n < N; ++n) {
         simdgroup_load(b[n], staged_weights + (col + n * 8) * kStride + k, kStride, ulong2(0), true);
       }
-      for (uint m = 0; m < M; ++m) {
-        for (uint n = 0; n < N; ++n) simdgroup_multiply_accumulate(sums[m][n], a[m], b[n], sums[m][n]);
+#pragma unroll
+      for (uint i = 0; i < M * N; ++i) {
+        simdgroup_multiply_accumulate(sums[i / N][i % N], a[i / N], b[i % N], sums[i / N][i % N]);
       }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint m = 0; m < M; ++m) {
-    for (uint n = 0; n < N; ++n) {
-      simdgroup_store(sums[m][n], memory + (row + m * 8) * kProductStride + col + n * 8, kProductStride);
-    }
+#pragma unroll
+  for (uint i = 0; i < M * N; ++i) {
+    threadgroup float* at = memory + (row + i / N * 8) * kProductStride + col + i % N * 8;
+    simdgroup_store(sums[i / N][i % N], at, kProductStride);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }

@@ -1,0 +1,170 @@
+"""The op experts on mps beyond its values: which kernels run, in how many dispatches, and how slots fall into tiles."""
+
+import pytest
+import torch
+from cases import BFLOAT, Case, call, expected
+from checks import assert_matches
+from conftest import SIMULATED
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
+
+recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records dispatches; a Mac's own does not")
+
+
+def kernels_of(run) -> list[str]:
+    """The kernels that `run` dispatches, without the op's name; nothing may make the host wait."""
+    import metal_sim
+
+    with metal_sim.record() as record:
+        run()
+    assert not record.host_syncs
+    return [name.removeprefix("experts_") for name in record.kernels]
+
+
+def experts_kernels(args: dict, **options) -> list[str]:
+    return kernels_of(lambda: torch.ops.moe_metal.experts(**args, **options))
+
+
+# ------------------------------------------------------------------------------------------------ dispatches
+
+
+@recorded
+def test_dispatches_of_a_layer(mps: str):
+    """Qwen3-30B-A3B's MoE block for one token: at most 4 dispatches with its router, against the stock block's."""
+    import metal_sim
+
+    E, K, H, I = 128, 8, 2048, 768
+    x = torch.zeros(1, H, dtype=BFLOAT, device=mps)
+    one_expert = {"gate_up": (1, 2 * I, H), "down": (1, H, I)}  # the layout of all of them, with the memory of one
+    weights = {n: torch.zeros(s, dtype=BFLOAT, device=mps).expand(E, -1, -1) for n, s in one_expert.items()}
+    router = torch.zeros(E, H, dtype=BFLOAT, device=mps)
+    residual = torch.zeros_like(x)
+
+    def layer() -> None:
+        routing, ids = torch.ops.moe_metal.gate(x, router, top_k=K)
+        torch.ops.moe_metal.experts(x, routing, ids, **weights, residual=residual)
+
+    with metal_sim.host_only():
+        ours = kernels_of(layer)
+    assert ours[-2:] == ["gate_up_rows_wide_bfloat", "down_rows_wide_bfloat"]
+    assert len(ours) <= 4, ours
+
+    config = Qwen3MoeConfig(num_experts=E, num_experts_per_tok=K, hidden_size=64, moe_intermediate_size=32)
+    config._experts_implementation = "batched_mm"
+    block = Qwen3MoeSparseMoeBlock(config).to(mps, BFLOAT)
+    with torch.no_grad(), ComputingOps() as stock:
+        block(torch.zeros(1, 1, 64, dtype=BFLOAT, device=mps))
+    print(f"\n{len(ours)} dispatches: {', '.join(ours)}\n{len(stock.names)} stock ops: {', '.join(stock.names)}")
+    assert len(stock.names) >= 4 * len(ours)
+
+
+class ComputingOps(TorchDispatchMode):
+    """The aten ops that compute or copy, each of which is a dispatch or more; views and empty tensors are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        returns = function._schema.returns
+        is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
+        name = function.__name__.split(".")[0]
+        if not is_view and not name.startswith(("empty", "_unsafe_view")):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@recorded
+def test_no_tokens_no_dispatches(mps: str):
+    assert experts_kernels(Case("experts", "empty", {"T": 0, "E": 3, "K": 2, "H": 8, "I": 8}).arguments(mps)) == []
+
+
+# ------------------------------------------------------------------------------------------------ the choice of kernels
+
+
+@recorded
+@pytest.mark.parametrize("T, E, K, kernels", [(16, 8, 1, 2), (17, 8, 1, 4), (4, 32, 8, 2), (5, 32, 8, 4)])
+def test_switch(mps: str, T: int, E: int, K: int, kernels: int):
+    """Decode's two dispatches up to 16 slots, or up to as many slots as experts; then prefill's four."""
+    args = Case("experts", "switch", {"T": T, "E": E, "K": K, "H": 32, "I": 32}).arguments(mps)
+    assert len(experts_kernels(args)) == kernels
+
+
+@recorded
+@pytest.mark.parametrize("share, rows", [(24, 16), (25, 32), (48, 32), (49, 64)])
+def test_tile_follows_tokens_per_expert(mps: str, share: int, rows: int):
+    args = Case("experts", "tile", {"T": share, "E": 4, "K": 4, "H": 16, "I": 16}).arguments(mps)
+    assert experts_kernels(args) == [
+        "sort",
+        f"gate_up_tiles{rows}_float",
+        f"down_tiles{rows}_float",
+        "combine_float",
+    ]
+
+
+LAYOUTS = {  # H, I, options, whether the weights' storage begins one element late -> the kernels of gate_up and down
+    "rows": (64, 32, {}, False, ("rows_wide", "rows_wide")),
+    "rows_interleaved": (64, 32, {"interleaved": True}, False, ("rows_wide", "rows_wide")),
+    "rows_odd": (63, 33, {}, False, ("rows", "rows")),
+    "rows_late": (64, 32, {}, True, ("rows", "rows")),
+    "columns": (64, 32, {"transposed": True}, False, ("columns_wide", "columns_wide")),
+    "columns_interleaved": (64, 36, {"transposed": True, "interleaved": True}, False, ("columns_wide", "columns_wide")),
+    "columns_half_aligned": (64, 36, {"transposed": True}, False, ("columns", "columns_wide")),
+    "columns_odd": (63, 33, {"transposed": True}, False, ("columns", "columns")),
+    "columns_late": (64, 32, {"transposed": True}, True, ("columns", "columns")),
+}
+
+
+@recorded
+@pytest.mark.parametrize("T", [2, 40])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(mps: str, name: str, T: int):
+    """16-byte loads wherever alignment allows them, along the rows or, transposed, along the columns."""
+    H, I, options, late, (gate_up, down) = LAYOUTS[name]
+    case = Case("experts", name, {"T": T, "E": 5, "K": 3, "H": H, "I": I}, (), options, BFLOAT)
+    args = case.arguments(mps)
+    for weight in ("gate_up", "down") if late else ():
+        moved = torch.empty(args[weight].numel() + 1, dtype=BFLOAT, device=mps)[1:].view_as(args[weight])
+        args[weight] = moved.copy_(args[weight])
+    if T == 2:
+        assert experts_kernels(args, **options) == [f"gate_up_{gate_up}_bfloat", f"down_{down}_bfloat"]
+    got = call(torch.ops.moe_metal.experts, "experts", args, options)
+    assert_matches(got, expected("experts", case.arguments(), options), case.longest_sum)
+
+
+# ------------------------------------------------------------------------------------------------ tiles
+
+SPLITS = [(17, 15), (16, 16), (0, 64, 0, 1), (33, 31), (63, 65, 0, 0, 1), (130,), (0, 0, 47), (1,) * 40, (64, 128)]
+
+
+@pytest.mark.parametrize("skipped", [0, 5])
+@pytest.mark.parametrize("counts", SPLITS, ids=lambda counts: "-".join(map(str, counts)))
+def test_splits(device: str, counts: tuple[int, ...], skipped: int):
+    """Each expert gets so many slots, in mixed order; `skipped` more have ids of no expert."""
+    E, slots = len(counts), sum(counts) + skipped
+    case = Case("experts", "splits", {"T": slots, "E": E, "K": 1, "H": 36, "I": 20}, ("gate_up_bias", "down_bias"))
+    args = case.arguments()
+    ids = torch.arange(E).repeat_interleave(torch.tensor(counts))
+    ids = torch.cat([ids, torch.tensor([-1, E, 1 << 40, -(1 << 40), E + 7])[:skipped]])
+    args["experts"] = ids[torch.randperm(slots, generator=torch.Generator().manual_seed(slots))].unsqueeze(1)
+    on_device = {name: tensor.to(device) for name, tensor in args.items()}
+    got = call(torch.ops.moe_metal.experts, "experts", on_device, {})
+    assert_matches(got, expected("experts", args, {}), case.longest_sum)
+
+
+@recorded
+@pytest.mark.parametrize("T", [2, 30, 70])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_any_order_of_threads(mps: str, T: int, transposed: bool):
+    """The simulator runs each dispatch in several orders of its threads, and demands the same bits of all."""
+    import metal_sim
+
+    options = {"transposed": transposed, "interleaved": transposed}
+    dims = {"T": T, "E": 4, "K": 2, "H": 72, "I": 40}
+    case = Case("experts", "orders", dims, ("gate_up_bias", "down_bias", "shared", "shared_gate"), options, BFLOAT)
+    metal_sim.set_orders("forward", "backward", "random:1", "random:2")
+    try:
+        got = call(torch.ops.moe_metal.experts, "experts", case.arguments(mps), options)
+    finally:
+        metal_sim.set_orders("forward")
+    assert_matches(got, expected("experts", case.arguments(), options), case.longest_sum)
