@@ -47,10 +47,11 @@ def test_two_processes(tmp_path):
 
 def one_process(folder: Path) -> None:
     import torch.distributed
-    import torch_moe_metal
     from test_transformers import counted, relative
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
+
+    import torch_moe_metal
 
     results = {}
     for family in FAMILIES:

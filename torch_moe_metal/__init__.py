@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from . import reference
+from . import nn, reference
 from .after_import import after_import
 
 __version__ = "0.1.0"
@@ -61,4 +61,4 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["cpu_isa", "patch", "reference", "unpatch"]
+__all__ = ["cpu_isa", "nn", "patch", "reference", "unpatch"]

@@ -10,7 +10,8 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from .experts import ACTIVATION_DTYPES, DEVICES, expert_arguments, wants_grad, why_not_fused
+from ..nn import wants_grad
+from .experts import ACTIVATION_DTYPES, DEVICES, expert_arguments, why_not_fused
 from .families import BLOCKS, GEMMA4_LAYERS, PRE_NORM_LAYERS, Block, family_name
 
 ops = torch.ops.moe_metal

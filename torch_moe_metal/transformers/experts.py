@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers import activations
 from transformers.integrations import moe
 
+from ..nn import wants_grad
+
 NAME = "moe_metal"
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "mps")
@@ -100,11 +102,6 @@ def expert_arguments(experts: nn.Module) -> dict:
         "interleaved": not flags.is_concatenated,
         "transposed": flags.is_transposed,
     }
-
-
-def wants_grad(*values) -> bool:
-    """Whether autograd would record a call with these arguments. Our ops have no backward."""
-    return torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 _warned: set[type] = set()

@@ -1,0 +1,1 @@
+"""Runnable examples: `python -m torch_moe_metal.examples.chat`, `.swap` and `.compiled`."""

@@ -1,0 +1,164 @@
+"""A Mixture-of-Experts layer for plain PyTorch; transformers is not needed.
+
+Letters: T tokens (any leading dimensions), E experts, K experts per token, H hidden, I expert inner size, S the shared
+expert's inner size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import reference
+
+ops = torch.ops.moe_metal
+
+
+def wants_grad(*values) -> bool:
+    """Whether autograd would record a call with these arguments. Our ops have no backward."""
+    return torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values)
+
+
+def matrix(*shape: int, **options) -> nn.Parameter:
+    """A weight whose products with unit-variance vectors have unit variance."""
+    return nn.Parameter(torch.randn(*shape, **options) * shape[-1] ** -0.5)
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token goes through: gate_up [2S, H], down [H, S]; x [..., H] -> [..., H]."""
+
+    def __init__(self, hidden_size: int, inner_size: int, activation: dict, **options):
+        super().__init__()
+        self.activation = activation
+        self.gate_up = matrix(2 * inner_size, hidden_size, **options)
+        self.down = matrix(hidden_size, inner_size, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        glu = reference.glu if wants_grad(x, *self.parameters()) else ops.glu
+        return F.linear(glu(*F.linear(x, self.gate_up).chunk(2, -1), **self.activation), self.down)
+
+
+class MoE(nn.Module):
+    """Router, experts and an optional shared expert: x [..., H] -> [..., H].
+
+        moe = MoE(2048, 768, num_experts=128, top_k=8, dtype=torch.bfloat16, device="mps")
+        with torch.no_grad():
+            y = moe(x)                # x [..., 2048]: one `gate`, one `experts`
+            h = moe(x, residual=h)    # h + moe(x), in the same two
+
+    Parameters, in the words of the ops (those in brackets only when asked for):
+        router_weight [E, H], (router_bias [E]), (select_bias [E], a buffer: it counts for the choice only),
+        gate_up [E, 2I, H] with the gate's I rows first, down [E, H, I], (shared: a module, [..., H] -> [..., H]),
+        (shared_gate: a module, [..., H] -> [..., 1], the logit of the shared expert's share).
+
+    `routing` are options of `torch.ops.moe_metal.gate`: scoring, renormalize, n_group, topk_group, group_score,
+    scaling_factor, softcap. With gradients wanted it computes the same from PyTorch's own ops, expert by expert.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        inner_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        shared_size: int = 0,
+        shared_gate: bool = False,
+        router_bias: bool = False,
+        select_bias: bool = False,
+        activation: str = "silu",
+        limit: float | None = None,
+        device=None,
+        dtype=None,
+        **routing,
+    ):
+        super().__init__()
+        options = {"device": device, "dtype": dtype}
+        act = {"activation": activation, "limit": limit}
+        router = {"router_weight": matrix(num_experts, hidden_size, **options), "top_k": top_k}
+        if router_bias:
+            router["router_bias"] = nn.Parameter(torch.zeros(num_experts, **options))
+        if select_bias:
+            router["select_bias"] = torch.zeros(num_experts, device=device)
+        experts = {
+            "gate_up": matrix(num_experts, 2 * inner_size, hidden_size, **options),
+            "down": matrix(num_experts, hidden_size, inner_size, **options),
+        }
+        self._take(
+            router | routing,
+            experts | act,
+            SharedExpert(hidden_size, shared_size, act, **options) if shared_size else None,
+            nn.Linear(hidden_size, 1, bias=False, **options) if shared_gate else None,
+        )
+
+    @classmethod
+    def from_block(cls, block: nn.Module) -> "MoE":
+        """The same layer as a transformers MoE block that `patch` knows, on the block's own weights, not copies."""
+        from .transformers.blocks import FusedLlama4Block, fused_class
+        from .transformers.experts import expert_arguments, why_not_fused
+
+        original = getattr(block, "original", type(block))
+        family = getattr(fused_class(original), "family", None)
+        if family is None or issubclass(fused_class(original), FusedLlama4Block):
+            raise TypeError(f"torch_moe_metal.nn.MoE.from_block: no MoE layer of this form: {original.__name__}")
+        if reason := why_not_fused(block.experts):
+            raise TypeError(f"torch_moe_metal.nn.MoE.from_block: cannot take {original.__name__}: {reason}")
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        shared, shared_gate = (getattr(block, name) if name else None for name in (family.shared, family.shared_gate))
+        module._take(family.routing(block), expert_arguments(block.experts), shared, shared_gate)
+        return module.train(block.training)
+
+    def _take(self, router: dict, experts: dict, shared: nn.Module | None, shared_gate: nn.Module | None) -> None:
+        """Register the tensors among the arguments of `gate` and of `experts` under their names."""
+        self.shared, self.shared_gate = shared, shared_gate
+        for name, value in (router | experts).items():
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(name, value)
+            elif isinstance(value, Tensor):
+                self.register_buffer(name, value)
+        self._arguments = [
+            {name: None if isinstance(value, Tensor) else value for name, value in part.items()}
+            for part in (router, experts)
+        ]
+
+    def _router_and_experts(self) -> list[dict]:
+        """The arguments of `gate` and of `experts`, with the tensors as they are now."""
+        return [
+            {name: getattr(self, name, value) if value is None else value for name, value in part.items()}
+            for part in self._arguments
+        ]
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [..., H], residual [..., H] -> [..., H]"""
+        router, experts = self._router_and_experts()
+        shared = None if self.shared is None else self.shared(x)
+        shared_gate = None if self.shared_gate is None else self.shared_gate(x).squeeze(-1)
+        if wants_grad(x, residual, *self.parameters()):
+            slots, weights = slots_with_grad(x, router, experts)
+            return reference.weighted_sum(slots, weights, shared, shared_gate, residual)
+        weights, ids = ops.gate(x, **router)
+        return ops.experts(x, weights, ids, shared=shared, shared_gate=shared_gate, residual=residual, **experts)
+
+    def extra_repr(self) -> str:
+        router, experts = self._arguments
+        (E, H), options = self.router_weight.shape, {**router, **experts}
+        told = "".join(f", {name}={value}" for name, value in options.items() if value not in (None, False))
+        return f"H={H}, I={self.down.shape[1 if experts.get('transposed') else 2]}, E={E}{told}"
+
+
+def slots_with_grad(x: Tensor, router: dict, experts: dict) -> tuple[Tensor, Tensor]:
+    """Each choice's expert output [..., K, H] and its weight [..., K], expert by expert, with a backward."""
+    weights, ids = reference.gate(x, **router)
+    options = {name: value for name, value in experts.items() if name in ("activation", "alpha", "limit")}
+    slots = x.new_zeros(*ids.shape, x.shape[-1])
+    for e in range(experts["down"].shape[0]):
+        chosen = (ids == e).nonzero(as_tuple=True)
+        both = expert_linear(x[chosen[:-1]], e, experts, "gate_up")
+        gate, up = (both[..., ::2], both[..., 1::2]) if experts.get("interleaved") else both.chunk(2, -1)
+        slots = slots.index_put(chosen, expert_linear(reference.glu(gate, up, **options), e, experts, "down"))
+    return slots, weights
+
+
+def expert_linear(x: Tensor, e: int, experts: dict, name: str) -> Tensor:
+    weight, bias = experts[name][e], experts.get(f"{name}_bias")
+    return F.linear(x, weight.mT if experts.get("transposed") else weight, None if bias is None else bias[e])
