@@ -15,11 +15,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-#include "activation.h"
-#include "common.h"
 #include "experts.h"
-#include "maths.h"
-#include "rows.h"
 
 namespace moe_metal {
 
