@@ -140,11 +140,11 @@ struct RouteParams {
 // ------------------------------------------------------------------------------------------ gate
 
 // How its work is cut; gate.mm says which kernel is for which shapes.
-MOE_METAL_CONSTANT uint32_t kGateMaxExperts = 64;    // of the kernel that does everything
-MOE_METAL_CONSTANT uint32_t kLogitsSimdgroups = 4;   // gate_logits: of a threadgroup, which share H
-MOE_METAL_CONSTANT uint32_t kTileTokens = 32;        // gate_tile: tokens of a threadgroup
-MOE_METAL_CONSTANT uint32_t kTileExperts = 64;       // gate_tile: experts of a threadgroup
-MOE_METAL_CONSTANT uint32_t kTileStep = 32;          // gate_tile: elements of H between two barriers
+MOE_METAL_CONSTANT uint32_t kGateMaxExperts = 64;     // gate: that one threadgroup serves
+MOE_METAL_CONSTANT uint32_t kGateSimdgroups = 4;      // gate_logits: of a threadgroup, which share H
+MOE_METAL_CONSTANT uint32_t kGateTileTokens = 32;     // gate_tile: of a threadgroup
+MOE_METAL_CONSTANT uint32_t kGateTileExperts = 64;    // gate_tile: of a threadgroup
+MOE_METAL_CONSTANT uint32_t kGateTileThreads = 128;   // gate_tile: each has 4 tokens by 4 experts
 
 struct GateParams {
   RouteParams route;

@@ -62,9 +62,9 @@ template <typename T, typename W, uint Tokens, uint Experts>
                             uint2 group [[threadgroup_position_in_grid]],
                             uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
                             uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  threadgroup float dots[kLogitsSimdgroups][Tokens * Experts];
-  threadgroup float squares[kLogitsSimdgroups][Tokens];
-  const uint E = params.route.routing.experts, step = kLogitsSimdgroups * kSimdgroup;
+  threadgroup float dots[kGateSimdgroups][Tokens * Experts];
+  threadgroup float squares[kGateSimdgroups][Tokens];
+  const uint E = params.route.routing.experts, step = kGateSimdgroups * kSimdgroup;
   const ulong token = ulong(group.x) * Tokens;
   const uint expert = group.y * Experts;
   Dots<Tokens, Experts> sums;
@@ -87,7 +87,7 @@ template <typename T, typename W, uint Tokens, uint Experts>
   const uint t = thread_index / Experts, e = thread_index % Experts;
   if (thread_index >= Tokens * Experts || token + t >= params.route.tokens || expert + e >= E) return;
   float dot_sum = 0, square_sum = 0;
-  for (uint part = 0; part < kLogitsSimdgroups; ++part) {
+  for (uint part = 0; part < kGateSimdgroups; ++part) {
     dot_sum += dots[part][thread_index];
     square_sum += squares[part][t];
   }
@@ -96,23 +96,24 @@ template <typename T, typename W, uint Tokens, uint Experts>
 }
 
 // Tiles of x and of the router pass through threadgroup memory, kTileStep of H at a time, while the next are already
-// being loaded; each thread has 4 tokens by 4 experts. Rows are padded by one load, so that reads of 16 rows at once
-// fall on different banks.
+// being loaded. Rows are padded by one load, so that reads of 16 rows at once fall on different banks.
+MOE_METAL_CONSTANT uint kTileStep = 32;
 MOE_METAL_CONSTANT uint kTileStride = kTileStep + 4;
 MOE_METAL_CONSTANT uint kTileChunks = kTileStep / 4;
+MOE_METAL_CONSTANT uint kDown = kGateTileTokens / 4, kAcross = kGateTileExperts / 4;  // threads of a tile
 
-// The chunks of a tile that one thread of 128 loads.
+// The chunks of a tile that one thread loads.
 template <uint Rows>
 struct TileLoads {
-  float4 chunks[Rows * kTileChunks / 128];
+  float4 chunks[Rows * kTileChunks / kGateTileThreads];
 };
 
 template <uint Rows, typename T>
 TileLoads<Rows> load_tile(device const T* rows, ulong first_row, ulong last_row, uint h, uint thread_index,
                           RowShape shape) {
   TileLoads<Rows> loads;
-  for (uint n = 0; n < Rows * kTileChunks / 128; ++n) {
-    const uint chunk = thread_index + n * 128, i = h + chunk % kTileChunks * 4;
+  for (uint n = 0; n < Rows * kTileChunks / kGateTileThreads; ++n) {
+    const uint chunk = thread_index + n * kGateTileThreads, i = h + chunk % kTileChunks * 4;
     device const T* row = rows + min(first_row + chunk / kTileChunks, last_row) * shape.length;
     loads.chunks[n] = i < shape.length ? load4(row, i, shape) : float4(0);
   }
@@ -121,8 +122,8 @@ TileLoads<Rows> load_tile(device const T* rows, ulong first_row, ulong last_row,
 
 template <uint Rows>
 void store_tile(TileLoads<Rows> loads, threadgroup float* tile, uint thread_index) {
-  for (uint n = 0; n < Rows * kTileChunks / 128; ++n) {
-    const uint chunk = thread_index + n * 128;
+  for (uint n = 0; n < Rows * kTileChunks / kGateTileThreads; ++n) {
+    const uint chunk = thread_index + n * kGateTileThreads;
     threadgroup float* to = tile + chunk / kTileChunks * kTileStride + chunk % kTileChunks * 4;
     *reinterpret_cast<threadgroup float4*>(to) = loads.chunks[n];
   }
@@ -138,15 +139,17 @@ template <typename T, typename W>
                           device float* logits [[buffer(4)]], constant GateParams& params [[buffer(5)]],
                           uint2 group [[threadgroup_position_in_grid]],
                           uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup float x_tile[kTileTokens * kTileStride];
-  threadgroup float w_tile[kTileExperts * kTileStride];
-  threadgroup float rms[kTileTokens];
+  threadgroup float x_tile[kGateTileTokens * kTileStride];
+  threadgroup float w_tile[kGateTileExperts * kTileStride];
+  threadgroup float rms[kGateTileTokens];
   const uint E = params.route.routing.experts, H = params.row.length;
-  const ulong token = ulong(group.x) * kTileTokens, last_token = params.route.tokens - 1;
-  const uint expert = group.y * kTileExperts, own_token = thread_index / 16, own_expert = thread_index % 16;
+  const ulong token = ulong(group.x) * kGateTileTokens, last_token = params.route.tokens - 1;
+  const uint expert = group.y * kGateTileExperts, own_token = thread_index / kAcross,
+             own_expert = thread_index % kAcross;
   float dots[4][4] = {}, squares[2] = {};
-  TileLoads<kTileTokens> x = load_tile<kTileTokens>(hidden, token, last_token, 0, thread_index, params.row);
-  TileLoads<kTileExperts> w = load_tile<kTileExperts>(router_weight, expert, E - 1, 0, thread_index, params.row);
+  TileLoads<kGateTileTokens> x = load_tile<kGateTileTokens>(hidden, token, last_token, 0, thread_index, params.row);
+  TileLoads<kGateTileExperts> w =
+      load_tile<kGateTileExperts>(router_weight, expert, E - 1, 0, thread_index, params.row);
   for (uint h = 0; h < H; h += kTileStep) {
     const uint i = h + thread_index % kTileChunks * 4;
     const float4 weight = i < H ? norm_weight4(norm_weight, i, params) : float4(0);
@@ -157,12 +160,12 @@ template <typename T, typename W>
     store_tile(x, x_tile, thread_index);
     store_tile(w, w_tile, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    x = load_tile<kTileTokens>(hidden, token, last_token, h + kTileStep, thread_index, params.row);
-    w = load_tile<kTileExperts>(router_weight, expert, E - 1, h + kTileStep, thread_index, params.row);
+    x = load_tile<kGateTileTokens>(hidden, token, last_token, h + kTileStep, thread_index, params.row);
+    w = load_tile<kGateTileExperts>(router_weight, expert, E - 1, h + kTileStep, thread_index, params.row);
     for (uint chunk = 0; chunk < kTileChunks; ++chunk) {
       float4 a[4], b[4];
-      for (uint n = 0; n < 4; ++n) a[n] = tile_chunk(x_tile, own_token + 8 * n, chunk);
-      for (uint n = 0; n < 4; ++n) b[n] = tile_chunk(w_tile, own_expert + 16 * n, chunk);
+      for (uint n = 0; n < 4; ++n) a[n] = tile_chunk(x_tile, own_token + kDown * n, chunk);
+      for (uint n = 0; n < 4; ++n) b[n] = tile_chunk(w_tile, own_expert + kAcross * n, chunk);
       for (uint t = 0; t < 4; ++t) {
         for (uint e = 0; e < 4; ++e) dots[t][e] += dot(a[t], b[e]);
       }
@@ -171,13 +174,13 @@ template <typename T, typename W>
   }
   for (uint n = 0; n < 2; ++n) {  // eight neighbouring lanes hold one row of x
     for (uint apart = 1; apart < kTileChunks; apart *= 2) squares[n] += simd_shuffle_xor(squares[n], ushort(apart));
-    const uint chunk = thread_index + n * 128;
+    const uint chunk = thread_index + n * kGateTileThreads;
     if (chunk % kTileChunks == 0) rms[chunk / kTileChunks] = gate_rms(squares[n], params);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint t = 0; t < 4; ++t) {
     for (uint e = 0; e < 4; ++e) {
-      const uint row = own_token + 8 * t, column = expert + own_expert + 16 * e;
+      const uint row = own_token + kDown * t, column = expert + own_expert + kAcross * e;
       if (token + row > last_token || column >= E) continue;
       logits[(token + row) * E + column] = dots[t][e] * rms[row] + gate_bias(router_bias, column, params);
     }

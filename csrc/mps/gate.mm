@@ -8,8 +8,9 @@ namespace moe_metal {
 namespace {
 
 Kernels gate_kernels("gate");
-Kernels one_token_kernels("gate", "gate_logits_1"), four_token_kernels("gate", "gate_logits_4");
-Kernels tile_kernels("gate", "gate_tile");
+Kernels one_token_kernels("gate", "gate_logits_1", kGateSimdgroups* kSimdgroup);
+Kernels four_token_kernels("gate", "gate_logits_4", kGateSimdgroups* kSimdgroup);
+Kernels tile_kernels("gate", "gate_tile", kGateTileThreads);
 
 // One threadgroup, so one GPU core, reads the whole router. Up to 128 KB it does so in about the time that a second
 // dispatch would cost: an estimate from published figures, not measured. Every token reads the router again.
@@ -29,10 +30,10 @@ struct LogitsKernel {
   int threads;
 };
 LogitsKernel logits_kernel(int64_t tokens) {
-  const int threads = kLogitsSimdgroups * kSimdgroup;
+  const int threads = kGateSimdgroups * kSimdgroup;
   if (tokens == 1) return {one_token_kernels, 1, 2, threads};
   if (tokens < 512) return {four_token_kernels, 4, 4, threads};
-  return {tile_kernels, kTileTokens, kTileExperts, 128};
+  return {tile_kernels, kGateTileTokens, kGateTileExperts, kGateTileThreads};
 }
 
 GateParams gate_params(const Gate& call, const Tensor& logits) {

@@ -6,7 +6,8 @@
 namespace moe_metal {
 namespace {
 
-Kernels kernels("glu");
+constexpr int kThreads = 256;
+Kernels kernels("glu", kThreads);
 
 struct Dimension {
   int64_t size = 1, gate = 0, up = 0;  // strides
@@ -78,8 +79,8 @@ Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, do
     layout = Layout(call.gate, call.up);
   }
   const GluParams params = glu_params(call, layout);
-  launch(kernels[gate.scalar_type()], Grid{ceil_div(params.all_chunks, 256), 1, 256}, call.gate, call.up, call.output,
-         params);
+  launch(kernels[gate.scalar_type()], Grid{ceil_div(params.all_chunks, kThreads), 1, kThreads}, call.gate, call.up,
+         call.output, params);
   return call.output;
 }
 

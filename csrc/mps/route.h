@@ -8,8 +8,11 @@
 namespace moe_metal {
 
 // By the logits that each lane holds: 1, 2, 4, ... 32.
-inline Kernels route_kernels[] = {{"route", "route_1"}, {"route", "route_2"},  {"route", "route_4"},
-                                  {"route", "route_8"}, {"route", "route_16"}, {"route", "route_32"}};
+constexpr int kRouteTokens = 4;  // of a threadgroup, one simdgroup each
+constexpr int kRouteThreads = kRouteTokens * kSimdgroup;
+inline Kernels route_kernels[] = {{"route", "route_1", kRouteThreads},  {"route", "route_2", kRouteThreads},
+                                  {"route", "route_4", kRouteThreads},  {"route", "route_8", kRouteThreads},
+                                  {"route", "route_16", kRouteThreads}, {"route", "route_32", kRouteThreads}};
 
 inline Kernel& route_kernel(int64_t experts, at::ScalarType dtype) {
   return route_kernels[std::bit_width(static_cast<uint64_t>(ceil_div(experts, kSimdgroup) - 1))][dtype];
@@ -17,7 +20,7 @@ inline Kernel& route_kernel(int64_t experts, at::ScalarType dtype) {
 
 // One simdgroup per token. Few tokens are spread over the GPU, many share threadgroups.
 inline Grid route_grid(int64_t tokens) {
-  const int64_t together = tokens <= 32 ? 1 : 4;
+  const int64_t together = tokens <= 32 ? 1 : kRouteTokens;
   return {ceil_div(tokens, together), 1, static_cast<int>(together * kSimdgroup)};
 }
 

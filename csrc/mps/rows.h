@@ -24,10 +24,13 @@ inline int threads_for_row(int64_t rows, int64_t length) {
 // A norm needs the sum over its whole row, so a row is one threadgroup.
 inline Grid grid_of_rows(int64_t rows, int64_t length) { return {rows, 1, threads_for_row(rows, length)}; }
 
+constexpr int kBlockThreads = 256;
+
 // Without a norm, rows are cut into blocks. Few rows need blocks of one simdgroup to spread over the whole GPU.
 inline Grid grid_of_blocks(int64_t rows, int64_t length) {
   const int64_t chunks = ceil_div(length, kWide);
-  const int64_t threads = std::min<int64_t>(ceil_div(chunks, kSimdgroup) * kSimdgroup, rows <= 32 ? kSimdgroup : 256);
+  const int64_t threads =
+      std::min<int64_t>(ceil_div(chunks, kSimdgroup) * kSimdgroup, rows <= 32 ? kSimdgroup : kBlockThreads);
   return {rows, ceil_div(chunks, threads), static_cast<int>(threads)};
 }
 

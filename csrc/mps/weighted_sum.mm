@@ -5,7 +5,7 @@
 namespace moe_metal {
 namespace {
 
-Kernels kernels("weighted_sum");
+Kernels kernels("weighted_sum", kBlockThreads);
 
 Tensor weighted_sum(const Tensor& slots, const Tensor& weights, const OptionalTensor& shared,
                     const OptionalTensor& shared_gate, const OptionalTensor& residual) {

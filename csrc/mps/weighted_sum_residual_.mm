@@ -5,7 +5,7 @@
 namespace moe_metal {
 namespace {
 
-Kernels kernels("weighted_sum_residual_");
+Kernels kernels("weighted_sum_residual_", kBlockThreads);
 
 void weighted_sum_residual_(const Tensor& residual, const Tensor& slots, const Tensor& weights) {
   const WeightedSum call = weighted_sum_residual__arguments(residual, slots, weights);
