@@ -61,11 +61,19 @@ def extensions() -> list[CppExtension]:
     return [extension("_C", main, flags, link), *cpu]
 
 
+class BuildEach(BuildExtension):
+    def build_extension(self, ext) -> None:
+        """With a folder of its own: the CPU libraries have the same sources, and their objects overwrote each other."""
+        shared, self.build_temp = self.build_temp, str(Path(self.build_temp, ext.name))
+        super().build_extension(ext)
+        self.build_temp = shared
+
+
 major, minor = torch.__version__.split(".")[:2]
 setup(
     ext_modules=extensions(),
     # C++ symbols and layouts change with torch's minor version, so a wheel fits just the one it was built against.
     install_requires=[f"torch=={major}.{minor}.*"],
-    cmdclass={"build_ext": BuildExtension.with_options(no_python_abi_suffix=True)},
+    cmdclass={"build_ext": BuildEach.with_options(no_python_abi_suffix=True)},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )
