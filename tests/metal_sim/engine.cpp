@@ -28,10 +28,14 @@ std::vector<Order> parse_orders(const std::string& text) {
   std::vector<Order> orders;
   std::istringstream in(text);
   for (std::string word; std::getline(in, word, ',');) {
-    if (word == "forward") orders.push_back({Order::Kind::forward});
-    else if (word == "backward") orders.push_back({Order::Kind::backward});
-    else if (word.rfind("random:", 0) == 0) orders.push_back({Order::Kind::random, std::stoull(word.substr(7))});
-    else throw std::runtime_error("METAL_SIM_ORDERS: '" + word + "' is not forward, backward or random:SEED");
+    if (word == "forward")
+      orders.push_back({Order::Kind::forward});
+    else if (word == "backward")
+      orders.push_back({Order::Kind::backward});
+    else if (word.rfind("random:", 0) == 0)
+      orders.push_back({Order::Kind::random, std::stoull(word.substr(7))});
+    else
+      throw std::runtime_error("METAL_SIM_ORDERS: '" + word + "' is not forward, backward or random:SEED");
   }
   if (orders.empty()) throw std::runtime_error("METAL_SIM_ORDERS names no order");
   return orders;
@@ -39,9 +43,12 @@ std::vector<Order> parse_orders(const std::string& text) {
 
 std::string order_name(const Order& order) {
   switch (order.kind) {
-    case Order::Kind::forward: return "forward";
-    case Order::Kind::backward: return "backward";
-    case Order::Kind::random: break;
+    case Order::Kind::forward:
+      return "forward";
+    case Order::Kind::backward:
+      return "backward";
+    case Order::Kind::random:
+      break;
   }
   return "random:" + std::to_string(order.seed);
 }
@@ -139,7 +146,8 @@ Run* Run::current = nullptr;
 namespace {
 
 std::string argument_name(const Parameter& p) {
-  return "'" + p.name + "' [[" + (p.space == Space::threadgroup ? "threadgroup" : "buffer") + "(" + str(p.index) + ")]]";
+  return "'" + p.name + "' [[" + (p.space == Space::threadgroup ? "threadgroup" : "buffer") + "(" + str(p.index) +
+         ")]]";
 }
 
 std::byte* start_of(const Argument& a) {
@@ -158,10 +166,10 @@ void bad_access(uint64_t pointer, uint64_t bytes, uint64_t alignment, const void
   uint64_t address = pointer & abi::address_mask;
   int64_t offset = int64_t(address - region.begin);
   bool inside = offset >= 0 && uint64_t(offset) + bytes <= region.size;
-  std::string what = str(bytes) + " bytes at offset " + std::to_string(offset) + " of " + Run::current->described(pointer);
+  std::string what =
+      str(bytes) + " bytes at offset " + std::to_string(offset) + " of " + Run::current->described(pointer);
   const Parameter* p = Run::current->parameter_of(tag);
-  if (inside)
-    fail({"alignment", what + " need an alignment of " + str(alignment), where});
+  if (inside) fail({"alignment", what + " need an alignment of " + str(alignment), where});
   if (p && p->space != Space::threadgroup && Run::current->buffers[p->index].kind == Argument::Kind::unbound)
     fail({"unbound", "nothing is bound at " + argument_name(*p), where});
   fail({"bounds", what + ", which has " + str(region.size) + " bytes", where});
@@ -174,9 +182,12 @@ void bad_sharing(abi::Race race, uint64_t address, uint64_t other, bool device, 
     if (address - state.regions[tag].begin < state.regions[tag].size)
       what = "offset " + str(address - state.regions[tag].begin) + " of " +
              Run::current->described(uint64_t(tag) << abi::tag_shift);
-  if (race == abi::Race::uninitialized) fail({"uninitialized", what + " is read, and nothing was written there", where});
+  if (race == abi::Race::uninitialized)
+    fail({"uninitialized", what + " is read, and nothing was written there", where});
   const char* verb = race == abi::Race::read_after_write ? " is read here and written by " : " is written here and ";
-  const char* second = race == abi::Race::write_after_write ? "written by " : race == abi::Race::write_after_read ? "read by " : "";
+  const char* second = race == abi::Race::write_after_write  ? "written by "
+                       : race == abi::Race::write_after_read ? "read by "
+                                                             : "";
   bool other_group = device && abi::word_epoch(other) < state.device_start;
   std::string who = other_group ? "another threadgroup" : "thread " + str(abi::word_thread(other));
   fail({"race", what + verb + second + who + " with no barrier between", where});
@@ -244,11 +255,14 @@ void Run::check_launch() {
     broken("launch", str(per_group) + " threads per threadgroup, " + str(kernel.max_threads) + " is the most");
   size_t total = kernel.static_threadgroup_bytes;
   for (size_t i = 0; i < buffer_slots; ++i) {
-    if (lengths[i] % 16) broken("threadgroup_memory", "the length at index " + str(i) + ", " + str(lengths[i]) + ", is not a multiple of 16");
+    if (lengths[i] % 16)
+      broken("threadgroup_memory",
+             "the length at index " + str(i) + ", " + str(lengths[i]) + ", is not a multiple of 16");
     total += lengths[i];
   }
   if (total > max_threadgroup_bytes)
-    broken("threadgroup_memory", str(total) + " bytes of threadgroup memory, " + str(max_threadgroup_bytes) + " is the most");
+    broken("threadgroup_memory",
+           str(total) + " bytes of threadgroup memory, " + str(max_threadgroup_bytes) + " is the most");
   uint64_t size[3] = {grid.x, grid.y, grid.z}, each[3] = {threads.x, threads.y, threads.z};
   for (int i = 0; i < 3; ++i) {
     groups[i] = exact ? (size[i] + each[i] - 1) / each[i] : size[i];
@@ -266,11 +280,14 @@ void Run::check_argument(const Parameter& p) {
   if (a.kind == Argument::Kind::bytes && p.space == Space::device && !p.is_const)
     broken("argument", argument_name(p) + " is written, but setBytes bound it");
   if (a.kind == Argument::Kind::buffer && a.offset > a.length)
-    broken("bounds", argument_name(p) + " is bound at offset " + str(a.offset) + " of a buffer of " + str(a.length) + " bytes");
+    broken("bounds",
+           argument_name(p) + " is bound at offset " + str(a.offset) + " of a buffer of " + str(a.length) + " bytes");
   if (p.element_alignment && reinterpret_cast<uint64_t>(start_of(a)) % p.element_alignment)
-    broken("alignment", argument_name(p) + " is bound at an address that is not a multiple of " + str(p.element_alignment));
+    broken("alignment",
+           argument_name(p) + " is bound at an address that is not a multiple of " + str(p.element_alignment));
   if (p.is_reference && bytes_of(a) < p.element_size)
-    broken("argument", argument_name(p) + " needs " + str(p.element_size) + " bytes, " + str(bytes_of(a)) + " are bound");
+    broken("argument",
+           argument_name(p) + " needs " + str(p.element_size) + " bytes, " + str(bytes_of(a)) + " are bound");
 }
 
 // Kernels take two arguments to be two pieces of memory.
@@ -308,9 +325,12 @@ void Run::fill_regions() {
 
 uint32_t granule_shift(const Parameter& p) {
   switch (p.element_size) {
-    case 1: return 0;
-    case 4: return 2;
-    default: return p.element_size % 2 ? 0 : 1;
+    case 1:
+      return 0;
+    case 4:
+      return 2;
+    default:
+      return p.element_size % 2 ? 0 : 1;
   }
 }
 
@@ -354,7 +374,8 @@ void Run::run_group(uint64_t group, const Order& order, Random& random) {
   state->threadgroup_in_grid[2] = uint32_t(group / groups[0] / groups[1]);
   for (int i = 0; i < 3; ++i) {
     uint32_t full = state->dispatch_threads_per_threadgroup[i];
-    state->threads_per_threadgroup[i] = std::min(full, state->threads_per_grid[i] - state->threadgroup_in_grid[i] * full);
+    state->threads_per_threadgroup[i] =
+        std::min(full, state->threads_per_grid[i] - state->threadgroup_in_grid[i] * full);
   }
   state->thread_count = uint32_t(count(state->threads_per_threadgroup));
   state->device_start = ++state->device_epoch;
@@ -394,7 +415,8 @@ void Run::compare(const Order& order) {
     auto [a, b] = std::mismatch(w.first.begin(), w.first.end(), w.begin);
     if (a != w.first.end())
       broken("order", "byte " + str(uint64_t(a - w.first.begin())) + " of " + argument_name(*w.parameter) +
-                          " differs between the orders " + order_name(settings().orders[0]) + " and " + order_name(order));
+                          " differs between the orders " + order_name(settings().orders[0]) + " and " +
+                          order_name(order));
   }
 }
 

@@ -65,15 +65,15 @@ const char* harness_parameters(const Kernel* kernel) {
   text.clear();
   const char* const spaces[] = {"device", "constant", "threadgroup"};
   for (const Parameter& p : kernel->parameters)
-    text += p.name + " " + spaces[int(p.space)] + " " + std::to_string(p.index) + " " + std::to_string(p.is_const) + " " +
-            std::to_string(p.is_reference) + " " + std::to_string(p.element_size) + " " +
+    text += p.name + " " + spaces[int(p.space)] + " " + std::to_string(p.index) + " " + std::to_string(p.is_const) +
+            " " + std::to_string(p.is_reference) + " " + std::to_string(p.element_size) + " " +
             std::to_string(p.element_alignment) + "\n";
   return text.c_str();
 }
 size_t harness_static_bytes(const Kernel* kernel) { return kernel->static_threadgroup_bytes; }
 
-int harness_dispatch(const Kernel* kernel, const HarnessArgument* arguments, const size_t* lengths, const uint64_t* grid,
-                     const uint64_t* threads, int exact) {
+int harness_dispatch(const Kernel* kernel, const HarnessArgument* arguments, const size_t* lengths,
+                     const uint64_t* grid, const uint64_t* threads, int exact) {
   return guarded([&] {
     std::array<Argument, buffer_slots> buffers;
     std::array<size_t, buffer_slots> threadgroup_lengths;

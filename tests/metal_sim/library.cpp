@@ -21,7 +21,8 @@ namespace fs = std::filesystem;
 
 // One flag a word. The sanitizers only insert calls; shim/runtime.h answers them.
 const char* const compiler_flags =
-    "-std=c++20 -O2 -fPIC -fno-vectorize -fno-slp-vectorize -ffp-contract=off -fno-math-errno -fsigned-char -fno-finite-loops "
+    "-std=c++20 -O2 -fPIC -fno-vectorize -fno-slp-vectorize -ffp-contract=off -fno-math-errno -fsigned-char "
+    "-fno-finite-loops "
     "-Xclang -ffloat16-excess-precision=none -fno-exceptions -fno-rtti -fno-threadsafe-statics -nostdinc++ "
     "-fvisibility=hidden -ftrivial-auto-var-init=pattern -gline-tables-only "
     "-fsanitize=thread,bounds,signed-integer-overflow,integer-divide-by-zero,shift-exponent,float-cast-overflow,"
@@ -33,9 +34,7 @@ std::string read_file(const fs::path& path) {
   return {std::istreambuf_iterator<char>(in), {}};
 }
 
-void write_file(const fs::path& path, const std::string& text) {
-  std::ofstream(path, std::ios::binary) << text;
-}
+void write_file(const fs::path& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
 
 std::string variable(const char* name, const std::string& otherwise) {
   const char* value = std::getenv(name);
@@ -85,7 +84,8 @@ std::string key(const std::string& source, const CompileOptions& options) {
   all << options.metal_version << options.fast_math << compiler() << compiler_flags << machine_flags() << '\n';
   for (const auto& [name, value] : options.macros) all << name << '=' << value << '\n';
   fs::path home = settings().home;
-  for (const char* file : {"translate.py", "shim/abi.h", "shim/runtime.h", "shim/types.h", "shim/math.h", "shim/simd.h"})
+  for (const char* file :
+       {"translate.py", "shim/abi.h", "shim/runtime.h", "shim/types.h", "shim/math.h", "shim/simd.h"})
     all << read_file(home / file);
   all << source;
   return hash(all.str());
@@ -155,11 +155,12 @@ Kernel described(const abi::KernelInfo& info) {
 void check_limits(const Kernel& kernel) {
   for (const Parameter& p : kernel.parameters)
     if (p.index >= buffer_slots)
-      throw CompileError("program_source: error: kernel '" + kernel.name + "': index " + std::to_string(p.index) + " of '" +
-                         p.name + "' is above 30");
+      throw CompileError("program_source: error: kernel '" + kernel.name + "': index " + std::to_string(p.index) +
+                         " of '" + p.name + "' is above 30");
   if (kernel.static_threadgroup_bytes > max_threadgroup_bytes)
-    throw CompileError("program_source: error: kernel '" + kernel.name + "': " +
-                       std::to_string(kernel.static_threadgroup_bytes) + " bytes of threadgroup memory, 32768 is the most");
+    throw CompileError("program_source: error: kernel '" + kernel.name +
+                       "': " + std::to_string(kernel.static_threadgroup_bytes) +
+                       " bytes of threadgroup memory, 32768 is the most");
   if (kernel.static_variables > 128)
     throw CompileError("program_source: error: kernel '" + kernel.name + "': more than 128 threadgroup variables");
 }

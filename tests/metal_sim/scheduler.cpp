@@ -105,8 +105,8 @@ struct ThreadRecord : Thread {
 struct SimdgroupRecord : Simdgroup {
   ThreadRecord* threads;  // the first of them
   uint32_t width;
-  uint32_t ready;    // by rank
-  uint32_t arrived;  // how many wait for the others of the simdgroup
+  uint32_t ready;     // by rank
+  uint32_t arrived;   // how many wait for the others of the simdgroup
   uint8_t order[32];  // lane of each rank
   uint8_t rank[32];   // rank of each lane
 };
@@ -141,15 +141,24 @@ uint32_t line_of(uint64_t site) { return uint32_t(site >> 32); }
 
 const char* op_name(Op op) {
   switch (op) {
-    case Op::simdgroup_barrier: return "simdgroup_barrier";
-    case Op::threadgroup_barrier: return "threadgroup_barrier";
-    case Op::simd_reduce: return "simd reduction";
-    case Op::simd_scan: return "simd prefix sum";
-    case Op::simd_shuffle: return "simd shuffle";
-    case Op::simd_vote: return "simd vote";
-    case Op::quad: return "quad function";
-    case Op::simdgroup_multiply: return "simdgroup_multiply";
-    case Op::none: break;
+    case Op::simdgroup_barrier:
+      return "simdgroup_barrier";
+    case Op::threadgroup_barrier:
+      return "threadgroup_barrier";
+    case Op::simd_reduce:
+      return "simd reduction";
+    case Op::simd_scan:
+      return "simd prefix sum";
+    case Op::simd_shuffle:
+      return "simd shuffle";
+    case Op::simd_vote:
+      return "simd vote";
+    case Op::quad:
+      return "quad function";
+    case Op::simdgroup_multiply:
+      return "simdgroup_multiply";
+    case Op::none:
+      break;
   }
   return "nothing";
 }
@@ -159,10 +168,14 @@ SimdgroupRecord& simdgroup_of(ThreadRecord& t) { return static_cast<SimdgroupRec
 std::string whereabouts(const ThreadRecord& t) {
   std::string line = " (line " + std::to_string(line_of(t.site)) + ")";
   switch (t.status) {
-    case Status::done: return "has returned";
-    case Status::at_barrier: return "waits at threadgroup_barrier" + line;
-    case Status::in_simdgroup: return "is at a " + std::string(op_name(t.op)) + line;
-    case Status::ready: break;
+    case Status::done:
+      return "has returned";
+    case Status::at_barrier:
+      return "waits at threadgroup_barrier" + line;
+    case Status::in_simdgroup:
+      return "is at a " + std::string(op_name(t.op)) + line;
+    case Status::ready:
+      break;
   }
   return "is elsewhere";
 }
@@ -227,8 +240,9 @@ void yield_from(ThreadRecord& self) {
 void check_convergence(SimdgroupRecord& g) {
   for (uint32_t lane = 1; lane < g.width; ++lane)
     if (g.threads[lane].convergence != g.threads[0].convergence)
-      fail({"simdgroup", "simdgroup_load or simdgroup_store is not called by all lanes with equal arguments (lanes 0 and " +
-                             std::to_string(lane) + ")"});
+      fail({"simdgroup",
+            "simdgroup_load or simdgroup_store is not called by all lanes with equal arguments (lanes 0 and " +
+                std::to_string(lane) + ")"});
   if (g.threads[0].convergence && g.width < 32)
     fail({"simdgroup", "simdgroup_load or simdgroup_store in a simdgroup of " + std::to_string(g.width) + " threads"});
 }
@@ -274,14 +288,15 @@ void meet_in_simdgroup(Op op, uint64_t site, Combine combine, uint32_t flags) {
   self.op = op;
   self.site = site;
   if (g.width < 32 && op != Op::simdgroup_barrier)
-    fail({"simdgroup", std::string(op_name(op)) + " in a simdgroup of only " + std::to_string(g.width) + " threads", nullptr,
-          line_of(site)});
+    fail({"simdgroup", std::string(op_name(op)) + " in a simdgroup of only " + std::to_string(g.width) + " threads",
+          nullptr, line_of(site)});
   for (uint32_t lane = 0; g.arrived && lane < g.width; ++lane) {
     const ThreadRecord& other = g.threads[lane];
     if (&other == &self || other.status != Status::in_simdgroup) continue;
     if (other.op != op || other.site != site)
-      fail({"simdgroup", std::string(op_name(op)) + ": lane " + std::to_string(self.lane) + " is here, but lane " +
-                             std::to_string(lane) + " " + whereabouts(other),
+      fail({"simdgroup",
+            std::string(op_name(op)) + ": lane " + std::to_string(self.lane) + " is here, but lane " +
+                std::to_string(lane) + " " + whereabouts(other),
             nullptr, line_of(site)});
     break;
   }
@@ -319,8 +334,9 @@ void meet_at_barrier(uint32_t flags, uint64_t site) {
     s.barrier_site = site;
     s.barrier_flags = flags;
   } else if (s.barrier_site != site) {
-    fail({"barrier", "threadgroup_barrier: thread " + std::to_string(self.index) +
-                         " is at this barrier, others are at the one in line " + std::to_string(line_of(s.barrier_site)),
+    fail({"barrier",
+          "threadgroup_barrier: thread " + std::to_string(self.index) +
+              " is at this barrier, others are at the one in line " + std::to_string(line_of(s.barrier_site)),
           nullptr, line_of(site)});
   } else if (s.barrier_flags != flags) {
     fail({"barrier", "threadgroup_barrier with different flags in different threads", nullptr, line_of(site)});
@@ -351,8 +367,9 @@ Failure deadlock() {
   }
   for (uint32_t i = 0; i < s.state->thread_count; ++i)
     if (s.threads[i].status == Status::done)
-      return {"barrier", "threadgroup_barrier needs all threads: " + std::to_string(s.at_barrier) + " wait, thread " +
-                             std::to_string(i) + " has returned",
+      return {"barrier",
+              "threadgroup_barrier needs all threads: " + std::to_string(s.at_barrier) + " wait, thread " +
+                  std::to_string(i) + " has returned",
               nullptr, line_of(s.barrier_site)};
   return {"barrier", "the threadgroup cannot go on", nullptr, 0};
 }
@@ -419,8 +436,10 @@ void on_signal(int number, siginfo_t* info, void*) {
   size_t each = stack_bytes + guard_bytes;
   bool in_guard = address >= s.stacks && address < s.stacks + each * max_threads_per_threadgroup;
   if (number == SIGSEGV || number == SIGBUS)
-    fail({"stack", in_guard ? "the thread's stack overflows (endless recursion?)" : "access to memory outside every array"});
-  if (number == SIGILL || number == SIGFPE) fail({"arithmetic", "the processor refuses an instruction (division by zero?)"});
+    fail({"stack",
+          in_guard ? "the thread's stack overflows (endless recursion?)" : "access to memory outside every array"});
+  if (number == SIGILL || number == SIGFPE)
+    fail({"arithmetic", "the processor refuses an instruction (division by zero?)"});
   fail({"time", "the kernel does not end (settings().seconds)"});
 }
 

@@ -1,5 +1,7 @@
 """The engine alone: good kernels give numpy's results in every order, and every broken one is caught by its rule."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -112,6 +114,9 @@ COMPILE_ERRORS = {
     "threadgroup_in_function": "must be declared in a kernel",
     "not_a_template": "does not refer to a function template",
     "not_ascii": "outside ASCII",
+    "no_space_on_thread_pointer": "pointer type must have explicit address space qualifier",
+    "no_space_on_reference": "reference type must have explicit address space qualifier",
+    "uses_lambda": "lambda expressions are not supported",
 }
 
 
@@ -335,12 +340,9 @@ kernel void convert(device const float* x [[buffer(0)]], device bfloat* out [[bu
     assert (out == to_bfloat(x)).all()
 
 
-def run(body, *arguments, threads=32, grid=1, signature="", version=310, exact=False, lengths=None):
-    """Runs one kernel `k` whose buffers and body are given."""
-    source = f"""
-#include <metal_stdlib>
-using namespace metal;
-kernel void k({signature}
+def kernel_text(name, signature, body):
+    return f"""
+kernel void {name}({signature}
               uint3 position [[thread_position_in_grid]], uint3 group [[threadgroup_position_in_grid]],
               ushort3 local [[thread_position_in_threadgroup]], uint tid [[thread_index_in_threadgroup]],
               uint3 size [[threads_per_threadgroup]], uint3 groups [[threadgroups_per_grid]],
@@ -351,7 +353,28 @@ kernel void k({signature}
   {body}
 }}
 """
-    Library(source, version).kernel("k")(*arguments, grid=grid, threads=threads, exact=exact, lengths=lengths)
+
+
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+
+
+def run(body, *arguments, threads=32, grid=1, signature="", version=310, exact=False, lengths=None):
+    """Runs one kernel `k` whose buffers and body are given."""
+    library = Library(HEAD + kernel_text("k", signature, body), version)
+    library.kernel("k")(*arguments, grid=grid, threads=threads, exact=exact, lengths=lengths)
+
+
+@functools.cache
+def library_of(signature, body, expressions):
+    """One kernel for each expression, which `body` holds as EXPRESSION: k0, k1 and so on."""
+    kernels = [kernel_text(f"k{n}", signature, body.replace("EXPRESSION", e)) for n, e in enumerate(expressions)]
+    return Library(HEAD + "".join(kernels))
+
+
+def run_expression(expression, table, signature, body, *arguments, threads):
+    expressions = tuple(table)
+    kernel = library_of(signature, body, expressions).kernel(f"k{expressions.index(expression)}")
+    kernel(*arguments, grid=1, threads=threads)
 
 
 FLOATS = "device const float* x [[buffer(0)]], device float* out [[buffer(1)]],"
@@ -361,7 +384,8 @@ UINTS = "device const uint* x [[buffer(0)]], device uint* out [[buffer(1)]],"
 def test_positions_in_an_uneven_grid():
     out = zeros(7, 5, 3, 4, dtype=np.uint32)
     run(
-        "out[(position.z * grid.y + position.y) * grid.x + position.x] = uint4(size.x, size.y, tid, group.x + local.x);",
+        """const uint at = (position.z * grid.y + position.y) * grid.x + position.x;
+        out[at] = uint4(size.x, size.y, tid, group.x + local.x);""",
         out,
         grid=(3, 5, 7),
         threads=(2, 4, 1),
@@ -406,11 +430,13 @@ def test_simdgroup_functions(expression):
     if "product" in expression:
         x = np.full(32, 2, np.float32) + (np.arange(32, dtype=np.float32) == 3)
     out = zeros(32)
-    run(f"out[i] = {expression};", x, out, signature=FLOATS)
+    run_expression(expression, SIMD, FLOATS, "out[i] = EXPRESSION;", x, out, threads=32)
     assert np.allclose(out, SIMD[expression](x)), out
 
 
-X = np.array([-2.5, -1.5, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 1.5, 2.5, 3.0, 10.0, np.inf, -np.inf, np.nan, 1e-3], np.float32)
+X = np.array(
+    [-2.5, -1.5, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 1.5, 2.5, 3.0, 10.0, np.inf, -np.inf, np.nan, 1e-3], np.float32
+)
 MATH = {
     "abs(v)": np.abs,
     "exp(v)": np.exp,
@@ -449,7 +475,7 @@ MATH = {
 @np.errstate(all="ignore")
 def test_math(expression):
     out = zeros(16)
-    run(f"const float v = x[i]; out[i] = {expression};", X, out, threads=16, signature=FLOATS)
+    run_expression(expression, MATH, FLOATS, "const float v = x[i]; out[i] = EXPRESSION;", X, out, threads=16)
     expected = MATH[expression](X).astype(np.float32)
     assert np.allclose(out, expected, rtol=1e-6, equal_nan=True), (out, expected)
 
@@ -473,7 +499,7 @@ INTEGERS = {
 def test_integers(expression):
     x = np.array([0, 1, 2, 3, 8, 255, 65535, 65536, 0x80000000, 0xFFFFFFFF, 12345, 77], np.uint32)
     out = zeros(x.size, dtype=np.uint32)
-    run(f"const uint v = x[i]; out[i] = {expression};", x, out, threads=12, signature=UINTS)
+    run_expression(expression, INTEGERS, UINTS, "const uint v = x[i]; out[i] = EXPRESSION;", x, out, threads=12)
     assert (out == INTEGERS[expression](x).astype(np.uint32)).all(), out
 
 
@@ -497,8 +523,8 @@ VECTORS = {
 @pytest.mark.parametrize("expression", VECTORS)
 def test_vectors(expression):
     x, out = np.array([1, 2, 3, 4], np.float32), zeros(4)
-    body = f"float4 v = *(device const float4*)x; *(device float4*)out = {expression};"
-    run(body, x, out, threads=1, signature=FLOATS)
+    body = "float4 v = *(device const float4*)x; *(device float4*)out = EXPRESSION;"
+    run_expression(expression, VECTORS, FLOATS, body, x, out, threads=1)
     assert out.tolist() == VECTORS[expression]
 
 
@@ -514,7 +540,21 @@ def test_swizzles_are_written():
 
 
 def test_layout_of_types():
-    sizes = "half float half2 half3 half4 float2 float3 float4 bfloat bfloat4 packed_float3 packed_half4 ulong2".split()
+    sizes = [
+        "half",
+        "float",
+        "half2",
+        "half3",
+        "half4",
+        "float2",
+        "float3",
+        "float4",
+        "bfloat",
+        "bfloat4",
+        "packed_float3",
+        "packed_half4",
+        "ulong2",
+    ]
     out = zeros(2 * len(sizes), dtype=np.uint32)
     body = "".join(f"out[{2 * n}] = sizeof({t}); out[{2 * n + 1}] = alignof({t});" for n, t in enumerate(sizes))
     run(body, out, threads=1, signature="device uint* out [[buffer(0)]],")
@@ -550,18 +590,19 @@ def test_half_rounds_after_every_operation():
 
 
 ATOMICS = """
+  #define relaxed memory_order_relaxed
   threadgroup atomic_uint counts[8];
   threadgroup atomic_int largest;
-  if (tid < 8) atomic_store_explicit(&counts[tid], 0u, memory_order_relaxed);
-  if (tid == 0) atomic_store_explicit(&largest, -1, memory_order_relaxed);
+  if (tid < 8) atomic_store_explicit(&counts[tid], 0u, relaxed);
+  if (tid == 0) atomic_store_explicit(&largest, -1, relaxed);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  atomic_fetch_add_explicit(&counts[x[i] % 8], 1u, memory_order_relaxed);
-  atomic_fetch_max_explicit(&largest, int(x[i]), memory_order_relaxed);
+  atomic_fetch_add_explicit(&counts[x[i] % 8], 1u, relaxed);
+  atomic_fetch_max_explicit(&largest, int(x[i]), relaxed);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (tid < 8) atomic_fetch_add_explicit(out + tid, atomic_load_explicit(counts + tid, memory_order_relaxed), memory_order_relaxed);
-  if (tid == 8) atomic_fetch_max_explicit(&out[8], uint(atomic_load_explicit(&largest, memory_order_relaxed)), memory_order_relaxed);
+  if (tid < 8) atomic_fetch_add_explicit(out + tid, atomic_load_explicit(counts + tid, relaxed), relaxed);
+  if (tid == 8) atomic_fetch_max_explicit(&out[8], uint(atomic_load_explicit(&largest, relaxed)), relaxed);
   uint expected = 0u;
-  if (tid == 9) atomic_compare_exchange_weak_explicit(&out[9], &expected, 5u, memory_order_relaxed, memory_order_relaxed);
+  if (tid == 9) atomic_compare_exchange_weak_explicit(&out[9], &expected, 5u, relaxed, relaxed);
 """
 
 
@@ -596,7 +637,8 @@ def test_simdgroup_matrix(kind, dtype):
     x = rng.standard_normal((8, 16)).astype(dtype)
     y = rng.standard_normal((8, 16)).astype(dtype)
     out = zeros(8, 8)
-    signature = f"device const {kind}* x [[buffer(0)]], device const {kind}* y [[buffer(1)]], device float* out [[buffer(2)]],"
+    signature = f"device const {kind}* x [[buffer(0)]], device const {kind}* y [[buffer(1)]],"
+    signature += "device float* out [[buffer(2)]],"
     run(MATRIX.format(T=kind), x, y, out, signature=signature)
     assert np.allclose(out, x.astype(np.float64) @ y.astype(np.float64).T, rtol=1e-5, atol=1e-5)
 

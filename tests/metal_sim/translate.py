@@ -3,7 +3,7 @@
 The output is C++20 that includes "metal.h". Which metal.h is found decides the back end: shim/metal.h runs the kernels
 on the CPU, another one may make them CUDA kernels. The words that each metal.h must define are few:
 msl::device_ptr<T>, msl::constant_ptr<T>, msl::threadgroup_ptr<T>, msl::reinterpret_pointer<T>, MSL_HALF, MSL_BFLOAT,
-MSL_KERNEL_BODY, MSL_THREADGROUP, MSL_KERNEL, MSL_BUFFER, MSL_BUILTIN, and namespace metal itself.
+MSL_KERNEL_BODY, MSL_THREADGROUP, MSL_INSTANTIATE, MSL_KERNEL, MSL_BUFFER, MSL_BUILTIN, and namespace metal itself.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 COMPILER = os.environ.get("METAL_SIM_CXX", "clang++-19")
 SPACES = ("device", "constant", "threadgroup", "thread")
 QUALIFIERS = ("const", "volatile", "constexpr", "static")
+SCALARS = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "bfloat", "float")
 OPENERS = {"(": ")", "[": "]", "{": "}", "[[": "]"}
 REFUSED = {
     "double": "'double' is not supported in Metal",
@@ -191,12 +192,97 @@ def split(tokens):
     return [*parts, part] if part or parts else []
 
 
+def refuse_non_metal(tokens):
+    """What Metal refuses and C++ accepts."""
+    refuse_words(tokens)
+    refuse_lambdas(tokens)
+    refuse_plain_pointers(tokens)
+
+
+def type_names(tokens):
+    """The names of types: Metal's own, the shader's structs, aliases and template parameters."""
+    names = set(
+        [
+            "void",
+            "bool",
+            "char",
+            "short",
+            "int",
+            "long",
+            "unsigned",
+            "signed",
+            "size_t",
+            "ptrdiff_t",
+            "vec",
+            "atomic",
+            "simdgroup_matrix",
+        ]
+    )
+    for scalar in [
+        "bool",
+        "char",
+        "uchar",
+        "short",
+        "ushort",
+        "int",
+        "uint",
+        "long",
+        "ulong",
+        "half",
+        "bfloat",
+        "float",
+    ]:
+        names |= {scalar, *(f"{prefix}{scalar}{n}" for n in "234" for prefix in ("", "packed_"))}
+    names |= {f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+    names |= {f"atomic_{kind}" for kind in ("int", "uint", "float", "bool", "ulong")}
+    for i, token in enumerate(tokens[:-1]):
+        if token.text in ("struct", "class", "typename", "enum", "using") and tokens[i + 1].kind == "name":
+            names.add(tokens[i + 1].text)
+    return names - {"namespace", "metal"}
+
+
+def refuse_plain_pointers(tokens):
+    names = type_names(tokens)
+    for i in range(1, len(tokens)):
+        if tokens[i].text not in ("*", "&"):
+            continue
+        j = i - 1
+        while j and tokens[j].text in ("const", "volatile"):
+            j -= 1
+        if tokens[j].text == ">":
+            j = opening_angle(tokens, j) - 1
+        if tokens[j].text not in names or tokens[j].kind != "name" or tokens[j - 1].text in (".", "->"):
+            continue
+        j -= 1
+        while tokens[j].text in ("::", "const", "volatile", "typename") or tokens[j + 1].text == "::":
+            j -= 1
+        if tokens[j].text not in SPACES:
+            kind = "pointer" if tokens[i].text == "*" else "reference"
+            refuse(tokens[i], f"{kind} type must have explicit address space qualifier")
+
+
+def opening_angle(tokens, i):
+    depth = 0
+    while i and depth + {">": 1, "<": -1}.get(tokens[i].text, 0) != 0:
+        depth += {">": 1, "<": -1}.get(tokens[i].text, 0)
+        i -= 1
+    return i
+
+
 def refuse_words(tokens):
     for i, token in enumerate(tokens):
         if token.kind == "name" and token.text in REFUSED:
             is_member = i and tokens[i - 1].text in (".", "->")
             if not is_member:
                 refuse(token, REFUSED[token.text])
+
+
+def refuse_lambdas(tokens):
+    for i in range(1, len(tokens)):
+        before = tokens[i - 1]
+        starts = (before.kind == "mark" and before.text not in (")", "]", ">")) or before.text == "return"
+        if tokens[i].text == "[" and starts:
+            refuse(tokens[i], "lambda expressions are not supported in Metal 3.1")
 
 
 def literals(tokens):
@@ -420,6 +506,7 @@ class Kernels:
         while tokens[end].text != ";":
             end += 1
         registration = self.registration(function, name, marks, start)
+        registration.text = f" MSL_INSTANTIATE({render(function).strip()}){registration.text}"
         registration.space = start.space + "\n" * sum(t.space.count("\n") for t in tokens[i : end + 1])
         out.append(registration)
         return end + 1
@@ -432,8 +519,14 @@ class Kernels:
         if plain in self.host_names:
             refuse(at, f"two kernels have the host_name '{plain}'")
         self.host_names.add(plain)
-        limit = next((argument(m, "max_total_threads_per_threadgroup") for m in marks
-                      if argument(m, "max_total_threads_per_threadgroup")), "0")
+        limit = next(
+            (
+                argument(m, "max_total_threads_per_threadgroup")
+                for m in marks
+                if argument(m, "max_total_threads_per_threadgroup")
+            ),
+            "0",
+        )
         self.count += 1
         arguments = ", ".join(
             f'MSL_BUFFER({p.space}, ({p.index}), "{p.name}")' if p.space else f"MSL_BUILTIN({p.attribute})"
@@ -458,10 +551,11 @@ def is_template(out):
 
 
 class Spaces:
-    """Replaces the words device, constant, threadgroup and thread."""
+    """Replaces the words device, constant, threadgroup and thread; or, with keep, threadgroup variables only."""
 
-    def __init__(self, tokens):
+    def __init__(self, tokens, keep=False):
         self.out = []
+        self.keep = keep
         self.ordinal = 0
         self.kernel_depth = None  # brace depth of the kernel body we are in
         depth, i = 0, 0
@@ -479,7 +573,7 @@ class Spaces:
                 self.kernel_depth, self.ordinal = depth, 0
             elif self.kernel_depth is not None and depth < self.kernel_depth:
                 self.kernel_depth = None
-            if token.text == "reinterpret_cast":
+            if token.text == "reinterpret_cast" and not keep:
                 token.text = "::msl::reinterpret_pointer"
             self.out.append(token)
             i += 1
@@ -492,9 +586,14 @@ class Spaces:
             qualifiers.insert(0, taken.text)
             lead = taken.space
         i += 1
+        if tokens[i].text in (";", "{", "=") and self.out[-1].text == ")":  # the space of a member function's object
+            self.emit("".join(f" {q}" for q in [*qualifiers, word.text if self.keep else ""]), lead, word)
+            return i
         if tokens[i].text in ("*", "&"):  # `T thread& x`, `T* thread& x`: the type stands before the word
             if word.text != "thread":
                 refuse(word, f"write '{word.text}' before the type it belongs to")
+            if self.keep:
+                self.out.append(word)
             return i
         start = i
         while tokens[i].text in QUALIFIERS:
@@ -511,11 +610,14 @@ class Spaces:
     def write(self, tokens, word, lead, qualifiers, kind, end):
         cv = "".join(q + " " for q in ("const", "volatile") if q in qualifiers)
         storage = "".join(q + " " for q in ("static", "constexpr") if q in qualifiers)
-        inner = Spaces(kind).out
+        inner = Spaces(kind, self.keep).out
         text = render(inner).strip()
         after = tokens[end].text
         if after == "(" and tokens[end + 1].text in ("*", "&"):
             refuse(word, "pointers and references to arrays with an address space are not supported here")
+        if self.keep and (word.text != "threadgroup" or after in ("&", "*")):
+            self.emit(f"{storage}{word.text} {cv}{text}", lead, word)
+            return end
         if word.text == "constant" and "const " not in cv and "constexpr" not in storage:
             cv = "const " + cv
         if after == "*" and word.text != "thread":
@@ -573,12 +675,10 @@ def type_end(tokens, i):
 
 def translate(source, version=310, macros=()):
     tokens = tokenize(preprocess(source, version, macros))
-    refuse_words(tokens)
+    refuse_non_metal(tokens)
     tokens = swizzles(addresses(literals(tokens)))
     tokens = Kernels(attributes(tokens)).tokens
-    tokens.append(Token("\n", "code"))
-    body = render(Spaces(tokens).out)
-    return f'#include "metal.h"\n{body}'
+    return f'#include "metal.h"\n{render(Spaces(tokens).out)}\n'
 
 
 def main():

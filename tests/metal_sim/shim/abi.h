@@ -81,7 +81,7 @@ struct State {
   uint64_t threadgroup_begin;
   uint64_t threadgroup_size;
   Cell* threadgroup_cells;
-  uint32_t threadgroup_epoch, threadgroup_start;            // now; at the start of this threadgroup
+  uint32_t threadgroup_epoch, threadgroup_start;               // now; at the start of this threadgroup
   uint32_t device_epoch, device_start, device_dispatch_start;  // now; of this threadgroup; of this run
   uint32_t shadowed_count;
   Shadowed shadowed[32];
@@ -109,7 +109,7 @@ struct StaticVariable {
   const void* kernel;  // identity of the kernel instantiation that declares it
   uint64_t size;
   uint64_t alignment;
-  uint32_t tag;     // set when the library is loaded, as is offset
+  uint32_t tag;  // set when the library is loaded, as is offset
   uint64_t offset;
   StaticVariable* next;
 };
@@ -122,7 +122,7 @@ struct KernelInfo {
   uint32_t max_threads;
   uint64_t static_bytes;
   uint32_t static_count;
-  const void* identity;  // what its StaticVariables carry as `kernel`
+  const void* identity;     // what its StaticVariables carry as `kernel`
   StaticVariable* statics;  // of the whole library
   KernelInfo* next;
 };
@@ -131,11 +131,16 @@ struct KernelInfo {
 inline constexpr uint64_t kind_mask = 15;
 inline constexpr uint64_t several_lanes = 1, several_simdgroups = 2, several_threadgroups = 4, atomic = 8;
 
-__attribute__((always_inline)) inline constexpr uint64_t access_word(uint32_t epoch, uint32_t simdgroup_epoch, uint32_t thread) {
+__attribute__((always_inline)) inline constexpr uint64_t access_word(uint32_t epoch, uint32_t simdgroup_epoch,
+                                                                     uint32_t thread) {
   return uint64_t(epoch) << 32 | uint64_t(simdgroup_epoch & 0x3ffff) << 14 | uint64_t(thread & 1023) << 4;
 }
 __attribute__((always_inline)) inline constexpr uint32_t word_epoch(uint64_t word) { return uint32_t(word >> 32); }
-__attribute__((always_inline)) inline constexpr uint32_t word_simdgroup_epoch(uint64_t word) { return uint32_t(word >> 14) & 0x3ffff; }
-__attribute__((always_inline)) inline constexpr uint32_t word_thread(uint64_t word) { return uint32_t(word >> 4) & 1023; }
+__attribute__((always_inline)) inline constexpr uint32_t word_simdgroup_epoch(uint64_t word) {
+  return uint32_t(word >> 14) & 0x3ffff;
+}
+__attribute__((always_inline)) inline constexpr uint32_t word_thread(uint64_t word) {
+  return uint32_t(word >> 4) & 1023;
+}
 
 }  // namespace metal_sim::abi

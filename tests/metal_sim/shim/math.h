@@ -61,10 +61,12 @@ struct numeric_limits;
     static constexpr T epsilon() { return eps; }                                       \
   };
 MSL_LIMITS(float, -FLT_MAX, FLT_MIN, FLT_MAX, INFINITY, NAN, FLT_EPSILON, 24)
-MSL_LIMITS(half, half(-65504.0f), half(6.103515625e-5f), half(65504.0f), half(INFINITY), half(NAN), half(9.765625e-4f), 11)
+MSL_LIMITS(half, half(-65504.0f), half(6.103515625e-5f), half(65504.0f), half(INFINITY), half(NAN), half(9.765625e-4f),
+           11)
 MSL_LIMITS(bfloat, bfloat(-3.38953139e38f), bfloat(FLT_MIN), bfloat(3.38953139e38f), bfloat(INFINITY), bfloat(NAN),
            bfloat(7.8125e-3f), 8)
-#define MSL_INT_LIMITS(T, lo, hi) MSL_LIMITS(T, T(lo), T(lo), T(hi), T(0), T(0), T(0), (T(-1) < T(0) ? 8 * sizeof(T) - 1 : 8 * sizeof(T)))
+#define MSL_INT_LIMITS(T, lo, hi) \
+  MSL_LIMITS(T, T(lo), T(lo), T(hi), T(0), T(0), T(0), (T(-1) < T(0) ? 8 * sizeof(T) - 1 : 8 * sizeof(T)))
 MSL_INT_LIMITS(char, -128, 127)
 MSL_INT_LIMITS(uchar, 0, 255)
 MSL_INT_LIMITS(short, -32768, 32767)
@@ -77,82 +79,82 @@ MSL_INT_LIMITS(ulong, 0, 18446744073709551615ul)
 #undef MSL_LIMITS
 
 // Overloads for each type, not one template: min(uint, int) is ambiguous in Metal and must be so here.
-#define MSL_FLOAT_FUNCTION_1(name, expression)                     \
-  inline float name(float x) { return expression; }                \
-  inline half name(half h) {                                       \
-    float x = h;                                                   \
-    return half(float(expression));                                \
-  }                                                                \
-  void name(bfloat) = delete;                                      \
-  template <class T, int N>                                        \
-  vec<T, N> name(vec<T, N> v) {                                    \
-    return each(v, [](T e) { return name(e); });                   \
+#define MSL_FLOAT_FUNCTION_1(name, expression)      \
+  inline float name(float x) { return expression; } \
+  inline half name(half h) {                        \
+    float x = h;                                    \
+    return half(float(expression));                 \
+  }                                                 \
+  void name(bfloat) = delete;                       \
+  template <class T, int N>                         \
+  vec<T, N> name(vec<T, N> v) {                     \
+    return each(v, [](T e) { return name(e); });    \
   }
-#define MSL_FLOAT_FUNCTION_2(name, expression)                     \
-  inline float name(float x, float y) { return expression; }       \
-  inline half name(half p, half q) {                               \
-    float x = p, y = q;                                            \
-    return half(float(expression));                                \
-  }                                                                \
-  void name(bfloat, bfloat) = delete;                              \
-  template <class T, int N>                                        \
-  vec<T, N> name(vec<T, N> a, vec<T, N> b) {                       \
-    return each(a, b, [](T p, T q) { return name(p, q); });        \
+#define MSL_FLOAT_FUNCTION_2(name, expression)               \
+  inline float name(float x, float y) { return expression; } \
+  inline half name(half p, half q) {                         \
+    float x = p, y = q;                                      \
+    return half(float(expression));                          \
+  }                                                          \
+  void name(bfloat, bfloat) = delete;                        \
+  template <class T, int N>                                  \
+  vec<T, N> name(vec<T, N> a, vec<T, N> b) {                 \
+    return each(a, b, [](T p, T q) { return name(p, q); });  \
   }
-#define MSL_FLOAT_FUNCTION_3(name, expression)                        \
-  inline float name(float x, float y, float z) { return expression; } \
-  inline half name(half p, half q, half r) {                          \
-    float x = p, y = q, z = r;                                        \
-    return half(float(expression));                                   \
-  }                                                                   \
-  void name(bfloat, bfloat, bfloat) = delete;                         \
-  template <class T, int N>                                           \
-  vec<T, N> name(vec<T, N> a, vec<T, N> b, vec<T, N> c) {             \
-    vec<T, N> r;                                                      \
+#define MSL_FLOAT_FUNCTION_3(name, expression)                                                     \
+  inline float name(float x, float y, float z) { return expression; }                              \
+  inline half name(half p, half q, half r) {                                                       \
+    float x = p, y = q, z = r;                                                                     \
+    return half(float(expression));                                                                \
+  }                                                                                                \
+  void name(bfloat, bfloat, bfloat) = delete;                                                      \
+  template <class T, int N>                                                                        \
+  vec<T, N> name(vec<T, N> a, vec<T, N> b, vec<T, N> c) {                                          \
+    vec<T, N> r;                                                                                   \
     for (int i = 0; i < N; ++i) r.set(i, name(a.element_at(i), b.element_at(i), c.element_at(i))); \
-    return r;                                                         \
+    return r;                                                                                      \
   }
 
-#define MSL_FLOAT_FUNCTIONS                                                       \
-  MSL_FLOAT_FUNCTION_1(exp, __builtin_expf(x))                                    \
-  MSL_FLOAT_FUNCTION_1(exp2, __builtin_exp2f(x))                                  \
-  MSL_FLOAT_FUNCTION_1(exp10, float(__builtin_pow(10.0, x)))                      \
-  MSL_FLOAT_FUNCTION_1(log, __builtin_logf(x))                                    \
-  MSL_FLOAT_FUNCTION_1(log2, __builtin_log2f(x))                                  \
-  MSL_FLOAT_FUNCTION_1(log10, __builtin_log10f(x))                                \
-  MSL_FLOAT_FUNCTION_1(sqrt, __builtin_sqrtf(x))                                  \
-  MSL_FLOAT_FUNCTION_1(rsqrt, float(1.0 / __builtin_sqrt(double(x))))             \
-  MSL_FLOAT_FUNCTION_1(sin, __builtin_sinf(x))                                    \
-  MSL_FLOAT_FUNCTION_1(cos, __builtin_cosf(x))                                    \
-  MSL_FLOAT_FUNCTION_1(tan, __builtin_tanf(x))                                    \
-  MSL_FLOAT_FUNCTION_1(asin, __builtin_asinf(x))                                  \
-  MSL_FLOAT_FUNCTION_1(acos, __builtin_acosf(x))                                  \
-  MSL_FLOAT_FUNCTION_1(atan, __builtin_atanf(x))                                  \
-  MSL_FLOAT_FUNCTION_1(sinh, __builtin_sinhf(x))                                  \
-  MSL_FLOAT_FUNCTION_1(cosh, __builtin_coshf(x))                                  \
-  MSL_FLOAT_FUNCTION_1(tanh, __builtin_tanhf(x))                                  \
-  MSL_FLOAT_FUNCTION_1(asinh, __builtin_asinhf(x))                                \
-  MSL_FLOAT_FUNCTION_1(acosh, __builtin_acoshf(x))                                \
-  MSL_FLOAT_FUNCTION_1(atanh, __builtin_atanhf(x))                                \
-  MSL_FLOAT_FUNCTION_1(floor, __builtin_floorf(x))                                \
-  MSL_FLOAT_FUNCTION_1(ceil, __builtin_ceilf(x))                                  \
-  MSL_FLOAT_FUNCTION_1(round, __builtin_roundf(x))                                \
-  MSL_FLOAT_FUNCTION_1(rint, __builtin_rintf(x))                                  \
-  MSL_FLOAT_FUNCTION_1(trunc, __builtin_truncf(x))                                \
-  MSL_FLOAT_FUNCTION_1(fabs, __builtin_fabsf(x))                                  \
+#define MSL_FLOAT_FUNCTIONS                                                             \
+  MSL_FLOAT_FUNCTION_1(exp, __builtin_expf(x))                                          \
+  MSL_FLOAT_FUNCTION_1(exp2, __builtin_exp2f(x))                                        \
+  MSL_FLOAT_FUNCTION_1(exp10, float(__builtin_pow(10.0, x)))                            \
+  MSL_FLOAT_FUNCTION_1(log, __builtin_logf(x))                                          \
+  MSL_FLOAT_FUNCTION_1(log2, __builtin_log2f(x))                                        \
+  MSL_FLOAT_FUNCTION_1(log10, __builtin_log10f(x))                                      \
+  MSL_FLOAT_FUNCTION_1(sqrt, __builtin_sqrtf(x))                                        \
+  MSL_FLOAT_FUNCTION_1(rsqrt, float(1.0 / __builtin_sqrt(double(x))))                   \
+  MSL_FLOAT_FUNCTION_1(sin, __builtin_sinf(x))                                          \
+  MSL_FLOAT_FUNCTION_1(cos, __builtin_cosf(x))                                          \
+  MSL_FLOAT_FUNCTION_1(tan, __builtin_tanf(x))                                          \
+  MSL_FLOAT_FUNCTION_1(asin, __builtin_asinf(x))                                        \
+  MSL_FLOAT_FUNCTION_1(acos, __builtin_acosf(x))                                        \
+  MSL_FLOAT_FUNCTION_1(atan, __builtin_atanf(x))                                        \
+  MSL_FLOAT_FUNCTION_1(sinh, __builtin_sinhf(x))                                        \
+  MSL_FLOAT_FUNCTION_1(cosh, __builtin_coshf(x))                                        \
+  MSL_FLOAT_FUNCTION_1(tanh, __builtin_tanhf(x))                                        \
+  MSL_FLOAT_FUNCTION_1(asinh, __builtin_asinhf(x))                                      \
+  MSL_FLOAT_FUNCTION_1(acosh, __builtin_acoshf(x))                                      \
+  MSL_FLOAT_FUNCTION_1(atanh, __builtin_atanhf(x))                                      \
+  MSL_FLOAT_FUNCTION_1(floor, __builtin_floorf(x))                                      \
+  MSL_FLOAT_FUNCTION_1(ceil, __builtin_ceilf(x))                                        \
+  MSL_FLOAT_FUNCTION_1(round, __builtin_roundf(x))                                      \
+  MSL_FLOAT_FUNCTION_1(rint, __builtin_rintf(x))                                        \
+  MSL_FLOAT_FUNCTION_1(trunc, __builtin_truncf(x))                                      \
+  MSL_FLOAT_FUNCTION_1(fabs, __builtin_fabsf(x))                                        \
   MSL_FLOAT_FUNCTION_1(fract, __builtin_fminf(x - __builtin_floorf(x), 0x1.fffffep-1f)) \
-  MSL_FLOAT_FUNCTION_1(saturate, __builtin_fminf(__builtin_fmaxf(x, 0.0f), 1.0f)) \
+  MSL_FLOAT_FUNCTION_1(saturate, __builtin_fminf(__builtin_fmaxf(x, 0.0f), 1.0f))       \
   MSL_FLOAT_FUNCTION_1(sign, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x == 0.0f ? x : 0.0f) \
-  MSL_FLOAT_FUNCTION_2(pow, __builtin_powf(x, y))                                 \
-  MSL_FLOAT_FUNCTION_2(powr, x < 0.0f ? NAN : __builtin_powf(x, y))               \
-  MSL_FLOAT_FUNCTION_2(atan2, __builtin_atan2f(x, y))                             \
-  MSL_FLOAT_FUNCTION_2(fmod, __builtin_fmodf(x, y))                               \
-  MSL_FLOAT_FUNCTION_2(copysign, __builtin_copysignf(x, y))                       \
-  MSL_FLOAT_FUNCTION_2(fmin, __builtin_fminf(x, y))                               \
-  MSL_FLOAT_FUNCTION_2(fmax, __builtin_fmaxf(x, y))                               \
-  MSL_FLOAT_FUNCTION_2(divide, x / y)                                             \
-  MSL_FLOAT_FUNCTION_2(step, y < x ? 0.0f : 1.0f)                                 \
-  MSL_FLOAT_FUNCTION_3(fma, __builtin_fmaf(x, y, z))                              \
+  MSL_FLOAT_FUNCTION_2(pow, __builtin_powf(x, y))                                       \
+  MSL_FLOAT_FUNCTION_2(powr, x < 0.0f ? NAN : __builtin_powf(x, y))                     \
+  MSL_FLOAT_FUNCTION_2(atan2, __builtin_atan2f(x, y))                                   \
+  MSL_FLOAT_FUNCTION_2(fmod, __builtin_fmodf(x, y))                                     \
+  MSL_FLOAT_FUNCTION_2(copysign, __builtin_copysignf(x, y))                             \
+  MSL_FLOAT_FUNCTION_2(fmin, __builtin_fminf(x, y))                                     \
+  MSL_FLOAT_FUNCTION_2(fmax, __builtin_fmaxf(x, y))                                     \
+  MSL_FLOAT_FUNCTION_2(divide, x / y)                                                   \
+  MSL_FLOAT_FUNCTION_2(step, y < x ? 0.0f : 1.0f)                                       \
+  MSL_FLOAT_FUNCTION_3(fma, __builtin_fmaf(x, y, z))                                    \
   MSL_FLOAT_FUNCTION_3(mix, x + (y - x) * z)
 
 MSL_FLOAT_FUNCTIONS
@@ -164,43 +166,43 @@ MSL_FLOAT_FUNCTIONS
 }
 #undef MSL_FLOAT_FUNCTIONS
 
-#define MSL_MIN_MAX(T, smaller, larger)                                          \
-  inline T min(T x, T y) { return smaller; }                                     \
-  inline T max(T x, T y) { return larger; }                                      \
+#define MSL_MIN_MAX(T, smaller, larger)      \
+  inline T min(T x, T y) { return smaller; } \
+  inline T max(T x, T y) { return larger; }  \
   inline T clamp(T x, T low, T high) { return min(max(x, low), high); }
 #define MSL_INTEGERS(DO) DO(char) DO(uchar) DO(short) DO(ushort) DO(int) DO(uint) DO(long) DO(ulong)
 #define MSL_INT_MIN_MAX(T) MSL_MIN_MAX(T, y < x ? y : x, x < y ? y : x)
 MSL_INTEGERS(MSL_INT_MIN_MAX)
 #undef MSL_INT_MIN_MAX
-#define MSL_FLOAT_MIN_MAX                                                      \
-  MSL_MIN_MAX(float, __builtin_fminf(x, y), __builtin_fmaxf(x, y))             \
-  MSL_MIN_MAX(half, half(__builtin_fminf(x, y)), half(__builtin_fmaxf(x, y)))  \
-  void min(bfloat, bfloat) = delete;                                           \
-  void max(bfloat, bfloat) = delete;                                           \
-  void clamp(bfloat, bfloat, bfloat) = delete;                                 \
-  template <class T, int N>                                                    \
-  vec<T, N> min(vec<T, N> a, vec<T, N> b) {                                    \
-    return each(a, b, [](T p, T q) { return min(p, q); });                     \
-  }                                                                            \
-  template <class T, int N>                                                    \
-  vec<T, N> max(vec<T, N> a, vec<T, N> b) {                                    \
-    return each(a, b, [](T p, T q) { return max(p, q); });                     \
-  }                                                                            \
-  template <class T, int N>                                                    \
-  vec<T, N> clamp(vec<T, N> v, vec<T, N> low, vec<T, N> high) {                \
-    return min(max(v, low), high);                                             \
-  }                                                                            \
-  template <class T, int N>                                                    \
-  vec<T, N> min(vec<T, N> a, identity_t<T> b) {                                \
-    return min(a, vec<T, N>(b));                                               \
-  }                                                                            \
-  template <class T, int N>                                                    \
-  vec<T, N> max(vec<T, N> a, identity_t<T> b) {                                \
-    return max(a, vec<T, N>(b));                                               \
-  }                                                                            \
-  template <class T, int N>                                                    \
-  vec<T, N> clamp(vec<T, N> v, identity_t<T> low, identity_t<T> high) {        \
-    return min(max(v, low), high);                                             \
+#define MSL_FLOAT_MIN_MAX                                                     \
+  MSL_MIN_MAX(float, __builtin_fminf(x, y), __builtin_fmaxf(x, y))            \
+  MSL_MIN_MAX(half, half(__builtin_fminf(x, y)), half(__builtin_fmaxf(x, y))) \
+  void min(bfloat, bfloat) = delete;                                          \
+  void max(bfloat, bfloat) = delete;                                          \
+  void clamp(bfloat, bfloat, bfloat) = delete;                                \
+  template <class T, int N>                                                   \
+  vec<T, N> min(vec<T, N> a, vec<T, N> b) {                                   \
+    return each(a, b, [](T p, T q) { return min(p, q); });                    \
+  }                                                                           \
+  template <class T, int N>                                                   \
+  vec<T, N> max(vec<T, N> a, vec<T, N> b) {                                   \
+    return each(a, b, [](T p, T q) { return max(p, q); });                    \
+  }                                                                           \
+  template <class T, int N>                                                   \
+  vec<T, N> clamp(vec<T, N> v, vec<T, N> low, vec<T, N> high) {               \
+    return min(max(v, low), high);                                            \
+  }                                                                           \
+  template <class T, int N>                                                   \
+  vec<T, N> min(vec<T, N> a, identity_t<T> b) {                               \
+    return min(a, vec<T, N>(b));                                              \
+  }                                                                           \
+  template <class T, int N>                                                   \
+  vec<T, N> max(vec<T, N> a, identity_t<T> b) {                               \
+    return max(a, vec<T, N>(b));                                              \
+  }                                                                           \
+  template <class T, int N>                                                   \
+  vec<T, N> clamp(vec<T, N> v, identity_t<T> low, identity_t<T> high) {       \
+    return min(max(v, low), high);                                            \
   }
 MSL_FLOAT_MIN_MAX
 namespace precise {
@@ -240,9 +242,9 @@ template <class T, int N>
 vec<T, N> clz(vec<T, N> v) {
   return each(v, [](T e) { return clz(e); });
 }
-#define MSL_THREE(T)                                                     \
-  inline T max3(T x, T y, T z) { return max(x, max(y, z)); }             \
-  inline T min3(T x, T y, T z) { return min(x, min(y, z)); }             \
+#define MSL_THREE(T)                                         \
+  inline T max3(T x, T y, T z) { return max(x, max(y, z)); } \
+  inline T min3(T x, T y, T z) { return min(x, min(y, z)); } \
   inline T median3(T x, T y, T z) { return max(min(x, y), min(max(x, y), z)); }
 MSL_INTEGERS(MSL_THREE)
 MSL_THREE(half)
@@ -271,19 +273,19 @@ vec<T, N> abs(vec<T, N> v) {
 }
 inline float ldexp(float x, int k) { return __builtin_ldexpf(x, k); }
 
-#define MSL_PREDICATE(name, expression)                                 \
-  inline bool name(float x) { return expression; }                      \
-  inline bool name(half h) {                                            \
-    float x = h;                                                        \
-    return expression;                                                  \
-  }                                                                     \
-  inline bool name(bfloat b) {                                          \
-    float x = b;                                                        \
-    return expression;                                                  \
-  }                                                                     \
-  template <class T, int N>                                             \
-  vec<bool, N> name(vec<T, N> v) {                                      \
-    return each(v, [](T e) { return name(e); });                        \
+#define MSL_PREDICATE(name, expression)            \
+  inline bool name(float x) { return expression; } \
+  inline bool name(half h) {                       \
+    float x = h;                                   \
+    return expression;                             \
+  }                                                \
+  inline bool name(bfloat b) {                     \
+    float x = b;                                   \
+    return expression;                             \
+  }                                                \
+  template <class T, int N>                        \
+  vec<bool, N> name(vec<T, N> v) {                 \
+    return each(v, [](T e) { return name(e); });   \
   }
 MSL_PREDICATE(isnan, x != x)
 MSL_PREDICATE(isinf, __builtin_fabsf(x) == INFINITY)

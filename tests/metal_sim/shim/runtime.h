@@ -34,11 +34,12 @@ MSL_INLINE const QUIET abi::Thread& thread() { return *hush(quiet().thread); }
 MSL_INLINE const QUIET abi::Simdgroup& simdgroup_of(const QUIET abi::Thread& t) { return *hush(t.simdgroup); }
 
 [[noreturn]] __attribute__((noinline, cold)) MSL_UNCHECKED inline void bad_access(uint64_t pointer, uint64_t bytes,
-                                                                                   uint64_t alignment) {
+                                                                                  uint64_t alignment) {
   state.bad_access(pointer, bytes, alignment, __builtin_return_address(0));
   __builtin_unreachable();
 }
-[[noreturn]] __attribute__((noinline, cold)) MSL_UNCHECKED inline void violation(const char* rule, const char* message) {
+[[noreturn]] __attribute__((noinline, cold)) MSL_UNCHECKED inline void violation(const char* rule,
+                                                                                 const char* message) {
   state.violation(rule, message, __builtin_return_address(0));
   __builtin_unreachable();
 }
@@ -214,7 +215,8 @@ typename StaticSlot<Size, Alignment, KernelTag, ordinal>::Node StaticSlot<Size, 
 
 template <class T, class KernelTag, int ordinal>
 decltype(auto) threadgroup_variable() {
-  const QUIET abi::StaticVariable* slot = hush<abi::StaticVariable>(&StaticSlot<sizeof(T), alignof(T), KernelTag, ordinal>::node);
+  const QUIET abi::StaticVariable* slot =
+      hush<abi::StaticVariable>(&StaticSlot<sizeof(T), alignof(T), KernelTag, ordinal>::node);
   uint32_t tag = slot->tag;
   uint64_t bits = uint64_t(tag) << abi::tag_shift | quiet().regions[tag].begin;
   if constexpr (__is_array(T)) {
@@ -272,21 +274,35 @@ inline Triple builtin_value(Builtin b) {
       for (int i = 0; i < 3; ++i) p.value[i] += s.threadgroup_in_grid[i] * full[i];
       return p;
     }
-    case Builtin::threadgroup_position_in_grid: return triple(s.threadgroup_in_grid);
-    case Builtin::thread_position_in_threadgroup: return triple(t.in_threadgroup);
-    case Builtin::thread_index_in_threadgroup: return {{t.index}};
-    case Builtin::threads_per_threadgroup: return triple(s.threads_per_threadgroup);
-    case Builtin::dispatch_threads_per_threadgroup: return triple(full);
-    case Builtin::threadgroups_per_grid: return triple(s.threadgroups_per_grid);
-    case Builtin::threads_per_grid: return triple(s.threads_per_grid);
-    case Builtin::thread_index_in_simdgroup: return {{t.lane}};
-    case Builtin::simdgroup_index_in_threadgroup: return {{t.simdgroup_index}};
-    case Builtin::simdgroups_per_threadgroup: return {{(s.thread_count + 31) / 32}};
-    case Builtin::dispatch_simdgroups_per_threadgroup: return {{(full[0] * full[1] * full[2] + 31) / 32}};
+    case Builtin::threadgroup_position_in_grid:
+      return triple(s.threadgroup_in_grid);
+    case Builtin::thread_position_in_threadgroup:
+      return triple(t.in_threadgroup);
+    case Builtin::thread_index_in_threadgroup:
+      return {{t.index}};
+    case Builtin::threads_per_threadgroup:
+      return triple(s.threads_per_threadgroup);
+    case Builtin::dispatch_threads_per_threadgroup:
+      return triple(full);
+    case Builtin::threadgroups_per_grid:
+      return triple(s.threadgroups_per_grid);
+    case Builtin::threads_per_grid:
+      return triple(s.threads_per_grid);
+    case Builtin::thread_index_in_simdgroup:
+      return {{t.lane}};
+    case Builtin::simdgroup_index_in_threadgroup:
+      return {{t.simdgroup_index}};
+    case Builtin::simdgroups_per_threadgroup:
+      return {{(s.thread_count + 31) / 32}};
+    case Builtin::dispatch_simdgroups_per_threadgroup:
+      return {{(full[0] * full[1] * full[2] + 31) / 32}};
     case Builtin::threads_per_simdgroup:
-    case Builtin::thread_execution_width: return {{32}};
-    case Builtin::thread_index_in_quadgroup: return {{t.lane % 4}};
-    case Builtin::quadgroup_index_in_threadgroup: return {{t.index / 4}};
+    case Builtin::thread_execution_width:
+      return {{32}};
+    case Builtin::thread_index_in_quadgroup:
+      return {{t.lane % 4}};
+    case Builtin::quadgroup_index_in_threadgroup:
+      return {{t.index / 4}};
   }
   __builtin_unreachable();
 }
@@ -412,8 +428,8 @@ MSL_INLINE uint64_t add_reader(uint64_t old, uint64_t me, const Now& now) {
 }
 
 [[noreturn]] __attribute__((noinline, cold)) MSL_UNCHECKED inline void bad_sharing(abi::Race race, uint64_t address,
-                                                                                    uint64_t other, bool device,
-                                                                                    const void* where) {
+                                                                                   uint64_t other, bool device,
+                                                                                   const void* where) {
   state.bad_sharing(race, address, other, device, where);
   __builtin_unreachable();
 }
@@ -471,18 +487,18 @@ MSL_INLINE void accessed(uint64_t address, uint64_t bytes, const void* where) {
 }  // namespace msl
 
 #define MSL_CALLBACK extern "C" __attribute__((visibility("hidden"), used, noinline)) MSL_UNCHECKED inline
-#define MSL_ACCESS(bytes)                                                                                          \
-  MSL_CALLBACK void __tsan_read##bytes(void* p) {                                                                  \
-    msl::accessed<false, false>((uint64_t)p, bytes, __builtin_return_address(0));                                  \
-  }                                                                                                                \
-  MSL_CALLBACK void __tsan_write##bytes(void* p) {                                                                 \
-    msl::accessed<true, false>((uint64_t)p, bytes, __builtin_return_address(0));                                   \
-  }                                                                                                                \
-  MSL_CALLBACK void __tsan_unaligned_read##bytes(void* p) {                                                        \
-    msl::accessed<false, false>((uint64_t)p, bytes, __builtin_return_address(0));                                  \
-  }                                                                                                                \
-  MSL_CALLBACK void __tsan_unaligned_write##bytes(void* p) {                                                       \
-    msl::accessed<true, false>((uint64_t)p, bytes, __builtin_return_address(0));                                   \
+#define MSL_ACCESS(bytes)                                                         \
+  MSL_CALLBACK void __tsan_read##bytes(void* p) {                                 \
+    msl::accessed<false, false>((uint64_t)p, bytes, __builtin_return_address(0)); \
+  }                                                                               \
+  MSL_CALLBACK void __tsan_write##bytes(void* p) {                                \
+    msl::accessed<true, false>((uint64_t)p, bytes, __builtin_return_address(0));  \
+  }                                                                               \
+  MSL_CALLBACK void __tsan_unaligned_read##bytes(void* p) {                       \
+    msl::accessed<false, false>((uint64_t)p, bytes, __builtin_return_address(0)); \
+  }                                                                               \
+  MSL_CALLBACK void __tsan_unaligned_write##bytes(void* p) {                      \
+    msl::accessed<true, false>((uint64_t)p, bytes, __builtin_return_address(0));  \
   }
 MSL_ACCESS(1)
 MSL_ACCESS(2)
@@ -497,18 +513,16 @@ MSL_CALLBACK void* __tsan_memcpy(void* to, const void* from, size_t bytes) {
   msl::accessed<true, false>((uint64_t)to, bytes, __builtin_return_address(0));
   return __builtin_memmove(to, from, bytes);
 }
-MSL_CALLBACK void* __tsan_memmove(void* to, const void* from, size_t bytes) {
-  return __tsan_memcpy(to, from, bytes);
-}
+MSL_CALLBACK void* __tsan_memmove(void* to, const void* from, size_t bytes) { return __tsan_memcpy(to, from, bytes); }
 MSL_CALLBACK void* __tsan_memset(void* to, int value, size_t bytes) {
   if (bytes) msl::accessed<true, false>((uint64_t)to, bytes, __builtin_return_address(0));
   return __builtin_memset(to, value, bytes);
 }
 
 // The bounds and arithmetic sanitizers stop here.
-#define MSL_STOP(handler, rule, message)                                             \
+#define MSL_STOP(handler, rule, message)                                                                       \
   extern "C" __attribute__((visibility("hidden"), used, noinline, cold)) MSL_UNCHECKED inline void handler() { \
-    msl::state.violation(rule, message, __builtin_return_address(0));                \
+    msl::state.violation(rule, message, __builtin_return_address(0));                                          \
   }
 MSL_STOP(__ubsan_handle_out_of_bounds_abort, "stack", "index outside an array in thread or constant space")
 MSL_STOP(__ubsan_handle_add_overflow_abort, "arithmetic", "signed addition overflows")
@@ -538,13 +552,14 @@ extern "C" __attribute__((visibility("default"), used)) inline metal_sim::abi::K
   if (::msl::measuring(&::msl::identity<msl_kernel>)) return;
 #define MSL_THREADGROUP(name, ordinal, extents, ...) \
   decltype(auto) name = ::msl::threadgroup_variable<__VA_ARGS__ MSL_UNPAREN extents, msl_kernel, ordinal>()
+#define MSL_INSTANTIATE(...) template decltype(__VA_ARGS__) __VA_ARGS__;
 #define MSL_BUFFER(space, index, name) \
   ::msl::BufferArgument<::msl::Space::space, index> { name }
 #define MSL_BUILTIN(name) \
   ::msl::BuiltinArgument<::msl::Builtin::name> {}
-#define MSL_KERNEL(id, host_name, max_threads, arguments, ...)                                      \
-  static void msl_entry_##id() { ::msl::invoke(&__VA_ARGS__ MSL_MORE arguments); }                  \
-  static const ::msl::Registration msl_registration_##id(                                           \
-      host_name, max_threads, &msl_entry_##id,                                                      \
+#define MSL_KERNEL(id, host_name, max_threads, arguments, ...)                     \
+  static void msl_entry_##id() { ::msl::invoke(&__VA_ARGS__ MSL_MORE arguments); } \
+  static const ::msl::Registration msl_registration_##id(                          \
+      host_name, max_threads, &msl_entry_##id,                                     \
       [](::metal_sim::abi::ParameterInfo* out) { return ::msl::describe(out, &__VA_ARGS__ MSL_MORE arguments); });
 #define MSL_MORE(...) __VA_OPT__(, ) __VA_ARGS__

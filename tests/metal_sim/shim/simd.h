@@ -9,11 +9,11 @@ enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2,
 constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(uint(a) | uint(b)); }
 
 __attribute__((convergent, noinline)) MSL_UNCHECKED inline void threadgroup_barrier(mem_flags flags,
-                                                                                   uint64_t site = MSL_SITE) {
+                                                                                    uint64_t site = MSL_SITE) {
   ::msl::state.barrier(uint(flags), site);
 }
 __attribute__((convergent, noinline)) MSL_UNCHECKED inline void simdgroup_barrier(mem_flags flags,
-                                                                                 uint64_t site = MSL_SITE) {
+                                                                                  uint64_t site = MSL_SITE) {
   ::msl::state.rendezvous(::msl::abi::Op::simdgroup_barrier, site, nullptr, uint(flags));
 }
 
@@ -23,7 +23,7 @@ using const_slots = const unsigned char (*)[::msl::abi::slot_bytes];
 
 template <class R, class In>
 __attribute__((convergent, noinline)) MSL_UNCHECKED R exchange(::msl::abi::Op op, uint64_t site, In value,
-                                                              ::msl::abi::Combine combine) {
+                                                               ::msl::abi::Combine combine) {
   static_assert(sizeof(In) <= ::msl::abi::slot_bytes);
   ::msl::abi::Thread* t = ::msl::state.thread;
   __builtin_memcpy(t->simdgroup->in[t->lane], &value, sizeof(In));
@@ -60,45 +60,45 @@ MSL_UNCHECKED void reduce_tree(const_slots in, slots out, F combine, uint width)
   for (uint i = 0; i < 32; ++i) put<T>(out, i, v[i / width * width]);
 }
 
-#define MSL_REDUCE(name, op, width, T, expression)                                          \
-  template <class T>                                                                        \
-  T name(T value, uint64_t site = MSL_SITE) {                                               \
+#define MSL_REDUCE(name, op, width, T, expression)                                              \
+  template <class T>                                                                            \
+  T name(T value, uint64_t site = MSL_SITE) {                                                   \
     static_assert(simd_type<T>(), #name " takes half, float and integers of 32 bits or fewer"); \
-    return exchange<T>(op, site, value, [](const_slots in, slots out) MSL_UNCHECKED {       \
-      reduce_tree<T>(in, out, [](T a, T b) { return T(expression); }, width);               \
-    });                                                                                     \
+    return exchange<T>(op, site, value, [](const_slots in, slots out) MSL_UNCHECKED {           \
+      reduce_tree<T>(in, out, [](T a, T b) { return T(expression); }, width);                   \
+    });                                                                                         \
   }
-#define MSL_REDUCTIONS(prefix, op, width)                      \
-  MSL_REDUCE(prefix##_sum, op, width, T, a + b)                \
-  MSL_REDUCE(prefix##_product, op, width, T, a * b)            \
-  MSL_REDUCE(prefix##_max, op, width, T, max(a, b))            \
-  MSL_REDUCE(prefix##_min, op, width, T, min(a, b))            \
-  MSL_REDUCE(prefix##_and, op, width, T, a & b)                \
-  MSL_REDUCE(prefix##_or, op, width, T, a | b)                 \
+#define MSL_REDUCTIONS(prefix, op, width)           \
+  MSL_REDUCE(prefix##_sum, op, width, T, a + b)     \
+  MSL_REDUCE(prefix##_product, op, width, T, a* b)  \
+  MSL_REDUCE(prefix##_max, op, width, T, max(a, b)) \
+  MSL_REDUCE(prefix##_min, op, width, T, min(a, b)) \
+  MSL_REDUCE(prefix##_and, op, width, T, a& b)      \
+  MSL_REDUCE(prefix##_or, op, width, T, a | b)      \
   MSL_REDUCE(prefix##_xor, op, width, T, a ^ b)
 MSL_REDUCTIONS(simd, ::msl::abi::Op::simd_reduce, 32)
 MSL_REDUCTIONS(quad, ::msl::abi::Op::quad, 4)
 #undef MSL_REDUCTIONS
 #undef MSL_REDUCE
 
-#define MSL_SCAN(name, first, T, expression, before)                                        \
-  template <class T>                                                                        \
-  T name(T value, uint64_t site = MSL_SITE) {                                               \
-    static_assert(simd_type<T>(), #name " takes half, float and integers of 32 bits or fewer"); \
+#define MSL_SCAN(name, first, T, expression, before)                                                         \
+  template <class T>                                                                                         \
+  T name(T value, uint64_t site = MSL_SITE) {                                                                \
+    static_assert(simd_type<T>(), #name " takes half, float and integers of 32 bits or fewer");              \
     return exchange<T>(::msl::abi::Op::simd_scan, site, value, [](const_slots in, slots out) MSL_UNCHECKED { \
-      T a = T(first);                                                                       \
-      for (uint i = 0; i < 32; ++i) {                                                       \
-        T b = get<T>(in, i);                                                                \
-        if (before) put<T>(out, i, a);                                                      \
-        a = T(expression);                                                                  \
-        if (!before) put<T>(out, i, a);                                                     \
-      }                                                                                     \
-    });                                                                                     \
+      T a = T(first);                                                                                        \
+      for (uint i = 0; i < 32; ++i) {                                                                        \
+        T b = get<T>(in, i);                                                                                 \
+        if (before) put<T>(out, i, a);                                                                       \
+        a = T(expression);                                                                                   \
+        if (!before) put<T>(out, i, a);                                                                      \
+      }                                                                                                      \
+    });                                                                                                      \
   }
 MSL_SCAN(simd_prefix_exclusive_sum, 0, T, a + b, true)
 MSL_SCAN(simd_prefix_inclusive_sum, 0, T, a + b, false)
-MSL_SCAN(simd_prefix_exclusive_product, 1, T, a * b, true)
-MSL_SCAN(simd_prefix_inclusive_product, 1, T, a * b, false)
+MSL_SCAN(simd_prefix_exclusive_product, 1, T, a* b, true)
+MSL_SCAN(simd_prefix_inclusive_product, 1, T, a* b, false)
 #undef MSL_SCAN
 
 template <class T>
@@ -157,7 +157,8 @@ T quad_broadcast(T value, ushort from, uint64_t site = MSL_SITE) {
 }
 template <class T>
 T simd_broadcast(T value, ushort from, uint64_t site = MSL_SITE) {
-  static_assert(simd_type<T>(), "simd_broadcast takes half, float and integers of 32 bits or fewer, not bfloat or bool");
+  static_assert(simd_type<T>(),
+                "simd_broadcast takes half, float and integers of 32 bits or fewer, not bfloat or bool");
   return exchange<T>(::msl::abi::Op::simd_shuffle, site, Sent<T>{value, from},
                      [](const_slots in, slots out) MSL_UNCHECKED {
                        uint source = lane_in_range(get<Sent<T>>(in, 0).argument);
@@ -283,8 +284,7 @@ MSL_UNCHECKED void multiply(const_slots in, slots out) {
     vec<D, 2> d;
     for (uint i = 0; i < 2; ++i) {
       float sum = float(c.element_at(i));
-      for (uint k = 0; k < 8; ++k)
-        sum = __builtin_fmaf(a[matrix_row(lane)][k], b[k][matrix_column(lane) + i], sum);
+      for (uint k = 0; k < 8; ++k) sum = __builtin_fmaf(a[matrix_row(lane)][k], b[k][matrix_column(lane) + i], sum);
       d.set(i, D(sum));
     }
     put(out, lane, d);
@@ -292,8 +292,7 @@ MSL_UNCHECKED void multiply(const_slots in, slots out) {
 }
 template <class D, class A, class B, class C>
 void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
-                                   simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c,
-                                   uint64_t site = MSL_SITE) {
+                                   simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c, uint64_t site = MSL_SITE) {
   d.at = exchange<vec<D, 2>>(::msl::abi::Op::simdgroup_multiply, site, Operands<A, B, C>{a.at, b.at, c.at},
                              multiply<D, A, B, C>);
 }
@@ -338,28 +337,27 @@ template <class A>
 using value_of = typename A::value_type;
 
 // The object is given as a raw pointer (`&counter`) or as a checked one; A is its atomic<T>.
-#define MSL_ATOMIC(result, name, parameters, arguments, ...)                          \
-  template <class A>                                                                  \
-    requires requires { typename A::value_type; }                                     \
-  result name(A* object MSL_UNPAREN parameters) {                                     \
-    __VA_ARGS__                                                                       \
-  }                                                                                   \
-  template <class A>                                                                  \
-    requires requires { typename A::value_type; }                                     \
-  result name(volatile A* object MSL_UNPAREN parameters) {                            \
-    return name(const_cast<A*>(object) MSL_UNPAREN arguments);                        \
-  }                                                                                   \
-  template <::msl::Space S, class A>                                                  \
-  result name(::msl::pointer<S, A> object MSL_UNPAREN parameters) {                   \
-    return name(&*object MSL_UNPAREN arguments);                                      \
+#define MSL_ATOMIC(result, name, parameters, arguments, ...)        \
+  template <class A>                                                \
+    requires requires { typename A::value_type; }                   \
+  result name(A* object MSL_UNPAREN parameters) {                   \
+    __VA_ARGS__                                                     \
+  }                                                                 \
+  template <class A>                                                \
+    requires requires { typename A::value_type; }                   \
+  result name(volatile A* object MSL_UNPAREN parameters) {          \
+    return name(const_cast<A*>(object) MSL_UNPAREN arguments);      \
+  }                                                                 \
+  template <::msl::Space S, class A>                                \
+  result name(::msl::pointer<S, A> object MSL_UNPAREN parameters) { \
+    return name(&*object MSL_UNPAREN arguments);                    \
   }
-#define MSL_ATOMIC_FETCH(name, expression)                                                                       \
-  MSL_ATOMIC(value_of<A>, atomic_##name##_explicit, (, value_of<A> operand, memory_order order),                 \
-             (, operand, order),                                                                                 \
+#define MSL_ATOMIC_FETCH(name, expression)                                                                           \
+  MSL_ATOMIC(value_of<A>, atomic_##name##_explicit, (, value_of<A> operand, memory_order order), (, operand, order), \
              return atomic_update(object, [=](value_of<A> old) { return value_of<A>(expression); });)
 MSL_ATOMIC_FETCH(fetch_add, old + operand)
 MSL_ATOMIC_FETCH(fetch_sub, old - operand)
-MSL_ATOMIC_FETCH(fetch_and, old & operand)
+MSL_ATOMIC_FETCH(fetch_and, old& operand)
 MSL_ATOMIC_FETCH(fetch_or, old | operand)
 MSL_ATOMIC_FETCH(fetch_xor, old ^ operand)
 MSL_ATOMIC_FETCH(fetch_min, min(old, operand))

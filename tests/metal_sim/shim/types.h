@@ -76,40 +76,40 @@ constexpr void fill(T* out, const A&... parts) {
   (put(parts), ...);
 }
 
-#define MSL_VEC_BODY(N)                                                                                    \
-  vec() = default;                                                                                         \
-  constexpr vec(T s) {                                                                                     \
-    for (int i = 0; i < N; ++i) set(i, s);                                                                 \
-  }                                                                                                        \
-  template <class U>                                                                                       \
-    requires(!__is_same(U, T))                                                                             \
-  explicit constexpr vec(const vec<U, N>& o) {                                                             \
-    for (int i = 0; i < N; ++i) set(i, T(o.element_at(i)));                                                \
-  }                                                                                                        \
-  template <class... A>                                                                                    \
-    requires(sizeof...(A) >= 2 && (lanes_of<A>::count + ...) == N)                                         \
-  constexpr vec(const A&... parts) {                                                                       \
-    T all[N];                                                                                              \
-    fill<T, N>(all, parts...);                                                                             \
-    for (int i = 0; i < N; ++i) set(i, all[i]);                                                            \
-  }                                                                                                        \
-  template <class I>                                                                                       \
-  T& operator[](I i) {                                                                                     \
-    if (uint64_t(i) >= N) ::msl::violation("stack", "vector index beyond its size");                       \
-    return (&x)[i];                                                                                        \
-  }                                                                                                        \
-  template <class I>                                                                                       \
-  const T& operator[](I i) const {                                                                         \
-    if (uint64_t(i) >= N) ::msl::violation("stack", "vector index beyond its size");                       \
-    return (&x)[i];                                                                                        \
-  }                                                                                                        \
-  template <int... I>                                                                                      \
-  constexpr vec<T, sizeof...(I)> swizzle() const {                                                         \
-    return vec<T, sizeof...(I)>(element_at(I)...);                                                         \
-  }                                                                                                        \
-  template <int... I>                                                                                      \
-  swizzle_ref<vec, I...> swizzle_of() {                                                                    \
-    return {*this};                                                                                        \
+#define MSL_VEC_BODY(N)                                                              \
+  vec() = default;                                                                   \
+  constexpr vec(T s) {                                                               \
+    for (int i = 0; i < N; ++i) set(i, s);                                           \
+  }                                                                                  \
+  template <class U>                                                                 \
+    requires(!__is_same(U, T))                                                       \
+  explicit constexpr vec(const vec<U, N>& o) {                                       \
+    for (int i = 0; i < N; ++i) set(i, T(o.element_at(i)));                          \
+  }                                                                                  \
+  template <class... A>                                                              \
+    requires(sizeof...(A) >= 2 && (lanes_of<A>::count + ...) == N)                   \
+  constexpr vec(const A&... parts) {                                                 \
+    T all[N];                                                                        \
+    fill<T, N>(all, parts...);                                                       \
+    for (int i = 0; i < N; ++i) set(i, all[i]);                                      \
+  }                                                                                  \
+  template <class I>                                                                 \
+  T& operator[](I i) {                                                               \
+    if (uint64_t(i) >= N) ::msl::violation("stack", "vector index beyond its size"); \
+    return (&x)[i];                                                                  \
+  }                                                                                  \
+  template <class I>                                                                 \
+  const T& operator[](I i) const {                                                   \
+    if (uint64_t(i) >= N) ::msl::violation("stack", "vector index beyond its size"); \
+    return (&x)[i];                                                                  \
+  }                                                                                  \
+  template <int... I>                                                                \
+  constexpr vec<T, sizeof...(I)> swizzle() const {                                   \
+    return vec<T, sizeof...(I)>(element_at(I)...);                                   \
+  }                                                                                  \
+  template <int... I>                                                                \
+  swizzle_ref<vec, I...> swizzle_of() {                                              \
+    return {*this};                                                                  \
   }
 
 template <class T>
@@ -163,26 +163,26 @@ constexpr auto each(vec<T, N> a, vec<T, N> b, F f) {
   return r;
 }
 
-#define MSL_BINARY(op)                                                        \
-  template <class T, int N>                                                   \
-  constexpr vec<T, N> operator op(vec<T, N> a, vec<T, N> b) {                 \
-    return each(a, b, [](T p, T q) { return T(p op q); });                    \
-  }                                                                           \
-  template <class T, int N>                                                   \
-  constexpr vec<T, N> operator op(vec<T, N> a, identity_t<T> b) {             \
-    return a op vec<T, N>(b);                                                 \
-  }                                                                           \
-  template <class T, int N>                                                   \
-  constexpr vec<T, N> operator op(identity_t<T> a, vec<T, N> b) {             \
-    return vec<T, N>(a) op b;                                                 \
-  }                                                                           \
-  template <class T, int N>                                                   \
-  constexpr vec<T, N>& operator op##=(vec<T, N>& a, vec<T, N> b) {            \
-    return a = a op b;                                                        \
-  }                                                                           \
-  template <class T, int N>                                                   \
-  constexpr vec<T, N>& operator op##=(vec<T, N>& a, identity_t<T> b) {        \
-    return a = a op b;                                                        \
+#define MSL_BINARY(op)                                                 \
+  template <class T, int N>                                            \
+  constexpr vec<T, N> operator op(vec<T, N> a, vec<T, N> b) {          \
+    return each(a, b, [](T p, T q) { return T(p op q); });             \
+  }                                                                    \
+  template <class T, int N>                                            \
+  constexpr vec<T, N> operator op(vec<T, N> a, identity_t<T> b) {      \
+    return a op vec<T, N>(b);                                          \
+  }                                                                    \
+  template <class T, int N>                                            \
+  constexpr vec<T, N> operator op(identity_t<T> a, vec<T, N> b) {      \
+    return vec<T, N>(a) op b;                                          \
+  }                                                                    \
+  template <class T, int N>                                            \
+  constexpr vec<T, N>& operator op##=(vec<T, N>& a, vec<T, N> b) {     \
+    return a = a op b;                                                 \
+  }                                                                    \
+  template <class T, int N>                                            \
+  constexpr vec<T, N>& operator op##=(vec<T, N>& a, identity_t<T> b) { \
+    return a = a op b;                                                 \
   }
 MSL_BINARY(+)
 MSL_BINARY(-)
@@ -195,18 +195,18 @@ MSL_BINARY(^)
 MSL_BINARY(<<)
 MSL_BINARY(>>)
 #undef MSL_BINARY
-#define MSL_COMPARE(op)                                                        \
-  template <class T, int N>                                                    \
-  constexpr vec<bool, N> operator op(vec<T, N> a, vec<T, N> b) {               \
-    return each(a, b, [](T p, T q) { return p op q; });                        \
-  }                                                                            \
-  template <class T, int N>                                                    \
-  constexpr vec<bool, N> operator op(vec<T, N> a, identity_t<T> b) {           \
-    return a op vec<T, N>(b);                                                  \
-  }                                                                            \
-  template <class T, int N>                                                    \
-  constexpr vec<bool, N> operator op(identity_t<T> a, vec<T, N> b) {           \
-    return vec<T, N>(a) op b;                                                  \
+#define MSL_COMPARE(op)                                              \
+  template <class T, int N>                                          \
+  constexpr vec<bool, N> operator op(vec<T, N> a, vec<T, N> b) {     \
+    return each(a, b, [](T p, T q) { return p op q; });              \
+  }                                                                  \
+  template <class T, int N>                                          \
+  constexpr vec<bool, N> operator op(vec<T, N> a, identity_t<T> b) { \
+    return a op vec<T, N>(b);                                        \
+  }                                                                  \
+  template <class T, int N>                                          \
+  constexpr vec<bool, N> operator op(identity_t<T> a, vec<T, N> b) { \
+    return vec<T, N>(a) op b;                                        \
   }
 MSL_COMPARE(==)
 MSL_COMPARE(!=)
@@ -260,15 +260,15 @@ struct array {
 
 }  // namespace metal
 
-#define MSL_VECTORS(T)                  \
-  using T##2 = metal::vec<T, 2>;        \
-  using T##3 = metal::vec<T, 3>;        \
-  using T##4 = metal::vec<T, 4>;        \
-  using packed_##T##2 = metal::packed_vec<T, 2>; \
-  using packed_##T##3 = metal::packed_vec<T, 3>; \
-  using packed_##T##4 = metal::packed_vec<T, 4>; \
-  namespace metal {                     \
-  using ::T##2, ::T##3, ::T##4;         \
+#define MSL_VECTORS(T)                                     \
+  using T##2 = metal::vec<T, 2>;                           \
+  using T##3 = metal::vec<T, 3>;                           \
+  using T##4 = metal::vec<T, 4>;                           \
+  using packed_##T##2 = metal::packed_vec<T, 2>;           \
+  using packed_##T##3 = metal::packed_vec<T, 3>;           \
+  using packed_##T##4 = metal::packed_vec<T, 4>;           \
+  namespace metal {                                        \
+  using ::T##2, ::T##3, ::T##4;                            \
   using ::packed_##T##2, ::packed_##T##3, ::packed_##T##4; \
   }
 MSL_VECTORS(bool)
