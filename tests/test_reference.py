@@ -1,0 +1,178 @@
+"""The specification itself, against plain loops over Python numbers, written from the model descriptions."""
+
+import math
+
+import pytest
+import torch
+
+from cases import OPTIONAL, SAMPLES, SUMS, Case, call
+from checks import assert_matches
+from torch_moe_metal import reference
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def softmax(values: list[float]) -> list[float]:
+    powers = [math.exp(v - max(values)) for v in values]
+    return [p / sum(powers) for p in powers]
+
+
+SCORING = {
+    "softmax": softmax,
+    "sigmoid": lambda values: [sigmoid(v) for v in values],
+    "sqrt_softplus": lambda values: [math.sqrt(math.log1p(math.exp(v))) for v in values],
+}
+ACTIVATION = {
+    "silu": lambda g, alpha: g * sigmoid(g),
+    "gelu": lambda g, alpha: g * 0.5 * (1 + math.erf(g / math.sqrt(2))),
+    "gelu_tanh": lambda g, alpha: g * 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))),
+    "relu2": lambda g, alpha: max(g, 0.0) ** 2,
+    "swiglu_oai": lambda g, alpha: g * sigmoid(alpha * g),
+}
+
+
+def norm(values: list[float], weight: list[float], eps: float = 1e-6) -> list[float]:
+    scale = 1 / math.sqrt(sum(v * v for v in values) / len(values) + eps)
+    return [v * scale * w for v, w in zip(values, weight, strict=True)]
+
+
+def route(logits, select_bias=None, per_expert_scale=None, *, top_k, scoring="softmax", renormalize="before_scale",
+          n_group=1, topk_group=1, group_score="top2_sum", scaling_factor=1.0, softcap=0.0):  # fmt: skip
+    if softcap:
+        logits = [softcap * math.tanh(v / softcap) for v in logits]
+    scores = SCORING[scoring](logits)
+    choice = [s + b for s, b in zip(scores, select_bias or [0.0] * len(scores), strict=True)]
+    size = len(choice) // n_group
+    groups = [choice[g * size : (g + 1) * size] for g in range(n_group)]
+    totals = [sum(sorted(group)[-2 if group_score == "top2_sum" else -1 :]) for group in groups]
+    kept = sorted(range(n_group), key=lambda g: -totals[g])[:topk_group]
+    ids = sorted((e for e in range(len(choice)) if e // size in kept), key=lambda e: (-choice[e], e))[:top_k]
+    scale = [per_expert_scale[e] if per_expert_scale else 1.0 for e in ids]
+    weights = [scores[e] for e in ids]
+    if renormalize == "after_scale":
+        weights = [w * s for w, s in zip(weights, scale, strict=True)]
+    if renormalize != "none":
+        weights = [w / sum(weights) for w in weights]
+    if renormalize != "after_scale":
+        weights = [w * s for w, s in zip(weights, scale, strict=True)]
+    return [w * scaling_factor for w in weights], ids
+
+
+def gate(hidden, router_weight, norm_weight=None, router_bias=None, *route_args, eps=1e-6, **options):
+    if norm_weight:
+        hidden = norm(hidden, norm_weight, eps)
+    logits = [sum(h * w for h, w in zip(hidden, row, strict=True)) for row in router_weight]
+    if router_bias:
+        logits = [v + b for v, b in zip(logits, router_bias, strict=True)]
+    return route(logits, *route_args, **options)
+
+
+def glu(gate, up, *, activation="silu", alpha=1.702, limit=None):
+    cap = math.inf if limit is None else limit
+    gate, up = [min(g, cap) for g in gate], [max(-cap, min(u, cap)) for u in up]
+    one = 1.0 if activation == "swiglu_oai" else 0.0
+    return [ACTIVATION[activation](g, alpha) * (u + one) for g, u in zip(gate, up, strict=True)]
+
+
+def weighted_sum(slots, weights, shared=None, shared_gate=None, residual=None):
+    total = [sum(w * slot[h] for w, slot in zip(weights, slots, strict=True)) for h in range(len(slots[0]))]
+    if shared:
+        total = [t + (sigmoid(shared_gate) if shared_gate is not None else 1.0) * s for t, s in zip(total, shared, strict=True)]
+    return [t + r for t, r in zip(total, residual or [0.0] * len(total), strict=True)]
+
+
+def experts(x, weights, ids, gate_up, down, gate_up_bias=None, down_bias=None, *combined, interleaved=False,
+            transposed=False, **activation):  # fmt: skip
+    slots = []
+    for e in ids:
+        first, second = (list(zip(*w[e], strict=True)) if transposed else w[e] for w in (gate_up, down))
+        both = [sum(a * b for a, b in zip(row, x, strict=True)) for row in first]
+        both = [v + b for v, b in zip(both, gate_up_bias[e] if gate_up_bias else [0.0] * len(both), strict=True)]
+        half = len(both) // 2
+        inner = glu(*((both[::2], both[1::2]) if interleaved else (both[:half], both[half:])), **activation)
+        out = [sum(a * b for a, b in zip(row, inner, strict=True)) for row in second]
+        slots.append([v + b for v, b in zip(out, down_bias[e] if down_bias else [0.0] * len(out), strict=True)])
+    return weighted_sum(slots, weights, *combined)
+
+
+def summed(op: str, args: dict) -> list:
+    """The weighted sums with norms: the outputs in the order of `call`."""
+    total, residual = weighted_sum(args["slots"], args["weights"]), args["residual"]
+    both = [t + r for t, r in zip(total, residual, strict=True)]
+    if op == "weighted_sum_residual_":
+        return [both]
+    if op == "weighted_sum_residual_norm_":
+        return [norm(both, args["norm_weight"]), both]
+    if op == "weighted_sum_norm_add":
+        return [[r + n for r, n in zip(residual, norm(total, args["norm_weight"]), strict=True)]]
+    parts = norm(residual, args["residual_norm_weight"]), norm(total, args["moe_norm_weight"])
+    return [[a + b for a, b in zip(*parts, strict=True)]]
+
+
+def normed(op: str, residual, input, weight, scalar) -> list:
+    scalar = scalar if len(scalar) > 1 else scalar * len(residual)
+    if op == "norm_add":
+        total = [r + n for r, n in zip(residual, norm(input, weight), strict=True)]
+        return [[t * s for t, s in zip(total, scalar, strict=True)]]
+    total = [r + i for r, i in zip(residual, input, strict=True)]
+    return [[n * s for n, s in zip(norm(total, weight), scalar, strict=True)], total]
+
+
+def one_token(case: Case, args: dict) -> list:
+    values = tuple(args.values())
+    if case.op in SUMS[1:]:
+        return summed(case.op, args)
+    if case.op in ("norm_add", "residual_norm"):
+        return normed(case.op, *values)
+    result = {"route": route, "gate": gate, "glu": glu, "experts": experts, "weighted_sum": weighted_sum}[case.op](
+        *values, **case.options
+    )
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+@pytest.mark.parametrize("case", SAMPLES, ids=str)
+def test_reference_is_what_plain_loops_compute(case: Case):
+    args = {name: t.double() if t.is_floating_point() else t for name, t in case.arguments().items()}
+    tokens = []
+    for t in range(case.dims["T"]):
+        of_token = {n: (v[t] if case.shapes[n][0] == "T" else v).tolist() for n, v in args.items()}
+        tokens.append(one_token(case, of_token))
+    want = [torch.tensor(rows, dtype=torch.float64) for rows in zip(*tokens, strict=True)]
+    got = call(getattr(reference, case.op), case.op, args, case.options)
+    want = [w if g.is_floating_point() else w.int() for w, g in zip(want, got, strict=True)]
+    assert set(OPTIONAL.get(case.op, ())) <= set(args)
+    assert_matches(got, want)
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("limit", [None, 1.5])
+def test_reference_of_every_activation(activation: str, limit: float | None):
+    gate, up = torch.linspace(-6, 6, 40, dtype=torch.float64), torch.linspace(5, -4, 40, dtype=torch.float64)
+    options = {"activation": activation, "limit": limit, "alpha": 1.3}
+    want = torch.tensor(glu(gate.tolist(), up.tolist(), **options), dtype=torch.float64)
+    assert_matches([reference.glu(gate, up, **options)], [want])
+
+
+@pytest.mark.parametrize("scoring", reference.SCORING)
+@pytest.mark.parametrize("renormalize", ["none", "before_scale", "after_scale"])
+@pytest.mark.parametrize("groups", [(1, 1, "max"), (5, 2, "max"), (5, 3, "top2_sum")])
+def test_reference_of_every_routing(scoring: str, renormalize: str, groups: tuple):
+    generator = torch.Generator().manual_seed(7)
+    logits, bias, scale = (torch.randn(20, generator=generator, dtype=torch.float64) for _ in range(3))
+    options = {"top_k": 5, "scoring": scoring, "renormalize": renormalize, "scaling_factor": 1.5, "softcap": 3.0}
+    options |= dict(zip(("n_group", "topk_group", "group_score"), groups, strict=True))
+    weights, ids = reference.route(logits, bias, scale, **options)
+    want_weights, want_ids = route(logits.tolist(), bias.tolist(), scale.tolist(), **options)
+    assert ids.tolist() == want_ids
+    assert_matches([weights], [torch.tensor(want_weights, dtype=torch.float64)])
+
+
+def test_reference_of_odd_logits():
+    """Ties to the lowest id, NaN below minus infinity, ids distinct whatever happens."""
+    inf, nan = math.inf, math.nan
+    rows = torch.tensor([[0.0, -0.0, 0.0, 0.0], [nan, -inf, 1.0, inf], [nan, nan, nan, nan], [-inf, nan, -inf, 5.0]])
+    assert reference.route(rows, top_k=4)[1].tolist() == [[0, 1, 2, 3], [3, 2, 1, 0], [0, 1, 2, 3], [3, 0, 2, 1]]
+    equal = torch.tensor([[2.0, 2.0, 1.0, 2.0]])
+    assert reference.route(equal, torch.tensor([0.0, 0.0, 9.0, 0.0]), top_k=3)[1].tolist() == [[2, 0, 1]]
