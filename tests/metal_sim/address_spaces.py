@@ -59,7 +59,7 @@ def constructors(tokens):
 
 
 def temporaries(tokens):
-    """thread const Tile<T>& takes a temporary in Metal. In OpenCL a temporary has no address space, so none is asked."""
+    """thread const Tile<T>& takes a temporary in Metal. In OpenCL those have no address space, so none is asked."""
     for i, token in enumerate(tokens):
         if token.text == "thread" and tokens[i + 1].text == "const" and tokens[i + 3].text == "<":
             end = translate.closing_angle(tokens, i + 3) + 1

@@ -540,21 +540,8 @@ def test_swizzles_are_written():
 
 
 def test_layout_of_types():
-    sizes = [
-        "half",
-        "float",
-        "half2",
-        "half3",
-        "half4",
-        "float2",
-        "float3",
-        "float4",
-        "bfloat",
-        "bfloat4",
-        "packed_float3",
-        "packed_half4",
-        "ulong2",
-    ]
+    sizes = ["half", "float", "half2", "half3", "half4", "float2", "float3", "float4", "bfloat", "bfloat4"]
+    sizes += ["packed_float3", "packed_half4", "ulong2"]
     out = zeros(2 * len(sizes), dtype=np.uint32)
     body = "".join(f"out[{2 * n}] = sizeof({t}); out[{2 * n + 1}] = alignof({t});" for n, t in enumerate(sizes))
     run(body, out, threads=1, signature="device uint* out [[buffer(0)]],")

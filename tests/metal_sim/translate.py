@@ -201,37 +201,8 @@ def refuse_non_metal(tokens):
 
 def type_names(tokens):
     """The names of types: Metal's own, the shader's structs, aliases and template parameters."""
-    names = set(
-        [
-            "void",
-            "bool",
-            "char",
-            "short",
-            "int",
-            "long",
-            "unsigned",
-            "signed",
-            "size_t",
-            "ptrdiff_t",
-            "vec",
-            "atomic",
-            "simdgroup_matrix",
-        ]
-    )
-    for scalar in [
-        "bool",
-        "char",
-        "uchar",
-        "short",
-        "ushort",
-        "int",
-        "uint",
-        "long",
-        "ulong",
-        "half",
-        "bfloat",
-        "float",
-    ]:
+    names = {"void", "unsigned", "signed", "size_t", "ptrdiff_t", "vec", "atomic", "simdgroup_matrix"}
+    for scalar in SCALARS:
         names |= {scalar, *(f"{prefix}{scalar}{n}" for n in "234" for prefix in ("", "packed_"))}
     names |= {f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)}
     names |= {f"atomic_{kind}" for kind in ("int", "uint", "float", "bool", "ulong")}
@@ -402,6 +373,11 @@ def argument(token, name):
     return match[1].strip() if match and token.kind == "attribute" else None
 
 
+def attribute(marks, name):
+    """The argument of the attribute of that name, or None."""
+    return next((value for mark in marks if (value := argument(mark, name))), None)
+
+
 def parameter(tokens):
     marks = [t for t in tokens if t.kind == "attribute"]
     plain = [t for t in tokens if t.kind != "attribute"]
@@ -486,7 +462,7 @@ class Kernels:
         out.append(Token(" MSL_KERNEL_BODY ", "code", "", tokens[end + 1].line))
         self.depth += 1
         if not is_template(out):
-            if self.depth > 1 and not any(argument(m, "host_name") for m in marks):
+            if self.depth > 1 and not attribute(marks, "host_name"):
                 refuse(name, f"kernel '{name.text}' is in a namespace and needs a [[host_name]]")
             after[body] = self.registration([name], name.text, marks, tokens[body])
         return end + 2
@@ -514,19 +490,12 @@ class Kernels:
     def registration(self, function, name, marks, at):
         if name not in self.definitions:
             refuse(at, f"no kernel template named '{name}'")
-        host_name = next((argument(m, "host_name") for m in marks if argument(m, "host_name")), f'"{name}"')
+        host_name = attribute(marks, "host_name") or f'"{name}"'
         plain = "".join(re.findall(r'"([^"]*)"', host_name))
         if plain in self.host_names:
             refuse(at, f"two kernels have the host_name '{plain}'")
         self.host_names.add(plain)
-        limit = next(
-            (
-                argument(m, "max_total_threads_per_threadgroup")
-                for m in marks
-                if argument(m, "max_total_threads_per_threadgroup")
-            ),
-            "0",
-        )
+        limit = attribute(marks, "max_total_threads_per_threadgroup") or "0"
         self.count += 1
         arguments = ", ".join(
             f'MSL_BUFFER({p.space}, ({p.index}), "{p.name}")' if p.space else f"MSL_BUILTIN({p.attribute})"
