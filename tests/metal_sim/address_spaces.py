@@ -8,6 +8,7 @@ generic address space, so every pointer and reference must say where it points, 
 """
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -88,7 +89,7 @@ def copies(tokens):
 
 def members(tokens, start, name):
     body = tokens[start : translate.closing(tokens, start)]
-    own = any(a.text == name and b.text == "(" for a, b in zip(body, body[1:], strict=False))
+    own = any(a.text == name and b.text == "(" for a, b in itertools.pairwise(body))
     return f" MSL_COPIES({name})" if own else f" MSL_AGGREGATE({name})"
 
 

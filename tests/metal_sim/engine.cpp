@@ -208,7 +208,9 @@ const Parameter* Run::parameter_of(uint32_t tag) const {
 std::string Run::described(uint64_t pointer) const {
   uint32_t tag = uint32_t(pointer >> abi::tag_shift);
   if (const Parameter* p = parameter_of(tag)) return argument_name(*p);
-  if (tag >= abi::first_static_tag) return "threadgroup variable " + str(tag - abi::first_static_tag + 1);
+  for (const auto* v = static_cast<const abi::KernelInfo*>(kernel.info)->statics; v; v = v->next)
+    if (v->tag == tag && v->kernel == static_cast<const abi::KernelInfo*>(kernel.info)->identity)
+      return "the kernel's threadgroup variable number " + str(v->ordinal + 1);
   return "unknown memory";
 }
 
@@ -334,16 +336,22 @@ uint32_t granule_shift(const Parameter& p) {
   }
 }
 
+// Shadow memory is 16 bytes for each element: of a huge output only the start is watched for races.
+size_t watched(const Run::Writable& w) {
+  constexpr size_t most = size_t(32) << 20;  // cells
+  return std::min(w.size, most << granule_shift(*w.parameter));
+}
+
 void Run::fill_shadow() {
   state->shadowed_count = 0;
   if (!settings().races) return;
   size_t wanted = 0;
-  for (const Writable& w : writable) wanted += (w.size >> granule_shift(*w.parameter)) + 2;
+  for (const Writable& w : writable) wanted += (watched(w) >> granule_shift(*w.parameter)) + 2;
   abi::Cell* cells = device_shadow.reserve(wanted);
   for (const Writable& w : writable) {
     uint32_t shift = granule_shift(*w.parameter);
-    state->shadowed[state->shadowed_count++] = {reinterpret_cast<uint64_t>(w.begin), w.size, cells, shift};
-    cells += (w.size >> shift) + 2;
+    state->shadowed[state->shadowed_count++] = {reinterpret_cast<uint64_t>(w.begin), watched(w), cells, shift};
+    cells += (watched(w) >> shift) + 2;
   }
 }
 

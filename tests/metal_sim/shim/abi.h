@@ -109,7 +109,8 @@ struct StaticVariable {
   const void* kernel;  // identity of the kernel instantiation that declares it
   uint64_t size;
   uint64_t alignment;
-  uint32_t tag;  // set when the library is loaded, as is offset
+  uint32_t ordinal;  // counted from 0 in the kernel's text
+  uint32_t tag;      // set when the library is loaded, as is offset
   uint64_t offset;
   StaticVariable* next;
 };

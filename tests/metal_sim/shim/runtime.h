@@ -207,7 +207,7 @@ template <class KernelTag>
 inline constexpr char identity = 0;
 template <size_t Size, size_t Alignment, class KernelTag, int ordinal>
 StaticSlot<Size, Alignment, KernelTag, ordinal>::Node::Node()
-    : abi::StaticVariable{&identity<KernelTag>, Size, Alignment, 0, 0, statics} {
+    : abi::StaticVariable{&identity<KernelTag>, Size, Alignment, ordinal, 0, 0, statics} {
   statics = this;
 }
 template <size_t Size, size_t Alignment, class KernelTag, int ordinal>
