@@ -49,13 +49,15 @@ def test_dispatches_of_a_layer(mps: str):
     assert ours[-2:] == ["gate_up_rows_wide_bfloat", "down_rows_wide_bfloat"]
     assert len(ours) <= 4, ours
 
-    config = Qwen3MoeConfig(num_experts=E, num_experts_per_tok=K, hidden_size=64, moe_intermediate_size=32)
+    small = {"hidden_size": 64, "moe_intermediate_size": 32}
+    config = Qwen3MoeConfig(num_experts=E, num_experts_per_tok=K, norm_topk_prob=True, **small)
     config._experts_implementation = "batched_mm"
     block = Qwen3MoeSparseMoeBlock(config).to(mps, BFLOAT)
+    token = torch.zeros(1, 1, 64, dtype=BFLOAT, device=mps)
     with torch.no_grad(), ComputingOps() as stock:
-        block(torch.zeros(1, 1, 64, dtype=BFLOAT, device=mps))
+        block(token)
     print(f"\n{len(ours)} dispatches: {', '.join(ours)}\n{len(stock.names)} stock ops: {', '.join(stock.names)}")
-    assert len(stock.names) >= 4 * len(ours)
+    assert len(stock.names) >= 3 * len(ours)
 
 
 class ComputingOps(TorchDispatchMode):
