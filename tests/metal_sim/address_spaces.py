@@ -9,7 +9,6 @@ generic address space, so every pointer and reference must say where it points, 
 
 import argparse
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -20,7 +19,6 @@ sys.path.insert(0, str(HERE))
 import translate  # noqa: E402
 from translate import RefusedError, Token  # noqa: E402
 
-COMPILER = os.environ.get("METAL_SIM_CLANG", "clang-19")
 WITHOUT = ["pipes", "device_enqueue", "program_scope_global_variables"]
 FLAGS = ["--target=spir64", "-x", "cl", "-Xclang", "-cl-std=clc++2021", "-w", "-cl-no-stdinc", "-fno-caret-diagnostics"]
 FLAGS += ["-Xclang", "-cl-ext=+cl_khr_fp16," + ",".join(f"-__opencl_c_{name}" for name in WITHOUT)]
@@ -127,7 +125,7 @@ def recursion(ir):
 def check(source, version=310, macros=()):
     """Raises RefusedError with the compiler's message, or says nothing."""
     text = translated(source, version, macros)
-    command = [COMPILER, *FLAGS, "-S", "-emit-llvm", "-Xclang", "-disable-llvm-passes", "-o", "-", "-"]
+    command = [translate.find_compiler(), *FLAGS, "-S", "-emit-llvm", "-Xclang", "-disable-llvm-passes", "-o", "-", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise RefusedError(in_metal_words(done.stderr))

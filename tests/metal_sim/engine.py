@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from .translate import find_compiler
+
 HERE = Path(__file__).resolve().parent
 SOURCES = ["engine.cpp", "library.cpp", "scheduler.cpp", "harness.cpp"]
 SLOTS = 31
@@ -46,10 +48,9 @@ def build():
     newest = max(path.stat().st_mtime for path in [*sources, *headers])
     if library.exists() and library.stat().st_mtime >= newest:
         return library
-    compiler = os.environ.get("METAL_SIM_CXX", "clang++-19")
     part = library.with_suffix(f".{os.getpid()}.part")
     flags = ["-std=c++20", "-O2", "-g1", "-fPIC", "-shared", "-Wall", "-Wextra"]
-    command = [compiler, *flags, "-o", part, *sources, "-ldl"]
+    command = [find_compiler(), *flags, "-o", part, *sources, "-ldl"]
     subprocess.run(command, check=True)
     part.rename(library)
     return library

@@ -41,7 +41,11 @@ std::string variable(const char* name, const std::string& otherwise) {
   return value && *value ? value : otherwise;
 }
 
-std::string compiler() { return variable("METAL_SIM_CXX", "clang++-19"); }
+// METAL_SIM_CXX, else the clang that is there.
+std::string compiler() {
+  static const bool has_19 = std::system("command -v clang++-19 >/dev/null 2>&1") == 0;
+  return variable("METAL_SIM_CXX", has_19 ? "clang++-19" : "clang++");
+}
 
 std::string quote(const std::string& word) {
   std::string out = "'";

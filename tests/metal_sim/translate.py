@@ -3,17 +3,18 @@
 The output is C++20 that includes "metal.h". Which metal.h is found decides the back end: shim/metal.h runs the kernels
 on the CPU, another one may make them CUDA kernels. The words that each metal.h must define are few:
 msl::device_ptr<T>, msl::constant_ptr<T>, msl::threadgroup_ptr<T>, msl::reinterpret_pointer<T>, MSL_HALF, MSL_BFLOAT,
-MSL_KERNEL_BODY, MSL_THREADGROUP, MSL_INSTANTIATE, MSL_KERNEL, MSL_BUFFER, MSL_BUILTIN, and namespace metal itself.
+MSL_KERNEL_BODY, MSL_THREADGROUP, MSL_INSTANTIATE, MSL_KERNEL, MSL_BUFFER, MSL_BUILTIN, and namespace metal itself, whose
+vectors have v.swizzle<0, 1>() for v.xy and v.swizzle_of<0, 1>() where v.xy is assigned to.
 """
 
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 
-COMPILER = os.environ.get("METAL_SIM_CXX", "clang++-19")
 SPACES = ("device", "constant", "threadgroup", "thread")
 QUALIFIERS = ("const", "volatile", "constexpr", "static")
 SCALARS = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "bfloat", "float")
@@ -44,6 +45,8 @@ REFUSED = {
     "consteval": "'consteval' is C++20; Metal is C++14 or C++17",
     "co_await": "coroutines are not supported in Metal",
 }
+# Attributes that change nothing here. `kernel` and those of kernel parameters have their own places.
+HARMLESS = {"likely", "unlikely", "maybe_unused", "nodiscard", "fallthrough", "always_inline", "unroll"}
 BUILTINS = {
     "thread_position_in_grid",
     "threadgroup_position_in_grid",
@@ -70,6 +73,12 @@ TOKEN = re.compile(
       |(?P<mark>\[\[|<<=|>>=|<=|>=|->|\+\+|--|&&|\|\||::|==|!=|<<|[-+*/%&|^]=|\.\.\.|[^\s\w])""",
     re.VERBOSE | re.MULTILINE,
 )
+
+
+def find_compiler():
+    """METAL_SIM_CXX, else the newest clang of those the simulator was tried with."""
+    names = [os.environ.get("METAL_SIM_CXX"), "clang++-19", "clang++"]
+    return next((name for name in names if name and shutil.which(name)), "clang++-19")
 
 
 class RefusedError(Exception):
@@ -103,7 +112,7 @@ def preprocess(source, version, macros=()):
             raise RefusedError(f"program_source:{number}: error: character outside ASCII")
     source = re.sub(r"^[ \t]*#[ \t]*(include|import)[ \t]*<(metal_\w+|simd/simd\.h)>[^\n]*", "", source, flags=re.M)
     source = re.sub(r"^[ \t]*#[ \t]*pragma[ \t]+(once|METAL)\b[^\n]*", "", source, flags=re.M)
-    command = [COMPILER, "-E", "-x", "c++", "-std=c++17", "-undef", "-nostdinc", "-Werror=macro-redefined"]
+    command = [find_compiler(), "-E", "-x", "c++", "-std=c++17", "-undef", "-nostdinc", "-Werror=macro-redefined"]
     command += [f"-D__METAL_VERSION__={version}", "-D__METAL__=1", "-D__METAL_MACOS__=1", "-DMETAL_FUNC=inline"]
     command += [f"-D{macro}" for macro in macros] + ["-"]
     done = subprocess.run(command, input=f'#line 1 "program_source"\n{source}', capture_output=True, text=True)
@@ -350,6 +359,9 @@ def attributes(tokens):
         end, space = closing(tokens, i), tokens[i].space
         for part in split(tokens[i + 1 : end - 1]):
             text = render(part).strip()
+            known = {"kernel", "host_name", "max_total_threads_per_threadgroup", "buffer", "threadgroup"}
+            if part[0].text not in known | BUILTINS | HARMLESS:
+                refuse(part[0], f"attribute '{text}' is not supported here")
             out.append(Token(text, "name" if text == "kernel" else "attribute", space, tokens[i].line))
             space = ""
         i = end + 1
