@@ -19,7 +19,16 @@ BUILD = HERE / "build"
 sys.path.insert(0, str(ROOT / "shaders"))
 from embed import write_header  # noqa: E402
 
-SIMULATOR = ["engine.cpp", "library.cpp", "scheduler.cpp", "metal.mm", "stream.mm", "device.cpp", "api.cpp", "personality.cpp"]
+SIMULATOR = [
+    "engine.cpp",
+    "library.cpp",
+    "scheduler.cpp",
+    "metal.mm",
+    "stream.mm",
+    "device.cpp",
+    "api.cpp",
+    "personality.cpp",
+]
 PACKAGES = "clang libobjc-12-dev libgnustep-base-dev libblocksruntime-dev"
 
 
@@ -40,7 +49,7 @@ def clang() -> str:
     raise BuildError(f"Missing: clang++ 16 or newer. On Debian and Ubuntu: apt-get install {PACKAGES}")
 
 
-def objc_headers(compiler: str) -> list[Path]:
+def objc_headers() -> list[Path]:
     """The folders that hold GCC's objc/objc.h and GNUstep's Foundation/Foundation.h."""
     gcc = sorted(Path("/usr/lib/gcc").glob("*/*/include/objc/objc.h"), key=lambda p: int(p.parts[5].split(".")[0]))
     gnustep = [Path(p) for p in ("/usr/include/GNUstep", "/usr/local/include") if Path(p, "Foundation").is_dir()]
@@ -57,38 +66,38 @@ def torch_flags() -> list[str]:
     return [f"-isystem{include}", f"-isystem{include}/torch/csrc/api/include", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
 
 
-def ninja_file(targets: dict[str, list[Path]]) -> str:
-    """One shared library per target; the first is the simulator, and the others link against it."""
+def rules() -> list[str]:
     compiler = clang()
-    headers = objc_headers(compiler)
+    headers = objc_headers()
     flags = ["-std=c++20", "-fPIC", "-O2", "-g1", "-fblocks", "-Wall", "-MMD", "-MF $out.d", *torch_flags()]
     flags += [f"-I{folder}" for folder in (ROOT / "csrc", ROOT / "shaders", BUILD, HERE)]
     objc = ["-fobjc-runtime=gcc", "-fobjc-exceptions", "-fconstant-string-class=NSConstantString"]
     objc += ["-D_NATIVE_OBJC_EXCEPTIONS=1", f"-I{headers[0]}", *(f"-isystem{folder}" for folder in headers[1:])]
     torch_lib = Path(torch.__file__).parent / "lib"
-    link = [
-        f"-L{torch_lib}",
-        f"-Wl,-rpath,{torch_lib}",
-        f"-L{headers[2].parent}",
-        f"-L{BUILD}",
-        "-Wl,-rpath,'$$ORIGIN'",
-    ]
+    link = [f"-L{torch_lib}", f"-Wl,-rpath,{torch_lib}", f"-L{headers[2].parent}", "-L.", "-Wl,-rpath,'$$ORIGIN'"]
     link += ["-ltorch", "-ltorch_cpu", "-lc10", "-lgnustep-base", "-lobjc", "-lBlocksRuntime", "-ldl", "-Wl,-z,defs"]
-    lines = [
-        f"rule cxx\n  command = {compiler} {' '.join(flags)} -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
-        f"rule objc\n  command = {compiler} {' '.join(flags + objc)} -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
+    cxx, objcxx = " ".join([compiler, *flags]), " ".join([compiler, *flags, *objc])
+    return [
+        f"rule cxx\n  command = {cxx} -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
+        f"rule objc\n  command = {objcxx} -c $in -o $out $pch\n  depfile = $out.d\n  deps = gcc",
+        f"rule pch\n  command = {objcxx} -x objective-c++-header $in -o $out\n  depfile = $out.d\n  deps = gcc",
         f"rule link\n  command = {compiler} -shared $in -o $out {' '.join(link)} $extra",
     ]
+
+
+def ninja_file(targets: dict[str, list[Path]]) -> str:
+    """One shared library per target; the first is the simulator, and the others link against it."""
+    lines = [*rules(), f"build torch.pch: pch {HERE / 'torch_pch.h'}"]
     simulator, objects = next(iter(targets)), {}
     for target, sources in targets.items():
         for source in sources:
-            name = f"{source.parent.name}_{source.name}.o"
-            if name not in objects:
-                lines.append(f"build {name}: {'objc' if source.suffix == '.mm' else 'cxx'} {source}")
-            objects[name] = source
-        names = " ".join(f"{s.parent.name}_{s.name}.o" for s in sources)
+            if source not in objects:
+                objects[source] = f"{source.parent.name}_{source.name}.o"
+                lines.append(f"build {objects[source]}: {'objc' if source.suffix == '.mm' else 'cxx'} {source}")
+                if source.is_relative_to(ROOT / "csrc"):
+                    lines[-1] += " | torch.pch\n  pch = -include-pch torch.pch"
         after = "" if target == simulator else f" | {simulator}\n  extra = -l:{simulator}"
-        lines.append(f"build {target}: link {names}{after}")
+        lines.append(f"build {target}: link {' '.join(objects[source] for source in sources)}{after}")
     return "\n".join(lines) + "\n"
 
 
