@@ -35,7 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def heavy(case: Case, device: str) -> bool:
-    return not case.sample and max(case.flops, 8 * case.elements) > FAST[device]
+    return case.full_grid or (max(case.flops, 8 * case.elements) > FAST[device] and not case.sample)
 
 
 @pytest.fixture(scope="session")

@@ -285,7 +285,7 @@ BAD = [
     bad("gate", "hidden: expected float32, float16 or bfloat16, got Int", hidden=Tensor.int),
     bad("gate", "hidden: expected shape [*, H], got []", hidden=torch.tensor(1.0)),
     bad("gate", "hidden: expected H >= 1, got 0", hidden=no_columns, router_weight=no_columns, norm_weight=no_columns),
-    bad("gate", "router_weight: expected shape [E, H] with H = 67, got [13, 66]", router_weight=cut),
+    bad("gate", "router_weight: expected shape [E, H] with E = 13, H = 67, got [13, 66]", router_weight=cut),
     bad("gate", "router_weight: expected shape [E, H] with H = 67, got [1, 13, 67]", router_weight=extra_dim),
     bad("gate", "router_weight: expected float32 or Float, the dtype of hidden; got Half", router_weight=Tensor.half),
     bad("gate", "norm_weight: expected shape [H] with H = 67, got [66]", norm_weight=cut),
@@ -370,9 +370,7 @@ for _op in IN_PLACE:
         bad(_op, "residual: expected a tensor whose elements have memory of their own, got an expanded one; pass "
                  "residual.clone()", residual=lambda t: t[:1].expand(6, 67)),
     ]  # fmt: skip
-BAD.append(
-    bad("weighted_sum_residual_norm_", "norm_weight: expected shape [H] with H = 67, got [66]", norm_weight=cut)
-)
+BAD.append(bad("weighted_sum_residual_norm_", "norm_weight: expected shape [H] with H = 67, got [66]", norm_weight=cut))
 BAD.append(bad("weighted_sum_residual_norm_", "eps: expected a finite number >= 0, got -1", eps=-1.0))
 for _op in ("norm_add", "residual_norm"):
     BAD += [
