@@ -338,7 +338,7 @@ def other_projects() -> list[Case]:
         + [(9, 4, 2, k, 16) for k in (1, 2, 5, 31, 33, 65, 127, 255, 383, 511)],
         "mlx": [(M, 8, 1, 1024, 512) for M in (2, 4, 5, 11)] + [(100, 8, 1, 100, 50)]
         + [(L, 4, 2, D, D) for L in (32, 39, 64, 128, 133) for D in (512, 544, 555)],
-        "vllm": [(m, E, K, k, n) for m, n, k in ((1, 128, 128), (1, 2048, 128), (33, 2048, 128)) for E in (8, 64) for K in (2, 6)]
+        "vllm": [(m, E, K, 128, n) for m, n in ((1, 128), (1, 2048), (33, 2048)) for E in (8, 64) for K in (2, 6)]
         + [(4099, 8, 2, 511, 128)] + [(B, 8, 2, n, n) for B in (1, 64, 256) for n in (128, 720)],
         "pytorch": [(64, 4, 1, 64, 32), (48, 4, 1, 64, 16)],
         "mistral_rs": [(17, 4, 2, 64, 64), (64, 4, 2, 64, 96), (64, 4, 2, 128, 64), (128, 8, 2, 704, 352)],
@@ -567,7 +567,8 @@ def experts_cases() -> list[Case]:
                 for given in ((), BIASES, ("shared",), SHARED_GATED, ("residual",), OPTIONAL["experts"]):
                     options = {"interleaved": interleaved, "transposed": transposed}
                     for T in (1, 19):
-                        name = f"{'interleaved-' * interleaved}{'transposed-' * transposed}{'+'.join(given) or 'bare'}-T{T}"
+                        layout = "interleaved-" * interleaved + "transposed-" * transposed
+                        name = f"{layout}{'+'.join(given) or 'bare'}-T{T}"
                         cases.append(Case("experts", name, dims | {"T": T, "H": 48}, given, options, dtype, FLOAT))
     return cases
 

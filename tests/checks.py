@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-
 from cases import SHAPES, Args, Case
+from torch import Tensor
 
 GUARD = 64  # elements before and behind every guarded tensor
 

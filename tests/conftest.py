@@ -7,7 +7,6 @@ import os
 
 import pytest
 import torch
-
 from cases import Case
 
 DEVICES = os.environ.get("MOE_METAL_DEVICES", "cpu,mps").split(",")

@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import BFLOAT, CASES, OPTIONAL, SAMPLES, SHAPES, Args, Case, call, expected
+from checks import Guarded, assert_matches, bits, same_bits, with_leading
+from conftest import DEVICES
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-
-from cases import BFLOAT, CASES, OPTIONAL, SAMPLES, SHAPES, Args, Case, call, expected
-from conftest import DEVICES
-from checks import Guarded, assert_matches, bits, same_bits, with_leading
 
 OPS = tuple(SHAPES)
 IN_PLACE = tuple(op for op in OPS if op.endswith("_"))
@@ -26,10 +25,12 @@ def run(case: Case, args: Args, device: str | None = None) -> list[Tensor]:
 
 def moved(case: Case, device: str) -> Args:
     """The case's arguments on a device, with the strides that the case gives them."""
-    return {
-        name: tensor if device == "cpu" else torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
-        for name, tensor in case.arguments().items()
-    }  # fmt: skip
+
+    def move(tensor: Tensor) -> Tensor:
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return tensor if device == "cpu" else like.copy_(tensor)
+
+    return {name: move(tensor) for name, tensor in case.arguments().items()}
 
 
 # ------------------------------------------------------------------------------------------------ right answers
@@ -190,12 +191,7 @@ def test_opcheck(case: Case, device: str):
     torch.library.opcheck(getattr(torch.ops.moe_metal, case.op).default, positional, case.options)
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
-def test_compiles_once_for_any_number_of_tokens(op: str, device: str, backend: str):
-    """The whole graph, without a break and without a second compilation, to the bits of the eager op."""
-    if backend == "inductor" and device != "cpu":
-        pytest.skip("Inductor's own code for mps is not this package's business; aot_eager runs there")
+def compiles_once(op: str, device: str, backend: str) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(lambda args: run(ODD[op], args), fullgraph=True, backend=counter)
@@ -208,6 +204,17 @@ def test_compiles_once_for_any_number_of_tokens(op: str, device: str, backend: s
                 torch._dynamo.mark_dynamic(args[name], 0)
         assert all(same_bits(a, b) for a, b in zip(compiled(args), want, strict=True))
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiles_once_for_any_number_of_tokens(op: str, device: str):
+    """The whole graph, without a break and without a second compilation, to the bits of the eager op."""
+    compiles_once(op, device, "aot_eager")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiles_with_inductor(op: str):
+    compiles_once(op, "cpu", "inductor")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -291,7 +298,8 @@ BAD = [
     bad("gate", "norm_weight: expected shape [H] with H = 67, got [66]", norm_weight=cut),
     bad("gate", "router_bias: expected shape [E] with E = 13, got [12]", router_bias=cut),
     bad("gate", "select_bias: expected shape [E] with E = 13, got [12]", select_bias=cut),
-    bad("gate", "per_expert_scale: expected float32 or Float, the dtype of hidden; got BFloat16", per_expert_scale=Tensor.bfloat16),
+    bad("gate", "per_expert_scale: expected float32 or Float, the dtype of hidden; got BFloat16",
+        per_expert_scale=Tensor.bfloat16),
     bad("gate", "top_k: expected 1 to 13 (E), got 0", top_k=0),
     bad("gate", "top_k: expected 1 to 13 (E), got 14", top_k=14),
     bad("gate", "eps: expected a finite number >= 0, got -1", eps=-1.0),
@@ -299,7 +307,8 @@ BAD = [
     bad("route", "logits: expected float32, float16 or bfloat16, got Long", logits=Tensor.long),
     bad("route", "E: expected 1 to 1024 (the number of experts), got 0", logits=no_columns, select_bias=no_columns,
         per_expert_scale=no_columns),
-    bad("route", "E: expected 1 to 1024 (the number of experts), got 1025", logits=torch.zeros(2, 1025), select_bias=None,
+    bad("route", "E: expected 1 to 1024 (the number of experts), got 1025",
+        logits=torch.zeros(2, 1025), select_bias=None,
         per_expert_scale=None),
     bad("route", "select_bias: expected shape [E] with E = 13, got [6, 13]", select_bias=lambda t: t.expand(6, 13)),
     bad("route", "top_k: expected 1 to 13 (E), got -1", top_k=-1),
@@ -332,8 +341,10 @@ BAD = [
     bad("experts", "down: expected Float, the dtype of x; got BFloat16", down=Tensor.bfloat16),
     bad("experts", "down: expected I >= 1, got 0", down=no_columns),
     bad("experts", "down: expected 1 to 1024 (its number of experts, E), got 0", down=lambda t: t[:0]),
-    bad("experts", "gate_up: expected shape [E, 2I, H] with E = 13, 2I = 38, H = 67, got [13, 37, 67]", gate_up=lambda t: t[:, :-1]),
-    bad("experts", "gate_up: expected shape [E, 2I, H] with E = 13, 2I = 38, H = 67, got [12, 38, 67]", gate_up=lambda t: t[:-1]),
+    bad("experts", "gate_up: expected shape [E, 2I, H] with E = 13, 2I = 38, H = 67, got [13, 37, 67]",
+        gate_up=lambda t: t[:, :-1]),
+    bad("experts", "gate_up: expected shape [E, 2I, H] with E = 13, 2I = 38, H = 67, got [12, 38, 67]",
+        gate_up=lambda t: t[:-1]),
     bad("experts", "gate_up_bias: expected shape [E, 2I] with E = 13, 2I = 38, got [13, 37]", gate_up_bias=cut),
     bad("experts", "down_bias: expected shape [E, H] with E = 13, H = 67, got [13, 66]", down_bias=cut),
     bad("experts", "shared: expected shape [*, H] with * = [6], H = 67, got [1, 67]", shared=first_token),
@@ -341,7 +352,8 @@ BAD = [
     bad("experts", "shared_gate: expected shape [*] with * = [6], got [6, 1]", shared_gate=lambda t: t.unsqueeze(-1)),
     bad("experts", "shared_gate: expected `shared` beside it, got none", shared=None),
     bad("experts", "residual: expected shape [*, H] with * = [6], H = 67, got [6, 66]", residual=cut),
-    bad("experts", "activation: expected one of silu, gelu, gelu_tanh, relu2, swiglu_oai; got 'relu'", activation="relu"),
+    bad("experts", "activation: expected one of silu, gelu, gelu_tanh, relu2, swiglu_oai; got 'relu'",
+        activation="relu"),
     bad("experts", "limit: expected a number > 0 or None, got -7", limit=-7.0),
     bad("weighted_sum", "slots: expected shape [*, K, H], got [67]", slots=lambda t: t[0, 0]),
     bad("weighted_sum", "slots: expected K >= 1, got 0", slots=lambda t: t[:, :0], weights=no_columns),
@@ -352,7 +364,8 @@ BAD = [
     bad("weighted_sum", "shared_gate: expected shape [*] with * = [6], got [5]", shared_gate=cut),
     bad("weighted_sum", "residual: expected Float, the dtype of slots; got Double", residual=Tensor.double),
     bad("weighted_sum_norm_add", "norm_weight: expected shape [H] with H = 67, got [66]", norm_weight=cut),
-    bad("weighted_sum_norm_add", "residual: expected shape [*, H] with * = [6], H = 67, got [1, 67]", residual=first_token),
+    bad("weighted_sum_norm_add", "residual: expected shape [*, H] with * = [6], H = 67, got [1, 67]",
+        residual=first_token),
     bad("weighted_sum_norm_add", "eps: expected a finite number >= 0, got inf", eps=float("inf")),
     bad("weighted_sum_dual_norm_add", "moe_norm_weight: expected shape [H] with H = 67, got [66]", moe_norm_weight=cut),
     bad("weighted_sum_dual_norm_add", "residual_norm_weight: expected float32 or Float, the dtype of slots; got Half",

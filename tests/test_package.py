@@ -1,4 +1,4 @@
-"""The package as others get it: a wheel in an environment of its own, and each instruction set that it was built for."""
+"""The package as others get it: a wheel in an environment of its own, and each instruction set it was built for."""
 
 import os
 import platform

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-
 from cases import OPTIONAL, SAMPLES, SUMS, Case, call
 from checks import assert_matches
+
 from torch_moe_metal import reference
 
 
@@ -79,7 +79,10 @@ def glu(gate, up, *, activation="silu", alpha=1.702, limit=None):
 def weighted_sum(slots, weights, shared=None, shared_gate=None, residual=None):
     total = [sum(w * slot[h] for w, slot in zip(weights, slots, strict=True)) for h in range(len(slots[0]))]
     if shared:
-        total = [t + (sigmoid(shared_gate) if shared_gate is not None else 1.0) * s for t, s in zip(total, shared, strict=True)]
+        total = [
+            t + (sigmoid(shared_gate) if shared_gate is not None else 1.0) * s
+            for t, s in zip(total, shared, strict=True)
+        ]
     return [t + r for t, r in zip(total, residual or [0.0] * len(total), strict=True)]
 
 

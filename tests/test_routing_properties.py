@@ -1,12 +1,12 @@
 """What holds for the choice of experts whatever the logits are: random ones, with ties, infinities and NaN."""
 
 import torch
+from cases import far_apart
+from checks import assert_matches
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases import far_apart
-from checks import assert_matches
 from torch_moe_metal import reference
 
 INF, NAN = float("inf"), float("nan")
@@ -164,7 +164,9 @@ def test_gate_is_route_of_its_logits(device: str, routing, hidden_size: int, see
     router_weight = torch.zeros(logits.shape[-1], hidden_size)
     router_weight[:, int(torch.randint(hidden_size, (1,), generator=generator))] = logits[0]
     on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
-    got = torch.ops.moe_metal.gate(torch.ones(2, hidden_size).to(device), router_weight.to(device), **on_device, **options)
+    got = torch.ops.moe_metal.gate(
+        torch.ones(2, hidden_size).to(device), router_weight.to(device), **on_device, **options
+    )
     want = route(logits[:1].expand(2, -1), tensors, options, device)
     assert torch.equal(got[1].cpu(), want[1])
     assert_matches([got[0]], [want[0].double()])
