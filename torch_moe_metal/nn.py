@@ -13,9 +13,12 @@ from . import reference
 ops = torch.ops.moe_metal
 
 
-def wants_grad(*values) -> bool:
-    """Whether autograd would record a call with these arguments. Our ops have no backward."""
-    return torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values)
+def wants_grad(module: nn.Module, *tensors: Tensor | None) -> bool:
+    """Whether autograd would record a call of this module with these tensors. Our ops have no backward."""
+    return torch.is_grad_enabled() and (
+        any(tensor is not None and tensor.requires_grad for tensor in tensors)
+        or any(parameter.requires_grad for parameter in module.parameters())
+    )
 
 
 def matrix(*shape: int, **options) -> nn.Parameter:
@@ -33,7 +36,7 @@ class SharedExpert(nn.Module):
         self.down = matrix(hidden_size, inner_size, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        glu = reference.glu if wants_grad(x, *self.parameters()) else ops.glu
+        glu = reference.glu if wants_grad(self, x) else ops.glu
         return F.linear(glu(*F.linear(x, self.gate_up).chunk(2, -1), **self.activation), self.down)
 
 
@@ -133,7 +136,7 @@ class MoE(nn.Module):
         router, experts = self._router_and_experts()
         shared = None if self.shared is None else self.shared(x)
         shared_gate = None if self.shared_gate is None else self.shared_gate(x).squeeze(-1)
-        if wants_grad(x, residual, *self.parameters()):
+        if wants_grad(self, x, residual):
             slots, weights = slots_with_grad(x, router, experts)
             return reference.weighted_sum(slots, weights, shared, shared_gate, residual)
         weights, ids = ops.gate(x, **router)

@@ -45,7 +45,7 @@ class Fused(nn.Module):
             x.dtype in ACTIVATION_DTYPES
             and x.device.type in DEVICES
             and not torch.is_autocast_enabled(x.device.type)
-            and not wants_grad(x, *self.parameters())
+            and not wants_grad(self, x)
         )
 
     def fits(self, x: Tensor) -> bool:

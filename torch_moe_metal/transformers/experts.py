@@ -126,7 +126,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         warn_once(self, reason)
         return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     arguments = expert_arguments(self)
-    if wants_grad(hidden_states, top_k_weights, *self.parameters()):
+    if wants_grad(self, hidden_states, top_k_weights):
         return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     # Under autocast the two dtypes may differ; the weights' is the one that counts, as in grouped_mm.
     x = hidden_states.to(self.down_proj.dtype)

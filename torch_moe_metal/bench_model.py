@@ -1,0 +1,148 @@
+"""A whole model, end to end: transformers as it is, against experts_implementation, against patch.
+
+    python -m torch_moe_metal.bench_model [--device cpu] [--layers 4] [--rounds 5]
+
+The model has the layers of Qwen3-30B-A3B (H 2048, I 768, E 128, K 8) and random bf16 weights. It has `--layers` of the
+48, and its vocabulary is cut in the same proportion, so that the head weighs as much as it does in the whole model.
+All variants take turns in every round, on the same weights and the same tokens; printed are medians over the rounds.
+"""
+
+import argparse
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PROMPT, TOKENS = 512, 16
+
+
+def qwen3(layers: int, device: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=151936 * layers // 48,
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device=device)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        bound = 1.0 if name.endswith("norm.weight") else (3 / parameter.shape[-1]) ** 0.5
+        nn.init.uniform_(parameter, -bound, bound)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its buffers are not parameters
+    return model.eval().requires_grad_(False)
+
+
+def variants(model: nn.Module, device: str) -> dict[str, Callable[[], object]]:
+    """What to call before each measurement, by name. Stock is the default of `generate`: grouped_mm, and outside of
+    the CPU batched_mm for decoding."""
+    from .transformers import patch, unpatch
+
+    def choose(implementation: str) -> None:
+        unpatch(model)
+        model.set_experts_implementation(implementation)
+
+    stock = {"stock": lambda: choose("grouped_mm")}
+    if device != "cpu":
+        stock["stock, batched_mm"] = lambda: choose("batched_mm")
+    ours = {"experts_implementation": lambda: choose("moe_metal"), "patch": lambda: patch(model)}
+    return stock | ours
+
+
+def synchronized(device: str) -> float:
+    if device == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter()
+
+
+@contextmanager
+def calls() -> Iterator[Counter]:
+    """Counts the ops that reach the device; views do not."""
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if not function.is_view:
+                counter[str(function)] += 1
+            return function(*args, **(kwargs or {}))
+
+    counter: Counter = Counter()
+    with Count():
+        yield counter
+
+
+def prefill(model: nn.Module, ids: torch.Tensor) -> float:
+    """Tokens per second."""
+    start = synchronized(ids.device.type)
+    model(ids, use_cache=True, logits_to_keep=1)
+    return ids.shape[1] / (synchronized(ids.device.type) - start)
+
+
+def decode(model: nn.Module, ids: torch.Tensor, tokens: int) -> tuple[float, int]:
+    """Tokens per second, and the ops that one token takes."""
+    output = model(ids, use_cache=True)
+    seconds = []
+    for _ in range(tokens):
+        token = output.logits[:, -1:].argmax(-1)
+        start = synchronized(ids.device.type)
+        output = model(token, past_key_values=output.past_key_values)
+        seconds.append(synchronized(ids.device.type) - start)
+    with calls() as counter:
+        model(token, past_key_values=output.past_key_values)
+    return 1 / statistics.median(seconds), counter.total()
+
+
+@torch.no_grad()
+def run(device: str = "cpu", layers: int = 4, rounds: int = 5) -> dict[str, dict[str, float]]:
+    """Measure, print the table, and return it: the median of each figure for each variant."""
+    model = qwen3(layers, device)
+    ids = torch.randint(0, model.config.vocab_size, (1, PROMPT), device=device)
+    rows: dict[str, list[tuple]] = {name: [] for name in variants(model, device)}
+    for _ in range(rounds + 1):
+        for name, prepare in variants(model, device).items():
+            prepare()
+            rows[name].append((*decode(model, ids[:, :32], TOKENS), prefill(model, ids)))
+    # The first round of each only warms up.
+    columns = ("decode tokens/s", "ops per token", "prefill tokens/s")
+    medians = {
+        name: dict(zip(columns, map(statistics.median, zip(*row[1:], strict=True)), strict=True))
+        for name, row in rows.items()
+    }
+    report(medians, device, layers)
+    return medians
+
+
+def report(medians: dict[str, dict[str, float]], device: str, layers: int) -> None:
+    stock = medians["stock"]
+    print(f"{layers} layers of Qwen3-30B-A3B, bf16, {device}, {torch.get_num_threads()} threads; prompt {PROMPT}")
+    print(f"{'':24}{'decode tokens/s':>24}{'ops per token':>16}{'prefill tokens/s':>24}")
+    for name, row in medians.items():
+        figures = (f"{row[key]:.1f} ({row[key] / stock[key]:.2f}x)" for key in ("decode tokens/s", "prefill tokens/s"))
+        decoding, prefilling = figures
+        print(f"{name:24}{decoding:>24}{row['ops per token']:>16.0f}{prefilling:>24}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m torch_moe_metal.bench_model", description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="mps" if torch.backends.mps.is_available() else "cpu")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(arguments)
+    run(options.device, options.layers, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
