@@ -67,6 +67,7 @@ def torch_flags() -> list[str]:
 
 
 def rules() -> list[str]:
+    """No `deps = gcc`: ninja would keep all notes in one file, which a killed build spoils for every later one."""
     compiler = clang()
     headers = objc_headers()
     flags = ["-std=c++20", "-fPIC", "-O2", "-g1", "-fblocks", "-Wall", "-MMD", "-MF $out.d", *torch_flags()]
@@ -78,9 +79,9 @@ def rules() -> list[str]:
     link += ["-ltorch", "-ltorch_cpu", "-lc10", "-lgnustep-base", "-lobjc", "-lBlocksRuntime", "-ldl", "-Wl,-z,defs"]
     cxx, objcxx = " ".join([compiler, *flags]), " ".join([compiler, *flags, *objc])
     return [
-        f"rule cxx\n  command = {cxx} -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
-        f"rule objc\n  command = {objcxx} -c $in -o $out $pch\n  depfile = $out.d\n  deps = gcc",
-        f"rule pch\n  command = {objcxx} -x objective-c++-header $in -o $out\n  depfile = $out.d\n  deps = gcc",
+        f"rule cxx\n  command = {cxx} -c $in -o $out\n  depfile = $out.d",
+        f"rule objc\n  command = {objcxx} -c $in -o $out $pch\n  depfile = $out.d",
+        f"rule pch\n  command = {objcxx} -x objective-c++-header $in -o $out\n  depfile = $out.d",
         f"rule link\n  command = {compiler} -shared $in -o $out {' '.join(link)} $extra",
     ]
 
