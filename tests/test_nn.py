@@ -33,7 +33,7 @@ def made(**options) -> nn.MoE:
 
 
 def relative(actual, expected) -> float:
-    return float((actual - expected).double().norm() / expected.double().norm())
+    return float((actual - expected).detach().double().norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)

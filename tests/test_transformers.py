@@ -37,6 +37,11 @@ def no_grad():
 # ------------------------------------------------------------------------------------------------ every family
 
 
+def mostly_slow(*fast: str) -> list:
+    """All families; those not named here run with `make test-all`."""
+    return [pytest.param(name, marks=[] if name in fast else [pytest.mark.slow]) for name in FAMILIES]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits(family, device):
     """In float32 the logits are eager's, through the interface and patched, at prefill and at decode."""
@@ -57,7 +62,7 @@ def generated(model, ids, **options) -> list[list[int]]:
     return model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, **options).tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow("qwen3_moe", "gemma4_text", "llama4_text"))
 def test_generate(family, device):
     """The same greedy tokens as eager, with a dynamic and a static cache, in a left-padded batch, and from beams."""
     model, ids = eager(tiny_model(family, device)), tokens(2, 7, device=device)
@@ -69,7 +74,7 @@ def test_generate(family, device):
         assert generated(model, ids, **way) == sequence, way
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow("qwen3_moe", "gpt_oss"))
 def test_compile(family):
     """No graph break in prefill and decode, where the stock model has none."""
     model, ids = tiny_model(family), tokens(2, 9)
