@@ -6,6 +6,7 @@
 #include <ATen/cpu/vec/vec.h>
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 #include <vector>
 
@@ -40,7 +41,14 @@ inline Vec load(const Scalar* from, Count count) {
 
 template <class Scalar, class Count>
 inline void store(Scalar* to, const Vec& vec, Count count) {
-  at::vec::convert<Scalar>(vec).store(to, count);
+  const auto converted = at::vec::convert<Scalar>(vec);
+  if constexpr (std::is_same_v<Count, Whole>) {
+    // Not converted.store(to, kLanes): where that is half a vector it is a masked store, which stalls the next load
+    // from the masked part.
+    std::memcpy(to, &converted, kLanes * sizeof(Scalar));
+  } else {
+    converted.store(to, count);
+  }
 }
 
 // The sum of the lanes, always in the same order.
