@@ -104,7 +104,8 @@ enum class WeightLayout : int32_t { rows_wide, rows, columns_wide, columns };
 MOE_METAL_CONSTANT uint32_t kChunkSimdgroups = 8;  // decode, rows: simdgroups of a threadgroup
 MOE_METAL_CONSTANT uint32_t kChunkRows = 4;        // decode, rows: rows of weights of a simdgroup
 MOE_METAL_CONSTANT uint32_t kMaxSplit = 16;        // decode, columns: simdgroups of a threadgroup at most
-MOE_METAL_CONSTANT uint32_t kTileRows = 64;        // decode by columns and prefill: rows of weights of a threadgroup
+MOE_METAL_CONSTANT uint32_t kDownColumnRows = 32;  // decode, columns: rows of down of a threadgroup
+MOE_METAL_CONSTANT uint32_t kTileRows = 64;        // else: rows of weights of a threadgroup
 MOE_METAL_CONSTANT uint32_t kTileInner = 32;       // of gate_up these are so many gate rows and their up rows
 MOE_METAL_CONSTANT uint32_t kTileThreads = 128;    // prefill: of a threadgroup
 MOE_METAL_CONSTANT uint32_t kBand = 8;             // prefill: tiles of slots that walk all rows of weights together
@@ -140,11 +141,11 @@ struct RouteParams {
 // ------------------------------------------------------------------------------------------ gate
 
 // How its work is cut; gate.mm says which kernel is for which shapes.
-MOE_METAL_CONSTANT uint32_t kGateMaxExperts = 64;     // gate: that one threadgroup serves
-MOE_METAL_CONSTANT uint32_t kGateSimdgroups = 4;      // gate_logits: of a threadgroup, which share H
-MOE_METAL_CONSTANT uint32_t kGateTileTokens = 32;     // gate_tile: of a threadgroup
-MOE_METAL_CONSTANT uint32_t kGateTileExperts = 64;    // gate_tile: of a threadgroup
-MOE_METAL_CONSTANT uint32_t kGateTileThreads = 128;   // gate_tile: each has 4 tokens by 4 experts
+MOE_METAL_CONSTANT uint32_t kGateMaxExperts = 64;    // gate: that one threadgroup serves
+MOE_METAL_CONSTANT uint32_t kGateSimdgroups = 8;     // gate_logits: of a threadgroup, which share H
+MOE_METAL_CONSTANT uint32_t kGateTileTokens = 32;    // gate_tile: of a threadgroup
+MOE_METAL_CONSTANT uint32_t kGateTileExperts = 64;   // gate_tile: of a threadgroup
+MOE_METAL_CONSTANT uint32_t kGateTileThreads = 128;  // gate_tile: each has 4 tokens by 4 experts
 
 struct GateParams {
   RouteParams route;

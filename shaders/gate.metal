@@ -96,63 +96,51 @@ template <typename T, typename W, uint Tokens, uint Experts>
 }
 
 // Tiles of x and of the router pass through threadgroup memory, kTileStep of H at a time, while the next are already
-// being loaded. Rows are padded by one load, so that reads of 16 rows at once fall on different banks.
+// being loaded. Rows are padded by one chunk, so that reads of 16 rows at once fall on different banks.
 MOE_METAL_CONSTANT uint kTileStep = 32;
-MOE_METAL_CONSTANT uint kTileStride = kTileStep + 4;
 MOE_METAL_CONSTANT uint kTileChunks = kTileStep / 4;
+MOE_METAL_CONSTANT uint kTileStride = kTileChunks + 1;
 MOE_METAL_CONSTANT uint kDown = kGateTileTokens / 4, kAcross = kGateTileExperts / 4;  // threads of a tile
 
-// The chunks of a tile that one thread loads.
+// The chunks of a tile that one thread loads. Past the end of H they are 0.
 template <uint Rows>
 struct TileLoads {
   float4 chunks[Rows * kTileChunks / kGateTileThreads];
 };
 
-template <uint Rows, typename T>
-TileLoads<Rows> load_tile(device const T* rows, ulong first_row, ulong last_row, uint h, uint thread_index,
-                          RowShape shape) {
+template <uint Rows, bool wide, typename T>
+TileLoads<Rows> load_tile(device const T* rows, ulong first_row, ulong last_row, uint h, uint thread_index, uint H) {
   TileLoads<Rows> loads;
   for (uint n = 0; n < Rows * kTileChunks / kGateTileThreads; ++n) {
     const uint chunk = thread_index + n * kGateTileThreads, i = h + chunk % kTileChunks * 4;
-    device const T* row = rows + min(first_row + chunk / kTileChunks, last_row) * shape.length;
-    loads.chunks[n] = i < shape.length ? load4(row, i, shape) : float4(0);
+    device const T* row = rows + min(first_row + chunk / kTileChunks, last_row) * H;
+    const float4 v = load4<wide>(row, wide ? min(i, H - 4) : i, H);  // no branch between the loads
+    loads.chunks[n] = i < H ? v : float4(0);
   }
   return loads;
 }
 
 template <uint Rows>
-void store_tile(TileLoads<Rows> loads, threadgroup float* tile, uint thread_index) {
+void store_tile(TileLoads<Rows> loads, threadgroup float4* tile, uint thread_index) {
   for (uint n = 0; n < Rows * kTileChunks / kGateTileThreads; ++n) {
     const uint chunk = thread_index + n * kGateTileThreads;
-    threadgroup float* to = tile + chunk / kTileChunks * kTileStride + chunk % kTileChunks * 4;
-    *reinterpret_cast<threadgroup float4*>(to) = loads.chunks[n];
+    tile[chunk / kTileChunks * kTileStride + chunk % kTileChunks] = loads.chunks[n];
   }
 }
 
-inline float4 tile_chunk(threadgroup const float* tile, uint row, uint chunk) {
-  return *reinterpret_cast<threadgroup const float4*>(tile + row * kTileStride + chunk * 4);
-}
-
-template <typename T, typename W>
-[[kernel]] void gate_tile(device const T* hidden [[buffer(0)]], device const W* router_weight [[buffer(1)]],
-                          device const T* norm_weight [[buffer(2)]], device const T* router_bias [[buffer(3)]],
-                          device float* logits [[buffer(4)]], constant GateParams& params [[buffer(5)]],
-                          uint2 group [[threadgroup_position_in_grid]],
-                          uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup float x_tile[kGateTileTokens * kTileStride];
-  threadgroup float w_tile[kGateTileExperts * kTileStride];
-  threadgroup float rms[kGateTileTokens];
+template <bool wide, typename T, typename W>
+void tile_logits(device const T* hidden, device const W* router_weight, device const T* norm_weight,
+                 device const T* router_bias, device float* logits, GateParams params, uint2 group, uint thread_index,
+                 threadgroup float4* x_tile, threadgroup float4* w_tile, threadgroup float* rms) {
   const uint E = params.route.routing.experts, H = params.row.length;
   const ulong token = ulong(group.x) * kGateTileTokens, last_token = params.route.tokens - 1;
-  const uint expert = group.y * kGateTileExperts, own_token = thread_index / kAcross,
-             own_expert = thread_index % kAcross;
+  const uint expert = group.y * kGateTileExperts, own_h = thread_index % kTileChunks * 4;
+  const uint own_token = thread_index / kAcross, own_expert = thread_index % kAcross;
   float dots[4][4] = {}, squares[2] = {};
-  TileLoads<kGateTileTokens> x = load_tile<kGateTileTokens>(hidden, token, last_token, 0, thread_index, params.row);
-  TileLoads<kGateTileExperts> w =
-      load_tile<kGateTileExperts>(router_weight, expert, E - 1, 0, thread_index, params.row);
+  auto x = load_tile<kGateTileTokens, wide>(hidden, token, last_token, 0, thread_index, H);
+  auto w = load_tile<kGateTileExperts, wide>(router_weight, expert, E - 1, 0, thread_index, H);
+  float4 weight = own_h < H ? norm_weight4(norm_weight, own_h, params) : float4(0);
   for (uint h = 0; h < H; h += kTileStep) {
-    const uint i = h + thread_index % kTileChunks * 4;
-    const float4 weight = i < H ? norm_weight4(norm_weight, i, params) : float4(0);
     for (uint n = 0; n < 2; ++n) {
       squares[n] += dot(x.chunks[n], x.chunks[n]);
       x.chunks[n] *= weight;
@@ -160,12 +148,14 @@ template <typename T, typename W>
     store_tile(x, x_tile, thread_index);
     store_tile(w, w_tile, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    x = load_tile<kGateTileTokens>(hidden, token, last_token, h + kTileStep, thread_index, params.row);
-    w = load_tile<kGateTileExperts>(router_weight, expert, E - 1, h + kTileStep, thread_index, params.row);
+    const uint next = h + kTileStep;
+    x = load_tile<kGateTileTokens, wide>(hidden, token, last_token, next, thread_index, H);
+    w = load_tile<kGateTileExperts, wide>(router_weight, expert, E - 1, next, thread_index, H);
+    weight = next + own_h < H ? norm_weight4(norm_weight, next + own_h, params) : float4(0);
     for (uint chunk = 0; chunk < kTileChunks; ++chunk) {
       float4 a[4], b[4];
-      for (uint n = 0; n < 4; ++n) a[n] = tile_chunk(x_tile, own_token + kDown * n, chunk);
-      for (uint n = 0; n < 4; ++n) b[n] = tile_chunk(w_tile, own_expert + kAcross * n, chunk);
+      for (uint n = 0; n < 4; ++n) a[n] = x_tile[(own_token + kDown * n) * kTileStride + chunk];
+      for (uint n = 0; n < 4; ++n) b[n] = w_tile[(own_expert + kAcross * n) * kTileStride + chunk];
       for (uint t = 0; t < 4; ++t) {
         for (uint e = 0; e < 4; ++e) dots[t][e] += dot(a[t], b[e]);
       }
@@ -184,6 +174,24 @@ template <typename T, typename W>
       if (token + row > last_token || column >= E) continue;
       logits[(token + row) * E + column] = dots[t][e] * rms[row] + gate_bias(router_bias, column, params);
     }
+  }
+}
+
+template <typename T, typename W>
+[[kernel]] void gate_tile(device const T* hidden [[buffer(0)]], device const W* router_weight [[buffer(1)]],
+                          device const T* norm_weight [[buffer(2)]], device const T* router_bias [[buffer(3)]],
+                          device float* logits [[buffer(4)]], constant GateParams& params [[buffer(5)]],
+                          uint2 group [[threadgroup_position_in_grid]],
+                          uint thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup float4 x_tile[kGateTileTokens * kTileStride];
+  threadgroup float4 w_tile[kGateTileExperts * kTileStride];
+  threadgroup float rms[kGateTileTokens];
+  if (params.row.wide) {
+    tile_logits<true>(hidden, router_weight, norm_weight, router_bias, logits, params, group, thread_index, x_tile,
+                      w_tile, rms);
+  } else {
+    tile_logits<false>(hidden, router_weight, norm_weight, router_bias, logits, params, group, thread_index, x_tile,
+                       w_tile, rms);
   }
 }
 

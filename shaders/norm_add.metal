@@ -36,7 +36,7 @@ template <typename T>
   threadgroup float2 partial[kMaxSimdgroups];
   const ulong row = ulong(group) * params.row.length;
   const NormAddRow<T> work = {residual + row, input + row, weight, scalar, output + row, params};
-  norm_row(work, params.row, params.eps, thread_index, simdgroups, partial);
+  norm_row(work, thread_index, simdgroups, partial);
 }
 
 }  // namespace moe_metal

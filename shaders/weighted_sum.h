@@ -4,38 +4,49 @@
 
 namespace moe_metal {
 
-// The slots of one token.
+// The slots of one token. `wide` is a template parameter of what walks over K: no branch lies between the loads.
 template <typename T>
 struct Slots {
   device const T* slots;    // [K, H]
   device const T* weights;  // [T, K], of either type
   ulong first;              // this token's first weight
-  WeightedSumParams params;
+  uint top_k, length;
+  ParameterType weights_type;
 
   Slots(device const T* slots, device const T* weights, ulong token, WeightedSumParams params)
       : slots(slots + token * params.top_k * params.row.length),
         weights(weights),
         first(token * params.top_k),
-        params(params) {}
+        top_k(params.top_k),
+        length(params.row.length),
+        weights_type(params.weights) {}
 
-  float weight(uint k) const { return load(weights, first + k, params.weights); }
-  device const T* slot(uint k) const { return slots + ulong(k) * params.row.length; }
+  // Elements i to i + 3 of the sum.
+  float4 sum(uint i, bool wide) const {
+    device const float* as_float = reinterpret_cast<device const float*>(weights);
+    if (weights_type == ParameterType::float32) return wide ? add<true>(i, as_float) : add<false>(i, as_float);
+    return wide ? add<true>(i, weights) : add<false>(i, weights);
+  }
 
-  // Elements i to i + 3. Four slots at a time, without a branch between their loads, so that they overlap.
-  float4 sum(uint i) const {
+ private:
+  template <bool wide, typename W>
+  float4 add(uint i, device const W* w) const {
     float4 total = 0;
     uint k = 0;
-    for (; params.row.wide && k + 4 <= params.top_k; k += 4) {
-      const float4 w = float4(weight(k), weight(k + 1), weight(k + 2), weight(k + 3));
-      const float4 a = load4_wide(slot(k) + i), b = load4_wide(slot(k + 1) + i);
-      const float4 c = load4_wide(slot(k + 2) + i), d = load4_wide(slot(k + 3) + i);
-      total += w.x * a;
-      total += w.y * b;
-      total += w.z * c;
-      total += w.w * d;
+    for (; k + 4 <= top_k; k += 4) {  // four loads at a time
+      const float4 a = slot<wide>(k, i), b = slot<wide>(k + 1, i), c = slot<wide>(k + 2, i), d = slot<wide>(k + 3, i);
+      total += float(w[first + k]) * a;
+      total += float(w[first + k + 1]) * b;
+      total += float(w[first + k + 2]) * c;
+      total += float(w[first + k + 3]) * d;
     }
-    for (; k < params.top_k; ++k) total += weight(k) * load4(slot(k), i, params.row);
+    for (; k < top_k; ++k) total += float(w[first + k]) * slot<wide>(k, i);
     return total;
+  }
+
+  template <bool wide>
+  float4 slot(uint k, uint i) const {
+    return load4<wide>(slots + ulong(k) * length, i, length);
   }
 };
 

@@ -21,7 +21,7 @@ template <typename T>
   const uint i = first_element(group.y, thread_index, simdgroups);
   if (i >= params.row.length) return;
   const ulong token = group.x, row = token * params.row.length;
-  float4 total = Slots<T>(slots, weights, token, params).sum(i);
+  float4 total = Slots<T>(slots, weights, token, params).sum(i, params.row.wide);
   if (params.has_shared) {
     const bool gated = params.shared_gate != ParameterType::absent;
     const float scale = gated ? sigmoid(load(shared_gate, token, params.shared_gate)) : 1;

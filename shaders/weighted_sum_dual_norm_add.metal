@@ -23,7 +23,7 @@ struct DualNormAddRow {
   device T* output;
   WeightedSumParams params;
 
-  Both value(uint i) const { return {load4(residual, i, params.row), slots.sum(i)}; }
+  Both value(uint i) const { return {load4(residual, i, params.row), slots.sum(i, params.row.wide)}; }
   float2 squares(Both v) const { return float2(dot(v.residual, v.residual), dot(v.moe, v.moe)); }
   void write(uint i, Both v, float2 rms) const {
     const float4 first = v.residual * rms.x * load4(residual_norm_weight, i, params.row, params.residual_norm_weight);
@@ -47,7 +47,7 @@ template <typename T>
                                   moe_norm_weight,
                                   output + row,
                                   params};
-  norm_row(work, params.row, params.eps, thread_index, simdgroups, partial);
+  norm_row(work, thread_index, simdgroups, partial);
 }
 
 }  // namespace moe_metal

@@ -18,7 +18,7 @@ struct NormAddRow {
   device T* output;
   WeightedSumParams params;
 
-  float4 value(uint i) const { return slots.sum(i); }
+  float4 value(uint i) const { return slots.sum(i, params.row.wide); }
   float2 squares(float4 v) const { return float2(dot(v, v), 0); }
   void write(uint i, float4 v, float2 rms) const {
     v = load4(residual, i, params.row) + v * rms.x * load4(norm_weight, i, params.row, params.norm_weight);
@@ -37,7 +37,7 @@ template <typename T>
   const ulong row = ulong(group) * params.row.length;
   const NormAddRow<T> work = {Slots<T>(slots, weights, group, params), residual + row, norm_weight, output + row,
                               params};
-  norm_row(work, params.row, params.eps, thread_index, simdgroups, partial);
+  norm_row(work, thread_index, simdgroups, partial);
 }
 
 }  // namespace moe_metal

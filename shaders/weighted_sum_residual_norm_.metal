@@ -19,7 +19,7 @@ struct ResidualNormRow {
   device T* output;
   WeightedSumParams params;
 
-  float4 value(uint i) const { return slots.sum(i) + load4<T>(residual, i, params.row); }
+  float4 value(uint i) const { return slots.sum(i, params.row.wide) + load4<T>(residual, i, params.row); }
   float2 squares(float4 v) const { return float2(dot(v, v), 0); }
   void write(uint i, float4 v, float2 rms) const {
     store4(residual, i, v, params.row);
@@ -39,7 +39,7 @@ template <typename T>
   const ulong row = ulong(group) * params.row.length;
   const ResidualNormRow<T> work = {Slots<T>(slots, weights, group, params), norm_weight, residual + row, output + row,
                                    params};
-  norm_row(work, params.row, params.eps, thread_index, simdgroups, partial);
+  norm_row(work, thread_index, simdgroups, partial);
 }
 
 }  // namespace moe_metal
