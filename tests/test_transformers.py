@@ -96,7 +96,10 @@ FALLBACKS = {
 
 
 def test_every_experts_class():
-    """Each class of the installed transformers is fused and equals its eager forward, or is a known fallback."""
+    """Each class of the installed transformers is fused and equals its eager forward, or is a known fallback.
+
+    `pytest -s -k every` prints the tables.
+    """
     classes = experts_classes()
     generator = torch.Generator().manual_seed(0)
     x, weights = torch.randn(5, 64, generator=generator), torch.rand(5, 3, generator=generator)
@@ -108,7 +111,9 @@ def test_every_experts_class():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             output = experts(x, ids, weights)
-        assert relative(output, cls.forward.__wrapped__(experts, x, ids, weights)) <= 1e-6, cls
+        error = relative(output, cls.forward.__wrapped__(experts, x, ids, weights))
+        print(f"{cls.__name__:32}{error:10.1e}  {reasons[cls.__name__] or 'fused'}")
+        assert error <= 1e-6, cls
     assert {name: why for name, why in reasons.items() if why} == FALLBACKS
     print(f"{len(classes)} classes on the experts interface: {len(classes) - len(FALLBACKS)} fused")
     assert len(classes) == 65
@@ -131,6 +136,8 @@ def test_every_block_class():
                 actual, expected = (actual,), (expected,)
             for a, e in zip(actual, expected, strict=True):
                 assert a.shape == e.shape and a.dtype == e.dtype and relative(a, e) <= 1e-6, name
+        print(f"{name:56} fused, {dict(calls)}")
+    print(f"{len(BLOCKS)} block classes fused")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
