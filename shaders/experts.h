@@ -58,8 +58,8 @@ inline void load_wide(device const float* source, thread Vectors<2>& values) {
 
 // ------------------------------------------------------------------------------------------ 64 rows of weights
 
-// The rows that a threadgroup works on, numbered as they lie in memory: 64 rows of down, or of gate_up 32 gate rows
-// and their 32 up rows, which lie in turn when interleaved and else one kind after the other.
+// The rows that a threadgroup works on, numbered as they lie in memory: up to 64 rows of down, or of gate_up 32 gate
+// rows and their 32 up rows, which lie in turn when interleaved and else one kind after the other.
 template <typename T>
 struct RowTile {
   device const T* weights;  // row 0
@@ -87,15 +87,15 @@ RowTile<T> gate_up_tile(device const T* gate_up, int expert, uint block, constan
 }
 
 template <typename T>
-RowTile<T> down_tile(device const T* down, int expert, uint block, constant ExpertsParams& params) {
+RowTile<T> down_tile(device const T* down, int expert, uint first, constant ExpertsParams& params) {
   RowTile<T> tile;
-  tile.weights = down + expert * params.down.expert + long(block) * kTileRows * params.down.row;
+  tile.weights = down + expert * params.down.expert + long(first) * params.down.row;
   tile.step = params.down.row;
   tile.jump = 0;
   tile.column = params.down.column;
   tile.shift = 0;
   tile.mask = kTileRows - 1;
-  tile.limit = params.H - block * kTileRows;
+  tile.limit = params.H - first;
   return tile;
 }
 

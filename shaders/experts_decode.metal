@@ -50,18 +50,20 @@ struct ChunkRows {
   float sum[kChunkRows];
 };
 
-// sum[r] += scale * (this lane's share of a chunk of row r) * (the same of vector)
+// sum[r] += scale * (this lane's share of row r) * vector, over every split-th chunk from `chunk` on. One chunk at a
+// time: two kept twice the registers, and were slower on the GPU where this was tried (H200).
 template <typename Chunk, typename V, typename T>
-void add_chunk(thread ChunkRows& rows, float scale, device const V* vector, device const T* weights, long stride,
-               uint length, uint column) {
-  if (column >= length) return;
-  Vectors<Chunk::vectors> v, w[kChunkRows];
-  Chunk::load(vector, column, length, 1, v);
-  for (uint r = 0; r < kChunkRows; ++r) Chunk::load(weights + rows.offset[r], column, length, stride, w[r]);
-  for (uint r = 0; r < kChunkRows; ++r) {
-    float sum = 0;
-    for (uint n = 0; n < Chunk::vectors; ++n) sum += dot(w[r].at[n], v.at[n]);
-    rows.sum[r] += scale * sum;
+void add_rows(thread ChunkRows& rows, float scale, device const V* vector, device const T* weights, long stride,
+              uint length, uint chunk, uint split, uint lane) {
+  for (uint column = chunk * Chunk::columns + lane * Chunk::step; column < length; column += split * Chunk::columns) {
+    Vectors<Chunk::vectors> v, w[kChunkRows];
+    Chunk::load(vector, column, length, 1, v);
+    for (uint r = 0; r < kChunkRows; ++r) Chunk::load(weights + rows.offset[r], column, length, stride, w[r]);
+    for (uint r = 0; r < kChunkRows; ++r) {
+      float sum = 0;
+      for (uint n = 0; n < Chunk::vectors; ++n) sum += dot(w[r].at[n], v.at[n]);
+      rows.sum[r] += scale * sum;
+    }
   }
 }
 
@@ -100,9 +102,8 @@ template <typename T, typename Chunk>
   }
   device const T* vector = x + ulong(slot / params.K) * params.H;
   device const T* weights = gate_up + expert * params.gate_up.expert;
-  for (uint chunk = simdgroup % split; chunk * Chunk::columns < params.H && first < params.I; chunk += split) {
-    add_chunk<Chunk>(rows, 1, vector, weights, params.gate_up.column, params.H,
-                     chunk * Chunk::columns + lane * Chunk::step);
+  if (first < params.I) {
+    add_rows<Chunk>(rows, 1, vector, weights, params.gate_up.column, params.H, simdgroup % split, split, lane);
   }
   share_sums(rows, shares, thread_index);
   if (thread_index >= block_rows || block + thread_index >= params.I) return;
@@ -141,18 +142,16 @@ template <typename T, typename Chunk>
   ChunkRows rows = {};
   for (uint r = 0; r < kChunkRows; ++r) rows.offset[r] = long(min(first + r, params.H - 1)) * params.down.row;
   // The chunks of all experts in turn: simdgroup s of the split takes every split-th of them, from s on.
+  const uint chunks = (params.I + Chunk::columns - 1) / Chunk::columns, turn = split - chunks % split;
   uint chunk = simdgroup % split;
   for (uint k = 0; k < params.K && first < params.H; ++k) {
     const ulong slot = ulong(token) * params.K + k;
     const int expert = expert_of(ids, slot, params);
     if (expert < 0) continue;
     const float weight = load(weights, slot, params.weights);
-    const uint chunks = (params.I + Chunk::columns - 1) / Chunk::columns;
-    for (; chunk < chunks; chunk += split) {
-      add_chunk<Chunk>(rows, weight, inner + slot * params.I, down + expert * params.down.expert, params.down.column,
-                       params.I, chunk * Chunk::columns + lane * Chunk::step);
-    }
-    chunk -= chunks;
+    add_rows<Chunk>(rows, weight, inner + slot * params.I, down + expert * params.down.expert, params.down.column,
+                    params.I, chunk, split, lane);
+    chunk = (chunk + turn) % split;
   }
   share_sums(rows, shares, thread_index);
   const uint h = block + thread_index;
@@ -166,61 +165,80 @@ template <typename T, typename Chunk>
 
 MOE_METAL_CONSTANT uint kColumnsAhead = 4;  // columns whose loads are in flight together
 
-// Which of a tile's 64 rows a lane owns, and their weights in one column. `lanes` lanes own all of them; the others of
-// a simdgroup do the same for other columns.
-template <typename T>
+// The rows of a tile that a lane owns, and their weights in a column. `lanes` lanes own all rows; the others of a
+// simdgroup do the same for other columns.
+template <typename T, uint kRows>
 struct WideColumn {
-  enum : uint { vectors = Wide<T>::vectors, lanes = kTileRows / Wide<T>::elements };
-  static uint row(uint lane, uint n) { return lane * Wide<T>::elements + n; }
-  static void load(thread const RowTile<T>& tile, uint lane, uint column, thread Vectors<vectors>& values) {
-    if (tile.has(row(lane, 0))) load_wide(tile.at(row(lane, 0), column), values);
-  }
+  enum : uint { rows = kRows, vectors = Wide<T>::vectors, lanes = kRows / Wide<T>::elements };
+  device const T* first;
+  long step;
+
+  // Lanes past the last row do the first lane's work, and nobody asks for it.
+  WideColumn(thread const RowTile<T>& tile, uint lane)
+      : first(tile.at(tile.has(row(lane, 0)) ? row(lane, 0) : 0, 0)), step(tile.column) {}
+  static uint row(uint lane, uint n) { return lane % lanes * Wide<T>::elements + n; }
+  void load(uint column, thread Vectors<vectors>& values) const { load_wide(first + column * step, values); }
 };
-template <typename T>
+template <typename T, uint kRows>
 struct AnyColumn {
-  enum : uint { vectors = 2, lanes = 8 };
-  static uint row(uint lane, uint n) { return lane + lanes * n; }
-  static void load(thread const RowTile<T>& tile, uint lane, uint column, thread Vectors<vectors>& values) {
+  enum : uint { rows = kRows, vectors = kRows / 32, lanes = 8 };
+  RowTile<T> tile;
+  uint lane;
+
+  AnyColumn(thread const RowTile<T>& tile, uint lane) : tile(tile), lane(lane) {}
+  static uint row(uint lane, uint n) { return lane % lanes + lanes * n; }
+  void load(uint column, thread Vectors<vectors>& values) const {
     for (uint n = 0; n < 4 * vectors; ++n) {
-      if (tile.has(row(lane, n))) values.at[n / 4][n % 4] = float(*tile.at(row(lane, n), column));
+      values.at[n / 4][n % 4] = tile.has(row(lane, n)) ? float(*tile.at(row(lane, n), column)) : 0;
     }
   }
 };
 
-// sums += scale * (the tile's rows) * vector, over this lane's columns: every `streams`-th from `column` on.
-template <typename Column, typename V, typename T>
+template <typename T>
+using WideGateUp = WideColumn<T, kTileRows>;
+template <typename T>
+using AnyGateUp = AnyColumn<T, kTileRows>;
+template <typename T>
+using WideDown = WideColumn<T, kDownColumnRows>;
+template <typename T>
+using AnyDown = AnyColumn<T, kDownColumnRows>;
+
+// sums += scale * (the lane's rows) * vector, over the lane's columns: every `streams`-th from `column` on.
+template <typename Column, typename V>
 void add_columns(thread Vectors<Column::vectors>& sums, float scale, device const V* vector,
-                 thread const RowTile<T>& tile, uint length, uint lane, uint streams, uint column) {
-  while (column < length) {
-    Vectors<Column::vectors> w[kColumnsAhead] = {};
-    float v[kColumnsAhead] = {};
+                 thread const Column& weights, uint length, uint streams, uint column) {
+  for (; column + (kColumnsAhead - 1) * streams < length; column += kColumnsAhead * streams) {
+    Vectors<Column::vectors> w[kColumnsAhead];
+    float v[kColumnsAhead];
     for (uint a = 0; a < kColumnsAhead; ++a) {
-      const uint c = column + a * streams;
-      if (c >= length) continue;
-      Column::load(tile, lane, c, w[a]);
-      v[a] = scale * float(vector[c]);
+      weights.load(column + a * streams, w[a]);
+      v[a] = scale * float(vector[column + a * streams]);
     }
     for (uint a = 0; a < kColumnsAhead; ++a) {
       for (uint n = 0; n < Column::vectors; ++n) sums.at[n] += v[a] * w[a].at[n];
     }
-    column += kColumnsAhead * streams;
+  }
+  for (; column < length; column += streams) {
+    Vectors<Column::vectors> w;
+    weights.load(column, w);
+    for (uint n = 0; n < Column::vectors; ++n) sums.at[n] += scale * float(vector[column]) * w.at[n];
   }
 }
 
 // Sums over the lanes and the simdgroups that did other columns, in a fixed order. They end up in shares.
 template <typename Column>
 void sum_shares(thread Vectors<Column::vectors>& sums, threadgroup float* shares, uint thread_index, uint split) {
-  const uint lane = thread_index % 32;
   for (uint n = 0; n < Column::vectors; ++n) {
     for (ushort other = 16; other >= Column::lanes; other /= 2) sums.at[n] += simd_shuffle_xor(sums.at[n], other);
   }
+  const uint lane = thread_index % 32;
   if (lane < Column::lanes) {
-    threadgroup float* share = shares + thread_index / 32 * kTileRows;
+    threadgroup float* share = shares + thread_index / 32 * Column::rows;
     for (uint n = 0; n < 4 * Column::vectors; ++n) share[Column::row(lane, n)] = sums.at[n / 4][n % 4];
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (thread_index < kTileRows) {
-    for (uint s = 1; s < split; ++s) shares[thread_index] += shares[s * kTileRows + thread_index];
+  if (thread_index < Column::rows) {
+    for (uint s = 1; s < split; ++s) shares[thread_index] += shares[s * Column::rows + thread_index];
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -231,15 +249,15 @@ template <typename T, typename Column>
                                         device float* inner [[buffer(4)]], constant ExpertsParams& params [[buffer(5)]],
                                         uint2 group [[threadgroup_position_in_grid]],
                                         uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup float shares[kMaxSplit * kTileRows];
+  threadgroup float shares[kMaxSplit * Column::rows];
   const uint slot = group.x;
   const int expert = expert_of(ids, slot, params);
   if (expert < 0) return;
   const RowTile<T> tile = gate_up_tile(gate_up, expert, group.y, params);
   const uint split = params.gate_up.split, streams = 32 / Column::lanes * split;
   Vectors<Column::vectors> sums = {};
-  add_columns<Column>(sums, 1, x + ulong(slot / params.K) * params.H, tile, params.H, thread_index % Column::lanes,
-                      streams, thread_index / Column::lanes);
+  const Column weights(tile, thread_index);
+  add_columns(sums, 1, x + ulong(slot / params.K) * params.H, weights, params.H, streams, thread_index / Column::lanes);
   sum_shares<Column>(sums, shares, thread_index, split);
   const uint row = group.y * kTileInner + thread_index;
   if (thread_index >= kTileInner || row >= params.I) return;
@@ -254,20 +272,21 @@ template <typename T, typename Column>
                                      device T* output [[buffer(8)]], constant ExpertsParams& params [[buffer(9)]],
                                      uint2 group [[threadgroup_position_in_grid]],
                                      uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup float shares[kMaxSplit * kTileRows];
+  threadgroup float shares[kMaxSplit * Column::rows];
   const uint token = group.x, split = params.down.split, streams = 32 / Column::lanes * split;
   Vectors<Column::vectors> sums = {};
   for (uint k = 0; k < params.K; ++k) {
     const ulong slot = ulong(token) * params.K + k;
     const int expert = expert_of(ids, slot, params);
     if (expert < 0) continue;
-    const RowTile<T> tile = down_tile(down, expert, group.y, params);
-    add_columns<Column>(sums, load(weights, slot, params.weights), inner + slot * params.I, tile, params.I,
-                        thread_index % Column::lanes, streams, thread_index / Column::lanes);
+    const RowTile<T> tile = down_tile(down, expert, group.y * Column::rows, params);
+    const Column columns(tile, thread_index);
+    add_columns(sums, load(weights, slot, params.weights), inner + slot * params.I, columns, params.I, streams,
+                thread_index / Column::lanes);
   }
   sum_shares<Column>(sums, shares, thread_index, split);
-  const uint h = group.y * kTileRows + thread_index;
-  if (thread_index >= kTileRows || h >= params.H) return;
+  const uint h = group.y * Column::rows + thread_index;
+  if (thread_index >= Column::rows || h >= params.H) return;
   const float total = shares[thread_index] + weighted_bias(bias, ids, weights, token, h, params);
   output[ulong(token) * params.H + h] = T(total + beside_experts(shared, shared_gate, residual, token, h, params));
 }
@@ -275,18 +294,15 @@ template <typename T, typename Column>
 }  // namespace moe_metal
 
 // clang-format off
-#define instantiate_walk(function, Walk, variant, dtype) \
-  instantiate_kernel(#function variant "_" #dtype, moe_metal::function<dtype, moe_metal::Walk<dtype>>)
-#define instantiate_walks(function, Walk, variant)  \
-  instantiate_walk(function, Walk, variant, float)  \
-  instantiate_walk(function, Walk, variant, half)   \
-  instantiate_walk(function, Walk, variant, bfloat)
+#define instantiate_walk(function, dtype, wide, any)                              \
+  instantiate_kernel(#function "_wide_" #dtype, moe_metal::function<dtype, wide>) \
+  instantiate_kernel(#function "_" #dtype, moe_metal::function<dtype, any>)
+#define instantiate_decode(dtype)                                                                                  \
+  instantiate_walk(experts_gate_up_rows, dtype, moe_metal::WideChunk<dtype>, moe_metal::AnyChunk<dtype>)           \
+  instantiate_walk(experts_down_rows, dtype, moe_metal::WideChunk<dtype>, moe_metal::AnyChunk<dtype>)              \
+  instantiate_walk(experts_gate_up_columns, dtype, moe_metal::WideGateUp<dtype>, moe_metal::AnyGateUp<dtype>)      \
+  instantiate_walk(experts_down_columns, dtype, moe_metal::WideDown<dtype>, moe_metal::AnyDown<dtype>)
 
-instantiate_walks(experts_gate_up_rows, WideChunk, "_wide")
-instantiate_walks(experts_gate_up_rows, AnyChunk, "")
-instantiate_walks(experts_gate_up_columns, WideColumn, "_wide")
-instantiate_walks(experts_gate_up_columns, AnyColumn, "")
-instantiate_walks(experts_down_rows, WideChunk, "_wide")
-instantiate_walks(experts_down_rows, AnyChunk, "")
-instantiate_walks(experts_down_columns, WideColumn, "_wide")
-instantiate_walks(experts_down_columns, AnyColumn, "")
+instantiate_decode(float)
+instantiate_decode(half)
+instantiate_decode(bfloat)

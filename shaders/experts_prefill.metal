@@ -240,7 +240,7 @@ template <typename T, uint kRows>
   if (!find_tile<kRows>(tile, offsets, group, blocks, thread_index % 32, params.E)) return;
   for (uint j = thread_index; j < kRows; j += kTileThreads) rows[j] = j < tile.count ? tile.first + j : kNoRow;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const RowTile<T> weights = down_tile(down, tile.expert, tile.block, params);
+  const RowTile<T> weights = down_tile(down, tile.expert, tile.block * kTileRows, params);
   multiply_tile<kRows>(products, inner, rows, params.I % Wide<float>::elements == 0, weights, params.down.layout,
                        params.I, thread_index);
   for (uint i = thread_index; i < tile.count * kTileRows; i += kTileThreads) {

@@ -74,20 +74,19 @@ Kernels decode_down[] = {{"experts_decode", "experts_down_rows_wide", 32 * kChun
                          {"experts_decode", "experts_down_columns_wide", 32 * kMaxSplit},
                          {"experts_decode", "experts_down_columns", 32 * kMaxSplit}};
 
-// Cuts the rows of one product. A simdgroup does kChunkRows rows, or a threadgroup's do kTileRows together; where that
-// leaves too few simdgroups to keep 80 cores busy (the largest M), more of them share the columns of the same rows.
-// x: slots or tokens; rows: of weights for each of them; columns: to sum over.
-Grid cut(WeightParams& weight, int64_t x, int64_t rows, int64_t columns, int64_t element_size) {
-  constexpr int64_t kEnough = 80 * 24;
+// Cuts the rows of one product. A simdgroup does kChunkRows rows, or a threadgroup's do `tile` rows together; where
+// that leaves too few simdgroups to keep 80 cores busy (the largest M), more of them share the columns of the same
+// rows. x: slots or tokens; rows: of weights for each of them; columns: to sum over.
+Grid cut(WeightParams& weight, int64_t x, int64_t rows, int64_t columns, int64_t tile, int64_t element_size) {
+  constexpr int64_t kEnough = 80 * 32;
   const bool by_rows = weight.layout == WeightLayout::rows_wide || weight.layout == WeightLayout::rows;
-  const int64_t groups = x * ceil_div(rows, by_rows ? kChunkRows : kTileRows);
+  const int64_t groups = x * ceil_div(rows, by_rows ? kChunkRows : tile);
   const int64_t piece = by_rows ? 512 / element_size : 16;  // columns that are worth another simdgroup
   const uint32_t most = by_rows ? kChunkSimdgroups : kMaxSplit;
-  // sum_shares needs a thread for each of kTileRows.
-  weight.split = by_rows ? 1 : kTileRows / 32;
+  weight.split = by_rows ? 1 : static_cast<uint32_t>(tile / 32);  // a tile's last sums take a thread per row
   while (weight.split < most && weight.split * piece < columns && weight.split * groups < kEnough) weight.split *= 2;
   if (by_rows) return {x, ceil_div(rows, kChunkSimdgroups / weight.split * kChunkRows), 32 * kChunkSimdgroups};
-  return {x, ceil_div(rows, kTileRows), static_cast<int>(32 * weight.split)};
+  return {x, ceil_div(rows, tile), static_cast<int>(32 * weight.split)};
 }
 
 void decode(const Experts& call, ExpertsParams params) {
@@ -95,8 +94,9 @@ void decode(const Experts& call, ExpertsParams params) {
   const int64_t slots = call.T * call.K;
   // The vector is read like the rows.
   if (params.gate_up.layout == WeightLayout::rows_wide && !params.wide_x) params.gate_up.layout = WeightLayout::rows;
-  const Grid gate_up_grid = cut(params.gate_up, slots, 2 * call.I, call.H, call.x.element_size());
-  const Grid down_grid = cut(params.down, call.T, call.H, call.K * call.I, call.x.element_size());
+  const int64_t size = call.x.element_size();
+  const Grid gate_up_grid = cut(params.gate_up, slots, 2 * call.I, call.H, kTileRows, size);
+  const Grid down_grid = cut(params.down, call.T, call.H, call.K * call.I, kDownColumnRows, size);
   const Tensor inner = at::empty({slots, call.I}, call.x.options().dtype(at::kFloat));
   launch({{decode_gate_up[static_cast<int>(params.gate_up.layout)][dtype], gate_up_grid, call.x, call.experts,
            call.gate_up, call.gate_up_bias, inner, params},
