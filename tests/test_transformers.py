@@ -8,9 +8,11 @@ import subprocess
 import sys
 import warnings
 
+import metal_sim
 import pytest
 import torch
 import transformers
+from conftest import SIMULATED
 from tiny_models import FAMILIES, eager, experts_classes, tiny_model, tiny_module, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -19,6 +21,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
 
 import torch_moe_metal
+from torch_moe_metal import bench_model
 from torch_moe_metal.transformers.experts import _warned, experts_forward, why_not_fused
 from torch_moe_metal.transformers.families import BLOCKS
 from torch_moe_metal.transformers.version import check_version
@@ -192,6 +195,30 @@ def test_dispatches():
         with counted() as calls:
             model(tokens(1, 1))
         assert calls == expected
+
+
+def test_calls_per_token(device):
+    """Decoding one token takes fewer ops that reach the device, and none of ours makes the host wait."""
+    model, table = tiny_model("qwen3_moe", device), {}
+    for name, prepare in bench_model.variants(model, device).items():
+        prepare()
+        table[name] = ops_per_token(model, device)
+        print(f"{name:24}{table[name][0]:4} ops per token, {table[name][1]} Metal dispatches of ours")
+    layers, saved = 2, table["stock"][0] - table["patch"][0]
+    assert saved >= 25 * layers and table["experts_implementation"][0] < table["stock"][0], table
+
+
+def ops_per_token(model, device: str) -> tuple[int, int]:
+    """How many ops reach the device in one decoding step and, on the simulated mps, how many dispatches ours encode."""
+    cache = model(tokens(1, 8, device=device), use_cache=True).past_key_values
+    token = tokens(1, 1, device=device)
+    with bench_model.calls() as calls, contextlib.ExitStack() as stack:
+        record = stack.enter_context(metal_sim.record()) if device == "mps" and SIMULATED else None
+        model(token, past_key_values=cache)
+    if record is None:
+        return calls.total(), 0
+    assert not [op for op in record.host_syncs if "moe_metal" in op], record.host_syncs
+    return calls.total(), len(record.dispatches)
 
 
 def test_gemma4_variants():

@@ -109,7 +109,8 @@ def report_experts(name: str, module: nn.Module, parent: nn.Module) -> Row | Non
         return None
     reason = why_not_fused(module)
     selected = module.config._experts_implementation
-    note = f"the router of {type(parent).__name__} is not one of gate's"
+    known = fused_class(type(parent)) is not None
+    note = "its block is left" if known else f"the block {type(parent).__name__} is not one that we know"
     if module._is_expert_parallel:  # its weights are shards, which become plain tensors inside its forward
         reason, note = None, "its block runs under expert parallelism"
     if reason:
