@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -132,6 +133,7 @@ struct Scheduler {
   uint32_t barrier_flags = 0;
   void* host = nullptr;  // the host's stack while a fiber runs
   volatile sig_atomic_t in_kernel = 0;
+  volatile sig_atomic_t out_of_time = 0;
   bool failed = false;
   Failure failure;
 };
@@ -426,21 +428,36 @@ SimdgroupRecord& next_simdgroup() {
 
 // --- time and faults
 
-void on_signal(int number, siginfo_t* info, void*) {
-  if (!s.in_kernel) {
-    if (number == SIGSEGV || number == SIGBUS) signal(number, SIG_DFL);
+Failure out_of_time() { return {"time", "the kernel does not end (settings().seconds)"}; }
+
+bool on_fiber(uint64_t address) {
+  uint64_t begin = reinterpret_cast<uint64_t>(s.stacks);
+  return s.in_kernel && address - begin < (stack_bytes + guard_bytes) * max_threads_per_threadgroup;
+}
+
+uint64_t stack_pointer(void* context) {
+  auto* machine = &static_cast<ucontext_t*>(context)->uc_mcontext;
+#if defined(__x86_64__)
+  return uint64_t(machine->gregs[REG_RSP]);
+#else
+  return machine->sp;
+#endif
+}
+
+void on_signal(int number, siginfo_t* info, void* context) {
+  bool is_fault = number == SIGSEGV || number == SIGBUS;
+  if (!on_fiber(stack_pointer(context))) {
+    if (is_fault) signal(number, SIG_DFL);
+    s.out_of_time = !is_fault;
     return;
   }
-  s.in_kernel = 0;
-  auto* address = static_cast<std::byte*>(info->si_addr);
-  size_t each = stack_bytes + guard_bytes;
-  bool in_guard = address >= s.stacks && address < s.stacks + each * max_threads_per_threadgroup;
-  if (number == SIGSEGV || number == SIGBUS)
-    fail({"stack",
-          in_guard ? "the thread's stack overflows (endless recursion?)" : "access to memory outside every array"});
+  if (is_fault)
+    fail({"stack", on_fiber(reinterpret_cast<uint64_t>(info->si_addr))
+                       ? "the thread's stack overflows (endless recursion?)"
+                       : "access to memory outside every array"});
   if (number == SIGILL || number == SIGFPE)
     fail({"arithmetic", "the processor refuses an instruction (division by zero?)"});
-  fail({"time", "the kernel does not end (settings().seconds)"});
+  fail(out_of_time());
 }
 
 int timer_signal() { return SIGRTMIN + 3; }
@@ -461,7 +478,7 @@ void set_timer(double seconds) {
     event.sigev_notify = SIGEV_THREAD_ID;
     event.sigev_signo = timer_signal();
     event._sigev_un._tid = pid_t(syscall(SYS_gettid));
-    timer_create(CLOCK_MONOTONIC, &event, &timer.timer);
+    timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &timer.timer);
     timer.owner = getpid();
   }
   itimerspec when{};
@@ -482,6 +499,7 @@ Guard::Guard(double seconds) {
   action.sa_sigaction = on_signal;
   action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
   for (size_t i = 0; i < 5; ++i) sigaction(signals(i), &action, &old_actions[i]);
+  s.out_of_time = 0;
   set_timer(seconds);
 }
 
@@ -526,8 +544,8 @@ const Failure* run_threadgroup(State& state, void (*entry)(), Order::Kind order,
   state.rendezvous = meet_in_simdgroup;
   make_threads(state);
   while (s.remaining && !s.failed) {
-    if (!s.ready_simdgroups) {
-      s.failure = deadlock();
+    if (!s.ready_simdgroups || s.out_of_time) {
+      s.failure = s.out_of_time ? out_of_time() : deadlock();
       s.failed = true;
       break;
     }

@@ -1,6 +1,9 @@
 """The engine alone: good kernels give numpy's results in every order, and every broken one is caught by its rule."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -72,6 +75,7 @@ VIOLATIONS = {
     "divergent_matrix_load": ("simdgroup", [ones(66), zeros(64)], dict(grid=1, threads=32)),
     "matrix_overrun": ("bounds", [ones(8, 20), zeros(8, 24), u32(20)], dict(grid=1, threads=32)),
     "endless": ("time", [zeros(32)], dict(grid=1, threads=32)),
+    "endless_together": ("time", [zeros(32)], dict(grid=1, threads=32)),
     "recursion": ("stack", [zeros(32)], dict(grid=1, threads=32)),
     "int_overflow": ("arithmetic", [zeros(64), Bytes(np.int32(1 << 27))], dict(grid=1, threads=32)),
 }
@@ -757,3 +761,46 @@ def test_preprocessor_knows_the_version():
         body = "\n#if __METAL_VERSION__ >= 400\nout[0] = 400;\n#else\nout[0] = 310;\n#endif\n"
         run(body, out, threads=1, version=version, signature="device uint* out [[buffer(0)]],")
         assert out[0] == version
+
+
+def in_a_new_process(code, **environment):
+    """Settings are read from the environment once, so each gets a process."""
+    path = os.pathsep.join([str(engine.HERE.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env={**os.environ, **environment, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+RUN_MUTANT = """
+from metal_sim import test_engine
+rule, arguments, launch = test_engine.VIOLATIONS["order_dependent"]
+test_engine.only_kernel(test_engine.mutant("order_dependent"))(*arguments, **launch)
+"""
+
+
+@pytest.mark.parametrize(
+    "orders, message",
+    [
+        ("forward", None),
+        ("forward,backward", "differs between the orders forward and backward"),
+        ("random:3,forward", "differs between the orders random:3 and forward"),
+        ("sideways", "'sideways' is not forward, backward or random:SEED"),
+    ],
+)
+def test_orders_from_the_environment(orders, message):
+    status, output = in_a_new_process(RUN_MUTANT, METAL_SIM_ORDERS=orders)
+    assert (status == 0) == (message is None), output
+    assert message is None or message in output
+
+
+def test_a_shader_is_compiled_once(tmp_path):
+    code = "from metal_sim import engine, test_engine; engine.Library(test_engine.COPY)"
+    made = []
+    for _ in range(2):
+        status, output = in_a_new_process(code, METAL_SIM_CACHE=str(tmp_path))
+        assert status == 0, output
+        (library,) = tmp_path.iterdir()
+        made.append(library.stat().st_mtime_ns)
+    assert made[0] == made[1]
