@@ -55,6 +55,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void*) const override { check_guards(); }
 };
 C10_REGISTER_GUARD_IMPL(MPS, GuardImpl)
 
