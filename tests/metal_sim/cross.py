@@ -12,6 +12,7 @@ It does not run the result: that takes a Mac.
 """
 
 import base64
+import fcntl
 import hashlib
 import os
 import platform
@@ -37,12 +38,16 @@ CACHE = HERE / "build" / "cross"
 TARGET = "aarch64-macos.14.0"
 TORCH_LIBRARIES = ["libtorch_cpu.dylib", "libc10.dylib"]
 
-# System symbols that our code may need although torch's libraries do not: classes of Foundation and Metal, and the
-# sized and aligned forms of delete, which libc++ has had since macOS 10.12.
+# System symbols that our code may need although torch's libraries do not: classes of Foundation and Metal; the sized
+# and aligned forms of delete, in libc++ since macOS 10.12; and ostringstream's tables, there since macOS 12, which only
+# a torch built for macOS 11 (2.10) does not need.
 SYSTEM_SYMBOLS = {
     *(f"_OBJC_CLASS_$_{name}" for name in ("MTLCompileOptions", "MTLComputePipelineDescriptor", "NSProcessInfo")),
     *(f"_OBJC_CLASS_$_{name}" for name in ("NSString", "NSAutoreleasePool")),
     *("__ZdlPvm", "__ZdaPvm", "__ZdlPvSt11align_val_t", "__ZdlPvmSt11align_val_t", "dyld_stub_binder"),
+    *(f"__ZT{table}NSt3__119basic_ostringstreamIcNS_11char_traitsIcEENS_9allocatorIcEEEE" for table in "TV"),
+    "__ZTVNSt3__115basic_streambufIcNS_11char_traitsIcEEEE",
+    "__ZTVNSt3__115basic_stringbufIcNS_11char_traitsIcEENS_9allocatorIcEEEE",
 }
 
 
@@ -78,7 +83,6 @@ def fetch_torch(version: str) -> Path:
         return folder
     say(f"Fetching torch {version} for macOS (80 to 140 MB)")
     platforms = [f"--platform=macosx_{tag}_arm64" for tag in ("14_0", "11_0")]
-    CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
         pip("download", "--no-deps", "--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms,
             "--dest", scratch, f"torch=={version}")  # fmt: skip
@@ -127,7 +131,7 @@ def ninja_file(compiler: str, torch: Path, extensions: list[CppExtension]) -> st
     link += " -Wl,-rpath,@loader_path/../torch/lib -Wl,-headerpad_max_install_names"
     compile_ = f"{compiler} c++ {' '.join(compile_flags(torch))} $flags -MMD -MF $out.d -c $in -o $out"
     lines = [
-        f"rule compile\n  command = {compile_}\n  depfile = $out.d\n  deps = gcc",
+        f"rule compile\n  command = {compile_}\n  depfile = $out.d",
         f"rule link\n  command = {link}",
         f"build planted.o: compile {HERE / 'planted.cpp'}\n  flags = -std=c++20",
     ]
@@ -311,6 +315,9 @@ def package_metadata(minor: str) -> dict[str, bytes]:
 
 
 def main() -> None:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    lock = open(CACHE / "lock", "w")  # noqa: SIM115  held until the process ends: one `make cross` at a time
+    fcntl.flock(lock, fcntl.LOCK_EX)
     extensions = mac_extensions()
     for version in sys.argv[1:] or VERSIONS:
         torch = fetch_torch(version)
