@@ -2,7 +2,6 @@
 //   few tokens    a dot product per expert and token, experts shared out among threads
 //   bfloat16      AMX multiplies it exactly, where there is AMX; everything else of the op happens around its tiles
 //   otherwise     rows made float and normed a chunk at a time, then a matrix product in float
-#include <ATen/native/CPUBlas.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <torch/library.h>
@@ -12,6 +11,9 @@
 #include "contract.h"
 #include "norm.h"
 #include "routing.h"
+#if defined(CPU_CAPABILITY_AVX512)
+#include <ATen/native/CPUBlas.h>
+#endif
 
 namespace moe_metal {
 namespace {
@@ -204,9 +206,9 @@ std::tuple<Tensor, Tensor> gate(const Tensor& hidden, const Tensor& router_weigh
                                 const OptionalTensor& per_expert_scale, int64_t top_k, std::string_view scoring,
                                 std::string_view renormalize, int64_t n_group, int64_t topk_group,
                                 std::string_view group_score, double scaling_factor, double softcap, double eps) {
-  Gate call = gate_arguments(
-      hidden, router_weight, norm_weight, router_bias, select_bias, per_expert_scale,
-      {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap}, eps);
+  Gate call =
+      gate_arguments(hidden, router_weight, norm_weight, router_bias, select_bias, per_expert_scale,
+                     {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap}, eps);
   if (call.T == 0) return {call.weights, call.experts};
   for (Tensor* small : {&call.norm_weight, &call.router_bias, &call.select_bias, &call.per_expert_scale}) {
     if (small->defined()) *small = small->to(at::kFloat);

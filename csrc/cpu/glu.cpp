@@ -68,8 +68,7 @@ Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, do
   if (call.rows == 0) return call.output;
   ask_for_huge_pages(call.output);
   with_dtype(call.gate.scalar_type(), [&](auto scalar) {
-    with_activation(call.params.activation,
-                    [&](auto which) { rows<decltype(scalar), decltype(which)::value>(call); });
+    with_activation(call.params.activation, [&](auto which) { rows<decltype(scalar), decltype(which)::value>(call); });
   });
   return call.output;
 }

@@ -29,9 +29,9 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, const OptionalTensor& sel
                                  const OptionalTensor& per_expert_scale, int64_t top_k, std::string_view scoring,
                                  std::string_view renormalize, int64_t n_group, int64_t topk_group,
                                  std::string_view group_score, double scaling_factor, double softcap) {
-  Route call = route_arguments(
-      logits, select_bias, per_expert_scale,
-      {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
+  Route call =
+      route_arguments(logits, select_bias, per_expert_scale,
+                      {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
   if (call.T == 0) return {call.weights, call.experts};
   if (call.select_bias.defined()) call.select_bias = call.select_bias.to(at::kFloat);
   if (call.per_expert_scale.defined()) call.per_expert_scale = call.per_expert_scale.to(at::kFloat);

@@ -30,8 +30,8 @@ void rows(const WeightedSum& call) {
 
 Tensor weighted_sum_dual_norm_add(const Tensor& slots, const Tensor& weights, const Tensor& residual,
                                   const Tensor& residual_norm_weight, const Tensor& moe_norm_weight, double eps) {
-  WeightedSum call = weighted_sum_dual_norm_add_arguments(slots, weights, residual, residual_norm_weight,
-                                                          moe_norm_weight, eps);
+  WeightedSum call =
+      weighted_sum_dual_norm_add_arguments(slots, weights, residual, residual_norm_weight, moe_norm_weight, eps);
   if (call.T == 0) return call.output;
   ask_for_huge_pages(call.output);
   call.weights = call.weights.to(at::kFloat);

@@ -15,7 +15,8 @@ void rows(const WeightedSum& call) {
   for_each_row(call.T, (K + 2) * H, H, [=](int64_t t, float* sum) {
     weighted_slots(slots + t * K * H, weights + t * K, K, H, sum);
     auto* row = residual + t * H;
-    for_each_vector(H, [=](int64_t h, auto count) { store(row + h, load(sum + h, count) + load(row + h, count), count); });
+    for_each_vector(H,
+                    [=](int64_t h, auto count) { store(row + h, load(sum + h, count) + load(row + h, count), count); });
   });
 }
 

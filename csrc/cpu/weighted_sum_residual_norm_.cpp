@@ -46,4 +46,6 @@ Tensor weighted_sum_residual_norm_(const Tensor& residual, const Tensor& slots, 
 }  // namespace
 }  // namespace moe_metal
 
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("weighted_sum_residual_norm_", &moe_metal::weighted_sum_residual_norm_); }
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) {
+  m.impl("weighted_sum_residual_norm_", &moe_metal::weighted_sum_residual_norm_);
+}
