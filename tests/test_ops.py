@@ -449,9 +449,10 @@ def test_tensors_of_two_devices(op: str, mps: str):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_sparse_tensors(op: str, device: str):
+def test_sparse_tensors(op: str):
+    """PyTorch's dispatcher refuses them before any kernel of ours, on every device alike."""
     for name in ODD[op].shapes:
-        args = ODD[op].arguments(device)
+        args = ODD[op].arguments()
         args[name] = args[name].to_sparse()
         with pytest.raises(RuntimeError, match=f"moe_metal::{op}"):
             run(ODD[op], args)
