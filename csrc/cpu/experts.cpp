@@ -14,11 +14,19 @@
 #include <torch/library.h>
 
 #include "contract.h"
+#include "experts_columns.h"
 #include "experts_dots.h"
 #include "experts_tiles.h"
 
 namespace moe_metal {
 namespace {
+
+// Column by column, and few tokens: the partial sums are to stay small beside the weights.
+bool by_columns(const Experts& call) {
+  const int64_t gate_up_row = call.gate_up_strides.row / call.bias_stride;
+  return gate_up_row == 1 && call.down_strides.row == 1 && call.gate_up_strides.column != 1 &&
+         call.down_strides.column != 1 && call.T <= 64;
+}
 
 #ifdef MOE_METAL_AMX
 // Tiles read weights as fast as memory gives them even for one token: with H 2048, I 768, E 128, K 8 on 2 cores of a
@@ -40,6 +48,10 @@ Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& experts, co
   call.weights = call.weights.to(at::kFloat);
   if (call.shared_gate.defined()) call.shared_gate = call.shared_gate.to(at::kFloat);
   const Slots slots(call.experts, call.E);
+  if (by_columns(call)) {
+    with_dtype(call.x.scalar_type(), [&](auto scalar) { experts_by_columns<decltype(scalar)>(call, slots); });
+    return call.output;
+  }
 #ifdef MOE_METAL_AMX
   if (by_tiles(call)) {
     experts_by_tiles(call, slots);

@@ -25,14 +25,6 @@ constexpr int kRowsAtOnce = 4, kTokensAtOnce = 4, kVectorsOfRows = 16;
 constexpr int kRowsAtOnce = 4, kTokensAtOnce = 2, kVectorsOfRows = 8;
 #endif
 
-// body(integral_constant 0) ... body(integral_constant N-1), so that arrays of vectors stay in registers.
-template <int N, class Body>
-[[gnu::always_inline]] inline void unrolled(Body&& body) {
-  [&]<int... i>(std::integer_sequence<int, i...>) {
-    (body(std::integral_constant<int, i>()), ...);
-  }(std::make_integer_sequence<int, N>());
-}
-
 // Rows that are contiguous: R rows against N tokens, vectors along the columns.
 template <int R, int N, class Scalar>
 inline void dot(const Matrix<Scalar>& weight, int64_t first_row, const Tokens& tokens, int64_t first) {
@@ -157,7 +149,10 @@ class GateUpDots {
       const int64_t* slots = slots_.order.data() + at;
       const int64_t count = std::min(kTokens, slots_.begin[group + 1] - at);
       multiply(expert, row, rows, slots, count);
-      for (int64_t n = 0; n < count; ++n) activate(n, bias, inner_ + slots[n] * call_.I + row, rows);
+      for (int64_t n = 0; n < count; ++n) {
+        const float* both = both_.data() + n * 2 * kRows;
+        activate_rows(call_, both, both + kRows, bias, rows, inner_ + slots[n] * call_.I + row);
+      }
     }
   }
 
@@ -178,32 +173,12 @@ class GateUpDots {
       weight.row = call_.up_offset;
       weight.rows = 2 * rows;
       product(weight, {from, gate, count});
-      for (int64_t n = 0; n < count; ++n) separate(gate[n], rows);
+      for (int64_t n = 0; n < count; ++n) separate(gate[n], up[n], rows);
     } else {
       product(weight, {from, gate, count});
       weight.data += call_.up_offset;
       product(weight, {from, up, count});
     }
-  }
-
-  static void separate(float* both, int64_t rows) {
-    float up[kRows];
-    for (int64_t i = 0; i < rows; ++i) {
-      up[i] = both[2 * i + 1];
-      both[i] = both[2 * i];
-    }
-    std::copy_n(up, rows, both + kRows);
-  }
-
-  void activate(int64_t n, const GateUpBias& bias, float* to, int64_t rows) {
-    const float *gate = both_.data() + n * 2 * kRows, *up = gate + kRows;
-    with_activation(call_.params.activation, [&](auto activation) {
-      for_each_vector(rows, [&](int64_t i, auto count) {
-        const Vec g = load(gate + i, count) + load(bias.gate + i, count);
-        const Vec u = load(up + i, count) + load(bias.up + i, count);
-        store(to + i, activated<decltype(activation)::value>(g, u, call_.params), count);
-      });
-    });
   }
 
   const Experts& call_;

@@ -40,6 +40,14 @@ struct Slots {
   int64_t used() const { return static_cast<int64_t>(experts.size()); }
 };
 
+// body(integral_constant 0) ... body(integral_constant N-1), so that arrays of vectors stay in registers.
+template <int N, class Body>
+[[gnu::always_inline]] inline void unrolled(Body&& body) {
+  [&]<int... i>(std::integer_sequence<int, i...>) {
+    (body(std::integral_constant<int, i>()), ...);
+  }(std::make_integer_sequence<int, N>());
+}
+
 // Element (r, c) of a matrix stands at data[r * row + c * column].
 template <class Scalar>
 struct Matrix {
@@ -79,6 +87,28 @@ struct GateUpBias {
     read_bias(call.gate_up_bias, first + call.bias_up_offset, call.bias_stride, rows, up);
   }
 };
+
+// Gate and up rows in turn (2 * rows floats) -> all gate rows, and all up rows.
+inline void separate(float* both, float* up, int64_t rows) {
+  float gate[kRows], rest[kRows];
+  for (int64_t i = 0; i < rows; ++i) {
+    gate[i] = both[2 * i];
+    rest[i] = both[2 * i + 1];
+  }
+  std::copy_n(gate, rows, both);
+  std::copy_n(rest, rows, up);
+}
+
+inline void activate_rows(const Experts& call, const float* gate, const float* up, const GateUpBias& bias, int64_t rows,
+                          float* to) {
+  with_activation(call.params.activation, [&](auto activation) {
+    for_each_vector(rows, [&](int64_t i, auto count) {
+      const Vec g = load(gate + i, count) + load(bias.gate + i, count);
+      const Vec u = load(up + i, count) + load(bias.up + i, count);
+      store(to + i, activated<decltype(activation)::value>(g, u, call.params), count);
+    });
+  });
+}
 
 // How many columns of the output a thread takes at a time. The more, the less often `inner` is read again; but every
 // thread should get a few blocks, and the sums of a block should stay in its cache.
