@@ -188,7 +188,7 @@ def test_module_eager_and_compiled() -> None:
     for found in (moe(x.to("mps")), compiled(x.to("mps"))):
         assert found.device.type == "mps"
         torch.testing.assert_close(found.cpu(), expected)
-    assert list(moe.state_dict().values())[0].device.type == "mps"
+    assert next(iter(moe.state_dict().values())).device.type == "mps"
 
 
 def test_opcheck() -> None:
