@@ -32,6 +32,7 @@ class Dispatch:
     buffer_bytes: int  # from each bound offset to the end of its buffer, every buffer once
     constant_bytes: int  # setBytes
     seconds: float  # spent running the kernel
+    arguments: list[dict]  # index, and either contents (torch.ops.metal_sim.contents of a tensor) and offset, or bytes
 
 
 @dataclass

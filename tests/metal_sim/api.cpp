@@ -1,6 +1,7 @@
 // What metal_sim/__init__.py asks of the simulator, as `torch.ops.metal_sim.*`.
 #include <torch/library.h>
 
+#include <iomanip>
 #include <sstream>
 
 #include "sim.h"
@@ -27,12 +28,22 @@ std::string json(const Size& size) {
   return text.str();
 }
 
+std::string json(const Bound& argument) {
+  std::ostringstream text;
+  text << "{\"index\":" << argument.index << ",\"contents\":" << reinterpret_cast<uintptr_t>(argument.contents)
+       << ",\"offset\":" << argument.offset << ",\"length\":" << argument.length << ",\"bytes\":\"" << std::hex << std::setfill('0');
+  for (std::byte byte : argument.bytes) text << std::setw(2) << static_cast<int>(byte);
+  text << "\"}";
+  return text.str();
+}
+
 std::string json(const Dispatch& d) {
   std::ostringstream text;
   text << "{\"kernel\":" << quoted(d.kernel) << ",\"label\":" << quoted(d.label) << ",\"grid\":" << json(d.grid)
        << ",\"threads\":" << json(d.threads) << ",\"exact_threads\":" << (d.exact_threads ? "true" : "false")
        << ",\"threadgroup_bytes\":" << d.threadgroup_bytes << ",\"buffer_bytes\":" << d.buffer_bytes
-       << ",\"constant_bytes\":" << d.constant_bytes << ",\"seconds\":" << d.seconds << '}';
+       << ",\"constant_bytes\":" << d.constant_bytes << ",\"seconds\":" << d.seconds
+       << ",\"arguments\":" << joined('[', d.arguments, ']', [](auto& argument) { return json(argument); }) << '}';
   return text.str();
 }
 
@@ -70,6 +81,13 @@ void set_orders(const std::vector<std::string>& names) {
   for (const auto& name : names) settings().orders.push_back(order(name));
 }
 
+// The address of a tensor's buffer, as recorded dispatches name it.
+int64_t contents(const at::Tensor& tensor) {
+  const Memory* memory = find_memory(tensor.storage().data());
+  TORCH_CHECK(memory, "metal_sim: expected a tensor in a Metal buffer");
+  return reinterpret_cast<int64_t>(memory->bytes);
+}
+
 void set_host_only(bool value) { options().host_only = value; }
 void set_macos(int64_t major, int64_t minor) { options().macos = {major, minor}; }
 
@@ -86,6 +104,7 @@ TORCH_LIBRARY(metal_sim, m) {
   m.def("set_host_only(bool value) -> ()", &set_host_only);
   m.def("set_macos(int major, int minor) -> ()", &set_macos);
   m.def("synchronize() -> ()", &synchronize);
+  m.def("contents(Tensor tensor) -> int", &contents);
   m.def("allocated_bytes() -> int", [] { return int64_t(allocated_bytes()); });
 }
 

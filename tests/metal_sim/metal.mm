@@ -527,6 +527,16 @@ size_t bound_bytes(const EncoderState& state) {
   return total;
 }
 
+std::vector<metal_sim::Bound> bound_arguments(const EncoderState& state) {
+  std::vector<metal_sim::Bound> all;
+  for (const auto& parameter : state.pipeline->kernel->parameters) {
+    if (parameter.space == metal_sim::Space::threadgroup) continue;
+    const auto& argument = state.slots[parameter.index].argument;
+    all.push_back({parameter.index, argument.data, argument.offset, argument.length, argument.bytes});
+  }
+  return all;
+}
+
 void run(EncoderState& state, metal_sim::Size grid, metal_sim::Size threads, bool exact_threads) {
   if (!state.pipeline) broken("pipeline", "a dispatch without setComputePipelineState:");
   check_bound_for_this_pipeline(state);
@@ -545,7 +555,8 @@ void run(EncoderState& state, metal_sim::Size grid, metal_sim::Size threads, boo
     metal_sim::dispatch(*state.pipeline->kernel, arguments, state.threadgroup_lengths, grid, threads, exact_threads);
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
   metal_sim::count_dispatch({state.pipeline->kernel->name, text(state.pipeline.label), grid, threads, exact_threads,
-                             threadgroup_bytes, bound_bytes(state), constant_bytes, seconds.count()});
+                             threadgroup_bytes, bound_bytes(state), constant_bytes, seconds.count(),
+                             bound_arguments(state)});
 }
 
 metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.depth}; }

@@ -50,6 +50,14 @@ void throw_noted_fault();
 
 // ---- counting ----
 
+// What stands at an index of [[buffer(n)]] for a dispatch.
+struct Bound {
+  uint32_t index;
+  const void* contents;  // of the buffer; null for setBytes
+  size_t offset, length;         // length: of the whole buffer
+  std::vector<std::byte> bytes;  // of setBytes
+};
+
 struct Dispatch {
   std::string kernel, label;
   Size grid, threads;  // grid in threadgroups, or in threads when exact_threads
@@ -58,6 +66,7 @@ struct Dispatch {
   size_t buffer_bytes;    // from each bound offset to the end of its buffer, every buffer once
   size_t constant_bytes;  // setBytes
   double seconds;         // spent in the engine
+  std::vector<Bound> arguments;
 };
 
 struct Counters {

@@ -1,8 +1,7 @@
 // Everything a translated shader needs.
 #pragma once
 
-#include "abi.h"
+#include "runtime.h"  // first: the other headers are shared with other back ends and use what it defines
+
 #include "math.h"
-#include "runtime.h"
 #include "simd.h"
-#include "types.h"

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "abi.h"
+#include "parameters.h"
 
 // clang's thread sanitizer leaves accesses in other address spaces alone, and on the CPU they are ordinary memory:
 // the simulator's own reads go through QUIET pointers, so only the shader's accesses are reported.
@@ -53,8 +54,6 @@ __attribute__((always_inline)) inline T* checked(uint64_t pointer) {
   if (__builtin_expect(outside || address % alignof(T) != 0, false)) bad_access(pointer, sizeof(T), alignof(T));
   return (T*)address;
 }
-
-enum class Space { device, constant, threadgroup };
 
 // The region an address of a scalar or member lies in: `&x` has lost its tag.
 __attribute__((noinline)) MSL_UNCHECKED inline uint64_t tag_address(const volatile void* raw, Space space) {
@@ -233,35 +232,6 @@ inline bool measuring(const void* kernel) {
 
 // --- kernels and their arguments
 
-enum class Builtin {
-  thread_position_in_grid,
-  threadgroup_position_in_grid,
-  thread_position_in_threadgroup,
-  thread_index_in_threadgroup,
-  threads_per_threadgroup,
-  dispatch_threads_per_threadgroup,
-  threadgroups_per_grid,
-  threads_per_grid,
-  thread_index_in_simdgroup,
-  simdgroup_index_in_threadgroup,
-  simdgroups_per_threadgroup,
-  dispatch_simdgroups_per_threadgroup,
-  threads_per_simdgroup,
-  thread_execution_width,
-  thread_index_in_quadgroup,
-  quadgroup_index_in_threadgroup,
-};
-
-template <Space S, uint32_t index>
-struct BufferArgument {
-  const char* name;
-};
-template <Builtin B>
-struct BuiltinArgument {};
-
-struct Triple {
-  uint32_t value[3];
-};
 inline Triple triple(const QUIET uint32_t* v) { return {{v[0], v[1], v[2]}}; }
 
 inline Triple builtin_value(Builtin b) {
@@ -306,16 +276,6 @@ inline Triple builtin_value(Builtin b) {
   }
   __builtin_unreachable();
 }
-
-constexpr bool is_triple(Builtin b) {
-  return b == Builtin::thread_position_in_grid || b == Builtin::threadgroup_position_in_grid ||
-         b == Builtin::thread_position_in_threadgroup || b == Builtin::threads_per_threadgroup ||
-         b == Builtin::dispatch_threads_per_threadgroup || b == Builtin::threadgroups_per_grid ||
-         b == Builtin::threads_per_grid;
-}
-
-template <class P>
-struct Bind;  // how a kernel parameter of type P takes its argument; scalars and vectors are in metal.h
 
 template <Space S, class T>
 struct Bind<pointer<S, T>> {

@@ -1,7 +1,7 @@
-// MSL's scalar and vector types.
+// MSL's scalar and vector types. The back end's metal.h comes first: violation() and builtin_value() are its own.
 #pragma once
 
-#include "runtime.h"
+#include "parameters.h"
 
 using uchar = unsigned char;
 using ushort = unsigned short;

@@ -1,0 +1,98 @@
+"""What the real host code dispatches, written down for a machine with an NVIDIA GPU.
+
+    python tests/gpu/record.py FOLDER       # FOLDER/cases.json, bench.json and the shaders as PTX
+
+The ops run on the simulated mps device, which counts and does not compute: kernels, grids and arguments are those that
+csrc/mps chooses. Tensors are told by name; run.py draws the same values again from the case.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
+
+import metal_sim  # noqa: E402
+import ptx  # noqa: E402
+from bench_cases import BENCH  # noqa: E402
+from cases import CASES, Case, call  # noqa: E402
+
+import torch_moe_metal  # noqa: E402, F401
+
+MOST = 3e7  # flops or bytes of a case that is worth replaying
+
+
+def on_mps(tensor: Tensor) -> Tensor:
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="mps")
+    return empty.copy_(tensor)
+
+
+def trace(case: Case, args: dict[str, Tensor]) -> dict:
+    with metal_sim.record() as record, metal_sim.host_only():
+        outputs = call(getattr(torch.ops.moe_metal, case.op), case.op, args, case.options)
+    named = args | {f"output{i}": tensor for i, tensor in enumerate(outputs)}
+    names = {torch.ops.metal_sim.contents(tensor): name for name, tensor in reversed(named.items())}
+    scratch: dict[str, int] = {}
+    dispatches = [dispatch_row(d, names, scratch) for d in record.dispatches]
+    told = [
+        {"name": names[torch.ops.metal_sim.contents(t)], "dtype": str(t.dtype)[6:], "shape": list(t.shape)}
+        for t in outputs
+    ]
+    return {"case": str(case), "dispatches": dispatches, "scratch": scratch, "outputs": told}
+
+
+def dispatch_row(dispatch: metal_sim.Dispatch, names: dict[int, str], scratch: dict[str, int]) -> dict:
+    arguments = []
+    for argument in dispatch.arguments:
+        if argument["bytes"]:
+            arguments.append([argument["index"], argument["bytes"]])
+            continue
+        name = names.setdefault(argument["contents"], f"scratch{len(scratch)}")
+        if name.startswith("scratch"):
+            scratch[name] = argument["length"]
+        arguments.append([argument["index"], name, argument["offset"]])
+    return {"kernel": dispatch.kernel, "grid": dispatch.grid, "threads": dispatch.threads, "arguments": arguments}
+
+
+def replayable(case: Case, args: dict[str, Tensor]) -> bool:
+    """A copy that PyTorch makes of a strided argument is not in the trace. Weights, gate and up are followed."""
+    followed = {"gate_up", "down"} | ({"gate", "up"} if case.op == "glu" else set())
+    return all(tensor.is_contiguous() for name, tensor in args.items() if name not in followed)
+
+
+def traces() -> Iterator[dict]:
+    for case in CASES:
+        if max(case.flops, case.bytes) <= MOST:
+            args = case.arguments()
+            if replayable(case, args) and all(tensor.numel() for tensor in args.values()):
+                yield trace(case, {name: on_mps(tensor) for name, tensor in args.items()})
+
+
+def bench_traces() -> Iterator[dict]:
+    """Of the benchmark's shapes, whose values matter to no dispatch: uninitialised tensors will do."""
+    for case in BENCH:
+        small = replace(case, dims=dict.fromkeys(case.dims, 1) | {"I": 1})
+        drawn = small.arguments()
+        shapes = case.shapes
+        args = {n: torch.empty(case.size(shapes[n]), dtype=t.dtype, device="mps") for n, t in drawn.items()}
+        yield trace(case, args)
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    ptx.compile_all(folder)
+    metal_sim.load()
+    for name, rows in (("cases", traces()), ("bench", bench_traces())):
+        rows = list(rows)
+        (folder / f"{name}.json").write_text(json.dumps(rows, separators=(",", ":")))
+        print(f"{name}: {len(rows)} traces, {sum(len(row['dispatches']) for row in rows)} dispatches")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,50 @@
+// What kernel parameters ask for: shared by every back end.
+#pragma once
+
+#include <stdint.h>
+
+namespace msl {
+
+enum class Space { device, constant, threadgroup };
+
+enum class Builtin {
+  thread_position_in_grid,
+  threadgroup_position_in_grid,
+  thread_position_in_threadgroup,
+  thread_index_in_threadgroup,
+  threads_per_threadgroup,
+  dispatch_threads_per_threadgroup,
+  threadgroups_per_grid,
+  threads_per_grid,
+  thread_index_in_simdgroup,
+  simdgroup_index_in_threadgroup,
+  simdgroups_per_threadgroup,
+  dispatch_simdgroups_per_threadgroup,
+  threads_per_simdgroup,
+  thread_execution_width,
+  thread_index_in_quadgroup,
+  quadgroup_index_in_threadgroup,
+};
+
+template <Space S, uint32_t index>
+struct BufferArgument {
+  const char* name;
+};
+template <Builtin B>
+struct BuiltinArgument {};
+
+struct Triple {
+  uint32_t value[3];
+};
+
+constexpr bool is_triple(Builtin b) {
+  return b == Builtin::thread_position_in_grid || b == Builtin::threadgroup_position_in_grid ||
+         b == Builtin::thread_position_in_threadgroup || b == Builtin::threads_per_threadgroup ||
+         b == Builtin::dispatch_threads_per_threadgroup || b == Builtin::threadgroups_per_grid ||
+         b == Builtin::threads_per_grid;
+}
+
+template <class P>
+struct Bind;  // how a kernel parameter of type P takes its argument; scalars and vectors are in metal.h
+
+}  // namespace msl
