@@ -4,6 +4,7 @@ import collections
 import contextlib
 import copy
 import importlib
+import importlib.metadata
 import subprocess
 import sys
 import warnings
@@ -11,7 +12,6 @@ import warnings
 import metal_sim
 import pytest
 import torch
-import transformers
 from conftest import SIMULATED
 from tiny_models import FAMILIES, eager, experts_classes, tiny_model, tiny_module, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,12 +79,22 @@ def test_generate(family, device):
 
 @pytest.mark.parametrize("family", mostly_slow("qwen3_moe", "gpt_oss"))
 def test_compile(family):
-    """No graph break in prefill and decode, where the stock model has none."""
+    """No graph break in prefill and decode, and the same logits."""
+    check_compiled(family, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_text"])
+def test_compile_with_inductor(family):
+    check_compiled(family, "inductor")
+
+
+def check_compiled(family: str, backend: str) -> None:
     model, ids = tiny_model(family), tokens(2, 9)
     expected = eager(model)(ids, use_cache=False).logits
     torch_moe_metal.patch(model)
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     assert relative(compiled(ids, use_cache=False).logits, expected) <= 1e-5
     assert relative(compiled(ids[:, :1], use_cache=False).logits, expected[:, :1]) <= 1e-5
 
@@ -308,17 +318,18 @@ def test_copies(patched, how, tmp_path):
     assert type(other.model.layers[0].mlp) is Qwen3MoeSparseMoeBlock
 
 
-def test_unpatch():
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "gemma4_text", "llama4_text"])
+def test_unpatch(family):
     """Everything is as it was: classes, experts implementation, attributes."""
-    model = tiny_model("qwen3_moe")
-    model.set_experts_implementation("eager")
+    model = eager(tiny_model(family))
+    implementation = model.get_experts_implementation()
     before = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
     torch_moe_metal.patch(model)
     torch_moe_metal.patch(model)
     assert "fused by torch_moe_metal" in repr(model)
     torch_moe_metal.unpatch(model)
     assert [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()] == before
-    assert model.get_experts_implementation() == {"": "eager"}
+    assert model.get_experts_implementation() == implementation
 
 
 def test_dtype_and_new_parameters(patched):
@@ -435,7 +446,7 @@ except ImportError as error:
 
 
 def test_newer_transformers(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "5.99.1")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.99.1")
     check_version.cache_clear()
     with pytest.warns(UserWarning, match="tested with transformers 5.23, and 5.99.1 is installed"):
         torch_moe_metal.patch(torch.nn.Linear(2, 2))

@@ -9,6 +9,7 @@ from transformers import activations
 from transformers.integrations import moe
 
 from ..nn import wants_grad
+from .version import check_version
 
 NAME = "moe_metal"
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -121,6 +122,8 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     Ids outside this module's experts are skipped: under expert parallelism they belong to another process.
     Where the op cannot serve, and for training, transformers' own grouped_mm does.
     """
+    if not torch.compiler.is_compiling():
+        check_version()
     reason = why_not_fused(self)
     if reason is not None:
         warn_once(self, reason)
