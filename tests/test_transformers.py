@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
 
 import torch_moe_metal
@@ -394,12 +395,13 @@ def test_one_warning_per_class():
         experts(x, ids, weights)
 
 
-def test_sentinel_ids(device):
+@pytest.mark.parametrize("cls", [Qwen3MoeExperts, MuseSparkExperts])
+def test_sentinel_ids(cls, device):
     """Ids of other processes' experts are skipped, not multiplied by 0, even when their weight is NaN."""
-    experts = tiny_module(Qwen3MoeExperts).to(device)
+    experts = tiny_module(cls).to(device)
     x, weights = torch.randn(4, 64).to(device), torch.rand(4, 3).to(device)
     ids = torch.tensor([[0, 8, 1], [8, 8, 8], [2, 3, 4], [8, 7, 8]]).to(device)
-    expected = Qwen3MoeExperts.forward.__wrapped__(experts, x, ids, weights)
+    expected = cls.forward.__wrapped__(experts, x, ids, weights)
     poisoned = weights.where(ids < 8, float("nan"))
     assert relative(experts_forward(experts, x, ids, poisoned), expected) <= 1e-6
 

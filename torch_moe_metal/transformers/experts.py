@@ -144,6 +144,7 @@ def normed_experts(self: nn.Module, x: Tensor, weights: Tensor, experts: Tensor,
     inputs = x.unsqueeze(-2).expand(*experts.shape, -1)
     ones = torch.ones_like(weights).unsqueeze(-1)
     slots = torch.ops.moe_metal.experts(inputs, ones, experts.unsqueeze(-1), **arguments)
+    weights = weights.where(experts < self.num_experts, 0)  # the others are other processes' experts
     return torch.ops.moe_metal.weighted_sum(self.post_expert_norm(slots), weights)
 
 
