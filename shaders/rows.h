@@ -96,6 +96,7 @@ void walk_row(thread const Row& row, uint thread_index, uint simdgroups, threadg
   const uint first = 4 * thread_index, rest = first + kKept * step;
   typename Row::Value kept[kKept];
   float2 squares = 0;
+#pragma clang loop unroll(full)  // else kept may lie in memory, not in registers
   for (uint n = 0; n < kKept; ++n) {
     const uint i = first + n * step;
     if (i < length) {
@@ -106,6 +107,7 @@ void walk_row(thread const Row& row, uint thread_index, uint simdgroups, threadg
   for (uint i = rest; i < length; i += step) squares += row.squares(row.value(i));
   const float2 mean = threadgroup_sum(squares, thread_index, simdgroups, partial) / float(length);
   const float2 rms = float2(rsqrt(mean.x + row.params.eps), rsqrt(mean.y + row.params.eps));
+#pragma clang loop unroll(full)
   for (uint n = 0; n < kKept; ++n) {
     const uint i = first + n * step;
     if (i < length) row.write(i, kept[n], rms);

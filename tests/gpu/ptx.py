@@ -1,11 +1,14 @@
 """The shaders for an NVIDIA GPU: translated by the simulator's translator, compiled to PTX by clang.
 
-    python tests/gpu/ptx.py FOLDER      # every shader, as FOLDER/<name>.ptx
+    python tests/gpu/ptx.py FOLDER [NAME ...]   # every shader (or these), as FOLDER/<name>.ptx
 
 It needs clang 19 and CUDA's libdevice (a file of maths functions); no GPU. clang inlines as Metal's compiler does.
+Where record.py has left traces in the folder, each kernel states the most threads that they launch it with.
 """
 
+import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +20,8 @@ sys.path[:0] = [str(ROOT / "shaders"), str(ROOT / "tests" / "metal_sim")]
 
 import embed  # noqa: E402
 import translate  # noqa: E402
+
+PLANTED_RACE = ROOT / "tests" / "metal_sim" / "mutants" / "missing_barrier.metal"
 
 TARGET = ["--target=nvptx64-nvidia-cuda", "-march=sm_90", "-Xclang", "-target-feature", "-Xclang", "+ptx83", "-S"]
 LANGUAGE = ["-std=c++20", "-fno-exceptions", "-fno-rtti", "-nostdlibinc", "-w"]
@@ -43,15 +48,45 @@ def compile_source(source: str, target: Path) -> Path:
     return target
 
 
-def compile_all(folder: Path) -> list[Path]:
+def most_threads(folder: Path) -> dict[str, int]:
+    """The most threads of a threadgroup, by kernel, over all traces in the folder."""
+    most: dict[str, int] = {}
+    for file in ("cases.json", "bench.json"):
+        traces = json.loads((folder / file).read_text()) if (folder / file).exists() else []
+        for dispatch in (dispatch for trace in traces for dispatch in trace["dispatches"]):
+            most[dispatch["kernel"]] = max(most.get(dispatch["kernel"], 0), dispatch["threads"][0])
+    return most
+
+
+def state_threads(folder: Path) -> None:
+    """Writes `.maxntid` after each kernel's parameters, so that ptxas leaves it few enough registers to be launched."""
+    most = most_threads(folder)
+
+    def stated(entry: re.Match) -> str:
+        threads = most.get(entry["name"])
+        return entry["header"] + (f"\n.maxntid {threads}, 1, 1" if threads else "")
+
+    header = r"(?P<header>^\.visible \.entry (?P<name>\w+)\([^)]*\))(\n\.maxntid [\d, ]+)?"
+    for file in folder.glob("*.ptx"):
+        file.write_text(re.sub(header, stated, file.read_text(), flags=re.MULTILINE))
+
+
+def compile_all(folder: Path, names: list[str] | None = None) -> list[Path]:
+    """Every shader, and a broken one on which a race detector can show that it works; or those named."""
     folder.mkdir(parents=True, exist_ok=True)
-    shaders = sorted((ROOT / "shaders").glob("*.metal"))
+    sources = {file.stem: file for file in sorted((ROOT / "shaders").glob("*.metal"))} | {"planted_race": PLANTED_RACE}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda s: compile_source(embed.shader_text(s), folder / f"{s.stem}.ptx"), shaders))
+        work = [
+            pool.submit(compile_source, embed.shader_text(sources[name]), folder / f"{name}.ptx")
+            for name in names or sources
+        ]
+        files = [future.result() for future in work]
+    state_threads(folder)
+    return files
 
 
 if __name__ == "__main__":
     if libdevice() is None:
         raise SystemExit("CUDA's libdevice.10.bc is not here: install a CUDA toolkit, or set CUDA_HOME")
-    for file in compile_all(Path(sys.argv[1])):
+    for file in compile_all(Path(sys.argv[1]), sys.argv[2:]):
         print(file)

@@ -1,11 +1,13 @@
 """What the real host code dispatches, written down for a machine with an NVIDIA GPU.
 
-    python tests/gpu/record.py FOLDER       # FOLDER/cases.json, bench.json and the shaders as PTX
+    python tests/gpu/record.py FOLDER           # FOLDER/cases.json, bench.json and the shaders as PTX
+    python tests/gpu/record.py FOLDER --bench   # bench.json and PTX alone: recording the cases takes minutes
 
 The ops run on the simulated mps device, which counts and does not compute: kernels, grids and arguments are those that
 csrc/mps chooses. Tensors are told by name; run.py draws the same values again from the case.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -84,15 +86,24 @@ def bench_traces() -> Iterator[dict]:
         yield trace(case, args)
 
 
-def main(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    ptx.compile_all(folder)
+def write(file: Path, traces: Iterator[dict]) -> None:
+    rows = list(traces)
+    file.write_text(json.dumps(rows, separators=(",", ":")))
+    print(f"{file.stem}: {len(rows)} traces, {sum(len(row['dispatches']) for row in rows)} dispatches")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--bench", action="store_true")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
     metal_sim.load()
-    for name, rows in (("cases", traces()), ("bench", bench_traces())):
-        rows = list(rows)
-        (folder / f"{name}.json").write_text(json.dumps(rows, separators=(",", ":")))
-        print(f"{name}: {len(rows)} traces, {sum(len(row['dispatches']) for row in rows)} dispatches")
+    if not options.bench:
+        write(options.folder / "cases.json", traces())
+    write(options.folder / "bench.json", bench_traces())
+    ptx.compile_all(options.folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -2,7 +2,8 @@
 
     python tests/gpu/run.py FOLDER                   # every case against the float64 reference
     python tests/gpu/run.py FOLDER --bench           # times, beside the copy bandwidth and PyTorch's own CUDA ops
-    python tests/gpu/run.py FOLDER --sanitize        # small cases, to be run under compute-sanitizer
+    python tests/gpu/run.py FOLDER --sanitizers      # compute-sanitizer's four tools, over every kernel
+    python tests/gpu/run.py FOLDER --smallest        # what they run: small cases that launch every kernel
     python tests/gpu/run.py FOLDER --planted-race    # a broken kernel, which racecheck must catch
 
 It needs torch with CUDA and this checkout, not the built extension. These are not Apple figures.
@@ -12,6 +13,7 @@ import argparse
 import ctypes
 import importlib.util
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -170,14 +172,60 @@ def check(kernels: Kernels, traces: list[dict], poison: bool = True) -> int:
     return 1 if wrong else 0
 
 
+# ------------------------------------------------------------------------------------------------ compute-sanitizer
+
+
+def smallest(traces: list[dict]) -> list[dict]:
+    """The samples, and for each kernel that they do not launch the smallest case that does."""
+    elements = {str(case): case.elements for case in CASES}
+    chosen = [trace for trace in traces if "-sample_" in trace["case"]]
+    launched = {dispatch["kernel"] for trace in chosen for dispatch in trace["dispatches"]}
+    for trace in sorted(traces, key=lambda trace: elements[trace["case"]]):
+        kernels = {dispatch["kernel"] for dispatch in trace["dispatches"]}
+        if kernels - launched:
+            chosen.append(trace)
+            launched |= kernels
+    print(f"{len(chosen)} cases launch {len(launched)} kernels", flush=True)
+    return chosen
+
+
 def planted_race(kernels: Kernels) -> int:
-    logits, output = torch.randn(64, device="cuda"), torch.empty(64, device="cuda")
+    logits, output = torch.ones(64, device="cuda"), torch.empty(64, device="cuda")
     arguments = Arguments()
     arguments.buffers[0], arguments.buffers[1] = logits.data_ptr(), output.data_ptr()
     ctypes.memmove(arguments.bytes[2], ctypes.byref(ctypes.c_uint32(64)), 4)
     kernels.launch("softmax", [1, 1, 1], [64, 1, 1], arguments, shared=4 * 128)
     torch.cuda.synchronize()
     return 0
+
+
+def sanitized(tool: str, folder: Path, mode: str) -> tuple[str, int]:
+    """Runs one tool over this file's `mode`, and prints its closing line. -> its report, and 1 if it found something"""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "5"]
+    command += [sys.executable, __file__, str(folder), mode]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True
+    )
+    report = done.stdout + done.stderr
+    closing = [line for line in report.splitlines() if line.startswith("=========")][-1:]
+    rest = [line for line in done.stdout.splitlines() if not line.startswith("=========")]
+    print(f"{tool:10} {mode:15} exit {done.returncode}: {' '.join(closing + rest)}", flush=True)
+    return report, int(done.returncode != 0)
+
+
+def sanitizers(folder: Path) -> int:
+    """1 if a tool finds something in the project's kernels, or if racecheck misses the planted race."""
+    unclean = 0
+    for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
+        report, found = sanitized(tool, folder, "--smallest")
+        unclean |= found
+        if found:
+            print(report[:3000], flush=True)
+    report, caught = sanitized("racecheck", folder, "--planted-race")
+    if not caught or "hazard" not in report:
+        print(f"the planted race was missed\n{report[:3000]}")
+        unclean = 1
+    return unclean
 
 
 # ------------------------------------------------------------------------------------------------ times
@@ -199,7 +247,14 @@ def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
     return graph
 
 
-def microseconds(graphs: dict[str, torch.cuda.CUDAGraph | None], sets: int) -> dict[str, float]:
+class Eager:
+    """Work that is replayed by doing it again."""
+
+    def __init__(self, work: Callable[[], object]):
+        self.replay = work
+
+
+def microseconds(graphs: dict[str, torch.cuda.CUDAGraph | Eager | None], sets: int) -> dict[str, float]:
     """The median over replays of each graph, per set of inputs; the graphs take turns."""
     times: dict[str, list[float]] = {name: [] for name, graph in graphs.items() if graph}
     for _ in range(12):
@@ -213,11 +268,19 @@ def microseconds(graphs: dict[str, torch.cuda.CUDAGraph | None], sets: int) -> d
     return {name: statistics.median(t[2:]) for name, t in times.items()}
 
 
-def copy_bandwidth() -> float:
-    """GB/s of a large copy, bytes read and bytes written."""
-    a, b = (torch.randn(1 << 29, device="cuda") for _ in range(2))
-    time = microseconds({"copy": captured(lambda: b.copy_(a))}, 1)["copy"]
-    return 2 * a.nbytes / time / 1e3
+def copy_bandwidth() -> tuple[float, str]:
+    """GB/s of a large copy, bytes read and bytes written: the best of PyTorch's ways. A graph's copy is the slowest."""
+    a, b = (torch.empty(1 << 29, device="cuda").normal_() for _ in range(2))
+    ways = {
+        "copy_ in a graph": captured(lambda: b.copy_(a)),
+        "copy_": Eager(lambda: b.copy_(a)),
+        "add(a, 0, out=b)": captured(lambda: torch.add(a, 0, out=b)),
+        "mul(a, 1, out=b)": Eager(lambda: torch.mul(a, 1, out=b)),
+    }
+    speeds = {name: 2 * a.nbytes / time / 1e3 for name, time in microseconds(ways, 1).items()}
+    print("copies, GB/s: " + ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items()))
+    best = max(speeds, key=speeds.get)
+    return speeds[best], best
 
 
 def drawn(case: Case, seed: int) -> Args:
@@ -342,9 +405,9 @@ def measure(kernels: Kernels, case: Case, trace: dict) -> dict:
 
 
 def bench(kernels: Kernels, traces: list[dict], only: list[str], out: Path | None) -> int:
-    copy = copy_bandwidth()
+    copy, way = copy_bandwidth()
     device = torch.cuda.get_device_name()
-    print(f"{device}, torch {torch.__version__}; copy bandwidth {copy:.0f} GB/s (bytes read and written)")
+    print(f"{device}, torch {torch.__version__}; copy bandwidth {copy:.0f} GB/s (read and written, {way})")
     print("The shaders of this project, translated; not Apple figures. us are medians of CUDA graph replays.")
     print(
         f"{'op':28} {'T':>5} {'dtype':>5} {'us':>9} {'floor us':>9} {'of copy':>8} {'PyTorch us':>11} {'x PyTorch':>9}"
@@ -374,7 +437,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--bench", action="store_true")
-    parser.add_argument("--sanitize", action="store_true")
+    parser.add_argument("--sanitizers", action="store_true")
+    parser.add_argument("--smallest", action="store_true")
     parser.add_argument("--planted-race", action="store_true")
     parser.add_argument("--ops", nargs="+", default=[])
     parser.add_argument("--json", type=Path)
@@ -382,6 +446,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("skipped: no CUDA device here")
         return 0
+    if options.sanitizers:
+        return sanitizers(options.folder)
     kernels = Kernels(options.folder)
     if options.planted_race:
         return planted_race(kernels)
@@ -390,9 +456,9 @@ def main() -> int:
         return bench(kernels, traces, options.ops, options.json)
     if options.ops:
         traces = [trace for trace in traces if trace["case"].split("-")[0] in options.ops]
-    if options.sanitize:
-        traces = [trace for trace in traces if "-sample_" in trace["case"]]
-    return check(kernels, traces, poison=not options.sanitize)
+    if options.smallest:
+        return check(kernels, smallest(traces), poison=False)  # initcheck would take poison for a value
+    return check(kernels, traces)
 
 
 if __name__ == "__main__":
