@@ -3,7 +3,8 @@
 #   make test      every test of the fast set, on the CPU and on mps (a Mac's own, else the simulated one)
 #   make test-all  the full grid
 #   make bench     times and ratios of every op
-#   make cross     the macOS extension compiled and linked on this machine against real macOS torch wheels
+#   make cross     the macOS extension compiled and linked on this machine against real macOS torch wheels;
+#                  CROSS="2.13.0 2.15.0" chooses them
 #   make lint      style and format checks;  make format mends them
 #   make clean     remove what was built;  make distclean also removes .venv
 .DEFAULT_GOAL := help
@@ -11,9 +12,10 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 BUILT := build/installed
+CROSS ?= 2.10.0 2.13.0 2.15.0
 MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm shaders/*.h shaders/*.metal)
-SIM_FILES := $(filter-out %/Metal.h,$(wildcard tests/metal_sim/*.h tests/metal_sim/*.cpp tests/metal_sim/*.mm))
+SIM_FILES := $(wildcard tests/metal_sim/*.h tests/metal_sim/*.cpp tests/metal_sim/*.mm tests/metal_sim/shim/*.h tests/gpu/shim/*.h)
 export MAX_JOBS
 
 .PHONY: help demo test test-all bench doctor cross lint format clean distclean
@@ -54,12 +56,13 @@ doctor: $(BUILT)
 	@$(BIN)/python -m torch_moe_metal doctor
 
 cross: $(BIN)/.ready
-	$(BIN)/python tests/metal_sim/cross.py
+	$(BIN)/python tests/metal_sim/cross.py $(CROSS)
 
 lint: $(BIN)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES) $(SIM_FILES)
+	$(BIN)/python tests/metal_sim/address_spaces.py $(wildcard shaders/*.metal)
 
 format: $(BIN)/.ready
 	$(BIN)/ruff check --fix .

@@ -25,13 +25,37 @@ namespace moe_metal {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// As Python spells it.
+inline const char* dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return "float32";
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kDouble:
+      return "float64";
+    case at::kShort:
+      return "int16";
+    case at::kInt:
+      return "int32";
+    case at::kLong:
+      return "int64";
+    case at::kBool:
+      return "bool";
+    default:
+      return c10::toString(dtype);
+  }
+}
+
 class Arguments {
  public:
   // The first argument gives the device, the dtype of the activations and, through `letters`, the leading dimensions.
   Arguments(const char* op, const char* name, const Tensor& first) : op_(op), first_name_(name), first_(first) {
     sizes_.fill(-1);
     TORCH_CHECK(is_activation(first.scalar_type()), prefix(name), "expected float32, float16 or bfloat16, got ",
-                first.scalar_type());
+                dtype_name(first.scalar_type()));
   }
 
   int64_t operator[](char letter) const { return sizes_[letter - 'A']; }
@@ -48,8 +72,9 @@ class Arguments {
   // An activation whose strides the kernel follows.
   const Tensor& strided(const char* name, const Tensor& tensor, const char* letters) {
     check_dense(name, tensor);
-    TORCH_CHECK(tensor.scalar_type() == first_.scalar_type(), prefix(name), "expected ", first_.scalar_type(),
-                ", the dtype of ", first_name_, "; got ", tensor.scalar_type());
+    TORCH_CHECK(tensor.scalar_type() == first_.scalar_type(), prefix(name), "expected ",
+                dtype_name(first_.scalar_type()), ", the dtype of ", first_name_, "; got ",
+                dtype_name(tensor.scalar_type()));
     check_shape(name, tensor, letters);
     return tensor;
   }
@@ -57,8 +82,9 @@ class Arguments {
   Tensor parameter(const char* name, const Tensor& tensor, const char* letters) {
     check_dense(name, tensor);
     TORCH_CHECK(tensor.scalar_type() == at::kFloat || tensor.scalar_type() == first_.scalar_type(), prefix(name),
-                "expected float32 or ", first_.scalar_type(), ", the dtype of ", first_name_, "; got ",
-                tensor.scalar_type());
+                "expected float32", first_.scalar_type() == at::kFloat ? "" : " or ",
+                first_.scalar_type() == at::kFloat ? "" : dtype_name(first_.scalar_type()), ", the dtype of ",
+                first_name_, "; got ", dtype_name(tensor.scalar_type()));
     check_shape(name, tensor, letters);
     return tensor.contiguous();
   }
@@ -69,7 +95,7 @@ class Arguments {
   Tensor ids(const char* name, const Tensor& tensor, const char* letters) {
     check_dense(name, tensor);
     TORCH_CHECK(tensor.scalar_type() == at::kInt || tensor.scalar_type() == at::kLong, prefix(name),
-                "expected int32 or int64, got ", tensor.scalar_type());
+                "expected int32 or int64, got ", dtype_name(tensor.scalar_type()));
     check_shape(name, tensor, letters);
     return tensor.contiguous();
   }

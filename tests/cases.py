@@ -640,6 +640,9 @@ def many_tokens() -> list[Case]:
     return [
         Case("route", "T32769", {"T": T, "E": 33, "K": 3}, BIASED, SIGMOID | {"top_k": 3}, BFLOAT),
         Case("gate", "T32769", {"T": T, "E": 33, "K": 3, "H": 20}, (), {"top_k": 3}, BFLOAT),
+        # Tokens times experts are what the gate needs to be cut into tiles.
+        Case("gate", "tiles", {"T": 129, "E": 961, "K": 5, "H": 4}, OPTIONAL["gate"], {"top_k": 5}, BFLOAT),
+        Case("gate", "tiles-odd", {"T": 129, "E": 961, "K": 5, "H": 67}, OPTIONAL["gate"], {"top_k": 5}, HALF),
         Case("glu", "T32769", {"T": T, "I": 17}, (), {}, BFLOAT),
         Case("experts", "T32769", {"T": T, "E": 5, "K": 2, "H": 20, "I": 12}, BIASES, {}, BFLOAT),
         Case("experts", "T40001", {"T": 40001, "E": 8, "K": 1, "H": 64, "I": 64}, (), {}, FLOAT),

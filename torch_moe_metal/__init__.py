@@ -42,7 +42,6 @@ for _op in reference.OPS:
     torch.library.register_fake(f"moe_metal::{_op.__name__}", _op)
 
 
-
 def _register_experts() -> None:
     from .transformers.experts import register
 

@@ -1,7 +1,7 @@
 """What the real host code dispatches, written down for a machine with an NVIDIA GPU.
 
-    python tests/gpu/record.py FOLDER           # FOLDER/cases.json, bench.json and the shaders as PTX
-    python tests/gpu/record.py FOLDER --bench   # bench.json and PTX alone: recording the cases takes minutes
+    python tests/gpu/record.py FOLDER               # FOLDER/cases.json, bench.json and the shaders as PTX
+    python tests/gpu/record.py FOLDER --ops gate    # these ops anew, the rest of the traces as they are
 
 The ops run on the simulated mps device, which counts and does not compute: kernels, grids and arguments are those that
 csrc/mps chooses. Tensors are told by name; run.py draws the same values again from the case.
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
 import metal_sim  # noqa: E402
 import ptx  # noqa: E402
 from bench_cases import BENCH  # noqa: E402
-from cases import CASES, Case, call  # noqa: E402
+from cases import CASES, SHAPES, Case, call  # noqa: E402
 
 import torch_moe_metal  # noqa: E402, F401
 
@@ -68,17 +68,17 @@ def replayable(case: Case, args: dict[str, Tensor]) -> bool:
     return all(tensor.is_contiguous() for name, tensor in args.items() if name not in followed)
 
 
-def traces() -> Iterator[dict]:
+def traces(ops: list[str]) -> Iterator[dict]:
     for case in CASES:
-        if max(case.flops, case.bytes) <= MOST:
+        if case.op in ops and max(case.flops, case.bytes) <= MOST:
             args = case.arguments()
             if replayable(case, args) and all(tensor.numel() for tensor in args.values()):
                 yield trace(case, {name: on_mps(tensor) for name, tensor in args.items()})
 
 
-def bench_traces() -> Iterator[dict]:
+def bench_traces(ops: list[str]) -> Iterator[dict]:
     """Of the benchmark's shapes, whose values matter to no dispatch: uninitialised tensors will do."""
-    for case in BENCH:
+    for case in (case for case in BENCH if case.op in ops):
         small = replace(case, dims=dict.fromkeys(case.dims, 1) | {"I": 1})
         drawn = small.arguments()
         shapes = case.shapes
@@ -86,8 +86,10 @@ def bench_traces() -> Iterator[dict]:
         yield trace(case, args)
 
 
-def write(file: Path, traces: Iterator[dict]) -> None:
-    rows = list(traces)
+def write(file: Path, traces: Iterator[dict], ops: list[str]) -> None:
+    """The traces, after those of other ops that the file already holds."""
+    before = json.loads(file.read_text()) if file.exists() else []
+    rows = [row for row in before if row["case"].split("-")[0] not in ops] + list(traces)
     file.write_text(json.dumps(rows, separators=(",", ":")))
     print(f"{file.stem}: {len(rows)} traces, {sum(len(row['dispatches']) for row in rows)} dispatches")
 
@@ -95,13 +97,12 @@ def write(file: Path, traces: Iterator[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--bench", action="store_true")
+    parser.add_argument("--ops", nargs="+", default=list(SHAPES))
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     metal_sim.load()
-    if not options.bench:
-        write(options.folder / "cases.json", traces())
-    write(options.folder / "bench.json", bench_traces())
+    write(options.folder / "cases.json", traces(options.ops), options.ops)
+    write(options.folder / "bench.json", bench_traces(options.ops), options.ops)
     ptx.compile_all(options.folder)
 
 

@@ -31,7 +31,8 @@ std::string json(const Size& size) {
 std::string json(const Bound& argument) {
   std::ostringstream text;
   text << "{\"index\":" << argument.index << ",\"contents\":" << reinterpret_cast<uintptr_t>(argument.contents)
-       << ",\"offset\":" << argument.offset << ",\"length\":" << argument.length << ",\"bytes\":\"" << std::hex << std::setfill('0');
+       << ",\"offset\":" << argument.offset << ",\"length\":" << argument.length << ",\"bytes\":\"" << std::hex
+       << std::setfill('0');
   for (std::byte byte : argument.bytes) text << std::setw(2) << static_cast<int>(byte);
   text << "\"}";
   return text.str();

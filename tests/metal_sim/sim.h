@@ -53,7 +53,7 @@ void throw_noted_fault();
 // What stands at an index of [[buffer(n)]] for a dispatch.
 struct Bound {
   uint32_t index;
-  const void* contents;  // of the buffer; null for setBytes
+  const void* contents;          // of the buffer; null for setBytes
   size_t offset, length;         // length: of the whole buffer
   std::vector<std::byte> bytes;  // of setBytes
 };

@@ -3,7 +3,7 @@
 The output is C++20 that includes "metal.h". Which metal.h is found decides the back end: shim/metal.h runs the kernels
 on the CPU, another one may make them CUDA kernels. The words that each metal.h must define are few:
 msl::device_ptr<T>, msl::constant_ptr<T>, msl::threadgroup_ptr<T>, msl::reinterpret_pointer<T>, MSL_HALF, MSL_BFLOAT,
-MSL_KERNEL_BODY, MSL_THREADGROUP, MSL_INSTANTIATE, MSL_KERNEL, MSL_BUFFER, MSL_BUILTIN, and namespace metal itself, whose
+MSL_KERNEL_BODY, MSL_THREADGROUP, MSL_INSTANTIATE, MSL_KERNEL, MSL_BUFFER, MSL_BUILTIN, and namespace metal itself; its
 vectors have v.swizzle<0, 1>() for v.xy and v.swizzle_of<0, 1>() where v.xy is assigned to.
 """
 

@@ -1,0 +1,54 @@
+"""The shaders for an NVIDIA GPU: that they all compile, and where there is such a GPU that they give right answers."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import ptx  # noqa: E402
+
+SHADERS = sorted(file.stem for file in (ptx.ROOT / "shaders").glob("*.metal"))
+
+
+@pytest.fixture
+def compiler() -> None:
+    """Skips where there is no CUDA toolkit, whose maths functions the compiler needs. No GPU is needed."""
+    if ptx.libdevice() is None:
+        pytest.skip("CUDA's libdevice.10.bc is not here: no CUDA toolkit")
+
+
+def kernels(file: Path) -> set[str]:
+    return set(re.findall(r"^\.visible \.entry (\w+)", file.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "shader", [pytest.param(s, marks=[pytest.mark.slow] if s != "norm_add" else []) for s in SHADERS]
+)
+def test_every_shader_compiles(compiler: None, tmp_path: Path, shader: str):
+    (file,) = ptx.compile_all(tmp_path, [shader])
+    assert {name.split("_")[-1] for name in kernels(file)} >= {"float", "half", "bfloat"}
+
+
+def test_kernels_state_the_most_threads_they_are_launched_with(tmp_path: Path):
+    header = ".visible .entry {}(\n\t.param .align 16 .b8 {}_param_0[2304]\n){}\n{{\n}}\n"
+    file = tmp_path / "shader.ptx"
+    file.write_text(header.format("launched", "launched", "  // a comment") + header.format("other", "other", ""))
+    for threads in (64, 1024):
+        dispatches = [{"kernel": "launched", "threads": [n, 1, 1]} for n in (32, threads)]
+        (tmp_path / "cases.json").write_text(ptx.json.dumps([{"dispatches": dispatches}]))
+        ptx.state_threads(tmp_path)
+        assert re.findall(r"\)\n\.maxntid (.*?)\s*(?://.*)?\n\{", file.read_text()) == [f"{threads}, 1, 1"]
+
+
+@pytest.mark.slow
+def test_every_case_on_a_gpu(compiler: None, tmp_path: Path):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device: record.py's folder can be taken to a machine that has one")
+    for script in ("record.py", "run.py"):
+        subprocess.run([sys.executable, HERE / script, tmp_path], check=True)
