@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from cases import SHAPES, Args, Case
 from torch import Tensor
+
+from cases import SHAPES, Args, Case
 
 GUARD = 64  # elements before and behind every guarded tensor
 

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+
 from cases import Case
 
 DEVICES = os.environ.get("MOE_METAL_DEVICES", "cpu,mps").split(",")

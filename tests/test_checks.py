@@ -1,11 +1,11 @@
 """The tests can fail: wrong results, touched memory and unclear choices are noticed by the helpers that judge."""
 
-import cases
 import pytest
 import torch
+
+import cases
 from cases import BFLOAT, FLOAT, HALF, OPTIONAL, SAMPLES, SHAPES, Case, expected
 from checks import Guarded, assert_matches, strides_of
-
 from torch_moe_metal import reference
 
 WANT = torch.randn(64, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -1,9 +1,9 @@
 """The examples run, and say what they should."""
 
-from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tiny_models import tiny_model
 from torch_moe_metal.examples import chat, compiled, swap
 
 

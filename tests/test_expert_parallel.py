@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from tiny_models import tiny_model, tokens
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -47,11 +48,11 @@ def test_two_processes(tmp_path):
 
 def one_process(folder: Path) -> None:
     import torch.distributed
-    from test_transformers import counted, relative
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     import torch_moe_metal
+    from test_transformers import counted, relative
 
     results = {}
     for family in FAMILIES:

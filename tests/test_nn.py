@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from tiny_models import tiny_module
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from tiny_models import tiny_module
 from torch_moe_metal import nn, reference
 
 VARIANTS = [

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
 from cases import BFLOAT, CASES, OPTIONAL, SAMPLES, SHAPES, Args, Case, call, expected
 from checks import Guarded, assert_matches, bits, same_bits, with_leading
 from conftest import DEVICES
-from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 OPS = tuple(SHAPES)
 IN_PLACE = tuple(op for op in OPS if op.endswith("_"))

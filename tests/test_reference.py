@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+
 from cases import OPTIONAL, SAMPLES, SUMS, Case, call
 from checks import assert_matches
-
 from torch_moe_metal import reference
 
 

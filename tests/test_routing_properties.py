@@ -1,12 +1,12 @@
 """What holds for the choice of experts whatever the logits are: random ones, with ties, infinities and NaN."""
 
 import torch
-from cases import far_apart
-from checks import assert_matches
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cases import far_apart
+from checks import assert_matches
 from torch_moe_metal import reference
 
 INF, NAN = float("inf"), float("nan")

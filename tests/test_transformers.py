@@ -9,11 +9,8 @@ import subprocess
 import sys
 import warnings
 
-import metal_sim
 import pytest
 import torch
-from conftest import SIMULATED
-from tiny_models import FAMILIES, eager, experts_classes, tiny_model, tiny_module, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
@@ -21,7 +18,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
 
+import metal_sim
 import torch_moe_metal
+from conftest import SIMULATED
+from tiny_models import FAMILIES, eager, experts_classes, tiny_model, tiny_module, tokens
 from torch_moe_metal import bench_model
 from torch_moe_metal.transformers.experts import _warned, experts_forward, why_not_fused
 from torch_moe_metal.transformers.families import BLOCKS

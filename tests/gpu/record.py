@@ -22,10 +22,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
 import metal_sim  # noqa: E402
 import ptx  # noqa: E402
+import torch_moe_metal  # noqa: E402, F401
 from bench_cases import BENCH  # noqa: E402
 from cases import CASES, SHAPES, Case, call  # noqa: E402
-
-import torch_moe_metal  # noqa: E402, F401
 
 MOST = 3e7  # flops or bytes of a case that is worth replaying
 
