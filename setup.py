@@ -63,10 +63,10 @@ def extensions() -> list[CppExtension]:
 
 class BuildEach(BuildExtension):
     def build_extension(self, ext) -> None:
-        """With a folder of its own: the CPU libraries have the same sources, and their objects overwrote each other."""
-        shared, self.build_temp = self.build_temp, str(Path(self.build_temp, ext.name))
+        """Objects in one place for every kind of build (editable, wheel, in place), so that the second one is quick,
+        and in a folder for each library: the CPU libraries have the same sources and differ by their flags."""
+        self.build_temp = str(ROOT / "build" / "objects" / ext.name)
         super().build_extension(ext)
-        self.build_temp = shared
 
 
 major, minor = torch.__version__.split(".")[:2]
