@@ -1,6 +1,6 @@
 """Devices. Every test that asks for `device` runs on the CPU and on mps: the Mac's own, or else the simulated one.
 
-MOE_METAL_DEVICES=cpu (or mps) leaves one out. There is no silent skip: without a simulator the mps tests fail.
+MOE_METAL_DEVICES=cpu (or mps) leaves one out. There is no silent skip: a simulator that cannot be built fails the run.
 """
 
 import os
@@ -11,7 +11,7 @@ import torch
 from cases import Case
 
 DEVICES = os.environ.get("MOE_METAL_DEVICES", "cpu,mps").split(",")
-SIMULATED = not torch.backends.mps.is_available()
+SIMULATED = not torch.backends.mps.is_built()  # is_available() would make PyTorch keep its answer
 
 # The most work of a case in the fast set, in flops (an element of an argument counts for eight).
 FAST = {"cpu": 4e6, "mps": 1e6 if SIMULATED else 2e9}
@@ -19,6 +19,11 @@ FAST = {"cpu": 4e6, "mps": 1e6 if SIMULATED else 2e9}
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cases(list): run with each of these cases on each device")
+    # Before any test module is imported: PyTorch looks for its mps half once, and keeps what it found.
+    if SIMULATED and "mps" in DEVICES:
+        import metal_sim
+
+        metal_sim.load()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -40,13 +45,10 @@ def heavy(case: Case, device: str) -> bool:
 
 @pytest.fixture(scope="session")
 def mps() -> str:
-    if SIMULATED:
-        import metal_sim
-
-        metal_sim.load()
+    """For tests of mps alone."""
     return "mps"
 
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    return request.getfixturevalue("mps") if request.param == "mps" else request.param
+    return request.param

@@ -1,10 +1,20 @@
-"""The examples run, and say what they should."""
+"""The examples run, and say what they should: on a Mac's GPU, or on the CPU."""
 
+import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from conftest import SIMULATED
 from tiny_models import tiny_model
 from torch_moe_metal.examples import chat, compiled, swap
+
+
+@pytest.fixture(autouse=True)
+def no_simulated_device(monkeypatch):
+    """The examples take mps where it is, and the simulated one lacks scaled_dot_product_attention."""
+    if SIMULATED:
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
 
 
 def test_swap(capsys):
