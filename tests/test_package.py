@@ -23,11 +23,7 @@ def succeed(*command: str | Path, **options) -> str:
     return done.stdout
 
 
-@pytest# A wheel is minutes of compiling when no object is there yet.
-from_a_wheel = pytest.mark.slow
-
-
-.fixture(scope="module")
+@pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built in the checkout, so that it takes the objects that are already compiled."""
     folder = tmp_path_factory.mktemp("wheel")
@@ -49,7 +45,7 @@ def stranger(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-@from_a_wheel
+@pytest.mark.slow  # minutes, when no object is compiled yet
 def test_wheel_fits_every_python_and_one_torch(wheel: Path):
     name, version, python, abi, _ = wheel.stem.split("-", 4)
     assert (name, version, abi) == ("torch_moe_metal", torch_moe_metal.__version__, "abi3") and python.startswith("cp3")
@@ -58,7 +54,7 @@ def test_wheel_fits_every_python_and_one_torch(wheel: Path):
     assert f"Requires-Dist: torch=={major}.{minor}.*" in metadata.splitlines()
 
 
-@from_a_wheel
+@pytest.mark.slow  # minutes, when no object is compiled yet
 def test_wheel_holds_every_module_and_library(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     package = ROOT / "torch_moe_metal"
@@ -66,7 +62,7 @@ def test_wheel_holds_every_module_and_library(wheel: Path):
     assert {str(path.relative_to(ROOT)) for path in wanted} <= names
 
 
-@from_a_wheel
+@pytest.mark.slow  # minutes, when no object is compiled yet
 def test_wheel_works_from_another_directory(stranger: Path, tmp_path: Path):
     program = """
 import torch, torch_moe_metal
