@@ -45,7 +45,6 @@ def stranger(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-@pytest.mark.slow  # minutes, when no object is compiled yet
 def test_wheel_fits_every_python_and_one_torch(wheel: Path):
     name, version, python, abi, _ = wheel.stem.split("-", 4)
     assert (name, version, abi) == ("torch_moe_metal", torch_moe_metal.__version__, "abi3") and python.startswith("cp3")
@@ -54,7 +53,6 @@ def test_wheel_fits_every_python_and_one_torch(wheel: Path):
     assert f"Requires-Dist: torch=={major}.{minor}.*" in metadata.splitlines()
 
 
-@pytest.mark.slow  # minutes, when no object is compiled yet
 def test_wheel_holds_every_module_and_library(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     package = ROOT / "torch_moe_metal"
@@ -62,7 +60,6 @@ def test_wheel_holds_every_module_and_library(wheel: Path):
     assert {str(path.relative_to(ROOT)) for path in wanted} <= names
 
 
-@pytest.mark.slow  # minutes, when no object is compiled yet
 def test_wheel_works_from_another_directory(stranger: Path, tmp_path: Path):
     program = """
 import torch, torch_moe_metal
