@@ -1,15 +1,16 @@
 // The whole expert FFN of a MoE layer and its combine: see `experts` in torch_moe_metal/reference.py.
 //
-// Two parallel regions. Every weight is read once, from where it lies, by one thread:
+// Two passes. Every weight is read once, from where it lies, by one thread:
 //   1. inner[slot, i] = act(gate_up[e] @ x[t] + bias)      items: kRows rows of an expert's inner
 //   2. output[t, h]   = sum over slots of weight * (down[e] @ inner[slot] + bias)
 //                       + sigmoid(shared_gate) * shared + residual        items: a few kRows columns of the output
-// Sums are float and are rounded once, at the end. Two ways to multiply, which differ in what `inner` is:
-//   dots   float inner: any dtype, strides and processor. Scratch: T * K * I floats, and T * H for x as float.
-//   tiles  bfloat16 inner, on processors with AMX. Scratch: 2 bytes * (H + I) for each slot, slots of one expert
-//   rounded
-//          up to 16.
-// Both also hold the sums of one block of the output per thread: up to T * 128 floats.
+// Sums are float and are rounded once, at the end. Three ways to multiply:
+//   dots     any dtype, strides and processor. Scratch: T * K * I floats for inner, and T * H for x as float.
+//   columns  few tokens, and weights that lie column by column: items are runs of columns. Scratch besides: sums of
+//            each run, T * K * (H / kPart * 2I + I / kPart * H) floats.
+//   tiles    bfloat16 on processors with AMX; inner is rounded to bfloat16. Scratch: 2 * (H + I) bytes for each slot,
+//            with the slots of one expert rounded up to 16.
+// All also hold the sums of one block of the output per thread: up to T * 128 floats.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -21,11 +22,11 @@
 namespace moe_metal {
 namespace {
 
-// Column by column, and few tokens: the partial sums are to stay small beside the weights.
+// Few slots, or the partial sums would be large beside the weights.
 bool by_columns(const Experts& call) {
   const int64_t gate_up_row = call.gate_up_strides.row / call.bias_stride;
   return gate_up_row == 1 && call.down_strides.row == 1 && call.gate_up_strides.column != 1 &&
-         call.down_strides.column != 1 && call.T <= 64;
+         call.down_strides.column != 1 && call.T * call.K <= 256;
 }
 
 #ifdef MOE_METAL_AMX
