@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from cases import BFLOAT, CASES, OPTIONAL, SAMPLES, SHAPES, Args, Case, call, expected
 from checks import Guarded, assert_matches, bits, same_bits, with_leading
-from conftest import DEVICES
+from conftest import DEVICES, SIMULATED
 
 OPS = tuple(SHAPES)
 IN_PLACE = tuple(op for op in OPS if op.endswith("_"))
@@ -99,6 +99,20 @@ def test_same_bits_in_100_runs(case: Case, device: str):
     first = run(case, args, device)
     for _ in range(99):
         assert all(same_bits(a, b) for a, b in zip(run(case, args, device), first, strict=True))
+
+
+@pytest.mark.skipif(not SIMULATED, reason="only the simulated device lets us choose the order of threads")
+@pytest.mark.parametrize("case", SAMPLES, ids=str)
+def test_same_bits_in_any_order_of_threads(case: Case, mps: str):
+    """The simulator runs each dispatch once in each order and compares the memory to the byte."""
+    import metal_sim
+
+    try:
+        metal_sim.set_orders("forward", "backward", "random:1", "random:2")
+        got = run(case, case.arguments(mps))
+    finally:
+        metal_sim.set_orders("forward")
+    assert_matches(got, expected(case.op, case.arguments(), case.options), case.longest_sum)
 
 
 @pytest.mark.parametrize("op", OPS)
