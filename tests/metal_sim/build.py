@@ -29,7 +29,7 @@ SIMULATOR = [
     "api.cpp",
     "personality.cpp",
 ]
-PACKAGES = "clang libobjc-12-dev libgnustep-base-dev libblocksruntime-dev"
+PACKAGES = "clang-19 libobjc-12-dev libgnustep-base-dev libblocksruntime-dev"
 
 
 class BuildError(RuntimeError):
@@ -58,6 +58,19 @@ def objc_headers() -> list[Path]:
         if not found:
             raise BuildError(f"Missing: {what}. On Debian and Ubuntu: apt-get install {PACKAGES}")
     return [HERE / "headers", gnustep[0], gcc[-1].parents[1]]
+
+
+def install_what_is_missing() -> None:
+    """As root on Debian and Ubuntu. Everybody else is told the command by the error."""
+    try:
+        clang(), objc_headers()
+    except BuildError as missing:
+        if os.geteuid() != 0 or not shutil.which("apt-get"):
+            raise
+        print(f"==> {missing}", flush=True)
+        quiet = {"env": os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, "check": True, "stdout": subprocess.DEVNULL}
+        subprocess.run(["apt-get", "update", "-qq"], **quiet)
+        subprocess.run(["apt-get", "install", "-y", "-qq", *PACKAGES.split()], **quiet)
 
 
 def torch_flags() -> list[str]:
@@ -107,6 +120,7 @@ def build(misuse: bool = False) -> dict[str, Path]:
     BUILD.mkdir(exist_ok=True)
     with open(BUILD / "lock", "w") as lock:  # two processes that build at once would spoil ninja's notes
         fcntl.flock(lock, fcntl.LOCK_EX)
+        install_what_is_missing()
         return build_locked(misuse)
 
 
@@ -124,6 +138,7 @@ def build_locked(misuse: bool) -> dict[str, Path]:
     if not file.exists() or file.read_text() != text:
         file.write_text(text)
     jobs = os.environ.get("MAX_JOBS", "2")
+    print("==> Building the simulated Metal, if anything changed (some minutes the first time)", file=sys.stderr)
     run = subprocess.run([find_ninja(), "-C", BUILD, "-j", jobs, *wanted], capture_output=True, text=True)
     if run.returncode:
         raise BuildError(f"the simulated Metal does not build:\n{run.stdout[-8000:]}{run.stderr[-2000:]}")
