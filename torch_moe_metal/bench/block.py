@@ -1,0 +1,238 @@
+"""One MoE block of a named model with random weights, computed by our ops, plain PyTorch, transformers and MLX."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .calls import Noise, Unfit, moved
+from .models import Model
+from .rivals import COPIED, RIVALS, gate, glu
+
+ops = torch.ops.moe_metal
+
+
+@dataclass
+class Block:
+    """The weights, by the names that `gate` and `experts` have for them."""
+
+    model: Model
+    router: dict[str, Tensor]  # of `gate`
+    experts: dict[str, Tensor]  # of `experts`
+    shared_gate_up: Tensor | None = None  # [2S, H]
+    shared_down: Tensor | None = None  # [H, S]
+    shared_gate: Tensor | None = None  # [1, H]
+
+    @classmethod
+    def random(cls, model: Model, noise: Noise) -> "Block":
+        E, H, I, S, given = model.E, model.H, model.I, model.S, model.tensors
+        router = {"router_weight": noise(E, H, scale=H**-0.5)}
+        small = {
+            "norm_weight": (H, 1.0),
+            "per_expert_scale": (E, 1.0),
+            "router_bias": (E, 0.0),
+            "select_bias": (E, 0.0),
+        }
+        router |= {name: noise(n, scale=0.1) + mean for name, (n, mean) in small.items() if name in given}
+        if "select_bias" in router:
+            router["select_bias"] = router["select_bias"].float()
+        gate_up, down = noise(E, 2 * I, H, scale=H**-0.5), noise(E, H, I, scale=I**-0.5)
+        if model.experts.get("transposed"):
+            gate_up, down = gate_up.view(E, H, 2 * I), down.view(E, I, H)
+        experts = {"gate_up": gate_up, "down": down}
+        biases = {"gate_up_bias": 2 * I, "down_bias": H}
+        experts |= {name: noise(E, n, scale=0.1) for name, n in biases.items() if name in given}
+        shared = (noise(2 * S, H, scale=H**-0.5), noise(H, S, scale=S**-0.5)) if S else ()
+        shared_gate = noise(1, H, scale=H**-0.5) if "shared_gate" in given else None
+        return cls(model, router, experts, *shared, **({"shared_gate": shared_gate} if S else {}))
+
+    @property
+    def routing(self) -> dict:
+        return {"top_k": self.model.K} | self.model.routing
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Our way: one `gate`, the shared expert, one `experts`."""
+        weights, ids = ops.gate(x, **self.router, **self.routing)
+        return ops.experts(x, weights, ids, **self.shared(x, ops.glu), **self.experts, **self.model.experts)
+
+    def shared(self, x: Tensor, glu: Callable[..., Tensor]) -> dict[str, Tensor]:
+        """The shared expert's output and the logit of its share, as arguments of `experts`."""
+        if self.shared_down is None:
+            return {}
+        rows = glu(*F.linear(x, self.shared_gate_up).chunk(2, -1))
+        gate = {} if self.shared_gate is None else {"shared_gate": F.linear(x, self.shared_gate).squeeze(-1)}
+        return {"shared": F.linear(rows, self.shared_down)} | gate
+
+    def bytes_read(self, ids: Tensor) -> int:
+        """Of the weights of the experts chosen, each once."""
+        return moved(*self.experts.values()) * ids.unique().numel() // self.model.E
+
+    def bytes_besides(self) -> int:
+        """Of all other weights."""
+        return moved(*self.router.values(), self.shared_gate_up, self.shared_down, self.shared_gate)
+
+
+def expert_bytes(model: Model, dtype: torch.dtype) -> int:
+    """Of one expert's weights."""
+    return 3 * model.H * model.I * dtype.itemsize
+
+
+SLACK = 2 << 30  # bytes left for outputs, probes and everybody else
+
+
+def fitted(model: Model, dtype: torch.dtype, free: int, T: int, copies: int) -> Model:
+    """The model with as many experts as memory has room for, if that is less than it has."""
+    one = expert_bytes(model, dtype)
+    besides = SLACK + copies * expert_bytes(replace(model, I=model.S), dtype) + max(COPIED, model.K * one)
+    besides += 4 * T * model.K * (model.H + 2 * model.I) * dtype.itemsize
+    groups = model.routing.get("n_group", 1)
+    experts = max(0, free - besides) // (copies * one) // groups * groups
+    if experts >= model.E:
+        return model
+    if experts < model.fewest:
+        need = (copies * model.fewest * one + besides) / 2**30
+        raise Unfit(f"not enough memory: {need:.1f} GiB needed, {free / 2**30:.1f} GiB free")
+    return replace(model, E=experts)
+
+
+@dataclass
+class Implementation:
+    """Somebody else's way to the same. `take` makes one of our tensors theirs."""
+
+    block: Callable[..., object]  # x -> output
+    experts: Callable[..., object]  # x, weights, experts -> output
+    take: Callable[[Tensor], object] = field(default=lambda tensor: tensor)
+
+
+# ------------------------------------------------------------------------------------------------ plain PyTorch
+
+
+def plain(block: Block) -> dict[str, Implementation]:
+    def whole(way: Callable[..., Tensor], x: Tensor) -> Tensor:
+        weights, ids = gate(x, **block.router, **block.routing)
+        out = way(x, weights.to(x.dtype), ids)
+        shared = block.shared(x, glu)
+        if "shared_gate" in shared:
+            return out.addcmul_(shared["shared"], shared["shared_gate"].sigmoid().unsqueeze(-1))
+        return out.add_(shared["shared"]) if shared else out
+
+    ways = {name: partial(way, **block.experts, **block.model.experts) for name, way in RIVALS["experts"].items()}
+    return {f"plain {name}": Implementation(partial(whole, way), way) for name, way in ways.items()}
+
+
+# ------------------------------------------------------------------------------------------------ transformers
+
+# Whose parameters our tensors are in transformers' blocks.
+NAMES = {
+    "gate.weight": "router_weight",
+    "router.weight": "router_weight",
+    "router.proj.weight": "router_weight",
+    "router.scale": "norm_weight",
+    "router.per_expert_scale": "per_expert_scale",
+    "router.bias": "router_bias",
+    "gate.e_score_correction_bias": "select_bias",
+    "e_score_correction_bias": "select_bias",
+    "experts.gate_up_proj": "gate_up",
+    "experts.gate_up_proj_bias": "gate_up_bias",
+    "experts.down_proj": "down",
+    "experts.down_proj_bias": "down_bias",
+}
+
+
+def transformers(block: Block) -> dict[str, Implementation]:
+    """transformers' own block on the same weights, not copies of them, with each of its experts implementations."""
+    theirs = empty_block(block.model)
+    ours = block.router | block.experts
+    if block.shared_down is not None:
+        ours |= dict(zip(("gate_proj", "up_proj"), block.shared_gate_up.chunk(2), strict=True))
+        ours |= {"down_proj": block.shared_down, "shared_gate": block.shared_gate}
+    if "norm_weight" in ours:  # theirs is divided by this root at every call
+        ours["norm_weight"] = ours["norm_weight"] * block.model.H**0.5
+    for name in [name for name, _ in (*theirs.named_parameters(), *theirs.named_buffers())]:
+        place(theirs, name, ours[NAMES.get(name) or shared_name(name)])
+
+    def chosen(implementation: str, function: Callable[..., Tensor], **args: Tensor) -> Tensor:
+        theirs.experts.config._experts_implementation = implementation
+        return function(**args)
+
+    def whole(x: Tensor) -> Tensor:
+        out = theirs(x.unsqueeze(0))
+        return (out[0] if isinstance(out, tuple) else out).view(x.shape)
+
+    def experts(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        return theirs.experts(x, experts, weights)
+
+    return {
+        f"transformers {name}": Implementation(partial(chosen, name, whole), partial(chosen, name, experts))
+        for name in ("eager", "batched_mm", "grouped_mm")
+    }
+
+
+def shared_name(name: str) -> str:
+    """Of the shared expert's linear layers: their own, and of the layer to its share."""
+    return "shared_gate" if name == "shared_expert_gate.weight" else name.split(".")[-2]
+
+
+def place(module: torch.nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts a tensor where the parameter or buffer of this name is."""
+    path, _, leaf = name.rpartition(".")
+    module = module.get_submodule(path)
+    old = getattr(module, leaf)
+    assert old.shape == tensor.shape, f"{name}: {tuple(old.shape)} there, {tuple(tensor.shape)} here"
+    if isinstance(old, torch.nn.Parameter):
+        setattr(module, leaf, torch.nn.Parameter(tensor, requires_grad=False))
+    else:
+        module._buffers[leaf] = tensor
+
+
+def empty_block(model: Model) -> torch.nn.Module:
+    """transformers' block of these sizes, without memory."""
+    from importlib import import_module
+
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model.config, **configuration(model))
+    folder = model.config.removesuffix("_text")
+    modeling = import_module(f"transformers.models.{folder}.modeling_{folder}")
+    with torch.device("meta"):
+        if folder == "gemma4":
+            block = gemma4(modeling.Gemma4TextRouter(config), modeling.Gemma4TextExperts(config))
+        else:
+            block = getattr(modeling, model.block)(config)
+    return block.eval()
+
+
+def configuration(model: Model) -> dict:
+    """Every name that transformers has for our sizes and options; a configuration takes those that it knows."""
+    routing = model.routing
+    return {
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), model.E),
+        **dict.fromkeys(("num_experts_per_tok", "top_k_experts"), model.K),
+        **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), model.I),
+        "hidden_size": model.H,
+        "shared_expert_intermediate_size": model.S,
+        "n_shared_experts": model.S // model.I,
+        "norm_topk_prob": routing.get("renormalize") != "none",
+        "routed_scaling_factor": routing.get("scaling_factor", 1.0),
+        "n_group": routing.get("n_group", 1),
+        "topk_group": routing.get("topk_group", 1),
+    }
+
+
+def gemma4(router: torch.nn.Module, experts: torch.nn.Module) -> torch.nn.Module:
+    """Gemma 4's decoder layer calls the two itself."""
+
+    class RouterAndExperts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router, self.experts = router, experts
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.flatten(0, -2)
+            _, weights, ids = self.router(rows)
+            return self.experts(rows, ids, weights).view(x.shape)
+
+    return RouterAndExperts()

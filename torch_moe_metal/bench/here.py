@@ -1,0 +1,188 @@
+"""Measures our ops, and everybody else's, on a device of this machine: the CPU, or a Mac's GPU."""
+
+import gc
+import itertools
+import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from .block import Block, Implementation, expert_bytes, fitted, plain, transformers
+from .calls import SHORT, TOKENS, WHOLE, WORTH_A_LIMIT, Call, Noise, calls_of, inputs, moved, wanted_ops
+from .measure import Limits, free_memory, seconds_each
+from .models import DEFAULT, MODELS
+from .report import Result
+from .rivals import linear, rivals, too_large
+
+ops = torch.ops.moe_metal
+CHECKED = 16  # tokens of each set whose results are compared
+
+
+def has_mlx() -> bool:
+    return find_spec("mlx") is not None and find_spec("mlx.core") is not None
+
+
+def has_transformers() -> bool:
+    return find_spec("transformers") is not None
+
+
+class Here:
+    """Measures our ops on a device of this machine."""
+
+    def __init__(self, options: Namespace):
+        self.device, self.seconds = options.device, options.seconds
+        name, whole = options.model or DEFAULT, bool(set(wanted_ops(options)) & set(WHOLE))
+        free, tokens = free_memory(self.device), max(options.tokens or TOKENS[True])
+        copies = 1 + has_mlx()
+        self.models = {
+            dtype: fitted(MODELS[name], dtype, free, tokens, copies) if whole else MODELS[name]
+            for dtype in options.dtypes
+        }
+        self.calls = calls_of(options, self.models)
+        self.notes = [
+            f"{SHORT[dtype]}: {model.E} of {MODELS[name].E} experts: {free / 2**30:.1f} GiB of free memory hold no more"
+            for dtype, model in self.models.items()
+            if model.E < MODELS[name].E
+        ]
+        if whole:
+            self.notes += missing()
+        self.limits = Limits(self.device, min(0.2, self.seconds))
+        self.noise: Noise | None = None
+        self.block: Block | None = None
+        self.others: dict[str, Implementation] = {}
+
+    def about(self) -> dict[str, object]:
+        from .. import __version__, cpu_isa
+
+        cpu = {"isa": cpu_isa, "threads": torch.get_num_threads()} if self.device == "cpu" else {}
+        return {"torch_moe_metal": __version__, "torch": torch.__version__, "device": self.device} | cpu
+
+    def prepare(self, call: Call) -> None:
+        """The weights of the call's dtype; the ones before are given back first."""
+        if self.noise is None or self.noise.tile.dtype != call.dtype:
+            self.noise = self.block = None
+            self.others = {}
+            gc.collect()
+            self.noise = Noise(self.device, call.dtype)
+        if call.op in WHOLE and self.block is None:
+            self.block = Block.random(call.model, self.noise)
+            self.others = transformers(self.block) if has_transformers() else plain(self.block)
+            if has_mlx():
+                from .mlx import mlx
+
+                self.others |= mlx(self.block)
+
+    def measure(self, call: Call) -> Result:
+        self.prepare(call)
+        sets = [inputs(call, self.noise) for _ in range(call.sets)]
+        if call.op in WHOLE:
+            functions = self.whole(call, sets)
+        else:
+            functions = of_op(call, sets)
+        result = Result(call, statistics.mean(self.bytes_read(call, s) for s in sets))
+        functions = agreeing(call, functions, result.failed)
+        if "ours" not in functions:
+            return result
+        if result.bytes >= WORTH_A_LIMIT:
+            functions[result.kind] = self.limits.probes[result.kind]
+        result.seconds = seconds_each(functions, self.device, self.seconds)
+        for limit in ("read", "copy"):
+            if limit in result.seconds:
+                result.limits[limit] = self.limits.moved[limit] / result.seconds.pop(limit) / 1e9
+        return result
+
+    def whole(self, call: Call, sets: list[dict[str, Tensor]]) -> dict[str, Callable[[], object]]:
+        """The block, or its experts alone, and everybody else's."""
+        block, one = self.block, expert_bytes(call.model, call.dtype)
+        ours = block if call.op == "block" else lambda **s: ops.experts(**s, **block.experts, **call.options)
+        functions = {"ours": in_turn(ours, sets)}
+        for name, other in self.others.items():
+            if not too_large(name, call.T, call.model.K, one):
+                theirs = [{key: other.take(tensor) for key, tensor in s.items()} for s in map(for_rivals, sets)]
+                functions[name] = in_turn(other.block if call.op == "block" else other.experts, theirs)
+        return functions
+
+    def bytes_read(self, call: Call, one_set: dict[str, Tensor]) -> int:
+        read = moved(*one_set.values())
+        if call.op == "experts":
+            return read + self.block.bytes_read(one_set["experts"])
+        if call.op == "block":
+            _, ids = ops.gate(one_set["x"], **self.block.router, **self.block.routing)
+            return read + self.block.bytes_read(ids) + self.block.bytes_besides()
+        return read
+
+
+def missing() -> list[str]:
+    """Who is not here to be measured against."""
+    notes = [] if has_transformers() else ["transformers is not installed: its ways are measured in plain PyTorch"]
+    return notes + ([] if has_mlx() else ["MLX is not installed: not measured"])
+
+
+def for_rivals(one_set: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As a layer of plain PyTorch has them: ids in int64, weights in the activations' dtype."""
+    if "weights" not in one_set:
+        return one_set
+    dtype = next(t.dtype for name, t in one_set.items() if name in ("x", "slots"))
+    found = one_set | {"weights": one_set["weights"].to(dtype)}
+    return found | ({"experts": found["experts"].long()} if "experts" in found else {})
+
+
+def in_turn(function: Callable[..., object], sets: list[dict]) -> Callable[[], object]:
+    """Takes the next set of arguments at each call."""
+    turns = itertools.cycle(sets)
+    return lambda: function(**next(turns))
+
+
+def of_op(call: Call, sets: list[dict[str, Tensor]]) -> dict[str, Callable[[], object]]:
+    """Our op, and PyTorch's ways to it."""
+    op, theirs = getattr(ops, call.op), [for_rivals(s) for s in sets]
+    functions = {"ours": in_turn(lambda **s: op(**s, **call.options), sets)}
+    functions |= {name: in_turn(way, theirs) for name, way in rivals(call.op, call.options).items()}
+    if call.op == "gate":
+        functions["linear, our route"] = in_turn(linear_and_route(call.options), sets)
+    return functions
+
+
+def linear_and_route(routing: dict) -> Callable[..., object]:
+    def run(select_bias=None, per_expert_scale=None, **arguments):
+        return ops.route(linear(**arguments), select_bias, per_expert_scale, **routing)
+
+    return run
+
+
+def agreeing(
+    call: Call, functions: dict[str, Callable], failed: dict[str, str], most: float = 0.02
+) -> dict[str, Callable]:
+    """Those that run and compute the same as ours: the others would be no rivals. Why they fail is noted in `failed`.
+
+    The median over tokens counts, since a router in bf16 may take another expert where two are nearly alike. What works
+    in place is left unchecked, for it differs call by call.
+    """
+    rows: dict[str, Tensor] = {}
+    for name, function in functions.items():
+        try:
+            times = 1 if call.op.endswith("_") else max(1, 4 // call.T)
+            rows[name] = torch.cat([first_rows(function()) for _ in range(times)])
+            if not (call.op.endswith("_") or name == "ours"):
+                error = (rows[name] - rows["ours"]).norm(dim=-1) / rows["ours"].norm(dim=-1)
+                if not error.median() < most:
+                    failed[name] = f"{call.op} differs from ours by {error.median():.1%}"
+        except Exception as error:  # whatever it is, the other rows must be measured
+            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if name == "ours" and failed:
+            return {}
+    return {name: function for name, function in functions.items() if name not in failed}
+
+
+def first_rows(result: object) -> Tensor:
+    """Of the first output, for the first tokens, on the CPU."""
+    if result is None:  # all in place
+        return torch.zeros(1, 1)
+    first = result[0] if isinstance(result, tuple) else result
+    if isinstance(first, Tensor):
+        return first[:CHECKED].float().cpu()
+    return torch.tensor(first[:CHECKED].astype(sys.modules["mlx.core"].float32).tolist())

@@ -1,0 +1,136 @@
+"""Times, and the machine's own limits: how fast it reads and copies, and how much memory it has to give."""
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+PROBED = 256 << 20  # bytes that a probe reads, or copies
+MPS_TURN, CPU_TURN = 20e-3, 1e-3  # seconds a turn should last: on a GPU the wait for its end must not count
+
+
+def synchronize(device: str) -> None:
+    """Wait for the device, and for MLX where somebody uses it."""
+    if torch.device(device).type != "cpu":
+        torch.get_device_module(device).synchronize()
+    if "mlx.core" in sys.modules:
+        sys.modules["mlx.core"].synchronize()
+
+
+def seconds_each(functions: dict[str, Callable[[], object]], device: str, seconds: float) -> dict[str, float]:
+    """The median time of one call of each. All take turns, so that what slows the machine slows them alike, for about
+    `seconds`: in 7 rounds at least, or 3 where those take ten times as long."""
+
+    def measure(function: Callable[[], object], calls: int) -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        synchronize(device)
+        return time.perf_counter() - start
+
+    turn = CPU_TURN if device == "cpu" else MPS_TURN
+    calls = {}
+    for name, function in functions.items():
+        measure(function, 1)  # warm up
+        calls[name] = 1
+        while measure(function, calls[name]) < min(turn, seconds) / 2 and calls[name] < 1000:
+            calls[name] *= 2
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    start = time.perf_counter()
+
+    def enough(rounds: int) -> bool:
+        elapsed = time.perf_counter() - start
+        return elapsed >= seconds and (rounds >= 7 or (rounds >= 3 and elapsed >= 10 * seconds))
+
+    rounds = 0
+    while not enough(rounds):
+        rounds += 1
+        for name, function in functions.items():
+            samples[name].append(measure(function, calls[name]) / calls[name])
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+# ------------------------------------------------------------------------------------------------ the limits
+
+
+def copies(device: str, bytes: int = PROBED) -> dict[str, Callable[[], object]]:
+    """PyTorch's ways to copy a tensor. They move twice its bytes."""
+    source = torch.ones(bytes // 4, device=device)
+    target = torch.zeros_like(source)
+    return {
+        "copy_": lambda: target.copy_(source),
+        "add": lambda: torch.add(source, 0, out=target),
+        "mul": lambda: torch.mul(source, 1, out=target),
+    }
+
+
+def reads(device: str, bytes: int = PROBED) -> dict[str, Callable[[], object]]:
+    """PyTorch's ways to read a tensor once, on all cores. Which is the fastest differs from machine to machine."""
+    floats = torch.ones(bytes // 4, device=device)
+    whole = floats.view(torch.int32).view(torch.int64)
+    matrix = floats.view(-1, 4096)
+    vector = floats[:4096]
+    return {
+        "sum": floats.sum,
+        "sum of int64": whole.sum,
+        "amax": floats.amax,
+        "mv": lambda: torch.mv(matrix, vector),
+    }
+
+
+class Limits:
+    """The fastest way to read and the fastest way to copy, found once. They are measured again beside each row."""
+
+    when = "in turn with the row"
+
+    def __init__(self, device: str, seconds: float, bytes: int = PROBED):
+        self.probes: dict[str, Callable[[], object]] = {}
+        self.names: dict[str, str] = {}
+        self.moved = {"read": bytes, "copy": 2 * bytes}
+        self.gb_per_s: dict[str, float] = {}
+        for limit, ways in (("read", reads(device, bytes)), ("copy", copies(device, bytes))):
+            ways = {name: way for name, way in ways.items() if works(way)}
+            times = seconds_each(ways, device, seconds)
+            self.names[limit] = fastest = min(times, key=times.__getitem__)
+            self.probes[limit] = ways[fastest]
+            self.gb_per_s[limit] = self.moved[limit] / times[fastest] / 1e9
+
+
+def works(function: Callable[[], object]) -> bool:
+    """Not every device has every op of PyTorch."""
+    try:
+        function()
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def free_memory(device: str) -> int:
+    """Bytes that can be had on the device without harm."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    free = free_host_memory()
+    if device == "mps" and torch.backends.mps.is_built():  # part of the host's; Metal gives no more than it recommends
+        free = min(free, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    return free
+
+
+def free_host_memory() -> int:
+    """What Linux calls available, and no more than the container's limit; elsewhere three quarters of all there is."""
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4
+    (free,) = (int(line.split()[1]) * 1024 for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
+    group = Path("/sys/fs/cgroup")
+    limit = group / "memory.max"
+    if limit.exists() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int((group / "memory.current").read_text()))
+    return free

@@ -1,0 +1,141 @@
+"""What was measured, as a table, as JSON, and what is going on meanwhile."""
+
+import sys
+import time
+from dataclasses import dataclass, field
+
+from .calls import SHORT, Call
+
+MLX = "mlx"
+LETTERS = {"gate": "EKH", "route": "EK", "glu": "KI", "norm_add": "H", "residual_norm": "H"}
+LETTERS |= {"experts": "EKHI", "block": "EKHI"}  # what a row's shape tells, besides K and H
+
+
+@dataclass
+class Result:
+    """One row: our time, everybody else's, and the machine's limits measured in turn with them."""
+
+    call: Call
+    read: float = 0.0  # bytes, each once: the mean over the sets of inputs
+    seconds: dict[str, float] = field(default_factory=dict)  # by name; ours is "ours"
+    limits: dict[str, float] = field(default_factory=dict)  # GB/s of "read" or "copy", where the row is worth it
+    failed: dict[str, str] = field(default_factory=dict)  # by name: who could not run, or computed something else
+
+    @property
+    def ours(self) -> float | None:
+        return self.seconds.get("ours")
+
+    @property
+    def bytes(self) -> float:
+        return self.read + self.call.written
+
+    @property
+    def kind(self) -> str:
+        """Which limit holds for it: a row that writes next to nothing can go as fast as memory can be read."""
+        return limit_of(self.read, self.call.written)
+
+    @property
+    def share(self) -> float | None:
+        limit = self.limits.get(self.kind)
+        return self.bytes / self.ours / 1e9 / limit if limit and self.ours else None
+
+    def fastest(self, mlx: bool = False) -> str | None:
+        """The fastest of PyTorch's ways, or MLX's."""
+        names = [name for name in self.seconds if name != "ours" and (name == MLX) == mlx]
+        return min(names, key=self.seconds.__getitem__, default=None)
+
+    def ratio(self, rival: str | None) -> float | None:
+        return self.seconds[rival] / self.ours if rival and self.ours else None
+
+    @property
+    def shape(self) -> str:
+        m, letters = self.call.model, LETTERS.get(self.call.op, "KH")
+        sizes = "".join(f" {letter}={getattr(m, letter)}" for letter in letters)
+        return f"T={self.call.T}{sizes}" + (f" S={m.S}" if self.call.op == "block" and m.S else "")
+
+    def as_json(self) -> dict[str, object]:
+        best, mlx = self.fastest(), self.fastest(mlx=True)
+        found = {
+            "op": self.call.op,
+            "model": self.call.name,
+            "T": self.call.T,
+            "dtype": SHORT[self.call.dtype],
+            "shape": self.shape,
+            "us": self.ours and self.ours * 1e6,
+            "bytes": self.bytes,
+            "flops": self.call.flops,
+            "gb_per_s": self.ours and self.bytes / self.ours / 1e9,
+            "gflop_per_s": self.ours and self.call.flops / self.ours / 1e9,
+            "limit": self.kind,
+            "limit_gb_per_s": self.limits.get(self.kind),
+            "of_limit": self.share,
+            "best_rival": best,
+            "x_pytorch": self.ratio(best),
+            "x_mlx": self.ratio(mlx),
+            "rivals_us": {name: time * 1e6 for name, time in self.seconds.items() if name != "ours"},
+        }
+        return found | ({"failed": self.failed} if self.failed else {})
+
+
+def limit_of(read: float, written: float) -> str:
+    return "read" if written < 0.1 * (read + written) else "copy"
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+def cell(value: float | None, form: str, width: int) -> str:
+    return f"{'' if value is None else format(value, form):>{width}}"
+
+
+def head(with_mlx: bool) -> str:
+    mlx = f"{'x MLX':>7}" if with_mlx else ""
+    columns = f"{'op':28} {'shape':34} {'dtype':>5} {'us':>10} {'GB/s':>7} {'of limit':>9} {'x PyTorch':>10}"
+    return f"{columns}{mlx}  fastest of PyTorch"
+
+
+def line(result: Result, with_mlx: bool) -> str:
+    start = f"{result.call.op:28} {result.shape:34} {SHORT[result.call.dtype]:>5}"
+    if result.ours is None:
+        return f"{start} FAILED: {result.failed['ours']}"
+    best = result.fastest()
+    of_limit = "" if result.share is None else f"{result.share:.0%} {result.kind}"
+    mlx = cell(result.ratio(result.fastest(mlx=True)), ".2f", 7) if with_mlx else ""
+    return (
+        f"{start} {result.ours * 1e6:10.1f} {result.bytes / result.ours / 1e9:7.1f} {of_limit:>9} "
+        f"{cell(result.ratio(best), '.2f', 10)}{mlx}  {best or ''}"
+    )
+
+
+def footnotes(results: list[Result]) -> list[str]:
+    """Who could not take part, each reason once."""
+    notes: dict[tuple[str, str], int] = {}
+    for result in results:
+        for name, why in result.failed.items():
+            notes[name, why] = notes.get((name, why), 0) + 1
+    return [f"{name}: {why} ({count} row{'s' * (count > 1)})" for (name, why), count in notes.items()]
+
+
+# ------------------------------------------------------------------------------------------------ progress
+
+
+class Progress:
+    """A bar on standard error: rows done, what runs now, the time gone by. Nothing where nobody looks."""
+
+    WIDTH = 24
+
+    def __init__(self, rows: int, wanted: bool):
+        self.rows, self.start = rows, time.monotonic()
+        self.shown = wanted and sys.stderr.isatty()
+
+    def show(self, done: int, now: str) -> None:
+        if self.shown:
+            full = self.WIDTH * done // self.rows
+            minutes, seconds = divmod(int(time.monotonic() - self.start), 60)
+            bar = "█" * full + "░" * (self.WIDTH - full)
+            text = f"{bar} {done}/{self.rows}  {now}  {minutes}:{seconds:02}"
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self.shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,210 @@
+"""What computes the same in plain PyTorch: for each op the ways that one would write, of which the fastest counts.
+
+They take the op's own arguments and options, with ids in int64 and weights in the activations' dtype: a layer of plain
+PyTorch would have them so.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Ways = dict[str, Callable[..., object]]
+INF = float("inf")
+
+# ------------------------------------------------------------------------------------------------ router
+
+
+def linear(hidden, router_weight, norm_weight=None, router_bias=None) -> Tensor:
+    rows = hidden if norm_weight is None else norm(hidden, norm_weight)
+    return F.linear(rows, router_weight, router_bias)
+
+
+def gate(hidden, router_weight, norm_weight=None, router_bias=None, **routing) -> tuple[Tensor, Tensor]:
+    return route(linear(hidden, router_weight, norm_weight, router_bias), **routing)
+
+
+def in_best_groups(choice: Tensor, n_group: int, topk_group: int) -> Tensor:
+    """`choice` with -inf outside of the groups whose two best have the largest sums."""
+    groups = choice.unflatten(-1, (n_group, -1))
+    best = groups.topk(2, -1).values.sum(-1).topk(topk_group, -1).indices
+    barred = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+    return groups.masked_fill(barred.unsqueeze(-1), -INF).flatten(-2)
+
+
+def route(
+    logits, select_bias=None, per_expert_scale=None, *,
+    top_k, scoring="softmax", renormalize="before_scale", n_group=1, topk_group=1, scaling_factor=1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Scores in float32, then topk."""
+    scores = logits.float().sigmoid() if scoring == "sigmoid" else logits.softmax(-1, dtype=torch.float32)
+    choice = scores if select_bias is None else scores + select_bias
+    if n_group > 1:
+        choice = in_best_groups(choice, n_group, topk_group)
+    weights, experts = choice.topk(top_k, -1)
+    if choice is not scores:
+        weights = scores.gather(-1, experts)
+    if renormalize != "none":
+        weights = weights / weights.sum(-1, keepdim=True)
+    if per_expert_scale is not None:
+        weights = weights * per_expert_scale[experts]
+    return weights if scaling_factor == 1 else weights * scaling_factor, experts
+
+
+def route_from_the_best(logits, per_expert_scale=None, *, top_k) -> tuple[Tensor, Tensor]:
+    """The softmax of the best logits only: what the default routing comes to."""
+    best, experts = logits.topk(top_k, -1)
+    weights = best.softmax(-1, dtype=torch.float32)
+    return weights if per_expert_scale is None else weights * per_expert_scale[experts], experts
+
+
+# ------------------------------------------------------------------------------------------------ experts
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+
+def glu(gate, up, *, activation="silu", alpha=1.702, limit=None) -> Tensor:
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation == "swiglu_oai":
+        return (gate * torch.sigmoid(gate * alpha)).mul_(up + 1)
+    return ACTIVATIONS[activation](gate).mul_(up)
+
+
+def glu_anew(gate, up, *, activation="silu") -> Tensor:
+    return ACTIVATIONS[activation](gate) * up
+
+
+def inner(both: Tensor, interleaved: bool, activation: dict) -> Tensor:
+    gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
+    return glu(gate, up, **activation)
+
+
+def expert_by_expert(
+    x, weights, experts, gate_up, down, gate_up_bias=None, down_bias=None, *,
+    interleaved=False, transposed=False, **activation,
+) -> Tensor:  # fmt: skip
+    """transformers' eager: a loop over the experts that are used."""
+
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, e: int) -> Tensor:
+        return F.linear(rows, weight[e].mT if transposed else weight[e], None if bias is None else bias[e])
+
+    out = torch.zeros_like(x)
+    for e in experts.unique().tolist():
+        token, slot = (experts == e).nonzero(as_tuple=True)
+        rows = inner(linear(x[token], gate_up, gate_up_bias, e), interleaved, activation)
+        out.index_add_(0, token, linear(rows, down, down_bias, e) * weights[token, slot, None])
+    return out
+
+
+def batched_mm(
+    x, weights, experts, gate_up, down, gate_up_bias=None, down_bias=None, *,
+    interleaved=False, transposed=False, **activation,
+) -> Tensor:  # fmt: skip
+    """transformers' decode: gathers a copy of each token's experts."""
+    ids = experts.flatten()
+
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        chosen = weight[ids]
+        out = torch.bmm(chosen.mT if transposed else chosen, rows.unsqueeze(-1)).squeeze(-1)
+        return out if bias is None else out.add_(bias[ids])
+
+    rows = inner(
+        linear(x.repeat_interleave(experts.shape[-1], 0), gate_up, gate_up_bias), interleaved, activation
+    )  # fmt: skip
+    return (linear(rows, down, down_bias).view(*experts.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+def grouped_mm(
+    x, weights, experts, gate_up, down, gate_up_bias=None, down_bias=None, *,
+    interleaved=False, transposed=False, **activation,
+) -> Tensor:  # fmt: skip
+    """transformers' prefill: sorted by expert, one grouped product each way."""
+    product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+    ids, order = experts.flatten().sort()
+    ones, counts = torch.ones_like(ids, dtype=torch.int32), ids.new_zeros(len(gate_up), dtype=torch.int32)
+    offsets = counts.scatter_add_(0, ids, ones).cumsum(0, dtype=torch.int32)
+
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = product(rows, weight if transposed else weight.mT, offs=offsets)
+        return out if bias is None else out.add_(bias[ids])
+
+    rows = inner(linear(x[order // experts.shape[-1]], gate_up, gate_up_bias), interleaved, activation)
+    slots = linear(rows, down, down_bias)
+    slots = torch.empty_like(slots).index_copy_(0, order, slots)
+    return (slots.view(*experts.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+# ------------------------------------------------------------------------------------------------ combine and norm
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "bmm": lambda slots, weights: torch.bmm(weights.unsqueeze(-2), slots).squeeze(-2),
+    "einsum": lambda slots, weights: torch.einsum("tkh,tk->th", slots, weights),
+    "mul, sum": lambda slots, weights: (slots * weights.unsqueeze(-1)).sum(-2),
+}
+
+
+def then(steps: str, finish: Callable[..., object]) -> Ways:
+    """Each way to the weighted sum, finished alike."""
+    return {
+        f"{name}, {steps}": lambda slots, weights, way=way, **rest: finish(way(slots, weights), **rest)
+        for name, way in SUMS.items()
+    }
+
+
+def baddbmm(slots, weights, residual) -> Tensor:
+    return torch.baddbmm(residual.unsqueeze(-2), weights.unsqueeze(-2), slots).squeeze(-2)
+
+
+def add_norm(residual, input, weight) -> tuple[Tensor, Tensor]:
+    total = residual + input
+    return norm(total, weight), total
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+RIVALS: dict[str, Ways] = {
+    "gate": {"linear, scores, topk": gate},
+    "route": {"scores, topk": route, "topk, softmax": route_from_the_best},
+    "glu": {"act, mul_": glu, "act, mul": glu_anew},
+    "experts": {"eager": expert_by_expert, "batched_mm": batched_mm, "grouped_mm": grouped_mm},
+    "weighted_sum": then("add_", lambda x, residual: x.add_(residual)) | {"baddbmm": baddbmm},
+    "weighted_sum_residual_": then("add_", lambda x, residual: residual.add_(x)),
+    "weighted_sum_residual_norm_": then(
+        "add_, rms_norm", lambda x, residual, norm_weight: norm(residual.add_(x), norm_weight)
+    ),
+    "weighted_sum_norm_add": then(
+        "rms_norm, add_", lambda x, residual, norm_weight: norm(x, norm_weight).add_(residual)
+    ),
+    "weighted_sum_dual_norm_add": then(
+        "2 rms_norm, add_",
+        lambda x, residual, residual_norm_weight, moe_norm_weight: norm(x, moe_norm_weight).add_(
+            norm(residual, residual_norm_weight)
+        ),
+    ),
+    "norm_add": {"rms_norm, add_": lambda residual, input, weight: norm(input, weight).add_(residual)},
+    "residual_norm": {"add, rms_norm": add_norm},
+}
+COPIED = 1 << 30  # the most bytes of weights that batched_mm may copy for more than one token
+
+
+def too_large(name: str, T: int, K: int, expert_bytes: int) -> bool:
+    """Whether to leave batched_mm out, which copies the experts' weights for every token."""
+    return name.endswith("batched_mm") and T > 1 and T * K * expert_bytes > COPIED
+
+
+def rivals(op: str, options: dict) -> Ways:
+    """The ways to `op` with these options, which they are bound to."""
+    ways = dict(RIVALS[op])
+    if op == "route" and set(options) != {"top_k"}:
+        del ways["topk, softmax"]
+    if op == "glu" and ("limit" in options or options.get("activation", "silu") not in ACTIVATIONS):
+        del ways["act, mul"]
+    return {name: partial(way, **options) for name, way in ways.items()}
