@@ -8,17 +8,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "gpu")]
+sys.path.insert(0, str(Path(__file__).parent))
 
-import metal_sim  # noqa: E402
-import torch_moe_metal  # noqa: E402, F401
-from bench_cases import OPS, bench_case  # noqa: E402
-from cases import BFLOAT, call  # noqa: E402
+import metal_sim
+import torch_moe_metal  # noqa: F401
+from cases import call
+from torch_moe_metal.bench.calls import OPS, Call
+from torch_moe_metal.bench.models import DEFAULT, MODELS
 
 CALLS = 200
 
@@ -40,15 +40,15 @@ def host_microseconds(functions: dict[str, Callable]) -> dict[str, float]:
 def main() -> None:
     metal_sim.load()
     functions = {}
-    for op in OPS:
-        case = replace(bench_case(op, 1), dtype=BFLOAT)
-        arguments = {}
-        for name, tensor in replace(case, dims=case.dims | {"E": 8}).arguments().items():
-            size = case.size(case.shapes[name])
-            arguments[name] = torch.empty(size, dtype=tensor.dtype, device="mps")
+    for op in (op for op in OPS if op != "block"):
+        row = Call(op, DEFAULT, MODELS[DEFAULT], T=1)
+        arguments = {
+            name: torch.empty(row.size(letters), dtype=row.dtype_of(name), device="mps")
+            for name, letters in row.shapes.items()
+        }
         function = getattr(torch.ops.moe_metal, op)
-        functions[op] = lambda function=function, case=case, arguments=arguments: call(
-            function, case.op, arguments, case.options
+        functions[op] = lambda function=function, row=row, arguments=arguments: call(
+            function, row.op, arguments, row.options
         )
     x = torch.empty(1, 2048, dtype=torch.bfloat16, device="mps")
     with metal_sim.host_only():

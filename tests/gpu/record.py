@@ -2,6 +2,7 @@
 
     python tests/gpu/record.py FOLDER               # FOLDER/cases.json, bench.json and the shaders as PTX
     python tests/gpu/record.py FOLDER --ops gate    # these ops anew, the rest of the traces as they are
+    python tests/gpu/record.py FOLDER --model olmoe # bench.json also in another model's sizes
 
 The ops run on the simulated mps device, which counts and does not compute: kernels, grids and arguments are those that
 csrc/mps chooses. Tensors are told by name; run.py draws the same values again from the case.
@@ -11,7 +12,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,10 +23,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 import metal_sim  # noqa: E402
 import ptx  # noqa: E402
 import torch_moe_metal  # noqa: E402, F401
-from bench_cases import BENCH  # noqa: E402
 from cases import CASES, SHAPES, Case, call  # noqa: E402
+from torch_moe_metal.bench.calls import Call  # noqa: E402
+from torch_moe_metal.bench.models import DEFAULT, MODELS  # noqa: E402
 
 MOST = 3e7  # flops or bytes of a case that is worth replaying
+TOKENS = (1, 4, 16, 32, 64, 512, 4096)
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 def on_mps(tensor: Tensor) -> Tensor:
@@ -34,7 +37,7 @@ def on_mps(tensor: Tensor) -> Tensor:
     return empty.copy_(tensor)
 
 
-def trace(case: Case, args: dict[str, Tensor]) -> dict:
+def trace(case: Case | Call, args: dict[str, Tensor]) -> dict:
     with metal_sim.record() as record, metal_sim.host_only():
         outputs = call(getattr(torch.ops.moe_metal, case.op), case.op, args, case.options)
     named = args | {f"output{i}": tensor for i, tensor in enumerate(outputs)}
@@ -75,20 +78,25 @@ def traces(ops: list[str]) -> Iterator[dict]:
                 yield trace(case, {name: on_mps(tensor) for name, tensor in args.items()})
 
 
-def bench_traces(ops: list[str]) -> Iterator[dict]:
-    """Of the benchmark's shapes, whose values matter to no dispatch: uninitialised tensors will do."""
-    for case in (case for case in BENCH if case.op in ops):
-        small = replace(case, dims=dict.fromkeys(case.dims, 1) | {"I": 1})
-        drawn = small.arguments()
-        shapes = case.shapes
-        args = {n: torch.empty(case.size(shapes[n]), dtype=t.dtype, device="mps") for n, t in drawn.items()}
-        yield trace(case, args)
+def bench_traces(ops: list[str], model: str) -> Iterator[dict]:
+    """Of the benchmark's rows, whose values matter to no dispatch: uninitialised tensors will do."""
+    for op in ops:
+        for T in TOKENS:
+            for dtype in DTYPES:
+                row = Call(op, model, MODELS[model], T, dtype)
+                if not (op == "experts" and T > 512):
+                    yield trace(row, {name: empty(row, name) for name in row.shapes})
 
 
-def write(file: Path, traces: Iterator[dict], ops: list[str]) -> None:
-    """The traces, after those of other ops that the file already holds."""
+def empty(row: Call, argument: str) -> Tensor:
+    size = row.size(row.shapes[argument])
+    return torch.empty(size, dtype=row.dtype_of(argument), device="mps")
+
+
+def write(file: Path, traces: Iterator[dict], replaced: tuple[str, ...]) -> None:
+    """The traces, after those that the file already holds of cases that begin otherwise."""
     before = json.loads(file.read_text()) if file.exists() else []
-    rows = [row for row in before if row["case"].split("-")[0] not in ops] + list(traces)
+    rows = [row for row in before if not row["case"].startswith(replaced)] + list(traces)
     file.write_text(json.dumps(rows, separators=(",", ":")))
     print(f"{file.stem}: {len(rows)} traces, {sum(len(row['dispatches']) for row in rows)} dispatches")
 
@@ -97,11 +105,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ops", nargs="+", default=list(SHAPES))
+    parser.add_argument("--model", choices=list(MODELS), default=DEFAULT, help=f"whose sizes are timed ({DEFAULT})")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     metal_sim.load()
-    write(options.folder / "cases.json", traces(options.ops), options.ops)
-    write(options.folder / "bench.json", bench_traces(options.ops), options.ops)
+    write(options.folder / "cases.json", traces(options.ops), tuple(f"{op}-" for op in options.ops))
+    rows = tuple(f"{op}-{options.model}-" for op in options.ops)
+    write(options.folder / "bench.json", bench_traces(options.ops, options.model), rows)
     ptx.compile_all(options.folder)
 
 

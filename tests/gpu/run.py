@@ -1,7 +1,7 @@
 """Replays what record.py wrote on an NVIDIA GPU: the project's own shaders, translated, on true parallel hardware.
 
     python tests/gpu/run.py FOLDER                   # every case against the float64 reference
-    python tests/gpu/run.py FOLDER --bench           # times, beside the copy bandwidth and PyTorch's own CUDA ops
+    python tests/gpu/run.py FOLDER --bench ...       # times: `bench --device cuda-translated`, with its arguments
     python tests/gpu/run.py FOLDER --sanitizers      # compute-sanitizer's four tools, over every kernel
     python tests/gpu/run.py FOLDER --smallest        # what they run: small cases that launch every kernel
     python tests/gpu/run.py FOLDER --planted-race    # a broken kernel, which racecheck must catch
@@ -11,7 +11,6 @@ It needs torch with CUDA and this checkout, not the built extension. These are n
 
 import argparse
 import ctypes
-import importlib.util
 import json
 import os
 import re
@@ -24,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,20 +30,22 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
 
 def without_the_extension() -> None:
-    """`torch_moe_metal.reference` alone: the extension is not built on this machine."""
+    """The checkout's Python modules where the extension is not built: the package without its __init__."""
     package = types.ModuleType("torch_moe_metal")
-    spec = importlib.util.spec_from_file_location(
-        "torch_moe_metal.reference", ROOT / "torch_moe_metal" / "reference.py"
-    )
-    package.reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(package.reference)
-    sys.modules |= {"torch_moe_metal": package, "torch_moe_metal.reference": package.reference}
+    package.__path__ = [str(ROOT / "torch_moe_metal")]
+    package.__version__ = "(a checkout)"
+    sys.modules["torch_moe_metal"] = package
 
 
-without_the_extension()
-from bench_cases import BENCH  # noqa: E402
-from cases import CASES, Args, Case, expected  # noqa: E402
+if "torch_moe_metal" not in sys.modules:
+    without_the_extension()
+from cases import CASES, Args, expected  # noqa: E402
 from checks import assert_matches  # noqa: E402
+from torch_moe_metal.bench import here, measure  # noqa: E402
+from torch_moe_metal.bench.calls import EXPERTS, WORTH_A_LIMIT, Call, Noise, Unfit, inputs, moved, wanted_ops  # noqa: E402
+from torch_moe_metal.bench.models import DEFAULT, MODELS  # noqa: E402
+from torch_moe_metal.bench.report import Result  # noqa: E402
+from torch_moe_metal.bench.rivals import rivals, too_large  # noqa: E402
 
 # ------------------------------------------------------------------------------------------------ launching
 
@@ -268,192 +268,124 @@ def microseconds(graphs: dict[str, torch.cuda.CUDAGraph | Eager | None], sets: i
     return {name: statistics.median(t[2:]) for name, t in times.items()}
 
 
-def copy_bandwidth() -> tuple[float, str]:
-    """GB/s of a large copy, bytes read and bytes written: the best of PyTorch's ways. A graph's copy is the slowest."""
-    a, b = (torch.empty(1 << 29, device="cuda").normal_() for _ in range(2))
-    ways = {
-        "copy_ in a graph": captured(lambda: b.copy_(a)),
-        "copy_": Eager(lambda: b.copy_(a)),
-        "add(a, 0, out=b)": captured(lambda: torch.add(a, 0, out=b)),
-        "mul(a, 1, out=b)": Eager(lambda: torch.mul(a, 1, out=b)),
-    }
-    speeds = {name: 2 * a.nbytes / time / 1e3 for name, time in microseconds(ways, 1).items()}
-    print("copies, GB/s: " + ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items()))
-    best = max(speeds, key=speeds.get)
-    return speeds[best], best
+class Limits:
+    """The fastest of PyTorch's ways to read and to copy, each as it is and in a graph, where a copy can be slower."""
+
+    BYTES = 2 << 30
+    when = "once, before the rows"
+
+    def __init__(self):
+        self.gb_per_s: dict[str, float] = {}
+        self.names: dict[str, str] = {}
+        for limit, ways, times_moved in (("read", measure.reads, 1), ("copy", measure.copies, 2)):
+            works = {name: way for name, way in ways("cuda", self.BYTES).items() if measure.works(way)}
+            graphs = {name: Eager(way) for name, way in works.items()}
+            graphs |= {f"{name} in a graph": captured(way) for name, way in works.items()}
+            times = microseconds(graphs, 1)
+            self.names[limit] = fastest = min(times, key=times.get)
+            self.gb_per_s[limit] = times_moved * self.BYTES / times[fastest] / 1e3
 
 
-def drawn(case: Case, seed: int) -> Args:
-    """Random arguments of a benchmark's case, made on the GPU."""
-    random = torch.Generator("cuda").manual_seed(seed)
-    args = {}
-    for name, letters in case.shapes.items():
-        size = case.size(letters)
-        if name == "experts":
-            scores = torch.rand(size[0], case.dims["E"], device="cuda", generator=random)
-            args[name] = scores.topk(size[1]).indices.int()
-        else:
-            dtype = torch.float32 if name == "weights" else case.dtype
-            args[name] = torch.empty(size, dtype=dtype, device="cuda").normal_(generator=random)
-            args[name] *= size[-1] ** -0.5 if name in ("router_weight", "gate_up", "down") else 1
-    return args
+class Translated:
+    """What `bench --device cuda-translated` measures with: the rows that are recorded, each in a CUDA graph."""
 
+    def __init__(self, options: argparse.Namespace):
+        self.model = options.model or DEFAULT
+        recorded = json.loads((options.recording / "bench.json").read_text())
+        self.traces = {trace["case"]: trace for trace in recorded}
+        self.calls = self.recorded(options)
+        if not self.calls:
+            raise Unfit(f"{options.recording} has no such row; `record.py FOLDER --model {self.model}` records more")
+        self.kernels, self.limits = Kernels(options.recording), Limits()
+        self.notes = [
+            "These are the project's shaders translated for an NVIDIA GPU, replayed in CUDA graphs: no Apple figures.",
+            "Their matrix products (experts from 64 tokens on) are emulated, so that their speed says nothing.",
+        ]
 
-def moved_bytes(case: Case, args: Args) -> int:
-    """What must be read and written once."""
-    if case.op != "experts":
-        return sum(tensor.nbytes for tensor in args.values()) + output_bytes(case)
-    share = args["experts"].unique().numel() / case.dims["E"]
-    weights = args["gate_up"].nbytes + args["down"].nbytes
-    rest = sum(tensor.nbytes for tensor in args.values()) - weights
-    return int(weights * share) + rest + output_bytes(case)
+    def recorded(self, options: argparse.Namespace) -> list[Call]:
+        """Those rows that are asked for. The block is none: its shared expert has no trace."""
+        calls = []
+        for dtype in options.dtypes:
+            for op in wanted_ops(options):
+                rows = [name.split("-T")[-1].split("-")[0] for name in self.traces if name.startswith(f"{op}-")]
+                tokens = options.tokens or sorted({int(T) for T in rows})
+                calls += [Call(op, self.model, MODELS[self.model], T, dtype) for T in tokens]
+        return [call for call in calls if str(call) in self.traces]
 
+    def about(self) -> dict[str, object]:
+        return {"device": f"{torch.cuda.get_device_name()}, translated shaders", "torch": torch.__version__}
 
-def output_bytes(case: Case) -> int:
-    T, dims, size = case.dims["T"], case.dims, case.dtype.itemsize
-    if case.op in ("gate", "route"):
-        return T * dims["K"] * 8
-    both = {"weighted_sum_residual_norm_": 2, "residual_norm": 2}.get(case.op, 1)
-    return both * T * dims["I" if case.op == "glu" else "H"] * size
-
-
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
-
-
-def router(logits: Tensor) -> tuple[Tensor, Tensor]:
-    weights, experts = logits.float().softmax(-1).topk(8)
-    return weights / weights.sum(-1, keepdim=True), experts
-
-
-def summed(slots: Tensor, weights: Tensor) -> Tensor:
-    return torch.bmm(weights.to(slots.dtype).unsqueeze(1), slots).squeeze(1)
-
-
-def batched_mm(x, weights, experts, gate_up, down, residual):
-    """transformers' decode: gathers a copy of each token's experts."""
-    T, K = experts.shape
-    ids = experts.reshape(-1)
-    both = torch.bmm(gate_up[ids], x.repeat_interleave(K, 0).unsqueeze(-1)).squeeze(-1)
-    gate, up = both.chunk(2, -1)
-    slots = torch.bmm(down[ids], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
-    return (slots.view(T, K, -1) * weights.to(x.dtype).unsqueeze(-1)).sum(1) + residual
-
-
-def grouped_mm(x, weights, experts, gate_up, down, residual):
-    """transformers' prefill: sorted by expert, one grouped product each way."""
-    T, K = experts.shape
-    order = experts.reshape(-1).argsort()
-    counts = torch.zeros(gate_up.shape[0], dtype=torch.int32, device="cuda")
-    offsets = counts.scatter_add_(0, experts.reshape(-1).long(), torch.ones(T * K, dtype=torch.int32, device="cuda"))
-    offsets = offsets.cumsum(0, dtype=torch.int32)
-    both = torch._grouped_mm(x[order // K], gate_up.mT, offs=offsets)
-    gate, up = both.chunk(2, -1)
-    slots = torch._grouped_mm(F.silu(gate) * up, down.mT, offs=offsets)
-    slots = torch.empty_like(slots).index_copy_(0, order, slots)
-    return (slots.view(T, K, -1) * weights.to(x.dtype).unsqueeze(-1)).sum(1) + residual
-
-
-# PyTorch's own ways to the same result: the fastest counts.
-RIVALS: dict[str, list[Callable]] = {
-    "gate": [lambda hidden, router_weight, norm_weight: router(F.linear(norm(hidden, norm_weight), router_weight))],
-    "route": [router],
-    "glu": [lambda gate, up: F.silu(gate) * up],
-    "weighted_sum": [lambda slots, weights, residual: summed(slots, weights) + residual],
-    "weighted_sum_residual_": [lambda residual, slots, weights: residual.add_(summed(slots, weights))],
-    "weighted_sum_residual_norm_": [
-        lambda residual, slots, weights, norm_weight: norm(residual.add_(summed(slots, weights)), norm_weight)
-    ],
-    "weighted_sum_norm_add": [
-        lambda slots, weights, residual, norm_weight: residual + norm(summed(slots, weights), norm_weight)
-    ],
-    "weighted_sum_dual_norm_add": [
-        lambda slots, weights, residual, residual_norm_weight, moe_norm_weight: (
-            norm(residual, residual_norm_weight) + norm(summed(slots, weights), moe_norm_weight)
-        )
-    ],
-    "norm_add": [lambda residual, input, weight: residual + norm(input, weight)],
-    "residual_norm": [lambda residual, input, weight: norm(residual + input, weight)],
-    "experts": [batched_mm, grouped_mm],
-}
-
-
-def sets_of(case: Case) -> int:
-    """How many sets of inputs a graph walks through, so that the 60 MB of L2 hold none of them for the next replay."""
-    if case.op == "experts":
-        return 8  # each with weights of its own
-    return max(2, min(64, (512 << 20) // max(1, case.bytes)))
-
-
-def measure(kernels: Kernels, case: Case, trace: dict) -> dict:
-    sets = [drawn(case, seed) for seed in range(sets_of(case))]
-    replays = [Replay(kernels, trace, args) for args in sets]
-    graphs = {"ours": captured(lambda: [replay() for replay in replays])}
-    for rival in RIVALS[case.op]:
-        if rival is batched_mm and case.dims["T"] > 64:
-            continue
-        if rival is grouped_mm and case.dtype != torch.bfloat16:
-            continue
-        name = rival.__name__.replace("<lambda>", "eager")
-        graphs[name] = captured(lambda rival=rival: [rival(**args) for args in sets])
-    times = microseconds(graphs, len(sets))
-    ours = times.pop("ours")
-    best = min(times, key=times.get) if times else None
-    total = statistics.mean(moved_bytes(case, args) for args in sets)
-    rival = times[best] if best else float("nan")
-    return {"us": ours, "bytes": total, "rival": rival, "rival name": best or "none"}
-
-
-def bench(kernels: Kernels, traces: list[dict], only: list[str], out: Path | None) -> int:
-    copy, way = copy_bandwidth()
-    device = torch.cuda.get_device_name()
-    print(f"{device}, torch {torch.__version__}; copy bandwidth {copy:.0f} GB/s (read and written, {way})")
-    print("The shaders of this project, translated; not Apple figures. us are medians of CUDA graph replays.")
-    print(
-        f"{'op':28} {'T':>5} {'dtype':>5} {'us':>9} {'floor us':>9} {'of copy':>8} {'PyTorch us':>11} {'x PyTorch':>9}"
-    )
-    cases, rows = {str(case): case for case in BENCH}, []
-    for trace in traces:
-        case = cases[trace["case"]]
-        if only and case.op not in only:
-            continue
-        row = measure(kernels, case, trace)
+    def measure(self, call: Call) -> Result:
         torch.cuda.empty_cache()
-        floor = row["bytes"] / copy / 1e3
-        tokens = int(case.name.removeprefix("bench-T"))
-        dtype = {torch.float32: "f32", torch.bfloat16: "bf16"}[case.dtype]
-        print(
-            f"{case.op:28} {tokens:5} {dtype:>5} {row['us']:9.1f} {floor:9.1f} {floor / row['us']:8.0%} "
-            f"{row['rival']:11.1f} {row['rival'] / row['us']:9.2f}  {row['rival name']}",
-            flush=True,
-        )
-        rows.append({"op": case.op, "T": tokens, "dtype": dtype, "floor us": floor} | row)
-    if out:
-        out.write_text(json.dumps({"device": device, "copy GB/s": copy, "rows": rows}, indent=1))
-    return 0
+        noise = Noise("cuda", call.dtype)
+        shared = {name: noise.argument(call, name, s) for name, s in call.shapes.items() if name in EXPERTS}
+        sets = [inputs(call, noise) for _ in range(call.sets)]
+        replays = [Replay(self.kernels, self.traces[str(call)], s | shared) for s in sets]
+        theirs = [here.for_rivals(s) | shared for s in sets]
+        result = Result(call, statistics.mean(bytes_read(call, s, shared) for s in sets))
+        ways = self.agreeing(call, replays[0], theirs[0], result.failed)
+        if "ours" in result.failed:
+            return result
+        graphs = {"ours": captured(lambda: [replay() for replay in replays])}
+        for name, way in ways.items():
+            graphs[name] = captured(lambda way=way: [way(**s) for s in theirs])
+            if graphs[name] is None:
+                result.failed[name] = "it makes the host wait, so no graph can hold it"
+        result.seconds = {name: us / 1e6 for name, us in microseconds(graphs, len(sets)).items()}
+        if result.bytes >= WORTH_A_LIMIT:
+            result.limits = self.limits.gb_per_s
+        return result
+
+    def agreeing(self, call: Call, replay: Replay, theirs: Args, failed: dict[str, str]) -> dict[str, Callable]:
+        """PyTorch's ways that compute the same, of those that a graph can hold: a loop over experts it cannot."""
+        one = 3 * call.model.H * call.model.I * call.dtype.itemsize
+        ways = {
+            name: way
+            for name, way in rivals(call.op, call.options).items()
+            if name != "eager" and not too_large(name, call.T, call.model.K, one)
+        }
+
+        def ours() -> Tensor:
+            replay()
+            return replay.outputs[0]
+
+        called = {name: lambda way=way: way(**theirs) for name, way in ways.items()}
+        agree = here.agreeing(call, {"ours": ours} | called, failed)
+        return {name: way for name, way in ways.items() if name in agree}
+
+
+def bytes_read(call: Call, one_set: Args, shared: Args) -> int:
+    """Of the experts' weights, those of the experts chosen."""
+    if not shared:
+        return moved(*one_set.values())
+    chosen = one_set["experts"].unique().numel()
+    return moved(*one_set.values()) + moved(*shared.values()) * chosen // call.model.E
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--bench", action="store_true")
+    parser.add_argument(
+        "--bench", nargs=argparse.REMAINDER, metavar="...", help="times; the rest are bench's arguments"
+    )
     parser.add_argument("--sanitizers", action="store_true")
     parser.add_argument("--smallest", action="store_true")
     parser.add_argument("--planted-race", action="store_true")
     parser.add_argument("--ops", nargs="+", default=[])
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("skipped: no CUDA device here")
         return 0
+    if options.bench is not None:
+        from torch_moe_metal.__main__ import main as command
+
+        return command(["bench", "--device", "cuda-translated", "--recording", str(options.folder), *options.bench])
     if options.sanitizers:
         return sanitizers(options.folder)
     kernels = Kernels(options.folder)
     if options.planted_race:
         return planted_race(kernels)
-    traces = json.loads((options.folder / ("bench.json" if options.bench else "cases.json")).read_text())
-    if options.bench:
-        return bench(kernels, traces, options.ops, options.json)
+    traces = json.loads((options.folder / "cases.json").read_text())
     if options.ops:
         traces = [trace for trace in traces if trace["case"].split("-")[0] in options.ops]
     if options.smallest:
