@@ -333,6 +333,17 @@ def test_unpatch(family):
     assert model.get_experts_implementation() == implementation
 
 
+def test_unpatch_of_a_block_alone(patched):
+    """A fused layer around a block that is fused no longer runs as it did before."""
+    ids, block = tokens(1, 5), patched.model.layers[0].mlp
+    expected = patched(ids).logits
+    torch_moe_metal.unpatch(block)
+    assert type(block) is Qwen3MoeSparseMoeBlock
+    with counted() as calls:
+        assert relative(patched(ids).logits, expected) <= 1e-5
+    assert calls == {"gate": 1, "experts": 2, "residual_norm": 1}
+
+
 def test_dtype_and_new_parameters(patched):
     """The parameters are read at each call: casting and loading after patch() are seen."""
     ids = tokens(1, 5)

@@ -97,18 +97,19 @@ class MoE(nn.Module):
     def from_block(cls, block: nn.Module) -> "MoE":
         """The same layer as a transformers MoE block that `patch` knows, on the block's own weights, not copies."""
         from .transformers.blocks import FusedLlama4Block, fused_class
-        from .transformers.experts import expert_arguments, why_not_fused
+        from .transformers.experts import expert_arguments
 
         original = getattr(block, "original", type(block))
         family = getattr(fused_class(original), "family", None)
         if family is None or issubclass(fused_class(original), FusedLlama4Block):
             raise TypeError(f"torch_moe_metal.nn.MoE.from_block: no MoE layer of this form: {original.__name__}")
-        if reason := why_not_fused(block.experts):
+        experts, reason = expert_arguments(block.experts)
+        if reason:
             raise TypeError(f"torch_moe_metal.nn.MoE.from_block: cannot take {original.__name__}: {reason}")
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         shared, shared_gate = (getattr(block, name) if name else None for name in (family.shared, family.shared_gate))
-        module._take(family.routing(block), expert_arguments(block.experts), shared, shared_gate)
+        module._take(family.routing(getattr(block, family.router), block), experts, shared, shared_gate)
         return module.train(block.training)
 
     def _take(self, router: dict, experts: dict, shared: nn.Module | None, shared_gate: nn.Module | None) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import wants_grad
-from .experts import ACTIVATION_DTYPES, DEVICES, expert_arguments, why_not_fused
+from .experts import ACTIVATION_DTYPES, DEVICES, expert_arguments, member
 from .families import BLOCKS, GEMMA4_LAYERS, PRE_NORM_LAYERS, Block, family_name
 
 ops = torch.ops.moe_metal
@@ -32,27 +32,34 @@ class Fused(nn.Module):
     def untouched(self, *modules: nn.Module) -> bool:
         """Whether reading these modules' parameters is as good as calling them: no hook, no replaced forward, and
         still the classes that they were built with (PEFT and quantizers put their own in)."""
-        return all(
-            not (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
-            and "forward" not in m.__dict__
-            and type(m).__module__ in (self.original.__module__, "torch.nn.modules.linear")
-            for m in modules
-        )
+        homes = (self.original.__module__, "torch.nn.modules.linear")
+        for module in modules:
+            own = module.__dict__
+            if (
+                own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+                or own["_backward_hooks"]
+                or own["_backward_pre_hooks"]
+            ):
+                return False
+            if "forward" in own or type(module).__module__ not in homes:
+                return False
+        return True
 
     def free(self, x: Tensor) -> bool:
         """Whether nothing but our ops' result is asked of this call: no gradient, no autocast, a dtype of ours."""
+        device = x.device.type
         return (
             x.dtype in ACTIVATION_DTYPES
-            and x.device.type in DEVICES
-            and not torch.is_autocast_enabled(x.device.type)
+            and device in DEVICES
+            and not torch.is_autocast_enabled(device)
             and not wants_grad(self, x)
         )
 
-    def fits(self, x: Tensor) -> bool:
-        """The same for a module with experts. (The noise is Mixtral's and MiniMax's, in training.)"""
-        noisy = self.training and getattr(self, "jitter_noise", 0)
-        same_dtype = x.dtype == self.experts.down_proj.dtype
-        return not noisy and same_dtype and self.free(x) and why_not_fused(self.experts) is None
+    def experts_part(self, x: Tensor, experts: nn.Module) -> dict | None:
+        """The experts' part of the arguments of `experts`, or None where they have to be called themselves."""
+        arguments, obstacle = expert_arguments(experts)
+        return arguments if obstacle is None and x.dtype == arguments["down"].dtype else None
 
 
 def rebuild(original: type) -> nn.Module:
@@ -66,40 +73,60 @@ class FusedBlock(Fused):
     family: Block
 
     def forward(self, hidden_states: Tensor, *args, **kwargs):
-        if args or kwargs or not self.ready(hidden_states):
+        parts = None if args or kwargs else self.parts(hidden_states, self)
+        if parts is None:
             return super().forward(hidden_states, *args, **kwargs)
-        output, weights = self.moe(hidden_states)
+        output, weights = self.moe(hidden_states, parts)
         if self.family.returns == "output, weights":
             return output, weights.flatten(0, -2).to(output.dtype)
         return output
 
-    def ready(self, x: Tensor) -> bool:
-        return self.untouched(*getattr(self, self.family.router).modules(), self.experts) and self.fits(x)
+    def parts(self, x: Tensor, caller: Fused, *read: nn.Module) -> tuple[dict, dict] | None:
+        """This block's part of the arguments of `gate` and of `experts`, as they are now, or None where the original
+        forward of `caller` has to run: the block itself, or a layer that reads these modules too.
 
-    def moe(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        Every token passes here in every layer, and what these forwards add to their ops is felt: some 40 us in a Qwen3
+        layer on a slow Xeon core, of which 10 in here when it is called alone. Submodules are read from `_modules`
+        for `member`'s reason.
+        """
+        modules, family = self._modules, self.family
+        router, experts = modules[family.router], modules["experts"]
+        inside = router.modules() if router._modules else (router,)
+        if not self.untouched(experts, *inside, *read) or not caller.free(x):
+            return None
+        if self.training and getattr(self, "jitter_noise", 0):  # Mixtral's and MiniMax's
+            return None
+        arguments = self.experts_part(x, experts)
+        return None if arguments is None else (family.routing(router, self), arguments)
+
+    def moe(self, x: Tensor, parts: tuple[dict, dict], residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The block's output plus `residual`, both [..., H], and the routing weights [..., K]."""
-        weights, experts = ops.gate(x, **self.family.routing(self))
-        shared = {}
-        if self.family.shared:
-            shared["shared"] = getattr(self, self.family.shared)(x)
-        if self.family.shared_gate:
-            shared["shared_gate"] = getattr(self, self.family.shared_gate)(x).squeeze(-1)
-        return ops.experts(x, weights, experts, residual=residual, **shared, **expert_arguments(self.experts)), weights
+        routing, arguments = parts
+        family = self.family
+        weights, experts = ops.gate(x, **routing)
+        if family.shared:
+            arguments["shared"] = self._modules[family.shared](x)
+        if family.shared_gate:
+            arguments["shared_gate"] = self._modules[family.shared_gate](x).squeeze(-1)
+        if residual is not None:
+            arguments["residual"] = residual
+        return ops.experts(x, weights, experts, **arguments), weights
 
 
 class FusedLlama4Block(FusedBlock):
     """Llama 4: the routing weight multiplies an expert's input, and the block returns the router's logits too."""
 
     def forward(self, hidden_states: Tensor):
-        if not self.ready(hidden_states):
+        parts = self.parts(hidden_states, self)
+        if parts is None:
             return super().forward(hidden_states)
+        routing, arguments = parts
         x = hidden_states.flatten(0, -2)
-        routing = self.family.routing(self)
         logits = nn.functional.linear(x, routing.pop("router_weight"))
         weights, experts = ops.route(logits, **routing)
         inputs = (x.unsqueeze(-2) * weights.unsqueeze(-1)).to(x.dtype)
         ones = torch.ones_like(weights)
-        slots = ops.experts(inputs, ones.unsqueeze(-1), experts.unsqueeze(-1), **expert_arguments(self.experts))
+        slots = ops.experts(inputs, ones.unsqueeze(-1), experts.unsqueeze(-1), **arguments)
         return ops.weighted_sum(slots, ones, shared=self.shared_expert(x)), logits
 
 
@@ -109,15 +136,15 @@ class FusedPreNormLayer(Fused):
 
     def forward(self, hidden_states: Tensor, *args, attention_mask=None, position_embeddings=None, **kwargs):
         kwargs |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
-        if args or not self.ready(hidden_states):
+        inner = self._modules
+        mlp, norm = inner["mlp"], inner["post_attention_layernorm"]
+        known = not args and isinstance(mlp, FusedBlock)
+        parts = mlp.parts(hidden_states, self, mlp, norm) if known else None
+        if parts is None:
             return super().forward(hidden_states, *args, **kwargs)
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        norm = self.post_attention_layernorm
-        x, residual = ops.residual_norm(hidden_states, attended, norm.weight, eps=norm.variance_epsilon)
-        return self.mlp.moe(x, residual)[0]
-
-    def ready(self, x: Tensor) -> bool:
-        return self.untouched(self.post_attention_layernorm, self.mlp) and self.free(x) and self.mlp.ready(x)
+        attended, _ = inner["self_attn"](hidden_states=inner["input_layernorm"](hidden_states), **kwargs)
+        x, residual = ops.residual_norm(hidden_states, attended, member(norm, "weight"), eps=norm.variance_epsilon)
+        return mlp.moe(x, parts, residual)[0]
 
 
 class FusedGemma4Layer(Fused):
@@ -125,53 +152,62 @@ class FusedGemma4Layer(Fused):
 
     def forward(self, hidden_states: Tensor, per_layer_input=None, shared_kv_states=None, *args, **kwargs):
         kwargs |= {"shared_kv_states": shared_kv_states}
-        if args or not self.ready(hidden_states):
+        arguments = None if args else self.ready(hidden_states)
+        if arguments is None:
             return super().forward(hidden_states, per_layer_input, *args, **kwargs)
-        attended, _ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states),
+        inner = self._modules
+        attended, _ = inner["self_attn"](
+            hidden_states=inner["input_layernorm"](hidden_states),
             **{"position_embeddings": None, "attention_mask": None} | kwargs,
         )
-        residual = norm_add(hidden_states, attended, self.post_attention_layernorm)
-        output = self.mlp(self.pre_feedforward_layernorm(residual))
+        residual = norm_add(hidden_states, attended, inner["post_attention_layernorm"])
+        output = inner["mlp"](inner["pre_feedforward_layernorm"](residual))
         if self.enable_moe_block:
-            output = self.with_experts(output, residual)
+            output = self.with_experts(output, residual, arguments)
         if not self.hidden_size_per_layer_input:
-            return norm_add(residual, output, self.post_feedforward_layernorm, self.layer_scalar)
-        residual = norm_add(residual, output, self.post_feedforward_layernorm)
+            return norm_add(residual, output, inner["post_feedforward_layernorm"], self.layer_scalar)
+        residual = norm_add(residual, output, inner["post_feedforward_layernorm"])
         gated = self.act_fn(self.per_layer_input_gate(residual)) * per_layer_input
         output = self.per_layer_projection(gated)
         return norm_add(residual, output, self.post_per_layer_input_norm, self.layer_scalar)
 
-    def with_experts(self, dense: Tensor, residual: Tensor) -> Tensor:
+    def with_experts(self, dense: Tensor, residual: Tensor, arguments: dict) -> Tensor:
         """The norms of the dense MLP's output and of the experts' output, added."""
-        router = self.router
+        inner = self._modules
+        router = inner["router"]
         weights, experts = ops.gate(
             residual,
-            router.proj.weight,
-            norm_weight=router.scale * router.scalar_root_size,
-            per_expert_scale=router.per_expert_scale,
+            member(router._modules["proj"], "weight"),
+            norm_weight=member(router, "scale") * router.scalar_root_size,
+            per_expert_scale=member(router, "per_expert_scale"),
             top_k=router.config.top_k_experts,
             eps=router.eps,
         )
-        x = self.pre_feedforward_layernorm_2(residual)
-        output = ops.experts(x, weights, experts, **expert_arguments(self.experts))
-        dense_norm, norm = self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2
+        output = ops.experts(inner["pre_feedforward_layernorm_2"](residual), weights, experts, **arguments)
+        dense_norm, norm = inner["post_feedforward_layernorm_1"], inner["post_feedforward_layernorm_2"]
         one = torch.ones_like(weights[..., :1])
         slots = output.unsqueeze(-2)
-        return ops.weighted_sum_dual_norm_add(slots, one, dense, dense_norm.weight, norm.weight, eps=norm.eps)
+        return ops.weighted_sum_dual_norm_add(
+            slots, one, dense, member(dense_norm, "weight"), member(norm, "weight"), eps=norm.eps
+        )
 
-    def ready(self, x: Tensor) -> bool:
-        bypassed = [self.post_attention_layernorm, self.post_feedforward_layernorm]
+    def ready(self, x: Tensor) -> dict | None:
+        """The experts' part of the arguments of `experts`, none in a layer without them; or None where the original
+        forward has to run."""
+        inner = self._modules
+        read = [inner["post_attention_layernorm"], inner["post_feedforward_layernorm"]]
         if self.hidden_size_per_layer_input:
-            bypassed.append(self.post_per_layer_input_norm)
+            read.append(inner["post_per_layer_input_norm"])
         if not self.enable_moe_block:
-            return self.untouched(*bypassed) and self.free(x)
-        bypassed += [self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2, self.experts]
-        return self.untouched(*bypassed, *self.router.modules()) and self.fits(x)
+            return {} if self.untouched(*read) and self.free(x) else None
+        experts = inner["experts"]
+        read += [inner["post_feedforward_layernorm_1"], inner["post_feedforward_layernorm_2"], experts]
+        whole = self.untouched(*read, *inner["router"].modules()) and self.free(x)
+        return self.experts_part(x, experts) if whole else None
 
 
 def norm_add(residual: Tensor, x: Tensor, norm: nn.Module, scalar: Tensor | None = None) -> Tensor:
-    return ops.norm_add(residual, x, norm.weight, scalar, eps=norm.eps)
+    return ops.norm_add(residual, x, member(norm, "weight"), scalar, eps=norm.eps)
 
 
 @functools.cache

@@ -50,59 +50,71 @@ LLAMA4 = SimpleNamespace(
 )
 
 
-def layout(experts: nn.Module):
-    """What carries the interface's flags: the module itself, if it is on the interface."""
-    return experts if hasattr(experts, "has_gate") else LLAMA4
-
-
-def gate_of(experts: nn.Module) -> tuple | None:
-    """How this class gates, as in GATES; None when we do not know its function."""
-    function = getattr(type(experts), "_apply_gate", moe._default_apply_gate)
+def gate_of(function) -> tuple | None:
+    """How the class with this `_apply_gate` gates, as in GATES; None when we do not know it."""
     if function is moe._default_apply_gate:
         return DEFAULT_GATE
     name = f"{function.__module__}.{function.__qualname__}"
     return GATES.get(name.removeprefix("transformers.models.").removesuffix("._apply_gate"))
 
 
+def member(module: nn.Module, name: str):
+    """`module.name` of a parameter. Python would look for it everywhere else, raise an AttributeError and call
+    nn.Module's __getattr__: ten times slower, and most of what checking a module would cost."""
+    found = module._parameters.get(name)
+    return getattr(module, name) if found is None else found
+
+
+def expert_arguments(experts: nn.Module) -> tuple[dict, str | None]:
+    """This module's part of the arguments of `torch.ops.moe_metal.experts`, and why the op cannot take them (or None).
+
+    It runs at every call, since all of this may change between two. What equals the op's default is left out: a
+    keyword argument takes PyTorch about 1 us to parse.
+    """
+    flags = experts if "has_gate" in experts.__dict__ else LLAMA4
+    if not flags.has_gate:
+        return {}, "its experts have no gate"
+    gate = gate_of(getattr(type(experts), "_apply_gate", moe._default_apply_gate))
+    if gate is None:
+        return {}, f"its gate is its own: {type(experts).__name__}._apply_gate"
+    activation, alpha, limit = gate
+    if activation is None:
+        function = experts._modules.get("act_fn") or experts.act_fn
+        activation = activation_of(function)
+        if activation is None:
+            return {}, f"its activation is {getattr(function, '__name__', type(function).__name__)}"
+    weights = member(experts, "gate_up_proj"), member(experts, "down_proj")
+    arguments = {"gate_up": weights[0], "down": weights[1]}
+    if activation != "silu":
+        arguments["activation"] = activation
+    if flags.has_bias:
+        arguments["gate_up_bias"] = member(experts, "gate_up_proj_bias")
+        arguments["down_bias"] = member(experts, "down_proj_bias")
+    if alpha:
+        arguments["alpha"] = getattr(experts, alpha)
+    if limit:
+        arguments["limit"] = getattr(experts, limit)
+    if flags.is_transposed:
+        arguments["transposed"] = True
+    if not flags.is_concatenated:
+        arguments["interleaved"] = True
+        if gate is DEFAULT_GATE:
+            return {}, "its gate and up rows are interleaved, but its gate reads halves"
+    for weight in weights:
+        if type(weight) not in (nn.Parameter, Tensor):
+            return {}, f"its weights are of type {type(weight).__name__}"
+        if weight.dtype not in ACTIVATION_DTYPES:
+            return {}, f"its weights are {weight.dtype}"
+        if weight.device.type not in DEVICES:
+            return {}, f"its weights are on {weight.device.type}"
+        if weight.shape[0] > MAX_EXPERTS:
+            return {}, f"it has more than {MAX_EXPERTS} experts"
+    return arguments, None
+
+
 def why_not_fused(experts: nn.Module) -> str | None:
     """Why the op cannot express this module, or None when it can."""
-    flags = layout(experts)
-    if not flags.has_gate:
-        return "its experts have no gate"
-    gate = gate_of(experts)
-    if gate is None:
-        return f"its gate is its own: {type(experts).__name__}._apply_gate"
-    if gate[0] is None and activation_of(experts.act_fn) is None:
-        return f"its activation is {getattr(experts.act_fn, '__name__', type(experts.act_fn).__name__)}"
-    if not flags.is_concatenated and gate is DEFAULT_GATE:
-        return "its gate and up rows are interleaved, but its gate reads halves"
-    if experts.down_proj.shape[0] > MAX_EXPERTS:
-        return f"it has more than {MAX_EXPERTS} experts"
-    for weight in (experts.gate_up_proj, experts.down_proj):
-        if type(weight) not in (nn.Parameter, Tensor):
-            return f"its weights are of type {type(weight).__name__}"
-        if weight.dtype not in ACTIVATION_DTYPES:
-            return f"its weights are {weight.dtype}"
-        if weight.device.type not in DEVICES:
-            return f"its weights are on {weight.device.type}"
-    return None
-
-
-def expert_arguments(experts: nn.Module) -> dict:
-    """This module's part of the arguments of `torch.ops.moe_metal.experts`."""
-    flags = layout(experts)
-    activation, alpha, limit = gate_of(experts)
-    return {
-        "gate_up": experts.gate_up_proj,
-        "down": experts.down_proj,
-        "gate_up_bias": experts.gate_up_proj_bias if flags.has_bias else None,
-        "down_bias": experts.down_proj_bias if flags.has_bias else None,
-        "activation": activation or activation_of(experts.act_fn),
-        "alpha": getattr(experts, alpha) if alpha else 1.702,
-        "limit": getattr(experts, limit) if limit else None,
-        "interleaved": not flags.is_concatenated,
-        "transposed": flags.is_transposed,
-    }
+    return expert_arguments(experts)[1]
 
 
 _warned: set[type] = set()
@@ -124,11 +136,10 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     """
     if not torch.compiler.is_compiling():
         check_version()
-    reason = why_not_fused(self)
+    arguments, reason = expert_arguments(self)
     if reason is not None:
         warn_once(self, reason)
         return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    arguments = expert_arguments(self)
     if wants_grad(self, hidden_states, top_k_weights):
         return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     # Under autocast the two dtypes may differ; the weights' is the one that counts, as in grouped_mm.

@@ -1,8 +1,8 @@
 """Every MoE block of transformers that `patch` can fuse: where its parts are, and its router in the words of `gate`.
 
 The class decides, never an attribute's or a kernel's name: Laguna's router, for one, carries another router's name.
-A routing function gets the block and returns arguments of `torch.ops.moe_metal.gate`; it reads the parameters anew at
-every call, so that they may be moved, cast, loaded or tied at any time.
+A routing function gets the router and the block and returns arguments of `torch.ops.moe_metal.gate`; it reads the
+parameters anew at every call, so that they may be moved, cast, loaded or tied at any time.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .experts import member
+
 
 @dataclass(frozen=True)
 class Block:
     """How one class of block is built. The names are those of its attributes."""
 
-    routing: Callable[[nn.Module], dict]
+    routing: Callable[[nn.Module, nn.Module], dict]
     router: str = "gate"
     shared: str | None = None  # an expert that every token goes through
     shared_gate: str | None = None  # a linear layer to the logit of the shared expert's share
@@ -25,93 +27,85 @@ class Block:
 # ------------------------------------------------------------------------------------------------ softmax
 
 
-def softmax(block):
-    """The k best of the softmax over all experts, divided by their sum."""
-    return {"router_weight": block.gate.weight, "top_k": block.gate.top_k}
+def softmax(router, block):
+    """The k best of the softmax over all experts, divided by their sum. (The softmax over the k best logits alone, as
+    some have it, is the same.)"""
+    return {"router_weight": member(router, "weight"), "top_k": router.top_k}
 
 
-def softmax_optional(block):
+def unnormalized(router, block):
+    return softmax(router, block) | {"renormalize": "none"}
+
+
+def softmax_optional(router, block):
     """The same, divided by their sum only when the configuration says so."""
-    return softmax(block) | {"renormalize": "before_scale" if block.gate.norm_topk_prob else "none"}
+    return softmax(router, block) if router.norm_topk_prob else unnormalized(router, block)
 
 
-def softmax_of_top_k(block):
-    """The softmax over the k best logits, which is the softmax over all of them divided by the sum of the k best."""
-    return {"router_weight": block.router.weight, "top_k": block.router.top_k}
+def gpt_oss(router, block):
+    return softmax(router, block) | {"router_bias": member(router, "bias")}
 
 
-def gpt_oss(block):
-    return softmax_of_top_k(block) | {"router_bias": block.router.bias}
+def hunyuan_v1(router, block):
+    return {"router_weight": router.wg.weight, "top_k": router.top_k}
 
 
-def jamba(block):
-    return softmax_of_top_k(block) | {"renormalize": "none"}
-
-
-def hunyuan_v1(block):
-    return {"router_weight": block.gate.wg.weight, "top_k": block.gate.top_k}
-
-
-def deepseek_v2(block):
+def deepseek_v2(router, block):
     """The softmax's k best out of the best groups, neither divided nor biased."""
-    gate = block.gate
-    grouped = gate.topk_method == "group_limited_greedy"
-    return softmax(block) | {
-        "renormalize": "none",
-        "scaling_factor": gate.routed_scaling_factor,
-        "n_group": gate.num_group if grouped else 1,
-        "topk_group": gate.topk_group if grouped else 1,
+    grouped = router.topk_method == "group_limited_greedy"
+    return unnormalized(router, block) | {
+        "scaling_factor": router.routed_scaling_factor,
+        "n_group": router.num_group if grouped else 1,
+        "topk_group": router.topk_group if grouped else 1,
         "group_score": "max",
     }
 
 
-def mistral4(block):
-    gate = block.gate
-    return softmax_optional(block) | {
-        "scaling_factor": gate.routed_scaling_factor,
-        "n_group": gate.num_group,
-        "topk_group": gate.topk_group,
+def mistral4(router, block):
+    return softmax_optional(router, block) | {
+        "scaling_factor": router.routed_scaling_factor,
+        "n_group": router.num_group,
+        "topk_group": router.topk_group,
     }
 
 
 # ------------------------------------------------------------------------------------------------ sigmoid
 
 
-def deepseek_v3(block):
+def deepseek_v3(router, block):
     """The sigmoid's k best by score + bias out of the best groups."""
-    gate = block.gate
-    return mistral4(block) | {"scoring": "sigmoid", "select_bias": gate.e_score_correction_bias}
+    return mistral4(router, block) | {"scoring": "sigmoid", "select_bias": router.e_score_correction_bias}
 
 
-def sigmoid_bias(block):
+def sigmoid_bias(router, block):
     """The sigmoid's k best by score + bias, of all experts, divided by their sum."""
-    return softmax(block) | {"scoring": "sigmoid", "select_bias": block.e_score_correction_bias}
+    return softmax(router, block) | {"scoring": "sigmoid", "select_bias": block.e_score_correction_bias}
 
 
-def hy_v3(block):
-    return sigmoid_bias(block) | {"scaling_factor": block.gate.router_scaling_factor}
+def hy_v3(router, block):
+    return sigmoid_bias(router, block) | {"scaling_factor": router.router_scaling_factor}
 
 
-def minimax_m3(block):
+def minimax_m3(router, block):
     """The block scales the experts' sum; that is the same as scaling the weights."""
-    return softmax(block) | {
+    return softmax(router, block) | {
         "scoring": "sigmoid",
-        "select_bias": block.gate.e_score_correction_bias,
+        "select_bias": router.e_score_correction_bias,
         "scaling_factor": block.routed_scaling_factor,
     }
 
 
-def laguna(block):
-    return minimax_m3(block) | {"softcap": block.gate.router_logit_softcapping}
+def laguna(router, block):
+    return minimax_m3(router, block) | {"softcap": router.router_logit_softcapping}
 
 
-def flint(block):
-    return softmax_optional(block) | {"scoring": "sigmoid"}
+def flint(router, block):
+    return softmax_optional(router, block) | {"scoring": "sigmoid"}
 
 
-def llama4(block):
+def llama4(router, block):
     """Here the weight, the sigmoid of the logit, multiplies the expert's input."""
-    return jamba(block) | {"scoring": "sigmoid"}
+    return unnormalized(router, block) | {"scoring": "sigmoid"}
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -119,7 +113,7 @@ def llama4(block):
 GATED_SHARED = {"shared": "shared_expert", "shared_gate": "shared_expert_gate"}
 DEEPSEEK_V2 = Block(deepseek_v2, shared="shared_experts")
 DEEPSEEK_V3 = Block(deepseek_v3, shared="shared_experts")
-GRANITE = Block(softmax_of_top_k, router="router")
+GRANITE = Block(softmax, router="router")
 QWEN = Block(softmax_optional)
 QWEN_SHARED = Block(softmax_optional, **GATED_SHARED)
 
@@ -137,7 +131,7 @@ BLOCKS = {
     "olmoe.OlmoeSparseMoeBlock": QWEN,
     "flex_olmo.FlexOlmoSparseMoeBlock": QWEN,
     "mellum.MellumSparseMoeBlock": QWEN,
-    "jamba.JambaSparseMoeBlock": Block(jamba, router="router"),
+    "jamba.JambaSparseMoeBlock": Block(unnormalized, router="router"),
     "hunyuan_v1_moe.HunYuanMoEV1Moe": Block(hunyuan_v1, shared="shared_mlp"),
     "gpt_oss.GptOssMLP": Block(gpt_oss, router="router", returns="output, weights"),
     "granitemoe.GraniteMoeMoE": GRANITE,
