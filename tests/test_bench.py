@@ -8,14 +8,24 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from torch_moe_metal.__main__ import main
 from torch_moe_metal.bench import calls, here, measure
-from torch_moe_metal.bench.block import Block, Implementation, empty_block, expert_bytes, fitted, plain, transformers
+from torch_moe_metal.bench.block import (
+    Block,
+    Implementation,
+    configuration,
+    empty_block,
+    expert_bytes,
+    fitted,
+    plain,
+    transformers,
+)
 from torch_moe_metal.bench.calls import OPS, WHOLE, Call, Noise, Unfit, inputs
 from torch_moe_metal.bench.models import DEFAULT, MODELS, Model
 from torch_moe_metal.bench.plot import picture
-from torch_moe_metal.bench.report import Result
+from torch_moe_metal.bench.report import Progress, Result
 from torch_moe_metal.bench.rivals import RIVALS, rivals, too_large
 
 QUICK = ["--seconds", "0.001", "--device", "cpu"]
@@ -53,6 +63,16 @@ def test_sizes_are_those_of_transformers_block(name: str):
     optional |= {"gate_up_bias": E * 2 * I, "down_bias": E * H}
     expected += sum(optional[tensor] for tensor in model.tensors)
     assert sum(t.numel() for t in (*block.parameters(), *block.buffers())) == expected
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"qwen3-235b-a22b", "olmoe", "gpt-oss-20b", "gemma4-26b-a4b"}))
+def test_sizes_are_the_published_ones(name: str):
+    """Where they are transformers' defaults. Whether those renormalize is another matter: Qwen3's checkpoints do."""
+    published = AutoConfig.for_model(MODELS[name].config)
+    inner = "moe_intermediate_size" if hasattr(published, "moe_intermediate_size") else "intermediate_size"
+    left_out = {"norm_topk_prob", "intermediate_size", "moe_intermediate_size"} - {inner}
+    ours = {k: v for k, v in configuration(MODELS[name]).items() if hasattr(published, k) and k not in left_out}
+    assert ours == {k: getattr(published, k) for k in ours} and len(ours) >= 4
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -162,7 +182,7 @@ def test_fewer_experts_are_said(tiny, monkeypatch, capsys):
     monkeypatch.setattr(here, "fitted", lambda model, *_: replace(model, E=4))
     assert main(["bench", *QUICK, "--ops", "experts", "--tokens", "1", "--dtypes", "f32"]) == 0
     said = capsys.readouterr().out
-    assert "f32: 4 of 8 experts" in said and "T=1 E=4 K=2" in said
+    assert "f32: 4 of 8 experts" in said and "T=1 E=4/8 K=2" in said
 
 
 def test_free_memory():
@@ -224,7 +244,8 @@ def test_everything_as_json_and_as_a_picture(device: str, tiny, tmp_path, capsys
     assert [(r["dtype"], r["op"], r["T"]) for r in rows] == [
         (dtype, op, T) for dtype in ("bf16", "f32") for op in OPS for T in (1, 3)
     ]
-    assert all(r["us"] > 0 and r["bytes"] > 0 and r["x_pytorch"] > 0 and "failed" not in r for r in rows)
+    assert all(r["us"] > 0 and r["bytes"] > 0 and r["x_pytorch"] > 0 for r in rows)
+    assert all(set(r.get("failed", {})) <= {"mlx"} for r in rows)  # whose gather_mm takes only f32 on a CPU
     assert {name for r in rows if r["op"] == "block" for name in r["rivals_us"]} >= {
         f"transformers {name}" for name in ("eager", "batched_mm", "grouped_mm")
     }
@@ -238,9 +259,9 @@ def points(svg: str) -> dict[str, int]:
 
 
 def test_picture_of_rows_without_rivals_or_times():
-    call = Call("route", "<&>", MODELS[DEFAULT], 1)
+    call = Call("route", DEFAULT, MODELS[DEFAULT], 1)
     rows = [Result(call, 1e3, {"ours": 1e-6}), Result(call, 1e3, {}, failed={"ours": "why"})]
-    assert points(picture(rows, {"read": 20.0, "copy": 30.0}, {"device": "<cpu>"})) == {"ours": 1, "rival": 0}
+    assert points(picture(rows, {"read": 20.0, "copy": 30.0}, {"device": "<&>"})) == {"ours": 1, "rival": 0}
     assert points(picture(rows[1:], {"read": 20.0}, {})) == {"ours": 0, "rival": 0}
 
 
@@ -262,6 +283,22 @@ def test_defaults():
     ] == 4096
     options.model = "olmoe"
     assert {r.op for r in calls.calls_of(options, {torch.float32: MODELS["olmoe"]})} == set(WHOLE)
+
+
+def test_no_mps(monkeypatch, capsys):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert main(["bench", "--device", "mps"]) == 2
+    assert "--device mps: " in capsys.readouterr().err
+
+
+def test_progress_is_for_terminals_only(monkeypatch, capsys):
+    for terminal, wanted in ((True, True), (True, False), (False, True)):
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
+        progress = Progress(4, wanted)
+        progress.show(1, "experts")
+        progress.clear()
+        said = capsys.readouterr().err
+        assert ("[######------------------] 1/4  experts  0:00" in said) == bool(said) == (terminal and wanted)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .block import Block, Implementation, expert_bytes, fitted, plain, transformers
-from .calls import SHORT, TOKENS, WHOLE, WORTH_A_LIMIT, Call, Noise, calls_of, inputs, moved, wanted_ops
+from .calls import SHORT, TOKENS, WHOLE, WORTH_A_LIMIT, Call, Noise, Unfit, calls_of, inputs, moved, wanted_ops
 from .measure import Limits, free_memory, seconds_each
 from .models import DEFAULT, MODELS
 from .report import Result
@@ -35,6 +35,10 @@ class Here:
 
     def __init__(self, options: Namespace):
         self.device, self.seconds = options.device, options.seconds
+        if self.device == "mps" and not torch.backends.mps.is_available():
+            from ..doctor import devices
+
+            raise Unfit(f"--device mps: {dict(devices())['mps']}")
         name, whole = options.model or DEFAULT, bool(set(wanted_ops(options)) & set(WHOLE))
         free, tokens = free_memory(self.device), max(options.tokens or TOKENS[True])
         copies = 1 + has_mlx()

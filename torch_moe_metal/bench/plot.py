@@ -93,7 +93,7 @@ def limit_lines(limits: dict[str, float], across: Axis, up: Axis) -> list[str]:
     x, y = x1 + 0.3 * (x2 - x1), y1 + 0.3 * (y2 - y1)  # in the grey, where no point is
     turned = f'text-anchor="middle" transform="rotate({degrees(atan2(y2 - y1, x2 - x1)):.1f} {x:.1f} {y:.1f})"'
     told = ", ".join(f"{name} {speed:.4g} GB/s{' (dashed)' * (name == 'copy')}" for name, speed in limits.items())
-    return [*parts, text(x, y + 18, told, "", turned)]
+    return [*parts, text(x, y + 21, told, "", turned)]
 
 
 class Labels:
@@ -161,7 +161,7 @@ def picture(results: list[Result], limits: dict[str, float], about: dict[str, ob
     times = [time for r in results for time in r.seconds.values()] or [1e-3]
     up = Axis(times, TOP + PLOT_HEIGHT, TOP)
     models = ", ".join(dict.fromkeys(r.call.name for r in results))
-    key = "filled: torch_moe_metal (circle bf16 or f16, square f32)    ring: the fastest rival"
+    key = "filled: torch_moe_metal (circle bf16 or f16, square f32) · ring: the fastest rival"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">',
         f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>',

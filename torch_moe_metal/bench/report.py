@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from .calls import SHORT, Call
+from .models import MODELS
 
 MLX = "mlx"
 LETTERS = {"gate": "EKH", "route": "EK", "glu": "KI", "norm_add": "H", "residual_norm": "H"}
@@ -51,6 +52,8 @@ class Result:
     def shape(self) -> str:
         m, letters = self.call.model, LETTERS.get(self.call.op, "KH")
         sizes = "".join(f" {letter}={getattr(m, letter)}" for letter in letters)
+        if m.E < MODELS[self.call.name].E:  # memory holds no more
+            sizes = sizes.replace(f" E={m.E}", f" E={m.E}/{MODELS[self.call.name].E}")
         return f"T={self.call.T}{sizes}" + (f" S={m.S}" if self.call.op == "block" and m.S else "")
 
     def as_json(self) -> dict[str, object]:
@@ -90,12 +93,12 @@ def cell(value: float | None, form: str, width: int) -> str:
 
 def head(with_mlx: bool) -> str:
     mlx = f"{'x MLX':>7}" if with_mlx else ""
-    columns = f"{'op':28} {'shape':34} {'dtype':>5} {'us':>10} {'GB/s':>7} {'of limit':>9} {'x PyTorch':>10}"
+    columns = f"{'op':28} {'shape':36} {'dtype':>5} {'us':>10} {'GB/s':>7} {'of limit':>9} {'x PyTorch':>10}"
     return f"{columns}{mlx}  fastest of PyTorch"
 
 
 def line(result: Result, with_mlx: bool) -> str:
-    start = f"{result.call.op:28} {result.shape:34} {SHORT[result.call.dtype]:>5}"
+    start = f"{result.call.op:28} {result.shape:36} {SHORT[result.call.dtype]:>5}"
     if result.ours is None:
         return f"{start} FAILED: {result.failed['ours']}"
     best = result.fastest()
@@ -132,8 +135,8 @@ class Progress:
         if self.shown:
             full = self.WIDTH * done // self.rows
             minutes, seconds = divmod(int(time.monotonic() - self.start), 60)
-            bar = "█" * full + "░" * (self.WIDTH - full)
-            text = f"{bar} {done}/{self.rows}  {now}  {minutes}:{seconds:02}"
+            bar = "#" * full + "-" * (self.WIDTH - full)
+            text = f"[{bar}] {done}/{self.rows}  {now}  {minutes}:{seconds:02}"
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:

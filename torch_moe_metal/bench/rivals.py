@@ -111,9 +111,8 @@ def batched_mm(
         out = torch.bmm(chosen.mT if transposed else chosen, rows.unsqueeze(-1)).squeeze(-1)
         return out if bias is None else out.add_(bias[ids])
 
-    rows = inner(
-        linear(x.repeat_interleave(experts.shape[-1], 0), gate_up, gate_up_bias), interleaved, activation
-    )  # fmt: skip
+    slots = x.repeat_interleave(experts.shape[-1], 0)
+    rows = inner(linear(slots, gate_up, gate_up_bias), interleaved, activation)
     return (linear(rows, down, down_bias).view(*experts.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
