@@ -3,6 +3,8 @@
 #import <Metal/Metal.h>
 #import <MetalPerformanceShaders/MetalPerformanceShaders.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -44,6 +46,7 @@ void count_dispatch(Dispatch dispatch) {
 
 std::mutex fault_mutex;
 std::unique_ptr<Violation> fault;
+std::atomic<bool> is_fault = false;  // asked by every call of the encoder
 }  // namespace
 
 void count_host_sync(const std::string& op) {
@@ -54,10 +57,13 @@ void count_host_sync(const std::string& op) {
 void note_fault(const std::string& rule, const std::string& message) {
   std::lock_guard lock(fault_mutex);
   if (!fault) fault = std::make_unique<Violation>(rule, message);
+  is_fault = true;
 }
 
 void throw_noted_fault() {
+  if (!is_fault) return;
   std::unique_lock lock(fault_mutex);
+  is_fault = false;
   if (auto noted = std::exchange(fault, nullptr)) throw Violation(*noted);
 }
 
@@ -117,7 +123,7 @@ constexpr size_t guard_bytes = 256;
 constexpr unsigned char guard_value = 0xA5;
 // Fresh memory holds NaN in every float type, -1 in every integer type: an output that nobody wrote is seen.
 constexpr unsigned char poison_value = 0xFF;
-// Beyond this size poisoning would touch more memory than the tests do.
+// Beyond this size poisoning would touch more memory than the tests do. Where no kernel runs, the host's time counts.
 constexpr size_t poison_limit = size_t(1) << 30;
 
 std::mutex memory_mutex;
@@ -130,14 +136,13 @@ Memory allocate(size_t length, bool of_tensor) {
   if (!start) throw std::bad_alloc();
   std::memset(start, guard_value, guard_bytes);
   std::memset(start + guard_bytes + length, guard_value, guard_bytes);
-  if (length <= poison_limit) std::memset(start + guard_bytes, poison_value, length);
+  if (length <= poison_limit && !options().host_only) std::memset(start + guard_bytes, poison_value, length);
   return {start + guard_bytes, length, of_tensor};
 }
 
+// All bytes are equal to the one before them, and the first has the value.
 bool intact(const char* guard) {
-  for (size_t i = 0; i < guard_bytes; ++i)
-    if (static_cast<unsigned char>(guard[i]) != guard_value) return false;
-  return true;
+  return static_cast<unsigned char>(*guard) == guard_value && !std::memcmp(guard, guard + 1, guard_bytes - 1);
 }
 
 std::string broken_guard(const Memory& memory) {
@@ -438,12 +443,21 @@ SIM_VALUE(NSUInteger, maxTotalThreadsPerThreadgroup, MaxTotalThreadsPerThreadgro
  @public
   bool whole_simdgroups;  // the descriptor promised threadgroups of a multiple of 32 threads
   NSUInteger max_threads;
+  std::string* label_text;  // its label, as every dispatch reports it
 }
 @end
 
 @implementation SimPipeline
 + (const char*)kind {
   return "MTLComputePipelineState";
+}
+- (id)initWithLibrary:(const std::shared_ptr<metal_sim::Library>&)from kernel:(const metal_sim::Kernel*)found {
+  if ((self = [super initWithLibrary:from kernel:found])) label_text = new std::string;
+  return self;
+}
+- (void)dealloc {
+  delete label_text;
+  [super dealloc];
 }
 - (NSUInteger)maxTotalThreadsPerThreadgroup {
   return max_threads;
@@ -493,11 +507,11 @@ void check_bound_for_this_pipeline(const EncoderState& state) {
     const bool dynamic = parameter.space == metal_sim::Space::threadgroup;
     const uint64_t when =
         dynamic ? state.threadgroup_pipelines[parameter.index] : state.slots[parameter.index].pipeline;
+    if (when == state.pipeline_count) continue;
     const std::string what = at_index(parameter) + " of kernel " + state.pipeline->kernel->name;
     if (when == 0) broken("unbound", what + " was never bound");
-    if (when != state.pipeline_count)
-      broken("stale",
-             what + " was bound before this kernel's setComputePipelineState: and is left from another dispatch");
+    broken("stale",
+           what + " was bound before this kernel's setComputePipelineState: and is left from another dispatch");
   }
 }
 
@@ -515,20 +529,9 @@ void check_sizes(const EncoderState& state, const metal_sim::Size& grid, const m
     broken("threadgroup_memory", std::to_string(bytes) + " bytes of threadgroup memory; 32768 are allowed");
 }
 
-size_t bound_bytes(const EncoderState& state) {
-  std::map<const void*, size_t> bytes;
-  for (const auto& parameter : state.pipeline->kernel->parameters) {
-    if (parameter.space == metal_sim::Space::threadgroup) continue;
-    const auto& argument = state.slots[parameter.index].argument;
-    if (argument.data) bytes[argument.data] = std::max(bytes[argument.data], argument.length - argument.offset);
-  }
-  size_t total = 0;
-  for (auto& [data, length] : bytes) total += length;
-  return total;
-}
-
 std::vector<metal_sim::Bound> bound_arguments(const EncoderState& state) {
   std::vector<metal_sim::Bound> all;
+  all.reserve(state.pipeline->kernel->parameters.size());
   for (const auto& parameter : state.pipeline->kernel->parameters) {
     if (parameter.space == metal_sim::Space::threadgroup) continue;
     const auto& argument = state.slots[parameter.index].argument;
@@ -537,26 +540,45 @@ std::vector<metal_sim::Bound> bound_arguments(const EncoderState& state) {
   return all;
 }
 
+// From the bound offset to the end, or from the first of them where a buffer is bound more than once.
+size_t bound_bytes(const std::vector<metal_sim::Bound>& arguments) {
+  size_t total = 0;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    size_t first = arguments[i].offset, again = 0;
+    for (size_t j = 0; j < arguments.size(); ++j) {
+      if (arguments[j].contents != arguments[i].contents) continue;
+      first = std::min(first, arguments[j].offset);
+      again += j < i;
+    }
+    if (arguments[i].contents && !again) total += arguments[i].length - first;
+  }
+  return total;
+}
+
+// Runs the kernel, and says how long that took.
+double seconds_to_run(EncoderState& state, metal_sim::Size grid, metal_sim::Size threads, bool exact_threads) {
+  std::array<metal_sim::Argument, metal_sim::buffer_slots> arguments;
+  for (const auto& parameter : state.pipeline->kernel->parameters)
+    if (parameter.space != metal_sim::Space::threadgroup)
+      arguments[parameter.index] = state.slots[parameter.index].argument;
+  const auto start = std::chrono::steady_clock::now();
+  metal_sim::dispatch(*state.pipeline->kernel, arguments, state.threadgroup_lengths, grid, threads, exact_threads);
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
 void run(EncoderState& state, metal_sim::Size grid, metal_sim::Size threads, bool exact_threads) {
   if (!state.pipeline) broken("pipeline", "a dispatch without setComputePipelineState:");
   check_bound_for_this_pipeline(state);
   check_sizes(state, grid, threads);
 
-  std::array<metal_sim::Argument, metal_sim::buffer_slots> arguments;
-  for (const auto& parameter : state.pipeline->kernel->parameters)
-    if (parameter.space != metal_sim::Space::threadgroup)
-      arguments[parameter.index] = state.slots[parameter.index].argument;
+  const double seconds = metal_sim::options().host_only ? 0 : seconds_to_run(state, grid, threads, exact_threads);
+  auto arguments = bound_arguments(state);
+  const size_t buffer_bytes = bound_bytes(arguments);
   size_t constant_bytes = 0, threadgroup_bytes = state.pipeline->kernel->static_threadgroup_bytes;
   for (const auto& argument : arguments) constant_bytes += argument.bytes.size();
   for (size_t length : state.threadgroup_lengths) threadgroup_bytes += length;
-
-  const auto start = std::chrono::steady_clock::now();
-  if (!metal_sim::options().host_only)
-    metal_sim::dispatch(*state.pipeline->kernel, arguments, state.threadgroup_lengths, grid, threads, exact_threads);
-  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-  metal_sim::count_dispatch({state.pipeline->kernel->name, text(state.pipeline.label), grid, threads, exact_threads,
-                             threadgroup_bytes, bound_bytes(state), constant_bytes, seconds.count(),
-                             bound_arguments(state)});
+  metal_sim::count_dispatch({state.pipeline->kernel->name, *state.pipeline->label_text, grid, threads, exact_threads,
+                             threadgroup_bytes, buffer_bytes, constant_bytes, seconds, std::move(arguments)});
 }
 
 metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.depth}; }
@@ -860,6 +882,7 @@ void* command_buffer_object() {
   SimPipeline* pipeline = (SimPipeline*)[self newComputePipelineStateWithFunction:descriptor.computeFunction
                                                                             error:error];
   [pipeline setLabel:descriptor.label];
+  *pipeline->label_text = text(descriptor.label);
   // As Metal does: what the descriptor asks for is then the limit.
   if (descriptor.maxTotalThreadsPerThreadgroup) pipeline->max_threads = descriptor.maxTotalThreadsPerThreadgroup;
   pipeline->whole_simdgroups = descriptor.threadGroupSizeIsMultipleOfThreadExecutionWidth;

@@ -81,7 +81,7 @@ void count_host_sync(const std::string& op);
 // ---- set from Python between ops ----
 
 struct Options {
-  bool host_only = false;  // dispatches are checked and counted, and no kernel runs
+  bool host_only = false;  // dispatches are checked and counted, and no kernel runs; fresh memory is not poisoned
   std::pair<long, long> macos = {26, 0};
 };
 Options& options();
