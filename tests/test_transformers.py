@@ -18,11 +18,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
 
-import metal_sim
 import torch_moe_metal
 from conftest import SIMULATED
+from dispatch_table import decoding
 from tiny_models import FAMILIES, eager, experts_classes, tiny_model, tiny_module, tokens
-from torch_moe_metal import bench_model
 from torch_moe_metal.transformers.experts import _warned, experts_forward, why_not_fused
 from torch_moe_metal.transformers.families import BLOCKS
 from torch_moe_metal.transformers.version import check_version
@@ -209,27 +208,22 @@ def test_dispatches():
 
 
 def test_calls_per_token(device):
-    """Decoding one token takes fewer ops that reach the device, and none of ours makes the host wait."""
-    model, table = tiny_model("qwen3_moe", device), {}
-    for name, prepare in bench_model.variants(model, device).items():
-        prepare()
-        table[name] = ops_per_token(model, device)
-        print(f"{name:24}{table[name][0]:4} ops per token, {table[name][1]} Metal dispatches of ours")
-    layers, saved = 2, table["stock"][0] - table["patch"][0]
-    assert saved >= 25 * layers and table["experts_implementation"][0] < table["stock"][0], table
-
-
-def ops_per_token(model, device: str) -> tuple[int, int]:
-    """How many ops reach the device in one decoding step and, on the simulated mps, how many dispatches ours encode."""
-    cache = model(tokens(1, 8, device=device), use_cache=True).past_key_values
-    token = tokens(1, 1, device=device)
-    with bench_model.calls() as calls, contextlib.ExitStack() as stack:
-        record = stack.enter_context(metal_sim.record()) if device == "mps" and SIMULATED else None
-        model(token, past_key_values=cache)
-    if record is None:
-        return calls.total(), 0
-    assert not [op for op in record.host_syncs if "moe_metal" in op], record.host_syncs
-    return calls.total(), len(record.dispatches)
+    """A token takes fewer ops with our experts and fewer still with fused blocks, and none of ours makes the host wait.
+    A fused layer's MoE is five dispatches: residual_norm, the router in two, the experts in two."""
+    layers, simulated = 2, device == "mps" and SIMULATED
+    table = decoding(layers, device, simulated)
+    for name, loads in table.items():
+        print(f"{name:24}{loads}")
+    *stock, (ours, our_block), (fused, fused_block) = table.values()
+    for step, block in stock:
+        assert step.ours == block.ours == 0 and step.ops > ours.ops > fused.ops, table
+        assert block.ops >= 16 and block.ops > our_block.ops > fused_block.ops == 2, table
+        assert step.ops - fused.ops >= 20 * layers, table
+    assert (ours.ours, fused.ours, our_block.ours, fused_block.ours) == (layers, 3 * layers, 1, 2), table
+    if simulated:
+        assert (ours.dispatches, our_block.dispatches) == (2 * layers, 2), table
+        assert (fused.dispatches, fused_block.dispatches) == (5 * layers, 4), table
+        assert not any(load.waits for loads in list(table.values())[-2:] for load in loads), table
 
 
 def test_gemma4_variants():
