@@ -1,10 +1,8 @@
 // What both regimes of `experts` share: who serves whom, how threads take work, and how an output block is summed.
 #pragma once
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <vector>
 
@@ -39,31 +37,6 @@ struct Slots {
   }
   int64_t used() const { return static_cast<int64_t>(experts.size()); }
 };
-
-// body(integral_constant 0) ... body(integral_constant N-1), so that arrays of vectors stay in registers.
-template <int N, class Body>
-[[gnu::always_inline]] inline void unrolled(Body&& body) {
-  [&]<int... i>(std::integer_sequence<int, i...>) {
-    (body(std::integral_constant<int, i>()), ...);
-  }(std::make_integer_sequence<int, N>());
-}
-
-// Element (r, c) of a matrix stands at data[r * row + c * column].
-template <class Scalar>
-struct Matrix {
-  const Scalar* data;
-  int64_t row, column;
-  int64_t rows, columns;
-};
-
-// worker(take) on every thread; take() hands out the items 0, 1, ... to whoever asks first, and then `count`.
-// So a core slowed by other work delays no one. Which thread does an item changes no bit of its result.
-template <class Worker>
-void share(int64_t count, Worker&& worker) {
-  std::atomic<int64_t> taken = 0;
-  const auto take = [&] { return std::min(taken.fetch_add(1, std::memory_order_relaxed), count); };
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), count), 1, [&](int64_t, int64_t) { worker(take); });
-}
 
 // Rows of gate_up, inner or down that a thread takes at a time: 48 to 256 KB of weights in common models.
 constexpr int64_t kRows = 32;

@@ -1,189 +1,16 @@
-// `experts` in bfloat16 with several tokens per expert, on processors with AMX: tiles of 16 x 32 weights.
+// `experts` in bfloat16 on processors with AMX: tiles.h's products.
 //
-//   c[r][n] = sum over k of weight(r, k) * token[k][n]     16 rows, 16 tokens, k in steps of 32
-//
-// Weights are the left operand, which AMX reads as it lies in memory; what it wants rearranged (pairs of k side by
-// side, token by token) is the right one, and tokens are few. The result comes out with the tokens side by side, so two
-// rows of `inner` interleave into just that arrangement for pass 2. `inner` is rounded to bfloat16; sums are float.
-// Matrices that are not row-major, or whose sizes are no multiples of 32, are rearranged kRows at a time in cache.
+// A product comes out with the tokens side by side, so two rows of `inner` interleave into just the arrangement that
+// pass 2 wants. `inner` is rounded to bfloat16; sums are float.
 #pragma once
-#if defined(CPU_CAPABILITY_AVX512) && defined(__linux__)
-#include <cpuid.h>
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include "experts_parts.h"
 #include "pages.h"
+#include "tiles.h"
+#ifdef MOE_METAL_AMX
 
 namespace moe_metal {
 
-constexpr int64_t kTile = 16;   // rows of a weight tile, and tokens of a token tile
-constexpr int64_t kDepth = 32;  // bfloat16 of k in a tile
-constexpr int64_t kTileSize = kTile * kDepth;
-static_assert(kRows == 2 * kTile && kRows == kDepth && kLanes == kTile);
-
-// Whether the processor has AMX for bfloat16 and Linux lets this process use it.
-inline bool tiles_available() {
-  static const bool available = [] {
-    unsigned a, b, c, d;
-    constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kBf16 | kTiles)) != (kBf16 | kTiles)) return false;
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  }();
-  return available;
-}
-
-#define MOE_METAL_AMX [[gnu::target("amx-tile,amx-bf16")]]
-
-// All eight tiles as 16 rows of 64 bytes, for the life of this object and on this thread.
-class TileShapes {
- public:
-  MOE_METAL_AMX TileShapes() {
-    _tile_storeconfig(&before_);
-    _tile_loadconfig(&kOurs);
-  }
-  MOE_METAL_AMX ~TileShapes() { _tile_loadconfig(&before_); }
-  TileShapes(const TileShapes&) = delete;
-
- private:
-  struct alignas(64) Config {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  };
-  // In memory, since compilers see just the first words that the instruction reads.
-  static constexpr Config kOurs = {
-      1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {kTile, kTile, kTile, kTile, kTile, kTile, kTile, kTile}};
-  Config before_;
-};
-
-// 16 rows of a weight matrix: row r's k block b stands at data + r * row + b * block.
-struct WeightTiles {
-  const at::BFloat16* data;
-  int64_t row, block;
-};
-
-// c[g] = a strip of weights times token tile g, of which tokens + g * size is the first block. One strip at a time: its
-// 16 rows are as many streams as memory serves well (32 were 5 % slower).
-template <int G>
-MOE_METAL_AMX inline void multiply_tiles(const WeightTiles& weights, const at::BFloat16* tokens, int64_t size,
-                                         int64_t blocks, float (*c)[kTile][kTile]) {
-  static_assert(1 <= G && G <= 4);
-  _tile_zero(0);
-  if constexpr (G > 1) _tile_zero(1);
-  if constexpr (G > 2) _tile_zero(2);
-  if constexpr (G > 3) _tile_zero(3);
-  for (int64_t b = 0; b < blocks; ++b) {
-    const at::BFloat16* here = tokens + b * kTileSize;
-    _tile_loadd(4, weights.data + b * weights.block, weights.row * 2);
-    _tile_loadd(5, here, 64);
-    _tile_dpbf16ps(0, 4, 5);
-    if constexpr (G > 1) {
-      _tile_loadd(6, here + size, 64);
-      _tile_dpbf16ps(1, 4, 6);
-    }
-    if constexpr (G > 2) {
-      _tile_loadd(7, here + 2 * size, 64);
-      _tile_dpbf16ps(2, 4, 7);
-    }
-    if constexpr (G > 3) {
-      _tile_loadd(5, here + 3 * size, 64);
-      _tile_dpbf16ps(3, 4, 5);
-    }
-  }
-  _tile_stored(0, c[0], 64);
-  if constexpr (G > 1) _tile_stored(1, c[1], 64);
-  if constexpr (G > 2) _tile_stored(2, c[2], 64);
-  if constexpr (G > 3) _tile_stored(3, c[3], 64);
-}
-
-// 16 x 16 words of 32 bits, rows to columns.
-inline void transpose(__m512i (&m)[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(m[i], m[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(m[i], m[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    m[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    m[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    m[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    m[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int half = 0; half < 16; half += 8) {
-    for (int i = 0; i < 4; ++i) {
-      t[half + i] = _mm512_shuffle_i32x4(m[half + i], m[half + i + 4], 0x88);
-      t[half + i + 4] = _mm512_shuffle_i32x4(m[half + i], m[half + i + 4], 0xdd);
-    }
-  }
-  for (int i = 0; i < 8; ++i) {
-    m[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    m[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-  }
-}
-
-// `count` bfloat16, and zeros up to a tile's depth.
-inline __m512i load_part(const at::BFloat16* from, int64_t count) {
-  return _mm512_maskz_loadu_epi16(count >= kDepth ? ~0u : (1u << count) - 1, from);
-}
-
-// Rows to left operands, where AMX cannot read them as they lie: tiles of 16 rows side by side, filled up with zeros.
-inline void pack_rows(const Matrix<at::BFloat16>& weight, at::BFloat16* to) {
-  __m512i tile[kTile];
-  const auto load_row = [&](int64_t r, int64_t k) {
-    return r < weight.rows ? load_part(weight.data + r * weight.row + k, weight.columns - k) : _mm512_setzero_si512();
-  };
-  // Rows r = 0 .. 15 of column k, in the low halves of words. Rows may lie side by side or be every other one.
-  const auto load_column = [&](int64_t k) {
-    if (weight.rows <= 0 || k >= weight.columns) return _mm512_setzero_si512();
-    const auto* from = weight.data + k * weight.column;
-    if (weight.row == 1) return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((1u << weight.rows) - 1, from));
-    return _mm512_and_si512(load_part(from, 2 * weight.rows - 1), _mm512_set1_epi32(0xffff));
-  };
-  for (int64_t k = 0; k < weight.columns; k += kDepth, to += kTileSize) {
-    if (weight.column == 1) {
-      for (int64_t r = 0; r < kTile; ++r) tile[r] = load_row(r, k);
-    } else if (weight.row == 1 || weight.row == 2) {
-      for (int64_t p = 0; p < kTile; ++p) {
-        tile[p] = _mm512_or_si512(load_column(k + 2 * p), _mm512_slli_epi32(load_column(k + 2 * p + 1), 16));
-      }
-      transpose(tile);
-    } else {
-      alignas(64) at::BFloat16 gathered[kTile][kDepth] = {};
-      for (int64_t r = 0; r < weight.rows; ++r) {
-        const auto* row = weight.data + r * weight.row;
-        for (int64_t c = k; c < std::min(k + kDepth, weight.columns); ++c) gathered[r][c - k] = row[c * weight.column];
-      }
-      for (int64_t r = 0; r < kTile; ++r) tile[r] = _mm512_load_si512(gathered[r]);
-    }
-    for (int64_t r = 0; r < kTile; ++r) _mm512_storeu_si512(to + r * kDepth, tile[r]);
-  }
-}
-
-// Two strips of 16 rows as left operands. Each matrix has at most 16 rows; a strip past the last row is all zeros.
-class Strips {
- public:
-  explicit Strips(int64_t columns) : blocks_(at::divup(columns, kDepth)) {}
-  int64_t blocks() const { return blocks_; }
-
-  void read(int which, const Matrix<at::BFloat16>& weight) {
-    if (weight.column == 1 && weight.rows == kTile && weight.columns % kDepth == 0) {
-      tiles[which] = {weight.data, weight.row, kDepth};
-      return;
-    }
-    panels_.resize(2 * blocks_ * kTileSize);
-    at::BFloat16* panel = panels_.data() + which * blocks_ * kTileSize;
-    pack_rows(weight, panel);
-    tiles[which] = {panel, kDepth, kTileSize};
-  }
-  WeightTiles tiles[2];
-
- private:
-  int64_t blocks_;
-  std::vector<at::BFloat16> panels_;
-};
+static_assert(kRows == 2 * kTile && kRows == kDepth);
 
 // The slots of each expert in groups of 16, and what the groups bring to each pass, as right operands.
 struct TokenTiles {
@@ -204,41 +31,18 @@ struct TokenTiles {
   }
 };
 
-// The tokens of a group as a right operand: pairs of k side by side, token by token. Zeros fill it up.
-inline void pack_tokens(const Experts& call, const int64_t* slots, int64_t count, at::BFloat16* to) {
-  const at::BFloat16* x = call.x.data_ptr<at::BFloat16>();
-  for (int64_t k = 0; k < call.H; k += kDepth, to += kTileSize) {
-    __m512i tile[kTile];
-    for (int64_t n = 0; n < kTile; ++n) {
-      tile[n] = n < count ? load_part(x + slots[n] / call.K * call.H + k, call.H - k) : _mm512_setzero_si512();
-    }
-    transpose(tile);
-    for (int64_t p = 0; p < kTile; ++p) _mm512_storeu_si512(to + p * kDepth, tile[p]);
-  }
-}
-
 inline void pack_all_tokens(const Experts& call, const Slots& slots, const TokenTiles& tokens) {
+  const at::BFloat16* x = call.x.data_ptr<at::BFloat16>();
   share(slots.used(), [&](auto take) {
     for (int64_t group = take(); group < slots.used(); group = take()) {
       at::BFloat16* to = tokens.x.mutable_data_ptr<at::BFloat16>() + tokens.first[group] * tokens.x_size;
       for (int64_t at = slots.begin[group]; at < slots.begin[group + 1]; at += kTile, to += tokens.x_size) {
-        pack_tokens(call, slots.order.data() + at, slots.begin[group + 1] - at, to);
+        const int64_t* group_slots = slots.order.data() + at;
+        pack_right([&](int64_t i) { return x + group_slots[i] / call.K * call.H; }, slots.begin[group + 1] - at, call.H,
+                   to);
       }
     }
   });
-}
-
-// use(group, c0, c1) for each group of tokens: its products with the two strips.
-template <class Use>
-inline void multiply_groups(const Strips& strips, const at::BFloat16* tokens, int64_t size, int64_t groups, Use&& use) {
-  alignas(64) float c[2][4][kTile][kTile];
-  for (int64_t g = 0; g < groups; g += 4) {
-    const int64_t count = std::min<int64_t>(4, groups - g);
-    constexpr decltype(&multiply_tiles<1>) kMultiply[] = {multiply_tiles<1>, multiply_tiles<2>, multiply_tiles<3>,
-                                                          multiply_tiles<4>};
-    for (int w = 0; w < 2; ++w) kMultiply[count - 1](strips.tiles[w], tokens + g * size, size, strips.blocks(), c[w]);
-    for (int64_t i = 0; i < count; ++i) use(g + i, c[0][i], c[1][i]);
-  }
 }
 
 // Two rows of floats as pairs of bfloat16, rounded to nearest even; NaN stays NaN.
@@ -257,7 +61,7 @@ inline __m512i pairs(const Vec& even, const Vec& odd) {
 class GateUpTiles {
  public:
   GateUpTiles(const Experts& call, const Slots& slots, const TokenTiles& tokens)
-      : call_(call), slots_(slots), tokens_(tokens), strips_(call.H) {}
+      : call_(call), slots_(slots), tokens_(tokens), strips_(2, call.H) {}
 
   void operator()(int64_t group, int64_t row) {
     const int64_t expert = slots_.experts[group], first = tokens_.first[group];
@@ -301,7 +105,7 @@ class GateUpTiles {
 class DownTiles {
  public:
   DownTiles(const Experts& call, const Slots& slots, const TokenTiles& tokens, int64_t size)
-      : call_(call), slots_(slots), tokens_(tokens), size_(size), strips_(call.I), output_(call, size) {}
+      : call_(call), slots_(slots), tokens_(tokens), size_(size), strips_(2, call.I), output_(call, size) {}
 
   void operator()(int64_t first) {
     output_.start(first);

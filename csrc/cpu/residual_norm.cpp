@@ -16,15 +16,20 @@ void rows(const ResidualNorm& call) {
   const auto* weight = call.weight.data_ptr<float>();
   auto* output = call.output.mutable_data_ptr<Scalar>();
   auto* sum = call.sum.mutable_data_ptr<Scalar>();
+  const bool past = past_caches(call.output, H);
+  const auto put = [past](Scalar* to, const Vec& vec, auto count) {
+    if (std::is_same_v<decltype(count), Whole> && past) return store_past_caches(to, vec);
+    store(to, vec, count);
+  };
   for_each_row(call.T, 4 * H, H, [=](int64_t t, float* exact) {
     for_each_vector(H, [=](int64_t h, auto count) {
       const Vec total = load(residual + t * H + h, count) + load(input + t * H + h, count);
       store(exact + h, total, count);
-      store(sum + t * H + h, total, count);
+      put(sum + t * H + h, total, count);
     });
     const Vec scale(rms(exact, H, eps));
     for_each_vector(H, [=](int64_t h, auto count) {
-      store(output + t * H + h, load(exact + h, count) * scale * load(weight + h, count), count);
+      put(output + t * H + h, load(exact + h, count) * scale * load(weight + h, count), count);
     });
   });
 }

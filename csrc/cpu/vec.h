@@ -6,8 +6,11 @@
 #include <ATen/cpu/vec/vec.h>
 
 #include <algorithm>
+#include <atomic>
+#include <bit>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace moe_metal {
@@ -24,6 +27,14 @@ inline void for_each_vector(int64_t n, Body&& body) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) body(i, Whole());
   if (i < n) body(i, n - i);
+}
+
+// body(integral_constant 0) ... body(integral_constant N-1), so that arrays of vectors stay in registers.
+template <int N, class Body>
+[[gnu::always_inline]] inline void unrolled(Body&& body) {
+  [&]<int... i>(std::integer_sequence<int, i...>) {
+    (body(std::integral_constant<int, i>()), ...);
+  }(std::make_integer_sequence<int, N>());
 }
 
 template <class Scalar, class Count>
@@ -51,14 +62,31 @@ inline void store(Scalar* to, const Vec& vec, Count count) {
   }
 }
 
+// The same past the caches, for an output so large that it will have left them before anyone reads it: a plain store
+// first reads what it overwrites. `to` is aligned to the vector. See past_caches() in pages.h.
+template <class Scalar>
+inline void store_past_caches(Scalar* to, const Vec& vec) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  const auto converted = at::vec::convert<Scalar>(vec);
+  constexpr int64_t kBytes = kLanes * sizeof(Scalar), kStep = std::min<int64_t>(kBytes, 32);
+  alignas(64) char bytes[kBytes];
+  std::memcpy(bytes, &converted, kBytes);
+  for (int64_t i = 0; i < kBytes; i += kStep) {
+    auto* target = reinterpret_cast<char*>(to) + i;
+    if constexpr (kStep == 32) {
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(target), _mm256_load_si256(reinterpret_cast<__m256i*>(bytes + i)));
+    } else {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(target), _mm_load_si128(reinterpret_cast<__m128i*>(bytes + i)));
+    }
+  }
+#else
+  store(to, vec, Whole());
+#endif
+}
+
 // The sum of the lanes, always in the same order.
 inline float sum(const Vec& vec) {
-  float lanes[kLanes];
-  vec.store(lanes);
-  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
-    for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  return lanes[0];
+  return at::vec::vec_reduce_all<float>([](const Vec& a, const Vec& b) { return a + b; }, vec);
 }
 
 // body(Scalar()) for the dtype of an activation.
@@ -77,7 +105,25 @@ inline void for_each_row(int64_t rows, int64_t work, int64_t scratch, Body&& bod
   at::parallel_for(0, rows, std::max<int64_t>(1, kWorthAThread / work), [&](int64_t begin, int64_t end) {
     std::vector<float> floats(scratch);
     for (int64_t row = begin; row < end; ++row) body(row, floats.data());
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // orders stores past the caches, too
   });
 }
+
+// worker(take) on every thread; take() hands out the items 0, 1, ... to whoever asks first, and then `count`.
+// So a core slowed by other work delays no one. Which thread does an item changes no bit of its result.
+template <class Worker>
+void share(int64_t count, Worker&& worker) {
+  std::atomic<int64_t> taken = 0;
+  const auto take = [&] { return std::min(taken.fetch_add(1, std::memory_order_relaxed), count); };
+  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), count), 1, [&](int64_t, int64_t) { worker(take); });
+}
+
+// Element (r, c) of a matrix stands at data[r * row + c * column].
+template <class Scalar>
+struct Matrix {
+  const Scalar* data;
+  int64_t row, column;
+  int64_t rows, columns;
+};
 
 }  // namespace moe_metal

@@ -1,0 +1,172 @@
+// Matrix products of few vectors, as dot products at the speed of memory.
+//
+//   out[n][r] = sum over c of weight(r, c) * x[n][c]
+//
+// Weights are read where they lie and become float in registers. Each sum is a chain of its own, in an order that
+// depends on the matrix alone, so a token's result is the same whatever other tokens stand beside it.
+#pragma once
+#include "vec.h"
+
+namespace moe_metal {
+
+// Tokens for one matrix: the vector that each one brings and the place of its results.
+struct Tokens {
+  const float* const* x;
+  float* const* out;
+  int64_t count;
+};
+
+// How many sums are kept in registers: AVX-512 and ARM have 32 of them, others 16. Four rows of common models stay in
+// the first cache for the next tokens; a lone token takes eight, which keep more of memory's answers under way.
+#if defined(CPU_CAPABILITY_AVX512) || defined(__aarch64__)
+constexpr int kTokensAtOnce = 6, kVectorsOfRows = 16;
+#else
+constexpr int kTokensAtOnce = 2, kVectorsOfRows = 8;
+#endif
+
+// Rows that are contiguous: R rows against N tokens, vectors along the columns. Flattened, or the sums would live in
+// memory.
+template <int R, int N, class Scalar>
+[[gnu::flatten]] inline void dot(const Matrix<Scalar>& weight, int64_t first_row, const Tokens& tokens, int64_t first) {
+  Vec sums[R][N];
+  unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { sums[r][n] = Vec(0); }); });
+  const Scalar* rows = weight.data + first_row * weight.row;
+  const int64_t step = weight.row;
+  const float* x[N];
+  unrolled<N>([&](auto n) { x[n] = tokens.x[first + n]; });
+  for_each_vector(weight.columns, [&](int64_t column, auto count) __attribute__((always_inline)) {
+    Vec values[N];
+    unrolled<N>([&](auto n) { values[n] = load(x[n] + column, count); });
+    unrolled<R>([&](auto r) {
+      // Rows of 2 bytes a weight are too short for the processor's own prefetching: 10 % faster, and floats slower.
+      if constexpr (N == 1 && sizeof(Scalar) == 2) __builtin_prefetch(rows + (r + R) * step + column, 0, 2);
+      const Vec row = load(rows + r * step + column, count);
+      unrolled<N>([&](auto n) { sums[r][n] = at::vec::fmadd(row, values[n], sums[r][n]); });
+    });
+  });
+  unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { tokens.out[first + n][first_row + r] = sum(sums[r][n]); }); });
+}
+
+template <int R, class Scalar>
+inline void dot_rows(const Matrix<Scalar>& weight, int64_t row, const Tokens& tokens) {
+  int64_t n = 0;
+  for (; n + kTokensAtOnce <= tokens.count; n += kTokensAtOnce) dot<R, kTokensAtOnce>(weight, row, tokens, n);
+  for (; n + 2 <= tokens.count; n += 2) dot<R, 2>(weight, row, tokens, n);
+  for (; n < tokens.count; ++n) dot<R, 1>(weight, row, tokens, n);
+}
+
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+// The same for R rows of bfloat16 and a lone token, with fewer instructions: of 32 bits that hold two neighbours, a
+// shift makes one a float and a mask the other, and x is taken apart likewise, once for all rows.
+template <int R>
+[[gnu::flatten]] inline void dot_pairs(const Matrix<at::BFloat16>& weight, int64_t first_row, const Tokens& tokens) {
+  using Pairs = at::vec::Vectorized<int32_t>;
+  const Pairs half(16);
+  const Vec upper_half(std::bit_cast<float>(0xffff0000));
+  Vec sums[R];
+  unrolled<R>([&](auto r) { sums[r] = Vec(0); });
+  const at::BFloat16* rows = weight.data + first_row * weight.row;
+  const float* x = tokens.x[0];
+  int64_t column = 0;
+  for (; column + 2 * kLanes <= weight.columns; column += 2 * kLanes) {
+    const auto [even, odd] = at::vec::deinterleave2(Vec::loadu(x + column), Vec::loadu(x + column + kLanes));
+    unrolled<R>([&](auto r) {
+      const at::BFloat16* here = rows + r * weight.row + column;
+      __builtin_prefetch(here + R * weight.row, 0, 2);
+      const Pairs pairs = Pairs::loadu(here);
+      sums[r] = at::vec::fmadd(at::vec::cast<float>(pairs << half), even, sums[r]);
+      sums[r] = at::vec::fmadd(at::vec::cast<float>(pairs) & upper_half, odd, sums[r]);
+    });
+  }
+  for_each_vector(weight.columns - column, [&](int64_t i, auto count) __attribute__((always_inline)) {
+    const Vec value = load(x + column + i, count);
+    unrolled<R>(
+        [&](auto r) { sums[r] = at::vec::fmadd(load(rows + r * weight.row + column + i, count), value, sums[r]); });
+  });
+  unrolled<R>([&](auto r) { tokens.out[0][first_row + r] = sum(sums[r]); });
+}
+#endif
+
+template <class Scalar>
+inline void product_by_rows(const Matrix<Scalar>& weight, const Tokens& tokens) {
+  int64_t row = 0;
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  if constexpr (std::is_same_v<Scalar, at::BFloat16>) {
+    for (; tokens.count == 1 && row + 8 <= weight.rows; row += 8) dot_pairs<8>(weight, row, tokens);
+  }
+#endif
+  for (; tokens.count == 1 && row + 8 <= weight.rows; row += 8) dot<8, 1>(weight, row, tokens, 0);
+  for (; row + 4 <= weight.rows; row += 4) dot_rows<4>(weight, row, tokens);
+  for (; row < weight.rows; ++row) dot_rows<1>(weight, row, tokens);
+}
+
+// Columns that are contiguous: vectors along V * kLanes rows, against N tokens, `chunk` columns from `begin`.
+// Partial sums rest in `out` between chunks: that bounds both the rounding of long sums and the memory walked.
+template <int V, int N, class Scalar, class Count>
+[[gnu::flatten]] inline void axpy(const Matrix<Scalar>& weight, int64_t first_row, const Tokens& tokens, int64_t first,
+                                  int64_t begin, int64_t end, Count count) {
+  Vec sums[V][N];
+  unrolled<V>([&](auto v) { unrolled<N>([&](auto n) { sums[v][n] = Vec(0); }); });
+  const Scalar* rows = weight.data + first_row;
+  const float* x[N];
+  unrolled<N>([&](auto n) { x[n] = tokens.x[first + n]; });
+  for (int64_t column = begin; column < end; ++column) {
+    const Scalar* here = rows + column * weight.column;
+    Vec values[N];
+    unrolled<N>([&](auto n) { values[n] = Vec(x[n][column]); });
+    unrolled<V>([&](auto v) {
+      const Vec vec = load(here + v * kLanes, count);
+      unrolled<N>([&](auto n) { sums[v][n] = at::vec::fmadd(vec, values[n], sums[v][n]); });
+    });
+  }
+  unrolled<V>([&](auto v) {
+    unrolled<N>([&](auto n) {
+      float* out = tokens.out[first + n] + first_row + v * kLanes;
+      store(out, begin ? load(out, count) + sums[v][n] : sums[v][n], count);
+    });
+  });
+}
+
+template <int N, class Scalar>
+inline void axpy_rows(const Matrix<Scalar>& weight, const Tokens& tokens, int64_t first, int64_t begin, int64_t end) {
+  constexpr int V = kVectorsOfRows / N;
+  int64_t row = 0;
+  for (; row + V * kLanes <= weight.rows; row += V * kLanes) {
+    axpy<V, N>(weight, row, tokens, first, begin, end, Whole());
+  }
+  for (; row + kLanes <= weight.rows; row += kLanes) axpy<1, N>(weight, row, tokens, first, begin, end, Whole());
+  if (row < weight.rows) axpy<1, N>(weight, row, tokens, first, begin, end, weight.rows - row);
+}
+
+template <class Scalar>
+inline void product_by_columns(const Matrix<Scalar>& weight, const Tokens& tokens) {
+  constexpr int64_t kChunk = 512;
+  for (int64_t begin = 0; begin < weight.columns; begin += kChunk) {
+    const int64_t end = std::min(begin + kChunk, weight.columns);
+    int64_t first = 0;
+    for (; first + 4 <= tokens.count; first += 4) axpy_rows<4>(weight, tokens, first, begin, end);
+    for (; first < tokens.count; ++first) axpy_rows<1>(weight, tokens, first, begin, end);
+  }
+}
+
+// Neither is contiguous: rows are gathered a few at a time. Right for any strides, and not meant to be fast.
+template <class Scalar>
+inline void product_gathered(const Matrix<Scalar>& weight, const Tokens& tokens) {
+  std::vector<float> row(weight.columns);
+  std::vector<float*> out(tokens.count);
+  for (int64_t r = 0; r < weight.rows; ++r) {
+    const Scalar* from = weight.data + r * weight.row;
+    for (int64_t c = 0; c < weight.columns; ++c) row[c] = static_cast<float>(from[c * weight.column]);
+    for (int64_t n = 0; n < tokens.count; ++n) out[n] = tokens.out[n] + r;
+    product_by_rows(Matrix<float>{row.data(), 0, 1, 1, weight.columns}, {tokens.x, out.data(), tokens.count});
+  }
+}
+
+template <class Scalar>
+inline void product(const Matrix<Scalar>& weight, const Tokens& tokens) {
+  if (weight.column == 1) return product_by_rows(weight, tokens);
+  if (weight.row == 1) return product_by_columns(weight, tokens);
+  product_gathered(weight, tokens);
+}
+
+}  // namespace moe_metal

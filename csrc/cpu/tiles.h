@@ -1,0 +1,229 @@
+// Matrix products in bfloat16 on processors with AMX: tiles of 16 x 32 weights.
+//
+//   c[r][n] = sum over k of weight(r, k) * token[k][n]     16 rows, 16 tokens, k in steps of 32
+//
+// Weights are the left operand, which AMX reads as it lies in memory; what it wants rearranged (pairs of k side by
+// side, token by token) is the right one, and tokens are few. Matrices that are not row-major, or whose sizes are no
+// multiples of a tile's, are rearranged 16 rows at a time in cache. Sums are float, in an order that depends on the
+// matrix alone.
+#pragma once
+#if defined(CPU_CAPABILITY_AVX512) && defined(__linux__)
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <iterator>
+#include <vector>
+
+#include "vec.h"
+
+namespace moe_metal {
+
+constexpr int64_t kTile = 16;   // rows of a weight tile, and tokens of a token tile
+constexpr int64_t kDepth = 32;  // bfloat16 of k in a tile
+constexpr int64_t kTileSize = kTile * kDepth;
+static_assert(kLanes == kTile);
+
+// Whether the processor has AMX for bfloat16 and Linux lets this process use it.
+inline bool tiles_available() {
+  static const bool available = [] {
+    unsigned a, b, c, d;
+    constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kBf16 | kTiles)) != (kBf16 | kTiles)) return false;
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return available;
+}
+
+#define MOE_METAL_AMX [[gnu::target("amx-tile,amx-bf16")]]
+
+// All eight tiles as 16 rows of 64 bytes, for the life of this object and on this thread.
+class TileShapes {
+ public:
+  MOE_METAL_AMX TileShapes() {
+    _tile_storeconfig(&before_);
+    _tile_loadconfig(&kOurs);
+  }
+  MOE_METAL_AMX ~TileShapes() { _tile_loadconfig(&before_); }
+  TileShapes(const TileShapes&) = delete;
+
+ private:
+  struct alignas(64) Config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  };
+  // In memory, since compilers see just the first words that the instruction reads.
+  static constexpr Config kOurs = {
+      1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {kTile, kTile, kTile, kTile, kTile, kTile, kTile, kTile}};
+  Config before_;
+};
+
+// 16 rows of a weight matrix: row r's k block b stands at data + r * row + b * block.
+struct WeightTiles {
+  const at::BFloat16* data;
+  int64_t row, block;
+};
+
+// c[g] = a strip of weights times token tile g, of which tokens + g * size is the first block. One strip at a time: its
+// 16 rows are as many streams as memory serves well (32 were 5 % slower).
+template <int G>
+MOE_METAL_AMX inline void multiply_tiles(const WeightTiles& weights, const at::BFloat16* tokens, int64_t size,
+                                         int64_t blocks, float (*c)[kTile][kTile], bool add) {
+  static_assert(1 <= G && G <= 4);
+  if (add) {
+    _tile_loadd(0, c[0], 64);
+    if constexpr (G > 1) _tile_loadd(1, c[1], 64);
+    if constexpr (G > 2) _tile_loadd(2, c[2], 64);
+    if constexpr (G > 3) _tile_loadd(3, c[3], 64);
+  } else {
+    _tile_zero(0);
+    if constexpr (G > 1) _tile_zero(1);
+    if constexpr (G > 2) _tile_zero(2);
+    if constexpr (G > 3) _tile_zero(3);
+  }
+  for (int64_t b = 0; b < blocks; ++b) {
+    const at::BFloat16* here = tokens + b * kTileSize;
+    _tile_loadd(4, weights.data + b * weights.block, weights.row * 2);
+    _tile_loadd(5, here, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (G > 1) {
+      _tile_loadd(6, here + size, 64);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    if constexpr (G > 2) {
+      _tile_loadd(7, here + 2 * size, 64);
+      _tile_dpbf16ps(2, 4, 7);
+    }
+    if constexpr (G > 3) {
+      _tile_loadd(5, here + 3 * size, 64);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+  }
+  _tile_stored(0, c[0], 64);
+  if constexpr (G > 1) _tile_stored(1, c[1], 64);
+  if constexpr (G > 2) _tile_stored(2, c[2], 64);
+  if constexpr (G > 3) _tile_stored(3, c[3], 64);
+}
+
+// By the number of token tiles less one.
+constexpr decltype(&multiply_tiles<1>) kMultiply[] = {multiply_tiles<1>, multiply_tiles<2>, multiply_tiles<3>,
+                                                      multiply_tiles<4>};
+constexpr int64_t kGroups = std::size(kMultiply);
+
+// 16 x 16 words of 32 bits, rows to columns.
+inline void transpose(__m512i (&m)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(m[i], m[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(m[i], m[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    m[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    m[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    m[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    m[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int half = 0; half < 16; half += 8) {
+    for (int i = 0; i < 4; ++i) {
+      t[half + i] = _mm512_shuffle_i32x4(m[half + i], m[half + i + 4], 0x88);
+      t[half + i + 4] = _mm512_shuffle_i32x4(m[half + i], m[half + i + 4], 0xdd);
+    }
+  }
+  for (int i = 0; i < 8; ++i) {
+    m[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    m[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+  }
+}
+
+// `count` bfloat16, and zeros up to a tile's depth.
+inline __m512i load_part(const at::BFloat16* from, int64_t count) {
+  return _mm512_maskz_loadu_epi16(count >= kDepth ? ~0u : (1u << count) - 1, from);
+}
+
+// Rows to left operands, where AMX cannot read them as they lie: tiles of 16 rows side by side, filled up with zeros.
+inline void pack_rows(const Matrix<at::BFloat16>& weight, at::BFloat16* to) {
+  __m512i tile[kTile];
+  const auto load_row = [&](int64_t r, int64_t k) {
+    return r < weight.rows ? load_part(weight.data + r * weight.row + k, weight.columns - k) : _mm512_setzero_si512();
+  };
+  // Rows r = 0 .. 15 of column k, in the low halves of words. Rows may lie side by side or be every other one.
+  const auto load_column = [&](int64_t k) {
+    if (weight.rows <= 0 || k >= weight.columns) return _mm512_setzero_si512();
+    const auto* from = weight.data + k * weight.column;
+    if (weight.row == 1) return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((1u << weight.rows) - 1, from));
+    return _mm512_and_si512(load_part(from, 2 * weight.rows - 1), _mm512_set1_epi32(0xffff));
+  };
+  for (int64_t k = 0; k < weight.columns; k += kDepth, to += kTileSize) {
+    if (weight.column == 1) {
+      for (int64_t r = 0; r < kTile; ++r) tile[r] = load_row(r, k);
+    } else if (weight.row == 1 || weight.row == 2) {
+      for (int64_t p = 0; p < kTile; ++p) {
+        tile[p] = _mm512_or_si512(load_column(k + 2 * p), _mm512_slli_epi32(load_column(k + 2 * p + 1), 16));
+      }
+      transpose(tile);
+    } else {
+      alignas(64) at::BFloat16 gathered[kTile][kDepth] = {};
+      for (int64_t r = 0; r < weight.rows; ++r) {
+        const auto* row = weight.data + r * weight.row;
+        for (int64_t c = k; c < std::min(k + kDepth, weight.columns); ++c) gathered[r][c - k] = row[c * weight.column];
+      }
+      for (int64_t r = 0; r < kTile; ++r) tile[r] = _mm512_load_si512(gathered[r]);
+    }
+    for (int64_t r = 0; r < kTile; ++r) _mm512_storeu_si512(to + r * kDepth, tile[r]);
+  }
+}
+
+// Strips of 16 rows as left operands. Each matrix has at most 16 rows; a strip past the last row is all zeros.
+class Strips {
+ public:
+  Strips(int64_t count, int64_t columns) : tiles(count), blocks_(at::divup(columns, kDepth)) {}
+  int64_t blocks() const { return blocks_; }
+
+  void read(int64_t which, const Matrix<at::BFloat16>& weight) {
+    if (weight.column == 1 && weight.rows == kTile && weight.columns % kDepth == 0) {
+      tiles[which] = {weight.data, weight.row, kDepth};
+      return;
+    }
+    panels_.resize(tiles.size() * blocks_ * kTileSize);
+    at::BFloat16* panel = panels_.data() + which * blocks_ * kTileSize;
+    pack_rows(weight, panel);
+    tiles[which] = {panel, kDepth, kTileSize};
+  }
+  std::vector<WeightTiles> tiles;
+
+ private:
+  int64_t blocks_;
+  std::vector<at::BFloat16> panels_;
+};
+
+// Up to 16 rows of n bfloat16 as a right operand: pairs of k side by side, row by row. Zeros fill it up.
+template <class RowOf>
+inline void pack_right(RowOf&& row_of, int64_t count, int64_t n, at::BFloat16* to) {
+  for (int64_t k = 0; k < n; k += kDepth, to += kTileSize) {
+    __m512i tile[kTile];
+    for (int64_t i = 0; i < kTile; ++i) {
+      tile[i] = i < count ? load_part(row_of(i) + k, n - k) : _mm512_setzero_si512();
+    }
+    transpose(tile);
+    for (int64_t p = 0; p < kTile; ++p) _mm512_storeu_si512(to + p * kDepth, tile[p]);
+  }
+}
+
+// use(group, c0, c1) for each group of tokens: its products with the two strips.
+template <class Use>
+inline void multiply_groups(const Strips& strips, const at::BFloat16* tokens, int64_t size, int64_t groups, Use&& use) {
+  alignas(64) float c[2][kGroups][kTile][kTile];
+  for (int64_t g = 0; g < groups; g += kGroups) {
+    const int64_t count = std::min(kGroups, groups - g);
+    for (int w = 0; w < 2; ++w) {
+      kMultiply[count - 1](strips.tiles[w], tokens + g * size, size, strips.blocks(), c[w], false);
+    }
+    for (int64_t i = 0; i < count; ++i) use(g + i, c[0][i], c[1][i]);
+  }
+}
+
+}  // namespace moe_metal
+#endif
