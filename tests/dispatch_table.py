@@ -44,11 +44,10 @@ class Load:
 def load_of(function: Callable[[], object], simulated: bool) -> Load:
     with contextlib.ExitStack() as stack:
         record = stack.enter_context(metal_sim.record()) if simulated else metal_sim.Record()
-        counter: Counter = stack.enter_context(bench_model.calls())
+        ops: Counter = stack.enter_context(bench_model.calls())
         function()
-    ops = {op: n for op, n in counter.items() if not op.startswith(("aten._unsafe_view", "aten.empty"))}
     ours = sum(n for op, n in ops.items() if op.startswith("moe_metal."))
-    return Load(sum(ops.values()), ours, len(record.dispatches), record.host_syncs)
+    return Load(ops.total(), ours, len(record.dispatches), record.host_syncs)
 
 
 def qwen3(device: str, layers: int) -> torch.nn.Module:

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -283,6 +285,23 @@ def test_defaults():
     ] == 4096
     options.model = "olmoe"
     assert {r.op for r in calls.calls_of(options, {torch.float32: MODELS["olmoe"]})} == set(WHOLE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="for glibc's malloc")
+def test_freed_memory_is_kept():
+    """In a process of its own, for the rest of its life: a fresh output then costs no page fault."""
+    script = """
+import resource, torch
+from torch_moe_metal.bench.measure import keep_freed_memory
+assert keep_freed_memory()
+faults = []
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(64 << 18)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+assert faults[-1] < faults[0] / 8, faults
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_no_mps(monkeypatch, capsys):

@@ -71,12 +71,13 @@ def synchronized(device: str) -> float:
 
 @contextmanager
 def calls() -> Iterator[Counter]:
-    """Counts the ops that reach the device; views do not."""
+    """Counts the ops that reach the device; views and allocations do not."""
 
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if not function.is_view:
-                counter[str(function)] += 1
+            name = str(function)
+            if not (function.is_view or name.startswith(("aten._unsafe_view", "aten.empty"))):
+                counter[name] += 1
             return function(*args, **(kwargs or {}))
 
     counter: Counter = Counter()

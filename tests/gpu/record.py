@@ -24,7 +24,7 @@ import metal_sim  # noqa: E402
 import ptx  # noqa: E402
 import torch_moe_metal  # noqa: E402, F401
 from cases import CASES, SHAPES, Case, call  # noqa: E402
-from torch_moe_metal.bench.calls import Call  # noqa: E402
+from torch_moe_metal.bench.calls import Call, halves  # noqa: E402
 from torch_moe_metal.bench.models import DEFAULT, MODELS  # noqa: E402
 
 MOST = 3e7  # flops or bytes of a case that is worth replaying
@@ -85,12 +85,16 @@ def bench_traces(ops: list[str], model: str) -> Iterator[dict]:
             for dtype in DTYPES:
                 row = Call(op, model, MODELS[model], T, dtype)
                 if not (op == "experts" and T > 512):
-                    yield trace(row, {name: empty(row, name) for name in row.shapes})
+                    yield trace(row, empties(row))
 
 
-def empty(row: Call, argument: str) -> Tensor:
-    size = row.size(row.shapes[argument])
-    return torch.empty(size, dtype=row.dtype_of(argument), device="mps")
+def empties(row: Call) -> dict[str, Tensor]:
+    if row.op == "glu":
+        return halves(row, torch.empty(row.size("RG"), dtype=row.dtype, device="mps"))
+    return {
+        name: torch.empty(row.size(letters), dtype=row.dtype_of(name), device="mps")
+        for name, letters in row.shapes.items()
+    }
 
 
 def write(file: Path, traces: Iterator[dict], replaced: tuple[str, ...]) -> None:

@@ -14,6 +14,7 @@ It does not run the result: that takes a Mac.
 import base64
 import fcntl
 import hashlib
+import json
 import os
 import platform
 import re
@@ -108,10 +109,17 @@ def mac_extensions() -> list[CppExtension]:
 # ---------------------------------------------------------------------------------------------- compile and link
 
 
+def sdk_version(sdk: Path) -> str:
+    """Which macOS the SDK's headers know, as Apple's headers would say: zig's own C headers stand before the SDK's, and
+    say what they know."""
+    major, minor = json.loads((sdk / "SDKSettings.json").read_text())["Version"].split(".")[:2]
+    return f"-D__MAC_OS_X_VERSION_MAX_ALLOWED={major}{int(minor):02}00"
+
+
 def compile_flags(torch: Path) -> list[str]:
     flags = [f"-target {TARGET}", "-fblocks", "-fno-objc-arc", "-fno-sanitize=undefined", "-Werror"]
     if sdk := os.environ.get("MACOS_SDK"):
-        flags += [f"-isystem {sdk}/usr/include", f"-F {sdk}/System/Library/Frameworks"]
+        flags += [f"-isystem {sdk}/usr/include", f"-F {sdk}/System/Library/Frameworks", sdk_version(Path(sdk))]
     else:
         flags += [f"-I{HERE / 'headers'}"]
     return [*flags, f"-isystem {torch}/include", f"-isystem {torch}/include/torch/csrc/api/include"]

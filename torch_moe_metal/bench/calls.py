@@ -144,13 +144,17 @@ class Noise:
         return self(*size)
 
 
+def halves(call: Call, packed: Tensor) -> dict[str, Tensor]:
+    """glu's arguments as the layer has them: views of one packed tensor."""
+    interleaved = call.model.experts.get("interleaved")
+    gate, up = (packed[:, ::2], packed[:, 1::2]) if interleaved else packed.chunk(2, -1)
+    return {"gate": gate, "up": up}
+
+
 def inputs(call: Call, noise: Noise) -> dict[str, Tensor]:
     """One set of arguments, without the experts' weights."""
-    if call.op == "glu":  # views of one packed tensor, as the layer has them
-        packed = noise(*call.size("RG"))
-        interleaved = call.model.experts.get("interleaved")
-        gate, up = (packed[:, ::2], packed[:, 1::2]) if interleaved else packed.chunk(2, -1)
-        return {"gate": gate, "up": up}
+    if call.op == "glu":
+        return halves(call, noise(*call.size("RG")))
     return {name: noise.argument(call, name, s) for name, s in call.shapes.items() if name not in EXPERTS}
 
 

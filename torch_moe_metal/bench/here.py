@@ -52,6 +52,8 @@ class Here:
             for dtype, model in self.models.items()
             if model.E < MODELS[name].E
         ]
+        if options.keep_memory:
+            self.notes.append("Freed memory keeps its pages, as with jemalloc: fresh outputs cost no page faults.")
         if whole:
             self.notes += missing()
         self.limits = Limits(self.device, min(0.2, self.seconds))

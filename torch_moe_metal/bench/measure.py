@@ -1,5 +1,6 @@
 """Times, and the machine's own limits: how fast it reads and copies, and how much memory it has to give."""
 
+import ctypes
 import os
 import statistics
 import sys
@@ -111,6 +112,16 @@ def works(function: Callable[[], object]) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------ memory
+
+
+def keep_freed_memory() -> bool:
+    """From now on, freed memory keeps its pages, as with jemalloc and tcmalloc. glibc gives large blocks back to Linux,
+    so each fresh output pays for page faults, which can take longer than its values. -> whether glibc is here"""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:
+        return False
+    trim_threshold, mmap_max = -1, -4  # malloc.h
+    return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, 2**31 - 1))
 
 
 def free_memory(device: str) -> int:
