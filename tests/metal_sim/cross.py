@@ -109,17 +109,20 @@ def mac_extensions() -> list[CppExtension]:
 # ---------------------------------------------------------------------------------------------- compile and link
 
 
-def sdk_version(sdk: Path) -> str:
-    """Which macOS the SDK's headers know, as Apple's headers would say: zig's own C headers stand before the SDK's, and
-    say what they know."""
-    major, minor = json.loads((sdk / "SDKSettings.json").read_text())["Version"].split(".")[:2]
-    return f"-D__MAC_OS_X_VERSION_MAX_ALLOWED={major}{int(minor):02}00"
+def sdk_flags(sdk: Path) -> list[str]:
+    """Apple's own headers. zig's C headers stand before theirs and speak of another macOS, so we say which one these
+    are for."""
+    versions = {"MAX_ALLOWED": json.loads((sdk / "SDKSettings.json").read_text())["Version"]}
+    versions["MIN_REQUIRED"] = TARGET.partition("macos.")[2]
+    parts = {name: [int(part) for part in version.split(".")] for name, version in versions.items()}
+    macros = [f"-D__MAC_OS_X_VERSION_{name}={major}{minor:02}00" for name, (major, minor, *_) in parts.items()]
+    return [f"-isystem {sdk}/usr/include", f"-F {sdk}/System/Library/Frameworks", *macros]
 
 
 def compile_flags(torch: Path) -> list[str]:
     flags = [f"-target {TARGET}", "-fblocks", "-fno-objc-arc", "-fno-sanitize=undefined", "-Werror"]
     if sdk := os.environ.get("MACOS_SDK"):
-        flags += [f"-isystem {sdk}/usr/include", f"-F {sdk}/System/Library/Frameworks", sdk_version(Path(sdk))]
+        flags += sdk_flags(Path(sdk))
     else:
         flags += [f"-I{HERE / 'headers'}"]
     return [*flags, f"-isystem {torch}/include", f"-isystem {torch}/include/torch/csrc/api/include"]
