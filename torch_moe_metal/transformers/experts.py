@@ -145,7 +145,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     # Under autocast the two dtypes may differ; the weights' is the one that counts, as in grouped_mm.
     x = hidden_states.to(self.down_proj.dtype)
     weights = top_k_weights if top_k_weights.dtype in (x.dtype, torch.float32) else top_k_weights.float()
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # transformers 5.17 has no such attribute
         return normed_experts(self, x, weights, top_k_index, arguments).to(hidden_states.dtype)
     return torch.ops.moe_metal.experts(x, weights, top_k_index, **arguments).to(hidden_states.dtype)
 
