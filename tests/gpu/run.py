@@ -20,6 +20,8 @@ import sys
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,6 +44,7 @@ if "torch_moe_metal" not in sys.modules:
 from cases import CASES, Args, expected  # noqa: E402
 from checks import assert_matches  # noqa: E402
 from torch_moe_metal.bench import here, measure  # noqa: E402
+from torch_moe_metal.bench.block import Block, expert_bytes, plain  # noqa: E402
 from torch_moe_metal.bench.calls import EXPERTS, WORTH_A_LIMIT, Call, Noise, Unfit, inputs, moved, wanted_ops  # noqa: E402
 from torch_moe_metal.bench.models import DEFAULT, MODELS  # noqa: E402
 from torch_moe_metal.bench.report import Result  # noqa: E402
@@ -286,6 +289,30 @@ class Limits:
             self.gb_per_s[limit] = times_moved * self.BYTES / times[fastest] / 1e3
 
 
+class Chain:
+    """Two replays, the second on the first one's outputs."""
+
+    def __init__(self, first: Replay, then: Replay):
+        self.first, self.then, self.outputs = first, then, then.outputs
+
+    def __call__(self) -> None:
+        self.first()
+        self.then()
+
+
+# What measures a row: ours for each set of inputs, PyTorch's ways, and the bytes read.
+Work = tuple[list[Replay | Chain], dict[str, Callable], float]
+
+
+def parts_of(op: str) -> tuple[str, ...]:
+    return ("gate", "experts") if op == "block" else (op,)
+
+
+def parts(call: Call) -> list[Call]:
+    """Of which traces a row consists. A block's shared expert is PyTorch's own, and has none."""
+    return [] if call.op == "block" and call.model.S else [replace(call, op=op) for op in parts_of(call.op)]
+
+
 class Translated:
     """What `bench --device cuda-translated` measures with: the rows that are recorded, each in a CUDA graph."""
 
@@ -303,14 +330,14 @@ class Translated:
         ]
 
     def recorded(self, options: argparse.Namespace) -> list[Call]:
-        """Those rows that are asked for. The block is none: its shared expert has no trace."""
+        """Those rows that are asked for."""
         calls = []
         for dtype in options.dtypes:
             for op in wanted_ops(options):
-                rows = [name.split("-T")[-1].split("-")[0] for name in self.traces if name.startswith(f"{op}-")]
-                tokens = options.tokens or sorted({int(T) for T in rows})
+                names = [name for name in self.traces if name.startswith(f"{parts_of(op)[-1]}-")]
+                tokens = options.tokens or sorted({int(name.split("-T")[-1].split("-")[0]) for name in names})
                 calls += [Call(op, self.model, MODELS[self.model], T, dtype) for T in tokens]
-        return [call for call in calls if str(call) in self.traces]
+        return [call for call in calls if parts(call) and all(str(part) in self.traces for part in parts(call))]
 
     def about(self) -> dict[str, object]:
         return {"device": f"{torch.cuda.get_device_name()}, translated shaders", "torch": torch.__version__}
@@ -318,12 +345,11 @@ class Translated:
     def measure(self, call: Call) -> Result:
         torch.cuda.empty_cache()
         noise = Noise("cuda", call.dtype)
-        shared = {name: noise.argument(call, name, s) for name, s in call.shapes.items() if name in EXPERTS}
         sets = [inputs(call, noise) for _ in range(call.sets)]
-        replays = [Replay(self.kernels, self.traces[str(call)], s | shared) for s in sets]
-        theirs = [here.for_rivals(s) | shared for s in sets]
-        result = Result(call, statistics.mean(bytes_read(call, s, shared) for s in sets))
-        ways = self.agreeing(call, replays[0], theirs[0], result.failed)
+        replays, ways, bytes = (self.block if call.op == "block" else self.op)(call, noise, sets)
+        theirs = [here.for_rivals(s) for s in sets]
+        result = Result(call, bytes)
+        ways = self.agreeing(call, replays[0], ways, theirs[0], result.failed)
         if "ours" in result.failed:
             return result
         graphs = {"ours": captured(lambda: [replay() for replay in replays])}
@@ -336,12 +362,34 @@ class Translated:
             result.limits = self.limits.gb_per_s
         return result
 
-    def agreeing(self, call: Call, replay: Replay, theirs: Args, failed: dict[str, str]) -> dict[str, Callable]:
+    def op(self, call: Call, noise: Noise, sets: list[Args]) -> Work:
+        shared = {name: noise.argument(call, name, s) for name, s in call.shapes.items() if name in EXPERTS}
+        replays = [Replay(self.kernels, self.traces[str(call)], s | shared) for s in sets]
+        ways = {name: partial(way, **shared) for name, way in rivals(call.op, call.options).items()}
+        return replays, ways, statistics.mean(bytes_read(call, s, shared) for s in sets)
+
+    def block(self, call: Call, noise: Noise, sets: list[Args]) -> Work:
+        """The router's dispatches, and on their outputs those of the experts."""
+        block = Block.random(call.model, noise)
+        block.router = {name: tensor.to(call.dtype) for name, tensor in block.router.items()}  # as recorded
+        gate, experts = (self.traces[str(part)] for part in parts(call))
+        replays, bytes = [], []
+        for s in sets:
+            first = Replay(self.kernels, gate, {"hidden": s["x"], **block.router})
+            first()
+            weights, ids = first.outputs
+            then = Replay(self.kernels, experts, {"x": s["x"], "weights": weights, "experts": ids, **block.experts})
+            replays.append(Chain(first, then))
+            bytes.append(moved(s["x"]) + block.bytes_besides() + block.bytes_read(ids))
+        ways = {name.removeprefix("plain "): way.block for name, way in plain(block).items()}
+        return replays, ways, statistics.mean(bytes)
+
+    def agreeing(self, call: Call, replay, ways: dict, theirs: Args, failed: dict[str, str]) -> dict[str, Callable]:
         """PyTorch's ways that compute the same, of those that a graph can hold: a loop over experts it cannot."""
-        one = 3 * call.model.H * call.model.I * call.dtype.itemsize
+        one = expert_bytes(call.model, call.dtype)
         ways = {
             name: way
-            for name, way in rivals(call.op, call.options).items()
+            for name, way in ways.items()
             if name != "eager" and not too_large(name, call.T, call.model.K, one)
         }
 
