@@ -3,6 +3,7 @@
     python tests/gpu/run.py FOLDER                   # every case against the float64 reference
     python tests/gpu/run.py FOLDER --bench ...       # times: `bench --device cuda-translated`, with its arguments
     python tests/gpu/run.py FOLDER --sanitizers      # compute-sanitizer's four tools, over every kernel
+    python tests/gpu/run.py FOLDER --all             # these three
     python tests/gpu/run.py FOLDER --smallest        # what they run: small cases that launch every kernel
     python tests/gpu/run.py FOLDER --planted-race    # a broken kernel, which racecheck must catch
 
@@ -417,6 +418,7 @@ def main() -> int:
         "--bench", nargs=argparse.REMAINDER, metavar="...", help="times; the rest are bench's arguments"
     )
     parser.add_argument("--sanitizers", action="store_true")
+    parser.add_argument("--all", action="store_true", help="cases, sanitizers and times")
     parser.add_argument("--smallest", action="store_true")
     parser.add_argument("--planted-race", action="store_true")
     parser.add_argument("--ops", nargs="+", default=[])
@@ -424,6 +426,10 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("skipped: no CUDA device here")
         return 0
+    if options.all:
+        modes = [[], ["--sanitizers"], ["--bench"]]
+        codes = [subprocess.run([sys.executable, __file__, str(options.folder), *mode]).returncode for mode in modes]
+        return max(map(abs, codes))
     if options.bench is not None:
         from torch_moe_metal.__main__ import main as command
 
