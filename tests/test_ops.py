@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from cases import BFLOAT, CASES, OPTIONAL, SAMPLES, SHAPES, Args, Case, call, expected
+from cases import BFLOAT, CASES, FLOAT, OPTIONAL, SAMPLES, SHAPES, Args, Case, call, expected
 from checks import Guarded, assert_matches, bits, same_bits, with_leading
 from conftest import DEVICES, SIMULATED
 
@@ -144,7 +144,16 @@ def test_a_token_does_not_see_the_others(op: str, device: str):
         assert torch.equal(got.cpu()[others], want.cpu()[others])
 
 
-# ------------------------------------------------------------------------------------------------ large offsets
+# ------------------------------------------------------------------------------------------------ large tensors
+
+
+@pytest.mark.parametrize("H", [2048, 2047], ids=["aligned", "not_aligned"])
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=["f32", "bf16"])
+def test_outputs_larger_than_caches(dtype: torch.dtype, H: int):
+    """The CPU's residual_norm stores outputs of 8 MiB and more past the caches, where their rows are aligned."""
+    case = Case("residual_norm", "large", {"T": 2100, "H": H}, dtype=dtype)
+    args = case.arguments()
+    assert_matches(run(case, args, "cpu"), expected(case.op, args, case.options), case.longest_sum)
 
 
 def far_apart(rows: int, row: int, size: int, dtype: torch.dtype, device: str) -> Tensor:

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .bench.measure import synchronize
+
 PROMPT, TOKENS = 512, 16
 
 
@@ -64,8 +66,7 @@ def variants(model: nn.Module, device: str) -> dict[str, Callable[[], object]]:
 
 
 def synchronized(device: str) -> float:
-    if device == "mps":
-        torch.mps.synchronize()
+    synchronize(device)
     return time.perf_counter()
 
 
