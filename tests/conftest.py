@@ -3,6 +3,7 @@
 MOE_METAL_DEVICES=cpu (or mps) leaves one out. There is no silent skip: a simulator that cannot be built fails the run.
 """
 
+import math
 import os
 
 import pytest
@@ -15,6 +16,7 @@ SIMULATED = not torch.backends.mps.is_built()  # is_available() would make PyTor
 
 # The most work of a case in the fast set, in flops (an element of an argument counts for eight).
 FAST = {"cpu": 4e6, "mps": 1e6 if SIMULATED else 2e9}
+MOST_FLOPS = {"cpu": math.inf, "mps": 1e9 if SIMULATED else math.inf}  # more would take the simulator minutes to hours
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,6 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             pytest.param(case, device, id=f"{case}-{device}", marks=[pytest.mark.slow] if heavy(case, device) else [])
             for device in DEVICES
             for case in marker.args[0]
+            if case.flops <= MOST_FLOPS[device]
         ]
         metafunc.parametrize("case, device", rows, indirect=["device"])
     elif "device" in metafunc.fixturenames:

@@ -1,5 +1,7 @@
 // What stands between the two halves of an expert: act(gate) * up, on vectors of float.
 #pragma once
+#include <limits>
+
 #include "common.h"
 #include "vec.h"
 
@@ -8,16 +10,15 @@ namespace moe_metal {
 // x * sigmoid(z). exp(-z) saturates to inf or 0, so the result is -0 or x at the far ends, and a NaN in x stays NaN.
 inline Vec times_sigmoid(const Vec& x, const Vec& z) {
 #if defined(CPU_CAPABILITY_AVX512)
-  // exp(-z) = 2^t = 2^n * 2^r, the latter a polynomial; and a division by one step of Newton: half the instructions of
-  // the other way.
+  // exp(-z) = 2^t = 2^floor(t) * 2^r, the latter a polynomial; and a division by one step of Newton: half the
+  // instructions of the other way.
   const __m512 t = _mm512_mul_ps(z, _mm512_set1_ps(-1.44269504f)), one = _mm512_set1_ps(1);
-  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 r = _mm512_sub_ps(t, n);
-  __m512 power = _mm512_set1_ps(0.00132764713f);
-  for (float coefficient : {0.00967554096f, 0.0555071309f, 0.240221202f, 0.693146944f, 1.00000012f}) {
+  const __m512 r = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // t - floor(t)
+  __m512 power = _mm512_set1_ps(0.00187757669f);
+  for (float coefficient : {0.00898933969f, 0.0558263175f, 0.240153611f, 0.693153083f, 0.99999994f}) {
     power = _mm512_fmadd_ps(power, r, _mm512_set1_ps(coefficient));
   }
-  const __m512 sum = _mm512_add_ps(_mm512_scalef_ps(power, n), one);
+  const __m512 sum = _mm512_add_ps(_mm512_scalef_ps(power, t), one);  // scalef takes the floor itself
   __m512 inverse = _mm512_rcp14_ps(sum);
   const __mmask16 finite = _mm512_cmp_ps_mask(sum, _mm512_set1_ps(1e38f), _CMP_LT_OQ);
   inverse = _mm512_mask_fmadd_ps(inverse, finite, _mm512_fnmadd_ps(sum, inverse, one), inverse);
@@ -29,9 +30,11 @@ inline Vec times_sigmoid(const Vec& x, const Vec& z) {
 
 template <Activation activation>
 inline Vec activated(Vec gate, Vec up, const ActivationParams& params) {
-  const Vec limit(params.limit);
-  gate = at::vec::clamp_max(gate, limit);  // unlike minimum and maximum, these keep NaN at no cost
-  up = at::vec::clamp_min(at::vec::clamp_max(up, limit), limit.neg());
+  if (params.limit < std::numeric_limits<float>::infinity()) {  // a branch costs less than clamping for nothing
+    const Vec limit(params.limit);
+    gate = at::vec::clamp_max(gate, limit);  // unlike minimum and maximum, these keep NaN at no cost
+    up = at::vec::clamp_min(at::vec::clamp_max(up, limit), limit.neg());
+  }
   if constexpr (activation == Activation::silu) {
     return times_sigmoid(gate, gate) * up;
   } else if constexpr (activation == Activation::gelu) {

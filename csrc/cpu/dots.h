@@ -51,6 +51,9 @@ template <int R, class Scalar>
 inline void dot_rows(const Matrix<Scalar>& weight, int64_t row, const Tokens& tokens) {
   int64_t n = 0;
   for (; n + kTokensAtOnce <= tokens.count; n += kTokensAtOnce) dot<R, kTokensAtOnce>(weight, row, tokens, n);
+  if constexpr (kTokensAtOnce > 4 && R <= 4) {
+    for (; n + 4 <= tokens.count; n += 4) dot<R, 4>(weight, row, tokens, n);
+  }
   for (; n + 2 <= tokens.count; n += 2) dot<R, 2>(weight, row, tokens, n);
   for (; n < tokens.count; ++n) dot<R, 1>(weight, row, tokens, n);
 }
@@ -96,6 +99,9 @@ inline void product_by_rows(const Matrix<Scalar>& weight, const Tokens& tokens) 
   }
 #endif
   for (; tokens.count == 1 && row + 8 <= weight.rows; row += 8) dot<8, 1>(weight, row, tokens, 0);
+  if constexpr (kTokensAtOnce > 4) {
+    for (; tokens.count == 2 && row + 8 <= weight.rows; row += 8) dot<8, 2>(weight, row, tokens, 0);
+  }
   for (; row + 4 <= weight.rows; row += 4) dot_rows<4>(weight, row, tokens);
   for (; row < weight.rows; ++row) dot_rows<1>(weight, row, tokens);
 }

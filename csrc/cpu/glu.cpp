@@ -38,13 +38,14 @@ void rows(const Glu& call) {
   const auto* gate = call.gate.data_ptr<Scalar>();
   const auto* up = call.up.data_ptr<Scalar>();
   auto* output = call.output.mutable_data_ptr<Scalar>();
+  const bool past = past_caches(call.output, I);
   const RowOffsets gate_offset(call.gate), up_offset(call.up);
   for_each_row(call.rows, 4 * I, 0, [=, &call](int64_t row, float*) {
     const auto* g = gate + gate_offset(row);
     const auto* u = up + up_offset(row);
     auto* out = output + row * I;
     const auto one = [&](int64_t i, const Vec& g, const Vec& u, auto count) {
-      store(out + i, activated<activation>(g, u, call.params), count);
+      store(out + i, activated<activation>(g, u, call.params), count, past);
     };
     if (gate_stride == 1 && up_stride == 1) {
       for_each_vector(I, [=](int64_t i, auto count) { one(i, load(g + i, count), load(u + i, count), count); });

@@ -17,19 +17,15 @@ void rows(const ResidualNorm& call) {
   auto* output = call.output.mutable_data_ptr<Scalar>();
   auto* sum = call.sum.mutable_data_ptr<Scalar>();
   const bool past = past_caches(call.output, H);
-  const auto put = [past](Scalar* to, const Vec& vec, auto count) {
-    if (std::is_same_v<decltype(count), Whole> && past) return store_past_caches(to, vec);
-    store(to, vec, count);
-  };
   for_each_row(call.T, 4 * H, H, [=](int64_t t, float* exact) {
     for_each_vector(H, [=](int64_t h, auto count) {
       const Vec total = load(residual + t * H + h, count) + load(input + t * H + h, count);
       store(exact + h, total, count);
-      put(sum + t * H + h, total, count);
+      store(sum + t * H + h, total, count, past);
     });
     const Vec scale(rms(exact, H, eps));
     for_each_vector(H, [=](int64_t h, auto count) {
-      put(output + t * H + h, load(exact + h, count) * scale * load(weight + h, count), count);
+      store(output + t * H + h, load(exact + h, count) * scale * load(weight + h, count), count, past);
     });
   });
 }

@@ -199,16 +199,17 @@ class Strips {
   std::vector<at::BFloat16> panels_;
 };
 
-// Up to 16 rows of n bfloat16 as a right operand: pairs of k side by side, row by row. Zeros fill it up.
+// Up to 16 rows of n bfloat16 as a right operand: pairs of k side by side, row by row. Zeros fill it up. The pairs of
+// the next k stand `step` further.
 template <class RowOf>
-inline void pack_right(RowOf&& row_of, int64_t count, int64_t n, at::BFloat16* to) {
-  for (int64_t k = 0; k < n; k += kDepth, to += kTileSize) {
+inline void pack_right(RowOf&& row_of, int64_t count, int64_t n, at::BFloat16* to, int64_t step = kDepth) {
+  for (int64_t k = 0; k < n; k += kDepth) {
     __m512i tile[kTile];
     for (int64_t i = 0; i < kTile; ++i) {
       tile[i] = i < count ? load_part(row_of(i) + k, n - k) : _mm512_setzero_si512();
     }
     transpose(tile);
-    for (int64_t p = 0; p < kTile; ++p) _mm512_storeu_si512(to + p * kDepth, tile[p]);
+    for (int64_t p = 0; p < kTile; ++p, to += step) _mm512_storeu_si512(to, tile[p]);
   }
 }
 

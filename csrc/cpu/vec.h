@@ -84,6 +84,13 @@ inline void store_past_caches(Scalar* to, const Vec& vec) {
 #endif
 }
 
+// Either of the two. Tails are no vectors and take the plain way.
+template <class Scalar, class Count>
+inline void store(Scalar* to, const Vec& vec, Count count, bool past_caches) {
+  if (std::is_same_v<Count, Whole> && past_caches) return store_past_caches(to, vec);
+  store(to, vec, count);
+}
+
 // The sum of the lanes, always in the same order.
 inline float sum(const Vec& vec) {
   return at::vec::vec_reduce_all<float>([](const Vec& a, const Vec& b) { return a + b; }, vec);

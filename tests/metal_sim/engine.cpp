@@ -405,10 +405,12 @@ void Run::run_once(const Order& order) {
   state->device_epoch = device_epoch;
   state->threadgroup_epoch = threadgroup_epoch;
   state->device_dispatch_start = ++state->device_epoch;
-  Guard guard(settings().seconds);
+  Guard guard;
   try {
-    for (uint64_t i = 0; i < total; ++i)
+    for (uint64_t i = 0; i < total; ++i) {
+      guard.allow(settings().seconds);
       run_group(!turns.empty() ? turns[i] : order.kind == Order::Kind::backward ? total - 1 - i : i, order, random);
+    }
   } catch (...) {
     device_epoch = state->device_epoch + 1;
     threadgroup_epoch = state->threadgroup_epoch + 1;

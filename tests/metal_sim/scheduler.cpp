@@ -428,7 +428,7 @@ SimdgroupRecord& next_simdgroup() {
 
 // --- time and faults
 
-Failure out_of_time() { return {"time", "the kernel does not end (settings().seconds)"}; }
+Failure out_of_time() { return {"time", "the threadgroup does not end (settings().seconds)"}; }
 
 bool on_fiber(uint64_t address) {
   uint64_t begin = reinterpret_cast<uint64_t>(s.stacks);
@@ -489,7 +489,7 @@ void set_timer(double seconds) {
 
 }  // namespace
 
-Guard::Guard(double seconds) {
+Guard::Guard() {
   static std::byte* alternate = new std::byte[64 << 10];
   stack_t stack{};
   stack.ss_sp = alternate;
@@ -499,6 +499,9 @@ Guard::Guard(double seconds) {
   action.sa_sigaction = on_signal;
   action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
   for (size_t i = 0; i < 5; ++i) sigaction(signals(i), &action, &old_actions[i]);
+}
+
+void Guard::allow(double seconds) {
   s.out_of_time = 0;
   set_timer(seconds);
 }

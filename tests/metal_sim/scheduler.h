@@ -28,12 +28,13 @@ struct Random {
   }
 };
 
-// Signals and clock while kernels run; made once per run of a dispatch.
+// Signals while kernels run, and a clock; made once per run of a dispatch.
 class Guard {
  public:
-  explicit Guard(double seconds);
+  Guard();
   ~Guard();
   Guard(const Guard&) = delete;
+  void allow(double seconds);  // of CPU time from now on
 };
 
 // The 32 KB of threadgroup memory and who touched its bytes.

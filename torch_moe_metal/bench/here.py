@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .block import Block, Implementation, expert_bytes, fitted, plain, transformers
 from .calls import SHORT, TOKENS, WHOLE, WORTH_A_LIMIT, Call, Noise, Unfit, calls_of, inputs, moved, wanted_ops
-from .measure import Limits, free_memory, seconds_each
+from .measure import Limits, clone, free_memory, seconds_each
 from .models import DEFAULT, MODELS
 from .report import Result
 from .rivals import linear, rivals, too_large
@@ -89,16 +89,17 @@ class Here:
             functions = self.whole(call, sets)
         else:
             functions = of_op(call, sets)
-        result = Result(call, statistics.mean(self.bytes_read(call, s) for s in sets))
+        read = statistics.mean(self.bytes_read(call, s) for s in sets)
+        result = Result(call, read, on_cpu=self.device == "cpu")
         functions = agreeing(call, functions, result.failed)
         if "ours" not in functions:
             return result
+        kind, limit_moves = result.kind, self.limits.moved | {"clone": 2 * call.written}
         if result.bytes >= WORTH_A_LIMIT:
-            functions[result.kind] = self.limits.probes[result.kind]
+            functions[kind] = clone(call.written) if kind == "clone" else self.limits.probes[kind]
         result.seconds = seconds_each(functions, self.device, self.seconds)
-        for limit in ("read", "copy"):
-            if limit in result.seconds:
-                result.limits[limit] = self.limits.moved[limit] / result.seconds.pop(limit) / 1e9
+        if kind in result.seconds:
+            result.limits[kind] = limit_moves[kind] / result.seconds.pop(kind) / 1e9
         return result
 
     def whole(self, call: Call, sets: list[dict[str, Tensor]]) -> dict[str, Callable[[], object]]:

@@ -1,6 +1,7 @@
 """Times, and the machine's own limits: how fast it reads and copies, and how much memory it has to give."""
 
 import ctypes
+import itertools
 import os
 import statistics
 import sys
@@ -82,6 +83,12 @@ def reads(device: str, bytes: int = PROBED) -> dict[str, Callable[[], object]]:
         "amax": floats.amax,
         "mv": lambda: torch.mv(matrix, vector),
     }
+
+
+def clone(bytes: int) -> Callable[[], object]:
+    """A copy into fresh memory, on the CPU, of tensors so many that no cache holds the next one. Moves twice the bytes."""
+    sources = itertools.cycle(torch.ones(max(2, PROBED // bytes), bytes // 4))
+    return lambda: next(sources).clone()
 
 
 class Limits:
