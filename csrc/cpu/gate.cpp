@@ -314,28 +314,33 @@ class Blocks {
 
 constexpr bool kBlocks = true;
 
-// Few tokens share the experts out among the threads, and many share themselves out.
 template <class Operand>
 void by_blocks(const Gate& call) {
   constexpr int64_t kMost = 512, kFewPerThread = 64;
   const int64_t T = call.T, E = call.params.experts, threads = at::get_num_threads();
   const auto fraction = [=](int64_t count) { return at::divup(at::divup(count, threads), kTile) * kTile; };
-  const bool few = T < kFewPerThread * threads;
-  const int64_t tokens = few ? T : std::min(kMost, fraction(T)), experts = few ? std::min(E, fraction(E)) : E;
-  const int64_t most = std::min(T, kMost * threads);
-  const auto logits = scratch<float>(most * E);
-  for (int64_t first = 0; first < T; first += most) {
-    const int64_t count = std::min(most, T - first), groups = at::divup(E, experts);
-    const int64_t items = at::divup(count, tokens) * groups;
+  if (T < kFewPerThread * threads) {  // too few to share them out, so the experts are
+    const auto logits = scratch<float>(T * E);
+    const int64_t experts = std::min(E, fraction(E)), items = at::divup(E, experts);
     share(items, [&](auto take) {
-      Blocks<Operand> multiply(call, tokens, experts);
+      Blocks<Operand> multiply(call, T, experts);
       for (int64_t i = take(); i < items; i = take()) {
-        const int64_t t = i / groups * tokens, e = i % groups * experts;
-        multiply(first + t, std::min(tokens, count - t), e, std::min(experts, E - e), &logits[t * E + e]);
+        multiply(0, T, i * experts, std::min(experts, E - i * experts), &logits[i * experts]);
       }
     });
-    route_rows(call, first, count, logits.get());
+    return route_rows(call, 0, T, logits.get());
   }
+  const int64_t tokens = std::min(kMost, fraction(T)), items = at::divup(T, tokens);
+  share(items, [&](auto take) {
+    const auto logits = scratch<float>(tokens * E);
+    Blocks<Operand> multiply(call, tokens, E);
+    Rows route(call);
+    for (int64_t i = take(); i < items; i = take()) {
+      const int64_t first = i * tokens, count = std::min(tokens, T - first);
+      multiply(first, count, 0, E, logits.get());
+      for (int64_t t = 0; t < count; ++t) route(first + t, &logits[t * E]);
+    }
+  });
 }
 #else
 constexpr bool kBlocks = false;
