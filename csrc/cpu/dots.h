@@ -95,7 +95,8 @@ inline void product_by_rows(const Matrix<Scalar>& weight, const Tokens& tokens) 
   int64_t row = 0;
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
   if constexpr (std::is_same_v<Scalar, at::BFloat16>) {
-    for (; tokens.count == 1 && row + 8 <= weight.rows; row += 8) dot_pairs<8>(weight, row, tokens);
+    // Two rows are 88 % of memory's speed on 2 cores without AMX, four 86 and eight 83.
+    for (; tokens.count == 1 && row + 2 <= weight.rows; row += 2) dot_pairs<2>(weight, row, tokens);
   }
 #endif
   for (; tokens.count == 1 && row + 8 <= weight.rows; row += 8) dot<8, 1>(weight, row, tokens, 0);
