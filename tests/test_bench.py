@@ -210,6 +210,45 @@ def test_limits_are_sane(device: str):
     assert all(0.2 < speed < 20000 for speed in limits.gb_per_s.values()), limits.gb_per_s
 
 
+def test_a_clone_moves_twice_its_bytes_into_fresh_memory():
+    way = measure.clone(1 << 20)
+    first, second = way(), way()
+    assert first.sum() == (1 << 20) // 4 and first.data_ptr() != second.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "op, T, on_cpu, kind",
+    [
+        ("norm_add", 4096, True, "clone"),
+        ("norm_add", 4096, False, "copy"),
+        ("weighted_sum", 4096, True, "clone"),
+        ("weighted_sum_residual_", 4096, True, "read"),
+        ("weighted_sum_residual_norm_", 4096, True, "copy"),
+        ("experts", 1, True, "read"),
+    ],
+)
+def test_which_limit_holds(op: str, T: int, on_cpu: bool, kind: str):
+    call = Call(op, DEFAULT, MODELS[DEFAULT], T)
+    read = sum(torch.Size(call.size(letters)).numel() for letters in call.shapes.values()) * 2
+    assert Result(call, read, on_cpu=on_cpu).kind == kind
+
+
+def test_a_row_is_held_against_its_limit(tiny, monkeypatch, capsys):
+    """Rows of the least size that counts, each beside the probes of its kind."""
+    monkeypatch.setattr(here, "WORTH_A_LIMIT", 1)
+    ops = ["norm_add", "weighted_sum_residual_norm_", "experts"]
+    assert main(["bench", *QUICK, "--ops", *ops, "--tokens", "64", "--dtypes", "f32", "--json"]) == 0
+    rows = {row["op"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert {op: row["limit"] for op, row in rows.items()} == {
+        "norm_add": "clone",
+        "weighted_sum_residual_norm_": "copy",
+        "experts": "clone",
+    }
+    for row in rows.values():
+        assert row["of_limit"] == pytest.approx(row["gb_per_s"] / row["limit_gb_per_s"])
+        assert not {"read", "copy", "clone"} & set(row["rivals_us"])
+
+
 def test_seconds_each():
     times = measure.seconds_each({n: lambda n=n: time.sleep(n / 1000) for n in (1, 4)}, "cpu", 0.01)
     assert 0.001 <= times[1] < times[4] and times[4] >= 0.004

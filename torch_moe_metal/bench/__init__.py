@@ -73,7 +73,7 @@ def heading(there) -> str:
         f"Memory: {limits}.",
         "GB/s: bytes read and written, each once, over the median time; of the experts' weights, those of the experts",
         "chosen. of limit: that over the speed at which this machine reads memory (rows that write more than a tenth:",
-        "copies it; on the CPU clones a tensor as large as the outputs, for these are fresh memory at each call),",
+        "copies it; on the CPU, where outputs are fresh memory at each call: clones as much and reads the rest),",
         f"measured {there.limits.when}; for rows that move {WORTH_A_LIMIT >> 20} MiB or more.",
     ]
     return "\n".join(lines + there.notes)

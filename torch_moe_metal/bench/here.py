@@ -94,12 +94,20 @@ class Here:
         functions = agreeing(call, functions, result.failed)
         if "ours" not in functions:
             return result
-        kind, limit_moves = result.kind, self.limits.moved | {"clone": 2 * call.written}
-        if result.bytes >= WORTH_A_LIMIT:
-            functions[kind] = clone(call.written) if kind == "clone" else self.limits.probes[kind]
-        result.seconds = seconds_each(functions, self.device, self.seconds)
-        if kind in result.seconds:
-            result.limits[kind] = limit_moves[kind] / result.seconds.pop(kind) / 1e9
+        if result.bytes < WORTH_A_LIMIT:
+            result.seconds = seconds_each(functions, self.device, self.seconds)
+            return result
+        probes, moved_by = dict(self.limits.probes), self.limits.moved
+        if result.kind == "clone":
+            probes["clone"] = clone(call.written)
+        wanted = ("clone", "read") if result.kind == "clone" else (result.kind,)
+        result.seconds = seconds_each(functions | {name: probes[name] for name in wanted}, self.device, self.seconds)
+        spent = {name: result.seconds.pop(name) for name in wanted}
+        if result.kind == "clone":
+            least = spent["clone"] + (read - call.written) / moved_by["read"] * spent["read"]
+            result.limits["clone"] = result.bytes / least / 1e9
+        else:
+            result.limits[result.kind] = moved_by[result.kind] / spent[result.kind] / 1e9
         return result
 
     def whole(self, call: Call, sets: list[dict[str, Tensor]]) -> dict[str, Callable[[], object]]:

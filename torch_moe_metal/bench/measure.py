@@ -86,7 +86,7 @@ def reads(device: str, bytes: int = PROBED) -> dict[str, Callable[[], object]]:
 
 
 def clone(bytes: int) -> Callable[[], object]:
-    """A copy into fresh memory, on the CPU, of tensors so many that no cache holds the next one. Moves twice the bytes."""
+    """Copies into fresh memory on the CPU, of tensors in turn so that no cache holds them. Moves twice the bytes."""
     sources = itertools.cycle(torch.ones(max(2, PROBED // bytes), bytes // 4))
     return lambda: next(sources).clone()
 

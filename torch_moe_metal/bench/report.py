@@ -34,10 +34,12 @@ class Result:
     @property
     def kind(self) -> str:
         """Which limit holds for it: a row that writes next to nothing can go as fast as memory can be read. On the CPU,
-        outputs are fresh memory, whose page faults may take longer than its values, for a clone as for the row."""
-        if self.read > 9 * self.call.written:
-            return "read"
-        return "clone" if self.on_cpu and not self.call.op.endswith("_") else "copy"
+        large outputs are fresh memory at each call, whose page faults may take longer than its values: the limit is to
+        clone as much as is written and to read the rest."""
+        written = self.call.written / self.bytes
+        if self.on_cpu and written > 0.01 and not self.call.op.endswith("_"):
+            return "clone"
+        return "read" if written < 0.1 else "copy"
 
     @property
     def share(self) -> float | None:
