@@ -643,6 +643,10 @@ def many_tokens() -> list[Case]:
         # Tokens times experts are what the gate needs to be cut into tiles.
         Case("gate", "tiles", {"T": 129, "E": 961, "K": 5, "H": 4}, OPTIONAL["gate"], {"top_k": 5}, BFLOAT),
         Case("gate", "tiles-odd", {"T": 129, "E": 961, "K": 5, "H": 67}, OPTIONAL["gate"], {"top_k": 5}, HALF),
+        # And tokens alone for the CPU's blocks, which are in bfloat16 where there are AMX and no norm.
+        Case("gate", "blocks", {"T": 261, "E": 20, "K": 5, "H": 70}, (), {"top_k": 5}, FLOAT),
+        Case("gate", "blocks", {"T": 261, "E": 20, "K": 5, "H": 70}, (), {"top_k": 5}, BFLOAT),
+        Case("gate", "blocks-normed", {"T": 261, "E": 20, "K": 5, "H": 270}, OPTIONAL["gate"], {"top_k": 5}, FLOAT),
         Case("glu", "T32769", {"T": T, "I": 17}, (), {}, BFLOAT),
         Case("experts", "T32769", {"T": T, "E": 5, "K": 2, "H": 20, "I": 12}, BIASES, {}, BFLOAT),
         Case("experts", "T40001", {"T": 40001, "E": 8, "K": 1, "H": 64, "I": 64}, (), {}, FLOAT),
