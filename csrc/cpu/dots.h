@@ -17,7 +17,7 @@ struct Tokens {
 };
 
 // How many sums are kept in registers: AVX-512 and ARM have 32 of them, others 16. Four rows of common models stay in
-// the first cache for the next tokens; a lone token takes eight, which keep more of memory's answers under way.
+// the first cache for the next tokens; one or two tokens take eight, which keep more of memory's answers under way.
 #if defined(CPU_CAPABILITY_AVX512) || defined(__aarch64__)
 constexpr int kTokensAtOnce = 6, kVectorsOfRows = 16;
 #else
@@ -51,7 +51,7 @@ template <int R, class Scalar>
 inline void dot_rows(const Matrix<Scalar>& weight, int64_t row, const Tokens& tokens) {
   int64_t n = 0;
   for (; n + kTokensAtOnce <= tokens.count; n += kTokensAtOnce) dot<R, kTokensAtOnce>(weight, row, tokens, n);
-  if constexpr (kTokensAtOnce > 4 && R <= 4) {
+  if constexpr (kTokensAtOnce > 4) {
     for (; n + 4 <= tokens.count; n += 4) dot<R, 4>(weight, row, tokens, n);
   }
   for (; n + 2 <= tokens.count; n += 2) dot<R, 2>(weight, row, tokens, n);

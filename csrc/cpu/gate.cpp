@@ -5,7 +5,9 @@
 //   blocks   many tokens, on AVX-512: oneDNN's brgemm, in float, or with AMX in bfloat16
 #include <torch/library.h>
 
+#include <cstdlib>
 #include <memory>
+#include <new>
 
 #include "contract.h"
 #include "dots.h"
@@ -74,7 +76,9 @@ template <class Scalar>
 std::unique_ptr<Scalar[], Free> scratch(int64_t count) {
   constexpr size_t kLine = 64;
   const size_t bytes = at::divup(count * sizeof(Scalar), kLine) * kLine;
-  return std::unique_ptr<Scalar[], Free>(static_cast<Scalar*>(std::aligned_alloc(kLine, bytes)));
+  void* memory = std::aligned_alloc(kLine, std::max(bytes, kLine));
+  if (!memory) throw std::bad_alloc();
+  return std::unique_ptr<Scalar[], Free>(static_cast<Scalar*>(memory));
 }
 
 void by_dots(const Gate& call) {

@@ -73,8 +73,8 @@ def heading(there) -> str:
         f"Memory: {limits}.",
         "GB/s: bytes read and written, each once, over the median time; of the experts' weights, those of the experts",
         "chosen. of limit: that over the speed at which this machine reads memory (rows that write more than a tenth:",
-        "copies it; on the CPU, where outputs are fresh memory at each call: clones as much and reads the rest),",
-        f"measured {there.limits.when}; for rows that move {WORTH_A_LIMIT >> 20} MiB or more.",
+        f"copies it), measured {there.limits.when}; for rows that move {WORTH_A_LIMIT >> 20} MiB or more.",
+        "of clone: over cloning as much as is written and reading the rest, since a CPU's outputs are fresh memory.",
     ]
     return "\n".join(lines + there.notes)
 

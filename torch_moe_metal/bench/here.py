@@ -94,20 +94,17 @@ class Here:
         functions = agreeing(call, functions, result.failed)
         if "ours" not in functions:
             return result
-        if result.bytes < WORTH_A_LIMIT:
-            result.seconds = seconds_each(functions, self.device, self.seconds)
-            return result
-        probes, moved_by = dict(self.limits.probes), self.limits.moved
-        if result.kind == "clone":
-            probes["clone"] = clone(call.written)
-        wanted = ("clone", "read") if result.kind == "clone" else (result.kind,)
-        result.seconds = seconds_each(functions | {name: probes[name] for name in wanted}, self.device, self.seconds)
-        spent = {name: result.seconds.pop(name) for name in wanted}
-        if result.kind == "clone":
-            least = spent["clone"] + (read - call.written) / moved_by["read"] * spent["read"]
-            result.limits["clone"] = result.bytes / least / 1e9
-        else:
-            result.limits[result.kind] = moved_by[result.kind] / spent[result.kind] / 1e9
+        probes: dict[str, Callable[[], object]] = {}
+        if result.bytes >= WORTH_A_LIMIT:
+            probes = {name: self.limits.probes[name] for name in {result.kind, "read"}}
+            if result.allocates:
+                probes["clone"] = clone(call.written)
+        result.seconds = seconds_each(functions | probes, self.device, self.seconds)
+        spent = {name: result.seconds.pop(name) for name in probes}
+        result.limits = {name: self.limits.moved[name] / spent[name] / 1e9 for name in spent if name != "clone"}
+        if "clone" in spent:
+            rest = (read - call.written) / 1e9 / result.limits["read"]
+            result.limits["clone"] = result.bytes / 1e9 / (spent["clone"] + rest)
         return result
 
     def whole(self, call: Call, sets: list[dict[str, Tensor]]) -> dict[str, Callable[[], object]]:
