@@ -12,6 +12,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 BUILT := build/installed
+# A process per core; more than four would crowd the memory.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
 CROSS ?= 2.10.0 2.13.0 2.15.0
 MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm shaders/*.h shaders/*.metal)
@@ -44,10 +46,10 @@ demo: $(BUILT)
 	@$(BIN)/python -m torch_moe_metal demo
 
 test: $(BUILT)
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(BUILT)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 bench: $(BUILT)
 	@$(BIN)/python -m torch_moe_metal bench

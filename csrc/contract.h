@@ -7,8 +7,6 @@
 #pragma once
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <array>
 #include <cmath>
@@ -19,6 +17,7 @@
 #include <tuple>
 
 #include "common.h"
+#include "cpu/memory.h"
 
 namespace moe_metal {
 
@@ -124,7 +123,7 @@ class Arguments {
   Tensor output(int64_t last, std::optional<at::ScalarType> dtype = std::nullopt) const {
     c10::SmallVector<int64_t, 6> shape(leading_.begin(), leading_.end());
     shape.push_back(last);
-    return at::empty(shape, first_.options().dtype(dtype.value_or(first_.scalar_type())));
+    return empty(shape, first_.options().dtype(dtype.value_or(first_.scalar_type())));
   }
 
   std::string prefix(const char* name) const { return c10::str("moe_metal::", op_, ": ", name, ": "); }
@@ -508,7 +507,7 @@ inline ResidualNorm norm_add_arguments(const Tensor& residual, const Tensor& inp
 inline ResidualNorm residual_norm_arguments(const Tensor& residual, const Tensor& input, const Tensor& weight,
                                             const OptionalTensor& scalar, double eps) {
   ResidualNorm call = residual_norm_inputs("residual_norm", residual, input, weight, scalar, eps);
-  call.sum = at::empty_like(call.output);
+  call.sum = empty(call.output.sizes(), call.output.options());
   return call;
 }
 

@@ -14,6 +14,7 @@ import torch
 import torch_moe_metal
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.xdist_group("package")  # they share the wheel, and the objects it is made of
 
 
 def succeed(*command: str | Path, **options) -> str:

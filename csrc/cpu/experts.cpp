@@ -11,7 +11,6 @@
 //   tiles    bfloat16 on processors with AMX; inner is rounded to bfloat16. Scratch: 2 * (H + I) bytes for each slot,
 //            with the slots of one expert rounded up to 16.
 // All also hold the sums of one block of the output per thread: up to T * 128 floats.
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "contract.h"

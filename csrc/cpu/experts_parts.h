@@ -1,6 +1,5 @@
 // What both regimes of `experts` share: who serves whom, how threads take work, and how an output block is summed.
 #pragma once
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cmath>

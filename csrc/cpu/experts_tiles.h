@@ -4,7 +4,7 @@
 // pass 2 wants. `inner` is rounded to bfloat16; sums are float.
 #pragma once
 #include "experts_parts.h"
-#include "pages.h"
+#include "memory.h"
 #include "tiles.h"
 #ifdef MOE_METAL_AMX
 
@@ -24,10 +24,8 @@ struct TokenTiles {
     }
     x_size = at::divup(call.H, kDepth) * kTileSize;
     inner_size = at::divup(call.I, kDepth) * kTileSize;
-    x = at::empty({first.back(), x_size}, call.x.options());
-    inner = at::empty({first.back(), inner_size}, call.x.options());
-    ask_for_huge_pages(x);
-    ask_for_huge_pages(inner);
+    x = empty({first.back(), x_size}, call.x.options());
+    inner = empty({first.back(), inner_size}, call.x.options());
   }
 };
 

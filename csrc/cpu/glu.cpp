@@ -2,7 +2,7 @@
 
 #include "activation.h"
 #include "contract.h"
-#include "pages.h"
+#include "memory.h"
 
 namespace moe_metal {
 namespace {
@@ -74,7 +74,6 @@ Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, do
            std::optional<double> limit) {
   const Glu call = glu_arguments(gate, up, activation, alpha, limit);
   if (call.rows == 0) return call.output;
-  ask_for_huge_pages(call.output);
   with_dtype(call.gate.scalar_type(), [&](auto scalar) {
     with_activation(call.params.activation, [&](auto which) { rows<decltype(scalar), decltype(which)::value>(call); });
   });

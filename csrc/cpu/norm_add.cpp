@@ -2,7 +2,6 @@
 
 #include "contract.h"
 #include "norm.h"
-#include "pages.h"
 
 namespace moe_metal {
 namespace {
@@ -30,7 +29,6 @@ Tensor norm_add(const Tensor& residual, const Tensor& input, const Tensor& weigh
                 double eps) {
   ResidualNorm call = norm_add_arguments(residual, input, weight, scalar, eps);
   if (call.T == 0) return call.output;
-  ask_for_huge_pages(call.output);
   call.weight = call.weight.to(at::kFloat);
   if (call.scalar.defined()) call.scalar = call.scalar.to(at::kFloat).expand({call.H}).contiguous();
   with_dtype(call.input.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });

@@ -2,7 +2,7 @@
 
 #include "contract.h"
 #include "norm.h"
-#include "pages.h"
+#include "memory.h"
 
 namespace moe_metal {
 namespace {
@@ -34,8 +34,6 @@ std::tuple<Tensor, Tensor> residual_norm(const Tensor& residual, const Tensor& i
                                          const OptionalTensor& scalar, double eps) {
   ResidualNorm call = residual_norm_arguments(residual, input, weight, scalar, eps);
   if (call.T == 0) return {call.output, call.sum};
-  ask_for_huge_pages(call.output);
-  ask_for_huge_pages(call.sum);
   call.weight = call.weight.to(at::kFloat);
   if (call.scalar.defined()) call.weight = call.weight.mul(call.scalar);
   with_dtype(call.input.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });

@@ -2,7 +2,6 @@
 
 #include "contract.h"
 #include "norm.h"
-#include "pages.h"
 
 namespace moe_metal {
 namespace {
@@ -32,7 +31,6 @@ Tensor weighted_sum(const Tensor& slots, const Tensor& weights, const OptionalTe
                     const OptionalTensor& shared_gate, const OptionalTensor& residual) {
   WeightedSum call = weighted_sum_arguments(slots, weights, shared, shared_gate, residual);
   if (call.T == 0) return call.output;
-  ask_for_huge_pages(call.output);
   call.weights = call.weights.to(at::kFloat);
   if (call.shared_gate.defined()) call.shared_gate = call.shared_gate.to(at::kFloat);
   with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });

@@ -2,7 +2,6 @@
 
 #include "contract.h"
 #include "norm.h"
-#include "pages.h"
 
 namespace moe_metal {
 namespace {
@@ -33,7 +32,6 @@ Tensor weighted_sum_dual_norm_add(const Tensor& slots, const Tensor& weights, co
   WeightedSum call =
       weighted_sum_dual_norm_add_arguments(slots, weights, residual, residual_norm_weight, moe_norm_weight, eps);
   if (call.T == 0) return call.output;
-  ask_for_huge_pages(call.output);
   call.weights = call.weights.to(at::kFloat);
   call.residual_norm_weight = call.residual_norm_weight.to(at::kFloat);
   call.norm_weight = call.norm_weight.to(at::kFloat);

@@ -2,7 +2,6 @@
 
 #include "contract.h"
 #include "norm.h"
-#include "pages.h"
 
 namespace moe_metal {
 namespace {
@@ -30,7 +29,6 @@ Tensor weighted_sum_norm_add(const Tensor& slots, const Tensor& weights, const T
                              const Tensor& norm_weight, double eps) {
   WeightedSum call = weighted_sum_norm_add_arguments(slots, weights, residual, norm_weight, eps);
   if (call.T == 0) return call.output;
-  ask_for_huge_pages(call.output);
   call.weights = call.weights.to(at::kFloat);
   call.norm_weight = call.norm_weight.to(at::kFloat);
   with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });

@@ -2,7 +2,6 @@
 
 #include "contract.h"
 #include "norm.h"
-#include "pages.h"
 
 namespace moe_metal {
 namespace {
@@ -35,7 +34,6 @@ Tensor weighted_sum_residual_norm_(const Tensor& residual, const Tensor& slots, 
                                    const Tensor& norm_weight, double eps) {
   WeightedSum call = weighted_sum_residual_norm__arguments(residual, slots, weights, norm_weight, eps);
   if (call.T == 0) return call.output;
-  ask_for_huge_pages(call.output);
   call.weights = call.weights.to(at::kFloat);
   call.norm_weight = call.norm_weight.to(at::kFloat);
   with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });

@@ -1,0 +1,198 @@
+"""Large tensors of the CPU ops lie in memory that is used again (csrc/cpu/memory.h): it must be nobody else's."""
+
+import copy
+import io
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torch_moe_metal  # noqa: F401
+
+MIB = 1 << 20
+glu = torch.ops.moe_metal.glu
+
+
+def packed(mib: int, seed: int = 0) -> torch.Tensor:
+    """What `glu` makes an output of `mib` MiB of."""
+    return torch.randn(mib * MIB // 4096, 2048, generator=torch.Generator().manual_seed(seed))
+
+
+def output(packed: torch.Tensor) -> torch.Tensor:
+    return glu(*packed.chunk(2, -1))
+
+
+def right(packed: torch.Tensor) -> torch.Tensor:
+    gate, up = packed.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def alone(script: str) -> str:
+    """Runs it in a process of its own. -> what it printed"""
+    start = "import torch, torch_moe_metal\nfrom test_memory import *\n"
+    done = subprocess.run(
+        [sys.executable, "-c", start + script], cwd=__file__.rpartition("/")[0], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("mib", [4, 33])
+def test_memory_is_used_again(mib: int):
+    inputs = [packed(mib, seed) for seed in range(4)]
+    places = set()
+    for x in inputs:
+        out = output(x)
+        places.add(out.data_ptr())
+        torch.testing.assert_close(out, right(x))
+        del out
+    assert len(places) == 1
+
+
+def test_memory_in_use_is_left_alone():
+    """A view, a NumPy array or a storage keeps it, whatever became of the tensor."""
+    x = packed(8)
+    view, array, storage = output(x)[3:5], output(x).numpy(), output(x).untyped_storage()
+    for seed in range(8):
+        output(packed(8, seed)).fill_(seed)
+    kept = torch.empty(0).set_(storage).view(2048, 1024)
+    assert torch.equal(view, kept[3:5]) and torch.equal(torch.from_numpy(array), kept)
+    torch.testing.assert_close(kept, right(x))
+
+
+def test_two_outputs_of_one_call_are_two():
+    x = torch.randn(2048, 1024)
+    for _ in range(3):
+        normed, total = torch.ops.moe_metal.residual_norm(x, x, torch.ones(1024))
+        torch.testing.assert_close(total, 2 * x)
+        torch.testing.assert_close(normed, F.rms_norm(2 * x, (1024,), eps=1e-6))
+
+
+def test_smaller_and_larger_ones_in_turn():
+    """A block serves smaller outputs, down to half of it."""
+    large = output(packed(64)).data_ptr()
+    assert output(packed(40)).data_ptr() == large
+    x = packed(16)
+    small = output(x)
+    assert small.data_ptr() != large
+    torch.testing.assert_close(small, right(x))
+    for mib in (7, 61, 9, 33, 5):
+        x = packed(mib, mib)
+        torch.testing.assert_close(output(x), right(x))
+
+
+def test_what_one_does_with_tensors():
+    x = packed(8)
+    expected = right(x)
+    close = torch.testing.assert_close
+    close(copy.deepcopy(output(x)), expected)
+    file = io.BytesIO()
+    torch.save(output(x), file)
+    file.seek(0)
+    close(torch.load(file), expected)
+    shared = output(x).share_memory_()
+    assert shared.is_shared()
+    close(shared, expected)
+    grown = output(x)
+    grown.resize_(3 * 2048, 1024)
+    close(grown[:2048], expected)
+    grown.untyped_storage().resize_(4096)
+    close(grown.set_(grown.untyped_storage(), 0, (1024,)), expected[0])
+    grown.untyped_storage().resize_(0)
+    lazy = output(x)
+    close(torch._lazy_clone(lazy).add_(1), expected + 1)
+    close(lazy, expected)
+    with torch.inference_mode():
+        assert output(x).is_inference()
+    assert not output(x).is_inference()
+    swapped = torch.empty(2048, 1024)
+    swapped.data = output(x)
+    close(swapped, expected)
+
+
+def test_compiled():
+    @torch.compile(fullgraph=True)
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        half = output(x)
+        return output(torch.cat([half, half + 1], -1)) * 2
+
+    x = packed(8)
+    for _ in range(3):
+        half = right(x)
+        torch.testing.assert_close(twice(x), right(torch.cat([half, half + 1], -1)) * 2)
+
+
+def test_many_threads():
+    """Tensors made in one thread and given up in another, while all others do the same."""
+    inputs = [packed(mib, mib) for mib in (4, 5, 6, 9)]
+    expected = [right(x) for x in inputs]
+    handed: list[torch.Tensor | None] = [None] * 4
+    wrong = []
+
+    def work(me: int) -> None:
+        for turn in range(30):
+            which = (me + turn) % 4
+            out = output(inputs[which])
+            handed[(me + turn) % 4] = out if turn % 3 else None
+            if not torch.allclose(out, expected[which], atol=1e-5):
+                wrong.append((me, turn))
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts Linux's page faults")
+def test_no_page_faults_but_the_first():
+    faults = """
+import resource
+x = packed(64)
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    output(x)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    first, *others = map(int, alone(faults).split())
+    assert first > 30 and max(others) < 16  # huge pages, where Linux gives them
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_more_waits_than_512_mib():
+    """Thirty outputs, so that 1200 MiB are in use at once, and then none."""
+    waiting = """
+def mapped() -> int:
+    (line,) = (line for line in open("/proc/self/status") if line.startswith("VmSize"))
+    return int(line.split()[1]) * 1024
+x = packed(40)
+output(packed(4))
+before = mapped()
+many = [output(x) for _ in range(30)]
+most = mapped()
+del many
+print((most - before) // MIB, (mapped() - before) // MIB)
+"""
+    most, after = map(int, alone(waiting).split())
+    assert most >= 1200 and 400 <= after <= 512 + 16
+
+
+def test_a_process_that_ends_or_forks_with_tensors_alive():
+    ends = """
+import os
+x = packed(8)
+alive = output(x)
+child = os.fork()
+if child == 0:
+    again = [output(x) for _ in range(3)]
+    del again
+    os._exit(0 if torch.equal(alive, output(x)) else 1)
+assert os.waitpid(child, 0)[1] == 0
+torch.kept_beyond_the_end = alive
+print("done")
+"""
+    assert alone("torch.set_num_threads(1)\n" + ends) == "done"
