@@ -51,7 +51,10 @@ def add_bench(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="how long each row is measured (default: 0.5)")
     parser.add_argument("--threads", type=positive, metavar="N", help="of the CPU (default: PyTorch's choice)")
     parser.add_argument(
-        "--keep-memory", action="store_true", help="Linux: freed memory keeps its pages, as with jemalloc or tcmalloc"
+        "--keep-memory",
+        action="store_true",
+        help="Linux: memory that PyTorch frees keeps its pages, as with jemalloc or tcmalloc, so that the rivals' "
+        "outputs cost no page faults, either",
     )
     parser.add_argument("--recording", type=Path, metavar="FOLDER", help="for cuda-translated: tests/gpu/record.py's")
     parser.add_argument("--json", action="store_true", help="print JSON and no table")

@@ -3,7 +3,7 @@
 Each row is measured against what computes the same: for an op, the ways that one writes in plain PyTorch; for a whole
 block or its experts, transformers' implementations and MLX, where they are installed. All take turns in one loop, so
 that what slows the machine slows them alike, and medians are told. Everyone walks through the same sets of inputs, so
-that the weights read come out of memory. Outputs are allocated anew at each call, as they are in a model.
+that the weights read come out of memory. Outputs are made at each call and gone before the next, as in a model.
 """
 
 import json
@@ -74,7 +74,6 @@ def heading(there) -> str:
         "GB/s: bytes read and written, each once, over the median time; of the experts' weights, those of the experts",
         "chosen. of limit: that over the speed at which this machine reads memory (rows that write more than a tenth:",
         f"copies it), measured {there.limits.when}; for rows that move {WORTH_A_LIMIT >> 20} MiB or more.",
-        "of clone: over cloning as much as is written and reading the rest, since a CPU's outputs are fresh memory.",
     ]
     return "\n".join(lines + there.notes)
 

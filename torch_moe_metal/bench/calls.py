@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .models import DEFAULT, MODELS, Model
+from .models import DEFAULT, MANY_EXPERTS, MODELS, Model
 
 SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -176,11 +176,13 @@ def wanted_ops(options: Namespace) -> list[str]:
 
 
 def calls_of(options: Namespace, models: dict[torch.dtype, Model]) -> list[Call]:
-    """The rows. What reads the experts' weights stands together in each dtype, so that they are made once."""
-    name = options.model or DEFAULT
+    """The rows. What reads the experts' weights stands together in each dtype, so that they are made once. Of the ops,
+    only `route` takes a time that goes by the number of experts: without a named model it has rows for many, too."""
+    named = [options.model or DEFAULT]
     return [
         Call(op, name, models[dtype] if op in WHOLE else MODELS[name], T, dtype)
         for dtype in options.dtypes
         for op in sorted(wanted_ops(options), key=OPS.index)
+        for name in (named if options.model or op != "route" else [*named, MANY_EXPERTS])
         for T in options.tokens or TOKENS[op in WHOLE]
     ]

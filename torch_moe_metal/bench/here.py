@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .block import Block, Implementation, expert_bytes, fitted, plain, transformers
 from .calls import SHORT, TOKENS, WHOLE, WORTH_A_LIMIT, Call, Noise, Unfit, calls_of, inputs, moved, wanted_ops
-from .measure import Limits, clone, free_memory, seconds_each
+from .measure import Limits, free_memory, seconds_each
 from .models import DEFAULT, MODELS
 from .report import Result
 from .rivals import linear, rivals, too_large
@@ -53,7 +53,9 @@ class Here:
             if model.E < MODELS[name].E
         ]
         if options.keep_memory:
-            self.notes.append("Freed memory keeps its pages, as with jemalloc: fresh outputs cost no page faults.")
+            self.notes.append(
+                "Freed memory keeps its pages, as with jemalloc: nobody's fresh outputs cost page faults."
+            )
         if whole:
             self.notes += missing()
         self.limits = Limits(self.device, min(0.2, self.seconds))
@@ -90,21 +92,16 @@ class Here:
         else:
             functions = of_op(call, sets)
         read = statistics.mean(self.bytes_read(call, s) for s in sets)
-        result = Result(call, read, on_cpu=self.device == "cpu")
+        result = Result(call, read)
         functions = agreeing(call, functions, result.failed)
         if "ours" not in functions:
             return result
         probes: dict[str, Callable[[], object]] = {}
         if result.bytes >= WORTH_A_LIMIT:
             probes = {name: self.limits.probes[name] for name in {result.kind, "read"}}
-            if result.allocates:
-                probes["clone"] = clone(call.written)
         result.seconds = seconds_each(functions | probes, self.device, self.seconds)
         spent = {name: result.seconds.pop(name) for name in probes}
-        result.limits = {name: self.limits.moved[name] / spent[name] / 1e9 for name in spent if name != "clone"}
-        if "clone" in spent:
-            rest = (read - call.written) / 1e9 / result.limits["read"]
-            result.limits["clone"] = result.bytes / 1e9 / (spent["clone"] + rest)
+        result.limits = {name: self.limits.moved[name] / spent[name] / 1e9 for name in spent}
         return result
 
     def whole(self, call: Call, sets: list[dict[str, Tensor]]) -> dict[str, Callable[[], object]]:

@@ -1,7 +1,6 @@
 """Times, and the machine's own limits: how fast it reads and copies, and how much memory it has to give."""
 
 import ctypes
-import itertools
 import os
 import statistics
 import sys
@@ -85,12 +84,6 @@ def reads(device: str, bytes: int = PROBED) -> dict[str, Callable[[], object]]:
     }
 
 
-def clone(bytes: int) -> Callable[[], object]:
-    """Copies into fresh memory on the CPU, of tensors in turn so that no cache holds them. Moves twice the bytes."""
-    sources = itertools.cycle(torch.ones(max(2, PROBED // bytes), bytes // 4))
-    return lambda: next(sources).clone()
-
-
 class Limits:
     """The fastest way to read and the fastest way to copy, found once. They are measured again beside each row."""
 
@@ -123,7 +116,8 @@ def works(function: Callable[[], object]) -> bool:
 
 def keep_freed_memory() -> bool:
     """From now on, freed memory keeps its pages, as with jemalloc and tcmalloc. glibc gives large blocks back to Linux,
-    so each fresh output pays for page faults, which can take longer than its values. -> whether glibc is here"""
+    so each fresh output of PyTorch's pays for page faults, which can take longer than its values; ours do not (see
+    csrc/cpu/memory.h). -> whether glibc is here"""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
         return False

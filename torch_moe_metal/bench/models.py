@@ -64,3 +64,4 @@ MODELS = {
     "minimax-m2": Model("minimax_m2", "MiniMaxM2SparseMoeBlock", 256, 8, 3072, 1536, 0, ("select_bias",), SIGMOID),
 }  # fmt: skip
 DEFAULT = "qwen3-30b-a3b"
+MANY_EXPERTS = "qwen3-next-80b-a3b"  # 512

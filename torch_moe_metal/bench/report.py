@@ -21,7 +21,6 @@ class Result:
     seconds: dict[str, float] = field(default_factory=dict)  # by name; ours is "ours"
     limits: dict[str, float] = field(default_factory=dict)  # GB/s by name, where the row is worth it
     failed: dict[str, str] = field(default_factory=dict)  # by name: who could not run, or computed something else
-    on_cpu: bool = False
 
     @property
     def ours(self) -> float | None:
@@ -37,13 +36,8 @@ class Result:
         return "read" if self.call.written < 0.1 * self.bytes else "copy"
 
     @property
-    def allocates(self) -> bool:
-        """On the CPU, large outputs are fresh memory at each call, whose page faults may take longer than its values.
-        Such a row is also held against cloning as much as it writes and reading the rest."""
-        return self.on_cpu and self.call.written > 0.05 * self.bytes and not self.call.op.endswith("_")
-
-    def share(self, limit: str) -> float | None:
-        speed = self.limits.get(limit)
+    def of_limit(self) -> float | None:
+        speed = self.limits.get(self.kind)
         return self.bytes / self.ours / 1e9 / speed if speed and self.ours else None
 
     def fastest(self, mlx: bool = False) -> str | None:
@@ -77,8 +71,7 @@ class Result:
             "gflop_per_s": self.ours and self.call.flops / self.ours / 1e9,
             "limit": self.kind,
             "limit_gb_per_s": self.limits.get(self.kind),
-            "of_limit": self.share(self.kind),
-            "of_clone": self.share("clone"),
+            "of_limit": self.of_limit,
             "best_rival": best,
             "x_pytorch": self.ratio(best),
             "x_mlx": self.ratio(mlx),
@@ -96,9 +89,7 @@ def cell(value: float | None, form: str, width: int) -> str:
 
 def head(with_mlx: bool) -> str:
     mlx = f"{'x MLX':>7}" if with_mlx else ""
-    columns = (
-        f"{'op':28} {'shape':36} {'dtype':>5} {'us':>10} {'GB/s':>7} {'of limit':>9} {'of clone':>9} {'x PyTorch':>10}"
-    )
+    columns = f"{'op':28} {'shape':36} {'dtype':>5} {'us':>10} {'GB/s':>7} {'of limit':>9} {'x PyTorch':>10}"
     return f"{columns}{mlx}  fastest of PyTorch"
 
 
@@ -107,12 +98,11 @@ def line(result: Result, with_mlx: bool) -> str:
     if result.ours is None:
         return f"{start} FAILED: {result.failed['ours']}"
     best = result.fastest()
-    share = result.share(result.kind)
-    of_limit = "" if share is None else f"{share:.0%} {result.kind}"
+    of_limit = "" if result.of_limit is None else f"{result.of_limit:.0%} {result.kind}"
     mlx = cell(result.ratio(result.fastest(mlx=True)), ".2f", 7) if with_mlx else ""
     return (
         f"{start} {result.ours * 1e6:10.1f} {result.bytes / result.ours / 1e9:7.1f} {of_limit:>9} "
-        f"{cell(result.share('clone'), '.0%', 9)} {cell(result.ratio(best), '.2f', 10)}{mlx}  {best or ''}"
+        f"{cell(result.ratio(best), '.2f', 10)}{mlx}  {best or ''}"
     )
 
 
