@@ -18,8 +18,8 @@ namespace moe_metal {
 // The first write to each page of fresh memory is a page fault, and malloc gives large blocks back to the system, so
 // that a large output would pay for its faults at every call. They take longer than its values: norm_add, T = 4096,
 // H = 2048, f32, took 1.8 times as long. What waits here for its next use belongs to the system where that is short of
-// memory: to offer them costs next to nothing in huge pages, and a fifth of the faults in small ones. malloc's blocks may
-// not have huge pages, so these are mapped.
+// memory: to offer them costs next to nothing in huge pages, and a fifth of the faults in small ones. malloc's blocks
+// may not have huge pages, so these are mapped.
 class KeptMemory final : public c10::Allocator {
  public:
   static constexpr size_t kLarge = size_t{4} << 20;   // bytes of a tensor that is worth it
