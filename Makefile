@@ -13,7 +13,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 BUILT := build/installed
 # A process per core; more than four would crowd the memory.
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 CROSS ?= 2.10.0 2.13.0 2.15.0
 MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm shaders/*.h shaders/*.metal)

@@ -1,5 +1,6 @@
 """The package as others get it: a wheel in an environment of its own, and each instruction set it was built for."""
 
+import fcntl
 import os
 import platform
 import subprocess
@@ -14,7 +15,6 @@ import torch
 import torch_moe_metal
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.xdist_group("package")  # they share the wheel, and the objects it is made of
 
 
 def succeed(*command: str | Path, **options) -> str:
@@ -26,10 +26,12 @@ def succeed(*command: str | Path, **options) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built in the checkout, so that it takes the objects that are already compiled."""
+    """Built in the checkout, so that it takes the objects that are already compiled: by one process at a time."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index")
-    succeed(*pip, "--wheel-dir", folder, ".", cwd=ROOT)
+    with open(ROOT / "build" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        succeed(*pip, "--wheel-dir", folder, ".", cwd=ROOT)
     (built,) = folder.glob("*.whl")
     return built
 
