@@ -560,6 +560,12 @@ def experts_cases() -> list[Case]:
             ]
         split = dims | {"T": 32, "K": 1}
         cases.append(Case("experts", "seventeen_to_fifteen", split, (), {}, dtype, prepare=seventeen_to_fifteen))
+        # The CPU transposes the weights of experts with many tokens, 256 columns at a time, for 256 tokens at a time.
+        panels = {"T": 67, "E": 2, "K": 1, "H": 261, "I": 35}, {"T": 515, "E": 1, "K": 1, "H": 20, "I": 17}
+        for sizes in panels:
+            for interleaved in (False, True):
+                name = f"{'interleaved-' * interleaved}many_tokens-T{sizes['T']}"
+                cases.append(Case("experts", name, sizes, BIASES, {"interleaved": interleaved}, dtype))
         for interleaved in (False, True):
             for transposed in (False, True):
                 for given in ((), BIASES, ("shared",), SHARED_GATED, ("residual",), OPTIONAL["experts"]):

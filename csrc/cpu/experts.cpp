@@ -5,7 +5,8 @@
 //   2. output[t, h]   = sum over slots of weight * (down[e] @ inner[slot] + bias)
 //                       + sigmoid(shared_gate) * shared + residual        items: a few kRows columns of the output
 // Sums are float and are rounded once, at the end. Three ways to multiply:
-//   dots     any dtype, strides and processor. Scratch: T * K * I floats for inner, and T * H for x as float.
+//   dots     any dtype, strides and processor; of experts with many tokens each, weights are transposed in cache.
+//            Scratch: T * K * I floats for inner, and T * H for x as float.
 //   columns  few tokens, and weights that lie column by column: items are runs of columns. Scratch besides: sums of
 //            each run, T * K * (H / kPart * 2I + I / kPart * H) floats.
 //   tiles    bfloat16 on processors with AMX; inner is rounded to bfloat16. Scratch: 2 * (H + I) bytes for each slot,

@@ -5,22 +5,32 @@
 
 namespace moe_metal {
 
-// Tokens that one product takes: bounds a thread's scratch. The weights stay in its cache meanwhile.
-constexpr int64_t kTokens = 64;
+// Tokens that one product takes at most: bounds a thread's scratch. The weights stay in its cache meanwhile, or without
+// a panel the tokens do.
+constexpr int64_t kTokens = 256, kTokensByRows = 64;
+
+// Where the experts have so many tokens each that transposing their weights pays. E = 128, K = 8, H = 2048, I = 768 on
+// 2 cores in float: with AVX-512 at T = 512 (32 each) 318 ms for 350 and at 4096 1.77 s for 2.29; with AVX2, whose
+// registers hold fewer rows, at 128 219 ms for 298 and at 512 0.45 s for 1.03.
+inline std::optional<Panel> panel(const Slots& slots) {
+  constexpr int64_t kWorthTransposing = kTokensAtOnce > 4 ? 32 : 8;
+  const bool many = static_cast<int64_t>(slots.order.size()) >= kWorthTransposing * slots.used();
+  return many ? std::make_optional<Panel>() : std::nullopt;
+}
 
 // x, as float, for one expert's rows of gate_up; -> inner[slot, row ...] = act(gate) * up
 template <class Scalar>
 class GateUpDots {
  public:
   GateUpDots(const Experts& call, const Slots& slots, const float* x, float* inner)
-      : call_(call), slots_(slots), x_(x), inner_(inner), both_(kTokens * 2 * kRows) {}
+      : call_(call), slots_(slots), x_(x), inner_(inner), both_(kTokens * 2 * kRows), panel_(panel(slots)) {}
 
   void operator()(int64_t group, int64_t row) {
     const int64_t expert = slots_.experts[group], rows = std::min(kRows, call_.I - row);
     const GateUpBias bias(call_, expert, row, rows);
-    for (int64_t at = slots_.begin[group]; at < slots_.begin[group + 1]; at += kTokens) {
+    for (int64_t at = slots_.begin[group]; at < slots_.begin[group + 1]; at += at_once_) {
       const int64_t* slots = slots_.order.data() + at;
-      const int64_t count = std::min(kTokens, slots_.begin[group + 1] - at);
+      const int64_t count = std::min(at_once_, slots_.begin[group + 1] - at);
       multiply(expert, row, rows, slots, count);
       for (int64_t n = 0; n < count; ++n) {
         const float* both = both_.data() + n * 2 * kRows;
@@ -45,12 +55,12 @@ class GateUpDots {
     if (call_.bias_stride == 2) {  // interleaved: gate and up are one run of rows
       weight.row = call_.up_offset;
       weight.rows = 2 * rows;
-      product(weight, {from, gate, count});
+      product(weight, {from, gate, count}, panel_);
       for (int64_t n = 0; n < count; ++n) separate(gate[n], up[n], rows);
     } else {
-      product(weight, {from, gate, count});
+      product(weight, {from, gate, count}, panel_);
       weight.data += call_.up_offset;
-      product(weight, {from, up, count});
+      product(weight, {from, up, count}, panel_);
     }
   }
 
@@ -59,6 +69,8 @@ class GateUpDots {
   const float* x_;
   float* inner_;
   std::vector<float> both_;
+  std::optional<Panel> panel_;
+  const int64_t at_once_ = panel_ ? kTokens : kTokensByRows;
 };
 
 // One block of the output: down of every expert, weighted and summed.
@@ -66,15 +78,21 @@ template <class Scalar>
 class DownDots {
  public:
   DownDots(const Experts& call, const Slots& slots, const float* inner, int64_t size)
-      : call_(call), slots_(slots), inner_(inner), size_(size), output_(call, size), results_(kTokens * kRows) {}
+      : call_(call),
+        slots_(slots),
+        inner_(inner),
+        size_(size),
+        output_(call, size),
+        results_(kTokens * kRows),
+        panel_(panel(slots)) {}
 
   void operator()(int64_t first) {
     output_.start(first);
     for (int64_t group = 0; group < slots_.used(); ++group) {
       for (int64_t row = first; row < std::min(first + size_, call_.H); row += kRows) {
         output_.expect(slots_.experts[group], row);
-        for (int64_t at = slots_.begin[group]; at < slots_.begin[group + 1]; at += kTokens) {
-          const int64_t count = std::min(kTokens, slots_.begin[group + 1] - at);
+        for (int64_t at = slots_.begin[group]; at < slots_.begin[group + 1]; at += at_once_) {
+          const int64_t count = std::min(at_once_, slots_.begin[group + 1] - at);
           add(slots_.experts[group], row, slots_.order.data() + at, count);
         }
       }
@@ -93,7 +111,7 @@ class DownDots {
     const auto& strides = call_.down_strides;
     const Scalar* down = call_.down.data_ptr<Scalar>() + expert * strides.expert + row * strides.row;
     const int64_t rows = std::min(kRows, call_.H - row);
-    product(Matrix<Scalar>{down, strides.row, strides.column, rows, call_.I}, {from, to, count});
+    product(Matrix<Scalar>{down, strides.row, strides.column, rows, call_.I}, {from, to, count}, panel_);
     for (int64_t n = 0; n < count; ++n) output_.add(slots[n], to[n]);
   }
 
@@ -103,6 +121,8 @@ class DownDots {
   const int64_t size_;
   OutputBlock<Scalar> output_;
   std::vector<float> results_;
+  std::optional<Panel> panel_;
+  const int64_t at_once_ = panel_ ? kTokens : kTokensByRows;
 };
 
 template <class Scalar>

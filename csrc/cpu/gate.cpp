@@ -5,10 +5,6 @@
 //   blocks   many tokens, on AVX-512: oneDNN's brgemm, in float, or with AMX in bfloat16
 #include <torch/library.h>
 
-#include <cstdlib>
-#include <memory>
-#include <new>
-
 #include "contract.h"
 #include "dots.h"
 #include "norm.h"
@@ -65,20 +61,6 @@ void wide_rows(const Gate& call, int64_t first, int64_t count, float* to) {
       });
     });
   });
-}
-
-struct Free {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
-// On the lines of the caches: brgemm takes a fifth longer where they are straddled.
-template <class Scalar>
-std::unique_ptr<Scalar[], Free> scratch(int64_t count) {
-  constexpr size_t kLine = 64;
-  const size_t bytes = at::divup(count * sizeof(Scalar), kLine) * kLine;
-  void* memory = std::aligned_alloc(kLine, std::max(bytes, kLine));
-  if (!memory) throw std::bad_alloc();
-  return std::unique_ptr<Scalar[], Free>(static_cast<Scalar*>(memory));
 }
 
 void by_dots(const Gate& call) {
@@ -282,12 +264,10 @@ class Blocks {
       with_dtype(call_.router_weight.scalar_type(), [&](auto scalar) {
         const auto* weights = call_.router_weight.data_ptr<decltype(scalar)>() + from;
         for_each_vector(columns, [&](int64_t h, auto count) {
-          __m512i tile[kLanes];
-          for (int64_t e = 0; e < kLanes; ++e) {
-            tile[e] = _mm512_castps_si512(e < experts ? load(weights + e * H + h, count) : Vec(0));
-          }
+          Vec tile[kLanes];
+          for (int64_t e = 0; e < kLanes; ++e) tile[e] = e < experts ? load(weights + e * H + h, count) : Vec(0);
           transpose(tile);
-          for (int64_t i = 0; i < count; ++i) store(to + (h + i) * width_, Vec(_mm512_castsi512_ps(tile[i])), Whole());
+          for (int64_t i = 0; i < count; ++i) store(to + (h + i) * width_, tile[i], Whole());
         });
       });
     }

@@ -160,31 +160,6 @@ constexpr decltype(&multiply_tiles<1>) kMultiply[] = {multiply_tiles<1>, multipl
                                                       multiply_tiles<4>};
 constexpr int64_t kGroups = std::size(kMultiply);
 
-// 16 x 16 words of 32 bits, rows to columns.
-inline void transpose(__m512i (&m)[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(m[i], m[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(m[i], m[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    m[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    m[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    m[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    m[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int half = 0; half < 16; half += 8) {
-    for (int i = 0; i < 4; ++i) {
-      t[half + i] = _mm512_shuffle_i32x4(m[half + i], m[half + i + 4], 0x88);
-      t[half + i + 4] = _mm512_shuffle_i32x4(m[half + i], m[half + i + 4], 0xdd);
-    }
-  }
-  for (int i = 0; i < 8; ++i) {
-    m[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    m[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-  }
-}
-
 // `count` bfloat16, and zeros up to a tile's depth.
 inline __m512i load_part(const at::BFloat16* from, int64_t count) {
   return _mm512_maskz_loadu_epi16(count >= kDepth ? ~0u : (1u << count) - 1, from);
