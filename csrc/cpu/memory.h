@@ -7,8 +7,8 @@
 #include <sys/mman.h>
 
 #include <deque>
+#include <map>
 #include <mutex>
-#include <unordered_map>
 #include <vector>
 
 namespace moe_metal {
@@ -97,7 +97,7 @@ class KeptMemory final : public c10::Allocator {
   }
 
   std::mutex mutex_;
-  std::unordered_map<void*, size_t> in_use_;
+  std::map<void*, size_t> in_use_;
   std::deque<Block> waiting_;  // the longest first
   size_t waiting_bytes_ = 0;
 };
