@@ -13,6 +13,7 @@ It does not run the result: that takes a Mac.
 
 import base64
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -312,17 +313,22 @@ def record(files: dict[str, bytes], info: str) -> str:
 
 
 def package_metadata(minor: str) -> dict[str, bytes]:
-    """The dist-info folder as setuptools writes it, for that torch instead of the installed one."""
+    """The dist-info folder for that torch instead of the installed one."""
+    files = dict(metadata_of_setuptools())
+    metadata = next(name for name in files if name.endswith("/METADATA"))
+    needs = f"Requires-Dist: torch=={minor}.*".encode()
+    files[metadata] = re.sub(rb"^Requires-Dist: torch==.*$", needs, files[metadata], flags=re.MULTILINE)
+    return files
+
+
+@functools.cache  # its logging goes on into what is standard output now, so a second run would complain at length
+def metadata_of_setuptools() -> dict[str, bytes]:
     from setuptools import build_meta
 
     with tempfile.TemporaryDirectory() as scratch, open(os.devnull, "w") as nowhere:
         with mock.patch.object(sys, "stdout", nowhere), mock.patch.object(sys, "argv", ["setup.py"]):
             folder = Path(scratch) / build_meta.prepare_metadata_for_build_wheel(scratch)
-        files = {str(p.relative_to(scratch)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-    metadata = f"{folder.name}/METADATA"
-    needs = f"Requires-Dist: torch=={minor}.*".encode()
-    files[metadata] = re.sub(rb"^Requires-Dist: torch==.*$", needs, files[metadata], flags=re.MULTILINE)
-    return files
+        return {str(p.relative_to(scratch)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def main() -> None:
