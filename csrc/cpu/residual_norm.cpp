@@ -1,8 +1,8 @@
 #include <torch/library.h>
 
 #include "contract.h"
-#include "norm.h"
 #include "memory.h"
+#include "norm.h"
 
 namespace moe_metal {
 namespace {
