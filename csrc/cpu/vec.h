@@ -66,7 +66,7 @@ inline void store(Scalar* to, const Vec& vec, Count count) {
 }
 
 // The same past the caches, for an output so large that it will have left them before anyone reads it: a plain store
-// first reads what it overwrites. `to` is aligned to the vector. See past_caches() in pages.h.
+// first reads what it overwrites. `to` is aligned to the vector. See past_caches() in memory.h.
 template <class Scalar>
 inline void store_past_caches(Scalar* to, const Vec& vec) {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
