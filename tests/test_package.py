@@ -29,6 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built in the checkout, so that it takes the objects that are already compiled: by one process at a time."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index")
+    (ROOT / "build").mkdir(exist_ok=True)
     with open(ROOT / "build" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         succeed(*pip, "--wheel-dir", folder, ".", cwd=ROOT)

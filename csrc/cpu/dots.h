@@ -178,14 +178,14 @@ class Panel {
         const bool last = end == weight.columns;
         Ahead ahead(weight.data + (last ? (row + kRows) * weight.row : row * weight.row + end), weight.row);
         int64_t n = 0;
-        for (; n + kTokens <= tokens.count; n += kTokens) multiply<kTokens>(row, tokens, n, begin, end, ahead);
+        for (; n + kMany <= tokens.count; n += kMany) multiply<kMany>(row, tokens, n, begin, end, ahead);
         for (; n < tokens.count; n += kFew) multiply<kFew>(row, filled_up(tokens, n), 0, begin, end, ahead);
       }
     }
   }
 
  private:
-  static constexpr int kVectors = 2, kTokens = kVectorsOfRows / kVectors, kFew = 4;
+  static constexpr int kVectors = 2, kMany = kVectorsOfRows / kVectors, kFew = 4;
   static constexpr int64_t kRows = kVectors * kLanes, kColumns = 256;
 
   // Brings the next panel from memory, a line at a time, while this one is multiplied.

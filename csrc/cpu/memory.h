@@ -104,9 +104,10 @@ class KeptMemory final : public c10::Allocator {
 
 // at::empty for the outputs and the scratch of ops.
 inline at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  if (!options.device().is_cpu()) return at::empty(sizes, options);
   const auto dtype = c10::typeMetaToScalarType(options.dtype());
   const size_t bytes = at::detail::computeStorageNbytesContiguous(sizes, c10::elementSize(dtype));
-  if (!options.device().is_cpu() || bytes < KeptMemory::kLarge) return at::empty(sizes, options);
+  if (bytes < KeptMemory::kLarge) return at::empty(sizes, options);
   return at::detail::empty_generic(sizes, &KeptMemory::instance(), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype,
                                    std::nullopt);
 }

@@ -98,7 +98,7 @@ class Here:
             return result
         probes: dict[str, Callable[[], object]] = {}
         if result.bytes >= WORTH_A_LIMIT:
-            probes = {name: self.limits.probes[name] for name in {result.kind, "read"}}
+            probes = {result.kind: self.limits.probes[result.kind]}
         result.seconds = seconds_each(functions | probes, self.device, self.seconds)
         spent = {name: result.seconds.pop(name) for name in probes}
         result.limits = {name: self.limits.moved[name] / spent[name] / 1e9 for name in spent}

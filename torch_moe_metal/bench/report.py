@@ -19,7 +19,7 @@ class Result:
     call: Call
     read: float = 0.0  # bytes, each once: the mean over the sets of inputs
     seconds: dict[str, float] = field(default_factory=dict)  # by name; ours is "ours"
-    limits: dict[str, float] = field(default_factory=dict)  # GB/s by name, where the row is worth it
+    limits: dict[str, float] = field(default_factory=dict)  # GB/s of its kind, where the row is worth it
     failed: dict[str, str] = field(default_factory=dict)  # by name: who could not run, or computed something else
 
     @property
