@@ -223,7 +223,7 @@ struct Route {
   Tensor logits, select_bias, per_expert_scale;
   RoutingParams params;
   int64_t T;
-  Tensor weights, experts;
+  Tensor weights, ids;
 };
 
 inline Route route_arguments(const Tensor& logits, const OptionalTensor& select_bias,
@@ -236,7 +236,7 @@ inline Route route_arguments(const Tensor& logits, const OptionalTensor& select_
   route.params = routing_params(args, options);
   route.T = args.tokens();
   route.weights = args.output(options.top_k, at::kFloat);
-  route.experts = args.output(options.top_k, at::kInt);
+  route.ids = args.output(options.top_k, at::kInt);
   return route;
 }
 
@@ -245,7 +245,7 @@ struct Gate {
   RoutingParams params;
   float eps;
   int64_t T, H;
-  Tensor weights, experts;
+  Tensor weights, ids;
 };
 
 inline Gate gate_arguments(const Tensor& hidden, const Tensor& router_weight, const OptionalTensor& norm_weight,
@@ -266,7 +266,7 @@ inline Gate gate_arguments(const Tensor& hidden, const Tensor& router_weight, co
   gate.T = args.tokens();
   gate.H = args['H'];
   gate.weights = args.output(options.top_k, at::kFloat);
-  gate.experts = args.output(options.top_k, at::kInt);
+  gate.ids = args.output(options.top_k, at::kInt);
   return gate;
 }
 
@@ -311,7 +311,7 @@ struct WeightStrides {
 };
 
 struct Experts {
-  Tensor x, weights, experts, gate_up, down, gate_up_bias, down_bias, shared, shared_gate, residual;
+  Tensor x, weights, ids, gate_up, down, gate_up_bias, down_bias, shared, shared_gate, residual;
   WeightStrides gate_up_strides, down_strides;  // gate_up's rows step from one gate row to the next
   int64_t up_offset;                            // from a gate row to its up row, in elements of gate_up
   int64_t bias_stride, bias_up_offset;          // the same for gate_up_bias
@@ -320,7 +320,7 @@ struct Experts {
   Tensor output;
 };
 
-inline Experts experts_arguments(const Tensor& x, const Tensor& weights, const Tensor& experts, const Tensor& gate_up,
+inline Experts experts_arguments(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up,
                                  const Tensor& down, const OptionalTensor& gate_up_bias,
                                  const OptionalTensor& down_bias, const OptionalTensor& shared,
                                  const OptionalTensor& shared_gate, const OptionalTensor& residual,
@@ -331,8 +331,8 @@ inline Experts experts_arguments(const Tensor& x, const Tensor& weights, const T
   call.x = args.activation("x", x, "*H");
   args.at_least_one('H', "x");
   call.weights = args.parameter("weights", weights, "*K");
-  call.experts = args.ids("experts", experts, "*K");
-  args.at_least_one('K', "experts");
+  call.ids = args.ids("ids", ids, "*K");
+  args.at_least_one('K', "ids");
   call.down = args.strided("down", down, transposed ? "EIH" : "EHI");
   args.at_least_one('I', "down");
   args.in_range("down", args['E'], 1, kMaxExperts, "its number of experts, E");

@@ -16,14 +16,14 @@ namespace {
 constexpr const char* kSchemas[] = {
     "gate(Tensor hidden, Tensor router_weight, Tensor? norm_weight=None, Tensor? router_bias=None, "
     "Tensor? select_bias=None, Tensor? per_expert_scale=None, *, " ROUTING
-    ", float eps=1e-6) -> (Tensor weights, Tensor experts)",
+    ", float eps=1e-6) -> (Tensor weights, Tensor ids)",
 
     "route(Tensor logits, Tensor? select_bias=None, Tensor? per_expert_scale=None, *, " ROUTING
-    ") -> (Tensor weights, Tensor experts)",
+    ") -> (Tensor weights, Tensor ids)",
 
     "glu(Tensor gate, Tensor up, *, " ACTIVATION ") -> Tensor",
 
-    "experts(Tensor x, Tensor weights, Tensor experts, Tensor gate_up, Tensor down, Tensor? gate_up_bias=None, "
+    "experts(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, Tensor? gate_up_bias=None, "
     "Tensor? down_bias=None, Tensor? shared=None, Tensor? shared_gate=None, Tensor? residual=None, *, " ACTIVATION
     ", bool interleaved=False, bool transposed=False) -> Tensor",
 

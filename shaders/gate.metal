@@ -18,7 +18,7 @@ template <typename T, typename W>
 [[kernel]] void gate(device const T* hidden [[buffer(0)]], device const W* router_weight [[buffer(1)]],
                      device const T* norm_weight [[buffer(2)]], device const T* router_bias [[buffer(3)]],
                      device const T* select_bias [[buffer(4)]], device const T* per_expert_scale [[buffer(5)]],
-                     device float* weights [[buffer(6)]], device int* experts [[buffer(7)]],
+                     device float* weights [[buffer(6)]], device int* ids [[buffer(7)]],
                      constant GateParams& params [[buffer(8)]], uint token [[threadgroup_position_in_grid]],
                      uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
                      uint simdgroups [[simdgroups_per_threadgroup]]) {
@@ -50,7 +50,7 @@ template <typename T, typename W>
     for (uint part = 0; part < parts; ++part) logits[n] += dots[expert * parts + part];
     logits[n] = logits[n] * rms + gate_bias(router_bias, expert, params);
   }
-  route_token<N>(logits, select_bias, per_expert_scale, weights + ulong(token) * K, experts + ulong(token) * K, lane,
+  route_token<N>(logits, select_bias, per_expert_scale, weights + ulong(token) * K, ids + ulong(token) * K, lane,
                  params.route);
 }
 

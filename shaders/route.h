@@ -155,7 +155,7 @@ float final_weight(Choice chosen, float total, device const T* per_expert_scale,
 // weights and experts are this token's rows of K.
 template <uint N, typename T>
 void route_token(thread const float* logits, device const T* select_bias, device const T* per_expert_scale,
-                 device float* weights, device int* experts, uint lane, RouteParams params) {
+                 device float* weights, device int* ids, uint lane, RouteParams params) {
   const RoutingParams routing = params.routing;
   const bool biased = params.select_bias != ParameterType::absent;
   float scores[N];
@@ -179,13 +179,13 @@ void route_token(thread const float* logits, device const T* select_bias, device
     if (first + lane < K) {
       if (scale_first) chosen.weight *= expert_scale(per_expert_scale, chosen.expert, params);
       total += chosen.weight;
-      experts[first + lane] = int(chosen.expert);
+      ids[first + lane] = int(chosen.expert);
       if (first < last) weights[first + lane] = chosen.weight;  // the last block stays in registers
     }
   }
   total = simd_sum(total);
   for (uint k = lane; k < last; k += kSimdgroup) {  // each lane reads back what it wrote
-    weights[k] = final_weight({uint(experts[k]), weights[k]}, total, per_expert_scale, params);
+    weights[k] = final_weight({uint(ids[k]), weights[k]}, total, per_expert_scale, params);
   }
   if (last + lane < K) weights[last + lane] = final_weight(chosen, total, per_expert_scale, params);
 }

@@ -13,7 +13,7 @@ namespace moe_metal {
 template <typename T, uint N>
 [[kernel]] void route(device const T* logits [[buffer(0)]], device const T* select_bias [[buffer(1)]],
                       device const T* per_expert_scale [[buffer(2)]], device float* weights [[buffer(3)]],
-                      device int* experts [[buffer(4)]], constant RouteParams& params [[buffer(5)]],
+                      device int* ids [[buffer(4)]], constant RouteParams& params [[buffer(5)]],
                       uint group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
                       uint simdgroup [[simdgroup_index_in_threadgroup]],
                       uint simdgroups [[simdgroups_per_threadgroup]]) {
@@ -25,7 +25,7 @@ template <typename T, uint N>
     const uint expert = lane + n * kSimdgroup;
     own[n] = expert < E ? load(logits, token * E + expert, params.logits) : 0;
   }
-  route_token<N>(own, select_bias, per_expert_scale, weights + token * K, experts + token * K, lane, params);
+  route_token<N>(own, select_bias, per_expert_scale, weights + token * K, ids + token * K, lane, params);
 }
 
 }  // namespace moe_metal

@@ -27,7 +27,7 @@ SHAPES = {
     | {"norm_weight": "H", "router_bias": "E", "select_bias": "E", "per_expert_scale": "E"},
     "route": {"logits": "TE", "select_bias": "E", "per_expert_scale": "E"},
     "glu": {"gate": "TI", "up": "TI"},
-    "experts": {"x": "TH", "weights": "TK", "experts": "TK", "gate_up": "EGH", "down": "EHI"}
+    "experts": {"x": "TH", "weights": "TK", "ids": "TK", "gate_up": "EGH", "down": "EHI"}
     | {"gate_up_bias": "EG", "down_bias": "EH", "shared": "TH", "shared_gate": "T", "residual": "TH"},
     "weighted_sum": {"slots": "TKH", "weights": "TK", "shared": "TH", "shared_gate": "T", "residual": "TH"},
     "weighted_sum_residual_": {"residual": "TH", "slots": "TKH", "weights": "TK"},
@@ -149,7 +149,7 @@ class Case:
 
 
 def draw(name: str, size: tuple[int, ...], dims: dict[str, int], generator: torch.Generator) -> Tensor:
-    if name == "experts":  # distinct per token, as routers give them; any when K > E
+    if name == "ids":  # distinct per token, as routers give them; any when K > E
         T, E, K = (dims[letter] for letter in "TEK")
         if K > E:
             return torch.randint(E, (T, K), generator=generator, dtype=torch.int32)
@@ -218,7 +218,7 @@ def expected(op: str, args: Args, options: dict, hostile: bool = False) -> list[
     large = (
         op == "experts"
         and not hostile
-        and max(args["experts"].numel(), len(args["gate_up"])) * args["gate_up"][0].numel() > 2**18
+        and max(args["ids"].numel(), len(args["gate_up"])) * args["gate_up"][0].numel() > 2**18
     )
     function = experts_one_by_one if large else getattr(reference, op)
     as_they_are = ("gate_up", "down") if large else ()
@@ -230,21 +230,21 @@ def expected(op: str, args: Args, options: dict, hostile: bool = False) -> list[
 
 
 def experts_one_by_one(
-    x, weights, experts, gate_up, down, gate_up_bias=None, down_bias=None, shared=None, shared_gate=None, residual=None,
+    x, weights, ids, gate_up, down, gate_up_bias=None, down_bias=None, shared=None, shared_gate=None, residual=None,
     *, interleaved=False, transposed=False, **activation,
 ):  # fmt: skip
     """The reference's `experts` without a copy of the weights for every token, so that real sizes fit in memory."""
-    slots = x.new_zeros(*experts.shape, x.shape[-1])
-    for e in experts.unique().tolist():
+    slots = x.new_zeros(*ids.shape, x.shape[-1])
+    for e in ids.unique().tolist():
         if not 0 <= e < gate_up.shape[0]:
             continue
-        *token, slot = (experts == e).nonzero(as_tuple=True)
+        *token, slot = (ids == e).nonzero(as_tuple=True)
         up_weight, down_weight = (w[e].double().mT if transposed else w[e].double() for w in (gate_up, down))
         both = F.linear(x[tuple(token)], up_weight, None if gate_up_bias is None else gate_up_bias[e])
         gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
         inner = reference.glu(gate, up, **activation)
         slots[(*token, slot)] = F.linear(inner, down_weight, None if down_bias is None else down_bias[e])
-    used = (experts >= 0) & (experts < gate_up.shape[0])
+    used = (ids >= 0) & (ids < gate_up.shape[0])
     return reference.rounded(reference.weighted_sum(slots, weights.where(used, 0), shared, shared_gate, residual), x)
 
 
@@ -459,41 +459,41 @@ def hostile_gates() -> list[Case]:
 
 
 def repeated_ids(args: Args) -> None:
-    args["experts"][:] = args["experts"][:, :1]
+    args["ids"][:] = args["ids"][:, :1]
 
 
 def ids_out_of_range(args: Args) -> None:
     bad = torch.tensor([-1, -(2**31), args["gate_up"].shape[0], 2**31 - 1], dtype=torch.int32)
-    args["experts"][:, 1] = bad[torch.arange(len(args["experts"])) % 4]
+    args["ids"][:, 1] = bad[torch.arange(len(args["ids"])) % 4]
     args["weights"][:, 1] = nan
 
 
 def all_ids_out_of_range(args: Args) -> None:
-    args["experts"].fill_(args["gate_up"].shape[0])
+    args["ids"].fill_(args["gate_up"].shape[0])
     args["weights"].fill_(nan)
 
 
 def wide_ids_out_of_range(args: Args) -> None:
     """Ids that would look valid if they were cut to 32 bits."""
-    args["experts"] = args["experts"].long()
-    args["experts"][:, 0] += 2**32
-    args["experts"][:, 1] -= 2**33
+    args["ids"] = args["ids"].long()
+    args["ids"][:, 0] += 2**32
+    args["ids"][:, 1] -= 2**33
 
 
 def long_ids(args: Args) -> None:
-    args["experts"] = args["experts"].long()
+    args["ids"] = args["ids"].long()
 
 
 def all_to_one_expert(args: Args) -> None:
-    args["experts"][:, 0] = args["gate_up"].shape[0] - 1
+    args["ids"][:, 0] = args["gate_up"].shape[0] - 1
 
 
 def seventeen_to_fifteen(args: Args) -> None:
-    args["experts"][:17], args["experts"][17:] = 1, 4
+    args["ids"][:17], args["ids"][17:] = 1, 4
 
 
 def nan_in_unused_experts(args: Args) -> None:
-    args["experts"] %= 3
+    args["ids"] %= 3
     for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
         args[name][3:] = nan
 

@@ -131,7 +131,7 @@ def test_ids_rotate_through_more_weights_than_caches_hold():
     call = Call("experts", DEFAULT, MODELS[DEFAULT], 1)
     noise = Noise("cpu", torch.bfloat16)
     sets = [inputs(call, noise) for _ in range(call.sets)]
-    ids = torch.cat([one_set["experts"] for one_set in sets])
+    ids = torch.cat([one_set["ids"] for one_set in sets])
     assert len({tuple(one_set["x"].flatten().tolist()) for one_set in sets}) == len(sets)
     assert ids.unique().numel() * expert_bytes(call.model, call.dtype) > 600e6
 

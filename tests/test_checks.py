@@ -98,7 +98,7 @@ def test_every_argument_matters(case: Case):
 @pytest.mark.parametrize("case", [case for case in SAMPLES if case.op == "experts"], ids=str)
 def test_the_two_oracles_of_experts_agree(case: Case):
     args = {name: t.double() if t.is_floating_point() else t for name, t in case.arguments().items()}
-    args["experts"][1:3] = torch.tensor([-1, 2, 2, 1000, 5, 5, 5, 0])[: args["experts"].shape[1]]
+    args["ids"][1:3] = torch.tensor([-1, 2, 2, 1000, 5, 5, 5, 0])[: args["ids"].shape[1]]
     assert_matches([cases.experts_one_by_one(**args, **case.options)], [reference.experts(**args, **case.options)])
 
 

@@ -149,7 +149,7 @@ def test_splits(device: str, counts: tuple[int, ...], skipped: int):
     args = case.arguments()
     ids = torch.arange(E).repeat_interleave(torch.tensor(counts))
     ids = torch.cat([ids, torch.tensor([-1, E, 1 << 40, -(1 << 40), E + 7])[:skipped]])
-    args["experts"] = ids[torch.randperm(slots, generator=torch.Generator().manual_seed(slots))].unsqueeze(1)
+    args["ids"] = ids[torch.randperm(slots, generator=torch.Generator().manual_seed(slots))].unsqueeze(1)
     on_device = {name: tensor.to(device) for name, tensor in args.items()}
     got = call(torch.ops.moe_metal.experts, "experts", on_device, {})
     assert_matches(got, expected("experts", args, {}), case.longest_sum)

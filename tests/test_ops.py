@@ -187,7 +187,7 @@ def test_expert_weights_beyond_32_bits(device: str, T: int):
         weights = torch.empty(1023 * step + shape.numel(), dtype=BFLOAT, device=device)
         far[name] = weights.as_strided((1024, *shape), (step, shape[1], 1))
         far[name][0], far[name][1023] = args[name]
-    far["experts"] = args["experts"] * 1023
+    far["ids"] = args["ids"] * 1023
     got = call(torch.ops.moe_metal.experts, "experts", far, {})
     assert_matches(got, expected("experts", small.arguments(), {}), small.longest_sum)
 
@@ -361,10 +361,10 @@ BAD = [
     bad("experts", "x: expected H >= 1, got 0", x=no_columns),
     bad("experts", "weights: expected shape [*, K] with * = [6], got [1, 3]", weights=first_token),
     bad("experts", "weights: expected float32, the dtype of x; got float16", weights=Tensor.half),
-    bad("experts", "experts: expected shape [*, K] with * = [6], K = 3, got [6, 2]", experts=cut),
-    bad("experts", "experts: expected int32 or int64, got float32", experts=Tensor.float),
-    bad("experts", "experts: expected int32 or int64, got int16", experts=Tensor.short),
-    bad("experts", "experts: expected K >= 1, got 0", weights=no_columns, experts=no_columns),
+    bad("experts", "ids: expected shape [*, K] with * = [6], K = 3, got [6, 2]", ids=cut),
+    bad("experts", "ids: expected int32 or int64, got float32", ids=Tensor.float),
+    bad("experts", "ids: expected int32 or int64, got int16", ids=Tensor.short),
+    bad("experts", "ids: expected K >= 1, got 0", weights=no_columns, ids=no_columns),
     bad("experts", "down: expected shape [E, H, I] with E = 13, H = 67, got [13, 66, 19]", down=lambda t: t[:, :-1]),
     bad("experts", "down: expected shape [E, I, H] with E = 13, I = 67, H = 67, got [13, 67, 19]", transposed=True),
     bad("experts", "down: expected float32, the dtype of x; got bfloat16", down=Tensor.bfloat16),

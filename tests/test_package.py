@@ -67,8 +67,8 @@ def test_wheel_holds_every_module_and_library(wheel: Path):
 def test_wheel_works_from_another_directory(stranger: Path, tmp_path: Path):
     program = """
 import torch, torch_moe_metal
-weights, experts = torch.ops.moe_metal.route(torch.tensor([[1.0, 3.0, 2.0]]), top_k=2)
-assert experts.tolist() == [[1, 2]] and abs(float(weights.sum()) - 1) < 1e-6
+weights, ids = torch.ops.moe_metal.route(torch.tensor([[1.0, 3.0, 2.0]]), top_k=2)
+assert ids.tolist() == [[1, 2]] and abs(float(weights.sum()) - 1) < 1e-6
 x, ids = torch.ones(1, 8), torch.zeros(1, 1, dtype=torch.int32)
 out = torch.ops.moe_metal.experts(x, torch.ones(1, 1), ids, torch.ones(2, 8, 8), torch.ones(2, 8, 4))
 assert torch.allclose(out, 4 * 8 * torch.nn.functional.silu(torch.tensor(8.0)).expand(1, 8))

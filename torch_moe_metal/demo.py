@@ -17,10 +17,10 @@ MODEL = MODELS["qwen3-30b-a3b"]
 
 def exact(block: Block, x: Tensor) -> Tensor:
     """The reference in float64, a token at a time to spare memory, with the experts that the fused router chose."""
-    weights, experts = torch.ops.moe_metal.gate(x, **block.router, **block.routing)
+    weights, ids = torch.ops.moe_metal.gate(x, **block.router, **block.routing)
     rows = []
     # To the CPU first: Apple's GPUs have no float64.
-    for row, weight, chosen in zip(x.cpu().double(), weights.cpu().double(), experts.cpu().long(), strict=True):
+    for row, weight, chosen in zip(x.cpu().double(), weights.cpu().double(), ids.cpu().long(), strict=True):
         theirs = [block.experts[name][chosen.to(x.device)].cpu().double() for name in ("gate_up", "down")]
         rows.append(reference.experts(row, weight, torch.arange(len(chosen)), *theirs))
     return torch.stack(rows)

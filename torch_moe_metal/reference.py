@@ -66,7 +66,7 @@ def route(
     scaling_factor: float = 1.0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Each token's K best experts, best first, and their weights. -> weights float32 [T, K], experts int32 [T, K]
+    """Each token's K best experts, best first, and their weights. -> weights float32 [T, K], ids int32 [T, K]
 
     `select_bias` counts for the choice only, never for the weights. Without it the logits themselves choose: every
     scoring rises with its logit, so the order is the same, but large logits do not tie by saturating.
@@ -75,14 +75,14 @@ def route(
     scores = SCORING[scoring](softcap * torch.tanh(logits / softcap) if softcap else logits)
     biased = scores if select_bias is None else scores + wide(select_bias)
     barred = None if n_group == 1 else outside_best_groups(biased, n_group, topk_group, group_score)
-    experts = best(logits if select_bias is None else biased, top_k, barred)
-    weights = scores.gather(-1, experts)
-    scale = 1.0 if per_expert_scale is None else wide(per_expert_scale)[experts]
+    ids = best(logits if select_bias is None else biased, top_k, barred)
+    weights = scores.gather(-1, ids)
+    scale = 1.0 if per_expert_scale is None else wide(per_expert_scale)[ids]
     if renormalize == "after_scale":
         weights, scale = weights * scale, 1.0
     if renormalize != "none":
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return (weights * scale * scaling_factor).float(), experts.int()
+    return (weights * scale * scaling_factor).float(), ids.int()
 
 
 def gate(
@@ -150,7 +150,7 @@ def glu(
 def experts(
     x: Tensor,  # [T, H]
     weights: Tensor,  # [T, K]
-    experts: Tensor,  # [T, K]
+    ids: Tensor,  # [T, K], of experts
     gate_up: Tensor,  # [E, 2I, H], or [E, H, 2I] when transposed
     down: Tensor,  # [E, H, I], or [E, I, H] when transposed
     gate_up_bias: Tensor | None = None,  # [E, 2I]
@@ -170,17 +170,17 @@ def experts(
     An id outside [0, E) is skipped: it adds nothing and reads nothing, whatever its weight is.
     The 2I rows hold the gate's I rows first, or gate and up in turn when `interleaved`.
     """
-    used = (experts >= 0) & (experts < gate_up.shape[0])
-    ids = experts.long().where(used, 0)
+    used = (ids >= 0) & (ids < gate_up.shape[0])
+    chosen = ids.long().where(used, 0)
     up_weight, down_weight = (w.mT if transposed else w for w in (gate_up, down))
-    both = torch.einsum("...kih,...h->...ki", wide(up_weight[ids]), wide(x))
+    both = torch.einsum("...kih,...h->...ki", wide(up_weight[chosen]), wide(x))
     if gate_up_bias is not None:
-        both = both + wide(gate_up_bias)[ids]
+        both = both + wide(gate_up_bias)[chosen]
     gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
     inner = glu(gate, up, activation=activation, alpha=alpha, limit=limit)
-    slots = torch.einsum("...khi,...ki->...kh", wide(down_weight[ids]), inner)
+    slots = torch.einsum("...khi,...ki->...kh", wide(down_weight[chosen]), inner)
     if down_bias is not None:
-        slots = slots + wide(down_bias)[ids]
+        slots = slots + wide(down_bias)[chosen]
     slots, weights = slots.where(used.unsqueeze(-1), 0), wide(weights).where(used, 0)
     return rounded(weighted_sum(slots, weights, shared, shared_gate, residual), x)
 

@@ -38,17 +38,17 @@ bool by_tiles(const Experts& call) {
 }
 #endif
 
-Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& experts, const Tensor& gate_up, const Tensor& down,
+Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up, const Tensor& down,
                const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, const OptionalTensor& shared,
                const OptionalTensor& shared_gate, const OptionalTensor& residual, std::string_view activation,
                double alpha, std::optional<double> limit, bool interleaved, bool transposed) {
-  Experts call = experts_arguments(x, weights, experts, gate_up, down, gate_up_bias, down_bias, shared, shared_gate,
+  Experts call = experts_arguments(x, weights, ids, gate_up, down, gate_up_bias, down_bias, shared, shared_gate,
                                    residual, activation, alpha, limit, interleaved, transposed);
   if (call.T == 0) return call.output;
-  call.experts = call.experts.to(at::kLong);
+  call.ids = call.ids.to(at::kLong);
   call.weights = call.weights.to(at::kFloat);
   if (call.shared_gate.defined()) call.shared_gate = call.shared_gate.to(at::kFloat);
-  const Slots slots(call.experts, call.E);
+  const Slots slots(call.ids, call.E);
   if (by_columns(call)) {
     with_dtype(call.x.scalar_type(), [&](auto scalar) { experts_by_columns<decltype(scalar)>(call, slots); });
     return call.output;

@@ -30,7 +30,7 @@ class Rows {
     if (const float* bias = floats(call_.router_bias)) {
       for (int64_t e = 0; e < E; ++e) logits[e] += bias[e];
     }
-    route_(logits, call_.weights.mutable_data_ptr<float>() + t * K, call_.experts.mutable_data_ptr<int32_t>() + t * K);
+    route_(logits, call_.weights.mutable_data_ptr<float>() + t * K, call_.ids.mutable_data_ptr<int32_t>() + t * K);
   }
 
  private:
@@ -340,7 +340,7 @@ std::tuple<Tensor, Tensor> gate(const Tensor& hidden, const Tensor& router_weigh
   Gate call =
       gate_arguments(hidden, router_weight, norm_weight, router_bias, select_bias, per_expert_scale,
                      {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap}, eps);
-  if (call.T == 0) return {call.weights, call.experts};
+  if (call.T == 0) return {call.weights, call.ids};
   for (Tensor* small : {&call.norm_weight, &call.router_bias, &call.select_bias, &call.per_expert_scale}) {
     if (small->defined()) *small = small->to(at::kFloat);
   }
@@ -356,7 +356,7 @@ std::tuple<Tensor, Tensor> gate(const Tensor& hidden, const Tensor& router_weigh
   } else {
     by_dots(call);
   }
-  return {call.weights, call.experts};
+  return {call.weights, call.ids};
 }
 
 }  // namespace

@@ -13,14 +13,14 @@ void rows(const Route& call) {
   const auto* select_bias = call.select_bias.defined() ? call.select_bias.data_ptr<float>() : nullptr;
   const auto* scale = call.per_expert_scale.defined() ? call.per_expert_scale.data_ptr<float>() : nullptr;
   auto* weights = call.weights.mutable_data_ptr<float>();
-  auto* experts = call.experts.mutable_data_ptr<int32_t>();
+  auto* ids = call.ids.mutable_data_ptr<int32_t>();
   constexpr int64_t kGrain = 16;  // a row takes about 0.5 us, a thread's start some
   at::parallel_for(0, call.T, kGrain, [=, &call](int64_t begin, int64_t end) {
     Router router(call.params, select_bias, scale);
     std::vector<float> wide(E);
     for (int64_t t = begin; t < end; ++t) {
       for_each_vector(E, [&](int64_t e, auto count) { store(&wide[e], load(logits + t * E + e, count), count); });
-      router(wide.data(), weights + t * K, experts + t * K);
+      router(wide.data(), weights + t * K, ids + t * K);
     }
   });
 }
@@ -32,11 +32,11 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, const OptionalTensor& sel
   Route call =
       route_arguments(logits, select_bias, per_expert_scale,
                       {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
-  if (call.T == 0) return {call.weights, call.experts};
+  if (call.T == 0) return {call.weights, call.ids};
   if (call.select_bias.defined()) call.select_bias = call.select_bias.to(at::kFloat);
   if (call.per_expert_scale.defined()) call.per_expert_scale = call.per_expert_scale.to(at::kFloat);
   with_dtype(call.logits.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
-  return {call.weights, call.experts};
+  return {call.weights, call.ids};
 }
 
 }  // namespace

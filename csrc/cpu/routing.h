@@ -65,18 +65,18 @@ class Router {
   Router(const RoutingParams& params, const float* select_bias, const float* per_expert_scale)
       : params_(params), select_bias_(select_bias), per_expert_scale_(per_expert_scale) {}
 
-  void operator()(const float* logits, float* weights, int32_t* experts) {
+  void operator()(const float* logits, float* weights, int32_t* ids) {
     const int64_t E = params_.experts, K = params_.top_k;
     if (select_bias_ || params_.n_group > 1) {
       all_scores(logits);
-      choose_by_scores(logits, experts);
-      for (int64_t k = 0; k < K; ++k) weights[k] = scores_[experts[k]];
+      choose_by_scores(logits, ids);
+      for (int64_t k = 0; k < K; ++k) weights[k] = scores_[ids[k]];
     } else {
       chooser_.fill(logits, E);
-      chooser_.best(K, experts);
-      chosen_scores(logits, experts, weights);
+      chooser_.best(K, ids);
+      chosen_scores(logits, ids, weights);
     }
-    scale(weights, experts);
+    scale(weights, ids);
   }
 
  private:
@@ -126,10 +126,10 @@ class Router {
 
   // The scores of the K chosen, which hold the largest logit. When they are divided by their own sum afterwards,
   // the softmax's denominator cancels and K powers are enough.
-  void chosen_scores(const float* logits, const int32_t* experts, float* weights) const {
+  void chosen_scores(const float* logits, const int32_t* ids, float* weights) const {
     const int64_t E = params_.experts, K = params_.top_k;
     std::array<float, kMaxExperts> chosen;
-    for (int64_t k = 0; k < K; ++k) chosen[k] = logits[experts[k]];
+    for (int64_t k = 0; k < K; ++k) chosen[k] = logits[ids[k]];
     if (params_.scoring == Scoring::softmax) {
       const bool cancels = params_.renormalize == Renormalize::before_scale ||
                            (params_.renormalize == Renormalize::after_scale && !per_expert_scale_);
@@ -139,7 +139,7 @@ class Router {
   }
 
   // Where scores choose: with a selection bias, or among the best groups only.
-  void choose_by_scores(const float* logits, int32_t* experts) {
+  void choose_by_scores(const float* logits, int32_t* ids) {
     const int64_t E = params_.experts;
     std::array<float, kMaxExperts> biased = scores_;
     if (select_bias_) {
@@ -154,7 +154,7 @@ class Router {
         if (!kept[e / size]) chooser_.keys()[e] = barred(chooser_.keys()[e]);
       }
     }
-    chooser_.best(params_.top_k, experts);
+    chooser_.best(params_.top_k, ids);
   }
 
   void best_groups(const float* biased, bool* kept) {
@@ -177,10 +177,10 @@ class Router {
     for (int64_t i = 0; i < params_.topk_group; ++i) kept[best[i]] = true;
   }
 
-  void scale(float* weights, const int32_t* experts) const {
+  void scale(float* weights, const int32_t* ids) const {
     const int64_t K = params_.top_k;
     const auto scale_each = [&] {
-      for (int64_t k = 0; per_expert_scale_ && k < K; ++k) weights[k] *= per_expert_scale_[experts[k]];
+      for (int64_t k = 0; per_expert_scale_ && k < K; ++k) weights[k] *= per_expert_scale_[ids[k]];
     };
     if (params_.renormalize == Renormalize::after_scale) scale_each();
     if (params_.renormalize != Renormalize::none) {

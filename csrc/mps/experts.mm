@@ -46,7 +46,7 @@ ExpertsParams experts_params(const Experts& call) {
       .K = to_uint(call.K),
       .H = to_uint(call.H),
       .I = to_uint(call.I),
-      .wide_ids = call.experts.scalar_type() == at::kLong,
+      .wide_ids = call.ids.scalar_type() == at::kLong,
       .wide_x = all_multiples(wide, {call.x.storage_offset(), call.H}),
       .interleaved = interleaved,
       .has_shared = call.shared.defined(),
@@ -98,9 +98,9 @@ void decode(const Experts& call, ExpertsParams params) {
   const Grid gate_up_grid = cut(params.gate_up, slots, 2 * call.I, call.H, kTileRows, size);
   const Grid down_grid = cut(params.down, call.T, call.H, call.K * call.I, kDownColumnRows, size);
   const Tensor inner = at::empty({slots, call.I}, call.x.options().dtype(at::kFloat));
-  launch({{decode_gate_up[static_cast<int>(params.gate_up.layout)][dtype], gate_up_grid, call.x, call.experts,
-           call.gate_up, call.gate_up_bias, inner, params},
-          {decode_down[static_cast<int>(params.down.layout)][dtype], down_grid, inner, call.experts, call.weights,
+  launch({{decode_gate_up[static_cast<int>(params.gate_up.layout)][dtype], gate_up_grid, call.x, call.ids, call.gate_up,
+           call.gate_up_bias, inner, params},
+          {decode_down[static_cast<int>(params.down.layout)][dtype], down_grid, inner, call.ids, call.weights,
            call.down, call.down_bias, call.shared, call.shared_gate, call.residual, call.output, params}});
 }
 
@@ -133,7 +133,7 @@ void prefill(const Experts& call, const ExpertsParams& params) {
   const Tensor order = at::empty({slots}, ints), offsets = at::empty({call.E + 1}, ints);
   const Tensor inner = at::empty({slots, call.I}, floats), outputs = at::empty({slots, call.H}, floats);
   const int sort_threads = static_cast<int>(std::min<int64_t>(ceil_div(slots, 32) * 32, 1024));
-  launch({{sort_kernel, {call.E, 1, sort_threads}, call.experts, order, offsets, params},
+  launch({{sort_kernel, {call.E, 1, sort_threads}, call.ids, order, offsets, params},
           {prefill_gate_up[size][dtype],
            {bands * ceil_div(call.I, kTileInner), 1, kTileThreads},
            call.x,
@@ -155,7 +155,7 @@ void prefill(const Experts& call, const ExpertsParams& params) {
           {combine_kernels[dtype],
            {call.T, ceil_div(call.H, 256), 256},
            outputs,
-           call.experts,
+           call.ids,
            call.weights,
            call.shared,
            call.shared_gate,
@@ -164,12 +164,12 @@ void prefill(const Experts& call, const ExpertsParams& params) {
            params}});
 }
 
-Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& experts, const Tensor& gate_up, const Tensor& down,
+Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up, const Tensor& down,
                const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, const OptionalTensor& shared,
                const OptionalTensor& shared_gate, const OptionalTensor& residual, std::string_view activation,
                double alpha, std::optional<double> limit, bool interleaved, bool transposed) {
-  const Experts call = experts_arguments(x, weights, experts, gate_up, down, gate_up_bias, down_bias, shared,
-                                         shared_gate, residual, activation, alpha, limit, interleaved, transposed);
+  const Experts call = experts_arguments(x, weights, ids, gate_up, down, gate_up_bias, down_bias, shared, shared_gate,
+                                         residual, activation, alpha, limit, interleaved, transposed);
   if (call.T == 0) return call.output;
   const ExpertsParams params = experts_params(call);
   is_decode(call) ? decode(call, params) : prefill(call, params);

@@ -62,8 +62,8 @@ std::tuple<Tensor, Tensor> gate(const Tensor& hidden, const Tensor& router_weigh
   if (fits_one_dispatch(call)) {
     launch(gate_kernels(dtype, router_dtype), Grid{call.T, 1, simdgroups_for_router(E) * kSimdgroup}, call.hidden,
            call.router_weight, call.norm_weight, call.router_bias, call.select_bias, call.per_expert_scale,
-           call.weights, call.experts, gate_params(call, Tensor()));
-    return {call.weights, call.experts};
+           call.weights, call.ids, gate_params(call, Tensor()));
+    return {call.weights, call.ids};
   }
   const Tensor logits = at::empty({call.T, E}, hidden.options().dtype(at::kFloat));
   const LogitsKernel first = logits_kernel(call.T, E);
@@ -72,8 +72,8 @@ std::tuple<Tensor, Tensor> gate(const Tensor& hidden, const Tensor& router_weigh
                    Grid{ceil_div(call.T, first.tokens), ceil_div(E, first.experts), first.threads}, call.hidden,
                    call.router_weight, call.norm_weight, call.router_bias, logits, params),
           Dispatch(route_kernel(E, dtype), route_grid(call.T), logits, call.select_bias, call.per_expert_scale,
-                   call.weights, call.experts, params.route)});
-  return {call.weights, call.experts};
+                   call.weights, call.ids, params.route)});
+  return {call.weights, call.ids};
 }
 
 }  // namespace

@@ -13,9 +13,9 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, const OptionalTensor& sel
       route_arguments(logits, select_bias, per_expert_scale,
                       {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
   launch(route_kernel(call.params.experts, logits.scalar_type()), route_grid(call.T), call.logits, call.select_bias,
-         call.per_expert_scale, call.weights, call.experts,
+         call.per_expert_scale, call.weights, call.ids,
          route_params(call.params, call.T, call.logits, call.select_bias, call.per_expert_scale));
-  return {call.weights, call.experts};
+  return {call.weights, call.ids};
 }
 
 }  // namespace

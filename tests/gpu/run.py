@@ -379,7 +379,7 @@ class Translated:
             first = Replay(self.kernels, gate, {"hidden": s["x"], **block.router})
             first()
             weights, ids = first.outputs
-            then = Replay(self.kernels, experts, {"x": s["x"], "weights": weights, "experts": ids, **block.experts})
+            then = Replay(self.kernels, experts, {"x": s["x"], "weights": weights, "ids": ids, **block.experts})
             replays.append(Chain(first, then))
             bytes.append(moved(s["x"]) + block.bytes_besides() + block.bytes_read(ids))
         ways = {name.removeprefix("plain "): way.block for name, way in plain(block).items()}
@@ -407,7 +407,7 @@ def bytes_read(call: Call, one_set: Args, shared: Args) -> int:
     """Of the experts' weights, those of the experts chosen."""
     if not shared:
         return moved(*one_set.values())
-    chosen = one_set["experts"].unique().numel()
+    chosen = one_set["ids"].unique().numel()
     return moved(*one_set.values()) + moved(*shared.values()) * chosen // call.model.E
 
 

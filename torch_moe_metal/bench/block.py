@@ -103,7 +103,7 @@ class Implementation:
     """Somebody else's way to the same. `take` makes one of our tensors theirs."""
 
     block: Callable[..., object]  # x -> output
-    experts: Callable[..., object]  # x, weights, experts -> output
+    experts: Callable[..., object]  # x, weights, ids -> output
     take: Callable[[Tensor], object] = field(default=lambda tensor: tensor)
 
 
@@ -162,8 +162,8 @@ def transformers(block: Block) -> dict[str, Implementation]:
         out = theirs(x.unsqueeze(0))
         return (out[0] if isinstance(out, tuple) else out).view(x.shape)
 
-    def experts(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return theirs.experts(x, experts, weights)
+    def experts(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return theirs.experts(x, ids, weights)
 
     return {
         f"transformers {name}": Implementation(partial(chosen, name, whole), partial(chosen, name, experts))

@@ -27,7 +27,7 @@ SHAPES = {
     | {"residual_norm_weight": "H", "moe_norm_weight": "H"},
     "norm_add": {"residual": "TH", "input": "TH", "weight": "H"},
     "residual_norm": {"residual": "TH", "input": "TH", "weight": "H"},
-    "experts": {"x": "TH", "weights": "TK", "experts": "TK", "gate_up": "EGH", "down": "EHI"},
+    "experts": {"x": "TH", "weights": "TK", "ids": "TK", "gate_up": "EGH", "down": "EHI"},
     "block": {"x": "TH"},
 }
 ROUTER = {"norm_weight": "H", "router_bias": "E", "select_bias": "E", "per_expert_scale": "E"}
@@ -84,7 +84,7 @@ class Call:
         return tuple(self.dims[letter] for letter in letters)
 
     def dtype_of(self, argument: str) -> torch.dtype:
-        return {"experts": torch.int32, "weights": torch.float32}.get(argument, self.dtype)
+        return {"ids": torch.int32, "weights": torch.float32}.get(argument, self.dtype)
 
     @property
     def sets(self) -> int:
@@ -135,7 +135,7 @@ class Noise:
 
     def argument(self, call: Call, name: str, letters: str) -> Tensor:
         size = call.size(letters)
-        if name == "experts":
+        if name == "ids":
             return self.chosen(*call.size("TEK"))
         if name == "weights":
             return self(*size).float().softmax(-1)

@@ -118,7 +118,7 @@ class Here:
     def bytes_read(self, call: Call, one_set: dict[str, Tensor]) -> int:
         read = moved(*one_set.values())
         if call.op == "experts":
-            return read + self.block.bytes_read(one_set["experts"])
+            return read + self.block.bytes_read(one_set["ids"])
         if call.op == "block":
             _, ids = ops.gate(one_set["x"], **self.block.router, **self.block.routing)
             return read + self.block.bytes_read(ids) + self.block.bytes_besides()
@@ -137,7 +137,7 @@ def for_rivals(one_set: dict[str, Tensor]) -> dict[str, Tensor]:
         return one_set
     dtype = next(t.dtype for name, t in one_set.items() if name in ("x", "slots"))
     found = one_set | {"weights": one_set["weights"].to(dtype)}
-    return found | ({"experts": found["experts"].long()} if "experts" in found else {})
+    return found | ({"ids": found["ids"].long()} if "ids" in found else {})
 
 
 def in_turn(function: Callable[..., object], sets: list[dict]) -> Callable[[], object]:

@@ -24,8 +24,8 @@ def mlx(block: Block) -> dict[str, Implementation]:
     choose = mx.compile(partial(route, **block.routing))
     shared = shared_expert(block)
 
-    def weighted(x, weights, experts_chosen):
-        return (experts(x, experts_chosen) * weights.astype(x.dtype)[..., None]).sum(-2)
+    def weighted(x, weights, ids):
+        return (experts(x, ids) * weights.astype(x.dtype)[..., None]).sum(-2)
 
     def whole(x):
         rows = mx.fast.rms_norm(x, router["norm_weight"], 1e-6) if "norm_weight" in router else x
@@ -46,7 +46,7 @@ def mlx(block: Block) -> dict[str, Implementation]:
 
         return run
 
-    by_name = scheduled(lambda x, weights, experts: weighted(x, weights, experts))
+    by_name = scheduled(lambda x, weights, ids: weighted(x, weights, ids))
     return {"mlx": Implementation(scheduled(whole), by_name, take)}
 
 
@@ -78,13 +78,13 @@ def route(
         dropped = n_group - topk_group
         worst = mx.argpartition(totals, kth=dropped - 1, axis=-2)[..., :dropped, :]
         choice = mx.put_along_axis(groups, worst, mx.array(float("-inf")), axis=-2).flatten(-2, -1)
-    experts = mx.argpartition(choice, kth=-top_k, axis=-1)[..., -top_k:]
-    weights = mx.take_along_axis(scores, experts, axis=-1)
+    ids = mx.argpartition(choice, kth=-top_k, axis=-1)[..., -top_k:]
+    weights = mx.take_along_axis(scores, ids, axis=-1)
     if renormalize != "none":
         weights = weights / weights.sum(-1, keepdims=True)
     if per_expert_scale is not None:
-        weights = weights * per_expert_scale[experts]
-    return weights * scaling_factor, experts
+        weights = weights * per_expert_scale[ids]
+    return weights * scaling_factor, ids
 
 
 def gelu_tanh(x):
@@ -105,23 +105,23 @@ def activation_of(options: dict):
     return mx.compile(glu, shapeless=True)
 
 
-def switch_glu(weights: dict[str, mx.array], activation, x, experts):
-    """x [T, H], experts [T, K] -> [T, K, H]"""
+def switch_glu(weights: dict[str, mx.array], activation, x, ids):
+    """x [T, H], ids [T, K] -> [T, K, H]"""
 
     def linear(rows, name: str, ids, ordered: bool):
         out = mx.gather_mm(rows, weights[name].swapaxes(-1, -2), rhs_indices=ids, sorted_indices=ordered)
         bias = weights.get(f"{name}_bias")
         return out if bias is None else out + mx.expand_dims(bias[ids], -2)
 
-    ordered = experts.size >= SORTED_FROM
-    rows, ids = mx.expand_dims(x, (-2, -3)), experts
+    ordered = ids.size >= SORTED_FROM
+    rows, chosen = mx.expand_dims(x, (-2, -3)), ids
     if ordered:
-        order = mx.argsort(experts.flatten())
-        rows, ids = rows.flatten(0, -3)[order // experts.shape[-1]], experts.flatten()[order]
-    inner = activation(linear(rows, "gate", ids, ordered), linear(rows, "up", ids, ordered))
-    slots = linear(inner, "down", ids, ordered)
+        order = mx.argsort(ids.flatten())
+        rows, chosen = rows.flatten(0, -3)[order // ids.shape[-1]], ids.flatten()[order]
+    inner = activation(linear(rows, "gate", chosen, ordered), linear(rows, "up", chosen, ordered))
+    slots = linear(inner, "down", chosen, ordered)
     if ordered:
-        slots = mx.unflatten(slots[mx.argsort(order)], 0, experts.shape)
+        slots = mx.unflatten(slots[mx.argsort(order)], 0, ids.shape)
     return slots.squeeze(-2)
 
 

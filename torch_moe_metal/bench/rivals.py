@@ -43,21 +43,21 @@ def route(
     choice = scores if select_bias is None else scores + select_bias
     if n_group > 1:
         choice = in_best_groups(choice, n_group, topk_group)
-    weights, experts = choice.topk(top_k, -1)
+    weights, ids = choice.topk(top_k, -1)
     if choice is not scores:
-        weights = scores.gather(-1, experts)
+        weights = scores.gather(-1, ids)
     if renormalize != "none":
         weights = weights / weights.sum(-1, keepdim=True)
     if per_expert_scale is not None:
-        weights = weights * per_expert_scale[experts]
-    return weights if scaling_factor == 1 else weights * scaling_factor, experts
+        weights = weights * per_expert_scale[ids]
+    return weights if scaling_factor == 1 else weights * scaling_factor, ids
 
 
 def route_from_the_best(logits, per_expert_scale=None, *, top_k) -> tuple[Tensor, Tensor]:
     """The softmax of the best logits only: what the default routing comes to."""
-    best, experts = logits.topk(top_k, -1)
+    best, ids = logits.topk(top_k, -1)
     weights = best.softmax(-1, dtype=torch.float32)
-    return weights if per_expert_scale is None else weights * per_expert_scale[experts], experts
+    return weights if per_expert_scale is None else weights * per_expert_scale[ids], ids
 
 
 # ------------------------------------------------------------------------------------------------ experts
@@ -83,7 +83,7 @@ def inner(both: Tensor, interleaved: bool, activation: dict) -> Tensor:
 
 
 def expert_by_expert(
-    x, weights, experts, gate_up, down, gate_up_bias=None, down_bias=None, *,
+    x, weights, ids, gate_up, down, gate_up_bias=None, down_bias=None, *,
     interleaved=False, transposed=False, **activation,
 ) -> Tensor:  # fmt: skip
     """transformers' eager: a loop over the experts that are used."""
@@ -92,48 +92,48 @@ def expert_by_expert(
         return F.linear(rows, weight[e].mT if transposed else weight[e], None if bias is None else bias[e])
 
     out = torch.zeros_like(x)
-    for e in experts.unique().tolist():
-        token, slot = (experts == e).nonzero(as_tuple=True)
+    for e in ids.unique().tolist():
+        token, slot = (ids == e).nonzero(as_tuple=True)
         rows = inner(linear(x[token], gate_up, gate_up_bias, e), interleaved, activation)
         out.index_add_(0, token, linear(rows, down, down_bias, e) * weights[token, slot, None])
     return out
 
 
 def batched_mm(
-    x, weights, experts, gate_up, down, gate_up_bias=None, down_bias=None, *,
+    x, weights, ids, gate_up, down, gate_up_bias=None, down_bias=None, *,
     interleaved=False, transposed=False, **activation,
 ) -> Tensor:  # fmt: skip
     """transformers' decode: gathers a copy of each token's experts."""
-    ids = experts.flatten()
+    flat = ids.flatten()
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        chosen = weight[ids]
+        chosen = weight[flat]
         out = torch.bmm(chosen.mT if transposed else chosen, rows.unsqueeze(-1)).squeeze(-1)
-        return out if bias is None else out.add_(bias[ids])
+        return out if bias is None else out.add_(bias[flat])
 
-    slots = x.repeat_interleave(experts.shape[-1], 0)
+    slots = x.repeat_interleave(ids.shape[-1], 0)
     rows = inner(linear(slots, gate_up, gate_up_bias), interleaved, activation)
-    return (linear(rows, down, down_bias).view(*experts.shape, -1) * weights.unsqueeze(-1)).sum(1)
+    return (linear(rows, down, down_bias).view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
 def grouped_mm(
-    x, weights, experts, gate_up, down, gate_up_bias=None, down_bias=None, *,
+    x, weights, ids, gate_up, down, gate_up_bias=None, down_bias=None, *,
     interleaved=False, transposed=False, **activation,
 ) -> Tensor:  # fmt: skip
     """transformers' prefill: sorted by expert, one grouped product each way."""
     product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
-    ids, order = experts.flatten().sort()
-    ones, counts = torch.ones_like(ids, dtype=torch.int32), ids.new_zeros(len(gate_up), dtype=torch.int32)
-    offsets = counts.scatter_add_(0, ids, ones).cumsum(0, dtype=torch.int32)
+    flat, order = ids.flatten().sort()
+    ones, counts = torch.ones_like(flat, dtype=torch.int32), ids.new_zeros(len(gate_up), dtype=torch.int32)
+    offsets = counts.scatter_add_(0, flat, ones).cumsum(0, dtype=torch.int32)
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = product(rows, weight if transposed else weight.mT, offs=offsets)
-        return out if bias is None else out.add_(bias[ids])
+        return out if bias is None else out.add_(bias[flat])
 
-    rows = inner(linear(x[order // experts.shape[-1]], gate_up, gate_up_bias), interleaved, activation)
+    rows = inner(linear(x[order // ids.shape[-1]], gate_up, gate_up_bias), interleaved, activation)
     slots = linear(rows, down, down_bias)
     slots = torch.empty_like(slots).index_copy_(0, order, slots)
-    return (slots.view(*experts.shape, -1) * weights.unsqueeze(-1)).sum(1)
+    return (slots.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
 # ------------------------------------------------------------------------------------------------ combine and norm

@@ -103,14 +103,14 @@ class FusedBlock(Fused):
         """The block's output plus `residual`, both [..., H], and the routing weights [..., K]."""
         routing, arguments = parts
         family = self.family
-        weights, experts = ops.gate(x, **routing)
+        weights, ids = ops.gate(x, **routing)
         if family.shared:
             arguments["shared"] = self._modules[family.shared](x)
         if family.shared_gate:
             arguments["shared_gate"] = self._modules[family.shared_gate](x).squeeze(-1)
         if residual is not None:
             arguments["residual"] = residual
-        return ops.experts(x, weights, experts, **arguments), weights
+        return ops.experts(x, weights, ids, **arguments), weights
 
 
 class FusedLlama4Block(FusedBlock):
@@ -123,10 +123,10 @@ class FusedLlama4Block(FusedBlock):
         routing, arguments = parts
         x = hidden_states.flatten(0, -2)
         logits = nn.functional.linear(x, routing.pop("router_weight"))
-        weights, experts = ops.route(logits, **routing)
+        weights, ids = ops.route(logits, **routing)
         inputs = (x.unsqueeze(-2) * weights.unsqueeze(-1)).to(x.dtype)
         ones = torch.ones_like(weights)
-        slots = ops.experts(inputs, ones.unsqueeze(-1), experts.unsqueeze(-1), **arguments)
+        slots = ops.experts(inputs, ones.unsqueeze(-1), ids.unsqueeze(-1), **arguments)
         return ops.weighted_sum(slots, ones, shared=self.shared_expert(x)), logits
 
 
@@ -175,7 +175,7 @@ class FusedGemma4Layer(Fused):
         """The norms of the dense MLP's output and of the experts' output, added."""
         inner = self._modules
         router = inner["router"]
-        weights, experts = ops.gate(
+        weights, ids = ops.gate(
             residual,
             member(router._modules["proj"], "weight"),
             norm_weight=member(router, "scale") * router.scalar_root_size,
@@ -183,7 +183,7 @@ class FusedGemma4Layer(Fused):
             top_k=router.config.top_k_experts,
             eps=router.eps,
         )
-        output = ops.experts(inner["pre_feedforward_layernorm_2"](residual), weights, experts, **arguments)
+        output = ops.experts(inner["pre_feedforward_layernorm_2"](residual), weights, ids, **arguments)
         dense_norm, norm = inner["post_feedforward_layernorm_1"], inner["post_feedforward_layernorm_2"]
         one = torch.ones_like(weights[..., :1])
         slots = output.unsqueeze(-2)

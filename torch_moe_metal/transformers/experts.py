@@ -150,12 +150,12 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     return torch.ops.moe_metal.experts(x, weights, top_k_index, **arguments).to(hidden_states.dtype)
 
 
-def normed_experts(self: nn.Module, x: Tensor, weights: Tensor, experts: Tensor, arguments: dict) -> Tensor:
+def normed_experts(self: nn.Module, x: Tensor, weights: Tensor, ids: Tensor, arguments: dict) -> Tensor:
     """Each expert's output goes through a norm before its weight: every choice is a token of its own first."""
-    inputs = x.unsqueeze(-2).expand(*experts.shape, -1)
+    inputs = x.unsqueeze(-2).expand(*ids.shape, -1)
     ones = torch.ones_like(weights).unsqueeze(-1)
-    slots = torch.ops.moe_metal.experts(inputs, ones, experts.unsqueeze(-1), **arguments)
-    weights = weights.where(experts < self.num_experts, 0)  # the others are other processes' experts
+    slots = torch.ops.moe_metal.experts(inputs, ones, ids.unsqueeze(-1), **arguments)
+    weights = weights.where(ids < self.num_experts, 0)  # the others are other processes' experts
     return torch.ops.moe_metal.weighted_sum(self.post_expert_norm(slots), weights)
 
 
