@@ -58,7 +58,7 @@ doctor: $(BUILT)
 	@$(BIN)/python -m torch_moe_metal doctor
 
 cross: $(BIN)/.ready
-	$(BIN)/python tests/metal_sim/cross.py $(CROSS)
+	$(BIN)/python tools/cross.py $(CROSS)
 
 lint: $(BIN)/.ready
 	$(BIN)/ruff check .

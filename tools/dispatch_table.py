@@ -1,4 +1,4 @@
-"""What decoding asks of the host and of the GPU's queue: `python tests/dispatch_table.py` prints the README's tables.
+"""What decoding asks of the host and of the GPU's queue: `python tools/dispatch_table.py` prints the README's tables.
 
 All on the simulated mps device, where kernels are counted. First a token of a model: the ops that reach the device, in
 transformers as it is and in ours. Then each op of ours for one token of a Qwen3-30B-A3B block in bfloat16: dispatches,
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import metal_sim
 from tiny_models import tiny_model, tokens

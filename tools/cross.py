@@ -1,8 +1,8 @@
 """Compiles and links the macOS extension on this machine, against the real macOS wheels of torch: `make cross`.
 
-    python tests/metal_sim/cross.py                 # the torch versions that the project is checked against
-    python tests/metal_sim/cross.py 2.13.0          # one of them
-    MACOS_SDK=dir python tests/metal_sim/cross.py   # Apple's own headers instead of headers/
+    python tools/cross.py                 # the torch versions that the project is checked against
+    python tools/cross.py 2.13.0          # one of them
+    MACOS_SDK=dir python tools/cross.py   # Apple's own headers instead of the simulator's
 
 What setup.py would build on a Mac is built with the `ziglang` package: every csrc/**/*.cpp and csrc/mps/*.mm, with the
 wheel's headers. It fails when anything does not compile without warnings, when the extension needs a torch symbol that
@@ -32,11 +32,14 @@ from unittest import mock
 import setuptools
 from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: F401  both imported while this is Linux
 
-from build import HERE, ROOT, BuildError, find_ninja
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from metal_sim.build import HERE as METAL_SIM  # noqa: E402
+from metal_sim.build import BuildError, find_ninja  # noqa: E402
 
 VERSIONS = ["2.10.0", "2.13.0", "2.15.0"]
 ZIG_VERSION = "0.17.0"
-CACHE = HERE / "build" / "cross"
+CACHE = ROOT / "build" / "cross"
 TARGET = "aarch64-macos.14.0"
 TORCH_LIBRARIES = ["libtorch_cpu.dylib", "libc10.dylib"]
 
@@ -125,7 +128,7 @@ def compile_flags(torch: Path) -> list[str]:
     if sdk := os.environ.get("MACOS_SDK"):
         flags += sdk_flags(Path(sdk))
     else:
-        flags += [f"-I{HERE / 'headers'}"]
+        flags += [f"-I{METAL_SIM / 'headers'}"]
     return [*flags, f"-isystem {torch}/include", f"-isystem {torch}/include/torch/csrc/api/include"]
 
 
@@ -145,7 +148,7 @@ def ninja_file(compiler: str, torch: Path, extensions: list[CppExtension]) -> st
     lines = [
         f"rule compile\n  command = {compile_}\n  depfile = $out.d",
         f"rule link\n  command = {link}",
-        f"build planted.o: compile {HERE / 'planted.cpp'}\n  flags = -std=c++20",
+        f"build planted.o: compile {ROOT / 'tools' / 'planted.cpp'}\n  flags = -std=c++20",
     ]
     for extension in extensions:
         name, objects = extension.name.split(".")[-1], []
