@@ -5,6 +5,8 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/library.h>
 
+#include "common.h"
+
 #define ROUTING                                                                       \
   "int top_k, str scoring='softmax', str renormalize='before_scale', int n_group=1, " \
   "int topk_group=1, str group_score='top2_sum', float scaling_factor=1.0, float softcap=0.0"
@@ -65,6 +67,9 @@ void no_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
 
 }  // namespace
 }  // namespace moe_metal
+
+// The limit on E for Python, which reads it with ctypes.
+extern "C" C10_EXPORT const int32_t moe_metal_max_experts = moe_metal::kMaxExperts;
 
 TORCH_LIBRARY(moe_metal, m) {
   m.set_python_module("torch_moe_metal");

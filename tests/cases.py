@@ -16,48 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_moe_metal import reference
+from torch_moe_metal import arguments, reference
+from torch_moe_metal.arguments import ARGUMENTS, DTYPES, ROUTERS, optional_arguments
+from torch_moe_metal.models import MODELS, Model
 
 FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
-SHORT = {FLOAT: "f32", HALF: "f16", BFLOAT: "bf16"}
-
-# Every tensor argument of every op, in the order of its schema.
-SHAPES = {
-    "gate": {"hidden": "TH", "router_weight": "EH"}
-    | {"norm_weight": "H", "router_bias": "E", "select_bias": "E", "per_expert_scale": "E"},
-    "route": {"logits": "TE", "select_bias": "E", "per_expert_scale": "E"},
-    "glu": {"gate": "TI", "up": "TI"},
-    "experts": {"x": "TH", "weights": "TK", "ids": "TK", "gate_up": "EGH", "down": "EHI"}
-    | {"gate_up_bias": "EG", "down_bias": "EH", "shared": "TH", "shared_gate": "T", "residual": "TH"},
-    "weighted_sum": {"slots": "TKH", "weights": "TK", "shared": "TH", "shared_gate": "T", "residual": "TH"},
-    "weighted_sum_residual_": {"residual": "TH", "slots": "TKH", "weights": "TK"},
-    "weighted_sum_residual_norm_": {"residual": "TH", "slots": "TKH", "weights": "TK", "norm_weight": "H"},
-    "weighted_sum_norm_add": {"slots": "TKH", "weights": "TK", "residual": "TH", "norm_weight": "H"},
-    "weighted_sum_dual_norm_add": {"slots": "TKH", "weights": "TK", "residual": "TH"}
-    | {"residual_norm_weight": "H", "moe_norm_weight": "H"},
-    "norm_add": {"residual": "TH", "input": "TH", "weight": "H", "scalar": "S"},
-    "residual_norm": {"residual": "TH", "input": "TH", "weight": "H", "scalar": "S"},
-}
-OPTIONAL = {
-    "gate": ("norm_weight", "router_bias", "select_bias", "per_expert_scale"),
-    "route": ("select_bias", "per_expert_scale"),
-    "experts": ("gate_up_bias", "down_bias", "shared", "shared_gate", "residual"),
-    "weighted_sum": ("shared", "shared_gate", "residual"),
-    "norm_add": ("scalar",),
-    "residual_norm": ("scalar",),
-}
-# These may be float32 beside activations of another dtype. Everything else that is not an id is an activation.
-PARAMETERS = {"router_weight", "norm_weight", "router_bias", "select_bias", "per_expert_scale", "weights"}
-PARAMETERS |= {
-    "gate_up_bias",
-    "down_bias",
-    "shared_gate",
-    "residual_norm_weight",
-    "moe_norm_weight",
-    "weight",
-    "scalar",
-}
-ROUTERS = ("gate", "route")
+OPTIONAL = {op: optional_arguments(op) for op in ARGUMENTS}
 
 Args = dict[str, Tensor]
 
@@ -77,20 +41,15 @@ class Case:
     full_grid: bool = False  # only in the full grid, however quick it is
 
     def __str__(self) -> str:
-        return f"{self.op}-{self.name}-{SHORT[self.dtype]}"
+        return f"{self.op}-{self.name}-{DTYPES[self.dtype]}"
 
     @property
     def shapes(self) -> dict[str, str]:
         """The letters of the arguments that this case gives."""
-        left_out = set(OPTIONAL.get(self.op, ())) - set(self.given)
-        shapes = {name: letters for name, letters in SHAPES[self.op].items() if name not in left_out}
-        if self.options.get("transposed"):
-            shapes |= {"gate_up": "EHG", "down": "EIH"}
-        return shapes
+        return arguments.shapes(self.op, self.given, self.options.get("transposed", False))
 
     def size(self, letters: str) -> tuple[int, ...]:
-        dims = self.dims | {"G": 2 * self.dims.get("I", 0)}
-        return tuple(dims[letter] for letter in letters)
+        return arguments.size(letters, self.dims)
 
     def arguments(self, device: str | torch.device = "cpu") -> Args:
         """Drawn from the case's name. Of a router, tokens whose choice is too close to call are drawn again."""
@@ -110,10 +69,11 @@ class Case:
 
     def _draw(self, seed: int, names: tuple[str, ...]) -> Args:
         generator = torch.Generator().manual_seed(seed)
-        args = {name: draw(name, self.size(self.shapes[name]), self.dims, generator) for name in names}
+        args = {name: arguments.draw(name, self.size(self.shapes[name]), self.dims, generator) for name in names}
         for name, tensor in args.items():
-            if tensor.is_floating_point():
-                args[name] = tensor.to((self.parameter_dtype if name in PARAMETERS else None) or self.dtype)
+            kind = ARGUMENTS[self.op][name].kind
+            if kind != "ids":
+                args[name] = tensor.to((self.parameter_dtype if kind == "parameter" else None) or self.dtype)
         if self.prepare:
             self.prepare(args)
         return args
@@ -144,29 +104,8 @@ class Case:
             else self.dims
         )
         used = replace(self, dims=dims)
-        output = prod(used.size("TK" if self.op in ROUTERS else "TI" if self.op == "glu" else "TH"))
-        return (used.elements + output) * self.dtype.itemsize
-
-
-def draw(name: str, size: tuple[int, ...], dims: dict[str, int], generator: torch.Generator) -> Tensor:
-    if name == "ids":  # distinct per token, as routers give them; any when K > E
-        T, E, K = (dims[letter] for letter in "TEK")
-        if K > E:
-            return torch.randint(E, (T, K), generator=generator, dtype=torch.int32)
-        return torch.rand(T, E, generator=generator).argsort(-1)[:, :K].int().contiguous()
-    if name == "weights":
-        return torch.rand(size, generator=generator)
-    values = torch.randn(size, generator=generator)
-    if name in ("router_weight", "gate_up", "down"):
-        fan_in = dims["I"] if name == "down" else dims["H"]
-        return values * fan_in**-0.5
-    if "norm_weight" in name or name in ("weight", "scalar", "per_expert_scale"):
-        return 1 + values.clamp(-2.5, 2.5) * 0.3
-    if name in ("select_bias", "router_bias"):
-        return values * 0.2
-    if name in ("slots", "residual", "input") and dims["H"] <= 3:
-        return values.abs() + 0.1  # the norm of so few numbers is ill-conditioned where their sums cancel
-    return values * 2 if name == "logits" else values
+        written = sum(prod(used.size(letters)) for letters in arguments.RETURNS.get(self.op, ("TH",)))
+        return (used.elements + written) * self.dtype.itemsize
 
 
 def clear_choice(op: str, args: Args, options: dict) -> Tensor:
@@ -207,10 +146,8 @@ def far_apart(descending: Tensor, margin: float) -> Tensor:
 
 
 def call(function: Callable, op: str, args: Args, options: dict) -> list[Tensor]:
-    """Calls an op or its reference. -> its outputs, and last the tensor that it wrote in place."""
-    result = function(**args, **options)
-    outputs = [] if result is None else [result] if isinstance(result, Tensor) else list(result)
-    return outputs + ([args["residual"]] if op.endswith("_") else [])
+    """Calls an op or its reference. -> its outputs, and last what it wrote in place."""
+    return arguments.results(op, function(**args, **options), args)
 
 
 def expected(op: str, args: Args, options: dict, hostile: bool = False) -> list[Tensor]:
@@ -222,11 +159,11 @@ def expected(op: str, args: Args, options: dict, hostile: bool = False) -> list[
     )
     function = experts_one_by_one if large else getattr(reference, op)
     as_they_are = ("gate_up", "down") if large else ()
-    wide = {
+    exact = {
         name: tensor.double() if tensor.is_floating_point() and name not in as_they_are else tensor
         for name, tensor in args.items()
     }
-    return call(function, op, {name: tensor.clone() for name, tensor in args.items()} if hostile else wide, options)
+    return call(function, op, {name: tensor.clone() for name, tensor in args.items()} if hostile else exact, options)
 
 
 def experts_one_by_one(
@@ -254,32 +191,23 @@ GROUPS = {"n_group": 8, "topk_group": 4}
 SIGMOID = {"scoring": "sigmoid"}
 BIASED = ("select_bias",)
 
-# E, K, H, optional arguments, options: the routers of real models (transformers' names).
+# E, K, H, optional arguments, options: the routers of real models, those of torch_moe_metal.models and other ones.
 REAL_ROUTERS = {
-    "qwen3_moe": (128, 8, 2048, (), {}),
+    name: (model.E, model.K, model.H, tuple(n for n in model.tensors if n in OPTIONAL["gate"]), model.routing)
+    for name, model in MODELS.items()
+} | {
     "qwen2_moe": (60, 4, 2048, (), {"renormalize": "none"}),
-    "qwen3_next": (512, 10, 2048, (), {}),
-    "qwen3_5_moe": (256, 8, 2048, (), {}),
-    "olmoe": (64, 8, 2048, (), {"renormalize": "none"}),
     "flex_olmo": (7, 5, 4096, (), {"renormalize": "none"}),
-    "mixtral": (8, 2, 4096, (), {}),
     "mellum": (64, 8, 2304, (), {}),
     "jamba": (16, 2, 4096, (), {"renormalize": "none"}),
     "granitemoe": (40, 8, 1536, (), {}),
-    "gemma4": (128, 8, 2816, ("norm_weight", "per_expert_scale"), {}),
     "gemma4_seed": (128, 8, 2816, ("norm_weight", "per_expert_scale"), {"renormalize": "after_scale"}),
-    "gpt_oss_20b": (32, 4, 2880, ("router_bias",), {}),
-    "gpt_oss_120b": (128, 4, 2880, ("router_bias",), {}),
     "deepseek_v2": (160, 6, 5120, (), {"renormalize": "none", "n_group": 8, "topk_group": 3, "group_score": "max"}
                     | {"scaling_factor": 16.0}),
-    "deepseek_v3": (256, 8, 7168, BIASED, SIGMOID | GROUPS | {"scaling_factor": 2.5}),
     "deepseek_v4": (256, 6, 4096, BIASED, {"scoring": "sqrt_softplus", "scaling_factor": 1.5}),
-    "glm4_moe": (128, 8, 4096, BIASED, SIGMOID),
-    "glm4_moe_lite": (64, 4, 2048, BIASED, SIGMOID | {"scaling_factor": 1.8}),
     "kimi_linear": (256, 8, 2304, BIASED, SIGMOID | {"scaling_factor": 2.446}),
     "bailing_hybrid": (512, 8, 2560, BIASED, SIGMOID | GROUPS | {"scaling_factor": 2.5}),
     "axk1": (192, 8, 7168, BIASED, SIGMOID | GROUPS | {"scaling_factor": 2.5}),
-    "minimax_m2": (256, 8, 3072, BIASED, SIGMOID),
     "laguna": (256, 8, 3072, BIASED, SIGMOID | {"softcap": 30.0, "scaling_factor": 2.5}),
     "afmoe": (64, 6, 2048, BIASED, SIGMOID | {"scaling_factor": 2.8}),
     "inkling2": (384, 8, 2048, BIASED, SIGMOID | {"scaling_factor": 8.0}),
@@ -295,16 +223,21 @@ OAI = {"activation": "swiglu_oai", "limit": 7.0}
 BIASES = ("gate_up_bias", "down_bias")
 SHARED_GATED = ("shared", "shared_gate")
 
+
+def given_to_experts(model: Model) -> tuple[str, ...]:
+    tensors = (*model.tensors, "residual", *(("shared",) if model.S else ()))
+    return tuple(name for name in OPTIONAL["experts"] if name in tensors)
+
+
 # E, K, H, I, optional arguments, options: the experts of real models, E reduced where one layer would not fit a test.
+FEWER = {"qwen3-30b-a3b": 128, "qwen3-next-80b-a3b": 128, "mixtral-8x7b": 4, "gpt-oss-20b": 8, "gemma4-26b-a4b": 64}
+FEWER |= {"deepseek-v3": 8}
 REAL_EXPERTS = {
-    "qwen3_moe": (128, 8, 2048, 768, ("residual",), {}),
+    name: (E, model.K, model.H, model.I, given_to_experts(model), model.experts)
+    for name, E, model in ((name, E, MODELS[name]) for name, E in FEWER.items())
+} | {
     "qwen2_moe": (60, 4, 2048, 1408, SHARED_GATED, {}),
-    "qwen3_next": (128, 10, 2048, 512, (*SHARED_GATED, "residual"), {}),
-    "mixtral": (4, 2, 4096, 14336, (), {}),
-    "gpt_oss": (8, 4, 2880, 2880, BIASES, OAI | {"interleaved": True, "transposed": True}),
-    "gemma4": (64, 8, 2816, 704, (), {"activation": "gelu_tanh"}),
     "aria": (8, 6, 2560, 1664, (), {"transposed": True}),
-    "deepseek_v3": (8, 8, 7168, 2048, ("shared", "residual"), {}),
     "glm5_next": (8, 8, 4096, 2048, ("shared",), {"limit": 10.0}),
 }
 
@@ -633,7 +566,7 @@ def sum_and_norm_cases() -> list[Case]:
                 if not (name == "huge" and dtype == HALF):
                     cases.append(Case(op, name, dims, (), options, dtype, FLOAT, prepare, hostile))
         many = dims | {"T": 32769, "K": 2, "H": 16}
-        cases.append(Case(op, "T32769", many, OPTIONAL.get(op, ()), {}, BFLOAT))
+        cases.append(Case(op, "T32769", many, OPTIONAL[op], {}, BFLOAT))
     for size in range(4):
         for given in combinations(OPTIONAL["weighted_sum"], size):
             if "shared_gate" not in given or "shared" in given:
@@ -661,7 +594,7 @@ def many_tokens() -> list[Case]:
 
 # ------------------------------------------------------------------------------------------------ samples
 
-SUMS = tuple(op for op in SHAPES if op.startswith("weighted_sum"))
+SUMS = tuple(op for op in ARGUMENTS if op.startswith("weighted_sum"))
 NORMS = ("norm_add", "residual_norm")
 
 
@@ -680,14 +613,12 @@ def samples() -> list[Case]:
     ]
     dtypes = [(FLOAT, None), (BFLOAT, FLOAT), (HALF, None)]
     cases = []
-    for op in SHAPES:
+    for op in ARGUMENTS:
         for name, size, dtype, route, act in zip(
             ("odd", "even", "half"), dims, dtypes, routing, activation, strict=True
         ):
-            layout = {} if op == "experts" else {"interleaved": None, "transposed": None}
-            options = route if op in ROUTERS else {k: v for k, v in act.items() if k not in layout}
-            options = options if op in (*ROUTERS, "glu", "experts") else {}
-            cases.append(Case(op, f"sample_{name}", size, OPTIONAL.get(op, ()), options, *dtype, sample=True))
+            options = arguments.options(op, route | act)
+            cases.append(Case(op, f"sample_{name}", size, OPTIONAL[op], options, *dtype, sample=True))
     return cases
 
 
@@ -699,7 +630,7 @@ E_GRID = (
 K_GRID = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 22, 32, 64, "E")
 T_GRID = (0, 1, 2, 3, 5, 7, 8, 17, 31, 32, 33, 64, 129, 512, 4097)
 H_GRID = (1, 3, 17, 64, 96, 511, 512, 555, 704, 768, 1408, 2048, 2816, 2880, 4096, 7168)
-DTYPES = ((FLOAT, None), (HALF, None), (BFLOAT, None), (HALF, FLOAT), (BFLOAT, FLOAT))
+PAIRS = ((FLOAT, None), (HALF, None), (BFLOAT, None), (HALF, FLOAT), (BFLOAT, FLOAT))
 ROUTING_GRID = {
     "scoring": tuple(reference.SCORING),
     "renormalize": ("none", "before_scale", "after_scale"),
@@ -767,7 +698,7 @@ def routable(E, K, T, groups, H=1, **_) -> bool:
 
 def router_grid(op: str, **more: tuple) -> list[Case]:
     given = tuple(c for n in range(len(OPTIONAL[op]) + 1) for c in combinations(OPTIONAL[op], n))
-    rows = pairwise(routable, E=E_GRID, K=K_GRID, T=T_GRID, dtypes=DTYPES, given=given, **ROUTING_GRID, **more)
+    rows = pairwise(routable, E=E_GRID, K=K_GRID, T=T_GRID, dtypes=PAIRS, given=given, **ROUTING_GRID, **more)
     rows = [row | {"K": chosen(row["K"], row["E"])} for row in rows]
     return [grid_case(op, row, row["given"], routing_options(row)) for row in rows]
 
@@ -779,7 +710,7 @@ def experts_grid() -> list[Case]:
 
     given = ((), BIASES, ("shared",), SHARED_GATED, ("residual",), OPTIONAL["experts"])
     rows = pairwise(
-        fits, E=E_GRID, K=K_GRID, T=T_GRID, H=H_GRID, I=H_GRID, dtypes=DTYPES, given=given, interleaved=(False, True),
+        fits, E=E_GRID, K=K_GRID, T=T_GRID, H=H_GRID, I=H_GRID, dtypes=PAIRS, given=given, interleaved=(False, True),
         transposed=(False, True), activation=tuple(reference.ACTIVATIONS), limit=(None, 7.0),
     )  # fmt: skip
     options = ("activation", "limit", "interleaved", "transposed")
@@ -795,7 +726,7 @@ def plain_grids() -> list[Case]:
     def fits(T, H=1, K=1, **_):
         return T * H * K <= 2**25
 
-    rows = pairwise(lambda **_: True, T=T_GRID, I=H_GRID, dtypes=DTYPES[:3], activation=tuple(reference.ACTIVATIONS),
+    rows = pairwise(lambda **_: True, T=T_GRID, I=H_GRID, dtypes=PAIRS[:3], activation=tuple(reference.ACTIVATIONS),
                     limit=(None, 7.0), layout=tuple(GLU_LAYOUTS.values()))  # fmt: skip
     cases = [
         grid_case("glu", row, (), {name: row[name] for name in ("activation", "limit")}, row["layout"]) for row in rows
@@ -805,10 +736,10 @@ def plain_grids() -> list[Case]:
         given = (
             ((), ("shared",), SHARED_GATED, ("residual",), OPTIONAL["weighted_sum"]) if op == "weighted_sum" else ((),)
         )
-        rows = pairwise(fits, T=T_GRID, K=K_GRID[:-1], H=H_GRID, dtypes=DTYPES, given=given, eps=eps)
+        rows = pairwise(fits, T=T_GRID, K=K_GRID[:-1], H=H_GRID, dtypes=PAIRS, given=given, eps=eps)
         cases += [grid_case(op, row, row["given"], {} if row["eps"] is None else {"eps": row["eps"]}) for row in rows]
     for op in NORMS:
-        rows = pairwise(fits, T=T_GRID, H=H_GRID, dtypes=DTYPES, scalar=("none", "one", "each"), eps=(1e-6, 1e-5, 0.01))
+        rows = pairwise(fits, T=T_GRID, H=H_GRID, dtypes=PAIRS, scalar=("none", "one", "each"), eps=(1e-6, 1e-5, 0.01))
         for row in rows:
             sizes = {"S": row["H"] if row["scalar"] == "each" else 1}
             given = () if row["scalar"] == "none" else ("scalar",)

@@ -5,14 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cases import SHAPES, Args, Case
+from cases import Args, Case
+from torch_moe_metal.arguments import ARGUMENTS
+from torch_moe_metal.reference import tolerance
 
 GUARD = 64  # elements before and behind every guarded tensor
-
-
-def tolerance(dtype: torch.dtype, longest_sum: int) -> float:
-    """Relative L2 error allowed against float64."""
-    return {torch.float16: 1e-3, torch.bfloat16: 4e-3}.get(dtype, 1e-6 * max(1.0, longest_sum / 1024) ** 0.5)
 
 
 def assert_matches(actual: Sequence[Tensor], expected: Sequence[Tensor], longest_sum: int = 1) -> None:
@@ -85,7 +82,8 @@ class Guarded:
 def with_leading(case: Case, args: Args, leading: tuple[int, ...]) -> Args:
     """The same arguments with other leading dimensions instead of [T]; takes the first tokens if those are fewer."""
     count = torch.Size(leading).numel()
+    table = ARGUMENTS[case.op]
     return {
-        name: tensor[:count].reshape(leading + tensor.shape[1:]) if SHAPES[case.op][name][0] == "T" else tensor
+        name: tensor[:count].reshape(leading + tensor.shape[1:]) if table[name].letters[0] == "T" else tensor
         for name, tensor in args.items()
     }

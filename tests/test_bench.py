@@ -25,10 +25,10 @@ from torch_moe_metal.bench.block import (
     transformers,
 )
 from torch_moe_metal.bench.calls import OPS, WHOLE, Call, Noise, Unfit, inputs
-from torch_moe_metal.bench.models import DEFAULT, MODELS, Model
 from torch_moe_metal.bench.plot import picture
 from torch_moe_metal.bench.report import Progress, Result
 from torch_moe_metal.bench.rivals import RIVALS, rivals, too_large
+from torch_moe_metal.models import DEFAULT, MODELS, Model
 
 QUICK = ["--seconds", "0.001", "--device", "cpu"]
 GB = 1 << 30
@@ -365,18 +365,6 @@ def test_wrong_arguments(arguments: list[str], said: str, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["bench", *arguments])
     assert stop.value.code == 2 and said in capsys.readouterr().err
-
-
-def test_translated_shaders_need_a_gpu_and_a_recording(monkeypatch, tmp_path, capsys):
-    device = ["bench", "--device", "cuda-translated"]
-    for available, arguments, said in (
-        (False, [], "needs an NVIDIA GPU"),
-        (True, [], "needs --recording FOLDER"),
-        (True, ["--recording", str(tmp_path)], "needs --recording FOLDER"),
-    ):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
-        assert main([*device, *arguments]) == 2
-        assert said in capsys.readouterr().err
 
 
 def test_ways_take_every_option_of_the_table():

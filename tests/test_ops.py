@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from cases import BFLOAT, CASES, FLOAT, OPTIONAL, SAMPLES, SHAPES, Args, Case, call, expected
+from cases import BFLOAT, CASES, FLOAT, OPTIONAL, SAMPLES, Args, Case, call, expected
 from checks import Guarded, assert_matches, bits, same_bits, with_leading
 from conftest import DEVICES, SIMULATED
+from torch_moe_metal.arguments import ARGUMENTS, written
 
-OPS = tuple(SHAPES)
-IN_PLACE = tuple(op for op in OPS if op.endswith("_"))
+OPS = tuple(ARGUMENTS)
+IN_PLACE = tuple(op for op in OPS if written(op))
 ODD = {case.op: case for case in SAMPLES if case.name == "sample_odd"}
 
 
@@ -46,7 +47,7 @@ def test_equals_the_reference(case: Case, device: str):
     assert_matches(got, want, case.longest_sum)
     assert all(tensor.is_contiguous() for tensor in got)
     for name, tensor in args.items():
-        if not (name == "residual" and case.op in IN_PLACE):
+        if name not in written(case.op):
             assert torch.equal(bits(tensor), before[name]), f"{name} has changed"
 
 
@@ -75,14 +76,14 @@ def test_views_between_guards(case: Case, device: str, kind: str, offset: int):
     got = run(case, {name: guard.view for name, guard in guarded.items()})
     assert_matches(got, expected(case.op, args, case.options), case.longest_sum)
     for name, guard in guarded.items():
-        guard.assert_untouched(name, written=name == "residual" and case.op in IN_PLACE)
+        guard.assert_untouched(name, written=name in written(case.op))
 
 
 @pytest.mark.cases(SAMPLES)
 def test_expanded_arguments(case: Case, device: str):
     """One token's values, or one expert's, that serve for all of them without a copy."""
     for name, letters in case.shapes.items():
-        per_token = letters[0] == "T" and not (name == "residual" and case.op in IN_PLACE)
+        per_token = letters[0] == "T" and name not in written(case.op)
         if not per_token and name not in ("gate_up", "down"):
             continue
         args = case.arguments()
@@ -216,7 +217,7 @@ def test_activations_beyond_31_bits(op: str):
 @pytest.mark.cases(SAMPLES)
 def test_opcheck(case: Case, device: str):
     args = {name: tensor.to(device) for name, tensor in case.arguments().items()}
-    positional = tuple(args.get(name) for name in SHAPES[case.op])
+    positional = tuple(args.get(name) for name in ARGUMENTS[case.op])
     torch.library.opcheck(getattr(torch.ops.moe_metal, case.op).default, positional, case.options)
 
 
@@ -279,14 +280,14 @@ def test_in_place_ops_bump_the_version(op: str, device: str):
     versions = {name: tensor._version for name, tensor in args.items()}
     run(ODD[op], args)
     for name, tensor in args.items():
-        assert (tensor._version > versions[name]) == (name == "residual"), name
+        assert (tensor._version > versions[name]) == (name in written(op)), name
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_optional_arguments_may_be_none(op: str, device: str):
     case = replace(ODD[op], given=())
     args = case.arguments(device)
-    nones = dict.fromkeys(OPTIONAL.get(op, ()))
+    nones = dict.fromkeys(OPTIONAL[op])
     got = call(getattr(torch.ops.moe_metal, op), op, args | nones, case.options)
     assert_matches(got, expected(op, case.arguments(), case.options), case.longest_sum)
 

@@ -145,7 +145,7 @@ def test_reference_is_what_plain_loops_compute(case: Case):
     want = [torch.tensor(rows, dtype=torch.float64) for rows in zip(*tokens, strict=True)]
     got = call(getattr(reference, case.op), case.op, args, case.options)
     want = [w if g.is_floating_point() else w.int() for w, g in zip(want, got, strict=True)]
-    assert set(OPTIONAL.get(case.op, ())) <= set(args)
+    assert set(OPTIONAL[case.op]) <= set(args)
     assert_matches(got, want)
 
 

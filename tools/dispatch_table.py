@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import metal_sim
 from tiny_models import tiny_model, tokens
-from torch_moe_metal import bench_model
+from torch_moe_metal.bench import whole_model
 from torch_moe_metal.bench.calls import OPS, Call
-from torch_moe_metal.bench.models import DEFAULT, MODELS
+from torch_moe_metal.models import DEFAULT, MODELS
 
 CALLS = 200
 
@@ -44,7 +44,7 @@ class Load:
 def load_of(function: Callable[[], object], simulated: bool) -> Load:
     with contextlib.ExitStack() as stack:
         record = stack.enter_context(metal_sim.record()) if simulated else metal_sim.Record()
-        ops: Counter = stack.enter_context(bench_model.calls())
+        ops: Counter = stack.enter_context(whole_model.calls())
         function()
     ours = sum(n for op, n in ops.items() if op.startswith("moe_metal."))
     return Load(ops.total(), ours, len(record.dispatches), record.host_syncs)
@@ -62,7 +62,7 @@ def decoding(layers: int, device: str, simulated: bool) -> dict[str, tuple[Load,
     model, table = qwen3(device, layers), {}
     prompt, token = tokens(1, 8, device=device), tokens(1, 1, device=device)
     x = torch.ones(1, 1, model.config.hidden_size, dtype=torch.bfloat16, device=device)
-    for name, prepare in bench_model.variants(model, device).items():
+    for name, prepare in whole_model.variants(model, device).items():
         prepare()
         cache = model(prompt, use_cache=True).past_key_values
         step = partial(model, token, past_key_values=cache)

@@ -1,14 +1,23 @@
 """Fast Mixture-of-Experts ops for PyTorch on Apple GPUs, with a native CPU backend.
 
-Importing this package registers `torch.ops.moe_metal.*`. What each op computes: `torch_moe_metal.reference`.
+Importing this package registers `torch.ops.moe_metal.*`; `torch_moe_metal.gate`, `.experts` and the others are the same
+ops as functions with a signature and a docstring. What each computes: `torch_moe_metal.reference`.
 """
 
+import ctypes
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from . import nn, reference
+from . import arguments, nn, reference
 from .after_import import after_import
+
+if TYPE_CHECKING:  # Editors and type checkers are shown the specification itself: signature, types and docstring.
+    from .reference import *  # noqa: F403
+    from .transformers import patch, unpatch
 
 __version__ = "0.1.0"
 
@@ -16,13 +25,14 @@ __version__ = "0.1.0"
 def _load_libraries() -> str:
     """Load the schemas and the CPU kernels for the best instruction set that was built and that this machine has."""
     folder = Path(__file__).parent
-    if not (folder / "_C.so").exists():
-        raise ImportError(
-            f"torch_moe_metal: its C++ extension is not built in {folder}. "
-            "Run `pip install --no-build-isolation .` in the checkout (or `-e .` to keep working on it)."
-        )
     best = torch.backends.cpu.get_cpu_capability().lower()
     isa = best if (folder / f"_cpu_{best}.so").exists() else "default"
+    missing = [name for name in ("_C.so", f"_cpu_{isa}.so") if not (folder / name).exists()]
+    if missing:
+        raise ImportError(
+            f"torch_moe_metal: its C++ extension is not built: {' and '.join(missing)} missing in {folder}. "
+            "Run `pip install --no-build-isolation .` in the checkout (or `-e .` to keep working on it)."
+        )
     try:
         torch.ops.load_library(folder / "_C.so")
         torch.ops.load_library(folder / f"_cpu_{isa}.so")
@@ -37,9 +47,25 @@ def _load_libraries() -> str:
 
 #: The instruction set that the CPU kernels run on: avx512, avx2 or default (NEON on ARM).
 cpu_isa: str = _load_libraries()
+#: The most experts that the ops take: kMaxExperts of shaders/common.h.
+max_experts: int = ctypes.c_int32.in_dll(ctypes.CDLL(str(Path(__file__).with_name("_C.so"))), "moe_metal_max_experts").value
 
-for _op in reference.OPS:
-    torch.library.register_fake(f"moe_metal::{_op.__name__}", _op)
+
+def _function(specification: Callable) -> Callable:
+    """The op as a plain function, which looks like its specification."""
+    op = getattr(torch.ops.moe_metal, specification.__name__).default
+
+    @functools.wraps(specification)
+    def function(*args, **kwargs):
+        return op(*args, **kwargs)
+
+    function.__module__ = __name__
+    return function
+
+
+for _name in arguments.ARGUMENTS:
+    torch.library.register_fake(f"moe_metal::{_name}", getattr(reference, _name))
+    globals()[_name] = _function(getattr(reference, _name))
 
 
 def _register_experts() -> None:
@@ -60,4 +86,9 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["cpu_isa", "nn", "patch", "reference", "unpatch"]
+def __dir__() -> list[str]:
+    return sorted({*globals(), "patch", "unpatch"})
+
+
+__all__ = ["arguments", "cpu_isa", "max_experts", "nn", "patch", "reference", "unpatch"]
+__all__ += reference.__all__

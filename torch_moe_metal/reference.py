@@ -9,10 +9,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+__all__ = [  # noqa: RUF022  the ops, in the order of this page
+    "gate",
+    "route",
+    "glu",
+    "experts",
+    "weighted_sum",
+    "weighted_sum_residual_",
+    "weighted_sum_residual_norm_",
+    "weighted_sum_norm_add",
+    "weighted_sum_dual_norm_add",
+    "norm_add",
+    "residual_norm",
+]
+
 INF = float("inf")
 
 
-def wide(x: Tensor) -> Tensor:
+#: How far a result may be from the same in float64, as the relative L2 error.
+TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+
+
+def tolerance(dtype: torch.dtype, longest_sum: int = 1) -> float:
+    """What rounding once costs in 16 bits; in float32 sums count, which have as many terms as this."""
+    return TOLERANCES[dtype] if dtype.itemsize == 2 else TOLERANCES[torch.float32] * max(1.0, longest_sum / 1024) ** 0.5
+
+
+def as_float(x: Tensor) -> Tensor:
     """At least float32, so that float64 inputs stay float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -24,7 +47,7 @@ def rounded(x: Tensor, like: Tensor) -> Tensor:
 
 def norm(x: Tensor, eps: float) -> Tensor:
     """x * rms(x), with rms(x) = rsqrt(mean(x^2) + eps) over the last dimension."""
-    return wide(x) * torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + eps)
+    return as_float(x) * torch.rsqrt(as_float(x).square().mean(-1, keepdim=True) + eps)
 
 
 # ------------------------------------------------------------------------------------------------ router
@@ -71,13 +94,13 @@ def route(
     `select_bias` counts for the choice only, never for the weights. Without it the logits themselves choose: every
     scoring rises with its logit, so the order is the same, but large logits do not tie by saturating.
     """
-    logits = wide(logits)
+    logits = as_float(logits)
     scores = SCORING[scoring](softcap * torch.tanh(logits / softcap) if softcap else logits)
-    biased = scores if select_bias is None else scores + wide(select_bias)
+    biased = scores if select_bias is None else scores + as_float(select_bias)
     barred = None if n_group == 1 else outside_best_groups(biased, n_group, topk_group, group_score)
     ids = best(logits if select_bias is None else biased, top_k, barred)
     weights = scores.gather(-1, ids)
-    scale = 1.0 if per_expert_scale is None else wide(per_expert_scale)[ids]
+    scale = 1.0 if per_expert_scale is None else as_float(per_expert_scale)[ids]
     if renormalize == "after_scale":
         weights, scale = weights * scale, 1.0
     if renormalize != "none":
@@ -104,10 +127,10 @@ def gate(
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """The whole router: `route(norm(hidden) @ router_weight.T + router_bias)`; no norm without `norm_weight`."""
-    hidden = wide(hidden) if norm_weight is None else norm(hidden, eps) * wide(norm_weight)
-    bias = None if router_bias is None else wide(router_bias)
+    hidden = as_float(hidden) if norm_weight is None else norm(hidden, eps) * as_float(norm_weight)
+    bias = None if router_bias is None else as_float(router_bias)
     return route(
-        F.linear(hidden, wide(router_weight), bias),
+        F.linear(hidden, as_float(router_weight), bias),
         select_bias,
         per_expert_scale,
         top_k=top_k,
@@ -141,7 +164,7 @@ def glu(
     limit: float | None = None,
 ) -> Tensor:
     """act(gate) * up. `limit` clamps gate from above and up on both sides; `alpha` belongs to swiglu_oai."""
-    g, u = wide(gate), wide(up)
+    g, u = as_float(gate), as_float(up)
     if limit is not None:
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
     return rounded(ACTIVATIONS[activation](g, u, alpha), gate)
@@ -173,15 +196,15 @@ def experts(
     used = (ids >= 0) & (ids < gate_up.shape[0])
     chosen = ids.long().where(used, 0)
     up_weight, down_weight = (w.mT if transposed else w for w in (gate_up, down))
-    both = torch.einsum("...kih,...h->...ki", wide(up_weight[chosen]), wide(x))
+    both = torch.einsum("...kih,...h->...ki", as_float(up_weight[chosen]), as_float(x))
     if gate_up_bias is not None:
-        both = both + wide(gate_up_bias)[chosen]
+        both = both + as_float(gate_up_bias)[chosen]
     gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
     inner = glu(gate, up, activation=activation, alpha=alpha, limit=limit)
-    slots = torch.einsum("...khi,...ki->...kh", wide(down_weight[chosen]), inner)
+    slots = torch.einsum("...khi,...ki->...kh", as_float(down_weight[chosen]), inner)
     if down_bias is not None:
-        slots = slots + wide(down_bias)[chosen]
-    slots, weights = slots.where(used.unsqueeze(-1), 0), wide(weights).where(used, 0)
+        slots = slots + as_float(down_bias)[chosen]
+    slots, weights = slots.where(used.unsqueeze(-1), 0), as_float(weights).where(used, 0)
     return rounded(weighted_sum(slots, weights, shared, shared_gate, residual), x)
 
 
@@ -196,18 +219,18 @@ def weighted_sum(
     residual: Tensor | None = None,  # [T, H]
 ) -> Tensor:
     """sum_k weights * slots + sigmoid(shared_gate) * shared + residual. No shared_gate: shared is added as it is."""
-    total = (wide(slots) * wide(weights).unsqueeze(-1)).sum(-2)
+    total = (as_float(slots) * as_float(weights).unsqueeze(-1)).sum(-2)
     if shared is not None:
-        share = 1.0 if shared_gate is None else wide(shared_gate).sigmoid().unsqueeze(-1)
-        total = total + share * wide(shared)
+        share = 1.0 if shared_gate is None else as_float(shared_gate).sigmoid().unsqueeze(-1)
+        total = total + share * as_float(shared)
     if residual is not None:
-        total = total + wide(residual)
+        total = total + as_float(residual)
     return rounded(total, slots)
 
 
 def weighted_sum_residual_(residual: Tensor, slots: Tensor, weights: Tensor) -> None:
     """residual += sum_k weights * slots"""
-    residual.copy_(weighted_sum(wide(slots), weights, residual=residual))
+    residual.copy_(weighted_sum(as_float(slots), weights, residual=residual))
 
 
 def weighted_sum_residual_norm_(
@@ -217,16 +240,17 @@ def weighted_sum_residual_norm_(
 
     The tail of one layer with the head of the next. The norm sees the sum before it is rounded to the residual's dtype.
     """
-    total = weighted_sum(wide(slots), weights, residual=residual)
+    total = weighted_sum(as_float(slots), weights, residual=residual)
     residual.copy_(total)
-    return rounded(norm(total, eps) * wide(norm_weight), residual)
+    return rounded(norm(total, eps) * as_float(norm_weight), residual)
 
 
 def weighted_sum_norm_add(
     slots: Tensor, weights: Tensor, residual: Tensor, norm_weight: Tensor, *, eps: float = 1e-6
 ) -> Tensor:
     """residual + norm(sum_k weights * slots) * norm_weight"""
-    return rounded(wide(residual) + norm(weighted_sum(wide(slots), weights), eps) * wide(norm_weight), slots)
+    moe = norm(weighted_sum(as_float(slots), weights), eps) * as_float(norm_weight)
+    return rounded(as_float(residual) + moe, slots)
 
 
 def weighted_sum_dual_norm_add(
@@ -239,8 +263,8 @@ def weighted_sum_dual_norm_add(
     eps: float = 1e-6,
 ) -> Tensor:
     """norm(residual) * residual_norm_weight + norm(sum_k weights * slots) * moe_norm_weight (Gemma 4)"""
-    moe = norm(weighted_sum(wide(slots), weights), eps) * wide(moe_norm_weight)
-    return rounded(norm(residual, eps) * wide(residual_norm_weight) + moe, slots)
+    moe = norm(weighted_sum(as_float(slots), weights), eps) * as_float(moe_norm_weight)
+    return rounded(norm(residual, eps) * as_float(residual_norm_weight) + moe, slots)
 
 
 def norm_add(
@@ -252,8 +276,8 @@ def norm_add(
     eps: float = 1e-6,
 ) -> Tensor:
     """(residual + norm(input) * weight) * scalar (Gemma 4's layer end)"""
-    total = wide(residual) + norm(input, eps) * wide(weight)
-    return rounded(total if scalar is None else total * wide(scalar), residual)
+    total = as_float(residual) + norm(input, eps) * as_float(weight)
+    return rounded(total if scalar is None else total * as_float(scalar), residual)
 
 
 def residual_norm(
@@ -265,21 +289,6 @@ def residual_norm(
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """s = residual + input -> (norm(s) * weight * scalar, s). The norm sees s before it is rounded."""
-    total = wide(residual) + wide(input)
-    output = norm(total, eps) * wide(weight)
-    return rounded(output if scalar is None else output * wide(scalar), residual), rounded(total, residual)
-
-
-OPS = (
-    gate,
-    route,
-    glu,
-    experts,
-    weighted_sum,
-    weighted_sum_residual_,
-    weighted_sum_residual_norm_,
-    weighted_sum_norm_add,
-    weighted_sum_dual_norm_add,
-    norm_add,
-    residual_norm,
-)
+    total = as_float(residual) + as_float(input)
+    output = norm(total, eps) * as_float(weight)
+    return rounded(output if scalar is None else output * as_float(scalar), residual), rounded(total, residual)

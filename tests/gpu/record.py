@@ -23,13 +23,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 import metal_sim  # noqa: E402
 import ptx  # noqa: E402
 import torch_moe_metal  # noqa: E402, F401
-from cases import CASES, SHAPES, Case, call  # noqa: E402
+from cases import CASES, Case, call  # noqa: E402
+from torch_moe_metal.arguments import ARGUMENTS  # noqa: E402
 from torch_moe_metal.bench.calls import Call, halves  # noqa: E402
-from torch_moe_metal.bench.models import DEFAULT, MODELS  # noqa: E402
+from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
 
 MOST = 3e7  # flops or bytes of a case that is worth replaying
 TOKENS = (1, 4, 16, 32, 64, 512, 4096)
-DTYPES = (torch.bfloat16, torch.float32)
+TIMED = (torch.bfloat16, torch.float32)
 
 
 def on_mps(tensor: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ def bench_traces(ops: list[str], model: str) -> Iterator[dict]:
     """Of the benchmark's rows, whose values matter to no dispatch: uninitialised tensors will do."""
     for op in ops:
         for T in TOKENS:
-            for dtype in DTYPES:
+            for dtype in TIMED:
                 row = Call(op, model, MODELS[model], T, dtype)
                 if not (op == "experts" and T > 512):
                     yield trace(row, empties(row))
@@ -90,7 +91,7 @@ def bench_traces(ops: list[str], model: str) -> Iterator[dict]:
 
 def empties(row: Call) -> dict[str, Tensor]:
     if row.op == "glu":
-        return halves(row, torch.empty(row.size("RG"), dtype=row.dtype, device="mps"))
+        return halves(row, torch.empty(row.size("TG"), dtype=row.dtype, device="mps"))
     return {
         name: torch.empty(row.size(letters), dtype=row.dtype_of(name), device="mps")
         for name, letters in row.shapes.items()
@@ -108,7 +109,7 @@ def write(file: Path, traces: Iterator[dict], replaced: tuple[str, ...]) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--ops", nargs="+", default=list(SHAPES))
+    parser.add_argument("--ops", nargs="+", default=list(ARGUMENTS))
     parser.add_argument("--model", choices=list(MODELS), default=DEFAULT, help=f"whose sizes are timed ({DEFAULT})")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)

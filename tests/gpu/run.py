@@ -1,7 +1,7 @@
 """Replays what record.py wrote on an NVIDIA GPU: the project's own shaders, translated, on true parallel hardware.
 
     python tests/gpu/run.py FOLDER                   # every case against the float64 reference
-    python tests/gpu/run.py FOLDER --bench ...       # times: `bench --device cuda-translated`, with its arguments
+    python tests/gpu/run.py FOLDER --bench ...       # times: `python -m torch_moe_metal bench`, with its arguments
     python tests/gpu/run.py FOLDER --sanitizers      # compute-sanitizer's four tools, over every kernel
     python tests/gpu/run.py FOLDER --all             # these three
     python tests/gpu/run.py FOLDER --smallest        # what they run: small cases that launch every kernel
@@ -44,12 +44,13 @@ if "torch_moe_metal" not in sys.modules:
     without_the_extension()
 from cases import CASES, Args, expected  # noqa: E402
 from checks import assert_matches  # noqa: E402
+from torch_moe_metal import bench  # noqa: E402
 from torch_moe_metal.bench import here, measure  # noqa: E402
 from torch_moe_metal.bench.block import Block, expert_bytes, plain  # noqa: E402
 from torch_moe_metal.bench.calls import EXPERTS, WORTH_A_LIMIT, Call, Noise, Unfit, inputs, moved, wanted_ops  # noqa: E402
-from torch_moe_metal.bench.models import DEFAULT, MODELS  # noqa: E402
 from torch_moe_metal.bench.report import Result  # noqa: E402
 from torch_moe_metal.bench.rivals import rivals, too_large  # noqa: E402
+from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
 
 # ------------------------------------------------------------------------------------------------ launching
 
@@ -315,16 +316,16 @@ def parts(call: Call) -> list[Call]:
 
 
 class Translated:
-    """What `bench --device cuda-translated` measures with: the rows that are recorded, each in a CUDA graph."""
+    """What `bench` measures with here: the rows that are recorded, each in a CUDA graph."""
 
-    def __init__(self, options: argparse.Namespace):
+    def __init__(self, folder: Path, options: argparse.Namespace):
         self.model = options.model or DEFAULT
-        recorded = json.loads((options.recording / "bench.json").read_text())
+        recorded = json.loads((folder / "bench.json").read_text())
         self.traces = {trace["case"]: trace for trace in recorded}
         self.calls = self.recorded(options)
         if not self.calls:
-            raise Unfit(f"{options.recording} has no such row; `record.py FOLDER --model {self.model}` records more")
-        self.kernels, self.limits = Kernels(options.recording), Limits()
+            raise Unfit(f"{folder} has no such row; `record.py FOLDER --model {self.model}` records more")
+        self.kernels, self.limits = Kernels(folder), Limits()
         self.notes = [
             "These are the project's shaders translated for an NVIDIA GPU, replayed in CUDA graphs: no Apple figures.",
             "Their matrix products (experts from 64 tokens on) are emulated, so that their speed says nothing.",
@@ -411,6 +412,15 @@ def bytes_read(call: Call, one_set: Args, shared: Args) -> int:
     return moved(*one_set.values()) + moved(*shared.values()) * chosen // call.model.E
 
 
+def times(folder: Path, arguments: list[str]) -> int:
+    """`python -m torch_moe_metal bench` with these arguments, on the translated shaders."""
+    parser = argparse.ArgumentParser(prog="run.py FOLDER --bench")
+    bench.add_arguments(parser)
+    if not (folder / "bench.json").exists():
+        parser.error(f"{folder} has no bench.json: `python tests/gpu/record.py FOLDER` writes it")
+    return bench.run(parser.parse_args(arguments), partial(Translated, folder))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -431,9 +441,7 @@ def main() -> int:
         codes = [subprocess.run([sys.executable, __file__, str(options.folder), *mode]).returncode for mode in modes]
         return max(map(abs, codes))
     if options.bench is not None:
-        from torch_moe_metal.__main__ import main as command
-
-        return command(["bench", "--device", "cuda-translated", "--recording", str(options.folder), *options.bench])
+        return times(options.folder, options.bench)
     if options.sanitizers:
         return sanitizers(options.folder)
     kernels = Kernels(options.folder)

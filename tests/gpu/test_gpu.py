@@ -14,7 +14,7 @@ sys.path.insert(0, str(HERE))
 import ptx  # noqa: E402
 import record  # noqa: E402
 from torch_moe_metal.bench.calls import OPS, Call, Noise, inputs  # noqa: E402
-from torch_moe_metal.bench.models import DEFAULT, MODELS  # noqa: E402
+from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
 
 SHADERS = sorted(file.stem for file in (ptx.ROOT / "shaders").glob("*.metal"))
 

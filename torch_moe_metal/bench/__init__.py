@@ -8,50 +8,83 @@ that the weights read come out of memory. Outputs are made at each call and gone
 
 import json
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from ..arguments import DTYPES
+from ..models import DEFAULT, MODELS
 from . import report
 from .calls import OPS, WHOLE, WORTH_A_LIMIT, Unfit
 from .here import Here, has_mlx
-from .measure import keep_freed_memory
+from .measure import keep_freed_memory, machine
 from .report import Progress, Result
 
-DEVICES = ("cpu", "mps", "cuda-translated")
-__all__ = ["DEVICES", "OPS", "run"]
+DEVICES = ("cpu", "mps")
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+__all__ = ["OPS", "add_arguments", "run"]
 
 
-def translated(options: Namespace):
-    """What measures the translated shaders on an NVIDIA GPU: tests/gpu/run.py of this checkout."""
-    folder = Path(__file__).resolve().parents[2] / "tests" / "gpu"
-    if not (folder / "run.py").exists():
-        raise Unfit("--device cuda-translated needs a checkout of torch_moe_metal: tests/gpu is not here")
-    if not torch.cuda.is_available():
-        raise Unfit("--device cuda-translated needs an NVIDIA GPU and a torch that is built for it")
-    if options.recording is None or not (options.recording / "bench.json").exists():
-        raise Unfit("--device cuda-translated needs --recording FOLDER: what `python tests/gpu/record.py FOLDER` wrote")
-    sys.path.insert(0, str(folder))
-    import run as replayer
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ArgumentTypeError(f"must be 1 or more, got {text}")
+    return number
 
-    return replayer.Translated(options)
+
+def dtype(text: str) -> torch.dtype:
+    if text not in DTYPES_BY_NAME:
+        raise ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(DTYPES_BY_NAME)})")
+    return DTYPES_BY_NAME[text]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--device", choices=DEVICES, default="mps" if torch.backends.mps.is_available() else "cpu")
+    parser.add_argument(
+        "--model",
+        choices=list(MODELS),
+        metavar="NAME",
+        help=f"whose sizes (default: {DEFAULT}), one of {', '.join(MODELS)}; if given, only its block and experts",
+    )
+    parser.add_argument("--ops", nargs="+", choices=OPS, metavar="OP", help=f"which rows: {', '.join(OPS)}")
+    parser.add_argument("--tokens", nargs="+", type=positive, metavar="T", help="how many tokens (default: by op)")
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        type=dtype,
+        default=[torch.bfloat16, torch.float32],
+        metavar="DTYPE",
+        help=", ".join(DTYPES_BY_NAME),
+    )
+    parser.add_argument("--seconds", type=float, default=0.5, help="how long each row is measured (default: 0.5)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="of the CPU (default: PyTorch's choice)")
+    parser.add_argument(
+        "--keep-memory",
+        action="store_true",
+        help="Linux: memory that PyTorch frees keeps its pages, as with jemalloc or tcmalloc, so that the rivals' "
+        "outputs cost no page faults, either",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON and no table")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw time against bytes, with memory's limits")
 
 
 @torch.no_grad()
-def run(options: Namespace) -> int:
-    """0 when all that was asked for could be measured and is right."""
+def run(options: Namespace, measurer: Callable[[Namespace], Here] = Here) -> int:
+    """0 when all that was asked for could be measured and is right. `measurer` may be somebody else's, with the
+    attributes and methods of `Here` that are used on this page."""
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.keep_memory and not keep_freed_memory():
         print("bench: --keep-memory is for glibc's malloc, which is not here", file=sys.stderr)
         return 2
     try:
-        there = translated(options) if options.device == "cuda-translated" else Here(options)
+        there = measurer(options)
     except Unfit as reason:
         print(f"bench: {reason}", file=sys.stderr)
         return 2
-    with_mlx = options.device != "cuda-translated" and has_mlx() and any(c.op in WHOLE for c in there.calls)
+    with_mlx = has_mlx() and any(c.op in WHOLE for c in there.calls)
     if not options.json:
         print(heading(there), report.head(with_mlx), sep="\n\n", flush=True)
     results, progress = [], Progress(len(there.calls), wanted=not options.json)
@@ -81,7 +114,8 @@ def heading(there) -> str:
 def finish(there, results: list[Result], options: Namespace) -> None:
     if options.json:
         limits = {f"{name}_gb_per_s": speed for name, speed in there.limits.gb_per_s.items()}
-        found = {**there.about(), **limits, "notes": there.notes, "rows": [result.as_json() for result in results]}
+        about = {**machine(), **there.about(), **limits, "notes": there.notes}
+        found = about | {"rows": [result.as_json() for result in results]}
         print(json.dumps(found, indent=1))
     else:
         for note in report.footnotes(results):

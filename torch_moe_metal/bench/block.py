@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..models import Model
 from .calls import Noise, Unfit, moved
-from .models import Model
 from .rivals import COPIED, RIVALS, gate, glu
 
 ops = torch.ops.moe_metal

@@ -10,35 +10,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .models import DEFAULT, MANY_EXPERTS, MODELS, Model
+from .. import arguments
+from ..arguments import ARGUMENTS, DTYPES, ROUTERS
+from ..models import DEFAULT, MANY_EXPERTS, MODELS, Model
 
-SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-
-# The arguments that are given. Letters: T tokens, E experts, K experts per token, H hidden, I inner; G = 2I, R = TK.
-SHAPES = {
-    "gate": {"hidden": "TH", "router_weight": "EH"},
-    "route": {"logits": "TE"},
-    "glu": {"gate": "RI", "up": "RI"},
-    "weighted_sum": {"slots": "TKH", "weights": "TK", "residual": "TH"},
-    "weighted_sum_residual_": {"residual": "TH", "slots": "TKH", "weights": "TK"},
-    "weighted_sum_residual_norm_": {"residual": "TH", "slots": "TKH", "weights": "TK", "norm_weight": "H"},
-    "weighted_sum_norm_add": {"slots": "TKH", "weights": "TK", "residual": "TH", "norm_weight": "H"},
-    "weighted_sum_dual_norm_add": {"slots": "TKH", "weights": "TK", "residual": "TH"}
-    | {"residual_norm_weight": "H", "moe_norm_weight": "H"},
-    "norm_add": {"residual": "TH", "input": "TH", "weight": "H"},
-    "residual_norm": {"residual": "TH", "input": "TH", "weight": "H"},
-    "experts": {"x": "TH", "weights": "TK", "ids": "TK", "gate_up": "EGH", "down": "EHI"},
-    "block": {"x": "TH"},
-}
-ROUTER = {"norm_weight": "H", "router_bias": "E", "select_bias": "E", "per_expert_scale": "E"}
-OPTIONAL = {  # given where the model has them
-    "gate": ROUTER,
-    "route": {name: ROUTER[name] for name in ("select_bias", "per_expert_scale")},
-    "experts": {"gate_up_bias": "EG", "down_bias": "EH"},
-}
+GIVEN = {"weighted_sum": ("residual",)}  # optional arguments that every layer gives
 EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")  # the experts' weights: all input sets share them
 WHOLE = ("experts", "block")  # what reads the experts' weights
-OPS = tuple(SHAPES)
+OPS = (*(op for op in ARGUMENTS if op != "experts"), *WHOLE)
 TOKENS = {True: (1, 4, 32, 512), False: (1, 64, 4096)}  # of those, and of the other ops
 WORTH_A_LIMIT = 32 << 20  # bytes a row moves at least to be held against memory's speed: smaller ones stay in caches
 ROTATED = 256 << 20  # bytes of inputs to walk through, where 16 sets are enough for it
@@ -56,32 +35,40 @@ class Call:
     dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
-        return f"{self.op}-{self.name}-T{self.T}-{SHORT[self.dtype]}"
+        return f"{self.op}-{self.name}-T{self.T}-{DTYPES[self.dtype]}"
 
     @property
     def shapes(self) -> dict[str, str]:
         """The letters of each argument."""
-        given = {name: letters for name, letters in OPTIONAL.get(self.op, {}).items() if name in self.model.tensors}
-        shapes = SHAPES[self.op] | given
-        if self.op == "experts" and self.model.experts.get("transposed"):
-            shapes |= {"gate_up": "EHG", "down": "EIH"}
-        return shapes
+        if self.op == "block":
+            return {"x": "TH"}
+        own = (name for name in self.model.tensors if name != "shared_gate")  # the shared expert's, not in these rows
+        transposed = self.op == "experts" and self.model.experts.get("transposed", False)
+        return arguments.shapes(self.op, (*own, *GIVEN.get(self.op, ())), transposed)
 
     @property
     def options(self) -> dict:
-        if self.op in ("gate", "route"):
-            return {"top_k": self.model.K} | self.model.routing
-        layout = ("interleaved", "transposed") if self.op == "glu" else ()
-        given = self.model.experts if self.op in ("glu", "experts") else {}
-        return {name: value for name, value in given.items() if name not in layout}
+        if self.op == "block":
+            return {}
+        return arguments.options(self.op, {"top_k": self.model.K} | self.model.routing | self.model.experts)
 
     @property
     def dims(self) -> dict[str, int]:
+        """glu comes between the experts' products, where every choice of an expert has a row."""
         m = self.model
-        return {"T": self.T, "E": m.E, "K": m.K, "H": m.H, "I": m.I, "G": 2 * m.I, "R": self.T * m.K}
+        rows = self.T * m.K if self.op == "glu" else self.T
+        return {"T": rows, "E": m.E, "K": m.K, "H": m.H, "I": m.I, "S": 1}
+
+    @property
+    def letters(self) -> set[str]:
+        """The sizes that it depends on."""
+        if self.op == "block":
+            return set("EKHI")
+        found = {letter for letters in (*self.shapes.values(), *arguments.outputs(self.op)) for letter in letters}
+        return found | set("I" if "G" in found else "") | set("K" if self.op == "glu" else "")
 
     def size(self, letters: str) -> tuple[int, ...]:
-        return tuple(self.dims[letter] for letter in letters)
+        return arguments.size(letters, self.dims)
 
     def dtype_of(self, argument: str) -> torch.dtype:
         return {"ids": torch.int32, "weights": torch.float32}.get(argument, self.dtype)
@@ -95,10 +82,8 @@ class Call:
     @property
     def written(self) -> int:
         """Bytes of the outputs."""
-        if self.op in ("gate", "route"):
-            return self.T * self.model.K * 8
-        outputs = 2 if self.op in ("weighted_sum_residual_norm_", "residual_norm") else 1
-        return outputs * prod(self.size("RI" if self.op == "glu" else "TH")) * self.dtype.itemsize
+        letters = ["TH"] if self.op == "block" else arguments.outputs(self.op)
+        return sum(prod(self.size(s)) for s in letters) * (4 if self.op in ROUTERS else self.dtype.itemsize)
 
     @property
     def flops(self) -> int:
@@ -154,7 +139,7 @@ def halves(call: Call, packed: Tensor) -> dict[str, Tensor]:
 def inputs(call: Call, noise: Noise) -> dict[str, Tensor]:
     """One set of arguments, without the experts' weights."""
     if call.op == "glu":
-        return halves(call, noise(*call.size("RG")))
+        return halves(call, noise(*call.size("TG")))
     return {name: noise.argument(call, name, s) for name, s in call.shapes.items() if name not in EXPERTS}
 
 

@@ -11,10 +11,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from ..arguments import DTYPES
+from ..models import DEFAULT, MODELS
 from .block import Block, Implementation, expert_bytes, fitted, plain, transformers
-from .calls import SHORT, TOKENS, WHOLE, WORTH_A_LIMIT, Call, Noise, Unfit, calls_of, inputs, moved, wanted_ops
+from .calls import TOKENS, WHOLE, WORTH_A_LIMIT, Call, Noise, Unfit, calls_of, inputs, moved, wanted_ops
 from .measure import Limits, free_memory, seconds_each
-from .models import DEFAULT, MODELS
 from .report import Result
 from .rivals import linear, rivals, too_large
 
@@ -48,7 +49,8 @@ class Here:
         }
         self.calls = calls_of(options, self.models)
         self.notes = [
-            f"{SHORT[dtype]}: {model.E} of {MODELS[name].E} experts: {free / 2**30:.1f} GiB of free memory hold no more"
+            f"{DTYPES[dtype]}: {model.E} of {MODELS[name].E} experts: "
+            f"{free / 2**30:.1f} GiB of free memory hold no more"
             for dtype, model in self.models.items()
             if model.E < MODELS[name].E
         ]

@@ -2,7 +2,11 @@
 
 import ctypes
 import os
+import platform
+import re
+import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -146,3 +150,38 @@ def free_host_memory() -> int:
     if limit.exists() and limit.read_text().strip() != "max":
         free = min(free, int(limit.read_text()) - int((group / "memory.current").read_text()))
     return free * 7 // 8
+
+
+# ------------------------------------------------------------------------------------------------ the machine
+
+
+def machine() -> dict[str, object]:
+    """What figures are kept with: the machine, the day and the command."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    program = Path(sys.argv[0])
+    name = f"-m {program.parent.name}" if program.name == "__main__.py" else f"{program.parent.name}/{program.name}"
+    return {
+        "command": shlex.join(["python", *name.split(), *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{processor()}, {os.cpu_count()} cores, {memory:.0f} GiB",
+        "system": system(),
+    }
+
+
+def system() -> str:
+    if platform.mac_ver()[0]:
+        return f"macOS {platform.mac_ver()[0]}"
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return platform.system()
+
+
+def processor() -> str:
+    """As its maker calls it."""
+    if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    return names[0] if names else platform.machine()

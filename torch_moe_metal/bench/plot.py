@@ -7,7 +7,8 @@ held its bytes. A number leads from the point to the list beside the picture; a 
 from math import atan2, ceil, degrees, floor, log10
 from xml.sax.saxutils import escape
 
-from .calls import OPS, SHORT
+from ..arguments import DTYPES
+from .calls import OPS
 from .report import Result
 
 WIDTH, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT, LINE = 1380, 84, 84, 800, 620, 17
@@ -127,7 +128,7 @@ def points(results: list[Result], across: Axis, up: Axis) -> list[str]:
             under.append(segment(x, y, x, ring, "link", f'stroke="{colour}"'))
             circle = f'<circle cx="{x:.1f}" cy="{ring:.1f}" r="3.6" class="rival" stroke="{colour}">'
             under.append(f"{circle}<title>{faster}</title></circle>")
-        mark = "rect" if SHORT[r.call.dtype] == "f32" else "circle"
+        mark = "rect" if DTYPES[r.call.dtype] == "f32" else "circle"
         where = f'x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8"'
         where = where if mark == "rect" else f'cx="{x:.1f}" cy="{y:.1f}" r="4.6"'
         over.append(f'<{mark} {where} class="ours" fill="{colour}">{told}</{mark}>')
@@ -146,7 +147,7 @@ def listed(results: list[Result]) -> list[str]:
         y = TOP + LINE * (number - 0.3)
         best = min((time for name, time in r.seconds.items() if name != "ours"), default=None)
         ratio = "" if best is None else f"{best / r.ours:.2f}"
-        cells = (str(number), r.call.op, str(r.call.T), SHORT[r.call.dtype], f"{r.ours * 1e6:.1f}", ratio)
+        cells = (str(number), r.call.op, str(r.call.T), DTYPES[r.call.dtype], f"{r.ours * 1e6:.1f}", ratio)
         parts.append(f'<circle cx="{LIST + 8}" cy="{y - 4:.1f}" r="4" fill="{COLOURS[OPS.index(r.call.op)]}"/>')
         for (x, _, more), cell in zip(columns, cells, strict=True):
             parts.append(text(LIST - 40 + (34 if x == 0 else x), y, cell, "", more))

@@ -4,12 +4,11 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from .calls import SHORT, Call
-from .models import MODELS
+from ..arguments import DTYPES
+from ..models import MODELS
+from .calls import Call
 
 MLX = "mlx"
-LETTERS = {"gate": "EKH", "route": "EK", "glu": "KI", "norm_add": "H", "residual_norm": "H"}
-LETTERS |= {"experts": "EKHI", "block": "EKHI"}  # what a row's shape tells, besides K and H
 
 
 @dataclass
@@ -50,8 +49,8 @@ class Result:
 
     @property
     def shape(self) -> str:
-        m, letters = self.call.model, LETTERS.get(self.call.op, "KH")
-        sizes = "".join(f" {letter}={getattr(m, letter)}" for letter in letters)
+        m = self.call.model
+        sizes = "".join(f" {letter}={getattr(m, letter)}" for letter in "EKHI" if letter in self.call.letters)
         if m.E < MODELS[self.call.name].E:  # memory holds no more
             sizes = sizes.replace(f" E={m.E}", f" E={m.E}/{MODELS[self.call.name].E}")
         return f"T={self.call.T}{sizes}" + (f" S={m.S}" if self.call.op == "block" and m.S else "")
@@ -62,7 +61,7 @@ class Result:
             "op": self.call.op,
             "model": self.call.name,
             "T": self.call.T,
-            "dtype": SHORT[self.call.dtype],
+            "dtype": DTYPES[self.call.dtype],
             "shape": self.shape,
             "us": self.ours and self.ours * 1e6,
             "bytes": self.bytes,
@@ -94,7 +93,7 @@ def head(with_mlx: bool) -> str:
 
 
 def line(result: Result, with_mlx: bool) -> str:
-    start = f"{result.call.op:28} {result.shape:36} {SHORT[result.call.dtype]:>5}"
+    start = f"{result.call.op:28} {result.shape:36} {DTYPES[result.call.dtype]:>5}"
     if result.ours is None:
         return f"{start} FAILED: {result.failed['ours']}"
     best = result.fastest()

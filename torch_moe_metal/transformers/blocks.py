@@ -10,8 +10,9 @@ import functools
 import torch
 from torch import Tensor, nn
 
+from ..arguments import DTYPES
 from ..nn import wants_grad
-from .experts import ACTIVATION_DTYPES, DEVICES, expert_arguments, member
+from .experts import DEVICES, expert_arguments, member
 from .families import BLOCKS, GEMMA4_LAYERS, PRE_NORM_LAYERS, Block, family_name
 
 ops = torch.ops.moe_metal
@@ -50,7 +51,7 @@ class Fused(nn.Module):
         """Whether nothing but our ops' result is asked of this call: no gradient, no autocast, a dtype of ours."""
         device = x.device.type
         return (
-            x.dtype in ACTIVATION_DTYPES
+            x.dtype in DTYPES
             and device in DEVICES
             and not torch.is_autocast_enabled(device)
             and not wants_grad(self, x)

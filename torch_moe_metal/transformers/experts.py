@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from transformers import activations
 from transformers.integrations import moe
 
+from .. import max_experts
+from ..arguments import DTYPES
 from ..nn import wants_grad
 from .version import check_version
 
 NAME = "moe_metal"
-ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "mps")
-MAX_EXPERTS = 1024
 
 ACTIVATIONS = {
     nn.SiLU: "silu",
@@ -103,12 +103,12 @@ def expert_arguments(experts: nn.Module) -> tuple[dict, str | None]:
     for weight in weights:
         if type(weight) not in (nn.Parameter, Tensor):
             return {}, f"its weights are of type {type(weight).__name__}"
-        if weight.dtype not in ACTIVATION_DTYPES:
+        if weight.dtype not in DTYPES:
             return {}, f"its weights are {weight.dtype}"
         if weight.device.type not in DEVICES:
             return {}, f"its weights are on {weight.device.type}"
-        if weight.shape[0] > MAX_EXPERTS:
-            return {}, f"it has more than {MAX_EXPERTS} experts"
+        if weight.shape[0] > max_experts:
+            return {}, f"it has more than {max_experts} experts"
     return arguments, None
 
 

@@ -1,15 +1,15 @@
 """A whole model, end to end: transformers as it is, against experts_implementation, against patch.
 
-    python -m torch_moe_metal.bench_model [--device cpu] [--layers 4] [--rounds 5]
-
-The model has the layers of Qwen3-30B-A3B (H 2048, I 768, E 128, K 8) and random bf16 weights. It has `--layers` of the
-48, and its vocabulary is cut in the same proportion, so that the head weighs as much as it does in the whole model.
-All variants take turns in every round, on the same weights and the same tokens; printed are medians over the rounds.
+The model has the layers of Qwen3-30B-A3B and random bf16 weights. It has `--layers` of the 48, and its vocabulary is
+cut in the same proportion, so that the head weighs as much as it does in the whole model. All variants take turns in
+every round, on the same weights and the same tokens; told are medians over the rounds.
 """
 
-import argparse
+import json
 import statistics
+import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,26 +18,23 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .bench.measure import synchronize
+from ..models import MODELS
+from .block import configuration
+from .here import has_transformers
+from .measure import machine, synchronize
+from .report import Progress
 
 PROMPT, TOKENS = 512, 16
+LAYERS, VOCABULARY = 48, 151936  # of Qwen3-30B-A3B, as its heads below
 
 
 def qwen3(layers: int, device: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen3MoeConfig(
-        vocab_size=151936 * layers // 48,
-        hidden_size=2048,
-        moe_intermediate_size=768,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-    )
+    model = MODELS["qwen3-30b-a3b"]
+    sizes = {"vocab_size": VOCABULARY * layers // LAYERS, "num_hidden_layers": layers}
+    attention = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    config = AutoConfig.for_model(model.config, **configuration(model), **sizes, **attention)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device=device)
@@ -52,7 +49,7 @@ def qwen3(layers: int, device: str) -> nn.Module:
 def variants(model: nn.Module, device: str) -> dict[str, Callable[[], object]]:
     """What to call before each measurement, by name. Stock is the default of `generate`: grouped_mm, and outside of
     the CPU batched_mm for decoding."""
-    from .transformers import patch, unpatch
+    from ..transformers import patch, unpatch
 
     def choose(implementation: str) -> None:
         unpatch(model)
@@ -108,43 +105,60 @@ def decode(model: nn.Module, ids: torch.Tensor, tokens: int) -> tuple[float, int
 
 
 @torch.no_grad()
-def run(device: str = "cpu", layers: int = 4, rounds: int = 5) -> dict[str, dict[str, float]]:
-    """Measure, print the table, and return it: the median of each figure for each variant."""
+def measure(device: str, layers: int, rounds: int, progress: Progress) -> dict[str, dict[str, float]]:
+    """The median of each figure for each variant."""
     model = qwen3(layers, device)
     ids = torch.randint(0, model.config.vocab_size, (1, PROMPT), device=device)
     rows: dict[str, list[tuple]] = {name: [] for name in variants(model, device)}
-    for _ in range(rounds + 1):
+    for _ in range(rounds + 1):  # the first of each only warms up
         for name, prepare in variants(model, device).items():
+            progress.show(sum(map(len, rows.values())), name)
             prepare()
             rows[name].append((*decode(model, ids[:, :32], TOKENS), prefill(model, ids)))
-    # The first round of each only warms up.
+    progress.clear()
     columns = ("decode tokens/s", "ops per token", "prefill tokens/s")
-    medians = {
+    return {
         name: dict(zip(columns, map(statistics.median, zip(*row[1:], strict=True)), strict=True))
         for name, row in rows.items()
     }
-    report(medians, device, layers)
-    return medians
 
 
-def report(medians: dict[str, dict[str, float]], device: str, layers: int) -> None:
+def table(medians: dict[str, dict[str, float]]) -> str:
     stock = medians["stock"]
-    print(f"{layers} layers of Qwen3-30B-A3B, bf16, {device}, {torch.get_num_threads()} threads; prompt {PROMPT}")
-    print(f"{'':24}{'decode tokens/s':>24}{'ops per token':>16}{'prefill tokens/s':>24}")
+    lines = [f"{'':24}{'decode tokens/s':>24}{'ops per token':>16}{'prefill tokens/s':>24}"]
     for name, row in medians.items():
-        figures = (f"{row[key]:.1f} ({row[key] / stock[key]:.2f}x)" for key in ("decode tokens/s", "prefill tokens/s"))
-        decoding, prefilling = figures
-        print(f"{name:24}{decoding:>24}{row['ops per token']:>16.0f}{prefilling:>24}")
+        decoding, prefilling = (
+            f"{row[key]:.1f} ({row[key] / stock[key]:.2f}x)" for key in ("decode tokens/s", "prefill tokens/s")
+        )
+        lines.append(f"{name:24}{decoding:>24}{row['ops per token']:>16.0f}{prefilling:>24}")
+    return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m torch_moe_metal.bench_model", description=__doc__.split("\n")[0])
+def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--device", default="mps" if torch.backends.mps.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4, help=f"of the {LAYERS} (default: 4, in 6 GB)")
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args(arguments)
-    run(options.device, options.layers, options.rounds)
+    parser.add_argument("--json", action="store_true", help="print JSON and no table")
 
 
-if __name__ == "__main__":
-    main()
+def run(options: Namespace) -> int:
+    from .. import __version__
+
+    if not has_transformers():
+        print("bench-model: transformers is not installed: `pip install transformers`", file=sys.stderr)
+        return 2
+    about = {
+        "torch_moe_metal": __version__,
+        "torch": torch.__version__,
+        "device": options.device,
+        "threads": torch.get_num_threads(),
+        "layers": options.layers,
+        "prompt": PROMPT,
+    }
+    if not options.json:
+        print("   ".join(f"{key} {value}" for key, value in about.items()), flush=True)
+    steps = (options.rounds + 1) * (3 if options.device == "cpu" else 4)
+    progress = Progress(steps, wanted=not options.json)
+    medians = measure(options.device, options.layers, options.rounds, progress)
+    print(json.dumps({**machine(), **about, "rows": medians}, indent=1) if options.json else table(medians))
+    return 0

@@ -1,0 +1,141 @@
+"""The one table of arguments: what every op takes and returns, in the letters of its shapes.
+
+T tokens, E experts, K experts per token, H hidden, I expert inner size; G is 2I, and S the size of a scalar, 1 or H.
+The tests draw their cases from it, `bench` its rows and `doctor` its samples. Options are not told here: the signatures
+in reference.py have them.
+"""
+
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+#: What activations may be, and how tables call it.
+DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One tensor that an op takes. An activation has the dtype of the op's first argument, a parameter may also be
+    float32 beside activations of another, and ids are int32 or int64."""
+
+    letters: str
+    kind: str = "activation"
+    optional: bool = False
+    written: bool = False  # in place
+
+
+def parameter(letters: str, optional: bool = False) -> Argument:
+    return Argument(letters, "parameter", optional)
+
+
+def optional(letters: str) -> Argument:
+    return Argument(letters, optional=True)
+
+
+_CHOICE = {"select_bias": parameter("E", True), "per_expert_scale": parameter("E", True)}
+_BESIDE = {"shared": optional("TH"), "shared_gate": parameter("T", True), "residual": optional("TH")}
+_SLOTS = {"slots": Argument("TKH"), "weights": parameter("TK")}
+_RESIDUAL = {"residual": Argument("TH")}
+_WRITTEN = {"residual": Argument("TH", written=True)}
+_NORM = _RESIDUAL | {"input": Argument("TH"), "weight": parameter("H"), "scalar": parameter("S", True)}
+
+#: Every tensor argument of every op, in the order of its schema.
+ARGUMENTS: dict[str, dict[str, Argument]] = {
+    "gate": {"hidden": Argument("TH"), "router_weight": parameter("EH")}
+    | {"norm_weight": parameter("H", True), "router_bias": parameter("E", True)}
+    | _CHOICE,
+    "route": {"logits": Argument("TE")} | _CHOICE,
+    "glu": {"gate": Argument("TI"), "up": Argument("TI")},
+    "experts": {"x": Argument("TH"), "weights": parameter("TK"), "ids": Argument("TK", "ids")}
+    | {"gate_up": Argument("EGH"), "down": Argument("EHI")}
+    | {"gate_up_bias": parameter("EG", True), "down_bias": parameter("EH", True)}
+    | _BESIDE,
+    "weighted_sum": _SLOTS | _BESIDE,
+    "weighted_sum_residual_": _WRITTEN | _SLOTS,
+    "weighted_sum_residual_norm_": _WRITTEN | _SLOTS | {"norm_weight": parameter("H")},
+    "weighted_sum_norm_add": _SLOTS | _RESIDUAL | {"norm_weight": parameter("H")},
+    "weighted_sum_dual_norm_add": _SLOTS
+    | _RESIDUAL
+    | {"residual_norm_weight": parameter("H"), "moe_norm_weight": parameter("H")},
+    "norm_add": _NORM,
+    "residual_norm": _NORM,
+}
+
+#: What it returns, where that is not one [T, H]. A router's weights are float32 and its ids int32, all else is
+#: activations.
+RETURNS: dict[str, tuple[str, ...]] = {
+    "gate": ("TK", "TK"),
+    "route": ("TK", "TK"),
+    "glu": ("TI",),
+    "weighted_sum_residual_": (),
+    "residual_norm": ("TH", "TH"),
+}
+
+ROUTERS = ("gate", "route")
+
+
+def optional_arguments(op: str) -> tuple[str, ...]:
+    return tuple(name for name, argument in ARGUMENTS[op].items() if argument.optional)
+
+
+def written(op: str) -> tuple[str, ...]:
+    """The arguments that it writes in place."""
+    return tuple(name for name, argument in ARGUMENTS[op].items() if argument.written)
+
+
+def outputs(op: str) -> list[str]:
+    """The letters of what `results` gives."""
+    return [*RETURNS.get(op, ("TH",)), *(ARGUMENTS[op][name].letters for name in written(op))]
+
+
+def options(op: str, wanted: Mapping[str, object]) -> dict[str, object]:
+    """Those of the options that the op takes."""
+    signature = inspect.signature(getattr(reference, op)).parameters.values()
+    taken = {parameter.name for parameter in signature if parameter.kind == parameter.KEYWORD_ONLY}
+    return {name: value for name, value in wanted.items() if name in taken}
+
+
+def shapes(op: str, given: Collection[str] = (), transposed: bool = False) -> dict[str, str]:
+    """The letters of the arguments that the op needs, and of the optional ones among `given`."""
+    found = {
+        name: argument.letters for name, argument in ARGUMENTS[op].items() if name in given or not argument.optional
+    }
+    return found | {"gate_up": "EHG", "down": "EIH"} if transposed else found
+
+
+def size(letters: str, dims: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(2 * dims["I"] if letter == "G" else dims[letter] for letter in letters)
+
+
+def draw(name: str, size: tuple[int, ...], dims: Mapping[str, int], random: torch.Generator) -> Tensor:
+    """Values as a layer has them, in float32 on the CPU: all sums stay near one, and ids are distinct for each token,
+    as routers give them."""
+    if name == "ids":
+        T, E, K = (dims[letter] for letter in "TEK")
+        if K > E:
+            return torch.randint(E, (T, K), generator=random, dtype=torch.int32)
+        return torch.rand(T, E, generator=random).argsort(-1)[:, :K].int().contiguous()
+    if name == "weights":
+        return torch.rand(size, generator=random)
+    values = torch.randn(size, generator=random)
+    if name in ("router_weight", "gate_up", "down"):
+        fan_in = dims["I"] if name == "down" else dims["H"]
+        return values * fan_in**-0.5
+    if "norm_weight" in name or name in ("weight", "scalar", "per_expert_scale"):
+        return 1 + values.clamp(-2.5, 2.5) * 0.3
+    if name in ("select_bias", "router_bias"):
+        return values * 0.2
+    if name in ("slots", "residual", "input") and dims["H"] <= 3:
+        return values.abs() + 0.1  # the norm of so few numbers is ill-conditioned where their sums cancel
+    return values * 2 if name == "logits" else values
+
+
+def results(op: str, returned: Tensor | tuple[Tensor, ...] | None, given: Mapping[str, Tensor]) -> list[Tensor]:
+    """What a call of an op, or of its reference, produced: what it returned, and last what it wrote in place."""
+    found = [] if returned is None else [returned] if isinstance(returned, Tensor) else list(returned)
+    return found + [given[name] for name in written(op)]
