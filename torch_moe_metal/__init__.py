@@ -17,25 +17,25 @@ from .after_import import after_import
 
 if TYPE_CHECKING:  # Editors and type checkers are shown the specification itself: signature, types and docstring.
     from .reference import *  # noqa: F403
-    from .transformers import patch, unpatch
+    from .transformers.patch import patch, unpatch
 
 __version__ = "0.1.0"
+FOLDER = Path(__file__).parent
 
 
 def _load_libraries() -> str:
     """Load the schemas and the CPU kernels for the best instruction set that was built and that this machine has."""
-    folder = Path(__file__).parent
     best = torch.backends.cpu.get_cpu_capability().lower()
-    isa = best if (folder / f"_cpu_{best}.so").exists() else "default"
-    missing = [name for name in ("_C.so", f"_cpu_{isa}.so") if not (folder / name).exists()]
+    isa = best if (FOLDER / f"_cpu_{best}.so").exists() else "default"
+    missing = [name for name in ("_C.so", f"_cpu_{isa}.so") if not (FOLDER / name).exists()]
     if missing:
         raise ImportError(
-            f"torch_moe_metal: its C++ extension is not built: {' and '.join(missing)} missing in {folder}. "
+            f"torch_moe_metal: its C++ extension is not built: {' and '.join(missing)} missing in {FOLDER}. "
             "Run `pip install --no-build-isolation .` in the checkout (or `-e .` to keep working on it)."
         )
     try:
-        torch.ops.load_library(folder / "_C.so")
-        torch.ops.load_library(folder / f"_cpu_{isa}.so")
+        torch.ops.load_library(FOLDER / "_C.so")
+        torch.ops.load_library(FOLDER / f"_cpu_{isa}.so")
     except OSError as error:
         raise ImportError(
             f"torch_moe_metal: its C++ extension does not load into torch {torch.__version__}, most likely because it "
@@ -48,7 +48,9 @@ def _load_libraries() -> str:
 #: The instruction set that the CPU kernels run on: avx512, avx2 or default (NEON on ARM).
 cpu_isa: str = _load_libraries()
 #: The most experts that the ops take: kMaxExperts of shaders/common.h.
-max_experts: int = ctypes.c_int32.in_dll(ctypes.CDLL(str(Path(__file__).with_name("_C.so"))), "moe_metal_max_experts").value
+max_experts: int = ctypes.c_int32.in_dll(
+    ctypes.CDLL(str(Path(__file__).with_name("_C.so"))), "moe_metal_max_experts"
+).value
 
 
 def _function(specification: Callable) -> Callable:
@@ -78,12 +80,14 @@ def _register_experts() -> None:
 after_import("transformers.integrations.moe", _register_experts)
 
 
-def __getattr__(name: str):
-    if name in ("patch", "unpatch"):
-        from . import transformers
+if not TYPE_CHECKING:  # to which every name would be known
 
-        return getattr(transformers, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str):
+        if name in ("patch", "unpatch"):
+            from . import transformers
+
+            return getattr(transformers, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

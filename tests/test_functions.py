@@ -1,0 +1,117 @@
+"""`torch_moe_metal.gate` and the others: the ops as functions with a signature, types and a docstring."""
+
+import inspect
+import subprocess
+import sys
+import timeit
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_moe_metal
+from cases import SAMPLES, call
+from checks import same_bits
+from torch_moe_metal import reference
+from torch_moe_metal.arguments import ARGUMENTS, DTYPES, optional_arguments, outputs, written
+
+OPS = tuple(ARGUMENTS)
+ODD = {case.op: case for case in SAMPLES if case.name == "sample_odd"}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_schema_table_and_signature_agree(op: str):
+    """The same arguments in the same order, the same defaults, the same outputs: one op, told in three places."""
+    schema = getattr(torch.ops.moe_metal, op).default._schema
+    signature = inspect.signature(getattr(reference, op))
+    told = [(a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty) for a in schema.arguments]
+    assert told == [(p.name, p.default) for p in signature.parameters.values()]
+    tensors = [a for a in schema.arguments if "Tensor" in str(a.type)]
+    assert [a.name for a in tensors] == list(ARGUMENTS[op])
+    assert tuple(a.name for a in tensors if "Optional" in str(a.type)) == optional_arguments(op)
+    assert tuple(a.name for a in tensors if a.alias_info and a.alias_info.is_write) == written(op)
+    assert [a.name for a in schema.arguments if a.kwarg_only] == [
+        p.name for p in signature.parameters.values() if p.kind == p.KEYWORD_ONLY
+    ]
+    assert len(schema.returns) + len(written(op)) == len(outputs(op))
+
+
+def test_every_op_is_told_everywhere():
+    registered = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
+                  if name.startswith("moe_metal::")}  # fmt: skip
+    assert set(reference.__all__) == set(OPS) == registered <= set(torch_moe_metal.__all__)
+    assert {dtype: torch.finfo(dtype).bits for dtype in DTYPES} == {d: 8 * d.itemsize for d in reference.TOLERANCES}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_function_is_the_op_and_looks_like_its_specification(op: str):
+    function, specification, case = getattr(torch_moe_metal, op), getattr(reference, op), ODD[op]
+    assert inspect.signature(function) == inspect.signature(specification)
+    assert function.__doc__ == specification.__doc__ and function.__module__ == "torch_moe_metal"
+    got = call(function, op, case.arguments(), case.options)
+    want = call(getattr(torch.ops.moe_metal, op), op, case.arguments(), case.options)
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiled_function_leaves_the_op_alone(op: str):
+    """One graph, and in it the op as if it had been called itself."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    args = ODD[op].arguments()
+    program = torch.compile(getattr(torch_moe_metal, op), fullgraph=True, backend=backend)
+    program(**args, **ODD[op].options)
+    (calls,) = graphs
+    assert [call for call in calls if not call.startswith("<built-in")] == [f"moe_metal.{op}.default"]
+
+
+def test_function_costs_less_than_a_microsecond():
+    """More than torch.ops does, on the smallest input there is. They take turns, and the least of each counts: the rest
+    is what else the machine does."""
+    x = torch.ones(1, 1)
+    calls = 200
+    ways = {name: timeit.Timer(lambda f=f: f(x, x)) for name, f in
+            (("op", torch.ops.moe_metal.glu), ("function", torch_moe_metal.glu))}  # fmt: skip
+    with torch.no_grad():
+        rounds = [{name: way.timeit(calls) / calls for name, way in ways.items()} for _ in range(400)]
+    least = {name: min(times[name] for times in rounds) for name in ways}
+    assert least["function"] - least["op"] < 1e-6, least
+
+
+PROGRAM = """
+import torch
+import torch_moe_metal
+
+x = torch.ones(3, 8)
+reveal_type(torch_moe_metal.gate)
+reveal_type(torch_moe_metal.patch)
+torch_moe_metal.gate(x, x, top_k=2, scoring="sigmoid")
+torch_moe_metal.gate(x, x)
+torch_moe_metal.glu(x, x, activation=3)
+torch_moe_metal.norm_ad(x, x, x)
+weights, ids = torch_moe_metal.route(x, top_k=1)
+torch_moe_metal.weighted_sum(weights, ids, shared_gates=x)
+"""
+
+
+def test_types_are_known_to_mypy(tmp_path: Path):
+    """With PyTorch's own types left out, which take mypy half a minute."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    package = Path(torch_moe_metal.__file__).parent
+    (tmp_path / "mypy.ini").write_text("[mypy]\nstrict_optional = true\n[mypy-torch.*]\nfollow_imports = skip\n"
+                                       "[mypy-transformers.*]\nfollow_imports = skip\n")  # fmt: skip
+    command = [sys.executable, "-m", "mypy", "--config-file", tmp_path / "mypy.ini", tmp_path / "program.py"]
+    environment = {"MYPYPATH": str(package.parent), "PATH": "", "MYPY_CACHE_DIR": str(tmp_path / "cache")}
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
+    told = (line for line in said.splitlines() if line.startswith("program.py:") and "defined in" not in line)
+    lines = {int(line.split(":")[1]): line for line in told}
+    assert "hidden: Any" in lines[6] and "top_k: int" in lines[6] and "-> tuple[" in lines[6], said
+    assert "model: Any" in lines[7] and "Report" in lines[7], said
+    assert 'Missing named argument "top_k"' in lines[9] and '"activation"' in lines[10], said
+    assert 'no attribute "norm_ad"' in lines[11] and '"shared_gates"' in lines[13], said
+    assert set(lines) == {6, 7, 9, 10, 11, 13}, said
