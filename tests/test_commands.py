@@ -1,0 +1,116 @@
+"""`python -m torch_moe_metal doctor` and `demo`, and what a broken installation says of itself."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_moe_metal
+from torch_moe_metal import demo, doctor, reference
+from torch_moe_metal.__main__ import main
+from torch_moe_metal.arguments import ARGUMENTS, DTYPES
+from torch_moe_metal.bench import block
+
+PACKAGE = Path(torch_moe_metal.__file__).parent
+
+# ------------------------------------------------------------------------------------------------ doctor
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ARGUMENTS)
+def test_doctor_finds_every_op_right(op: str, dtype: torch.dtype, device: str):
+    assert doctor.check(op, device, dtype) is None
+
+
+@pytest.mark.parametrize("op", ["gate", "route"])
+def test_choices_of_the_doctors_samples_are_clear(op: str):
+    """No device may choose another expert by rounding: without noise and with it, the reference chooses the same."""
+    args = {name: tensor.double() for name, tensor in doctor.sample_arguments(op, torch.float32).items()}
+    _, want = getattr(reference, op)(**args, top_k=doctor.DIMS["K"])
+    noisy = {name: tensor * (1 + 1e-5 * torch.randn(tensor.shape).double()) for name, tensor in args.items()}
+    assert torch.equal(getattr(reference, op)(**noisy, top_k=doctor.DIMS["K"])[1], want)
+
+
+def test_doctor_reports(capsys):
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    for told in (torch_moe_metal.__version__, torch.__version__, torch_moe_metal.cpu_isa):
+        assert told in said
+    assert re.findall(r"^  (\w+) +ok$", said, re.MULTILINE)[: len(ARGUMENTS)] == list(ARGUMENTS)
+
+
+def test_doctor_reports_what_is_wrong(monkeypatch, capsys):
+    """A wrong result, wrong ids and an exception; the other ops are still looked at."""
+    monkeypatch.setattr(reference, "norm_add", lambda residual, input, **_: residual + input)
+    monkeypatch.setattr(reference, "route", lambda logits, **_: (logits[:, :3].float(), torch.zeros(5, 3).int()))
+    monkeypatch.setitem(ARGUMENTS, "glu", ARGUMENTS["glu"] | {"limit": ARGUMENTS["glu"]["up"]})
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert set(re.findall(r"^  (\w+) +FAILED", said, re.MULTILINE)) == {
+        "norm_add",
+        "route",
+        "gate",
+        "glu",
+    }  # gate is made of route
+    assert "relative error" in said and "allowed 1e-06" in said and "wrong expert ids" in said
+    assert "4 failed. Rebuild" in said and re.search(r"residual_norm +ok", said)
+
+
+# ------------------------------------------------------------------------------------------------ demo
+
+
+@pytest.fixture
+def tiny(monkeypatch) -> None:
+    monkeypatch.setattr(demo, "MODEL", demo.MODEL.reduced(E=8, K=2, H=64, I=48))
+    monkeypatch.setattr(demo, "SECONDS", 0.01)
+
+
+def test_demo_compares(tiny, capsys):
+    assert main(["demo"]) == 0
+    said = capsys.readouterr().out
+    assert "H 64, I 48, E 8, K 2" in said
+    ours = re.findall(r"^  torch_moe_metal +[\d.]+ ms .* ([\d.]+) times the best stock$", said, re.MULTILINE)
+    assert len(ours) == 2 and all(float(ratio) > 0 for ratio in ours)
+    assert len(re.findall(r"^  transformers \w+ +[\d.]+ ms", said, re.MULTILINE)) == 3 + 2  # batched_mm for one token
+
+
+def test_demo_notices_a_wrong_result(tiny, monkeypatch, capsys):
+    class Wrong:
+        gate, glu = torch.ops.moe_metal.gate, torch.ops.moe_metal.glu
+
+        @staticmethod
+        def experts(*args, **kwargs):
+            return torch.ops.moe_metal.experts(*args, **kwargs) * 1.1
+
+    monkeypatch.setattr(block, "ops", Wrong)
+    assert main(["demo"]) == 1
+    assert "too much" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------ broken installations
+
+
+def import_error(folder: Path) -> str:
+    """What `import torch_moe_metal` says in this folder."""
+    program = "try:\n import torch_moe_metal\nexcept ImportError as error:\n print(error)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@pytest.mark.parametrize("missing, named", [("_cpu_*.so", "_cpu_default.so missing"), ("_C.so", "_C.so missing")])
+def test_missing_library_is_named(tmp_path: Path, missing: str, named: str):
+    """As one that is not there, not as one of another torch version."""
+    shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns(missing, "__pycache__"))
+    said = import_error(tmp_path)
+    assert "not built" in said and named in said and "another version" not in said
+
+
+def test_library_that_does_not_load_is_told(tmp_path: Path):
+    shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / PACKAGE.name / "_C.so").write_bytes(b"no library")
+    said = import_error(tmp_path)
+    assert f"does not load into torch {torch.__version__}" in said and "The loader said" in said

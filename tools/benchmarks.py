@@ -1,0 +1,176 @@
+"""Writes BENCHMARKS.md, and the README's table of figures, from the JSON files in benchmarks/: `make benchmarks`.
+
+    python tools/benchmarks.py            # write both
+    python tools/benchmarks.py --check    # say whether they are what the files give
+
+Each file is what some command of ours printed with --json, and says which command, when, and on what machine. What is
+to be said about its figures stands beside it in a .md of the same name, and comes before its table.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER, PAGE, README = ROOT / "benchmarks", ROOT / "BENCHMARKS.md", ROOT / "README.md"
+BEGIN, END = "<!-- figures: `make benchmarks` writes them -->\n", "<!-- end of figures -->\n"
+HEAD = """# Benchmarks
+
+`make benchmarks` makes this page from the files in [benchmarks/](benchmarks), and each file can be made again with the
+command above its table. **None of these is an Apple figure**: no Mac has run this yet. If you own one, please send us
+`python -m torch_moe_metal bench --json` and `python -m torch_moe_metal doctor` (there is an issue form for it).
+"""
+# What stands in the heading or is explained in words, and so is left out of the list of what else the file says.
+TOLD = {"command", "date", "machine", "system", "notes", "rows", "ops"}
+
+
+def cells(*values: object) -> str:
+    return f"| {' | '.join(map(str, values))} |"
+
+
+def table(columns: tuple[str, ...], rows: list[tuple]) -> str:
+    return "\n".join([cells(*columns), cells(*["---"] * len(columns)), *(cells(*row) for row in rows)])
+
+
+def number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def rows_of_bench(rows: list[dict]) -> str:
+    columns = ("op", "shape", "dtype", "us", "GB/s", "of limit", "x PyTorch", "fastest of PyTorch")
+    return table(
+        columns,
+        [
+            (
+                row["op"],
+                row["shape"],
+                row["dtype"],
+                number(row["us"], ".1f"),
+                number(row["gb_per_s"], ".1f"),
+                f"{row['of_limit']:.0%} {row['limit']}" if row["of_limit"] else "",
+                number(row["x_pytorch"], ".2f"),
+                row["best_rival"] or "",
+            )
+            for row in rows
+        ],
+    )
+
+
+def rows_of_model(rows: dict[str, dict[str, float]]) -> str:
+    stock = rows["stock"]
+
+    def rate(row: dict, key: str) -> str:
+        return f"{row[key]:.1f} ({row[key] / stock[key]:.2f} x)"
+
+    columns = ("", "decode tokens/s", "ops per token", "prefill tokens/s")
+    return table(
+        columns,
+        [
+            (name, rate(row, "decode tokens/s"), f"{row['ops per token']:.0f}", rate(row, "prefill tokens/s"))
+            for name, row in rows.items()
+        ],
+    )
+
+
+def rows_of_dispatches(found: dict) -> str:
+    decoding = table(
+        (
+            f"one token, {found['layers']} layers",
+            "ops",
+            "of ours",
+            "their dispatches",
+            "a block alone: ops",
+            "dispatches",
+        ),
+        [
+            (name, row["ops"], row["ours"], row["dispatches"], row["block_ops"], row["block_dispatches"])
+            for name, row in found["rows"].items()
+        ],
+    )
+    ops = table(
+        ("op, T = 1", "dispatches", "MB bound", "host us", "times `torch.add`"),
+        [
+            (name, row["dispatches"], f"{row['mb_bound']:.2f}", f"{row['host_us']:.1f}", f"{row['x_add']:.1f}")
+            for name, row in found["ops"].items()
+        ],
+    )
+    return f"{decoding}\n\n{ops}"
+
+
+def section(file: Path) -> str:
+    found = json.loads(file.read_text())
+    words = file.with_suffix(".md")
+    rows = found["rows"]
+    if "ops" in found:
+        body = rows_of_dispatches(found)
+    else:
+        body = rows_of_bench(rows) if isinstance(rows, list) else rows_of_model(rows)
+    about = ", ".join(
+        f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in found.items()
+        if key not in TOLD
+    )
+    title, _, text = (words.read_text() if words.exists() else f"{file.stem}\n").partition("\n")
+    parts = [
+        f"## {title.lstrip('# ')}",
+        text.strip(),
+        f"`{found['command']}` · {found['date']} · {found['machine']} · {found['system']}  \n{about}",
+        "\n".join(f"- {note}" for note in found.get("notes", [])),
+        body,
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def files() -> list[Path]:
+    return sorted(FOLDER.glob("*.json"))
+
+
+def page() -> str:
+    return "\n".join([HEAD, *map(section, files())])
+
+
+def figures() -> str:
+    """The README's: a block and a whole model, beside transformers'."""
+    bench = json.loads((FOLDER / "1-cpu.json").read_text())
+    model = json.loads((FOLDER / "2-cpu-model.json").read_text())["rows"]
+    blocks = [row for row in bench["rows"] if row["op"] == "block" and row["dtype"] == "bf16"]
+    rows = []
+    for row in blocks:
+        best, ours = row["us"] * row["x_pytorch"] / 1e3, row["us"] / 1e3
+        tokens = f"{row['T']} token{'s' * (row['T'] > 1)}"
+        rows.append((f"MoE block, {tokens}", f"{best:.1f} ms", f"{ours:.1f} ms", f"{row['x_pytorch']:.1f}"))
+    for what in ("decode", "prefill"):
+        key = f"{what} tokens/s"
+        best = max(row[key] for name, row in model.items() if name.startswith("stock"))
+        ours = model["patch"][key]
+        rows.append((f"4 layers, {what}", f"{best:.1f} tokens/s", f"{ours:.1f} tokens/s", f"{ours / best:.1f}"))
+    return table(("Qwen3-30B-A3B, bf16", "transformers' best", "torch_moe_metal", "ratio"), rows) + "\n"
+
+
+def readme() -> str:
+    text = README.read_text()
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + figures() + END + rest.split(END)[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 when a page is not what the files give")
+    options = parser.parse_args()
+    old = []
+    for file, text in ((PAGE, page()), (README, readme())):
+        if file.exists() and file.read_text() == text:
+            continue
+        old.append(file.name)
+        if not options.check:
+            file.write_text(text)
+    if options.check and old:
+        print(f"{' and '.join(old)}: not what benchmarks/ gives; run `make benchmarks`", file=sys.stderr)
+        return 1
+    print(f"{', '.join(old) or 'nothing'} written" if not options.check else "as benchmarks/ gives them")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
