@@ -1,9 +1,11 @@
-// Every op of the package, and nothing else: the table of contents.
+// Every op of the package: the table of contents.
 // The maths of each stands in torch_moe_metal/reference.py, its checks in contract.h, its kernels in cpu/<op>.cpp
 // and mps/<op>.mm. Letters: T tokens, E experts, K experts per token, H hidden, I expert inner size.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/library.h>
+
+#include "common.h"
 
 #define ROUTING                                                                       \
   "int top_k, str scoring='softmax', str renormalize='before_scale', int n_group=1, " \
@@ -65,6 +67,9 @@ void no_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
 
 }  // namespace
 }  // namespace moe_metal
+
+// The limit on E for Python, which reads it with ctypes.
+extern "C" C10_EXPORT const int32_t moe_metal_max_experts = moe_metal::kMaxExperts;
 
 TORCH_LIBRARY(moe_metal, m) {
   m.set_python_module("torch_moe_metal");
