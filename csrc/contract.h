@@ -1,187 +1,22 @@
 // What every op promises before any work: its checks and its outputs, once, for both backends.
 //
-// Each op has a struct of its checked arguments and a function that fills it. Tensors in it are contiguous (expert
-// weights excepted: they are never copied, their strides are told), optional tensors are undefined when absent, and
-// outputs are allocated. Shape letters are the check: a letter is bound by the first argument that has it.
-// Letters: * any leading dimensions, together T tokens; E experts; K experts per token; H hidden; I inner; G is 2I.
+// Each op has a struct of its checked arguments and a function checked_<op> that fills it. Tensors in it are contiguous
+// (expert weights excepted: they are never copied, their strides are told), optional tensors are undefined when absent,
+// and outputs are allocated. arguments.h says what the shape letters mean.
 #pragma once
 #include <ATen/MemoryOverlap.h>
-#include <ATen/core/Tensor.h>
 
 #include <array>
-#include <cmath>
+#include <initializer_list>
 #include <limits>
 #include <optional>
-#include <string>
 #include <string_view>
-#include <tuple>
 
+#include "arguments.h"
 #include "common.h"
-#include "cpu/memory.h"
+#include "memory.h"
 
 namespace moe_metal {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
-// As Python spells it.
-inline const char* dtype_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return "float32";
-    case at::kHalf:
-      return "float16";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kDouble:
-      return "float64";
-    case at::kShort:
-      return "int16";
-    case at::kInt:
-      return "int32";
-    case at::kLong:
-      return "int64";
-    case at::kBool:
-      return "bool";
-    default:
-      return c10::toString(dtype);
-  }
-}
-
-class Arguments {
- public:
-  // The first argument gives the device, the dtype of the activations and, through `letters`, the leading dimensions.
-  Arguments(const char* op, const char* name, const Tensor& first) : op_(op), first_name_(name), first_(first) {
-    sizes_.fill(-1);
-    TORCH_CHECK(is_activation(first.scalar_type()), prefix(name), "expected float32, float16 or bfloat16, got ",
-                dtype_name(first.scalar_type()));
-  }
-
-  int64_t operator[](char letter) const { return sizes_[letter - 'A']; }
-  void bind(char letter, int64_t size) { sizes_[letter - 'A'] = size; }
-  int64_t tokens() const { return c10::multiply_integers(leading_); }
-
-  // An activation: the dtype of the first argument.
-  Tensor activation(const char* name, const Tensor& tensor, const char* letters) {
-    return strided(name, tensor, letters).contiguous();
-  }
-  Tensor activation(const char* name, const OptionalTensor& tensor, const char* letters) {
-    return given(tensor) ? activation(name, *tensor, letters) : Tensor();
-  }
-  // An activation whose strides the kernel follows.
-  const Tensor& strided(const char* name, const Tensor& tensor, const char* letters) {
-    check_dense(name, tensor);
-    TORCH_CHECK(tensor.scalar_type() == first_.scalar_type(), prefix(name), "expected ",
-                dtype_name(first_.scalar_type()), ", the dtype of ", first_name_, "; got ",
-                dtype_name(tensor.scalar_type()));
-    check_shape(name, tensor, letters);
-    return tensor;
-  }
-  // A parameter or a routing weight: float32 or the dtype of the first argument.
-  Tensor parameter(const char* name, const Tensor& tensor, const char* letters) {
-    check_dense(name, tensor);
-    TORCH_CHECK(tensor.scalar_type() == at::kFloat || tensor.scalar_type() == first_.scalar_type(), prefix(name),
-                "expected float32", first_.scalar_type() == at::kFloat ? "" : " or ",
-                first_.scalar_type() == at::kFloat ? "" : dtype_name(first_.scalar_type()), ", the dtype of ",
-                first_name_, "; got ", dtype_name(tensor.scalar_type()));
-    check_shape(name, tensor, letters);
-    return tensor.contiguous();
-  }
-  Tensor parameter(const char* name, const OptionalTensor& tensor, const char* letters) {
-    return given(tensor) ? parameter(name, *tensor, letters) : Tensor();
-  }
-  // Expert ids.
-  Tensor ids(const char* name, const Tensor& tensor, const char* letters) {
-    check_dense(name, tensor);
-    TORCH_CHECK(tensor.scalar_type() == at::kInt || tensor.scalar_type() == at::kLong, prefix(name),
-                "expected int32 or int64, got ", dtype_name(tensor.scalar_type()));
-    check_shape(name, tensor, letters);
-    return tensor.contiguous();
-  }
-
-  void at_least_one(char letter, const char* name) const {
-    TORCH_CHECK((*this)[letter] >= 1, prefix(name), "expected ", spelled(letter), " >= 1, got ", (*this)[letter]);
-  }
-  void in_range(const char* name, int64_t value, int64_t low, int64_t high, const char* high_is) const {
-    TORCH_CHECK(low <= value && value <= high, prefix(name), "expected ", low, " to ", high, " (", high_is, "), got ",
-                value);
-  }
-  void not_negative(const char* name, double value) const {
-    TORCH_CHECK(std::isfinite(value) && value >= 0, prefix(name), "expected a finite number >= 0, got ", value);
-  }
-  template <class Choice, size_t N>
-  Choice one_of(const char* name, std::string_view value, const std::array<const char*, N>& choices) const {
-    for (size_t i = 0; i < N; ++i) {
-      if (value == choices[i]) return static_cast<Choice>(i);
-    }
-    std::string all;
-    for (const char* choice : choices) all += std::string(all.empty() ? "" : ", ") + choice;
-    TORCH_CHECK(false, prefix(name), "expected one of ", all, "; got '", value, "'");
-  }
-
-  // [leading dimensions..., last]
-  Tensor output(int64_t last, std::optional<at::ScalarType> dtype = std::nullopt) const {
-    c10::SmallVector<int64_t, 6> shape(leading_.begin(), leading_.end());
-    shape.push_back(last);
-    return empty(shape, first_.options().dtype(dtype.value_or(first_.scalar_type())));
-  }
-
-  std::string prefix(const char* name) const { return c10::str("moe_metal::", op_, ": ", name, ": "); }
-
- private:
-  static bool is_activation(at::ScalarType dtype) {
-    return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
-  }
-  static bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
-  static std::string spelled(char letter) { return letter == 'G' ? "2I" : std::string(1, letter); }
-
-  void check_dense(const char* name, const Tensor& tensor) const {
-    TORCH_CHECK(tensor.layout() == at::kStrided, prefix(name), "expected a dense tensor, got layout ", tensor.layout());
-    TORCH_CHECK(tensor.device() == first_.device(), prefix(name), "expected device ", first_.device(),
-                ", the device of ", first_name_, "; got ", tensor.device());
-  }
-
-  void check_shape(const char* name, const Tensor& tensor, const char* letters) {
-    const bool leading = *letters == '*';
-    const char* fixed = letters + leading;
-    const int64_t count = static_cast<int64_t>(std::char_traits<char>::length(fixed));
-    const int64_t extra = tensor.dim() - count;
-    bool fits = leading ? extra >= 0 : extra == 0;
-    if (fits && leading) {
-      const auto dims = tensor.sizes().slice(0, extra);
-      if (!leading_bound_) leading_.assign(dims.begin(), dims.end());
-      leading_bound_ = true;
-      fits = dims.equals(leading_);
-    }
-    for (int64_t i = 0; fits && i < count; ++i) {
-      int64_t& bound = sizes_[fixed[i] - 'A'];
-      if (bound < 0) bound = tensor.size(extra + i);
-      fits = bound == tensor.size(extra + i);
-    }
-    if (!fits) wrong_shape(name, tensor, leading, fixed);
-  }
-
-  // moe_metal::gate: router_weight: expected shape [E, H] with H = 2048, got [128, 1024]
-  [[noreturn]] void wrong_shape(const char* name, const Tensor& tensor, bool leading, const char* fixed) const {
-    std::string shape = leading ? "*, " : "", bound;
-    if (leading && leading_bound_) bound = c10::str("* = ", at::IntArrayRef(leading_));
-    for (const char* letter = fixed; *letter; ++letter) {
-      shape += spelled(*letter) + ", ";
-      if ((*this)[*letter] >= 0)
-        bound += c10::str(bound.empty() ? "" : ", ", spelled(*letter), " = ", (*this)[*letter]);
-    }
-    shape.resize(shape.size() - 2);
-    TORCH_CHECK(false, prefix(name), "expected shape [", shape, "]", bound.empty() ? "" : " with ", bound, ", got ",
-                tensor.sizes());
-  }
-
-  const char* op_;
-  const char* first_name_;
-  const Tensor& first_;
-  std::array<int64_t, 26> sizes_;
-  c10::SmallVector<int64_t, 5> leading_;
-  bool leading_bound_ = false;
-};
 
 // ---------------------------------------------------------------------------------------------- router
 
@@ -226,8 +61,8 @@ struct Route {
   Tensor weights, ids;
 };
 
-inline Route route_arguments(const Tensor& logits, const OptionalTensor& select_bias,
-                             const OptionalTensor& per_expert_scale, const RoutingOptions& options) {
+inline Route checked_route(const Tensor& logits, const OptionalTensor& select_bias,
+                           const OptionalTensor& per_expert_scale, const RoutingOptions& options) {
   Arguments args("route", "logits", logits);
   Route route;
   route.logits = args.activation("logits", logits, "*E");
@@ -248,9 +83,9 @@ struct Gate {
   Tensor weights, ids;
 };
 
-inline Gate gate_arguments(const Tensor& hidden, const Tensor& router_weight, const OptionalTensor& norm_weight,
-                           const OptionalTensor& router_bias, const OptionalTensor& select_bias,
-                           const OptionalTensor& per_expert_scale, const RoutingOptions& options, double eps) {
+inline Gate checked_gate(const Tensor& hidden, const Tensor& router_weight, const OptionalTensor& norm_weight,
+                         const OptionalTensor& router_bias, const OptionalTensor& select_bias,
+                         const OptionalTensor& per_expert_scale, const RoutingOptions& options, double eps) {
   Arguments args("gate", "hidden", hidden);
   Gate gate;
   gate.hidden = args.activation("hidden", hidden, "*H");
@@ -290,8 +125,8 @@ struct Glu {
   Tensor output;
 };
 
-inline Glu glu_arguments(const Tensor& gate, const Tensor& up, std::string_view activation, double alpha,
-                         std::optional<double> limit) {
+inline Glu checked_glu(const Tensor& gate, const Tensor& up, std::string_view activation, double alpha,
+                       std::optional<double> limit) {
   Arguments args("glu", "gate", gate);
   Glu glu;
   glu.gate = args.strided("gate", gate, "*I");
@@ -320,12 +155,11 @@ struct Experts {
   Tensor output;
 };
 
-inline Experts experts_arguments(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up,
-                                 const Tensor& down, const OptionalTensor& gate_up_bias,
-                                 const OptionalTensor& down_bias, const OptionalTensor& shared,
-                                 const OptionalTensor& shared_gate, const OptionalTensor& residual,
-                                 std::string_view activation, double alpha, std::optional<double> limit,
-                                 bool interleaved, bool transposed) {
+inline Experts checked_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up,
+                               const Tensor& down, const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
+                               const OptionalTensor& shared, const OptionalTensor& shared_gate,
+                               const OptionalTensor& residual, std::string_view activation, double alpha,
+                               std::optional<double> limit, bool interleaved, bool transposed) {
   Arguments args("experts", "x", x);
   Experts call;
   call.x = args.activation("x", x, "*H");
@@ -400,8 +234,8 @@ inline float checked_eps(const Arguments& args, double eps) {
   return static_cast<float>(eps);
 }
 
-inline WeightedSum weighted_sum_arguments(const Tensor& slots, const Tensor& weights, const OptionalTensor& shared,
-                                          const OptionalTensor& shared_gate, const OptionalTensor& residual) {
+inline WeightedSum checked_weighted_sum(const Tensor& slots, const Tensor& weights, const OptionalTensor& shared,
+                                        const OptionalTensor& shared_gate, const OptionalTensor& residual) {
   Arguments args("weighted_sum", "slots", slots);
   WeightedSum sum = weighted_sum_inputs(args, slots, weights);
   sum.shared = args.activation("shared", shared, "*H");
@@ -424,8 +258,7 @@ inline InPlace in_place(const Arguments& args, const Tensor& target, std::initia
   return {target, target.contiguous()};
 }
 
-inline WeightedSum weighted_sum_residual__arguments(const Tensor& residual, const Tensor& slots,
-                                                    const Tensor& weights) {
+inline WeightedSum checked_weighted_sum_residual_(const Tensor& residual, const Tensor& slots, const Tensor& weights) {
   Arguments args("weighted_sum_residual_", "residual", residual);
   args.strided("residual", residual, "*H");
   WeightedSum sum = weighted_sum_inputs(args, slots, weights);
@@ -434,8 +267,8 @@ inline WeightedSum weighted_sum_residual__arguments(const Tensor& residual, cons
   return sum;
 }
 
-inline WeightedSum weighted_sum_residual_norm__arguments(const Tensor& residual, const Tensor& slots,
-                                                         const Tensor& weights, const Tensor& norm_weight, double eps) {
+inline WeightedSum checked_weighted_sum_residual_norm_(const Tensor& residual, const Tensor& slots,
+                                                       const Tensor& weights, const Tensor& norm_weight, double eps) {
   Arguments args("weighted_sum_residual_norm_", "residual", residual);
   args.strided("residual", residual, "*H");
   WeightedSum sum = weighted_sum_inputs(args, slots, weights);
@@ -447,8 +280,8 @@ inline WeightedSum weighted_sum_residual_norm__arguments(const Tensor& residual,
   return sum;
 }
 
-inline WeightedSum weighted_sum_norm_add_arguments(const Tensor& slots, const Tensor& weights, const Tensor& residual,
-                                                   const Tensor& norm_weight, double eps) {
+inline WeightedSum checked_weighted_sum_norm_add(const Tensor& slots, const Tensor& weights, const Tensor& residual,
+                                                 const Tensor& norm_weight, double eps) {
   Arguments args("weighted_sum_norm_add", "slots", slots);
   WeightedSum sum = weighted_sum_inputs(args, slots, weights);
   sum.residual = args.activation("residual", residual, "*H");
@@ -458,9 +291,9 @@ inline WeightedSum weighted_sum_norm_add_arguments(const Tensor& slots, const Te
   return sum;
 }
 
-inline WeightedSum weighted_sum_dual_norm_add_arguments(const Tensor& slots, const Tensor& weights,
-                                                        const Tensor& residual, const Tensor& residual_norm_weight,
-                                                        const Tensor& moe_norm_weight, double eps) {
+inline WeightedSum checked_weighted_sum_dual_norm_add(const Tensor& slots, const Tensor& weights,
+                                                      const Tensor& residual, const Tensor& residual_norm_weight,
+                                                      const Tensor& moe_norm_weight, double eps) {
   Arguments args("weighted_sum_dual_norm_add", "slots", slots);
   WeightedSum sum = weighted_sum_inputs(args, slots, weights);
   sum.residual = args.activation("residual", residual, "*H");
@@ -499,13 +332,13 @@ inline ResidualNorm residual_norm_inputs(const char* op, const Tensor& residual,
   return call;
 }
 
-inline ResidualNorm norm_add_arguments(const Tensor& residual, const Tensor& input, const Tensor& weight,
-                                       const OptionalTensor& scalar, double eps) {
+inline ResidualNorm checked_norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight,
+                                     const OptionalTensor& scalar, double eps) {
   return residual_norm_inputs("norm_add", residual, input, weight, scalar, eps);
 }
 
-inline ResidualNorm residual_norm_arguments(const Tensor& residual, const Tensor& input, const Tensor& weight,
-                                            const OptionalTensor& scalar, double eps) {
+inline ResidualNorm checked_residual_norm(const Tensor& residual, const Tensor& input, const Tensor& weight,
+                                          const OptionalTensor& scalar, double eps) {
   ResidualNorm call = residual_norm_inputs("residual_norm", residual, input, weight, scalar, eps);
   call.sum = empty(call.output.sizes(), call.output.options());
   return call;

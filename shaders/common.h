@@ -120,7 +120,7 @@ struct WeightParams {
 
 struct ExpertsParams {
   uint32_t T, E, K, H, I;
-  uint32_t wide_ids;     // ids are int64
+  uint32_t long_ids;     // ids are int64
   uint32_t wide_x;       // rows of x may be loaded 16 bytes at a time
   uint32_t interleaved;  // gate and up rows lie in turn
   uint32_t has_shared, has_residual;

@@ -8,7 +8,7 @@ namespace moe_metal {
 
 // The expert of a slot, or -1 for an id outside [0, E). An int64 id is two words, the low one first.
 inline int expert_of(device const int* ids, ulong slot, constant ExpertsParams& params) {
-  const int2 id = params.wide_ids ? reinterpret_cast<device const int2*>(ids)[slot] : int2(ids[slot], 0);
+  const int2 id = params.long_ids ? reinterpret_cast<device const int2*>(ids)[slot] : int2(ids[slot], 0);
   return id.y == 0 && id.x >= 0 && uint(id.x) < params.E ? id.x : -1;
 }
 

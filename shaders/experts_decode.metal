@@ -167,9 +167,9 @@ MOE_METAL_CONSTANT uint kColumnsAhead = 4;  // columns whose loads are in flight
 
 // The rows of a tile that a lane owns, and their weights in a column. `lanes` lanes own all rows; the others of a
 // simdgroup do the same for other columns.
-template <typename T, uint kRows>
+template <typename T, uint Rows>
 struct WideColumn {
-  enum : uint { rows = kRows, vectors = Wide<T>::vectors, lanes = kRows / Wide<T>::elements };
+  enum : uint { rows = Rows, vectors = Wide<T>::vectors, lanes = Rows / Wide<T>::elements };
   device const T* first;
   long step;
 
@@ -179,9 +179,9 @@ struct WideColumn {
   static uint row(uint lane, uint n) { return lane % lanes * Wide<T>::elements + n; }
   void load(uint column, thread Vectors<vectors>& values) const { load_wide(first + column * step, values); }
 };
-template <typename T, uint kRows>
+template <typename T, uint Rows>
 struct AnyColumn {
-  enum : uint { rows = kRows, vectors = kRows / 32, lanes = 8 };
+  enum : uint { rows = Rows, vectors = Rows / 32, lanes = 8 };
   RowTile<T> tile;
   uint lane;
 

@@ -8,9 +8,9 @@
 // Shapes are those of experts_decode.metal; order [T * K] and offsets [E + 1] are int, inner [T * K, I] and slots
 // [T * K, H] float. Slots whose id lies outside [0, E) are in no expert's part of order, and combine leaves them out.
 //
-// gate_up and down multiply tiles of kRows slots by 64 rows of weights. Grid: one threadgroup per tile along x. Tiles
-// of slots never span experts, and how many tiles an expert has is known on the device only: the grid has as many as
-// there can be, each finds its own by the offsets, and those left over leave.
+// gate_up and down multiply tiles of TileSlots slots by 64 rows of weights. Grid: one threadgroup per tile along x.
+// Tiles of slots never span experts, and how many tiles an expert has is known on the device only: the grid has as many
+// as there can be, each finds its own by the offsets, and those left over leave.
 //
 // Operands are staged as float: that holds every half and bfloat, inner is float, no half overflows, M1 and M2 have no
 // bfloat arithmetic, and simdgroup_matrix multiplies float about as fast as half on the GPUs before M5.
@@ -80,21 +80,21 @@ struct Tile {
 
 // Bands of kBand tiles of slots walk all blocks together: the slots stay in the cache, and a weight that was read
 // serves the whole band. False for a threadgroup that is left over.
-template <uint kRows>
+template <uint TileSlots>
 bool find_tile(thread Tile& tile, device const int* offsets, uint group, uint blocks, uint lane, uint experts) {
   uint index = group / (kBand * blocks) * kBand + group % kBand;
   tile.block = group / kBand % blocks;
   for (uint base = 0; base < experts; base += 32) {
     const uint expert = base + lane;
     const uint begin = expert < experts ? offsets[expert] : 0, end = expert < experts ? offsets[expert + 1] : 0;
-    const uint tiles = (end - begin + kRows - 1) / kRows;
+    const uint tiles = (end - begin + TileSlots - 1) / TileSlots;
     const uint before = simd_prefix_exclusive_sum(tiles), all = simd_sum(tiles);
     if (index < all) {
       const bool mine = index >= before && index - before < tiles;
-      const uint first = begin + (index - before) * kRows;
+      const uint first = begin + (index - before) * TileSlots;
       tile.expert = simd_max(mine ? expert : 0);
       tile.first = simd_max(mine ? first : 0);
-      tile.count = simd_max(mine ? min(kRows, end - first) : 0);
+      tile.count = simd_max(mine ? min(TileSlots, end - first) : 0);
       return true;
     }
     index -= all;
@@ -106,10 +106,10 @@ bool find_tile(thread Tile& tile, device const int* offsets, uint group, uint bl
 constexpr uint turns(uint count) { return (count + kTileThreads - 1) / kTileThreads; }
 
 // memory[j][c] = element (rows[j], column + c) of a matrix with rows of `length`; 0 where there is none.
-template <uint kRows, typename A>
+template <uint TileSlots, typename A>
 void stage_slots(threadgroup float* memory, device const A* matrix, threadgroup const uint* rows, bool wide,
                  uint length, uint column, uint thread_index) {
-  constexpr uint loads = kDepth / Wide<A>::elements, count = kRows * loads;
+  constexpr uint loads = kDepth / Wide<A>::elements, count = TileSlots * loads;
   for (uint turn = 0; wide && turn < turns(count); ++turn) {
     const uint i = turn * kTileThreads + thread_index, j = i / loads, c = i % loads * Wide<A>::elements;
     if (count % kTileThreads != 0 && i >= count) break;
@@ -119,7 +119,7 @@ void stage_slots(threadgroup float* memory, device const A* matrix, threadgroup 
       reinterpret_cast<threadgroup float4*>(memory + j * kStride + c)[n] = values.at[n];
     }
   }
-  for (uint i = thread_index; !wide && i < kRows * kDepth; i += kTileThreads) {
+  for (uint i = thread_index; !wide && i < TileSlots * kDepth; i += kTileThreads) {
     const uint j = i / kDepth, c = i % kDepth;
     const bool inside = rows[j] != kNoRow && column + c < length;
     memory[j * kStride + c] = inside ? float(matrix[ulong(rows[j]) * length + column + c]) : 0;
@@ -153,23 +153,23 @@ void stage_weights(threadgroup float* memory, thread const RowTile<T>& rows, Wei
   }
 }
 
-// The product of kRows slots with 64 rows of weights, [kRows][kProductStride] in memory. Each of four simdgroups has
-// 16 columns of it, or with 64 slots a quarter of 32 by 32.
-template <uint kRows, typename A, typename T>
+// The product of TileSlots slots with 64 rows of weights, [TileSlots][kProductStride] in memory. Each of four
+// simdgroups has 16 columns of it, or with 64 slots a quarter of 32 by 32.
+template <uint TileSlots, typename A, typename T>
 void multiply_tile(threadgroup float* memory, device const A* matrix, threadgroup const uint* rows, bool wide,
                    thread const RowTile<T>& weights, WeightLayout layout, uint length, uint thread_index) {
-  constexpr uint across = kRows == 64 ? 2 : 4, down = 4 / across;   // simdgroups
-  constexpr uint M = kRows / down / 8, N = kTileRows / across / 8;  // matrices of each
+  constexpr uint across = TileSlots == 64 ? 2 : 4, down = 4 / across;   // simdgroups
+  constexpr uint M = TileSlots / down / 8, N = kTileRows / across / 8;  // matrices of each
   const uint simdgroup = thread_index / 32;
   const uint row = simdgroup / across * M * 8, col = simdgroup % across * N * 8;
-  threadgroup float* staged_weights = memory + kRows * kStride;
+  threadgroup float* staged_weights = memory + TileSlots * kStride;
   // Matrices live in registers only where every index is a constant, hence the pragmas.
   simdgroup_float8x8 sums[M][N];
 #pragma unroll
   for (uint i = 0; i < M * N; ++i) sums[i / N][i % N] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   for (uint column = 0; column < length; column += kDepth) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    stage_slots<kRows>(memory, matrix, rows, wide, length, column, thread_index);
+    stage_slots<TileSlots>(memory, matrix, rows, wide, length, column, thread_index);
     stage_weights(staged_weights, weights, layout, length, column, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll
@@ -198,25 +198,25 @@ void multiply_tile(threadgroup float* memory, device const A* matrix, threadgrou
 
 // ------------------------------------------------------------------------------------------ gate_up, down
 
-template <typename T, uint kRows>
+template <typename T, uint TileSlots>
 [[kernel]] void experts_gate_up_tiles(device const T* x [[buffer(0)]], device const int* order [[buffer(1)]],
                                       device const int* offsets [[buffer(2)]], device const T* gate_up [[buffer(3)]],
                                       device const T* bias [[buffer(4)]], device float* inner [[buffer(5)]],
                                       constant ExpertsParams& params [[buffer(6)]],
                                       uint group [[threadgroup_position_in_grid]],
                                       uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup float4 memory[(kRows + kTileRows) * kStride / 4];
-  threadgroup uint rows[kRows];
+  threadgroup float4 memory[(TileSlots + kTileRows) * kStride / 4];
+  threadgroup uint rows[TileSlots];
   threadgroup float* products = reinterpret_cast<threadgroup float*>(memory);
   const uint blocks = (params.I + kTileInner - 1) / kTileInner;
   Tile tile;
-  if (!find_tile<kRows>(tile, offsets, group, blocks, thread_index % 32, params.E)) return;
-  for (uint j = thread_index; j < kRows; j += kTileThreads) {
+  if (!find_tile<TileSlots>(tile, offsets, group, blocks, thread_index % 32, params.E)) return;
+  for (uint j = thread_index; j < TileSlots; j += kTileThreads) {
     rows[j] = j < tile.count ? uint(order[tile.first + j]) / params.K : kNoRow;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const RowTile<T> weights = gate_up_tile(gate_up, tile.expert, tile.block, params);
-  multiply_tile<kRows>(products, x, rows, params.wide_x, weights, params.gate_up.layout, params.H, thread_index);
+  multiply_tile<TileSlots>(products, x, rows, params.wide_x, weights, params.gate_up.layout, params.H, thread_index);
   for (uint i = thread_index; i < tile.count * kTileInner; i += kTileThreads) {
     const uint j = i / kTileInner, row = i % kTileInner, column = tile.block * kTileInner + row;
     if (column >= params.I) continue;
@@ -225,24 +225,24 @@ template <typename T, uint kRows>
   }
 }
 
-template <typename T, uint kRows>
+template <typename T, uint TileSlots>
 [[kernel]] void experts_down_tiles(device const float* inner [[buffer(0)]], device const int* order [[buffer(1)]],
                                    device const int* offsets [[buffer(2)]], device const T* down [[buffer(3)]],
                                    device const T* bias [[buffer(4)]], device float* slots [[buffer(5)]],
                                    constant ExpertsParams& params [[buffer(6)]],
                                    uint group [[threadgroup_position_in_grid]],
                                    uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup float4 memory[(kRows + kTileRows) * kStride / 4];
-  threadgroup uint rows[kRows];
+  threadgroup float4 memory[(TileSlots + kTileRows) * kStride / 4];
+  threadgroup uint rows[TileSlots];
   threadgroup float* products = reinterpret_cast<threadgroup float*>(memory);
   const uint blocks = (params.H + kTileRows - 1) / kTileRows;
   Tile tile;
-  if (!find_tile<kRows>(tile, offsets, group, blocks, thread_index % 32, params.E)) return;
-  for (uint j = thread_index; j < kRows; j += kTileThreads) rows[j] = j < tile.count ? tile.first + j : kNoRow;
+  if (!find_tile<TileSlots>(tile, offsets, group, blocks, thread_index % 32, params.E)) return;
+  for (uint j = thread_index; j < TileSlots; j += kTileThreads) rows[j] = j < tile.count ? tile.first + j : kNoRow;
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const RowTile<T> weights = down_tile(down, tile.expert, tile.block * kTileRows, params);
-  multiply_tile<kRows>(products, inner, rows, params.I % Wide<float>::elements == 0, weights, params.down.layout,
-                       params.I, thread_index);
+  multiply_tile<TileSlots>(products, inner, rows, params.I % Wide<float>::elements == 0, weights, params.down.layout,
+                           params.I, thread_index);
   for (uint i = thread_index; i < tile.count * kTileRows; i += kTileThreads) {
     const uint j = i / kTileRows, row = i % kTileRows, h = tile.block * kTileRows + row;
     if (h >= params.H) continue;

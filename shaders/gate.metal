@@ -1,7 +1,7 @@
 // The whole router: route(norm(hidden) @ router_weight^T + router_bias, ...); reference.gate says how.
 //
 // hidden [T, H]; router_weight [E, H], T or float; norm_weight [H], router_bias, select_bias, per_expert_scale [E], or
-// absent; weights float [T, K]; experts int [T, K]; logits float [T, E].
+// absent; weights float [T, K]; ids int [T, K]; logits float [T, E].
 //   gate         everything, for few tokens and a small router. Grid: one threadgroup per token, along x.
 //   gate_logits  logits for few tokens; route.metal does the rest. Grid: groups of tokens along x, of experts along y.
 //   gate_tile    logits for many tokens. Grid: tiles of 32 tokens along x, of 64 experts along y.

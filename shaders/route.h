@@ -152,7 +152,7 @@ float final_weight(Choice chosen, float total, device const T* per_expert_scale,
 // ------------------------------------------------------------------------------------------ the whole
 
 // Logits past the last expert may hold anything. select_bias and per_expert_scale are [E] of either type, or absent;
-// weights and experts are this token's rows of K.
+// weights and ids are this token's rows of K.
 template <uint N, typename T>
 void route_token(thread const float* logits, device const T* select_bias, device const T* per_expert_scale,
                  device float* weights, device int* ids, uint lane, RouteParams params) {

@@ -320,6 +320,8 @@ def extra_dim(tensor: Tensor) -> Tensor:
 BAD = [
     bad("gate", "hidden: expected float32, float16 or bfloat16, got float64", hidden=Tensor.double),
     bad("gate", "hidden: expected float32, float16 or bfloat16, got int32", hidden=Tensor.int),
+    bad("gate", "hidden: expected float32, float16 or bfloat16, got uint8", hidden=Tensor.byte),
+    bad("route", "logits: expected float32, float16 or bfloat16, got complex64", logits=Tensor.cfloat),
     bad("gate", "hidden: expected shape [*, H], got []", hidden=torch.tensor(1.0)),
     bad("gate", "hidden: expected H >= 1, got 0", hidden=no_columns, router_weight=no_columns, norm_weight=no_columns),
     bad("gate", "router_weight: expected shape [E, H] with E = 13, H = 67, got [13, 66]", router_weight=cut),
@@ -365,6 +367,7 @@ BAD = [
     bad("experts", "ids: expected shape [*, K] with * = [6], K = 3, got [6, 2]", ids=cut),
     bad("experts", "ids: expected int32 or int64, got float32", ids=Tensor.float),
     bad("experts", "ids: expected int32 or int64, got int16", ids=Tensor.short),
+    bad("experts", "ids: expected int32 or int64, got int8", ids=Tensor.char),
     bad("experts", "ids: expected K >= 1, got 0", weights=no_columns, ids=no_columns),
     bad("experts", "down: expected shape [E, H, I] with E = 13, H = 67, got [13, 66, 19]", down=lambda t: t[:, :-1]),
     bad("experts", "down: expected shape [E, I, H] with E = 13, I = 67, H = 67, got [13, 67, 19]", transposed=True),

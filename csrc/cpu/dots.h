@@ -6,6 +6,7 @@
 // chain of its own, in an order that depends on the matrix alone and on whether there is a panel.
 #pragma once
 #include <optional>
+#include <vector>
 
 #include "vec.h"
 
@@ -170,13 +171,13 @@ class Panel {
   // `out` has room for whole panels: results of the rows beyond the last are 0.
   template <class Scalar>
   void product(const Matrix<Scalar>& weight, const Tokens& tokens) {
-    spare_.resize(at::divup(weight.rows, kRows) * kRows);
-    for (int64_t row = 0; row < weight.rows; row += kRows) {
-      for (int64_t begin = 0; begin < weight.columns; begin += kColumns) {
-        const int64_t end = std::min(begin + kColumns, weight.columns);
+    spare_.resize(at::divup(weight.rows, kPanelRows) * kPanelRows);
+    for (int64_t row = 0; row < weight.rows; row += kPanelRows) {
+      for (int64_t begin = 0; begin < weight.columns; begin += kPanelColumns) {
+        const int64_t end = std::min(begin + kPanelColumns, weight.columns);
         fill(weight, row, begin, end);
         const bool last = end == weight.columns;
-        Ahead ahead(weight.data + (last ? (row + kRows) * weight.row : row * weight.row + end), weight.row);
+        Ahead ahead(weight.data + (last ? (row + kPanelRows) * weight.row : row * weight.row + end), weight.row);
         int64_t n = 0;
         for (; n + kMany <= tokens.count; n += kMany) multiply<kMany>(row, tokens, n, begin, end, ahead);
         for (; n < tokens.count; n += kFew) multiply<kFew>(row, filled_up(tokens, n), 0, begin, end, ahead);
@@ -186,16 +187,18 @@ class Panel {
 
  private:
   static constexpr int kVectors = 2, kMany = kVectorsOfRows / kVectors, kFew = 4;
-  static constexpr int64_t kRows = kVectors * kLanes, kColumns = 256;
+  static constexpr int64_t kPanelRows = kVectors * kLanes, kPanelColumns = 256;
 
   // Brings the next panel from memory, a line at a time, while this one is multiplied.
   class Ahead {
    public:
     template <class Scalar>
     Ahead(const Scalar* panel, int64_t row)
-        : row_(reinterpret_cast<const char*>(panel)), step_(row * sizeof(Scalar)), bytes_(kColumns * sizeof(Scalar)) {}
+        : row_(reinterpret_cast<const char*>(panel)),
+          step_(row * sizeof(Scalar)),
+          bytes_(kPanelColumns * sizeof(Scalar)) {}
     void operator()() {
-      if (rows_ == kRows) return;
+      if (rows_ == kPanelRows) return;
       __builtin_prefetch(row_ + at_, 0, 2);
       at_ += kLine;
       if (at_ == bytes_) at_ = 0, row_ += step_, ++rows_;
@@ -210,7 +213,7 @@ class Panel {
   template <int N>
   void multiply(int64_t row, const Tokens& tokens, int64_t first, int64_t begin, int64_t end, Ahead& ahead) {
     Ahead here = ahead;  // in registers
-    axpy<kVectors, N>(floats_.get(), kRows, row, tokens, first, begin, end, Whole(), [&] { here(); });
+    axpy<kVectors, N>(floats_.get(), kPanelRows, row, tokens, first, begin, end, Whole(), [&] { here(); });
     ahead = here;
   }
 
@@ -226,7 +229,7 @@ class Panel {
 
   template <class Scalar>
   void fill(const Matrix<Scalar>& weight, int64_t row, int64_t begin, int64_t end) {
-    for (int64_t r = 0; r < kRows; r += kLanes) {
+    for (int64_t r = 0; r < kPanelRows; r += kLanes) {
       const int64_t rows = std::clamp<int64_t>(weight.rows - row - r, 0, kLanes);
       for (int64_t column = begin; column < end; column += kLanes) {
         const Scalar* from = weight.data + (row + r) * weight.row + column;
@@ -238,14 +241,14 @@ class Panel {
           for (int64_t i = 0; i < kLanes; ++i) tile[i] = i < rows ? load(from + i * weight.row, columns) : Vec(0);
         }
         transpose(tile);
-        float* to = floats_.get() + (column - begin) * kRows + r;
-        for (int64_t i = 0; i < columns; ++i) store(to + i * kRows, tile[i], Whole());
+        float* to = floats_.get() + (column - begin) * kPanelRows + r;
+        for (int64_t i = 0; i < columns; ++i) store(to + i * kPanelRows, tile[i], Whole());
       }
     }
   }
 
-  std::unique_ptr<float[], Free> floats_ = scratch<float>(kColumns * kRows);  // column by column
-  std::vector<float> spare_;                                                  // results that nobody wants
+  std::unique_ptr<float[], Free> floats_ = scratch<float>(kPanelColumns * kPanelRows);  // column by column
+  std::vector<float> spare_;                                                            // results that nobody wants
   const float* few_x_[kFew];
   float* few_out_[kFew];
 };

@@ -42,8 +42,8 @@ Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const 
                const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, const OptionalTensor& shared,
                const OptionalTensor& shared_gate, const OptionalTensor& residual, std::string_view activation,
                double alpha, std::optional<double> limit, bool interleaved, bool transposed) {
-  Experts call = experts_arguments(x, weights, ids, gate_up, down, gate_up_bias, down_bias, shared, shared_gate,
-                                   residual, activation, alpha, limit, interleaved, transposed);
+  Experts call = checked_experts(x, weights, ids, gate_up, down, gate_up_bias, down_bias, shared, shared_gate, residual,
+                                 activation, alpha, limit, interleaved, transposed);
   if (call.T == 0) return call.output;
   call.ids = call.ids.to(at::kLong);
   call.weights = call.weights.to(at::kFloat);

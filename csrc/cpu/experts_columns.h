@@ -7,7 +7,7 @@
 //
 // Parts follow from the shapes alone and their sums are added in order, so the bits do not depend on the threads.
 #pragma once
-#include "experts_parts.h"
+#include "experts.h"
 
 namespace moe_metal {
 
@@ -60,9 +60,9 @@ struct Partial {
     const int64_t items = slots.used() * parts;
     share(items, [&](auto take) {
       for (int64_t item = take(); item < items; item = take()) {
-        const int64_t group = item / parts, part = item % parts;
-        const Scalar* from = weight + slots.experts[group] * strides.expert;
-        int64_t at = slots.begin[group];
+        const int64_t which = item / parts, part = item % parts;
+        const Scalar* from = weight + slots.experts[which] * strides.expert;
+        int64_t at = slots.begin[which];
         const auto tokens = [&](auto n) {
           const float* x[n];
           float* out[n];
@@ -71,9 +71,9 @@ struct Partial {
           multiply_columns<n>(from, strides.column, rows, part * kPart, std::min((part + 1) * kPart, columns), x, out);
           at += n;
         };
-        while (at + 4 <= slots.begin[group + 1]) tokens(std::integral_constant<int, 4>());
-        while (at + 2 <= slots.begin[group + 1]) tokens(std::integral_constant<int, 2>());
-        if (at < slots.begin[group + 1]) tokens(std::integral_constant<int, 1>());
+        while (at + 4 <= slots.begin[which + 1]) tokens(std::integral_constant<int, 4>());
+        while (at + 2 <= slots.begin[which + 1]) tokens(std::integral_constant<int, 2>());
+        if (at < slots.begin[which + 1]) tokens(std::integral_constant<int, 1>());
       }
     });
   }
@@ -116,9 +116,9 @@ void experts_by_columns(const Experts& call, const Slots& slots) {
   const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
   share(items, [&](auto take) {
     for (int64_t item = take(); item < items; item = take()) {
-      const int64_t group = item / blocks, row = item % blocks * kRows;
-      for (int64_t at = slots.begin[group]; at < slots.begin[group + 1]; ++at) {
-        activate_sums(call, both, slots.experts[group], slots.order[at], row, to);
+      const int64_t which = item / blocks, row = item % blocks * kRows;
+      for (int64_t at = slots.begin[which]; at < slots.begin[which + 1]; ++at) {
+        activate_sums(call, both, slots.experts[which], slots.order[at], row, to);
       }
     }
   });
@@ -130,9 +130,9 @@ void experts_by_columns(const Experts& call, const Slots& slots) {
     for (int64_t item = take(); item < outputs; item = take()) {
       const int64_t row = item * kRows;
       output.start(row);
-      for (int64_t group = 0; group < slots.used(); ++group) {
-        output.expect(slots.experts[group], row);
-        for (int64_t at = slots.begin[group]; at < slots.begin[group + 1]; ++at) {
+      for (int64_t which = 0; which < slots.used(); ++which) {
+        output.expect(slots.experts[which], row);
+        for (int64_t at = slots.begin[which]; at < slots.begin[which + 1]; ++at) {
           down.read(slots.order[at], row, std::min(kRows, call.H - row), sums);
           output.add(slots.order[at], sums);
         }

@@ -1,7 +1,7 @@
 // `experts` for any dtype, strides and processor: dots.h's products.
 #pragma once
 #include "dots.h"
-#include "experts_parts.h"
+#include "experts.h"
 
 namespace moe_metal {
 
@@ -25,12 +25,12 @@ class GateUpDots {
   GateUpDots(const Experts& call, const Slots& slots, const float* x, float* inner)
       : call_(call), slots_(slots), x_(x), inner_(inner), both_(kTokens * 2 * kRows), panel_(panel(slots)) {}
 
-  void operator()(int64_t group, int64_t row) {
-    const int64_t expert = slots_.experts[group], rows = std::min(kRows, call_.I - row);
+  void operator()(int64_t which, int64_t row) {
+    const int64_t expert = slots_.experts[which], rows = std::min(kRows, call_.I - row);
     const GateUpBias bias(call_, expert, row, rows);
-    for (int64_t at = slots_.begin[group]; at < slots_.begin[group + 1]; at += at_once_) {
+    for (int64_t at = slots_.begin[which]; at < slots_.begin[which + 1]; at += at_once_) {
       const int64_t* slots = slots_.order.data() + at;
-      const int64_t count = std::min(at_once_, slots_.begin[group + 1] - at);
+      const int64_t count = std::min(at_once_, slots_.begin[which + 1] - at);
       multiply(expert, row, rows, slots, count);
       for (int64_t n = 0; n < count; ++n) {
         const float* both = both_.data() + n * 2 * kRows;
@@ -88,12 +88,12 @@ class DownDots {
 
   void operator()(int64_t first) {
     output_.start(first);
-    for (int64_t group = 0; group < slots_.used(); ++group) {
+    for (int64_t which = 0; which < slots_.used(); ++which) {
       for (int64_t row = first; row < std::min(first + size_, call_.H); row += kRows) {
-        output_.expect(slots_.experts[group], row);
-        for (int64_t at = slots_.begin[group]; at < slots_.begin[group + 1]; at += at_once_) {
-          const int64_t count = std::min(at_once_, slots_.begin[group + 1] - at);
-          add(slots_.experts[group], row, slots_.order.data() + at, count);
+        output_.expect(slots_.experts[which], row);
+        for (int64_t at = slots_.begin[which]; at < slots_.begin[which + 1]; at += at_once_) {
+          const int64_t count = std::min(at_once_, slots_.begin[which + 1] - at);
+          add(slots_.experts[which], row, slots_.order.data() + at, count);
         }
       }
     }

@@ -3,7 +3,7 @@
 // A product comes out with the tokens side by side, so two rows of `inner` interleave into just the arrangement that
 // pass 2 wants. `inner` is rounded to bfloat16; sums are float.
 #pragma once
-#include "experts_parts.h"
+#include "experts.h"
 #include "memory.h"
 #include "tiles.h"
 #ifdef MOE_METAL_AMX
@@ -19,8 +19,8 @@ struct TokenTiles {
   Tensor x, inner;
 
   TokenTiles(const Experts& call, const Slots& slots) : first(1, 0) {
-    for (int64_t group = 0; group < slots.used(); ++group) {
-      first.push_back(first.back() + at::divup(slots.begin[group + 1] - slots.begin[group], kTile));
+    for (int64_t which = 0; which < slots.used(); ++which) {
+      first.push_back(first.back() + at::divup(slots.begin[which + 1] - slots.begin[which], kTile));
     }
     x_size = at::divup(call.H, kDepth) * kTileSize;
     inner_size = at::divup(call.I, kDepth) * kTileSize;
@@ -32,11 +32,11 @@ struct TokenTiles {
 inline void pack_all_tokens(const Experts& call, const Slots& slots, const TokenTiles& tokens) {
   const at::BFloat16* x = call.x.data_ptr<at::BFloat16>();
   share(slots.used(), [&](auto take) {
-    for (int64_t group = take(); group < slots.used(); group = take()) {
-      at::BFloat16* to = tokens.x.mutable_data_ptr<at::BFloat16>() + tokens.first[group] * tokens.x_size;
-      for (int64_t at = slots.begin[group]; at < slots.begin[group + 1]; at += kTile, to += tokens.x_size) {
+    for (int64_t which = take(); which < slots.used(); which = take()) {
+      at::BFloat16* to = tokens.x.mutable_data_ptr<at::BFloat16>() + tokens.first[which] * tokens.x_size;
+      for (int64_t at = slots.begin[which]; at < slots.begin[which + 1]; at += kTile, to += tokens.x_size) {
         const int64_t* group_slots = slots.order.data() + at;
-        pack_right([&](int64_t i) { return x + group_slots[i] / call.K * call.H; }, slots.begin[group + 1] - at, call.H,
+        pack_right([&](int64_t i) { return x + group_slots[i] / call.K * call.H; }, slots.begin[which + 1] - at, call.H,
                    to);
       }
     }
@@ -61,8 +61,8 @@ class GateUpTiles {
   GateUpTiles(const Experts& call, const Slots& slots, const TokenTiles& tokens)
       : call_(call), slots_(slots), tokens_(tokens), strips_(2, call.H) {}
 
-  void operator()(int64_t group, int64_t row) {
-    const int64_t expert = slots_.experts[group], first = tokens_.first[group];
+  void operator()(int64_t which, int64_t row) {
+    const int64_t expert = slots_.experts[which], first = tokens_.first[which];
     const GateUpBias bias(call_, expert, row, std::min(kRows, call_.I - row));
     const auto& strides = call_.gate_up_strides;
     const at::BFloat16* gate_up = call_.gate_up.data_ptr<at::BFloat16>() + expert * strides.expert;
@@ -74,7 +74,7 @@ class GateUpTiles {
       strips_.read(1, weight);
       at::BFloat16* to = tokens_.inner.mutable_data_ptr<at::BFloat16>() + first * tokens_.inner_size + row * kTile;
       multiply_groups(strips_, tokens_.x.data_ptr<at::BFloat16>() + first * tokens_.x_size, tokens_.x_size,
-                      tokens_.first[group + 1] - first, [&](int64_t g, const auto& gate, const auto& up) {
+                      tokens_.first[which + 1] - first, [&](int64_t g, const auto& gate, const auto& up) {
                         activate(gate, up, bias.gate + half, bias.up + half,
                                  to + g * tokens_.inner_size + half * kTile);
                       });
@@ -107,19 +107,19 @@ class DownTiles {
 
   void operator()(int64_t first) {
     output_.start(first);
-    for (int64_t group = 0; group < slots_.used(); ++group) {
-      for (int64_t row = first; row < std::min(first + size_, call_.H); row += kRows) rows_of_expert(group, row);
+    for (int64_t which = 0; which < slots_.used(); ++which) {
+      for (int64_t row = first; row < std::min(first + size_, call_.H); row += kRows) rows_of_expert(which, row);
     }
     output_.finish();
   }
 
  private:
-  void rows_of_expert(int64_t group, int64_t row) {
-    output_.expect(slots_.experts[group], row);
-    read_strips(slots_.experts[group], row);
-    const int64_t first = tokens_.first[group], begin = slots_.begin[group], end = slots_.begin[group + 1];
+  void rows_of_expert(int64_t which, int64_t row) {
+    output_.expect(slots_.experts[which], row);
+    read_strips(slots_.experts[which], row);
+    const int64_t first = tokens_.first[which], begin = slots_.begin[which], end = slots_.begin[which + 1];
     multiply_groups(strips_, tokens_.inner.data_ptr<at::BFloat16>() + first * tokens_.inner_size, tokens_.inner_size,
-                    tokens_.first[group + 1] - first, [&](int64_t g, const auto& upper, const auto& lower) {
+                    tokens_.first[which + 1] - first, [&](int64_t g, const auto& upper, const auto& lower) {
                       const int64_t at = begin + g * kTile;
                       add(upper, lower, slots_.order.data() + at, std::min(kTile, end - at));
                     });

@@ -2,7 +2,7 @@
 
 #include "activation.h"
 #include "contract.h"
-#include "memory.h"
+#include "rows.h"
 
 namespace moe_metal {
 namespace {
@@ -72,7 +72,7 @@ void rows(const Glu& call) {
 
 Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, double alpha,
            std::optional<double> limit) {
-  const Glu call = glu_arguments(gate, up, activation, alpha, limit);
+  const Glu call = checked_glu(gate, up, activation, alpha, limit);
   if (call.rows == 0) return call.output;
   with_dtype(call.gate.scalar_type(), [&](auto scalar) {
     with_activation(call.params.activation, [&](auto which) { rows<decltype(scalar), decltype(which)::value>(call); });

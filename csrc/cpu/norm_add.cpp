@@ -1,7 +1,7 @@
 #include <torch/library.h>
 
 #include "contract.h"
-#include "norm.h"
+#include "rows.h"
 
 namespace moe_metal {
 namespace {
@@ -27,7 +27,7 @@ void rows(const ResidualNorm& call) {
 
 Tensor norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight, const OptionalTensor& scalar,
                 double eps) {
-  ResidualNorm call = norm_add_arguments(residual, input, weight, scalar, eps);
+  ResidualNorm call = checked_norm_add(residual, input, weight, scalar, eps);
   if (call.T == 0) return call.output;
   call.weight = call.weight.to(at::kFloat);
   if (call.scalar.defined()) call.scalar = call.scalar.to(at::kFloat).expand({call.H}).contiguous();

@@ -1,8 +1,7 @@
 #include <torch/library.h>
 
 #include "contract.h"
-#include "memory.h"
-#include "norm.h"
+#include "rows.h"
 
 namespace moe_metal {
 namespace {
@@ -32,7 +31,7 @@ void rows(const ResidualNorm& call) {
 
 std::tuple<Tensor, Tensor> residual_norm(const Tensor& residual, const Tensor& input, const Tensor& weight,
                                          const OptionalTensor& scalar, double eps) {
-  ResidualNorm call = residual_norm_arguments(residual, input, weight, scalar, eps);
+  ResidualNorm call = checked_residual_norm(residual, input, weight, scalar, eps);
   if (call.T == 0) return {call.output, call.sum};
   call.weight = call.weight.to(at::kFloat);
   if (call.scalar.defined()) call.weight = call.weight.mul(call.scalar);

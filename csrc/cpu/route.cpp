@@ -1,7 +1,9 @@
 #include <torch/library.h>
 
+#include <vector>
+
 #include "contract.h"
-#include "routing.h"
+#include "route.h"
 
 namespace moe_metal {
 namespace {
@@ -17,10 +19,10 @@ void rows(const Route& call) {
   constexpr int64_t kGrain = 16;  // a row takes about 0.5 us, a thread's start some
   at::parallel_for(0, call.T, kGrain, [=, &call](int64_t begin, int64_t end) {
     Router router(call.params, select_bias, scale);
-    std::vector<float> wide(E);
+    std::vector<float> as_float(E);
     for (int64_t t = begin; t < end; ++t) {
-      for_each_vector(E, [&](int64_t e, auto count) { store(&wide[e], load(logits + t * E + e, count), count); });
-      router(wide.data(), weights + t * K, ids + t * K);
+      for_each_vector(E, [&](int64_t e, auto count) { store(&as_float[e], load(logits + t * E + e, count), count); });
+      router(as_float.data(), weights + t * K, ids + t * K);
     }
   });
 }
@@ -29,9 +31,8 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, const OptionalTensor& sel
                                  const OptionalTensor& per_expert_scale, int64_t top_k, std::string_view scoring,
                                  std::string_view renormalize, int64_t n_group, int64_t topk_group,
                                  std::string_view group_score, double scaling_factor, double softcap) {
-  Route call =
-      route_arguments(logits, select_bias, per_expert_scale,
-                      {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
+  Route call = checked_route(logits, select_bias, per_expert_scale,
+                             {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
   if (call.T == 0) return {call.weights, call.ids};
   if (call.select_bias.defined()) call.select_bias = call.select_bias.to(at::kFloat);
   if (call.per_expert_scale.defined()) call.per_expert_scale = call.per_expert_scale.to(at::kFloat);

@@ -14,7 +14,6 @@
 #include <new>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 namespace moe_metal {
 
@@ -66,7 +65,7 @@ inline void store(Scalar* to, const Vec& vec, Count count) {
 }
 
 // The same past the caches, for an output so large that it will have left them before anyone reads it: a plain store
-// first reads what it overwrites. `to` is aligned to the vector. See past_caches() in memory.h.
+// first reads what it overwrites. `to` is aligned to the vector. See past_caches() in rows.h.
 template <class Scalar>
 inline void store_past_caches(Scalar* to, const Vec& vec) {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
@@ -147,18 +146,6 @@ inline void with_dtype(at::ScalarType dtype, Body&& body) {
   if (dtype == at::kFloat) return body(float());
   if (dtype == at::kHalf) return body(at::Half());
   return body(at::BFloat16());
-}
-
-// body(row, scratch) for every row, on all threads. One thread does one row, so the bits do not depend on their number.
-// `work` is how many elements a row touches; `scratch` are that many floats of the thread's own.
-template <class Body>
-inline void for_each_row(int64_t rows, int64_t work, int64_t scratch, Body&& body) {
-  constexpr int64_t kWorthAThread = 32768;
-  at::parallel_for(0, rows, std::max<int64_t>(1, kWorthAThread / work), [&](int64_t begin, int64_t end) {
-    std::vector<float> floats(scratch);
-    for (int64_t row = begin; row < end; ++row) body(row, floats.data());
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // orders stores past the caches, too
-  });
 }
 
 // worker(take) on every thread; take() hands out the items 0, 1, ... to whoever asks first, and then `count`.

@@ -1,7 +1,7 @@
 #include <torch/library.h>
 
 #include "contract.h"
-#include "norm.h"
+#include "weighted_sum.h"
 
 namespace moe_metal {
 namespace {
@@ -29,7 +29,7 @@ void rows(const WeightedSum& call) {
 
 Tensor weighted_sum(const Tensor& slots, const Tensor& weights, const OptionalTensor& shared,
                     const OptionalTensor& shared_gate, const OptionalTensor& residual) {
-  WeightedSum call = weighted_sum_arguments(slots, weights, shared, shared_gate, residual);
+  WeightedSum call = checked_weighted_sum(slots, weights, shared, shared_gate, residual);
   if (call.T == 0) return call.output;
   call.weights = call.weights.to(at::kFloat);
   if (call.shared_gate.defined()) call.shared_gate = call.shared_gate.to(at::kFloat);

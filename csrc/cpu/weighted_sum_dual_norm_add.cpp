@@ -1,7 +1,7 @@
 #include <torch/library.h>
 
 #include "contract.h"
-#include "norm.h"
+#include "weighted_sum.h"
 
 namespace moe_metal {
 namespace {
@@ -30,7 +30,7 @@ void rows(const WeightedSum& call) {
 Tensor weighted_sum_dual_norm_add(const Tensor& slots, const Tensor& weights, const Tensor& residual,
                                   const Tensor& residual_norm_weight, const Tensor& moe_norm_weight, double eps) {
   WeightedSum call =
-      weighted_sum_dual_norm_add_arguments(slots, weights, residual, residual_norm_weight, moe_norm_weight, eps);
+      checked_weighted_sum_dual_norm_add(slots, weights, residual, residual_norm_weight, moe_norm_weight, eps);
   if (call.T == 0) return call.output;
   call.weights = call.weights.to(at::kFloat);
   call.residual_norm_weight = call.residual_norm_weight.to(at::kFloat);

@@ -1,7 +1,7 @@
 #include <torch/library.h>
 
 #include "contract.h"
-#include "norm.h"
+#include "weighted_sum.h"
 
 namespace moe_metal {
 namespace {
@@ -27,7 +27,7 @@ void rows(const WeightedSum& call) {
 
 Tensor weighted_sum_norm_add(const Tensor& slots, const Tensor& weights, const Tensor& residual,
                              const Tensor& norm_weight, double eps) {
-  WeightedSum call = weighted_sum_norm_add_arguments(slots, weights, residual, norm_weight, eps);
+  WeightedSum call = checked_weighted_sum_norm_add(slots, weights, residual, norm_weight, eps);
   if (call.T == 0) return call.output;
   call.weights = call.weights.to(at::kFloat);
   call.norm_weight = call.norm_weight.to(at::kFloat);

@@ -1,7 +1,7 @@
 #include <torch/library.h>
 
 #include "contract.h"
-#include "norm.h"
+#include "weighted_sum.h"
 
 namespace moe_metal {
 namespace {
@@ -21,7 +21,7 @@ void rows(const WeightedSum& call) {
 }
 
 void weighted_sum_residual_(const Tensor& residual, const Tensor& slots, const Tensor& weights) {
-  WeightedSum call = weighted_sum_residual__arguments(residual, slots, weights);
+  WeightedSum call = checked_weighted_sum_residual_(residual, slots, weights);
   if (call.T == 0) return;
   call.weights = call.weights.to(at::kFloat);
   with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });

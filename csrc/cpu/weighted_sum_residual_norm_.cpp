@@ -1,7 +1,7 @@
 #include <torch/library.h>
 
 #include "contract.h"
-#include "norm.h"
+#include "weighted_sum.h"
 
 namespace moe_metal {
 namespace {
@@ -32,7 +32,7 @@ void rows(const WeightedSum& call) {
 
 Tensor weighted_sum_residual_norm_(const Tensor& residual, const Tensor& slots, const Tensor& weights,
                                    const Tensor& norm_weight, double eps) {
-  WeightedSum call = weighted_sum_residual_norm__arguments(residual, slots, weights, norm_weight, eps);
+  WeightedSum call = checked_weighted_sum_residual_norm_(residual, slots, weights, norm_weight, eps);
   if (call.T == 0) return call.output;
   call.weights = call.weights.to(at::kFloat);
   call.norm_weight = call.norm_weight.to(at::kFloat);

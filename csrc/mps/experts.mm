@@ -22,13 +22,13 @@ bool all_multiples(int64_t of, std::initializer_list<int64_t> values) {
 // `step` leads from one row to the next in memory, `run` rows follow one another like this.
 WeightParams weight_params(const Tensor& weight, const WeightStrides& strides, int64_t up, int64_t step, int64_t run,
                            int64_t columns) {
-  const int64_t wide = 16 / weight.element_size();
+  const int64_t elements = 16 / weight.element_size();
   WeightLayout layout;
   if (strides.column <= step) {
-    const bool fits = all_multiples(wide, {weight.storage_offset(), strides.expert, strides.row, up, columns});
+    const bool fits = all_multiples(elements, {weight.storage_offset(), strides.expert, strides.row, up, columns});
     layout = strides.column == 1 && fits ? WeightLayout::rows_wide : WeightLayout::rows;
   } else {
-    const bool fits = all_multiples(wide, {weight.storage_offset(), strides.expert, strides.column, run});
+    const bool fits = all_multiples(elements, {weight.storage_offset(), strides.expert, strides.column, run});
     layout = step == 1 && fits ? WeightLayout::columns_wide : WeightLayout::columns;
   }
   return {
@@ -37,7 +37,7 @@ WeightParams weight_params(const Tensor& weight, const WeightStrides& strides, i
 
 ExpertsParams experts_params(const Experts& call) {
   const bool interleaved = call.bias_up_offset == 1 && call.bias_stride == 2;
-  const int64_t wide = 16 / call.x.element_size();
+  const int64_t elements = 16 / call.x.element_size();
   const WeightStrides& gate_up = call.gate_up_strides;
   to_uint(call.T * call.K);  // slots are counted in 32 bits
   return {
@@ -46,8 +46,8 @@ ExpertsParams experts_params(const Experts& call) {
       .K = to_uint(call.K),
       .H = to_uint(call.H),
       .I = to_uint(call.I),
-      .wide_ids = call.ids.scalar_type() == at::kLong,
-      .wide_x = all_multiples(wide, {call.x.storage_offset(), call.H}),
+      .long_ids = call.ids.scalar_type() == at::kLong,
+      .wide_x = all_multiples(elements, {call.x.storage_offset(), call.H}),
       .interleaved = interleaved,
       .has_shared = call.shared.defined(),
       .has_residual = call.residual.defined(),
@@ -168,8 +168,8 @@ Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const 
                const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, const OptionalTensor& shared,
                const OptionalTensor& shared_gate, const OptionalTensor& residual, std::string_view activation,
                double alpha, std::optional<double> limit, bool interleaved, bool transposed) {
-  const Experts call = experts_arguments(x, weights, ids, gate_up, down, gate_up_bias, down_bias, shared, shared_gate,
-                                         residual, activation, alpha, limit, interleaved, transposed);
+  const Experts call = checked_experts(x, weights, ids, gate_up, down, gate_up_bias, down_bias, shared, shared_gate,
+                                       residual, activation, alpha, limit, interleaved, transposed);
   if (call.T == 0) return call.output;
   const ExpertsParams params = experts_params(call);
   is_decode(call) ? decode(call, params) : prefill(call, params);

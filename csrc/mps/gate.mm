@@ -55,8 +55,8 @@ std::tuple<Tensor, Tensor> gate(const Tensor& hidden, const Tensor& router_weigh
                                 std::string_view renormalize, int64_t n_group, int64_t topk_group,
                                 std::string_view group_score, double scaling_factor, double softcap, double eps) {
   const Gate call =
-      gate_arguments(hidden, router_weight, norm_weight, router_bias, select_bias, per_expert_scale,
-                     {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap}, eps);
+      checked_gate(hidden, router_weight, norm_weight, router_bias, select_bias, per_expert_scale,
+                   {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap}, eps);
   const auto dtype = hidden.scalar_type(), router_dtype = router_weight.scalar_type();
   const int64_t E = call.params.experts;
   if (fits_one_dispatch(call)) {

@@ -71,7 +71,7 @@ GluParams glu_params(const Glu& call, const Layout& layout) {
 
 Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, double alpha,
            std::optional<double> limit) {
-  Glu call = glu_arguments(gate, up, activation, alpha, limit);
+  Glu call = checked_glu(gate, up, activation, alpha, limit);
   Layout layout(call.gate, call.up);
   if (!layout.fits) {
     call.gate = call.gate.contiguous();

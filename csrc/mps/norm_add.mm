@@ -9,7 +9,7 @@ Kernels kernels("norm_add");
 
 Tensor norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight, const OptionalTensor& scalar,
                 double eps) {
-  const ResidualNorm call = norm_add_arguments(residual, input, weight, scalar, eps);
+  const ResidualNorm call = checked_norm_add(residual, input, weight, scalar, eps);
   launch(kernels[input.scalar_type()], grid_of_rows(call.T, call.H), call.residual, call.input, call.weight,
          call.scalar, call.output, residual_norm_params(call));
   return call.output;

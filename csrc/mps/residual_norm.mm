@@ -9,7 +9,7 @@ Kernels kernels("residual_norm");
 
 std::tuple<Tensor, Tensor> residual_norm(const Tensor& residual, const Tensor& input, const Tensor& weight,
                                          const OptionalTensor& scalar, double eps) {
-  const ResidualNorm call = residual_norm_arguments(residual, input, weight, scalar, eps);
+  const ResidualNorm call = checked_residual_norm(residual, input, weight, scalar, eps);
   launch(kernels[input.scalar_type()], grid_of_rows(call.T, call.H), call.residual, call.input, call.weight,
          call.scalar, call.output, call.sum, residual_norm_params(call));
   return {call.output, call.sum};

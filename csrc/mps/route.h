@@ -1,6 +1,7 @@
 // The kernels of shaders/route.metal, which the ops route and gate launch.
 #pragma once
 #include <bit>
+#include <iterator>
 
 #include "contract.h"
 #include "mps/launch.h"
@@ -13,6 +14,8 @@ constexpr int kRouteThreads = kRouteTokens * kSimdgroup;
 inline Kernels route_kernels[] = {{"route", "route_1", kRouteThreads},  {"route", "route_2", kRouteThreads},
                                   {"route", "route_4", kRouteThreads},  {"route", "route_8", kRouteThreads},
                                   {"route", "route_16", kRouteThreads}, {"route", "route_32", kRouteThreads}};
+
+static_assert(kSimdgroup << (std::size(route_kernels) - 1) == kMaxExperts);
 
 inline Kernel& route_kernel(int64_t experts, at::ScalarType dtype) {
   return route_kernels[std::bit_width(static_cast<uint64_t>(ceil_div(experts, kSimdgroup) - 1))][dtype];

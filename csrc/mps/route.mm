@@ -10,8 +10,8 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, const OptionalTensor& sel
                                  std::string_view renormalize, int64_t n_group, int64_t topk_group,
                                  std::string_view group_score, double scaling_factor, double softcap) {
   const Route call =
-      route_arguments(logits, select_bias, per_expert_scale,
-                      {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
+      checked_route(logits, select_bias, per_expert_scale,
+                    {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
   launch(route_kernel(call.params.experts, logits.scalar_type()), route_grid(call.T), call.logits, call.select_bias,
          call.per_expert_scale, call.weights, call.ids,
          route_params(call.params, call.T, call.logits, call.select_bias, call.per_expert_scale));

@@ -9,7 +9,7 @@ Kernels kernels("weighted_sum", kBlockThreads);
 
 Tensor weighted_sum(const Tensor& slots, const Tensor& weights, const OptionalTensor& shared,
                     const OptionalTensor& shared_gate, const OptionalTensor& residual) {
-  const WeightedSum call = weighted_sum_arguments(slots, weights, shared, shared_gate, residual);
+  const WeightedSum call = checked_weighted_sum(slots, weights, shared, shared_gate, residual);
   launch(kernels[slots.scalar_type()], grid_of_blocks(call.T, call.H), call.slots, call.weights, call.shared,
          call.shared_gate, call.residual, call.output, weighted_sum_params(call));
   return call.output;

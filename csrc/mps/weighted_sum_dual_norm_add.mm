@@ -10,7 +10,7 @@ Kernels kernels("weighted_sum_dual_norm_add");
 Tensor weighted_sum_dual_norm_add(const Tensor& slots, const Tensor& weights, const Tensor& residual,
                                   const Tensor& residual_norm_weight, const Tensor& moe_norm_weight, double eps) {
   const WeightedSum call =
-      weighted_sum_dual_norm_add_arguments(slots, weights, residual, residual_norm_weight, moe_norm_weight, eps);
+      checked_weighted_sum_dual_norm_add(slots, weights, residual, residual_norm_weight, moe_norm_weight, eps);
   launch(kernels[slots.scalar_type()], grid_of_rows(call.T, call.H), call.slots, call.weights, call.residual,
          call.residual_norm_weight, call.norm_weight, call.output, weighted_sum_params(call));
   return call.output;

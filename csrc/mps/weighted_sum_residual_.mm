@@ -8,7 +8,7 @@ namespace {
 Kernels kernels("weighted_sum_residual_", kBlockThreads);
 
 void weighted_sum_residual_(const Tensor& residual, const Tensor& slots, const Tensor& weights) {
-  const WeightedSum call = weighted_sum_residual__arguments(residual, slots, weights);
+  const WeightedSum call = checked_weighted_sum_residual_(residual, slots, weights);
   launch(kernels[slots.scalar_type()], grid_of_blocks(call.T, call.H), call.slots, call.weights, call.residual,
          weighted_sum_params(call));
   call.in_place.done();

@@ -9,7 +9,7 @@ Kernels kernels("weighted_sum_residual_norm_");
 
 Tensor weighted_sum_residual_norm_(const Tensor& residual, const Tensor& slots, const Tensor& weights,
                                    const Tensor& norm_weight, double eps) {
-  const WeightedSum call = weighted_sum_residual_norm__arguments(residual, slots, weights, norm_weight, eps);
+  const WeightedSum call = checked_weighted_sum_residual_norm_(residual, slots, weights, norm_weight, eps);
   launch(kernels[slots.scalar_type()], grid_of_rows(call.T, call.H), call.slots, call.weights, call.norm_weight,
          call.residual, call.output, weighted_sum_params(call));
   call.in_place.done();

@@ -1,4 +1,4 @@
-// What both regimes of `experts` share: who serves whom, how threads take work, and how an output block is summed.
+// What the ways of `experts` share: who serves whom, how threads take work, and how an output block is summed.
 #pragma once
 
 #include <algorithm>

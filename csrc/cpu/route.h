@@ -13,8 +13,6 @@ namespace moe_metal {
 // Value ranks: 0 barred, 1 NaN, then -inf to +inf.
 using Key = uint64_t;
 constexpr Key kTaken = 0;
-constexpr int kBlock = 16;
-constexpr int kBlocks = kMaxExperts / kBlock;
 
 inline Key key_of(float value, uint32_t id) {
   const auto bits = std::bit_cast<uint32_t>(value + 0.0f);  // + 0 makes -0 tie with +0
@@ -54,6 +52,8 @@ class Chooser {
   }
 
  private:
+  static constexpr int kBlock = 16, kBlocks = kMaxExperts / kBlock;
+
   int64_t count_ = 0;
   alignas(64) std::array<Key, kMaxExperts> keys_;
   alignas(64) std::array<Key, kBlocks> block_best_;
