@@ -1,13 +1,4 @@
-"""A simulated Metal: `torch.device("mps")` on Linux, running the project's own csrc/mps/*.mm and shaders/*.metal.
-
-    import metal_sim
-    metal_sim.load()                        # builds what changed, registers the device and the mps kernels
-    with metal_sim.record() as record:      # what the ops inside did
-        torch.ops.moe_metal.glu(gate, up)
-    print(record.dispatches, record.host_syncs, record.host_seconds)
-
-README.md beside this file says what is simulated and what is checked.
-"""
+"""`torch.device("mps")` on Linux, running a project's own Objective-C++ and shaders."""
 
 import json
 import os
@@ -17,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+
+from . import build
+from .build import Project
 
 _loaded = False
 
@@ -51,20 +45,17 @@ class Record:
         return [d.kernel for d in self.dispatches]
 
 
-def load(misuse: bool = False) -> None:
-    """Register the simulated mps device, and torch.ops.moe_metal's kernels for it. Safe to call again."""
+def load(*projects: Project) -> None:
+    """Build what changed, and register the simulated mps device and the ops of these projects. Safe to call again."""
     global _loaded
-    from . import build
-
-    libraries = build.build(misuse)
+    build.build(projects)
     if not _loaded:
-        torch.ops.load_library(libraries["metal_sim"])
+        torch.ops.load_library(build.SIMULATOR)
         _answer_for_torch()
-        torch.ops.load_library(libraries["metal_sim_ops"])
-        set_orders(*os.environ.get("METAL_SIM_ORDERS", "forward").split(","))
+        set_orders("forward")
         _loaded = True
-    if misuse:
-        torch.ops.load_library(libraries["metal_sim_misuse"])
+    for project in projects:
+        torch.ops.load_library(project.library)
 
 
 def _answer_for_torch() -> None:
@@ -138,8 +129,12 @@ def playing_macos(major: int, minor: int = 0) -> Iterator[None]:
 
 
 def set_orders(*names: str) -> None:
-    """Run every dispatch once in each of these thread orders, which must agree: forward, backward, random:SEED."""
+    """Run every dispatch once in each of these thread orders, which must agree: forward, backward, random:SEED.
+
+    METAL_SIM_ORDERS stands above what a test asks for, so that one order can be seen again."""
     torch.ops.metal_sim.set_orders(list(names))
+    if stated := os.environ.get("METAL_SIM_ORDERS"):
+        torch.ops.metal_sim.set_orders(stated.split(","))
 
 
 def live_objects() -> dict[str, int]:

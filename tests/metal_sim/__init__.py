@@ -1,0 +1,24 @@
+"""A simulated Metal, in two rooms. README.md beside this file says what is simulated and what is checked.
+
+from metal_sim import engine            # shaders alone, with numpy arrays as buffers
+
+import metal_sim                        # torch.device("mps") on Linux
+metal_sim.load(metal_sim.Project(...))  # builds what changed, registers the device and the project's ops
+with metal_sim.record() as record:      # what the ops inside did
+    ...
+print(record.dispatches, record.host_syncs, record.host_seconds)
+"""
+
+import importlib
+
+DEVICE = (
+    *("Dispatch", "Project", "Record"),
+    *("host_only", "live_objects", "load", "made_objects", "playing_macos", "record", "set_orders", "synchronize"),
+)
+
+
+def __getattr__(name: str):
+    """The device's names are looked up when they are asked for, since the engine alone needs no PyTorch."""
+    if name in DEVICE:
+        return getattr(importlib.import_module(".device", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
