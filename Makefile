@@ -17,7 +17,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist wo
 CROSS ?= 2.10.0 2.13.0 2.15.0
 MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm shaders/*.h shaders/*.metal)
-SIM_FILES := $(wildcard tests/metal_sim/*.h tests/metal_sim/*.cpp tests/metal_sim/*.mm tests/metal_sim/shim/*.h tests/gpu/shim/*.h)
+SIM_FILES := $(wildcard $(addprefix tests/metal_sim/,engine/*.h engine/*.cpp engine/shim/*.h device/*.h device/*.cpp device/*.mm))
+SIM_FILES += $(wildcard tests/gpu/shim/*.h)
 export MAX_JOBS
 
 .PHONY: help demo test test-all bench doctor cross lint format clean distclean
@@ -64,7 +65,7 @@ lint: $(BIN)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES) $(SIM_FILES)
-	$(BIN)/python tests/metal_sim/address_spaces.py $(wildcard shaders/*.metal)
+	$(BIN)/python tests/metal_sim/engine/address_spaces.py $(wildcard shaders/*.metal)
 
 format: $(BIN)/.ready
 	$(BIN)/ruff check --fix .

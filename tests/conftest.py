@@ -23,9 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cases(list): run with each of these cases on each device")
     # Before any test module is imported: PyTorch looks for its mps half once, and keeps what it found.
     if SIMULATED and "mps" in DEVICES:
-        import metal_sim
+        import simulated
 
-        metal_sim.load()
+        simulated.load()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

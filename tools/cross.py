@@ -11,6 +11,7 @@ symbol that no torch has must be caught in the same run. By-product: a wheel per
 It does not run the result: that takes a Mac.
 """
 
+import argparse
 import base64
 import fcntl
 import functools
@@ -34,8 +35,7 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from metal_sim.build import HERE as METAL_SIM  # noqa: E402
-from metal_sim.build import BuildError, find_ninja  # noqa: E402
+from metal_sim.device.build import HEADERS, BuildError, find_ninja  # noqa: E402
 
 VERSIONS = ["2.10.0", "2.13.0", "2.15.0"]
 ZIG_VERSION = "0.17.0"
@@ -128,7 +128,7 @@ def compile_flags(torch: Path) -> list[str]:
     if sdk := os.environ.get("MACOS_SDK"):
         flags += sdk_flags(Path(sdk))
     else:
-        flags += [f"-I{METAL_SIM / 'headers'}"]
+        flags += [f"-I{HEADERS}"]
     return [*flags, f"-isystem {torch}/include", f"-isystem {torch}/include/torch/csrc/api/include"]
 
 
@@ -335,11 +335,14 @@ def metadata_of_setuptools() -> dict[str, bytes]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="*", default=VERSIONS, help=f"of torch; else {', '.join(VERSIONS)}")
+    versions = parser.parse_args().versions
     CACHE.mkdir(parents=True, exist_ok=True)
     lock = open(CACHE / "lock", "w")  # noqa: SIM115  held until the process ends: one `make cross` at a time
     fcntl.flock(lock, fcntl.LOCK_EX)
     extensions = mac_extensions()
-    for version in sys.argv[1:] or VERSIONS:
+    for version in versions:
         torch = fetch_torch(version)
         say(f"torch {version}: compiling {sum(len(e.sources) for e in extensions)} files for macOS on arm64")
         built = build(version, torch, extensions)

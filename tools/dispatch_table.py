@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import metal_sim
+import simulated
 from tiny_models import tiny_model, tokens
 from torch_moe_metal.bench import whole_model
 from torch_moe_metal.bench.calls import OPS, Call
@@ -120,7 +121,7 @@ def print_ops() -> None:
 
 @torch.no_grad()  # as generate() does
 def main() -> None:
-    metal_sim.load()
+    simulated.load()
     print_decoding()
     print()
     print_ops()

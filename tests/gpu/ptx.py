@@ -16,12 +16,13 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT / "shaders"), str(ROOT / "tests" / "metal_sim")]
+ENGINE = ROOT / "tests" / "metal_sim" / "engine"
+sys.path[:0] = [str(ROOT / "shaders"), str(ENGINE)]
 
 import embed  # noqa: E402
 import translate  # noqa: E402
 
-PLANTED_RACE = ROOT / "tests" / "metal_sim" / "mutants" / "missing_barrier.metal"
+PLANTED_RACE = ENGINE / "mutants" / "missing_barrier.metal"
 
 TARGET = ["--target=nvptx64-nvidia-cuda", "-march=sm_90", "-Xclang", "-target-feature", "-Xclang", "+ptx83", "-S"]
 LANGUAGE = ["-std=c++20", "-fno-exceptions", "-fno-rtti", "-nostdlibinc", "-w"]
@@ -39,7 +40,7 @@ def compile_source(source: str, target: Path) -> Path:
     """Metal source -> PTX."""
     text = target.with_suffix(".cpp")
     text.write_text(translate.translate(source))
-    include = [f"-I{HERE / 'shim'}", f"-I{ROOT / 'tests' / 'metal_sim' / 'shim'}"]
+    include = [f"-I{HERE / 'shim'}", f"-I{ENGINE / 'shim'}"]
     device = ["-Xclang", "-mlink-builtin-bitcode", "-Xclang", str(libdevice())]
     command = [translate.find_compiler(), *TARGET, *LANGUAGE, *MATHS, *include, *device, str(text), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True)

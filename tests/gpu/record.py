@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
 import metal_sim  # noqa: E402
 import ptx  # noqa: E402
+import simulated  # noqa: E402
 import torch_moe_metal  # noqa: E402, F401
 from cases import CASES, Case, call  # noqa: E402
 from torch_moe_metal.arguments import ARGUMENTS  # noqa: E402
@@ -113,7 +114,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default=DEFAULT, help=f"whose sizes are timed ({DEFAULT})")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    metal_sim.load()
+    simulated.load()
     write(options.folder / "cases.json", traces(options.ops), tuple(f"{op}-" for op in options.ops))
     rows = tuple(f"{op}-{options.model}-" for op in options.ops)
     write(options.folder / "bench.json", bench_traces(options.ops, options.model), rows)

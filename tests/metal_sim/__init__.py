@@ -1,156 +1,24 @@
-"""A simulated Metal: `torch.device("mps")` on Linux, running the project's own csrc/mps/*.mm and shaders/*.metal.
+"""A simulated Metal, in two rooms. README.md beside this file says what is simulated and what is checked.
 
-    import metal_sim
-    metal_sim.load()                        # builds what changed, registers the device and the mps kernels
-    with metal_sim.record() as record:      # what the ops inside did
-        torch.ops.moe_metal.glu(gate, up)
-    print(record.dispatches, record.host_syncs, record.host_seconds)
+from metal_sim import engine            # shaders alone, with numpy arrays as buffers
 
-README.md beside this file says what is simulated and what is checked.
+import metal_sim                        # torch.device("mps") on Linux
+metal_sim.load(metal_sim.Project(...))  # builds what changed, registers the device and the project's ops
+with metal_sim.record() as record:      # what the ops inside did
+    ...
+print(record.dispatches, record.host_syncs, record.host_seconds)
 """
 
-import json
-import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import importlib
 
-import torch
-
-_loaded = False
+DEVICE = (
+    *("Dispatch", "Project", "Record"),
+    *("host_only", "live_objects", "load", "made_objects", "playing_macos", "record", "set_orders", "synchronize"),
+)
 
 
-@dataclass(frozen=True)
-class Dispatch:
-    kernel: str
-    label: str  # the pipeline's
-    grid: list[int]  # in threadgroups; in threads when exact_threads (dispatchThreads:)
-    threads: list[int]  # per threadgroup
-    exact_threads: bool
-    threadgroup_bytes: int
-    buffer_bytes: int  # from each bound offset to the end of its buffer, every buffer once
-    constant_bytes: int  # setBytes
-    seconds: float  # spent running the kernel
-    arguments: list[dict]  # index, and either contents (torch.ops.metal_sim.contents of a tensor) and offset, or bytes
-
-
-@dataclass
-class Record:
-    dispatches: list[Dispatch] = field(default_factory=list)
-    host_syncs: list[str] = field(default_factory=list)  # ops that made the host wait for the device
-    seconds: float = 0.0
-
-    @property
-    def host_seconds(self) -> float:
-        """The time outside of kernels: what the host pays to encode."""
-        return self.seconds - sum(d.seconds for d in self.dispatches)
-
-    @property
-    def kernels(self) -> list[str]:
-        return [d.kernel for d in self.dispatches]
-
-
-def load(misuse: bool = False) -> None:
-    """Register the simulated mps device, and torch.ops.moe_metal's kernels for it. Safe to call again."""
-    global _loaded
-    from . import build
-
-    libraries = build.build(misuse)
-    if not _loaded:
-        torch.ops.load_library(libraries["metal_sim"])
-        _answer_for_torch()
-        torch.ops.load_library(libraries["metal_sim_ops"])
-        set_orders(*os.environ.get("METAL_SIM_ORDERS", "forward").split(","))
-        _loaded = True
-    if misuse:
-        torch.ops.load_library(libraries["metal_sim_misuse"])
-
-
-def _answer_for_torch() -> None:
-    """What torch's Python side asks of its MPS half, which the Linux wheel does not have."""
-    answers = {
-        "_has_mps": True,
-        "_mps_is_available": lambda: True,
-        "_mps_is_in_bad_fork": lambda: False,
-        "_mps_is_on_macos_or_newer": lambda major, minor: True,
-        "_mps_get_name": lambda: "Simulated Metal device",
-        "_mps_get_core_count": lambda: 1,
-        "_mps_get_default_generator": lambda: torch.default_generator,
-        "_mps_deviceSynchronize": synchronize,
-        "_mps_emptyCache": lambda: None,
-        "_mps_currentAllocatedMemory": torch.ops.metal_sim.allocated_bytes,
-        "_mps_driverAllocatedMemory": torch.ops.metal_sim.allocated_bytes,
-        "_mps_recommendedMaxMemory": lambda: 16 << 30,
-    }
-    for name, answer in answers.items():
-        setattr(torch._C, name, answer)
-    torch.UntypedStorage.mps = _storage_to_mps
-    for cached in (torch.backends.mps.is_available, torch.backends.mps.is_macos_or_newer):
-        cached.cache_clear()
-
-
-def _storage_to_mps(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """torch.load's way to the device; UntypedStorage's own constructor refuses "mps" in the Linux wheel."""
-    if storage.device.type == "mps":
-        return storage
-    return torch.empty(0, dtype=torch.uint8).set_(storage).to("mps").untyped_storage()
-
-
-def synchronize() -> None:
-    """End the stream's encoder, and raise if anything wrote beside a buffer."""
-    torch.ops.metal_sim.synchronize()
-
-
-@contextmanager
-def record() -> Iterator[Record]:
-    """What happens inside the `with`. Not to be nested."""
-    result = Record()
-    torch.ops.metal_sim.clear()
-    start = time.perf_counter()
-    try:
-        yield result
-    finally:
-        result.seconds = time.perf_counter() - start
-        counters = _counters()
-        result.dispatches += [Dispatch(**fields) for fields in counters["dispatches"]]
-        result.host_syncs += counters["host_syncs"]
-
-
-@contextmanager
-def host_only() -> Iterator[None]:
-    """Dispatches are checked and counted, and no kernel runs: for timing the host's side of an op."""
-    torch.ops.metal_sim.set_host_only(True)
-    try:
-        yield
-    finally:
-        torch.ops.metal_sim.set_host_only(False)
-
-
-@contextmanager
-def playing_macos(major: int, minor: int = 0) -> Iterator[None]:
-    """Answer as another macOS: which Metal languages compile, and what NSProcessInfo says."""
-    torch.ops.metal_sim.set_macos(major, minor)
-    try:
-        yield
-    finally:
-        torch.ops.metal_sim.set_macos(26, 0)
-
-
-def set_orders(*names: str) -> None:
-    """Run every dispatch once in each of these thread orders, which must agree: forward, backward, random:SEED."""
-    torch.ops.metal_sim.set_orders(list(names))
-
-
-def live_objects() -> dict[str, int]:
-    """Metal objects made and not yet released, by protocol or class; PyTorch's own buffers count as "tensor"."""
-    return _counters()["live_objects"]
-
-
-def made_objects() -> dict[str, int]:
-    """Metal objects made so far."""
-    return _counters()["made_objects"]
-
-
-def _counters() -> dict:
-    return json.loads(torch.ops.metal_sim.counters())
+def __getattr__(name: str):
+    """The device's names are looked up when they are asked for, since the engine alone needs no PyTorch."""
+    if name in DEVICE:
+        return getattr(importlib.import_module(".device", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

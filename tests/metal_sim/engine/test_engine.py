@@ -765,7 +765,7 @@ def test_preprocessor_knows_the_version():
 
 def in_a_new_process(code, **environment):
     """Settings are read from the environment once, so each gets a process."""
-    path = os.pathsep.join([str(engine.HERE.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(engine.HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", code]
     done = subprocess.run(
         command, env={**os.environ, **environment, "PYTHONPATH": path}, capture_output=True, text=True
@@ -773,11 +773,13 @@ def in_a_new_process(code, **environment):
     return done.returncode, done.stdout + done.stderr
 
 
-RUN_MUTANT = """
-from metal_sim import test_engine
-rule, arguments, launch = test_engine.VIOLATIONS["order_dependent"]
-test_engine.only_kernel(test_engine.mutant("order_dependent"))(*arguments, **launch)
+def run_mutant(name, **environment):
+    code = f"""
+from metal_sim.engine import test_engine
+rule, arguments, launch = test_engine.VIOLATIONS["{name}"]
+test_engine.only_kernel(test_engine.mutant("{name}"))(*arguments, **launch)
 """
+    return in_a_new_process(code, **environment)
 
 
 @pytest.mark.parametrize(
@@ -790,13 +792,33 @@ test_engine.only_kernel(test_engine.mutant("order_dependent"))(*arguments, **lau
     ],
 )
 def test_orders_from_the_environment(orders, message):
-    status, output = in_a_new_process(RUN_MUTANT, METAL_SIM_ORDERS=orders)
+    status, output = run_mutant("order_dependent", METAL_SIM_ORDERS=orders)
     assert (status == 0) == (message is None), output
     assert message is None or message in output
 
 
+@pytest.mark.parametrize(
+    "name, orders, again",
+    [
+        ("order_dependent", "backward,random:2,forward", "backward,random:2"),  # the first two that differ
+        ("missing_barrier", "random:5,forward", "random:5"),
+    ],
+)
+def test_a_violation_says_how_to_see_it_again(name, orders, again):
+    test = "tests/test_x.py::test_y[a b]"
+    _, output = run_mutant(name, METAL_SIM_ORDERS=orders, PYTEST_CURRENT_TEST=f"{test} (call)")
+    assert output.endswith(f'\nto see it again: METAL_SIM_ORDERS={again} python -m pytest "{test}"\n')
+    _, output = run_mutant(name, METAL_SIM_ORDERS=again, PYTEST_CURRENT_TEST="")
+    assert output.endswith(f"\nto see it again: METAL_SIM_ORDERS={again} <the same command>\n")
+
+
+def test_needs_no_pytorch():
+    status, output = in_a_new_process("import sys; from metal_sim import engine; assert 'torch' not in sys.modules")
+    assert status == 0, output
+
+
 def test_a_shader_is_compiled_once(tmp_path):
-    code = "from metal_sim import engine, test_engine; engine.Library(test_engine.COPY)"
+    code = "from metal_sim.engine import Library, test_engine; Library(test_engine.COPY)"
     made = []
     for _ in range(2):
         status, output = in_a_new_process(code, METAL_SIM_CACHE=str(tmp_path))

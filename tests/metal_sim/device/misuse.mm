@@ -1,5 +1,5 @@
-// Ops that each break one rule of Metal, of the MPS stream or of DESIGN.md section 6: the proof that the simulator
-// notices. `torch.ops.metal_sim_misuse.run(name, x)`; x is a float tensor of at least 64 elements.
+// Ops that each break one rule of Metal or of PyTorch's stream, as README.md beside the rooms lists them: the proof
+// that the simulator notices. `torch.ops.metal_sim_misuse.run(name, x)`; x is a float tensor of at least 64 elements.
 #include <ATen/core/Tensor.h>
 #include <ATen/mps/MPSStream.h>
 #include <ATen/ops/empty.h>

@@ -1,4 +1,4 @@
-// What metal_sim/__init__.py asks of the simulator, as `torch.ops.metal_sim.*`.
+// What __init__.py beside this file asks of the simulator, as `torch.ops.metal_sim.*`.
 #include <torch/library.h>
 
 #include <iomanip>

@@ -4,7 +4,7 @@ one, program-scope variables outside constant, recursion, and characters outside
 clang's C++ for OpenCL has Metal's address spaces under other names. The shaders are read as that, without OpenCL's
 generic address space, so every pointer and reference must say where it points, as in Metal.
 
-`python tests/metal_sim/address_spaces.py shaders/*.metal` prints one line for each file and exits 1 if one is refused.
+`python address_spaces.py FILE.metal ...` prints one line for each file and exits 1 if one is refused.
 """
 
 import argparse

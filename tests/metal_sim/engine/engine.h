@@ -104,7 +104,7 @@ struct Settings {
   double seconds = 60;        // of CPU time for one threadgroup; env METAL_SIM_SECONDS
   bool races = true;          // look for data races; env METAL_SIM_RACES=0 turns it off
   std::string home;           // where translate.py and shim/ are; env METAL_SIM_HOME, else beside this file
-  std::string cache;          // compiled shaders; env METAL_SIM_CACHE, else <home>/build/shaders
+  std::string cache;          // compiled shaders; env METAL_SIM_CACHE, else build/shaders beside <home>
 };
 Settings& settings();  // read and changed between dispatches only
 

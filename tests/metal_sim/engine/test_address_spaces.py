@@ -2,8 +2,9 @@
 
 import pytest
 
-from metal_sim import address_spaces, engine, test_engine
-from metal_sim.address_spaces import RefusedError
+from metal_sim import engine
+from metal_sim.engine import address_spaces, test_engine
+from metal_sim.engine.address_spaces import RefusedError
 
 REFUSED = {
     "space_threadgroup_as_thread": "no matching function for call to 'first'",
@@ -12,7 +13,6 @@ REFUSED = {
     "space_in_template": "cannot initialize",
     "space_finite_recursion": "recursion is not supported",
 }
-SHADERS = sorted((engine.HERE.parents[1] / "shaders").glob("*.metal"))
 
 
 def source(name):
@@ -40,9 +40,3 @@ def test_mutants_of_other_rules_are_accepted(name):
 @pytest.mark.parametrize("text", [test_engine.NORM, test_engine.STRUCTS], ids=["norm", "structs"])
 def test_right_kernels_are_accepted(text, version):
     address_spaces.check(text, version)
-
-
-@pytest.mark.parametrize("version", [310, 400])
-@pytest.mark.parametrize("path", SHADERS, ids=lambda path: path.stem)
-def test_shaders(path, version):
-    address_spaces.check(address_spaces.inlined(path), version)

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine.h"  // Violation: reaches Python as a RuntimeError
+#include "../engine/engine.h"  // Violation: reaches Python as a RuntimeError
 
 namespace metal_sim {
 

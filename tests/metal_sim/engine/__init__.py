@@ -10,6 +10,7 @@ import numpy as np
 from .translate import find_compiler
 
 HERE = Path(__file__).resolve().parent
+BUILD = HERE.parent / "build"
 SOURCES = ["engine.cpp", "library.cpp", "scheduler.cpp", "harness.cpp"]
 SLOTS = 31
 FORWARD, BACKWARD = (0, 0), (1, 0)
@@ -40,9 +41,8 @@ class _Argument(ctypes.Structure):
 
 def build():
     """Compiles the harness if one of its sources is newer, and returns its path."""
-    folder = HERE / "build"
-    folder.mkdir(exist_ok=True)
-    library = folder / "libengine_harness.so"
+    BUILD.mkdir(exist_ok=True)
+    library = BUILD / "libengine_harness.so"
     sources = [HERE / name for name in SOURCES]
     headers = [HERE / "engine.h", HERE / "scheduler.h", HERE / "shim" / "abi.h"]
     newest = max(path.stat().st_mtime for path in [*sources, *headers])

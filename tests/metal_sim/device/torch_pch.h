@@ -1,4 +1,4 @@
-// What every csrc/mps/*.mm reads, compiled once: it halves the simulator's build.
+// What every project's .mm reads, compiled once: it halves their build.
 #include <ATen/core/Tensor.h>
 #include <Foundation/Foundation.h>
 #include <torch/library.h>

@@ -53,13 +53,21 @@ std::string order_name(const Order& order) {
   return "random:" + std::to_string(order.seed);
 }
 
+// What to type to see a violation again. pytest tells in the environment which test is running.
+std::string again(const std::string& orders) {
+  std::string test = variable("PYTEST_CURRENT_TEST", "");
+  test = test.substr(0, test.rfind(" ("));  // without "(call)"
+  std::string command = test.empty() ? "<the same command>" : "python -m pytest \"" + test + "\"";
+  return "\nto see it again: METAL_SIM_ORDERS=" + orders + " " + command;
+}
+
 Settings initial_settings() {
   Settings s;
   s.orders = parse_orders(variable("METAL_SIM_ORDERS", "forward,backward,random:1"));
   s.seconds = std::stod(variable("METAL_SIM_SECONDS", "60"));
   s.races = variable("METAL_SIM_RACES", "1") != "0";
   s.home = variable("METAL_SIM_HOME", std::filesystem::absolute(__FILE__).parent_path().string());
-  s.cache = variable("METAL_SIM_CACHE", s.home + "/build/shaders");
+  s.cache = variable("METAL_SIM_CACHE", (std::filesystem::path(s.home) / "../build/shaders").lexically_normal());
   return s;
 }
 
@@ -393,7 +401,8 @@ void Run::run_group(uint64_t group, const Order& order, Random& random) {
   std::memset(threadgroup_memory(), 0xff, used);
   state->thread = nullptr;
   if (const Failure* failure = run_threadgroup(*state, kernel.entry, order.kind, random))
-    broken(failure->rule.c_str(), failure->message + place(*failure) + " in order " + order_name(order));
+    broken(failure->rule.c_str(),
+           failure->message + place(*failure) + " in order " + order_name(order) + again(order_name(order)));
 }
 
 void Run::run_once(const Order& order) {
@@ -421,12 +430,12 @@ void Run::run_once(const Order& order) {
 }
 
 void Run::compare(const Order& order) {
+  const std::string first = order_name(settings().orders[0]), second = order_name(order);
   for (Writable& w : writable) {
     auto [a, b] = std::mismatch(w.first.begin(), w.first.end(), w.begin);
     if (a != w.first.end())
       broken("order", "byte " + str(uint64_t(a - w.first.begin())) + " of " + argument_name(*w.parameter) +
-                          " differs between the orders " + order_name(settings().orders[0]) + " and " +
-                          order_name(order));
+                          " differs between the orders " + first + " and " + second + again(first + "," + second));
   }
 }
 

@@ -5,6 +5,7 @@ import io
 import pickle
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import metal_sim
 
 if sys.platform == "darwin":
     pytest.skip("a Mac has the real device", allow_module_level=True)
-metal_sim.load(misuse=True)
+metal_sim.load(metal_sim.Project("misuse", [Path(__file__).with_name("misuse.mm")]))
 
 
 def misuse(name: str, x: torch.Tensor | None = None) -> torch.Tensor:
