@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import activations
 from transformers.integrations import moe
 
-from ..nn import wants_grad
+from ..grad import wants_grad
 from .version import check_version
 
 NAME = "moe_metal"
