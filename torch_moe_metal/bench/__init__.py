@@ -17,6 +17,7 @@ from . import report
 from .calls import OPS, WHOLE, WORTH_A_LIMIT, Unfit
 from .here import Here, has_mlx
 from .measure import keep_freed_memory
+from .plot import check_place, picture
 from .report import Progress, Result
 
 DEVICES = ("cpu", "mps", "cuda-translated")
@@ -47,6 +48,8 @@ def run(options: Namespace) -> int:
         print("bench: --keep-memory is for glibc's malloc, which is not here", file=sys.stderr)
         return 2
     try:
+        if options.plot:
+            check_place(options.plot)
         there = translated(options) if options.device == "cuda-translated" else Here(options)
     except Unfit as reason:
         print(f"bench: {reason}", file=sys.stderr)
@@ -87,7 +90,5 @@ def finish(there, results: list[Result], options: Namespace) -> None:
         for note in report.footnotes(results):
             print(note)
     if options.plot:
-        from .plot import picture
-
         options.plot.write_text(picture(results, there.limits.gb_per_s, there.about()))
         print(f"drawn: {options.plot}", file=sys.stderr)
