@@ -1,6 +1,10 @@
 """torch_moe_metal.nn.MoE: from sizes and from a block, against the specification; trained, saved, compiled."""
 
+import ast
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,6 +84,74 @@ def test_from_other_blocks():
         nn.MoE.from_block(tiny_module(Llama4TextMoe))
     with pytest.raises(TypeError, match="no MoE layer of this form: Linear"):
         nn.MoE.from_block(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"top_k": 9}, "top_k: expected 1 to 8 (E), got 9"),
+        ({"top_k": 0}, "top_k: expected 1 to 8 (E), got 0"),
+        ({"num_experts": 0}, "E: expected 1 to 1024 (the number of experts), got 0"),
+        ({"num_experts": 1025}, "E: expected 1 to 1024 (the number of experts), got 1025"),
+        ({"hidden_size": 0}, "expected H >= 1, got 0"),
+        ({"inner_size": 0}, "expected I >= 1, got 0"),
+        ({"inner_size": -1}, "negative"),
+        ({"shared_size": -1}, "negative"),
+        ({"scoring": "x"}, "scoring: expected one of softmax, sigmoid, sqrt_softplus; got 'x'"),
+        ({"renormalize": "x"}, "renormalize: expected one of none, before_scale, after_scale; got 'x'"),
+        ({"group_score": "x"}, "group_score: expected one of top2_sum, max; got 'x'"),
+        ({"n_group": 3}, "n_group: expected a divisor of E = 8, got 3"),
+        ({"n_group": 4, "topk_group": 5}, "topk_group: expected 1 to 4 (n_group), got 5"),
+        ({"n_group": 4}, "top_k: expected 1 to 2 (the experts in topk_group groups), got 3"),
+        ({"softcap": -1.0}, "softcap: expected a finite number >= 0, got -1"),
+        ({"activation": "x"}, "activation: expected one of silu, gelu, gelu_tanh, relu2, swiglu_oai; got 'x'"),
+        ({"limit": 0.0}, "limit: expected a number > 0 or None, got 0"),
+        ({"shared_gate": True}, "shared_gate: expected `shared` beside it, got none"),
+    ],
+    ids=str,
+)
+def test_options_are_checked_when_it_is_made(options: dict, said: str):
+    """By the ops, in their words, and wherever the weights will be."""
+    sizes = {"hidden_size": 32, "inner_size": 16, "num_experts": 8, "top_k": 3}
+    for device in ("cpu", "meta"):
+        with pytest.raises(RuntimeError) as raised:
+            nn.MoE(**(sizes | options), device=device)
+        assert said in str(raised.value).splitlines()[0]
+
+
+def test_unknown_options_are_named():
+    with pytest.raises(TypeError, match=r"unknown: norm_topk_prob, scorings; .* scoring, renormalize, n_group,"):
+        nn.MoE(32, 16, 8, 3, scorings="softmax", norm_topk_prob=True, softcap=0.0)
+
+
+def test_what_training_alone_can_do_is_not_refused():
+    """With gradients wanted a layer runs in any dtype, which the ops do not."""
+    with torch.device("meta"):
+        assert nn.MoE(32, 16, 8, 3, dtype=torch.float64).down.is_meta
+
+
+def test_imports_go_one_way():
+    """nn asks the transformers package about a block, and nothing in there asks nn back, lazily or not."""
+    package = Path(nn.__file__).parent
+    found = {path: imports(path) for path in (package / "nn.py", *(package / "transformers").glob("*.py"))}
+    assert "torch_moe_metal.transformers.blocks" in found.pop(package / "nn.py") and len(found) >= 5
+    assert {path.name for path, names in found.items() if "torch_moe_metal.nn" in names} == set()
+    script = "import sys, torch_moe_metal.nn; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=package.parent)
+
+
+def imports(path: Path) -> set[str]:
+    """The modules, and the names out of them, that a file of this package imports anywhere in it."""
+    home = path.relative_to(Path(nn.__file__).parents[1]).with_suffix("").parts[:-1]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = home[: len(home) + 1 - node.level] if node.level else ()
+            module = ".".join((*package, *filter(None, [node.module])))
+            names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def test_gradients():

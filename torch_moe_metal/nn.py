@@ -9,21 +9,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import reference
+from .grad import wants_grad
 
 ops = torch.ops.moe_metal
-
-
-def wants_grad(module: nn.Module, *tensors: Tensor | None) -> bool:
-    """Whether autograd would record a call of this module with these tensors. Our ops have no backward."""
-    return torch.is_grad_enabled() and (
-        any(tensor is not None and tensor.requires_grad for tensor in tensors)
-        or any(parameter.requires_grad for parameter in module.parameters())
-    )
+ROUTING = tuple(reference.route.__kwdefaults__)  # the options of a router; top_k has no default
 
 
 def matrix(*shape: int, **options) -> nn.Parameter:
     """A weight whose products with unit-variance vectors have unit variance."""
     return nn.Parameter(torch.randn(*shape, **options) * shape[-1] ** -0.5)
+
+
+def call_with_no_tokens(E: int, H: int, I: int, S: int, shared_gate: bool, activation: dict, **routing) -> None:
+    """The ops of a layer of these sizes, which check all of this before any work: they raise now, not at the first
+    forward. All elements of a weight are one in memory, since none is used."""
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.empty_strided(shape, (0,) * len(shape), dtype=torch.float32, device="cpu")
+
+    if S:
+        ops.glu(tensor(0, S), tensor(0, S), **activation)
+    x = tensor(0, H)
+    weights, ids = ops.gate(x, tensor(E, H), **routing)
+    shared = {"shared": tensor(0, H) if S else None, "shared_gate": tensor(0) if shared_gate else None}
+    ops.experts(x, weights, ids, tensor(E, 2 * I, H), tensor(E, H, I), **shared, **activation)
 
 
 class SharedExpert(nn.Module):
@@ -75,8 +84,14 @@ class MoE(nn.Module):
         **routing,
     ):
         super().__init__()
+        if unknown := routing.keys() - ROUTING:
+            raise TypeError(
+                f"torch_moe_metal.nn.MoE: unknown: {', '.join(sorted(unknown))}; its routing options are "
+                f"{', '.join(ROUTING)}"
+            )
         options = {"device": device, "dtype": dtype}
         act = {"activation": activation, "limit": limit}
+        call_with_no_tokens(num_experts, hidden_size, inner_size, shared_size, shared_gate, act, top_k=top_k, **routing)
         router = {"router_weight": matrix(num_experts, hidden_size, **options), "top_k": top_k}
         if router_bias:
             router["router_bias"] = nn.Parameter(torch.zeros(num_experts, **options))
@@ -96,20 +111,14 @@ class MoE(nn.Module):
     @classmethod
     def from_block(cls, block: nn.Module) -> "MoE":
         """The same layer as a transformers MoE block that `patch` knows, on the block's own weights, not copies."""
-        from .transformers.blocks import FusedLlama4Block, fused_class
-        from .transformers.experts import expert_arguments
+        from .transformers.blocks import layer_of  # optional, and slow to import
 
-        original = getattr(block, "original", type(block))
-        family = getattr(fused_class(original), "family", None)
-        if family is None or issubclass(fused_class(original), FusedLlama4Block):
-            raise TypeError(f"torch_moe_metal.nn.MoE.from_block: no MoE layer of this form: {original.__name__}")
-        experts, reason = expert_arguments(block.experts)
-        if reason:
-            raise TypeError(f"torch_moe_metal.nn.MoE.from_block: cannot take {original.__name__}: {reason}")
+        parts, obstacle = layer_of(block)
+        if obstacle:
+            raise TypeError(f"torch_moe_metal.nn.MoE.from_block: {obstacle}")
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        shared, shared_gate = (getattr(block, name) if name else None for name in (family.shared, family.shared_gate))
-        module._take(family.routing(getattr(block, family.router), block), experts, shared, shared_gate)
+        module._take(*parts)
         return module.train(block.training)
 
     def _take(self, router: dict, experts: dict, shared: nn.Module | None, shared_gate: nn.Module | None) -> None:

@@ -20,6 +20,7 @@ from . import report
 from .calls import OPS, WHOLE, WORTH_A_LIMIT, Unfit
 from .here import Here, has_mlx
 from .measure import keep_freed_memory, machine
+from .plot import check_place, picture
 from .report import Progress, Result
 
 DEVICES = ("cpu", "mps")
@@ -80,6 +81,8 @@ def run(options: Namespace, measurer: Callable[[Namespace], Here] = Here) -> int
         print("bench: --keep-memory is for glibc's malloc, which is not here", file=sys.stderr)
         return 2
     try:
+        if options.plot:
+            check_place(options.plot)
         there = measurer(options)
     except Unfit as reason:
         print(f"bench: {reason}", file=sys.stderr)
@@ -121,7 +124,5 @@ def finish(there, results: list[Result], options: Namespace) -> None:
         for note in report.footnotes(results):
             print(note)
     if options.plot:
-        from .plot import picture
-
         options.plot.write_text(picture(results, there.limits.gb_per_s, there.about()))
         print(f"drawn: {options.plot}", file=sys.stderr)

@@ -1,24 +1,16 @@
 """Chat with a Mixture-of-Experts checkpoint in a local directory.
 
-python -m torch_moe_metal.examples.chat DIRECTORY [--prompt TEXT] [--tokens 256] [--stock]
+python -m torch_moe_metal.examples.chat DIRECTORY [--prompt TEXT] [--tokens 256] [--stock] [--device cpu|mps]
 """
 
-import argparse
 import time
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import AutoTokenizer, TextStreamer
 
 import torch_moe_metal
 
-
-def load(directory: str, stock: bool):
-    device = "mps" if torch.backends.mps.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").to(device).eval()
-    if not stock:
-        print(torch_moe_metal.patch(model))
-    return tokenizer, model
+from ..__main__ import positive
+from .models import Parser
 
 
 def encode(tokenizer, conversation: list[dict], device) -> dict:
@@ -45,20 +37,32 @@ def answer(tokenizer, model, conversation: list[dict], tokens: int) -> str:
     return tokenizer.decode(new, skip_special_tokens=True)
 
 
+def chat(tokenizer, model, tokens: int) -> None:
+    """Until an empty line, the end of the input or Ctrl-C."""
+    conversation: list[dict] = []
+    try:
+        while prompt := input("> "):
+            conversation.append({"role": "user", "content": prompt})
+            conversation.append({"role": "assistant", "content": answer(tokenizer, model, conversation, tokens)})
+    except (EOFError, KeyboardInterrupt):
+        print()
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m torch_moe_metal.examples.chat", description=__doc__.split("\n")[0])
-    parser.add_argument("directory", help="a checkpoint: config.json, safetensors and the tokenizer's files")
+    parser = Parser("chat", __doc__, optional=False)
     parser.add_argument("--prompt", help="one question, instead of a conversation")
-    parser.add_argument("--tokens", type=int, default=256, help="the most tokens of an answer")
+    parser.add_argument("--tokens", type=positive, default=256, help="the most tokens of an answer (default: 256)")
     parser.add_argument("--stock", action="store_true", help="leave transformers as it is, to compare")
     options = parser.parse_args(arguments)
-    tokenizer, model = load(options.directory, options.stock)
-    conversation: list[dict] = []
-    while prompt := options.prompt or input("> "):
-        conversation.append({"role": "user", "content": prompt})
-        conversation.append({"role": "assistant", "content": answer(tokenizer, model, conversation, options.tokens)})
-        if options.prompt:
-            return
+    with parser.loading(f"the tokenizer of {options.directory}", "cpu"):
+        tokenizer = AutoTokenizer.from_pretrained(options.directory)
+    model = parser.model(options)
+    if not options.stock:
+        print(torch_moe_metal.patch(model))
+    if options.prompt:
+        answer(tokenizer, model, [{"role": "user", "content": options.prompt}], options.tokens)
+    else:
+        chat(tokenizer, model, options.tokens)
 
 
 if __name__ == "__main__":

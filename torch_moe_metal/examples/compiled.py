@@ -1,6 +1,6 @@
 """A fused model under torch.compile(fullgraph=True), decoding into a static cache.
 
-python -m torch_moe_metal.examples.compiled
+python -m torch_moe_metal.examples.compiled [DIRECTORY] [--device cpu|mps] [--backend inductor]
 """
 
 import torch
@@ -8,7 +8,7 @@ from transformers import StaticCache
 
 import torch_moe_metal
 
-from .swap import small_model
+from .models import Parser, random_prompt, say
 
 
 @torch.no_grad()
@@ -25,13 +25,18 @@ def decode(model, step, prompt: torch.Tensor, count: int) -> list[int]:
     return tokens
 
 
-def main(backend: str = "inductor") -> None:
-    model = small_model()
+def main(arguments: list[str] | None = None) -> None:
+    parser = Parser("compiled", __doc__)
+    backends = torch.compiler.list_backends(exclude_tags=())
+    parser.add_argument("--backend", choices=backends, metavar="NAME", default="inductor", help="of torch.compile")
+    options = parser.parse_args(arguments)
+    model = parser.model(options)
     print(torch_moe_metal.patch(model))
-    prompt = torch.randint(0, 1000, (1, 16), device=model.device)
+    prompt = random_prompt(model, 1, 16)
     eager = decode(model, model, prompt, 12)
-    compiled = decode(model, torch.compile(model, fullgraph=True, backend=backend), prompt, 12)
     print("eager:   ", eager)
+    say(f"Compiling with {options.backend}: the first token takes a while ...")
+    compiled = decode(model, torch.compile(model, fullgraph=True, backend=options.backend), prompt, 12)
     print("compiled:", compiled)
     print("the same tokens" if eager == compiled else "DIFFERENT tokens")
 

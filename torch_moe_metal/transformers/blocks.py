@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import DTYPES
-from ..nn import wants_grad
+from ..grad import wants_grad
 from .experts import DEVICES, expert_arguments, member
 from .families import BLOCKS, GEMMA4_LAYERS, PRE_NORM_LAYERS, Block, family_name
 
@@ -227,3 +227,18 @@ def fused_class(original: type) -> type | None:
         return None
     own |= {"original": original, "__module__": original.__module__, "__qualname__": original.__qualname__}
     return type(original.__name__, (base, original), own)
+
+
+def layer_of(block: nn.Module) -> tuple[tuple, str | None]:
+    """What `nn.MoE` needs of a block: the arguments of `gate` and of `experts`, its shared expert and that one's gate,
+    or None for either; and why it cannot be such a layer (or None)."""
+    original = getattr(block, "original", type(block))
+    fused = fused_class(original)
+    if fused is None or not issubclass(fused, FusedBlock) or issubclass(fused, FusedLlama4Block):
+        return (), f"no MoE layer of this form: {original.__name__}"
+    arguments, obstacle = expert_arguments(block.experts)
+    if obstacle:
+        return (), f"cannot take {original.__name__}: {obstacle}"
+    family = fused.family
+    shared, shared_gate = (getattr(block, name) if name else None for name in (family.shared, family.shared_gate))
+    return (family.routing(getattr(block, family.router), block), arguments, shared, shared_gate), None

@@ -10,7 +10,7 @@ from transformers.integrations import moe
 
 from .. import max_experts
 from ..arguments import DTYPES
-from ..nn import wants_grad
+from ..grad import wants_grad
 from .version import check_version
 
 NAME = "moe_metal"

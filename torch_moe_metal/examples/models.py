@@ -1,0 +1,82 @@
+"""What the examples share: their arguments, and the model that they run."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+
+from ..doctor import devices
+
+
+class Parser(ArgumentParser):
+    """An example's arguments: a checkpoint, and where it runs. What cannot be had ends it with one line and code 2."""
+
+    def __init__(self, name: str, documentation: str, optional: bool = True):
+        super().__init__(prog=f"python -m {__package__}.{name}", description=documentation.split("\n")[0])
+        told = "a checkpoint: config.json, safetensors and the tokenizer's files"
+        if optional:
+            told += " (default: none, but a small Qwen3-MoE with random weights)"
+        self.add_argument("directory", type=Path, nargs="?" if optional else None, help=told)
+        best = "mps" if torch.backends.mps.is_available() else "cpu"
+        self.add_argument("--device", choices=("cpu", "mps"), default=best, help=f"default: {best}, the best one here")
+
+    def parse_args(self, *arguments) -> Namespace:
+        options = super().parse_args(*arguments)
+        directory = options.directory
+        if options.device == "mps" and not torch.backends.mps.is_available():
+            self.end(f"--device mps: {dict(devices())['mps']}")
+        if directory and not directory.is_dir():
+            self.end(f"no such directory: {directory}")
+        if directory and not (directory / "config.json").is_file():
+            self.end(f"no checkpoint, since it has no config.json: {directory}")
+        return options
+
+    def end(self, reason: str) -> None:
+        self.exit(2, f"{self.prog}: {reason}\n")
+
+    @contextmanager
+    def loading(self, what: object, device: str) -> Iterator[None]:
+        say(f"Loading {what} on {device} ...")
+        try:
+            yield
+        except (OSError, ValueError) as error:  # a file is missing or broken, or no language model's
+            self.end(f"cannot load {what}: {str(error).strip().splitlines()[0]}")
+
+    def model(self, options: Namespace) -> PreTrainedModel:
+        """The checkpoint's model, or the small one."""
+        torch.manual_seed(0)
+        if options.directory is None:
+            return small_model().to(options.device).eval()
+        with self.loading(options.directory, options.device):
+            model = AutoModelForCausalLM.from_pretrained(options.directory, dtype="auto")
+        return model.to(options.device).eval()
+
+
+def say(what: str) -> None:
+    """Progress goes where it does not mix with results."""
+    print(what, file=sys.stderr, flush=True)
+
+
+def small_model() -> PreTrainedModel:
+    """Stands for your own model: a small Qwen3-MoE with random weights."""
+    config = Qwen3MoeConfig(
+        vocab_size=1000,
+        hidden_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=32,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def random_prompt(model: PreTrainedModel, *shape: int) -> torch.Tensor:
+    return torch.randint(0, model.config.get_text_config().vocab_size, shape, device=model.device)
