@@ -1,11 +1,14 @@
-"""What decoding asks of the host and of the GPU's queue: `python tools/dispatch_table.py` prints the README's tables.
+"""What decoding asks of the host and of the GPU's queue: `python tools/dispatch_table.py --json` prints the figures
+that BENCHMARKS.md has in a table; without --json they are easier to read.
 
 All on the simulated mps device, where kernels are counted. First a token of a model: the ops that reach the device, in
 transformers as it is and in ours. Then each op of ours for one token of a Qwen3-30B-A3B block in bfloat16: dispatches,
 the bytes bound to them, and the host's time per call beside torch.add's on the same device, where no kernel runs.
 """
 
+import argparse
 import contextlib
+import json
 import statistics
 import sys
 import time
@@ -21,9 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import metal_sim
 import simulated
+from benchmarks import rows_of_dispatches
 from tiny_models import tiny_model, tokens
 from torch_moe_metal.bench import whole_model
 from torch_moe_metal.bench.calls import OPS, Call
+from torch_moe_metal.bench.measure import machine
 from torch_moe_metal.models import DEFAULT, MODELS
 
 CALLS = 200
@@ -71,11 +76,17 @@ def decoding(layers: int, device: str, simulated: bool) -> dict[str, tuple[Load,
     return table
 
 
-def print_decoding(layers: int = 4) -> None:
-    print(f"| one token, {layers} layers | ops | of ours | their dispatches | a MoE block alone: ops | dispatches |")
-    print("|---|---|---|---|---|---|")
-    for name, (step, block) in decoding(layers, "mps", simulated=True).items():
-        print(f"| {name} | {step.ops} | {step.ours} | {step.dispatches} | {block.ops} | {block.dispatches} |")
+def decoding_rows(layers: int) -> dict[str, dict[str, int]]:
+    return {
+        name: {
+            "ops": step.ops,
+            "ours": step.ours,
+            "dispatches": step.dispatches,
+            "block_ops": block.ops,
+            "block_dispatches": block.dispatches,
+        }
+        for name, (step, block) in decoding(layers, "mps", simulated=True).items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------ every op
@@ -94,7 +105,7 @@ def host_microseconds(functions: dict[str, Callable]) -> dict[str, float]:
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def print_ops() -> None:
+def op_rows() -> dict[str, dict[str, float]]:
     functions = {}
     for op in (op for op in OPS if op != "block"):
         row = Call(op, DEFAULT, MODELS[DEFAULT], T=1)
@@ -113,18 +124,27 @@ def print_ops() -> None:
             rows[name] = record
         times = host_microseconds(functions | {"torch.add": partial(torch.add, x, x)})
     add = times.pop("torch.add")
-    print(f"| op, T = 1 | dispatches | MB bound | host us | x torch.add ({add:.1f} us) |\n|---|---|---|---|---|")
-    for name, record in rows.items():
-        megabytes = sum(d.buffer_bytes for d in record.dispatches) / 1e6
-        print(f"| {name} | {len(record.dispatches)} | {megabytes:.2f} | {times[name]:.1f} | {times[name] / add:.1f} |")
+    return {
+        name: {
+            "dispatches": len(record.dispatches),
+            "mb_bound": sum(d.buffer_bytes for d in record.dispatches) / 1e6,
+            "host_us": times[name],
+            "x_add": times[name] / add,
+        }
+        for name, record in rows.items()
+    }
 
 
 @torch.no_grad()  # as generate() does
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--layers", type=int, default=4, help="of the model (default: 4)")
+    options = parser.parse_args()
     simulated.load()
-    print_decoding()
-    print()
-    print_ops()
+    about = {"torch": torch.__version__, "device": "simulated mps", "layers": options.layers}
+    found = {**machine(), **about, "rows": decoding_rows(options.layers), "ops": op_rows()}
+    print(json.dumps(found, indent=1) if options.json else rows_of_dispatches(found))
 
 
 if __name__ == "__main__":

@@ -158,10 +158,11 @@ def free_host_memory() -> int:
 def machine() -> dict[str, object]:
     """What figures are kept with: the machine, the day and the command."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    program = Path(sys.argv[0])
-    name = f"-m {program.parent.name}" if program.name == "__main__.py" else f"{program.parent.name}/{program.name}"
+    program, checkout = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
+    name = program.relative_to(checkout) if program.is_relative_to(checkout) else program.name
+    command = ["-m", program.parent.name] if program.name == "__main__.py" else [str(name)]
     return {
-        "command": shlex.join(["python", *name.split(), *sys.argv[1:]]),
+        "command": shlex.join(["python", *command, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{processor()}, {os.cpu_count()} cores, {memory:.0f} GiB",
         "system": system(),
