@@ -354,6 +354,15 @@ def test_orders_are_checked() -> None:
     metal_sim.set_orders("forward")
 
 
+def test_orders_of_the_environment_stand_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as environment:
+        environment.setenv("METAL_SIM_ORDERS", "random:7")
+        metal_sim.set_orders("forward", "backward")
+    with pytest.raises(RuntimeError, match="in order random:7\nto see it again: METAL_SIM_ORDERS=random:7 python"):
+        misuse("out_of_bounds")
+    metal_sim.set_orders("forward")
+
+
 def test_two_threads() -> None:
     failures = []
 

@@ -30,14 +30,16 @@ EXTENSION = """
 #include "own_header.h"
 
 static id<MTLComputePipelineState> pipeline() {
-  NSError* error = nil;
-  id<MTLDevice> device = at::mps::MPSDevice::getInstance()->device();
-  id<MTLLibrary> library = [device newLibraryWithSource:[NSString stringWithUTF8String:kernel_text]
-                                                options:nil
-                                                  error:&error];
-  TORCH_CHECK(library, error.localizedDescription.UTF8String);
-  id<MTLFunction> function = [library newFunctionWithName:@"twice"];
-  return [device newComputePipelineStateWithFunction:function error:&error];
+  @autoreleasepool {
+    NSError* error = nil;
+    id<MTLDevice> device = at::mps::MPSDevice::getInstance()->device();
+    NSString* text = [NSString stringWithUTF8String:kernel_text];
+    id<MTLLibrary> library = [device newLibraryWithSource:text options:nil error:&error];
+    TORCH_CHECK(library, error.localizedDescription.UTF8String);
+    id<MTLFunction> function = [[library newFunctionWithName:@"twice"] autorelease];
+    [library release];
+    return [device newComputePipelineStateWithFunction:function error:&error];
+  }
 }
 
 static at::Tensor twice(const at::Tensor& x) {
