@@ -1,5 +1,6 @@
 """The examples run, and say what they should: on a Mac's GPU, or on the CPU."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,9 @@ def test_a_chat_ends_where_its_input_does(checkpoint: str, capsys, monkeypatch, 
 
 
 @pytest.mark.parametrize("example", [chat, swap, compiled])
-def test_what_cannot_be_had_is_one_line(example, tmp_path: Path, monkeypatch, capsys):
+def test_what_cannot_be_had_is_one_line(example, checkpoint: str, tmp_path: Path, monkeypatch, capsys):
+    shutil.copytree(checkpoint, tmp_path / "cut off")
+    (tmp_path / "cut off" / "model.safetensors").write_bytes(b"0")
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"model_type": "no such model"}')
@@ -85,6 +88,7 @@ def test_what_cannot_be_had_is_one_line(example, tmp_path: Path, monkeypatch, ca
         (["missing"], "no such directory: missing"),
         (["empty"], "no checkpoint, since it has no config.json: empty"),
         (["broken"], "cannot load "),
+        (["cut off"], "cannot load cut off: "),
         (["broken", "--device", "mps"], "--device mps: "),
     ):
         monkeypatch.chdir(tmp_path)

@@ -28,7 +28,7 @@ def decode(model, step, prompt: torch.Tensor, count: int) -> list[int]:
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("compiled", __doc__)
     backends = torch.compiler.list_backends(exclude_tags=())
-    parser.add_argument("--backend", choices=backends, metavar="NAME", default="inductor", help="of torch.compile")
+    parser.add_argument("--backend", choices=backends, metavar="NAME", default="inductor", help="default: inductor")
     options = parser.parse_args(arguments)
     model = parser.model(options)
     print(torch_moe_metal.patch(model))

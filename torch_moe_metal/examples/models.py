@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from ..doctor import devices
@@ -43,7 +44,7 @@ class Parser(ArgumentParser):
         say(f"Loading {what} on {device} ...")
         try:
             yield
-        except (OSError, ValueError) as error:  # a file is missing or broken, or no language model's
+        except (OSError, ValueError, SafetensorError) as error:  # a file is missing or broken, or no language model's
             self.end(f"cannot load {what}: {str(error).strip().splitlines()[0]}")
 
     def model(self, options: Namespace) -> PreTrainedModel:
