@@ -5,7 +5,9 @@
 #   make bench     times and ratios of every op
 #   make cross     the macOS extension compiled and linked on this machine against real macOS torch wheels;
 #                  CROSS="2.13.0 2.15.0" chooses them
-#   make lint      style and format checks;  make format mends them
+#   make wheel     a wheel for the torch that TORCH=2.13 chooses, tried in a fresh environment; dist/ keeps it
+#   make lint      style and format checks, of the workflows too;  make format mends them
+#   make workflow  what GitHub would run, here: JOB=linux FILE=.github/workflows/test.yml
 #   make clean     remove what was built;  make distclean also removes .venv
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
@@ -15,12 +17,15 @@ BUILT := build/installed
 # A process per core; more than four would crowd the memory.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 CROSS ?= 2.10.0 2.13.0 2.15.0
+TORCH ?= 2.13
+FILE ?= .github/workflows/test.yml
+JOB ?= linux
 MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm shaders/*.h shaders/*.metal)
 SIM_FILES := $(wildcard tests/metal_sim/*.h tests/metal_sim/*.cpp tests/metal_sim/*.mm tests/metal_sim/shim/*.h tests/gpu/shim/*.h)
 export MAX_JOBS
 
-.PHONY: help demo test test-all bench doctor cross lint format clean distclean
+.PHONY: help demo test test-all bench doctor cross wheel lint workflow format clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -37,9 +42,10 @@ $(BIN)/.ready: tests/requirements.txt
 $(BUILT): $(BIN)/.ready setup.py pyproject.toml $(CXX_FILES) shaders/embed.py
 	@command -v $${CXX:-c++} >/dev/null || { echo "Missing: a C++ compiler. On macOS: xcode-select --install; on Debian and Ubuntu: apt-get install g++"; exit 1; }
 	@$(BIN)/python -c 'import sysconfig, os, sys; sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || { echo "Missing: Python's headers. On Debian and Ubuntu: apt-get install python3-dev"; exit 1; }
-	@echo "==> Building the extension with $(MAX_JOBS) jobs (some minutes the first time)"
 	@mkdir -p build
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable . || { echo "The build failed; its output is above. For all of it: $(BIN)/python setup.py build_ext --inplace"; exit 1; }
+	@set -o pipefail; $(BIN)/python -m pip install --verbose --disable-pip-version-check --no-build-isolation --no-deps --editable . 2>&1 \
+		| tee build/log | awk '/^ *==> / { sub(/^ */, ""); print; fflush() }' \
+		|| { tail -n 60 build/log; echo "The build failed; the end of its output is above, all of it in build/log"; exit 1; }
 	@touch $@
 
 demo: $(BUILT)
@@ -60,11 +66,19 @@ doctor: $(BUILT)
 cross: $(BIN)/.ready
 	$(BIN)/python tools/cross.py $(CROSS)
 
+wheel:
+	$(PYTHON) tools/wheel.py $(TORCH)
+
 lint: $(BIN)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES) $(SIM_FILES)
 	$(BIN)/python tests/metal_sim/address_spaces.py $(wildcard shaders/*.metal)
+	$(BIN)/shellcheck .ci/run
+	$(BIN)/actionlint -shellcheck $(BIN)/shellcheck $(wildcard .github/workflows/*.yml)
+
+workflow: $(BIN)/.ready
+	$(BIN)/python tools/run_workflow.py $(FILE) $(JOB) $(ARGS)
 
 format: $(BIN)/.ready
 	$(BIN)/ruff check --fix .
