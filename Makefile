@@ -3,6 +3,7 @@
 #   make test      every test of the fast set, on the CPU and on mps (a Mac's own, else the simulated one)
 #   make test-all  the full grid
 #   make bench     times and ratios of every op
+#   make report    what to send us from a Mac: doctor.txt and bench.json, in build/report
 #   make cross     the macOS extension compiled and linked on this machine against real macOS torch wheels;
 #                  CROSS="2.13.0 2.15.0" chooses them
 #   make wheel     a wheel for the torch that TORCH=2.13 chooses, tried in a fresh environment; dist/ keeps it
@@ -25,7 +26,7 @@ CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm 
 SIM_FILES := $(wildcard tests/metal_sim/*.h tests/metal_sim/*.cpp tests/metal_sim/*.mm tests/metal_sim/shim/*.h tests/gpu/shim/*.h)
 export MAX_JOBS
 
-.PHONY: help demo test test-all bench doctor cross wheel lint workflow format clean distclean
+.PHONY: help demo test test-all bench doctor mps report cross wheel lint workflow format clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -62,6 +63,16 @@ bench: $(BUILT)
 
 doctor: $(BUILT)
 	@$(BIN)/python -m torch_moe_metal doctor
+
+mps: $(BIN)/.ready
+	@$(BIN)/python tools/mps.py $(ARGS)
+
+# Nothing here is judged: where a virtual Mac's GPU is broken, doctor says so and the report must still come.
+report: $(BUILT)
+	@mkdir -p build/report
+	@$(BIN)/python tools/mps.py > build/report/machine.txt
+	@$(BIN)/python -m torch_moe_metal doctor | tee build/report/doctor.txt
+	$(BIN)/python -m torch_moe_metal bench --json $(ARGS) > build/report/bench.json
 
 cross: $(BIN)/.ready
 	$(BIN)/python tools/cross.py $(CROSS)

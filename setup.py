@@ -77,13 +77,16 @@ def say(text: str) -> None:
 class BuildEach(BuildExtension):
     def build_extensions(self) -> None:
         files, cores = sum(len(ext.sources) for ext in self.extensions), os.cpu_count() or 1
-        jobs = int(os.environ.get("MAX_JOBS") or cores)
+        wish = os.environ.get("MAX_JOBS", "")
+        jobs = int(wish) if wish.isdigit() else cores
         minutes = files * SECONDS_PER_FILE / min(jobs, cores, files) / 60
         say(f"Building for torch {MINOR}: {files} files in {len(self.extensions)} libraries, {jobs} at a time")
-        say(f"CPU kernels for {', '.join(CPU_ISAS)}: one set of the same files for each")
+        say(f"CPU kernels for {', '.join(CPU_ISAS)}: the same files once for each")
         say(f"The first time some {max(minutes, 1):.0f} minutes; what is compiled is not compiled again")
-        if sys.platform == "darwin":  # a Python for both architectures would ask for both; torch has one
-            os.environ |= {"ARCHFLAGS": "-arch arm64", "MACOSX_DEPLOYMENT_TARGET": MACOS}
+        # A Mac's Python may be made for both architectures; torch is not.
+        for name, command in vars(self.compiler).items():
+            if isinstance(command, list) and "-arch" in command:
+                setattr(self.compiler, name, " ".join(command).replace("-arch x86_64", "").split())
         super().build_extensions()
 
     def build_extension(self, ext) -> None:

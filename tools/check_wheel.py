@@ -167,10 +167,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
     parser.add_argument("--torch", metavar="MINOR", help="the torch it must be for, as in 2.13 (default: what it says)")
+    parser.add_argument("--release", metavar="VERSION", help="the version they must all have, as in 0.1.0")
     options = parser.parse_args()
     failed = False
     for path in options.wheels:
-        problems = list(Wheel(path).problems(options.torch))
+        wheel = Wheel(path)
+        problems = list(wheel.problems(options.torch))
+        if options.release and wheel.version.partition("+")[0] != options.release:
+            problems.append(f"it is not of release {options.release}")
         print(f"{path.name}: {'right' if not problems else 'WRONG'}", *problems, sep="\n  ")
         failed |= bool(problems)
     return int(failed)
