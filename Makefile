@@ -70,7 +70,7 @@ mps: $(BIN)/.ready
 # Nothing here is judged: where a virtual Mac's GPU is broken, doctor says so and the report must still come.
 report: $(BUILT)
 	@mkdir -p build/report
-	@$(BIN)/python tools/mps.py > build/report/machine.txt
+	@GITHUB_STEP_SUMMARY= $(BIN)/python tools/mps.py > build/report/machine.txt
 	@$(BIN)/python -m torch_moe_metal doctor | tee build/report/doctor.txt
 	$(BIN)/python -m torch_moe_metal bench --json $(ARGS) > build/report/bench.json
 
