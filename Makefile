@@ -3,9 +3,12 @@
 #   make test      every test of the fast set, on the CPU and on mps (a Mac's own, else the simulated one)
 #   make test-all  the full grid
 #   make bench     times and ratios of every op
+#   make report    what to send us from a Mac: doctor.txt and bench.json, in build/report
 #   make cross     the macOS extension compiled and linked on this machine against real macOS torch wheels;
 #                  CROSS="2.13.0 2.15.0" chooses them
-#   make lint      style and format checks;  make format mends them
+#   make wheel     a wheel for the torch that TORCH=2.13 chooses, tried in a fresh environment; dist/ keeps it
+#   make lint      style and format checks, of the workflows too;  make format mends them
+#   make workflow  what GitHub would run, here: JOB=linux FILE=.github/workflows/test.yml
 #   make clean     remove what was built;  make distclean also removes .venv
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
@@ -15,13 +18,16 @@ BUILT := build/installed
 # A process per core; more than four would crowd the memory.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 CROSS ?= 2.10.0 2.13.0 2.15.0
+TORCH ?= 2.13
+FILE ?= .github/workflows/test.yml
+JOB ?= linux
 MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm shaders/*.h shaders/*.metal)
 SIM_FILES := $(wildcard $(addprefix tests/metal_sim/,engine/*.h engine/*.cpp engine/shim/*.h device/*.h device/*.cpp device/*.mm))
 SIM_FILES += $(wildcard tests/gpu/shim/*.h)
 export MAX_JOBS
 
-.PHONY: help demo test test-all bench doctor cross lint format clean distclean
+.PHONY: help demo test test-all bench doctor mps report cross wheel lint workflow format clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -38,9 +44,10 @@ $(BIN)/.ready: tests/requirements.txt
 $(BUILT): $(BIN)/.ready setup.py pyproject.toml $(CXX_FILES) shaders/embed.py
 	@command -v $${CXX:-c++} >/dev/null || { echo "Missing: a C++ compiler. On macOS: xcode-select --install; on Debian and Ubuntu: apt-get install g++"; exit 1; }
 	@$(BIN)/python -c 'import sysconfig, os, sys; sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || { echo "Missing: Python's headers. On Debian and Ubuntu: apt-get install python3-dev"; exit 1; }
-	@echo "==> Building the extension with $(MAX_JOBS) jobs (some minutes the first time)"
 	@mkdir -p build
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable . || { echo "The build failed; its output is above. For all of it: $(BIN)/python setup.py build_ext --inplace"; exit 1; }
+	@set -o pipefail; $(BIN)/python -m pip install --verbose --disable-pip-version-check --no-build-isolation --no-deps --editable . 2>&1 \
+		| tee build/log | grep --line-buffered --only-matching '==> .*' \
+		|| { tail -n 60 build/log; echo "The build failed; the end of its output is above, all of it in build/log"; exit 1; }
 	@touch $@
 
 demo: $(BUILT)
@@ -58,14 +65,32 @@ bench: $(BUILT)
 doctor: $(BUILT)
 	@$(BIN)/python -m torch_moe_metal doctor
 
+mps: $(BIN)/.ready
+	@$(BIN)/python tools/mps.py $(ARGS)
+
+# Nothing here is judged: where a virtual Mac's GPU is broken, doctor says so and the report must still come.
+report: $(BUILT)
+	@mkdir -p build/report
+	@GITHUB_STEP_SUMMARY= $(BIN)/python tools/mps.py > build/report/machine.txt
+	@$(BIN)/python -m torch_moe_metal doctor | tee build/report/doctor.txt
+	$(BIN)/python -m torch_moe_metal bench --json $(ARGS) > build/report/bench.json
+
 cross: $(BIN)/.ready
 	$(BIN)/python tools/cross.py $(CROSS)
+
+wheel:
+	$(PYTHON) tools/wheel.py $(TORCH)
 
 lint: $(BIN)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES) $(SIM_FILES)
 	$(BIN)/python tests/metal_sim/engine/address_spaces.py $(wildcard shaders/*.metal)
+	$(BIN)/shellcheck .ci/run
+	$(BIN)/actionlint -shellcheck $(BIN)/shellcheck $(wildcard .github/workflows/*.yml)
+
+workflow: $(BIN)/.ready
+	$(BIN)/python tools/run_workflow.py $(FILE) $(JOB) $(ARGS)
 
 format: $(BIN)/.ready
 	$(BIN)/ruff check --fix .

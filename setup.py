@@ -2,11 +2,16 @@
 
 The CPU kernels are compiled once per instruction set, into libraries of their own: a wheel then runs on every machine
 of its architecture and is fast on each, and no AVX-512 code can leak into code that all machines run.
+
+While it compiles it says how far it is, in lines that begin with "==>". `make` shows them. `pip install` does so with
+`-v` only: without it pip holds back whatever a build says.
 """
 
 import os
 import platform
+import re
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -28,6 +33,8 @@ CPU_ISAS = {
     "avx2": "AVX2 -mavx2 -mfma -mf16c",
     "default": "DEFAULT",
 }
+MACOS = "14.0"  # the oldest that the Metal code is written for
+SECONDS_PER_FILE = 12  # of one core, measured with GCC 12 on a shared virtual machine
 if platform.machine() not in ("x86_64", "AMD64"):
     CPU_ISAS = {"default": CPU_ISAS["default"]}  # NEON and SVE: at::vec follows the compiler's own macros
 
@@ -53,8 +60,8 @@ def extensions() -> list[CppExtension]:
     if sys.platform == "darwin":
         write_header(ROOT / "build" / "shader_texts.h")
         main += sources("mps/*.mm")
-        flags = ["-mmacosx-version-min=14.0"]
-        link = ["-framework", "Metal", "-framework", "Foundation"]
+        flags = [f"-mmacosx-version-min={MACOS}"]
+        link = [*flags, "-framework", "Metal", "-framework", "Foundation"]
     cpu = []
     for isa, options in CPU_ISAS.items():
         capability, *march = options.split()
@@ -63,19 +70,52 @@ def extensions() -> list[CppExtension]:
     return [extension("_C", main, flags, link), *cpu]
 
 
+def say(text: str) -> None:
+    print(f"==> {text}", flush=True)
+
+
 class BuildEach(BuildExtension):
+    def build_extensions(self) -> None:
+        files, cores = sum(len(ext.sources) for ext in self.extensions), os.cpu_count() or 1
+        wish = os.environ.get("MAX_JOBS", "")
+        jobs = int(wish) if wish.isdigit() else cores
+        minutes = files * SECONDS_PER_FILE / min(jobs, cores, files) / 60
+        say(f"Building for torch {MINOR}: {files} files in {len(self.extensions)} libraries, {jobs} at a time")
+        say(f"CPU kernels for {', '.join(CPU_ISAS)}: the same files once for each")
+        say(f"The first time some {max(minutes, 1):.0f} minutes; what is compiled is not compiled again")
+        # A Mac's Python may be made for both architectures; torch is not.
+        for name, command in vars(self.compiler).items():
+            if isinstance(command, list) and "-arch" in command:
+                setattr(self.compiler, name, " ".join(command).replace("-arch x86_64", "").split())
+        super().build_extensions()
+
     def build_extension(self, ext) -> None:
         """Objects in one place for every kind of build (editable, wheel, in place), so that the second one is quick,
         and in a folder for each library: the CPU libraries have the same sources and differ by their flags."""
         self.build_temp = str(ROOT / "build" / "objects" / ext.name)
+        start, place = time.monotonic(), f"{self.extensions.index(ext) + 1} of {len(self.extensions)}"
+        say(f"{ext.name}, {place}: {len(ext.sources)} files")
         super().build_extension(ext)
+        say(f"{ext.name}, {place}: ready after {time.monotonic() - start:.0f} s")
 
 
-major, minor = torch.__version__.split(".")[:2]
+def version() -> str:
+    """The package's own, which stands in its __init__.py, and the torch it fits: of several wheels with the same
+    version pip would look at one only."""
+    text = (ROOT / "torch_moe_metal" / "__init__.py").read_text()
+    (literal,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    return f"{literal}+torch{MINOR}"
+
+
+MINOR = ".".join(torch.__version__.split(".")[:2])
+WHEEL = {"py_limited_api": "cp310"}
+if sys.platform == "darwin":  # whatever this machine and its Python were made for
+    WHEEL["plat_name"] = f"macosx-{MACOS}-arm64"
 setup(
+    version=version(),
     ext_modules=extensions(),
     # C++ symbols and layouts change with torch's minor version, so a wheel fits just the one it was built against.
-    install_requires=[f"torch=={major}.{minor}.*"],
+    install_requires=[f"torch=={MINOR}.*"],
     cmdclass={"build_ext": BuildEach.with_options(no_python_abi_suffix=True)},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={"bdist_wheel": WHEEL},
 )

@@ -1,19 +1,25 @@
-"""The package as others get it: a wheel in an environment of its own, and each instruction set it was built for."""
+"""The package as others get it: a wheel in an environment of its own, and each instruction set it was built for; and
+that tools/check_wheel.py, which judges every wheel we give away, sees what can be wrong with one."""
 
 import fcntl
 import os
 import platform
+import re
+import struct
 import subprocess
 import sys
 import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import torch_moe_metal
+from check_wheel import PACKAGE, Wheel, check_macho, manylinux, record_row
 
+MINOR = ".".join(torch.__version__.split(".")[:2])
 ROOT = Path(__file__).parent.parent
 
 
@@ -49,19 +55,164 @@ def stranger(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_wheel_fits_every_python_and_one_torch(wheel: Path):
-    name, version, python, abi, _ = wheel.stem.split("-", 4)
-    assert (name, version, abi) == ("torch_moe_metal", torch_moe_metal.__version__, "abi3") and python.startswith("cp3")
-    metadata = zipfile.ZipFile(wheel).read(f"{name}-{version}.dist-info/METADATA").decode()
-    major, minor = torch.__version__.split(".")[:2]
-    assert f"Requires-Dist: torch=={major}.{minor}.*" in metadata.splitlines()
+def test_wheel_is_whole(wheel: Path):
+    assert list(Wheel(wheel).problems(MINOR)) == []
+    assert Wheel(wheel).version == f"{torch_moe_metal.__version__}+torch{MINOR}"
 
 
-def test_wheel_holds_every_module_and_library(wheel: Path):
-    names = set(zipfile.ZipFile(wheel).namelist())
-    package = ROOT / "torch_moe_metal"
-    wanted = [path for pattern in ("**/*.py", "*.so", "py.typed") for path in package.glob(pattern)]
-    assert {str(path.relative_to(ROOT)) for path in wanted} <= names
+Files = dict[str, bytes]
+INFO = f"{PACKAGE}-{torch_moe_metal.__version__}+torch{MINOR}.dist-info"
+
+
+def rewritten(wheel: Path, to: Path, change: Callable[[Files], object], sealed: bool = True) -> Path:
+    """The wheel with other files, under the name that `to` says; `sealed`: with a RECORD that is right about them."""
+    files = Wheel(wheel).files
+    change(files)
+    if sealed:
+        (of_record,) = (name for name in files if name.endswith(".dist-info/RECORD"))
+        rows = [record_row(name, data) for name, data in files.items() if name != of_record] + [[of_record, "", ""]]
+        files[of_record] = "".join(",".join(row) + "\n" for row in rows).encode()
+    with zipfile.ZipFile(to, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return to
+
+
+def put(name: str, old: bytes, new: bytes) -> Callable[[Files], object]:
+    """Writes `new` for `old` in a file, which must have it."""
+
+    def change(files: Files) -> None:
+        assert files[name].count(old) >= 1
+        files[name] = files[name].replace(old, new)
+
+    return change
+
+
+BROKEN = {
+    "another torch in the metadata": (put(f"{INFO}/METADATA", b"torch==", b"torch>="), "it requires"),
+    "another version in the metadata": (put(f"{INFO}/METADATA", b"\nVersion: ", b"\nVersion: 9"), "METADATA's Version"),
+    "another name in the metadata": (put(f"{INFO}/METADATA", b"Name: torch-moe", b"Name: moe"), "METADATA's Name"),
+    "an older Python": (put(f"{INFO}/METADATA", b"Python: >=3.10", b"Python: >=3.8"), "Requires-Python"),
+    "another tag": (put(f"{INFO}/WHEEL", b"-abi3-", b"-none-"), "WHEEL's Tag"),
+    "called pure": (put(f"{INFO}/WHEEL", b"Purelib: false", b"Purelib: true"), "Root-Is-Purelib"),
+    "no metadata": (lambda files: files.pop(f"{INFO}/METADATA"), "has no METADATA"),
+    "another release": (put(f"{PACKAGE}/__init__.py", b"__version__ = ", b'__version__ = "9"#'), "version is"),
+    "no licence": (lambda files: files.pop(f"{INFO}/licenses/LICENSE"), "LICENSE is missing"),
+    "no py.typed": (lambda files: files.pop(f"{PACKAGE}/py.typed"), "py.typed is missing"),
+    "a module too few": (lambda files: files.pop(f"{PACKAGE}/bench/plot.py"), "bench/plot.py is missing"),
+    "a library too few": (lambda files: files.pop(f"{PACKAGE}/_cpu_default.so"), "_cpu_default.so is missing"),
+    "a test in it": (lambda files: files.update({"tests/test_ops.py": b""}), "tests/test_ops.py does not belong"),
+    "an object in it": (lambda files: files.update({f"{PACKAGE}/gate.o": b""}), "gate.o does not belong"),
+    "a Mac's library": (lambda files: files.update({f"{PACKAGE}/_C.so": mac_library()}), "_C.so is no ELF library"),
+    "another machine's": (lambda files: change_machine(files, f"{PACKAGE}/_C.so"), "_C.so is no ELF library"),
+    "not linked to torch": (put(f"{PACKAGE}/_C.so", b"libtorch_cpu.so", b"libtorch_cqu.so"), "linked to libtorch_cpu"),
+    "linked to a stranger": (put(f"{PACKAGE}/_C.so", b"libc10.so", b"libc11.so"), "linked to libc11.so, which neither"),
+}
+
+
+def change_machine(files: Files, name: str) -> None:
+    files[name] = files[name][:18] + struct.pack("<H", 8) + files[name][20:]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the libraries of these wheels are Linux's")
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_wheels_are_seen(what: str, wheel: Path, tmp_path: Path):
+    change, complaint = BROKEN[what]
+    problems = list(Wheel(rewritten(wheel, tmp_path / wheel.name, change)).problems(MINOR))
+    assert any(complaint in problem for problem in problems), problems
+
+
+def test_untrue_records_are_seen(wheel: Path, tmp_path: Path):
+    path = tmp_path / wheel.name
+    changed = rewritten(wheel, path, put(f"{PACKAGE}/doctor.py", b"import", b"imqort"), sealed=False)
+    assert list(Wheel(changed).problems(MINOR)) == [f"RECORD is wrong about {PACKAGE}/doctor.py"]
+    less = rewritten(wheel, path, lambda files: files.pop(f"{PACKAGE}/doctor.py"), sealed=False)
+    assert f"RECORD is wrong about {PACKAGE}/doctor.py" in list(Wheel(less).problems(MINOR))
+
+
+def test_untrue_names_are_seen(wheel: Path, tmp_path: Path):
+    def complaints(old: str, new: str) -> str:
+        named = wheel.name.replace(old, new)
+        assert named != wheel.name
+        return "\n".join(Wheel(rewritten(wheel, tmp_path / named, lambda files: None)).problems(MINOR))
+
+    assert "has no METADATA" in complaints(PACKAGE, "moe")
+    assert "has no METADATA" in complaints(f"+torch{MINOR}", "+torch9.9")
+    assert "is none of ours" in complaints("-abi3-", "-cp310-")
+    assert "is none of ours" in complaints(wheel.stem.rpartition("-")[2], "macosx_14_0_universal2")
+    wrong_torch = "\n".join(Wheel(wheel).problems("9.9"))
+    assert "not torch==9.9.*" in wrong_torch and f"version is {torch_moe_metal.__version__}+torch{MINOR}" in wrong_torch
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
+def test_newer_linuxes_are_seen(wheel: Path, tmp_path: Path):
+    """What the libraries need makes the oldest name a wheel may have."""
+    libraries = [data for name, data in Wheel(wheel).files.items() if name.endswith(".so")]
+    assert manylinux(libraries) is not None
+    assert manylinux([*libraries, b"\0GLIBC_2.35\0"]) == 35
+    assert manylinux([b"\0GLIBC_2.2.5\0", b"\0GLIBCXX_3.4.29\0"]) == 34
+    assert manylinux([b"\0GLIBC_2.99\0"]) is None
+    tag = f"cp310-abi3-manylinux_2_28_{platform.machine()}"
+
+    def change(files: Files) -> None:
+        about = f"{INFO}/WHEEL"
+        files[about] = re.sub(rb"Tag: .*", f"Tag: {tag}".encode(), files[about])
+        files[f"{PACKAGE}/_C.so"] += b"\0GLIBC_2.35\0"
+
+    path = rewritten(wheel, tmp_path / f"{INFO.removesuffix('.dist-info')}-{tag}.whl", change)
+    assert list(Wheel(path).problems(MINOR)) == ["its libraries need the systems of glibc 2.35, its name says 2.28"]
+
+
+def mac_library(
+    macos: int = 14, signed: bool = True, linked: str = "@rpath/libtorch_cpu.dylib", cpu: int = 0xC
+) -> bytes:
+    """The head of a library for macOS: what check_macho reads of it."""
+    name = linked.encode().ljust(len(linked) // 8 * 8 + 8, b"\0")
+    commands = [
+        struct.pack("<6I", 0xC, 24 + len(name), 24, 0, 0, 0) + name,
+        struct.pack("<6I", 0x32, 24, 1, macos << 16, macos << 16, 0),
+        *([struct.pack("<4I", 0x1D, 16, 0, 0)] if signed else []),
+    ]
+    head = struct.pack("<8I", 0xFEEDFACF, 0x01000000 | cpu, 0, 6, len(commands), sum(map(len, commands)), 0, 0)
+    return head + b"".join(commands)
+
+
+def test_broken_mac_libraries_are_seen():
+    assert list(check_macho(mac_library(), "14.0")) == []
+    assert list(check_macho(mac_library(cpu=7), "14.0")) == ["is no Mach-O library for arm64"]
+    assert "is for macOS 15.0 and newer" in next(check_macho(mac_library(macos=15), "14.0"))
+    assert "is not signed" in next(check_macho(mac_library(signed=False), "14.0"))
+    homebrew = list(check_macho(mac_library(linked="/opt/homebrew/lib/libomp.dylib"), "14.0"))
+    assert homebrew[0] == "is not linked to libtorch_cpu" and "linked to /opt/homebrew/lib/libomp.dylib" in homebrew[1]
+
+
+def test_pip_takes_the_wheel_of_the_torch_that_is_asked_for(wheel: Path, tmp_path: Path):
+    """Of the wheels of one release, side by side as a GitHub release has them; torch stands for itself by name only."""
+    release = torch_moe_metal.__version__
+    for torch_minor in ("9.8", MINOR, "0.9"):
+
+        def rename(files: Files, to: str = f"+torch{torch_minor}") -> None:
+            for name in list(files):
+                if name.startswith(INFO):
+                    content = files.pop(name).replace(MINOR.encode(), to.removeprefix("+torch").encode())
+                    files[name.replace(f"+torch{MINOR}", to)] = content
+
+        rewritten(wheel, tmp_path / wheel.name.replace(f"+torch{MINOR}", f"+torch{torch_minor}"), rename)
+        with zipfile.ZipFile(tmp_path / f"torch-{torch_minor}.0-py3-none-any.whl", "w") as archive:
+            info = f"torch-{torch_minor}.0.dist-info"
+            archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {torch_minor}.0\n")
+            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{info}/RECORD", "")
+
+    def taken(*asked: str) -> str:
+        pip = (sys.executable, "-m", "pip", "--isolated", "install", "--dry-run", "--ignore-installed", "--no-index")
+        return succeed(*pip, "--find-links", tmp_path, *asked).strip().rpartition("\n")[2]
+
+    ours = f"Would install torch-{MINOR}.0 torch-moe-metal-{release}+torch{MINOR}"
+    assert taken("torch-moe-metal", f"torch=={MINOR}.*") == ours
+    assert taken(f"torch-moe-metal=={release}+torch{MINOR}") == ours
+    # Who names no torch gets the newest, and torch with it.
+    assert taken("torch-moe-metal") == f"Would install torch-9.8.0 torch-moe-metal-{release}+torch9.8"
 
 
 def test_wheel_works_from_another_directory(stranger: Path, tmp_path: Path):

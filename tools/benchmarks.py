@@ -133,7 +133,7 @@ def page() -> str:
 def figures() -> str:
     """The README's: a block and a whole model, beside transformers'."""
     bench = json.loads((FOLDER / "1-cpu.json").read_text())
-    model = json.loads((FOLDER / "2-cpu-model.json").read_text())["rows"]
+    model = json.loads((FOLDER / "3-cpu-model.json").read_text())["rows"]
     blocks = [row for row in bench["rows"] if row["op"] == "block" and row["dtype"] == "bf16"]
     rows = []
     for row in blocks:

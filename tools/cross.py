@@ -12,15 +12,13 @@ It does not run the result: that takes a Mac.
 """
 
 import argparse
-import base64
 import fcntl
-import functools
-import hashlib
 import json
 import os
 import platform
 import re
 import runpy
+import shutil
 import struct
 import subprocess
 import sys
@@ -35,6 +33,7 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
+from check_wheel import Wheel, record_row  # noqa: E402
 from metal_sim.device.build import HEADERS, BuildError, find_ninja  # noqa: E402
 
 VERSIONS = ["2.10.0", "2.13.0", "2.15.0"]
@@ -289,49 +288,44 @@ def write_wheel(version: str, built: dict[str, Path]) -> Path:
     """The package with the macOS libraries, as pip on a Mac would have built it."""
     minor = ".".join(version.split(".")[:2])
     folder = ROOT / "dist" / "cross" / f"torch-{minor}"
-    folder.mkdir(parents=True, exist_ok=True)
-    info, tag = package_metadata(minor), "cp310-abi3-macosx_14_0_arm64"
+    shutil.rmtree(folder, ignore_errors=True)  # an older version's wheel
+    folder.mkdir(parents=True)
+    info, tag = package_metadata(version), "cp310-abi3-macosx_14_0_arm64"
     name = next(iter(info)).split("/")[0]
-    release = name.removeprefix("torch_moe_metal-").removesuffix(".dist-info")
     package = [p for p in (ROOT / "torch_moe_metal").rglob("*") if p.suffix == ".py" or p.name == "py.typed"]
     files = {str(path.relative_to(ROOT)): path.read_bytes() for path in sorted(package)}
     files |= {f"torch_moe_metal/{lib}.so": path.read_bytes() for lib, path in built.items() if lib != "planted"}
     files |= info
     wheel = f"Wheel-Version: 1.0\nGenerator: torch_moe_metal cross.py\nRoot-Is-Purelib: false\nTag: {tag}\n"
     files[f"{name}/WHEEL"] = wheel.encode()
-    target = folder / f"torch_moe_metal-{release}-{tag}.whl"
+    target = folder / f"{name.removesuffix('.dist-info')}-{tag}.whl"
+    rows = [record_row(path, content) for path, content in files.items()] + [[f"{name}/RECORD", "", ""]]
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for path, content in files.items():
             archive.writestr(path, content)
-        archive.writestr(f"{name}/RECORD", record(files, name))
+        archive.writestr(f"{name}/RECORD", "".join(",".join(row) + "\n" for row in rows))
+    if problems := list(Wheel(target).problems(minor)):
+        raise CrossError("\n  ".join([f"{target.name} is wrong:", *problems]))
     return target
 
 
-def record(files: dict[str, bytes], info: str) -> str:
-    rows = []
-    for name, content in files.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-        rows.append(f"{name},sha256={digest},{len(content)}\n")
-    return "".join(rows) + f"{info}/RECORD,,\n"
+METADATA = """
+import sys, torch
+torch.__version__ = sys.argv.pop()
+from setuptools import build_meta
+build_meta.prepare_metadata_for_build_wheel(sys.argv.pop())
+"""
 
 
-def package_metadata(minor: str) -> dict[str, bytes]:
-    """The dist-info folder for that torch instead of the installed one."""
-    files = dict(metadata_of_setuptools())
-    metadata = next(name for name in files if name.endswith("/METADATA"))
-    needs = f"Requires-Dist: torch=={minor}.*".encode()
-    files[metadata] = re.sub(rb"^Requires-Dist: torch==.*$", needs, files[metadata], flags=re.MULTILINE)
-    return files
-
-
-@functools.cache  # its logging goes on into what is standard output now, so a second run would complain at length
-def metadata_of_setuptools() -> dict[str, bytes]:
-    from setuptools import build_meta
-
-    with tempfile.TemporaryDirectory() as scratch, open(os.devnull, "w") as nowhere:
-        with mock.patch.object(sys, "stdout", nowhere), mock.patch.object(sys, "argv", ["setup.py"]):
-            folder = Path(scratch) / build_meta.prepare_metadata_for_build_wheel(scratch)
-        return {str(p.relative_to(scratch)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+def package_metadata(version: str) -> dict[str, bytes]:
+    """The dist-info folder that setup.py makes beside that torch."""
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-c", METADATA, scratch, version]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise CrossError(f"setup.py's metadata for torch {version}:\n{done.stdout}{done.stderr}")
+        made = sorted(p for p in Path(scratch).glob("*.dist-info/**/*") if p.is_file())
+        return {str(path.relative_to(scratch)): path.read_bytes() for path in made}
 
 
 def main() -> None:
