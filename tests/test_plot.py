@@ -111,7 +111,7 @@ def test_what_is_written_can_be_read(tokens: list[int] | None, seed: int):
     assert all(any(f"{name} {speed}" in text.words for text in limits) for name, speed in LIMITS.items())
     lines = torch.cat(drawn.lines)
     for text in numbers + limits:
-        assert not text.covers(drawn.marks, margin=3), f"{text.words} lies on a mark"
+        assert not text.covers(drawn.marks, margin=4.5), f"{text.words} lies on a mark"
         assert not text.covers(lines), f"{text.words} lies on a line"
     points = [text.points for text in drawn.texts]
     lengths = torch.tensor([len(own) for own in points])
