@@ -1,5 +1,6 @@
 // Metal's words on an NVIDIA GPU: a warp is a simdgroup, shared memory is threadgroup memory, pointers are plain.
-// clang compiles it for NVPTX as C++, so types and maths are those of the simulator. See ../../metal_sim/engine/translate.py.
+// clang compiles it for NVPTX as C++, so types and maths are those of the simulator. See
+// ../../metal_sim/engine/translate.py.
 #pragma once
 
 #include <stddef.h>
