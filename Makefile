@@ -45,7 +45,7 @@ $(BUILT): $(BIN)/.ready setup.py pyproject.toml $(CXX_FILES) shaders/embed.py
 	@$(BIN)/python -c 'import sysconfig, os, sys; sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || { echo "Missing: Python's headers. On Debian and Ubuntu: apt-get install python3-dev"; exit 1; }
 	@mkdir -p build
 	@set -o pipefail; $(BIN)/python -m pip install --verbose --disable-pip-version-check --no-build-isolation --no-deps --editable . 2>&1 \
-		| tee build/log | awk '/^ *==> / { sub(/^ */, ""); print; fflush() }' \
+		| tee build/log | grep --line-buffered --only-matching '==> .*' \
 		|| { tail -n 60 build/log; echo "The build failed; the end of its output is above, all of it in build/log"; exit 1; }
 	@touch $@
 

@@ -90,8 +90,9 @@ def main() -> int:
         folder = Path(scratch) / "checkout"
         subprocess.run(["git", "clone", "--quiet", ROOT, folder], check=True)
         github = {name: str(Path(scratch) / name) for name in FILES}
+        common = {"CI": "true"} | github | environment(workflow, job, values=values)
         for step in job["steps"]:
-            variables = {"CI": "true"} | github | environment(workflow, job, step, values=values)
+            variables = common | environment(step, values=values)
             failed = any(result == "FAILED" for _, result in told)
             result = "left out: a step before it failed" if failed else run_step(step, folder, variables, values)
             told.append((step.get("name") or step.get("run") or step["uses"], result))
@@ -103,7 +104,8 @@ def main() -> int:
         print("  not in its container")
     for name, result in told:
         print(f"  {result:8} {name.strip().splitlines()[0]}" if result in ("ran", "FAILED") else f"  {result}: {name}")
-    return int(any(result == "FAILED" for _, result in told))
+    results = [result for _, result in told]
+    return int("FAILED" in results or "ran" not in results)
 
 
 if __name__ == "__main__":
