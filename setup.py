@@ -94,7 +94,7 @@ class BuildEach(BuildExtension):
         and in a folder for each library: the CPU libraries have the same sources and differ by their flags."""
         self.build_temp = str(ROOT / "build" / "objects" / ext.name)
         start, place = time.monotonic(), f"{self.extensions.index(ext) + 1} of {len(self.extensions)}"
-        say(f"{ext.name}, {place}: {len(ext.sources)} files")
+        say(f"{ext.name}, {place} (files: {len(ext.sources)})")
         super().build_extension(ext)
         say(f"{ext.name}, {place}: ready after {time.monotonic() - start:.0f} s")
 
