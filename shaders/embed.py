@@ -1,6 +1,7 @@
 """Write every shader's text into one C++ header, so that the extension carries its kernels and needs no files.
 
-Run by setup.py and by the simulated Metal, so that both compile exactly the same text.
+Called by setup.py and by the simulated Metal, so that both compile exactly the same text;
+`python shaders/embed.py shaders/glu.metal` prints that of one shader, whose lines error messages count.
 `#include "common.h"` is replaced by the file's text: Metal's run-time compiler has no include path of ours.
 """
 
@@ -48,4 +49,4 @@ def write_header(target: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(write_header(Path(sys.argv[1])))
+    print(shader_text(Path(sys.argv[1])), end="")
