@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from torch_moe_metal.bench.models import DEFAULT, MODELS
 
 from torch_moe_metal.__main__ import main
 from torch_moe_metal.bench.calls import EXPERTS, OPS, WHOLE, Call, calls_of
 from torch_moe_metal.bench.plot import picture
 from torch_moe_metal.bench.report import Result
+from torch_moe_metal.models import DEFAULT, MODELS
 
 LIMITS = {"read": 21.3, "copy": 17.8}
 FONT = {"title": 19, "small": 11, "number": 10}  # px, by the first word of the class; else 12

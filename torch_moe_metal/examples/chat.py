@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, TextStreamer
 
 import torch_moe_metal
 
-from ..__main__ import positive
+from ..bench import positive
 from .models import Parser
 
 
