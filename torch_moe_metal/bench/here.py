@@ -108,8 +108,8 @@ class Here:
 
     def whole(self, call: Call, sets: list[dict[str, Tensor]]) -> dict[str, Callable[[], object]]:
         """The block, or its experts alone, and everybody else's."""
-        block, one = self.block, expert_bytes(call.model, call.dtype)
-        ours = block if call.op == "block" else lambda **s: ops.experts(**s, **block.experts, **call.options)
+        block, one, options = self.block, expert_bytes(call.model, call.dtype), call.options
+        ours = block if call.op == "block" else lambda **s: ops.experts(**s, **block.experts, **options)
         functions = {"ours": in_turn(ours, sets)}
         for name, other in self.others.items():
             if not too_large(name, call.T, call.model.K, one):
@@ -150,11 +150,11 @@ def in_turn(function: Callable[..., object], sets: list[dict]) -> Callable[[], o
 
 def of_op(call: Call, sets: list[dict[str, Tensor]]) -> dict[str, Callable[[], object]]:
     """Our op, and PyTorch's ways to it."""
-    op, theirs = getattr(ops, call.op), [for_rivals(s) for s in sets]
-    functions = {"ours": in_turn(lambda **s: op(**s, **call.options), sets)}
-    functions |= {name: in_turn(way, theirs) for name, way in rivals(call.op, call.options).items()}
+    op, options, theirs = getattr(ops, call.op), call.options, [for_rivals(s) for s in sets]
+    functions = {"ours": in_turn(lambda **s: op(**s, **options), sets)}
+    functions |= {name: in_turn(way, theirs) for name, way in rivals(call.op, options).items()}
     if call.op == "gate":
-        functions["linear, our route"] = in_turn(linear_and_route(call.options), sets)
+        functions["linear, our route"] = in_turn(linear_and_route(options), sets)
     return functions
 
 
