@@ -4,6 +4,7 @@
 #   make test-all  the full grid
 #   make bench     times and ratios of every op
 #   make report    what to send us from a Mac: doctor.txt and bench.json, in build/report
+#   make benchmarks  BENCHMARKS.md and the README's table anew, from the JSON files in benchmarks/
 #   make cross     the macOS extension compiled and linked on this machine against real macOS torch wheels;
 #                  CROSS="2.13.0 2.15.0" chooses them
 #   make wheel     a wheel for the torch that TORCH=2.13 chooses, tried in a fresh environment; dist/ keeps it
@@ -27,7 +28,7 @@ SIM_FILES := $(wildcard $(addprefix tests/metal_sim/,engine/*.h engine/*.cpp eng
 SIM_FILES += $(wildcard tests/gpu/shim/*.h)
 export MAX_JOBS
 
-.PHONY: help demo test test-all bench doctor mps report cross wheel lint workflow format clean distclean
+.PHONY: help demo test test-all bench benchmarks doctor mps report cross wheel lint workflow format clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -75,6 +76,9 @@ report: $(BUILT)
 	@$(BIN)/python -m torch_moe_metal doctor | tee build/report/doctor.txt
 	$(BIN)/python -m torch_moe_metal bench --json $(ARGS) > build/report/bench.json
 
+benchmarks: $(BIN)/.ready
+	@$(BIN)/python tools/benchmarks.py
+
 cross: $(BIN)/.ready
 	$(BIN)/python tools/cross.py $(CROSS)
 
@@ -86,6 +90,7 @@ lint: $(BIN)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES) $(SIM_FILES)
 	$(BIN)/python tests/metal_sim/engine/address_spaces.py $(wildcard shaders/*.metal)
+	$(BIN)/python tools/benchmarks.py --check
 	$(BIN)/shellcheck .ci/run
 	$(BIN)/actionlint -shellcheck $(BIN)/shellcheck $(wildcard .github/workflows/*.yml)
 
