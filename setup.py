@@ -10,6 +10,7 @@ While it compiles it says how far it is, in lines that begin with "==>". `make` 
 import os
 import platform
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -107,12 +108,24 @@ def version() -> str:
     return f"{literal}+torch{MINOR}"
 
 
+def project_urls() -> dict[str, str]:
+    """Wherever this checkout's repository is, told by GitHub's machines or by git; none without one on GitHub."""
+    address = os.environ.get("GITHUB_REPOSITORY", "")
+    if not address and (ROOT / ".git").exists():
+        origin = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True).stdout
+        address = "".join(re.findall(r"github\.com[:/](.+?)(?:\.git)?$", origin.strip()))
+    home = f"https://github.com/{address}"
+    pages = {"Homepage": "", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.md"}
+    return {name: home + page for name, page in pages.items()} if address else {}
+
+
 MINOR = ".".join(torch.__version__.split(".")[:2])
 WHEEL = {"py_limited_api": "cp310"}
 if sys.platform == "darwin":  # whatever this machine and its Python were made for
     WHEEL["plat_name"] = f"macosx-{MACOS}-arm64"
 setup(
     version=version(),
+    project_urls=project_urls(),
     ext_modules=extensions(),
     # C++ symbols and layouts change with torch's minor version, so a wheel fits just the one it was built against.
     install_requires=[f"torch=={MINOR}.*"],
