@@ -11,7 +11,7 @@
 #include <string>
 #include <string_view>
 
-#include "memory.h"
+#include "kept_memory.h"
 
 namespace moe_metal {
 

@@ -14,7 +14,7 @@
 
 #include "arguments.h"
 #include "common.h"
-#include "memory.h"
+#include "kept_memory.h"
 
 namespace moe_metal {
 

@@ -406,7 +406,7 @@ def all_ids_out_of_range(args: Args) -> None:
     args["weights"].fill_(nan)
 
 
-def wide_ids_out_of_range(args: Args) -> None:
+def far_ids_out_of_range(args: Args) -> None:
     """Ids that would look valid if they were cut to 32 bits."""
     args["ids"] = args["ids"].long()
     args["ids"][:, 0] += 2**32
@@ -460,7 +460,7 @@ def experts_cases() -> list[Case]:
         "repeated_ids": repeated_ids,
         "ids_out_of_range": ids_out_of_range,
         "all_ids_out_of_range": all_ids_out_of_range,
-        "wide_ids_out_of_range": wide_ids_out_of_range,
+        "far_ids_out_of_range": far_ids_out_of_range,
         "long_ids": long_ids,
         "all_to_one_expert": all_to_one_expert,
         "nan_in_unused_experts": nan_in_unused_experts,

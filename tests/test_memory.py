@@ -1,4 +1,4 @@
-"""Large tensors of the CPU ops lie in memory that is used again (csrc/memory.h): it must be nobody else's."""
+"""Large tensors of the CPU ops lie in memory that is used again (csrc/kept_memory.h): it must be nobody else's."""
 
 import copy
 import io

@@ -46,8 +46,8 @@ def test_from_sizes(options, device):
     moe = made(**options).to(device)
     x = torch.randn(2, 5, 32, dtype=moe.down.dtype).to(device)
     residual = torch.randn_like(x)
-    wide = copy.deepcopy(moe).double().cpu().requires_grad_(True)
-    expected = wide(x.double().cpu(), residual.double().cpu()).detach()
+    exact = copy.deepcopy(moe).double().cpu().requires_grad_(True)
+    expected = exact(x.double().cpu(), residual.double().cpu()).detach()
     tolerance = 1e-6 if moe.down.dtype == torch.float32 else 8e-3
     with torch.no_grad():
         assert relative(moe(x, residual).cpu(), expected) <= tolerance

@@ -57,8 +57,8 @@ def choice_of(logits: Tensor, tensors: dict, options: dict) -> Tensor:
     """What the experts are chosen by, where there are no groups."""
     if "select_bias" not in tensors:
         return logits.double()
-    cap, wide = options["softcap"], logits.double()
-    scores = reference.SCORING[options["scoring"]](cap * torch.tanh(wide / cap) if cap else wide)
+    cap, exact = options["softcap"], logits.double()
+    scores = reference.SCORING[options["scoring"]](cap * torch.tanh(exact / cap) if cap else exact)
     return scores + tensors["select_bias"].double()
 
 
@@ -84,8 +84,8 @@ def test_equals_the_reference_in_float32(device: str, routing):
 
 
 def choice_sums(logits: Tensor, options: dict) -> Tensor:
-    cap, wide = options["softcap"], logits.double()
-    scores = reference.SCORING[options["scoring"]](cap * torch.tanh(wide / cap) if cap else wide)
+    cap, exact = options["softcap"], logits.double()
+    scores = reference.SCORING[options["scoring"]](cap * torch.tanh(exact / cap) if cap else exact)
     groups = scores.unflatten(-1, (options["n_group"], -1)).sort(-1, descending=True).values
     return groups[..., : 2 if options["group_score"] == "top2_sum" else 1].sum(-1).sort(-1, descending=True).values
 

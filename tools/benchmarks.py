@@ -114,7 +114,7 @@ def section(file: Path) -> str:
     title, _, text = (words.read_text() if words.exists() else f"{file.stem}\n").partition("\n")
     parts = [
         f"## {title.lstrip('# ')}",
-        text.strip(),
+        text.strip().replace("](../", "]("),  # the page stands a folder above
         f"`{found['command']}` · {found['date']} · {found['machine']} · {found['system']}  \n{about}",
         "\n".join(f"- {note}" for note in found.get("notes", [])),
         body,

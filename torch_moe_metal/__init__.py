@@ -91,7 +91,7 @@ if not TYPE_CHECKING:  # to which every name would be known
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "patch", "unpatch"})
+    return sorted([*__all__, "__version__"])
 
 
 __all__ = ["arguments", "cpu_isa", "max_experts", "nn", "patch", "reference", "unpatch"]

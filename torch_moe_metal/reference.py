@@ -91,6 +91,11 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Each token's K best experts, best first, and their weights. -> weights float32 [T, K], ids int32 [T, K]
 
+    scoring: softmax, sigmoid or sqrt_softplus. renormalize: none, before_scale (the chosen scores are divided by their
+    sum, then multiplied by per_expert_scale) or after_scale (the other way round). n_group, topk_group, group_score
+    (top2_sum or max): only experts of the topk_group best of n_group groups are chosen. scaling_factor multiplies last.
+    softcap, if not 0, bends the logits to softcap * tanh(logits / softcap).
+
     `select_bias` counts for the choice only, never for the weights. Without it the logits themselves choose: every
     scoring rises with its logit, so the order is the same, but large logits do not tie by saturating.
     """
@@ -126,7 +131,10 @@ def gate(
     softcap: float = 0.0,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """The whole router: `route(norm(hidden) @ router_weight.T + router_bias)`; no norm without `norm_weight`."""
+    """The whole router: `route(norm(hidden) @ router_weight.T + router_bias)`; no norm without `norm_weight`.
+
+    -> weights float32 [T, K], ids int32 [T, K]. Options are those of `route`, and the norm's eps.
+    """
     hidden = as_float(hidden) if norm_weight is None else norm(hidden, eps) * as_float(norm_weight)
     bias = None if router_bias is None else as_float(router_bias)
     return route(
@@ -163,7 +171,10 @@ def glu(
     alpha: float = 1.702,
     limit: float | None = None,
 ) -> Tensor:
-    """act(gate) * up. `limit` clamps gate from above and up on both sides; `alpha` belongs to swiglu_oai."""
+    """act(gate) * up. activation: silu, gelu, gelu_tanh, relu2 or swiglu_oai, to which `alpha` belongs.
+
+    `limit` clamps gate from above and up on both sides.
+    """
     g, u = as_float(gate), as_float(up)
     if limit is not None:
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
@@ -191,6 +202,7 @@ def experts(
     """Every token through its K experts, and their weighted sum. -> [T, H]
 
     An id outside [0, E) is skipped: it adds nothing and reads nothing, whatever its weight is.
+    activation, alpha and limit are those of `glu`; `shared` and `residual` are added as in `weighted_sum`.
     The 2I rows hold the gate's I rows first, or gate and up in turn when `interleaved`.
     """
     used = (ids >= 0) & (ids < gate_up.shape[0])

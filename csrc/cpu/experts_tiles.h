@@ -4,7 +4,7 @@
 // pass 2 wants. `inner` is rounded to bfloat16; sums are float.
 #pragma once
 #include "experts.h"
-#include "memory.h"
+#include "kept_memory.h"
 #include "tiles.h"
 #ifdef MOE_METAL_AMX
 

@@ -18,21 +18,13 @@ from ..arguments import DTYPES
 from ..models import DEFAULT, MODELS
 from . import report
 from .calls import OPS, WHOLE, WORTH_A_LIMIT, Unfit
-from .here import Here, has_mlx
+from .here import Here, add_device, has_mlx, positive
 from .measure import keep_freed_memory, machine
 from .plot import check_place, picture
 from .report import Progress, Result
 
-DEVICES = ("cpu", "mps")
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 __all__ = ["OPS", "add_arguments", "run"]
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ArgumentTypeError(f"must be 1 or more, got {text}")
-    return number
 
 
 def dtype(text: str) -> torch.dtype:
@@ -42,7 +34,7 @@ def dtype(text: str) -> torch.dtype:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--device", choices=DEVICES, default="mps" if torch.backends.mps.is_available() else "cpu")
+    add_device(parser)
     parser.add_argument(
         "--model",
         choices=list(MODELS),

@@ -4,7 +4,7 @@ import gc
 import itertools
 import statistics
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -31,15 +31,31 @@ def has_transformers() -> bool:
     return find_spec("transformers") is not None
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ArgumentTypeError(f"must be 1 or more, got {text}")
+    return number
+
+
+def add_device(parser: ArgumentParser) -> None:
+    best = "mps" if torch.backends.mps.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "mps"), default=best, help=f"default: {best}, the best one here")
+
+
+def check_device(device: str) -> None:
+    if device == "mps" and not torch.backends.mps.is_available():
+        from ..doctor import devices
+
+        raise Unfit(f"--device mps: {dict(devices())['mps']}")
+
+
 class Here:
     """Measures our ops on a device of this machine."""
 
     def __init__(self, options: Namespace):
         self.device, self.seconds = options.device, options.seconds
-        if self.device == "mps" and not torch.backends.mps.is_available():
-            from ..doctor import devices
-
-            raise Unfit(f"--device mps: {dict(devices())['mps']}")
+        check_device(self.device)
         name, whole = options.model or DEFAULT, bool(set(wanted_ops(options)) & set(WHOLE))
         free, tokens = free_memory(self.device), max(options.tokens or TOKENS[True])
         copies = 1 + has_mlx()

@@ -160,17 +160,17 @@ class Labels:
 
     def place(self, x: float, y: float, digits: int) -> tuple[float, float]:
         """The middle of a number of so many digits: the point itself, should there be no place."""
-        wide, best, found = 3.3 * digits + 1.5, inf, (x, y)
+        width, best, found = 3.3 * digits + 1.5, inf, (x, y)
         for distance in range(11, self.FARTHEST, 3):
             if distance >= best:
                 break
             for dx, dy in self.AROUND:
                 at = x + distance * dx, y + distance * dy
-                box = at[0] - wide, at[1] - self.HIGH, at[0] + wide, at[1] + self.HIGH
+                box = at[0] - width, at[1] - self.HIGH, at[0] + width, at[1] + self.HIGH
                 if self.free(box) and not any(meets((x, y, *at), other) for other in self.boxes):
                     cost = distance + self.CROSSED * self.crossings(x, y, *at)
                     best, found = min((best, found), (cost, at))
-        self.boxes.append((found[0] - wide, found[1] - self.HIGH, found[0] + wide, found[1] + self.HIGH))
+        self.boxes.append((found[0] - width, found[1] - self.HIGH, found[0] + width, found[1] + self.HIGH))
         self.leaders.append((x, y, *found))
         return found
 

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..models import MODELS
 from .block import configuration
-from .here import has_transformers
+from .calls import Unfit
+from .here import add_device, check_device, has_transformers, positive
 from .measure import machine, synchronize
 from .report import Progress
 
@@ -135,17 +136,21 @@ def table(medians: dict[str, dict[str, float]]) -> str:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--device", default="mps" if torch.backends.mps.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, default=4, help=f"of the {LAYERS} (default: 4, in 6 GB)")
-    parser.add_argument("--rounds", type=int, default=5)
+    add_device(parser)
+    parser.add_argument("--layers", type=positive, default=4, help=f"of the {LAYERS} (default: 4, in 6 GB)")
+    parser.add_argument("--rounds", type=positive, default=5, help="that count, after one that does not (default: 5)")
     parser.add_argument("--json", action="store_true", help="print JSON and no table")
 
 
 def run(options: Namespace) -> int:
     from .. import __version__
 
-    if not has_transformers():
-        print("bench-model: transformers is not installed: `pip install transformers`", file=sys.stderr)
+    try:
+        check_device(options.device)
+        if not has_transformers():
+            raise Unfit("transformers is not installed: `pip install transformers`")
+    except Unfit as reason:
+        print(f"bench-model: {reason}", file=sys.stderr)
         return 2
     about = {
         "torch_moe_metal": __version__,

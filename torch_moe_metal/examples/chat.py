@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, TextStreamer
 
 import torch_moe_metal
 
-from ..bench import positive
+from ..bench.here import positive
 from .models import Parser
 
 

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
-from ..doctor import devices
+from ..bench.calls import Unfit
+from ..bench.here import add_device, check_device
 
 
 class Parser(ArgumentParser):
@@ -22,14 +22,15 @@ class Parser(ArgumentParser):
         if optional:
             told += " (default: none, but a small Qwen3-MoE with random weights)"
         self.add_argument("directory", type=Path, nargs="?" if optional else None, help=told)
-        best = "mps" if torch.backends.mps.is_available() else "cpu"
-        self.add_argument("--device", choices=("cpu", "mps"), default=best, help=f"default: {best}, the best one here")
+        add_device(self)
 
     def parse_args(self, *arguments) -> Namespace:
         options = super().parse_args(*arguments)
         directory = options.directory
-        if options.device == "mps" and not torch.backends.mps.is_available():
-            self.end(f"--device mps: {dict(devices())['mps']}")
+        try:
+            check_device(options.device)
+        except Unfit as reason:
+            self.end(str(reason))
         if directory and not directory.is_dir():
             self.end(f"no such directory: {directory}")
         if directory and not (directory / "config.json").is_file():
@@ -44,8 +45,9 @@ class Parser(ArgumentParser):
         say(f"Loading {what} on {device} ...")
         try:
             yield
-        except (OSError, ValueError, SafetensorError) as error:  # a file is missing or broken, or no language model's
-            self.end(f"cannot load {what}: {str(error).strip().splitlines()[0]}")
+        except Exception as error:  # what is missing or broken, transformers tells by a dozen kinds of exceptions
+            told = str(error).strip().splitlines() or [type(error).__name__]
+            self.end(f"cannot load {what}: {told[0]}")
 
     def model(self, options: Namespace) -> PreTrainedModel:
         """The checkpoint's model, or the small one."""
