@@ -328,7 +328,7 @@ class Translated:
         self.kernels, self.limits = Kernels(folder), Limits()
         self.notes = [
             "These are the project's shaders translated for an NVIDIA GPU, replayed in CUDA graphs: no Apple figures.",
-            "Their matrix products (experts from 64 tokens on) are emulated, so that their speed says nothing.",
+            "Their matrix products (experts from 32 tokens on) are emulated, so that their speed says nothing.",
         ]
 
     def recorded(self, options: argparse.Namespace) -> list[Call]:
