@@ -23,7 +23,7 @@ from conftest import SIMULATED
 from dispatch_table import decoding
 from tiny_models import FAMILIES, eager, experts_classes, tiny_model, tiny_module, tokens
 from torch_moe_metal.transformers.experts import _warned, experts_forward, why_not_fused
-from torch_moe_metal.transformers.families import BLOCKS
+from torch_moe_metal.transformers.families import BLOCKS, deepseek_v2, deepseek_v3, mistral4
 from torch_moe_metal.transformers.version import check_version
 
 
@@ -384,6 +384,34 @@ def test_report():
     text = str(report)
     assert "its forward has been replaced already" in text and "its activation is Tanh" in text
     assert str(torch_moe_metal.patch(torch.nn.Linear(2, 2))).endswith("no Mixture-of-Experts module in this model")
+
+
+def test_more_choices_than_the_groups_hold():
+    """Where the best groups hold fewer experts than are chosen, transformers fills up with barred ones: such a block is
+    left, with its reason, and so is its layer."""
+    reason = "it chooses more experts than its best groups hold"
+    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+    left = set()
+    for name in BLOCKS:
+        family, _, cls = name.partition(".")
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        block = tiny_module(getattr(module, cls), num_experts_per_tok=5)  # and 4 in the 2 best of 4 groups
+        (row,) = torch_moe_metal.patch(block).rows[:1]
+        assert row.state == "fused" or row.note == reason
+        left |= {name} if row.state == "left" else set()
+        block(x)
+    assert left == {name for name, family in BLOCKS.items() if family.routing in (deepseek_v2, deepseek_v3, mistral4)}
+
+    model = eager(tiny_model("deepseek_v3", num_experts_per_tok=8, n_group=2, topk_group=1))
+    ids = tokens(2, 9)
+    expected = model(ids).logits
+    report = torch_moe_metal.patch(model)
+    assert report["left"] == ["model.layers.1.mlp"] and report["experts only"] == ["model.layers.1.mlp.experts"]
+    with counted() as calls:
+        assert relative(model(ids).logits, expected) <= 1e-5
+    assert calls == {"experts": 1}
+    with pytest.raises(TypeError, match=reason):
+        torch_moe_metal.nn.MoE.from_block(model.model.layers[1].mlp)
 
 
 def test_one_warning_per_class():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..arguments import DTYPES
 from ..grad import wants_grad
-from .experts import DEVICES, expert_arguments, member
+from .experts import DEVICES, expert_arguments, member, why_not_fused
 from .families import BLOCKS, GEMMA4_LAYERS, PRE_NORM_LAYERS, Block, family_name
 
 ops = torch.ops.moe_metal
@@ -229,6 +229,21 @@ def fused_class(original: type) -> type | None:
     return type(original.__name__, (base, original), own)
 
 
+def why_left(module: nn.Module, fused: type) -> str | None:
+    """Why a block or layer of a class that we know cannot be `fused`, or None when it can."""
+    parts = module._modules
+    if "experts" not in parts:
+        return None
+    reason = why_not_fused(parts["experts"])
+    if reason or not issubclass(fused, FusedBlock):
+        return reason
+    routing = fused.family.routing(parts[fused.family.router], module)
+    groups, kept = routing.get("n_group", 1), routing.get("topk_group", 1)
+    if routing["top_k"] > len(routing["router_weight"]) // groups * kept:
+        return "it chooses more experts than its best groups hold"  # transformers fills up with barred ones
+    return None
+
+
 def layer_of(block: nn.Module) -> tuple[tuple, str | None]:
     """What `nn.MoE` needs of a block: the arguments of `gate` and of `experts`, its shared expert and that one's gate,
     or None for either; and why it cannot be such a layer (or None)."""
@@ -236,9 +251,10 @@ def layer_of(block: nn.Module) -> tuple[tuple, str | None]:
     fused = fused_class(original)
     if fused is None or not issubclass(fused, FusedBlock) or issubclass(fused, FusedLlama4Block):
         return (), f"no MoE layer of this form: {original.__name__}"
-    arguments, obstacle = expert_arguments(block.experts)
+    obstacle = why_left(block, fused)
     if obstacle:
         return (), f"cannot take {original.__name__}: {obstacle}"
+    arguments, _ = expert_arguments(block.experts)
     family = fused.family
     shared, shared_gate = (getattr(block, name) if name else None for name in (family.shared, family.shared_gate))
     return (family.routing(getattr(block, family.router), block), arguments, shared, shared_gate), None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .blocks import Fused, FusedBlock, FusedPreNormLayer, fused_class
+from .blocks import Fused, FusedBlock, FusedPreNormLayer, fused_class, why_left
 from .experts import NAME, why_not_fused
 from .version import check_version
 
@@ -86,16 +86,12 @@ def fuse(name: str, module: nn.Module) -> Row | None:
     cls = original_class(module)
     fused = fused_class(cls)
     if issubclass(fused, FusedPreNormLayer) and not isinstance(module.mlp, FusedBlock):
+        module.__class__ = cls  # it may have been fused before
         return None
-    obstacle = None
-    if "forward" in module.__dict__:
-        obstacle = "its forward has been replaced already"
-    elif isinstance(getattr(module, "experts", None), nn.Module):
-        obstacle = why_not_fused(module.experts)
-    if obstacle:
-        return Row(name, cls.__name__, LEFT, obstacle)
-    module.__class__ = fused
-    return Row(name, cls.__name__, FUSED)
+    replaced = "forward" in module.__dict__
+    obstacle = "its forward has been replaced already" if replaced else why_left(module, fused)
+    module.__class__ = cls if obstacle else fused
+    return Row(name, cls.__name__, LEFT, obstacle) if obstacle else Row(name, cls.__name__, FUSED)
 
 
 def is_experts(module: nn.Module) -> bool:
