@@ -5,6 +5,7 @@ import contextlib
 import copy
 import importlib
 import importlib.metadata
+import itertools
 import subprocess
 import sys
 import warnings
@@ -12,7 +13,7 @@ import warnings
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
@@ -22,6 +23,7 @@ import torch_moe_metal
 from conftest import SIMULATED
 from dispatch_table import decoding
 from tiny_models import FAMILIES, eager, experts_classes, tiny_model, tiny_module, tokens
+from torch_moe_metal.transformers import Report
 from torch_moe_metal.transformers.experts import _warned, experts_forward, why_not_fused
 from torch_moe_metal.transformers.families import BLOCKS, deepseek_v2, deepseek_v3, mistral4
 from torch_moe_metal.transformers.version import check_version
@@ -311,6 +313,7 @@ def test_copies(patched, how, tmp_path):
     assert torch.equal(patched(ids).logits, expected)
     torch_moe_metal.unpatch(other)
     assert type(other.model.layers[0].mlp) is Qwen3MoeSparseMoeBlock
+    assert other.get_experts_implementation() == tiny_model("qwen3_moe").get_experts_implementation()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "gemma4_text", "llama4_text"])
@@ -336,6 +339,46 @@ def test_unpatch_of_a_block_alone(patched):
     with counted() as calls:
         assert relative(patched(ids).logits, expected) <= 1e-5
     assert calls == {"gate": 1, "experts": 2, "residual_norm": 1}
+
+
+class Wrapper(torch.nn.Module):
+    """A module around a model that passes on what it does not have, as PEFT's do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+def base(model):
+    return model.model
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "gemma4_text", "llama4_text"])
+@pytest.mark.parametrize(
+    "patched_at, unpatched_at",
+    [(None, Wrapper), (Wrapper, None), (base, None), (None, base), (base, Wrapper), (Wrapper, base)],
+    ids=lambda at: getattr(at, "__name__", "model"),
+)
+def test_unpatch_from_elsewhere(family, patched_at, unpatched_at):
+    """From a wrapper or from a part, `unpatch` undoes what was done from another."""
+    model = eager(tiny_model(family))
+    implementation = model.get_experts_implementation()
+    before = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
+    torch_moe_metal.patch(patched_at(model) if patched_at else model)
+    assert model.get_experts_implementation() != implementation or family == "llama4_text"
+    torch_moe_metal.unpatch(unpatched_at(model) if unpatched_at else model)
+    assert [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()] == before
+    assert model.get_experts_implementation() == implementation
+    model.set_experts_implementation(implementation | {"": "moe_metal"})
+    chosen = model.get_experts_implementation()
+    torch_moe_metal.unpatch(model)
+    assert model.get_experts_implementation() == chosen
 
 
 def test_dtype_and_new_parameters(patched):
@@ -412,6 +455,73 @@ def test_more_choices_than_the_groups_hold():
     assert calls == {"experts": 1}
     with pytest.raises(TypeError, match=reason):
         torch_moe_metal.nn.MoE.from_block(model.model.layers[1].mlp)
+
+
+class ParamWrapper(torch.nn.Module):
+    """What PEFT puts around a module to adapt one of its parameters, with nothing but `base_layer` in common."""
+
+    def __init__(self, base_layer: torch.nn.Module, parameter_name: str):
+        super().__init__()
+        self.base_layer, self.parameter_name = base_layer, parameter_name
+
+    def forward(self, *args):
+        parameter = getattr(self.base_layer, self.parameter_name)
+        with torch.no_grad():
+            parameter *= 2
+            output = self.base_layer(*args)
+            parameter /= 2
+        return output
+
+
+@pytest.mark.parametrize(
+    "family, part, parameter",
+    [
+        ("qwen3_moe", "mlp.experts", "down_proj"),
+        ("qwen3_moe", "mlp.gate", "weight"),
+        ("gemma4_text", "experts", "down_proj"),
+        ("llama4_text", "feed_forward.experts", "down_proj"),
+    ],
+)
+def test_wrapped_parameters(family, part, parameter):
+    """A block whose experts or router somebody wrapped, as PEFT does, is left with its reason, and so is its layer."""
+    model, ids = eager(tiny_model(family)), tokens(2, 9)
+    layer, (block, _, name) = model.model.layers[1], part.rpartition(".")
+    setattr(layer.get_submodule(block), name, ParamWrapper(layer.get_submodule(part), parameter))
+    expected = model(ids).logits
+    report = torch_moe_metal.patch(model)
+    left = {row.name: row.note for row in report.rows if row.state == "left"}
+    assert left == {f"model.layers.1.{block}".rstrip("."): f"a ParamWrapper is in place of its {name}"}
+    assert all(row.startswith("model.layers.0") for row in report["fused"])
+    assert relative(model(ids).logits, expected) <= 1e-5
+    torch_moe_metal.unpatch(model)
+    assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("fused_before", [False, True])
+@pytest.mark.parametrize("at, call", [("fuse", 3), ("report_experts", 3), ("set_experts_implementation", 2)])
+def test_patch_changes_all_or_nothing(at, call, fused_before, monkeypatch):
+    """An error in its middle leaves every class, attribute and the experts implementation as they were."""
+
+    def failing(*args):
+        if next(calls) == call:
+            raise RuntimeError("on purpose")
+        return original(*args)
+
+    def state():
+        return [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
+
+    model, calls = eager(tiny_model("qwen3_moe", num_hidden_layers=4)), itertools.count(1)
+    if fused_before:
+        torch_moe_metal.patch(model.model.layers[3])
+    for layer in model.model.layers[:3]:
+        layer.mlp.forward = layer.mlp.forward
+    before, implementation = state(), model.get_experts_implementation()
+    home = PreTrainedModel if at == "set_experts_implementation" else sys.modules[Report.__module__]
+    original = getattr(home, at)
+    monkeypatch.setattr(home, at, failing)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        torch_moe_metal.patch(model)
+    assert state() == before and model.get_experts_implementation() == implementation
 
 
 def test_one_warning_per_class():

@@ -22,6 +22,7 @@ class Fused(nn.Module):
     """What the fused classes share."""
 
     original: type  # the class that this module had before
+    homes: tuple[str, ...]  # the Python modules that the classes of its parts are from, unless others put theirs in
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), "fused by torch_moe_metal")))
@@ -33,7 +34,7 @@ class Fused(nn.Module):
     def untouched(self, *modules: nn.Module) -> bool:
         """Whether reading these modules' parameters is as good as calling them: no hook, no replaced forward, and
         still the classes that they were built with (PEFT and quantizers put their own in)."""
-        homes = (self.original.__module__, "torch.nn.modules.linear")
+        homes = self.homes
         for module in modules:
             own = module.__dict__
             if (
@@ -225,7 +226,8 @@ def fused_class(original: type) -> type | None:
         base, own = FusedGemma4Layer, {}
     else:
         return None
-    own |= {"original": original, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    own |= {"original": original, "homes": (original.__module__, "torch.nn.modules.linear")}
+    own |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
     return type(original.__name__, (base, original), own)
 
 
@@ -234,6 +236,10 @@ def why_left(module: nn.Module, fused: type) -> str | None:
     parts = module._modules
     if "experts" not in parts:
         return None
+    read = ("experts", fused.family.router) if issubclass(fused, FusedBlock) else ("experts",)
+    for name in read:
+        if type(parts[name]).__module__ not in fused.homes:
+            return f"a {type(parts[name]).__name__} is in place of its {name}"
     reason = why_not_fused(parts["experts"])
     if reason or not issubclass(fused, FusedBlock):
         return reason

@@ -10,7 +10,9 @@ from .experts import NAME, why_not_fused
 from .version import check_version
 
 FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
-BEFORE = "_moe_metal_experts_before"  # on a patched model: the experts implementation that it had
+# The experts implementation that a configuration had before `patch`, on the innermost model with this configuration:
+# there a model inside another and a wrapper around it find it too, and in the configuration itself it would be saved.
+BEFORE = "_moe_metal_experts_before"
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,50 @@ def patch(model: nn.Module) -> Report:
     """Fuse every MoE block and decoder layer of `model` that we know, in place, and say what became of each.
 
     All other experts run through `experts_implementation="moe_metal"`, which this selects. Weights are shared, never
-    copied, and `unpatch` undoes everything. Where a gradient is wanted the model runs as it did before.
+    copied, and `unpatch` undoes everything. Where a gradient is wanted the model runs as it did before. An error leaves
+    the model as it was.
     """
     check_version()
-    if hasattr(model, "set_experts_implementation") and not hasattr(model, BEFORE):
-        setattr(model, BEFORE, model.get_experts_implementation())
-        model.set_experts_implementation(NAME)
+    classes = [(module, type(module)) for module in model.modules()]
+    parts = [module for module in model.modules() if hasattr(type(module), "set_experts_implementation")]
+    selected = {id(part.config): (part, part.config._experts_implementation) for part in parts}
+    try:
+        for part in parts:
+            part.set_experts_implementation(NAME)
+        report = fuse_all(model)
+    except BaseException:
+        for module, cls in classes:
+            module.__class__ = cls
+        for part, implementation in selected.values():
+            select(part, implementation)
+        raise
+    for part, implementation in selected.values():
+        if part.config._experts_implementation != implementation:
+            setattr(part, BEFORE, implementation)
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Give every module its own class back, and every model the experts implementation that it had.
+
+    It may be called on what `patch` was called on, on a module around it or on one inside it. An experts implementation
+    that was selected since then stays.
+    """
+    for module in model.modules():
+        if isinstance(module, Fused):
+            module.__class__ = module.original
+        if BEFORE in vars(module):
+            implementation = vars(module).pop(BEFORE)
+            if module.config._experts_implementation == NAME:
+                select(module, implementation)
+
+
+def select(model: nn.Module, implementation: str | None) -> None:
+    """Put back what this model's configuration had, without its checks and without a word to other configurations."""
+    model.config._experts_implementation_internal = implementation
+
+
+def fuse_all(model: nn.Module) -> Report:
     modules = dict(model.named_modules())
     # Children come first: a layer is fused together with its block.
     rows = [fuse(name, module) for name, module in reversed(modules.items()) if fused_class(original_class(module))]
@@ -65,16 +105,6 @@ def patch(model: nn.Module) -> Report:
     ]
     order = {name: i for i, name in enumerate(modules)}
     return Report(sorted(filter(None, rows), key=lambda row: order[row.name]))
-
-
-def unpatch(model: nn.Module) -> None:
-    """Give every module its own class back, and the model the experts implementation that it had."""
-    for module in model.modules():
-        if isinstance(module, Fused):
-            module.__class__ = module.original
-    if hasattr(model, BEFORE):
-        model.set_experts_implementation(getattr(model, BEFORE))
-        delattr(model, BEFORE)
 
 
 def original_class(module: nn.Module) -> type:
@@ -106,7 +136,7 @@ def report_experts(name: str, module: nn.Module, parent: nn.Module) -> Row | Non
     reason = why_not_fused(module)
     selected = module.config._experts_implementation
     known = fused_class(type(parent)) is not None
-    note = "its block is left" if known else f"the block {type(parent).__name__} is not one that we know"
+    note = "its block is left" if known else f"{type(parent).__name__} around it is no block that we know"
     if module._is_expert_parallel:  # its weights are shards, which become plain tensors inside its forward
         reason, note = None, "its block runs under expert parallelism"
     if reason:
