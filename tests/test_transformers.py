@@ -381,6 +381,16 @@ def test_unpatch_from_elsewhere(family, patched_at, unpatched_at):
     assert model.get_experts_implementation() == chosen
 
 
+def test_unpatch_keeps_a_later_choice(patched):
+    """An experts implementation selected after `patch` stays, and the next `patch` remembers that one."""
+    patched.set_experts_implementation("eager")
+    torch_moe_metal.unpatch(patched)
+    assert patched.get_experts_implementation() == {"": "eager"}
+    torch_moe_metal.patch(patched)
+    torch_moe_metal.unpatch(patched)
+    assert patched.get_experts_implementation() == {"": "eager"}
+
+
 def test_dtype_and_new_parameters(patched):
     """The parameters are read at each call: casting and loading after patch() are seen."""
     ids = tokens(1, 5)
