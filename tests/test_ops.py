@@ -150,6 +150,18 @@ def test_a_token_does_not_see_the_others(op: str, device: str):
         assert torch.equal(got.cpu()[others], want.cpu()[others])
 
 
+@pytest.mark.parametrize("scalars", [1, 67])
+@pytest.mark.parametrize("op", ["norm_add", "residual_norm"])
+def test_weight_and_scalar_whose_product_is_infinite(op: str, device: str, scalars: int):
+    """They are multiplied one after the other, as in the reference: what is 0 stays 0."""
+    args = ODD[op].arguments()
+    args["residual"][2:] = args["input"][2:] = 0
+    args |= {"weight": torch.full((67,), 1e30), "scalar": torch.full((scalars,), 1e30)}
+    want = expected(op, args, {}, hostile=True)
+    assert want[0][2:].eq(0).all()
+    assert_matches(run(replace(ODD[op], options={}), args, device), want)
+
+
 # ------------------------------------------------------------------------------------------------ large tensors
 
 
