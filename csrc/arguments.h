@@ -79,8 +79,17 @@ class Arguments {
     TORCH_CHECK(low <= value && value <= high, prefix(name), "expected ", low, " to ", high, " (", high_is, "), got ",
                 value);
   }
-  void not_negative(const char* name, double value) const {
-    TORCH_CHECK(std::isfinite(value) && value >= 0, prefix(name), "expected a finite number >= 0, got ", value);
+  // Kernels get options as float32, where a large number is infinite and a small one is 0.
+  float finite(const char* name, double value) const {
+    const auto used = static_cast<float>(value);
+    TORCH_CHECK(std::isfinite(used), prefix(name), "expected a finite number, got ", as_float32(value));
+    return used;
+  }
+  float not_negative(const char* name, double value) const {
+    const auto used = static_cast<float>(value);
+    TORCH_CHECK(std::isfinite(used) && value >= 0, prefix(name), "expected a finite number >= 0, got ",
+                as_float32(value));
+    return used;
   }
   template <class Choice, size_t N>
   Choice one_of(const char* name, std::string_view value, const std::array<const char*, N>& choices) const {
@@ -100,6 +109,13 @@ class Arguments {
   }
 
   std::string prefix(const char* name) const { return c10::str("moe_metal::", op_, ": ", name, ": "); }
+
+  // 1e+39, which is inf as float32
+  static std::string as_float32(double value) {
+    const auto used = static_cast<float>(value);
+    const bool beyond = std::isinf(used) ? std::isfinite(value) : used == 0 && value != 0;
+    return beyond ? c10::str(value, ", which is ", used, " as float32") : c10::str(value);
+  }
 
  private:
   static bool is_activation(at::ScalarType dtype) {

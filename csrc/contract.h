@@ -39,7 +39,9 @@ inline RoutingParams routing_params(const Arguments& args, const RoutingOptions&
   args.in_range("topk_group", options.topk_group, 1, options.n_group, "n_group");
   args.in_range("top_k", options.top_k, 1, E / options.n_group * options.topk_group,
                 "the experts in topk_group groups");
-  args.not_negative("softcap", options.softcap);
+  const float softcap = args.not_negative("softcap", options.softcap);
+  TORCH_CHECK(softcap > 0 || options.softcap == 0, args.prefix("softcap"), "expected 0 or a finite number > 0, got ",
+              Arguments::as_float32(options.softcap));
   return {
       .experts = static_cast<int32_t>(E),
       .top_k = static_cast<int32_t>(options.top_k),
@@ -49,8 +51,8 @@ inline RoutingParams routing_params(const Arguments& args, const RoutingOptions&
       .renormalize = args.one_of<Renormalize>("renormalize", options.renormalize,
                                               std::array{"none", "before_scale", "after_scale"}),
       .group_score = args.one_of<GroupScore>("group_score", options.group_score, std::array{"top2_sum", "max"}),
-      .scaling_factor = static_cast<float>(options.scaling_factor),
-      .softcap = static_cast<float>(options.softcap),
+      .scaling_factor = args.finite("scaling_factor", options.scaling_factor),
+      .softcap = softcap,
   };
 }
 
@@ -96,8 +98,7 @@ inline Gate checked_gate(const Tensor& hidden, const Tensor& router_weight, cons
   gate.select_bias = args.parameter("select_bias", select_bias, "E");
   gate.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
   gate.params = routing_params(args, options);
-  args.not_negative("eps", eps);
-  gate.eps = static_cast<float>(eps);
+  gate.eps = args.not_negative("eps", eps);
   gate.T = args.tokens();
   gate.H = args['H'];
   gate.weights = args.output(options.top_k, at::kFloat);
@@ -109,12 +110,14 @@ inline Gate checked_gate(const Tensor& hidden, const Tensor& router_weight, cons
 
 inline ActivationParams activation_params(const Arguments& args, std::string_view activation, double alpha,
                                           std::optional<double> limit) {
-  TORCH_CHECK(!limit || *limit > 0, args.prefix("limit"), "expected a number > 0 or None, got ", *limit);
+  const float used_limit = limit ? static_cast<float>(*limit) : std::numeric_limits<float>::infinity();
+  TORCH_CHECK(used_limit > 0, args.prefix("limit"), "expected a number > 0 or None, got ",
+              Arguments::as_float32(*limit));
   return {
       .activation = args.one_of<Activation>("activation", activation,
                                             std::array{"silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"}),
-      .alpha = static_cast<float>(alpha),
-      .limit = limit ? static_cast<float>(*limit) : std::numeric_limits<float>::infinity(),
+      .alpha = args.finite("alpha", alpha),
+      .limit = used_limit,
   };
 }
 
@@ -229,11 +232,6 @@ inline WeightedSum weighted_sum_inputs(Arguments& args, const Tensor& slots, con
   return sum;
 }
 
-inline float checked_eps(const Arguments& args, double eps) {
-  args.not_negative("eps", eps);
-  return static_cast<float>(eps);
-}
-
 inline WeightedSum checked_weighted_sum(const Tensor& slots, const Tensor& weights, const OptionalTensor& shared,
                                         const OptionalTensor& shared_gate, const OptionalTensor& residual) {
   Arguments args("weighted_sum", "slots", slots);
@@ -273,7 +271,7 @@ inline WeightedSum checked_weighted_sum_residual_norm_(const Tensor& residual, c
   args.strided("residual", residual, "*H");
   WeightedSum sum = weighted_sum_inputs(args, slots, weights);
   sum.norm_weight = args.parameter("norm_weight", norm_weight, "H");
-  sum.eps = checked_eps(args, eps);
+  sum.eps = args.not_negative("eps", eps);
   sum.in_place = in_place(args, residual, {&slots, &weights, &norm_weight});
   sum.residual = sum.in_place.work;
   sum.output = args.output(sum.H);
@@ -286,7 +284,7 @@ inline WeightedSum checked_weighted_sum_norm_add(const Tensor& slots, const Tens
   WeightedSum sum = weighted_sum_inputs(args, slots, weights);
   sum.residual = args.activation("residual", residual, "*H");
   sum.norm_weight = args.parameter("norm_weight", norm_weight, "H");
-  sum.eps = checked_eps(args, eps);
+  sum.eps = args.not_negative("eps", eps);
   sum.output = args.output(sum.H);
   return sum;
 }
@@ -299,7 +297,7 @@ inline WeightedSum checked_weighted_sum_dual_norm_add(const Tensor& slots, const
   sum.residual = args.activation("residual", residual, "*H");
   sum.residual_norm_weight = args.parameter("residual_norm_weight", residual_norm_weight, "H");
   sum.norm_weight = args.parameter("moe_norm_weight", moe_norm_weight, "H");
-  sum.eps = checked_eps(args, eps);
+  sum.eps = args.not_negative("eps", eps);
   sum.output = args.output(sum.H);
   return sum;
 }
@@ -325,7 +323,7 @@ inline ResidualNorm residual_norm_inputs(const char* op, const Tensor& residual,
   const bool single = scalar.has_value() && scalar->defined() && scalar->dim() == 1 && scalar->size(0) == 1;
   if (single) args.bind('S', 1);
   call.scalar = args.parameter("scalar", scalar, single ? "S" : "H");
-  call.eps = checked_eps(args, eps);
+  call.eps = args.not_negative("eps", eps);
   call.T = args.tokens();
   call.H = args['H'];
   call.output = args.output(call.H);

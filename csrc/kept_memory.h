@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <deque>
@@ -20,6 +21,8 @@ namespace moe_metal {
 // H = 2048, f32, took 1.8 times as long. What waits here for its next use belongs to the system where that is short of
 // memory: to offer them costs next to nothing in huge pages, and a fifth of the faults in small ones. malloc's blocks
 // may not have huge pages, so these are mapped.
+//
+// fork() waits until no thread changes the lists, so that the child finds them whole and unlocked.
 class KeptMemory final : public c10::Allocator {
  public:
   static constexpr size_t kLarge = size_t{4} << 20;   // bytes of a tensor that is worth it
@@ -50,6 +53,11 @@ class KeptMemory final : public c10::Allocator {
     size_t bytes = 0;
   };
 
+  KeptMemory() {
+    const auto unlock = [] { instance().mutex_.unlock(); };
+    pthread_atfork([] { instance().mutex_.lock(); }, unlock, unlock);
+  }
+
   static Block map(size_t bytes) {
     void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
 #ifdef MADV_HUGEPAGE
@@ -76,17 +84,29 @@ class KeptMemory final : public c10::Allocator {
   static void give_back(void* data) { instance().keep(data); }
 
   void keep(void* data) {
-    for (const Block& block : keep_or_drop(data)) munmap(block.data, block.bytes);
+    const Block block = used(data);
+    if (block.bytes > kMost) {
+      munmap(block.data, block.bytes);
+      return;
+    }
+    // Its pages are the system's if it needs some. Once it waits, another thread may write to it.
+    madvise(block.data, block.bytes, MADV_FREE);
+    for (const Block& dropped : wait(block)) munmap(dropped.data, dropped.bytes);
+  }
+
+  // Ends a block's use.
+  Block used(void* data) {
+    const std::lock_guard lock(mutex_);
+    const auto entry = in_use_.find(data);
+    const Block block{data, entry->second};
+    in_use_.erase(entry);
+    return block;
   }
 
   // -> the blocks that have waited longest, where that is too much
-  std::vector<Block> keep_or_drop(void* data) {
+  std::vector<Block> wait(const Block& block) {
     std::vector<Block> dropped;
     const std::lock_guard lock(mutex_);
-    const auto used = in_use_.find(data);
-    const Block block{data, used->second};
-    in_use_.erase(used);
-    madvise(block.data, block.bytes, MADV_FREE);  // its pages are the system's if it needs some
     waiting_.push_back(block);
     waiting_bytes_ += block.bytes;
     for (; waiting_bytes_ > kMost; waiting_.pop_front()) {
@@ -96,7 +116,7 @@ class KeptMemory final : public c10::Allocator {
     return dropped;
   }
 
-  std::mutex mutex_;
+  std::mutex mutex_;  // held for the lists alone: system calls on large blocks take long
   std::map<void*, size_t> in_use_;
   std::deque<Block> waiting_;  // the longest first
   size_t waiting_bytes_ = 0;

@@ -181,6 +181,30 @@ print(most - before, mib("status", "VmSize") - before, in_use, mib("smaps_rollup
     assert offered_in_use <= 4 and offered >= waits * 3 // 4
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_output_that_may_not_wait_leaves_what_waits():
+    """One of 600 MiB, which goes back to the system, and with it no other."""
+    larger = """
+def mib() -> int:
+    (line,) = (line for line in open("/proc/self/status") if line.startswith("VmSize"))
+    return int(line.split()[1]) // 1024
+x, large = packed(40), torch.zeros(1, 2048).expand(600 * MIB // 4096, 2048)
+output(packed(4))
+many = [output(x) for _ in range(3)]
+places = {out.data_ptr() for out in many}
+del many
+before = mib()
+out = output(large)
+most = mib()
+del out
+after = mib()
+again = [output(x) for _ in range(3)]
+print(most - before, after - before, places == {out.data_ptr() for out in again})
+"""
+    most, after, same = alone(larger).split()
+    assert int(most) >= 600 and abs(int(after)) <= 16 and same == "True"
+
+
 def test_a_process_that_ends_or_forks_with_tensors_alive():
     ends = """
 import os
@@ -196,3 +220,45 @@ torch.kept_beyond_the_end = alive
 print("done")
 """
     assert alone("torch.set_num_threads(1)\n" + ends) == "done"
+
+
+def test_forks_beside_threads_that_use_it():
+    """The child has one thread: what another one of the parent's held at that moment nobody would ever let go."""
+    forks = """
+import os, time
+
+def ends(child: int) -> bool:
+    until = time.monotonic() + 20
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > until:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            return False
+        time.sleep(0.001)
+    return True
+
+x, stop = packed(8), threading.Event()
+
+def work() -> None:
+    while not stop.is_set():
+        output(x)
+
+threads = [threading.Thread(target=work) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for turn in range(100):
+    child = os.fork()
+    if child == 0:
+        for _ in range(3):
+            output(x)
+        os._exit(0)
+    if not ends(child):
+        print("child", turn, "hangs")
+        break
+else:
+    print("all end")
+stop.set()
+for thread in threads:
+    thread.join()
+"""
+    assert alone("torch.set_num_threads(1)\n" + forks) == "all end"

@@ -152,6 +152,18 @@ def test_a_token_does_not_see_the_others(op: str, device: str):
         assert torch.equal(got.cpu()[others], want.cpu()[others])
 
 
+@pytest.mark.parametrize("scalars", [1, 67])
+@pytest.mark.parametrize("op", ["norm_add", "residual_norm"])
+def test_weight_and_scalar_whose_product_is_infinite(op: str, device: str, scalars: int):
+    """They are multiplied one after the other, as in the reference: what is 0 stays 0."""
+    args = ODD[op].arguments()
+    args["residual"][2:] = args["input"][2:] = 0
+    args |= {"weight": torch.full((67,), 1e30), "scalar": torch.full((scalars,), 1e30)}
+    want = expected(op, args, {}, hostile=True)
+    assert want[0][2:].eq(0).all()
+    assert_matches(run(replace(ODD[op], options={}), args, device), want)
+
+
 # ------------------------------------------------------------------------------------------------ large tensors
 
 
@@ -474,6 +486,8 @@ BAD = [
     bad("gate", "top_k: expected 1 to 13 (E), got 14", top_k=14),
     bad("gate", "eps: expected a finite number >= 0, got -1", eps=-1.0),
     bad("gate", "eps: expected a finite number >= 0, got nan", eps=float("nan")),
+    bad("gate", "eps: expected a finite number >= 0, got 1e+39, which is inf as float32", eps=1e39),
+    bad("gate", "scaling_factor: expected a finite number, got nan", scaling_factor=float("nan")),
     bad("route", "logits: expected float32, float16 or bfloat16, got int64", logits=Tensor.long),
     bad("route", "E: expected 1 to 1024 (the number of experts), got 0", logits=no_columns, select_bias=no_columns,
         per_expert_scale=no_columns),
@@ -491,6 +505,11 @@ BAD = [
     bad("route", "renormalize: expected one of none, before_scale, after_scale; got 'yes'", renormalize="yes"),
     bad("route", "group_score: expected one of top2_sum, max; got ''", group_score=""),
     bad("route", "softcap: expected a finite number >= 0, got -5", softcap=-5.0),
+    bad("route", "softcap: expected a finite number >= 0, got -1e-46, which is -0 as float32", softcap=-1e-46),
+    bad("route", "softcap: expected a finite number >= 0, got 1e+39, which is inf as float32", softcap=1e39),
+    bad("route", "softcap: expected 0 or a finite number > 0, got 1e-46, which is 0 as float32", softcap=1e-46),
+    bad("route", "scaling_factor: expected a finite number, got -inf", scaling_factor=-float("inf")),
+    bad("route", "scaling_factor: expected a finite number, got 1e+39, which is inf as float32", scaling_factor=1e39),
     bad("glu", "gate: expected float32, float16 or bfloat16, got bool", gate=Tensor.bool),
     bad("glu", "up: expected float32, the dtype of gate; got float16", up=Tensor.half),
     bad("glu", "up: expected shape [*, I] with * = [6], I = 19, got [6, 18]", up=cut),
@@ -499,6 +518,9 @@ BAD = [
     bad("glu", "activation: expected one of silu, gelu, gelu_tanh, relu2, swiglu_oai; got 'swish'", activation="swish"),
     bad("glu", "limit: expected a number > 0 or None, got 0", limit=0.0),
     bad("glu", "limit: expected a number > 0 or None, got nan", limit=float("nan")),
+    bad("glu", "limit: expected a number > 0 or None, got 1e-46, which is 0 as float32", limit=1e-46),
+    bad("glu", "alpha: expected a finite number, got nan", alpha=float("nan")),
+    bad("glu", "alpha: expected a finite number, got -1e+39, which is -inf as float32", alpha=-1e39),
     bad("experts", "x: expected H >= 1, got 0", x=no_columns),
     bad("experts", "weights: expected shape [*, K] with * = [6], got [1, 3]", weights=first_token),
     bad("experts", "weights: expected float32, the dtype of x; got float16", weights=Tensor.half),
@@ -526,6 +548,7 @@ BAD = [
     bad("experts", "activation: expected one of silu, gelu, gelu_tanh, relu2, swiglu_oai; got 'relu'",
         activation="relu"),
     bad("experts", "limit: expected a number > 0 or None, got -7", limit=-7.0),
+    bad("experts", "alpha: expected a finite number, got inf", alpha=float("inf")),
     bad("weighted_sum", "slots: expected shape [*, K, H], got [67]", slots=lambda t: t[0, 0]),
     bad("weighted_sum", "slots: expected K >= 1, got 0", slots=lambda t: t[:, :0], weights=no_columns),
     bad("weighted_sum", "slots: expected H >= 1, got 0", slots=no_columns),
@@ -567,6 +590,7 @@ for _op in ("norm_add", "residual_norm"):
         bad(_op, "scalar: expected shape [H] with H = 67, got []", scalar=torch.tensor(1.0)),
         bad(_op, "scalar: expected float32, the dtype of residual; got float16", scalar=Tensor.half),
         bad(_op, "eps: expected a finite number >= 0, got -0.001", eps=-0.001),
+        bad(_op, "eps: expected a finite number >= 0, got 1e+39, which is inf as float32", eps=1e39),
     ]
 
 

@@ -13,6 +13,7 @@ void rows(const ResidualNorm& call) {
   const auto* residual = call.residual.data_ptr<Scalar>();
   const auto* input = call.input.data_ptr<Scalar>();
   const auto* weight = call.weight.data_ptr<float>();
+  const auto* scalar = call.scalar.defined() ? call.scalar.data_ptr<float>() : nullptr;
   auto* output = call.output.mutable_data_ptr<Scalar>();
   auto* sum = call.sum.mutable_data_ptr<Scalar>();
   const bool past = past_caches(call.output, H);
@@ -24,7 +25,8 @@ void rows(const ResidualNorm& call) {
     });
     const Vec scale(rms(exact, H, eps));
     for_each_vector(H, [=](int64_t h, auto count) {
-      store(output + t * H + h, load(exact + h, count) * scale * load(weight + h, count), count, past);
+      const Vec normed = load(exact + h, count) * scale * load(weight + h, count);
+      store(output + t * H + h, scalar ? normed * load(scalar + h, count) : normed, count, past);
     });
   });
 }
@@ -34,7 +36,7 @@ std::tuple<Tensor, Tensor> residual_norm(const Tensor& residual, const Tensor& i
   ResidualNorm call = checked_residual_norm(residual, input, weight, scalar, eps);
   if (call.T == 0) return {call.output, call.sum};
   call.weight = call.weight.to(at::kFloat);
-  if (call.scalar.defined()) call.weight = call.weight.mul(call.scalar);
+  if (call.scalar.defined()) call.scalar = call.scalar.to(at::kFloat).expand({call.H}).contiguous();
   with_dtype(call.input.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
   return {call.output, call.sum};
 }
