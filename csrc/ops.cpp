@@ -1,6 +1,7 @@
 // Every op of the package: the table of contents.
 // The maths of each stands in torch_moe_metal/reference.py, its checks in contract.h, its kernels in cpu/<op>.cpp
 // and mps/<op>.mm. Letters: T tokens, E experts, K experts per token, H hidden, I expert inner size.
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/library.h>
@@ -44,25 +45,39 @@ constexpr const char* kSchemas[] = {
     "-> (Tensor output, Tensor sum)",
 };
 
-bool wants_grad(const c10::IValue& value) {
-  return value.isTensor() && value.toTensor().defined() && value.toTensor().requires_grad();
-}
+std::string op_name(const std::string& schema) { return schema.substr(0, schema.find('(')); }
 
-// These ops have no backward. Without this kernel PyTorch would return a result that silently drops the gradient.
+bool writes(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
+
+// These ops have no backward and no jvp. Without this kernel PyTorch would return a result that silently drops the
+// gradient or the tangent. PyTorch itself hides tangents where forward-mode AD is off, as in inference mode.
 void no_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
   for (size_t i = 0; i < arguments.size(); ++i) {
-    TORCH_CHECK(!c10::GradMode::is_enabled() || !wants_grad(arguments[i]), schema.name(), ": ",
+    if (!arguments[i].isTensor() || !arguments[i].toTensor().defined()) continue;
+    const auto& tensor = arguments[i].toTensor();
+    TORCH_CHECK(!c10::GradMode::is_enabled() || !tensor.requires_grad(), schema.name(), ": ",
                 schema.arguments()[i].name(),
                 ": expected a tensor that does not require grad, since this op has no backward; got one that does. "
                 "Call it under torch.no_grad(), or pass tensor.detach()");
-    const auto* alias = schema.arguments()[i].alias_info();
-    if (alias && alias->isWrite() && !arguments[i].toTensor().is_inference()) {
-      arguments[i].toTensor().unsafeGetTensorImpl()->bump_version();
-    }
+    TORCH_CHECK(!tensor._fw_grad(/*level=*/0).defined(), schema.name(), ": ", schema.arguments()[i].name(),
+                ": expected a tensor without a tangent (forward-mode AD), since this op has no jvp; got one with a "
+                "tangent. Pass tensor.detach()");
   }
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+// An in-place op tells autograd that it writes, by the tensor's version. Inference mode leaves Autograd out, but not
+// this key, unless all tensors are its own. The guard is for the kernel's own ops: theirs is not another write.
+void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto arguments = torch::jit::last(*stack, schema.arguments().size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (writes(schema.arguments()[i])) arguments[i].toTensor().unsafeGetTensorImpl()->bump_version();
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
 }
 
 }  // namespace
@@ -77,8 +92,16 @@ TORCH_LIBRARY(moe_metal, m) {
 }
 
 TORCH_LIBRARY_IMPL(moe_metal, Autograd, m) {
-  for (const std::string schema : moe_metal::kSchemas) {
-    m.impl(schema.substr(0, schema.find('(')).c_str(),
-           torch::CppFunction::makeFromBoxedFunction<&moe_metal::no_autograd>());
+  for (const char* schema : moe_metal::kSchemas) {
+    m.impl(moe_metal::op_name(schema).c_str(), torch::CppFunction::makeFromBoxedFunction<&moe_metal::no_autograd>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(moe_metal, ADInplaceOrView, m) {
+  for (const char* schema : moe_metal::kSchemas) {
+    const auto name = moe_metal::op_name(schema);
+    if (name.back() == '_') {
+      m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&moe_metal::bump_versions>());
+    }
   }
 }

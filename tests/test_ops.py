@@ -1,12 +1,14 @@
 """What every op promises (DESIGN: contract), on every device: one test per promise, over the table of cases."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
 from cases import BFLOAT, CASES, FLOAT, OPTIONAL, SAMPLES, Args, Case, call, expected
 from checks import Guarded, assert_matches, bits, same_bits, with_leading
@@ -274,13 +276,148 @@ def test_inference_mode(op: str, device: str):
     assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
 
 
+MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", IN_PLACE)
-def test_in_place_ops_bump_the_version(op: str, device: str):
+def test_in_place_ops_bump_the_version(op: str, device: str, mode: type):
+    """Once in a call: also where the op's kernel copies its result into a tensor that is not contiguous."""
+    for kind in ("contiguous", "strided"):
+        args = {name: Guarded(tensor.to(device), kind).view for name, tensor in ODD[op].arguments().items()}
+        versions = {name: tensor._version for name, tensor in args.items()}
+        with mode():
+            run(ODD[op], args)
+        assert {name: args[name]._version - versions[name] for name in args} == {
+            name: int(name in written(op)) for name in args
+        }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_compiled_in_place_ops_bump_the_version(op: str, device: str, mode: type):
+    """As often as PyTorch's own in-place ops, compiled, do."""
+
+    def bumps(write: Callable[[Args], object]) -> int:
+        torch._dynamo.reset()
+        args = ODD[op].arguments(device)
+        before = args["residual"]._version
+        with mode():
+            torch.compile(write, fullgraph=True, backend="aot_eager")(args)
+        return args["residual"]._version - before
+
+    assert bumps(lambda args: run(ODD[op], args)) == bumps(lambda args: args["residual"].add_(1)) > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_backward_refuses_what_an_in_place_op_has_overwritten(op: str, device: str, mode: type):
     args = ODD[op].arguments(device)
-    versions = {name: tensor._version for name, tensor in args.items()}
-    run(ODD[op], args)
-    for name, tensor in args.items():
-        assert (tensor._version > versions[name]) == (name in written(op)), name
+    factor = torch.ones_like(args["residual"], requires_grad=True)
+    product = factor * args["residual"]
+    with mode():
+        run(ODD[op], args)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_in_place_ops_write_inference_tensors_in_inference_mode_alone(op: str, device: str):
+    """PyTorch's own rule, with other arguments that are no inference tensors, as a model's weights are not."""
+    case = ODD[op]
+    args = case.arguments(device)
+    want = run(case, args, device)
+    with torch.inference_mode():
+        args["residual"] = args["residual"].clone()
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            assert "Inplace update to inference tensor outside InferenceMode" in refusal(op, args, case.options)
+    with torch.inference_mode():
+        got = run(case, args)
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+
+
+def differentiable(case: Case) -> list[str]:
+    return [name for name, tensor in case.arguments().items() if tensor.is_floating_point()]
+
+
+def copies(args: Args) -> Args:
+    return {name: tensor.clone() for name, tensor in args.items()}
+
+
+def function_of(case: Case, args: Args, name: str) -> Callable[[Tensor], Tensor]:
+    """The op's first output as a function of one argument, in which nothing is written in place."""
+    return lambda tensor: run(case, copies(args | {name: tensor}))[0]
+
+
+def no_jvp(op: str, name: str) -> str:
+    return re.escape(
+        f"moe_metal::{op}: {name}: expected a tensor without a tangent (forward-mode AD), since this op has no jvp; "
+        "got one with a tangent. Pass tensor.detach()"
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_refuses_to_drop_a_tangent(op: str, device: str):
+    case = ODD[op]
+    want = run(case, case.arguments(device))
+    for name in differentiable(case):
+        args = case.arguments(device)
+        plain = args[name]
+        with forward_ad.dual_level():
+            args[name] = forward_ad.make_dual(plain, torch.ones_like(plain))
+            for mode in (torch.enable_grad, torch.no_grad):  # no_grad is for backward alone
+                with mode(), pytest.raises(RuntimeError, match=no_jvp(op, name)):
+                    run(case, args)
+            got = run(case, copies(args | {name: args[name].detach()}))
+            with torch.inference_mode():  # where PyTorch's own ops have no tangents either
+                in_inference_mode = run(case, copies(args))
+        for outputs in (got, in_inference_mode):
+            assert all(same_bits(a, b) for a, b in zip(outputs, want, strict=True))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_refuses_to_drop_a_tangent_compiled(op: str, device: str):
+    """Both a tangent that the graph makes and one that comes in from outside."""
+    case, args = ODD[op], ODD[op].arguments(device)
+    name = differentiable(case)[0]
+    function, point = function_of(case, args, name), args[name]
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=no_jvp(op, name)):
+        torch.compile(lambda x: torch.func.jvp(function, (x,), (x,)), backend="aot_eager")(point)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=no_jvp(op, name)):
+        torch.compile(function, backend="aot_eager")(forward_ad.make_dual(point, torch.ones_like(point)))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_function_transforms(op: str, device: str):
+    """torch.func: derivatives with respect to an argument are refused, and those that do not meet the op are right."""
+    case, args = ODD[op], ODD[op].arguments(device)
+    for name in differentiable(case):
+        function, point = function_of(case, args, name), args[name]
+        no_backward = f"moe_metal::{op}: {name}: expected a tensor that does not require grad"
+        for mode in MODES:
+            with mode(), pytest.raises(RuntimeError, match=no_jvp(op, name)):
+                torch.func.jvp(function, (point,), (point,))
+            with mode(), pytest.raises(RuntimeError, match=no_backward):
+                torch.func.grad(lambda x, function=function: function(x).sum())(point)
+            with mode(), pytest.raises(RuntimeError, match=no_backward):
+                torch.func.vjp(function, point)
+    (output, _), (none, tangent) = torch.func.jvp(lambda x: (function(point), x.sin()), (point,), (point,))
+    assert same_bits(output, function(point)) and same_bits(tangent, point * point.cos()) and not none.any()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_vmap(op: str, device: str):
+    """PyTorch calls the op for one sample after another, which it refuses to do for one that writes in place."""
+    case, args = ODD[op], ODD[op].arguments(device)
+    for name in differentiable(case):
+        function, points = function_of(case, args, name), torch.stack([args[name], args[name] * 2])
+        if written(op):
+            with pytest.raises(RuntimeError, match=f"Batching rule not implemented for moe_metal::{op}"):
+                torch.func.vmap(function)(points)
+        else:
+            assert same_bits(torch.func.vmap(function)(points), torch.stack([function(point) for point in points]))
 
 
 @pytest.mark.parametrize("op", OPS)
