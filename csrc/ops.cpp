@@ -3,7 +3,6 @@
 // and mps/<op>.mm. Letters: T tokens, E experts, K experts per token, H hidden, I expert inner size.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/library.h>
 
