@@ -61,6 +61,19 @@ def test_doctor_reports_what_is_wrong(monkeypatch, capsys):
     assert re.search(r"[48] failed. Rebuild", said) and re.search(r"residual_norm +ok", said)
 
 
+def test_doctor_tries_the_gpu(monkeypatch):
+    """One that PyTorch calls available, and that gives no memory, is not: as on virtual Macs."""
+
+    def ones(*size, device="cpu"):
+        raise RuntimeError("MPS backend out of memory\nmore lines")
+
+    for name in ("is_built", "is_available"):
+        monkeypatch.setattr(torch.backends.mps, name, lambda: True)
+    monkeypatch.setattr(doctor, "has_kernel", lambda _: True)
+    monkeypatch.setattr(torch, "ones", ones)
+    assert dict(doctor.devices())["mps"].endswith("cannot compute on it: MPS backend out of memory")
+
+
 # ------------------------------------------------------------------------------------------------ demo
 
 

@@ -83,9 +83,7 @@ def try_out(wheel: Path, folder: Path) -> None:
     python = environment(folder / "stranger", wheel, *pinned(TEST_TOOLS))
     mps = sys.platform == "darwin" and not subprocess.run([python, ROOT / "tools" / "mps.py", "--needed"]).returncode
     with tempfile.TemporaryDirectory() as elsewhere:
-        doctor = subprocess.run([python, "-m", "torch_moe_metal", "doctor"], cwd=elsewhere).returncode
-        if doctor and (mps or sys.platform != "darwin"):  # it counts a virtual Mac's broken GPU as an error
-            sys.exit("tools/wheel.py: doctor found the errors above")
+        run(python, "-m", "torch_moe_metal", "doctor", cwd=elsewhere)
         pytest = (python, "-m", "pytest", "-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider", "-m", "not slow")
         devices = {"MOE_METAL_DEVICES": "cpu,mps" if mps else "cpu"}
         run(*pytest, "-k", QUICK, ROOT / "tests" / "test_ops.py", cwd=elsewhere, env=os.environ | devices)

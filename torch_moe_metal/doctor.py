@@ -49,6 +49,15 @@ def has_kernel(device: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("moe_metal::gate", device.upper())
 
 
+def why_no_sum() -> str | None:
+    """What PyTorch says when it computes on mps. A virtual Mac's GPU is called available and may not give memory."""
+    try:
+        torch.ones(2, device="mps").sum().item()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
 def devices() -> Iterator[tuple[str, str | None]]:
     """Each device and, when the ops cannot run on it, what to do about that."""
     yield "cpu", None
@@ -58,6 +67,8 @@ def devices() -> Iterator[tuple[str, str | None]]:
         yield "mps", "PyTorch finds no usable Apple GPU; macOS 14 or newer on Apple silicon is needed"
     elif not has_kernel("mps"):
         yield "mps", "the package was built without its MPS backend; reinstall it on this Mac"
+    elif problem := why_no_sum():
+        yield "mps", f"PyTorch finds an Apple GPU, but cannot compute on it: {problem}"
     else:
         yield "mps", None
 
