@@ -40,7 +40,7 @@ def test_every_op_is_told_everywhere():
     registered = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
                   if name.startswith("moe_metal::")}  # fmt: skip
     assert set(reference.__all__) == set(OPS) == registered <= set(torch_moe_metal.__all__)
-    assert {dtype: torch.finfo(dtype).bits for dtype in DTYPES} == {d: 8 * d.itemsize for d in reference.TOLERANCES}
+    assert set(DTYPES) == set(reference.TOLERANCES)
 
 
 @pytest.mark.parametrize("op", OPS)

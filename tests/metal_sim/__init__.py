@@ -10,6 +10,11 @@ print(record.dispatches, record.host_syncs, record.host_seconds)
 """
 
 import importlib
+import os
+from pathlib import Path
+
+# The engine finds its translator from where it was compiled, which a compiler's cache may have made a relative path.
+os.environ.setdefault("METAL_SIM_HOME", str(Path(__file__).resolve().parent / "engine"))
 
 DEVICE = (
     *("Dispatch", "Project", "Record"),

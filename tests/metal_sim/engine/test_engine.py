@@ -817,6 +817,15 @@ def test_needs_no_pytorch():
     assert status == 0, output
 
 
+def test_the_engine_is_told_where_its_translator_is():
+    """So that it does not matter how a compiler writes __FILE__."""
+    code = (
+        "import os; from metal_sim import engine; assert os.path.exists(os.environ['METAL_SIM_HOME'] + '/translate.py')"
+    )
+    status, output = in_a_new_process(code)
+    assert status == 0, output
+
+
 def test_a_shader_is_compiled_once(tmp_path):
     code = "from metal_sim.engine import Library, test_engine; Library(test_engine.COPY)"
     made = []
