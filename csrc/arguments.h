@@ -21,14 +21,17 @@ using OptionalTensor = std::optional<Tensor>;
 // As Python spells it.
 inline std::string dtype_name(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 
+struct Weight;
+struct WeightNames;
+
 class Arguments {
  public:
   // The first argument gives the device, the dtype of the activations and, through `letters`, the leading dimensions.
-  Arguments(const char* op, const char* name, const Tensor& first) : op_(op), first_name_(name), first_(first) {
-    sizes_.fill(-1);
-    TORCH_CHECK(is_activation(first.scalar_type()), prefix(name), "expected float32, float16 or bfloat16, got ",
-                dtype_name(first.scalar_type()));
-  }
+  Arguments(const char* op, const char* name, const Tensor& first)
+      : Arguments(op, name, first, name, first.scalar_type()) {}
+  // The same for an op that has no activations, but says which dtype it makes.
+  Arguments(const char* op, const char* name, const Tensor& first, at::ScalarType dtype)
+      : Arguments(op, name, first, "dtype", dtype) {}
 
   int64_t operator[](char letter) const { return sizes_[letter - 'A']; }
   void bind(char letter, int64_t size) { sizes_[letter - 'A'] = size; }
@@ -72,6 +75,10 @@ class Arguments {
     return tensor.contiguous();
   }
 
+  // A weight in any format, as it lies: weight.h has it.
+  Weight weight(const WeightNames& names, const Tensor& data, const OptionalTensor& scale, const OptionalTensor& offset,
+                std::string_view format, bool transposed = false);
+
   void at_least_one(char letter, const char* name) const {
     TORCH_CHECK((*this)[letter] >= 1, prefix(name), "expected ", spelled(letter), " >= 1, got ", (*this)[letter]);
   }
@@ -98,43 +105,37 @@ class Arguments {
     }
     std::string all;
     for (const char* choice : choices) all += std::string(all.empty() ? "" : ", ") + choice;
-    TORCH_CHECK(false, prefix(name), "expected one of ", all, "; got '", value, "'");
+    TORCH_CHECK(false, prefix(name), "expected one of ", all, "; got ", quoted(value));
   }
 
-  // [leading dimensions..., last]
-  Tensor output(int64_t last, std::optional<at::ScalarType> dtype = std::nullopt) const {
+  // [leading dimensions..., last...]
+  Tensor output(at::IntArrayRef last, std::optional<at::ScalarType> dtype = std::nullopt) const {
     c10::SmallVector<int64_t, 6> shape(leading_.begin(), leading_.end());
-    shape.push_back(last);
+    shape.append(last.begin(), last.end());
     return empty(shape, first_.options().dtype(dtype.value_or(first_.scalar_type())));
   }
 
-  std::string prefix(const char* name) const { return c10::str("moe_metal::", op_, ": ", name, ": "); }
-
-  // 1e+39, which is inf as float32
-  static std::string as_float32(double value) {
-    const auto used = static_cast<float>(value);
-    const bool beyond = std::isinf(used) ? std::isfinite(value) : used == 0 && value != 0;
-    return beyond ? c10::str(value, ", which is ", used, " as float32") : c10::str(value);
-  }
-
- private:
-  static bool is_activation(at::ScalarType dtype) {
-    return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
-  }
   static bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
-  static std::string spelled(char letter) { return letter == 'G' ? "2I" : std::string(1, letter); }
-
+  void check_given(const char* name, const Tensor& tensor) const {
+    TORCH_CHECK(tensor.defined(), prefix(name), "expected a tensor, got None");
+  }
   void check_dense(const char* name, const Tensor& tensor) const {
+    check_given(name, tensor);
     TORCH_CHECK(tensor.layout() == at::kStrided, prefix(name), "expected a dense tensor, got layout ", tensor.layout());
     TORCH_CHECK(tensor.device() == first_.device(), prefix(name), "expected device ", first_.device(),
                 ", the device of ", first_name_, "; got ", tensor.device());
   }
 
-  void check_shape(const char* name, const Tensor& tensor, const char* letters) {
-    const bool leading = *letters == '*';
-    const char* fixed = letters + leading;
-    const int64_t count = static_cast<int64_t>(std::char_traits<char>::length(fixed));
-    const int64_t extra = tensor.dim() - count;
+  void check_shape(const char* name, const Tensor& tensor, std::string_view letters) {
+    check_shape(name, tensor, letters, tensor.dim(), "");
+  }
+  // The first `dims` dimensions alone. What comes `after` them is for the message.
+  void check_shape(const char* name, const Tensor& tensor, std::string_view letters, int64_t dims,
+                   const std::string& after) {
+    const bool leading = letters.starts_with('*');
+    const std::string_view fixed = letters.substr(leading);
+    const int64_t count = static_cast<int64_t>(fixed.size());
+    const int64_t extra = dims - count;
     bool fits = leading ? extra >= 0 : extra == 0;
     if (fits && leading) {
       const auto dims = tensor.sizes().slice(0, extra);
@@ -147,21 +148,51 @@ class Arguments {
       if (bound < 0) bound = tensor.size(extra + i);
       fits = bound == tensor.size(extra + i);
     }
-    if (!fits) wrong_shape(name, tensor, leading, fixed);
+    if (!fits) wrong_shape(name, tensor, letters, after);
   }
 
   // moe_metal::gate: router_weight: expected shape [E, H] with H = 2048, got [128, 1024]
-  [[noreturn]] void wrong_shape(const char* name, const Tensor& tensor, bool leading, const char* fixed) const {
-    std::string shape = leading ? "*, " : "", bound;
-    if (leading && leading_bound_) bound = c10::str("* = ", at::IntArrayRef(leading_));
-    for (const char* letter = fixed; *letter; ++letter) {
-      shape += spelled(*letter) + ", ";
-      if ((*this)[*letter] >= 0)
-        bound += c10::str(bound.empty() ? "" : ", ", spelled(*letter), " = ", (*this)[*letter]);
+  [[noreturn]] void wrong_shape(const char* name, const Tensor& tensor, std::string_view letters,
+                                const std::string& after = "", char column = 0) const {
+    std::string shape, bound;
+    for (const char letter : std::string(letters) + (column ? std::string(1, column) : "")) {
+      const bool leading = letter == '*', known = leading ? leading_bound_ : (*this)[letter] >= 0;
+      if (letter != column) shape += (shape.empty() ? "" : ", ") + spelled(letter);
+      if (!known) continue;
+      bound += (bound.empty() ? "" : ", ") + spelled(letter) + " = ";
+      bound += leading ? c10::str(at::IntArrayRef(leading_)) : c10::str((*this)[letter]);
     }
-    shape.resize(shape.size() - 2);
+    if (!after.empty()) shape += (shape.empty() ? "" : ", ") + after;
     TORCH_CHECK(false, prefix(name), "expected shape [", shape, "]", bound.empty() ? "" : " with ", bound, ", got ",
                 tensor.sizes());
+  }
+
+  static std::string spelled(char letter) { return letter == 'G' ? "2I" : std::string(1, letter); }
+  std::string prefix(const char* name) const { return c10::str("moe_metal::", op_, ": ", name, ": "); }
+
+  // 1e+39, which is inf as float32
+  static std::string as_float32(double value) {
+    const auto used = static_cast<float>(value);
+    const bool beyond = std::isinf(used) ? std::isfinite(value) : used == 0 && value != 0;
+    return beyond ? c10::str(value, ", which is ", used, " as float32") : c10::str(value);
+  }
+
+ private:
+  Arguments(const char* op, const char* name, const Tensor& first, const char* dtype_of, at::ScalarType dtype)
+      : op_(op), first_name_(name), first_(first) {
+    sizes_.fill(-1);
+    check_given(name, first);
+    TORCH_CHECK(is_activation(dtype), prefix(dtype_of), "expected float32, float16 or bfloat16, got ",
+                dtype_name(dtype));
+  }
+  static bool is_activation(at::ScalarType dtype) {
+    return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+  }
+  // What C strings end with must not end the message.
+  static std::string quoted(std::string_view value) {
+    std::string shown = "'";
+    for (const char c : value) shown += c ? std::string(1, c) : "\\x00";
+    return shown + "'";
   }
 
   const char* op_;

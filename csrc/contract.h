@@ -1,20 +1,26 @@
 // What every op promises before any work: its checks and its outputs, once, for both backends.
 //
-// Each op has a struct of its checked arguments and a function checked_<op> that fills it. Tensors in it are contiguous
-// (expert weights excepted: they are never copied, their strides are told), optional tensors are undefined when absent,
-// and outputs are allocated. arguments.h says what the shape letters mean.
+// Each op has a struct of its checked arguments and a function template of the op's name, which fills it and hands it
+// to the backend's `run`, unless there are no tokens. Tensors in it are contiguous (expert weights excepted: they are
+// never copied, their strides are told), optional tensors are undefined when absent, and outputs are allocated.
+// arguments.h says what the shape letters mean.
 #pragma once
 #include <ATen/MemoryOverlap.h>
 
+#include <algorithm>
 #include <array>
 #include <initializer_list>
 #include <limits>
 #include <optional>
 #include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "arguments.h"
 #include "common.h"
 #include "kept_memory.h"
+#include "weight.h"
 
 namespace moe_metal {
 
@@ -63,18 +69,23 @@ struct Route {
   Tensor weights, ids;
 };
 
-inline Route checked_route(const Tensor& logits, const OptionalTensor& select_bias,
-                           const OptionalTensor& per_expert_scale, const RoutingOptions& options) {
+template <auto run>
+std::tuple<Tensor, Tensor> route(const Tensor& logits, const OptionalTensor& select_bias,
+                                 const OptionalTensor& per_expert_scale, int64_t top_k, std::string_view scoring,
+                                 std::string_view renormalize, int64_t n_group, int64_t topk_group,
+                                 std::string_view group_score, double scaling_factor, double softcap) {
   Arguments args("route", "logits", logits);
   Route route;
   route.logits = args.activation("logits", logits, "*E");
   route.select_bias = args.parameter("select_bias", select_bias, "E");
   route.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
-  route.params = routing_params(args, options);
+  route.params =
+      routing_params(args, {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
   route.T = args.tokens();
-  route.weights = args.output(options.top_k, at::kFloat);
-  route.ids = args.output(options.top_k, at::kInt);
-  return route;
+  route.weights = args.output(top_k, at::kFloat);
+  route.ids = args.output(top_k, at::kInt);
+  if (route.T > 0) run(route);
+  return {route.weights, route.ids};
 }
 
 struct Gate {
@@ -85,9 +96,12 @@ struct Gate {
   Tensor weights, ids;
 };
 
-inline Gate checked_gate(const Tensor& hidden, const Tensor& router_weight, const OptionalTensor& norm_weight,
-                         const OptionalTensor& router_bias, const OptionalTensor& select_bias,
-                         const OptionalTensor& per_expert_scale, const RoutingOptions& options, double eps) {
+template <auto run>
+std::tuple<Tensor, Tensor> gate(const Tensor& hidden, const Tensor& router_weight, const OptionalTensor& norm_weight,
+                                const OptionalTensor& router_bias, const OptionalTensor& select_bias,
+                                const OptionalTensor& per_expert_scale, int64_t top_k, std::string_view scoring,
+                                std::string_view renormalize, int64_t n_group, int64_t topk_group,
+                                std::string_view group_score, double scaling_factor, double softcap, double eps) {
   Arguments args("gate", "hidden", hidden);
   Gate gate;
   gate.hidden = args.activation("hidden", hidden, "*H");
@@ -97,13 +111,15 @@ inline Gate checked_gate(const Tensor& hidden, const Tensor& router_weight, cons
   gate.router_bias = args.parameter("router_bias", router_bias, "E");
   gate.select_bias = args.parameter("select_bias", select_bias, "E");
   gate.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
-  gate.params = routing_params(args, options);
+  gate.params =
+      routing_params(args, {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
   gate.eps = args.not_negative("eps", eps);
   gate.T = args.tokens();
   gate.H = args['H'];
-  gate.weights = args.output(options.top_k, at::kFloat);
-  gate.ids = args.output(options.top_k, at::kInt);
-  return gate;
+  gate.weights = args.output(top_k, at::kFloat);
+  gate.ids = args.output(top_k, at::kInt);
+  if (gate.T > 0) run(gate);
+  return {gate.weights, gate.ids};
 }
 
 // ---------------------------------------------------------------------------------------------- experts
@@ -128,8 +144,9 @@ struct Glu {
   Tensor output;
 };
 
-inline Glu checked_glu(const Tensor& gate, const Tensor& up, std::string_view activation, double alpha,
-                       std::optional<double> limit) {
+template <auto run>
+Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, double alpha,
+           std::optional<double> limit) {
   Arguments args("glu", "gate", gate);
   Glu glu;
   glu.gate = args.strided("gate", gate, "*I");
@@ -139,30 +156,58 @@ inline Glu checked_glu(const Tensor& gate, const Tensor& up, std::string_view ac
   glu.rows = args.tokens();
   glu.I = args['I'];
   glu.output = args.output(glu.I);
-  return glu;
+  if (glu.rows > 0) run(glu);
+  return glu.output;
 }
 
-// Where a weight matrix of one expert lies: element (e, row, column) at e * expert + row * row + column * column.
-// Both layouts and both ways of packing gate and up come down to these strides, so kernels know only this form.
-struct WeightStrides {
-  int64_t expert, row, column;
-};
-
 struct Experts {
-  Tensor x, weights, ids, gate_up, down, gate_up_bias, down_bias, shared, shared_gate, residual;
-  WeightStrides gate_up_strides, down_strides;  // gate_up's rows step from one gate row to the next
-  int64_t up_offset;                            // from a gate row to its up row, in elements of gate_up
-  int64_t bias_stride, bias_up_offset;          // the same for gate_up_bias
+  Tensor x, weights, ids, gate_up_bias, down_bias, shared, shared_gate, residual;
+  Weight gate_up, down;
+  int64_t step, up;  // gate's row i is gate_up's row i * step, and its up row `up` further; so are their biases
   ActivationParams params;
   int64_t T, E, K, H, I;
   Tensor output;
 };
 
-inline Experts checked_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up,
-                               const Tensor& down, const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
-                               const OptionalTensor& shared, const OptionalTensor& shared_gate,
-                               const OptionalTensor& residual, std::string_view activation, double alpha,
-                               std::optional<double> limit, bool interleaved, bool transposed) {
+struct ExpertsWeights {
+  const Tensor &gate_up, &down;
+  const OptionalTensor &gate_up_scale, &gate_up_offset, &down_scale, &down_offset;
+  std::string_view format;
+  bool interleaved, transposed;
+};
+
+inline void experts_weights(Arguments& args, const ExpertsWeights& given, Experts& call) {
+  const auto gate_up = [&] {
+    call.gate_up = args.weight({"gate_up", "gate_up_scale", "gate_up_offset", "EGH"}, given.gate_up,
+                               given.gate_up_scale, given.gate_up_offset, given.format, given.transposed);
+  };
+  const auto down = [&] {
+    call.down = args.weight({"down", "down_scale", "down_offset", "EHI"}, given.down, given.down_scale,
+                            given.down_offset, given.format, given.transposed);
+    args.in_range("down", args['I'], 1, std::numeric_limits<int64_t>::max() / 2, "its inner size, I");
+    args.in_range("down", args['E'], 1, kMaxExperts, "its number of experts, E");
+  };
+  if (given.format == "dense") {
+    down();
+    args.bind('G', 2 * args['I']);
+    gate_up();
+  } else {  // down's I is packed, so gate_up's rows tell it
+    gate_up();
+    TORCH_CHECK(args['G'] % 2 == 0, args.prefix("gate_up"), "expected an even number of rows, 2I; got ", args['G']);
+    args.bind('I', args['G'] / 2);
+    down();
+  }
+  call.step = given.interleaved ? 2 : 1;
+  call.up = given.interleaved ? 1 : args['I'];
+}
+
+template <auto run>
+Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up, const Tensor& down,
+               const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, const OptionalTensor& shared,
+               const OptionalTensor& shared_gate, const OptionalTensor& residual, const OptionalTensor& gate_up_scale,
+               const OptionalTensor& gate_up_offset, const OptionalTensor& down_scale,
+               const OptionalTensor& down_offset, std::string_view activation, double alpha,
+               std::optional<double> limit, bool interleaved, bool transposed, std::string_view format) {
   Arguments args("experts", "x", x);
   Experts call;
   call.x = args.activation("x", x, "*H");
@@ -170,11 +215,9 @@ inline Experts checked_experts(const Tensor& x, const Tensor& weights, const Ten
   call.weights = args.parameter("weights", weights, "*K");
   call.ids = args.ids("ids", ids, "*K");
   args.at_least_one('K', "ids");
-  call.down = args.strided("down", down, transposed ? "EIH" : "EHI");
-  args.at_least_one('I', "down");
-  args.in_range("down", args['E'], 1, kMaxExperts, "its number of experts, E");
-  args.bind('G', 2 * args['I']);
-  call.gate_up = args.strided("gate_up", gate_up, transposed ? "EHG" : "EGH");
+  experts_weights(
+      args, {gate_up, down, gate_up_scale, gate_up_offset, down_scale, down_offset, format, interleaved, transposed},
+      call);
   call.gate_up_bias = args.parameter("gate_up_bias", gate_up_bias, "EG");
   call.down_bias = args.parameter("down_bias", down_bias, "EH");
   call.shared = args.activation("shared", shared, "*H");
@@ -188,15 +231,70 @@ inline Experts checked_experts(const Tensor& x, const Tensor& weights, const Ten
   call.K = args['K'];
   call.H = args['H'];
   call.I = args['I'];
-  const int row = transposed ? 2 : 1, column = transposed ? 1 : 2;
-  const int64_t step = interleaved ? 2 : 1, up = interleaved ? 1 : call.I;
-  call.gate_up_strides = {gate_up.stride(0), gate_up.stride(row) * step, gate_up.stride(column)};
-  call.up_offset = gate_up.stride(row) * up;
-  call.down_strides = {down.stride(0), down.stride(row), down.stride(column)};
-  call.bias_stride = step;
-  call.bias_up_offset = up;
   call.output = args.output(call.H);
-  return call;
+  if (call.T > 0) run(call);
+  return call.output;
+}
+
+// ---------------------------------------------------------------------------------------------- weights alone
+
+struct Linear {
+  Tensor x, bias;
+  Weight weight;
+  int64_t T, N, H;
+  Tensor output;
+};
+
+template <auto run>
+Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& scale, const OptionalTensor& offset,
+              const OptionalTensor& bias, std::string_view format) {
+  Arguments args("linear", "x", x);
+  Linear call;
+  call.x = args.activation("x", x, "*H");
+  args.at_least_one('H', "x");
+  call.weight = args.weight({"weight", "scale", "offset", "NH"}, weight, scale, offset, format);
+  args.at_least_one('N', "weight");
+  call.bias = args.parameter("bias", bias, "N");
+  call.T = args.tokens();
+  call.N = args['N'];
+  call.H = args['H'];
+  call.output = args.output(call.N);
+  if (call.T > 0) run(call);
+  return call.output;
+}
+
+struct Dequantize {
+  Weight weight;  // of any number of leading dimensions, the last of which is the "expert"
+  Tensor output;
+};
+
+// The columns that a packed row holds, in the format's own measure; the checks that follow say what does not fit.
+inline int64_t packed_columns(const Arguments& args, const Tensor& weight, const OptionalTensor& scale,
+                              std::string_view format, int64_t bits) {
+  args.check_given("weight", weight);
+  if (weight.dim() == 0 || format == "dense") return -1;
+  if (format == "fp8") return weight.size(-1);
+  if (format == "mxfp4") {
+    const bool blocks = Arguments::given(scale) && weight.dim() == scale->dim() + 1;
+    return (blocks ? weight.size(-2) : 1) * weight.size(-1) * 2;
+  }
+  constexpr std::array<int64_t, 6> widths = {2, 3, 4, 5, 6, 8};
+  TORCH_CHECK(std::find(widths.begin(), widths.end(), bits) != widths.end(), args.prefix("bits"),
+              "expected 2, 3, 4, 5, 6 or 8, got ", bits);
+  return weight.size(-1) * weight.element_size() * 8 / bits;
+}
+
+template <auto run>
+Tensor dequantize(const Tensor& weight, const OptionalTensor& scale, const OptionalTensor& offset,
+                  std::string_view format, int64_t bits, at::ScalarType dtype) {
+  Arguments args("dequantize", "weight", weight, dtype);
+  const int64_t columns = packed_columns(args, weight, scale, format, bits);
+  if (columns >= 0) args.bind('C', columns);
+  Dequantize call;
+  call.weight = args.weight({"weight", "scale", "offset", "*NC"}, weight, scale, offset, format);
+  call.output = args.output({call.weight.rows, call.weight.columns}, dtype);
+  if (call.output.numel() > 0) run(call);
+  return call.output;
 }
 
 // ---------------------------------------------------------------------------------------------- combine and norm
@@ -232,8 +330,9 @@ inline WeightedSum weighted_sum_inputs(Arguments& args, const Tensor& slots, con
   return sum;
 }
 
-inline WeightedSum checked_weighted_sum(const Tensor& slots, const Tensor& weights, const OptionalTensor& shared,
-                                        const OptionalTensor& shared_gate, const OptionalTensor& residual) {
+template <auto run>
+Tensor weighted_sum(const Tensor& slots, const Tensor& weights, const OptionalTensor& shared,
+                    const OptionalTensor& shared_gate, const OptionalTensor& residual) {
   Arguments args("weighted_sum", "slots", slots);
   WeightedSum sum = weighted_sum_inputs(args, slots, weights);
   sum.shared = args.activation("shared", shared, "*H");
@@ -242,12 +341,42 @@ inline WeightedSum checked_weighted_sum(const Tensor& slots, const Tensor& weigh
               "expected `shared` beside it, got none");
   sum.residual = args.activation("residual", residual, "*H");
   sum.output = args.output(sum.H);
-  return sum;
+  if (sum.T > 0) run(sum);
+  return sum.output;
+}
+
+// Whether two elements share their memory. PyTorch's own test leaves most tensors that are not dense open.
+inline bool overlaps_itself(const Tensor& tensor) {
+  const auto overlap = at::has_internal_overlap(tensor);
+  if (overlap != at::MemOverlap::TooHard) return overlap == at::MemOverlap::Yes;
+  std::vector<std::pair<int64_t, int64_t>> steps;  // stride and size
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1) steps.emplace_back(tensor.stride(d), tensor.size(d));
+  }
+  std::sort(steps.begin(), steps.end());
+  int64_t span = 0;  // from the first element to the last, by the strides so far
+  const bool nested = std::all_of(steps.begin(), steps.end(), [&](const auto& step) {
+    const bool beyond = step.first > span;
+    span += step.first * (step.second - 1);
+    return beyond;
+  });
+  if (nested) return false;
+  // Rare: slices and transposed tensors are nested.
+  std::vector<int64_t> offsets = {0};
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    const size_t before = offsets.size();
+    for (int64_t i = 1; i < tensor.size(d); ++i) {
+      for (size_t j = 0; j < before; ++j) offsets.push_back(offsets[j] + i * tensor.stride(d));
+    }
+  }
+  std::sort(offsets.begin(), offsets.end());
+  return std::adjacent_find(offsets.begin(), offsets.end()) != offsets.end();
 }
 
 inline InPlace in_place(const Arguments& args, const Tensor& target, std::initializer_list<const Tensor*> inputs) {
-  TORCH_CHECK(at::has_internal_overlap(target) != at::MemOverlap::Yes, args.prefix("residual"),
-              "expected a tensor whose elements have memory of their own, got an expanded one; pass residual.clone()");
+  TORCH_CHECK(!overlaps_itself(target), args.prefix("residual"),
+              "expected a tensor whose elements have memory of their own, got one in which some share theirs; pass "
+              "residual.clone()");
   for (const Tensor* input : inputs) {
     const auto overlap = at::get_overlap_status(target, *input);
     TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
@@ -256,17 +385,20 @@ inline InPlace in_place(const Arguments& args, const Tensor& target, std::initia
   return {target, target.contiguous()};
 }
 
-inline WeightedSum checked_weighted_sum_residual_(const Tensor& residual, const Tensor& slots, const Tensor& weights) {
+template <auto run>
+void weighted_sum_residual_(const Tensor& residual, const Tensor& slots, const Tensor& weights) {
   Arguments args("weighted_sum_residual_", "residual", residual);
   args.strided("residual", residual, "*H");
   WeightedSum sum = weighted_sum_inputs(args, slots, weights);
   sum.in_place = in_place(args, residual, {&slots, &weights});
   sum.residual = sum.in_place.work;
-  return sum;
+  if (sum.T > 0) run(sum);
+  sum.in_place.done();
 }
 
-inline WeightedSum checked_weighted_sum_residual_norm_(const Tensor& residual, const Tensor& slots,
-                                                       const Tensor& weights, const Tensor& norm_weight, double eps) {
+template <auto run>
+Tensor weighted_sum_residual_norm_(const Tensor& residual, const Tensor& slots, const Tensor& weights,
+                                   const Tensor& norm_weight, double eps) {
   Arguments args("weighted_sum_residual_norm_", "residual", residual);
   args.strided("residual", residual, "*H");
   WeightedSum sum = weighted_sum_inputs(args, slots, weights);
@@ -275,23 +407,27 @@ inline WeightedSum checked_weighted_sum_residual_norm_(const Tensor& residual, c
   sum.in_place = in_place(args, residual, {&slots, &weights, &norm_weight});
   sum.residual = sum.in_place.work;
   sum.output = args.output(sum.H);
-  return sum;
+  if (sum.T > 0) run(sum);
+  sum.in_place.done();
+  return sum.output;
 }
 
-inline WeightedSum checked_weighted_sum_norm_add(const Tensor& slots, const Tensor& weights, const Tensor& residual,
-                                                 const Tensor& norm_weight, double eps) {
+template <auto run>
+Tensor weighted_sum_norm_add(const Tensor& slots, const Tensor& weights, const Tensor& residual,
+                             const Tensor& norm_weight, double eps) {
   Arguments args("weighted_sum_norm_add", "slots", slots);
   WeightedSum sum = weighted_sum_inputs(args, slots, weights);
   sum.residual = args.activation("residual", residual, "*H");
   sum.norm_weight = args.parameter("norm_weight", norm_weight, "H");
   sum.eps = args.not_negative("eps", eps);
   sum.output = args.output(sum.H);
-  return sum;
+  if (sum.T > 0) run(sum);
+  return sum.output;
 }
 
-inline WeightedSum checked_weighted_sum_dual_norm_add(const Tensor& slots, const Tensor& weights,
-                                                      const Tensor& residual, const Tensor& residual_norm_weight,
-                                                      const Tensor& moe_norm_weight, double eps) {
+template <auto run>
+Tensor weighted_sum_dual_norm_add(const Tensor& slots, const Tensor& weights, const Tensor& residual,
+                                  const Tensor& residual_norm_weight, const Tensor& moe_norm_weight, double eps) {
   Arguments args("weighted_sum_dual_norm_add", "slots", slots);
   WeightedSum sum = weighted_sum_inputs(args, slots, weights);
   sum.residual = args.activation("residual", residual, "*H");
@@ -299,7 +435,8 @@ inline WeightedSum checked_weighted_sum_dual_norm_add(const Tensor& slots, const
   sum.norm_weight = args.parameter("moe_norm_weight", moe_norm_weight, "H");
   sum.eps = args.not_negative("eps", eps);
   sum.output = args.output(sum.H);
-  return sum;
+  if (sum.T > 0) run(sum);
+  return sum.output;
 }
 
 // norm_add and residual_norm take the same arguments.
@@ -330,16 +467,21 @@ inline ResidualNorm residual_norm_inputs(const char* op, const Tensor& residual,
   return call;
 }
 
-inline ResidualNorm checked_norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight,
-                                     const OptionalTensor& scalar, double eps) {
-  return residual_norm_inputs("norm_add", residual, input, weight, scalar, eps);
+template <auto run>
+Tensor norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight, const OptionalTensor& scalar,
+                double eps) {
+  ResidualNorm call = residual_norm_inputs("norm_add", residual, input, weight, scalar, eps);
+  if (call.T > 0) run(call);
+  return call.output;
 }
 
-inline ResidualNorm checked_residual_norm(const Tensor& residual, const Tensor& input, const Tensor& weight,
-                                          const OptionalTensor& scalar, double eps) {
+template <auto run>
+std::tuple<Tensor, Tensor> residual_norm(const Tensor& residual, const Tensor& input, const Tensor& weight,
+                                         const OptionalTensor& scalar, double eps) {
   ResidualNorm call = residual_norm_inputs("residual_norm", residual, input, weight, scalar, eps);
   call.sum = empty(call.output.sizes(), call.output.options());
-  return call;
+  if (call.T > 0) run(call);
+  return {call.output, call.sum};
 }
 
 }  // namespace moe_metal

@@ -6,7 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/library.h>
 
-#include "common.h"
+#include "contract.h"
 
 #define ROUTING                                                                       \
   "int top_k, str scoring='softmax', str renormalize='before_scale', int n_group=1, " \
@@ -27,8 +27,14 @@ constexpr const char* kSchemas[] = {
     "glu(Tensor gate, Tensor up, *, " ACTIVATION ") -> Tensor",
 
     "experts(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, Tensor? gate_up_bias=None, "
-    "Tensor? down_bias=None, Tensor? shared=None, Tensor? shared_gate=None, Tensor? residual=None, *, " ACTIVATION
-    ", bool interleaved=False, bool transposed=False) -> Tensor",
+    "Tensor? down_bias=None, Tensor? shared=None, Tensor? shared_gate=None, Tensor? residual=None, "
+    "Tensor? gate_up_scale=None, Tensor? gate_up_offset=None, Tensor? down_scale=None, Tensor? down_offset=None, "
+    "*, " ACTIVATION ", bool interleaved=False, bool transposed=False, str format='dense') -> Tensor",
+
+    "linear(Tensor x, Tensor weight, Tensor? scale=None, Tensor? offset=None, Tensor? bias=None, *, "
+    "str format='dense') -> Tensor",
+    "dequantize(Tensor weight, Tensor? scale=None, Tensor? offset=None, *, str format, int bits=4, "
+    "ScalarType dtype) -> Tensor",
 
     "weighted_sum(Tensor slots, Tensor weights, Tensor? shared=None, Tensor? shared_gate=None, "
     "Tensor? residual=None) -> Tensor",
@@ -89,6 +95,28 @@ extern "C" C10_EXPORT const int32_t moe_metal_max_experts = moe_metal::kMaxExper
 TORCH_LIBRARY(moe_metal, m) {
   m.set_python_module("torch_moe_metal");
   for (const char* schema : moe_metal::kSchemas) m.def(schema, {at::Tag::pt2_compliant_tag});
+}
+
+// Every op's checks without its work, for the fake functions of torch.compile and torch.export. Those are Python's,
+// since the checks know no symbolic sizes.
+TORCH_LIBRARY(moe_metal_checks, m) {
+  for (const char* schema : moe_metal::kSchemas) m.def(schema, {at::Tag::pt2_compliant_tag});
+}
+TORCH_LIBRARY_IMPL(moe_metal_checks, Meta, m) {
+  constexpr auto nothing = [](auto&) {};
+  m.impl("gate", &moe_metal::gate<nothing>);
+  m.impl("route", &moe_metal::route<nothing>);
+  m.impl("glu", &moe_metal::glu<nothing>);
+  m.impl("experts", &moe_metal::experts<nothing>);
+  m.impl("linear", &moe_metal::linear<nothing>);
+  m.impl("dequantize", &moe_metal::dequantize<nothing>);
+  m.impl("weighted_sum", &moe_metal::weighted_sum<nothing>);
+  m.impl("weighted_sum_residual_", &moe_metal::weighted_sum_residual_<nothing>);
+  m.impl("weighted_sum_residual_norm_", &moe_metal::weighted_sum_residual_norm_<nothing>);
+  m.impl("weighted_sum_norm_add", &moe_metal::weighted_sum_norm_add<nothing>);
+  m.impl("weighted_sum_dual_norm_add", &moe_metal::weighted_sum_dual_norm_add<nothing>);
+  m.impl("norm_add", &moe_metal::norm_add<nothing>);
+  m.impl("residual_norm", &moe_metal::residual_norm<nothing>);
 }
 
 TORCH_LIBRARY_IMPL(moe_metal, Autograd, m) {

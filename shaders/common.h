@@ -20,6 +20,7 @@ MOE_METAL_CONSTANT int kMaxSimdgroups = 32;  // in a threadgroup
 enum class Scoring : int32_t { softmax, sigmoid, sqrt_softplus };
 enum class Renormalize : int32_t { none, before_scale, after_scale };
 enum class GroupScore : int32_t { top2_sum, max };
+enum class Format : int32_t { dense, affine, mxfp4, fp8 };  // of a weight: how its numbers are packed
 enum class Activation : int32_t { silu, gelu, gelu_tanh, relu2, swiglu_oai };
 
 // How logits become experts and weights: the routing options of the ops gate and route.

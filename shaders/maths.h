@@ -15,6 +15,9 @@ inline float log_one_plus(float x) {
 // log(1 + exp(x))
 inline float softplus(float x) { return (x < 0 ? 0 : x) + log_one_plus(exp(-abs(x))); }
 
+// Below -20 softplus(x) is exp(x), which would underflow long before its root does.
+inline float sqrt_softplus(float x) { return x < -20 ? exp(0.5f * x) : sqrt(softplus(x)); }
+
 // 1 - erf(x): exp(-x^2) times a polynomial in 1 / (1 + |x| / 2), fitted to within 3e-8 (root mean square over 0 to 6).
 inline float complementary_erf(float x) {
   const float t = 1 / (1 + 0.5f * abs(x));

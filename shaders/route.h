@@ -57,7 +57,7 @@ void to_scores(thread const float* logits, thread float* scores, uint lane, Rout
   }
   if (params.scoring != Scoring::softmax) {
     for (uint n = 0; n < N; ++n) {
-      scores[n] = params.scoring == Scoring::sigmoid ? sigmoid(scores[n]) : sqrt(softplus(scores[n]));
+      scores[n] = params.scoring == Scoring::sigmoid ? sigmoid(scores[n]) : sqrt_softplus(scores[n]);
     }
     return;
   }

@@ -567,6 +567,9 @@ def sum_and_norm_cases() -> list[Case]:
                     cases.append(Case(op, name, dims, (), options, dtype, FLOAT, prepare, hostile))
         many = dims | {"T": 32769, "K": 2, "H": 16}
         cases.append(Case(op, "T32769", many, OPTIONAL[op], {}, BFLOAT))
+        # Rows that threadgroup memory would not hold: 32 KB are 8192 floats.
+        for H in (8192, 16384, 16385):
+            cases.append(Case(op, f"H{H}", dims | {"T": 1, "K": 2, "H": H}, OPTIONAL[op], {}, FLOAT))
     for size in range(4):
         for given in combinations(OPTIONAL["weighted_sum"], size):
             if "shared_gate" not in given or "shared" in given:
@@ -579,6 +582,11 @@ def many_tokens() -> list[Case]:
     return [
         Case("route", "T32769", {"T": T, "E": 33, "K": 3}, BIASED, SIGMOID | {"top_k": 3}, BFLOAT),
         Case("gate", "T32769", {"T": T, "E": 33, "K": 3, "H": 20}, (), {"top_k": 3}, BFLOAT),
+        # More hidden and experts together than threadgroup memory would hold.
+        *(
+            Case("gate", f"H{H}", {"T": 1, "E": 4, "K": 2, "H": H}, OPTIONAL["gate"], {"top_k": 2}, FLOAT)
+            for H in (8192, 16385)
+        ),
         # Tokens times experts are what the gate needs to be cut into tiles.
         Case("gate", "tiles", {"T": 129, "E": 961, "K": 5, "H": 4}, OPTIONAL["gate"], {"top_k": 5}, BFLOAT),
         Case("gate", "tiles-odd", {"T": 129, "E": 961, "K": 5, "H": 67}, OPTIONAL["gate"], {"top_k": 5}, HALF),

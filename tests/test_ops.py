@@ -1,8 +1,12 @@
 """What every op promises (DESIGN: contract), on every device: one test per promise, over the table of cases."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,6 +108,26 @@ def test_same_bits_in_100_runs(case: Case, device: str):
         assert all(same_bits(a, b) for a, b in zip(run(case, args, device), first, strict=True))
 
 
+def gate_of_many_tokens() -> bool:
+    """Whether `gate` is right with so many tokens that oneDNN's products are the fastest way."""
+    (case,) = (case for case in CASES if str(case) == "gate-blocks-bf16")
+    assert_matches(run(case, case.arguments("cpu")), expected(case.op, case.arguments(), case.options), 70)
+    return True
+
+
+def test_gate_where_onednn_is_switched_off():
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert gate_of_many_tokens()
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
+def test_gate_where_onednn_is_kept_from_amx(isa: str):
+    """It reads the variable once, so this takes a process of its own."""
+    code = "import torch_moe_metal, test_ops; assert test_ops.gate_of_many_tokens()"
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa, "MOE_METAL_DEVICES": "cpu"}
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, check=True)
+
+
 @pytest.mark.skipif(
     not SIMULATED or "mps" not in DEVICES, reason="only the simulated device lets us choose the order of threads"
 )
@@ -162,6 +186,20 @@ def test_weight_and_scalar_whose_product_is_infinite(op: str, device: str, scala
     want = expected(op, args, {}, hostile=True)
     assert want[0][2:].eq(0).all()
     assert_matches(run(replace(ODD[op], options={}), args, device), want)
+
+
+@pytest.mark.parametrize("select_bias", [None, torch.zeros(4)], ids=["by_logits", "by_scores"])
+def test_the_root_of_a_softplus_that_float32_cannot_hold(device: str, select_bias: Tensor | None):
+    """softplus(-106) is 1e-46; its root 1e-23 counts beside the 1e-20 that the sum of the weights is raised by."""
+    args = {"logits": torch.tensor([[-100.0, -104, -106, -120], [-19.9, -20, -20.1, -21], [-200, -201, -202, -203]])}
+    args |= {} if select_bias is None else {"select_bias": select_bias}
+    for K, renormalize in ((1, "before_scale"), (4, "none")):
+        case = Case("route", "tiny", {"T": 3, "E": 4, "K": K}, options={"top_k": K, "scoring": "sqrt_softplus"})
+        case = replace(case, options=case.options | {"renormalize": renormalize})
+        weights, ids = run(case, args, device)
+        want, want_ids = expected("route", args, case.options, hostile=True)
+        assert torch.equal(ids.cpu(), want_ids)
+        torch.testing.assert_close(weights.cpu().double(), want.double(), rtol=1e-5, atol=1e-37)
 
 
 # ------------------------------------------------------------------------------------------------ large tensors
@@ -502,6 +540,7 @@ BAD = [
     bad("route", "top_k: expected 1 to 2 (the experts in topk_group groups), got 3", n_group=13, topk_group=2),
     bad("route", "scoring: expected one of softmax, sigmoid, sqrt_softplus; got 'tanh'", scoring="tanh"),
     bad("route", "renormalize: expected one of none, before_scale, after_scale; got 'yes'", renormalize="yes"),
+    bad("route", r"scoring: expected one of softmax, sigmoid, sqrt_softplus; got 'soft\x00max'", scoring="soft\0max"),
     bad("route", "group_score: expected one of top2_sum, max; got ''", group_score=""),
     bad("route", "softcap: expected a finite number >= 0, got -5", softcap=-5.0),
     bad("route", "softcap: expected a finite number >= 0, got -1e-46, which is -0 as float32", softcap=-1e-46),
@@ -531,7 +570,9 @@ BAD = [
     bad("experts", "down: expected shape [E, H, I] with E = 13, H = 67, got [13, 66, 19]", down=lambda t: t[:, :-1]),
     bad("experts", "down: expected shape [E, I, H] with E = 13, I = 67, H = 67, got [13, 67, 19]", transposed=True),
     bad("experts", "down: expected float32, the dtype of x; got bfloat16", down=Tensor.bfloat16),
-    bad("experts", "down: expected I >= 1, got 0", down=no_columns),
+    bad("experts", "down: expected 1 to 4611686018427387903 (its inner size, I), got 0", down=no_columns),
+    bad("experts", "down: expected 1 to 4611686018427387903 (its inner size, I), got 4611686018427387904",
+        down=lambda t: t[..., :1].expand(-1, -1, 2**62)),
     bad("experts", "down: expected 1 to 1024 (its number of experts, E), got 0", down=lambda t: t[:0]),
     bad("experts", "gate_up: expected shape [E, 2I, H] with E = 13, 2I = 38, H = 67, got [13, 37, 67]",
         gate_up=lambda t: t[:, :-1]),
@@ -566,6 +607,10 @@ BAD = [
     bad("weighted_sum_dual_norm_add", "eps: expected a finite number >= 0, got -1", eps=-1.0),
 ]  # fmt: skip
 
+SHARED_MEMORY = (
+    "residual: expected a tensor whose elements have memory of their own, got one in which some share theirs; pass "
+    "residual.clone()"
+)
 for _op in IN_PLACE:
     BAD += [
         bad(_op, "residual: expected float32, float16 or bfloat16, got float64", residual=Tensor.double),
@@ -573,8 +618,9 @@ for _op in IN_PLACE:
         bad(_op, "slots: expected shape [*, K, H] with * = [6], K = 3, H = 67, got [6, 3, 66]", slots=cut),
         bad(_op, "slots: expected float32, the dtype of residual; got float16", slots=Tensor.half),
         bad(_op, "weights: expected shape [*, K] with * = [6], K = 3, got [6, 2]", weights=cut),
-        bad(_op, "residual: expected a tensor whose elements have memory of their own, got an expanded one; pass "
-                 "residual.clone()", residual=lambda t: t[:1].expand(6, 67)),
+        bad(_op, SHARED_MEMORY, residual=lambda t: t[:1].expand(6, 67)),
+        bad(_op, SHARED_MEMORY, residual=lambda t: t.as_strided((6, 67), (1, 1))),
+        bad(_op, SHARED_MEMORY, residual=lambda t: t.as_strided((6, 67), (2, 3))),
     ]  # fmt: skip
 BAD.append(bad("weighted_sum_residual_norm_", "norm_weight: expected shape [H] with H = 67, got [66]", norm_weight=cut))
 BAD.append(bad("weighted_sum_residual_norm_", "eps: expected a finite number >= 0, got -1", eps=-1.0))
@@ -593,9 +639,21 @@ for _op in ("norm_add", "residual_norm"):
     ]
 
 
+def with_changes(op: str, device: str, changes: dict) -> tuple[Args, dict]:
+    args, options = ODD[op].arguments(device), dict(ODD[op].options)
+    for name, change in changes.items():
+        if name not in args:
+            options[name] = change
+        elif callable(change):
+            args[name] = change(args[name])
+        else:
+            args[name] = None if change is None else change.to(device)
+    return args, options
+
+
 def refusal(op: str, args: Args, options: dict) -> str:
     """The message of the error that the op raises, after a check that it has written nothing."""
-    tensors = {name: value for name, value in args.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in args.items() if isinstance(value, Tensor) and not value.is_meta}
     before = {name: bits(tensor) for name, tensor in tensors.items()}
     with pytest.raises(RuntimeError) as error:
         call(getattr(torch.ops.moe_metal, op), op, args, options)
@@ -607,15 +665,39 @@ def refusal(op: str, args: Args, options: dict) -> str:
 @pytest.mark.parametrize("op, message, changes", BAD)
 def test_bad_input(op: str, device: str, message: str, changes: dict):
     """The same words on every device: they are written out above, once."""
-    args, options = ODD[op].arguments(device), dict(ODD[op].options)
-    for name, change in changes.items():
-        if name not in args:
-            options[name] = change
-        elif callable(change):
-            args[name] = change(args[name])
-        else:
-            args[name] = None if change is None else change.to(device)
+    args, options = with_changes(op, device, changes)
     assert refusal(op, args, options) == f"moe_metal::{op}: {message}"
+
+
+@pytest.mark.parametrize("op, message, changes", BAD)
+def test_bad_input_on_meta(op: str, message: str, changes: dict):
+    """The same words where torch.compile and torch.export look, without data: what fails, fails there."""
+    test_bad_input(op, "meta", message, changes)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_none_for_a_tensor(op: str, device: str):
+    args = ODD[op].arguments(device)
+    for name in args:
+        if not ARGUMENTS[op][name].optional:
+            assert refusal(op, args | {name: None}, ODD[op].options) == (
+                f"moe_metal::{op}: {name}: expected a tensor, got None"
+            )
+
+
+ONE_WRONG_SHAPE = {bad.values[0]: bad for bad in reversed(BAD) if "expected shape" in bad.values[1]}
+
+
+@pytest.mark.parametrize("op, message, changes", ONE_WRONG_SHAPE.values())
+def test_bad_input_compiled(op: str, message: str, changes: dict):
+    """Whoever compiles is told while compiling, with sizes that are symbols there."""
+    args = with_changes(op, "cpu", changes)[0]
+    for name, letters in ODD[op].shapes.items():
+        if letters[0] == "T":
+            torch._dynamo.maybe_mark_dynamic(args[name], 0)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=re.escape(f"moe_metal::{op}: {message}")):
+        torch.compile(lambda args: run(ODD[op], args), fullgraph=True, backend="eager")(args)
 
 
 @pytest.mark.parametrize("op", IN_PLACE)

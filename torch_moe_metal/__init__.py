@@ -14,6 +14,7 @@ import torch
 
 from . import arguments, nn, reference
 from .after_import import after_import
+from .fake import fake
 
 if TYPE_CHECKING:  # Editors and type checkers are shown the specification itself: signature, types and docstring.
     from .reference import *  # noqa: F403
@@ -67,7 +68,7 @@ def _function(specification: Callable) -> Callable:
 
 
 for _name in arguments.ARGUMENTS:
-    torch.library.register_fake(f"moe_metal::{_name}", getattr(reference, _name))
+    torch.library.register_fake(f"moe_metal::{_name}", fake(getattr(reference, _name)))
     globals()[_name] = _function(getattr(reference, _name))
 
 

@@ -1,6 +1,7 @@
 """The one table of arguments: what every op takes and returns, in the letters of its shapes.
 
-T tokens, E experts, K experts per token, H hidden, I expert inner size; G is 2I, and S the size of a scalar, 1 or H.
+T tokens, E experts, K experts per token, H hidden, I expert inner size, N rows of a weight; G is 2I, and S the size of a
+scalar, 1 or H.
 The tests draw their cases from it, `bench` its rows and `doctor` its samples. Options are not told here: the signatures
 in reference.py have them.
 """
@@ -21,7 +22,8 @@ DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 @dataclass(frozen=True)
 class Argument:
     """One tensor that an op takes. An activation has the dtype of the op's first argument, a parameter may also be
-    float32 beside activations of another, and ids are int32 or int64."""
+    float32 beside activations of another, and ids are int32 or int64. A weight may be packed, and then has a scale, and
+    perhaps an offset, which both have its letters but other sizes."""
 
     letters: str
     kind: str = "activation"
@@ -35,6 +37,10 @@ def parameter(letters: str, optional: bool = False) -> Argument:
 
 def optional(letters: str) -> Argument:
     return Argument(letters, optional=True)
+
+
+def _scales(prefix: str, letters: str) -> dict[str, Argument]:
+    return {f"{prefix}{part}": Argument(letters, part, True) for part in ("scale", "offset")}
 
 
 _CHOICE = {"select_bias": parameter("E", True), "per_expert_scale": parameter("E", True)}
@@ -52,9 +58,15 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
     "route": {"logits": Argument("TE")} | _CHOICE,
     "glu": {"gate": Argument("TI"), "up": Argument("TI")},
     "experts": {"x": Argument("TH"), "weights": parameter("TK"), "ids": Argument("TK", "ids")}
-    | {"gate_up": Argument("EGH"), "down": Argument("EHI")}
+    | {"gate_up": Argument("EGH", "weight"), "down": Argument("EHI", "weight")}
     | {"gate_up_bias": parameter("EG", True), "down_bias": parameter("EH", True)}
-    | _BESIDE,
+    | _BESIDE
+    | _scales("gate_up_", "EGH")
+    | _scales("down_", "EHI"),
+    "linear": {"x": Argument("TH"), "weight": Argument("NH", "weight")}
+    | _scales("", "NH")
+    | {"bias": parameter("N", True)},
+    "dequantize": {"weight": Argument("NH", "weight")} | _scales("", "NH"),
     "weighted_sum": _SLOTS | _BESIDE,
     "weighted_sum_residual_": _WRITTEN | _SLOTS,
     "weighted_sum_residual_norm_": _WRITTEN | _SLOTS | {"norm_weight": parameter("H")},
@@ -72,6 +84,8 @@ RETURNS: dict[str, tuple[str, ...]] = {
     "gate": ("TK", "TK"),
     "route": ("TK", "TK"),
     "glu": ("TI",),
+    "linear": ("TN",),
+    "dequantize": ("NH",),
     "weighted_sum_residual_": (),
     "residual_norm": ("TH", "TH"),
 }

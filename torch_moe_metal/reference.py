@@ -14,6 +14,8 @@ __all__ = [  # noqa: RUF022  the ops, in the order of this page
     "route",
     "glu",
     "experts",
+    "linear",
+    "dequantize",
     "weighted_sum",
     "weighted_sum_residual_",
     "weighted_sum_residual_norm_",
@@ -152,6 +154,75 @@ def gate(
     )
 
 
+# ------------------------------------------------------------------------------------------------ weights
+
+#: The values of mxfp4's four bits.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def unpack(data: Tensor, bits: int) -> Tensor:
+    """A row's bytes as integers of so many bits: a stream that begins with the lowest bit of the first byte."""
+    places = torch.arange(8, device=data.device, dtype=torch.int32)
+    stream = (data.contiguous().view(torch.uint8).unsqueeze(-1).int() >> places & 1).flatten(-2)
+    return (stream.unflatten(-1, (-1, bits)) << places[:bits]).sum(-1, dtype=torch.int32)
+
+
+def dequantize(
+    weight: Tensor,  # [..., N, C], or packed
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+    *,
+    format: str,
+    bits: int = 4,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The numbers that a weight stands for. -> [..., N, C]
+
+    dense: weight itself. affine: scale * q + offset, with weight int32 (or uint32, or its bytes as uint8)
+    [..., N, C * bits / 32], q of `bits` 2, 3, 4, 5, 6 or 8, and scale and offset [..., N, C / group] for groups of 16,
+    32, 64 or 128 columns (MLX). mxfp4: 2^(scale - 127) * e2m1, with weight uint8 [..., N, C / 2] or
+    [..., N, C / 32, 16], the lower half of a byte first, and scale uint8 [..., N, C / 32], where 255 is NaN (gpt-oss).
+    fp8: scale * e4m3, with weight float8_e4m3fn, or uint8 [..., N, C], and scale [..., N / 128, C / 128], rounded up.
+    """
+    if format == "dense":
+        return as_float(weight).to(dtype)
+    if format == "fp8":
+        values = as_float(weight.view(torch.float8_e4m3fn).float()).to(as_float(scale).dtype)
+        blocks = as_float(scale).repeat_interleave(128, -2).repeat_interleave(128, -1)
+        return (values * blocks[..., : values.shape[-2], : values.shape[-1]]).to(dtype)
+    if format == "mxfp4":
+        codes = unpack(weight.flatten(-2) if weight.dim() > scale.dim() else weight, 4)
+        powers = torch.exp2(scale.double() - 127).masked_fill(scale == 255, float("nan"))
+        values = torch.tensor(E2M1, device=weight.device, dtype=torch.float64)[codes.long()]
+        return (values.unflatten(-1, (-1, 32)) * powers.unsqueeze(-1)).flatten(-2).to(dtype)
+    groups = as_float(unpack(weight, bits)).to(as_float(scale).dtype).unflatten(-1, (scale.shape[-1], -1))
+    return (as_float(scale).unsqueeze(-1) * groups + as_float(offset).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def dequantized(weight: Tensor, scale: Tensor | None, offset: Tensor | None, format: str, columns: int) -> Tensor:
+    """The same for rows whose number of columns is known and tells the bits."""
+    if format == "dense":
+        return as_float(weight)
+    bits = 8 * weight.element_size() * weight.shape[-1] // columns
+    wide = torch.float64 if format == "mxfp4" or scale.dtype == torch.float64 else torch.float32
+    return dequantize(weight, scale, offset, format=format, bits=bits, dtype=wide)
+
+
+def linear(
+    x: Tensor,  # [..., H]
+    weight: Tensor,  # [N, H], or packed
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+    bias: Tensor | None = None,  # [N]
+    *,
+    format: str = "dense",
+) -> Tensor:
+    """x @ weight.T + bias, with a weight in any format of `dequantize`. -> [..., N]"""
+    matrix = dequantized(weight, scale, offset, format, x.shape[-1])
+    wide = torch.promote_types(as_float(x).dtype, matrix.dtype)
+    return rounded(F.linear(x.to(wide), matrix.to(wide), None if bias is None else bias.to(wide)), x)
+
+
 # ------------------------------------------------------------------------------------------------ experts
 
 ACTIVATIONS = {
@@ -192,28 +263,38 @@ def experts(
     shared: Tensor | None = None,  # [T, H]
     shared_gate: Tensor | None = None,  # [T], a logit
     residual: Tensor | None = None,  # [T, H]
+    gate_up_scale: Tensor | None = None,
+    gate_up_offset: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    down_offset: Tensor | None = None,
     *,
     activation: str = "silu",
     alpha: float = 1.702,
     limit: float | None = None,
     interleaved: bool = False,
     transposed: bool = False,
+    format: str = "dense",
 ) -> Tensor:
     """Every token through its K experts, and their weighted sum. -> [T, H]
 
     An id outside [0, E) is skipped: it adds nothing and reads nothing, whatever its weight is.
     activation, alpha and limit are those of `glu`; `shared` and `residual` are added as in `weighted_sum`.
-    The 2I rows hold the gate's I rows first, or gate and up in turn when `interleaved`.
+    The 2I rows hold the gate's I rows first, or gate and up in turn when `interleaved`. Beside a `format` other than
+    dense, gate_up and down are packed and have scales and offsets, as `dequantize` says.
     """
     used = (ids >= 0) & (ids < gate_up.shape[0])
     chosen = ids.long().where(used, 0)
+    scales = (None if t is None else t[chosen] for t in (gate_up_scale, gate_up_offset, down_scale, down_offset))
     up_weight, down_weight = (w.mT if transposed else w for w in (gate_up, down))
-    both = torch.einsum("...kih,...h->...ki", as_float(up_weight[chosen]), as_float(x))
+    inner_size = gate_up.shape[2 if transposed else 1] // 2
+    up_weight = dequantized(up_weight[chosen], next(scales), next(scales), format, x.shape[-1])
+    down_weight = dequantized(down_weight[chosen], next(scales), next(scales), format, inner_size)
+    both = torch.einsum("...kih,...h->...ki", up_weight, as_float(x))
     if gate_up_bias is not None:
         both = both + as_float(gate_up_bias)[chosen]
     gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
     inner = glu(gate, up, activation=activation, alpha=alpha, limit=limit)
-    slots = torch.einsum("...khi,...ki->...kh", as_float(down_weight[chosen]), inner)
+    slots = torch.einsum("...khi,...ki->...kh", down_weight, inner)
     if down_bias is not None:
         slots = slots + as_float(down_bias)[chosen]
     slots, weights = slots.where(used.unsqueeze(-1), 0), as_float(weights).where(used, 0)

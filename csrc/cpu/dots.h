@@ -29,29 +29,27 @@ constexpr int kTokensAtOnce = 2, kVectorsOfRows = 8;
 
 // Rows that are contiguous: R rows against N tokens, vectors along the columns. Flattened, or the sums would live in
 // memory.
-template <int R, int N, class Scalar>
-[[gnu::flatten]] inline void dot(const Matrix<Scalar>& weight, int64_t first_row, const Tokens& tokens, int64_t first) {
+template <int R, int N, class Reader>
+[[gnu::flatten]] inline void dot(const Reader& weight, int64_t first_row, const Tokens& tokens, int64_t first) {
   Vec sums[R][N];
   unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { sums[r][n] = Vec(0); }); });
-  const Scalar* rows = weight.data + first_row * weight.row;
-  const int64_t step = weight.row;
+  const auto rows = weight.some(first_row);
   const float* x[N];
   unrolled<N>([&](auto n) { x[n] = tokens.x[first + n]; });
   for_each_vector(weight.columns, [&](int64_t column, auto count) __attribute__((always_inline)) {
     Vec values[N];
     unrolled<N>([&](auto n) { values[n] = load(x[n] + column, count); });
     unrolled<R>([&](auto r) {
-      // Rows of 2 bytes a weight are too short for the processor's own prefetching: 10 % faster, and floats slower.
-      if constexpr (N == 1 && sizeof(Scalar) == 2) __builtin_prefetch(rows + (r + R) * step + column, 0, 2);
-      const Vec row = load(rows + r * step + column, count);
+      if constexpr (N == 1) rows.prefetch(r + R, column);
+      const Vec row = rows.load(r, column, count);
       unrolled<N>([&](auto n) { sums[r][n] = at::vec::fmadd(row, values[n], sums[r][n]); });
     });
   });
   unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { tokens.out[first + n][first_row + r] = sum(sums[r][n]); }); });
 }
 
-template <int R, class Scalar>
-inline void dot_rows(const Matrix<Scalar>& weight, int64_t row, const Tokens& tokens) {
+template <int R, class Reader>
+inline void dot_rows(const Reader& weight, int64_t row, const Tokens& tokens) {
   int64_t n = 0;
   for (; n + kTokensAtOnce <= tokens.count; n += kTokensAtOnce) dot<R, kTokensAtOnce>(weight, row, tokens, n);
   if constexpr (kTokensAtOnce > 4) {
@@ -93,11 +91,11 @@ template <int R>
 }
 #endif
 
-template <class Scalar>
-inline void product_by_rows(const Matrix<Scalar>& weight, const Tokens& tokens) {
+template <class Reader>
+inline void product_by_rows(const Reader& weight, const Tokens& tokens) {
   int64_t row = 0;
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
-  if constexpr (std::is_same_v<Scalar, at::BFloat16>) {
+  if constexpr (std::is_same_v<Reader, Matrix<at::BFloat16>>) {
     // Two rows are 88 % of memory's speed on 2 cores without AMX, four 86 and eight 83.
     for (; tokens.count == 1 && row + 2 <= weight.rows; row += 2) dot_pairs<2>(weight, row, tokens);
   }
@@ -169,15 +167,16 @@ inline void product_by_columns(const Matrix<Scalar>& weight, const Tokens& token
 class Panel {
  public:
   // `out` has room for whole panels: results of the rows beyond the last are 0.
-  template <class Scalar>
-  void product(const Matrix<Scalar>& weight, const Tokens& tokens) {
+  template <class Reader>
+  void product(const Reader& weight, const Tokens& tokens) {
     spare_.resize(at::divup(weight.rows, kPanelRows) * kPanelRows);
     for (int64_t row = 0; row < weight.rows; row += kPanelRows) {
       for (int64_t begin = 0; begin < weight.columns; begin += kPanelColumns) {
         const int64_t end = std::min(begin + kPanelColumns, weight.columns);
         fill(weight, row, begin, end);
         const bool last = end == weight.columns;
-        Ahead ahead(weight.data + (last ? (row + kPanelRows) * weight.row : row * weight.row + end), weight.row);
+        Ahead ahead(last ? weight.place(row + kPanelRows, 0) : weight.place(row, end), weight.row_bytes(),
+                    weight.bytes(kPanelColumns));
         int64_t n = 0;
         for (; n + kMany <= tokens.count; n += kMany) multiply<kMany>(row, tokens, n, begin, end, ahead);
         for (; n < tokens.count; n += kFew) multiply<kFew>(row, filled_up(tokens, n), 0, begin, end, ahead);
@@ -192,16 +191,13 @@ class Panel {
   // Brings the next panel from memory, a line at a time, while this one is multiplied.
   class Ahead {
    public:
-    template <class Scalar>
-    Ahead(const Scalar* panel, int64_t row)
-        : row_(reinterpret_cast<const char*>(panel)),
-          step_(row * sizeof(Scalar)),
-          bytes_(kPanelColumns * sizeof(Scalar)) {}
+    Ahead(const void* panel, int64_t step, int64_t bytes)
+        : row_(static_cast<const char*>(panel)), step_(step), bytes_(bytes) {}
     void operator()() {
       if (rows_ == kPanelRows) return;
       __builtin_prefetch(row_ + at_, 0, 2);
       at_ += kLine;
-      if (at_ == bytes_) at_ = 0, row_ += step_, ++rows_;
+      if (at_ >= bytes_) at_ = 0, row_ += step_, ++rows_;
     }
 
    private:
@@ -227,18 +223,18 @@ class Panel {
     return {few_x_, few_out_, kFew};
   }
 
-  template <class Scalar>
-  void fill(const Matrix<Scalar>& weight, int64_t row, int64_t begin, int64_t end) {
+  template <class Reader>
+  void fill(const Reader& weight, int64_t row, int64_t begin, int64_t end) {
     for (int64_t r = 0; r < kPanelRows; r += kLanes) {
       const int64_t rows = std::clamp<int64_t>(weight.rows - row - r, 0, kLanes);
+      const auto from = weight.some(row + r);
       for (int64_t column = begin; column < end; column += kLanes) {
-        const Scalar* from = weight.data + (row + r) * weight.row + column;
         const int64_t columns = std::min(kLanes, end - column);
         Vec tile[kLanes];
         if (rows == kLanes && columns == kLanes) {
-          for (int64_t i = 0; i < kLanes; ++i) tile[i] = load(from + i * weight.row, Whole());
+          for (int64_t i = 0; i < kLanes; ++i) tile[i] = from.load(i, column, Whole());
         } else {
-          for (int64_t i = 0; i < kLanes; ++i) tile[i] = i < rows ? load(from + i * weight.row, columns) : Vec(0);
+          for (int64_t i = 0; i < kLanes; ++i) tile[i] = i < rows ? from.load(i, column, columns) : Vec(0);
         }
         transpose(tile);
         float* to = floats_.get() + (column - begin) * kPanelRows + r;
@@ -267,6 +263,10 @@ inline void product_gathered(const Matrix<Scalar>& weight, const Tokens& tokens)
 }
 
 // With a panel for many tokens.
+template <class Reader>
+inline void product(const Reader& weight, const Tokens& tokens, std::optional<Panel>& panel) {
+  panel ? panel->product(weight, tokens) : product_by_rows(weight, tokens);
+}
 template <class Scalar>
 inline void product(const Matrix<Scalar>& weight, const Tokens& tokens, std::optional<Panel>& panel) {
   if (weight.column == 1) return panel ? panel->product(weight, tokens) : product_by_rows(weight, tokens);

@@ -24,9 +24,9 @@ namespace {
 
 // Few slots, or the partial sums would be large beside the weights.
 bool by_columns(const Experts& call) {
-  const int64_t gate_up_row = call.gate_up_strides.row / call.bias_stride;
-  return gate_up_row == 1 && call.down_strides.row == 1 && call.gate_up_strides.column != 1 &&
-         call.down_strides.column != 1 && call.T * call.K <= 256;
+  const Weight &gate_up = call.gate_up, &down = call.down;
+  return gate_up.format == Format::dense && gate_up.row == 1 && down.row == 1 && gate_up.column != 1 &&
+         down.column != 1 && call.T * call.K <= 256;
 }
 
 #ifdef MOE_METAL_AMX
@@ -34,36 +34,30 @@ bool by_columns(const Experts& call) {
 // Sapphire Rapids, T = 1 takes 3.0 ms by tiles and 3.7 by dots, T = 512 takes 65 and 390. Not for tiny matrices, where
 // few sums average out the rounding of `inner`.
 bool by_tiles(const Experts& call) {
-  return call.x.scalar_type() == at::kBFloat16 && std::min(call.H, call.I) >= 64 && tiles_available();
+  return call.gate_up.format == Format::dense && call.x.scalar_type() == at::kBFloat16 &&
+         std::min(call.H, call.I) >= 64 && tiles_available();
 }
 #endif
 
-Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up, const Tensor& down,
-               const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, const OptionalTensor& shared,
-               const OptionalTensor& shared_gate, const OptionalTensor& residual, std::string_view activation,
-               double alpha, std::optional<double> limit, bool interleaved, bool transposed) {
-  Experts call = checked_experts(x, weights, ids, gate_up, down, gate_up_bias, down_bias, shared, shared_gate, residual,
-                                 activation, alpha, limit, interleaved, transposed);
-  if (call.T == 0) return call.output;
+void run(Experts& call) {
   call.ids = call.ids.to(at::kLong);
   call.weights = call.weights.to(at::kFloat);
   if (call.shared_gate.defined()) call.shared_gate = call.shared_gate.to(at::kFloat);
   const Slots slots(call.ids, call.E);
   if (by_columns(call)) {
     with_dtype(call.x.scalar_type(), [&](auto scalar) { experts_by_columns<decltype(scalar)>(call, slots); });
-    return call.output;
+    return;
   }
 #ifdef MOE_METAL_AMX
   if (by_tiles(call)) {
     experts_by_tiles(call, slots);
-    return call.output;
+    return;
   }
 #endif
   with_dtype(call.x.scalar_type(), [&](auto scalar) { experts_by_dots<decltype(scalar)>(call, slots); });
-  return call.output;
 }
 
 }  // namespace
 }  // namespace moe_metal
 
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("experts", &moe_metal::experts); }
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("experts", &moe_metal::experts<moe_metal::run>); }

@@ -56,19 +56,19 @@ struct Partial {
 
   // x_of(slot) is what a slot brings: `columns` floats.
   template <class Scalar, class XOf>
-  void multiply(const Scalar* weight, const WeightStrides& strides, XOf&& x_of) const {
+  void multiply(const Weight& weight, XOf&& x_of) const {
     const int64_t items = slots.used() * parts;
     share(items, [&](auto take) {
       for (int64_t item = take(); item < items; item = take()) {
         const int64_t which = item / parts, part = item % parts;
-        const Scalar* from = weight + slots.experts[which] * strides.expert;
+        const Scalar* from = weight.data.data_ptr<Scalar>() + slots.experts[which] * weight.expert;
         int64_t at = slots.begin[which];
         const auto tokens = [&](auto n) {
           const float* x[n];
           float* out[n];
           for (int64_t i = 0; i < n; ++i)
             x[i] = x_of(slots.order[at + i]), out[i] = this->at(part, slots.order[at + i]);
-          multiply_columns<n>(from, strides.column, rows, part * kPart, std::min((part + 1) * kPart, columns), x, out);
+          multiply_columns<n>(from, weight.column, rows, part * kPart, std::min((part + 1) * kPart, columns), x, out);
           at += n;
         };
         while (at + 4 <= slots.begin[which + 1]) tokens(std::integral_constant<int, 4>());
@@ -94,7 +94,7 @@ inline void activate_sums(const Experts& call, const Partial& both, int64_t expe
   const int64_t rows = std::min(kRows, call.I - row);
   const GateUpBias bias(call, expert, row, rows);
   float gate[2 * kRows], up[kRows];
-  if (call.bias_stride == 2) {
+  if (call.step == 2) {
     both.read(slot, 2 * row, 2 * rows, gate);
     separate(gate, up, rows);
   } else {
@@ -111,8 +111,7 @@ void experts_by_columns(const Experts& call, const Slots& slots) {
   float* to = inner.mutable_data_ptr<float>();
   const Partial both(call, slots, 2 * call.I, call.H, x), down(call, slots, call.H, call.I, x);
 
-  both.multiply(call.gate_up.data_ptr<Scalar>(), call.gate_up_strides,
-                [&](int64_t slot) { return from + slot / call.K * call.H; });
+  both.multiply<Scalar>(call.gate_up, [&](int64_t slot) { return from + slot / call.K * call.H; });
   const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
   share(items, [&](auto take) {
     for (int64_t item = take(); item < items; item = take()) {
@@ -122,7 +121,7 @@ void experts_by_columns(const Experts& call, const Slots& slots) {
       }
     }
   });
-  down.multiply(call.down.data_ptr<Scalar>(), call.down_strides, [&](int64_t slot) { return to + slot * call.I; });
+  down.multiply<Scalar>(call.down, [&](int64_t slot) { return to + slot * call.I; });
   const int64_t outputs = at::divup(call.H, kRows);
   share(outputs, [&](auto take) {
     OutputBlock<Scalar> output(call, kRows);

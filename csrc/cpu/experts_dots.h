@@ -1,7 +1,7 @@
-// `experts` for any dtype, strides and processor: dots.h's products.
+// `experts` for weights of any format, dtype and strides, on any processor: weights.h's products.
 #pragma once
-#include "dots.h"
 #include "experts.h"
+#include "weights.h"
 
 namespace moe_metal {
 
@@ -19,11 +19,16 @@ inline std::optional<Panel> panel(const Slots& slots) {
 }
 
 // x, as float, for one expert's rows of gate_up; -> inner[slot, row ...] = act(gate) * up
-template <class Scalar>
 class GateUpDots {
  public:
   GateUpDots(const Experts& call, const Slots& slots, const float* x, float* inner)
-      : call_(call), slots_(slots), x_(x), inner_(inner), both_(kTokens * 2 * kRows), panel_(panel(slots)) {}
+      : call_(call),
+        slots_(slots),
+        x_(x),
+        inner_(inner),
+        both_(kTokens * 2 * kRows),
+        rows_(rows_of(call.gate_up)),
+        panel_(panel(slots)) {}
 
   void operator()(int64_t which, int64_t row) {
     const int64_t expert = slots_.experts[which], rows = std::min(kRows, call_.I - row);
@@ -49,18 +54,15 @@ class GateUpDots {
       gate[n] = both_.data() + n * 2 * kRows;
       up[n] = gate[n] + kRows;
     }
-    const auto& strides = call_.gate_up_strides;
-    Matrix<Scalar> weight{call_.gate_up.data_ptr<Scalar>() + expert * strides.expert + row * strides.row, strides.row,
-                          strides.column, rows, call_.H};
-    if (call_.bias_stride == 2) {  // interleaved: gate and up are one run of rows
-      weight.row = call_.up_offset;
-      weight.rows = 2 * rows;
-      product(weight, {from, gate, count}, panel_);
+    if (call_.step == 2) {  // interleaved: gate and up are one run of rows
+      rows_->take(expert, 2 * row, 2 * rows);
+      rows_->product({from, gate, count}, panel_);
       for (int64_t n = 0; n < count; ++n) separate(gate[n], up[n], rows);
     } else {
-      product(weight, {from, gate, count}, panel_);
-      weight.data += call_.up_offset;
-      product(weight, {from, up, count}, panel_);
+      rows_->take(expert, row, rows);
+      rows_->product({from, gate, count}, panel_);
+      rows_->take(expert, call_.up + row, rows);
+      rows_->product({from, up, count}, panel_);
     }
   }
 
@@ -69,6 +71,7 @@ class GateUpDots {
   const float* x_;
   float* inner_;
   std::vector<float> both_;
+  const std::unique_ptr<WeightRows> rows_;
   std::optional<Panel> panel_;
   const int64_t at_once_ = panel_ ? kTokens : kTokensByRows;
 };
@@ -84,6 +87,7 @@ class DownDots {
         size_(size),
         output_(call, size),
         results_(kTokens * kRows),
+        rows_(rows_of(call.down)),
         panel_(panel(slots)) {}
 
   void operator()(int64_t first) {
@@ -108,10 +112,8 @@ class DownDots {
       from[n] = inner_ + slots[n] * call_.I;
       to[n] = results_.data() + n * kRows;
     }
-    const auto& strides = call_.down_strides;
-    const Scalar* down = call_.down.data_ptr<Scalar>() + expert * strides.expert + row * strides.row;
-    const int64_t rows = std::min(kRows, call_.H - row);
-    product(Matrix<Scalar>{down, strides.row, strides.column, rows, call_.I}, {from, to, count}, panel_);
+    rows_->take(expert, row, std::min(kRows, call_.H - row));
+    rows_->product({from, to, count}, panel_);
     for (int64_t n = 0; n < count; ++n) output_.add(slots[n], to[n]);
   }
 
@@ -121,6 +123,7 @@ class DownDots {
   const int64_t size_;
   OutputBlock<Scalar> output_;
   std::vector<float> results_;
+  const std::unique_ptr<WeightRows> rows_;
   std::optional<Panel> panel_;
   const int64_t at_once_ = panel_ ? kTokens : kTokensByRows;
 };
@@ -130,7 +133,7 @@ void experts_by_dots(const Experts& call, const Slots& slots) {
   const Tensor x = call.x.to(at::kFloat), inner = empty({call.T * call.K, call.I}, x.options());
   const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
   share(items, [&](auto take) {
-    GateUpDots<Scalar> work(call, slots, x.data_ptr<float>(), inner.mutable_data_ptr<float>());
+    GateUpDots work(call, slots, x.data_ptr<float>(), inner.mutable_data_ptr<float>());
     for (int64_t item = take(); item < items; item = take()) work(item / blocks, item % blocks * kRows);
   });
   const int64_t size = output_block(call), outputs = at::divup(call.H, size);

@@ -64,13 +64,14 @@ class GateUpTiles {
   void operator()(int64_t which, int64_t row) {
     const int64_t expert = slots_.experts[which], first = tokens_.first[which];
     const GateUpBias bias(call_, expert, row, std::min(kRows, call_.I - row));
-    const auto& strides = call_.gate_up_strides;
-    const at::BFloat16* gate_up = call_.gate_up.data_ptr<at::BFloat16>() + expert * strides.expert;
+    const Weight& gate_up = call_.gate_up;
+    const at::BFloat16* first_row = gate_up.data.data_ptr<at::BFloat16>() + expert * gate_up.expert;
     for (int64_t half = 0; half < kRows; half += kTile) {
       const int64_t rows = std::clamp<int64_t>(call_.I - row - half, 0, kTile);
-      Matrix<at::BFloat16> weight{gate_up + (row + half) * strides.row, strides.row, strides.column, rows, call_.H};
+      Matrix<at::BFloat16> weight{first_row + (row + half) * call_.step * gate_up.row, call_.step * gate_up.row,
+                                  gate_up.column, rows, call_.H};
       strips_.read(0, weight);
-      weight.data += call_.up_offset;
+      weight.data += call_.up * gate_up.row;
       strips_.read(1, weight);
       at::BFloat16* to = tokens_.inner.mutable_data_ptr<at::BFloat16>() + first * tokens_.inner_size + row * kTile;
       multiply_groups(strips_, tokens_.x.data_ptr<at::BFloat16>() + first * tokens_.x_size, tokens_.x_size,
@@ -126,11 +127,11 @@ class DownTiles {
   }
 
   void read_strips(int64_t expert, int64_t row) {
-    const auto& strides = call_.down_strides;
-    const at::BFloat16* down = call_.down.data_ptr<at::BFloat16>() + expert * strides.expert;
+    const Weight& down = call_.down;
+    const at::BFloat16* first_row = down.data.data_ptr<at::BFloat16>() + expert * down.expert;
     for (int i = 0; i < 2; ++i, row += kTile) {
-      strips_.read(i, {down + row * strides.row, strides.row, strides.column,
-                       std::clamp<int64_t>(call_.H - row, 0, kTile), call_.I});
+      strips_.read(i, {first_row + row * down.row, down.row, down.column, std::clamp<int64_t>(call_.H - row, 0, kTile),
+                       call_.I});
     }
   }
 

@@ -19,7 +19,8 @@ void gate_by_the_best_way(const Gate& call) {
 #ifdef MOE_METAL_AMX  // AVX-512 on Linux
   const bool bfloat16 = call.hidden.scalar_type() == at::kBFloat16 && call.router_weight.scalar_type() == at::kBFloat16;
   if (call.T > 4 && bfloat16 && tiles_available()) {
-    const bool pairs = call.H % 2 == 0 && !call.norm_weight.defined();
+    // oneDNN may be kept from AMX, by torch.backends.mkldnn or by ONEDNN_MAX_CPU_ISA.
+    const bool pairs = call.H % 2 == 0 && !call.norm_weight.defined() && at::native::cpublas::could_pack(at::kBFloat16);
     return pairs && call.T > 256 ? gate_by_blocks<at::BFloat16>(call) : gate_by_tiles(call);
   }
   if (call.T > 32) return gate_by_blocks<float>(call);
@@ -27,23 +28,14 @@ void gate_by_the_best_way(const Gate& call) {
   gate_by_dots(call);
 }
 
-std::tuple<Tensor, Tensor> gate(const Tensor& hidden, const Tensor& router_weight, const OptionalTensor& norm_weight,
-                                const OptionalTensor& router_bias, const OptionalTensor& select_bias,
-                                const OptionalTensor& per_expert_scale, int64_t top_k, std::string_view scoring,
-                                std::string_view renormalize, int64_t n_group, int64_t topk_group,
-                                std::string_view group_score, double scaling_factor, double softcap, double eps) {
-  Gate call =
-      checked_gate(hidden, router_weight, norm_weight, router_bias, select_bias, per_expert_scale,
-                   {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap}, eps);
-  if (call.T == 0) return {call.weights, call.ids};
+void run(Gate& call) {
   for (Tensor* small : {&call.norm_weight, &call.router_bias, &call.select_bias, &call.per_expert_scale}) {
     if (small->defined()) *small = small->to(at::kFloat);
   }
   gate_by_the_best_way(call);
-  return {call.weights, call.ids};
 }
 
 }  // namespace
 }  // namespace moe_metal
 
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("gate", &moe_metal::gate); }
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("gate", &moe_metal::gate<moe_metal::run>); }

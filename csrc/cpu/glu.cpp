@@ -70,17 +70,13 @@ void rows(const Glu& call) {
   });
 }
 
-Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, double alpha,
-           std::optional<double> limit) {
-  const Glu call = checked_glu(gate, up, activation, alpha, limit);
-  if (call.rows == 0) return call.output;
+void run(const Glu& call) {
   with_dtype(call.gate.scalar_type(), [&](auto scalar) {
     with_activation(call.params.activation, [&](auto which) { rows<decltype(scalar), decltype(which)::value>(call); });
   });
-  return call.output;
 }
 
 }  // namespace
 }  // namespace moe_metal
 
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("glu", &moe_metal::glu); }
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("glu", &moe_metal::glu<moe_metal::run>); }

@@ -25,17 +25,13 @@ void rows(const ResidualNorm& call) {
   });
 }
 
-Tensor norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight, const OptionalTensor& scalar,
-                double eps) {
-  ResidualNorm call = checked_norm_add(residual, input, weight, scalar, eps);
-  if (call.T == 0) return call.output;
+void run(ResidualNorm& call) {
   call.weight = call.weight.to(at::kFloat);
   if (call.scalar.defined()) call.scalar = call.scalar.to(at::kFloat).expand({call.H}).contiguous();
   with_dtype(call.input.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
-  return call.output;
 }
 
 }  // namespace
 }  // namespace moe_metal
 
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("norm_add", &moe_metal::norm_add); }
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("norm_add", &moe_metal::norm_add<moe_metal::run>); }

@@ -31,17 +31,13 @@ void rows(const ResidualNorm& call) {
   });
 }
 
-std::tuple<Tensor, Tensor> residual_norm(const Tensor& residual, const Tensor& input, const Tensor& weight,
-                                         const OptionalTensor& scalar, double eps) {
-  ResidualNorm call = checked_residual_norm(residual, input, weight, scalar, eps);
-  if (call.T == 0) return {call.output, call.sum};
+void run(ResidualNorm& call) {
   call.weight = call.weight.to(at::kFloat);
   if (call.scalar.defined()) call.scalar = call.scalar.to(at::kFloat).expand({call.H}).contiguous();
   with_dtype(call.input.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
-  return {call.output, call.sum};
 }
 
 }  // namespace
 }  // namespace moe_metal
 
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("residual_norm", &moe_metal::residual_norm); }
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("residual_norm", &moe_metal::residual_norm<moe_metal::run>); }

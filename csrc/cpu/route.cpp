@@ -27,20 +27,13 @@ void rows(const Route& call) {
   });
 }
 
-std::tuple<Tensor, Tensor> route(const Tensor& logits, const OptionalTensor& select_bias,
-                                 const OptionalTensor& per_expert_scale, int64_t top_k, std::string_view scoring,
-                                 std::string_view renormalize, int64_t n_group, int64_t topk_group,
-                                 std::string_view group_score, double scaling_factor, double softcap) {
-  Route call = checked_route(logits, select_bias, per_expert_scale,
-                             {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
-  if (call.T == 0) return {call.weights, call.ids};
+void run(Route& call) {
   if (call.select_bias.defined()) call.select_bias = call.select_bias.to(at::kFloat);
   if (call.per_expert_scale.defined()) call.per_expert_scale = call.per_expert_scale.to(at::kFloat);
   with_dtype(call.logits.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
-  return {call.weights, call.ids};
 }
 
 }  // namespace
 }  // namespace moe_metal
 
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("route", &moe_metal::route); }
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("route", &moe_metal::route<moe_metal::run>); }

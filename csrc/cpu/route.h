@@ -88,7 +88,8 @@ class Router {
   Vec score(const Vec& logit) const {
     const Vec x = capped(logit);
     if (params_.scoring == Scoring::sigmoid) return Vec(1) / (Vec(1) + x.neg().exp());
-    return Vec::blendv(x.exp().log1p(), x, x > Vec(20)).sqrt();  // softplus(x) is x there, and exp may overflow
+    const Vec root = Vec::blendv(x.exp().log1p(), x, x > Vec(20)).sqrt();  // softplus(x) is x there; exp may overflow
+    return Vec::blendv(root, (x * Vec(0.5f)).exp(), x < Vec(-20));         // and exp(x) here, which may underflow
   }
 
   // The largest logit, or NaN when there is one: NaN anywhere makes all of a softmax NaN.

@@ -177,6 +177,27 @@ struct Matrix {
   const Scalar* data;
   int64_t row, column;
   int64_t rows, columns;
+
+  // What products ask of whoever reads rows for them, where these are contiguous (weights.h has the other readers):
+  // some rows from `first` on, of which load() gives row `r`'s vector at a column.
+  struct Some {
+    const Scalar* data;
+    int64_t row;
+    template <class Count>
+    [[gnu::always_inline]] Vec load(int64_t r, int64_t column, Count count) const {
+      return moe_metal::load(data + r * row + column, count);
+    }
+    // Brings it to the caches. Rows of 2 bytes a weight are too short for the processor's own prefetching: 10 % faster,
+    // and floats slower.
+    [[gnu::always_inline]] void prefetch(int64_t r, int64_t column) const {
+      if constexpr (sizeof(Scalar) == 2) __builtin_prefetch(data + r * row + column, 0, 2);
+    }
+  };
+  Some some(int64_t first) const { return {data + first * row, row}; }
+  // Where the bytes of a row begin at a column, and how many a row has up to the next.
+  const void* place(int64_t r, int64_t column) const { return data + r * row + column; }
+  int64_t row_bytes() const { return row * static_cast<int64_t>(sizeof(Scalar)); }
+  static int64_t bytes(int64_t columns) { return columns * static_cast<int64_t>(sizeof(Scalar)); }
 };
 
 }  // namespace moe_metal

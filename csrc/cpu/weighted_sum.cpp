@@ -27,17 +27,13 @@ void rows(const WeightedSum& call) {
   });
 }
 
-Tensor weighted_sum(const Tensor& slots, const Tensor& weights, const OptionalTensor& shared,
-                    const OptionalTensor& shared_gate, const OptionalTensor& residual) {
-  WeightedSum call = checked_weighted_sum(slots, weights, shared, shared_gate, residual);
-  if (call.T == 0) return call.output;
+void run(WeightedSum& call) {
   call.weights = call.weights.to(at::kFloat);
   if (call.shared_gate.defined()) call.shared_gate = call.shared_gate.to(at::kFloat);
   with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
-  return call.output;
 }
 
 }  // namespace
 }  // namespace moe_metal
 
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("weighted_sum", &moe_metal::weighted_sum); }
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("weighted_sum", &moe_metal::weighted_sum<moe_metal::run>); }

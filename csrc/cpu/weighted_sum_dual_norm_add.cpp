@@ -27,19 +27,16 @@ void rows(const WeightedSum& call) {
   });
 }
 
-Tensor weighted_sum_dual_norm_add(const Tensor& slots, const Tensor& weights, const Tensor& residual,
-                                  const Tensor& residual_norm_weight, const Tensor& moe_norm_weight, double eps) {
-  WeightedSum call =
-      checked_weighted_sum_dual_norm_add(slots, weights, residual, residual_norm_weight, moe_norm_weight, eps);
-  if (call.T == 0) return call.output;
+void run(WeightedSum& call) {
   call.weights = call.weights.to(at::kFloat);
   call.residual_norm_weight = call.residual_norm_weight.to(at::kFloat);
   call.norm_weight = call.norm_weight.to(at::kFloat);
   with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
-  return call.output;
 }
 
 }  // namespace
 }  // namespace moe_metal
 
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("weighted_sum_dual_norm_add", &moe_metal::weighted_sum_dual_norm_add); }
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) {
+  m.impl("weighted_sum_dual_norm_add", &moe_metal::weighted_sum_dual_norm_add<moe_metal::run>);
+}

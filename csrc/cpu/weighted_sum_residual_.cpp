@@ -20,15 +20,14 @@ void rows(const WeightedSum& call) {
   });
 }
 
-void weighted_sum_residual_(const Tensor& residual, const Tensor& slots, const Tensor& weights) {
-  WeightedSum call = checked_weighted_sum_residual_(residual, slots, weights);
-  if (call.T == 0) return;
+void run(WeightedSum& call) {
   call.weights = call.weights.to(at::kFloat);
   with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
-  call.in_place.done();
 }
 
 }  // namespace
 }  // namespace moe_metal
 
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("weighted_sum_residual_", &moe_metal::weighted_sum_residual_); }
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) {
+  m.impl("weighted_sum_residual_", &moe_metal::weighted_sum_residual_<moe_metal::run>);
+}

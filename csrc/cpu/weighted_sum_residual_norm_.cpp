@@ -30,20 +30,15 @@ void rows(const WeightedSum& call) {
   });
 }
 
-Tensor weighted_sum_residual_norm_(const Tensor& residual, const Tensor& slots, const Tensor& weights,
-                                   const Tensor& norm_weight, double eps) {
-  WeightedSum call = checked_weighted_sum_residual_norm_(residual, slots, weights, norm_weight, eps);
-  if (call.T == 0) return call.output;
+void run(WeightedSum& call) {
   call.weights = call.weights.to(at::kFloat);
   call.norm_weight = call.norm_weight.to(at::kFloat);
   with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
-  call.in_place.done();
-  return call.output;
 }
 
 }  // namespace
 }  // namespace moe_metal
 
 TORCH_LIBRARY_IMPL(moe_metal, CPU, m) {
-  m.impl("weighted_sum_residual_norm_", &moe_metal::weighted_sum_residual_norm_);
+  m.impl("weighted_sum_residual_norm_", &moe_metal::weighted_sum_residual_norm_<moe_metal::run>);
 }

@@ -20,25 +20,24 @@ bool all_multiples(int64_t of, std::initializer_list<int64_t> values) {
 }
 
 // `step` leads from one row to the next in memory, `run` rows follow one another like this.
-WeightParams weight_params(const Tensor& weight, const WeightStrides& strides, int64_t up, int64_t step, int64_t run,
-                           int64_t columns) {
-  const int64_t elements = 16 / weight.element_size();
+WeightParams weight_params(const Weight& weight, int64_t row, int64_t up, int64_t step, int64_t run) {
+  const int64_t elements = 16 / weight.data.element_size(), offset = weight.data.storage_offset();
   WeightLayout layout;
-  if (strides.column <= step) {
-    const bool fits = all_multiples(elements, {weight.storage_offset(), strides.expert, strides.row, up, columns});
-    layout = strides.column == 1 && fits ? WeightLayout::rows_wide : WeightLayout::rows;
+  if (weight.column <= step) {
+    const bool fits = all_multiples(elements, {offset, weight.expert, row, up, weight.columns});
+    layout = weight.column == 1 && fits ? WeightLayout::rows_wide : WeightLayout::rows;
   } else {
-    const bool fits = all_multiples(elements, {weight.storage_offset(), strides.expert, strides.column, run});
+    const bool fits = all_multiples(elements, {offset, weight.expert, weight.column, run});
     layout = step == 1 && fits ? WeightLayout::columns_wide : WeightLayout::columns;
   }
-  return {
-      .expert = strides.expert, .row = strides.row, .column = strides.column, .up = up, .layout = layout, .split = 1};
+  return {.expert = weight.expert, .row = row, .column = weight.column, .up = up, .layout = layout, .split = 1};
 }
 
 ExpertsParams experts_params(const Experts& call) {
-  const bool interleaved = call.bias_up_offset == 1 && call.bias_stride == 2;
+  const bool interleaved = call.step == 2;
   const int64_t elements = 16 / call.x.element_size();
-  const WeightStrides& gate_up = call.gate_up_strides;
+  const Weight &gate_up = call.gate_up, &down = call.down;
+  const int64_t row = gate_up.row * call.step, up = gate_up.row * call.up;
   to_uint(call.T * call.K);  // slots are counted in 32 bits
   return {
       .T = to_uint(call.T),
@@ -56,9 +55,8 @@ ExpertsParams experts_params(const Experts& call) {
       .down_bias = parameter_type(call.down_bias),
       .shared_gate = parameter_type(call.shared_gate),
       .activation = call.params,
-      .gate_up = weight_params(call.gate_up, gate_up, call.up_offset, interleaved ? call.up_offset : gate_up.row,
-                               interleaved ? 2 * call.I : call.I, call.H),
-      .down = weight_params(call.down, call.down_strides, 0, call.down_strides.row, call.H, call.I),
+      .gate_up = weight_params(gate_up, row, up, gate_up.row, call.step * call.I),
+      .down = weight_params(down, down.row, 0, down.row, call.H),
   };
 }
 
@@ -98,10 +96,10 @@ void decode(const Experts& call, ExpertsParams params) {
   const Grid gate_up_grid = cut(params.gate_up, slots, 2 * call.I, call.H, kTileRows, size);
   const Grid down_grid = cut(params.down, call.T, call.H, call.K * call.I, kDownColumnRows, size);
   const Tensor inner = at::empty({slots, call.I}, call.x.options().dtype(at::kFloat));
-  launch({{decode_gate_up[static_cast<int>(params.gate_up.layout)][dtype], gate_up_grid, call.x, call.ids, call.gate_up,
-           call.gate_up_bias, inner, params},
+  launch({{decode_gate_up[static_cast<int>(params.gate_up.layout)][dtype], gate_up_grid, call.x, call.ids,
+           call.gate_up.data, call.gate_up_bias, inner, params},
           {decode_down[static_cast<int>(params.down.layout)][dtype], down_grid, inner, call.ids, call.weights,
-           call.down, call.down_bias, call.shared, call.shared_gate, call.residual, call.output, params}});
+           call.down.data, call.down_bias, call.shared, call.shared_gate, call.residual, call.output, params}});
 }
 
 // ---------------------------------------------------------------------------------------------- prefill
@@ -139,7 +137,7 @@ void prefill(const Experts& call, const ExpertsParams& params) {
            call.x,
            order,
            offsets,
-           call.gate_up,
+           call.gate_up.data,
            call.gate_up_bias,
            inner,
            params},
@@ -148,7 +146,7 @@ void prefill(const Experts& call, const ExpertsParams& params) {
            inner,
            order,
            offsets,
-           call.down,
+           call.down.data,
            call.down_bias,
            outputs,
            params},
@@ -164,19 +162,14 @@ void prefill(const Experts& call, const ExpertsParams& params) {
            params}});
 }
 
-Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up, const Tensor& down,
-               const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias, const OptionalTensor& shared,
-               const OptionalTensor& shared_gate, const OptionalTensor& residual, std::string_view activation,
-               double alpha, std::optional<double> limit, bool interleaved, bool transposed) {
-  const Experts call = checked_experts(x, weights, ids, gate_up, down, gate_up_bias, down_bias, shared, shared_gate,
-                                       residual, activation, alpha, limit, interleaved, transposed);
-  if (call.T == 0) return call.output;
+void run(const Experts& call) {
+  TORCH_CHECK(call.gate_up.format == Format::dense, "moe_metal::experts: format: expected dense on mps, got ",
+              kFormats[static_cast<int>(call.gate_up.format)]);
   const ExpertsParams params = experts_params(call);
   is_decode(call) ? decode(call, params) : prefill(call, params);
-  return call.output;
 }
 
 }  // namespace
 }  // namespace moe_metal
 
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("experts", &moe_metal::experts); }
+TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("experts", &moe_metal::experts<moe_metal::run>); }

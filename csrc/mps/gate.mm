@@ -49,23 +49,16 @@ GateParams gate_params(const Gate& call, const Tensor& logits) {
   };
 }
 
-std::tuple<Tensor, Tensor> gate(const Tensor& hidden, const Tensor& router_weight, const OptionalTensor& norm_weight,
-                                const OptionalTensor& router_bias, const OptionalTensor& select_bias,
-                                const OptionalTensor& per_expert_scale, int64_t top_k, std::string_view scoring,
-                                std::string_view renormalize, int64_t n_group, int64_t topk_group,
-                                std::string_view group_score, double scaling_factor, double softcap, double eps) {
-  const Gate call =
-      checked_gate(hidden, router_weight, norm_weight, router_bias, select_bias, per_expert_scale,
-                   {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap}, eps);
-  const auto dtype = hidden.scalar_type(), router_dtype = router_weight.scalar_type();
+void run(const Gate& call) {
+  const auto dtype = call.hidden.scalar_type(), router_dtype = call.router_weight.scalar_type();
   const int64_t E = call.params.experts;
   if (fits_one_dispatch(call)) {
     launch(gate_kernels(dtype, router_dtype), Grid{call.T, 1, simdgroups_for_router(E) * kSimdgroup}, call.hidden,
            call.router_weight, call.norm_weight, call.router_bias, call.select_bias, call.per_expert_scale,
            call.weights, call.ids, gate_params(call, Tensor()));
-    return {call.weights, call.ids};
+    return;
   }
-  const Tensor logits = at::empty({call.T, E}, hidden.options().dtype(at::kFloat));
+  const Tensor logits = at::empty({call.T, E}, call.hidden.options().dtype(at::kFloat));
   const LogitsKernel first = logits_kernel(call.T, E);
   const GateParams params = gate_params(call, logits);
   launch({Dispatch(first.kernels(dtype, router_dtype),
@@ -73,10 +66,9 @@ std::tuple<Tensor, Tensor> gate(const Tensor& hidden, const Tensor& router_weigh
                    call.router_weight, call.norm_weight, call.router_bias, logits, params),
           Dispatch(route_kernel(E, dtype), route_grid(call.T), logits, call.select_bias, call.per_expert_scale,
                    call.weights, call.ids, params.route)});
-  return {call.weights, call.ids};
 }
 
 }  // namespace
 }  // namespace moe_metal
 
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("gate", &moe_metal::gate); }
+TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("gate", &moe_metal::gate<moe_metal::run>); }

@@ -69,9 +69,7 @@ GluParams glu_params(const Glu& call, const Layout& layout) {
   };
 }
 
-Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, double alpha,
-           std::optional<double> limit) {
-  Glu call = checked_glu(gate, up, activation, alpha, limit);
+void run(Glu& call) {
   Layout layout(call.gate, call.up);
   if (!layout.fits) {
     call.gate = call.gate.contiguous();
@@ -79,12 +77,11 @@ Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, do
     layout = Layout(call.gate, call.up);
   }
   const GluParams params = glu_params(call, layout);
-  launch(kernels[gate.scalar_type()], Grid{ceil_div(params.all_chunks, kThreads), 1, kThreads}, call.gate, call.up,
+  launch(kernels[call.gate.scalar_type()], Grid{ceil_div(params.all_chunks, kThreads), 1, kThreads}, call.gate, call.up,
          call.output, params);
-  return call.output;
 }
 
 }  // namespace
 }  // namespace moe_metal
 
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("glu", &moe_metal::glu); }
+TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("glu", &moe_metal::glu<moe_metal::run>); }

@@ -7,16 +7,14 @@ namespace {
 
 Kernels kernels("weighted_sum_dual_norm_add");
 
-Tensor weighted_sum_dual_norm_add(const Tensor& slots, const Tensor& weights, const Tensor& residual,
-                                  const Tensor& residual_norm_weight, const Tensor& moe_norm_weight, double eps) {
-  const WeightedSum call =
-      checked_weighted_sum_dual_norm_add(slots, weights, residual, residual_norm_weight, moe_norm_weight, eps);
-  launch(kernels[slots.scalar_type()], grid_of_rows(call.T, call.H), call.slots, call.weights, call.residual,
+void run(const WeightedSum& call) {
+  launch(kernels[call.slots.scalar_type()], grid_of_rows(call.T, call.H), call.slots, call.weights, call.residual,
          call.residual_norm_weight, call.norm_weight, call.output, weighted_sum_params(call));
-  return call.output;
 }
 
 }  // namespace
 }  // namespace moe_metal
 
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("weighted_sum_dual_norm_add", &moe_metal::weighted_sum_dual_norm_add); }
+TORCH_LIBRARY_IMPL(moe_metal, MPS, m) {
+  m.impl("weighted_sum_dual_norm_add", &moe_metal::weighted_sum_dual_norm_add<moe_metal::run>);
+}

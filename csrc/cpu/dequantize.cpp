@@ -1,0 +1,51 @@
+#include <torch/library.h>
+
+#include "contract.h"
+#include "rows.h"
+#include "weights.h"
+
+namespace moe_metal {
+namespace {
+
+// Some rows of one matrix are a thread's at a time.
+constexpr int64_t kRowsAtOnce = 32;
+
+template <class Scalar>
+void rows(const Weight& weight, int64_t matrices, Scalar* to) {
+  const int64_t N = weight.rows, C = weight.columns, blocks = at::divup(N, kRowsAtOnce);
+  share(matrices * blocks, [&](auto take) {
+    const auto reader = rows_of(weight);
+    const auto floats = scratch<float>(C);
+    for (int64_t item = take(); item < matrices * blocks; item = take()) {
+      const int64_t matrix = item / blocks, first = item % blocks * kRowsAtOnce;
+      const int64_t count = std::min(kRowsAtOnce, N - first);
+      reader->take(matrix, first, count);
+      for (int64_t r = 0; r < count; ++r) {
+        reader->dequantize(r, floats.get());
+        Scalar* row = to + (matrix * N + first + r) * C;
+        for_each_vector(C, [&](int64_t c, auto n) { store(row + c, load(&floats[c], n), n); });
+      }
+    }
+  });
+}
+
+void run(const Dequantize& call) {
+  if (call.output.dim() > 3) {
+    for (int64_t i = 0; i < call.output.size(0); ++i) {
+      Dequantize part = call;
+      for (Tensor* tensor : {&part.weight.data, &part.weight.scale, &part.weight.offset, &part.output}) {
+        if (tensor->defined()) *tensor = tensor->select(0, i);
+      }
+      run(part);
+    }
+    return;
+  }
+  const int64_t matrices = call.output.dim() == 3 ? call.output.size(0) : 1;
+  with_dtype(call.output.scalar_type(),
+             [&](auto scalar) { rows(call.weight, matrices, call.output.mutable_data_ptr<decltype(scalar)>()); });
+}
+
+}  // namespace
+}  // namespace moe_metal
+
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("dequantize", &moe_metal::dequantize<moe_metal::run>); }

@@ -1,0 +1,53 @@
+// x @ weight^T + bias: blocks of rows of the weight, which threads share out, for all tokens.
+#include <torch/library.h>
+
+#include "contract.h"
+#include "experts.h"
+#include "weights.h"
+
+namespace moe_metal {
+namespace {
+
+// Tokens that one product takes at most, and what makes a panel worth its while: see experts_dots.h.
+constexpr int64_t kTokens = 256, kWorthTransposing = kTokensAtOnce > 4 ? 32 : 8;
+
+template <class Scalar>
+void rows(const Linear& call, const Tensor& x) {
+  const int64_t T = call.T, N = call.N, blocks = at::divup(N, kRows);
+  const float* from = x.data_ptr<float>();
+  auto* to = call.output.mutable_data_ptr<Scalar>();
+  share(blocks, [&](auto take) {
+    const auto weight = rows_of(call.weight);
+    std::optional<Panel> panel;
+    if (T >= kWorthTransposing) panel.emplace();
+    const auto sums = scratch<float>(std::min(T, kTokens) * kRows);
+    float bias[kRows];
+    const float* rows_of_x[kTokens];
+    float* out[kTokens];
+    for (int64_t block = take(); block < blocks; block = take()) {
+      const int64_t first = block * kRows, count = std::min(kRows, N - first);
+      read_bias(call.bias, first, 1, count, bias);
+      weight->take(0, first, count);
+      for (int64_t t = 0; t < T; t += kTokens) {
+        const int64_t tokens = std::min(kTokens, T - t);
+        for (int64_t i = 0; i < tokens; ++i) rows_of_x[i] = from + (t + i) * call.H, out[i] = &sums[i * kRows];
+        weight->product({rows_of_x, out, tokens}, panel);
+        for (int64_t i = 0; i < tokens; ++i) {
+          for_each_vector(count, [&](int64_t r, auto n) {
+            store(to + (t + i) * N + first + r, load(out[i] + r, n) + load(bias + r, n), n);
+          });
+        }
+      }
+    }
+  });
+}
+
+void run(const Linear& call) {
+  const Tensor x = call.x.to(at::kFloat);
+  with_dtype(call.x.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call, x); });
+}
+
+}  // namespace
+}  // namespace moe_metal
+
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("linear", &moe_metal::linear<moe_metal::run>); }

@@ -1,0 +1,261 @@
+// The readers of weights, one per format, and the products of each.
+#include "weights.h"
+
+#include "codes.h"
+
+namespace moe_metal {
+namespace {
+
+template <class Scalar>
+class DenseRows final : public WeightRows {
+ public:
+  explicit DenseRows(const Weight& weight) : weight_(weight), data_(weight.data.data_ptr<Scalar>()) {}
+
+  void take(int64_t expert, int64_t first, int64_t count) override {
+    matrix_ = {data_ + expert * weight_.expert + first * weight_.row, weight_.row, weight_.column, count,
+               weight_.columns};
+  }
+  void product(const Tokens& tokens, std::optional<Panel>& panel) const override {
+    moe_metal::product(matrix_, tokens, panel);
+  }
+  void dequantize(int64_t row, float* to) const override {
+    const Scalar* from = matrix_.data + row * matrix_.row;
+    for (int64_t c = 0; c < matrix_.columns; ++c) to[c] = static_cast<float>(from[c * matrix_.column]);
+  }
+
+ private:
+  const Weight& weight_;
+  const Scalar* data_;
+  Matrix<Scalar> matrix_;
+};
+
+// 2^(e - 127) of an e8m0, of which 255 is NaN.
+inline float e8m0(uint8_t e) {
+  return std::bit_cast<float>(e == 255 ? 0x7fc00000u : e ? uint32_t{e} << 23 : 0x00400000u);
+}
+
+// The scales, or the offsets, of some rows as floats: a row's side by side.
+class RowScales {
+ public:
+  // `shared_rows` rows have the same.
+  RowScales(const Tensor& tensor, int64_t shared_rows) : tensor_(tensor), shared_rows_(shared_rows) {
+    if (!tensor.defined()) return;
+    groups_ = tensor.size(-1);
+    expert_ = tensor.dim() > 2 ? tensor.stride(-3) : 0;
+    row_ = tensor.stride(-2);
+    group_ = tensor.stride(-1);
+  }
+
+  void take(int64_t expert, int64_t first, int64_t count) {
+    if (!tensor_.defined()) return;
+    floats_.resize(count * groups_);
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t from = expert * expert_ + (first + r) / shared_rows_ * row_;
+      float* to = floats_.data() + r * groups_;
+      if (tensor_.scalar_type() == at::kByte) {
+        const auto* bytes = static_cast<const uint8_t*>(tensor_.const_data_ptr()) + from;
+        for (int64_t g = 0; g < groups_; ++g) to[g] = e8m0(bytes[g * group_]);
+        continue;
+      }
+      with_dtype(tensor_.scalar_type(), [&](auto scalar) {
+        const auto* values = static_cast<const decltype(scalar)*>(tensor_.const_data_ptr()) + from;
+        if (group_ == 1) {
+          for_each_vector(groups_, [&](int64_t g, auto n) { store(to + g, load(values + g, n), n); });
+        } else {
+          for (int64_t g = 0; g < groups_; ++g) to[g] = static_cast<float>(values[g * group_]);
+        }
+      });
+    }
+  }
+  const float* row(int64_t r) const { return floats_.data() + r * groups_; }
+  int64_t groups() const { return groups_; }
+
+ private:
+  const Tensor tensor_;
+  const int64_t shared_rows_;
+  int64_t groups_ = 0, expert_ = 0, row_ = 0, group_ = 0;
+  std::vector<float> floats_;
+};
+
+// What a format makes of a row's bytes at a column.
+template <int bits>
+struct Affine {
+  static constexpr bool kOffset = true;
+  static constexpr int kBits = bits;
+  Codes<bits> codes;
+  template <class Count>
+  [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
+    return codes_at(codes, row, column);
+  }
+};
+
+struct Mxfp4 {
+  static constexpr bool kOffset = false;
+  static constexpr int kBits = 4;
+  Codes<4> codes{kE2m1};
+  template <class Count>
+  [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
+    return codes_at(codes, row, column);
+  }
+};
+
+struct Fp8 {
+  static constexpr bool kOffset = false;
+  static constexpr int kBits = 8;
+  E4m3 codes;
+  template <class Count>
+  [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count count) const {
+    return codes(row + column, count);
+  }
+};
+
+// The rows taken, as products read them.
+template <class Read>
+struct Packed {
+  int64_t rows = 0, columns = 0;
+  const uint8_t* data = nullptr;
+  int64_t row = 0;  // bytes from one row to the next
+  int shift = 0;    // of a column, to its group
+  const float *scales = nullptr, *offsets = nullptr;
+  int64_t groups = 0;
+  Read read;
+
+  struct Some {
+    const Packed& all;
+    const uint8_t* data;
+    const float *scales, *offsets;
+    template <class Count>
+    [[gnu::always_inline]] Vec load(int64_t r, int64_t column, Count count) const {
+      const int64_t group = r * all.groups + (column >> all.shift);
+      const Vec codes = all.read(data + r * all.row, column, count), scale(scales[group]);
+      const Vec values = Read::kOffset ? at::vec::fmadd(codes, scale, Vec(offsets[group])) : codes * scale;
+      if constexpr (std::is_same_v<Count, Whole>) return values;
+      return Vec::set(Vec(0), values, count);
+    }
+    [[gnu::always_inline]] void prefetch(int64_t, int64_t) const {}
+  };
+  Some some(int64_t first) const {
+    return {*this, data + first * row, scales + first * groups, offsets + first * groups};
+  }
+  const void* place(int64_t r, int64_t column) const { return data + r * row + bytes(column); }
+  int64_t row_bytes() const { return row; }
+  static int64_t bytes(int64_t columns) { return columns * Read::kBits / 8; }
+};
+
+// One or two tokens: a group's products with the bare numbers are summed first, then scaled. `kVectors` of a group at a
+// time.
+template <int R, int N, int kVectors, class Read>
+[[gnu::flatten]] inline void dot_groups(const Packed<Read>& weight, int64_t first_row, const Tokens& tokens) {
+  const auto rows = weight.some(first_row);
+  const float* x[N];
+  Vec sums[R][N];
+  unrolled<N>([&](auto n) { x[n] = tokens.x[n]; });
+  unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { sums[r][n] = Vec(0); }); });
+  const int64_t group = int64_t{1} << weight.shift;
+  for (int64_t g = 0; g < weight.groups; ++g) {
+    Vec parts[R][N], plain[N];
+    unrolled<N>([&](auto n) { plain[n] = Vec(0); });
+    unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { parts[r][n] = Vec(0); }); });
+    for (int64_t column = g * group; column < (g + 1) * group; column += kVectors * kLanes) {
+      unrolled<kVectors>([&](auto v) {
+        const int64_t here = column + v * kLanes;
+        Vec values[N];
+        unrolled<N>([&](auto n) {
+          values[n] = Vec::loadu(x[n] + here);
+          if constexpr (Read::kOffset) plain[n] = plain[n] + values[n];
+        });
+        unrolled<R>([&](auto r) {
+          const Vec codes = weight.read(rows.data + r * weight.row, here, Whole());
+          unrolled<N>([&](auto n) { parts[r][n] = at::vec::fmadd(codes, values[n], parts[r][n]); });
+        });
+      });
+    }
+    unrolled<R>([&](auto r) {
+      unrolled<N>([&](auto n) {
+        sums[r][n] = at::vec::fmadd(Vec(rows.scales[r * weight.groups + g]), parts[r][n], sums[r][n]);
+        if constexpr (Read::kOffset) {
+          sums[r][n] = at::vec::fmadd(Vec(rows.offsets[r * weight.groups + g]), plain[n], sums[r][n]);
+        }
+      });
+    });
+  }
+  unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { tokens.out[n][first_row + r] = sum(sums[r][n]); }); });
+}
+
+template <int N, class Read>
+void product_by_groups(const Packed<Read>& weight, const Tokens& tokens) {
+  constexpr int R = 8 / N;
+  int64_t row = 0;
+  for (; row + R <= weight.rows; row += R) dot_groups<R, N, 2>(weight, row, tokens);
+  for (; row < weight.rows; ++row) dot_groups<1, N, 2>(weight, row, tokens);
+}
+
+template <class Read>
+class PackedRows final : public WeightRows {
+ public:
+  explicit PackedRows(const Weight& weight)
+      : weight_(weight),
+        scales_(weight.scale, weight.format == Format::fp8 ? kFp8Block : 1),
+        offsets_(weight.offset, 1) {
+    packed_.columns = weight.columns;
+    packed_.row = weight.row;
+    packed_.shift = std::countr_zero(static_cast<uint64_t>(weight.group));
+    packed_.groups = scales_.groups();
+  }
+
+  void take(int64_t expert, int64_t first, int64_t count) override {
+    scales_.take(expert, first, count);
+    offsets_.take(expert, first, count);
+    packed_.rows = count;
+    packed_.data =
+        static_cast<const uint8_t*>(weight_.data.const_data_ptr()) + expert * weight_.expert + first * weight_.row;
+    packed_.scales = scales_.row(0);
+    packed_.offsets = offsets_.row(0);
+  }
+  void product(const Tokens& tokens, std::optional<Panel>& panel) const override {
+    if (weight_.group >= 2 * kLanes && weight_.columns % weight_.group == 0 && tokens.count <= 2) {
+      return tokens.count == 1 ? product_by_groups<1>(packed_, tokens) : product_by_groups<2>(packed_, tokens);
+    }
+    moe_metal::product(packed_, tokens, panel);
+  }
+  void dequantize(int64_t row, float* to) const override {
+    const auto some = packed_.some(row);
+    for_each_vector(packed_.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
+  }
+
+ private:
+  const Weight& weight_;
+  RowScales scales_, offsets_;
+  Packed<Read> packed_;
+};
+
+std::unique_ptr<WeightRows> affine_rows(const Weight& weight) {
+  switch (weight.bits) {
+    case 2:
+      return std::make_unique<PackedRows<Affine<2>>>(weight);
+    case 3:
+      return std::make_unique<PackedRows<Affine<3>>>(weight);
+    case 4:
+      return std::make_unique<PackedRows<Affine<4>>>(weight);
+    case 5:
+      return std::make_unique<PackedRows<Affine<5>>>(weight);
+    case 6:
+      return std::make_unique<PackedRows<Affine<6>>>(weight);
+    default:
+      return std::make_unique<PackedRows<Affine<8>>>(weight);
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<WeightRows> rows_of(const Weight& weight) {
+  if (weight.format == Format::affine) return affine_rows(weight);
+  if (weight.format == Format::mxfp4) return std::make_unique<PackedRows<Mxfp4>>(weight);
+  if (weight.format == Format::fp8) return std::make_unique<PackedRows<Fp8>>(weight);
+  std::unique_ptr<WeightRows> rows;
+  with_dtype(weight.data.scalar_type(),
+             [&](auto scalar) { rows = std::make_unique<DenseRows<decltype(scalar)>>(weight); });
+  return rows;
+}
+
+}  // namespace moe_metal

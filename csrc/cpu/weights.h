@@ -1,0 +1,25 @@
+// Rows of a weight in any format and their products, behind one face: experts, linear and dequantize share them, and
+// none of them is compiled once per format.
+#pragma once
+#include <memory>
+#include <optional>
+
+#include "dots.h"
+#include "weight.h"
+
+namespace moe_metal {
+
+// One for each thread.
+class WeightRows {
+ public:
+  virtual ~WeightRows() = default;
+  // Those that the next calls are about: `count` rows of one expert from `first` on.
+  virtual void take(int64_t expert, int64_t first, int64_t count) = 0;
+  virtual void product(const Tokens& tokens, std::optional<Panel>& panel) const = 0;
+  // One of the rows, as floats.
+  virtual void dequantize(int64_t row, float* to) const = 0;
+};
+
+std::unique_ptr<WeightRows> rows_of(const Weight& weight);
+
+}  // namespace moe_metal
