@@ -4,7 +4,7 @@
     python tools/soak.py --minutes 30 --device cpu --threads 4
 
 A patched model continues prompts of any length, in several threads at once. Between two rounds, when nothing runs, this
-looks at the process's memory, at the large blocks that the CPU ops keep for their next outputs (csrc/kept_memory.h), and
+looks at the process's memory, at the large blocks that the CPU ops keep for later outputs (csrc/kept_memory.h), and
 at the live Metal objects, which are counted where mps is simulated; and one prompt must still give the tokens that it
 gave at first. In the last third of the time nothing may exceed what the second third needed. The exit code is 1 if
 anything does.
