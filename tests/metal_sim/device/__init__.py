@@ -139,7 +139,7 @@ def playing_macos(major: int, minor: int = 0) -> Iterator[None]:
 
 @contextmanager
 def more_threadgroups(count: int = 1) -> Iterator[None]:
-    """Every dispatch of threadgroups has so many more along x than it asks for: kernels have to leave what is not there."""
+    """Every dispatch of threadgroups has so many more along x than it asks for, which its kernel has to leave."""
     torch.ops.metal_sim.set_more_threadgroups(count)
     try:
         yield

@@ -412,6 +412,36 @@ def test_metal_versions_of_each_macos() -> None:
         misuse("metal_4")
 
 
+def test_maths_that_a_library_was_compiled_with() -> None:
+    for name, safe, precise in (
+        ("compile_only", False, False),
+        ("math_mode", False, True),
+        ("no_fast_math", True, True),
+    ):
+        before = metal_sim.compiled()
+        misuse(name)
+        *others, last = metal_sim.compiled()
+        assert others == before and (last.safe, last.precise) == (safe, precise), name
+
+
+def test_compile_options_of_macos_14() -> None:
+    with metal_sim.playing_macos(14):
+        misuse("no_fast_math")
+        assert metal_sim.compiled()[-1] == metal_sim.Compiled(310, safe=True, precise=True)
+        with pytest.raises(RuntimeError, match="selector: -\\[MTLCompileOptions setMathMode:\\]"):
+            misuse("math_mode")
+
+
+def test_more_threadgroups() -> None:
+    """The kernel of `fill`, for which two threadgroups of 32 threads are asked, has no guard for a third."""
+    with metal_sim.more_threadgroups(), metal_sim.record() as record:
+        misuse("fill", torch.zeros(96, device="mps"))
+    assert record.dispatches[0].grid == [3, 1, 1]
+    with metal_sim.more_threadgroups(), pytest.raises(RuntimeError, match="bounds"):
+        misuse("fill")
+    misuse("fill")
+
+
 # ---------------------------------------------------------------------------------------------- counting
 
 
