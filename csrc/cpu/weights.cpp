@@ -22,6 +22,13 @@ class DenseRows final : public WeightRows {
     const Scalar* from = matrix_.data + row * matrix_.row;
     for (int64_t c = 0; c < matrix_.columns; ++c) to[c] = static_cast<float>(from[c * matrix_.column]);
   }
+#ifdef MOE_METAL_AMX
+  void pack(int64_t step, int64_t count, at::BFloat16* to) const override {
+    if constexpr (std::is_same_v<Scalar, at::BFloat16>) {
+      pack_rows({matrix_.data, step * matrix_.row, matrix_.column, count, matrix_.columns}, to);
+    }
+  }
+#endif
 
  private:
   const Weight& weight_;
@@ -233,6 +240,17 @@ class PackedRows final : public WeightRows {
     const auto some = packed_.some(row);
     for_each_vector(packed_.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
   }
+#ifdef MOE_METAL_AMX
+  void pack(int64_t step, int64_t count, at::BFloat16* to) const override {
+    const auto some = packed_.some(0);
+    std::fill_n(to, at::divup(packed_.columns, kDepth) * kTileSize, at::BFloat16(0));
+    for (int64_t r = 0; r < count; ++r) {
+      for_each_vector(packed_.columns, [&](int64_t c, auto n) {
+        store(to + c / kDepth * kTileSize + r * kDepth + c % kDepth, some.load(r * step, c, n), n);
+      });
+    }
+  }
+#endif
 
  private:
   const Weight& weight_;
