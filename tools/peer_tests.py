@@ -104,6 +104,7 @@ class Run:
     outcomes: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # the first line of what failed, by test
     ours: Counter = field(default_factory=Counter)
+    status: int = 0  # of pytest: 0 or 1 when it came to its end
     output: str = ""
 
     @property
@@ -131,7 +132,7 @@ def run(checkout: Path, tests: list[str], patched: bool, options: list[str]) -> 
         # Where no network is, every test that asks for a file would wait for it.
         environment = {"HF_HUB_OFFLINE": "1", **os.environ, **variables}
         done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
-        found = Run(output=done.stdout + done.stderr)
+        found = Run(status=done.returncode, output=done.stdout + done.stderr)
         for line in results.read_text().splitlines():
             found.take(json.loads(line))
     return found
@@ -151,8 +152,11 @@ class Comparison:
 
     def trouble(self) -> str | None:
         """Why this run says nothing, or None."""
-        if not self.stock.passed:
-            return f"no test passes stock:\n{self.stock.output[-3000:]}"
+        if set(self.stock.outcomes.values()) == {"skipped"}:
+            return "every test is skipped"
+        for name, run in (("stock", self.stock), ("patched", self.patched)):
+            if run.status not in (0, 1) or not run.passed:
+                return f"{name}, pytest ended with {run.status} and {len(run.passed)} passed:\n{run.output[-3000:]}"
         if not self.patched.ours["calls"]:
             return "patched, no test called our ops"
         return None
@@ -253,7 +257,7 @@ def main() -> int:
     if missing:
         print(f"without tests in this checkout: {', '.join(missing)}")
     if failed:
-        print(f"FAILED, these say nothing: {', '.join(failed)}")
+        print(f"FAILED, nothing is known of: {', '.join(failed)}")
     print(f"{differing} tests pass stock and fail patched")
     if differing:
         print(f"to see one: cd CHECKOUT; PYTHONPATH={ROOT / 'tools'} {PATCHED}=1 python -m pytest -p peer_tests TEST")

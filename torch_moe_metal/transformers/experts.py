@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from transformers import activations
 from transformers.integrations import moe
 
@@ -16,8 +15,8 @@ from .version import check_version
 
 NAME = "moe_metal"
 DEVICES = ("cpu", "mps")
-# Not those of quantizers and of expert parallelism; the last two stand for plain ones while torch.export traces.
-TENSORS = (nn.Parameter, Tensor, FakeTensor, FunctionalTensor)
+# Not those of quantizers and of expert parallelism; the last stands for a plain one while torch.export traces.
+TENSORS = (nn.Parameter, Tensor, FakeTensor)
 
 ACTIVATIONS = {
     nn.SiLU: "silu",
