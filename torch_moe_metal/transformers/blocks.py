@@ -76,8 +76,9 @@ def rebuild(original: type, selected: bool) -> nn.Module:
 
 def selects_ours(module: nn.Module) -> bool:
     """Whether the configuration of this block or layer selects our experts. Llama 4's has no such choice."""
-    holder = module if "config" in vars(module) else module._modules.get("experts")
-    return getattr(getattr(holder, "config", None), "_experts_implementation", None) == NAME
+    own = module.__dict__
+    config = own["config"] if "config" in own else getattr(own["_modules"].get("experts"), "config", None)
+    return getattr(config, "_experts_implementation_internal", None) == NAME
 
 
 class FusedBlock(Fused):
