@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 def wants_grad(module: nn.Module, *tensors: Tensor | None) -> bool:
     """Whether autograd would record a call of this module with these tensors, or carry a tangent through it."""
-    forward_mode = forward_ad._current_level >= 0  # inside of dual_level, or of torch.func.jvp
+    forward_mode = in_forward_mode()
     if not forward_mode and not torch.is_grad_enabled():
         return False
     used = [*filter(torch.is_tensor, tensors), *module.parameters()]
@@ -22,6 +22,11 @@ def wants_grad(module: nn.Module, *tensors: Tensor | None) -> bool:
         return True
     # torch.compile traces dual tensors without their tangents.
     return forward_mode and (torch.compiler.is_compiling() or any(map(has_tangent, used)))
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may have tangents: inside of dual_level, or of torch.func.jvp."""
+    return forward_ad._current_level >= 0
 
 
 def has_tangent(tensor: Tensor) -> bool:

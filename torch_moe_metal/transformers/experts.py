@@ -10,7 +10,7 @@ from transformers.integrations import moe
 
 from .. import max_experts
 from ..arguments import DTYPES
-from ..grad import traced_as_constant, wants_grad, warn_once
+from ..grad import in_forward_mode, traced_as_constant, wants_grad, warn_once
 from .version import check_version
 
 NAME = "moe_metal"
@@ -131,9 +131,10 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     arguments, reason = expert_arguments(self)
     if reason is not None:
         warn_once(f"{type(self).__name__} runs on transformers' grouped_mm, since {reason}")
-        return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    if wants_grad(self, hidden_states, top_k_weights):
-        return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    if reason is not None or wants_grad(self, hidden_states, top_k_weights):
+        # PyTorch's grouped_mm has no jvp.
+        stock = moe.batched_mm_experts_forward if in_forward_mode() else moe.grouped_mm_experts_forward
+        return stock(self, hidden_states, top_k_index, top_k_weights)
     # Under autocast the two dtypes may differ; the weights' is the one that counts, as in grouped_mm.
     x = hidden_states.to(self.down_proj.dtype)
     weights = top_k_weights if top_k_weights.dtype in (x.dtype, torch.float32) else top_k_weights.float()
