@@ -107,11 +107,11 @@ inline void activate_sums(const Experts& call, const Partial& both, int64_t expe
 template <class Scalar>
 void experts_by_columns(const Experts& call, const Slots& slots) {
   const Tensor x = call.x.to(at::kFloat), inner = empty({call.T * call.K, call.I}, x.options());
-  const float* from = x.data_ptr<float>();
+  const float* from = x.const_data_ptr<float>();
   float* to = inner.mutable_data_ptr<float>();
   const Partial both(call, slots, 2 * call.I, call.H, x), down(call, slots, call.H, call.I, x);
 
-  both.multiply(call.gate_up.data_ptr<Scalar>(), call.gate_up_strides,
+  both.multiply(call.gate_up.const_data_ptr<Scalar>(), call.gate_up_strides,
                 [&](int64_t slot) { return from + slot / call.K * call.H; });
   const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
   share(items, [&](auto take) {
@@ -122,7 +122,7 @@ void experts_by_columns(const Experts& call, const Slots& slots) {
       }
     }
   });
-  down.multiply(call.down.data_ptr<Scalar>(), call.down_strides, [&](int64_t slot) { return to + slot * call.I; });
+  down.multiply(call.down.const_data_ptr<Scalar>(), call.down_strides, [&](int64_t slot) { return to + slot * call.I; });
   const int64_t outputs = at::divup(call.H, kRows);
   share(outputs, [&](auto take) {
     OutputBlock<Scalar> output(call, kRows);

@@ -50,7 +50,7 @@ class GateUpDots {
       up[n] = gate[n] + kRows;
     }
     const auto& strides = call_.gate_up_strides;
-    Matrix<Scalar> weight{call_.gate_up.data_ptr<Scalar>() + expert * strides.expert + row * strides.row, strides.row,
+    Matrix<Scalar> weight{call_.gate_up.const_data_ptr<Scalar>() + expert * strides.expert + row * strides.row, strides.row,
                           strides.column, rows, call_.H};
     if (call_.bias_stride == 2) {  // interleaved: gate and up are one run of rows
       weight.row = call_.up_offset;
@@ -109,7 +109,7 @@ class DownDots {
       to[n] = results_.data() + n * kRows;
     }
     const auto& strides = call_.down_strides;
-    const Scalar* down = call_.down.data_ptr<Scalar>() + expert * strides.expert + row * strides.row;
+    const Scalar* down = call_.down.const_data_ptr<Scalar>() + expert * strides.expert + row * strides.row;
     const int64_t rows = std::min(kRows, call_.H - row);
     product(Matrix<Scalar>{down, strides.row, strides.column, rows, call_.I}, {from, to, count}, panel_);
     for (int64_t n = 0; n < count; ++n) output_.add(slots[n], to[n]);
@@ -130,12 +130,12 @@ void experts_by_dots(const Experts& call, const Slots& slots) {
   const Tensor x = call.x.to(at::kFloat), inner = empty({call.T * call.K, call.I}, x.options());
   const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
   share(items, [&](auto take) {
-    GateUpDots<Scalar> work(call, slots, x.data_ptr<float>(), inner.mutable_data_ptr<float>());
+    GateUpDots<Scalar> work(call, slots, x.const_data_ptr<float>(), inner.mutable_data_ptr<float>());
     for (int64_t item = take(); item < items; item = take()) work(item / blocks, item % blocks * kRows);
   });
   const int64_t size = output_block(call), outputs = at::divup(call.H, size);
   share(outputs, [&](auto take) {
-    DownDots<Scalar> work(call, slots, inner.data_ptr<float>(), size);
+    DownDots<Scalar> work(call, slots, inner.const_data_ptr<float>(), size);
     for (int64_t item = take(); item < outputs; item = take()) work(item * size);
   });
 }

@@ -30,7 +30,7 @@ struct TokenTiles {
 };
 
 inline void pack_all_tokens(const Experts& call, const Slots& slots, const TokenTiles& tokens) {
-  const at::BFloat16* x = call.x.data_ptr<at::BFloat16>();
+  const at::BFloat16* x = call.x.const_data_ptr<at::BFloat16>();
   share(slots.used(), [&](auto take) {
     for (int64_t which = take(); which < slots.used(); which = take()) {
       at::BFloat16* to = tokens.x.mutable_data_ptr<at::BFloat16>() + tokens.first[which] * tokens.x_size;
@@ -65,7 +65,7 @@ class GateUpTiles {
     const int64_t expert = slots_.experts[which], first = tokens_.first[which];
     const GateUpBias bias(call_, expert, row, std::min(kRows, call_.I - row));
     const auto& strides = call_.gate_up_strides;
-    const at::BFloat16* gate_up = call_.gate_up.data_ptr<at::BFloat16>() + expert * strides.expert;
+    const at::BFloat16* gate_up = call_.gate_up.const_data_ptr<at::BFloat16>() + expert * strides.expert;
     for (int64_t half = 0; half < kRows; half += kTile) {
       const int64_t rows = std::clamp<int64_t>(call_.I - row - half, 0, kTile);
       Matrix<at::BFloat16> weight{gate_up + (row + half) * strides.row, strides.row, strides.column, rows, call_.H};
@@ -73,7 +73,7 @@ class GateUpTiles {
       weight.data += call_.up_offset;
       strips_.read(1, weight);
       at::BFloat16* to = tokens_.inner.mutable_data_ptr<at::BFloat16>() + first * tokens_.inner_size + row * kTile;
-      multiply_groups(strips_, tokens_.x.data_ptr<at::BFloat16>() + first * tokens_.x_size, tokens_.x_size,
+      multiply_groups(strips_, tokens_.x.const_data_ptr<at::BFloat16>() + first * tokens_.x_size, tokens_.x_size,
                       tokens_.first[which + 1] - first, [&](int64_t g, const auto& gate, const auto& up) {
                         activate(gate, up, bias.gate + half, bias.up + half,
                                  to + g * tokens_.inner_size + half * kTile);
@@ -118,7 +118,7 @@ class DownTiles {
     output_.expect(slots_.experts[which], row);
     read_strips(slots_.experts[which], row);
     const int64_t first = tokens_.first[which], begin = slots_.begin[which], end = slots_.begin[which + 1];
-    multiply_groups(strips_, tokens_.inner.data_ptr<at::BFloat16>() + first * tokens_.inner_size, tokens_.inner_size,
+    multiply_groups(strips_, tokens_.inner.const_data_ptr<at::BFloat16>() + first * tokens_.inner_size, tokens_.inner_size,
                     tokens_.first[which + 1] - first, [&](int64_t g, const auto& upper, const auto& lower) {
                       const int64_t at = begin + g * kTile;
                       add(upper, lower, slots_.order.data() + at, std::min(kTile, end - at));
@@ -127,7 +127,7 @@ class DownTiles {
 
   void read_strips(int64_t expert, int64_t row) {
     const auto& strides = call_.down_strides;
-    const at::BFloat16* down = call_.down.data_ptr<at::BFloat16>() + expert * strides.expert;
+    const at::BFloat16* down = call_.down.const_data_ptr<at::BFloat16>() + expert * strides.expert;
     for (int i = 0; i < 2; ++i, row += kTile) {
       strips_.read(i, {down + row * strides.row, strides.row, strides.column,
                        std::clamp<int64_t>(call_.H - row, 0, kTile), call_.I});

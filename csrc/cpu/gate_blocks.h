@@ -52,7 +52,7 @@ class GateBlocks {
   void transpose_weights(int64_t expert, int64_t experts, int64_t column, int64_t columns, Operand* to) {
     const int64_t H = call_.H, from = expert * H + column;
     if constexpr (kPairs) {
-      const auto* weights = call_.router_weight.data_ptr<at::BFloat16>() + from;
+      const auto* weights = call_.router_weight.const_data_ptr<at::BFloat16>() + from;
       pack_right([=](int64_t e) { return weights + e * H; }, experts, columns, to, 2 * width_);
     } else {
       with_dtype(call_.router_weight.scalar_type(), [&](auto scalar) {
@@ -70,7 +70,7 @@ class GateBlocks {
   // Columns of tokens: where they lie, or as float, and normed.
   const Operand* left(int64_t first, int64_t count, int64_t column, int64_t columns, const float* scales) {
     const int64_t H = call_.H;
-    if (as_they_are_) return call_.hidden.data_ptr<Operand>() + first * H + column;
+    if (as_they_are_) return call_.hidden.const_data_ptr<Operand>() + first * H + column;
     if constexpr (!kPairs) {
       const float* norm_weight = call_.norm_weight.defined() ? floats(call_.norm_weight) + column : nullptr;
       with_dtype(call_.hidden.scalar_type(), [&](auto scalar) {
