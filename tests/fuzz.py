@@ -130,7 +130,9 @@ class Tally:
 
 
 def child(target: str, seed: int, numbers: list[int], worker: list[str], errors) -> subprocess.Popen:
-    environment = os.environ | ({} if target == "mps" else {"ATEN_CPU_CAPABILITY": target})
+    paths = (str(FOLDER.parent), os.environ.get("PYTHONPATH", ""))  # the parent's package
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {} if target == "mps" else {"ATEN_CPU_CAPABILITY": target}
     command = [*worker, "--child", target, "--seed", str(seed)]
     process = subprocess.Popen(
         command, cwd=HERE, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -167,7 +169,7 @@ def run_some(target: str, numbers: list[int], worker: list[str], tally: Tally) -
             raise SystemExit(f"A child of {target} ended with {code} before its first case:\n{told}")
 
 
-def fuzz(seed: int, cases: int, found: list[str] | None = None, worker: list[str] = WORKER) -> Tally:  # noqa: B006
+def fuzz(seed: int, cases: int, found: list[str] | None = None, worker: list[str] = WORKER) -> Tally:
     tally, found = Tally(seed, cases), found or targets()
     say(f"Seed {seed}: {cases} cases on {', '.join(found)}")
     portions = [

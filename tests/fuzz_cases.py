@@ -1,9 +1,9 @@
 """Random calls of every op, each drawn from a seed and a number: what fuzz.py runs.
 
-What an op takes comes from the package's own tables: shapes, dtypes and optional arguments from arguments.py, options and
-their types from the signatures in reference.py, and a text option's values from the op's own message about a wrong one.
-So an op, an argument or an option that is new is fuzzed without a word here. A call is `good`, and must be right, or
-it was spoiled: then it may also be refused.
+What an op takes comes from the package's own tables: shapes, dtypes and optional arguments from arguments.py, options
+and their types from the signatures in reference.py, and a text option's values from the op's own message about a wrong
+one. So an op, an argument or an option that is new is fuzzed without a word here. A call is `good`, and must be right,
+or it was spoiled: then it may also be refused.
 """
 
 import functools
@@ -21,7 +21,7 @@ from torch import Tensor
 from cases import OPTIONAL, PAIRS, Args, Case
 from checks import Guarded, with_leading
 from torch_moe_metal import max_experts, reference
-from torch_moe_metal.arguments import ARGUMENTS, optional_arguments, shapes, written
+from torch_moe_metal.arguments import ARGUMENTS, DTYPES, optional_arguments, shapes, written
 
 SIZES = (1, 1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 33, 61, 64, 67, 96, 127, 128, 129, 251, 256, 257, 509, 512, 521, 1021)
 SIZES_LARGE = (1024, 1031, 2048, 2053)
@@ -385,8 +385,7 @@ TENSORS: dict[str, Callable[[Tensor], object]] = {
     "on the cpu": lambda t: t.cpu(),
 } | {
     str(dtype).removeprefix("torch."): lambda t, dtype=dtype: t.to(dtype)
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64)
-    + (torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
+    for dtype in (*DTYPES, torch.float64, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.int16, torch.bool)
 }
 
 OPTIONS: dict[type, tuple] = {

@@ -14,11 +14,11 @@ from torch import Tensor
 from cases import Args, call, clear_choice, expected
 from checks import assert_matches, bits, same_bits
 from fuzz_cases import Call
-from torch_moe_metal import reference
 from torch_moe_metal.arguments import ARGUMENTS, ROUTERS, written
 from torch_moe_metal.reference import tolerance
 
 NOISE = 2.0**-20  # sixteen roundings of float32
+LEAST_NOISE = 2.0**-145  # the same of its smallest numbers
 SECONDS = 60.0  # that a case may take
 
 
@@ -149,7 +149,7 @@ def noisy(values: Args, seed: int) -> Args:
 
     def shake(tensor: Tensor) -> Tensor:
         noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
-        return tensor.double() * (1 + NOISE * noise)
+        return tensor.double() * (1 + NOISE * noise) + LEAST_NOISE * noise * (tensor != 0)
 
     return {n: shake(t) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in values.items()}
 
@@ -183,7 +183,7 @@ def too_small(got: Tensor, want: Tensor, longest_sum: int) -> None:
     small = want.isfinite() & (want.abs() * limit < step(got.dtype)) & got.isfinite()
     rms = want[want.isfinite()].square().mean().sqrt()
     error = (got.double() - want.double()).abs()
-    assert (error[small] <= 2 * step(got.dtype) + 10 * limit * rms).all(), "a number that should be next to 0"
+    assert (error[small] <= 64 * step(got.dtype) + 10 * limit * rms).all(), "a number that should be next to 0"
 
 
 def clear(op: str, values: Args, options: dict) -> Tensor:
@@ -204,7 +204,7 @@ def valid_ids(ids: Tensor, values: Args, options: dict) -> None:
     assert not (ordered[..., 1:] == ordered[..., :-1]).any(), f"an id comes twice: {ids}"
 
 
-# ------------------------------------------------------------------------------------------------ again, and beside others
+# ------------------------------------------------------------------------------------------------ beside others
 
 
 def again(drawn: Call, device: str, first: list[Tensor]) -> None:
