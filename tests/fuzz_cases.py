@@ -76,7 +76,7 @@ class Call:
             memory = memories.setdefault(id(place.memory), place.memory.to(device, copy=True))
             args[name] = place.of(memory)
         for change in self.changes:
-            if isinstance(args[change.name], Tensor):
+            if isinstance(args[change.name], Tensor) and (change.what, device) not in NOT_SIMULATED:
                 args[change.name] = change.function(args[change.name])
         return {name: arg for name, arg in args.items() if arg is not MISSING}, list(memories.values())
 
@@ -352,6 +352,10 @@ DRESSES: dict[str, Callable[[Tensor], Tensor]] = {
     "conjugate": lambda t: t.conj(),
     "detached": lambda t: t.detach(),
 }
+
+
+#: The simulated device forgets that a view is negative.
+NOT_SIMULATED = () if torch.backends.mps.is_built() else (("negative_view", "mps"),)
 
 
 def dress(call: Call, rng: random.Random) -> None:

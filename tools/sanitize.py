@@ -121,7 +121,7 @@ torch.ops.moe_metal.%s
 """
     calls = ["glu(x, x)", "norm_add(x, x, torch.ones(64))", "route(x, top_k=3)"]
     for call in calls:
-        run([sys.executable, "-c", overrun % (str(PACKAGE), isa, call)], checked(isa), capture_output=True)
+        run([sys.executable, "-c", overrun % (str(PACKAGE), isa, call)], checked(isa), cwd=PACKAGE, capture_output=True)
         if "of 4000-byte region" not in (said := findings(isa)):
             raise SanitizeError(f"{isa}: the planted overrun of {call} was not found:\n{said}")
     library = FOLDER / "planted_overflow.so"

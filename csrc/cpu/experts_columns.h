@@ -122,7 +122,8 @@ void experts_by_columns(const Experts& call, const Slots& slots) {
       }
     }
   });
-  down.multiply(call.down.const_data_ptr<Scalar>(), call.down_strides, [&](int64_t slot) { return to + slot * call.I; });
+  down.multiply(call.down.const_data_ptr<Scalar>(), call.down_strides,
+                [&](int64_t slot) { return to + slot * call.I; });
   const int64_t outputs = at::divup(call.H, kRows);
   share(outputs, [&](auto take) {
     OutputBlock<Scalar> output(call, kRows);

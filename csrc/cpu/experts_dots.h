@@ -50,8 +50,8 @@ class GateUpDots {
       up[n] = gate[n] + kRows;
     }
     const auto& strides = call_.gate_up_strides;
-    Matrix<Scalar> weight{call_.gate_up.const_data_ptr<Scalar>() + expert * strides.expert + row * strides.row, strides.row,
-                          strides.column, rows, call_.H};
+    Matrix<Scalar> weight{call_.gate_up.const_data_ptr<Scalar>() + expert * strides.expert + row * strides.row,
+                          strides.row, strides.column, rows, call_.H};
     if (call_.bias_stride == 2) {  // interleaved: gate and up are one run of rows
       weight.row = call_.up_offset;
       weight.rows = 2 * rows;

@@ -118,8 +118,9 @@ class DownTiles {
     output_.expect(slots_.experts[which], row);
     read_strips(slots_.experts[which], row);
     const int64_t first = tokens_.first[which], begin = slots_.begin[which], end = slots_.begin[which + 1];
-    multiply_groups(strips_, tokens_.inner.const_data_ptr<at::BFloat16>() + first * tokens_.inner_size, tokens_.inner_size,
-                    tokens_.first[which + 1] - first, [&](int64_t g, const auto& upper, const auto& lower) {
+    multiply_groups(strips_, tokens_.inner.const_data_ptr<at::BFloat16>() + first * tokens_.inner_size,
+                    tokens_.inner_size, tokens_.first[which + 1] - first,
+                    [&](int64_t g, const auto& upper, const auto& lower) {
                       const int64_t at = begin + g * kTile;
                       add(upper, lower, slots_.order.data() + at, std::min(kTile, end - at));
                     });
