@@ -19,7 +19,7 @@ struct Slots {
   std::vector<int64_t> begin;    // where each of these has its own in `order`, and one last end
 
   Slots(const Tensor& ids, int64_t E) {
-    const int64_t* id = ids.data_ptr<int64_t>();
+    const int64_t* id = ids.const_data_ptr<int64_t>();
     std::vector<int64_t> next(E + 1, 0);
     for (int64_t slot = 0; slot < ids.numel(); ++slot) {
       if (0 <= id[slot] && id[slot] < E) ++next[id[slot] + 1];
@@ -94,7 +94,7 @@ template <class Scalar>
 class OutputBlock {
  public:
   OutputBlock(const Experts& call, int64_t size)
-      : call_(call), size_(size), weights_(call.weights.data_ptr<float>()), sums_(call.T * size) {}
+      : call_(call), size_(size), weights_(call.weights.const_data_ptr<float>()), sums_(call.T * size) {}
 
   void start(int64_t first) {
     first_ = first;
@@ -129,9 +129,9 @@ class OutputBlock {
   }
 
  private:
-  static const Scalar* data(const Tensor& tensor) { return tensor.data_ptr<Scalar>(); }
+  static const Scalar* data(const Tensor& tensor) { return tensor.const_data_ptr<Scalar>(); }
   float sigmoid_of_shared_gate(int64_t token) const {
-    return call_.shared_gate.defined() ? 1 / (1 + std::exp(-call_.shared_gate.data_ptr<float>()[token])) : 1;
+    return call_.shared_gate.defined() ? 1 / (1 + std::exp(-call_.shared_gate.const_data_ptr<float>()[token])) : 1;
   }
 
   const Experts& call_;
