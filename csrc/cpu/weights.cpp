@@ -149,7 +149,15 @@ struct Packed {
       if constexpr (std::is_same_v<Count, Whole>) return values;
       return Vec::set(Vec(0), values, count);
     }
-    [[gnu::always_inline]] void prefetch(int64_t, int64_t) const {}
+    // What is left of the row at a column, up to a vector and perhaps nothing.
+    Vec load_part(int64_t r, int64_t column) const {
+      const int64_t count = std::min(all.columns - column, kLanes);
+      return count <= 0 ? Vec(0) : count == kLanes ? load(r, column, Whole()) : load(r, column, count);
+    }
+    // Packed rows are far too short for the processor's own prefetching.
+    [[gnu::always_inline]] void prefetch(int64_t r, int64_t column) const {
+      __builtin_prefetch(data + r * all.row + bytes(column), 0, 2);
+    }
   };
   Some some(int64_t first) const {
     return {*this, data + first * row, scales + first * groups, offsets + first * groups};
@@ -172,7 +180,10 @@ template <int R, int N, int kVectors, class Read>
   for (int64_t g = 0; g < weight.groups; ++g) {
     Vec parts[R][N], plain[N];
     unrolled<N>([&](auto n) { plain[n] = Vec(0); });
-    unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { parts[r][n] = Vec(0); }); });
+    unrolled<R>([&](auto r) {
+      rows.prefetch(r + R, g * group);
+      unrolled<N>([&](auto n) { parts[r][n] = Vec(0); });
+    });
     for (int64_t column = g * group; column < (g + 1) * group; column += kVectors * kLanes) {
       unrolled<kVectors>([&](auto v) {
         const int64_t here = column + v * kLanes;
@@ -241,13 +252,18 @@ class PackedRows final : public WeightRows {
     for_each_vector(packed_.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
   }
 #ifdef MOE_METAL_AMX
-  void pack(int64_t step, int64_t count, at::BFloat16* to) const override {
+  [[gnu::target("avx512bf16")]] void pack(int64_t step, int64_t count, at::BFloat16* to) const override {
     const auto some = packed_.some(0);
-    std::fill_n(to, at::divup(packed_.columns, kDepth) * kTileSize, at::BFloat16(0));
-    for (int64_t r = 0; r < count; ++r) {
-      for_each_vector(packed_.columns, [&](int64_t c, auto n) {
-        store(to + c / kDepth * kTileSize + r * kDepth + c % kDepth, some.load(r * step, c, n), n);
-      });
+    const int64_t columns = packed_.columns;
+    for (int64_t c = 0; c < columns; c += kDepth, to += kTileSize) {
+      const bool whole = c + kDepth <= columns;
+      for (int64_t r = 0; r < count; ++r) {
+        const Vec low = whole ? some.load(r * step, c, Whole()) : some.load_part(r * step, c);
+        const Vec high = whole ? some.load(r * step, c + kLanes, Whole()) : some.load_part(r * step, c + kLanes);
+        const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
+        std::memcpy(to + r * kDepth, &both, sizeof(both));
+      }
+      std::fill(to + count * kDepth, to + kTileSize, at::BFloat16(0));
     }
   }
 #endif
