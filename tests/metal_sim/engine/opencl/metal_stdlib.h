@@ -2,6 +2,7 @@
 // What types a function takes is checked by ../shim; here most functions take anything. bfloat is char16_t, a built-in
 // type of its size that shaders do not use.
 #pragma once
+#pragma clang system_header  // its own C++ is of no concern
 
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 #define device __global
@@ -289,15 +290,16 @@ MSL_ATOMICS(threadgroup)
 #define MSL_THREADGROUP(name, ordinal, extents, ...)                  \
   typedef __VA_ARGS__ msl_type_##ordinal MSL_UNPAREN extents;         \
   threadgroup msl_type_##ordinal& name = *(threadgroup msl_type_##ordinal*)0
-// Metal copies structs out of constant memory; C++ for OpenCL, whose generic pointers exclude it, must be told how.
-// A template, since a constructor that clang takes for a copy constructor would replace the implicit one.
-#define MSL_COPIES(S)                  \
-  template <class MslSource>           \
-  S(const constant MslSource& source); \
-  template <class MslSource>           \
+// A value that clang does not know, so that nothing asks for it where a constant is needed.
+constant float msl_unknown = 0;
+#define MSL_UNSET_FUNCTION_CONSTANT(index, name, ...) constant __VA_ARGS__ name = static_cast<__VA_ARGS__>(msl_unknown);
+// Metal copies structs out of constant memory; C++ for OpenCL, whose generic pointers exclude it, must be told how. All is
+// defaulted, so that the struct stays an aggregate. Of a struct with constructors of its own the default one is not.
+#define MSL_PLAIN(S) S() = default;
+#define MSL_DERIVED(S) constexpr S() {}  // C++14: a struct with a base is no aggregate
+#define MSL_COPIED(S)     \
+  S(const S&) = default;  \
+  S(const constant S&) = default;
+#define MSL_ASSIGNED(S)       \
+  template <class MslSource>  \
   void operator=(const constant MslSource& source);
-#define MSL_AGGREGATE(S)                            \
-  S() = default;                                    \
-  template <class MslFirst, class... MslOthers>     \
-  constexpr S(MslFirst first, MslOthers... others); \
-  MSL_COPIES(S)
