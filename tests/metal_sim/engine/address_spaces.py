@@ -70,6 +70,23 @@ def constructors(tokens):
     return out
 
 
+def function_parameters(tokens):
+    """template <float (*f)(float)>, whose pointer would get an address space, becomes template <MSL_FUNCTION f>."""
+    out, i = [], 0
+    while i < len(tokens):
+        declares = tokens[i].text == "(" and tokens[i + 1].text == "*" and tokens[i + 2].kind == "name"
+        if declares and metal_rules.in_template_parameters(tokens, i):
+            while out[-1].text not in ("<", ","):
+                out.pop()
+            out += [Token(" MSL_FUNCTION ", "code"), tokens[i + 2]]
+            i = metal_rules.closing(tokens, i) + 1
+            i = metal_rules.closing(tokens, i) + 1
+            continue
+        out.append(tokens[i])
+        i += 1
+    return out
+
+
 def copies(tokens, version):
     """Tells every struct of the shader that it can be copied from constant memory, if it has not said so itself."""
     out, i = [], 0
@@ -127,7 +144,7 @@ def translated(source, version=310, macros=()):
     tokens = tokenize(translate.preprocess(source, version, macros))
     metal_rules.refuse_non_metal(tokens, version)
     tokens = translate.literals(metal_rules.without_constructor_spaces(rename(tokens)))
-    tokens = methods(copies(constructors(tokens), version), version)
+    tokens = methods(copies(constructors(function_parameters(tokens)), version), version)
     tokens = translate.Kernels(translate.attributes(tokens)).tokens
     return render(translate.Spaces(tokens, keep=True).out) + "\n"
 

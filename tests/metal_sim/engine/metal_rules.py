@@ -7,7 +7,7 @@ shim/ and opencl/, and by the flags and warnings in address_spaces.py.
 import re
 from dataclasses import dataclass, field
 
-from metal_tokens import OPENERS, SCALARS, SPACES, closing, closing_angle, opening_angle, refuse, split
+from metal_tokens import OPENERS, SCALARS, SPACES, RefusedError, closing, closing_angle, opening_angle, refuse, split
 
 REFUSED = {
     "double": "'double' is not supported in Metal",
@@ -76,8 +76,12 @@ def rule(function):
 
 def refuse_non_metal(tokens, version):
     shader = Shader(tokens, version, functions(tokens))
-    for check in RULES.values():
-        check(shader)
+    for name, check in RULES.items():
+        try:
+            check(shader)
+        except RefusedError as error:
+            error.rule = name
+            raise
 
 
 # --- where functions are
@@ -245,8 +249,8 @@ def lambdas(shader):
 @rule
 def noexcept(shader):
     for token in shader.tokens:
-        if token.text == "noexcept" and shader.version < 400:
-            refuse(token, "'noexcept' is not supported in Metal 3")
+        if token.text == "noexcept":
+            refuse(token, "'noexcept' is not supported in Metal")
 
 
 @rule
@@ -338,6 +342,13 @@ def function_pointers(shader):
             refuse(tokens[i + 1], "pointers and references to functions are not supported in Metal")
 
 
+@rule
+def member_pointers(shader):
+    for i, token in enumerate(shader.tokens):
+        if token.text in (".", "->") and shader.text(i + 1) == "*":
+            refuse(token, "pointers to members are not supported in Metal")
+
+
 def in_template_parameters(tokens, i):
     depth = 0
     while i and tokens[i].text not in (";", "{", "}"):
@@ -348,7 +359,14 @@ def in_template_parameters(tokens, i):
     return False
 
 
-# --- kernels
+# --- functions
+
+
+@rule
+def main_function(shader):
+    for function in shader.functions:
+        if shader.text(function.name) == "main" and function.record is None:
+            refuse(shader.tokens[function.name], "a function named 'main' is not allowed in Metal")
 
 
 def kernels(shader):
@@ -361,8 +379,17 @@ def calls_of_kernels(shader):
     names = {shader.text(f.name) for f in kernels(shader)}
     for function in shader.functions:
         for i in range(function.body or function.end, function.end):
-            if shader.text(i) in names and shader.text(i - 1) not in (".", "->") and shader.text(i + 1) in ("(", "<"):
+            if shader.text(i) in names and shader.text(i - 1) not in (".", "->") and is_called(shader.tokens, i):
                 refuse(shader.tokens[i], f"kernel '{shader.text(i)}' is called; only the host calls kernels")
+
+
+def is_called(tokens, i):
+    if tokens[i + 1].text != "<":
+        return tokens[i + 1].text == "("
+    try:
+        return tokens[closing_angle(tokens, i + 1) + 1].text == "("
+    except RefusedError:
+        return False
 
 
 @rule

@@ -70,27 +70,28 @@ class Parameter:
     index: str = ""
 
 
-def check_source(source):
-    """What must be seen before comments and includes are gone."""
+def without_comment(match):
+    return match[0] if match[0].startswith('"') else "\n" * match[0].count("\n") or " "
+
+
+def without_comments(source):
+    """The shader without its comments, once what must be seen before its includes are gone has been checked."""
     code = re.sub(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/', without_comment, source, flags=re.DOTALL)
     for number, line in enumerate(code.splitlines(), 1):
         if not line.isascii():
             raise RefusedError(f"program_source:{number}: error: character outside ASCII")
     if not re.search(r"^[ \t]*#[ \t]*(include|import)[ \t]*<metal_\w+>", code, re.MULTILINE):
-        raise RefusedError(
-            "program_source:1: error: without #include <metal_stdlib> Metal declares no types, no functions"
-        )
-
-
-def without_comment(match):
-    return match[0] if match[0].startswith('"') else "\n" * match[0].count("\n")
+        raise RefusedError("program_source:1: error: without #include <metal_stdlib> there are no types, no functions")
+    return code
 
 
 def preprocess(source, version, macros=()):
     """Expands macros and conditions as Metal's own preprocessor would; keeps line markers."""
-    check_source(source)
+    source = without_comments(source)
     source = re.sub(r"^[ \t]*#[ \t]*(include|import)[ \t]*<(metal_\w+|simd/simd\.h)>[^\n]*", "", source, flags=re.M)
     source = re.sub(r"^[ \t]*#[ \t]*pragma[ \t]+(once|METAL)\b[^\n]*", "", source, flags=re.M)
+    if not re.search(r"[#\\]|__|METAL_FUNC", source):  # nothing to expand
+        return f'# 1 "program_source"\n{source}'
     command = [find_compiler(), "-E", "-x", "c++", "-std=c++17", "-undef", "-nostdinc"]
     command += ["-Werror=macro-redefined", "-Werror=c++23-extensions"]  # #elifdef
     command += [f"-D__METAL_VERSION__={version}", "-D__METAL__=1", "-D__METAL_MACOS__=1", "-DMETAL_FUNC=inline"]

@@ -355,6 +355,10 @@ MSL_PACKED(4, x, y, z, w)
   template <class T, int N>                                               \
   vec<T, N> operator op(msl_same_t<T> a, packed_vec<T, N> b) {            \
     return a op vec<T, N>(b);                                             \
+  }                                                                       \
+  template <class T, int N, class B>                                      \
+  packed_vec<T, N>& operator op##=(packed_vec<T, N>& a, B b) {            \
+    return a = a op b;                                                    \
   }
 MSL_PACKED_BINARY(+)
 MSL_PACKED_BINARY(-)
