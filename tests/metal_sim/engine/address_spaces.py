@@ -31,11 +31,17 @@ FLAGS += ["-include", str(HERE / "opencl" / "metal_stdlib.h")]
 # What clang says of C++ that is newer than the shader's, and the first Metal that has it (0: none).
 NEWER_LANGUAGE = {
     "class template argument deduction is incompatible with": 400,
-    "non-type template parameters declared with 'auto' are": 400,
     "uninitialized variable in a constexpr function": 0,
     "using enum declaration is a C\\+\\+20 extension": 0,
     "implicit 'typename' is a C\\+\\+20 extension": 0,
 }
+TEMPORARY = re.compile(
+    "object parameter of type '(const )?__private [^']*' with an expression of type '(?!(const )?__)"
+    "|cannot bind reference in default address space to object in address space '__private'"
+    "|could not match '(const )?__private [^']*' against '(?!(const )?__)"
+    "|would make '(const )?__private [^']*' equal '(?!(const )?__)"
+    "|binding reference of type 'const __private [^']*' to value of type '(?!(const )?__)"
+)
 VECTOR = re.compile("(packed_)?(bool|char|uchar|short|ushort|int|uint|long|ulong|half|bfloat|float)[234]")
 OPENCL_WORDS = {"local", "global", "generic", "pipe", "read_only", "write_only", "read_write", "uniform", "event_t"}
 
@@ -68,6 +74,16 @@ def constructors(tokens):
         out += [Token("::msl_make<", "code", space, name[0].line), *name, Token(">", "code")]
         i = end
     return out
+
+
+def references_as_values(tokens):
+    """const T for thread const T&."""
+    for i, token in enumerate(tokens):
+        if token.text == "thread" and tokens[i + 1].text == "const":
+            end = tokens[translate.type_end(tokens, i + 2)]
+            if end.text == "&":
+                token.text = end.text = ""
+    return tokens
 
 
 def function_parameters(tokens):
@@ -140,9 +156,11 @@ def methods(tokens, version):
     return out
 
 
-def translated(source, version=310, macros=()):
+def translated(source, version=310, macros=(), temporaries=False):
     tokens = tokenize(translate.preprocess(source, version, macros))
     metal_rules.refuse_non_metal(tokens, version)
+    if temporaries:
+        tokens, version = references_as_values(tokens), 410
     tokens = translate.literals(metal_rules.without_constructor_spaces(rename(tokens)))
     tokens = methods(copies(constructors(function_parameters(tokens)), version), version)
     tokens = translate.Kernels(translate.attributes(tokens)).tokens
@@ -172,13 +190,12 @@ def recursion(ir):
     return None
 
 
-def compiled(text, *flags):
-    """clang's IR for a translated shader, and what it said. Raises RefusedError with its errors."""
-    command = [translate.find_compiler(), *FLAGS, *flags, "-o", "-", "-"]
+def compiled(text):
+    """What clang makes of a translated shader: its errors, its warnings about newer C++, and the IR if it has no error."""
+    command = [translate.find_compiler(), *FLAGS, "-S", "-emit-llvm", "-Xclang", "-disable-llvm-passes", "-o", "-", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
-    if done.returncode:
-        raise RefusedError(in_metal_words(without_warnings(done.stderr)))
-    return done.stdout, done.stderr
+    errors = without_warnings(done.stderr) if done.returncode else ""
+    return errors, done.stderr, done.stdout
 
 
 def without_warnings(messages):
@@ -190,6 +207,12 @@ def without_warnings(messages):
     return "\n".join(kept)
 
 
+def without_temporaries(messages):
+    """In Metal a temporary lies in thread memory. For clang it lies nowhere: no address space is in its type's name."""
+    groups = re.split(r"^(?=.*\berror: )", messages, flags=re.MULTILINE)
+    return "".join(group for group in groups if not TEMPORARY.search(group))
+
+
 def newer_language(messages, version):
     """The warnings about C++ that this Metal does not have, as errors."""
     found = [name for name, first in NEWER_LANGUAGE.items() if not first or version < first]
@@ -199,10 +222,12 @@ def newer_language(messages, version):
 
 def check(source, version=310, macros=()):
     """Raises RefusedError with the compiler's message, or says nothing."""
-    text = translated(source, version, macros)
-    ir, messages = compiled(text, "-S", "-emit-llvm", "-Xclang", "-disable-llvm-passes")
-    if newer := newer_language(messages, version):
-        raise RefusedError(newer)
+    errors, messages, ir = compiled(translated(source, version, macros))
+    kept = without_temporaries(errors)
+    if errors and not kept:  # once more, with values for references, to see what stands beside the temporaries
+        kept, _, ir = compiled(translated(source, version, macros, temporaries=True))
+    if problem := kept or newer_language(messages, version):
+        raise RefusedError(in_metal_words(problem))
     if name := recursion(ir):
         raise RefusedError(f"program_source: error: recursion is not supported in Metal: {name}")
 

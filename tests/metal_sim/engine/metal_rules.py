@@ -203,6 +203,21 @@ def without_constructor_spaces(tokens):
     return [token for token in tokens if token.text or token.space.strip()]
 
 
+def without_repeated_methods(tokens):
+    """A method that stands there once for each address space, once: where its object lies is no part of its type here."""
+    seen, gone = set(), []
+    for f in functions(tokens):
+        end = f.body or f.end
+        tail = tokens[f.closing + 1 : end]
+        if f.record is None or not any(t.text in SPACES for t in tail):
+            continue
+        text = [t.text for t in tokens[f.name : f.closing]] + [t.text for t in tail if t.text == "const"]
+        key = (f.record, *text)
+        gone += [(f.start, f.end)] if key in seen else []
+        seen.add(key)
+    return [token for i, token in enumerate(tokens) if not any(start <= i <= end for start, end in gone)]
+
+
 # --- words
 
 
@@ -258,6 +273,13 @@ def using_enum(shader):
     for i, token in enumerate(shader.tokens):
         if token.text == "using" and shader.text(i + 1) == "enum":
             refuse(token, "'using enum' is C++20; Metal is C++14 or C++17")
+
+
+@rule
+def auto_template_parameters(shader):
+    for i, token in enumerate(shader.tokens):
+        if token.text == "auto" and shader.version < 400 and in_template_parameters(shader.tokens, i):
+            refuse(token, "a template parameter declared with 'auto' is C++17; Metal 3 is C++14")
 
 
 @rule

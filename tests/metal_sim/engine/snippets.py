@@ -1,7 +1,15 @@
 """Small kernels, each with one thing that Apple's compiler accepts or refuses, and what the checks here say of them.
 
-`python snippets.py` prints the table of all in snippets/; `python snippets.py FOLDER` that of the .metal files in a folder.
-All are compiled together, each in a namespace of its own, so that one run of clang serves hundreds.
+They stand in snippets/*.metal, each below a line `//: name | Apple | found | reason`:
+
+    name    of the snippet; name_{a b} makes two of it, in which NAME is a or b
+    Apple   ok, refuses, or ? where it is not known; `refuses <4.0` and `refuses >=4.1` are about some languages only
+    found   what refuses it: a rule of metal_rules.py, translation (translate.py), newer_language or address_spaces
+            (address_spaces.py), engine (shim/); or accepted; left out where Apple says ok
+    reason  why found is not what Apple does, or what is special about it
+
+`python snippets.py` prints the table, with what is found now; `python snippets.py FOLDER` that of the .metal files in a
+folder. All are compiled together, each in a namespace of its own, so that one run of clang serves hundreds.
 """
 
 import itertools
@@ -9,6 +17,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -17,8 +26,55 @@ import address_spaces  # noqa: E402
 import translate  # noqa: E402
 from metal_tokens import RefusedError  # noqa: E402
 
-ENGINE = [f"@{HERE / 'shim' / 'compile_flags.txt'}", "-x", "c++", f"-I{HERE / 'shim'}", "-fsyntax-only", "-ferror-limit=0"]
+ENGINE = [
+    f"@{HERE / 'shim' / 'compile_flags.txt'}",
+    "-x",
+    "c++",
+    f"-I{HERE / 'shim'}",
+    "-fsyntax-only",
+    "-ferror-limit=0",
+]
 ENGINE += ["-fno-caret-diagnostics", "-"]
+HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+KERNEL = "kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]])"
+
+
+@dataclass
+class Snippet:
+    source: str
+    apple: str
+    found: str
+    reason: str
+
+    def is_refused(self, version):
+        """Whether these checks shall refuse it as this Metal."""
+        if self.found == "accepted":
+            return False
+        limit = re.search(r"(<|>=)(\d)\.(\d)", self.apple)
+        if limit:
+            below = version < int(limit[2]) * 100 + int(limit[3]) * 10
+            return below == (limit[1] == "<")
+        return True
+
+
+def read():
+    """All snippets by name."""
+    found = {}
+    for path in sorted((HERE / "snippets").glob("*.metal")):
+        for part in re.split("^//: ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+            line, text = part.split("\n", 1)
+            names, apple, by, reason, *_ = [*(cell.strip() for cell in line.split(" | ")), "", "", ""]
+            text = text.replace("KERNEL", KERNEL)
+            text = text if "#include <" in text or names == "lib_no_include" else HEAD + text
+            for name, word in expanded(names):
+                assert name not in found, name
+                found[name] = Snippet(text.replace("NAME", word), apple, by or "accepted", reason)
+    return found
+
+
+def expanded(names):
+    match = re.fullmatch(r"(.*)\{(.*)\}", names)
+    return [(match[1] + word, word) for word in match[2].split()] if match else [(names, "")]
 
 
 def refusals(sources, version):
@@ -30,6 +86,11 @@ def refusals(sources, version):
         for name, check, message in itertools.chain.from_iterable(batch.result() for batch in batches):
             found[name].setdefault(check, message)
     return found
+
+
+def alone(source, version):
+    """What refusals finds of one snippet. Two that call one template with one type get one message when together."""
+    return refusals({"alone": source}, version)["alone"]
 
 
 def translations(source, version, refused):
@@ -49,7 +110,7 @@ def check_address_spaces(texts, version):
     command = [translate.find_compiler(), *address_spaces.FLAGS, "-fsyntax-only", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     newer = address_spaces.newer_language(done.stderr, version)
-    messages = address_spaces.without_warnings(done.stderr)
+    messages = address_spaces.without_temporaries(address_spaces.without_warnings(done.stderr))
     yield from by_name(address_spaces.in_metal_words(messages), "address_spaces")
     yield from by_name(newer, "newer_language")
 
@@ -62,7 +123,9 @@ def check_engine(texts, version):
 
 
 def together(texts):
-    parts = (f"namespace of_{name} {{\n{text.replace('program_source', f'of_{name}')}\n}}\n" for name, text in texts.items())
+    parts = (
+        f"namespace of_{name} {{\n{text.replace('program_source', f'of_{name}')}\n}}\n" for name, text in texts.items()
+    )
     return "".join(parts)
 
 
@@ -77,14 +140,28 @@ def by_name(messages, check):
             yield name, check, next(line for line in group.splitlines() if "error: " in line)
 
 
+def shown(found):
+    return ", ".join(found) or "accepted"
+
+
+def print_table(rows):
+    """rows: (name, what Apple does, {version: what refuses it}, reason)"""
+    for name, apple, found, reason in rows:
+        by = [shown(found[version]) for version in address_spaces.VERSIONS]
+        now = by[0] if len(set(by)) == 1 else " | ".join(by)
+        print(f"{name:36} {apple:14} {now}{reason and f'  ({reason})'}")
+
+
 def main():
-    folder = Path(sys.argv[1])
-    sources = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.metal"))}
+    if sys.argv[1:]:
+        files = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(sys.argv[1]).glob("*.metal"))}
+        snippets = {name: Snippet(text, text.splitlines()[0][3:17], "", "") for name, text in files.items()}
+    else:
+        snippets = read()
+    sources = {name: snippet.source for name, snippet in snippets.items()}
     found = {version: refusals(sources, version) for version in address_spaces.VERSIONS}
-    for name, source in sources.items():
-        by = [",".join(found[v][name]) or "accept" for v in address_spaces.VERSIONS]
-        shown = by[0] if len(set(by)) == 1 else " | ".join(by)
-        print(f"{name:34} {source.splitlines()[0][3:70]:67} {shown}")
+    print(f"{'snippet':36} {'Apple':14} refused by, as Metal 3.1 | 3.2 | 4.0 | 4.1 where they differ")
+    print_table((name, s.apple, {v: found[v][name] for v in found}, s.reason) for name, s in snippets.items())
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this is a part of a package
-from metal_rules import refuse_non_metal, skip_to, without_constructor_spaces  # noqa: E402
+from metal_rules import refuse_non_metal, skip_to, without_constructor_spaces, without_repeated_methods  # noqa: E402
 from metal_tokens import (  # noqa: E402
     OPENERS,
     QUALIFIERS,
@@ -424,7 +424,10 @@ class Spaces:
             qualifiers.insert(0, taken.text)
             lead = taken.space
         i += 1
-        if tokens[i].text in (";", "{", "=", ":") and self.out[-1].text in (")", "const"):  # the space of a member function's object
+        if tokens[i].text in (";", "{", "=", ":") and self.out[-1].text in (
+            ")",
+            "const",
+        ):  # the space of a member function's object
             self.emit("".join(f" {q}" for q in [*qualifiers, word.text if self.keep else ""]), lead, word)
             return i
         if tokens[i].text in ("*", "&"):  # `T thread& x`, `T* thread& x`: the type stands before the word
@@ -458,6 +461,9 @@ class Spaces:
             return end
         if word.text == "constant" and "const " not in cv and "constexpr" not in storage:
             cv = "const " + cv
+        if after == "*" and text == "auto":
+            self.emit(f"{storage}auto", lead, word)
+            return end + 1
         if after == "*" and word.text != "thread":
             if tokens[end + 1].text == "*":
                 refuse(word, "a pointer to a pointer needs the address space of both")
@@ -503,7 +509,7 @@ class Spaces:
 def without_zeros(part, word):
     """Metal takes zeros as the value of a threadgroup variable, and writes them nowhere."""
     end = skip_to(part, 0, len(part), "=", "{", "(")
-    value = re.sub(r"MSL_\w+\((.*?)\)|[={},;]", r"\1 ", render(part[end:]))
+    value = re.sub(r"MSL_\w+\((.*?)\)|[={}(),;]", r"\1 ", render(part[end:]))
     if not re.fullmatch(r"[\s0.fhu]*|\s*false\s*", value):
         refuse(word, "a threadgroup variable cannot be initialized where it is declared")
     return part[:end]
@@ -534,7 +540,8 @@ def type_end(tokens, i):
 def translate(source, version=310, macros=()):
     tokens = tokenize(preprocess(source, version, macros))
     refuse_non_metal(tokens, version)
-    tokens = swizzles(addresses(literals(without_constructor_spaces(tokens))))
+    tokens = without_repeated_methods(without_constructor_spaces(tokens))
+    tokens = swizzles(addresses(literals(tokens)))
     tokens = Kernels(attributes(tokens)).tokens
     return f'#include "metal.h"\n{render(Spaces(tokens, constants=function_constants(macros)).out)}\n'
 

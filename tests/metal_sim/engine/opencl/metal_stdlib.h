@@ -48,9 +48,29 @@ MSL_VECTORS(half, half)
 MSL_VECTORS(bfloat, char16_t)
 MSL_VECTORS(float, float)
 
-// V(parts...) in Metal; translated to this.
+// V(parts...) in Metal; translated to this. Of numbers it is a constant.
+template <class V>
+struct msl_vector;
+template <class T, int N>
+struct msl_vector<T __attribute__((ext_vector_type(N)))> {
+  using element = T;
+};
 template <class V, class... A>
-V msl_make(A... parts);
+V msl_convert(A... parts);
+template <class V, class A>
+constexpr V msl_splat(A value) {
+  return (V)(static_cast<typename msl_vector<V>::element>(value));
+}
+template <class V, class... A>
+constexpr V msl_make(A... parts) {
+  if constexpr (sizeof...(A) == 0 || !(__is_arithmetic(A) && ...)) {
+    return msl_convert<V>(parts...);
+  } else if constexpr (sizeof...(A) == 1) {
+    return msl_splat<V>(parts...);
+  } else {
+    return V{static_cast<typename msl_vector<V>::element>(parts)...};
+  }
+}
 
 #define MSL_HALF(literal) literal##h
 #define MSL_BFLOAT(literal) (bfloat)(literal##f)
@@ -316,6 +336,8 @@ struct same {
                                              memory_order failure);
 MSL_ATOMICS(device)
 MSL_ATOMICS(threadgroup)
+void atomic_max_explicit_(volatile device atomic<ulong>* object, ulong operand, memory_order order);
+void atomic_min_explicit_(volatile device atomic<ulong>* object, ulong operand, memory_order order);
 
 }  // namespace metal
 
