@@ -86,7 +86,9 @@ inline bool simd_all(bool value) { return __nvvm_vote_all_sync(msl_all_lanes, va
 
 inline uint msl_matrix_row(uint lane) { return lane / 2 % 4 + lane / 16 * 4; }
 inline uint msl_matrix_column(uint lane) { return lane % 2 * 2 + lane / 8 % 2 * 4; }
-inline uint msl_matrix_lane(uint row, uint column) { return row / 4 * 16 + column / 4 * 8 + row % 4 * 2 + column % 4 / 2; }
+inline uint msl_matrix_lane(uint row, uint column) {
+  return row / 4 * 16 + column / 4 * 8 + row % 4 * 2 + column % 4 / 2;
+}
 
 template <class T, int Columns, int Rows = Columns>
 struct simdgroup_matrix {

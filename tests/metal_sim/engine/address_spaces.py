@@ -2,8 +2,8 @@
 objects outside thread memory, program-scope variables outside constant or without a constant value, recursion, and
 C++ that is newer than the language (Metal 3 is C++14, Metal 4 is C++17).
 
-clang's C++ for OpenCL has Metal's address spaces under other names. Every pointer and reference must say where it points
-(metal_rules.py); a method is one of thread memory unless it says otherwise, and from Metal 4.1 on of any.
+clang's C++ for OpenCL has Metal's address spaces under other names. Every pointer and reference must say where it
+points (metal_rules.py); a method is one of thread memory unless it says otherwise, and from Metal 4.1 on of any.
 
 `python address_spaces.py FILE.metal ...` prints one line for each file and exits 1 if one is refused.
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-import metal_rules
-import translate
-from metal_tokens import RefusedError, Token, closing_angle, tokenize, render  # noqa: E402
+import metal_rules  # noqa: E402
+import translate  # noqa: E402
+from metal_tokens import RefusedError, Token, closing_angle, render, tokenize  # noqa: E402
 
 VERSIONS = (310, 320, 400, 410)
 WITHOUT = ["pipes", "device_enqueue", "program_scope_global_variables"]
@@ -191,7 +191,7 @@ def recursion(ir):
 
 
 def compiled(text):
-    """What clang makes of a translated shader: its errors, its warnings about newer C++, and the IR if it has no error."""
+    """What clang makes of a translated shader: its errors, all that it says, and the IR if there is no error."""
     command = [translate.find_compiler(), *FLAGS, "-S", "-emit-llvm", "-Xclang", "-disable-llvm-passes", "-o", "-", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     errors = without_warnings(done.stderr) if done.returncode else ""

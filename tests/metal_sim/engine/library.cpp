@@ -81,8 +81,9 @@ std::string key(const std::string& source, const CompileOptions& options) {
   all << options.metal_version << options.fast_math << compiler() << machine_flags() << '\n';
   for (const auto& [name, value] : options.macros) all << name << '=' << value << '\n';
   fs::path home = settings().home;
-  for (const char* file : {"translate.py", "metal_rules.py", "metal_tokens.py", "shim/compile_flags.txt", "shim/abi.h", "shim/metal.h", "shim/parameters.h", "shim/runtime.h",
-                           "shim/types.h", "shim/math.h", "shim/simd.h"})
+  for (const char* file :
+       {"translate.py", "metal_rules.py", "metal_tokens.py", "shim/compile_flags.txt", "shim/abi.h", "shim/metal.h",
+        "shim/parameters.h", "shim/runtime.h", "shim/types.h", "shim/math.h", "shim/simd.h"})
     all << read_file(home / file);
   all << source;
   return hash(all.str());

@@ -160,7 +160,7 @@ def function_at(tokens, start, i, record):
         i += 2
     elif operator is None and (before.kind != "name" or before.text in NO_FUNCTIONS):
         return None
-    if operator is None and tokens[i + 1].text in ("*", "&") or i == start:
+    if (operator is None and tokens[i + 1].text in ("*", "&")) or i == start:
         return None
     close = closing(tokens, i)
     body = skip_to(tokens, close + 1, len(tokens), "{", ";", ":", "=")
@@ -204,7 +204,7 @@ def without_constructor_spaces(tokens):
 
 
 def without_repeated_methods(tokens):
-    """A method that stands there once for each address space, once: where its object lies is no part of its type here."""
+    """A method that stands there once for each address space, once: here no type says where it lies."""
     seen, gone = set(), []
     for f in functions(tokens):
         end = f.body or f.end

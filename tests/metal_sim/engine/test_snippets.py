@@ -1,12 +1,10 @@
 """Every snippet is accepted or refused as its line says, in every language, and by the check that it names."""
 
 import functools
-import inspect
 
 import pytest
 
 import metal_rules
-from metal_sim import engine
 from metal_sim.engine import address_spaces, snippets
 
 ALL = snippets.read()

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this is a part of a package
-from metal_rules import refuse_non_metal, skip_to, without_constructor_spaces, without_repeated_methods  # noqa: E402
-from metal_tokens import (  # noqa: E402
+from metal_rules import refuse_non_metal, skip_to, without_constructor_spaces, without_repeated_methods
+from metal_tokens import (
     OPENERS,
     QUALIFIERS,
     SPACES,

@@ -86,104 +86,83 @@ MSL_INT_LIMITS(ulong, 0, 18446744073709551615ul)
 #undef MSL_LIMITS
 
 // Overloads for each type, not one template: min(uint, int) is ambiguous in Metal and must be so here.
-#define MSL_FLOAT_FUNCTION_1(name, expression)      \
-  inline float name(float x) { return expression; } \
-  inline half name(half h) {                        \
-    float x = h;                                    \
-    return half(float(expression));                 \
-  }                                                 \
-  void name(bfloat) = delete;                       \
-  template <class T, int N>                         \
-  vec<T, N> name(vec<T, N> v) {                     \
-    return msl_each(v, [](T e) { return name(e); });    \
+#define MSL_FLOAT_FUNCTION_1(name, expression)       \
+  inline float name(float x) { return expression; }  \
+  inline half name(half h) {                         \
+    float x = h;                                     \
+    return half(float(expression));                  \
+  }                                                  \
+  void name(bfloat) = delete;                        \
+  template <class T, int N>                          \
+  vec<T, N> name(vec<T, N> v) {                      \
+    return msl_each(v, [](T e) { return name(e); }); \
   }
-#define MSL_FLOAT_FUNCTION_2(name, expression)               \
-  inline float name(float x, float y) { return expression; } \
-  inline half name(half p, half q) {                         \
-    float x = p, y = q;                                      \
-    return half(float(expression));                          \
-  }                                                          \
-  void name(bfloat, bfloat) = delete;                        \
-  template <class T, int N>                                  \
-  vec<T, N> name(vec<T, N> a, vec<T, N> b) {                 \
-    return msl_each(a, b, [](T p, T q) { return name(p, q); });  \
+#define MSL_FLOAT_FUNCTION_2(name, expression)                  \
+  inline float name(float x, float y) { return expression; }    \
+  inline half name(half p, half q) {                            \
+    float x = p, y = q;                                         \
+    return half(float(expression));                             \
+  }                                                             \
+  void name(bfloat, bfloat) = delete;                           \
+  template <class T, int N>                                     \
+  vec<T, N> name(vec<T, N> a, vec<T, N> b) {                    \
+    return msl_each(a, b, [](T p, T q) { return name(p, q); }); \
   }
-#define MSL_FLOAT_FUNCTION_3(name, expression)                                                     \
-  inline float name(float x, float y, float z) { return expression; }                              \
-  inline half name(half p, half q, half r) {                                                       \
-    float x = p, y = q, z = r;                                                                     \
-    return half(float(expression));                                                                \
-  }                                                                                                \
-  void name(bfloat, bfloat, bfloat) = delete;                                                      \
-  template <class T, int N>                                                                        \
-  vec<T, N> name(vec<T, N> a, vec<T, N> b, vec<T, N> c) {                                          \
-    vec<T, N> r;                                                                                   \
+#define MSL_FLOAT_FUNCTION_3(name, expression)                                                \
+  inline float name(float x, float y, float z) { return expression; }                         \
+  inline half name(half p, half q, half r) {                                                  \
+    float x = p, y = q, z = r;                                                                \
+    return half(float(expression));                                                           \
+  }                                                                                           \
+  void name(bfloat, bfloat, bfloat) = delete;                                                 \
+  template <class T, int N>                                                                   \
+  vec<T, N> name(vec<T, N> a, vec<T, N> b, vec<T, N> c) {                                     \
+    vec<T, N> r;                                                                              \
     for (int i = 0; i < N; ++i) r.msl_set(i, name(a.msl_get(i), b.msl_get(i), c.msl_get(i))); \
-    return r;                                                                                      \
+    return r;                                                                                 \
   }
 
-#define MSL_FLOAT_ONLY_1(name, expression)            \
-  inline float name(float x) { return expression; }   \
-  void name(half) = delete;                           \
-  void name(bfloat) = delete;                         \
-  template <int N>                                    \
-  vec<float, N> name(vec<float, N> v) {               \
+#define MSL_FLOAT_ONLY_1(name, expression)               \
+  inline float name(float x) { return expression; }      \
+  void name(half) = delete;                              \
+  void name(bfloat) = delete;                            \
+  template <int N>                                       \
+  vec<float, N> name(vec<float, N> v) {                  \
     return msl_each(v, [](float e) { return name(e); }); \
   }
-#define MSL_FLOAT_ONLY_2(name, expression)                     \
-  inline float name(float x, float y) { return expression; }   \
-  void name(half, half) = delete;                              \
-  void name(bfloat, bfloat) = delete;                          \
-  template <int N>                                             \
-  vec<float, N> name(vec<float, N> a, vec<float, N> b) {       \
+#define MSL_FLOAT_ONLY_2(name, expression)                              \
+  inline float name(float x, float y) { return expression; }            \
+  void name(half, half) = delete;                                       \
+  void name(bfloat, bfloat) = delete;                                   \
+  template <int N>                                                      \
+  vec<float, N> name(vec<float, N> a, vec<float, N> b) {                \
     return msl_each(a, b, [](float p, float q) { return name(p, q); }); \
   }
 
 // F is MSL_FLOAT_FUNCTION, or MSL_FLOAT_ONLY for the variants in fast:: and precise::, which take floats.
-#define MSL_VARIED_FUNCTIONS(F) \
-  F##_1(exp, __builtin_expf(x)) \
-  F##_1(exp2, __builtin_exp2f(x)) \
-  F##_1(exp10, float(__builtin_pow(10.0, x))) \
-  F##_1(log, __builtin_logf(x)) \
-  F##_1(log2, __builtin_log2f(x)) \
-  F##_1(log10, __builtin_log10f(x)) \
-  F##_1(sqrt, __builtin_sqrtf(x)) \
-  F##_1(rsqrt, float(1.0 / __builtin_sqrt(double(x)))) \
-  F##_1(sin, __builtin_sinf(x)) \
-  F##_1(cos, __builtin_cosf(x)) \
-  F##_1(tan, __builtin_tanf(x)) \
-  F##_1(asin, __builtin_asinf(x)) \
-  F##_1(acos, __builtin_acosf(x)) \
-  F##_1(atan, __builtin_atanf(x)) \
-  F##_1(sinh, __builtin_sinhf(x)) \
-  F##_1(cosh, __builtin_coshf(x)) \
-  F##_1(tanh, __builtin_tanhf(x)) \
-  F##_1(asinh, __builtin_asinhf(x)) \
-  F##_1(acosh, __builtin_acoshf(x)) \
-  F##_1(atanh, __builtin_atanhf(x)) \
-  F##_1(saturate, __builtin_fminf(__builtin_fmaxf(x, 0.0f), 1.0f)) \
-  F##_2(pow, __builtin_powf(x, y)) \
-  F##_2(powr, x < 0.0f ? NAN : __builtin_powf(x, y)) \
-  F##_2(atan2, __builtin_atan2f(x, y)) \
-  F##_2(fmod, __builtin_fmodf(x, y)) \
-  F##_2(fmin, __builtin_fminf(x, y)) \
-  F##_2(fmax, __builtin_fmaxf(x, y)) \
-  F##_2(divide, x / y)
-#define MSL_FLOAT_FUNCTIONS(F) \
-  MSL_VARIED_FUNCTIONS(F) \
-  F##_1(floor, __builtin_floorf(x)) \
-  F##_1(ceil, __builtin_ceilf(x)) \
-  F##_1(round, __builtin_roundf(x)) \
-  F##_1(rint, __builtin_rintf(x)) \
-  F##_1(trunc, __builtin_truncf(x)) \
-  F##_1(fabs, __builtin_fabsf(x)) \
-  F##_1(fract, __builtin_fminf(x - __builtin_floorf(x), 0x1.fffffep-1f)) \
-  F##_1(sign, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x == 0.0f ? x : 0.0f) \
-  F##_2(copysign, __builtin_copysignf(x, y)) \
-  F##_2(step, y < x ? 0.0f : 1.0f) \
-  F##_3(fma, __builtin_fmaf(x, y, z)) \
-  F##_3(mix, x + (y - x) * z) \
-  F##_2(fdim, x > y ? x - y : 0.0f)
+#define MSL_VARIED_FUNCTIONS(F)                                                                                        \
+  F##_1(exp, __builtin_expf(x)) F##_1(exp2, __builtin_exp2f(x)) F##_1(exp10, float(__builtin_pow(10.0, x)))            \
+      F##_1(log, __builtin_logf(x)) F##_1(log2, __builtin_log2f(x)) F##_1(log10, __builtin_log10f(x)) F##_1(           \
+          sqrt, __builtin_sqrtf(x)) F##_1(rsqrt, float(1.0 / __builtin_sqrt(double(x)))) F##_1(sin, __builtin_sinf(x)) \
+          F##_1(cos, __builtin_cosf(x)) F##_1(tan, __builtin_tanf(x)) F##_1(asin, __builtin_asinf(x))                  \
+              F##_1(acos, __builtin_acosf(x)) F##_1(atan, __builtin_atanf(x)) F##_1(sinh, __builtin_sinhf(x))          \
+                  F##_1(cosh, __builtin_coshf(x)) F##_1(tanh, __builtin_tanhf(x)) F##_1(asinh, __builtin_asinhf(x))    \
+                      F##_1(acosh, __builtin_acoshf(x)) F##_1(atanh, __builtin_atanhf(x))                              \
+                          F##_1(saturate, __builtin_fminf(__builtin_fmaxf(x, 0.0f), 1.0f))                             \
+                              F##_2(pow, __builtin_powf(x, y)) F##_2(powr, x < 0.0f ? NAN : __builtin_powf(x, y))      \
+                                  F##_2(atan2, __builtin_atan2f(x, y)) F##_2(fmod, __builtin_fmodf(x, y))              \
+                                      F##_2(fmin, __builtin_fminf(x, y)) F##_2(fmax, __builtin_fmaxf(x, y))            \
+                                          F##_2(divide, x / y)
+#define MSL_FLOAT_FUNCTIONS(F)                                                                                   \
+  MSL_VARIED_FUNCTIONS(F)                                                                                        \
+  F##_1(floor, __builtin_floorf(x)) F##_1(ceil, __builtin_ceilf(x)) F##_1(round, __builtin_roundf(x))            \
+      F##_1(rint, __builtin_rintf(x)) F##_1(trunc, __builtin_truncf(x)) F##_1(fabs, __builtin_fabsf(x))          \
+          F##_1(fract, __builtin_fminf(x - __builtin_floorf(x), 0x1.fffffep-1f)) F##_1(sign, x > 0.0f    ? 1.0f  \
+                                                                                             : x < 0.0f  ? -1.0f \
+                                                                                             : x == 0.0f ? x     \
+                                                                                                         : 0.0f) \
+              F##_2(copysign, __builtin_copysignf(x, y)) F##_2(step, y < x ? 0.0f : 1.0f)                        \
+                  F##_3(fma, __builtin_fmaf(x, y, z)) F##_3(mix, x + (y - x) * z) F##_2(fdim, x > y ? x - y : 0.0f)
 
 MSL_FLOAT_FUNCTIONS(MSL_FLOAT_FUNCTION)
 namespace precise {
@@ -211,11 +190,11 @@ MSL_INTEGERS(MSL_INT_MIN_MAX)
   void clamp(bfloat, bfloat, bfloat) = delete;                                \
   template <class T, int N>                                                   \
   vec<T, N> min(vec<T, N> a, vec<T, N> b) {                                   \
-    return msl_each(a, b, [](T p, T q) { return min(p, q); });                    \
+    return msl_each(a, b, [](T p, T q) { return min(p, q); });                \
   }                                                                           \
   template <class T, int N>                                                   \
   vec<T, N> max(vec<T, N> a, vec<T, N> b) {                                   \
-    return msl_each(a, b, [](T p, T q) { return max(p, q); });                    \
+    return msl_each(a, b, [](T p, T q) { return max(p, q); });                \
   }                                                                           \
   template <class T, int N>                                                   \
   vec<T, N> clamp(vec<T, N> v, vec<T, N> low, vec<T, N> high) {               \
@@ -304,19 +283,19 @@ inline float ldexp(float x, int k) { return __builtin_ldexpf(x, k); }
 inline int ilogb(float x) { return __builtin_ilogbf(x); }
 inline float nextafter(float x, float y) { return __builtin_nextafterf(x, y); }
 
-#define MSL_PREDICATE(name, expression)            \
-  inline bool name(float x) { return expression; } \
-  inline bool name(half h) {                       \
-    float x = h;                                   \
-    return expression;                             \
-  }                                                \
-  inline bool name(bfloat b) {                     \
-    float x = b;                                   \
-    return expression;                             \
-  }                                                \
-  template <class T, int N>                        \
-  vec<bool, N> name(vec<T, N> v) {                 \
-    return msl_each(v, [](T e) { return name(e); });   \
+#define MSL_PREDICATE(name, expression)              \
+  inline bool name(float x) { return expression; }   \
+  inline bool name(half h) {                         \
+    float x = h;                                     \
+    return expression;                               \
+  }                                                  \
+  inline bool name(bfloat b) {                       \
+    float x = b;                                     \
+    return expression;                               \
+  }                                                  \
+  template <class T, int N>                          \
+  vec<bool, N> name(vec<T, N> v) {                   \
+    return msl_each(v, [](T e) { return name(e); }); \
   }
 MSL_PREDICATE(isnan, x != x)
 MSL_PREDICATE(isinf, __builtin_fabsf(x) == INFINITY)

@@ -26,7 +26,6 @@ enum class Builtin {
   quadgroup_index_in_threadgroup,
 };
 
-
 struct Triple {
   uint32_t value[3];
 };

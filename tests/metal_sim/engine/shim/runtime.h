@@ -233,7 +233,8 @@ typename StaticSlot<Size, Alignment, KernelTag, ordinal>::Node StaticSlot<Size, 
 
 template <class T, class KernelTag, int ordinal>
 decltype(auto) threadgroup_variable() {
-  static_assert(__is_trivially_constructible(T), "the type of a threadgroup variable has a constructor: nothing calls it");
+  static_assert(__is_trivially_constructible(T),
+                "the type of a threadgroup variable has a constructor: nothing calls it");
   static_assert(may_lie_in<Space::threadgroup, __remove_all_extents(T)>, MSL_MAY_LIE_IN);
   const QUIET abi::StaticVariable* slot =
       hush<abi::StaticVariable>(&StaticSlot<sizeof(T), alignof(T), KernelTag, ordinal>::node);

@@ -23,7 +23,7 @@ using msl_const_slots = const unsigned char (*)[::msl::abi::slot_bytes];
 
 template <class R, class In>
 __attribute__((convergent, noinline)) MSL_UNCHECKED R msl_exchange(::msl::abi::Op op, ::msl::Site site, In value,
-                                                               ::msl::abi::Combine combine) {
+                                                                   ::msl::abi::Combine combine) {
   static_assert(sizeof(In) <= ::msl::abi::slot_bytes);
   ::msl::abi::Thread* t = ::msl::state.thread;
   __builtin_memcpy(t->simdgroup->in[t->lane], &value, sizeof(In));
@@ -60,13 +60,13 @@ MSL_UNCHECKED void msl_reduce_tree(msl_const_slots in, msl_slots out, F combine,
   for (uint i = 0; i < 32; ++i) msl_put<T>(out, i, v[i / width * width]);
 }
 
-#define MSL_REDUCE(name, op, width, T, expression)                                              \
-  template <class T>                                                                            \
-  T name(T value, ::msl::Site site = MSL_SITE) {                                                   \
+#define MSL_REDUCE(name, op, width, T, expression)                                                  \
+  template <class T>                                                                                \
+  T name(T value, ::msl::Site site = MSL_SITE) {                                                    \
     static_assert(msl_simd_type<T>(), #name " takes half, float and integers of 32 bits or fewer"); \
-    return msl_exchange<T>(op, site, value, [](msl_const_slots in, msl_slots out) MSL_UNCHECKED {           \
+    return msl_exchange<T>(op, site, value, [](msl_const_slots in, msl_slots out) MSL_UNCHECKED {   \
       msl_reduce_tree<T>(in, out, [](T a, T b) { return T(expression); }, width);                   \
-    });                                                                                         \
+    });                                                                                             \
   }
 #define MSL_REDUCTIONS(prefix, op, width)           \
   MSL_REDUCE(prefix##_sum, op, width, T, a + b)     \
@@ -81,19 +81,20 @@ MSL_REDUCTIONS(quad, ::msl::abi::Op::quad, 4)
 #undef MSL_REDUCTIONS
 #undef MSL_REDUCE
 
-#define MSL_SCAN(name, first, T, expression, before)                                                         \
-  template <class T>                                                                                         \
-  T name(T value, ::msl::Site site = MSL_SITE) {                                                                \
-    static_assert(msl_simd_type<T>(), #name " takes half, float and integers of 32 bits or fewer");              \
-    return msl_exchange<T>(::msl::abi::Op::simd_scan, site, value, [](msl_const_slots in, msl_slots out) MSL_UNCHECKED { \
-      T a = T(first);                                                                                        \
-      for (uint i = 0; i < 32; ++i) {                                                                        \
-        T b = msl_take<T>(in, i);                                                                                 \
-        if (before) msl_put<T>(out, i, a);                                                                       \
-        a = T(expression);                                                                                   \
-        if (!before) msl_put<T>(out, i, a);                                                                      \
-      }                                                                                                      \
-    });                                                                                                      \
+#define MSL_SCAN(name, first, T, expression, before)                                                \
+  template <class T>                                                                                \
+  T name(T value, ::msl::Site site = MSL_SITE) {                                                    \
+    static_assert(msl_simd_type<T>(), #name " takes half, float and integers of 32 bits or fewer"); \
+    return msl_exchange<T>(::msl::abi::Op::simd_scan, site, value,                                  \
+                           [](msl_const_slots in, msl_slots out) MSL_UNCHECKED {                    \
+                             T a = T(first);                                                        \
+                             for (uint i = 0; i < 32; ++i) {                                        \
+                               T b = msl_take<T>(in, i);                                            \
+                               if (before) msl_put<T>(out, i, a);                                   \
+                               a = T(expression);                                                   \
+                               if (!before) msl_put<T>(out, i, a);                                  \
+                             }                                                                      \
+                           });                                                                      \
   }
 MSL_SCAN(simd_prefix_exclusive_sum, 0, T, a + b, true)
 MSL_SCAN(simd_prefix_inclusive_sum, 0, T, a + b, false)
@@ -110,14 +111,15 @@ struct msl_Sent {
 // source: the lane to read from, 32 or more for none (the lane keeps its own value).
 template <class T, class Source>
 T msl_shuffle(T value, uint argument, ::msl::Site site, Source) {
-  static_assert(msl_simd_type<T>(), "simd_shuffle takes half, float and integers of 32 bits or fewer, not bfloat or bool");
+  static_assert(msl_simd_type<T>(),
+                "simd_shuffle takes half, float and integers of 32 bits or fewer, not bfloat or bool");
   return msl_exchange<T>(::msl::abi::Op::simd_shuffle, site, msl_Sent<T>{value, argument},
-                     [](msl_const_slots in, msl_slots out) MSL_UNCHECKED {
-                       for (uint lane = 0; lane < 32; ++lane) {
-                         uint from = Source()(lane, msl_take<msl_Sent<T>>(in, lane).argument);
-                         msl_put<T>(out, lane, msl_take<msl_Sent<T>>(in, from < 32 ? from : lane).value);
-                       }
-                     });
+                         [](msl_const_slots in, msl_slots out) MSL_UNCHECKED {
+                           for (uint lane = 0; lane < 32; ++lane) {
+                             uint from = Source()(lane, msl_take<msl_Sent<T>>(in, lane).argument);
+                             msl_put<T>(out, lane, msl_take<msl_Sent<T>>(in, from < 32 ? from : lane).value);
+                           }
+                         });
 }
 inline uint msl_lane_in_range(uint lane) {
   if (lane >= 32) ::msl::violation("simdgroup", "a lane of 32 or more is asked for");
@@ -162,7 +164,8 @@ T msl_shuffle_and_fill(T value, T filling, int delta, uint modulo, ::msl::Site s
                          [](msl_const_slots in, msl_slots out) MSL_UNCHECKED {
                            for (int lane = 0; lane < 32; ++lane) {
                              const uint sent = msl_take<Moved>(in, lane).argument, modulo = sent & 255;
-                             const int from = Source()(lane % int(modulo), int(sent >> 8)), first = lane - lane % int(modulo);
+                             const int from = Source()(lane % int(modulo), int(sent >> 8)),
+                                       first = lane - lane % int(modulo);
                              const bool inside = from >= 0 && from < int(modulo);
                              const int wrapped = first + (from + int(modulo)) % int(modulo);
                              const auto pair = msl_take<Moved>(in, wrapped).value;
@@ -184,21 +187,22 @@ T quad_shuffle_xor(T value, ushort mask, ::msl::Site site = MSL_SITE) {
 }
 template <class T>
 T quad_broadcast(T value, ushort from, ::msl::Site site = MSL_SITE) {
-  return msl_shuffle(value, from, site, [](uint lane, uint f) { return f < 4 ? lane / 4 * 4 + f : msl_lane_in_range(32); });
+  return msl_shuffle(value, from, site,
+                     [](uint lane, uint f) { return f < 4 ? lane / 4 * 4 + f : msl_lane_in_range(32); });
 }
 template <class T>
 T simd_broadcast(T value, ushort from, ::msl::Site site = MSL_SITE) {
   static_assert(msl_simd_type<T>(),
                 "simd_broadcast takes half, float and integers of 32 bits or fewer, not bfloat or bool");
   return msl_exchange<T>(::msl::abi::Op::simd_shuffle, site, msl_Sent<T>{value, from},
-                     [](msl_const_slots in, msl_slots out) MSL_UNCHECKED {
-                       uint source = msl_lane_in_range(msl_take<msl_Sent<T>>(in, 0).argument);
-                       for (uint lane = 0; lane < 32; ++lane) {
-                         if (msl_take<msl_Sent<T>>(in, lane).argument != source)
-                           ::msl::violation("simdgroup", "simd_broadcast with different lanes asked for");
-                         msl_put<T>(out, lane, msl_take<msl_Sent<T>>(in, source).value);
-                       }
-                     });
+                         [](msl_const_slots in, msl_slots out) MSL_UNCHECKED {
+                           uint source = msl_lane_in_range(msl_take<msl_Sent<T>>(in, 0).argument);
+                           for (uint lane = 0; lane < 32; ++lane) {
+                             if (msl_take<msl_Sent<T>>(in, lane).argument != source)
+                               ::msl::violation("simdgroup", "simd_broadcast with different lanes asked for");
+                             msl_put<T>(out, lane, msl_take<msl_Sent<T>>(in, source).value);
+                           }
+                         });
 }
 template <class T>
 T simd_broadcast_first(T value, ::msl::Site site = MSL_SITE) {
@@ -218,11 +222,12 @@ class simd_vote {
   vote_t bits_;
 };
 inline simd_vote simd_ballot(bool value, ::msl::Site site = MSL_SITE) {
-  return simd_vote(msl_exchange<ulong>(::msl::abi::Op::simd_vote, site, value, [](msl_const_slots in, msl_slots out) MSL_UNCHECKED {
-    ulong bits = 0;
-    for (uint i = 0; i < 32; ++i) bits |= ulong(msl_take<bool>(in, i)) << i;
-    for (uint i = 0; i < 32; ++i) msl_put<ulong>(out, i, bits);
-  }));
+  return simd_vote(
+      msl_exchange<ulong>(::msl::abi::Op::simd_vote, site, value, [](msl_const_slots in, msl_slots out) MSL_UNCHECKED {
+        ulong bits = 0;
+        for (uint i = 0; i < 32; ++i) bits |= ulong(msl_take<bool>(in, i)) << i;
+        for (uint i = 0; i < 32; ++i) msl_put<ulong>(out, i, bits);
+      }));
 }
 inline bool simd_any(bool value, ::msl::Site site = MSL_SITE) { return simd_ballot(value, site).any(); }
 inline bool simd_all(bool value, ::msl::Site site = MSL_SITE) { return simd_ballot(value, site).all(); }
@@ -241,7 +246,8 @@ struct simdgroup_matrix {
   simdgroup_matrix() = default;
   explicit simdgroup_matrix(T diagonal) {
     uint lane = ::msl::thread().lane;
-    for (uint i = 0; i < 2; ++i) msl_at.msl_set(i, msl_matrix_row(lane) == msl_matrix_column(lane) + i ? diagonal : T(0.0f));
+    for (uint i = 0; i < 2; ++i)
+      msl_at.msl_set(i, msl_matrix_row(lane) == msl_matrix_column(lane) + i ? diagonal : T(0.0f));
   }
   vec<T, 2>& thread_elements() { return msl_at; }
   const vec<T, 2>& thread_elements() const { return msl_at; }
@@ -284,7 +290,8 @@ void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, ::msl::pointer<S, U> source, u
                     ulong2 origin = ulong2(0), bool transpose = false, ::msl::Site site = MSL_SITE) {
   static_assert(__is_same(const T, const U), "simdgroup_load converts nothing");
   msl_remember_convergent_call(site.value, source.bits(), elements_per_row, origin.x, origin.y, transpose);
-  for (uint i = 0; i < 2; ++i) m.msl_at.msl_set(i, source[msl_matrix_offset<T>(i, elements_per_row, origin, transpose)]);
+  for (uint i = 0; i < 2; ++i)
+    m.msl_at.msl_set(i, source[msl_matrix_offset<T>(i, elements_per_row, origin, transpose)]);
 }
 template <class T, ::msl::Space S>
 void simdgroup_store(simdgroup_matrix<T, 8, 8> m, ::msl::pointer<S, T> to, ulong elements_per_row = 8,
@@ -315,7 +322,8 @@ MSL_UNCHECKED void msl_multiply(msl_const_slots in, msl_slots out) {
     vec<D, 2> d;
     for (uint i = 0; i < 2; ++i) {
       float sum = float(c.msl_get(i));
-      for (uint k = 0; k < 8; ++k) sum = __builtin_fmaf(a[msl_matrix_row(lane)][k], b[k][msl_matrix_column(lane) + i], sum);
+      for (uint k = 0; k < 8; ++k)
+        sum = __builtin_fmaf(a[msl_matrix_row(lane)][k], b[k][msl_matrix_column(lane) + i], sum);
       d.msl_set(i, D(sum));
     }
     msl_put(out, lane, d);
@@ -323,11 +331,13 @@ MSL_UNCHECKED void msl_multiply(msl_const_slots in, msl_slots out) {
 }
 template <class D, class A, class B, class C>
 void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
-                                   simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c, ::msl::Site site = MSL_SITE) {
-  static_assert(sizeof(D) >= sizeof(A) && sizeof(D) >= sizeof(B), "a sum of matrices is at least as wide as its factors");
+                                   simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c,
+                                   ::msl::Site site = MSL_SITE) {
+  static_assert(sizeof(D) >= sizeof(A) && sizeof(D) >= sizeof(B),
+                "a sum of matrices is at least as wide as its factors");
   static_assert(sizeof(A) != sizeof(B) || __is_same(A, B), "there is no product of a half and a bfloat matrix");
-  d.msl_at = msl_exchange<vec<D, 2>>(::msl::abi::Op::simdgroup_multiply, site, msl_Operands<A, B, C>{a.msl_at, b.msl_at, c.msl_at},
-                             msl_multiply<D, A, B, C>);
+  d.msl_at = msl_exchange<vec<D, 2>>(::msl::abi::Op::simdgroup_multiply, site,
+                                     msl_Operands<A, B, C>{a.msl_at, b.msl_at, c.msl_at}, msl_multiply<D, A, B, C>);
 }
 template <class D, class A, class B>
 void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b,
@@ -392,28 +402,28 @@ template <class A>
 using msl_value_of = typename A::value_type;
 
 // The object is given as a raw pointer (`&counter`) or as a checked one; A is its atomic<T>, of a kind that it takes.
-#define MSL_ATOMIC(result, name, kind, KIND, parameters, arguments, ...)             \
-  template <class A>                                                                 \
-    requires requires { typename A::value_type; }                                    \
-  result name(A* object MSL_UNPAREN parameters) {                                    \
+#define MSL_ATOMIC(result, name, kind, KIND, parameters, arguments, ...)                \
+  template <class A>                                                                    \
+    requires requires { typename A::value_type; }                                       \
+  result name(A* object MSL_UNPAREN parameters) {                                       \
     static_assert(msl_is_##kind<msl_value_of<A>>, #name " is for " MSL_##KIND " only"); \
-    __VA_ARGS__                                                                      \
-  }                                                                                  \
-  template <class A>                                                                 \
-    requires requires { typename A::value_type; }                                    \
-  result name(volatile A* object MSL_UNPAREN parameters) {                           \
-    return name(const_cast<A*>(object) MSL_UNPAREN arguments);                       \
-  }                                                                                  \
-  template <::msl::Space S, class A>                                                 \
-  result name(::msl::pointer<S, A> object MSL_UNPAREN parameters) {                  \
-    return name(&*object MSL_UNPAREN arguments);                                     \
+    __VA_ARGS__                                                                         \
+  }                                                                                     \
+  template <class A>                                                                    \
+    requires requires { typename A::value_type; }                                       \
+  result name(volatile A* object MSL_UNPAREN parameters) {                              \
+    return name(const_cast<A*>(object) MSL_UNPAREN arguments);                          \
+  }                                                                                     \
+  template <::msl::Space S, class A>                                                    \
+  result name(::msl::pointer<S, A> object MSL_UNPAREN parameters) {                     \
+    return name(&*object MSL_UNPAREN arguments);                                        \
   }
-#define MSL_ATOMIC_UPDATE(result, name, kind, KIND, expression)                                         \
-  MSL_ATOMIC(result, atomic_##name##_explicit, kind, KIND, (, msl_value_of<A> operand, memory_order order), \
-             (, operand, order),                                                                        \
-             return result(msl_atomic_update(object, [=](msl_value_of<A> old) { return msl_value_of<A>(expression); }));)
-#define MSL_ATOMIC_FETCH(name, kind, KIND, expression) \
-  MSL_ATOMIC_UPDATE(msl_value_of<A>, name, kind, KIND, expression)
+#define MSL_ATOMIC_UPDATE(result, name, kind, KIND, expression)                                      \
+  MSL_ATOMIC(                                                                                        \
+      result, atomic_##name##_explicit, kind, KIND, (, msl_value_of<A> operand, memory_order order), \
+      (, operand, order),                                                                            \
+      return result(msl_atomic_update(object, [=](msl_value_of<A> old) { return msl_value_of<A>(expression); }));)
+#define MSL_ATOMIC_FETCH(name, kind, KIND, expression) MSL_ATOMIC_UPDATE(msl_value_of<A>, name, kind, KIND, expression)
 MSL_ATOMIC_FETCH(fetch_add, number, NUMBER, old + operand)
 MSL_ATOMIC_FETCH(fetch_sub, number, NUMBER, old - operand)
 MSL_ATOMIC_FETCH(fetch_and, word, WORD, old& operand)

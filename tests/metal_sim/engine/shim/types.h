@@ -43,7 +43,7 @@ inline bfloat& operator/=(bfloat& a, bfloat b) { return a = a / b; }
   inline result operator op(float a, bfloat b) { return a op float(b); } \
   void operator op(bfloat, half) = delete;                               \
   void operator op(half, bfloat) = delete;
-#define MSL_BFLOAT_COMPARE(op)                                                \
+#define MSL_BFLOAT_COMPARE(op)                                                 \
   inline bool operator op(bfloat a, bfloat b) { return float(a) op float(b); } \
   MSL_BFLOAT_MIXED(bool, op)
 MSL_BFLOAT_MIXED(float, +)
@@ -100,19 +100,19 @@ constexpr void msl_fill(T* out, const A&... parts) {
 #define MSL_VEC_BODY(N)                                                              \
   vec() = default;                                                                   \
   constexpr vec(T s) {                                                               \
-    for (int i = 0; i < N; ++i) msl_set(i, s);                                           \
+    for (int i = 0; i < N; ++i) msl_set(i, s);                                       \
   }                                                                                  \
   template <class U>                                                                 \
     requires(!__is_same(U, T))                                                       \
   explicit constexpr vec(const vec<U, N>& o) {                                       \
-    for (int i = 0; i < N; ++i) msl_set(i, T(o.msl_get(i)));                          \
+    for (int i = 0; i < N; ++i) msl_set(i, T(o.msl_get(i)));                         \
   }                                                                                  \
   template <class... A>                                                              \
-    requires(sizeof...(A) >= 2 && (msl_lanes<A>::count + ...) == N)                   \
+    requires(sizeof...(A) >= 2 && (msl_lanes<A>::count + ...) == N)                  \
   constexpr vec(const A&... parts) {                                                 \
     T all[N];                                                                        \
-    msl_fill<T, N>(all, parts...);                                                       \
-    for (int i = 0; i < N; ++i) msl_set(i, all[i]);                                      \
+    msl_fill<T, N>(all, parts...);                                                   \
+    for (int i = 0; i < N; ++i) msl_set(i, all[i]);                                  \
   }                                                                                  \
   template <class I>                                                                 \
   T& operator[](I i) {                                                               \
@@ -125,11 +125,11 @@ constexpr void msl_fill(T* out, const A&... parts) {
     return (&x)[i];                                                                  \
   }                                                                                  \
   template <int... I>                                                                \
-  constexpr vec<T, sizeof...(I)> msl_swizzle() const {                                   \
-    return vec<T, sizeof...(I)>(msl_get(I)...);                                   \
+  constexpr vec<T, sizeof...(I)> msl_swizzle() const {                               \
+    return vec<T, sizeof...(I)>(msl_get(I)...);                                      \
   }                                                                                  \
   template <int... I>                                                                \
-  msl_swizzle_ref<vec, I...> msl_swizzle_of() {                                              \
+  msl_swizzle_ref<vec, I...> msl_swizzle_of() {                                      \
     return {*this};                                                                  \
   }
 
@@ -213,7 +213,7 @@ constexpr auto msl_each(vec<T, N> a, vec<T, N> b, F f) {
 #define MSL_BINARY(op)                                                 \
   template <class T, int N>                                            \
   constexpr vec<T, N> operator op(vec<T, N> a, vec<T, N> b) {          \
-    return msl_each(a, b, [](T p, T q) { return T(p op q); });             \
+    return msl_each(a, b, [](T p, T q) { return T(p op q); });         \
   }                                                                    \
   template <class T, int N>                                            \
   constexpr vec<T, N> operator op(vec<T, N> a, msl_same_t<T> b) {      \
@@ -245,7 +245,7 @@ MSL_BINARY(>>)
 #define MSL_COMPARE(op)                                              \
   template <class T, int N>                                          \
   constexpr vec<bool, N> operator op(vec<T, N> a, vec<T, N> b) {     \
-    return msl_each(a, b, [](T p, T q) { return p op q; });              \
+    return msl_each(a, b, [](T p, T q) { return p op q; });          \
   }                                                                  \
   template <class T, int N>                                          \
   constexpr vec<bool, N> operator op(vec<T, N> a, msl_same_t<T> b) { \
@@ -307,58 +307,58 @@ constexpr vec<bool, N> operator!(vec<T, N> a) {
 // Vectors without the padding and alignment of vec. They compute as those.
 template <class T, int N>
 struct packed_vec;
-#define MSL_PACKED(N, ...)                                    \
-  template <class T>                                          \
-  struct packed_vec<T, N> {                                   \
-    T __VA_ARGS__;                                            \
-    packed_vec() = default;                                   \
-    packed_vec(T s) : packed_vec(vec<T, N>(s)) {}             \
-    packed_vec(vec<T, N> v) {                                 \
-      for (int i = 0; i < N; ++i) (&x)[i] = v.msl_get(i);     \
-    }                                                         \
-    template <class... A>                                     \
-      requires(sizeof...(A) >= 2)                             \
+#define MSL_PACKED(N, ...)                                      \
+  template <class T>                                            \
+  struct packed_vec<T, N> {                                     \
+    T __VA_ARGS__;                                              \
+    packed_vec() = default;                                     \
+    packed_vec(T s) : packed_vec(vec<T, N>(s)) {}               \
+    packed_vec(vec<T, N> v) {                                   \
+      for (int i = 0; i < N; ++i) (&x)[i] = v.msl_get(i);       \
+    }                                                           \
+    template <class... A>                                       \
+      requires(sizeof...(A) >= 2)                               \
     packed_vec(A... parts) : packed_vec(vec<T, N>(parts...)) {} \
-    operator vec<T, N>() const {                              \
-      vec<T, N> v;                                            \
-      for (int i = 0; i < N; ++i) v.msl_set(i, (&x)[i]);      \
-      return v;                                               \
-    }                                                         \
-    template <int... I>                                       \
-    vec<T, sizeof...(I)> msl_swizzle() const {                \
-      return vec<T, N>(*this).template msl_swizzle<I...>();   \
-    }                                                         \
-    T& operator[](uint i) { return (&x)[i]; }                 \
-    const T& operator[](uint i) const { return (&x)[i]; }     \
+    operator vec<T, N>() const {                                \
+      vec<T, N> v;                                              \
+      for (int i = 0; i < N; ++i) v.msl_set(i, (&x)[i]);        \
+      return v;                                                 \
+    }                                                           \
+    template <int... I>                                         \
+    vec<T, sizeof...(I)> msl_swizzle() const {                  \
+      return vec<T, N>(*this).template msl_swizzle<I...>();     \
+    }                                                           \
+    T& operator[](uint i) { return (&x)[i]; }                   \
+    const T& operator[](uint i) const { return (&x)[i]; }       \
   };
 MSL_PACKED(2, x, y)
 MSL_PACKED(3, x, y, z)
 MSL_PACKED(4, x, y, z, w)
 #undef MSL_PACKED
-#define MSL_PACKED_BINARY(op)                                             \
-  template <class T, int N>                                               \
-  vec<T, N> operator op(packed_vec<T, N> a, packed_vec<T, N> b) {         \
-    return vec<T, N>(a) op vec<T, N>(b);                                  \
-  }                                                                       \
-  template <class T, int N>                                               \
-  vec<T, N> operator op(packed_vec<T, N> a, vec<T, N> b) {                \
-    return vec<T, N>(a) op b;                                             \
-  }                                                                       \
-  template <class T, int N>                                               \
-  vec<T, N> operator op(vec<T, N> a, packed_vec<T, N> b) {                \
-    return a op vec<T, N>(b);                                             \
-  }                                                                       \
-  template <class T, int N>                                               \
-  vec<T, N> operator op(packed_vec<T, N> a, msl_same_t<T> b) {            \
-    return vec<T, N>(a) op b;                                             \
-  }                                                                       \
-  template <class T, int N>                                               \
-  vec<T, N> operator op(msl_same_t<T> a, packed_vec<T, N> b) {            \
-    return a op vec<T, N>(b);                                             \
-  }                                                                       \
-  template <class T, int N, class B>                                      \
-  packed_vec<T, N>& operator op##=(packed_vec<T, N>& a, B b) {            \
-    return a = a op b;                                                    \
+#define MSL_PACKED_BINARY(op)                                     \
+  template <class T, int N>                                       \
+  vec<T, N> operator op(packed_vec<T, N> a, packed_vec<T, N> b) { \
+    return vec<T, N>(a) op vec<T, N>(b);                          \
+  }                                                               \
+  template <class T, int N>                                       \
+  vec<T, N> operator op(packed_vec<T, N> a, vec<T, N> b) {        \
+    return vec<T, N>(a) op b;                                     \
+  }                                                               \
+  template <class T, int N>                                       \
+  vec<T, N> operator op(vec<T, N> a, packed_vec<T, N> b) {        \
+    return a op vec<T, N>(b);                                     \
+  }                                                               \
+  template <class T, int N>                                       \
+  vec<T, N> operator op(packed_vec<T, N> a, msl_same_t<T> b) {    \
+    return vec<T, N>(a) op b;                                     \
+  }                                                               \
+  template <class T, int N>                                       \
+  vec<T, N> operator op(msl_same_t<T> a, packed_vec<T, N> b) {    \
+    return a op vec<T, N>(b);                                     \
+  }                                                               \
+  template <class T, int N, class B>                              \
+  packed_vec<T, N>& operator op##=(packed_vec<T, N>& a, B b) {    \
+    return a = a op b;                                            \
   }
 MSL_PACKED_BINARY(+)
 MSL_PACKED_BINARY(-)
@@ -402,9 +402,9 @@ MSL_VECTORS(float)
 #undef MSL_VECTORS
 
 #define MSL_FUNCTION_CONSTANT(name, value, ...) static const __VA_ARGS__ name = static_cast<__VA_ARGS__>(value);
-#define MSL_UNSET_FUNCTION_CONSTANT(index, name, ...)       \
-  static const ::msl::UnsetFunctionConstant<__VA_ARGS__> name{ \
-      "function constant '" #name "' [[function_constant(" #index ")]] has no value"};
+#define MSL_UNSET_FUNCTION_CONSTANT(index, name, ...)                                     \
+  static const ::msl::UnsetFunctionConstant<__VA_ARGS__> name{"function constant '" #name \
+                                                              "' [[function_constant(" #index ")]] has no value"};
 namespace msl {
 template <class T>
 struct UnsetFunctionConstant {
