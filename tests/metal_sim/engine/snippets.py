@@ -81,7 +81,8 @@ def refusals(sources, version):
     """{name: {check: message}} of what is refused; a check is a rule's name, "address_spaces" or "engine"."""
     found = {name: {} for name in sources}
     with ThreadPoolExecutor(2) as pool:
-        texts = dict(zip(sources, pool.map(lambda name: translations(sources[name], version, found[name]), sources)))
+        both = pool.map(lambda name: translations(sources[name], version, found[name]), sources)
+        texts = dict(zip(sources, both, strict=True))
         batches = [pool.submit(check, texts, version) for check in (check_address_spaces, check_engine)]
         for name, check, message in itertools.chain.from_iterable(batch.result() for batch in batches):
             found[name].setdefault(check, message)
