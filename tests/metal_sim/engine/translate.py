@@ -424,8 +424,8 @@ class Spaces:
             qualifiers.insert(0, taken.text)
             lead = taken.space
         i += 1
-        of_method = self.out and self.out[-1].text in (")", "const")
-        if of_method and tokens[i].text in (";", "{", "=", ":"):  # the space of a method's object
+        is_end = self.out and self.out[-1].text == ")"
+        if is_end and tokens[i].text in (";", "{", "=", ":"):  # the space of a member function's object
             self.emit("".join(f" {q}" for q in [*qualifiers, word.text if self.keep else ""]), lead, word)
             return i
         if tokens[i].text in ("*", "&"):  # `T thread& x`, `T* thread& x`: the type stands before the word
