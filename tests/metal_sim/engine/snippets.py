@@ -23,6 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import address_spaces  # noqa: E402
+import metal_rules  # noqa: E402, F401
 import translate  # noqa: E402
 from metal_tokens import RefusedError  # noqa: E402
 
@@ -116,10 +117,12 @@ def check_address_spaces(texts, version):
     yield from by_name(newer, "newer_language")
 
 
-def check_engine(texts, version):
+def check_engine(texts, version, flags=()):
     include = '#include "metal.h"\n'
     text = together({name: both[1].removeprefix(include) for name, both in texts.items() if both[1]})
-    done = subprocess.run([translate.find_compiler(), *ENGINE], input=include + text, capture_output=True, text=True)
+    done = subprocess.run(
+        [translate.find_compiler(), *flags, *ENGINE], input=include + text, capture_output=True, text=True
+    )
     yield from by_name(done.stderr, "engine")
 
 

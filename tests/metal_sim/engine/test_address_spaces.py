@@ -36,7 +36,7 @@ def test_mutants_of_other_rules_are_accepted(name):
         address_spaces.check(source(name))
 
 
-@pytest.mark.parametrize("version", [310, 400])
+@pytest.mark.parametrize("version", address_spaces.VERSIONS)
 @pytest.mark.parametrize("text", [test_engine.NORM, test_engine.STRUCTS], ids=["norm", "structs"])
 def test_right_kernels_are_accepted(text, version):
     address_spaces.check(text, version)
