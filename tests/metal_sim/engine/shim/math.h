@@ -162,7 +162,7 @@ MSL_INT_LIMITS(ulong, 0, 18446744073709551615ul)
                                                                                              : x == 0.0f ? x     \
                                                                                                          : 0.0f) \
               F##_2(copysign, __builtin_copysignf(x, y)) F##_2(step, y < x ? 0.0f : 1.0f)                        \
-                  F##_3(fma, __builtin_fmaf(x, y, z)) F##_3(mix, x + (y - x) * z) F##_2(fdim, x > y ? x - y : 0.0f)
+                  F##_3(fma, __builtin_fmaf(x, y, z)) F##_3(mix, x + (y - x) * z) F##_2(fdim, x <= y ? 0.0f : x - y)
 
 MSL_FLOAT_FUNCTIONS(MSL_FLOAT_FUNCTION)
 namespace precise {

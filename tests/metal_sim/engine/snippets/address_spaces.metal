@@ -64,6 +64,10 @@ kernel void k(device Outer* to [[buffer(0)]], constant Outer& from [[buffer(1)]]
   to[i] = i == 0 ? mine : other; to[2] = shared[0]; to[3] = from; to[4] = none; to[5] = named; to[6] = {{int4(3)}, {1}, true};
   Box<float> b = boxes[0]; boxes[1] = b; boxes[2] = box; b = {{1, 2}}; boxes[3] = b;
 }
+//: as_ctor_of_each_space | ok
+struct Scale { float by; Scale() thread = default; Scale(float v) thread : by(v) {} Scale(float v, float w) threadgroup { by = v * w; }
+               constexpr Scale(int n) constant : by(n) {} };
+KERNEL { Scale a(2.0f), b; b = a; x[i] *= b.by; }
 //: as_ctor_program_scope | refuses | address_spaces
 struct Scale { float by; Scale(float v) : by(v) {} };
 constant Scale kScale = Scale(2);
