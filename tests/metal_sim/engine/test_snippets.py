@@ -90,7 +90,7 @@ def test_assertions_of_the_shim_are_what_refuses_their_snippets():
 
 def test_a_function_without_a_body_is_refused_by_the_linker():
     source = snippets.HEAD + "float twice(float v);\n" + snippets.KERNEL + " { x[i] = twice(x[i]); }\n"
-    with pytest.raises(engine.CompileError, match="undefined (symbol|reference)"):
+    with pytest.raises(engine.CompileError, match=r"undefined (symbol|reference)"):
         engine.Library(source)
 
 
