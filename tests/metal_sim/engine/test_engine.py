@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from metal_sim import engine
-from metal_sim.engine import BACKWARD, FORWARD, At, Bytes, CompileError, Library, Violation, random_order
+from metal_sim.engine import BACKWARD, FORWARD, At, Bytes, CompileError, Library, Violation, random_order, translate
 
 MUTANTS = engine.HERE / "mutants"
 ALL_ORDERS = (FORWARD, BACKWARD, random_order(1), random_order(2))
@@ -790,6 +790,18 @@ def test_preprocessor_knows_the_version():
         body = "\n#if __METAL_VERSION__ >= 400\nout[0] = 400;\n#else\nout[0] = 310;\n#endif\n"
         run(body, out, threads=1, version=version, signature="device uint* out [[buffer(0)]],")
         assert out[0] == version
+
+
+def test_preprocessor_knows_the_macros_of_the_host():
+    source = HEAD + "kernel void k(device T* x [[buffer(0)]]) { x[0] = T(1); }\n"
+    assert "device_ptr<half>" in translate.translate(source, 310, ["T=half"])
+
+
+def test_zeros_of_a_threadgroup_variable_are_not_written():
+    """As on Apple's GPUs, though the compiler takes them."""
+    with pytest.raises(Violation) as caught:
+        run("threadgroup float t[32] = {0}; out[i] = t[i];", zeros(32), signature="device float* out [[buffer(0)]],")
+    assert caught.value.rule == "uninitialized"
 
 
 def in_a_new_process(code, **environment):

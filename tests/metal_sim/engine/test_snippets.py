@@ -22,8 +22,6 @@ def wrong(version):
     result = {}
     for name, snippet in ALL.items():
         by = found(version)[name]
-        if snippet.is_refused(version) and snippet.found not in by:
-            by = snippets.alone(snippet.source, version)
         right = snippet.found in by if snippet.is_refused(version) else not by
         result |= {} if right else {name: by}
     return result

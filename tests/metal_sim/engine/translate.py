@@ -90,7 +90,7 @@ def preprocess(source, version, macros=()):
     source = without_comments(source)
     source = re.sub(r"^[ \t]*#[ \t]*(include|import)[ \t]*<(metal_\w+|simd/simd\.h)>[^\n]*", "", source, flags=re.M)
     source = re.sub(r"^[ \t]*#[ \t]*pragma[ \t]+(once|METAL)\b[^\n]*", "", source, flags=re.M)
-    if not re.search(r"[#\\]|__|METAL_FUNC", source):  # nothing to expand
+    if not macros and not re.search(r"[#\\]|__|METAL_FUNC", source):  # nothing to expand
         return f'# 1 "program_source"\n{source}'
     command = [find_compiler(), "-E", "-x", "c++", "-std=c++17", "-undef", "-nostdinc"]
     command += ["-Werror=macro-redefined", "-Werror=c++23-extensions"]  # #elifdef
