@@ -66,7 +66,7 @@ def read():
             line, text = part.split("\n", 1)
             names, apple, by, reason, *_ = [*(cell.strip() for cell in line.split(" | ")), "", "", ""]
             text = text.replace("KERNEL", KERNEL)
-            text = text if "#include <" in text or names == "lib_no_include" else HEAD + text
+            text = text if "#include <" in text or names.startswith("lib_no_include") else HEAD + text
             for name, word in expanded(names):
                 assert name not in found, name
                 found[name] = Snippet(text.replace("NAME", word), apple, by or "accepted", reason)

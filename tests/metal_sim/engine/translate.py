@@ -56,6 +56,12 @@ BUILTINS = {
 }
 
 
+# Without a header of Metal's there are keywords and C++'s own types.
+LIBRARY_NAME = re.compile(
+    r"\b(metal|u(char|short|int|long)[234]?|(bool|char|short|int|long|half|float)[234]|u?int\d+_t)\b"
+)
+
+
 def find_compiler():
     """METAL_SIM_CXX, else the newest clang of those the simulator was tried with."""
     names = [os.environ.get("METAL_SIM_CXX"), "clang++-19", "clang++"]
@@ -80,8 +86,10 @@ def without_comments(source):
     for number, line in enumerate(code.splitlines(), 1):
         if not line.isascii():
             raise RefusedError(f"program_source:{number}: error: character outside ASCII")
-    if not re.search(r"^[ \t]*#[ \t]*(include|import)[ \t]*<metal_\w+>", code, re.MULTILINE):
-        raise RefusedError("program_source:1: error: without #include <metal_stdlib> there are no types, no functions")
+    includes = re.search(r"^[ \t]*#[ \t]*(include|import)[ \t]*<metal_\w+>", code, re.MULTILINE)
+    if not includes and (name := LIBRARY_NAME.search(code)):
+        message = f"use of undeclared identifier '{name[0]}' without #include <metal_stdlib>"
+        raise RefusedError(f"program_source:{code.count(chr(10), 0, name.start()) + 1}: error: {message}")
     return code
 
 

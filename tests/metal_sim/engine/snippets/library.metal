@@ -35,6 +35,8 @@ KERNEL { x[i] = 1; }
 KERNEL { x[i] = 1; }
 //: lib_no_include | refuses | translation
 kernel void k(device float* x [[buffer(0)]]) { x[0] = metal::exp(x[0]); }
+//: lib_no_include_no_names | ok
+kernel void k(device float* x [[buffer(0)]], constant int& n [[buffer(1)]]) { for (int i = 0; i < n; ++i) x[i] = half(i) / 2; }
 //: lib_not_metal_ns | refuses | engine
 #include <metal_stdlib>
 KERNEL { x[i] = tanh(x[i]); }
