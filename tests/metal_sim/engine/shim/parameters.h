@@ -50,6 +50,10 @@ struct BuiltinArgument {
   static constexpr int slot = -1;  // none
 };
 
+// What the parameters of a kernel must be together, for every back end; in types.h.
+template <class... P, class... A>
+constexpr void check_parameters(void (*)(P...), A...);
+
 template <class P>
 struct Bind;  // how a kernel parameter of type P takes its argument; scalars and vectors are in metal.h
 

@@ -476,7 +476,6 @@ struct Bind<metal::vec<T, N>> {
   }
 };
 
-// What all parameters of one kernel must be together.
 template <class P>
 inline constexpr int lanes = metal::msl_lanes<P>::count;
 template <class... P>
