@@ -88,6 +88,12 @@ def references_as_values(tokens):
     return tokens
 
 
+def without_thread(tokens):
+    for token in tokens:
+        token.text = "" if token.text == "thread" else token.text
+    return tokens
+
+
 def function_parameters(tokens):
     """template <float (*f)(float)>, whose pointer would get an address space, becomes template <MSL_FUNCTION f>."""
     out, i = [], 0
@@ -158,11 +164,10 @@ def methods(tokens, version):
     return out
 
 
-def translated(source, version=310, macros=(), temporaries=False):
+def translated(source, version=310, macros=(), change=None):
     tokens = tokenize(translate.preprocess(source, version, macros))
     metal_rules.refuse_non_metal(tokens, version)
-    if temporaries:
-        tokens, version = references_as_values(tokens), 410
+    tokens = change(tokens) if change else tokens
     tokens = translate.literals(metal_rules.without_constructor_spaces(rename(tokens)))
     tokens = methods(copies(constructors(function_parameters(tokens)), version), version)
     tokens = translate.Kernels(translate.attributes(tokens)).tokens
@@ -197,7 +202,7 @@ def compiled(text):
     """What clang makes of a translated shader: its errors, all that it says, and the IR if there is no error."""
     command = [translate.find_compiler(), *FLAGS, "-S", "-emit-llvm", "-Xclang", "-disable-llvm-passes", "-o", "-", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
-    errors = without_warnings(done.stderr) if done.returncode else ""
+    errors = (without_warnings(done.stderr) or "clang failed") if done.returncode else ""
     return errors, done.stderr, done.stdout
 
 
@@ -227,8 +232,9 @@ def check(source, version=310, macros=()):
     """Raises RefusedError with the compiler's message, or says nothing."""
     errors, messages, ir = compiled(translated(source, version, macros))
     kept = without_temporaries(errors)
-    if errors and not kept:  # once more, with values for references, to see what stands beside the temporaries
-        kept, _, ir = compiled(translated(source, version, macros, temporaries=True))
+    if errors and not kept:  # again, for what stands beside temporaries, and who calls whom
+        kept = without_temporaries(compiled(translated(source, version, macros, references_as_values))[0])
+        ir = compiled(translated(source, 410, macros, without_thread))[2]
     if problem := kept or newer_language(messages, version):
         raise RefusedError(in_metal_words(problem))
     if name := recursion(ir):
@@ -265,7 +271,7 @@ def main():
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         lines = list(pool.map(lambda path: verdicts(path, options.version or VERSIONS), options.files))
     print("\n".join(line for of_file in lines for line in of_file))
-    sys.exit(any("refused" in line for of_file in lines for line in of_file))
+    sys.exit(any(": refused" in line for of_file in lines for line in of_file))
 
 
 def verdicts(path, versions):
