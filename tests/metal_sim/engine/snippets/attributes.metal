@@ -68,7 +68,7 @@ kernel void k(device float* y [[buffer(0)]], uint3 i [[thread_position_in_grid]]
 //: attr_vector_and_lane | ok
 kernel void k(device float* y [[buffer(0)]], uint3 group [[threadgroup_position_in_grid]], uint3 groups [[threadgroups_per_grid]],
               uint lane [[thread_index_in_simdgroup]], ushort simdgroup [[simdgroup_index_in_threadgroup]]) { y[group.x + lane] = groups.y + simdgroup; }
-//: attr_ptr_in_struct | ? | accepted | an argument buffer: Metal 3 takes it, the simulated host refuses to bind one
+//: attr_ptr_in_struct | ? | accepted | an argument buffer: Metal 3 takes it; the simulator has none
 struct Tensors { device float* data; };
 kernel void k(constant Tensors& t [[buffer(0)]]) { t.data[0] = 0; }
 //: attr_threadgroup31 | refuses | engine
