@@ -37,6 +37,11 @@ struct Slots {
   int64_t used() const { return static_cast<int64_t>(experts.size()); }
 };
 
+// Where activations are bfloat16, `inner` may be, too, but not between tiny matrices, where few sums average it out.
+inline bool inner_may_be_rounded(const Experts& call) {
+  return call.x.scalar_type() == at::kBFloat16 && std::min(call.H, call.I) >= 64;
+}
+
 // Rows of gate_up, inner or down that a thread takes at a time: 48 to 256 KB of weights in common models.
 constexpr int64_t kRows = 32;
 

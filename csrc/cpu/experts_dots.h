@@ -27,7 +27,7 @@ class GateUpDots {
         x_(x),
         inner_(inner),
         both_(kTokens * 2 * kRows),
-        rows_(rows_of(call.gate_up)),
+        rows_(rows_of(call.gate_up, call.x.scalar_type() == at::kBFloat16)),
         panel_(panel(slots)) {}
 
   void operator()(int64_t which, int64_t row) {
@@ -87,7 +87,7 @@ class DownDots {
         size_(size),
         output_(call, size),
         results_(kTokens * kRows),
-        rows_(rows_of(call.down)),
+        rows_(rows_of(call.down, inner_may_be_rounded(call))),
         panel_(panel(slots)) {}
 
   void operator()(int64_t first) {

@@ -17,7 +17,7 @@ void rows(const Linear& call, const Tensor& x) {
   const float* from = x.const_data_ptr<float>();
   auto* to = call.output.mutable_data_ptr<Scalar>();
   share(blocks, [&](auto take) {
-    const auto weight = rows_of(call.weight);
+    const auto weight = rows_of(call.weight, call.x.scalar_type() == at::kBFloat16);
     std::optional<Panel> panel;
     if (T >= kWorthTransposing) panel.emplace();
     const auto sums = scratch<float>(std::min(T, kTokens) * kRows);

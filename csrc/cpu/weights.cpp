@@ -1,6 +1,7 @@
 // The readers of weights, one per format, and the products of each.
 #include "weights.h"
 
+#include "bfloat16_dots.h"
 #include "codes.h"
 
 namespace moe_metal {
@@ -90,6 +91,10 @@ struct Affine {
   static constexpr bool kOffset = true;
   static constexpr int kBits = bits;
   static constexpr float kUnit = 1;
+  static constexpr bool kBFloat16 = bits == 4;
+#ifdef MOE_METAL_BF16
+  static auto bfloat16_dots() { return std::optional<BFloat16Dots<FourBits, true>>(FourBits(kIntegers<4>)); }
+#endif
   Codes<bits> codes;
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
@@ -104,6 +109,10 @@ struct Mxfp4 {
   static constexpr bool kOffset = false;
   static constexpr int kBits = 4;
   static constexpr float kUnit = 1;
+  static constexpr bool kBFloat16 = true;
+#ifdef MOE_METAL_BF16
+  static auto bfloat16_dots() { return std::optional<BFloat16Dots<FourBits, false>>(FourBits(kE2m1)); }
+#endif
   Codes<4> codes{kE2m1};
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
@@ -118,6 +127,10 @@ struct Fp8 {
   static constexpr bool kOffset = false;
   static constexpr int kBits = 8;
   static constexpr float kUnit = E4m3::kUnit;
+  static constexpr bool kBFloat16 = true;
+#ifdef MOE_METAL_BF16
+  static auto bfloat16_dots() { return std::optional<BFloat16Dots<EightBits, false>>(EightBits()); }
+#endif
   E4m3 codes;
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count count) const {
@@ -222,7 +235,7 @@ void product_by_groups(const Packed<Read>& weight, const Tokens& tokens) {
 template <class Read>
 class PackedRows final : public WeightRows {
  public:
-  explicit PackedRows(const Weight& weight)
+  PackedRows(const Weight& weight, bool bfloat16)
       : weight_(weight),
         scales_(weight.scale, weight.format == Format::fp8 ? kFp8Block : 1),
         offsets_(weight.offset, 1) {
@@ -230,6 +243,9 @@ class PackedRows final : public WeightRows {
     packed_.row = weight.row;
     packed_.shift = std::countr_zero(static_cast<uint64_t>(weight.group));
     packed_.groups = scales_.groups();
+#ifdef MOE_METAL_BF16
+    if (Read::kBFloat16 && bfloat16 && bfloat16_dots_available()) dots_ = Read::bfloat16_dots();
+#endif
   }
 
   void take(int64_t expert, int64_t first, int64_t count) override {
@@ -242,6 +258,11 @@ class PackedRows final : public WeightRows {
     packed_.offsets = offsets_.row(0);
   }
   void product(const Tokens& tokens, std::optional<Panel>& panel) const override {
+#ifdef MOE_METAL_BF16
+    if constexpr (Read::kBFloat16) {
+      if (dots_ && tokens.count <= 8) return by_bfloat16_dots(tokens);
+    }
+#endif
     if (kLanes >= 8 && weight_.group >= 2 * kLanes && weight_.columns % weight_.group == 0 && tokens.count <= 2) {
       return tokens.count == 1 ? product_by_groups<1>(packed_, tokens) : product_by_groups<2>(packed_, tokens);
     }
@@ -269,34 +290,45 @@ class PackedRows final : public WeightRows {
 #endif
 
  private:
+#ifdef MOE_METAL_BF16
+  void by_bfloat16_dots(const Tokens& tokens) const {
+    const ScaledRows rows{packed_.data,   packed_.row,     packed_.rows,   packed_.columns,
+                          packed_.scales, packed_.offsets, packed_.groups, packed_.shift};
+    for (int64_t n = 0; n < tokens.count; n += 4) {
+      (*dots_)(rows, {tokens.x + n, tokens.out + n, std::min<int64_t>(4, tokens.count - n)});
+    }
+  }
+  mutable decltype(Read::bfloat16_dots()) dots_;  // empty where the tokens or the processor are not for them
+#endif
+
   const Weight& weight_;
   RowScales scales_, offsets_;
   Packed<Read> packed_;
 };
 
-std::unique_ptr<WeightRows> affine_rows(const Weight& weight) {
+std::unique_ptr<WeightRows> affine_rows(const Weight& weight, bool bfloat16) {
   switch (weight.bits) {
     case 2:
-      return std::make_unique<PackedRows<Affine<2>>>(weight);
+      return std::make_unique<PackedRows<Affine<2>>>(weight, bfloat16);
     case 3:
-      return std::make_unique<PackedRows<Affine<3>>>(weight);
+      return std::make_unique<PackedRows<Affine<3>>>(weight, bfloat16);
     case 4:
-      return std::make_unique<PackedRows<Affine<4>>>(weight);
+      return std::make_unique<PackedRows<Affine<4>>>(weight, bfloat16);
     case 5:
-      return std::make_unique<PackedRows<Affine<5>>>(weight);
+      return std::make_unique<PackedRows<Affine<5>>>(weight, bfloat16);
     case 6:
-      return std::make_unique<PackedRows<Affine<6>>>(weight);
+      return std::make_unique<PackedRows<Affine<6>>>(weight, bfloat16);
     default:
-      return std::make_unique<PackedRows<Affine<8>>>(weight);
+      return std::make_unique<PackedRows<Affine<8>>>(weight, bfloat16);
   }
 }
 
 }  // namespace
 
-std::unique_ptr<WeightRows> rows_of(const Weight& weight) {
-  if (weight.format == Format::affine) return affine_rows(weight);
-  if (weight.format == Format::mxfp4) return std::make_unique<PackedRows<Mxfp4>>(weight);
-  if (weight.format == Format::fp8) return std::make_unique<PackedRows<Fp8>>(weight);
+std::unique_ptr<WeightRows> rows_of(const Weight& weight, bool bfloat16) {
+  if (weight.format == Format::affine) return affine_rows(weight, bfloat16);
+  if (weight.format == Format::mxfp4) return std::make_unique<PackedRows<Mxfp4>>(weight, bfloat16);
+  if (weight.format == Format::fp8) return std::make_unique<PackedRows<Fp8>>(weight, bfloat16);
   std::unique_ptr<WeightRows> rows;
   with_dtype(weight.data.scalar_type(),
              [&](auto scalar) { rows = std::make_unique<DenseRows<decltype(scalar)>>(weight); });
