@@ -174,7 +174,7 @@ class BFloat16Dots {
       }
       MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
         const uint8_t* here = data + r * rows.row + at;
-        __builtin_prefetch(here + R * rows.row, 0, 2);
+        __builtin_prefetch(here + 2 * R * rows.row, 0, 2);
         __m512i numbers[V];
         numbers_(_mm512_maskz_loadu_epi8(bytes_left, here), numbers);
         const int64_t of_row = r * rows.groups + group;

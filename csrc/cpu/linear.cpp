@@ -28,6 +28,7 @@ void rows(const Linear& call, const Tensor& x) {
       const int64_t first = block * kRows, count = std::min(kRows, N - first);
       read_bias(call.bias, first, 1, count, bias);
       weight->take(0, first, count);
+      if (first + 2 * kRows <= N) weight->prefetch(0, first + kRows, kRows);
       for (int64_t t = 0; t < T; t += kTokens) {
         const int64_t tokens = std::min(kTokens, T - t);
         for (int64_t i = 0; i < tokens; ++i) rows_of_x[i] = from + (t + i) * call.H, out[i] = &sums[i * kRows];

@@ -42,6 +42,11 @@ inline float e8m0(uint8_t e) {
   return std::bit_cast<float>(e == 255 ? 0x7fc00000u : e ? uint32_t{e} << 23 : 0x00400000u);
 }
 
+inline void prefetch_bytes(const void* from, int64_t count) {
+  constexpr int64_t kLine = 64;
+  for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
 // The scales, or the offsets, of some rows as floats: a row's side by side.
 class RowScales {
  public:
@@ -74,6 +79,14 @@ class RowScales {
         }
       });
     }
+  }
+  void prefetch(int64_t expert, int64_t first, int64_t count) const {
+    if (!tensor_.defined()) return;
+    const auto* data = static_cast<const char*>(tensor_.const_data_ptr());
+    const auto at = [&](int64_t row) {
+      return data + (expert * expert_ + row / shared_rows_ * row_) * tensor_.element_size();
+    };
+    prefetch_bytes(at(first), at(first + count - 1) - at(first) + groups_ * tensor_.element_size());
   }
   const float* row(int64_t r) const { return floats_.data() + r * groups_; }
   int64_t groups() const { return groups_; }
@@ -194,7 +207,7 @@ template <int R, int N, int kVectors, class Read>
     Vec parts[R][N], plain[N];
     unrolled<N>([&](auto n) { plain[n] = Vec(0); });
     unrolled<R>([&](auto r) {
-      rows.prefetch(r + R, g * group);
+      rows.prefetch(r + 2 * R, g * group);
       unrolled<N>([&](auto n) { parts[r][n] = Vec(0); });
     });
     for (int64_t column = g * group; column < (g + 1) * group; column += kVectors * kLanes) {
@@ -252,10 +265,15 @@ class PackedRows final : public WeightRows {
     scales_.take(expert, first, count);
     offsets_.take(expert, first, count);
     packed_.rows = count;
-    packed_.data =
-        static_cast<const uint8_t*>(weight_.data.const_data_ptr()) + expert * weight_.expert + first * weight_.row;
+    packed_.data = place(expert, first);
     packed_.scales = scales_.row(0);
     packed_.offsets = offsets_.row(0);
+  }
+  void prefetch(int64_t expert, int64_t first, int64_t count) const override {
+    constexpr int64_t kAtOnce = 8;  // rows that a product begins with
+    scales_.prefetch(expert, first, count);
+    offsets_.prefetch(expert, first, count);
+    prefetch_bytes(place(expert, first), std::min(count, kAtOnce) * weight_.row);
   }
   void product(const Tokens& tokens, std::optional<Panel>& panel) const override {
 #ifdef MOE_METAL_BF16
@@ -290,6 +308,10 @@ class PackedRows final : public WeightRows {
 #endif
 
  private:
+  const uint8_t* place(int64_t expert, int64_t row) const {
+    return static_cast<const uint8_t*>(weight_.data.const_data_ptr()) + expert * weight_.expert + row * weight_.row;
+  }
+
 #ifdef MOE_METAL_BF16
   void by_bfloat16_dots(const Tokens& tokens) const {
     const ScaledRows rows{packed_.data,   packed_.row,     packed_.rows,   packed_.columns,
