@@ -1,7 +1,7 @@
 """The one table of arguments: what every op takes and returns, in the letters of its shapes.
 
-T tokens, E experts, K experts per token, H hidden, I expert inner size, N rows of one weight; G is 2I, and S the size of
-a scalar, 1 or H.
+T tokens, E experts, K experts per token, H hidden, I expert inner size, N rows of one weight; G is 2I, S the size of a
+scalar, 1 or H.
 The tests draw their cases from it, `bench` its rows and `doctor` its samples. Options are not told here: the signatures
 in reference.py have them.
 """
