@@ -22,6 +22,9 @@ from torch_moe_metal.arguments import ARGUMENTS, written
 OPS = tuple(ARGUMENTS)
 IN_PLACE = tuple(op for op in OPS if written(op))
 ODD = {case.op: case for case in SAMPLES if case.name == "sample_odd"}
+PACKED = [case for case in SAMPLES if case.format != "dense"]
+EACH = pytest.mark.parametrize("case", [*ODD.values(), *PACKED], ids=str)  # every op with every format of weights
+PER_TOKEN = [case for case in SAMPLES if next(iter(case.shapes.values()))[0] == "T"]
 
 
 def run(case: Case, args: Args, device: str | None = None) -> list[Tensor]:
@@ -57,7 +60,7 @@ def test_equals_the_reference(case: Case, device: str):
             assert torch.equal(bits(tensor), before[name]), f"{name} has changed"
 
 
-@pytest.mark.cases(SAMPLES)
+@pytest.mark.cases(PER_TOKEN)
 def test_leading_dimensions(case: Case, device: str):
     args = case.arguments()
     for leading in [(), (6,), (2, 3), (1, 3, 2), (0,), (2, 0), (0, 3)]:
@@ -70,13 +73,19 @@ def test_leading_dimensions(case: Case, device: str):
 VIEWS = [("strided", 0), ("padded", 1), ("transposed", 2)] + [("contiguous", offset) for offset in range(9)]
 
 
+def kind_of(case: Case, name: str, kind: str) -> str:
+    """The bytes of a packed row lie side by side, its rows anywhere."""
+    packed = case.format != "dense" and ARGUMENTS[case.op][name].kind == "weight"
+    return "padded" if packed and kind in ("strided", "transposed") else kind
+
+
 @pytest.mark.cases(SAMPLES)
 @pytest.mark.parametrize("kind, offset", VIEWS)
 def test_views_between_guards(case: Case, device: str, kind: str, offset: int):
     """Any strides and any alignment, each argument with its own; the memory around them is neither read nor written."""
     args = case.arguments()
     guarded = {
-        name: Guarded(tensor.to(device), kind, offset + place * (offset > 0))
+        name: Guarded(tensor.to(device), kind_of(case, name, kind), offset + place * (offset > 0))
         for place, (name, tensor) in enumerate(args.items())
     }
     got = run(case, {name: guard.view for name, guard in guarded.items()})
@@ -87,10 +96,10 @@ def test_views_between_guards(case: Case, device: str, kind: str, offset: int):
 
 @pytest.mark.cases(SAMPLES)
 def test_expanded_arguments(case: Case, device: str):
-    """One token's values, or one expert's, that serve for all of them without a copy."""
+    """One token's values, or one expert's, or one row's, that serve for all of them without a copy."""
     for name, letters in case.shapes.items():
         per_token = letters[0] == "T" and name not in written(case.op)
-        if not per_token and name not in ("gate_up", "down"):
+        if not per_token and ARGUMENTS[case.op][name].kind not in ("weight", "scale", "offset"):
             continue
         args = case.arguments()
         args[name] = args[name][:1].clone().expand(args[name].shape)
@@ -146,10 +155,11 @@ def test_same_bits_in_any_order_of_threads(case: Case, mps: str):
 
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=["f32", "bf16"])
 @pytest.mark.parametrize("T", [200, 600])
-@pytest.mark.parametrize("op", OPS)
-def test_same_bits_for_any_number_of_threads(op: str, T: int, dtype: torch.dtype):
+@EACH
+def test_same_bits_for_any_number_of_threads(case: Case, T: int, dtype: torch.dtype):
     """With few tokens for many threads, `gate` shares out its experts instead."""
-    case = replace(ODD[op], dims=ODD[op].dims | {"T": T, "H": 200, "I": 150}, dtype=dtype)
+    sizes = {"H": 200, "I": 150} if case.format == "dense" else {"H": 192, "I": 96, "N": 150}
+    case = replace(case, dims=case.dims | {"T": T} | sizes, dtype=dtype)
     args = case.arguments()
     before = torch.get_num_threads()
     try:
@@ -162,10 +172,9 @@ def test_same_bits_for_any_number_of_threads(op: str, T: int, dtype: torch.dtype
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_a_token_does_not_see_the_others(op: str, device: str):
+@pytest.mark.parametrize("case", [case for case in PER_TOKEN if case in [*ODD.values(), *PACKED]], ids=str)
+def test_a_token_does_not_see_the_others(case: Case, device: str):
     """NaN in one token leaves the other tokens' results as they are."""
-    case = ODD[op]
     args = case.arguments()
     clean = run(case, args, device)
     for name, letters in case.shapes.items():
@@ -273,12 +282,12 @@ def test_opcheck(case: Case, device: str):
     torch.library.opcheck(getattr(torch.ops.moe_metal, case.op).default, positional, case.options)
 
 
-def compiles_once(op: str, device: str, backend: str) -> None:
+def compiles_once(case: Case, device: str, backend: str) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(lambda args: run(ODD[op], args), fullgraph=True, backend=counter)
+    compiled = torch.compile(lambda args: run(case, args), fullgraph=True, backend=counter)
     for T in (6, 9, 33):
-        case = replace(ODD[op], dims=ODD[op].dims | {"T": T})
+        case = replace(case, dims=case.dims | {"T": T})
         args = case.arguments(device)
         want = run(case, args, device)
         for name, letters in case.shapes.items():
@@ -288,20 +297,19 @@ def compiles_once(op: str, device: str, backend: str) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_compiles_once_for_any_number_of_tokens(op: str, device: str):
+@EACH
+def test_compiles_once_for_any_number_of_tokens(case: Case, device: str):
     """The whole graph, without a break and without a second compilation, to the bits of the eager op."""
-    compiles_once(op, device, "aot_eager")
+    compiles_once(case, device, "aot_eager")
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_compiles_with_inductor(op: str):
-    compiles_once(op, "cpu", "inductor")
+@EACH
+def test_compiles_with_inductor(case: Case):
+    compiles_once(case, "cpu", "inductor")
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_refuses_to_drop_a_gradient(op: str, device: str):
-    case = ODD[op]
+@EACH
+def test_refuses_to_drop_a_gradient(case: Case, device: str):
     want = run(case, case.arguments(), device)
     for name in case.shapes:
         args = case.arguments(device)
@@ -309,7 +317,7 @@ def test_refuses_to_drop_a_gradient(op: str, device: str):
             continue
         leaf = args[name].requires_grad_()
         args[name] = leaf.view_as(leaf)  # not a leaf, so that autograd itself lets it be written in place
-        message = f"moe_metal::{op}: {name}: expected a tensor that does not require grad"
+        message = f"moe_metal::{case.op}: {name}: expected a tensor that does not require grad"
         with torch.enable_grad(), pytest.raises(RuntimeError, match=re.escape(message)):
             run(case, args)
         with torch.no_grad():
@@ -317,9 +325,8 @@ def test_refuses_to_drop_a_gradient(op: str, device: str):
         assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_inference_mode(op: str, device: str):
-    case = ODD[op]
+@EACH
+def test_inference_mode(case: Case, device: str):
     want = run(case, case.arguments(), device)
     with torch.inference_mode():
         got = run(case, case.arguments(), device)
@@ -407,9 +414,8 @@ def no_jvp(op: str, name: str) -> str:
     )
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_refuses_to_drop_a_tangent(op: str, device: str):
-    case = ODD[op]
+@EACH
+def test_refuses_to_drop_a_tangent(case: Case, device: str):
     want = run(case, case.arguments(device))
     for name in differentiable(case):
         args = case.arguments(device)
@@ -417,7 +423,7 @@ def test_refuses_to_drop_a_tangent(op: str, device: str):
         with forward_ad.dual_level():
             args[name] = forward_ad.make_dual(plain, torch.ones_like(plain))
             for mode in (torch.enable_grad, torch.no_grad):  # no_grad is for backward alone
-                with mode(), pytest.raises(RuntimeError, match=no_jvp(op, name)):
+                with mode(), pytest.raises(RuntimeError, match=no_jvp(case.op, name)):
                     run(case, args)
             got = run(case, copies(args | {name: args[name].detach()}))
             with torch.inference_mode():  # where PyTorch's own ops have no tangents either
@@ -426,10 +432,12 @@ def test_refuses_to_drop_a_tangent(op: str, device: str):
             assert all(same_bits(a, b) for a, b in zip(outputs, want, strict=True))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_refuses_to_drop_a_tangent_compiled(op: str, device: str):
+@EACH
+def test_refuses_to_drop_a_tangent_compiled(case: Case, device: str):
     """Both a tangent that the graph makes and one that comes in from outside."""
-    case, args = ODD[op], ODD[op].arguments(device)
+    op, args = case.op, case.arguments(device)
+    if not differentiable(case):
+        pytest.skip("no argument of floats: mxfp4's are all packed")
     name = differentiable(case)[0]
     function, point = function_of(case, args, name), args[name]
     torch._dynamo.reset()
@@ -439,10 +447,10 @@ def test_refuses_to_drop_a_tangent_compiled(op: str, device: str):
         torch.compile(function, backend="aot_eager")(forward_ad.make_dual(point, torch.ones_like(point)))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_function_transforms(op: str, device: str):
+@EACH
+def test_function_transforms(case: Case, device: str):
     """torch.func: derivatives with respect to an argument are refused, and those that do not meet the op are right."""
-    case, args = ODD[op], ODD[op].arguments(device)
+    op, args = case.op, case.arguments(device)
     for name in differentiable(case):
         function, point = function_of(case, args, name), args[name]
         no_backward = f"moe_metal::{op}: {name}: expected a tensor that does not require grad"
@@ -457,10 +465,10 @@ def test_function_transforms(op: str, device: str):
     assert same_bits(output, function(point)) and same_bits(tangent, point * point.cos()) and not none.any()
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_vmap(op: str, device: str):
+@EACH
+def test_vmap(case: Case, device: str):
     """PyTorch calls the op for one sample after another, which it refuses to do for one that writes in place."""
-    case, args = ODD[op], ODD[op].arguments(device)
+    op, args = case.op, case.arguments(device)
     for name in differentiable(case):
         function, points = function_of(case, args, name), torch.stack([args[name], args[name] * 2])
         if written(op):
@@ -470,13 +478,13 @@ def test_vmap(op: str, device: str):
             assert same_bits(torch.func.vmap(function)(points), torch.stack([function(point) for point in points]))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_optional_arguments_may_be_none(op: str, device: str):
-    case = replace(ODD[op], given=())
+@EACH
+def test_optional_arguments_may_be_none(case: Case, device: str):
+    case = replace(case, given=())
     args = case.arguments(device)
-    nones = dict.fromkeys(OPTIONAL[op])
-    got = call(getattr(torch.ops.moe_metal, op), op, args | nones, case.options)
-    assert_matches(got, expected(op, case.arguments(), case.options), case.longest_sum)
+    nones = {name: None for name, argument in ARGUMENTS[case.op].items() if argument.optional and name not in args}
+    got = run(case, args | nones)
+    assert_matches(got, expected(case.op, case.arguments(), case.options), case.longest_sum)
 
 
 # ------------------------------------------------------------------------------------------------ bad input
