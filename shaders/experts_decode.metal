@@ -91,6 +91,7 @@ template <typename T, typename Chunk>
                                      uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float shares[kChunkSimdgroups * kChunkRows];
   const uint slot = group.x;
+  if (slot >= params.T * params.K) return;
   const int expert = expert_of(ids, slot, params);
   if (expert < 0) return;
   const uint lane = thread_index % 32, simdgroup = thread_index / 32, split = params.gate_up.split;
@@ -139,6 +140,7 @@ template <typename T, typename Chunk>
   const uint token = group.x, lane = thread_index % 32, simdgroup = thread_index / 32, split = params.down.split;
   const uint block_rows = kChunkSimdgroups / split * kChunkRows, block = group.y * block_rows;
   const uint first = block + simdgroup / split * kChunkRows;
+  if (token >= params.T) return;
   ChunkRows rows = {};
   for (uint r = 0; r < kChunkRows; ++r) rows.offset[r] = long(min(first + r, params.H - 1)) * params.down.row;
   // The chunks of all experts in turn: simdgroup s of the split takes every split-th of them, from s on.
@@ -251,6 +253,7 @@ template <typename T, typename Column>
                                         uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float shares[kMaxSplit * Column::rows];
   const uint slot = group.x;
+  if (slot >= params.T * params.K) return;
   const int expert = expert_of(ids, slot, params);
   if (expert < 0) return;
   const RowTile<T> tile = gate_up_tile(gate_up, expert, group.y, params);
@@ -274,6 +277,7 @@ template <typename T, typename Column>
                                      uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float shares[kMaxSplit * Column::rows];
   const uint token = group.x, split = params.down.split, streams = 32 / Column::lanes * split;
+  if (token >= params.T) return;
   Vectors<Column::vectors> sums = {};
   for (uint k = 0; k < params.K; ++k) {
     const ulong slot = ulong(token) * params.K + k;

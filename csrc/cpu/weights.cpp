@@ -22,6 +22,13 @@ class DenseRows final : public WeightRows {
     const Scalar* from = matrix_.data + row * matrix_.row;
     for (int64_t c = 0; c < matrix_.columns; ++c) to[c] = static_cast<float>(from[c * matrix_.column]);
   }
+#ifdef MOE_METAL_AMX
+  void pack(int64_t step, int64_t count, at::BFloat16* to) const override {
+    if constexpr (std::is_same_v<Scalar, at::BFloat16>) {
+      pack_rows({matrix_.data, step * matrix_.row, matrix_.column, count, matrix_.columns}, to);
+    }
+  }
+#endif
 
  private:
   const Weight& weight_;
@@ -82,31 +89,41 @@ template <int bits>
 struct Affine {
   static constexpr bool kOffset = true;
   static constexpr int kBits = bits;
+  static constexpr float kUnit = 1;
   Codes<bits> codes;
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
     return codes_at(codes, row, column);
+  }
+  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const {
+    return codes.quick(row + column * kBits / 8);
   }
 };
 
 struct Mxfp4 {
   static constexpr bool kOffset = false;
   static constexpr int kBits = 4;
+  static constexpr float kUnit = 1;
   Codes<4> codes{kE2m1};
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
     return codes_at(codes, row, column);
+  }
+  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const {
+    return codes.quick(row + column * kBits / 8);
   }
 };
 
 struct Fp8 {
   static constexpr bool kOffset = false;
   static constexpr int kBits = 8;
+  static constexpr float kUnit = E4m3::kUnit;
   E4m3 codes;
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count count) const {
     return codes(row + column, count);
   }
+  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const { return codes.quick(row + column); }
 };
 
 // The rows taken, as products read them.
@@ -161,17 +178,18 @@ template <int R, int N, int kVectors, class Read>
         const int64_t here = column + v * kLanes;
         Vec values[N];
         unrolled<N>([&](auto n) {
-          values[n] = Vec::loadu(x[n] + here);
+          values[n] = weight.read.codes.in_order(Vec::loadu(x[n] + here));
           if constexpr (Read::kOffset) plain[n] = plain[n] + values[n];
         });
         unrolled<R>([&](auto r) {
-          const Vec codes = weight.read(rows.data + r * weight.row, here, Whole());
+          const Vec codes = weight.read.quick(rows.data + r * weight.row, here);
           unrolled<N>([&](auto n) { parts[r][n] = at::vec::fmadd(codes, values[n], parts[r][n]); });
         });
       });
     }
     unrolled<R>([&](auto r) {
       unrolled<N>([&](auto n) {
+        if constexpr (Read::kUnit != 1) parts[r][n] = parts[r][n] * Vec(Read::kUnit);
         sums[r][n] = at::vec::fmadd(Vec(rows.scales[r * weight.groups + g]), parts[r][n], sums[r][n]);
         if constexpr (Read::kOffset) {
           sums[r][n] = at::vec::fmadd(Vec(rows.offsets[r * weight.groups + g]), plain[n], sums[r][n]);
@@ -213,7 +231,7 @@ class PackedRows final : public WeightRows {
     packed_.offsets = offsets_.row(0);
   }
   void product(const Tokens& tokens, std::optional<Panel>& panel) const override {
-    if (weight_.group >= 2 * kLanes && weight_.columns % weight_.group == 0 && tokens.count <= 2) {
+    if (kLanes >= 8 && weight_.group >= 2 * kLanes && weight_.columns % weight_.group == 0 && tokens.count <= 2) {
       return tokens.count == 1 ? product_by_groups<1>(packed_, tokens) : product_by_groups<2>(packed_, tokens);
     }
     moe_metal::product(packed_, tokens, panel);
@@ -222,6 +240,17 @@ class PackedRows final : public WeightRows {
     const auto some = packed_.some(row);
     for_each_vector(packed_.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
   }
+#ifdef MOE_METAL_AMX
+  void pack(int64_t step, int64_t count, at::BFloat16* to) const override {
+    const auto some = packed_.some(0);
+    std::fill_n(to, at::divup(packed_.columns, kDepth) * kTileSize, at::BFloat16(0));
+    for (int64_t r = 0; r < count; ++r) {
+      for_each_vector(packed_.columns, [&](int64_t c, auto n) {
+        store(to + c / kDepth * kTileSize + r * kDepth + c % kDepth, some.load(r * step, c, n), n);
+      });
+    }
+  }
+#endif
 
  private:
   const Weight& weight_;

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "dots.h"
+#include "tiles.h"
 #include "weight.h"
 
 namespace moe_metal {
@@ -18,6 +19,10 @@ class WeightRows {
   virtual void product(const Tokens& tokens, std::optional<Panel>& panel) const = 0;
   // One of the rows, as floats.
   virtual void dequantize(int64_t row, float* to) const = 0;
+#ifdef MOE_METAL_AMX
+  // Every `step`th row, up to 16 of them, as tiles.h's pack_rows() has it.
+  virtual void pack(int64_t step, int64_t count, at::BFloat16* to) const = 0;
+#endif
 };
 
 std::unique_ptr<WeightRows> rows_of(const Weight& weight);
