@@ -278,7 +278,7 @@ inline int64_t packed_columns(const Arguments& args, const Tensor& weight, const
     const bool blocks = weight.dim() > 1 && Arguments::given(scale) && weight.dim() == scale->dim() + 1;
     return (blocks ? weight.size(-2) : 1) * weight.size(-1) * 2;
   }
-  TORCH_CHECK(is_one_of(kWidths, bits), args.prefix("bits"), "expected 2, 3, 4, 5, 6 or 8, got ", bits);
+  TORCH_CHECK(is_one_of(kAffineBits, bits), args.prefix("bits"), "expected 2, 3, 4, 5, 6 or 8, got ", bits);
   return weight.size(-1) * weight.element_size() * 8 / bits;
 }
 

@@ -15,8 +15,8 @@ BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (16, 32, 64, 128)
 #: Neighbouring columns with one scale in mxfp4; rows, and columns, with one in fp8.
 MXFP4_GROUP, FP8_BLOCK = 32, 128
-#: Numbers that are quantised at a time, for which working memory is at most some 40 bytes each.
-PIECE = 1 << 20
+#: Numbers that are quantised at a time: each takes up to 80 bytes meanwhile.
+PIECE = 1 << 19
 
 
 def quantize(weight: Tensor, format: str, bits: int = 4, group_size: int = 64) -> tuple[Tensor, Tensor, Tensor | None]:
