@@ -103,8 +103,6 @@ def test_mxfp4_takes_the_nearest_number(dtype: torch.dtype, device: str):
     assert torch.equal((groups - got).abs() / powers, nearest(groups / powers, grid))
     largest = groups.abs().amax(-1, keepdim=True)
     assert (largest <= 6 * powers).all() and ((largest > 3 * powers) | (scale == 0).unsqueeze(-1)).all()
-    want = mx.quantize(to_mlx(weight.float()), mode="mxfp4")
-    assert torch.equal(from_mlx(mx.dequantize(*want, mode="mxfp4", dtype=mx.float32)), got.flatten(-2).float())
 
 
 def test_mxfp4_ties_go_to_the_even_code():
@@ -253,8 +251,8 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 
 
 def parts_for_mlx(weight: Tensor, format: str, bits: int, group: int) -> tuple[tuple, tuple, dict]:
-    """The same packed weight for us and for MLX, and how MLX calls its format. Its sums have the dtype of its scales: those
-    of 16 bits are widened for it."""
+    """The same packed weight for us and for MLX, and how MLX calls its format. Its sums have the dtype of its scales,
+    so those of 16 bits are widened for it."""
     data, *beside = quantize(weight, format, bits, group)
     wide = [part.float() if part.is_floating_point() else part for part in beside if part is not None]
     theirs = (words(data), *map(to_mlx, wide))
