@@ -1,4 +1,4 @@
-"""That the shaders name the address space of every pointer and reference, and the right one."""
+"""That the shaders are what Metal takes, in every language, and pure ASCII."""
 
 from pathlib import Path
 
@@ -9,7 +9,12 @@ from metal_sim.engine import address_spaces
 SHADERS = sorted((Path(__file__).parents[1] / "shaders").glob("*.metal"))
 
 
-@pytest.mark.parametrize("version", [310, 400])
+@pytest.mark.parametrize("version", address_spaces.VERSIONS)
 @pytest.mark.parametrize("path", SHADERS, ids=lambda path: path.stem)
 def test_address_spaces(path: Path, version: int) -> None:
     address_spaces.check(address_spaces.inlined(path), version)
+
+
+@pytest.mark.parametrize("path", sorted(SHADERS[0].parent.glob("*.[hm]*")), ids=lambda path: path.name)
+def test_ascii(path: Path) -> None:
+    assert path.read_text(encoding="utf-8").isascii()

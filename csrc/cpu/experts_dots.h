@@ -27,7 +27,7 @@ class GateUpDots {
         x_(x),
         inner_(inner),
         both_(kTokens * 2 * kRows),
-        rows_(rows_of(call.gate_up)),
+        rows_(rows_of(call.gate_up, call.x.scalar_type() == at::kBFloat16)),
         panel_(panel(slots)) {}
 
   void operator()(int64_t which, int64_t row) {
@@ -87,7 +87,7 @@ class DownDots {
         size_(size),
         output_(call, size),
         results_(kTokens * kRows),
-        rows_(rows_of(call.down)),
+        rows_(rows_of(call.down, inner_may_be_rounded(call))),
         panel_(panel(slots)) {}
 
   void operator()(int64_t first) {
@@ -133,12 +133,12 @@ void experts_by_dots(const Experts& call, const Slots& slots) {
   const Tensor x = call.x.to(at::kFloat), inner = empty({call.T * call.K, call.I}, x.options());
   const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
   share(items, [&](auto take) {
-    GateUpDots work(call, slots, x.data_ptr<float>(), inner.mutable_data_ptr<float>());
+    GateUpDots work(call, slots, x.const_data_ptr<float>(), inner.mutable_data_ptr<float>());
     for (int64_t item = take(); item < items; item = take()) work(item / blocks, item % blocks * kRows);
   });
   const int64_t size = output_block(call), outputs = at::divup(call.H, size);
   share(outputs, [&](auto take) {
-    DownDots<Scalar> work(call, slots, inner.data_ptr<float>(), size);
+    DownDots<Scalar> work(call, slots, inner.const_data_ptr<float>(), size);
     for (int64_t item = take(); item < outputs; item = take()) work(item * size);
   });
 }

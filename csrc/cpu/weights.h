@@ -25,6 +25,7 @@ class WeightRows {
 #endif
 };
 
-std::unique_ptr<WeightRows> rows_of(const Weight& weight);
+// bfloat16: the tokens' numbers are bfloat16, or may be rounded to it.
+std::unique_ptr<WeightRows> rows_of(const Weight& weight, bool bfloat16 = false);
 
 }  // namespace moe_metal
