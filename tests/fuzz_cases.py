@@ -8,6 +8,7 @@ or it was spoiled: then it may also be refused.
 
 import functools
 import inspect
+import math
 import random
 import re
 import types
@@ -20,8 +21,8 @@ from torch import Tensor
 
 from cases import OPTIONAL, PAIRS, Args, Case
 from checks import Guarded, with_leading
-from torch_moe_metal import max_experts, reference
-from torch_moe_metal.arguments import ARGUMENTS, DTYPES, optional_arguments, shapes, written
+from torch_moe_metal import max_experts, packing, reference
+from torch_moe_metal.arguments import ARGUMENTS, DTYPES, optional_arguments, shapes, takes_formats, written
 
 SIZES = (1, 1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 33, 61, 64, 67, 96, 127, 128, 129, 251, 256, 257, 509, 512, 521, 1021)
 SIZES_LARGE = (1024, 1031, 2048, 2053)
@@ -98,10 +99,16 @@ def draw(seed: int, number: int) -> Call:
     rng = random.Random(f"{seed}-{number}")
     op = rng.choice(list(ARGUMENTS))
     given = draw_given(op, rng)
-    dims = draw_dims(op, given, rng)
-    options = draw_options(op, dims, rng)
     dtype, parameters = rng.choice(PAIRS)
-    case = Case(op, f"fuzz-{seed}-{number}", dims, given, options, dtype, parameters, hostile=True)
+    packed = draw_format(op, rng)
+    dims = draw_dims(op, given, rng, packed)
+    options = draw_options(op, dims, rng) | ({"format": packed["format"]} if takes_formats(op) else {})
+    if op == "dequantize":
+        options |= {"bits": packed["bits"], "dtype": dtype}
+    if packed["format"] != "dense":
+        options.pop("transposed", None)
+    widths = {name: packed[name] for name in ("bits", "group", "scale_dtype")}
+    case = Case(op, f"fuzz-{seed}-{number}", dims, given, options, dtype, parameters, hostile=True, **widths)
     notes: list[str] = []
     args = case.arguments()
     for _ in range(rng.choice((0, 0, 1, 2))):
@@ -112,7 +119,7 @@ def draw(seed: int, number: int) -> Call:
         if name in args and argument.kind == "ids" and args[name].dtype == torch.int32:
             args[name] = args[name].to(rng.choice((torch.int32, torch.int64)))
     args = with_leading(case, args, draw_leading(dims["T"], rng))
-    call = Call(op, case, place_all(op, args, rng), options, notes=notes)
+    call = Call(op, case, place_all(case, args, rng), options, notes=notes)
     if rng.random() < 0.1:
         share_memory(call, rng)
     for _ in range(rng.choice((0, 0, 0, 1))):
@@ -135,10 +142,24 @@ def draw_given(op: str, rng: random.Random) -> tuple[str, ...]:
     return tuple(name for name in OPTIONAL[op] if name in given)
 
 
-def draw_dims(op: str, given: tuple[str, ...], rng: random.Random) -> dict[str, int]:
-    """Sizes for all letters: mostly small ones, now and then an output for which the CPU maps memory of its own."""
+def draw_format(op: str, rng: random.Random) -> dict:
+    """How the weights are packed, where there are any: format, bits, group and the dtype of the scales."""
+    dense = {"format": "dense", "bits": 4, "group": 1, "scale_dtype": None}
+    if not takes_formats(op) or rng.random() < 0.4:
+        return dense
+    format = rng.choice(list(packing.FORMATS))
+    if format != "affine":
+        group, scales = {"mxfp4": (packing.MXFP4_GROUP, (None,)), "fp8": (1, (torch.float32, torch.bfloat16))}[format]
+        return dense | {"format": format, "group": group, "scale_dtype": rng.choice(scales)}
+    widths = {"bits": rng.choice(packing.BITS), "group": rng.choice(packing.GROUPS)}
+    return {"format": format, **widths, "scale_dtype": rng.choice(list(DTYPES))}
+
+
+def draw_dims(op: str, given: tuple[str, ...], rng: random.Random, packed: dict) -> dict[str, int]:
+    """Sizes for all letters: mostly small ones, now and then an output for which the CPU maps memory of its own. Packed
+    columns are whole groups."""
     most = 10 ** rng.uniform(2, 6)
-    dims = {letter: rng.choice(SIZES) for letter in "TEKHI"}
+    dims = {letter: rng.choice(SIZES) for letter in "TEKHIN"}
     if rng.random() < 0.01:
         dims |= {"T": rng.choice(SIZES_LARGE), "K": 2, "E": 8} | dict.fromkeys("HI", rng.choice(SIZES_LARGE[:2]))
         most = 2e7 if op not in ("gate", "experts") else most
@@ -154,6 +175,8 @@ def draw_dims(op: str, given: tuple[str, ...], rng: random.Random) -> dict[str, 
     dims["E"] = min(dims["E"], max_experts)
     if "top_k" in inspect.signature(getattr(reference, op)).parameters:
         dims["K"] = dims["E"] if rng.random() < 0.1 else min(dims["K"], dims["E"])
+    for letter in "HI":
+        dims[letter] = packed["group"] * math.ceil(dims[letter] / packed["group"])
     return dims | {"S": rng.choice((1, dims["H"]))}
 
 
@@ -169,8 +192,8 @@ def draw_leading(T: int, rng: random.Random) -> tuple[int, ...]:
 @functools.cache
 def choices(op: str, option: str) -> tuple[str, ...]:
     """The values of a text option, out of the message about a wrong one."""
-    case = Case(op, "choices", dict.fromkeys("TEKHIS", 2), options=dict.fromkeys(("top_k",), 2), hostile=True)
-    options = {name: 2 for name in ("top_k",) if name in signature(op)}
+    case = Case(op, "choices", dict.fromkeys("TEKHINS", 2), options=dict.fromkeys(("top_k",), 2), hostile=True)
+    options = {name: value for name, value in {"top_k": 2, "dtype": torch.float32}.items() if name in signature(op)}
     try:
         getattr(torch.ops.moe_metal, op)(**case.arguments(), **options | {option: "?"})
     except RuntimeError as error:
@@ -198,6 +221,8 @@ def draw_options(op: str, dims: dict[str, int], rng: random.Random) -> dict:
             continue
         if types.NoneType in kinds and rng.random() < 0.3:
             options[name] = None
+        elif name in ("format", "bits", "dtype"):
+            continue  # draw_format's
         elif bool in kinds:
             options[name] = rng.random() < 0.5
         elif str in kinds:
@@ -224,7 +249,9 @@ FAR_IDS = (2**32, -(2**33), 2**63 - 1, -(2**63))
 
 def make_hostile(case: Case, args: Args, rng: random.Random) -> str:
     """Changes one argument's values. -> what it did"""
-    name = rng.choice(list(args))
+    name = rng.choice([name for name in args if args[name].dtype != torch.uint8] or [""])
+    if not name:
+        return "all is packed"
     tensor = args[name]
     if not tensor.is_floating_point():
         args[name], told = hostile_ids(tensor, case.dims["E"], rng)
@@ -275,17 +302,20 @@ def flat(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
 
 
-def place_all(op: str, args: Args, rng: random.Random) -> dict[str, Place]:
+def place_all(case: Case, args: Args, rng: random.Random) -> dict[str, Place]:
     plainly = rng.random() < 0.3
+    table = ARGUMENTS[case.op]
+    rows = {name for name in args if table[name].kind == "weight" and case.format != "dense"}
     return {
-        name: lay_out(tensor, "exact") if plainly else place(tensor, rng, name in written(op))
+        name: lay_out(tensor, "exact") if plainly else place(tensor, rng, name in written(case.op), name in rows)
         for name, tensor in args.items()
     }
 
 
-def place(tensor: Tensor, rng: random.Random, is_written: bool) -> Place:
-    kinds = ["exact", "exact", "contiguous", "strided", "padded", "transposed"]
-    if not is_written and tensor.numel() > 1:
+def place(tensor: Tensor, rng: random.Random, is_written: bool, in_rows: bool) -> Place:
+    """`in_rows`: the bytes of a row lie side by side."""
+    kinds = ["exact", "exact", "contiguous", "padded", *([] if in_rows else ["strided", "transposed"])]
+    if not is_written and tensor.numel() > 1 and not in_rows:
         kinds += ["expanded", "overlapping"]
     return lay_out(tensor, rng.choice(kinds), rng)
 
@@ -318,7 +348,9 @@ def share_memory(call: Call, rng: random.Random) -> None:
         (a, b)
         for a in call.places
         for b in call.places
-        if a != b and call.places[a].memory.dtype == call.places[b].memory.dtype
+        if a != b
+        and call.places[a].memory.dtype != torch.uint8
+        and call.places[a].memory.dtype == call.places[b].memory.dtype
     ]
     if not pairs:
         return
