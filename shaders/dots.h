@@ -102,10 +102,10 @@ void multiply_codes(thread const RowWords<N>& words, thread const Vectors<M>& pi
   }
 #pragma unroll
   for (uint r = 0; r < kChunkRows; ++r) {
-    bool nan = false;
+    uint nan = 0;
 #pragma unroll
-    for (uint n = 0; n < N; ++n) nan = nan || Codes::any_nan(words.row[r].at[n]);
-    if (nan) sums.at[r] = NAN;
+    for (uint n = 0; n < N; ++n) nan |= Codes::nan_bits(words.row[r].at[n]);
+    sums.at[r] = nan ? NAN : sums.at[r];
   }
 }
 
@@ -158,16 +158,16 @@ struct PackedChunk {
     RowWords<words> pieces;
 #pragma unroll
     for (uint r = 0; r < kChunkRows; ++r) {
-      load_codes<Codes, step>(weights.data + rows.data.at[r] + column / 8 * Codes::bits, length - column,
+      load_codes<Codes, step>(weights.data + rows.data.at[r] + column / 8 * Codes::bits, wide ? step : length - column,
                               wide || params.layout == WeightLayout::rows_wide, pieces.row[r]);
     }
     Piece piece;
     load(vector, column, length, piece);
     const long group = column >> params.group_shift;
     Floats<kChunkRows> scale, offset, sum;
-    load_numbers(weights.scale + group * params.scale.group, rows.scale, params.scale_type, scale);
+    load_scales<Codes>(weights.scale + group * params.scale.group, rows.scale, params.scale_type, scale);
     if (Codes::has_offset) {
-      load_numbers(weights.offset + group * params.offset.group, rows.offset, params.scale_type, offset);
+      load_scales<Codes>(weights.offset + group * params.offset.group, rows.offset, params.scale_type, offset);
     }
     const float plain = divided(piece);
     multiply_codes<Codes>(pieces, piece, sum);

@@ -3,10 +3,9 @@
 // A library knows one format: MOE_METAL_FORMAT and MOE_METAL_BITS say which, and `weights_reader` is its reader.
 // Packed rows are read in pieces of kPackedColumns, which are `bits` words whatever the bits are, or of kNarrowColumns.
 //
-// What to expect elsewhere. On the GPU where this was measured (an NVIDIA one) a code costs a mask, an addition and a
-// multiply-add. Apple's GPUs convert integers to float and shift at a quarter of the rate of masks and additions, which
-// is why codes become floats by their bits, and why those of 2, 4 and 8 bits are masked where they lie. Half to float
-// is free there, as an operand's type.
+// What differs on Apple's GPUs, by published measurements: integers become floats and are shifted at a quarter of the
+// rate of masks and additions, so codes become numbers by their bits, two at once as half2 where their width allows;
+// half is an operand's type there, so that making it float is free, where NVIDIA's GPUs spend an instruction.
 #pragma once
 #include "common.h"
 
@@ -75,7 +74,7 @@ inline float load_number(device const uchar* at, NumberType type) {
   return float(*reinterpret_cast<device const bfloat*>(at));
 }
 
-// The numbers of some rows. The type is asked for once, so that their loads overlap.
+// The scales, or offsets, of some rows. The type is asked for once, so that their loads overlap.
 template <uint N>
 struct Offsets {
   long at[N];
@@ -84,9 +83,9 @@ template <uint N>
 struct Floats {
   float at[N];
 };
-template <uint N>
-void load_numbers(device const uchar* from, thread const Offsets<N>& rows, NumberType type, thread Floats<N>& to) {
-  if (type == NumberType::e8m0) {
+template <typename Codes, uint N>
+void load_scales(device const uchar* from, thread const Offsets<N>& rows, NumberType type, thread Floats<N>& to) {
+  if (Codes::e8m0_scale) {
     for (uint r = 0; r < N; ++r) to.at[r] = e8m0(from[rows.at[r]]);
   } else if (type == NumberType::float32) {
     for (uint r = 0; r < N; ++r) to.at[r] = *reinterpret_cast<device const float*>(from + rows.at[r]);
@@ -111,45 +110,55 @@ struct Words {
 //   has_offset     a value is scale * factor * code + offset
 //   factor         what `eight` leaves to be multiplied
 //   eight          codes i to i + 7 as floats, each times 2^place(i)
-//   is_nan         whether code i is none; any_nan: whether one of a word's is
+//   is_nan         whether code i is none; nan_bits: not 0 where one of a word's is
 // `i` is a constant wherever these are called, in unrolled loops.
 
 template <uint Bits>
 struct Affine {
-  enum : uint { bits = Bits, scale_rows = 1, has_offset = 1, factor = 1 };
+  enum : uint { bits = Bits, scale_rows = 1, has_offset = 1, e8m0_scale = 0, halves = 32 % Bits == 0 };
+  enum : uint { factor = halves ? 1 << 24 : 1 };
 
-  // A code inside one half of a word stays in its place there: then no shift is needed but that of the upper half, and
-  // what all rows of weights share, x, is scaled down instead. Other codes are shifted to place 0.
   static constexpr uint bit(uint i) { return i * bits % 32; }
-  static constexpr uint shift(uint i) {
-    return bit(i) + bits <= 16 ? 0 : bit(i) >= 16 && bit(i) + bits <= 32 ? 16 : bit(i);
-  }
-  static constexpr uint place(uint i) { return bit(i) - shift(i); }
+  static constexpr uint place(uint i) { return halves ? bit(i) % 8 : 0; }
 
-  // As the low bits of 2^23 an integer is a float.
+  // Codes that fill words: code i and the one 16 bits from it are left in their places, as subnormal half, of which 1
+  // is 2^-24. What all rows of weights share, x, is scaled down instead.
+  static half2 pair(uint word, uint i) {
+    const uint mask = ((1u << bits) - 1) << place(i);
+    return as_type<half2>((bit(i) % 16 < 8 ? word : word >> 8) & (mask | mask << 16));
+  }
+  // Any code, as the low bits of 2^23, for it may lie in two words.
+  template <uint N>
+  static float single(thread const Words<N>& words, uint i) {
+    const uint word = i * bits / 32;
+    uint code = words.at[word] >> bit(i);
+    if (bit(i) + bits > 32) code |= words.at[word + 1] << (32 - bit(i));
+    return as_type<float>((code & ((1u << bits) - 1)) | 0x4b000000u) - 8388608.0f;
+  }
+
   template <uint N>
   static void eight(thread const Words<N>& words, uint i, thread Vectors<2>& codes) {
 #pragma unroll
     for (uint n = 0; n < 8; ++n) {
-      const uint word = (i + n) * bits / 32, at = shift(i + n);
-      uint code = words.at[word] >> at;
-      if (bit(i + n) + bits > 32) code |= words.at[word + 1] << (32 - at);
-      const uint masked = code & (((1u << bits) - 1) << place(i + n));
-      codes.at[n / 4][n % 4] = as_type<float>(masked | 0x4b000000u) - 8388608.0f;
+      if (halves) {
+        const half2 both = pair(words.at[(i + n) * bits / 32], i + n);
+        codes.at[n / 4][n % 4] = float(bit(i + n) < 16 ? both.x : both.y);
+      } else {
+        codes.at[n / 4][n % 4] = single(words, i + n);
+      }
     }
   }
   template <uint N>
   static bool is_nan(thread const Words<N>&, uint) {
     return false;
   }
-  static bool any_nan(uint) { return false; }
+  static uint nan_bits(uint) { return 0; }
 };
 
 // e2m1 becomes half by its bits: its exponent is 14 smaller there, and 0.5 is a subnormal half.
 struct Mxfp4 {
-  enum : uint { bits = 4, scale_rows = 1, has_offset = 0, factor = 1 << 14 };
+  enum : uint { bits = 4, scale_rows = 1, has_offset = 0, e8m0_scale = 1, factor = 1 << 14 };
   static constexpr uint place(uint) { return 0; }
-
   template <uint N>
   static void eight(thread const Words<N>& words, uint i, thread Vectors<2>& codes) {
 #pragma unroll
@@ -164,14 +173,13 @@ struct Mxfp4 {
   static bool is_nan(thread const Words<N>&, uint) {
     return false;
   }
-  static bool any_nan(uint) { return false; }
+  static uint nan_bits(uint) { return 0; }
 };
 
 // e4m3 becomes half by its bits: its exponent is 8 smaller there. 127 and 255 are NaN, and would become 480.
 struct Fp8 {
-  enum : uint { bits = 8, scale_rows = 128, has_offset = 0, factor = 1 << 8 };
+  enum : uint { bits = 8, scale_rows = 128, has_offset = 0, e8m0_scale = 0, factor = 1 << 8 };
   static constexpr uint place(uint) { return 0; }
-
   template <uint N>
   static void eight(thread const Words<N>& words, uint i, thread Vectors<2>& codes) {
 #pragma unroll
@@ -186,7 +194,7 @@ struct Fp8 {
   static bool is_nan(thread const Words<N>& words, uint i) {
     return (words.at[i / 4] >> (i % 4 * 8) & 0x7f) == 0x7f;
   }
-  static bool any_nan(uint word) { return (((word & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u) != 0; }
+  static uint nan_bits(uint word) { return ((word & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u; }
 };
 
 // The first `count` of a piece's `columns` codes; the others are 0. `aligned`: rows begin where the widest loads that
