@@ -99,12 +99,19 @@ struct WeightedSumParams {
 // ------------------------------------------------------------------------------------------ experts
 
 // What the 16 bytes of one load hold of a weight matrix: neighbours in a row, or in a column (transposed weights),
-// where alignment allows such loads; else the elements are loaded one by one along the closer of the two.
+// where alignment allows such loads; else the elements (of packed weights the bytes) are loaded one by one along the
+// closer of the two.
 enum class WeightLayout : int32_t { rows_wide, rows, columns_wide, columns };
 
-// How the work is cut, which gives the grids. Where a number is a choice, experts.mm says why.
+// The numbers of a scale or an offset, and of dense data.
+enum class NumberType : int32_t { float32, float16, bfloat16, e8m0 };
+
+// How the work is cut, which gives the grids. Where a number is a choice, weights.h or experts.mm says why.
 MOE_METAL_CONSTANT uint32_t kChunkSimdgroups = 8;  // decode, rows: simdgroups of a threadgroup
-MOE_METAL_CONSTANT uint32_t kChunkRows = 4;        // decode, rows: rows of weights of a simdgroup
+MOE_METAL_CONSTANT uint32_t kChunkRows = 4;        // decode, rows: rows of weights of a team of lanes
+MOE_METAL_CONSTANT uint32_t kPackedLanes = 8;      // decode, packed weights: lanes of a team, else all 32
+MOE_METAL_CONSTANT uint32_t kPackedColumns = 32;   // packed weights: columns of a lane at a time, all of one group
+MOE_METAL_CONSTANT uint32_t kNarrowColumns = 16;   // the same for groups of 16, for ragged and for unaligned rows
 MOE_METAL_CONSTANT uint32_t kMaxSplit = 16;        // decode, columns: simdgroups of a threadgroup at most
 MOE_METAL_CONSTANT uint32_t kDownColumnRows = 32;  // decode, columns: rows of down of a threadgroup
 MOE_METAL_CONSTANT uint32_t kTileRows = 64;        // else: rows of weights of a threadgroup
@@ -112,13 +119,26 @@ MOE_METAL_CONSTANT uint32_t kTileInner = 32;       // of gate_up these are so ma
 MOE_METAL_CONSTANT uint32_t kTileThreads = 128;    // prefill: of a threadgroup
 MOE_METAL_CONSTANT uint32_t kBand = 8;             // prefill: tiles of slots that walk all rows of weights together
 
-// Element (e, row, column) of a weight is at e * expert + row * row + column * column.
+// Bytes from one expert, row or group of columns to the next, of a scale or an offset.
+struct ScaleParams {
+  int64_t expert, row, group;
+};
+
+// Element (e, row, column) of a dense weight is at e * expert + row * row + column * column. Packed weights count
+// bytes, and have no `column`.
 struct WeightParams {
   int64_t expert, row, column;
-  int64_t up;  // gate_up: from a gate row to its up row
+  ScaleParams scale, offset;
+  NumberType scale_type;
+  uint32_t group_shift;  // log2 of the columns that share a scale
   WeightLayout layout;
   uint32_t split;  // decode: simdgroups that share the work on one row
 };
+
+// Of so many bytes that follow one another, as many as one load can take.
+constexpr uint32_t bytes_at_once(uint32_t bytes) {
+  return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : bytes % 2 == 0 ? 2 : 1;
+}
 
 struct ExpertsParams {
   uint32_t T, E, K, H, I;
@@ -129,6 +149,22 @@ struct ExpertsParams {
   ParameterType weights, gate_up_bias, down_bias, shared_gate;
   ActivationParams activation;
   WeightParams gate_up, down;
+};
+
+// The op linear.
+struct LinearParams {
+  uint32_t T, N, H;
+  uint32_t wide_x;  // rows of x may be loaded 16 bytes at a time
+  ParameterType bias;
+  WeightParams weight;
+};
+
+// The op dequantize: `matrices` of `rows` by `columns`, whose rows are cut into pieces of kNarrowColumns.
+struct DequantizeParams {
+  uint64_t all_pieces;
+  uint32_t rows, columns, pieces;
+  NumberType dense_type;
+  WeightParams weight;
 };
 
 // The op route, and the second half of gate.
@@ -165,8 +201,10 @@ static_assert(sizeof(RouteParams) == 52, "shaders and host must agree");
 static_assert(sizeof(GateParams) == 76, "shaders and host must agree");
 static_assert(sizeof(ResidualNormParams) == 28, "shaders and host must agree");
 static_assert(sizeof(WeightedSumParams) == 44, "shaders and host must agree");
-static_assert(sizeof(WeightParams) == 40, "shaders and host must agree");
-static_assert(sizeof(ExpertsParams) == 152, "shaders and host must agree");
+static_assert(sizeof(WeightParams) == 88, "shaders and host must agree");
+static_assert(sizeof(ExpertsParams) == 248, "shaders and host must agree");
+static_assert(sizeof(LinearParams) == 112, "shaders and host must agree");
+static_assert(sizeof(DequantizeParams) == 112, "shaders and host must agree");
 #endif
 
 }  // namespace moe_metal
@@ -174,11 +212,31 @@ static_assert(sizeof(ExpertsParams) == 152, "shaders and host must agree");
 #ifdef __METAL_VERSION__
 // instantiate_kernel("op_float", op<float>): one line per variant, whose signature the compiler derives.
 #define instantiate_kernel(name, ...) template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
-// One kernel per dtype of the activations.
+
+// A library holds the kernels of one dtype of the activations, MOE_METAL_DTYPE, or of all where that is not defined.
+#define MOE_METAL_float 0
+#define MOE_METAL_half 1
+#define MOE_METAL_bfloat 2
+#if !defined(MOE_METAL_DTYPE) || MOE_METAL_DTYPE == MOE_METAL_float
+#define if_float(...) __VA_ARGS__
+#else
+#define if_float(...)
+#endif
+#if !defined(MOE_METAL_DTYPE) || MOE_METAL_DTYPE == MOE_METAL_half
+#define if_half(...) __VA_ARGS__
+#else
+#define if_half(...)
+#endif
+#if !defined(MOE_METAL_DTYPE) || MOE_METAL_DTYPE == MOE_METAL_bfloat
+#define if_bfloat(...) __VA_ARGS__
+#else
+#define if_bfloat(...)
+#endif
+// One kernel per dtype.
 // clang-format off
-#define instantiate_dtypes(name, function)                      \
-  instantiate_kernel(name "_float", moe_metal::function<float>) \
-  instantiate_kernel(name "_half", moe_metal::function<half>)   \
-  instantiate_kernel(name "_bfloat", moe_metal::function<bfloat>)
+#define instantiate_dtypes(name, function)                                \
+  if_float(instantiate_kernel(name "_float", moe_metal::function<float>)) \
+  if_half(instantiate_kernel(name "_half", moe_metal::function<half>))    \
+  if_bfloat(instantiate_kernel(name "_bfloat", moe_metal::function<bfloat>))
 // clang-format on
 #endif

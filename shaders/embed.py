@@ -10,6 +10,14 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+#: The formats of weights that a shader with a `weights_suffix` is compiled for, and the macros of each: those of
+#: `kWeightFormats` in csrc/mps/launch.h.
+FORMATS = {
+    "": [],
+    **{f"affine{bits}": ["MOE_METAL_FORMAT=1", f"MOE_METAL_BITS={bits}"] for bits in (2, 3, 4, 5, 6, 8)},
+    "mxfp4": ["MOE_METAL_FORMAT=2"],
+    "fp8": ["MOE_METAL_FORMAT=3"],
+}
 
 
 def shader_text(path: Path) -> str:
@@ -27,6 +35,12 @@ def shader_text(path: Path) -> str:
         return re.sub(r'^#include "([^"]+)"$', inline, file.read_text(), flags=re.MULTILINE)
 
     return text_of(path)
+
+
+def libraries(path: Path) -> dict[str, list[str]]:
+    """What one `.metal` file is compiled for: names, and macros. `glu`, or `linear`, `linear-affine2` and so on."""
+    formats = FORMATS if "weights_suffix" in path.read_text() else {"": []}
+    return {f"{path.stem}-{name}".rstrip("-"): macros for name, macros in formats.items()}
 
 
 def write_header(target: Path) -> Path:

@@ -15,6 +15,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
+#include "dots.h"
 #include "experts.h"
 
 namespace moe_metal {
@@ -23,95 +24,37 @@ namespace moe_metal {
 
 MOE_METAL_CONSTANT uint kInnerRows = kChunkRows / 2;  // a gate row and an up row each
 
-// A chunk is what a simdgroup reads of a row at a time. load() gives a lane's share from its first column on.
-template <typename T>
-struct WideChunk {
-  enum : uint { vectors = Wide<T>::vectors, step = Wide<T>::elements, columns = 32 * step };
-  template <typename V>
-  static void load(device const V* row, uint column, uint, long, thread Vectors<vectors>& values) {
-    load_wide(row + column, values);
-  }
-};
-template <typename T>
-struct AnyChunk {
-  enum : uint { vectors = 1, step = 1, columns = 128 };
-  template <typename V>
-  static void load(device const V* row, uint column, uint length, long stride, thread Vectors<vectors>& values) {
-    for (uint n = 0; n < 4; ++n) {
-      const uint c = column + 32 * n;
-      values.at[0][n] = c < length ? float(row[c * stride]) : 0;
-    }
-  }
-};
-
-// The rows of weights of a simdgroup, and its sums for them.
-struct ChunkRows {
-  long offset[kChunkRows];
-  float sum[kChunkRows];
-};
-
-// sum[r] += scale * (this lane's share of row r) * vector, over every split-th chunk from `chunk` on. One chunk at a
-// time: two kept twice the registers, and were slower on the GPU where this was tried (H200).
-template <typename Chunk, typename V, typename T>
-void add_rows(thread ChunkRows& rows, float scale, device const V* vector, device const T* weights, long stride,
-              uint length, uint chunk, uint split, uint lane) {
-  for (uint column = chunk * Chunk::columns + lane * Chunk::step; column < length; column += split * Chunk::columns) {
-    Vectors<Chunk::vectors> v, w[kChunkRows];
-    Chunk::load(vector, column, length, 1, v);
-    for (uint r = 0; r < kChunkRows; ++r) Chunk::load(weights + rows.offset[r], column, length, stride, w[r]);
-    for (uint r = 0; r < kChunkRows; ++r) {
-      float sum = 0;
-      for (uint n = 0; n < Chunk::vectors; ++n) sum += dot(w[r].at[n], v.at[n]);
-      rows.sum[r] += scale * sum;
-    }
-  }
-}
-
-// shares[simdgroup][r] = the simdgroup's sum of row r
-inline void share_sums(thread const ChunkRows& rows, threadgroup float* shares, uint thread_index) {
-  for (uint r = 0; r < kChunkRows; ++r) {
-    const float sum = simd_sum(rows.sum[r]);
-    if (thread_index % 32 == 0) shares[thread_index / 32 * kChunkRows + r] = sum;
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-}
-
-// The sum of row r over the simdgroups that shared it.
-inline float shared_sum(threadgroup const float* shares, uint first, uint split, uint r) {
-  float sum = 0;
-  for (uint s = first; s < first + split; ++s) sum += shares[s * kChunkRows + r];
-  return sum;
-}
-
 template <typename T, typename Chunk>
 [[kernel]] void experts_gate_up_rows(device const T* x [[buffer(0)]], device const int* ids [[buffer(1)]],
-                                     device const T* gate_up [[buffer(2)]], device const T* bias [[buffer(3)]],
-                                     device float* inner [[buffer(4)]], constant ExpertsParams& params [[buffer(5)]],
+                                     device const typename Chunk::Data* gate_up [[buffer(2)]],
+                                     device const uchar* scale [[buffer(3)]], device const uchar* offset [[buffer(4)]],
+                                     device const T* bias [[buffer(5)]], device float* inner [[buffer(6)]],
+                                     constant ExpertsParams& params [[buffer(7)]],
                                      uint2 group [[threadgroup_position_in_grid]],
                                      uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup float shares[kChunkSimdgroups * kChunkRows];
+  threadgroup float shares[most_shares<Chunk>()];
   const uint slot = group.x;
   if (slot >= params.T * params.K) return;
   const int expert = expert_of(ids, slot, params);
   if (expert < 0) return;
-  const uint lane = thread_index % 32, simdgroup = thread_index / 32, split = params.gate_up.split;
-  const uint block_rows = kChunkSimdgroups / split * kInnerRows, block = group.y * block_rows;
-  const uint first = block + simdgroup / split * kInnerRows;
+  const uint split = params.gate_up.split, block_rows = rows_of_threadgroup<Chunk>(split) / 2;
+  const Place place = place_of<Chunk>(thread_index, split);
+  const uint block = group.y * block_rows, first = block + place.team * kInnerRows;
   ChunkRows rows = {};
   for (uint r = 0; r < kChunkRows; ++r) {  // gate, up, gate, up; past the last row, the last again
-    rows.offset[r] = long(min(first + r / 2, params.I - 1)) * params.gate_up.row + (r % 2) * params.gate_up.up;
+    set_row<Chunk>(rows, r, gate_up_row(min(first + r / 2, params.I - 1), r % 2, params), params.gate_up);
   }
-  device const T* vector = x + ulong(slot / params.K) * params.H;
-  device const T* weights = gate_up + expert * params.gate_up.expert;
   if (first < params.I) {
-    add_rows<Chunk>(rows, 1, vector, weights, params.gate_up.column, params.H, simdgroup % split, split, lane);
+    const Share share = {place.part, split, place.lane};
+    add_rows<Chunk>(rows, 1, x + ulong(slot / params.K) * params.H,
+                    of_expert(gate_up, scale, offset, expert, params.gate_up), params.gate_up, params.H, share);
   }
-  share_sums(rows, shares, thread_index);
+  share_sums<Chunk>(rows, shares, thread_index);
   if (thread_index >= block_rows || block + thread_index >= params.I) return;
-  const uint from = thread_index / kInnerRows * split, r = thread_index % kInnerRows * 2;
+  const uint team = thread_index / kInnerRows, r = thread_index % kInnerRows * 2;
+  const float gate = shared_sum<Chunk>(shares, team, split, r), up = shared_sum<Chunk>(shares, team, split, r + 1);
   inner[ulong(slot) * params.I + block + thread_index] =
-      inner_value(shared_sum(shares, from, split, r), shared_sum(shares, from, split, r + 1), bias, expert,
-                  block + thread_index, params);
+      inner_value(gate, up, bias, expert, block + thread_index, params);
 }
 
 // sum_k weights[k] * down_bias[expert_k], of one element
@@ -130,39 +73,41 @@ float weighted_bias(device const T* bias, device const int* ids, device const T*
 
 template <typename T, typename Chunk>
 [[kernel]] void experts_down_rows(device const float* inner [[buffer(0)]], device const int* ids [[buffer(1)]],
-                                  device const T* weights [[buffer(2)]], device const T* down [[buffer(3)]],
-                                  device const T* bias [[buffer(4)]], device const T* shared [[buffer(5)]],
-                                  device const T* shared_gate [[buffer(6)]], device const T* residual [[buffer(7)]],
-                                  device T* output [[buffer(8)]], constant ExpertsParams& params [[buffer(9)]],
+                                  device const T* weights [[buffer(2)]],
+                                  device const typename Chunk::Data* down [[buffer(3)]],
+                                  device const uchar* scale [[buffer(4)]], device const uchar* offset [[buffer(5)]],
+                                  device const T* bias [[buffer(6)]], device const T* shared [[buffer(7)]],
+                                  device const T* shared_gate [[buffer(8)]], device const T* residual [[buffer(9)]],
+                                  device T* output [[buffer(10)]], constant ExpertsParams& params [[buffer(11)]],
                                   uint2 group [[threadgroup_position_in_grid]],
                                   uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup float shares[kChunkSimdgroups * kChunkRows];
-  const uint token = group.x, lane = thread_index % 32, simdgroup = thread_index / 32, split = params.down.split;
-  const uint block_rows = kChunkSimdgroups / split * kChunkRows, block = group.y * block_rows;
-  const uint first = block + simdgroup / split * kChunkRows;
+  threadgroup float shares[most_shares<Chunk>()];
+  const uint token = group.x, split = params.down.split, block_rows = rows_of_threadgroup<Chunk>(split);
+  const Place place = place_of<Chunk>(thread_index, split);
+  const uint block = group.y * block_rows, first = block + place.team * kChunkRows;
   if (token >= params.T) return;
   ChunkRows rows = {};
-  for (uint r = 0; r < kChunkRows; ++r) rows.offset[r] = long(min(first + r, params.H - 1)) * params.down.row;
+  for (uint r = 0; r < kChunkRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.H - 1), params.down);
   // The chunks of all experts in turn: simdgroup s of the split takes every split-th of them, from s on.
   const uint chunks = (params.I + Chunk::columns - 1) / Chunk::columns, turn = split - chunks % split;
-  uint chunk = simdgroup % split;
+  Share share = {place.part, split, place.lane};
   for (uint k = 0; k < params.K && first < params.H; ++k) {
     const ulong slot = ulong(token) * params.K + k;
     const int expert = expert_of(ids, slot, params);
     if (expert < 0) continue;
-    const float weight = load(weights, slot, params.weights);
-    add_rows<Chunk>(rows, weight, inner + slot * params.I, down + expert * params.down.expert, params.down.column,
-                    params.I, chunk, split, lane);
-    chunk = (chunk + turn) % split;
+    add_rows<Chunk>(rows, load(weights, slot, params.weights), inner + slot * params.I,
+                    of_expert(down, scale, offset, expert, params.down), params.down, params.I, share);
+    share.chunk = (share.chunk + turn) % split;
   }
-  share_sums(rows, shares, thread_index);
+  share_sums<Chunk>(rows, shares, thread_index);
   const uint h = block + thread_index;
   if (thread_index >= block_rows || h >= params.H) return;
-  const float total = shared_sum(shares, thread_index / kChunkRows * split, split, thread_index % kChunkRows) +
+  const float total = shared_sum<Chunk>(shares, thread_index / kChunkRows, split, thread_index % kChunkRows) +
                       weighted_bias(bias, ids, weights, token, h, params);
   output[ulong(token) * params.H + h] = T(total + beside_experts(shared, shared_gate, residual, token, h, params));
 }
 
+#if MOE_METAL_FORMAT == 0
 // ------------------------------------------------------------------------------------------ lanes across the rows
 
 MOE_METAL_CONSTANT uint kColumnsAhead = 4;  // columns whose loads are in flight together
@@ -176,22 +121,26 @@ struct WideColumn {
   long step;
 
   // Lanes past the last row do the first lane's work, and nobody asks for it.
-  WideColumn(thread const RowTile<T>& tile, uint lane)
-      : first(tile.at(tile.has(row(lane, 0)) ? row(lane, 0) : 0, 0)), step(tile.column) {}
+  WideColumn(Weights<T> weights, constant WeightParams& params, thread const RowTile& tile, uint lane)
+      : first(element(weights, params, tile, tile.has(row(lane, 0)) ? row(lane, 0) : 0, 0)), step(params.column) {}
   static uint row(uint lane, uint n) { return lane % lanes * Wide<T>::elements + n; }
   void load(uint column, thread Vectors<vectors>& values) const { load_wide(first + column * step, values); }
 };
 template <typename T, uint Rows>
 struct AnyColumn {
   enum : uint { rows = Rows, vectors = Rows / 32, lanes = 8 };
-  RowTile<T> tile;
+  device const T* first;
+  long row_step, column_step;
+  RowTile tile;
   uint lane;
 
-  AnyColumn(thread const RowTile<T>& tile, uint lane) : tile(tile), lane(lane) {}
+  AnyColumn(Weights<T> weights, constant WeightParams& params, thread const RowTile& tile, uint lane)
+      : first(weights.data), row_step(params.row), column_step(params.column), tile(tile), lane(lane) {}
   static uint row(uint lane, uint n) { return lane % lanes + lanes * n; }
   void load(uint column, thread Vectors<vectors>& values) const {
     for (uint n = 0; n < 4 * vectors; ++n) {
-      values.at[n / 4][n % 4] = tile.has(row(lane, n)) ? float(*tile.at(row(lane, n), column)) : 0;
+      const uint j = row(lane, n);
+      values.at[n / 4][n % 4] = tile.has(j) ? float(first[tile.number(j) * row_step + column * column_step]) : 0;
     }
   }
 };
@@ -247,8 +196,9 @@ void sum_shares(thread Vectors<Column::vectors>& sums, threadgroup float* shares
 
 template <typename T, typename Column>
 [[kernel]] void experts_gate_up_columns(device const T* x [[buffer(0)]], device const int* ids [[buffer(1)]],
-                                        device const T* gate_up [[buffer(2)]], device const T* bias [[buffer(3)]],
-                                        device float* inner [[buffer(4)]], constant ExpertsParams& params [[buffer(5)]],
+                                        device const T* gate_up [[buffer(2)]], device const uchar* scale [[buffer(3)]],
+                                        device const uchar* offset [[buffer(4)]], device const T* bias [[buffer(5)]],
+                                        device float* inner [[buffer(6)]], constant ExpertsParams& params [[buffer(7)]],
                                         uint2 group [[threadgroup_position_in_grid]],
                                         uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float shares[kMaxSplit * Column::rows];
@@ -256,10 +206,10 @@ template <typename T, typename Column>
   if (slot >= params.T * params.K) return;
   const int expert = expert_of(ids, slot, params);
   if (expert < 0) return;
-  const RowTile<T> tile = gate_up_tile(gate_up, expert, group.y, params);
   const uint split = params.gate_up.split, streams = 32 / Column::lanes * split;
   Vectors<Column::vectors> sums = {};
-  const Column weights(tile, thread_index);
+  const RowTile tile = gate_up_tile(group.y, params);
+  const Column weights(of_expert(gate_up, scale, offset, expert, params.gate_up), params.gate_up, tile, thread_index);
   add_columns(sums, 1, x + ulong(slot / params.K) * params.H, weights, params.H, streams, thread_index / Column::lanes);
   sum_shares<Column>(sums, shares, thread_index, split);
   const uint row = group.y * kTileInner + thread_index;
@@ -270,21 +220,22 @@ template <typename T, typename Column>
 template <typename T, typename Column>
 [[kernel]] void experts_down_columns(device const float* inner [[buffer(0)]], device const int* ids [[buffer(1)]],
                                      device const T* weights [[buffer(2)]], device const T* down [[buffer(3)]],
-                                     device const T* bias [[buffer(4)]], device const T* shared [[buffer(5)]],
-                                     device const T* shared_gate [[buffer(6)]], device const T* residual [[buffer(7)]],
-                                     device T* output [[buffer(8)]], constant ExpertsParams& params [[buffer(9)]],
+                                     device const uchar* scale [[buffer(4)]], device const uchar* offset [[buffer(5)]],
+                                     device const T* bias [[buffer(6)]], device const T* shared [[buffer(7)]],
+                                     device const T* shared_gate [[buffer(8)]], device const T* residual [[buffer(9)]],
+                                     device T* output [[buffer(10)]], constant ExpertsParams& params [[buffer(11)]],
                                      uint2 group [[threadgroup_position_in_grid]],
                                      uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float shares[kMaxSplit * Column::rows];
   const uint token = group.x, split = params.down.split, streams = 32 / Column::lanes * split;
   if (token >= params.T) return;
+  const RowTile tile = plain_tile(group.y * Column::rows, params.H);
   Vectors<Column::vectors> sums = {};
   for (uint k = 0; k < params.K; ++k) {
     const ulong slot = ulong(token) * params.K + k;
     const int expert = expert_of(ids, slot, params);
     if (expert < 0) continue;
-    const RowTile<T> tile = down_tile(down, expert, group.y * Column::rows, params);
-    const Column columns(tile, thread_index);
+    const Column columns(of_expert(down, scale, offset, expert, params.down), params.down, tile, thread_index);
     add_columns(sums, load(weights, slot, params.weights), inner + slot * params.I, columns, params.I, streams,
                 thread_index / Column::lanes);
   }
@@ -295,18 +246,26 @@ template <typename T, typename Column>
   output[ulong(token) * params.H + h] = T(total + beside_experts(shared, shared_gate, residual, token, h, params));
 }
 
+#endif  // dense
+
 }  // namespace moe_metal
 
 // clang-format off
-#define instantiate_walk(function, dtype, wide, any)                              \
-  instantiate_kernel(#function "_wide_" #dtype, moe_metal::function<dtype, wide>) \
-  instantiate_kernel(#function "_" #dtype, moe_metal::function<dtype, any>)
-#define instantiate_decode(dtype)                                                                                  \
-  instantiate_walk(experts_gate_up_rows, dtype, moe_metal::WideChunk<dtype>, moe_metal::AnyChunk<dtype>)           \
-  instantiate_walk(experts_down_rows, dtype, moe_metal::WideChunk<dtype>, moe_metal::AnyChunk<dtype>)              \
-  instantiate_walk(experts_gate_up_columns, dtype, moe_metal::WideGateUp<dtype>, moe_metal::AnyGateUp<dtype>)      \
+#define instantiate_walk(function, dtype, wide, any)                                             \
+  instantiate_kernel(#function "_wide" weights_suffix "_" #dtype, moe_metal::function<dtype, wide>) \
+  instantiate_kernel(#function weights_suffix "_" #dtype, moe_metal::function<dtype, any>)
+#define instantiate_rows(dtype)                                                                \
+  instantiate_walk(experts_gate_up_rows, dtype, wide_chunk(dtype), any_chunk(dtype))           \
+  instantiate_walk(experts_down_rows, dtype, wide_chunk(dtype), any_chunk(dtype))
+#define instantiate_columns(dtype)                                                                               \
+  instantiate_walk(experts_gate_up_columns, dtype, moe_metal::WideGateUp<dtype>, moe_metal::AnyGateUp<dtype>)    \
   instantiate_walk(experts_down_columns, dtype, moe_metal::WideDown<dtype>, moe_metal::AnyDown<dtype>)
 
-instantiate_decode(float)
-instantiate_decode(half)
-instantiate_decode(bfloat)
+if_float(instantiate_rows(float))
+if_half(instantiate_rows(half))
+if_bfloat(instantiate_rows(bfloat))
+#if MOE_METAL_FORMAT == 0
+if_float(instantiate_columns(float))
+if_half(instantiate_columns(half))
+if_bfloat(instantiate_columns(bfloat))
+#endif

@@ -205,8 +205,6 @@ template <typename T, typename W>
   instantiate_kernel("gate_logits_4_" #T "_" #W, moe_metal::gate_logits<T, W, 4, 4>)      \
   instantiate_kernel("gate_tile_" #T "_" #W, moe_metal::gate_tile<T, W>)
 
-instantiate_gate(float, float)
-instantiate_gate(half, half)
-instantiate_gate(half, float)
-instantiate_gate(bfloat, bfloat)
-instantiate_gate(bfloat, float)
+if_float(instantiate_gate(float, float))
+if_half(instantiate_gate(half, half) instantiate_gate(half, float))
+if_bfloat(instantiate_gate(bfloat, bfloat) instantiate_gate(bfloat, float))

@@ -31,10 +31,10 @@ template <typename T, uint N>
 }  // namespace moe_metal
 
 // clang-format off
-#define instantiate_route(N)                                           \
-  instantiate_kernel("route_" #N "_float", moe_metal::route<float, N>) \
-  instantiate_kernel("route_" #N "_half", moe_metal::route<half, N>)   \
-  instantiate_kernel("route_" #N "_bfloat", moe_metal::route<bfloat, N>)
+#define instantiate_route(N)                                                     \
+  if_float(instantiate_kernel("route_" #N "_float", moe_metal::route<float, N>)) \
+  if_half(instantiate_kernel("route_" #N "_half", moe_metal::route<half, N>))    \
+  if_bfloat(instantiate_kernel("route_" #N "_bfloat", moe_metal::route<bfloat, N>))
 
 instantiate_route(1)
 instantiate_route(2)

@@ -8,8 +8,10 @@
 #include <array>
 #include <atomic>
 #include <initializer_list>
+#include <iterator>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #include "common.h"
 
@@ -19,12 +21,25 @@ using at::Tensor;
 
 struct Pipeline;  // what Metal made of a kernel
 
-// One kernel function. Its shader file and its pipeline are compiled at its first launch, and kept for good.
+// A format of weights as kernels are compiled for it. `name` comes before the dtype in their host_name.
+struct WeightFormat {
+  const char* name;
+  Format format;
+  int bits;
+};
+inline constexpr WeightFormat kWeightFormats[] = {
+    {"", Format::dense, 0},         {"affine2", Format::affine, 2}, {"affine3", Format::affine, 3},
+    {"affine4", Format::affine, 4}, {"affine5", Format::affine, 5}, {"affine6", Format::affine, 6},
+    {"affine8", Format::affine, 8}, {"mxfp4", Format::mxfp4, 4},    {"fp8", Format::fp8, 8}};
+
+// One kernel function. Its pipeline is compiled at its first launch, and kept for good; so is its library, which is the
+// shader file for one dtype of the activations and one format of weights.
 struct Kernel {
   const char* shader;    // shaders/<shader>.metal
   const char* function;  // the part of its host_name before the dtypes
   int dtypes = -1;       // index into the names of dtypes in launch.mm; -1: the kernel has no dtype
-  int max_threads = 0;   // per threadgroup; fewer leave each thread more registers
+  const WeightFormat* format = &kWeightFormats[0];
+  int max_threads = 0;  // per threadgroup; fewer leave each thread more registers
   std::atomic<const Pipeline*> pipeline = nullptr;
 };
 
@@ -32,8 +47,10 @@ struct Kernel {
 // A lookup is an index: nothing is built, compared or allocated per call.
 class Kernels {
  public:
-  Kernels(const char* shader, const char* function, int max_threads = 1024) {
+  Kernels(const char* shader, const char* function, int max_threads = 1024,
+          const WeightFormat& format = kWeightFormats[0]) {
     for (int i = 0; i < kCount; ++i) {
+      kernels_[i].format = &format;
       kernels_[i].shader = shader;
       kernels_[i].function = function;
       kernels_[i].dtypes = i;
@@ -51,6 +68,25 @@ class Kernels {
   static constexpr int kCount = 12;  // 3 of one dtype, 9 of two
   static int index(at::ScalarType dtype) { return dtype == at::kFloat ? 0 : dtype == at::kHalf ? 1 : 2; }
   std::array<Kernel, kCount> kernels_;
+};
+
+// The same for each format of weights.
+class FormatKernels {
+ public:
+  FormatKernels(const char* shader, const char* function, int max_threads = 1024)
+      : FormatKernels(shader, function, max_threads, std::make_index_sequence<std::size(kWeightFormats)>()) {}
+
+  Kernel& operator()(at::ScalarType dtype, Format format, int64_t bits) {
+    size_t i = 0;
+    while (kWeightFormats[i].format != format || (format == Format::affine && kWeightFormats[i].bits != bits)) ++i;
+    return kernels_[i][dtype];
+  }
+
+ private:
+  template <size_t... i>
+  FormatKernels(const char* shader, const char* function, int max_threads, std::index_sequence<i...>)
+      : kernels_{Kernels(shader, function, max_threads, kWeightFormats[i])...} {}
+  Kernels kernels_[std::size(kWeightFormats)];
 };
 
 // The threadgroups of a dispatch, and the threads of each. Rows go along x, where no device limits their number.

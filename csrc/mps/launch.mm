@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <tuple>
 
 #include "shader_texts.h"
 
@@ -48,10 +49,24 @@ MTLLanguageVersion language_version() {
   return static_cast<MTLLanguageVersion>((major << 16) + minor);
 }
 
+// The dtype of a kernel's activations, as common.h numbers them; -1: it has none.
+int activation_dtype(const Kernel& kernel) { return kernel.dtypes < 3 ? kernel.dtypes : (kernel.dtypes - 3) / 3; }
+
+// What makes a shader file the library of one dtype and one format.
+NSDictionary* library_macros(const Kernel& kernel) {
+  const int values[] = {activation_dtype(kernel), static_cast<int>(kernel.format->format), kernel.format->bits};
+  NSString* names[] = {@"MOE_METAL_DTYPE", @"MOE_METAL_FORMAT", @"MOE_METAL_BITS"};
+  NSNumber* numbers[3];
+  for (int i = 0; i < 3; ++i) numbers[i] = [NSNumber numberWithInt:values[i]];
+  const int none = values[0] < 0 ? 1 : 0;  // a kernel without a dtype is beside those of all
+  return [NSDictionary dictionaryWithObjects:numbers + none forKeys:names + none count:3 - none];
+}
+
 // Safe maths: infinities and NaN are values that these ops define.
-MTLCompileOptions* compile_options() {
+MTLCompileOptions* compile_options(const Kernel& kernel) {
   MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
   [options setLanguageVersion:language_version()];
+  [options setPreprocessorMacros:library_macros(kernel)];
 #if !defined(__MAC_OS_X_VERSION_MAX_ALLOWED) || __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
   if (is_macos_at_least(15)) {
     [options setMathMode:MTLMathModeSafe];
@@ -70,11 +85,12 @@ const char* shader_text(const std::string& shader) {
   TORCH_CHECK(false, "moe_metal: this build holds no shaders/", shader, ".metal; rebuild it");
 }
 
-id<MTLLibrary> compile_library(id<MTLDevice> device, const std::string& shader) {
+id<MTLLibrary> compile_library(id<MTLDevice> device, const Kernel& kernel) {
   check_device(device);
+  const std::string shader = kernel.shader;
   NSError* error = nil;
   id<MTLLibrary> library = [device newLibraryWithSource:text(shader_text(shader))
-                                                options:compile_options()
+                                                options:compile_options(kernel)
                                                   error:&error];
   TORCH_CHECK(library, "moe_metal: shaders/", shader, ".metal does not compile on ", [[device name] UTF8String], ":\n",
               reason(error));
@@ -86,7 +102,9 @@ std::string host_name(const Kernel& kernel) {
   static constexpr const char* kDtypes[] = {"float",       "half",         "bfloat",      "float_float",
                                             "float_half",  "float_bfloat", "half_float",  "half_half",
                                             "half_bfloat", "bfloat_float", "bfloat_half", "bfloat_bfloat"};
-  return kernel.dtypes < 0 ? kernel.function : std::string(kernel.function) + "_" + kDtypes[kernel.dtypes];
+  std::string name = kernel.function;
+  if (kernel.format->format != Format::dense) name += std::string("_") + kernel.format->name;
+  return kernel.dtypes < 0 ? name : name + "_" + kDtypes[kernel.dtypes];
 }
 
 id<MTLComputePipelineState> compile_pipeline(id<MTLDevice> device, id<MTLLibrary> library, const Kernel& kernel,
@@ -116,12 +134,13 @@ id<MTLComputePipelineState> compile_pipeline(id<MTLDevice> device, id<MTLLibrary
 // Slow path, once per kernel. Another thread may have been first.
 const Pipeline* compile(id<MTLDevice> device, Kernel& kernel) {
   static auto& mutex = *new std::mutex;
-  static auto& libraries = *new std::map<std::string, id<MTLLibrary>>;
+  using Library = std::tuple<std::string, int, const WeightFormat*>;
+  static auto& libraries = *new std::map<Library, id<MTLLibrary>>;
   std::lock_guard lock(mutex);
   if (const Pipeline* ready = kernel.pipeline.load()) return ready;
   @autoreleasepool {
-    id<MTLLibrary>& library = libraries[kernel.shader];
-    if (!library) library = compile_library(device, kernel.shader);
+    id<MTLLibrary>& library = libraries[{kernel.shader, activation_dtype(kernel), kernel.format}];
+    if (!library) library = compile_library(device, kernel);
     const std::string name = host_name(kernel);
     const auto* pipeline = new Pipeline{compile_pipeline(device, library, kernel, name), [text(name) retain]};
     kernel.pipeline.store(pipeline, std::memory_order_release);

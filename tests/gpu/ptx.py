@@ -1,6 +1,6 @@
 """The shaders for an NVIDIA GPU: translated by the simulator's translator, compiled to PTX by clang.
 
-    python tests/gpu/ptx.py FOLDER [NAME ...]   # every shader (or these), as FOLDER/<name>.ptx
+    python tests/gpu/ptx.py FOLDER [NAME ...]   # every shader (or these: linear, linear-affine4), as FOLDER/<name>.ptx
 
 It needs clang 19 and CUDA's libdevice (a file of maths functions); no GPU. clang inlines as Metal's compiler does.
 Where record.py has left traces in the folder, each kernel states the most threads that they launch it with.
@@ -36,10 +36,10 @@ def libdevice() -> Path | None:
     return next((file for file in files if file.exists()), None)
 
 
-def compile_source(source: str, target: Path) -> Path:
+def compile_source(source: str, target: Path, macros: list[str]) -> Path:
     """Metal source -> PTX."""
     text = target.with_suffix(".cpp")
-    text.write_text(translate.translate(source))
+    text.write_text(translate.translate(source, macros=macros))
     include = [f"-I{HERE / 'shim'}", f"-I{ENGINE / 'shim'}"]
     device = ["-Xclang", "-mlink-builtin-bitcode", "-Xclang", str(libdevice())]
     command = [translate.find_compiler(), *TARGET, *LANGUAGE, *MATHS, *include, *device, str(text), "-o", str(target)]
@@ -52,7 +52,7 @@ def compile_source(source: str, target: Path) -> Path:
 def most_threads(folder: Path) -> dict[str, int]:
     """The most threads of a threadgroup, by kernel, over all traces in the folder."""
     most: dict[str, int] = {}
-    for file in ("cases.json", "bench.json"):
+    for file in ("cases.json", "bench.json", "packed.json"):
         traces = json.loads((folder / file).read_text()) if (folder / file).exists() else []
         for dispatch in (dispatch for trace in traces for dispatch in trace["dispatches"]):
             most[dispatch["kernel"]] = max(most.get(dispatch["kernel"], 0), dispatch["threads"][0])
@@ -72,14 +72,26 @@ def state_threads(folder: Path) -> None:
         file.write_text(re.sub(header, stated, file.read_text(), flags=re.MULTILINE))
 
 
+def libraries() -> dict[str, tuple[Path, list[str]]]:
+    """Every shader, for each format of weights, and a broken one on which a race detector can show that it works."""
+    all = {"planted_race": (PLANTED_RACE, [])}
+    for file in sorted((ROOT / "shaders").glob("*.metal")):
+        all |= {name: (file, macros) for name, macros in embed.libraries(file).items()}
+    return all
+
+
 def compile_all(folder: Path, names: list[str] | None = None) -> list[Path]:
-    """Every shader, and a broken one on which a race detector can show that it works; or those named."""
+    """Every library, or those named, which may be shaders or single ones of their formats."""
     folder.mkdir(parents=True, exist_ok=True)
-    sources = {file.stem: file for file in sorted((ROOT / "shaders").glob("*.metal"))} | {"planted_race": PLANTED_RACE}
+    chosen = {
+        name: library
+        for name, library in libraries().items()
+        if not names or name in names or name.split("-")[0] in names
+    }
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         work = [
-            pool.submit(compile_source, embed.shader_text(sources[name]), folder / f"{name}.ptx")
-            for name in names or sources
+            pool.submit(compile_source, embed.shader_text(file), folder / f"{name}.ptx", macros)
+            for name, (file, macros) in chosen.items()
         ]
         files = [future.result() for future in work]
     state_threads(folder)

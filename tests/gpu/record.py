@@ -1,6 +1,6 @@
 """What the real host code dispatches, written down for a machine with an NVIDIA GPU.
 
-    python tests/gpu/record.py FOLDER               # FOLDER/cases.json, bench.json and the shaders as PTX
+    python tests/gpu/record.py FOLDER               # FOLDER/cases.json, bench.json, packed.json; the shaders as PTX
     python tests/gpu/record.py FOLDER --ops gate    # these ops anew, the rest of the traces as they are
     python tests/gpu/record.py FOLDER --model olmoe # bench.json also in another model's sizes
 
@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
 import metal_sim  # noqa: E402
+import packed_rows  # noqa: E402
 import ptx  # noqa: E402
 import simulated  # noqa: E402
 import torch_moe_metal  # noqa: E402, F401
@@ -39,7 +40,7 @@ def on_mps(tensor: Tensor) -> Tensor:
     return empty.copy_(tensor)
 
 
-def trace(case: Case | Call, args: dict[str, Tensor]) -> dict:
+def trace(case: Case | Call | packed_rows.Row, args: dict[str, Tensor]) -> dict:
     with metal_sim.record() as record, metal_sim.host_only():
         outputs = call(getattr(torch.ops.moe_metal, case.op), case.op, args, case.options)
     named = args | {f"output{i}": tensor for i, tensor in enumerate(outputs)}
@@ -99,6 +100,17 @@ def empties(row: Call) -> dict[str, Tensor]:
     }
 
 
+def packed_traces() -> Iterator[dict]:
+    """Of what is measured in packed formats. One expert tells the layout of all; their memory stays uninitialised."""
+    generator = torch.Generator().manual_seed(0)
+    for row in packed_rows.ROWS:
+        args = {name: on_mps(tensor) for name, tensor in row.inputs(generator).items()}
+        for name, one in row.weights(generator, experts=1).items():
+            shape = one.shape if row.N else (packed_rows.E, *one.shape[1:])
+            args[name] = torch.empty(shape, dtype=one.dtype, device="mps")
+        yield trace(row, args)
+
+
 def write(file: Path, traces: Iterator[dict], replaced: tuple[str, ...]) -> None:
     """The traces, after those that the file already holds of cases that begin otherwise."""
     before = json.loads(file.read_text()) if file.exists() else []
@@ -112,13 +124,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ops", nargs="+", default=list(ARGUMENTS))
     parser.add_argument("--model", choices=list(MODELS), default=DEFAULT, help=f"whose sizes are timed ({DEFAULT})")
+    parser.add_argument("--libraries", nargs="+", help="compile these alone, as ptx.py names them")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     simulated.load()
     write(options.folder / "cases.json", traces(options.ops), tuple(f"{op}-" for op in options.ops))
     rows = tuple(f"{op}-{options.model}-" for op in options.ops)
     write(options.folder / "bench.json", bench_traces(options.ops, options.model), rows)
-    ptx.compile_all(options.folder)
+    write(options.folder / "packed.json", packed_traces(), ("",))
+    ptx.compile_all(options.folder, options.libraries)
 
 
 if __name__ == "__main__":

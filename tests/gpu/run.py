@@ -2,8 +2,9 @@
 
     python tests/gpu/run.py FOLDER                   # every case against the float64 reference
     python tests/gpu/run.py FOLDER --bench ...       # times: `python -m torch_moe_metal bench`, with its arguments
+    python tests/gpu/run.py FOLDER --packed          # weights in packed formats at real sizes: right answers, and times
     python tests/gpu/run.py FOLDER --sanitizers      # compute-sanitizer's four tools, over every kernel
-    python tests/gpu/run.py FOLDER --all             # these three
+    python tests/gpu/run.py FOLDER --all             # these four
     python tests/gpu/run.py FOLDER --smallest        # what they run: small cases that launch every kernel
     python tests/gpu/run.py FOLDER --planted-race    # a broken kernel, which racecheck must catch
 
@@ -44,13 +45,15 @@ if "torch_moe_metal" not in sys.modules:
     without_the_extension()
 from cases import CASES, Args, expected  # noqa: E402
 from checks import assert_matches  # noqa: E402
-from torch_moe_metal import bench  # noqa: E402
+from packed_rows import BFLOAT, ROWS, Row  # noqa: E402
+from torch_moe_metal import bench, reference  # noqa: E402
 from torch_moe_metal.bench import here, measure  # noqa: E402
 from torch_moe_metal.bench.block import Block, expert_bytes, plain  # noqa: E402
 from torch_moe_metal.bench.calls import EXPERTS, WORTH_A_LIMIT, Call, Noise, Unfit, inputs, moved, wanted_ops  # noqa: E402
 from torch_moe_metal.bench.report import Result  # noqa: E402
 from torch_moe_metal.bench.rivals import rivals, too_large  # noqa: E402
 from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
+from torch_moe_metal.reference import tolerance  # noqa: E402
 
 # ------------------------------------------------------------------------------------------------ launching
 
@@ -421,6 +424,51 @@ def times(folder: Path, arguments: list[str]) -> int:
     return bench.run(parser.parse_args(arguments), partial(Translated, folder))
 
 
+class PackedTimes:
+    """The rows of packed_rows.py: each against the reference in float64, and in a CUDA graph of several inputs."""
+
+    SETS = 16
+
+    def __init__(self, folder: Path):
+        recorded = json.loads((folder / "packed.json").read_text())
+        self.traces = {trace["case"]: trace for trace in recorded}
+        self.kernels, self.limits = Kernels(folder), Limits().gb_per_s
+
+    def row(self, row: Row) -> int:
+        generator = torch.Generator("cuda").manual_seed(0)
+        copies = 24 if 0 < row.N < 10000 else 2 if row.N else 1  # beyond the cache
+        weights = [row.weights(generator) for _ in range(copies)]
+        sets = [row.inputs(generator) | weights[i % copies] for i in range(max(self.SETS, copies))]
+        replays = [Replay(self.kernels, self.traces[str(row)], one) for one in sets]
+        replays[0]()
+        error = self.error(row, sets[0], replays[0].outputs[0])
+        graph = captured(lambda: [replay() for replay in replays])
+        us = microseconds({"ours": graph}, len(sets))["ours"]
+        floor = statistics.mean(row.bytes(one) for one in sets) / self.limits["copy"] / 1e3
+        wrong = not error < tolerance(BFLOAT)
+        note = "  WRONG" if wrong else ""
+        print(f"{row!s:36} {us:8.1f} us  floor {floor:7.1f}  x {us / floor:5.2f}  error {error:.1e}{note}", flush=True)
+        return int(wrong)
+
+    @staticmethod
+    def error(row: Row, args: Args, got: Tensor) -> float:
+        """Relative to the reference in float64, which gets the chosen experts alone."""
+        used = dict(args)
+        if "ids" in args:
+            chosen, ids = args["ids"].unique(return_inverse=True)
+            used = {name: t[chosen] if name.startswith(("gate_up", "down")) else t for name, t in args.items()}
+            used["ids"] = ids
+        wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in used.items()}
+        want = getattr(reference, row.op)(**wide, **row.options)
+        return float((got.double() - want).norm() / want.norm())
+
+
+def packed_times(folder: Path, wanted: list[str]) -> int:
+    times = PackedTimes(folder)
+    print(f"{torch.cuda.get_device_name()}: " + ", ".join(f"{k} {v:.0f} GB/s" for k, v in times.limits.items()))
+    return max(times.row(row) for row in ROWS if not wanted or row.op in wanted)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -428,7 +476,8 @@ def main() -> int:
         "--bench", nargs=argparse.REMAINDER, metavar="...", help="times; the rest are bench's arguments"
     )
     parser.add_argument("--sanitizers", action="store_true")
-    parser.add_argument("--all", action="store_true", help="cases, sanitizers and times")
+    parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--all", action="store_true", help="cases, sanitizers, packed formats and times")
     parser.add_argument("--smallest", action="store_true")
     parser.add_argument("--planted-race", action="store_true")
     parser.add_argument("--ops", nargs="+", default=[])
@@ -437,11 +486,13 @@ def main() -> int:
         print("skipped: no CUDA device here")
         return 0
     if options.all:
-        modes = [[], ["--sanitizers"], ["--bench"]]
+        modes = [[], ["--sanitizers"], ["--packed"], ["--bench"]]
         codes = [subprocess.run([sys.executable, __file__, str(options.folder), *mode]).returncode for mode in modes]
         return max(map(abs, codes))
     if options.bench is not None:
         return times(options.folder, options.bench)
+    if options.packed:
+        return packed_times(options.folder, options.ops)
     if options.sanitizers:
         return sanitizers(options.folder)
     kernels = Kernels(options.folder)

@@ -1,0 +1,45 @@
+#include <torch/library.h>
+
+#include "mps/weights.h"
+
+namespace moe_metal {
+namespace {
+
+constexpr int kThreads = 256;
+FormatKernels kernels("dequantize", "dequantize", kThreads);
+
+// Dense data are read as bytes, whatever they hold.
+WeightParams byte_params(const Weight& weight) {
+  WeightParams params = weight_params(weight, weight.rows);
+  if (weight.format != Format::dense) return params;
+  for (int64_t* stride : {&params.expert, &params.row, &params.column}) *stride *= weight.data.element_size();
+  return params;
+}
+
+void run(const Dequantize& call) {
+  if (call.output.dim() > 3) {
+    for (int64_t i = 0; i < call.output.size(0); ++i) {
+      Dequantize part = call;
+      for (Tensor* tensor : {&part.weight.data, &part.weight.scale, &part.weight.offset, &part.output}) {
+        if (tensor->defined()) *tensor = tensor->select(0, i);
+      }
+      run(part);
+    }
+    return;
+  }
+  const Weight& weight = call.weight;
+  const int64_t pieces = ceil_div(weight.columns, kNarrowColumns), all = call.output.numel() / weight.columns * pieces;
+  const DequantizeParams params = {.all_pieces = static_cast<uint64_t>(all),
+                                   .rows = to_uint(weight.rows),
+                                   .columns = to_uint(weight.columns),
+                                   .pieces = to_uint(pieces),
+                                   .dense_type = number_type(weight.data),
+                                   .weight = byte_params(weight)};
+  launch(kernels(call.output.scalar_type(), weight.format, weight.bits), Grid{ceil_div(all, kThreads), 1, kThreads},
+         weight.data, weight.scale, weight.offset, call.output, params);
+}
+
+}  // namespace
+}  // namespace moe_metal
+
+TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("dequantize", &moe_metal::dequantize<moe_metal::run>); }

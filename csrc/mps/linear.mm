@@ -1,0 +1,46 @@
+#include <torch/library.h>
+
+#include "mps/weights.h"
+
+namespace moe_metal {
+namespace {
+
+FormatKernels wide_rows_kernels("linear", "linear_rows_wide", 32 * kChunkSimdgroups);
+FormatKernels rows_kernels("linear", "linear_rows", 32 * kChunkSimdgroups);
+FormatKernels tile_kernels[] = {{"linear", "linear_tiles16", kTileThreads},
+                                {"linear", "linear_tiles32", kTileThreads},
+                                {"linear", "linear_tiles64", kTileThreads}};
+
+// Each token reads and unpacks the weight again, from the cache if that holds it; tiles do it once, but a tile of 16
+// tokens costs as much for one. Where the two meet on Apple's GPUs is a guess.
+constexpr int64_t kFewTokens = 8;
+
+void run(const Linear& call) {
+  const at::ScalarType dtype = call.x.scalar_type();
+  const Weight& weight = call.weight;
+  LinearParams params = {.T = to_uint(call.T),
+                         .N = to_uint(call.N),
+                         .H = to_uint(call.H),
+                         .wide_x = wide_rows(call.x, call.H),
+                         .bias = parameter_type(call.bias),
+                         .weight = weight_params(weight, call.N)};
+  if (call.T > kFewTokens) {
+    const int size = tile_size(call.T);
+    const int64_t tiles = ceil_div(call.T, 16 << size), band = std::min<int64_t>(kBand, tiles);
+    const Grid grid = {ceil_div(tiles, band) * band * ceil_div(call.N, kTileRows), 1, kTileThreads};
+    launch(tile_kernels[size](dtype, weight.format, weight.bits), grid, call.x, weight.data, weight.scale,
+           weight.offset, call.bias, call.output, params);
+    return;
+  }
+  const bool dense = weight.format == Format::dense;
+  const bool wide = params.wide_x && (dense ? params.weight.layout == WeightLayout::rows_wide : whole_pieces(weight));
+  FormatKernels& kernels = wide ? wide_rows_kernels : rows_kernels;
+  const Grid grid = grid_of(params.weight, row_cut(weight, call.x.element_size()), call.T, call.N, call.H);
+  launch(kernels(dtype, weight.format, weight.bits), grid, call.x, weight.data, weight.scale, weight.offset, call.bias,
+         call.output, params);
+}
+
+}  // namespace
+}  // namespace moe_metal
+
+TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("linear", &moe_metal::linear<moe_metal::run>); }

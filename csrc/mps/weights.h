@@ -1,0 +1,100 @@
+// The host's half of shaders/weights.h: the params of a weight in any format, and how the work on its rows is cut.
+#pragma once
+#include <algorithm>
+#include <bit>
+
+#include "contract.h"
+#include "mps/launch.h"
+
+namespace moe_metal {
+
+inline bool all_multiples(int64_t of, std::initializer_list<int64_t> values) {
+  return std::all_of(values.begin(), values.end(), [&](int64_t value) { return value % of == 0; });
+}
+
+// Rows of a contiguous tensor, which 16 bytes at a time may be loaded of.
+inline bool wide_rows(const Tensor& tensor, int64_t length) {
+  return all_multiples(16 / tensor.element_size(), {tensor.storage_offset(), length});
+}
+
+inline NumberType number_type(const Tensor& tensor) {
+  const auto dtype = tensor.scalar_type();
+  if (dtype == at::kByte) return NumberType::e8m0;
+  return dtype == at::kFloat ? NumberType::float32 : dtype == at::kHalf ? NumberType::float16 : NumberType::bfloat16;
+}
+
+inline ScaleParams scale_params(const Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  const int64_t size = tensor.element_size();
+  return {.expert = tensor.dim() > 2 ? tensor.stride(-3) * size : 0,
+          .row = tensor.stride(-2) * size,
+          .group = tensor.stride(-1) * size};
+}
+
+// Whether pieces of so many columns begin where the widest loads that their length allows are aligned.
+inline bool is_aligned(const Weight& weight, int64_t columns) {
+  const int64_t unit = bytes_at_once(static_cast<uint32_t>(columns * weight.bits / 8));
+  return all_multiples(unit, {weight.data.storage_offset() * weight.data.element_size(), weight.expert, weight.row});
+}
+
+// Whether whole pieces of kPackedColumns can be read: decode's fast way.
+inline bool whole_pieces(const Weight& weight) {
+  return weight.group >= kPackedColumns && weight.columns % kPackedColumns == 0 && is_aligned(weight, kPackedColumns);
+}
+
+// `run` rows of a transposed weight are read as they follow one another.
+inline WeightLayout dense_layout(const Weight& weight, int64_t run) {
+  const int64_t elements = 16 / weight.data.element_size(), offset = weight.data.storage_offset();
+  if (weight.column <= weight.row) {
+    const bool fits = all_multiples(elements, {offset, weight.expert, weight.row, weight.columns});
+    return weight.column == 1 && fits ? WeightLayout::rows_wide : WeightLayout::rows;
+  }
+  const bool fits = all_multiples(elements, {offset, weight.expert, weight.column, run});
+  return weight.row == 1 && fits ? WeightLayout::columns_wide : WeightLayout::columns;
+}
+
+inline WeightParams weight_params(const Weight& weight, int64_t run) {
+  WeightParams params = {.expert = weight.expert, .row = weight.row, .column = weight.column, .split = 1};
+  if (weight.format == Format::dense) {
+    params.layout = dense_layout(weight, run);
+    return params;
+  }
+  params.scale = scale_params(weight.scale);
+  params.offset = scale_params(weight.offset);
+  params.scale_type = number_type(weight.scale);
+  params.group_shift = std::countr_zero(static_cast<uint64_t>(weight.group));
+  params.layout = is_aligned(weight, kNarrowColumns) ? WeightLayout::rows_wide : WeightLayout::rows;
+  return params;
+}
+
+// How decode cuts the rows of one product into threadgroups.
+struct Cut {
+  int64_t rows;     // that a simdgroup does, or that those of a threadgroup do together
+  int64_t columns;  // that are worth another simdgroup
+  bool by_rows;
+};
+
+inline Cut row_cut(const Weight& weight, int64_t element_size) {
+  if (weight.format == Format::dense) return {kChunkRows, 512 / element_size, true};
+  return {kChunkRows * (32 / kPackedLanes), kPackedLanes * kPackedColumns, true};
+}
+
+// Where so many rows leave too few simdgroups to keep 80 cores busy (the largest M), more of them share the columns of
+// the same rows. x: slots or tokens; rows: of weights for each of them; columns: to sum over.
+inline Grid grid_of(WeightParams& weight, const Cut& cut, int64_t x, int64_t rows, int64_t columns) {
+  constexpr int64_t kEnough = 80 * 32;
+  const int64_t groups = x * ceil_div(rows, cut.rows);
+  const uint32_t most = cut.by_rows ? kChunkSimdgroups : kMaxSplit;
+  weight.split = cut.by_rows ? 1 : static_cast<uint32_t>(cut.rows / 32);  // a tile's last sums take a thread per row
+  while (weight.split < most && weight.split * cut.columns < columns && weight.split * groups < kEnough) {
+    weight.split *= 2;
+  }
+  if (cut.by_rows) return {x, ceil_div(rows, kChunkSimdgroups / weight.split * cut.rows), 32 * kChunkSimdgroups};
+  return {x, ceil_div(rows, cut.rows), static_cast<int>(32 * weight.split)};
+}
+
+// Tokens, or slots, of a tile: 16, 32 or 64. Rows that only pad cost as much as others, so a tile is at most about as
+// large as the share of one weight. -> 0, 1 or 2
+inline int tile_size(int64_t share) { return share > 48 ? 2 : share > 24 ? 1 : 0; }
+
+}  // namespace moe_metal

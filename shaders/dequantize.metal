@@ -1,0 +1,45 @@
+// The op dequantize: output = the numbers that a weight stands for.
+//
+// weight in any format, output [matrices, rows, columns].
+// Grid: along x one thread for kNarrowColumns columns of a row.
+#include <metal_stdlib>
+using namespace metal;
+
+#include "rows.h"
+#include "weights.h"
+
+namespace moe_metal {
+
+template <typename T>
+[[kernel]] void dequantize(device const uchar* data [[buffer(0)]], device const uchar* scale [[buffer(1)]],
+                           device const uchar* offset [[buffer(2)]], device T* output [[buffer(3)]],
+                           constant DequantizeParams& params [[buffer(4)]], uint group [[threadgroup_position_in_grid]],
+                           uint thread_index [[thread_index_in_threadgroup]],
+                           uint simdgroups [[simdgroups_per_threadgroup]]) {
+  const ulong piece = ulong(group) * simdgroups * kSimdgroup + thread_index;
+  if (piece >= params.all_pieces) return;
+  const ulong row = piece / params.pieces;
+  const uint r = row % params.rows, column = piece % params.pieces * kNarrowColumns;
+  const Weights<uchar> weights = of_expert(data, scale, offset, row / params.rows, params.weight);
+  device T* to = output + row * params.columns;
+  Vectors<kNarrowColumns / 4> values;
+#if MOE_METAL_FORMAT == 0
+  for (uint n = 0; n < kNarrowColumns; ++n) {
+    const ulong at = r * params.weight.row + (column + n) * params.weight.column;
+    values.at[n / 4][n % 4] = column + n < params.columns ? load_number(weights.data + at, params.dense_type) : 0;
+  }
+#else
+  packed_values<weights_codes>(weights, params.weight, r, column, params.columns, values);
+#endif
+  const RowShape shape = {params.columns, params.columns % kWide == 0};
+  for (uint n = 0; n < kNarrowColumns; n += kWide) {
+    if (column + n < params.columns) store4(to, column + n, values.at[n / 4], shape);
+  }
+}
+
+}  // namespace moe_metal
+
+// clang-format off
+if_float(instantiate_kernel("dequantize" weights_suffix "_float", moe_metal::dequantize<float>))
+if_half(instantiate_kernel("dequantize" weights_suffix "_half", moe_metal::dequantize<half>))
+if_bfloat(instantiate_kernel("dequantize" weights_suffix "_bfloat", moe_metal::dequantize<bfloat>))

@@ -1,0 +1,259 @@
+// Rows of weights times one vector, for few tokens: a team of lanes walks the columns of a few rows together.
+//
+// A chunk is what a team takes of a row at a time: a type that tells the weights' format and how a lane loads its
+// share.
+//   Data     what the weights' buffer holds          lanes    of a team
+//   rows     of a team, the same for all formats     columns  of a chunk
+// A simdgroup has 32 / lanes teams, each with rows of its own. Teams of a whole simdgroup suit weights of 16 and 32
+// bits. Packed rows are short, and each lane needs 32 of x for 16 bytes of 4-bit weights: 8 lanes take 128 bytes of a
+// row, a cache line of Apple's GPUs, and the four teams of a simdgroup read the same x.
+#pragma once
+#include "weights.h"
+
+namespace moe_metal {
+
+// The rows of weights of a team, where they begin, and its lane's sums for them.
+struct ChunkRows {
+  Offsets<kChunkRows> data, scale, offset;
+  float sum[kChunkRows];
+};
+
+template <typename Chunk>
+void set_row(thread ChunkRows& rows, uint r, uint row, constant WeightParams& params) {
+  rows.data.at[r] = row * params.row;
+  rows.scale.at[r] = row / Chunk::scale_rows * params.scale.row;
+  rows.offset.at[r] = row / Chunk::scale_rows * params.offset.row;
+}
+
+// ------------------------------------------------------------------------------------------ dense
+
+// sums += scale * (this lane's share of the rows, from `column` on) * vector
+template <typename Chunk, typename V>
+void add_dense(thread ChunkRows& rows, float scale, device const V* vector, Weights<typename Chunk::Data> weights,
+               constant WeightParams& params, uint length, uint column) {
+  Vectors<Chunk::vectors> v, w[kChunkRows];
+  Chunk::load(vector, column, length, 1, v);
+  for (uint r = 0; r < kChunkRows; ++r) {
+    Chunk::load(weights.data + rows.data.at[r], column, length, params.column, w[r]);
+  }
+  for (uint r = 0; r < kChunkRows; ++r) {
+    float sum = 0;
+    for (uint n = 0; n < Chunk::vectors; ++n) sum += dot(w[r].at[n], v.at[n]);
+    rows.sum[r] += scale * sum;
+  }
+}
+
+template <typename T>
+struct WideChunk {
+  using Data = T;
+  enum : uint { lanes = 32, vectors = Wide<T>::vectors, step = Wide<T>::elements, columns = 32 * step, scale_rows = 1 };
+  template <typename V>
+  static void load(device const V* row, uint column, uint, long, thread Vectors<vectors>& values) {
+    load_wide(row + column, values);
+  }
+  template <typename V>
+  static void add(thread ChunkRows& rows, float scale, device const V* vector, Weights<T> weights,
+                  constant WeightParams& params, uint length, uint column) {
+    add_dense<WideChunk<T>>(rows, scale, vector, weights, params, length, column);
+  }
+};
+template <typename T>
+struct AnyChunk {
+  using Data = T;
+  enum : uint { lanes = 32, vectors = 1, step = 1, columns = 128, scale_rows = 1 };
+  template <typename V>
+  static void load(device const V* row, uint column, uint length, long stride, thread Vectors<vectors>& values) {
+    for (uint n = 0; n < 4; ++n) {
+      const uint c = column + 32 * n;
+      values.at[0][n] = c < length ? float(row[c * stride]) : 0;
+    }
+  }
+  template <typename V>
+  static void add(thread ChunkRows& rows, float scale, device const V* vector, Weights<T> weights,
+                  constant WeightParams& params, uint length, uint column) {
+    add_dense<AnyChunk<T>>(rows, scale, vector, weights, params, length, column);
+  }
+};
+
+// ------------------------------------------------------------------------------------------ packed
+
+// A lane's piece of each row.
+template <uint N>
+struct RowWords {
+  Words<N> row[kChunkRows];
+};
+
+// sums[r] = the codes of row r times the piece of the vector; NaN when one of them is.
+template <typename Codes, uint N, uint M>
+void multiply_codes(thread const RowWords<N>& words, thread const Vectors<M>& piece, thread Floats<kChunkRows>& sums) {
+#pragma unroll
+  for (uint r = 0; r < kChunkRows; ++r) sums.at[r] = 0;
+#pragma unroll
+  for (uint i = 0; i < 4 * M; i += 8) {
+#pragma unroll
+    for (uint r = 0; r < kChunkRows; ++r) {
+      Vectors<2> codes;
+      Codes::eight(words.row[r], i, codes);
+#pragma unroll
+      for (uint n = 0; n < 8; ++n) {
+        sums.at[r] = fma(codes.at[n / 4][n % 4], piece.at[i / 4 + n / 4][n % 4], sums.at[r]);
+      }
+    }
+  }
+#pragma unroll
+  for (uint r = 0; r < kChunkRows; ++r) {
+    uint nan = 0;
+#pragma unroll
+    for (uint n = 0; n < N; ++n) nan |= Codes::nan_bits(words.row[r].at[n]);
+    sums.at[r] = nan ? NAN : sums.at[r];
+  }
+}
+
+// Wide: pieces of kPackedColumns, for whole pieces in groups of at least as many, and for rows of weights and vectors
+// whose loads are aligned. Else pieces of kNarrowColumns, which lie in one group whatever its size.
+template <typename Codes, bool wide>
+struct PackedChunk {
+  using Data = uchar;
+  enum : uint {
+    lanes = kPackedLanes,
+    step = wide ? kPackedColumns : kNarrowColumns,
+    columns = lanes * step,
+    scale_rows = Codes::scale_rows,
+    words = (step * Codes::bits + 31) / 32
+  };
+  using Piece = Vectors<step / 4>;
+
+  template <typename V>
+  static void load(device const V* vector, uint column, uint length, thread Piece& piece) {
+#pragma unroll
+    for (uint n = 0; n < step; n += 8) {
+      Vectors<2> eight;
+      if (wide) {
+        load_wide(vector + column + n, eight);
+      } else {
+        for (uint m = 0; m < 8; ++m) {
+          eight.at[m / 4][m % 4] = column + n + m < length ? float(vector[column + n + m]) : 0;
+        }
+      }
+      piece.at[n / 4] = eight.at[0];
+      piece.at[n / 4 + 1] = eight.at[1];
+    }
+  }
+  // Each element is divided by its code's place. -> the sum before
+  static float divided(thread Piece& piece) {
+    float4 sum = 0;
+#pragma unroll
+    for (uint n = 0; n < step / 4; ++n) {
+      if (Codes::has_offset) sum += piece.at[n];
+#pragma unroll
+      for (uint m = 0; m < 4; ++m) piece.at[n][m] *= 1 / float(1u << Codes::place(4 * n + m));
+    }
+    return sum.x + sum.y + (sum.z + sum.w);
+  }
+
+  // Scale and offset count once for all codes of a piece.
+  template <typename V>
+  static void add(thread ChunkRows& rows, float weight, device const V* vector, Weights<uchar> weights,
+                  constant WeightParams& params, uint length, uint column) {
+    RowWords<words> pieces;
+#pragma unroll
+    for (uint r = 0; r < kChunkRows; ++r) {
+      load_codes<Codes, step>(weights.data + rows.data.at[r] + column / 8 * Codes::bits, wide ? step : length - column,
+                              wide || params.layout == WeightLayout::rows_wide, pieces.row[r]);
+    }
+    Piece piece;
+    load(vector, column, length, piece);
+    const long group = column >> params.group_shift;
+    Floats<kChunkRows> scale, offset, sum;
+    load_scales<Codes>(weights.scale + group * params.scale.group, rows.scale, params.scale_type, scale);
+    if (Codes::has_offset) {
+      load_scales<Codes>(weights.offset + group * params.offset.group, rows.offset, params.scale_type, offset);
+    }
+    const float plain = divided(piece);
+    multiply_codes<Codes>(pieces, piece, sum);
+#pragma unroll
+    for (uint r = 0; r < kChunkRows; ++r) {
+      const float scaled = sum.at[r] * float(Codes::factor) * scale.at[r];
+      rows.sum[r] += weight * (Codes::has_offset ? fma(offset.at[r], plain, scaled) : scaled);
+    }
+  }
+};
+
+// ------------------------------------------------------------------------------------------ sums
+
+// Which part of its rows is a simdgroup's: every split-th chunk from `chunk` on.
+struct Share {
+  uint chunk, split, lane;
+};
+
+// sum[r] += scale * (this lane's share of row r) * vector. One chunk at a time: two kept twice the registers, and were
+// slower on the GPU where this was tried (H200).
+template <typename Chunk, typename V>
+void add_rows(thread ChunkRows& rows, float scale, device const V* vector, Weights<typename Chunk::Data> weights,
+              constant WeightParams& params, uint length, Share share) {
+  for (uint column = share.chunk * Chunk::columns + share.lane % Chunk::lanes * Chunk::step; column < length;
+       column += share.split * Chunk::columns) {
+    Chunk::add(rows, scale, vector, weights, params, length, column);
+  }
+}
+
+// Where a thread works: `split` simdgroups are a set, of which each team has kChunkRows rows, and the simdgroup takes
+// every split-th of their chunks from `part` on.
+struct Place {
+  uint lane, part, team;  // the team's number among those of the threadgroup that have rows of their own
+};
+template <typename Chunk>
+Place place_of(uint thread_index, uint split) {
+  Place place;
+  place.lane = thread_index % 32;
+  place.part = thread_index / 32 % split;
+  place.team = thread_index / 32 / split * (32 / Chunk::lanes) + place.lane / Chunk::lanes;
+  return place;
+}
+
+// shares[simdgroup][team][r] = the team's sum of row r
+template <typename Chunk>
+void share_sums(thread const ChunkRows& rows, threadgroup float* shares, uint thread_index) {
+  for (uint r = 0; r < kChunkRows; ++r) {
+    float sum = rows.sum[r];
+    if (Chunk::lanes == 32) {
+      sum = simd_sum(sum);
+    } else {
+      for (ushort other = Chunk::lanes / 2; other > 0; other /= 2) sum += simd_shuffle_xor(sum, other);
+    }
+    if (thread_index % Chunk::lanes == 0) shares[thread_index / Chunk::lanes * kChunkRows + r] = sum;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// The sum of a team's row r over the simdgroups that shared it.
+template <typename Chunk>
+float shared_sum(threadgroup const float* shares, uint team, uint split, uint r) {
+  constexpr uint teams = 32 / Chunk::lanes;
+  float sum = 0;
+  for (uint s = team / teams * split; s < (team / teams + 1) * split; ++s) {
+    sum += shares[(s * teams + team % teams) * kChunkRows + r];
+  }
+  return sum;
+}
+
+// Of shares, for any split; and the rows of a threadgroup.
+template <typename Chunk>
+constexpr uint most_shares() {
+  return kChunkSimdgroups * (32 / Chunk::lanes) * kChunkRows;
+}
+template <typename Chunk>
+uint rows_of_threadgroup(uint split) {
+  return most_shares<Chunk>() / split;
+}
+
+}  // namespace moe_metal
+
+// The two ways that a library's format is read: wherever loads are aligned, and everywhere.
+#if MOE_METAL_FORMAT == 0
+#define wide_chunk(dtype) moe_metal::WideChunk<dtype>
+#define any_chunk(dtype) moe_metal::AnyChunk<dtype>
+#else
+#define wide_chunk(dtype) moe_metal::PackedChunk<weights_codes, true>
+#define any_chunk(dtype) moe_metal::PackedChunk<weights_codes, false>
+#endif

@@ -1,0 +1,79 @@
+// The first and the last of the op experts' dispatches for many slots, which experts_prefill.metal describes: slots are
+// sorted by expert, and their results combined again. They read no weights, so they are the same for every format.
+#include <metal_stdlib>
+using namespace metal;
+
+#include "experts.h"
+
+namespace moe_metal {
+
+// ------------------------------------------------------------------------------------------ sort
+
+// Grid: one threadgroup per expert. Each reads all ids, and counts those of lower experts to find where its own begin:
+// E times the reads of a radix sort, from the cache, but one dispatch, no atomics and no order between threadgroups.
+[[host_name("experts_sort")]] [[kernel]] void experts_sort(
+    device const int* ids [[buffer(0)]], device int* order [[buffer(1)]], device int* offsets [[buffer(2)]],
+    constant ExpertsParams& params [[buffer(3)]], uint group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup uint lowers[kMaxSimdgroups], owns[kMaxSimdgroups];
+  if (group >= params.E) return;
+  const int expert = group;
+  const uint lane = thread_index % 32, simdgroup = thread_index / 32, slots = params.T * params.K;
+  // Each simdgroup has slots that follow one another, 32 at a time, so that the order stays stable.
+  const uint steps = (slots + 32 * simdgroups - 1) / (32 * simdgroups), first = simdgroup * steps * 32;
+  uint lower = 0, own = 0;
+  for (uint i = 0; i < steps; ++i) {
+    const uint slot = first + i * 32 + lane;
+    const int id = slot < slots ? expert_of(ids, slot, params) : -1;
+    lower += id >= 0 && id < expert ? 1 : 0;
+    own += id == expert ? 1 : 0;
+  }
+  lower = simd_sum(lower);
+  own = simd_sum(own);
+  if (lane == 0) {
+    lowers[simdgroup] = lower;
+    owns[simdgroup] = own;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint begin = simd_sum(lane < simdgroups ? lowers[lane] : 0);
+  const uint before = simd_sum(lane < simdgroup ? owns[lane] : 0);
+  if (thread_index == 0) offsets[expert] = begin;
+  if (uint(expert) == params.E - 1 && simdgroup == simdgroups - 1 && lane == 0)
+    offsets[params.E] = begin + before + own;
+  if (own == 0) return;
+  uint next = begin + before;
+  for (uint i = 0; i < steps; ++i) {
+    const uint slot = first + i * 32 + lane;
+    const uint here = slot < slots && expert_of(ids, slot, params) == expert ? 1 : 0;
+    const uint rank = simd_prefix_exclusive_sum(here);
+    if (here) order[next + rank] = slot;
+    next += simd_sum(here);
+  }
+}
+
+// ------------------------------------------------------------------------------------------ combine
+
+// Grid: tokens along x, their elements along y, one per thread.
+template <typename T>
+[[kernel]] void experts_combine(device const float* slots [[buffer(0)]], device const int* ids [[buffer(1)]],
+                                device const T* weights [[buffer(2)]], device const T* shared [[buffer(3)]],
+                                device const T* shared_gate [[buffer(4)]], device const T* residual [[buffer(5)]],
+                                device T* output [[buffer(6)]], constant ExpertsParams& params [[buffer(7)]],
+                                uint2 group [[threadgroup_position_in_grid]],
+                                uint thread_index [[thread_index_in_threadgroup]],
+                                uint simdgroups [[simdgroups_per_threadgroup]]) {
+  const uint h = group.y * simdgroups * 32 + thread_index;
+  if (h >= params.H) return;
+  const ulong token = group.x;
+  float total = 0;
+  for (uint k = 0; k < params.K; ++k) {
+    const ulong slot = token * params.K + k;
+    if (expert_of(ids, slot, params) < 0) continue;
+    total += load(weights, slot, params.weights) * slots[slot * params.H + h];
+  }
+  output[token * params.H + h] = T(total + beside_experts(shared, shared_gate, residual, token, h, params));
+}
+
+}  // namespace moe_metal
+
+instantiate_dtypes("experts_combine", experts_combine)

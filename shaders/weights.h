@@ -1,0 +1,285 @@
+// Weights in every format: where they lie, and one reader for each. reference.py says at `dequantize` what they mean.
+//
+// A library knows one format: MOE_METAL_FORMAT and MOE_METAL_BITS say which, and `weights_reader` is its reader.
+// Packed rows are read in pieces of kPackedColumns, which are `bits` words whatever the bits are, or of kNarrowColumns.
+//
+// What differs on Apple's GPUs, by published measurements: integers become floats and are shifted at a quarter of the
+// rate of masks and additions, so codes become numbers by their bits, two at once as half2 where their width allows;
+// half is an operand's type there, so that making it float is free, where NVIDIA's GPUs spend an instruction.
+#pragma once
+#include "common.h"
+
+namespace moe_metal {
+
+// A weight's memory, from the expert on that is meant. Dense data are of T, packed data are bytes, and so are scales.
+template <typename D>
+struct Weights {
+  device const D* data;
+  device const uchar* scale;
+  device const uchar* offset;
+};
+
+template <typename D>
+Weights<D> of_expert(device const D* data, device const uchar* scale, device const uchar* offset, long expert,
+                     constant WeightParams& params) {
+  Weights<D> weights;
+  weights.data = data + expert * params.expert;
+  weights.scale = scale + expert * params.scale.expert;
+  weights.offset = offset + expert * params.offset.expert;
+  return weights;
+}
+
+// ------------------------------------------------------------------------------------------ 16 bytes at once
+
+template <uint N>
+struct Vectors {
+  float4 at[N];
+};
+
+// 16 bytes hold four floats, or eight of half or bfloat: one or two vectors of four.
+template <typename T>
+struct Wide {
+  enum : uint { vectors = sizeof(T) == 4 ? 1 : 2, elements = 4 * vectors };
+  using Values = Vectors<vectors>;
+};
+
+// One load, not two of 8 bytes.
+template <typename T>
+void load_wide(device const T* source, thread Vectors<2>& values) {
+  const uint4 bits = *reinterpret_cast<device const uint4*>(source);
+  const vec<T, 4> low = as_type<vec<T, 4>>(bits.xy), high = as_type<vec<T, 4>>(bits.zw);
+  values.at[0] = float4(float(low.x), float(low.y), float(low.z), float(low.w));
+  values.at[1] = float4(float(high.x), float(high.y), float(high.z), float(high.w));
+}
+inline void load_wide(device const float* source, thread Vectors<1>& values) {
+  values.at[0] = *reinterpret_cast<device const float4*>(source);
+}
+// Floats that meet eight of half or bfloat, or of codes.
+inline void load_wide(device const float* source, thread Vectors<2>& values) {
+  values.at[0] = reinterpret_cast<device const float4*>(source)[0];
+  values.at[1] = reinterpret_cast<device const float4*>(source)[1];
+}
+
+// ------------------------------------------------------------------------------------------ numbers of any type
+
+// 2^(byte - 127), of which 255 is NaN. The smallest is no normal float: a GPU without those makes it 0.
+inline float e8m0(uchar byte) {
+  return as_type<float>(byte == 255 ? 0x7fc00000u : byte ? uint(byte) << 23 : 0x00400000u);
+}
+
+inline float load_number(device const uchar* at, NumberType type) {
+  if (type == NumberType::e8m0) return e8m0(*at);
+  if (type == NumberType::float32) return *reinterpret_cast<device const float*>(at);
+  if (type == NumberType::float16) return float(*reinterpret_cast<device const half*>(at));
+  return float(*reinterpret_cast<device const bfloat*>(at));
+}
+
+// The scales, or offsets, of some rows. The type is asked for once, so that their loads overlap.
+template <uint N>
+struct Offsets {
+  long at[N];
+};
+template <uint N>
+struct Floats {
+  float at[N];
+};
+template <typename Codes, uint N>
+void load_scales(device const uchar* from, thread const Offsets<N>& rows, NumberType type, thread Floats<N>& to) {
+  if (Codes::e8m0_scale) {
+    for (uint r = 0; r < N; ++r) to.at[r] = e8m0(from[rows.at[r]]);
+  } else if (type == NumberType::float32) {
+    for (uint r = 0; r < N; ++r) to.at[r] = *reinterpret_cast<device const float*>(from + rows.at[r]);
+  } else if (type == NumberType::float16) {
+    for (uint r = 0; r < N; ++r) to.at[r] = float(*reinterpret_cast<device const half*>(from + rows.at[r]));
+  } else {
+    for (uint r = 0; r < N; ++r) to.at[r] = float(*reinterpret_cast<device const bfloat*>(from + rows.at[r]));
+  }
+}
+
+// ------------------------------------------------------------------------------------------ codes
+
+// The bytes of one piece of a row, from its first code's lowest bit on; 0 beyond the row's end.
+template <uint N>
+struct Words {
+  uint at[N];
+};
+
+// What the readers below have in common:
+//   bits           of a code; codes follow one another from the lowest bit of a row's first byte on
+//   scale_rows     rows that share a scale
+//   has_offset     a value is scale * factor * code + offset
+//   factor         what `eight` leaves to be multiplied
+//   eight          codes i to i + 7 as floats, each times 2^place(i)
+//   is_nan         whether code i is none; nan_bits: not 0 where one of a word's is
+// `i` is a constant wherever these are called, in unrolled loops.
+
+template <uint Bits>
+struct Affine {
+  enum : uint { bits = Bits, scale_rows = 1, has_offset = 1, e8m0_scale = 0, halves = 32 % Bits == 0 };
+  enum : uint { factor = halves ? 1 << 24 : 1 };
+
+  static constexpr uint bit(uint i) { return i * bits % 32; }
+  static constexpr uint place(uint i) { return halves ? bit(i) % 8 : 0; }
+
+  // Codes that fill words: code i and the one 16 bits from it are left in their places, as subnormal half, of which 1
+  // is 2^-24. What all rows of weights share, x, is scaled down instead.
+  static half2 pair(uint word, uint i) {
+    const uint mask = ((1u << bits) - 1) << place(i);
+    return as_type<half2>((bit(i) % 16 < 8 ? word : word >> 8) & (mask | mask << 16));
+  }
+  // Any code, as the low bits of 2^23, for it may lie in two words.
+  template <uint N>
+  static float single(thread const Words<N>& words, uint i) {
+    const uint word = i * bits / 32;
+    uint code = words.at[word] >> bit(i);
+    if (bit(i) + bits > 32) code |= words.at[word + 1] << (32 - bit(i));
+    return as_type<float>((code & ((1u << bits) - 1)) | 0x4b000000u) - 8388608.0f;
+  }
+
+  template <uint N>
+  static void eight(thread const Words<N>& words, uint i, thread Vectors<2>& codes) {
+#pragma unroll
+    for (uint n = 0; n < 8; ++n) {
+      if (halves) {
+        const half2 both = pair(words.at[(i + n) * bits / 32], i + n);
+        codes.at[n / 4][n % 4] = float(bit(i + n) < 16 ? both.x : both.y);
+      } else {
+        codes.at[n / 4][n % 4] = single(words, i + n);
+      }
+    }
+  }
+  template <uint N>
+  static bool is_nan(thread const Words<N>&, uint) {
+    return false;
+  }
+  static uint nan_bits(uint) { return 0; }
+};
+
+// e2m1 becomes half by its bits: its exponent is 14 smaller there, and 0.5 is a subnormal half.
+struct Mxfp4 {
+  enum : uint { bits = 4, scale_rows = 1, has_offset = 0, e8m0_scale = 1, factor = 1 << 14 };
+  static constexpr uint place(uint) { return 0; }
+  template <uint N>
+  static void eight(thread const Words<N>& words, uint i, thread Vectors<2>& codes) {
+#pragma unroll
+    for (uint n = 0; n < 4; ++n) {
+      const uint top = words.at[i / 8] << (12 - 4 * n);  // codes n and n + 4 are the highest of each half
+      const half2 pair = as_type<half2>((top & 0x80008000u) | (top >> 3 & 0x0e000e00u));
+      codes.at[0][n] = float(pair.x);
+      codes.at[1][n] = float(pair.y);
+    }
+  }
+  template <uint N>
+  static bool is_nan(thread const Words<N>&, uint) {
+    return false;
+  }
+  static uint nan_bits(uint) { return 0; }
+};
+
+// e4m3 becomes half by its bits: its exponent is 8 smaller there. 127 and 255 are NaN, and would become 480.
+struct Fp8 {
+  enum : uint { bits = 8, scale_rows = 128, has_offset = 0, e8m0_scale = 0, factor = 1 << 8 };
+  static constexpr uint place(uint) { return 0; }
+  template <uint N>
+  static void eight(thread const Words<N>& words, uint i, thread Vectors<2>& codes) {
+#pragma unroll
+    for (uint n = 0; n < 4; ++n) {
+      const uint word = words.at[i / 4 + n / 2], top = n % 2 ? word : word << 8;  // bytes n % 2 and n % 2 + 2
+      const half2 pair = as_type<half2>((top & 0x80008000u) | (top >> 1 & 0x3f803f80u));
+      codes.at[n / 2][n % 2] = float(pair.x);
+      codes.at[n / 2][n % 2 + 2] = float(pair.y);
+    }
+  }
+  template <uint N>
+  static bool is_nan(thread const Words<N>& words, uint i) {
+    return (words.at[i / 4] >> (i % 4 * 8) & 0x7f) == 0x7f;
+  }
+  static uint nan_bits(uint word) { return ((word & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u; }
+};
+
+// The first `count` of a piece's `columns` codes; the others are 0. `aligned`: rows begin where the widest loads that
+// the piece's length allows are aligned.
+template <typename Codes, uint columns, uint N>
+void load_codes(device const uchar* from, uint count, bool aligned, thread Words<N>& words) {
+  constexpr uint bytes = columns * Codes::bits / 8, unit = bytes_at_once(bytes);
+  static_assert(4 * N >= bytes, "a piece fits its words");
+  if (aligned && count >= columns) {
+#pragma unroll
+    for (uint n = 0; n < bytes / unit; ++n) {
+      if (unit == 16) {
+        const uint4 four = reinterpret_cast<device const uint4*>(from)[n];
+        for (uint m = 0; m < 4; ++m) words.at[(4 * n + m) % N] = four[m];
+      } else if (unit == 8) {
+        const uint2 two = reinterpret_cast<device const uint2*>(from)[n];
+        for (uint m = 0; m < 2; ++m) words.at[(2 * n + m) % N] = two[m];
+      } else if (unit == 4) {
+        words.at[n % N] = reinterpret_cast<device const uint*>(from)[n];
+      } else {
+        const uint two_bytes = reinterpret_cast<device const ushort*>(from)[n];
+        words.at[n / 2 % N] = n % 2 ? words.at[n / 2 % N] | two_bytes << 16 : two_bytes;
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (uint n = 0; n < N; ++n) words.at[n] = 0;
+#pragma unroll
+  for (uint n = 0; n < bytes; ++n) {
+    if (8 * n < count * Codes::bits) words.at[n / 4] |= uint(from[n]) << n % 4 * 8;
+  }
+}
+
+// ------------------------------------------------------------------------------------------ values
+
+// The values of kNarrowColumns columns from `column` on, of a row of `length`; 0 beyond its end.
+template <typename Codes>
+void packed_values(Weights<uchar> weights, constant WeightParams& params, uint row, uint column, uint length,
+                   thread Vectors<kNarrowColumns / 4>& values) {
+  constexpr uint N = (kNarrowColumns * Codes::bits + 31) / 32;
+  const uint count = column < length ? length - column : 0;
+  for (uint n = 0; n < kNarrowColumns / 4; ++n) values.at[n] = 0;
+  if (count == 0) return;
+  Words<N> words;
+  load_codes<Codes, kNarrowColumns>(weights.data + row * params.row + column / 8 * Codes::bits, count,
+                                    params.layout == WeightLayout::rows_wide, words);
+  const long group = column >> params.group_shift, scale_row = row / Codes::scale_rows;
+  const float scale =
+      load_number(weights.scale + scale_row * params.scale.row + group * params.scale.group, params.scale_type);
+  float offset = 0;
+  if (Codes::has_offset) {
+    offset =
+        load_number(weights.offset + scale_row * params.offset.row + group * params.offset.group, params.scale_type);
+  }
+#pragma unroll
+  for (uint i = 0; i < kNarrowColumns; i += 8) {
+    Vectors<2> codes;
+    Codes::eight(words, i, codes);
+#pragma unroll
+    for (uint n = 0; n < 8; ++n) {
+      const float code = codes.at[n / 4][n % 4] * (float(Codes::factor) / float(1u << Codes::place(i + n)));
+      const float value = Codes::is_nan(words, i + n) ? NAN : fma(scale, code, offset);
+      values.at[(i + n) / 4][n % 4] = i + n < count ? value : 0;
+    }
+  }
+}
+
+}  // namespace moe_metal
+
+#ifndef MOE_METAL_FORMAT
+#define MOE_METAL_FORMAT 0
+#endif
+#define MOE_METAL_TEXT_OF(text) #text
+#define MOE_METAL_TEXT(text) MOE_METAL_TEXT_OF(text)
+// Of the format's kernels, before the dtype; nothing for dense. The numbers are those of Format.
+#if MOE_METAL_FORMAT == 1
+#define weights_suffix "_affine" MOE_METAL_TEXT(MOE_METAL_BITS)
+#define weights_codes moe_metal::Affine<MOE_METAL_BITS>
+#elif MOE_METAL_FORMAT == 2
+#define weights_suffix "_mxfp4"
+#define weights_codes moe_metal::Mxfp4
+#elif MOE_METAL_FORMAT == 3
+#define weights_suffix "_fp8"
+#define weights_codes moe_metal::Fp8
+#else
+#define weights_suffix ""
+#endif
