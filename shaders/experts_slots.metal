@@ -63,7 +63,7 @@ template <typename T>
                                 uint thread_index [[thread_index_in_threadgroup]],
                                 uint simdgroups [[simdgroups_per_threadgroup]]) {
   const uint h = group.y * simdgroups * 32 + thread_index;
-  if (h >= params.H) return;
+  if (group.x >= params.T || h >= params.H) return;
   const ulong token = group.x;
   float total = 0;
   for (uint k = 0; k < params.K; ++k) {
