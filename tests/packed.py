@@ -29,9 +29,7 @@ class Packing:
             return torch.rand(*lead, *shape, generator=generator, device=device) * 0.5 + 0.75
 
         def integers(low: int, high: int, *shape: int) -> Tensor:
-            return torch.randint(
-                low, high, (*lead, *shape), generator=generator, device=device, dtype=torch.uint8
-            )
+            return torch.randint(low, high, (*lead, *shape), generator=generator, device=device, dtype=torch.uint8)
 
         data = integers(0, 256, rows, columns * self.bits // 8)
         if self.format == "fp8":

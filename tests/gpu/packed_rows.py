@@ -6,8 +6,9 @@ record.py writes the dispatches of every row down, and run.py replays them: `pyt
 from dataclasses import dataclass, replace
 
 import torch
-from packed import AFFINE, FP8, MXFP4, Packing
 from torch import Tensor
+
+from packed import AFFINE, FP8, MXFP4, Packing
 
 BFLOAT = torch.bfloat16
 E, K, H, I = 128, 8, 2048, 768  # Qwen3-30B-A3B
