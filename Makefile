@@ -2,6 +2,8 @@
 #   make demo      one real MoE layer, fused against stock, on the best device there is
 #   make test      every test of the fast set, on the CPU and on mps (a Mac's own, else the simulated one)
 #   make test-all  the full grid
+#   make fuzz      random calls of every op against the reference; CASES=20000 SEED=7 choose them, CASE=avx2-123 runs one
+#   make sanitize  the CPU libraries under sanitizers, with the tests of the ops and the fuzzer
 #   make bench     times and ratios of every op
 #   make report    what to send us from a Mac: doctor.txt and bench.json, in build/report
 #   make benchmarks  BENCHMARKS.md and the README's table anew, from the JSON files in benchmarks/
@@ -22,13 +24,14 @@ CROSS ?= 2.10.0 2.13.0 2.15.0
 TORCH ?= 2.13
 FILE ?= .github/workflows/test.yml
 JOB ?= linux
+CASES ?= 20000
 MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm shaders/*.h shaders/*.metal)
 SIM_FILES := $(wildcard $(addprefix tests/metal_sim/,engine/*.h engine/*.cpp engine/shim/*.h device/*.h device/*.cpp device/*.mm))
 SIM_FILES += $(wildcard tests/gpu/shim/*.h)
 export MAX_JOBS
 
-.PHONY: help demo test test-all bench benchmarks doctor mps report cross wheel lint workflow format clean distclean
+.PHONY: help demo test test-all bench benchmarks doctor mps report cross wheel fuzz sanitize lint workflow format clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -59,6 +62,12 @@ test: $(BUILT)
 
 test-all: $(BUILT)
 	$(PYTEST)
+
+fuzz: $(BUILT)
+	@$(BIN)/python tests/fuzz.py --cases $(CASES) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE)) $(ARGS)
+
+sanitize: $(BIN)/.ready
+	@$(BIN)/python tools/sanitize.py $(ARGS)
 
 bench: $(BUILT)
 	@$(BIN)/python -m torch_moe_metal bench

@@ -36,6 +36,10 @@ CPU_ISAS = {
 }
 MACOS = "14.0"  # the oldest that the Metal code is written for
 SECONDS_PER_FILE = 12  # of one core, measured with GCC 12 on a shared virtual machine
+OBJECTS = ROOT / "build" / "objects"
+if sanitizers := os.environ.get("MOE_METAL_SANITIZE"):  # tools/sanitize.py: -fsanitize of these
+    CXX_FLAGS += ["-O1", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
+    OBJECTS = ROOT / "build" / "sanitize" / "objects"
 if platform.machine() not in ("x86_64", "AMD64"):
     CPU_ISAS = {"default": CPU_ISAS["default"]}  # NEON and SVE: at::vec follows the compiler's own macros
 
@@ -50,7 +54,7 @@ def extension(name: str, files: list[str], flags: list[str], link: list[str] = [
         files,
         include_dirs=[str(ROOT / "csrc"), str(ROOT / "shaders"), str(ROOT / "build")],
         extra_compile_args=CXX_FLAGS + flags,
-        extra_link_args=link,
+        extra_link_args=link + [flag for flag in CXX_FLAGS if flag.startswith("-fsanitize")],
         py_limited_api=True,
     )
 
@@ -93,7 +97,7 @@ class BuildEach(BuildExtension):
     def build_extension(self, ext) -> None:
         """Objects in one place for every kind of build (editable, wheel, in place), so that the second one is quick,
         and in a folder for each library: the CPU libraries have the same sources and differ by their flags."""
-        self.build_temp = str(ROOT / "build" / "objects" / ext.name)
+        self.build_temp = str(OBJECTS / ext.name)
         start, place = time.monotonic(), f"{self.extensions.index(ext) + 1} of {len(self.extensions)}"
         say(f"{ext.name}, {place} (files: {len(ext.sources)})")
         super().build_extension(ext)

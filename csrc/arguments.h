@@ -152,8 +152,9 @@ class Arguments {
   }
 
   // moe_metal::gate: router_weight: expected shape [E, H] with H = 2048, got [128, 1024]
+  // The `column` is told, but not as a dimension; `choices` are what else would fit.
   [[noreturn]] void wrong_shape(const char* name, const Tensor& tensor, std::string_view letters,
-                                const std::string& after = "", char column = 0) const {
+                                const std::string& after = "", char column = 0, const std::string& choices = "") const {
     std::string shape, bound;
     for (const char letter : std::string(letters) + (column ? std::string(1, column) : "")) {
       const bool leading = letter == '*', known = leading ? leading_bound_ : (*this)[letter] >= 0;
@@ -163,8 +164,8 @@ class Arguments {
       bound += leading ? c10::str(at::IntArrayRef(leading_)) : c10::str((*this)[letter]);
     }
     if (!after.empty()) shape += (shape.empty() ? "" : ", ") + after;
-    TORCH_CHECK(false, prefix(name), "expected shape [", shape, "]", bound.empty() ? "" : " with ", bound, ", got ",
-                tensor.sizes());
+    TORCH_CHECK(false, prefix(name), "expected shape [", shape, "]", bound.empty() ? "" : " with ", bound,
+                choices.empty() ? ", got " : ", and " + choices + "; got ", tensor.sizes());
   }
 
   static std::string spelled(char letter) { return letter == 'G' ? "2I" : std::string(1, letter); }

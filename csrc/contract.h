@@ -275,12 +275,10 @@ inline int64_t packed_columns(const Arguments& args, const Tensor& weight, const
   if (weight.dim() == 0 || format == "dense") return -1;
   if (format == "fp8") return weight.size(-1);
   if (format == "mxfp4") {
-    const bool blocks = Arguments::given(scale) && weight.dim() == scale->dim() + 1;
+    const bool blocks = weight.dim() > 1 && Arguments::given(scale) && weight.dim() == scale->dim() + 1;
     return (blocks ? weight.size(-2) : 1) * weight.size(-1) * 2;
   }
-  constexpr std::array<int64_t, 6> widths = {2, 3, 4, 5, 6, 8};
-  TORCH_CHECK(std::find(widths.begin(), widths.end(), bits) != widths.end(), args.prefix("bits"),
-              "expected 2, 3, 4, 5, 6 or 8, got ", bits);
+  TORCH_CHECK(is_one_of(kAffineBits, bits), args.prefix("bits"), "expected 2, 3, 4, 5, 6 or 8, got ", bits);
   return weight.size(-1) * weight.element_size() * 8 / bits;
 }
 

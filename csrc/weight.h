@@ -27,6 +27,13 @@ struct WeightNames {
 };
 
 constexpr std::array kFormats = {"dense", "affine", "mxfp4", "fp8"};
+// Of affine numbers, and how many neighbouring ones share a scale.
+constexpr std::array<int64_t, 6> kAffineBits = {2, 3, 4, 5, 6, 8};
+constexpr std::array<int64_t, 4> kAffineGroups = {16, 32, 64, 128};
+template <size_t N>
+bool is_one_of(const std::array<int64_t, N>& choices, int64_t value) {
+  return std::find(choices.begin(), choices.end(), value) != choices.end();
+}
 constexpr int64_t kMxfp4Group = 32, kFp8Block = 128;
 
 // The checks of one packed weight.
@@ -65,11 +72,11 @@ class PackedWeight {
     args_.check_shape(names_.data, data, row_letters(), data.dim() - packed_dims, packed);
     const int64_t bits_of_row = data.size(-1) * data.element_size() * 8 * (in_blocks() ? data.size(-2) : 1);
     weight_.bits = is(Format::mxfp4) ? 4 : is(Format::fp8) ? 8 : bits_of_row / std::max<int64_t>(C, 1);
-    constexpr std::array<int64_t, 6> widths = {2, 3, 4, 5, 6, 8};
-    const bool known = std::find(widths.begin(), widths.end(), weight_.bits) != widths.end();
+    const bool known = is_one_of(kAffineBits, weight_.bits);
     const bool blocks = !in_blocks() || data.size(-1) == kMxfp4Group / 2;
     if (!known || !blocks || weight_.bits * C != bits_of_row) {
-      args_.wrong_shape(names_.data, data, row_letters(), packed, column_letter());
+      args_.wrong_shape(names_.data, data, row_letters(), packed, column_letter(),
+                        is(Format::affine) ? "bits 2, 3, 4, 5, 6 or 8" : "");
     }
     TORCH_CHECK(C % (is(Format::mxfp4) ? kMxfp4Group : 1) == 0, args_.prefix(names_.data), "expected ",
                 Arguments::spelled(column_letter()), " to be a multiple of 32 in format mxfp4, got ", C);
@@ -131,10 +138,9 @@ class PackedWeight {
     const std::string C = Arguments::spelled(column_letter()), groups = C + (is(Format::affine) ? " / group" : " / 32");
     args_.check_shape(names_.scale, scale, row_letters(), scale.dim() - 1, groups);
     weight_.group = is(Format::mxfp4) ? kMxfp4Group : weight_.columns / std::max<int64_t>(scale.size(-1), 1);
-    constexpr std::array<int64_t, 4> sizes = {16, 32, 64, 128};
-    const bool known = std::find(sizes.begin(), sizes.end(), weight_.group) != sizes.end();
-    if (!known || weight_.group * scale.size(-1) != weight_.columns) {
-      args_.wrong_shape(names_.scale, scale, row_letters(), groups, column_letter());
+    if (!is_one_of(kAffineGroups, weight_.group) || weight_.group * scale.size(-1) != weight_.columns) {
+      args_.wrong_shape(names_.scale, scale, row_letters(), groups, column_letter(),
+                        is(Format::affine) ? "group 16, 32, 64 or 128" : "");
     }
   }
 

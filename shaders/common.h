@@ -69,6 +69,7 @@ enum class ParameterType : int32_t { absent, activation, float32 };
 
 // Rows of contiguous tensors. `wide`: every row starts at a multiple of kWide elements, and its length is one.
 struct RowShape {
+  uint32_t count;  // a threadgroup beyond the last row leaves
   uint32_t length;
   uint32_t wide;
 };
@@ -198,9 +199,9 @@ static_assert(sizeof(RoutingParams) == 36, "shaders and host must agree");
 static_assert(sizeof(ActivationParams) == 12, "shaders and host must agree");
 static_assert(sizeof(GluParams) == 88, "shaders and host must agree");
 static_assert(sizeof(RouteParams) == 52, "shaders and host must agree");
-static_assert(sizeof(GateParams) == 72, "shaders and host must agree");
-static_assert(sizeof(ResidualNormParams) == 24, "shaders and host must agree");
-static_assert(sizeof(WeightedSumParams) == 40, "shaders and host must agree");
+static_assert(sizeof(GateParams) == 76, "shaders and host must agree");
+static_assert(sizeof(ResidualNormParams) == 28, "shaders and host must agree");
+static_assert(sizeof(WeightedSumParams) == 44, "shaders and host must agree");
 static_assert(sizeof(WeightParams) == 88, "shaders and host must agree");
 static_assert(sizeof(ExpertsParams) == 248, "shaders and host must agree");
 static_assert(sizeof(LinearParams) == 112, "shaders and host must agree");

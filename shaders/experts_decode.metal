@@ -42,6 +42,7 @@ template <typename T, typename Chunk>
                                      uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float shares[most_shares<Chunk>()];
   const uint slot = group.x;
+  if (slot >= params.T * params.K) return;
   const int expert = expert_of(ids, slot, params);
   if (expert < 0) return;
   const uint split = params.gate_up.split, block_rows = rows_of_threadgroup<Chunk>(split) / 2;
@@ -91,6 +92,7 @@ template <typename T, typename Chunk>
   const uint token = group.x, split = params.down.split, block_rows = rows_of_threadgroup<Chunk>(split);
   const Place place = place_of<Chunk>(thread_index, split);
   const uint block = group.y * block_rows, first = block + place.team * kChunkRows;
+  if (token >= params.T) return;
   ChunkRows rows = {};
   for (uint r = 0; r < kChunkRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.H - 1), params.down);
   // What all experts' rows have for a team, or for a lane of it, follows one another: each in turn takes one of it.
@@ -208,6 +210,7 @@ template <typename T, typename Column>
                                         uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float shares[kMaxSplit * Column::rows];
   const uint slot = group.x;
+  if (slot >= params.T * params.K) return;
   const int expert = expert_of(ids, slot, params);
   if (expert < 0) return;
   const uint split = params.gate_up.split, streams = 32 / Column::lanes * split;
@@ -232,6 +235,7 @@ template <typename T, typename Column>
                                      uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float shares[kMaxSplit * Column::rows];
   const uint token = group.x, split = params.down.split, streams = 32 / Column::lanes * split;
+  if (token >= params.T) return;
   const RowTile tile = plain_tile(group.y * Column::rows, params.H);
   Vectors<Column::vectors> sums = {};
   for (uint k = 0; k < params.K; ++k) {

@@ -16,6 +16,7 @@ namespace moe_metal {
     constant ExpertsParams& params [[buffer(3)]], uint group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup uint lowers[kMaxSimdgroups], owns[kMaxSimdgroups];
+  if (group >= params.E) return;
   const int expert = group;
   const uint lane = thread_index % 32, simdgroup = thread_index / 32, slots = params.T * params.K;
   // Each simdgroup has slots that follow one another, 32 at a time, so that the order stays stable.
@@ -62,7 +63,7 @@ template <typename T>
                                 uint thread_index [[thread_index_in_threadgroup]],
                                 uint simdgroups [[simdgroups_per_threadgroup]]) {
   const uint h = group.y * simdgroups * 32 + thread_index;
-  if (h >= params.H) return;
+  if (group.x >= params.T || h >= params.H) return;
   const ulong token = group.x;
   float total = 0;
   for (uint k = 0; k < params.K; ++k) {

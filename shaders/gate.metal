@@ -25,6 +25,7 @@ template <typename T, typename W>
   constexpr uint N = kGateMaxExperts / kSimdgroup;
   threadgroup float dots[kGateMaxExperts];  // [experts, parts] when parts > 1, which experts < 32 makes fit
   threadgroup float squares[kMaxSimdgroups];
+  if (token >= params.row.count) return;
   const uint E = params.route.routing.experts, K = params.route.routing.top_k;
   const uint parts = max(1u, simdgroups / E);
   for (uint unit = simdgroup; unit < E * parts; unit += simdgroups) {

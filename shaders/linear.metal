@@ -23,6 +23,7 @@ template <typename T, typename Chunk>
                             uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float shares[most_shares<Chunk>()];
   const uint token = group.x, split = params.weight.split, block_rows = rows_of_threadgroup<Chunk>(split);
+  if (token >= params.T) return;
   const Place place = place_of<Chunk>(thread_index, split);
   const uint block = group.y * block_rows, first = block + place.team * kChunkRows;
   ChunkRows rows = {};

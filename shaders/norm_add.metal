@@ -34,6 +34,7 @@ template <typename T>
                          uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
                          uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float2 partial[kMaxSimdgroups];
+  if (group >= params.row.count) return;
   const ulong row = ulong(group) * params.row.length;
   const NormAddRow<T> work = {residual + row, input + row, weight, scalar, output + row, params};
   norm_row(work, thread_index, simdgroups, partial);

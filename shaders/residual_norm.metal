@@ -39,6 +39,7 @@ template <typename T>
                               uint thread_index [[thread_index_in_threadgroup]],
                               uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float2 partial[kMaxSimdgroups];
+  if (group >= params.row.count) return;
   const ulong row = ulong(group) * params.row.length;
   const ResidualNormRow<T> work = {residual + row, input + row, weight, scalar, output + row, sum + row, params};
   norm_row(work, thread_index, simdgroups, partial);

@@ -19,7 +19,7 @@ template <typename T>
                              uint thread_index [[thread_index_in_threadgroup]],
                              uint simdgroups [[simdgroups_per_threadgroup]]) {
   const uint i = first_element(group.y, thread_index, simdgroups);
-  if (i >= params.row.length) return;
+  if (group.x >= params.row.count || i >= params.row.length) return;
   const ulong token = group.x, row = token * params.row.length;
   float4 total = Slots<T>(slots, weights, token, params).sum(i, params.row.wide);
   if (params.has_shared) {

@@ -40,6 +40,7 @@ template <typename T>
     uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float2 partial[kMaxSimdgroups];
+  if (group >= params.row.count) return;
   const ulong row = ulong(group) * params.row.length;
   const DualNormAddRow<T> work = {Slots<T>(slots, weights, group, params),
                                   residual + row,

@@ -34,6 +34,7 @@ template <typename T>
                                       uint thread_index [[thread_index_in_threadgroup]],
                                       uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float2 partial[kMaxSimdgroups];
+  if (group >= params.row.count) return;
   const ulong row = ulong(group) * params.row.length;
   const NormAddRow<T> work = {Slots<T>(slots, weights, group, params), residual + row, norm_weight, output + row,
                               params};

@@ -36,6 +36,7 @@ template <typename T>
                                             uint thread_index [[thread_index_in_threadgroup]],
                                             uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float2 partial[kMaxSimdgroups];
+  if (group >= params.row.count) return;
   const ulong row = ulong(group) * params.row.length;
   const ResidualNormRow<T> work = {Slots<T>(slots, weights, group, params), norm_weight, residual + row, output + row,
                                    params};

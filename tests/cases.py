@@ -1,13 +1,15 @@
 """The one table of cases: what every op is called with, here and in every test.
 
-A case names its shapes by letters (T tokens, E experts, K experts per token, H hidden, I inner, G = 2I, S scalars), the
-optional arguments it gives, its options and its dtypes. Its tensors are drawn on the CPU, the same on every run.
+A case names its shapes by letters (T tokens, E experts, K experts per token, H hidden, I inner, G = 2I, N rows, S
+scalars), the optional arguments it gives, its options and its dtypes. Its tensors are drawn on the CPU, the same on
+every run.
 `CASES` holds named cases (real routers and blocks, what other projects test, hostile inputs), the pairwise grids, and
-three small samples per op that give every optional argument: those go through the slower properties as well.
+small samples of each op, and of each format of weights, that give every optional argument: those go through the slower
+properties as well.
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import inf, nan, prod
@@ -16,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_moe_metal import arguments, reference
+from torch_moe_metal import arguments, packing, reference
 from torch_moe_metal.arguments import ARGUMENTS, DTYPES, ROUTERS, optional_arguments
 from torch_moe_metal.models import MODELS, Model
 
@@ -36,6 +38,9 @@ class Case:
     dtype: torch.dtype = FLOAT  # of the activations
     parameter_dtype: torch.dtype | None = None  # None: the activations' dtype
     prepare: Callable[[Args], None] | None = None  # changes the drawn arguments: hostile values, other layouts
+    bits: int = 4  # of the numbers of affine weights
+    group: int = 64  # of their columns that share a scale
+    scale_dtype: torch.dtype | None = None  # of theirs and of fp8's; None: float32
     hostile: bool = False  # too large or not finite: float64 would overflow and round elsewhere, so compare in float32
     sample: bool = False
     full_grid: bool = False  # only in the full grid, however quick it is
@@ -46,7 +51,11 @@ class Case:
     @property
     def shapes(self) -> dict[str, str]:
         """The letters of the arguments that this case gives."""
-        return arguments.shapes(self.op, self.given, self.options.get("transposed", False))
+        return arguments.shapes(self.op, self.given, self.options.get("transposed", False), self.format)
+
+    @property
+    def format(self) -> str:
+        return self.options.get("format", "dense")
 
     def size(self, letters: str) -> tuple[int, ...]:
         return arguments.size(letters, self.dims)
@@ -69,11 +78,19 @@ class Case:
 
     def _draw(self, seed: int, names: tuple[str, ...]) -> Args:
         generator = torch.Generator().manual_seed(seed)
-        args = {name: arguments.draw(name, self.size(self.shapes[name]), self.dims, generator) for name in names}
+        kinds = {name: ARGUMENTS[self.op][name].kind for name in names}
+        args = {
+            name: arguments.draw(name, self.size(self.shapes[name]), self.dims, generator)
+            for name, kind in kinds.items()
+            if kind not in ("scale", "offset")
+        }
+        if self.format != "dense":
+            args = arguments.pack(self.op, args, self.format, self.bits, self.group)
         for name, tensor in args.items():
-            kind = ARGUMENTS[self.op][name].kind
-            if kind != "ids":
-                args[name] = tensor.to((self.parameter_dtype if kind == "parameter" else None) or self.dtype)
+            if kinds[name] in ("scale", "offset"):
+                args[name] = tensor.to(self.scale_dtype or tensor.dtype)
+            elif tensor.is_floating_point():
+                args[name] = tensor.to((self.parameter_dtype if kinds[name] == "parameter" else None) or self.dtype)
         if self.prepare:
             self.prepare(args)
         return args
@@ -81,28 +98,32 @@ class Case:
     @property
     def longest_sum(self) -> int:
         """How many terms its longest sum has: sets the tolerance of float32."""
-        return max(self.dims.get(letter, 1) for letter in ("HI" if self.op in ("gate", "experts") else "KH"))
+        letters = {"gate": "HI", "experts": "HI", "dequantize": "K"}.get(self.op, "KH")
+        return max(self.dims.get(letter, 1) for letter in letters)
 
     @property
     def flops(self) -> int:
-        T, E, K, H, I = (self.dims.get(letter, 1) for letter in "TEKHI")
-        return {"gate": 2 * T * E * H, "route": 8 * T * E, "glu": 8 * T * I, "experts": 6 * T * K * H * I}.get(
-            self.op, 2 * T * (K + 3) * H
-        )
+        T, E, K, H, I, N = (self.dims.get(letter, 1) for letter in "TEKHIN")
+        products = {"gate": 2 * T * E * H, "experts": 6 * T * K * H * I, "linear": 2 * T * N * H}
+        others = {"route": 8 * T * E, "glu": 8 * T * I, "dequantize": 8 * N * H}
+        return (products | others).get(self.op, 2 * T * (K + 3) * H)
 
     @property
     def elements(self) -> int:
-        """Of all its arguments, touched or not."""
-        return sum(prod(self.size(letters)) for letters in self.shapes.values())
+        """Of all its arguments, touched or not. Packed numbers count as elements, their scales do not."""
+        table = ARGUMENTS[self.op]
+        return sum(
+            prod(self.size(letters))
+            for name, letters in self.shapes.items()
+            if table[name].kind not in ("scale", "offset")
+        )
 
     @property
     def bytes(self) -> int:
         """What must be moved once. Of the experts' weights, those of the experts that can have been chosen."""
-        dims = (
-            self.dims | {"E": min(self.dims["E"], self.dims["T"] * self.dims["K"])}
-            if self.op == "experts"
-            else self.dims
-        )
+        dims = self.dims
+        if self.op == "experts":
+            dims = dims | {"E": min(dims["E"], dims["T"] * dims["K"])}
         used = replace(self, dims=dims)
         written = sum(prod(used.size(letters)) for letters in arguments.RETURNS.get(self.op, ("TH",)))
         return (used.elements + written) * self.dtype.itemsize
@@ -160,27 +181,37 @@ def expected(op: str, args: Args, options: dict, hostile: bool = False) -> list[
     function = experts_one_by_one if large else getattr(reference, op)
     as_they_are = ("gate_up", "down") if large else ()
     exact = {
-        name: tensor.double() if tensor.is_floating_point() and name not in as_they_are else tensor
+        name: tensor.double() if is_number(tensor) and name not in as_they_are else tensor
         for name, tensor in args.items()
     }
     return call(function, op, {name: tensor.clone() for name, tensor in args.items()} if hostile else exact, options)
 
 
+def is_number(tensor: Tensor) -> bool:
+    """Not ids, and not packed: float8_e4m3fn stands for numbers only with its scales."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
+
+
 def experts_one_by_one(
     x, weights, ids, gate_up, down, gate_up_bias=None, down_bias=None, shared=None, shared_gate=None, residual=None,
-    *, interleaved=False, transposed=False, **activation,
+    gate_up_scale=None, gate_up_offset=None, down_scale=None, down_offset=None,
+    *, interleaved=False, transposed=False, format="dense", **activation,
 ):  # fmt: skip
     """The reference's `experts` without a copy of the weights for every token, so that real sizes fit in memory."""
+
+    def linear(x: Tensor, bias: Tensor | None, weight: Tensor, *beside: Tensor | None) -> Tensor:
+        of_expert = (None if t is None else t[e] for t in (weight.mT if transposed else weight, *beside))
+        return F.linear(x, reference.numbers(*of_expert, format, x), None if bias is None else bias[e])
+
     slots = x.new_zeros(*ids.shape, x.shape[-1])
     for e in ids.unique().tolist():
         if not 0 <= e < gate_up.shape[0]:
             continue
         *token, slot = (ids == e).nonzero(as_tuple=True)
-        up_weight, down_weight = (w[e].double().mT if transposed else w[e].double() for w in (gate_up, down))
-        both = F.linear(x[tuple(token)], up_weight, None if gate_up_bias is None else gate_up_bias[e])
+        both = linear(x[tuple(token)], gate_up_bias, gate_up, gate_up_scale, gate_up_offset)
         gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
         inner = reference.glu(gate, up, **activation)
-        slots[(*token, slot)] = F.linear(inner, down_weight, None if down_bias is None else down_bias[e])
+        slots[(*token, slot)] = linear(inner, down_bias, down, down_scale, down_offset)
     used = (ids >= 0) & (ids < gate_up.shape[0])
     return reference.rounded(reference.weighted_sum(slots, weights.where(used, 0), shared, shared_gate, residual), x)
 
@@ -615,9 +646,9 @@ def samples() -> list[Case]:
     ]
     activation = [{}, OAI | {"interleaved": True}, {"activation": "gelu_tanh", "transposed": True}]
     dims = [
-        {"T": 6, "E": 13, "K": 3, "H": 67, "I": 19, "S": 1},
-        {"T": 6, "E": 16, "K": 4, "H": 64, "I": 96, "S": 64},
-        {"T": 6, "E": 40, "K": 8, "H": 130, "I": 33, "S": 1},
+        {"T": 6, "E": 13, "K": 3, "H": 67, "I": 19, "N": 37, "S": 1},
+        {"T": 6, "E": 16, "K": 4, "H": 64, "I": 96, "N": 64, "S": 64},
+        {"T": 6, "E": 40, "K": 8, "H": 130, "I": 33, "N": 5, "S": 1},
     ]
     dtypes = [(FLOAT, None), (BFLOAT, FLOAT), (HALF, None)]
     cases = []
@@ -625,9 +656,248 @@ def samples() -> list[Case]:
         for name, size, dtype, route, act in zip(
             ("odd", "even", "half"), dims, dtypes, routing, activation, strict=True
         ):
-            options = arguments.options(op, route | act)
+            options = arguments.options(op, route | act | {"format": "dense", "dtype": dtype[0]})
             cases.append(Case(op, f"sample_{name}", size, OPTIONAL[op], options, *dtype, sample=True))
+    return cases + [packed_sample(op, name) for op in PACKED_OPS for name in PACKED_SAMPLES]
+
+
+PACKED_OPS = tuple(op for op in ARGUMENTS if arguments.takes_formats(op))
+# format, bits, group, H, I, N, dtypes of activations, parameters and scales, options
+PACKED_SAMPLES = {
+    "affine4": ("affine", 4, 32, 96, 32, 37, FLOAT, None, FLOAT, {}),
+    "affine3": ("affine", 3, 16, 80, 48, 19, BFLOAT, FLOAT, HALF, {"activation": "gelu_tanh", "limit": 2.0}),
+    "mxfp4": ("mxfp4", 4, 32, 160, 96, 33, BFLOAT, None, None, OAI | {"interleaved": True}),
+    "fp8": ("fp8", 8, 128, 130, 70, 200, HALF, FLOAT, BFLOAT, {"interleaved": True}),
+}
+
+
+def packed_sample(op: str, name: str) -> Case:
+    format, bits, group, H, I, N, dtype, parameters, scales, options = PACKED_SAMPLES[name]
+    dims = {"T": 6, "E": 7, "K": 3, "H": H, "I": I, "N": N}
+    options = arguments.options(op, options | {"format": format, "bits": bits, "dtype": dtype})
+    return Case(
+        op, f"sample_{name}", dims, OPTIONAL[op], options, dtype, parameters, None, bits, group, scales, sample=True
+    )
+
+
+# ------------------------------------------------------------------------------------------------ packed weights
+
+WIDTHS = [("affine", bits, group) for bits in packing.BITS for group in packing.GROUPS]
+WIDTHS += [("mxfp4", 4, packing.MXFP4_GROUP), ("fp8", 8, packing.FP8_BLOCK)]
+
+
+def packed_case(
+    op: str, name: str, width: tuple[str, int, int], dims: dict[str, int], options: dict, dtype: torch.dtype = FLOAT,
+    given: tuple[str, ...] = (), prepare: Sequence[Callable[[Args], None]] = (), scale_dtype: torch.dtype = FLOAT,
+    hostile: bool = False, full_grid: bool = False,
+) -> Case:  # fmt: skip
+    """`dims` without those that do not matter. Scales of fp8 are no float16, and those of mxfp4 no floats at all."""
+    format, bits, group = width
+
+    def prepare_all(args: Args) -> None:
+        for one in prepare:
+            one(args)
+
+    if format == "mxfp4":
+        scale_dtype = None
+    elif format == "fp8" and scale_dtype == HALF:
+        scale_dtype = BFLOAT
+    options = arguments.options(op, options | {"format": format, "bits": bits, "dtype": dtype})
+    called = f"{format}{bits}g{group}" if format == "affine" else format
+    sizes = "".join(f"-{letter}{size}" for letter, size in dims.items() if letter in "THI")
+    scales = "" if scale_dtype in (FLOAT, None) else f"-s{DTYPES[scale_dtype]}"
+    return Case(
+        op, f"{called}-{name}{sizes}{scales}", {"E": 5, "K": 2, "N": 21} | dims, given, options, dtype, FLOAT,
+        prepare_all, bits, group, scale_dtype, hostile, full_grid=full_grid,
+    )  # fmt: skip
+
+
+def sizes_for(width: tuple[str, int, int]) -> list[tuple[int, int, int]]:
+    """H, I and N: the smallest; such that fill no vector, no block and no power of two of groups; and larger."""
+    format, _, group = width
+    if format == "fp8":
+        return [(1, 1, 1), (130, 70, 200), (257, 129, 131)]
+    return [(group, group, 1), (3 * group, 5 * group, 37), (9 * max(group, 32), 2 * group, 70)]
+
+
+def packed_cases() -> list[Case]:
+    """Every format and width, in every size of group; dtypes of activations and scales take turns, one in five is
+    in the fast set."""
+    cases: list[Case] = []
+    dtypes = [(dtype, scales) for dtype in (FLOAT, HALF, BFLOAT) for scales in (FLOAT, BFLOAT, HALF)]
+
+    def add(op: str, width: tuple[str, int, int], dims: dict[str, int]) -> None:
+        turn = len(cases)
+        dtype, scales = dtypes[turn % len(dtypes)]
+        cases.append(packed_case(op, "plain", width, dims, {}, dtype, scale_dtype=scales, full_grid=turn % 5 > 0))
+
+    for width in WIDTHS:
+        for H, I, N in sizes_for(width):
+            for T in (0, 1, 2, 3, 4, 5, 33, 300):
+                for op in ("linear", "experts"):
+                    add(op, width, {"T": T, "H": H, "I": I, "N": N})
+            for columns in (H, I, 7 * H):
+                add("dequantize", width, {"H": columns, "N": N})
+    return cases + packed_layers() + hostile_packed() + real_packed()
+
+
+SOME_WIDTHS = [("affine", 4, 64), ("affine", 8, 32), ("affine", 5, 128), ("mxfp4", 4, 32), ("fp8", 8, 128)]
+
+
+def packed_layers() -> list[Case]:
+    """All that `experts` does for dense weights, with packed ones; and `linear` with a bias."""
+    cases = []
+    combined = ((), BIASES, ("shared",), SHARED_GATED, ("residual",), OPTIONAL["experts"])
+    for width in SOME_WIDTHS:
+        sizes = {"H": 130, "I": 70} if width[0] == "fp8" else {"H": 384, "I": 128}
+        for T in (1, 3, 40):
+            dims = sizes | {"T": T}
+            for turn, given in enumerate(combined):
+                options = {"interleaved": turn % 2 == 0, "activation": tuple(reference.ACTIVATIONS)[turn % 5]}
+                options |= {"limit": 7.0 if turn % 3 else None}
+                name, dtype = "+".join(given) or "bare", (FLOAT, HALF, BFLOAT)[(turn + T) % 3]
+                cases.append(packed_case("experts", name, width, dims, options, dtype, given, scale_dtype=BFLOAT))
+            for dtype in (FLOAT, HALF, BFLOAT):
+                cases.append(packed_case("linear", "bias", width, dims, {}, dtype, ("bias",)))
+        for name, prepare in HOSTILE_IDS.items():
+            for T in (3, 33, 130):
+                cases.append(packed_case("experts", name, width, sizes | {"T": T}, {}, BFLOAT, BIASES, [prepare]))
     return cases
+
+
+def all_weights(args: Args, change: Callable[[Tensor], Tensor]) -> None:
+    for name in ("weight", "gate_up", "down"):
+        if name in args:
+            args[name] = change(args[name])
+
+
+def as_words(args: Args) -> None:
+    all_weights(args, lambda data: data.view(torch.int32))
+
+
+def as_unsigned_words(args: Args) -> None:
+    all_weights(args, lambda data: data.view(torch.uint32))
+
+
+def as_float8(args: Args) -> None:
+    all_weights(args, lambda data: data.view(torch.float8_e4m3fn))
+
+
+def in_blocks(args: Args) -> None:
+    """As gpt-oss has them."""
+    all_weights(args, lambda data: data.unflatten(-1, (-1, 16)))
+
+
+def wider_rows(args: Args) -> None:
+    """Rows that begin anywhere: 5 bytes beyond the one before, of which nothing is read."""
+
+    def widened(data: Tensor) -> Tensor:
+        wider = data.new_full((*data.shape[:-1], data.shape[-1] + 5), 255)
+        wider[..., 3:-2] = data
+        return wider[..., 3:-2]
+
+    all_weights(args, widened)
+
+
+def scales_of(args: Args) -> list[str]:
+    return [name for name in args if name.endswith(("scale", "offset"))]
+
+
+def unused_scales_not_finite(args: Args) -> None:
+    """Experts that no token has chosen are not read, whatever is in them."""
+    args["ids"] %= 2
+    for name in scales_of(args):
+        args[name][2:] = inf if args[name].is_floating_point() else 255
+        args[name][3:] = nan if args[name].is_floating_point() else 255
+    for name in ("gate_up", "down"):
+        args[name][2:] = 255
+
+
+def nan_scale(args: Args) -> None:
+    """One group's, or one block's: what meets it is NaN, nothing else."""
+    name = "scale" if "scale" in args else "gate_up_scale"
+    args[name][..., -1:, -1:] = nan if args[name].is_floating_point() else 255
+
+
+def infinite_scale(args: Args) -> None:
+    name = "scale" if "scale" in args else "down_scale"
+    args[name][..., :1, :1] = inf
+
+
+def every_code(args: Args) -> None:
+    """All bytes there are, e4m3's two NaN among them."""
+
+    def change(data: Tensor) -> Tensor:
+        data.view(-1)[: min(256, data.numel())] = torch.arange(256, dtype=torch.uint8)[: data.numel()]
+        return data
+
+    all_weights(args, change)
+
+
+def extreme_powers(args: Args) -> None:
+    """The least and the greatest of e8m0 whose numbers float32 holds: 0 makes subnormal ones."""
+    for name in scales_of(args):
+        args[name].view(-1)[::3], args[name].view(-1)[1::7] = 0, 1
+    all_weights(args, lambda data: data & 0x99)  # 0 and 0.5, with their signs: half of 2^127 is no overflow
+    args["scale"].view(-1)[2::5] = 254
+
+
+HOSTILE_IDS = {
+    "repeated_ids": repeated_ids,
+    "ids_out_of_range": ids_out_of_range,
+    "all_ids_out_of_range": all_ids_out_of_range,
+    "far_ids_out_of_range": far_ids_out_of_range,
+    "long_ids": long_ids,
+    "all_to_one_expert": all_to_one_expert,
+    "unused_scales_not_finite": unused_scales_not_finite,
+}
+
+
+def hostile_packed() -> list[Case]:
+    """Other dtypes and places of the same bytes; then numbers that are large or none."""
+    cases = []
+    layouts = {"affine": (as_words, as_unsigned_words, wider_rows), "mxfp4": (in_blocks, wider_rows)}
+    layouts |= {"fp8": (as_float8, wider_rows)}
+    for width in SOME_WIDTHS:
+        mxfp4 = width[0] == "mxfp4"
+        dims = {"H": 257, "I": 129, "N": 130} if width[0] == "fp8" else {"H": 384, "I": 128, "N": 37}
+        for op in PACKED_OPS:
+            for prepare in layouts[width[0]]:
+                for T in (1, 5, 40) if op != "dequantize" else (1,):
+                    cases.append(packed_case(op, prepare.__name__, width, dims | {"T": T}, {}, FLOAT, (), [prepare]))
+            hostile = [every_code, nan_scale, *([] if mxfp4 else [infinite_scale])]
+            for prepare in hostile:
+                for dtype in (FLOAT, BFLOAT):
+                    name = prepare.__name__
+                    for T in (1, 3) if op != "dequantize" else (1,):
+                        at = dims | {"T": T}
+                        cases.append(packed_case(op, name, width, at, {}, dtype, (), [prepare], hostile=True))
+        for dtype, large in ((FLOAT, 1e5), (HALF, 2e4), (BFLOAT, 1e5)):
+            for T in (1, 3, 33):
+                ten = scaling("x", large)
+                cases.append(packed_case("experts", "large_x", width, dims | {"T": T}, OAI, dtype, (), [ten]))
+                if dtype != HALF:
+                    cases.append(packed_case("linear", "large_x", width, dims | {"T": T}, {}, dtype, (), [ten]))
+    for dtype in (FLOAT, HALF, BFLOAT):
+        powers = {"H": 384, "N": 37}
+        cases.append(packed_case("dequantize", "extreme_powers", WIDTHS[-2], powers, {}, dtype, (), [extreme_powers]))
+    return cases
+
+
+def real_packed() -> list[Case]:
+    """The sizes of published checkpoints, with fewer experts: gpt-oss's 2880 columns are 90 groups of 32."""
+    gpt_oss = {"E": 4, "K": 2, "H": 2880, "I": 2880}
+    qwen = {"E": 4, "K": 2, "H": 2048, "I": 768}
+    oai = OAI | {"interleaved": True}
+    rows = [(("mxfp4", 4, 32), gpt_oss, oai, BIASES, "gpt_oss"), (("affine", 4, 32), gpt_oss, oai, BIASES, "gpt_oss")]
+    rows += [(("affine", 4, 64), qwen, {}, (), "qwen3"), (("affine", 8, 64), qwen, {}, (), "qwen3")]
+    rows += [(("fp8", 8, 128), qwen, {}, (), "qwen3"), (("affine", 4, 16), {"H": 96, "I": 160}, {}, (), "odd_groups")]
+    rows += [(("mxfp4", 4, 32), {"H": 96, "I": 160}, {}, (), "odd_groups")]
+    return [
+        packed_case("experts", name, width, dims | {"T": T}, options, BFLOAT, given, scale_dtype=BFLOAT)
+        for width, dims, options, given, name in rows
+        for T in (1, 4, 40)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ grids
@@ -756,7 +1026,15 @@ def plain_grids() -> list[Case]:
 
 
 def table() -> list[Case]:
-    cases = samples() + real_cases() + other_projects() + hostile_routes() + hostile_gates() + experts_cases()
+    cases = (
+        samples()
+        + real_cases()
+        + other_projects()
+        + hostile_routes()
+        + hostile_gates()
+        + experts_cases()
+        + packed_cases()
+    )
     cases += glu_cases() + sum_and_norm_cases() + many_tokens()
     cases += router_grid("route") + router_grid("gate", H=H_GRID) + experts_grid() + plain_grids()
     return list({str(case): case for case in cases}.values())

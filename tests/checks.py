@@ -42,7 +42,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    """A copy, which stays as it is when the tensor changes."""
+    return tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
 
 
 # ------------------------------------------------------------------------------------------------ memory

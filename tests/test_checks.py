@@ -5,7 +5,7 @@ import torch
 
 import cases
 from cases import HALF, OPTIONAL, SAMPLES, Case, expected
-from checks import Guarded, assert_matches, strides_of
+from checks import Guarded, assert_matches, bits, strides_of
 from torch_moe_metal import reference
 from torch_moe_metal.arguments import ARGUMENTS
 from torch_moe_metal.reference import TOLERANCES
@@ -69,6 +69,13 @@ def test_a_touched_guard_is_noticed(kind: str):
         guarded.storage[place] = 0.0
         with pytest.raises(AssertionError, match="memory beside it"):
             guarded.assert_untouched("x", written=True)
+
+
+def test_bits_are_those_of_then(device: str):
+    for tensor in (torch.ones(3, 4, device=device), torch.ones(4, 3, device=device).mT):
+        before = bits(tensor)
+        tensor[1, 1] = -1.0
+        assert not torch.equal(bits(tensor), before)
 
 
 def test_an_unclear_choice_is_noticed():

@@ -13,7 +13,7 @@ import torch_moe_metal
 from cases import SAMPLES, call
 from checks import same_bits
 from torch_moe_metal import reference
-from torch_moe_metal.arguments import ARGUMENTS, DTYPES, optional_arguments, outputs, written
+from torch_moe_metal.arguments import ARGUMENTS, DTYPES, outputs, written
 
 OPS = tuple(ARGUMENTS)
 ODD = {case.op: case for case in SAMPLES if case.name == "sample_odd"}
@@ -28,7 +28,8 @@ def test_schema_table_and_signature_agree(op: str):
     assert told == [(p.name, p.default) for p in signature.parameters.values()]
     tensors = [a for a in schema.arguments if "Tensor" in str(a.type)]
     assert [a.name for a in tensors] == list(ARGUMENTS[op])
-    assert tuple(a.name for a in tensors if "Optional" in str(a.type)) == optional_arguments(op)
+    optional = [name for name, argument in ARGUMENTS[op].items() if argument.optional]
+    assert [a.name for a in tensors if "Optional" in str(a.type)] == optional
     assert tuple(a.name for a in tensors if a.alias_info and a.alias_info.is_write) == written(op)
     assert [a.name for a in schema.arguments if a.kwarg_only] == [
         p.name for p in signature.parameters.values() if p.kind == p.KEYWORD_ONLY

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import torch_moe_metal  # noqa: F401
+from cases import SAMPLES, Case, call
+from checks import same_bits
+from torch_moe_metal.arguments import written
 
 MIB = 1 << 20
 glu = torch.ops.moe_metal.glu
@@ -104,6 +106,17 @@ def test_what_one_does_with_tensors():
     swapped = torch.empty(2048, 1024)
     swapped.data = output(x)
     close(swapped, expected)
+
+
+@pytest.mark.parametrize("case", SAMPLES, ids=str)
+def test_lazily_cloned_inputs_are_read_and_not_copied(case: Case):
+    """Memory that two tensors share until one of them is written: no op may make an input's its own."""
+    op = getattr(torch.ops.moe_metal, case.op)
+    want = call(op, case.op, case.arguments(), case.options)
+    args = {name: torch._lazy_clone(tensor) for name, tensor in case.arguments().items()}
+    got = call(op, case.op, args, case.options)
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+    assert {name for name, tensor in args.items() if not torch._C._is_cow_tensor(tensor)} == set(written(case.op))
 
 
 def test_compiled():

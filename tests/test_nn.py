@@ -15,7 +15,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from tiny_models import tiny_module
-from torch_moe_metal import nn, reference
+from torch_moe_metal import nn, quantize, reference
 
 VARIANTS = [
     {},
@@ -94,7 +94,7 @@ def test_from_other_blocks():
         ({"num_experts": 0}, "E: expected 1 to 1024 (the number of experts), got 0"),
         ({"num_experts": 1025}, "E: expected 1 to 1024 (the number of experts), got 1025"),
         ({"hidden_size": 0}, "expected H >= 1, got 0"),
-        ({"inner_size": 0}, "expected I >= 1, got 0"),
+        ({"inner_size": 0}, "down: expected 1 to 4611686018427387903 (its inner size, I), got 0"),
         ({"inner_size": -1}, "negative"),
         ({"shared_size": -1}, "negative"),
         ({"scoring": "x"}, "scoring: expected one of softmax, sigmoid, sqrt_softplus; got 'x'"),
@@ -179,3 +179,167 @@ def test_state():
         compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
         assert relative(compiled(x), moe(x)) <= 1e-6
     assert repr(moe) == "MoE(H=32, I=16, E=8, top_k=3, scoring=sigmoid, activation=silu)"
+
+
+# ------------------------------------------------------------------------------------------------ quantised weights
+
+FORMATS = [("affine", 4, 32), ("affine", 3, 16), ("affine", 8, 64), ("mxfp4", 4, 32), ("fp8", 8, 128)]
+formats = pytest.mark.parametrize("format, bits, group", FORMATS)
+
+
+def layer(**options) -> nn.MoE:
+    torch.manual_seed(0)
+    return nn.MoE(64, 64, 8, 3, **options)
+
+
+def dequantized(module: torch.nn.Module, prefix: str, columns: int, format: str) -> torch.Tensor:
+    names = [f"{prefix}{part}" for part in ("scale", "offset")]
+    data = getattr(module, prefix.rstrip("_") or "data")
+    scales = (getattr(module, name) for name in names)
+    return reference.numbers(data, *scales, format, torch.empty(0, columns))
+
+
+@formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantized_moe(format: str, bits: int, group: int, dtype: torch.dtype, device: str):
+    """Packed as `quantize` packs; the answer is that of the dense layer with the numbers that are left."""
+    moe = layer(dtype=dtype, shared_size=24, shared_gate=True)
+    dense = copy.deepcopy(moe).float()
+    want = [quantize(weight.detach(), format, bits, group) for weight in (moe.gate_up, moe.down)]
+    assert moe.quantize_(format, bits, group) is moe
+    for name, parts in zip(("gate_up", "down"), want, strict=True):
+        got = (getattr(moe, name), getattr(moe, f"{name}_scale"), getattr(moe, f"{name}_offset"))
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, parts, strict=True))
+        setattr(dense, name, torch.nn.Parameter(dequantized(moe, f"{name}_", 64, format)))
+    x, residual = torch.randn(2, 2, 5, 64).to(dtype)
+    expected = dense(x.float(), residual.float()).detach()
+    moe, tolerance = moe.to(device), 1e-5 if dtype == torch.float32 else 2e-2
+    with torch.no_grad():
+        assert relative(moe(x.to(device), residual.to(device)).cpu(), expected) <= tolerance
+    assert relative(moe(x.to(device), residual.to(device)).cpu(), expected) <= tolerance  # with gradients wanted
+    assert f"format={format}" in repr(moe) and "I=64" in repr(moe)
+
+
+def test_quantized_block(device: str):
+    """gpt-oss's block has transposed weights, interleaved rows and biases; rows are what is packed."""
+    block = tiny_module(GptOssMLP).to(device)
+    moe, x = nn.MoE.from_block(block), torch.randn(2, 5, 64).to(device)
+    with torch.no_grad():
+        before = moe(x)
+        moe.quantize_(bits=8, group_size=32)
+        assert moe.gate_up.shape == (*block.experts.gate_up_proj.mT.shape[:2], 64)
+        assert 1e-5 < relative(moe(x).cpu(), before.cpu()) <= 2e-2
+        other = nn.MoE.from_block(moe)
+        assert other.gate_up is moe.gate_up and torch.equal(other(x), moe(x)) and repr(other) == repr(moe)
+    assert block.experts.down_proj.is_floating_point()
+
+
+def test_quantize_refuses_as_a_whole():
+    moe = nn.MoE(64, 48, 8, 3)
+    with pytest.raises(ValueError, match=r"expected a multiple of 64 columns, got \[0, 64, 48\]"):
+        moe.quantize_()
+    assert isinstance(moe.gate_up, torch.nn.Parameter) and isinstance(moe.down, torch.nn.Parameter)
+    with pytest.raises(RuntimeError, match="its weights are affine already"):
+        moe.quantize_(group_size=16).quantize_(group_size=16)
+
+
+@formats
+def test_quantized_state(format: str, bits: int, group: int):
+    """It saves, loads, copies and compiles like any module, and is made on meta without any memory."""
+    moe, x = layer().quantize_(format, bits, group), torch.randn(4, 64)
+    assert all(
+        not tensor.requires_grad for name, tensor in moe.state_dict(keep_vars=True).items() if "router" not in name
+    )
+    with torch.device("meta"):
+        empty = nn.MoE(64, 64, 8, 3).quantize_(format, bits, group)
+    empty.load_state_dict(moe.state_dict(), assign=True)
+    other = nn.MoE(64, 64, 8, 3).quantize_(format, bits, group)
+    other.load_state_dict(moe.state_dict())
+    with torch.no_grad():
+        want = moe(x)
+        for same in (other, empty, copy.deepcopy(moe), torch.compile(moe, fullgraph=True, backend="aot_eager")):
+            assert torch.equal(same(x), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@formats
+def test_conversions_leave_packed_weights_alone(format: str, bits: int, group: int, dtype: torch.dtype, device: str):
+    moe = layer().quantize_(format, bits, group)
+    linear = nn.Linear(64, 32, format=format, bits=bits, group_size=group)
+    embedding = nn.Embedding(300, 64, format=format, bits=bits, group_size=group)
+    for module in (moe, linear, embedding):
+        before = {name: buffer.clone() for name, buffer in module.named_buffers() if name != "of_dtype"}
+        module.to(device).to(dtype)
+        after = dict(module.named_buffers())
+        assert before.keys() == after.keys() - {"of_dtype"}
+        for name, buffer in before.items():
+            assert after[name].dtype == buffer.dtype and torch.equal(after[name].cpu(), buffer)
+            assert after[name].device.type == device
+    assert moe.router_weight.dtype == linear.bias.dtype == dtype
+    if dtype != torch.float64:
+        with torch.no_grad():
+            assert moe(torch.ones(2, 64, dtype=dtype, device=device)).dtype == dtype
+            assert linear(torch.ones(2, 64, dtype=dtype, device=device)).dtype == dtype
+            assert embedding(torch.tensor([3], device=device)).dtype == dtype
+
+
+@formats
+def test_linear(format: str, bits: int, group: int, device: str):
+    torch.manual_seed(0)
+    module = torch.nn.Linear(128, 200).to(device).eval()
+    ours = nn.Linear.from_module(module, format, bits, group)
+    assert (
+        ours.bias is module.bias
+        and not ours.training
+        and torch.equal(ours.data, quantize(module.weight.detach(), format, bits, group)[0])
+    )
+    weight = reference.numbers(ours.data.cpu(), *(None if t is None else t.cpu() for t in (ours.scale, ours.offset)),
+                               format, torch.empty(0, 128))  # fmt: skip
+    x = torch.randn(2, 5, 128)
+    want = torch.nn.functional.linear(x, weight, module.bias.cpu())
+    with torch.no_grad():
+        assert relative(ours(x.to(device)).cpu(), want) <= 1e-6
+    state = ours.state_dict()
+    assert set(state) == {"bias", "data", "scale"} | ({"offset"} if format == "affine" else set())
+    other = nn.Linear(128, 200, format=format, bits=bits, group_size=group).to(device)
+    other.load_state_dict(state)
+    bare = nn.Linear(128, 200, bias=False, format=format, bits=bits, group_size=group).to(device)
+    with torch.no_grad():
+        assert torch.equal(other(x.to(device)), ours(x.to(device)))
+        assert bare.bias is None and bare(x.to(device)).shape == (2, 5, 200)
+    assert f"in_features=128, out_features=200, bias=True, format={format}" in repr(ours)
+
+
+@formats
+def test_gradients_pass_through_frozen_weights(format: str, bits: int, group: int):
+    """To x, the bias and the router: those of a dense layer with the same numbers."""
+    ours, x = nn.Linear(64, 32, format=format, bits=bits, group_size=group).double(), torch.randn(5, 64).double()
+    x.requires_grad_()
+    weight = reference.numbers(ours.data, ours.scale, ours.offset, format, x)
+    want = torch.autograd.grad(torch.nn.functional.linear(x, weight, ours.bias).square().sum(), [x, ours.bias])
+    for a, b in zip(torch.autograd.grad(ours(x).square().sum(), [x, ours.bias]), want, strict=True):
+        assert relative(a, b) <= 1e-12
+    moe = layer()
+    dense = copy.deepcopy(moe)
+    moe.quantize_(format, bits, group)
+    for name in ("gate_up", "down"):
+        setattr(dense, name, torch.nn.Parameter(dequantized(moe, f"{name}_", 64, format)))
+    x = torch.randn(4, 64, requires_grad=True)
+    got, want = (torch.autograd.grad(m(x).square().sum(), [x, m.router_weight]) for m in (moe, dense))
+    assert all(relative(a, b) <= 1e-5 for a, b in zip(got, want, strict=True))
+
+
+@formats
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5), (1, 2, 3), (0,)], ids=str)
+def test_embedding(format: str, bits: int, group: int, shape: tuple, device: str):
+    torch.manual_seed(0)
+    module = torch.nn.Embedding(300, 160 if group < 64 else 128, padding_idx=0).to(torch.bfloat16)
+    ours = nn.Embedding.from_module(module, format, bits, group)
+    table = reference.numbers(ours.data, ours.scale, ours.offset, format, torch.empty(0, module.embedding_dim))
+    ids = torch.randint(300, shape)
+    want = table[ids].to(torch.bfloat16)
+    got = ours.to(device)(ids.to(device))
+    assert got.dtype == torch.bfloat16 and got.shape == want.shape and torch.equal(got.cpu(), want)
+    assert set(ours.state_dict()) == {"data", "scale"} | ({"offset"} if format == "affine" else set())
+    with pytest.raises(TypeError, match="max_norm changes the weight"):
+        nn.Embedding.from_module(torch.nn.Embedding(4, 64, max_norm=1.0))

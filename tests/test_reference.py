@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from cases import OPTIONAL, SAMPLES, SUMS, Case, call
+from cases import OPTIONAL, SAMPLES, SUMS, WIDTHS, Case, call
 from checks import assert_matches
 from torch_moe_metal import reference
+from torch_moe_metal.arguments import beside
 
 
 def sigmoid(x: float) -> float:
@@ -100,6 +101,69 @@ def experts(x, weights, ids, gate_up, down, gate_up_bias=None, down_bias=None, *
     return weighted_sum(slots, weights, *combined)
 
 
+def numbers(row: list[int], bits: int) -> list[int]:
+    """A row's bytes are the digits of one large number, the lowest first."""
+    whole = sum(byte << 8 * place for place, byte in enumerate(row))
+    return [whole >> bits * place & (1 << bits) - 1 for place in range(8 * len(row) // bits)]
+
+
+def e2m1(code: int) -> float:
+    exponent, mantissa = code >> 1 & 3, code & 1
+    magnitude = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+    return -magnitude if code & 8 else magnitude
+
+
+def e4m3(code: int) -> float:
+    exponent, mantissa = code >> 3 & 15, code & 7
+    magnitude = (1 + mantissa / 8) * 2.0 ** (exponent - 7) if exponent else mantissa / 8 * 2.0**-6
+    magnitude = math.nan if code & 127 == 127 else magnitude
+    return -magnitude if code & 128 else magnitude
+
+
+def e8m0(code: int) -> float:
+    return math.nan if code == 255 else 2.0 ** (code - 127)
+
+
+def dequantize(weight, scale=None, offset=None, *, format, bits=4, **_):
+    """One matrix, from lists of bytes and lists of scales."""
+    if format == "dense":
+        return weight
+    if format == "fp8":
+        return [[e4m3(code) * scale[r // 128][c // 128] for c, code in enumerate(row)] for r, row in enumerate(weight)]
+    rows = [numbers(row, bits) for row in weight]
+    group = len(rows[0]) // len(scale[0])
+    if format == "mxfp4":
+        return [
+            [e2m1(code) * e8m0(s[c // group]) for c, code in enumerate(row)] for row, s in zip(rows, scale, strict=True)
+        ]
+    return [
+        [code * s[c // group] + o[c // group] for c, code in enumerate(row)]
+        for row, s, o in zip(rows, scale, offset, strict=True)
+    ]
+
+
+def linear(x, weight, bias=None):
+    products = [sum(a * b for a, b in zip(row, x, strict=True)) for row in weight]
+    return [p + b for p, b in zip(products, bias or [0.0] * len(products), strict=True)]
+
+
+def unpacked(case: Case, args: dict) -> dict:
+    """The arguments of one token, or of none, with packed weights as lists of numbers and without what was beside."""
+    if case.format == "dense":
+        return {name: args[name] for name in args}
+    found = {name: value for name, value in args.items() if not name.endswith(("_scale", "scale", "offset"))}
+    for name in ("weight", "gate_up", "down"):
+        if name in args:
+            parts = [args[name], *(args.get(part) for part in beside(name))]
+            options = {"format": case.format, "bits": case.bits}
+            if name == "weight":
+                found[name] = dequantize(*parts, **options)
+            else:
+                experts = [[None if part is None else part[e] for part in parts] for e in range(len(parts[0]))]
+                found[name] = [dequantize(*of_expert, **options) for of_expert in experts]
+    return found
+
+
 def summed(op: str, args: dict) -> list:
     """The weighted sums with norms: the outputs in the order of `call`."""
     total, residual = weighted_sum(args["slots"], args["weights"]), args["residual"]
@@ -124,13 +188,17 @@ def normed(op: str, residual, input, weight, scalar) -> list:
 
 
 def one_token(case: Case, args: dict) -> list:
+    args = unpacked(case, args)
     values = tuple(args.values())
+    if case.op in ("linear", "dequantize"):
+        return [linear(**args) if case.op == "linear" else args["weight"]]
     if case.op in SUMS[1:]:
         return summed(case.op, args)
     if case.op in ("norm_add", "residual_norm"):
         return normed(case.op, *values)
+    options = {name: value for name, value in case.options.items() if name != "format"}
     result = {"route": route, "gate": gate, "glu": glu, "experts": experts, "weighted_sum": weighted_sum}[case.op](
-        *values, **case.options
+        *values, **options
     )
     return list(result) if isinstance(result, tuple) else [result]
 
@@ -139,14 +207,39 @@ def one_token(case: Case, args: dict) -> list:
 def test_reference_is_what_plain_loops_compute(case: Case):
     args = {name: t.double() if t.is_floating_point() else t for name, t in case.arguments().items()}
     tokens = []
-    for t in range(case.dims["T"]):
+    for t in range(case.dims["T"] if case.op != "dequantize" else 1):
         of_token = {n: (v[t] if case.shapes[n][0] == "T" else v).tolist() for n, v in args.items()}
         tokens.append(one_token(case, of_token))
     want = [torch.tensor(rows, dtype=torch.float64) for rows in zip(*tokens, strict=True)]
-    got = call(getattr(reference, case.op), case.op, args, case.options)
+    options = case.options
+    if case.op == "dequantize":
+        want, options = [want[0][0]], options | {"dtype": torch.float64}
+    got = call(getattr(reference, case.op), case.op, args, options)
     want = [w if g.is_floating_point() else w.int() for w, g in zip(want, got, strict=True)]
     assert set(OPTIONAL[case.op]) <= set(args)
     assert_matches(got, want)
+
+
+@pytest.mark.parametrize("format, bits, group", WIDTHS)
+def test_reference_of_every_format(format: str, bits: int, group: int):
+    """Every byte there is, in every place, with scales of all sizes."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randint(256, (130, 9 * 16 * bits), dtype=torch.uint8, generator=generator)
+    weight[0] = torch.arange(weight.shape[1]).remainder(256)
+    columns = 8 * weight.shape[1] // bits
+    scales = torch.randn(130, columns // group, generator=generator, dtype=torch.float64).exp()
+    scale = {"affine": scales, "fp8": scales[:2, : -(-columns // 128)]}.get(format)
+    if format == "mxfp4":
+        scale = torch.randint(256, (130, columns // 32), dtype=torch.uint8, generator=generator)
+        scale[0, :3] = torch.tensor([0, 254, 255])
+    offset = scales.flip(0).neg() if format == "affine" else None
+    lists = (None if part is None else part.tolist() for part in (weight, scale, offset))
+    want = torch.tensor(dequantize(*lists, format=format, bits=bits), dtype=torch.float64)
+    got = reference.dequantize(weight, scale, offset, format=format, bits=bits, dtype=torch.float64)
+    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(), want.nan_to_num())
+    if format == "affine":
+        words = weight.view(torch.int32)
+        assert torch.equal(reference.dequantize(words, scale, offset, format=format, bits=bits, dtype=got.dtype), got)
 
 
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)

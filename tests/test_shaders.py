@@ -1,4 +1,4 @@
-"""That the shaders name the address space of every pointer and reference, and the right one."""
+"""That the shaders are what Metal takes, in every language, and pure ASCII."""
 
 from pathlib import Path
 
@@ -12,8 +12,13 @@ SHADERS = sorted((Path(__file__).parents[1] / "shaders").glob("*.metal"))
 LIBRARIES = {name: (path, macros) for path in SHADERS for name, macros in libraries(path).items()}
 
 
-@pytest.mark.parametrize("version", [310, 400])
+@pytest.mark.parametrize("version", address_spaces.VERSIONS)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_address_spaces(library: str, version: int) -> None:
     path, macros = LIBRARIES[library]
     address_spaces.check(address_spaces.inlined(path), version, macros)
+
+
+@pytest.mark.parametrize("path", sorted(SHADERS[0].parent.glob("*.[hm]*")), ids=lambda path: path.name)
+def test_ascii(path: Path) -> None:
+    assert path.read_text(encoding="utf-8").isascii()

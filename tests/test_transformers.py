@@ -23,8 +23,9 @@ import torch_moe_metal
 from conftest import SIMULATED
 from dispatch_table import decoding
 from tiny_models import FAMILIES, eager, experts_classes, tiny_model, tiny_module, tokens
+from torch_moe_metal.grad import warned
 from torch_moe_metal.transformers import Report
-from torch_moe_metal.transformers.experts import _warned, experts_forward, why_not_fused
+from torch_moe_metal.transformers.experts import experts_forward, why_not_fused
 from torch_moe_metal.transformers.families import BLOCKS, deepseek_v2, deepseek_v3, mistral4
 from torch_moe_metal.transformers.version import check_version
 
@@ -534,15 +535,16 @@ def test_patch_changes_all_or_nothing(at, call, fused_before, monkeypatch):
     assert state() == before and model.get_experts_implementation() == implementation
 
 
-def test_one_warning_per_class():
-    """The fallback says so once, and not while it is traced."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_warning_per_class(compiled):
+    """The fallback says so once, and while it is traced, too."""
     cls = next(cls for cls in experts_classes() if cls.__name__ == "NemotronHExperts")
     experts = tiny_module(cls, _experts_implementation="moe_metal")
     x, ids, weights = torch.randn(2, 64), torch.tensor([[0, 1], [2, 3]]), torch.rand(2, 2)
-    _warned.discard(cls)
-    torch.compile(experts, fullgraph=True, backend="eager")(x, ids, weights)
+    warned.clear()
+    first = torch.compile(experts, fullgraph=True, backend="eager") if compiled else experts
     with pytest.warns(UserWarning, match="NemotronHExperts runs on transformers' grouped_mm, since its experts have"):
-        experts(x, ids, weights)
+        first(x, ids, weights)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         experts(x, ids, weights)

@@ -1,6 +1,5 @@
 """A tiny random model of every family that `patch` fuses, with weights large enough that mistakes show."""
 
-import functools
 import importlib
 import inspect
 import re
@@ -137,22 +136,7 @@ def tiny_model(family: str, device: str = "cpu", **changes) -> torch.nn.Module:
             torch.nn.init.normal_(tensor, std=0.2)
         elif any(word in name for word in ("bias", "scale", "norm", "scalar")):
             tensor += 0.1 * torch.randn_like(tensor)
-    if device == "mps" and torch.backends.mps.get_name() == "Simulated Metal device":
-        model.set_attn_implementation("eager")  # it has no scaled_dot_product_attention, which is no matter of ours
-        simulate_convolution()
     return model.to(device)
-
-
-@functools.cache
-def simulate_convolution() -> torch.library.Library:
-    """The linear attention of Qwen3-Next needs a convolution, on the CPU's memory like all else of the simulation."""
-
-    def convolution(x, weight, bias, *rest):
-        return torch.ops.aten.convolution(x.cpu(), weight.cpu(), bias if bias is None else bias.cpu(), *rest).to("mps")
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("convolution_overrideable", convolution, "MPS")
-    return library
 
 
 def tokens(*shape: int, device: str = "cpu", seed: int = 1) -> torch.Tensor:

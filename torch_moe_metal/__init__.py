@@ -15,6 +15,7 @@ import torch
 from . import arguments, nn, reference
 from .after_import import after_import
 from .fake import fake
+from .packing import quantize
 
 if TYPE_CHECKING:  # Editors and type checkers are shown the specification itself: signature, types and docstring.
     from .reference import *  # noqa: F403
@@ -96,5 +97,5 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
 
-__all__ = ["arguments", "cpu_isa", "max_experts", "nn", "patch", "reference", "unpatch"]
+__all__ = ["arguments", "cpu_isa", "max_experts", "nn", "patch", "quantize", "reference", "unpatch"]
 __all__ += reference.__all__

@@ -1,6 +1,6 @@
 """The one table of arguments: what every op takes and returns, in the letters of its shapes.
 
-T tokens, E experts, K experts per token, H hidden, I expert inner size, N rows of a weight; G is 2I, and S the size of a
+T tokens, E experts, K experts per token, H hidden, I expert inner size, N rows of one weight; G is 2I, S the size of a
 scalar, 1 or H.
 The tests draw their cases from it, `bench` its rows and `doctor` its samples. Options are not told here: the signatures
 in reference.py have them.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import reference
+from . import packing, reference
 
 #: What activations may be, and how tables call it.
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -22,8 +22,8 @@ DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 @dataclass(frozen=True)
 class Argument:
     """One tensor that an op takes. An activation has the dtype of the op's first argument, a parameter may also be
-    float32 beside activations of another, and ids are int32 or int64. A weight may be packed, and then has a scale, and
-    perhaps an offset, which both have its letters but other sizes."""
+    float32 beside activations of another, and ids are int32 or int64. A weight may be in any format; what a packed one
+    has beside it, a scale and perhaps an offset, has its letters, but sizes and a dtype of their own: see `pack`."""
 
     letters: str
     kind: str = "activation"
@@ -94,7 +94,13 @@ ROUTERS = ("gate", "route")
 
 
 def optional_arguments(op: str) -> tuple[str, ...]:
-    return tuple(name for name, argument in ARGUMENTS[op].items() if argument.optional)
+    """Those that one gives or not. Whether a weight has a scale and an offset is its format's choice."""
+    kinds = ("scale", "offset")
+    return tuple(name for name, argument in ARGUMENTS[op].items() if argument.optional and argument.kind not in kinds)
+
+
+def takes_formats(op: str) -> bool:
+    return any(argument.kind == "weight" for argument in ARGUMENTS[op].values())
 
 
 def written(op: str) -> tuple[str, ...]:
@@ -114,10 +120,14 @@ def options(op: str, wanted: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in wanted.items() if name in taken}
 
 
-def shapes(op: str, given: Collection[str] = (), transposed: bool = False) -> dict[str, str]:
-    """The letters of the arguments that the op needs, and of the optional ones among `given`."""
+def shapes(op: str, given: Collection[str] = (), transposed: bool = False, format: str = "dense") -> dict[str, str]:
+    """The letters of the arguments that the op needs, with weights in this format, and of the optional ones among
+    `given`."""
+    beside = packing.FORMATS.get(format, ())
     found = {
-        name: argument.letters for name, argument in ARGUMENTS[op].items() if name in given or not argument.optional
+        name: argument.letters
+        for name, argument in ARGUMENTS[op].items()
+        if name in given or not argument.optional or argument.kind in beside
     }
     return found | {"gate_up": "EHG", "down": "EIH"} if transposed else found
 
@@ -137,7 +147,7 @@ def draw(name: str, size: tuple[int, ...], dims: Mapping[str, int], random: torc
     if name == "weights":
         return torch.rand(size, generator=random)
     values = torch.randn(size, generator=random)
-    if name in ("router_weight", "gate_up", "down"):
+    if len(size) > 1 and name in ("router_weight", "gate_up", "down", "weight"):
         fan_in = dims["I"] if name == "down" else dims["H"]
         return values * fan_in**-0.5
     if "norm_weight" in name or name in ("weight", "scalar", "per_expert_scale"):
@@ -147,6 +157,22 @@ def draw(name: str, size: tuple[int, ...], dims: Mapping[str, int], random: torc
     if name in ("slots", "residual", "input") and dims["H"] <= 3:
         return values.abs() + 0.1  # the norm of so few numbers is ill-conditioned where their sums cancel
     return values * 2 if name == "logits" else values
+
+
+def beside(weight: str) -> tuple[str, str]:
+    """What an op calls the scale and the offset of a weight."""
+    prefix = "" if weight == "weight" else f"{weight}_"
+    return f"{prefix}scale", f"{prefix}offset"
+
+
+def pack(op: str, given: Mapping[str, Tensor], format: str, bits: int, group: int) -> dict[str, Tensor]:
+    """The same arguments with their dense weights in a packed format. Affine scales get the dtype of the weights."""
+    found: dict[str, Tensor | None] = dict(given)
+    for name, argument in ARGUMENTS[op].items():
+        if argument.kind == "weight":
+            parts = packing.quantize(given[name], format, bits, group)
+            found |= dict(zip((name, *beside(name)), parts, strict=True))
+    return {name: tensor for name in ARGUMENTS[op] if (tensor := found.get(name)) is not None}
 
 
 def results(op: str, returned: Tensor | tuple[Tensor, ...] | None, given: Mapping[str, Tensor]) -> list[Tensor]:

@@ -8,27 +8,35 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import __version__, arguments, cpu_isa, reference
+from . import __version__, arguments, cpu_isa, packing, reference
 from .bench import measure
 
-DIMS = {"T": 5, "E": 33, "K": 3, "H": 96, "I": 40, "S": 1}  # nothing round: tails are where kernels go wrong
+DIMS = {"T": 5, "E": 33, "K": 3, "H": 96, "I": 40, "N": 37, "S": 1}  # nothing round: tails are where kernels go wrong
 
 
-def sample_arguments(op: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def formats(op: str) -> tuple[str, ...]:
+    return ("dense", *packing.FORMATS) if arguments.takes_formats(op) else ("dense",)
+
+
+def sample_arguments(op: str, dtype: torch.dtype, format: str = "dense") -> dict[str, Tensor]:
     """Small arguments for one op, the same on every device, optional ones included. Its parameters are float32."""
+    dims = DIMS if format == "dense" else DIMS | {"I": 64}
     random = torch.Generator().manual_seed(0)
     table = arguments.ARGUMENTS[op]
     shapes = arguments.shapes(op, arguments.optional_arguments(op))
-    drawn = {name: arguments.draw(name, arguments.size(s, DIMS), DIMS, random) for name, s in shapes.items()}
-    return {name: t.to(dtype) if table[name].kind == "activation" else t for name, t in drawn.items()}
+    drawn = {name: arguments.draw(name, arguments.size(s, dims), dims, random) for name, s in shapes.items()}
+    if format != "dense":
+        drawn = arguments.pack(op, drawn, format, bits=4, group=32)
+    converted = ("activation", "weight") if format == "dense" else ("activation",)
+    return {name: t.to(dtype) if table[name].kind in converted else t for name, t in drawn.items()}
 
 
-def check(op: str, device: str, dtype: torch.dtype) -> str | None:
+def check(op: str, device: str, dtype: torch.dtype, format: str = "dense") -> str | None:
     """None when the op agrees with the reference in float64, else what went wrong."""
     try:
-        given = {name: tensor.to(device) for name, tensor in sample_arguments(op, dtype).items()}
+        given = {name: tensor.to(device) for name, tensor in sample_arguments(op, dtype, format).items()}
         exact = {name: t.cpu().double() if t.is_floating_point() else t.cpu() for name, t in given.items()}
-        options = arguments.options(op, {"top_k": DIMS["K"]})
+        options = arguments.options(op, {"top_k": DIMS["K"], "format": format, "dtype": dtype})
         with torch.no_grad():
             got = arguments.results(op, getattr(torch.ops.moe_metal, op)(**given, **options), given)
             want = arguments.results(op, getattr(reference, op)(**exact, **options), exact)
@@ -92,7 +100,12 @@ def run() -> int:
             continue
         print(f"\n{device}: every op against the float64 reference")
         for op in arguments.ARGUMENTS:
-            wrong = {str(d).removeprefix("torch."): w for d in reference.TOLERANCES if (w := check(op, device, d))}
+            wrong = {
+                f"{str(dtype).removeprefix('torch.')}{'' if format == 'dense' else f' {format}'}": problem
+                for format in formats(op)
+                for dtype in reference.TOLERANCES
+                if (problem := check(op, device, dtype, format))
+            }
             print(f"  {op:28} {'ok' if not wrong else 'FAILED'}", *(f"\n      {d}: {w}" for d, w in wrong.items()))
             failures += bool(wrong)
     if failures:

@@ -162,9 +162,9 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 def unpack(data: Tensor, bits: int) -> Tensor:
     """A row's bytes as integers of so many bits: a stream that begins with the lowest bit of the first byte."""
-    places = torch.arange(8, device=data.device, dtype=torch.int32)
-    stream = (data.contiguous().view(torch.uint8).unsqueeze(-1).int() >> places & 1).flatten(-2)
-    return (stream.unflatten(-1, (-1, bits)) << places[:bits]).sum(-1, dtype=torch.int32)
+    places = torch.arange(8, device=data.device, dtype=torch.uint8)
+    stream = (data.unsqueeze(-1) >> places & 1).flatten(-2)
+    return (stream.unflatten(-1, (-1, bits)) << places[:bits]).sum(-1, dtype=torch.uint8)
 
 
 def dequantize(
@@ -185,27 +185,19 @@ def dequantize(
     fp8: scale * e4m3, with weight float8_e4m3fn, or uint8 [..., N, C], and scale [..., N / 128, C / 128], rounded up.
     """
     if format == "dense":
-        return as_float(weight).to(dtype)
-    if format == "fp8":
-        values = as_float(weight.view(torch.float8_e4m3fn).float()).to(as_float(scale).dtype)
-        blocks = as_float(scale).repeat_interleave(128, -2).repeat_interleave(128, -1)
-        return (values * blocks[..., : values.shape[-2], : values.shape[-1]]).to(dtype)
+        return weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    wide = torch.promote_types(dtype, torch.float32)
+    data = weight.contiguous().view(torch.uint8)
+    if format == "affine":
+        codes = unpack(data, bits).unflatten(-1, (scale.shape[-1], -1)).to(wide)
+        return (codes * scale.unsqueeze(-1) + offset.unsqueeze(-1)).flatten(-2).to(dtype)
     if format == "mxfp4":
-        codes = unpack(weight.flatten(-2) if weight.dim() > scale.dim() else weight, 4)
-        powers = torch.exp2(scale.double() - 127).masked_fill(scale == 255, float("nan"))
-        values = torch.tensor(E2M1, device=weight.device, dtype=torch.float64)[codes.long()]
-        return (values.unflatten(-1, (-1, 32)) * powers.unsqueeze(-1)).flatten(-2).to(dtype)
-    groups = as_float(unpack(weight, bits)).to(as_float(scale).dtype).unflatten(-1, (scale.shape[-1], -1))
-    return (as_float(scale).unsqueeze(-1) * groups + as_float(offset).unsqueeze(-1)).flatten(-2).to(dtype)
-
-
-def dequantized(weight: Tensor, scale: Tensor | None, offset: Tensor | None, format: str, columns: int) -> Tensor:
-    """The same for rows whose number of columns is known and tells the bits."""
-    if format == "dense":
-        return as_float(weight)
-    bits = 8 * weight.element_size() * weight.shape[-1] // columns
-    wide = torch.float64 if format == "mxfp4" or scale.dtype == torch.float64 else torch.float32
-    return dequantize(weight, scale, offset, format=format, bits=bits, dtype=wide)
+        codes = unpack(data.flatten(-2) if weight.dim() > scale.dim() else data, 4).unflatten(-1, (-1, 32))
+        powers = torch.exp2(scale.to(wide) - 127).masked_fill(scale == 255, float("nan"))
+        values = torch.tensor(E2M1, device=weight.device, dtype=wide)[codes.int()]
+        return (values * powers.unsqueeze(-1)).flatten(-2).to(dtype)
+    blocks = scale.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : data.shape[-2], : data.shape[-1]]
+    return (data.view(torch.float8_e4m3fn).to(wide) * blocks).to(dtype)
 
 
 def linear(
@@ -218,9 +210,14 @@ def linear(
     format: str = "dense",
 ) -> Tensor:
     """x @ weight.T + bias, with a weight in any format of `dequantize`. -> [..., N]"""
-    matrix = dequantized(weight, scale, offset, format, x.shape[-1])
-    wide = torch.promote_types(as_float(x).dtype, matrix.dtype)
-    return rounded(F.linear(x.to(wide), matrix.to(wide), None if bias is None else bias.to(wide)), x)
+    matrix = numbers(weight, scale, offset, format, x)
+    return rounded(F.linear(as_float(x), matrix, None if bias is None else as_float(bias)), x)
+
+
+def numbers(weight: Tensor, scale: Tensor | None, offset: Tensor | None, format: str, x: Tensor) -> Tensor:
+    """`dequantize` for rows as long as x's, which tells the bits, and as wide as x's sums."""
+    bits = 8 * weight.element_size() * weight.shape[-1] // x.shape[-1]
+    return dequantize(weight, scale, offset, format=format, bits=bits, dtype=as_float(x).dtype)
 
 
 # ------------------------------------------------------------------------------------------------ experts
@@ -284,17 +281,16 @@ def experts(
     """
     used = (ids >= 0) & (ids < gate_up.shape[0])
     chosen = ids.long().where(used, 0)
-    scales = (None if t is None else t[chosen] for t in (gate_up_scale, gate_up_offset, down_scale, down_offset))
-    up_weight, down_weight = (w.mT if transposed else w for w in (gate_up, down))
-    inner_size = gate_up.shape[2 if transposed else 1] // 2
-    up_weight = dequantized(up_weight[chosen], next(scales), next(scales), format, x.shape[-1])
-    down_weight = dequantized(down_weight[chosen], next(scales), next(scales), format, inner_size)
-    both = torch.einsum("...kih,...h->...ki", up_weight, as_float(x))
+    first, second = (
+        [None if t is None else t[chosen] for t in (w.mT if transposed else w, scale, offset)]
+        for w, scale, offset in ((gate_up, gate_up_scale, gate_up_offset), (down, down_scale, down_offset))
+    )
+    both = torch.einsum("...kih,...h->...ki", numbers(*first, format, x), as_float(x))
     if gate_up_bias is not None:
         both = both + as_float(gate_up_bias)[chosen]
     gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
     inner = glu(gate, up, activation=activation, alpha=alpha, limit=limit)
-    slots = torch.einsum("...khi,...ki->...kh", down_weight, inner)
+    slots = torch.einsum("...khi,...ki->...kh", numbers(*second, format, inner), inner)
     if down_bias is not None:
         slots = slots + as_float(down_bias)[chosen]
     slots, weights = slots.where(used.unsqueeze(-1), 0), as_float(weights).where(used, 0)

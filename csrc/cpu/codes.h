@@ -1,5 +1,8 @@
 // Packed numbers of a row as vectors of float, before their scale. The vector at a column begins at a whole byte, and
 // no byte is read beyond its last number's.
+//
+// A product does not mind the order of the lanes where its other factor has the same: in_order(x) is what belongs to
+// quick(from).
 #pragma once
 #include <array>
 #include <cmath>
@@ -43,6 +46,19 @@ class Codes {
     bytes_ = _mm512_load_si512(bytes);
   }
 
+  // Of 4 bits, the lanes 0, 2, 4 ... have the first half of the numbers and the lanes between them the second.
+  [[gnu::always_inline]] Vec quick(const uint8_t* from) const {
+    if constexpr (bits != 4) return (*this)(from);
+    int64_t all;
+    std::memcpy(&all, from, sizeof(all));
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(all), halves_), few_);
+  }
+  [[gnu::always_inline]] Vec in_order(const Vec& x) const {
+    if constexpr (bits != 4) return x;
+    const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+    return _mm512_permutexvar_ps(order, x);
+  }
+
   [[gnu::always_inline]] Vec operator()(const uint8_t* from) const {
     if constexpr (bits == 8) {
       return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
@@ -68,6 +84,7 @@ class Codes {
 
   __m512 few_;
   __m512i shifts_, bytes_;
+  __m512i halves_ = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 28, 28);
 };
 
 #elif defined(CPU_CAPABILITY_AVX2)
@@ -100,6 +117,8 @@ class Codes {
     }
     return _mm256_cvtepi32_ps(codes);
   }
+  [[gnu::always_inline]] Vec quick(const uint8_t* from) const { return (*this)(from); }
+  [[gnu::always_inline]] static Vec in_order(const Vec& x) { return x; }
 
  private:
   bool e2m1_;
@@ -125,6 +144,8 @@ class Codes {
     }
     return Vec::loadu(lanes);
   }
+  Vec quick(const uint8_t* from) const { return (*this)(from); }
+  static Vec in_order(const Vec& x) { return x; }
 
  private:
   std::array<float, 1 << bits> values_;
@@ -143,35 +164,33 @@ template <int bits>
 
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 
-// e4m3 becomes float16, whose exponents are wider, so what is subnormal needs no care; 127 is NaN.
+// e4m3 becomes float16, whose exponents are wider, so what is subnormal needs no care; the magnitude 127 is NaN, and
+// has the carry that marks it.
 class E4m3 {
  public:
+  static constexpr float kUnit = 256;  // of quick()'s numbers
+  [[gnu::always_inline]] static Vec in_order(const Vec& x) { return x; }
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* from, Count count) const {
-    if constexpr (std::is_same_v<Count, Whole>) return values(from);
+    if constexpr (std::is_same_v<Count, Whole>) return quick(from) * Vec(kUnit);
     uint8_t some[kLanes] = {};
     std::memcpy(some, from, count);
-    return values(some);
+    return quick(some) * Vec(kUnit);
   }
 
- private:
 #if defined(CPU_CAPABILITY_AVX512)
-  [[gnu::always_inline]] static Vec values(const uint8_t* from) {
+  [[gnu::always_inline]] static Vec quick(const uint8_t* from) {
     const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    const __m256i magnitude = _mm256_set1_epi16(0x7f);
-    const __mmask16 nan = _mm256_cmpeq_epi16_mask(_mm256_and_si256(wide, magnitude), magnitude);
     const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
-    const __m256i marked = _mm256_or_si256(half, _mm256_maskz_set1_epi16(nan, 0x4000));
-    return _mm512_mul_ps(_mm512_cvtph_ps(marked), _mm512_set1_ps(256));
+    const __m256i carry = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
+    return _mm512_cvtph_ps(_mm256_or_si256(half, _mm256_and_si256(carry, _mm256_set1_epi16(0x4000))));
   }
 #else
-  [[gnu::always_inline]] static Vec values(const uint8_t* from) {
+  [[gnu::always_inline]] static Vec quick(const uint8_t* from) {
     const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-    const __m128i magnitude = _mm_set1_epi16(0x7f);
-    const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(wide, magnitude), magnitude);
     const __m128i half = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<int16_t>(0xbf80)));
-    const __m128i marked = _mm_or_si128(half, _mm_and_si128(nan, _mm_set1_epi16(0x4000)));
-    return _mm256_mul_ps(_mm256_cvtph_ps(marked), _mm256_set1_ps(256));
+    const __m128i carry = _mm_add_epi16(half, _mm_set1_epi16(0x80));
+    return _mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(carry, _mm_set1_epi16(0x4000))));
   }
 #endif
 };
@@ -180,6 +199,7 @@ class E4m3 {
 
 class E4m3 {
  public:
+  static constexpr float kUnit = 1;
   E4m3() {
     for (int i = 0; i < 256; ++i) {
       const int exponent = i >> 3 & 15, mantissa = i & 7;
@@ -193,6 +213,8 @@ class E4m3 {
     for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = values_[from[lane]];
     return Vec::loadu(lanes);
   }
+  Vec quick(const uint8_t* from) const { return (*this)(from, Whole()); }
+  static Vec in_order(const Vec& x) { return x; }
 
  private:
   std::array<float, 256> values_;

@@ -19,7 +19,7 @@ struct Slots {
   std::vector<int64_t> begin;    // where each of these has its own in `order`, and one last end
 
   Slots(const Tensor& ids, int64_t E) {
-    const int64_t* id = ids.data_ptr<int64_t>();
+    const int64_t* id = ids.const_data_ptr<int64_t>();
     std::vector<int64_t> next(E + 1, 0);
     for (int64_t slot = 0; slot < ids.numel(); ++slot) {
       if (0 <= id[slot] && id[slot] < E) ++next[id[slot] + 1];
@@ -36,6 +36,11 @@ struct Slots {
   }
   int64_t used() const { return static_cast<int64_t>(experts.size()); }
 };
+
+// Where activations are bfloat16, `inner` may be, too, but not between tiny matrices, where few sums average it out.
+inline bool inner_may_be_rounded(const Experts& call) {
+  return call.x.scalar_type() == at::kBFloat16 && std::min(call.H, call.I) >= 64;
+}
 
 // Rows of gate_up, inner or down that a thread takes at a time: 48 to 256 KB of weights in common models.
 constexpr int64_t kRows = 32;
@@ -94,7 +99,7 @@ template <class Scalar>
 class OutputBlock {
  public:
   OutputBlock(const Experts& call, int64_t size)
-      : call_(call), size_(size), weights_(call.weights.data_ptr<float>()), sums_(call.T * size) {}
+      : call_(call), size_(size), weights_(call.weights.const_data_ptr<float>()), sums_(call.T * size) {}
 
   void start(int64_t first) {
     first_ = first;
@@ -129,9 +134,9 @@ class OutputBlock {
   }
 
  private:
-  static const Scalar* data(const Tensor& tensor) { return tensor.data_ptr<Scalar>(); }
+  static const Scalar* data(const Tensor& tensor) { return tensor.const_data_ptr<Scalar>(); }
   float sigmoid_of_shared_gate(int64_t token) const {
-    return call_.shared_gate.defined() ? 1 / (1 + std::exp(-call_.shared_gate.data_ptr<float>()[token])) : 1;
+    return call_.shared_gate.defined() ? 1 / (1 + std::exp(-call_.shared_gate.const_data_ptr<float>()[token])) : 1;
   }
 
   const Experts& call_;

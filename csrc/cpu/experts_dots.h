@@ -27,7 +27,7 @@ class GateUpDots {
         x_(x),
         inner_(inner),
         both_(kTokens * 2 * kRows),
-        rows_(rows_of(call.gate_up)),
+        rows_(rows_of(call.gate_up, call.x.scalar_type() == at::kBFloat16)),
         panel_(panel(slots)) {}
 
   void operator()(int64_t which, int64_t row) {
@@ -45,6 +45,9 @@ class GateUpDots {
   }
 
  private:
+  // Whether this thread's next block is most likely the next rows of the same expert.
+  bool more(int64_t row) const { return row + 2 * kRows <= call_.I; }
+
   // both[n] = kRows of gate, then kRows of up
   void multiply(int64_t expert, int64_t row, int64_t rows, const int64_t* slots, int64_t count) {
     const float* from[kTokens];
@@ -56,12 +59,15 @@ class GateUpDots {
     }
     if (call_.step == 2) {  // interleaved: gate and up are one run of rows
       rows_->take(expert, 2 * row, 2 * rows);
+      if (more(row)) rows_->prefetch(expert, 2 * (row + kRows), 2 * kRows);
       rows_->product({from, gate, count}, panel_);
       for (int64_t n = 0; n < count; ++n) separate(gate[n], up[n], rows);
     } else {
       rows_->take(expert, row, rows);
+      rows_->prefetch(expert, call_.up + row, rows);
       rows_->product({from, gate, count}, panel_);
       rows_->take(expert, call_.up + row, rows);
+      if (more(row)) rows_->prefetch(expert, row + kRows, kRows);
       rows_->product({from, up, count}, panel_);
     }
   }
@@ -87,7 +93,7 @@ class DownDots {
         size_(size),
         output_(call, size),
         results_(kTokens * kRows),
-        rows_(rows_of(call.down)),
+        rows_(rows_of(call.down, inner_may_be_rounded(call))),
         panel_(panel(slots)) {}
 
   void operator()(int64_t first) {
@@ -95,6 +101,7 @@ class DownDots {
     for (int64_t which = 0; which < slots_.used(); ++which) {
       for (int64_t row = first; row < std::min(first + size_, call_.H); row += kRows) {
         output_.expect(slots_.experts[which], row);
+        prefetch_after(which, row, first);
         for (int64_t at = slots_.begin[which]; at < slots_.begin[which + 1]; at += at_once_) {
           const int64_t count = std::min(at_once_, slots_.begin[which + 1] - at);
           add(slots_.experts[which], row, slots_.order.data() + at, count);
@@ -105,6 +112,13 @@ class DownDots {
   }
 
  private:
+  void prefetch_after(int64_t which, int64_t row, int64_t first) {
+    const bool same = row + kRows < std::min(first + size_, call_.H);
+    if (!same && which + 1 == slots_.used()) return;
+    const int64_t next = same ? row + kRows : first;
+    rows_->prefetch(slots_.experts[same ? which : which + 1], next, std::min(kRows, call_.H - next));
+  }
+
   void add(int64_t expert, int64_t row, const int64_t* slots, int64_t count) {
     const float* from[kTokens];
     float* to[kTokens];
@@ -133,12 +147,12 @@ void experts_by_dots(const Experts& call, const Slots& slots) {
   const Tensor x = call.x.to(at::kFloat), inner = empty({call.T * call.K, call.I}, x.options());
   const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
   share(items, [&](auto take) {
-    GateUpDots work(call, slots, x.data_ptr<float>(), inner.mutable_data_ptr<float>());
+    GateUpDots work(call, slots, x.const_data_ptr<float>(), inner.mutable_data_ptr<float>());
     for (int64_t item = take(); item < items; item = take()) work(item / blocks, item % blocks * kRows);
   });
   const int64_t size = output_block(call), outputs = at::divup(call.H, size);
   share(outputs, [&](auto take) {
-    DownDots<Scalar> work(call, slots, inner.data_ptr<float>(), size);
+    DownDots<Scalar> work(call, slots, inner.const_data_ptr<float>(), size);
     for (int64_t item = take(); item < outputs; item = take()) work(item * size);
   });
 }

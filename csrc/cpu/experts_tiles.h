@@ -6,6 +6,7 @@
 #include "experts.h"
 #include "kept_memory.h"
 #include "tiles.h"
+#include "weights.h"
 #ifdef MOE_METAL_AMX
 
 namespace moe_metal {
@@ -30,7 +31,7 @@ struct TokenTiles {
 };
 
 inline void pack_all_tokens(const Experts& call, const Slots& slots, const TokenTiles& tokens) {
-  const at::BFloat16* x = call.x.data_ptr<at::BFloat16>();
+  const at::BFloat16* x = call.x.const_data_ptr<at::BFloat16>();
   share(slots.used(), [&](auto take) {
     for (int64_t which = take(); which < slots.used(); which = take()) {
       at::BFloat16* to = tokens.x.mutable_data_ptr<at::BFloat16>() + tokens.first[which] * tokens.x_size;
@@ -55,30 +56,50 @@ inline __m512i pairs(const Vec& even, const Vec& odd) {
   return _mm512_or_si512(_mm512_srli_epi32(rounded(even), 16), high);
 }
 
+// Two strips of a weight. Packed numbers become bfloat16 on their way: exactly those of mxfp4, others rounded.
+class WeightStrips {
+ public:
+  explicit WeightStrips(const Weight& weight)
+      : weight_(weight),
+        rows_(weight.format == Format::dense ? nullptr : rows_of(weight)),
+        strips_(2, weight.columns) {}
+
+  // Up to 16 rows of an expert, `step` apart.
+  void read(int64_t which, int64_t expert, int64_t first, int64_t step, int64_t count) {
+    if (rows_) {
+      if (count > 0) rows_->take(expert, first, (count - 1) * step + 1);
+      return rows_->pack(step, count, strips_.panel(which));
+    }
+    const auto* data = weight_.data.const_data_ptr<at::BFloat16>() + expert * weight_.expert + first * weight_.row;
+    strips_.read(which, {data, step * weight_.row, weight_.column, count, weight_.columns});
+  }
+  const Strips& strips() const { return strips_; }
+
+ private:
+  const Weight& weight_;
+  const std::unique_ptr<WeightRows> rows_;
+  Strips strips_;
+};
+
 // Pass 1 for kRows rows of one expert.
 class GateUpTiles {
  public:
   GateUpTiles(const Experts& call, const Slots& slots, const TokenTiles& tokens)
-      : call_(call), slots_(slots), tokens_(tokens), strips_(2, call.H) {}
+      : call_(call), slots_(slots), tokens_(tokens), weight_(call.gate_up) {}
 
   void operator()(int64_t which, int64_t row) {
     const int64_t expert = slots_.experts[which], first = tokens_.first[which];
     const GateUpBias bias(call_, expert, row, std::min(kRows, call_.I - row));
-    const Weight& gate_up = call_.gate_up;
-    const at::BFloat16* first_row = gate_up.data.data_ptr<at::BFloat16>() + expert * gate_up.expert;
     for (int64_t half = 0; half < kRows; half += kTile) {
       const int64_t rows = std::clamp<int64_t>(call_.I - row - half, 0, kTile);
-      Matrix<at::BFloat16> weight{first_row + (row + half) * call_.step * gate_up.row, call_.step * gate_up.row,
-                                  gate_up.column, rows, call_.H};
-      strips_.read(0, weight);
-      weight.data += call_.up * gate_up.row;
-      strips_.read(1, weight);
+      weight_.read(0, expert, (row + half) * call_.step, call_.step, rows);
+      weight_.read(1, expert, (row + half) * call_.step + call_.up, call_.step, rows);
       at::BFloat16* to = tokens_.inner.mutable_data_ptr<at::BFloat16>() + first * tokens_.inner_size + row * kTile;
-      multiply_groups(strips_, tokens_.x.data_ptr<at::BFloat16>() + first * tokens_.x_size, tokens_.x_size,
-                      tokens_.first[which + 1] - first, [&](int64_t g, const auto& gate, const auto& up) {
-                        activate(gate, up, bias.gate + half, bias.up + half,
-                                 to + g * tokens_.inner_size + half * kTile);
-                      });
+      multiply_groups(
+          weight_.strips(), tokens_.x.const_data_ptr<at::BFloat16>() + first * tokens_.x_size, tokens_.x_size,
+          tokens_.first[which + 1] - first, [&](int64_t g, const auto& gate, const auto& up) {
+            activate(gate, up, bias.gate + half, bias.up + half, to + g * tokens_.inner_size + half * kTile);
+          });
     }
   }
 
@@ -97,14 +118,14 @@ class GateUpTiles {
   const Experts& call_;
   const Slots& slots_;
   const TokenTiles& tokens_;
-  Strips strips_;
+  WeightStrips weight_;
 };
 
 // Pass 2 for one block of the output.
 class DownTiles {
  public:
   DownTiles(const Experts& call, const Slots& slots, const TokenTiles& tokens, int64_t size)
-      : call_(call), slots_(slots), tokens_(tokens), size_(size), strips_(2, call.I), output_(call, size) {}
+      : call_(call), slots_(slots), tokens_(tokens), size_(size), weight_(call.down), output_(call, size) {}
 
   void operator()(int64_t first) {
     output_.start(first);
@@ -119,19 +140,17 @@ class DownTiles {
     output_.expect(slots_.experts[which], row);
     read_strips(slots_.experts[which], row);
     const int64_t first = tokens_.first[which], begin = slots_.begin[which], end = slots_.begin[which + 1];
-    multiply_groups(strips_, tokens_.inner.data_ptr<at::BFloat16>() + first * tokens_.inner_size, tokens_.inner_size,
-                    tokens_.first[which + 1] - first, [&](int64_t g, const auto& upper, const auto& lower) {
+    multiply_groups(weight_.strips(), tokens_.inner.const_data_ptr<at::BFloat16>() + first * tokens_.inner_size,
+                    tokens_.inner_size, tokens_.first[which + 1] - first,
+                    [&](int64_t g, const auto& upper, const auto& lower) {
                       const int64_t at = begin + g * kTile;
                       add(upper, lower, slots_.order.data() + at, std::min(kTile, end - at));
                     });
   }
 
   void read_strips(int64_t expert, int64_t row) {
-    const Weight& down = call_.down;
-    const at::BFloat16* first_row = down.data.data_ptr<at::BFloat16>() + expert * down.expert;
     for (int i = 0; i < 2; ++i, row += kTile) {
-      strips_.read(i, {first_row + row * down.row, down.row, down.column, std::clamp<int64_t>(call_.H - row, 0, kTile),
-                       call_.I});
+      weight_.read(i, expert, row, 1, std::clamp<int64_t>(call_.H - row, 0, kTile));
     }
   }
 
@@ -151,7 +170,7 @@ class DownTiles {
   const Slots& slots_;
   const TokenTiles& tokens_;
   const int64_t size_;
-  Strips strips_;
+  WeightStrips weight_;
   OutputBlock<at::BFloat16> output_;
 };
 

@@ -14,10 +14,10 @@ constexpr int64_t kTokens = 256, kWorthTransposing = kTokensAtOnce > 4 ? 32 : 8;
 template <class Scalar>
 void rows(const Linear& call, const Tensor& x) {
   const int64_t T = call.T, N = call.N, blocks = at::divup(N, kRows);
-  const float* from = x.data_ptr<float>();
+  const float* from = x.const_data_ptr<float>();
   auto* to = call.output.mutable_data_ptr<Scalar>();
   share(blocks, [&](auto take) {
-    const auto weight = rows_of(call.weight);
+    const auto weight = rows_of(call.weight, call.x.scalar_type() == at::kBFloat16);
     std::optional<Panel> panel;
     if (T >= kWorthTransposing) panel.emplace();
     const auto sums = scratch<float>(std::min(T, kTokens) * kRows);
@@ -28,6 +28,7 @@ void rows(const Linear& call, const Tensor& x) {
       const int64_t first = block * kRows, count = std::min(kRows, N - first);
       read_bias(call.bias, first, 1, count, bias);
       weight->take(0, first, count);
+      if (first + 2 * kRows <= N) weight->prefetch(0, first + kRows, kRows);
       for (int64_t t = 0; t < T; t += kTokens) {
         const int64_t tokens = std::min(kTokens, T - t);
         for (int64_t i = 0; i < tokens; ++i) rows_of_x[i] = from + (t + i) * call.H, out[i] = &sums[i * kRows];

@@ -30,7 +30,7 @@ inline bool past_caches(const at::Tensor& output, int64_t n) {
   constexpr size_t kLargerThanCaches = size_t{8} << 20, kAlignment = 64;
   const auto bytes = n * output.element_size();
   return output.nbytes() >= kLargerThanCaches && bytes % kAlignment == 0 &&
-         reinterpret_cast<uintptr_t>(output.data_ptr()) % kAlignment == 0;
+         reinterpret_cast<uintptr_t>(output.const_data_ptr()) % kAlignment == 0;
 }
 
 constexpr int kUnroll = 4;  // independent sums, to hide the latency of each addition

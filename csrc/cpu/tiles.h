@@ -209,10 +209,14 @@ class Strips {
       tiles[which] = {weight.data, weight.row, kDepth};
       return;
     }
+    pack_rows(weight, panel(which));
+  }
+  // Where a strip comes that does not lie in memory as AMX reads it: as pack_rows() leaves it.
+  at::BFloat16* panel(int64_t which) {
     panels_.resize(tiles.size() * blocks_ * kTileSize);
     at::BFloat16* panel = panels_.data() + which * blocks_ * kTileSize;
-    pack_rows(weight, panel);
     tiles[which] = {panel, kDepth, kTileSize};
+    return panel;
   }
   std::vector<WeightTiles> tiles;
 

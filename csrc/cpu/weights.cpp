@@ -1,6 +1,7 @@
 // The readers of weights, one per format, and the products of each.
 #include "weights.h"
 
+#include "bfloat16_dots.h"
 #include "codes.h"
 
 namespace moe_metal {
@@ -9,7 +10,7 @@ namespace {
 template <class Scalar>
 class DenseRows final : public WeightRows {
  public:
-  explicit DenseRows(const Weight& weight) : weight_(weight), data_(weight.data.data_ptr<Scalar>()) {}
+  explicit DenseRows(const Weight& weight) : weight_(weight), data_(weight.data.const_data_ptr<Scalar>()) {}
 
   void take(int64_t expert, int64_t first, int64_t count) override {
     matrix_ = {data_ + expert * weight_.expert + first * weight_.row, weight_.row, weight_.column, count,
@@ -22,6 +23,13 @@ class DenseRows final : public WeightRows {
     const Scalar* from = matrix_.data + row * matrix_.row;
     for (int64_t c = 0; c < matrix_.columns; ++c) to[c] = static_cast<float>(from[c * matrix_.column]);
   }
+#ifdef MOE_METAL_AMX
+  void pack(int64_t step, int64_t count, at::BFloat16* to) const override {
+    if constexpr (std::is_same_v<Scalar, at::BFloat16>) {
+      pack_rows({matrix_.data, step * matrix_.row, matrix_.column, count, matrix_.columns}, to);
+    }
+  }
+#endif
 
  private:
   const Weight& weight_;
@@ -32,6 +40,11 @@ class DenseRows final : public WeightRows {
 // 2^(e - 127) of an e8m0, of which 255 is NaN.
 inline float e8m0(uint8_t e) {
   return std::bit_cast<float>(e == 255 ? 0x7fc00000u : e ? uint32_t{e} << 23 : 0x00400000u);
+}
+
+inline void prefetch_bytes(const void* from, int64_t count) {
+  constexpr int64_t kLine = 64;
+  for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
 
 // The scales, or the offsets, of some rows as floats: a row's side by side.
@@ -67,6 +80,14 @@ class RowScales {
       });
     }
   }
+  void prefetch(int64_t expert, int64_t first, int64_t count) const {
+    if (!tensor_.defined()) return;
+    const auto* data = static_cast<const char*>(tensor_.const_data_ptr());
+    const auto at = [&](int64_t row) {
+      return data + (expert * expert_ + row / shared_rows_ * row_) * tensor_.element_size();
+    };
+    prefetch_bytes(at(first), at(first + count - 1) - at(first) + groups_ * tensor_.element_size());
+  }
   const float* row(int64_t r) const { return floats_.data() + r * groups_; }
   int64_t groups() const { return groups_; }
 
@@ -82,31 +103,53 @@ template <int bits>
 struct Affine {
   static constexpr bool kOffset = true;
   static constexpr int kBits = bits;
+  static constexpr float kUnit = 1;
+  static constexpr bool kBFloat16 = bits == 4;
+#ifdef MOE_METAL_BF16
+  static auto bfloat16_dots() { return std::optional<BFloat16Dots<FourBits, true>>(FourBits(kIntegers<4>)); }
+#endif
   Codes<bits> codes;
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
     return codes_at(codes, row, column);
+  }
+  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const {
+    return codes.quick(row + column * kBits / 8);
   }
 };
 
 struct Mxfp4 {
   static constexpr bool kOffset = false;
   static constexpr int kBits = 4;
+  static constexpr float kUnit = 1;
+  static constexpr bool kBFloat16 = true;
+#ifdef MOE_METAL_BF16
+  static auto bfloat16_dots() { return std::optional<BFloat16Dots<FourBits, false>>(FourBits(kE2m1)); }
+#endif
   Codes<4> codes{kE2m1};
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
     return codes_at(codes, row, column);
+  }
+  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const {
+    return codes.quick(row + column * kBits / 8);
   }
 };
 
 struct Fp8 {
   static constexpr bool kOffset = false;
   static constexpr int kBits = 8;
+  static constexpr float kUnit = E4m3::kUnit;
+  static constexpr bool kBFloat16 = true;
+#ifdef MOE_METAL_BF16
+  static auto bfloat16_dots() { return std::optional<BFloat16Dots<EightBits, false>>(EightBits()); }
+#endif
   E4m3 codes;
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count count) const {
     return codes(row + column, count);
   }
+  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const { return codes.quick(row + column); }
 };
 
 // The rows taken, as products read them.
@@ -132,7 +175,15 @@ struct Packed {
       if constexpr (std::is_same_v<Count, Whole>) return values;
       return Vec::set(Vec(0), values, count);
     }
-    [[gnu::always_inline]] void prefetch(int64_t, int64_t) const {}
+    // What is left of the row at a column, up to a vector and perhaps nothing.
+    Vec load_part(int64_t r, int64_t column) const {
+      const int64_t count = std::min(all.columns - column, kLanes);
+      return count <= 0 ? Vec(0) : count == kLanes ? load(r, column, Whole()) : load(r, column, count);
+    }
+    // Packed rows are far too short for the processor's own prefetching.
+    [[gnu::always_inline]] void prefetch(int64_t r, int64_t column) const {
+      __builtin_prefetch(data + r * all.row + bytes(column), 0, 2);
+    }
   };
   Some some(int64_t first) const {
     return {*this, data + first * row, scales + first * groups, offsets + first * groups};
@@ -155,23 +206,27 @@ template <int R, int N, int kVectors, class Read>
   for (int64_t g = 0; g < weight.groups; ++g) {
     Vec parts[R][N], plain[N];
     unrolled<N>([&](auto n) { plain[n] = Vec(0); });
-    unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { parts[r][n] = Vec(0); }); });
+    unrolled<R>([&](auto r) {
+      rows.prefetch(r + 2 * R, g * group);
+      unrolled<N>([&](auto n) { parts[r][n] = Vec(0); });
+    });
     for (int64_t column = g * group; column < (g + 1) * group; column += kVectors * kLanes) {
       unrolled<kVectors>([&](auto v) {
         const int64_t here = column + v * kLanes;
         Vec values[N];
         unrolled<N>([&](auto n) {
-          values[n] = Vec::loadu(x[n] + here);
+          values[n] = weight.read.codes.in_order(Vec::loadu(x[n] + here));
           if constexpr (Read::kOffset) plain[n] = plain[n] + values[n];
         });
         unrolled<R>([&](auto r) {
-          const Vec codes = weight.read(rows.data + r * weight.row, here, Whole());
+          const Vec codes = weight.read.quick(rows.data + r * weight.row, here);
           unrolled<N>([&](auto n) { parts[r][n] = at::vec::fmadd(codes, values[n], parts[r][n]); });
         });
       });
     }
     unrolled<R>([&](auto r) {
       unrolled<N>([&](auto n) {
+        if constexpr (Read::kUnit != 1) parts[r][n] = parts[r][n] * Vec(Read::kUnit);
         sums[r][n] = at::vec::fmadd(Vec(rows.scales[r * weight.groups + g]), parts[r][n], sums[r][n]);
         if constexpr (Read::kOffset) {
           sums[r][n] = at::vec::fmadd(Vec(rows.offsets[r * weight.groups + g]), plain[n], sums[r][n]);
@@ -193,7 +248,7 @@ void product_by_groups(const Packed<Read>& weight, const Tokens& tokens) {
 template <class Read>
 class PackedRows final : public WeightRows {
  public:
-  explicit PackedRows(const Weight& weight)
+  PackedRows(const Weight& weight, bool bfloat16)
       : weight_(weight),
         scales_(weight.scale, weight.format == Format::fp8 ? kFp8Block : 1),
         offsets_(weight.offset, 1) {
@@ -201,19 +256,32 @@ class PackedRows final : public WeightRows {
     packed_.row = weight.row;
     packed_.shift = std::countr_zero(static_cast<uint64_t>(weight.group));
     packed_.groups = scales_.groups();
+#ifdef MOE_METAL_BF16
+    if (Read::kBFloat16 && bfloat16 && bfloat16_dots_available()) dots_ = Read::bfloat16_dots();
+#endif
   }
 
   void take(int64_t expert, int64_t first, int64_t count) override {
     scales_.take(expert, first, count);
     offsets_.take(expert, first, count);
     packed_.rows = count;
-    packed_.data =
-        static_cast<const uint8_t*>(weight_.data.const_data_ptr()) + expert * weight_.expert + first * weight_.row;
+    packed_.data = place(expert, first);
     packed_.scales = scales_.row(0);
     packed_.offsets = offsets_.row(0);
   }
+  void prefetch(int64_t expert, int64_t first, int64_t count) const override {
+    constexpr int64_t kAtOnce = 8;  // rows that a product begins with
+    scales_.prefetch(expert, first, count);
+    offsets_.prefetch(expert, first, count);
+    prefetch_bytes(place(expert, first), std::min(count, kAtOnce) * weight_.row);
+  }
   void product(const Tokens& tokens, std::optional<Panel>& panel) const override {
-    if (weight_.group >= 2 * kLanes && weight_.columns % weight_.group == 0 && tokens.count <= 2) {
+#ifdef MOE_METAL_BF16
+    if constexpr (Read::kBFloat16) {
+      if (dots_ && tokens.count <= 8) return by_bfloat16_dots(tokens);
+    }
+#endif
+    if (kLanes >= 8 && weight_.group >= 2 * kLanes && weight_.columns % weight_.group == 0 && tokens.count <= 2) {
       return tokens.count == 1 ? product_by_groups<1>(packed_, tokens) : product_by_groups<2>(packed_, tokens);
     }
     moe_metal::product(packed_, tokens, panel);
@@ -222,36 +290,67 @@ class PackedRows final : public WeightRows {
     const auto some = packed_.some(row);
     for_each_vector(packed_.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
   }
+#ifdef MOE_METAL_AMX
+  [[gnu::target("avx512bf16")]] void pack(int64_t step, int64_t count, at::BFloat16* to) const override {
+    const auto some = packed_.some(0);
+    const int64_t columns = packed_.columns;
+    for (int64_t c = 0; c < columns; c += kDepth, to += kTileSize) {
+      const bool whole = c + kDepth <= columns;
+      for (int64_t r = 0; r < count; ++r) {
+        const Vec low = whole ? some.load(r * step, c, Whole()) : some.load_part(r * step, c);
+        const Vec high = whole ? some.load(r * step, c + kLanes, Whole()) : some.load_part(r * step, c + kLanes);
+        const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
+        std::memcpy(to + r * kDepth, &both, sizeof(both));
+      }
+      std::fill(to + count * kDepth, to + kTileSize, at::BFloat16(0));
+    }
+  }
+#endif
 
  private:
+  const uint8_t* place(int64_t expert, int64_t row) const {
+    return static_cast<const uint8_t*>(weight_.data.const_data_ptr()) + expert * weight_.expert + row * weight_.row;
+  }
+
+#ifdef MOE_METAL_BF16
+  void by_bfloat16_dots(const Tokens& tokens) const {
+    const ScaledRows rows{packed_.data,   packed_.row,     packed_.rows,   packed_.columns,
+                          packed_.scales, packed_.offsets, packed_.groups, packed_.shift};
+    for (int64_t n = 0; n < tokens.count; n += 4) {
+      (*dots_)(rows, {tokens.x + n, tokens.out + n, std::min<int64_t>(4, tokens.count - n)});
+    }
+  }
+  mutable decltype(Read::bfloat16_dots()) dots_;  // empty where the tokens or the processor are not for them
+#endif
+
   const Weight& weight_;
   RowScales scales_, offsets_;
   Packed<Read> packed_;
 };
 
-std::unique_ptr<WeightRows> affine_rows(const Weight& weight) {
+std::unique_ptr<WeightRows> affine_rows(const Weight& weight, bool bfloat16) {
   switch (weight.bits) {
     case 2:
-      return std::make_unique<PackedRows<Affine<2>>>(weight);
+      return std::make_unique<PackedRows<Affine<2>>>(weight, bfloat16);
     case 3:
-      return std::make_unique<PackedRows<Affine<3>>>(weight);
+      return std::make_unique<PackedRows<Affine<3>>>(weight, bfloat16);
     case 4:
-      return std::make_unique<PackedRows<Affine<4>>>(weight);
+      return std::make_unique<PackedRows<Affine<4>>>(weight, bfloat16);
     case 5:
-      return std::make_unique<PackedRows<Affine<5>>>(weight);
+      return std::make_unique<PackedRows<Affine<5>>>(weight, bfloat16);
     case 6:
-      return std::make_unique<PackedRows<Affine<6>>>(weight);
+      return std::make_unique<PackedRows<Affine<6>>>(weight, bfloat16);
     default:
-      return std::make_unique<PackedRows<Affine<8>>>(weight);
+      return std::make_unique<PackedRows<Affine<8>>>(weight, bfloat16);
   }
 }
 
 }  // namespace
 
-std::unique_ptr<WeightRows> rows_of(const Weight& weight) {
-  if (weight.format == Format::affine) return affine_rows(weight);
-  if (weight.format == Format::mxfp4) return std::make_unique<PackedRows<Mxfp4>>(weight);
-  if (weight.format == Format::fp8) return std::make_unique<PackedRows<Fp8>>(weight);
+std::unique_ptr<WeightRows> rows_of(const Weight& weight, bool bfloat16) {
+  if (weight.format == Format::affine) return affine_rows(weight, bfloat16);
+  if (weight.format == Format::mxfp4) return std::make_unique<PackedRows<Mxfp4>>(weight, bfloat16);
+  if (weight.format == Format::fp8) return std::make_unique<PackedRows<Fp8>>(weight, bfloat16);
   std::unique_ptr<WeightRows> rows;
   with_dtype(weight.data.scalar_type(),
              [&](auto scalar) { rows = std::make_unique<DenseRows<decltype(scalar)>>(weight); });

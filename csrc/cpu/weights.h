@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "dots.h"
+#include "tiles.h"
 #include "weight.h"
 
 namespace moe_metal {
@@ -15,11 +16,18 @@ class WeightRows {
   virtual ~WeightRows() = default;
   // Those that the next calls are about: `count` rows of one expert from `first` on.
   virtual void take(int64_t expert, int64_t first, int64_t count) = 0;
+  // Those come next: what a product reads before its own prefetching has begun to work is brought to the caches.
+  virtual void prefetch(int64_t, int64_t, int64_t) const {}
   virtual void product(const Tokens& tokens, std::optional<Panel>& panel) const = 0;
   // One of the rows, as floats.
   virtual void dequantize(int64_t row, float* to) const = 0;
+#ifdef MOE_METAL_AMX
+  // Every `step`th row, up to 16 of them, as tiles.h's pack_rows() has it.
+  virtual void pack(int64_t step, int64_t count, at::BFloat16* to) const = 0;
+#endif
 };
 
-std::unique_ptr<WeightRows> rows_of(const Weight& weight);
+// bfloat16: the tokens' numbers are bfloat16, or may be rounded to it.
+std::unique_ptr<WeightRows> rows_of(const Weight& weight, bool bfloat16 = false);
 
 }  // namespace moe_metal

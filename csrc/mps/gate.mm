@@ -42,7 +42,7 @@ LogitsKernel logits_kernel(int64_t tokens, int64_t experts) {
 GateParams gate_params(const Gate& call, const Tensor& logits) {
   return {
       .route = route_params(call.params, call.T, logits, call.select_bias, call.per_expert_scale),
-      .row = row_shape(call.H, {&call.hidden, &call.router_weight, &call.norm_weight}),
+      .row = row_shape(call.T, call.H, {&call.hidden, &call.router_weight, &call.norm_weight}),
       .norm_weight = parameter_type(call.norm_weight),
       .router_bias = parameter_type(call.router_bias),
       .eps = call.eps,

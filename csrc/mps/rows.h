@@ -7,11 +7,12 @@
 
 namespace moe_metal {
 
-// Rows of `length` in contiguous tensors. Four elements at a time need rows that all start at a multiple of four.
-inline RowShape row_shape(int64_t length, std::initializer_list<const Tensor*> tensors) {
+// `count` rows of `length` in contiguous tensors. Four elements at a time need rows that all start at a multiple of
+// four.
+inline RowShape row_shape(int64_t count, int64_t length, std::initializer_list<const Tensor*> tensors) {
   bool wide = length % kWide == 0;
   for (const Tensor* tensor : tensors) wide &= !tensor->defined() || tensor->storage_offset() % kWide == 0;
-  return {.length = to_uint(length), .wide = wide};
+  return {.count = to_uint(count), .length = to_uint(length), .wide = wide};
 }
 
 // Threads for one row: with few rows, a chunk of four elements each, since only latency counts; with many, four
@@ -36,8 +37,8 @@ inline Grid grid_of_blocks(int64_t rows, int64_t length) {
 
 inline WeightedSumParams weighted_sum_params(const WeightedSum& call) {
   return {
-      .row =
-          row_shape(call.H, {&call.slots, &call.shared, &call.residual, &call.norm_weight, &call.residual_norm_weight}),
+      .row = row_shape(call.T, call.H,
+                       {&call.slots, &call.shared, &call.residual, &call.norm_weight, &call.residual_norm_weight}),
       .top_k = to_uint(call.K),
       .weights = parameter_type(call.weights),
       .shared_gate = parameter_type(call.shared_gate),
@@ -53,7 +54,7 @@ inline ResidualNormParams residual_norm_params(const ResidualNorm& call) {
   const bool one_scalar = call.scalar.defined() && call.scalar.size(0) == 1;
   const Tensor none;
   return {
-      .row = row_shape(call.H, {&call.residual, &call.input, &call.weight, one_scalar ? &none : &call.scalar}),
+      .row = row_shape(call.T, call.H, {&call.residual, &call.input, &call.weight, one_scalar ? &none : &call.scalar}),
       .weight = parameter_type(call.weight),
       .scalar = parameter_type(call.scalar),
       .scalar_stride = one_scalar ? 0u : 1u,

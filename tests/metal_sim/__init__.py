@@ -17,8 +17,9 @@ from pathlib import Path
 os.environ.setdefault("METAL_SIM_HOME", str(Path(__file__).resolve().parent / "engine"))
 
 DEVICE = (
-    *("Dispatch", "Project", "Record"),
-    *("host_only", "live_objects", "load", "made_objects", "playing_macos", "record", "set_orders", "synchronize"),
+    *("Compiled", "Dispatch", "Project", "Record"),
+    *("compiled", "host_only", "live_objects", "load", "made_objects", "more_threadgroups", "playing_macos", "record"),
+    *("set_orders", "synchronize"),
 )
 
 

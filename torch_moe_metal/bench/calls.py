@@ -50,14 +50,15 @@ class Call:
     def options(self) -> dict:
         if self.op == "block":
             return {}
-        return arguments.options(self.op, {"top_k": self.model.K} | self.model.routing | self.model.experts)
+        weights = {"format": "dense", "dtype": self.dtype}
+        return arguments.options(self.op, {"top_k": self.model.K} | self.model.routing | self.model.experts | weights)
 
     @property
     def dims(self) -> dict[str, int]:
         """glu comes between the experts' products, where every choice of an expert has a row."""
         m = self.model
         rows = self.T * m.K if self.op == "glu" else self.T
-        return {"T": rows, "E": m.E, "K": m.K, "H": m.H, "I": m.I, "S": 1}
+        return {"T": rows, "E": m.E, "K": m.K, "H": m.H, "I": m.I, "N": m.H, "S": 1}
 
     @property
     def letters(self) -> set[str]:

@@ -60,6 +60,17 @@ def route_from_the_best(logits, per_expert_scale=None, *, top_k) -> tuple[Tensor
     return weights if per_expert_scale is None else weights * per_expert_scale[ids], ids
 
 
+# ------------------------------------------------------------------------------------------------ dense weights
+
+
+def product(x, weight, bias=None, *, format="dense") -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def copy(weight, *, format, dtype) -> Tensor:
+    return weight.to(dtype, copy=True)
+
+
 # ------------------------------------------------------------------------------------------------ experts
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -174,6 +185,8 @@ RIVALS: dict[str, Ways] = {
     "route": {"scores, topk": route, "topk, softmax": route_from_the_best},
     "glu": {"act, mul_": glu, "act, mul": glu_anew},
     "experts": {"eager": expert_by_expert, "batched_mm": batched_mm, "grouped_mm": grouped_mm},
+    "linear": {"linear": product},
+    "dequantize": {"copy": copy},
     "weighted_sum": then("add_", lambda x, residual: x.add_(residual)) | {"baddbmm": baddbmm},
     "weighted_sum_residual_": then("add_", lambda x, residual: residual.add_(x)),
     "weighted_sum_residual_norm_": then(

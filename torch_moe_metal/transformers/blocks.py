@@ -1,8 +1,8 @@
 """The fused forwards. A patched module keeps its parameters, its hooks and its place; only its class changes, to a
 subclass of its own class, so that isinstance, state_dict, save_pretrained, .to(), deepcopy and pickle work as before.
 
-Whenever a fused forward would skip something (a hook on a router, a replaced submodule, a gradient), it calls the
-original forward instead.
+Whenever a fused forward would skip something (a hook on a router, a replaced submodule, a gradient, other experts that
+were selected since), it calls the original forward instead.
 """
 
 import functools
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..arguments import DTYPES
 from ..grad import wants_grad
-from .experts import DEVICES, expert_arguments, member, why_not_fused
+from .experts import DEVICES, NAME, expert_arguments, member, why_not_fused
 from .families import BLOCKS, GEMMA4_LAYERS, PRE_NORM_LAYERS, Block, family_name
 
 ops = torch.ops.moe_metal
@@ -23,13 +23,14 @@ class Fused(nn.Module):
 
     original: type  # the class that this module had before
     homes: tuple[str, ...]  # the Python modules that the classes of its parts are from, unless others put theirs in
+    selected: bool  # whether its configuration selected our experts when it was fused; if not, that does not count
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), "fused by torch_moe_metal")))
 
     def __reduce_ex__(self, protocol):
         # These classes are made at run time, so a copy is made from the original class.
-        return rebuild, (self.original,), self.__dict__
+        return rebuild, (self.original, self.selected), self.__dict__
 
     def untouched(self, *modules: nn.Module) -> bool:
         """Whether reading these modules' parameters is as good as calling them: no hook, no replaced forward, and
@@ -58,15 +59,26 @@ class Fused(nn.Module):
             and not wants_grad(self, x)
         )
 
+    def still_selected(self) -> bool:
+        """Whether nobody has selected other experts since: transformers' exporters do, whose targets lack our ops."""
+        return not self.selected or selects_ours(self)
+
     def experts_part(self, x: Tensor, experts: nn.Module) -> dict | None:
         """The experts' part of the arguments of `experts`, or None where they have to be called themselves."""
         arguments, obstacle = expert_arguments(experts)
         return arguments if obstacle is None and x.dtype == arguments["down"].dtype else None
 
 
-def rebuild(original: type) -> nn.Module:
-    cls = fused_class(original) or original
+def rebuild(original: type, selected: bool) -> nn.Module:
+    cls = fused_class(original, selected) or original
     return cls.__new__(cls)
+
+
+def selects_ours(module: nn.Module) -> bool:
+    """Whether the configuration of this block or layer selects our experts. Llama 4's has no such choice."""
+    own = module.__dict__
+    config = own["config"] if "config" in own else getattr(own["_modules"].get("experts"), "config", None)
+    return getattr(config, "_experts_implementation_internal", None) == NAME
 
 
 class FusedBlock(Fused):
@@ -94,7 +106,7 @@ class FusedBlock(Fused):
         modules, family = self._modules, self.family
         router, experts = modules[family.router], modules["experts"]
         inside = router.modules() if router._modules else (router,)
-        if not self.untouched(experts, *inside, *read) or not caller.free(x):
+        if not self.untouched(experts, *inside, *read) or not caller.free(x) or not self.still_selected():
             return None
         if self.training and getattr(self, "jitter_noise", 0):  # Mixtral's and MiniMax's
             return None
@@ -201,10 +213,10 @@ class FusedGemma4Layer(Fused):
         if self.hidden_size_per_layer_input:
             read.append(inner["post_per_layer_input_norm"])
         if not self.enable_moe_block:
-            return {} if self.untouched(*read) and self.free(x) else None
+            return {} if self.untouched(*read) and self.free(x) and self.still_selected() else None
         experts = inner["experts"]
         read += [inner["post_feedforward_layernorm_1"], inner["post_feedforward_layernorm_2"], experts]
-        whole = self.untouched(*read, *inner["router"].modules()) and self.free(x)
+        whole = self.untouched(*read, *inner["router"].modules()) and self.free(x) and self.still_selected()
         return self.experts_part(x, experts) if whole else None
 
 
@@ -213,7 +225,7 @@ def norm_add(residual: Tensor, x: Tensor, norm: nn.Module, scalar: Tensor | None
 
 
 @functools.cache
-def fused_class(original: type) -> type | None:
+def fused_class(original: type, selected: bool = False) -> type | None:
     """The class that fuses `original`, or None when we know none. It keeps its name: device maps go by it."""
     name = family_name(original)
     if name in BLOCKS:
@@ -226,7 +238,7 @@ def fused_class(original: type) -> type | None:
         base, own = FusedGemma4Layer, {}
     else:
         return None
-    own |= {"original": original, "homes": (original.__module__, "torch.nn.modules.linear")}
+    own |= {"original": original, "selected": selected, "homes": (original.__module__, "torch.nn.modules.linear")}
     own |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
     return type(original.__name__, (base, original), own)
 

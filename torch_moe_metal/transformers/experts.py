@@ -1,20 +1,22 @@
 """`experts_implementation="moe_metal"`: the experts of every model on transformers' experts interface, in one op."""
 
-import warnings
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import activations
 from transformers.integrations import moe
 
 from .. import max_experts
 from ..arguments import DTYPES
-from ..grad import wants_grad
+from ..grad import in_forward_mode, traced_as_constant, wants_grad, warn_once
 from .version import check_version
 
 NAME = "moe_metal"
 DEVICES = ("cpu", "mps")
+# Not those of quantizers and of expert parallelism; the last stands for a plain one while torch.export traces.
+TENSORS = (nn.Parameter, Tensor, FakeTensor)
 
 ACTIVATIONS = {
     nn.SiLU: "silu",
@@ -50,6 +52,7 @@ LLAMA4 = SimpleNamespace(
 )
 
 
+@traced_as_constant  # a function's __qualname__ is unknown to torch.compile
 def gate_of(function) -> tuple | None:
     """How the class with this `_apply_gate` gates, as in GATES; None when we do not know it."""
     if function is moe._default_apply_gate:
@@ -98,10 +101,10 @@ def expert_arguments(experts: nn.Module) -> tuple[dict, str | None]:
         arguments["transposed"] = True
     if not flags.is_concatenated:
         arguments["interleaved"] = True
-        if gate is DEFAULT_GATE:
+        if gate == DEFAULT_GATE:
             return {}, "its gate and up rows are interleaved, but its gate reads halves"
     for weight in weights:
-        if type(weight) not in (nn.Parameter, Tensor):
+        if type(weight) not in TENSORS:
             return {}, f"its weights are of type {type(weight).__name__}"
         if weight.dtype not in DTYPES:
             return {}, f"its weights are {weight.dtype}"
@@ -117,17 +120,6 @@ def why_not_fused(experts: nn.Module) -> str | None:
     return expert_arguments(experts)[1]
 
 
-_warned: set[type] = set()
-
-
-def warn_once(experts: nn.Module, reason: str) -> None:
-    if torch.compiler.is_compiling() or type(experts) in _warned:
-        return
-    _warned.add(type(experts))
-    name = type(experts).__name__
-    warnings.warn(f"torch_moe_metal: {name} runs on transformers' grouped_mm, since {reason}", stacklevel=3)
-
-
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts of `hidden_states` [T, H] for ids and weights [T, K] -> [T, H], at decode and at prefill.
 
@@ -138,10 +130,11 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         check_version()
     arguments, reason = expert_arguments(self)
     if reason is not None:
-        warn_once(self, reason)
-        return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    if wants_grad(self, hidden_states, top_k_weights):
-        return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        warn_once(f"{type(self).__name__} runs on transformers' grouped_mm, since {reason}")
+    if reason is not None or wants_grad(self, hidden_states, top_k_weights):
+        # PyTorch's grouped_mm has no jvp.
+        stock = moe.batched_mm_experts_forward if in_forward_mode() else moe.grouped_mm_experts_forward
+        return stock(self, hidden_states, top_k_index, top_k_weights)
     # Under autocast the two dtypes may differ; the weights' is the one that counts, as in grouped_mm.
     x = hidden_states.to(self.down_proj.dtype)
     weights = top_k_weights if top_k_weights.dtype in (x.dtype, torch.float32) else top_k_weights.float()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .blocks import Fused, FusedBlock, FusedPreNormLayer, fused_class, why_left
+from .blocks import Fused, FusedBlock, FusedPreNormLayer, fused_class, selects_ours, why_left
 from .experts import NAME, why_not_fused
 from .version import check_version
 
@@ -51,8 +51,8 @@ def patch(model: nn.Module) -> Report:
     """Fuse every MoE block and decoder layer of `model` that we know, in place, and say what became of each.
 
     All other experts run through `experts_implementation="moe_metal"`, which this selects. Weights are shared, never
-    copied, and `unpatch` undoes everything. Where a gradient is wanted the model runs as it did before. An error leaves
-    the model as it was.
+    copied, and `unpatch` undoes everything. Where a gradient is wanted, or other experts are selected later, the model
+    runs as it would without. An error leaves the model as it was.
     """
     check_version()
     classes = [(module, type(module)) for module in model.modules()]
@@ -114,7 +114,7 @@ def original_class(module: nn.Module) -> type:
 def fuse(name: str, module: nn.Module) -> Row | None:
     """Swap the class of one module that we know. A decoder layer without a fused block in it is no matter of ours."""
     cls = original_class(module)
-    fused = fused_class(cls)
+    fused = fused_class(cls, selects_ours(module))
     if issubclass(fused, FusedPreNormLayer) and not isinstance(module.mlp, FusedBlock):
         module.__class__ = cls  # it may have been fused before
         return None

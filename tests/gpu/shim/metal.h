@@ -34,6 +34,7 @@ double __nv_pow(double, double);
 namespace msl {
 
 [[noreturn]] inline void violation(const char*, const char*) { __builtin_trap(); }
+inline void unset(const char*) { __builtin_trap(); }
 
 template <class T>
 using device_ptr = T*;

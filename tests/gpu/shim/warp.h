@@ -6,16 +6,16 @@ namespace metal {
 enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
 constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(uint(a) | uint(b)); }
 
-constexpr uint kAllLanes = 0xffffffff;
+constexpr uint msl_all_lanes = 0xffffffff;
 
 inline void threadgroup_barrier(mem_flags) { __syncthreads(); }
-inline void simdgroup_barrier(mem_flags) { __nvvm_bar_warp_sync(kAllLanes); }
+inline void simdgroup_barrier(mem_flags) { __nvvm_bar_warp_sync(msl_all_lanes); }
 
-inline uint lane_index() { return ::msl::thread_index() % 32; }
+inline uint msl_lane_index() { return ::msl::thread_index() % 32; }
 
 // A value's 32-bit words go through shuffles one by one; smaller values are widened.
 template <class T, class Move>
-T moved(T value, Move move) {
+T msl_moved(T value, Move move) {
   constexpr int words = (sizeof(T) + 3) / 4;
   int all[words] = {};
   __builtin_memcpy(all, &value, sizeof(T));
@@ -25,19 +25,19 @@ T moved(T value, Move move) {
 }
 template <class T>
 T simd_shuffle(T value, ushort lane) {
-  return moved(value, [=](int word) { return __nvvm_shfl_sync_idx_i32(kAllLanes, word, lane, 31); });
+  return msl_moved(value, [=](int word) { return __nvvm_shfl_sync_idx_i32(msl_all_lanes, word, lane, 31); });
 }
 template <class T>
 T simd_shuffle_xor(T value, ushort mask) {
-  return moved(value, [=](int word) { return __nvvm_shfl_sync_bfly_i32(kAllLanes, word, mask, 31); });
+  return msl_moved(value, [=](int word) { return __nvvm_shfl_sync_bfly_i32(msl_all_lanes, word, mask, 31); });
 }
 template <class T>
 T simd_shuffle_up(T value, ushort delta) {
-  return moved(value, [=](int word) { return __nvvm_shfl_sync_up_i32(kAllLanes, word, delta, 0); });
+  return msl_moved(value, [=](int word) { return __nvvm_shfl_sync_up_i32(msl_all_lanes, word, delta, 0); });
 }
 template <class T>
 T simd_shuffle_down(T value, ushort delta) {
-  return moved(value, [=](int word) { return __nvvm_shfl_sync_down_i32(kAllLanes, word, delta, 31); });
+  return msl_moved(value, [=](int word) { return __nvvm_shfl_sync_down_i32(msl_all_lanes, word, delta, 31); });
 }
 template <class T>
 T simd_broadcast(T value, ushort lane) {
@@ -70,7 +70,7 @@ template <class T>
 T simd_prefix_inclusive_sum(T value) {
   for (ushort step = 1; step < 32; step *= 2) {
     const T before = simd_shuffle_up(value, step);
-    if (lane_index() >= step) value = T(value + before);
+    if (msl_lane_index() >= step) value = T(value + before);
   }
   return value;
 }
@@ -79,59 +79,61 @@ T simd_prefix_exclusive_sum(T value) {
   return T(simd_prefix_inclusive_sum(value) - value);
 }
 
-inline bool simd_any(bool value) { return __nvvm_vote_any_sync(kAllLanes, value); }
-inline bool simd_all(bool value) { return __nvvm_vote_all_sync(kAllLanes, value); }
+inline bool simd_any(bool value) { return __nvvm_vote_any_sync(msl_all_lanes, value); }
+inline bool simd_all(bool value) { return __nvvm_vote_all_sync(msl_all_lanes, value); }
 
 // --- simdgroup_matrix: right, not fast. The places of the elements are those of the simulator.
 
-inline uint matrix_row(uint lane) { return lane / 2 % 4 + lane / 16 * 4; }
-inline uint matrix_column(uint lane) { return lane % 2 * 2 + lane / 8 % 2 * 4; }
-inline uint matrix_lane(uint row, uint column) { return row / 4 * 16 + column / 4 * 8 + row % 4 * 2 + column % 4 / 2; }
+inline uint msl_matrix_row(uint lane) { return lane / 2 % 4 + lane / 16 * 4; }
+inline uint msl_matrix_column(uint lane) { return lane % 2 * 2 + lane / 8 % 2 * 4; }
+inline uint msl_matrix_lane(uint row, uint column) {
+  return row / 4 * 16 + column / 4 * 8 + row % 4 * 2 + column % 4 / 2;
+}
 
-template <class T, int Columns, int Rows>
+template <class T, int Columns, int Rows = Columns>
 struct simdgroup_matrix {
-  vec<T, 2>& thread_elements() { return at; }
-  vec<T, 2> at;
+  vec<T, 2>& thread_elements() { return msl_at; }
+  vec<T, 2> msl_at;
 };
 using simdgroup_float8x8 = simdgroup_matrix<float, 8, 8>;
 using simdgroup_half8x8 = simdgroup_matrix<half, 8, 8>;
 using simdgroup_bfloat8x8 = simdgroup_matrix<bfloat, 8, 8>;
 
-template <class T, int Columns, int Rows>
+template <class T, int Columns, int Rows = Columns>
 simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) {
   return {vec<T, 2>(value)};
 }
 
-inline ulong matrix_offset(uint i, ulong elements_per_row, ulong2 origin, bool transpose) {
-  const ulong row = matrix_row(lane_index()), column = matrix_column(lane_index()) + i;
+inline ulong msl_matrix_offset(uint i, ulong elements_per_row, ulong2 origin, bool transpose) {
+  const ulong row = msl_matrix_row(msl_lane_index()), column = msl_matrix_column(msl_lane_index()) + i;
   return (origin.y + (transpose ? column : row)) * elements_per_row + origin.x + (transpose ? row : column);
 }
 template <class T, class U>
 void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, const U* from, ulong elements_per_row = 8, ulong2 origin = ulong2(0),
                     bool transpose = false) {
-  for (uint i = 0; i < 2; ++i) m.at.set(i, from[matrix_offset(i, elements_per_row, origin, transpose)]);
+  for (uint i = 0; i < 2; ++i) m.msl_at.msl_set(i, from[msl_matrix_offset(i, elements_per_row, origin, transpose)]);
 }
 template <class T>
 void simdgroup_store(simdgroup_matrix<T, 8, 8> m, T* to, ulong elements_per_row = 8, ulong2 origin = ulong2(0),
                      bool transpose = false) {
-  for (uint i = 0; i < 2; ++i) to[matrix_offset(i, elements_per_row, origin, transpose)] = m.at.element_at(i);
+  for (uint i = 0; i < 2; ++i) to[msl_matrix_offset(i, elements_per_row, origin, transpose)] = m.msl_at.msl_get(i);
 }
 
 template <class T>
-T matrix_element(simdgroup_matrix<T, 8, 8> m, uint row, uint column) {
-  const vec<T, 2> pair = simd_shuffle(m.at, ushort(matrix_lane(row, column)));
+T msl_matrix_element(simdgroup_matrix<T, 8, 8> m, uint row, uint column) {
+  const vec<T, 2> pair = simd_shuffle(m.msl_at, ushort(msl_matrix_lane(row, column)));
   return column % 2 ? pair.y : pair.x;
 }
 template <class D, class A, class B, class C>
 void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
                                    simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c) {
-  const uint row = matrix_row(lane_index()), column = matrix_column(lane_index());
-  float sums[2] = {float(c.at.x), float(c.at.y)};
+  const uint row = msl_matrix_row(msl_lane_index()), column = msl_matrix_column(msl_lane_index());
+  float sums[2] = {float(c.msl_at.x), float(c.msl_at.y)};
   for (uint k = 0; k < 8; ++k) {
-    const float left = float(matrix_element(a, row, k));
-    for (uint i = 0; i < 2; ++i) sums[i] = __builtin_fmaf(left, float(matrix_element(b, k, column + i)), sums[i]);
+    const float left = float(msl_matrix_element(a, row, k));
+    for (uint i = 0; i < 2; ++i) sums[i] = __builtin_fmaf(left, float(msl_matrix_element(b, k, column + i)), sums[i]);
   }
-  d.at = vec<D, 2>(D(sums[0]), D(sums[1]));
+  d.msl_at = vec<D, 2>(D(sums[0]), D(sums[1]));
 }
 template <class D, class A, class B>
 void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b) {

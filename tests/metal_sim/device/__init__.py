@@ -29,6 +29,15 @@ class Dispatch:
     arguments: list[dict]  # index, and either contents (torch.ops.metal_sim.contents of a tensor) and offset, or bytes
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A library that newLibraryWithSource: gave."""
+
+    metal_version: int  # 310, 320 or 400
+    safe: bool  # maths: infinities and NaN are what they are, nothing is reordered
+    precise: bool  # functions of maths
+
+
 @dataclass
 class Record:
     dispatches: list[Dispatch] = field(default_factory=list)
@@ -128,6 +137,16 @@ def playing_macos(major: int, minor: int = 0) -> Iterator[None]:
         torch.ops.metal_sim.set_macos(26, 0)
 
 
+@contextmanager
+def more_threadgroups(count: int = 1) -> Iterator[None]:
+    """Every dispatch of threadgroups has so many more along x than it asks for, which its kernel has to leave."""
+    torch.ops.metal_sim.set_more_threadgroups(count)
+    try:
+        yield
+    finally:
+        torch.ops.metal_sim.set_more_threadgroups(0)
+
+
 def set_orders(*names: str) -> None:
     """Run every dispatch once in each of these thread orders, which must agree: forward, backward, random:SEED.
 
@@ -145,6 +164,11 @@ def live_objects() -> dict[str, int]:
 def made_objects() -> dict[str, int]:
     """Metal objects made so far."""
     return _counters()["made_objects"]
+
+
+def compiled() -> list[Compiled]:
+    """What each library so far was compiled with."""
+    return [Compiled(**fields) for fields in _counters()["compiled"]]
 
 
 def _counters() -> dict:

@@ -52,13 +52,20 @@ std::string json(const std::map<std::string, long>& counts) {
   return joined('{', counts, '}', [](auto& item) { return quoted(item.first) + ":" + std::to_string(item.second); });
 }
 
+std::string json(const Compiled& library) {
+  const auto truth = [](bool value) { return value ? "true" : "false"; };
+  return std::string("{\"metal_version\":") + std::to_string(library.metal_version) +
+         ",\"safe\":" + truth(library.safe) + ",\"precise\":" + truth(library.precise) + '}';
+}
+
 // Everything counted so far. The lists grow until `clear`.
 std::string read_counters() {
   QueueScope queue("metal_sim::counters");
   const Counters& c = counters();
   return "{\"dispatches\":" + joined('[', c.dispatches, ']', [](auto& d) { return json(d); }) +
          ",\"host_syncs\":" + joined('[', c.host_syncs, ']', quoted) + ",\"live_objects\":" + json(c.live_objects) +
-         ",\"made_objects\":" + json(c.made_objects) + "}";
+         ",\"made_objects\":" + json(c.made_objects) +
+         ",\"compiled\":" + joined('[', compiled(), ']', [](auto& library) { return json(library); }) + "}";
 }
 
 void clear() {
@@ -90,6 +97,7 @@ int64_t contents(const at::Tensor& tensor) {
 }
 
 void set_host_only(bool value) { options().host_only = value; }
+void set_more_threadgroups(int64_t count) { options().more_threadgroups = count; }
 void set_macos(int64_t major, int64_t minor) { options().macos = {major, minor}; }
 
 void synchronize() {
@@ -103,6 +111,7 @@ TORCH_LIBRARY(metal_sim, m) {
   m.def("clear() -> ()", &clear);
   m.def("set_orders(str[] names) -> ()", &set_orders);
   m.def("set_host_only(bool value) -> ()", &set_host_only);
+  m.def("set_more_threadgroups(int count) -> ()", &set_more_threadgroups);
   m.def("set_macos(int major, int minor) -> ()", &set_macos);
   m.def("synchronize() -> ()", &synchronize);
   m.def("contents(Tensor tensor) -> int", &contents);

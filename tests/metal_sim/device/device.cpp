@@ -6,8 +6,12 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/MPSHooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/_scaled_dot_product_attention_math.h>
+#include <ATen/ops/_scaled_dot_product_attention_math_for_mps.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/ops/where.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -15,6 +19,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <cstring>
+#include <limits>
 #include <unordered_map>
 
 #include "sim.h"
@@ -135,8 +140,9 @@ class Aliases {
     return c10::Storage(c10::Storage::use_byte_size_t(), bytes, allocator.allocate(bytes), &allocator, true);
   }
 
+  // Lazy zeros have no memory on the CPU.
   static void copy_in(const c10::Storage& storage, const c10::Storage& cpu) {
-    if (cpu.nbytes()) std::memcpy(bytes_of(storage), cpu.data(), cpu.nbytes());
+    if (cpu.data()) std::memcpy(bytes_of(storage), cpu.data(), cpu.nbytes());
   }
 
   static void grow(c10::Storage& original, const c10::Storage& cpu) {
@@ -146,10 +152,12 @@ class Aliases {
     original.set_nbytes(cpu.nbytes());
   }
 
-  // A tensor with `like`'s dtype, shape and offset over another storage.
+  // A tensor with `like`'s dtype, shape and offset over another storage, lazily zero, conjugated or negated as it is.
   static at::Tensor over(const c10::Storage& storage, c10::DispatchKey key, const at::Tensor& like) {
-    auto tensor =
-        at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key), like.dtype());
+    constexpr c10::DispatchKeySet lazy{c10::DispatchKey::ZeroTensor, c10::DispatchKey::Conjugate,
+                                       c10::DispatchKey::Negative};
+    auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(storage), c10::DispatchKeySet(key) | (like.key_set() & lazy), like.dtype());
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
     return tensor;
   }
@@ -254,6 +262,12 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   run_on_cpu(op, stack);
 }
 
+// mps's own op for attention, by the one that the CPU has for the same arguments.
+void attention_for_mps(const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_scaled_dot_product_attention_math", "");
+  fallback(op, keys, stack);
+}
+
 // ---- kernels of the device's own ----
 
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -300,6 +314,33 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sym_sizes(), source.sym_strides());
 }
 
+// ---- ops that PyTorch composes of others, in a way that its build for Linux does not have for mps ----
+
+std::optional<at::Tensor> added_mask(const std::optional<at::Tensor>& mask, const at::Tensor& query) {
+  if (!mask) return mask;
+  TORCH_CHECK(mask->scalar_type() == at::kBool || mask->scalar_type() == query.scalar_type(),
+              "Expected attn_mask dtype to be bool or that of query, which is ", query.scalar_type(), ", but got ",
+              mask->scalar_type());
+  if (mask->scalar_type() != at::kBool) return mask;
+  const auto barred = at::scalar_tensor(-std::numeric_limits<double>::infinity(), query.options());
+  return at::where(*mask, 0.0, barred);
+}
+
+// One op of mps, unless it has to be differentiated or drops out. On macOS 14 that op takes contiguous tensors alone.
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                     const std::optional<at::Tensor>& mask, double dropout, bool causal, std::optional<double> scale,
+                     bool grouped) {
+  bool one_op = dropout == 0;
+  for (const at::Tensor& tensor : {query, key, value}) {
+    one_op &= !(at::GradMode::is_enabled() && tensor.requires_grad());
+    one_op &= options().macos >= std::pair(15L, 0L) || tensor.is_contiguous();
+  }
+  const auto math = one_op ? &at::_scaled_dot_product_attention_math_for_mps : &at::_scaled_dot_product_attention_math;
+  return std::get<0>(math(query, key, value, added_mask(mask, query), dropout, causal, {}, scale, grouped));
+}
+
+// ---- what is registered ----
+
 TORCH_LIBRARY_IMPL(_, MPS, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 TORCH_LIBRARY_IMPL(aten, MPS, m) {
@@ -311,7 +352,13 @@ TORCH_LIBRARY_IMPL(aten, MPS, m) {
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Tensor", &set_tensor);
+  m.impl("scaled_dot_product_attention", &attention);
+  m.impl("_scaled_dot_product_attention_math_for_mps", torch::CppFunction::makeFromBoxedFunction<&attention_for_mps>());
+  for (const char* op : {"convolution", "convolution_backward"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
+
+TORCH_LIBRARY_IMPL(aten, AutogradMPS, m) { m.impl("scaled_dot_product_attention", &attention); }
 
 }  // namespace
 }  // namespace metal_sim

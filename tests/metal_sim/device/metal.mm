@@ -30,6 +30,11 @@ Counters& counters() {
   return *value;
 }
 
+std::vector<Compiled>& compiled() {
+  static auto* value = new std::vector<Compiled>;
+  return *value;
+}
+
 namespace {
 std::mutex counters_mutex;
 
@@ -37,6 +42,11 @@ void count_object(const char* kind, long change) {
   std::lock_guard lock(counters_mutex);
   counters().live_objects[kind] += change;
   if (change > 0) counters().made_objects[kind] += change;
+}
+
+void count_library(Compiled options) {
+  std::lock_guard lock(counters_mutex);
+  compiled().push_back(options);
 }
 
 void count_dispatch(Dispatch dispatch) {
@@ -240,6 +250,16 @@ void release_buffer(void* buffer) { [(SimBuffer*)buffer release]; }
 
 // ---- options and descriptors: concrete classes in Metal, so alloc hands out a subclass that holds the values ----
 
+namespace metal_sim {
+namespace {
+void must_be_macos_15(const char* selector) {
+  if (options().macos.first >= 15) return;
+  throw Violation("selector",
+                  std::string("-[MTLCompileOptions ") + selector + "]: unrecognized selector before macOS 15");
+}
+}  // namespace
+}  // namespace metal_sim
+
 #define SIM_VALUE(type, name, Setter) \
   -(type)name {                       \
     return _##name;                   \
@@ -295,6 +315,7 @@ void release_buffer(void* buffer) { [(SimBuffer*)buffer release]; }
   return _mathMode;
 }
 - (void)setMathMode:(MTLMathMode)mode {
+  metal_sim::must_be_macos_15("setMathMode:");
   _mathMode = mode;
   _fastMathEnabled = mode == MTLMathModeFast;
 }
@@ -304,8 +325,15 @@ void release_buffer(void* buffer) { [(SimBuffer*)buffer release]; }
 - (void)setFastMathEnabled:(BOOL)enabled {
   _fastMathEnabled = enabled;
   _mathMode = enabled ? MTLMathModeFast : MTLMathModeSafe;
+  _mathFloatingPointFunctions = enabled ? MTLMathFloatingPointFunctionsFast : MTLMathFloatingPointFunctionsPrecise;
 }
-SIM_VALUE(MTLMathFloatingPointFunctions, mathFloatingPointFunctions, MathFloatingPointFunctions)
+- (MTLMathFloatingPointFunctions)mathFloatingPointFunctions {
+  return _mathFloatingPointFunctions;
+}
+- (void)setMathFloatingPointFunctions:(MTLMathFloatingPointFunctions)functions {
+  metal_sim::must_be_macos_15("setMathFloatingPointFunctions:");
+  _mathFloatingPointFunctions = functions;
+}
 SIM_VALUE(MTLLanguageVersion, languageVersion, LanguageVersion)
 SIM_VALUE(BOOL, preserveInvariance, PreserveInvariance)
 SIM_VALUE(MTLLibraryOptimizationLevel, optimizationLevel, OptimizationLevel)
@@ -686,7 +714,9 @@ metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.de
   current.threadgroup_pipelines[index] = current.pipeline_count;
 }
 - (void)dispatchThreadgroups:(MTLSize)grid threadsPerThreadgroup:(MTLSize)threads {
-  run([self usable], size_of(grid), size_of(threads), /*exact_threads=*/false);
+  metal_sim::Size size = size_of(grid);
+  if (size.x) size.x += metal_sim::options().more_threadgroups;
+  run([self usable], size, size_of(threads), /*exact_threads=*/false);
 }
 - (void)dispatchThreads:(MTLSize)grid threadsPerThreadgroup:(MTLSize)threads {
   run([self usable], size_of(grid), size_of(threads), /*exact_threads=*/true);
@@ -861,6 +891,8 @@ void* command_buffer_object() {
   }
   try {
     auto library = metal_sim::Library::compile(text(source), compile);
+    const bool precise = options && options.mathFloatingPointFunctions == MTLMathFloatingPointFunctionsPrecise;
+    metal_sim::count_library({compile.metal_version, options && options.mathMode == MTLMathModeSafe, precise});
     return [[SimLibrary alloc] initWithLibrary:library kernel:nullptr];
   } catch (const metal_sim::CompileError& problem) {
     fail(error, problem.what());

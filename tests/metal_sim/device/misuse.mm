@@ -339,6 +339,23 @@ const std::map<std::string, Rule> rules = {
          [library release];
        }
      }},
+    {"math_mode",
+     [](const Tensor&) {
+       @autoreleasepool {
+         MTLCompileOptions* options = [[MTLCompileOptions new] autorelease];
+         options.mathMode = MTLMathModeRelaxed;
+         options.mathFloatingPointFunctions = MTLMathFloatingPointFunctionsPrecise;
+         [[device() newLibraryWithSource:@"kernel void f() {}" options:options error:nil] release];
+       }
+     }},
+    {"no_fast_math",
+     [](const Tensor&) {
+       @autoreleasepool {
+         MTLCompileOptions* options = [[MTLCompileOptions new] autorelease];
+         options.fastMathEnabled = NO;
+         [[device() newLibraryWithSource:@"kernel void f() {}" options:options error:nil] release];
+       }
+     }},
     {"write_after",
      [](const Tensor& x) {
        id<MTLBuffer> buffer = (id<MTLBuffer>)x.storage().data();

@@ -78,11 +78,19 @@ struct Counters {
 Counters& counters();
 void count_host_sync(const std::string& op);
 
+// What newLibraryWithSource: was asked for, of each library so far.
+struct Compiled {
+  int metal_version;
+  bool safe, precise;  // maths, and its functions
+};
+std::vector<Compiled>& compiled();
+
 // ---- set from Python between ops ----
 
 struct Options {
   bool host_only = false;  // dispatches are checked and counted, and no kernel runs; fresh memory is not poisoned
   std::pair<long, long> macos = {26, 0};
+  size_t more_threadgroups = 0;  // along x than a dispatch asks for
 };
 Options& options();
 

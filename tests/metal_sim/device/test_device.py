@@ -65,6 +65,10 @@ OPS = {
     "like": lambda x: torch.ones_like(x),
     "swap_data": lambda x: (setattr(x, "data", x.data + 1), x)[1],
     "overlapping_copy": lambda x: x.clone().copy_(x.expand(3, 4)),
+    "lazy_conjugate": lambda x: torch.view_as_real(torch.view_as_complex(x.view(6, 2)).conj().clone()),
+    "lazy_negation": lambda x: torch.view_as_complex(x.view(6, 2)).conj().imag.clone(),
+    "lazy_zeros": lambda x: torch._efficientzerotensor((3, 4), device=x.device).clone(),
+    "copy_of_lazy_zeros": lambda x: x.clone().copy_(torch._efficientzerotensor((4,), device=x.device)),
 }
 
 
@@ -164,6 +168,104 @@ def test_autograd() -> None:
         return x.grad
 
     torch.testing.assert_close(gradient("mps").cpu(), gradient("cpu"), rtol=0, atol=0)
+
+
+DERIVED = {
+    "of_a_product": lambda x: x * x,
+    "by_a_constant": lambda x: x * 2 + x * torch.tensor(3.0),
+    "by_a_tensor": lambda x: torch.mul(x, torch.ones_like(x)),
+    "of_a_layer": lambda x: nn.functional.linear(x, torch.full((2, 4), 0.5, device=x.device)).softmax(-1),
+    "in_place": lambda x: x.clone().mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_forward_mode_autograd(name: str) -> None:
+    both(lambda x, tangent: torch.func.jvp(DERIVED[name], (x,), (tangent,))[1], X, X + 1)
+
+
+ATTENTION = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scaled": {"scale": 0.3},
+    "masked": {"attn_mask": torch.arange(35).view(5, 7) % 3 > 0},
+    "biased": {"attn_mask": torch.arange(35.0).view(5, 7).sin()},
+    "grouped": {"enable_gqa": True},
+}
+FUSED = "aten::_scaled_dot_product_attention_math_for_mps"
+
+
+def heads(device: str) -> list[torch.Tensor]:
+    """Query, key and value of 4 and 2 heads, as models have them: dense in another order of the dimensions."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(2, length, count, 8, generator=generator).to(device).transpose(1, 2)
+        for length, count in ((5, 4), (7, 2), (7, 2))
+    ]
+
+
+def attend(device: str, options: dict, differentiate: bool = False) -> list[torch.Tensor]:
+    query, key, value = (tensor.requires_grad_(differentiate) for tensor in heads(device))
+    if not options.get("enable_gqa"):
+        key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    moved = {name: o.to(device) if torch.is_tensor(o) else o for name, o in options.items()}
+    out = nn.functional.scaled_dot_product_attention(query, key, value, **moved)
+    return [out, *torch.autograd.grad(out.square().sum(), (query, key))] if differentiate else [out]
+
+
+@pytest.mark.parametrize("differentiate", [False, True])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name: str, differentiate: bool) -> None:
+    """Of one op as on a Mac, where no gradient is asked for."""
+    with torch.profiler.profile() as profile:
+        found = attend("mps", ATTENTION[name], differentiate)
+    assert [event.name for event in profile.events()].count(FUSED) == (0 if differentiate else 1)
+    for got, expected in zip(found, attend("cpu", ATTENTION[name], differentiate), strict=True):
+        assert got.device.type == "mps"
+        torch.testing.assert_close(got.cpu(), expected)
+
+
+def test_attention_of_macos_14() -> None:
+    """Its one op takes contiguous tensors alone."""
+    with metal_sim.playing_macos(14), torch.profiler.profile() as profile:
+        attend("mps", {})
+        nn.functional.scaled_dot_product_attention(*(tensor.contiguous() for tensor in heads("mps")), enable_gqa=True)
+    assert [event.name for event in profile.events()].count(FUSED) == 1
+
+
+def test_attention_refuses_a_mask_of_another_dtype() -> None:
+    with pytest.raises(RuntimeError, match="Expected attn_mask dtype to be bool or that of query, which is Float"):
+        attend("mps", {"attn_mask": torch.zeros(5, 7, dtype=torch.bfloat16)})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_of_a_module(compiled: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True), torch.randn(2, 5, 8)
+    expected = layer(x)
+    run = torch.compile(layer.to("mps"), backend="aot_eager", fullgraph=True) if compiled else layer.to("mps")
+    torch.testing.assert_close(run(x.to("mps")).cpu(), expected)
+
+
+CONVOLUTIONS = {
+    "of_each_channel": (nn.Conv1d(4, 4, 3, groups=4, padding=2), (2, 4, 6)),
+    "of_pictures": (nn.Conv2d(4, 6, 2, stride=2, bias=False), (2, 4, 6, 6)),
+    "transposed": (nn.ConvTranspose1d(4, 3, 2), (2, 4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolution(name: str) -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        layer, shape = CONVOLUTIONS[name]
+        layer = copy.deepcopy(layer).to(device)
+        x = torch.ones(shape).cumsum(-1).to(device).requires_grad_()
+        out = layer(x)
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+
+    for got, expected in zip(run("mps"), run("cpu"), strict=True):
+        assert got.device.type == "mps"
+        torch.testing.assert_close(got.cpu(), expected)
 
 
 class TinyMoe(nn.Module):
@@ -308,6 +410,36 @@ def test_metal_versions_of_each_macos() -> None:
     misuse("metal_4")
     with metal_sim.playing_macos(15), pytest.raises(RuntimeError, match="does not know Metal 400"):
         misuse("metal_4")
+
+
+def test_maths_that_a_library_was_compiled_with() -> None:
+    for name, safe, precise in (
+        ("compile_only", False, False),
+        ("math_mode", False, True),
+        ("no_fast_math", True, True),
+    ):
+        before = metal_sim.compiled()
+        misuse(name)
+        *others, last = metal_sim.compiled()
+        assert others == before and (last.safe, last.precise) == (safe, precise), name
+
+
+def test_compile_options_of_macos_14() -> None:
+    with metal_sim.playing_macos(14):
+        misuse("no_fast_math")
+        assert metal_sim.compiled()[-1] == metal_sim.Compiled(310, safe=True, precise=True)
+        with pytest.raises(RuntimeError, match="selector: -\\[MTLCompileOptions setMathMode:\\]"):
+            misuse("math_mode")
+
+
+def test_more_threadgroups() -> None:
+    """The kernel of `fill`, for which two threadgroups of 32 threads are asked, has no guard for a third."""
+    with metal_sim.more_threadgroups(), metal_sim.record() as record:
+        misuse("fill", torch.zeros(96, device="mps"))
+    assert record.dispatches[0].grid == [3, 1, 1]
+    with metal_sim.more_threadgroups(), pytest.raises(RuntimeError, match="bounds"):
+        misuse("fill")
+    misuse("fill")
 
 
 # ---------------------------------------------------------------------------------------------- counting

@@ -114,10 +114,19 @@ class Bytes:
         self.data = b"".join(v.tobytes() if isinstance(v, (np.ndarray, np.generic)) else bytes(v) for v in values)
 
 
+def _literal(value):
+    return str(bool(value)).lower() if isinstance(value, (bool, np.bool_)) else repr(np.asarray(value).item())
+
+
 class Library:
-    def __init__(self, source, version=310):
+    def __init__(self, source, version=310, constants=None):
+        """constants: the values of function constants by index."""
         self.handle = ctypes.c_void_p()
-        _check(harness().harness_compile(source.encode("utf-8", "surrogateescape"), version, ctypes.byref(self.handle)))
+        macros = "".join(
+            f"MSL_FUNCTION_CONSTANT_{index}={_literal(value)}\n" for index, value in (constants or {}).items()
+        )
+        text = source.encode("utf-8", "surrogateescape")
+        _check(harness().harness_compile(text, version, macros.encode(), ctypes.byref(self.handle)))
 
     def names(self):
         return harness().harness_names(self.handle).decode().split()

@@ -1,28 +1,49 @@
-"""Checks shaders for what plain C++ cannot see: pointers and references without their address space, or with a wrong
-one, program-scope variables outside constant, recursion, and characters outside ASCII.
+"""Checks shaders for what plain C++ cannot see: pointers and references into the wrong address space, methods called on
+objects outside thread memory, program-scope variables outside constant or without a constant value, recursion, and
+C++ that is newer than the language (Metal 3 is C++14, Metal 4 is C++17).
 
-clang's C++ for OpenCL has Metal's address spaces under other names. The shaders are read as that, without OpenCL's
-generic address space, so every pointer and reference must say where it points, as in Metal.
+clang's C++ for OpenCL has Metal's address spaces under other names. Every pointer and reference must say where it
+points (metal_rules.py); a method is one of thread memory unless it says otherwise, and from Metal 4.1 on of any.
 
 `python address_spaces.py FILE.metal ...` prints one line for each file and exits 1 if one is refused.
 """
 
 import argparse
-import itertools
+import functools
+import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+import metal_rules  # noqa: E402
 import translate  # noqa: E402
-from translate import RefusedError, Token  # noqa: E402
+from metal_tokens import RefusedError, Token, closing_angle, render, tokenize  # noqa: E402
 
+VERSIONS = (310, 320, 400, 410)
 WITHOUT = ["pipes", "device_enqueue", "program_scope_global_variables"]
-FLAGS = ["--target=spir64", "-x", "cl", "-Xclang", "-cl-std=clc++2021", "-w", "-cl-no-stdinc", "-fno-caret-diagnostics"]
+FLAGS = ["--target=spir64", "-x", "cl", "-Xclang", "-cl-std=clc++2021", "-cl-no-stdinc", "-fno-caret-diagnostics"]
 FLAGS += ["-Xclang", "-cl-ext=+cl_khr_fp16," + ",".join(f"-__opencl_c_{name}" for name in WITHOUT)]
+# All warnings are off but these: what Metal refuses is one of its errors, or a warning that NEWER_LANGUAGE knows.
+FLAGS += ["-Wno-everything", "-Werror=global-constructors", "-Werror=c++11-narrowing"]
+FLAGS += ["-Wpre-c++17-compat", "-Wc++20-extensions", "-ferror-limit=0"]
 FLAGS += ["-include", str(HERE / "opencl" / "metal_stdlib.h")]
+# What clang says of C++ that is newer than the shader's, and the first Metal that has it (0: none).
+NEWER_LANGUAGE = {
+    "class template argument deduction is incompatible with": 400,
+    "uninitialized variable in a constexpr function": 0,
+    "implicit 'typename' is a C\\+\\+20 extension": 0,
+}
+TEMPORARY = re.compile(
+    "object parameter of type '(const )?__private [^']*' with an expression of type '(?!(const )?__)"
+    "|cannot bind reference in default address space to object in address space '__private'"
+    "|could not match '(const )?__private [^']*' against '(?!(const )?__)"
+    "|would make '(const )?__private [^']*' equal '(?!(const )?__)"
+    "|binding reference of type 'const __private [^']*' to value of type '(?!(const )?__)"
+)
 VECTOR = re.compile("(packed_)?(bool|char|uchar|short|ushort|int|uint|long|ulong|half|bfloat|float)[234]")
 OPENCL_WORDS = {"local", "global", "generic", "pipe", "read_only", "write_only", "read_write", "uniform", "event_t"}
 
@@ -43,7 +64,7 @@ def constructors(tokens):
         if tokens[i].kind == "name" and VECTOR.fullmatch(tokens[i].text):
             end = i + 1
         elif tokens[i].text == "vec" and tokens[i + 1].text == "<":
-            end = translate.closing_angle(tokens, i + 1) + 1
+            end = closing_angle(tokens, i + 1) + 1
         if end is None or end >= len(tokens) or tokens[end].text != "(":
             out.append(tokens[i])
             i += 1
@@ -57,46 +78,100 @@ def constructors(tokens):
     return out
 
 
-def temporaries(tokens):
-    """thread const Tile<T>& takes a temporary in Metal. In OpenCL those have no address space, so none is asked."""
+def references_as_values(tokens):
+    """const T for thread const T&."""
     for i, token in enumerate(tokens):
-        if token.text == "thread" and tokens[i + 1].text == "const" and tokens[i + 3].text == "<":
-            end = translate.closing_angle(tokens, i + 3) + 1
-            if tokens[end].text == "&":
-                token.text = ""
+        if token.text == "thread" and tokens[i + 1].text == "const":
+            end = tokens[translate.type_end(tokens, i + 2)]
+            if end.text == "&":
+                token.text = end.text = ""
     return tokens
 
 
-def copies(tokens):
-    """Tells every struct of the shader that it can be copied between address spaces."""
+def without_thread(tokens):
+    for token in tokens:
+        token.text = "" if token.text == "thread" else token.text
+    return tokens
+
+
+def function_parameters(tokens):
+    """template <float (*f)(float)>, whose pointer would get an address space, becomes template <MSL_FUNCTION f>."""
     out, i = [], 0
     while i < len(tokens):
+        declares = tokens[i].text == "(" and tokens[i + 1].text == "*" and tokens[i + 2].kind == "name"
+        if declares and metal_rules.in_template_parameters(tokens, i):
+            while out[-1].text not in ("<", ","):
+                out.pop()
+            out += [Token(" MSL_FUNCTION ", "code"), tokens[i + 2]]
+            i = metal_rules.closing(tokens, i) + 1
+            i = metal_rules.closing(tokens, i) + 1
+            continue
         out.append(tokens[i])
-        is_struct = tokens[i].text in ("struct", "class") and not (i and tokens[i - 1].text == "enum")
-        if is_struct and tokens[i + 1].kind == "name" and tokens[i + 2].text in ("{", ":", "<"):
-            name, start = tokens[i + 1].text, i + 2
-            while tokens[start].text not in ("{", ";", ">"):
-                start += 1
-            if tokens[start].text == "{":
-                out += tokens[i + 1 : start + 1]
-                out.append(Token(members(tokens, start, name), "code"))
-                i = start
         i += 1
     return out
 
 
-def members(tokens, start, name):
-    body = tokens[start : translate.closing(tokens, start)]
-    own = any(a.text == name and b.text == "(" for a, b in itertools.pairwise(body))
-    return f" MSL_COPIES({name})" if own else f" MSL_AGGREGATE({name})"
+def copies(tokens, version):
+    """Tells every struct of the shader that it can be copied from constant memory, if it has not said so itself."""
+    out, i = [], 0
+    methods = metal_rules.functions(tokens)
+    while i < len(tokens):
+        out.append(tokens[i])
+        brace = record_body(tokens, i)
+        if brace is not None:
+            is_derived = version < 400 and any(t.text == ":" for t in tokens[i:brace])
+            text = members(tokens, i + 1, methods, "DERIVED" if is_derived else "PLAIN")
+            out += [*tokens[i + 1 : brace + 1], Token(text, "code")]
+            i = brace
+        i += 1
+    return out
 
 
-def translated(source, version=310, macros=()):
-    tokens = translate.tokenize(translate.preprocess(source, version, macros))
-    translate.refuse_non_metal(tokens)
-    tokens = copies(constructors(temporaries(rename(translate.literals(tokens)))))
+def record_body(tokens, i):
+    """Index of the brace that opens the struct whose definition begins at i, or None if none does."""
+    if tokens[i].text not in metal_rules.RECORDS or tokens[i + 1].kind != "name" or tokens[i - 1].text == "enum":
+        return None
+    brace = metal_rules.skip_to(tokens, i, len(tokens), "{", ";", "(", ")", ">", "=")
+    return brace if brace < len(tokens) and tokens[brace].text == "{" else None
+
+
+def members(tokens, name, functions, kind):
+    record = tokens[name].text
+    own = [f for f in functions if f.record == record]
+    made = [f for f in own if tokens[f.name].text == record and tokens[f.name - 1].text != "~"]
+    copied = any(t.text == record for f in made for t in tokens[f.opening : f.closing])
+    assigned = any(tokens[f.name].text == "operator" and tokens[f.name + 1].text == "=" for f in own)
+    text = "" if made else f" MSL_{kind}({record})"
+    text += "" if copied else f" MSL_COPIED({record})"
+    return text + ("" if assigned else f" MSL_ASSIGNED({record})")
+
+
+def methods(tokens, version):
+    """Up to Metal 4.0 a method that names no address space is one of thread memory. clang takes it for one of any."""
+    ends = {}
+    for function in metal_rules.functions(tokens):
+        words = {t.text for t in tokens[function.start : function.name]}
+        if function.record is None or words & {"static", "friend"} or tokens[function.name].text == function.record:
+            continue
+        end = metal_rules.skip_to(tokens, function.closing + 1, function.end, "{", ";", "=", "->")
+        if not any(t.text in translate.SPACES for t in tokens[function.closing : end]):
+            ends[function.closing] = end
+    out = []
+    for i, token in enumerate(tokens):
+        out.append(token)
+        if i in ends and version < 410:
+            out.append(Token(" thread", "name", "", token.line))
+    return out
+
+
+def translated(source, version=310, macros=(), change=None):
+    tokens = tokenize(translate.preprocess(source, version, macros))
+    metal_rules.refuse_non_metal(tokens, version)
+    tokens = change(tokens) if change else tokens
+    tokens = translate.literals(metal_rules.without_constructor_spaces(rename(tokens)))
+    tokens = methods(copies(constructors(function_parameters(tokens)), version), version)
     tokens = translate.Kernels(translate.attributes(tokens)).tokens
-    return translate.render(translate.Spaces(tokens, keep=True).out) + "\n"
+    return render(translate.Spaces(tokens, keep=True).out) + "\n"
 
 
 def recursion(ir):
@@ -122,14 +197,47 @@ def recursion(ir):
     return None
 
 
-def check(source, version=310, macros=()):
-    """Raises RefusedError with the compiler's message, or says nothing."""
-    text = translated(source, version, macros)
+@functools.lru_cache(maxsize=8)  # most shaders are the same text in several languages
+def compiled(text):
+    """What clang makes of a translated shader: its errors, all that it says, and the IR if there is no error."""
     command = [translate.find_compiler(), *FLAGS, "-S", "-emit-llvm", "-Xclang", "-disable-llvm-passes", "-o", "-", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
-    if done.returncode:
-        raise RefusedError(in_metal_words(done.stderr))
-    if name := recursion(done.stdout):
+    errors = (without_warnings(done.stderr) or "clang failed") if done.returncode else ""
+    return errors, done.stderr, done.stdout
+
+
+def without_warnings(messages):
+    kept, keep = [], True
+    for line in messages.splitlines():
+        if not re.search(r"\bnote: ", line):
+            keep = not re.search(r"\bwarning: ", line)
+        kept += [line] if keep else []
+    return "\n".join(kept)
+
+
+def without_temporaries(messages):
+    """In Metal a temporary lies in thread memory. For clang it lies nowhere: no address space is in its type's name."""
+    groups = re.split(r"^(?=.*\berror: )", messages, flags=re.MULTILINE)
+    return "".join(group for group in groups if not TEMPORARY.search(group))
+
+
+def newer_language(messages, version):
+    """The warnings about C++ that this Metal does not have, as errors."""
+    found = [name for name, first in NEWER_LANGUAGE.items() if not first or version < first]
+    lines = [line for line in messages.splitlines() if re.search("|".join(found), line)]
+    return "\n".join(line.replace("warning:", "error:") for line in lines)
+
+
+def check(source, version=310, macros=()):
+    """Raises RefusedError with the compiler's message, or says nothing."""
+    errors, messages, ir = compiled(translated(source, version, macros))
+    kept = without_temporaries(errors)
+    if errors and not kept:  # again, for what stands beside temporaries, and who calls whom
+        kept = without_temporaries(compiled(translated(source, version, macros, references_as_values))[0])
+        ir = compiled(translated(source, 410, macros, without_thread))[2]
+    if problem := kept or newer_language(messages, version):
+        raise RefusedError(in_metal_words(problem))
+    if name := recursion(ir):
         raise RefusedError(f"program_source: error: recursion is not supported in Metal: {name}")
 
 
@@ -158,18 +266,24 @@ def inlined(path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--version", type=int, action="append", help="__METAL_VERSION__; 310 and 400 if not given")
+    parser.add_argument("--version", type=int, action="append", help="__METAL_VERSION__; all if not given")
     options = parser.parse_args()
-    refused = False
-    for path in options.files:
-        for version in options.version or (310, 400):
-            try:
-                check(inlined(path), version)
-                print(f"{path.name} as Metal {version / 100:.1f}: ok")
-            except RefusedError as error:
-                refused = True
-                print(f"{path.name} as Metal {version / 100:.1f}: refused\n{error}")
-    sys.exit(refused)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        lines = list(pool.map(lambda path: verdicts(path, options.version or VERSIONS), options.files))
+    print("\n".join(line for of_file in lines for line in of_file))
+    sys.exit(any(": refused" in line for of_file in lines for line in of_file))
+
+
+def verdicts(path, versions):
+    lines = []
+    for version in versions:
+        verdict = "ok"
+        try:
+            check(inlined(path), version)
+        except RefusedError as error:
+            verdict = f"refused\n{error}"
+        lines.append(f"{path.name} as Metal {version / 100:.1f}: {verdict}")
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 // The engine for ctypes: what engine.py calls. Needs neither PyTorch nor the simulated device.
 #include <cstring>
 #include <exception>
+#include <sstream>
 #include <string>
 
 #include "engine.h"
@@ -44,10 +45,14 @@ struct HarnessArgument {
 const char* harness_rule() { return error_rule.c_str(); }
 const char* harness_message() { return error_message.c_str(); }
 
-int harness_compile(const char* source, int version, std::shared_ptr<Library>** out) {
+// macros: one NAME=VALUE a line.
+int harness_compile(const char* source, int version, const char* macros, std::shared_ptr<Library>** out) {
   return guarded([&] {
     CompileOptions options;
     options.metal_version = version;
+    std::istringstream lines(macros);
+    for (std::string name, value; std::getline(lines, name, '=') && std::getline(lines, value);)
+      options.macros[name] = value;
     *out = new std::shared_ptr<Library>(Library::compile(source, options));
   });
 }

@@ -19,16 +19,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// One flag a word. The sanitizers only insert calls; shim/runtime.h answers them.
-const char* const compiler_flags =
-    "-std=c++20 -O2 -fPIC -fno-vectorize -fno-slp-vectorize -ffp-contract=off -fno-math-errno -fsigned-char "
-    "-fno-finite-loops "
-    "-Xclang -ffloat16-excess-precision=none -fno-exceptions -fno-rtti -fno-threadsafe-statics -nostdinc++ "
-    "-fvisibility=hidden -ftrivial-auto-var-init=pattern -gline-tables-only "
-    "-fsanitize=thread,bounds,signed-integer-overflow,integer-divide-by-zero,shift-exponent,float-cast-overflow,"
-    "return -fno-sanitize-recover=all -mllvm -tsan-instrument-func-entry-exit=0 "
-    "-mllvm -tsan-instrument-read-before-write -Wno-everything";
-
 std::string read_file(const fs::path& path) {
   std::ifstream in(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(in), {}};
@@ -73,6 +63,9 @@ std::string hash(const std::string& text) {
   return out;
 }
 
+// shim/compile_flags.txt: the sanitizers in it only insert calls; shim/runtime.h answers them.
+std::string compiler_flags() { return "@" + quote((fs::path(settings().home) / "shim/compile_flags.txt").string()); }
+
 std::string machine_flags() {
 #if defined(__x86_64__)
   bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -85,11 +78,12 @@ std::string machine_flags() {
 // Everything that decides what the library will be.
 std::string key(const std::string& source, const CompileOptions& options) {
   std::ostringstream all;
-  all << options.metal_version << options.fast_math << compiler() << compiler_flags << machine_flags() << '\n';
+  all << options.metal_version << options.fast_math << compiler() << machine_flags() << '\n';
   for (const auto& [name, value] : options.macros) all << name << '=' << value << '\n';
   fs::path home = settings().home;
-  for (const char* file : {"translate.py", "shim/abi.h", "shim/metal.h", "shim/parameters.h", "shim/runtime.h",
-                           "shim/types.h", "shim/math.h", "shim/simd.h"})
+  for (const char* file :
+       {"translate.py", "metal_rules.py", "metal_tokens.py", "shim/compile_flags.txt", "shim/abi.h", "shim/metal.h",
+        "shim/parameters.h", "shim/runtime.h", "shim/types.h", "shim/math.h", "shim/simd.h"})
     all << read_file(home / file);
   all << source;
   return hash(all.str());
@@ -112,7 +106,7 @@ void build(const std::string& source, const CompileOptions& options, const fs::p
   run(python + " " + quote((home / "translate.py").string()) + " " + in("program_source.metal") + " -o " +
           in("program_source.cpp") + " --version " + std::to_string(options.metal_version) + defines,
       errors);
-  run(compiler() + " " + compiler_flags + machine_flags() + " -I" + quote((home / "shim").string()) + " -c " +
+  run(compiler() + " " + compiler_flags() + machine_flags() + " -I" + quote((home / "shim").string()) + " -c " +
           in("program_source.cpp") + " -o " + in("program.o"),
       errors);
   run(compiler() + " -shared -Wl,-Bsymbolic -Wl,-z,defs " + in("program.o") + " -lm -o " + in("program.so"), errors);

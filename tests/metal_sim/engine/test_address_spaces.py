@@ -36,7 +36,41 @@ def test_mutants_of_other_rules_are_accepted(name):
         address_spaces.check(source(name))
 
 
-@pytest.mark.parametrize("version", [310, 400])
+@pytest.mark.parametrize("version", address_spaces.VERSIONS)
 @pytest.mark.parametrize("text", [test_engine.NORM, test_engine.STRUCTS], ids=["norm", "structs"])
 def test_right_kernels_are_accepted(text, version):
     address_spaces.check(text, version)
+
+
+TEMPORARIES = (
+    test_engine.HEAD
+    + """
+struct Line {
+  float a;
+  float at(float x) const { return a * x; }
+  void steepen() { twice(a); }
+  static void twice(thread float& v) { v *= 2; }
+};
+inline Line line_of(float a) { return {a}; }
+inline float slope(thread const Line& l) { return l.a; }
+inline float first(constant float* p) { return *p; }
+inline float again(float v) { return v > 0 ? again(v - 1) : 0; }
+kernel void k(device float* x [[buffer(0)]]) {
+  Line line = line_of(2);
+  line.steepen();
+  x[0] = slope(line_of(1)) + line_of(3).at(x[0]) + slope(line) EXPRESSION;
+}
+"""
+)
+
+
+@pytest.mark.parametrize("version", address_spaces.VERSIONS[:3])
+def test_temporaries_lie_in_thread_memory(version):
+    right = TEMPORARIES.replace("EXPRESSION", "").replace("again(v - 1)", "v - 1")
+    address_spaces.check(right, version)
+
+
+@pytest.mark.parametrize("expression, message", [("+ first(x)", "address space"), ("+ again(x[0])", "recursion")])
+def test_what_stands_beside_temporaries_is_checked(expression, message):
+    with pytest.raises(RefusedError, match=message):
+        address_spaces.check(TEMPORARIES.replace("EXPRESSION", expression))

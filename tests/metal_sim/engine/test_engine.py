@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from metal_sim import engine
-from metal_sim.engine import BACKWARD, FORWARD, At, Bytes, CompileError, Library, Violation, random_order
+from metal_sim.engine import BACKWARD, FORWARD, At, Bytes, CompileError, Library, Violation, random_order, translate
 
 MUTANTS = engine.HERE / "mutants"
 ALL_ORDERS = (FORWARD, BACKWARD, random_order(1), random_order(2))
@@ -425,6 +425,11 @@ SIMD = {
     "float(simd_or(uint(x[i])))": lambda x: np.full(32, 31.0),
     "float(simd_xor(uint(x[i]) + 1u))": lambda x: np.full(32, 32.0),
     "simd_sum(float4(x[i], 1, 2, 3)).w": lambda x: np.full(32, 96.0),
+    "simd_shuffle_and_fill_up(x[i], -x[i], 3)": lambda x: np.concatenate([-x[-3:], x[:-3]]),
+    "simd_shuffle_and_fill_down(x[i], -x[i], 3)": lambda x: np.concatenate([x[3:], -x[:3]]),
+    "simd_shuffle_and_fill_up(x[i], -x[i], 1, 8)": lambda x: np.concatenate(
+        [-x.reshape(4, 8)[:, -1:], x.reshape(4, 8)[:, :-1]], 1
+    ).ravel(),
 }
 
 
@@ -472,6 +477,9 @@ MATH = {
     "numeric_limits<float>::lowest()": lambda v: np.full_like(v, np.finfo(np.float32).min),
     "v > -INFINITY ? v : NAN": lambda v: np.where(v > -np.inf, v, np.nan),
     "2. * v + 1e1": lambda v: 2 * v + 10,
+    "fdim(v, 1.0f)": lambda v: np.where(v <= 1, 0, v - 1),
+    "nextafter(v, 2.0f)": lambda v: np.nextafter(v, np.float32(2)),
+    "ldexp(v, 2)": lambda v: v * 4,
 }
 
 
@@ -521,6 +529,12 @@ VECTORS = {
     "float4(all(v > 0.0f), any(v > 3.0f), any(v > 4.0f), 0)": [1, 1, 0, 0],
     "fma(v, 2.0f, float4(1))": [3, 5, 7, 9],
     "as_type<float4>(as_type<uint4>(v))": [1, 2, 3, 4],
+    "v.abgr": [4, 3, 2, 1],
+    "float4(v.g, v.rb, v.a)": [2, 1, 3, 4],
+    "v++ + ++v": [4, 6, 8, 10],
+    "float4(packed_float3(v.xyz) * -2.0f, packed_float4(v)[3])": [-2, -4, -6, 4],
+    "{4, 3, v.y, v.x}": [4, 3, 2, 1],
+    "float4(float2(v.xy > 1.0f && v.zw < 4.0f), float2(!(v.xy > 1.0f) || v.zw < 4.0f))": [0, 0, 1, 0],
 }
 
 
@@ -604,6 +618,21 @@ def test_atomics():
     run(ATOMICS, x, out, grid=4, threads=64, signature=signature)
     assert out[:8].tolist() == np.bincount(x % 8, minlength=8).tolist()
     assert out[8] == x.max() and out[9] == 5
+
+
+def test_atomics_of_64_bits():
+    out = np.array([5, 5], np.uint64)
+    body = "atomic_max_explicit(out, ulong(i) << 33, memory_order_relaxed); "
+    body += "atomic_min_explicit(&out[1], ulong(i) + 2, memory_order_relaxed);"
+    run(body, out, signature="device atomic_ulong* out [[buffer(0)]],")
+    assert out.tolist() == [31 << 33, 2]
+
+
+def test_a_product_of_matrices():
+    x = np.random.default_rng(6).standard_normal((8, 8), dtype=np.float32)
+    out = zeros(8, 8)
+    run("simdgroup_float8x8 m; simdgroup_load(m, x, 8); simdgroup_store(m * m, out, 8);", x, out, signature=FLOATS)
+    assert np.allclose(out, x @ x, atol=1e-5)
 
 
 MATRIX = """
@@ -761,6 +790,18 @@ def test_preprocessor_knows_the_version():
         body = "\n#if __METAL_VERSION__ >= 400\nout[0] = 400;\n#else\nout[0] = 310;\n#endif\n"
         run(body, out, threads=1, version=version, signature="device uint* out [[buffer(0)]],")
         assert out[0] == version
+
+
+def test_preprocessor_knows_the_macros_of_the_host():
+    source = HEAD + "kernel void k(device T* x [[buffer(0)]]) { x[0] = T(1); }\n"
+    assert "device_ptr<half>" in translate.translate(source, 310, ["T=half"])
+
+
+def test_zeros_of_a_threadgroup_variable_are_not_written():
+    """As on Apple's GPUs, though the compiler takes them."""
+    with pytest.raises(Violation) as caught:
+        run("threadgroup float t[32] = {0}; out[i] = t[i];", zeros(32), signature="device float* out [[buffer(0)]],")
+    assert caught.value.rule == "uninitialized"
 
 
 def in_a_new_process(code, **environment):

@@ -3,48 +3,37 @@
 The output is C++20 that includes "metal.h". Which metal.h is found decides the back end: shim/metal.h runs the kernels
 on the CPU, another one may make them CUDA kernels. The words that each metal.h must define are few:
 msl::device_ptr<T>, msl::constant_ptr<T>, msl::threadgroup_ptr<T>, msl::reinterpret_pointer<T>, MSL_HALF, MSL_BFLOAT,
-MSL_KERNEL_BODY, MSL_THREADGROUP, MSL_INSTANTIATE, MSL_KERNEL, MSL_BUFFER, MSL_BUILTIN, and namespace metal itself; its
-vectors have v.swizzle<0, 1>() for v.xy and v.swizzle_of<0, 1>() where v.xy is assigned to.
+MSL_KERNEL_BODY, MSL_THREADGROUP, MSL_INSTANTIATE, MSL_KERNEL, MSL_BUFFER, MSL_BUILTIN, MSL_FUNCTION_CONSTANT, and
+namespace metal itself; its vectors have v.msl_swizzle<0, 1>() for v.xy and v.msl_swizzle_of<0, 1>() where v.xy is
+assigned to. All names that begin with msl are the back end's own: a shader that uses one is refused.
 """
 
 import argparse
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
-SPACES = ("device", "constant", "threadgroup", "thread")
-QUALIFIERS = ("const", "volatile", "constexpr", "static")
-SCALARS = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "bfloat", "float")
-OPENERS = {"(": ")", "[": "]", "{": "}", "[[": "]"}
-REFUSED = {
-    "double": "'double' is not supported in Metal",
-    "goto": "'goto' is not supported in Metal",
-    "try": "exceptions are not supported in Metal",
-    "catch": "exceptions are not supported in Metal",
-    "throw": "exceptions are not supported in Metal",
-    "new": "'new' is not supported in Metal",
-    "delete": "'delete' is not supported in Metal",
-    "virtual": "virtual functions are not supported in Metal",
-    "dynamic_cast": "'dynamic_cast' is not supported in Metal",
-    "typeid": "'typeid' is not supported in Metal",
-    "thread_local": "'thread_local' is not supported in Metal",
-    "asm": "'asm' is not supported here",
-    "erf": "use of undeclared identifier 'erf'",
-    "erfc": "use of undeclared identifier 'erfc'",
-    "lgamma": "use of undeclared identifier 'lgamma'",
-    "tgamma": "use of undeclared identifier 'tgamma'",
-    "printf": "use of undeclared identifier 'printf'",
-    "std": "use of undeclared identifier 'std'",
-    "msl": "'msl' is a name of the simulator",
-    "function_constant": "function constants are not supported here",
-    "requires": "'requires' is C++20; Metal is C++14 or C++17",
-    "concept": "'concept' is C++20; Metal is C++14 or C++17",
-    "consteval": "'consteval' is C++20; Metal is C++14 or C++17",
-    "co_await": "coroutines are not supported in Metal",
-}
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this is a part of a package
+from metal_rules import refuse_non_metal, skip_to, without_constructor_spaces, without_repeated_methods
+from metal_tokens import (
+    OPENERS,
+    QUALIFIERS,
+    SPACES,
+    RefusedError,
+    Token,
+    closing,
+    closing_angle,
+    refuse,
+    render,
+    split,
+    tokenize,
+)
+
 # Attributes that change nothing here. `kernel` and those of kernel parameters have their own places.
 HARMLESS = {"likely", "unlikely", "maybe_unused", "nodiscard", "fallthrough", "always_inline", "unroll"}
 BUILTINS = {
@@ -65,13 +54,11 @@ BUILTINS = {
     "thread_index_in_quadgroup",
     "quadgroup_index_in_threadgroup",
 }
-TOKEN = re.compile(
-    r"""(?P<space>(?:[ \t\r\n\f\v]+|^[ \t]*\#[^\n]*)+)
-      |(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
-      |(?P<number>\.?[0-9](?:[eEpP][+-]|[0-9A-Za-z_.])*)
-      |(?P<name>[A-Za-z_][A-Za-z_0-9]*)
-      |(?P<mark>\[\[|<<=|>>=|<=|>=|->|\+\+|--|&&|\|\||::|==|!=|<<|[-+*/%&|^]=|\.\.\.|[^\s\w])""",
-    re.VERBOSE | re.MULTILINE,
+
+
+# Without a header of Metal's there are keywords and C++'s own types.
+LIBRARY_NAME = re.compile(
+    r"\b(metal|u(char|short|int|long)[234]?|(bool|char|short|int|long|half|float)[234]|u?int\d+_t)\b"
 )
 
 
@@ -79,18 +66,6 @@ def find_compiler():
     """METAL_SIM_CXX, else the newest clang of those the simulator was tried with."""
     names = [os.environ.get("METAL_SIM_CXX"), "clang++-19", "clang++"]
     return next((name for name in names if name and shutil.which(name)), "clang++-19")
-
-
-class RefusedError(Exception):
-    """The source breaks a rule of Metal, or uses something this translator does not know."""
-
-
-@dataclass
-class Token:
-    text: str
-    kind: str  # name, number, string, mark; code: text made by this translator
-    space: str = ""  # blanks, line markers and pragmas before it
-    line: int = 0
 
 
 @dataclass
@@ -101,168 +76,39 @@ class Parameter:
     index: str = ""
 
 
-def refuse(token, message):
-    raise RefusedError(f"program_source:{token.line}: error: {message}")
+def without_comment(match):
+    return match[0] if match[0].startswith('"') else "\n" * match[0].count("\n") or " "
+
+
+def without_comments(source):
+    """The shader without its comments, once what must be seen before its includes are gone has been checked."""
+    code = re.sub(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/', without_comment, source, flags=re.DOTALL)
+    for number, line in enumerate(code.splitlines(), 1):
+        if not line.isascii():
+            raise RefusedError(f"program_source:{number}: error: character outside ASCII")
+    includes = re.search(r"^[ \t]*#[ \t]*(include|import)[ \t]*<metal_\w+>", code, re.MULTILINE)
+    if not includes and (name := LIBRARY_NAME.search(code)):
+        message = f"use of undeclared identifier '{name[0]}' without #include <metal_stdlib>"
+        raise RefusedError(f"program_source:{code.count(chr(10), 0, name.start()) + 1}: error: {message}")
+    return code
 
 
 def preprocess(source, version, macros=()):
     """Expands macros and conditions as Metal's own preprocessor would; keeps line markers."""
-    for number, line in enumerate(source.splitlines(), 1):
-        if not line.isascii():
-            raise RefusedError(f"program_source:{number}: error: character outside ASCII")
+    source = without_comments(source)
     source = re.sub(r"^[ \t]*#[ \t]*(include|import)[ \t]*<(metal_\w+|simd/simd\.h)>[^\n]*", "", source, flags=re.M)
     source = re.sub(r"^[ \t]*#[ \t]*pragma[ \t]+(once|METAL)\b[^\n]*", "", source, flags=re.M)
-    command = [find_compiler(), "-E", "-x", "c++", "-std=c++17", "-undef", "-nostdinc", "-Werror=macro-redefined"]
+    if not macros and not re.search(r"[#\\]|__|METAL_FUNC", source):  # nothing to expand
+        return f'# 1 "program_source"\n{source}'
+    command = [find_compiler(), "-E", "-x", "c++", "-std=c++17", "-undef", "-nostdinc"]
+    command += ["-Werror=macro-redefined", "-Werror=c++23-extensions"]  # #elifdef
     command += [f"-D__METAL_VERSION__={version}", "-D__METAL__=1", "-D__METAL_MACOS__=1", "-DMETAL_FUNC=inline"]
     command += [f"-D{macro}" for macro in macros] + ["-"]
-    done = subprocess.run(command, input=f'#line 1 "program_source"\n{source}', capture_output=True, text=True)
+    text = f'#line 1 "program_source"\n{source}'
+    done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8", errors="surrogateescape")
     if done.returncode:
         raise RefusedError(done.stderr)
     return done.stdout
-
-
-def tokenize(text):
-    tokens, space, line, at = [], "", 1, 0
-    while at < len(text):
-        match = TOKEN.match(text, at)
-        if not match:
-            raise RefusedError(f"program_source:{line}: error: unexpected character {text[at]!r}")
-        at = match.end()
-        if match.lastgroup == "space":
-            space, line = blanks(match.group(), line)
-        else:
-            tokens.append(Token(match.group(), match.lastgroup, space, line))
-            space = ""
-    return tokens
-
-
-def blanks(text, line):
-    """Line markers become #line, so that messages name the shader's own lines."""
-    out = []
-    for part in text.split("\n"):
-        marker = re.match(r'\s*#\s*(\d+) "([^"]*)"', part)
-        out.append(f'#line {marker[1]} "{marker[2]}"' if marker else part)
-        line = int(marker[1]) - 1 if marker else line
-        line += 1
-    return "\n".join(out), line - 1
-
-
-def render(tokens):
-    return "".join(token.space + token.text for token in tokens)
-
-
-def closing(tokens, i):
-    """Index of the bracket that closes tokens[i]; for an attribute, of the second of its two."""
-    depth, want = 0, "]]" if tokens[i].text == "[[" else None
-    for j in range(i, len(tokens)):
-        text = tokens[j].text
-        depth += {"(": 1, "[": 1, "{": 1, "[[": 2, ")": -1, "]": -1, "}": -1}.get(text, 0)
-        if depth == 0:
-            return j
-    refuse(tokens[i], f"'{tokens[i].text}' is not closed {want or ''}")
-
-
-def closing_angle(tokens, i):
-    depth, j = 0, i
-    while j < len(tokens):
-        text = tokens[j].text
-        if text in OPENERS:
-            j = closing(tokens, j)
-        elif text == "<":
-            depth += 1
-        elif text == ">":
-            depth -= 1
-            if depth == 0:
-                return j
-        elif text in (";", "{", "}"):
-            break
-        j += 1
-    refuse(tokens[i], "'<' is not closed")
-
-
-def split(tokens):
-    """The parts between commas, not counting those inside brackets."""
-    parts, part, i = [], [], 0
-    while i < len(tokens):
-        end = i
-        if tokens[i].text in OPENERS:
-            end = closing(tokens, i)
-        elif tokens[i].text == "<" and part and part[-1].kind == "name":
-            try:
-                end = closing_angle(tokens, i)
-            except RefusedError:
-                end = i
-        if tokens[i].text == ",":
-            parts.append(part)
-            part = []
-        else:
-            part += tokens[i : end + 1]
-        i = end + 1
-    return [*parts, part] if part or parts else []
-
-
-def refuse_non_metal(tokens):
-    """What Metal refuses and C++ accepts."""
-    refuse_words(tokens)
-    refuse_lambdas(tokens)
-    refuse_plain_pointers(tokens)
-
-
-def type_names(tokens):
-    """The names of types: Metal's own, the shader's structs, aliases and template parameters."""
-    names = {"void", "unsigned", "signed", "size_t", "ptrdiff_t", "vec", "atomic", "simdgroup_matrix"}
-    for scalar in SCALARS:
-        names |= {scalar, *(f"{prefix}{scalar}{n}" for n in "234" for prefix in ("", "packed_"))}
-    names |= {f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)}
-    names |= {f"atomic_{kind}" for kind in ("int", "uint", "float", "bool", "ulong")}
-    for i, token in enumerate(tokens[:-1]):
-        if token.text in ("struct", "class", "typename", "enum", "using") and tokens[i + 1].kind == "name":
-            names.add(tokens[i + 1].text)
-    return names - {"namespace", "metal"}
-
-
-def refuse_plain_pointers(tokens):
-    names = type_names(tokens)
-    for i in range(1, len(tokens)):
-        if tokens[i].text not in ("*", "&"):
-            continue
-        j = i - 1
-        while j and tokens[j].text in ("const", "volatile"):
-            j -= 1
-        if tokens[j].text == ">":
-            j = opening_angle(tokens, j) - 1
-        if tokens[j].text not in names or tokens[j].kind != "name" or tokens[j - 1].text in (".", "->"):
-            continue
-        j -= 1
-        while tokens[j].text in ("::", "const", "volatile", "typename") or tokens[j + 1].text == "::":
-            j -= 1
-        if tokens[j].text not in SPACES:
-            kind = "pointer" if tokens[i].text == "*" else "reference"
-            refuse(tokens[i], f"{kind} type must have explicit address space qualifier")
-
-
-def opening_angle(tokens, i):
-    depth = 0
-    while i and depth + {">": 1, "<": -1}.get(tokens[i].text, 0) != 0:
-        depth += {">": 1, "<": -1}.get(tokens[i].text, 0)
-        i -= 1
-    return i
-
-
-def refuse_words(tokens):
-    for i, token in enumerate(tokens):
-        if token.kind == "name" and token.text in REFUSED:
-            is_member = i and tokens[i - 1].text in (".", "->")
-            if not is_member:
-                refuse(token, REFUSED[token.text])
-
-
-def refuse_lambdas(tokens):
-    for i in range(1, len(tokens)):
-        before = tokens[i - 1]
-        starts = (before.kind == "mark" and before.text not in (")", "]", ">")) or before.text == "return"
-        if tokens[i].text == "[" and starts:
-            refuse(tokens[i], "lambda expressions are not supported in Metal 3.1")
 
 
 def literals(tokens):
@@ -337,13 +183,16 @@ def subscripted(tokens, i):
 
 
 def swizzles(tokens):
+    own = {name.text for before, name in itertools.pairwise(tokens) if before.text not in (".", "->")}
     for i in range(1, len(tokens) - 1):
         token = tokens[i]
-        if tokens[i - 1].text not in (".", "->") or not re.fullmatch("[xyzw]{2,4}", token.text):
+        is_color = re.fullmatch("[rgba]{2,4}", token.text) and token.text not in own
+        is_swizzle = is_color or re.fullmatch("[xyzw]{2,4}", token.text)
+        if tokens[i - 1].text not in (".", "->") or not is_swizzle:
             continue
-        letters = ", ".join(str("xyzw".index(letter)) for letter in token.text)
+        letters = ", ".join(str("xyzwrgba".index(letter) % 4) for letter in token.text)
         is_target = tokens[i + 1].text in ("=", "+=", "-=", "*=", "/=")
-        token.text = f"template {'swizzle_of' if is_target else 'swizzle'}<{letters}>()"
+        token.text = f"template {'msl_swizzle_of' if is_target else 'msl_swizzle'}<{letters}>()"
         token.kind = "code"
     return tokens
 
@@ -360,6 +209,7 @@ def attributes(tokens):
         for part in split(tokens[i + 1 : end - 1]):
             text = render(part).strip()
             known = {"kernel", "host_name", "max_total_threads_per_threadgroup", "buffer", "threadgroup"}
+            known |= {"function_constant"}
             if part[0].text not in known | BUILTINS | HARMLESS:
                 refuse(part[0], f"attribute '{text}' is not supported here")
             out.append(Token(text, "name" if text == "kernel" else "attribute", space, tokens[i].line))
@@ -414,8 +264,9 @@ def parameters(tokens):
     taken = set()
     for one in result:
         slot = (one.attribute, one.index)
-        if one.index and slot in taken:
-            refuse(tokens[0], f"[[{one.attribute}({one.index})]] is used twice")
+        if slot in taken:
+            shown = f"{one.attribute}({one.index})" if one.index else one.attribute
+            refuse(tokens[0], f"[[{shown}]] is used twice")
         taken.add(slot)
     return result
 
@@ -503,17 +354,21 @@ class Kernels:
         if name not in self.definitions:
             refuse(at, f"no kernel template named '{name}'")
         host_name = attribute(marks, "host_name") or f'"{name}"'
+        if not host_name.startswith('"'):
+            refuse(at, f"the host_name of kernel '{name}' must be a string")
         plain = "".join(re.findall(r'"([^"]*)"', host_name))
         if plain in self.host_names:
             refuse(at, f"two kernels have the host_name '{plain}'")
         self.host_names.add(plain)
-        limit = attribute(marks, "max_total_threads_per_threadgroup") or "0"
+        limit = attribute(marks, "max_total_threads_per_threadgroup")
         self.count += 1
         arguments = ", ".join(
             f'MSL_BUFFER({p.space}, ({p.index}), "{p.name}")' if p.space else f"MSL_BUILTIN({p.attribute})"
             for p in self.definitions[name]
         )
-        text = f'MSL_KERNEL({self.count}, "{plain}", ({limit}), ({arguments}), {render(function).strip()})'
+        text = f'MSL_KERNEL({self.count}, "{plain}", ({limit or 0}), ({arguments}), {render(function).strip()})'
+        if limit:
+            text = f'static_assert(({limit}) > 0, "max_total_threads_per_threadgroup is 1 or more"); {text}'
         return Token(" " + re.sub(r"\s+", " ", text) + " ", "code", "", at.line)
 
 
@@ -531,17 +386,27 @@ def is_template(out):
     return False
 
 
+def function_constants(macros):
+    """The values of function constants by index: the macros MSL_FUNCTION_CONSTANT_0=true and so on."""
+    found = (re.fullmatch(r"MSL_FUNCTION_CONSTANT_(\d+)=(.*)", macro) for macro in macros)
+    return {match[1]: match[2] for match in found if match}
+
+
 class Spaces:
     """Replaces the words device, constant, threadgroup and thread; or, with keep, threadgroup variables only."""
 
-    def __init__(self, tokens, keep=False):
+    def __init__(self, tokens, keep=False, constants=()):
         self.out = []
         self.keep = keep
+        self.constants = dict(constants)  # function constants by index; one that is not here has no value
         self.ordinal = 0
         self.kernel_depth = None  # brace depth of the kernel body we are in
         depth, i = 0, 0
         while i < len(tokens):
             token = tokens[i]
+            if index := argument(token, "function_constant"):
+                i = self.function_constant(tokens, i, index)
+                continue
             if token.kind == "attribute":
                 tokens[i + 1].space = token.space + tokens[i + 1].space
                 i += 1
@@ -567,7 +432,8 @@ class Spaces:
             qualifiers.insert(0, taken.text)
             lead = taken.space
         i += 1
-        if tokens[i].text in (";", "{", "=") and self.out[-1].text == ")":  # the space of a member function's object
+        is_end = self.out and self.out[-1].text == ")"
+        if is_end and tokens[i].text in (";", "{", "=", ":"):  # the space of a member function's object
             self.emit("".join(f" {q}" for q in [*qualifiers, word.text if self.keep else ""]), lead, word)
             return i
         if tokens[i].text in ("*", "&"):  # `T thread& x`, `T* thread& x`: the type stands before the word
@@ -601,6 +467,9 @@ class Spaces:
             return end
         if word.text == "constant" and "const " not in cv and "constexpr" not in storage:
             cv = "const " + cv
+        if after == "*" and text == "auto":
+            self.emit(f"{storage}auto", lead, word)
+            return end + 1
         if after == "*" and word.text != "thread":
             if tokens[end + 1].text == "*":
                 refuse(word, "a pointer to a pointer needs the address space of both")
@@ -618,18 +487,38 @@ class Spaces:
         if self.kernel_depth is None:
             refuse(word, "a threadgroup variable must be declared in a kernel")
         end = i
-        while tokens[end].text not in (";", ")", "{", "="):
-            end = closing(tokens, end) + 1 if tokens[end].text == "[" else end + 1
-        if tokens[end].text != ";":
-            refuse(word, "a threadgroup variable cannot be initialized where it is declared")
+        while tokens[end].text not in (";", ")"):
+            end = closing(tokens, end) + 1 if tokens[end].text in OPENERS else end + 1
         for part in split(tokens[i:end]):
+            part = without_zeros(part, word)
             extents = render(part[1:]).strip()
             self.emit(f"MSL_THREADGROUP({part[0].text}, {self.ordinal}, ({extents}), {kind});", lead, word)
             self.ordinal += 1
         return end + 1
 
+    def function_constant(self, tokens, i, index):
+        """`constant bool wide [[function_constant(0)]];`, whose type and name have been written already."""
+        if tokens[i + 1].text != ";" or self.out[-2:-1] == []:
+            refuse(tokens[i], "a function constant is a variable of its own, without a value")
+        name, declared = self.out.pop(), self.out.pop()
+        kind = re.sub(r"\b(constant|const|static)\b", "", declared.text).strip()
+        text = f"MSL_UNSET_FUNCTION_CONSTANT({index}, {name.text}, {kind})"
+        if index in self.constants:
+            text = f"MSL_FUNCTION_CONSTANT({name.text}, {self.constants[index]}, {kind})"
+        self.emit(text, declared.space, tokens[i])
+        return i + 2
+
     def emit(self, text, lead, word):
         self.out.append(Token(text, "code", lead, word.line))
+
+
+def without_zeros(part, word):
+    """Metal takes zeros as the value of a threadgroup variable, and writes them nowhere."""
+    end = skip_to(part, 0, len(part), "=", "{", "(")
+    value = re.sub(r"MSL_\w+\((.*?)\)|[={}(),;]", r"\1 ", render(part[end:]))
+    if not re.fullmatch(r"[\s0.fhu]*|\s*false\s*", value):
+        refuse(word, "a threadgroup variable cannot be initialized where it is declared")
+    return part[:end]
 
 
 def type_end(tokens, i):
@@ -656,10 +545,11 @@ def type_end(tokens, i):
 
 def translate(source, version=310, macros=()):
     tokens = tokenize(preprocess(source, version, macros))
-    refuse_non_metal(tokens)
+    refuse_non_metal(tokens, version)
+    tokens = without_repeated_methods(without_constructor_spaces(tokens))
     tokens = swizzles(addresses(literals(tokens)))
     tokens = Kernels(attributes(tokens)).tokens
-    return f'#include "metal.h"\n{render(Spaces(tokens).out)}\n'
+    return f'#include "metal.h"\n{render(Spaces(tokens, constants=function_constants(macros)).out)}\n'
 
 
 def main():

@@ -1,5 +1,8 @@
-// Broken on purpose (compile): 10 µs is not ASCII
+// Broken on purpose (compile): a name outside ASCII. Here, in a comment, it may stand: µ
 #include <metal_stdlib>
 using namespace metal;
 
-kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) { x[i] = 0.0f; }
+kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  const float µ = 0.0f;
+  x[i] = µ;
+}

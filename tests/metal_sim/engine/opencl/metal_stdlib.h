@@ -2,8 +2,11 @@
 // What types a function takes is checked by ../shim; here most functions take anything. bfloat is char16_t, a built-in
 // type of its size that shaders do not use.
 #pragma once
+#pragma clang system_header  // its own C++ is of no concern
 
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
+#pragma OPENCL EXTENSION __cl_clang_function_pointers : enable
+#pragma OPENCL EXTENSION __cl_clang_bitfields : enable
 #define device __global
 #define threadgroup __local
 #define constant __constant
@@ -45,9 +48,29 @@ MSL_VECTORS(half, half)
 MSL_VECTORS(bfloat, char16_t)
 MSL_VECTORS(float, float)
 
-// V(parts...) in Metal; translated to this.
+// V(parts...) in Metal; translated to this. Of numbers it is a constant.
+template <class V>
+struct msl_vector;
+template <class T, int N>
+struct msl_vector<T __attribute__((ext_vector_type(N)))> {
+  using element = T;
+};
 template <class V, class... A>
-V msl_make(A... parts);
+V msl_convert(A... parts);
+template <class V, class A>
+constexpr V msl_splat(A value) {
+  return (V)(static_cast<typename msl_vector<V>::element>(value));
+}
+template <class V, class... A>
+constexpr V msl_make(A... parts) {
+  if constexpr (sizeof...(A) == 0 || !(__is_arithmetic(A) && ...)) {
+    return msl_convert<V>(parts...);
+  } else if constexpr (sizeof...(A) == 1) {
+    return msl_splat<V>(parts...);
+  } else {
+    return V{static_cast<typename msl_vector<V>::element>(parts)...};
+  }
+}
 
 #define MSL_HALF(literal) literal##h
 #define MSL_BFLOAT(literal) (bfloat)(literal##f)
@@ -71,6 +94,17 @@ V msl_make(A... parts);
 #define M_SQRT1_2_F 0.707106781186547524400844362104849039f
 #define M_2_SQRTPI_F 1.12837916709551257389615890312154517f
 
+// Metal copies structs out of constant memory; C++ for OpenCL, whose generic pointers exclude it, must be told how. All is
+// defaulted, so that the struct stays an aggregate. Of a struct with constructors of its own the default one is not.
+#define MSL_PLAIN(S) S() = default;
+#define MSL_DERIVED(S) constexpr S() {}  // C++14: a struct with a base is no aggregate
+#define MSL_COPIED(S)     \
+  S(const S&) = default;  \
+  S(const constant S&) = default;
+#define MSL_ASSIGNED(S)       \
+  template <class MslSource>  \
+  void operator=(const constant MslSource& source);
+
 namespace metal {
 
 using ::bfloat, ::uchar, ::uint, ::ulong, ::ushort;
@@ -90,6 +124,23 @@ MSL_HERE(float)
 
 template <class T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
+
+template <class T, size_t N>
+struct array {
+  MSL_PLAIN(array)
+  MSL_COPIED(array)
+  MSL_ASSIGNED(array)
+  thread T& operator[](size_t i) thread;
+  device T& operator[](size_t i) device;
+  threadgroup T& operator[](size_t i) threadgroup;
+  const thread T& operator[](size_t i) const thread;
+  const device T& operator[](size_t i) const device;
+  const threadgroup T& operator[](size_t i) const threadgroup;
+  const constant T& operator[](size_t i) const constant;
+  constexpr size_t size() const { return N; }
+  constexpr size_t size() const constant { return N; }
+  T msl_at[N];
+};
 
 template <class A, class B>
 constant constexpr bool is_same_v = __is_same(A, B);
@@ -152,7 +203,7 @@ To as_type(From from);
   MSL_1(cos) MSL_1(tan) MSL_1(asin) MSL_1(acos) MSL_1(atan) MSL_1(sinh) MSL_1(cosh) MSL_1(tanh) MSL_1(asinh)        \
   MSL_1(acosh) MSL_1(atanh) MSL_1(floor) MSL_1(ceil) MSL_1(round) MSL_1(rint) MSL_1(trunc) MSL_1(fabs) MSL_1(fract) \
   MSL_1(saturate) MSL_1(sign) MSL_1(abs) MSL_2(pow) MSL_2(powr) MSL_2(atan2) MSL_2(fmod) MSL_2(copysign)            \
-  MSL_2(fmin) MSL_2(fmax) MSL_2(divide) MSL_2(step) MSL_2(min) MSL_2(max) MSL_3(fma) MSL_3(mix) MSL_3(clamp)
+  MSL_2(fmin) MSL_2(fmax) MSL_2(divide) MSL_2(step) MSL_2(fdim) MSL_2(nextafter) MSL_2(min) MSL_2(max) MSL_3(fma) MSL_3(mix) MSL_3(clamp)
 MSL_MATH
 namespace precise {
 MSL_MATH
@@ -176,6 +227,8 @@ struct predicate<vec<T, N>> {
   template <class T>        \
   typename predicate<T>::type name(T x);
 MSL_PREDICATE(isnan) MSL_PREDICATE(isinf) MSL_PREDICATE(isfinite) MSL_PREDICATE(isnormal) MSL_PREDICATE(signbit)
+template <class T>
+int ilogb(T x);
 template <class T>
 bool all(T x);
 template <class T>
@@ -201,6 +254,10 @@ MSL_1(simd_prefix_exclusive_sum) MSL_1(simd_prefix_inclusive_sum) MSL_1(simd_pre
 MSL_1(simd_prefix_inclusive_product) MSL_2(simd_shuffle) MSL_2(simd_shuffle_xor) MSL_2(simd_shuffle_up)
 MSL_2(simd_shuffle_down) MSL_2(simd_shuffle_rotate_up) MSL_2(simd_shuffle_rotate_down) MSL_2(simd_broadcast)
 MSL_1(simd_broadcast_first) MSL_2(quad_shuffle_xor) MSL_2(quad_broadcast)
+template <class T>
+T simd_shuffle_and_fill_up(T value, T filling, ushort delta, ushort modulo = 32);
+template <class T>
+T simd_shuffle_and_fill_down(T value, T filling, ushort delta, ushort modulo = 32);
 class simd_vote {
  public:
   typedef ulong vote_t;
@@ -218,18 +275,20 @@ bool simd_any(bool value);
 bool simd_all(bool value);
 bool simd_is_first();
 
-template <class T, int Columns, int Rows>
+template <class T, int Columns, int Rows = Columns>
 struct simdgroup_matrix {
   simdgroup_matrix() = default;
   explicit simdgroup_matrix(T diagonal);
   thread vec<T, 2>& thread_elements();
 
-  vec<T, 2> at;
+  vec<T, 2> msl_at;
 };
+template <class T>
+simdgroup_matrix<T, 8, 8> operator*(simdgroup_matrix<T, 8, 8> a, simdgroup_matrix<T, 8, 8> b);
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
 typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
-template <class T, int Columns, int Rows>
+template <class T, int Columns, int Rows = Columns>
 simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value);
 #define MSL_MATRIX_MEMORY(space)                                                                                    \
   template <class T>                                                                                                \
@@ -250,7 +309,7 @@ void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A,
 enum memory_order { memory_order_relaxed = 0 };
 template <class T>
 struct atomic {
-  T value;
+  T msl_value;
 };
 typedef atomic<int> atomic_int_;
 typedef atomic<uint> atomic_uint_;
@@ -277,6 +336,8 @@ struct same {
                                              memory_order failure);
 MSL_ATOMICS(device)
 MSL_ATOMICS(threadgroup)
+void atomic_max_explicit_(volatile device atomic<ulong>* object, ulong operand, memory_order order);
+void atomic_min_explicit_(volatile device atomic<ulong>* object, ulong operand, memory_order order);
 
 }  // namespace metal
 
@@ -284,20 +345,16 @@ MSL_ATOMICS(threadgroup)
 
 #define MSL_UNPAREN(...) __VA_ARGS__
 #define MSL_KERNEL_BODY
+#define MSL_FUNCTION auto
 #define MSL_INSTANTIATE(...) template decltype(__VA_ARGS__) __VA_ARGS__;
 #define MSL_KERNEL(...)
 #define MSL_THREADGROUP(name, ordinal, extents, ...)                  \
   typedef __VA_ARGS__ msl_type_##ordinal MSL_UNPAREN extents;         \
   threadgroup msl_type_##ordinal& name = *(threadgroup msl_type_##ordinal*)0
-// Metal copies structs out of constant memory; C++ for OpenCL, whose generic pointers exclude it, must be told how.
-// A template, since a constructor that clang takes for a copy constructor would replace the implicit one.
-#define MSL_COPIES(S)                  \
-  template <class MslSource>           \
-  S(const constant MslSource& source); \
-  template <class MslSource>           \
-  void operator=(const constant MslSource& source);
-#define MSL_AGGREGATE(S)                            \
-  S() = default;                                    \
-  template <class MslFirst, class... MslOthers>     \
-  constexpr S(MslFirst first, MslOthers... others); \
-  MSL_COPIES(S)
+// A value that clang does not know, so that nothing asks for it where a constant is needed.
+constant float msl_unknown = 0;
+template <class T>
+constexpr bool is_function_constant_defined(T) {
+  return true;
+}
+#define MSL_UNSET_FUNCTION_CONSTANT(index, name, ...) constant __VA_ARGS__ name = static_cast<__VA_ARGS__>(msl_unknown);

@@ -5,8 +5,15 @@
 
 namespace metal {
 
+// A number, or a vector of numbers.
+template <class T>
+inline constexpr bool msl_is_plain = msl_is_scalar<T> && !__is_same(T, bool);
+template <class T, int N>
+inline constexpr bool msl_is_plain<vec<T, N>> = msl_is_plain<T>;
+
 template <class To, class From>
 To as_type(From from) {
+  static_assert(msl_is_plain<To> && msl_is_plain<From>, "as_type takes numbers and vectors of them, no bool");
   static_assert(sizeof(To) == sizeof(From), "as_type needs types of one size");
   return __builtin_bit_cast(To, from);
 }
@@ -79,91 +86,92 @@ MSL_INT_LIMITS(ulong, 0, 18446744073709551615ul)
 #undef MSL_LIMITS
 
 // Overloads for each type, not one template: min(uint, int) is ambiguous in Metal and must be so here.
-#define MSL_FLOAT_FUNCTION_1(name, expression)      \
-  inline float name(float x) { return expression; } \
-  inline half name(half h) {                        \
-    float x = h;                                    \
-    return half(float(expression));                 \
-  }                                                 \
-  void name(bfloat) = delete;                       \
-  template <class T, int N>                         \
-  vec<T, N> name(vec<T, N> v) {                     \
-    return each(v, [](T e) { return name(e); });    \
+#define MSL_FLOAT_FUNCTION_1(name, expression)       \
+  inline float name(float x) { return expression; }  \
+  inline half name(half h) {                         \
+    float x = h;                                     \
+    return half(float(expression));                  \
+  }                                                  \
+  void name(bfloat) = delete;                        \
+  template <class T, int N>                          \
+  vec<T, N> name(vec<T, N> v) {                      \
+    return msl_each(v, [](T e) { return name(e); }); \
   }
-#define MSL_FLOAT_FUNCTION_2(name, expression)               \
-  inline float name(float x, float y) { return expression; } \
-  inline half name(half p, half q) {                         \
-    float x = p, y = q;                                      \
-    return half(float(expression));                          \
-  }                                                          \
-  void name(bfloat, bfloat) = delete;                        \
-  template <class T, int N>                                  \
-  vec<T, N> name(vec<T, N> a, vec<T, N> b) {                 \
-    return each(a, b, [](T p, T q) { return name(p, q); });  \
+#define MSL_FLOAT_FUNCTION_2(name, expression)                  \
+  inline float name(float x, float y) { return expression; }    \
+  inline half name(half p, half q) {                            \
+    float x = p, y = q;                                         \
+    return half(float(expression));                             \
+  }                                                             \
+  void name(bfloat, bfloat) = delete;                           \
+  template <class T, int N>                                     \
+  vec<T, N> name(vec<T, N> a, vec<T, N> b) {                    \
+    return msl_each(a, b, [](T p, T q) { return name(p, q); }); \
   }
-#define MSL_FLOAT_FUNCTION_3(name, expression)                                                     \
-  inline float name(float x, float y, float z) { return expression; }                              \
-  inline half name(half p, half q, half r) {                                                       \
-    float x = p, y = q, z = r;                                                                     \
-    return half(float(expression));                                                                \
-  }                                                                                                \
-  void name(bfloat, bfloat, bfloat) = delete;                                                      \
-  template <class T, int N>                                                                        \
-  vec<T, N> name(vec<T, N> a, vec<T, N> b, vec<T, N> c) {                                          \
-    vec<T, N> r;                                                                                   \
-    for (int i = 0; i < N; ++i) r.set(i, name(a.element_at(i), b.element_at(i), c.element_at(i))); \
-    return r;                                                                                      \
+#define MSL_FLOAT_FUNCTION_3(name, expression)                                                \
+  inline float name(float x, float y, float z) { return expression; }                         \
+  inline half name(half p, half q, half r) {                                                  \
+    float x = p, y = q, z = r;                                                                \
+    return half(float(expression));                                                           \
+  }                                                                                           \
+  void name(bfloat, bfloat, bfloat) = delete;                                                 \
+  template <class T, int N>                                                                   \
+  vec<T, N> name(vec<T, N> a, vec<T, N> b, vec<T, N> c) {                                     \
+    vec<T, N> r;                                                                              \
+    for (int i = 0; i < N; ++i) r.msl_set(i, name(a.msl_get(i), b.msl_get(i), c.msl_get(i))); \
+    return r;                                                                                 \
   }
 
-#define MSL_FLOAT_FUNCTIONS                                                             \
-  MSL_FLOAT_FUNCTION_1(exp, __builtin_expf(x))                                          \
-  MSL_FLOAT_FUNCTION_1(exp2, __builtin_exp2f(x))                                        \
-  MSL_FLOAT_FUNCTION_1(exp10, float(__builtin_pow(10.0, x)))                            \
-  MSL_FLOAT_FUNCTION_1(log, __builtin_logf(x))                                          \
-  MSL_FLOAT_FUNCTION_1(log2, __builtin_log2f(x))                                        \
-  MSL_FLOAT_FUNCTION_1(log10, __builtin_log10f(x))                                      \
-  MSL_FLOAT_FUNCTION_1(sqrt, __builtin_sqrtf(x))                                        \
-  MSL_FLOAT_FUNCTION_1(rsqrt, float(1.0 / __builtin_sqrt(double(x))))                   \
-  MSL_FLOAT_FUNCTION_1(sin, __builtin_sinf(x))                                          \
-  MSL_FLOAT_FUNCTION_1(cos, __builtin_cosf(x))                                          \
-  MSL_FLOAT_FUNCTION_1(tan, __builtin_tanf(x))                                          \
-  MSL_FLOAT_FUNCTION_1(asin, __builtin_asinf(x))                                        \
-  MSL_FLOAT_FUNCTION_1(acos, __builtin_acosf(x))                                        \
-  MSL_FLOAT_FUNCTION_1(atan, __builtin_atanf(x))                                        \
-  MSL_FLOAT_FUNCTION_1(sinh, __builtin_sinhf(x))                                        \
-  MSL_FLOAT_FUNCTION_1(cosh, __builtin_coshf(x))                                        \
-  MSL_FLOAT_FUNCTION_1(tanh, __builtin_tanhf(x))                                        \
-  MSL_FLOAT_FUNCTION_1(asinh, __builtin_asinhf(x))                                      \
-  MSL_FLOAT_FUNCTION_1(acosh, __builtin_acoshf(x))                                      \
-  MSL_FLOAT_FUNCTION_1(atanh, __builtin_atanhf(x))                                      \
-  MSL_FLOAT_FUNCTION_1(floor, __builtin_floorf(x))                                      \
-  MSL_FLOAT_FUNCTION_1(ceil, __builtin_ceilf(x))                                        \
-  MSL_FLOAT_FUNCTION_1(round, __builtin_roundf(x))                                      \
-  MSL_FLOAT_FUNCTION_1(rint, __builtin_rintf(x))                                        \
-  MSL_FLOAT_FUNCTION_1(trunc, __builtin_truncf(x))                                      \
-  MSL_FLOAT_FUNCTION_1(fabs, __builtin_fabsf(x))                                        \
-  MSL_FLOAT_FUNCTION_1(fract, __builtin_fminf(x - __builtin_floorf(x), 0x1.fffffep-1f)) \
-  MSL_FLOAT_FUNCTION_1(saturate, __builtin_fminf(__builtin_fmaxf(x, 0.0f), 1.0f))       \
-  MSL_FLOAT_FUNCTION_1(sign, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x == 0.0f ? x : 0.0f) \
-  MSL_FLOAT_FUNCTION_2(pow, __builtin_powf(x, y))                                       \
-  MSL_FLOAT_FUNCTION_2(powr, x < 0.0f ? NAN : __builtin_powf(x, y))                     \
-  MSL_FLOAT_FUNCTION_2(atan2, __builtin_atan2f(x, y))                                   \
-  MSL_FLOAT_FUNCTION_2(fmod, __builtin_fmodf(x, y))                                     \
-  MSL_FLOAT_FUNCTION_2(copysign, __builtin_copysignf(x, y))                             \
-  MSL_FLOAT_FUNCTION_2(fmin, __builtin_fminf(x, y))                                     \
-  MSL_FLOAT_FUNCTION_2(fmax, __builtin_fmaxf(x, y))                                     \
-  MSL_FLOAT_FUNCTION_2(divide, x / y)                                                   \
-  MSL_FLOAT_FUNCTION_2(step, y < x ? 0.0f : 1.0f)                                       \
-  MSL_FLOAT_FUNCTION_3(fma, __builtin_fmaf(x, y, z))                                    \
-  MSL_FLOAT_FUNCTION_3(mix, x + (y - x) * z)
+#define MSL_FLOAT_ONLY_1(name, expression)               \
+  inline float name(float x) { return expression; }      \
+  void name(half) = delete;                              \
+  void name(bfloat) = delete;                            \
+  template <int N>                                       \
+  vec<float, N> name(vec<float, N> v) {                  \
+    return msl_each(v, [](float e) { return name(e); }); \
+  }
+#define MSL_FLOAT_ONLY_2(name, expression)                              \
+  inline float name(float x, float y) { return expression; }            \
+  void name(half, half) = delete;                                       \
+  void name(bfloat, bfloat) = delete;                                   \
+  template <int N>                                                      \
+  vec<float, N> name(vec<float, N> a, vec<float, N> b) {                \
+    return msl_each(a, b, [](float p, float q) { return name(p, q); }); \
+  }
 
-MSL_FLOAT_FUNCTIONS
+// F is MSL_FLOAT_FUNCTION, or MSL_FLOAT_ONLY for the variants in fast:: and precise::, which take floats.
+#define MSL_VARIED_FUNCTIONS(F)                                                                                        \
+  F##_1(exp, __builtin_expf(x)) F##_1(exp2, __builtin_exp2f(x)) F##_1(exp10, float(__builtin_pow(10.0, x)))            \
+      F##_1(log, __builtin_logf(x)) F##_1(log2, __builtin_log2f(x)) F##_1(log10, __builtin_log10f(x)) F##_1(           \
+          sqrt, __builtin_sqrtf(x)) F##_1(rsqrt, float(1.0 / __builtin_sqrt(double(x)))) F##_1(sin, __builtin_sinf(x)) \
+          F##_1(cos, __builtin_cosf(x)) F##_1(tan, __builtin_tanf(x)) F##_1(asin, __builtin_asinf(x))                  \
+              F##_1(acos, __builtin_acosf(x)) F##_1(atan, __builtin_atanf(x)) F##_1(sinh, __builtin_sinhf(x))          \
+                  F##_1(cosh, __builtin_coshf(x)) F##_1(tanh, __builtin_tanhf(x)) F##_1(asinh, __builtin_asinhf(x))    \
+                      F##_1(acosh, __builtin_acoshf(x)) F##_1(atanh, __builtin_atanhf(x))                              \
+                          F##_1(saturate, __builtin_fminf(__builtin_fmaxf(x, 0.0f), 1.0f))                             \
+                              F##_2(pow, __builtin_powf(x, y)) F##_2(powr, x < 0.0f ? NAN : __builtin_powf(x, y))      \
+                                  F##_2(atan2, __builtin_atan2f(x, y)) F##_2(fmod, __builtin_fmodf(x, y))              \
+                                      F##_2(fmin, __builtin_fminf(x, y)) F##_2(fmax, __builtin_fmaxf(x, y))            \
+                                          F##_2(divide, x / y)
+#define MSL_FLOAT_FUNCTIONS(F)                                                                                   \
+  MSL_VARIED_FUNCTIONS(F)                                                                                        \
+  F##_1(floor, __builtin_floorf(x)) F##_1(ceil, __builtin_ceilf(x)) F##_1(round, __builtin_roundf(x))            \
+      F##_1(rint, __builtin_rintf(x)) F##_1(trunc, __builtin_truncf(x)) F##_1(fabs, __builtin_fabsf(x))          \
+          F##_1(fract, __builtin_fminf(x - __builtin_floorf(x), 0x1.fffffep-1f)) F##_1(sign, x > 0.0f    ? 1.0f  \
+                                                                                             : x < 0.0f  ? -1.0f \
+                                                                                             : x == 0.0f ? x     \
+                                                                                                         : 0.0f) \
+              F##_2(copysign, __builtin_copysignf(x, y)) F##_2(step, y < x ? 0.0f : 1.0f)                        \
+                  F##_3(fma, __builtin_fmaf(x, y, z)) F##_3(mix, x + (y - x) * z) F##_2(fdim, x <= y ? 0.0f : x - y)
+
+MSL_FLOAT_FUNCTIONS(MSL_FLOAT_FUNCTION)
 namespace precise {
-MSL_FLOAT_FUNCTIONS
+MSL_VARIED_FUNCTIONS(MSL_FLOAT_ONLY)
 }
 namespace fast {
-MSL_FLOAT_FUNCTIONS
+MSL_VARIED_FUNCTIONS(MSL_FLOAT_ONLY)
 }
+#undef MSL_VARIED_FUNCTIONS
 #undef MSL_FLOAT_FUNCTIONS
 
 #define MSL_MIN_MAX(T, smaller, larger)      \
@@ -182,26 +190,26 @@ MSL_INTEGERS(MSL_INT_MIN_MAX)
   void clamp(bfloat, bfloat, bfloat) = delete;                                \
   template <class T, int N>                                                   \
   vec<T, N> min(vec<T, N> a, vec<T, N> b) {                                   \
-    return each(a, b, [](T p, T q) { return min(p, q); });                    \
+    return msl_each(a, b, [](T p, T q) { return min(p, q); });                \
   }                                                                           \
   template <class T, int N>                                                   \
   vec<T, N> max(vec<T, N> a, vec<T, N> b) {                                   \
-    return each(a, b, [](T p, T q) { return max(p, q); });                    \
+    return msl_each(a, b, [](T p, T q) { return max(p, q); });                \
   }                                                                           \
   template <class T, int N>                                                   \
   vec<T, N> clamp(vec<T, N> v, vec<T, N> low, vec<T, N> high) {               \
     return min(max(v, low), high);                                            \
   }                                                                           \
   template <class T, int N>                                                   \
-  vec<T, N> min(vec<T, N> a, identity_t<T> b) {                               \
+  vec<T, N> min(vec<T, N> a, msl_same_t<T> b) {                               \
     return min(a, vec<T, N>(b));                                              \
   }                                                                           \
   template <class T, int N>                                                   \
-  vec<T, N> max(vec<T, N> a, identity_t<T> b) {                               \
+  vec<T, N> max(vec<T, N> a, msl_same_t<T> b) {                               \
     return max(a, vec<T, N>(b));                                              \
   }                                                                           \
   template <class T, int N>                                                   \
-  vec<T, N> clamp(vec<T, N> v, identity_t<T> low, identity_t<T> high) {       \
+  vec<T, N> clamp(vec<T, N> v, msl_same_t<T> low, msl_same_t<T> high) {       \
     return min(max(v, low), high);                                            \
   }
 MSL_FLOAT_MIN_MAX
@@ -232,15 +240,15 @@ MSL_INTEGERS(MSL_INTEGER_FUNCTIONS)
 #undef MSL_INTEGER_FUNCTIONS
 template <class T, int N>
 vec<T, N> popcount(vec<T, N> v) {
-  return each(v, [](T e) { return popcount(e); });
+  return msl_each(v, [](T e) { return popcount(e); });
 }
 template <class T, int N>
 vec<T, N> ctz(vec<T, N> v) {
-  return each(v, [](T e) { return ctz(e); });
+  return msl_each(v, [](T e) { return ctz(e); });
 }
 template <class T, int N>
 vec<T, N> clz(vec<T, N> v) {
-  return each(v, [](T e) { return clz(e); });
+  return msl_each(v, [](T e) { return clz(e); });
 }
 #define MSL_THREE(T)                                         \
   inline T max3(T x, T y, T z) { return max(x, max(y, z)); } \
@@ -269,23 +277,25 @@ inline half abs(half x) { return half(__builtin_fabsf(x)); }
 void abs(bfloat) = delete;
 template <class T, int N>
 vec<T, N> abs(vec<T, N> v) {
-  return each(v, [](T e) { return abs(e); });
+  return msl_each(v, [](T e) { return abs(e); });
 }
 inline float ldexp(float x, int k) { return __builtin_ldexpf(x, k); }
+inline int ilogb(float x) { return __builtin_ilogbf(x); }
+inline float nextafter(float x, float y) { return __builtin_nextafterf(x, y); }
 
-#define MSL_PREDICATE(name, expression)            \
-  inline bool name(float x) { return expression; } \
-  inline bool name(half h) {                       \
-    float x = h;                                   \
-    return expression;                             \
-  }                                                \
-  inline bool name(bfloat b) {                     \
-    float x = b;                                   \
-    return expression;                             \
-  }                                                \
-  template <class T, int N>                        \
-  vec<bool, N> name(vec<T, N> v) {                 \
-    return each(v, [](T e) { return name(e); });   \
+#define MSL_PREDICATE(name, expression)              \
+  inline bool name(float x) { return expression; }   \
+  inline bool name(half h) {                         \
+    float x = h;                                     \
+    return expression;                               \
+  }                                                  \
+  inline bool name(bfloat b) {                       \
+    float x = b;                                     \
+    return expression;                               \
+  }                                                  \
+  template <class T, int N>                          \
+  vec<bool, N> name(vec<T, N> v) {                   \
+    return msl_each(v, [](T e) { return name(e); }); \
   }
 MSL_PREDICATE(isnan, x != x)
 MSL_PREDICATE(isinf, __builtin_fabsf(x) == INFINITY)
@@ -305,7 +315,7 @@ MSL_SELECT(float)
 template <class T, int N>
 vec<T, N> select(vec<T, N> a, vec<T, N> b, vec<bool, N> c) {
   vec<T, N> r;
-  for (int i = 0; i < N; ++i) r.set(i, c.element_at(i) ? b.element_at(i) : a.element_at(i));
+  for (int i = 0; i < N; ++i) r.msl_set(i, c.msl_get(i) ? b.msl_get(i) : a.msl_get(i));
   return r;
 }
 template <class T, int N>
@@ -315,13 +325,13 @@ vec<T, N> select(vec<T, N> a, vec<T, N> b, bool c) {
 template <int N>
 bool all(vec<bool, N> v) {
   for (int i = 0; i < N; ++i)
-    if (!v.element_at(i)) return false;
+    if (!v.msl_get(i)) return false;
   return true;
 }
 template <int N>
 bool any(vec<bool, N> v) {
   for (int i = 0; i < N; ++i)
-    if (v.element_at(i)) return true;
+    if (v.msl_get(i)) return true;
   return false;
 }
 inline bool all(bool b) { return b; }
@@ -329,8 +339,9 @@ inline bool any(bool b) { return b; }
 
 template <class T, int N>
 T dot(vec<T, N> a, vec<T, N> b) {
+  static_assert(__is_same(T, float) || __is_same(T, half), "dot and length take vectors of float or half");
   T sum = T(a.x * b.x);
-  for (int i = 1; i < N; ++i) sum = T(sum + T(a.element_at(i) * b.element_at(i)));
+  for (int i = 1; i < N; ++i) sum = T(sum + T(a.msl_get(i) * b.msl_get(i)));
   return sum;
 }
 template <class T, int N>
@@ -346,11 +357,11 @@ vec<T, N> normalize(vec<T, N> v) {
   return v * rsqrt(dot(v, v));
 }
 template <class T, int N>
-vec<T, N> fma(vec<T, N> a, identity_t<T> b, vec<T, N> c) {
+vec<T, N> fma(vec<T, N> a, msl_same_t<T> b, vec<T, N> c) {
   return fma(a, vec<T, N>(b), c);
 }
 template <class T, int N>
-vec<T, N> mix(vec<T, N> a, vec<T, N> b, identity_t<T> c) {
+vec<T, N> mix(vec<T, N> a, vec<T, N> b, msl_same_t<T> c) {
   return mix(a, b, vec<T, N>(c));
 }
 }  // namespace metal

@@ -26,13 +26,6 @@ enum class Builtin {
   quadgroup_index_in_threadgroup,
 };
 
-template <Space S, uint32_t index>
-struct BufferArgument {
-  const char* name;
-};
-template <Builtin B>
-struct BuiltinArgument {};
-
 struct Triple {
   uint32_t value[3];
 };
@@ -43,6 +36,23 @@ constexpr bool is_triple(Builtin b) {
          b == Builtin::dispatch_threads_per_threadgroup || b == Builtin::threadgroups_per_grid ||
          b == Builtin::threads_per_grid;
 }
+
+template <Space S, uint32_t index>
+struct BufferArgument {
+  static_assert(index <= 30, "the index of a [[buffer(n)]] or [[threadgroup(n)]] must be 0 to 30");
+  static constexpr bool is_position = false;
+  static constexpr int slot = int(index) + (S == Space::threadgroup ? 31 : 0);
+  const char* name;
+};
+template <Builtin B>
+struct BuiltinArgument {
+  static constexpr bool is_position = is_triple(B);
+  static constexpr int slot = -1;  // none
+};
+
+// What the parameters of a kernel must be together, for every back end; in types.h.
+template <class... P, class... A>
+constexpr void check_parameters(void (*)(P...), A...);
 
 template <class P>
 struct Bind;  // how a kernel parameter of type P takes its argument; scalars and vectors are in metal.h

@@ -11,11 +11,16 @@
 #define QUIET __attribute__((address_space(1)))
 #define MSL_UNCHECKED __attribute__((no_sanitize("thread", "undefined", "bounds")))
 #define MSL_INLINE __attribute__((always_inline)) MSL_UNCHECKED inline
-#define MSL_SITE (uint64_t(__builtin_LINE()) << 32 | uint32_t(__builtin_COLUMN()))
+#define MSL_SITE \
+  ::msl::Site { uint64_t(__builtin_LINE()) << 32 | uint32_t(__builtin_COLUMN()) }
 
 namespace msl {
 
 namespace abi = metal_sim::abi;
+
+struct Site {  // a place in the shader's text
+  uint64_t value;
+};
 
 __attribute__((visibility("hidden"))) inline constinit abi::State state{};
 inline abi::KernelInfo* kernels = nullptr;
@@ -45,6 +50,13 @@ MSL_INLINE const QUIET abi::Simdgroup& simdgroup_of(const QUIET abi::Thread& t) 
   __builtin_unreachable();
 }
 
+// A function constant without a value is used: by a kernel, or by the value of another constant when the library loads.
+inline const char* unset_while_loading = nullptr;
+__attribute__((noinline, cold)) MSL_UNCHECKED inline void unset(const char* message) {
+  if (!state.violation) unset_while_loading = message;
+  if (state.violation) violation("argument", message);
+}
+
 template <class T>
 __attribute__((always_inline)) inline T* checked(uint64_t pointer) {
   const QUIET abi::Region& region = quiet().regions[pointer >> abi::tag_shift];
@@ -64,8 +76,15 @@ __attribute__((noinline)) MSL_UNCHECKED inline uint64_t tag_address(const volati
   return address;
 }
 
+// What must stay in registers, or out of threadgroup memory, says so in simd.h.
+template <Space S, class T>
+inline constexpr bool may_lie_in = true;
+#define MSL_MAY_LIE_IN "simdgroup matrices lie in registers only, atomic_float and atomic_ulong in device memory only"
+
 template <Space S, class T>
 class pointer {
+  static_assert(may_lie_in<S, __remove_cv(T)>, MSL_MAY_LIE_IN);
+
  public:
   using element = T;
   pointer() = default;
@@ -214,6 +233,9 @@ typename StaticSlot<Size, Alignment, KernelTag, ordinal>::Node StaticSlot<Size, 
 
 template <class T, class KernelTag, int ordinal>
 decltype(auto) threadgroup_variable() {
+  static_assert(__is_trivially_constructible(T),
+                "the type of a threadgroup variable has a constructor: nothing calls it");
+  static_assert(may_lie_in<Space::threadgroup, __remove_all_extents(T)>, MSL_MAY_LIE_IN);
   const QUIET abi::StaticVariable* slot =
       hush<abi::StaticVariable>(&StaticSlot<sizeof(T), alignof(T), KernelTag, ordinal>::node);
   uint32_t tag = slot->tag;
@@ -304,10 +326,12 @@ struct Bind<T&> {
 
 template <class... P, class... A>
 __attribute__((always_inline)) inline void invoke(void (*kernel)(P...), A... arguments) {
+  if (__builtin_expect(*hush(&unset_while_loading) != nullptr, false)) unset(*hush(&unset_while_loading));
   kernel(Bind<P>::from(arguments)...);
 }
 template <class... P, class... A>
-uint32_t describe(abi::ParameterInfo* out, void (*)(P...), A... arguments) {
+uint32_t describe(abi::ParameterInfo* out, void (*kernel)(P...), A... arguments) {
+  check_parameters(kernel, arguments...);
   uint32_t count = 0;
   auto one = [&]<class Q>(Q*, auto argument) {
     if constexpr (requires { Q::info(argument); }) out[count++] = Q::info(argument);

@@ -37,40 +37,61 @@ inline bfloat& operator+=(bfloat& a, bfloat b) { return a = a + b; }
 inline bfloat& operator-=(bfloat& a, bfloat b) { return a = a - b; }
 inline bfloat& operator*=(bfloat& a, bfloat b) { return a = a * b; }
 inline bfloat& operator/=(bfloat& a, bfloat b) { return a = a / b; }
+// With a float the result is one; with half there is none.
+#define MSL_BFLOAT_MIXED(result, op)                                     \
+  inline result operator op(bfloat a, float b) { return float(a) op b; } \
+  inline result operator op(float a, bfloat b) { return a op float(b); } \
+  void operator op(bfloat, half) = delete;                               \
+  void operator op(half, bfloat) = delete;
+#define MSL_BFLOAT_COMPARE(op)                                                 \
+  inline bool operator op(bfloat a, bfloat b) { return float(a) op float(b); } \
+  MSL_BFLOAT_MIXED(bool, op)
+MSL_BFLOAT_MIXED(float, +)
+MSL_BFLOAT_MIXED(float, -)
+MSL_BFLOAT_MIXED(float, *)
+MSL_BFLOAT_MIXED(float, /)
+MSL_BFLOAT_COMPARE(==)
+MSL_BFLOAT_COMPARE(!=)
+MSL_BFLOAT_COMPARE(<)
+MSL_BFLOAT_COMPARE(>)
+MSL_BFLOAT_COMPARE(<=)
+MSL_BFLOAT_COMPARE(>=)
+#undef MSL_BFLOAT_COMPARE
+#undef MSL_BFLOAT_MIXED
 
 namespace metal {
 
 using ::bfloat, ::half, ::uchar, ::uint, ::ulong, ::ushort;
 
 template <class T>
-inline constexpr bool is_scalar_v = __is_arithmetic(T) || __is_same(T, half) || __is_same(T, bfloat);
+inline constexpr bool msl_is_scalar = __is_arithmetic(T) || __is_same(T, half) || __is_same(T, bfloat);
 
 template <class T, int N>
 struct vec;
 template <class V, int... I>
-struct swizzle_ref;
+struct msl_swizzle_ref;
 
 template <class T>
-struct lanes_of {
+struct msl_lanes {
   static constexpr int count = 1;
   using element = T;
 };
 template <class T, int N>
-struct lanes_of<vec<T, N>> {
+struct msl_lanes<vec<T, N>> {
   static constexpr int count = N;
   using element = T;
 };
 template <class T>
-using identity_t = typename lanes_of<vec<T, 2>>::element;  // not deduced
+using msl_same_t = typename msl_lanes<vec<T, 2>>::element;  // not deduced
 
 template <class T, int N, class... A>
-constexpr void fill(T* out, const A&... parts) {
+constexpr void msl_fill(T* out, const A&... parts) {
   int at = 0;
   auto put = [&]<class P>(const P& part) {
-    if constexpr (lanes_of<P>::count == 1) {
+    if constexpr (msl_lanes<P>::count == 1) {
       out[at++] = T(part);
     } else {
-      for (int i = 0; i < lanes_of<P>::count; ++i) out[at++] = T(part.element_at(i));
+      for (int i = 0; i < msl_lanes<P>::count; ++i) out[at++] = T(part.msl_get(i));
     }
   };
   (put(parts), ...);
@@ -79,19 +100,19 @@ constexpr void fill(T* out, const A&... parts) {
 #define MSL_VEC_BODY(N)                                                              \
   vec() = default;                                                                   \
   constexpr vec(T s) {                                                               \
-    for (int i = 0; i < N; ++i) set(i, s);                                           \
+    for (int i = 0; i < N; ++i) msl_set(i, s);                                       \
   }                                                                                  \
   template <class U>                                                                 \
     requires(!__is_same(U, T))                                                       \
   explicit constexpr vec(const vec<U, N>& o) {                                       \
-    for (int i = 0; i < N; ++i) set(i, T(o.element_at(i)));                          \
+    for (int i = 0; i < N; ++i) msl_set(i, T(o.msl_get(i)));                         \
   }                                                                                  \
   template <class... A>                                                              \
-    requires(sizeof...(A) >= 2 && (lanes_of<A>::count + ...) == N)                   \
+    requires(sizeof...(A) >= 2 && (msl_lanes<A>::count + ...) == N)                  \
   constexpr vec(const A&... parts) {                                                 \
     T all[N];                                                                        \
-    fill<T, N>(all, parts...);                                                       \
-    for (int i = 0; i < N; ++i) set(i, all[i]);                                      \
+    msl_fill<T, N>(all, parts...);                                                   \
+    for (int i = 0; i < N; ++i) msl_set(i, all[i]);                                  \
   }                                                                                  \
   template <class I>                                                                 \
   T& operator[](I i) {                                                               \
@@ -104,46 +125,72 @@ constexpr void fill(T* out, const A&... parts) {
     return (&x)[i];                                                                  \
   }                                                                                  \
   template <int... I>                                                                \
-  constexpr vec<T, sizeof...(I)> swizzle() const {                                   \
-    return vec<T, sizeof...(I)>(element_at(I)...);                                   \
+  constexpr vec<T, sizeof...(I)> msl_swizzle() const {                               \
+    return vec<T, sizeof...(I)>(msl_get(I)...);                                      \
   }                                                                                  \
   template <int... I>                                                                \
-  swizzle_ref<vec, I...> swizzle_of() {                                              \
+  msl_swizzle_ref<vec, I...> msl_swizzle_of() {                                      \
     return {*this};                                                                  \
+  }
+
+// One element, two names.
+#define MSL_NAMES(position, color) \
+  union {                          \
+    T position;                    \
+    T color;                       \
   }
 
 template <class T>
 struct alignas(2 * sizeof(T)) vec<T, 2> {
-  T x, y;
-  constexpr T element_at(int i) const { return i == 0 ? x : y; }
-  constexpr void set(int i, T v) { (i == 0 ? x : y) = v; }
+  MSL_NAMES(x, r);
+  MSL_NAMES(y, g);
+  constexpr T msl_get(int i) const { return i == 0 ? x : y; }
+  constexpr void msl_set(int i, T v) {
+    if (i == 0) x = v;
+    if (i == 1) y = v;
+  }
   MSL_VEC_BODY(2)
 };
 template <class T>
 struct alignas(4 * sizeof(T)) vec<T, 3> {
-  T x, y, z;
-  constexpr T element_at(int i) const { return i == 0 ? x : i == 1 ? y : z; }
-  constexpr void set(int i, T v) { (i == 0 ? x : i == 1 ? y : z) = v; }
+  MSL_NAMES(x, r);
+  MSL_NAMES(y, g);
+  MSL_NAMES(z, b);
+  constexpr T msl_get(int i) const { return i == 0 ? x : i == 1 ? y : z; }
+  constexpr void msl_set(int i, T v) {
+    if (i == 0) x = v;
+    if (i == 1) y = v;
+    if (i == 2) z = v;
+  }
   MSL_VEC_BODY(3)
 };
 template <class T>
 struct alignas(4 * sizeof(T)) vec<T, 4> {
-  T x, y, z, w;
-  constexpr T element_at(int i) const { return i == 0 ? x : i == 1 ? y : i == 2 ? z : w; }
-  constexpr void set(int i, T v) { (i == 0 ? x : i == 1 ? y : i == 2 ? z : w) = v; }
+  MSL_NAMES(x, r);
+  MSL_NAMES(y, g);
+  MSL_NAMES(z, b);
+  MSL_NAMES(w, a);
+  constexpr T msl_get(int i) const { return i == 0 ? x : i == 1 ? y : i == 2 ? z : w; }
+  constexpr void msl_set(int i, T v) {
+    if (i == 0) x = v;
+    if (i == 1) y = v;
+    if (i == 2) z = v;
+    if (i == 3) w = v;
+  }
   MSL_VEC_BODY(4)
 };
 #undef MSL_VEC_BODY
+#undef MSL_NAMES
 
 template <class V, int... I>
-struct swizzle_ref {
+struct msl_swizzle_ref {
   V& v;
-  using value = vec<typename lanes_of<V>::element, sizeof...(I)>;
+  using value = vec<typename msl_lanes<V>::element, sizeof...(I)>;
   void operator=(value o) {
     int at = 0;
-    (v.set(I, o.element_at(at++)), ...);
+    (v.msl_set(I, o.msl_get(at++)), ...);
   }
-  value get() const { return v.template swizzle<I...>(); }
+  value get() const { return v.template msl_swizzle<I...>(); }
   void operator+=(value o) { *this = get() + o; }
   void operator-=(value o) { *this = get() - o; }
   void operator*=(value o) { *this = get() * o; }
@@ -151,29 +198,29 @@ struct swizzle_ref {
 };
 
 template <class T, int N, class F>
-constexpr auto each(vec<T, N> a, F f) {
+constexpr auto msl_each(vec<T, N> a, F f) {
   vec<decltype(f(T())), N> r;
-  for (int i = 0; i < N; ++i) r.set(i, f(a.element_at(i)));
+  for (int i = 0; i < N; ++i) r.msl_set(i, f(a.msl_get(i)));
   return r;
 }
 template <class T, int N, class F>
-constexpr auto each(vec<T, N> a, vec<T, N> b, F f) {
+constexpr auto msl_each(vec<T, N> a, vec<T, N> b, F f) {
   vec<decltype(f(T(), T())), N> r;
-  for (int i = 0; i < N; ++i) r.set(i, f(a.element_at(i), b.element_at(i)));
+  for (int i = 0; i < N; ++i) r.msl_set(i, f(a.msl_get(i), b.msl_get(i)));
   return r;
 }
 
 #define MSL_BINARY(op)                                                 \
   template <class T, int N>                                            \
   constexpr vec<T, N> operator op(vec<T, N> a, vec<T, N> b) {          \
-    return each(a, b, [](T p, T q) { return T(p op q); });             \
+    return msl_each(a, b, [](T p, T q) { return T(p op q); });         \
   }                                                                    \
   template <class T, int N>                                            \
-  constexpr vec<T, N> operator op(vec<T, N> a, identity_t<T> b) {      \
+  constexpr vec<T, N> operator op(vec<T, N> a, msl_same_t<T> b) {      \
     return a op vec<T, N>(b);                                          \
   }                                                                    \
   template <class T, int N>                                            \
-  constexpr vec<T, N> operator op(identity_t<T> a, vec<T, N> b) {      \
+  constexpr vec<T, N> operator op(msl_same_t<T> a, vec<T, N> b) {      \
     return vec<T, N>(a) op b;                                          \
   }                                                                    \
   template <class T, int N>                                            \
@@ -181,7 +228,7 @@ constexpr auto each(vec<T, N> a, vec<T, N> b, F f) {
     return a = a op b;                                                 \
   }                                                                    \
   template <class T, int N>                                            \
-  constexpr vec<T, N>& operator op##=(vec<T, N>& a, identity_t<T> b) { \
+  constexpr vec<T, N>& operator op##=(vec<T, N>& a, msl_same_t<T> b) { \
     return a = a op b;                                                 \
   }
 MSL_BINARY(+)
@@ -198,14 +245,14 @@ MSL_BINARY(>>)
 #define MSL_COMPARE(op)                                              \
   template <class T, int N>                                          \
   constexpr vec<bool, N> operator op(vec<T, N> a, vec<T, N> b) {     \
-    return each(a, b, [](T p, T q) { return p op q; });              \
+    return msl_each(a, b, [](T p, T q) { return p op q; });          \
   }                                                                  \
   template <class T, int N>                                          \
-  constexpr vec<bool, N> operator op(vec<T, N> a, identity_t<T> b) { \
+  constexpr vec<bool, N> operator op(vec<T, N> a, msl_same_t<T> b) { \
     return a op vec<T, N>(b);                                        \
   }                                                                  \
   template <class T, int N>                                          \
-  constexpr vec<bool, N> operator op(identity_t<T> a, vec<T, N> b) { \
+  constexpr vec<bool, N> operator op(msl_same_t<T> a, vec<T, N> b) { \
     return vec<T, N>(a) op b;                                        \
   }
 MSL_COMPARE(==)
@@ -214,47 +261,116 @@ MSL_COMPARE(<)
 MSL_COMPARE(>)
 MSL_COMPARE(<=)
 MSL_COMPARE(>=)
-MSL_COMPARE(&&)
-MSL_COMPARE(||)
 #undef MSL_COMPARE
+template <int N>
+constexpr vec<bool, N> operator&&(vec<bool, N> a, vec<bool, N> b) {
+  return a & b;
+}
+template <int N>
+constexpr vec<bool, N> operator||(vec<bool, N> a, vec<bool, N> b) {
+  return a | b;
+}
 template <class T, int N>
 constexpr vec<T, N> operator-(vec<T, N> a) {
-  return each(a, [](T p) { return T(-p); });
+  static_assert(!__is_same(T, bool), "there is no - of a vector of bool");
+  return msl_each(a, [](T p) { return T(-p); });
+}
+template <class T, int N>
+constexpr vec<T, N>& operator++(vec<T, N>& a) {
+  return a += T(1);
+}
+template <class T, int N>
+constexpr vec<T, N>& operator--(vec<T, N>& a) {
+  return a -= T(1);
+}
+template <class T, int N>
+constexpr vec<T, N> operator++(vec<T, N>& a, int) {
+  vec<T, N> old = a;
+  ++a;
+  return old;
+}
+template <class T, int N>
+constexpr vec<T, N> operator--(vec<T, N>& a, int) {
+  vec<T, N> old = a;
+  --a;
+  return old;
 }
 template <class T, int N>
 constexpr vec<T, N> operator~(vec<T, N> a) {
-  return each(a, [](T p) { return T(~p); });
+  return msl_each(a, [](T p) { return T(~p); });
 }
 template <class T, int N>
 constexpr vec<bool, N> operator!(vec<T, N> a) {
-  return each(a, [](T p) { return !p; });
+  return msl_each(a, [](T p) { return !p; });
 }
 
-// Vectors without the padding and alignment of vec.
+// Vectors without the padding and alignment of vec. They compute as those.
 template <class T, int N>
-struct packed_vec {
-  T at[N];
-  packed_vec() = default;
-  packed_vec(vec<T, N> v) {
-    for (int i = 0; i < N; ++i) at[i] = v.element_at(i);
+struct packed_vec;
+#define MSL_PACKED(N, ...)                                      \
+  template <class T>                                            \
+  struct packed_vec<T, N> {                                     \
+    T __VA_ARGS__;                                              \
+    packed_vec() = default;                                     \
+    packed_vec(T s) : packed_vec(vec<T, N>(s)) {}               \
+    packed_vec(vec<T, N> v) {                                   \
+      for (int i = 0; i < N; ++i) (&x)[i] = v.msl_get(i);       \
+    }                                                           \
+    template <class... A>                                       \
+      requires(sizeof...(A) >= 2)                               \
+    packed_vec(A... parts) : packed_vec(vec<T, N>(parts...)) {} \
+    operator vec<T, N>() const {                                \
+      vec<T, N> v;                                              \
+      for (int i = 0; i < N; ++i) v.msl_set(i, (&x)[i]);        \
+      return v;                                                 \
+    }                                                           \
+    template <int... I>                                         \
+    vec<T, sizeof...(I)> msl_swizzle() const {                  \
+      return vec<T, N>(*this).template msl_swizzle<I...>();     \
+    }                                                           \
+    T& operator[](uint i) { return (&x)[i]; }                   \
+    const T& operator[](uint i) const { return (&x)[i]; }       \
+  };
+MSL_PACKED(2, x, y)
+MSL_PACKED(3, x, y, z)
+MSL_PACKED(4, x, y, z, w)
+#undef MSL_PACKED
+#define MSL_PACKED_BINARY(op)                                     \
+  template <class T, int N>                                       \
+  vec<T, N> operator op(packed_vec<T, N> a, packed_vec<T, N> b) { \
+    return vec<T, N>(a) op vec<T, N>(b);                          \
+  }                                                               \
+  template <class T, int N>                                       \
+  vec<T, N> operator op(packed_vec<T, N> a, vec<T, N> b) {        \
+    return vec<T, N>(a) op b;                                     \
+  }                                                               \
+  template <class T, int N>                                       \
+  vec<T, N> operator op(vec<T, N> a, packed_vec<T, N> b) {        \
+    return a op vec<T, N>(b);                                     \
+  }                                                               \
+  template <class T, int N>                                       \
+  vec<T, N> operator op(packed_vec<T, N> a, msl_same_t<T> b) {    \
+    return vec<T, N>(a) op b;                                     \
+  }                                                               \
+  template <class T, int N>                                       \
+  vec<T, N> operator op(msl_same_t<T> a, packed_vec<T, N> b) {    \
+    return a op vec<T, N>(b);                                     \
+  }                                                               \
+  template <class T, int N, class B>                              \
+  packed_vec<T, N>& operator op##=(packed_vec<T, N>& a, B b) {    \
+    return a = a op b;                                            \
   }
-  template <class... A>
-    requires(sizeof...(A) == N)
-  packed_vec(A... parts) : at{T(parts)...} {}
-  operator vec<T, N>() const {
-    vec<T, N> v;
-    for (int i = 0; i < N; ++i) v.set(i, at[i]);
-    return v;
-  }
-  T& operator[](uint i) { return at[i]; }
-  const T& operator[](uint i) const { return at[i]; }
-};
+MSL_PACKED_BINARY(+)
+MSL_PACKED_BINARY(-)
+MSL_PACKED_BINARY(*)
+MSL_PACKED_BINARY(/)
+#undef MSL_PACKED_BINARY
 
 template <class T, size_t N>
 struct array {
-  T at[N];
-  T& operator[](size_t i) { return at[i]; }
-  const T& operator[](size_t i) const { return at[i]; }
+  T msl_at[N];
+  constexpr T& operator[](size_t i) { return msl_at[i]; }
+  constexpr const T& operator[](size_t i) const { return msl_at[i]; }
   constexpr size_t size() const { return N; }
 };
 
@@ -285,6 +401,31 @@ MSL_VECTORS(bfloat)
 MSL_VECTORS(float)
 #undef MSL_VECTORS
 
+#define MSL_FUNCTION_CONSTANT(name, value, ...) static const __VA_ARGS__ name = static_cast<__VA_ARGS__>(value);
+#define MSL_UNSET_FUNCTION_CONSTANT(index, name, ...)                                     \
+  static const ::msl::UnsetFunctionConstant<__VA_ARGS__> name{"function constant '" #name \
+                                                              "' [[function_constant(" #index ")]] has no value"};
+namespace msl {
+template <class T>
+struct UnsetFunctionConstant {
+  const char* message;
+  operator T() const {
+    unset(message);
+    return T();
+  }
+};
+}  // namespace msl
+namespace metal {
+template <class T>
+constexpr bool is_function_constant_defined(const T&) {
+  return true;
+}
+template <class T>
+constexpr bool is_function_constant_defined(const ::msl::UnsetFunctionConstant<T>&) {
+  return false;
+}
+}  // namespace metal
+
 #define MSL_HALF(literal) literal##f16
 #define MSL_BFLOAT(literal) bfloat(literal##f)
 #define INFINITY __builtin_inff()
@@ -309,11 +450,16 @@ MSL_VECTORS(float)
 
 namespace msl {
 
+template <class T>
+inline constexpr bool is_position = __is_same(T, uint) || __is_same(T, ushort);
+#define MSL_POSITION "positions and counts of threads are ushort or uint, or vectors of two or three of them"
+
 template <class P>
-  requires(metal::is_scalar_v<P>)
+  requires(metal::msl_is_scalar<P>)
 struct Bind<P> {
   template <Builtin B>
   static P from(BuiltinArgument<B>) {
+    static_assert(is_position<P>, MSL_POSITION);
     return P(builtin_value(B).value[0]);
   }
 };
@@ -322,11 +468,44 @@ struct Bind<metal::vec<T, N>> {
   template <Builtin B>
   static metal::vec<T, N> from(BuiltinArgument<B>) {
     static_assert(is_triple(B), "this attribute is a scalar");
+    static_assert(is_position<T> && N <= 3, MSL_POSITION);
     Triple t = builtin_value(B);
     metal::vec<T, N> v;
-    for (int i = 0; i < N; ++i) v.set(i, T(t.value[i]));
+    for (int i = 0; i < N; ++i) v.msl_set(i, T(t.value[i]));
     return v;
   }
 };
+
+template <class P>
+inline constexpr int lanes = metal::msl_lanes<P>::count;
+template <class... P>
+struct Parameters {
+  template <class... A>
+  static constexpr bool positions_agree() {
+    int first = 0;
+    bool agree = true;
+    auto one = [&](bool position, int count) {
+      if (!position) return;
+      agree = agree && (first == 0 || first == count);
+      first = count;
+    };
+    (one(A::is_position, lanes<P>), ...);
+    return agree;
+  }
+  template <class... A>
+  static constexpr bool indices_differ() {
+    int all[] = {A::slot..., -1};
+    for (size_t i = 0; i < sizeof...(A); ++i)
+      for (size_t j = 0; j < i; ++j)
+        if (all[i] >= 0 && all[i] == all[j]) return false;
+    return true;
+  }
+};
+template <class... P, class... A>
+constexpr void check_parameters(void (*)(P...), A...) {
+  static_assert(Parameters<P...>::template positions_agree<A...>(),
+                "the positions and counts of a kernel must be all scalars, or all vectors of the same length");
+  static_assert(Parameters<P...>::template indices_differ<A...>(), "two parameters of a kernel have the same index");
+}
 
 }  // namespace msl

@@ -1,0 +1,472 @@
+"""Random calls of every op, each drawn from a seed and a number: what fuzz.py runs.
+
+What an op takes comes from the package's own tables: shapes, dtypes and optional arguments from arguments.py, options
+and their types from the signatures in reference.py, and a text option's values from the op's own message about a wrong
+one. So an op, an argument or an option that is new is fuzzed without a word here. A call is `good`, and must be right,
+or it was spoiled: then it may also be refused.
+"""
+
+import functools
+import inspect
+import math
+import random
+import re
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf, nan
+
+import torch
+from torch import Tensor
+
+from cases import OPTIONAL, PAIRS, Args, Case
+from checks import Guarded, with_leading
+from torch_moe_metal import max_experts, packing, reference
+from torch_moe_metal.arguments import ARGUMENTS, DTYPES, optional_arguments, shapes, takes_formats, written
+
+SIZES = (1, 1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 33, 61, 64, 67, 96, 127, 128, 129, 251, 256, 257, 509, 512, 521, 1021)
+SIZES_LARGE = (1024, 1031, 2048, 2053)
+NUMBERS = (0.25, 1.0, 1.702, 2.5, 7.0, 30.0)  # that every option which is a number takes
+
+
+@dataclass
+class Place:
+    """Where a tensor lies: a view of some flat memory, which other arguments may share."""
+
+    memory: Tensor
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    kind: str
+
+    def of(self, memory: Tensor) -> Tensor:
+        return memory.as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass
+class Change:
+    """What is done to one argument, last of all."""
+
+    name: str
+    what: str
+    function: Callable[[Tensor], object]
+
+
+@dataclass
+class Call:
+    op: str
+    case: Case
+    places: dict[str, Place]
+    options: dict
+    good: bool = True
+    changes: list[Change] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what was done to values and memory
+    threads: int = 1  # that PyTorch uses
+    beside: str = "nothing"  # what runs at the same time
+    mode: type = torch.no_grad
+
+    def values(self) -> Args:
+        """The arguments, contiguous on the CPU, before any change."""
+        return {name: place.of(place.memory).contiguous().clone() for name, place in self.places.items()}
+
+    def placed(self, device: str) -> tuple[dict, list[Tensor]]:
+        """-> the arguments as the op gets them, and the memory that they lie in"""
+        memories: dict[int, Tensor] = {}
+        args: dict[str, object] = {}
+        for name, place in self.places.items():
+            memory = memories.setdefault(id(place.memory), place.memory.to(device, copy=True))
+            args[name] = place.of(memory)
+        for change in self.changes:
+            if isinstance(args[change.name], Tensor) and (change.what, device) not in NOT_SIMULATED:
+                args[change.name] = change.function(args[change.name])
+        return {name: arg for name, arg in args.items() if arg is not MISSING}, list(memories.values())
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}, {'good' if self.good else 'spoiled'}; threads: {self.threads}; beside: {self.beside}; "]
+        lines[0] += f"{self.mode.__name__}; options: {self.options}"
+        for name, place in self.places.items():
+            lines.append(f"  {name}: {str(place.memory.dtype).removeprefix('torch.')} {list(place.size)}, strides ")
+            lines[-1] += f"{list(place.stride)}, offset {place.offset}, {place.kind}"
+        lines += [f"  then {change.name}: {change.what}" for change in self.changes]
+        return "\n".join(lines + [f"  {note}" for note in self.notes])
+
+
+MISSING = object()  # instead of an argument that is not given at all
+
+
+def draw(seed: int, number: int) -> Call:
+    """The same call for the same seed and number, on every machine."""
+    rng = random.Random(f"{seed}-{number}")
+    op = rng.choice(list(ARGUMENTS))
+    given = draw_given(op, rng)
+    dtype, parameters = rng.choice(PAIRS)
+    packed = draw_format(op, rng)
+    dims = draw_dims(op, given, rng, packed)
+    options = draw_options(op, dims, rng) | ({"format": packed["format"]} if takes_formats(op) else {})
+    if op == "dequantize":
+        options |= {"bits": packed["bits"], "dtype": dtype}
+    if packed["format"] != "dense":
+        options.pop("transposed", None)
+    widths = {name: packed[name] for name in ("bits", "group", "scale_dtype")}
+    case = Case(op, f"fuzz-{seed}-{number}", dims, given, options, dtype, parameters, hostile=True, **widths)
+    notes: list[str] = []
+    args = case.arguments()
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        notes.append(make_hostile(case, args, rng))
+    for name, argument in ARGUMENTS[op].items():
+        if name in args and argument.kind == "parameter" and rng.random() < 0.2:
+            args[name] = args[name].to(rng.choice((torch.float32, dtype)))
+        if name in args and argument.kind == "ids" and args[name].dtype == torch.int32:
+            args[name] = args[name].to(rng.choice((torch.int32, torch.int64)))
+    args = with_leading(case, args, draw_leading(dims["T"], rng))
+    call = Call(op, case, place_all(case, args, rng), options, notes=notes)
+    if rng.random() < 0.1:
+        share_memory(call, rng)
+    for _ in range(rng.choice((0, 0, 0, 1))):
+        dress(call, rng)
+    if rng.random() < 0.2:
+        spoil(call, rng)
+    call.threads = rng.choice((1, 1, 2, 3, 7))
+    call.beside = rng.choice(("nothing",) * 18 + ("threads", "forks"))
+    call.mode = rng.choice((torch.no_grad, torch.enable_grad, torch.inference_mode))
+    return call
+
+
+# ------------------------------------------------------------------------------------------------ what is called
+
+
+def draw_given(op: str, rng: random.Random) -> tuple[str, ...]:
+    given = {name for name in optional_arguments(op) if rng.random() < 0.5}
+    if "shared_gate" in given:
+        given.add("shared")
+    return tuple(name for name in OPTIONAL[op] if name in given)
+
+
+def draw_format(op: str, rng: random.Random) -> dict:
+    """How the weights are packed, where there are any: format, bits, group and the dtype of the scales."""
+    dense = {"format": "dense", "bits": 4, "group": 1, "scale_dtype": None}
+    if not takes_formats(op) or rng.random() < 0.4:
+        return dense
+    format = rng.choice(list(packing.FORMATS))
+    if format != "affine":
+        group, scales = {"mxfp4": (packing.MXFP4_GROUP, (None,)), "fp8": (1, (torch.float32, torch.bfloat16))}[format]
+        return dense | {"format": format, "group": group, "scale_dtype": rng.choice(scales)}
+    widths = {"bits": rng.choice(packing.BITS), "group": rng.choice(packing.GROUPS)}
+    return {"format": format, **widths, "scale_dtype": rng.choice(list(DTYPES))}
+
+
+def draw_dims(op: str, given: tuple[str, ...], rng: random.Random, packed: dict) -> dict[str, int]:
+    """Sizes for all letters: mostly small ones, now and then an output for which the CPU maps memory of its own. Packed
+    columns are whole groups."""
+    most = 10 ** rng.uniform(2, 6)
+    dims = {letter: rng.choice(SIZES) for letter in "TEKHIN"}
+    if rng.random() < 0.01:
+        dims |= {"T": rng.choice(SIZES_LARGE), "K": 2, "E": 8} | dict.fromkeys("HI", rng.choice(SIZES_LARGE[:2]))
+        most = 2e7 if op not in ("gate", "experts") else most
+    dims["T"] = 0 if rng.random() < 0.03 else dims["T"]
+    letters = [
+        letter for letter in dims if any(letter in text.replace("G", "I") for text in shapes(op, given).values())
+    ]
+    while (case := Case(op, "", dims | {"S": 1}, given)).flops > most or case.elements > most:
+        largest = max(letters, key=dims.get)
+        if dims[largest] <= 2:
+            break
+        dims[largest] = dims[largest] * 2 // 3
+    dims["E"] = min(dims["E"], max_experts)
+    if "top_k" in inspect.signature(getattr(reference, op)).parameters:
+        dims["K"] = dims["E"] if rng.random() < 0.1 else min(dims["K"], dims["E"])
+    for letter in "HI":
+        dims[letter] = packed["group"] * math.ceil(dims[letter] / packed["group"])
+    return dims | {"S": rng.choice((1, dims["H"]))}
+
+
+def draw_leading(T: int, rng: random.Random) -> tuple[int, ...]:
+    """T as a product."""
+    if T == 0:
+        return rng.choice(((0,), (0, 3), (2, 0)))
+    first = rng.choice([n for n in range(1, T + 1) if T % n == 0])
+    choices = [(T,), (T,), (first, T // first), (1, first, T // first)]
+    return rng.choice([*choices, ()] if T == 1 else choices)
+
+
+@functools.cache
+def choices(op: str, option: str) -> tuple[str, ...]:
+    """The values of a text option, out of the message about a wrong one."""
+    case = Case(op, "choices", dict.fromkeys("TEKHINS", 2), options=dict.fromkeys(("top_k",), 2), hostile=True)
+    options = {name: value for name, value in {"top_k": 2, "dtype": torch.float32}.items() if name in signature(op)}
+    try:
+        getattr(torch.ops.moe_metal, op)(**case.arguments(), **options | {option: "?"})
+    except RuntimeError as error:
+        return tuple(re.search(rf"{option}: expected one of (.+); got '\?'", str(error))[1].split(", "))
+    raise AssertionError(f"{op}: {option}='?' was not refused")
+
+
+@functools.cache
+def signature(op: str) -> dict[str, inspect.Parameter]:
+    """The options of an op."""
+    every = inspect.signature(getattr(reference, op)).parameters
+    return {name: option for name, option in every.items() if option.kind == inspect.Parameter.KEYWORD_ONLY}
+
+
+def types_of(option: inspect.Parameter) -> tuple[type, ...]:
+    annotation = option.annotation
+    return annotation.__args__ if isinstance(annotation, types.UnionType) else (annotation,)
+
+
+def draw_options(op: str, dims: dict[str, int], rng: random.Random) -> dict:
+    options: dict[str, object] = {}
+    for name, option in signature(op).items():
+        kinds = types_of(option)
+        if rng.random() < 0.4 and option.default is not inspect.Parameter.empty:
+            continue
+        if types.NoneType in kinds and rng.random() < 0.3:
+            options[name] = None
+        elif name in ("format", "bits", "dtype"):
+            continue  # draw_format's
+        elif bool in kinds:
+            options[name] = rng.random() < 0.5
+        elif str in kinds:
+            options[name] = rng.choice(choices(op, name))
+        elif float in kinds:
+            options[name] = rng.choice((*NUMBERS, option.default or 1.0))
+    return options | (draw_choice(dims, rng) if "top_k" in signature(op) else {})
+
+
+def draw_choice(dims: dict[str, int], rng: random.Random) -> dict[str, int]:
+    """How many experts and groups are chosen: these depend on each other."""
+    E, K = dims["E"], dims["K"]
+    n_group = rng.choice([n for n in range(1, E + 1) if E % n == 0]) if rng.random() < 0.4 else 1
+    fewest = -(-K // (E // n_group))
+    return {"top_k": K, "n_group": n_group, "topk_group": rng.randint(fewest, n_group)}
+
+
+# ------------------------------------------------------------------------------------------------ hostile values
+
+SPECIAL = (inf, -inf, nan, 1e5, -1e5, 65504.0, 1e-40, 6e-8, 0.0, -0.0)
+IDS = (-1, -(2**31), 2**31 - 1)
+FAR_IDS = (2**32, -(2**33), 2**63 - 1, -(2**63))
+
+
+def make_hostile(case: Case, args: Args, rng: random.Random) -> str:
+    """Changes one argument's values. -> what it did"""
+    name = rng.choice([name for name in args if args[name].dtype != torch.uint8] or [""])
+    if not name:
+        return "all is packed"
+    tensor = args[name]
+    if not tensor.is_floating_point():
+        args[name], told = hostile_ids(tensor, case.dims["E"], rng)
+        return f"{name}: {told}"
+    way = rng.choice(("some", "one", "equal", "scaled", "levels"))
+    if way == "scaled":
+        factor = rng.choice((1e-40, 1e-4, 1e4))
+        args[name] = tensor.float().mul(factor).to(tensor.dtype)
+        return f"{name}: times {factor}"
+    if way == "levels":
+        args[name] = tensor.float().round().to(tensor.dtype)
+        return f"{name}: rounded to integers"
+    value = rng.choice(SPECIAL if way != "equal" else (*SPECIAL, 0.25, 0.25))
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    where = torch.rand(tensor.shape, generator=generator) < {"some": 0.1, "equal": 1.1}.get(way, 0)
+    if way == "one" and tensor.numel():
+        where.view(-1)[rng.randrange(tensor.numel())] = True
+    args[name] = tensor.float().masked_fill(where, value).to(tensor.dtype)  # 1e5 is infinite in float16
+    return f"{name}: {value} ({way})"
+
+
+def hostile_ids(ids: Tensor, E: int, rng: random.Random) -> tuple[Tensor, str]:
+    way = rng.choice(("repeated", "out of range", "far out of range", "all out of range", "one expert"))
+    ids = ids.long() if way.startswith("far") else ids.clone()
+    bad = FAR_IDS if way.startswith("far") else (*IDS, E)
+    if way == "repeated":
+        ids[:] = ids[:, :1].clone()
+    elif way == "one expert":
+        ids.fill_(E - 1)
+    elif way == "all out of range":
+        ids.fill_(rng.choice(bad))
+    else:
+        for place in range(ids.numel()):
+            if rng.random() < 0.3:
+                ids.view(-1)[place] = rng.choice(bad)
+    return ids, way
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def contiguous(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Memory of its own with its values."""
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
+
+
+def place_all(case: Case, args: Args, rng: random.Random) -> dict[str, Place]:
+    plainly = rng.random() < 0.3
+    table = ARGUMENTS[case.op]
+    rows = {name for name in args if table[name].kind == "weight" and case.format != "dense"}
+    return {
+        name: lay_out(tensor, "exact") if plainly else place(tensor, rng, name in written(case.op), name in rows)
+        for name, tensor in args.items()
+    }
+
+
+def place(tensor: Tensor, rng: random.Random, is_written: bool, in_rows: bool) -> Place:
+    """`in_rows`: the bytes of a row lie side by side."""
+    kinds = ["exact", "exact", "contiguous", "padded", *([] if in_rows else ["strided", "transposed"])]
+    if not is_written and tensor.numel() > 1 and not in_rows:
+        kinds += ["expanded", "overlapping"]
+    return lay_out(tensor, rng.choice(kinds), rng)
+
+
+def lay_out(tensor: Tensor, kind: str, rng: random.Random | None = None) -> Place:
+    """exact: memory of just its size; expanded and overlapping: elements share memory, and so their values;
+    else between guards."""
+    if kind == "exact":
+        return Place(flat(tensor), tuple(tensor.shape), contiguous(tensor.shape), 0, kind)
+    if kind == "expanded":
+        dims = [dim for dim, count in enumerate(tensor.shape) if count > 1]
+        for dim in rng.sample(dims, rng.randint(1, len(dims))):
+            tensor = tensor.narrow(dim, 0, 1).expand(tensor.shape)
+        narrow = tensor.as_strided([1 if s == 0 else n for n, s in zip(tensor.shape, tensor.stride(), strict=True)],
+                                   tensor.stride(), tensor.storage_offset())  # fmt: skip
+        strides = [0 if s == 0 else n for n, s in zip(contiguous(narrow.shape), tensor.stride(), strict=True)]
+        return Place(flat(narrow), tuple(tensor.shape), tuple(strides), 0, kind)
+    if kind == "overlapping":
+        strides = tuple(stride // rng.choice((1, 2, 3)) for stride in contiguous(tensor.shape))
+        span = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, strides, strict=True))
+        return Place(flat(tensor)[:span].clone(), tuple(tensor.shape), strides, 0, kind)
+    guarded = Guarded(tensor, kind, rng.randrange(9))
+    view = guarded.view
+    return Place(guarded.storage, tuple(view.shape), view.stride(), view.storage_offset(), kind)
+
+
+def share_memory(call: Call, rng: random.Random) -> None:
+    """Two arguments of one dtype in one memory: side by side, in turn, or one within the other."""
+    pairs = [
+        (a, b)
+        for a in call.places
+        for b in call.places
+        if a != b
+        and call.places[a].memory.dtype != torch.uint8
+        and call.places[a].memory.dtype == call.places[b].memory.dtype
+    ]
+    if not pairs:
+        return
+    one, other = rng.choice(pairs)
+    values = call.values()
+    first, second = values[one], values[other]
+    is_written = bool({one, other} & set(written(call.op)))
+    if first.shape == second.shape and first.dim() and rng.random() < 0.6:
+        dim = rng.choice((-1, first.dim()))  # halves, or in turn
+        both = torch.cat([first, second], -1) if dim == -1 else torch.stack([first, second], -1).flatten(-2)
+        halves = both.chunk(2, -1) if dim == -1 else (both[..., ::2], both[..., 1::2])
+        for name, half in zip((one, other), halves, strict=True):
+            kind = f"packed with {other if name == one else one}"
+            call.places[name] = Place(flat(both), tuple(half.shape), half.stride(), half.storage_offset(), kind)
+        call.places[one].memory = call.places[other].memory
+    elif second.numel() <= first.numel():
+        call.places[one] = lay_out(first, "exact")
+        offset = rng.randint(0, first.numel() - second.numel())
+        place = Place(call.places[one].memory, tuple(second.shape), contiguous(second.shape), offset, f"within {one}")
+        call.places[other] = place
+        call.good = call.good and not is_written
+
+
+# ------------------------------------------------------------------------------------------------ kinds of tensors
+
+#: What PyTorch has besides plain tensors, with the same values.
+DRESSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
+    "lazy_clone": lambda t: torch._lazy_clone(t),
+    "negative_view": lambda t: torch._neg_view(-t),
+    "conjugate": lambda t: t.conj(),
+    "detached": lambda t: t.detach(),
+}
+
+
+#: The simulated device forgets that a view is negative.
+NOT_SIMULATED = () if torch.backends.mps.is_built() else (("negative_view", "mps"),)
+
+
+def dress(call: Call, rng: random.Random) -> None:
+    name, what = rng.choice(list(call.places)), rng.choice(list(DRESSES))
+    if (name in written(call.op) and what != "lazy_clone") or not call.places[name].memory.is_floating_point():
+        return
+    call.changes.append(Change(name, what, DRESSES[what]))
+
+
+TENSORS: dict[str, Callable[[Tensor], object]] = {
+    "cut": lambda t: t[..., :-1],
+    "first token": lambda t: t[:1],
+    "no columns": lambda t: t[..., :0],
+    "no rows": lambda t: t[:0],
+    "one dim more": lambda t: t.unsqueeze(0),
+    "one dim less": lambda t: t[0],
+    "flat": lambda t: t.flatten(),
+    "transposed": lambda t: t.mT,
+    "scalar": lambda t: t.new_zeros(()),
+    "empty": lambda t: t.new_zeros(0),
+    "a million more": lambda t: t.unsqueeze(-1).expand(*t.shape, 2**20)[..., 0, :],
+    "endless": lambda t: t[..., :1].expand(*t.shape[:-1], 2**40),
+    "sparse": lambda t: t.to_sparse(),
+    "mkldnn": lambda t: t.float().to_mkldnn(),
+    "requires grad": lambda t: t.detach().clone().requires_grad_(),
+    "a number": lambda t: 1.0,
+    "a text": lambda t: "text",
+    "a list": lambda t: t.tolist(),
+    "an array": lambda t: t.float().numpy(force=True),
+    "left out": lambda t: MISSING,
+    "on the cpu": lambda t: t.cpu(),
+} | {
+    str(dtype).removeprefix("torch."): lambda t, dtype=dtype: t.to(dtype)
+    for dtype in (*DTYPES, torch.float64, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.int16, torch.bool)
+}
+
+OPTIONS: dict[type, tuple] = {
+    int: (-1, 0, 1, 2, 2**20, 2**31, 2**32 + 1, 2**63 - 1, -(2**63), 1.5, "1", None, nan),
+    float: (nan, inf, -inf, -1.0, 0.0, -0.0, 1e39, -1e39, 1e-46, 1e-30, 1e30, 3, "1", None),
+    bool: (None, "yes", 2, 0.5),
+    str: ("", " ", "?" * 5000, "S", "softmax ", 'quote"', "\u00e9", None, 3),
+}
+
+
+def fits(what: str, tensor: Tensor) -> bool:
+    """Whether that can be done to a tensor of this shape."""
+    dims = {"cut": 1, "first token": 1, "no columns": 1, "no rows": 1, "one dim less": 1, "a million more": 1}
+    dims |= {"transposed": 2, "endless": 2}
+    enough = tensor.dim() >= dims.get(what, 0) and (tensor.numel() > 0 or what not in ("one dim less", "endless"))
+    return enough and (tensor.is_floating_point() or what not in ("requires grad", "mkldnn"))
+
+
+def spoil(call: Call, rng: random.Random) -> None:
+    """Makes one or two arguments or options bad."""
+    call.good = False
+    for _ in range(rng.choice((1, 1, 2))):
+        if signature(call.op) and rng.random() < 0.4:
+            name = rng.choice(list(signature(call.op)))
+            kind = types_of(signature(call.op)[name])[0]
+            call.options[name] = rng.choice(OPTIONS[kind])
+        elif rng.random() < 0.05:
+            call.options["unknown_option"] = 1
+        elif rng.random() < 0.15:
+            empty_letter(call, rng)
+        else:
+            name = rng.choice(list(call.places))
+            fitting = [what for what in TENSORS if fits(what, call.values()[name])]
+            what = rng.choice(fitting)
+            call.changes = [change for change in call.changes if change.name != name]
+            call.changes.append(Change(name, what, TENSORS[what]))
+
+
+def empty_letter(call: Call, rng: random.Random) -> None:
+    """Every tensor of one letter has none of it."""
+    letters = shapes(call.op, tuple(call.places), bool(call.options.get("transposed", False)))
+    letter = rng.choice([letter for letter in "EKHI" if any(letter in text for text in letters.values())])
+    for name, text in letters.items():
+        text = text.replace("G", "I")
+        if letter in text and name in call.places:
+            call.changes = [change for change in call.changes if change.name != name]
+            dim = text.index(letter) - len(text)
+            call.changes.append(Change(name, f"no {letter}", lambda t, dim=dim: t.narrow(dim, 0, 0)))

@@ -1,0 +1,268 @@
+"""Whether a call of fuzz_cases.py did what it must: the right result, or a refusal that names what is wrong."""
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cases import Args, call, clear_choice, expected
+from checks import assert_matches, bits, same_bits
+from fuzz_cases import Call
+from torch_moe_metal.arguments import ARGUMENTS, ROUTERS, written
+from torch_moe_metal.reference import tolerance
+
+NOISE = 2.0**-20  # sixteen roundings of float32
+LEAST_NOISE = 2.0**-145  # the same of its smallest numbers
+SECONDS = 60.0  # that a case may take
+
+
+def check(drawn: Call, device: str) -> str:
+    """Runs it and raises AssertionError if it did wrong. -> right or refused"""
+    args, memories = drawn.placed(device)
+    before = [bits(memory) for memory in memories]
+    values = drawn.values() if drawn.good else contiguous_values(args)
+    try:
+        got = run(drawn, args)
+    except (RuntimeError, TypeError, ValueError, MemoryError) as error:
+        assert not drawn.good, f"a good call was refused: {error}"
+        untouched(drawn, memories, before, wrote=False)
+        refused(drawn, args, str(error), device)
+        return "refused"
+    untouched(drawn, memories, before, wrote=True)
+    right(drawn, values, got)
+    again(drawn, device, got)
+    return "right"
+
+
+def run(drawn: Call, args: dict) -> list[Tensor]:
+    """The op's outputs, and copies of what it wrote."""
+    with drawn.mode():
+        found = call(getattr(torch.ops.moe_metal, drawn.op), drawn.op, args, drawn.options)
+    own = len(found) - len(written(drawn.op))
+    for output in found[:own]:
+        assert output.is_contiguous(), f"an output has strides {output.stride()}"
+        others = [arg for arg in args.values() if isinstance(arg, Tensor) and arg.layout == torch.strided]
+        shared = [arg for arg in others if output.numel() and arg.numel() and address(arg) == address(output)]
+        assert not shared, "an output lies in the memory of an argument"
+    return found[:own] + [tensor.detach().clone() for tensor in found[own:]]
+
+
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def contiguous_values(args: dict) -> dict:
+    """What a spoiled call was given, on the CPU."""
+    found = {}
+    for name, arg in args.items():
+        plain = isinstance(arg, Tensor) and arg.layout == torch.strided and arg.numel() < 2**26
+        found[name] = arg.detach().cpu().contiguous().clone() if plain else arg
+    return found
+
+
+def untouched(drawn: Call, memories: list[Tensor], before: list[Tensor], wrote: bool) -> None:
+    """No memory has changed but that of what is written in place."""
+    changed = [place for place, memory in enumerate(memories) if not torch.equal(bits(memory), before[place])]
+    if not changed:
+        return
+    assert wrote, "it raised, and had written"
+    lazy = {change.name for change in drawn.changes if change.what == "lazy_clone"}
+    for name in set(written(drawn.op)) - lazy:
+        place = drawn.places[name]
+        (which,) = {
+            number for number, memory in enumerate(dict.fromkeys(id(p.memory) for p in drawn.places.values()))
+            if memory == id(place.memory)
+        }  # fmt: skip
+        old = before[which].view(place.memory.dtype).clone()
+        place.of(old).copy_(place.of(memories[which]))
+        before[which] = bits(old)
+    for place, memory in enumerate(memories):
+        assert torch.equal(bits(memory), before[place]), "memory of an input, or beside it, has changed"
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+def refused(drawn: Call, args: dict, message: str, device: str) -> None:
+    """The message names the op and an argument, and is the same on the CPU."""
+    if any(change.what == "endless" for change in drawn.changes) and re.search("allocat|bad_alloc", message):
+        return
+    names = {*ARGUMENTS[drawn.op], *drawn.options, *args, *(change.name for change in drawn.changes), "E"}
+    by_dispatcher = "Could not run 'moe_metal::" in message
+    named = by_dispatcher or any(re.search(rf"\b{name}\b", message) for name in names)
+    assert f"moe_metal::{drawn.op}" in message and named, f"the message names no op or no argument: {message}"
+    if device == "cpu" or any(change.what == "on the cpu" for change in drawn.changes):
+        return
+    try:
+        run(drawn, drawn.placed("cpu")[0])
+    except (RuntimeError, TypeError, ValueError, MemoryError) as error:
+        there = neutral(str(error), "cpu")
+        assert by_dispatcher or neutral(message, device) == there, f"{message}\nbut on the CPU:\n{error}"
+        return
+    raise AssertionError(f"the CPU accepts what {device} refuses: {message}")
+
+
+def neutral(message: str, device: str) -> str:
+    return re.sub(rf"\b{device}(:0)?\b", "DEVICE", message.split("\n")[0])
+
+
+# ------------------------------------------------------------------------------------------------ results
+
+
+def right(drawn: Call, values: Args, got: list[Tensor]) -> None:
+    """Equal to the reference in float64, wherever float32 can be."""
+    op, options = drawn.op, drawn.options
+    try:
+        want = expected(op, values, options)
+        likes = expected(op, values, options, hostile=True)
+    except Exception as error:
+        raise AssertionError(f"accepted, but the reference says {type(error).__name__}: {error}") from error
+    assert [tensor.dtype for tensor in got] == [like.dtype for like in likes], "wrong dtypes"
+    assert [tensor.shape for tensor in got] == [like.shape for like in likes], "wrong shapes"
+    if not all(tensor.numel() for tensor in got):
+        return
+    others = [likes, *(expected(op, noisy(values, seed), options) for seed in range(3))]
+    longest = drawn.case.longest_sum
+    skipped = [unsure(w, g.dtype, [o[i] for o in others], longest) for i, (w, g) in enumerate(zip(want, got))]  # noqa: B905
+    if op in ROUTERS:
+        valid_ids(got[-1].cpu(), values, options)
+        rows = torch.stack(skipped).any(0).any(-1, keepdim=True) | ~clear(op, values, options).view(
+            *got[-1].shape[:-1], 1
+        )
+        skipped = [rows.expand_as(mask) for mask in skipped]
+    for tensor, exact in zip(got, want, strict=True):
+        too_small(tensor.cpu(), exact, longest)
+    known = [w.to(g.dtype).to(w.dtype) for g, w in zip(got, want, strict=True)]
+    got = [k.to(g.dtype).where(mask, g.cpu()) for g, k, mask in zip(got, known, skipped, strict=True)]
+    want = [k.where(mask, w) for w, k, mask in zip(want, known, skipped, strict=True)]
+    assert_matches(got, want, longest)
+
+
+def noisy(values: Args, seed: int) -> Args:
+    generator = torch.Generator().manual_seed(seed)
+
+    def shake(tensor: Tensor) -> Tensor:
+        noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        return tensor.double() * (1 + NOISE * noise) + LEAST_NOISE * noise * (tensor != 0)
+
+    return {n: shake(t) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in values.items()}
+
+
+def unsure(want: Tensor, dtype: torch.dtype, others: list[Tensor], longest_sum: int) -> Tensor:
+    """Where the reference itself comes to something else in float32, or from inputs that are off by roundings."""
+    if not want.is_floating_point():
+        return torch.stack([other != want for other in others]).any(0)
+    finite = want.to(dtype).isfinite()
+    rms = want[finite].double().square().mean().sqrt()
+    size = want.double().abs() + rms
+    allowed = 8 * tolerance(dtype, longest_sum) * size
+    found = tolerance(dtype, longest_sum) * size < step(dtype)
+    for other in others:
+        same = (other.to(dtype) == want.to(dtype)) | (other.isnan() & want.isnan())
+        near = finite & other.to(dtype).isfinite() & ((other.double() - want.double()).abs() <= allowed)
+        found |= ~(same | near)
+    return found
+
+
+def step(dtype: torch.dtype) -> float:
+    """Between the smallest numbers of a dtype: so coarse is what is as small as they are."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+def too_small(got: Tensor, want: Tensor, longest_sum: int) -> None:
+    """What no relative error can judge: still, it is no number far from 0."""
+    if not want.is_floating_point():
+        return
+    limit = tolerance(got.dtype, longest_sum)
+    small = want.isfinite() & (want.abs() * limit < step(got.dtype)) & got.isfinite()
+    rms = want[want.isfinite()].square().mean().sqrt()
+    error = (got.double() - want.double()).abs()
+    assert (error[small] <= 64 * step(got.dtype) + 10 * limit * rms).all(), "a number that should be next to 0"
+
+
+def clear(op: str, values: Args, options: dict) -> Tensor:
+    """[T] whether the choice of experts is clear."""
+    first = next(iter(ARGUMENTS[op]))
+    return clear_choice(op, values | {first: values[first].reshape(-1, values[first].shape[-1])}, options) & True
+
+
+def valid_ids(ids: Tensor, values: Args, options: dict) -> None:
+    """Whatever the logits are, K distinct experts."""
+    (
+        first,
+        *_,
+    ) = values.values()
+    E = values["router_weight"].shape[0] if "router_weight" in values else first.shape[-1]
+    assert ids.min() >= 0 and ids.max() < E, f"ids out of range: {ids}"
+    ordered = ids.sort(-1).values
+    assert not (ordered[..., 1:] == ordered[..., :-1]).any(), f"an id comes twice: {ids}"
+
+
+# ------------------------------------------------------------------------------------------------ beside others
+
+
+def again(drawn: Call, device: str, first: list[Tensor]) -> None:
+    """The same bits, also beside threads that call the op and in a process that was forked meanwhile."""
+
+    def same() -> bool:
+        return all(same_bits(a, b) for a, b in zip(run(drawn, drawn.placed(device)[0]), first, strict=True))
+
+    if drawn.beside == "nothing" or not drawn.good:
+        assert same(), "other bits in the second run"
+        return
+    wrong: list[str] = []
+    with busy(same, wrong):
+        assert same(), "other bits beside threads"
+        if drawn.beside == "forks" and device == "cpu":
+            for _ in range(3):
+                forked(same)
+    assert not wrong, wrong[0]
+
+
+@contextlib.contextmanager
+def busy(same, wrong: list[str]) -> Iterator[None]:
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                if not same():
+                    wrong.append("other bits in a thread")
+            except Exception as error:
+                wrong.append(f"a thread raised {error}")
+            time.sleep(0.0005)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def forked(same) -> None:
+    """In the child PyTorch may use one thread only: OpenMP's others are not there."""
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        code = 3
+        with contextlib.suppress(BaseException):
+            code = 0 if same() else 2
+        os._exit(code)
+    until = time.monotonic() + SECONDS / 3
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise AssertionError("a forked child hangs")
+        time.sleep(0.001)
+    assert ended[1] == 0, f"a forked child ended with status {ended[1]}: 512 is other bits, 768 an exception"

@@ -1,0 +1,135 @@
+"""torch.export, strict and not: the graph holds our ops, for any number of tokens, or a warning says why not."""
+
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import torch_moe_metal
+from test_transformers import relative
+from tiny_models import build, experts_classes, tiny_model, tiny_module, tokens
+from torch_moe_metal import nn
+from torch_moe_metal.grad import warned
+
+OPS = {
+    "qwen3_moe": {"gate": 2, "experts": 2, "residual_norm": 2},
+    "gemma4_text": {"gate": 2, "experts": 2, "norm_add": 4, "weighted_sum_dual_norm_add": 2},
+    "gpt_oss": {"gate": 2, "experts": 2, "residual_norm": 2},
+    "llama4_text": {"route": 2, "experts": 2, "weighted_sum": 2},
+}
+each_strictness = pytest.mark.parametrize("strict", [False, True])
+
+
+class Logits(torch.nn.Module):
+    """A model as a function of one tensor."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, use_cache=False).logits
+
+
+def export(module: torch.nn.Module, *args: torch.Tensor, strict: bool, dim: int = 0) -> torch.export.ExportedProgram:
+    """For any size of this dimension, which is the same in all of them."""
+    T = torch.export.Dim("T", min=2, max=64)
+    return torch.export.export(module, args, strict=strict, dynamic_shapes=tuple({dim: T} for _ in args))
+
+
+def ours_in(program: torch.export.ExportedProgram) -> dict[str, int]:
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    return Counter(target.split(".")[1] for target in targets if target.startswith("moe_metal."))
+
+
+def check_model(model: torch.nn.Module, ops: dict[str, int], strict: bool) -> None:
+    module = Logits(model)
+    with torch.no_grad():
+        program = export(module, tokens(2, 9), strict=strict, dim=1)
+        assert ours_in(program) == ops
+        for T in (9, 13):
+            assert relative(program.module()(tokens(2, T)), module(tokens(2, T))) <= 1e-6
+
+
+@each_strictness
+@pytest.mark.parametrize("family", OPS)
+def test_patched_models(family, strict):
+    model = tiny_model(family)
+    torch_moe_metal.patch(model)
+    check_model(model, OPS[family], strict)
+
+
+@each_strictness
+def test_experts_implementation(strict):
+    model = tiny_model("qwen3_moe")
+    model.set_experts_implementation("moe_metal")
+    check_model(model, {"experts": 2}, strict)
+
+
+@each_strictness
+def test_layer(strict):
+    """`nn.MoE`, with its shared expert."""
+    layer, x = nn.MoE(16, 8, num_experts=4, top_k=2, shared_size=8).requires_grad_(False), torch.randn(9, 16)
+    program = export(layer, x, strict=strict)
+    assert ours_in(program) == {"gate": 1, "glu": 1, "experts": 1}
+    assert torch.equal(program.module()(x), layer(x))
+
+
+@each_strictness
+def test_experts_selected_later(strict):
+    """Who selects other experts after `patch` gets them, as transformers' exporters do for targets without our ops."""
+    model, ids = tiny_model("qwen3_moe"), tokens(2, 9)
+    torch_moe_metal.patch(model)
+    expected = model(ids).logits
+    model.set_experts_implementation("batched_mm")
+    check_model(model, {}, strict)
+    assert relative(model(ids).logits, expected) <= 1e-5
+    model.set_experts_implementation("moe_metal")
+    check_model(model, OPS["qwen3_moe"], strict)
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "deepseek_v3"])
+def test_experts_selected_later_in_other_families(family):
+    model = tiny_model(family)
+    torch_moe_metal.patch(model)
+    model.set_experts_implementation("batched_mm")
+    check_model(model, {}, strict=False)
+
+
+@each_strictness
+def test_a_wanted_gradient_is_named(strict):
+    """Once for the whole model, and the graph computes the same."""
+    module, ids = Logits(tiny_model("qwen3_moe").requires_grad_(True)), tokens(2, 9)
+    torch_moe_metal.patch(module)
+    warned.clear()
+    with pytest.warns(UserWarning, match="torch_moe_metal") as caught:
+        program = export(module, ids, strict=strict, dim=1)
+    ours = [str(warning.message) for warning in caught if "torch_moe_metal" in str(warning.message)]
+    assert len(ours) == 1 and "since it records a gradient; under torch.no_grad() it has ours" in ours[0]
+    assert not ours_in(program)
+    with torch.no_grad():
+        assert relative(program.module()(ids), module(ids)) <= 1e-5
+
+
+@each_strictness
+def test_experts_that_are_not_fused_are_named(strict):
+    cls = next(cls for cls in experts_classes() if cls.__name__ == "NemotronHExperts")
+    experts = tiny_module(cls, _experts_implementation="moe_metal")
+    args = torch.randn(2, 64), torch.tensor([[0, 1], [2, 3]]), torch.rand(2, 2)
+    warned.clear()
+    with pytest.warns(UserWarning, match="NemotronHExperts runs on transformers' grouped_mm, since its experts have"):
+        torch.export.export(experts, args, strict=strict)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        experts(*args)
+
+
+def test_fake_models():
+    """A model without memory, as torch.export and memory planners build it, is fused like a real one."""
+    ids = tokens(2, 9)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model = build("qwen3_moe").eval()
+        assert len(torch_moe_metal.patch(model)["fused"]) == 4
+        assert model(ids).logits.shape == (2, 9, 99)

@@ -1,0 +1,80 @@
+"""What csrc/mps/launch.mm asks of Metal, and what the kernels do with a grid that is not quite theirs."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cases import SAMPLES, Case, call, expected
+from checks import assert_matches
+from conftest import DEVICES, SIMULATED
+
+pytestmark = pytest.mark.skipif(
+    not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal plays other systems and changes grids"
+)
+
+# ------------------------------------------------------------------------------------------------ compiling
+
+COMPILED = """
+import sys
+import torch, torch_moe_metal, simulated, metal_sim
+
+simulated.load()
+x = torch.tensor([float("nan"), -float("inf"), 1.0], device="mps")
+with metal_sim.playing_macos(int(sys.argv[1])):
+    torch.ops.moe_metal.glu(x, x)
+print(metal_sim.compiled())
+"""
+
+
+def on_macos(major: int) -> subprocess.CompletedProcess:
+    """A process of its own: a library is compiled once."""
+    here = __file__.rpartition("/")[0]
+    return subprocess.run([sys.executable, "-c", COMPILED, str(major)], cwd=here, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("major, language", [(14, 310), (15, 320), (26, 400)])
+def test_safe_maths_on_every_macos(major: int, language: int) -> None:
+    """macOS 14 knows `fastMathEnabled` alone; from 15 on it is `mathMode`, which leaves functions to be asked for."""
+    done = on_macos(major)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"[Compiled(metal_version={language}, safe=True, precise=True)]"
+
+
+def test_an_older_macos_is_refused() -> None:
+    assert "expected macOS 14 or newer, whose Metal knows bfloat16; this one is older" in on_macos(13).stderr
+
+
+# ------------------------------------------------------------------------------------------------ grids
+
+ODD = {case.op: case for case in SAMPLES if case.name == "sample_odd"}
+
+
+def sized(op: str, name: str, **dims: int) -> Case:
+    return replace(ODD[op], name=name, dims=ODD[op].dims | dims)
+
+
+# Every kernel: those of the other grids beside the samples'.
+GRIDS = [
+    *ODD.values(),
+    sized("gate", "one_token_split", T=1, E=130),
+    sized("gate", "few_tokens_split", T=6, E=130),
+    sized("gate", "tiles", T=1300, E=130),
+    sized("route", "together", T=33),
+    sized("experts", "decode", T=1),
+    replace(sized("experts", "decode_columns", T=1), options={"transposed": True}),
+    replace(sized("experts", "prefill_columns", T=40), options={"transposed": True}),
+]
+
+
+@pytest.mark.parametrize("more", [1, 5])
+@pytest.mark.parametrize("case", GRIDS, ids=str)
+def test_a_larger_grid_changes_nothing(case: Case, more: int, mps: str) -> None:
+    """Threadgroups beyond the last row, slot, tile or expert leave: the simulator sees each access past a buffer."""
+    import metal_sim
+
+    with metal_sim.more_threadgroups(more):
+        got = call(getattr(torch.ops.moe_metal, case.op), case.op, case.arguments(mps), case.options)
+    assert_matches(got, expected(case.op, case.arguments(), case.options), case.longest_sum)

@@ -1,0 +1,444 @@
+"""Packed weights: `quantize`, answers of other projects to the same bytes, and the memory that the ops read."""
+
+import ctypes
+import itertools
+import mmap
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import torch_moe_metal
+from cases import BFLOAT, FLOAT, HALF, WIDTHS, call, expected, packed_case, sizes_for
+from checks import assert_matches, same_bits
+from torch_moe_metal import packing, quantize, reference
+
+ops = torch.ops.moe_metal
+DTYPES = {FLOAT: mx.float32, HALF: mx.float16, BFLOAT: mx.bfloat16}
+MLX_WIDTHS = [(bits, group) for bits in packing.BITS for group in (32, 64, 128)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mlx_on_the_cpu():
+    mx.set_default_device(mx.cpu)
+
+
+def to_mlx(tensor: Tensor) -> mx.array:
+    """Bytes as the words that MLX has them in."""
+    if tensor.dtype in DTYPES:
+        return mx.array(tensor.float().numpy()).astype(DTYPES[tensor.dtype])
+    return mx.array(tensor.numpy())
+
+
+def words(data: Tensor) -> mx.array:
+    return mx.array(data.numpy().view(np.uint32))
+
+
+def from_mlx(array: mx.array) -> Tensor:
+    floats = array.dtype in DTYPES.values()
+    return torch.from_numpy(np.array(array.astype(mx.float32) if floats else array))
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weight_of_all_kinds(dtype: torch.dtype) -> Tensor:
+    """[64, 384]: rows of 1e-9 to 1e4, all zero, all alike, all above zero and all below."""
+    weight = random(64, 384) * torch.logspace(-9, 4, 64).unsqueeze(-1)
+    weight[3], weight[4, :64], weight[5], weight[6] = 0, 1.5, weight[5].abs(), -weight[6].abs()
+    return weight.to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------ quantize
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits, group", MLX_WIDTHS)
+def test_affine_is_mlx_to_the_bit(bits: int, group: int, dtype: torch.dtype, device: str):
+    weight = weight_of_all_kinds(dtype)
+    data, scale, offset = quantize(weight.to(device), "affine", bits, group)
+    assert {part.device.type for part in (data, scale, offset)} == {device} and scale.dtype == offset.dtype == dtype
+    want = mx.quantize(to_mlx(weight), group_size=group, bits=bits)
+    assert torch.equal(data.cpu(), from_mlx(want[0]).view(torch.uint8))
+    assert torch.equal(scale.cpu().float(), from_mlx(want[1])) and torch.equal(offset.cpu().float(), from_mlx(want[2]))
+
+
+@pytest.mark.parametrize("bits", packing.BITS)
+def test_affine_groups_of_16_follow_the_same_rule(bits: int):
+    """MLX has none. Where the second half of 32 repeats the first, it must come to the same."""
+    weight = weight_of_all_kinds(FLOAT)
+    doubled = weight.unflatten(-1, (-1, 16)).repeat_interleave(2, 1).flatten(1)
+    _, scale, offset = quantize(weight, "affine", bits, 16)
+    data, *beside = quantize(doubled, "affine", bits, 32)
+    assert torch.equal(scale, beside[0]) and torch.equal(offset, beside[1])
+    codes = reference.unpack(data, bits).unflatten(-1, (-1, 2, 16))[:, :, 0].flatten(1)
+    assert torch.equal(reference.unpack(quantize(weight, "affine", bits, 16)[0], bits), codes)
+
+
+def nearest(values: Tensor, grid: Tensor) -> Tensor:
+    """Of the numbers of a grid, those that are closest: by distance to each of them."""
+    return (values.unsqueeze(-1) - grid).abs().amin(-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mxfp4_takes_the_nearest_number(dtype: torch.dtype, device: str):
+    weight = weight_of_all_kinds(dtype)
+    weight[8:16] *= 2.0**-14
+    data, scale, offset = quantize(weight.to(device), "mxfp4")
+    assert offset is None and data.dtype == scale.dtype == torch.uint8
+    data, scale = data.cpu(), scale.cpu()
+    got = reference.dequantize(data, scale, format="mxfp4", dtype=torch.float64).unflatten(-1, (-1, 32))
+    groups, powers = weight.double().unflatten(-1, (-1, 32)), torch.exp2(scale.double() - 127).unsqueeze(-1)
+    grid = torch.tensor(reference.E2M1, dtype=torch.float64)
+    assert torch.equal((groups - got).abs() / powers, nearest(groups / powers, grid))
+    largest = groups.abs().amax(-1, keepdim=True)
+    assert (largest <= 6 * powers).all() and ((largest > 3 * powers) | (scale == 0).unsqueeze(-1)).all()
+
+
+def test_mxfp4_ties_go_to_the_even_code():
+    values = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(4)
+    data, scale, _ = quantize(torch.stack([values, -values]), "mxfp4")
+    got = reference.dequantize(data, scale, format="mxfp4", dtype=FLOAT)
+    want = torch.tensor([0.0, 1, 1, 2, 2, 4, 4, 6]).repeat(4)
+    assert torch.equal(got, torch.stack([want, -want]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("N, C", [(1, 1), (128, 128), (130, 200), (300, 129)])
+def test_fp8_is_pytorch_s_own_rounding(N: int, C: int, dtype: torch.dtype, device: str):
+    weight = (random(N, C) * torch.logspace(-6, 3, N).unsqueeze(-1)).to(dtype)
+    weight[: min(N, 3), : min(C, 5)] = 0
+    data, scale, offset = quantize(weight.to(device), "fp8")
+    data, scale = data.cpu(), scale.cpu()
+    assert offset is None and data.dtype == torch.uint8 and scale.dtype == FLOAT
+    for (r, row), (c, column) in itertools.product(enumerate(range(0, N, 128)), enumerate(range(0, C, 128))):
+        block = weight[row : row + 128, column : column + 128].float()
+        largest = block.abs().max()
+        assert scale[r, c] == (largest / 448 if largest > 0 else 1)
+        want = (block / scale[r, c]).to(torch.float8_e4m3fn).view(torch.uint8)
+        assert torch.equal(data[row : row + 128, column : column + 128], want)
+
+
+@pytest.mark.parametrize("format, bits, group", WIDTHS)
+def test_quantize_goes_piece_by_piece(format: str, bits: int, group: int, monkeypatch):
+    """Any leading dimensions, any strides, a piece as large as it may be: the same bytes."""
+    weight = random(2, 3, 300, 256)
+    whole = quantize(weight, format, bits, group)
+    monkeypatch.setattr(packing, "PIECE", 1000)
+    strided = torch.empty(256, 2, 300, 3).permute(1, 3, 2, 0).copy_(weight)
+    others = (quantize(other, format, bits, group) for other in (strided, weight[1, 2], weight[:0]))
+    for part, other, one, empty in zip(whole, *others, strict=True):
+        if part is not None:
+            assert same_bits(part, other) and same_bits(part[1, 2], one) and empty.shape == (0, *part.shape[1:])
+    sizes = packing.packed(weight.shape, format, bits, group, weight.dtype)
+    assert list(sizes.values()) == [(tuple(part.shape), part.dtype) for part in whole if part is not None]
+
+
+@pytest.mark.parametrize("format", packing.FORMATS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_visible(format: str, value: float):
+    """As NaN, in all that shares its scale, and nowhere else."""
+    weight = random(256, 256)
+    weight[5, 70] = value
+    data, scale, offset = quantize(weight, format, 4, 64)
+    got = reference.dequantize(data, scale, offset, format=format, dtype=FLOAT).isnan()
+    place = {"affine": (5, slice(64, 128)), "mxfp4": (5, slice(64, 96)), "fp8": (slice(128), slice(128))}[format]
+    assert got[place].all() and got.sum() == got[place].numel()
+
+
+def alone(script: str) -> subprocess.CompletedProcess:
+    start = "import resource, torch, torch_moe_metal\nfrom test_quantized import *\n"
+    return subprocess.run(
+        [sys.executable, "-c", start + script], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("format", packing.FORMATS)
+def test_quantize_needs_little_memory(format: str):
+    """16 Mi numbers in one matrix, 32 MiB: as float32 alone they would be 64, and codes and steps many times that."""
+    script = f"""
+quantize(random(64, 128), {format!r})
+weight = torch.ones(4096, 4096, dtype=BFLOAT)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+parts = quantize(weight, {format!r})
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(grown * (1024 if sys.platform == "linux" else 1) - sum(part.nbytes for part in parts if part is not None))
+"""
+    done = alone(script)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 64 << 20
+
+
+@pytest.mark.parametrize(
+    "said, change",
+    [
+        ("format: expected one of affine, mxfp4, fp8, got 'dense'", {"format": "dense"}),
+        ("format: expected one of affine, mxfp4, fp8, got 'int4'", {"format": "int4"}),
+        ("bits: expected 2, 3, 4, 5, 6 or 8, got 7", {"bits": 7}),
+        ("group_size: expected 16, 32, 64 or 128, got 48", {"group_size": 48}),
+        ("weight: expected a multiple of 64 columns, got [4, 96]", {"weight": torch.ones(4, 96)}),
+        ("weight: expected a multiple of 32 columns, got [4, 80]", {"weight": torch.ones(4, 80), "format": "mxfp4"}),
+        ("weight: expected shape [..., N, C], got [64]", {"weight": torch.ones(64)}),
+        ("weight: expected float32, float16 or bfloat16, got float64", {"weight": torch.ones(4, 64).double()}),
+        ("weight: expected float32, float16 or bfloat16, got int32", {"weight": torch.ones(4, 64).int()}),
+    ],
+)
+def test_quantize_says_what_it_expects(said: str, change: dict):
+    good = {"weight": torch.ones(4, 64), "format": "affine", "bits": 4, "group_size": 64}
+    quantize(**good)
+    with pytest.raises(ValueError) as raised:
+        quantize(**good | change)
+    assert str(raised.value) == f"torch_moe_metal.quantize: {said}"
+
+
+# ------------------------------------------------------------------------------------------------ other projects
+
+
+@pytest.mark.parametrize("scales", DTYPES, ids=str)
+@pytest.mark.parametrize("bits, group", MLX_WIDTHS)
+def test_dequantize_affine_is_mlx(bits: int, group: int, scales: torch.dtype, device: str):
+    """To the bit with scales of 16 bits, with which products are exact; else but for the rounding of a product."""
+    weight = weight_of_all_kinds(FLOAT)
+    data, *beside = quantize(weight, "affine", bits, group)
+    scale, offset = (part.to(scales) for part in beside)
+    want = from_mlx(mx.dequantize(words(data), to_mlx(scale.float()), to_mlx(offset.float()), group, bits))
+    parts = (data.to(device), scale.to(device), offset.to(device))
+    got = ops.dequantize(*parts, format="affine", bits=bits, dtype=FLOAT).cpu()
+    specified = reference.dequantize(data, scale, offset, format="affine", bits=bits, dtype=FLOAT)
+    if scales != FLOAT:
+        assert torch.equal(got, want) and torch.equal(specified, want)
+    allowed = 2.0**-23 * (2**bits * scale.float().abs() + offset.float().abs()).repeat_interleave(group, -1)
+    assert ((got - want).abs() <= allowed).all() and ((specified - want).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
+def test_dequantize_mxfp4_is_mlx_and_transformers(blocks: bool, device: str):
+    """To the bit, for every byte and every power that float32 holds."""
+    data = torch.randint(256, (3, 64, 80), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    scale = torch.arange(3 * 64 * 5).remainder(252).to(torch.uint8).view(3, 64, 5)
+    given = data.unflatten(-1, (5, 16)) if blocks else data
+    got = ops.dequantize(given.to(device), scale.to(device), format="mxfp4", dtype=FLOAT).cpu()
+    assert torch.equal(got, reference.dequantize(given, scale, format="mxfp4", dtype=FLOAT))
+    assert torch.equal(got, from_mlx(mx.dequantize(words(data), to_mlx(scale), mode="mxfp4", dtype=mx.float32)))
+    ours = ops.dequantize(given.to(device), scale.to(device), format="mxfp4", dtype=BFLOAT).cpu()
+    theirs = convert_moe_packed_tensors(data.unflatten(-1, (5, 16)), scale, dtype=BFLOAT).mT
+    assert torch.equal(ours[scale.repeat_interleave(32, -1) > 2], theirs[scale.repeat_interleave(32, -1) > 2])
+
+
+@pytest.mark.parametrize("scales", [FLOAT, BFLOAT], ids=str)
+def test_dequantize_fp8_is_transformers(scales: torch.dtype, device: str):
+    data = torch.randint(256, (256, 384), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    scale = random(2, 3).exp().to(scales)
+    want = Fp8Dequantize(None)._dequantize_one(data.view(torch.float8_e4m3fn), scale, FLOAT)
+    got = ops.dequantize(data.to(device), scale.to(device), format="fp8", dtype=FLOAT).cpu()
+    assert got.isnan().sum() > 100 and same_bits(got.nan_to_num(-1.0), want.nan_to_num(-1.0))
+    assert same_bits(got, reference.dequantize(data, scale, format="fp8", dtype=FLOAT))
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    error = float((got.double() - want.double()).norm() / want.double().norm())
+    assert error <= max(1e-5, reference.tolerance(dtype))
+
+
+def parts_for_mlx(weight: Tensor, format: str, bits: int, group: int) -> tuple[tuple, tuple, dict]:
+    """The same packed weight for us and for MLX, and how MLX calls its format. Its sums have the dtype of its scales,
+    so those of 16 bits are widened for it."""
+    data, *beside = quantize(weight, format, bits, group)
+    wide = [part.float() if part.is_floating_point() else part for part in beside if part is not None]
+    theirs = (words(data), *map(to_mlx, wide))
+    return (data, *beside), theirs, {"group_size": group, "bits": bits, "mode": format}
+
+
+@pytest.mark.parametrize("T, dtype", [(1, FLOAT), (2, BFLOAT), (5, HALF), (40, BFLOAT)])
+@pytest.mark.parametrize("format, bits, group", [("affine", *width) for width in MLX_WIDTHS] + [("mxfp4", 4, 32)])
+def test_linear_is_mlx_s_quantized_matmul(format: str, bits: int, group: int, T: int, dtype: torch.dtype):
+    ours, theirs, how = parts_for_mlx(random(70, 256).to(dtype), format, bits, group)
+    x = random(T, 256, seed=1).to(dtype)
+    got = ops.linear(x, *ours, format=format)
+    close(got, from_mlx(mx.quantized_matmul(to_mlx(x.float()), *theirs, transpose=True, **how)), dtype)
+
+
+@pytest.mark.parametrize("T", [1, 3, 40])
+@pytest.mark.parametrize("format, bits, group", [("affine", *width) for width in MLX_WIDTHS] + [("mxfp4", 4, 32)])
+def test_experts_are_mlx_s_gather_qmm(format: str, bits: int, group: int, T: int):
+    """As mlx-lm's SwitchGLU calls it: gate, up and down each by one."""
+    E, K, H, I = 5, 3, 256, 128
+    ids = torch.rand(T, E, generator=torch.Generator().manual_seed(2)).argsort(-1)[:, :K].int()
+    x, weights = random(T, H, seed=1), random(T, K, seed=3).softmax(-1)
+    gate_up, packed_gate_up, how = parts_for_mlx(random(E, 2 * I, H) * H**-0.5, format, bits, group)
+    down, packed_down, _ = parts_for_mlx(random(E, H, I, seed=4) * I**-0.5, format, bits, group)
+    names = ("gate_up_scale", "gate_up_offset", "down_scale", "down_offset")
+    beside = dict(zip(names, gate_up[1:] + down[1:], strict=True))
+    got = ops.experts(x, weights, ids, gate_up[0], down[0], **beside, format=format)
+
+    def products(inputs: mx.array, parts: tuple) -> mx.array:
+        return mx.gather_qmm(inputs, *parts, rhs_indices=to_mlx(ids), transpose=True, **how)
+
+    both = products(to_mlx(x)[:, None, None, :], packed_gate_up)
+    gate, up = both[..., :I], both[..., I:]
+    slots = from_mlx(products(gate * mx.sigmoid(gate) * up, packed_down).squeeze(-2))
+    close(got, (slots * weights.unsqueeze(-1)).sum(-2), FLOAT)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+class Wall:
+    """Memory that ends at a page which nobody may read."""
+
+    def __init__(self):
+        self.kept: list = []
+
+    def before(self, tensor: Tensor) -> Tensor:
+        """A copy whose last byte is the last that may be read."""
+        size = -(-max(1, tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+        self.kept.append(memory)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + size), mmap.PAGESIZE, 0) == 0
+        place = (ctypes.c_uint8 * tensor.nbytes).from_address(start + size - tensor.nbytes)
+        return torch.frombuffer(place, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def read_up_to_the_wall(format: str) -> None:
+    """Every width, group and size, in all three ops: each part of a weight has a wall of its own."""
+    for width in (width for width in WIDTHS if width[0] == format):
+        for H, I, N in sizes_for(width):
+            for op, T in itertools.product(("dequantize", "linear", "experts"), (1, 2, 3, 5, 33)):
+                case = packed_case(op, "wall", width, {"T": T, "E": 2, "K": 2, "H": H, "I": I, "N": N}, {})
+                args, wall = case.arguments(), Wall()
+                walled = {name: wall.before(tensor) for name, tensor in args.items()}
+                print(case, flush=True)
+                got = call(getattr(ops, op), op, walled, case.options)
+                assert_matches(got, expected(op, args, case.options), case.longest_sum)
+                if op == "dequantize":
+                    break
+
+
+@pytest.mark.parametrize("format", packing.FORMATS)
+def test_nothing_beyond_the_last_row_is_read(format: str):
+    done = alone(f"read_up_to_the_wall({format!r})")
+    assert done.returncode == 0, f"{done.stdout.splitlines()[-1:]} {done.stderr}"
+
+
+def test_the_wall_stops_a_reader():
+    done = alone("x = Wall().before(torch.ones(4, 5)); print(ctypes.string_at(x.data_ptr() + x.nbytes, 1))")
+    assert done.returncode == -(signal.SIGBUS if sys.platform == "darwin" else signal.SIGSEGV)
+
+
+def mapped(path: Path, tensor: Tensor, files: list) -> Tensor:
+    """The same in a file's pages, which can be read and not written."""
+    path.write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    files.append(np.memmap(path, dtype=np.uint8, mode="r"))
+    place = (ctypes.c_uint8 * tensor.nbytes).from_address(files[-1].ctypes.data)
+    return torch.frombuffer(place, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+
+
+@pytest.mark.parametrize("format, bits, group", [("affine", 4, 64), ("mxfp4", 4, 32), ("fp8", 8, 128)])
+def test_files_of_weights_are_used_as_they_lie(tmp_path: Path, format: str, bits: int, group: int):
+    """Pages that cannot be written: the answers are right, and nobody has written."""
+    case = packed_case("experts", "mapped", (format, bits, group), {"T": 3, "E": 6, "H": 256, "I": 128}, {})
+    args = case.arguments()
+    files: list[np.memmap] = []
+    weights = {name: tensor for name, tensor in args.items() if name.startswith(("gate_up", "down"))}
+    args |= {name: mapped(tmp_path / name, tensor, files) for name, tensor in weights.items()}
+    got = call(ops.experts, "experts", args, case.options)
+    assert_matches(got, expected("experts", case.arguments(), case.options), case.longest_sum)
+
+
+ANONYMOUS = """
+def anonymous() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts Linux's anonymous pages")
+@pytest.mark.parametrize("T", [1, 64])
+def test_weights_are_never_copied(tmp_path: Path, T: int):
+    """Files of 6 GB, all holes, of which each token reads two experts: nothing of that size is made of them."""
+    E, N, H = 1024, 2 * 2048, 2048
+    with open(tmp_path / "gate_up", "wb") as file:
+        file.truncate(E * N * H // 2)
+    with open(tmp_path / "down", "wb") as file:
+        file.truncate(E * N // 2 * H // 2)
+    script = f"""
+{ANONYMOUS}
+gate_up = torch.from_file({str(tmp_path / "gate_up")!r}, size={E * N * H // 2}, dtype=torch.uint8)
+down = torch.from_file({str(tmp_path / "down")!r}, size={E * N * H // 4}, dtype=torch.uint8)
+one = torch.ones(1, dtype=BFLOAT)
+scales = dict(gate_up_scale=one.expand({E}, {N}, {H // 64}), gate_up_offset=one.expand({E}, {N}, {H // 64}),
+              down_scale=one.expand({E}, {H}, {N // 128}), down_offset=one.expand({E}, {H}, {N // 128}))
+ids = torch.tensor([[0, {E - 1}]]).expand({T}, 2)
+x = torch.full(({T}, {H}), {H}**-1)
+before = anonymous()
+y = ops.experts(x, torch.full(({T}, 2), 0.5), ids, gate_up.view({E}, {N}, {H // 2}), down.view({E}, {H}, {N // 4}),
+                **scales, format="affine", activation="relu2")
+assert torch.allclose(y, torch.full_like(y, {N / 2})), y
+print(anonymous() - before)
+"""
+    done = alone(script)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 64 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [2, 40])
+@pytest.mark.parametrize("format, bits, group", [("affine", 4, 32), ("mxfp4", 4, 32), ("fp8", 8, 128)])
+def test_packed_experts_beyond_32_bits(format: str, bits: int, group: int, T: int, device: str):
+    """2^33 bytes lie between the first expert and the last, of the data and of the scales; only those are filled."""
+    small = packed_case("experts", "far", (format, bits, group), {"T": T, "E": 2, "H": 96, "I": 32}, {}, BFLOAT)
+    args = small.arguments(device)
+    far = dict(args)
+    for name in [name for name in args if name.startswith(("gate_up", "down"))]:
+        tensor = args[name]
+        shape, step = tensor.shape[1:], 2**33 // tensor.element_size() // 1023
+        memory = torch.empty(1023 * step + shape.numel(), dtype=tensor.dtype, device=device)
+        far[name] = memory.as_strided((1024, *shape), (step, shape[1], 1))
+        far[name][0], far[name][1023] = tensor
+    far["ids"] = args["ids"] * 1023
+    got = call(ops.experts, "experts", far, small.options)
+    assert_matches(got, expected("experts", small.arguments(), small.options), small.longest_sum)
+
+
+@pytest.mark.slow
+def test_rows_beyond_32_bits(device: str):
+    """Two rows of a weight that lie 2^33 bytes apart, in `linear` and in `dequantize`."""
+    case = packed_case("linear", "far", ("affine", 4, 32), {"T": 3, "H": 96, "N": 2}, {})
+    args = case.arguments(device)
+    for name in ("weight", "scale", "offset"):
+        tensor = args[name]
+        step = 2**33 // tensor.element_size() + 4
+        memory = torch.empty(step + tensor.shape[1], dtype=tensor.dtype, device=device)
+        args[name] = memory.as_strided(tensor.shape, (step, 1)).copy_(tensor)
+    assert_matches([ops.linear(**args, format="affine")], expected("linear", case.arguments(), case.options))
+    x = args.pop("x")
+    numbers = ops.dequantize(**args, format="affine", dtype=FLOAT)
+    assert_matches([x @ numbers.T], expected("linear", case.arguments(), case.options), case.longest_sum)
+
+
+def test_leading_dimensions_of_dequantize(device: str):
+    for leading in [(), (3,), (2, 3), (1, 2, 2), (0,), (2, 0)]:
+        for format, bits, group in (("affine", 3, 32), ("mxfp4", 4, 32), ("fp8", 8, 128)):
+            data, scale, offset = quantize(random(*leading, 5, 160), format, bits, group)
+            want = reference.dequantize(data, scale, offset, format=format, bits=bits, dtype=HALF)
+            parts = (None if part is None else part.to(device) for part in (data, scale, offset))
+            got = ops.dequantize(*parts, format=format, bits=bits, dtype=HALF)
+            assert got.shape == (*leading, 5, 160)
+            assert_matches([got], [want])
+
+
+def test_dense_is_a_format_like_any_other(device: str):
+    weight, x = random(37, 67).to(device), random(6, 67).to(device)
+    assert torch.equal(ops.dequantize(weight, format="dense", dtype=HALF), weight.half())
+    assert_matches([torch_moe_metal.linear(x, weight)], [F.linear(x.cpu().double(), weight.cpu().double())])

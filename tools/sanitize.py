@@ -1,0 +1,252 @@
+"""The CPU libraries under sanitizers: `make sanitize`. It fails on any finding.
+
+    python tools/sanitize.py                        # every instruction set that this machine has, and the allocator
+    python tools/sanitize.py --only avx2            # one of them, or `allocator`
+    python tools/sanitize.py --tests "-k glu" --cases 5000
+
+For each instruction set the fast tests of the ops on the CPU and the fuzzer run on libraries that were built with the
+address and undefined behaviour sanitizers, into build/sanitize and not over the ordinary ones. The allocator
+(csrc/kept_memory.h) runs in a program of its own, kept_memory_threads.cpp, under the thread sanitizer: with it all of
+Python would have to be built. Before each run a planted fault must be found by the same means, or it fails.
+
+Checks of alignment and null pointers are left out: they make GCC take minutes for a file that takes it one. x86 and
+ARM allow the first, and the address sanitizer sees the second.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "sanitize"
+PACKAGE = FOLDER / "package"
+sys.path.insert(0, str(ROOT / "tests"))
+import fuzz  # noqa: E402
+
+SANITIZERS = "address,shift,signed-integer-overflow,integer-divide-by-zero,bounds,float-cast-overflow,bool,enum"
+SANITIZERS += ",unreachable,return"
+TESTS = ["test_ops.py", "test_memory.py", "test_routing_properties.py"]
+# What compiles graphs and differentiates runs PyTorch's code for minutes and none of ours that the others do not run.
+LEFT_OUT = "not compile and not opcheck and not transforms and not vmap"
+
+
+class SanitizeError(RuntimeError):
+    pass
+
+
+def say(text: str) -> None:
+    print(f"==> {text}", flush=True)
+
+
+def run(
+    command: list[str | Path], environment: dict[str, str] | None = None, **keywords
+) -> subprocess.CompletedProcess:
+    return subprocess.run([str(part) for part in command], env=os.environ | (environment or {}), **keywords)
+
+
+def compiler() -> str:
+    return os.environ.get("CXX", "c++")
+
+
+def runtime(library: str) -> str:
+    """Where the compiler has a library of its own."""
+    found = run([compiler(), f"-print-file-name={library}"], capture_output=True, text=True).stdout.strip()
+    if not Path(found).is_absolute():
+        raise SanitizeError(f"{compiler()} has no {library}. On Debian and Ubuntu: apt-get install g++")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ addresses, undefined
+
+
+def build() -> None:
+    """The package with libraries that are checked while they run."""
+    say("Building the CPU libraries with checks (the first time some 10 to 20 minutes)")
+    log = FOLDER / "log"
+    command = [sys.executable, "setup.py", "build", "--build-base", FOLDER / "base", "--build-lib", PACKAGE]
+    with log.open("w") as file:
+        options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        environment = os.environ | {"MOE_METAL_SANITIZE": SANITIZERS}
+        process = subprocess.Popen([str(part) for part in command], env=environment, **options)
+        for line in process.stdout:
+            file.write(line)
+            if line.startswith("==>"):
+                print(line, end="", flush=True)
+    if process.wait():
+        raise SanitizeError(f"The build failed; {log} ends:\n" + "\n".join(log.read_text().splitlines()[-40:]))
+
+
+def checked(isa: str) -> dict[str, str]:
+    """The environment in which Python runs the checked libraries. What they find of addresses they write to files, and
+    the rest to stderr, which pytest's -s lets through."""
+    options = f"detect_leaks=0:halt_on_error=1:abort_on_error=1:print_stacktrace=1:log_path={reports(isa)}"
+    preload = [runtime("libasan.so"), runtime("libubsan.so"), runtime("libstdc++.so")]
+    settings = {"ASAN_OPTIONS": options, "UBSAN_OPTIONS": options, "LD_PRELOAD": ":".join(preload)}
+    settings |= {"PYTHONPATH": str(PACKAGE), "ATEN_CPU_CAPABILITY": isa, "MOE_METAL_DEVICES": "cpu"}
+    return settings | {"PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def reports(isa: str) -> Path:
+    return FOLDER / "reports" / isa / "report"
+
+
+def findings(isa: str) -> str:
+    """What was found, which is forgotten then."""
+    files = sorted(reports(isa).parent.glob("*"))
+    found = "\n".join(file.read_text(errors="replace") for file in files)
+    for file in files:
+        file.unlink()
+    return found
+
+
+def planted_faults(isa: str) -> None:
+    """A tensor that says it is larger than its memory, read by an op; and a sum that overflows."""
+    overrun = """
+import ctypes, torch, torch_moe_metal
+assert torch_moe_metal.__file__.startswith(%r) and torch_moe_metal.cpu_isa == %r
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+memory = (ctypes.c_char * 4096).from_address(libc.malloc(4000))
+x = torch.frombuffer(memory, dtype=torch.float32).view(16, 64)
+torch.ops.moe_metal.%s
+"""
+    calls = ["glu(x, x)", "norm_add(x, x, torch.ones(64))", "route(x, top_k=3)"]
+    for call in calls:
+        run([sys.executable, "-c", overrun % (str(PACKAGE), isa, call)], checked(isa), cwd=PACKAGE, capture_output=True)
+        if "of 4000-byte region" not in (said := findings(isa)):
+            raise SanitizeError(f"{isa}: the planted overrun of {call} was not found:\n{said}")
+    library = FOLDER / "planted_overflow.so"
+    source = 'extern "C" int planted(int x) { return x + 2147483647; }'
+    flags = [
+        "-shared",
+        "-fPIC",
+        f"-fsanitize={SANITIZERS}",
+        "-fno-sanitize-recover=all",
+        "-x",
+        "c++",
+        "-",
+        "-o",
+        library,
+    ]
+    run([compiler(), *flags], input=source, text=True, check=True)
+    planted = f"import ctypes; ctypes.CDLL({str(library)!r}).planted(1)"
+    done = run([sys.executable, "-c", planted], checked(isa), capture_output=True, text=True)
+    # GCC's library for undefined behaviour writes to stderr, whatever log_path says.
+    if "signed integer overflow" not in (said := done.stderr + findings(isa)):
+        raise SanitizeError(f"{isa}: the planted overflow was not found:\n{said}")
+    say(f"{isa}: {len(calls) + 1} planted faults were found")
+
+
+def sanitize(isa: str, tests: str, cases: int) -> str:
+    """-> what was run, in a line"""
+    shutil.rmtree(reports(isa).parent, ignore_errors=True)
+    reports(isa).parent.mkdir(parents=True)
+    planted_faults(isa)
+    start = time.monotonic()
+    files = [ROOT / "tests" / name for name in TESTS]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        ROOT / "pyproject.toml",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+    ]
+    say(f"{isa}: the tests of {', '.join(TESTS)}")
+    log = FOLDER / f"tests-{isa}"
+    # Not in the checkout's folder, whose torch_moe_metal would stand before the checked one.
+    with log.open("w") as file:
+        done = run(
+            [*command, "-k", LEFT_OUT, *shlex.split(tests), *files], checked(isa), cwd=PACKAGE, stdout=file, stderr=file
+        )
+    ended, told = findings(isa), log.read_text(errors="replace").splitlines()
+    if ended or done.returncode:
+        raise SanitizeError(f"{isa}: found in the tests, which ended with {done.returncode}:\n{ended}\n" + tail(told))
+    passed = re.search(r"\d+ passed", told[-1] if told else "")
+    if not passed:
+        raise SanitizeError(f"{isa}: no test passed:\n" + tail(told))
+    say(f"{isa}: {passed[0]} after {time.monotonic() - start:.0f} s; now the fuzzer")
+    fuzzer = [sys.executable, ROOT / "tests" / "fuzz.py", "--cases", cases, "--target", isa]
+    done = run(fuzzer, checked(isa), cwd=PACKAGE)
+    if (ended := findings(isa)) or done.returncode:
+        raise SanitizeError(f"{isa}: found by the fuzzer, which ended with {done.returncode}:\n{ended}")
+    return f"{passed[0]}, {cases} fuzzed cases, nothing found; {time.monotonic() - start:.0f} s"
+
+
+def tail(lines: list[str]) -> str:
+    return "\n".join(lines[-60:])
+
+
+# ------------------------------------------------------------------------------------------------ the allocator
+
+
+def allocator() -> str:
+    """csrc/kept_memory.h under the thread sanitizer; without its lock the same program must be found guilty."""
+    start, source = time.monotonic(), (ROOT / "csrc" / "kept_memory.h").read_text()
+    unlocked = re.sub(r"const std::lock_guard lock\(mutex_\);", "", source)
+    if unlocked == source:
+        raise SanitizeError("allocator: csrc/kept_memory.h has no lock to leave out")
+    planted = FOLDER / "planted"
+    planted.mkdir(parents=True, exist_ok=True)
+    (planted / "kept_memory.h").write_text(unlocked)
+    said = threads(planted).stderr
+    if "WARNING: ThreadSanitizer: data race" not in said:
+        raise SanitizeError(f"allocator: without its lock no race was found:\n{said}")
+    say("allocator: without its lock its races are found")
+    done = threads(ROOT / "csrc")
+    if done.returncode or "ThreadSanitizer" in done.stderr:
+        raise SanitizeError(f"allocator: ended with {done.returncode}:\n{done.stderr}")
+    return f"{done.stdout.strip()}, nothing found; {time.monotonic() - start:.0f} s"
+
+
+def threads(headers: Path) -> subprocess.CompletedProcess:
+    program = FOLDER / f"threads_{headers.name}"
+    libraries = cpp_extension.library_paths()
+    flags = ["-std=c++20", "-O1", "-g1", "-w", "-fsanitize=thread", f"-I{headers}"]
+    flags += [f"-I{folder}" for folder in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])]
+    flags += [f"-L{folder}" for folder in libraries] + [f"-Wl,-rpath,{folder}" for folder in libraries]
+    source = ROOT / "tools" / "kept_memory_threads.cpp"
+    run([compiler(), source, *flags, "-ltorch_cpu", "-ltorch", "-lc10", "-o", program], check=True)
+    options = {"TSAN_OPTIONS": "halt_on_error=1:die_after_fork=0"}
+    # The thread sanitizer of GCC 12 does not know where newer kernels, by chance, put libraries.
+    fixed = [setarch, "-R"] if (setarch := shutil.which("setarch")) else []
+    return run([*fixed, program], options, capture_output=True, text=True, errors="replace", timeout=600)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="NAME")
+    parser.add_argument("--tests", default="", help="more arguments of pytest")
+    parser.add_argument("--cases", type=int, default=1000, help="of the fuzzer, for each instruction set")
+    options = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    closing, failed = [], 0
+    names = [options.only] if options.only else ["allocator", *fuzz.instruction_sets()]
+    if names != ["allocator"]:
+        build()
+    for name in names:
+        try:
+            told = allocator() if name == "allocator" else sanitize(name, options.tests, options.cases)
+        except SanitizeError as error:
+            say(str(error))
+            told, failed = "FAILED, see above", 1
+        closing.append(f"{name}: {told}")
+    for line in closing:
+        say(line)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
