@@ -2,11 +2,13 @@
 //
 // A chunk is what a team takes of a row at a time: a type that tells the weights' format and how a lane loads its
 // share.
-//   Data     what the weights' buffer holds          lanes    of a team
-//   rows     of a team, the same for all formats     columns  of a chunk
-// A simdgroup has 32 / lanes teams, each with rows of its own. Teams of a whole simdgroup suit weights of 16 and 32
-// bits. Packed rows are short, and each lane needs 32 of x for 16 bytes of 4-bit weights: 8 lanes take 128 bytes of a
-// row, a cache line of Apple's GPUs, and the four teams of a simdgroup read the same x.
+//   Data      what the weights' buffer holds        lanes       of a team
+//   columns   of a chunk                            step        from a lane's first column to the next lane's
+//   per_lane  whether a lane's share is whole by itself, so that lanes may be at different experts
+//   scale_rows  rows that share a scale
+// A simdgroup has 32 / lanes teams, each with rows of its own. Dense weights take a whole simdgroup. Packed rows are
+// short, and a lane needs 32 of x for 16 bytes of 4-bit weights: 16 lanes take 256 bytes of a row, two cache lines of
+// Apple's GPUs, and the other team reads the same x. On an H200 16 lanes were faster than 8 for one token, 8 for more.
 #pragma once
 #include "rows.h"
 #include "weights.h"

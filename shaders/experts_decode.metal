@@ -5,11 +5,13 @@
 //                             + sigmoid(shared_gate) * shared + residual
 //
 // x, shared, residual, output [T, H]; weights, ids [T, K], whose T * K entries are the slots; gate_up [E, 2I, H] and
-// down [E, H, I] in any layout; biases [E, 2I] and [E, H]; inner [T * K, I]. inner is float: it is 1/H of the weights
-// that are read, and the activated values may lie outside the range of half.
+// down [E, H, I] in any format and layout, with scales and offsets as `dequantize` has them; biases [E, 2I] and [E, H];
+// inner [T * K, I]. inner is float: it is 1/H of the weights that are read, and the activated values may lie outside
+// the range of half. For packed weights its rows are padded to whole chunks, and its elements lie as down's lanes read
+// them: packed_place in dots.h.
 //
 // _rows: lanes lie along the columns of a few rows, _columns: across the rows of a few columns, for transposed weights.
-// _wide: a lane loads 16 bytes of weights at a time.
+// _wide: a lane loads 16 bytes of weights at a time, or of packed weights what kPackedColumns take.
 // Grid: slots (gate_up) or tokens (down) along x, blocks of rows along y. Slots lie along x so that those of one expert
 // read the same rows at about the same time, from the cache. WeightParams.split simdgroups share the work on a row.
 #include <metal_stdlib>

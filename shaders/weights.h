@@ -4,8 +4,10 @@
 // Packed rows are read in pieces of kPackedColumns, which are `bits` words whatever the bits are, or of kNarrowColumns.
 //
 // What differs on Apple's GPUs, by published measurements: integers become floats and are shifted at a quarter of the
-// rate of masks and additions, so codes become numbers by their bits, two at once as half2 where their width allows;
-// half is an operand's type there, so that making it float is free, where NVIDIA's GPUs spend an instruction.
+// rate of masks and additions, so codes become numbers by their bits, two at once as half2 where their width allows.
+// Half is an operand's type there, so that making it float is free, where NVIDIA's GPUs spend an instruction. Codes
+// rely on subnormal halves to stay what they are, as MLX's readers of e2m1 and e4m3 do on every Apple GPU. Registers
+// are fewer: a lane holds the words of four rows, 16 of 4 bits and 32 of 8, beside 32 of x.
 #pragma once
 #include "common.h"
 
