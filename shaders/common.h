@@ -109,9 +109,10 @@ enum class NumberType : int32_t { float32, float16, bfloat16, e8m0 };
 // How the work is cut, which gives the grids. Where a number is a choice, weights.h or experts.mm says why.
 MOE_METAL_CONSTANT uint32_t kChunkSimdgroups = 8;  // decode, rows: simdgroups of a threadgroup
 MOE_METAL_CONSTANT uint32_t kChunkRows = 4;        // decode, rows: rows of weights of a team of lanes
-MOE_METAL_CONSTANT uint32_t kPackedLanes = 8;      // decode, packed weights: lanes of a team, else all 32
+MOE_METAL_CONSTANT uint32_t kPackedLanes = 16;     // decode, packed weights: lanes of a team, else all 32
 MOE_METAL_CONSTANT uint32_t kPackedColumns = 32;   // packed weights: columns of a lane at a time, all of one group
 MOE_METAL_CONSTANT uint32_t kNarrowColumns = 16;   // the same for groups of 16, for ragged and for unaligned rows
+MOE_METAL_CONSTANT uint32_t kPackedChunk = kPackedLanes * kPackedColumns;
 MOE_METAL_CONSTANT uint32_t kMaxSplit = 16;        // decode, columns: simdgroups of a threadgroup at most
 MOE_METAL_CONSTANT uint32_t kDownColumnRows = 32;  // decode, columns: rows of down of a threadgroup
 MOE_METAL_CONSTANT uint32_t kTileRows = 64;        // else: rows of weights of a threadgroup

@@ -31,9 +31,11 @@ template <typename T>
 #else
   packed_values<weights_codes>(weights, params.weight, r, column, params.columns, values);
 #endif
-  const RowShape shape = {params.columns, params.columns % kWide == 0};
+  const bool wide = params.columns % kWide == 0;
   for (uint n = 0; n < kNarrowColumns; n += kWide) {
-    if (column + n < params.columns) store4(to, column + n, values.at[n / 4], shape);
+    if (wide && column + n < params.columns) store4_wide(to + column + n, values.at[n / 4]);
+    for (uint m = n; !wide && m < n + kWide && column + m < params.columns; ++m)
+      to[column + m] = T(values.at[n / 4][m % 4]);
   }
 }
 

@@ -2,12 +2,15 @@
 //
 // A chunk is what a team takes of a row at a time: a type that tells the weights' format and how a lane loads its
 // share.
-//   Data     what the weights' buffer holds          lanes    of a team
-//   rows     of a team, the same for all formats     columns  of a chunk
-// A simdgroup has 32 / lanes teams, each with rows of its own. Teams of a whole simdgroup suit weights of 16 and 32
-// bits. Packed rows are short, and each lane needs 32 of x for 16 bytes of 4-bit weights: 8 lanes take 128 bytes of a
-// row, a cache line of Apple's GPUs, and the four teams of a simdgroup read the same x.
+//   Data      what the weights' buffer holds        lanes       of a team
+//   columns   of a chunk                            step        from a lane's first column to the next lane's
+//   per_lane  whether a lane's share is whole by itself, so that lanes may be at different experts
+//   scale_rows  rows that share a scale
+// A simdgroup has 32 / lanes teams, each with rows of its own. Dense weights take a whole simdgroup. Packed rows are
+// short, and a lane needs 32 of x for 16 bytes of 4-bit weights: 16 lanes take 256 bytes of a row, two cache lines of
+// Apple's GPUs, and the other team reads the same x. On an H200 16 lanes were faster than 8 for one token, 8 for more.
 #pragma once
+#include "rows.h"
 #include "weights.h"
 
 namespace moe_metal {
@@ -46,12 +49,19 @@ void add_dense(thread ChunkRows& rows, float scale, device const V* vector, Weig
 template <typename T>
 struct WideChunk {
   using Data = T;
-  enum : uint { lanes = 32, vectors = Wide<T>::vectors, step = Wide<T>::elements, columns = 32 * step, scale_rows = 1 };
+  enum : uint {
+    lanes = 32,
+    vectors = Wide<T>::vectors,
+    step = Wide<T>::elements,
+    columns = 32 * step,
+    scale_rows = 1,
+    per_lane = 0
+  };
   template <typename V>
   static void load(device const V* row, uint column, uint, long, thread Vectors<vectors>& values) {
     load_wide(row + column, values);
   }
-  template <typename V>
+  template <bool placed, typename V>
   static void add(thread ChunkRows& rows, float scale, device const V* vector, Weights<T> weights,
                   constant WeightParams& params, uint length, uint column) {
     add_dense<WideChunk<T>>(rows, scale, vector, weights, params, length, column);
@@ -60,7 +70,7 @@ struct WideChunk {
 template <typename T>
 struct AnyChunk {
   using Data = T;
-  enum : uint { lanes = 32, vectors = 1, step = 1, columns = 128, scale_rows = 1 };
+  enum : uint { lanes = 32, vectors = 1, step = 1, columns = 128, scale_rows = 1, per_lane = 0 };
   template <typename V>
   static void load(device const V* row, uint column, uint length, long stride, thread Vectors<vectors>& values) {
     for (uint n = 0; n < 4; ++n) {
@@ -68,7 +78,7 @@ struct AnyChunk {
       values.at[0][n] = c < length ? float(row[c * stride]) : 0;
     }
   }
-  template <typename V>
+  template <bool placed, typename V>
   static void add(thread ChunkRows& rows, float scale, device const V* vector, Weights<T> weights,
                   constant WeightParams& params, uint length, uint column) {
     add_dense<AnyChunk<T>>(rows, scale, vector, weights, params, length, column);
@@ -109,6 +119,14 @@ void multiply_codes(thread const RowWords<N>& words, thread const Vectors<M>& pi
   }
 }
 
+// Where element i of inner, which is ours to lay out, lies for packed weights: what the lanes of a team load together,
+// 4 of each lane's piece, lies side by side. Where each lane's 128 bytes did, `down` waited for the cache (NVIDIA
+// H200).
+inline uint packed_place(uint i) {
+  const uint lane = i % kPackedChunk / kPackedColumns, four = i % kPackedColumns / 4;
+  return i / kPackedChunk * kPackedChunk + (four * kPackedLanes + lane) * 4 + i % 4;
+}
+
 // Wide: pieces of kPackedColumns, for whole pieces in groups of at least as many, and for rows of weights and vectors
 // whose loads are aligned. Else pieces of kNarrowColumns, which lie in one group whatever its size.
 template <typename Codes, bool wide>
@@ -119,21 +137,26 @@ struct PackedChunk {
     step = wide ? kPackedColumns : kNarrowColumns,
     columns = lanes * step,
     scale_rows = Codes::scale_rows,
+    per_lane = 1,
     words = (step * Codes::bits + 31) / 32
   };
   using Piece = Vectors<step / 4>;
 
-  template <typename V>
+  template <bool placed, typename V>
   static void load(device const V* vector, uint column, uint length, thread Piece& piece) {
 #pragma unroll
     for (uint n = 0; n < step; n += 8) {
       Vectors<2> eight;
-      if (wide) {
-        load_wide(vector + column + n, eight);
-      } else {
+      if (!wide) {
         for (uint m = 0; m < 8; ++m) {
-          eight.at[m / 4][m % 4] = column + n + m < length ? float(vector[column + n + m]) : 0;
+          const uint c = column + n + m;
+          eight.at[m / 4][m % 4] = c < length ? float(vector[placed ? packed_place(c) : c]) : 0;
         }
+      } else if (placed) {
+        eight.at[0] = load4_wide(vector + packed_place(column + n));
+        eight.at[1] = load4_wide(vector + packed_place(column + n + 4));
+      } else {
+        load_wide(vector + column + n, eight);
       }
       piece.at[n / 4] = eight.at[0];
       piece.at[n / 4 + 1] = eight.at[1];
@@ -152,7 +175,7 @@ struct PackedChunk {
   }
 
   // Scale and offset count once for all codes of a piece.
-  template <typename V>
+  template <bool placed, typename V>
   static void add(thread ChunkRows& rows, float weight, device const V* vector, Weights<uchar> weights,
                   constant WeightParams& params, uint length, uint column) {
     RowWords<words> pieces;
@@ -162,7 +185,7 @@ struct PackedChunk {
                               wide || params.layout == WeightLayout::rows_wide, pieces.row[r]);
     }
     Piece piece;
-    load(vector, column, length, piece);
+    load<placed>(vector, column, length, piece);
     const long group = column >> params.group_shift;
     Floats<kChunkRows> scale, offset, sum;
     load_scales<Codes>(weights.scale + group * params.scale.group, rows.scale, params.scale_type, scale);
@@ -181,22 +204,6 @@ struct PackedChunk {
 
 // ------------------------------------------------------------------------------------------ sums
 
-// Which part of its rows is a simdgroup's: every split-th chunk from `chunk` on.
-struct Share {
-  uint chunk, split, lane;
-};
-
-// sum[r] += scale * (this lane's share of row r) * vector. One chunk at a time: two kept twice the registers, and were
-// slower on the GPU where this was tried (H200).
-template <typename Chunk, typename V>
-void add_rows(thread ChunkRows& rows, float scale, device const V* vector, Weights<typename Chunk::Data> weights,
-              constant WeightParams& params, uint length, Share share) {
-  for (uint column = share.chunk * Chunk::columns + share.lane % Chunk::lanes * Chunk::step; column < length;
-       column += share.split * Chunk::columns) {
-    Chunk::add(rows, scale, vector, weights, params, length, column);
-  }
-}
-
 // Where a thread works: `split` simdgroups are a set, of which each team has kChunkRows rows, and the simdgroup takes
 // every split-th of their chunks from `part` on.
 struct Place {
@@ -209,6 +216,16 @@ Place place_of(uint thread_index, uint split) {
   place.part = thread_index / 32 % split;
   place.team = thread_index / 32 / split * (32 / Chunk::lanes) + place.lane / Chunk::lanes;
   return place;
+}
+
+// sum[r] += (this lane's share of row r) * vector
+template <typename Chunk, typename V>
+void add_rows(thread ChunkRows& rows, device const V* vector, Weights<typename Chunk::Data> weights,
+              constant WeightParams& params, uint length, Place place, uint split) {
+  for (uint column = place.part * Chunk::columns + place.lane % Chunk::lanes * Chunk::step; column < length;
+       column += split * Chunk::columns) {
+    Chunk::template add<false>(rows, 1, vector, weights, params, length, column);
+  }
 }
 
 // shares[simdgroup][team][r] = the team's sum of row r

@@ -5,11 +5,13 @@
 //                             + sigmoid(shared_gate) * shared + residual
 //
 // x, shared, residual, output [T, H]; weights, ids [T, K], whose T * K entries are the slots; gate_up [E, 2I, H] and
-// down [E, H, I] in any layout; biases [E, 2I] and [E, H]; inner [T * K, I]. inner is float: it is 1/H of the weights
-// that are read, and the activated values may lie outside the range of half.
+// down [E, H, I] in any format and layout, with scales and offsets as `dequantize` has them; biases [E, 2I] and [E, H];
+// inner [T * K, I]. inner is float: it is 1/H of the weights that are read, and the activated values may lie outside
+// the range of half. For packed weights its rows are padded to whole chunks, and its elements lie as down's lanes read
+// them: packed_place in dots.h.
 //
 // _rows: lanes lie along the columns of a few rows, _columns: across the rows of a few columns, for transposed weights.
-// _wide: a lane loads 16 bytes of weights at a time.
+// _wide: a lane loads 16 bytes of weights at a time, or of packed weights what kPackedColumns take.
 // Grid: slots (gate_up) or tokens (down) along x, blocks of rows along y. Slots lie along x so that those of one expert
 // read the same rows at about the same time, from the cache. WeightParams.split simdgroups share the work on a row.
 #include <metal_stdlib>
@@ -23,6 +25,14 @@ namespace moe_metal {
 // ------------------------------------------------------------------------------------------ lanes along the columns
 
 MOE_METAL_CONSTANT uint kInnerRows = kChunkRows / 2;  // a gate row and an up row each
+
+#if MOE_METAL_FORMAT == 0
+inline uint inner_place(uint i) { return i; }
+inline ulong inner_length(uint inner_size) { return inner_size; }
+#else
+inline uint inner_place(uint i) { return packed_place(i); }
+inline ulong inner_length(uint inner_size) { return (inner_size + kPackedChunk - 1) / kPackedChunk * kPackedChunk; }
+#endif
 
 template <typename T, typename Chunk>
 [[kernel]] void experts_gate_up_rows(device const T* x [[buffer(0)]], device const int* ids [[buffer(1)]],
@@ -45,16 +55,15 @@ template <typename T, typename Chunk>
     set_row<Chunk>(rows, r, gate_up_row(min(first + r / 2, params.I - 1), r % 2, params), params.gate_up);
   }
   if (first < params.I) {
-    const Share share = {place.part, split, place.lane};
-    add_rows<Chunk>(rows, 1, x + ulong(slot / params.K) * params.H,
-                    of_expert(gate_up, scale, offset, expert, params.gate_up), params.gate_up, params.H, share);
+    add_rows<Chunk>(rows, x + ulong(slot / params.K) * params.H,
+                    of_expert(gate_up, scale, offset, expert, params.gate_up), params.gate_up, params.H, place, split);
   }
   share_sums<Chunk>(rows, shares, thread_index);
   if (thread_index >= block_rows || block + thread_index >= params.I) return;
   const uint team = thread_index / kInnerRows, r = thread_index % kInnerRows * 2;
   const float gate = shared_sum<Chunk>(shares, team, split, r), up = shared_sum<Chunk>(shares, team, split, r + 1);
-  inner[ulong(slot) * params.I + block + thread_index] =
-      inner_value(gate, up, bias, expert, block + thread_index, params);
+  const uint i = block + thread_index;
+  inner[ulong(slot) * inner_length(params.I) + inner_place(i)] = inner_value(gate, up, bias, expert, i, params);
 }
 
 // sum_k weights[k] * down_bias[expert_k], of one element
@@ -88,16 +97,16 @@ template <typename T, typename Chunk>
   if (token >= params.T) return;
   ChunkRows rows = {};
   for (uint r = 0; r < kChunkRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.H - 1), params.down);
-  // The chunks of all experts in turn: simdgroup s of the split takes every split-th of them, from s on.
-  const uint chunks = (params.I + Chunk::columns - 1) / Chunk::columns, turn = split - chunks % split;
-  Share share = {place.part, split, place.lane};
-  for (uint k = 0; k < params.K && first < params.H; ++k) {
-    const ulong slot = ulong(token) * params.K + k;
+  // What all experts' rows have for a team, or for a lane of it, follows one another: each in turn takes one of it.
+  constexpr uint takers = Chunk::per_lane ? Chunk::lanes : 1, take = Chunk::columns / takers;
+  const uint takes = (params.I + take - 1) / take, taker = place.part * takers + place.lane % takers;
+  for (uint i = taker; i < params.K * takes && first < params.H; i += split * takers) {
+    const ulong slot = ulong(token) * params.K + i / takes;
     const int expert = expert_of(ids, slot, params);
-    if (expert < 0) continue;
-    add_rows<Chunk>(rows, load(weights, slot, params.weights), inner + slot * params.I,
-                    of_expert(down, scale, offset, expert, params.down), params.down, params.I, share);
-    share.chunk = (share.chunk + turn) % split;
+    const uint column = i % takes * take + (Chunk::per_lane ? 0 : place.lane * Chunk::step);
+    if (expert < 0 || column >= params.I) continue;
+    Chunk::template add<true>(rows, load(weights, slot, params.weights), inner + slot * inner_length(params.I),
+                              of_expert(down, scale, offset, expert, params.down), params.down, params.I, column);
   }
   share_sums<Chunk>(rows, shares, thread_index);
   const uint h = block + thread_index;

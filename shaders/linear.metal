@@ -29,9 +29,8 @@ template <typename T, typename Chunk>
   ChunkRows rows = {};
   for (uint r = 0; r < kChunkRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.N - 1), params.weight);
   if (first < params.N) {
-    const Share share = {place.part, split, place.lane};
-    add_rows<Chunk>(rows, 1, x + ulong(token) * params.H, of_expert(weight, scale, offset, 0, params.weight),
-                    params.weight, params.H, share);
+    add_rows<Chunk>(rows, x + ulong(token) * params.H, of_expert(weight, scale, offset, 0, params.weight),
+                    params.weight, params.H, place, split);
   }
   share_sums<Chunk>(rows, shares, thread_index);
   const uint n = block + thread_index;

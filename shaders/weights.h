@@ -4,8 +4,10 @@
 // Packed rows are read in pieces of kPackedColumns, which are `bits` words whatever the bits are, or of kNarrowColumns.
 //
 // What differs on Apple's GPUs, by published measurements: integers become floats and are shifted at a quarter of the
-// rate of masks and additions, so codes become numbers by their bits, two at once as half2 where their width allows;
-// half is an operand's type there, so that making it float is free, where NVIDIA's GPUs spend an instruction.
+// rate of masks and additions, so codes become numbers by their bits, two at once as half2 where their width allows.
+// Half is an operand's type there, so that making it float is free, where NVIDIA's GPUs spend an instruction. Codes
+// rely on subnormal halves to stay what they are, as MLX's readers of e2m1 and e4m3 do on every Apple GPU. Registers
+// are fewer: a lane holds the words of four rows, 16 of 4 bits and 32 of 8, beside 32 of x.
 #pragma once
 #include "common.h"
 
@@ -55,10 +57,11 @@ inline void load_wide(device const float* source, thread Vectors<1>& values) {
   values.at[0] = *reinterpret_cast<device const float4*>(source);
 }
 // Floats that meet eight of half or bfloat, or of codes.
-inline void load_wide(device const float* source, thread Vectors<2>& values) {
-  values.at[0] = reinterpret_cast<device const float4*>(source)[0];
-  values.at[1] = reinterpret_cast<device const float4*>(source)[1];
+inline void load_wide(device const float* low, device const float* high, thread Vectors<2>& values) {
+  values.at[0] = *reinterpret_cast<device const float4*>(low);
+  values.at[1] = *reinterpret_cast<device const float4*>(high);
 }
+inline void load_wide(device const float* source, thread Vectors<2>& values) { load_wide(source, source + 4, values); }
 
 // ------------------------------------------------------------------------------------------ numbers of any type
 
@@ -121,8 +124,8 @@ struct Affine {
   static constexpr uint bit(uint i) { return i * bits % 32; }
   static constexpr uint place(uint i) { return halves ? bit(i) % 8 : 0; }
 
-  // Codes that fill words: code i and the one 16 bits from it are left in their places, as subnormal half, of which 1
-  // is 2^-24. What all rows of weights share, x, is scaled down instead.
+  // Codes that fill words: code i and its partner, which lies 16 bits higher, are left in their places, as subnormal
+  // half, of which 1 is 2^-24. What all rows of weights share, x, is scaled down instead.
   static half2 pair(uint word, uint i) {
     const uint mask = ((1u << bits) - 1) << place(i);
     return as_type<half2>((bit(i) % 16 < 8 ? word : word >> 8) & (mask | mask << 16));
@@ -138,13 +141,16 @@ struct Affine {
 
   template <uint N>
   static void eight(thread const Words<N>& words, uint i, thread Vectors<2>& codes) {
+    constexpr uint partner = 16 / bits;
 #pragma unroll
     for (uint n = 0; n < 8; ++n) {
-      if (halves) {
+      if (!halves) {
+        codes.at[n / 4][n % 4] = single(words, i + n);
+      } else if (bit(i + n) < 16 || partner >= 8) {
         const half2 both = pair(words.at[(i + n) * bits / 32], i + n);
         codes.at[n / 4][n % 4] = float(bit(i + n) < 16 ? both.x : both.y);
-      } else {
-        codes.at[n / 4][n % 4] = single(words, i + n);
+        const uint m = (n + partner) % 8;
+        if (partner < 8) codes.at[m / 4][m % 4] = float(both.y);
       }
     }
   }

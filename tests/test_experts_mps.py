@@ -8,6 +8,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 from cases import BFLOAT, Case, call, expected
 from checks import assert_matches
 from conftest import SIMULATED
+from packed import AFFINE, FP8, MXFP4, PACKINGS, Packing
+from torch_moe_metal import reference
 
 recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records dispatches; a Mac's own does not")
 
@@ -171,3 +173,204 @@ def test_any_order_of_threads(mps: str, T: int, transposed: bool):
     finally:
         metal_sim.set_orders("forward")
     assert_matches(got, expected("experts", case.arguments(), options), case.longest_sum)
+
+
+# ------------------------------------------------------------------------------------------------ packed weights
+
+NARROW = [Packing("affine", bits, 16) for bits in (2, 3, 4, 5, 6, 8)]  # groups of which no 32 columns are one
+SCALES = [Packing("affine", 4, 128, torch.float16), Packing("affine", 8, 32, BFLOAT), Packing("fp8", 8, 128, BFLOAT)]
+FLOAT = torch.float32
+
+
+def sizes_of(packing: Packing) -> tuple[int, int]:
+    """H and I that the format allows and that fill no tile, chunk or team of lanes."""
+    if packing.format == "fp8":
+        return 200, 139
+    return (7 * packing.group, 3 * packing.group) if packing.group < 64 else (2 * packing.group, packing.group)
+
+
+def packed_experts(packing: Packing, T: int, dtype: torch.dtype = FLOAT, interleaved: bool = False):
+    """Arguments on the CPU, and options, of experts with packed weights. Some ids are of no expert."""
+    H, I = sizes_of(packing)
+    E, K, generator = 5, 3, torch.Generator().manual_seed(T)
+    args = dict(
+        zip(
+            ("gate_up", "gate_up_scale", "gate_up_offset"),
+            packing.weight(E, 2 * I, H, generator=generator),
+            strict=True,
+        )
+    )
+    args |= dict(zip(("down", "down_scale", "down_offset"), packing.weight(E, H, I, generator=generator), strict=True))
+    args |= {
+        "x": torch.randn(T, H, generator=generator).to(dtype),
+        "weights": torch.rand(T, K, generator=generator),
+        "ids": torch.randint(0, E + 1, (T, K), generator=generator),
+        "gate_up_bias": torch.randn(E, 2 * I, generator=generator),
+        "down_bias": torch.randn(E, H, generator=generator),
+    }
+    return args, {"format": packing.format, "interleaved": interleaved}
+
+
+def packed_linear(packing: Packing, T: int, dtype: torch.dtype = FLOAT, N: int = 71):
+    generator = torch.Generator().manual_seed(T)
+    H, _ = sizes_of(packing)
+    weight, scale, offset = packing.weight(N, H, generator=generator)
+    x, bias = torch.randn(T, H, generator=generator).to(dtype), torch.randn(N, generator=generator)
+    return {"x": x, "weight": weight, "scale": scale, "offset": offset, "bias": bias}, {"format": packing.format}
+
+
+def in_float64(op: str, args: dict, options: dict) -> torch.Tensor:
+    wide = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in args.items()}
+    return getattr(reference, op)(**wide, **options)
+
+
+def given(args: dict, device: str) -> dict:
+    return {name: tensor.to(device) for name, tensor in args.items() if tensor is not None}
+
+
+def check(op: str, args: dict, options: dict, device: str) -> None:
+    got = getattr(torch.ops.moe_metal, op)(**given(args, device), **options)
+    assert_matches([got], [in_float64(op, args, options)], args["x"].shape[-1])
+
+
+@pytest.mark.parametrize("T", [3, 40])
+@pytest.mark.parametrize("packing", [*PACKINGS, *NARROW, *SCALES], ids=str)
+def test_packed_experts(device: str, packing: Packing, T: int):
+    """Decode and prefill in every format, whose groups end inside a tile."""
+    check("experts", *packed_experts(packing, T, interleaved=T == 3), device)
+
+
+@pytest.mark.parametrize("T", [1, 8, 9, 33, 70])
+@pytest.mark.parametrize("packing", [AFFINE[3], AFFINE[4], NARROW[1], MXFP4, FP8], ids=str)
+def test_packed_linear(device: str, packing: Packing, T: int):
+    check("linear", *packed_linear(packing, T), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BFLOAT], ids=str)
+def test_packed_weights_and_16_bits(device: str, dtype: torch.dtype):
+    for packing in (AFFINE[4], MXFP4):
+        for T in (2, 40):
+            check("experts", *packed_experts(packing, T, dtype), device)
+            check("linear", *packed_linear(packing, T, dtype), device)
+
+
+@pytest.mark.parametrize("packing", [*PACKINGS, *NARROW], ids=str)
+def test_dequantize(device: str, packing: Packing):
+    """Every code, and matrices of more than three dimensions."""
+    H, _ = sizes_of(packing)
+    generator = torch.Generator().manual_seed(0)
+    weight = packing.weight(2, 3, 9, H, generator=generator)
+    options = {"format": packing.format, "bits": packing.bits}
+    for dtype in (FLOAT, BFLOAT):
+        on_device = (None if tensor is None else tensor.to(device) for tensor in weight)
+        got = torch.ops.moe_metal.dequantize(*on_device, **options, dtype=dtype)
+        wide = (t.double() if t is not None and t.is_floating_point() else t for t in weight)
+        assert_matches([got], [reference.dequantize(*wide, **options, dtype=torch.float64)])
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, torch.float16, BFLOAT], ids=str)
+def test_dequantize_dense(device: str, dtype: torch.dtype):
+    weight = torch.randn(3, 21, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    got = torch.ops.moe_metal.dequantize(weight.mT.to(device), format="dense", dtype=FLOAT)
+    assert torch.equal(got.cpu(), weight.mT.float())
+
+
+# What a view does to a weight's memory: bytes before it, bytes between rows, and the scales of a larger tensor.
+def late(tensor: torch.Tensor, by: int = 1) -> torch.Tensor:
+    return torch.empty(tensor.numel() + by, dtype=tensor.dtype)[by:].view_as(tensor).copy_(tensor)
+
+
+def apart(tensor: torch.Tensor, by: int = 1) -> torch.Tensor:
+    wide = torch.empty(*tensor.shape[:-1], tensor.shape[-1] + by, dtype=tensor.dtype)
+    return wide[..., : tensor.shape[-1]].copy_(tensor)
+
+
+VIEWS = {
+    "late": late,
+    "apart": apart,
+    "upside_down": lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("T", [2, 40])
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("packing", [AFFINE[4], AFFINE[6], NARROW[1], MXFP4, FP8, SCALES[1]], ids=str)
+def test_views_of_packed_weights(device: str, packing: Packing, view: str, T: int):
+    """Data that no wide load fits, and scales with any strides: the same numbers."""
+    args, options = packed_experts(packing, T)
+    for name in ("gate_up", "gate_up_scale", "gate_up_offset", "down", "down_scale", "down_offset"):
+        if args[name] is not None:
+            args[name] = VIEWS[view](args[name])
+    on_device = given(args, device)
+    for name in ("gate_up", "down"):  # as they lie here
+        memory = torch.empty(args[name].untyped_storage().nbytes(), dtype=torch.uint8, device=device)
+        strided = memory.view(args[name].dtype).as_strided(
+            args[name].shape, args[name].stride(), args[name].storage_offset()
+        )
+        on_device[name] = strided.copy_(args[name])
+    got = torch.ops.moe_metal.experts(**on_device, **options)
+    assert_matches([got], [in_float64("experts", args, options)], args["x"].shape[-1])
+
+
+def test_mxfp4_in_blocks(device: str):
+    """[.., C / 32, 16], as gpt-oss has it."""
+    for T in (2, 40):
+        args, options = packed_experts(MXFP4, T, interleaved=True)
+        want = in_float64("experts", args, options)
+        args |= {name: args[name].unflatten(-1, (-1, 16)) for name in ("gate_up", "down")}
+        got = torch.ops.moe_metal.experts(**given(args, device), **options)
+        assert_matches([got], [want], args["x"].shape[-1])
+
+
+@pytest.mark.parametrize("T", [1, 20])
+@pytest.mark.parametrize("packing", [AFFINE[4], MXFP4, FP8], ids=str)
+def test_nan_stays_where_it_is(device: str, packing: Packing, T: int):
+    """A scale, or a code, that is NaN makes its own row NaN and no other."""
+    args, options = packed_linear(packing, T)
+    if packing.format == "fp8":
+        args["weight"][5, 150] = 0xFF
+    else:
+        args["scale"][5, 1] = 255 if packing.format == "mxfp4" else float("nan")
+    got = torch.ops.moe_metal.linear(**given(args, device), **options).cpu()
+    assert got.isnan().nonzero()[:, 1].unique().tolist() == [5]
+    assert got.isnan()[:, 5].all()
+
+
+@recorded
+@pytest.mark.parametrize(
+    "packing, kernel",
+    [(AFFINE[4], "wide_affine4"), (NARROW[2], "affine4"), (MXFP4, "wide_mxfp4"), (FP8, "fp8")],
+    ids=str,
+)
+def test_kernels_of_packed_weights(mps: str, packing: Packing, kernel: str):
+    """Two dispatches at decode, four at prefill, and the widest loads wherever whole pieces are aligned."""
+    args, options = packed_experts(packing, 2)
+    assert experts_kernels(given(args, mps), **options) == [
+        f"{part}_rows_{kernel}_float" for part in ("gate_up", "down")
+    ]
+    args, options = packed_experts(packing, 40)
+    name = kernel.removeprefix("wide_")
+    assert experts_kernels(given(args, mps), **options) == [
+        "sort",
+        f"gate_up_tiles16_{name}_float",
+        f"down_tiles16_{name}_float",
+        "combine_float",
+    ]
+    args, options = packed_linear(packing, 1)
+    assert kernels_of(lambda: torch.ops.moe_metal.linear(**given(args, mps), **options)) == [
+        f"linear_rows_{kernel}_float"
+    ]
+
+
+@recorded
+@pytest.mark.parametrize("T", [2, 40])
+@pytest.mark.parametrize("packing", [AFFINE[4], NARROW[3], MXFP4, FP8], ids=str)
+def test_packed_weights_in_any_order_of_threads(mps: str, packing: Packing, T: int):
+    import metal_sim
+
+    metal_sim.set_orders("forward", "backward", "random:1")
+    try:
+        check("experts", *packed_experts(packing, T), mps)
+        check("linear", *packed_linear(packing, T), mps)
+    finally:
+        metal_sim.set_orders("forward")

@@ -70,7 +70,9 @@ void decode(const Experts& call, ExpertsParams params) {
                                   call.H, kTileRows, call.x);
   const Product down =
       product(decode_down, call.down, params.down, true, call.T, call.H, call.K * call.I, kDownColumnRows, call.x);
-  const Tensor inner = at::empty({slots, call.I}, call.x.options().dtype(at::kFloat));
+  // Packed weights meet it in whole chunks.
+  const int64_t length = call.down.format == Format::dense ? call.I : ceil_div(call.I, kPackedChunk) * kPackedChunk;
+  const Tensor inner = at::empty({slots, length}, call.x.options().dtype(at::kFloat));
   launch({{gate_up.kernel, gate_up.grid, call.x, call.ids, call.gate_up.data, call.gate_up.scale, call.gate_up.offset,
            call.gate_up_bias, inner, params},
           {down.kernel, down.grid, inner, call.ids, call.weights, call.down.data, call.down.scale, call.down.offset,

@@ -67,10 +67,18 @@ def dispatch_row(dispatch: metal_sim.Dispatch, names: dict[int, str], scratch: d
     return {"kernel": dispatch.kernel, "grid": dispatch.grid, "threads": dispatch.threads, "arguments": arguments}
 
 
+#: Arguments whose strides the kernels follow. PyTorch makes a copy of others that are strided, which no trace holds.
+FOLLOWED = {
+    "glu": {"gate", "up"},
+    "experts": {f"{weight}{part}" for weight in ("gate_up", "down") for part in ("", "_scale", "_offset")},
+    "linear": {"weight", "scale", "offset"},
+    "dequantize": {"weight", "scale", "offset"},
+}
+
+
 def replayable(case: Case, args: dict[str, Tensor]) -> bool:
-    """A copy that PyTorch makes of a strided argument is not in the trace. Weights, gate and up are followed."""
-    followed = {"gate_up", "down"} | ({"gate", "up"} if case.op == "glu" else set())
-    return all(tensor.is_contiguous() for name, tensor in args.items() if name not in followed)
+    copied = set(args) - FOLLOWED.get(case.op, set())
+    return all(args[name].is_contiguous() for name in copied)
 
 
 def traces(ops: list[str]) -> Iterator[dict]:
