@@ -104,8 +104,8 @@ struct Affine {
   static constexpr bool kOffset = true;
   static constexpr int kBits = bits;
   static constexpr float kUnit = 1;
-  static constexpr bool kBFloat16 = bits == 4;
 #ifdef MOE_METAL_BF16
+  static constexpr bool kBFloat16 = bits == 4;
   static auto bfloat16_dots() { return std::optional<BFloat16Dots<FourBits, true>>(FourBits(kIntegers<4>)); }
 #endif
   Codes<bits> codes;
@@ -122,8 +122,8 @@ struct Mxfp4 {
   static constexpr bool kOffset = false;
   static constexpr int kBits = 4;
   static constexpr float kUnit = 1;
-  static constexpr bool kBFloat16 = true;
 #ifdef MOE_METAL_BF16
+  static constexpr bool kBFloat16 = true;
   static auto bfloat16_dots() { return std::optional<BFloat16Dots<FourBits, false>>(FourBits(kE2m1)); }
 #endif
   Codes<4> codes{kE2m1};
@@ -140,8 +140,8 @@ struct Fp8 {
   static constexpr bool kOffset = false;
   static constexpr int kBits = 8;
   static constexpr float kUnit = E4m3::kUnit;
-  static constexpr bool kBFloat16 = true;
 #ifdef MOE_METAL_BF16
+  static constexpr bool kBFloat16 = true;
   static auto bfloat16_dots() { return std::optional<BFloat16Dots<EightBits, false>>(EightBits()); }
 #endif
   E4m3 codes;
