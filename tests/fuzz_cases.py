@@ -428,6 +428,7 @@ OPTIONS: dict[type, tuple] = {
     int: (-1, 0, 1, 2, 2**20, 2**31, 2**32 + 1, 2**63 - 1, -(2**63), 1.5, "1", None, nan),
     float: (nan, inf, -inf, -1.0, 0.0, -0.0, 1e39, -1e39, 1e-46, 1e-30, 1e30, 3, "1", None),
     bool: (None, "yes", 2, 0.5),
+    torch.dtype: (torch.float64, torch.int32, torch.bool, torch.float8_e4m3fn, "float32", None),
     str: ("", " ", "?" * 5000, "S", "softmax ", 'quote"', "\u00e9", None, 3),
 }
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cases import Args, call, clear_choice, expected
+from cases import Args, call, clear_choice, expected, is_number
 from checks import assert_matches, bits, same_bits
 from fuzz_cases import Call
 from torch_moe_metal.arguments import ARGUMENTS, ROUTERS, written
@@ -151,7 +151,7 @@ def noisy(values: Args, seed: int) -> Args:
         noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
         return tensor.double() * (1 + NOISE * noise) + LEAST_NOISE * noise * (tensor != 0)
 
-    return {n: shake(t) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in values.items()}
+    return {n: shake(t) if isinstance(t, Tensor) and is_number(t) else t for n, t in values.items()}
 
 
 def unsure(want: Tensor, dtype: torch.dtype, others: list[Tensor], longest_sum: int) -> Tensor:

@@ -78,3 +78,36 @@ def test_a_larger_grid_changes_nothing(case: Case, more: int, mps: str) -> None:
     with metal_sim.more_threadgroups(more):
         got = call(getattr(torch.ops.moe_metal, case.op), case.op, case.arguments(mps), case.options)
     assert_matches(got, expected(case.op, case.arguments(), case.options), case.longest_sum)
+
+
+# ------------------------------------------------------------------------------------------------ beyond 32 bits
+
+# Sizes by which the largest tensor has more than 2^32 elements.
+FAR = {
+    "gate": {"T": 2**20 + 40, "E": 4, "K": 2, "H": 4096},
+    "route": {"T": 2**22 + 40, "E": 1024, "K": 2},
+    "glu": {"T": 2**20 + 40, "I": 4096},
+    "weighted_sum": {"T": 2**19 + 40, "K": 2, "H": 4096},
+    "norm_add": {"T": 2**20 + 40, "H": 4096, "S": 4096},
+} | {"residual_norm": {"T": 2**20 + 40, "H": 4096, "S": 4096}}
+FAR |= {op: FAR["weighted_sum"] for op in ODD if op.startswith("weighted_sum_")}
+
+
+@pytest.mark.parametrize("op", FAR)
+def test_offsets_beyond_32_bits(op: str, mps: str) -> None:
+    """The last tokens of tensors with more than 2^32 elements come out as if they were alone. Memory that nobody
+    touches costs nothing, so neither do the other tokens, whose threadgroups are left out."""
+    import metal_sim
+
+    options = {"top_k": 2} if op in ("gate", "route") else {}
+    tail = Case(op, "tail", FAR[op] | {"T": 8}, (), options, torch.bfloat16)
+    few, far = tail.arguments(), {}
+    for name, letters in tail.shapes.items():
+        if letters[0] == "T":
+            far[name] = torch.empty(FAR[op]["T"], *few[name].shape[1:], dtype=few[name].dtype, device=mps)
+            far[name][-8:] = few[name]
+        else:
+            far[name] = few[name].to(mps)
+    with metal_sim.last_threadgroups(64):
+        got = call(getattr(torch.ops.moe_metal, op), op, far, options)
+    assert_matches([tensor[-8:] for tensor in got], expected(op, few, options), tail.longest_sum)

@@ -18,7 +18,17 @@ os.environ.setdefault("METAL_SIM_HOME", str(Path(__file__).resolve().parent / "e
 
 DEVICE = (
     *("Compiled", "Dispatch", "Project", "Record"),
-    *("compiled", "host_only", "live_objects", "load", "made_objects", "more_threadgroups", "playing_macos", "record"),
+    *(
+        "compiled",
+        "host_only",
+        "last_threadgroups",
+        "live_objects",
+        "load",
+        "made_objects",
+        "more_threadgroups",
+        "playing_macos",
+        "record",
+    ),
     *("set_orders", "synchronize"),
 )
 

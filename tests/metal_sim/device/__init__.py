@@ -147,6 +147,16 @@ def more_threadgroups(count: int = 1) -> Iterator[None]:
         torch.ops.metal_sim.set_more_threadgroups(0)
 
 
+@contextmanager
+def last_threadgroups(count: int) -> Iterator[None]:
+    """Of every dispatch only the last so many along x run: the far end of tensors that are too large to compute."""
+    torch.ops.metal_sim.set_last_threadgroups(count)
+    try:
+        yield
+    finally:
+        torch.ops.metal_sim.set_last_threadgroups(0)
+
+
 def set_orders(*names: str) -> None:
     """Run every dispatch once in each of these thread orders, which must agree: forward, backward, random:SEED.
 

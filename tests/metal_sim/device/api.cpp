@@ -98,6 +98,7 @@ int64_t contents(const at::Tensor& tensor) {
 
 void set_host_only(bool value) { options().host_only = value; }
 void set_more_threadgroups(int64_t count) { options().more_threadgroups = count; }
+void set_last_threadgroups(int64_t count) { settings().last_threadgroups = count; }
 void set_macos(int64_t major, int64_t minor) { options().macos = {major, minor}; }
 
 void synchronize() {
@@ -112,6 +113,7 @@ TORCH_LIBRARY(metal_sim, m) {
   m.def("set_orders(str[] names) -> ()", &set_orders);
   m.def("set_host_only(bool value) -> ()", &set_host_only);
   m.def("set_more_threadgroups(int count) -> ()", &set_more_threadgroups);
+  m.def("set_last_threadgroups(int count) -> ()", &set_last_threadgroups);
   m.def("set_macos(int major, int minor) -> ()", &set_macos);
   m.def("synchronize() -> ()", &synchronize);
   m.def("contents(Tensor tensor) -> int", &contents);

@@ -406,7 +406,9 @@ void Run::run_group(uint64_t group, const Order& order, Random& random) {
 }
 
 void Run::run_once(const Order& order) {
-  uint64_t total = groups[0] * groups[1] * groups[2];
+  const size_t last = settings().last_threadgroups;
+  const uint64_t along_x = last ? std::min<uint64_t>(groups[0], last) : groups[0], skipped = groups[0] - along_x;
+  uint64_t total = along_x * groups[1] * groups[2];
   Random random{order.seed};
   std::vector<uint32_t> turns(order.kind == Order::Kind::random ? total : 0);
   std::iota(turns.begin(), turns.end(), 0u);
@@ -418,7 +420,8 @@ void Run::run_once(const Order& order) {
   try {
     for (uint64_t i = 0; i < total; ++i) {
       guard.allow(settings().seconds);
-      run_group(!turns.empty() ? turns[i] : order.kind == Order::Kind::backward ? total - 1 - i : i, order, random);
+      const uint64_t turn = !turns.empty() ? turns[i] : order.kind == Order::Kind::backward ? total - 1 - i : i;
+      run_group(turn / along_x * groups[0] + skipped + turn % along_x, order, random);
     }
   } catch (...) {
     device_epoch = state->device_epoch + 1;

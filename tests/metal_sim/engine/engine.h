@@ -100,11 +100,12 @@ struct Order {
 };
 
 struct Settings {
-  std::vector<Order> orders;  // every dispatch runs once in each; env METAL_SIM_ORDERS="forward,backward,random:1"
-  double seconds = 60;        // of CPU time for one threadgroup; env METAL_SIM_SECONDS
-  bool races = true;          // look for data races; env METAL_SIM_RACES=0 turns it off
-  std::string home;           // where translate.py and shim/ are; env METAL_SIM_HOME, else beside this file
-  std::string cache;          // compiled shaders; env METAL_SIM_CACHE, else build/shaders beside <home>
+  std::vector<Order> orders;     // every dispatch runs once in each; env METAL_SIM_ORDERS="forward,backward,random:1"
+  double seconds = 60;           // of CPU time for one threadgroup; env METAL_SIM_SECONDS
+  size_t last_threadgroups = 0;  // along x that are run, of a grid too large to be run whole; 0: all
+  bool races = true;             // look for data races; env METAL_SIM_RACES=0 turns it off
+  std::string home;              // where translate.py and shim/ are; env METAL_SIM_HOME, else beside this file
+  std::string cache;             // compiled shaders; env METAL_SIM_CACHE, else build/shaders beside <home>
 };
 Settings& settings();  // read and changed between dispatches only
 
