@@ -5,8 +5,9 @@
 //   down      slots[order[i]] = down[expert] * inner[i] + down_bias[expert]
 //   combine   output[token] = sum_k weights[k] * slots[token, k] + sigmoid(shared_gate) * shared + residual
 //
-// Shapes are those of experts_decode.metal; order [T * K] and offsets [E + 1] are int, inner [T * K, I] and slots
-// [T * K, H] float. Slots whose id lies outside [0, E) are in no expert's part of order, and combine leaves them out.
+// The first and the last are in experts_slots.metal. Shapes are those of experts_decode.metal; order [T * K] and
+// offsets [E + 1] are int, inner [T * K, I] and slots [T * K, H] float. Slots whose id lies outside [0, E) are in no
+// expert's part of order, and combine leaves them out.
 //
 // gate_up and down multiply tiles of TileSlots slots by 64 rows of weights. Grid: one threadgroup per tile along x.
 // Tiles of slots never span experts, and how many tiles an expert has is known on the device only: the grid has as many

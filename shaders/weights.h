@@ -1,6 +1,6 @@
 // Weights in every format: where they lie, and one reader for each. reference.py says at `dequantize` what they mean.
 //
-// A library knows one format: MOE_METAL_FORMAT and MOE_METAL_BITS say which, and `weights_reader` is its reader.
+// A library knows one format: MOE_METAL_FORMAT and MOE_METAL_BITS say which, and `weights_codes` is its reader.
 // Packed rows are read in pieces of kPackedColumns, which are `bits` words whatever the bits are, or of kNarrowColumns.
 //
 // What differs on Apple's GPUs, by published measurements: integers become floats and are shifted at a quarter of the
@@ -57,11 +57,10 @@ inline void load_wide(device const float* source, thread Vectors<1>& values) {
   values.at[0] = *reinterpret_cast<device const float4*>(source);
 }
 // Floats that meet eight of half or bfloat, or of codes.
-inline void load_wide(device const float* low, device const float* high, thread Vectors<2>& values) {
-  values.at[0] = *reinterpret_cast<device const float4*>(low);
-  values.at[1] = *reinterpret_cast<device const float4*>(high);
+inline void load_wide(device const float* source, thread Vectors<2>& values) {
+  values.at[0] = reinterpret_cast<device const float4*>(source)[0];
+  values.at[1] = reinterpret_cast<device const float4*>(source)[1];
 }
-inline void load_wide(device const float* source, thread Vectors<2>& values) { load_wide(source, source + 4, values); }
 
 // ------------------------------------------------------------------------------------------ numbers of any type
 
@@ -77,7 +76,6 @@ inline float load_number(device const uchar* at, NumberType type) {
   return float(*reinterpret_cast<device const bfloat*>(at));
 }
 
-// The scales, or offsets, of some rows. The type is asked for once, so that their loads overlap.
 template <uint N>
 struct Offsets {
   long at[N];
@@ -86,6 +84,7 @@ template <uint N>
 struct Floats {
   float at[N];
 };
+// The scales, or offsets, of some rows. The type is asked for once, so that their loads overlap.
 template <typename Codes, uint N>
 void load_scales(device const uchar* from, thread const Offsets<N>& rows, NumberType type, thread Floats<N>& to) {
   if (Codes::e8m0_scale) {
@@ -111,6 +110,7 @@ struct Words {
 //   bits           of a code; codes follow one another from the lowest bit of a row's first byte on
 //   scale_rows     rows that share a scale
 //   has_offset     a value is scale * factor * code + offset
+//   e8m0_scale     scales are powers of two
 //   factor         what `eight` leaves to be multiplied
 //   eight          codes i to i + 7 as floats, each times 2^place(i)
 //   is_nan         whether code i is none; nan_bits: not 0 where one of a word's is
