@@ -387,7 +387,7 @@ DRESSES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 #: The simulated device forgets that a view is negative.
-NOT_SIMULATED = () if torch.backends.mps.is_built() else (("negative_view", "mps"),)
+NOT_SIMULATED = () if torch.backends.mps.is_built() else (("negative_view", "mps"), ("mkldnn", "mps"))
 
 
 def dress(call: Call, rng: random.Random) -> None:
