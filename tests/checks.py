@@ -43,7 +43,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def bits(tensor: Tensor) -> Tensor:
     """A copy, which stays as it is when the tensor changes."""
-    return tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().reshape(-1)  # one element may have any stride
+    return torch.empty(flat.shape, dtype=flat.dtype).copy_(flat).view(torch.uint8)
 
 
 # ------------------------------------------------------------------------------------------------ memory

@@ -98,7 +98,14 @@ def test_a_wrong_tolerance_is_found(monkeypatch):
 
 
 def test_a_case_that_ends_its_process_is_named_and_the_next_ones_run(monkeypatch, capsys):
-    seed, told = 20, ["Segmentation fault", "Timeout", "AssertionError"]
+    seed, told = (
+        29,
+        [  # which draws the three dtypes in this order
+            "Segmentation fault",
+            "Timeout",
+            "AssertionError",
+        ],
+    )
     tally = fuzz.fuzz(seed, 3, ["default"], [sys.executable, "-X", "faulthandler", "-c", BROKEN])
     monkeypatch.setattr(fuzz_cases, "ARGUMENTS", ONE_OP)
     drawn = [fuzz_cases.draw(seed, number) for number in range(3)]
