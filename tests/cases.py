@@ -717,7 +717,7 @@ def sizes_for(width: tuple[str, int, int]) -> list[tuple[int, int, int]]:
     format, _, group = width
     if format == "fp8":
         return [(1, 1, 1), (130, 70, 200), (257, 129, 131)]
-    return [(max(group, 32), group, 1), (3 * group, 5 * group, 37), (9 * max(group, 32), 2 * group, 70)]
+    return [(group, group, 1), (3 * group, 5 * group, 37), (9 * max(group, 32), 2 * group, 70)]
 
 
 def packed_cases() -> list[Case]:
@@ -819,6 +819,11 @@ def nan_scale(args: Args) -> None:
     args[name][..., -1:, -1:] = nan if args[name].is_floating_point() else 255
 
 
+def infinite_scale(args: Args) -> None:
+    name = "scale" if "scale" in args else "down_scale"
+    args[name][..., :1, :1] = inf
+
+
 def every_code(args: Args) -> None:
     """All bytes there are, e4m3's two NaN among them."""
 
@@ -854,12 +859,14 @@ def hostile_packed() -> list[Case]:
     layouts = {"affine": (as_words, as_unsigned_words, wider_rows), "mxfp4": (in_blocks, wider_rows)}
     layouts |= {"fp8": (as_float8, wider_rows)}
     for width in SOME_WIDTHS:
+        mxfp4 = width[0] == "mxfp4"
         dims = {"H": 257, "I": 129, "N": 130} if width[0] == "fp8" else {"H": 384, "I": 128, "N": 37}
         for op in PACKED_OPS:
             for prepare in layouts[width[0]]:
                 for T in (1, 5, 40) if op != "dequantize" else (1,):
                     cases.append(packed_case(op, prepare.__name__, width, dims | {"T": T}, {}, FLOAT, (), [prepare]))
-            for prepare in (every_code, nan_scale):
+            hostile = [every_code, nan_scale, *([] if mxfp4 else [infinite_scale])]
+            for prepare in hostile:
                 for dtype in (FLOAT, BFLOAT):
                     name = prepare.__name__
                     for T in (1, 3) if op != "dequantize" else (1,):

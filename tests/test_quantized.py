@@ -243,9 +243,10 @@ def test_dequantize_fp8_is_transformers(scales: torch.dtype, device: str):
     got = ops.dequantize(data.to(device), scale.to(device), format="fp8", dtype=FLOAT).cpu()
     assert got.isnan().sum() > 100
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0, equal_nan=True)
-    if device == "cpu":
-        assert same_bits(got.nan_to_num(-1.0), want.nan_to_num(-1.0))
-        assert same_bits(got, reference.dequantize(data, scale, format="fp8", dtype=FLOAT))
+    if device == "mps" and not same_bits(got.nan_to_num(-1.0), want.nan_to_num(-1.0)):
+        pytest.xfail("last bits of fp8 on mps differ from transformers': quantised weights on Metal are unfinished")
+    assert same_bits(got.nan_to_num(-1.0), want.nan_to_num(-1.0))
+    assert same_bits(got, reference.dequantize(data, scale, format="fp8", dtype=FLOAT))
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
