@@ -66,13 +66,14 @@ class KeptMemory final : public c10::Allocator {
     return {data, bytes};
   }
 
-  // The smallest block that waits and is large enough, if it is not twice as large as that.
+  // The smallest block that waits and is large enough, if it is not twice as large as that; of equals the one that was
+  // given back last, which caches may still hold.
   Block take(size_t bytes) {
     const std::lock_guard lock(mutex_);
     auto best = waiting_.end();
     for (auto block = waiting_.begin(); block != waiting_.end(); ++block) {
       const bool fits = bytes <= block->bytes && block->bytes / 2 < bytes;
-      if (fits && (best == waiting_.end() || block->bytes < best->bytes)) best = block;
+      if (fits && (best == waiting_.end() || block->bytes <= best->bytes)) best = block;
     }
     if (best == waiting_.end()) return {};
     const Block block = *best;

@@ -131,6 +131,7 @@ def run(checkout: Path, tests: list[str], patched: bool, options: list[str]) -> 
         command = [sys.executable, "-m", "pytest", "-p", "peer_tests", "-p", "no:cacheprovider", "-q", *options, *tests]
         # Where no network is, every test that asks for a file would wait for it.
         environment = {"HF_HUB_OFFLINE": "1", **os.environ, **variables}
+        environment.pop("PYTEST_XDIST_WORKER", None)  # a worker of our own tests starts this: it is no worker itself
         done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
         found = Run(status=done.returncode, output=done.stdout + done.stderr)
         for line in results.read_text().splitlines():
