@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from cases import Args, call, clear_choice, expected, is_number
-from checks import assert_matches, bits, same_bits
+from checks import assert_matches, bits, meets_infinity, same_bits
 from fuzz_cases import Call
 from torch_moe_metal.arguments import ARGUMENTS, ROUTERS, written
 from torch_moe_metal.reference import tolerance
 
 NOISE = 2.0**-20  # sixteen roundings of float32
 LEAST_NOISE = 2.0**-145  # the same of its smallest numbers
+MOST_ELEMENTS = 2**22  # of an argument of a spoiled call that the reference computes in time
 SECONDS = 60.0  # that a case may take
 
 
@@ -35,7 +36,8 @@ def check(drawn: Call, device: str) -> str:
         refused(drawn, args, str(error), device)
         return "refused"
     untouched(drawn, memories, before, wrote=True)
-    right(drawn, values, got)
+    if drawn.good or all(arg.numel() < MOST_ELEMENTS for arg in values.values() if isinstance(arg, Tensor)):
+        right(drawn, values, got)
     again(drawn, device, got)
     return "right"
 
@@ -61,7 +63,7 @@ def contiguous_values(args: dict) -> dict:
     """What a spoiled call was given, on the CPU."""
     found = {}
     for name, arg in args.items():
-        plain = isinstance(arg, Tensor) and arg.layout == torch.strided and arg.numel() < 2**26
+        plain = isinstance(arg, Tensor) and arg.layout == torch.strided and arg.numel() < MOST_ELEMENTS
         found[name] = arg.detach().cpu().contiguous().clone() if plain else arg
     return found
 
@@ -100,7 +102,7 @@ def refused(drawn: Call, args: dict, message: str, device: str) -> None:
     if device == "cpu" or any(change.what == "on the cpu" for change in drawn.changes):
         return
     try:
-        run(drawn, drawn.placed("cpu")[0])
+        run(drawn, drawn.placed("cpu", changed_for=device)[0])
     except (RuntimeError, TypeError, ValueError, MemoryError) as error:
         there = neutral(str(error), "cpu")
         assert by_dispatcher or neutral(message, device) == there, f"{message}\nbut on the CPU:\n{error}"
@@ -129,19 +131,22 @@ def right(drawn: Call, values: Args, got: list[Tensor]) -> None:
         return
     others = [likes, *(expected(op, noisy(values, seed), options) for seed in range(3))]
     longest = drawn.case.longest_sum
+    if any("(equal)" in note for note in drawn.notes):
+        longest = 4 * longest**2  # roundings of equal terms go one way: not the root of their number, all of it
     skipped = [unsure(w, g.dtype, [o[i] for o in others], longest) for i, (w, g) in enumerate(zip(want, got))]  # noqa: B905
+    choices = [torch.ones_like(mask) for mask in skipped]
     if op in ROUTERS:
         valid_ids(got[-1].cpu(), values, options)
-        rows = torch.stack(skipped).any(0).any(-1, keepdim=True) | ~clear(op, values, options).view(
-            *got[-1].shape[:-1], 1
-        )
+        chosen = clear(op, values, options).view(*got[-1].shape[:-1], 1)
+        choices = [chosen.expand_as(mask) for mask in skipped]
+        rows = torch.stack(skipped).any(0).any(-1, keepdim=True) | ~chosen
         skipped = [rows.expand_as(mask) for mask in skipped]
-    for tensor, exact in zip(got, want, strict=True):
-        too_small(tensor.cpu(), exact, longest)
+    for tensor, exact, chosen in zip(got, want, choices, strict=True):
+        too_small(tensor.cpu(), exact, chosen, longest)
     known = [w.to(g.dtype).to(w.dtype) for g, w in zip(got, want, strict=True)]
     got = [k.to(g.dtype).where(mask, g.cpu()) for g, k, mask in zip(got, known, skipped, strict=True)]
     want = [k.where(mask, w) for w, k, mask in zip(want, known, skipped, strict=True)]
-    assert_matches(got, want, longest)
+    assert_matches(got, want, longest, meets_infinity(op, values, options))
 
 
 def noisy(values: Args, seed: int) -> Args:
@@ -175,12 +180,12 @@ def step(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
-def too_small(got: Tensor, want: Tensor, longest_sum: int) -> None:
+def too_small(got: Tensor, want: Tensor, chosen: Tensor, longest_sum: int) -> None:
     """What no relative error can judge: still, it is no number far from 0."""
     if not want.is_floating_point():
         return
     limit = tolerance(got.dtype, longest_sum)
-    small = want.isfinite() & (want.abs() * limit < step(got.dtype)) & got.isfinite()
+    small = chosen & want.isfinite() & (want.abs() * limit < step(got.dtype)) & got.isfinite()
     rms = want[want.isfinite()].square().mean().sqrt()
     error = (got.double() - want.double()).abs()
     assert (error[small] <= 64 * step(got.dtype) + 10 * limit * rms).all(), "a number that should be next to 0"

@@ -40,6 +40,18 @@ def test_what_is_not_finite_is_noticed(wrong: float):
     assert_matches([got], [got.double()])
 
 
+def test_any_infinity_is_still_none_that_is_finite():
+    inf, nan = float("inf"), float("nan")
+    want = torch.tensor([inf, nan, 1.0], dtype=torch.float64)
+    for got in ([nan, inf, 1.0], [-inf, -inf, 1.0]):
+        assert_matches([torch.tensor(got)], [want], any_infinity=True)
+        with pytest.raises(AssertionError):
+            assert_matches([torch.tensor(got)], [want])
+    for got in ([1.0, nan, 1.0], [inf, 1.0, 1.0], [inf, nan, nan]):
+        with pytest.raises(AssertionError):
+            assert_matches([torch.tensor(got)], [want], any_infinity=True)
+
+
 def test_overflow_of_the_output_dtype_is_expected_where_the_oracle_has_it():
     assert_matches([torch.tensor([float("inf"), 1.0], dtype=HALF)], [torch.tensor([1e6, 1.0], dtype=torch.float64)])
     with pytest.raises(AssertionError):

@@ -219,7 +219,7 @@ def threads(headers: Path) -> subprocess.CompletedProcess:
     flags += [f"-L{folder}" for folder in libraries] + [f"-Wl,-rpath,{folder}" for folder in libraries]
     source = ROOT / "tools" / "kept_memory_threads.cpp"
     run([compiler(), source, *flags, "-ltorch_cpu", "-ltorch", "-lc10", "-o", program], check=True)
-    options = {"TSAN_OPTIONS": "halt_on_error=1:die_after_fork=0"}
+    options = {"TSAN_OPTIONS": "halt_on_error=1"}
     # The thread sanitizer of GCC 12 does not know where newer kernels, by chance, put libraries.
     fixed = [setarch, "-R"] if (setarch := shutil.which("setarch")) else []
     return run([*fixed, program], options, capture_output=True, text=True, errors="replace", timeout=600)

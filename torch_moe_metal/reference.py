@@ -244,7 +244,7 @@ def glu(
     `limit` clamps gate from above and up on both sides.
     """
     g, u = as_float(gate), as_float(up)
-    if limit is not None:
+    if limit is not None and limit <= torch.finfo(torch.float32).max:  # any more is none for the ops
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
     return rounded(ACTIVATIONS[activation](g, u, alpha), gate)
 
