@@ -77,10 +77,13 @@ class Call:
         for name, place in self.places.items():
             memory = memories.setdefault(id(place.memory), place.memory.to(device, copy=True))
             args[name] = place.of(memory)
-        for change in self.changes:
-            if isinstance(args[change.name], Tensor) and (change.what, changed_for or device) not in NOT_THERE:
+        for change in self.changes_on(changed_for or device):
+            if isinstance(args[change.name], Tensor):
                 args[change.name] = change.function(args[change.name])
         return {name: arg for name, arg in args.items() if arg is not MISSING}, list(memories.values())
+
+    def changes_on(self, device: str) -> list[Change]:
+        return [change for change in self.changes if (change.what, device) not in NOT_THERE]
 
     def __str__(self) -> str:
         lines = [f"{self.op}, {'good' if self.good else 'spoiled'}; threads: {self.threads}; beside: {self.beside}; "]

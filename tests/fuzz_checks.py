@@ -32,10 +32,10 @@ def check(drawn: Call, device: str) -> str:
         got = run(drawn, args)
     except (RuntimeError, TypeError, ValueError, MemoryError) as error:
         assert not drawn.good, f"a good call was refused: {error}"
-        untouched(drawn, memories, before, wrote=False)
+        untouched(drawn, device, memories, before, wrote=False)
         refused(drawn, args, str(error), device)
         return "refused"
-    untouched(drawn, memories, before, wrote=True)
+    untouched(drawn, device, memories, before, wrote=True)
     if drawn.good or all(arg.numel() < MOST_ELEMENTS for arg in values.values() if isinstance(arg, Tensor)):
         right(drawn, values, got)
     again(drawn, device, got)
@@ -68,13 +68,13 @@ def contiguous_values(args: dict) -> dict:
     return found
 
 
-def untouched(drawn: Call, memories: list[Tensor], before: list[Tensor], wrote: bool) -> None:
+def untouched(drawn: Call, device: str, memories: list[Tensor], before: list[Tensor], wrote: bool) -> None:
     """No memory has changed but that of what is written in place."""
     changed = [place for place, memory in enumerate(memories) if not torch.equal(bits(memory), before[place])]
     if not changed:
         return
     assert wrote, "it raised, and had written"
-    lazy = {change.name for change in drawn.changes if change.what == "lazy_clone"}
+    lazy = {change.name for change in drawn.changes_on(device) if change.what == "lazy_clone"}
     for name in set(written(drawn.op)) - lazy:
         place = drawn.places[name]
         (which,) = {
@@ -130,9 +130,9 @@ def right(drawn: Call, values: Args, got: list[Tensor]) -> None:
     if not all(tensor.numel() for tensor in got):
         return
     others = [likes, *(expected(op, noisy(values, seed), options) for seed in range(3))]
-    longest = drawn.case.longest_sum
-    if any("(equal)" in note for note in drawn.notes):
-        longest = 4 * longest**2  # roundings of equal terms go one way: not the root of their number, all of it
+    # A token's experts are added one by one. Where they are alike, roundings go one way: not the root of their number
+    # counts then, all of it.
+    longest = max(drawn.case.longest_sum, 4 * drawn.case.dims.get("K", 0) ** 2 * (op != "dequantize"))
     skipped = [unsure(w, g.dtype, [o[i] for o in others], longest) for i, (w, g) in enumerate(zip(want, got))]  # noqa: B905
     choices = [torch.ones_like(mask) for mask in skipped]
     if op in ROUTERS:
