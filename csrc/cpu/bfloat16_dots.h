@@ -7,15 +7,7 @@
 #include "codes.h"
 #if defined(CPU_CAPABILITY_AVX512)
 
-#define MOE_METAL_BF16 gnu::target("avx512bf16,avx512vbmi")
-#define MOE_METAL_UNROLL _Pragma("GCC unroll 16")
-
 namespace moe_metal {
-
-inline bool bfloat16_dots_available() {
-  static const bool available = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
-  return available;
-}
 
 // 32 floats as bfloat16; past `count` are zeros.
 [[MOE_METAL_BF16]] inline __m512i bfloat16s(const float* from, int64_t count) {
@@ -121,20 +113,26 @@ class BFloat16Dots {
 
   // Up to 4 tokens.
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
-    const int64_t chunks = at::divup(rows.columns, Numbers::kColumns);
-    x_.resize(tokens.count * chunks * Numbers::kColumns);
-    for (int64_t n = 0; n < tokens.count; ++n) {
-      for (int64_t c = 0; c < chunks; ++c) {
-        const int64_t column = c * Numbers::kColumns;
-        Numbers::lay_out(tokens.x[n] + column, rows.columns - column, &x_[(n * chunks + c) * Numbers::kColumns]);
-      }
-    }
+    if (!std::equal(tokens.x, tokens.x + tokens.count, laid_out_.begin(), laid_out_.end()))
+      lay_out(tokens, rows.columns);
     if (tokens.count == 1) return all_rows<8, 1>(rows, tokens);
     if (tokens.count == 2) return all_rows<4, 2>(rows, tokens);
     tokens.count == 3 ? all_rows<2, 3>(rows, tokens) : all_rows<2, 4>(rows, tokens);
   }
 
  private:
+  void lay_out(const Tokens& tokens, int64_t columns) {
+    const int64_t chunks = at::divup(columns, Numbers::kColumns);
+    x_.resize(tokens.count * chunks * Numbers::kColumns);
+    for (int64_t n = 0; n < tokens.count; ++n) {
+      for (int64_t c = 0; c < chunks; ++c) {
+        const int64_t column = c * Numbers::kColumns;
+        Numbers::lay_out(tokens.x[n] + column, columns - column, &x_[(n * chunks + c) * Numbers::kColumns]);
+      }
+    }
+    laid_out_.assign(tokens.x, tokens.x + tokens.count);
+  }
+
   template <int R, int N>
   void all_rows(const ScaledRows& rows, const Tokens& tokens) const {
     int64_t row = 0;
@@ -204,6 +202,7 @@ class BFloat16Dots {
 
   Numbers numbers_;
   std::vector<at::BFloat16> x_;
+  std::vector<const float*> laid_out_;  // the tokens of x_: they stay what they are as long as this lives
 };
 
 }  // namespace moe_metal

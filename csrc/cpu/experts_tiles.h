@@ -1,4 +1,4 @@
-// `experts` in bfloat16 on processors with AMX: tiles.h's products.
+// `experts` in bfloat16 by tiles.h's products.
 //
 // A product comes out with the tokens side by side, so two rows of `inner` interleave into just the arrangement that
 // pass 2 wants. `inner` is rounded to bfloat16; sums are float.

@@ -1,8 +1,8 @@
-// Matrix products in bfloat16 on processors with AMX: tiles of 16 x 32 weights.
+// Matrix products in bfloat16 on processors with AMX, or with AVX512-BF16: tiles of 16 x 32 weights.
 //
 //   c[r][n] = sum over k of weight(r, k) * token[k][n]     16 rows, 16 tokens, k in steps of 32
 //
-// Weights are the left operand, which AMX reads as it lies in memory; what it wants rearranged (pairs of k side by
+// Weights are the left operand, which both read as it lies in memory; what they want rearranged (pairs of k side by
 // side, token by token) is the right one, and tokens are few. Matrices that are not row-major, or whose sizes are no
 // multiples of a tile's, are rearranged 16 rows at a time in cache. Sums are float, in an order that depends on the
 // matrix alone.
@@ -39,14 +39,15 @@ inline bool tiles_available() {
 
 #define MOE_METAL_AMX [[gnu::target("amx-tile,amx-bf16")]]
 
-// All eight tiles as 16 rows of 64 bytes, for the life of this object and on this thread.
+// All eight tiles as 16 rows of 64 bytes, for the life of this object and on this thread; nothing without AMX.
 class TileShapes {
  public:
-  MOE_METAL_AMX TileShapes() {
-    _tile_storeconfig(&before_);
-    _tile_loadconfig(&kOurs);
+  TileShapes() {
+    if (tiles_available()) configure();
   }
-  MOE_METAL_AMX ~TileShapes() { _tile_loadconfig(&before_); }
+  ~TileShapes() {
+    if (tiles_available()) restore();
+  }
   TileShapes(const TileShapes&) = delete;
 
  private:
@@ -58,6 +59,11 @@ class TileShapes {
   // In memory, since compilers see just the first words that the instruction reads.
   static constexpr Config kOurs = {
       1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {kTile, kTile, kTile, kTile, kTile, kTile, kTile, kTile}};
+  MOE_METAL_AMX void configure() {
+    _tile_storeconfig(&before_);
+    _tile_loadconfig(&kOurs);
+  }
+  MOE_METAL_AMX void restore() { _tile_loadconfig(&before_); }
   Config before_;
 };
 
@@ -155,6 +161,36 @@ MOE_METAL_AMX inline void multiply_two(const WeightTiles& upper, const WeightTil
   if constexpr (G > 2) _tile_stored(5, c1[2], 64);
 }
 
+// c[g] += a strip of weights times token tile g, without AMX: a vector holds a pair of k of 16 tokens, and meets the
+// same pair of each row of weights.
+template <int G>
+[[MOE_METAL_BF16]] inline void multiply_by_vectors(const WeightTiles& weights, const at::BFloat16* tokens, int64_t size,
+                                                   int64_t blocks, float (*c)[kTile][kTile]) {
+  constexpr int R = 16 / G;  // rows whose sums are in registers
+  for (int64_t first = 0; first < kTile; first += R) {
+    __m512 sums[R][G];
+    MOE_METAL_UNROLL for (int i = 0; i < R * G; ++i) sums[i / G][i % G] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; ++b) {
+      const at::BFloat16* rows = weights.data + b * weights.block + first * weights.row;
+      for (int64_t pair = 0; pair < kTile; ++pair) {
+        __m512i token[G];
+        MOE_METAL_UNROLL for (int g = 0; g < G; ++g) {
+          token[g] = _mm512_loadu_si512(tokens + g * size + b * kTileSize + pair * kDepth);
+        }
+        MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+          int32_t both;
+          std::memcpy(&both, rows + r * weights.row + 2 * pair, sizeof(both));
+          const auto weight = reinterpret_cast<__m512bh>(_mm512_set1_epi32(both));
+          MOE_METAL_UNROLL for (int g = 0; g < G; ++g) {
+            sums[r][g] = _mm512_dpbf16_ps(sums[r][g], reinterpret_cast<__m512bh>(token[g]), weight);
+          }
+        }
+      }
+    }
+    MOE_METAL_UNROLL for (int i = 0; i < R * G; ++i) _mm512_storeu_ps(c[i % G][first + i / G], sums[i / G][i % G]);
+  }
+}
+
 // By the number of token tiles less one.
 constexpr decltype(&multiply_tiles<1>) kMultiply[] = {multiply_tiles<1>, multiply_tiles<2>, multiply_tiles<3>,
                                                       multiply_tiles<4>};
@@ -246,7 +282,14 @@ inline void multiply_groups(const Strips& strips, const at::BFloat16* tokens, in
   for (int64_t g = 0; g < groups; g += kGroups) {
     const int64_t count = std::min(kGroups, groups - g);
     const at::BFloat16* here = tokens + g * size;
-    if (count == 2 || count == 3) {
+    if (!tiles_available()) {
+      for (int w = 0; w < 2; ++w) {
+        for (int64_t i = 0; i < count; i += 2) {
+          (i + 1 < count ? multiply_by_vectors<2> : multiply_by_vectors<1>)(strips.tiles[w], here + i * size, size,
+                                                                            strips.blocks(), c[w] + i);
+        }
+      }
+    } else if (count == 2 || count == 3) {
       (count == 2 ? multiply_two<2> : multiply_two<3>)(strips.tiles[0], strips.tiles[1], here, size, strips.blocks(),
                                                        c[0], c[1]);
     } else {

@@ -94,6 +94,14 @@ inline void store(Scalar* to, const Vec& vec, Count count, bool past_caches) {
 }
 
 #if defined(CPU_CAPABILITY_AVX512)
+// Functions for processors with AVX512-BF16 and VBMI, where bfloat16_available() says so.
+#define MOE_METAL_BF16 gnu::target("avx512bf16,avx512vbmi")
+#define MOE_METAL_UNROLL _Pragma("GCC unroll 16")
+inline bool bfloat16_available() {
+  static const bool available = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  return available;
+}
+
 // 16 x 16 words of 32 bits, rows to columns.
 inline void transpose(__m512i (&m)[16]) {
   __m512i t[16];

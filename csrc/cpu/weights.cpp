@@ -62,22 +62,13 @@ class RowScales {
   void take(int64_t expert, int64_t first, int64_t count) {
     if (!tensor_.defined()) return;
     floats_.resize(count * groups_);
+    const int64_t from = expert * expert_;
+    if (shared_rows_ == 1 && group_ == 1 && row_ == groups_) {
+      to_floats(from + first * row_, count * groups_, floats_.data());  // a row alone seldom fills vectors
+      return;
+    }
     for (int64_t r = 0; r < count; ++r) {
-      const int64_t from = expert * expert_ + (first + r) / shared_rows_ * row_;
-      float* to = floats_.data() + r * groups_;
-      if (tensor_.scalar_type() == at::kByte) {
-        const auto* bytes = static_cast<const uint8_t*>(tensor_.const_data_ptr()) + from;
-        for (int64_t g = 0; g < groups_; ++g) to[g] = e8m0(bytes[g * group_]);
-        continue;
-      }
-      with_dtype(tensor_.scalar_type(), [&](auto scalar) {
-        const auto* values = static_cast<const decltype(scalar)*>(tensor_.const_data_ptr()) + from;
-        if (group_ == 1) {
-          for_each_vector(groups_, [&](int64_t g, auto n) { store(to + g, load(values + g, n), n); });
-        } else {
-          for (int64_t g = 0; g < groups_; ++g) to[g] = static_cast<float>(values[g * group_]);
-        }
-      });
+      to_floats(from + (first + r) / shared_rows_ * row_, groups_, floats_.data() + r * groups_);
     }
   }
   void prefetch(int64_t expert, int64_t first, int64_t count) const {
@@ -92,6 +83,26 @@ class RowScales {
   int64_t groups() const { return groups_; }
 
  private:
+  void to_floats(int64_t from, int64_t count, float* to) const {
+    if (tensor_.scalar_type() == at::kByte) {
+      const auto* bytes = static_cast<const uint8_t*>(tensor_.const_data_ptr()) + from;
+      if (group_ == 1) {  // said to the compiler, which makes vectors of it
+        for (int64_t i = 0; i < count; ++i) to[i] = e8m0(bytes[i]);
+      } else {
+        for (int64_t i = 0; i < count; ++i) to[i] = e8m0(bytes[i * group_]);
+      }
+      return;
+    }
+    with_dtype(tensor_.scalar_type(), [&](auto scalar) {
+      const auto* values = static_cast<const decltype(scalar)*>(tensor_.const_data_ptr()) + from;
+      if (group_ == 1) {
+        for_each_vector(count, [&](int64_t i, auto n) { store(to + i, load(values + i, n), n); });
+      } else {
+        for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(values[i * group_]);
+      }
+    });
+  }
+
   const Tensor tensor_;
   const int64_t shared_rows_;
   int64_t groups_ = 0, expert_ = 0, row_ = 0, group_ = 0;
@@ -103,7 +114,7 @@ template <int bits>
 struct Affine {
   static constexpr bool kOffset = true;
   static constexpr int kBits = bits;
-  static constexpr float kUnit = 1;
+  static constexpr float kUnit = 1, kMiddle = 1 << (bits - 1);
 #ifdef MOE_METAL_BF16
   static constexpr bool kBFloat16 = bits == 4;
   static auto bfloat16_dots() { return std::optional<BFloat16Dots<FourBits, true>>(FourBits(kIntegers<4>)); }
@@ -121,7 +132,7 @@ struct Affine {
 struct Mxfp4 {
   static constexpr bool kOffset = false;
   static constexpr int kBits = 4;
-  static constexpr float kUnit = 1;
+  static constexpr float kUnit = 1, kMiddle = 0;
 #ifdef MOE_METAL_BF16
   static constexpr bool kBFloat16 = true;
   static auto bfloat16_dots() { return std::optional<BFloat16Dots<FourBits, false>>(FourBits(kE2m1)); }
@@ -139,7 +150,7 @@ struct Mxfp4 {
 struct Fp8 {
   static constexpr bool kOffset = false;
   static constexpr int kBits = 8;
-  static constexpr float kUnit = E4m3::kUnit;
+  static constexpr float kUnit = E4m3::kUnit, kMiddle = 0;
 #ifdef MOE_METAL_BF16
   static constexpr bool kBFloat16 = true;
   static auto bfloat16_dots() { return std::optional<BFloat16Dots<EightBits, false>>(EightBits()); }
@@ -175,6 +186,20 @@ struct Packed {
       if constexpr (std::is_same_v<Count, Whole>) return values;
       return Vec::set(Vec(0), values, count);
     }
+    // Of a row's columns with one scale, whole vectors.
+    struct Group {
+      const Read& read;
+      const uint8_t* row;
+      const Vec scale, offset;
+      [[gnu::always_inline]] Vec load(int64_t column) const {
+        const Vec codes = read(row, column, Whole());
+        return Read::kOffset ? at::vec::fmadd(codes, scale, offset) : codes * scale;
+      }
+    };
+    [[gnu::always_inline]] Group group_of(int64_t r, int64_t column) const {
+      const int64_t group = r * all.groups + (column >> all.shift);
+      return {all.read, data + r * all.row, Vec(scales[group]), Vec(Read::kOffset ? offsets[group] : 0)};
+    }
     // What is left of the row at a column, up to a vector and perhaps nothing.
     Vec load_part(int64_t r, int64_t column) const {
       const int64_t count = std::min(all.columns - column, kLanes);
@@ -194,7 +219,7 @@ struct Packed {
 };
 
 // One or two tokens: a group's products with the bare numbers are summed first, then scaled. `kVectors` of a group at a
-// time.
+// time. Integers count from the middle of their range, near which most are: what their sum rounds off is half as much.
 template <int R, int N, int kVectors, class Read>
 [[gnu::flatten]] inline void dot_groups(const Packed<Read>& weight, int64_t first_row, const Tokens& tokens) {
   const auto rows = weight.some(first_row);
@@ -219,7 +244,8 @@ template <int R, int N, int kVectors, class Read>
           if constexpr (Read::kOffset) plain[n] = plain[n] + values[n];
         });
         unrolled<R>([&](auto r) {
-          const Vec codes = weight.read.quick(rows.data + r * weight.row, here);
+          Vec codes = weight.read.quick(rows.data + r * weight.row, here);
+          if constexpr (Read::kMiddle != 0) codes = codes - Vec(Read::kMiddle);
           unrolled<N>([&](auto n) { parts[r][n] = at::vec::fmadd(codes, values[n], parts[r][n]); });
         });
       });
@@ -227,9 +253,11 @@ template <int R, int N, int kVectors, class Read>
     unrolled<R>([&](auto r) {
       unrolled<N>([&](auto n) {
         if constexpr (Read::kUnit != 1) parts[r][n] = parts[r][n] * Vec(Read::kUnit);
-        sums[r][n] = at::vec::fmadd(Vec(rows.scales[r * weight.groups + g]), parts[r][n], sums[r][n]);
+        const float scale = rows.scales[r * weight.groups + g];
+        sums[r][n] = at::vec::fmadd(Vec(scale), parts[r][n], sums[r][n]);
         if constexpr (Read::kOffset) {
-          sums[r][n] = at::vec::fmadd(Vec(rows.offsets[r * weight.groups + g]), plain[n], sums[r][n]);
+          const float offset = rows.offsets[r * weight.groups + g] + Read::kMiddle * scale;
+          sums[r][n] = at::vec::fmadd(Vec(offset), plain[n], sums[r][n]);
         }
       });
     });
@@ -257,7 +285,7 @@ class PackedRows final : public WeightRows {
     packed_.shift = std::countr_zero(static_cast<uint64_t>(weight.group));
     packed_.groups = scales_.groups();
 #ifdef MOE_METAL_BF16
-    if (Read::kBFloat16 && bfloat16 && bfloat16_dots_available()) dots_ = Read::bfloat16_dots();
+    if (Read::kBFloat16 && bfloat16 && bfloat16_available()) dots_ = Read::bfloat16_dots();
 #endif
   }
 
@@ -291,23 +319,36 @@ class PackedRows final : public WeightRows {
     for_each_vector(packed_.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
   }
 #ifdef MOE_METAL_AMX
-  [[gnu::target("avx512bf16")]] void pack(int64_t step, int64_t count, at::BFloat16* to) const override {
+  [[MOE_METAL_BF16]] void pack(int64_t step, int64_t count, at::BFloat16* to) const override {
     const auto some = packed_.some(0);
-    const int64_t columns = packed_.columns;
-    for (int64_t c = 0; c < columns; c += kDepth, to += kTileSize) {
-      const bool whole = c + kDepth <= columns;
-      for (int64_t r = 0; r < count; ++r) {
-        const Vec low = whole ? some.load(r * step, c, Whole()) : some.load_part(r * step, c);
-        const Vec high = whole ? some.load(r * step, c + kLanes, Whole()) : some.load_part(r * step, c + kLanes);
-        const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
-        std::memcpy(to + r * kDepth, &both, sizeof(both));
+    const int64_t columns = packed_.columns, tiles = at::divup(columns, kDepth);
+    const int64_t group = int64_t{1} << packed_.shift, grouped = group < kDepth ? 0 : columns / kDepth * kDepth;
+    for (int64_t r = 0; r < kTile; ++r, to += kDepth) {
+      if (r >= count) {
+        for (int64_t tile = 0; tile < tiles; ++tile) std::fill_n(to + tile * kTileSize, kDepth, at::BFloat16(0));
+        continue;
       }
-      std::fill(to + count * kDepth, to + kTileSize, at::BFloat16(0));
+      int64_t c = 0;
+      while (c < grouped) {
+        const auto scaled = some.group_of(r * step, c);
+        for (const int64_t end = std::min(c + group, grouped); c < end; c += kDepth) {
+          some.prefetch((r + kTile) * step, c);  // of the next strip
+          put(scaled.load(c), scaled.load(c + kLanes), to + c * kTile);
+        }
+      }
+      for (; c < columns; c += kDepth) {
+        put(some.load_part(r * step, c), some.load_part(r * step, c + kLanes), to + c * kTile);
+      }
     }
   }
 #endif
 
  private:
+#ifdef MOE_METAL_AMX
+  [[MOE_METAL_BF16, gnu::always_inline]] static inline void put(const Vec& low, const Vec& high, at::BFloat16* to) {
+    _mm512_storeu_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+  }
+#endif
   const uint8_t* place(int64_t expert, int64_t row) const {
     return static_cast<const uint8_t*>(weight_.data.const_data_ptr()) + expert * weight_.expert + row * weight_.row;
   }
