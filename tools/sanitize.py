@@ -89,6 +89,7 @@ def checked(isa: str) -> dict[str, str]:
     """The environment in which Python runs the checked libraries. What they find of addresses they write to files, and
     the rest to stderr, which pytest's -s lets through."""
     options = f"detect_leaks=0:halt_on_error=1:abort_on_error=1:print_stacktrace=1:log_path={reports(isa)}"
+    options += ":allocator_may_return_null=1"  # what no memory holds is refused, as without the sanitizer
     preload = [runtime("libasan.so"), runtime("libubsan.so"), runtime("libstdc++.so")]
     settings = {"ASAN_OPTIONS": options, "UBSAN_OPTIONS": options, "LD_PRELOAD": ":".join(preload)}
     settings |= {"PYTHONPATH": str(PACKAGE), "ATEN_CPU_CAPABILITY": isa, "MOE_METAL_DEVICES": "cpu"}

@@ -33,7 +33,7 @@ bool by_columns(const Experts& call) {
 #ifdef MOE_METAL_AMX
 // Tiles read weights as fast as memory gives them even for one token: with H 2048, I 768, E 128, K 8 on 2 cores of a
 // Sapphire Rapids, T = 1 takes 3.0 ms by tiles and 3.7 by dots, T = 512 takes 65 and 390. Packed weights are unpacked
-// first, which few tokens do not pay for: without AMX, on 2 cores of a Zen 4, affine of 4 bits takes 63 ms by tiles and
+// first, which few tokens do not pay for: without AMX, on 2 cores of a Zen 5, affine of 4 bits takes 63 ms by tiles and
 // 65 by dots at T = 128, 93 and 155 at 512.
 bool by_tiles(const Experts& call, const Slots& used) {
   const int64_t worth_unpacking = tiles_available() ? 8 : 12;  // tokens of an expert
