@@ -268,7 +268,8 @@ void packed_values(Weights<uchar> weights, constant WeightParams& params, uint r
 #pragma unroll
     for (uint n = 0; n < 8; ++n) {
       const float code = codes.at[n / 4][n % 4] * (float(Codes::factor) / float(1u << Codes::place(i + n)));
-      const float value = Codes::is_nan(words, i + n) ? NAN : fma(scale, code, offset);
+      const float number = Codes::has_offset ? fma(scale, code, offset) : scale * code;  // without, -0 stays -0
+      const float value = Codes::is_nan(words, i + n) ? NAN : number;
       values.at[(i + n) / 4][n % 4] = i + n < count ? value : 0;
     }
   }
