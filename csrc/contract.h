@@ -282,6 +282,19 @@ inline int64_t packed_columns(const Arguments& args, const Tensor& weight, const
   return weight.size(-1) * weight.element_size() * 8 / bits;
 }
 
+// The backends know one matrix and a stack of them; of more dimensions they get one stack after the other.
+template <auto run>
+void run_stacks(const Dequantize& call) {
+  if (call.output.dim() <= 3) return run(call);
+  for (int64_t i = 0; i < call.output.size(0); ++i) {
+    Dequantize part = call;
+    for (Tensor* tensor : {&part.weight.data, &part.weight.scale, &part.weight.offset, &part.output}) {
+      if (tensor->defined()) *tensor = tensor->select(0, i);
+    }
+    run_stacks<run>(part);
+  }
+}
+
 template <auto run>
 Tensor dequantize(const Tensor& weight, const OptionalTensor& scale, const OptionalTensor& offset,
                   std::string_view format, int64_t bits, at::ScalarType dtype) {
@@ -291,7 +304,7 @@ Tensor dequantize(const Tensor& weight, const OptionalTensor& scale, const Optio
   Dequantize call;
   call.weight = args.weight({"weight", "scale", "offset", "*NC"}, weight, scale, offset, format);
   call.output = args.output({call.weight.rows, call.weight.columns}, dtype);
-  if (call.output.numel() > 0) run(call);
+  if (call.output.numel() > 0) run_stacks<run>(call);
   return call.output;
 }
 

@@ -83,8 +83,7 @@ struct PackedTile {
     static_assert(kTileRows * along == kTileThreads, "each thread stages one piece");
     const uint j = thread_index / along, c = thread_index % along * kNarrowColumns;
     Vectors<kNarrowColumns / 4> values;
-    packed_values<Codes>(weights, params, rows.has(j) ? rows.number(j) : rows.first, column + c,
-                         rows.has(j) ? length : 0, values);
+    packed_values<Codes>(weights, params, rows.number(j), column + c, rows.has(j) ? length : 0, values);
     for (uint n = 0; n < kNarrowColumns / 4; ++n) {
       reinterpret_cast<threadgroup float4*>(memory + j * kStride + c)[n] = values.at[n];
     }

@@ -112,14 +112,15 @@ struct Words {
 //   has_offset     a value is scale * factor * code + offset
 //   e8m0_scale     scales are powers of two
 //   factor         what `eight` leaves to be multiplied
-//   eight          codes i to i + 7 as floats, each times 2^place(i)
+//   middle         of the codes, 0 where they have a sign
+//   eight          codes i to i + 7 as floats, each times 2^place(i); of centred ones the middle is taken off
 //   is_nan         whether code i is none; nan_bits: not 0 where one of a word's is
 // `i` is a constant wherever these are called, in unrolled loops.
 
 template <uint Bits>
 struct Affine {
   enum : uint { bits = Bits, scale_rows = 1, has_offset = 1, e8m0_scale = 0, halves = 32 % Bits == 0 };
-  enum : uint { factor = halves ? 1 << 24 : 1 };
+  enum : uint { factor = halves ? 1 << 24 : 1, middle = 1 << (Bits - 1) };
 
   static constexpr uint bit(uint i) { return i * bits % 32; }
   static constexpr uint place(uint i) { return halves ? bit(i) % 8 : 0; }
@@ -131,26 +132,30 @@ struct Affine {
     return as_type<half2>((bit(i) % 16 < 8 ? word : word >> 8) & (mask | mask << 16));
   }
   // Any code, as the low bits of 2^23, for it may lie in two words.
-  template <uint N>
+  template <bool centred, uint N>
   static float single(thread const Words<N>& words, uint i) {
     const uint word = i * bits / 32;
     uint code = words.at[word] >> bit(i);
     if (bit(i) + bits > 32) code |= words.at[word + 1] << (32 - bit(i));
-    return as_type<float>((code & ((1u << bits) - 1)) | 0x4b000000u) - 8388608.0f;
+    return as_type<float>((code & ((1u << bits) - 1)) | 0x4b000000u) - float(8388608 + (centred ? uint(middle) : 0));
+  }
+  template <bool centred>
+  static float number(half code, uint i) {
+    return centred ? float(code) - float(middle) / float(factor) * float(1u << place(i)) : float(code);
   }
 
-  template <uint N>
+  template <bool centred, uint N>
   static void eight(thread const Words<N>& words, uint i, thread Vectors<2>& codes) {
     constexpr uint partner = 16 / bits;
 #pragma unroll
     for (uint n = 0; n < 8; ++n) {
       if (!halves) {
-        codes.at[n / 4][n % 4] = single(words, i + n);
+        codes.at[n / 4][n % 4] = single<centred>(words, i + n);
       } else if (bit(i + n) < 16 || partner >= 8) {
         const half2 both = pair(words.at[(i + n) * bits / 32], i + n);
-        codes.at[n / 4][n % 4] = float(bit(i + n) < 16 ? both.x : both.y);
+        codes.at[n / 4][n % 4] = number<centred>(bit(i + n) < 16 ? both.x : both.y, i + n);
         const uint m = (n + partner) % 8;
-        if (partner < 8) codes.at[m / 4][m % 4] = float(both.y);
+        if (partner < 8) codes.at[m / 4][m % 4] = number<centred>(both.y, i + n);
       }
     }
   }
@@ -163,9 +168,9 @@ struct Affine {
 
 // e2m1 becomes half by its bits: its exponent is 14 smaller there, and 0.5 is a subnormal half.
 struct Mxfp4 {
-  enum : uint { bits = 4, scale_rows = 1, has_offset = 0, e8m0_scale = 1, factor = 1 << 14 };
+  enum : uint { bits = 4, scale_rows = 1, has_offset = 0, e8m0_scale = 1, factor = 1 << 14, middle = 0 };
   static constexpr uint place(uint) { return 0; }
-  template <uint N>
+  template <bool, uint N>
   static void eight(thread const Words<N>& words, uint i, thread Vectors<2>& codes) {
 #pragma unroll
     for (uint n = 0; n < 4; ++n) {
@@ -184,9 +189,9 @@ struct Mxfp4 {
 
 // e4m3 becomes half by its bits: its exponent is 8 smaller there. 127 and 255 are NaN, and would become 480.
 struct Fp8 {
-  enum : uint { bits = 8, scale_rows = 128, has_offset = 0, e8m0_scale = 0, factor = 1 << 8 };
+  enum : uint { bits = 8, scale_rows = 128, has_offset = 0, e8m0_scale = 0, factor = 1 << 8, middle = 0 };
   static constexpr uint place(uint) { return 0; }
-  template <uint N>
+  template <bool, uint N>
   static void eight(thread const Words<N>& words, uint i, thread Vectors<2>& codes) {
 #pragma unroll
     for (uint n = 0; n < 4; ++n) {
@@ -259,11 +264,12 @@ void packed_values(Weights<uchar> weights, constant WeightParams& params, uint r
 #pragma unroll
   for (uint i = 0; i < kNarrowColumns; i += 8) {
     Vectors<2> codes;
-    Codes::eight(words, i, codes);
+    Codes::template eight<false>(words, i, codes);
 #pragma unroll
     for (uint n = 0; n < 8; ++n) {
       const float code = codes.at[n / 4][n % 4] * (float(Codes::factor) / float(1u << Codes::place(i + n)));
-      const float value = Codes::is_nan(words, i + n) ? NAN : fma(scale, code, offset);
+      const float number = Codes::has_offset ? fma(scale, code, offset) : scale * code;  // without, -0 stays -0
+      const float value = Codes::is_nan(words, i + n) ? NAN : number;
       values.at[(i + n) / 4][n % 4] = i + n < count ? value : 0;
     }
   }

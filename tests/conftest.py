@@ -42,16 +42,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", DEVICES, indirect=True)
 
 
-# Faults of quantised weights on Metal that are known and not mended yet.
-UNFINISHED = {
-    "affine4g16-plain-T2-H16-I16-sbf16-f32": "1.4e-6 from float64, where 1e-6 is allowed",
-}
-
-
 def marks(case: Case, device: str) -> list[pytest.MarkDecorator]:
-    found = [pytest.mark.slow] if heavy(case, device) else []
-    faults = [why for name, why in UNFINISHED.items() if device == "mps" and name in str(case)]
-    return found + [pytest.mark.xfail(reason=why, strict=False) for why in faults]
+    return [pytest.mark.slow] if heavy(case, device) else []
 
 
 def heavy(case: Case, device: str) -> bool:

@@ -6,6 +6,8 @@ from math import log2
 import torch
 from torch import Tensor
 
+from torch_moe_metal import packing
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -22,27 +24,28 @@ class Packing:
 
     def weight(self, *shape: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
         """data, scale and offset of a weight [..., N, C], whose values have a variance of about 1 / C."""
-        *lead, rows, columns = shape
-        size, device = columns**-0.5, generator.device
+        sizes = packing.packed(shape, self.format, self.bits, self.group, self.scale)
+        size, device = shape[-1] ** -0.5, generator.device
 
-        def noise(*shape: int) -> Tensor:  # around 1
-            return torch.rand(*lead, *shape, generator=generator, device=device) * 0.5 + 0.75
+        def noise() -> Tensor:  # around 1
+            return torch.rand(sizes["scale"][0], generator=generator, device=device) * 0.5 + 0.75
 
-        def integers(low: int, high: int, *shape: int) -> Tensor:
-            return torch.randint(low, high, (*lead, *shape), generator=generator, device=device, dtype=torch.uint8)
+        def integers(name: str, low: int, high: int) -> Tensor:
+            return torch.randint(low, high, sizes[name][0], generator=generator, device=device, dtype=torch.uint8)
 
-        data = integers(0, 256, rows, columns * self.bits // 8)
+        data = integers("data", 0, 256)
         if self.format == "fp8":
             data = torch.where(data & 127 == 127, data - 1, data)  # no NaN
-            return data, (noise(-(-rows // 128), -(-columns // 128)) * size / 128).to(self.scale), None
+            return data, (noise() * size / 128).to(self.scale), None
         if self.format == "mxfp4":
             middle = 126 + round(log2(size))
-            return data, integers(middle - 1, middle + 2, rows, columns // 32), None
-        scale = (noise(rows, columns // self.group) * size * 3.5 / 2**self.bits).to(self.scale)
-        offset = (scale.float() * noise(rows, columns // self.group) * -(2 ** (self.bits - 1))).to(self.scale)
+            return data, integers("scale", middle - 1, middle + 2), None
+        scale = (noise() * size * 3.5 / 2**self.bits).to(self.scale)
+        offset = (scale.float() * noise() * -(2 ** (self.bits - 1))).to(self.scale)
         return data.view(torch.int32) if data.shape[-1] % 4 == 0 else data, scale, offset
 
 
-AFFINE = {bits: Packing("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)}
-MXFP4, FP8 = Packing("mxfp4", 4, 32, torch.uint8), Packing("fp8", 8, 128)
+AFFINE = {bits: Packing("affine", bits, 64) for bits in packing.BITS}
+MXFP4 = Packing("mxfp4", 4, packing.MXFP4_GROUP, torch.uint8)
+FP8 = Packing("fp8", 8, packing.FP8_BLOCK)
 PACKINGS = [*AFFINE.values(), MXFP4, FP8]

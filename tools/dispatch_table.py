@@ -2,8 +2,9 @@
 that BENCHMARKS.md has in a table; without --json they are easier to read.
 
 All on the simulated mps device, where kernels are counted. First a token of a model: the ops that reach the device, in
-transformers as it is and in ours. Then each op of ours for one token of a Qwen3-30B-A3B block in bfloat16: dispatches,
-the bytes bound to them, and the host's time per call beside torch.add's on the same device, where no kernel runs.
+transformers as it is and in ours. Then each op of ours for one token of a Qwen3-30B-A3B block in bfloat16, and those
+that take packed weights with such: dispatches, the bytes bound to them, and the host's time per call beside torch.add's
+on the same device, where no kernel runs.
 """
 
 import argparse
@@ -27,6 +28,8 @@ import metal_sim
 import simulated
 from benchmarks import rows_of_dispatches
 from tiny_models import tiny_model, tokens
+from torch_moe_metal import arguments, packing
+from torch_moe_metal.arguments import ARGUMENTS, beside
 from torch_moe_metal.bench import whole_model
 from torch_moe_metal.bench.calls import OPS, Call
 from torch_moe_metal.bench.measure import machine
@@ -106,23 +109,54 @@ def host_microseconds(functions: dict[str, Callable]) -> dict[str, float]:
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def op_rows() -> dict[str, dict[str, float]]:
+#: What packed weights are measured in: format, bits, and columns that share a scale.
+PACKED = (("affine", 4, 64), ("mxfp4", 4, packing.MXFP4_GROUP), ("fp8", 8, packing.FP8_BLOCK))
+PREFILL = 512  # tokens
+
+
+def empty_arguments(call: Call, format: str, bits: int, group: int) -> dict[str, torch.Tensor]:
+    """The call's arguments, with nothing in them, and its weights in a format."""
+    found = {}
+    for name, letters in call.shapes.items():
+        parts = {"data": (call.size(letters), call.dtype_of(name))}
+        if format != "dense" and ARGUMENTS[call.op][name].kind == "weight":
+            parts = packing.packed(call.size(letters), format, bits, group, call.dtype)
+        names = dict(zip(("data", "scale", "offset"), (name, *beside(name)), strict=True))
+        found |= {names[part]: torch.empty(size, dtype=dtype, device="mps") for part, (size, dtype) in parts.items()}
+    return found
+
+
+def function_of(op: str, T: int = 1, format: str = "dense", bits: int = 4, group: int = 64) -> Callable:
+    call = Call(op, DEFAULT, MODELS[DEFAULT], T)
+    options = call.options | arguments.options(op, {"format": format, "bits": bits})
+    return partial(getattr(torch.ops.moe_metal, op), **empty_arguments(call, format, bits, group), **options)
+
+
+def packed_functions() -> dict[str, Callable]:
+    """The ops that take packed weights, in each of their formats; `experts` also for many tokens."""
     functions = {}
-    for op in (op for op in OPS if op != "block"):
-        row = Call(op, DEFAULT, MODELS[DEFAULT], T=1)
-        arguments = {
-            name: torch.empty(row.size(letters), dtype=row.dtype_of(name), device="mps")
-            for name, letters in row.shapes.items()
-        }
-        functions[op] = partial(getattr(torch.ops.moe_metal, op), **arguments, **row.options)
-    x = torch.empty(1, 2048, dtype=torch.bfloat16, device="mps")
+    for format, bits, group in PACKED:
+        for op in filter(arguments.takes_formats, ARGUMENTS):
+            functions[f"{op}, {format}"] = function_of(op, 1, format, bits, group)
+        functions[f"experts, {format}, T = {PREFILL}"] = function_of("experts", PREFILL, format, bits, group)
+    return functions
+
+
+def recorded(functions: dict[str, Callable]) -> dict[str, metal_sim.Record]:
+    rows = {}
+    for name, function in functions.items():
+        function()  # compiles
+        with metal_sim.record() as record:
+            function()
+        rows[name] = record
+    return rows
+
+
+def op_rows() -> dict[str, dict[str, float]]:
     with metal_sim.host_only():
-        rows = {}
-        for name, function in functions.items():
-            function()  # compiles
-            with metal_sim.record() as record:
-                function()
-            rows[name] = record
+        functions = {op: function_of(op) for op in OPS if op != "block"} | packed_functions()
+        rows = recorded(functions)
+        x = torch.empty(1, 2048, dtype=torch.bfloat16, device="mps")
         times = host_microseconds(functions | {"torch.add": partial(torch.add, x, x)})
     add = times.pop("torch.add")
     return {

@@ -30,16 +30,6 @@ void rows(const Weight& weight, int64_t matrices, Scalar* to) {
 }
 
 void run(const Dequantize& call) {
-  if (call.output.dim() > 3) {
-    for (int64_t i = 0; i < call.output.size(0); ++i) {
-      Dequantize part = call;
-      for (Tensor* tensor : {&part.weight.data, &part.weight.scale, &part.weight.offset, &part.output}) {
-        if (tensor->defined()) *tensor = tensor->select(0, i);
-      }
-      run(part);
-    }
-    return;
-  }
   const int64_t matrices = call.output.dim() == 3 ? call.output.size(0) : 1;
   with_dtype(call.output.scalar_type(),
              [&](auto scalar) { rows(call.weight, matrices, call.output.mutable_data_ptr<decltype(scalar)>()); });

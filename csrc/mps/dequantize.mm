@@ -17,16 +17,6 @@ WeightParams byte_params(const Weight& weight) {
 }
 
 void run(const Dequantize& call) {
-  if (call.output.dim() > 3) {
-    for (int64_t i = 0; i < call.output.size(0); ++i) {
-      Dequantize part = call;
-      for (Tensor* tensor : {&part.weight.data, &part.weight.scale, &part.weight.offset, &part.output}) {
-        if (tensor->defined()) *tensor = tensor->select(0, i);
-      }
-      run(part);
-    }
-    return;
-  }
   const Weight& weight = call.weight;
   const int64_t pieces = ceil_div(weight.columns, kNarrowColumns), all = call.output.numel() / weight.columns * pieces;
   const DequantizeParams params = {.all_pieces = static_cast<uint64_t>(all),

@@ -1,0 +1,192 @@
+"""Readers of packed weights that are broken on purpose: for each a test of the suite, which must fail on it.
+
+The test runs as it is. In the op's place stands a replay: the dispatches that the real op makes, with the changed
+shader, on the engine of the simulated Metal alone.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import test_experts_mps as suite
+from conftest import DEVICES, SIMULATED
+from packed import AFFINE, FP8, MXFP4
+
+pytestmark = pytest.mark.skipif(
+    not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal runs shaders that are not the project's"
+)
+
+HERE = Path(__file__).parent
+
+# ------------------------------------------------------------------------------------------------ replaying
+
+
+def shader_of(kernel: str) -> str:
+    if not kernel.startswith("experts"):
+        return kernel.partition("_")[0]
+    return "experts_decode" if "_rows" in kernel else "experts_prefill" if "_tiles" in kernel else "experts_slots"
+
+
+def library_of(kernel: str, change: Callable[[str], str]):
+    """The library that the kernel is in, of its dtype and format alone, after a change of the text."""
+    import embed
+    from metal_sim import engine
+
+    *_, before, dtype = kernel.split("_")
+    dtypes = [f"MOE_METAL_DTYPE=MOE_METAL_{dtype}"] if dtype in ("float", "half", "bfloat") else []
+    macros = [*embed.FORMATS.get(before, []), *dtypes]
+    defines = "".join(f"#define {macro.replace('=', ' ')}\n" for macro in macros)
+    text = embed.shader_text(HERE.parent / "shaders" / f"{shader_of(kernel)}.metal")
+    return engine.Library(defines + change(text))
+
+
+def storage_of(tensor: Tensor) -> np.ndarray:
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return whole.cpu().numpy().copy()
+
+
+def replay(op: Callable, change: Callable[[str], str], *args, **options) -> Tensor:
+    """What the op returns where its shaders are changed."""
+    import metal_sim
+    from metal_sim import engine
+
+    given = [value for value in (*args, *options.values()) if isinstance(value, Tensor)]
+    with metal_sim.record() as record, metal_sim.host_only():
+        output = op(*args, **options)
+    contents = torch.ops.metal_sim.contents
+    memory = {contents(tensor): storage_of(tensor) for tensor in given}
+    engine.set_orders(engine.FORWARD)
+    for dispatch in record.dispatches:
+        arguments = [None] * engine.SLOTS
+        for one in dispatch.arguments:
+            if one["bytes"]:
+                arguments[one["index"]] = engine.Bytes(bytes.fromhex(one["bytes"]))
+                continue
+            array = memory.setdefault(one["contents"], np.full(one["length"], 0xFF, np.uint8))
+            arguments[one["index"]] = engine.At(array, one["offset"])
+        kernel = library_of(dispatch.kernel, change).kernel(dispatch.kernel)
+        kernel(*arguments, grid=dispatch.grid, threads=dispatch.threads)
+    return torch.from_numpy(memory[contents(output)]).view(output.dtype)[: output.numel()].view(output.shape)
+
+
+class Ops:
+    """`torch.ops.moe_metal` where each op is its replay."""
+
+    def __init__(self, change: Callable[[str], str]):
+        self.change, self.real = change, torch.ops.moe_metal
+
+    def __getattr__(self, op: str) -> Callable:
+        return functools.partial(replay, getattr(self.real, op), self.change)
+
+
+# ------------------------------------------------------------------------------------------------ mutants
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """What is right in the shaders becomes wrong, which the test notices: by its values, or by a rule of the
+    simulator."""
+
+    right: str
+    wrong: str
+    rule: str
+    test: Callable
+    arguments: dict
+
+
+def linear(packing, T: int) -> tuple[Callable, dict]:
+    return suite.test_packed_linear, {"packing": packing, "T": T}
+
+
+def experts(packing, T: int) -> tuple[Callable, dict]:
+    return suite.test_packed_experts, {"packing": packing, "T": T}
+
+
+def numbers(packing) -> tuple[Callable, dict]:
+    return suite.test_dequantize, {"packing": packing}
+
+
+def nan(packing, T: int) -> tuple[Callable, dict]:
+    return suite.test_nan_stays_where_it_is, {"packing": packing, "T": T}
+
+
+def padded(T: int) -> tuple[Callable, dict]:
+    return suite.test_rows_end_before_the_next_one_begins, {"T": T}
+
+
+NARROW4 = suite.NARROW[2]  # groups of 16
+# Parts of the shaders that several change.
+SHIFT = "params.group_shift"
+GROUP = f"column >> {SHIFT}"
+SCALE_ROW = "row / Chunk::scale_rows"
+MUTANTS = {
+    # codes
+    "nibble_swapped": Mutant("return i * bits % 32;", "return (i ^ 1) * bits % 32;", "values", *linear(AFFINE[4], 1)),
+    "half_word_swapped": Mutant("? both.x : both.y", "? both.y : both.x", "values", *numbers(AFFINE[4])),
+    "mxfp4_nibble_swapped": Mutant("(12 - 4 * n)", "(12 - 4 * (n ^ 1))", "values", *linear(MXFP4, 9)),
+    "fp8_byte_swapped": Mutant("n % 2 ? word : word << 8", "n % 2 ? word << 8 : word", "values", *numbers(FP8)),
+    "code_cut_at_a_word": Mutant("if (bit(i) + bits > 32)", "if (false)", "values", *experts(AFFINE[3], 3)),
+    "sign_lost": Mutant("(top & 0x80008000u) | (top >> 3", "(top >> 3", "values", *experts(MXFP4, 3)),
+    "middle_forgotten": Mutant("float(Codes::middle), offset", "0.0f, offset", "values", *experts(AFFINE[8], 3)),
+    "nan_is_480": Mutant("+ 0x01010101u) & 0x80808080u", "+ 0x01010101u) & 0", "values", *nan(FP8, 1)),
+    "nan_is_480_in_tiles": Mutant("& 0x7f) == 0x7f", "& 0x7f) == 0x80", "values", *nan(FP8, 20)),
+    # scales and offsets
+    "next_group": Mutant(GROUP, f"({GROUP}) + 1", "bounds", *experts(NARROW4, 3)),
+    "next_group_in_tiles": Mutant(GROUP, f"({GROUP}) + 1", "bounds", *experts(NARROW4, 40)),
+    "group_before": Mutant(GROUP, f"({GROUP}) - (column > 63)", "values", *linear(AFFINE[4], 1)),
+    "groups_twice_as_wide": Mutant(SHIFT, f"({SHIFT} + 1)", "values", *linear(NARROW4, 9)),
+    "groups_half_as_wide": Mutant(SHIFT, f"({SHIFT} - 1)", "bounds", *numbers(NARROW4)),
+    "scale_of_the_next_row": Mutant(SCALE_ROW, f"(1 + {SCALE_ROW})", "bounds", *linear(AFFINE[4], 1)),
+    "blocks_of_64_rows": Mutant("scale_rows = 128", "scale_rows = 64", "bounds", *experts(FP8, 40)),
+    "scales_of_expert_0": Mutant("scale + expert * params.scale.expert", "scale", "values", *experts(MXFP4, 3)),
+    "offset_is_scale": Mutant(
+        "load_number(weights.offset +", "load_number(weights.scale +", "values", *numbers(AFFINE[2])
+    ),
+    # the end of a row, and of the rows
+    "row_end_overrun": Mutant("if (8 * n < count * Codes::bits)", "if (true)", "bounds", *numbers(FP8)),
+    "row_end_overrun_in_decode": Mutant("wide ? step : length - column", "step", "bounds", *linear(FP8, 1)),
+    "row_end_in_wide_loads": Mutant("aligned && count >= columns", "aligned", "values", *padded(1)),
+    "rows_overrun": Mutant("rows.has(j) ? length : 0", "length", "bounds", *linear(AFFINE[4], 33)),
+    "rows_overrun_in_decode": Mutant("min(first + r, params.N - 1)", "first + r", "bounds", *linear(MXFP4, 1)),
+}
+
+
+def run_test(mutant: Mutant, change: Callable[[str], str], monkeypatch) -> None:
+    monkeypatch.setattr(torch.ops, "moe_metal", Ops(change))
+    mutant.test("mps", **mutant.arguments)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_reader_is_noticed(name: str, monkeypatch):
+    from metal_sim.engine import Violation
+
+    mutant, changed = MUTANTS[name], []
+
+    def change(text: str) -> str:
+        changed.append(mutant.right in text)
+        return text.replace(mutant.right, mutant.wrong)
+
+    with pytest.raises(AssertionError if mutant.rule == "values" else Violation) as caught:
+        run_test(mutant, change, monkeypatch)
+    assert any(changed) and (mutant.rule == "values" or caught.value.rule == mutant.rule)
+
+
+UNBROKEN = {(mutant.test.__name__, *map(str, mutant.arguments.values())): mutant for mutant in MUTANTS.values()}
+
+
+@pytest.mark.parametrize("name", UNBROKEN, ids="-".join)
+def test_a_replay_is_right_where_nothing_is_broken(name: tuple, monkeypatch):
+    run_test(UNBROKEN[name], lambda text: text, monkeypatch)
+
+
+def test_the_readme_names_them():
+    rows = re.findall(r"^\| `(test_\w+)` \| ([\w, ]+) \|$", (HERE / "README.md").read_text(), re.MULTILINE)
+    named = {name: test for test, names in rows for name in names.split(", ")}
+    assert named == {name: mutant.test.__name__ for name, mutant in MUTANTS.items()}
