@@ -6,12 +6,18 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from benchmarks import rows_of_bench
+from torch_moe_metal import bench
 from torch_moe_metal.__main__ import main
 from torch_moe_metal.bench import calls, here, measure
 from torch_moe_metal.bench.block import (
@@ -24,20 +30,22 @@ from torch_moe_metal.bench.block import (
     plain,
     transformers,
 )
-from torch_moe_metal.bench.calls import OPS, WHOLE, Call, Noise, Unfit, inputs
+from torch_moe_metal.bench.calls import DECODING, OPS, WHOLE, Call, Noise, Unfit, inputs, moved, packing_of
+from torch_moe_metal.bench.packed import FORMATS
 from torch_moe_metal.bench.plot import picture
-from torch_moe_metal.bench.report import Progress, Result
-from torch_moe_metal.bench.rivals import RIVALS, rivals, too_large
+from torch_moe_metal.bench.report import OURS_DENSE, Progress, Result
+from torch_moe_metal.bench.rivals import RIVALS, int4pack, rivals, too_large
 from torch_moe_metal.models import DEFAULT, MODELS, Model
 
 QUICK = ["--seconds", "0.001", "--device", "cpu"]
 GB = 1 << 30
+PACKED = [format for format in FORMATS if format != "dense"]
 
 
 @pytest.fixture
 def tiny(monkeypatch) -> Model:
     """The default model, small, and machine limits that are found at once."""
-    small = MODELS[DEFAULT].reduced(E=8, K=2, H=64, I=32)
+    small = MODELS[DEFAULT].reduced(E=8, K=2, H=64, I=64)
     monkeypatch.setitem(MODELS, DEFAULT, small)
     limits = measure.Limits("cpu", 0.001, 1 << 20)
     monkeypatch.setattr(here, "Limits", lambda *_: limits)
@@ -77,6 +85,27 @@ def test_sizes_are_the_published_ones(name: str):
     assert ours == {k: getattr(published, k) for k in ours} and len(ours) >= 4
 
 
+#: Whose published attention is not transformers' default.
+OTHER_ATTENTION = {"qwen3-30b-a3b", "qwen3-235b-a22b", "gemma4-26b-a4b", "glm-4.5-air"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_matrices_are_those_of_transformers_models(name: str):
+    model = MODELS[name]
+    config = AutoConfig.for_model(model.config)
+    assert model.linears == {"query": model.query, "head": (config.vocab_size, model.H)}
+    assert all(columns % 128 == 0 or columns % 64 == 0 for columns in (model.H, model.I, model.query[1]))
+    if name in OTHER_ATTENTION:
+        return
+    modeling = import_module(
+        f"transformers.models.{(folder := config.model_type.removesuffix('_text'))}.modeling_{folder}"
+    )
+    attention = next(c for n, c in vars(modeling).items() if n.endswith("Attention") and "Vision" not in n)
+    with torch.device("meta"):
+        (query,) = (p for n, p in attention(config, 0).named_parameters() if n in ("q_proj.weight", "q_b_proj.weight"))
+    assert query.shape == model.query
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_way_to_a_block_agrees(name: str):
     """Ours, plain PyTorch's and transformers', on weights that are shared; MLX's copies where it is installed."""
@@ -94,10 +123,31 @@ def test_every_way_to_a_block_agrees(name: str):
             assert disagreeing(call, block, ways, [inputs(call, noise)]) == {}
 
 
+@pytest.mark.parametrize("name", [DEFAULT, "qwen3-next-80b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize("format", PACKED)
+def test_every_way_to_a_packed_block_agrees(format: str, name: str):
+    """Our block on the same numbers dense, and MLX on the same bytes: with a shared expert, and with gate and up
+    interleaved and biases."""
+    model, noise = MODELS[name].reduced(E=16, H=64, I=64).packed, Noise("cpu", torch.float32)
+    block = Block.random(model, noise, packing_of(format, torch.float32))
+    ways = {}
+    if here.has_mlx():
+        from torch_moe_metal.bench.mlx import mlx
+
+        ways = mlx(block)
+        assert set(ways) == (set() if format == "fp8" else {"mlx"})
+    for op in WHOLE:
+        for T in (3, 20):
+            call = Call(op, name, model, T, torch.float32, format)
+            assert disagreeing(call, block, ways, [inputs(call, noise)]) == {}
+
+
 def disagreeing(call: Call, block: Block, ways: dict[str, Implementation], sets: list[dict]) -> dict[str, str]:
     measurer = here.Here.__new__(here.Here)
     measurer.block, measurer.others = block, ways
+    measurer.dense = block.dense() if call.packing else None
     functions, failed = measurer.whole(call, sets), {}
+    assert set(functions) == {"ours", *ways} | ({OURS_DENSE} if call.packing else set())
     kept = here.agreeing(call, functions, failed, most=1e-5)
     assert set(kept) | set(failed) == set(functions)
     return failed
@@ -124,6 +174,31 @@ def test_plain_ways_agree_with_the_op(op: str, name: str):
     assert len(functions) >= 2
 
 
+@pytest.mark.parametrize("op", ["linear", "dequantize"])
+@pytest.mark.parametrize("format", PACKED)
+def test_every_way_to_an_op_on_packed_weights_agrees(op: str, format: str):
+    for dtype in (torch.float32, torch.bfloat16):
+        call = Call(op, "", MODELS[DEFAULT].reduced(H=128), 5, dtype, format, "head")
+        functions, failed = here.of_op(call, [inputs(call, Noise("cpu", dtype)) for _ in range(2)]), {}
+        expected = {"ours", OURS_DENSE, *RIVALS[op]} | ({"mlx"} if here.has_mlx() and format != "fp8" else set())
+        if (op, format, dtype) == ("linear", "affine4", torch.bfloat16):
+            expected.add("int4pack")
+        assert set(functions) == expected
+        here.agreeing(call, functions, failed, most=1e-5 if dtype == torch.float32 else 0.02)
+        assert failed == {}
+
+
+def test_a_packed_rival_with_other_numbers_does_not_count(tiny, monkeypatch, capsys):
+    def without_offset(x, weight, scale, offset):
+        return int4pack(x, weight, scale, torch.zeros_like(offset))
+
+    monkeypatch.setattr(here, "int4pack", without_offset)
+    arguments = ["--ops", "linear", "--formats", "affine4", "--tokens", "2", "--dtypes", "bf16", "--json"]
+    assert main(["bench", *QUICK, *arguments]) == 0
+    for row in json.loads(capsys.readouterr().out)["rows"]:
+        assert "differs from ours" in row["failed"]["int4pack"] and "int4pack" not in row["rivals_us"]
+
+
 # ------------------------------------------------------------------------------------------------ inputs and bytes
 
 
@@ -146,6 +221,44 @@ def test_bytes_are_counted_once():
     assert Call("residual_norm", "", model, 5).written == 2 * 5 * 64 * 2
 
 
+#: Of a matrix of 128 rows and 64 columns in bfloat16, and so half as much of one of 64 rows, but for fp8's scale.
+PACKED_BYTES = {f"affine{bits}": 128 * (64 * bits // 8 + 2 + 2) for bits in (2, 3, 4, 5, 6, 8)}
+PACKED_BYTES |= {"mxfp4": 128 * (64 // 2 + 2), "fp8": 128 * 64 + 4}
+
+
+@pytest.mark.parametrize("format", PACKED)
+def test_bytes_of_packed_weights(format: str):
+    gate_up, bf16 = PACKED_BYTES[format], torch.bfloat16
+    one_expert = gate_up + gate_up // 2 + (2 if format == "fp8" else 0)
+    model = MODELS["gpt-oss-20b"].reduced(E=8, H=64, I=64).packed
+    noise, biases = Noise("cpu", bf16), 2 * (2 * 64 + 64)
+    block = Block.random(model, noise, packing_of(format, bf16))
+    assert block.bytes_read(torch.tensor([[0, 3, 3], [3, 7, 0]])) == 3 * (one_expert + biases)
+    assert expert_bytes(model, bf16, format) == one_expert
+    linear = inputs(Call("linear", "", model, 3, bf16, format), noise)
+    assert moved(*linear.values()) == 3 * 64 * 2 + gate_up
+    assert Call("linear", "", model, 3, bf16, format).bytes("weight") == gate_up
+
+
+@pytest.mark.parametrize("format", PACKED)
+def test_packed_weights_are_as_large_as_trained_ones(format: str):
+    model = MODELS[DEFAULT].reduced(E=4, H=256, I=128)
+    dense = Block.random(model, Noise("cpu", torch.float32), packing_of(format, torch.float32)).dense()
+    for weight, columns in ((dense.experts["gate_up"], 256), (dense.experts["down"], 128)):
+        assert weight.isfinite().all() and 0.5 < weight.std() * columns**0.5 < 2
+        assert weight.mean().abs() < weight.std() / 2
+
+
+def test_a_packed_weight_is_never_transposed():
+    model = MODELS["gpt-oss-20b"]
+    dense, packed = Call("experts", "", model, 1), Call("experts", "", model.packed, 1, format="mxfp4")
+    assert dense.options["transposed"] and "transposed" not in packed.options and packed.options["format"] == "mxfp4"
+    assert packed.options.items() - {("format", "mxfp4")} == dense.options.items() - {
+        ("format", "dense"),
+        ("transposed", True),
+    }
+
+
 def test_rivals_that_would_copy_too_much_are_left_out():
     assert too_large("transformers batched_mm", 32, 8, 9 << 20) and not too_large("plain batched_mm", 1, 8, GB)
     assert not too_large("transformers grouped_mm", 512, 8, GB)
@@ -165,6 +278,14 @@ def test_memory_guard():
         fitted(deepseek, torch.bfloat16, 4 * GB, 512, copies=1)
     for model in MODELS.values():
         assert replace(model, E=model.fewest).fewest >= model.K
+
+
+def test_memory_guard_counts_packed_weights_and_the_dense_ones_beside_them():
+    model, bf16 = MODELS["deepseek-v3"].packed, torch.bfloat16
+    found = fitted(model, bf16, 18 * GB, 512, 1, "affine4").E
+    held = expert_bytes(model, bf16) + expert_bytes(model, bf16, "affine4")
+    assert fitted(model, bf16, 18 * GB, 512, 2).E < found < fitted(model, bf16, 18 * GB, 512, 1).E
+    assert found * held < 15 * GB and expert_bytes(model, bf16, "affine4") * 32 == 9 * expert_bytes(model, bf16)
 
 
 def test_a_cut_model_still_routes():
@@ -270,7 +391,7 @@ def test_everything_as_json_and_as_a_picture(device: str, tiny, tmp_path, capsys
     assert main(["bench", *QUICK, "--device", device, "--tokens", "1", "3", "--json", "--plot", str(plot)]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = found["rows"]
-    twice = {"route": 2}  # also with many experts
+    twice = {"route": 2, "linear": 2}  # also with many experts; the attention and the head
     assert [(r["dtype"], r["op"], r["T"]) for r in rows] == [
         (dtype, op, T) for dtype in ("bf16", "f32") for op in OPS for _ in range(twice.get(op, 1)) for T in (1, 3)
     ]
@@ -281,6 +402,65 @@ def test_everything_as_json_and_as_a_picture(device: str, tiny, tmp_path, capsys
     }
     assert found["read_gb_per_s"] > 0 and found["device"] == device
     assert points(plot.read_text()) == {"ours": len(rows), "rival": len(rows)}
+
+
+def test_packed_rows(device: str, tiny, tmp_path, capsys):
+    """Each op in each format, on every device, as JSON and as a picture."""
+    plot, ops = tmp_path / "roofline.svg", ["linear", "dequantize", "experts", "block"]
+    arguments = ["--formats", "dense", *PACKED, "--ops", *ops, "--tokens", "2", "--dtypes", "bf16"]
+    assert main(["bench", *QUICK, "--device", device, *arguments, "--json", "--plot", str(plot)]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    each = ["linear", "linear", "dequantize", "experts", "block"]
+    assert [(r["format"], r["op"]) for r in rows] == [(f, op) for f in FORMATS for op in each]
+    for row in rows:
+        packed = row["format"] != "dense"
+        assert set(row.get("failed", {})) <= {"mlx"}  # whose sums in bfloat16 are not always that exact on a CPU
+        assert packed == (OURS_DENSE in row["rivals_us"]) == (row["x_dense"] is not None)
+        if packed and row["op"] in WHOLE:
+            assert set(row["rivals_us"]) <= {OURS_DENSE, "mlx"} and row["x_pytorch"] is None
+        else:
+            assert row["x_pytorch"] > 0
+        told = "mlx" in (row["rivals_us"] | row.get("failed", {}))
+        assert told == (
+            here.has_mlx() and (row["format"] not in ("dense", "fp8") or (not packed and row["op"] in WHOLE))
+        )
+    svg = plot.read_text()
+    assert points(svg) == {"ours": len(rows), "rival": sum(len(set(r["rivals_us"]) - {OURS_DENSE}) > 0 for r in rows)}
+    assert ">linear head affine4<" in svg and ">experts fp8<" in svg
+
+
+def test_packed_rows_in_the_table(tiny, capsys):
+    assert main(["bench", *QUICK, "--formats", "mxfp4", "fp8", "--tokens", "1", "--dtypes", "f32"]) == 0
+    head, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("op ", *DECODING))]
+    assert "x dense" in head and ("x MLX" in head) == here.has_mlx()
+    assert [(row.split()[0], row[head.index("format") :].split()[0]) for row in rows] == [
+        (op, format) for format in ("mxfp4", "fp8") for op in ("linear", "linear", "experts", "block")
+    ]
+    start = head.index("x dense") - 2
+    assert all(float(row[start : start + 9]) >= 0 for row in rows)  # and not empty
+
+
+def test_packed_rows_without_anybody_else(tiny, monkeypatch, capsys):
+    """transformers has nothing to say about them, and so is not missed."""
+    for module, name in ((bench, "has_mlx"), (here, "has_mlx"), (here, "has_transformers")):
+        monkeypatch.setattr(module, name, lambda: False)
+    arguments = ["--ops", "experts", "--formats", "affine4", "--tokens", "1", "--dtypes", "bf16"]
+    assert main(["bench", *QUICK, *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "MLX is not installed: not measured" in said and "transformers" not in said
+    assert "x dense" in said and "x MLX" not in said
+
+
+def test_a_file_without_formats_is_dense():
+    """Those in benchmarks/ that are older than packed rows."""
+    call = Call("experts", DEFAULT, MODELS[DEFAULT], 1)
+    new = Result(call, 1e6, {"ours": 1e-3, "plain eager": 2e-3}).as_json()
+    old = {name: value for name, value in new.items() if name not in ("format", "x_dense")}
+    assert rows_of_bench([old]) == rows_of_bench([new]) and "format" not in rows_of_bench([new])
+    packed = Result(replace(call, format="fp8"), 1e6, {"ours": 1e-3, OURS_DENSE: 3e-3, "mlx": 5e-3}).as_json()
+    head, _, *rows = rows_of_bench([old, packed]).splitlines()
+    assert "| format | us |" in head and "| dense | 1000.0 |" in rows[0]
+    assert "| fp8 | 1000.0 |" in rows[1] and "| 3.00 | 5.00 |" in rows[1]
 
 
 def points(svg: str) -> dict[str, int]:
@@ -305,8 +485,8 @@ def test_table_without_transformers(tiny, monkeypatch, capsys):
 
 
 def test_defaults():
-    options = argparse.Namespace(model=None, ops=None, tokens=None, dtypes=[torch.float32])
-    rows = calls.calls_of(options, {torch.float32: MODELS[DEFAULT]})
+    options = argparse.Namespace(model=None, ops=None, formats=None, tokens=None, dtypes=[torch.float32])
+    rows = calls.calls_of(options, {(torch.float32, "dense"): MODELS[DEFAULT]})
     assert {r.op for r in rows} == set(OPS)
     experts = {op: {r.model.E for r in rows if r.op == op} for op in ("gate", "route")}
     assert experts == {"gate": {128}, "route": {128, 512}}
@@ -314,7 +494,33 @@ def test_defaults():
         -1
     ] == 4096
     options.model = "olmoe"
-    assert {r.op for r in calls.calls_of(options, {torch.float32: MODELS["olmoe"]})} == set(WHOLE)
+    assert {r.op for r in calls.calls_of(options, {(torch.float32, "dense"): MODELS["olmoe"]})} == set(WHOLE)
+
+
+def test_defaults_of_packed_rows():
+    options = argparse.Namespace(model=None, ops=None, formats=["affine4"], tokens=None, dtypes=[torch.bfloat16])
+    rows = calls.calls_of(options, {(torch.bfloat16, "affine4"): MODELS[DEFAULT]})
+    tokens = {label: [r.T for r in rows if r.label == label] for label in {r.label for r in rows}}
+    all_of_them = [1, 4, 32, 512]
+    assert tokens == {
+        "linear query affine4": all_of_them,
+        "linear head affine4": all_of_them[:-1],
+        "experts affine4": all_of_them,
+        "block affine4": all_of_them,
+    }
+    shapes = {r.label: Result(r).shape for r in rows if r.T == 1}
+    assert shapes["linear query affine4"] == "T=1 N=4096 H=2048" and str(rows[0]).endswith("-T1-bf16-query-affine4")
+    assert shapes["linear head affine4"] == "T=1 N=151936 H=2048"
+    options.ops, options.formats = ["gate", "linear"], ["dense", "fp8"]
+    models = {(torch.bfloat16, format): MODELS[DEFAULT] for format in options.formats}
+    assert {(r.op, r.format) for r in calls.calls_of(options, models)} == {
+        ("gate", "dense"), ("linear", "dense"), ("linear", "fp8"),
+    }  # fmt: skip
+
+
+def test_an_op_without_packed_weights_is_refused(tiny, capsys):
+    assert main(["bench", *QUICK, "--ops", "gate", "linear", "--formats", "affine4"]) == 2
+    assert "--ops gate: " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="for glibc's malloc")
@@ -359,6 +565,8 @@ def test_progress_is_for_terminals_only(monkeypatch, capsys):
         (["--tokens", "0"], "must be 1 or more, got 0"),
         (["--dtypes", "f64"], "invalid choice: 'f64'"),
         (["--device", "cuda"], "invalid choice: 'cuda'"),
+        (["--formats", "int4"], "invalid choice: 'int4' (choose from "),
+        (["--formats", "dense", "affine7"], "affine6"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], said: str, capsys):

@@ -26,9 +26,11 @@ def results(tokens: list[int] | None, seed: int) -> list[Result]:
     """Every op's rows, with times as a CPU takes them: small calls a fixed time, those out of caches less than memory
     allows, a prefill its flops."""
     noise = random.Random(seed)
-    options = argparse.Namespace(model=None, ops=None, tokens=tokens, dtypes=[torch.bfloat16, torch.float32])
+    options = argparse.Namespace(
+        model=None, ops=None, formats=None, tokens=tokens, dtypes=[torch.bfloat16, torch.float32]
+    )
     found = []
-    for call in calls_of(options, dict.fromkeys(options.dtypes, MODELS[DEFAULT])):
+    for call in calls_of(options, {(dtype, "dense"): MODELS[DEFAULT] for dtype in options.dtypes}):
         result = Result(call, bytes_read(call))
         speed = 200e9 if result.bytes < 20e6 else 22e9
         ours = (2e-6 + max(result.bytes / speed, call.flops / 1e12)) * noise.uniform(1, 1.3)

@@ -38,7 +38,9 @@ def number(value: float | None, form: str) -> str:
 
 
 def rows_of_bench(rows: list[dict]) -> str:
-    columns = ("op", "shape", "dtype", "us", "GB/s", "of limit", "x PyTorch", "fastest of PyTorch")
+    packed = any(map(is_packed, rows))
+    columns = ("op", "shape", "dtype", *["format"] * packed, "us", "GB/s", "of limit")
+    columns += (*["x dense", "x MLX"] * packed, "x PyTorch", "fastest of PyTorch")
     return table(
         columns,
         [
@@ -46,15 +48,22 @@ def rows_of_bench(rows: list[dict]) -> str:
                 row["op"],
                 row["shape"],
                 row["dtype"],
+                *[row.get("format", "dense")] * packed,
                 number(row["us"], ".1f"),
                 number(row["gb_per_s"], ".1f"),
                 f"{row['of_limit']:.0%} {row['limit']}" if row["of_limit"] else "",
+                *[number(row.get(ratio), ".2f") for ratio in ("x_dense", "x_mlx")] * packed,
                 number(row["x_pytorch"], ".2f"),
                 row["best_rival"] or "",
             )
             for row in rows
         ],
     )
+
+
+def is_packed(row: dict) -> bool:
+    """A file older than packed formats does not tell them."""
+    return row.get("format", "dense") != "dense"
 
 
 def rows_of_model(rows: dict[str, dict[str, float]]) -> str:
@@ -136,7 +145,7 @@ def figures() -> str:
     model = json.loads((FOLDER / "3-cpu-model.json").read_text())["rows"]
     blocks = [row for row in bench["rows"] if row["op"] == "block" and row["dtype"] == "bf16" and row["T"] != 4]
     rows = []
-    for row in blocks:
+    for row in (row for row in blocks if not is_packed(row)):
         best, ours = row["us"] * row["x_pytorch"] / 1e3, row["us"] / 1e3
         tokens = f"{row['T']} token{'s' * (row['T'] > 1)}"
         rows.append((f"MoE block, {tokens}", f"{best:.1f} ms", f"{ours:.1f} ms", f"{row['x_pytorch']:.1f}"))

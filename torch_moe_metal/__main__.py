@@ -6,6 +6,7 @@ BENCH = """
 examples:
   bench                              every op, the experts and a whole block, in the sizes of Qwen3-30B-A3B
   bench --model mixtral-8x7b         Mixtral's block and its experts: ours, transformers and MLX where installed
+  bench --formats affine4 mxfp4      what decodes with packed weights, beside the same numbers dense
   bench --ops experts --tokens 1 4 --dtypes bf16 --plot roofline.svg
 """
 

@@ -1,7 +1,11 @@
-"""The one table of sizes: what an MoE layer of each named model calls `gate` and `experts` with.
+"""The one table of sizes: what a layer of each named model calls `gate`, `experts` and `linear` with.
 
 Sizes are those of the published checkpoints, which transformers' defaults are not always (OLMoE's I is 1024 there, not
 2048). E experts, K experts per token, H hidden, I expert inner size, S the shared expert's inner size.
+
+`query` is the matrix that makes the attention's queries, as the checkpoint stores it, [rows, columns]: q_proj, with the
+output gate where that is a part of it (Qwen3-Next and 3.5), of a layer with a sliding window in Gemma 4; where queries
+come out of a low rank (DeepSeek V3, GLM-4.7-Flash), q_b_proj. `vocabulary` is the rows of the head.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,6 +21,8 @@ class Model:
     K: int
     H: int
     I: int
+    query: tuple[int, int]
+    vocabulary: int
     S: int = 0
     tensors: tuple[str, ...] = ()  # the optional ones of `gate` and `experts`; shared_gate: the shared expert has one
     routing: dict = field(default_factory=dict)  # the options of `gate`
@@ -28,40 +34,65 @@ class Model:
         groups, kept = self.routing.get("n_group", 1), self.routing.get("topk_group", 1)
         return groups * max(-(-self.K // kept), 2 if groups > 1 else 1)
 
-    def reduced(self, **sizes: int) -> "Model":
-        """The same with other sizes; S, where there is a shared expert, becomes I."""
-        return replace(self, **sizes, S=sizes.get("S", sizes.get("I", self.S)) if self.S else 0)
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """The rows and columns of its matrices for `linear`: one that every layer has, and the model's largest."""
+        return {"query": self.query, "head": (self.vocabulary, self.H)}
+
+    @property
+    def packed(self) -> "Model":
+        """The same with packed weights, which are never transposed."""
+        return replace(self, experts={name: value for name, value in self.experts.items() if name != "transposed"})
+
+    def reduced(self, *, H: int, **sizes: int) -> "Model":
+        """The same with other sizes; S, where there is a shared expert, becomes I, and `linears` go by H."""
+        shared = sizes.get("I", self.S) if self.S else 0
+        return replace(self, H=H, S=shared, query=(2 * H, H), vocabulary=3 * H, **sizes)
 
 
 SIGMOID = {"scoring": "sigmoid"}
 GPT_OSS = {
+    "query": (4096, 2880),
+    "vocabulary": 201088,
     "tensors": ("router_bias", "gate_up_bias", "down_bias"),
     "experts": {"activation": "swiglu_oai", "limit": 7.0, "interleaved": True, "transposed": True},
 }
 GROUPS = {"n_group": 8, "topk_group": 4, "scaling_factor": 2.5}
 
 MODELS = {
-    "qwen3-30b-a3b": Model("qwen3_moe", "Qwen3MoeSparseMoeBlock", 128, 8, 2048, 768),
-    "qwen3-235b-a22b": Model("qwen3_moe", "Qwen3MoeSparseMoeBlock", 128, 8, 4096, 1536),
-    "qwen3-next-80b-a3b": Model("qwen3_next", "Qwen3NextSparseMoeBlock", 512, 10, 2048, 512, 512, ("shared_gate",)),
-    "qwen3.5-35b-a3b": Model("qwen3_5_moe_text", "Qwen3_5MoeSparseMoeBlock", 256, 8, 2048, 512, 512, ("shared_gate",)),
-    "mixtral-8x7b": Model("mixtral", "MixtralSparseMoeBlock", 8, 2, 4096, 14336),
-    "olmoe": Model("olmoe", "OlmoeSparseMoeBlock", 64, 8, 2048, 1024, routing={"renormalize": "none"}),
+    "qwen3-30b-a3b": Model("qwen3_moe", "Qwen3MoeSparseMoeBlock", 128, 8, 2048, 768, (4096, 2048), 151936),
+    "qwen3-235b-a22b": Model("qwen3_moe", "Qwen3MoeSparseMoeBlock", 128, 8, 4096, 1536, (8192, 4096), 151936),
+    "qwen3-next-80b-a3b": Model(
+        "qwen3_next", "Qwen3NextSparseMoeBlock", 512, 10, 2048, 512, (8192, 2048), 151936, 512, ("shared_gate",)
+    ),
+    "qwen3.5-35b-a3b": Model(
+        "qwen3_5_moe_text", "Qwen3_5MoeSparseMoeBlock", 256, 8, 2048, 512, (8192, 2048), 248320, 512, ("shared_gate",)
+    ),
+    "mixtral-8x7b": Model("mixtral", "MixtralSparseMoeBlock", 8, 2, 4096, 14336, (4096, 4096), 32000),
+    "olmoe": Model(
+        "olmoe", "OlmoeSparseMoeBlock", 64, 8, 2048, 1024, (2048, 2048), 50304, routing={"renormalize": "none"}
+    ),
     "gpt-oss-20b": Model("gpt_oss", "GptOssMLP", 32, 4, 2880, 2880, **GPT_OSS),
     "gpt-oss-120b": Model("gpt_oss", "GptOssMLP", 128, 4, 2880, 2880, **GPT_OSS),
     # Its router and its experts, for which transformers has no block. The dense MLP and the norms are left out.
     "gemma4-26b-a4b": Model(
-        "gemma4_text", "Gemma4TextExperts", 128, 8, 2816, 704,
+        "gemma4_text", "Gemma4TextExperts", 128, 8, 2816, 704, (4096, 2816), 262144,
         tensors=("norm_weight", "per_expert_scale"), experts={"activation": "gelu_tanh"},
     ),
     "deepseek-v3": Model(
-        "deepseek_v3", "DeepseekV3MoE", 256, 8, 7168, 2048, 2048, ("select_bias",), SIGMOID | GROUPS
+        "deepseek_v3", "DeepseekV3MoE", 256, 8, 7168, 2048, (24576, 1536), 129280, 2048, ("select_bias",),
+        SIGMOID | GROUPS,
     ),
-    "glm-4.5-air": Model("glm4_moe", "Glm4MoeMoE", 128, 8, 4096, 1408, 1408, ("select_bias",), SIGMOID),
+    "glm-4.5-air": Model(
+        "glm4_moe", "Glm4MoeMoE", 128, 8, 4096, 1408, (12288, 4096), 151552, 1408, ("select_bias",), SIGMOID
+    ),
     "glm-4.7-flash": Model(
-        "glm4_moe_lite", "Glm4MoeLiteMoE", 64, 4, 2048, 1536, 1536, ("select_bias",), SIGMOID | {"scaling_factor": 1.8}
+        "glm4_moe_lite", "Glm4MoeLiteMoE", 64, 4, 2048, 1536, (5120, 768), 154880, 1536, ("select_bias",),
+        SIGMOID | {"scaling_factor": 1.8},
     ),
-    "minimax-m2": Model("minimax_m2", "MiniMaxM2SparseMoeBlock", 256, 8, 3072, 1536, 0, ("select_bias",), SIGMOID),
+    "minimax-m2": Model(
+        "minimax_m2", "MiniMaxM2SparseMoeBlock", 256, 8, 3072, 1536, (6144, 3072), 200064, 0, ("select_bias",), SIGMOID
+    ),
 }  # fmt: skip
 DEFAULT = "qwen3-30b-a3b"
 MANY_EXPERTS = "qwen3-next-80b-a3b"  # 512

@@ -9,6 +9,7 @@ csrc/mps chooses. Tensors are told by name; run.py draws the same values again f
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ import simulated  # noqa: E402
 import torch_moe_metal  # noqa: E402, F401
 from cases import CASES, Case, call  # noqa: E402
 from torch_moe_metal.arguments import ARGUMENTS  # noqa: E402
-from torch_moe_metal.bench.calls import Call, halves  # noqa: E402
+from torch_moe_metal.bench.calls import Call, halves, matrices  # noqa: E402
 from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
 
 MOST = 3e7  # flops or bytes of a case that is worth replaying
@@ -91,12 +92,11 @@ def traces(ops: list[str]) -> Iterator[dict]:
 
 def bench_traces(ops: list[str], model: str) -> Iterator[dict]:
     """Of the benchmark's rows, whose values matter to no dispatch: uninitialised tensors will do."""
-    for op in ops:
-        for T in TOKENS:
-            for dtype in TIMED:
-                row = Call(op, model, MODELS[model], T, dtype)
-                if not (op == "experts" and T > 512):
-                    yield trace(row, empties(row))
+    for op, T, dtype in itertools.product(ops, TOKENS, TIMED):
+        for matrix in matrices(op, model):
+            row = Call(op, model, MODELS[model], T, dtype, matrix=matrix)
+            if T <= 512 or not (op == "experts" or matrix == "head"):
+                yield trace(row, empties(row))
 
 
 def empties(row: Call) -> dict[str, Tensor]:

@@ -49,7 +49,18 @@ from packed_rows import BFLOAT, ROWS, Row  # noqa: E402
 from torch_moe_metal import bench, reference  # noqa: E402
 from torch_moe_metal.bench import here, measure  # noqa: E402
 from torch_moe_metal.bench.block import Block, expert_bytes, plain  # noqa: E402
-from torch_moe_metal.bench.calls import EXPERTS, WORTH_A_LIMIT, Call, Noise, Unfit, inputs, moved, wanted_ops  # noqa: E402
+from torch_moe_metal.bench.calls import (  # noqa: E402
+    EXPERTS,
+    WORTH_A_LIMIT,
+    Call,
+    Noise,
+    Unfit,
+    inputs,
+    matrices,
+    moved,
+    wanted_formats,
+    wanted_ops,
+)
 from torch_moe_metal.bench.report import Result  # noqa: E402
 from torch_moe_metal.bench.rivals import rivals, too_large  # noqa: E402
 from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
@@ -322,6 +333,8 @@ class Translated:
     """What `bench` measures with here: the rows that are recorded, each in a CUDA graph."""
 
     def __init__(self, folder: Path, options: argparse.Namespace):
+        if wanted_formats(options) != ["dense"]:
+            raise Unfit("here packed formats are timed by `run.py FOLDER --packed`")
         self.model = options.model or DEFAULT
         recorded = json.loads((folder / "bench.json").read_text())
         self.traces = {trace["case"]: trace for trace in recorded}
@@ -341,7 +354,8 @@ class Translated:
             for op in wanted_ops(options):
                 names = [name for name in self.traces if name.startswith(f"{parts_of(op)[-1]}-")]
                 tokens = options.tokens or sorted({int(name.split("-T")[-1].split("-")[0]) for name in names})
-                calls += [Call(op, self.model, MODELS[self.model], T, dtype) for T in tokens]
+                for matrix in matrices(op, self.model):
+                    calls += [Call(op, self.model, MODELS[self.model], T, dtype, matrix=matrix) for T in tokens]
         return [call for call in calls if parts(call) and all(str(part) in self.traces for part in parts(call))]
 
     def about(self) -> dict[str, object]:

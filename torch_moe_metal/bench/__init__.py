@@ -1,8 +1,9 @@
 """`python -m torch_moe_metal bench`: how long every op takes, beside the machine's own limits and beside its rivals.
 
 Each row is measured against what computes the same: for an op, the ways that one writes in plain PyTorch; for a whole
-block or its experts, transformers' implementations and MLX, where they are installed. All take turns in one loop, so
-that what slows the machine slows them alike, and medians are told. Everyone walks through the same sets of inputs, so
+block or its experts, transformers' implementations and MLX, where they are installed; for packed weights, our own op on
+the same numbers dense, MLX, and what PyTorch has. All take turns in one loop, so that what slows the machine slows them
+alike, and medians are told. Everyone walks through the same sets of inputs, so
 that the weights read come out of memory. Outputs are made at each call and gone before the next, as in a model.
 """
 
@@ -17,9 +18,10 @@ import torch
 from ..arguments import DTYPES
 from ..models import DEFAULT, MODELS
 from . import report
-from .calls import OPS, WHOLE, WORTH_A_LIMIT, Unfit
+from .calls import DECODING, OPS, WORTH_A_LIMIT, Unfit
 from .here import Here, add_device, has_mlx, positive
 from .measure import keep_freed_memory, machine
+from .packed import FORMATS
 from .plot import check_place, picture
 from .report import Progress, Result
 
@@ -51,6 +53,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="DTYPE",
         help=", ".join(DTYPES_BY_NAME),
     )
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        choices=list(FORMATS),
+        metavar="FORMAT",
+        help=f"of the weights (default: dense): {', '.join(FORMATS)}; affine in groups of 64 columns. If given without "
+        f"--ops and --model, only {', '.join(DECODING)}",
+    )
     parser.add_argument("--seconds", type=float, default=0.5, help="how long each row is measured (default: 0.5)")
     parser.add_argument("--threads", type=positive, metavar="N", help="of the CPU (default: PyTorch's choice)")
     parser.add_argument(
@@ -79,16 +89,17 @@ def run(options: Namespace, measurer: Callable[[Namespace], Here] = Here) -> int
     except Unfit as reason:
         print(f"bench: {reason}", file=sys.stderr)
         return 2
-    with_mlx = has_mlx() and any(c.op in WHOLE for c in there.calls)
+    shown = {"x dense": any(c.packing for c in there.calls), "x MLX": has_mlx() and any(c.of_mlx for c in there.calls)}
+    ratios = [name for name, wanted in shown.items() if wanted]
     if not options.json:
-        print(heading(there), report.head(with_mlx), sep="\n\n", flush=True)
+        print(heading(there), report.head(ratios), sep="\n\n", flush=True)
     results, progress = [], Progress(len(there.calls), wanted=not options.json)
     for done, call in enumerate(there.calls):
         progress.show(done, str(call))
         results.append(there.measure(call))
         progress.clear()
         if not options.json:
-            print(report.line(results[-1], with_mlx), flush=True)
+            print(report.line(results[-1], ratios), flush=True)
     finish(there, results, options)
     return 1 if any(result.ours is None for result in results) else 0
 
@@ -100,8 +111,9 @@ def heading(there) -> str:
         "   ".join(f"{key} {value}" for key, value in there.about().items()),
         f"Memory: {limits}.",
         "GB/s: bytes read and written, each once, over the median time; of the experts' weights, those of the experts",
-        "chosen. of limit: that over the speed at which this machine reads memory (rows that write more than a tenth:",
-        f"copies it), measured {there.limits.when}; for rows that move {WORTH_A_LIMIT >> 20} MiB or more.",
+        "chosen; of packed ones, data, scales and offsets. of limit: that over the speed at which this machine reads",
+        f"memory (rows that write more than a tenth: copies it), measured {there.limits.when}; for rows that move",
+        f"{WORTH_A_LIMIT >> 20} MiB or more.",
     ]
     return "\n".join(lines + there.notes)
 

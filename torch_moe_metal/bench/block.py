@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..models import Model
 from .calls import Noise, Unfit, moved
+from .packed import Packing, dequantized, packing_of
 from .rivals import COPIED, RIVALS, gate, glu
 
 ops = torch.ops.moe_metal
@@ -25,9 +26,10 @@ class Block:
     shared_gate_up: Tensor | None = None  # [2S, H]
     shared_down: Tensor | None = None  # [H, S]
     shared_gate: Tensor | None = None  # [1, H]
+    packing: Packing | None = None  # of the experts
 
     @classmethod
-    def random(cls, model: Model, noise: Noise) -> "Block":
+    def random(cls, model: Model, noise: Noise, packing: Packing | None = None) -> "Block":
         E, H, I, S, given = model.E, model.H, model.I, model.S, model.tensors
         router = {"router_weight": noise(E, H, scale=H**-0.5)}
         small = {
@@ -39,15 +41,23 @@ class Block:
         router |= {name: noise(n, scale=0.1) + mean for name, (n, mean) in small.items() if name in given}
         if "select_bias" in router:
             router["select_bias"] = router["select_bias"].float()
-        gate_up, down = noise(E, 2 * I, H, scale=H**-0.5), noise(E, H, I, scale=I**-0.5)
-        if model.experts.get("transposed"):
-            gate_up, down = gate_up.view(E, H, 2 * I), down.view(E, I, H)
-        experts = {"gate_up": gate_up, "down": down}
+        experts = {}
+        for name, size in {"gate_up": (E, 2 * I, H), "down": (E, H, I)}.items():
+            if packing:
+                experts |= noise.packed(packing, name, *size)
+            else:
+                weight = noise(*size, scale=size[-1] ** -0.5)
+                experts[name] = weight.view(E, size[2], size[1]) if model.experts.get("transposed") else weight
         biases = {"gate_up_bias": 2 * I, "down_bias": H}
         experts |= {name: noise(E, n, scale=0.1) for name, n in biases.items() if name in given}
         shared = (noise(2 * S, H, scale=H**-0.5), noise(H, S, scale=S**-0.5)) if S else ()
         shared_gate = noise(1, H, scale=H**-0.5) if "shared_gate" in given else None
-        return cls(model, router, experts, *shared, **({"shared_gate": shared_gate} if S else {}))
+        return cls(model, router, experts, *shared, packing=packing, **({"shared_gate": shared_gate} if S else {}))
+
+    def dense(self) -> "Block":
+        """The same numbers in the activations' dtype."""
+        dtype = self.router["router_weight"].dtype
+        return replace(self, experts=dequantized("experts", self.experts, self.packing, dtype), packing=None)
 
     @property
     def routing(self) -> dict:
@@ -56,7 +66,12 @@ class Block:
     def __call__(self, x: Tensor) -> Tensor:
         """Our way: one `gate`, the shared expert, one `experts`."""
         weights, ids = ops.gate(x, **self.router, **self.routing)
-        return ops.experts(x, weights, ids, **self.shared(x, ops.glu), **self.experts, **self.model.experts)
+        return self.chosen(x, weights, ids, **self.shared(x, ops.glu))
+
+    def chosen(self, x: Tensor, weights: Tensor, ids: Tensor, **shared: Tensor) -> Tensor:
+        """Our way through these experts."""
+        format = self.packing.format if self.packing else "dense"
+        return ops.experts(x, weights, ids, **shared, **self.experts, **self.model.experts, format=format)
 
     def shared(self, x: Tensor, glu: Callable[..., Tensor]) -> dict[str, Tensor]:
         """The shared expert's output and the logit of its share, as arguments of `experts`."""
@@ -75,25 +90,28 @@ class Block:
         return moved(*self.router.values(), self.shared_gate_up, self.shared_down, self.shared_gate)
 
 
-def expert_bytes(model: Model, dtype: torch.dtype) -> int:
+def expert_bytes(model: Model, dtype: torch.dtype, format: str = "dense") -> int:
     """Of one expert's weights."""
-    return 3 * model.H * model.I * dtype.itemsize
+    packing, H, I = packing_of(format, dtype), model.H, model.I
+    return packing.bytes(2 * I, H) + packing.bytes(H, I) if packing else 3 * H * I * dtype.itemsize
 
 
 SLACK = 2 << 30  # bytes left for outputs, probes and everybody else
 
 
-def fitted(model: Model, dtype: torch.dtype, free: int, T: int, copies: int) -> Model:
-    """The model with as many experts as memory has room for, if that is less than it has."""
-    one = expert_bytes(model, dtype)
-    besides = SLACK + copies * expert_bytes(replace(model, I=model.S), dtype) + max(COPIED, model.K * one)
+def fitted(model: Model, dtype: torch.dtype, free: int, T: int, copies: int, format: str = "dense") -> Model:
+    """The model with as many experts as memory has room for, if that is less than it has. Beside `copies` of packed
+    experts there are dense ones."""
+    dense = expert_bytes(model, dtype)
+    one = copies * expert_bytes(model, dtype, format) + (0 if format == "dense" else dense)
+    besides = SLACK + copies * expert_bytes(replace(model, I=model.S), dtype) + max(COPIED, model.K * dense)
     besides += 4 * T * model.K * (model.H + 2 * model.I) * dtype.itemsize
     groups = model.routing.get("n_group", 1)
-    experts = max(0, free - besides) // (copies * one) // groups * groups
+    experts = max(0, free - besides) // one // groups * groups
     if experts >= model.E:
         return model
     if experts < model.fewest:
-        need = (copies * model.fewest * one + besides) / 2**30
+        need = (model.fewest * one + besides) / 2**30
         raise Unfit(f"not enough memory: {need:.1f} GiB needed, {free / 2**30:.1f} GiB free")
     return replace(model, E=experts)
 

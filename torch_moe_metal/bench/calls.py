@@ -13,11 +13,13 @@ from torch import Tensor
 from .. import arguments
 from ..arguments import ARGUMENTS, DTYPES, ROUTERS
 from ..models import DEFAULT, MANY_EXPERTS, MODELS, Model
+from .packed import Packing, packing_of
 
 GIVEN = {"weighted_sum": ("residual",)}  # optional arguments that every layer gives
 EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")  # the experts' weights: all input sets share them
 WHOLE = ("experts", "block")  # what reads the experts' weights
 OPS = (*(op for op in ARGUMENTS if op != "experts"), *WHOLE)
+DECODING = ("linear", *WHOLE)  # what a model does with a weight: with few tokens, its bytes are the time
 TOKENS = {True: (1, 4, 32, 512), False: (1, 64, 4096)}  # of those, and of the other ops
 WORTH_A_LIMIT = 32 << 20  # bytes a row moves at least to be held against memory's speed: smaller ones stay in caches
 ROTATED = 256 << 20  # bytes of inputs to walk through, where 16 sets are enough for it
@@ -26,16 +28,32 @@ ROTATED = 256 << 20  # bytes of inputs to walk through, where 16 sets are enough
 @dataclass(frozen=True)
 class Call:
     """One op as a layer of `model` calls it on T tokens. `block` is no op: it is the router, the experts and the shared
-    expert together."""
+    expert together. `dequantize` gives the embeddings of T tokens."""
 
     op: str
     name: str  # of the model
     model: Model
     T: int
     dtype: torch.dtype = torch.bfloat16
+    format: str = "dense"  # of the weights
+    matrix: str = "query"  # of the model's `linears`, which the op `linear` multiplies with
 
     def __str__(self) -> str:
-        return f"{self.op}-{self.name}-T{self.T}-{DTYPES[self.dtype]}"
+        return "-".join([self.op, self.name, f"T{self.T}", DTYPES[self.dtype], *self.variant])
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.op, *self.variant])
+
+    @property
+    def variant(self) -> list[str]:
+        """What tells rows of one op, size and dtype apart."""
+        return [self.matrix] * (self.op == "linear") + [self.format] * (self.packing is not None)
+
+    @property
+    def packing(self) -> Packing | None:
+        """None of dense weights."""
+        return packing_of(self.format, self.dtype)
 
     @property
     def shapes(self) -> dict[str, str]:
@@ -47,10 +65,17 @@ class Call:
         return arguments.shapes(self.op, (*own, *GIVEN.get(self.op, ())), transposed)
 
     @property
+    def of_mlx(self) -> bool:
+        """Whether MLX is measured beside it."""
+        return self.op in WHOLE or self.packing is not None
+
+    @property
     def options(self) -> dict:
         if self.op == "block":
             return {}
-        weights = {"format": "dense", "dtype": self.dtype}
+        packing = self.packing
+        weights = {"format": packing.format, "bits": packing.bits} if packing else {"format": "dense"}
+        weights["dtype"] = self.dtype
         return arguments.options(self.op, {"top_k": self.model.K} | self.model.routing | self.model.experts | weights)
 
     @property
@@ -58,7 +83,8 @@ class Call:
         """glu comes between the experts' products, where every choice of an expert has a row."""
         m = self.model
         rows = self.T * m.K if self.op == "glu" else self.T
-        return {"T": rows, "E": m.E, "K": m.K, "H": m.H, "I": m.I, "N": m.H, "S": 1}
+        N, H = m.linears[self.matrix] if self.op == "linear" else (self.T, m.H)
+        return {"T": rows, "E": m.E, "K": m.K, "H": H, "I": m.I, "N": N, "S": 1}
 
     @property
     def letters(self) -> set[str]:
@@ -77,8 +103,20 @@ class Call:
     @property
     def sets(self) -> int:
         """How many sets of inputs are walked through, so that caches hold little of the next one."""
-        own = sum(prod(self.size(s)) for name, s in self.shapes.items() if name not in EXPERTS) * self.dtype.itemsize
-        return max(2, min(16, ROTATED // max(1, own)))
+        own = sum(self.bytes(name) for name in self.shapes if name not in EXPERTS)
+        return min(16, -(-ROTATED // max(1, own)))
+
+    @property
+    def weights(self) -> list[str]:
+        """The arguments that may be packed."""
+        return [name for name, argument in ARGUMENTS.get(self.op, {}).items() if argument.kind == "weight"]
+
+    def bytes(self, name: str) -> int:
+        """Of an argument, which as a packed weight is more than one tensor."""
+        size = self.size(self.shapes[name])
+        if self.packing and name in self.weights:
+            return self.packing.bytes(*size)
+        return prod(size) * self.dtype_of(name).itemsize
 
     @property
     def written(self) -> int:
@@ -92,7 +130,8 @@ class Call:
         m = self.model
         router, experts = 2 * self.T * m.E * m.H, 6 * self.T * m.K * m.H * m.I
         block = router + experts + 6 * self.T * m.H * m.S
-        return {"gate": router, "experts": experts, "block": block}.get(self.op, 0)
+        linear = 2 * prod(self.size("TNH"))
+        return {"gate": router, "experts": experts, "block": block, "linear": linear}.get(self.op, 0)
 
 
 class Noise:
@@ -125,9 +164,15 @@ class Noise:
             return self.chosen(*call.size("TEK"))
         if name == "weights":
             return self(*size).float().softmax(-1)
-        if name in ("router_weight", "gate_up", "down"):
+        if name == "router_weight" or name in call.weights:
             return self(*size, scale=size[-1] ** -0.5)
         return self(*size)
+
+    def packed(self, packing: Packing, name: str, *shape: int) -> dict[str, Tensor]:
+        """A packed weight and what stands beside it, by the names that an op has for them."""
+        parts = packing.weight(*shape, generator=self.random)
+        named = zip((name, *arguments.beside(name)), parts, strict=True)
+        return {part: tensor.to(self.tile.device) for part, tensor in named if tensor is not None}
 
 
 def halves(call: Call, packed: Tensor) -> dict[str, Tensor]:
@@ -141,7 +186,15 @@ def inputs(call: Call, noise: Noise) -> dict[str, Tensor]:
     """One set of arguments, without the experts' weights."""
     if call.op == "glu":
         return halves(call, noise(*call.size("TG")))
-    return {name: noise.argument(call, name, s) for name, s in call.shapes.items() if name not in EXPERTS}
+    found = {}
+    for name, letters in call.shapes.items():
+        if name in EXPERTS:
+            continue
+        if call.packing and name in call.weights:
+            found |= noise.packed(call.packing, name, *call.size(letters))
+        else:
+            found[name] = noise.argument(call, name, letters)
+    return found
 
 
 def moved(*tensors: Tensor | None) -> int:
@@ -157,18 +210,51 @@ class Unfit(Exception):
 
 
 def wanted_ops(options: Namespace) -> list[str]:
-    """Without a choice: all of them, or a named model's block and experts."""
-    return options.ops or list(WHOLE if options.model else OPS)
+    """Without a choice: all of them, or a named model's block and experts, or what decodes with given formats."""
+    return options.ops or list(WHOLE if options.model else DECODING if options.formats else OPS)
 
 
-def calls_of(options: Namespace, models: dict[torch.dtype, Model]) -> list[Call]:
-    """The rows. What reads the experts' weights stands together in each dtype, so that they are made once. Of the ops,
-    only `route` takes a time that goes by the number of experts: without a named model it has rows for many, too."""
-    named = [options.model or DEFAULT]
+def wanted_formats(options: Namespace) -> list[str]:
+    return options.formats or ["dense"]
+
+
+def takes_format(op: str, format: str) -> bool:
+    return format == "dense" or op == "block" or arguments.takes_formats(op)
+
+
+def rows_of(op: str, options: Namespace) -> list[tuple[str, str]]:
+    """Whose sizes a row has, and which matrix. Of the ops, only `route` takes a time that goes by the number of
+    experts: without a named model it has rows for many, too."""
+    if op == "route" and not options.model:
+        return [(name, Call.matrix) for name in (DEFAULT, MANY_EXPERTS)]
+    name = options.model or DEFAULT
+    return [(name, matrix) for matrix in matrices(op, name)]
+
+
+def matrices(op: str, name: str) -> list[str]:
+    """Which of a model's `linears` an op has rows for. What is not `linear` has no use for one."""
+    return list(MODELS[name].linears) if op == "linear" else [Call.matrix]
+
+
+def tokens_of(op: str, matrix: str) -> tuple[int, ...]:
+    """Without a choice. The head has few tokens even in a prefill: of a sequence, the last."""
+    tokens = TOKENS[op in DECODING]
+    return tokens[:-1] if matrix == "head" else tokens
+
+
+def calls_of(options: Namespace, models: dict[tuple[torch.dtype, str], Model]) -> list[Call]:
+    """The rows, with these models for what reads the experts' weights: that stands together in each dtype and format,
+    so that they are made once."""
+    ops, formats = sorted(wanted_ops(options), key=OPS.index), wanted_formats(options)
+    for op in ops:
+        if not any(takes_format(op, format) for format in formats):
+            raise Unfit(f"--ops {op}: it has no row in --formats {' '.join(formats)}, since it takes no packed weights")
     return [
-        Call(op, name, models[dtype] if op in WHOLE else MODELS[name], T, dtype)
+        Call(op, name, models[dtype, format] if op in WHOLE else MODELS[name], T, dtype, format, matrix)
         for dtype in options.dtypes
-        for op in sorted(wanted_ops(options), key=OPS.index)
-        for name in (named if options.model or op != "route" else [*named, MANY_EXPERTS])
-        for T in options.tokens or TOKENS[op in WHOLE]
+        for format in formats
+        for op in ops
+        if takes_format(op, format)
+        for name, matrix in rows_of(op, options)
+        for T in options.tokens or tokens_of(op, matrix)
     ]

@@ -6,6 +6,8 @@ import statistics
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -14,10 +16,23 @@ from torch import Tensor
 from ..arguments import DTYPES
 from ..models import DEFAULT, MODELS
 from .block import Block, Implementation, expert_bytes, fitted, plain, transformers
-from .calls import TOKENS, WHOLE, WORTH_A_LIMIT, Call, Noise, Unfit, calls_of, inputs, moved, wanted_ops
+from .calls import (
+    TOKENS,
+    WHOLE,
+    WORTH_A_LIMIT,
+    Call,
+    Noise,
+    Unfit,
+    calls_of,
+    inputs,
+    moved,
+    wanted_formats,
+    wanted_ops,
+)
 from .measure import Limits, free_memory, seconds_each
-from .report import Result
-from .rivals import linear, rivals, too_large
+from .packed import dequantized
+from .report import MLX, OURS_DENSE, Result
+from .rivals import int4pack, linear, rivals, too_large
 
 ops = torch.ops.moe_metal
 CHECKED = 16  # tokens of each set whose results are compared
@@ -59,26 +74,27 @@ class Here:
         name, whole = options.model or DEFAULT, bool(set(wanted_ops(options)) & set(WHOLE))
         free, tokens = free_memory(self.device), max(options.tokens or TOKENS[True])
         copies = 1 + has_mlx()
-        self.models = {
-            dtype: fitted(MODELS[name], dtype, free, tokens, copies) if whole else MODELS[name]
-            for dtype in options.dtypes
-        }
+        self.models = {}
+        for dtype, format in itertools.product(options.dtypes, wanted_formats(options)):
+            model = MODELS[name] if format == "dense" else MODELS[name].packed
+            self.models[dtype, format] = fitted(model, dtype, free, tokens, copies, format) if whole else model
         self.calls = calls_of(options, self.models)
         self.notes = [
-            f"{DTYPES[dtype]}: {model.E} of {MODELS[name].E} experts: "
+            f"{DTYPES[dtype]}{'' if format == 'dense' else f', {format}'}: {model.E} of {MODELS[name].E} experts: "
             f"{free / 2**30:.1f} GiB of free memory hold no more"
-            for dtype, model in self.models.items()
+            for (dtype, format), model in self.models.items()
             if model.E < MODELS[name].E
         ]
         if options.keep_memory:
             self.notes.append(
                 "Freed memory keeps its pages, as with jemalloc: nobody's fresh outputs cost page faults."
             )
-        if whole:
-            self.notes += missing()
+        self.notes += missing(self.calls)
         self.limits = Limits(self.device, min(0.2, self.seconds))
+        self.made: tuple[torch.dtype, str] | None = None  # the dtype and format of what follows
         self.noise: Noise | None = None
         self.block: Block | None = None
+        self.dense: Block | None = None  # of a packed block's numbers
         self.others: dict[str, Implementation] = {}
 
     def about(self) -> dict[str, object]:
@@ -88,15 +104,19 @@ class Here:
         return {"torch_moe_metal": __version__, "torch": torch.__version__, "device": self.device} | cpu
 
     def prepare(self, call: Call) -> None:
-        """The weights of the call's dtype; the ones before are given back first."""
-        if self.noise is None or self.noise.tile.dtype != call.dtype:
-            self.noise = self.block = None
+        """The weights of the call's dtype and format; the ones before are given back first."""
+        if self.made != (call.dtype, call.format):
+            self.noise = self.block = self.dense = None
             self.others = {}
             gc.collect()
             self.noise = Noise(self.device, call.dtype)
+            self.made = call.dtype, call.format
         if call.op in WHOLE and self.block is None:
-            self.block = Block.random(call.model, self.noise)
-            self.others = transformers(self.block) if has_transformers() else plain(self.block)
+            self.block = Block.random(call.model, self.noise, call.packing)
+            if call.packing:
+                self.dense = self.block.dense()
+            else:
+                self.others = transformers(self.block) if has_transformers() else plain(self.block)
             if has_mlx():
                 from .mlx import mlx
 
@@ -124,9 +144,10 @@ class Here:
 
     def whole(self, call: Call, sets: list[dict[str, Tensor]]) -> dict[str, Callable[[], object]]:
         """The block, or its experts alone, and everybody else's."""
-        block, one, options = self.block, expert_bytes(call.model, call.dtype), call.options
-        ours = block if call.op == "block" else lambda **s: ops.experts(**s, **block.experts, **options)
-        functions = {"ours": in_turn(ours, sets)}
+        one, functions = expert_bytes(call.model, call.dtype), {}
+        for name, block in {"ours": self.block, OURS_DENSE: self.dense}.items():
+            if block:
+                functions[name] = in_turn(block if call.op == "block" else block.chosen, sets)
         for name, other in self.others.items():
             if not too_large(name, call.T, call.model.K, one):
                 theirs = [{key: other.take(tensor) for key, tensor in s.items()} for s in map(for_rivals, sets)]
@@ -143,10 +164,14 @@ class Here:
         return read
 
 
-def missing() -> list[str]:
+def missing(calls: list[Call]) -> list[str]:
     """Who is not here to be measured against."""
-    notes = [] if has_transformers() else ["transformers is not installed: its ways are measured in plain PyTorch"]
-    return notes + ([] if has_mlx() else ["MLX is not installed: not measured"])
+    notes = []
+    if any(call.op in WHOLE and not call.packing for call in calls) and not has_transformers():
+        notes.append("transformers is not installed: its ways are measured in plain PyTorch")
+    if any(call.of_mlx for call in calls) and not has_mlx():
+        notes.append("MLX is not installed: not measured")
+    return notes
 
 
 def for_rivals(one_set: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -160,17 +185,40 @@ def for_rivals(one_set: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def in_turn(function: Callable[..., object], sets: list[dict]) -> Callable[[], object]:
     """Takes the next set of arguments at each call."""
-    turns = itertools.cycle(sets)
-    return lambda: function(**next(turns))
+    return next_of([partial(function, **one_set) for one_set in sets])
+
+
+def next_of(functions: list[Callable[[], object]]) -> Callable[[], object]:
+    """Calls the next one at each call."""
+    turns = itertools.cycle(functions)
+    return lambda: next(turns)()
 
 
 def of_op(call: Call, sets: list[dict[str, Tensor]]) -> dict[str, Callable[[], object]]:
-    """Our op, and PyTorch's ways to it."""
+    """Our op, and others' ways to it."""
     op, options, theirs = getattr(ops, call.op), call.options, [for_rivals(s) for s in sets]
-    functions = {"ours": in_turn(lambda **s: op(**s, **options), sets)}
+    functions = {"ours": in_turn(partial(op, **options), sets)}
+    if call.packing:
+        return functions | beside_packed(call, sets)
     functions |= {name: in_turn(way, theirs) for name, way in rivals(call.op, options).items()}
     if call.op == "gate":
         functions["linear, our route"] = in_turn(linear_and_route(options), sets)
+    return functions
+
+
+def beside_packed(call: Call, sets: list[dict[str, Tensor]]) -> dict[str, Callable[[], object]]:
+    """Our op and PyTorch's ways on the same numbers dense, and who else can compute with so few bits."""
+    dense_sets = [dequantized(call.op, s, call.packing, call.dtype) for s in sets]
+    dense = of_op(replace(call, format="dense"), dense_sets)
+    functions = {OURS_DENSE: dense.pop("ours")} | dense
+    on_cpu = sets[0]["weight"].device.type == "cpu"
+    if call.op == "linear" and call.format == "affine4" and call.dtype == torch.bfloat16 and on_cpu:
+        functions["int4pack"] = next_of([int4pack(**s) for s in sets])
+    if has_mlx():
+        from .mlx import has_format, of_packed
+
+        if has_format(call.packing):
+            functions[MLX] = next_of([of_packed(call, s) for s in sets])
     return functions
 
 

@@ -160,7 +160,7 @@ class Labels:
 
     def place(self, x: float, y: float, digits: int) -> tuple[float, float]:
         """The middle of a number of so many digits: the point itself, should there be no place."""
-        width, best, found = 3.3 * digits + 1.5, inf, (x, y)
+        width, best, found = half_width(digits), inf, (x, y)
         for distance in range(11, self.FARTHEST, 3):
             if distance >= best:
                 break
@@ -203,19 +203,24 @@ def crosses(a: Line, b: Line) -> bool:
     return side(a, *b[:2]) != side(a, *b[2:]) and side(b, *a[:2]) != side(b, *a[2:])
 
 
-def leader(x: float, y: float, to_x: float, to_y: float) -> list[str]:
+def half_width(digits: int) -> float:
+    """Of a number, with some air."""
+    return 3.3 * digits + 1.5
+
+
+def leader(x: float, y: float, to_x: float, to_y: float, digits: int) -> list[str]:
     """From a point to where its number begins; none to a number right beside it."""
     length = hypot(to_x - x, to_y - y)
     if length <= 16:
         return []
-    part = 1 - 8 / length
+    part = 1 - max(8, half_width(digits)) / length
     return [segment(x, y, x + part * (to_x - x), y + part * (to_y - y), "leader")]
 
 
 def points(results: list[Result], limits: dict[str, float], across: Axis, up: Axis) -> list[str]:
     places = [(across(r.bytes), up(r.ours)) for r in results]
-    rivals = [min((n for n in r.seconds if n != "ours"), key=r.seconds.get, default=None) for r in results]
-    rings = [None if rival is None else up(r.seconds[rival]) for r, rival in zip(results, rivals, strict=True)]
+    rivals = [min(r.rivals, key=r.rivals.get, default=None) for r in results]
+    rings = [None if rival is None else up(r.rivals[rival]) for r, rival in zip(results, rivals, strict=True)]
     pairs = [(x, y, x, ring) for (x, y), ring in zip(places, rings, strict=True) if ring is not None]
     lines = pairs + [limit_ends(speed, across, up) for speed in limits.values()]
     lines += [(across(value), TOP, across(value), up.start) for value in across.decades]
@@ -234,8 +239,9 @@ def points(results: list[Result], limits: dict[str, float], across: Axis, up: Ax
         where = f'x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8"'
         where = where if mark == "rect" else f'cx="{x:.1f}" cy="{y:.1f}" r="4.6"'
         over.append(f'<{mark} {where} class="ours" fill="{colour}">{told}</{mark}>')
-        lx, ly = labels.place(x, y, len(str(number)))
-        numbers += leader(x, y, lx, ly)
+        digits = len(str(number))
+        lx, ly = labels.place(x, y, digits)
+        numbers += leader(x, y, lx, ly, digits)
         numbers.append(text(lx, ly + 3.5, str(number), "number"))
     return under + over + numbers
 
@@ -247,9 +253,9 @@ def listed(results: list[Result]) -> list[str]:
     parts = [text(LIST - 40 + x, TOP - 8, name, "small", more) for x, name, more in columns]
     for number, r in enumerate(results, 1):
         y = TOP + LINE * (number - 0.3)
-        best = min((time for name, time in r.seconds.items() if name != "ours"), default=None)
+        best = min(r.rivals.values(), default=None)
         ratio = "" if best is None else f"{best / r.ours:.2f}"
-        cells = (str(number), r.call.op, str(r.call.T), DTYPES[r.call.dtype], f"{r.ours * 1e6:.1f}", ratio)
+        cells = (str(number), r.call.label, str(r.call.T), DTYPES[r.call.dtype], f"{r.ours * 1e6:.1f}", ratio)
         parts.append(f'<circle cx="{LIST + 8}" cy="{y - 4:.1f}" r="4" fill="{colour_of(r.call.op)}"/>')
         for (x, _, more), cell in zip(columns, cells, strict=True):
             parts.append(text(LIST - 40 + (34 if x == 0 else x), y, cell, "", more))
@@ -262,7 +268,7 @@ def picture(results: list[Result], limits: dict[str, float], about: dict[str, ob
     bottom = TOP + max(620, LINE * len(results))
     height = bottom + 104
     across = Axis([r.bytes for r in results] or [1e6], LEFT, LEFT + PLOT_WIDTH)
-    up = Axis([time for r in results for time in r.seconds.values()] or [1e-3], bottom, TOP)
+    up = Axis([time for r in results for time in (r.ours, *r.rivals.values())] or [1e-3], bottom, TOP)
     models = ", ".join(dict.fromkeys(r.call.name for r in results))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">',

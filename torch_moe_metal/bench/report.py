@@ -8,7 +8,9 @@ from ..arguments import DTYPES
 from ..models import MODELS
 from .calls import Call
 
+OURS_DENSE = "ours, dense"  # our own op on the numbers that packed weights stand for
 MLX = "mlx"
+RATIOS = {"x dense": OURS_DENSE, "x MLX": MLX}  # columns beside that of PyTorch
 
 
 @dataclass
@@ -39,29 +41,34 @@ class Result:
         speed = self.limits.get(self.kind)
         return self.bytes / self.ours / 1e9 / speed if speed and self.ours else None
 
-    def fastest(self, mlx: bool = False) -> str | None:
-        """The fastest of PyTorch's ways, or MLX's."""
-        names = [name for name in self.seconds if name != "ours" and (name == MLX) == mlx]
-        return min(names, key=self.seconds.__getitem__, default=None)
+    @property
+    def rivals(self) -> dict[str, float]:
+        """Everybody else's times."""
+        return {name: time for name, time in self.seconds.items() if name not in ("ours", OURS_DENSE)}
 
-    def ratio(self, rival: str | None) -> float | None:
-        return self.seconds[rival] / self.ours if rival and self.ours else None
+    def fastest(self) -> str | None:
+        """The fastest of PyTorch's ways."""
+        return min((name for name in self.rivals if name != MLX), key=self.seconds.__getitem__, default=None)
+
+    def ratio(self, name: str | None) -> float | None:
+        return self.seconds[name] / self.ours if name in self.seconds and self.ours else None
 
     @property
     def shape(self) -> str:
-        m = self.call.model
-        sizes = "".join(f" {letter}={getattr(m, letter)}" for letter in "EKHI" if letter in self.call.letters)
+        m, dims = self.call.model, self.call.dims
+        sizes = "".join(f" {letter}={dims[letter]}" for letter in "EKNHI" if letter in self.call.letters)
         if m.E < MODELS[self.call.name].E:  # memory holds no more
             sizes = sizes.replace(f" E={m.E}", f" E={m.E}/{MODELS[self.call.name].E}")
         return f"T={self.call.T}{sizes}" + (f" S={m.S}" if self.call.op == "block" and m.S else "")
 
     def as_json(self) -> dict[str, object]:
-        best, mlx = self.fastest(), self.fastest(mlx=True)
+        best = self.fastest()
         found = {
             "op": self.call.op,
             "model": self.call.name,
             "T": self.call.T,
             "dtype": DTYPES[self.call.dtype],
+            "format": self.call.format,
             "shape": self.shape,
             "us": self.ours and self.ours * 1e6,
             "bytes": self.bytes,
@@ -73,7 +80,8 @@ class Result:
             "of_limit": self.of_limit,
             "best_rival": best,
             "x_pytorch": self.ratio(best),
-            "x_mlx": self.ratio(mlx),
+            "x_dense": self.ratio(OURS_DENSE),
+            "x_mlx": self.ratio(MLX),
             "rivals_us": {name: time * 1e6 for name, time in self.seconds.items() if name != "ours"},
         }
         return found | ({"failed": self.failed} if self.failed else {})
@@ -86,22 +94,25 @@ def cell(value: float | None, form: str, width: int) -> str:
     return f"{'' if value is None else format(value, form):>{width}}"
 
 
-def head(with_mlx: bool) -> str:
-    mlx = f"{'x MLX':>7}" if with_mlx else ""
-    columns = f"{'op':28} {'shape':36} {'dtype':>5} {'us':>10} {'GB/s':>7} {'of limit':>9} {'x PyTorch':>10}"
-    return f"{columns}{mlx}  fastest of PyTorch"
+def head(ratios: list[str]) -> str:
+    """`ratios`: which of RATIOS have a column."""
+    columns = (
+        f"{'op':28} {'shape':36} {'dtype':>5} {'format':>7} {'us':>10} {'GB/s':>7} {'of limit':>9} {'x PyTorch':>10}"
+    )
+    return f"{columns}{''.join(f'{name:>9}' for name in ratios)}  fastest of PyTorch"
 
 
-def line(result: Result, with_mlx: bool) -> str:
-    start = f"{result.call.op:28} {result.shape:36} {DTYPES[result.call.dtype]:>5}"
+def line(result: Result, ratios: list[str]) -> str:
+    call = result.call
+    start = f"{call.op:28} {result.shape:36} {DTYPES[call.dtype]:>5} {call.format:>7}"
     if result.ours is None:
         return f"{start} FAILED: {result.failed['ours']}"
     best = result.fastest()
     of_limit = "" if result.of_limit is None else f"{result.of_limit:.0%} {result.kind}"
-    mlx = cell(result.ratio(result.fastest(mlx=True)), ".2f", 7) if with_mlx else ""
     return (
         f"{start} {result.ours * 1e6:10.1f} {result.bytes / result.ours / 1e9:7.1f} {of_limit:>9} "
-        f"{cell(result.ratio(best), '.2f', 10)}{mlx}  {best or ''}"
+        f"{cell(result.ratio(best), '.2f', 10)}"
+        f"{''.join(cell(result.ratio(RATIOS[name]), '.2f', 9) for name in ratios)}  {best or ''}"
     )
 
 

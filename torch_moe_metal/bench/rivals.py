@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..reference import unpack
+
 Ways = dict[str, Callable[..., object]]
 INF = float("inf")
 
@@ -69,6 +71,18 @@ def product(x, weight, bias=None, *, format="dense") -> Tensor:
 
 def copy(weight, *, format, dtype) -> Tensor:
     return weight.to(dtype, copy=True)
+
+
+def int4pack(x: Tensor, weight: Tensor, scale: Tensor, offset: Tensor) -> Callable[[], Tensor]:
+    """PyTorch's own product with affine4 in bfloat16 on the CPU, made ready: it has the integers in an order of its
+    own, and its values are (q - 8) * scale + zero. (That with 8 bits, _weight_int8pack_mm, has one scale for a whole
+    row and no offset, so it cannot hold the numbers of affine8.)"""
+    aten = torch.ops.aten
+    rows = weight.view(torch.uint8).split(4096)  # few at a time, since integers take 32 bits on their way
+    codes = torch.cat([aten._convert_weight_to_int4pack_for_cpu(unpack(part, 4).int(), 1) for part in rows])
+    zero = (offset.float() + 8 * scale.float()).to(scale.dtype)
+    scales, group = torch.stack([scale, zero], -1).transpose(0, 1).contiguous(), x.shape[-1] // scale.shape[-1]
+    return lambda: aten._weight_int4pack_mm_for_cpu(x, codes, group, scales)
 
 
 # ------------------------------------------------------------------------------------------------ experts

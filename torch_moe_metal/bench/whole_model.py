@@ -26,14 +26,14 @@ from .measure import machine, synchronize
 from .report import Progress
 
 PROMPT, TOKENS = 512, 16
-LAYERS, VOCABULARY = 48, 151936  # of Qwen3-30B-A3B, as its heads below
+LAYERS = 48  # of Qwen3-30B-A3B, as its heads below
 
 
 def qwen3(layers: int, device: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = MODELS["qwen3-30b-a3b"]
-    sizes = {"vocab_size": VOCABULARY * layers // LAYERS, "num_hidden_layers": layers}
+    sizes = {"vocab_size": model.vocabulary * layers // LAYERS, "num_hidden_layers": layers}
     attention = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
     config = AutoConfig.for_model(model.config, **configuration(model), **sizes, **attention)
     with torch.device("meta"):
