@@ -93,8 +93,8 @@ struct RowWords {
   Words<N> row[kChunkRows];
 };
 
-// sums[r] = the centred codes of row r times the piece of the vector; NaN when one of them is.
-template <typename Codes, uint N, uint M>
+// sums[r] = the codes of row r, centred or not, times the piece of the vector; NaN when one of them is.
+template <typename Codes, bool centred, uint N, uint M>
 void multiply_codes(thread const RowWords<N>& words, thread const Vectors<M>& piece, thread Floats<kChunkRows>& sums) {
 #pragma unroll
   for (uint r = 0; r < kChunkRows; ++r) sums.at[r] = 0;
@@ -103,7 +103,7 @@ void multiply_codes(thread const RowWords<N>& words, thread const Vectors<M>& pi
 #pragma unroll
     for (uint r = 0; r < kChunkRows; ++r) {
       Vectors<2> codes;
-      Codes::template eight<true>(words.row[r], i, codes);
+      Codes::template eight<centred>(words.row[r], i, codes);
 #pragma unroll
       for (uint n = 0; n < 8; ++n) {
         sums.at[r] = fma(codes.at[n / 4][n % 4], piece.at[i / 4 + n / 4][n % 4], sums.at[r]);
@@ -128,8 +128,10 @@ inline uint packed_place(uint i) {
 }
 
 // Wide: pieces of kPackedColumns, for whole pieces in groups of at least as many, and for rows of weights and vectors
-// whose loads are aligned. Else pieces of kNarrowColumns, which lie in one group whatever its size.
-template <typename Codes, bool wide>
+// whose loads are aligned. Else pieces of kNarrowColumns, which lie in one group whatever its size. Centred codes are
+// for activations in float: offsets lie near -middle * scale, so sums of bare codes are large and cancel against
+// theirs, with 2 to 3 times the error of values summed one by one. 16 bits hide that, and save the subtraction.
+template <typename Codes, bool wide, bool centred>
 struct PackedChunk {
   using Data = uchar;
   enum : uint {
@@ -174,8 +176,7 @@ struct PackedChunk {
     return sum.x + sum.y + (sum.z + sum.w);
   }
 
-  // Scale and offset count once for all codes of a piece. Offsets lie near -middle * scale, so sums of codes that are
-  // not centred are large and cancel against theirs: errors were 2 to 3 times those of values summed one by one.
+  // Scale and offset count once for all codes of a piece.
   template <bool placed, typename V>
   static void add(thread ChunkRows& rows, float weight, device const V* vector, Weights<uchar> weights,
                   constant WeightParams& params, uint length, uint column) {
@@ -194,12 +195,12 @@ struct PackedChunk {
       load_scales<Codes>(weights.offset + group * params.offset.group, rows.offset, params.scale_type, offset);
     }
     const float plain = divided(piece);
-    multiply_codes<Codes>(pieces, piece, sum);
+    multiply_codes<Codes, centred>(pieces, piece, sum);
 #pragma unroll
     for (uint r = 0; r < kChunkRows; ++r) {
       const float scaled = sum.at[r] * float(Codes::factor) * scale.at[r];
-      const float centre = Codes::has_offset ? fma(scale.at[r], float(Codes::middle), offset.at[r]) : 0;
-      rows.sum[r] += weight * (Codes::has_offset ? fma(centre, plain, scaled) : scaled);
+      if (centred && Codes::has_offset) offset.at[r] = fma(scale.at[r], float(Codes::middle), offset.at[r]);
+      rows.sum[r] += weight * (Codes::has_offset ? fma(offset.at[r], plain, scaled) : scaled);
     }
   }
 };
@@ -273,6 +274,6 @@ uint rows_of_threadgroup(uint split) {
 #define wide_chunk(dtype) moe_metal::WideChunk<dtype>
 #define any_chunk(dtype) moe_metal::AnyChunk<dtype>
 #else
-#define wide_chunk(dtype) moe_metal::PackedChunk<weights_codes, true>
-#define any_chunk(dtype) moe_metal::PackedChunk<weights_codes, false>
+#define wide_chunk(dtype) moe_metal::PackedChunk<weights_codes, true, sizeof(dtype) == 4>
+#define any_chunk(dtype) moe_metal::PackedChunk<weights_codes, false, sizeof(dtype) == 4>
 #endif

@@ -14,7 +14,8 @@ from torch import Tensor
 from cases import Args, call, clear_choice, expected, is_number
 from checks import assert_matches, bits, meets_infinity, same_bits
 from fuzz_cases import Call
-from torch_moe_metal.arguments import ARGUMENTS, ROUTERS, written
+from torch_moe_metal import reference
+from torch_moe_metal.arguments import ARGUMENTS, ROUTERS, beside, written
 from torch_moe_metal.reference import tolerance
 
 NOISE = 2.0**-20  # sixteen roundings of float32
@@ -118,8 +119,28 @@ def neutral(message: str, device: str) -> str:
 
 
 def right(drawn: Call, values: Args, got: list[Tensor]) -> None:
-    """Equal to the reference in float64, wherever float32 can be."""
-    op, options = drawn.op, drawn.options
+    """Equal to the reference in float64, wherever float32 can be. Beside tokens in bfloat16, packed weights of `experts`
+    may be rounded to it, as its tiles do: that, too, is right, and far off where large terms cancel."""
+    packed = drawn.options.get("format", "dense") not in ("dense", None)
+    try:
+        equal(drawn, values, drawn.options, got)
+    except AssertionError:
+        if not (drawn.op == "experts" and packed and values["x"].dtype == torch.bfloat16):
+            raise
+        equal(drawn, with_rounded_weights(drawn, values), drawn.options | {"format": "dense"}, got)
+
+
+def with_rounded_weights(drawn: Call, values: Args) -> Args:
+    found = dict(values)
+    for name in ("gate_up", "down"):
+        parts = [found.pop(part, None) for part in (name, *beside(name))]
+        format, bits = drawn.options["format"], drawn.case.bits
+        found[name] = reference.dequantize(*parts, format=format, bits=bits, dtype=torch.bfloat16)
+    return found
+
+
+def equal(drawn: Call, values: Args, options: dict, got: list[Tensor]) -> None:
+    op = drawn.op
     try:
         want = expected(op, values, options)
         likes = expected(op, values, options, hostile=True)
