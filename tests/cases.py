@@ -720,6 +720,13 @@ def sizes_for(width: tuple[str, int, int]) -> list[tuple[int, int, int]]:
     return [(group, group, 1), (3 * group, 5 * group, 37), (9 * max(group, 32), 2 * group, 70)]
 
 
+def without_signs(args: Args) -> None:
+    """A lone result may cancel to nearly nothing, and then be all rounding."""
+    for tensor in args.values():
+        if is_number(tensor):
+            tensor.abs_()
+
+
 def packed_cases() -> list[Case]:
     """Every format and width, in every size of group; dtypes of activations and scales take turns, one in five is
     in the fast set."""
@@ -729,7 +736,8 @@ def packed_cases() -> list[Case]:
     def add(op: str, width: tuple[str, int, int], dims: dict[str, int]) -> None:
         turn = len(cases)
         dtype, scales = dtypes[turn % len(dtypes)]
-        cases.append(packed_case(op, "plain", width, dims, {}, dtype, scale_dtype=scales, full_grid=turn % 5 > 0))
+        prepare = [without_signs] if op == "linear" and dims["N"] == 1 else []
+        cases.append(packed_case(op, "plain", width, dims, {}, dtype, (), prepare, scales, full_grid=turn % 5 > 0))
 
     for width in WIDTHS:
         for H, I, N in sizes_for(width):
@@ -875,7 +883,9 @@ def hostile_packed() -> list[Case]:
         for dtype, large in ((FLOAT, 1e5), (HALF, 2e4), (BFLOAT, 1e5)):
             for T in (1, 3, 33):
                 ten = scaling("x", large)
-                cases.append(packed_case("experts", "large_x", width, dims | {"T": T}, OAI, dtype, (), [ten]))
+                # In float32 what `limit` leaves of such sums would be their rounding.
+                options = OAI if dtype != FLOAT else {}
+                cases.append(packed_case("experts", "large_x", width, dims | {"T": T}, options, dtype, (), [ten]))
                 if dtype != HALF:
                     cases.append(packed_case("linear", "large_x", width, dims | {"T": T}, {}, dtype, (), [ten]))
     for dtype in (FLOAT, HALF, BFLOAT):

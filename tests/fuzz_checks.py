@@ -119,8 +119,8 @@ def neutral(message: str, device: str) -> str:
 
 
 def right(drawn: Call, values: Args, got: list[Tensor]) -> None:
-    """Equal to the reference in float64, wherever float32 can be. Beside tokens in bfloat16, packed weights of `experts`
-    may be rounded to it, as its tiles do: that, too, is right, and far off where large terms cancel."""
+    """Equal to the reference in float64, wherever float32 can be. Beside bfloat16 tokens `experts` may round packed
+    weights to bfloat16, as its tiles do: that, too, is right, and far off where large terms cancel."""
     packed = drawn.options.get("format", "dense") not in ("dense", None)
     try:
         equal(drawn, values, drawn.options, got)

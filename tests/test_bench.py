@@ -174,6 +174,19 @@ def test_plain_ways_agree_with_the_op(op: str, name: str):
     assert len(functions) >= 2
 
 
+def test_who_takes_far_longer_is_not_measured(monkeypatch):
+    def slowly(gate, up):
+        time.sleep(0.05)
+        return torch.nn.functional.silu(gate) * up
+
+    monkeypatch.setattr(here, "HOPELESS", 0.01)
+    call = Call("glu", "", MODELS[DEFAULT].reduced(E=8, H=64, I=48), 9, torch.float32)
+    sets, failed = [inputs(call, Noise("cpu", torch.float32))], {}
+    functions = here.of_op(call, sets) | {"slow": here.in_turn(slowly, sets)}
+    assert here.agreeing(call, functions, failed).keys() == functions.keys() - {"slow"}
+    assert failed == {"slow": "glu takes 0 s a call: not measured"}
+
+
 @pytest.mark.parametrize("op", ["linear", "dequantize"])
 @pytest.mark.parametrize("format", PACKED)
 def test_every_way_to_an_op_on_packed_weights_agrees(op: str, format: str):

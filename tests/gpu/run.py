@@ -44,7 +44,7 @@ def without_the_extension() -> None:
 if "torch_moe_metal" not in sys.modules:
     without_the_extension()
 from cases import CASES, Args, expected  # noqa: E402
-from checks import assert_matches  # noqa: E402
+from checks import assert_matches, meets_infinity  # noqa: E402
 from packed_rows import BFLOAT, ROWS, Row  # noqa: E402
 from torch_moe_metal import bench, reference  # noqa: E402
 from torch_moe_metal.bench import here, measure  # noqa: E402
@@ -181,7 +181,8 @@ def check(kernels: Kernels, traces: list[dict], poison: bool = True) -> int:
         replay()
         torch.cuda.synchronize()
         try:
-            assert_matches(replay.outputs, expected(case.op, args, case.options, case.hostile), case.longest_sum)
+            want = expected(case.op, args, case.options, case.hostile)
+            assert_matches(replay.outputs, want, case.longest_sum, meets_infinity(case.op, args, case.options))
         except AssertionError as error:
             wrong += 1
             print(f"FAILED {case}: {str(error)[:300]}", flush=True)

@@ -4,6 +4,7 @@ import gc
 import itertools
 import statistics
 import sys
+import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,6 +37,7 @@ from .rivals import int4pack, linear, rivals, too_large
 
 ops = torch.ops.moe_metal
 CHECKED = 16  # tokens of each set whose results are compared
+HOPELESS = 2.0  # seconds that one call may take of somebody who is 20 times slower than we are
 
 
 def has_mlx() -> bool:
@@ -235,17 +237,21 @@ def agreeing(
     """Those that run and compute the same as ours: the others would be no rivals. Why they fail is noted in `failed`.
 
     The median over tokens counts, since a router in bf16 may take another expert where two are nearly alike. What works
-    in place is left unchecked, for it differs call by call.
+    in place is left unchecked, for it differs call by call. Who takes seconds where we do not is left out, too.
     """
     rows: dict[str, Tensor] = {}
+    seconds: dict[str, float] = {}
     for name, function in functions.items():
         try:
-            times = 1 if call.op.endswith("_") else max(1, 4 // call.T)
+            times, start = 1 if call.op.endswith("_") else max(1, 4 // call.T), time.perf_counter()
             rows[name] = torch.cat([first_rows(function()) for _ in range(times)])
             if not (call.op.endswith("_") or name == "ours"):
                 error = (rows[name] - rows["ours"]).norm(dim=-1) / rows["ours"].norm(dim=-1)
                 if not error.median() < most:
                     failed[name] = f"{call.op} differs from ours by {error.median():.1%}"
+            seconds[name] = (time.perf_counter() - start) / times
+            if seconds[name] > max(HOPELESS, 20 * seconds["ours"]):
+                failed[name] = f"{call.op} takes {seconds[name]:.0f} s a call: not measured"
         except Exception as error:  # whatever it is, the other rows must be measured
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if name == "ours" and failed:
