@@ -229,6 +229,8 @@ def too_large(name: str, T: int, K: int, expert_bytes: int) -> bool:
 def rivals(op: str, options: dict) -> Ways:
     """The ways to `op` with these options, which they are bound to."""
     ways = dict(RIVALS.get(op, {}))
+    if op == "experts":
+        options = {name: value for name, value in options.items() if name != "format"}  # theirs are dense
     if op == "route" and set(options) != {"top_k"}:
         del ways["topk, softmax"]
     if op == "glu" and ("limit" in options or options.get("activation", "silu") not in ACTIVATIONS):
