@@ -43,13 +43,12 @@ def assert_matches(
 
 
 def meets_infinity(op: str, args: Args, options: dict) -> bool:
-    """Whether a sum's factor is infinite. It may meet the sum or its parts, which have signs of their own: -inf and inf
-    of two parts are NaN. So it is with x, where packed codes are summed before their offset."""
-    if op not in ("experts", "linear"):
+    """Whether a factor of packed weights' sums is infinite. It may meet the sum or its parts, which have signs of their
+    own: -inf and inf of two parts are NaN. So it is with x, where codes are summed before their offset."""
+    if op not in ("experts", "linear") or options.get("format", "dense") in ("dense", None):
         return False
-    packed = options.get("format", "dense") not in ("dense", None)
-    factors = [name for name in args if ARGUMENTS[op][name].kind in ("scale", "offset") or name == "weights"]
-    return any(args[name].isinf().any() for name in factors + ["x"] * packed if args[name].is_floating_point())
+    factors = [name for name in args if ARGUMENTS[op][name].kind in ("scale", "offset") or name in ("weights", "x")]
+    return any(args[name].isinf().any() for name in factors if args[name].is_floating_point())
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

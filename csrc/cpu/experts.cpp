@@ -9,9 +9,8 @@
 //            Scratch: T * K * I floats for inner, and T * H for x as float.
 //   columns  few tokens, and weights that lie column by column: items are runs of columns. Scratch besides: sums of
 //            each run, T * K * (H / kPart * 2I + I / kPart * H) floats.
-//   tiles    bfloat16 on processors with AMX, or packed weights with AVX512-BF16; inner is rounded to bfloat16.
-//   Scratch:
-//            2 * (H + I) bytes for each slot, with the slots of one expert rounded up to 16.
+//   tiles    bfloat16 on processors with AMX, or packed weights with AVX512-BF16; inner and packed weights are rounded
+//            to bfloat16. Scratch: 2 * (H + I) bytes for each slot, with the slots of one expert rounded up to 16.
 // All also hold the sums of one block of the output per thread: up to T * 128 floats.
 #include <torch/library.h>
 
@@ -34,7 +33,7 @@ bool by_columns(const Experts& call) {
 // Tiles read weights as fast as memory gives them even for one token: with H 2048, I 768, E 128, K 8 on 2 cores of a
 // Sapphire Rapids, T = 1 takes 3.0 ms by tiles and 3.7 by dots, T = 512 takes 65 and 390. Packed weights are unpacked
 // first, which few tokens do not pay for: without AMX, on 2 cores of a Zen 5, affine of 4 bits takes 63 ms by tiles and
-// 65 by dots at T = 128, 93 and 155 at 512.
+// 65 by dots at T = 128, 93 and 159 at 512.
 bool by_tiles(const Experts& call, const Slots& used) {
   const int64_t worth_unpacking = tiles_available() ? 8 : 12;  // tokens of an expert
   const bool dense = call.gate_up.format == Format::dense;

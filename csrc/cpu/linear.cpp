@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kTokens = 256, kWorthTransposing = kTokensAtOnce > 4 ? 32 : 8;
 
 // Rows that a thread takes at a time. For few tokens what is done once for them should not count, 151936 x 2048 in 4
-// bits at T = 1 reads 28 GB/s so and 23 with 32 rows; for many tokens a panel of them should stay in the cache.
+// bits at T = 1 takes 0.82 to 0.88 of its time with 32 rows; for many tokens a panel of them should stay in the cache.
 inline int64_t rows_at_once(const Linear& call) {
   if (call.T > 8) return kRows;
   return kRows * std::clamp<int64_t>(call.N / (kRows * 4 * at::get_num_threads()), 1, 8);
