@@ -21,6 +21,14 @@ using OptionalTensor = std::optional<Tensor>;
 // As Python spells it.
 inline std::string dtype_name(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 
+// tensor.const_data_ptr<T>() by way of the one that is no template: torch 2.10 has the template behind an enable_if, a
+// name that Clang 18 and newer spell otherwise than the compiler of its wheels did, so that it would not be found.
+template <typename T>
+const T* elements(const Tensor& tensor) {
+  TORCH_INTERNAL_ASSERT(tensor.scalar_type() == c10::CppTypeToScalarType<T>::value);
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
 struct Weight;
 struct WeightNames;
 

@@ -19,7 +19,7 @@ struct Slots {
   std::vector<int64_t> begin;    // where each of these has its own in `order`, and one last end
 
   Slots(const Tensor& ids, int64_t E) {
-    const int64_t* id = ids.const_data_ptr<int64_t>();
+    const int64_t* id = elements<int64_t>(ids);
     std::vector<int64_t> next(E + 1, 0);
     for (int64_t slot = 0; slot < ids.numel(); ++slot) {
       if (0 <= id[slot] && id[slot] < E) ++next[id[slot] + 1];
@@ -99,7 +99,7 @@ template <class Scalar>
 class OutputBlock {
  public:
   OutputBlock(const Experts& call, int64_t size)
-      : call_(call), size_(size), weights_(call.weights.const_data_ptr<float>()), sums_(call.T * size) {}
+      : call_(call), size_(size), weights_(elements<float>(call.weights)), sums_(call.T * size) {}
 
   void start(int64_t first) {
     first_ = first;
@@ -126,17 +126,17 @@ class OutputBlock {
       const Vec shared_weight(sigmoid_of_shared_gate(t));
       for_each_vector(std::min(size_, call_.H - first_), [&](int64_t i, auto count) {
         Vec sum = load(sums + i, count);
-        if (call_.shared.defined()) sum = at::vec::fmadd(shared_weight, load(data(call_.shared) + at + i, count), sum);
-        if (call_.residual.defined()) sum = sum + load(data(call_.residual) + at + i, count);
+        if (call_.shared.defined())
+          sum = at::vec::fmadd(shared_weight, load(elements<Scalar>(call_.shared) + at + i, count), sum);
+        if (call_.residual.defined()) sum = sum + load(elements<Scalar>(call_.residual) + at + i, count);
         store(call_.output.template mutable_data_ptr<Scalar>() + at + i, sum, count);
       });
     }
   }
 
  private:
-  static const Scalar* data(const Tensor& tensor) { return tensor.const_data_ptr<Scalar>(); }
   float sigmoid_of_shared_gate(int64_t token) const {
-    return call_.shared_gate.defined() ? 1 / (1 + std::exp(-call_.shared_gate.const_data_ptr<float>()[token])) : 1;
+    return call_.shared_gate.defined() ? 1 / (1 + std::exp(-elements<float>(call_.shared_gate)[token])) : 1;
   }
 
   const Experts& call_;

@@ -61,7 +61,7 @@ struct Partial {
     share(items, [&](auto take) {
       for (int64_t item = take(); item < items; item = take()) {
         const int64_t which = item / parts, part = item % parts;
-        const Scalar* from = weight.data.const_data_ptr<Scalar>() + slots.experts[which] * weight.expert;
+        const Scalar* from = elements<Scalar>(weight.data) + slots.experts[which] * weight.expert;
         int64_t at = slots.begin[which];
         const auto tokens = [&](auto n) {
           const float* x[n];
@@ -107,7 +107,7 @@ inline void activate_sums(const Experts& call, const Partial& both, int64_t expe
 template <class Scalar>
 void experts_by_columns(const Experts& call, const Slots& slots) {
   const Tensor x = call.x.to(at::kFloat), inner = empty({call.T * call.K, call.I}, x.options());
-  const float* from = x.const_data_ptr<float>();
+  const float* from = elements<float>(x);
   float* to = inner.mutable_data_ptr<float>();
   const Partial both(call, slots, 2 * call.I, call.H, x), down(call, slots, call.H, call.I, x);
 

@@ -147,12 +147,12 @@ void experts_by_dots(const Experts& call, const Slots& slots) {
   const Tensor x = call.x.to(at::kFloat), inner = empty({call.T * call.K, call.I}, x.options());
   const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
   share(items, [&](auto take) {
-    GateUpDots work(call, slots, x.const_data_ptr<float>(), inner.mutable_data_ptr<float>());
+    GateUpDots work(call, slots, elements<float>(x), inner.mutable_data_ptr<float>());
     for (int64_t item = take(); item < items; item = take()) work(item / blocks, item % blocks * kRows);
   });
   const int64_t size = output_block(call), outputs = at::divup(call.H, size);
   share(outputs, [&](auto take) {
-    DownDots<Scalar> work(call, slots, inner.const_data_ptr<float>(), size);
+    DownDots<Scalar> work(call, slots, elements<float>(inner), size);
     for (int64_t item = take(); item < outputs; item = take()) work(item * size);
   });
 }

@@ -31,7 +31,7 @@ struct TokenTiles {
 };
 
 inline void pack_all_tokens(const Experts& call, const Slots& slots, const TokenTiles& tokens) {
-  const at::BFloat16* x = call.x.const_data_ptr<at::BFloat16>();
+  const at::BFloat16* x = elements<at::BFloat16>(call.x);
   share(slots.used(), [&](auto take) {
     for (int64_t which = take(); which < slots.used(); which = take()) {
       at::BFloat16* to = tokens.x.mutable_data_ptr<at::BFloat16>() + tokens.first[which] * tokens.x_size;
@@ -70,7 +70,7 @@ class WeightStrips {
       if (count > 0) rows_->take(expert, first, (count - 1) * step + 1);
       return rows_->pack(step, count, strips_.panel(which));
     }
-    const auto* data = weight_.data.const_data_ptr<at::BFloat16>() + expert * weight_.expert + first * weight_.row;
+    const auto* data = elements<at::BFloat16>(weight_.data) + expert * weight_.expert + first * weight_.row;
     strips_.read(which, {data, step * weight_.row, weight_.column, count, weight_.columns});
   }
   const Strips& strips() const { return strips_; }
@@ -95,11 +95,11 @@ class GateUpTiles {
       weight_.read(0, expert, (row + half) * call_.step, call_.step, rows);
       weight_.read(1, expert, (row + half) * call_.step + call_.up, call_.step, rows);
       at::BFloat16* to = tokens_.inner.mutable_data_ptr<at::BFloat16>() + first * tokens_.inner_size + row * kTile;
-      multiply_groups(
-          weight_.strips(), tokens_.x.const_data_ptr<at::BFloat16>() + first * tokens_.x_size, tokens_.x_size,
-          tokens_.first[which + 1] - first, [&](int64_t g, const auto& gate, const auto& up) {
-            activate(gate, up, bias.gate + half, bias.up + half, to + g * tokens_.inner_size + half * kTile);
-          });
+      multiply_groups(weight_.strips(), elements<at::BFloat16>(tokens_.x) + first * tokens_.x_size, tokens_.x_size,
+                      tokens_.first[which + 1] - first, [&](int64_t g, const auto& gate, const auto& up) {
+                        activate(gate, up, bias.gate + half, bias.up + half,
+                                 to + g * tokens_.inner_size + half * kTile);
+                      });
     }
   }
 
@@ -140,7 +140,7 @@ class DownTiles {
     output_.expect(slots_.experts[which], row);
     read_strips(slots_.experts[which], row);
     const int64_t first = tokens_.first[which], begin = slots_.begin[which], end = slots_.begin[which + 1];
-    multiply_groups(weight_.strips(), tokens_.inner.const_data_ptr<at::BFloat16>() + first * tokens_.inner_size,
+    multiply_groups(weight_.strips(), elements<at::BFloat16>(tokens_.inner) + first * tokens_.inner_size,
                     tokens_.inner_size, tokens_.first[which + 1] - first,
                     [&](int64_t g, const auto& upper, const auto& lower) {
                       const int64_t at = begin + g * kTile;

@@ -6,7 +6,7 @@
 
 namespace moe_metal {
 
-inline const float* floats(const Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr; }
+inline const float* floats(const Tensor& tensor) { return tensor.defined() ? elements<float>(tensor) : nullptr; }
 
 // What the norm multiplies a row of hidden by, before its weights.
 template <class Scalar>

@@ -27,7 +27,7 @@ class GateBlocks {
   void operator()(int64_t first, int64_t tokens, int64_t expert, int64_t experts, float* logits) {
     const int64_t H = call_.H, E = call_.params.experts;
     with_dtype(call_.hidden.scalar_type(), [&](auto scalar) {
-      const auto* hidden = call_.hidden.const_data_ptr<decltype(scalar)>() + first * H;
+      const auto* hidden = elements<decltype(scalar)>(call_.hidden) + first * H;
       for (int64_t t = 0; t < tokens; ++t) scales_[t] = norm_scale(call_, hidden + t * H);
     });
     for (int64_t h = 0; h < H; h += kColumns) {
@@ -52,11 +52,11 @@ class GateBlocks {
   void transpose_weights(int64_t expert, int64_t experts, int64_t column, int64_t columns, Operand* to) {
     const int64_t H = call_.H, from = expert * H + column;
     if constexpr (kPairs) {
-      const auto* weights = call_.router_weight.const_data_ptr<at::BFloat16>() + from;
+      const auto* weights = elements<at::BFloat16>(call_.router_weight) + from;
       pack_right([=](int64_t e) { return weights + e * H; }, experts, columns, to, 2 * width_);
     } else {
       with_dtype(call_.router_weight.scalar_type(), [&](auto scalar) {
-        const auto* weights = call_.router_weight.const_data_ptr<decltype(scalar)>() + from;
+        const auto* weights = elements<decltype(scalar)>(call_.router_weight) + from;
         for_each_vector(columns, [&](int64_t h, auto count) {
           Vec tile[kLanes];
           for (int64_t e = 0; e < kLanes; ++e) tile[e] = e < experts ? load(weights + e * H + h, count) : Vec(0);
@@ -70,11 +70,11 @@ class GateBlocks {
   // Columns of tokens: where they lie, or as float, and normed.
   const Operand* left(int64_t first, int64_t count, int64_t column, int64_t columns, const float* scales) {
     const int64_t H = call_.H;
-    if (as_they_are_) return call_.hidden.const_data_ptr<Operand>() + first * H + column;
+    if (as_they_are_) return elements<Operand>(call_.hidden) + first * H + column;
     if constexpr (!kPairs) {
       const float* norm_weight = call_.norm_weight.defined() ? floats(call_.norm_weight) + column : nullptr;
       with_dtype(call_.hidden.scalar_type(), [&](auto scalar) {
-        const auto* from = call_.hidden.const_data_ptr<decltype(scalar)>() + first * H + column;
+        const auto* from = elements<decltype(scalar)>(call_.hidden) + first * H + column;
         for (int64_t t = 0; t < count; ++t) {
           float_row(from + t * H, scales[t], norm_weight, columns, &left_[t * kColumns]);
         }

@@ -9,7 +9,7 @@ namespace moe_metal {
 inline void float_rows(const Gate& call, int64_t first, int64_t count, float* to) {
   const int64_t H = call.H;
   with_dtype(call.hidden.scalar_type(), [&](auto scalar) {
-    const auto* hidden = call.hidden.const_data_ptr<decltype(scalar)>() + first * H;
+    const auto* hidden = elements<decltype(scalar)>(call.hidden) + first * H;
     for_each_row(count, 2 * H, 0, [&](int64_t t, float*) {
       const auto* row = hidden + t * H;
       float_row(row, norm_scale(call, row), floats(call.norm_weight), H, to + t * H);
@@ -25,7 +25,7 @@ inline void gate_by_dots(const Gate& call) {
     const int64_t count = std::min(kTokens, call.T - first);
     float_rows(call, first, count, x.get());
     with_dtype(call.router_weight.scalar_type(), [&](auto scalar) {
-      const auto* router_weight = call.router_weight.const_data_ptr<decltype(scalar)>();
+      const auto* router_weight = elements<decltype(scalar)>(call.router_weight);
       for_each_row(at::divup(E, kExperts), kExperts * count * H, 0, [&](int64_t block, float*) {
         const int64_t e = block * kExperts;
         const float* from[kTokens];

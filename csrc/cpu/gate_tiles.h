@@ -26,7 +26,7 @@ class GateTiles {
 
   void operator()(int64_t first, int64_t count) {
     const int64_t H = call_.H;
-    const auto* x = call_.hidden.const_data_ptr<at::BFloat16>() + first * H;
+    const auto* x = elements<at::BFloat16>(call_.hidden) + first * H;
     if (parts_ > 1) split_normed(x, count);
     const int64_t groups = parts_ == 1 ? at::divup(count, kTile) : parts_;
     for (int64_t g = 0; g < groups; ++g) {
@@ -106,8 +106,7 @@ inline void gate_by_tiles(const Gate& call) {
   const int64_t E = call.params.experts, H = call.H;
   Strips strips(at::divup(E, kTile), H);
   for (int64_t e = 0; e < E; e += kTile) {
-    strips.read(e / kTile,
-                {call.router_weight.const_data_ptr<at::BFloat16>() + e * H, H, 1, std::min(kTile, E - e), H});
+    strips.read(e / kTile, {elements<at::BFloat16>(call.router_weight) + e * H, H, 1, std::min(kTile, E - e), H});
   }
   const int64_t groups = at::divup(call.T, kTile), threads = at::get_num_threads();
   const int64_t block = std::min(GateTiles::most(call), at::divup(groups, threads) * kTile);

@@ -35,8 +35,8 @@ class RowOffsets {
 template <class Scalar, Activation activation>
 void rows(const Glu& call) {
   const int64_t I = call.I, gate_stride = call.gate.stride(-1), up_stride = call.up.stride(-1);
-  const auto* gate = call.gate.const_data_ptr<Scalar>();
-  const auto* up = call.up.const_data_ptr<Scalar>();
+  const auto* gate = elements<Scalar>(call.gate);
+  const auto* up = elements<Scalar>(call.up);
   auto* output = call.output.mutable_data_ptr<Scalar>();
   const bool past = past_caches(call.output, I);
   const RowOffsets gate_offset(call.gate), up_offset(call.up);

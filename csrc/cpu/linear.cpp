@@ -21,7 +21,7 @@ inline int64_t rows_at_once(const Linear& call) {
 template <class Scalar>
 void rows(const Linear& call, const Tensor& x) {
   const int64_t T = call.T, N = call.N, at_once = rows_at_once(call), blocks = at::divup(N, at_once);
-  const float* from = x.const_data_ptr<float>();
+  const float* from = elements<float>(x);
   auto* to = call.output.mutable_data_ptr<Scalar>();
   share(blocks, [&](auto take) {
     const auto weight = rows_of(call.weight, call.x.scalar_type() == at::kBFloat16);

@@ -10,10 +10,10 @@ template <class Scalar>
 void rows(const ResidualNorm& call) {
   const auto H = call.H;
   const auto eps = call.eps;
-  const auto* residual = call.residual.const_data_ptr<Scalar>();
-  const auto* input = call.input.const_data_ptr<Scalar>();
-  const auto* weight = call.weight.const_data_ptr<float>();
-  const auto* scalar = call.scalar.defined() ? call.scalar.const_data_ptr<float>() : nullptr;
+  const auto* residual = elements<Scalar>(call.residual);
+  const auto* input = elements<Scalar>(call.input);
+  const auto* weight = elements<float>(call.weight);
+  const auto* scalar = call.scalar.defined() ? elements<float>(call.scalar) : nullptr;
   auto* output = call.output.mutable_data_ptr<Scalar>();
   auto* sum = call.sum.mutable_data_ptr<Scalar>();
   const bool past = past_caches(call.output, H);

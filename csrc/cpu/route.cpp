@@ -11,9 +11,9 @@ namespace {
 template <class Scalar>
 void rows(const Route& call) {
   const int64_t E = call.params.experts, K = call.params.top_k;
-  const auto* logits = call.logits.const_data_ptr<Scalar>();
-  const auto* select_bias = call.select_bias.defined() ? call.select_bias.const_data_ptr<float>() : nullptr;
-  const auto* scale = call.per_expert_scale.defined() ? call.per_expert_scale.const_data_ptr<float>() : nullptr;
+  const auto* logits = elements<Scalar>(call.logits);
+  const auto* select_bias = call.select_bias.defined() ? elements<float>(call.select_bias) : nullptr;
+  const auto* scale = call.per_expert_scale.defined() ? elements<float>(call.per_expert_scale) : nullptr;
   auto* weights = call.weights.mutable_data_ptr<float>();
   auto* ids = call.ids.mutable_data_ptr<int32_t>();
   constexpr int64_t kGrain = 16;  // a row takes about 0.5 us, a thread's start some

@@ -9,11 +9,11 @@ namespace {
 template <class Scalar>
 void rows(const WeightedSum& call) {
   const auto K = call.K, H = call.H;
-  const auto* slots = call.slots.const_data_ptr<Scalar>();
-  const auto* weights = call.weights.const_data_ptr<float>();
-  const auto* shared = call.shared.defined() ? call.shared.const_data_ptr<Scalar>() : nullptr;
-  const auto* shared_gate = call.shared_gate.defined() ? call.shared_gate.const_data_ptr<float>() : nullptr;
-  const auto* residual = call.residual.defined() ? call.residual.const_data_ptr<Scalar>() : nullptr;
+  const auto* slots = elements<Scalar>(call.slots);
+  const auto* weights = elements<float>(call.weights);
+  const auto* shared = call.shared.defined() ? elements<Scalar>(call.shared) : nullptr;
+  const auto* shared_gate = call.shared_gate.defined() ? elements<float>(call.shared_gate) : nullptr;
+  const auto* residual = call.residual.defined() ? elements<Scalar>(call.residual) : nullptr;
   auto* output = call.output.mutable_data_ptr<Scalar>();
   for_each_row(call.T, (K + 2) * H, H, [=](int64_t t, float* sum) {
     weighted_slots(slots + t * K * H, weights + t * K, K, H, sum);

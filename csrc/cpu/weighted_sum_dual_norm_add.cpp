@@ -10,11 +10,11 @@ template <class Scalar>
 void rows(const WeightedSum& call) {
   const auto K = call.K, H = call.H;
   const auto eps = call.eps;
-  const auto* slots = call.slots.const_data_ptr<Scalar>();
-  const auto* weights = call.weights.const_data_ptr<float>();
-  const auto* residual = call.residual.const_data_ptr<Scalar>();
-  const auto* residual_norm_weight = call.residual_norm_weight.const_data_ptr<float>();
-  const auto* moe_norm_weight = call.norm_weight.const_data_ptr<float>();
+  const auto* slots = elements<Scalar>(call.slots);
+  const auto* weights = elements<float>(call.weights);
+  const auto* residual = elements<Scalar>(call.residual);
+  const auto* residual_norm_weight = elements<float>(call.residual_norm_weight);
+  const auto* moe_norm_weight = elements<float>(call.norm_weight);
   auto* output = call.output.mutable_data_ptr<Scalar>();
   for_each_row(call.T, (K + 2) * H, H, [=](int64_t t, float* sum) {
     weighted_slots(slots + t * K * H, weights + t * K, K, H, sum);

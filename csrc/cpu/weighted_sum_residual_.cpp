@@ -9,8 +9,8 @@ namespace {
 template <class Scalar>
 void rows(const WeightedSum& call) {
   const auto K = call.K, H = call.H;
-  const auto* slots = call.slots.const_data_ptr<Scalar>();
-  const auto* weights = call.weights.const_data_ptr<float>();
+  const auto* slots = elements<Scalar>(call.slots);
+  const auto* weights = elements<float>(call.weights);
   auto* residual = call.residual.mutable_data_ptr<Scalar>();
   for_each_row(call.T, (K + 2) * H, H, [=](int64_t t, float* sum) {
     weighted_slots(slots + t * K * H, weights + t * K, K, H, sum);

@@ -10,9 +10,9 @@ template <class Scalar>
 void rows(const WeightedSum& call) {
   const auto K = call.K, H = call.H;
   const auto eps = call.eps;
-  const auto* slots = call.slots.const_data_ptr<Scalar>();
-  const auto* weights = call.weights.const_data_ptr<float>();
-  const auto* norm_weight = call.norm_weight.const_data_ptr<float>();
+  const auto* slots = elements<Scalar>(call.slots);
+  const auto* weights = elements<float>(call.weights);
+  const auto* norm_weight = elements<float>(call.norm_weight);
   auto* residual = call.residual.mutable_data_ptr<Scalar>();
   auto* output = call.output.mutable_data_ptr<Scalar>();
   for_each_row(call.T, (K + 3) * H, H, [=](int64_t t, float* sum) {

@@ -10,7 +10,7 @@ namespace {
 template <class Scalar>
 class DenseRows final : public WeightRows {
  public:
-  explicit DenseRows(const Weight& weight) : weight_(weight), data_(weight.data.const_data_ptr<Scalar>()) {}
+  explicit DenseRows(const Weight& weight) : weight_(weight), data_(elements<Scalar>(weight.data)) {}
 
   void take(int64_t expert, int64_t first, int64_t count) override {
     matrix_ = {data_ + expert * weight_.expert + first * weight_.row, weight_.row, weight_.column, count,
