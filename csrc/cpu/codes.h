@@ -46,6 +46,8 @@ class Codes {
     bytes_ = _mm512_load_si512(bytes);
   }
 
+  // What 4 bits mean, one after the other.
+  [[gnu::always_inline]] Vec few() const { return few_; }
   // Of 4 bits, the lanes 0, 2, 4 ... have the first half of the numbers and the lanes between them the second.
   [[gnu::always_inline]] Vec quick(const uint8_t* from) const {
     if constexpr (bits != 4) return (*this)(from);

@@ -69,8 +69,8 @@ class GateTiles {
       for (size_t s = 0; s < strips_.tiles.size(); ++s) {
         WeightTiles weights = strips_.tiles[s];
         weights.data += b * weights.block;
-        kMultiply[groups - 1](weights, &tokens_[b * kTileSize], size_, std::min(kAtOnce, strips_.blocks() - b),
-                              products_[s].of_group, b > 0);
+        kMultiply<>[groups - 1](weights, &tokens_[b * kTileSize], size_, std::min(kAtOnce, strips_.blocks() - b),
+                                products_[s].of_group, b > 0, Nothing());
       }
     }
   }

@@ -67,17 +67,25 @@ class TileShapes {
   Config before_;
 };
 
-// 16 rows of a weight matrix: row r's k block b stands at data + r * row + b * block.
+// 16 rows of a weight matrix: row r's k block b stands at data + r * row + b * block, or, in a ring of blocks, where
+// the last bits of b say.
 struct WeightTiles {
   const at::BFloat16* data;
   int64_t row, block;
+  int64_t ring = -1;
+};
+
+struct Nothing {
+  void operator()(int64_t) const {}
 };
 
 // c[g] = a strip of weights times token tile g, of which tokens + g * size is the first block. One strip at a time: its
-// 16 rows are as many streams as memory serves well (32 were 5 % slower for one token).
-template <int G>
+// 16 rows are as many streams as memory serves well (32 were 5 % slower for one token). Before each block comes
+// ahead(block), which may make the blocks after it.
+template <int G, class Ahead = Nothing>
 MOE_METAL_AMX inline void multiply_tiles(const WeightTiles& weights, const at::BFloat16* tokens, int64_t size,
-                                         int64_t blocks, float (*c)[kTile][kTile], bool add) {
+                                         int64_t blocks, float (*c)[kTile][kTile], bool add,
+                                         const Ahead& ahead = Nothing()) {
   static_assert(1 <= G && G <= 4);
   if (add) {
     _tile_loadd(0, c[0], 64);
@@ -92,7 +100,8 @@ MOE_METAL_AMX inline void multiply_tiles(const WeightTiles& weights, const at::B
   }
   for (int64_t b = 0; b < blocks; ++b) {
     const at::BFloat16* here = tokens + b * kTileSize;
-    _tile_loadd(4, weights.data + b * weights.block, weights.row * 2);
+    ahead(b);
+    _tile_loadd(4, weights.data + (b & weights.ring) * weights.block, weights.row * 2);
     _tile_loadd(5, here, 64);
     _tile_dpbf16ps(0, 4, 5);
     if constexpr (G > 1) {
@@ -192,9 +201,10 @@ template <int G>
 }
 
 // By the number of token tiles less one.
-constexpr decltype(&multiply_tiles<1>) kMultiply[] = {multiply_tiles<1>, multiply_tiles<2>, multiply_tiles<3>,
-                                                      multiply_tiles<4>};
-constexpr int64_t kGroups = std::size(kMultiply);
+template <class Ahead = Nothing>
+constexpr decltype(&multiply_tiles<1, Ahead>) kMultiply[] = {multiply_tiles<1, Ahead>, multiply_tiles<2, Ahead>,
+                                                             multiply_tiles<3, Ahead>, multiply_tiles<4, Ahead>};
+constexpr int64_t kGroups = std::size(kMultiply<>);
 
 // `count` bfloat16, and zeros up to a tile's depth.
 inline __m512i load_part(const at::BFloat16* from, int64_t count) {
@@ -275,31 +285,29 @@ inline void pack_right(RowOf&& row_of, int64_t count, int64_t n, at::BFloat16* t
   }
 }
 
-// use(group, c0, c1) for each group of tokens: its products with the two strips.
-template <class Use>
-inline void multiply_groups(const Strips& strips, const at::BFloat16* tokens, int64_t size, int64_t groups, Use&& use) {
+// The products of two strips with up to kGroups groups of tokens.
+struct Products {
   alignas(64) float c[2][kGroups][kTile][kTile];
-  for (int64_t g = 0; g < groups; g += kGroups) {
-    const int64_t count = std::min(kGroups, groups - g);
-    const at::BFloat16* here = tokens + g * size;
+
+  void multiply(const Strips& strips, const at::BFloat16* tokens, int64_t size, int64_t groups) {
+    const int64_t blocks = strips.blocks();
     if (!tiles_available()) {
       for (int w = 0; w < 2; ++w) {
-        for (int64_t i = 0; i < count; i += 2) {
-          (i + 1 < count ? multiply_by_vectors<2> : multiply_by_vectors<1>)(strips.tiles[w], here + i * size, size,
-                                                                            strips.blocks(), c[w] + i);
+        for (int64_t i = 0; i < groups; i += 2) {
+          (i + 1 < groups ? multiply_by_vectors<2> : multiply_by_vectors<1>)(strips.tiles[w], tokens + i * size, size,
+                                                                             blocks, c[w] + i);
         }
       }
-    } else if (count == 2 || count == 3) {
-      (count == 2 ? multiply_two<2> : multiply_two<3>)(strips.tiles[0], strips.tiles[1], here, size, strips.blocks(),
-                                                       c[0], c[1]);
+    } else if (groups == 2 || groups == 3) {
+      (groups == 2 ? multiply_two<2> : multiply_two<3>)(strips.tiles[0], strips.tiles[1], tokens, size, blocks, c[0],
+                                                        c[1]);
     } else {
       for (int w = 0; w < 2; ++w) {
-        kMultiply[count - 1](strips.tiles[w], here, size, strips.blocks(), c[w], false);
+        kMultiply<>[groups - 1](strips.tiles[w], tokens, size, blocks, c[w], false, Nothing());
       }
     }
-    for (int64_t i = 0; i < count; ++i) use(g + i, c[0][i], c[1][i]);
   }
-}
+};
 
 }  // namespace moe_metal
 #endif

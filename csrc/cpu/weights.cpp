@@ -23,13 +23,6 @@ class DenseRows final : public WeightRows {
     const Scalar* from = matrix_.data + row * matrix_.row;
     for (int64_t c = 0; c < matrix_.columns; ++c) to[c] = static_cast<float>(from[c * matrix_.column]);
   }
-#ifdef MOE_METAL_AMX
-  void pack(int64_t step, int64_t count, at::BFloat16* to) const override {
-    if constexpr (std::is_same_v<Scalar, at::BFloat16>) {
-      pack_rows({matrix_.data, step * matrix_.row, matrix_.column, count, matrix_.columns}, to);
-    }
-  }
-#endif
 
  private:
   const Weight& weight_;
@@ -186,20 +179,6 @@ struct Packed {
       if constexpr (std::is_same_v<Count, Whole>) return values;
       return Vec::set(Vec(0), values, count);
     }
-    // Of a row's columns with one scale, whole vectors.
-    struct Group {
-      const Read& read;
-      const uint8_t* row;
-      const Vec scale, offset;
-      [[gnu::always_inline]] Vec load(int64_t column) const {
-        const Vec codes = read(row, column, Whole());
-        return Read::kOffset ? at::vec::fmadd(codes, scale, offset) : codes * scale;
-      }
-    };
-    [[gnu::always_inline]] Group group_of(int64_t r, int64_t column) const {
-      const int64_t group = r * all.groups + (column >> all.shift);
-      return {all.read, data + r * all.row, Vec(scales[group]), Vec(Read::kOffset ? offsets[group] : 0)};
-    }
     // What is left of the row at a column, up to a vector and perhaps nothing.
     Vec load_part(int64_t r, int64_t column) const {
       const int64_t count = std::min(all.columns - column, kLanes);
@@ -273,6 +252,44 @@ void product_by_groups(const Packed<Read>& weight, const Tokens& tokens) {
   for (; row < weight.rows; ++row) dot_groups<1, N, 2>(weight, row, tokens);
 }
 
+#ifdef MOE_METAL_AMX
+// Numbers with one scale and offset, rounded to bfloat16, 32 at a time.
+template <class Read>
+class Rounded {
+ public:
+  [[MOE_METAL_BF16, gnu::always_inline]] inline Rounded(const Read& read, float scale, float offset)
+      : read_(read), scale_(scale), offset_(offset) {
+    if constexpr (Read::kBits == 4) {
+      const auto values = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(scaled(read_.codes.few())));
+      values_ = _mm512_inserti64x4(_mm512_castsi256_si512(values), values, 1);
+    }
+  }
+
+  // The 16 values of 4 bits are looked up by 5 bits, of which the last is the next number's.
+  [[MOE_METAL_BF16, gnu::always_inline]] inline __m512i operator()(const uint8_t* from) const {
+    if constexpr (Read::kBits == 4) {
+      const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+      return _mm512_permutexvar_epi16(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)), values_);
+    } else {
+      return both(scaled(read_(from, 0, Whole())), scaled(read_(from, kLanes, Whole())));
+    }
+  }
+  [[MOE_METAL_BF16, gnu::always_inline]] static inline __m512i both(const Vec& low, const Vec& high) {
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+  }
+
+ private:
+  [[gnu::always_inline]] Vec scaled(const Vec& codes) const {
+    if constexpr (Read::kOffset) return at::vec::fmadd(codes, scale_, offset_);
+    return codes * scale_;
+  }
+
+  const Read& read_;
+  Vec scale_, offset_;
+  __m512i values_;
+};
+#endif
+
 template <class Read>
 class PackedRows final : public WeightRows {
  public:
@@ -319,36 +336,36 @@ class PackedRows final : public WeightRows {
     for_each_vector(packed_.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
   }
 #ifdef MOE_METAL_AMX
-  [[MOE_METAL_BF16]] void pack(int64_t step, int64_t count, at::BFloat16* to) const override {
-    const auto some = packed_.some(0);
-    const int64_t columns = packed_.columns, tiles = at::divup(columns, kDepth);
-    const int64_t group = int64_t{1} << packed_.shift, grouped = group < kDepth ? 0 : columns / kDepth * kDepth;
+  [[MOE_METAL_BF16]] void pack(int64_t step, int64_t count, int64_t first, int64_t columns,
+                               at::BFloat16* to) const override {
+    const Packed<Read> all = packed_;  // its own, which no store below can change
+    const int64_t group = int64_t{1} << all.shift, end = first + columns;
+    const int64_t grouped = group < kDepth ? first : first + columns / kDepth * kDepth;
     for (int64_t r = 0; r < kTile; ++r, to += kDepth) {
+      at::BFloat16* place = to;
       if (r >= count) {
-        for (int64_t tile = 0; tile < tiles; ++tile) std::fill_n(to + tile * kTileSize, kDepth, at::BFloat16(0));
+        for (int64_t c = first; c < end; c += kDepth, place += kTileSize) std::fill_n(place, kDepth, at::BFloat16(0));
         continue;
       }
-      int64_t c = 0;
-      while (c < grouped) {
-        const auto scaled = some.group_of(r * step, c);
-        for (const int64_t end = std::min(c + group, grouped); c < end; c += kDepth) {
-          some.prefetch((r + kTile) * step, c);  // of the next strip
-          put(scaled.load(c), scaled.load(c + kLanes), to + c * kTile);
+      const auto row = all.some(r * step);
+      const uint8_t *from = row.data + all.bytes(first), *next = from + kTile * step * all.row;  // of the next strip
+      int64_t c = first;
+      for (int64_t g = first >> all.shift; c < grouped; ++g) {
+        const Rounded<Read> rounded(all.read, row.scales[g], Read::kOffset ? row.offsets[g] : 0);
+        for (const int64_t last = std::min(c + group, grouped); c < last; c += kDepth, place += kTileSize) {
+          __builtin_prefetch(next, 0, 2);
+          _mm512_storeu_si512(place, rounded(from));
+          from += all.bytes(kDepth), next += all.bytes(kDepth);
         }
       }
-      for (; c < columns; c += kDepth) {
-        put(some.load_part(r * step, c), some.load_part(r * step, c + kLanes), to + c * kTile);
+      for (; c < end; c += kDepth, place += kTileSize) {
+        _mm512_storeu_si512(place, Rounded<Read>::both(row.load_part(0, c), row.load_part(0, c + kLanes)));
       }
     }
   }
 #endif
 
  private:
-#ifdef MOE_METAL_AMX
-  [[MOE_METAL_BF16, gnu::always_inline]] static inline void put(const Vec& low, const Vec& high, at::BFloat16* to) {
-    _mm512_storeu_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
-  }
-#endif
   const uint8_t* place(int64_t expert, int64_t row) const {
     return static_cast<const uint8_t*>(weight_.data.const_data_ptr()) + expert * weight_.expert + row * weight_.row;
   }

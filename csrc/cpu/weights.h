@@ -22,8 +22,9 @@ class WeightRows {
   // One of the rows, as floats.
   virtual void dequantize(int64_t row, float* to) const = 0;
 #ifdef MOE_METAL_AMX
-  // Every `step`th row, up to 16 of them, as tiles.h's pack_rows() has it.
-  virtual void pack(int64_t step, int64_t count, at::BFloat16* to) const = 0;
+  // Some columns of every `step`th row, up to 16 of them, as tiles.h's pack_rows() has it: whole groups of them,
+  // or some of one. Dense weights are read as they lie.
+  virtual void pack(int64_t, int64_t, int64_t, int64_t, at::BFloat16*) const { TORCH_INTERNAL_ASSERT(false); }
 #endif
 };
 
