@@ -79,8 +79,16 @@ def _register_experts() -> None:
     register()
 
 
-# transformers is optional and slow to import: its experts interface learns our name when somebody else imports it.
+def _register_quantizers() -> None:
+    from .transformers.quantizer import register
+
+    register()
+
+
+# transformers is optional and slow to import: its experts interface and its quantizers learn of us when somebody else
+# imports them.
 after_import("transformers.integrations.moe", _register_experts)
+after_import("transformers.quantizers.auto", _register_quantizers)
 
 
 if not TYPE_CHECKING:  # to which every name would be known

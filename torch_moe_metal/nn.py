@@ -4,19 +4,19 @@ Letters: T tokens (any leading dimensions), E experts, K experts per token, H hi
 expert's inner size.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import reference
-from .arguments import ARGUMENTS, beside
+from .arguments import DTYPES, beside
 from .grad import wants_grad
 from .packing import FP8_BLOCK, quantize
 
 ops = torch.ops.moe_metal
 PARTS = ("data", "scale", "offset")  # of a packed weight
-#: What the ops call scales and offsets.
-BESIDE = {name for table in ARGUMENTS.values() for name, a in table.items() if a.kind in ("scale", "offset")}
 ROUTING = tuple(reference.route.__kwdefaults__)  # the options of a router; top_k has no default
 
 
@@ -56,11 +56,18 @@ class SharedExpert(nn.Module):
 
 class Packed(nn.Module):
     """A module whose packed weights are buffers: frozen, and to the bit the same after `.to(dtype)`, which converts the
-    module's other tensors. Scales would lose bits, and not every format takes every dtype."""
+    module's other tensors. Scales would lose bits, and not every format takes every dtype.
+
+    `packing` tells, for each packed weight in the words of the ops, what the module calls its data, its scale and, where
+    the format has one, its offset: a checkpoint's own names may stay.
+    """
+
+    packing: dict[str, tuple[str, ...]]
 
     def _apply(self, fn, recurse=True):
         buffers = self._buffers
-        dtypes = {name: buffers[name].dtype for name in BESIDE & buffers.keys() if buffers[name] is not None}
+        names = (name for names in self.packing.values() for name in names)
+        dtypes = {name: buffers[name].dtype for name in names if buffers.get(name) is not None}
         for name in dtypes:
             buffers[name] = buffers[name].view(torch.uint8)  # which no conversion touches
         try:
@@ -69,11 +76,17 @@ class Packed(nn.Module):
             for name, dtype in dtypes.items():
                 buffers[name] = buffers[name].view(dtype)
 
-    def _pack(self, name: str, parts: tuple[Tensor, Tensor, Tensor | None]) -> None:
-        """Have these in place of a weight."""
-        self._parameters.pop(name, None)
-        for key, part in zip((name, *beside(name)), parts, strict=True):
-            self.register_buffer(key, part)
+    def hold(self, weight: str, parts: Mapping[str, Tensor | None]) -> None:
+        """Have these as one packed weight: data, scale and offset, by the names that they shall have."""
+        for name, part in parts.items():
+            self._parameters.pop(name, None)
+            self.register_buffer(name, part)
+        self.packing = {**self.__dict__.get("packing", {}), weight: tuple(parts)}
+
+    def parts(self, weight: str) -> list[Tensor | None]:
+        """Data, scale and offset of a packed weight."""
+        names, buffers = self.packing[weight], self._buffers
+        return [buffers[name] for name in names] + [None] * (len(PARTS) - len(names))
 
 
 class MoE(Packed):
@@ -164,7 +177,8 @@ class MoE(Packed):
         for weight in weights.values():  # so that neither is changed when one cannot be
             quantize(weight[:0], format, bits, group_size)
         for name, weight in weights.items():
-            self._pack(name, quantize(weight, format, bits, group_size))
+            parts = quantize(weight, format, bits, group_size)
+            self.hold(name, dict(zip((name, *beside(name)), parts, strict=True)))
             self._arguments[1] |= dict.fromkeys((name, *beside(name)))
         self._arguments[1] |= {"format": format, "transposed": False}
         return self
@@ -172,6 +186,8 @@ class MoE(Packed):
     def _take(self, router: dict, experts: dict, shared: nn.Module | None, shared_gate: nn.Module | None) -> None:
         """Register the tensors among the arguments of `gate` and of `experts` under their names."""
         self.shared, self.shared_gate = shared, shared_gate
+        dense = experts.get("format", "dense") == "dense"
+        self.packing = {} if dense else {name: (name, *beside(name)) for name in ("gate_up", "down")}
         for name, value in (router | experts).items():
             if isinstance(value, nn.Parameter):
                 self.register_parameter(name, value)
@@ -195,7 +211,8 @@ class MoE(Packed):
         shared = None if self.shared is None else self.shared(x)
         shared_gate = None if self.shared_gate is None else self.shared_gate(x).squeeze(-1)
         if wants_grad(self, x, residual):
-            slots, weights = slots_with_grad(x, router, experts)
+            weights, ids = reference.gate(x, **router)
+            slots = slots_with_grad(x, ids, experts)
             return reference.weighted_sum(slots, weights, shared, shared_gate, residual)
         weights, ids = ops.gate(x, **router)
         return ops.experts(x, weights, ids, shared=shared, shared_gate=shared_gate, residual=residual, **experts)
@@ -208,9 +225,8 @@ class MoE(Packed):
         return f"H={H}, I={inner_size}, E={E}{told}"
 
 
-def slots_with_grad(x: Tensor, router: dict, experts: dict) -> tuple[Tensor, Tensor]:
-    """Each choice's expert output [..., K, H] and its weight [..., K], expert by expert, with a backward."""
-    weights, ids = reference.gate(x, **router)
+def slots_with_grad(x: Tensor, ids: Tensor, experts: dict) -> Tensor:
+    """Each choice's expert output [..., K, H], expert by expert, with a backward. `experts` are arguments of the op."""
     options = {name: value for name, value in experts.items() if name in ("activation", "alpha", "limit")}
     slots = x.new_zeros(*ids.shape, x.shape[-1])
     for e in range(experts["down"].shape[0]):
@@ -218,7 +234,7 @@ def slots_with_grad(x: Tensor, router: dict, experts: dict) -> tuple[Tensor, Ten
         both = expert_linear(x[chosen[:-1]], e, experts, "gate_up")
         gate, up = (both[..., ::2], both[..., 1::2]) if experts.get("interleaved") else both.chunk(2, -1)
         slots = slots.index_put(chosen, expert_linear(reference.glu(gate, up, **options), e, experts, "down"))
-    return slots, weights
+    return slots
 
 
 def expert_linear(x: Tensor, e: int, experts: dict, name: str) -> Tensor:
@@ -226,7 +242,7 @@ def expert_linear(x: Tensor, e: int, experts: dict, name: str) -> Tensor:
     bias = None if bias is None else bias[e]
     if format == "dense":
         return F.linear(x, weight.mT if experts.get("transposed") else weight, bias)
-    scales = (None if experts[part] is None else experts[part][e] for part in beside(name))
+    scales = (None if experts.get(part) is None else experts[part][e] for part in beside(name))
     return linear_with_grad(x, weight, *scales, bias, format)
 
 
@@ -258,16 +274,27 @@ class Linear(Packed):
         layer._take(module, format, bits, group_size)
         return layer.train(module.training)
 
+    @classmethod
+    def from_parts(
+        cls, parts: Mapping[str, Tensor | None], in_features: int, format: str, bias: nn.Parameter | None = None
+    ) -> "Linear":
+        """A layer of a weight that is packed already: data, scale and offset, by the names that they shall have."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.hold("weight", parts)
+        layer.in_features, layer.out_features, layer.format = in_features, len(layer.parts("weight")[0]), format
+        layer.register_parameter("bias", bias)
+        return layer
+
     def _take(self, module: nn.Linear, format: str, bits: int, group_size: int) -> None:
         self.in_features, self.out_features, self.format = module.in_features, module.out_features, format
-        for name, part in zip(PARTS, quantize(module.weight.detach(), format, bits, group_size), strict=True):
-            self.register_buffer(name, part)
+        self.hold("weight", dict(zip(PARTS, quantize(module.weight.detach(), format, bits, group_size), strict=True)))
         self.register_parameter("bias", module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if wants_grad(self, x):
-            return linear_with_grad(x, self.data, self.scale, self.offset, self.bias, self.format)
-        return ops.linear(x, self.data, self.scale, self.offset, self.bias, format=self.format)
+            return linear_with_grad(x, *self.parts("weight"), self.bias, self.format)
+        return ops.linear(x, *self.parts("weight"), self.bias, format=self.format)
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -302,23 +329,44 @@ class Embedding(Packed):
         layer._take(module, format, bits, group_size)
         return layer.train(module.training)
 
+    @classmethod
+    def from_parts(
+        cls, parts: Mapping[str, Tensor | None], embedding_dim: int, format: str, dtype: torch.dtype
+    ) -> "Embedding":
+        """A layer of a weight that is packed already: data, scale and offset, by the names that they shall have."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.hold("weight", parts)
+        data = layer.parts("weight")[0]
+        layer.num_embeddings, layer.embedding_dim, layer.format = len(data), embedding_dim, format
+        layer.register_buffer("of_dtype", torch.empty(0, dtype=dtype, device=data.device), persistent=False)
+        return layer
+
     def _take(self, module: nn.Embedding, format: str, bits: int, group_size: int) -> None:
         self.num_embeddings, self.embedding_dim, self.format = module.num_embeddings, module.embedding_dim, format
-        for name, part in zip(PARTS, quantize(module.weight.detach(), format, bits, group_size), strict=True):
-            self.register_buffer(name, part)
+        self.hold("weight", dict(zip(PARTS, quantize(module.weight.detach(), format, bits, group_size), strict=True)))
         self.register_buffer("of_dtype", module.weight.new_empty(0), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Each row is a matrix of its own, since fp8's neighbours share their scales."""
-        rows = ids.flatten().unsqueeze(-1)
-        scale = self.scale[rows // FP8_BLOCK if self.format == "fp8" else rows]
-        offset = None if self.offset is None else self.offset[rows]
-        bits = 8 * self.data.shape[-1] // self.embedding_dim
+        data, scale, offset = self.parts("weight")
+        data, rows = data.view(torch.uint8), ids.flatten().unsqueeze(-1)  # not every dtype can be indexed
+        scale = scale[rows // FP8_BLOCK if self.format == "fp8" else rows]
+        offset = None if offset is None else offset[rows]
+        bits = 8 * data.shape[-1] // self.embedding_dim
         options = {"format": self.format, "bits": bits, "dtype": self.of_dtype.dtype}
-        return ops.dequantize(self.data[rows], scale, offset, **options).view(*ids.shape, self.embedding_dim)
+        return ops.dequantize(data[rows], scale, offset, **options).view(*ids.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"
+
+
+def numbers(data: Tensor, scale: Tensor, offset: Tensor | None, format: str, x: Tensor) -> Tensor:
+    """What a packed weight stands for, in the dtype of x, whose rows are as long as the weight's."""
+    if x.dtype not in DTYPES or x.device.type not in ("cpu", "mps"):
+        return reference.numbers(data, scale, offset, format, x).to(x.dtype)
+    bits = 8 * data.element_size() * data.shape[-1] // x.shape[-1]
+    return ops.dequantize(data, scale, offset, format=format, bits=bits, dtype=x.dtype)
 
 
 class _PackedProduct(torch.autograd.Function):
@@ -328,17 +376,16 @@ class _PackedProduct(torch.autograd.Function):
     def forward(ctx, x: Tensor, format: str, *parts: Tensor | None) -> Tensor:
         ctx.format, ctx.columns = format, x.shape[-1]
         ctx.save_for_backward(*parts)
-        return F.linear(x, reference.numbers(*parts, format, x).to(x.dtype))
+        return F.linear(x, numbers(*parts, format, x))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         of_x = grad.new_empty(0, ctx.columns)
-        weight = reference.numbers(*ctx.saved_tensors, ctx.format, of_x).to(grad.dtype)
-        return grad @ weight, None, None, None, None
+        return grad @ numbers(*ctx.saved_tensors, ctx.format, of_x), None, None, None, None
 
 
 def linear_with_grad(
     x: Tensor, data: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, format: str
 ) -> Tensor:
     product = _PackedProduct.apply(x, format, data, scale, offset)
-    return product if bias is None else product + bias
+    return product if bias is None else product + bias.to(product.dtype)

@@ -1,0 +1,239 @@
+"""Quantised checkpoints by `from_pretrained`: packed as they are on disk, against what transformers makes of them."""
+
+import copy
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+
+import checkpoints
+import torch_moe_metal
+from test_transformers import counted, generated, relative
+from tiny_models import tokens
+from torch_moe_metal.grad import warned
+from torch_moe_metal.nn import MoE
+from torch_moe_metal.transformers.quantizer import Mxfp4, runs_here
+
+PLAIN = {"dtype": torch.float32}
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(tmp_path_factory) -> Path:
+    return checkpoints.gpt_oss(tmp_path_factory.mktemp("gpt_oss"))
+
+
+def load(folder: Path, device: str = "cpu", **options):
+    return AutoModelForCausalLM.from_pretrained(folder, device_map=device, **PLAIN | options)
+
+
+def dequantised(folder: Path, **options):
+    """The same by transformers itself."""
+    return load(folder, quantization_config=Mxfp4Config(dequantize=True), experts_implementation="eager", **options)
+
+
+# ------------------------------------------------------------------------------------------------ gpt-oss
+
+
+def test_gpt_oss_runs_packed(gpt_oss, device):
+    """The blocks stay what they are, under the checkpoint's names; the logits are those of dense weights."""
+    model, ids = load(gpt_oss, device), tokens(2, 9, device=device)
+    expected = dequantised(gpt_oss)(ids.cpu()).logits
+    tensors = checkpoints.stored(gpt_oss)
+    assert model.state_dict().keys() == tensors.keys()
+    for name, tensor in model.state_dict().items():
+        assert tensor.device.type == device and torch.equal(tensor.cpu(), tensors[name].to(tensor.dtype)), name
+    assert model.get_experts_implementation() == {"": "moe_metal"}
+    with counted() as calls:
+        assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+    assert calls == {"experts": 2}
+    report = torch_moe_metal.patch(model)
+    assert len(report["fused"]) == 4 and "mxfp4" in str(report), str(report)
+    assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+    torch_moe_metal.unpatch(model)
+    assert isinstance(model.model.layers[0].mlp.experts, GptOssExperts)
+    assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+
+
+def test_gpt_oss_in_its_own_dtype(gpt_oss, device):
+    """In bfloat16 it is as near to float32 as the dense model is, and it generates."""
+    ids = tokens(2, 9)
+    exact, dense = dequantised(gpt_oss)(ids).logits, dequantised(gpt_oss, dtype="auto")(ids).logits
+    model = load(gpt_oss, device, dtype="auto")
+    torch_moe_metal.patch(model)
+    assert model.dtype == torch.bfloat16
+    assert relative(model(ids.to(device)).logits.cpu(), exact) <= 2 * relative(dense, exact)
+    assert len(generated(model, ids.to(device))) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells which memory is a file's")
+def test_gpt_oss_is_not_copied(gpt_oss):
+    """On the CPU the packed weights are the file's own pages."""
+    model = load(gpt_oss)
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [tuple(int(end, 16) for end in fields[0].split("-")) for fields in maps if str(gpt_oss) in fields[-1]]
+    packed = [tensor for name, tensor in model.state_dict().items() if name.endswith(("_blocks", "_scales"))]
+    assert len(packed) == 8
+    for tensor in packed:
+        assert any(first <= tensor.data_ptr() < last for first, last in ranges)
+
+
+def test_gpt_oss_is_saved_as_it_was(gpt_oss, tmp_path):
+    model = load(gpt_oss, dtype="auto")
+    torch_moe_metal.patch(model)
+    model.save_pretrained(tmp_path)
+    before, after = checkpoints.stored(gpt_oss), checkpoints.stored(tmp_path)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
+    ids = tokens(1, 5)
+    assert torch.equal(load(tmp_path)(ids).logits, load(gpt_oss)(ids).logits)
+
+
+def test_gpt_oss_is_left_to_transformers(gpt_oss):
+    """When dequantised weights are asked for, and on other devices."""
+    model = dequantised(gpt_oss)
+    assert type(model.model.layers[0].mlp.experts) is GptOssExperts and not hasattr(model, "hf_quantizer")
+    for device_map, here in ((None, True), ({"": "mps"}, True), ({"": "cuda:0"}, False), ({"a": "cpu", "b": 0}, None)):
+        assert runs_here(device_map) is (here if here is not None else runs_here({"": 0}))
+    for device_map, quantizer in (({"": "xpu"}, Mxfp4HfQuantizer), ({"": torch.device("cpu")}, Mxfp4)):
+        chosen = Mxfp4(Mxfp4Config(), pre_quantized=True)
+        chosen.validate_environment(device_map=device_map)
+        assert type(chosen) is quantizer
+
+
+def broken(folder: Path, to: Path, change) -> Path:
+    """A copy of a checkpoint, in which `change` has been at each file's tensors."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    for file in to.glob("*.safetensors"):
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+    return to
+
+
+SCALES = "model.layers.1.mlp.experts.down_proj_scales"
+BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
+
+
+@pytest.mark.parametrize(
+    "said, change",
+    [
+        (f"{BLOCKS}: expected {SCALES} beside it, which is missing", lambda t: t.pop(SCALES, None)),
+        (f"{SCALES}: expected {BLOCKS} beside it, which is missing", lambda t: t.pop(BLOCKS, None)),
+        (
+            rf"{SCALES}: expected U8 \[8, 64, 3\], one for each of its blocks, got U8 \[8, 64, 2\]",
+            lambda t: t.update({k: v[..., :2].contiguous() for k, v in t.items() if k == SCALES}),
+        ),
+        (
+            rf"{BLOCKS}: expected U8 \[..., N, C / 32, 16\], got I8 \[8, 64, 3, 16\]",
+            lambda t: t.update({k: v.view(torch.int8) for k, v in t.items() if k == BLOCKS}),
+        ),
+        (
+            rf"{BLOCKS}: expected shape \[8, 64, 3, 16\], by the model's configuration, got U8 \[8, 32, 3, 16\]",
+            lambda t: t.update({k: v[:, :32].contiguous() for k, v in t.items() if k in (SCALES, BLOCKS)}),
+        ),
+        (f"missing: {BLOCKS}, {SCALES}$", lambda t: [t.pop(k, None) for k in (SCALES, BLOCKS)]),
+    ],
+)
+def test_gpt_oss_that_does_not_fit_is_named(gpt_oss, tmp_path, said, change):
+    """File, tensor and what was expected; and no model."""
+    folder = broken(gpt_oss, tmp_path, change)
+    with pytest.raises(ValueError, match=said) as raised:
+        load(folder)
+    assert str(folder) in str(raised.value)
+
+
+@pytest.mark.parametrize("kept", [4, 500, -200])
+def test_truncated_files_are_named(gpt_oss, tmp_path, kept):
+    shutil.copytree(gpt_oss, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=rf"{file}: .*expected .* bytes.*, got"):
+        load(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ packed experts
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_other_implementations_dequantise(gpt_oss, implementation, device):
+    """With one warning; asked for while loading, or later."""
+    ids = tokens(2, 9, device=device)
+    expected = dequantised(gpt_oss)(ids.cpu()).logits
+    warned.clear()
+    model = load(gpt_oss, device, experts_implementation=implementation)
+    assert model.get_experts_implementation() == {"": implementation}
+    with pytest.warns(UserWarning, match=f"GptOssExperts runs on '{implementation}', which cannot read mxfp4"):
+        assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids)
+    model.set_experts_implementation("moe_metal")
+    with counted() as calls:
+        assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+    assert calls == {"experts": 2}
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_gradients_pass_packed_experts(gpt_oss, fuse):
+    """All that is trained around them gets the gradients that it has around dense ones."""
+    gradients = []
+    for model in (dequantised(gpt_oss), load(gpt_oss)):
+        if fuse:
+            torch_moe_metal.patch(model)
+        model.train().requires_grad_(True)
+        with torch.enable_grad():
+            model(tokens(2, 9), labels=tokens(2, 9, seed=2)).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    dense, packed = gradients
+    assert dense.keys() - packed.keys() == {
+        f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("gate_up_proj", "down_proj")
+    }
+    for name, gradient in packed.items():
+        assert relative(gradient, dense[name]) <= 1e-4, name
+
+
+def test_copies_of_packed_experts(gpt_oss, tmp_path, device):
+    """Copied, pickled, cast and moved; scales keep their bits."""
+    ids = tokens(1, 5)
+    model = load(gpt_oss)
+    expected = model(ids).logits
+    torch_moe_metal.patch(model)
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        other.model.layers[0].mlp.experts.down_proj_bias.zero_()
+        assert type(other.model.layers[0].mlp.experts) is type(model.model.layers[0].mlp.experts)
+        moved = copy.deepcopy(model).to(torch.bfloat16).to(torch.float32).to(device)
+        assert relative(moved(ids.to(device)).logits.cpu(), expected) <= 0.02
+    assert relative(model(ids).logits, expected) <= 1e-5
+    assert "format=mxfp4" in repr(model)
+
+
+def test_moe_from_a_packed_block(gpt_oss):
+    block, x = load(gpt_oss).model.layers[0].mlp, torch.randn(2, 5, 64)
+    moe = MoE.from_block(block)
+    assert moe.down is block.experts.down_proj_blocks
+    assert relative(moe.to(torch.float16).float()(x), block(x)[0]) <= 1e-2
+    assert relative(MoE.from_block(block)(x), block(x)[0]) <= 1e-6
+
+
+def test_compiled(gpt_oss):
+    model, ids = load(gpt_oss), tokens(2, 9)
+    expected = model(ids, use_cache=False).logits
+    torch_moe_metal.patch(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert relative(compiled(ids, use_cache=False).logits, expected) <= 1e-5
