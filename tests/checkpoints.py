@@ -4,9 +4,9 @@ import json
 import re
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
 from tiny_models import tiny_model
 from torch_moe_metal import quantize
 

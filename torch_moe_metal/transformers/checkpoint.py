@@ -50,9 +50,7 @@ def header(file: Path) -> dict[str, dict]:
     for name, entry in entries.items():
         end = 8 + length + entry["data_offsets"][1]
         if end > size:
-            raise ValueError(
-                f"torch_moe_metal: {file}: {name}: expected {end} bytes up to its end, got {size}: the file is truncated"
-            )
+            raise ValueError(f"torch_moe_metal: {file}: {name}: expected {end} bytes up to its end, got {size}")
     return entries
 
 

@@ -11,7 +11,7 @@ from transformers.integrations import moe
 from .. import max_experts
 from ..arguments import DTYPES, beside
 from ..grad import in_forward_mode, traced_as_constant, wants_grad, warn_once
-from ..nn import slots_with_grad
+from ..layers import slots_with_grad
 from ..reference import weighted_sum
 from .version import check_version
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..grad import warn_once
-from ..nn import Packed, numbers
+from ..layers import Packed, numbers
 from .experts import NAME
 
 #: What transformers' classes of experts call the weights that the ops call gate_up and down.
@@ -34,8 +34,8 @@ class PackedExperts(Packed):
         if chosen == NAME:
             return super().forward(hidden_states, top_k_index, top_k_weights)
         warn_once(
-            f"{type(self).__name__} runs on {chosen!r}, which cannot read {self.format}: its weights are dequantised at "
-            f'every call. model.set_experts_implementation("{NAME}") runs them as they are'
+            f"{type(self).__name__} runs on {chosen!r}, which cannot read {self.format}: its weights are dequantised "
+            f'at every call. model.set_experts_implementation("{NAME}") runs them as they are'
         )
         return self.original.forward(self.dequantized(hidden_states.dtype), hidden_states, top_k_index, top_k_weights)
 

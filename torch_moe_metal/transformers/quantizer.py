@@ -97,7 +97,7 @@ def expected_in(model: nn.Module, tensors: dict[str, Stored], name: str, like: T
 
 
 class Mxfp4(PackedQuantizer, Mxfp4HfQuantizer):
-    """gpt-oss: experts `gate_up_proj_blocks` [E, 2I, H / 32, 16] and `gate_up_proj_scales` [E, 2I, H / 32], and so on."""
+    """gpt-oss: experts `gate_up_proj_blocks` [E, 2I, H / 32, 16], `gate_up_proj_scales` [E, 2I, H / 32], and so on."""
 
     stock = Mxfp4HfQuantizer
 
