@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 import checkpoints
@@ -19,7 +21,7 @@ from test_transformers import counted, generated, relative
 from tiny_models import tokens
 from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
-from torch_moe_metal.transformers.quantizer import Mxfp4, runs_here
+from torch_moe_metal.transformers.quantizer import Fp8, Mxfp4, runs_here
 
 PLAIN = {"dtype": torch.float32}
 
@@ -163,6 +165,113 @@ def test_truncated_files_are_named(gpt_oss, tmp_path, kept):
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(ValueError, match=rf"{file}: .*expected .* bytes.*, got"):
         load(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ FP8
+
+
+@pytest.fixture(scope="session")
+def qwen3_fp8(tmp_path_factory) -> Path:
+    return checkpoints.fp8(tmp_path_factory.mktemp("qwen3_fp8"), "qwen3_moe", torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def deepseek_fp8(tmp_path_factory) -> Path:
+    return checkpoints.fp8(tmp_path_factory.mktemp("deepseek_fp8"), "deepseek_v3")
+
+
+def formats(model) -> dict[str, str]:
+    """Which packed weights its modules hold."""
+    return {name: module.format for name, module in model.named_modules() if getattr(module, "packing", None)}
+
+
+@pytest.mark.parametrize("name", ["qwen3_fp8", "deepseek_fp8"])
+def test_fp8_runs_packed(name, device, request):
+    """All linear layers and experts stay float8; the logits are those of dense weights."""
+    folder, ids = request.getfixturevalue(name), tokens(2, 9, device=device)
+    model, expected = load(folder, device), load(folder / "dense", experts_implementation="eager")(ids.cpu()).logits
+    packed = formats(model)
+    linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert linear == ["lm_head"] and set(packed.values()) == {"fp8"}
+    assert {"self_attn", "experts"} <= {part for n in packed for part in n.split(".")}
+    assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+    report = torch_moe_metal.patch(model)
+    assert report["fused"] and not report["left"] and all(row.note == "fp8" for row in report.rows), str(report)
+    assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+    for tensor in dict(model.named_buffers()).values():
+        assert tensor.device.type == device
+
+
+@pytest.mark.parametrize("name", ["qwen3_fp8", "deepseek_fp8"])
+def test_fp8_is_saved_as_it_was(name, request, tmp_path):
+    """By the same names, expert by expert, with the same bytes; scales are float32 from then on."""
+    folder = request.getfixturevalue(name)
+    load(folder, dtype="auto").save_pretrained(tmp_path)
+    before, after = checkpoints.stored(folder), checkpoints.stored(tmp_path)
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        tensor = tensor.float() if key.endswith("_scale_inv") else tensor
+        assert after[key].dtype == tensor.dtype, key
+        assert torch.equal(after[key].view(torch.uint8), tensor.view(torch.uint8)), key
+    ids = tokens(1, 5)
+    assert torch.equal(load(tmp_path)(ids).logits, load(folder)(ids).logits)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"activation_scheme": "static"}, {"weight_block_size": [64, 64]}, {"dequantize": True}], ids=str
+)
+def test_other_fp8_is_left_to_transformers(changes):
+    quantizer = Fp8(FineGrainedFP8Config(**changes), pre_quantized=True)
+    quantizer.validate_environment(device_map=None)
+    assert type(quantizer) is FineGrainedFP8HfQuantizer and quantizer.quantization_config.dequantize
+
+
+def test_fp8_experts_whose_blocks_do_not_meet(tmp_path, caplog):
+    """Where up begins within a block of 128 rows, transformers dequantises, and we say so."""
+    folder = checkpoints.fp8(tmp_path, "qwen3_moe", moe_intermediate_size=64)
+    with caplog.at_level("WARNING"):
+        transformers.utils.logging.enable_propagation()
+        model = load(folder, dtype="auto")
+        transformers.utils.logging.disable_propagation()
+    assert "its up rows do not begin with a block of 128" in caplog.text and not formats(model)
+    ids = tokens(1, 5)
+    assert relative(model(ids).logits.float(), load(folder / "dense")(ids).logits) <= 0.1
+
+
+WEIGHT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "said, change",
+    [
+        (
+            f"{WEIGHT}: expected {WEIGHT}_scale_inv beside it, which is missing",
+            lambda t: t.pop(f"{WEIGHT}_scale_inv", 0),
+        ),
+        (f"{WEIGHT}_scale_inv: expected {WEIGHT} beside it, which is missing", lambda t: t.pop(WEIGHT, 0)),
+        (
+            rf"{WEIGHT}_scale_inv: expected \[2, 1\], a scale for each 128 x 128 block of {WEIGHT}, got BF16 \[1, 1\]",
+            lambda t: t.update({k: v[:1].clone() for k, v in t.items() if k == f"{WEIGHT}_scale_inv"}),
+        ),
+        (
+            r"model.layers.0.self_attn.q_proj.weight: expected shape \[64, 64\], by the .*, got F8_E4M3 \[48, 64\]",
+            lambda t: t.update(
+                {k: v[:48].clone() for k, v in t.items() if k == "model.layers.0.self_attn.q_proj.weight"}
+            ),
+        ),
+    ],
+)
+def test_fp8_that_does_not_fit_is_named(qwen3_fp8, tmp_path, said, change):
+    folder = broken(qwen3_fp8, tmp_path, change)
+    with pytest.raises(ValueError, match=said) as raised:
+        load(folder)
+    assert str(folder) in str(raised.value)
+
+
+def test_fp8_without_an_expert_is_no_model(qwen3_fp8, tmp_path):
+    folder = broken(qwen3_fp8, tmp_path, lambda t: [t.pop(k, 0) for k in (WEIGHT, f"{WEIGHT}_scale_inv")])
+    with pytest.raises(RuntimeError):
+        load(folder)
 
 
 # ------------------------------------------------------------------------------------------------ packed experts

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..packing import FP8_BLOCK
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -66,3 +68,17 @@ def check_mxfp4(tensors: Mapping[str, Stored]) -> None:
             scales.expect(
                 scales.dtype == "U8" and list(scales.shape) == of_blocks, f"U8 {of_blocks}, one for each of its blocks"
             )
+
+
+def check_fp8(tensors: Mapping[str, Stored]) -> None:
+    """`*.weight` [N, C] of float8, and beside it `*.weight_scale_inv` [N / 128, C / 128], rounded up. Some call the
+    scales otherwise."""
+    for name, tensor in tensors.items():
+        stem, _, last = name.rpartition(".")
+        if last == "weight_scale_inv":
+            tensor.beside(tensors, f"{stem}.weight")
+        if last == "weight" and tensor.dtype == "F8_E4M3":
+            names = [f"{stem}.{other}" for other in ("weight_scale_inv", "scale", "qscale_weight")]
+            scale = tensor.beside(tensors, next((name for name in names if name in tensors), names[0]))
+            blocks = [-(-size // FP8_BLOCK) for size in tensor.shape]
+            scale.expect(list(scale.shape) == blocks, f"{blocks}, a scale for each 128 x 128 block of {name}")

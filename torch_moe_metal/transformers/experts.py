@@ -70,7 +70,7 @@ def member(module: nn.Module, name: str):
     return getattr(module, name) if found is None else found
 
 
-def expert_arguments(experts: nn.Module) -> tuple[dict, str | None]:
+def expert_arguments(experts: nn.Module, devices: tuple[str, ...] = DEVICES) -> tuple[dict, str | None]:
     """This module's part of the arguments of `torch.ops.moe_metal.experts`, and why the op cannot take them (or None).
 
     It runs at every call, since all of this may change between two. What equals the op's default is left out: a
@@ -110,7 +110,7 @@ def expert_arguments(experts: nn.Module) -> tuple[dict, str | None]:
             return {}, f"its weights are of type {type(weight).__name__}"
         if weight.dtype not in DTYPES and not packed:
             return {}, f"its weights are {weight.dtype}"
-        if weight.device.type not in DEVICES:
+        if weight.device.type not in devices:
             return {}, f"its weights are on {weight.device.type}"
         if weight.shape[0] > max_experts:
             return {}, f"it has more than {max_experts} experts"
@@ -139,6 +139,11 @@ def dtype_for(x: Tensor, arguments: dict) -> torch.dtype:
 def why_not_fused(experts: nn.Module) -> str | None:
     """Why the op cannot express this module, or None when it can."""
     return expert_arguments(experts)[1]
+
+
+def why_not_packed(experts: nn.Module) -> str | None:
+    """Why its weights cannot be packed, or None when they can, wherever they are: on meta while they are loaded."""
+    return expert_arguments(experts, (*DEVICES, "meta", "cuda", "xpu"))[1]
 
 
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
