@@ -19,6 +19,7 @@ from .packing import quantize
 
 if TYPE_CHECKING:  # Editors and type checkers are shown the specification itself: signature, types and docstring.
     from .reference import *  # noqa: F403
+    from .transformers.config import MoeMetalConfig, quantize_
     from .transformers.patch import patch, unpatch
 
 __version__ = "0.1.0"
@@ -94,7 +95,7 @@ after_import("transformers.quantizers.auto", _register_quantizers)
 if not TYPE_CHECKING:  # to which every name would be known
 
     def __getattr__(name: str):
-        if name in ("patch", "unpatch"):
+        if name in ("MoeMetalConfig", "patch", "quantize_", "unpatch"):
             from . import transformers
 
             return getattr(transformers, name)
@@ -105,5 +106,6 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
 
-__all__ = ["arguments", "cpu_isa", "max_experts", "nn", "patch", "quantize", "reference", "unpatch"]
+__all__ = ["MoeMetalConfig", "arguments", "cpu_isa", "max_experts", "nn", "patch", "quantize", "quantize_", "reference"]
+__all__ += ["unpatch"]
 __all__ += reference.__all__

@@ -53,7 +53,7 @@ class Packed(nn.Module):
         return [buffers[name] for name in names] + [None] * (len(PARTS) - len(names))
 
 
-class Linear(Packed):
+class Linear(Packed, nn.Linear):
     """torch.nn.Linear with a quantised weight: x [..., in_features] -> [..., out_features].
 
         layer = torch_moe_metal.nn.Linear.from_module(torch_layer, "affine", bits=4, group_size=64)
@@ -66,7 +66,7 @@ class Linear(Packed):
         self, in_features: int, out_features: int, bias: bool = True, *, format: str = "affine", bits: int = 4,
         group_size: int = 64, device=None, dtype=None,
     ):  # fmt: skip
-        super().__init__()
+        nn.Module.__init__(self)
         module = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         self._take(module, format, bits, group_size)
 
@@ -103,6 +103,19 @@ class Linear(Packed):
     def extra_repr(self) -> str:
         bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, format={self.format}"
+
+
+class TiedLinear(Linear):
+    """The linear layer of an embedding's packed weight, which stays the embedding's: a head tied to it."""
+
+    def __init__(self, embedding: "Embedding"):
+        nn.Module.__init__(self)
+        self.embedding = (embedding,)  # not a part of this layer
+        self.packing, self.bias, self.format = {}, None, embedding.format
+        self.in_features, self.out_features = embedding.embedding_dim, embedding.num_embeddings
+
+    def parts(self, weight: str) -> list[Tensor | None]:
+        return self.embedding[0].parts(weight)
 
 
 class Embedding(Packed):

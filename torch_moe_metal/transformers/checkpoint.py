@@ -5,7 +5,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ..packing import FP8_BLOCK
+
+#: The dtypes that parts of packed weights have, by safetensors' words for them.
+SAFETENSORS = {
+    "U8": torch.uint8,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
 
 
 @dataclass(frozen=True)

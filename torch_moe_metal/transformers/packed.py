@@ -5,17 +5,18 @@ kept, so that loading is renaming at most: a weight is told by the names of its 
 has one, its offset.
 
     pack_experts(experts, "mxfp4", {"gate_up": {"gate_up_proj_blocks": ..., "gate_up_proj_scales": ...}, "down": ...})
-    replace(model, "lm_head", torch_moe_metal.nn.Linear.from_parts({"weight": ..., "scales": ..., "biases": ...}, ...))
+    pack(model, "lm_head", "affine", lambda name, dense: {"weight": ..., "scales": ..., "biases": ...})
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from ..grad import warn_once
-from ..layers import Packed, numbers
+from ..layers import PARTS, Embedding, Linear, Packed, TiedLinear, numbers
+from ..packing import packed, quantize
 from .experts import NAME
 
 #: What transformers' classes of experts call the weights that the ops call gate_up and down.
@@ -72,6 +73,26 @@ def packed_class(original: type) -> type:
     return type(original.__name__, (PackedExperts, original), own)
 
 
+def empty_parts(name: str, size: tuple[int, ...], format: str, bits: int, group: int, dtype: torch.dtype) -> Parts:
+    """What `quantize` makes of a weight [..., N, C], on the meta device, by the names of `named_parts`."""
+    sizes = packed(size, format, bits, group, dtype)
+    return named_parts(name, [torch.empty(size, dtype=kind, device="meta") for size, kind in sizes.values()])
+
+
+def named_parts(name: str, parts: list[Tensor]) -> Parts:
+    """Our own names for parts: that of the dense weight for the data, and `_scale` and `_offset` behind it."""
+    names = (name, *(f"{name}_{part}" for part in PARTS[1:]))
+    return {name: part for name, part in zip(names, parts, strict=False) if part is not None}
+
+
+def quantize_like(module: Packed, weight: str, dense: Tensor) -> Parts:
+    """A dense weight in the format, the bits and the groups of those that the module has now."""
+    data, scale, _ = module.parts(weight)
+    bits, group = 8 * data.shape[-1] // dense.shape[-1], dense.shape[-1] // scale.shape[-1]
+    parts = [part for part in quantize(dense, module.format, bits, group) if part is not None]
+    return dict(zip(module.packing[weight], parts, strict=True))
+
+
 def packed_names(module: Packed) -> set[str]:
     return {name for names in module.packing.values() for name in names}
 
@@ -100,8 +121,64 @@ def pack_experts(experts: nn.Module, format: str, weights: Mapping[str, Parts]) 
     experts._is_hf_initialized = True  # transformers' initialisation knows dense weights alone
 
 
+def pack(model: nn.Module, name: str, format: str, parts: Callable[[str, Tensor], Parts]) -> None:
+    """Have packed weights in place of those of one module: experts, a linear layer or an embedding. `parts` is asked
+    for each weight, by its whole name and as the dense [..., N, C] that it is now."""
+    module = model.get_submodule(name)
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        dense = {weight: getattr(module, projection).detach() for weight, projection in PROJECTIONS.items()}
+        dense = {weight: tensor.mT if module.is_transposed else tensor for weight, tensor in dense.items()}
+        weights = {weight: parts(f"{name}.{PROJECTIONS[weight]}", tensor) for weight, tensor in dense.items()}
+        return pack_experts(module, format, weights)
+    found, columns = parts(f"{name}.weight", module.weight.detach()), module.weight.shape[-1]
+    if isinstance(module, nn.Embedding):
+        replace(model, name, Embedding.from_parts(found, columns, format, module.weight.dtype))
+    else:
+        replace(model, name, Linear.from_parts(found, columns, format, module.bias))
+
+
 def replace(model: nn.Module, name: str, layer: nn.Module) -> None:
     """Have this layer in the place of another."""
     layer.train(model.get_submodule(name).training)
     layer._is_hf_initialized = True
     model.set_submodule(name, layer)
+
+
+def tied_head(model: nn.Module) -> tuple[str, str] | None:
+    """The names of the embedding and of the head, when the head's weight is the embedding's, or will be once loaded."""
+    embedding, head = (getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output"))
+    if not (isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)):
+        return None
+    names = {module: name for name, module in model.named_modules()}
+    pair = names[embedding], names[head]
+    tied = model.all_tied_weights_keys.get(f"{pair[1]}.weight") == f"{pair[0]}.weight"
+    return pair if tied or head.weight is embedding.weight else None
+
+
+def replace_tied(model: nn.Module, embedding: str, head: str) -> None:
+    """Have the head read the packed embedding, and transformers know nothing of a tie between parameters."""
+    replace(model, head, TiedLinear(model.get_submodule(embedding)))
+    model.all_tied_weights_keys = {
+        target: source for target, source in model.all_tied_weights_keys.items() if target != f"{head}.weight"
+    }
+
+
+def unpack(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have dense weights of this dtype in place of all packed ones."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, PackedExperts):
+            dense = module.dequantized(dtype)
+            module.__dict__, module.__class__ = dense.__dict__, module.original
+            for projection in PROJECTIONS.values():
+                weight = module._parameters[projection].contiguous()
+                module._parameters[projection] = nn.Parameter(weight, requires_grad=False)
+        elif isinstance(module, Linear | Embedding):
+            columns = module.in_features if isinstance(module, Linear) else module.embedding_dim
+            data, *beside = module.parts("weight")
+            weight = nn.Parameter(numbers(data, *beside, module.format, data.new_empty(0, columns, dtype=dtype)), False)
+            if isinstance(module, Linear):
+                dense = nn.Linear(columns, module.out_features, device="meta", bias=False)
+                dense.weight, dense.bias = weight, module.bias
+            else:
+                dense = nn.Embedding(module.num_embeddings, columns, _weight=weight)
+            replace(model, name, dense)

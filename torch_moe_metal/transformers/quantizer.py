@@ -3,9 +3,11 @@
 On cuda and xpu, and where the user asks for dequantised weights, transformers' own quantizers do what they always did.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -13,11 +15,21 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
-from ..layers import Linear
-from ..packing import FP8_BLOCK
-from .checkpoint import Stored, check_fp8, check_mxfp4, stored_tensors
+from ..packing import FP8_BLOCK, MXFP4_GROUP
+from .checkpoint import SAFETENSORS, Stored, check_fp8, check_mxfp4, stored_tensors
+from .config import MoeMetalConfig
 from .experts import DEVICES, NAME, why_not_packed
-from .packed import PROJECTIONS, pack_experts, packed_modules, packed_names, replace, weight_shape
+from .packed import (
+    PROJECTIONS,
+    Parts,
+    empty_parts,
+    pack,
+    packed_modules,
+    packed_names,
+    quantize_like,
+    unpack,
+    weight_shape,
+)
 from .patch import is_experts
 
 logger = logging.get_logger(__name__)
@@ -104,7 +116,8 @@ class PackedQuantizer(HfQuantizer):
         return True
 
     def _dequantize(self, model, dtype=None):
-        raise NotImplementedError
+        unpack(model, dtype)
+        return model
 
 
 def find(model: nn.Module, tensors: dict[str, Stored], name: str) -> Stored | None:
@@ -113,11 +126,16 @@ def find(model: nn.Module, tensors: dict[str, Stored], name: str) -> Stored | No
     return tensors.get(name) or tensors.get(name.removeprefix(prefix)) or tensors.get(prefix + name)
 
 
-def expected_in(model: nn.Module, tensors: dict[str, Stored], name: str, like: Tensor) -> None:
-    """That a stored tensor has the shape which the model's sizes ask for."""
-    stored = find(model, tensors, name)
-    if stored is not None:
-        stored.expect(stored.shape == tuple(like.shape), f"shape {list(like.shape)}, by the model's configuration")
+def as_stored(model: nn.Module, tensors: dict[str, Stored], module: str, parts: Parts) -> Parts:
+    """Parts on the meta device with the dtypes in which they are stored, or an error where their shapes are others."""
+    found = {}
+    for name, part in parts.items():
+        stored = find(model, tensors, f"{module}.{name}")
+        if stored is not None:
+            stored.expect(stored.shape == tuple(part.shape), f"shape {list(part.shape)}, by the model's configuration")
+            part = part.to(SAFETENSORS[stored.dtype]) if stored.dtype in SAFETENSORS else part
+        found[name] = part
+    return found
 
 
 class Mxfp4(PackedQuantizer, Mxfp4HfQuantizer):
@@ -127,18 +145,18 @@ class Mxfp4(PackedQuantizer, Mxfp4HfQuantizer):
 
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
         check_mxfp4(tensors)
-        for name, experts in list(model.named_modules()):
-            if is_experts(experts):
-                weights = {weight: self.parts(experts, weight) for weight in PROJECTIONS}
-                pack_experts(experts, "mxfp4", weights)
-                for part, tensor in experts.named_buffers():
-                    expected_in(model, tensors, f"{name}.{part}", tensor)
 
-    def parts(self, experts: nn.Module, weight: str) -> dict[str, Tensor]:
-        E, N, C = weight_shape(experts, weight)
-        options = {"dtype": torch.uint8, "device": "meta"}
-        sizes = {"blocks": (E, N, C // 32, 16), "scales": (E, N, C // 32)}
-        return {f"{PROJECTIONS[weight]}_{part}": torch.empty(size, **options) for part, size in sizes.items()}
+        def parts(name: str, dense: Tensor) -> Parts:
+            module, _, name = name.rpartition(".")
+            options = {"dtype": torch.uint8, "device": "meta"}
+            groups = (*dense.shape[:-1], dense.shape[-1] // MXFP4_GROUP)
+            sizes = {f"{name}_blocks": (*groups, MXFP4_GROUP // 2), f"{name}_scales": groups}
+            found = {part: torch.empty(size, **options) for part, size in sizes.items()}
+            return as_stored(model, tensors, module, found)
+
+        for name, module in list(model.named_modules()):
+            if is_experts(module):
+                pack(model, name, "mxfp4", parts)
 
 
 # ------------------------------------------------------------------------------------------------ FP8
@@ -214,25 +232,20 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
         return None
 
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
-        for name, module in self.chosen(model).items():
-            if is_experts(module):
-                sizes = {weight: weight_shape(module, weight) for weight in PROJECTIONS}
-                weights = {weight: self.parts(PROJECTIONS[weight], size) for weight, size in sizes.items()}
-                pack_experts(module, "fp8", weights)
-                continue
-            stored = find(model, tensors, f"{name}.weight")
-            if stored is None or stored.dtype == "F8_E4M3":
-                parts = self.parts("weight", module.weight.shape)
-                for part, tensor in parts.items():
-                    expected_in(model, tensors, f"{name}.{part}", tensor)
-                replace(model, name, Linear.from_parts(parts, module.in_features, "fp8", module.bias))
+        scales = {SAFETENSORS.get(stored.dtype) for name, stored in tensors.items() if name.endswith("_scale_inv")}
+        dtype = scales.pop() if len(scales) == 1 else torch.float32
 
-    def parts(self, name: str, size: tuple[int, ...]) -> dict[str, Tensor]:
-        blocks = (*size[:-2], *(-(-columns // FP8_BLOCK) for columns in size[-2:]))
-        return {
-            name: torch.empty(size, dtype=torch.float8_e4m3fn, device="meta"),
-            f"{name}_scale_inv": torch.empty(blocks, dtype=torch.float32, device="meta"),
-        }
+        def parts(name: str, dense: Tensor) -> Parts:
+            module, _, name = name.rpartition(".")
+            data, scale = empty_parts(name, dense.shape, "fp8", 8, FP8_BLOCK, dtype).values()
+            return as_stored(
+                model, tensors, module, {name: data.to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.to(dtype)}
+            )
+
+        for name, module in self.chosen(model).items():
+            stored = find(model, tensors, f"{name}.weight")
+            if is_experts(module) or stored is None or stored.dtype == "F8_E4M3":
+                pack(model, name, "fp8", parts)
 
     def update_weight_conversions(self, weight_conversions, model):
         """Experts' weights are merged as bytes, and their scales as their weights are."""
@@ -254,6 +267,129 @@ def merges_experts(conversion: WeightConverter) -> bool:
     return whole and all(source.endswith(".weight") for source in sources)
 
 
+# ------------------------------------------------------------------------------------------------ our own
+
+
+class Quantize(ConversionOps):
+    """A dense weight, just loaded, in the form of the module's packed one."""
+
+    def convert(self, input_dict, model=None, **kwargs):
+        if len(input_dict) > 1:  # by QuantizeApart
+            return input_dict
+        ((name, tensor),) = input_dict.items()
+        tensor = tensor[0] if isinstance(tensor, list) else tensor
+        return quantized(model, name, tensor)
+
+
+class QuantizeApart(ConversionOps):
+    """What merges the single experts' weights, for weights that are packed first: one expert is dense at a time."""
+
+    def __init__(self, operations: list[ConversionOps]):
+        self.operations = operations
+
+    def convert(self, input_dict, model=None, full_layer_name=None, **kwargs):
+        module, weight = packed_weight(model, full_layer_name)
+        if weight is None:
+            return merged(self.operations, input_dict, model=model, full_layer_name=full_layer_name, **kwargs)
+        apart = {part: {} for part in module.packing[weight]}
+        for source in list(input_dict):
+            for dense in drained(input_dict.pop(source)):
+                for part, tensor in quantize_like(module, weight, dense).items():
+                    apart[part].setdefault(source, []).append(tensor)
+        parts = {part: next(iter(merged(self.operations, apart.pop(part), **kwargs).values())) for part in list(apart)}
+        return whole_names(model, full_layer_name, parts)
+
+
+def merged(operations: list[ConversionOps], tensors: dict, **kwargs) -> dict:
+    for operation in operations:
+        tensors = operation.convert(tensors, **kwargs)
+    return tensors
+
+
+def drained(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Each of them, none of which the list keeps."""
+    tensors.reverse()
+    while tensors:
+        yield tensors.pop()
+
+
+def packed_weight(model: nn.Module, name: str) -> tuple[nn.Module, str | None]:
+    """The module of a parameter, and which of its packed weights has its data there, or None."""
+    home, _, part = name.rpartition(".")
+    module = model.get_submodule(home)
+    packing = getattr(module, "packing", {})
+    return module, next((weight for weight, names in packing.items() if names[0] == part), None)
+
+
+def quantized(model: nn.Module, name: str, dense: Tensor) -> dict[str, Tensor]:
+    module, weight = packed_weight(model, name)
+    dense = dense.mT if getattr(module, "is_transposed", False) else dense
+    return whole_names(model, name, quantize_like(module, weight, dense))
+
+
+def whole_names(model: nn.Module, name: str, parts: Parts) -> dict[str, Tensor]:
+    """These parts of a weight, whose data is called `name`, by their names in the model; or an error where they are not
+    as large as the model's."""
+    home = name.rpartition(".")[0]
+    for part, tensor in parts.items():
+        expected = model.get_submodule(home)._buffers[part].shape
+        if tensor.shape != expected:
+            raise ValueError(f"{home}.{part}: expected shape {list(expected)}, got {list(tensor.shape)}")
+    return {f"{home}.{part}": tensor for part, tensor in parts.items()}
+
+
+class MoeMetal(PackedQuantizer):
+    """`MoeMetalConfig`: a dense checkpoint, packed while it is loaded, or one that was saved packed."""
+
+    quantization_config: MoeMetalConfig
+
+    def validate_environment(self, *args, device_map=None, **kwargs) -> None:
+        if not runs_here(device_map):
+            raise ValueError(f"torch_moe_metal: its packed weights run on {' and '.join(DEVICES)}, got {device_map}")
+
+    def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
+        config = self.quantization_config
+
+        def parts(name: str, dense: Tensor) -> Parts:
+            module, _, name = name.rpartition(".")
+            bits = config.bits_of(f"{module}.{name}")
+            found = empty_parts(name, dense.shape, config.format, bits, config.group_size, dense.dtype)
+            return as_stored(model, tensors, module, found) if self.pre_quantized else found
+
+        config.pack(model, parts)
+
+    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
+        return not self.pre_quantized and packed_weight(model, param_name)[1] is not None
+
+    def get_quantize_ops(self):
+        return Quantize()
+
+    def update_weight_conversions(self, weight_conversions, model):
+        for conversion in () if self.pre_quantized else weight_conversions:
+            if isinstance(conversion, WeightConverter) and merges_experts(conversion):
+                plain = all(isinstance(operation, MergeModulelist | Concatenate) for operation in conversion.operations)
+                if plain and self.quantization_config.format != "fp8":  # whose blocks may not end with an expert's gate
+                    conversion.operations = [QuantizeApart(conversion.operations)]
+        return weight_conversions
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        super()._process_model_after_weight_loading(model, **kwargs)
+        model._weight_conversions = []  # what is packed is saved under the model's own names
+
+
+def adopt(model: nn.Module, config: MoeMetalConfig) -> None:
+    """Have a model that was packed in memory be as one that was loaded."""
+    models = [part for part in model.modules() if hasattr(type(part), "set_experts_implementation")]
+    for part in models:
+        part.set_experts_implementation(NAME)
+    if model in models:
+        model.is_quantized, model.quantization_method = True, config.quant_method
+        model.hf_quantizer = MoeMetal(config, pre_quantized=True)
+        model.config.quantization_config = config
+        model._weight_conversions = []
+
+
 def register() -> None:
     """Have these in the places of transformers' own."""
-    auto.AUTO_QUANTIZER_MAPPING |= {"mxfp4": Mxfp4, "fp8": Fp8}
+    auto.AUTO_QUANTIZER_MAPPING |= {"mxfp4": Mxfp4, "fp8": Fp8, NAME: MoeMetal}
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = MoeMetalConfig
