@@ -80,3 +80,8 @@ def fp8(folder: Path, family: str, scales: torch.dtype = torch.float32, **change
     write(folder, model, tensors, method | {"modules_to_not_convert": ["lm_head", *skipped]})
     write(folder / "dense", model, dense)
     return folder
+
+
+def formats(model) -> dict[str, str]:
+    """Which packed weights its modules hold."""
+    return {name: module.format for name, module in model.named_modules() if getattr(module, "packing", None)}

@@ -124,8 +124,10 @@ class Embedding(Packed):
         layer = torch_moe_metal.nn.Embedding.from_module(torch_layer, "affine", bits=4, group_size=64)
 
     Buffers `data`, `scale` and `offset` as `torch_moe_metal.quantize` packs them. The weight is frozen. What comes out
-    has the dtype of the module's weight, or what `.to(dtype)` said later.
+    has the dtype of the module's weight, or what `.to(dtype)` said later, times `multiplier`.
     """
+
+    multiplier: float = 1.0
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *, format: str = "affine", bits: int = 4, group_size: int = 64,
@@ -172,7 +174,8 @@ class Embedding(Packed):
         offset = None if offset is None else offset[rows]
         bits = 8 * data.shape[-1] // self.embedding_dim
         options = {"format": self.format, "bits": bits, "dtype": self.of_dtype.dtype}
-        return ops.dequantize(data[rows], scale, offset, **options).view(*ids.shape, self.embedding_dim)
+        output = ops.dequantize(data[rows], scale, offset, **options).view(*ids.shape, self.embedding_dim)
+        return output if self.multiplier == 1 else output * self.multiplier
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"

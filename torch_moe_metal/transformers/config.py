@@ -9,7 +9,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..packing import BITS, FORMATS, GROUPS, MXFP4_GROUP, quantize
 from .experts import NAME, why_not_packed
-from .packed import PROJECTIONS, Parts, named_parts, pack, replace_tied, tied_head, weight_shape
+from .packed import PROJECTIONS, Parts, embedding_multiplier, named_parts, pack, replace_tied, tied_head, weight_shape
 from .patch import is_experts
 
 logger = logging.get_logger(__name__)
@@ -68,7 +68,7 @@ class MoeMetalConfig(QuantizationConfigMixin):
         found = {}
         for name, module in model.named_modules():
             known = is_experts(module) or type(module) is nn.Linear
-            known = known or (module is embedding and type(module) is nn.Embedding)
+            known = known or (module is embedding and embedding_multiplier(module) is not None)
             if known and not self.skips(name) and self.packs(name, module):
                 found[name] = module
         tied = tied_head(model)

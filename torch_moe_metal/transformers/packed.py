@@ -132,9 +132,20 @@ def pack(model: nn.Module, name: str, format: str, parts: Callable[[str, Tensor]
         return pack_experts(module, format, weights)
     found, columns = parts(f"{name}.weight", module.weight.detach()), module.weight.shape[-1]
     if isinstance(module, nn.Embedding):
-        replace(model, name, Embedding.from_parts(found, columns, format, module.weight.dtype))
+        layer = Embedding.from_parts(found, columns, format, module.weight.dtype)
+        layer.multiplier = embedding_multiplier(module)
+        replace(model, name, layer)
     else:
         replace(model, name, Linear.from_parts(found, columns, format, module.bias))
+
+
+def embedding_multiplier(embedding: nn.Embedding) -> float | None:
+    """What the embedding's rows are multiplied by, in its own dtype (Gemma's); None when its class is not known."""
+    if type(embedding) is nn.Embedding:
+        return 1.0
+    if not type(embedding).__name__.endswith("ScaledWordEmbedding"):
+        return None
+    return torch.tensor(embedding.scalar_embed_scale, dtype=embedding.weight.dtype, device="cpu").item()
 
 
 def replace(model: nn.Module, name: str, layer: nn.Module) -> None:
@@ -180,5 +191,5 @@ def unpack(model: nn.Module, dtype: torch.dtype) -> None:
                 dense = nn.Linear(columns, module.out_features, device="meta", bias=False)
                 dense.weight, dense.bias = weight, module.bias
             else:
-                dense = nn.Embedding(module.num_embeddings, columns, _weight=weight)
+                dense = nn.Embedding(module.num_embeddings, columns, _weight=weight * module.multiplier)
             replace(model, name, dense)

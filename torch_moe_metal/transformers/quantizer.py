@@ -116,7 +116,7 @@ class PackedQuantizer(HfQuantizer):
         return True
 
     def _dequantize(self, model, dtype=None):
-        unpack(model, dtype)
+        unpack(model, dtype or model.dtype)
         return model
 
 
