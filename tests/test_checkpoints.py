@@ -1,6 +1,7 @@
 """Quantised checkpoints by `from_pretrained`: packed as they are on disk, against what transformers makes of them."""
 
 import copy
+import functools
 import shutil
 import sys
 import warnings
@@ -22,6 +23,7 @@ from test_transformers import counted, generated, relative
 from tiny_models import tokens
 from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
+from torch_moe_metal.transformers.integers import integers_of
 from torch_moe_metal.transformers.quantizer import Fp8, Mxfp4, runs_here
 
 PLAIN = {"dtype": torch.float32}
@@ -265,6 +267,98 @@ def test_fp8_that_does_not_fit_is_named(qwen3_fp8, tmp_path, said, change):
 
 def test_fp8_without_an_expert_is_no_model(qwen3_fp8, tmp_path):
     folder = broken(qwen3_fp8, tmp_path, lambda t: [t.pop(k, 0) for k in (WEIGHT, f"{WEIGHT}_scale_inv")])
+    with pytest.raises(RuntimeError):
+        load(folder)
+
+
+# ------------------------------------------------------------------------------------------------ integers
+
+
+@pytest.fixture(scope="session")
+def integers(tmp_path_factory):
+    """Made once for each way and family."""
+    return functools.cache(
+        lambda way, family="qwen3_moe": checkpoints.integers(tmp_path_factory.mktemp(f"{way}_{family}"), way, family)
+    )
+
+
+@pytest.mark.parametrize(
+    "way, family",
+    [(way, "qwen3_moe") for way in checkpoints.INTEGERS] + [("awq", "mixtral"), ("compressed", "deepseek_v3")],
+)
+def test_integers_become_affine(integers, way, family, device, tmp_path):
+    """Without a rounding, and without the packages of their projects; saved, the model is one of ours."""
+    folder, ids = integers(way, family), tokens(2, 9, device=device)
+    expected = load(folder / "dense", experts_implementation="eager")(ids.cpu()).logits
+    model = load(folder, device)
+    assert set(formats(model).values()) == {"affine"} and "lm_head" not in formats(model)
+    dense = load(folder / "dense").state_dict()
+    for name, tensor in load(folder).dequantize().state_dict().items():
+        assert relative(tensor, dense[name]) <= 1e-7, name
+    report = torch_moe_metal.patch(model)
+    assert report["fused"] and not report["left"], str(report)
+    assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, device)
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert relative(again(ids).logits.cpu(), expected) <= 1e-5
+
+
+def test_codes_of_compressed_tensors_are_not_touched(integers):
+    """Of linear layers; those of experts are joined."""
+    folder = integers("compressed")
+    layer = load(folder).model.layers[0].self_attn.q_proj
+    stored = checkpoints.stored(folder)["model.layers.0.self_attn.q_proj.weight_packed"]
+    assert torch.equal(layer.weight.view(torch.int32), stored) and layer.weight_offset.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "way, changes",
+    [
+        ("gptq", {"desc_act": True}),
+        ("gptq", {"bits": 5}),
+        ("awq", {"version": "gemv"}),
+        ("awq", {"zero_point": False}),
+        ("compressed", {"format": "nvfp4-pack-quantized"}),
+        ("compressed", {"config_groups": {"g": {"weights": {"num_bits": 4, "strategy": "tensor_group"}}}}),
+    ],
+    ids=str,
+)
+def test_other_integers_are_left_to_transformers(way, changes):
+    config = checkpoints.INTEGERS[way][3]
+    assert integers_of(config) is not None and integers_of(config | changes) is None
+
+
+DOWN, QUERY = "model.layers.1.mlp.experts.5.down_proj", "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "way, said, change",
+    [
+        ("gptq", f"{DOWN}.qweight: expected {DOWN}.scales beside it", lambda t: t.pop(f"{DOWN}.scales", 0)),
+        ("awq", f"{DOWN}.qweight: expected {DOWN}.qzeros beside it", lambda t: t.pop(f"{DOWN}.qzeros", 0)),
+        (
+            "compressed",
+            f"{DOWN}.weight_packed: expected {DOWN}.weight_scale beside it",
+            lambda t: t.pop(f"{DOWN}.weight_scale", 0),
+        ),
+        (
+            "compressed",
+            rf"{QUERY}_scale: expected a scale for each 16, 32, 64 or 128 of 64 columns, .*, got BF16 \[64, 3\]",
+            lambda t: t.update({k: torch.ones(64, 3).bfloat16() for k in t if k == f"{QUERY}_scale"}),
+        ),
+    ],
+)
+def test_integers_that_do_not_fit_are_named(integers, tmp_path, way, said, change):
+    folder = broken(integers(way), tmp_path, change)
+    with pytest.raises(ValueError, match=said) as raised:
+        load(folder)
+    assert str(folder) in str(raised.value)
+
+
+def test_reordered_columns_are_no_model(integers, tmp_path):
+    """Whatever the configuration says of them."""
+    folder = broken(integers("gptq"), tmp_path, lambda t: [t[k].copy_(t[k].flip(0)) for k in t if k.endswith("g_idx")])
     with pytest.raises(RuntimeError):
         load(folder)
 

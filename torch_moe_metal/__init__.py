@@ -81,9 +81,10 @@ def _register_experts() -> None:
 
 
 def _register_quantizers() -> None:
-    from .transformers.quantizer import register
+    from .transformers import integers, quantizer
 
-    register()
+    quantizer.register()
+    integers.register()
 
 
 # transformers is optional and slow to import: its experts interface and its quantizers learn of us when somebody else
