@@ -107,6 +107,13 @@ def test_gpt_oss_is_saved_as_it_was(gpt_oss, tmp_path):
     assert torch.equal(load(tmp_path)(ids).logits, load(gpt_oss)(ids).logits)
 
 
+def test_gpt_oss_wherever_there_is_room(gpt_oss):
+    model, ids = load(gpt_oss, "auto"), tokens(1, 5)
+    assert set(formats(model).values()) == {"mxfp4"}
+    ids = ids.to(model.device)
+    assert relative(model(ids).logits.cpu(), load(gpt_oss)(ids.cpu()).logits) <= 1e-5
+
+
 def test_gpt_oss_is_left_to_transformers(gpt_oss):
     """When dequantised weights are asked for, and on other devices."""
     model = dequantised(gpt_oss)

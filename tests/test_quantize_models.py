@@ -225,6 +225,33 @@ def test_adapters_train_on_packed_layers(fuse):
         assert relative(gradient, stock[name]) <= 1e-4, name
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_compiled(family):
+    """Without a graph break: experts, linear layers, embedding and a tied head."""
+    model, ids = dense(family, tie_word_embeddings=True), tokens(2, 9)
+    quantize_(model, **WAYS[family])
+    expected = model(ids, use_cache=False).logits
+    torch_moe_metal.patch(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert relative(compiled(ids, use_cache=False).logits, expected) <= 1e-5
+
+
+class Strange(torch.Tensor):
+    """A tensor of some other quantizer's own."""
+
+
+def test_other_quantizers_are_left_with_their_reason():
+    model = dense("qwen3_moe")
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.data.as_subclass(Strange), requires_grad=False)
+    quantize_(model, group_size=32)
+    assert "model.layers.0.mlp.experts" in formats(model) and "model.layers.1.mlp.experts" not in formats(model)
+    report = torch_moe_metal.patch(model)
+    left = {row.name: row.note for row in report.rows if row.state == "left"}
+    assert set(left.values()) == {"its weights are of type Strange"} and "model.layers.1.mlp" in left
+
+
 # ------------------------------------------------------------------------------------------------ memory
 
 
@@ -256,7 +283,7 @@ print(most - before, packed)
 def test_loading_needs_little_memory(tmp_path):
     """Layers of Qwen3-30B-A3B's sizes, with fewer experts: beside the packed model there is never more than the experts
     of one layer, dense."""
-    sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 20, "num_hidden_layers": 3}
+    sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 12, "num_hidden_layers": 3}
     with torch.device("meta"):
         model = build("qwen3_moe", **SIZES | sizes).to(torch.bfloat16)
     for tensor in model.to_empty(device="cpu").state_dict().values():

@@ -9,7 +9,7 @@ from transformers import activations
 from transformers.integrations import moe
 
 from .. import max_experts
-from ..arguments import DTYPES, beside
+from ..arguments import DTYPES
 from ..grad import in_forward_mode, traced_as_constant, wants_grad, warn_once
 from ..layers import slots_with_grad
 from ..reference import weighted_sum
@@ -119,12 +119,12 @@ def expert_arguments(experts: nn.Module, devices: tuple[str, ...] = DEVICES) -> 
 
 def weights_of(experts: nn.Module) -> dict:
     """Its weights as arguments of `experts`: dense, or packed under whatever names (see `packed.PackedExperts`)."""
-    packing = experts.__dict__.get("packing")
-    if packing is None:
+    packed = experts.__dict__.get("arguments")
+    if packed is None:
         return {"gate_up": member(experts, "gate_up_proj"), "down": member(experts, "down_proj")}
     buffers, arguments = experts._buffers, {"format": experts.format}
-    for weight, names in packing.items():
-        arguments |= {argument: buffers[name] for argument, name in zip((weight, *beside(weight)), names, strict=False)}
+    for argument, name in packed:
+        arguments[argument] = buffers[name]
     return arguments
 
 
@@ -178,7 +178,7 @@ def without_our_op(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, arg
         if getattr(self, "has_post_expert_norm", False):
             slots = self.post_expert_norm(slots)
         return weighted_sum(slots, weights.where(ids < self.num_experts, 0)).to(x.dtype)
-    module = self.dequantized(x.dtype) if "packing" in self.__dict__ else self
+    module = self.dequantized(x.dtype) if "arguments" in self.__dict__ else self
     # PyTorch's grouped_mm has no jvp.
     stock = moe.batched_mm_experts_forward if in_forward_mode() else moe.grouped_mm_experts_forward
     return stock(module, x, ids, weights)

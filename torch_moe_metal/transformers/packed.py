@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from ..arguments import beside
 from ..grad import warn_once
 from ..layers import PARTS, Embedding, Linear, Packed, TiedLinear, numbers
 from ..packing import packed, quantize
@@ -21,6 +22,7 @@ from .experts import NAME
 
 #: What transformers' classes of experts call the weights that the ops call gate_up and down.
 PROJECTIONS = {"gate_up": "gate_up_proj", "down": "down_proj"}
+PACKED = ("packing", "format", "columns", "arguments")  # what packed experts have beside what they had before
 Parts = Mapping[str, Tensor]  # data, scale and offset of one weight, by their names in the module
 
 
@@ -29,6 +31,8 @@ class PackedExperts(Packed):
 
     original: type  # the class that this module had before
     format: str
+    columns: dict[str, int]  # of each weight, dense
+    arguments: tuple[tuple[str, str], ...]  # of the op `experts`, and what they are called here
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         chosen = self.config._experts_implementation
@@ -43,7 +47,7 @@ class PackedExperts(Packed):
     def dequantized(self, dtype: torch.dtype) -> nn.Module:
         """A stand-in of the original class with dense weights of this dtype. All else is this module's own."""
         dense = self.original.__new__(self.original)
-        dense.__dict__ |= {name: value for name, value in self.__dict__.items() if name != "packing"}
+        dense.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in PACKED}
         dense._parameters = dict(self._parameters)
         dense._buffers = {name: value for name, value in self._buffers.items() if name not in packed_names(self)}
         for weight, name in PROJECTIONS.items():
@@ -118,6 +122,11 @@ def pack_experts(experts: nn.Module, format: str, weights: Mapping[str, Parts]) 
     experts.format = format
     for weight, parts in weights.items():
         experts.hold(weight, parts)
+    experts.arguments = tuple(
+        (argument, name)
+        for weight, parts in weights.items()
+        for argument, name in zip((weight, *beside(weight)), parts, strict=False)
+    )
     experts._is_hf_initialized = True  # transformers' initialisation knows dense weights alone
 
 
