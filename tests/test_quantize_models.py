@@ -283,7 +283,7 @@ print(most - before, packed)
 def test_loading_needs_little_memory(tmp_path):
     """Layers of Qwen3-30B-A3B's sizes, with fewer experts: beside the packed model there is never more than the experts
     of one layer, dense."""
-    sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 12, "num_hidden_layers": 3}
+    sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 16, "num_hidden_layers": 3}
     with torch.device("meta"):
         model = build("qwen3_moe", **SIZES | sizes).to(torch.bfloat16)
     for tensor in model.to_empty(device="cpu").state_dict().values():

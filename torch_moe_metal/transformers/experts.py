@@ -106,15 +106,23 @@ def expert_arguments(experts: nn.Module, devices: tuple[str, ...] = DEVICES) -> 
         if gate == DEFAULT_GATE:
             return {}, "its gate and up rows are interleaved, but its gate reads halves"
     for weight in (arguments["gate_up"], arguments["down"]):
-        if type(weight) not in TENSORS:
-            return {}, f"its weights are of type {type(weight).__name__}"
-        if weight.dtype not in DTYPES and not packed:
-            return {}, f"its weights are {weight.dtype}"
-        if weight.device.type not in devices:
-            return {}, f"its weights are on {weight.device.type}"
-        if weight.shape[0] > max_experts:
-            return {}, f"it has more than {max_experts} experts"
+        obstacle = why_not_read(weight, packed, devices)
+        if obstacle is not None:
+            return {}, obstacle
     return arguments, None
+
+
+def why_not_read(weight: Tensor, packed: bool, devices: tuple[str, ...]) -> str | None:
+    """Why the op cannot read a weight of all experts, or None when it can."""
+    if type(weight) not in TENSORS:
+        return f"its weights are of type {type(weight).__name__}"
+    if weight.dtype not in DTYPES and not packed:
+        return f"its weights are {weight.dtype}"
+    if weight.device.type not in devices:
+        return f"its weights are on {weight.device.type}"
+    if weight.shape[0] > max_experts:
+        return f"it has more than {max_experts} experts"
+    return None
 
 
 def weights_of(experts: nn.Module) -> dict:
