@@ -3,6 +3,7 @@
 import copy
 import functools
 import shutil
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -124,6 +125,10 @@ def test_gpt_oss_is_left_to_transformers(gpt_oss):
         chosen = Mxfp4(Mxfp4Config(), pre_quantized=True)
         chosen.validate_environment(device_map=device_map)
         assert type(chosen) is quantizer
+    dense = Mxfp4(Mxfp4Config(), pre_quantized=False)
+    with pytest.raises((ValueError, RuntimeError)):  # in its own words
+        dense.validate_environment(device_map=None)
+    assert type(dense) is Mxfp4HfQuantizer
 
 
 def broken(folder: Path, to: Path, change) -> Path:
@@ -442,3 +447,17 @@ def test_compiled(gpt_oss):
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert relative(compiled(ids, use_cache=False).logits, expected) <= 1e-5
+
+
+def test_other_versions_of_transformers_are_imported():
+    """Where a quantizer's parts are not what we know, that is said, and transformers goes on."""
+    script = """
+import sys, warnings, torch_moe_metal
+sys.modules["torch_moe_metal.transformers.quantizer"] = None
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import transformers.quantizers.auto as auto
+print([str(warning.message) for warning in said], auto.AUTO_QUANTIZER_MAPPING["mxfp4"].__name__)
+"""
+    said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert "quantised checkpoints are not loaded packed, since" in said and "Mxfp4HfQuantizer" in said

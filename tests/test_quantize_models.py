@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import torch_moe_metal
 from checkpoints import formats
 from test_transformers import counted, generated, relative
-from tiny_models import build, tiny_model, tokens
+from tiny_models import COMMON, build, tiny_model, tokens
 from torch_moe_metal import MoeMetalConfig, quantize, quantize_, reference
 
 SIZES = {"moe_intermediate_size": 64, "intermediate_size": 64, "tie_word_embeddings": False}
@@ -104,6 +105,19 @@ def test_tied_embeddings(family, skip, tmp_path, device):
     model.save_pretrained(tmp_path / "again")
     assert not skip or model.lm_head.weight is model.model.embed_tokens.weight
     assert relative(load(tmp_path / "again", device)(ids).logits.cpu(), expected) <= 2e-5
+
+
+def test_a_model_without_experts(tmp_path, device):
+    """Its linear layers and embeddings are packed all the same."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**COMMON | {"tie_word_embeddings": False})
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    config, ids = MoeMetalConfig(group_size=16), tokens(2, 9, device=device)
+    model = load(tmp_path, device, config)
+    names = formats(model).keys()
+    assert {name for name, module in model.named_modules() if type(module) in (nn.Linear, nn.Embedding)} == set()
+    expected = rounded(load(tmp_path), config, names)(ids.cpu()).logits
+    assert relative(model(ids).logits.cpu(), expected) <= 2e-5
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])

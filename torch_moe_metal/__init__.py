@@ -6,6 +6,7 @@ ops as functions with a signature and a docstring. What each computes: `torch_mo
 
 import ctypes
 import functools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,8 +82,11 @@ def _register_experts() -> None:
 
 
 def _register_quantizers() -> None:
-    from .transformers import integers, quantizer
-
+    try:
+        from .transformers import integers, quantizer
+    except ImportError as error:  # transformers itself must not fail to be imported
+        warnings.warn(f"torch_moe_metal: quantised checkpoints are not loaded packed, since {error}", stacklevel=2)
+        return
     quantizer.register()
     integers.register()
 

@@ -70,7 +70,9 @@ class PackedQuantizer(HfQuantizer):
         return None
 
     def serves(self, device_map) -> bool:
-        return not getattr(self.quantization_config, "dequantize", False) and runs_here(device_map)
+        """Whether this is ours: a checkpoint that is packed and shall stay so, where our ops run."""
+        dequantize = getattr(self.quantization_config, "dequantize", False)
+        return self.pre_quantized and not dequantize and runs_here(device_map)
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
         if self.stock is not None and not self.serves(device_map):
@@ -205,7 +207,7 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
             "fp8",
             "dynamic",
         )
-        return self.pre_quantized and known and not config.modules_to_convert and super().serves(device_map)
+        return known and not config.modules_to_convert and super().serves(device_map)
 
     def chosen(self, model: nn.Module) -> dict[str, nn.Module]:
         """The linear layers and experts that its configuration does not skip."""
