@@ -131,6 +131,15 @@ def test_gpt_oss_is_left_to_transformers(gpt_oss):
     assert type(dense) is Mxfp4HfQuantizer
 
 
+def test_distributed_models_are_left_to_transformers(gpt_oss):
+    model = load(gpt_oss)
+    model.config.distributed_config = {"tp_size": 2}
+    chosen = Mxfp4(Mxfp4Config(), pre_quantized=True)
+    assert chosen.obstacle(model, {}) == "packed weights are not distributed over processes"
+    del model.config.distributed_config
+    assert chosen.obstacle(model, {}) is None
+
+
 def broken(folder: Path, to: Path, change) -> Path:
     """A copy of a checkpoint, in which `change` has been at each file's tensors."""
     shutil.copytree(folder, to, dirs_exist_ok=True)

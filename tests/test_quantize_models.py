@@ -17,6 +17,7 @@ from checkpoints import formats
 from test_transformers import counted, generated, relative
 from tiny_models import COMMON, build, tiny_model, tokens
 from torch_moe_metal import MoeMetalConfig, quantize, quantize_, reference
+from torch_moe_metal.grad import warned
 
 SIZES = {"moe_intermediate_size": 64, "intermediate_size": 64, "tie_word_embeddings": False}
 SIZES |= {"q_lora_rank": 32, "shared_expert_intermediate_size": 64}
@@ -162,6 +163,16 @@ def eager_logits(model, ids):
     return model(ids).logits
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "gemma4_text"])
+def test_eager_reads_every_format(family, device):
+    """Dequantised at every call, with a warning."""
+    model, ids = quantize_(dense(family), **WAYS[family]).to(device), tokens(2, 9, device=device)
+    expected = model(ids).logits
+    warned.clear()
+    with pytest.warns(UserWarning, match=rf"cannot read {WAYS[family].get('format', 'affine')}: its weights are deq"):
+        assert relative(eager_logits(model, ids).cpu(), expected.cpu()) <= 1e-5
+
+
 @pytest.mark.parametrize(
     "skip, expected",
     [
@@ -239,11 +250,10 @@ def test_adapters_train_on_packed_layers(fuse):
         assert relative(gradient, stock[name]) <= 1e-4, name
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_compiled(family):
+def test_compiled():
     """Without a graph break: experts, linear layers, embedding and a tied head."""
-    model, ids = dense(family, tie_word_embeddings=True), tokens(2, 9)
-    quantize_(model, **WAYS[family])
+    model, ids = dense("qwen3_moe", tie_word_embeddings=True), tokens(2, 9)
+    quantize_(model, group_size=32)
     expected = model(ids, use_cache=False).logits
     torch_moe_metal.patch(model)
     torch._dynamo.reset()

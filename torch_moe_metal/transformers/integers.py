@@ -21,7 +21,7 @@ from ..reference import unpack
 from .checkpoint import Stored
 from .config import MoeMetalConfig
 from .experts import why_not_packed
-from .packed import Parts, empty_parts, packed_modules
+from .packed import Parts, columns_of, empty_parts, packed_modules
 from .packed import pack as pack_module
 from .patch import is_experts
 from .quantizer import PackedQuantizer, merged, merges_experts, packed_weight, runs_here, whole_names
@@ -55,7 +55,8 @@ class Method:
 def of_gptq(given: Mapping[str, Tensor], C: int, config: "IntegerConfig") -> Affine:
     """qweight [C * bits / 32, N], qzeros [C / group, N * bits / 32], less one but in its second version."""
     scales = given["scales"].float()
-    zeros = unpack(given["qzeros"].contiguous().view(torch.uint8), config.bits) + (0 if config.zeros_as_they_are else 1)
+    zeros = unpack(given["qzeros"].contiguous().view(torch.uint8), config.bits)[:, : scales.shape[1]]
+    zeros = zeros if config.zeros_as_they_are else zeros + 1
     check_order(given.get("g_idx"), C, len(scales))
     return given["qweight"].T.contiguous(), scales.T.contiguous(), -(zeros * scales).T.contiguous()
 
@@ -75,7 +76,7 @@ def of_compressed_tensors(given: Mapping[str, Tensor], C: int, config: "IntegerC
     scale, zeros = given["weight_scale"], given.get("weight_zero_point")
     check_order(given.get("weight_g_idx"), C, scale.shape[-1])
     if zeros is not None:
-        zeros = unpack(zeros.T.contiguous().view(torch.uint8), config.bits).T
+        zeros = unpack(zeros.T.contiguous().view(torch.uint8), config.bits).T[: len(scale)]
         return given["weight_packed"], scale.float(), -(zeros * scale.float())
     scale = scale if scale.dtype == torch.bfloat16 else scale.float()  # float16 might overflow
     return given["weight_packed"], scale, scale * -(2 ** (config.bits - 1))
@@ -138,7 +139,7 @@ class Repack(ConversionOps):
     def convert(self, input_dict, source_patterns, model=None, full_layer_name=None, **kwargs):
         method, config = self.hf_quantizer.method, self.hf_quantizer.integers
         module, weight = packed_weight(model, full_layer_name)
-        columns = module.columns[weight] if hasattr(module, "columns") else module.in_features
+        columns = columns_of(module, weight)
         given: dict[str, dict[str, list[Tensor]]] = {}
         for pattern in source_patterns:
             part = next(part for part in method.parts if re.search(rf"(^|\.){part}$", pattern))
@@ -201,7 +202,7 @@ class Integers(PackedQuantizer):
                 raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: {name} is not packed as its sister is")
             scale, C = scales[name], dense.shape[-1]
             groups = scale.shape[0 if self.method.groups_first else -1]
-            times = repeats(C // groups) if C % groups == 0 else 0
+            times = repeats(C // groups) if groups and C % groups == 0 else 0
             scale.expect(times > 0, f"a scale for each 16, 32, 64 or 128 of {C} columns, or multiples of these")
             dtype, group, name = self.method.dtype(scale, tensors), C // groups // times, name.rpartition(".")[2]
             return empty_parts(name, dense.shape, "affine", self.integers.bits, group, dtype)
@@ -239,9 +240,7 @@ def as_our_own(model: nn.Module, bits: int) -> tuple[MoeMetalConfig, bool]:
     packed = dict(packed_modules(model))
     candidates = (n for n, m in model.named_modules() if is_experts(m) or isinstance(m, nn.Linear | nn.Embedding))
     groups = {
-        module.columns[weight] // module.parts(weight)[1].shape[-1]
-        if is_experts(module)
-        else module.in_features // module.parts(weight)[1].shape[-1]
+        columns_of(module, weight) // module.parts(weight)[1].shape[-1]
         for module in packed.values()
         for weight in module.packing
     }

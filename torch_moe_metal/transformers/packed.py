@@ -34,15 +34,15 @@ class PackedExperts(Packed):
     columns: dict[str, int]  # of each weight, dense
     arguments: tuple[tuple[str, str], ...]  # of the op `experts`, and what they are called here
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         chosen = self.config._experts_implementation
         if chosen == NAME:
-            return super().forward(hidden_states, top_k_index, top_k_weights)
+            return super().forward(hidden_states, *args, **kwargs)
         warn_once(
             f"{type(self).__name__} runs on {chosen!r}, which cannot read {self.format}: its weights are dequantised "
             f'at every call. model.set_experts_implementation("{NAME}") runs them as they are'
         )
-        return self.original.forward(self.dequantized(hidden_states.dtype), hidden_states, top_k_index, top_k_weights)
+        return self.original.forward(self.dequantized(hidden_states.dtype), hidden_states, *args, **kwargs)
 
     def dequantized(self, dtype: torch.dtype) -> nn.Module:
         """A stand-in of the original class with dense weights of this dtype. All else is this module's own."""
@@ -99,6 +99,13 @@ def quantize_like(module: Packed, weight: str, dense: Tensor) -> Parts:
 
 def packed_names(module: Packed) -> set[str]:
     return {name for names in module.packing.values() for name in names}
+
+
+def columns_of(module: Packed, weight: str) -> int:
+    """How long the rows of a packed weight are, dense."""
+    if isinstance(module, PackedExperts):
+        return module.columns[weight]
+    return module.in_features if isinstance(module, Linear) else module.embedding_dim
 
 
 def packed_modules(model: nn.Module) -> Iterator[tuple[str, Packed]]:
@@ -193,8 +200,7 @@ def unpack(model: nn.Module, dtype: torch.dtype) -> None:
                 weight = module._parameters[projection].contiguous()
                 module._parameters[projection] = nn.Parameter(weight, requires_grad=False)
         elif isinstance(module, Linear | Embedding):
-            columns = module.in_features if isinstance(module, Linear) else module.embedding_dim
-            data, *beside = module.parts("weight")
+            columns, (data, *beside) = columns_of(module, "weight"), module.parts("weight")
             weight = nn.Parameter(numbers(data, *beside, module.format, data.new_empty(0, columns, dtype=dtype)), False)
             if isinstance(module, Linear):
                 dense = nn.Linear(columns, module.out_features, device="meta", bias=False)

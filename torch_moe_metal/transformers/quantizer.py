@@ -67,7 +67,8 @@ class PackedQuantizer(HfQuantizer):
 
     def obstacle(self, model: nn.Module, tensors: dict[str, Stored]) -> str | None:
         """What of this model cannot be packed, so that transformers has to dequantise it."""
-        return None
+        distributed = getattr(model.config, "distributed_config", None) is not None
+        return "packed weights are not distributed over processes" if distributed else None
 
     def serves(self, device_map) -> bool:
         """Whether this is ours: a checkpoint that is packed and shall stay so, where our ops run."""
@@ -90,6 +91,8 @@ class PackedQuantizer(HfQuantizer):
         obstacle = self.obstacle(model, tensors)
         if obstacle is None:
             return self.pack(model, tensors)
+        if self.stock is None:
+            raise ValueError(f"torch_moe_metal: cannot load {model.config.name_or_path}: {obstacle}")
         logger.warning(f"torch_moe_metal: transformers dequantises this checkpoint, since {obstacle}")
         self.__class__ = self.stock
         self.quantization_config.dequantize = True
@@ -231,7 +234,7 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
                     return f"{name} cannot be packed: {reason}"
             elif type(module) is not nn.Linear:
                 return f"{name} is a {type(module).__name__}"
-        return None
+        return super().obstacle(model, tensors)
 
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
         scales = {SAFETENSORS.get(stored.dtype) for name, stored in tensors.items() if name.endswith("_scale_inv")}
