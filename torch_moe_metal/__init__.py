@@ -6,6 +6,7 @@ ops as functions with a signature and a docstring. What each computes: `torch_mo
 
 import ctypes
 import functools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from .packing import quantize
 
 if TYPE_CHECKING:  # Editors and type checkers are shown the specification itself: signature, types and docstring.
     from .reference import *  # noqa: F403
+    from .transformers.config import MoeMetalConfig, quantize_
     from .transformers.patch import patch, unpatch
 
 __version__ = "0.1.0"
@@ -79,14 +81,26 @@ def _register_experts() -> None:
     register()
 
 
-# transformers is optional and slow to import: its experts interface learns our name when somebody else imports it.
+def _register_quantizers() -> None:
+    try:
+        from .transformers import integers, quantizer
+    except ImportError as error:  # transformers itself must not fail to be imported
+        warnings.warn(f"torch_moe_metal: quantised checkpoints are not loaded packed, since {error}", stacklevel=2)
+        return
+    quantizer.register()
+    integers.register()
+
+
+# transformers is optional and slow to import: its experts interface and its quantizers learn of us when somebody else
+# imports them.
 after_import("transformers.integrations.moe", _register_experts)
+after_import("transformers.quantizers.auto", _register_quantizers)
 
 
 if not TYPE_CHECKING:  # to which every name would be known
 
     def __getattr__(name: str):
-        if name in ("patch", "unpatch"):
+        if name in ("MoeMetalConfig", "patch", "quantize_", "unpatch"):
             from . import transformers
 
             return getattr(transformers, name)
@@ -97,5 +111,6 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
 
-__all__ = ["arguments", "cpu_isa", "max_experts", "nn", "patch", "quantize", "reference", "unpatch"]
+__all__ = ["MoeMetalConfig", "arguments", "cpu_isa", "max_experts", "nn", "patch", "quantize", "quantize_", "reference"]
+__all__ += ["unpatch"]
 __all__ += reference.__all__

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import reference
-from .arguments import ARGUMENTS, beside
+from .arguments import beside
 from .grad import wants_grad
-from .packing import FP8_BLOCK, quantize
+from .layers import Embedding, Linear, Packed, slots_with_grad
+from .packing import quantize
+
+__all__ = ["Embedding", "Linear", "MoE"]
 
 ops = torch.ops.moe_metal
-PARTS = ("data", "scale", "offset")  # of a packed weight
-#: What the ops call scales and offsets.
-BESIDE = {name for table in ARGUMENTS.values() for name, a in table.items() if a.kind in ("scale", "offset")}
 ROUTING = tuple(reference.route.__kwdefaults__)  # the options of a router; top_k has no default
 
 
@@ -52,28 +52,6 @@ class SharedExpert(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         glu = reference.glu if wants_grad(self, x) else ops.glu
         return F.linear(glu(*F.linear(x, self.gate_up).chunk(2, -1), **self.activation), self.down)
-
-
-class Packed(nn.Module):
-    """A module whose packed weights are buffers: frozen, and to the bit the same after `.to(dtype)`, which converts the
-    module's other tensors. Scales would lose bits, and not every format takes every dtype."""
-
-    def _apply(self, fn, recurse=True):
-        buffers = self._buffers
-        dtypes = {name: buffers[name].dtype for name in BESIDE & buffers.keys() if buffers[name] is not None}
-        for name in dtypes:
-            buffers[name] = buffers[name].view(torch.uint8)  # which no conversion touches
-        try:
-            return super()._apply(fn, recurse)
-        finally:
-            for name, dtype in dtypes.items():
-                buffers[name] = buffers[name].view(dtype)
-
-    def _pack(self, name: str, parts: tuple[Tensor, Tensor, Tensor | None]) -> None:
-        """Have these in place of a weight."""
-        self._parameters.pop(name, None)
-        for key, part in zip((name, *beside(name)), parts, strict=True):
-            self.register_buffer(key, part)
 
 
 class MoE(Packed):
@@ -164,7 +142,8 @@ class MoE(Packed):
         for weight in weights.values():  # so that neither is changed when one cannot be
             quantize(weight[:0], format, bits, group_size)
         for name, weight in weights.items():
-            self._pack(name, quantize(weight, format, bits, group_size))
+            parts = quantize(weight, format, bits, group_size)
+            self.hold(name, dict(zip((name, *beside(name)), parts, strict=True)))
             self._arguments[1] |= dict.fromkeys((name, *beside(name)))
         self._arguments[1] |= {"format": format, "transposed": False}
         return self
@@ -172,6 +151,8 @@ class MoE(Packed):
     def _take(self, router: dict, experts: dict, shared: nn.Module | None, shared_gate: nn.Module | None) -> None:
         """Register the tensors among the arguments of `gate` and of `experts` under their names."""
         self.shared, self.shared_gate = shared, shared_gate
+        dense = experts.get("format", "dense") == "dense"
+        self.packing = {} if dense else {name: (name, *beside(name)) for name in ("gate_up", "down")}
         for name, value in (router | experts).items():
             if isinstance(value, nn.Parameter):
                 self.register_parameter(name, value)
@@ -195,7 +176,8 @@ class MoE(Packed):
         shared = None if self.shared is None else self.shared(x)
         shared_gate = None if self.shared_gate is None else self.shared_gate(x).squeeze(-1)
         if wants_grad(self, x, residual):
-            slots, weights = slots_with_grad(x, router, experts)
+            weights, ids = reference.gate(x, **router)
+            slots = slots_with_grad(x, ids, experts)
             return reference.weighted_sum(slots, weights, shared, shared_gate, residual)
         weights, ids = ops.gate(x, **router)
         return ops.experts(x, weights, ids, shared=shared, shared_gate=shared_gate, residual=residual, **experts)
@@ -206,139 +188,3 @@ class MoE(Packed):
         inner_size = self.gate_up.shape[2 if experts.get("transposed") else 1] // 2
         told = "".join(f", {name}={value}" for name, value in options.items() if value not in (None, False))
         return f"H={H}, I={inner_size}, E={E}{told}"
-
-
-def slots_with_grad(x: Tensor, router: dict, experts: dict) -> tuple[Tensor, Tensor]:
-    """Each choice's expert output [..., K, H] and its weight [..., K], expert by expert, with a backward."""
-    weights, ids = reference.gate(x, **router)
-    options = {name: value for name, value in experts.items() if name in ("activation", "alpha", "limit")}
-    slots = x.new_zeros(*ids.shape, x.shape[-1])
-    for e in range(experts["down"].shape[0]):
-        chosen = (ids == e).nonzero(as_tuple=True)
-        both = expert_linear(x[chosen[:-1]], e, experts, "gate_up")
-        gate, up = (both[..., ::2], both[..., 1::2]) if experts.get("interleaved") else both.chunk(2, -1)
-        slots = slots.index_put(chosen, expert_linear(reference.glu(gate, up, **options), e, experts, "down"))
-    return slots, weights
-
-
-def expert_linear(x: Tensor, e: int, experts: dict, name: str) -> Tensor:
-    weight, bias, format = experts[name][e], experts.get(f"{name}_bias"), experts.get("format", "dense")
-    bias = None if bias is None else bias[e]
-    if format == "dense":
-        return F.linear(x, weight.mT if experts.get("transposed") else weight, bias)
-    scales = (None if experts[part] is None else experts[part][e] for part in beside(name))
-    return linear_with_grad(x, weight, *scales, bias, format)
-
-
-# ------------------------------------------------------------------------------------------------ quantised layers
-
-
-class Linear(Packed):
-    """torch.nn.Linear with a quantised weight: x [..., in_features] -> [..., out_features].
-
-        layer = torch_moe_metal.nn.Linear.from_module(torch_layer, "affine", bits=4, group_size=64)
-
-    Buffers `data`, `scale` and `offset` as `torch_moe_metal.quantize` packs them, parameter `bias`. The weight is
-    frozen; gradients reach x and the bias.
-    """
-
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, format: str = "affine", bits: int = 4,
-        group_size: int = 64, device=None, dtype=None,
-    ):  # fmt: skip
-        super().__init__()
-        module = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._take(module, format, bits, group_size)
-
-    @classmethod
-    def from_module(cls, module: nn.Linear, format: str = "affine", bits: int = 4, group_size: int = 64) -> "Linear":
-        """The same layer with its weight quantised; the bias is the module's own."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer._take(module, format, bits, group_size)
-        return layer.train(module.training)
-
-    def _take(self, module: nn.Linear, format: str, bits: int, group_size: int) -> None:
-        self.in_features, self.out_features, self.format = module.in_features, module.out_features, format
-        for name, part in zip(PARTS, quantize(module.weight.detach(), format, bits, group_size), strict=True):
-            self.register_buffer(name, part)
-        self.register_parameter("bias", module.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if wants_grad(self, x):
-            return linear_with_grad(x, self.data, self.scale, self.offset, self.bias, self.format)
-        return ops.linear(x, self.data, self.scale, self.offset, self.bias, format=self.format)
-
-    def extra_repr(self) -> str:
-        bias = self.bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, format={self.format}"
-
-
-class Embedding(Packed):
-    """torch.nn.Embedding with a quantised weight: ids [...] -> [..., embedding_dim].
-
-        layer = torch_moe_metal.nn.Embedding.from_module(torch_layer, "affine", bits=4, group_size=64)
-
-    Buffers `data`, `scale` and `offset` as `torch_moe_metal.quantize` packs them. The weight is frozen. What comes out
-    has the dtype of the module's weight, or what `.to(dtype)` said later.
-    """
-
-    def __init__(
-        self, num_embeddings: int, embedding_dim: int, *, format: str = "affine", bits: int = 4, group_size: int = 64,
-        device=None, dtype=None,
-    ):  # fmt: skip
-        super().__init__()
-        self._take(nn.Embedding(num_embeddings, embedding_dim, device=device, dtype=dtype), format, bits, group_size)
-
-    @classmethod
-    def from_module(
-        cls, module: nn.Embedding, format: str = "affine", bits: int = 4, group_size: int = 64
-    ) -> "Embedding":
-        """The same layer with its weight quantised."""
-        if module.max_norm is not None:
-            raise TypeError("torch_moe_metal.nn.Embedding.from_module: max_norm changes the weight, which is frozen")
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer._take(module, format, bits, group_size)
-        return layer.train(module.training)
-
-    def _take(self, module: nn.Embedding, format: str, bits: int, group_size: int) -> None:
-        self.num_embeddings, self.embedding_dim, self.format = module.num_embeddings, module.embedding_dim, format
-        for name, part in zip(PARTS, quantize(module.weight.detach(), format, bits, group_size), strict=True):
-            self.register_buffer(name, part)
-        self.register_buffer("of_dtype", module.weight.new_empty(0), persistent=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Each row is a matrix of its own, since fp8's neighbours share their scales."""
-        rows = ids.flatten().unsqueeze(-1)
-        scale = self.scale[rows // FP8_BLOCK if self.format == "fp8" else rows]
-        offset = None if self.offset is None else self.offset[rows]
-        bits = 8 * self.data.shape[-1] // self.embedding_dim
-        options = {"format": self.format, "bits": bits, "dtype": self.of_dtype.dtype}
-        return ops.dequantize(self.data[rows], scale, offset, **options).view(*ids.shape, self.embedding_dim)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"
-
-
-class _PackedProduct(torch.autograd.Function):
-    """x @ weight^T with a backward to x, which unpacks the weight again rather than keep it."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, format: str, *parts: Tensor | None) -> Tensor:
-        ctx.format, ctx.columns = format, x.shape[-1]
-        ctx.save_for_backward(*parts)
-        return F.linear(x, reference.numbers(*parts, format, x).to(x.dtype))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        of_x = grad.new_empty(0, ctx.columns)
-        weight = reference.numbers(*ctx.saved_tensors, ctx.format, of_x).to(grad.dtype)
-        return grad @ weight, None, None, None, None
-
-
-def linear_with_grad(
-    x: Tensor, data: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, format: str
-) -> Tensor:
-    product = _PackedProduct.apply(x, format, data, scale, offset)
-    return product if bias is None else product + bias

@@ -14,6 +14,7 @@ except ImportError as error:
         "`pip install -U transformers`"
     ) from error
 
+from .config import MoeMetalConfig, quantize_
 from .patch import Report, Row, patch, unpatch
 
-__all__ = ["Report", "Row", "patch", "unpatch"]
+__all__ = ["MoeMetalConfig", "Report", "Row", "patch", "quantize_", "unpatch"]

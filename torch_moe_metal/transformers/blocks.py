@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..arguments import DTYPES
 from ..grad import wants_grad
-from .experts import DEVICES, NAME, expert_arguments, member, why_not_fused
+from .experts import DEVICES, NAME, dtype_for, expert_arguments, member, why_not_fused
 from .families import BLOCKS, GEMMA4_LAYERS, PRE_NORM_LAYERS, Block, family_name
 
 ops = torch.ops.moe_metal
@@ -66,7 +66,7 @@ class Fused(nn.Module):
     def experts_part(self, x: Tensor, experts: nn.Module) -> dict | None:
         """The experts' part of the arguments of `experts`, or None where they have to be called themselves."""
         arguments, obstacle = expert_arguments(experts)
-        return arguments if obstacle is None and x.dtype == arguments["down"].dtype else None
+        return arguments if obstacle is None and x.dtype == dtype_for(x, arguments) else None
 
 
 def rebuild(original: type, selected: bool) -> nn.Module:

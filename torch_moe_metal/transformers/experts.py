@@ -11,6 +11,8 @@ from transformers.integrations import moe
 from .. import max_experts
 from ..arguments import DTYPES
 from ..grad import in_forward_mode, traced_as_constant, wants_grad, warn_once
+from ..layers import slots_with_grad
+from ..reference import weighted_sum
 from .version import check_version
 
 NAME = "moe_metal"
@@ -68,7 +70,7 @@ def member(module: nn.Module, name: str):
     return getattr(module, name) if found is None else found
 
 
-def expert_arguments(experts: nn.Module) -> tuple[dict, str | None]:
+def expert_arguments(experts: nn.Module, devices: tuple[str, ...] = DEVICES) -> tuple[dict, str | None]:
     """This module's part of the arguments of `torch.ops.moe_metal.experts`, and why the op cannot take them (or None).
 
     It runs at every call, since all of this may change between two. What equals the op's default is left out: a
@@ -86,8 +88,8 @@ def expert_arguments(experts: nn.Module) -> tuple[dict, str | None]:
         activation = activation_of(function)
         if activation is None:
             return {}, f"its activation is {getattr(function, '__name__', type(function).__name__)}"
-    weights = member(experts, "gate_up_proj"), member(experts, "down_proj")
-    arguments = {"gate_up": weights[0], "down": weights[1]}
+    arguments = weights_of(experts)
+    packed = "format" in arguments
     if activation != "silu":
         arguments["activation"] = activation
     if flags.has_bias:
@@ -97,27 +99,59 @@ def expert_arguments(experts: nn.Module) -> tuple[dict, str | None]:
         arguments["alpha"] = getattr(experts, alpha)
     if limit:
         arguments["limit"] = getattr(experts, limit)
-    if flags.is_transposed:
+    if flags.is_transposed and not packed:
         arguments["transposed"] = True
     if not flags.is_concatenated:
         arguments["interleaved"] = True
         if gate == DEFAULT_GATE:
             return {}, "its gate and up rows are interleaved, but its gate reads halves"
-    for weight in weights:
-        if type(weight) not in TENSORS:
-            return {}, f"its weights are of type {type(weight).__name__}"
-        if weight.dtype not in DTYPES:
-            return {}, f"its weights are {weight.dtype}"
-        if weight.device.type not in DEVICES:
-            return {}, f"its weights are on {weight.device.type}"
-        if weight.shape[0] > max_experts:
-            return {}, f"it has more than {max_experts} experts"
+    for weight in (arguments["gate_up"], arguments["down"]):
+        obstacle = why_not_read(weight, packed, devices)
+        if obstacle is not None:
+            return {}, obstacle
     return arguments, None
+
+
+def why_not_read(weight: Tensor, packed: bool, devices: tuple[str, ...]) -> str | None:
+    """Why the op cannot read a weight of all experts, or None when it can."""
+    if type(weight) not in TENSORS:
+        return f"its weights are of type {type(weight).__name__}"
+    if weight.dtype not in DTYPES and not packed:
+        return f"its weights are {weight.dtype}"
+    if weight.device.type not in devices:
+        return f"its weights are on {weight.device.type}"
+    if weight.shape[0] > max_experts:
+        return f"it has more than {max_experts} experts"
+    return None
+
+
+def weights_of(experts: nn.Module) -> dict:
+    """Its weights as arguments of `experts`: dense, or packed under whatever names (see `packed.PackedExperts`)."""
+    packed = experts.__dict__.get("arguments")
+    if packed is None:
+        return {"gate_up": member(experts, "gate_up_proj"), "down": member(experts, "down_proj")}
+    buffers, arguments = experts._buffers, {"format": experts.format}
+    for argument, name in packed:
+        arguments[argument] = buffers[name]
+    return arguments
+
+
+def dtype_for(x: Tensor, arguments: dict) -> torch.dtype:
+    """The dtype that x must have beside these arguments: that of the weights, or of biases beside packed ones."""
+    if "format" not in arguments:
+        return arguments["down"].dtype
+    bias = arguments.get("down_bias")
+    return x.dtype if bias is None or bias.dtype == torch.float32 else bias.dtype
 
 
 def why_not_fused(experts: nn.Module) -> str | None:
     """Why the op cannot express this module, or None when it can."""
     return expert_arguments(experts)[1]
+
+
+def why_not_packed(experts: nn.Module) -> str | None:
+    """Why its weights cannot be packed, or None when they can, wherever they are: on meta while they are loaded."""
+    return expert_arguments(experts, (*DEVICES, "meta", "cuda", "xpu"))[1]
 
 
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -129,18 +163,33 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     if not torch.compiler.is_compiling():
         check_version()
     arguments, reason = expert_arguments(self)
+    if "format" in arguments and hidden_states.dtype not in DTYPES:
+        reason = f"its activations are {hidden_states.dtype}"
     if reason is not None:
         warn_once(f"{type(self).__name__} runs on transformers' grouped_mm, since {reason}")
     if reason is not None or wants_grad(self, hidden_states, top_k_weights):
-        # PyTorch's grouped_mm has no jvp.
-        stock = moe.batched_mm_experts_forward if in_forward_mode() else moe.grouped_mm_experts_forward
-        return stock(self, hidden_states, top_k_index, top_k_weights)
+        return without_our_op(self, hidden_states, top_k_index, top_k_weights, arguments)
     # Under autocast the two dtypes may differ; the weights' is the one that counts, as in grouped_mm.
-    x = hidden_states.to(self.down_proj.dtype)
+    x = hidden_states.to(dtype_for(hidden_states, arguments))
     weights = top_k_weights if top_k_weights.dtype in (x.dtype, torch.float32) else top_k_weights.float()
     if getattr(self, "has_post_expert_norm", False):  # transformers 5.17 has no such attribute
         return normed_experts(self, x, weights, top_k_index, arguments).to(hidden_states.dtype)
     return torch.ops.moe_metal.experts(x, weights, top_k_index, **arguments).to(hidden_states.dtype)
+
+
+def without_our_op(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, arguments: dict) -> Tensor:
+    """The same by PyTorch's own ops, with a gradient. Packed weights are unpacked expert by expert, once more in the
+    backward; where the op cannot serve, or for a jvp, all at once."""
+    if "format" in arguments and not in_forward_mode() and x.dtype in DTYPES:
+        inputs = x.to(dtype_for(x, arguments))
+        slots = slots_with_grad(inputs, ids, arguments)
+        if getattr(self, "has_post_expert_norm", False):
+            slots = self.post_expert_norm(slots)
+        return weighted_sum(slots, weights.where(ids < self.num_experts, 0)).to(x.dtype)
+    module = self.dequantized(x.dtype) if "arguments" in self.__dict__ else self
+    # PyTorch's grouped_mm has no jvp.
+    stock = moe.batched_mm_experts_forward if in_forward_mode() else moe.grouped_mm_experts_forward
+    return stock(module, x, ids, weights)
 
 
 def normed_experts(self: nn.Module, x: Tensor, weights: Tensor, ids: Tensor, arguments: dict) -> Tensor:

@@ -121,7 +121,13 @@ def fuse(name: str, module: nn.Module) -> Row | None:
     replaced = "forward" in module.__dict__
     obstacle = "its forward has been replaced already" if replaced else why_left(module, fused)
     module.__class__ = cls if obstacle else fused
-    return Row(name, cls.__name__, LEFT, obstacle) if obstacle else Row(name, cls.__name__, FUSED)
+    return Row(name, cls.__name__, LEFT, obstacle) if obstacle else Row(name, cls.__name__, FUSED, formats(module))
+
+
+def formats(module: nn.Module) -> str:
+    """Which packed weights it holds."""
+    found = {part.format for part in module.modules() if getattr(part, "packing", None)}
+    return ", ".join(sorted(found))
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -137,6 +143,7 @@ def report_experts(name: str, module: nn.Module, parent: nn.Module) -> Row | Non
     selected = module.config._experts_implementation
     known = fused_class(type(parent)) is not None
     note = "its block is left" if known else f"{type(parent).__name__} around it is no block that we know"
+    note = ", ".join(filter(None, (formats(module), note)))
     if module._is_expert_parallel:  # its weights are shards, which become plain tensors inside its forward
         reason, note = None, "its block runs under expert parallelism"
     if reason:

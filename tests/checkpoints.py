@@ -1,0 +1,176 @@
+"""Tiny random checkpoints in the true layouts of those that people have."""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from tiny_models import tiny_model
+from torch_moe_metal import quantize, reference
+
+GPT_OSS_SKIPPED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+
+
+def write(folder: Path, model, tensors: dict[str, Tensor], quantization: dict | None = None, shards: int = 2) -> None:
+    """A checkpoint of so many files, with the model's configuration."""
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": [type(model).__name__]}
+    config |= {"quantization_config": quantization} if quantization else {}
+    (folder / "config.json").write_text(json.dumps(config))
+    index, names = {}, sorted(tensors)
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name].contiguous() for name in names[i::shards]}  # apart, as large checkpoints may be
+        save_file(part, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """All that the files of a folder hold."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def gpt_oss(folder: Path, **changes) -> Path:
+    """What openai/gpt-oss-20b looks like."""
+    model = tiny_model("gpt_oss", **{"intermediate_size": 96, "tie_word_embeddings": False} | changes).bfloat16()
+    tensors = model.state_dict()
+    for name in [name for name in tensors if re.search(r"experts\.(gate_up|down)_proj$", name)]:
+        data, scale, _ = quantize(tensors.pop(name).mT, "mxfp4")
+        tensors |= {f"{name}_blocks": data.unflatten(-1, (-1, 16)), f"{name}_scales": scale}
+    write(folder, model, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": GPT_OSS_SKIPPED})
+    return folder
+
+
+def original(model) -> dict[str, Tensor]:
+    """A model's weights by the names that its family's checkpoints have for them: expert by expert."""
+    model._weight_conversions = None
+    tensors = revert_weight_conversion(model, model.state_dict())
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+FP8_SIZES = {
+    "qwen3_moe": {"moe_intermediate_size": 256, "intermediate_size": 128},
+    "deepseek_v3": {"moe_intermediate_size": 128, "intermediate_size": 256, "n_shared_experts": 2},
+}
+
+
+def fp8(folder: Path, family: str, scales: torch.dtype = torch.float32, **changes) -> Path:
+    """What Qwen/Qwen3-30B-A3B-FP8 and deepseek-ai/DeepSeek-V3 look like: all linear layers but routers and the head.
+    The folder `dense` in it has the same in float32."""
+    model = tiny_model(family, **FP8_SIZES[family] | {"tie_word_embeddings": False} | changes).bfloat16()
+    tensors = original(model)
+    dense = {name: tensor.float() for name, tensor in tensors.items()}
+    for name in [name for name in tensors if re.search(r"(_proj|_a_proj_with_mqa)\.weight$", name)]:
+        data, scale, _ = quantize(tensors[name], "fp8")
+        scale = scale.to(scales)
+        dense[name] = reference.dequantize(data, scale, format="fp8", dtype=torch.float32)
+        tensors |= {name: data.view(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+    tensors |= {name: tensor.float() for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")}
+    skipped = [name.removesuffix(".weight") for name in tensors if name.endswith("mlp.gate.weight")]
+    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    write(folder, model, tensors, method | {"modules_to_not_convert": ["lm_head", *skipped]})
+    write(folder / "dense", model, dense)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------ integers
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """Integers [N, C] as int32 [N, C * bits / 32], the first in the lowest bits: GPTQ's and compressed-tensors' way."""
+    found = torch.zeros(len(codes), codes.shape[1] * bits // 32, dtype=torch.int64)
+    for i in range(codes.shape[1]):
+        word, bit = divmod(i * bits, 32)
+        found[:, word] |= codes[:, i].long() << bit & 0xFFFFFFFF
+        if bit + bits > 32:
+            found[:, word + 1] |= codes[:, i].long() >> 32 - bit
+    return found.to(torch.int32)
+
+
+def awq_words(codes: Tensor) -> Tensor:
+    """Integers [N, C] of 4 bits as AutoAWQ's int32 [N, C / 8]."""
+    return words(codes.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(-2), 4)
+
+
+def integers_in(shape: torch.Size, bits: int, group: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [N, C], zero points and scales [N, C / group]."""
+    random = torch.Generator().manual_seed(seed)
+    N, C = shape
+    codes = torch.randint(2**bits, (N, C), generator=random)
+    zeros = torch.randint(2 ** (bits - 1) - 2, 2 ** (bits - 1) + 3, (N, C // group), generator=random)
+    return codes, zeros, (0.5 + torch.rand(N, C // group, generator=random)) * 0.5 / 2**bits
+
+
+def gptq_parts(codes, zeros, scales, bits, v2=False) -> dict[str, Tensor]:
+    g_idx = torch.arange(codes.shape[1]) // (codes.shape[1] // scales.shape[1])
+    parts = {"qweight": words(codes, bits).T, "qzeros": words(zeros.T - (0 if v2 else 1), bits)}
+    return parts | {"scales": scales.T.half(), "g_idx": g_idx.int()}
+
+
+def awq_parts(codes, zeros, scales, bits) -> dict[str, Tensor]:
+    return {"qweight": awq_words(codes.T), "qzeros": awq_words(zeros.T), "scales": scales.T.half()}
+
+
+def compressed_parts(codes, zeros, scales, bits, symmetric=True) -> dict[str, Tensor]:
+    found = {"weight_packed": words(codes, bits), "weight_scale": scales.bfloat16()}
+    found["weight_shape"] = torch.tensor(codes.shape)
+    return found if symmetric else found | {"weight_zero_point": words(zeros.T, bits).T}
+
+
+def compressed(bits: int, group: int | None, symmetric: bool) -> dict:
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group" if group else "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights | {"group_size": group}, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
+GPTQ, AWQ = {"quant_method": "gptq", "desc_act": False}, {"quant_method": "awq", "version": "gemm", "zero_point": True}
+#: Ways that people's checkpoints have integers: bits, group (None: a row), parts of a weight, configuration.
+INTEGERS = {
+    "gptq": (4, 32, gptq_parts, GPTQ | {"bits": 4, "group_size": 32}),
+    "gptq3": (3, 64, gptq_parts, GPTQ | {"bits": 3, "group_size": 64}),
+    "gptq8_v2": (
+        8, 32, functools.partial(gptq_parts, v2=True), GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"},
+    ),
+    "awq": (4, 32, awq_parts, AWQ | {"bits": 4, "group_size": 32}),
+    "compressed": (4, 32, compressed_parts, compressed(4, 32, True)),
+    "compressed_channels": (8, None, compressed_parts, compressed(8, None, True)),
+    "compressed_zeros": (4, 32, functools.partial(compressed_parts, symmetric=False), compressed(4, 32, False)),
+}  # fmt: skip
+
+
+def integers(folder: Path, way: str, family: str = "qwen3_moe", **changes) -> Path:
+    """All linear layers but routers and the head in integers; the folder `dense` in it has the same in float32."""
+    bits, group, parts_of, method = INTEGERS[way]
+    sizes = {"moe_intermediate_size": 64, "intermediate_size": 64, "q_lora_rank": 32, "kv_lora_rank": 32}
+    model = tiny_model(family, **sizes | changes)
+    tensors = original(model.bfloat16())
+    dense = {name: tensor.float() for name, tensor in tensors.items()}
+    matrices = [name for name in tensors if re.search(r"(_proj|\.w[123])\.weight$", name)]
+    for seed, name in enumerate(matrices):
+        shape = tensors.pop(name).shape
+        codes, zeros, scales = integers_in(shape, bits, group or shape[1], seed)
+        parts = parts_of(codes, zeros, scales, bits)
+        scales = (parts["weight_scale"] if "weight_scale" in parts else parts["scales"].T).float()
+        if way in ("compressed", "compressed_channels"):  # symmetric
+            zeros = torch.full_like(zeros, 2 ** (bits - 1))
+        values = codes.unflatten(-1, (scales.shape[1], -1)) - zeros.unsqueeze(-1)
+        dense[name] = (values * scales.unsqueeze(-1)).flatten(-2)
+        tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
+    write(folder, model, tensors, method)
+    write(folder / "dense", model, dense)
+    return folder
+
+
+def formats(model) -> dict[str, str]:
+    """Which packed weights its modules hold."""
+    return {name: module.format for name, module in model.named_modules() if getattr(module, "packing", None)}

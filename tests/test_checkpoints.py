@@ -1,0 +1,472 @@
+"""Quantised checkpoints by `from_pretrained`: packed as they are on disk, against what transformers makes of them."""
+
+import copy
+import functools
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+
+import checkpoints
+import torch_moe_metal
+from checkpoints import formats
+from test_transformers import counted, generated, relative
+from tiny_models import tokens
+from torch_moe_metal.grad import warned
+from torch_moe_metal.nn import MoE
+from torch_moe_metal.transformers.integers import integers_of
+from torch_moe_metal.transformers.quantizer import Fp8, Mxfp4, runs_here
+
+PLAIN = {"dtype": torch.float32}
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(tmp_path_factory) -> Path:
+    return checkpoints.gpt_oss(tmp_path_factory.mktemp("gpt_oss"))
+
+
+def load(folder: Path, device: str = "cpu", **options):
+    return AutoModelForCausalLM.from_pretrained(folder, device_map=device, **PLAIN | options)
+
+
+def dequantised(folder: Path, **options):
+    """The same by transformers itself."""
+    return load(folder, quantization_config=Mxfp4Config(dequantize=True), experts_implementation="eager", **options)
+
+
+# ------------------------------------------------------------------------------------------------ gpt-oss
+
+
+def test_gpt_oss_runs_packed(gpt_oss, device):
+    """The blocks stay what they are, under the checkpoint's names; the logits are those of dense weights."""
+    model, ids = load(gpt_oss, device), tokens(2, 9, device=device)
+    expected = dequantised(gpt_oss)(ids.cpu()).logits
+    tensors = checkpoints.stored(gpt_oss)
+    assert model.state_dict().keys() == tensors.keys()
+    for name, tensor in model.state_dict().items():
+        assert tensor.device.type == device and torch.equal(tensor.cpu(), tensors[name].to(tensor.dtype)), name
+    assert model.get_experts_implementation() == {"": "moe_metal"}
+    with counted() as calls:
+        assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+    assert calls == {"experts": 2}
+    report = torch_moe_metal.patch(model)
+    assert len(report["fused"]) == 4 and "mxfp4" in str(report), str(report)
+    assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+    torch_moe_metal.unpatch(model)
+    assert isinstance(model.model.layers[0].mlp.experts, GptOssExperts)
+    assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+
+
+def test_gpt_oss_in_its_own_dtype(gpt_oss, device):
+    """In bfloat16 it is as near to float32 as the dense model is, and it generates."""
+    ids = tokens(2, 9)
+    exact, dense = dequantised(gpt_oss)(ids).logits, dequantised(gpt_oss, dtype="auto")(ids).logits
+    model = load(gpt_oss, device, dtype="auto")
+    torch_moe_metal.patch(model)
+    assert model.dtype == torch.bfloat16
+    assert relative(model(ids.to(device)).logits.cpu(), exact) <= 2 * relative(dense, exact)
+    assert len(generated(model, ids.to(device))) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells which memory is a file's")
+def test_gpt_oss_is_not_copied(gpt_oss):
+    """On the CPU the packed weights are the file's own pages."""
+    model = load(gpt_oss)
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [tuple(int(end, 16) for end in fields[0].split("-")) for fields in maps if str(gpt_oss) in fields[-1]]
+    packed = [tensor for name, tensor in model.state_dict().items() if name.endswith(("_blocks", "_scales"))]
+    assert len(packed) == 8
+    for tensor in packed:
+        assert any(first <= tensor.data_ptr() < last for first, last in ranges)
+
+
+def test_gpt_oss_is_saved_as_it_was(gpt_oss, tmp_path):
+    model = load(gpt_oss, dtype="auto")
+    torch_moe_metal.patch(model)
+    model.save_pretrained(tmp_path)
+    before, after = checkpoints.stored(gpt_oss), checkpoints.stored(tmp_path)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
+    ids = tokens(1, 5)
+    assert torch.equal(load(tmp_path)(ids).logits, load(gpt_oss)(ids).logits)
+
+
+def test_gpt_oss_wherever_there_is_room(gpt_oss):
+    model, ids = load(gpt_oss, "auto"), tokens(1, 5)
+    assert set(formats(model).values()) == {"mxfp4"}
+    ids = ids.to(model.device)
+    assert relative(model(ids).logits.cpu(), load(gpt_oss)(ids.cpu()).logits) <= 1e-5
+
+
+def test_gpt_oss_is_left_to_transformers(gpt_oss):
+    """When dequantised weights are asked for, and on other devices."""
+    model = dequantised(gpt_oss)
+    assert type(model.model.layers[0].mlp.experts) is GptOssExperts and not hasattr(model, "hf_quantizer")
+    for device_map, here in ((None, True), ({"": "mps"}, True), ({"": "cuda:0"}, False), ({"a": "cpu", "b": 0}, None)):
+        assert runs_here(device_map) is (here if here is not None else runs_here({"": 0}))
+    for device_map, quantizer in (({"": "xpu"}, Mxfp4HfQuantizer), ({"": torch.device("cpu")}, Mxfp4)):
+        chosen = Mxfp4(Mxfp4Config(), pre_quantized=True)
+        chosen.validate_environment(device_map=device_map)
+        assert type(chosen) is quantizer
+    dense = Mxfp4(Mxfp4Config(), pre_quantized=False)
+    with pytest.raises((ValueError, RuntimeError)):  # in its own words
+        dense.validate_environment(device_map=None)
+    assert type(dense) is Mxfp4HfQuantizer
+
+
+def test_distributed_models_are_left_to_transformers(gpt_oss):
+    model = load(gpt_oss)
+    model.config.distributed_config = {"tp_size": 2}
+    chosen = Mxfp4(Mxfp4Config(), pre_quantized=True)
+    assert chosen.obstacle(model, {}) == "packed weights are not distributed over processes"
+    del model.config.distributed_config
+    assert chosen.obstacle(model, {}) is None
+
+
+def broken(folder: Path, to: Path, change) -> Path:
+    """A copy of a checkpoint, in which `change` has been at each file's tensors."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    for file in to.glob("*.safetensors"):
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+    return to
+
+
+SCALES = "model.layers.1.mlp.experts.down_proj_scales"
+BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
+
+
+@pytest.mark.parametrize(
+    "said, change",
+    [
+        (f"{BLOCKS}: expected {SCALES} beside it, which is missing", lambda t: t.pop(SCALES, None)),
+        (f"{SCALES}: expected {BLOCKS} beside it, which is missing", lambda t: t.pop(BLOCKS, None)),
+        (
+            rf"{SCALES}: expected U8 \[8, 64, 3\], one for each of its blocks, got U8 \[8, 64, 2\]",
+            lambda t: t.update({k: v[..., :2].contiguous() for k, v in t.items() if k == SCALES}),
+        ),
+        (
+            rf"{BLOCKS}: expected U8 \[..., N, C / 32, 16\], got I8 \[8, 64, 3, 16\]",
+            lambda t: t.update({k: v.view(torch.int8) for k, v in t.items() if k == BLOCKS}),
+        ),
+        (
+            rf"{BLOCKS}: expected shape \[8, 64, 3, 16\], by the model's configuration, got U8 \[8, 32, 3, 16\]",
+            lambda t: t.update({k: v[:, :32].contiguous() for k, v in t.items() if k in (SCALES, BLOCKS)}),
+        ),
+        (f"missing: {BLOCKS}, {SCALES}$", lambda t: [t.pop(k, None) for k in (SCALES, BLOCKS)]),
+    ],
+)
+def test_gpt_oss_that_does_not_fit_is_named(gpt_oss, tmp_path, said, change):
+    """File, tensor and what was expected; and no model."""
+    folder = broken(gpt_oss, tmp_path, change)
+    with pytest.raises(ValueError, match=said) as raised:
+        load(folder)
+    assert str(folder) in str(raised.value)
+
+
+@pytest.mark.parametrize("kept", [4, 500, -200])
+def test_truncated_files_are_named(gpt_oss, tmp_path, kept):
+    shutil.copytree(gpt_oss, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=rf"{file}: .*expected .* bytes.*, got"):
+        load(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ FP8
+
+
+@pytest.fixture(scope="session")
+def qwen3_fp8(tmp_path_factory) -> Path:
+    return checkpoints.fp8(tmp_path_factory.mktemp("qwen3_fp8"), "qwen3_moe", torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def deepseek_fp8(tmp_path_factory) -> Path:
+    return checkpoints.fp8(tmp_path_factory.mktemp("deepseek_fp8"), "deepseek_v3")
+
+
+@pytest.mark.parametrize("name", ["qwen3_fp8", "deepseek_fp8"])
+def test_fp8_runs_packed(name, device, request):
+    """All linear layers and experts stay float8; the logits are those of dense weights."""
+    folder, ids = request.getfixturevalue(name), tokens(2, 9, device=device)
+    model, expected = load(folder, device), load(folder / "dense", experts_implementation="eager")(ids.cpu()).logits
+    packed = formats(model)
+    linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert linear - packed.keys() == {"lm_head"} and set(packed.values()) == {"fp8"}
+    assert {"self_attn", "experts"} <= {part for n in packed for part in n.split(".")}
+    assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+    report = torch_moe_metal.patch(model)
+    assert report["fused"] and not report["left"] and all(row.note == "fp8" for row in report.rows), str(report)
+    assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+    for tensor in dict(model.named_buffers()).values():
+        assert tensor.device.type == device
+
+
+@pytest.mark.parametrize("name", ["qwen3_fp8", "deepseek_fp8"])
+def test_fp8_is_saved_as_it_was(name, request, tmp_path):
+    """By the same names, expert by expert, with the same bytes."""
+    folder = request.getfixturevalue(name)
+    load(folder, dtype="auto").save_pretrained(tmp_path)
+    before, after = checkpoints.stored(folder), checkpoints.stored(tmp_path)
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert after[key].dtype == tensor.dtype, key
+        assert torch.equal(after[key].view(torch.uint8), tensor.view(torch.uint8)), key
+    ids = tokens(1, 5)
+    assert torch.equal(load(tmp_path)(ids).logits, load(folder)(ids).logits)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"activation_scheme": "static"}, {"weight_block_size": [64, 64]}, {"dequantize": True}], ids=str
+)
+def test_other_fp8_is_left_to_transformers(changes):
+    quantizer = Fp8(FineGrainedFP8Config(**changes), pre_quantized=True)
+    quantizer.validate_environment(device_map=None)
+    assert type(quantizer) is FineGrainedFP8HfQuantizer and quantizer.quantization_config.dequantize
+
+
+def test_fp8_experts_whose_blocks_do_not_meet(tmp_path, caplog):
+    """Where up begins within a block of 128 rows, transformers dequantises, and we say so."""
+    folder = checkpoints.fp8(tmp_path, "qwen3_moe", moe_intermediate_size=64)
+    with caplog.at_level("WARNING"):
+        transformers.utils.logging.enable_propagation()
+        model = load(folder, dtype="auto")
+        transformers.utils.logging.disable_propagation()
+    assert "its up rows do not begin with a block of 128" in caplog.text and not formats(model)
+    ids = tokens(1, 5)
+    assert relative(model(ids).logits.float(), load(folder / "dense")(ids).logits) <= 0.1
+
+
+WEIGHT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "said, change",
+    [
+        (
+            f"{WEIGHT}: expected {WEIGHT}_scale_inv beside it, which is missing",
+            lambda t: t.pop(f"{WEIGHT}_scale_inv", 0),
+        ),
+        (f"{WEIGHT}_scale_inv: expected {WEIGHT} beside it, which is missing", lambda t: t.pop(WEIGHT, 0)),
+        (
+            rf"{WEIGHT}_scale_inv: expected \[2, 1\], a scale for each 128 x 128 block of {WEIGHT}, got BF16 \[1, 1\]",
+            lambda t: t.update({k: v[:1].clone() for k, v in t.items() if k == f"{WEIGHT}_scale_inv"}),
+        ),
+        (
+            r"model.layers.0.self_attn.q_proj.weight: expected shape \[64, 64\], by the .*, got F8_E4M3 \[48, 64\]",
+            lambda t: t.update(
+                {k: v[:48].clone() for k, v in t.items() if k == "model.layers.0.self_attn.q_proj.weight"}
+            ),
+        ),
+    ],
+)
+def test_fp8_that_does_not_fit_is_named(qwen3_fp8, tmp_path, said, change):
+    folder = broken(qwen3_fp8, tmp_path, change)
+    with pytest.raises(ValueError, match=said) as raised:
+        load(folder)
+    assert str(folder) in str(raised.value)
+
+
+def test_fp8_without_an_expert_is_no_model(qwen3_fp8, tmp_path):
+    folder = broken(qwen3_fp8, tmp_path, lambda t: [t.pop(k, 0) for k in (WEIGHT, f"{WEIGHT}_scale_inv")])
+    with pytest.raises(RuntimeError):
+        load(folder)
+
+
+# ------------------------------------------------------------------------------------------------ integers
+
+
+@pytest.fixture(scope="session")
+def integers(tmp_path_factory):
+    """Made once for each way and family."""
+    return functools.cache(
+        lambda way, family="qwen3_moe": checkpoints.integers(tmp_path_factory.mktemp(f"{way}_{family}"), way, family)
+    )
+
+
+@pytest.mark.parametrize(
+    "way, family",
+    [(way, "qwen3_moe") for way in checkpoints.INTEGERS] + [("awq", "mixtral"), ("compressed", "deepseek_v3")],
+)
+def test_integers_become_affine(integers, way, family, device, tmp_path):
+    """Without a rounding, and without the packages of their projects; saved, the model is one of ours."""
+    folder, ids = integers(way, family), tokens(2, 9, device=device)
+    expected = load(folder / "dense", experts_implementation="eager")(ids.cpu()).logits
+    model = load(folder, device)
+    assert set(formats(model).values()) == {"affine"} and "lm_head" not in formats(model)
+    dense = load(folder / "dense").state_dict()
+    for name, tensor in load(folder).dequantize().state_dict().items():
+        assert relative(tensor, dense[name]) <= 1e-7, name
+    report = torch_moe_metal.patch(model)
+    assert report["fused"] and not report["left"], str(report)
+    assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, device)
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert relative(again(ids).logits.cpu(), expected) <= 1e-5
+
+
+def test_codes_of_compressed_tensors_are_not_touched(integers):
+    """Of linear layers; those of experts are joined."""
+    folder = integers("compressed")
+    layer = load(folder).model.layers[0].self_attn.q_proj
+    stored = checkpoints.stored(folder)["model.layers.0.self_attn.q_proj.weight_packed"]
+    assert torch.equal(layer.weight.view(torch.int32), stored) and layer.weight_offset.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "way, changes",
+    [
+        ("gptq", {"desc_act": True}),
+        ("gptq", {"bits": 5}),
+        ("awq", {"version": "gemv"}),
+        ("awq", {"zero_point": False}),
+        ("compressed", {"format": "nvfp4-pack-quantized"}),
+        ("compressed", {"config_groups": {"g": {"weights": {"num_bits": 4, "strategy": "tensor_group"}}}}),
+    ],
+    ids=str,
+)
+def test_other_integers_are_left_to_transformers(way, changes):
+    config = checkpoints.INTEGERS[way][3]
+    assert integers_of(config) is not None and integers_of(config | changes) is None
+
+
+DOWN, QUERY = "model.layers.1.mlp.experts.5.down_proj", "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "way, said, change",
+    [
+        ("gptq", f"{DOWN}.qweight: expected {DOWN}.scales beside it", lambda t: t.pop(f"{DOWN}.scales", 0)),
+        ("awq", f"{DOWN}.qweight: expected {DOWN}.qzeros beside it", lambda t: t.pop(f"{DOWN}.qzeros", 0)),
+        (
+            "compressed",
+            f"{DOWN}.weight_packed: expected {DOWN}.weight_scale beside it",
+            lambda t: t.pop(f"{DOWN}.weight_scale", 0),
+        ),
+        (
+            "compressed",
+            rf"{QUERY}_scale: expected a scale for each 16, 32, 64 or 128 of 64 columns, .*, got BF16 \[64, 3\]",
+            lambda t: t.update({k: torch.ones(64, 3).bfloat16() for k in t if k == f"{QUERY}_scale"}),
+        ),
+    ],
+)
+def test_integers_that_do_not_fit_are_named(integers, tmp_path, way, said, change):
+    folder = broken(integers(way), tmp_path, change)
+    with pytest.raises(ValueError, match=said) as raised:
+        load(folder)
+    assert str(folder) in str(raised.value)
+
+
+def test_reordered_columns_are_no_model(integers, tmp_path):
+    """Whatever the configuration says of them."""
+    folder = broken(integers("gptq"), tmp_path, lambda t: [t[k].copy_(t[k].flip(0)) for k in t if k.endswith("g_idx")])
+    with pytest.raises(RuntimeError):
+        load(folder)
+
+
+# ------------------------------------------------------------------------------------------------ packed experts
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_other_implementations_dequantise(gpt_oss, implementation, device):
+    """With one warning; asked for while loading, or later."""
+    ids = tokens(2, 9, device=device)
+    expected = dequantised(gpt_oss)(ids.cpu()).logits
+    warned.clear()
+    model = load(gpt_oss, device, experts_implementation=implementation)
+    assert model.get_experts_implementation() == {"": implementation}
+    with pytest.warns(UserWarning, match=f"GptOssExperts runs on '{implementation}', which cannot read mxfp4"):
+        assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids)
+    model.set_experts_implementation("moe_metal")
+    with counted() as calls:
+        assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+    assert calls == {"experts": 2}
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_gradients_pass_packed_experts(gpt_oss, fuse):
+    """All that is trained around them gets the gradients that it has around dense ones."""
+    gradients = []
+    for model in (dequantised(gpt_oss), load(gpt_oss)):
+        if fuse:
+            torch_moe_metal.patch(model)
+        model.train().requires_grad_(True)
+        with torch.enable_grad():
+            model(tokens(2, 9), labels=tokens(2, 9, seed=2)).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    dense, packed = gradients
+    assert dense.keys() - packed.keys() == {
+        f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("gate_up_proj", "down_proj")
+    }
+    for name, gradient in packed.items():
+        assert relative(gradient, dense[name]) <= 1e-4, name
+
+
+def test_copies_of_packed_experts(gpt_oss, tmp_path, device):
+    """Copied, pickled, cast and moved; scales keep their bits."""
+    ids = tokens(1, 5)
+    model = load(gpt_oss)
+    expected = model(ids).logits
+    torch_moe_metal.patch(model)
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        other.model.layers[0].mlp.experts.down_proj_bias.zero_()
+        assert type(other.model.layers[0].mlp.experts) is type(model.model.layers[0].mlp.experts)
+        moved = copy.deepcopy(model).to(torch.bfloat16).to(torch.float32).to(device)
+        assert relative(moved(ids.to(device)).logits.cpu(), expected) <= 0.02
+    assert relative(model(ids).logits, expected) <= 1e-5
+    assert "format=mxfp4" in repr(model)
+
+
+def test_moe_from_a_packed_block(gpt_oss):
+    block, x = load(gpt_oss).model.layers[0].mlp, torch.randn(2, 5, 64)
+    moe = MoE.from_block(block)
+    assert moe.down is block.experts.down_proj_blocks
+    assert relative(moe.to(torch.float16).float()(x), block(x)[0]) <= 1e-2
+    assert relative(MoE.from_block(block)(x), block(x)[0]) <= 1e-6
+
+
+def test_compiled(gpt_oss):
+    model, ids = load(gpt_oss), tokens(2, 9)
+    expected = model(ids, use_cache=False).logits
+    torch_moe_metal.patch(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert relative(compiled(ids, use_cache=False).logits, expected) <= 1e-5
+
+
+def test_other_versions_of_transformers_are_imported():
+    """Where a quantizer's parts are not what we know, that is said, and transformers goes on."""
+    script = """
+import sys, warnings, torch_moe_metal
+sys.modules["torch_moe_metal.transformers.quantizer"] = None
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import transformers.quantizers.auto as auto
+print([str(warning.message) for warning in said], auto.AUTO_QUANTIZER_MAPPING["mxfp4"].__name__)
+"""
+    said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert "quantised checkpoints are not loaded packed, since" in said and "Mxfp4HfQuantizer" in said

@@ -1,0 +1,326 @@
+"""Dense models of transformers, packed while they are loaded or in memory: `MoeMetalConfig` and `quantize_`."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import torch_moe_metal
+from checkpoints import formats
+from test_transformers import counted, generated, relative
+from tiny_models import COMMON, build, tiny_model, tokens
+from torch_moe_metal import MoeMetalConfig, quantize, quantize_, reference
+from torch_moe_metal.grad import warned
+
+SIZES = {"moe_intermediate_size": 64, "intermediate_size": 64, "tie_word_embeddings": False}
+SIZES |= {"q_lora_rank": 32, "shared_expert_intermediate_size": 64}
+WAYS = {
+    "qwen3_moe": {"group_size": 32},
+    "qwen3_next": {"bits": 8, "group_size": 16},
+    "gpt_oss": {"format": "mxfp4"},
+    "mixtral": {"format": "fp8"},
+    "gemma4_text": {"bits": 6, "group_size": 32},
+    "deepseek_v3": {"bits": 5, "group_size": 16, "bits_by_name": {"experts.down_proj": 8, "o_proj": 3}},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def dense(family: str, **changes):
+    return tiny_model(family, **SIZES | changes)
+
+
+def saved(family: str, folder: Path, **changes) -> Path:
+    """A dense checkpoint as its family's are: expert by expert where they are."""
+    dense(family, **changes).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, device: str = "cpu", config: MoeMetalConfig | None = None, **options):
+    options = {"dtype": torch.float32, "device_map": device} | options
+    options |= {"quantization_config": config} if config else {}  # transformers takes None for "not quantised"
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def rounded(model, config: MoeMetalConfig, names: set[str]):
+    """The dense model with what the reference makes of the packed weights of these modules."""
+
+    def round_(weight: torch.Tensor, name: str) -> None:
+        bits = config.bits_of(name)
+        parts = quantize(weight, config.format, bits, config.group_size)
+        weight.copy_(reference.dequantize(*parts, format=config.format, bits=bits, dtype=weight.dtype))
+
+    for name in names:
+        module = model.get_submodule(name)
+        for weight in ("weight",) if hasattr(module, "weight") else ("gate_up_proj", "down_proj"):
+            tensor = getattr(module, weight).data
+            round_(tensor.mT if getattr(module, "is_transposed", False) else tensor, f"{name}.{weight}")
+    return model
+
+
+@pytest.mark.parametrize("family", WAYS)
+def test_quantised_while_loading(family, device, tmp_path):
+    """Everything but routers is packed, as one weight after the other would be; patched, it is fused."""
+    folder, config, ids = saved(family, tmp_path), MoeMetalConfig(**WAYS[family]), tokens(2, 9, device=device)
+    model, stock = load(folder, device, config), load(folder, experts_implementation="eager")
+    packed = formats(model)
+    linear = {name for name, module in stock.named_modules() if type(module) is nn.Linear}
+    routers = {name for name in linear if name.endswith((".router.proj", ".shared_expert_gate"))}
+    experts = {name for name, _ in stock.named_modules() if name.endswith(".experts")}
+    assert packed.keys() == linear - routers | experts | {"model.embed_tokens"}
+    expected = rounded(stock, config, packed.keys())(ids.cpu()).logits
+    assert relative(model(ids).logits.cpu(), expected) <= 2e-5
+    report = torch_moe_metal.patch(model)
+    assert report["fused"] and not report["left"], str(report)
+    assert {row.note for row in report.rows} == {config.format}
+    with counted() as calls:
+        assert relative(model(ids).logits.cpu(), expected) <= 2e-5
+    assert calls["experts"] >= 1 and calls["linear"] > calls["experts"] and calls["dequantize"] == 1
+    assert all(buffer.device.type == device for buffer in model.buffers())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_text"])
+@pytest.mark.parametrize("skip", [[], ["lm_head"]], ids=str)
+def test_tied_embeddings(family, skip, tmp_path, device):
+    """A tied head reads the embedding's packed weight; with one of both skipped, both stay dense."""
+    folder = saved(family, tmp_path, tie_word_embeddings=True)
+    config, ids = MoeMetalConfig(group_size=32, skip=skip), tokens(2, 9, device=device)
+    model, stock = load(folder, device, config), load(folder)
+    names = formats(model).keys()
+    assert ("model.embed_tokens" in names) == (not skip) and "lm_head" not in names
+    assert isinstance(model.lm_head, torch_moe_metal.layers.TiedLinear) == (not skip)
+    expected = rounded(stock, config, names)(ids.cpu()).logits
+    assert relative(model(ids).logits.cpu(), expected) <= 2e-5
+    assert relative(copy.deepcopy(model)(ids).logits.cpu(), expected) <= 2e-5
+    model.save_pretrained(tmp_path / "again")
+    assert not skip or model.lm_head.weight is model.model.embed_tokens.weight
+    assert relative(load(tmp_path / "again", device)(ids).logits.cpu(), expected) <= 2e-5
+
+
+def test_a_model_without_experts(tmp_path, device):
+    """Its linear layers and embeddings are packed all the same."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**COMMON | {"tie_word_embeddings": False})
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    config, ids = MoeMetalConfig(group_size=16), tokens(2, 9, device=device)
+    model = load(tmp_path, device, config)
+    names = formats(model).keys()
+    assert {name for name, module in model.named_modules() if type(module) in (nn.Linear, nn.Embedding)} == set()
+    expected = rounded(load(tmp_path), config, names)(ids.cpu()).logits
+    assert relative(model(ids).logits.cpu(), expected) <= 2e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_in_memory(family, tmp_path, device):
+    """`quantize_` gives what loading gives, to the bit; both are saved as they are, and load again."""
+    folder, ids = saved(family, tmp_path / "dense"), tokens(2, 9, device=device)
+    loaded = load(folder, device, MoeMetalConfig(**WAYS[family]))
+    model = quantize_(load(folder, device), **WAYS[family])
+    assert isinstance(model.lm_head, nn.Linear) and model.get_experts_implementation() == {"": "moe_metal"}
+    expected = loaded.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.cpu(), expected[name].cpu()), name
+    for i, each in enumerate((model, loaded)):
+        each.save_pretrained(tmp_path / str(i))
+        again = load(tmp_path / str(i), device)
+        assert again.state_dict().keys() == expected.keys()
+        assert torch.equal(again(ids).logits, loaded(ids).logits)
+    assert len(generated(model, ids)) == 2
+
+
+def test_a_patched_model_is_quantised_too():
+    model, ids = dense("qwen3_moe"), tokens(2, 9)
+    torch_moe_metal.patch(model)
+    expected = quantize_(copy.deepcopy(model), 8, 32)(ids).logits
+    torch_moe_metal.unpatch(model)
+    assert relative(quantize_(model, 8, 32)(ids).logits, expected) <= 1e-5
+
+
+def test_dequantize(tmp_path):
+    """Everything is dense again, and transformers knows of no quantisation."""
+    model, ids = quantize_(dense("gpt_oss"), format="mxfp4"), tokens(2, 9)
+    expected = model(ids).logits
+    other = model.dequantize()
+    assert not formats(other) and not hasattr(other, "hf_quantizer")
+    assert relative(eager_logits(other, ids), expected) <= 1e-5
+    other.save_pretrained(tmp_path)
+    assert relative(load(tmp_path)(ids).logits, expected) <= 1e-5
+
+
+def eager_logits(model, ids):
+    model.set_experts_implementation("eager")
+    return model(ids).logits
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "gemma4_text"])
+def test_eager_reads_every_format(family, device):
+    """Dequantised at every call, with a warning."""
+    model, ids = quantize_(dense(family), **WAYS[family]).to(device), tokens(2, 9, device=device)
+    expected = model(ids).logits
+    warned.clear()
+    with pytest.warns(UserWarning, match=rf"cannot read {WAYS[family].get('format', 'affine')}: its weights are deq"):
+        assert relative(eager_logits(model, ids).cpu(), expected.cpu()) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "skip, expected",
+    [
+        ([r"(?!.*experts).*"], ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
+        (["layers.0", "self_attn", "lm_head"], ["model.embed_tokens", "model.layers.1.mlp.experts"]),
+        (["experts", "layers.0", "embed_tokens", "lm_head", r"[kvo]_proj"], ["model.layers.1.self_attn.q_proj"]),
+    ],
+    ids=str,
+)
+def test_skip(skip, expected):
+    assert list(formats(quantize_(dense("qwen3_moe"), group_size=32, skip=skip))) == expected
+
+
+def test_what_does_not_fit(caplog):
+    """A linear layer whose columns are no multiple of the group stays dense; experts are an error, before any work."""
+    model = dense("deepseek_v3", q_lora_rank=24)
+    quantize_(model, group_size=16)
+    assert type(model.model.layers[0].self_attn.q_b_proj) is nn.Linear
+    model = dense("qwen3_moe", moe_intermediate_size=48)
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts.down_proj: its 48 columns are no multiple of"):
+        quantize_(model, group_size=32)
+    assert not formats(model)
+    quantize_(model, group_size=16)
+
+
+@pytest.mark.parametrize(
+    "said, options",
+    [
+        ("format: expected one of affine, mxfp4, fp8, got 'int4'", {"format": "int4"}),
+        ("bits: expected 2, 3, 4, 5, 6 or 8, got 7", {"bits": 7}),
+        ("lm_head: expected 2, 3, 4, 5, 6 or 8, got 16", {"bits_by_name": {"lm_head": 16}}),
+        ("group_size: expected 16, 32, 64 or 128, got 48", {"group_size": 48}),
+    ],
+)
+def test_options_are_checked(said, options):
+    with pytest.raises(ValueError) as raised:
+        MoeMetalConfig(**options)
+    assert str(raised.value) == f"torch_moe_metal.MoeMetalConfig: {said}"
+
+
+def test_other_devices_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="its packed weights run on cpu and mps, got"):
+        load(saved("qwen3_moe", tmp_path), {"": "cuda"}, MoeMetalConfig())
+
+
+def test_saved_tensors_that_do_not_fit_are_named(tmp_path):
+    quantize_(dense("qwen3_moe"), group_size=32).save_pretrained(tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"group_size": 32', '"group_size": 64'))
+    with pytest.raises(ValueError, match=r"model.safetensors: \S+_scale: expected shape .*, by the model's config"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_adapters_train_on_packed_layers(fuse):
+    """PEFT's LoRA on packed linear layers gets the gradients that it gets on dense ones of the same numbers."""
+    gradients = []
+    for packed in (False, True):
+        model = quantize_(dense("qwen3_moe"), 8, 32)
+        model = model if packed else model.dequantize()
+        if fuse and packed:
+            torch_moe_metal.patch(model)
+        torch.manual_seed(0)
+        adapters = LoraConfig(target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
+        adapted = get_peft_model(model, adapters)
+        adapted.train()
+        with torch.enable_grad():
+            embedded = model.get_input_embeddings()(tokens(2, 9)).detach().requires_grad_()
+            adapted(inputs_embeds=embedded, labels=tokens(2, 9, seed=2)).loss.backward()
+        found = {name: p.grad for name, p in adapted.named_parameters() if "lora" in name}
+        gradients.append(found | {"input": embedded.grad})
+    stock, ours = gradients
+    assert len(ours) == 13 and stock.keys() == ours.keys()
+    for name, gradient in ours.items():
+        assert relative(gradient, stock[name]) <= 1e-4, name
+
+
+def test_compiled():
+    """Without a graph break: experts, linear layers, embedding and a tied head."""
+    model, ids = dense("qwen3_moe", tie_word_embeddings=True), tokens(2, 9)
+    quantize_(model, group_size=32)
+    expected = model(ids, use_cache=False).logits
+    torch_moe_metal.patch(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert relative(compiled(ids, use_cache=False).logits, expected) <= 1e-5
+
+
+class Strange(torch.Tensor):
+    """A tensor of some other quantizer's own."""
+
+
+def test_other_quantizers_are_left_with_their_reason():
+    model = dense("qwen3_moe")
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.data.as_subclass(Strange), requires_grad=False)
+    quantize_(model, group_size=32)
+    assert "model.layers.0.mlp.experts" in formats(model) and "model.layers.1.mlp.experts" not in formats(model)
+    report = torch_moe_metal.patch(model)
+    left = {row.name: row.note for row in report.rows if row.state == "left"}
+    assert set(left.values()) == {"its weights are of type Strange"} and "model.layers.1.mlp" in left
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+LOADING = """
+import sys, threading, time
+import torch, torch_moe_metal
+from transformers import AutoModelForCausalLM
+
+def memory():  # without the file's pages, which are the system's to drop
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+def watch():
+    global most
+    while True:
+        most = max(most, memory())
+        time.sleep(0.002)
+
+config = torch_moe_metal.MoeMetalConfig(bits=4, group_size=64)
+AutoModelForCausalLM.from_pretrained(sys.argv[1], quantization_config=config)
+most = before = memory()
+threading.Thread(target=watch, daemon=True).start()
+model = AutoModelForCausalLM.from_pretrained(sys.argv[2], quantization_config=config)
+packed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+print(most - before, packed)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process's own memory from its files'")
+def test_loading_needs_little_memory(tmp_path):
+    """Layers of Qwen3-30B-A3B's sizes, with fewer experts: beside the packed model there is never more than the experts
+    of one layer, dense."""
+    sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 16, "num_hidden_layers": 3}
+    with torch.device("meta"):
+        model = build("qwen3_moe", **SIZES | sizes).to(torch.bfloat16)
+    for tensor in model.to_empty(device="cpu").state_dict().values():
+        tensor.fill_(0.01)
+    layer = sum(p.nbytes for p in model.model.layers[0].mlp.experts.parameters())
+    model.save_pretrained(tmp_path / "large")
+    saved("qwen3_moe", tmp_path / "small")
+    del model
+    script = subprocess.run(
+        [sys.executable, "-c", LOADING, tmp_path / "small", tmp_path / "large"], capture_output=True, text=True
+    )
+    assert script.returncode == 0, script.stderr
+    grown, packed = map(int, script.stdout.split()[-2:])
+    print(f"grown {grown / 1e6:.0f} MB, packed {packed / 1e6:.0f} MB, one layer's experts {layer / 1e6:.0f} MB")
+    assert packed < 3 * layer * 0.3
+    assert grown <= packed + layer

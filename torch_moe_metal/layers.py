@@ -1,0 +1,235 @@
+"""Layers of packed weights, and what runs in place of the ops where a gradient is wanted.
+
+`torch_moe_metal.nn` has them for users; the transformers package puts them into models, too.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import reference
+from .arguments import DTYPES, beside
+from .grad import wants_grad
+from .packing import FP8_BLOCK, quantize
+
+ops = torch.ops.moe_metal
+PARTS = ("data", "scale", "offset")  # of a packed weight
+
+
+class Packed(nn.Module):
+    """A module whose packed weights are buffers: frozen, and to the bit the same after `.to(dtype)`, which converts the
+    module's other tensors. Scales would lose bits, and not every format takes every dtype.
+
+    `packing` tells, for each packed weight in the words of the ops, what the module calls its data, its scale and,
+    where the format has one, its offset: a checkpoint's own names may stay.
+    """
+
+    packing: dict[str, tuple[str, ...]]
+
+    def _apply(self, fn, recurse=True):
+        buffers = self._buffers
+        names = (name for names in self.packing.values() for name in names)
+        dtypes = {name: buffers[name].dtype for name in names if buffers.get(name) is not None}
+        for name in dtypes:
+            buffers[name] = buffers[name].view(torch.uint8)  # which no conversion touches
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            for name, dtype in dtypes.items():
+                buffers[name] = buffers[name].view(dtype)
+
+    def hold(self, weight: str, parts: Mapping[str, Tensor | None]) -> None:
+        """Have these as one packed weight: data, scale and offset, by the names that they shall have."""
+        for name, part in parts.items():
+            self._parameters.pop(name, None)
+            self.register_buffer(name, part)
+        self.packing = {**self.__dict__.get("packing", {}), weight: tuple(parts)}
+
+    def parts(self, weight: str) -> list[Tensor | None]:
+        """Data, scale and offset of a packed weight."""
+        names, buffers = self.packing[weight], self._buffers
+        return [buffers[name] for name in names] + [None] * (len(PARTS) - len(names))
+
+
+class Linear(Packed, nn.Linear):
+    """torch.nn.Linear with a quantised weight: x [..., in_features] -> [..., out_features].
+
+        layer = torch_moe_metal.nn.Linear.from_module(torch_layer, "affine", bits=4, group_size=64)
+
+    Buffers `data`, `scale` and `offset` as `torch_moe_metal.quantize` packs them, parameter `bias`. The weight is
+    frozen; gradients reach x and the bias.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, format: str = "affine", bits: int = 4,
+        group_size: int = 64, device=None, dtype=None,
+    ):  # fmt: skip
+        nn.Module.__init__(self)
+        module = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self._take(module, format, bits, group_size)
+
+    @classmethod
+    def from_module(cls, module: nn.Linear, format: str = "affine", bits: int = 4, group_size: int = 64) -> "Linear":
+        """The same layer with its weight quantised; the bias is the module's own."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._take(module, format, bits, group_size)
+        return layer.train(module.training)
+
+    @classmethod
+    def from_parts(
+        cls, parts: Mapping[str, Tensor | None], in_features: int, format: str, bias: nn.Parameter | None = None
+    ) -> "Linear":
+        """A layer of a weight that is packed already: data, scale and offset, by the names that they shall have."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.hold("weight", parts)
+        layer.in_features, layer.out_features, layer.format = in_features, len(layer.parts("weight")[0]), format
+        layer.register_parameter("bias", bias)
+        return layer
+
+    def _take(self, module: nn.Linear, format: str, bits: int, group_size: int) -> None:
+        self.in_features, self.out_features, self.format = module.in_features, module.out_features, format
+        self.hold("weight", dict(zip(PARTS, quantize(module.weight.detach(), format, bits, group_size), strict=True)))
+        self.register_parameter("bias", module.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if wants_grad(self, x):
+            return linear_with_grad(x, *self.parts("weight"), self.bias, self.format)
+        return ops.linear(x, *self.parts("weight"), self.bias, format=self.format)
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, format={self.format}"
+
+
+class TiedLinear(Linear):
+    """The linear layer of an embedding's packed weight, which stays the embedding's: a head tied to it."""
+
+    def __init__(self, embedding: "Embedding"):
+        nn.Module.__init__(self)
+        self.embedding = (embedding,)  # not a part of this layer
+        self.packing, self.bias, self.format = {}, None, embedding.format
+        self.in_features, self.out_features = embedding.embedding_dim, embedding.num_embeddings
+
+    def parts(self, weight: str) -> list[Tensor | None]:
+        return self.embedding[0].parts(weight)
+
+
+class Embedding(Packed):
+    """torch.nn.Embedding with a quantised weight: ids [...] -> [..., embedding_dim].
+
+        layer = torch_moe_metal.nn.Embedding.from_module(torch_layer, "affine", bits=4, group_size=64)
+
+    Buffers `data`, `scale` and `offset` as `torch_moe_metal.quantize` packs them. The weight is frozen. What comes out
+    has the dtype of the module's weight, or what `.to(dtype)` said later, times `multiplier`.
+    """
+
+    multiplier: float = 1.0
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, *, format: str = "affine", bits: int = 4, group_size: int = 64,
+        device=None, dtype=None,
+    ):  # fmt: skip
+        super().__init__()
+        self._take(nn.Embedding(num_embeddings, embedding_dim, device=device, dtype=dtype), format, bits, group_size)
+
+    @classmethod
+    def from_module(
+        cls, module: nn.Embedding, format: str = "affine", bits: int = 4, group_size: int = 64
+    ) -> "Embedding":
+        """The same layer with its weight quantised."""
+        if module.max_norm is not None:
+            raise TypeError("torch_moe_metal.nn.Embedding.from_module: max_norm changes the weight, which is frozen")
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._take(module, format, bits, group_size)
+        return layer.train(module.training)
+
+    @classmethod
+    def from_parts(
+        cls, parts: Mapping[str, Tensor | None], embedding_dim: int, format: str, dtype: torch.dtype
+    ) -> "Embedding":
+        """A layer of a weight that is packed already: data, scale and offset, by the names that they shall have."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.hold("weight", parts)
+        data = layer.parts("weight")[0]
+        layer.num_embeddings, layer.embedding_dim, layer.format = len(data), embedding_dim, format
+        layer.register_buffer("of_dtype", torch.empty(0, dtype=dtype, device=data.device), persistent=False)
+        return layer
+
+    def _take(self, module: nn.Embedding, format: str, bits: int, group_size: int) -> None:
+        self.num_embeddings, self.embedding_dim, self.format = module.num_embeddings, module.embedding_dim, format
+        self.hold("weight", dict(zip(PARTS, quantize(module.weight.detach(), format, bits, group_size), strict=True)))
+        self.register_buffer("of_dtype", module.weight.new_empty(0), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Each row is a matrix of its own, since fp8's neighbours share their scales."""
+        data, scale, offset = self.parts("weight")
+        data, rows = data.view(torch.uint8), ids.flatten().unsqueeze(-1)  # not every dtype can be indexed
+        scale = scale[rows // FP8_BLOCK if self.format == "fp8" else rows]
+        offset = None if offset is None else offset[rows]
+        bits = 8 * data.shape[-1] // self.embedding_dim
+        options = {"format": self.format, "bits": bits, "dtype": self.of_dtype.dtype}
+        output = ops.dequantize(data[rows], scale, offset, **options).view(*ids.shape, self.embedding_dim)
+        return output if self.multiplier == 1 else output * self.multiplier
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"
+
+
+# ------------------------------------------------------------------------------------------------ with a gradient
+
+
+def numbers(data: Tensor, scale: Tensor, offset: Tensor | None, format: str, x: Tensor) -> Tensor:
+    """What a packed weight stands for, in the dtype of x, whose rows are as long as the weight's."""
+    if x.dtype not in DTYPES or x.device.type not in ("cpu", "mps"):
+        return reference.numbers(data, scale, offset, format, x).to(x.dtype)
+    bits = 8 * data.element_size() * data.shape[-1] // x.shape[-1]
+    return ops.dequantize(data, scale, offset, format=format, bits=bits, dtype=x.dtype)
+
+
+class _PackedProduct(torch.autograd.Function):
+    """x @ weight^T with a backward to x, which unpacks the weight again rather than keep it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, format: str, *parts: Tensor | None) -> Tensor:
+        ctx.format, ctx.columns = format, x.shape[-1]
+        ctx.save_for_backward(*parts)
+        return F.linear(x, numbers(*parts, format, x))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        of_x = grad.new_empty(0, ctx.columns)
+        return grad @ numbers(*ctx.saved_tensors, ctx.format, of_x), None, None, None, None
+
+
+def linear_with_grad(
+    x: Tensor, data: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, format: str
+) -> Tensor:
+    product = _PackedProduct.apply(x, format, data, scale, offset)
+    return product if bias is None else product + bias.to(product.dtype)
+
+
+def slots_with_grad(x: Tensor, ids: Tensor, experts: dict) -> Tensor:
+    """Each choice's expert output [..., K, H], expert by expert, with a backward. `experts` are arguments of the op."""
+    options = {name: value for name, value in experts.items() if name in ("activation", "alpha", "limit")}
+    slots = x.new_zeros(*ids.shape, x.shape[-1])
+    for e in range(experts["down"].shape[0]):
+        chosen = (ids == e).nonzero(as_tuple=True)
+        both = expert_linear(x[chosen[:-1]], e, experts, "gate_up")
+        gate, up = (both[..., ::2], both[..., 1::2]) if experts.get("interleaved") else both.chunk(2, -1)
+        slots = slots.index_put(chosen, expert_linear(reference.glu(gate, up, **options), e, experts, "down"))
+    return slots
+
+
+def expert_linear(x: Tensor, e: int, experts: dict, name: str) -> Tensor:
+    weight, bias, format = experts[name][e], experts.get(f"{name}_bias"), experts.get("format", "dense")
+    bias = None if bias is None else bias[e]
+    if format == "dense":
+        return F.linear(x, weight.mT if experts.get("transposed") else weight, bias)
+    scales = (None if experts.get(part) is None else experts[part][e] for part in beside(name))
+    return linear_with_grad(x, weight, *scales, bias, format)

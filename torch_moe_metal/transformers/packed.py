@@ -1,0 +1,210 @@
+"""Modules of transformers with packed weights: experts that keep their class, and our layers in place of linear ones.
+
+This is the one place that knows how a transformers module holds packed weights. What a checkpoint calls their parts is
+kept, so that loading is renaming at most: a weight is told by the names of its data, its scale and, where the format
+has one, its offset.
+
+    pack_experts(experts, "mxfp4", {"gate_up": {"gate_up_proj_blocks": ..., "gate_up_proj_scales": ...}, "down": ...})
+    pack(model, "lm_head", "affine", lambda name, dense: {"weight": ..., "scales": ..., "biases": ...})
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..arguments import beside
+from ..grad import warn_once
+from ..layers import PARTS, Embedding, Linear, Packed, TiedLinear, numbers
+from ..packing import packed, quantize
+from .experts import NAME
+
+#: What transformers' classes of experts call the weights that the ops call gate_up and down.
+PROJECTIONS = {"gate_up": "gate_up_proj", "down": "down_proj"}
+PACKED = ("packing", "format", "columns", "arguments")  # what packed experts have beside what they had before
+Parts = Mapping[str, Tensor]  # data, scale and offset of one weight, by their names in the module
+
+
+class PackedExperts(Packed):
+    """What the classes of experts with packed weights share. They are subclasses of the experts' own class."""
+
+    original: type  # the class that this module had before
+    format: str
+    columns: dict[str, int]  # of each weight, dense
+    arguments: tuple[tuple[str, str], ...]  # of the op `experts`, and what they are called here
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        chosen = self.config._experts_implementation
+        if chosen == NAME:
+            return super().forward(hidden_states, *args, **kwargs)
+        warn_once(
+            f"{type(self).__name__} runs on {chosen!r}, which cannot read {self.format}: its weights are dequantised "
+            f'at every call. model.set_experts_implementation("{NAME}") runs them as they are'
+        )
+        return self.original.forward(self.dequantized(hidden_states.dtype), hidden_states, *args, **kwargs)
+
+    def dequantized(self, dtype: torch.dtype) -> nn.Module:
+        """A stand-in of the original class with dense weights of this dtype. All else is this module's own."""
+        dense = self.original.__new__(self.original)
+        dense.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in PACKED}
+        dense._parameters = dict(self._parameters)
+        dense._buffers = {name: value for name, value in self._buffers.items() if name not in packed_names(self)}
+        for weight, name in PROJECTIONS.items():
+            parts = self.parts(weight)
+            of_row = parts[0].new_empty(0, self.columns[weight], dtype=dtype)
+            unpacked = numbers(*parts, self.format, of_row)
+            dense._parameters[name] = unpacked.mT if self.is_transposed else unpacked
+        return dense
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, (super().extra_repr(), f"format={self.format}")))
+
+    def __reduce_ex__(self, protocol):
+        # These classes are made at run time, so a copy is made from the original class.
+        return rebuild, (self.original,), self.__dict__
+
+
+def rebuild(original: type) -> nn.Module:
+    cls = packed_class(original)
+    return cls.__new__(cls)
+
+
+@functools.cache
+def packed_class(original: type) -> type:
+    """It keeps its name and its home, by which blocks and device maps know it."""
+    own = {"original": original, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (PackedExperts, original), own)
+
+
+def empty_parts(name: str, size: tuple[int, ...], format: str, bits: int, group: int, dtype: torch.dtype) -> Parts:
+    """What `quantize` makes of a weight [..., N, C], on the meta device, by the names of `named_parts`."""
+    sizes = packed(size, format, bits, group, dtype)
+    return named_parts(name, [torch.empty(size, dtype=kind, device="meta") for size, kind in sizes.values()])
+
+
+def named_parts(name: str, parts: list[Tensor]) -> Parts:
+    """Our own names for parts: that of the dense weight for the data, and `_scale` and `_offset` behind it."""
+    names = (name, *(f"{name}_{part}" for part in PARTS[1:]))
+    return {name: part for name, part in zip(names, parts, strict=False) if part is not None}
+
+
+def quantize_like(module: Packed, weight: str, dense: Tensor) -> Parts:
+    """A dense weight in the format, the bits and the groups of those that the module has now."""
+    data, scale, _ = module.parts(weight)
+    bits, group = 8 * data.shape[-1] // dense.shape[-1], dense.shape[-1] // scale.shape[-1]
+    parts = [part for part in quantize(dense, module.format, bits, group) if part is not None]
+    return dict(zip(module.packing[weight], parts, strict=True))
+
+
+def packed_names(module: Packed) -> set[str]:
+    return {name for names in module.packing.values() for name in names}
+
+
+def columns_of(module: Packed, weight: str) -> int:
+    """How long the rows of a packed weight are, dense."""
+    if isinstance(module, PackedExperts):
+        return module.columns[weight]
+    return module.in_features if isinstance(module, Linear) else module.embedding_dim
+
+
+def packed_modules(model: nn.Module) -> Iterator[tuple[str, Packed]]:
+    """All modules of a model that hold packed weights, with their names."""
+    return ((name, module) for name, module in model.named_modules() if getattr(module, "packing", None))
+
+
+def weight_shape(experts: nn.Module, weight: str) -> tuple[int, int, int]:
+    """[E, N, C] of dense experts' gate_up [E, 2I, H] or down [E, H, I], whichever way they lie."""
+    E, N, C = getattr(experts, PROJECTIONS[weight]).shape
+    return (E, C, N) if experts.is_transposed else (E, N, C)
+
+
+def pack_experts(experts: nn.Module, format: str, weights: Mapping[str, Parts]) -> None:
+    """Have these packed weights, {"gate_up": ..., "down": ...}, in place of the dense ones: rows [E, N, C] as the ops
+    read them, whatever the dense ones were. While a checkpoint is loaded they are on the meta device."""
+    experts.columns = {weight: weight_shape(experts, weight)[2] for weight in PROJECTIONS}
+    for name in PROJECTIONS.values():
+        del experts._parameters[name]
+    experts.__class__ = packed_class(type(experts))
+    experts.format = format
+    for weight, parts in weights.items():
+        experts.hold(weight, parts)
+    experts.arguments = tuple(
+        (argument, name)
+        for weight, parts in weights.items()
+        for argument, name in zip((weight, *beside(weight)), parts, strict=False)
+    )
+    experts._is_hf_initialized = True  # transformers' initialisation knows dense weights alone
+
+
+def pack(model: nn.Module, name: str, format: str, parts: Callable[[str, Tensor], Parts]) -> None:
+    """Have packed weights in place of those of one module: experts, a linear layer or an embedding. `parts` is asked
+    for each weight, by its whole name and as the dense [..., N, C] that it is now."""
+    module = model.get_submodule(name)
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        dense = {weight: getattr(module, projection).detach() for weight, projection in PROJECTIONS.items()}
+        dense = {weight: tensor.mT if module.is_transposed else tensor for weight, tensor in dense.items()}
+        weights = {weight: parts(f"{name}.{PROJECTIONS[weight]}", tensor) for weight, tensor in dense.items()}
+        return pack_experts(module, format, weights)
+    found, columns = parts(f"{name}.weight", module.weight.detach()), module.weight.shape[-1]
+    if isinstance(module, nn.Embedding):
+        layer = Embedding.from_parts(found, columns, format, module.weight.dtype)
+        layer.multiplier = embedding_multiplier(module)
+        replace(model, name, layer)
+    else:
+        replace(model, name, Linear.from_parts(found, columns, format, module.bias))
+
+
+def embedding_multiplier(embedding: nn.Embedding) -> float | None:
+    """What the embedding's rows are multiplied by, in its own dtype (Gemma's); None when its class is not known."""
+    if type(embedding) is nn.Embedding:
+        return 1.0
+    if not type(embedding).__name__.endswith("ScaledWordEmbedding"):
+        return None
+    return torch.tensor(embedding.scalar_embed_scale, dtype=embedding.weight.dtype, device="cpu").item()
+
+
+def replace(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Have this layer in the place of another."""
+    layer.train(model.get_submodule(name).training)
+    layer._is_hf_initialized = True
+    model.set_submodule(name, layer)
+
+
+def tied_head(model: nn.Module) -> tuple[str, str] | None:
+    """The names of the embedding and of the head, when the head's weight is the embedding's, or will be once loaded."""
+    embedding, head = (getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output"))
+    if not (isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)):
+        return None
+    names = {module: name for name, module in model.named_modules()}
+    pair = names[embedding], names[head]
+    tied = model.all_tied_weights_keys.get(f"{pair[1]}.weight") == f"{pair[0]}.weight"
+    return pair if tied or head.weight is embedding.weight else None
+
+
+def replace_tied(model: nn.Module, embedding: str, head: str) -> None:
+    """Have the head read the packed embedding, and transformers know nothing of a tie between parameters."""
+    replace(model, head, TiedLinear(model.get_submodule(embedding)))
+    model.all_tied_weights_keys = {
+        target: source for target, source in model.all_tied_weights_keys.items() if target != f"{head}.weight"
+    }
+
+
+def unpack(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have dense weights of this dtype in place of all packed ones."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, PackedExperts):
+            dense = module.dequantized(dtype)
+            module.__dict__, module.__class__ = dense.__dict__, module.original
+            for projection in PROJECTIONS.values():
+                weight = module._parameters[projection].contiguous()
+                module._parameters[projection] = nn.Parameter(weight, requires_grad=False)
+        elif isinstance(module, Linear | Embedding):
+            columns, (data, *beside) = columns_of(module, "weight"), module.parts("weight")
+            weight = nn.Parameter(numbers(data, *beside, module.format, data.new_empty(0, columns, dtype=dtype)), False)
+            if isinstance(module, Linear):
+                dense = nn.Linear(columns, module.out_features, device="meta", bias=False)
+                dense.weight, dense.bias = weight, module.bias
+            else:
+                dense = nn.Embedding(module.num_embeddings, columns, _weight=weight * module.multiplier)
+            replace(model, name, dense)

@@ -1,0 +1,400 @@
+"""Quantised checkpoints in `from_pretrained`, run as they are on disk: transformers' quantizers, with packed weights.
+
+On cuda and xpu, and where the user asks for dequantised weights, transformers' own quantizers do what they always did.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils import logging
+
+from ..packing import FP8_BLOCK, MXFP4_GROUP
+from .checkpoint import SAFETENSORS, Stored, check_fp8, check_mxfp4, stored_tensors
+from .config import MoeMetalConfig
+from .experts import DEVICES, NAME, why_not_packed
+from .packed import (
+    PROJECTIONS,
+    Parts,
+    empty_parts,
+    pack,
+    packed_modules,
+    packed_names,
+    quantize_like,
+    unpack,
+    weight_shape,
+)
+from .patch import is_experts
+
+logger = logging.get_logger(__name__)
+
+
+def runs_here(device_map) -> bool:
+    """Whether a model with this device map lies where our ops run."""
+    if device_map is None:
+        return not (torch.cuda.is_available() or torch.xpu.is_available())  # it may be meant to be moved there
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    return all(device_type(place) in DEVICES for place in places)
+
+
+def device_type(place) -> str:
+    """Of an entry of a device map: a device, its name, the number of one, or a way to choose ("auto")."""
+    if isinstance(place, str) and place in ("auto", "balanced", "balanced_low_0", "sequential"):
+        place = 0
+    if isinstance(place, int):
+        accelerator = torch.accelerator.current_accelerator()
+        return accelerator.type if accelerator is not None else "cpu"
+    return "cpu" if place == "disk" else torch.device(place).type
+
+
+class PackedQuantizer(HfQuantizer):
+    """What our quantizers share. A subclass says which modules get which packed weights, on the meta device and by the
+    names that the checkpoint has for their parts; the rest is transformers' ordinary loading."""
+
+    stock: type | None = None  # transformers' own quantizer of this method, which takes over elsewhere
+    is_trainable = True  # gradients pass through packed weights
+    is_compileable = True
+
+    def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
+        """Have packed weights on the meta device, as they are stored."""
+        raise NotImplementedError
+
+    def obstacle(self, model: nn.Module, tensors: dict[str, Stored]) -> str | None:
+        """What of this model cannot be packed, so that transformers has to dequantise it."""
+        distributed = getattr(model.config, "distributed_config", None) is not None
+        return "packed weights are not distributed over processes" if distributed else None
+
+    def serves(self, device_map) -> bool:
+        """Whether this is ours: a checkpoint that is packed and shall stay so, where our ops run."""
+        dequantize = getattr(self.quantization_config, "dequantize", False)
+        return self.pre_quantized and not dequantize and runs_here(device_map)
+
+    def validate_environment(self, *args, device_map=None, **kwargs) -> None:
+        if self.stock is not None and not self.serves(device_map):
+            self.__class__ = self.stock
+            self.validate_environment(*args, device_map=device_map, **kwargs)
+
+    def update_attn_implementation(self, config):
+        """The first that a quantizer sees of the configuration, so it is also where our experts are selected."""
+        if config._experts_implementation is None:
+            config._experts_implementation = NAME
+        return config
+
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        tensors = stored_tensors(checkpoint_files)
+        obstacle = self.obstacle(model, tensors)
+        if obstacle is None:
+            return self.pack(model, tensors)
+        if self.stock is None:
+            raise ValueError(f"torch_moe_metal: cannot load {model.config.name_or_path}: {obstacle}")
+        logger.warning(f"torch_moe_metal: transformers dequantises this checkpoint, since {obstacle}")
+        self.__class__ = self.stock
+        self.quantization_config.dequantize = True
+        return self._process_model_before_weight_loading(model, checkpoint_files=checkpoint_files, **kwargs)
+
+    def update_weight_conversions(self, weight_conversions, model):
+        return weight_conversions
+
+    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
+        return False
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        missing = [
+            f"{name}.{part}"
+            for name, module in packed_modules(model)
+            for part in sorted(packed_names(module))
+            if not getattr(module._buffers[part], "_is_hf_initialized", False)
+        ]
+        if missing:
+            raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: missing: {', '.join(missing)}")
+
+    def get_state_dict_and_metadata(self, model):
+        return None, {}
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def _dequantize(self, model, dtype=None):
+        unpack(model, dtype or model.dtype)
+        return model
+
+
+def find(model: nn.Module, tensors: dict[str, Stored], name: str) -> Stored | None:
+    """What is stored under a model's name for it, with or without the base model's prefix."""
+    prefix = f"{model.base_model_prefix}."
+    return tensors.get(name) or tensors.get(name.removeprefix(prefix)) or tensors.get(prefix + name)
+
+
+def as_stored(model: nn.Module, tensors: dict[str, Stored], module: str, parts: Parts) -> Parts:
+    """Parts on the meta device with the dtypes in which they are stored, or an error where their shapes are others."""
+    found = {}
+    for name, part in parts.items():
+        stored = find(model, tensors, f"{module}.{name}")
+        if stored is not None:
+            stored.expect(stored.shape == tuple(part.shape), f"shape {list(part.shape)}, by the model's configuration")
+            part = part.to(SAFETENSORS[stored.dtype]) if stored.dtype in SAFETENSORS else part
+        found[name] = part
+    return found
+
+
+class Mxfp4(PackedQuantizer, Mxfp4HfQuantizer):
+    """gpt-oss: experts `gate_up_proj_blocks` [E, 2I, H / 32, 16], `gate_up_proj_scales` [E, 2I, H / 32], and so on."""
+
+    stock = Mxfp4HfQuantizer
+
+    def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
+        check_mxfp4(tensors)
+
+        def parts(name: str, dense: Tensor) -> Parts:
+            module, _, name = name.rpartition(".")
+            options = {"dtype": torch.uint8, "device": "meta"}
+            groups = (*dense.shape[:-1], dense.shape[-1] // MXFP4_GROUP)
+            sizes = {f"{name}_blocks": (*groups, MXFP4_GROUP // 2), f"{name}_scales": groups}
+            found = {part: torch.empty(size, **options) for part, size in sizes.items()}
+            return as_stored(model, tensors, module, found)
+
+        for name, module in list(model.named_modules()):
+            if is_experts(module):
+                pack(model, name, "mxfp4", parts)
+
+
+# ------------------------------------------------------------------------------------------------ FP8
+
+
+class AsBytes(ConversionOps):
+    """float8 as uint8, which every device can stack and join."""
+
+    dtypes = (torch.float8_e4m3fn, torch.uint8)
+
+    def convert(self, input_dict, **kwargs):
+        before, after = self.dtypes
+
+        def viewed(tensor: Tensor) -> Tensor:
+            return tensor.view(after) if tensor.dtype == before else tensor
+
+        return {
+            name: [viewed(tensor) for tensor in given] if isinstance(given, list) else viewed(given)
+            for name, given in input_dict.items()
+        }
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return AsFloats()
+
+
+class AsFloats(AsBytes):
+    dtypes = (torch.uint8, torch.float8_e4m3fn)
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return AsBytes()
+
+
+class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
+    """Blocks of 128 x 128 with a scale: `weight` and `weight_scale_inv` of linear layers, `gate_up_proj` and
+    `gate_up_proj_scale_inv` of experts, which transformers merges out of the single experts' while it loads."""
+
+    stock = FineGrainedFP8HfQuantizer
+
+    def serves(self, device_map) -> bool:
+        config = self.quantization_config
+        blocks = list(config.weight_block_size or ()) == [FP8_BLOCK, FP8_BLOCK]
+        known = blocks and (config.scale_fmt, config.expert_dtype, config.activation_scheme) == (
+            "float",
+            "fp8",
+            "dynamic",
+        )
+        return known and not config.modules_to_convert and super().serves(device_map)
+
+    def chosen(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The linear layers and experts that its configuration does not skip."""
+        config = self.quantization_config
+        skipped = self.get_modules_to_not_convert(model, config.modules_to_not_convert, model._keep_in_fp32_modules)
+        return {
+            name: module
+            for name, module in model.named_modules()
+            if (is_experts(module) or isinstance(module, nn.Linear)) and should_convert_module(name, skipped)
+        }
+
+    def obstacle(self, model: nn.Module, tensors: dict[str, Stored]) -> str | None:
+        check_fp8(tensors)
+        self._normalize_modules_to_not_convert(model)
+        for name, module in self.chosen(model).items():
+            if is_experts(module):
+                reason = why_not_packed(module)
+                if reason is None and weight_shape(module, "down")[2] % FP8_BLOCK:
+                    reason = f"its up rows do not begin with a block of {FP8_BLOCK}"
+                if reason is not None:
+                    return f"{name} cannot be packed: {reason}"
+            elif type(module) is not nn.Linear:
+                return f"{name} is a {type(module).__name__}"
+        return super().obstacle(model, tensors)
+
+    def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
+        scales = {SAFETENSORS.get(stored.dtype) for name, stored in tensors.items() if name.endswith("_scale_inv")}
+        dtype = scales.pop() if len(scales) == 1 else torch.float32
+
+        def parts(name: str, dense: Tensor) -> Parts:
+            module, _, name = name.rpartition(".")
+            data, scale = empty_parts(name, dense.shape, "fp8", 8, FP8_BLOCK, dtype).values()
+            return as_stored(
+                model, tensors, module, {name: data.to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.to(dtype)}
+            )
+
+        for name, module in self.chosen(model).items():
+            stored = find(model, tensors, f"{name}.weight")
+            if is_experts(module) or stored is None or stored.dtype == "F8_E4M3":
+                pack(model, name, "fp8", parts)
+
+    def update_weight_conversions(self, weight_conversions, model):
+        """Experts' weights are merged as bytes, and their scales as their weights are."""
+        updated = super(PackedQuantizer, self).update_weight_conversions([], model)  # other names for scales
+        for conversion in weight_conversions:
+            if isinstance(conversion, WeightConverter) and merges_experts(conversion):
+                sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
+                scales = ([f"{name}_scale_inv" for name in names] for names in (sources, targets))
+                updated.append(conversion.copy(*scales, operations=list(conversion.operations)))
+                conversion.operations = [AsBytes(), *conversion.operations, AsFloats()]
+            updated.append(conversion)
+        return updated
+
+
+def merges_experts(conversion: WeightConverter) -> bool:
+    """Whether it makes one weight of all experts out of their single ones."""
+    sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
+    whole = len(targets) == 1 and targets[0].rpartition(".")[2] in PROJECTIONS.values()
+    return whole and all(source.endswith(".weight") for source in sources)
+
+
+# ------------------------------------------------------------------------------------------------ our own
+
+
+class Quantize(ConversionOps):
+    """A dense weight, just loaded, in the form of the module's packed one."""
+
+    def convert(self, input_dict, model=None, **kwargs):
+        if len(input_dict) > 1:  # by QuantizeApart
+            return input_dict
+        ((name, tensor),) = input_dict.items()
+        tensor = tensor[0] if isinstance(tensor, list) else tensor
+        return quantized(model, name, tensor)
+
+
+class QuantizeApart(ConversionOps):
+    """What merges the single experts' weights, for weights that are packed first: one expert is dense at a time."""
+
+    def __init__(self, operations: list[ConversionOps]):
+        self.operations = operations
+
+    def convert(self, input_dict, model=None, full_layer_name=None, **kwargs):
+        module, weight = packed_weight(model, full_layer_name)
+        if weight is None:
+            return merged(self.operations, input_dict, model=model, full_layer_name=full_layer_name, **kwargs)
+        apart = {part: {} for part in module.packing[weight]}
+        for source in list(input_dict):
+            for dense in drained(input_dict.pop(source)):
+                for part, tensor in quantize_like(module, weight, dense).items():
+                    apart[part].setdefault(source, []).append(tensor)
+        parts = {part: next(iter(merged(self.operations, apart.pop(part), **kwargs).values())) for part in list(apart)}
+        return whole_names(model, full_layer_name, parts)
+
+
+def merged(operations: list[ConversionOps], tensors: dict, **kwargs) -> dict:
+    for operation in operations:
+        tensors = operation.convert(tensors, **kwargs)
+    return tensors
+
+
+def drained(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Each of them, none of which the list keeps."""
+    tensors.reverse()
+    while tensors:
+        yield tensors.pop()
+
+
+def packed_weight(model: nn.Module, name: str) -> tuple[nn.Module, str | None]:
+    """The module of a parameter, and which of its packed weights has its data there, or None."""
+    home, _, part = name.rpartition(".")
+    module = model.get_submodule(home)
+    packing = getattr(module, "packing", {})
+    return module, next((weight for weight, names in packing.items() if names[0] == part), None)
+
+
+def quantized(model: nn.Module, name: str, dense: Tensor) -> dict[str, Tensor]:
+    module, weight = packed_weight(model, name)
+    dense = dense.mT if getattr(module, "is_transposed", False) else dense
+    return whole_names(model, name, quantize_like(module, weight, dense))
+
+
+def whole_names(model: nn.Module, name: str, parts: Parts) -> dict[str, Tensor]:
+    """These parts of a weight, whose data is called `name`, by their names in the model; or an error where they are not
+    as large as the model's."""
+    home = name.rpartition(".")[0]
+    for part, tensor in parts.items():
+        expected = model.get_submodule(home)._buffers[part].shape
+        if tensor.shape != expected:
+            raise ValueError(f"{home}.{part}: expected shape {list(expected)}, got {list(tensor.shape)}")
+    return {f"{home}.{part}": tensor for part, tensor in parts.items()}
+
+
+class MoeMetal(PackedQuantizer):
+    """`MoeMetalConfig`: a dense checkpoint, packed while it is loaded, or one that was saved packed."""
+
+    quantization_config: MoeMetalConfig
+
+    def validate_environment(self, *args, device_map=None, **kwargs) -> None:
+        if not runs_here(device_map):
+            raise ValueError(f"torch_moe_metal: its packed weights run on {' and '.join(DEVICES)}, got {device_map}")
+
+    def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
+        config = self.quantization_config
+
+        def parts(name: str, dense: Tensor) -> Parts:
+            module, _, name = name.rpartition(".")
+            bits = config.bits_of(f"{module}.{name}")
+            found = empty_parts(name, dense.shape, config.format, bits, config.group_size, dense.dtype)
+            return as_stored(model, tensors, module, found) if self.pre_quantized else found
+
+        config.pack(model, parts)
+
+    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
+        return not self.pre_quantized and packed_weight(model, param_name)[1] is not None
+
+    def get_quantize_ops(self):
+        return Quantize()
+
+    def update_weight_conversions(self, weight_conversions, model):
+        for conversion in () if self.pre_quantized else weight_conversions:
+            if isinstance(conversion, WeightConverter) and merges_experts(conversion):
+                plain = all(isinstance(operation, MergeModulelist | Concatenate) for operation in conversion.operations)
+                if plain and self.quantization_config.format != "fp8":  # whose blocks may not end with an expert's gate
+                    conversion.operations = [QuantizeApart(conversion.operations)]
+        return weight_conversions
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        super()._process_model_after_weight_loading(model, **kwargs)
+        model._weight_conversions = []  # what is packed is saved under the model's own names
+
+
+def adopt(model: nn.Module, config: MoeMetalConfig) -> None:
+    """Have a model that was packed in memory be as one that was loaded."""
+    models = [part for part in model.modules() if hasattr(type(part), "set_experts_implementation")]
+    for part in models:
+        part.set_experts_implementation(NAME)
+    if model in models:
+        model.is_quantized, model.quantization_method = True, config.quant_method
+        model.hf_quantizer = MoeMetal(config, pre_quantized=True)
+        model.config.quantization_config = config
+        model._weight_conversions = []
+
+
+def register() -> None:
+    """Have these in the places of transformers' own."""
+    auto.AUTO_QUANTIZER_MAPPING |= {"mxfp4": Mxfp4, "fp8": Fp8, NAME: MoeMetal}
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[NAME] = MoeMetalConfig
