@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory) -> str:
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(99)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w98").save_pretrained(folder)
-    tiny_model("qwen3_moe").save_pretrained(folder)
+    tiny_model("qwen3_moe", moe_intermediate_size=64).save_pretrained(folder)  # of which groups of 64 can be packed
     return str(folder)
 
 
@@ -56,10 +56,18 @@ def test_chat(checkpoint: str, capsys):
     answers = []
     for arguments in ([], ["--stock"]):
         chat.main([checkpoint, "--prompt", "w5 w6 w7", "--tokens", "6", *arguments])
-        said = capsys.readouterr().out
+        said, told = capsys.readouterr()
         assert "tokens/s" in said and ("fused" in said) == (not arguments)
+        assert "GB of weights" in told
         answers.append(next(line for line in said.splitlines() if line.startswith("w")))
     assert answers[0] == answers[1]
+
+
+def test_chat_with_a_checkpoint_that_is_packed_while_it_is_loaded(checkpoint: str, capsys):
+    chat.main([checkpoint, "--prompt", "w5 w6 w7", "--tokens", "6", "--bits", "8"])
+    said = capsys.readouterr().out
+    assert "affine" in said, said
+    assert "tokens/s" in said
 
 
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])

@@ -1,10 +1,12 @@
-"""A whole model, end to end: transformers as it is, against experts_implementation, against patch.
+"""A whole model, end to end: transformers as it is, against experts_implementation, against patch, in bf16 and packed.
 
-The model has the layers of Qwen3-30B-A3B and random bf16 weights. It has `--layers` of the 48, and its vocabulary is
+The model has the sizes of `--model` and random bf16 weights. It has `--layers` of all its layers, and its vocabulary is
 cut in the same proportion, so that the head weighs as much as it does in the whole model. All variants take turns in
-every round, on the same weights and the same tokens; told are medians over the rounds.
+every round, on the same weights and the same tokens; told are medians over the rounds. Each of `--formats` makes two
+more variants, both with `patch`: experts alone packed, and all that is large.
 """
 
+import copy
 import json
 import statistics
 import sys
@@ -18,23 +20,28 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..models import MODELS
+from ..models import DEFAULT, MODELS
 from .block import configuration
 from .calls import Unfit
 from .here import add_device, check_device, has_transformers, positive
 from .measure import machine, synchronize
+from .packed import FORMATS
 from .report import Progress
 
 PROMPT, TOKENS = 512, 16
-LAYERS = 48  # of Qwen3-30B-A3B, as its heads below
+#: The models that are measured whole: all their layers, and what `MODELS` does not say of them.
+WHOLE = {
+    "qwen3-30b-a3b": (48, {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}),
+    "gpt-oss-20b": (24, {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}),
+}
+EXPERTS_ALONE = [r"(?!.*experts).*"]  # what is skipped then
 
 
-def qwen3(layers: int, device: str) -> nn.Module:
+def random_model(name: str, layers: int, device: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = MODELS["qwen3-30b-a3b"]
-    sizes = {"vocab_size": model.vocabulary * layers // LAYERS, "num_hidden_layers": layers}
-    attention = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    model, (all_layers, attention) = MODELS[name], WHOLE[name]
+    sizes = {"vocab_size": model.vocabulary * layers // all_layers, "num_hidden_layers": layers}
     config = AutoConfig.for_model(model.config, **configuration(model), **sizes, **attention)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -47,20 +54,43 @@ def qwen3(layers: int, device: str) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def variants(model: nn.Module, device: str) -> dict[str, Callable[[], object]]:
-    """What to call before each measurement, by name. Stock is the default of `generate`: grouped_mm, and outside of
-    the CPU batched_mm for decoding."""
+def variants(model: nn.Module, device: str) -> dict[str, Callable[[], nn.Module]]:
+    """What gives the model for each measurement, by name. Stock is the default of `generate`: grouped_mm, and outside
+    of the CPU batched_mm for decoding."""
     from ..transformers import patch, unpatch
 
-    def choose(implementation: str) -> None:
+    def choose(implementation: str) -> nn.Module:
         unpatch(model)
         model.set_experts_implementation(implementation)
+        return model
+
+    def patched() -> nn.Module:
+        patch(model)
+        return model
 
     stock = {"stock": lambda: choose("grouped_mm")}
     if device != "cpu":
         stock["stock, batched_mm"] = lambda: choose("batched_mm")
-    ours = {"experts_implementation": lambda: choose("moe_metal"), "patch": lambda: patch(model)}
-    return stock | ours
+    return stock | {"experts_implementation": lambda: choose("moe_metal"), "patch": patched}
+
+
+def packed_variants(model: nn.Module, formats: list[str]) -> dict[str, Callable[[], nn.Module]]:
+    """The same for copies in these formats, which share what stays dense."""
+    from ..transformers import patch, quantize_
+
+    made = {}
+    for name in formats:
+        packing = FORMATS[name]
+        for told, skip in ((f"patch, {name} experts", EXPERTS_ALONE), (f"patch, {name}", [])):
+            packed = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+            quantize_(packed, packing.bits, packing.group, packing.format, skip)
+            patch(packed)
+            made[told] = lambda packed=packed: packed
+    return made
+
+
+def weights_gb(model: nn.Module) -> float:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 1e9
 
 
 def synchronized(device: str) -> float:
@@ -106,18 +136,20 @@ def decode(model: nn.Module, ids: torch.Tensor, tokens: int) -> tuple[float, int
 
 
 @torch.no_grad()
-def measure(device: str, layers: int, rounds: int, progress: Progress) -> dict[str, dict[str, float]]:
+def measure(options: Namespace) -> dict[str, dict[str, float]]:
     """The median of each figure for each variant."""
-    model = qwen3(layers, device)
-    ids = torch.randint(0, model.config.vocab_size, (1, PROMPT), device=device)
-    rows: dict[str, list[tuple]] = {name: [] for name in variants(model, device)}
-    for _ in range(rounds + 1):  # the first of each only warms up
-        for name, prepare in variants(model, device).items():
+    model = random_model(options.model, options.layers, options.device)
+    ids = torch.randint(0, model.config.vocab_size, (1, PROMPT), device=options.device)
+    prepared = variants(model, options.device) | packed_variants(model, options.formats)
+    rows: dict[str, list[tuple]] = {name: [] for name in prepared}
+    progress = Progress((options.rounds + 1) * len(rows), wanted=not options.json)
+    for _ in range(options.rounds + 1):  # the first of each only warms up
+        for name, prepare in prepared.items():
             progress.show(sum(map(len, rows.values())), name)
-            prepare()
-            rows[name].append((*decode(model, ids[:, :32], TOKENS), prefill(model, ids)))
+            one = prepare()
+            rows[name].append((*decode(one, ids[:, :32], TOKENS), prefill(one, ids), weights_gb(one)))
     progress.clear()
-    columns = ("decode tokens/s", "ops per token", "prefill tokens/s")
+    columns = ("decode tokens/s", "ops per token", "prefill tokens/s", "weights GB")
     return {
         name: dict(zip(columns, map(statistics.median, zip(*row[1:], strict=True)), strict=True))
         for name, row in rows.items()
@@ -126,18 +158,22 @@ def measure(device: str, layers: int, rounds: int, progress: Progress) -> dict[s
 
 def table(medians: dict[str, dict[str, float]]) -> str:
     stock = medians["stock"]
-    lines = [f"{'':24}{'decode tokens/s':>24}{'ops per token':>16}{'prefill tokens/s':>24}"]
+    lines = [f"{'':24}{'decode tokens/s':>24}{'ops per token':>16}{'prefill tokens/s':>24}{'weights GB':>12}"]
     for name, row in medians.items():
         decoding, prefilling = (
             f"{row[key]:.1f} ({row[key] / stock[key]:.2f}x)" for key in ("decode tokens/s", "prefill tokens/s")
         )
-        lines.append(f"{name:24}{decoding:>24}{row['ops per token']:>16.0f}{prefilling:>24}")
+        lines.append(f"{name:24}{decoding:>24}{row['ops per token']:>16.0f}{prefilling:>24}{row['weights GB']:>12.1f}")
     return "\n".join(lines)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_device(parser)
-    parser.add_argument("--layers", type=positive, default=4, help=f"of the {LAYERS} (default: 4, in 6 GB)")
+    parser.add_argument("--model", choices=WHOLE, default=DEFAULT, help=f"whose layers (default: {DEFAULT})")
+    parser.add_argument("--layers", type=positive, default=4, help="of all its layers (default: 4, in 6 GB)")
+    packed = [name for name, packing in FORMATS.items() if packing]
+    told = f"packed weights, too: {' '.join(packed)} (default: none; each takes a minute to make and 4 GB)"
+    parser.add_argument("--formats", nargs="+", choices=packed, default=[], metavar="FORMAT", help=told)
     parser.add_argument("--rounds", type=positive, default=5, help="that count, after one that does not (default: 5)")
     parser.add_argument("--json", action="store_true", help="print JSON and no table")
 
@@ -157,13 +193,12 @@ def run(options: Namespace) -> int:
         "torch": torch.__version__,
         "device": options.device,
         "threads": torch.get_num_threads(),
+        "model": options.model,
         "layers": options.layers,
         "prompt": PROMPT,
     }
     if not options.json:
         print("   ".join(f"{key} {value}" for key, value in about.items()), flush=True)
-    steps = (options.rounds + 1) * (3 if options.device == "cpu" else 4)
-    progress = Progress(steps, wanted=not options.json)
-    medians = measure(options.device, options.layers, options.rounds, progress)
+    medians = measure(options)
     print(json.dumps({**machine(), **about, "rows": medians}, indent=1) if options.json else table(medians))
     return 0

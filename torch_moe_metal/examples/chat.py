@@ -1,6 +1,6 @@
-"""Chat with a Mixture-of-Experts checkpoint in a local directory.
+"""Chat with a Mixture-of-Experts checkpoint in a local directory: dense, or quantised as the README's table has it.
 
-python -m torch_moe_metal.examples.chat DIRECTORY [--prompt TEXT] [--tokens 256] [--stock] [--device cpu|mps]
+python -m torch_moe_metal.examples.chat DIRECTORY [--bits 4] [--prompt TEXT] [--tokens 256] [--stock] [--device cpu|mps]
 """
 
 import time
@@ -10,7 +10,8 @@ from transformers import AutoTokenizer, TextStreamer
 import torch_moe_metal
 
 from ..bench.here import positive
-from .models import Parser
+from ..packing import BITS
+from .models import Parser, memory, say
 
 
 def encode(tokenizer, conversation: list[dict], device) -> dict:
@@ -53,12 +54,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompt", help="one question, instead of a conversation")
     parser.add_argument("--tokens", type=positive, default=256, help="the most tokens of an answer (default: 256)")
     parser.add_argument("--stock", action="store_true", help="leave transformers as it is, to compare")
+    parser.add_argument("--bits", type=int, choices=BITS, help="pack a dense checkpoint in so many while it is loaded")
     options = parser.parse_args(arguments)
     with parser.loading(f"the tokenizer of {options.directory}", "cpu"):
         tokenizer = AutoTokenizer.from_pretrained(options.directory)
     model = parser.model(options)
     if not options.stock:
         print(torch_moe_metal.patch(model))
+    say(memory(model))
     if options.prompt:
         answer(tokenizer, model, [{"role": "user", "content": options.prompt}], options.tokens)
     else:

@@ -5,12 +5,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from ..bench.calls import Unfit
 from ..bench.here import add_device, check_device
+from ..bench.whole_model import weights_gb
+from ..transformers import MoeMetalConfig
 
 
 class Parser(ArgumentParser):
@@ -54,9 +57,20 @@ class Parser(ArgumentParser):
         torch.manual_seed(0)
         if options.directory is None:
             return small_model().to(options.device).eval()
+        bits = getattr(options, "bits", None)
+        how = {"quantization_config": MoeMetalConfig(bits)} if bits else {}
         with self.loading(options.directory, options.device):
-            model = AutoModelForCausalLM.from_pretrained(options.directory, dtype="auto")
+            model = AutoModelForCausalLM.from_pretrained(options.directory, dtype="auto", **how)
         return model.to(options.device).eval()
+
+
+def memory(model: PreTrainedModel) -> str:
+    """What the weights take, and what the process has from the device."""
+    told = f"{weights_gb(model):.1f} GB of weights"
+    if model.device.type == "mps" and torch.backends.mps.is_built():
+        return f"{told}, {torch.mps.driver_allocated_memory() / 1e9:.1f} GB of the GPU's memory in use"
+    unit = 1 if sys.platform == "darwin" else 1024
+    return f"{told}, at most {getrusage(RUSAGE_SELF).ru_maxrss * unit / 1e9:.1f} GB of memory in use so far"
 
 
 def say(what: str) -> None:
