@@ -17,9 +17,10 @@ from transformers import AutoConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from benchmarks import rows_of_bench
+from tiny_models import tiny_model
 from torch_moe_metal import bench
 from torch_moe_metal.__main__ import main
-from torch_moe_metal.bench import calls, here, measure
+from torch_moe_metal.bench import calls, here, measure, whole_model
 from torch_moe_metal.bench.block import (
     Block,
     Implementation,
@@ -593,3 +594,18 @@ def test_ways_take_every_option_of_the_table():
     for name, model in MODELS.items():
         for op in ("gate", "route", "glu", "experts"):
             assert rivals(op, Call(op, name, model, 1).options), (op, name)
+
+
+def test_packed_variants_of_a_whole_model_share_what_stays_dense():
+    model = tiny_model("qwen3_moe", moe_intermediate_size=64)
+    query = model.model.layers[0].self_attn.q_proj.weight
+    variants = whole_model.packed_variants(model, ["affine8"])
+    assert list(variants) == ["patch, affine8 experts", "patch, affine8"]
+    experts, whole = (prepare() for prepare in variants.values())
+    assert experts.model.layers[0].self_attn.q_proj.weight is query
+    gigabytes = [whole_model.weights_gb(one) for one in (whole, experts, model)]
+    assert gigabytes == sorted(gigabytes) and gigabytes[0] < 0.5 * gigabytes[2]
+    ids = torch.arange(16)[None]
+    dense = model(ids).logits
+    for packed in (experts, whole):
+        assert torch.cosine_similarity(packed(ids).logits.flatten(), dense.flatten(), 0) > 0.999
