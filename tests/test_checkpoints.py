@@ -21,7 +21,7 @@ import checkpoints
 import torch_moe_metal
 from checkpoints import formats
 from test_transformers import counted, generated, relative
-from tiny_models import tokens
+from tiny_models import FAMILIES, tokens
 from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
 from torch_moe_metal.transformers.integers import integers_of
@@ -219,6 +219,14 @@ def test_fp8_runs_packed(name, device, request):
     assert relative(model(ids).logits.cpu(), expected) <= 1e-5
     for tensor in dict(model.named_buffers()).values():
         assert tensor.device.type == device
+
+
+@pytest.mark.parametrize("family", checkpoints.FP8_FAMILIES)
+def test_fp8_of_every_family(family, tmp_path):
+    folder, ids = checkpoints.fp8(tmp_path, family), tokens(2, 9)
+    model, expected = load(folder), load(folder / "dense")(ids).logits
+    assert len(torch_moe_metal.patch(model)["fused"]) == FAMILIES[family][1]
+    assert set(formats(model).values()) == {"fp8"} and relative(model(ids).logits, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3_fp8", "deepseek_fp8"])

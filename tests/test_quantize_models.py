@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import torch_moe_metal
 from checkpoints import formats
 from test_transformers import counted, generated, relative
-from tiny_models import COMMON, build, tiny_model, tokens
+from tiny_models import COMMON, FAMILIES, build, tiny_model, tokens
 from torch_moe_metal import MoeMetalConfig, quantize, quantize_, reference
 from torch_moe_metal.grad import warned
 
@@ -106,6 +106,26 @@ def test_tied_embeddings(family, skip, tmp_path, device):
     model.save_pretrained(tmp_path / "again")
     assert not skip or model.lm_head.weight is model.model.embed_tokens.weight
     assert relative(load(tmp_path / "again", device)(ids).logits.cpu(), expected) <= 2e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family, tmp_path):
+    """Loaded packed, packed in memory, and saved and loaded again, it computes the same; patched, it is fused."""
+    model, ids = (
+        dense(family, intermediate_size_mlp=64, q_lora_rank=32, shared_expert_intermediate_size=64),
+        tokens(2, 9),
+    )
+    model.save_pretrained(tmp_path)
+    options = {"quantization_config": MoeMetalConfig(bits=8, group_size=16), "dtype": torch.float32}
+    loaded = type(model).from_pretrained(tmp_path, **options)
+    expected = loaded(ids).logits
+    stock = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    assert 1e-4 < relative(expected, stock(ids).logits) <= 0.25
+    assert torch.equal(quantize_(stock, 8, 16)(ids).logits, expected)
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(type(model).from_pretrained(tmp_path / "again", dtype=torch.float32)(ids).logits, expected)
+    assert len(torch_moe_metal.patch(loaded)["fused"]) == FAMILIES[family][1]
+    assert relative(loaded(ids).logits, expected) <= 1e-5
 
 
 def test_a_model_without_experts(tmp_path, device):
