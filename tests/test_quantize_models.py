@@ -20,7 +20,7 @@ from torch_moe_metal import MoeMetalConfig, quantize, quantize_, reference
 from torch_moe_metal.grad import warned
 
 SIZES = {"moe_intermediate_size": 64, "intermediate_size": 64, "tie_word_embeddings": False}
-SIZES |= {"q_lora_rank": 32, "shared_expert_intermediate_size": 64}
+SIZES |= {"q_lora_rank": 32, "shared_expert_intermediate_size": 64, "intermediate_size_mlp": 64}
 WAYS = {
     "qwen3_moe": {"group_size": 32},
     "qwen3_next": {"bits": 8, "group_size": 16},
@@ -111,10 +111,7 @@ def test_tied_embeddings(family, skip, tmp_path, device):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family, tmp_path):
     """Loaded packed, packed in memory, and saved and loaded again, it computes the same; patched, it is fused."""
-    model, ids = (
-        dense(family, intermediate_size_mlp=64, q_lora_rank=32, shared_expert_intermediate_size=64),
-        tokens(2, 9),
-    )
+    model, ids = dense(family), tokens(2, 9)
     model.save_pretrained(tmp_path)
     options = {"quantization_config": MoeMetalConfig(bits=8, group_size=16), "dtype": torch.float32}
     loaded = type(model).from_pretrained(tmp_path, **options)
