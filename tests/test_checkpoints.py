@@ -213,6 +213,8 @@ def test_fp8_runs_packed(name, device, request):
     linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     assert linear - packed.keys() == {"lm_head"} and set(packed.values()) == {"fp8"}
     assert {"self_attn", "experts"} <= {part for n in packed for part in n.split(".")}
+    for module in map(model.get_submodule, packed):
+        assert {module.parts(weight)[0].dtype for weight in module.packing} == {torch.float8_e4m3fn}
     assert relative(model(ids).logits.cpu(), expected) <= 1e-5
     report = torch_moe_metal.patch(model)
     assert report["fused"] and not report["left"] and all(row.note == "fp8" for row in report.rows), str(report)

@@ -164,6 +164,17 @@ def test_a_patched_model_is_quantised_too():
     assert relative(quantize_(model, 8, 32)(ids).logits, expected) <= 1e-5
 
 
+def test_packed_weights_keep_their_bits():
+    """Whatever dtype the rest of the model is cast to."""
+    model = quantize_(dense("qwen3_moe"), group_size=32)
+    before = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    model.to(torch.float16).to(torch.float32)
+    for name, tensor in model.named_buffers():
+        if "experts" in name or "_proj" in name or "embed_tokens.weight" in name:
+            assert tensor.dtype == before[name].dtype and torch.equal(tensor, before[name]), name
+    assert model.to(torch.float16)(tokens(1, 5)).logits.dtype == torch.float16
+
+
 def test_dequantize(tmp_path):
     """Everything is dense again, and transformers knows of no quantisation."""
     model, ids = quantize_(dense("gpt_oss"), format="mxfp4"), tokens(2, 9)
