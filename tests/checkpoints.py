@@ -62,15 +62,17 @@ FP8_SIZES = {
     "qwen3_moe": {"moe_intermediate_size": 256, "intermediate_size": 128},
     "deepseek_v3": {"moe_intermediate_size": 128, "intermediate_size": 256, "n_shared_experts": 2},
 }
+FP8_FAMILIES = ["qwen2_moe", "qwen3_next", "mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "deepseek_v2"]
 
 
 def fp8(folder: Path, family: str, scales: torch.dtype = torch.float32, **changes) -> Path:
     """What Qwen/Qwen3-30B-A3B-FP8 and deepseek-ai/DeepSeek-V3 look like: all linear layers but routers and the head.
     The folder `dense` in it has the same in float32."""
-    model = tiny_model(family, **FP8_SIZES[family] | {"tie_word_embeddings": False} | changes).bfloat16()
+    sizes = FP8_SIZES.get(family, {"moe_intermediate_size": 128, "intermediate_size": 128})
+    model = tiny_model(family, **sizes | {"tie_word_embeddings": False} | changes).bfloat16()
     tensors = original(model)
     dense = {name: tensor.float() for name, tensor in tensors.items()}
-    for name in [name for name in tensors if re.search(r"(_proj|_a_proj_with_mqa)\.weight$", name)]:
+    for name in [name for name in tensors if re.search(r"(_proj|_a_proj_with_mqa|\.w[123])\.weight$", name)]:
         data, scale, _ = quantize(tensors[name], "fp8")
         scale = scale.to(scales)
         dense[name] = reference.dequantize(data, scale, format="fp8", dtype=torch.float32)

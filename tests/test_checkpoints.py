@@ -21,7 +21,7 @@ import checkpoints
 import torch_moe_metal
 from checkpoints import formats
 from test_transformers import counted, generated, relative
-from tiny_models import tokens
+from tiny_models import FAMILIES, tokens
 from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
 from torch_moe_metal.transformers.integers import integers_of
@@ -213,12 +213,22 @@ def test_fp8_runs_packed(name, device, request):
     linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     assert linear - packed.keys() == {"lm_head"} and set(packed.values()) == {"fp8"}
     assert {"self_attn", "experts"} <= {part for n in packed for part in n.split(".")}
+    for module in map(model.get_submodule, packed):
+        assert {module.parts(weight)[0].dtype for weight in module.packing} == {torch.float8_e4m3fn}
     assert relative(model(ids).logits.cpu(), expected) <= 1e-5
     report = torch_moe_metal.patch(model)
     assert report["fused"] and not report["left"] and all(row.note == "fp8" for row in report.rows), str(report)
     assert relative(model(ids).logits.cpu(), expected) <= 1e-5
     for tensor in dict(model.named_buffers()).values():
         assert tensor.device.type == device
+
+
+@pytest.mark.parametrize("family", checkpoints.FP8_FAMILIES)
+def test_fp8_of_every_family(family, tmp_path):
+    folder, ids = checkpoints.fp8(tmp_path, family), tokens(2, 9)
+    model, expected = load(folder), load(folder / "dense")(ids).logits
+    assert len(torch_moe_metal.patch(model)["fused"]) == FAMILIES[family][1]
+    assert set(formats(model).values()) == {"fp8"} and relative(model(ids).logits, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3_fp8", "deepseek_fp8"])

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 import torch_moe_metal
 from checkpoints import formats
 from test_transformers import counted, generated, relative
-from tiny_models import COMMON, build, tiny_model, tokens
+from tiny_models import COMMON, FAMILIES, build, tiny_model, tokens
 from torch_moe_metal import MoeMetalConfig, quantize, quantize_, reference
 from torch_moe_metal.grad import warned
 
 SIZES = {"moe_intermediate_size": 64, "intermediate_size": 64, "tie_word_embeddings": False}
-SIZES |= {"q_lora_rank": 32, "shared_expert_intermediate_size": 64}
+SIZES |= {"q_lora_rank": 32, "shared_expert_intermediate_size": 64, "intermediate_size_mlp": 64}
 WAYS = {
     "qwen3_moe": {"group_size": 32},
     "qwen3_next": {"bits": 8, "group_size": 16},
@@ -108,6 +108,23 @@ def test_tied_embeddings(family, skip, tmp_path, device):
     assert relative(load(tmp_path / "again", device)(ids).logits.cpu(), expected) <= 2e-5
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family, tmp_path):
+    """Loaded packed, packed in memory, and saved and loaded again, it computes the same; patched, it is fused."""
+    model, ids = dense(family), tokens(2, 9)
+    model.save_pretrained(tmp_path)
+    options = {"quantization_config": MoeMetalConfig(bits=8, group_size=16), "dtype": torch.float32}
+    loaded = type(model).from_pretrained(tmp_path, **options)
+    expected = loaded(ids).logits
+    stock = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    assert 1e-4 < relative(expected, stock(ids).logits) <= 0.25
+    assert torch.equal(quantize_(stock, 8, 16)(ids).logits, expected)
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(type(model).from_pretrained(tmp_path / "again", dtype=torch.float32)(ids).logits, expected)
+    assert len(torch_moe_metal.patch(loaded)["fused"]) == FAMILIES[family][1]
+    assert relative(loaded(ids).logits, expected) <= 1e-5
+
+
 def test_a_model_without_experts(tmp_path, device):
     """Its linear layers and embeddings are packed all the same."""
     torch.manual_seed(0)
@@ -145,6 +162,17 @@ def test_a_patched_model_is_quantised_too():
     expected = quantize_(copy.deepcopy(model), 8, 32)(ids).logits
     torch_moe_metal.unpatch(model)
     assert relative(quantize_(model, 8, 32)(ids).logits, expected) <= 1e-5
+
+
+def test_packed_weights_keep_their_bits():
+    """Whatever dtype the rest of the model is cast to."""
+    model = quantize_(dense("qwen3_moe"), group_size=32)
+    before = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    model.to(torch.float16).to(torch.float32)
+    for name, tensor in model.named_buffers():
+        if "experts" in name or "_proj" in name or "embed_tokens.weight" in name:
+            assert tensor.dtype == before[name].dtype and torch.equal(tensor, before[name]), name
+    assert model.to(torch.float16)(tokens(1, 5)).logits.dtype == torch.float16
 
 
 def test_dequantize(tmp_path):

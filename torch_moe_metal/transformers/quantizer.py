@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, Transpose, WeightConverter
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -22,6 +22,7 @@ from .experts import DEVICES, NAME, why_not_packed
 from .packed import (
     PROJECTIONS,
     Parts,
+    columns_of,
     empty_parts,
     pack,
     packed_modules,
@@ -286,6 +287,22 @@ class Quantize(ConversionOps):
         return quantized(model, name, tensor)
 
 
+class TransposeToFit(Transpose):
+    """transformers' own, which may look at the dense weight's shape, where there is a packed one now."""
+
+    def __init__(self, stock: Transpose):
+        super().__init__(stock.dim0, stock.dim1, stock.check_dims)
+
+    def convert(self, input_dict, model=None, full_layer_name=None, **kwargs):
+        module, weight = packed_weight(model, full_layer_name)
+        if weight is None or not self.check_dims:
+            return super().convert(input_dict, model=model, full_layer_name=full_layer_name, **kwargs)
+        ((name, tensor),) = input_dict.items()
+        tensor = tensor[0] if isinstance(tensor, list) else tensor
+        fits = tensor.shape[-2:] == (module.parts(weight)[0].shape[-2], columns_of(module, weight))
+        return {name: tensor if fits else tensor.transpose(self.dim0, self.dim1)}
+
+
 class QuantizeApart(ConversionOps):
     """What merges the single experts' weights, for weights that are packed first: one expert is dense at a time."""
 
@@ -370,11 +387,17 @@ class MoeMetal(PackedQuantizer):
         return Quantize()
 
     def update_weight_conversions(self, weight_conversions, model):
-        for conversion in () if self.pre_quantized else weight_conversions:
-            if isinstance(conversion, WeightConverter) and merges_experts(conversion):
-                plain = all(isinstance(operation, MergeModulelist | Concatenate) for operation in conversion.operations)
-                if plain and self.quantization_config.format != "fp8":  # whose blocks may not end with an expert's gate
-                    conversion.operations = [QuantizeApart(conversion.operations)]
+        if self.pre_quantized:  # it was saved under the model's own names
+            return [conversion for conversion in weight_conversions if not isinstance(conversion, WeightConverter)]
+        for conversion in weight_conversions:
+            if not isinstance(conversion, WeightConverter):
+                continue
+            given = conversion.operations
+            operations = [TransposeToFit(each) if isinstance(each, Transpose) else each for each in given]
+            plain = all(isinstance(operation, MergeModulelist | Concatenate) for operation in operations)
+            if merges_experts(conversion) and plain and self.quantization_config.format != "fp8":
+                operations = [QuantizeApart(operations)]  # fp8's blocks may not end with an expert's gate
+            conversion.operations = operations
         return weight_conversions
 
     def _process_model_after_weight_loading(self, model, **kwargs):
