@@ -1,4 +1,4 @@
-"""Chat with a Mixture-of-Experts checkpoint in a local directory: dense, or quantised as the README's table has it.
+"""Chat with a Mixture-of-Experts checkpoint in a local directory: dense, or quantised in any way that runs packed.
 
 python -m torch_moe_metal.examples.chat DIRECTORY [--bits 4] [--prompt TEXT] [--tokens 256] [--stock] [--device cpu|mps]
 """
