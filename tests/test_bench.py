@@ -608,4 +608,5 @@ def test_packed_variants_of_a_whole_model_share_what_stays_dense():
     ids = torch.arange(16)[None]
     dense = model(ids).logits
     for packed in (experts, whole):
-        assert torch.cosine_similarity(packed(ids).logits.flatten(), dense.flatten(), 0) > 0.99  # a token chose otherwise
+        alike = torch.cosine_similarity(packed(ids).logits.flatten(), dense.flatten(), 0)
+        assert alike > 0.99  # a token may choose other experts
