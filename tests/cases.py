@@ -891,6 +891,17 @@ def hostile_packed() -> list[Case]:
     for dtype in (FLOAT, HALF, BFLOAT):
         powers = {"H": 384, "N": 37}
         cases.append(packed_case("dequantize", "extreme_powers", WIDTHS[-2], powers, {}, dtype, (), [extreme_powers]))
+    return cases + many_packed_tokens()
+
+
+def many_packed_tokens() -> list[Case]:
+    """So many for each expert that the CPU multiplies tiles of unpacked weights, in sizes for the fast set. Those are
+    rounded to bfloat16, which shows where terms cancel."""
+    cases = []
+    for width in WIDTHS:
+        H, I = {16: (160, 96), 32: (160, 96), 64: (192, 64), 128: (128, 128)}[width[2]]
+        dims = {"E": 2, "K": 2, "T": 16 if width[2] == 128 else 20, "H": H, "I": I}
+        cases.append(packed_case("experts", "many_tokens", width, dims, {}, BFLOAT, (), [without_signs]))
     return cases
 
 
