@@ -18,7 +18,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import torch_moe_metal
-from cases import BFLOAT, FLOAT, HALF, WIDTHS, call, expected, packed_case, sizes_for
+from cases import BFLOAT, FLOAT, HALF, WIDTHS, call, expected, packed_case, sizes_for, without_signs
 from checks import assert_matches, same_bits
 from torch_moe_metal import packing, quantize, reference
 
@@ -318,15 +318,17 @@ def read_up_to_the_wall(format: str) -> None:
     """Every width, group and size, in all three ops: each part of a weight has a wall of its own."""
     for width in (width for width in WIDTHS if width[0] == format):
         for H, I, N in sizes_for(width):
-            for op, T in itertools.product(("dequantize", "linear", "experts"), (1, 2, 3, 5, 33)):
-                case = packed_case(op, "wall", width, {"T": T, "E": 2, "K": 2, "H": H, "I": I, "N": N}, {})
+            calls = [("dequantize", 1, FLOAT)]
+            calls += itertools.product(("linear", "experts"), (1, 2, 3, 5, 33), (FLOAT,))
+            calls += itertools.product(("linear", "experts"), (1, 3, 33), (BFLOAT,))
+            for op, T, dtype in calls:
+                dims = {"T": T, "E": 2, "K": 2, "H": H, "I": I, "N": N}
+                case = packed_case(op, "wall", width, dims, {}, dtype, (), [without_signs])
                 args, wall = case.arguments(), Wall()
                 walled = {name: wall.before(tensor) for name, tensor in args.items()}
                 print(case, flush=True)
                 got = call(getattr(ops, op), op, walled, case.options)
                 assert_matches(got, expected(op, args, case.options), case.longest_sum)
-                if op == "dequantize":
-                    break
 
 
 @pytest.mark.parametrize("format", packing.FORMATS)
