@@ -1,0 +1,78 @@
+"""What `mlx_lm.convert -q` writes of tiny random models, and the logits that mlx-lm itself computes."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import numpy
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+import checkpoints
+from tiny_models import tiny_model
+
+SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 192, "moe_intermediate_size": 64}
+LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+#: What the families need beside SIZES, for groups of 64 columns.
+CHANGES = {
+    "qwen3_next": {"shared_expert_intermediate_size": 64},
+    "mixtral": {"intermediate_size": 64, "head_dim": 32},
+    "olmoe": {"intermediate_size": 64, "head_dim": 32},
+    "qwen2_moe": {"shared_expert_intermediate_size": 64, "head_dim": 32},
+    "minimax_m2": {"intermediate_size": 64},
+    "gpt_oss": {"intermediate_size": 64},
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": LATENT,
+    "gemma4_text": {"tie_word_embeddings": True},
+}
+ROPE = {"rope_theta": 10000.0, "rope_scaling": None}
+#: What published configurations say, and mlx-lm asks for, where transformers 5 writes other words.
+PUBLISHED = {
+    "qwen3_moe": ROPE | {"num_experts": 8},
+    "qwen3_next": ROPE | {"partial_rotary_factor": 0.25, "full_attention_interval": 2},
+    "glm4_moe": ROPE | {"partial_rotary_factor": 0.5},
+    "gemma4_text": {"global_head_dim": 16, "num_global_key_value_heads": 2},
+    "minimax_m2": ROPE | {"shared_intermediate_size": 0},
+}
+FAMILIES = [
+    "qwen3_moe", "qwen3_next", "mixtral", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3", "gemma4_text",
+    "glm4_moe_lite", "qwen2_moe", "minimax_m2",
+]  # fmt: skip
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {str(i): i for i in range(SIZES["vocab_size"])}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")))
+
+
+def source(folder: Path, family: str, **changes) -> Path:
+    """A dense checkpoint as it is published; of gpt-oss, whose experts mlx-lm takes in MXFP4 alone, that."""
+    sizes = SIZES | CHANGES.get(family, {}) | changes
+    if family == "gpt_oss":
+        checkpoints.gpt_oss(folder, **sizes)
+    else:
+        tiny_model(family, **sizes).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | PUBLISHED.get(family, {})))
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def convert(folder: Path, family: str, changes: dict | None = None, **options) -> Path:
+    """The same in the form that mlx-lm gives it; `options` are those of mlx_lm.convert."""
+    mx.set_default_device(mx.cpu)
+    dense = source(folder / "dense", family, **changes or {})
+    with contextlib.redirect_stdout(io.StringIO()):
+        mlx_lm.convert(str(dense), str(folder / "mlx"), quantize=True, dtype="float32", **options)
+    return folder / "mlx"
+
+
+def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """By mlx-lm, on the CPU."""
+    mx.set_default_device(mx.cpu)
+    model, _ = mlx_lm.load(str(folder))
+    return torch.from_numpy(numpy.array(model(mx.array(ids.numpy())).astype(mx.float32)))
