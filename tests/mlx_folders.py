@@ -24,19 +24,18 @@ CHANGES = {
     "olmoe": {"intermediate_size": 64, "head_dim": 32},
     "qwen2_moe": {"shared_expert_intermediate_size": 64, "head_dim": 32},
     "minimax_m2": {"intermediate_size": 64},
-    "gpt_oss": {"intermediate_size": 64},
+    # mlx-lm's YaRN rounds the ends of its ramp, which gpt-oss's own and transformers' does not: plain RoPE.
+    "gpt_oss": {"intermediate_size": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
     "deepseek_v3": LATENT,
     "glm4_moe_lite": LATENT,
     "gemma4_text": {"tie_word_embeddings": True},
 }
-ROPE = {"rope_theta": 10000.0, "rope_scaling": None}
 #: What published configurations say, and mlx-lm asks for, where transformers 5 writes other words.
 PUBLISHED = {
-    "qwen3_moe": ROPE | {"num_experts": 8},
-    "qwen3_next": ROPE | {"partial_rotary_factor": 0.25, "full_attention_interval": 2},
-    "glm4_moe": ROPE | {"partial_rotary_factor": 0.5},
+    "qwen3_moe": {"num_experts": 8},
+    "qwen3_next": {"full_attention_interval": 2},
     "gemma4_text": {"global_head_dim": 16, "num_global_key_value_heads": 2},
-    "minimax_m2": ROPE | {"shared_intermediate_size": 0},
+    "minimax_m2": {"shared_intermediate_size": 0},
 }
 FAMILIES = [
     "qwen3_moe", "qwen3_next", "mixtral", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3", "gemma4_text",
@@ -49,6 +48,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")))
 
 
+def rope(config: dict) -> dict:
+    """Published configurations have these beside each other."""
+    found = config.get("rope_parameters", {})
+    if "rope_theta" not in found:  # Gemma 4's, which differ by layer, are as they were
+        return {}
+    scaling = found if found["rope_type"] != "default" else None
+    return {"rope_scaling": scaling, "partial_rotary_factor": 1.0} | found
+
+
 def source(folder: Path, family: str, **changes) -> Path:
     """A dense checkpoint as it is published; of gpt-oss, whose experts mlx-lm takes in MXFP4 alone, that."""
     sizes = SIZES | CHANGES.get(family, {}) | changes
@@ -57,7 +65,7 @@ def source(folder: Path, family: str, **changes) -> Path:
     else:
         tiny_model(family, **sizes).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | PUBLISHED.get(family, {})))
+    (folder / "config.json").write_text(json.dumps(config | rope(config) | PUBLISHED.get(family, {})))
     tokenizer().save_pretrained(folder)
     return folder
 
