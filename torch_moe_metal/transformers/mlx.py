@@ -9,6 +9,7 @@ and what is no linear layer in transformers, are dequantised. Saved, such a mode
 import functools
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -360,6 +361,12 @@ def converters(quantizer: "Mlx", model: nn.Module) -> list[WeightConverter]:
     return found + [WeightConverter([name], [name], [change]) for name, change in changed.items()]
 
 
+def kind_of(name: str) -> str:
+    """A pattern for a module and its like in other layers."""
+    *_, last = re.split(r"\.\d+(?=\.)", name)
+    return re.escape(last if last.startswith(".") else last.rpartition(".")[2])
+
+
 def inside(model: nn.Module, name: str) -> tuple[str, nn.Module | None]:
     """A module's name with or without the base model's prefix, whichever the model has, and the module."""
     prefix = f"{model.base_model_prefix}."
@@ -392,7 +399,7 @@ class Mlx(PackedQuantizer):
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
         names = [*get_model_conversion_mapping(model), *renamings(model)]
         names = [each for each in names if isinstance(each, WeightRenaming)]
-        found, experts, self.dense_stems = {}, {}, set()
+        found, experts, self.kinds = {}, {}, {}
         for stem, weight in quantised(tensors, self.quantization_config).items():
             name = rename_source_key(f"{stem}.weight", names, [])[0].removesuffix(".weight")
             home, _, projection = name.rpartition(".")
@@ -400,6 +407,7 @@ class Mlx(PackedQuantizer):
                 experts.setdefault(inside(model, home)[0], {})[projection] = weight
             elif self.stays_packed(model, name):
                 found[inside(model, name)[0]] = weight
+                self.kinds[kind_of(name)] = FromWords()
             else:
                 self.will_be_dense(model, name, stem, weight)
         for name, weights in experts.items():
@@ -428,9 +436,7 @@ class Mlx(PackedQuantizer):
             weight.bits_and_group((attention.num_heads, *sides))
         elif isinstance(getattr(module, "weight", None), nn.Parameter):
             weight.bits_and_group(tuple(module.weight.shape))
-            self.dense_stems.add(re.escape(re.split(r"(?<=\.)\d+(?=\.)", name)[-1]))
-        elif module is not None or ".layers." not in name:
-            weight.weight.expect(False, "a weight that the model has a place for")
+            self.kinds[kind_of(name)] = Dense(self)
 
     def pack_layers(self, model: nn.Module, found: dict[str, Quantised]) -> None:
         def parts(name: str, dense: Tensor) -> Parts:
@@ -462,11 +468,11 @@ class Mlx(PackedQuantizer):
             raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: missing: {', '.join(missing)}")
 
     def update_weight_conversions(self, weight_conversions, model):
-        dequantised = [
-            WeightConverter(parts_of(stem), [rf"{stem}\.weight"], [Dense(self)]) for stem in sorted(self.dense_stems)
-        ]
-        rest = WeightConverter([r"\.weight"], [r"\.weight"], [FromWords()])
-        return [*dequantised, *converters(self, model), *weight_conversions, *renamings(model), rest]
+        found = converters(self, model)
+        for kind, operation in self.kinds.items():
+            names = parts_of(kind) if isinstance(operation, Dense) else parts_of(kind)[:1]
+            found.append(WeightConverter(names, [rf"{kind}\.weight"], [operation]))
+        return [*found, *weight_conversions, *renamings(model)]
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         super()._process_model_after_weight_loading(model, **kwargs)
@@ -501,16 +507,11 @@ def pack_joined(model: nn.Module, name: str, weights: Mapping[str, Quantised]) -
 
 
 def register() -> None:
+    """Have from_pretrained tell a folder of mlx-lm, which names no method."""
     auto.AUTO_QUANTIZER_MAPPING[METHOD] = Mlx
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = MlxConfig
-
-
-def register_recognition() -> None:
-    """Have from_pretrained tell a folder of mlx-lm, which says nothing of a method."""
-    from transformers import modeling_utils
-
-    stock = getattr(modeling_utils, "get_hf_quantizer", None)
-    if stock is None:
+    stock = getattr(auto, "get_hf_quantizer", None)
+    if stock is None:  # another version of transformers
         return
 
     @functools.wraps(stock)
@@ -518,4 +519,7 @@ def register_recognition() -> None:
         recognise(config)
         return stock(config, *args, **kwargs)
 
-    modeling_utils.get_hf_quantizer = get_hf_quantizer
+    auto.get_hf_quantizer = get_hf_quantizer
+    home = sys.modules.get("transformers.modeling_utils")  # which takes it from there when it is imported
+    if getattr(home, "get_hf_quantizer", None) is stock:
+        home.get_hf_quantizer = get_hf_quantizer
