@@ -10,9 +10,10 @@ import mlx_lm
 import numpy
 import torch
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import checkpoints
+import tiny_models
 from tiny_models import tiny_model
 
 SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 192, "moe_intermediate_size": 64}
@@ -29,6 +30,8 @@ CHANGES = {
     "deepseek_v3": LATENT,
     "glm4_moe_lite": LATENT,
     "gemma4_text": {"tie_word_embeddings": True},
+    "gemma4": {"tie_word_embeddings": True},
+    "qwen3_5_moe": {"shared_expert_intermediate_size": 64},
 }
 #: What published configurations say, and mlx-lm asks for, where transformers 5 writes other words.
 PUBLISHED = {
@@ -36,11 +39,28 @@ PUBLISHED = {
     "qwen3_next": {"full_attention_interval": 2},
     "gemma4_text": {"global_head_dim": 16, "num_global_key_value_heads": 2},
     "minimax_m2": {"shared_intermediate_size": 0},
+    "qwen3_5_moe_text": {"full_attention_interval": 2},
 }
 FAMILIES = [
     "qwen3_moe", "qwen3_next", "mixtral", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3", "gemma4_text",
-    "glm4_moe_lite", "qwen2_moe", "minimax_m2",
+    "glm4_moe_lite", "qwen2_moe", "minimax_m2", "gemma4", "qwen3_5_moe",
 ]  # fmt: skip
+
+
+#: Models of more than text, of which mlx-lm takes the language model alone, by that one's family.
+NESTED = {"gemma4": "gemma4_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+
+
+def nested(folder: Path, family: str, **sizes) -> None:
+    """A checkpoint of such a model, without its towers."""
+    torch.manual_seed(0)
+    text = tiny_models.COMMON | tiny_models.FAMILIES[NESTED[family]][0] | sizes
+    config = AutoConfig.for_model(family, text_config=text, vision_config=None)
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings
+    model = tiny_models.randomised(AutoModelForCausalLM.from_config(config))
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    checkpoints.write(folder, model, tensors, shards=1)
+    config.save_pretrained(folder)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -62,10 +82,15 @@ def source(folder: Path, family: str, **changes) -> Path:
     sizes = SIZES | CHANGES.get(family, {}) | changes
     if family == "gpt_oss":
         checkpoints.gpt_oss(folder, **sizes)
+    elif family in NESTED:
+        nested(folder, family, **sizes)
     else:
         tiny_model(family, **sizes).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | rope(config) | PUBLISHED.get(family, {})))
+    text = config.get("text_config", config)
+    text |= rope(text) | PUBLISHED.get(NESTED.get(family, family), {})
+    config["vocab_size"] = text["vocab_size"]
+    (folder / "config.json").write_text(json.dumps(config))
     tokenizer().save_pretrained(folder)
     return folder
 

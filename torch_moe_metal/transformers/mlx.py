@@ -112,9 +112,8 @@ class Quantised:
         of_config = ", by the model's configuration"
         self.weight.expect(list(self.weight.shape[:-1]) == rows, f"rows {rows}{of_config}")
         self.weight.expect(words * 32 % C == 0, f"{C} columns of as many bits each{of_config}")
-        self.scales.expect(
-            list(self.scales.shape[:-1]) == rows and C % groups == 0, f"{rows} and groups of {C} columns"
-        )
+        whole = groups > 0 and C % groups == 0
+        self.scales.expect(list(self.scales.shape[:-1]) == rows and whole, f"{rows} and groups of {C} columns")
         bits, group = words * 32 // C, C // groups
         if self.format == "mxfp4":
             mode = OTHER_MODES.get((bits, group))
