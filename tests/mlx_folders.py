@@ -108,7 +108,7 @@ def with_its_configuration(saved: Path, folder: Path) -> Path:
     """A model that transformers saved, for mlx-lm: transformers' configuration has other words for some things."""
     config = json.loads((folder / "config.json").read_text())
     written = json.loads((saved / "config.json").read_text())
-    config |= {key: written[key] for key in ("quantization", "quantization_config")}
+    config |= {key: written.get(key) for key in ("quantization", "quantization_config")}
     (saved / "config.json").write_text(json.dumps(config))
     tokenizer().save_pretrained(saved)
     return saved

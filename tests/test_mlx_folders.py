@@ -2,21 +2,25 @@
 
 import functools
 import json
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, core_model_loading
 
 import mlx_folders
 import torch_moe_metal
 from checkpoints import formats, stored
 from test_transformers import relative
 from tiny_models import tokens
+from torch_moe_metal.transformers.mlx import IN_TURN, Join
+from torch_moe_metal.transformers.packed import packed_modules, packed_names
 
 #: Of float32 sums in two orders; the largest seen is 2e-6.
 TOLERANCE = 1e-5
@@ -175,6 +179,46 @@ def test_in_half_precision(folder):
     assert model.model.norm.weight.dtype == torch.bfloat16 and model.lm_head.scales.dtype == torch.float32
     ours = relative(model(ids).logits.float(), exact)
     assert ours <= 2 * relative(model.dequantize()(ids).logits.float(), exact)
+
+
+def test_dequantised_and_saved(folder, tmp_path):
+    ids = tokens(2, 9)
+    model = load(folder("qwen3_next")).dequantize()
+    model.save_pretrained(tmp_path)
+    assert not formats(load(tmp_path)) and relative(load(tmp_path)(ids).logits, model(ids).logits) <= 1e-6
+    saved = mlx_folders.with_its_configuration(tmp_path, folder("qwen3_next"))
+    assert relative(mlx_folders.logits(saved, ids), model(ids).logits) <= TOLERANCE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells which memory is a file's")
+def test_what_is_copied(folder):
+    """On the CPU packed weights are the file's own pages, but for gates and ups, which are joined."""
+    model = load(folder("qwen3_moe"))
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [tuple(int(end, 16) for end in fields[0].split("-")) for fields in maps if "safetensors" in fields[-1]]
+    for name, module in packed_modules(model):
+        for part in packed_names(module):
+            mapped = any(first <= module._buffers[part].data_ptr() < last for first, last in ranges)
+            assert mapped != part.startswith("gate_up_proj"), f"{name}.{part}"
+
+
+def test_tensors_are_read_in_turn(folder, mps, monkeypatch):
+    """On mps none is read ahead of those that are joined before it: they would all be in the GPU's memory at once."""
+    read, joined = [], []
+
+    def materialize(*args, stock=core_model_loading._materialize_copy):
+        read.append(args)
+        return stock(*args)
+
+    def convert(*args, stock=Join.convert, **kwargs):
+        joined.append(len(read))
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(core_model_loading, "_materialize_copy", materialize)
+    monkeypatch.setattr(Join, "convert", convert)
+    monkeypatch.delenv(IN_TURN, raising=False)
+    load(folder("qwen3_moe"), mps)
+    assert len(joined) == 6 and joined[2] < len(read) / 2 < joined[3] and not os.environ.get(IN_TURN)
 
 
 # ------------------------------------------------------------------------------------------------ what does not fit

@@ -8,6 +8,7 @@ and what is no linear layer in transformers, are dequantised. Saved, such a mode
 
 import functools
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -29,11 +30,14 @@ from .config import ALWAYS_DENSE, within
 from .experts import DEVICES, why_not_packed
 from .packed import Parts, embedding_multiplier, named_parts, pack, pack_experts, replace_tied, tied_head, weight_shape
 from .patch import is_experts
-from .quantizer import AsBytes, PackedQuantizer, runs_here
+from .quantizer import AsBytes, PackedQuantizer, device_type, runs_here
 
 logger = logging.get_logger(__name__)
 METHOD = "moe_metal_mlx"
 INDEX = "model.safetensors.index.json"
+#: Set, transformers reads a tensor when it is needed. Its threads might read all gates and ups into a GPU's memory before
+#: the first are joined; on the CPU what is read ahead is the file's own pages.
+IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
 #: mlx-lm's projections of experts, by the op's word for the weight that they are in.
 EXPERTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 #: Modes of MLX that no reader of ours knows, by bits and group.
@@ -384,6 +388,7 @@ class Mlx(PackedQuantizer):
     """A folder of mlx-lm."""
 
     quantization_config: MlxConfig
+    read_in_turn: str | None = None  # what IN_TURN was, where it has to be so again
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
         if not runs_here(device_map):
@@ -391,9 +396,17 @@ class Mlx(PackedQuantizer):
                 f"torch_moe_metal: a checkpoint of mlx-lm runs on {' and '.join(DEVICES)} here, got {device_map}"
             )
 
-    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
         true_files(checkpoint_files)
         super()._process_model_before_weight_loading(model, checkpoint_files=checkpoint_files, **kwargs)
+        if any(device_type(place) == "mps" for place in (device_map or {}).values()):
+            self.read_in_turn, os.environ[IN_TURN] = os.environ.get(IN_TURN, ""), "1"
+
+    def get_new_dtype(self, converter, param, dtype):
+        """The first thing that transformers asks when it has looked at that variable."""
+        if self.read_in_turn is not None:
+            self.read_in_turn, os.environ[IN_TURN] = None, self.read_in_turn
+        return super().get_new_dtype(converter, param, dtype)
 
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
         names = [*get_model_conversion_mapping(model), *renamings(model)]
@@ -476,6 +489,11 @@ class Mlx(PackedQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         super()._process_model_after_weight_loading(model, **kwargs)
         model.config.quantization = self.quantization_config.to_dict()  # mlx-lm's own key, for what is saved
+
+    def _dequantize(self, model, dtype=None):
+        """It is saved as a folder of mlx-lm still, one without a packed weight."""
+        model.config.quantization = MlxConfig().to_dict()
+        return super()._dequantize(model, dtype)
 
 
 def pack_joined(model: nn.Module, name: str, weights: Mapping[str, Quantised]) -> None:
