@@ -3,7 +3,7 @@
 mlx-lm keeps each weight's codes as `weight` (uint32), with `scales` and, in its affine mode, `biases` beside it. Linear
 layers and embeddings keep these very tensors, under these names. Experts come as `gate_proj`, `up_proj` and `down_proj`
 of all experts; gate and up are joined while they are loaded, layer by layer, since the op reads them as one. Routers,
-and what is no linear layer in transformers, are dequantised. Saved, such a model is a folder of mlx-lm again.
+and what is no linear layer in transformers, are dequantised. Saved, weights are as mlx-lm has them again.
 """
 
 import functools
@@ -35,7 +35,7 @@ from .quantizer import AsBytes, PackedQuantizer, device_type, runs_here
 logger = logging.get_logger(__name__)
 METHOD = "moe_metal_mlx"
 INDEX = "model.safetensors.index.json"
-#: Set, transformers reads a tensor when it is needed. Its threads might read all gates and ups into a GPU's memory before
+#: Set, transformers reads a tensor when it is needed. Its threads may read all gates and ups into a GPU's memory before
 #: the first are joined; on the CPU what is read ahead is the file's own pages.
 IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
 #: mlx-lm's projections of experts, by the op's word for the weight that they are in.
@@ -66,9 +66,6 @@ class MlxConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict:
         """As mlx-lm has it, without a `quant_method`."""
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode, **self.layers}
-
-    def to_diff_dict(self) -> dict:
-        return self.to_dict()
 
 
 def recognise(config) -> None:
@@ -234,7 +231,7 @@ class Dense(ConversionOps):
 
     def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, model=None, **kwargs):
         like = model.get_parameter(full_layer_name)
-        return {target_patterns[0]: dense(input_dict, source_patterns, like.new_empty(0, like.shape[-1]))}
+        return {target_patterns[0]: dense(input_dict, source_patterns, like.shape[-1], like.dtype)}
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -253,14 +250,13 @@ class Keep(ConversionOps):
         raise NotImplementedError("which of them was packed is forgotten")
 
 
-def dense(given: dict[str, list[Tensor]], patterns: list[str], of_row: Tensor) -> Tensor:
-    """Of weight, scales and biases, the last two of which may not be there; `of_row` has its columns and dtype."""
-    weight, *beside = (given[pattern][0] if pattern in given else None for pattern in patterns)
-    if beside[0] is None:
-        return weight.to(of_row.dtype)
-    of_row = torch.empty(of_row.shape, dtype=of_row.dtype, device=weight.device)
-    format = "mxfp4" if beside[1] is None else "affine"
-    return numbers(weight.view(torch.uint8), *beside, format, of_row)
+def dense(given: dict[str, list[Tensor]], patterns: list[str], columns: int, dtype: torch.dtype) -> Tensor:
+    """Of weight, scales and biases, the last two of which may not be there."""
+    weight, scales, biases = (given[pattern][0] if pattern in given else None for pattern in patterns)
+    if scales is None:
+        return weight.to(dtype)
+    of_row = torch.empty(0, columns, dtype=dtype, device=weight.device)
+    return numbers(weight.view(torch.uint8), scales, biases, "mxfp4" if biases is None else "affine", of_row)
 
 
 class LatentAttention(ConversionOps):
@@ -272,8 +268,8 @@ class LatentAttention(ConversionOps):
 
     def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, model=None, **kwargs):
         like, attention = model.get_parameter(full_layer_name), model.get_submodule(full_layer_name.rsplit(".", 2)[0])
-        keys = dense(input_dict, source_patterns[:3], like.new_empty(0, attention.qk_nope_head_dim))
-        values = dense(input_dict, source_patterns[3:], like.new_empty(0, like.shape[-1]))
+        keys = dense(input_dict, source_patterns[:3], attention.qk_nope_head_dim, like.dtype)
+        values = dense(input_dict, source_patterns[3:], like.shape[-1], like.dtype)
         return {target_patterns[0]: torch.cat((keys.mT, values), 1).flatten(0, 1)}
 
     @property
@@ -388,7 +384,7 @@ class Mlx(PackedQuantizer):
     """A folder of mlx-lm."""
 
     quantization_config: MlxConfig
-    read_in_turn: str | None = None  # what IN_TURN was, where it has to be so again
+    reads_in_turn = False  # whether IN_TURN is set, and not by the user
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
         if not runs_here(device_map):
@@ -399,13 +395,15 @@ class Mlx(PackedQuantizer):
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
         true_files(checkpoint_files)
         super()._process_model_before_weight_loading(model, checkpoint_files=checkpoint_files, **kwargs)
-        if any(device_type(place) == "mps" for place in (device_map or {}).values()):
-            self.read_in_turn, os.environ[IN_TURN] = os.environ.get(IN_TURN, ""), "1"
+        places = device_map.values() if isinstance(device_map, dict) else filter(None, [device_map])
+        if IN_TURN not in os.environ and "mps" in map(device_type, places):
+            os.environ[IN_TURN], self.reads_in_turn = "1", True
 
     def get_new_dtype(self, converter, param, dtype):
         """The first thing that transformers asks when it has looked at that variable."""
-        if self.read_in_turn is not None:
-            self.read_in_turn, os.environ[IN_TURN] = None, self.read_in_turn
+        if self.reads_in_turn:
+            self.reads_in_turn = False
+            os.environ.pop(IN_TURN, None)
         return super().get_new_dtype(converter, param, dtype)
 
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
@@ -464,19 +462,15 @@ class Mlx(PackedQuantizer):
 
     def expect_all(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
         """An error where the files do not have all of the language model."""
-        known, conversions = (
-            model.state_dict(),
-            self.update_weight_conversions(get_model_conversion_mapping(model), model),
-        )
-        by_kind = [
-            [each for each in conversions if isinstance(each, kind)] for kind in (WeightRenaming, WeightConverter)
-        ]
-        reached = {rename_source_key(name, *by_kind, model.base_model_prefix, known)[0] for name in tensors}
-        parts = [module for module in (model.get_decoder(), model.get_output_embeddings()) if module is not None]
-        homes = tuple(f"{name}." for name, module in model.named_modules() if any(module is part for part in parts))
-        missing = [name for name in known if name.startswith(homes) and name not in reached]
-        missing = [name for name in missing if name not in model.all_tied_weights_keys]
-        if missing:
+        known = model.state_dict()
+        conversions = self.update_weight_conversions(get_model_conversion_mapping(model), model)
+        names = [each for each in conversions if isinstance(each, WeightRenaming)]
+        others = [each for each in conversions if isinstance(each, WeightConverter)]
+        reached = {rename_source_key(name, names, others, model.base_model_prefix, known)[0] for name in tensors}
+        parts = [id(module) for module in (model.get_decoder(), model.get_output_embeddings())]
+        homes = tuple(f"{name}." if name else "" for name, module in model.named_modules() if id(module) in parts)
+        reached |= model.all_tied_weights_keys.keys()
+        if missing := [name for name in known if name.startswith(homes) and name not in reached]:
             raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: missing: {', '.join(missing)}")
 
     def update_weight_conversions(self, weight_conversions, model):
@@ -491,32 +485,28 @@ class Mlx(PackedQuantizer):
         model.config.quantization = self.quantization_config.to_dict()  # mlx-lm's own key, for what is saved
 
     def _dequantize(self, model, dtype=None):
-        """It is saved as a folder of mlx-lm still, one without a packed weight."""
-        model.config.quantization = MlxConfig().to_dict()
+        """From now on it is a model of transformers like any other, and is saved as one."""
+        del model.config.quantization
+        model._weight_conversions = None
         return super()._dequantize(model, dtype)
 
 
 def pack_joined(model: nn.Module, name: str, weights: Mapping[str, Quantised]) -> None:
     """Have packed experts in place of dense ones, whose gate and up will be joined."""
-    experts = model.get_submodule(name)
-    any_weight = next(iter(weights.values())).weight
+    experts, first = model.get_submodule(name), next(iter(weights.values())).weight
     reason = why_not_packed(experts)
-    any_weight.expect(reason is None, f"experts that run packed, but {reason}")
+    first.expect(reason is None, f"experts that can run packed, but {reason}")
+    for projection in sum(EXPERTS.values(), ()):
+        first.expect(projection in weights, f"{projection} packed as well")
+    formats = {weight.format for weight in weights.values()}
+    first.expect(len(formats) == 1, "one format for all weights of the experts")
     found = {}
     for weight, projections in EXPERTS.items():
         E, N, C = weight_shape(experts, weight)
-        shape = (E, N // len(projections), C)
-        for projection in projections:
-            any_weight.expect(projection in weights, f"{name}.{projection} packed as it is")
-        parts = [weights[projection].parts(shape) for projection in projections]
+        parts = [weights[projection].parts((E, N // len(projections), C)) for projection in projections]
         forms = [[(part.shape, part.dtype) for part in each] for each in parts]
-        weights[projections[-1]].weight.expect(
-            forms[0] == forms[-1], f"the form of {weights[projections[0]].weight.name}"
-        )
-        rows = [torch.cat(each, 1) for each in zip(*parts, strict=True)]
-        found[weight] = named_parts(f"{weight}_proj", rows)
-    formats = {weight.format for weight in weights.values()}
-    any_weight.expect(len(formats) == 1, "one format for all weights of the experts")
+        weights[projections[-1]].weight.expect(forms[0] == forms[-1], f"the form of {projections[0]}'s")
+        found[weight] = named_parts(f"{weight}_proj", [torch.cat(each, 1) for each in zip(*parts, strict=True)])
     pack_experts(experts, formats.pop(), found)
 
 
