@@ -20,6 +20,7 @@ from checkpoints import formats, stored
 from conftest import DEVICES
 from test_transformers import relative
 from tiny_models import tokens
+from torch_moe_metal.transformers import mlx
 from torch_moe_metal.transformers.mlx import IN_TURN, Join
 from torch_moe_metal.transformers.packed import packed_modules, packed_names
 
@@ -304,6 +305,15 @@ def test_modes_that_do_not_run_are_named(tmp_path, mode):
     folder = mlx_folders.convert(tmp_path, "qwen3_moe", q_mode=mode)
     with pytest.raises(ValueError, match=rf"{folder}.*\.scales: expected mode affine or mxfp4, .* not {mode}"):
         load(folder)
+
+
+def test_experts_of_unknown_classes_are_named(folder, monkeypatch):
+    """Such as Llama 4's."""
+    monkeypatch.setattr(mlx, "is_experts", lambda module: False)
+    with pytest.raises(
+        ValueError, match=r"switch_mlp.\w+_proj.weight: expected experts that are on transformers' interface"
+    ):
+        load(folder("qwen3_moe"))
 
 
 def test_truncated(folder, tmp_path):

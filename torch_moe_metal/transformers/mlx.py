@@ -28,7 +28,17 @@ from ..packing import BITS, GROUPS, MXFP4_GROUP
 from .checkpoint import SAFETENSORS, Stored, stored_tensors
 from .config import ALWAYS_DENSE, within
 from .experts import DEVICES, why_not_packed
-from .packed import Parts, embedding_multiplier, named_parts, pack, pack_experts, replace_tied, tied_head, weight_shape
+from .packed import (
+    PROJECTIONS,
+    Parts,
+    embedding_multiplier,
+    named_parts,
+    pack,
+    pack_experts,
+    replace_tied,
+    tied_head,
+    weight_shape,
+)
 from .patch import is_experts
 from .quantizer import AsBytes, PackedQuantizer, device_type, runs_here
 
@@ -447,6 +457,8 @@ class Mlx(PackedQuantizer):
         elif isinstance(getattr(module, "weight", None), nn.Parameter):
             weight.bits_and_group(tuple(module.weight.shape))
             self.kinds[kind_of(name)] = Dense(self)
+        elif hasattr(inside(model, name.rpartition(".")[0])[1], PROJECTIONS["gate_up"]):
+            weight.weight.expect(False, "experts that are on transformers' interface for them, to run packed")
 
     def pack_layers(self, model: nn.Module, found: dict[str, Quantised]) -> None:
         def parts(name: str, dense: Tensor) -> Parts:
