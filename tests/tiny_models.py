@@ -130,13 +130,17 @@ def build(family: str, **changes) -> torch.nn.Module:
 
 def tiny_model(family: str, device: str = "cpu", **changes) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = build(family, **changes).eval().requires_grad_(False)
+    return randomised(build(family, **changes)).to(device)
+
+
+def randomised(model: torch.nn.Module) -> torch.nn.Module:
+    model.eval().requires_grad_(False)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.dim() >= 2:
             torch.nn.init.normal_(tensor, std=0.2)
         elif any(word in name for word in ("bias", "scale", "norm", "scalar")):
             tensor += 0.1 * torch.randn_like(tensor)
-    return model.to(device)
+    return model
 
 
 def tokens(*shape: int, device: str = "cpu", seed: int = 1) -> torch.Tensor:

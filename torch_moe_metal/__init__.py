@@ -83,12 +83,13 @@ def _register_experts() -> None:
 
 def _register_quantizers() -> None:
     try:
-        from .transformers import integers, quantizer
+        from .transformers import integers, mlx, quantizer
     except ImportError as error:  # transformers itself must not fail to be imported
         warnings.warn(f"torch_moe_metal: quantised checkpoints are not loaded packed, since {error}", stacklevel=2)
         return
     quantizer.register()
     integers.register()
+    mlx.register()
 
 
 # transformers is optional and slow to import: its experts interface and its quantizers learn of us when somebody else

@@ -1,0 +1,358 @@
+"""Folders of mlx-lm by `from_pretrained`, against mlx-lm itself."""
+
+import functools
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, core_model_loading
+
+import mlx_folders
+import torch_moe_metal
+from checkpoints import formats, stored
+from conftest import DEVICES
+from test_transformers import relative
+from tiny_models import tokens
+from torch_moe_metal.transformers import mlx
+from torch_moe_metal.transformers.mlx import IN_TURN, Join
+from torch_moe_metal.transformers.packed import packed_modules, packed_names
+
+#: Of float32 sums in two orders; the largest seen is 2e-6.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Made once for each family."""
+    return functools.cache(lambda family: mlx_folders.convert(tmp_path_factory.mktemp(family), family))
+
+
+def load(folder: Path, device: str = "cpu", **options):
+    return AutoModelForCausalLM.from_pretrained(folder, device_map=device, **{"dtype": torch.float32} | options)
+
+
+#: What transformers has no linear layer for, or runs dense: routers, and DeepSeek's attention in mlx-lm's form.
+DENSE = r"(gate|router|proj_router|router\.proj|shared_expert_gate|embed_q|unembed_out)$"
+
+
+def packed_stems(folder: Path) -> set[str]:
+    """Which weights mlx-lm packed, by its own names."""
+    return {name.removesuffix(".scales") for name in stored(folder) if name.endswith(".scales")}
+
+
+def common_name(name: str) -> str:
+    """For a module, or for all three weights of experts, of mlx-lm's or transformers' model."""
+    name = re.sub(r"(^|\.)language_model\.", r"\1", name.replace(".block_sparse_moe.", ".mlp."))
+    return re.sub(r"\.(switch_mlp|experts)(\..*)?$", ".experts", name)
+
+
+@pytest.mark.parametrize("family", mlx_folders.FAMILIES)
+def test_families(folder, family, device):
+    """What mlx-lm packed stays packed, but for routers. The logits are mlx-lm's."""
+    ids = tokens(2, 9)
+    model = load(folder(family), device)
+    expected = mlx_folders.logits(folder(family), ids)
+    packed = {stem for stem in packed_stems(folder(family)) if not re.search(DENSE, stem)}
+    assert set(map(common_name, packed)) == set(map(common_name, formats(model)))
+    assert relative(model(ids.to(device)).logits.cpu(), expected) <= TOLERANCE
+    report = torch_moe_metal.patch(model)
+    assert report["fused"] and not report["left"], str(report)
+    assert relative(model(ids.to(device)).logits.cpu(), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "mixtral", "gpt_oss", "deepseek_v3", "gemma4"])
+def test_saved_it_is_a_folder_of_mlx_lm(folder, family, tmp_path):
+    """With the same packed bytes; what was dequantised is dense. transformers and mlx-lm have the same logits of it."""
+    ids = tokens(2, 9)
+    model = load(folder(family))
+    expected = model(ids).logits
+    torch_moe_metal.patch(model)
+    model.save_pretrained(tmp_path)
+    before, after = stored(folder(family)), stored(tmp_path)
+    for name, tensor in before.items():
+        stem = name.rpartition(".")[0]
+        if stem in packed_stems(tmp_path):
+            assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
+    assert all(re.search(DENSE, stem) for stem in packed_stems(folder(family)) - packed_stems(tmp_path))
+    again = load(tmp_path)
+    torch_moe_metal.unpatch(model)
+    assert formats(again) == formats(model) and again.state_dict().keys() == model.state_dict().keys()
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+    assert relative(again(ids).logits, expected) <= 1e-6  # dense rows may lie otherwise in memory
+    saved = mlx_folders.with_its_configuration(tmp_path, folder(family))
+    assert relative(mlx_folders.logits(saved, ids), expected) <= TOLERANCE
+
+
+# ------------------------------------------------------------------------------------------------ modes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"q_bits": bits, "q_group_size": group} for bits, group in ((2, 32), (3, 64), (5, 64), (6, 32), (8, 128))]
+    + [{"q_mode": "mxfp4"}, {"quant_predicate": "mixed_3_6", "q_group_size": 64}],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_modes(options, tmp_path, device):
+    """Widths and groups, mxfp4 beside an affine router, and recipes that give layers of one kind different widths."""
+    ids = tokens(2, 9)
+    folder = mlx_folders.convert(tmp_path, "qwen3_moe", {"moe_intermediate_size": 128}, **options)
+    model = load(folder, device)
+    assert set(formats(model).values()) == {"mxfp4" if "q_mode" in options else "affine"}
+    assert relative(model(ids.to(device)).logits.cpu(), mlx_folders.logits(folder, ids)) <= TOLERANCE
+
+
+def layers_of_its_own(path: str, module) -> bool | dict:
+    """One layer's attention and the embedding dense, another's experts wider, routers dense."""
+    if re.search(r"layers\.0\.self_attn|embed_tokens|mlp\.gate$", path):
+        return False
+    if "layers.1.mlp" in path:
+        return {"group_size": 32, "bits": 6}
+    return {"group_size": 32, "bits": 4, "mode": "mxfp4"} if path == "lm_head" else True
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_layer_as_it_is_stored(tmp_path, tied):
+    """Not as config.json's first lines say: by layer, dense and mixed with mxfp4."""
+    ids = tokens(2, 9)
+    changes = {"tie_word_embeddings": tied}
+    folder = mlx_folders.convert(tmp_path / "a", "qwen3_moe", changes, quant_predicate=layers_of_its_own)
+    model = load(folder)
+    packed = formats(model)
+    assert packed.get("lm_head") == (None if tied else "mxfp4") and "model.embed_tokens" not in packed
+    assert not any(name.startswith("model.layers.0.self_attn") for name in packed)
+    experts = [layer.mlp.experts for layer in model.model.layers]
+    assert [part.down_proj.shape[-1] * 8 // part.columns["down"] for part in experts] == [4, 6]
+    assert relative(model(ids).logits, mlx_folders.logits(folder, ids)) <= TOLERANCE
+    model.save_pretrained(tmp_path / "saved")
+    assert formats(load(tmp_path / "saved")) == packed
+
+
+def test_head_tied_to_a_packed_embedding(tmp_path, device):
+    """The embedding's weight is there once."""
+    ids = tokens(2, 9)
+    folder = mlx_folders.convert(tmp_path, "qwen3_moe", {"tie_word_embeddings": True})
+    model = load(folder, device)
+    assert model.lm_head.parts("weight")[0] is model.model.embed_tokens.weight
+    assert relative(model(ids.to(device)).logits.cpu(), mlx_folders.logits(folder, ids)) <= TOLERANCE
+
+
+def changed(folder: Path, to: Path, **changes) -> Path:
+    """A copy with other things in config.json; None takes a key out."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    config = json.loads((to / "config.json").read_text()) | changes
+    (to / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return to
+
+
+def test_older_folders(folder, tmp_path):
+    """They have the key `quantization` alone."""
+    ids, model = tokens(2, 9), load(folder("qwen3_moe"))
+    older = load(changed(folder("qwen3_moe"), tmp_path, quantization_config=None))
+    assert formats(older) == formats(model) and torch.equal(older(ids).logits, model(ids).logits)
+
+
+def test_without_a_prefix(folder):
+    """A base model alone, too."""
+    ids = tokens(2, 9)
+    model, base = load(folder("qwen3_moe")), AutoModel.from_pretrained(folder("qwen3_moe"), dtype=torch.float32)
+    assert {f"model.{name}" for name in formats(base)} == formats(model).keys() - {"lm_head"}
+    assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+
+
+def test_in_half_precision(folder):
+    """In bfloat16 it is as near to float32 as the dequantised model is in bfloat16."""
+    ids = tokens(4, 16)
+    exact = load(folder("qwen3_moe"))(ids).logits
+    model = load(folder("qwen3_moe"), dtype=torch.bfloat16)
+    assert model.model.norm.weight.dtype == torch.bfloat16 and model.lm_head.scales.dtype == torch.float32
+    ours = relative(model(ids).logits.float(), exact)
+    assert ours <= 2 * relative(model.dequantize()(ids).logits.float(), exact)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
+def test_dequantised_and_saved(folder, family, tmp_path):
+    """It is a checkpoint of transformers then."""
+    ids = tokens(2, 9)
+    model = load(folder(family)).dequantize()
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert not formats(again) and not hasattr(again, "hf_quantizer")
+    assert relative(again(ids).logits, model(ids).logits) <= 1e-6
+    assert relative(load(folder(family))(ids).logits, model(ids).logits) <= TOLERANCE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells which memory is a file's")
+def test_what_is_copied(folder):
+    """On the CPU packed weights are the file's own pages, but for gates and ups, which are joined."""
+    model = load(folder("qwen3_moe"))
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [tuple(int(end, 16) for end in fields[0].split("-")) for fields in maps if "safetensors" in fields[-1]]
+    for name, module in packed_modules(model):
+        for part in packed_names(module):
+            mapped = any(first <= module._buffers[part].data_ptr() < last for first, last in ranges)
+            assert mapped != part.startswith("gate_up_proj"), f"{name}.{part}"
+
+
+@pytest.mark.skipif("mps" not in DEVICES, reason="MOE_METAL_DEVICES leaves mps out; on the CPU nothing is read ahead")
+def test_tensors_are_read_in_turn(folder, mps, monkeypatch):
+    """On mps none is read ahead of those that are joined before it: they would all be in the GPU's memory at once."""
+    read, joined = [], []
+
+    def materialize(*args, stock=core_model_loading._materialize_copy):
+        read.append(args)
+        return stock(*args)
+
+    def convert(*args, stock=Join.convert, **kwargs):
+        joined.append(len(read))
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(core_model_loading, "_materialize_copy", materialize)
+    monkeypatch.setattr(Join, "convert", convert)
+    monkeypatch.delenv(IN_TURN, raising=False)
+    load(folder("qwen3_moe"), mps)
+    assert len(joined) == 6 and joined[2] < len(read) / 2 < joined[3] and IN_TURN not in os.environ
+
+
+# ------------------------------------------------------------------------------------------------ what does not fit
+
+
+def rewritten(folder: Path, to: Path, change) -> Path:
+    """A copy, in which `change` has been at the tensors."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    tensors = load_file(to / "model.safetensors")
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "mlx"})
+    (to / "model.safetensors.index.json").unlink()
+    return to
+
+
+UP, QUERY = "model.layers.1.mlp.switch_mlp.up_proj", "model.layers.0.self_attn.q_proj"
+
+
+def beside(stem: str) -> tuple[str, str]:
+    return f"{stem}.scales", f"{stem}.biases"
+
+
+def cut(columns: int, *names: str):
+    return lambda t: t.update({name: t[name][..., :columns].contiguous() for name in names})
+
+
+def repeated(times: int, *names: str):
+    return lambda t: t.update({name: t[name].repeat_interleave(times, -1) for name in names})
+
+
+@pytest.mark.parametrize(
+    "said, change",
+    [
+        (f"{UP}.weight: expected {UP}.scales beside it, which is missing", lambda t: t.pop(f"{UP}.scales")),
+        (f"{UP}.scales: expected {UP}.biases beside it, which is missing", lambda t: t.pop(f"{UP}.biases")),
+        (f"{QUERY}.biases: expected {QUERY}.weight beside it, which is", lambda t: t.pop(f"{QUERY}.weight")),
+        (rf"{QUERY}.scales: expected \[64\] and groups of 128 columns, got", cut(0, *beside(QUERY))),
+        (rf"{UP}.scales: expected a scale for each 16, 32, 64 or 128 of 128 columns", repeated(8, *beside(UP))),
+        (rf"{UP}.weight: expected the form of gate_proj's", repeated(2, *beside(UP))),
+        (rf"{UP}.biases: expected what {UP}.scales is", repeated(2, f"{UP}.scales")),
+        (rf"{QUERY}.weight: expected 128 columns of as many bits each", cut(15, f"{QUERY}.weight")),
+        (rf"{QUERY}.weight: expected 128 columns of 2, 3, 4, 5, 6 or 8 bits", cut(4, f"{QUERY}.weight")),
+        (rf"{UP}.weight: expected rows \[8, 64\], by", lambda t: t.update({f"{UP}.weight": t[f"{UP}.weight"][:4]})),
+        ("missing: model.layers.1.mlp.experts.gate_up_proj", None),
+        ("missing: model.layers.0.self_attn.q_norm.weight", lambda t: t.pop("model.layers.0.self_attn.q_norm.weight")),
+    ],
+)
+def test_what_does_not_fit_is_named(folder, tmp_path, said, change):
+    """File, tensor and what was expected; and no model."""
+
+    def without_experts(tensors):
+        for name in [name for name in tensors if name.startswith("model.layers.1.mlp.switch_mlp")]:
+            del tensors[name]
+
+    broken = rewritten(folder("qwen3_moe"), tmp_path, change or without_experts)
+    with pytest.raises(ValueError, match=said) as raised:
+        load(broken)
+    assert str(tmp_path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "entry, said",
+    [
+        ({QUERY: {"bits": 4, "group_size": 32}}, f"{QUERY}.weight: expected 4 bits in groups of 32, as config.json"),
+        ({QUERY: {"bits": 8, "group_size": 64}}, f"{QUERY}.weight: expected 8 bits in groups of 64, as config.json"),
+        ({QUERY: {"bits": 4, "group_size": 64, "mode": "fp5"}}, f"{QUERY}.*: expected affine or mxfp4, .* not 'fp5'"),
+        ({QUERY: False}, f"{QUERY}.weight: expected no packed weight, since config.json says false for it"),
+    ],
+)
+def test_a_configuration_that_lies(folder, tmp_path, entry, said):
+    before = json.loads((folder("qwen3_moe") / "config.json").read_text())["quantization"]
+    with pytest.raises(ValueError, match=said):
+        load(changed(folder("qwen3_moe"), tmp_path, quantization_config=before | entry))
+
+
+@pytest.mark.parametrize("mode", ["nvfp4", "mxfp8"])
+def test_modes_that_do_not_run_are_named(tmp_path, mode):
+    folder = mlx_folders.convert(tmp_path, "qwen3_moe", q_mode=mode)
+    with pytest.raises(ValueError, match=rf"{folder}.*\.scales: expected mode affine or mxfp4, .* not {mode}"):
+        load(folder)
+
+
+def test_experts_of_unknown_classes_are_named(folder, monkeypatch):
+    """Such as Llama 4's."""
+    monkeypatch.setattr(mlx, "is_experts", lambda module: False)
+    with pytest.raises(
+        ValueError, match=r"switch_mlp.\w+_proj.weight: expected experts that are on transformers' interface"
+    ):
+        load(folder("qwen3_moe"))
+
+
+def test_truncated(folder, tmp_path):
+    shutil.copytree(folder("qwen3_moe"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(ValueError, match=rf"{file}: .*expected .* bytes.*, got"):
+        load(tmp_path)
+
+
+def two_files(folder: Path, to: Path) -> Path:
+    """The same in two files, whose index is not true."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    tensors = load_file(to / "model.safetensors")
+    (to / "model.safetensors").unlink()
+    for i in range(2):
+        part = {name: tensors[name] for name in sorted(tensors)[i::2]}
+        save_file(part, to / f"model-{i + 1:05d}-of-00002.safetensors", metadata={"format": "mlx"})
+    return to
+
+
+@pytest.mark.parametrize("listed", ["model-00001-of-00002.safetensors", "model-00001-of-00009.safetensors"])
+def test_a_stale_index_is_told(folder, tmp_path, caplog, listed):
+    """One that lists some of the files, or others, as it comes from the dense checkpoint."""
+    to = two_files(folder("qwen3_moe"), tmp_path)
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": listed}}
+    (to / "model.safetensors.index.json").write_text(json.dumps(index))
+    with caplog.at_level("WARNING"):
+        transformers.utils.logging.enable_propagation()
+        model = load(to)
+        transformers.utils.logging.disable_propagation()
+    assert f"{to / 'model.safetensors.index.json'} is stale" in caplog.text
+    ids = tokens(2, 9)
+    assert relative(model(ids).logits, load(folder("qwen3_moe"))(ids).logits) <= 1e-6
+
+
+def test_a_true_index_is_not(folder, caplog):
+    with caplog.at_level("WARNING"):
+        transformers.utils.logging.enable_propagation()
+        load(folder("qwen3_moe"))
+        transformers.utils.logging.disable_propagation()
+    assert "stale" not in caplog.text
