@@ -21,7 +21,8 @@ from torch_moe_metal.reference import tolerance
 NOISE = 2.0**-20  # sixteen roundings of float32
 LEAST_NOISE = 2.0**-145  # the same of its smallest numbers
 MOST_ELEMENTS = 2**22  # of an argument of a spoiled call that the reference computes in time
-SECONDS = 600.0 if "ASAN_OPTIONS" in os.environ else 60.0  # that a case may take
+SANITIZED = "ASAN_OPTIONS" in os.environ  # tools/sanitize.py, which says why there are no forks then
+SECONDS = 600.0 if SANITIZED else 60.0  # that a case may take
 
 
 def check(drawn: Call, device: str) -> str:
@@ -174,8 +175,20 @@ def equal(drawn: Call, values: Args, options: dict, got: list[Tensor]) -> None:
         too_small(tensor.cpu(), exact, chosen, longest)
     known = [w.to(g.dtype).to(w.dtype) for g, w in zip(got, want, strict=True)]
     got = [k.to(g.dtype).where(mask, g.cpu()) for g, k, mask in zip(got, known, skipped, strict=True)]
+    likes = [k.to(l.dtype).where(mask, l) for l, k, mask in zip(likes, known, skipped, strict=True)]
     want = [k.where(mask, w) for w, k, mask in zip(want, known, skipped, strict=True)]
+    longest = max(longest, *(length_of_a_sum_as_far_off(*pair) for pair in zip(likes, want, strict=True)))
     assert_matches(got, want, longest, meets_infinity(op, values, options))
+
+
+def length_of_a_sum_as_far_off(like: Tensor, want: Tensor) -> float:
+    """As the reference is in float32. Roundings of equal terms, too, go one way, in whatever order they are added: a
+    sum of 512 is off by 1.0e-6, and by 1.1e-6 in PyTorch's float32 (seed 292264, avx2-155)."""
+    finite = like.isfinite() & want.to(like.dtype).isfinite()
+    if like.dtype != torch.float32 or not (error := (like.double() - want)[finite]).any():
+        return 1
+    times_allowed = min(float(error.norm() / want[finite].norm() / tolerance(like.dtype)), 8.0)  # `unsure` has the rest
+    return 1024 * times_allowed**2
 
 
 def noisy(values: Args, seed: int) -> Args:
@@ -253,7 +266,7 @@ def again(drawn: Call, device: str, first: list[Tensor]) -> None:
     wrong: list[str] = []
     with busy(same, wrong):
         assert same(), "other bits beside threads"
-        if drawn.beside == "forks" and device == "cpu":
+        if drawn.beside == "forks" and device == "cpu" and not SANITIZED:
             for _ in range(3):
                 forked(same)
     assert not wrong, wrong[0]
