@@ -44,6 +44,13 @@ def replace(found: list[Tensor], output: Tensor) -> None:
     found[0] = output
 
 
+@pytest.mark.parametrize("off, times", [(0, 1), (2e-6, 2), (1e-3, 8)])
+def test_as_far_off_as_the_reference_in_float32_is_right(off: float, times: int):
+    want = torch.ones(8, dtype=torch.float64)
+    length = fuzz_checks.length_of_a_sum_as_far_off((want + off).float(), want)
+    assert reference.tolerance(torch.float32, length) == pytest.approx(times * reference.tolerance(torch.float32), 0.1)
+
+
 WRONG = {
     "relative L2 error": lambda found, args: found[0].mul_(1.03),
     "an element is wrong|relative L2 error|expected": lambda found, args: found[0].view(-1)[-1:].add_(1.0),
