@@ -15,7 +15,7 @@ from cases import Args, call, clear_choice, expected, is_number
 from checks import assert_matches, bits, meets_infinity, same_bits
 from fuzz_cases import Call
 from torch_moe_metal import reference
-from torch_moe_metal.arguments import ARGUMENTS, ROUTERS, beside, written
+from torch_moe_metal.arguments import ARGUMENTS, ROUTERS, beside, outputs, written
 from torch_moe_metal.reference import tolerance
 
 NOISE = 2.0**-20  # sixteen roundings of float32
@@ -162,7 +162,8 @@ def equal(drawn: Call, values: Args, options: dict, got: list[Tensor]) -> None:
     others = [likes, *(expected(op, noisy(values, seed), options) for seed in range(3))]
     # A token's experts are added one by one. Where they are alike, roundings go one way: not the root of their number
     # counts then, all of it.
-    longest = max(drawn.case.longest_sum, 4 * drawn.case.dims.get("K", 0) ** 2 * (op != "dequantize"))
+    experts = any("K" in letters for letters in (*drawn.case.shapes.values(), *outputs(op)))
+    longest = max(drawn.case.longest_sum, 4 * drawn.case.dims["K"] ** 2 * experts)
     skipped = [unsure(w, g.dtype, [o[i] for o in others], longest) for i, (w, g) in enumerate(zip(want, got))]  # noqa: B905
     choices = [torch.ones_like(mask) for mask in skipped]
     if op in ROUTERS:
