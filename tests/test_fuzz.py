@@ -1,5 +1,6 @@
 """A few hundred fuzzed calls, the same in every run; and the fuzzer can fail."""
 
+import itertools
 import sys
 
 import pytest
@@ -79,6 +80,15 @@ def test_a_broken_op_is_found(told: str, monkeypatch):
         except AssertionError as error:
             said.append(str(error))
     assert sum(any(word in text for word in told.split("|")) for text in said) >= 2, said
+
+
+def test_an_op_without_experts_may_not_err_with_their_number(monkeypatch):
+    monkeypatch.setattr(fuzz_cases, "ARGUMENTS", ONE_OP)
+    monkeypatch.setattr(fuzz_checks, "call", lambda *call: [output.mul_(1 + 2e-5) for output in cases.call(*call)])
+    drawn = (fuzz_cases.draw(2, number) for number in itertools.count())
+    plain = (one for one in drawn if one.good and not one.changes and one.case.dtype == torch.float32)
+    with pytest.raises(AssertionError, match="relative L2 error"):
+        fuzz_checks.check(next(one for one in plain if one.case.dims["K"] > 400), "cpu")
 
 
 def test_a_refusal_must_name_op_and_argument(monkeypatch):
