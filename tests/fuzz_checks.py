@@ -172,8 +172,8 @@ def equal(drawn: Call, values: Args, options: dict, got: list[Tensor]) -> None:
         choices = [chosen.expand_as(mask) for mask in skipped]
         rows = torch.stack(skipped).any(0).any(-1, keepdim=True) | ~chosen
         skipped = [rows.expand_as(mask) for mask in skipped]
-    for tensor, exact, chosen in zip(got, want, choices, strict=True):
-        too_small(tensor.cpu(), exact, chosen, longest)
+    for tensor, exact, like, chosen in zip(got, want, likes, choices, strict=True):
+        too_small(tensor.cpu(), exact, like, chosen, longest)
     known = [w.to(g.dtype).to(w.dtype) for g, w in zip(got, want, strict=True)]
     got = [k.to(g.dtype).where(mask, g.cpu()) for g, k, mask in zip(got, known, skipped, strict=True)]
     likes = [k.to(l.dtype).where(mask, l) for l, k, mask in zip(likes, known, skipped, strict=True)]
@@ -223,15 +223,17 @@ def step(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
-def too_small(got: Tensor, want: Tensor, chosen: Tensor, longest_sum: int) -> None:
-    """What no relative error can judge: still, it is no number far from 0."""
+def too_small(got: Tensor, want: Tensor, like: Tensor, chosen: Tensor, longest_sum: int) -> None:
+    """What no relative error can judge: still, it is no number far from 0. A factor as small has few bits and makes the
+    reference in float32 wrong, too: a gate of 1.5e-43 beside 14242 both by 1.0e-41 (seed 17, avx512-19468)."""
     if not want.is_floating_point():
         return
     limit = tolerance(got.dtype, longest_sum)
     small = chosen & want.isfinite() & (want.abs() * limit < step(got.dtype)) & got.isfinite()
     rms = want[want.isfinite()].square().mean().sqrt()
-    error = (got.double() - want.double()).abs()
-    assert (error[small] <= 64 * step(got.dtype) + 10 * limit * rms).all(), "a number that should be next to 0"
+    error, off = ((found.double() - want.double()).abs()[small] for found in (got, like))
+    allowed = 64 * step(got.dtype) + 10 * limit * rms + 2 * max(off[off.isfinite()].tolist(), default=0.0)
+    assert (error <= allowed).all(), "a number that should be next to 0"
 
 
 def clear(op: str, values: Args, options: dict) -> Tensor:
