@@ -46,14 +46,7 @@ class Arguments {
   int64_t tokens() const { return c10::multiply_integers(leading_); }
 
   // An activation: the dtype of the first argument.
-  Tensor activation(const char* name, const Tensor& tensor, const char* letters) {
-    return strided(name, tensor, letters).contiguous();
-  }
-  Tensor activation(const char* name, const OptionalTensor& tensor, const char* letters) {
-    return given(tensor) ? activation(name, *tensor, letters) : Tensor();
-  }
-  // An activation whose strides the kernel follows.
-  const Tensor& strided(const char* name, const Tensor& tensor, const char* letters) {
+  const Tensor& activation(const char* name, const Tensor& tensor, const char* letters) {
     check_dense(name, tensor);
     TORCH_CHECK(tensor.scalar_type() == first_.scalar_type(), prefix(name), "expected ",
                 dtype_name(first_.scalar_type()), ", the dtype of ", first_name_, "; got ",
@@ -61,26 +54,29 @@ class Arguments {
     check_shape(name, tensor, letters);
     return tensor;
   }
+  Tensor activation(const char* name, const OptionalTensor& tensor, const char* letters) {
+    return given(tensor) ? activation(name, *tensor, letters) : Tensor();
+  }
   // A parameter or a routing weight: float32 or the dtype of the first argument.
-  Tensor parameter(const char* name, const Tensor& tensor, const char* letters) {
+  const Tensor& parameter(const char* name, const Tensor& tensor, const char* letters) {
     check_dense(name, tensor);
     TORCH_CHECK(tensor.scalar_type() == at::kFloat || tensor.scalar_type() == first_.scalar_type(), prefix(name),
                 "expected float32", first_.scalar_type() == at::kFloat ? "" : " or ",
                 first_.scalar_type() == at::kFloat ? "" : dtype_name(first_.scalar_type()), ", the dtype of ",
                 first_name_, "; got ", dtype_name(tensor.scalar_type()));
     check_shape(name, tensor, letters);
-    return tensor.contiguous();
+    return tensor;
   }
   Tensor parameter(const char* name, const OptionalTensor& tensor, const char* letters) {
     return given(tensor) ? parameter(name, *tensor, letters) : Tensor();
   }
   // Expert ids.
-  Tensor ids(const char* name, const Tensor& tensor, const char* letters) {
+  const Tensor& ids(const char* name, const Tensor& tensor, const char* letters) {
     check_dense(name, tensor);
     TORCH_CHECK(tensor.scalar_type() == at::kInt || tensor.scalar_type() == at::kLong, prefix(name),
                 "expected int32 or int64, got ", dtype_name(tensor.scalar_type()));
     check_shape(name, tensor, letters);
-    return tensor.contiguous();
+    return tensor;
   }
 
   // A weight in any format, as it lies: weight.h has it.

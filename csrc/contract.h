@@ -24,6 +24,13 @@
 
 namespace moe_metal {
 
+// After every check: the copy of an expanded tensor, whose shape may be wrong, can be larger than all memory.
+inline void make_contiguous(std::initializer_list<Tensor*> tensors) {
+  for (Tensor* tensor : tensors) {
+    if (tensor->defined()) *tensor = tensor->contiguous();
+  }
+}
+
 // ---------------------------------------------------------------------------------------------- router
 
 // The routing options as the user gives them.
@@ -81,6 +88,7 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, const OptionalTensor& sel
   route.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
   route.params =
       routing_params(args, {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
+  make_contiguous({&route.logits, &route.select_bias, &route.per_expert_scale});
   route.T = args.tokens();
   route.weights = args.output(top_k, at::kFloat);
   route.ids = args.output(top_k, at::kInt);
@@ -114,6 +122,8 @@ std::tuple<Tensor, Tensor> gate(const Tensor& hidden, const Tensor& router_weigh
   gate.params =
       routing_params(args, {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
   gate.eps = args.not_negative("eps", eps);
+  make_contiguous({&gate.hidden, &gate.router_weight, &gate.norm_weight, &gate.router_bias, &gate.select_bias,
+                   &gate.per_expert_scale});
   gate.T = args.tokens();
   gate.H = args['H'];
   gate.weights = args.output(top_k, at::kFloat);
@@ -149,8 +159,8 @@ Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, do
            std::optional<double> limit) {
   Arguments args("glu", "gate", gate);
   Glu glu;
-  glu.gate = args.strided("gate", gate, "*I");
-  glu.up = args.strided("up", up, "*I");
+  glu.gate = args.activation("gate", gate, "*I");
+  glu.up = args.activation("up", up, "*I");
   args.at_least_one('I', "gate");
   glu.params = activation_params(args, activation, alpha, limit);
   glu.rows = args.tokens();
@@ -226,6 +236,8 @@ Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const 
               "expected `shared` beside it, got none");
   call.residual = args.activation("residual", residual, "*H");
   call.params = activation_params(args, activation, alpha, limit);
+  make_contiguous({&call.x, &call.weights, &call.ids, &call.gate_up_bias, &call.down_bias, &call.shared,
+                   &call.shared_gate, &call.residual});
   call.T = args.tokens();
   call.E = args['E'];
   call.K = args['K'];
@@ -255,6 +267,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& scale
   call.weight = args.weight({"weight", "scale", "offset", "NH"}, weight, scale, offset, format);
   args.at_least_one('N', "weight");
   call.bias = args.parameter("bias", bias, "N");
+  make_contiguous({&call.x, &call.bias});
   call.T = args.tokens();
   call.N = args['N'];
   call.H = args['H'];
@@ -341,6 +354,11 @@ inline WeightedSum weighted_sum_inputs(Arguments& args, const Tensor& slots, con
   return sum;
 }
 
+inline void make_contiguous(WeightedSum& sum) {
+  make_contiguous({&sum.slots, &sum.weights, &sum.shared, &sum.shared_gate, &sum.residual, &sum.norm_weight,
+                   &sum.residual_norm_weight});
+}
+
 template <auto run>
 Tensor weighted_sum(const Tensor& slots, const Tensor& weights, const OptionalTensor& shared,
                     const OptionalTensor& shared_gate, const OptionalTensor& residual) {
@@ -351,6 +369,7 @@ Tensor weighted_sum(const Tensor& slots, const Tensor& weights, const OptionalTe
   TORCH_CHECK(!sum.shared_gate.defined() || sum.shared.defined(), args.prefix("shared_gate"),
               "expected `shared` beside it, got none");
   sum.residual = args.activation("residual", residual, "*H");
+  make_contiguous(sum);
   sum.output = args.output(sum.H);
   if (sum.T > 0) run(sum);
   return sum.output;
@@ -399,10 +418,11 @@ inline InPlace in_place(const Arguments& args, const Tensor& target, std::initia
 template <auto run>
 void weighted_sum_residual_(const Tensor& residual, const Tensor& slots, const Tensor& weights) {
   Arguments args("weighted_sum_residual_", "residual", residual);
-  args.strided("residual", residual, "*H");
+  args.activation("residual", residual, "*H");
   WeightedSum sum = weighted_sum_inputs(args, slots, weights);
   sum.in_place = in_place(args, residual, {&slots, &weights});
   sum.residual = sum.in_place.work;
+  make_contiguous(sum);
   if (sum.T > 0) run(sum);
   sum.in_place.done();
 }
@@ -411,12 +431,13 @@ template <auto run>
 Tensor weighted_sum_residual_norm_(const Tensor& residual, const Tensor& slots, const Tensor& weights,
                                    const Tensor& norm_weight, double eps) {
   Arguments args("weighted_sum_residual_norm_", "residual", residual);
-  args.strided("residual", residual, "*H");
+  args.activation("residual", residual, "*H");
   WeightedSum sum = weighted_sum_inputs(args, slots, weights);
   sum.norm_weight = args.parameter("norm_weight", norm_weight, "H");
   sum.eps = args.not_negative("eps", eps);
   sum.in_place = in_place(args, residual, {&slots, &weights, &norm_weight});
   sum.residual = sum.in_place.work;
+  make_contiguous(sum);
   sum.output = args.output(sum.H);
   if (sum.T > 0) run(sum);
   sum.in_place.done();
@@ -431,6 +452,7 @@ Tensor weighted_sum_norm_add(const Tensor& slots, const Tensor& weights, const T
   sum.residual = args.activation("residual", residual, "*H");
   sum.norm_weight = args.parameter("norm_weight", norm_weight, "H");
   sum.eps = args.not_negative("eps", eps);
+  make_contiguous(sum);
   sum.output = args.output(sum.H);
   if (sum.T > 0) run(sum);
   return sum.output;
@@ -445,6 +467,7 @@ Tensor weighted_sum_dual_norm_add(const Tensor& slots, const Tensor& weights, co
   sum.residual_norm_weight = args.parameter("residual_norm_weight", residual_norm_weight, "H");
   sum.norm_weight = args.parameter("moe_norm_weight", moe_norm_weight, "H");
   sum.eps = args.not_negative("eps", eps);
+  make_contiguous(sum);
   sum.output = args.output(sum.H);
   if (sum.T > 0) run(sum);
   return sum.output;
@@ -472,6 +495,7 @@ inline ResidualNorm residual_norm_inputs(const char* op, const Tensor& residual,
   if (single) args.bind('S', 1);
   call.scalar = args.parameter("scalar", scalar, single ? "S" : "H");
   call.eps = args.not_negative("eps", eps);
+  make_contiguous({&call.residual, &call.input, &call.weight, &call.scalar});
   call.T = args.tokens();
   call.H = args['H'];
   call.output = args.output(call.H);

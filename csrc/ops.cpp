@@ -86,6 +86,22 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torc
   op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
 }
 
+// Where no backend has a kernel: no tensor at all, or one that is sparse, quantised or on another device.
+void no_backend(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto arguments = torch::jit::last(*stack, schema.arguments().size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (!arguments[i].isTensor()) continue;
+    const auto& tensor = arguments[i].toTensor();
+    const auto prefix = c10::str(schema.name(), ": ", schema.arguments()[i].name(), ": ");
+    TORCH_CHECK(tensor.defined(), prefix, "expected a tensor, got None");
+    const auto key = c10::legacyExtractDispatchKey(tensor.key_set());
+    TORCH_CHECK_NOT_IMPLEMENTED(key == c10::DispatchKey::CPU || key == c10::DispatchKey::MPS, prefix,
+                                "expected a dense tensor on cpu or mps, got one of ", key);
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(false, schema.name(), ": expected dense tensors on cpu or mps, got ", keys);
+}
+
 }  // namespace
 }  // namespace moe_metal
 
@@ -102,7 +118,7 @@ TORCH_LIBRARY(moe_metal, m) {
 TORCH_LIBRARY(moe_metal_checks, m) {
   for (const char* schema : moe_metal::kSchemas) m.def(schema, {at::Tag::pt2_compliant_tag});
 }
-TORCH_LIBRARY_IMPL(moe_metal_checks, Meta, m) {
+TORCH_LIBRARY_IMPL(moe_metal_checks, CompositeExplicitAutograd, m) {  // for Meta, and where there is no tensor
   constexpr auto nothing = [](auto&) {};
   m.impl("gate", &moe_metal::gate<nothing>);
   m.impl("route", &moe_metal::route<nothing>);
@@ -122,6 +138,12 @@ TORCH_LIBRARY_IMPL(moe_metal_checks, Meta, m) {
 TORCH_LIBRARY_IMPL(moe_metal, Autograd, m) {
   for (const char* schema : moe_metal::kSchemas) {
     m.impl(moe_metal::op_name(schema).c_str(), torch::CppFunction::makeFromBoxedFunction<&moe_metal::no_autograd>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(moe_metal, CompositeExplicitAutograd, m) {
+  for (const char* schema : moe_metal::kSchemas) {
+    m.impl(moe_metal::op_name(schema).c_str(), torch::CppFunction::makeFromBoxedFunction<&moe_metal::no_backend>());
   }
 }
 

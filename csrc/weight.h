@@ -191,7 +191,7 @@ inline Weight Arguments::weight(const WeightNames& names, const Tensor& data, co
               "expected float32, float16 or bfloat16 in format dense, got ", dtype_name(data.scalar_type()));
   std::string letters(names.letters);
   if (transposed) std::swap(letters.end()[-1], letters.end()[-2]);
-  strided(names.data, data, letters.c_str());
+  activation(names.data, data, letters.c_str());
   const int row = transposed ? -1 : -2, column = transposed ? -2 : -1;
   return {.data = data,
           .rows = data.size(row),

@@ -880,6 +880,10 @@ def hostile_packed() -> list[Case]:
                     for T in (1, 3) if op != "dequantize" else (1,):
                         at = dims | {"T": T}
                         cases.append(packed_case(op, name, width, at, {}, dtype, (), [prepare], hostile=True))
+        for T in (1, 3, 33):
+            infinite, bias = setting("gate_up_bias", (slice(None), 0), inf), ("gate_up_bias",)
+            at = dims | {"T": T}
+            cases.append(packed_case("experts", "infinite_bias", width, at, {}, FLOAT, bias, [infinite], hostile=True))
         for dtype, large in ((FLOAT, 1e5), (HALF, 2e4), (BFLOAT, 1e5)):
             for T in (1, 3, 33):
                 ten = scaling("x", large)

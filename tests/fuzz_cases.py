@@ -442,9 +442,10 @@ OPTIONS: dict[type, tuple] = {
 def fits(what: str, tensor: Tensor) -> bool:
     """Whether that can be done to a tensor of this shape."""
     dims = {"cut": 1, "first token": 1, "no columns": 1, "no rows": 1, "one dim less": 1, "a million more": 1}
-    dims |= {"transposed": 2, "endless": 2}
+    dims |= {"transposed": 2, "endless": 2, "mkldnn": 1}
     enough = tensor.dim() >= dims.get(what, 0) and (tensor.numel() > 0 or what not in ("one dim less", "endless"))
-    return enough and (tensor.is_floating_point() or what not in ("requires grad", "mkldnn"))
+    too_many = what == "mkldnn" and tensor.dim() > 5
+    return enough and not too_many and (tensor.is_floating_point() or what not in ("requires grad", "mkldnn"))
 
 
 def spoil(call: Call, rng: random.Random) -> None:

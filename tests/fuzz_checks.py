@@ -15,13 +15,14 @@ from cases import Args, call, clear_choice, expected, is_number
 from checks import assert_matches, bits, meets_infinity, same_bits
 from fuzz_cases import Call
 from torch_moe_metal import reference
-from torch_moe_metal.arguments import ARGUMENTS, ROUTERS, beside, written
+from torch_moe_metal.arguments import ARGUMENTS, ROUTERS, beside, outputs, written
 from torch_moe_metal.reference import tolerance
 
 NOISE = 2.0**-20  # sixteen roundings of float32
 LEAST_NOISE = 2.0**-145  # the same of its smallest numbers
 MOST_ELEMENTS = 2**22  # of an argument of a spoiled call that the reference computes in time
-SECONDS = 600.0 if "ASAN_OPTIONS" in os.environ else 60.0  # that a case may take
+SANITIZED = "ASAN_OPTIONS" in os.environ  # tools/sanitize.py, which says why there are no forks then
+SECONDS = 600.0 if SANITIZED else 60.0  # that a case may take
 
 
 def check(drawn: Call, device: str) -> str:
@@ -97,8 +98,7 @@ def refused(drawn: Call, args: dict, message: str, device: str) -> None:
     if any(change.what == "endless" for change in drawn.changes) and re.search("allocat|bad_alloc", message):
         return
     names = {*ARGUMENTS[drawn.op], *drawn.options, *args, *(change.name for change in drawn.changes), "E"}
-    by_dispatcher = "Could not run 'moe_metal::" in message
-    named = by_dispatcher or any(re.search(rf"\b{name}\b", message) for name in names)
+    named = any(re.search(rf"\b{name}\b", message) for name in names)
     assert f"moe_metal::{drawn.op}" in message and named, f"the message names no op or no argument: {message}"
     if device == "cpu" or any(change.what == "on the cpu" for change in drawn.changes):
         return
@@ -106,7 +106,7 @@ def refused(drawn: Call, args: dict, message: str, device: str) -> None:
         run(drawn, drawn.placed("cpu", changed_for=device)[0])
     except (RuntimeError, TypeError, ValueError, MemoryError) as error:
         there = neutral(str(error), "cpu")
-        assert by_dispatcher or neutral(message, device) == there, f"{message}\nbut on the CPU:\n{error}"
+        assert neutral(message, device) == there, f"{message}\nbut on the CPU:\n{error}"
         return
     raise AssertionError(f"the CPU accepts what {device} refuses: {message}")
 
@@ -162,7 +162,8 @@ def equal(drawn: Call, values: Args, options: dict, got: list[Tensor]) -> None:
     others = [likes, *(expected(op, noisy(values, seed), options) for seed in range(3))]
     # A token's experts are added one by one. Where they are alike, roundings go one way: not the root of their number
     # counts then, all of it.
-    longest = max(drawn.case.longest_sum, 4 * drawn.case.dims.get("K", 0) ** 2 * (op != "dequantize"))
+    experts = any("K" in letters for letters in (*drawn.case.shapes.values(), *outputs(op)))
+    longest = max(drawn.case.longest_sum, 4 * drawn.case.dims["K"] ** 2 * experts)
     skipped = [unsure(w, g.dtype, [o[i] for o in others], longest) for i, (w, g) in enumerate(zip(want, got))]  # noqa: B905
     choices = [torch.ones_like(mask) for mask in skipped]
     if op in ROUTERS:
@@ -171,12 +172,24 @@ def equal(drawn: Call, values: Args, options: dict, got: list[Tensor]) -> None:
         choices = [chosen.expand_as(mask) for mask in skipped]
         rows = torch.stack(skipped).any(0).any(-1, keepdim=True) | ~chosen
         skipped = [rows.expand_as(mask) for mask in skipped]
-    for tensor, exact, chosen in zip(got, want, choices, strict=True):
-        too_small(tensor.cpu(), exact, chosen, longest)
+    for tensor, exact, like, chosen in zip(got, want, likes, choices, strict=True):
+        too_small(tensor.cpu(), exact, like, chosen, longest)
     known = [w.to(g.dtype).to(w.dtype) for g, w in zip(got, want, strict=True)]
     got = [k.to(g.dtype).where(mask, g.cpu()) for g, k, mask in zip(got, known, skipped, strict=True)]
+    likes = [k.to(l.dtype).where(mask, l) for l, k, mask in zip(likes, known, skipped, strict=True)]
     want = [k.where(mask, w) for w, k, mask in zip(want, known, skipped, strict=True)]
+    longest = max(longest, *(length_of_a_sum_as_far_off(*pair) for pair in zip(likes, want, strict=True)))
     assert_matches(got, want, longest, meets_infinity(op, values, options))
+
+
+def length_of_a_sum_as_far_off(like: Tensor, want: Tensor) -> float:
+    """As the reference is in float32. Roundings of equal terms, too, go one way, in whatever order they are added: a
+    sum of 512 is off by 1.0e-6, and by 1.1e-6 in PyTorch's float32 (seed 292264, avx2-155)."""
+    finite = like.isfinite() & want.to(like.dtype).isfinite()
+    if like.dtype != torch.float32 or not (error := (like.double() - want)[finite]).any():
+        return 1
+    times_allowed = min(float(error.norm() / want[finite].norm() / tolerance(like.dtype)), 8.0)  # `unsure` has the rest
+    return 1024 * times_allowed**2
 
 
 def noisy(values: Args, seed: int) -> Args:
@@ -210,15 +223,17 @@ def step(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
-def too_small(got: Tensor, want: Tensor, chosen: Tensor, longest_sum: int) -> None:
-    """What no relative error can judge: still, it is no number far from 0."""
+def too_small(got: Tensor, want: Tensor, like: Tensor, chosen: Tensor, longest_sum: int) -> None:
+    """What no relative error can judge: still, it is no number far from 0. A factor as small has few bits and makes the
+    reference in float32 wrong, too: a gate of 1.5e-43 beside 14242 both by 1.0e-41 (seed 17, avx512-19468)."""
     if not want.is_floating_point():
         return
     limit = tolerance(got.dtype, longest_sum)
     small = chosen & want.isfinite() & (want.abs() * limit < step(got.dtype)) & got.isfinite()
     rms = want[want.isfinite()].square().mean().sqrt()
-    error = (got.double() - want.double()).abs()
-    assert (error[small] <= 64 * step(got.dtype) + 10 * limit * rms).all(), "a number that should be next to 0"
+    error, off = ((found.double() - want.double()).abs()[small] for found in (got, like))
+    allowed = 64 * step(got.dtype) + 10 * limit * rms + 2 * max(off[off.isfinite()].tolist(), default=0.0)
+    assert (error <= allowed).all(), "a number that should be next to 0"
 
 
 def clear(op: str, values: Args, options: dict) -> Tensor:
@@ -254,7 +269,7 @@ def again(drawn: Call, device: str, first: list[Tensor]) -> None:
     wrong: list[str] = []
     with busy(same, wrong):
         assert same(), "other bits beside threads"
-        if drawn.beside == "forks" and device == "cpu":
+        if drawn.beside == "forks" and device == "cpu" and not SANITIZED:
             for _ in range(3):
                 forked(same)
     assert not wrong, wrong[0]

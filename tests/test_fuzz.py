@@ -1,5 +1,6 @@
 """A few hundred fuzzed calls, the same in every run; and the fuzzer can fail."""
 
+import itertools
 import sys
 
 import pytest
@@ -44,6 +45,22 @@ def replace(found: list[Tensor], output: Tensor) -> None:
     found[0] = output
 
 
+@pytest.mark.parametrize("off, times", [(0, 1), (2e-6, 2), (1e-3, 8)])
+def test_as_far_off_as_the_reference_in_float32_is_right(off: float, times: int):
+    want = torch.ones(8, dtype=torch.float64)
+    length = fuzz_checks.length_of_a_sum_as_far_off((want + off).float(), want)
+    assert reference.tolerance(torch.float32, length) == pytest.approx(times * reference.tolerance(torch.float32), 0.1)
+
+
+def test_next_to_0_is_as_near_as_the_reference_in_float32():
+    want, chosen = torch.full((8,), 1e-39, dtype=torch.float64), torch.ones(8, dtype=torch.bool)
+    like = (want + 1e-41).float()
+    fuzz_checks.too_small((want + 1.9e-41).float(), want, like, chosen, 1)
+    for off, by in ((3e-41, like), (1e-41, want.float())):
+        with pytest.raises(AssertionError, match="next to 0"):
+            fuzz_checks.too_small((want + off).float(), want, by, chosen, 1)
+
+
 WRONG = {
     "relative L2 error": lambda found, args: found[0].mul_(1.03),
     "an element is wrong|relative L2 error|expected": lambda found, args: found[0].view(-1)[-1:].add_(1.0),
@@ -72,6 +89,15 @@ def test_a_broken_op_is_found(told: str, monkeypatch):
         except AssertionError as error:
             said.append(str(error))
     assert sum(any(word in text for word in told.split("|")) for text in said) >= 2, said
+
+
+def test_an_op_without_experts_may_not_err_with_their_number(monkeypatch):
+    monkeypatch.setattr(fuzz_cases, "ARGUMENTS", ONE_OP)
+    monkeypatch.setattr(fuzz_checks, "call", lambda *call: [output.mul_(1 + 2e-5) for output in cases.call(*call)])
+    drawn = (fuzz_cases.draw(2, number) for number in itertools.count())
+    plain = (one for one in drawn if one.good and not one.changes and one.case.dtype == torch.float32)
+    with pytest.raises(AssertionError, match="relative L2 error"):
+        fuzz_checks.check(next(one for one in plain if one.case.dims["K"] > 400), "cpu")
 
 
 def test_a_refusal_must_name_op_and_argument(monkeypatch):

@@ -82,14 +82,17 @@ def test_a_larger_grid_changes_nothing(case: Case, more: int, mps: str) -> None:
 
 # ------------------------------------------------------------------------------------------------ beyond 32 bits
 
-# Sizes by which the largest tensor has more than 2^32 elements.
+# Sizes by which every tensor of activations has more than 2^32 elements.
 FAR = {
     "gate": {"T": 2**20 + 40, "E": 4, "K": 2, "H": 4096},
     "route": {"T": 2**22 + 40, "E": 1024, "K": 2},
     "glu": {"T": 2**20 + 40, "I": 4096},
-    "weighted_sum": {"T": 2**19 + 40, "K": 2, "H": 4096},
+    "weighted_sum": {"T": 2**20 + 40, "K": 1, "H": 4096},
     "norm_add": {"T": 2**20 + 40, "H": 4096, "S": 4096},
-} | {"residual_norm": {"T": 2**20 + 40, "H": 4096, "S": 4096}}
+    "residual_norm": {"T": 2**20 + 40, "H": 4096, "S": 4096},
+    "linear": {"T": 2**23 + 40, "N": 512, "H": 512},
+    "dequantize": {"N": 2**20 + 40, "H": 4096},
+}
 FAR |= {op: FAR["weighted_sum"] for op in ODD if op.startswith("weighted_sum_")}
 
 
@@ -99,12 +102,13 @@ def test_offsets_beyond_32_bits(op: str, mps: str) -> None:
     touches costs nothing, so neither do the other tokens, whose threadgroups are left out."""
     import metal_sim
 
-    options = {"top_k": 2} if op in ("gate", "route") else {}
-    tail = Case(op, "tail", FAR[op] | {"T": 8}, (), options, torch.bfloat16)
+    options = {"gate": {"top_k": 2}, "route": {"top_k": 2}, "dequantize": ODD["dequantize"].options}.get(op, {})
+    rows = "N" if op == "dequantize" else "T"
+    tail = Case(op, "tail", FAR[op] | {rows: 8}, ODD[op].given, options, torch.bfloat16)
     few, far = tail.arguments(), {}
     for name, letters in tail.shapes.items():
-        if letters[0] == "T":
-            far[name] = torch.empty(FAR[op]["T"], *few[name].shape[1:], dtype=few[name].dtype, device=mps)
+        if letters[0] == rows:
+            far[name] = torch.empty(FAR[op][rows], *few[name].shape[1:], dtype=few[name].dtype, device=mps)
             far[name][-8:] = few[name]
         else:
             far[name] = few[name].to(mps)

@@ -1,5 +1,6 @@
 """What every op promises (DESIGN: contract), on every device: one test per promise, over the table of cases."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from cases import BFLOAT, CASES, FLOAT, SAMPLES, Args, Case, call, expected
@@ -828,15 +830,35 @@ def test_an_inner_size_whose_double_no_integer_holds():
         run(ODD["experts"], args)
 
 
+@pytest.mark.parametrize("op", [op for op, case in ODD.items() if len(case.shapes) > 1])
+def test_shapes_are_checked_before_anything_is_copied(op: str, device: str):
+    """A copy of so many columns would take all memory, and its refusal would hide what is wrong."""
+    args = ODD[op].arguments(device)
+    for name in (name for name in args if args[name].dim()):
+        wide = args[name][..., :1].expand(*args[name].shape[:-1], 2**40)
+        with pytest.raises(RuntimeError) as error:
+            run(ODD[op], args | {name: wide})
+        assert re.match(rf"moe_metal::{op}: \w+: expected shape", str(error.value)), name
+
+
 @EACH
 def test_none_for_a_tensor(case: Case, device: str):
-    """Where there is another one: PyTorch's dispatcher takes no call without any."""
     args = case.arguments(device)
     for name in args:
-        if not ARGUMENTS[case.op][name].optional and len(args) > 1:
+        if not ARGUMENTS[case.op][name].optional:
             assert refusal(case.op, args | {name: None}, case.options) == (
                 f"moe_metal::{case.op}: {name}: expected a tensor, got None"
             )
+
+
+@pytest.mark.parametrize("op", ODD)
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode])
+def test_none_for_every_tensor(op: str, mode: Callable):
+    """There is no device then."""
+    first = next(iter(ARGUMENTS[op]))
+    with mode():
+        said = refusal(op, dict.fromkeys(ARGUMENTS[op]), ODD[op].options)
+    assert said == f"moe_metal::{op}: {first}: expected a tensor, got None"
 
 
 ONE_WRONG_SHAPE = {bad.values[0]: bad for bad in reversed(BAD) if "expected shape" in bad.values[1]}
@@ -882,9 +904,11 @@ def test_tensors_of_two_devices(case: Case, mps: str):
 
 @EACH
 def test_sparse_tensors(case: Case):
-    """PyTorch's dispatcher refuses them before any kernel of ours, on every device alike."""
     for name in case.shapes:
         args = case.arguments()
         args[name] = args[name].to_sparse()
-        with pytest.raises(RuntimeError, match=f"moe_metal::{case.op}"):
+        with pytest.raises(NotImplementedError) as error:
             run(case, args)
+        assert str(error.value) == (
+            f"moe_metal::{case.op}: {name}: expected a dense tensor on cpu or mps, got one of SparseCPU"
+        )

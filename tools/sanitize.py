@@ -36,7 +36,10 @@ SANITIZERS = "address,shift,signed-integer-overflow,integer-divide-by-zero,bound
 SANITIZERS += ",unreachable,return"
 TESTS = ["test_ops.py", "test_memory.py", "test_routing_properties.py"]
 # What compiles graphs and differentiates runs PyTorch's code for minutes and none of ours that the others do not run.
-LEFT_OUT = "not compile and not opcheck and not transforms and not vmap"
+# A child forked beside threads hangs in the allocator of GCC 12's address sanitizer, where one of them had a lock.
+LEFT_OUT = "not compile and not opcheck and not transforms and not vmap and not forks_beside"
+# What no memory holds is refused, as it must be, but with a word of this sanitizer.
+REFUSED = re.compile(r"==\d+==WARNING: AddressSanitizer failed to allocate 0x[0-9a-f]+ bytes\n*")
 
 
 class SanitizeError(RuntimeError):
@@ -89,7 +92,7 @@ def checked(isa: str) -> dict[str, str]:
     """The environment in which Python runs the checked libraries. What they find of addresses they write to files, and
     the rest to stderr, which pytest's -s lets through."""
     options = f"detect_leaks=0:halt_on_error=1:abort_on_error=1:print_stacktrace=1:log_path={reports(isa)}"
-    options += ":allocator_may_return_null=1"  # what no memory holds is refused, as without the sanitizer
+    options += ":allocator_may_return_null=1"  # what no memory holds is refused: see REFUSED
     preload = [runtime("libasan.so"), runtime("libubsan.so"), runtime("libstdc++.so")]
     settings = {"ASAN_OPTIONS": options, "UBSAN_OPTIONS": options, "LD_PRELOAD": ":".join(preload)}
     settings |= {"PYTHONPATH": str(PACKAGE), "ATEN_CPU_CAPABILITY": isa, "MOE_METAL_DEVICES": "cpu"}
@@ -103,7 +106,7 @@ def reports(isa: str) -> Path:
 def findings(isa: str) -> str:
     """What was found, which is forgotten then."""
     files = sorted(reports(isa).parent.glob("*"))
-    found = "\n".join(file.read_text(errors="replace") for file in files)
+    found = REFUSED.sub("", "\n".join(file.read_text(errors="replace") for file in files))
     for file in files:
         file.unlink()
     return found
