@@ -16,16 +16,11 @@ import pytest
 import torch
 
 import torch_moe_metal
+from test_mutated_readers import named_in
 
 ROOT = Path(__file__).resolve().parents[1]
 ISA = "avx512"  # the readers that the faults are in
 BUILT = ROOT / "build" / "objects" / f"torch_moe_metal._cpu_{ISA}"
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(torch_moe_metal.cpu_isa != ISA, reason="the faults are in the readers for AVX-512"),
-    pytest.mark.skipif(not (BUILT / "build.ninja").exists(), reason="needs the objects of a build in this folder"),
-]
 
 
 @dataclass(frozen=True)
@@ -93,6 +88,9 @@ def library(fault: Fault, folder: Path) -> Path:
     return made
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch_moe_metal.cpu_isa != ISA, reason="the faults are in the readers for AVX-512")
+@pytest.mark.skipif(not (BUILT / "build.ninja").exists(), reason="needs the objects of a build in this folder")
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_broken_reader_is_seen(fault: Fault, tmp_path: Path):
     package = tmp_path / "package" / "torch_moe_metal"
@@ -105,3 +103,8 @@ def test_a_broken_reader_is_seen(fault: Fault, tmp_path: Path):
         [*command, *choose], cwd=ROOT / "tests", env=environment, capture_output=True, text=True
     ).stdout
     assert f"FAILED {fault.test}" in told, told[-3000:]
+
+
+def test_the_readme_names_them():
+    of_cpu = (ROOT / "tests" / "README.md").read_text().partition("test_mutated_cpu_readers.py")[2]
+    assert named_in(of_cpu) == {fault.name: fault.test.partition("::")[2] for fault in FAULTS}
