@@ -73,13 +73,14 @@ def rows_of_model(rows: dict[str, dict[str, float]]) -> str:
         return f"{row[key]:.1f} ({row[key] / stock[key]:.2f} x)"
 
     columns = ("", "decode tokens/s", "ops per token", "prefill tokens/s")
-    return table(
-        columns,
-        [
-            (name, rate(row, "decode tokens/s"), f"{row['ops per token']:.0f}", rate(row, "prefill tokens/s"))
-            for name, row in rows.items()
-        ],
-    )
+    lines = [
+        (name, rate(row, "decode tokens/s"), f"{row['ops per token']:.0f}", rate(row, "prefill tokens/s"))
+        for name, row in rows.items()
+    ]
+    if "weights GB" in stock:  # since packed weights are among them
+        columns += ("weights",)
+        lines = [(*line, f"{row['weights GB']:.1f} GB") for line, row in zip(lines, rows.values(), strict=True)]
+    return table(columns, lines)
 
 
 def rows_of_dispatches(found: dict) -> str:
@@ -132,7 +133,7 @@ def section(file: Path) -> str:
 
 
 def files() -> list[Path]:
-    return sorted(FOLDER.glob("*.json"))
+    return sorted(FOLDER.glob("*.json"), key=lambda file: int(file.stem.partition("-")[0]))
 
 
 def page() -> str:
