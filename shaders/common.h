@@ -115,10 +115,17 @@ MOE_METAL_CONSTANT uint32_t kNarrowColumns = 16;   // the same for groups of 16,
 MOE_METAL_CONSTANT uint32_t kPackedChunk = kPackedLanes * kPackedColumns;
 MOE_METAL_CONSTANT uint32_t kMaxSplit = 16;        // decode, columns: simdgroups of a threadgroup at most
 MOE_METAL_CONSTANT uint32_t kDownColumnRows = 32;  // decode, columns: rows of down of a threadgroup
-MOE_METAL_CONSTANT uint32_t kTileRows = 64;        // else: rows of weights of a threadgroup
-MOE_METAL_CONSTANT uint32_t kTileInner = 32;       // of gate_up these are so many gate rows and their up rows
-MOE_METAL_CONSTANT uint32_t kTileThreads = 128;    // prefill: of a threadgroup
-MOE_METAL_CONSTANT uint32_t kBand = 8;             // prefill: tiles of slots that walk all rows of weights together
+MOE_METAL_CONSTANT uint32_t kColumnRows = 64;      // decode, columns: rows of gate_up of a threadgroup,
+MOE_METAL_CONSTANT uint32_t kColumnInner = 32;     // so many gate rows and their up rows
+MOE_METAL_CONSTANT uint32_t kTileSimdgroups = 4;   // prefill: of a threadgroup
+MOE_METAL_CONSTANT uint32_t kTileThreads = 32 * kTileSimdgroups;
+MOE_METAL_CONSTANT uint32_t kBand = 8;  // prefill: tiles of slots that walk all rows of weights together
+
+// Prefill: matrices of 8 rows of weights of a simdgroup, for tiles of so many slots or tokens. Its sums take two
+// registers for each of them and each 8 slots: 32 at most, since a thread with over 100 leaves others no room.
+constexpr uint32_t tile_matrices(uint32_t tile_rows) { return tile_rows > 32 ? 2 : 4; }
+// Rows of weights of a threadgroup.
+constexpr uint32_t tile_weight_rows(uint32_t tile_rows) { return kTileSimdgroups * 8 * tile_matrices(tile_rows); }
 
 // Bytes from one expert, row or group of columns to the next, of a scale or an offset.
 struct ScaleParams {
@@ -143,9 +150,10 @@ constexpr uint32_t bytes_at_once(uint32_t bytes) {
 
 struct ExpertsParams {
   uint32_t T, E, K, H, I;
-  uint32_t long_ids;     // ids are int64
-  uint32_t wide_x;       // rows of x may be loaded 16 bytes at a time
-  uint32_t interleaved;  // gate and up rows lie in turn
+  uint32_t long_ids;          // ids are int64
+  uint32_t wide_x;            // rows of x may be loaded 16 bytes at a time
+  uint32_t interleaved;       // gate and up rows lie in turn
+  uint32_t tile_rows, tiles;  // prefill: slots of a tile, and length of the list of tiles
   uint32_t has_shared, has_residual;
   ParameterType weights, gate_up_bias, down_bias, shared_gate;
   ActivationParams activation;
@@ -203,7 +211,7 @@ static_assert(sizeof(GateParams) == 76, "shaders and host must agree");
 static_assert(sizeof(ResidualNormParams) == 28, "shaders and host must agree");
 static_assert(sizeof(WeightedSumParams) == 44, "shaders and host must agree");
 static_assert(sizeof(WeightParams) == 88, "shaders and host must agree");
-static_assert(sizeof(ExpertsParams) == 248, "shaders and host must agree");
+static_assert(sizeof(ExpertsParams) == 256, "shaders and host must agree");
 static_assert(sizeof(LinearParams) == 112, "shaders and host must agree");
 static_assert(sizeof(DequantizeParams) == 112, "shaders and host must agree");
 #endif

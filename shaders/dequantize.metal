@@ -29,7 +29,15 @@ template <typename T>
     values.at[n / 4][n % 4] = column + n < params.columns ? load_number(weights.data + at, params.dense_type) : 0;
   }
 #else
-  packed_values<weights_codes>(weights, params.weight, r, column, params.columns, values);
+  PackedPiece<weights_codes> codes;
+  load_piece(packed_row<weights_codes>(weights, params.weight, r), params.weight, column, params.columns - column,
+             params.weight.layout == WeightLayout::rows_wide, codes);
+  for (uint n = 0; n < kNarrowColumns; n += 8) {
+    Vectors<2> eight;
+    piece_values(codes, n, eight);
+    values.at[n / 4] = eight.at[0];
+    values.at[n / 4 + 1] = eight.at[1];
+  }
 #endif
   const bool wide = params.columns % kWide == 0;
   for (uint n = 0; n < kNarrowColumns; n += kWide) {

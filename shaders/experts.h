@@ -36,11 +36,11 @@ inline uint gate_up_row(uint i, uint which, constant ExpertsParams& params) {
 // kind after the other.
 inline RowTile gate_up_tile(uint block, constant ExpertsParams& params) {
   RowTile tile;
-  tile.first = gate_up_row(block * kTileInner, 0, params);
-  tile.jump = params.interleaved ? 0 : params.I - kTileInner;
+  tile.first = gate_up_row(block * kColumnInner, 0, params);
+  tile.jump = params.interleaved ? 0 : params.I - kColumnInner;
   tile.shift = params.interleaved ? 1 : 0;
-  tile.mask = kTileInner - 1;
-  tile.limit = params.I - block * kTileInner;
+  tile.mask = kColumnInner - 1;
+  tile.limit = params.I - block * kColumnInner;
   return tile;
 }
 
@@ -62,8 +62,8 @@ template <typename T>
 float inner_value(threadgroup const float* products, uint i, device const T* bias, int expert, uint block,
                   constant ExpertsParams& params) {
   const float gate = products[params.interleaved ? 2 * i : i];
-  const float up = products[params.interleaved ? 2 * i + 1 : i + kTileInner];
-  return inner_value(gate, up, bias, expert, block * kTileInner + i, params);
+  const float up = products[params.interleaved ? 2 * i + 1 : i + kColumnInner];
+  return inner_value(gate, up, bias, expert, block * kColumnInner + i, params);
 }
 
 }  // namespace moe_metal

@@ -155,9 +155,9 @@ struct AnyColumn {
 };
 
 template <typename T>
-using WideGateUp = WideColumn<T, kTileRows>;
+using WideGateUp = WideColumn<T, kColumnRows>;
 template <typename T>
-using AnyGateUp = AnyColumn<T, kTileRows>;
+using AnyGateUp = AnyColumn<T, kColumnRows>;
 template <typename T>
 using WideDown = WideColumn<T, kDownColumnRows>;
 template <typename T>
@@ -221,8 +221,8 @@ template <typename T, typename Column>
   const Column weights(of_expert(gate_up, scale, offset, expert, params.gate_up), params.gate_up, tile, thread_index);
   add_columns(sums, 1, x + ulong(slot / params.K) * params.H, weights, params.H, streams, thread_index / Column::lanes);
   sum_shares<Column>(sums, shares, thread_index, split);
-  const uint row = group.y * kTileInner + thread_index;
-  if (thread_index >= kTileInner || row >= params.I) return;
+  const uint row = group.y * kColumnInner + thread_index;
+  if (thread_index >= kColumnInner || row >= params.I) return;
   inner[ulong(slot) * params.I + row] = inner_value(shares, thread_index, bias, expert, group.y, params);
 }
 

@@ -1,17 +1,18 @@
 // The op experts for many slots, in four dispatches and without the host knowing which experts are chosen:
 //
-//   sort      order = the slots of [0, T * K) by expert, stable; expert e has [offsets[e], offsets[e + 1]) of them
+//   sort      order = the slots of [0, T * K) by expert, stable; tiles = where each expert's lie
 //   gate_up   inner[i] = act(gate_up[expert] * x[token of order[i]] + gate_up_bias[expert])
 //   down      slots[order[i]] = down[expert] * inner[i] + down_bias[expert]
 //   combine   output[token] = sum_k weights[k] * slots[token, k] + sigmoid(shared_gate) * shared + residual
 //
-// The first and the last are in experts_slots.metal. Shapes are those of experts_decode.metal; order [T * K] and
-// offsets [E + 1] are int, inner [T * K, I] and slots [T * K, H] float. Slots whose id lies outside [0, E) are in no
-// expert's part of order, and combine leaves them out.
+// The first and the last are in experts_slots.metal. Shapes are those of experts_decode.metal; order [T * K] is int,
+// inner [T * K, I] and slots [T * K, H] are float, but inner of bfloat is bfloat. Slots whose id lies outside [0, E)
+// are in no expert's part of order, and combine leaves them out.
 //
-// gate_up and down multiply tiles of TileSlots slots by 64 rows of weights. Grid: one threadgroup per tile along x.
-// Tiles of slots never span experts, and how many tiles an expert has is known on the device only: the grid has as many
-// as there can be, each finds its own by the offsets, and those left over leave.
+// gate_up and down multiply tiles of up to TileRows slots by tile_weight_rows rows of weights. Tiles never span
+// experts, and how many an expert has is known on the device only: the list `tiles` (expert, first in order, count) has
+// as many entries as there can be, and those left over have no slots. Grid: one threadgroup per entry and block of
+// weight rows, along x.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
@@ -21,115 +22,133 @@ using namespace metal;
 
 namespace moe_metal {
 
-// ------------------------------------------------------------------------------------------ tiles
+// Bands of kBand tiles walk all blocks of weight rows together: the slots stay in the cache, and a weight that was read
+// serves the whole band.
+struct Work {
+  uint tile, block;
+};
+inline Work work_of(uint group, uint blocks) {
+  Work work;
+  work.tile = group / (kBand * blocks) * kBand + group % kBand;
+  work.block = group / kBand % blocks;
+  return work;
+}
 
-// Where this threadgroup works: slots [first, first + count) of the order, and a block of the expert's weight rows.
-struct Tile {
-  int expert;
-  uint first, count, block;
+// half would overflow where act(gate) * up does not.
+template <typename T>
+struct InnerOf {
+  using type = float;
+};
+template <>
+struct InnerOf<bfloat> {
+  using type = bfloat;
 };
 
-// Bands of kBand tiles of slots walk all blocks together: the slots stay in the cache, and a weight that was read
-// serves the whole band. False for a threadgroup that is left over.
-template <uint TileSlots>
-bool find_tile(thread Tile& tile, device const int* offsets, uint group, uint blocks, uint lane, uint experts) {
-  uint index = group / (kBand * blocks) * kBand + group % kBand;
-  tile.block = group / kBand % blocks;
-  for (uint base = 0; base < experts; base += 32) {
-    const uint expert = base + lane;
-    const uint begin = expert < experts ? offsets[expert] : 0, end = expert < experts ? offsets[expert + 1] : 0;
-    const uint tiles = (end - begin + TileSlots - 1) / TileSlots;
-    const uint before = simd_prefix_exclusive_sum(tiles), all = simd_sum(tiles);
-    if (index < all) {
-      const bool mine = index >= before && index - before < tiles;
-      const uint first = begin + (index - before) * TileSlots;
-      tile.expert = simd_max(mine ? expert : 0);
-      tile.first = simd_max(mine ? first : 0);
-      tile.count = simd_max(mine ? min(TileSlots, end - first) : 0);
-      return true;
-    }
-    index -= all;
-  }
-  return false;
-}
+template <typename T>
+using Inner = typename InnerOf<T>::type;
 
 // ------------------------------------------------------------------------------------------ gate_up, down
 
-template <typename T, typename WeightTile, uint TileSlots>
+template <typename T, typename Reader, uint TileRows>
 [[kernel]] void experts_gate_up_tiles(device const T* x [[buffer(0)]], device const int* order [[buffer(1)]],
-                                      device const int* offsets [[buffer(2)]],
-                                      device const typename WeightTile::Data* gate_up [[buffer(3)]],
+                                      device const int4* tiles [[buffer(2)]],
+                                      device const typename Reader::Data* gate_up [[buffer(3)]],
                                       device const uchar* scale [[buffer(4)]], device const uchar* offset [[buffer(5)]],
-                                      device const T* bias [[buffer(6)]], device float* inner [[buffer(7)]],
+                                      device const T* bias [[buffer(6)]], device Inner<T>* inner [[buffer(7)]],
                                       constant ExpertsParams& params [[buffer(8)]],
                                       uint group [[threadgroup_position_in_grid]],
                                       uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup float4 memory[(TileSlots + kTileRows) * kStride / 4];
-  threadgroup uint rows[TileSlots];
-  threadgroup float* products = reinterpret_cast<threadgroup float*>(memory);
-  const uint blocks = (params.I + kTileInner - 1) / kTileInner;
-  Tile tile;
-  if (!find_tile<TileSlots>(tile, offsets, group, blocks, thread_index % 32, params.E)) return;
-  for (uint j = thread_index; j < TileSlots; j += kTileThreads) {
-    rows[j] = j < tile.count ? uint(order[tile.first + j]) / params.K : kNoRow;
+  threadgroup uint2 memory[TileRows * kStride * sizeof(T) / sizeof(uint2)];
+  threadgroup uint rows[TileRows];
+  constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows) / 2;
+  const Work work = work_of(group, (params.I + block - 1) / block);
+  if (work.tile >= params.tiles) return;
+  const int4 tile = tiles[work.tile];
+  const uint expert = tile.x, count = tile.z;
+  if (count == 0) return;
+  for (uint j = thread_index; j < TileRows; j += kTileThreads) {
+    rows[j] = uint(order[tile.y + min(j, count - 1)]) / params.K;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const RowTile weight_rows = gate_up_tile(tile.block, params);
-  multiply_tile<TileSlots, WeightTile>(products, x, rows, params.wide_x,
-                                       of_expert(gate_up, scale, offset, tile.expert, params.gate_up), params.gate_up,
-                                       weight_rows, params.H, thread_index);
-  for (uint i = thread_index; i < tile.count * kTileInner; i += kTileThreads) {
-    const uint j = i / kTileInner, row = i % kTileInner, column = tile.block * kTileInner + row;
-    if (column >= params.I) continue;
-    inner[ulong(tile.first + j) * params.I + column] =
-        inner_value(products + j * kProductStride, row, bias, tile.expert, tile.block, params);
+  // Gate, up, gate, up: what is multiplied with one another is one lane's. Past the last row, the last again.
+  const uint first = work.block * block + first_of_lane<block>(thread_index);
+  RowNumbers<across> numbers;
+  for (uint n = 0; n < across; ++n) numbers.at[n] = gate_up_row(min(first + n / 2, params.I - 1), n % 2, params);
+  Products<TileRows> products;
+  multiply_tile<TileRows, Reader>(products, memory, x, rows, count,
+                                  of_expert(gate_up, scale, offset, expert, params.gate_up), params.gate_up, numbers,
+                                  params.H, thread_index);
+  Floats<across> biases;
+  load_biases(bias, ulong(expert) * 2 * params.I, numbers, params.gate_up_bias, biases);
+  const uint column = matrix_place(thread_index % 32).column;
+#pragma unroll
+  for (uint i = 0; i < 2 * products.down; ++i) {
+    const uint j = i / 2 * 8 + column + i % 2;
+    if (j >= count) continue;
+    device Inner<T>* to = inner + ulong(tile.y + j) * params.I;
+    for (uint n = 0; n < across; n += 2) {
+      const float gate = products.at[i / 2][n][i % 2] + biases.at[n];
+      const float up = products.at[i / 2][n + 1][i % 2] + biases.at[n + 1];
+      if (first + n / 2 < params.I) to[first + n / 2] = Inner<T>(activated(gate, up, params.activation));
+    }
   }
 }
 
-template <typename T, typename WeightTile, uint TileSlots>
-[[kernel]] void experts_down_tiles(device const float* inner [[buffer(0)]], device const int* order [[buffer(1)]],
-                                   device const int* offsets [[buffer(2)]],
-                                   device const typename WeightTile::Data* down [[buffer(3)]],
+template <typename T, typename Reader, uint TileRows>
+[[kernel]] void experts_down_tiles(device const Inner<T>* inner [[buffer(0)]], device const int* order [[buffer(1)]],
+                                   device const int4* tiles [[buffer(2)]],
+                                   device const typename Reader::Data* down [[buffer(3)]],
                                    device const uchar* scale [[buffer(4)]], device const uchar* offset [[buffer(5)]],
                                    device const T* bias [[buffer(6)]], device float* slots [[buffer(7)]],
                                    constant ExpertsParams& params [[buffer(8)]],
                                    uint group [[threadgroup_position_in_grid]],
                                    uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup float4 memory[(TileSlots + kTileRows) * kStride / 4];
-  threadgroup uint rows[TileSlots];
-  threadgroup float* products = reinterpret_cast<threadgroup float*>(memory);
-  const uint blocks = (params.H + kTileRows - 1) / kTileRows;
-  Tile tile;
-  if (!find_tile<TileSlots>(tile, offsets, group, blocks, thread_index % 32, params.E)) return;
-  for (uint j = thread_index; j < TileSlots; j += kTileThreads) rows[j] = j < tile.count ? tile.first + j : kNoRow;
+  threadgroup uint2 memory[TileRows * kStride * sizeof(Inner<T>) / sizeof(uint2)];
+  threadgroup uint rows[TileRows];
+  constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows);
+  const Work work = work_of(group, (params.H + block - 1) / block);
+  if (work.tile >= params.tiles) return;
+  const int4 tile = tiles[work.tile];
+  const uint expert = tile.x, count = tile.z;
+  if (count == 0) return;
+  for (uint j = thread_index; j < TileRows; j += kTileThreads) rows[j] = tile.y + min(j, count - 1);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const RowTile weight_rows = plain_tile(tile.block * kTileRows, params.H);
-  multiply_tile<TileSlots, WeightTile>(products, inner, rows, params.I % Wide<float>::elements == 0,
-                                       of_expert(down, scale, offset, tile.expert, params.down), params.down,
-                                       weight_rows, params.I, thread_index);
-  for (uint i = thread_index; i < tile.count * kTileRows; i += kTileThreads) {
-    const uint j = i / kTileRows, row = i % kTileRows, h = tile.block * kTileRows + row;
-    if (h >= params.H) continue;
-    float value = products[j * kProductStride + row];
-    if (params.down_bias != ParameterType::absent) {
-      value += load(bias, ulong(tile.expert) * params.H + h, params.down_bias);
+  const uint first = work.block * block + first_of_lane<block>(thread_index);
+  RowNumbers<across> numbers;
+  for (uint n = 0; n < across; ++n) numbers.at[n] = min(first + n, params.H - 1);
+  Products<TileRows> products;
+  multiply_tile<TileRows, Reader>(products, memory, inner, rows, count,
+                                  of_expert(down, scale, offset, expert, params.down), params.down, numbers, params.I,
+                                  thread_index);
+  Floats<across> biases;
+  load_biases(bias, ulong(expert) * params.H, numbers, params.down_bias, biases);
+  const uint column = matrix_place(thread_index % 32).column;
+#pragma unroll
+  for (uint i = 0; i < 2 * products.down; ++i) {
+    const uint j = i / 2 * 8 + column + i % 2;
+    if (j >= count) continue;
+    device float* to = slots + ulong(order[tile.y + j]) * params.H;
+    for (uint n = 0; n < across; ++n) {
+      if (first + n < params.H) to[first + n] = products.at[i / 2][n][i % 2] + biases.at[n];
     }
-    slots[ulong(order[tile.first + j]) * params.H + h] = value;
   }
 }
 
 }  // namespace moe_metal
 
 // clang-format off
-#define instantiate_tiles_of(dtype, rows)                                             \
-  instantiate_kernel("experts_gate_up_tiles" #rows weights_suffix "_" #dtype,         \
-                     moe_metal::experts_gate_up_tiles<dtype, weights_tile(dtype), rows>) \
-  instantiate_kernel("experts_down_tiles" #rows weights_suffix "_" #dtype,            \
-                     moe_metal::experts_down_tiles<dtype, weights_tile(dtype), rows>)
-#define instantiate_tiles(dtype)  \
-  instantiate_tiles_of(dtype, 16) \
-  instantiate_tiles_of(dtype, 32) \
-  instantiate_tiles_of(dtype, 64)
+#define instantiate_tiles_of(dtype, suffix, read, rows)                              \
+  instantiate_kernel("experts_gate_up_tiles" #rows suffix weights_suffix "_" #dtype, \
+                     moe_metal::experts_gate_up_tiles<dtype, read##_tile(dtype), rows>) \
+  instantiate_kernel("experts_down_tiles" #rows suffix weights_suffix "_" #dtype,    \
+                     moe_metal::experts_down_tiles<dtype, read##_tile(dtype), rows>)
+#define instantiate_tiles_with(dtype, suffix, read) \
+  instantiate_tiles_of(dtype, suffix, read, 16)     \
+  instantiate_tiles_of(dtype, suffix, read, 32)     \
+  instantiate_tiles_of(dtype, suffix, read, 64)
+#define instantiate_tiles(dtype)               \
+  instantiate_tiles_with(dtype, "_wide", wide) \
+  instantiate_tiles_with(dtype, "", any)
 
 if_float(instantiate_tiles(float))
 if_half(instantiate_tiles(half))

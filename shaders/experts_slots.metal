@@ -9,10 +9,22 @@ namespace moe_metal {
 
 // ------------------------------------------------------------------------------------------ sort
 
+// An expert's tiles begin where they would if all before it had filled theirs and one more: their list has holes, and
+// every expert finds its place without counting theirs. A hole, like what is left over at the end, has no slots.
+inline void list_tiles(device int4* tiles, uint expert, uint begin, uint count, uint thread_index, uint threads,
+                       constant ExpertsParams& params) {
+  const uint rows = params.tile_rows, first = begin / rows + expert;
+  const uint last = expert == params.E - 1 ? params.tiles : (begin + count) / rows + expert + 1;
+  for (uint i = first + thread_index; i < last; i += threads) {
+    const uint done = (i - first) * rows;
+    tiles[i] = int4(expert, begin + done, done < count ? min(rows, count - done) : 0, 0);
+  }
+}
+
 // Grid: one threadgroup per expert. Each reads all ids, and counts those of lower experts to find where its own begin:
 // E times the reads of a radix sort, from the cache, but one dispatch, no atomics and no order between threadgroups.
 [[host_name("experts_sort")]] [[kernel]] void experts_sort(
-    device const int* ids [[buffer(0)]], device int* order [[buffer(1)]], device int* offsets [[buffer(2)]],
+    device const int* ids [[buffer(0)]], device int* order [[buffer(1)]], device int4* tiles [[buffer(2)]],
     constant ExpertsParams& params [[buffer(3)]], uint group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup uint lowers[kMaxSimdgroups], owns[kMaxSimdgroups];
@@ -37,9 +49,8 @@ namespace moe_metal {
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const uint begin = simd_sum(lane < simdgroups ? lowers[lane] : 0);
   const uint before = simd_sum(lane < simdgroup ? owns[lane] : 0);
-  if (thread_index == 0) offsets[expert] = begin;
-  if (uint(expert) == params.E - 1 && simdgroup == simdgroups - 1 && lane == 0)
-    offsets[params.E] = begin + before + own;
+  const uint all = simd_sum(lane < simdgroups ? owns[lane] : 0);
+  list_tiles(tiles, expert, begin, all, thread_index, 32 * simdgroups, params);
   if (own == 0) return;
   uint next = begin + before;
   for (uint i = 0; i < steps; ++i) {

@@ -4,7 +4,8 @@
 //
 // _rows, for few tokens: every token reads the weight. Grid: tokens along x, so that those of one block of rows read it
 // at about the same time, from the cache; blocks of rows along y. WeightParams.split simdgroups share the work on a
-// row. _tiles, for many: tiles of TileRows tokens by 64 rows of the weight, one threadgroup each, along x.
+// row. _tiles, for many: tiles of TileRows tokens by tile_weight_rows rows of the
+// weight, one threadgroup each, along x.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
@@ -41,47 +42,56 @@ template <typename T, typename Chunk>
 }
 
 // Bands of at most kBand tiles of tokens walk all blocks of rows together: a weight that was read serves the band.
-template <typename T, typename WeightTile, uint TileRows>
-[[kernel]] void linear_tiles(device const T* x [[buffer(0)]],
-                             device const typename WeightTile::Data* weight [[buffer(1)]],
+template <typename T, typename Reader, uint TileRows>
+[[kernel]] void linear_tiles(device const T* x [[buffer(0)]], device const typename Reader::Data* weight [[buffer(1)]],
                              device const uchar* scale [[buffer(2)]], device const uchar* offset [[buffer(3)]],
                              device const T* bias [[buffer(4)]], device T* output [[buffer(5)]],
                              constant LinearParams& params [[buffer(6)]], uint group [[threadgroup_position_in_grid]],
                              uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup float4 memory[(TileRows + kTileRows) * kStride / 4];
+  threadgroup uint2 memory[TileRows * kStride * sizeof(T) / sizeof(uint2)];
   threadgroup uint rows[TileRows];
-  threadgroup float* products = reinterpret_cast<threadgroup float*>(memory);
-  const uint blocks = (params.N + kTileRows - 1) / kTileRows, band = min(kBand, (params.T + TileRows - 1) / TileRows);
-  const uint first = (group / (band * blocks) * band + group % band) * TileRows;
-  const uint block = group / band % blocks * kTileRows;
-  if (first >= params.T) return;  // the last band may have fewer tiles
-  for (uint j = thread_index; j < TileRows; j += kTileThreads) rows[j] = first + j < params.T ? first + j : kNoRow;
+  constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows);
+  const uint blocks = (params.N + block - 1) / block, band = min(kBand, (params.T + TileRows - 1) / TileRows);
+  const uint token = (group / (band * blocks) * band + group % band) * TileRows;
+  if (token >= params.T) return;  // the last band may have fewer tiles
+  const uint count = min(TileRows, params.T - token);
+  for (uint j = thread_index; j < TileRows; j += kTileThreads) rows[j] = token + min(j, count - 1);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const RowTile weight_rows = plain_tile(block, params.N);
-  multiply_tile<TileRows, WeightTile>(products, x, rows, params.wide_x,
-                                      of_expert(weight, scale, offset, 0, params.weight), params.weight, weight_rows,
-                                      params.H, thread_index);
-  for (uint i = thread_index; i < TileRows * kTileRows; i += kTileThreads) {
-    const uint j = i / kTileRows, n = block + i % kTileRows;
-    if (first + j >= params.T || n >= params.N) continue;
-    float value = products[j * kProductStride + i % kTileRows];
-    if (params.bias != ParameterType::absent) value += load(bias, n, params.bias);
-    output[ulong(first + j) * params.N + n] = T(value);
+  const uint first = group / band % blocks * block + first_of_lane<block>(thread_index);
+  RowNumbers<across> numbers;
+  for (uint n = 0; n < across; ++n) numbers.at[n] = min(first + n, params.N - 1);
+  Products<TileRows> products;
+  multiply_tile<TileRows, Reader>(products, memory, x, rows, count, of_expert(weight, scale, offset, 0, params.weight),
+                                  params.weight, numbers, params.H, thread_index);
+  Floats<across> biases;
+  load_biases(bias, 0, numbers, params.bias, biases);
+  const uint column = matrix_place(thread_index % 32).column;
+#pragma unroll
+  for (uint i = 0; i < 2 * products.down; ++i) {
+    const uint j = i / 2 * 8 + column + i % 2;
+    if (j >= count) continue;
+    device T* to = output + ulong(token + j) * params.N;
+    for (uint n = 0; n < across; ++n) {
+      if (first + n < params.N) to[first + n] = T(products.at[i / 2][n][i % 2] + biases.at[n]);
+    }
   }
 }
 
 }  // namespace moe_metal
 
 // clang-format off
-#define instantiate_linear(dtype)                                                                                  \
-  instantiate_kernel("linear_rows_wide" weights_suffix "_" #dtype, moe_metal::linear_rows<dtype, wide_chunk(dtype)>) \
-  instantiate_kernel("linear_rows" weights_suffix "_" #dtype, moe_metal::linear_rows<dtype, any_chunk(dtype)>)       \
-  instantiate_kernel("linear_tiles16" weights_suffix "_" #dtype,                                                     \
-                     moe_metal::linear_tiles<dtype, weights_tile(dtype), 16>)                                        \
-  instantiate_kernel("linear_tiles32" weights_suffix "_" #dtype,                                                     \
-                     moe_metal::linear_tiles<dtype, weights_tile(dtype), 32>)                                        \
-  instantiate_kernel("linear_tiles64" weights_suffix "_" #dtype,                                                     \
-                     moe_metal::linear_tiles<dtype, weights_tile(dtype), 64>)
+#define instantiate_linear_with(dtype, suffix, read)                                         \
+  instantiate_kernel("linear_rows" suffix weights_suffix "_" #dtype,                         \
+                     moe_metal::linear_rows<dtype, read##_chunk(dtype)>)                     \
+  instantiate_kernel("linear_tiles16" suffix weights_suffix "_" #dtype,                      \
+                     moe_metal::linear_tiles<dtype, read##_tile(dtype), 16>)                 \
+  instantiate_kernel("linear_tiles32" suffix weights_suffix "_" #dtype,                      \
+                     moe_metal::linear_tiles<dtype, read##_tile(dtype), 32>)                 \
+  instantiate_kernel("linear_tiles64" suffix weights_suffix "_" #dtype,                      \
+                     moe_metal::linear_tiles<dtype, read##_tile(dtype), 64>)
+#define instantiate_linear(dtype)               \
+  instantiate_linear_with(dtype, "_wide", wide) \
+  instantiate_linear_with(dtype, "", any)
 
 if_float(instantiate_linear(float))
 if_half(instantiate_linear(half))

@@ -11,7 +11,7 @@ struct RowTile {
   uint shift, mask, limit;  // row j exists when (j >> shift & mask) < limit
 
   bool has(uint j) const { return (j >> shift & mask) < limit; }
-  uint number(uint j) const { return first + j + (j < kTileInner ? 0 : jump); }
+  uint number(uint j) const { return first + j + (j < kColumnInner ? 0 : jump); }
 };
 
 // The next rows of a matrix.
@@ -20,7 +20,7 @@ inline RowTile plain_tile(uint first, uint rows) {
   tile.first = first;
   tile.jump = 0;
   tile.shift = 0;
-  tile.mask = kTileRows - 1;
+  tile.mask = kColumnRows - 1;
   tile.limit = rows - first;
   return tile;
 }

@@ -1,143 +1,340 @@
-// Tiles of rows of a matrix times 64 rows of weights, for many tokens.
+// Rows of a matrix, tokens or slots, times rows of weights, for many of both. A threadgroup has a tile of the matrix's
+// rows, which it stages in threadgroup memory as they are; each of its simdgroups has rows of weights of its own, which
+// go from device memory to the registers of the lanes that multiply them: nobody else needs them.
 //
-// Operands are staged as float: that holds every half, bfloat and packed value, the experts' inner values are float, no
-// half overflows, M1 and M2 have no bfloat arithmetic, and simdgroup_matrix multiplies float about as fast as half on
-// the GPUs before M5.
+// Operands become float where matrices are filled: that holds every half, bfloat and packed value, sums are float
+// whatever the operands are, M1 and M2 have no bfloat arithmetic, and simdgroup matrices of float multiply about as
+// fast as those of half on the GPUs before M5.
+//
+// A product is weights * tile^T, in matrices of 8 by 8. A lane holds two neighbours of a matrix's row (matrix_place,
+// which the kernels of MLX and PyTorch rely on as well). Sums may be taken in any order, so which columns meet in a
+// matrix is free, as long as both sides agree. The four lanes of a row of weights take a run of 16 columns each:
+//
+//   of a step's 8 matrices the i-th of half h (0 or 1) multiplies, where the run of lane q (0 to 3) begins at 16 q,
+//   column 16 q + 8 h + i of the weights as 2 q, and column 16 q + 8 h + 4 + i as 2 q + 1;
+//   its row r of the tile's side is column 16 (r / 2) + 8 h + 4 (r % 2) + i: for all i four neighbours, one load
 #pragma once
-#include "row_tile.h"
+#include "rows.h"
+#include "weights.h"
 
 namespace moe_metal {
 
-MOE_METAL_CONSTANT uint kDepth = 32;           // columns staged at a time
-MOE_METAL_CONSTANT uint kStride = kDepth + 4;  // of a staged row: 4 more keep lanes off each other's banks
-MOE_METAL_CONSTANT uint kProductStride = kTileRows + 4;
-MOE_METAL_CONSTANT uint kNoRow = 0xffffffff;
+MOE_METAL_CONSTANT uint kRun = kNarrowColumns;  // columns of a row that a lane takes in a step
+MOE_METAL_CONSTANT uint kDepth = 4 * kRun;      // of a step
+MOE_METAL_CONSTANT uint kStride = kDepth + 4;   // of a staged row: rows 2 apart meet other banks
 
-// Threads share `count` pieces. The number of turns is a constant, so that loops unroll and their loads overlap.
-constexpr uint turns(uint count) { return (count + kTileThreads - 1) / kTileThreads; }
-
-// memory[j][c] = element (rows[j], column + c) of a matrix with rows of `length`; 0 where there is none.
-template <uint TileSlots, typename A>
-void stage_slots(threadgroup float* memory, device const A* matrix, threadgroup const uint* rows, bool wide,
-                 uint length, uint column, uint thread_index) {
-  constexpr uint loads = kDepth / Wide<A>::elements, count = TileSlots * loads;
-  for (uint turn = 0; wide && turn < turns(count); ++turn) {
-    const uint i = turn * kTileThreads + thread_index, j = i / loads, c = i % loads * Wide<A>::elements;
-    if (count % kTileThreads != 0 && i >= count) break;
-    typename Wide<A>::Values values = {};
-    if (rows[j] != kNoRow && column + c < length) load_wide(matrix + ulong(rows[j]) * length + column + c, values);
-    for (uint n = 0; n < Wide<A>::vectors; ++n) {
-      reinterpret_cast<threadgroup float4*>(memory + j * kStride + c)[n] = values.at[n];
-    }
-  }
-  for (uint i = thread_index; !wide && i < TileSlots * kDepth; i += kTileThreads) {
-    const uint j = i / kDepth, c = i % kDepth;
-    const bool inside = rows[j] != kNoRow && column + c < length;
-    memory[j * kStride + c] = inside ? float(matrix[ulong(rows[j]) * length + column + c]) : 0;
-  }
-}
-
-// How a format's weights are staged: memory[j][c] = element (j, column + c) of the tile's rows; 0 where there is none.
-//
-// Dense: neighbouring threads load neighbours.
-template <typename T>
-struct DenseTile {
-  using Data = T;
-  static void stage(threadgroup float* memory, Weights<T> weights, constant WeightParams& params,
-                    thread const RowTile& rows, uint length, uint column, uint thread_index);
+struct MatrixPlace {
+  uint row, column;  // of the lane's two elements the first; the second is its right neighbour
 };
-template <typename T>
-void DenseTile<T>::stage(threadgroup float* memory, Weights<T> weights, constant WeightParams& params,
-                         thread const RowTile& rows, uint length, uint column, uint thread_index) {
-  const WeightLayout layout = params.layout;
-  constexpr uint elements = Wide<T>::elements, along = kDepth / elements, across = kTileRows / elements;
-  const bool wide = layout == WeightLayout::rows_wide || layout == WeightLayout::columns_wide;
-  const bool by_rows = layout == WeightLayout::rows_wide || layout == WeightLayout::rows;
-  for (uint turn = 0; wide && turn < turns(kTileRows * along); ++turn) {
-    const uint i = turn * kTileThreads + thread_index;
-    const uint j = by_rows ? i / along : i % across * elements, c = by_rows ? i % along * elements : i / across;
-    typename Wide<T>::Values values = {};
-    if (rows.has(j) && column + c < length) load_wide(element(weights, params, rows, j, column + c), values);
-    for (uint n = 0; n < Wide<T>::vectors; ++n) {
-      if (by_rows) {
-        reinterpret_cast<threadgroup float4*>(memory + j * kStride + c)[n] = values.at[n];
-        continue;
-      }
-      for (uint m = 0; m < 4; ++m) memory[(j + 4 * n + m) * kStride + c] = values.at[n][m];
-    }
-  }
-  for (uint i = thread_index; !wide && i < kTileRows * kDepth; i += kTileThreads) {
-    const uint j = by_rows ? i / kDepth : i % kTileRows, c = by_rows ? i % kDepth : i / kTileRows;
-    const bool inside = rows.has(j) && column + c < length;
-    memory[j * kStride + c] = inside ? float(*element(weights, params, rows, j, column + c)) : 0;
-  }
+inline MatrixPlace matrix_place(uint lane) {
+  MatrixPlace place;
+  place.row = lane / 2 % 4 + lane / 16 * 4;
+  place.column = lane % 2 * 2 + lane / 8 % 2 * 4;
+  return place;
 }
 
-// Packed: a thread has kNarrowColumns of one row, and its neighbour the row's next, so groups may end anywhere.
-template <typename Codes>
+// Lane's sums: at[m][n] are those of its row of weights n with rows 8 m + column and the next of the tile.
+template <uint TileRows>
+struct Products {
+  enum : uint { down = TileRows / 8, across = tile_matrices(TileRows) };
+  float2 at[down][across];
+};
+
+// The numbers of a lane's rows of weights.
+template <uint N>
+struct RowNumbers {
+  uint at[N];
+};
+
+// sum += weights * rows, of whole matrices.
+inline void multiply_add(thread float2& sum, float2 weights, float2 rows) {
+  simdgroup_float8x8 left, right, product;
+  for (uint e = 0; e < 2; ++e) {
+    left.thread_elements()[e] = weights[e];
+    right.thread_elements()[e] = rows[e];
+    product.thread_elements()[e] = sum[e];
+  }
+  simdgroup_multiply_accumulate(product, left, right, product);
+  sum = float2(product.thread_elements()[0], product.thread_elements()[1]);
+}
+
+// ------------------------------------------------------------------------------------------ weights
+
+// How a format's weights are read:
+//   Data, Row, Piece   what their buffer holds; where a row begins; what is kept of a lane's run of it
+//   row                finds a row
+//   load               of a row the run that begins at `column`; `whole`: all of it lies within the row
+//   eight              its elements i to i + 7, of which those beyond the row's end are 0
+//   wide               whether 16 bytes may be loaded at once, of the weights and of the matrix
+
+template <typename T>
+struct WideTile {
+  using Data = T;
+  enum : uint { wide = 1 };
+  struct Row {
+    device const T* at;
+  };
+  struct Piece {
+    device const T* row;
+    uint column, length;
+  };
+  static Row row(Weights<T> weights, constant WeightParams& params, uint number) {
+    Row row;
+    row.at = weights.data + number * params.row;
+    return row;
+  }
+  template <bool whole>
+  static void load(Row row, constant WeightParams&, uint column, uint length, thread Piece& piece) {
+    piece.row = row.at;
+    piece.column = column;
+    piece.length = length;
+  }
+  // A load beyond the end becomes one at the end: a branch would make it wait for those before it.
+  template <bool whole>
+  static void eight(thread const Piece& piece, uint i, thread Vectors<2>& values) {
+    const uint column = piece.column + i;
+    if (whole) {
+      load_wide(piece.row + column, values);
+      return;
+    }
+    for (uint n = 0; n < 2; n += Wide<T>::vectors) {
+      typename Wide<T>::Values loaded;
+      load_wide(piece.row + min(column + 4 * n, piece.length - Wide<T>::elements), loaded);
+      const bool inside = column + 4 * n < piece.length;
+      for (uint m = 0; m < Wide<T>::vectors; ++m) values.at[n + m] = inside ? loaded.at[m] : float4(0);
+    }
+  }
+};
+
+// Any strides and any length.
+template <typename T>
+struct AnyTile {
+  using Data = T;
+  enum : uint { wide = 0 };
+  struct Row {
+    device const T* at;
+  };
+  struct Piece {
+    device const T* row;
+    long step;
+    uint column, length;
+  };
+  static Row row(Weights<T> weights, constant WeightParams& params, uint number) {
+    Row row;
+    row.at = weights.data + number * params.row;
+    return row;
+  }
+  template <bool whole>
+  static void load(Row row, constant WeightParams& params, uint column, uint length, thread Piece& piece) {
+    piece.row = row.at;
+    piece.step = params.column;
+    piece.column = column;
+    piece.length = length;
+  }
+  template <bool whole>
+  static void eight(thread const Piece& piece, uint i, thread Vectors<2>& values) {
+    for (uint n = 0; n < 8; ++n) {
+      const uint column = piece.column + i + n;
+      const float value = float(piece.row[min(column, piece.length - 1) * piece.step]);
+      values.at[n / 4][n % 4] = whole || column < piece.length ? value : 0;
+    }
+  }
+};
+
+template <typename Codes, bool is_wide>
 struct PackedTile {
   using Data = uchar;
-  static void stage(threadgroup float* memory, Weights<uchar> weights, constant WeightParams& params,
-                    thread const RowTile& rows, uint length, uint column, uint thread_index) {
-    constexpr uint along = kDepth / kNarrowColumns;
-    static_assert(kTileRows * along == kTileThreads, "each thread stages one piece");
-    const uint j = thread_index / along, c = thread_index % along * kNarrowColumns;
-    Vectors<kNarrowColumns / 4> values;
-    packed_values<Codes>(weights, params, rows.number(j), column + c, rows.has(j) ? length : 0, values);
-    for (uint n = 0; n < kNarrowColumns / 4; ++n) {
-      reinterpret_cast<threadgroup float4*>(memory + j * kStride + c)[n] = values.at[n];
-    }
+  using Row = PackedRow;
+  using Piece = PackedPiece<Codes>;
+  enum : uint { wide = is_wide };
+  static Row row(Weights<uchar> weights, constant WeightParams& params, uint number) {
+    return packed_row<Codes>(weights, params, number);
+  }
+  template <bool whole>
+  static void load(Row row, constant WeightParams& params, uint column, uint length, thread Piece& piece) {
+    const uint count = whole ? kRun : column < length ? length - column : 0;
+    load_piece(row, params, column, count, is_wide || params.layout == WeightLayout::rows_wide, piece);
+  }
+  template <bool>
+  static void eight(thread const Piece& piece, uint i, thread Vectors<2>& values) {
+    piece_values(piece, i, values);
   }
 };
 
-// The product of TileSlots rows of the matrix with 64 rows of weights, [TileSlots][kProductStride] in memory. Each of
-// four simdgroups has 16 columns of it, or with 64 slots a quarter of 32 by 32.
-template <uint TileSlots, typename WeightTile, typename A>
-void multiply_tile(threadgroup float* memory, device const A* matrix, threadgroup const uint* rows, bool wide,
-                   Weights<typename WeightTile::Data> weights, constant WeightParams& params,
-                   thread const RowTile& weight_rows, uint length, uint thread_index) {
-  constexpr uint across = TileSlots == 64 ? 2 : 4, down = 4 / across;   // simdgroups
-  constexpr uint M = TileSlots / down / 8, N = kTileRows / across / 8;  // matrices of each
-  const uint simdgroup = thread_index / 32;
-  const uint row = simdgroup / across * M * 8, col = simdgroup % across * N * 8;
-  threadgroup float* staged_weights = memory + TileSlots * kStride;
-  // Matrices live in registers only where every index is a constant, hence the pragmas.
-  simdgroup_float8x8 sums[M][N];
+// ------------------------------------------------------------------------------------------ the tile's rows
+
+// What a thread stages of a tile in each step: `turns` pieces of 16 bytes, from rows `between` apart.
+template <uint TileRows, typename A>
+struct Staged {
+  enum : uint {
+    elements = Wide<A>::elements,
+    along = kDepth / elements,
+    between = kTileThreads / along,
+    turns = (TileRows + between - 1) / between
+  };
+  device const A* from[turns];
+  uint4 pieces[turns];
+};
+
+// Rows that only fill the last matrix are others again, whose products nobody looks at.
+template <uint TileRows, typename A>
+void find_rows(thread Staged<TileRows, A>& staged, device const A* matrix, threadgroup const uint* rows, uint length,
+               uint thread_index) {
+  using S = Staged<TileRows, A>;
 #pragma unroll
-  for (uint i = 0; i < M * N; ++i) sums[i / N][i % N] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-  for (uint column = 0; column < length; column += kDepth) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    stage_slots<TileSlots>(memory, matrix, rows, wide, length, column, thread_index);
-    WeightTile::stage(staged_weights, weights, params, weight_rows, length, column, thread_index);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint t = 0; t < S::turns; ++t) {
+    const uint j = min(thread_index / S::along + t * S::between, TileRows - 1);
+    staged.from[t] = matrix + ulong(rows[j]) * length;
+  }
+}
+
+// Loads come before the barrier that lets them be stored, beside those of the weights.
+template <bool whole, uint TileRows, typename A>
+void load_rows(thread Staged<TileRows, A>& staged, uint used, uint column, uint length, uint thread_index) {
+  using S = Staged<TileRows, A>;
+  const uint c = column + thread_index % S::along * S::elements;
 #pragma unroll
-    for (uint k = 0; k < kDepth; k += 8) {
-      simdgroup_float8x8 a[M], b[N];
+  for (uint t = 0; t < S::turns; ++t) {
+    if (thread_index / S::along + t * S::between >= used) continue;
+    const uint at = whole ? c : min(c, length - S::elements);
+    const uint4 piece = *reinterpret_cast<device const uint4*>(staged.from[t] + at);
+    staged.pieces[t] = whole || c < length ? piece : uint4(0);
+  }
+}
+template <uint TileRows, typename A>
+void store_rows(threadgroup A* memory, thread const Staged<TileRows, A>& staged, uint used, uint thread_index) {
+  using S = Staged<TileRows, A>;
 #pragma unroll
-      for (uint m = 0; m < M; ++m) simdgroup_load(a[m], memory + (row + m * 8) * kStride + k, kStride);
+  for (uint t = 0; t < S::turns; ++t) {
+    const uint j = thread_index / S::along + t * S::between;
+    if (j >= used) continue;
+    threadgroup A* to = memory + j * kStride + thread_index % S::along * S::elements;
+    reinterpret_cast<threadgroup uint2*>(to)[0] = staged.pieces[t].xy;  // rows are aligned to 8 bytes
+    reinterpret_cast<threadgroup uint2*>(to)[1] = staged.pieces[t].zw;
+  }
+}
+
+// The same element by element.
+template <typename A>
+void stage_any_rows(threadgroup A* memory, device const A* matrix, threadgroup const uint* rows, uint used, uint column,
+                    uint length, uint thread_index) {
+  for (uint i = thread_index; i < used * kDepth; i += kTileThreads) {
+    const uint j = i / kDepth, c = column + i % kDepth;
+    const A element = matrix[ulong(rows[j]) * length + min(c, length - 1)];
+    memory[j * kStride + i % kDepth] = c < length ? element : A(0);
+  }
+}
+
+template <typename A>
+float4 staged_four(threadgroup A* at) {
+  const vec<A, 4> v = *reinterpret_cast<threadgroup vec<A, 4>*>(at);
+  return float4(float(v.x), float(v.y), float(v.z), float(v.w));
+}
+
+// ------------------------------------------------------------------------------------------ the product
+
+// products += weights * tile, over a step's columns. Matrices in which the tile has no rows are left out.
+template <bool whole, typename Reader, uint TileRows, typename A>
+void add_products(thread Products<TileRows>& products, threadgroup A* memory, uint used,
+                  thread const typename Reader::Piece* pieces, MatrixPlace place) {
+  using P = Products<TileRows>;
+  threadgroup A* rows = memory + place.column * kStride + place.row / 2 * kRun + place.row % 2 * 4;
 #pragma unroll
-      for (uint n = 0; n < N; ++n) {
-        simdgroup_load(b[n], staged_weights + (col + n * 8) * kStride + k, kStride, ulong2(0), true);
-      }
+  for (uint half_run = 0; half_run < kRun; half_run += 8) {
+    Vectors<2> weights[P::across];
 #pragma unroll
-      for (uint i = 0; i < M * N; ++i) {
-        simdgroup_multiply_accumulate(sums[i / N][i % N], a[i / N], b[i % N], sums[i / N][i % N]);
+    for (uint n = 0; n < P::across; ++n) Reader::template eight<whole>(pieces[n], half_run, weights[n]);
+#pragma unroll
+    for (uint m = 0; m < P::down; ++m) {
+      if (8 * m >= used) continue;
+      const float4 one = staged_four(rows + 8 * m * kStride + half_run);
+      const float4 next = staged_four(rows + (8 * m + 1) * kStride + half_run);
+#pragma unroll
+      for (uint i = 0; i < 4; ++i) {
+#pragma unroll
+        for (uint n = 0; n < P::across; ++n) {
+          multiply_add(products.at[m][n], float2(weights[n].at[0][i], weights[n].at[1][i]), float2(one[i], next[i]));
+        }
       }
     }
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+template <bool whole, typename Reader, uint TileRows, typename A>
+void step(thread Products<TileRows>& products, thread Staged<TileRows, A>& staged, threadgroup A* memory,
+          device const A* matrix, threadgroup const uint* rows, uint used, thread const typename Reader::Row* weights,
+          constant WeightParams& params, uint column, uint length, MatrixPlace place, uint thread_index) {
+  constexpr uint across = Products<TileRows>::across;
+  typename Reader::Piece pieces[across];
+  if (Reader::wide) load_rows<whole>(staged, used, column, length, thread_index);
 #pragma unroll
-  for (uint i = 0; i < M * N; ++i) {
-    threadgroup float* at = memory + (row + i / N * 8) * kProductStride + col + i % N * 8;
-    simdgroup_store(sums[i / N][i % N], at, kProductStride);
+  for (uint n = 0; n < across; ++n) {
+    Reader::template load<whole>(weights[n], params, column + place.column / 2 * kRun, length, pieces[n]);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (Reader::wide) {
+    store_rows(memory, staged, used, thread_index);
+  } else {
+    stage_any_rows(memory, matrix, rows, used, column, length, thread_index);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  add_products<whole, Reader>(products, memory, used, pieces, place);
+}
+
+// The products of a lane's rows of weights with the tile's, `rows[j]` of the matrix for all j < TileRows, of which
+// `used` are multiplied. `memory` has room for TileRows * kStride of A.
+template <uint TileRows, typename Reader, typename A>
+void multiply_tile(thread Products<TileRows>& products, threadgroup uint2* memory, device const A* matrix,
+                   threadgroup const uint* rows, uint count, Weights<typename Reader::Data> weights,
+                   constant WeightParams& params, thread const RowNumbers<tile_matrices(TileRows)>& numbers,
+                   uint length, uint thread_index) {
+  constexpr uint across = Products<TileRows>::across;
+  const MatrixPlace place = matrix_place(thread_index % 32);
+  const uint used = (count + 7) / 8 * 8;
+  threadgroup A* tile = reinterpret_cast<threadgroup A*>(memory);
+  Staged<TileRows, A> staged;
+  if (Reader::wide) find_rows(staged, matrix, rows, length, thread_index);
+  typename Reader::Row weight_rows[across];
+#pragma unroll
+  for (uint n = 0; n < across; ++n) weight_rows[n] = Reader::row(weights, params, numbers.at[n]);
+#pragma unroll
+  for (uint i = 0; i < products.down * across; ++i) products.at[i / across][i % across] = 0;
+  uint column = 0;
+  for (; column + kDepth <= length; column += kDepth) {
+    step<true, Reader>(products, staged, tile, matrix, rows, used, weight_rows, params, column, length, place,
+                       thread_index);
+  }
+  if (column < length) {
+    step<false, Reader>(products, staged, tile, matrix, rows, used, weight_rows, params, column, length, place,
+                        thread_index);
+  }
+}
+
+// ------------------------------------------------------------------------------------------ a lane's rows
+
+// The first of those that are a lane's among `count` of its threadgroup, which follow one another.
+template <uint count>
+uint first_of_lane(uint thread_index) {
+  constexpr uint of_simdgroup = count / kTileSimdgroups;
+  return thread_index / 32 * of_simdgroup + matrix_place(thread_index % 32).row * (of_simdgroup / 8);
+}
+
+// What is added to the products of each, or 0.
+template <uint N, typename T>
+void load_biases(device const T* bias, ulong first, thread const RowNumbers<N>& numbers, ParameterType type,
+                 thread Floats<N>& biases) {
+  for (uint n = 0; n < N; ++n) {
+    biases.at[n] = type == ParameterType::absent ? 0 : load(bias, first + numbers.at[n], type);
+  }
 }
 
 }  // namespace moe_metal
 
+// The two ways that a library's format is read: wherever loads are aligned, and everywhere.
 #if MOE_METAL_FORMAT == 0
-#define weights_tile(dtype) moe_metal::DenseTile<dtype>
+#define wide_tile(dtype) moe_metal::WideTile<dtype>
+#define any_tile(dtype) moe_metal::AnyTile<dtype>
 #else
-#define weights_tile(dtype) moe_metal::PackedTile<weights_codes>
+#define wide_tile(dtype) moe_metal::PackedTile<weights_codes, true>
+#define any_tile(dtype) moe_metal::PackedTile<weights_codes, false>
 #endif

@@ -242,36 +242,51 @@ void load_codes(device const uchar* from, uint count, bool aligned, thread Words
 
 // ------------------------------------------------------------------------------------------ values
 
-// The values of kNarrowColumns columns from `column` on, of a row of `length`; 0 beyond its end.
+// Where a row lies, and its scales and offsets.
+struct PackedRow {
+  device const uchar* data;
+  device const uchar* scale;
+  device const uchar* offset;
+};
 template <typename Codes>
-void packed_values(Weights<uchar> weights, constant WeightParams& params, uint row, uint column, uint length,
-                   thread Vectors<kNarrowColumns / 4>& values) {
-  constexpr uint N = (kNarrowColumns * Codes::bits + 31) / 32;
-  const uint count = column < length ? length - column : 0;
-  for (uint n = 0; n < kNarrowColumns / 4; ++n) values.at[n] = 0;
+PackedRow packed_row(Weights<uchar> weights, constant WeightParams& params, uint row) {
+  PackedRow found;
+  found.data = weights.data + row * params.row;
+  found.scale = weights.scale + row / Codes::scale_rows * params.scale.row;
+  found.offset = weights.offset + row / Codes::scale_rows * params.offset.row;
+  return found;
+}
+
+// kNarrowColumns of a row, which lie in one group; those from `count` on are 0.
+template <typename Codes>
+struct PackedPiece {
+  Words<(kNarrowColumns * Codes::bits + 31) / 32> words;
+  float scale, offset;
+  uint count;
+};
+template <typename Codes>
+void load_piece(PackedRow row, constant WeightParams& params, uint column, uint count, bool aligned,
+                thread PackedPiece<Codes>& piece) {
+  piece.count = count;
+  piece.scale = 0;
+  piece.offset = 0;
   if (count == 0) return;
-  Words<N> words;
-  load_codes<Codes, kNarrowColumns>(weights.data + row * params.row + column / 8 * Codes::bits, count,
-                                    params.layout == WeightLayout::rows_wide, words);
-  const long group = column >> params.group_shift, scale_row = row / Codes::scale_rows;
-  const float scale =
-      load_number(weights.scale + scale_row * params.scale.row + group * params.scale.group, params.scale_type);
-  float offset = 0;
-  if (Codes::has_offset) {
-    offset =
-        load_number(weights.offset + scale_row * params.offset.row + group * params.offset.group, params.scale_type);
-  }
+  load_codes<Codes, kNarrowColumns>(row.data + column / 8 * Codes::bits, count, aligned, piece.words);
+  const long group = column >> params.group_shift;
+  piece.scale = load_number(row.scale + group * params.scale.group, params.scale_type);
+  if (Codes::has_offset) piece.offset = load_number(row.offset + group * params.offset.group, params.scale_type);
+}
+// Values i to i + 7.
+template <typename Codes>
+void piece_values(thread const PackedPiece<Codes>& piece, uint i, thread Vectors<2>& values) {
+  Vectors<2> codes;
+  Codes::template eight<false>(piece.words, i, codes);
 #pragma unroll
-  for (uint i = 0; i < kNarrowColumns; i += 8) {
-    Vectors<2> codes;
-    Codes::template eight<false>(words, i, codes);
-#pragma unroll
-    for (uint n = 0; n < 8; ++n) {
-      const float code = codes.at[n / 4][n % 4] * (float(Codes::factor) / float(1u << Codes::place(i + n)));
-      const float number = Codes::has_offset ? fma(scale, code, offset) : scale * code;  // without, -0 stays -0
-      const float value = Codes::is_nan(words, i + n) ? NAN : number;
-      values.at[(i + n) / 4][n % 4] = i + n < count ? value : 0;
-    }
+  for (uint n = 0; n < 8; ++n) {
+    const float code = codes.at[n / 4][n % 4] * (float(Codes::factor) / float(1u << Codes::place(i + n)));
+    const float number = Codes::has_offset ? fma(piece.scale, code, piece.offset) : piece.scale * code;  // keeps -0
+    const float value = Codes::is_nan(piece.words, i + n) ? NAN : number;
+    values.at[n / 4][n % 4] = i + n < piece.count ? value : 0;
   }
 }
 

@@ -102,8 +102,8 @@ def test_tile_follows_tokens_per_expert(mps: str, share: int, rows: int):
     args = Case("experts", "tile", {"T": share, "E": 4, "K": 4, "H": 16, "I": 16}).arguments(mps)
     assert experts_kernels(args) == [
         "sort",
-        f"gate_up_tiles{rows}_float",
-        f"down_tiles{rows}_float",
+        f"gate_up_tiles{rows}_wide_float",
+        f"down_tiles{rows}_wide_float",
         "combine_float",
     ]
 
@@ -125,15 +125,17 @@ LAYOUTS = {  # H, I, options, whether the weights' storage begins one element la
 @pytest.mark.parametrize("T", [2, 40])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(mps: str, name: str, T: int):
-    """16-byte loads wherever alignment allows them, along the rows or, transposed, along the columns."""
+    """16-byte loads wherever alignment allows them, along the rows or, at decode, along the columns of transposed."""
     H, I, options, late, (gate_up, down) = LAYOUTS[name]
     case = Case("experts", name, {"T": T, "E": 5, "K": 3, "H": H, "I": I}, (), options, BFLOAT)
     args = case.arguments(mps)
     for weight in ("gate_up", "down") if late else ():
         moved = torch.empty(args[weight].numel() + 1, dtype=BFLOAT, device=mps)[1:].view_as(args[weight])
         args[weight] = moved.copy_(args[weight])
-    if T == 2:
-        assert experts_kernels(args, **options) == [f"gate_up_{gate_up}_bfloat", f"down_{down}_bfloat"]
+    rows = [f"gate_up_{gate_up}_bfloat", f"down_{down}_bfloat"]
+    gate_up, down = ("_wide" if layout == "rows_wide" else "" for layout in (gate_up, down))
+    tiles = ["sort", f"gate_up_tiles16{gate_up}_bfloat", f"down_tiles16{down}_bfloat", "combine_bfloat"]
+    assert experts_kernels(args, **options) == (rows if T == 2 else tiles)
     got = call(torch.ops.moe_metal.experts, "experts", args, options)
     assert_matches(got, expected("experts", case.arguments(), options), case.longest_sum)
 
@@ -363,22 +365,26 @@ def test_rows_end_before_the_next_one_begins(device: str, T: int):
 
 @recorded
 @pytest.mark.parametrize(
-    "packing, kernel",
-    [(AFFINE[4], "wide_affine4"), (NARROW[2], "affine4"), (MXFP4, "wide_mxfp4"), (FP8, "fp8")],
+    "packing, kernel, tiles",
+    [
+        (AFFINE[4], "wide_affine4", "wide_affine4"),
+        (NARROW[2], "affine4", "wide_affine4"),
+        (MXFP4, "wide_mxfp4", "wide_mxfp4"),
+        (FP8, "fp8", "fp8"),
+    ],
     ids=str,
 )
-def test_kernels_of_packed_weights(mps: str, packing: Packing, kernel: str):
+def test_kernels_of_packed_weights(mps: str, packing: Packing, kernel: str, tiles: str):
     """Two dispatches at decode, four at prefill, and the widest loads wherever whole pieces are aligned."""
     args, options = packed_experts(packing, 2)
     assert experts_kernels(given(args, mps), **options) == [
         f"{part}_rows_{kernel}_float" for part in ("gate_up", "down")
     ]
     args, options = packed_experts(packing, 40)
-    name = kernel.removeprefix("wide_")
     assert experts_kernels(given(args, mps), **options) == [
         "sort",
-        f"gate_up_tiles16_{name}_float",
-        f"down_tiles16_{name}_float",
+        f"gate_up_tiles16_{tiles}_float",
+        f"down_tiles16_{tiles}_float",
         "combine_float",
     ]
     args, options = packed_linear(packing, 1)

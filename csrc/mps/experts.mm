@@ -67,7 +67,7 @@ Product product(FormatKernels* kernels, const Weight& weight, WeightParams& para
 void decode(const Experts& call, ExpertsParams params) {
   const int64_t slots = call.T * call.K;
   const Product gate_up = product(decode_gate_up, call.gate_up, params.gate_up, params.wide_x, slots, 2 * call.I,
-                                  call.H, kTileRows, call.x);
+                                  call.H, kColumnRows, call.x);
   const Product down =
       product(decode_down, call.down, params.down, true, call.T, call.H, call.K * call.I, kDownColumnRows, call.x);
   // Packed weights meet it in whole chunks.
@@ -82,33 +82,45 @@ void decode(const Experts& call, ExpertsParams params) {
 // ---------------------------------------------------------------------------------------------- prefill
 
 Kernel sort_kernel{"experts_slots", "experts_sort", -1, &kWeightFormats[0], 1024};
-FormatKernels prefill_gate_up[] = {{"experts_prefill", "experts_gate_up_tiles16", kTileThreads},
-                                   {"experts_prefill", "experts_gate_up_tiles32", kTileThreads},
-                                   {"experts_prefill", "experts_gate_up_tiles64", kTileThreads}};
-FormatKernels prefill_down[] = {{"experts_prefill", "experts_down_tiles16", kTileThreads},
-                                {"experts_prefill", "experts_down_tiles32", kTileThreads},
-                                {"experts_prefill", "experts_down_tiles64", kTileThreads}};
+// By tile_size.
+FormatKernels gate_up_tiles[] = {{"experts_prefill", "experts_gate_up_tiles16", kTileThreads},
+                                 {"experts_prefill", "experts_gate_up_tiles32", kTileThreads},
+                                 {"experts_prefill", "experts_gate_up_tiles64", kTileThreads}};
+FormatKernels gate_up_tiles_wide[] = {{"experts_prefill", "experts_gate_up_tiles16_wide", kTileThreads},
+                                      {"experts_prefill", "experts_gate_up_tiles32_wide", kTileThreads},
+                                      {"experts_prefill", "experts_gate_up_tiles64_wide", kTileThreads}};
+FormatKernels down_tiles[] = {{"experts_prefill", "experts_down_tiles16", kTileThreads},
+                              {"experts_prefill", "experts_down_tiles32", kTileThreads},
+                              {"experts_prefill", "experts_down_tiles64", kTileThreads}};
+FormatKernels down_tiles_wide[] = {{"experts_prefill", "experts_down_tiles16_wide", kTileThreads},
+                                   {"experts_prefill", "experts_down_tiles32_wide", kTileThreads},
+                                   {"experts_prefill", "experts_down_tiles64_wide", kTileThreads}};
 Kernels combine_kernels("experts_slots", "experts_combine", 256);
 
-// Memory beyond the inputs: 4 * T * K * (H + I + 1) + 4 * (E + 1) bytes.
-void prefill(const Experts& call, const ExpertsParams& params) {
+// Memory beyond the inputs: 4 * T * K * (H + I + 1) bytes, for bfloat 4 * T * K * (H + I / 2 + 1), and the list of
+// tiles.
+void prefill(const Experts& call, ExpertsParams params) {
   const at::ScalarType dtype = call.x.scalar_type();
   const Weight &gate_up = call.gate_up, &down = call.down;
-  const int64_t slots = call.T * call.K, size = tile_size(slots / call.E), rows = 16 << size;
-  // Each of the experts that can be in use may leave one tile unfilled.
-  const int64_t tiles = (slots + std::min(call.E, slots) * (rows - 1)) / rows;
-  const int64_t bands = ceil_div(tiles, kBand) * kBand;
+  const int64_t slots = call.T * call.K, size = tile_size(slots / call.E);
+  params.tile_rows = 16 << size;
+  params.tiles = to_uint(slots / params.tile_rows + call.E);
+  const int64_t bands = ceil_div(params.tiles, kBand) * kBand, block = tile_weight_rows(params.tile_rows);
   const auto floats = call.x.options().dtype(at::kFloat), ints = call.x.options().dtype(at::kInt);
-  const Tensor order = at::empty({slots}, ints), offsets = at::empty({call.E + 1}, ints);
-  const Tensor inner = at::empty({slots, call.I}, floats), outputs = at::empty({slots, call.H}, floats);
+  const auto inner_type = dtype == at::kBFloat16 ? dtype : at::kFloat;
+  const Tensor order = at::empty({slots}, ints), tiles = at::empty({params.tiles, 4}, ints);
+  const Tensor inner = at::empty({slots, call.I}, call.x.options().dtype(inner_type));
+  const Tensor outputs = at::empty({slots, call.H}, floats);
   const int sort_threads = static_cast<int>(std::min<int64_t>(ceil_div(slots, 32) * 32, 1024));
-  const Grid gate_up_grid = {bands * ceil_div(call.I, kTileInner), 1, kTileThreads};
-  const Grid down_grid = {bands * ceil_div(call.H, kTileRows), 1, kTileThreads};
-  launch({{sort_kernel, {call.E, 1, sort_threads}, call.ids, order, offsets, params},
-          {prefill_gate_up[size](dtype, gate_up.format, gate_up.bits), gate_up_grid, call.x, order, offsets,
-           gate_up.data, gate_up.scale, gate_up.offset, call.gate_up_bias, inner, params},
-          {prefill_down[size](dtype, down.format, down.bits), down_grid, inner, order, offsets, down.data, down.scale,
-           down.offset, call.down_bias, outputs, params},
+  const bool wide_gate_up = params.wide_x && params.gate_up.layout == WeightLayout::rows_wide;
+  const bool wide_down = wide_rows(inner, call.I) && params.down.layout == WeightLayout::rows_wide;
+  const Grid gate_up_grid = {bands * ceil_div(2 * call.I, block), 1, kTileThreads};
+  const Grid down_grid = {bands * ceil_div(call.H, block), 1, kTileThreads};
+  launch({{sort_kernel, {call.E, 1, sort_threads}, call.ids, order, tiles, params},
+          {(wide_gate_up ? gate_up_tiles_wide : gate_up_tiles)[size](dtype, gate_up.format, gate_up.bits), gate_up_grid,
+           call.x, order, tiles, gate_up.data, gate_up.scale, gate_up.offset, call.gate_up_bias, inner, params},
+          {(wide_down ? down_tiles_wide : down_tiles)[size](dtype, down.format, down.bits), down_grid, inner, order,
+           tiles, down.data, down.scale, down.offset, call.down_bias, outputs, params},
           {combine_kernels[dtype],
            {call.T, ceil_div(call.H, 256), 256},
            outputs,

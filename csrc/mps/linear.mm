@@ -7,9 +7,13 @@ namespace {
 
 FormatKernels wide_rows_kernels("linear", "linear_rows_wide", 32 * kChunkSimdgroups);
 FormatKernels rows_kernels("linear", "linear_rows", 32 * kChunkSimdgroups);
+// By tile_size.
 FormatKernels tile_kernels[] = {{"linear", "linear_tiles16", kTileThreads},
                                 {"linear", "linear_tiles32", kTileThreads},
                                 {"linear", "linear_tiles64", kTileThreads}};
+FormatKernels wide_tile_kernels[] = {{"linear", "linear_tiles16_wide", kTileThreads},
+                                     {"linear", "linear_tiles32_wide", kTileThreads},
+                                     {"linear", "linear_tiles64_wide", kTileThreads}};
 
 // Each token reads and unpacks the weight again, from the cache if that holds it; tiles do it once, but a tile of 16
 // tokens costs as much for one. Where the two meet on Apple's GPUs is a guess.
@@ -27,9 +31,10 @@ void run(const Linear& call) {
   if (call.T > kFewTokens) {
     const int size = tile_size(call.T);
     const int64_t tiles = ceil_div(call.T, 16 << size), band = std::min<int64_t>(kBand, tiles);
-    const Grid grid = {ceil_div(tiles, band) * band * ceil_div(call.N, kTileRows), 1, kTileThreads};
-    launch(tile_kernels[size](dtype, weight.format, weight.bits), grid, call.x, weight.data, weight.scale,
-           weight.offset, call.bias, call.output, params);
+    const Grid grid = {ceil_div(tiles, band) * band * ceil_div(call.N, tile_weight_rows(16 << size)), 1, kTileThreads};
+    const bool wide = params.wide_x && params.weight.layout == WeightLayout::rows_wide;
+    launch((wide ? wide_tile_kernels : tile_kernels)[size](dtype, weight.format, weight.bits), grid, call.x,
+           weight.data, weight.scale, weight.offset, call.bias, call.output, params);
     return;
   }
   const bool dense = weight.format == Format::dense;

@@ -93,8 +93,8 @@ inline Grid grid_of(WeightParams& weight, const Cut& cut, int64_t x, int64_t row
   return {x, ceil_div(rows, cut.rows), static_cast<int>(32 * weight.split)};
 }
 
-// Tokens, or slots, of a tile: 16, 32 or 64. Rows that only pad cost as much as others, so a tile is at most about as
-// large as the share of one weight. -> 0, 1 or 2
+// Tokens, or slots, of a tile: 16, 32 or 64, about the share of one weight. Larger ones read the weights less often,
+// and keep more of a simdgroup's registers for sums. -> 0, 1 or 2
 inline int tile_size(int64_t share) { return share > 48 ? 2 : share > 24 ? 1 : 0; }
 
 }  // namespace moe_metal
