@@ -106,8 +106,8 @@ enum class WeightLayout : int32_t { rows_wide, rows, columns_wide, columns };
 // The numbers of a scale or an offset, and of dense data.
 enum class NumberType : int32_t { float32, float16, bfloat16, e8m0 };
 
-// How the work is cut, which gives the grids. Where a number is a choice, weights.h or experts.mm says why.
-MOE_METAL_CONSTANT uint32_t kChunkSimdgroups = 8;  // decode, rows: simdgroups of a threadgroup
+// How the work is cut, which gives the grids, as far as no GPU's number in tuning.h decides it.
+MOE_METAL_CONSTANT uint32_t kChunkSimdgroups = 8;  // decode, rows: simdgroups of a threadgroup at most
 MOE_METAL_CONSTANT uint32_t kChunkRows = 4;        // decode, rows: rows of weights of a team of lanes
 MOE_METAL_CONSTANT uint32_t kPackedLanes = 16;     // decode, packed weights: lanes of a team, else all 32
 MOE_METAL_CONSTANT uint32_t kPackedColumns = 32;   // packed weights: columns of a lane at a time, all of one group
@@ -119,7 +119,6 @@ MOE_METAL_CONSTANT uint32_t kColumnRows = 64;      // decode, columns: rows of g
 MOE_METAL_CONSTANT uint32_t kColumnInner = 32;     // so many gate rows and their up rows
 MOE_METAL_CONSTANT uint32_t kTileSimdgroups = 4;   // prefill: of a threadgroup
 MOE_METAL_CONSTANT uint32_t kTileThreads = 32 * kTileSimdgroups;
-MOE_METAL_CONSTANT uint32_t kBand = 8;  // prefill: tiles of slots that walk all rows of weights together
 
 // Prefill: matrices of 8 rows of weights of a simdgroup, for tiles of so many slots or tokens. Its sums take two
 // registers for each of them and each 8 slots: 32 at most, since a thread with over 100 leaves others no room.
@@ -150,10 +149,11 @@ constexpr uint32_t bytes_at_once(uint32_t bytes) {
 
 struct ExpertsParams {
   uint32_t T, E, K, H, I;
-  uint32_t long_ids;          // ids are int64
-  uint32_t wide_x;            // rows of x may be loaded 16 bytes at a time
-  uint32_t interleaved;       // gate and up rows lie in turn
-  uint32_t tile_rows, tiles;  // prefill: slots of a tile, and length of the list of tiles
+  uint32_t long_ids;     // ids are int64
+  uint32_t wide_x;       // rows of x may be loaded 16 bytes at a time
+  uint32_t interleaved;  // gate and up rows lie in turn
+  // Prefill: slots of a tile, length of the list of tiles, and how many of them walk all rows of weights together.
+  uint32_t tile_rows, tiles, band;
   uint32_t has_shared, has_residual;
   ParameterType weights, gate_up_bias, down_bias, shared_gate;
   ActivationParams activation;
@@ -164,6 +164,7 @@ struct ExpertsParams {
 struct LinearParams {
   uint32_t T, N, H;
   uint32_t wide_x;  // rows of x may be loaded 16 bytes at a time
+  uint32_t band;    // tiles of tokens that walk all rows of the weight together
   ParameterType bias;
   WeightParams weight;
 };

@@ -263,8 +263,8 @@ constexpr uint most_shares() {
   return kChunkSimdgroups * (32 / Chunk::lanes) * kChunkRows;
 }
 template <typename Chunk>
-uint rows_of_threadgroup(uint split) {
-  return most_shares<Chunk>() / split;
+uint rows_of_threadgroup(uint simdgroups, uint split) {
+  return simdgroups / split * (32 / Chunk::lanes) * kChunkRows;
 }
 
 }  // namespace moe_metal

@@ -41,13 +41,14 @@ template <typename T, typename Chunk>
                                      device const T* bias [[buffer(5)]], device float* inner [[buffer(6)]],
                                      constant ExpertsParams& params [[buffer(7)]],
                                      uint2 group [[threadgroup_position_in_grid]],
-                                     uint thread_index [[thread_index_in_threadgroup]]) {
+                                     uint thread_index [[thread_index_in_threadgroup]],
+                                     uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float shares[most_shares<Chunk>()];
   const uint slot = group.x;
   if (slot >= params.T * params.K) return;
   const int expert = expert_of(ids, slot, params);
   if (expert < 0) return;
-  const uint split = params.gate_up.split, block_rows = rows_of_threadgroup<Chunk>(split) / 2;
+  const uint split = params.gate_up.split, block_rows = rows_of_threadgroup<Chunk>(simdgroups, split) / 2;
   const Place place = place_of<Chunk>(thread_index, split);
   const uint block = group.y * block_rows, first = block + place.team * kInnerRows;
   ChunkRows rows = {};
@@ -81,17 +82,15 @@ float weighted_bias(device const T* bias, device const int* ids, device const T*
 }
 
 template <typename T, typename Chunk>
-[[kernel]] void experts_down_rows(device const float* inner [[buffer(0)]], device const int* ids [[buffer(1)]],
-                                  device const T* weights [[buffer(2)]],
-                                  device const typename Chunk::Data* down [[buffer(3)]],
-                                  device const uchar* scale [[buffer(4)]], device const uchar* offset [[buffer(5)]],
-                                  device const T* bias [[buffer(6)]], device const T* shared [[buffer(7)]],
-                                  device const T* shared_gate [[buffer(8)]], device const T* residual [[buffer(9)]],
-                                  device T* output [[buffer(10)]], constant ExpertsParams& params [[buffer(11)]],
-                                  uint2 group [[threadgroup_position_in_grid]],
-                                  uint thread_index [[thread_index_in_threadgroup]]) {
+[[kernel]] void experts_down_rows(
+    device const float* inner [[buffer(0)]], device const int* ids [[buffer(1)]], device const T* weights [[buffer(2)]],
+    device const typename Chunk::Data* down [[buffer(3)]], device const uchar* scale [[buffer(4)]],
+    device const uchar* offset [[buffer(5)]], device const T* bias [[buffer(6)]], device const T* shared [[buffer(7)]],
+    device const T* shared_gate [[buffer(8)]], device const T* residual [[buffer(9)]], device T* output [[buffer(10)]],
+    constant ExpertsParams& params [[buffer(11)]], uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float shares[most_shares<Chunk>()];
-  const uint token = group.x, split = params.down.split, block_rows = rows_of_threadgroup<Chunk>(split);
+  const uint token = group.x, split = params.down.split, block_rows = rows_of_threadgroup<Chunk>(simdgroups, split);
   const Place place = place_of<Chunk>(thread_index, split);
   const uint block = group.y * block_rows, first = block + place.team * kChunkRows;
   if (token >= params.T) return;
@@ -133,7 +132,7 @@ struct WideColumn {
   WideColumn(Weights<T> weights, constant WeightParams& params, thread const RowTile& tile, uint lane)
       : first(element(weights, params, tile, tile.has(row(lane, 0)) ? row(lane, 0) : 0, 0)), step(params.column) {}
   static uint row(uint lane, uint n) { return lane % lanes * Wide<T>::elements + n; }
-  void load(uint column, thread Vectors<vectors>& values) const { load_wide(first + column * step, values); }
+  void load(uint column, thread Vectors<vectors>& values) const thread { load_wide(first + column * step, values); }
 };
 template <typename T, uint Rows>
 struct AnyColumn {
@@ -146,7 +145,7 @@ struct AnyColumn {
   AnyColumn(Weights<T> weights, constant WeightParams& params, thread const RowTile& tile, uint lane)
       : first(weights.data), row_step(params.row), column_step(params.column), tile(tile), lane(lane) {}
   static uint row(uint lane, uint n) { return lane % lanes + lanes * n; }
-  void load(uint column, thread Vectors<vectors>& values) const {
+  void load(uint column, thread Vectors<vectors>& values) const thread {
     for (uint n = 0; n < 4 * vectors; ++n) {
       const uint j = row(lane, n);
       values.at[n / 4][n % 4] = tile.has(j) ? float(first[tile.number(j) * row_step + column * column_step]) : 0;

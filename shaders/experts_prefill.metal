@@ -22,15 +22,15 @@ using namespace metal;
 
 namespace moe_metal {
 
-// Bands of kBand tiles walk all blocks of weight rows together: the slots stay in the cache, and a weight that was read
+// A band of tiles walks all blocks of weight rows together: the slots stay in the cache, and a weight that was read
 // serves the whole band.
 struct Work {
   uint tile, block;
 };
-inline Work work_of(uint group, uint blocks) {
+inline Work work_of(uint group, uint blocks, uint band) {
   Work work;
-  work.tile = group / (kBand * blocks) * kBand + group % kBand;
-  work.block = group / kBand % blocks;
+  work.tile = group / (band * blocks) * band + group % band;
+  work.block = group / band % blocks;
   return work;
 }
 
@@ -61,7 +61,7 @@ template <typename T, typename Reader, uint TileRows>
   threadgroup uint2 memory[TileRows * kStride * sizeof(T) / sizeof(uint2)];
   threadgroup uint rows[TileRows];
   constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows) / 2;
-  const Work work = work_of(group, (params.I + block - 1) / block);
+  const Work work = work_of(group, (params.I + block - 1) / block, params.band);
   if (work.tile >= params.tiles) return;
   const int4 tile = tiles[work.tile];
   const uint expert = tile.x, count = tile.z;
@@ -106,7 +106,7 @@ template <typename T, typename Reader, uint TileRows>
   threadgroup uint2 memory[TileRows * kStride * sizeof(Inner<T>) / sizeof(uint2)];
   threadgroup uint rows[TileRows];
   constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows);
-  const Work work = work_of(group, (params.H + block - 1) / block);
+  const Work work = work_of(group, (params.H + block - 1) / block, params.band);
   if (work.tile >= params.tiles) return;
   const int4 tile = tiles[work.tile];
   const uint expert = tile.x, count = tile.z;

@@ -21,9 +21,10 @@ template <typename T, typename Chunk>
                             device const uchar* scale [[buffer(2)]], device const uchar* offset [[buffer(3)]],
                             device const T* bias [[buffer(4)]], device T* output [[buffer(5)]],
                             constant LinearParams& params [[buffer(6)]], uint2 group [[threadgroup_position_in_grid]],
-                            uint thread_index [[thread_index_in_threadgroup]]) {
+                            uint thread_index [[thread_index_in_threadgroup]],
+                            uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float shares[most_shares<Chunk>()];
-  const uint token = group.x, split = params.weight.split, block_rows = rows_of_threadgroup<Chunk>(split);
+  const uint token = group.x, split = params.weight.split, block_rows = rows_of_threadgroup<Chunk>(simdgroups, split);
   if (token >= params.T) return;
   const Place place = place_of<Chunk>(thread_index, split);
   const uint block = group.y * block_rows, first = block + place.team * kChunkRows;
@@ -41,7 +42,7 @@ template <typename T, typename Chunk>
   output[ulong(token) * params.N + n] = T(value);
 }
 
-// Bands of at most kBand tiles of tokens walk all blocks of rows together: a weight that was read serves the band.
+// A band of tiles of tokens walks all blocks of rows together: a weight that was read serves the band.
 template <typename T, typename Reader, uint TileRows>
 [[kernel]] void linear_tiles(device const T* x [[buffer(0)]], device const typename Reader::Data* weight [[buffer(1)]],
                              device const uchar* scale [[buffer(2)]], device const uchar* offset [[buffer(3)]],
@@ -51,7 +52,7 @@ template <typename T, typename Reader, uint TileRows>
   threadgroup uint2 memory[TileRows * kStride * sizeof(T) / sizeof(uint2)];
   threadgroup uint rows[TileRows];
   constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows);
-  const uint blocks = (params.N + block - 1) / block, band = min(kBand, (params.T + TileRows - 1) / TileRows);
+  const uint blocks = (params.N + block - 1) / block, band = params.band;
   const uint token = (group / (band * blocks) * band + group % band) * TileRows;
   if (token >= params.T) return;  // the last band may have fewer tiles
   const uint count = min(TileRows, params.T - token);

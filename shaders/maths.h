@@ -13,7 +13,7 @@ inline float log_one_plus(float x) {
 }
 
 // log(1 + exp(x))
-inline float softplus(float x) { return (x < 0 ? 0 : x) + log_one_plus(exp(-abs(x))); }
+inline float softplus(float x) { return (x < 0 ? 0 : x) + log_one_plus(exp(x < 0 ? x : -x)); }
 
 // Below -20 softplus(x) is exp(x), which would underflow long before its root does.
 inline float sqrt_softplus(float x) { return x < -20 ? exp(0.5f * x) : sqrt(softplus(x)); }

@@ -1,5 +1,6 @@
 // From the logits of one token to its K experts and their weights, by one simdgroup and in registers alone.
 // Lane l holds the logits of the experts l, l + 32, ...; N of them. All 32 lanes are active at every simd function.
+// Loops over N are unrolled, so that every index is a constant: else arrays may lie in memory, not in registers.
 #pragma once
 #include "common.h"
 #include "maths.h"
@@ -33,11 +34,16 @@ struct Best {
 template <uint N>
 Best take_best(thread uint* keys, uint lane) {
   Best best = {keys[0], lane};
+#pragma clang loop unroll(full)
   for (uint n = 1; n < N; ++n) {
-    if (keys[n] > best.key) best = {keys[n], lane + n * kSimdgroup};
+    if (keys[n] > best.key) {
+      best.key = keys[n];
+      best.id = lane + n * kSimdgroup;
+    }
   }
   const uint key = simd_max(best.key);
   const uint id = simd_min(best.key == key ? best.id : ~0u);
+#pragma clang loop unroll(full)
   for (uint n = 0; n < N; ++n) {
     if (id == lane + n * kSimdgroup) keys[n] = kNothing;
   }
@@ -50,23 +56,27 @@ Best take_best(thread uint* keys, uint lane) {
 template <uint N>
 void to_scores(thread const float* logits, thread float* scores, uint lane, RoutingParams params) {
   float highest = -INFINITY, total = 0;
+#pragma clang loop unroll(full)
   for (uint n = 0; n < N; ++n) {
     const float logit = logits[n];
     scores[n] = params.softcap == 0 ? logit : params.softcap * precise::tanh(logit / params.softcap);
     if (lane + n * kSimdgroup < uint(params.experts)) highest = max(highest, scores[n]);
   }
   if (params.scoring != Scoring::softmax) {
+#pragma clang loop unroll(full)
     for (uint n = 0; n < N; ++n) {
       scores[n] = params.scoring == Scoring::sigmoid ? sigmoid(scores[n]) : sqrt_softplus(scores[n]);
     }
     return;
   }
   highest = simd_max(highest);
+#pragma clang loop unroll(full)
   for (uint n = 0; n < N; ++n) {
     scores[n] = exp(scores[n] - highest);
     if (lane + n * kSimdgroup < uint(params.experts)) total += scores[n];
   }
   total = simd_sum(total);
+#pragma clang loop unroll(full)
   for (uint n = 0; n < N; ++n) scores[n] /= total;
 }
 
@@ -76,6 +86,7 @@ void to_scores(thread const float* logits, thread float* scores, uint lane, Rout
 template <uint N>
 float group_value(thread const uint* keys, uint lane, uint first, uint last, GroupScore score) {
   uint high = kNothing, next = kNothing;
+#pragma clang loop unroll(full)
   for (uint n = 0; n < N; ++n) {
     const uint expert = lane + n * kSimdgroup, key = first <= expert && expert < last ? keys[n] : kNothing;
     next = max(next, min(key, high));
@@ -92,9 +103,11 @@ template <uint N>
 void keep_best_groups(thread const uint* choice, thread uint* keys, uint lane, RoutingParams params) {
   const uint size = params.experts / params.n_group;
   uint groups[N];  // group g lies where expert g would
+#pragma clang loop unroll(full)
   for (uint n = 0; n < N; ++n) groups[n] = kNothing;
   for (uint group = 0; group < uint(params.n_group); ++group) {
     const uint key = sort_key(group_value<N>(choice, lane, group * size, (group + 1) * size, params.group_score));
+#pragma clang loop unroll(full)
     for (uint n = 0; n < N; ++n) {
       if (group == lane + n * kSimdgroup) groups[n] = key;
     }
@@ -104,6 +117,7 @@ void keep_best_groups(thread const uint* choice, thread uint* keys, uint lane, R
     const uint id = take_best<N>(groups, lane).id;
     if (id % kSimdgroup == lane) kept |= 1u << (id / kSimdgroup);
   }
+#pragma clang loop unroll(full)
   for (uint n = 0; n < N; ++n) {
     const uint group = (lane + n * kSimdgroup) / size;
     const uint word = simd_shuffle(kept, ushort(group % kSimdgroup));
@@ -126,6 +140,7 @@ Choice choose(thread uint* keys, thread const float* scores, uint count, uint la
     const uint winner = take_best<N>(keys, lane).id;
     if (lane == i) chosen.expert = winner;
   }
+#pragma clang loop unroll(full)
   for (uint n = 0; n < N; ++n) {
     const float score = simd_shuffle(scores[n], ushort(chosen.expert % kSimdgroup));
     if (chosen.expert / kSimdgroup == n) chosen.weight = score;
@@ -161,6 +176,7 @@ void route_token(thread const float* logits, device const T* select_bias, device
   float scores[N];
   to_scores<N>(logits, scores, lane, routing);
   uint keys[N], choice[N];
+#pragma clang loop unroll(full)
   for (uint n = 0; n < N; ++n) {
     const uint expert = lane + n * kSimdgroup;
     const bool inside = expert < uint(routing.experts);

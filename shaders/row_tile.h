@@ -10,8 +10,8 @@ struct RowTile {
   uint jump;                // added from row 32 on
   uint shift, mask, limit;  // row j exists when (j >> shift & mask) < limit
 
-  bool has(uint j) const { return (j >> shift & mask) < limit; }
-  uint number(uint j) const { return first + j + (j < kColumnInner ? 0 : jump); }
+  bool has(uint j) const thread { return (j >> shift & mask) < limit; }
+  uint number(uint j) const thread { return first + j + (j < kColumnInner ? 0 : jump); }
 };
 
 // The next rows of a matrix.

@@ -70,39 +70,31 @@ inline void multiply_add(thread float2& sum, float2 weights, float2 rows) {
 template <typename T>
 struct WideTile {
   using Data = T;
-  enum : uint { wide = 1 };
+  enum : uint { wide = 1, elements = Wide<T>::elements, loads = kRun / elements };
   struct Row {
     device const T* at;
   };
   struct Piece {
-    device const T* row;
-    uint column, length;
+    uint4 loaded[loads];
   };
   static Row row(Weights<T> weights, constant WeightParams& params, uint number) {
     Row row;
     row.at = weights.data + number * params.row;
     return row;
   }
-  template <bool whole>
-  static void load(Row row, constant WeightParams&, uint column, uint length, thread Piece& piece) {
-    piece.row = row.at;
-    piece.column = column;
-    piece.length = length;
-  }
   // A load beyond the end becomes one at the end: a branch would make it wait for those before it.
   template <bool whole>
+  static void load(Row row, constant WeightParams&, uint column, uint length, thread Piece& piece) {
+#pragma unroll
+    for (uint n = 0; n < loads; ++n) {
+      const uint c = column + n * elements;
+      const uint4 loaded = *reinterpret_cast<device const uint4*>(row.at + (whole ? c : min(c, length - elements)));
+      piece.loaded[n] = whole || c < length ? loaded : uint4(0);
+    }
+  }
+  template <bool>
   static void eight(thread const Piece& piece, uint i, thread Vectors<2>& values) {
-    const uint column = piece.column + i;
-    if (whole) {
-      load_wide(piece.row + column, values);
-      return;
-    }
-    for (uint n = 0; n < 2; n += Wide<T>::vectors) {
-      typename Wide<T>::Values loaded;
-      load_wide(piece.row + min(column + 4 * n, piece.length - Wide<T>::elements), loaded);
-      const bool inside = column + 4 * n < piece.length;
-      for (uint m = 0; m < Wide<T>::vectors; ++m) values.at[n + m] = inside ? loaded.at[m] : float4(0);
-    }
+    to_floats<T>(piece.loaded + i / elements, values);
   }
 };
 
@@ -115,9 +107,9 @@ struct AnyTile {
     device const T* at;
   };
   struct Piece {
-    device const T* row;
+    device const T* at;  // the run's beginning
     long step;
-    uint column, length;
+    uint count;  // elements from there to the row's end
   };
   static Row row(Weights<T> weights, constant WeightParams& params, uint number) {
     Row row;
@@ -126,17 +118,16 @@ struct AnyTile {
   }
   template <bool whole>
   static void load(Row row, constant WeightParams& params, uint column, uint length, thread Piece& piece) {
-    piece.row = row.at;
+    piece.count = column < length ? length - column : 0;
+    piece.at = row.at + min(column, length - 1) * params.column;
     piece.step = params.column;
-    piece.column = column;
-    piece.length = length;
   }
   template <bool whole>
   static void eight(thread const Piece& piece, uint i, thread Vectors<2>& values) {
     for (uint n = 0; n < 8; ++n) {
-      const uint column = piece.column + i + n;
-      const float value = float(piece.row[min(column, piece.length - 1) * piece.step]);
-      values.at[n / 4][n % 4] = whole || column < piece.length ? value : 0;
+      const bool inside = whole || i + n < piece.count;
+      const float value = float(piece.at[inside ? (i + n) * piece.step : 0]);
+      values.at[n / 4][n % 4] = inside ? value : 0;
     }
   }
 };

@@ -22,7 +22,7 @@ struct Slots {
         weights_type(params.weights) {}
 
   // Elements i to i + 3 of the sum.
-  float4 sum(uint i, bool wide) const {
+  float4 sum(uint i, bool wide) const thread {
     device const float* as_float = reinterpret_cast<device const float*>(weights);
     if (weights_type == ParameterType::float32) return wide ? add<true>(i, as_float) : add<false>(i, as_float);
     return wide ? add<true>(i, weights) : add<false>(i, weights);
@@ -30,7 +30,7 @@ struct Slots {
 
  private:
   template <bool wide, typename W>
-  float4 add(uint i, device const W* w) const {
+  float4 add(uint i, device const W* w) const thread {
     float4 total = 0;
     uint k = 0;
     for (; k + 4 <= top_k; k += 4) {  // four loads at a time
@@ -45,7 +45,7 @@ struct Slots {
   }
 
   template <bool wide>
-  float4 slot(uint k, uint i) const {
+  float4 slot(uint k, uint i) const thread {
     return load4<wide>(slots + ulong(k) * length, i, length);
   }
 };

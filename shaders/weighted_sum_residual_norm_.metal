@@ -19,9 +19,9 @@ struct ResidualNormRow {
   device T* output;
   WeightedSumParams params;
 
-  float4 value(uint i) const { return slots.sum(i, params.row.wide) + load4<T>(residual, i, params.row); }
-  float2 squares(float4 v) const { return float2(dot(v, v), 0); }
-  void write(uint i, float4 v, float2 rms) const {
+  float4 value(uint i) const thread { return slots.sum(i, params.row.wide) + load4<T>(residual, i, params.row); }
+  float2 squares(float4 v) const thread { return float2(dot(v, v), 0); }
+  void write(uint i, float4 v, float2 rms) const thread {
     store4(residual, i, v, params.row);
     store4(output, i, v * rms.x * load4(norm_weight, i, params.row, params.norm_weight), params.row);
   }

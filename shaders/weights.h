@@ -45,13 +45,23 @@ struct Wide {
   using Values = Vectors<vectors>;
 };
 
+// Eight numbers, as they were loaded.
+template <typename T>
+void to_floats(thread const uint4* bits, thread Vectors<2>& values) {
+  const vec<T, 4> low = as_type<vec<T, 4>>(bits[0].xy), high = as_type<vec<T, 4>>(bits[0].zw);
+  values.at[0] = float4(float(low.x), float(low.y), float(low.z), float(low.w));
+  values.at[1] = float4(float(high.x), float(high.y), float(high.z), float(high.w));
+}
+template <>
+inline void to_floats<float>(thread const uint4* bits, thread Vectors<2>& values) {
+  values.at[0] = as_type<float4>(bits[0]);
+  values.at[1] = as_type<float4>(bits[1]);
+}
 // One load, not two of 8 bytes.
 template <typename T>
 void load_wide(device const T* source, thread Vectors<2>& values) {
   const uint4 bits = *reinterpret_cast<device const uint4*>(source);
-  const vec<T, 4> low = as_type<vec<T, 4>>(bits.xy), high = as_type<vec<T, 4>>(bits.zw);
-  values.at[0] = float4(float(low.x), float(low.y), float(low.z), float(low.w));
-  values.at[1] = float4(float(high.x), float(high.y), float(high.z), float(high.w));
+  to_floats<T>(&bits, values);
 }
 inline void load_wide(device const float* source, thread Vectors<1>& values) {
   values.at[0] = *reinterpret_cast<device const float4*>(source);

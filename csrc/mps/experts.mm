@@ -6,10 +6,10 @@
 namespace moe_metal {
 namespace {
 
-// Decode reads each slot's weights, prefill each chosen expert's once, but sorts first and pads tiles to 16 slots. With
-// as many slots as experts, random routing chooses 63 % of the experts: decode would read 1.6 times the bytes, less
-// what the cache spares, which is where the two meet. A few slots are decode's on any model.
-bool is_decode(const Experts& call) { return call.T * call.K <= std::max<int64_t>(call.E, 16); }
+// A few slots are decode's on any model.
+bool is_decode(const Experts& call) {
+  return call.T * call.K <= std::max<int64_t>(call.E * tuning().decode_slots / 100, 16);
+}
 
 ExpertsParams experts_params(const Experts& call) {
   to_uint(call.T * call.K);  // slots are counted in 32 bits
@@ -105,7 +105,8 @@ void prefill(const Experts& call, ExpertsParams params) {
   const int64_t slots = call.T * call.K, size = tile_size(slots / call.E);
   params.tile_rows = 16 << size;
   params.tiles = to_uint(slots / params.tile_rows + call.E);
-  const int64_t bands = ceil_div(params.tiles, kBand) * kBand, block = tile_weight_rows(params.tile_rows);
+  params.band = to_uint(tuning().band);
+  const int64_t bands = ceil_div(params.tiles, params.band) * params.band, block = tile_weight_rows(params.tile_rows);
   const auto floats = call.x.options().dtype(at::kFloat), ints = call.x.options().dtype(at::kInt);
   const auto inner_type = dtype == at::kBFloat16 ? dtype : at::kFloat;
   const Tensor order = at::empty({slots}, ints), tiles = at::empty({params.tiles, 4}, ints);

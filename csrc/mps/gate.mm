@@ -3,6 +3,7 @@
 
 #include "mps/route.h"
 #include "mps/rows.h"
+#include "mps/tuning.h"
 
 namespace moe_metal {
 namespace {
@@ -23,9 +24,6 @@ int simdgroups_for_router(int64_t experts) {
   return static_cast<int>(experts < kMaxSimdgroups ? kMaxSimdgroups / experts * experts : kMaxSimdgroups);
 }
 
-// Tiles read least, but a tile is slow work for one threadgroup: they pay once there is one for each of 80 cores (the
-// largest M). With fewer, groups of four tokens by four experts make more threadgroups: three times as fast for 512
-// tokens and 128 experts on the GPU where both were tried (H200).
 struct LogitsKernel {
   Kernels& kernels;
   int64_t tokens, experts;  // of one threadgroup
@@ -35,7 +33,7 @@ LogitsKernel logits_kernel(int64_t tokens, int64_t experts) {
   const int threads = kGateSimdgroups * kSimdgroup;
   const int64_t tiles = ceil_div(tokens, kGateTileTokens) * ceil_div(experts, kGateTileExperts);
   if (tokens == 1) return {one_token_kernels, 1, 2, threads};
-  if (tiles < 80) return {four_token_kernels, 4, 4, threads};
+  if (tiles < tuning().gate_tiles) return {four_token_kernels, 4, 4, threads};
   return {tile_kernels, kGateTileTokens, kGateTileExperts, kGateTileThreads};
 }
 

@@ -15,10 +15,6 @@ FormatKernels wide_tile_kernels[] = {{"linear", "linear_tiles16_wide", kTileThre
                                      {"linear", "linear_tiles32_wide", kTileThreads},
                                      {"linear", "linear_tiles64_wide", kTileThreads}};
 
-// Each token reads and unpacks the weight again, from the cache if that holds it; tiles do it once, but a tile of 16
-// tokens costs as much for one. Where the two meet on Apple's GPUs is a guess.
-constexpr int64_t kFewTokens = 8;
-
 void run(const Linear& call) {
   const at::ScalarType dtype = call.x.scalar_type();
   const Weight& weight = call.weight;
@@ -28,9 +24,10 @@ void run(const Linear& call) {
                          .wide_x = wide_rows(call.x, call.H),
                          .bias = parameter_type(call.bias),
                          .weight = weight_params(weight, call.N)};
-  if (call.T > kFewTokens) {
+  if (call.T > tuning().few_tokens) {
     const int size = tile_size(call.T);
-    const int64_t tiles = ceil_div(call.T, 16 << size), band = std::min<int64_t>(kBand, tiles);
+    const int64_t tiles = ceil_div(call.T, 16 << size), band = std::min(tuning().band, tiles);
+    params.band = to_uint(band);
     const Grid grid = {ceil_div(tiles, band) * band * ceil_div(call.N, tile_weight_rows(16 << size)), 1, kTileThreads};
     const bool wide = params.wide_x && params.weight.layout == WeightLayout::rows_wide;
     launch((wide ? wide_tile_kernels : tile_kernels)[size](dtype, weight.format, weight.bits), grid, call.x,

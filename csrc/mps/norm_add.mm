@@ -5,11 +5,12 @@
 namespace moe_metal {
 namespace {
 
-Kernels kernels("norm_add");
+RowKernels kernels("norm_add");
 
 void run(const ResidualNorm& call) {
-  launch(kernels[call.input.scalar_type()], grid_of_rows(call.T, call.H), call.residual, call.input, call.weight,
-         call.scalar, call.output, residual_norm_params(call));
+  const Grid grid = grid_of_rows(call.T, call.H);
+  launch(kernels(call.input.scalar_type(), grid), grid, call.residual, call.input, call.weight, call.scalar,
+         call.output, residual_norm_params(call));
 }
 
 }  // namespace

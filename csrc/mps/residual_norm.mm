@@ -5,11 +5,12 @@
 namespace moe_metal {
 namespace {
 
-Kernels kernels("residual_norm");
+RowKernels kernels("residual_norm");
 
 void run(const ResidualNorm& call) {
-  launch(kernels[call.input.scalar_type()], grid_of_rows(call.T, call.H), call.residual, call.input, call.weight,
-         call.scalar, call.output, call.sum, residual_norm_params(call));
+  const Grid grid = grid_of_rows(call.T, call.H);
+  launch(kernels(call.input.scalar_type(), grid), grid, call.residual, call.input, call.weight, call.scalar,
+         call.output, call.sum, residual_norm_params(call));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "contract.h"
 #include "mps/launch.h"
+#include "mps/tuning.h"
 
 namespace moe_metal {
 
@@ -16,14 +17,26 @@ inline RowShape row_shape(int64_t count, int64_t length, std::initializer_list<c
 }
 
 // Threads for one row: with few rows, a chunk of four elements each, since only latency counts; with many, four
-// chunks each, which keeps as many loads in flight with fewer threads to sum over. Whole simdgroups, 1024 at most.
+// chunks each, which keeps as many loads in flight with fewer threads to sum over. Whole simdgroups; 1024 only where
+// the row is longer than what the others keep in registers, four chunks each.
 inline int threads_for_row(int64_t rows, int64_t length) {
   const int64_t each = rows <= 32 ? kWide : 4 * kWide;
-  return static_cast<int>(std::min<int64_t>(ceil_div(ceil_div(length, each), kSimdgroup) * kSimdgroup, 1024));
+  const int64_t most = length <= 4 * kWide * tuning().row_threads ? tuning().row_threads : 1024;
+  return static_cast<int>(std::min<int64_t>(ceil_div(ceil_div(length, each), kSimdgroup) * kSimdgroup, most));
 }
 
 // A norm needs the sum over its whole row, so a row is one threadgroup.
 inline Grid grid_of_rows(int64_t rows, int64_t length) { return {rows, 1, threads_for_row(rows, length)}; }
+
+// Its kernel, compiled for up to 512 threads, which leaves each twice the registers, and for up to 1024.
+class RowKernels {
+ public:
+  explicit RowKernels(const char* shader) : half_(shader, 512), whole_(shader, 1024) {}
+  Kernel& operator()(at::ScalarType dtype, const Grid& grid) { return (grid.threads <= 512 ? half_ : whole_)[dtype]; }
+
+ private:
+  Kernels half_, whole_;
+};
 
 constexpr int kBlockThreads = 256;
 

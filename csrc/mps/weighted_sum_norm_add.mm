@@ -5,11 +5,12 @@
 namespace moe_metal {
 namespace {
 
-Kernels kernels("weighted_sum_norm_add");
+RowKernels kernels("weighted_sum_norm_add");
 
 void run(const WeightedSum& call) {
-  launch(kernels[call.slots.scalar_type()], grid_of_rows(call.T, call.H), call.slots, call.weights, call.residual,
-         call.norm_weight, call.output, weighted_sum_params(call));
+  const Grid grid = grid_of_rows(call.T, call.H);
+  launch(kernels(call.slots.scalar_type(), grid), grid, call.slots, call.weights, call.residual, call.norm_weight,
+         call.output, weighted_sum_params(call));
 }
 
 }  // namespace

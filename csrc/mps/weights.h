@@ -5,6 +5,7 @@
 
 #include "contract.h"
 #include "mps/launch.h"
+#include "mps/tuning.h"
 
 namespace moe_metal {
 
@@ -79,22 +80,26 @@ inline Cut row_cut(const Weight& weight, int64_t element_size) {
   return {kChunkRows * (32 / kPackedLanes), kPackedLanes * kPackedColumns, true};
 }
 
-// Where so many rows leave too few simdgroups to keep 80 cores busy (the largest M), more of them share the columns of
-// the same rows. x: slots or tokens; rows: of weights for each of them; columns: to sum over.
+// Where so many rows leave too few simdgroups to keep the GPU busy, more of them share the columns of the same rows. x:
+// slots or tokens; rows: of weights for each of them; columns: to sum over.
 inline Grid grid_of(WeightParams& weight, const Cut& cut, int64_t x, int64_t rows, int64_t columns) {
-  constexpr int64_t kEnough = 80 * 32;
   const int64_t groups = x * ceil_div(rows, cut.rows);
   const uint32_t most = cut.by_rows ? kChunkSimdgroups : kMaxSplit;
   weight.split = cut.by_rows ? 1 : static_cast<uint32_t>(cut.rows / 32);  // a tile's last sums take a thread per row
-  while (weight.split < most && weight.split * cut.columns < columns && weight.split * groups < kEnough) {
+  while (weight.split < most && weight.split * cut.columns < columns &&
+         weight.split * groups < tuning().enough_simdgroups) {
     weight.split *= 2;
   }
-  if (cut.by_rows) return {x, ceil_div(rows, kChunkSimdgroups / weight.split * cut.rows), 32 * kChunkSimdgroups};
+  if (cut.by_rows) {
+    const int64_t simdgroups = std::max<int64_t>(weight.split, tuning().decode_simdgroups);
+    return {x, ceil_div(rows, simdgroups / weight.split * cut.rows), static_cast<int>(32 * simdgroups)};
+  }
   return {x, ceil_div(rows, cut.rows), static_cast<int>(32 * weight.split)};
 }
 
-// Tokens, or slots, of a tile: 16, 32 or 64, about the share of one weight. Larger ones read the weights less often,
-// and keep more of a simdgroup's registers for sums. -> 0, 1 or 2
-inline int tile_size(int64_t share) { return share > 48 ? 2 : share > 24 ? 1 : 0; }
+// Tokens, or slots, of a tile: 16, 32 or 64, about the share of one weight. -> 0, 1 or 2
+inline int tile_size(int64_t share) {
+  return share >= tuning().tile64_share ? 2 : share >= tuning().tile32_share ? 1 : 0;
+}
 
 }  // namespace moe_metal

@@ -1,0 +1,40 @@
+// The numbers that depend on the GPU: defaults by reasoning, until `python -m torch_moe_metal tune` has measured the
+// alternatives on the machine itself. None changes what is computed, only how it is cut and the order of sums.
+#pragma once
+#include <cstdint>
+
+namespace moe_metal {
+
+struct Tuning {
+  // Decode, lanes along the columns: simdgroups of a threadgroup, as far as rows are not shared by more. A power of
+  // two, at most kChunkSimdgroups. MLX's matrix-vector kernels take 4; fewer wait less for one another at the end.
+  int64_t decode_simdgroups = 4;
+  // Decode: where there are fewer simdgroups than these, more share the columns of a row. 80 cores (the largest M)
+  // of 32.
+  int64_t enough_simdgroups = 80 * 32;
+  // Experts: slots per expert, in hundredths, up to which they are decoded. Decode reads each slot's weights, prefill
+  // each chosen expert's once, but sorts first and pads matrices to 8 slots. With as many slots as experts, random
+  // routing chooses 63 % of the experts: decode would read 1.6 times the bytes, less what the cache spares.
+  int64_t decode_slots = 100;
+  // Linear: tokens up to which each reads and unpacks the weight again, from the cache if that holds it. Tiles do it
+  // once, but a matrix of 8 tokens costs as much for one. Where the two meet on Apple's GPUs is a guess.
+  int64_t few_tokens = 8;
+  // Prefill: slots or tokens per weight from which tiles have 32 and 64 rows instead of 16. Larger ones read the
+  // weights less often; those of 64 leave a simdgroup fewer rows of weights, and so more reads of staged rows for each
+  // product.
+  int64_t tile32_share = 25, tile64_share = 49;
+  // Prefill: tiles that walk all rows of weights together, so that a weight that was read serves them all.
+  int64_t band = 8;
+  // Gate, many tokens: with fewer tiles than these, groups of four tokens by four experts make more threadgroups. Tiles
+  // read least, but a tile is slow work for one threadgroup: they pay once each of 80 cores (the largest M) has one. On
+  // an H200 groups were three times as fast for 512 tokens and 128 experts.
+  int64_t gate_tiles = 80;
+  // Norms: threads for a row where there are few rows. 1024 leave each about 52 registers on M1 and M2.
+  int64_t row_threads = 512;
+};
+
+// What holds for now. Set from Python; the old numbers stay in memory for those who read them.
+const Tuning& tuning();
+void set_tuning(const Tuning& tuning);
+
+}  // namespace moe_metal
