@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import arguments, nn, reference
+from . import arguments, nn, reference, tuning
 from .after_import import after_import
 from .fake import fake
 from .packing import quantize
@@ -51,6 +51,8 @@ def _load_libraries() -> str:
 
 #: The instruction set that the CPU kernels run on: avx512, avx2 or default (NEON on ARM).
 cpu_isa: str = _load_libraries()
+if tuning.is_built():
+    tuning.load()
 #: The most experts that the ops take: kMaxExperts of shaders/common.h.
 max_experts: int = ctypes.c_int32.in_dll(
     ctypes.CDLL(str(Path(__file__).with_name("_C.so"))), "moe_metal_max_experts"

@@ -1,4 +1,4 @@
-"""The command line: `python -m torch_moe_metal demo|doctor|bench|bench-model`."""
+"""The command line: `python -m torch_moe_metal demo|doctor|bench|bench-model|tune`."""
 
 import argparse
 
@@ -37,6 +37,19 @@ def add_bench_model(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=whole_model.run)
 
 
+def add_tune(commands: argparse._SubParsersAction) -> None:
+    from . import tune
+
+    parser = commands.add_parser(
+        "tune",
+        help="measure on this Mac what only its GPU can tell, and keep it",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=tune.__doc__,
+    )
+    tune.add_arguments(parser)
+    parser.set_defaults(run=tune.run)
+
+
 def add_report(commands: argparse._SubParsersAction, name: str, help: str) -> None:
     def run(_args: argparse.Namespace) -> int:
         from importlib import import_module
@@ -53,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_report(commands, "doctor", "what is installed and loaded, and whether every op is right")
     add_bench(commands)
     add_bench_model(commands)
+    add_tune(commands)
     args = parser.parse_args(arguments)
     return args.run(args)
 

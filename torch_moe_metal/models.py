@@ -96,3 +96,30 @@ MODELS = {
 }  # fmt: skip
 DEFAULT = "qwen3-30b-a3b"
 MANY_EXPERTS = "qwen3-next-80b-a3b"  # 512
+
+
+#: What transformers' configurations call our sizes.
+CALLED = {
+    "E": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "K": ("num_experts_per_tok", "top_k_experts"),
+    "I": ("moe_intermediate_size", "intermediate_size"),
+}
+
+
+def of_config(config: dict) -> Model:
+    """With the sizes that a checkpoint's config.json tells; what it does not tell is as in a model above of its type."""
+    config = config | config.get("text_config", {})
+
+    def size(*names: str) -> int:
+        found = next((config[name] for name in names if isinstance(config.get(name), int)), 0)
+        if found < 1:
+            raise ValueError(f"this config.json has no {' or '.join(names)}: it is of no Mixture-of-Experts known here")
+        return found
+
+    kind, sizes = config.get("model_type", ""), {letter: size(*names) for letter, names in CALLED.items()}
+    heads, H = size("num_attention_heads"), size("hidden_size")
+    shared = config.get("shared_expert_intermediate_size") or sizes["I"] * (config.get("n_shared_experts") or 0)
+    sizes |= {"H": H, "S": shared, "vocabulary": size("vocab_size")}
+    sizes["query"] = (heads * (config.get("head_dim") or H // heads), H)
+    alike = next((model for model in MODELS.values() if model.config == kind), None)
+    return replace(alike, **sizes) if alike else Model(kind, "", **sizes)

@@ -1,11 +1,78 @@
 #include "mps/tuning.h"
 
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
 #include <atomic>
+#include <bit>
+#include <string>
+
+#include "common.h"
 
 namespace moe_metal {
 namespace {
 
 std::atomic<const Tuning*> current = new Tuning;
+
+// The names by which Python knows the numbers, and what each may be.
+struct Number {
+  const char* name;
+  int64_t Tuning::* value;
+  int64_t least, most;
+  enum { any, power_of_two, whole_simdgroups } kind = any;
+};
+
+constexpr int64_t kMost = 1 << 30;
+constexpr Number kNumbers[] = {
+    {"decode_simdgroups", &Tuning::decode_simdgroups, 1, kChunkSimdgroups, Number::power_of_two},
+    {"enough_simdgroups", &Tuning::enough_simdgroups, 1, kMost},
+    {"decode_slots", &Tuning::decode_slots, 0, kMost},
+    {"few_tokens", &Tuning::few_tokens, 0, kMost},
+    {"tile32_share", &Tuning::tile32_share, 1, kMost},
+    {"tile64_share", &Tuning::tile64_share, 1, kMost},
+    {"band", &Tuning::band, 1, 64},
+    {"gate_tiles", &Tuning::gate_tiles, 0, kMost},
+    {"row_threads", &Tuning::row_threads, kSimdgroup, 1024, Number::whole_simdgroups},
+};
+static_assert(sizeof(Tuning) == std::size(kNumbers) * sizeof(int64_t), "every number has a name");
+
+using Numbers = c10::Dict<std::string, int64_t>;
+
+const Number& number_named(const std::string& name) {
+  for (const Number& number : kNumbers) {
+    if (name == number.name) return number;
+  }
+  TORCH_CHECK_VALUE(false, "moe_metal: no number for the GPU is called ", name);
+}
+
+void check(const Number& number, int64_t value) {
+  TORCH_CHECK_VALUE(number.least <= value && value <= number.most, "moe_metal: expected ", number.name, " from ",
+                    number.least, " to ", number.most, ", got ", value);
+  TORCH_CHECK_VALUE(number.kind != Number::power_of_two || std::has_single_bit(static_cast<uint64_t>(value)),
+                    "moe_metal: expected a power of two as ", number.name, ", got ", value);
+  TORCH_CHECK_VALUE(number.kind != Number::whole_simdgroups || value % kSimdgroup == 0,
+                    "moe_metal: expected a multiple of ", kSimdgroup, " as ", number.name, ", got ", value);
+}
+
+Numbers numbers(bool defaults) {
+  const Tuning from = defaults ? Tuning() : tuning();
+  Numbers found;
+  for (const Number& number : kNumbers) found.insert(number.name, from.*number.value);
+  return found;
+}
+
+// What is not named gets its default.
+void set_numbers(const Numbers& numbers) {
+  Tuning next;
+  for (const auto& entry : numbers) {
+    const Number& number = number_named(entry.key());
+    check(number, entry.value());
+    next.*number.value = entry.value();
+  }
+  TORCH_CHECK_VALUE(next.tile32_share <= next.tile64_share, "moe_metal: expected tile32_share up to tile64_share, got ",
+                    next.tile32_share, " and ", next.tile64_share);
+  set_tuning(next);
+}
 
 }  // namespace
 
@@ -13,3 +80,9 @@ const Tuning& tuning() { return *current.load(std::memory_order_acquire); }
 void set_tuning(const Tuning& tuning) { current.store(new Tuning(tuning), std::memory_order_release); }
 
 }  // namespace moe_metal
+
+// For torch_moe_metal/tuning.py alone.
+TORCH_LIBRARY_FRAGMENT(moe_metal, m) {
+  m.def("_tuning(*, bool defaults=False) -> Dict(str, int)", &moe_metal::numbers);
+  m.def("_set_tuning(Dict(str, int) numbers) -> ()", &moe_metal::set_numbers);
+}

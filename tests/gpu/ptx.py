@@ -52,7 +52,7 @@ def compile_source(source: str, target: Path, macros: list[str]) -> Path:
 def most_threads(folder: Path) -> dict[str, int]:
     """The most threads of a threadgroup, by kernel, over all traces in the folder."""
     most: dict[str, int] = {}
-    for file in ("cases.json", "bench.json", "packed.json"):
+    for file in ("cases.json", "bench.json", "packed.json", "tune.json"):
         traces = json.loads((folder / file).read_text()) if (folder / file).exists() else []
         for dispatch in (dispatch for trace in traces for dispatch in trace["dispatches"]):
             most[dispatch["kernel"]] = max(most.get(dispatch["kernel"], 0), dispatch["threads"][0])

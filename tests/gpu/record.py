@@ -3,6 +3,7 @@
     python tests/gpu/record.py FOLDER               # FOLDER/cases.json, bench.json, packed.json; the shaders as PTX
     python tests/gpu/record.py FOLDER --ops gate    # these ops anew, the rest of the traces as they are
     python tests/gpu/record.py FOLDER --model olmoe # bench.json also in another model's sizes
+    python tests/gpu/record.py FOLDER --tune        # FOLDER/tune.json alone: what `tune` measures, for every choice
 
 The ops run on the simulated mps device, which counts and does not compute: kernels, grids and arguments are those that
 csrc/mps chooses. Tensors are told by name; run.py draws the same values again from the case.
@@ -11,6 +12,7 @@ csrc/mps chooses. Tensors are told by name; run.py draws the same values again f
 import argparse
 import itertools
 import json
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,10 +27,10 @@ import metal_sim  # noqa: E402
 import packed_rows  # noqa: E402
 import ptx  # noqa: E402
 import simulated  # noqa: E402
-import torch_moe_metal  # noqa: E402, F401
 from cases import CASES, Case, call  # noqa: E402
 from torch_moe_metal.arguments import ARGUMENTS  # noqa: E402
 from torch_moe_metal.bench.calls import Call, halves, matrices  # noqa: E402
+from torch_moe_metal import tune, tuning  # noqa: E402
 from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
 
 MOST = 3e7  # flops or bytes of a case that is worth replaying
@@ -119,6 +121,65 @@ def packed_traces() -> Iterator[dict]:
         yield trace(row, args)
 
 
+def tune_traces(model: str) -> Iterator[dict]:
+    """Of every call that `tune` measures, what it dispatches under any of the numbers, each list of dispatches once:
+    under which numbers, and the names and defaults of those that make a difference."""
+    models = {(model, "dense"): MODELS[model]}
+    for row in {str(c): c for n in tune.NUMBERS for c in tune.calls_of(n, models, torch.bfloat16)}.values():
+        args = empties(row)
+        names = mattering(row, args)
+        found: dict[str, dict] = {}
+        for numbers in itertools.product(*(VALUES[name] for name in names)):
+            one = trace_under(dict(zip(names, numbers, strict=True)), row, args)
+            of = found.setdefault(dispatched(one), one | {"defaults": {n: DEFAULTS[n] for n in names}, "numbers": []})
+            of["numbers"].append(numbers)
+        verify(row, args, names, found)
+        print(f"  {row}: {', '.join(names) or 'nothing'}: {len(found)} ways", file=sys.stderr, flush=True)
+        yield from found.values()
+
+
+DEFAULTS: tuning.Numbers = {}
+VALUES: dict[str, list[int]] = {}  # of each number all that the search may try
+
+
+def trace_under(numbers: tuning.Numbers, row: Call, args: dict[str, Tensor]) -> dict:
+    tuning.use(numbers)
+    try:
+        return trace(row, args)
+    finally:
+        tuning.use({})
+
+
+def dispatched(trace: dict) -> str:
+    return json.dumps(trace["dispatches"])
+
+
+def mattering(row: Call, args: dict[str, Tensor]) -> list[str]:
+    """The numbers that change what a call dispatches, alone or beside others."""
+    names: set[str] = set()
+    known, todo = {dispatched(trace_under({}, row, args))}, [{}]
+    while todo:
+        numbers = todo.pop()
+        before = dispatched(trace_under(numbers, row, args))
+        for name, value in ((name, value) for name, values in VALUES.items() for value in values):
+            after = dispatched(trace_under(numbers | {name: value}, row, args))
+            if after != before:
+                names.add(name)
+            if after not in known:
+                known.add(after)
+                todo.append(numbers | {name: value})
+    return [name for name in VALUES if name in names]
+
+
+def verify(row: Call, args: dict[str, Tensor], names: list[str], found: dict[str, dict]) -> None:
+    """That no other number makes a difference, of 30 choices of all."""
+    choice = random.Random(0)
+    for _ in range(30):
+        numbers = {name: choice.choice(values) for name, values in VALUES.items()}
+        told = found[dispatched(trace_under(numbers, row, args))]["numbers"]
+        assert tuple(numbers[name] for name in names) in told, f"{row}: {numbers}"
+
+
 def write(file: Path, traces: Iterator[dict], replaced: tuple[str, ...]) -> None:
     """The traces, after those that the file already holds of cases that begin otherwise."""
     before = json.loads(file.read_text()) if file.exists() else []
@@ -132,15 +193,25 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ops", nargs="+", default=list(ARGUMENTS))
     parser.add_argument("--model", choices=list(MODELS), default=DEFAULT, help=f"whose sizes are timed ({DEFAULT})")
+    parser.add_argument("--tune", action="store_true", help="write tune.json alone, and compile the shaders")
     parser.add_argument("--libraries", nargs="+", help="compile these alone, as ptx.py names them")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     simulated.load()
+    if options.tune:
+        DEFAULTS.update(tuning.defaults())
+        VALUES.update({n.name: sorted({*n.values, DEFAULTS[n.name]}) for n in tune.NUMBERS})
+        write(options.folder / "tune.json", tune_traces(options.model), ("",))
+    else:
+        record_all(options)
+    ptx.compile_all(options.folder, options.libraries)
+
+
+def record_all(options: argparse.Namespace) -> None:
     write(options.folder / "cases.json", traces(options.ops), tuple(f"{op}-" for op in options.ops))
     rows = tuple(f"{op}-{options.model}-" for op in options.ops)
     write(options.folder / "bench.json", bench_traces(options.ops, options.model), rows)
     write(options.folder / "packed.json", packed_traces(), ("",))
-    ptx.compile_all(options.folder, options.libraries)
 
 
 if __name__ == "__main__":

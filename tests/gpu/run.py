@@ -5,6 +5,7 @@
     python tests/gpu/run.py FOLDER --packed          # weights in packed formats at real sizes: right answers, and times
     python tests/gpu/run.py FOLDER --sanitizers      # compute-sanitizer's four tools, over every kernel
     python tests/gpu/run.py FOLDER --all             # these four
+    python tests/gpu/run.py FOLDER --tune            # the search of `python -m torch_moe_metal tune`, on tune.json
     python tests/gpu/run.py FOLDER --smallest        # what they run: small cases that launch every kernel
     python tests/gpu/run.py FOLDER --planted-race    # a broken kernel, which racecheck must catch
 
@@ -46,7 +47,7 @@ if "torch_moe_metal" not in sys.modules:
 from cases import CASES, Args, expected  # noqa: E402
 from checks import assert_matches, meets_infinity  # noqa: E402
 from packed_rows import BFLOAT, ROWS, Row  # noqa: E402
-from torch_moe_metal import bench, reference  # noqa: E402
+from torch_moe_metal import bench, reference, tune  # noqa: E402
 from torch_moe_metal.bench import here, measure  # noqa: E402
 from torch_moe_metal.bench.block import Block, expert_bytes, plain  # noqa: E402
 from torch_moe_metal.bench.calls import (  # noqa: E402
@@ -275,7 +276,12 @@ class Eager:
 
 
 def microseconds(graphs: dict[str, torch.cuda.CUDAGraph | Eager | None], sets: int) -> dict[str, float]:
-    """The median over replays of each graph, per set of inputs; the graphs take turns."""
+    """The median over replays of each graph, per set of inputs."""
+    return {name: statistics.median(times) for name, times in rounds_of(graphs, sets).items()}
+
+
+def rounds_of(graphs: dict[str, torch.cuda.CUDAGraph | Eager | None], sets: int) -> dict[str, list[float]]:
+    """Microseconds of each graph's replays, per set of inputs; the graphs take turns."""
     times: dict[str, list[float]] = {name: [] for name, graph in graphs.items() if graph}
     for _ in range(12):
         for name in times:
@@ -285,7 +291,7 @@ def microseconds(graphs: dict[str, torch.cuda.CUDAGraph | Eager | None], sets: i
             end.record()
             end.synchronize()
             times[name].append(start.elapsed_time(end) * 1e3 / sets)
-    return {name: statistics.median(t[2:]) for name, t in times.items()}
+    return {name: t[2:] for name, t in times.items()}
 
 
 class Limits:
@@ -484,6 +490,55 @@ def packed_times(folder: Path, wanted: list[str]) -> int:
     return max(times.row(row) for row in ROWS if not wanted or row.op in wanted)
 
 
+class Tuned:
+    """Measures what record.py wrote for `tune`: a call under some numbers is a replay of what it dispatches then."""
+
+    def __init__(self, folder: Path):
+        self.kernels = Kernels(folder)
+        self.traces: dict[str, list[dict]] = {}
+        for trace in json.loads((folder / "tune.json").read_text()):
+            self.traces.setdefault(trace["case"], []).append(trace)
+        told = [trace["defaults"] for traces in self.traces.values() for trace in traces]
+        self.defaults = {name: value for defaults in told for name, value in defaults.items()}
+
+    def trace(self, call: Call, numbers: dict[str, int]) -> int:
+        """Which of the call's lists of dispatches."""
+        traces = self.traces[str(call)]
+        wanted = [(self.defaults | numbers)[name] for name in traces[0]["defaults"]]
+        return next(i for i, trace in enumerate(traces) if wanted in trace["numbers"])
+
+    def __call__(self, call: Call, settings: list[dict[str, int]]) -> list[list[float]]:
+        torch.cuda.empty_cache()
+        noise = Noise("cuda", call.dtype)
+        shared = {name: noise.argument(call, name, s) for name, s in call.shapes.items() if name in EXPERTS}
+        sets = [inputs(call, noise) | shared for _ in range(call.sets)]
+        wanted = [self.trace(call, numbers) for numbers in settings]
+        graphs = {which: self.graph(self.traces[str(call)][which], sets) for which in set(wanted)}
+        rounds = rounds_of({str(place): graphs[which] for place, which in enumerate(wanted)}, len(sets))
+        return [[us / 1e6 for us in times] for times in rounds.values()]
+
+    def graph(self, trace: dict, sets: list[Args]) -> torch.cuda.CUDAGraph:
+        replays = [Replay(self.kernels, trace, one, poison=False) for one in sets]
+        return captured(lambda: [replay() for replay in replays])
+
+    def model(self) -> str:
+        return next(name for name in MODELS if any(f"-{name}-" in case for case in self.traces))
+
+
+def tuned(folder: Path) -> int:
+    if not (folder / "tune.json").exists():
+        print(f"{folder} has no tune.json: `python tests/gpu/record.py FOLDER --tune` writes it", file=sys.stderr)
+        return 2
+    measure = Tuned(folder)
+    name = measure.model()
+    numbers = [number for number in tune.NUMBERS if number.name in measure.defaults]
+    models = {(name, "dense"): MODELS[name]}
+    calls = {number.name: tune.calls_of(number, models, torch.bfloat16) for number in numbers}
+    print(f"{torch.cuda.get_device_name()}, {name}, bf16: translated shaders, no Apple figures", flush=True)
+    print(tune.table(tune.search(calls, numbers, measure.defaults, measure, held={})))
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -493,6 +548,7 @@ def main() -> int:
     parser.add_argument("--sanitizers", action="store_true")
     parser.add_argument("--packed", action="store_true")
     parser.add_argument("--all", action="store_true", help="cases, sanitizers, packed formats and times")
+    parser.add_argument("--tune", action="store_true", help="the search of `tune`, on what record.py --tune wrote")
     parser.add_argument("--smallest", action="store_true")
     parser.add_argument("--planted-race", action="store_true")
     parser.add_argument("--ops", nargs="+", default=[])
@@ -506,6 +562,8 @@ def main() -> int:
         return max(map(abs, codes))
     if options.bench is not None:
         return times(options.folder, options.bench)
+    if options.tune:
+        return tuned(options.folder)
     if options.packed:
         return packed_times(options.folder, options.ops)
     if options.sanitizers:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models import Model
+from ..models import CALLED, Model
 from .calls import Noise, Unfit, moved
 from .packed import Packing, dequantized, packing_of
 from .rivals import COPIED, RIVALS, gate, glu
@@ -227,9 +227,7 @@ def configuration(model: Model) -> dict:
     """Every name that transformers has for our sizes and options; a configuration takes those that it knows."""
     routing = model.routing
     return {
-        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), model.E),
-        **dict.fromkeys(("num_experts_per_tok", "top_k_experts"), model.K),
-        **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), model.I),
+        **{name: getattr(model, letter) for letter, names in CALLED.items() for name in names},
         "hidden_size": model.H,
         "shared_expert_intermediate_size": model.S,
         "n_shared_experts": model.S // model.I,

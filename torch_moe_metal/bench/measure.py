@@ -27,8 +27,13 @@ def synchronize(device: str) -> None:
 
 
 def seconds_each(functions: dict[str, Callable[[], object]], device: str, seconds: float) -> dict[str, float]:
-    """The median time of one call of each. All take turns, so that what slows the machine slows them alike, for about
-    `seconds`: in 7 rounds at least, or 3 where those take ten times as long."""
+    """The median time of one call of each, over `rounds_each`."""
+    return {name: statistics.median(times) for name, times in rounds_each(functions, device, seconds).items()}
+
+
+def rounds_each(functions: dict[str, Callable[[], object]], device: str, seconds: float) -> dict[str, list[float]]:
+    """The time of one call of each in every round. All take turns, so that what slows the machine slows them alike, for
+    about `seconds`: in 7 rounds at least, or 3 where those take ten times as long."""
 
     def measure(function: Callable[[], object], calls: int) -> float:
         synchronize(device)
@@ -57,7 +62,7 @@ def seconds_each(functions: dict[str, Callable[[], object]], device: str, second
         rounds += 1
         for name, function in functions.items():
             samples[name].append(measure(function, calls[name]) / calls[name])
-    return {name: statistics.median(times) for name, times in samples.items()}
+    return samples
 
 
 # ------------------------------------------------------------------------------------------------ the limits
