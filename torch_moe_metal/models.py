@@ -107,7 +107,7 @@ CALLED = {
 
 
 def of_config(config: dict) -> Model:
-    """With the sizes that a checkpoint's config.json tells; what it does not tell is as in a model above of its type."""
+    """With the sizes that a checkpoint's config.json tells; what it does not is as in a model above of its type."""
     config = config | config.get("text_config", {})
 
     def size(*names: str) -> int:

@@ -28,9 +28,9 @@ import packed_rows  # noqa: E402
 import ptx  # noqa: E402
 import simulated  # noqa: E402
 from cases import CASES, Case, call  # noqa: E402
+from torch_moe_metal import tune, tuning  # noqa: E402
 from torch_moe_metal.arguments import ARGUMENTS  # noqa: E402
 from torch_moe_metal.bench.calls import Call, halves, matrices  # noqa: E402
-from torch_moe_metal import tune, tuning  # noqa: E402
 from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
 
 MOST = 3e7  # flops or bytes of a case that is worth replaying
