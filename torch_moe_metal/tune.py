@@ -325,11 +325,15 @@ def tune(options: Namespace, models: dict[tuple[str, str], Model]) -> int:
     held = {n: v for n, v in tuning.in_force().items() if v != defaults[n] and n not in options.numbers}
     say(f"{tuning.gpu()}, torch {torch.__version__}: {len(numbers)} numbers, some {minutes} minutes")
     result = search(calls, numbers, defaults, OnGpu(options.seconds), held)
-    file = tuning.keep(result.kept)
     if options.json:
-        print(json.dumps(about(options, models) | {"file": str(file)} | asdict(result), indent=1))
+        print(json.dumps(about(options, models) | asdict(result), indent=1))
     else:
-        print(table(result), f"For {tuning.gpu()} and torch {torch.__version__}, in {file}", sep="\n")
+        print(table(result))
+    try:
+        say(f"For {tuning.gpu()} and torch {torch.__version__}, in {tuning.keep(result.kept)}")
+    except OSError as reason:
+        print(f"tune: not kept: {reason}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -142,6 +142,12 @@ DEFAULTS: tuning.Numbers = {}
 VALUES: dict[str, list[int]] = {}  # of each number all that the search may try
 
 
+def prepare_tune() -> None:
+    DEFAULTS.update(tuning.defaults())
+    VALUES.clear()
+    VALUES.update({n.name: sorted({*n.values, DEFAULTS[n.name]}) for n in tune.NUMBERS})
+
+
 def trace_under(numbers: tuning.Numbers, row: Call, args: dict[str, Tensor]) -> dict:
     tuning.use(numbers)
     try:
@@ -199,8 +205,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     simulated.load()
     if options.tune:
-        DEFAULTS.update(tuning.defaults())
-        VALUES.update({n.name: sorted({*n.values, DEFAULTS[n.name]}) for n in tune.NUMBERS})
+        prepare_tune()
         write(options.folder / "tune.json", tune_traces(options.model), ("",))
     else:
         record_all(options)

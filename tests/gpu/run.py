@@ -493,8 +493,8 @@ def packed_times(folder: Path, wanted: list[str]) -> int:
 class Tuned:
     """Measures what record.py wrote for `tune`: a call under some numbers is a replay of what it dispatches then."""
 
-    def __init__(self, folder: Path):
-        self.kernels = Kernels(folder)
+    def __init__(self, folder: Path, kernels: Kernels | None):
+        self.kernels = kernels
         self.traces: dict[str, list[dict]] = {}
         for trace in json.loads((folder / "tune.json").read_text()):
             self.traces.setdefault(trace["case"], []).append(trace)
@@ -529,7 +529,7 @@ def tuned(folder: Path) -> int:
     if not (folder / "tune.json").exists():
         print(f"{folder} has no tune.json: `python tests/gpu/record.py FOLDER --tune` writes it", file=sys.stderr)
         return 2
-    measure = Tuned(folder)
+    measure = Tuned(folder, Kernels(folder))
     name = measure.model()
     numbers = [number for number in tune.NUMBERS if number.name in measure.defaults]
     models = {(name, "dense"): MODELS[name]}

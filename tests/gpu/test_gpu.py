@@ -1,5 +1,6 @@
 """The shaders for an NVIDIA GPU: that they all compile, and where there is such a GPU that they give right answers."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ sys.path.insert(0, str(HERE))
 
 import ptx  # noqa: E402
 import record  # noqa: E402
+import run  # noqa: E402
+from torch_moe_metal import tune  # noqa: E402
 from torch_moe_metal.bench.calls import OPS, Call, Noise, inputs  # noqa: E402
 from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
 
@@ -59,6 +62,43 @@ def test_what_is_recorded_lies_like_what_is_replayed(op: str, mps: str):
         want, storage = recorded[name], tensor.untyped_storage().nbytes()
         assert (tensor.shape, tensor.stride()) == (want.shape, want.stride()), name
         assert (tensor.storage_offset(), storage) == (want.storage_offset(), want.untyped_storage().nbytes()), name
+
+
+@pytest.mark.parametrize("number", tune.NUMBERS, ids=lambda number: number.name)
+def test_what_tune_measures_shows_every_alternative(number: tune.Number, mps: str):
+    """In a model's sizes: between two neighbours of the values there is a call that they treat differently."""
+    calls = tune.calls_of(number, {(DEFAULT, "dense"): MODELS[DEFAULT]}, torch.bfloat16)
+    args = [record.empties(call) for call in calls]
+
+    def ways(value: int) -> list[str]:
+        numbers = {number.name: value}
+        return [record.dispatched(record.trace_under(numbers, *one)) for one in zip(calls, args, strict=True)]
+
+    assert all(one != other for one, other in itertools.pairwise(map(ways, number.values)))
+
+
+def test_a_replay_is_found_for_whatever_the_search_asks(mps: str, tmp_path: Path, monkeypatch):
+    """Under any numbers it is what the host code dispatches under them."""
+    small = MODELS[DEFAULT].reduced(E=8, K=2, H=64, I=32)
+    monkeypatch.setitem(MODELS, DEFAULT, small)
+    chosen = tune.NUMBERS[0], tune.NUMBERS[2]  # of decode, and where it ends
+    monkeypatch.setattr(tune, "NUMBERS", chosen)
+    record.prepare_tune()
+    record.write(tmp_path / "tune.json", record.tune_traces(DEFAULT), ("",))
+    replays = run.Tuned(tmp_path, kernels=None)
+    asked = []
+
+    def measure(call: Call, settings: list[dict]) -> list[list[float]]:
+        args = record.empties(call)
+        for numbers in settings:
+            want = record.dispatched(record.trace_under(numbers, call, args))
+            assert record.dispatched(replays.traces[str(call)][replays.trace(call, numbers)]) == want
+            asked.append(numbers)
+        return [[1.0 if "decode_slots" in numbers else 2.0 - len(numbers)] * 7 for numbers in settings]
+
+    calls = {n.name: tune.calls_of(n, {(DEFAULT, "dense"): small}, torch.bfloat16) for n in chosen}
+    tune.search(calls, chosen, replays.defaults, measure, {})
+    assert any(len(numbers) == 2 for numbers in asked)  # one beside another
 
 
 @pytest.mark.slow

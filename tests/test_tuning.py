@@ -1,0 +1,455 @@
+"""The numbers that depend on the GPU: none changes a result, a file keeps them, and `tune` chooses."""
+
+import json
+import math
+import random
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import test_ops
+from cases import BFLOAT, CASES, FLOAT, Case
+from conftest import DEVICES, SIMULATED, heavy
+from torch_moe_metal import tune, tuning
+from torch_moe_metal.__main__ import main
+from torch_moe_metal.bench.calls import Call
+from torch_moe_metal.models import DEFAULT, MODELS, of_config
+from torch_moe_metal.tune import NUMBERS, Comparison, Number, compare, search
+
+on_mps = pytest.mark.skipif("mps" not in DEVICES, reason="MOE_METAL_DEVICES leaves mps out, which alone has them")
+recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records dispatches; a Mac's own does not")
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch) -> Path:
+    """What is kept is kept there; afterwards the defaults hold."""
+    monkeypatch.setenv("MOE_METAL_TUNING", str(tmp_path / "folder" / "tuning.json"))
+    yield tmp_path / "folder" / "tuning.json"
+    if tuning.is_built():
+        tuning.use({})
+
+
+@pytest.fixture
+def m9(monkeypatch) -> str:
+    monkeypatch.setattr(tuning, "gpu", lambda: "Apple M9")
+    return "Apple M9"
+
+
+# ------------------------------------------------------------------------------------------------ right answers
+
+ALTERNATIVES = [(number, value) for number in NUMBERS for value in number.values]
+EACH = pytest.mark.parametrize("number, value", ALTERNATIVES, ids=[f"{n.name}-{v}" for n, v in ALTERNATIVES])
+ROW_OPS = ("norm_add", "residual_norm", *(op for op in tune.arguments.ARGUMENTS if "norm" in op and "sum" in op))
+#: Small, and such that every alternative of a number treats one of its cases in another way than the default does.
+SHOWING = {
+    "decode_simdgroups": [
+        ("experts", {"T": 3, "E": 8, "K": 4, "H": 140, "I": 40}),
+        ("linear", {"T": 2, "N": 70, "H": 96}),
+    ],
+    "enough_simdgroups": [
+        ("experts", {"T": 3, "E": 8, "K": 4, "H": 264, "I": 40}),
+        ("linear", {"T": 8, "N": 320, "H": 516}),
+        ("linear", {"T": 3, "N": 320, "H": 1028}),
+    ],
+    "decode_slots": [("experts", {"T": T, "E": 20, "K": 2, "H": 40, "I": 24}) for T in (9, 13, 18, 28, 38)],
+    "few_tokens": [("linear", {"T": T, "N": 37, "H": 96}) for T in (3, 6, 10, 14, 20, 28)],
+    "tile32_share": [("experts", {"T": T, "E": 2, "K": 1, "H": 40, "I": 24}) for T in (24, 40, 58)],
+    "tile64_share": [("experts", {"T": T, "E": 2, "K": 1, "H": 24, "I": 16}) for T in (80, 112, 160, 256)],
+    "band": [("experts", {"T": 80, "E": 4, "K": 2, "H": 40, "I": 24}), ("linear", {"T": 300, "N": 37, "H": 24})],
+    "gate_tiles": [("gate", {"T": T, "E": 130, "K": 2, "H": 8}) for T in (129, 330, 640, 1300)],
+    "row_threads": [(op, {"T": 2, "K": 2, "H": 2100, "S": 1}) for op in ROW_OPS],
+}
+
+
+def showing(number: Number) -> list[Case]:
+    return [
+        Case(op, f"tuning_T{dims['T']}", dims, options={"top_k": dims["K"]} if op == "gate" else {}, dtype=dtype)
+        for (op, dims), dtype in zip(SHOWING[number.name], [FLOAT, BFLOAT] * 4, strict=False)
+    ]
+
+
+def table(number: Number) -> list[Case]:
+    """The fast cases of the ops that it touches."""
+    ops = {op for op, _ in SHOWING[number.name]}
+    return [case for case in CASES if case.op in ops and not heavy(case, "mps")]
+
+
+def dispatched(case: Case) -> list[tuple]:
+    import metal_sim
+
+    with metal_sim.record() as record, metal_sim.host_only():
+        test_ops.run(case, case.arguments("mps"))
+    inline = [[a["bytes"] for a in d.arguments if a["bytes"]] for d in record.dispatches]
+    return [(d.kernel, d.grid, d.threads, bytes) for d, bytes in zip(record.dispatches, inline, strict=True)]
+
+
+@recorded
+@on_mps
+@EACH
+def test_every_alternative_is_shown(number: Number, value: int, mps: str):
+    """By a case below, so that there is something to be right."""
+    cases = showing(number)
+    before = [dispatched(case) for case in cases]
+    tuning.use({number.name: value})
+    same = [dispatched(case) for case in cases] == before
+    assert same == (value == tuning.defaults()[number.name])
+
+
+@on_mps
+@EACH
+def test_every_alternative_is_right(number: Number, value: int, mps: str):
+    """On the cases that show it, and on every so many of the fast table, others for each alternative."""
+    fast, start = table(number), random.Random(f"{number.name} {value}").randrange(STEP)
+    tuning.use({number.name: value})
+    for case in [*showing(number), *fast[start::STEP]]:
+        test_ops.test_equals_the_reference(case, mps)
+
+
+STEP = 400
+
+
+@on_mps
+@pytest.mark.slow
+@EACH
+def test_every_alternative_is_right_on_the_whole_table(number: Number, value: int, mps: str):
+    tuning.use({number.name: value})
+    for case in table(number):
+        test_ops.test_equals_the_reference(case, mps)
+
+
+# ------------------------------------------------------------------------------------------------ setting them
+
+
+@on_mps
+def test_numbers_are_set_and_the_rest_is_the_default(mps: str):
+    defaults = tuning.defaults()
+    assert tuning.in_force() == defaults and tuning.about() == {"numbers": defaults, "default": True}
+    tuning.use({"band": 4, "few_tokens": 3})
+    assert tuning.in_force() == defaults | {"band": 4, "few_tokens": 3} and not tuning.about()["default"]
+    tuning.use({"band": 2})
+    assert tuning.in_force() == defaults | {"band": 2} and tuning.defaults() == defaults
+    assert set(defaults) == {number.name for number in NUMBERS}
+
+
+REFUSED = [
+    ({"bands": 4}, "no number for the GPU is called bands"),
+    ({"band": 0}, "expected band from 1 to 64, got 0"),
+    ({"band": 65}, "expected band from 1 to 64, got 65"),
+    ({"decode_simdgroups": 16}, "expected decode_simdgroups from 1 to 8, got 16"),
+    ({"decode_simdgroups": 3}, "expected a power of two as decode_simdgroups, got 3"),
+    ({"enough_simdgroups": 0}, "expected enough_simdgroups from 1"),
+    ({"few_tokens": -1}, "expected few_tokens from 0"),
+    ({"tile32_share": 50}, "expected tile32_share up to tile64_share, got 50 and 49"),
+    ({"row_threads": 0}, "expected row_threads from 32 to 1024, got 0"),
+    ({"row_threads": 100}, "expected a multiple of 32 as row_threads, got 100"),
+]
+
+
+@on_mps
+@pytest.mark.parametrize("numbers, said", REFUSED, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_wrong_numbers_are_refused(numbers: dict, said: str, mps: str):
+    """All of them: what came before the wrong one holds no more than that does."""
+    with pytest.raises(ValueError, match=said):
+        tuning.use({"gate_tiles": 1} | numbers)
+    assert tuning.in_force() == tuning.defaults()
+
+
+# ------------------------------------------------------------------------------------------------ the file
+
+
+@on_mps
+def test_what_is_kept_is_loaded(file: Path, m9: str, monkeypatch, mps: str):
+    tuning.keep({"band": 4})
+    assert json.loads(file.read_text()) == {m9: {torch.__version__: {"band": 4}}}
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    tuning.load()
+    assert tuning.in_force() == tuning.defaults() | {"band": 4}
+    monkeypatch.setattr(tuning, "gpu", lambda: "Apple M9 Max")
+    tuning.load()
+    assert tuning.in_force() == tuning.defaults()
+    tuning.keep({"band": 2})
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    tuning.load()
+    assert tuning.in_force() == tuning.defaults()
+    tuning.keep({"band": 1})
+    assert tuning.kept()["Apple M9 Max"] == {tuning.torch.__version__: {"band": 1}, **without(file, "2.99.0")}
+
+
+def without(file: Path, version: str) -> dict:
+    kept = json.loads(file.read_text())["Apple M9 Max"]
+    return {name: numbers for name, numbers in kept.items() if name != version}
+
+
+def test_what_is_forgotten(file: Path, m9: str, monkeypatch):
+    """This GPU's numbers, of all torch versions, and no other's."""
+    assert not tuning.forget() and not file.exists()
+    tuning.keep({"band": 4})
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    tuning.keep({"band": 2})
+    monkeypatch.setattr(tuning, "gpu", lambda: "Apple M9 Max")
+    tuning.keep({"band": 1})
+    monkeypatch.setattr(tuning, "gpu", lambda: m9)
+    assert len(tuning.kept()[m9]) == 2 and tuning.forget() and not tuning.forget()
+    assert tuning.kept() == {"Apple M9 Max": {"2.99.0": {"band": 1}}}
+
+
+@on_mps
+def test_no_file_is_no_matter(file: Path, monkeypatch, mps: str):
+    """Nor is the GPU asked for its name then: importing the package must not wake it."""
+
+    def nobody() -> str:
+        raise AssertionError
+
+    monkeypatch.setattr(tuning, "gpu", nobody)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tuning.load()
+        monkeypatch.setenv("MOE_METAL_TUNING", "")
+        tuning.load()
+    assert tuning.path() is None
+    with pytest.raises(OSError, match="MOE_METAL_TUNING is empty"):
+        tuning.write({})
+
+
+def test_where_the_file_is(monkeypatch, tmp_path: Path):
+    monkeypatch.delenv("MOE_METAL_TUNING")
+    monkeypatch.setattr(tuning.sys, "platform", "darwin")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert tuning.path() == tmp_path / "Library/Caches/torch_moe_metal/tuning.json"
+    monkeypatch.setattr(tuning.sys, "platform", "linux")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert tuning.path() == tmp_path / ".cache/torch_moe_metal/tuning.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "else"))
+    assert tuning.path() == tmp_path / "else/torch_moe_metal/tuning.json"
+
+
+def of_this(numbers: object) -> str:
+    return json.dumps({"Apple M9": {torch.__version__: numbers}})
+
+
+FOREIGN = {
+    "no JSON": b"{",
+    "no text": b"\xff\xfe\xff",
+    "a list": b"[]",
+    "no versions": b'{"Apple M9": 4}',
+    "no numbers": of_this(4).encode(),
+    "words": of_this({"band": "4"}).encode(),
+    "truth": of_this({"band": True}).encode(),
+    "another name": of_this({"width": 4}).encode(),
+    "out of range": of_this({"band": 4, "row_threads": 4096}).encode(),
+    "too large": of_this({"band": 2**70}).encode(),
+}
+
+
+@on_mps
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_a_broken_file_is_ignored_with_one_warning(content: bytes, file: Path, m9: str, mps: str):
+    file.parent.mkdir()
+    file.write_bytes(content)
+    with pytest.warns(UserWarning) as said:
+        tuning.load()
+    assert len(said) == 1 and str(file) in str(said[0].message) and "ignored" in str(said[0].message)
+    assert tuning.in_force() == tuning.defaults()
+    tuning.keep({"band": 4})
+    tuning.load()
+    assert tuning.in_force()["band"] == 4
+
+
+@on_mps
+def test_a_file_that_cannot_be_read_is_ignored_with_one_warning(file: Path, m9: str, mps: str):
+    file.mkdir(parents=True)
+    with pytest.warns(UserWarning, match="ignored") as said:
+        tuning.load()
+    assert len(said) == 1 and str(file) in str(said[0].message)
+
+
+# ------------------------------------------------------------------------------------------------ the search
+
+HELD = {"decode_simdgroups": 4, "band": 8, "few_tokens": 8}
+CALLS = {name: [Call("linear", DEFAULT, MODELS[DEFAULT], T) for T in (1, 4, 16)] for name in HELD}
+CHOICES = [Number("decode_simdgroups", (1, 2, 4, 8), tune.DECODE), Number("band", (1, 2, 4, 8, 16), tune.DECODE)]
+CHOICES += [Number("few_tokens", (4, 8, 16), tune.DECODE)]
+
+
+class Machine:
+    """Answers as a GPU with these costs, which is never twice the same, and drifts."""
+
+    def __init__(self, cost, noise: float, seed: int = 0):
+        self.cost, self.noise, self.random, self.asked = cost, noise, random.Random(seed), 0
+
+    def __call__(self, call: Call, settings: list[dict]) -> list[list[float]]:
+        self.asked += 1
+        rounds = []
+        for place in range(9):
+            drift = 1 + 0.2 * math.sin(place + self.asked)
+            row = [1e-4 * call.T * self.cost(call, HELD | numbers) * drift for numbers in settings]
+            rounds.append([time * math.exp(self.random.gauss(0, self.noise)) for time in row])
+        return [list(times) for times in zip(*rounds, strict=True)]
+
+
+def found(cost, noise: float = 0.02, seed: int = 0, **options) -> tune.Result:
+    return search(CALLS, CHOICES, HELD, Machine(cost, noise, seed), options.get("held", {}))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_search_finds_what_is_best(seed: int, capsys):
+    """Two numbers that have a best alternative, among one that makes no difference."""
+
+    def cost(call: Call, numbers: dict) -> float:
+        return 1 + 0.2 * abs(math.log2(numbers["band"] / 2)) + 0.15 * (numbers["decode_simdgroups"] - 1)
+
+    result = found(cost, seed=seed)
+    assert result.kept == {"decode_simdgroups": 1, "band": 2}
+    assert result.together.wins and result.together.won > 0.4
+    assert [row.call for row in result.rows] == [str(call) for call in CALLS["band"]]
+    assert all(row.before > 1.5 * row.after for row in result.rows)
+    said = capsys.readouterr().err
+    assert "2 of 3: band: 8, or 1 2 4 16: linear-" in said and "band 2" in said
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.05, 0.3])
+def test_the_search_keeps_the_defaults_under_noise(noise: float):
+    results = [found(lambda call, numbers: 1.0, noise, seed) for seed in range(20)]
+    assert [result.kept for result in results] == [{}] * 20
+    assert all(len(result.tried) == 9 and not result.rows for result in results)
+
+
+def test_half_a_percent_is_not_worth_a_number():
+    assert found(lambda call, numbers: 1 - 0.005 * (numbers["band"] == 4), noise=0).kept == {}
+    assert found(lambda call, numbers: 1 - 0.02 * (numbers["band"] == 4), noise=0).kept == {"band": 4}
+
+
+def test_what_loses_together_is_not_kept():
+    """As where a number won because of another, which was measured on other calls."""
+    machine = Machine(lambda call, numbers: 1 - 0.1 * (numbers["band"] == 4), 0)
+
+    def measure(call: Call, settings: list[dict]) -> list[list[float]]:
+        last = len(settings) == 3 and settings[:2] == [{}, {}]
+        return machine(call, settings if not last else [{"band": 4}, {"band": 4}, {}])
+
+    result = search(CALLS, CHOICES, HELD, measure, {})
+    assert result.kept == {} and not result.together.wins and len(result.rows) == 3
+
+
+def test_numbers_that_are_not_tried_stay():
+    """They hold in every trial, and nothing is told of them."""
+    held = {"few_tokens": 16}
+    seen = []
+
+    def measure(call: Call, settings: list[dict]) -> list[list[float]]:
+        seen.extend(settings)
+        return Machine(lambda call, numbers: numbers["band"], 0)(call, settings)
+
+    assert search(CALLS, CHOICES[:2], HELD, measure, held).kept == {"few_tokens": 16, "band": 1}
+    assert all(numbers["few_tokens"] == 16 for numbers in seen)
+
+
+def test_what_a_comparison_says():
+    twice = [[1.0] * 7, [1.0] * 7, [0.9] * 7, [1.1] * 7]
+    won, lost = compare([twice, twice])
+    assert won.won == pytest.approx(0.1) and won.noise == tune.LEAST and won.wins and not lost.wins
+    assert str(won) == "10.0% faster, noise 1.0%" and str(lost).startswith("10.0% slower")
+    apart = [[1.0] * 7, [1.15] * 7, [0.9] * 7]  # what holds, measured twice, differs by more than that
+    assert not compare([apart])[0].wins
+    assert not Comparison(0.05, 0.05).wins
+
+
+# ------------------------------------------------------------------------------------------------ the sizes
+
+QWEN = {
+    "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "hidden_size": 2048, "head_dim": 128,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32, "vocab_size": 151936,
+}  # fmt: skip
+OTHER = {"model_type": "brand_new", "text_config": QWEN | {"model_type": "brand_new_text", "n_shared_experts": 2}}
+
+
+def test_sizes_of_a_checkpoint():
+    assert of_config(QWEN) == MODELS["qwen3-30b-a3b"]
+    other = of_config(OTHER)
+    assert (other.E, other.K, other.H, other.I, other.S, other.query) == (128, 8, 2048, 768, 1536, (4096, 2048))
+    with pytest.raises(ValueError, match="no num_experts or num_local_experts or n_routed_experts"):
+        of_config({"model_type": "llama", "hidden_size": 4096})
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def tiny(monkeypatch, mps: str):
+    """The default model, small; and nothing is computed where nothing has to."""
+    monkeypatch.setitem(MODELS, DEFAULT, MODELS[DEFAULT].reduced(E=8, K=2, H=64, I=64))
+    if not SIMULATED:
+        yield
+        return
+    import metal_sim
+
+    with metal_sim.host_only():
+        yield
+
+
+QUICK = ["tune", "--seconds", "0.0001"]
+
+
+@on_mps
+def test_tune(tiny, file: Path, capsys):
+    assert main([*QUICK, "--numbers", "decode_simdgroups", "row_threads"]) == 0
+    said = capsys.readouterr()
+    assert "2 numbers, some 1 minutes" in said.err and "1 of 2: decode_simdgroups: 4, or 1 2 8: experts-" in said.err
+    assert "2 of 2: row_threads" in said.err and str(file) in said.err
+    assert "Kept: " in said.out or "The defaults stay" in said.out
+    assert tuning.in_force() == tuning.defaults()
+    assert set(tuning.kept()[tuning.gpu()]) == {torch.__version__}
+    assert main(["tune", "--reset"]) == 0
+    assert tuning.kept() == {} and "forgotten" in capsys.readouterr().out
+
+
+@on_mps
+def test_tune_of_a_checkpoint_as_json(tiny, tmp_path: Path, capsys):
+    small = QWEN | {"num_experts": 4, "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 2}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(small))
+    tuning.use({"band": 4})  # as what was kept before
+    command = [*QUICK, "--checkpoint", str(tmp_path / "mine"), "--formats", "dense", "affine4", "--dtype", "f32"]
+    assert main([*command, "--numbers", "few_tokens", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["models"] == ["mine"] and said["formats"] == ["dense", "affine4"] and said["gpu"] == tuning.gpu()
+    assert {(row["number"], row["held"]) for row in said["tried"]} == {("few_tokens", 8)} and len(said["tried"]) == 6
+    assert said["kept"]["band"] == 4 and said["defaults"] == tuning.defaults()
+    assert tuning.kept()[tuning.gpu()][torch.__version__] == said["kept"]
+
+
+@on_mps
+def test_what_won_is_told_and_kept(tiny, monkeypatch, file: Path, capsys):
+    """A planted winner goes through the whole command, into the file and from there into force."""
+
+    def rounds(ways: dict, device: str, seconds: float) -> dict[str, list[float]]:
+        times = {}
+        for name, way in ways.items():
+            way()
+            times[name] = [0.5e-3 if tuning.in_force()["band"] == 16 else 1e-3] * 7
+        return times
+
+    monkeypatch.setattr(tune, "rounds_each", rounds)
+    assert main([*QUICK, "--numbers", "band"]) == 0
+    said = capsys.readouterr().out
+    assert "linear-qwen3-30b-a3b-T512-bf16-query" in said and "Kept: band 16" in said and said.count("2.00") == 4
+    tuning.load()
+    assert tuning.in_force() == tuning.defaults() | {"band": 16}
+
+
+@on_mps
+def test_a_file_that_cannot_be_written_is_told(tiny, file: Path, capsys):
+    """After the table: it took minutes."""
+    file.mkdir(parents=True)
+    assert main([*QUICK, "--numbers", "gate_tiles"]) == 1
+    said = capsys.readouterr()
+    assert "The defaults stay" in said.out or "Kept" in said.out
+    assert "not kept" in said.err
+
+
+def test_nothing_to_tune(monkeypatch, capsys):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert main(["tune"]) == 2
+    assert "nothing to tune: --device mps: " in capsys.readouterr().err
