@@ -66,8 +66,9 @@ def test_what_is_recorded_lies_like_what_is_replayed(op: str, mps: str):
 
 @pytest.mark.parametrize("number", tune.NUMBERS, ids=lambda number: number.name)
 def test_what_tune_measures_shows_every_alternative(number: tune.Number, mps: str):
-    """In a model's sizes: between two neighbours of the values there is a call that they treat differently."""
-    calls = tune.calls_of(number, {(DEFAULT, "dense"): MODELS[DEFAULT]}, torch.bfloat16)
+    """In two models' sizes: between two neighbours of the values there is a call that they treat differently."""
+    models = {(name, "dense"): MODELS[name] for name in (DEFAULT, "mixtral-8x7b")}
+    calls = tune.calls_of(number, models, torch.bfloat16)
     args = [record.empties(call) for call in calls]
 
     def ways(value: int) -> list[str]:
