@@ -5,7 +5,8 @@
 #   make fuzz      random calls of every op against the reference; CASES=20000 SEED=7 choose them, CASE=avx2-123 runs one
 #   make sanitize  the CPU libraries under sanitizers, with the tests of the ops and the fuzzer
 #   make bench     times and ratios of every op
-#   make report    what to send us from a Mac: doctor.txt and bench.json, in build/report
+#   make tune      measure what only this Mac's GPU can tell, and keep it: make tune ARGS="--model gpt-oss-20b"
+#   make report    what to send us from a Mac, in build/report: doctor.txt, bench.json, packed.json and tune.json
 #   make benchmarks  BENCHMARKS.md and the README's table anew, from the JSON files in benchmarks/
 #   make cross     the macOS extension compiled and linked on this machine against real macOS torch wheels;
 #                  CROSS="2.13.0 2.15.0" chooses them
@@ -31,7 +32,7 @@ SIM_FILES := $(wildcard $(addprefix tests/metal_sim/,engine/*.h engine/*.cpp eng
 SIM_FILES += $(wildcard tests/gpu/shim/*.h)
 export MAX_JOBS
 
-.PHONY: help demo test test-all bench benchmarks doctor mps report cross wheel fuzz sanitize lint workflow format clean distclean
+.PHONY: help demo test test-all bench tune benchmarks doctor mps report cross wheel fuzz sanitize lint workflow format clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -72,6 +73,9 @@ sanitize: $(BIN)/.ready
 bench: $(BUILT)
 	@$(BIN)/python -m torch_moe_metal bench
 
+tune: $(BUILT)
+	@$(BIN)/python -m torch_moe_metal tune $(ARGS)
+
 doctor: $(BUILT)
 	@$(BIN)/python -m torch_moe_metal doctor
 
@@ -84,6 +88,8 @@ report: $(BUILT)
 	@GITHUB_STEP_SUMMARY= $(BIN)/python tools/mps.py > build/report/machine.txt
 	@$(BIN)/python -m torch_moe_metal doctor | tee build/report/doctor.txt
 	$(BIN)/python -m torch_moe_metal bench --json $(ARGS) > build/report/bench.json
+	$(BIN)/python -m torch_moe_metal bench --json --formats affine4 mxfp4 --dtypes bf16 $(ARGS) > build/report/packed.json
+	-$(BIN)/python -m torch_moe_metal tune --json > build/report/tune.json
 
 benchmarks: $(BIN)/.ready
 	@$(BIN)/python tools/benchmarks.py

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from benchmarks import rows_of_bench
 from tiny_models import tiny_model
-from torch_moe_metal import bench
+from torch_moe_metal import bench, tuning
 from torch_moe_metal.__main__ import main
 from torch_moe_metal.bench import calls, here, measure, whole_model
 from torch_moe_metal.bench.block import (
@@ -415,7 +415,25 @@ def test_everything_as_json_and_as_a_picture(device: str, tiny, tmp_path, capsys
         f"transformers {name}" for name in ("eager", "batched_mm", "grouped_mm")
     }
     assert found["read_gb_per_s"] > 0 and found["device"] == device
+    assert all(r["first_us"] > 0 for r in rows) and ("gpu" in found) == ("tuning" in found) == (device == "mps")
     assert points(plot.read_text()) == {"ours": len(rows), "rival": len(rows)}
+
+
+def test_a_report_says_how_the_gpu_is_tuned(mps: str, tiny, capsys):
+    """In a table as a note where it is not as by default, in JSON always."""
+    command = ["bench", *QUICK, "--device", mps, "--ops", "glu", "--tokens", "1", "--dtypes", "f32"]
+    tuning.use({"band": 4})
+    try:
+        assert main(command) == 0 and main([*command, "--json"]) == 0
+    finally:
+        tuning.use({})
+    table, _, text = capsys.readouterr().out.partition("{\n")
+    found = json.loads("{" + text)
+    assert "Tuned for this GPU: band 4\n" in table and found["notes"][-1] == "Tuned for this GPU: band 4"
+    assert found["tuning"] == {"numbers": tuning.defaults() | {"band": 4}, "default": False}
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tuning"] == tuning.about() and found["tuning"]["default"] and "Tuned" not in str(found["notes"])
 
 
 def test_packed_rows(device: str, tiny, tmp_path, capsys):

@@ -14,15 +14,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER, PAGE, README = ROOT / "benchmarks", ROOT / "BENCHMARKS.md", ROOT / "README.md"
+QUESTIONS = FOLDER / "questions.md"
 BEGIN, END = "<!-- figures: `make benchmarks` writes them -->\n", "<!-- end of figures -->\n"
 HEAD = """# Benchmarks
 
 `make benchmarks` makes this page from the files in [benchmarks/](benchmarks), and each file can be made again with the
 command above its table. **None of these is an Apple figure**: no Mac has run this yet. If you own one, please send us
-`python -m torch_moe_metal bench --json` and `python -m torch_moe_metal doctor` (there is an issue form for it).
+what `make report` writes (there is an issue form for it). What it would answer stands
+[below](#open-questions-for-a-first-mac).
 """
 # What stands in the heading or is explained in words, and so is left out of the list of what else the file says.
-TOLD = {"command", "date", "machine", "system", "notes", "rows", "ops"}
+TOLD = {"command", "date", "machine", "system", "notes", "rows", "ops", "tuning", "costs"}
 
 
 def cells(*values: object) -> str:
@@ -137,7 +139,7 @@ def files() -> list[Path]:
 
 
 def page() -> str:
-    return "\n".join([HEAD, *map(section, files())])
+    return "\n".join([HEAD, *map(section, files()), QUESTIONS.read_text().replace("](../", "](")])
 
 
 def figures() -> str:

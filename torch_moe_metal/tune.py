@@ -83,7 +83,7 @@ def calls_of(number: Number, models: dict[tuple[str, str], Model], dtype: torch.
 #: The times of one call under each of these numbers, which take turns: for each of them, seconds in every round.
 Measure = Callable[[Call, Sequence[Numbers]], list[list[float]]]
 MOST = 2048  # tokens of a call
-START = 0.05  # seconds that it takes to find how many calls make a turn
+START = 0.2  # seconds besides, with which long calls are meant
 LEAST = 0.01  # of the time: a win that is worth a number of one's own
 
 

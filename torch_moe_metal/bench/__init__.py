@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from .. import tuning
 from ..arguments import DTYPES
 from ..models import DEFAULT, MODELS
 from . import report
@@ -25,6 +26,8 @@ from .packed import FORMATS
 from .plot import check_place, picture
 from .report import Progress, Result
 
+#: In a checkout: what the kernels of these rows do, as the simulator counted it.
+COSTS = Path(__file__).resolve().parents[2] / "benchmarks" / "12-costs.json"
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 __all__ = ["OPS", "add_arguments", "run"]
 
@@ -122,6 +125,10 @@ def finish(there, results: list[Result], options: Namespace) -> None:
     if options.json:
         limits = {f"{name}_gb_per_s": speed for name, speed in there.limits.gb_per_s.items()}
         about = {**machine(), **there.about(), **limits, "notes": there.notes}
+        if about["device"] == "mps":
+            about["tuning"] = tuning.about()
+        if COSTS.exists():
+            about["costs"] = f"{COSTS.parent.name}/{COSTS.name}"
         found = about | {"rows": [result.as_json() for result in results]}
         print(json.dumps(found, indent=1))
     else:

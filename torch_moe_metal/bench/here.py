@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from .. import tuning
 from ..arguments import DTYPES
 from ..models import DEFAULT, MODELS
 from .block import Block, Implementation, expert_bytes, fitted, plain, transformers
@@ -30,7 +31,7 @@ from .calls import (
     wanted_formats,
     wanted_ops,
 )
-from .measure import Limits, free_memory, seconds_each
+from .measure import Limits, free_memory, seconds_each, synchronize
 from .packed import dequantized
 from .report import MLX, OURS_DENSE, Result
 from .rivals import int4pack, linear, rivals, too_large
@@ -91,7 +92,7 @@ class Here:
             self.notes.append(
                 "Freed memory keeps its pages, as with jemalloc: nobody's fresh outputs cost page faults."
             )
-        self.notes += missing(self.calls)
+        self.notes += missing(self.calls) + tuned(self.device)
         self.limits = Limits(self.device, min(0.2, self.seconds))
         self.made: tuple[torch.dtype, str] | None = None  # the dtype and format of what follows
         self.noise: Noise | None = None
@@ -102,8 +103,11 @@ class Here:
     def about(self) -> dict[str, object]:
         from .. import __version__, cpu_isa
 
-        cpu = {"isa": cpu_isa, "threads": torch.get_num_threads()} if self.device == "cpu" else {}
-        return {"torch_moe_metal": __version__, "torch": torch.__version__, "device": self.device} | cpu
+        if self.device == "cpu":
+            there = {"isa": cpu_isa, "threads": torch.get_num_threads()}
+        else:
+            there = {"gpu": f"{tuning.gpu()}, {torch.backends.mps.get_core_count()} cores"}
+        return {"torch_moe_metal": __version__, "torch": torch.__version__, "device": self.device} | there
 
     def prepare(self, call: Call) -> None:
         """The weights of the call's dtype and format; the ones before are given back first."""
@@ -132,10 +136,12 @@ class Here:
         else:
             functions = of_op(call, sets)
         read = statistics.mean(self.bytes_read(call, s) for s in sets)
-        result = Result(call, read)
+        result, ours = Result(call, read), functions["ours"]
+        functions["ours"] = partial(noted, ours, result, self.device)
         functions = agreeing(call, functions, result.failed)
         if "ours" not in functions:
             return result
+        functions["ours"] = ours
         probes: dict[str, Callable[[], object]] = {}
         if result.bytes >= WORTH_A_LIMIT:
             probes = {result.kind: self.limits.probes[result.kind]}
@@ -164,6 +170,14 @@ class Here:
             _, ids = ops.gate(one_set["x"], **self.block.router, **self.block.routing)
             return read + self.block.bytes_read(ids) + self.block.bytes_besides()
         return read
+
+
+def tuned(device: str) -> list[str]:
+    """What `tune` has found for this GPU."""
+    if device == "cpu" or tuning.in_force() == tuning.defaults():
+        return []
+    numbers = [f"{name} {n}" for name, n in tuning.in_force().items() if n != tuning.defaults()[name]]
+    return [f"Tuned for this GPU: {', '.join(numbers)}"]
 
 
 def missing(calls: list[Call]) -> list[str]:
@@ -229,6 +243,16 @@ def linear_and_route(routing: dict) -> Callable[..., object]:
         return ops.route(linear(**arguments), select_bias, per_expert_scale, **routing)
 
     return run
+
+
+def noted(function: Callable[[], object], result: Result, device: str) -> object:
+    """Calls it, and notes how long the first call takes, in which kernels are compiled that nobody has called before."""
+    synchronize(device)
+    start = time.perf_counter()
+    output = function()
+    synchronize(device)
+    result.first = result.first or time.perf_counter() - start
+    return output
 
 
 def agreeing(

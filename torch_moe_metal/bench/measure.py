@@ -168,10 +168,19 @@ def machine() -> dict[str, object]:
     command = ["-m", program.parent.name] if program.name == "__main__.py" else [str(name)]
     return {
         "command": shlex.join(["python", *command, *sys.argv[1:]]),
+        **commit(checkout),
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{processor()}, {os.cpu_count()} cores, {memory:.0f} GiB",
         "system": system(),
     }
+
+
+def commit(checkout: Path) -> dict[str, str]:
+    """Of the checkout, if it is one; "-dirty" if something there was changed."""
+    if not (checkout / ".git").exists():
+        return {}
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
+    return {"commit": subprocess.run(command, capture_output=True, text=True).stdout.strip()}
 
 
 def system() -> str:

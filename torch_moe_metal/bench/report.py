@@ -22,6 +22,7 @@ class Result:
     seconds: dict[str, float] = field(default_factory=dict)  # by name; ours is "ours"
     limits: dict[str, float] = field(default_factory=dict)  # GB/s of its kind, where the row is worth it
     failed: dict[str, str] = field(default_factory=dict)  # by name: who could not run, or computed something else
+    first: float | None = None  # seconds of our first call, its kernels compiled if they were not yet
 
     @property
     def ours(self) -> float | None:
@@ -71,6 +72,7 @@ class Result:
             "format": self.call.format,
             "shape": self.shape,
             "us": self.ours and self.ours * 1e6,
+            "first_us": self.first and self.first * 1e6,
             "bytes": self.bytes,
             "flops": self.call.flops,
             "gb_per_s": self.ours and self.bytes / self.ours / 1e9,
