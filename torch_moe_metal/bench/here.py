@@ -246,7 +246,7 @@ def linear_and_route(routing: dict) -> Callable[..., object]:
 
 
 def noted(function: Callable[[], object], result: Result, device: str) -> object:
-    """Calls it, and notes how long the first call takes, in which kernels are compiled that nobody has called before."""
+    """Calls it, and notes how long the first call takes, which compiles the kernels that nobody has called before."""
     synchronize(device)
     start = time.perf_counter()
     output = function()
