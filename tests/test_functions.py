@@ -38,8 +38,9 @@ def test_schema_table_and_signature_agree(op: str):
 
 
 def test_every_op_is_told_everywhere():
+    """Names that begin with an underscore are no ops on tensors: the package itself calls them."""
     registered = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
-                  if name.startswith("moe_metal::")}  # fmt: skip
+                  if name.startswith("moe_metal::") and not name.startswith("moe_metal::_")}  # fmt: skip
     assert set(reference.__all__) == set(OPS) == registered <= set(torch_moe_metal.__all__)
     assert set(DTYPES) == set(reference.TOLERANCES)
 
