@@ -70,31 +70,46 @@ inline void multiply_add(thread float2& sum, float2 weights, float2 rows) {
 template <typename T>
 struct WideTile {
   using Data = T;
-  enum : uint { wide = 1, elements = Wide<T>::elements, loads = kRun / elements };
+  enum : uint { wide = 1, loads = 2 / Wide<T>::vectors };  // of eight elements
   struct Row {
     device const T* at;
   };
   struct Piece {
-    uint4 loaded[loads];
+    device const T* row;
+    uint column, length;
+    uint4 first[loads];  // all of the run would take half of a thread's registers
   };
   static Row row(Weights<T> weights, constant WeightParams& params, uint number) {
     Row row;
     row.at = weights.data + number * params.row;
     return row;
   }
-  // A load beyond the end becomes one at the end: a branch would make it wait for those before it.
   template <bool whole>
   static void load(Row row, constant WeightParams&, uint column, uint length, thread Piece& piece) {
-#pragma unroll
+    piece.row = row.at;
+    piece.column = column;
+    piece.length = length;
+    load_eight<whole>(piece, column, piece.first);
+  }
+  template <bool whole>
+  static void eight(thread const Piece& piece, uint i, thread Vectors<2>& values) {
+    if (i == 0) {
+      to_floats<T>(piece.first, values);
+      return;
+    }
+    uint4 loaded[loads];
+    load_eight<whole>(piece, piece.column + i, loaded);
+    to_floats<T>(loaded, values);
+  }
+  // A load beyond the end becomes one at the end: a branch would make it wait for those before it.
+  template <bool whole>
+  static void load_eight(thread const Piece& piece, uint column, thread uint4* loaded) {
+    constexpr uint elements = Wide<T>::elements;
     for (uint n = 0; n < loads; ++n) {
       const uint c = column + n * elements;
-      const uint4 loaded = *reinterpret_cast<device const uint4*>(row.at + (whole ? c : min(c, length - elements)));
-      piece.loaded[n] = whole || c < length ? loaded : uint4(0);
+      loaded[n] = *reinterpret_cast<device const uint4*>(piece.row + (whole ? c : min(c, piece.length - elements)));
+      if (!whole && c >= piece.length) loaded[n] = 0;
     }
-  }
-  template <bool>
-  static void eight(thread const Piece& piece, uint i, thread Vectors<2>& values) {
-    to_floats<T>(piece.loaded + i / elements, values);
   }
 };
 
