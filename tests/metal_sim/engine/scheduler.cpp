@@ -124,6 +124,7 @@ struct Scheduler {
   void (*entry)() = nullptr;
   Order::Kind order = Order::Kind::forward;
   Random* random = nullptr;
+  Costs* costs = nullptr;
   ThreadRecord* current = nullptr;
   uint32_t simdgroup_count = 0;
   uint32_t ready_simdgroups = 0;  // those with a ready thread
@@ -163,6 +164,23 @@ const char* op_name(Op op) {
       break;
   }
   return "nothing";
+}
+
+uint64_t& counter(Costs& costs, Op op) {
+  switch (op) {
+    case Op::simdgroup_barrier:
+      return costs.simdgroup_barriers;
+    case Op::threadgroup_barrier:
+      return costs.threadgroup_barriers;
+    case Op::simdgroup_multiply:
+      return costs.matrix_multiplications;
+    default:
+      return costs.simd_functions;
+  }
+}
+
+void count(Op op) {
+  if (s.costs) ++counter(*s.costs, op);
 }
 
 SimdgroupRecord& simdgroup_of(ThreadRecord& t) { return static_cast<SimdgroupRecord&>(*t.simdgroup); }
@@ -307,6 +325,7 @@ void meet_in_simdgroup(Op op, uint64_t site, Combine combine, uint32_t flags) {
     leave(self);
   } else {
     check_convergence(g);
+    count(op);
     if (combine) combine(g.in, g.out);
     if (op == Op::simdgroup_barrier && flags) ++g.epoch;
     for (uint32_t lane = 0; lane < g.width; ++lane) g.threads[lane].status = Status::ready;
@@ -317,6 +336,7 @@ void meet_in_simdgroup(Op op, uint64_t site, Combine combine, uint32_t flags) {
 }
 
 void open_barrier() {
+  count(Op::threadgroup_barrier);
   s.at_barrier = 0;
   if (s.barrier_flags & 1) ++s.state->device_epoch;
   if (s.barrier_flags & 2) ++s.state->threadgroup_epoch;
@@ -531,12 +551,13 @@ abi::Cell* threadgroup_cells() {
   return cells.data();
 }
 
-const Failure* run_threadgroup(State& state, void (*entry)(), Order::Kind order, Random& random) {
+const Failure* run_threadgroup(State& state, void (*entry)(), Order::Kind order, Random& random, Costs* costs) {
   if (!s.stacks) make_stacks();
   s.state = &state;
   s.entry = entry;
   s.order = order;
   s.random = &random;
+  s.costs = costs;
   s.at_barrier = 0;
   s.ready_simdgroups = 0;
   s.remaining = state.thread_count;

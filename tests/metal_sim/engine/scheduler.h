@@ -42,7 +42,8 @@ std::byte* threadgroup_memory();
 abi::Cell* threadgroup_cells();
 
 // state.threads_per_threadgroup and thread_count say which threads. Returns nullptr, or why it stopped.
-const Failure* run_threadgroup(abi::State& state, void (*entry)(), Order::Kind order, Random& random);
+// costs: to add what threads do together to, or nullptr.
+const Failure* run_threadgroup(abi::State& state, void (*entry)(), Order::Kind order, Random& random, Costs* costs);
 
 // Called on a fiber: gives up the whole threadgroup.
 [[noreturn]] void fail(Failure failure);
