@@ -108,6 +108,40 @@ def rows_of_dispatches(found: dict) -> str:
     return f"{decoding}\n\n{ops}"
 
 
+#: Of a row of costs: what heads a column, and how its figures are written.
+COSTS = {
+    "device_mb_loaded": ("device MB loaded", ",.1f"),
+    "device_mb_stored": ("stored", ",.1f"),
+    "threadgroup_bytes_per_matrix": ("threadgroup bytes per matrix", ",.0f"),
+    "matrices": ("matrices", ",.0f"),
+    "barriers": ("barriers", ",.0f"),
+    "simd_functions": ("simd functions", ",.0f"),
+    "useful_rows": ("useful rows", ".0%"),
+}
+
+
+def rows_of_costs(found: dict) -> str:
+    """Of each call, and beneath it of its kernels; in parentheses what it was before."""
+    before = {key_of_costs(row): row for row in found.get("before", [])}
+    lines = []
+    for row in found["rows"]:
+        lines.append((row["model"], row["format"], row["T"], "", *cost_cells(row, before.get(key_of_costs(row), {}))))
+        lines += [("", "", "", f"`{kernel['kernel']}`", *cost_cells(kernel, {})) for kernel in row["kernels"]]
+    return table(("model", "weights", "T", "kernel", *(head for head, _ in COSTS.values())), lines)
+
+
+def key_of_costs(row: dict) -> tuple:
+    return row["model"], row["format"], row["T"]
+
+
+def cost_cells(row: dict, before: dict) -> list[str]:
+    def cell(name: str, form: str) -> str:
+        was = number(before.get(name), form)
+        return number(row.get(name), form) + (f" ({was})" if was else "")
+
+    return [cell(name, form) for name, (_, form) in COSTS.items()]
+
+
 def section(file: Path) -> str:
     found = json.loads(file.read_text())
     words = file.with_suffix(".md")
