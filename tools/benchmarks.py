@@ -22,7 +22,7 @@ command above its table. **None of these is an Apple figure**: no Mac has run th
 `python -m torch_moe_metal bench --json` and `python -m torch_moe_metal doctor` (there is an issue form for it).
 """
 # What stands in the heading or is explained in words, and so is left out of the list of what else the file says.
-TOLD = {"command", "date", "machine", "system", "notes", "rows", "ops"}
+TOLD = {"command", "date", "machine", "system", "notes", "rows", "ops", "before"}
 
 
 def cells(*values: object) -> str:
@@ -148,6 +148,8 @@ def section(file: Path) -> str:
     rows = found["rows"]
     if "ops" in found:
         body = rows_of_dispatches(found)
+    elif "sample" in found:
+        body = rows_of_costs(found)
     else:
         body = rows_of_bench(rows) if isinstance(rows, list) else rows_of_model(rows)
     about = ", ".join(

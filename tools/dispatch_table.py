@@ -222,7 +222,8 @@ def costs_row(model: str, format: str, T: int, sample: int) -> dict:
 def costs_in_words(costs: metal_sim.Costs) -> dict:
     matrices = costs.matrix_multiplications
     return {
-        "exact": costs.exact,
+        "threadgroups": costs.threadgroups,
+        "threadgroups_run": costs.threadgroups_run,
         "device_mb_loaded": costs.device_loaded / 1e6,
         "device_mb_stored": costs.device_stored / 1e6,
         "constant_mb_loaded": costs.constant_loaded / 1e6,
@@ -248,7 +249,7 @@ def costs_rows(models: list[str], tokens: list[int], sample: int) -> list[dict]:
 
 def costs_found(options: argparse.Namespace) -> dict:
     rows = costs_rows(options.model or list(COSTED), options.tokens, options.sample)
-    found = {"sample": options.sample, "rows": rows}
+    found = {"dtype": "bf16", "sample": options.sample, "rows": rows}
     return found | ({"before": json.loads(options.before.read_text())["rows"]} if options.before else {})
 
 

@@ -128,13 +128,13 @@ struct Run {
   };
   std::vector<Writable> writable{};
 
-  // Memory whose accesses are counted, and where; the one that was accessed last.
+  // Memory whose accesses are counted, and where; what is accessed most comes first.
   struct Counted {
     uint64_t begin, size;
     uint64_t *loaded, *stored;
   };
   std::vector<Counted> counted{};
-  size_t last_counted = 0;
+  uint64_t of_threads = 0;  // bytes of their own memory
   Costs costs{};
 
   static Run* current;
@@ -383,6 +383,7 @@ void Run::fill_shadow() {
 void Run::fill_counted() {
   const uint64_t begin = reinterpret_cast<uint64_t>(threadgroup_memory());
   counted.push_back({begin, max_threadgroup_bytes, &costs.threadgroup_loaded, &costs.threadgroup_stored});
+  counted.push_back({reinterpret_cast<uint64_t>(thread_memory()), thread_memory_bytes, &of_threads, &of_threads});
   for (const Parameter& p : kernel.parameters) {
     if (p.space == Space::threadgroup) continue;
     const Argument& a = buffers[p.index];
@@ -391,16 +392,12 @@ void Run::fill_counted() {
   }
 }
 
-// What lies nowhere is the thread's own.
 void Run::count_access(uint64_t address, uint64_t bytes, bool is_write, bool is_atomic) {
-  for (size_t tried = 0; tried < counted.size(); ++tried) {
-    const Counted& memory = counted[last_counted];
-    if (address - memory.begin < memory.size) {
-      if (is_write) *memory.stored += bytes;
-      if (!is_write || is_atomic) *memory.loaded += bytes;
-      return;
-    }
-    last_counted = (last_counted + 1) % counted.size();
+  for (const Counted& memory : counted) {
+    if (address - memory.begin >= memory.size) continue;
+    if (is_write) *memory.stored += bytes;
+    if (!is_write || is_atomic) *memory.loaded += bytes;
+    return;
   }
 }
 

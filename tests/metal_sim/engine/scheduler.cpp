@@ -86,9 +86,6 @@ static constexpr size_t frame_words = 20, return_word = 11;
 namespace metal_sim {
 namespace {
 
-constexpr size_t stack_bytes = 128 << 10;
-constexpr size_t guard_bytes = 16 << 10;
-
 struct Fiber {
   void* stack_pointer = nullptr;
   std::byte* top = nullptr;
@@ -400,8 +397,8 @@ Failure deadlock() {
 
 void make_stacks() {
   size_t each = stack_bytes + guard_bytes;
-  void* memory = mmap(nullptr, each * max_threads_per_threadgroup, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory =
+      mmap(nullptr, thread_memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   s.stacks = static_cast<std::byte*>(memory);
   for (size_t i = 0; i < max_threads_per_threadgroup; ++i) {
@@ -452,7 +449,7 @@ Failure out_of_time() { return {"time", "the threadgroup does not end (settings(
 
 bool on_fiber(uint64_t address) {
   uint64_t begin = reinterpret_cast<uint64_t>(s.stacks);
-  return s.in_kernel && address - begin < (stack_bytes + guard_bytes) * max_threads_per_threadgroup;
+  return s.in_kernel && address - begin < thread_memory_bytes;
 }
 
 uint64_t stack_pointer(void* context) {
@@ -541,6 +538,11 @@ void fail(Failure failure) {
   std::abort();
 }
 
+std::byte* thread_memory() {
+  if (!s.stacks) make_stacks();
+  return s.stacks;
+}
+
 std::byte* threadgroup_memory() {
   alignas(128) static std::byte memory[max_threadgroup_bytes];
   return memory;
@@ -552,7 +554,7 @@ abi::Cell* threadgroup_cells() {
 }
 
 const Failure* run_threadgroup(State& state, void (*entry)(), Order::Kind order, Random& random, Costs* costs) {
-  if (!s.stacks) make_stacks();
+  thread_memory();
   s.state = &state;
   s.entry = entry;
   s.order = order;

@@ -37,6 +37,11 @@ class Guard {
   void allow(double seconds);  // of CPU time from now on
 };
 
+// The stacks of all threads of a threadgroup, where their own variables lie.
+inline constexpr size_t stack_bytes = 128 << 10, guard_bytes = 16 << 10;
+inline constexpr size_t thread_memory_bytes = (stack_bytes + guard_bytes) * max_threads_per_threadgroup;
+std::byte* thread_memory();
+
 // The 32 KB of threadgroup memory and who touched its bytes.
 std::byte* threadgroup_memory();
 abi::Cell* threadgroup_cells();
