@@ -139,6 +139,10 @@ struct Run {
 
   static Run* current;
 
+  ~Run() {
+    if (state) state->count_access = nullptr;  // the library's code goes on to be called
+  }
+
   [[noreturn]] void broken(const char* rule, const std::string& message) const {
     throw Violation(rule, "kernel '" + kernel.name + "': " + message);
   }

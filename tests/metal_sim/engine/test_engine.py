@@ -982,6 +982,18 @@ def test_a_sample_of_a_grid_of_three_dimensions():
     assert (costs.device_stored, costs.threadgroups) == (4 * 60, 60)
 
 
+def test_counting_ends_with_the_dispatch():
+    """A shader that is loaded again is the same library, whose own code is instrumented too."""
+    engine.set_orders(FORWARD)
+    body, signature, counts = COUNTED["device"]
+    for _ in range(2):
+        assert costs_of(body, signature, grid=1) == by_thread(counts, 32, threadgroups=1, threadgroups_run=1)
+    with pytest.raises(Violation):
+        costs_of("out[i + 4096] = 1.0f;", FLOATS, grid=1)
+    with pytest.raises(Violation):
+        run("out[i + 4096] = 1.0f;", ones(32), zeros(32), signature=FLOATS)
+
+
 def test_nothing_is_counted_unasked():
     assert run("out[i] = x[i];", ones(32), zeros(32), signature=FLOATS) is None
 
