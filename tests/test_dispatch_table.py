@@ -45,7 +45,9 @@ def test_costs_before_stand_beside(small: str) -> None:
     now = dispatch_table.costs_row(small, "dense", 64, sample=0)
     was = now | {"matrices": 1234567}
     other = now | {"T": 65}
-    table = rows_of_costs({"rows": [now, other], "before": [was]}).splitlines()
+    found = {"rows": [now, other], "before": [was]}
+    table = rows_of_costs(found, kernels=True).splitlines()
     with_before = [line for line in table if "(1,234,567)" in line]
     assert len(with_before) == 1 and with_before[0].startswith("| small | dense | 64 |")
     assert sum(kernel["kernel"] in line for line in table for kernel in now["kernels"]) == 2 * len(now["kernels"])
+    assert rows_of_costs(found).count("\n") == 3

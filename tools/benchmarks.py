@@ -120,14 +120,16 @@ COSTS = {
 }
 
 
-def rows_of_costs(found: dict) -> str:
-    """Of each call, and beneath it of its kernels; in parentheses what it was before."""
+def rows_of_costs(found: dict, kernels: bool = False) -> str:
+    """Of each call, in parentheses what it was before; beneath it of its kernels, if they are asked for."""
     before = {key_of_costs(row): row for row in found.get("before", [])}
     lines = []
     for row in found["rows"]:
-        lines.append((row["model"], row["format"], row["T"], "", *cost_cells(row, before.get(key_of_costs(row), {}))))
-        lines += [("", "", "", f"`{kernel['kernel']}`", *cost_cells(kernel, {})) for kernel in row["kernels"]]
-    return table(("model", "weights", "T", "kernel", *(head for head, _ in COSTS.values())), lines)
+        key = key_of_costs(row)
+        lines.append((*key, *[""] * kernels, *cost_cells(row, before.get(key, {}))))
+        if kernels:
+            lines += [("", "", "", f"`{kernel['kernel']}`", *cost_cells(kernel, {})) for kernel in row["kernels"]]
+    return table(("model", "weights", "T", *["kernel"] * kernels, *(head for head, _ in COSTS.values())), lines)
 
 
 def key_of_costs(row: dict) -> tuple:

@@ -193,7 +193,7 @@ def op_rows() -> dict[str, dict[str, float]]:
 COSTED = {"qwen3-30b-a3b": ("dense",), "mixtral-8x7b": ("dense",), "gpt-oss-20b": ("dense", "mxfp4")}
 TOKENS = (1, 32, 128, 512, 4096)
 #: Threadgroups of a dispatch that run. More than there are experts: what sorts the slots must run whole.
-SAMPLE = 512
+SAMPLE = 256
 MATRIX = 8 * 8 * 8  # multiply-adds of one matrix multiplication
 
 
@@ -271,7 +271,7 @@ def main() -> None:
     simulated.load()
     about = {**machine(), "torch": torch.__version__, "device": "simulated mps"}
     found = about | (costs_found(options) if options.costs else dispatches_found(options))
-    show = rows_of_costs if options.costs else rows_of_dispatches
+    show = partial(rows_of_costs, kernels=True) if options.costs else rows_of_dispatches
     print(json.dumps(found, indent=1) if options.json else show(found))
 
 
