@@ -449,7 +449,8 @@ void Run::run_group(uint64_t group, const Order& order, Random& random) {
            failure->message + place(*failure) + " in order " + order_name(order) + again(order_name(order)));
 }
 
-// The threadgroups that run, in forward order. A sample has one of each of as many equal parts.
+// The threadgroups that run, in forward order. A sample has one of each of as many equal parts; where in them, steps of
+// the golden ratio say: neighbours lie far apart, so that no pattern of the grid goes by.
 std::vector<uint64_t> Run::chosen() const {
   const size_t last = settings().last_threadgroups, sample = settings().sample;
   const uint64_t along_x = last ? std::min<uint64_t>(groups[0], last) : groups[0], skipped = groups[0] - along_x;
@@ -457,10 +458,10 @@ std::vector<uint64_t> Run::chosen() const {
   for (uint64_t i = 0; i < all.size(); ++i) all[i] = i / along_x * groups[0] + skipped + i % along_x;
   if (!sample || all.size() <= sample) return all;
   std::vector<uint64_t> some(sample);
-  Random random{0};
   for (uint64_t i = 0; i < sample; ++i) {
     const uint64_t first = i * all.size() / sample, end = (i + 1) * all.size() / sample;
-    some[i] = all[first + random() % (end - first)];
+    const uint64_t fraction = i * 0x9e3779b97f4a7c15 >> 32;  // of 2^32
+    some[i] = all[first + (fraction * (end - first) >> 32)];
   }
   return some;
 }
