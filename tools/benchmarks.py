@@ -22,7 +22,7 @@ command above its table. **None of these is an Apple figure**: no Mac has run th
 `python -m torch_moe_metal bench --json` and `python -m torch_moe_metal doctor` (there is an issue form for it).
 """
 # What stands in the heading or is explained in words, and so is left out of the list of what else the file says.
-TOLD = {"command", "date", "machine", "system", "notes", "rows", "ops"}
+TOLD = {"command", "date", "machine", "system", "notes", "rows", "ops", "before"}
 
 
 def cells(*values: object) -> str:
@@ -108,12 +108,50 @@ def rows_of_dispatches(found: dict) -> str:
     return f"{decoding}\n\n{ops}"
 
 
+#: Of a row of costs: what heads a column, and how its figures are written.
+COSTS = {
+    "device_mb_loaded": ("device MB loaded", ",.1f"),
+    "device_mb_stored": ("stored", ",.1f"),
+    "threadgroup_bytes_per_matrix": ("threadgroup bytes per matrix", ",.0f"),
+    "matrices": ("matrices", ",.0f"),
+    "barriers": ("barriers", ",.0f"),
+    "simd_functions": ("simd functions", ",.0f"),
+    "useful_rows": ("useful rows", ".0%"),
+}
+
+
+def rows_of_costs(found: dict, kernels: bool = False) -> str:
+    """Of each call, in parentheses what it was before; beneath it of its kernels, if they are asked for."""
+    before = {key_of_costs(row): row for row in found.get("before", [])}
+    lines = []
+    for row in found["rows"]:
+        key = key_of_costs(row)
+        lines.append((*key, *[""] * kernels, *cost_cells(row, before.get(key, {}))))
+        if kernels:
+            lines += [("", "", "", f"`{kernel['kernel']}`", *cost_cells(kernel, {})) for kernel in row["kernels"]]
+    return table(("model", "weights", "T", *["kernel"] * kernels, *(head for head, _ in COSTS.values())), lines)
+
+
+def key_of_costs(row: dict) -> tuple:
+    return row["model"], row["format"], row["T"]
+
+
+def cost_cells(row: dict, before: dict) -> list[str]:
+    def cell(name: str, form: str) -> str:
+        was = number(before.get(name), form)
+        return number(row.get(name), form) + (f" ({was})" if was else "")
+
+    return [cell(name, form) for name, (_, form) in COSTS.items()]
+
+
 def section(file: Path) -> str:
     found = json.loads(file.read_text())
     words = file.with_suffix(".md")
     rows = found["rows"]
     if "ops" in found:
         body = rows_of_dispatches(found)
+    elif "sample" in found:
+        body = rows_of_costs(found)
     else:
         body = rows_of_bench(rows) if isinstance(rows, list) else rows_of_model(rows)
     about = ", ".join(

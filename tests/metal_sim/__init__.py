@@ -17,7 +17,7 @@ from pathlib import Path
 os.environ.setdefault("METAL_SIM_HOME", str(Path(__file__).resolve().parent / "engine"))
 
 DEVICE = (
-    *("Compiled", "Dispatch", "Project", "Record"),
+    *("Compiled", "Costs", "Dispatch", "Project", "Record"),
     *(
         "compiled",
         "host_only",

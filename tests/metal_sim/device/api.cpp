@@ -44,6 +44,7 @@ std::string json(const Dispatch& d) {
        << ",\"threads\":" << json(d.threads) << ",\"exact_threads\":" << (d.exact_threads ? "true" : "false")
        << ",\"threadgroup_bytes\":" << d.threadgroup_bytes << ",\"buffer_bytes\":" << d.buffer_bytes
        << ",\"constant_bytes\":" << d.constant_bytes << ",\"seconds\":" << d.seconds
+       << ",\"costs\":" << (d.costs ? json(*d.costs) : "null")
        << ",\"arguments\":" << joined('[', d.arguments, ']', [](auto& argument) { return json(argument); }) << '}';
   return text.str();
 }
@@ -99,6 +100,10 @@ int64_t contents(const at::Tensor& tensor) {
 void set_host_only(bool value) { options().host_only = value; }
 void set_more_threadgroups(int64_t count) { options().more_threadgroups = count; }
 void set_last_threadgroups(int64_t count) { settings().last_threadgroups = count; }
+void set_costs(bool on, int64_t sample) {
+  settings().costs = on;
+  settings().sample = sample;
+}
 void set_macos(int64_t major, int64_t minor) { options().macos = {major, minor}; }
 
 void synchronize() {
@@ -114,6 +119,7 @@ TORCH_LIBRARY(metal_sim, m) {
   m.def("set_host_only(bool value) -> ()", &set_host_only);
   m.def("set_more_threadgroups(int count) -> ()", &set_more_threadgroups);
   m.def("set_last_threadgroups(int count) -> ()", &set_last_threadgroups);
+  m.def("set_costs(bool on, int sample) -> ()", &set_costs);
   m.def("set_macos(int major, int minor) -> ()", &set_macos);
   m.def("synchronize() -> ()", &synchronize);
   m.def("contents(Tensor tensor) -> int", &contents);

@@ -583,15 +583,14 @@ size_t bound_bytes(const std::vector<metal_sim::Bound>& arguments) {
   return total;
 }
 
-// Runs the kernel, and says how long that took.
-double seconds_to_run(EncoderState& state, metal_sim::Size grid, metal_sim::Size threads, bool exact_threads) {
+std::optional<metal_sim::Costs> run_kernel(EncoderState& state, metal_sim::Size grid, metal_sim::Size threads,
+                                           bool exact_threads) {
   std::array<metal_sim::Argument, metal_sim::buffer_slots> arguments;
   for (const auto& parameter : state.pipeline->kernel->parameters)
     if (parameter.space != metal_sim::Space::threadgroup)
       arguments[parameter.index] = state.slots[parameter.index].argument;
-  const auto start = std::chrono::steady_clock::now();
-  metal_sim::dispatch(*state.pipeline->kernel, arguments, state.threadgroup_lengths, grid, threads, exact_threads);
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const auto& kernel = *state.pipeline->kernel;
+  return metal_sim::dispatch(kernel, arguments, state.threadgroup_lengths, grid, threads, exact_threads);
 }
 
 void run(EncoderState& state, metal_sim::Size grid, metal_sim::Size threads, bool exact_threads) {
@@ -599,14 +598,17 @@ void run(EncoderState& state, metal_sim::Size grid, metal_sim::Size threads, boo
   check_bound_for_this_pipeline(state);
   check_sizes(state, grid, threads);
 
-  const double seconds = metal_sim::options().host_only ? 0 : seconds_to_run(state, grid, threads, exact_threads);
+  std::optional<metal_sim::Costs> costs;
+  const auto start = std::chrono::steady_clock::now();
+  if (!metal_sim::options().host_only) costs = run_kernel(state, grid, threads, exact_threads);
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   auto arguments = bound_arguments(state);
   const size_t buffer_bytes = bound_bytes(arguments);
   size_t constant_bytes = 0, threadgroup_bytes = state.pipeline->kernel->static_threadgroup_bytes;
   for (const auto& argument : arguments) constant_bytes += argument.bytes.size();
   for (size_t length : state.threadgroup_lengths) threadgroup_bytes += length;
   metal_sim::count_dispatch({state.pipeline->kernel->name, *state.pipeline->label_text, grid, threads, exact_threads,
-                             threadgroup_bytes, buffer_bytes, constant_bytes, seconds, std::move(arguments)});
+                             threadgroup_bytes, buffer_bytes, constant_bytes, seconds, costs, std::move(arguments)});
 }
 
 metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.depth}; }

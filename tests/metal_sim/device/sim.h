@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -66,6 +67,7 @@ struct Dispatch {
   size_t buffer_bytes;    // from each bound offset to the end of its buffer, every buffer once
   size_t constant_bytes;  // setBytes
   double seconds;         // spent in the engine
+  std::optional<Costs> costs;
   std::vector<Bound> arguments;
 };
 

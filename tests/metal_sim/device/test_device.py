@@ -468,6 +468,33 @@ def test_record() -> None:
     assert record.host_syncs == ["aten::_local_scalar_dense", "copy to the CPU"] and not record.dispatches
 
 
+def test_costs_of_a_dispatch() -> None:
+    """Of 64 threads of one threadgroup, and of two threadgroups of which one runs."""
+    x = torch.zeros(64, device="mps")
+    with metal_sim.record(costs=True) as record:
+        misuse("shared", x)
+    counts = {f"{space}_{what}": 64 * 4 for space in ("device", "threadgroup") for what in ("loaded", "stored")}
+    assert record.dispatches[0].costs == metal_sim.Costs(
+        **counts, threadgroup_barriers=1, threadgroups=1, threadgroups_run=1
+    )
+    x.zero_()
+    with metal_sim.record(costs=True, sample=1) as record:
+        misuse("fill", x)
+    (costs,) = (dispatch.costs for dispatch in record.dispatches)
+    assert (costs.constant_loaded, costs.device_stored) == (64 * 4, 64 * 4)
+    assert not costs.exact and x.count_nonzero().item() == 32
+
+
+def test_costs_are_counted_where_they_are_asked_for() -> None:
+    x = torch.zeros(64, device="mps")
+    with metal_sim.record(costs=True, sample=1) as asked, metal_sim.host_only():
+        misuse("fill", x)
+    with metal_sim.record() as unasked:
+        misuse("fill", x)
+    assert asked.dispatches[0].costs is None and unasked.dispatches[0].costs is None
+    assert x.count_nonzero().item() == 64
+
+
 def test_host_only_counts_and_does_not_run() -> None:
     x = torch.zeros(64, device="mps")
     with metal_sim.host_only(), metal_sim.record() as record:
