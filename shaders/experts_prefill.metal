@@ -66,8 +66,8 @@ template <typename T, typename Reader, uint TileRows>
   const int4 tile = tiles[work.tile];
   const uint expert = tile.x, count = tile.z;
   if (count == 0) return;
-  for (uint j = thread_index; j < TileRows; j += kTileThreads) {
-    rows[j] = uint(order[tile.y + min(j, count - 1)]) / params.K;
+  for (uint j = thread_index; j < count; j += kTileThreads) {
+    rows[j] = uint(order[tile.y + j]) / params.K;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   // Gate, up, gate, up: what is multiplied with one another is one lane's. Past the last row, the last again.
@@ -111,7 +111,7 @@ template <typename T, typename Reader, uint TileRows>
   const int4 tile = tiles[work.tile];
   const uint expert = tile.x, count = tile.z;
   if (count == 0) return;
-  for (uint j = thread_index; j < TileRows; j += kTileThreads) rows[j] = tile.y + min(j, count - 1);
+  for (uint j = thread_index; j < count; j += kTileThreads) rows[j] = tile.y + j;
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const uint first = work.block * block + first_of_lane<block>(thread_index);
   RowNumbers<across> numbers;

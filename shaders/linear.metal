@@ -56,7 +56,7 @@ template <typename T, typename Reader, uint TileRows>
   const uint token = (group / (band * blocks) * band + group % band) * TileRows;
   if (token >= params.T) return;  // the last band may have fewer tiles
   const uint count = min(TileRows, params.T - token);
-  for (uint j = thread_index; j < TileRows; j += kTileThreads) rows[j] = token + min(j, count - 1);
+  for (uint j = thread_index; j < count; j += kTileThreads) rows[j] = token + j;
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const uint first = group / band % blocks * block + first_of_lane<block>(thread_index);
   RowNumbers<across> numbers;
