@@ -123,7 +123,9 @@ struct Dispatch {
 };
 
 // Encodes the dispatches, each of which sees the results of those before it. Those with an empty grid are left out.
-// Nothing may be allocated or computed by at:: ops meanwhile, so all arguments are ready before the call.
+// Nothing may be allocated or computed by at:: ops meanwhile, so all arguments are ready before the call. The GPU is
+// given what has come together from time to time. Of tensors on the meta device the kernels are compiled, and nothing
+// is encoded: a rehearsal, by which Python compiles in advance (rehearsal.py).
 void launch(std::initializer_list<Dispatch> dispatches);
 
 template <class... Arguments>
