@@ -104,7 +104,7 @@ inputs = [torch.ones(T, 64, **options) for T in (1, 3, 40, 200)]
 moe = nn.MoE(**{SIZES}, shared_size=32, shared_gate=True, **options)
 check(moe, *inputs)
 check(moe.quantize_("affine", 4, 32), *inputs)
-check(nn.Linear(64, 32, bits=8, group_size=32, **options), *inputs)
+check(nn.Linear(64, 32, bias=False, bits=8, group_size=32, **options), *inputs)
 check(nn.Embedding(64, 32, bits=8, group_size=32, **options), torch.arange(5, device="mps"))
 """
     lines = lines_of(COUNTED + script)
@@ -243,3 +243,12 @@ print("not today" in told(moe, torch.ones(1, 64, device="mps")))
 print(tries == len(open({str(tmp_path / "tries")!r}).readlines()) > 0)
 """
     assert lines_of(script, SLOW.replace("sleep 1; ", ""), tmp_path) == ["True", "True"]
+
+
+def test_a_patched_model_has_shapes_on_meta() -> None:
+    model = tiny_model("qwen3_moe", "meta")
+    assert torch_moe_metal.patch(model)["fused"]
+    with torch.no_grad():
+        block = model.model.layers[0].mlp
+        x = torch.empty(2, 5, 64, device="meta")
+        assert block(x).is_meta and block(x).shape == x.shape

@@ -100,7 +100,7 @@ class Linear(Packed, nn.Linear):
             return linear_with_grad(x, *self.parts("weight"), self.bias, self.format)
         return ops.linear(x, *self.parts("weight"), self.bias, format=self.format)
 
-    def rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         self(torch.empty(tokens, self.in_features, dtype=dtype, device="meta"))
 
     def extra_repr(self) -> str:
@@ -180,7 +180,7 @@ class Embedding(Packed):
         output = ops.dequantize(data[rows], scale, offset, **options).view(*ids.shape, self.embedding_dim)
         return output if self.multiplier == 1 else output * self.multiplier
 
-    def rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         self(torch.empty(tokens, dtype=torch.int64, device="meta"))
 
     def extra_repr(self) -> str:

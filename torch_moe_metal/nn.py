@@ -171,7 +171,7 @@ class MoE(Packed):
         ]
         warm_up_unasked(self)
 
-    def rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         self(torch.empty(tokens, self.router_weight.shape[1], dtype=dtype, device="meta"))
 
     def _router_and_experts(self) -> list[dict]:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from .arguments import DTYPES
+
 #: Tokens of the calls that are rehearsed. What a prompt's length decides, such as the size of tiles, decides it with
 #: these lengths too, for most models. A prompt is a model's first call, and single tokens are its next.
 TOKENS = (512, 1, 2048, 128, 32)
@@ -47,10 +49,17 @@ def warm_up(model: nn.Module, wait: bool = False) -> None:
     waits for that one alone.
     """
     calls = deque(new_calls(model))
+    _threads[:] = [thread for thread in _threads if thread.is_alive()]
     for _ in range(min(THREADS, len(calls))):
         _threads.append(threading.Thread(target=work, args=(calls,), name="torch_moe_metal.warm_up"))
         _threads[-1].start()
-    while wait and _threads:
+    if wait:
+        wait_for_all()
+
+
+def wait_for_all() -> None:
+    """Wait for what is still compiled in the background."""
+    while _threads:
         _threads.pop().join()
 
 
@@ -63,15 +72,14 @@ def warm_up_unasked(model: nn.Module) -> None:
 
 def new_calls(model: nn.Module) -> Iterator[Callable[[], object]]:
     """The calls of the model's parts on mps, for those of which there has been no equal one."""
-    tensor = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
-    parts = {signature(part): part for part in model.modules() if hasattr(part, "rehearse") and on_mps(part)}
-    dtype = torch.get_default_dtype() if tensor is None else tensor.dtype
+    parts = {signature(part): part for part in model.modules() if hasattr(part, "_rehearse") and on_mps(part)}
+    dtype = next((tensor.dtype for _, tensor in tensors(model) if tensor.dtype in DTYPES), None)  # of its activations
     with _known_lock:
         new = [twin(part) for key, part in parts.items() if (key, dtype) not in _known]
         _known.update((key, dtype) for key in parts)
     for tokens in TOKENS:
         for part in new:
-            yield lambda part=part, tokens=tokens: part.rehearse(tokens, dtype)
+            yield lambda part=part, tokens=tokens: part._rehearse(tokens, dtype)
 
 
 def work(calls: deque[Callable[[], object]]) -> None:

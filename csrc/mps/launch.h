@@ -33,7 +33,7 @@ inline constexpr WeightFormat kWeightFormats[] = {
     {"affine8", Format::affine, 8}, {"mxfp4", Format::mxfp4, 4},    {"fp8", Format::fp8, 8}};
 
 // One kernel function. Its pipeline is compiled at its first launch, and kept for good; so is its library, which is the
-// shader file for one dtype of the activations and one format of weights.
+// shader file for one dtype of the activations and one format of weights, and so is an error of either.
 struct Kernel {
   const char* shader;    // shaders/<shader>.metal
   const char* function;  // the part of its host_name before the dtypes

@@ -237,7 +237,7 @@ void encode(id<MTLComputeCommandEncoder> encoder, const Pipeline* pipeline, cons
 //
 // Work since the last commit of ours that brings the next one about. None of it is measured on an Apple GPU.
 // Dispatches: MLX commits every 40 to 50 operations. Of a decoder layer's some 15 ours are 4 or 5, so 16 of ours stand
-// for about as many. A commit costs some 10 us; in 16 dispatches a GPU reads 4 layers' chosen experts, which is 1 ms.
+// for about as many. They read the chosen experts of 3 or 4 layers, 1 ms by estimate, and a commit costs some 10 us.
 constexpr int64_t kCommitDispatches = 16;
 // Threads: 2^20 of a prefill (Qwen3-30B-A3B's experts for 512 tokens have three times as many) are 3 to 10 ms of work
 // by estimate, and so a hundredth of what macOS bears. The same number of threads that only add rows take 0.1 ms, of

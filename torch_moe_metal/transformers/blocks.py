@@ -95,7 +95,7 @@ class FusedBlock(Fused):
             return output, weights.flatten(0, -2).to(output.dtype)
         return output
 
-    def rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         router = self.family.routing(self._modules[self.family.router], self)["router_weight"]
         self(torch.empty(1, tokens, router.shape[-1], dtype=dtype, device="meta"))
 
@@ -171,7 +171,7 @@ class FusedPreNormLayer(Fused):
         x, residual = ops.residual_norm(hidden_states, attended, member(norm, "weight"), eps=norm.variance_epsilon)
         return mlp.moe(x, parts, residual)[0]
 
-    def rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         width = len(self._modules["post_attention_layernorm"].weight)
         self._modules["self_attn"] = Attended()
         self(torch.empty(1, tokens, width, dtype=dtype, device="meta"))
@@ -221,7 +221,7 @@ class FusedGemma4Layer(Fused):
             slots, one, dense, member(dense_norm, "weight"), member(norm, "weight"), eps=norm.eps
         )
 
-    def rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         width, per_layer = len(self._modules["post_attention_layernorm"].weight), self.hidden_size_per_layer_input
         self._modules["self_attn"] = Attended()
         x, of_layer = (torch.empty(1, tokens, size, dtype=dtype, device="meta") for size in (width, per_layer))
