@@ -239,6 +239,8 @@ def test_errors_are_told_by_the_op_that_needs_the_kernel(tmp_path: Path) -> None
 from torch_moe_metal import nn
 moe = nn.MoE(**{SIZES}, device="mps")
 torch_moe_metal.warm_up(moe, wait=True)
+layers = [nn.Linear(64, 32, bits=bits, group_size=32, device="mps") for bits in (2, 3, 4, 5, 6, 8)]
+torch_moe_metal.warm_up(torch.nn.Sequential(*layers), wait=True)  # each thread meets several
 tries = len(open({str(tmp_path / "tries")!r}).readlines())
 print("not today" in told(moe, torch.ones(1, 64, device="mps")))
 print(tries == len(open({str(tmp_path / "tries")!r}).readlines()) > 0)

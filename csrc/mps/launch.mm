@@ -146,10 +146,12 @@ class MadeOnce {
     if (is_first) {
       lock.unlock();
       Made result = {.is_ready = true};
-      try {
-        result.value = make();
-      } catch (...) {
-        result.error = std::current_exception();
+      @autoreleasepool {
+        try {
+          result.value = make();
+        } catch (...) {  // inside of the pool, which an exception would leave behind
+          result.error = std::current_exception();
+        }
       }
       lock.lock();
       made = result;
@@ -178,14 +180,12 @@ const Pipeline* compile(id<MTLDevice> device, Kernel& kernel) {
   static auto& libraries = *new MadeOnce<Library, id<MTLLibrary>>;
   static auto& pipelines = *new MadeOnce<const Kernel*, const Pipeline*>;
   return pipelines.get(&kernel, [&] {
-    @autoreleasepool {
-      const Library key = {kernel.shader, activation_dtype(kernel), kernel.format};
-      id<MTLLibrary> library = libraries.get(key, [&] { return compile_library(device, kernel); });
-      const std::string name = host_name(kernel);
-      const auto* pipeline = new Pipeline{compile_pipeline(device, library, kernel, name), [text(name) retain]};
-      kernel.pipeline.store(pipeline, std::memory_order_release);
-      return pipeline;
-    }
+    const Library key = {kernel.shader, activation_dtype(kernel), kernel.format};
+    id<MTLLibrary> library = libraries.get(key, [&] { return compile_library(device, kernel); });
+    const std::string name = host_name(kernel);
+    const auto* pipeline = new Pipeline{compile_pipeline(device, library, kernel, name), [text(name) retain]};
+    kernel.pipeline.store(pipeline, std::memory_order_release);
+    return pipeline;
   });
 }
 
