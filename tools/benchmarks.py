@@ -83,8 +83,16 @@ def rows_of_model(rows: dict[str, dict[str, float]]) -> str:
     return table(columns, lines)
 
 
+def with_commits(columns: tuple[str, ...], lines: list[tuple], rows: dict[str, dict]) -> str:
+    """A table with one more column, where commits were counted."""
+    if all("commits" in row for row in rows.values()):
+        columns += ("commits",)
+        lines = [(*line, f"{row['commits']:.2f}") for line, row in zip(lines, rows.values(), strict=True)]
+    return table(columns, lines)
+
+
 def rows_of_dispatches(found: dict) -> str:
-    decoding = table(
+    decoding = with_commits(
         (
             f"one token, {found['layers']} layers",
             "ops",
@@ -97,13 +105,15 @@ def rows_of_dispatches(found: dict) -> str:
             (name, row["ops"], row["ours"], row["dispatches"], row["block_ops"], row["block_dispatches"])
             for name, row in found["rows"].items()
         ],
+        found["rows"],
     )
-    ops = table(
+    ops = with_commits(
         ("op, T = 1", "dispatches", "MB bound", "host us", "times `torch.add`"),
         [
             (name, row["dispatches"], f"{row['mb_bound']:.2f}", f"{row['host_us']:.1f}", f"{row['x_add']:.1f}")
             for name, row in found["ops"].items()
         ],
+        found["ops"],
     )
     return f"{decoding}\n\n{ops}"
 

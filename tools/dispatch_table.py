@@ -4,7 +4,8 @@ that BENCHMARKS.md has in a table; without --json they are easier to read.
 All on the simulated mps device, where kernels are counted. First a token of a model: the ops that reach the device, in
 transformers as it is and in ours. Then each op of ours for one token of a Qwen3-30B-A3B block in bfloat16, and those
 that take packed weights with such: dispatches, the bytes bound to them, and the host's time per call beside torch.add's
-on the same device, where no kernel runs.
+on the same device, where no kernel runs. Commits, by which an op hands to the GPU what has come together, come after so
+many calls, and are averaged over some.
 
     python tools/dispatch_table.py --costs --model qwen3-30b-a3b --tokens 32,512
 
@@ -42,6 +43,7 @@ from torch_moe_metal.bench.measure import machine
 from torch_moe_metal.models import DEFAULT, MODELS
 
 CALLS = 200
+STEPS = 16  # that commits are averaged over
 
 
 # ------------------------------------------------------------------------------------------------ a token of a model
@@ -55,6 +57,14 @@ class Load:
     ours: int  # among them
     dispatches: int  # that ours encode; 0 where nothing counts them
     waits: list[str]  # ops that made the host wait for the device
+    commits: float  # by ours, on average
+
+
+def commits_of(function: Callable[[], object]) -> float:
+    with metal_sim.record() as record:
+        for _ in range(STEPS):
+            function()
+    return record.commits / STEPS
 
 
 def load_of(function: Callable[[], object], simulated: bool) -> Load:
@@ -63,7 +73,8 @@ def load_of(function: Callable[[], object], simulated: bool) -> Load:
         ops: Counter = stack.enter_context(whole_model.calls())
         function()
     ours = sum(n for op, n in ops.items() if op.startswith("moe_metal."))
-    return Load(ops.total(), ours, len(record.dispatches), record.host_syncs)
+    commits = commits_of(function) if simulated else 0.0
+    return Load(ops.total(), ours, len(record.dispatches), record.host_syncs, commits)
 
 
 def qwen3(device: str, layers: int) -> torch.nn.Module:
@@ -92,6 +103,7 @@ def decoding_rows(layers: int) -> dict[str, dict[str, int]]:
             "ops": step.ops,
             "ours": step.ours,
             "dispatches": step.dispatches,
+            "commits": step.commits,
             "block_ops": block.ops,
             "block_dispatches": block.dispatches,
         }
@@ -172,13 +184,14 @@ def recorded(functions: dict[str, Callable]) -> dict[str, metal_sim.Record]:
 def op_rows() -> dict[str, dict[str, float]]:
     with metal_sim.host_only():
         functions = {op: function_of(op) for op in OPS if op != "block"} | packed_functions()
-        rows = recorded(functions)
+        rows, commits = recorded(functions), {name: commits_of(function) for name, function in functions.items()}
         x = torch.empty(1, 2048, dtype=torch.bfloat16, device="mps")
         times = host_microseconds(functions | {"torch.add": partial(torch.add, x, x)})
     add = times.pop("torch.add")
     return {
         name: {
             "dispatches": len(record.dispatches),
+            "commits": commits[name],
             "mb_bound": sum(d.buffer_bytes for d in record.dispatches) / 1e6,
             "host_us": times[name],
             "x_add": times[name] / add,

@@ -33,7 +33,7 @@ inline constexpr WeightFormat kWeightFormats[] = {
     {"affine8", Format::affine, 8}, {"mxfp4", Format::mxfp4, 4},    {"fp8", Format::fp8, 8}};
 
 // One kernel function. Its pipeline is compiled at its first launch, and kept for good; so is its library, which is the
-// shader file for one dtype of the activations and one format of weights.
+// shader file for one dtype of the activations and one format of weights, and so is an error of either.
 struct Kernel {
   const char* shader;    // shaders/<shader>.metal
   const char* function;  // the part of its host_name before the dtypes
@@ -123,7 +123,9 @@ struct Dispatch {
 };
 
 // Encodes the dispatches, each of which sees the results of those before it. Those with an empty grid are left out.
-// Nothing may be allocated or computed by at:: ops meanwhile, so all arguments are ready before the call.
+// Nothing may be allocated or computed by at:: ops meanwhile, so all arguments are ready before the call. The GPU is
+// given what has come together from time to time. Of tensors on the meta device the kernels are compiled, and nothing
+// is encoded: a rehearsal, by which Python compiles in advance (rehearsal.py).
 void launch(std::initializer_list<Dispatch> dispatches);
 
 template <class... Arguments>

@@ -20,6 +20,7 @@ DEVICE = (
     *("Compiled", "Costs", "Dispatch", "Project", "Record"),
     *(
         "compiled",
+        "concurrent_encoders",
         "host_only",
         "last_threadgroups",
         "live_objects",

@@ -44,6 +44,7 @@ class Compiled:
 class Record:
     dispatches: list[Dispatch] = field(default_factory=list)
     host_syncs: list[str] = field(default_factory=list)  # ops that made the host wait for the device
+    commits: int = 0  # times that an op handed what was encoded to the GPU
     seconds: float = 0.0
 
     @property
@@ -126,6 +127,7 @@ def record(costs: bool = False, sample: int = 0) -> Iterator[Record]:
         counters = _counters()
         result.dispatches += [_dispatch(**fields) for fields in counters["dispatches"]]
         result.host_syncs += counters["host_syncs"]
+        result.commits = counters["commits"]
 
 
 @contextmanager
@@ -156,6 +158,17 @@ def more_threadgroups(count: int = 1) -> Iterator[None]:
         yield
     finally:
         torch.ops.metal_sim.set_more_threadgroups(0)
+
+
+@contextmanager
+def concurrent_encoders() -> Iterator[None]:
+    """Encoders order dispatches only where a barrier stands between them, as MTLDispatchTypeConcurrent has it."""
+    torch.ops.metal_sim.clear()
+    torch.ops.metal_sim.set_concurrent(True)
+    try:
+        yield
+    finally:
+        torch.ops.metal_sim.set_concurrent(False)
 
 
 @contextmanager
