@@ -10,6 +10,7 @@
 #include <string>
 #include <tuple>
 
+#include "mps/tuning.h"
 #include "shader_texts.h"
 
 // The versions below are asked for at run time, since one build runs on all of them.
@@ -54,14 +55,15 @@ MTLLanguageVersion language_version() {
 // The dtype of a kernel's activations, as common.h numbers them; -1: it has none.
 int activation_dtype(const Kernel& kernel) { return kernel.dtypes < 3 ? kernel.dtypes : (kernel.dtypes - 3) / 3; }
 
-// What makes a shader file the library of one dtype and one format.
+// What makes a shader file the library of one part, one dtype and one format.
 NSDictionary* library_macros(const Kernel& kernel) {
-  const int values[] = {activation_dtype(kernel), static_cast<int>(kernel.format->format), kernel.format->bits};
-  NSString* names[] = {@"MOE_METAL_DTYPE", @"MOE_METAL_FORMAT", @"MOE_METAL_BITS"};
-  NSNumber* numbers[3];
-  for (int i = 0; i < 3; ++i) numbers[i] = [NSNumber numberWithInt:values[i]];
+  const int values[] = {activation_dtype(kernel), static_cast<int>(kernel.format->format), kernel.format->bits,
+                        kernel.part};
+  NSString* names[] = {@"MOE_METAL_DTYPE", @"MOE_METAL_FORMAT", @"MOE_METAL_BITS", @"MOE_METAL_PART"};
+  NSNumber* numbers[4];
+  for (int i = 0; i < 4; ++i) numbers[i] = [NSNumber numberWithInt:values[i]];
   const int none = values[0] < 0 ? 1 : 0;  // a kernel without a dtype is beside those of all
-  return [NSDictionary dictionaryWithObjects:numbers + none forKeys:names + none count:3 - none];
+  return [NSDictionary dictionaryWithObjects:numbers + none forKeys:names + none count:4 - none];
 }
 
 // Safe maths: infinities and NaN are values that these ops define.
@@ -176,11 +178,11 @@ class MadeOnce {
 // Slow path, once per kernel. It runs off the stream's queue and needs nothing of Python: PyTorch gives the GIL back
 // before it calls an op.
 const Pipeline* compile(id<MTLDevice> device, Kernel& kernel) {
-  using Library = std::tuple<std::string, int, const WeightFormat*>;
+  using Library = std::tuple<std::string, int, int, const WeightFormat*>;
   static auto& libraries = *new MadeOnce<Library, id<MTLLibrary>>;
   static auto& pipelines = *new MadeOnce<const Kernel*, const Pipeline*>;
   return pipelines.get(&kernel, [&] {
-    const Library key = {kernel.shader, activation_dtype(kernel), kernel.format};
+    const Library key = {kernel.shader, kernel.part, activation_dtype(kernel), kernel.format};
     id<MTLLibrary> library = libraries.get(key, [&] { return compile_library(device, kernel); });
     const std::string name = host_name(kernel);
     const auto* pipeline = new Pipeline{compile_pipeline(device, library, kernel, name), [text(name) retain]};
@@ -235,15 +237,7 @@ void encode(id<MTLComputeCommandEncoder> encoder, const Pipeline* pipeline, cons
 // kills a command buffer that keeps the GPU for seconds (kIOGPUCommandBufferCallbackErrorImpactingInteractivity), whose
 // results are then missing without a word. So work is handed over in time; nobody waits for it.
 //
-// Work since the last commit of ours that brings the next one about. None of it is measured on an Apple GPU.
-// Dispatches: MLX commits every 40 to 50 operations. Of a decoder layer's some 15 ours are 4 or 5, so 16 of ours stand
-// for about as many. They read the chosen experts of 3 or 4 layers, 1 ms by estimate, and a commit costs some 10 us.
-constexpr int64_t kCommitDispatches = 16;
-// Threads: 2^20 of a prefill (Qwen3-30B-A3B's experts for 512 tokens have three times as many) are 3 to 10 ms of work
-// by estimate, and so a hundredth of what macOS bears. The same number of threads that only add rows take 0.1 ms, of
-// which a commit is still a small part. Decode has 2^18 in a layer.
-constexpr int64_t kCommitThreads = 1 << 20;
-
+// tuning.h says how much work.
 struct Work {
   int64_t dispatches = 0, threads = 0;
 };
@@ -262,7 +256,7 @@ void commit_in_time(at::mps::MPSStream* stream, const Grid& encoded) {
   Work& work = work_since_commit(stream);
   ++work.dispatches;
   work.threads += encoded.x * encoded.y * encoded.threads;
-  if (work.dispatches < kCommitDispatches && work.threads < kCommitThreads) return;
+  if (work.dispatches < tuning().commit_dispatches && work.threads < tuning().commit_threads) return;
   stream->synchronize(at::mps::SyncType::COMMIT);
   work = {};
 }
