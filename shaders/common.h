@@ -242,11 +242,20 @@ static_assert(sizeof(DequantizeParams) == 112, "shaders and host must agree");
 #else
 #define if_bfloat(...)
 #endif
-// One kernel per dtype.
+// And of the kernels of larger files one part, MOE_METAL_PART, whose numbers the file gives, or all: `#if in_part(0)`.
+#ifdef MOE_METAL_PART
+#define in_part(part) (MOE_METAL_PART == (part))
+#else
+#define in_part(part) 1
+#endif
 // clang-format off
-#define instantiate_dtypes(name, function)                                \
-  if_float(instantiate_kernel(name "_float", moe_metal::function<float>)) \
-  if_half(instantiate_kernel(name "_half", moe_metal::function<half>))    \
-  if_bfloat(instantiate_kernel(name "_bfloat", moe_metal::function<bfloat>))
+// What `instantiate` makes of each dtype and the rest.
+#define for_dtypes(instantiate, ...)          \
+  if_float(instantiate(float, __VA_ARGS__))   \
+  if_half(instantiate(half, __VA_ARGS__))     \
+  if_bfloat(instantiate(bfloat, __VA_ARGS__))
+// One kernel per dtype.
+#define instantiate_dtype(dtype, name, function) instantiate_kernel(name "_" #dtype, moe_metal::function<dtype>)
+#define instantiate_dtypes(name, function) for_dtypes(instantiate_dtype, name, function)
 // clang-format on
 #endif

@@ -259,21 +259,27 @@ template <typename T, typename Column>
 }  // namespace moe_metal
 
 // clang-format off
-#define instantiate_walk(function, dtype, wide, any)                                             \
-  instantiate_kernel(#function "_wide" weights_suffix "_" #dtype, moe_metal::function<dtype, wide>) \
-  instantiate_kernel(#function weights_suffix "_" #dtype, moe_metal::function<dtype, any>)
-#define instantiate_rows(dtype)                                                                \
-  instantiate_walk(experts_gate_up_rows, dtype, wide_chunk(dtype), any_chunk(dtype))           \
-  instantiate_walk(experts_down_rows, dtype, wide_chunk(dtype), any_chunk(dtype))
-#define instantiate_columns(dtype)                                                                               \
-  instantiate_walk(experts_gate_up_columns, dtype, moe_metal::WideGateUp<dtype>, moe_metal::AnyGateUp<dtype>)    \
-  instantiate_walk(experts_down_columns, dtype, moe_metal::WideDown<dtype>, moe_metal::AnyDown<dtype>)
+#define instantiate_rows(dtype, suffix, read)                                 \
+  instantiate_kernel("experts_gate_up_rows" suffix weights_suffix "_" #dtype, \
+                     moe_metal::experts_gate_up_rows<dtype, read##_chunk(dtype)>) \
+  instantiate_kernel("experts_down_rows" suffix weights_suffix "_" #dtype,    \
+                     moe_metal::experts_down_rows<dtype, read##_chunk(dtype)>)
+#define instantiate_columns(dtype, suffix, Read)                         \
+  instantiate_kernel("experts_gate_up_columns" suffix "_" #dtype,        \
+                     moe_metal::experts_gate_up_columns<dtype, moe_metal::Read##GateUp<dtype>>) \
+  instantiate_kernel("experts_down_columns" suffix "_" #dtype,           \
+                     moe_metal::experts_down_columns<dtype, moe_metal::Read##Down<dtype>>)
 
-if_float(instantiate_rows(float))
-if_half(instantiate_rows(half))
-if_bfloat(instantiate_rows(bfloat))
-#if MOE_METAL_FORMAT == 0
-if_float(instantiate_columns(float))
-if_half(instantiate_columns(half))
-if_bfloat(instantiate_columns(bfloat))
+// In the order of WeightLayout.
+#if in_part(0)
+for_dtypes(instantiate_rows, "_wide", wide)
+#endif
+#if in_part(1)
+for_dtypes(instantiate_rows, "", any)
+#endif
+#if in_part(2) && MOE_METAL_FORMAT == 0
+for_dtypes(instantiate_columns, "_wide", Wide)
+#endif
+#if in_part(3) && MOE_METAL_FORMAT == 0
+for_dtypes(instantiate_columns, "", Any)
 #endif

@@ -66,8 +66,8 @@ template <typename T, typename Reader, uint TileRows>
   const int4 tile = tiles[work.tile];
   const uint expert = tile.x, count = tile.z;
   if (count == 0) return;
-  for (uint j = thread_index; j < TileRows; j += kTileThreads) {
-    rows[j] = uint(order[tile.y + min(j, count - 1)]) / params.K;
+  for (uint j = thread_index; j < count; j += kTileThreads) {
+    rows[j] = uint(order[tile.y + j]) / params.K;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   // Gate, up, gate, up: what is multiplied with one another is one lane's. Past the last row, the last again.
@@ -111,7 +111,7 @@ template <typename T, typename Reader, uint TileRows>
   const int4 tile = tiles[work.tile];
   const uint expert = tile.x, count = tile.z;
   if (count == 0) return;
-  for (uint j = thread_index; j < TileRows; j += kTileThreads) rows[j] = tile.y + min(j, count - 1);
+  for (uint j = thread_index; j < count; j += kTileThreads) rows[j] = tile.y + j;
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const uint first = work.block * block + first_of_lane<block>(thread_index);
   RowNumbers<across> numbers;
@@ -137,19 +137,26 @@ template <typename T, typename Reader, uint TileRows>
 }  // namespace moe_metal
 
 // clang-format off
-#define instantiate_tiles_of(dtype, suffix, read, rows)                              \
+#define instantiate_tiles(dtype, suffix, read, rows)                              \
   instantiate_kernel("experts_gate_up_tiles" #rows suffix weights_suffix "_" #dtype, \
                      moe_metal::experts_gate_up_tiles<dtype, read##_tile(dtype), rows>) \
   instantiate_kernel("experts_down_tiles" #rows suffix weights_suffix "_" #dtype,    \
                      moe_metal::experts_down_tiles<dtype, read##_tile(dtype), rows>)
-#define instantiate_tiles_with(dtype, suffix, read) \
-  instantiate_tiles_of(dtype, suffix, read, 16)     \
-  instantiate_tiles_of(dtype, suffix, read, 32)     \
-  instantiate_tiles_of(dtype, suffix, read, 64)
-#define instantiate_tiles(dtype)               \
-  instantiate_tiles_with(dtype, "_wide", wide) \
-  instantiate_tiles_with(dtype, "", any)
-
-if_float(instantiate_tiles(float))
-if_half(instantiate_tiles(half))
-if_bfloat(instantiate_tiles(bfloat))
+#if in_part(0)
+for_dtypes(instantiate_tiles, "", any, 16)
+#endif
+#if in_part(1)
+for_dtypes(instantiate_tiles, "", any, 32)
+#endif
+#if in_part(2)
+for_dtypes(instantiate_tiles, "", any, 64)
+#endif
+#if in_part(3)
+for_dtypes(instantiate_tiles, "_wide", wide, 16)
+#endif
+#if in_part(4)
+for_dtypes(instantiate_tiles, "_wide", wide, 32)
+#endif
+#if in_part(5)
+for_dtypes(instantiate_tiles, "_wide", wide, 64)
+#endif

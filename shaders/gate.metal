@@ -199,12 +199,24 @@ template <typename T, typename W>
 }  // namespace moe_metal
 
 // clang-format off
-#define instantiate_gate(T, W)                                                            \
-  instantiate_kernel("gate_" #T "_" #W, moe_metal::gate<T, W>)                            \
-  instantiate_kernel("gate_logits_1_" #T "_" #W, moe_metal::gate_logits<T, W, 1, 2>)      \
-  instantiate_kernel("gate_logits_4_" #T "_" #W, moe_metal::gate_logits<T, W, 4, 4>)      \
-  instantiate_kernel("gate_tile_" #T "_" #W, moe_metal::gate_tile<T, W>)
+#define for_both_dtypes(instantiate)                                \
+  if_float(instantiate(float, float))                               \
+  if_half(instantiate(half, half) instantiate(half, float))         \
+  if_bfloat(instantiate(bfloat, bfloat) instantiate(bfloat, float))
+#define instantiate_gate(T, W) instantiate_kernel("gate_" #T "_" #W, moe_metal::gate<T, W>)
+#define instantiate_one(T, W) instantiate_kernel("gate_logits_1_" #T "_" #W, moe_metal::gate_logits<T, W, 1, 2>)
+#define instantiate_four(T, W) instantiate_kernel("gate_logits_4_" #T "_" #W, moe_metal::gate_logits<T, W, 4, 4>)
+#define instantiate_tile(T, W) instantiate_kernel("gate_tile_" #T "_" #W, moe_metal::gate_tile<T, W>)
 
-if_float(instantiate_gate(float, float))
-if_half(instantiate_gate(half, half) instantiate_gate(half, float))
-if_bfloat(instantiate_gate(bfloat, bfloat) instantiate_gate(bfloat, float))
+#if in_part(0)
+for_both_dtypes(instantiate_gate)
+#endif
+#if in_part(1)
+for_both_dtypes(instantiate_one)
+#endif
+#if in_part(2)
+for_both_dtypes(instantiate_four)
+#endif
+#if in_part(3)
+for_both_dtypes(instantiate_tile)
+#endif

@@ -56,7 +56,7 @@ template <typename T, typename Reader, uint TileRows>
   const uint token = (group / (band * blocks) * band + group % band) * TileRows;
   if (token >= params.T) return;  // the last band may have fewer tiles
   const uint count = min(TileRows, params.T - token);
-  for (uint j = thread_index; j < TileRows; j += kTileThreads) rows[j] = token + min(j, count - 1);
+  for (uint j = thread_index; j < count; j += kTileThreads) rows[j] = token + j;
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const uint first = group / band % blocks * block + first_of_lane<block>(thread_index);
   RowNumbers<across> numbers;
@@ -81,19 +81,32 @@ template <typename T, typename Reader, uint TileRows>
 }  // namespace moe_metal
 
 // clang-format off
-#define instantiate_linear_with(dtype, suffix, read)                                         \
-  instantiate_kernel("linear_rows" suffix weights_suffix "_" #dtype,                         \
-                     moe_metal::linear_rows<dtype, read##_chunk(dtype)>)                     \
-  instantiate_kernel("linear_tiles16" suffix weights_suffix "_" #dtype,                      \
-                     moe_metal::linear_tiles<dtype, read##_tile(dtype), 16>)                 \
-  instantiate_kernel("linear_tiles32" suffix weights_suffix "_" #dtype,                      \
-                     moe_metal::linear_tiles<dtype, read##_tile(dtype), 32>)                 \
-  instantiate_kernel("linear_tiles64" suffix weights_suffix "_" #dtype,                      \
-                     moe_metal::linear_tiles<dtype, read##_tile(dtype), 64>)
-#define instantiate_linear(dtype)               \
-  instantiate_linear_with(dtype, "_wide", wide) \
-  instantiate_linear_with(dtype, "", any)
-
-if_float(instantiate_linear(float))
-if_half(instantiate_linear(half))
-if_bfloat(instantiate_linear(bfloat))
+#define instantiate_rows(dtype, suffix, read) \
+  instantiate_kernel("linear_rows" suffix weights_suffix "_" #dtype, moe_metal::linear_rows<dtype, read##_chunk(dtype)>)
+#define instantiate_tiles(dtype, suffix, read, rows)                                   \
+  instantiate_kernel("linear_tiles" #rows suffix weights_suffix "_" #dtype,   \
+                     moe_metal::linear_tiles<dtype, read##_tile(dtype), rows>)
+#if in_part(0)
+for_dtypes(instantiate_tiles, "", any, 16)
+#endif
+#if in_part(1)
+for_dtypes(instantiate_tiles, "", any, 32)
+#endif
+#if in_part(2)
+for_dtypes(instantiate_tiles, "", any, 64)
+#endif
+#if in_part(3)
+for_dtypes(instantiate_tiles, "_wide", wide, 16)
+#endif
+#if in_part(4)
+for_dtypes(instantiate_tiles, "_wide", wide, 32)
+#endif
+#if in_part(5)
+for_dtypes(instantiate_tiles, "_wide", wide, 64)
+#endif
+#if in_part(6)
+for_dtypes(instantiate_rows, "", any)
+#endif
+#if in_part(7)
+for_dtypes(instantiate_rows, "_wide", wide)
+#endif

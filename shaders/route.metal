@@ -31,14 +31,23 @@ template <typename T, uint N>
 }  // namespace moe_metal
 
 // clang-format off
-#define instantiate_route(N)                                                     \
-  if_float(instantiate_kernel("route_" #N "_float", moe_metal::route<float, N>)) \
-  if_half(instantiate_kernel("route_" #N "_half", moe_metal::route<half, N>))    \
-  if_bfloat(instantiate_kernel("route_" #N "_bfloat", moe_metal::route<bfloat, N>))
+#define instantiate_route(dtype, N) instantiate_kernel("route_" #N "_" #dtype, moe_metal::route<dtype, N>)
 
-instantiate_route(1)
-instantiate_route(2)
-instantiate_route(4)
-instantiate_route(8)
-instantiate_route(16)
-instantiate_route(32)
+#if in_part(0)
+for_dtypes(instantiate_route, 1)
+#endif
+#if in_part(1)
+for_dtypes(instantiate_route, 2)
+#endif
+#if in_part(2)
+for_dtypes(instantiate_route, 4)
+#endif
+#if in_part(3)
+for_dtypes(instantiate_route, 8)
+#endif
+#if in_part(4)
+for_dtypes(instantiate_route, 16)
+#endif
+#if in_part(5)
+for_dtypes(instantiate_route, 32)
+#endif

@@ -70,31 +70,46 @@ inline void multiply_add(thread float2& sum, float2 weights, float2 rows) {
 template <typename T>
 struct WideTile {
   using Data = T;
-  enum : uint { wide = 1, elements = Wide<T>::elements, loads = kRun / elements };
+  enum : uint { wide = 1, loads = 2 / Wide<T>::vectors };  // of eight elements
   struct Row {
     device const T* at;
   };
   struct Piece {
-    uint4 loaded[loads];
+    device const T* row;
+    uint column, length;
+    uint4 first[loads];  // all of the run would take half of a thread's registers
   };
   static Row row(Weights<T> weights, constant WeightParams& params, uint number) {
     Row row;
     row.at = weights.data + number * params.row;
     return row;
   }
-  // A load beyond the end becomes one at the end: a branch would make it wait for those before it.
   template <bool whole>
   static void load(Row row, constant WeightParams&, uint column, uint length, thread Piece& piece) {
-#pragma unroll
+    piece.row = row.at;
+    piece.column = column;
+    piece.length = length;
+    load_eight<whole>(piece, column, piece.first);
+  }
+  template <bool whole>
+  static void eight(thread const Piece& piece, uint i, thread Vectors<2>& values) {
+    if (i == 0) {
+      to_floats<T>(piece.first, values);
+      return;
+    }
+    uint4 loaded[loads];
+    load_eight<whole>(piece, piece.column + i, loaded);
+    to_floats<T>(loaded, values);
+  }
+  // A load beyond the end becomes one at the end: a branch would make it wait for those before it.
+  template <bool whole>
+  static void load_eight(thread const Piece& piece, uint column, thread uint4* loaded) {
+    constexpr uint elements = Wide<T>::elements;
     for (uint n = 0; n < loads; ++n) {
       const uint c = column + n * elements;
-      const uint4 loaded = *reinterpret_cast<device const uint4*>(row.at + (whole ? c : min(c, length - elements)));
-      piece.loaded[n] = whole || c < length ? loaded : uint4(0);
+      loaded[n] = *reinterpret_cast<device const uint4*>(piece.row + (whole ? c : min(c, piece.length - elements)));
+      if (!whole && c >= piece.length) loaded[n] = 0;
     }
-  }
-  template <bool>
-  static void eight(thread const Piece& piece, uint i, thread Vectors<2>& values) {
-    to_floats<T>(piece.loaded + i / elements, values);
   }
 };
 
@@ -167,38 +182,41 @@ struct Staged {
   uint4 pieces[turns];
 };
 
-// Rows that only fill the last matrix are others again, whose products nobody looks at.
+// Matrices are whole: rows of zeros fill the last.
+inline uint filled(uint count) { return (count + 7) / 8 * 8; }
+
 template <uint TileRows, typename A>
-void find_rows(thread Staged<TileRows, A>& staged, device const A* matrix, threadgroup const uint* rows, uint length,
-               uint thread_index) {
+void find_rows(thread Staged<TileRows, A>& staged, device const A* matrix, threadgroup const uint* rows, uint count,
+               uint length, uint thread_index) {
   using S = Staged<TileRows, A>;
 #pragma unroll
   for (uint t = 0; t < S::turns; ++t) {
-    const uint j = min(thread_index / S::along + t * S::between, TileRows - 1);
+    const uint j = min(thread_index / S::along + t * S::between, count - 1);
     staged.from[t] = matrix + ulong(rows[j]) * length;
+    staged.pieces[t] = 0;
   }
 }
 
 // Loads come before the barrier that lets them be stored, beside those of the weights.
 template <bool whole, uint TileRows, typename A>
-void load_rows(thread Staged<TileRows, A>& staged, uint used, uint column, uint length, uint thread_index) {
+void load_rows(thread Staged<TileRows, A>& staged, uint count, uint column, uint length, uint thread_index) {
   using S = Staged<TileRows, A>;
   const uint c = column + thread_index % S::along * S::elements;
 #pragma unroll
   for (uint t = 0; t < S::turns; ++t) {
-    if (thread_index / S::along + t * S::between >= used) continue;
+    if (thread_index / S::along + t * S::between >= count) continue;
     const uint at = whole ? c : min(c, length - S::elements);
     const uint4 piece = *reinterpret_cast<device const uint4*>(staged.from[t] + at);
     staged.pieces[t] = whole || c < length ? piece : uint4(0);
   }
 }
 template <uint TileRows, typename A>
-void store_rows(threadgroup A* memory, thread const Staged<TileRows, A>& staged, uint used, uint thread_index) {
+void store_rows(threadgroup A* memory, thread const Staged<TileRows, A>& staged, uint count, uint thread_index) {
   using S = Staged<TileRows, A>;
 #pragma unroll
   for (uint t = 0; t < S::turns; ++t) {
     const uint j = thread_index / S::along + t * S::between;
-    if (j >= used) continue;
+    if (j >= filled(count)) continue;
     threadgroup A* to = memory + j * kStride + thread_index % S::along * S::elements;
     reinterpret_cast<threadgroup uint2*>(to)[0] = staged.pieces[t].xy;  // rows are aligned to 8 bytes
     reinterpret_cast<threadgroup uint2*>(to)[1] = staged.pieces[t].zw;
@@ -207,12 +225,12 @@ void store_rows(threadgroup A* memory, thread const Staged<TileRows, A>& staged,
 
 // The same element by element.
 template <typename A>
-void stage_any_rows(threadgroup A* memory, device const A* matrix, threadgroup const uint* rows, uint used, uint column,
-                    uint length, uint thread_index) {
-  for (uint i = thread_index; i < used * kDepth; i += kTileThreads) {
+void stage_any_rows(threadgroup A* memory, device const A* matrix, threadgroup const uint* rows, uint count,
+                    uint column, uint length, uint thread_index) {
+  for (uint i = thread_index; i < filled(count) * kDepth; i += kTileThreads) {
     const uint j = i / kDepth, c = column + i % kDepth;
-    const A element = matrix[ulong(rows[j]) * length + min(c, length - 1)];
-    memory[j * kStride + i % kDepth] = c < length ? element : A(0);
+    const bool inside = j < count && c < length;
+    memory[j * kStride + i % kDepth] = inside ? matrix[ulong(rows[j]) * length + c] : A(0);
   }
 }
 
@@ -226,7 +244,7 @@ float4 staged_four(threadgroup A* at) {
 
 // products += weights * tile, over a step's columns. Matrices in which the tile has no rows are left out.
 template <bool whole, typename Reader, uint TileRows, typename A>
-void add_products(thread Products<TileRows>& products, threadgroup A* memory, uint used,
+void add_products(thread Products<TileRows>& products, threadgroup A* memory, uint count,
                   thread const typename Reader::Piece* pieces, MatrixPlace place) {
   using P = Products<TileRows>;
   threadgroup A* rows = memory + place.column * kStride + place.row / 2 * kRun + place.row % 2 * 4;
@@ -237,7 +255,7 @@ void add_products(thread Products<TileRows>& products, threadgroup A* memory, ui
     for (uint n = 0; n < P::across; ++n) Reader::template eight<whole>(pieces[n], half_run, weights[n]);
 #pragma unroll
     for (uint m = 0; m < P::down; ++m) {
-      if (8 * m >= used) continue;
+      if (8 * m >= count) continue;
       const float4 one = staged_four(rows + 8 * m * kStride + half_run);
       const float4 next = staged_four(rows + (8 * m + 1) * kStride + half_run);
 #pragma unroll
@@ -253,27 +271,27 @@ void add_products(thread Products<TileRows>& products, threadgroup A* memory, ui
 
 template <bool whole, typename Reader, uint TileRows, typename A>
 void step(thread Products<TileRows>& products, thread Staged<TileRows, A>& staged, threadgroup A* memory,
-          device const A* matrix, threadgroup const uint* rows, uint used, thread const typename Reader::Row* weights,
+          device const A* matrix, threadgroup const uint* rows, uint count, thread const typename Reader::Row* weights,
           constant WeightParams& params, uint column, uint length, MatrixPlace place, uint thread_index) {
   constexpr uint across = Products<TileRows>::across;
   typename Reader::Piece pieces[across];
-  if (Reader::wide) load_rows<whole>(staged, used, column, length, thread_index);
+  if (Reader::wide) load_rows<whole>(staged, count, column, length, thread_index);
 #pragma unroll
   for (uint n = 0; n < across; ++n) {
     Reader::template load<whole>(weights[n], params, column + place.column / 2 * kRun, length, pieces[n]);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (Reader::wide) {
-    store_rows(memory, staged, used, thread_index);
+    store_rows(memory, staged, count, thread_index);
   } else {
-    stage_any_rows(memory, matrix, rows, used, column, length, thread_index);
+    stage_any_rows(memory, matrix, rows, count, column, length, thread_index);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  add_products<whole, Reader>(products, memory, used, pieces, place);
+  add_products<whole, Reader>(products, memory, count, pieces, place);
 }
 
-// The products of a lane's rows of weights with the tile's, `rows[j]` of the matrix for all j < TileRows, of which
-// `used` are multiplied. `memory` has room for TileRows * kStride of A.
+// The products of a lane's rows of weights with the tile's: `count` rows of the matrix, whose numbers are rows[j].
+// `memory` has room for TileRows * kStride of A.
 template <uint TileRows, typename Reader, typename A>
 void multiply_tile(thread Products<TileRows>& products, threadgroup uint2* memory, device const A* matrix,
                    threadgroup const uint* rows, uint count, Weights<typename Reader::Data> weights,
@@ -281,10 +299,9 @@ void multiply_tile(thread Products<TileRows>& products, threadgroup uint2* memor
                    uint length, uint thread_index) {
   constexpr uint across = Products<TileRows>::across;
   const MatrixPlace place = matrix_place(thread_index % 32);
-  const uint used = (count + 7) / 8 * 8;
   threadgroup A* tile = reinterpret_cast<threadgroup A*>(memory);
   Staged<TileRows, A> staged;
-  if (Reader::wide) find_rows(staged, matrix, rows, length, thread_index);
+  if (Reader::wide) find_rows(staged, matrix, rows, count, length, thread_index);
   typename Reader::Row weight_rows[across];
 #pragma unroll
   for (uint n = 0; n < across; ++n) weight_rows[n] = Reader::row(weights, params, numbers.at[n]);
@@ -292,11 +309,11 @@ void multiply_tile(thread Products<TileRows>& products, threadgroup uint2* memor
   for (uint i = 0; i < products.down * across; ++i) products.at[i / across][i % across] = 0;
   uint column = 0;
   for (; column + kDepth <= length; column += kDepth) {
-    step<true, Reader>(products, staged, tile, matrix, rows, used, weight_rows, params, column, length, place,
+    step<true, Reader>(products, staged, tile, matrix, rows, count, weight_rows, params, column, length, place,
                        thread_index);
   }
   if (column < length) {
-    step<false, Reader>(products, staged, tile, matrix, rows, used, weight_rows, params, column, length, place,
+    step<false, Reader>(products, staged, tile, matrix, rows, count, weight_rows, params, column, length, place,
                         thread_index);
   }
 }

@@ -21,15 +21,17 @@ PACKAGE = Path(torch_moe_metal.__file__).parent
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", doctor.TOKENS)
 @pytest.mark.parametrize("op", ARGUMENTS)
-def test_doctor_finds_every_op_right(op: str, dtype: torch.dtype, device: str):
-    assert doctor.check(op, device, dtype) is None
+def test_doctor_finds_every_op_right(op: str, tokens: int, dtype: torch.dtype, device: str):
+    assert doctor.check(op, device, dtype, tokens) is None
 
 
+@pytest.mark.parametrize("tokens", doctor.TOKENS)
 @pytest.mark.parametrize("op", ["gate", "route"])
-def test_choices_of_the_doctors_samples_are_clear(op: str):
+def test_choices_of_the_doctors_samples_are_clear(op: str, tokens: int):
     """No device may choose another expert by rounding: without noise and with it, the reference chooses the same."""
-    args = {name: tensor.double() for name, tensor in doctor.sample_arguments(op, torch.float32).items()}
+    args = {name: tensor.double() for name, tensor in doctor.sample_arguments(op, torch.float32, tokens).items()}
     _, want = getattr(reference, op)(**args, top_k=doctor.DIMS["K"])
     noisy = {name: tensor * (1 + 1e-5 * torch.randn(tensor.shape).double()) for name, tensor in args.items()}
     assert torch.equal(getattr(reference, op)(**noisy, top_k=doctor.DIMS["K"])[1], want)

@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from cases import SAMPLES, Case, call, expected
 from checks import assert_matches
 from conftest import DEVICES, SIMULATED
+from simulated import lines_of
 
 pytestmark = pytest.mark.skipif(
     not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal plays other systems and changes grids"
@@ -47,6 +50,105 @@ def test_an_older_macos_is_refused() -> None:
     assert "expected macOS 14 or newer, whose Metal knows bfloat16; this one is older" in on_macos(13).stderr
 
 
+REFUSES = "echo one >> tries; echo 'program_source:1:1: error: not today' >&2; exit 1"
+
+
+def test_a_shader_that_does_not_compile_is_tried_once(tmp_path: Path) -> None:
+    """Its library fails for each of its kernels, in every thread and in the same words."""
+    script = """
+with ThreadPoolExecutor(4) as pool:
+    errors = {*pool.map(lambda _: told(glu, x, x), range(8)), told(glu, x, x)}
+print(len(errors), "shaders/glu.metal does not compile" in min(errors), "not today" in min(errors))
+gate, half = torch.ops.moe_metal.gate, torch.ones(8, 8, dtype=torch.half, device="mps")
+of_half, of_float = (told(lambda: gate(half, router, top_k=1)) for router in (half, half.float()))
+print("shaders/gate.metal does not compile" in of_half, of_half == of_float)
+"""
+    assert lines_of(script, REFUSES, tmp_path) == ["1 True True", "True True"]
+    assert (tmp_path / "tries").read_text().split() == ["one", "one"]
+
+
+MEETS = """
+touch started.$$
+for i in $(seq 200); do
+  if [ $(ls started.* | wc -l) -ge 2 ]; then echo 'error: met another' >&2; exit 1; fi
+  sleep 0.1
+done
+echo 'error: alone' >&2; exit 1
+"""
+
+
+def test_libraries_compile_side_by_side(tmp_path: Path) -> None:
+    """Each of two compilers waits for the other one."""
+    script = """
+with ThreadPoolExecutor(2) as pool:
+    both = [pool.submit(told, glu, x, x), pool.submit(told, norm_add, x, x, x[0])]
+print(*("met another" in one.result() for one in both))
+"""
+    assert lines_of(script, MEETS, tmp_path) == ["True True"]
+
+
+# ------------------------------------------------------------------------------------------------ commits
+
+
+def commits(call: Callable[[], object]) -> int:
+    import metal_sim
+
+    with metal_sim.record() as record:
+        call()
+    return record.commits
+
+
+def commit_before(call: Callable[[], object]) -> int:
+    """Make calls until one of them brings a commit about. -> how many it took"""
+    return next(i for i in range(1, 100) if commits(call))
+
+
+def test_dispatches_are_handed_over_in_time(mps: str) -> None:
+    """Not each one, not none: always after as many."""
+    x = torch.randn(1, 64, device=mps)
+    commit_before(lambda: torch.ops.moe_metal.glu(x, x))
+    periods = [commit_before(lambda: torch.ops.moe_metal.glu(x, x)) for _ in range(3)]
+    assert len({*periods}) == 1 and 8 <= periods[0] <= 64
+
+
+def test_a_long_launch_is_handed_over_at_once(mps: str) -> None:
+    """The experts of Qwen3-30B-A3B: a prompt's are, and a token's wait for more."""
+    import metal_sim
+
+    E, K, H, I = 128, 8, 2048, 768
+    with metal_sim.host_only():
+        weights = [torch.empty(shape, dtype=torch.bfloat16, device=mps) for shape in ((E, 2 * I, H), (E, H, I))]
+
+        def prompt(T: int) -> int:
+            x, chosen = torch.empty(T, H, dtype=torch.bfloat16, device=mps), torch.empty(T, K, device=mps)
+            return commits(lambda: torch.ops.moe_metal.experts(x, chosen, chosen.int(), *weights))
+
+        commit_before(lambda: prompt(1))
+        assert prompt(1) == 0
+        assert all(prompt(512) >= 1 for _ in range(3))
+        assert prompt(4096) > 1  # so that no command buffer holds all of it
+
+
+def test_results_across_a_commit(mps: str) -> None:
+    """A commit between any two dispatches of an op ends the encoder that the first of them used."""
+    case, x, got = sized("experts", "prefill", T=40), torch.randn(1, 64, device=mps), []
+
+    def one() -> None:
+        torch.ops.moe_metal.glu(x, x)
+
+    def prefill() -> None:
+        got.append(call(torch.ops.moe_metal.experts, "experts", case.arguments(mps), case.options))
+
+    commit_before(one)
+    period = commit_before(one)
+    for i in range(period):
+        for _ in range(i):
+            one()
+        assert commits(prefill) == (i + 4 >= period)
+        assert_matches(got.pop(), expected("experts", case.arguments(), case.options), case.longest_sum)
+        commit_before(one)
+
+
 # ------------------------------------------------------------------------------------------------ grids
 
 ODD = {case.op: case for case in SAMPLES if case.name == "sample_odd"}
@@ -76,6 +178,16 @@ def test_a_larger_grid_changes_nothing(case: Case, more: int, mps: str) -> None:
     import metal_sim
 
     with metal_sim.more_threadgroups(more):
+        got = call(getattr(torch.ops.moe_metal, case.op), case.op, case.arguments(mps), case.options)
+    assert_matches(got, expected(case.op, case.arguments(), case.options), case.longest_sum)
+
+
+@pytest.mark.parametrize("case", GRIDS, ids=str)
+def test_a_concurrent_encoder_is_told_the_order(case: Case, mps: str) -> None:
+    """PyTorch's is serial as yet. The simulator asks for a barrier before each dispatch on a concurrent one."""
+    import metal_sim
+
+    with metal_sim.concurrent_encoders():
         got = call(getattr(torch.ops.moe_metal, case.op), case.op, case.arguments(mps), case.options)
     assert_matches(got, expected(case.op, case.arguments(), case.options), case.longest_sum)
 

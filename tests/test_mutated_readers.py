@@ -125,6 +125,7 @@ NARROW4 = suite.NARROW[2]  # groups of 16
 # Parts of the shaders that several change.
 SHIFT = "params.group_shift"
 GROUP = f"column >> {SHIFT}"
+RUN = "whole ? kRun : column < length ? length - column : 0"
 SCALE_ROW = "row / Chunk::scale_rows"
 MUTANTS = {
     # codes
@@ -146,14 +147,13 @@ MUTANTS = {
     "scale_of_the_next_row": Mutant(SCALE_ROW, f"(1 + {SCALE_ROW})", "bounds", *linear(AFFINE[4], 1)),
     "blocks_of_64_rows": Mutant("scale_rows = 128", "scale_rows = 64", "bounds", *experts(FP8, 40)),
     "scales_of_expert_0": Mutant("scale + expert * params.scale.expert", "scale", "values", *experts(MXFP4, 3)),
-    "offset_is_scale": Mutant(
-        "load_number(weights.offset +", "load_number(weights.scale +", "values", *numbers(AFFINE[2])
-    ),
+    "offset_is_scale": Mutant("load_number(row.offset +", "load_number(row.scale +", "values", *numbers(AFFINE[2])),
     # the end of a row, and of the rows
     "row_end_overrun": Mutant("if (8 * n < count * Codes::bits)", "if (true)", "bounds", *numbers(FP8)),
     "row_end_overrun_in_decode": Mutant("wide ? step : length - column", "step", "bounds", *linear(FP8, 1)),
     "row_end_in_wide_loads": Mutant("aligned && count >= columns", "aligned", "values", *padded(1)),
-    "rows_overrun": Mutant("rows.has(j) ? length : 0", "length", "bounds", *linear(AFFINE[4], 33)),
+    "row_end_overrun_in_tiles": Mutant(RUN, "kRun", "bounds", *padded(9)),
+    "rows_overrun": Mutant("min(first + n, params.N - 1)", "first + n", "bounds", *linear(AFFINE[4], 33)),
     "rows_overrun_in_decode": Mutant("min(first + r, params.N - 1)", "first + r", "bounds", *linear(MXFP4, 1)),
 }
 

@@ -60,6 +60,8 @@ SHOWING = {
     "tile64_share": [("experts", {"T": T, "E": 2, "K": 1, "H": 24, "I": 16}) for T in (80, 112, 160, 256)],
     "band": [("experts", {"T": 80, "E": 4, "K": 2, "H": 40, "I": 24}), ("linear", {"T": 300, "N": 37, "H": 24})],
     "gate_tiles": [("gate", {"T": T, "E": 65, "K": 2, "H": 8}) for T in (257, 545, 1025, 1281)],
+    "commit_dispatches": [("experts", {"T": 3, "E": 8, "K": 4, "H": 40, "I": 24})],
+    "commit_threads": [("experts", {"T": 80, "E": 4, "K": 2, "H": 40, "I": 24})],
     "row_threads": [(op, {"T": 2, "K": 2, "H": 2100, "S": 1}) for op in ROW_OPS],
 }
 
@@ -88,9 +90,10 @@ def dispatched(case: Case, numbers: dict) -> list[tuple]:
 
 
 def changed(number: Number, value: int) -> list[Case]:
-    """Of the cases that show it those that this value shows in. A Mac's device records nothing: all."""
-    if not SIMULATED:
-        return showing(number)
+    """Of the cases that show it those that this value shows in. Commits stand beside the dispatches, and a Mac's device
+    records nothing."""
+    if not SIMULATED or number.name.startswith("commit_"):
+        return showing(number) if value != tuning.defaults()[number.name] else []
     return [case for case in showing(number) if dispatched(case, {number.name: value}) != dispatched(case, {})]
 
 

@@ -24,7 +24,7 @@ what `make report` writes (there is an issue form for it). What it would answer 
 [below](#open-questions-for-a-first-mac).
 """
 # What stands in the heading or is explained in words, and so is left out of the list of what else the file says.
-TOLD = {"command", "date", "machine", "system", "notes", "rows", "ops", "tuning", "costs"}
+TOLD = {"command", "date", "machine", "system", "notes", "rows", "ops", "before", "tuning", "costs"}
 
 
 def cells(*values: object) -> str:
@@ -85,8 +85,16 @@ def rows_of_model(rows: dict[str, dict[str, float]]) -> str:
     return table(columns, lines)
 
 
+def with_commits(columns: tuple[str, ...], lines: list[tuple], rows: dict[str, dict]) -> str:
+    """A table with one more column, where commits were counted."""
+    if all("commits" in row for row in rows.values()):
+        columns += ("commits",)
+        lines = [(*line, f"{row['commits']:.2f}") for line, row in zip(lines, rows.values(), strict=True)]
+    return table(columns, lines)
+
+
 def rows_of_dispatches(found: dict) -> str:
-    decoding = table(
+    decoding = with_commits(
         (
             f"one token, {found['layers']} layers",
             "ops",
@@ -99,15 +107,53 @@ def rows_of_dispatches(found: dict) -> str:
             (name, row["ops"], row["ours"], row["dispatches"], row["block_ops"], row["block_dispatches"])
             for name, row in found["rows"].items()
         ],
+        found["rows"],
     )
-    ops = table(
+    ops = with_commits(
         ("op, T = 1", "dispatches", "MB bound", "host us", "times `torch.add`"),
         [
             (name, row["dispatches"], f"{row['mb_bound']:.2f}", f"{row['host_us']:.1f}", f"{row['x_add']:.1f}")
             for name, row in found["ops"].items()
         ],
+        found["ops"],
     )
     return f"{decoding}\n\n{ops}"
+
+
+#: Of a row of costs: what heads a column, and how its figures are written.
+COSTS = {
+    "device_mb_loaded": ("device MB loaded", ",.1f"),
+    "device_mb_stored": ("stored", ",.1f"),
+    "threadgroup_bytes_per_matrix": ("threadgroup bytes per matrix", ",.0f"),
+    "matrices": ("matrices", ",.0f"),
+    "barriers": ("barriers", ",.0f"),
+    "simd_functions": ("simd functions", ",.0f"),
+    "useful_rows": ("useful rows", ".0%"),
+}
+
+
+def rows_of_costs(found: dict, kernels: bool = False) -> str:
+    """Of each call, in parentheses what it was before; beneath it of its kernels, if they are asked for."""
+    before = {key_of_costs(row): row for row in found.get("before", [])}
+    lines = []
+    for row in found["rows"]:
+        key = key_of_costs(row)
+        lines.append((*key, *[""] * kernels, *cost_cells(row, before.get(key, {}))))
+        if kernels:
+            lines += [("", "", "", f"`{kernel['kernel']}`", *cost_cells(kernel, {})) for kernel in row["kernels"]]
+    return table(("model", "weights", "T", *["kernel"] * kernels, *(head for head, _ in COSTS.values())), lines)
+
+
+def key_of_costs(row: dict) -> tuple:
+    return row["model"], row["format"], row["T"]
+
+
+def cost_cells(row: dict, before: dict) -> list[str]:
+    def cell(name: str, form: str) -> str:
+        was = number(before.get(name), form)
+        return number(row.get(name), form) + (f" ({was})" if was else "")
+
+    return [cell(name, form) for name, (_, form) in COSTS.items()]
 
 
 def section(file: Path) -> str:
@@ -116,6 +162,8 @@ def section(file: Path) -> str:
     rows = found["rows"]
     if "ops" in found:
         body = rows_of_dispatches(found)
+    elif "sample" in found:
+        body = rows_of_costs(found)
     else:
         body = rows_of_bench(rows) if isinstance(rows, list) else rows_of_model(rows)
     about = ", ".join(

@@ -4,7 +4,14 @@ that BENCHMARKS.md has in a table; without --json they are easier to read.
 All on the simulated mps device, where kernels are counted. First a token of a model: the ops that reach the device, in
 transformers as it is and in ours. Then each op of ours for one token of a Qwen3-30B-A3B block in bfloat16, and those
 that take packed weights with such: dispatches, the bytes bound to them, and the host's time per call beside torch.add's
-on the same device, where no kernel runs.
+on the same device, where no kernel runs. Commits, by which an op hands to the GPU what has come together, come after so
+many calls, and are averaged over some.
+
+    python tools/dispatch_table.py --costs --model qwen3-30b-a3b --tokens 32,512
+
+prints instead what the kernels of `experts` do, counted by the simulator: bytes, matrix operations, barriers. That is a
+proxy for what they cost a GPU, and no time. Of a dispatch of many threadgroups a sample runs. Takes minutes; --before
+FILE sets an older --json beside it.
 """
 
 import argparse
@@ -26,16 +33,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import metal_sim
 import simulated
-from benchmarks import rows_of_dispatches
+from benchmarks import rows_of_costs, rows_of_dispatches
 from tiny_models import tiny_model, tokens
 from torch_moe_metal import arguments, packing
 from torch_moe_metal.arguments import ARGUMENTS, beside
 from torch_moe_metal.bench import whole_model
-from torch_moe_metal.bench.calls import OPS, Call
+from torch_moe_metal.bench.calls import OPS, Call, Noise
 from torch_moe_metal.bench.measure import machine
 from torch_moe_metal.models import DEFAULT, MODELS
 
 CALLS = 200
+STEPS = 16  # that commits are averaged over
 
 
 # ------------------------------------------------------------------------------------------------ a token of a model
@@ -49,6 +57,14 @@ class Load:
     ours: int  # among them
     dispatches: int  # that ours encode; 0 where nothing counts them
     waits: list[str]  # ops that made the host wait for the device
+    commits: float  # by ours, on average
+
+
+def commits_of(function: Callable[[], object]) -> float:
+    with metal_sim.record() as record:
+        for _ in range(STEPS):
+            function()
+    return record.commits / STEPS
 
 
 def load_of(function: Callable[[], object], simulated: bool) -> Load:
@@ -57,7 +73,8 @@ def load_of(function: Callable[[], object], simulated: bool) -> Load:
         ops: Counter = stack.enter_context(whole_model.calls())
         function()
     ours = sum(n for op, n in ops.items() if op.startswith("moe_metal."))
-    return Load(ops.total(), ours, len(record.dispatches), record.host_syncs)
+    commits = commits_of(function) if simulated else 0.0
+    return Load(ops.total(), ours, len(record.dispatches), record.host_syncs, commits)
 
 
 def qwen3(device: str, layers: int) -> torch.nn.Module:
@@ -86,6 +103,7 @@ def decoding_rows(layers: int) -> dict[str, dict[str, int]]:
             "ops": step.ops,
             "ours": step.ours,
             "dispatches": step.dispatches,
+            "commits": step.commits,
             "block_ops": block.ops,
             "block_dispatches": block.dispatches,
         }
@@ -126,10 +144,21 @@ def empty_arguments(call: Call, format: str, bits: int, group: int) -> dict[str,
     return found
 
 
-def function_of(op: str, T: int = 1, format: str = "dense", bits: int = 4, group: int = 64) -> Callable:
-    call = Call(op, DEFAULT, MODELS[DEFAULT], T)
+def function_of(
+    op: str,
+    T: int = 1,
+    format: str = "dense",
+    bits: int = 4,
+    group: int = 64,
+    model: str = DEFAULT,
+    **given: torch.Tensor,
+) -> Callable:
+    """Arguments that are not given hold nothing."""
+    sizes = MODELS[model]
+    call = Call(op, model, sizes if format == "dense" else sizes.packed, T)
     options = call.options | arguments.options(op, {"format": format, "bits": bits})
-    return partial(getattr(torch.ops.moe_metal, op), **empty_arguments(call, format, bits, group), **options)
+    tensors = empty_arguments(call, format, bits, group) | given
+    return partial(getattr(torch.ops.moe_metal, op), **tensors, **options)
 
 
 def packed_functions() -> dict[str, Callable]:
@@ -155,13 +184,14 @@ def recorded(functions: dict[str, Callable]) -> dict[str, metal_sim.Record]:
 def op_rows() -> dict[str, dict[str, float]]:
     with metal_sim.host_only():
         functions = {op: function_of(op) for op in OPS if op != "block"} | packed_functions()
-        rows = recorded(functions)
+        rows, commits = recorded(functions), {name: commits_of(function) for name, function in functions.items()}
         x = torch.empty(1, 2048, dtype=torch.bfloat16, device="mps")
         times = host_microseconds(functions | {"torch.add": partial(torch.add, x, x)})
     add = times.pop("torch.add")
     return {
         name: {
             "dispatches": len(record.dispatches),
+            "commits": commits[name],
             "mb_bound": sum(d.buffer_bytes for d in record.dispatches) / 1e6,
             "host_us": times[name],
             "x_add": times[name] / add,
@@ -170,16 +200,92 @@ def op_rows() -> dict[str, dict[str, float]]:
     }
 
 
+# ------------------------------------------------------------------------------------------------ what kernels do
+
+#: Models, formats of their weights, and tokens of one call: decoding, then prefill.
+COSTED = {"qwen3-30b-a3b": ("dense",), "mixtral-8x7b": ("dense",), "gpt-oss-20b": ("dense", "mxfp4")}
+TOKENS = (1, 32, 128, 512, 4096)
+#: Threadgroups of a dispatch that run. More than there are experts: what sorts the slots must run whole.
+SAMPLE = 256
+MATRIX = 8 * 8 * 8  # multiply-adds of one matrix multiplication
+
+
+def costs_row(model: str, format: str, T: int, sample: int) -> dict:
+    """What `experts` does with weights that hold nothing: costs depend on the ids alone, which are random."""
+    m = MODELS[model]
+    ids = Noise("cpu", torch.float32).chosen(T, m.E, m.K).to("mps")
+    with metal_sim.host_only():  # so that weights take no memory
+        function = function_of("experts", T, format, group=packing.MXFP4_GROUP, model=model, ids=ids)
+    with metal_sim.record(costs=True, sample=sample) as record:
+        function()
+    needed = T * m.K * 3 * m.H * m.I
+    total = sum((d.costs for d in record.dispatches), metal_sim.Costs())
+    kernels = [{"kernel": d.kernel, "grid": d.grid, **costs_in_words(d.costs)} for d in record.dispatches]
+    useful = needed / (MATRIX * total.matrix_multiplications) if total.matrix_multiplications else None
+    return {
+        "model": model,
+        "format": format,
+        "T": T,
+        "useful_rows": useful,
+        **costs_in_words(total),
+        "kernels": kernels,
+    }
+
+
+def costs_in_words(costs: metal_sim.Costs) -> dict:
+    matrices = costs.matrix_multiplications
+    return {
+        "threadgroups": costs.threadgroups,
+        "threadgroups_run": costs.threadgroups_run,
+        "device_mb_loaded": costs.device_loaded / 1e6,
+        "device_mb_stored": costs.device_stored / 1e6,
+        "constant_mb_loaded": costs.constant_loaded / 1e6,
+        "threadgroup_mb": costs.threadgroup_bytes / 1e6,
+        "threadgroup_bytes_per_matrix": costs.threadgroup_bytes / matrices if matrices else None,
+        "matrices": matrices,
+        "barriers": costs.threadgroup_barriers,
+        "simdgroup_barriers": costs.simdgroup_barriers,
+        "simd_functions": costs.simd_functions,
+    }
+
+
+def costs_rows(models: list[str], tokens: list[int], sample: int) -> list[dict]:
+    rows = []
+    for model in models:
+        for format in COSTED[model]:
+            for T in tokens:
+                start = time.perf_counter()
+                rows.append(costs_row(model, format, T, sample))
+                print(f"{model}, {format}, T = {T}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return rows
+
+
+def costs_found(options: argparse.Namespace) -> dict:
+    rows = costs_rows(options.model or list(COSTED), options.tokens, options.sample)
+    found = {"dtype": "bf16", "sample": options.sample, "rows": rows}
+    return found | ({"before": json.loads(options.before.read_text())["rows"]} if options.before else {})
+
+
+def dispatches_found(options: argparse.Namespace) -> dict:
+    return {"layers": options.layers, "rows": decoding_rows(options.layers), "ops": op_rows()}
+
+
 @torch.no_grad()  # as generate() does
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--layers", type=int, default=4, help="of the model (default: 4)")
+    parser.add_argument("--costs", action="store_true", help="print what the kernels of `experts` do instead")
+    parser.add_argument("--model", action="append", choices=COSTED, help="for --costs; more than once for more")
+    parser.add_argument("--tokens", type=lambda text: [int(T) for T in text.split(",")], default=list(TOKENS))
+    parser.add_argument("--sample", type=int, default=SAMPLE, help="threadgroups of a dispatch that run (--costs)")
+    parser.add_argument("--before", type=Path, help="what --costs --json printed once, to be set beside it")
     options = parser.parse_args()
     simulated.load()
-    about = {"torch": torch.__version__, "device": "simulated mps", "layers": options.layers}
-    found = {**machine(), **about, "rows": decoding_rows(options.layers), "ops": op_rows()}
-    print(json.dumps(found, indent=1) if options.json else rows_of_dispatches(found))
+    about = {**machine(), "torch": torch.__version__, "device": "simulated mps"}
+    found = about | (costs_found(options) if options.costs else dispatches_found(options))
+    show = partial(rows_of_costs, kernels=True) if options.costs else rows_of_dispatches
+    print(json.dumps(found, indent=1) if options.json else show(found))
 
 
 if __name__ == "__main__":

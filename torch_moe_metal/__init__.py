@@ -17,6 +17,7 @@ from . import arguments, nn, reference, tuning
 from .after_import import after_import
 from .fake import fake
 from .packing import quantize
+from .rehearsal import warm_up
 
 if TYPE_CHECKING:  # Editors and type checkers are shown the specification itself: signature, types and docstring.
     from .reference import *  # noqa: F403
@@ -115,5 +116,5 @@ def __dir__() -> list[str]:
 
 
 __all__ = ["MoeMetalConfig", "arguments", "cpu_isa", "max_experts", "nn", "patch", "quantize", "quantize_", "reference"]
-__all__ += ["unpatch"]
+__all__ += ["unpatch", "warm_up"]
 __all__ += reference.__all__

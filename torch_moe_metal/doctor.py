@@ -11,16 +11,17 @@ from torch import Tensor
 from . import __version__, arguments, cpu_isa, packing, reference
 from .bench import measure
 
-DIMS = {"T": 5, "E": 33, "K": 3, "H": 96, "I": 40, "N": 37, "S": 1}  # nothing round: tails are where kernels go wrong
+DIMS = {"E": 33, "K": 3, "H": 96, "I": 40, "N": 37, "S": 1}  # nothing round: tails are where kernels go wrong
+TOKENS = (5, 50)  # as while decoding, and as for a prompt, which has kernels of its own
 
 
 def formats(op: str) -> tuple[str, ...]:
     return ("dense", *packing.FORMATS) if arguments.takes_formats(op) else ("dense",)
 
 
-def sample_arguments(op: str, dtype: torch.dtype, format: str = "dense") -> dict[str, Tensor]:
+def sample_arguments(op: str, dtype: torch.dtype, tokens: int, format: str = "dense") -> dict[str, Tensor]:
     """Small arguments for one op, the same on every device, optional ones included. Its parameters are float32."""
-    dims = DIMS if format == "dense" else DIMS | {"I": 64}
+    dims = DIMS | {"T": tokens} | ({} if format == "dense" else {"I": 64})
     random = torch.Generator().manual_seed(0)
     table = arguments.ARGUMENTS[op]
     shapes = arguments.shapes(op, arguments.optional_arguments(op))
@@ -31,10 +32,10 @@ def sample_arguments(op: str, dtype: torch.dtype, format: str = "dense") -> dict
     return {name: t.to(dtype) if table[name].kind in converted else t for name, t in drawn.items()}
 
 
-def check(op: str, device: str, dtype: torch.dtype, format: str = "dense") -> str | None:
+def check(op: str, device: str, dtype: torch.dtype, tokens: int, format: str = "dense") -> str | None:
     """None when the op agrees with the reference in float64, else what went wrong."""
     try:
-        given = {name: tensor.to(device) for name, tensor in sample_arguments(op, dtype, format).items()}
+        given = {name: tensor.to(device) for name, tensor in sample_arguments(op, dtype, tokens, format).items()}
         exact = {name: t.cpu().double() if t.is_floating_point() else t.cpu() for name, t in given.items()}
         options = arguments.options(op, {"top_k": DIMS["K"], "format": format, "dtype": dtype})
         with torch.no_grad():
@@ -101,10 +102,11 @@ def run() -> int:
         print(f"\n{device}: every op against the float64 reference")
         for op in arguments.ARGUMENTS:
             wrong = {
-                f"{str(dtype).removeprefix('torch.')}{'' if format == 'dense' else f' {format}'}": problem
+                f"{str(dtype).removeprefix('torch.')}{'' if format == 'dense' else f' {format}'}, T = {tokens}": problem
                 for format in formats(op)
+                for tokens in TOKENS
                 for dtype in reference.TOLERANCES
-                if (problem := check(op, device, dtype, format))
+                if (problem := check(op, device, dtype, tokens, format))
             }
             print(f"  {op:28} {'ok' if not wrong else 'FAILED'}", *(f"\n      {d}: {w}" for d, w in wrong.items()))
             failures += bool(wrong)

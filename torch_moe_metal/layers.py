@@ -100,6 +100,9 @@ class Linear(Packed, nn.Linear):
             return linear_with_grad(x, *self.parts("weight"), self.bias, self.format)
         return ops.linear(x, *self.parts("weight"), self.bias, format=self.format)
 
+    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+        self(torch.empty(tokens, self.in_features, dtype=dtype, device="meta"))
+
     def extra_repr(self) -> str:
         bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, format={self.format}"
@@ -176,6 +179,9 @@ class Embedding(Packed):
         options = {"format": self.format, "bits": bits, "dtype": self.of_dtype.dtype}
         output = ops.dequantize(data[rows], scale, offset, **options).view(*ids.shape, self.embedding_dim)
         return output if self.multiplier == 1 else output * self.multiplier
+
+    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+        self(torch.empty(tokens, dtype=torch.int64, device="meta"))
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"

@@ -13,6 +13,7 @@ from .arguments import beside
 from .grad import wants_grad
 from .layers import Embedding, Linear, Packed, slots_with_grad
 from .packing import quantize
+from .rehearsal import warm_up_unasked
 
 __all__ = ["Embedding", "Linear", "MoE"]
 
@@ -146,6 +147,12 @@ class MoE(Packed):
             self.hold(name, dict(zip((name, *beside(name)), parts, strict=True)))
             self._arguments[1] |= dict.fromkeys((name, *beside(name)))
         self._arguments[1] |= {"format": format, "transposed": False}
+        warm_up_unasked(self)
+        return self
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        warm_up_unasked(self)
         return self
 
     def _take(self, router: dict, experts: dict, shared: nn.Module | None, shared_gate: nn.Module | None) -> None:
@@ -162,6 +169,10 @@ class MoE(Packed):
             {name: None if isinstance(value, Tensor) else value for name, value in part.items()}
             for part in (router, experts)
         ]
+        warm_up_unasked(self)
+
+    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+        self(torch.empty(tokens, self.router_weight.shape[1], dtype=dtype, device="meta"))
 
     def _router_and_experts(self) -> list[dict]:
         """The arguments of `gate` and of `experts`, with the tensors as they are now."""

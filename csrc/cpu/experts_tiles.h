@@ -78,16 +78,16 @@ class WeightStrips {
   // use(group, c0, c1) for each group of tokens: its products with the two strips.
   template <class Use>
   void multiply(const at::BFloat16* tokens, int64_t size, int64_t groups, Use&& use) {
-    const bool at_once = packed() && tiles_available() && groups <= kGroups;
+    const bool ahead = packed() && tiles_available();
     for (int w = 0; w < 2 && packed(); ++w) {
-      if (at_once)
+      if (ahead)
         unpack_and_multiply(w, tokens, size, groups);
       else
         rows_[w]->pack(step_, counts_[w], 0, weight_.columns, strips_.panel(w));
     }
     for (int64_t g = 0; g < groups; g += kGroups) {
       const int64_t count = std::min(kGroups, groups - g);
-      if (!at_once) products_.multiply(strips_, tokens + g * size, size, count);
+      if (g > 0 || !ahead) products_.multiply(strips_, tokens + g * size, size, count);
       for (int64_t i = 0; i < count; ++i) use(g + i, products_.c[0][i], products_.c[1][i]);
     }
   }
@@ -95,21 +95,23 @@ class WeightStrips {
  private:
   bool packed() const { return weight_.format != Format::dense; }
 
-  // Some columns are unpacked while AMX multiplies those before them, and never leave the first cache: whole rows of 32
-  // numbers of 4 bits take 4.5 ns to unpack on a Sapphire Rapids, and 2.3 so.
+  // Some columns are unpacked while AMX multiplies those before them with the first groups of tokens: whole rows of 32
+  // numbers of 4 bits take 4.5 ns to unpack on a Sapphire Rapids, and 2.3 so. What no other group needs never leaves
+  // the first cache.
   void unpack_and_multiply(int w, const at::BFloat16* tokens, int64_t size, int64_t groups) {
-    constexpr int64_t kAtOnce = 2, kRing = 2 * kAtOnce;  // blocks
-    at::BFloat16* ring = strips_.panel(w);
+    constexpr int64_t kAtOnce = 2;  // blocks
+    const int64_t ring = groups > kGroups ? ~int64_t{0} : 2 * kAtOnce - 1;
+    at::BFloat16* panel = strips_.panel(w);
     const auto unpack = [&](int64_t block) {
       const int64_t first = block * kDepth, columns = std::min(kAtOnce * kDepth, weight_.columns - first);
-      if (columns > 0) rows_[w]->pack(step_, counts_[w], first, columns, ring + block % kRing * kTileSize);
+      if (columns > 0) rows_[w]->pack(step_, counts_[w], first, columns, panel + (block & ring) * kTileSize);
     };
     const auto ahead = [&](int64_t block) {
       if (block % kAtOnce == 0) unpack(block + kAtOnce);
     };
     unpack(0);
-    kMultiply<decltype(ahead)>[groups - 1]({ring, kDepth, kTileSize, kRing - 1}, tokens, size, strips_.blocks(),
-                                           products_.c[w], false, ahead);
+    kMultiply<decltype(ahead)>[std::min(groups, kGroups) - 1]({panel, kDepth, kTileSize, ring}, tokens, size,
+                                                              strips_.blocks(), products_.c[w], false, ahead);
   }
 
   const Weight& weight_;

@@ -253,25 +253,42 @@ void product_by_groups(const Packed<Read>& weight, const Tokens& tokens) {
 }
 
 #ifdef MOE_METAL_AMX
-// Numbers with one scale and offset, rounded to bfloat16, 32 at a time.
+// Numbers with one scale and offset, rounded to bfloat16, 32 at a time. Those of 4 bits, and e4m3, are looked up.
 template <class Read>
 class Rounded {
  public:
-  [[MOE_METAL_BF16, gnu::always_inline]] inline Rounded(const Read& read, float scale, float offset)
-      : read_(read), scale_(scale), offset_(offset) {
+  [[MOE_METAL_BF16, gnu::always_inline]] explicit inline Rounded(const Read& read) : read_(read) {}
+
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void set(float scale, float offset) {
+    if constexpr (std::is_same_v<Read, Fp8>) {
+      const int64_t bits = std::bit_cast<uint32_t>(scale);
+      if (bits == last_) return;  // one for 128 rows
+      last_ = bits;
+    }
+    scale_ = scale, offset_ = offset;
     if constexpr (Read::kBits == 4) {
       const auto values = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(scaled(read_.codes.few())));
-      values_ = _mm512_inserti64x4(_mm512_castsi256_si512(values), values, 1);
+      values_[0] = _mm512_inserti64x4(_mm512_castsi256_si512(values), values, 1);
+    }
+    if constexpr (std::is_same_v<Read, Fp8>) {
+      for (int i = 0; i < 4; ++i) values_[i] = computed(kMagnitudes.data() + i * kDepth);
     }
   }
 
-  // The 16 values of 4 bits are looked up by 5 bits, of which the last is the next number's.
   [[MOE_METAL_BF16, gnu::always_inline]] inline __m512i operator()(const uint8_t* from) const {
-    if constexpr (Read::kBits == 4) {
+    if constexpr (Read::kBits == 4) {  // by 5 bits, of which the last is the next number's
       const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-      return _mm512_permutexvar_epi16(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)), values_);
+      return _mm512_permutexvar_epi16(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)), values_[0]);
+    } else if constexpr (std::is_same_v<Read, Fp8>) {  // two tables of 64 magnitudes, and the sign
+      const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+      const __m512i low = _mm512_permutex2var_epi16(values_[0], codes, values_[1]);
+      const __m512i high = _mm512_permutex2var_epi16(values_[2], codes, values_[3]);
+      const __m512i value = _mm512_mask_mov_epi16(low, _mm512_test_epi16_mask(codes, _mm512_set1_epi16(64)), high);
+      // value ^ sign: the bits of (codes << 8) & 0x8000
+      return _mm512_ternarylogic_epi32(value, _mm512_slli_epi16(codes, 8),
+                                       _mm512_set1_epi16(static_cast<int16_t>(0x8000)), 0x78);
     } else {
-      return both(scaled(read_(from, 0, Whole())), scaled(read_(from, kLanes, Whole())));
+      return computed(from);
     }
   }
   [[MOE_METAL_BF16, gnu::always_inline]] static inline __m512i both(const Vec& low, const Vec& high) {
@@ -279,14 +296,23 @@ class Rounded {
   }
 
  private:
+  [[MOE_METAL_BF16, gnu::always_inline]] inline __m512i computed(const uint8_t* from) const {
+    return both(scaled(read_(from, 0, Whole())), scaled(read_(from, kLanes, Whole())));
+  }
   [[gnu::always_inline]] Vec scaled(const Vec& codes) const {
     if constexpr (Read::kOffset) return at::vec::fmadd(codes, scale_, offset_);
     return codes * scale_;
   }
+  static constexpr auto kMagnitudes = [] {
+    std::array<uint8_t, 128> all{};
+    for (int i = 0; i < 128; ++i) all[i] = static_cast<uint8_t>(i);
+    return all;
+  }();
 
   const Read& read_;
   Vec scale_, offset_;
-  __m512i values_;
+  int64_t last_ = -1;  // the bits of the last scale
+  __m512i values_[4];
 };
 #endif
 
@@ -341,26 +367,31 @@ class PackedRows final : public WeightRows {
     const Packed<Read> all = packed_;  // its own, which no store below can change
     const int64_t group = int64_t{1} << all.shift, end = first + columns;
     const int64_t grouped = group < kDepth ? first : first + columns / kDepth * kDepth;
-    for (int64_t r = 0; r < kTile; ++r, to += kDepth) {
-      at::BFloat16* place = to;
-      if (r >= count) {
-        for (int64_t c = first; c < end; c += kDepth, place += kTileSize) std::fill_n(place, kDepth, at::BFloat16(0));
-        continue;
-      }
-      const auto row = all.some(r * step);
-      const uint8_t *from = row.data + all.bytes(first), *next = from + kTile * step * all.row;  // of the next strip
-      int64_t c = first;
-      for (int64_t g = first >> all.shift; c < grouped; ++g) {
-        const Rounded<Read> rounded(all.read, row.scales[g], Read::kOffset ? row.offsets[g] : 0);
-        for (const int64_t last = std::min(c + group, grouped); c < last; c += kDepth, place += kTileSize) {
-          __builtin_prefetch(next, 0, 2);
-          _mm512_storeu_si512(place, rounded(from));
-          from += all.bytes(kDepth), next += all.bytes(kDepth);
+    Rounded<Read> rounded(all.read);
+    for (int64_t begin = first; begin < end;) {
+      const bool whole = begin < grouped;
+      const int64_t g = begin >> all.shift, last = whole ? std::min((g + 1) * group, grouped) : end;
+      for (int64_t r = 0; r < kTile; ++r) {
+        at::BFloat16* place = to + (begin - first) / kDepth * kTileSize + r * kDepth;
+        if (r >= count) {
+          for (int64_t c = begin; c < last; c += kDepth, place += kTileSize)
+            std::fill_n(place, kDepth, at::BFloat16(0));
+          continue;
+        }
+        const auto row = all.some(r * step);
+        const uint8_t *from = row.data + all.bytes(begin), *next = from + kTile * step * all.row;  // of the next strip
+        if (whole) rounded.set(row.scales[g], Read::kOffset ? row.offsets[g] : 0);
+        for (int64_t c = begin; c < last; c += kDepth, place += kTileSize) {
+          if (whole) {
+            __builtin_prefetch(next, 0, 2);
+            _mm512_storeu_si512(place, rounded(from));
+            from += all.bytes(kDepth), next += all.bytes(kDepth);
+          } else {
+            _mm512_storeu_si512(place, Rounded<Read>::both(row.load_part(0, c), row.load_part(0, c + kLanes)));
+          }
         }
       }
-      for (; c < end; c += kDepth, place += kTileSize) {
-        _mm512_storeu_si512(place, Rounded<Read>::both(row.load_part(0, c), row.load_part(0, c + kLanes)));
-      }
+      begin = last;
     }
   }
 #endif

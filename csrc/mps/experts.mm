@@ -36,15 +36,15 @@ ExpertsParams experts_params(const Experts& call) {
 
 // ---------------------------------------------------------------------------------------------- decode
 
-// In the order of WeightLayout.
-FormatKernels decode_gate_up[] = {{"experts_decode", "experts_gate_up_rows_wide", 32 * kChunkSimdgroups},
-                                  {"experts_decode", "experts_gate_up_rows", 32 * kChunkSimdgroups},
-                                  {"experts_decode", "experts_gate_up_columns_wide", 32 * kMaxSplit},
-                                  {"experts_decode", "experts_gate_up_columns", 32 * kMaxSplit}};
-FormatKernels decode_down[] = {{"experts_decode", "experts_down_rows_wide", 32 * kChunkSimdgroups},
-                               {"experts_decode", "experts_down_rows", 32 * kChunkSimdgroups},
-                               {"experts_decode", "experts_down_columns_wide", 32 * kMaxSplit},
-                               {"experts_decode", "experts_down_columns", 32 * kMaxSplit}};
+// In the order of WeightLayout, which numbers the parts of their file.
+FormatKernels decode_gate_up[] = {{"experts_decode", "experts_gate_up_rows_wide", 32 * kChunkSimdgroups, 0},
+                                  {"experts_decode", "experts_gate_up_rows", 32 * kChunkSimdgroups, 1},
+                                  {"experts_decode", "experts_gate_up_columns_wide", 32 * kMaxSplit, 2},
+                                  {"experts_decode", "experts_gate_up_columns", 32 * kMaxSplit, 3}};
+FormatKernels decode_down[] = {{"experts_decode", "experts_down_rows_wide", 32 * kChunkSimdgroups, 0},
+                               {"experts_decode", "experts_down_rows", 32 * kChunkSimdgroups, 1},
+                               {"experts_decode", "experts_down_columns_wide", 32 * kMaxSplit, 2},
+                               {"experts_decode", "experts_down_columns", 32 * kMaxSplit, 3}};
 
 struct Product {
   Kernel& kernel;
@@ -82,19 +82,19 @@ void decode(const Experts& call, ExpertsParams params) {
 // ---------------------------------------------------------------------------------------------- prefill
 
 Kernel sort_kernel{"experts_slots", "experts_sort", -1, &kWeightFormats[0], 1024};
-// By tile_size.
-FormatKernels gate_up_tiles[] = {{"experts_prefill", "experts_gate_up_tiles16", kTileThreads},
-                                 {"experts_prefill", "experts_gate_up_tiles32", kTileThreads},
-                                 {"experts_prefill", "experts_gate_up_tiles64", kTileThreads}};
-FormatKernels gate_up_tiles_wide[] = {{"experts_prefill", "experts_gate_up_tiles16_wide", kTileThreads},
-                                      {"experts_prefill", "experts_gate_up_tiles32_wide", kTileThreads},
-                                      {"experts_prefill", "experts_gate_up_tiles64_wide", kTileThreads}};
-FormatKernels down_tiles[] = {{"experts_prefill", "experts_down_tiles16", kTileThreads},
-                              {"experts_prefill", "experts_down_tiles32", kTileThreads},
-                              {"experts_prefill", "experts_down_tiles64", kTileThreads}};
-FormatKernels down_tiles_wide[] = {{"experts_prefill", "experts_down_tiles16_wide", kTileThreads},
-                                   {"experts_prefill", "experts_down_tiles32_wide", kTileThreads},
-                                   {"experts_prefill", "experts_down_tiles64_wide", kTileThreads}};
+// By tile_size; the parts of their file are numbered so, and go on with the wide ones.
+FormatKernels gate_up_tiles[] = {{"experts_prefill", "experts_gate_up_tiles16", kTileThreads, 0},
+                                 {"experts_prefill", "experts_gate_up_tiles32", kTileThreads, 1},
+                                 {"experts_prefill", "experts_gate_up_tiles64", kTileThreads, 2}};
+FormatKernels gate_up_tiles_wide[] = {{"experts_prefill", "experts_gate_up_tiles16_wide", kTileThreads, 3},
+                                      {"experts_prefill", "experts_gate_up_tiles32_wide", kTileThreads, 4},
+                                      {"experts_prefill", "experts_gate_up_tiles64_wide", kTileThreads, 5}};
+FormatKernels down_tiles[] = {{"experts_prefill", "experts_down_tiles16", kTileThreads, 0},
+                              {"experts_prefill", "experts_down_tiles32", kTileThreads, 1},
+                              {"experts_prefill", "experts_down_tiles64", kTileThreads, 2}};
+FormatKernels down_tiles_wide[] = {{"experts_prefill", "experts_down_tiles16_wide", kTileThreads, 3},
+                                   {"experts_prefill", "experts_down_tiles32_wide", kTileThreads, 4},
+                                   {"experts_prefill", "experts_down_tiles64_wide", kTileThreads, 5}};
 Kernels combine_kernels("experts_slots", "experts_combine", 256);
 
 // Memory beyond the inputs: 4 * T * K * (H + I + 1) bytes, for bfloat 4 * T * K * (H + I / 2 + 1), and the list of

@@ -9,9 +9,9 @@ namespace moe_metal {
 namespace {
 
 Kernels gate_kernels("gate");
-Kernels one_token_kernels("gate", "gate_logits_1", kGateSimdgroups* kSimdgroup);
-Kernels four_token_kernels("gate", "gate_logits_4", kGateSimdgroups* kSimdgroup);
-Kernels tile_kernels("gate", "gate_tile", kGateTileThreads);
+Kernels one_token_kernels("gate", "gate_logits_1", kGateSimdgroups* kSimdgroup, 1);
+Kernels four_token_kernels("gate", "gate_logits_4", kGateSimdgroups* kSimdgroup, 2);
+Kernels tile_kernels("gate", "gate_tile", kGateTileThreads, 3);
 
 // One threadgroup, so one GPU core, reads the whole router. Up to 128 KB it does so in about the time that a second
 // dispatch would cost: an estimate from published figures, not measured. Every token reads the router again.

@@ -33,13 +33,15 @@ inline constexpr WeightFormat kWeightFormats[] = {
     {"affine8", Format::affine, 8}, {"mxfp4", Format::mxfp4, 4},    {"fp8", Format::fp8, 8}};
 
 // One kernel function. Its pipeline is compiled at its first launch, and kept for good; so is its library, which is the
-// shader file for one dtype of the activations and one format of weights.
+// shader file, or the part of it that holds the kernel, for one dtype of the activations and one format of weights, and
+// so is an error of either.
 struct Kernel {
   const char* shader;    // shaders/<shader>.metal
   const char* function;  // the part of its host_name before the dtypes
   int dtypes = -1;       // index into the names of dtypes in launch.mm; -1: the kernel has no dtype
   const WeightFormat* format = &kWeightFormats[0];
   int max_threads = 0;  // per threadgroup; fewer leave each thread more registers
+  int part = 0;         // of its file, as `in_part` there says
   std::atomic<const Pipeline*> pipeline = nullptr;
 };
 
@@ -47,7 +49,7 @@ struct Kernel {
 // A lookup is an index: nothing is built, compared or allocated per call.
 class Kernels {
  public:
-  Kernels(const char* shader, const char* function, int max_threads = 1024,
+  Kernels(const char* shader, const char* function, int max_threads = 1024, int part = 0,
           const WeightFormat& format = kWeightFormats[0]) {
     for (int i = 0; i < kCount; ++i) {
       kernels_[i].format = &format;
@@ -55,6 +57,7 @@ class Kernels {
       kernels_[i].function = function;
       kernels_[i].dtypes = i;
       kernels_[i].max_threads = max_threads;
+      kernels_[i].part = part;
     }
   }
   explicit Kernels(const char* shader, int max_threads = 1024) : Kernels(shader, shader, max_threads) {}
@@ -73,8 +76,8 @@ class Kernels {
 // The same for each format of weights.
 class FormatKernels {
  public:
-  FormatKernels(const char* shader, const char* function, int max_threads = 1024)
-      : FormatKernels(shader, function, max_threads, std::make_index_sequence<std::size(kWeightFormats)>()) {}
+  FormatKernels(const char* shader, const char* function, int max_threads = 1024, int part = 0)
+      : FormatKernels(shader, function, max_threads, part, std::make_index_sequence<std::size(kWeightFormats)>()) {}
 
   Kernel& operator()(at::ScalarType dtype, Format format, int64_t bits) {
     size_t i = 0;
@@ -84,8 +87,8 @@ class FormatKernels {
 
  private:
   template <size_t... i>
-  FormatKernels(const char* shader, const char* function, int max_threads, std::index_sequence<i...>)
-      : kernels_{Kernels(shader, function, max_threads, kWeightFormats[i])...} {}
+  FormatKernels(const char* shader, const char* function, int max_threads, int part, std::index_sequence<i...>)
+      : kernels_{Kernels(shader, function, max_threads, part, kWeightFormats[i])...} {}
   Kernels kernels_[std::size(kWeightFormats)];
 };
 
@@ -123,7 +126,9 @@ struct Dispatch {
 };
 
 // Encodes the dispatches, each of which sees the results of those before it. Those with an empty grid are left out.
-// Nothing may be allocated or computed by at:: ops meanwhile, so all arguments are ready before the call.
+// Nothing may be allocated or computed by at:: ops meanwhile, so all arguments are ready before the call. The GPU is
+// given what has come together from time to time. Of tensors on the meta device the kernels are compiled, and nothing
+// is encoded: a rehearsal, by which Python compiles in advance (rehearsal.py).
 void launch(std::initializer_list<Dispatch> dispatches);
 
 template <class... Arguments>

@@ -3,11 +3,14 @@
 
 #include <ATen/mps/MPSStream.h>
 
+#include <condition_variable>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <string>
 #include <tuple>
 
+#include "mps/tuning.h"
 #include "shader_texts.h"
 
 // The versions below are asked for at run time, since one build runs on all of them.
@@ -52,14 +55,15 @@ MTLLanguageVersion language_version() {
 // The dtype of a kernel's activations, as common.h numbers them; -1: it has none.
 int activation_dtype(const Kernel& kernel) { return kernel.dtypes < 3 ? kernel.dtypes : (kernel.dtypes - 3) / 3; }
 
-// What makes a shader file the library of one dtype and one format.
+// What makes a shader file the library of one part, one dtype and one format.
 NSDictionary* library_macros(const Kernel& kernel) {
-  const int values[] = {activation_dtype(kernel), static_cast<int>(kernel.format->format), kernel.format->bits};
-  NSString* names[] = {@"MOE_METAL_DTYPE", @"MOE_METAL_FORMAT", @"MOE_METAL_BITS"};
-  NSNumber* numbers[3];
-  for (int i = 0; i < 3; ++i) numbers[i] = [NSNumber numberWithInt:values[i]];
+  const int values[] = {activation_dtype(kernel), static_cast<int>(kernel.format->format), kernel.format->bits,
+                        kernel.part};
+  NSString* names[] = {@"MOE_METAL_DTYPE", @"MOE_METAL_FORMAT", @"MOE_METAL_BITS", @"MOE_METAL_PART"};
+  NSNumber* numbers[4];
+  for (int i = 0; i < 4; ++i) numbers[i] = [NSNumber numberWithInt:values[i]];
   const int none = values[0] < 0 ? 1 : 0;  // a kernel without a dtype is beside those of all
-  return [NSDictionary dictionaryWithObjects:numbers + none forKeys:names + none count:3 - none];
+  return [NSDictionary dictionaryWithObjects:numbers + none forKeys:names + none count:4 - none];
 }
 
 // Safe maths: infinities and NaN are values that these ops define.
@@ -131,21 +135,60 @@ id<MTLComputePipelineState> compile_pipeline(id<MTLDevice> device, id<MTLLibrary
   return state;
 }
 
-// Slow path, once per kernel. Another thread may have been first.
+// What is made once for each key, by the first thread that asks for it. Others that want the same wait for that one,
+// and nobody for other keys: Metal compiles side by side. An error is kept, and told to everybody who asks.
+template <class Key, class Value>
+class MadeOnce {
+ public:
+  template <class Make>
+  Value get(const Key& key, const Make& make) {
+    std::unique_lock lock(mutex_);
+    const auto [found, is_first] = made_.try_emplace(key);
+    Made& made = found->second;  // a map's elements stay where they are
+    if (is_first) {
+      lock.unlock();
+      Made result = {.is_ready = true};
+      @autoreleasepool {
+        try {
+          result.value = make();
+        } catch (...) {  // inside of the pool, which an exception would leave behind
+          result.error = std::current_exception();
+        }
+      }
+      lock.lock();
+      made = result;
+      ready_.notify_all();
+    }
+    ready_.wait(lock, [&made] { return made.is_ready; });
+    if (made.error) std::rethrow_exception(made.error);
+    return made.value;
+  }
+
+ private:
+  struct Made {
+    bool is_ready = false;
+    Value value = {};
+    std::exception_ptr error = nullptr;
+  };
+  std::mutex mutex_;
+  std::condition_variable ready_;
+  std::map<Key, Made> made_;
+};
+
+// Slow path, once per kernel. It runs off the stream's queue and needs nothing of Python: PyTorch gives the GIL back
+// before it calls an op.
 const Pipeline* compile(id<MTLDevice> device, Kernel& kernel) {
-  static auto& mutex = *new std::mutex;
-  using Library = std::tuple<std::string, int, const WeightFormat*>;
-  static auto& libraries = *new std::map<Library, id<MTLLibrary>>;
-  std::lock_guard lock(mutex);
-  if (const Pipeline* ready = kernel.pipeline.load()) return ready;
-  @autoreleasepool {
-    id<MTLLibrary>& library = libraries[{kernel.shader, activation_dtype(kernel), kernel.format}];
-    if (!library) library = compile_library(device, kernel);
+  using Library = std::tuple<std::string, int, int, const WeightFormat*>;
+  static auto& libraries = *new MadeOnce<Library, id<MTLLibrary>>;
+  static auto& pipelines = *new MadeOnce<const Kernel*, const Pipeline*>;
+  return pipelines.get(&kernel, [&] {
+    const Library key = {kernel.shader, kernel.part, activation_dtype(kernel), kernel.format};
+    id<MTLLibrary> library = libraries.get(key, [&] { return compile_library(device, kernel); });
     const std::string name = host_name(kernel);
     const auto* pipeline = new Pipeline{compile_pipeline(device, library, kernel, name), [text(name) retain]};
     kernel.pipeline.store(pipeline, std::memory_order_release);
     return pipeline;
-  }
+  });
 }
 
 const Pipeline* pipeline_of(at::mps::MPSStream* stream, Kernel& kernel) {
@@ -188,29 +231,62 @@ void encode(id<MTLComputeCommandEncoder> encoder, const Pipeline* pipeline, cons
   [encoder popDebugGroup];
 }
 
+// ---------------------------------------------------------------------------------------------- commits
+
+// PyTorch leaves what is encoded where it is until somebody waits for a result. The GPU would idle meanwhile, and macOS
+// kills a command buffer that keeps the GPU for seconds (kIOGPUCommandBufferCallbackErrorImpactingInteractivity), whose
+// results are then missing without a word. So work is handed over in time; nobody waits for it.
+//
+// tuning.h says how much work.
+struct Work {
+  int64_t dispatches = 0, threads = 0;
+};
+
+// Of a stream, since it was last committed here. What it refers to is used on that stream's own queue alone.
+Work& work_since_commit(const at::mps::MPSStream* stream) {
+  static auto& mutex = *new std::mutex;
+  static auto& of_streams = *new std::map<const at::mps::MPSStream*, Work>;
+  std::lock_guard lock(mutex);
+  return of_streams[stream];
+}
+
+// On the stream's queue. It ends the stream's encoder and leaves PyTorch's command buffer in place with new content;
+// where PyTorch's profiler forbids that, a new one takes its place, as after each of PyTorch's own graphs.
+void commit_in_time(at::mps::MPSStream* stream, const Grid& encoded) {
+  Work& work = work_since_commit(stream);
+  ++work.dispatches;
+  work.threads += encoded.x * encoded.y * encoded.threads;
+  if (work.dispatches < tuning().commit_dispatches && work.threads < tuning().commit_threads) return;
+  stream->synchronize(at::mps::SyncType::COMMIT);
+  work = {};
+}
+
 }  // namespace
 
 void launch(std::initializer_list<Dispatch> dispatches) {
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  const bool is_rehearsal = dispatches.begin()->arguments[0].tensor->is_meta();
   bool any = false;
   for (const Dispatch& dispatch : dispatches) {
     if (dispatch.grid.empty()) continue;
-    check_tensors(dispatch);
+    if (!is_rehearsal) check_tensors(dispatch);
     pipeline_of(stream, dispatch.kernel);
     any = true;
   }
-  if (!any) return;
+  if (!any || is_rehearsal) return;
   // A block copies what it captures: it gets a pointer.
   const auto* all = &dispatches;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
     @autoreleasepool {
-      id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();
       for (const Dispatch& dispatch : *all) {
-        // PyTorch's encoder is serial, so dispatches are ordered; a concurrent one would need to be told.
-        if (&dispatch != all->begin() && [encoder dispatchType] == MTLDispatchTypeConcurrent) {
+        if (dispatch.grid.empty()) continue;
+        id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();  // a commit has ended the one before
+        // PyTorch's encoder is serial, so dispatches are ordered, also behind PyTorch's own; a concurrent one would
+        // need to be told.
+        if ([encoder dispatchType] == MTLDispatchTypeConcurrent)
           [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
-        }
-        if (!dispatch.grid.empty()) encode(encoder, dispatch.kernel.pipeline.load(), dispatch);
+        encode(encoder, dispatch.kernel.pipeline.load(), dispatch);
+        commit_in_time(stream, dispatch.grid);
       }
     }
   });

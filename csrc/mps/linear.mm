@@ -5,15 +5,15 @@
 namespace moe_metal {
 namespace {
 
-FormatKernels wide_rows_kernels("linear", "linear_rows_wide", 32 * kChunkSimdgroups);
-FormatKernels rows_kernels("linear", "linear_rows", 32 * kChunkSimdgroups);
-// By tile_size.
-FormatKernels tile_kernels[] = {{"linear", "linear_tiles16", kTileThreads},
-                                {"linear", "linear_tiles32", kTileThreads},
-                                {"linear", "linear_tiles64", kTileThreads}};
-FormatKernels wide_tile_kernels[] = {{"linear", "linear_tiles16_wide", kTileThreads},
-                                     {"linear", "linear_tiles32_wide", kTileThreads},
-                                     {"linear", "linear_tiles64_wide", kTileThreads}};
+FormatKernels wide_rows_kernels("linear", "linear_rows_wide", 32 * kChunkSimdgroups, 7);
+FormatKernels rows_kernels("linear", "linear_rows", 32 * kChunkSimdgroups, 6);
+// By tile_size; the parts of their file are numbered so, and go on with the wide ones and those above.
+FormatKernels tile_kernels[] = {{"linear", "linear_tiles16", kTileThreads, 0},
+                                {"linear", "linear_tiles32", kTileThreads, 1},
+                                {"linear", "linear_tiles64", kTileThreads, 2}};
+FormatKernels wide_tile_kernels[] = {{"linear", "linear_tiles16_wide", kTileThreads, 3},
+                                     {"linear", "linear_tiles32_wide", kTileThreads, 4},
+                                     {"linear", "linear_tiles64_wide", kTileThreads, 5}};
 
 void run(const Linear& call) {
   const at::ScalarType dtype = call.x.scalar_type();

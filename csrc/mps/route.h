@@ -11,9 +11,9 @@ namespace moe_metal {
 // By the logits that each lane holds: 1, 2, 4, ... 32.
 constexpr int kRouteTokens = 4;  // of a threadgroup, one simdgroup each
 constexpr int kRouteThreads = kRouteTokens * kSimdgroup;
-inline Kernels route_kernels[] = {{"route", "route_1", kRouteThreads},  {"route", "route_2", kRouteThreads},
-                                  {"route", "route_4", kRouteThreads},  {"route", "route_8", kRouteThreads},
-                                  {"route", "route_16", kRouteThreads}, {"route", "route_32", kRouteThreads}};
+inline Kernels route_kernels[] = {{"route", "route_1", kRouteThreads, 0},  {"route", "route_2", kRouteThreads, 1},
+                                  {"route", "route_4", kRouteThreads, 2},  {"route", "route_8", kRouteThreads, 3},
+                                  {"route", "route_16", kRouteThreads, 4}, {"route", "route_32", kRouteThreads, 5}};
 
 static_assert(kSimdgroup << (std::size(route_kernels) - 1) == kMaxExperts);
 

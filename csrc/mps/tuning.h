@@ -31,6 +31,14 @@ struct Tuning {
   int64_t gate_tiles = 80;
   // Norms: threads for a row where there are few rows. 1024 leave each about 52 registers on M1 and M2.
   int64_t row_threads = 512;
+  // Our dispatches since the last commit that bring the next one about. MLX commits every 40 to 50 operations. Of a
+  // decoder layer's some 15 ours are 4 or 5, so 16 of ours stand for about as many. They read the chosen experts of 3
+  // or 4 layers, 1 ms by estimate, and a commit costs some 10 us.
+  int64_t commit_dispatches = 16;
+  // Their threads that do so, too. 2^20 of a prefill (Qwen3-30B-A3B's experts for 512 tokens have nearly as many) are 5
+  // to 20 ms of work by estimate, and so a fiftieth of what macOS bears. The same number of threads that only add rows
+  // take 0.1 ms, of which a commit is still a small part. Decode has 2^18 in a layer.
+  int64_t commit_threads = 1 << 20;
 };
 
 // What holds for now. Set from Python; the old numbers stay in memory for those who read them.

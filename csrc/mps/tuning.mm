@@ -33,6 +33,8 @@ constexpr Number kNumbers[] = {
     {"band", &Tuning::band, 1, 64},
     {"gate_tiles", &Tuning::gate_tiles, 0, kMost},
     {"row_threads", &Tuning::row_threads, kSimdgroup, 1024, Number::whole_simdgroups},
+    {"commit_dispatches", &Tuning::commit_dispatches, 1, kMost},
+    {"commit_threads", &Tuning::commit_threads, 1, kMost},
 };
 static_assert(sizeof(Tuning) == std::size(kNumbers) * sizeof(int64_t), "every number has a name");
 

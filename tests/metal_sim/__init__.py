@@ -17,9 +17,10 @@ from pathlib import Path
 os.environ.setdefault("METAL_SIM_HOME", str(Path(__file__).resolve().parent / "engine"))
 
 DEVICE = (
-    *("Compiled", "Dispatch", "Project", "Record"),
+    *("Compiled", "Costs", "Dispatch", "Project", "Record"),
     *(
         "compiled",
+        "concurrent_encoders",
         "host_only",
         "last_threadgroups",
         "live_objects",

@@ -57,6 +57,7 @@ def random_model(name: str, layers: int, device: str) -> nn.Module:
 def variants(model: nn.Module, device: str) -> dict[str, Callable[[], nn.Module]]:
     """What gives the model for each measurement, by name. Stock is the default of `generate`: grouped_mm, and outside
     of the CPU batched_mm for decoding."""
+    from ..rehearsal import wait_for_all
     from ..transformers import patch, unpatch
 
     def choose(implementation: str) -> nn.Module:
@@ -66,6 +67,7 @@ def variants(model: nn.Module, device: str) -> dict[str, Callable[[], nn.Module]
 
     def patched() -> nn.Module:
         patch(model)
+        wait_for_all()  # so that nothing compiles beside what is measured
         return model
 
     stock = {"stock": lambda: choose("grouped_mm")}
@@ -76,6 +78,7 @@ def variants(model: nn.Module, device: str) -> dict[str, Callable[[], nn.Module]
 
 def packed_variants(model: nn.Module, formats: list[str]) -> dict[str, Callable[[], nn.Module]]:
     """The same for copies in these formats, which share what stays dense."""
+    from ..rehearsal import wait_for_all
     from ..transformers import patch, quantize_
 
     made = {}
@@ -86,6 +89,7 @@ def packed_variants(model: nn.Module, formats: list[str]) -> dict[str, Callable[
             quantize_(packed, packing.bits, packing.group, packing.format, skip)
             patch(packed)
             made[told] = lambda packed=packed: packed
+    wait_for_all()
     return made
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..arguments import DTYPES
 from ..grad import wants_grad
-from .experts import DEVICES, NAME, dtype_for, expert_arguments, member, why_not_fused
+from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, why_not_fused
 from .families import BLOCKS, GEMMA4_LAYERS, PRE_NORM_LAYERS, Block, family_name
 
 ops = torch.ops.moe_metal
@@ -54,8 +54,8 @@ class Fused(nn.Module):
         device = x.device.type
         return (
             x.dtype in DTYPES
-            and device in DEVICES
-            and not torch.is_autocast_enabled(device)
+            and device in WITH_SHAPES
+            and (device == "meta" or not torch.is_autocast_enabled(device))
             and not wants_grad(self, x)
         )
 
@@ -94,6 +94,10 @@ class FusedBlock(Fused):
         if self.family.returns == "output, weights":
             return output, weights.flatten(0, -2).to(output.dtype)
         return output
+
+    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+        router = self.family.routing(self._modules[self.family.router], self)["router_weight"]
+        self(torch.empty(1, tokens, router.shape[-1], dtype=dtype, device="meta"))
 
     def parts(self, x: Tensor, caller: Fused, *read: nn.Module) -> tuple[dict, dict] | None:
         """This block's part of the arguments of `gate` and of `experts`, as they are now, or None where the original
@@ -144,6 +148,13 @@ class FusedLlama4Block(FusedBlock):
         return ops.weighted_sum(slots, ones, shared=self.shared_expert(x)), logits
 
 
+class Attended(nn.Module):
+    """In the place of a layer's attention while it is rehearsed."""
+
+    def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
+        return hidden_states, None
+
+
 class FusedPreNormLayer(Fused):
     """A decoder layer whose MLP is a fused block: its second norm takes in the residual addition before it, and the
     experts' sum the one behind it."""
@@ -159,6 +170,11 @@ class FusedPreNormLayer(Fused):
         attended, _ = inner["self_attn"](hidden_states=inner["input_layernorm"](hidden_states), **kwargs)
         x, residual = ops.residual_norm(hidden_states, attended, member(norm, "weight"), eps=norm.variance_epsilon)
         return mlp.moe(x, parts, residual)[0]
+
+    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+        width = len(self._modules["post_attention_layernorm"].weight)
+        self._modules["self_attn"] = Attended()
+        self(torch.empty(1, tokens, width, dtype=dtype, device="meta"))
 
 
 class FusedGemma4Layer(Fused):
@@ -204,6 +220,12 @@ class FusedGemma4Layer(Fused):
         return ops.weighted_sum_dual_norm_add(
             slots, one, dense, member(dense_norm, "weight"), member(norm, "weight"), eps=norm.eps
         )
+
+    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+        width, per_layer = len(self._modules["post_attention_layernorm"].weight), self.hidden_size_per_layer_input
+        self._modules["self_attn"] = Attended()
+        x, of_layer = (torch.empty(1, tokens, size, dtype=dtype, device="meta") for size in (width, per_layer))
+        self(x, of_layer if per_layer else None)
 
     def ready(self, x: Tensor) -> dict | None:
         """The experts' part of the arguments of `experts`, none in a layer without them; or None where the original

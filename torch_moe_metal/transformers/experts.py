@@ -17,6 +17,7 @@ from .version import check_version
 
 NAME = "moe_metal"
 DEVICES = ("cpu", "mps")
+WITH_SHAPES = (*DEVICES, "meta")  # where the ops have their outputs' shapes at least
 # Not those of quantizers and of expert parallelism; the last stands for a plain one while torch.export traces.
 TENSORS = (nn.Parameter, Tensor, FakeTensor)
 
@@ -70,7 +71,7 @@ def member(module: nn.Module, name: str):
     return getattr(module, name) if found is None else found
 
 
-def expert_arguments(experts: nn.Module, devices: tuple[str, ...] = DEVICES) -> tuple[dict, str | None]:
+def expert_arguments(experts: nn.Module, devices: tuple[str, ...] = WITH_SHAPES) -> tuple[dict, str | None]:
     """This module's part of the arguments of `torch.ops.moe_metal.experts`, and why the op cannot take them (or None).
 
     It runs at every call, since all of this may change between two. What equals the op's default is left out: a
@@ -151,7 +152,7 @@ def why_not_fused(experts: nn.Module) -> str | None:
 
 def why_not_packed(experts: nn.Module) -> str | None:
     """Why its weights cannot be packed, or None when they can, wherever they are: on meta while they are loaded."""
-    return expert_arguments(experts, (*DEVICES, "meta", "cuda", "xpu"))[1]
+    return expert_arguments(experts, (*WITH_SHAPES, "cuda", "xpu"))[1]
 
 
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from ..rehearsal import warm_up_unasked
 from .blocks import Fused, FusedBlock, FusedPreNormLayer, fused_class, selects_ours, why_left
 from .experts import NAME, why_not_fused
 from .version import check_version
@@ -52,7 +53,7 @@ def patch(model: nn.Module) -> Report:
 
     All other experts run through `experts_implementation="moe_metal"`, which this selects. Weights are shared, never
     copied, and `unpatch` undoes everything. Where a gradient is wanted, or other experts are selected later, the model
-    runs as it would without. An error leaves the model as it was.
+    runs as it would without. An error leaves the model as it was. On mps, kernels begin to compile: see `warm_up`.
     """
     check_version()
     classes = [(module, type(module)) for module in model.modules()]
@@ -71,6 +72,7 @@ def patch(model: nn.Module) -> Report:
     for part, implementation in selected.values():
         if part.config._experts_implementation != implementation:
             setattr(part, BEFORE, implementation)
+    warm_up_unasked(model)
     return report
 
 

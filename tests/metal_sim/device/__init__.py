@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..costs import Costs
 from . import build
 from .build import Project
 
@@ -26,6 +27,7 @@ class Dispatch:
     buffer_bytes: int  # from each bound offset to the end of its buffer, every buffer once
     constant_bytes: int  # setBytes
     seconds: float  # spent running the kernel
+    costs: Costs | None  # where record() was asked for them
     arguments: list[dict]  # index, and either contents (torch.ops.metal_sim.contents of a tensor) and offset, or bytes
 
 
@@ -42,6 +44,7 @@ class Compiled:
 class Record:
     dispatches: list[Dispatch] = field(default_factory=list)
     host_syncs: list[str] = field(default_factory=list)  # ops that made the host wait for the device
+    commits: int = 0  # times that an op handed what was encoded to the GPU
     seconds: float = 0.0
 
     @property
@@ -102,19 +105,29 @@ def synchronize() -> None:
     torch.ops.metal_sim.synchronize()
 
 
+def _dispatch(costs: dict[str, int] | None, **others) -> Dispatch:
+    return Dispatch(costs=costs and Costs.scaled(costs), **others)
+
+
 @contextmanager
-def record() -> Iterator[Record]:
-    """What happens inside the `with`. Not to be nested."""
+def record(costs: bool = False, sample: int = 0) -> Iterator[Record]:
+    """What happens inside the `with`. Not to be nested.
+
+    costs: count what each dispatch does. sample: of a dispatch of more threadgroups only so many run, evenly spread,
+    for costs of sizes that are too large to compute; what they would have written stays as it was."""
     result = Record()
     torch.ops.metal_sim.clear()
+    torch.ops.metal_sim.set_costs(costs, sample)
     start = time.perf_counter()
     try:
         yield result
     finally:
         result.seconds = time.perf_counter() - start
+        torch.ops.metal_sim.set_costs(False, 0)
         counters = _counters()
-        result.dispatches += [Dispatch(**fields) for fields in counters["dispatches"]]
+        result.dispatches += [_dispatch(**fields) for fields in counters["dispatches"]]
         result.host_syncs += counters["host_syncs"]
+        result.commits = counters["commits"]
 
 
 @contextmanager
@@ -145,6 +158,17 @@ def more_threadgroups(count: int = 1) -> Iterator[None]:
         yield
     finally:
         torch.ops.metal_sim.set_more_threadgroups(0)
+
+
+@contextmanager
+def concurrent_encoders() -> Iterator[None]:
+    """Encoders order dispatches only where a barrier stands between them, as MTLDispatchTypeConcurrent has it."""
+    torch.ops.metal_sim.clear()
+    torch.ops.metal_sim.set_concurrent(True)
+    try:
+        yield
+    finally:
+        torch.ops.metal_sim.set_concurrent(False)
 
 
 @contextmanager

@@ -44,6 +44,7 @@ std::string json(const Dispatch& d) {
        << ",\"threads\":" << json(d.threads) << ",\"exact_threads\":" << (d.exact_threads ? "true" : "false")
        << ",\"threadgroup_bytes\":" << d.threadgroup_bytes << ",\"buffer_bytes\":" << d.buffer_bytes
        << ",\"constant_bytes\":" << d.constant_bytes << ",\"seconds\":" << d.seconds
+       << ",\"costs\":" << (d.costs ? json(*d.costs) : "null")
        << ",\"arguments\":" << joined('[', d.arguments, ']', [](auto& argument) { return json(argument); }) << '}';
   return text.str();
 }
@@ -61,18 +62,21 @@ std::string json(const Compiled& library) {
 // Everything counted so far. The lists grow until `clear`.
 std::string read_counters() {
   QueueScope queue("metal_sim::counters");
+  std::lock_guard lock(counters_mutex());
   const Counters& c = counters();
   return "{\"dispatches\":" + joined('[', c.dispatches, ']', [](auto& d) { return json(d); }) +
-         ",\"host_syncs\":" + joined('[', c.host_syncs, ']', quoted) + ",\"live_objects\":" + json(c.live_objects) +
-         ",\"made_objects\":" + json(c.made_objects) +
+         ",\"host_syncs\":" + joined('[', c.host_syncs, ']', quoted) + ",\"commits\":" + std::to_string(c.commits) +
+         ",\"live_objects\":" + json(c.live_objects) + ",\"made_objects\":" + json(c.made_objects) +
          ",\"compiled\":" + joined('[', compiled(), ']', [](auto& library) { return json(library); }) + "}";
 }
 
 void clear() {
   QueueScope queue("metal_sim::clear");
   end_encoder();
+  std::lock_guard lock(counters_mutex());
   counters().dispatches.clear();
   counters().host_syncs.clear();
+  counters().commits = 0;
 }
 
 Order order(const std::string& text) {
@@ -98,7 +102,12 @@ int64_t contents(const at::Tensor& tensor) {
 
 void set_host_only(bool value) { options().host_only = value; }
 void set_more_threadgroups(int64_t count) { options().more_threadgroups = count; }
+void set_concurrent(bool value) { options().concurrent = value; }
 void set_last_threadgroups(int64_t count) { settings().last_threadgroups = count; }
+void set_costs(bool on, int64_t sample) {
+  settings().costs = on;
+  settings().sample = sample;
+}
 void set_macos(int64_t major, int64_t minor) { options().macos = {major, minor}; }
 
 void synchronize() {
@@ -113,7 +122,9 @@ TORCH_LIBRARY(metal_sim, m) {
   m.def("set_orders(str[] names) -> ()", &set_orders);
   m.def("set_host_only(bool value) -> ()", &set_host_only);
   m.def("set_more_threadgroups(int count) -> ()", &set_more_threadgroups);
+  m.def("set_concurrent(bool value) -> ()", &set_concurrent);
   m.def("set_last_threadgroups(int count) -> ()", &set_last_threadgroups);
+  m.def("set_costs(bool on, int sample) -> ()", &set_costs);
   m.def("set_macos(int major, int minor) -> ()", &set_macos);
   m.def("synchronize() -> ()", &synchronize);
   m.def("contents(Tensor tensor) -> int", &contents);

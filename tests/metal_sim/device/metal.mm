@@ -35,22 +35,25 @@ std::vector<Compiled>& compiled() {
   return *value;
 }
 
-namespace {
-std::mutex counters_mutex;
+std::mutex& counters_mutex() {
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
 
+namespace {
 void count_object(const char* kind, long change) {
-  std::lock_guard lock(counters_mutex);
+  std::lock_guard lock(counters_mutex());
   counters().live_objects[kind] += change;
   if (change > 0) counters().made_objects[kind] += change;
 }
 
 void count_library(Compiled options) {
-  std::lock_guard lock(counters_mutex);
+  std::lock_guard lock(counters_mutex());
   compiled().push_back(options);
 }
 
 void count_dispatch(Dispatch dispatch) {
-  std::lock_guard lock(counters_mutex);
+  std::lock_guard lock(counters_mutex());
   counters().dispatches.push_back(std::move(dispatch));
 }
 
@@ -60,7 +63,7 @@ std::atomic<bool> is_fault = false;  // asked by every call of the encoder
 }  // namespace
 
 void count_host_sync(const std::string& op) {
-  std::lock_guard lock(counters_mutex);
+  std::lock_guard lock(counters_mutex());
   counters().host_syncs.push_back(op);
 }
 
@@ -454,7 +457,6 @@ SIM_VALUE(NSUInteger, maxTotalThreadsPerThreadgroup, MaxTotalThreadsPerThreadgro
   return names;
 }
 - (id<MTLFunction>)newFunctionWithName:(NSString*)name {
-  metal_sim::throw_noted_fault();
   const metal_sim::Kernel* found = (*library)->find(text(name));
   return found ? [[SimFunction alloc] initWithLibrary:*library kernel:found] : nil;
 }
@@ -515,6 +517,7 @@ struct EncoderState {
   std::array<size_t, metal_sim::buffer_slots> threadgroup_lengths{};
   std::array<uint64_t, metal_sim::buffer_slots> threadgroup_pipelines{};
   int debug_groups = 0;
+  bool ordered = false;  // nothing was dispatched since the last barrier
 };
 
 [[noreturn]] void broken(const char* rule, const std::string& message) { throw Violation(rule, message); }
@@ -583,30 +586,40 @@ size_t bound_bytes(const std::vector<metal_sim::Bound>& arguments) {
   return total;
 }
 
-// Runs the kernel, and says how long that took.
-double seconds_to_run(EncoderState& state, metal_sim::Size grid, metal_sim::Size threads, bool exact_threads) {
+std::optional<metal_sim::Costs> run_kernel(EncoderState& state, metal_sim::Size grid, metal_sim::Size threads,
+                                           bool exact_threads) {
   std::array<metal_sim::Argument, metal_sim::buffer_slots> arguments;
   for (const auto& parameter : state.pipeline->kernel->parameters)
     if (parameter.space != metal_sim::Space::threadgroup)
       arguments[parameter.index] = state.slots[parameter.index].argument;
-  const auto start = std::chrono::steady_clock::now();
-  metal_sim::dispatch(*state.pipeline->kernel, arguments, state.threadgroup_lengths, grid, threads, exact_threads);
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const auto& kernel = *state.pipeline->kernel;
+  return metal_sim::dispatch(kernel, arguments, state.threadgroup_lengths, grid, threads, exact_threads);
+}
+
+// What PyTorch itself dispatched before counts as well, so that the first dispatch of an encoder needs a barrier too.
+void check_order(EncoderState& state) {
+  if (metal_sim::options().concurrent && !state.ordered)
+    broken("barrier", "a dispatch on a concurrent encoder with no memoryBarrierWithScope: since the one before");
+  state.ordered = false;
 }
 
 void run(EncoderState& state, metal_sim::Size grid, metal_sim::Size threads, bool exact_threads) {
   if (!state.pipeline) broken("pipeline", "a dispatch without setComputePipelineState:");
+  check_order(state);
   check_bound_for_this_pipeline(state);
   check_sizes(state, grid, threads);
 
-  const double seconds = metal_sim::options().host_only ? 0 : seconds_to_run(state, grid, threads, exact_threads);
+  std::optional<metal_sim::Costs> costs;
+  const auto start = std::chrono::steady_clock::now();
+  if (!metal_sim::options().host_only) costs = run_kernel(state, grid, threads, exact_threads);
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   auto arguments = bound_arguments(state);
   const size_t buffer_bytes = bound_bytes(arguments);
   size_t constant_bytes = 0, threadgroup_bytes = state.pipeline->kernel->static_threadgroup_bytes;
   for (const auto& argument : arguments) constant_bytes += argument.bytes.size();
   for (size_t length : state.threadgroup_lengths) threadgroup_bytes += length;
   metal_sim::count_dispatch({state.pipeline->kernel->name, *state.pipeline->label_text, grid, threads, exact_threads,
-                             threadgroup_bytes, buffer_bytes, constant_bytes, seconds, std::move(arguments)});
+                             threadgroup_bytes, buffer_bytes, constant_bytes, seconds, costs, std::move(arguments)});
 }
 
 metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.depth}; }
@@ -639,12 +652,13 @@ metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.de
 - (EncoderState&)usable {
   metal_sim::throw_noted_fault();
   if (!metal_sim::on_queue()) broken("encoder", "the encoder was used off the stream's queue");
-  if (block != metal_sim::queue_block() || ended)
+  if (block != metal_sim::queue_block())
     broken("encoder", "the encoder was used outside of the block in which commandEncoder() gave it");
+  if (ended) broken("encoder", "the encoder was used after a commit, which has ended it");
   return *state;
 }
 - (MTLDispatchType)dispatchType {
-  return MTLDispatchTypeSerial;
+  return metal_sim::options().concurrent ? MTLDispatchTypeConcurrent : MTLDispatchTypeSerial;
 }
 - (void)endEncoding {
   broken("encoder", "an op ended the stream's encoder; it belongs to the stream");
@@ -725,7 +739,8 @@ metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.de
   [self usable];
 }
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope {
-  [self usable];
+  EncoderState& current = [self usable];
+  if (scope & MTLBarrierScopeBuffers) current.ordered = true;
 }
 @end
 
@@ -759,10 +774,10 @@ metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.de
   return nil;
 }
 - (void)commit {
-  broken("encoder", "an op committed the stream's command buffer");
+  broken("encoder", "an op committed the stream's command buffer itself; MPSStream::synchronize() is there for it");
 }
 - (void)commitAndContinue {
-  broken("encoder", "an op committed the stream's command buffer");
+  broken("encoder", "an op committed the stream's command buffer itself; MPSStream::synchronize() is there for it");
 }
 - (void)addCompletedHandler:(MTLCommandBufferHandler)block {
   broken("unsupported", "addCompletedHandler: is not simulated");
@@ -810,6 +825,13 @@ void end_encoder() {
   if (encoder) encoder->ended = true;
   [encoder release];
   encoder = nil;
+}
+
+void commit() {
+  [[encoder retain] autorelease];  // so that its use is seen for what it is
+  end_encoder();
+  std::lock_guard lock(counters_mutex());
+  ++counters().commits;
 }
 
 void* queue_object() {
@@ -876,7 +898,6 @@ void* command_buffer_object() {
   return buffer;
 }
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error {
-  metal_sim::throw_noted_fault();
   if (!source) broken("argument", "newLibraryWithSource: with nil; is the source ASCII?");
   metal_sim::CompileOptions compile;
   const NSUInteger version = options ? options.languageVersion : NSUInteger(MTLLanguageVersion3_1);

@@ -110,6 +110,37 @@ const std::map<std::string, Rule> rules = {
          go(e, 1, 64);
        });
      }},
+    {"fill_and_commit",
+     [](const Tensor& x) {
+       on_queue(^(Encoder e) {
+         set_up_fill(e, x, 1);
+         go(e, 1);
+         at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT);
+         Encoder next = at::mps::getCurrentMPSStream()->commandEncoder();
+         set_up_fill(next, x, 3);
+         go(next, 2);
+       });
+     }},
+    {"ordered",
+     [](const Tensor& x) {
+       on_queue(^(Encoder e) {
+         for (float value : {1.0f, 3.0f}) {
+           [e memoryBarrierWithScope:MTLBarrierScopeBuffers];
+           set_up_fill(e, x, value);
+           go(e, 2);
+         }
+       });
+     }},
+    {"ordered_among_themselves",
+     [](const Tensor& x) {
+       on_queue(^(Encoder e) {
+         set_up_fill(e, x, 1);
+         go(e, 2);
+         [e memoryBarrierWithScope:MTLBarrierScopeBuffers];
+         set_up_fill(e, x, 3);
+         go(e, 2);
+       });
+     }},
     {"compile_only",
      [](const Tensor&) {
        @autoreleasepool {
@@ -153,6 +184,31 @@ const std::map<std::string, Rule> rules = {
          [e endEncoding];
        });
      }},
+    {"encoder_after_commit",
+     [](const Tensor& x) {
+       on_queue(^(Encoder e) {
+         at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT);
+         set_up_fill(e, x);
+       });
+     }},
+    {"stale_after_commit",
+     [](const Tensor& x) {
+       on_queue(^(Encoder e) {
+         set_up_fill(e, x);
+         go(e);
+         at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT);
+         go(at::mps::getCurrentMPSStream()->commandEncoder());
+       });
+     }},
+    {"commit_off_queue", [](const Tensor&) { at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT); }},
+    {"commit_and_continue",
+     [](const Tensor&) {
+       on_queue(^(Encoder) {
+         at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT_AND_CONTINUE);
+       });
+     }},
+    {"own_commit_and_continue",
+     [](const Tensor&) { [at::mps::getCurrentMPSStream()->commandBuffer() commitAndContinue]; }},
     {"commit", [](const Tensor&) { [at::mps::getCurrentMPSStream()->commandBuffer() commit]; }},
     {"wait", [](const Tensor&) { [at::mps::getCurrentMPSStream()->commandBuffer() waitUntilCompleted]; }},
     {"own_encoder", [](const Tensor&) { [at::mps::getCurrentMPSStream()->commandBuffer() computeCommandEncoder]; }},

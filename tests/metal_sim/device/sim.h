@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -40,6 +42,7 @@ bool on_queue();           // does this thread hold the queue?
 uint64_t queue_block();    // the number of the block that holds it, for encoders kept past their block
 void* encoder_of_block();  // the shared id<MTLComputeCommandEncoder>, usable until the running block ends
 void end_encoder();        // as an op of PyTorch's own does: the next encoder starts with nothing bound
+void commit();             // the same, by an op of ours, which may still hold the encoder in its block
 void* queue_object();      // the dispatch_queue_t
 void* command_queue_object();
 void* command_buffer_object();
@@ -66,16 +69,19 @@ struct Dispatch {
   size_t buffer_bytes;    // from each bound offset to the end of its buffer, every buffer once
   size_t constant_bytes;  // setBytes
   double seconds;         // spent in the engine
+  std::optional<Costs> costs;
   std::vector<Bound> arguments;
 };
 
 struct Counters {
   std::vector<Dispatch> dispatches;
   std::vector<std::string> host_syncs;       // ops that made the host wait for the device
+  long commits = 0;                          // by MPSStream::synchronize(COMMIT)
   std::map<std::string, long> live_objects;  // not yet released, by protocol or class; tensors' buffers as "tensor"
   std::map<std::string, long> made_objects;  // made so far
 };
 Counters& counters();
+std::mutex& counters_mutex();  // libraries are compiled, and objects made, beside what holds the queue
 void count_host_sync(const std::string& op);
 
 // What newLibraryWithSource: was asked for, of each library so far.
@@ -91,6 +97,7 @@ struct Options {
   bool host_only = false;  // dispatches are checked and counted, and no kernel runs; fresh memory is not poisoned
   std::pair<long, long> macos = {26, 0};
   size_t more_threadgroups = 0;  // along x than a dispatch asks for
+  bool concurrent = false;       // encoders order dispatches only by their barriers
 };
 Options& options();
 

@@ -87,8 +87,15 @@ void MPSStream::endKernelCoalescing() {
                              "endKernelCoalescing() called by an op: an op must leave the stream's encoder open");
 }
 
-void MPSStream::synchronize(SyncType) {
-  throw metal_sim::Violation("encoder", "MPSStream::synchronize() called by an op: an op must neither commit nor wait");
+void MPSStream::synchronize(SyncType type) {
+  if (type != SyncType::COMMIT)
+    throw metal_sim::Violation("encoder", "MPSStream::synchronize() called by an op with another SyncType than COMMIT:"
+                                          " an op may hand work over, and must not wait");
+  if (!metal_sim::on_queue())
+    throw metal_sim::Violation(
+        "encoder",
+        "MPSStream::synchronize() called off the stream's queue: call it in a dispatch_sync_with_rethrow block");
+  metal_sim::commit();
 }
 
 void MPSStream::addCompletedHandler(MTLCommandBufferHandler) {

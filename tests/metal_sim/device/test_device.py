@@ -330,12 +330,17 @@ BROKEN = {
     "encoder_after_block": "encoder: the encoder was used off the stream's queue",
     "encoder_in_later_block": "encoder: the encoder was used outside of the block",
     "end_encoding": "encoder: an op ended the stream's encoder",
+    "encoder_after_commit": "encoder: the encoder was used after a commit",
+    "stale_after_commit": "pipeline: a dispatch without setComputePipelineState:",
+    "commit_off_queue": "encoder: MPSStream::synchronize\\(\\) called off the stream's queue",
+    "commit_and_continue": "encoder: MPSStream::synchronize\\(\\) called by an op with another SyncType",
     "commit": "encoder: an op committed",
+    "own_commit_and_continue": "encoder: an op committed",
     "wait": "encoder: an op waited",
     "own_encoder": "encoder: an op opened its own encoder",
     "own_queue": "encoder: an op made its own command queue",
     "end_coalescing": "encoder: endKernelCoalescing",
-    "synchronize": "encoder: MPSStream::synchronize",
+    "synchronize": "encoder: MPSStream::synchronize\\(\\) called by an op with another SyncType",
     "nested_queue": "deadlock: dispatch_sync inside a block",
     "aten_in_block": "deadlock: aten::add",
     "copy_in_block": "deadlock: aten::copy_",
@@ -442,6 +447,16 @@ def test_more_threadgroups() -> None:
     misuse("fill")
 
 
+def test_a_concurrent_encoder_orders_by_barriers_alone() -> None:
+    """The first dispatch needs one too: PyTorch's own may stand before it in the same encoder."""
+    with metal_sim.concurrent_encoders():
+        assert misuse("ordered").sum().item() == 64 * 3
+        for name in ("fill", "ordered_among_themselves"):
+            with pytest.raises(RuntimeError, match="barrier: a dispatch on a concurrent encoder"):
+                misuse(name)
+    assert misuse("fill").sum().item() == 64 * 3
+
+
 # ---------------------------------------------------------------------------------------------- counting
 
 
@@ -466,6 +481,45 @@ def test_record() -> None:
         x.sum().item()
         x.cpu()
     assert record.host_syncs == ["aten::_local_scalar_dense", "copy to the CPU"] and not record.dispatches
+
+
+def test_costs_of_a_dispatch() -> None:
+    """Of 64 threads of one threadgroup, and of two threadgroups of which one runs."""
+    x = torch.zeros(64, device="mps")
+    with metal_sim.record(costs=True) as record:
+        misuse("shared", x)
+    counts = {f"{space}_{what}": 64 * 4 for space in ("device", "threadgroup") for what in ("loaded", "stored")}
+    assert record.dispatches[0].costs == metal_sim.Costs(
+        **counts, threadgroup_barriers=1, threadgroups=1, threadgroups_run=1
+    )
+    x.zero_()
+    with metal_sim.record(costs=True, sample=1) as record:
+        misuse("fill", x)
+    (costs,) = (dispatch.costs for dispatch in record.dispatches)
+    assert (costs.constant_loaded, costs.device_stored) == (64 * 4, 64 * 4)
+    assert not costs.exact and x.count_nonzero().item() == 32
+
+
+def test_costs_are_counted_where_they_are_asked_for() -> None:
+    x = torch.zeros(64, device="mps")
+    with metal_sim.record(costs=True, sample=1) as asked, metal_sim.host_only():
+        misuse("fill", x)
+    with metal_sim.record() as unasked:
+        misuse("fill", x)
+    assert asked.dispatches[0].costs is None and unasked.dispatches[0].costs is None
+    assert x.count_nonzero().item() == 64
+
+
+def test_commits_are_counted() -> None:
+    """A commit through the stream is right: what follows in the block takes a new encoder."""
+    with metal_sim.record() as record:
+        x = misuse("fill_and_commit")
+        misuse("fill")
+    assert (record.commits, len(record.dispatches), record.host_syncs) == (1, 3, [])
+    assert x.sum().item() == 64 * 3
+    with metal_sim.record() as record:
+        misuse("fill")
+    assert record.commits == 0
 
 
 def test_host_only_counts_and_does_not_run() -> None:

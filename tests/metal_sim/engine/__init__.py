@@ -1,12 +1,14 @@
 """The engine from Python, with numpy arrays as buffers. Needs neither PyTorch nor the simulated device."""
 
 import ctypes
+import json
 import os
 import subprocess
 from pathlib import Path
 
 import numpy as np
 
+from ..costs import Costs
 from .translate import find_compiler
 
 HERE = Path(__file__).resolve().parent
@@ -58,7 +60,7 @@ def build():
 
 def _load():
     library = ctypes.CDLL(str(build()))
-    for name in ("rule", "message", "names", "parameters"):
+    for name in ("rule", "message", "names", "parameters", "costs"):
         getattr(library, f"harness_{name}").restype = ctypes.c_char_p
     library.harness_find.restype = ctypes.c_void_p
     library.harness_static_bytes.restype = ctypes.c_size_t
@@ -98,6 +100,11 @@ def set_seconds(seconds):
 
 def set_races(on):
     harness().harness_set_races(int(on))
+
+
+def set_costs(on, sample=0):
+    """Whether kernels count and return their Costs; sample: at most so many threadgroups of a dispatch run, 0: all."""
+    harness().harness_set_costs(int(on), ctypes.c_size_t(sample))
 
 
 class At:
@@ -150,7 +157,9 @@ class Kernel:
         return harness().harness_static_bytes(self.handle)
 
     def __call__(self, *arguments, grid, threads, lengths=None, exact=False):
-        """arguments: an array, At, Bytes or None for each buffer index; lengths: threadgroup bytes by index."""
+        """arguments: an array, At, Bytes or None for each buffer index; lengths: threadgroup bytes by index.
+
+        Returns its Costs, or None while set_costs() is off."""
         slots = (_Argument * SLOTS)()
         keep = []
         for slot, value in zip(slots, arguments, strict=False):
@@ -165,6 +174,8 @@ class Kernel:
             slot.kind, slot.data, slot.length, slot.offset = 1, array.ctypes.data, array.nbytes, offset
         sizes = (ctypes.c_size_t * SLOTS)(*[(lengths or {}).get(i, 0) for i in range(SLOTS)])
         _check(harness().harness_dispatch(self.handle, slots, sizes, _size(grid), _size(threads), int(exact)))
+        costs = harness().harness_costs()
+        return Costs.scaled(json.loads(costs)) if costs else None
 
 
 def _size(value):

@@ -128,7 +128,20 @@ struct Run {
   };
   std::vector<Writable> writable{};
 
+  // Memory whose accesses are counted, and where; what is accessed most comes first.
+  struct Counted {
+    uint64_t begin, size;
+    uint64_t *loaded, *stored;
+  };
+  std::vector<Counted> counted{};
+  uint64_t of_threads = 0;  // bytes of their own memory
+  Costs costs{};
+
   static Run* current;
+
+  ~Run() {
+    if (state) state->count_access = nullptr;  // the library's code goes on to be called
+  }
 
   [[noreturn]] void broken(const char* rule, const std::string& message) const {
     throw Violation(rule, "kernel '" + kernel.name + "': " + message);
@@ -140,6 +153,9 @@ struct Run {
   void check_aliases();
   void fill_regions();
   void fill_shadow();
+  void fill_counted();
+  void count_access(uint64_t address, uint64_t bytes, bool is_write, bool is_atomic);
+  std::vector<uint64_t> chosen() const;
   void run_all();
   void run_once(const Order& order);
   void run_group(uint64_t group, const Order& order, Random& random);
@@ -202,6 +218,10 @@ void bad_sharing(abi::Race race, uint64_t address, uint64_t other, bool device, 
 }
 
 void violation(const char* rule, const char* message, const void* where) { fail({rule, message, where}); }
+
+void count_access(uint64_t address, uint64_t bytes, bool is_write, bool is_atomic) {
+  Run::current->count_access(address, bytes, is_write, is_atomic);
+}
 
 }  // namespace
 
@@ -363,6 +383,28 @@ void Run::fill_shadow() {
   }
 }
 
+// Nothing stores in constant memory.
+void Run::fill_counted() {
+  const uint64_t begin = reinterpret_cast<uint64_t>(threadgroup_memory());
+  counted.push_back({begin, max_threadgroup_bytes, &costs.threadgroup_loaded, &costs.threadgroup_stored});
+  counted.push_back({reinterpret_cast<uint64_t>(thread_memory()), thread_memory_bytes, &of_threads, &of_threads});
+  for (const Parameter& p : kernel.parameters) {
+    if (p.space == Space::threadgroup) continue;
+    const Argument& a = buffers[p.index];
+    uint64_t* loaded = p.space == Space::constant ? &costs.constant_loaded : &costs.device_loaded;
+    counted.push_back({reinterpret_cast<uint64_t>(start_of(a)), bytes_of(a), loaded, &costs.device_stored});
+  }
+}
+
+void Run::count_access(uint64_t address, uint64_t bytes, bool is_write, bool is_atomic) {
+  for (const Counted& memory : counted) {
+    if (address - memory.begin >= memory.size) continue;
+    if (is_write) *memory.stored += bytes;
+    if (!is_write || is_atomic) *memory.loaded += bytes;
+    return;
+  }
+}
+
 void Run::prepare() {
   state = static_cast<abi::State*>(library->state_);
   check_launch();
@@ -373,6 +415,7 @@ void Run::prepare() {
       writable.push_back({&p, start_of(buffers[p.index]), bytes_of(buffers[p.index]), {}, {}});
   fill_regions();
   fill_shadow();
+  if (settings().costs) fill_counted();
   uint64_t each[3] = {threads.x, threads.y, threads.z}, size[3] = {grid.x, grid.y, grid.z};
   for (int i = 0; i < 3; ++i) {
     state->dispatch_threads_per_threadgroup[i] = uint32_t(each[i]);
@@ -400,28 +443,43 @@ void Run::run_group(uint64_t group, const Order& order, Random& random) {
   uint64_t used = kernel.static_threadgroup_bytes + std::accumulate(lengths.begin(), lengths.end(), size_t(0));
   std::memset(threadgroup_memory(), 0xff, used);
   state->thread = nullptr;
-  if (const Failure* failure = run_threadgroup(*state, kernel.entry, order.kind, random))
+  Costs* counting = state->count_access ? &costs : nullptr;
+  if (const Failure* failure = run_threadgroup(*state, kernel.entry, order.kind, random, counting))
     broken(failure->rule.c_str(),
            failure->message + place(*failure) + " in order " + order_name(order) + again(order_name(order)));
 }
 
-void Run::run_once(const Order& order) {
-  const size_t last = settings().last_threadgroups;
+// The threadgroups that run, in forward order. A sample has one of each of as many equal parts; where in them, steps of
+// the golden ratio say: neighbours lie far apart, so that no pattern of the grid goes by.
+std::vector<uint64_t> Run::chosen() const {
+  const size_t last = settings().last_threadgroups, sample = settings().sample;
   const uint64_t along_x = last ? std::min<uint64_t>(groups[0], last) : groups[0], skipped = groups[0] - along_x;
-  uint64_t total = along_x * groups[1] * groups[2];
+  std::vector<uint64_t> all(along_x * groups[1] * groups[2]);
+  for (uint64_t i = 0; i < all.size(); ++i) all[i] = i / along_x * groups[0] + skipped + i % along_x;
+  if (!sample || all.size() <= sample) return all;
+  std::vector<uint64_t> some(sample);
+  for (uint64_t i = 0; i < sample; ++i) {
+    const uint64_t first = i * all.size() / sample, end = (i + 1) * all.size() / sample;
+    const uint64_t fraction = i * 0x9e3779b97f4a7c15 >> 32;  // of 2^32
+    some[i] = all[first + (fraction * (end - first) >> 32)];
+  }
+  return some;
+}
+
+void Run::run_once(const Order& order) {
+  std::vector<uint64_t> turns = chosen();
   Random random{order.seed};
-  std::vector<uint32_t> turns(order.kind == Order::Kind::random ? total : 0);
-  std::iota(turns.begin(), turns.end(), 0u);
-  for (uint64_t i = turns.size(); i > 1; --i) std::swap(turns[i - 1], turns[random() % i]);
+  if (order.kind == Order::Kind::backward) std::reverse(turns.begin(), turns.end());
+  if (order.kind == Order::Kind::random)
+    for (uint64_t i = turns.size(); i > 1; --i) std::swap(turns[i - 1], turns[random() % i]);
   state->device_epoch = device_epoch;
   state->threadgroup_epoch = threadgroup_epoch;
   state->device_dispatch_start = ++state->device_epoch;
   Guard guard;
   try {
-    for (uint64_t i = 0; i < total; ++i) {
+    for (uint64_t group : turns) {
       guard.allow(settings().seconds);
-      const uint64_t turn = !turns.empty() ? turns[i] : order.kind == Order::Kind::backward ? total - 1 - i : i;
-      run_group(turn / along_x * groups[0] + skipped + turn % along_x, order, random);
+      run_group(group, order, random);
     }
   } catch (...) {
     device_epoch = state->device_epoch + 1;
@@ -430,6 +488,7 @@ void Run::run_once(const Order& order) {
   }
   device_epoch = state->device_epoch + 1;
   threadgroup_epoch = state->threadgroup_epoch + 1;
+  if (state->count_access) costs.threadgroups_run = turns.size();
 }
 
 void Run::compare(const Order& order) {
@@ -450,6 +509,7 @@ void Run::run_all() {
   for (size_t i = 0; i < orders.size(); ++i) {
     for (Writable& w : writable)
       if (i) std::copy(w.before.begin(), w.before.end(), w.begin);
+    state->count_access = settings().costs && !i ? metal_sim::count_access : nullptr;
     run_once(orders[i]);
     if (i) compare(orders[i]);
     for (Writable& w : writable)
@@ -457,9 +517,29 @@ void Run::run_all() {
   }
 }
 
-void dispatch(const Kernel& kernel, const std::array<Argument, buffer_slots>& buffers,
-              const std::array<size_t, buffer_slots>& threadgroup_lengths, Size grid, Size threads_per_threadgroup,
-              bool exact_threads) {
+std::string json(const Costs& c) {
+  const std::pair<const char*, uint64_t> fields[] = {
+      {"device_loaded", c.device_loaded},
+      {"device_stored", c.device_stored},
+      {"constant_loaded", c.constant_loaded},
+      {"threadgroup_loaded", c.threadgroup_loaded},
+      {"threadgroup_stored", c.threadgroup_stored},
+      {"matrix_multiplications", c.matrix_multiplications},
+      {"simd_functions", c.simd_functions},
+      {"simdgroup_barriers", c.simdgroup_barriers},
+      {"threadgroup_barriers", c.threadgroup_barriers},
+      {"threadgroups", c.threadgroups},
+      {"threadgroups_run", c.threadgroups_run},
+  };
+  std::string text;
+  for (const auto& [name, value] : fields)
+    text += (text.empty() ? "{\"" : ",\"") + std::string(name) + "\":" + str(value);
+  return text + "}";
+}
+
+std::optional<Costs> dispatch(const Kernel& kernel, const std::array<Argument, buffer_slots>& buffers,
+                              const std::array<size_t, buffer_slots>& threadgroup_lengths, Size grid,
+                              Size threads_per_threadgroup, bool exact_threads) {
   std::lock_guard lock(one_dispatch);
   Run run{kernel, buffers, threadgroup_lengths, grid, threads_per_threadgroup, exact_threads, kernel.library.lock()};
   if (!run.library) throw std::runtime_error("the library of kernel '" + kernel.name + "' is gone");
@@ -470,6 +550,9 @@ void dispatch(const Kernel& kernel, const std::array<Argument, buffer_slots>& bu
   run.prepare();
   run.run_all();
   device_shadow.trim();
+  if (!settings().costs) return std::nullopt;
+  run.costs.threadgroups = run.groups[0] * run.groups[1] * run.groups[2];
+  return run.costs;
 }
 
 }  // namespace metal_sim

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -103,17 +104,32 @@ struct Settings {
   std::vector<Order> orders;     // every dispatch runs once in each; env METAL_SIM_ORDERS="forward,backward,random:1"
   double seconds = 60;           // of CPU time for one threadgroup; env METAL_SIM_SECONDS
   size_t last_threadgroups = 0;  // along x that are run, of a grid too large to be run whole; 0: all
+  size_t sample = 0;             // threadgroups that are run, evenly spread over those of a larger grid; 0: all
+  bool costs = false;            // count what a dispatch does
   bool races = true;             // look for data races; env METAL_SIM_RACES=0 turns it off
   std::string home;              // where translate.py and shim/ are; env METAL_SIM_HOME, else beside this file
   std::string cache;             // compiled shaders; env METAL_SIM_CACHE, else build/shaders beside <home>
 };
 Settings& settings();  // read and changed between dispatches only
 
+// What the threadgroups that ran did, in the first of the orders. Bytes are what each thread asks for; an atomic that
+// writes loads and stores. What a simdgroup or a threadgroup does together counts once.
+struct Costs {
+  uint64_t device_loaded = 0, device_stored = 0, constant_loaded = 0;
+  uint64_t threadgroup_loaded = 0, threadgroup_stored = 0;
+  uint64_t matrix_multiplications = 0;  // of 8x8 matrices, by a simdgroup
+  uint64_t simd_functions = 0;          // sums, scans, shuffles, votes; quad functions too
+  uint64_t simdgroup_barriers = 0, threadgroup_barriers = 0;
+  uint64_t threadgroups = 0, threadgroups_run = 0;  // of the grid; less than it where only some were to run
+};
+std::string json(const Costs& costs);
+
 // Runs the kernel now, once in every order of settings().orders, and leaves its results in the buffers.
 // Throws Violation; the buffers' contents are then unspecified. One dispatch runs at a time in a process.
 // grid: threads when exact_threads (dispatchThreads), else threadgroups (dispatchThreadgroups).
-void dispatch(const Kernel& kernel, const std::array<Argument, buffer_slots>& buffers,
-              const std::array<size_t, buffer_slots>& threadgroup_lengths, Size grid, Size threads_per_threadgroup,
-              bool exact_threads);
+// Returns costs when settings() ask for them.
+std::optional<Costs> dispatch(const Kernel& kernel, const std::array<Argument, buffer_slots>& buffers,
+                              const std::array<size_t, buffer_slots>& threadgroup_lengths, Size grid,
+                              Size threads_per_threadgroup, bool exact_threads);
 
 }  // namespace metal_sim

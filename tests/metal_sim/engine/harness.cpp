@@ -75,6 +75,9 @@ const char* harness_parameters(const Kernel* kernel) {
             std::to_string(p.element_alignment) + "\n";
   return text.c_str();
 }
+// What the last dispatch cost; empty where nobody counted.
+const char* harness_costs() { return text.c_str(); }
+
 size_t harness_static_bytes(const Kernel* kernel) { return kernel->static_threadgroup_bytes; }
 
 int harness_dispatch(const Kernel* kernel, const HarnessArgument* arguments, const size_t* lengths,
@@ -89,13 +92,18 @@ int harness_dispatch(const Kernel* kernel, const HarnessArgument* arguments, con
       if (a.kind == 1) buffers[i].data = a.data, buffers[i].length = a.length, buffers[i].offset = a.offset;
       threadgroup_lengths[i] = lengths[i];
     }
-    dispatch(*kernel, buffers, threadgroup_lengths, {grid[0], grid[1], grid[2]}, {threads[0], threads[1], threads[2]},
-             exact != 0);
+    const auto costs = dispatch(*kernel, buffers, threadgroup_lengths, {grid[0], grid[1], grid[2]},
+                                {threads[0], threads[1], threads[2]}, exact != 0);
+    text = costs ? json(*costs) : "";
   });
 }
 
 void harness_set_seconds(double seconds) { settings().seconds = seconds; }
 void harness_set_races(int on) { settings().races = on != 0; }
+void harness_set_costs(int on, size_t sample) {
+  settings().costs = on != 0;
+  settings().sample = sample;
+}
 // kinds: 0 forward, 1 backward, 2 random with its seed
 void harness_set_orders(const uint32_t* kinds, const uint64_t* seeds, size_t count) {
   settings().orders.clear();

@@ -86,9 +86,6 @@ static constexpr size_t frame_words = 20, return_word = 11;
 namespace metal_sim {
 namespace {
 
-constexpr size_t stack_bytes = 128 << 10;
-constexpr size_t guard_bytes = 16 << 10;
-
 struct Fiber {
   void* stack_pointer = nullptr;
   std::byte* top = nullptr;
@@ -124,6 +121,7 @@ struct Scheduler {
   void (*entry)() = nullptr;
   Order::Kind order = Order::Kind::forward;
   Random* random = nullptr;
+  Costs* costs = nullptr;
   ThreadRecord* current = nullptr;
   uint32_t simdgroup_count = 0;
   uint32_t ready_simdgroups = 0;  // those with a ready thread
@@ -163,6 +161,23 @@ const char* op_name(Op op) {
       break;
   }
   return "nothing";
+}
+
+uint64_t& counter(Costs& costs, Op op) {
+  switch (op) {
+    case Op::simdgroup_barrier:
+      return costs.simdgroup_barriers;
+    case Op::threadgroup_barrier:
+      return costs.threadgroup_barriers;
+    case Op::simdgroup_multiply:
+      return costs.matrix_multiplications;
+    default:
+      return costs.simd_functions;
+  }
+}
+
+void count(Op op) {
+  if (s.costs) ++counter(*s.costs, op);
 }
 
 SimdgroupRecord& simdgroup_of(ThreadRecord& t) { return static_cast<SimdgroupRecord&>(*t.simdgroup); }
@@ -307,6 +322,7 @@ void meet_in_simdgroup(Op op, uint64_t site, Combine combine, uint32_t flags) {
     leave(self);
   } else {
     check_convergence(g);
+    count(op);
     if (combine) combine(g.in, g.out);
     if (op == Op::simdgroup_barrier && flags) ++g.epoch;
     for (uint32_t lane = 0; lane < g.width; ++lane) g.threads[lane].status = Status::ready;
@@ -317,6 +333,7 @@ void meet_in_simdgroup(Op op, uint64_t site, Combine combine, uint32_t flags) {
 }
 
 void open_barrier() {
+  count(Op::threadgroup_barrier);
   s.at_barrier = 0;
   if (s.barrier_flags & 1) ++s.state->device_epoch;
   if (s.barrier_flags & 2) ++s.state->threadgroup_epoch;
@@ -380,8 +397,8 @@ Failure deadlock() {
 
 void make_stacks() {
   size_t each = stack_bytes + guard_bytes;
-  void* memory = mmap(nullptr, each * max_threads_per_threadgroup, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory =
+      mmap(nullptr, thread_memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   s.stacks = static_cast<std::byte*>(memory);
   for (size_t i = 0; i < max_threads_per_threadgroup; ++i) {
@@ -432,7 +449,7 @@ Failure out_of_time() { return {"time", "the threadgroup does not end (settings(
 
 bool on_fiber(uint64_t address) {
   uint64_t begin = reinterpret_cast<uint64_t>(s.stacks);
-  return s.in_kernel && address - begin < (stack_bytes + guard_bytes) * max_threads_per_threadgroup;
+  return s.in_kernel && address - begin < thread_memory_bytes;
 }
 
 uint64_t stack_pointer(void* context) {
@@ -521,6 +538,11 @@ void fail(Failure failure) {
   std::abort();
 }
 
+std::byte* thread_memory() {
+  if (!s.stacks) make_stacks();
+  return s.stacks;
+}
+
 std::byte* threadgroup_memory() {
   alignas(128) static std::byte memory[max_threadgroup_bytes];
   return memory;
@@ -531,12 +553,13 @@ abi::Cell* threadgroup_cells() {
   return cells.data();
 }
 
-const Failure* run_threadgroup(State& state, void (*entry)(), Order::Kind order, Random& random) {
-  if (!s.stacks) make_stacks();
+const Failure* run_threadgroup(State& state, void (*entry)(), Order::Kind order, Random& random, Costs* costs) {
+  thread_memory();
   s.state = &state;
   s.entry = entry;
   s.order = order;
   s.random = &random;
+  s.costs = costs;
   s.at_barrier = 0;
   s.ready_simdgroups = 0;
   s.remaining = state.thread_count;

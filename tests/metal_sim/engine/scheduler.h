@@ -37,12 +37,18 @@ class Guard {
   void allow(double seconds);  // of CPU time from now on
 };
 
+// The stacks of all threads of a threadgroup, where their own variables lie.
+inline constexpr size_t stack_bytes = 128 << 10, guard_bytes = 16 << 10;
+inline constexpr size_t thread_memory_bytes = (stack_bytes + guard_bytes) * max_threads_per_threadgroup;
+std::byte* thread_memory();
+
 // The 32 KB of threadgroup memory and who touched its bytes.
 std::byte* threadgroup_memory();
 abi::Cell* threadgroup_cells();
 
 // state.threads_per_threadgroup and thread_count say which threads. Returns nullptr, or why it stopped.
-const Failure* run_threadgroup(abi::State& state, void (*entry)(), Order::Kind order, Random& random);
+// costs: to add what threads do together to, or nullptr.
+const Failure* run_threadgroup(abi::State& state, void (*entry)(), Order::Kind order, Random& random, Costs* costs);
 
 // Called on a fiber: gives up the whole threadgroup.
 [[noreturn]] void fail(Failure failure);

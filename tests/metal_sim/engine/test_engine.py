@@ -365,7 +365,7 @@ HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 def run(body, *arguments, threads=32, grid=1, signature="", version=310, exact=False, lengths=None):
     """Runs one kernel `k` whose buffers and body are given."""
     library = Library(HEAD + kernel_text("k", signature, body), version)
-    library.kernel("k")(*arguments, grid=grid, threads=threads, exact=exact, lengths=lengths)
+    return library.kernel("k")(*arguments, grid=grid, threads=threads, exact=exact, lengths=lengths)
 
 
 @functools.cache
@@ -876,3 +876,128 @@ def test_a_shader_is_compiled_once(tmp_path):
         (library,) = tmp_path.iterdir()
         made.append(library.stat().st_mtime_ns)
     assert made[0] == made[1]
+
+
+# --- costs: what is counted, per thread (32 threads are a simdgroup, and one threadgroup here)
+
+PARAMS = "device float* out [[buffer(0)]], constant float4& scales [[buffer(1)]],"
+COUNTED = {
+    "device": ("out[i] = x[i];", FLOATS, dict(device_loaded=4, device_stored=4)),
+    "vectors": (
+        "out[i] = float4(x[i]);",
+        "device const half4* x [[buffer(0)]], device float4* out [[buffer(1)]],",
+        dict(device_loaded=8, device_stored=16),
+    ),
+    "read_and_written": ("out[i] += 1.0f;", FLOATS, dict(device_loaded=4, device_stored=4)),
+    "constant": ("out[i] = scales.z;", PARAMS, dict(constant_loaded=4, device_stored=4)),
+    "threadgroup": (
+        """threadgroup half sent[32];
+        sent[tid] = half(i);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        out[i] = float(sent[31 - tid]);""",
+        FLOATS,
+        dict(threadgroup_stored=2, threadgroup_loaded=2, device_stored=4, threadgroup_barriers=1 / 32),
+    ),
+    "thread": (
+        "float own[4]; for (uint n = 0; n < 4; ++n) own[(n + i) % 4] = n; out[i] = own[i % 3];",
+        FLOATS,
+        dict(device_stored=4),
+    ),
+    "matrices": (
+        """threadgroup float tile[64];
+        simdgroup_float8x8 a, b;
+        simdgroup_load(a, x, 8);
+        simdgroup_store(a, tile, 8);
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        simdgroup_load(b, tile, 8);
+        simdgroup_multiply(a, a, b);
+        simdgroup_multiply_accumulate(a, b, b, a);
+        simdgroup_store(a, out + 64 * group.x, 8);""",
+        FLOATS,
+        dict(device_loaded=8, threadgroup_stored=8, threadgroup_loaded=8, device_stored=8)
+        | dict(matrix_multiplications=2 / 32, simdgroup_barriers=1 / 32),
+    ),
+    "simd_functions": (
+        """float sum = simd_sum(float(lane)) + simd_prefix_inclusive_sum(1.0f) + simd_shuffle_xor(1.0f, 3);
+        out[i] = quad_max(sum) + float(simd_any(lane == 4)) + simd_broadcast_first(sum);""",
+        FLOATS,
+        dict(simd_functions=6 / 32, device_stored=4),
+    ),
+    "atomics": (
+        """atomic_fetch_add_explicit(out + lane, 1u, memory_order_relaxed);
+        threadgroup atomic_uint counts[32];
+        atomic_store_explicit(&counts[lane], 0u, memory_order_relaxed);
+        if (atomic_load_explicit(&counts[lane], memory_order_relaxed)) return;""",
+        "device atomic_uint* out [[buffer(0)]],",
+        dict(device_loaded=4, device_stored=4, threadgroup_loaded=8, threadgroup_stored=4),
+    ),
+}  # fmt: skip
+
+
+def costs_of(body, signature, grid, sample=0):
+    """`x`, where there is one, and `out` at its index have room for a float4 of each thread."""
+    arrays = [ones(grid * 128) for _ in range(2)]
+    engine.set_costs(True, sample)
+    try:
+        return run(body, *arrays[: signature.count("[[buffer")], grid=grid, signature=signature)
+    finally:
+        engine.set_costs(False)
+
+
+def by_thread(counts, threads, **groups):
+    return engine.Costs(**{name: int(n * threads) for name, n in counts.items()}, **groups)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_costs(name):
+    """In the first of several orders alone."""
+    body, signature, counts = COUNTED[name]
+    costs = costs_of(body, signature, grid=3)
+    assert costs == by_thread(counts, 96, threadgroups=3, threadgroups_run=3)
+    assert costs.exact
+
+
+def test_costs_of_a_sample_are_those_of_the_grid():
+    body, signature, counts = COUNTED["matrices"]
+    costs = costs_of(body, signature, grid=1000, sample=7)
+    assert costs == by_thread(counts, 32000, threadgroups=1000, threadgroups_run=7)
+    assert not costs.exact
+    assert [costs_of(body, signature, grid=grid, sample=7).exact for grid in (7, 8)] == [True, False]
+
+
+@pytest.mark.parametrize("some", ["group.x < 100", "group.x >= 100", "group.x % 2 == 0"])
+def test_a_sample_is_spread_over_the_grid(some):
+    costs = costs_of(f"if ({some}) out[i] = 1.0f;", FLOATS, grid=200, sample=100)
+    assert costs.device_stored == pytest.approx(100 * 32 * 4, rel=0.15)
+
+
+def test_a_sample_of_a_grid_of_three_dimensions():
+    """And what it leaves out stays as it was."""
+    engine.set_costs(True, 6)
+    out = zeros(4, 3, 5)
+    body = "if (tid == 0) out[(group.z * 3 + group.y) * 5 + group.x] = 1.0f;"
+    costs = run(body, out, grid=(5, 3, 4), signature="device float* out [[buffer(0)]],")
+    engine.set_costs(False)
+    assert out.sum() == 6 and (out.sum((1, 2)) > 0).all()
+    assert (costs.device_stored, costs.threadgroups) == (4 * 60, 60)
+
+
+def test_counting_ends_with_the_dispatch():
+    """A shader that is loaded again is the same library, whose own code is instrumented too."""
+    engine.set_orders(FORWARD)
+    body, signature, counts = COUNTED["device"]
+    for _ in range(2):
+        assert costs_of(body, signature, grid=1) == by_thread(counts, 32, threadgroups=1, threadgroups_run=1)
+    with pytest.raises(Violation):
+        costs_of("out[i + 4096] = 1.0f;", FLOATS, grid=1)
+    with pytest.raises(Violation):
+        run("out[i + 4096] = 1.0f;", ones(32), zeros(32), signature=FLOATS)
+
+
+def test_nothing_is_counted_unasked():
+    assert run("out[i] = x[i];", ones(32), zeros(32), signature=FLOATS) is None
+
+
+def test_costs_add_up():
+    one, two = engine.Costs(device_loaded=4, threadgroups=2, threadgroups_run=2), engine.Costs(device_loaded=8)
+    assert one + two == engine.Costs(device_loaded=12, threadgroups=2, threadgroups_run=2)

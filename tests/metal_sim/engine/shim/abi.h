@@ -86,6 +86,8 @@ struct State {
   uint32_t shadowed_count;
   Shadowed shadowed[32];
 
+  void (*count_access)(uint64_t address, uint64_t bytes, bool is_write, bool is_atomic);  // null: nobody counts
+
   // Into the engine. None of the first three returns.
   void (*bad_access)(uint64_t pointer, uint64_t bytes, uint64_t alignment, const void* where);
   void (*bad_sharing)(Race race, uint64_t address, uint64_t other, bool device, const void* where);

@@ -456,6 +456,7 @@ __attribute__((noinline)) MSL_UNCHECKED void touch_device(uint64_t address, uint
 template <bool is_write, bool is_atomic>
 MSL_INLINE void accessed(uint64_t address, uint64_t bytes, const void* where) {
   const QUIET abi::State& s = quiet();
+  if (__builtin_expect(s.count_access != nullptr, false)) s.count_access(address, bytes, is_write, is_atomic);
   uint64_t offset = address - s.threadgroup_begin;
   if (offset >= s.threadgroup_size) {
     if (s.shadowed_count) touch_device<is_write, is_atomic>(address, bytes, where);

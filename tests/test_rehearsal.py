@@ -1,0 +1,257 @@
+"""`warm_up`: what a model's first calls would compile is compiled in the background, and nothing else happens."""
+
+import gc
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_moe_metal
+from conftest import DEVICES, SIMULATED
+from simulated import lines_of
+from tiny_models import tiny_model
+from torch_moe_metal import nn, rehearsal
+
+pytestmark = pytest.mark.skipif(
+    not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal tells what was compiled"
+)
+
+SIZES = {"hidden_size": 64, "inner_size": 32, "num_experts": 8, "top_k": 2}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The parts that a rehearsal was begun for, as in a new process where it was not switched off."""
+    monkeypatch.delenv(rehearsal.SWITCH, raising=False)
+    monkeypatch.setattr(rehearsal, "_known", set())
+    names = []
+    twin = rehearsal.twin
+    monkeypatch.setattr(rehearsal, "twin", lambda part: names.append(type(part).__name__) or twin(part))
+    return names
+
+
+def made() -> tuple[int, int]:
+    """Libraries and pipelines so far."""
+    import metal_sim
+
+    objects = metal_sim.made_objects()
+    return objects.get("MTLLibrary", 0), objects.get("MTLComputePipelineState", 0)
+
+
+def parts(names: list[str]) -> list[str]:
+    """Without what is inside of them."""
+    return [name for name in names if name == "MoE"]
+
+
+# ------------------------------------------------------------------------------------------------ what is compiled
+
+COUNTED = """
+del os.environ["MOE_METAL_WARM_UP"]
+from test_rehearsal import made
+from tiny_models import tiny_model, tokens
+from torch_moe_metal import nn
+"""
+
+
+def test_kernels_of_a_first_token() -> None:
+    """What a first token of a Qwen3-30B-A3B layer waits for: one library for each shader, and a pipeline for each of
+    its dispatches. The prompt before it and its warm-up may compile more."""
+    script = """
+sizes = {"x": (1, 2048), "router": (128, 2048), "gate_up": (128, 1536, 2048), "down": (128, 2048, 768), "norm": (2048,)}
+with metal_sim.host_only(), metal_sim.record() as record:
+    x, router, gate_up, down, norm = (
+        torch.empty(size, dtype=torch.bfloat16, device="mps") for size in sizes.values()
+    )
+    x, residual = torch_moe_metal.residual_norm(x, x, norm)
+    weights, ids = torch_moe_metal.gate(x, router, top_k=8)
+    torch_moe_metal.experts(x, weights, ids, gate_up, down, residual=residual)
+print(*made(), len(record.dispatches), len({*record.kernels}))
+"""
+    assert lines_of(COUNTED + script) == ["4 5 5 5"]
+
+
+def test_a_patched_model_compiles_no_more() -> None:
+    """After it neither a prompt nor single tokens find a kernel missing."""
+    script = """
+for family in ("qwen3_moe", "gpt_oss", "gemma4_text", "llama4_text"):
+    model, cold = tiny_model(family, "mps"), made()
+    torch_moe_metal.patch(model)
+    torch_moe_metal.warm_up(model, wait=True)
+    warm = made()
+    with metal_sim.record() as record:
+        for ids in (tokens(1, 40, device="mps"), tokens(1, 1, device="mps")):
+            model(ids)
+    print(family, warm > cold, made() == warm, len(record.dispatches) > 5)
+"""
+    lines = lines_of(COUNTED + script)
+    assert len(lines) == 4 and all(line.endswith(" True True True") for line in lines), lines
+
+
+def test_a_layer_compiles_no_more() -> None:
+    """Dense with a shared expert, packed, and layers of packed weights."""
+    script = f"""
+def check(module, *inputs):
+    torch_moe_metal.warm_up(module, wait=True)
+    warm = made()
+    with torch.no_grad():
+        for x in inputs:
+            module(x)
+    print(made() == warm, warm)
+
+options = {{"dtype": torch.bfloat16, "device": "mps"}}
+inputs = [torch.ones(T, 64, **options) for T in (1, 3, 40, 200)]
+moe = nn.MoE(**{SIZES}, shared_size=32, shared_gate=True, **options)
+check(moe, *inputs)
+check(moe.quantize_("affine", 4, 32), *inputs)
+check(nn.Linear(64, 32, bias=False, bits=8, group_size=32, **options), *inputs)
+check(nn.Embedding(64, 32, bits=8, group_size=32, **options), torch.arange(5, device="mps"))
+"""
+    lines = lines_of(COUNTED + script)
+    assert [line.split()[0] for line in lines] == ["True"] * 4
+    assert len({*lines}) == 4  # each of them had something to compile
+
+
+# ------------------------------------------------------------------------------------------------ what starts it
+
+
+def test_what_starts_it(started: list[str]) -> None:
+    moe = nn.MoE(**SIZES)
+    assert not started
+    moe.to("mps")
+    assert parts(started) == ["MoE"]
+    moe.to(torch.float16)
+    assert parts(started) == ["MoE"] * 2
+    nn.MoE(**SIZES, dtype=torch.bfloat16, device="mps")
+    assert parts(started) == ["MoE"] * 3
+    moe.quantize_("mxfp4")
+    assert parts(started) == ["MoE"] * 4
+    torch_moe_metal.warm_up(moe, wait=True)  # which has been rehearsed
+    assert parts(started) == ["MoE"] * 4
+
+
+def test_equal_parts_are_rehearsed_once(started: list[str]) -> None:
+    torch.nn.Sequential(*(nn.MoE(**SIZES) for _ in range(5))).to("mps")
+    assert parts(started) == ["MoE"]
+
+
+def test_patch_starts_it_on_mps_alone(started: list[str]) -> None:
+    model = tiny_model("qwen3_moe", "cpu")
+    torch_moe_metal.patch(model)
+    assert not started
+    torch_moe_metal.unpatch(model)
+    torch_moe_metal.patch(model.to("mps"))
+    assert {"Qwen3MoeDecoderLayer", "Qwen3MoeSparseMoeBlock"} <= {*started}
+
+
+def test_it_can_be_switched_off(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rehearsal.SWITCH, "0")
+    moe = nn.MoE(**SIZES, device="mps")
+    assert not started
+    torch_moe_metal.warm_up(moe)
+    assert parts(started) == ["MoE"]
+
+
+# ------------------------------------------------------------------------------------------------ what it leaves alone
+
+
+def test_nothing_runs_and_nothing_is_allocated(started: list[str]) -> None:
+    """Neither a dispatch nor a hook, and the module is what it was."""
+    import metal_sim
+
+    moe, calls = nn.MoE(**SIZES, shared_size=32, device="mps"), []
+    torch_moe_metal.warm_up(moe, wait=True)
+    rehearsal._known.clear()
+    for module in moe.modules():
+        module.register_forward_hook(lambda *_: calls.append("hook"))
+    gc.collect()
+    before = {name: (id(value), value._version) for name, value in moe.state_dict(keep_vars=True).items()}
+    memory = torch.mps.current_allocated_memory()
+    with metal_sim.record() as record:
+        torch_moe_metal.warm_up(moe, wait=True)
+    assert torch.mps.current_allocated_memory() == memory
+    assert not record.dispatches and not record.host_syncs and not record.commits and not calls
+    assert {name: (id(value), value._version) for name, value in moe.state_dict(keep_vars=True).items()} == before
+
+
+def test_a_twin_keeps_layout_and_offset() -> None:
+    tensor = torch.arange(48.0, dtype=torch.float16)[6:].view(6, 7).t()[1:]
+    meta = rehearsal.meta(tensor)
+    assert meta.is_meta and (meta.shape, meta.dtype) == (tensor.shape, tensor.dtype)
+    assert (meta.stride(), meta.storage_offset()) == (tensor.stride(), tensor.storage_offset())
+    odd = torch.arange(15, dtype=torch.uint8)[:14].view(torch.float16)  # a file's pages need not end with an element
+    assert rehearsal.meta(odd).shape == (7,)
+
+
+# ------------------------------------------------------------------------------------------------ beside other things
+
+# The source comes through the standard input.
+WAITS = "grep -q gate_logits && while [ ! -e go ]; do sleep 0.05; done; echo 'error: not today' >&2; exit 1"
+
+
+def test_a_call_waits_for_its_own_kernels_alone(tmp_path: Path) -> None:
+    """The router's library compiles until the main thread, which needs another one, says so."""
+    script = f"""
+from torch_moe_metal import nn, rehearsal
+moe = nn.MoE(**{SIZES}, device="mps")
+torch_moe_metal.warm_up(moe)
+print("not today" in told(glu, x, x), any(thread.is_alive() for thread in rehearsal._threads))
+open({str(tmp_path / "go")!r}, "w").close()
+print("not today" in told(moe, torch.ones(1, 64, device="mps")))
+"""
+    assert lines_of(script, WAITS, tmp_path) == ["True True", "True"]
+
+
+SLOW = "echo one >> tries; sleep 1; echo 'error: not today' >&2; exit 1"
+
+
+def test_python_ends_without_the_rest(tmp_path: Path) -> None:
+    """What has begun is waited for, and what has not is left: here two of six libraries."""
+    script = """
+from torch_moe_metal import nn
+layers = [nn.Linear(64, 32, bits=bits, group_size=32, device="mps") for bits in (2, 3, 4, 5, 6, 8)]
+torch_moe_metal.warm_up(torch.nn.Sequential(*layers))
+print("ended")
+"""
+    assert lines_of(script, SLOW, tmp_path) == ["ended"]
+    tries = (tmp_path / "tries").read_text().split() if (tmp_path / "tries").exists() else []
+    assert len(tries) <= rehearsal.THREADS < 6
+
+
+def test_a_forked_process_ends(tmp_path: Path) -> None:
+    script = f"""
+from torch_moe_metal import nn
+torch_moe_metal.warm_up(nn.MoE(**{SIZES}, device="mps"))
+child = os.fork()
+if child:
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    y = torch.ones(1, 64)
+    sys.exit(0 if glu(y, y).shape == (1, 64) else 1)
+"""
+    start = time.monotonic()
+    assert lines_of(script, SLOW, tmp_path) == ["0"]
+    assert time.monotonic() - start < 60
+
+
+def test_errors_are_told_by_the_op_that_needs_the_kernel(tmp_path: Path) -> None:
+    script = f"""
+from torch_moe_metal import nn
+moe = nn.MoE(**{SIZES}, device="mps")
+torch_moe_metal.warm_up(moe, wait=True)
+layers = [nn.Linear(64, 32, bits=bits, group_size=32, device="mps") for bits in (2, 3, 4, 5, 6, 8)]
+torch_moe_metal.warm_up(torch.nn.Sequential(*layers), wait=True)  # each thread meets several
+tries = len(open({str(tmp_path / "tries")!r}).readlines())
+print("not today" in told(moe, torch.ones(1, 64, device="mps")))
+print(tries == len(open({str(tmp_path / "tries")!r}).readlines()) > 0)
+"""
+    assert lines_of(script, SLOW.replace("sleep 1; ", ""), tmp_path) == ["True", "True"]
+
+
+def test_a_patched_model_has_shapes_on_meta() -> None:
+    model = tiny_model("qwen3_moe", "meta")
+    assert torch_moe_metal.patch(model)["fused"]
+    with torch.no_grad():
+        block = model.model.layers[0].mlp
+        x = torch.empty(2, 5, 64, device="meta")
+        assert block(x).is_meta and block(x).shape == x.shape
