@@ -37,16 +37,16 @@ def is_built() -> bool:
 
 
 def in_force() -> Numbers:
-    return ops._tuning()
+    return dict(zip(*ops._tuning(), strict=True))
 
 
 def defaults() -> Numbers:
-    return ops._tuning(defaults=True)
+    return dict(zip(*ops._tuning(defaults=True), strict=True))
 
 
 def use(numbers: Numbers) -> None:
     """From now on these hold, and the default of each that is not named. A wrong name or value is a ValueError."""
-    ops._set_tuning(numbers)
+    ops._set_tuning(list(numbers), list(numbers.values()))
 
 
 def gpu() -> str:

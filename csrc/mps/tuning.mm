@@ -6,6 +6,7 @@
 #include <atomic>
 #include <bit>
 #include <string>
+#include <tuple>
 
 #include "common.h"
 
@@ -38,7 +39,9 @@ constexpr Number kNumbers[] = {
 };
 static_assert(sizeof(Tuning) == std::size(kNumbers) * sizeof(int64_t), "every number has a name");
 
-using Numbers = c10::Dict<std::string, int64_t>;
+// Lists, since a dictionary's hash of a string is a function of libc++ that macOS 14 does not have.
+using Names = c10::List<std::string>;
+using Values = c10::List<int64_t>;
 
 const Number& number_named(const std::string& name) {
   for (const Number& number : kNumbers) {
@@ -56,20 +59,25 @@ void check(const Number& number, int64_t value) {
                     "moe_metal: expected a multiple of ", kSimdgroup, " as ", number.name, ", got ", value);
 }
 
-Numbers numbers(bool defaults) {
+std::tuple<Names, Values> numbers(bool defaults) {
   const Tuning from = defaults ? Tuning() : tuning();
-  Numbers found;
-  for (const Number& number : kNumbers) found.insert(number.name, from.*number.value);
-  return found;
+  Names names;
+  Values values;
+  for (const Number& number : kNumbers) {
+    names.push_back(number.name);
+    values.push_back(from.*number.value);
+  }
+  return {names, values};
 }
 
 // What is not named gets its default.
-void set_numbers(const Numbers& numbers) {
+void set_numbers(const Names& names, const Values& values) {
+  TORCH_CHECK_VALUE(names.size() == values.size(), "moe_metal: expected a value for each name");
   Tuning next;
-  for (const auto& entry : numbers) {
-    const Number& number = number_named(entry.key());
-    check(number, entry.value());
-    next.*number.value = entry.value();
+  for (size_t i = 0; i < names.size(); ++i) {
+    const Number& number = number_named(names.get(i));
+    check(number, values.get(i));
+    next.*number.value = values.get(i);
   }
   TORCH_CHECK_VALUE(next.tile32_share <= next.tile64_share, "moe_metal: expected tile32_share up to tile64_share, got ",
                     next.tile32_share, " and ", next.tile64_share);
@@ -85,6 +93,6 @@ void set_tuning(const Tuning& tuning) { current.store(new Tuning(tuning), std::m
 
 // For torch_moe_metal/tuning.py alone.
 TORCH_LIBRARY_FRAGMENT(moe_metal, m) {
-  m.def("_tuning(*, bool defaults=False) -> Dict(str, int)", &moe_metal::numbers);
-  m.def("_set_tuning(Dict(str, int) numbers) -> ()", &moe_metal::set_numbers);
+  m.def("_tuning(*, bool defaults=False) -> (str[], int[])", &moe_metal::numbers);
+  m.def("_set_tuning(str[] names, int[] values) -> ()", &moe_metal::set_numbers);
 }
