@@ -473,6 +473,13 @@ def test_a_file_that_cannot_be_written_is_told(tiny, file: Path, capsys):
     assert "not kept" in said.err
 
 
+def test_what_there_is_not_is_refused(capsys):
+    for wrong in (["--dtype", "f64"], ["--numbers", "width"], ["--model", "llama"], ["--formats", "int4"]):
+        with pytest.raises(SystemExit):
+            main(["tune", *wrong])
+        assert f"invalid choice: '{wrong[1]}'" in capsys.readouterr().err
+
+
 def test_nothing_to_tune(monkeypatch, capsys):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert main(["tune"]) == 2

@@ -1,10 +1,10 @@
 """`python -m torch_moe_metal tune`: measures the numbers that depend on the GPU, and keeps those that win here.
 
 Each number of csrc/mps/tuning.h is tried in turn, with what was kept before it in force: its alternatives take turns in
-one loop with the value that holds, on the calls that show it, in the sizes of your models. What differs between two
-turns of one value is noise. An alternative is kept if over all those calls it wins more than
-the noise (`Comparison`); last, all that was kept must win together against the defaults. None changes what is
-computed.
+one loop with the value that holds, on the calls that show it, in the sizes of your models. An alternative is kept if over
+all those calls it wins more than the noise: three times the error that the spread over the rounds leaves, and what two
+turns of one value differ by; 1 % at least. Last, all that was kept must win so together against the defaults. None
+changes what is computed.
 """
 
 import json
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from . import arguments, tuning
-from .arguments import DTYPES
+from .bench import dtype
 from .bench.block import Block, fitted
 from .bench.calls import Call, Noise, Unfit, inputs
 from .bench.here import check_device, in_turn
@@ -248,9 +248,6 @@ def under(settings: Sequence[Numbers], function: Callable[[], object]) -> dict[s
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    def dtype(text: str) -> torch.dtype:
-        return {name: dtype for dtype, name in DTYPES.items()}[text]
-
     parser.add_argument(
         "--model",
         nargs="+",
