@@ -1,9 +1,9 @@
 """`python -m torch_moe_metal tune`: measures the numbers that depend on the GPU, and keeps those that win here.
 
 Each number of csrc/mps/tuning.h is tried in turn, with what was kept before it in force: its alternatives take turns in
-one loop with the value that holds, on the calls that show it, in the sizes of your models. An alternative is kept if over
-all those calls it wins more than the noise: three times the error that the spread over the rounds leaves, and what two
-turns of one value differ by; 1 % at least. Last, all that was kept must win so together against the defaults. None
+one loop with the value that holds, on the calls that show it, in the sizes of your models. An alternative is kept if
+over all those calls it wins more than the noise: three times the error that the spread over the rounds leaves, and what
+two turns of one value differ by; 1 % at least. Last, all that was kept must win so together against the defaults. None
 changes what is computed.
 """
 

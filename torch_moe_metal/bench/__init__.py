@@ -125,7 +125,7 @@ def finish(there, results: list[Result], options: Namespace) -> None:
     if options.json:
         limits = {f"{name}_gb_per_s": speed for name, speed in there.limits.gb_per_s.items()}
         about = {**machine(), **there.about(), **limits, "notes": there.notes}
-        if about["device"] == "mps":
+        if about["device"] == "mps" and tuning.is_built():
             about["tuning"] = tuning.about()
         if COSTS.exists():
             about["costs"] = f"{COSTS.parent.name}/{COSTS.name}"

@@ -174,7 +174,7 @@ class Here:
 
 def tuned(device: str) -> list[str]:
     """What `tune` has found for this GPU."""
-    if device == "cpu" or tuning.in_force() == tuning.defaults():
+    if device == "cpu" or not tuning.is_built() or tuning.in_force() == tuning.defaults():
         return []
     numbers = [f"{name} {n}" for name, n in tuning.in_force().items() if n != tuning.defaults()[name]]
     return [f"Tuned for this GPU: {', '.join(numbers)}"]
