@@ -119,21 +119,25 @@ void simdgroup_store(simdgroup_matrix<T, 8, 8> m, T* to, ulong elements_per_row 
   for (uint i = 0; i < 2; ++i) to[msl_matrix_offset(i, elements_per_row, origin, transpose)] = m.msl_at.msl_get(i);
 }
 
-template <class T>
-T msl_matrix_element(simdgroup_matrix<T, 8, 8> m, uint row, uint column) {
-  const vec<T, 2> pair = simd_shuffle(m.msl_at, ushort(msl_matrix_lane(row, column)));
-  return column % 2 ? pair.y : pair.x;
+// A function that is called: the tiles would have tens of megabytes of PTX where it is inlined.
+__attribute__((noinline)) inline float2 msl_matrix_product(float2 a, float2 b, float2 c) {
+  const uint row = msl_matrix_row(msl_lane_index()), column = msl_matrix_column(msl_lane_index());
+  float x = c.x, y = c.y;
+  for (uint k = 0; k < 8; k += 2) {
+    const float2 left = simd_shuffle(a, ushort(msl_matrix_lane(row, k)));
+    const float2 upper = simd_shuffle(b, ushort(msl_matrix_lane(k, column)));
+    const float2 lower = simd_shuffle(b, ushort(msl_matrix_lane(k + 1, column)));
+    x = __builtin_fmaf(left.y, lower.x, __builtin_fmaf(left.x, upper.x, x));
+    y = __builtin_fmaf(left.y, lower.y, __builtin_fmaf(left.x, upper.y, y));
+  }
+  return float2(x, y);
 }
 template <class D, class A, class B, class C>
 void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
                                    simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c) {
-  const uint row = msl_matrix_row(msl_lane_index()), column = msl_matrix_column(msl_lane_index());
-  float sums[2] = {float(c.msl_at.x), float(c.msl_at.y)};
-  for (uint k = 0; k < 8; ++k) {
-    const float left = float(msl_matrix_element(a, row, k));
-    for (uint i = 0; i < 2; ++i) sums[i] = __builtin_fmaf(left, float(msl_matrix_element(b, k, column + i)), sums[i]);
-  }
-  d.msl_at = vec<D, 2>(D(sums[0]), D(sums[1]));
+  const auto floats = [](auto pair) { return float2(float(pair.x), float(pair.y)); };
+  const float2 product = msl_matrix_product(floats(a.msl_at), floats(b.msl_at), floats(c.msl_at));
+  d.msl_at = vec<D, 2>(D(product.x), D(product.y));
 }
 template <class D, class A, class B>
 void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b) {
