@@ -6,13 +6,13 @@
 //   combine   output[token] = sum_k weights[k] * slots[token, k] + sigmoid(shared_gate) * shared + residual
 //
 // The first and the last are in experts_slots.metal. Shapes are those of experts_decode.metal; order [T * K] is int,
-// inner [T * K, I] and slots [T * K, H] are float, but inner of bfloat is bfloat. Slots whose id lies outside [0, E)
-// are in no expert's part of order, and combine leaves them out.
+// inner [T * K, I] and slots [T * K, H] are float. Slots whose id lies outside [0, E) are in no expert's part of order,
+// and combine leaves them out.
 //
 // gate_up and down multiply tiles of up to TileRows slots by tile_weight_rows rows of weights. Tiles never span
 // experts, and how many an expert has is known on the device only: the list `tiles` (expert, first in order, count) has
-// as many entries as there can be, and those left over have no slots. Grid: one threadgroup per entry and block of
-// weight rows, along x.
+// as many entries as there can be, and those left over have no slots. Grid: one threadgroup per entry, or each piece of
+// one, and block of weight rows, along x.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
@@ -22,30 +22,28 @@ using namespace metal;
 
 namespace moe_metal {
 
-// A band of tiles walks all blocks of weight rows together: the slots stay in the cache, and a weight that was read
-// serves the whole band.
-struct Work {
-  uint tile, block;
+// Where a threadgroup works: slots [first, first + count) of the order, and a block of the expert's weight rows.
+struct Tile {
+  uint expert, first, count, block;
 };
-inline Work work_of(uint group, uint blocks, uint band) {
-  Work work;
-  work.tile = group / (band * blocks) * band + group % band;
-  work.block = group / band % blocks;
-  return work;
+
+// A band of tiles walks all blocks together: the slots stay in the cache, and a weight that was read serves the whole
+// band. `down` takes those of 64 slots in pieces of 32: its slots are float, and tiles of 64 read each of them twice as
+// often from threadgroup memory, since their simdgroups have half the rows of weights.
+template <uint TileRows>
+Tile tile_of(device const int4* tiles, uint group, uint blocks, constant ExpertsParams& params) {
+  const uint pieces = params.tile_rows / TileRows;
+  const uint piece = group / (params.band * blocks) * params.band + group % params.band;
+  Tile tile = {};
+  tile.block = group / params.band % blocks;
+  if (piece / pieces >= params.tiles) return tile;
+  const int4 entry = tiles[piece / pieces];
+  const uint done = piece % pieces * TileRows;
+  tile.expert = entry.x;
+  tile.first = entry.y + done;
+  tile.count = uint(entry.z) > done ? min(TileRows, uint(entry.z) - done) : 0;
+  return tile;
 }
-
-// half would overflow where act(gate) * up does not.
-template <typename T>
-struct InnerOf {
-  using type = float;
-};
-template <>
-struct InnerOf<bfloat> {
-  using type = bfloat;
-};
-
-template <typename T>
-using Inner = typename InnerOf<T>::type;
 
 // ------------------------------------------------------------------------------------------ gate_up, down
 
@@ -54,48 +52,45 @@ template <typename T, typename Reader, uint TileRows>
                                       device const int4* tiles [[buffer(2)]],
                                       device const typename Reader::Data* gate_up [[buffer(3)]],
                                       device const uchar* scale [[buffer(4)]], device const uchar* offset [[buffer(5)]],
-                                      device const T* bias [[buffer(6)]], device Inner<T>* inner [[buffer(7)]],
+                                      device const T* bias [[buffer(6)]], device float* inner [[buffer(7)]],
                                       constant ExpertsParams& params [[buffer(8)]],
                                       uint group [[threadgroup_position_in_grid]],
                                       uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup uint2 memory[TileRows * kStride * sizeof(T) / sizeof(uint2)];
   threadgroup uint rows[TileRows];
   constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows) / 2;
-  const Work work = work_of(group, (params.I + block - 1) / block, params.band);
-  if (work.tile >= params.tiles) return;
-  const int4 tile = tiles[work.tile];
-  const uint expert = tile.x, count = tile.z;
-  if (count == 0) return;
-  for (uint j = thread_index; j < count; j += kTileThreads) {
-    rows[j] = uint(order[tile.y + j]) / params.K;
+  const Tile tile = tile_of<TileRows>(tiles, group, (params.I + block - 1) / block, params);
+  if (tile.count == 0) return;
+  for (uint j = thread_index; j < tile.count; j += kTileThreads) {
+    rows[j] = uint(order[tile.first + j]) / params.K;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   // Gate, up, gate, up: what is multiplied with one another is one lane's. Past the last row, the last again.
-  const uint first = work.block * block + first_of_lane<block>(thread_index);
+  const uint first = tile.block * block + first_of_lane<block>(thread_index);
   RowNumbers<across> numbers;
   for (uint n = 0; n < across; ++n) numbers.at[n] = gate_up_row(min(first + n / 2, params.I - 1), n % 2, params);
   Products<TileRows> products;
-  multiply_tile<TileRows, Reader>(products, memory, x, rows, count,
-                                  of_expert(gate_up, scale, offset, expert, params.gate_up), params.gate_up, numbers,
-                                  params.H, thread_index);
+  multiply_tile<TileRows, Reader>(products, memory, x, rows, tile.count,
+                                  of_expert(gate_up, scale, offset, tile.expert, params.gate_up), params.gate_up,
+                                  numbers, params.H, thread_index);
   Floats<across> biases;
-  load_biases(bias, ulong(expert) * 2 * params.I, numbers, params.gate_up_bias, biases);
+  load_biases(bias, ulong(tile.expert) * 2 * params.I, numbers, params.gate_up_bias, biases);
   const uint column = matrix_place(thread_index % 32).column;
 #pragma unroll
   for (uint i = 0; i < 2 * products.down; ++i) {
     const uint j = i / 2 * 8 + column + i % 2;
-    if (j >= count) continue;
-    device Inner<T>* to = inner + ulong(tile.y + j) * params.I;
+    if (j >= tile.count) continue;
+    device float* to = inner + ulong(tile.first + j) * params.I;
     for (uint n = 0; n < across; n += 2) {
       const float gate = products.at[i / 2][n][i % 2] + biases.at[n];
       const float up = products.at[i / 2][n + 1][i % 2] + biases.at[n + 1];
-      if (first + n / 2 < params.I) to[first + n / 2] = Inner<T>(activated(gate, up, params.activation));
+      if (first + n / 2 < params.I) to[first + n / 2] = activated(gate, up, params.activation);
     }
   }
 }
 
 template <typename T, typename Reader, uint TileRows>
-[[kernel]] void experts_down_tiles(device const Inner<T>* inner [[buffer(0)]], device const int* order [[buffer(1)]],
+[[kernel]] void experts_down_tiles(device const float* inner [[buffer(0)]], device const int* order [[buffer(1)]],
                                    device const int4* tiles [[buffer(2)]],
                                    device const typename Reader::Data* down [[buffer(3)]],
                                    device const uchar* scale [[buffer(4)]], device const uchar* offset [[buffer(5)]],
@@ -103,31 +98,28 @@ template <typename T, typename Reader, uint TileRows>
                                    constant ExpertsParams& params [[buffer(8)]],
                                    uint group [[threadgroup_position_in_grid]],
                                    uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup uint2 memory[TileRows * kStride * sizeof(Inner<T>) / sizeof(uint2)];
+  threadgroup uint2 memory[TileRows * kStride * sizeof(float) / sizeof(uint2)];
   threadgroup uint rows[TileRows];
   constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows);
-  const Work work = work_of(group, (params.H + block - 1) / block, params.band);
-  if (work.tile >= params.tiles) return;
-  const int4 tile = tiles[work.tile];
-  const uint expert = tile.x, count = tile.z;
-  if (count == 0) return;
-  for (uint j = thread_index; j < count; j += kTileThreads) rows[j] = tile.y + j;
+  const Tile tile = tile_of<TileRows>(tiles, group, (params.H + block - 1) / block, params);
+  if (tile.count == 0) return;
+  for (uint j = thread_index; j < tile.count; j += kTileThreads) rows[j] = tile.first + j;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const uint first = work.block * block + first_of_lane<block>(thread_index);
+  const uint first = tile.block * block + first_of_lane<block>(thread_index);
   RowNumbers<across> numbers;
   for (uint n = 0; n < across; ++n) numbers.at[n] = min(first + n, params.H - 1);
   Products<TileRows> products;
-  multiply_tile<TileRows, Reader>(products, memory, inner, rows, count,
-                                  of_expert(down, scale, offset, expert, params.down), params.down, numbers, params.I,
-                                  thread_index);
+  multiply_tile<TileRows, Reader>(products, memory, inner, rows, tile.count,
+                                  of_expert(down, scale, offset, tile.expert, params.down), params.down, numbers,
+                                  params.I, thread_index);
   Floats<across> biases;
-  load_biases(bias, ulong(expert) * params.H, numbers, params.down_bias, biases);
+  load_biases(bias, ulong(tile.expert) * params.H, numbers, params.down_bias, biases);
   const uint column = matrix_place(thread_index % 32).column;
 #pragma unroll
   for (uint i = 0; i < 2 * products.down; ++i) {
     const uint j = i / 2 * 8 + column + i % 2;
-    if (j >= count) continue;
-    device float* to = slots + ulong(order[tile.y + j]) * params.H;
+    if (j >= tile.count) continue;
+    device float* to = slots + ulong(order[tile.first + j]) * params.H;
     for (uint n = 0; n < across; ++n) {
       if (first + n < params.H) to[first + n] = products.at[i / 2][n][i % 2] + biases.at[n];
     }
@@ -137,26 +129,29 @@ template <typename T, typename Reader, uint TileRows>
 }  // namespace moe_metal
 
 // clang-format off
-#define instantiate_tiles(dtype, suffix, read, rows)                              \
+#define instantiate_gate_up(dtype, suffix, read, rows)                               \
   instantiate_kernel("experts_gate_up_tiles" #rows suffix weights_suffix "_" #dtype, \
-                     moe_metal::experts_gate_up_tiles<dtype, read##_tile(dtype), rows>) \
-  instantiate_kernel("experts_down_tiles" #rows suffix weights_suffix "_" #dtype,    \
+                     moe_metal::experts_gate_up_tiles<dtype, read##_tile(dtype), rows>)
+#define instantiate_both(dtype, suffix, read, rows)                               \
+  instantiate_gate_up(dtype, suffix, read, rows)                                  \
+  instantiate_kernel("experts_down_tiles" #rows suffix weights_suffix "_" #dtype, \
                      moe_metal::experts_down_tiles<dtype, read##_tile(dtype), rows>)
+
 #if in_part(0)
-for_dtypes(instantiate_tiles, "", any, 16)
+for_dtypes(instantiate_both, "", any, 16)
 #endif
 #if in_part(1)
-for_dtypes(instantiate_tiles, "", any, 32)
+for_dtypes(instantiate_both, "", any, 32)
 #endif
 #if in_part(2)
-for_dtypes(instantiate_tiles, "", any, 64)
+for_dtypes(instantiate_gate_up, "", any, 64)
 #endif
 #if in_part(3)
-for_dtypes(instantiate_tiles, "_wide", wide, 16)
+for_dtypes(instantiate_both, "_wide", wide, 16)
 #endif
 #if in_part(4)
-for_dtypes(instantiate_tiles, "_wide", wide, 32)
+for_dtypes(instantiate_both, "_wide", wide, 32)
 #endif
 #if in_part(5)
-for_dtypes(instantiate_tiles, "_wide", wide, 64)
+for_dtypes(instantiate_gate_up, "_wide", wide, 64)
 #endif

@@ -90,38 +90,38 @@ FormatKernels gate_up_tiles_wide[] = {{"experts_prefill", "experts_gate_up_tiles
                                       {"experts_prefill", "experts_gate_up_tiles32_wide", kTileThreads, 4},
                                       {"experts_prefill", "experts_gate_up_tiles64_wide", kTileThreads, 5}};
 FormatKernels down_tiles[] = {{"experts_prefill", "experts_down_tiles16", kTileThreads, 0},
-                              {"experts_prefill", "experts_down_tiles32", kTileThreads, 1},
-                              {"experts_prefill", "experts_down_tiles64", kTileThreads, 2}};
+                              {"experts_prefill", "experts_down_tiles32", kTileThreads, 1}};
 FormatKernels down_tiles_wide[] = {{"experts_prefill", "experts_down_tiles16_wide", kTileThreads, 3},
-                                   {"experts_prefill", "experts_down_tiles32_wide", kTileThreads, 4},
-                                   {"experts_prefill", "experts_down_tiles64_wide", kTileThreads, 5}};
+                                   {"experts_prefill", "experts_down_tiles32_wide", kTileThreads, 4}};
 Kernels combine_kernels("experts_slots", "experts_combine", 256);
 
-// Memory beyond the inputs: 4 * T * K * (H + I + 1) bytes, for bfloat 4 * T * K * (H + I / 2 + 1), and the list of
-// tiles.
+// For all tiles of the list, in pieces of `size`, and so many rows of weights.
+Grid grid_of_tiles(const ExpertsParams& params, int64_t size, int64_t rows) {
+  const int64_t tile_rows = 16 << size, pieces = params.tiles * (params.tile_rows / tile_rows);
+  return {ceil_div(pieces, params.band) * params.band * ceil_div(rows, tile_weight_rows(tile_rows)), 1, kTileThreads};
+}
+
+// Memory beyond the inputs: 4 * T * K * (H + I + 1) bytes, and the list of tiles.
 void prefill(const Experts& call, ExpertsParams params) {
   const at::ScalarType dtype = call.x.scalar_type();
   const Weight &gate_up = call.gate_up, &down = call.down;
-  const int64_t slots = call.T * call.K, size = tile_size(slots / call.E);
+  const int64_t slots = call.T * call.K, size = tile_size(slots / call.E), down_size = std::min<int64_t>(size, 1);
   params.tile_rows = 16 << size;
   params.tiles = to_uint(slots / params.tile_rows + call.E);
   params.band = to_uint(tuning().band);
-  const int64_t bands = ceil_div(params.tiles, params.band) * params.band, block = tile_weight_rows(params.tile_rows);
   const auto floats = call.x.options().dtype(at::kFloat), ints = call.x.options().dtype(at::kInt);
-  const auto inner_type = dtype == at::kBFloat16 ? dtype : at::kFloat;
   const Tensor order = at::empty({slots}, ints), tiles = at::empty({params.tiles, 4}, ints);
-  const Tensor inner = at::empty({slots, call.I}, call.x.options().dtype(inner_type));
-  const Tensor outputs = at::empty({slots, call.H}, floats);
+  const Tensor inner = at::empty({slots, call.I}, floats), outputs = at::empty({slots, call.H}, floats);
   const int sort_threads = static_cast<int>(std::min<int64_t>(ceil_div(slots, 32) * 32, 1024));
   const bool wide_gate_up = params.wide_x && params.gate_up.layout == WeightLayout::rows_wide;
   const bool wide_down = wide_rows(inner, call.I) && params.down.layout == WeightLayout::rows_wide;
-  const Grid gate_up_grid = {bands * ceil_div(2 * call.I, block), 1, kTileThreads};
-  const Grid down_grid = {bands * ceil_div(call.H, block), 1, kTileThreads};
   launch({{sort_kernel, {call.E, 1, sort_threads}, call.ids, order, tiles, params},
-          {(wide_gate_up ? gate_up_tiles_wide : gate_up_tiles)[size](dtype, gate_up.format, gate_up.bits), gate_up_grid,
-           call.x, order, tiles, gate_up.data, gate_up.scale, gate_up.offset, call.gate_up_bias, inner, params},
-          {(wide_down ? down_tiles_wide : down_tiles)[size](dtype, down.format, down.bits), down_grid, inner, order,
-           tiles, down.data, down.scale, down.offset, call.down_bias, outputs, params},
+          {(wide_gate_up ? gate_up_tiles_wide : gate_up_tiles)[size](dtype, gate_up.format, gate_up.bits),
+           grid_of_tiles(params, size, 2 * call.I), call.x, order, tiles, gate_up.data, gate_up.scale, gate_up.offset,
+           call.gate_up_bias, inner, params},
+          {(wide_down ? down_tiles_wide : down_tiles)[down_size](dtype, down.format, down.bits),
+           grid_of_tiles(params, down_size, call.H), inner, order, tiles, down.data, down.scale, down.offset,
+           call.down_bias, outputs, params},
           {combine_kernels[dtype],
            {call.T, ceil_div(call.H, 256), 256},
            outputs,

@@ -513,13 +513,14 @@ class Tuned:
         shared = {name: noise.argument(call, name, s) for name, s in call.shapes.items() if name in EXPERTS}
         sets = [inputs(call, noise) | shared for _ in range(call.sets)]
         wanted = [self.trace(call, numbers) for numbers in settings]
-        graphs = {which: self.graph(self.traces[str(call)][which], sets) for which in set(wanted)}
+        replays = {which: self.replays(self.traces[str(call)][which], sets) for which in set(wanted)}
+        graphs = {which: captured(lambda all=all: [replay() for replay in all]) for which, all in replays.items()}
         rounds = rounds_of({str(place): graphs[which] for place, which in enumerate(wanted)}, len(sets))
         return [[us / 1e6 for us in times] for times in rounds.values()]
 
-    def graph(self, trace: dict, sets: list[Args]) -> torch.cuda.CUDAGraph:
-        replays = [Replay(self.kernels, trace, one, poison=False) for one in sets]
-        return captured(lambda: [replay() for replay in replays])
+    def replays(self, trace: dict, sets: list[Args]) -> list[Replay]:
+        """They hold the memory that a graph of them uses."""
+        return [Replay(self.kernels, trace, one, poison=False) for one in sets]
 
     def model(self) -> str:
         return next(name for name in MODELS if any(f"-{name}-" in case for case in self.traces))
