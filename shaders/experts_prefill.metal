@@ -70,7 +70,7 @@ template <typename T, typename Reader, uint TileRows>
   RowNumbers<across> numbers;
   for (uint n = 0; n < across; ++n) numbers.at[n] = gate_up_row(min(first + n / 2, params.I - 1), n % 2, params);
   Products<TileRows> products;
-  multiply_tile<TileRows, Reader>(products, memory, x, rows, tile.count,
+  multiply_tile<TileRows, Reader>(products, memory, x, rows, tile.count, params.wide_x,
                                   of_expert(gate_up, scale, offset, tile.expert, params.gate_up), params.gate_up,
                                   numbers, params.H, thread_index);
   Floats<across> biases;
@@ -109,7 +109,7 @@ template <typename T, typename Reader, uint TileRows>
   RowNumbers<across> numbers;
   for (uint n = 0; n < across; ++n) numbers.at[n] = min(first + n, params.H - 1);
   Products<TileRows> products;
-  multiply_tile<TileRows, Reader>(products, memory, inner, rows, tile.count,
+  multiply_tile<TileRows, Reader>(products, memory, inner, rows, tile.count, params.I % Wide<float>::elements == 0,
                                   of_expert(down, scale, offset, tile.expert, params.down), params.down, numbers,
                                   params.I, thread_index);
   Floats<across> biases;

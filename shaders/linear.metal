@@ -62,8 +62,9 @@ template <typename T, typename Reader, uint TileRows>
   RowNumbers<across> numbers;
   for (uint n = 0; n < across; ++n) numbers.at[n] = min(first + n, params.N - 1);
   Products<TileRows> products;
-  multiply_tile<TileRows, Reader>(products, memory, x, rows, count, of_expert(weight, scale, offset, 0, params.weight),
-                                  params.weight, numbers, params.H, thread_index);
+  multiply_tile<TileRows, Reader>(products, memory, x, rows, count, params.wide_x,
+                                  of_expert(weight, scale, offset, 0, params.weight), params.weight, numbers, params.H,
+                                  thread_index);
   Floats<across> biases;
   load_biases(bias, 0, numbers, params.bias, biases);
   const uint column = matrix_place(thread_index % 32).column;

@@ -65,7 +65,7 @@ inline void multiply_add(thread float2& sum, float2 weights, float2 rows) {
 //   row                finds a row
 //   load               of a row the run that begins at `column`; `whole`: all of it lies within the row
 //   eight              its elements i to i + 7, of which those beyond the row's end are 0
-//   wide               whether 16 bytes may be loaded at once, of the weights and of the matrix
+//   wide               whether 16 bytes may be loaded at once, of the weights and, too, of the matrix
 
 template <typename T>
 struct WideTile {
@@ -224,13 +224,19 @@ void store_rows(threadgroup A* memory, thread const Staged<TileRows, A>& staged,
 }
 
 // The same element by element.
-template <typename A>
-void stage_any_rows(threadgroup A* memory, device const A* matrix, threadgroup const uint* rows, uint count,
-                    uint column, uint length, uint thread_index) {
-  for (uint i = thread_index; i < filled(count) * kDepth; i += kTileThreads) {
-    const uint j = i / kDepth, c = column + i % kDepth;
-    const bool inside = j < count && c < length;
-    memory[j * kStride + i % kDepth] = inside ? matrix[ulong(rows[j]) * length + c] : A(0);
+template <uint TileRows, typename A>
+void stage_any_rows(threadgroup A* memory, thread const Staged<TileRows, A>& staged, uint count, uint column,
+                    uint length, uint thread_index) {
+  using S = Staged<TileRows, A>;
+  const uint first = thread_index % S::along * S::elements;
+#pragma unroll
+  for (uint t = 0; t < S::turns; ++t) {
+    const uint j = thread_index / S::along + t * S::between;
+    if (j >= filled(count)) continue;
+    for (uint c = first; c < first + S::elements; ++c) {
+      const bool inside = j < count && column + c < length;
+      memory[j * kStride + c] = inside ? staged.from[t][column + c] : A(0);
+    }
   }
 }
 
@@ -270,38 +276,39 @@ void add_products(thread Products<TileRows>& products, threadgroup A* memory, ui
 }
 
 template <bool whole, typename Reader, uint TileRows, typename A>
-void step(thread Products<TileRows>& products, thread Staged<TileRows, A>& staged, threadgroup A* memory,
-          device const A* matrix, threadgroup const uint* rows, uint count, thread const typename Reader::Row* weights,
-          constant WeightParams& params, uint column, uint length, MatrixPlace place, uint thread_index) {
+void step(thread Products<TileRows>& products, thread Staged<TileRows, A>& staged, threadgroup A* memory, bool wide,
+          uint count, thread const typename Reader::Row* weights, constant WeightParams& params, uint column,
+          uint length, MatrixPlace place, uint thread_index) {
   constexpr uint across = Products<TileRows>::across;
   typename Reader::Piece pieces[across];
-  if (Reader::wide) load_rows<whole>(staged, count, column, length, thread_index);
+  if (wide) load_rows<whole>(staged, count, column, length, thread_index);
 #pragma unroll
   for (uint n = 0; n < across; ++n) {
     Reader::template load<whole>(weights[n], params, column + place.column / 2 * kRun, length, pieces[n]);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (Reader::wide) {
+  if (wide) {
     store_rows(memory, staged, count, thread_index);
   } else {
-    stage_any_rows(memory, matrix, rows, count, column, length, thread_index);
+    stage_any_rows(memory, staged, count, column, length, thread_index);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   add_products<whole, Reader>(products, memory, count, pieces, place);
 }
 
 // The products of a lane's rows of weights with the tile's: `count` rows of the matrix, whose numbers are rows[j].
-// `memory` has room for TileRows * kStride of A.
+// `memory` has room for TileRows * kStride of A. `wide`: 16 bytes of the matrix may be loaded at a time.
 template <uint TileRows, typename Reader, typename A>
 void multiply_tile(thread Products<TileRows>& products, threadgroup uint2* memory, device const A* matrix,
-                   threadgroup const uint* rows, uint count, Weights<typename Reader::Data> weights,
+                   threadgroup const uint* rows, uint count, bool wide, Weights<typename Reader::Data> weights,
                    constant WeightParams& params, thread const RowNumbers<tile_matrices(TileRows)>& numbers,
                    uint length, uint thread_index) {
   constexpr uint across = Products<TileRows>::across;
   const MatrixPlace place = matrix_place(thread_index % 32);
   threadgroup A* tile = reinterpret_cast<threadgroup A*>(memory);
   Staged<TileRows, A> staged;
-  if (Reader::wide) find_rows(staged, matrix, rows, count, length, thread_index);
+  find_rows(staged, matrix, rows, count, length, thread_index);
+  wide = Reader::wide || wide;  // known while compiling wherever all is wide
   typename Reader::Row weight_rows[across];
 #pragma unroll
   for (uint n = 0; n < across; ++n) weight_rows[n] = Reader::row(weights, params, numbers.at[n]);
@@ -309,12 +316,10 @@ void multiply_tile(thread Products<TileRows>& products, threadgroup uint2* memor
   for (uint i = 0; i < products.down * across; ++i) products.at[i / across][i % across] = 0;
   uint column = 0;
   for (; column + kDepth <= length; column += kDepth) {
-    step<true, Reader>(products, staged, tile, matrix, rows, count, weight_rows, params, column, length, place,
-                       thread_index);
+    step<true, Reader>(products, staged, tile, wide, count, weight_rows, params, column, length, place, thread_index);
   }
   if (column < length) {
-    step<false, Reader>(products, staged, tile, matrix, rows, count, weight_rows, params, column, length, place,
-                        thread_index);
+    step<false, Reader>(products, staged, tile, wide, count, weight_rows, params, column, length, place, thread_index);
   }
 }
 
