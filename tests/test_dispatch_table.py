@@ -4,10 +4,12 @@ import pytest
 
 import dispatch_table
 from benchmarks import rows_of_costs
-from conftest import SIMULATED
+from conftest import DEVICES, SIMULATED
 from torch_moe_metal.models import MODELS
 
-pytestmark = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal counts; a Mac's own does not")
+pytestmark = pytest.mark.skipif(
+    not SIMULATED or "mps" not in DEVICES, reason="the simulated Metal counts; a Mac's own does not"
+)
 SMALL = MODELS["qwen3-30b-a3b"].reduced(H=128, I=64, E=4, K=2)
 WEIGHTS = 4 * 3 * 128 * 64 * 2 / 1e6  # MB in bf16
 
