@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import test_ops
-from cases import BFLOAT, CASES, FLOAT, Case
+from cases import BFLOAT, CASES, FLOAT, Args, Case
 from conftest import DEVICES, SIMULATED, heavy
 from torch_moe_metal import tune, tuning
 from torch_moe_metal.__main__ import main
@@ -79,36 +79,44 @@ def table(number: Number) -> list[Case]:
     return [case for case in CASES if case.op in ops and not heavy(case, "mps")]
 
 
-def dispatched(case: Case, numbers: dict) -> list[tuple]:
+def dispatched(case: Case, args: Args, numbers: dict) -> list[tuple]:
     import metal_sim
 
     tuning.use(numbers)
     with metal_sim.record() as record, metal_sim.host_only():
-        test_ops.run(case, case.arguments("mps"))
+        test_ops.run(case, args)
     inline = [[a["bytes"] for a in d.arguments if a["bytes"]] for d in record.dispatches]
     return [(d.kernel, d.grid, d.threads, bytes) for d, bytes in zip(record.dispatches, inline, strict=True)]
 
 
 def changed(number: Number, value: int) -> list[Case]:
-    """Of the cases that show it those that this value shows in. Commits stand beside the dispatches, and a Mac's device
-    records nothing."""
-    if not SIMULATED or number.name.startswith("commit_"):
-        return showing(number) if value != tuning.defaults()[number.name] else []
-    return [case for case in showing(number) if dispatched(case, {number.name: value}) != dispatched(case, {})]
+    """Of the cases made to show it and of the fast table those whose dispatches this value changes; the others' are the
+    default's, which test_ops judges."""
+    cases = []
+    for case in [*showing(number), *table(number)]:
+        args = case.arguments("mps")
+        if dispatched(case, args, {number.name: value}) != dispatched(case, args, {}):
+            cases.append(case)
+    return cases
 
 
-STEP = 400  # of the fast cases one in so many, for each alternative another
+def sampled(number: Number, value: int) -> list[Case]:
+    """Where dispatches tell nothing: commits stand beside them, and a Mac's device records none."""
+    fast, step = table(number), 20
+    return [*showing(number), *fast[random.Random(f"{number.name} {value}").randrange(step) :: step]]
 
 
 @on_mps
 @EACH
 def test_every_alternative_is_right(number: Number, value: int, mps: str):
-    """On cases that it treats in another way than the default does, and on a few of the fast table."""
-    fast, start = table(number), random.Random(f"{number.name} {value}").randrange(STEP)
-    cases = changed(number, value)
-    assert bool(cases) == (value != tuning.defaults()[number.name])
+    """On every fast case that it treats in another way than the default does."""
+    if not SIMULATED or number.name.startswith("commit_"):
+        cases = sampled(number, value)
+    else:
+        cases = changed(number, value)
+        assert bool(cases) == (value != tuning.defaults()[number.name])
     tuning.use({number.name: value})
-    for case in [*cases, *fast[start::STEP]]:
+    for case in cases:
         test_ops.test_equals_the_reference(case, mps)
 
 
