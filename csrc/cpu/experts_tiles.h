@@ -79,15 +79,13 @@ class WeightStrips {
   template <class Use>
   void multiply(const at::BFloat16* tokens, int64_t size, int64_t groups, Use&& use) {
     const bool ahead = packed() && tiles_available();
-    for (int w = 0; w < 2 && packed(); ++w) {
-      if (ahead)
-        unpack_and_multiply(w, tokens, size, groups);
-      else
-        rows_[w]->pack(step_, counts_[w], 0, weight_.columns, strips_.panel(w));
-    }
+    for (int w = 0; w < 2 && packed() && !ahead; ++w) unpack(w, 0, weight_.columns, strips_.panel(w));
     for (int64_t g = 0; g < groups; g += kGroups) {
       const int64_t count = std::min(kGroups, groups - g);
-      if (g > 0 || !ahead) products_.multiply(strips_, tokens + g * size, size, count);
+      if (g == 0 && ahead)
+        unpack_and_multiply(tokens, size, count, groups > kGroups);
+      else
+        products_.multiply(strips_, tokens + g * size, size, count);
       for (int64_t i = 0; i < count; ++i) use(g + i, products_.c[0][i], products_.c[1][i]);
     }
   }
@@ -95,23 +93,29 @@ class WeightStrips {
  private:
   bool packed() const { return weight_.format != Format::dense; }
 
+  void unpack(int which, int64_t first, int64_t columns, at::BFloat16* to) {
+    rows_[which]->pack(step_, counts_[which], first, columns, to);
+  }
+
   // Some columns are unpacked while AMX multiplies those before them with the first groups of tokens: whole rows of 32
-  // numbers of 4 bits take 4.5 ns to unpack on a Sapphire Rapids, and 2.3 so. What no other group needs never leaves
+  // numbers of 4 bits took 4.5 ns to unpack on a Sapphire Rapids, and 2.3 so. What no other group needs never leaves
   // the first cache.
-  void unpack_and_multiply(int w, const at::BFloat16* tokens, int64_t size, int64_t groups) {
-    constexpr int64_t kAtOnce = 2;  // blocks
-    const int64_t ring = groups > kGroups ? ~int64_t{0} : 2 * kAtOnce - 1;
-    at::BFloat16* panel = strips_.panel(w);
-    const auto unpack = [&](int64_t block) {
-      const int64_t first = block * kDepth, columns = std::min(kAtOnce * kDepth, weight_.columns - first);
-      if (columns > 0) rows_[w]->pack(step_, counts_[w], first, columns, panel + (block & ring) * kTileSize);
+  void unpack_and_multiply(const at::BFloat16* tokens, int64_t size, int64_t groups, bool more) {
+    const auto ahead = [&](int which) {
+      constexpr int64_t kAtOnce = 2;  // blocks
+      const int64_t ring = more ? ~int64_t{0} : 2 * kAtOnce - 1;
+      at::BFloat16* panel = strips_.panel(which);
+      strips_.tiles[which].ring = ring;
+      const auto make = [this, which, ring, panel](int64_t block) {
+        const int64_t first = block * kDepth, columns = std::min(kAtOnce * kDepth, weight_.columns - first);
+        if (columns > 0) unpack(which, first, columns, panel + (block & ring) * kTileSize);
+      };
+      make(0);
+      return [make](int64_t block) {
+        if (block % kAtOnce == 0) make(block + kAtOnce);
+      };
     };
-    const auto ahead = [&](int64_t block) {
-      if (block % kAtOnce == 0) unpack(block + kAtOnce);
-    };
-    unpack(0);
-    kMultiply<decltype(ahead)>[std::min(groups, kGroups) - 1]({panel, kDepth, kTileSize, ring}, tokens, size,
-                                                              strips_.blocks(), products_.c[w], false, ahead);
+    products_.multiply(strips_, tokens, size, groups, ahead(0), ahead(1));
   }
 
   const Weight& weight_;
@@ -121,13 +125,20 @@ class WeightStrips {
   Products products_;
 };
 
-// Pass 1 for kRows rows of one expert.
+// Pass 1 for some rows of one expert.
 class GateUpTiles {
  public:
+  static constexpr int64_t kSize = 4 * kRows;  // packed rows fetch those that follow, mostly their own so
+
   GateUpTiles(const Experts& call, const Slots& slots, const TokenTiles& tokens)
       : call_(call), slots_(slots), tokens_(tokens), weight_(call.gate_up) {}
 
-  void operator()(int64_t which, int64_t row) {
+  void operator()(int64_t which, int64_t first) {
+    for (int64_t row = first; row < std::min(first + kSize, call_.I); row += kRows) rows_of_expert(which, row);
+  }
+
+ private:
+  void rows_of_expert(int64_t which, int64_t row) {
     const int64_t expert = slots_.experts[which], first = tokens_.first[which];
     const GateUpBias bias(call_, expert, row, std::min(kRows, call_.I - row));
     for (int64_t half = 0; half < kRows; half += kTile) {
@@ -143,7 +154,6 @@ class GateUpTiles {
     }
   }
 
- private:
   void activate(const float (&gate)[kTile][kTile], const float (&up)[kTile][kTile], const float* gate_bias,
                 const float* up_bias, at::BFloat16* to) {
     with_activation(call_.params.activation, [&](auto activation) {
@@ -216,11 +226,11 @@ class DownTiles {
 inline void experts_by_tiles(const Experts& call, const Slots& slots) {
   const TokenTiles tokens(call, slots);
   pack_all_tokens(call, slots, tokens);
-  const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
+  const int64_t blocks = at::divup(call.I, GateUpTiles::kSize), items = slots.used() * blocks;
   share(items, [&](auto take) {
     const TileShapes shapes;
     GateUpTiles work(call, slots, tokens);
-    for (int64_t item = take(); item < items; item = take()) work(item / blocks, item % blocks * kRows);
+    for (int64_t item = take(); item < items; item = take()) work(item / blocks, item % blocks * GateUpTiles::kSize);
   });
   const int64_t size = output_block(call), outputs = at::divup(call.H, size);
   share(outputs, [&](auto take) {
