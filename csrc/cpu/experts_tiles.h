@@ -125,20 +125,13 @@ class WeightStrips {
   Products products_;
 };
 
-// Pass 1 for some rows of one expert.
+// Pass 1 for kRows rows of one expert.
 class GateUpTiles {
  public:
-  static constexpr int64_t kSize = 4 * kRows;  // packed rows fetch those that follow, mostly their own so
-
   GateUpTiles(const Experts& call, const Slots& slots, const TokenTiles& tokens)
       : call_(call), slots_(slots), tokens_(tokens), weight_(call.gate_up) {}
 
-  void operator()(int64_t which, int64_t first) {
-    for (int64_t row = first; row < std::min(first + kSize, call_.I); row += kRows) rows_of_expert(which, row);
-  }
-
- private:
-  void rows_of_expert(int64_t which, int64_t row) {
+  void operator()(int64_t which, int64_t row) {
     const int64_t expert = slots_.experts[which], first = tokens_.first[which];
     const GateUpBias bias(call_, expert, row, std::min(kRows, call_.I - row));
     for (int64_t half = 0; half < kRows; half += kTile) {
@@ -154,6 +147,7 @@ class GateUpTiles {
     }
   }
 
+ private:
   void activate(const float (&gate)[kTile][kTile], const float (&up)[kTile][kTile], const float* gate_bias,
                 const float* up_bias, at::BFloat16* to) {
     with_activation(call_.params.activation, [&](auto activation) {
@@ -226,11 +220,11 @@ class DownTiles {
 inline void experts_by_tiles(const Experts& call, const Slots& slots) {
   const TokenTiles tokens(call, slots);
   pack_all_tokens(call, slots, tokens);
-  const int64_t blocks = at::divup(call.I, GateUpTiles::kSize), items = slots.used() * blocks;
+  const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
   share(items, [&](auto take) {
     const TileShapes shapes;
     GateUpTiles work(call, slots, tokens);
-    for (int64_t item = take(); item < items; item = take()) work(item / blocks, item % blocks * GateUpTiles::kSize);
+    for (int64_t item = take(); item < items; item = take()) work(item / blocks, item % blocks * kRows);
   });
   const int64_t size = output_block(call), outputs = at::divup(call.H, size);
   share(outputs, [&](auto take) {
