@@ -1,7 +1,8 @@
 """The CPU's readers of packed weights, broken on purpose one line at a time: the test named beside each must fail.
 
 Each fault costs a compilation, so these are not in the fast set. The library of the build is linked again with the
-changed file; the test runs as it is, on a copy of the package.
+changed file; the test runs as it is, on a copy of the package. So do the tests of AMX's part, unbroken, on processors
+without it: emulated_amx.h stands for its instructions.
 """
 
 import os
@@ -21,6 +22,8 @@ from test_mutated_readers import named_in
 ROOT = Path(__file__).resolve().parents[1]
 ISA = "avx512"  # the readers that the faults are in
 BUILT = ROOT / "build" / "objects" / f"torch_moe_metal._cpu_{ISA}"
+CPU_INFO = Path("/proc/cpuinfo")
+HAS_AMX = CPU_INFO.exists() and "amx_bf16" in CPU_INFO.read_text()
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Fault:
     line: str
     broken: str
     test: str  # that fails
+    amx: bool = False  # with AMX, real or emulated
 
     def __str__(self) -> str:
         return self.name
@@ -46,22 +50,32 @@ FAULTS = [
     Fault("nibble_swapped_for_few_tokens", "codes.h", "setr_epi32(0, 0, 4, 4, 8", "setr_epi32(4, 4, 0, 0, 8", LINEAR),
     Fault("nibble_swapped_in_bfloat16", "bfloat16_dots.h", "srli_epi16(bytes, 4)", "srli_epi16(bytes, 8)", LINEAR),
     Fault("nibble_swapped_in_tiles", "weights.cpp", "slli_epi32(bytes, 12)", "slli_epi32(bytes, 16)", REFERENCE),
-    Fault("group_before", "weights.cpp", "scale = rows.scales[r * weight.groups + g]",
-          "scale = rows.scales[r * weight.groups + g - (g > 0)]", LINEAR),
-    Fault("first_group_in_tiles", "weights.cpp", "row.scales[g]", "row.scales[0]", REFERENCE),
+    Fault("group_before", "weights.cpp", "at = r * weight_.groups + g + i;",
+          "at = r * weight_.groups + g + i - (g > 0);", LINEAR),
+    Fault("first_group_in_tiles", "weights.cpp", "all.scales + group,", "all.scales,", REFERENCE),
     Fault("blocks_of_64_rows", "weights.cpp", "Format::fp8 ? kFp8Block", "Format::fp8 ? kFp8Block / 2", REFERENCE),
     Fault("tail_overrun", "bfloat16_dots.h", "row_bytes - at >= 64", "true", WALL),
     Fault("pair_swapped_in_vectors", "tiles.h", "weights.row + 2 * pair", "weights.row + 2 * (pair ^ 1)", REFERENCE),
+    Fault("short_ring_on_amx", "experts_tiles.h", "2 * kAtOnce - 1", "kAtOnce - 1", REFERENCE, amx=True),
+    Fault("upper_strip_twice_on_amx", "tiles.h", "lower.data + (b & lower.ring) * lower.block, lower.row",
+          "upper.data + (b & upper.ring) * upper.block, upper.row", REFERENCE, amx=True),
 ]  # fmt: skip
 
 
-def changed_sources(fault: Fault, folder: Path) -> Path:
+def changed(file: Path, line: str, broken: str) -> None:
+    text = file.read_text()
+    assert text.count(line) == 1, f"{file.name} has the line {text.count(line)} times: {line}"
+    file.write_text(text.replace(line, broken))
+
+
+def copied_sources(folder: Path, emulate_amx: bool) -> Path:
     sources = folder / "csrc"
     shutil.copytree(ROOT / "csrc", sources)
-    file = sources / "cpu" / fault.file
-    text = file.read_text()
-    assert text.count(fault.line) == 1, f"{fault.file} has the line {text.count(fault.line)} times: {fault.line}"
-    file.write_text(text.replace(fault.line, fault.broken))
+    if emulate_amx:
+        emulation = f'#include <immintrin.h>\n#include "{ROOT}/tests/emulated_amx.h"'
+        changed(sources / "cpu" / "tiles.h", "#include <immintrin.h>", emulation)
+        available = "inline bool tiles_available() {\n"
+        changed(sources / "cpu" / "tiles.h", available, f"{available}  return true;\n")
     return sources
 
 
@@ -69,12 +83,11 @@ def run(*command: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def library(fault: Fault, folder: Path) -> Path:
-    """The built library, but for the source that the fault reaches."""
-    sources, link = changed_sources(fault, folder), []
-    reached = "experts" if fault.file == "tiles.h" else "weights"
+def library(sources: Path, reached: set[str], folder: Path) -> Path:
+    """The built library, but for the files that a change reaches."""
+    link = []
     for compiled in sorted((BUILT / "csrc" / "cpu").glob("*.o")):
-        if compiled.stem != reached:
+        if compiled.stem not in reached:
             link.append(compiled)
             continue
         link.append(folder / compiled.name)
@@ -88,21 +101,46 @@ def library(fault: Fault, folder: Path) -> Path:
     return made
 
 
+def run_tests(made: Path, folder: Path, *options: str) -> subprocess.CompletedProcess:
+    """pytest, on a copy of the package with this library."""
+    package = folder / "package" / "torch_moe_metal"
+    shutil.copytree(ROOT / "torch_moe_metal", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(made, package / f"_cpu_{ISA}.so")
+    environment = os.environ | {"PYTHONPATH": str(package.parent), "MOE_METAL_DEVICES": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *options]
+    return subprocess.run(command, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
+
+
+def reached_by(fault: Fault) -> set[str]:
+    reached = {"experts" if "tiles.h" in fault.file else "weights"}
+    return reached | {"experts", "gate"} if fault.amx and not HAS_AMX else reached
+
+
+for_avx512 = pytest.mark.skipif(torch_moe_metal.cpu_isa != ISA, reason="the faults are in the readers for AVX-512")
+from_a_build = pytest.mark.skipif(
+    not (BUILT / "build.ninja").exists(), reason="needs the objects of a build in this folder"
+)
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(torch_moe_metal.cpu_isa != ISA, reason="the faults are in the readers for AVX-512")
-@pytest.mark.skipif(not (BUILT / "build.ninja").exists(), reason="needs the objects of a build in this folder")
+@for_avx512
+@from_a_build
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_broken_reader_is_seen(fault: Fault, tmp_path: Path):
-    package = tmp_path / "package" / "torch_moe_metal"
-    shutil.copytree(ROOT / "torch_moe_metal", package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(library(fault, tmp_path), package / f"_cpu_{ISA}.so")
-    environment = os.environ | {"PYTHONPATH": str(package.parent), "MOE_METAL_DEVICES": "cpu"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", fault.test]
+    sources = copied_sources(tmp_path, fault.amx and not HAS_AMX)
+    changed(sources / "cpu" / fault.file, fault.line, fault.broken)
     choose = ["-k", "many_tokens"] if fault.test == REFERENCE else []
-    told = subprocess.run(
-        [*command, *choose], cwd=ROOT / "tests", env=environment, capture_output=True, text=True
-    ).stdout
-    assert f"FAILED {fault.test}" in told, told[-3000:]
+    done = run_tests(library(sources, reached_by(fault), tmp_path), tmp_path, fault.test, *choose)
+    assert f"FAILED {fault.test}" in done.stdout, done.stdout[-3000:]
+
+
+@pytest.mark.skipif(HAS_AMX, reason="this processor has AMX, and test_ops.py runs there")
+@for_avx512
+@from_a_build
+def test_tiles_on_emulated_amx(tmp_path: Path):
+    made = library(copied_sources(tmp_path, True), {"experts", "gate"}, tmp_path)
+    done = run_tests(made, tmp_path, "test_ops.py", "-k", "(experts or gate) and bf16")
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_the_readme_names_them():
