@@ -63,17 +63,14 @@ class EightBits {
   static constexpr int64_t kColumns = 64, kBytes = 64;
   static constexpr int kVectors = 2;
 
-  EightBits() {
-    alignas(64) uint8_t low[128], high[128];
-    for (int i = 0; i < 128; ++i) {
-      const int exponent = i >> 3, mantissa = i & 7;
-      const float value = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
-      const at::BFloat16 number(i == 127 ? NAN : value);
-      low[i] = static_cast<uint8_t>(number.x), high[i] = static_cast<uint8_t>(number.x >> 8);
-    }
+  EightBits() : EightBits(magnitudes().data()) {}
+  // 128 of them.
+  explicit EightBits(const at::BFloat16* magnitudes) {
     for (int half = 0; half < 2; ++half) {
-      low_[half] = _mm512_load_si512(low + 64 * half);
-      high_[half] = _mm512_load_si512(high + 64 * half);
+      const __m512i first = _mm512_loadu_si512(magnitudes + 64 * half),
+                    second = _mm512_loadu_si512(magnitudes + 64 * half + 32);
+      low_[half] = bytes_of(first, second);
+      high_[half] = bytes_of(_mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8));
     }
   }
 
@@ -94,6 +91,23 @@ class EightBits {
   }
 
  private:
+  static const std::array<at::BFloat16, 128>& magnitudes() {
+    static const auto all = [] {
+      std::array<at::BFloat16, 128> values;
+      for (int i = 0; i < 128; ++i) {
+        const int exponent = i >> 3, mantissa = i & 7;
+        const float value = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
+        values[i] = i == 127 ? NAN : value;
+      }
+      return values;
+    }();
+    return all;
+  }
+  // The low bytes of 64 words.
+  static __m512i bytes_of(__m512i first, __m512i second) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(first)), _mm512_cvtepi16_epi8(second), 1);
+  }
+
   __m512i low_[2], high_[2];
 };
 

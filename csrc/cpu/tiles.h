@@ -75,23 +75,28 @@ struct WeightTiles {
   int64_t ring = -1;
 };
 
+// What products do besides, in kParts parts for each block of k: between two products of tiles each, since the one
+// waits for the tiles' unit and the other for vectors.
+constexpr int64_t kParts = 4;
+
 struct Nothing {
-  void operator()(int64_t) const {}
+  void operator()(int64_t, int64_t) const {}
 };
 
 // So many streams as two strips have want help: 32 tokens for each of 128 experts took 58 ms without, and take 52.
 struct Prefetch {
   const WeightTiles& weights;
-  void operator()(int64_t b) const {
+  void operator()(int64_t b, int64_t part) const {
     constexpr int64_t kAhead = 4;
+    if (part > 0) return;
     for (int64_t r = 0; r < kTile; ++r)
       __builtin_prefetch(weights.data + (b + kAhead) * weights.block + r * weights.row);
   }
 };
 
 // c[g] = a strip of weights times token tile g, of which tokens + g * size is the first block. One strip at a time: its
-// 16 rows are as many streams as memory serves well (32 were 5 % slower for one token). Before each block comes
-// ahead(block), which may make the blocks after it.
+// 16 rows are as many streams as memory serves well (32 were 5 % slower for one token). With each block comes
+// ahead(block, part) for its parts, which may make the blocks after it.
 template <int G, class Ahead = Nothing>
 MOE_METAL_AMX inline void multiply_tiles(const WeightTiles& weights, const at::BFloat16* tokens, int64_t size,
                                          int64_t blocks, float (*c)[kTile][kTile], bool add,
@@ -110,18 +115,21 @@ MOE_METAL_AMX inline void multiply_tiles(const WeightTiles& weights, const at::B
   }
   for (int64_t b = 0; b < blocks; ++b) {
     const at::BFloat16* here = tokens + b * kTileSize;
-    ahead(b);
+    ahead(b, 0);
     _tile_loadd(4, weights.data + (b & weights.ring) * weights.block, weights.row * 2);
     _tile_loadd(5, here, 64);
     _tile_dpbf16ps(0, 4, 5);
+    ahead(b, 1);
     if constexpr (G > 1) {
       _tile_loadd(6, here + size, 64);
       _tile_dpbf16ps(1, 4, 6);
     }
+    ahead(b, 2);
     if constexpr (G > 2) {
       _tile_loadd(7, here + 2 * size, 64);
       _tile_dpbf16ps(2, 4, 7);
     }
+    ahead(b, 3);
     if constexpr (G > 3) {
       _tile_loadd(5, here + 3 * size, 64);
       _tile_dpbf16ps(3, 4, 5);
@@ -147,12 +155,14 @@ MOE_METAL_AMX inline void multiply_two(const WeightTiles& upper, const WeightTil
   if constexpr (G > 2) _tile_zero(5);
   for (int64_t b = 0; b < blocks; ++b) {
     const at::BFloat16* here = tokens + b * kTileSize;
-    ahead(b);
+    ahead(b, 0);
     _tile_loadd(6, upper.data + (b & upper.ring) * upper.block, upper.row * 2);
     _tile_loadd(7, here, 64);
     _tile_dpbf16ps(0, 6, 7);
+    ahead(b, 1);
     _tile_loadd(7, here + size, 64);
     _tile_dpbf16ps(1, 6, 7);
+    ahead(b, 2);
     if constexpr (G > 2) {
       _tile_loadd(7, here + 2 * size, 64);
       _tile_dpbf16ps(4, 6, 7);
@@ -163,6 +173,7 @@ MOE_METAL_AMX inline void multiply_two(const WeightTiles& upper, const WeightTil
       _tile_loadd(7, here + size, 64);
     }
     _tile_dpbf16ps(3, 6, 7);
+    ahead(b, 3);
     _tile_loadd(7, here, 64);
     _tile_dpbf16ps(2, 6, 7);
   }
@@ -309,14 +320,14 @@ struct Products {
     }
   }
 
-  // With AMX. Before each block of a strip comes ahead(block), which may make the blocks after it.
+  // With AMX. With each block of a strip comes ahead(block, part), which may make the blocks after it.
   template <class Ahead>
   void multiply(const Strips& strips, const at::BFloat16* tokens, int64_t size, int64_t groups, const Ahead& upper,
                 const Ahead& lower) {
     const int64_t blocks = strips.blocks();
     if (in_pairs(groups)) {
       // 52 ms instead of 56 strip by strip
-      const auto both = [&](int64_t block) { upper(block), lower(block); };
+      const auto both = [&](int64_t block, int64_t part) { upper(block, part), lower(block, part); };
       (groups == 2 ? multiply_two<2, decltype(both)> : multiply_two<3, decltype(both)>)(strips.tiles[0],
                                                                                         strips.tiles[1], tokens, size,
                                                                                         blocks, c[0], c[1], both);

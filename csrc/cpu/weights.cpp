@@ -204,156 +204,177 @@ struct Packed {
 template <class Read>
 class GroupDots {
  public:
-  explicit GroupDots(const Packed<Read>& weight) : weight_(weight), group_(int64_t{1} << weight.shift) {}
-
   template <int N>
-  void operator()(const Tokens& tokens) {
+  void operator()(const Packed<Read>& weight, const Tokens& tokens) {
     constexpr int R = 4, G = N == 1 || kLanes == 16 ? 2 : 1;
-    if constexpr (Read::kOffset) sum_ahead(tokens);
+    if (!std::equal(tokens.x, tokens.x + N, laid_out_.begin(), laid_out_.end())) lay_out(weight, tokens);
     int64_t row = 0;
-    for (; row + R <= weight_.rows; row += R) some_rows<R, N, G>(row, tokens);
-    for (; row < weight_.rows; ++row) some_rows<1, N, G>(row, tokens);
+    for (; row + R <= weight.rows; row += R) some_rows<R, N, G>(weight, row, tokens);
+    for (; row < weight.rows; ++row) some_rows<1, N, G>(weight, row, tokens);
   }
 
  private:
-  // What rows share: each group's sum of x, lane by lane; and the offsets from the middle.
-  void sum_ahead(const Tokens& tokens) {
-    plain_.resize(tokens.count * weight_.groups * kLanes);
-    float* to = plain_.data();
+  // The tokens' numbers in the order of the codes, and each group's sum of them, lane by lane.
+  void lay_out(const Packed<Read>& weight, const Tokens& tokens) {
+    const int64_t group = int64_t{1} << weight.shift;
+    x_ = scratch<float>(tokens.count * weight.columns);
+    plain_ = scratch<float>(tokens.count * weight.groups * kLanes);
+    float *x = x_.get(), *plain = plain_.get();
     for (int64_t n = 0; n < tokens.count; ++n) {
-      for (int64_t g = 0; g < weight_.groups; ++g, to += kLanes) {
+      for (int64_t first = 0; first < weight.columns; first += group, plain += kLanes) {
         Vec sum(0);
-        for (int64_t c = g * group_; c < (g + 1) * group_; c += kLanes) sum = sum + Vec::loadu(tokens.x[n] + c);
-        sum.store(to);
+        for (int64_t c = first; c < first + group; c += kLanes, x += kLanes) {
+          const Vec some = weight.read.codes.in_order(Vec::loadu(tokens.x[n] + c));
+          some.store(x);
+          sum = sum + some;
+        }
+        sum.store(plain);
       }
     }
-    offsets_.resize(weight_.rows * weight_.groups);
-    for_each_vector(weight_.rows * weight_.groups, [&](int64_t i, auto n) {
-      const Vec scale = load(weight_.scales + i, n), offset = load(weight_.offsets + i, n);
-      store(offsets_.data() + i, at::vec::fmadd(scale, Vec(Read::kMiddle), offset), n);
-    });
+    laid_out_.assign(tokens.x, tokens.x + tokens.count);
   }
 
   template <int R, int N, int G>
-  [[gnu::flatten]] void some_rows(int64_t first, const Tokens& tokens) const {
-    const auto rows = weight_.some(first);
+  [[gnu::flatten]] void some_rows(const Packed<Read>& weight, int64_t first, const Tokens& tokens) const {
+    const auto rows = weight.some(first);
     Vec sums[R][N];
     unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { sums[r][n] = Vec(0); }); });
     int64_t g = 0;
-    for (; g + G <= weight_.groups; g += G) some_groups<R, N, G>(rows, first, tokens, g, sums);
-    for (; g < weight_.groups; ++g) some_groups<R, N, 1>(rows, first, tokens, g, sums);
+    for (; g + G <= weight.groups; g += G) some_groups<R, N, G>(weight, rows, g, sums);
+    for (; g < weight.groups; ++g) some_groups<R, N, 1>(weight, rows, g, sums);
     unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { tokens.out[n][first + r] = sum(sums[r][n]); }); });
   }
 
   // G groups of R rows, and those of the next rows to the first cache: memory serves few rows best, some lines of each.
   // On a Zen 5 a bare loop reads 8 bits at 81 % of what memory gives so, at 72 % with eight rows and a line of each.
   template <int R, int N, int G>
-  [[gnu::always_inline]] inline void some_groups(const typename Packed<Read>::Some& rows, int64_t first,
-                                                 const Tokens& tokens, int64_t g, Vec (&sums)[R][N]) const {
+  [[gnu::always_inline]] inline void some_groups(const Packed<Read>& weight, const typename Packed<Read>::Some& rows,
+                                                 int64_t g, Vec (&sums)[R][N]) const {
+    const int64_t group = int64_t{1} << weight.shift, bytes = Packed<Read>::bytes(group);
     Vec plain[N][G], parts[R][N][G];
     unrolled<N>([&](auto n) {
       unrolled<G>([&](auto i) {
-        if constexpr (Read::kOffset) plain[n][i] = Vec::loadu(plain_.data() + (n * weight_.groups + g + i) * kLanes);
+        if constexpr (Read::kOffset) plain[n][i] = Vec::loadu(plain_.get() + (n * weight.groups + g + i) * kLanes);
         unrolled<R>([&](auto r) { parts[r][n][i] = Read::kOffset ? plain[n][i] * Vec(-Read::kMiddle) : Vec(0); });
       });
     });
-    const int64_t bytes = Packed<Read>::bytes(group_);
     for (int64_t line = g * bytes; line < (g + G) * bytes; line += kLine)
-      unrolled<R>([&](auto r) { __builtin_prefetch(rows.data + (r + R) * weight_.row + line); });
-    for (int64_t c = g * group_; c < (g + 1) * group_; c += 2 * kLanes) {
+      unrolled<R>([&](auto r) { __builtin_prefetch(rows.data + (r + R) * weight.row + line); });
+    const float* x = x_.get() + g * group;
+    for (int64_t c = 0; c < group; c += 2 * kLanes) {
       unrolled<G>([&](auto i) {
         unrolled<2>([&](auto v) {
-          const int64_t here = c + i * group_ + v * kLanes;
-          Vec x[N];
-          unrolled<N>([&](auto n) { x[n] = weight_.read.codes.in_order(Vec::loadu(tokens.x[n] + here)); });
+          const int64_t here = c + i * group + v * kLanes;
+          Vec of_tokens[N];
+          unrolled<N>([&](auto n) { of_tokens[n] = Vec::loadu(x + n * weight.columns + here); });
           unrolled<R>([&](auto r) {
-            const Vec codes = weight_.read.quick(rows.data + r * weight_.row, here);
-            unrolled<N>([&](auto n) { parts[r][n][i] = at::vec::fmadd(codes, x[n], parts[r][n][i]); });
+            const Vec codes = weight.read.quick(rows.data + r * weight.row, g * group + here);
+            unrolled<N>([&](auto n) { parts[r][n][i] = at::vec::fmadd(codes, of_tokens[n], parts[r][n][i]); });
           });
         });
       });
     }
     unrolled<R>([&](auto r) {
       unrolled<G>([&](auto i) {
-        const int64_t at = r * weight_.groups + g + i;
+        const int64_t at = r * weight.groups + g + i;
+        const Vec scale(rows.scales[at]);
         unrolled<N>([&](auto n) {
           if constexpr (Read::kUnit != 1) parts[r][n][i] = parts[r][n][i] * Vec(Read::kUnit);
-          sums[r][n] = at::vec::fmadd(Vec(rows.scales[at]), parts[r][n][i], sums[r][n]);
-          if constexpr (Read::kOffset) {
-            const Vec offset(offsets_[first * weight_.groups + at]);
-            sums[r][n] = at::vec::fmadd(offset, plain[n][i], sums[r][n]);
-          }
+          sums[r][n] = at::vec::fmadd(scale, parts[r][n][i], sums[r][n]);
         });
+        if constexpr (Read::kOffset) {
+          const Vec offset = at::vec::fmadd(scale, Vec(Read::kMiddle), Vec(rows.offsets[at]));
+          unrolled<N>([&](auto n) { sums[r][n] = at::vec::fmadd(offset, plain[n][i], sums[r][n]); });
+        }
       });
     });
   }
 
-  const Packed<Read>& weight_;
-  const int64_t group_;
-  std::vector<float> plain_, offsets_;
+  std::unique_ptr<float[], Free> x_, plain_;
+  std::vector<const float*> laid_out_;  // the tokens of x_: they stay what they are as long as this lives
 };
 
 #ifdef MOE_METAL_AMX
-// Numbers with one scale and offset, rounded to bfloat16, 32 at a time. Those of 4 bits, and e4m3, are looked up.
+[[MOE_METAL_BF16, gnu::always_inline]] inline __m512i both(const Vec& low, const Vec& high) {
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+}
+
+// Numbers with one scale and offset, rounded to bfloat16, 32 at a time. Those of 4 bits are looked up.
 template <class Read>
 class Rounded {
  public:
-  [[MOE_METAL_BF16, gnu::always_inline]] explicit inline Rounded(const Read& read) : read_(read) {}
-
-  [[MOE_METAL_BF16, gnu::always_inline]] inline void set(float scale, float offset) {
-    if constexpr (std::is_same_v<Read, Fp8>) {
-      const int64_t bits = std::bit_cast<uint32_t>(scale);
-      if (bits == last_) return;  // one for 128 rows
-      last_ = bits;
-    }
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void set(const Read& read, float scale, float offset) {
     scale_ = scale, offset_ = offset;
     if constexpr (Read::kBits == 4) {
-      const auto values = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(scaled(read_.codes.few())));
-      values_[0] = _mm512_inserti64x4(_mm512_castsi256_si512(values), values, 1);
-    }
-    if constexpr (std::is_same_v<Read, Fp8>) {
-      for (int i = 0; i < 4; ++i) values_[i] = computed(kMagnitudes.data() + i * kDepth);
+      const auto values = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(scaled(read.codes.few())));
+      values_ = _mm512_inserti64x4(_mm512_castsi256_si512(values), values, 1);
     }
   }
-
-  [[MOE_METAL_BF16, gnu::always_inline]] inline __m512i operator()(const uint8_t* from) const {
-    if constexpr (Read::kBits == 4) {  // by 5 bits, of which the last is the next number's
-      const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-      return _mm512_permutexvar_epi16(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)), values_[0]);
-    } else if constexpr (std::is_same_v<Read, Fp8>) {  // two tables of 64 magnitudes, and the sign
-      const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-      const __m512i low = _mm512_permutex2var_epi16(values_[0], codes, values_[1]);
-      const __m512i high = _mm512_permutex2var_epi16(values_[2], codes, values_[3]);
-      const __m512i value = _mm512_mask_mov_epi16(low, _mm512_test_epi16_mask(codes, _mm512_set1_epi16(64)), high);
-      // value ^ sign: the bits of (codes << 8) & 0x8000
-      return _mm512_ternarylogic_epi32(value, _mm512_slli_epi16(codes, 8),
-                                       _mm512_set1_epi16(static_cast<int16_t>(0x8000)), 0x78);
-    } else {
-      return computed(from);
+  // For later rows, where it lasts.
+  static void keep(Rounded&) {}
+  // N blocks of a row, to N tiles.
+  template <int N>
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read& read, const uint8_t* from,
+                                                           at::BFloat16* to) const {
+    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+      _mm512_storeu_si512(to + n * kTileSize, block(read, from + n * kDepth * Read::kBits / 8));
     }
-  }
-  [[MOE_METAL_BF16, gnu::always_inline]] static inline __m512i both(const Vec& low, const Vec& high) {
-    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
   }
 
  private:
-  [[MOE_METAL_BF16, gnu::always_inline]] inline __m512i computed(const uint8_t* from) const {
-    return both(scaled(read_(from, 0, Whole())), scaled(read_(from, kLanes, Whole())));
+  [[MOE_METAL_BF16, gnu::always_inline]] inline __m512i block(const Read& read, const uint8_t* from) const {
+    if constexpr (Read::kBits == 4) {  // by 5 bits, of which the last is the next number's
+      const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+      return _mm512_permutexvar_epi16(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)), values_);
+    } else {
+      return both(scaled(read(from, 0, Whole())), scaled(read(from, kLanes, Whole())));
+    }
   }
   [[gnu::always_inline]] Vec scaled(const Vec& codes) const {
     if constexpr (Read::kOffset) return at::vec::fmadd(codes, scale_, offset_);
     return codes * scale_;
   }
-  static constexpr auto kMagnitudes = [] {
-    std::array<uint8_t, 128> all{};
-    for (int i = 0; i < 128; ++i) all[i] = static_cast<uint8_t>(i);
-    return all;
-  }();
 
-  const Read& read_;
   Vec scale_, offset_;
+  __m512i values_;
+};
+
+// e4m3 by its magnitudes' bytes, of which each scale, one for 128 rows and columns, has its own.
+template <>
+class Rounded<Fp8> {
+ public:
+  [[gnu::always_inline]] void set(const Fp8& read, float scale, float) {
+    if (std::bit_cast<uint32_t>(scale) != last_) renew(read, scale);
+  }
+  [[gnu::always_inline]] void keep(Rounded& rounded) const {
+    if (last_ != rounded.last_) rounded = *this;
+  }
+  template <int N>
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Fp8&, const uint8_t* from, at::BFloat16* to) const {
+    // The halves of eight bytes apart, which come out side by side.
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m512i bytes = N == 2 ? _mm512_loadu_si512(from)
+                                 : _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    __m512i out[2];
+    numbers_(_mm512_permutexvar_epi64(order, bytes), out);
+    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) _mm512_storeu_si512(to + n * kTileSize, out[n]);
+  }
+
+ private:
+  [[MOE_METAL_BF16, gnu::noinline]] void renew(const Fp8& read, float scale) {
+    last_ = std::bit_cast<uint32_t>(scale);
+    alignas(64) at::BFloat16 magnitudes[128];
+    uint8_t codes[kDepth];
+    for (int first = 0; first < 128; first += kDepth) {
+      for (int i = 0; i < kDepth; ++i) codes[i] = static_cast<uint8_t>(first + i);
+      const Vec low = read(codes, 0, Whole()) * Vec(scale), high = read(codes, kLanes, Whole()) * Vec(scale);
+      _mm512_store_si512(magnitudes + first, both(low, high));
+    }
+    numbers_ = EightBits(magnitudes);
+  }
+
+  EightBits numbers_;
   int64_t last_ = -1;  // the bits of the last scale
-  __m512i values_[4];
 };
 #endif
 
@@ -394,8 +415,8 @@ class PackedRows final : public WeightRows {
     }
 #endif
     if (kLanes >= 8 && weight_.group >= 2 * kLanes && weight_.columns % weight_.group == 0 && tokens.count <= 2) {
-      GroupDots<Read> dots(packed_);
-      return tokens.count == 1 ? dots.template operator()<1>(tokens) : dots.template operator()<2>(tokens);
+      return tokens.count == 1 ? by_groups_.template operator()<1>(packed_, tokens)
+                               : by_groups_.template operator()<2>(packed_, tokens);
     }
     moe_metal::product(packed_, tokens, panel);
   }
@@ -404,47 +425,73 @@ class PackedRows final : public WeightRows {
     for_each_vector(packed_.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
   }
 #ifdef MOE_METAL_AMX
-  [[MOE_METAL_BF16]] void pack(int64_t step, int64_t count, int64_t first, int64_t columns,
-                               at::BFloat16* to) const override {
-    const Packed<Read> all = packed_;  // its own, which no store below can change
-    const int64_t group = int64_t{1} << all.shift, end = first + columns;
-    const int64_t whole = count < kTile || group < kDepth ? first : first + columns / kDepth * kDepth;
-    Rounded<Read> rounded(all.read);
-    int64_t c = first;
-    while (c < whole) {
-      const bool two = c + kDepth < whole && c >> all.shift == (c + kDepth) >> all.shift;
-      two ? pack_whole<2>(all, rounded, step, c, to) : pack_whole<1>(all, rounded, step, c, to);
-      c += (1 + two) * kDepth, to += (1 + two) * kTileSize;
-    }
-    for (; c < end; c += kDepth, to += kTileSize) {
-      for (int64_t r = 0; r < kTile; ++r) {
-        const auto row = all.some(r * step);
-        const auto part = [&](int64_t column) { return r < count ? row.load_part(0, column) : Vec(0); };
-        _mm512_storeu_si512(to + r * kDepth, Rounded<Read>::both(part(c), part(c + kLanes)));
+  void take_strip(const StripRows& strip, const StripRows& next) override {
+    if (strip.count > 0) take(strip.expert, strip.first, strip.span());
+    strip_ = strip;
+    whole_ = strip.count == kTile && weight_.group >= kDepth;
+    row_ = strip.step * packed_.row;
+    groups_ = strip.step * packed_.groups;
+    in_a_run_ = row_ == packed_.bytes(packed_.columns);
+    next_ = packed_.data;
+    if (next.count == 0) return;
+    next_ = place(next.expert, next.first);
+    scales_.prefetch(next.expert, next.first, next.span());
+    offsets_.prefetch(next.expert, next.first, next.span());
+  }
+  [[MOE_METAL_BF16]] void pack(int64_t row, int64_t rows, int64_t first, int64_t columns, at::BFloat16* to) override {
+    const int64_t end = first + columns;
+    while (whole_ && first + kDepth <= end) {
+      if (first + 2 * kDepth <= end && first >> packed_.shift == (first + kDepth) >> packed_.shift) {
+        pack_whole<2>(row, rows, first, to);
+        first += 2 * kDepth, to += 2 * kTileSize;
+      } else {
+        pack_whole<1>(row, rows, first, to);
+        first += kDepth, to += kTileSize;
       }
     }
+    if (first < end) pack_part(row, rows, first, end, to);
   }
 #endif
 
  private:
 #ifdef MOE_METAL_AMX
-  // 16 rows of N blocks that share their scales.
+  // Some rows of N blocks that share their scales. The next strip is asked for in the order in which it lies in memory,
+  // whatever rows these are: on a Sapphire Rapids the same bytes come 8 to 10 % faster than row by row.
   template <int N>
-  [[MOE_METAL_BF16, gnu::always_inline]] static inline void pack_whole(const Packed<Read>& all, Rounded<Read>& rounded,
-                                                                       int64_t step, int64_t column, at::BFloat16* to) {
-    const int64_t group = column >> all.shift, bytes = step * all.row, groups = step * all.groups;
-    const uint8_t* from = all.data + all.bytes(column);
-    const float *scale = all.scales + group, *offset = Read::kOffset ? all.offsets + group : nullptr;
-    for (int64_t r = 0; r < kTile; ++r) {
-      __builtin_prefetch(from + kTile * bytes, 0, 2);  // the next strip
-      rounded.set(*scale, Read::kOffset ? *offset : 0);
-      MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
-        _mm512_storeu_si512(to + n * kTileSize + r * kDepth, rounded(from + n * all.bytes(kDepth)));
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void pack_whole(int64_t row, int64_t rows, int64_t column,
+                                                                at::BFloat16* to) {
+    const int64_t bytes = row_, groups = groups_, group = row * groups + (column >> packed_.shift);
+    const int64_t begin = packed_.bytes(column), further = in_a_run_ ? packed_.bytes(N * kDepth) : bytes;
+    const uint8_t* from = packed_.data + row * bytes + begin;
+    const uint8_t* next = next_ + row * further + (in_a_run_ ? kTile * begin : begin);
+    const float *scale = packed_.scales + group, *offset = Read::kOffset ? packed_.offsets + group : scale;
+    Rounded<Read> rounded = rounded_;  // which no store below can change
+    to += row * kDepth;
+    for (int64_t r = 0; r < rows; ++r) {
+      __builtin_prefetch(next, 0, 2);
+      rounded.set(packed_.read, *scale, *offset);
+      rounded.template write<N>(packed_.read, from, to);
+      from += bytes, next += further, scale += groups, offset += groups, to += kDepth;
+    }
+    rounded.keep(rounded_);
+  }
+  [[MOE_METAL_BF16, gnu::noinline]] void pack_part(int64_t row, int64_t rows, int64_t first, int64_t end,
+                                                   at::BFloat16* to) const {
+    for (; first < end; first += kDepth, to += kTileSize) {
+      for (int64_t r = row; r < row + rows; ++r) {
+        const auto from = packed_.some(r * strip_.step);
+        const auto part = [&](int64_t column) { return r < strip_.count ? from.load_part(0, column) : Vec(0); };
+        _mm512_storeu_si512(to + r * kDepth, both(part(first), part(first + kLanes)));
       }
-      from += bytes, scale += groups;
-      if constexpr (Read::kOffset) offset += groups;
     }
   }
+
+  StripRows strip_;
+  bool whole_ = false;  // 16 rows, whose groups fill blocks
+  bool in_a_run_ = false;
+  int64_t row_ = 0, groups_ = 0;   // from one of its rows to the next, bytes and scales
+  const uint8_t* next_ = nullptr;  // the first row of the strip after it
+  Rounded<Read> rounded_;
 #endif
 
   const uint8_t* place(int64_t expert, int64_t row) const {
@@ -465,6 +512,7 @@ class PackedRows final : public WeightRows {
   const Weight& weight_;
   RowScales scales_, offsets_;
   Packed<Read> packed_;
+  mutable GroupDots<Read> by_groups_;
 };
 
 std::unique_ptr<WeightRows> affine_rows(const Weight& weight, bool bfloat16) {

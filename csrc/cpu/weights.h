@@ -10,6 +10,12 @@
 
 namespace moe_metal {
 
+// Rows of one expert, every `step`th from `first` on: up to 16, and perhaps none.
+struct StripRows {
+  int64_t expert = 0, first = 0, step = 1, count = 0;
+  int64_t span() const { return (count - 1) * step + 1; }
+};
+
 // One for each thread.
 class WeightRows {
  public:
@@ -22,9 +28,11 @@ class WeightRows {
   // One of the rows, as floats.
   virtual void dequantize(int64_t row, float* to) const = 0;
 #ifdef MOE_METAL_AMX
-  // Some columns of every `step`th row, up to 16 of them, as tiles.h's pack_rows() has it: whole groups of them,
-  // or some of one. Dense weights are read as they lie.
-  virtual void pack(int64_t, int64_t, int64_t, int64_t, at::BFloat16*) const { TORCH_INTERNAL_ASSERT(false); }
+  // Instead of take(), for pack(). What pack() works on next comes to the caches meanwhile.
+  virtual void take_strip(const StripRows&, const StripRows&) { TORCH_INTERNAL_ASSERT(false); }
+  // Some columns of some of the strip's 16 rows, as tiles.h's pack_rows() has it: whole groups of columns, or some of
+  // one. Dense weights are read as they lie.
+  virtual void pack(int64_t, int64_t, int64_t, int64_t, at::BFloat16*) { TORCH_INTERNAL_ASSERT(false); }
 #endif
 };
 
