@@ -111,15 +111,6 @@ class EightBits {
   __m512i low_[2], high_[2];
 };
 
-// Rows of packed numbers, their scales, and their offsets if any.
-struct ScaledRows {
-  const uint8_t* data;
-  int64_t row, rows, columns;
-  const float *scales, *offsets;
-  int64_t groups;  // of a row
-  int shift;       // of a column, to its group
-};
-
 template <class Numbers, bool kOffset>
 class BFloat16Dots {
  public:
@@ -159,7 +150,7 @@ class BFloat16Dots {
     constexpr int V = Numbers::kVectors;
     constexpr int64_t kColumns = Numbers::kColumns;
     const int64_t chunks = at::divup(rows.columns, kColumns), groups = std::max<int64_t>(kColumns >> rows.shift, 1);
-    const uint8_t* data = rows.data + first * rows.row;
+    const uint8_t *data = rows.data + first * rows.row, *ahead = rows.ahead(first + 2 * R);
     const float *scales = rows.scales + first * rows.groups, *offsets = rows.offsets + first * rows.groups;
     // Lane i's numbers are neighbours, and it has the scale of their group.
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -186,7 +177,7 @@ class BFloat16Dots {
       }
       MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
         const uint8_t* here = data + r * rows.row + at;
-        __builtin_prefetch(here + 2 * R * rows.row, 0, 2);
+        __builtin_prefetch(ahead + r * rows.row + at, 0, 2);
         __m512i numbers[V];
         numbers_(_mm512_maskz_loadu_epi8(bytes_left, here), numbers);
         const int64_t of_row = r * rows.groups + group;

@@ -26,7 +26,7 @@ class GateUpDots {
         slots_(slots),
         x_(x),
         inner_(inner),
-        both_(kTokens * 2 * kRows),
+        both_(scratch<float>(kTokens * 2 * kRows)),
         rows_(rows_of(call.gate_up, call.x.scalar_type() == at::kBFloat16)),
         panel_(panel(slots)) {}
 
@@ -38,7 +38,7 @@ class GateUpDots {
       const int64_t count = std::min(at_once_, slots_.begin[which + 1] - at);
       multiply(expert, row, rows, slots, count);
       for (int64_t n = 0; n < count; ++n) {
-        const float* both = both_.data() + n * 2 * kRows;
+        const float* both = both_.get() + n * 2 * kRows;
         activate_rows(call_, both, both + kRows, bias, rows, inner_ + slots[n] * call_.I + row);
       }
     }
@@ -54,20 +54,20 @@ class GateUpDots {
     float *gate[kTokens], *up[kTokens];
     for (int64_t n = 0; n < count; ++n) {
       from[n] = x_ + slots[n] / call_.K * call_.H;
-      gate[n] = both_.data() + n * 2 * kRows;
+      gate[n] = both_.get() + n * 2 * kRows;
       up[n] = gate[n] + kRows;
     }
     if (call_.step == 2) {  // interleaved: gate and up are one run of rows
       rows_->take(expert, 2 * row, 2 * rows);
-      if (more(row)) rows_->prefetch(expert, 2 * (row + kRows), 2 * kRows);
+      if (more(row)) rows_->next(expert, 2 * (row + kRows), 2 * kRows);
       rows_->product({from, gate, count}, panel_);
       for (int64_t n = 0; n < count; ++n) separate(gate[n], up[n], rows);
     } else {
       rows_->take(expert, row, rows);
-      rows_->prefetch(expert, call_.up + row, rows);
+      rows_->next(expert, call_.up + row, rows);
       rows_->product({from, gate, count}, panel_);
       rows_->take(expert, call_.up + row, rows);
-      if (more(row)) rows_->prefetch(expert, row + kRows, kRows);
+      if (more(row)) rows_->next(expert, row + kRows, kRows);
       rows_->product({from, up, count}, panel_);
     }
   }
@@ -76,7 +76,7 @@ class GateUpDots {
   const Slots& slots_;
   const float* x_;
   float* inner_;
-  std::vector<float> both_;
+  const std::unique_ptr<float[], Free> both_;
   const std::unique_ptr<WeightRows> rows_;
   std::optional<Panel> panel_;
   const int64_t at_once_ = panel_ ? kTokens : kTokensByRows;
@@ -92,7 +92,7 @@ class DownDots {
         inner_(inner),
         size_(size),
         output_(call, size),
-        results_(kTokens * kRows),
+        results_(scratch<float>(kTokens * kRows)),
         rows_(rows_of(call.down, inner_may_be_rounded(call))),
         panel_(panel(slots)) {}
 
@@ -101,10 +101,11 @@ class DownDots {
     for (int64_t which = 0; which < slots_.used(); ++which) {
       for (int64_t row = first; row < std::min(first + size_, call_.H); row += kRows) {
         output_.expect(slots_.experts[which], row);
-        prefetch_after(which, row, first);
+        rows_->take(slots_.experts[which], row, std::min(kRows, call_.H - row));
+        next_after(which, row, first);
         for (int64_t at = slots_.begin[which]; at < slots_.begin[which + 1]; at += at_once_) {
           const int64_t count = std::min(at_once_, slots_.begin[which + 1] - at);
-          add(slots_.experts[which], row, slots_.order.data() + at, count);
+          add(slots_.order.data() + at, count);
         }
       }
     }
@@ -112,21 +113,20 @@ class DownDots {
   }
 
  private:
-  void prefetch_after(int64_t which, int64_t row, int64_t first) {
+  void next_after(int64_t which, int64_t row, int64_t first) {
     const bool same = row + kRows < std::min(first + size_, call_.H);
     if (!same && which + 1 == slots_.used()) return;
     const int64_t next = same ? row + kRows : first;
-    rows_->prefetch(slots_.experts[same ? which : which + 1], next, std::min(kRows, call_.H - next));
+    rows_->next(slots_.experts[same ? which : which + 1], next, std::min(kRows, call_.H - next));
   }
 
-  void add(int64_t expert, int64_t row, const int64_t* slots, int64_t count) {
+  void add(const int64_t* slots, int64_t count) {
     const float* from[kTokens];
     float* to[kTokens];
     for (int64_t n = 0; n < count; ++n) {
       from[n] = inner_ + slots[n] * call_.I;
-      to[n] = results_.data() + n * kRows;
+      to[n] = results_.get() + n * kRows;
     }
-    rows_->take(expert, row, std::min(kRows, call_.H - row));
     rows_->product({from, to, count}, panel_);
     for (int64_t n = 0; n < count; ++n) output_.add(slots[n], to[n]);
   }
@@ -136,7 +136,7 @@ class DownDots {
   const float* inner_;
   const int64_t size_;
   OutputBlock<Scalar> output_;
-  std::vector<float> results_;
+  const std::unique_ptr<float[], Free> results_;
   const std::unique_ptr<WeightRows> rows_;
   std::optional<Panel> panel_;
   const int64_t at_once_ = panel_ ? kTokens : kTokensByRows;

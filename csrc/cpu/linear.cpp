@@ -34,7 +34,7 @@ void rows(const Linear& call, const Tensor& x) {
     for (int64_t block = take(); block < blocks; block = take()) {
       const int64_t first = block * at_once, count = std::min(at_once, N - first);
       weight->take(0, first, count);
-      if (first + 2 * at_once <= N) weight->prefetch(0, first + at_once, at_once);
+      if (first + 2 * at_once <= N) weight->next(0, first + at_once, at_once);
       for (int64_t t = 0; t < T; t += kTokens) {
         const int64_t tokens = std::min(kTokens, T - t);
         for (int64_t i = 0; i < tokens; ++i) rows_of_x[i] = from + (t + i) * call.H, out[i] = &sums[i * at_once];

@@ -304,6 +304,9 @@ inline void pack_right(RowOf&& row_of, int64_t count, int64_t n, at::BFloat16* t
 struct Products {
   alignas(64) float c[2][kGroups][kTile][kTile];
 
+  // One group is bound by memory, which serves one strip's streams best; the sums of four leave no room for a second's.
+  static bool in_pairs(int64_t groups) { return groups == 2 || groups == 3; }
+
   void multiply(const Strips& strips, const at::BFloat16* tokens, int64_t size, int64_t groups) {
     const int64_t blocks = strips.blocks();
     if (!tiles_available()) {
@@ -336,10 +339,6 @@ struct Products {
       kMultiply<Ahead>[groups - 1](strips.tiles[1], tokens, size, blocks, c[1], false, lower);
     }
   }
-
- private:
-  // One group is bound by memory, which serves one strip's streams best; the sums of four leave no room for a second's.
-  static bool in_pairs(int64_t groups) { return groups == 2 || groups == 3; }
 };
 
 }  // namespace moe_metal

@@ -16,10 +16,10 @@ class DenseRows final : public WeightRows {
     matrix_ = {data_ + expert * weight_.expert + first * weight_.row, weight_.row, weight_.column, count,
                weight_.columns};
   }
-  void product(const Tokens& tokens, std::optional<Panel>& panel) const override {
+  void product(const Tokens& tokens, std::optional<Panel>& panel) override {
     moe_metal::product(matrix_, tokens, panel);
   }
-  void dequantize(int64_t row, float* to) const override {
+  void dequantize(int64_t row, float* to) override {
     const Scalar* from = matrix_.data + row * matrix_.row;
     for (int64_t c = 0; c < matrix_.columns; ++c) to[c] = static_cast<float>(from[c * matrix_.column]);
   }
@@ -38,7 +38,7 @@ inline float e8m0(uint8_t e) {
 constexpr int64_t kLine = 64;  // bytes that memory hands out at a time
 
 inline void prefetch_bytes(const void* from, int64_t count) {
-  for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+  for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(static_cast<const char*>(from) + i);
 }
 
 // The scales, or the offsets, of some rows as floats: a row's side by side.
@@ -53,27 +53,25 @@ class RowScales {
     group_ = tensor.stride(-1);
   }
 
-  void take(int64_t expert, int64_t first, int64_t count) {
-    if (!tensor_.defined()) return;
+  // Until the next call. What lies a bit further on comes to the cache.
+  const float* floats(int64_t expert, int64_t first, int64_t count) {
+    if (!tensor_.defined()) return nullptr;
     floats_.resize(count * groups_);
+    prefetch_bytes(place(expert, first) + kAhead, bytes(first, count));
     const int64_t from = expert * expert_;
     if (shared_rows_ == 1 && group_ == 1 && row_ == groups_) {
       to_floats(from + first * row_, count * groups_, floats_.data());  // a row alone seldom fills vectors
-      return;
+      return floats_.data();
     }
     for (int64_t r = 0; r < count; ++r) {
       to_floats(from + (first + r) / shared_rows_ * row_, groups_, floats_.data() + r * groups_);
     }
+    return floats_.data();
   }
+  // The next rows are these: what floats() does not prefetch.
   void prefetch(int64_t expert, int64_t first, int64_t count) const {
-    if (!tensor_.defined()) return;
-    const auto* data = static_cast<const char*>(tensor_.const_data_ptr());
-    const auto at = [&](int64_t row) {
-      return data + (expert * expert_ + row / shared_rows_ * row_) * tensor_.element_size();
-    };
-    prefetch_bytes(at(first), at(first + count - 1) - at(first) + groups_ * tensor_.element_size());
+    if (tensor_.defined()) prefetch_bytes(place(expert, first), std::min(bytes(first, count), kAhead));
   }
-  const float* row(int64_t r) const { return floats_.data() + r * groups_; }
   int64_t groups() const { return groups_; }
 
  private:
@@ -95,6 +93,16 @@ class RowScales {
         for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(values[i * group_]);
       }
     });
+  }
+
+  static constexpr int64_t kAhead = 1024;  // bytes
+
+  const char* place(int64_t expert, int64_t row) const {
+    const int64_t at = expert * expert_ + row / shared_rows_ * row_;
+    return static_cast<const char*>(tensor_.const_data_ptr()) + at * tensor_.element_size();
+  }
+  int64_t bytes(int64_t first, int64_t count) const {
+    return place(0, first + count - 1) - place(0, first) + groups_ * tensor_.element_size();
   }
 
   const Tensor tensor_;
@@ -159,13 +167,7 @@ struct Fp8 {
 
 // The rows taken, as products read them.
 template <class Read>
-struct Packed {
-  int64_t rows = 0, columns = 0;
-  const uint8_t* data = nullptr;
-  int64_t row = 0;  // bytes from one row to the next
-  int shift = 0;    // of a column, to its group
-  const float *scales = nullptr, *offsets = nullptr;
-  int64_t groups = 0;
+struct Packed : ScaledRows {
   Read read;
 
   struct Some {
@@ -200,77 +202,100 @@ struct Packed {
 
 // One or two tokens: a group's products with the bare numbers are summed first, then scaled. Integers count from the
 // middle of their range, near which most are, so that their sum rounds off less: what the middle takes away is where
-// the sum begins, which costs no number anything.
+// the sum begins, which costs no number anything. What the offsets add is a product of its own, with groups side by side.
 template <class Read>
 class GroupDots {
  public:
   template <int N>
   void operator()(const Packed<Read>& weight, const Tokens& tokens) {
-    constexpr int R = 4, G = N == 1 || kLanes == 16 ? 2 : 1;
-    constexpr int64_t kAhead = 4096;  // bytes, and to the next of R rows
-    ahead_ = at::divup(kAhead, R * weight.row) * R * weight.row;
     if (!std::equal(tokens.x, tokens.x + N, laid_out_.begin(), laid_out_.end())) lay_out(weight, tokens);
-    int64_t row = 0;
-    for (; row + R <= weight.rows; row += R) some_rows<R, N, G>(weight, row, tokens);
-    for (; row < weight.rows; ++row) some_rows<1, N, G>(weight, row, tokens);
+    constexpr int64_t kUsual = 64;
+    const int64_t group = int64_t{1} << weight.shift;
+    if (group == kUsual) return all_rows<N>(weight, tokens, std::integral_constant<int64_t, kUsual>());
+    all_rows<N>(weight, tokens, group);
   }
 
  private:
-  // The tokens' numbers in the order of the codes, and each group's sum of them, lane by lane.
+  // The tokens' numbers in the order of the codes; each group's sum of them; and where the sum of a group begins.
   void lay_out(const Packed<Read>& weight, const Tokens& tokens) {
     const int64_t group = int64_t{1} << weight.shift;
-    x_ = scratch<float>(tokens.count * weight.columns);
-    plain_ = scratch<float>(tokens.count * weight.groups * kLanes);
-    float *x = x_.get(), *plain = plain_.get();
+    if (tokens.count > static_cast<int64_t>(laid_out_.size())) {
+      x_ = scratch<float>(tokens.count * weight.columns);
+      sums_ = scratch<float>(tokens.count * weight.groups);
+      begin_ = scratch<float>(tokens.count * weight.groups * kLanes);
+    }
+    float *x = x_.get(), *sums = sums_.get(), *begin = begin_.get();
     for (int64_t n = 0; n < tokens.count; ++n) {
-      for (int64_t first = 0; first < weight.columns; first += group, plain += kLanes) {
-        Vec sum(0);
+      for (int64_t first = 0; first < weight.columns; first += group, begin += kLanes) {
+        Vec all(0);
         for (int64_t c = first; c < first + group; c += kLanes, x += kLanes) {
           const Vec some = weight.read.codes.in_order(Vec::loadu(tokens.x[n] + c));
           some.store(x);
-          sum = sum + some;
+          all = all + some;
         }
-        sum.store(plain);
+        (all * Vec(-Read::kMiddle)).store(begin);
+        *sums++ = sum(all);
       }
     }
     laid_out_.assign(tokens.x, tokens.x + tokens.count);
   }
 
-  template <int R, int N, int G>
-  [[gnu::flatten]] void some_rows(const Packed<Read>& weight, int64_t first, const Tokens& tokens) const {
+  template <int N, class Group>
+  void all_rows(const Packed<Read>& weight, const Tokens& tokens, Group group) const {
+    constexpr int R = 4, G = N == 1 || kLanes == 16 ? 2 : 1;
+    constexpr int64_t kAhead = 4096;  // bytes, and to the next of R rows
+    const int64_t rows_ahead = at::divup(kAhead, R * weight.row) * R;
+    int64_t row = 0;
+    for (; row + R <= weight.rows; row += R) some_rows<R, N, G>(weight, row, tokens, group, weight.ahead(row + rows_ahead));
+    for (; row < weight.rows; ++row) some_rows<1, N, G>(weight, row, tokens, group, weight.ahead(row + rows_ahead));
+  }
+
+  template <int R, int N, int G, class Group>
+  [[gnu::flatten]] void some_rows(const Packed<Read>& weight, int64_t first, const Tokens& tokens, Group group,
+                                  const uint8_t* ahead) const {
     const auto rows = weight.some(first);
     Vec sums[R][N];
     unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { sums[r][n] = Vec(0); }); });
     int64_t g = 0;
-    for (; g + G <= weight.groups; g += G) some_groups<R, N, G>(weight, rows, g, sums);
-    for (; g < weight.groups; ++g) some_groups<R, N, 1>(weight, rows, g, sums);
+    for (; g + G <= weight.groups; g += G) some_groups<R, N, G>(rows, g, group, ahead, sums);
+    for (; g < weight.groups; ++g) some_groups<R, N, 1>(rows, g, group, ahead, sums);
+    if constexpr (Read::kOffset) {
+      for_each_vector(weight.groups, [&](int64_t g, auto count) {
+        Vec sums_of_x[N];
+        unrolled<N>([&](auto n) { sums_of_x[n] = load(&sums_[n * weight.groups + g], count); });
+        unrolled<R>([&](auto r) {
+          const int64_t at = r * weight.groups + g;
+          const Vec scale = load(rows.scales + at, count), offset = load(rows.offsets + at, count);
+          const Vec of_middle = at::vec::fmadd(scale, Vec(Read::kMiddle), offset);
+          unrolled<N>([&](auto n) { sums[r][n] = at::vec::fmadd(of_middle, sums_of_x[n], sums[r][n]); });
+        });
+      });
+    }
     unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { tokens.out[n][first + r] = sum(sums[r][n]); }); });
   }
 
-  // G groups of R rows, and those of later rows to the first cache: memory serves few rows best, some lines of each.
-  // On a Zen 5 a bare loop reads 8 bits at 81 % of what memory gives so, at 72 % with eight rows and a line of each.
-  template <int R, int N, int G>
-  [[gnu::always_inline]] inline void some_groups(const Packed<Read>& weight, const typename Packed<Read>::Some& rows,
-                                                 int64_t g, Vec (&sums)[R][N]) const {
-    const int64_t group = int64_t{1} << weight.shift, bytes = Packed<Read>::bytes(group);
-    Vec plain[N][G], parts[R][N][G];
+  // G groups of R rows.
+  template <int R, int N, int G, class Group>
+  [[gnu::always_inline]] inline void some_groups(const typename Packed<Read>::Some& rows, int64_t g, Group group,
+                                                 const uint8_t* ahead, Vec (&sums)[R][N]) const {
+    const Packed<Read>& weight = rows.all;
+    Vec parts[R][N][G];
     unrolled<N>([&](auto n) {
       unrolled<G>([&](auto i) {
-        if constexpr (Read::kOffset) plain[n][i] = Vec::loadu(plain_.get() + (n * weight.groups + g + i) * kLanes);
-        unrolled<R>([&](auto r) { parts[r][n][i] = Read::kOffset ? plain[n][i] * Vec(-Read::kMiddle) : Vec(0); });
+        const Vec begin = Read::kOffset ? Vec::loadu(&begin_[(n * weight.groups + g + i) * kLanes]) : Vec(0);
+        unrolled<R>([&](auto r) { parts[r][n][i] = begin; });
       });
     });
-    for (int64_t line = g * bytes; line < (g + G) * bytes; line += kLine)
-      unrolled<R>([&](auto r) { __builtin_prefetch(rows.data + r * weight.row + line + ahead_); });
-    const float* x = x_.get() + g * group;
+    const float* x = &x_[g * group];
     for (int64_t c = 0; c < group; c += 2 * kLanes) {
       unrolled<G>([&](auto i) {
         unrolled<2>([&](auto v) {
-          const int64_t here = c + i * group + v * kLanes;
+          const int64_t here = c + i * group + v * kLanes, column = g * group + here;
+          prefetch<R>(ahead, weight.row, column);
           Vec of_tokens[N];
           unrolled<N>([&](auto n) { of_tokens[n] = Vec::loadu(x + n * weight.columns + here); });
           unrolled<R>([&](auto r) {
-            const Vec codes = weight.read.quick(rows.data + r * weight.row, g * group + here);
+            const Vec codes = weight.read.quick(rows.data + r * weight.row, column);
             unrolled<N>([&](auto n) { parts[r][n][i] = at::vec::fmadd(codes, of_tokens[n], parts[r][n][i]); });
           });
         });
@@ -278,22 +303,24 @@ class GroupDots {
     }
     unrolled<R>([&](auto r) {
       unrolled<G>([&](auto i) {
-        const int64_t at = r * weight.groups + g + i;
-        const Vec scale(rows.scales[at]);
+        const Vec scale(rows.scales[r * weight.groups + g + i]);
         unrolled<N>([&](auto n) {
           if constexpr (Read::kUnit != 1) parts[r][n][i] = parts[r][n][i] * Vec(Read::kUnit);
           sums[r][n] = at::vec::fmadd(scale, parts[r][n][i], sums[r][n]);
         });
-        if constexpr (Read::kOffset) {
-          const Vec offset = at::vec::fmadd(scale, Vec(Read::kMiddle), Vec(rows.offsets[at]));
-          unrolled<N>([&](auto n) { sums[r][n] = at::vec::fmadd(offset, plain[n][i], sums[r][n]); });
-        }
       });
     });
   }
 
-  int64_t ahead_ = 0;  // bytes that later rows are further on
-  std::unique_ptr<float[], Free> x_, plain_;
+  // Later rows come to the first cache, at each vector of columns a line of another row: as many as memory has under way
+  // at a time are asked for all along, not now a few and then none.
+  template <int R>
+  [[gnu::always_inline]] static inline void prefetch(const uint8_t* ahead, int64_t row, int64_t column) {
+    const auto r = static_cast<int64_t>(static_cast<uint64_t>(column) / kLanes % R);
+    __builtin_prefetch(ahead + r * row + Packed<Read>::bytes(column - r * kLanes));
+  }
+
+  std::unique_ptr<float[], Free> x_, sums_, begin_;
   std::vector<const float*> laid_out_;  // the tokens of x_: they stay what they are as long as this lives
 };
 
@@ -398,48 +425,43 @@ class PackedRows final : public WeightRows {
   }
 
   void take(int64_t expert, int64_t first, int64_t count) override {
-    scales_.take(expert, first, count);
-    offsets_.take(expert, first, count);
-    packed_.rows = count;
-    packed_.data = place(expert, first);
-    packed_.scales = scales_.row(0);
-    packed_.offsets = offsets_.row(0);
+    expert_ = expert, first_ = first, count_ = count;
+    next_ = place(expert, first + count);
   }
-  void prefetch(int64_t expert, int64_t first, int64_t count) const override {
-    constexpr int64_t kAtOnce = 8;  // rows that a product begins with
+  void next(int64_t expert, int64_t first, int64_t count) override {
     scales_.prefetch(expert, first, count);
     offsets_.prefetch(expert, first, count);
-    prefetch_bytes(place(expert, first), std::min(count, kAtOnce) * weight_.row);
+    next_ = place(expert, first);
   }
-  void product(const Tokens& tokens, std::optional<Panel>& panel) const override {
-#ifdef MOE_METAL_BF16
-    if constexpr (Read::kBFloat16) {
-      if (dots_ && tokens.count <= 8) return by_bfloat16_dots(tokens);
+  void product(const Tokens& tokens, std::optional<Panel>& panel) override {
+    if (panel) {
+      look_at(0, count_);
+      return panel->product(packed_, tokens);
     }
-#endif
-    if (kLanes >= 8 && weight_.group >= 2 * kLanes && weight_.columns % weight_.group == 0 && tokens.count <= 2) {
-      return tokens.count == 1 ? by_groups_.template operator()<1>(packed_, tokens)
-                               : by_groups_.template operator()<2>(packed_, tokens);
+    out_.resize(tokens.count);
+    for (int64_t first = 0; first < count_; first += kAtOnce) {
+      look_at(first, std::min(kAtOnce, count_ - first));
+      for (int64_t n = 0; n < tokens.count; ++n) out_[n] = tokens.out[n] + first;
+      some_rows({tokens.x, out_.data(), tokens.count});
     }
-    moe_metal::product(packed_, tokens, panel);
   }
-  void dequantize(int64_t row, float* to) const override {
-    const auto some = packed_.some(row);
+  void dequantize(int64_t row, float* to) override {
+    look_at(row, 1);
+    const auto some = packed_.some(0);
     for_each_vector(packed_.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
   }
 #ifdef MOE_METAL_AMX
   void take_strip(const StripRows& strip, const StripRows& next) override {
-    if (strip.count > 0) take(strip.expert, strip.first, strip.span());
+    if (strip.count > 0) {
+      take(strip.expert, strip.first, strip.span());
+      look_at(0, strip.span());
+    }
     strip_ = strip;
     whole_ = strip.count == kTile && weight_.group >= kDepth;
     row_ = strip.step * packed_.row;
     groups_ = strip.step * packed_.groups;
     in_a_run_ = row_ == packed_.bytes(packed_.columns);
-    next_ = packed_.data;
-    if (next.count == 0) return;
-    next_ = place(next.expert, next.first);
-    scales_.prefetch(next.expert, next.first, next.span());
-    offsets_.prefetch(next.expert, next.first, next.span());
+    if (next.count > 0) this->next(next.expert, next.first, next.span());
   }
   [[MOE_METAL_BF16]] void pack(int64_t row, int64_t rows, int64_t first, int64_t columns, at::BFloat16* to) override {
     const int64_t end = first + columns;
@@ -493,29 +515,55 @@ class PackedRows final : public WeightRows {
   bool whole_ = false;  // 16 rows, whose groups fill blocks
   bool in_a_run_ = false;
   int64_t row_ = 0, groups_ = 0;   // from one of its rows to the next, bytes and scales
-  const uint8_t* next_ = nullptr;  // the first row of the strip after it
   Rounded<Read> rounded_;
 #endif
+
+  // Rows whose scales are made floats together: while they and the floats are in the first cache.
+  static constexpr int64_t kAtOnce = 16;
+
+  // Makes packed_ some of the rows taken.
+  void look_at(int64_t first, int64_t count) {
+    packed_.rows = count;
+    packed_.data = place(expert_, first_ + first);
+    packed_.scales = scales_.floats(expert_, first_ + first, count);
+    packed_.offsets = offsets_.floats(expert_, first_ + first, count);
+    packed_.left = count_ - first;
+    packed_.next = next_;
+  }
+
+  void some_rows(const Tokens& tokens) {
+#ifdef MOE_METAL_BF16
+    if constexpr (Read::kBFloat16) {
+      if (dots_ && tokens.count <= 8) return by_bfloat16_dots(tokens);
+    }
+#endif
+    if (kLanes >= 8 && weight_.group >= 2 * kLanes && weight_.columns % weight_.group == 0 && tokens.count <= 2) {
+      return tokens.count == 1 ? by_groups_.template operator()<1>(packed_, tokens)
+                               : by_groups_.template operator()<2>(packed_, tokens);
+    }
+    product_by_rows(packed_, tokens);
+  }
 
   const uint8_t* place(int64_t expert, int64_t row) const {
     return static_cast<const uint8_t*>(weight_.data.const_data_ptr()) + expert * weight_.expert + row * weight_.row;
   }
 
 #ifdef MOE_METAL_BF16
-  void by_bfloat16_dots(const Tokens& tokens) const {
-    const ScaledRows rows{packed_.data,   packed_.row,     packed_.rows,   packed_.columns,
-                          packed_.scales, packed_.offsets, packed_.groups, packed_.shift};
+  void by_bfloat16_dots(const Tokens& tokens) {
     for (int64_t n = 0; n < tokens.count; n += 4) {
-      (*dots_)(rows, {tokens.x + n, tokens.out + n, std::min<int64_t>(4, tokens.count - n)});
+      (*dots_)(packed_, {tokens.x + n, tokens.out + n, std::min<int64_t>(4, tokens.count - n)});
     }
   }
-  mutable decltype(Read::bfloat16_dots()) dots_;  // empty where the tokens or the processor are not for them
+  decltype(Read::bfloat16_dots()) dots_;  // empty where the tokens or the processor are not for them
 #endif
 
   const Weight& weight_;
   RowScales scales_, offsets_;
+  int64_t expert_ = 0, first_ = 0, count_ = 0;  // the rows taken
+  const uint8_t* next_ = nullptr;               // and what is read after them
   Packed<Read> packed_;
-  mutable GroupDots<Read> by_groups_;
+  GroupDots<Read> by_groups_;
+  std::vector<float*> out_;
 };
 
 std::unique_ptr<WeightRows> affine_rows(const Weight& weight, bool bfloat16) {

@@ -22,11 +22,11 @@ class WeightRows {
   virtual ~WeightRows() = default;
   // Those that the next calls are about: `count` rows of one expert from `first` on.
   virtual void take(int64_t expert, int64_t first, int64_t count) = 0;
-  // Those come next: what a product reads before its own prefetching has begun to work is brought to the caches.
-  virtual void prefetch(int64_t, int64_t, int64_t) const {}
-  virtual void product(const Tokens& tokens, std::optional<Panel>& panel) const = 0;
+  // What comes after them, and is brought to the caches towards their end.
+  virtual void next(int64_t, int64_t, int64_t) {}
+  virtual void product(const Tokens& tokens, std::optional<Panel>& panel) = 0;
   // One of the rows, as floats.
-  virtual void dequantize(int64_t row, float* to) const = 0;
+  virtual void dequantize(int64_t row, float* to) = 0;
 #ifdef MOE_METAL_AMX
   // Instead of take(), for pack(). What pack() works on next comes to the caches meanwhile.
   virtual void take_strip(const StripRows&, const StripRows&) { TORCH_INTERNAL_ASSERT(false); }
