@@ -41,18 +41,22 @@ DEQUANTIZE = "test_quantized.py::test_dequantize_affine_is_mlx"
 LINEAR = "test_quantized.py::test_linear_is_mlx_s_quantized_matmul"
 EXPERTS = "test_quantized.py::test_experts_are_mlx_s_gather_qmm"
 REFERENCE = "test_ops.py::test_equals_the_reference"
+MAGNITUDE = "test_quantized.py::test_few_tokens_of_any_magnitude"
+NOT_FINITE = "test_quantized.py::test_few_tokens_that_are_not_finite"
 WALL = "test_quantized.py::test_nothing_beyond_the_last_row_is_read"
 
 FAULTS = [
     Fault("nibble_swapped", "codes.h", "(from)), 0xff00", "(from)), 0x00ff", DEQUANTIZE),
     Fault("nibble_swapped_for_few_tokens", "codes.h", "setr_epi32(0, 0, 4, 4, 8", "setr_epi32(4, 4, 0, 0, 8", LINEAR),
-    Fault("nibble_swapped_in_bfloat16", "bfloat16_dots.h", "srli_epi16(bytes, 4)", "srli_epi16(bytes, 8)", LINEAR),
+    Fault("nibble_twice_as_integers", "integer_dots.h", "srli_epi16(bytes, 4)", "srli_epi16(bytes, 0)", LINEAR),
+    Fault("digit_lost", "integer_dots.h", "_mm512_cvtepi32_ps(of_digits[2])", "_mm512_setzero_ps()", MAGNITUDE),
+    Fault("inf_as_integers", "integer_dots.h", "if (!finite) chunks->unit = NAN;", "(void)finite;", NOT_FINITE),
     Fault("nibble_swapped_in_tiles", "weights.cpp", "slli_epi32(bytes, 12)", "slli_epi32(bytes, 16)", REFERENCE),
     Fault("group_before", "weights.cpp", "at = r * weight.groups + g + i;",
           "at = r * weight.groups + g + i - (g > 0);", LINEAR),
     Fault("first_group_in_tiles", "weights.cpp", "packed_.scales + group,", "packed_.scales,", REFERENCE),
     Fault("blocks_of_64_rows", "weights.cpp", "Format::fp8 ? kFp8Block", "Format::fp8 ? kFp8Block / 2", REFERENCE),
-    Fault("tail_overrun", "bfloat16_dots.h", "row_bytes - at >= 64", "true", WALL),
+    Fault("tail_overrun", "integer_dots.h", "row_bytes - at >= 64", "true", WALL),
     Fault("pair_swapped_in_vectors", "tiles.h", "weights.row + 2 * pair", "weights.row + 2 * (pair ^ 1)", REFERENCE),
     Fault("short_ring_on_amx", "experts_tiles.h", "2 * kAtOnce - 1", "kAtOnce - 1", REFERENCE, amx=True),
     Fault("upper_strip_twice_on_amx", "tiles.h", "lower.data + (b & lower.ring) * lower.block, lower.row",

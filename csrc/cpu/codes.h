@@ -28,19 +28,6 @@ inline uint32_t load_word(const uint8_t* from) {
   return word;
 }
 
-// Rows of packed numbers, their scales, and their offsets if any.
-struct ScaledRows {
-  const uint8_t* data;
-  int64_t row, rows, columns;  // bytes from one row to the next
-  const float *scales, *offsets;
-  int64_t groups;  // of a row
-  int shift;       // of a column, to its group
-  // What is read later: the `left` of these rows and those that follow them, and then others.
-  int64_t left;
-  const uint8_t* next;
-  const uint8_t* ahead(int64_t r) const { return r < left ? data + r * row : next + (r - left) * row; }
-};
-
 #if defined(CPU_CAPABILITY_AVX512)
 
 // `bits` wide integers, or what `few` makes of up to 4 bits.

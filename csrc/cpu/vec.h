@@ -102,6 +102,13 @@ inline bool bfloat16_available() {
   return available;
 }
 
+// Likewise for those with AVX512-VNNI.
+#define MOE_METAL_VNNI gnu::target("avx512vnni")
+inline bool vnni_available() {
+  static const bool available = __builtin_cpu_supports("avx512vnni");
+  return available;
+}
+
 // 16 x 16 words of 32 bits, rows to columns.
 inline void transpose(__m512i (&m)[16]) {
   __m512i t[16];

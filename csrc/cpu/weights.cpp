@@ -1,8 +1,9 @@
 // The readers of weights, one per format, and the products of each.
 #include "weights.h"
 
-#include "bfloat16_dots.h"
 #include "codes.h"
+#include "e4m3_dots.h"
+#include "integer_dots.h"
 
 namespace moe_metal {
 namespace {
@@ -34,8 +35,6 @@ class DenseRows final : public WeightRows {
 inline float e8m0(uint8_t e) {
   return std::bit_cast<float>(e == 255 ? 0x7fc00000u : e ? uint32_t{e} << 23 : 0x00400000u);
 }
-
-constexpr int64_t kLine = 64;  // bytes that memory hands out at a time
 
 inline void prefetch_bytes(const void* from, int64_t count) {
   for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(static_cast<const char*>(from) + i);
@@ -117,9 +116,10 @@ struct Affine {
   static constexpr bool kOffset = true;
   static constexpr int kBits = bits;
   static constexpr float kUnit = 1, kMiddle = 1 << (bits - 1);
-#ifdef MOE_METAL_BF16
-  static constexpr bool kBFloat16 = bits == 4;
-  static auto bfloat16_dots() { return std::optional<BFloat16Dots<FourBits, true>>(FourBits(kIntegers<4>)); }
+#ifdef MOE_METAL_VNNI
+  using Dots = std::conditional_t<bits == 4, IntegerDots<false>, NoDots>;
+#else
+  using Dots = NoDots;
 #endif
   Codes<bits> codes;
   template <class Count>
@@ -135,9 +135,10 @@ struct Mxfp4 {
   static constexpr bool kOffset = false;
   static constexpr int kBits = 4;
   static constexpr float kUnit = 1, kMiddle = 0;
-#ifdef MOE_METAL_BF16
-  static constexpr bool kBFloat16 = true;
-  static auto bfloat16_dots() { return std::optional<BFloat16Dots<FourBits, false>>(FourBits(kE2m1)); }
+#ifdef MOE_METAL_VNNI
+  using Dots = IntegerDots<true>;
+#else
+  using Dots = NoDots;
 #endif
   Codes<4> codes{kE2m1};
   template <class Count>
@@ -154,8 +155,9 @@ struct Fp8 {
   static constexpr int kBits = 8;
   static constexpr float kUnit = E4m3::kUnit, kMiddle = 0;
 #ifdef MOE_METAL_BF16
-  static constexpr bool kBFloat16 = true;
-  static auto bfloat16_dots() { return std::optional<BFloat16Dots<EightBits, false>>(EightBits()); }
+  using Dots = E4m3Dots;
+#else
+  using Dots = NoDots;
 #endif
   E4m3 codes;
   template <class Count>
@@ -202,7 +204,8 @@ struct Packed : ScaledRows {
 
 // One or two tokens: a group's products with the bare numbers are summed first, then scaled. Integers count from the
 // middle of their range, near which most are, so that their sum rounds off less: what the middle takes away is where
-// the sum begins, which costs no number anything. What the offsets add is a product of its own, with groups side by side.
+// the sum begins, which costs no number anything. What the offsets add is a product of its own, with groups side by
+// side.
 template <class Read>
 class GroupDots {
  public:
@@ -243,11 +246,10 @@ class GroupDots {
   template <int N, class Group>
   void all_rows(const Packed<Read>& weight, const Tokens& tokens, Group group) const {
     constexpr int R = 4, G = N == 1 || kLanes == 16 ? 2 : 1;
-    constexpr int64_t kAhead = 4096;  // bytes, and to the next of R rows
-    const int64_t rows_ahead = at::divup(kAhead, R * weight.row) * R;
+    const int64_t later = weight.later(R);
     int64_t row = 0;
-    for (; row + R <= weight.rows; row += R) some_rows<R, N, G>(weight, row, tokens, group, weight.ahead(row + rows_ahead));
-    for (; row < weight.rows; ++row) some_rows<1, N, G>(weight, row, tokens, group, weight.ahead(row + rows_ahead));
+    for (; row + R <= weight.rows; row += R) some_rows<R, N, G>(weight, row, tokens, group, weight.ahead(row + later));
+    for (; row < weight.rows; ++row) some_rows<1, N, G>(weight, row, tokens, group, weight.ahead(row + later));
   }
 
   template <int R, int N, int G, class Group>
@@ -312,8 +314,7 @@ class GroupDots {
     });
   }
 
-  // Later rows come to the first cache, at each vector of columns a line of another row: as many as memory has under way
-  // at a time are asked for all along, not now a few and then none.
+  // Later rows come to the first cache, at each vector of columns a line of another row.
   template <int R>
   [[gnu::always_inline]] static inline void prefetch(const uint8_t* ahead, int64_t row, int64_t column) {
     const auto r = static_cast<int64_t>(static_cast<uint64_t>(column) / kLanes % R);
@@ -414,14 +415,13 @@ class PackedRows final : public WeightRows {
   PackedRows(const Weight& weight, bool bfloat16)
       : weight_(weight),
         scales_(weight.scale, weight.format == Format::fp8 ? kFp8Block : 1),
-        offsets_(weight.offset, 1) {
+        offsets_(weight.offset, 1),
+        at_once_(std::clamp<int64_t>(1024 / (scales_.groups() + offsets_.groups()), 8, 16)),
+        dots_available_(bfloat16 && Read::Dots::available()) {
     packed_.columns = weight.columns;
     packed_.row = weight.row;
     packed_.shift = std::countr_zero(static_cast<uint64_t>(weight.group));
     packed_.groups = scales_.groups();
-#ifdef MOE_METAL_BF16
-    if (Read::kBFloat16 && bfloat16 && bfloat16_available()) dots_ = Read::bfloat16_dots();
-#endif
   }
 
   void take(int64_t expert, int64_t first, int64_t count) override {
@@ -439,8 +439,8 @@ class PackedRows final : public WeightRows {
       return panel->product(packed_, tokens);
     }
     out_.resize(tokens.count);
-    for (int64_t first = 0; first < count_; first += kAtOnce) {
-      look_at(first, std::min(kAtOnce, count_ - first));
+    for (int64_t first = 0; first < count_; first += at_once_) {
+      look_at(first, std::min(at_once_, count_ - first));
       for (int64_t n = 0; n < tokens.count; ++n) out_[n] = tokens.out[n] + first;
       some_rows({tokens.x, out_.data(), tokens.count});
     }
@@ -514,12 +514,9 @@ class PackedRows final : public WeightRows {
   StripRows strip_;
   bool whole_ = false;  // 16 rows, whose groups fill blocks
   bool in_a_run_ = false;
-  int64_t row_ = 0, groups_ = 0;   // from one of its rows to the next, bytes and scales
+  int64_t row_ = 0, groups_ = 0;  // from one of its rows to the next, bytes and scales
   Rounded<Read> rounded_;
 #endif
-
-  // Rows whose scales are made floats together: while they and the floats are in the first cache.
-  static constexpr int64_t kAtOnce = 16;
 
   // Makes packed_ some of the rows taken.
   void look_at(int64_t first, int64_t count) {
@@ -532,11 +529,7 @@ class PackedRows final : public WeightRows {
   }
 
   void some_rows(const Tokens& tokens) {
-#ifdef MOE_METAL_BF16
-    if constexpr (Read::kBFloat16) {
-      if (dots_ && tokens.count <= 8) return by_bfloat16_dots(tokens);
-    }
-#endif
+    if (dots_available_ && tokens.count <= kFewTokens && dots_(packed_, tokens)) return;
     if (kLanes >= 8 && weight_.group >= 2 * kLanes && weight_.columns % weight_.group == 0 && tokens.count <= 2) {
       return tokens.count == 1 ? by_groups_.template operator()<1>(packed_, tokens)
                                : by_groups_.template operator()<2>(packed_, tokens);
@@ -548,20 +541,15 @@ class PackedRows final : public WeightRows {
     return static_cast<const uint8_t*>(weight_.data.const_data_ptr()) + expert * weight_.expert + row * weight_.row;
   }
 
-#ifdef MOE_METAL_BF16
-  void by_bfloat16_dots(const Tokens& tokens) {
-    for (int64_t n = 0; n < tokens.count; n += 4) {
-      (*dots_)(packed_, {tokens.x + n, tokens.out + n, std::min<int64_t>(4, tokens.count - n)});
-    }
-  }
-  decltype(Read::bfloat16_dots()) dots_;  // empty where the tokens or the processor are not for them
-#endif
-
   const Weight& weight_;
   RowScales scales_, offsets_;
+  // Rows whose scales become floats together, so few that these stay in the first cache.
+  const int64_t at_once_;
   int64_t expert_ = 0, first_ = 0, count_ = 0;  // the rows taken
   const uint8_t* next_ = nullptr;               // and what is read after them
   Packed<Read> packed_;
+  const bool dots_available_;  // for these tokens and on this processor
+  typename Read::Dots dots_;
   GroupDots<Read> by_groups_;
   std::vector<float*> out_;
 };
