@@ -19,8 +19,9 @@ class IntegerDots {
  public:
   static bool available() { return vnni_available(); }
 
-  // False where one has a number that is not finite, and nothing was done.
+  // False where a token has a number that is not finite, or none at all, and nothing was done.
   bool operator()(const ScaledRows& rows, const Tokens& tokens) {
+    if (rows.columns == 0) return false;
     const int64_t chunks = at::divup(rows.columns, kColumns);
     const int64_t bytes = chunks * sizeof(Chunk) + rows.groups * sizeof(float);
     const char* forms[kFewTokens];

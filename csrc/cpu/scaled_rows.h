@@ -22,7 +22,7 @@ struct ScaledRows {
   const uint8_t* ahead(int64_t r) const { return r < left ? data + r * row : next + (r - left) * row; }
   int64_t later(int64_t R) const {
     constexpr int64_t kAhead = 4096;  // bytes, and up to whole R rows
-    return at::divup(kAhead, R * row) * R;
+    return at::divup(kAhead, std::max<int64_t>(R * row, 1)) * R;
   }
 };
 

@@ -416,7 +416,7 @@ class PackedRows final : public WeightRows {
       : weight_(weight),
         scales_(weight.scale, weight.format == Format::fp8 ? kFp8Block : 1),
         offsets_(weight.offset, 1),
-        at_once_(std::clamp<int64_t>(1024 / (scales_.groups() + offsets_.groups()), 8, 16)),
+        at_once_(std::clamp<int64_t>(1024 / std::max<int64_t>(scales_.groups() + offsets_.groups(), 1), 8, 16)),
         dots_available_(bfloat16 && Read::Dots::available()) {
     packed_.columns = weight.columns;
     packed_.row = weight.row;
