@@ -23,7 +23,7 @@ namespace moe_metal {
 // 64 e4m3: vector v has the numbers 16 l + 8 v to + 7 in its eighth l.
 class EightBits {
  public:
-  static constexpr int64_t kColumns = 64, kBytes = 64;
+  static constexpr int64_t kColumns = 64;
   static constexpr int kVectors = 2;
 
   EightBits() : EightBits(magnitudes().data()) {}
@@ -151,4 +151,8 @@ class E4m3Dots {
 };
 
 }  // namespace moe_metal
+#else
+namespace moe_metal {
+using E4m3Dots = NoDots;
+}
 #endif

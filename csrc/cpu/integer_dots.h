@@ -5,9 +5,7 @@
 // by as many digits and adds them up exactly; what is rounded is the sum of 8 columns. vdpbf16ps, to which both are
 // exact as well, takes more than twice as long on a Sapphire Rapids.
 #pragma once
-#include <cmath>
-#include <limits>
-
+#include "codes.h"
 #include "scaled_rows.h"
 #if defined(CPU_CAPABILITY_AVX512)
 
@@ -175,9 +173,13 @@ class IntegerDots {
   [[gnu::always_inline]] static inline __m512i numbers(__m512i bytes) {
     const __m512i codes = _mm512_and_si512(bytes, _mm512_set1_epi8(15));
     if constexpr (!kE2m1s) return codes;
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24,  //
-                                                                    12, 11, 10, 9, 8, 6, 4, 0)),
-                               codes);
+    alignas(16) static constexpr auto kNumbers = [] {
+      std::array<uint8_t, 16> all{};
+      for (int i = 0; i < 16; ++i) all[i] = static_cast<uint8_t>(kE2m1[i] / kUnit + kMiddle);
+      return all;
+    }();
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kNumbers.data()));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
   }
 
   // Each lane's eight products, in units.
@@ -195,4 +197,9 @@ class IntegerDots {
 };
 
 }  // namespace moe_metal
+#else
+namespace moe_metal {
+template <bool>
+using IntegerDots = NoDots;
+}
 #endif

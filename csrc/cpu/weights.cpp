@@ -116,11 +116,7 @@ struct Affine {
   static constexpr bool kOffset = true;
   static constexpr int kBits = bits;
   static constexpr float kUnit = 1, kMiddle = 1 << (bits - 1);
-#ifdef MOE_METAL_VNNI
   using Dots = std::conditional_t<bits == 4, IntegerDots<false>, NoDots>;
-#else
-  using Dots = NoDots;
-#endif
   Codes<bits> codes;
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
@@ -135,11 +131,7 @@ struct Mxfp4 {
   static constexpr bool kOffset = false;
   static constexpr int kBits = 4;
   static constexpr float kUnit = 1, kMiddle = 0;
-#ifdef MOE_METAL_VNNI
   using Dots = IntegerDots<true>;
-#else
-  using Dots = NoDots;
-#endif
   Codes<4> codes{kE2m1};
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
@@ -154,11 +146,7 @@ struct Fp8 {
   static constexpr bool kOffset = false;
   static constexpr int kBits = 8;
   static constexpr float kUnit = E4m3::kUnit, kMiddle = 0;
-#ifdef MOE_METAL_BF16
   using Dots = E4m3Dots;
-#else
-  using Dots = NoDots;
-#endif
   E4m3 codes;
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count count) const {
