@@ -48,7 +48,7 @@ WALL = "test_quantized.py::test_nothing_beyond_the_last_row_is_read"
 FAULTS = [
     Fault("nibble_swapped", "codes.h", "(from)), 0xff00", "(from)), 0x00ff", DEQUANTIZE),
     Fault("nibble_swapped_for_few_tokens", "codes.h", "setr_epi32(0, 0, 4, 4, 8", "setr_epi32(4, 4, 0, 0, 8", LINEAR),
-    Fault("nibble_twice_as_integers", "integer_dots.h", "srli_epi16(bytes, 4)", "srli_epi16(bytes, 0)", LINEAR),
+    Fault("nibble_twice_as_integers", "integers.h", "srli_epi16(bytes, 4)", "srli_epi16(bytes, 0)", LINEAR),
     Fault("digit_lost", "integer_dots.h", "_mm512_cvtepi32_ps(of_digits[2])", "_mm512_setzero_ps()", MAGNITUDE),
     Fault("inf_as_integers", "integer_dots.h", "if (!finite) chunks->unit = NAN;", "(void)finite;", NOT_FINITE),
     Fault("nibble_swapped_in_tiles", "weights.cpp", "slli_epi32(bytes, 12)", "slli_epi32(bytes, 16)", REFERENCE),
@@ -61,6 +61,8 @@ FAULTS = [
     Fault("short_ring_on_amx", "experts_tiles.h", "2 * kAtOnce - 1", "kAtOnce - 1", REFERENCE, amx=True),
     Fault("upper_strip_twice_on_amx", "tiles.h", "lower.data + (b & lower.ring) * lower.block, lower.row",
           "upper.data + (b & upper.ring) * upper.block, upper.row", REFERENCE, amx=True),
+    Fault("half_tile_twice_on_amx", "integer_tiles.h", "numbers[1], 0xee", "numbers[1], 0x44", LINEAR, amx=True),
+    Fault("group_of_neighbours_on_amx", "integer_tiles.h", "i / kHalf % 2 == part", "true", LINEAR, amx=True),
 ]  # fmt: skip
 
 
@@ -113,9 +115,14 @@ def run_tests(made: Path, folder: Path, *options: str) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
 
 
+# What has AMX's instructions in it.
+OF_AMX = {"weights", "experts", "gate"}
+
+
 def reached_by(fault: Fault) -> set[str]:
-    reached = {"experts" if "tiles.h" in fault.file else "weights"}
-    return reached | {"experts", "gate"} if fault.amx else reached
+    if fault.amx:
+        return OF_AMX
+    return {"experts" if fault.file in ("tiles.h", "experts_tiles.h") else "weights"}
 
 
 for_avx512 = pytest.mark.skipif(torch_moe_metal.cpu_isa != ISA, reason="the faults are in the readers for AVX-512")
@@ -139,8 +146,9 @@ def test_a_broken_reader_is_seen(fault: Fault, tmp_path: Path):
 @for_avx512
 @from_a_build
 def test_tiles_on_emulated_amx(tmp_path: Path):
-    made = library(copied_sources(tmp_path, True), {"experts", "gate"}, tmp_path)
-    done = run_tests(made, tmp_path, "test_ops.py", "-k", "(experts or gate) and bf16")
+    made = library(copied_sources(tmp_path, True), OF_AMX, tmp_path)
+    chosen = "(experts or gate) and bf16 or few_tokens"
+    done = run_tests(made, tmp_path, "test_ops.py", "test_quantized.py", "-k", chosen)
     assert done.returncode == 0, done.stdout[-3000:]
 
 

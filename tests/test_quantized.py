@@ -294,21 +294,27 @@ def test_experts_are_mlx_s_gather_qmm(format: str, bits: int, group: int, T: int
     close(got, (slots * weights.unsqueeze(-1)).sum(-2), FLOAT)
 
 
-FOUR_BITS = [("affine", 4, 16), ("affine", 4, 64), ("affine", 4, 128), ("mxfp4", 4, 32)]
+# What has products of integers, on one processor or another.
+AS_INTEGERS = [("affine", 4, group) for group in (16, 32, 64, 128)] + [("affine", 8, 32), ("affine", 8, 64)]
+AS_INTEGERS += [("affine", 8, 128), ("mxfp4", 4, 32)]
 
 
-def four_bits_times(format: str, bits: int, group: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def columns_of(group: int) -> int:
+    return 384 if group == 128 else 448  # three and a half times 128, where that fits
+
+
+def integers_times(format: str, bits: int, group: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`linear`; the same in float64; and the sum of the products' magnitudes."""
     weight = quantize(random(70, x.shape[-1]), format, bits, group)
-    values = reference.dequantize(*weight, format=format, dtype=torch.float64)
+    values = reference.dequantize(*weight, format=format, bits=bits, dtype=torch.float64)
     x64 = x.double()
     return ops.linear(x, *weight, format=format), x64 @ values.mT, x64.abs() @ values.abs().mT
 
 
-@pytest.mark.parametrize("format, bits, group", FOUR_BITS)
+@pytest.mark.parametrize("format, bits, group", AS_INTEGERS)
 def test_few_tokens_of_any_magnitude(format: str, bits: int, group: int):
     """Where tokens become integers, those of a small number beside a large one are few, and yet enough."""
-    x = random(7, 384).to(BFLOAT)
+    x = random(7, columns_of(group)).to(BFLOAT)
     x[0, 5::128] = 4000.0
     x[1] *= 1e-28
     x[2] *= 1e30
@@ -316,17 +322,17 @@ def test_few_tokens_of_any_magnitude(format: str, bits: int, group: int):
     x[4] = 0.0
     x[5, 128:256] *= 2.0**-40
     for some in (x, x[:1], x[4:6]):
-        got, want, size = four_bits_times(format, bits, group, some)
+        got, want, size = integers_times(format, bits, group, some)
         assert ((got.double() - want).abs() <= 2.0**-8 * want.abs() + 2.0**-17 * size).all()
         assert (got[want == 0] == 0).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("format, bits, group", FOUR_BITS)
+@pytest.mark.parametrize("format, bits, group", AS_INTEGERS)
 def test_few_tokens_that_are_not_finite(format: str, bits: int, group: int, value: float):
-    x = random(3, 384).to(BFLOAT)
+    x = random(3, columns_of(group)).to(BFLOAT)
     x[1, 200] = value
-    got, want, _ = four_bits_times(format, bits, group, x)
+    got, want, _ = integers_times(format, bits, group, x)
     assert not want[1].isfinite().any()
     torch.testing.assert_close(got[1].double(), want[1], equal_nan=True)
     close(got[::2], want[::2], BFLOAT)

@@ -76,17 +76,19 @@ class EightBits {
 
 class E4m3Dots {
  public:
-  static bool available() { return bfloat16_available(); }
-
   bool operator()(const ScaledRows& rows, const Tokens& tokens) {
+    if (!bfloat16_available() || tokens.count > kFewTokens) return false;
     constexpr int64_t kColumns = EightBits::kColumns;
-    const int64_t chunks = at::divup(rows.columns, kColumns);
-    const char* forms[kFewTokens];
-    forms_.look_up(tokens, chunks * kColumns * sizeof(at::BFloat16), forms, [&](const float* x, char* form) {
-      for (int64_t c = 0; c < rows.columns; c += kColumns) {
-        EightBits::lay_out(x + c, rows.columns - c, reinterpret_cast<at::BFloat16*>(form) + c);
+    const int64_t bytes = at::divup(rows.columns, kColumns) * kColumns * sizeof(at::BFloat16);
+    const char* form = forms_.look_up(tokens.x, tokens.count, tokens.count * bytes, [&](char* to) {
+      for (int64_t n = 0; n < tokens.count; ++n, to += bytes) {
+        for (int64_t c = 0; c < rows.columns; c += kColumns) {
+          EightBits::lay_out(tokens.x[n] + c, rows.columns - c, reinterpret_cast<at::BFloat16*>(to) + c);
+        }
       }
     });
+    const char* forms[kFewTokens];
+    for (int64_t n = 0; n < tokens.count; ++n) forms[n] = form + n * bytes;
     for (int64_t n = 0; n < tokens.count; n += 4) {
       constexpr decltype(&E4m3Dots::all_rows<8, 1>) kWays[] = {&E4m3Dots::all_rows<8, 1>, &E4m3Dots::all_rows<4, 2>,
                                                                &E4m3Dots::all_rows<2, 3>, &E4m3Dots::all_rows<2, 4>};

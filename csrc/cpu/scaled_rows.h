@@ -31,35 +31,44 @@ constexpr int64_t kFewTokens = 8;
 
 // For numbers and processors that have no products of their own.
 struct NoDots {
-  static bool available() { return false; }
   // False where nothing was done.
   bool operator()(const ScaledRows&, const Tokens&) { return false; }
 };
 
-// Tokens in the form that a product wants them in, which each is given once: those of `down` come again with each block
-// of the output. A token stays what it is as long as this lives.
+// Tokens in the form that a product wants them in, which they are given once: those of `down` come again with each
+// block of the output. A token stays what it is as long as this lives.
 class TokenForms {
  public:
-  // forms[n] = that of tokens.x[n], of so many bytes, for which make(x, form) is called unless it was before.
+  // The form of these tokens, of so many bytes, for which make(form) is called unless it was before. Until the next
+  // call.
   template <class Make>
-  void look_up(const Tokens& tokens, int64_t bytes, const char** forms, Make&& make) {
-    if (std::ssize(tokens_) + tokens.count > kMost) tokens_.clear();
-    for (int64_t n = 0; n < tokens.count; ++n) {
-      const auto found = std::find(tokens_.begin(), tokens_.end(), tokens.x[n]);
-      const auto at = found - tokens_.begin();
-      if (at == std::ssize(forms_)) forms_.push_back(scratch<char>(bytes));
-      if (found == tokens_.end()) {
-        tokens_.push_back(tokens.x[n]);
-        make(tokens.x[n], forms_[at].get());
-      }
-      forms[n] = forms_[at].get();
+  const char* look_up(const float* const* x, int64_t count, int64_t bytes, Make&& make) {
+    for (int64_t i = 0; i < used_; ++i) {  // mostly they come in the order of the last time
+      last_ = last_ + 1 < used_ ? last_ + 1 : 0;
+      const auto& tokens = forms_[last_].tokens;
+      if (std::equal(x, x + count, tokens.begin(), tokens.end())) return forms_[last_].data.get();
     }
+    bytes_ += bytes;
+    if (bytes_ > kBytes) used_ = 0, bytes_ = bytes;
+    last_ = used_++;
+    if (last_ == std::ssize(forms_)) forms_.emplace_back();
+    Form& form = forms_[last_];
+    if (form.bytes < bytes) form.data = scratch<char>(bytes), form.bytes = bytes;
+    form.tokens.assign(x, x + count);
+    make(form.data.get());
+    return form.data.get();
   }
 
  private:
-  static constexpr int64_t kMost = 64;
-  std::vector<const float*> tokens_;
-  std::vector<std::unique_ptr<char[], Free>> forms_;
+  static constexpr int64_t kBytes = 2 << 20;  // in the second cache
+
+  struct Form {
+    std::vector<const float*> tokens;
+    std::unique_ptr<char[], Free> data;
+    int64_t bytes = 0;
+  };
+  std::vector<Form> forms_;
+  int64_t used_ = 0, bytes_ = 0, last_ = 0;  // of forms_
 };
 
 }  // namespace moe_metal

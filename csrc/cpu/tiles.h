@@ -25,12 +25,12 @@ constexpr int64_t kDepth = 32;  // bfloat16 of k in a tile
 constexpr int64_t kTileSize = kTile * kDepth;
 static_assert(kLanes == kTile);
 
-// Whether the processor has AMX for bfloat16 and Linux lets this process use it.
+// Whether the processor has AMX for bfloat16 and for bytes and Linux lets this process use it.
 inline bool tiles_available() {
   static const bool available = [] {
     unsigned a, b, c, d;
-    constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kBf16 | kTiles)) != (kBf16 | kTiles)) return false;
+    constexpr unsigned kAll = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, bytes
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAll) != kAll) return false;
     constexpr int kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   }();

@@ -4,6 +4,7 @@
 #include "codes.h"
 #include "e4m3_dots.h"
 #include "integer_dots.h"
+#include "integer_tiles.h"
 
 namespace moe_metal {
 namespace {
@@ -55,6 +56,12 @@ class RowScales {
   // Until the next call. What lies a bit further on comes to the cache.
   const float* floats(int64_t expert, int64_t first, int64_t count) {
     if (!tensor_.defined()) return nullptr;
+    const int64_t block = first / shared_rows_;
+    const bool shared = shared_rows_ > 1 && block == (first + count - 1) / shared_rows_;
+    if (shared && expert == expert_of_floats_ && block == block_of_floats_ && count * groups_ <= std::ssize(floats_)) {
+      return floats_.data();
+    }
+    expert_of_floats_ = shared ? expert : -1, block_of_floats_ = block;
     floats_.resize(count * groups_);
     prefetch_bytes(place(expert, first) + kAhead, bytes(first, count));
     const int64_t from = expert * expert_;
@@ -108,6 +115,7 @@ class RowScales {
   const int64_t shared_rows_;
   int64_t groups_ = 0, expert_ = 0, row_ = 0, group_ = 0;
   std::vector<float> floats_;
+  int64_t expert_of_floats_ = -1, block_of_floats_ = 0;  // if all of them are the same row
 };
 
 // What a format makes of a row's bytes at a column.
@@ -116,7 +124,8 @@ struct Affine {
   static constexpr bool kOffset = true;
   static constexpr int kBits = bits;
   static constexpr float kUnit = 1, kMiddle = 1 << (bits - 1);
-  using Dots = std::conditional_t<bits == 4, IntegerDots<false>, NoDots>;
+  using Dots = std::conditional_t<bits == 4, IntegerDots<Integers<4, false>>, NoDots>;
+  using Tiles = std::conditional_t<bits == 4 || bits == 8, IntegerTiles<Integers<bits, false>>, NoDots>;
   Codes<bits> codes;
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
@@ -131,7 +140,8 @@ struct Mxfp4 {
   static constexpr bool kOffset = false;
   static constexpr int kBits = 4;
   static constexpr float kUnit = 1, kMiddle = 0;
-  using Dots = IntegerDots<true>;
+  using Dots = IntegerDots<Integers<4, true>>;
+  using Tiles = IntegerTiles<Integers<4, true>>;
   Codes<4> codes{kE2m1};
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
@@ -147,6 +157,7 @@ struct Fp8 {
   static constexpr int kBits = 8;
   static constexpr float kUnit = E4m3::kUnit, kMiddle = 0;
   using Dots = E4m3Dots;
+  using Tiles = NoDots;
   E4m3 codes;
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count count) const {
@@ -281,7 +292,7 @@ class GroupDots {
       unrolled<G>([&](auto i) {
         unrolled<2>([&](auto v) {
           const int64_t here = c + i * group + v * kLanes, column = g * group + here;
-          prefetch<R>(ahead, weight.row, column);
+          __builtin_prefetch(ahead + R * Packed<Read>::bytes(column));  // in memory's order
           Vec of_tokens[N];
           unrolled<N>([&](auto n) { of_tokens[n] = Vec::loadu(x + n * weight.columns + here); });
           unrolled<R>([&](auto r) {
@@ -300,13 +311,6 @@ class GroupDots {
         });
       });
     });
-  }
-
-  // Later rows come to the first cache, at each vector of columns a line of another row.
-  template <int R>
-  [[gnu::always_inline]] static inline void prefetch(const uint8_t* ahead, int64_t row, int64_t column) {
-    const auto r = static_cast<int64_t>(static_cast<uint64_t>(column) / kLanes % R);
-    __builtin_prefetch(ahead + r * row + Packed<Read>::bytes(column - r * kLanes));
   }
 
   std::unique_ptr<float[], Free> x_, sums_, begin_;
@@ -405,7 +409,7 @@ class PackedRows final : public WeightRows {
         scales_(weight.scale, weight.format == Format::fp8 ? kFp8Block : 1),
         offsets_(weight.offset, 1),
         at_once_(std::clamp<int64_t>(1024 / std::max<int64_t>(scales_.groups() + offsets_.groups(), 1), 8, 16)),
-        dots_available_(bfloat16 && Read::Dots::available()) {
+        bfloat16_(bfloat16) {
     packed_.columns = weight.columns;
     packed_.row = weight.row;
     packed_.shift = std::countr_zero(static_cast<uint64_t>(weight.group));
@@ -517,7 +521,7 @@ class PackedRows final : public WeightRows {
   }
 
   void some_rows(const Tokens& tokens) {
-    if (dots_available_ && tokens.count <= kFewTokens && dots_(packed_, tokens)) return;
+    if (bfloat16_ && (tiles_(packed_, tokens) || dots_(packed_, tokens))) return;
     if (kLanes >= 8 && weight_.group >= 2 * kLanes && weight_.columns % weight_.group == 0 && tokens.count <= 2) {
       return tokens.count == 1 ? by_groups_.template operator()<1>(packed_, tokens)
                                : by_groups_.template operator()<2>(packed_, tokens);
@@ -536,7 +540,8 @@ class PackedRows final : public WeightRows {
   int64_t expert_ = 0, first_ = 0, count_ = 0;  // the rows taken
   const uint8_t* next_ = nullptr;               // and what is read after them
   Packed<Read> packed_;
-  const bool dots_available_;  // for these tokens and on this processor
+  const bool bfloat16_;  // as rows_of() has it
+  typename Read::Tiles tiles_;
   typename Read::Dots dots_;
   GroupDots<Read> by_groups_;
   std::vector<float*> out_;

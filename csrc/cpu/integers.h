@@ -1,0 +1,91 @@
+// Weights and tokens as integers, for processors that multiply bytes.
+#pragma once
+#include "codes.h"
+#include "scaled_rows.h"
+
+namespace moe_metal {
+
+template <int bits, bool kE2m1s>
+struct Integers;
+
+#if defined(CPU_CAPABILITY_AVX512)
+// 128 of a token's numbers: each is a multiple of one power of two, at most 2^-21 of the largest, in three digits of
+// base 256.
+struct alignas(64) Digits {
+  static constexpr int64_t kColumns = 128, kCount = 3;
+
+  int8_t digits[kCount][kColumns];  // the highest first
+  float unit;                       // the numbers are `unit` times what the digits say
+
+  // False where a number is not finite. Past `count` are zeros.
+  bool set(const float* x, int64_t count) {
+    __m512 all[8], most = _mm512_setzero_ps();
+    __mmask16 finite = 0xffff;
+    for (int64_t i = 0; i < 8; ++i) {
+      const int64_t left = std::clamp<int64_t>(count - 16 * i, 0, 16);
+      all[i] = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << left) - 1), x + 16 * i);
+      const __m512 magnitude = _mm512_abs_ps(all[i]);
+      finite &= _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(std::numeric_limits<float>::max()), _CMP_LE_OQ);
+      most = _mm512_max_ps(most, magnitude);
+    }
+    if (finite != 0xffff) return false;
+    // The largest is less than 2^kBits. What is smaller than any weight makes use of may become 0.
+    const int above = std::max(exponent(_mm512_reduce_max_ps(most)), -100) + 1;
+    unit = power_of_two(above - kBits);
+    const __m512 units = _mm512_set1_ps(power_of_two(kBits - above));
+    // Bytes from -128 to 127 that carry: half of the base is added to each, and taken off without a carry.
+    const __m512i half = _mm512_set1_epi32(0x808080);
+    for (int64_t i = 0; i < 8; ++i) {
+      const __m512i number = _mm512_cvtps_epi32(_mm512_mul_ps(all[i], units));
+      const __m512i bytes = _mm512_xor_si512(_mm512_add_epi32(number, half), half);
+      for (int64_t d = 0; d < kCount; ++d) {
+        const __m512i digit = _mm512_srli_epi32(bytes, static_cast<unsigned>(8 * (kCount - 1 - d)));
+        _mm_store_si128(reinterpret_cast<__m128i*>(digits[d] + 16 * i), _mm512_cvtepi32_epi8(digit));
+      }
+    }
+    return true;
+  }
+
+  // Of 64 bytes the even ones, then the odd ones.
+  static __m512i even_then_odd(__m512i bytes) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(bytes)),
+                              _mm512_cvtepi16_epi8(_mm512_srli_epi16(bytes, 8)), 1);
+  }
+
+ private:
+  static constexpr int kBits = 22;
+  static int exponent(float x) { return static_cast<int>(std::bit_cast<uint32_t>(x) >> 23) - 127; }
+  static float power_of_two(int n) { return std::bit_cast<float>(static_cast<uint32_t>(n + 127) << 23); }
+};
+
+// Weights as integers from 0 on: codes, or e2m1 doubled.
+template <int bits, bool kE2m1s>
+struct Integers {
+  static constexpr int kBits = bits;
+  static constexpr bool kOffset = !kE2m1s;
+  static constexpr int kMiddle = kE2m1s ? 12 : 1 << (bits - 1);
+  static constexpr float kUnit = kE2m1s ? 0.5f : 1;
+
+  // 64 bytes of them as a byte each: of 4 bits the even ones, then the odd ones.
+  [[gnu::always_inline]] static inline void unpack(__m512i bytes, __m512i (&to)[8 / bits]) {
+    to[0] = bytes;
+    if constexpr (bits == 4) to[0] = half(bytes), to[1] = half(_mm512_srli_epi16(bytes, 4));
+  }
+
+ private:
+  // The low halves of bytes.
+  [[gnu::always_inline]] static inline __m512i half(__m512i bytes) {
+    const __m512i codes = _mm512_and_si512(bytes, _mm512_set1_epi8(15));
+    if constexpr (!kE2m1s) return codes;
+    alignas(16) static constexpr auto kNumbers = [] {
+      std::array<uint8_t, 16> all{};
+      for (int i = 0; i < 16; ++i) all[i] = static_cast<uint8_t>(kE2m1[i] / kUnit + kMiddle);
+      return all;
+    }();
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kNumbers.data()));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
+  }
+};
+#endif
+
+}  // namespace moe_metal
