@@ -100,18 +100,19 @@ class E4m3Dots {
  private:
   template <int R, int N>
   void all_rows(const ScaledRows& rows, const char* const* forms, float* const* out) const {
+    const int64_t later = R + rows.later(R);
     int64_t row = 0;
-    for (; row + R <= rows.rows; row += R) some_rows<R, N>(rows, row, forms, out);
-    for (; row < rows.rows; ++row) some_rows<1, N>(rows, row, forms, out);
+    for (; row + R <= rows.rows; row += R) some_rows<R, N>(rows, row, rows.ahead(row + later), forms, out);
+    for (; row < rows.rows; ++row) some_rows<1, N>(rows, row, rows.ahead(row + later), forms, out);
   }
 
   template <int R, int N>
-  [[MOE_METAL_BF16]] void some_rows(const ScaledRows& rows, int64_t first, const char* const* forms,
-                                    float* const* out) const {
+  [[MOE_METAL_BF16]] void some_rows(const ScaledRows& rows, int64_t first, const uint8_t* ahead,
+                                    const char* const* forms, float* const* out) const {
     constexpr int V = EightBits::kVectors;
     constexpr int64_t kColumns = EightBits::kColumns;
     const int64_t chunks = at::divup(rows.columns, kColumns);
-    const uint8_t *data = rows.data + first * rows.row, *ahead = rows.ahead(first + R + rows.later(R));
+    const uint8_t* data = rows.data + first * rows.row;
     const float* scales = rows.scales + first * rows.groups;
     __m512 sums[R][N];
     MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {

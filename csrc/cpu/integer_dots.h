@@ -82,16 +82,17 @@ class IntegerDots {
   template <int N>
   void all_rows(const ScaledRows& rows, const char* const* forms, float* const* out) const {
     constexpr int R = N > 2 ? 2 : 4;
+    const int64_t later = R + rows.later(R);
     int64_t row = 0;
-    for (; row + R <= rows.rows; row += R) some_rows<R, N>(rows, row, forms, out);
-    for (; row < rows.rows; ++row) some_rows<1, N>(rows, row, forms, out);
+    for (; row + R <= rows.rows; row += R) some_rows<R, N>(rows, row, rows.ahead(row + later), forms, out);
+    for (; row < rows.rows; ++row) some_rows<1, N>(rows, row, rows.ahead(row + later), forms, out);
   }
 
   template <int R, int N>
-  [[MOE_METAL_VNNI]] void some_rows(const ScaledRows& rows, int64_t first, const char* const* forms,
-                                    float* const* out) const {
+  [[MOE_METAL_VNNI]] void some_rows(const ScaledRows& rows, int64_t first, const uint8_t* ahead,
+                                    const char* const* forms, float* const* out) const {
     const int64_t chunks = at::divup(rows.columns, kColumns), groups = std::max<int64_t>(kColumns >> rows.shift, 1);
-    const uint8_t *data = rows.data + first * rows.row, *ahead = rows.ahead(first + R + rows.later(R));
+    const uint8_t* data = rows.data + first * rows.row;
     const float *scales = rows.scales + first * rows.groups, *offsets = rows.offsets + first * rows.groups;
     const Chunk* x[N];
     MOE_METAL_UNROLL for (int n = 0; n < N; ++n) x[n] = chunks_of(forms[n]);

@@ -16,7 +16,7 @@ struct ScaledRows {
 
   // What is read later: the `left` of these rows and those that follow them, and then others. While R rows are
   // multiplied, as many that are read later() are brought to the first cache, line by line, so that memory is asked all
-  // along for as much as it has under way at a time.
+  // along for as much as it has under way at a time. Rows left over ask as far ahead, or some would never be asked for.
   int64_t left;
   const uint8_t* next;
   const uint8_t* ahead(int64_t r) const { return r < left ? data + r * row : next + (r - left) * row; }

@@ -408,7 +408,7 @@ class PackedRows final : public WeightRows {
       : weight_(weight),
         scales_(weight.scale, weight.format == Format::fp8 ? kFp8Block : 1),
         offsets_(weight.offset, 1),
-        at_once_(std::clamp<int64_t>(1024 / std::max<int64_t>(scales_.groups() + offsets_.groups(), 1), 8, 16)),
+        at_once_(std::clamp<int64_t>(1024 / std::max<int64_t>(scales_.groups() + offsets_.groups(), 1), 8, 16) / 4 * 4),
         bfloat16_(bfloat16) {
     packed_.columns = weight.columns;
     packed_.row = weight.row;
@@ -535,7 +535,8 @@ class PackedRows final : public WeightRows {
 
   const Weight& weight_;
   RowScales scales_, offsets_;
-  // Rows whose scales become floats together, so few that these stay in the first cache.
+  // Rows whose scales become floats together, so few that these stay in the first cache: a multiple of those that are
+  // multiplied together.
   const int64_t at_once_;
   int64_t expert_ = 0, first_ = 0, count_ = 0;  // the rows taken
   const uint8_t* next_ = nullptr;               // and what is read after them
