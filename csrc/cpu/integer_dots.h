@@ -57,11 +57,7 @@ class IntegerDots {
     if (!finite) chunks->unit = NAN;
     auto* sums = reinterpret_cast<float*>(chunks + count);
     const int64_t group = int64_t{1} << rows.shift;
-    for (int64_t g = 0; Numbers::kOffset && g < rows.groups; ++g) {
-      Vec all(0);
-      for (int64_t i = 0; i < group; i += kLanes) all = all + Vec::loadu(x + g * group + i);
-      sums[g] = sum(all);
-    }
+    for (int64_t g = 0; Numbers::kOffset && g < rows.groups; ++g) sums[g] = sum_of(x + g * group, group);
   }
 
   [[MOE_METAL_VNNI]] static void lay_out(const Digits& all, Chunk& chunk) {

@@ -96,11 +96,7 @@ class IntegerTiles {
     const int64_t group = int64_t{1} << rows.shift;
     for (int64_t g = 0; g < rows.groups; ++g) {
       std::fill_n(to.sums[g], kMost, 0.0f);
-      for (int64_t n = 0; n < tokens.count; ++n) {
-        Vec all(0);
-        for (int64_t i = g * group; i < (g + 1) * group; i += kLanes) all = all + Vec::loadu(tokens.x[n] + i);
-        to.sums[g][n] = sum(all);
-      }
+      for (int64_t n = 0; n < tokens.count; ++n) to.sums[g][n] = sum_of(tokens.x[n] + g * group, group);
     }
   }
   // The order of a tile's columns.

@@ -58,6 +58,13 @@ struct alignas(64) Digits {
   static float power_of_two(int n) { return std::bit_cast<float>(static_cast<uint32_t>(n + 127) << 23); }
 };
 
+// Of a group's columns, a multiple of a vector's.
+inline float sum_of(const float* x, int64_t columns) {
+  Vec all(0);
+  for (int64_t c = 0; c < columns; c += kLanes) all = all + Vec::loadu(x + c);
+  return sum(all);
+}
+
 // Weights as integers from 0 on: codes, or e2m1 doubled.
 template <int bits, bool kE2m1s>
 struct Integers {
