@@ -15,10 +15,11 @@ namespace moe_metal {
 template <class Numbers>
 class IntegerTiles {
  public:
+  // Whether it multiplies so many tokens, 16 rows at a time.
+  static bool wants(const Tokens& tokens) { return tokens.count >= kFewest && tiles_available(); }
   // False where nothing was done, or something that is not finite came out.
   bool operator()(const ScaledRows& rows, const Tokens& tokens) {
-    if (!tiles_available() || tokens.count < kFewest || rows.rows % kTile != 0 || rows.columns % kWidth != 0)
-      return false;
+    if (!wants(tokens) || rows.rows % kTile != 0 || rows.columns % kWidth != 0) return false;
     if (rows.columns == 0 || 1 << rows.shift < kWidth / 2) return false;
     if (!shapes_) shapes_.emplace();
     const auto strips = 1 << rows.shift < kWidth ? &IntegerTiles::strips<2> : &IntegerTiles::strips<1>;

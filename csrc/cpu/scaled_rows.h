@@ -31,6 +31,7 @@ constexpr int64_t kFewTokens = 8;
 
 // For numbers and processors that have no products of their own.
 struct NoDots {
+  static bool wants(const Tokens&) { return false; }
   // False where nothing was done.
   bool operator()(const ScaledRows&, const Tokens&) { return false; }
 };
@@ -43,8 +44,8 @@ class TokenForms {
   // call.
   template <class Make>
   const char* look_up(const float* const* x, int64_t count, int64_t bytes, Make&& make) {
-    for (int64_t i = 0; i < used_; ++i) {  // mostly they come in the order of the last time
-      last_ = last_ + 1 < used_ ? last_ + 1 : 0;
+    // Mostly they are those of the last call, or those that followed them before.
+    for (int64_t i = 0; i < used_; ++i, last_ = last_ + 1 < used_ ? last_ + 1 : 0) {
       const auto& tokens = forms_[last_].tokens;
       if (std::equal(x, x + count, tokens.begin(), tokens.end())) return forms_[last_].data.get();
     }

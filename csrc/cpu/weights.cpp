@@ -408,7 +408,7 @@ class PackedRows final : public WeightRows {
       : weight_(weight),
         scales_(weight.scale, weight.format == Format::fp8 ? kFp8Block : 1),
         offsets_(weight.offset, 1),
-        at_once_(std::clamp<int64_t>(1024 / std::max<int64_t>(scales_.groups() + offsets_.groups(), 1), 8, 16) / 4 * 4),
+        few_(std::clamp<int64_t>(1024 / std::max<int64_t>(scales_.groups() + offsets_.groups(), 1), 8, kMany) / 4 * 4),
         bfloat16_(bfloat16) {
     packed_.columns = weight.columns;
     packed_.row = weight.row;
@@ -431,8 +431,9 @@ class PackedRows final : public WeightRows {
       return panel->product(packed_, tokens);
     }
     out_.resize(tokens.count);
-    for (int64_t first = 0; first < count_; first += at_once_) {
-      look_at(first, std::min(at_once_, count_ - first));
+    const int64_t at_once = bfloat16_ && Read::Tiles::wants(tokens) ? kMany : few_;
+    for (int64_t first = 0; first < count_; first += at_once) {
+      look_at(first, std::min(at_once, count_ - first));
       for (int64_t n = 0; n < tokens.count; ++n) out_[n] = tokens.out[n] + first;
       some_rows({tokens.x, out_.data(), tokens.count});
     }
@@ -535,9 +536,10 @@ class PackedRows final : public WeightRows {
 
   const Weight& weight_;
   RowScales scales_, offsets_;
-  // Rows whose scales become floats together, so few that these stay in the first cache: a multiple of those that are
-  // multiplied together.
-  const int64_t at_once_;
+  // Rows whose scales become floats together: so few that these stay in the first cache, and a multiple of those that
+  // are multiplied together; or as many as tiles have.
+  static constexpr int64_t kMany = 16;
+  const int64_t few_;
   int64_t expert_ = 0, first_ = 0, count_ = 0;  // the rows taken
   const uint8_t* next_ = nullptr;               // and what is read after them
   Packed<Read> packed_;
