@@ -1,7 +1,9 @@
 # Every target does its own set-up: a virtual environment in .venv, the pinned tools, the build. The second time is quick.
 #   make demo      one real MoE layer, fused against stock, on the best device there is
-#   make test      every test of the fast set, on the CPU and on mps (a Mac's own, else the simulated one)
-#   make test-all  the full grid
+#   make test      what a contributor runs: the fast tests, on the CPU and on mps (a Mac's own, else the simulated one)
+#   make test-sim  the simulated Metal's own tests;  make test-tools  those of the benchmarks, the fuzzer and other tools
+#   make test-slow what is slow by nature: broken kernels, emulated AMX, wheels, every alternative of tuning, 100 runs
+#   make test-all  all of these and the full grid of cases: hours
 #   make fuzz      random calls of every op against the reference; CASES=20000 SEED=7 choose them, CASE=avx2-123 runs one
 #   make sanitize  the CPU libraries under sanitizers, with the tests of the ops and the fuzzer
 #   make bench     times and ratios of every op
@@ -18,8 +20,13 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
-BUILT := build/installed
+# The instruction sets that an editable build compiles: this machine's best, all of them, or a list.
+MOE_METAL_CPU ?= native
+BUILT := build/installed-$(MOE_METAL_CPU)
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # A process per core; more than four would crowd the memory.
+SIM_TESTS := tests/metal_sim
+TOOL_TESTS := tests/tools tests/gpu
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 CROSS ?= 2.10.0 2.13.0 2.15.0
 TORCH ?= 2.13
@@ -32,42 +39,58 @@ SIM_FILES := $(wildcard $(addprefix tests/metal_sim/,engine/*.h engine/*.cpp eng
 SIM_FILES += $(wildcard tests/gpu/shim/*.h)
 export MAX_JOBS
 
-.PHONY: help demo test test-all bench tune benchmarks doctor mps report cross wheel fuzz sanitize lint workflow format clean distclean
+.PHONY: help demo test test-sim test-tools test-slow test-all bench tune benchmarks doctor mps report cross wheel fuzz sanitize lint workflow format clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
-$(BIN)/.ready: tests/requirements.txt
+$(BIN)/.ready: tools/requirements.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Missing: $(PYTHON). Install Python 3.10 or newer, or say make PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Missing: Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) --version). Say make PYTHON=/path/to/python3"; exit 1; }
 	@echo "==> Making a virtual environment in .venv"
 	@$(PYTHON) -m venv .venv || { echo "Missing: Python's venv module. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	@echo "==> Installing the pinned tools: torch 2.13.0, transformers, pytest ... (some minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+	@echo "==> Installing torch 2.13.0, transformers and the build tools (a minute or two the first time)"
+	@$(PIP_INSTALL) -r tools/requirements.txt
 	@touch $@
 
-$(BUILT): $(BIN)/.ready setup.py pyproject.toml $(CXX_FILES) shaders/embed.py
+$(BIN)/.ready-to-test: tests/requirements.txt $(BIN)/.ready
+	@echo "==> Installing what the tests need: pytest, mlx, peft ... (a minute or two the first time)"
+	@$(PIP_INSTALL) -r tests/requirements.txt
+	@touch $@
+
+# A build of all instruction sets has the native one in it; a native build removes the others, which would be outdated.
+build/installed-%: $(BIN)/.ready setup.py pyproject.toml $(CXX_FILES) shaders/embed.py
 	@command -v $${CXX:-c++} >/dev/null || { echo "Missing: a C++ compiler. On macOS: xcode-select --install; on Debian and Ubuntu: apt-get install g++"; exit 1; }
 	@$(BIN)/python -c 'import sysconfig, os, sys; sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || { echo "Missing: Python's headers. On Debian and Ubuntu: apt-get install python3-dev"; exit 1; }
 	@mkdir -p build
-	@set -o pipefail; $(BIN)/python -m pip install --verbose --disable-pip-version-check --no-build-isolation --no-deps --editable . 2>&1 \
+	@rm -f build/installed-*
+	@set -o pipefail; MOE_METAL_CPU=$* $(BIN)/python -m pip install --verbose --disable-pip-version-check --no-build-isolation --no-deps --editable . 2>&1 \
 		| tee build/log | grep --line-buffered --only-matching '==> .*' \
 		|| { tail -n 60 build/log; echo "The build failed; the end of its output is above, all of it in build/log"; exit 1; }
-	@touch $@
+	@touch $@ $(if $(filter all,$*),build/installed-native)
 
 demo: $(BUILT)
 	@$(BIN)/python -m torch_moe_metal demo
 
-test: $(BUILT)
-	$(PYTEST) -m "not slow"
+test: $(BUILT) $(BIN)/.ready-to-test
+	$(PYTEST) -m "not slow" tests $(addprefix --ignore=,$(SIM_TESTS) $(TOOL_TESTS))
 
-test-all: $(BUILT)
+test-sim: $(BUILT) $(BIN)/.ready-to-test
+	$(PYTEST) -m "not slow" $(SIM_TESTS)
+
+test-tools: $(BUILT) $(BIN)/.ready-to-test
+	$(PYTEST) -m "not slow" $(TOOL_TESTS)
+
+test-slow: build/installed-all $(BIN)/.ready-to-test
+	$(PYTEST) -m "slow and not full_grid"
+
+test-all: build/installed-all $(BIN)/.ready-to-test
 	$(PYTEST)
 
-fuzz: $(BUILT)
+fuzz: build/installed-all $(BIN)/.ready-to-test
 	@$(BIN)/python tests/fuzz.py --cases $(CASES) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE)) $(ARGS)
 
-sanitize: $(BIN)/.ready
+sanitize: $(BIN)/.ready-to-test
 	@$(BIN)/python tools/sanitize.py $(ARGS)
 
 bench: $(BUILT)
@@ -94,25 +117,25 @@ report: $(BUILT)
 benchmarks: $(BIN)/.ready
 	@$(BIN)/python tools/benchmarks.py
 
-cross: $(BIN)/.ready
+cross: $(BIN)/.ready-to-test
 	$(BIN)/python tools/cross.py $(CROSS)
 
 wheel:
 	$(PYTHON) tools/wheel.py $(TORCH)
 
-lint: $(BIN)/.ready
+lint: $(BIN)/.ready-to-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES) $(SIM_FILES)
-	$(BIN)/python tests/metal_sim/engine/address_spaces.py $(wildcard shaders/*.metal)
+	$(BIN)/python tools/check_shaders.py
 	$(BIN)/python tools/benchmarks.py --check
 	$(BIN)/shellcheck .ci/run
 	$(BIN)/actionlint -shellcheck $(BIN)/shellcheck $(wildcard .github/workflows/*.yml)
 
-workflow: $(BIN)/.ready
+workflow: $(BIN)/.ready-to-test
 	$(BIN)/python tools/run_workflow.py $(FILE) $(JOB) $(ARGS)
 
-format: $(BIN)/.ready
+format: $(BIN)/.ready-to-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES) $(SIM_FILES)

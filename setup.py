@@ -3,27 +3,25 @@
 The CPU kernels are compiled once per instruction set, into libraries of their own: a wheel then runs on every machine
 of its architecture and is fast on each, and no AVX-512 code can leak into code that all machines run.
 
-While it compiles it says how far it is, in lines that begin with "==>". `make` shows them. `pip install` does so with
-`-v` only: without it pip holds back whatever a build says.
+MOE_METAL_CPU chooses the instruction sets: `all` (the default of a wheel, which other machines install), `native` (this
+machine's best one; the default of an editable build) or a list such as `avx512,avx2`. `default` is always built.
 """
 
 import os
 import platform
 import re
-import subprocess
+import runpy
+import shutil
 import sys
-import time
 from pathlib import Path
 
 import torch
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-sys.path.insert(0, str(Path(__file__).parent / "shaders"))
-from embed import write_header
-
-ROOT = Path(__file__).parent
-os.chdir(ROOT)
+ROOT = Path(__file__).resolve().parent
+MINOR = ".".join(torch.__version__.split(".")[:2])
+MACOS = "14.0"  # the oldest that the Metal code is written for
 
 # Warnings about ATen's headers; not every compiler knows each.
 UNFOUNDED = ["unknown-warning-option", "unknown-pragmas", "uninitialized", "maybe-uninitialized", "psabi"]
@@ -34,9 +32,8 @@ CPU_ISAS = {
     "avx2": "AVX2 -mavx2 -mfma -mf16c",
     "default": "DEFAULT",
 }
-MACOS = "14.0"  # the oldest that the Metal code is written for
-SECONDS_PER_FILE = 12  # of one core, measured with GCC 12 on a shared virtual machine
-OBJECTS = ROOT / "build" / "objects"
+# Objects of another torch are never reused, and editable builds and wheels share theirs.
+OBJECTS = ROOT / "build" / "objects" / f"torch-{torch.__version__}"
 if sanitizers := os.environ.get("MOE_METAL_SANITIZE"):  # tools/sanitize.py: -fsanitize of these
     CXX_FLAGS += ["-O1", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
     OBJECTS = ROOT / "build" / "sanitize" / "objects"
@@ -45,7 +42,9 @@ if platform.machine() not in ("x86_64", "AMD64"):
 
 
 def sources(pattern: str) -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob(pattern))
+    """The largest files first: they take longest, and the others are compiled meanwhile."""
+    found = sorted((ROOT / "csrc").glob(pattern), key=lambda path: (-path.stat().st_size, path))
+    return [str(path.relative_to(ROOT)) for path in found]
 
 
 def extension(name: str, files: list[str], flags: list[str], link: list[str] = []) -> CppExtension:  # noqa: B006
@@ -63,7 +62,7 @@ def extensions() -> list[CppExtension]:
     # at::parallel_for is a header: without OpenMP's flag it would run on one thread. Its runtime is torch's own.
     main, flags, link = sources("*.cpp"), ["-fopenmp"], []
     if sys.platform == "darwin":
-        write_header(ROOT / "build" / "shader_texts.h")
+        runpy.run_path(str(ROOT / "shaders" / "embed.py"))["write_header"](ROOT / "build" / "shader_texts.h")
         main += sources("mps/*.mm")
         flags = [f"-mmacosx-version-min={MACOS}"]
         link = [*flags, "-framework", "Metal", "-framework", "Foundation"]
@@ -75,19 +74,28 @@ def extensions() -> list[CppExtension]:
     return [extension("_C", main, flags, link), *cpu]
 
 
-def say(text: str) -> None:
-    print(f"==> {text}", flush=True)
+def instruction_sets(default: str) -> set[str]:
+    """Those that MOE_METAL_CPU chooses."""
+    names = (os.environ.get("MOE_METAL_CPU") or default).lower().replace(",", " ").split()
+    if unknown := set(names) - {"all", "native", *CPU_ISAS}:
+        known = ", ".join(CPU_ISAS)
+        raise SystemExit(f"MOE_METAL_CPU: expected all, native or a list of {known}; got {', '.join(sorted(unknown))}")
+    native = torch.backends.cpu.get_cpu_capability().lower() if "native" in names else "default"
+    return set(CPU_ISAS) if "all" in names else {*names, native, "default"} & set(CPU_ISAS)
 
 
 class BuildEach(BuildExtension):
+    def run(self) -> None:
+        in_checkout = self.inplace or self.editable_mode
+        chosen = {f"torch_moe_metal._cpu_{isa}" for isa in instruction_sets("native" if in_checkout else "all")}
+        left_out = [ext for ext in self.extensions if "_cpu_" in ext.name and ext.name not in chosen]
+        self.extensions = [ext for ext in self.extensions if ext not in left_out]
+        if in_checkout:  # an old library there would be loaded as if it were today's
+            for ext in left_out:
+                (ROOT / (ext.name.replace(".", "/") + ".so")).unlink(missing_ok=True)
+        super().run()
+
     def build_extensions(self) -> None:
-        files, cores = sum(len(ext.sources) for ext in self.extensions), os.cpu_count() or 1
-        wish = os.environ.get("MAX_JOBS", "")
-        jobs = int(wish) if wish.isdigit() else cores
-        minutes = files * SECONDS_PER_FILE / min(jobs, cores, files) / 60
-        say(f"Building for torch {MINOR}: {files} files in {len(self.extensions)} libraries, {jobs} at a time")
-        say(f"CPU kernels for {', '.join(CPU_ISAS)}: the same files once for each")
-        say(f"The first time some {max(minutes, 1):.0f} minutes; what is compiled is not compiled again")
         # A Mac's Python may be made for both architectures; torch is not.
         for name, command in vars(self.compiler).items():
             if isinstance(command, list) and "-arch" in command:
@@ -97,11 +105,32 @@ class BuildEach(BuildExtension):
     def build_extension(self, ext) -> None:
         """Objects in one place for every kind of build (editable, wheel, in place), so that the second one is quick,
         and in a folder for each library: the CPU libraries have the same sources and differ by their flags."""
+        place = f"{self.extensions.index(ext) + 1} of {len(self.extensions)}"
+        print(f"==> Compiling {ext.name} for torch {MINOR} (library {place}, files: {len(ext.sources)})", flush=True)
         self.build_temp = str(OBJECTS / ext.name)
-        start, place = time.monotonic(), f"{self.extensions.index(ext) + 1} of {len(self.extensions)}"
-        say(f"{ext.name}, {place} (files: {len(ext.sources)})")
+        if "_cpu_" in ext.name and self.use_ninja and not (shutil.which("ccache") or shutil.which("sccache")):
+            ext.extra_compile_args += ["-include", self.precompile(ext)]
         super().build_extension(ext)
-        say(f"{ext.name}, {place}: ready after {time.monotonic() - start:.0f} s")
+
+    def precompile(self, ext) -> str:
+        """PyTorch's headers, compiled once per library: reading them is most of a small file's time. Left out where
+        a compiler cache is, which would not cache files that include the result. -> the header to include"""
+        header = OBJECTS / ext.name / "precompiled" / "torch_headers.h"
+        header.parent.mkdir(parents=True, exist_ok=True)
+        text = (ROOT / "csrc" / "cpu" / "torch_headers.h").read_text()
+        if not header.exists() or header.read_text() != text:
+            header.write_text(text)
+        if ".h" not in self.compiler.src_extensions:
+            self.compiler.src_extensions.append(".h")
+        # The same command as for the files, since all flags must be the same; compilers look for the result in *.h.gch.
+        (compiled,) = self.compiler.compile(
+            ["csrc/cpu/torch_headers.h"], str(header.parent), include_dirs=ext.include_dirs,
+            extra_postargs=ext.extra_compile_args,
+        )  # fmt: skip
+        found = header.with_suffix(".h.gch")
+        found.unlink(missing_ok=True)
+        found.symlink_to(compiled)
+        return str(header)
 
 
 def version() -> str:
@@ -112,24 +141,11 @@ def version() -> str:
     return f"{literal}+torch{MINOR}"
 
 
-def project_urls() -> dict[str, str]:
-    """Wherever this checkout's repository is, told by GitHub's machines or by git; none without one on GitHub."""
-    address = os.environ.get("GITHUB_REPOSITORY", "")
-    if not address and (ROOT / ".git").exists():
-        origin = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True).stdout
-        address = "".join(re.findall(r"github\.com[:/](.+?)(?:\.git)?$", origin.strip()))
-    home = f"https://github.com/{address}"
-    pages = {"Homepage": "", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.md"}
-    return {name: home + page for name, page in pages.items()} if address else {}
-
-
-MINOR = ".".join(torch.__version__.split(".")[:2])
 WHEEL = {"py_limited_api": "cp310"}
 if sys.platform == "darwin":  # whatever this machine and its Python were made for
     WHEEL["plat_name"] = f"macosx-{MACOS}-arm64"
 setup(
     version=version(),
-    project_urls=project_urls(),
     ext_modules=extensions(),
     # C++ symbols and layouts change with torch's minor version, so a wheel fits just the one it was built against.
     install_requires=[f"torch=={MINOR}.*"],

@@ -9,9 +9,9 @@ properties as well.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, product
 from math import inf, nan, prod
 
 import torch
@@ -26,6 +26,12 @@ FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
 OPTIONAL = {op: optional_arguments(op) for op in ARGUMENTS}
 
 Args = dict[str, Tensor]
+
+# The dtypes of activations that the fast set runs packed weights with on mps. A reader of packed numbers does not
+# depend on the dtype, and `make lint` compiles every shader in all of them.
+SHADER_DTYPES = {("affine", 2): (HALF,), ("affine", 3): (BFLOAT,), ("affine", 4): (FLOAT, BFLOAT)}
+SHADER_DTYPES |= {("affine", 5): (FLOAT,), ("affine", 6): (HALF,), ("affine", 8): (BFLOAT,)}
+SHADER_DTYPES |= {("mxfp4", 0): (BFLOAT,), ("fp8", 0): (HALF,)}
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,12 @@ class Case:
     @property
     def format(self) -> str:
         return self.options.get("format", "dense")
+
+    @property
+    def common_shader(self) -> bool:
+        """Whether the fast set compiles the case's shader, which takes the simulated Metal a second or two."""
+        dtypes = SHADER_DTYPES.get((self.format, self.bits if self.format == "affine" else 0))
+        return self.sample or dtypes is None or self.dtype in dtypes
 
     def size(self, letters: str) -> tuple[int, ...]:
         return arguments.size(letters, self.dims)
@@ -216,6 +228,47 @@ def experts_one_by_one(
     return reference.rounded(reference.weighted_sum(slots, weights.where(used, 0), shared, shared_gate, residual), x)
 
 
+# ------------------------------------------------------------------------------------------------ combinations
+
+
+def pairwise(fits: Callable[..., bool], **factors: tuple) -> list[dict]:
+    """Rows in which any two values of any two factors meet at least once, wherever a row that fits can hold them."""
+    pairs = {((a, x), (b, y)) for a, b in combinations(factors, 2) for x in factors[a] for y in factors[b]}
+    order = [((a, x), (b, y)) for a, b in combinations(factors, 2) for x in factors[a] for y in factors[b]]
+    smallest = {name: values[0] for name, values in factors.items()}
+    rows = []
+    for pair in order:
+        if pair not in pairs:
+            continue
+        row = dict(pair)
+        for name, values in factors.items():
+            if name not in row:
+                turn = len(rows) % len(values)  # so that equally good values take turns
+                fitting = [v for v in values[turn:] + values[:turn] if fits(**(smallest | row | {name: v}))]
+                if fitting:
+                    row[name] = max(
+                        fitting, key=lambda v: sum(_pair(factors, name, v, other) in pairs for other in row.items())
+                    )
+        row = {name: row.get(name, smallest[name]) for name in factors}
+        if fits(**row):
+            rows.append(row)
+            pairs.difference_update(combinations(row.items(), 2))
+    return rows
+
+
+def _pair(factors: dict, name: str, value, other: tuple) -> tuple:
+    first = list(factors).index(name) < list(factors).index(other[0])
+    return ((name, value), other) if first else (other, (name, value))
+
+
+def crossed(**factors: tuple) -> Iterator[tuple]:
+    """Every combination of the values, and last whether it is in the full grid alone. In the fast set any two values
+    meet at least once: a fault of one value, or of two together, is found there."""
+    fast = {tuple(row.values()) for row in pairwise(lambda **_: True, **factors)}
+    for values in product(*factors.values()):
+        yield *values, values not in fast
+
+
 # ------------------------------------------------------------------------------------------------ named cases
 
 GROUPS = {"n_group": 8, "topk_group": 4}
@@ -275,11 +328,12 @@ REAL_EXPERTS = {
 
 def real_cases() -> list[Case]:
     cases = []
-    for name, (E, K, H, given, options) in REAL_ROUTERS.items():
+    for turn, (name, (E, K, H, given, options)) in enumerate(REAL_ROUTERS.items()):
         options = options | {"top_k": K}
         logits_given = tuple(name for name in given if name in OPTIONAL["route"])
-        for dtype in (FLOAT, HALF, BFLOAT):
-            cases.append(Case("route", f"{name}-T33", {"T": 33, "E": E, "K": K}, logits_given, options, dtype, FLOAT))
+        for i, dtype in enumerate((FLOAT, HALF, BFLOAT)):
+            cases.append(Case("route", f"{name}-T33", {"T": 33, "E": E, "K": K}, logits_given, options, dtype, FLOAT,
+                              full_grid=turn % 3 != i))  # fmt: skip
         for T, dtype, parameters in ((1, BFLOAT, None), (5, BFLOAT, FLOAT), (64, HALF, None), (512, BFLOAT, None)):
             dims = {"T": T, "E": E, "K": K, "H": H}
             cases.append(Case("gate", f"{name}-T{T}", dims, given, options, dtype, parameters))
@@ -322,13 +376,13 @@ def other_projects() -> list[Case]:
         (33, 6, 3),
         (56, 16, 4),
     ]  # the last two are vLLM's
-    for scoring in reference.SCORING:
-        for renormalize in ("none", "before_scale"):
-            for given in ((), BIASED):
-                for T, E, K in topk_moe:
-                    options = {"top_k": K, "scoring": scoring, "renormalize": renormalize, "scaling_factor": 2.0}
-                    name = f"topk_moe-{scoring}-{renormalize}{'-biased' * bool(given)}-T{T}-E{E}"
-                    cases.append(Case("route", name, {"T": T, "E": E, "K": K}, given, options))
+    rows = crossed(
+        size=tuple(topk_moe), scoring=tuple(reference.SCORING), renormalize=("none", "before_scale"), given=((), BIASED)
+    )
+    for (T, E, K), scoring, renormalize, given, full_grid in rows:
+        options = {"top_k": K, "scoring": scoring, "renormalize": renormalize, "scaling_factor": 2.0}
+        name = f"topk_moe-{scoring}-{renormalize}{'-biased' * bool(given)}-T{T}-E{E}"
+        cases.append(Case("route", name, {"T": T, "E": E, "K": K}, given, options, full_grid=full_grid))
     reduce = [(2, 2, 8), (4, 8, 64), (4096, 8, 2816)]
     cases += [Case("weighted_sum", f"mistral_rs-T{T}", {"T": T, "K": K, "H": H}, dtype=BFLOAT) for T, K, H in reduce]
     return cases
@@ -384,13 +438,13 @@ HOSTILE_LOGITS = {
 
 def hostile_routes() -> list[Case]:
     cases = []
-    for name, prepare in HOSTILE_LOGITS.items():
-        for scoring in reference.SCORING:
-            for E in (60, 128):
-                for given, extra in (((), {}), (BIASED, {}), (BIASED, {"n_group": 4, "topk_group": 2})):
-                    label = f"{name}-{scoring}-E{E}{'-biased' * bool(given)}{'-groups' * bool(extra)}"
-                    dims, options = {"T": 5, "E": E, "K": 6}, {"top_k": 6, "scoring": scoring} | extra
-                    cases.append(Case("route", label, dims, given, options, prepare=prepare, hostile=True))
+    variants = {"": ((), {}), "-biased": (BIASED, {}), "-biased-groups": (BIASED, {"n_group": 4, "topk_group": 2})}
+    rows = crossed(values=tuple(HOSTILE_LOGITS), scoring=tuple(reference.SCORING), variant=tuple(variants), E=(60, 128))
+    for name, scoring, variant, E, full_grid in rows:
+        given, extra = variants[variant]
+        dims, options = {"T": 5, "E": E, "K": 6}, {"top_k": 6, "scoring": scoring} | extra
+        cases.append(Case("route", f"{name}-{scoring}-E{E}{variant}", dims, given, options,
+                          prepare=HOSTILE_LOGITS[name], hostile=True, full_grid=full_grid))  # fmt: skip
     one = {"T": 3, "E": 1, "K": 1}
     every = {"T": 3, "E": 1024, "K": 1024}
     for scoring in reference.SCORING:
@@ -504,24 +558,21 @@ def experts_cases() -> list[Case]:
         "inf_in_one_token": setting("x", (1, 5), inf),
     }
     dims = {"E": 6, "K": 2, "H": 72, "I": 40}
+    dtypes = (FLOAT, HALF, BFLOAT)
     cases = [
-        Case("experts", f"{name}-T{T}", dims | {"T": T}, BIASES, {}, dtype, FLOAT, prepare, name in hostile)
-        for name, prepare in (finite | hostile).items() for T in (3, 33, 130) for dtype in (FLOAT, HALF, BFLOAT)
+        Case("experts", f"{name}-T{T}", dims | {"T": T}, BIASES, {}, dtype, FLOAT, (finite | hostile)[name],
+             name in hostile, full_grid=full_grid)
+        for name, T, dtype, full_grid in crossed(values=(*finite, *hostile), T=(3, 33, 130), dtype=dtypes)
     ]  # fmt: skip
-    for dtype in (FLOAT, HALF, BFLOAT):
-        for T in (1, 3, 33, 130):
-            one = dims | {"T": T, "K": 1}
-            many = dims | {"T": T}
-            limited = OAI | {"interleaved": True}
-            large = {FLOAT: 1e5, HALF: 2e4, BFLOAT: 1e5}[dtype]
-            cases += [
-                Case("experts", f"empty_experts-T{T}", many | {"E": 40}, (), {}, dtype),
-                Case("experts", f"k_over_e-T{T}", many | {"K": 9}, (), {}, dtype),
-                Case("experts", f"one_expert-T{T}", one | {"E": 1}, (), {}, dtype),
-                Case("experts", f"large_x-T{T}", many, (), limited, dtype, prepare=scaling("x", large)),
-                Case("experts", f"large_between-T{T}", many, (), {}, dtype, prepare=large_between),
-                Case("experts", f"overflow-T{T}", many, (), {}, dtype, prepare=scaling("x", large), hostile=True),
-            ]
+    few_or_many = ("empty_experts", "k_over_e", "one_expert", "large_x", "large_between", "overflow")
+    for name, T, dtype, full_grid in crossed(name=few_or_many, T=(1, 3, 33, 130), dtype=dtypes):
+        large = scaling("x", {FLOAT: 1e5, HALF: 2e4, BFLOAT: 1e5}[dtype])
+        sizes = {"empty_experts": {"E": 40}, "k_over_e": {"K": 9}, "one_expert": {"E": 1, "K": 1}}.get(name, {})
+        prepare = {"large_x": large, "large_between": large_between, "overflow": large}.get(name)
+        options = OAI | {"interleaved": True} if name == "large_x" else {}
+        cases.append(Case("experts", f"{name}-T{T}", dims | {"T": T} | sizes, (), options, dtype, prepare=prepare,
+                          hostile=name == "overflow", full_grid=full_grid))  # fmt: skip
+    for dtype in dtypes:
         split = dims | {"T": 32, "K": 1}
         cases.append(Case("experts", "seventeen_to_fifteen", split, (), {}, dtype, prepare=seventeen_to_fifteen))
         # The CPU transposes the weights of experts with many tokens, 256 columns at a time, for 256 tokens at a time.
@@ -530,14 +581,15 @@ def experts_cases() -> list[Case]:
             for interleaved in (False, True):
                 name = f"{'interleaved-' * interleaved}many_tokens-T{sizes['T']}"
                 cases.append(Case("experts", name, sizes, BIASES, {"interleaved": interleaved}, dtype))
-        for interleaved in (False, True):
-            for transposed in (False, True):
-                for given in ((), BIASES, ("shared",), SHARED_GATED, ("residual",), OPTIONAL["experts"]):
-                    options = {"interleaved": interleaved, "transposed": transposed}
-                    for T in (1, 19):
-                        layout = "interleaved-" * interleaved + "transposed-" * transposed
-                        name = f"{layout}{'+'.join(given) or 'bare'}-T{T}"
-                        cases.append(Case("experts", name, dims | {"T": T, "H": 48}, given, options, dtype, FLOAT))
+    combined = ((), BIASES, ("shared",), SHARED_GATED, ("residual",), OPTIONAL["experts"])
+    either = (False, True)
+    rows = crossed(given=combined, dtype=dtypes, interleaved=either, transposed=either, T=(1, 19))
+    for given, dtype, interleaved, transposed, T, full_grid in rows:
+        options = {"interleaved": interleaved, "transposed": transposed}
+        layout = "interleaved-" * interleaved + "transposed-" * transposed
+        name = f"{layout}{'+'.join(given) or 'bare'}-T{T}"
+        sizes = dims | {"T": T, "H": 48}
+        cases.append(Case("experts", name, sizes, given, options, dtype, FLOAT, full_grid=full_grid))
     return cases
 
 
@@ -563,17 +615,17 @@ GLU_LAYOUTS = {"apart": None, "halves": halves, "interleaved": interleaved_views
 
 def glu_cases() -> list[Case]:
     cases = []
-    for activation in reference.ACTIVATIONS:
-        for limit in (None, 7.0, 0.5):
-            for dtype in (FLOAT, HALF, BFLOAT):
-                options = {"activation": activation, "limit": limit, "alpha": 1.3}
-                name = f"{activation}-limit{limit}"
-                for layout, prepare in GLU_LAYOUTS.items():
-                    dims = {"T": 19, "I": 45}
-                    cases.append(Case("glu", f"{name}-{layout}", dims, (), options, dtype, prepare=prepare))
-                # Compared in float64: torch's own gelu(inf) is NaN in float32 where oneDNN computes it.
-                hostile = {"T": 144, "I": 3}
-                cases.append(Case("glu", f"{name}-hostile", hostile, (), options, dtype, None, hostile_gate_and_up))
+    rows = crossed(
+        activation=tuple(reference.ACTIVATIONS), layout=(*GLU_LAYOUTS, "hostile"), limit=(None, 7.0, 0.5),
+        dtype=(FLOAT, HALF, BFLOAT),
+    )  # fmt: skip
+    for activation, layout, limit, dtype, full_grid in rows:
+        # Hostile ones are compared in float64: torch's own gelu(inf) is NaN in float32 where oneDNN computes it.
+        dims = {"T": 144, "I": 3} if layout == "hostile" else {"T": 19, "I": 45}
+        prepare = hostile_gate_and_up if layout == "hostile" else GLU_LAYOUTS[layout]
+        options = {"activation": activation, "limit": limit, "alpha": 1.3}
+        name = f"{activation}-limit{limit}-{layout}"
+        cases.append(Case("glu", name, dims, (), options, dtype, prepare=prepare, full_grid=full_grid))
     return cases
 
 
@@ -941,36 +993,6 @@ ROUTING_GRID = {
     "scaling_factor": (1.0, 2.5),
     "softcap": (0.0, 15.0),
 }
-
-
-def pairwise(fits: Callable[..., bool], **factors: tuple) -> list[dict]:
-    """Rows in which any two values of any two factors meet at least once, wherever a row that fits can hold them."""
-    pairs = {((a, x), (b, y)) for a, b in combinations(factors, 2) for x in factors[a] for y in factors[b]}
-    order = [((a, x), (b, y)) for a, b in combinations(factors, 2) for x in factors[a] for y in factors[b]]
-    smallest = {name: values[0] for name, values in factors.items()}
-    rows = []
-    for pair in order:
-        if pair not in pairs:
-            continue
-        row = dict(pair)
-        for name, values in factors.items():
-            if name not in row:
-                turn = len(rows) % len(values)  # so that equally good values take turns
-                fitting = [v for v in values[turn:] + values[:turn] if fits(**(smallest | row | {name: v}))]
-                if fitting:
-                    row[name] = max(
-                        fitting, key=lambda v: sum(_pair(factors, name, v, other) in pairs for other in row.items())
-                    )
-        row = {name: row.get(name, smallest[name]) for name in factors}
-        if fits(**row):
-            rows.append(row)
-            pairs.difference_update(combinations(row.items(), 2))
-    return rows
-
-
-def _pair(factors: dict, name: str, value, other: tuple) -> tuple:
-    first = list(factors).index(name) < list(factors).index(other[0])
-    return ((name, value), other) if first else (other, (name, value))
 
 
 def grid_case(op: str, row: dict, given: tuple[str, ...], options: dict, prepare=None) -> Case:

@@ -31,11 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("cases")
     if marker:
+        fast_only = metafunc.config.getoption("markexpr") == "not slow"  # then pytest need not collect the others
         rows = [
             pytest.param(case, device, id=f"{case}-{device}", marks=marks(case, device))
             for device in DEVICES
             for case in marker.args[0]
-            if case.flops <= MOST_FLOPS[device]
+            if case.flops <= MOST_FLOPS[device] and not (fast_only and in_full_grid(case, device))
         ]
         metafunc.parametrize("case, device", rows, indirect=["device"])
     elif "device" in metafunc.fixturenames:
@@ -43,16 +44,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def marks(case: Case, device: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if heavy(case, device) else []
+    return [pytest.mark.full_grid, pytest.mark.slow] if in_full_grid(case, device) else []
 
 
-def heavy(case: Case, device: str) -> bool:
-    return case.full_grid or (max(case.flops, 8 * case.elements) > FAST[device] and not case.sample)
+def in_full_grid(case: Case, device: str) -> bool:
+    """Whether the case is in the full grid alone."""
+    heavy = max(case.flops, 8 * case.elements) > FAST[device] and not case.sample
+    return case.full_grid or heavy or (device == "mps" and not case.common_shader)
 
 
 @pytest.fixture(scope="session")
 def mps() -> str:
     """For tests of mps alone."""
+    if "mps" not in DEVICES:
+        pytest.skip("MOE_METAL_DEVICES leaves mps out")
     return "mps"
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tiny_models import tiny_model, tokens
@@ -17,6 +18,7 @@ FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 WAYS = ("all_reduce", "all_to_all")
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     """all_reduce marks the other process's experts with an id that must be skipped; all_to_all moves tokens."""
     for family in FAMILIES:

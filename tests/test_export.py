@@ -19,7 +19,7 @@ OPS = {
     "gpt_oss": {"gate": 2, "experts": 2, "residual_norm": 2},
     "llama4_text": {"route": 2, "experts": 2, "weighted_sum": 2},
 }
-each_strictness = pytest.mark.parametrize("strict", [False, True])
+each_strictness = pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 
 
 class Logits(torch.nn.Module):

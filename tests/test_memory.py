@@ -121,6 +121,7 @@ def test_lazily_cloned_inputs_are_read_and_not_copied(case: Case):
     assert {name for name, tensor in args.items() if not torch._C._is_cow_tensor(tensor)} == set(written(case.op))
 
 
+@pytest.mark.slow
 def test_compiled():
     @torch.compile(fullgraph=True)
     def twice(x: torch.Tensor) -> torch.Tensor:
@@ -176,6 +177,7 @@ for _ in range(4):
     assert first > 30 and max(others) < 16  # huge pages, where Linux gives them
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_more_waits_than_512_mib():
     """Thirty outputs, so that 1200 MiB are in use at once, and then none. What waits, Linux may take at any time."""
@@ -237,6 +239,7 @@ print("done")
     assert alone("torch.set_num_threads(1)\n" + ends) == "done"
 
 
+@pytest.mark.slow
 def test_forks_beside_threads_that_use_it():
     """The child has one thread: what another one of the parent's held at that moment nobody would ever let go."""
     forks = """

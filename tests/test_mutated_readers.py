@@ -19,9 +19,12 @@ import test_experts_mps as suite
 from conftest import DEVICES, SIMULATED
 from packed import AFFINE, FP8, MXFP4
 
-pytestmark = pytest.mark.skipif(
-    not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal runs shaders that are not the project's"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal runs shaders that are not the project's"
+    ),
+]
 
 HERE = Path(__file__).parent
 

@@ -1,4 +1,4 @@
-"""What every op promises (DESIGN: contract), on every device: one test per promise, over the table of cases."""
+"""What every op promises, on every device: one test per promise, over the table of cases."""
 
 import contextlib
 import os
@@ -27,6 +27,7 @@ ODD = {case.op: case for case in SAMPLES if case.name == "sample_odd"}
 PACKED = {f"{case.op} {case.name.removeprefix('sample_')}": case for case in SAMPLES if case.format != "dense"}
 GOOD = ODD | PACKED  # every op, and every format of weights: "gate", "linear affine4"
 EACH = pytest.mark.parametrize("case", GOOD.values(), ids=GOOD)
+EACH_OP = pytest.mark.parametrize("case", ODD.values(), ids=ODD)
 PER_TOKEN = [case for case in SAMPLES if next(iter(case.shapes.values()))[0] == "T"]
 
 
@@ -73,7 +74,9 @@ def test_leading_dimensions(case: Case, device: str):
         assert all(tensor.shape[: len(leading)] == leading for tensor in got)
 
 
-VIEWS = [("strided", 0), ("padded", 1), ("transposed", 2)] + [("contiguous", offset) for offset in range(9)]
+# Each argument begins one element further on than the one before it, so one offset already tries many alignments.
+VIEWS = [("strided", 0), ("padded", 1), ("transposed", 2), ("contiguous", 1)]
+VIEWS += [pytest.param("contiguous", offset, marks=pytest.mark.slow) for offset in (0, *range(2, 9))]
 
 
 def kind_of(case: Case, name: str, kind: str) -> str:
@@ -112,6 +115,7 @@ def test_expanded_arguments(case: Case, device: str):
         assert_matches(run(case, on_device), want, case.longest_sum)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(SAMPLES)
 def test_same_bits_in_100_runs(case: Case, device: str):
     args = {name: tensor.to(device) for name, tensor in case.arguments().items()}
@@ -132,6 +136,7 @@ def test_gate_where_onednn_is_switched_off():
         assert gate_of_many_tokens()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
 def test_gate_where_onednn_is_kept_from_amx(isa: str):
     """It reads the variable once, so this takes a process of its own."""
@@ -156,8 +161,7 @@ def test_same_bits_in_any_order_of_threads(case: Case, mps: str):
     assert_matches(got, expected(case.op, case.arguments(), case.options), case.longest_sum)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=["f32", "bf16"])
-@pytest.mark.parametrize("T", [200, 600])
+@pytest.mark.parametrize("T, dtype", [(200, BFLOAT), (600, FLOAT)], ids=["T200-bf16", "T600-f32"])
 @EACH
 def test_same_bits_for_any_number_of_threads(case: Case, T: int, dtype: torch.dtype):
     """With few tokens for many threads, `gate` shares out its experts instead."""
@@ -232,6 +236,7 @@ def far_apart(rows: int, row: int, size: int, dtype: torch.dtype, device: str) -
     return torch.empty((rows - 1) * row + size, dtype=dtype, device=device).as_strided((rows, size), (row, 1))
 
 
+@pytest.mark.full_grid
 @pytest.mark.slow
 def test_glu_beyond_32_bits(device: str):
     gate, up = (far_apart(3, 2**31 + 5, 129, torch.float16, device) for _ in range(2))
@@ -241,6 +246,7 @@ def test_glu_beyond_32_bits(device: str):
     assert_matches([got], expected("glu", {"gate": gate.cpu(), "up": up.cpu()}, {}))
 
 
+@pytest.mark.full_grid
 @pytest.mark.slow
 @pytest.mark.parametrize("T", [2, 40])
 def test_expert_weights_beyond_32_bits(device: str, T: int):
@@ -258,6 +264,7 @@ def test_expert_weights_beyond_32_bits(device: str, T: int):
     assert_matches(got, expected("experts", small.arguments(), {}), small.longest_sum)
 
 
+@pytest.mark.full_grid
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["route", "gate", "weighted_sum", "norm_add"])
 def test_activations_beyond_31_bits(op: str):
@@ -279,9 +286,11 @@ def test_activations_beyond_31_bits(op: str):
 # ------------------------------------------------------------------------------------------------ PyTorch's rules
 
 
-@pytest.mark.cases(SAMPLES)
-def test_opcheck(case: Case, device: str):
-    args = {name: tensor.to(device) for name, tensor in case.arguments().items()}
+@EACH
+def test_opcheck(case: Case):
+    """On the CPU: schema, fake and the dispatcher's keys are the same on every device, and what mps returns is compared
+    with the fake function by `test_compiles_once_for_any_number_of_tokens`."""
+    args = case.arguments()
     positional = tuple(args.get(name) for name in ARGUMENTS[case.op])
     torch.library.opcheck(getattr(torch.ops.moe_metal, case.op).default, positional, case.options)
 
@@ -302,12 +311,17 @@ def compiles_once(case: Case, device: str, backend: str) -> None:
 
 
 @EACH
-def test_compiles_once_for_any_number_of_tokens(case: Case, device: str):
+def test_compiles_once_for_any_number_of_tokens(case: Case):
     """The whole graph, without a break and without a second compilation, to the bits of the eager op."""
-    compiles_once(case, device, "aot_eager")
+    compiles_once(case, "cpu", "aot_eager")
 
 
-@EACH
+@EACH_OP
+def test_compiles_once_on_mps(case: Case, mps: str):
+    compiles_once(case, mps, "aot_eager")
+
+
+@EACH_OP
 def test_compiles_with_inductor(case: Case):
     compiles_once(case, "cpu", "inductor")
 
@@ -442,10 +456,10 @@ def test_refuses_to_drop_a_tangent(case: Case, device: str):
             assert all(same_bits(a, b) for a, b in zip(outputs, want, strict=True))
 
 
-@DIFFERENTIABLE
-def test_refuses_to_drop_a_tangent_compiled(case: Case, device: str):
+@EACH_OP
+def test_refuses_to_drop_a_tangent_compiled(case: Case):
     """Both a tangent that the graph makes and one that comes in from outside."""
-    op, args = case.op, case.arguments(device)
+    op, args = case.op, case.arguments()
     name = differentiable(case)[0]
     function, point = function_of(case, args, name), args[name]
     torch._dynamo.reset()
@@ -456,9 +470,9 @@ def test_refuses_to_drop_a_tangent_compiled(case: Case, device: str):
 
 
 @DIFFERENTIABLE
-def test_function_transforms(case: Case, device: str):
+def test_function_transforms(case: Case):
     """torch.func: derivatives with respect to an argument are refused, and those that do not meet the op are right."""
-    op, args = case.op, case.arguments(device)
+    op, args = case.op, case.arguments()
     for name in differentiable(case):
         function, point = function_of(case, args, name), args[name]
         no_backward = f"moe_metal::{op}: {name}: expected a tensor that does not require grad"
@@ -474,9 +488,9 @@ def test_function_transforms(case: Case, device: str):
 
 
 @EACH
-def test_vmap(case: Case, device: str):
+def test_vmap(case: Case):
     """PyTorch calls the op for one sample after another, which it refuses to do for one that writes in place."""
-    op, args = case.op, case.arguments(device)
+    op, args = case.op, case.arguments()
     for name in differentiable(case):
         function, points = function_of(case, args, name), torch.stack([args[name], args[name] * 2])
         if written(op):
@@ -808,18 +822,22 @@ def refusal(op: str, args: Args, options: dict) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("good, message, changes", BAD)
 def test_bad_input(good: str, device: str, message: str, changes: dict):
-    """The same words on every device: they are written out above, once."""
+    """On meta, where torch.compile and torch.export look, what fails on the CPU fails with the same words."""
     op = GOOD[good].op
     args, options = with_changes(GOOD[good], device, changes)
     assert refusal(op, args, options) == f"moe_metal::{op}: {message}"
 
 
-@pytest.mark.parametrize("good, message, changes", BAD)
-def test_bad_input_on_meta(good: str, message: str, changes: dict):
-    """The same words where torch.compile and torch.export look, without data: what fails, fails there."""
-    test_bad_input(good, "meta", message, changes)
+ONE_WRONG_SHAPE = {bad.values[0]: bad for bad in reversed(BAD) if "expected shape" in bad.values[1]}
+
+
+@pytest.mark.parametrize("good, message, changes", ONE_WRONG_SHAPE.values())
+def test_bad_input_on_mps(good: str, mps: str, message: str, changes: dict):
+    """The checks are those of the CPU; here each op has to call them."""
+    test_bad_input(good, mps, message, changes)
 
 
 def test_an_inner_size_whose_double_no_integer_holds():
@@ -861,9 +879,6 @@ def test_none_for_every_tensor(op: str, mode: Callable):
     assert said == f"moe_metal::{op}: {first}: expected a tensor, got None"
 
 
-ONE_WRONG_SHAPE = {bad.values[0]: bad for bad in reversed(BAD) if "expected shape" in bad.values[1]}
-
-
 @pytest.mark.parametrize("good, message, changes", ONE_WRONG_SHAPE.values())
 def test_bad_input_compiled(good: str, message: str, changes: dict):
     """Whoever compiles is told while compiling, with sizes that are symbols there."""
@@ -887,7 +902,6 @@ def test_in_place_target_overlaps_an_input(op: str, device: str):
     )
 
 
-@pytest.mark.skipif("mps" not in DEVICES, reason="MOE_METAL_DEVICES leaves mps out, and this takes two devices")
 @EACH
 def test_tensors_of_two_devices(case: Case, mps: str):
     """One tensor left behind on the CPU, or moved to mps alone: no silent copy, no wrong pointer in a kernel."""

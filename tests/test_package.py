@@ -19,6 +19,7 @@ import torch
 import torch_moe_metal
 from check_wheel import PACKAGE, Wheel, check_macho, manylinux, record_row
 
+pytestmark = pytest.mark.slow
 MINOR = ".".join(torch.__version__.split(".")[:2])
 ROOT = Path(__file__).parent.parent
 
@@ -184,19 +185,6 @@ def test_broken_mac_libraries_are_seen():
     assert "is not signed" in next(check_macho(mac_library(signed=False), "14.0"))
     homebrew = list(check_macho(mac_library(linked="/opt/homebrew/lib/libomp.dylib"), "14.0"))
     assert homebrew[0] == "is not linked to libtorch_cpu" and "linked to /opt/homebrew/lib/libomp.dylib" in homebrew[1]
-
-
-@pytest.mark.parametrize("address", ["somebody/torch_moe_metal", ""])
-def test_metadata_says_where_the_repository_is(address: str, tmp_path: Path):
-    """On GitHub's machines; elsewhere git knows it, and a checkout from nowhere on GitHub says nothing untrue."""
-    program = f"from setuptools import build_meta as b; print(b.prepare_metadata_for_build_wheel({str(tmp_path)!r}))"
-    environment = os.environ | {"GITHUB_REPOSITORY": address, "GIT_DIR": str(tmp_path)}
-    folder = succeed(sys.executable, "-c", program, cwd=ROOT, env=environment).splitlines()[-1]
-    lines = (tmp_path / folder / "METADATA").read_text().splitlines()
-    urls = [line.removeprefix("Project-URL: ") for line in lines if line.startswith("Project-URL: ")]
-    home = f"https://github.com/{address}"
-    pages = [f"Homepage, {home}", f"Issues, {home}/issues", f"Changelog, {home}/blob/main/CHANGELOG.md"]
-    assert urls == (pages if address else [])
 
 
 def test_pip_takes_the_wheel_of_the_torch_that_is_asked_for(wheel: Path, tmp_path: Path):

@@ -332,6 +332,7 @@ print(most - before, packed)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process's own memory from its files'")
 def test_loading_needs_little_memory(tmp_path):
     """Layers of Qwen3-30B-A3B's sizes, with fewer experts: beside the packed model there is never more than the experts

@@ -163,6 +163,7 @@ def alone(script: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", packing.FORMATS)
 def test_quantize_needs_little_memory(format: str):
     """16 Mi numbers in one matrix, 32 MiB: as float32 alone they would be 64, and codes and steps many times that."""
@@ -358,9 +359,9 @@ class Wall:
         return torch.frombuffer(place, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def read_up_to_the_wall(format: str) -> None:
-    """Every width, group and size, in all three ops: each part of a weight has a wall of its own."""
-    for width in (width for width in WIDTHS if width[0] == format):
+def read_up_to_the_wall(widths: list[tuple[str, int, int]]) -> None:
+    """Every size, in all three ops: each part of a weight has a wall of its own."""
+    for width in widths:
         for H, I, N in sizes_for(width):
             calls = [("dequantize", 1, FLOAT)]
             calls += itertools.product(("linear", "experts"), (1, 2, 3, 5, 33), (FLOAT,))
@@ -376,9 +377,15 @@ def read_up_to_the_wall(format: str) -> None:
                     assert_matches(got, expected(op, args, case.options), case.longest_sum)
 
 
-@pytest.mark.parametrize("format", packing.FORMATS)
-def test_nothing_beyond_the_last_row_is_read(format: str):
-    done = alone(f"read_up_to_the_wall({format!r})")
+ONE_GROUP_EACH = [(bits, packing.GROUPS[i % 4]) for i, bits in enumerate(packing.BITS)]
+
+
+@pytest.mark.parametrize("widths", [
+    pytest.param([width for width in WIDTHS if width[0] != "affine" or width[1:] in ONE_GROUP_EACH], id="some"),
+    pytest.param(WIDTHS, id="all", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_nothing_beyond_the_last_row_is_read(widths: list[tuple[str, int, int]]):
+    done = alone(f"read_up_to_the_wall({widths!r})")
     assert done.returncode == 0, f"{done.stdout.splitlines()[-1:]} {done.stderr}"
 
 
@@ -414,6 +421,7 @@ def anonymous() -> int:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts Linux's anonymous pages")
 @pytest.mark.parametrize("T", [1, 64])
 def test_weights_are_never_copied(tmp_path: Path, T: int):
@@ -443,6 +451,7 @@ print(anonymous() - before)
     assert int(done.stdout) <= 64 << 20
 
 
+@pytest.mark.full_grid
 @pytest.mark.slow
 @pytest.mark.parametrize("T", [2, 40])
 @pytest.mark.parametrize("format, bits, group", [("affine", 4, 32), ("mxfp4", 4, 32), ("fp8", 8, 128)])
@@ -462,6 +471,7 @@ def test_packed_experts_beyond_32_bits(format: str, bits: int, group: int, T: in
     assert_matches(got, expected("experts", small.arguments(), small.options), small.longest_sum)
 
 
+@pytest.mark.full_grid
 @pytest.mark.slow
 def test_rows_beyond_32_bits(device: str):
     """Two rows of a weight that lie 2^33 bytes apart, in `linear` and in `dequantize`."""

@@ -71,6 +71,7 @@ print(*made(), len(record.dispatches), len({*record.kernels}))
     assert lines_of(COUNTED + script) == ["4 5 5 5"]
 
 
+@pytest.mark.slow
 def test_a_patched_model_compiles_no_more() -> None:
     """After it neither a prompt nor single tokens find a kernel missing."""
     script = """
@@ -88,6 +89,7 @@ for family in ("qwen3_moe", "gpt_oss", "gemma4_text", "llama4_text"):
     assert len(lines) == 4 and all(line.endswith(" True True True") for line in lines), lines
 
 
+@pytest.mark.slow
 def test_a_layer_compiles_no_more() -> None:
     """Dense with a shared expert, packed, and layers of packed weights."""
     script = f"""

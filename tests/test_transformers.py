@@ -45,7 +45,9 @@ def no_grad():
 
 def mostly_slow(*fast: str) -> list:
     """All families; those not named here run with `make test-all`."""
-    return [pytest.param(name, marks=[] if name in fast else [pytest.mark.slow]) for name in FAMILIES]
+    return [
+        pytest.param(name, marks=[] if name in fast else [pytest.mark.full_grid, pytest.mark.slow]) for name in FAMILIES
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -86,6 +88,7 @@ def test_compile(family):
     check_compiled(family, "aot_eager")
 
 
+@pytest.mark.full_grid
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_text"])
 def test_compile_with_inductor(family):

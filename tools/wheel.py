@@ -35,8 +35,10 @@ def run(*command: str | Path, **options) -> None:
 
 
 def pinned(names: tuple[str, ...]) -> list[str]:
-    """Those of the development environment's requirements."""
-    lines = (ROOT / "tests" / "requirements.txt").read_text().splitlines()
+    """Those of the pinned requirements."""
+    lines = [
+        line for room in ("tools", "tests") for line in (ROOT / room / "requirements.txt").read_text().splitlines()
+    ]
     return [line for line in lines if re.split("==", line)[0] in names]
 
 

@@ -34,7 +34,8 @@ def kernels(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "shader", [pytest.param(s, marks=[pytest.mark.slow] if s != "norm_add" else []) for s in SHADERS]
+    "shader",
+    [pytest.param(s, marks=[pytest.mark.full_grid, pytest.mark.slow] if s != "norm_add" else []) for s in SHADERS],
 )
 def test_every_shader_compiles(compiler: None, tmp_path: Path, shader: str):
     for file in ptx.compile_all(tmp_path, [shader]):  # one for each format of weights
@@ -105,6 +106,7 @@ def test_a_replay_is_found_for_whatever_the_search_asks(mps: str, tmp_path: Path
     assert any(len(numbers) == 2 for numbers in asked)  # one beside another
 
 
+@pytest.mark.full_grid
 @pytest.mark.slow
 def test_every_case_on_a_gpu(compiler: None, tmp_path: Path):
     if not torch.cuda.is_available():

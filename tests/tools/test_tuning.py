@@ -106,6 +106,7 @@ def sampled(number: Number, value: int) -> list[Case]:
     return [*showing(number), *fast[random.Random(f"{number.name} {value}").randrange(step) :: step]]
 
 
+@pytest.mark.slow
 @on_mps
 @EACH
 def test_every_alternative_is_right(number: Number, value: int, mps: str):
@@ -120,6 +121,7 @@ def test_every_alternative_is_right(number: Number, value: int, mps: str):
         test_ops.test_equals_the_reference(case, mps)
 
 
+@pytest.mark.full_grid
 @on_mps
 @pytest.mark.slow
 @EACH
@@ -287,7 +289,7 @@ def test_importing_loads_what_is_kept(mps: str, file: Path):
     """And goes on where the file is broken."""
 
     def imported() -> subprocess.CompletedProcess:
-        here = Path(__file__).parent
+        here = Path(__file__).parents[1]
         return subprocess.run([sys.executable, "-c", IMPORT], cwd=here, capture_output=True, text=True, check=True)
 
     tuning.keep({"band": 4})

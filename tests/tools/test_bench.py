@@ -7,14 +7,11 @@ import sys
 import time
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from transformers import AutoConfig
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from benchmarks import rows_of_bench
 from tiny_models import tiny_model
