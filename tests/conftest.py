@@ -40,7 +40,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ]
         metafunc.parametrize("case, device", rows, indirect=["device"])
     elif "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", DEVICES, indirect=True)
+        slow = {"mps"} if metafunc.definition.get_closest_marker("slow_on_mps") else {}
+        rows = [pytest.param(device, marks=[pytest.mark.slow] if device in slow else []) for device in DEVICES]
+        metafunc.parametrize("device", rows, indirect=True)
 
 
 def marks(case: Case, device: str) -> list[pytest.MarkDecorator]:

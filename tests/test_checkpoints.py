@@ -313,6 +313,7 @@ def integers(tmp_path_factory):
     )
 
 
+@pytest.mark.slow_on_mps
 @pytest.mark.parametrize(
     "way, family",
     [(way, "qwen3_moe") for way in checkpoints.INTEGERS] + [("awq", "mixtral"), ("compressed", "deepseek_v3")],

@@ -37,7 +37,11 @@ def test_choices_of_the_doctors_samples_are_clear(op: str, tokens: int):
     assert torch.equal(getattr(reference, op)(**noisy, top_k=doctor.DIMS["K"])[1], want)
 
 
-def test_doctor_reports(capsys):
+@pytest.mark.parametrize(
+    "dtypes", [[torch.bfloat16], pytest.param(list(DTYPES), marks=pytest.mark.slow)], ids=["one", "all"]
+)
+def test_doctor_reports(dtypes: list[torch.dtype], monkeypatch, capsys):
+    monkeypatch.setattr(reference, "TOLERANCES", {dtype: reference.TOLERANCES[dtype] for dtype in dtypes})
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     for told in (torch_moe_metal.__version__, torch.__version__, torch_moe_metal.cpu_isa):

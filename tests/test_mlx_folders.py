@@ -59,6 +59,7 @@ def common_name(name: str) -> str:
     return re.sub(r"\.(switch_mlp|experts)(\..*)?$", ".experts", name)
 
 
+@pytest.mark.slow_on_mps
 @pytest.mark.parametrize("family", mlx_folders.FAMILIES)
 def test_families(folder, family, device):
     """What mlx-lm packed stays packed, but for routers. The logits are mlx-lm's."""
@@ -100,6 +101,7 @@ def test_saved_it_is_a_folder_of_mlx_lm(folder, family, tmp_path):
 # ------------------------------------------------------------------------------------------------ modes
 
 
+@pytest.mark.slow_on_mps
 @pytest.mark.parametrize(
     "options",
     [{"q_bits": bits, "q_group_size": group} for bits, group in ((2, 32), (3, 64), (5, 64), (6, 32), (8, 128))]

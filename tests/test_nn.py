@@ -261,6 +261,7 @@ def test_quantized_state(format: str, bits: int, group: int):
             assert torch.equal(same(x), want)
 
 
+@pytest.mark.slow_on_mps
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @formats
 def test_conversions_leave_packed_weights_alone(format: str, bits: int, group: int, dtype: torch.dtype, device: str):
