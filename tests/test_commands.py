@@ -38,7 +38,7 @@ def test_choices_of_the_doctors_samples_are_clear(op: str, tokens: int):
 
 
 @pytest.mark.parametrize(
-    "dtypes", [[torch.bfloat16], pytest.param(list(DTYPES), marks=pytest.mark.slow)], ids=["one", "all"]
+    "dtypes", [[torch.float32], pytest.param([*reference.TOLERANCES], marks=pytest.mark.slow)], ids=["one", "all"]
 )
 def test_doctor_reports(dtypes: list[torch.dtype], monkeypatch, capsys):
     monkeypatch.setattr(reference, "TOLERANCES", {dtype: reference.TOLERANCES[dtype] for dtype in dtypes})
@@ -51,6 +51,7 @@ def test_doctor_reports(dtypes: list[torch.dtype], monkeypatch, capsys):
 
 def test_doctor_reports_what_is_wrong(monkeypatch, capsys):
     """A wrong result, wrong ids and an exception; the other ops are still looked at."""
+    monkeypatch.setattr(reference, "TOLERANCES", {torch.float32: reference.TOLERANCES[torch.float32]})
     monkeypatch.setattr(reference, "norm_add", lambda residual, input, **_: residual + input)
     route = reference.route
     monkeypatch.setattr(reference, "route", lambda *a, **o: (route(*a, **o)[0], route(*a, **o)[1] + 1))

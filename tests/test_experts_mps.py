@@ -183,6 +183,13 @@ def test_any_order_of_threads(mps: str, T: int, transposed: bool):
 NARROW = [Packing("affine", bits, 16) for bits in AFFINE]  # groups of which no 32 columns are one
 SCALES = [Packing("affine", 4, 128, torch.float16), Packing("affine", 8, 32, BFLOAT), Packing("fp8", 8, 128, BFLOAT)]
 FLOAT = torch.float32
+# The fast set compiles shaders for these: 3 bits cross from byte to byte as 5 and 6 do, 2 bits do not, as 4.
+FEW_PACKINGS = [AFFINE[3], AFFINE[4], NARROW[2], AFFINE[8], MXFP4, FP8]
+EVERY_PACKING = FEW_PACKINGS + [
+    pytest.param(packing, marks=pytest.mark.slow)
+    for packing in (*PACKINGS, *NARROW, *SCALES)
+    if packing not in FEW_PACKINGS
+]
 
 
 def sizes_of(packing: Packing) -> tuple[int, int]:
@@ -237,14 +244,14 @@ def check(op: str, args: dict, options: dict, device: str) -> None:
 
 
 @pytest.mark.parametrize("T", [3, 40])
-@pytest.mark.parametrize("packing", [*PACKINGS, *NARROW, *SCALES], ids=str)
+@pytest.mark.parametrize("packing", EVERY_PACKING, ids=str)
 def test_packed_experts(device: str, packing: Packing, T: int):
     """Decode and prefill in every format, whose groups end inside a tile."""
     check("experts", *packed_experts(packing, T, interleaved=T == 3), device)
 
 
 @pytest.mark.parametrize("T", [1, 8, 9, 33, 70])
-@pytest.mark.parametrize("packing", [AFFINE[3], AFFINE[4], NARROW[1], MXFP4, FP8], ids=str)
+@pytest.mark.parametrize("packing", [AFFINE[3], AFFINE[4], NARROW[2], MXFP4, FP8], ids=str)
 def test_packed_linear(device: str, packing: Packing, T: int):
     check("linear", *packed_linear(packing, T), device)
 
@@ -262,7 +269,7 @@ def test_offsets_cost_no_precision(mps: str, bits: int):
     assert (got - exact).norm() <= 2 * (x @ values.T - exact).norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, BFLOAT], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), BFLOAT], ids=str)
 def test_packed_weights_and_16_bits(device: str, dtype: torch.dtype):
     for packing in (AFFINE[4], MXFP4):
         for T in (2, 40):
@@ -310,7 +317,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("T", [2, 40])
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("packing", [AFFINE[4], AFFINE[6], NARROW[1], MXFP4, FP8, SCALES[1]], ids=str)
+@pytest.mark.parametrize("packing", [AFFINE[3], NARROW[2], MXFP4, FP8, SCALES[1]], ids=str)
 def test_views_of_packed_weights(device: str, packing: Packing, view: str, T: int):
     """Data that no wide load fits, and scales with any strides: the same numbers."""
     args, options = packed_experts(packing, T)
@@ -407,7 +414,7 @@ def test_dispatches_of_packed_weights(mps: str):
 
 @recorded
 @pytest.mark.parametrize("T", [2, 40])
-@pytest.mark.parametrize("packing", [AFFINE[4], NARROW[3], MXFP4, FP8], ids=str)
+@pytest.mark.parametrize("packing", [AFFINE[4], NARROW[1], MXFP4, FP8], ids=str)
 def test_packed_weights_in_any_order_of_threads(mps: str, packing: Packing, T: int):
     import metal_sim
 

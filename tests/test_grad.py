@@ -55,7 +55,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("grad", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("build", [layer, block, experts])
 def test_tangents(build, way, grad):

@@ -157,12 +157,14 @@ def test_many_threads():
     assert not wrong
 
 
+@pytest.mark.slow
 def test_a_block_serves_down_to_half_of_its_size():
     served = "print(*(output(packed(mib)).data_ptr() for mib in (64, 40, 32, 16)))"
     large, two_thirds, half, quarter = alone(served).split()
     assert large == two_thirds and large not in (half, quarter)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts Linux's page faults")
 def test_no_page_faults_but_the_first():
     faults = """
@@ -198,6 +200,7 @@ print(most - before, mib("status", "VmSize") - before, in_use, mib("smaps_rollup
     assert offered_in_use <= 4 and offered >= waits * 3 // 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_an_output_that_may_not_wait_leaves_what_waits():
     """One of 600 MiB, which goes back to the system, and with it no other."""
@@ -222,6 +225,7 @@ print(most - before, after - before, places == {out.data_ptr() for out in again}
     assert int(most) >= 600 and abs(int(after)) <= 16 and same == "True"
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_or_forks_with_tensors_alive():
     ends = """
 import os

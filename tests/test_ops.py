@@ -285,10 +285,10 @@ def test_activations_beyond_31_bits(op: str):
 # ------------------------------------------------------------------------------------------------ PyTorch's rules
 
 
-@EACH
+@EACH_OP
 def test_opcheck(case: Case):
-    """On the CPU: schema, fake and the dispatcher's keys are the same on every device, and what mps returns is compared
-    with the fake function by `test_compiles_once_for_any_number_of_tokens`."""
+    """On the CPU and dense: schema, fake function and the dispatcher's keys are the same on every device and for every
+    format. What mps returns is compared with the fake function by `test_compiles_once_on_mps`."""
     args = case.arguments()
     positional = tuple(args.get(name) for name in ARGUMENTS[case.op])
     torch.library.opcheck(getattr(torch.ops.moe_metal, case.op).default, positional, case.options)
