@@ -13,6 +13,7 @@ import re
 import runpy
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -107,14 +108,25 @@ class BuildEach(BuildExtension):
         and in a folder for each library: the CPU libraries have the same sources and differ by their flags."""
         place = f"{self.extensions.index(ext) + 1} of {len(self.extensions)}"
         print(f"==> Compiling {ext.name} for torch {MINOR} (library {place}, files: {len(ext.sources)})", flush=True)
+        if ext is self.extensions[0]:
+            self.start_precompiling()
         self.build_temp = str(OBJECTS / ext.name)
-        if "_cpu_" in ext.name and self.use_ninja and not (shutil.which("ccache") or shutil.which("sccache")):
-            ext.extra_compile_args += ["-include", self.precompile(ext)]
+        if ext.name in self.headers:
+            ext.extra_compile_args += ["-include", self.headers[ext.name].result()]
         super().build_extension(ext)
 
+    def start_precompiling(self) -> None:
+        """The headers of all CPU libraries side by side, while `_C` is compiled: each is one file. They are left out
+        where a compiler cache is, which would not cache the files that include the result."""
+        self.headers = {}
+        if self.use_ninja and not (shutil.which("ccache") or shutil.which("sccache")):
+            pool = ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
+            cpu = [ext for ext in self.extensions if "_cpu_" in ext.name]
+            self.headers = {ext.name: pool.submit(self.precompile, ext) for ext in cpu}
+
     def precompile(self, ext) -> str:
-        """PyTorch's headers, compiled once per library: reading them is most of a small file's time. Left out where
-        a compiler cache is, which would not cache files that include the result. -> the header to include"""
+        """PyTorch's headers, compiled once per library: reading them is most of a small file's time. -> the header to
+        include"""
         header = OBJECTS / ext.name / "precompiled" / "torch_headers.h"
         header.parent.mkdir(parents=True, exist_ok=True)
         text = (ROOT / "csrc" / "cpu" / "torch_headers.h").read_text()

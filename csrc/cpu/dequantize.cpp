@@ -1,6 +1,4 @@
-#include <torch/library.h>
-
-#include "contract.h"
+#include "ops.h"
 #include "rows.h"
 #include "weights.h"
 
@@ -29,13 +27,12 @@ void rows(const Weight& weight, int64_t matrices, Scalar* to) {
   });
 }
 
-void run(const Dequantize& call) {
+}  // namespace
+
+void run_dequantize(const Dequantize& call) {
   const int64_t matrices = call.output.dim() == 3 ? call.output.size(0) : 1;
   with_dtype(call.output.scalar_type(),
              [&](auto scalar) { rows(call.weight, matrices, call.output.mutable_data_ptr<decltype(scalar)>()); });
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("dequantize", &moe_metal::dequantize<moe_metal::run>); }

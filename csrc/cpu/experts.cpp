@@ -12,12 +12,10 @@
 //   tiles    bfloat16 on processors with AMX, or packed weights with AVX512-BF16; inner and packed weights are rounded
 //            to bfloat16. Scratch: 2 * (H + I) bytes for each slot, with the slots of one expert rounded up to 16.
 // All also hold the sums of one block of the output per thread: up to T * 128 floats.
-#include <torch/library.h>
-
-#include "contract.h"
 #include "experts_columns.h"
 #include "experts_dots.h"
 #include "experts_tiles.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -42,7 +40,9 @@ bool by_tiles(const Experts& call, const Slots& used) {
 }
 #endif
 
-void run(Experts& call) {
+}  // namespace
+
+void run_experts(Experts& call) {
   call.ids = call.ids.to(at::kLong);
   call.weights = call.weights.to(at::kFloat);
   if (call.shared_gate.defined()) call.shared_gate = call.shared_gate.to(at::kFloat);
@@ -60,7 +60,4 @@ void run(Experts& call) {
   with_dtype(call.x.scalar_type(), [&](auto scalar) { experts_by_dots<decltype(scalar)>(call, slots); });
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("experts", &moe_metal::experts<moe_metal::run>); }

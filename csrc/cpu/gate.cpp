@@ -3,12 +3,10 @@
 //   dots     few tokens, any dtype: experts shared out among threads
 //   tiles    some tokens in bfloat16, on processors with AMX
 //   blocks   many tokens, on AVX-512: oneDNN's brgemm, in float, or with AMX in bfloat16
-#include <torch/library.h>
-
-#include "contract.h"
 #include "gate_blocks.h"
 #include "gate_dots.h"
 #include "gate_tiles.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -28,14 +26,13 @@ void gate_by_the_best_way(const Gate& call) {
   gate_by_dots(call);
 }
 
-void run(Gate& call) {
+}  // namespace
+
+void run_gate(Gate& call) {
   for (Tensor* small : {&call.norm_weight, &call.router_bias, &call.select_bias, &call.per_expert_scale}) {
     if (small->defined()) *small = small->to(at::kFloat);
   }
   gate_by_the_best_way(call);
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("gate", &moe_metal::gate<moe_metal::run>); }

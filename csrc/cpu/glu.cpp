@@ -1,7 +1,5 @@
-#include <torch/library.h>
-
 #include "activation.h"
-#include "contract.h"
+#include "ops.h"
 #include "rows.h"
 
 namespace moe_metal {
@@ -70,13 +68,12 @@ void rows(const Glu& call) {
   });
 }
 
-void run(const Glu& call) {
+}  // namespace
+
+void run_glu(const Glu& call) {
   with_dtype(call.gate.scalar_type(), [&](auto scalar) {
     with_activation(call.params.activation, [&](auto which) { rows<decltype(scalar), decltype(which)::value>(call); });
   });
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("glu", &moe_metal::glu<moe_metal::run>); }

@@ -1,8 +1,6 @@
 // x @ weight^T + bias: blocks of rows of the weight, which threads share out, for all tokens.
-#include <torch/library.h>
-
-#include "contract.h"
 #include "experts.h"
+#include "ops.h"
 #include "weights.h"
 
 namespace moe_metal {
@@ -53,12 +51,11 @@ void rows(const Linear& call, const Tensor& x) {
   });
 }
 
-void run(const Linear& call) {
+}  // namespace
+
+void run_linear(const Linear& call) {
   const Tensor x = call.x.to(at::kFloat);
   with_dtype(call.x.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call, x); });
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("linear", &moe_metal::linear<moe_metal::run>); }

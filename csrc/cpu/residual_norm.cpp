@@ -1,6 +1,4 @@
-#include <torch/library.h>
-
-#include "contract.h"
+#include "ops.h"
 #include "rows.h"
 
 namespace moe_metal {
@@ -31,13 +29,12 @@ void rows(const ResidualNorm& call) {
   });
 }
 
-void run(ResidualNorm& call) {
+}  // namespace
+
+void run_residual_norm(ResidualNorm& call) {
   call.weight = call.weight.to(at::kFloat);
   if (call.scalar.defined()) call.scalar = call.scalar.to(at::kFloat).expand({call.H}).contiguous();
   with_dtype(call.input.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("residual_norm", &moe_metal::residual_norm<moe_metal::run>); }

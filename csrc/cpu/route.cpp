@@ -1,8 +1,6 @@
-#include <torch/library.h>
-
 #include <vector>
 
-#include "contract.h"
+#include "ops.h"
 #include "route.h"
 
 namespace moe_metal {
@@ -27,13 +25,12 @@ void rows(const Route& call) {
   });
 }
 
-void run(Route& call) {
+}  // namespace
+
+void run_route(Route& call) {
   if (call.select_bias.defined()) call.select_bias = call.select_bias.to(at::kFloat);
   if (call.per_expert_scale.defined()) call.per_expert_scale = call.per_expert_scale.to(at::kFloat);
   with_dtype(call.logits.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("route", &moe_metal::route<moe_metal::run>); }

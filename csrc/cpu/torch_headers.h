@@ -1,8 +1,24 @@
-// What the files of this folder include of PyTorch. setup.py compiles it once per library, so that not every file has
-// to read 200,000 lines; each file still includes what it uses.
+// What the files of this folder include of PyTorch and of the standard library. setup.py compiles it once per library, so
+// that not every file has to read 200,000 lines; each file still includes what it uses.
 #pragma once
+#include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
-#include <torch/library.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>

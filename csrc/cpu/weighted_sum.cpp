@@ -1,7 +1,5 @@
-#include <torch/library.h>
-
-#include "contract.h"
 #include "weighted_sum.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -27,13 +25,12 @@ void rows(const WeightedSum& call) {
   });
 }
 
-void run(WeightedSum& call) {
+}  // namespace
+
+void run_weighted_sum(WeightedSum& call) {
   call.weights = call.weights.to(at::kFloat);
   if (call.shared_gate.defined()) call.shared_gate = call.shared_gate.to(at::kFloat);
   with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { m.impl("weighted_sum", &moe_metal::weighted_sum<moe_metal::run>); }

@@ -1,6 +1,4 @@
-#include <torch/library.h>
-
-#include "contract.h"
+#include "ops.h"
 #include "weighted_sum.h"
 
 namespace moe_metal {
@@ -25,15 +23,12 @@ void rows(const WeightedSum& call) {
   });
 }
 
-void run(WeightedSum& call) {
+}  // namespace
+
+void run_weighted_sum_norm_add(WeightedSum& call) {
   call.weights = call.weights.to(at::kFloat);
   call.norm_weight = call.norm_weight.to(at::kFloat);
   with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) {
-  m.impl("weighted_sum_norm_add", &moe_metal::weighted_sum_norm_add<moe_metal::run>);
-}

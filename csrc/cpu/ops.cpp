@@ -1,0 +1,25 @@
+// Registers the CPU's kernels. In one file, since PyTorch's templates for it take a compiler seconds for each op in a
+// file of its own, and share most of that here.
+#include "cpu/ops.h"
+
+#include <torch/library.h>
+
+namespace moe_metal {
+
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) {
+  m.impl("gate", &gate<run_gate>);
+  m.impl("route", &route<run_route>);
+  m.impl("glu", &glu<run_glu>);
+  m.impl("experts", &experts<run_experts>);
+  m.impl("linear", &linear<run_linear>);
+  m.impl("dequantize", &dequantize<run_dequantize>);
+  m.impl("weighted_sum", &weighted_sum<run_weighted_sum>);
+  m.impl("weighted_sum_residual_", &weighted_sum_residual_<run_weighted_sum_residual_>);
+  m.impl("weighted_sum_residual_norm_", &weighted_sum_residual_norm_<run_weighted_sum_residual_norm_>);
+  m.impl("weighted_sum_norm_add", &weighted_sum_norm_add<run_weighted_sum_norm_add>);
+  m.impl("weighted_sum_dual_norm_add", &weighted_sum_dual_norm_add<run_weighted_sum_dual_norm_add>);
+  m.impl("norm_add", &norm_add<run_norm_add>);
+  m.impl("residual_norm", &residual_norm<run_residual_norm>);
+}
+
+}  // namespace moe_metal
