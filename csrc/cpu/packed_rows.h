@@ -501,7 +501,7 @@ class PackedRows final : public WeightRows {
 
   void some_rows(const Tokens& tokens) {
     if (bfloat16_ && (tiles_(packed_, tokens) || dots_(packed_, tokens))) return;
-    if constexpr (kWideVectors) {
+    if constexpr (kLanes >= 8) {
       if (weight_.group >= 2 * kLanes && weight_.columns % weight_.group == 0 && tokens.count <= 2) {
         return tokens.count == 1 ? by_groups_.template operator()<1>(packed_, tokens)
                                  : by_groups_.template operator()<2>(packed_, tokens);

@@ -19,12 +19,6 @@ namespace moe_metal {
 
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
-// Whether that is one register of eight floats or more. On x86 without AVX2, ATen makes such a vector of two.
-#ifdef CPU_CAPABILITY_DEFAULT
-constexpr bool kWideVectors = false;
-#else
-constexpr bool kWideVectors = kLanes >= 8;
-#endif
 
 // A whole vector. A count known when compiling costs no branch and no mask.
 using Whole = std::integral_constant<int64_t, kLanes>;
