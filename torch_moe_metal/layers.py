@@ -216,9 +216,7 @@ def as_autocast(x: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ with a gradient
 
 
-def numbers(
-    data: Tensor, scale: Tensor, offset: Tensor | None, format: str, x: Tensor, group_size: int = 0
-) -> Tensor:
+def numbers(data: Tensor, scale: Tensor, offset: Tensor | None, format: str, x: Tensor, group_size: int = 0) -> Tensor:
     """What a packed weight stands for, in the dtype of x, whose rows are as long as the weight's."""
     if x.dtype not in DTYPES or x.device.type not in ("cpu", "mps"):
         return reference.numbers(data, scale, offset, format, x, group_size).to(x.dtype)
