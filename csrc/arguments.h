@@ -81,7 +81,7 @@ class Arguments {
 
   // A weight in any format, as it lies: weight.h has it.
   Weight weight(const WeightNames& names, const Tensor& data, const OptionalTensor& scale, const OptionalTensor& offset,
-                std::string_view format, bool transposed = false);
+                std::string_view format, int64_t group_size = 0, bool transposed = false);
 
   void at_least_one(char letter, const char* name) const {
     TORCH_CHECK((*this)[letter] >= 1, prefix(name), "expected ", spelled(letter), " >= 1, got ", (*this)[letter]);
@@ -128,6 +128,7 @@ class Arguments {
     TORCH_CHECK(tensor.layout() == at::kStrided, prefix(name), "expected a dense tensor, got layout ", tensor.layout());
     TORCH_CHECK(tensor.device() == first_.device(), prefix(name), "expected device ", first_.device(),
                 ", the device of ", first_name_, "; got ", tensor.device());
+    check_memory(name, tensor);
   }
 
   void check_shape(const char* name, const Tensor& tensor, std::string_view letters) {
@@ -170,6 +171,18 @@ class Arguments {
     if (!after.empty()) shape += (shape.empty() ? "" : ", ") + after;
     TORCH_CHECK(false, prefix(name), "expected shape [", shape, "]", bound.empty() ? "" : " with ", bound,
                 choices.empty() ? ", got " : ", and " + choices + "; got ", tensor.sizes());
+  }
+
+  // A storage may be resized under its tensors, as FSDP does between two layers: their memory is gone then. Kernels
+  // read by untyped pointers, which PyTorch does not check. What is on meta has no memory to read.
+  void check_memory(const char* name, const Tensor& tensor) const {
+    if (tensor.is_meta() || tensor.numel() == 0) return;
+    const auto sizes = tensor.sizes(), strides = tensor.strides();
+    uint64_t elements = tensor.storage_offset() + 1;
+    for (size_t d = 0; d < sizes.size(); ++d) elements += (sizes[d] - 1) * strides[d];
+    const uint64_t bytes = elements * tensor.element_size(), there = tensor.storage().nbytes();
+    TORCH_CHECK(bytes <= there, prefix(name), "expected a tensor of ", bytes, " bytes of memory, got one of ", there,
+                ": its storage was freed or cut");
   }
 
   static std::string spelled(char letter) { return letter == 'G' ? "2I" : std::string(1, letter); }

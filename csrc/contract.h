@@ -183,17 +183,19 @@ struct ExpertsWeights {
   const Tensor &gate_up, &down;
   const OptionalTensor &gate_up_scale, &gate_up_offset, &down_scale, &down_offset;
   std::string_view format;
+  int64_t group_size;
   bool interleaved, transposed;
 };
 
 inline void experts_weights(Arguments& args, const ExpertsWeights& given, Experts& call) {
   const auto gate_up = [&] {
-    call.gate_up = args.weight({"gate_up", "gate_up_scale", "gate_up_offset", "EGH"}, given.gate_up,
-                               given.gate_up_scale, given.gate_up_offset, given.format, given.transposed);
+    call.gate_up =
+        args.weight({"gate_up", "gate_up_scale", "gate_up_offset", "EGH"}, given.gate_up, given.gate_up_scale,
+                    given.gate_up_offset, given.format, given.group_size, given.transposed);
   };
   const auto down = [&] {
     call.down = args.weight({"down", "down_scale", "down_offset", "EHI"}, given.down, given.down_scale,
-                            given.down_offset, given.format, given.transposed);
+                            given.down_offset, given.format, given.group_size, given.transposed);
     args.in_range("down", args['I'], 1, std::numeric_limits<int64_t>::max() / 2, "its inner size, I");
     args.in_range("down", args['E'], 1, kMaxExperts, "its number of experts, E");
   };
@@ -217,7 +219,8 @@ Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const 
                const OptionalTensor& shared_gate, const OptionalTensor& residual, const OptionalTensor& gate_up_scale,
                const OptionalTensor& gate_up_offset, const OptionalTensor& down_scale,
                const OptionalTensor& down_offset, std::string_view activation, double alpha,
-               std::optional<double> limit, bool interleaved, bool transposed, std::string_view format) {
+               std::optional<double> limit, bool interleaved, bool transposed, std::string_view format,
+               int64_t group_size) {
   Arguments args("experts", "x", x);
   Experts call;
   call.x = args.activation("x", x, "*H");
@@ -225,9 +228,10 @@ Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const 
   call.weights = args.parameter("weights", weights, "*K");
   call.ids = args.ids("ids", ids, "*K");
   args.at_least_one('K', "ids");
-  experts_weights(
-      args, {gate_up, down, gate_up_scale, gate_up_offset, down_scale, down_offset, format, interleaved, transposed},
-      call);
+  experts_weights(args,
+                  {gate_up, down, gate_up_scale, gate_up_offset, down_scale, down_offset, format, group_size,
+                   interleaved, transposed},
+                  call);
   call.gate_up_bias = args.parameter("gate_up_bias", gate_up_bias, "EG");
   call.down_bias = args.parameter("down_bias", down_bias, "EH");
   call.shared = args.activation("shared", shared, "*H");
@@ -259,12 +263,12 @@ struct Linear {
 
 template <auto run>
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& scale, const OptionalTensor& offset,
-              const OptionalTensor& bias, std::string_view format) {
+              const OptionalTensor& bias, std::string_view format, int64_t group_size) {
   Arguments args("linear", "x", x);
   Linear call;
   call.x = args.activation("x", x, "*H");
   args.at_least_one('H', "x");
-  call.weight = args.weight({"weight", "scale", "offset", "NH"}, weight, scale, offset, format);
+  call.weight = args.weight({"weight", "scale", "offset", "NH"}, weight, scale, offset, format, group_size);
   args.at_least_one('N', "weight");
   call.bias = args.parameter("bias", bias, "N");
   make_contiguous({&call.x, &call.bias});
@@ -289,10 +293,10 @@ inline int64_t packed_columns(const Arguments& args, const Tensor& weight, const
   if (format == "fp8") return weight.size(-1);
   if (format == "mxfp4") {
     const bool blocks = weight.dim() > 1 && Arguments::given(scale) && weight.dim() == scale->dim() + 1;
-    return (blocks ? weight.size(-2) : 1) * weight.size(-1) * 2;
+    return bounded_product({blocks ? weight.size(-2) : 1, weight.size(-1), 2});
   }
   TORCH_CHECK(is_one_of(kAffineBits, bits), args.prefix("bits"), "expected 2, 3, 4, 5, 6 or 8, got ", bits);
-  return weight.size(-1) * weight.element_size() * 8 / bits;
+  return bounded_product({weight.size(-1), weight.element_size(), 8}) / bits;
 }
 
 // The backends know one matrix and a stack of them; of more dimensions they get one stack after the other.

@@ -29,10 +29,12 @@ constexpr const char* kSchemas[] = {
     "experts(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, Tensor? gate_up_bias=None, "
     "Tensor? down_bias=None, Tensor? shared=None, Tensor? shared_gate=None, Tensor? residual=None, "
     "Tensor? gate_up_scale=None, Tensor? gate_up_offset=None, Tensor? down_scale=None, Tensor? down_offset=None, "
-    "*, " ACTIVATION ", bool interleaved=False, bool transposed=False, str format='dense') -> Tensor",
+    "*, " ACTIVATION
+    ", bool interleaved=False, bool transposed=False, str format='dense', "
+    "int group_size=0) -> Tensor",
 
     "linear(Tensor x, Tensor weight, Tensor? scale=None, Tensor? offset=None, Tensor? bias=None, *, "
-    "str format='dense') -> Tensor",
+    "str format='dense', int group_size=0) -> Tensor",
     "dequantize(Tensor weight, Tensor? scale=None, Tensor? offset=None, *, str format, int bits=4, "
     "ScalarType dtype) -> Tensor",
 

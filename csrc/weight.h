@@ -3,6 +3,8 @@
 #pragma once
 #include <algorithm>
 #include <array>
+#include <initializer_list>
+#include <limits>
 #include <string>
 #include <string_view>
 
@@ -36,17 +38,27 @@ bool is_one_of(const std::array<int64_t, N>& choices, int64_t value) {
 }
 constexpr int64_t kMxfp4Group = 32, kFp8Block = 128;
 
+// The product of sizes, or as much as an int64 holds: an expanded tensor may have 2^62 columns.
+inline int64_t bounded_product(std::initializer_list<int64_t> sizes) {
+  int64_t product = 1;
+  for (const int64_t size : sizes) {
+    if (__builtin_mul_overflow(product, size, &product)) return std::numeric_limits<int64_t>::max();
+  }
+  return product;
+}
+
 // The checks of one packed weight.
 class PackedWeight {
  public:
   PackedWeight(Arguments& args, const WeightNames& names, const Tensor& data, const OptionalTensor& scale,
-               const OptionalTensor& offset, Format format)
-      : args_(args), names_(names), scale_(scale), offset_(offset) {
+               const OptionalTensor& offset, Format format, int64_t group_size)
+      : args_(args), names_(names), scale_(scale), offset_(offset), group_size_(group_size) {
     weight_.data = data;
     weight_.format = format;
   }
 
   Weight checked() {
+    check_group_size();
     check_data();
     check_scale();
     check_offset();
@@ -63,6 +75,16 @@ class PackedWeight {
     return is(Format::mxfp4) && Arguments::given(scale_) && weight_.data.dim() == scale_->dim() + 1;
   }
 
+  // Bits and group follow from the columns of x. A given group says how many those must be, since twice the columns
+  // in half the bits have the same bytes.
+  void check_group_size() const {
+    const bool affine = is(Format::affine);
+    const int64_t own = is(Format::mxfp4) ? kMxfp4Group : kFp8Block;
+    const bool fits = group_size_ == 0 || (affine ? is_one_of(kAffineGroups, group_size_) : group_size_ == own);
+    TORCH_CHECK(fits, args_.prefix("group_size"), "expected 0", affine ? ", 16, 32, 64 or 128" : c10::str(" or ", own),
+                " beside format ", format(), ", got ", group_size_);
+  }
+
   void check_data() {
     const Tensor& data = weight_.data;
     args_.check_dense(names_.data, data);
@@ -70,11 +92,12 @@ class PackedWeight {
     const int64_t C = args_[column_letter()], packed_dims = in_blocks() ? 2 : 1;
     const std::string packed = packed_columns();
     args_.check_shape(names_.data, data, row_letters(), data.dim() - packed_dims, packed);
-    const int64_t bits_of_row = data.size(-1) * data.element_size() * 8 * (in_blocks() ? data.size(-2) : 1);
+    const int64_t bits_of_row =
+        bounded_product({data.size(-1), data.element_size(), 8, in_blocks() ? data.size(-2) : 1});
     weight_.bits = is(Format::mxfp4) ? 4 : is(Format::fp8) ? 8 : bits_of_row / std::max<int64_t>(C, 1);
     const bool known = is_one_of(kAffineBits, weight_.bits);
     const bool blocks = !in_blocks() || data.size(-1) == kMxfp4Group / 2;
-    if (!known || !blocks || weight_.bits * C != bits_of_row) {
+    if (!known || !blocks || bounded_product({weight_.bits, C}) != bits_of_row) {
       args_.wrong_shape(names_.data, data, row_letters(), packed, column_letter(),
                         is(Format::affine) ? "bits 2, 3, 4, 5, 6 or 8" : "");
     }
@@ -91,8 +114,9 @@ class PackedWeight {
   // A row's bytes are one run.
   void check_strides(int64_t packed_dims) const {
     const Tensor& data = weight_.data;
-    const bool run = (data.size(-1) <= 1 || data.stride(-1) == 1) &&
-                     (packed_dims == 1 || data.size(-2) <= 1 || data.stride(-2) == data.size(-1));
+    const bool run =
+        data.numel() == 0 || ((data.size(-1) <= 1 || data.stride(-1) == 1) &&
+                              (packed_dims == 1 || data.size(-2) <= 1 || data.stride(-2) == data.size(-1)));
     TORCH_CHECK(run, args_.prefix(names_.data), "expected rows whose bytes lie side by side, got strides ",
                 data.strides());
   }
@@ -138,9 +162,11 @@ class PackedWeight {
     const std::string C = Arguments::spelled(column_letter()), groups = C + (is(Format::affine) ? " / group" : " / 32");
     args_.check_shape(names_.scale, scale, row_letters(), scale.dim() - 1, groups);
     weight_.group = is(Format::mxfp4) ? kMxfp4Group : weight_.columns / std::max<int64_t>(scale.size(-1), 1);
-    if (!is_one_of(kAffineGroups, weight_.group) || weight_.group * scale.size(-1) != weight_.columns) {
+    const bool fits = is(Format::mxfp4) || group_size_ == 0 || weight_.group == group_size_;
+    if (!fits || !is_one_of(kAffineGroups, weight_.group) || weight_.group * scale.size(-1) != weight_.columns) {
+      const std::string choices = group_size_ == 0 ? "16, 32, 64 or 128" : c10::str(group_size_);
       args_.wrong_shape(names_.scale, scale, row_letters(), groups, column_letter(),
-                        is(Format::affine) ? "group 16, 32, 64 or 128" : "");
+                        is(Format::affine) ? "group " + choices : "");
     }
   }
 
@@ -149,7 +175,7 @@ class PackedWeight {
     weight_.group = kFp8Block;
     auto expected = weight_.data.sizes().vec();
     for (size_t d = expected.size() - 2; d < expected.size(); ++d)
-      expected[d] = (expected[d] + kFp8Block - 1) / kFp8Block;
+      expected[d] = expected[d] / kFp8Block + (expected[d] % kFp8Block != 0);  // there are up to 2^63 - 1 rows
     TORCH_CHECK(scale.sizes() == expected, args_.prefix(names_.scale), "expected shape ", at::IntArrayRef(expected),
                 ", a scale for each 128 x 128 block of ", names_.data, "; got ", scale.sizes());
   }
@@ -174,16 +200,19 @@ class PackedWeight {
   Arguments& args_;
   const WeightNames& names_;
   const OptionalTensor &scale_, &offset_;
+  const int64_t group_size_;
   Weight weight_;
 };
 
 inline Weight Arguments::weight(const WeightNames& names, const Tensor& data, const OptionalTensor& scale,
-                                const OptionalTensor& offset, std::string_view format, bool transposed) {
+                                const OptionalTensor& offset, std::string_view format, int64_t group_size,
+                                bool transposed) {
   const auto used = one_of<Format>("format", format, kFormats);
   if (used != Format::dense) {
     TORCH_CHECK(!transposed, prefix("transposed"), "expected False beside format ", format, ", got True");
-    return PackedWeight(*this, names, data, scale, offset, used).checked();
+    return PackedWeight(*this, names, data, scale, offset, used, group_size).checked();
   }
+  TORCH_CHECK(group_size == 0, prefix("group_size"), "expected 0 beside format dense, got ", group_size);
   TORCH_CHECK(!given(scale), prefix(names.scale), "expected none beside format dense, got a tensor");
   TORCH_CHECK(!given(offset), prefix(names.offset), "expected none beside format dense, got a tensor");
   check_given(names.data, data);

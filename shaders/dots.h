@@ -127,6 +127,8 @@ inline uint packed_place(uint i) {
   return i / kPackedChunk * kPackedChunk + (four * kPackedLanes + lane) * 4 + i % 4;
 }
 
+MOE_METAL_CONSTANT float kPlain = 256;
+
 // Wide: pieces of kPackedColumns, for whole pieces in groups of at least as many, and for rows of weights and vectors
 // whose loads are aligned. Else pieces of kNarrowColumns, which lie in one group whatever its size. Centred codes are
 // for activations in float: offsets lie near -middle * scale, so sums of bare codes are large and cancel against
@@ -164,12 +166,13 @@ struct PackedChunk {
       piece.at[n / 4 + 1] = eight.at[1];
     }
   }
-  // Each element is divided by its code's place. -> the sum before
+  // Each element is divided by its code's place. -> the sum before, divided by kPlain, or it might be infinite before
+  // its offset
   static float divided(thread Piece& piece) {
     float4 sum = 0;
 #pragma unroll
     for (uint n = 0; n < step / 4; ++n) {
-      if (Codes::has_offset) sum += piece.at[n];
+      if (Codes::has_offset) sum = fma(piece.at[n], float4(1 / kPlain), sum);
 #pragma unroll
       for (uint m = 0; m < 4; ++m) piece.at[n][m] *= 1 / float(1u << Codes::place(4 * n + m));
     }
@@ -198,9 +201,11 @@ struct PackedChunk {
     multiply_codes<Codes, centred>(pieces, piece, sum);
 #pragma unroll
     for (uint r = 0; r < kChunkRows; ++r) {
-      const float scaled = sum.at[r] * float(Codes::factor) * scale.at[r];
+      // Times a code of 0 an infinite scale is NaN, and so are its products with x, whose signs differ.
+      const float nan = Codes::e8m0_scale ? 0 : scale.at[r] - scale.at[r];
+      const float scaled = fma(sum.at[r] * scale.at[r], float(Codes::factor), nan);
       if (centred && Codes::has_offset) offset.at[r] = fma(scale.at[r], float(Codes::middle), offset.at[r]);
-      rows.sum[r] += weight * (Codes::has_offset ? fma(offset.at[r], plain, scaled) : scaled);
+      rows.sum[r] += weight * (Codes::has_offset ? fma(offset.at[r] * plain, kPlain, scaled) : scaled);
     }
   }
 };

@@ -121,7 +121,7 @@ struct Words {
 //   scale_rows     rows that share a scale
 //   has_offset     a value is scale * factor * code + offset
 //   e8m0_scale     scales are powers of two
-//   factor         what `eight` leaves to be multiplied
+//   factor         what `eight` leaves to be multiplied: so large that no sum of codes is infinite before its scale
 //   middle         of the codes, 0 where they have a sign
 //   eight          codes i to i + 7 as floats, each times 2^place(i); of centred ones the middle is taken off
 //   is_nan         whether code i is none; nan_bits: not 0 where one of a word's is
@@ -130,7 +130,7 @@ struct Words {
 template <uint Bits>
 struct Affine {
   enum : uint { bits = Bits, scale_rows = 1, has_offset = 1, e8m0_scale = 0, halves = 32 % Bits == 0 };
-  enum : uint { factor = halves ? 1 << 24 : 1, middle = 1 << (Bits - 1) };
+  enum : uint { factor = halves ? 1 << 24 : 1 << 12, middle = 1 << (Bits - 1) };
 
   static constexpr uint bit(uint i) { return i * bits % 32; }
   static constexpr uint place(uint i) { return halves ? bit(i) % 8 : 0; }
@@ -141,13 +141,14 @@ struct Affine {
     const uint mask = ((1u << bits) - 1) << place(i);
     return as_type<half2>((bit(i) % 16 < 8 ? word : word >> 8) & (mask | mask << 16));
   }
-  // Any code, as the low bits of 2^23, for it may lie in two words.
+  // Any code, as the low bits of 2^11, of which 1 is 2^-12: it may lie in two words.
   template <bool centred, uint N>
   static float single(thread const Words<N>& words, uint i) {
     const uint word = i * bits / 32;
     uint code = words.at[word] >> bit(i);
     if (bit(i) + bits > 32) code |= words.at[word + 1] << (32 - bit(i));
-    return as_type<float>((code & ((1u << bits) - 1)) | 0x4b000000u) - float(8388608 + (centred ? uint(middle) : 0));
+    return as_type<float>((code & ((1u << bits) - 1)) | 0x45000000u) -
+           (2048 + (centred ? float(middle) / float(factor) : 0));
   }
   template <bool centred>
   static float number(half code, uint i) {
@@ -197,10 +198,11 @@ struct Mxfp4 {
   static uint nan_bits(uint) { return 0; }
 };
 
-// e4m3 becomes half by its bits: its exponent is 8 smaller there. 127 and 255 are NaN, and would become 480.
+// e4m3 becomes half by its bits: its exponent is 8 smaller there, and x is scaled down by as much again. 127 and 255
+// are NaN, and would become 480.
 struct Fp8 {
-  enum : uint { bits = 8, scale_rows = 128, has_offset = 0, e8m0_scale = 0, factor = 1 << 8, middle = 0 };
-  static constexpr uint place(uint) { return 0; }
+  enum : uint { bits = 8, scale_rows = 128, has_offset = 0, e8m0_scale = 0, factor = 1 << 16, middle = 0 };
+  static constexpr uint place(uint) { return 8; }
   template <bool, uint N>
   static void eight(thread const Words<N>& words, uint i, thread Vectors<2>& codes) {
 #pragma unroll

@@ -204,13 +204,13 @@ def is_number(tensor: Tensor) -> bool:
 def experts_one_by_one(
     x, weights, ids, gate_up, down, gate_up_bias=None, down_bias=None, shared=None, shared_gate=None, residual=None,
     gate_up_scale=None, gate_up_offset=None, down_scale=None, down_offset=None,
-    *, interleaved=False, transposed=False, format="dense", **activation,
+    *, interleaved=False, transposed=False, format="dense", group_size=0, **activation,
 ):  # fmt: skip
     """The reference's `experts` without a copy of the weights for every token, so that real sizes fit in memory."""
 
     def linear(x: Tensor, bias: Tensor | None, weight: Tensor, *beside: Tensor | None) -> Tensor:
         of_expert = (None if t is None else t[e] for t in (weight.mT if transposed else weight, *beside))
-        return F.linear(x, reference.numbers(*of_expert, format, x), None if bias is None else bias[e])
+        return F.linear(x, reference.numbers(*of_expert, format, x, group_size), None if bias is None else bias[e])
 
     slots = x.new_zeros(*ids.shape, x.shape[-1])
     for e in ids.unique().tolist():
@@ -714,10 +714,11 @@ PACKED_OPS = tuple(op for op in ARGUMENTS if arguments.takes_formats(op))
 # format, bits, group, H, I, N, dtypes of activations, parameters and scales, options
 PACKED_SAMPLES = {
     "affine4": ("affine", 4, 32, 96, 32, 37, FLOAT, None, FLOAT, {}),
-    "affine3": ("affine", 3, 16, 80, 48, 19, BFLOAT, FLOAT, HALF, {"activation": "gelu_tanh", "limit": 2.0}),
+    "affine3": ("affine", 3, 16, 80, 48, 19, BFLOAT, FLOAT, HALF,
+                {"activation": "gelu_tanh", "limit": 2.0, "group_size": 16}),
     "mxfp4": ("mxfp4", 4, 32, 160, 96, 33, BFLOAT, None, None, OAI | {"interleaved": True}),
-    "fp8": ("fp8", 8, 128, 130, 70, 200, HALF, FLOAT, BFLOAT, {"interleaved": True}),
-}
+    "fp8": ("fp8", 8, 128, 130, 70, 200, HALF, FLOAT, BFLOAT, {"interleaved": True, "group_size": 128}),
+}  # fmt: skip
 
 
 def packed_sample(op: str, name: str) -> Case:

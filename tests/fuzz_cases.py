@@ -26,6 +26,7 @@ from torch_moe_metal.arguments import ARGUMENTS, DTYPES, optional_arguments, sha
 
 SIZES = (1, 1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 33, 61, 64, 67, 96, 127, 128, 129, 251, 256, 257, 509, 512, 521, 1021)
 SIZES_LARGE = (1024, 1031, 2048, 2053)
+GROUP_SIZES = {"dense": 0, "fp8": packing.FP8_BLOCK}  # of the other formats it is the group
 NUMBERS = (0.25, 1.0, 1.702, 2.5, 7.0, 30.0)  # that every option which is a number takes
 
 
@@ -109,6 +110,8 @@ def draw(seed: int, number: int) -> Call:
     options = draw_options(op, dims, rng) | ({"format": packed["format"]} if takes_formats(op) else {})
     if op == "dequantize":
         options |= {"bits": packed["bits"], "dtype": dtype}
+    if "group_size" in signature(op):
+        options |= {"group_size": rng.choice((0, GROUP_SIZES.get(packed["format"], packed["group"])))}
     if packed["format"] != "dense":
         options.pop("transposed", None)
     widths = {name: packed[name] for name in ("bits", "group", "scale_dtype")}
@@ -225,7 +228,7 @@ def draw_options(op: str, dims: dict[str, int], rng: random.Random) -> dict:
             continue
         if types.NoneType in kinds and rng.random() < 0.3:
             options[name] = None
-        elif name in ("format", "bits", "dtype"):
+        elif name in ("format", "bits", "dtype", "group_size"):
             continue  # draw_format's
         elif bool in kinds:
             options[name] = rng.random() < 0.5
@@ -260,7 +263,11 @@ def make_hostile(case: Case, args: Args, rng: random.Random) -> str:
     if not tensor.is_floating_point():
         args[name], told = hostile_ids(tensor, case.dims["E"], rng)
         return f"{name}: {told}"
-    way = rng.choice(("some", "one", "equal", "scaled", "levels"))
+    way = rng.choice(("some", "one", "equal", "scaled", "levels", "massive"))
+    if way == "massive" and tensor.numel():  # a column or two, as real activations have them
+        power, columns = rng.choice((8, 14, 20, 40)), rng.sample(range(tensor.shape[-1]), min(2, tensor.shape[-1]))
+        args[name] = tensor.float().index_fill(-1, torch.tensor(columns), 2.0**power).to(tensor.dtype)
+        return f"{name}: 2^{power} in columns {columns}"
     if way == "scaled":
         factor = rng.choice((1e-40, 1e-4, 1e4))
         args[name] = tensor.float().mul(factor).to(tensor.dtype)

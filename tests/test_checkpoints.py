@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -21,7 +22,7 @@ import checkpoints
 import torch_moe_metal
 from checkpoints import formats
 from test_transformers import counted, generated, relative
-from tiny_models import FAMILIES, tokens
+from tiny_models import FAMILIES, tiny_model, tokens
 from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
 from torch_moe_metal.transformers.integers import integers_of
@@ -481,3 +482,26 @@ print([str(warning.message) for warning in said], auto.AUTO_QUANTIZER_MAPPING["m
 """
     said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     assert "quantised checkpoints are not loaded packed, since" in said and "Mxfp4HfQuantizer" in said
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("kind", ["gpt_oss", "awq", "float32"])
+def test_adapters_train_under_autocast(kind: str, patched: bool, gpt_oss: Path, integers):
+    """As transformers' Trainer does with bf16=True, in training and in evaluation, on what PEFT prepares for it."""
+    if kind == "float32":
+        model = torch_moe_metal.quantize_(tiny_model("qwen3_moe", moe_intermediate_size=64), bits=8, group_size=32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(gpt_oss if kind == "gpt_oss" else integers(kind))
+    if patched:
+        torch_moe_metal.patch(model)
+    ids = tokens(2, 9)
+    want = model(ids).logits
+    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    adapters = LoraConfig(target_modules=["q_proj", "v_proj", "o_proj"])  # which change nothing at first
+    adapted = get_peft_model(model, adapters).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert relative(adapted(ids).logits, want) <= 5e-2
+        with torch.enable_grad():
+            adapted(ids, labels=ids).loss.backward()
+    gradients = [p.grad for name, p in adapted.named_parameters() if "lora_B" in name]
+    assert gradients and all(gradient.isfinite().all() and gradient.any() for gradient in gradients)

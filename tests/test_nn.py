@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from tiny_models import tiny_module
 from torch_moe_metal import nn, quantize, reference
+from torch_moe_metal.layers import slots_with_grad
 
 VARIANTS = [
     {},
@@ -311,6 +313,76 @@ def test_linear(format: str, bits: int, group: int, device: str):
     assert f"in_features=128, out_features=200, bias=True, format={format}" in repr(ours)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("columns", [32, 63, 128, 0])
+def test_linear_refuses_another_width(columns: int, grad: bool, device: str):
+    """Twice the columns in half the bits have the same bytes."""
+    ours = nn.Linear.from_module(torch.nn.Linear(64, 24), "affine", 4, 32).to(device)
+    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError) as raised:
+        ours(torch.randn(5, columns, device=device, requires_grad=grad))
+    assert str(raised.value) == f"torch_moe_metal.nn.Linear: x: expected shape [..., 64], got [5, {columns}]"
+
+
+def test_experts_know_their_group_size(device: str):
+    """Another width is refused with and without a gradient."""
+    moe = layer().quantize_("affine", 4, 32).to(device)
+    experts = moe._router_and_experts()[1]
+    assert experts["group_size"] == 32 and "group_size=32" in repr(moe)
+    weights, ids = torch.ones(5, 2, device=device), torch.zeros(5, 2, dtype=torch.int32, device=device)
+    x = torch.randn(5, 128, device=device)
+    with pytest.raises(RuntimeError, match=r"gate_up_scale: expected shape .* and group 32; got"):
+        torch.ops.moe_metal.experts(x, weights, ids, **experts)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        slots_with_grad(x, ids, experts)
+    halves = {name: experts[name][:, ::2] for name in ("gate_up", "gate_up_scale", "gate_up_offset")}
+    with pytest.raises(RuntimeError, match=r"down_scale: expected shape .* and group 32; got"):
+        torch.ops.moe_metal.experts(x[:, :64], weights, ids, **experts | halves)
+    assert "group_size" not in layer().quantize_("fp8")._router_and_experts()[1]
+
+
+# ------------------------------------------------------------------------------------------------ autocast
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_moe_under_autocast(packed: bool, dtype: torch.dtype, grad: bool, device: str):
+    """Whatever the dtypes of its weights, of x and of the residual are: what comes out has the dtype of x."""
+    moe = layer(shared_size=24, shared_gate=True, router_bias=True, dtype=dtype)
+    moe = moe.quantize_("affine", 8, 32) if packed else moe
+    x, residual = torch.randn(2, 5, 64)
+    want = copy.deepcopy(moe).float()(x, residual).detach()
+    moe = moe.to(device)
+    for of_x in (torch.float32, torch.bfloat16):
+        with torch.set_grad_enabled(grad), torch.autocast(device, torch.bfloat16):
+            leaf = x.to(device, of_x).requires_grad_(grad)
+            got = moe(leaf, residual.to(device))
+        assert got.dtype == of_x and relative(got.cpu(), want) <= 2e-2
+        if grad:
+            (of_leaf,) = torch.autograd.grad(got.square().sum(), leaf)
+            assert of_leaf.dtype == of_x and of_leaf.isfinite().all() and of_leaf.any()
+
+
+@formats
+@pytest.mark.parametrize("grad", [False, True])
+def test_linear_under_autocast(format: str, bits: int, group: int, grad: bool, device: str):
+    """As torch.nn.Linear: what comes out has autocast's dtype, whatever x and the bias have."""
+    ours = nn.Linear(128, 200, format=format, bits=bits, group_size=group).to(device)
+    x = torch.randn(5, 128, device=device)
+    with torch.no_grad():
+        want = ours(x)
+    for of_x, of_bias in itertools.product((torch.float32, torch.float16, torch.bfloat16), repeat=2):
+        ours.bias = torch.nn.Parameter(ours.bias.detach().to(of_bias))
+        with torch.set_grad_enabled(grad), torch.autocast(device, torch.bfloat16):
+            got = ours(x.to(of_x).requires_grad_(grad))
+        assert got.dtype == torch.bfloat16 and relative(got.cpu(), want.cpu()) <= 1e-2
+        assert got.requires_grad == grad
+    torch._dynamo.reset()
+    with torch.autocast(device, torch.bfloat16), torch.no_grad():
+        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), ours(x))
+
+
 @formats
 def test_gradients_pass_through_frozen_weights(format: str, bits: int, group: int):
     """To x, the bias and the router: those of a dense layer with the same numbers."""
@@ -342,5 +414,10 @@ def test_embedding(format: str, bits: int, group: int, shape: tuple, device: str
     got = ours.to(device)(ids.to(device))
     assert got.dtype == torch.bfloat16 and got.shape == want.shape and torch.equal(got.cpu(), want)
     assert set(ours.state_dict()) == {"data", "scale"} | ({"offset"} if format == "affine" else set())
+    for outside in (-1, 300):
+        with pytest.raises(IndexError, match="out of range"):
+            torch.nn.Embedding(300, 64)(torch.tensor([3, outside]))
+        with pytest.raises(IndexError, match="out of range"):
+            ours.cpu()(torch.tensor([3, outside]))
     with pytest.raises(TypeError, match="max_norm changes the weight"):
         nn.Embedding.from_module(torch.nn.Embedding(4, 64, max_norm=1.0))

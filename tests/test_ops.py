@@ -661,6 +661,8 @@ BAD += [
     bad("linear", "bias: expected float32, the dtype of x; got float16", bias=Tensor.half),
     bad("linear", "scale: expected none beside format dense, got a tensor", scale=torch.ones(1)),
     bad("linear", "offset: expected none beside format dense, got a tensor", offset=torch.ones(1)),
+    bad("linear", "group_size: expected 0 beside format dense, got 32", group_size=32),
+    bad("experts", "group_size: expected 0 beside format dense, got -1", group_size=-1),
     bad("dequantize", FORMATS + "''", format=""),
     bad("dequantize", "weight: expected shape [*, N, C], got [67]", weight=lambda t: t[0]),
     bad("dequantize", "dtype: expected float32, float16 or bfloat16, got int32", dtype=torch.int32),
@@ -709,6 +711,17 @@ BAD += [
     bad("linear affine4", "scale: expected shape [N, H / group] with N = 37, got []", scale=torch.tensor(1.0)),
     bad("linear affine4", "scale: expected uint8 in format mxfp4, got float32", format="mxfp4"),
     bad("linear affine4", "bias: expected shape [N] with N = 37, got [36]", bias=cut),
+    bad("linear affine4", "group_size: expected 0, 16, 32, 64 or 128 beside format affine, got 48", group_size=48),
+    bad("linear affine4", "scale: expected shape [N, H / group] with N = 37, H = 96, and group 64; got [37, 3]",
+        group_size=64),
+    # The same bytes in half the bits, and in twice as many.
+    bad("linear affine4", "scale: expected shape [N, H / group] with N = 37, H = 192, and group 32; got [37, 3]",
+        x=lambda t: torch.cat([t, t], 1), group_size=32),
+    bad("linear affine4", "scale: expected shape [N, H / group] with N = 37, H = 48, and group 32; got [37, 3]",
+        x=lambda t: t[:, :48], group_size=32),
+    bad("experts affine4", "down_scale: expected shape [E, H, I / group] with E = 7, H = 96, I = 16, and group 32; got "
+        "[7, 96, 1]", group_size=32, gate_up_bias=lambda t: t[:, ::2],
+        **dict.fromkeys(("gate_up", "gate_up_scale", "gate_up_offset"), lambda t: t[:, ::2])),
     bad("experts affine4", "transposed: expected False beside format affine, got True", transposed=True),
     bad("experts affine4", "gate_up: expected an even number of rows, 2I; got 63", gate_up=lambda t: t[:, 1:],
         gate_up_scale=lambda t: t[:, 1:], gate_up_offset=lambda t: t[:, 1:]),
@@ -744,6 +757,7 @@ BAD += [
     bad("linear mxfp4", "scale: expected shape [N, H / 32] with N = 33, H = 160, got [33, 10]",
         scale=lambda t: t.repeat_interleave(2, -1)),
     bad("linear mxfp4", "offset: expected none beside format mxfp4, got a tensor", offset=torch.ones(1)),
+    bad("linear mxfp4", "group_size: expected 0 or 32 beside format mxfp4, got 64", group_size=64),
     bad("linear mxfp4", "weight: expected H to be a multiple of 32 in format mxfp4, got 144", x=lambda t: t[:, 16:],
         weight=lambda t: t[:, 8:]),
     bad("experts mxfp4", "down: expected shape [E, H, I / 2] with E = 7, H = 160, I = 96, got [7, 160, 47]", down=cut),
@@ -762,6 +776,7 @@ BAD += [
     bad("linear fp8", "scale: expected shape [2, 2], a scale for each 128 x 128 block of weight; got [2, 1]",
         scale=cut),
     bad("linear fp8", "offset: expected none beside format fp8, got a tensor", offset=torch.ones(1)),
+    bad("linear fp8", "group_size: expected 0 or 128 beside format fp8, got 32", group_size=32),
     bad("experts fp8", "down_scale: expected shape [7, 2, 1], a scale for each 128 x 128 block of down; got [7, 1, 1]",
         down_scale=lambda t: t[:, 1:]),
 ]  # fmt: skip
@@ -843,6 +858,33 @@ def test_bad_input_on_mps(good: str, mps: str, message: str, changes: dict):
     check_refusal(good, mps, message, changes)
 
 
+@EACH
+def test_freed_memory(case: Case):
+    """FSDP frees a storage under its tensors: that is refused before anything is read or written. PyTorch cannot do
+    that to a storage on mps; the check is the same there."""
+    for name in case.shapes:
+        for left in (0, 1):  # nothing, and a byte less than all
+            args = case.arguments()
+            args[name] = args[name].clone()
+            size = args[name].nbytes
+            args[name].untyped_storage().resize_((size - 1) * left)
+            with pytest.raises(RuntimeError) as error:
+                run(case, args)
+            assert str(error.value).splitlines()[0] == (
+                f"moe_metal::{case.op}: {name}: expected a tensor of {size} bytes of memory, got one of "
+                f"{(size - 1) * left}: its storage was freed or cut"
+            )
+
+
+@EACH
+def test_meta_tensors_need_no_memory(case: Case):
+    want = run(case, case.arguments("meta"))
+    args = case.arguments("meta")
+    for tensor in args.values():
+        tensor.untyped_storage().resize_(0)
+    assert [tensor.shape for tensor in run(case, args)] == [tensor.shape for tensor in want]
+
+
 def test_an_inner_size_whose_double_no_integer_holds():
     args = ODD["experts"].arguments()
     args |= {"x": args["x"][:, :1], "down": args["down"][:1, :1, :1].expand(1, 1, 2**62)}
@@ -917,6 +959,37 @@ def test_tensors_of_two_devices(case: Case, mps: str):
             assert refusal(op, args, case.options) == (
                 f"moe_metal::{op}: {name}: expected device {here}, the device of {first}; got {there}"
             )
+
+
+@EACH
+def test_one_tensor_on_meta(case: Case):
+    """Where shapes alone would do, too, devices must be the same."""
+    first, *rest = case.shapes
+    for name in rest:
+        for here, there in (("meta", "cpu"), ("cpu", "meta")):
+            args = case.arguments(here)
+            args[name] = torch.empty_like(args[name], device=there)
+            with pytest.raises(RuntimeError) as error:
+                run(case, args)
+            assert str(error.value).splitlines()[0] == (
+                f"moe_metal::{case.op}: {name}: expected device {here}, the device of {first}; got {there}"
+            )
+
+
+@pytest.mark.parametrize("format", ["affine", "mxfp4", "fp8"])
+def test_strides_of_an_empty_weight_do_not_matter(format: str, device: str):
+    case = PACKED[{"affine": "dequantize affine4"}.get(format, f"dequantize {format}")]
+    args = {name: tensor[:0] for name, tensor in case.arguments(device).items()}
+    want = run(case, args)
+    args["weight"] = torch.empty_strided(args["weight"].shape, (0, 0), dtype=args["weight"].dtype, device=device)
+    assert all(a.shape == b.shape for a, b in zip(run(case, args), want, strict=True))
+
+
+def test_more_rows_than_an_integer_can_round_up():
+    """2^63 - 1 rows of one number each; only the shape of their scales is wrong."""
+    rows = torch.zeros(1, 1, dtype=torch.uint8).expand(2**63 - 1, 1)
+    with pytest.raises(RuntimeError, match=r"scale: expected shape \[72057594037927936, 1\], a scale for each 128 x"):
+        torch.ops.moe_metal.linear(torch.ones(1, 1), rows, torch.ones(1, 1), format="fp8")
 
 
 @EACH

@@ -187,6 +187,19 @@ def test_dequantize(tmp_path):
     assert relative(load(tmp_path)(ids).logits, expected) <= 1e-5
 
 
+def test_packed_experts_refuse_another_width():
+    """Twice the columns in half the bits have the same bytes."""
+    experts = quantize_(dense("qwen3_moe"), group_size=32).model.layers[1].mlp.experts
+    ids, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
+    for grad, said in ((False, "gate_up_scale: .* and group 32; got"), (True, "shapes cannot be multiplied")):
+        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=said):
+            experts(torch.randn(1, 128, requires_grad=grad), ids, weights)
+        with torch.set_grad_enabled(grad):
+            assert experts(torch.randn(1, 64, requires_grad=grad), ids, weights).shape == (1, 64)
+    mixed = quantize_(dense("qwen3_moe"), group_size=32, bits_by_name={"down_proj": 8}).model.layers[1].mlp.experts
+    assert experts.group_size == mixed.group_size == 32
+
+
 def eager_logits(model, ids):
     model.set_experts_implementation("eager")
     return model(ids).logits

@@ -328,6 +328,95 @@ def test_few_tokens_of_any_magnitude(format: str, bits: int, group: int):
         assert (got[want == 0] == 0).all()
 
 
+def with_a_column_of_zeros(format: str, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A packed weight of 70 rows whose first column is 0, and so is what its offsets add to codes that count from the
+    middle."""
+    data, scale, offset = quantize(random(70, columns_of(group)).where(torch.arange(columns_of(group)) > 0, 0), format,
+                                   bits, group)  # fmt: skip
+    if format == "affine":
+        middle = 2 ** (bits - 1)
+        offset = scale * -middle
+        data[:, 0] = data[:, 0] & 0xF0 | middle if bits == 4 else middle
+    return data, scale, offset
+
+
+@pytest.mark.parametrize("large", [2.0**10, 2.0**15, 2.0**18, 2.0**22, 2.0**40, 2.0**70])
+@pytest.mark.parametrize("format, bits, group", AS_INTEGERS)
+def test_few_tokens_with_a_number_that_no_weight_uses(format: str, bits: int, group: int, large: float):
+    """Massive activations exist. What stands beside them loses nothing, whatever its size is."""
+    weight = with_a_column_of_zeros(format, bits, group)
+    values = reference.dequantize(*weight, format=format, bits=bits, dtype=torch.float64)
+    x = random(7, columns_of(group)) * torch.logspace(0, -9, 7).unsqueeze(-1)
+    x[:, ::3] *= 2.0**-20
+    x[:, 0] = large
+    x[3, 0], x[5, 1] = 0, 0
+    x = x.to(BFLOAT)
+    want, size = x.double() @ values.mT, x.double().abs() @ values.abs().mT
+    if format == "affine":  # sums of floats take off what the middle adds, and round both
+        size += x.double().abs() @ (0.25 * weight[2].abs().double().repeat_interleave(group, 1)).mT
+    for some in (slice(0, 7), slice(1), slice(1, 3), slice(2, 6)):
+        got = ops.linear(x[some], *weight, format=format).double()
+        assert ((got - want[some]).abs() <= 2.0**-8 * want[some].abs() + 2.0**-20 * size[some]).all()
+
+
+@pytest.mark.parametrize("T", [1, 2, 4, 40])
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=str)
+@pytest.mark.parametrize("format, bits, group", [("affine", 5, 32), ("affine", 8, 128), *AS_INTEGERS, ("fp8", 8, 128)])
+def test_a_small_scale_of_a_sum_that_is_infinite(
+    format: str, bits: int, group: int, dtype: torch.dtype, T: int, device: str
+):
+    """Each number is scaled before it is summed, or it looks so."""
+    data, scale, offset = quantize(random(70, columns_of(group)), format, bits, group)
+    if format == "mxfp4":
+        scale = scale.fill_(1)  # 2^-126
+    else:
+        scale = scale * 2.0**-110
+        offset = None if offset is None else offset * 2.0**-110
+    x = torch.full((T, columns_of(group)), 1e38).to(dtype)
+    want = reference.linear(x.double(), data, scale, offset, format=format)
+    values = reference.dequantize(data, scale, offset, format=format, bits=bits, dtype=torch.float64)
+    parts = (None if part is None else part.to(device) for part in (data, scale, offset))
+    got = ops.linear(x.to(device), *parts, format=format).cpu().double()
+    size = x.double().abs() @ values.abs().mT
+    assert ((got - want).abs() <= 2.0**-8 * want.abs() + (2.0**-8 if device == "mps" else 2.0**-17) * size).all()
+
+
+@pytest.mark.parametrize("T", [1, 3, 40])
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("part", ["scale", "offset"])
+@pytest.mark.parametrize("bits", packing.BITS)
+def test_an_affine_scale_that_is_not_finite(bits: int, part: str, value: float, T: int, device: str):
+    """What meets it is infinite or NaN, as it is where each number is scaled before it is summed."""
+    weight = dict(zip(("weight", "scale", "offset"), quantize(random(9, 128), "affine", bits, 64), strict=True))
+    weight[part][2:5, 1] = value
+    for x in (random(T, 128, seed=1), torch.ones(T, 128), torch.zeros(T, 128)):
+        want = reference.linear(x, **weight, format="affine").isfinite()
+        on_device = {name: tensor.to(device) for name, tensor in weight.items()}
+        got = ops.linear(x.to(device), **on_device, format="affine").cpu()
+        assert torch.equal(got.isfinite(), want) and not want[:, 2:5].any()
+
+
+@pytest.mark.parametrize("T", [1, 3, 40])
+@pytest.mark.parametrize(
+    "format, bits, group", [("affine", 4, 64), ("affine", 8, 32), ("affine", 5, 16), ("fp8", 8, 128)]
+)
+def test_an_infinite_scale_is_nan_before_a_limit(format: str, bits: int, group: int, T: int, device: str):
+    """A limit makes a finite number of what is infinite, but the products with such a scale are NaN."""
+    gate_up, scale, offset = quantize(random(2, 256, 128), format, bits, group)
+    down, *beside = quantize(random(2, 128, 128), format, bits, group)
+    scale[1, -1, -1] = float("inf")
+    weights = {"gate_up": gate_up, "gate_up_scale": scale, "gate_up_offset": offset, "down": down}
+    weights |= {"down_scale": beside[0], "down_offset": beside[1]}
+    x, ids = random(T, 128, seed=1), torch.arange(1, T + 1).remainder(2).int().unsqueeze(-1)
+    given = {"x": x, "weights": torch.ones(T, 1), "ids": ids, **weights}
+    options = {"format": format, "activation": "swiglu_oai", "limit": 7.0}
+    want = reference.experts(**given, **options)
+    given = {name: None if tensor is None else tensor.to(device) for name, tensor in given.items()}
+    got = ops.experts(**given, **options).cpu()
+    assert torch.equal(got.isfinite(), want.isfinite()) and want[1::2].isfinite().all()
+    assert not want[::2].isfinite().any()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("format, bits, group", AS_INTEGERS)
 def test_few_tokens_that_are_not_finite(format: str, bits: int, group: int, value: float):

@@ -196,7 +196,7 @@ def one_token(case: Case, args: dict) -> list:
         return summed(case.op, args)
     if case.op in ("norm_add", "residual_norm"):
         return normed(case.op, *values)
-    options = {name: value for name, value in case.options.items() if name != "format"}
+    options = {name: value for name, value in case.options.items() if name not in ("format", "group_size")}
     result = {"route": route, "gate": gate, "glu": glu, "experts": experts, "weighted_sum": weighted_sum}[case.op](
         *values, **options
     )

@@ -1,6 +1,7 @@
 """Fake functions: what torch.compile and torch.export run in place of an op, to learn its outputs' shapes."""
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -24,6 +25,18 @@ def _meta(tensor: Tensor) -> Tensor | None:
     return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device="meta")
 
 
+def _check_devices(op: str, named: dict) -> None:
+    """The checks get all tensors on meta, and can no longer tell where these are."""
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    first = next(iter(tensors), None)
+    for name, tensor in tensors.items():
+        if tensor.device != tensors[first].device:
+            raise RuntimeError(
+                f"moe_metal::{op}: {name}: expected device {tensors[first].device}, the device of {first}; got "
+                f"{tensor.device}"
+            )
+
+
 def _check(op: str, args: tuple, kwargs: dict) -> None:
     """Raise what the op itself would raise with such arguments. The checks are C++, which knows no symbolic sizes."""
     values = [*args, *kwargs.values()]
@@ -38,12 +51,14 @@ def fake(specification: Callable) -> Callable:
     """The checks of an op, so that what it refuses fails where the user can see it, and its specification's outputs.
     In a rehearsal its part for mps stands for the checks, which it has too, and compiles."""
     name = specification.__name__
+    names = tuple(inspect.signature(specification).parameters)
 
     @functools.wraps(specification)
     def function(*args, **kwargs):
         if rehearses():
             getattr(torch.ops.moe_metal, name).default.redispatch(MPS, *args, **kwargs)
         else:
+            _check_devices(name, dict(zip(names, args, strict=False)) | kwargs)
             with unset_fake_temporarily():
                 _check(name, args, kwargs)
         return specification(*args, **kwargs)

@@ -96,9 +96,17 @@ class Linear(Packed, nn.Linear):
         self.register_parameter("bias", module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Twice the columns in half the bits have the same bytes, so that the shapes alone would let this x pass.
+        if x.shape[-1] != self.in_features:
+            raise RuntimeError(
+                f"torch_moe_metal.nn.Linear: x: expected shape [..., {self.in_features}], got {list(x.shape)}"
+            )
+        x, bias = as_autocast(x), self.bias
+        if bias is not None and bias.dtype not in (x.dtype, torch.float32):
+            bias = as_autocast(bias)
         if wants_grad(self, x):
-            return linear_with_grad(x, *self.parts("weight"), self.bias, self.format)
-        return ops.linear(x, *self.parts("weight"), self.bias, format=self.format)
+            return linear_with_grad(x, *self.parts("weight"), bias, self.format)
+        return ops.linear(x, *self.parts("weight"), bias, format=self.format)
 
     def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         self(torch.empty(tokens, self.in_features, dtype=dtype, device="meta"))
@@ -172,12 +180,13 @@ class Embedding(Packed):
     def forward(self, ids: Tensor) -> Tensor:
         """Each row is a matrix of its own, since fp8's neighbours share their scales."""
         data, scale, offset = self.parts("weight")
-        data, rows = data.view(torch.uint8), ids.flatten().unsqueeze(-1)  # not every dtype can be indexed
-        scale = scale[rows // FP8_BLOCK if self.format == "fp8" else rows]
-        offset = None if offset is None else offset[rows]
+        data, rows = data.view(torch.uint8), ids.flatten()  # not every dtype can be indexed
         bits = 8 * data.shape[-1] // self.embedding_dim
         options = {"format": self.format, "bits": bits, "dtype": self.of_dtype.dtype}
-        output = ops.dequantize(data[rows], scale, offset, **options).view(*ids.shape, self.embedding_dim)
+        data = rows_of(data, rows)
+        scale = rows_of(scale, rows // FP8_BLOCK if self.format == "fp8" else rows)
+        offset = None if offset is None else rows_of(offset, rows)
+        output = ops.dequantize(data, scale, offset, **options).view(*ids.shape, self.embedding_dim)
         return output if self.multiplier == 1 else output * self.multiplier
 
     def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
@@ -187,14 +196,32 @@ class Embedding(Packed):
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"
 
 
+def rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
+    """These rows, as a matrix each. Not by `tensor[rows]`, which takes -1 for the last row: this refuses what
+    torch.nn.Embedding refuses."""
+    return tensor.index_select(0, rows).unsqueeze(-2)
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether torch.autocast would cast it for torch.nn.Linear."""
+    kind = x.device.type
+    return kind != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """A layer's input as torch.nn.Linear takes it: autocast knows PyTorch's own ops alone."""
+    return x.to(torch.get_autocast_dtype(x.device.type)) if autocasts(x) else x
+
+
 # ------------------------------------------------------------------------------------------------ with a gradient
 
 
-def numbers(data: Tensor, scale: Tensor, offset: Tensor | None, format: str, x: Tensor) -> Tensor:
+def numbers(data: Tensor, scale: Tensor, offset: Tensor | None, format: str, x: Tensor, group_size: int = 0) -> Tensor:
     """What a packed weight stands for, in the dtype of x, whose rows are as long as the weight's."""
     if x.dtype not in DTYPES or x.device.type not in ("cpu", "mps"):
-        return reference.numbers(data, scale, offset, format, x).to(x.dtype)
-    bits = 8 * data.element_size() * data.shape[-1] // x.shape[-1]
+        return reference.numbers(data, scale, offset, format, x, group_size).to(x.dtype)
+    columns = scale.shape[-1] * group_size if group_size and format == "affine" else x.shape[-1]
+    bits = 8 * data.element_size() * data.shape[-1] // columns
     return ops.dequantize(data, scale, offset, format=format, bits=bits, dtype=x.dtype)
 
 
@@ -202,27 +229,35 @@ class _PackedProduct(torch.autograd.Function):
     """x @ weight^T with a backward to x, which unpacks the weight again rather than keep it."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, format: str, *parts: Tensor | None) -> Tensor:
-        ctx.format, ctx.columns = format, x.shape[-1]
+    def forward(ctx, x: Tensor, format: str, group_size: int, *parts: Tensor | None) -> Tensor:
+        ctx.format, ctx.columns, ctx.group_size = format, x.shape[-1], group_size
         ctx.save_for_backward(*parts)
-        return F.linear(x, numbers(*parts, format, x))
+        return F.linear(x, numbers(*parts, format, x, group_size))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         of_x = grad.new_empty(0, ctx.columns)
-        return grad @ numbers(*ctx.saved_tensors, ctx.format, of_x), None, None, None, None
+        weight = numbers(*ctx.saved_tensors, ctx.format, of_x, ctx.group_size)
+        return grad @ weight, None, None, None, None, None
 
 
 def linear_with_grad(
-    x: Tensor, data: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, format: str
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    format: str,
+    group_size: int = 0,
 ) -> Tensor:
-    product = _PackedProduct.apply(x, format, data, scale, offset)
+    product = _PackedProduct.apply(x, format, group_size, data, scale, offset)
     return product if bias is None else product + bias.to(product.dtype)
 
 
 def slots_with_grad(x: Tensor, ids: Tensor, experts: dict) -> Tensor:
     """Each choice's expert output [..., K, H], expert by expert, with a backward. `experts` are arguments of the op."""
     options = {name: value for name, value in experts.items() if name in ("activation", "alpha", "limit")}
+    x = as_autocast(x)
     slots = x.new_zeros(*ids.shape, x.shape[-1])
     for e in range(experts["down"].shape[0]):
         chosen = (ids == e).nonzero(as_tuple=True)
@@ -238,4 +273,4 @@ def expert_linear(x: Tensor, e: int, experts: dict, name: str) -> Tensor:
     if format == "dense":
         return F.linear(x, weight.mT if experts.get("transposed") else weight, bias)
     scales = (None if experts.get(part) is None else experts[part][e] for part in beside(name))
-    return linear_with_grad(x, weight, *scales, bias, format)
+    return linear_with_grad(x, weight, *scales, bias, format, experts.get("group_size", 0))

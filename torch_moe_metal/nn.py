@@ -4,6 +4,8 @@ Letters: T tokens (any leading dimensions), E experts, K experts per token, H hi
 expert's inner size.
 """
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from . import reference
 from .arguments import beside
 from .grad import wants_grad
-from .layers import Embedding, Linear, Packed, slots_with_grad
+from .layers import Embedding, Linear, Packed, autocasts, slots_with_grad
 from .packing import quantize
 from .rehearsal import warm_up_unasked
 
@@ -147,6 +149,8 @@ class MoE(Packed):
             self.hold(name, dict(zip((name, *beside(name)), parts, strict=True)))
             self._arguments[1] |= dict.fromkeys((name, *beside(name)))
         self._arguments[1] |= {"format": format, "transposed": False}
+        if format == "affine":  # the other formats' shapes have one meaning
+            self._arguments[1]["group_size"] = group_size
         warm_up_unasked(self)
         return self
 
@@ -187,11 +191,20 @@ class MoE(Packed):
         shared = None if self.shared is None else self.shared(x)
         shared_gate = None if self.shared_gate is None else self.shared_gate(x).squeeze(-1)
         if wants_grad(self, x, residual):
-            weights, ids = reference.gate(x, **router)
+            # The router's sums are float32, as they are in the op.
+            with torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext():
+                weights, ids = reference.gate(x, **router)
             slots = slots_with_grad(x, ids, experts)
-            return reference.weighted_sum(slots, weights, shared, shared_gate, residual)
-        weights, ids = ops.gate(x, **router)
-        return ops.experts(x, weights, ids, shared=shared, shared_gate=shared_gate, residual=residual, **experts)
+            return reference.weighted_sum(slots, weights, shared, shared_gate, residual).to(x.dtype)
+        beside = {"shared": shared, "shared_gate": shared_gate, "residual": residual}
+        if not autocasts(x):
+            weights, ids = ops.gate(x, **router)
+            return ops.experts(x, weights, ids, **beside, **experts)
+        # The dtypes of activations differ there. Weights are not copied: theirs is the one that counts.
+        weights, ids = ops.gate(x.to(self.router_weight.dtype), **router)
+        dtype = x.dtype if self.packing else self.down.dtype
+        beside = {name: None if value is None else value.to(dtype) for name, value in beside.items()}
+        return ops.experts(x.to(dtype), weights, ids, **beside, **experts).to(x.dtype)
 
     def extra_repr(self) -> str:
         router, experts = self._arguments

@@ -208,15 +208,23 @@ def linear(
     bias: Tensor | None = None,  # [N]
     *,
     format: str = "dense",
+    group_size: int = 0,
 ) -> Tensor:
-    """x @ weight.T + bias, with a weight in any format of `dequantize`. -> [..., N]"""
-    matrix = numbers(weight, scale, offset, format, x)
+    """x @ weight.T + bias, with a weight in any format of `dequantize`. -> [..., N]
+
+    Bits and groups of an affine weight follow from x's columns. `group_size`, where it is given, says how many columns
+    have a scale, so that an x of any other width than the weight's is refused.
+    """
+    matrix = numbers(weight, scale, offset, format, x, group_size)
     return rounded(F.linear(as_float(x), matrix, None if bias is None else as_float(bias)), x)
 
 
-def numbers(weight: Tensor, scale: Tensor | None, offset: Tensor | None, format: str, x: Tensor) -> Tensor:
-    """`dequantize` for rows as long as x's, which tells the bits, and as wide as x's sums."""
-    bits = 8 * weight.element_size() * weight.shape[-1] // x.shape[-1]
+def numbers(
+    weight: Tensor, scale: Tensor | None, offset: Tensor | None, format: str, x: Tensor, group_size: int = 0
+) -> Tensor:
+    """`dequantize`, as wide as x's sums. Its rows are as long as x's, or as groups of this size tell."""
+    columns = scale.shape[-1] * group_size if format == "affine" and group_size else x.shape[-1]
+    bits = 8 * weight.element_size() * weight.shape[-1] // columns
     return dequantize(weight, scale, offset, format=format, bits=bits, dtype=as_float(x).dtype)
 
 
@@ -271,13 +279,15 @@ def experts(
     interleaved: bool = False,
     transposed: bool = False,
     format: str = "dense",
+    group_size: int = 0,
 ) -> Tensor:
     """Every token through its K experts, and their weighted sum. -> [T, H]
 
     An id outside [0, E) is skipped: it adds nothing and reads nothing, whatever its weight is.
     activation, alpha and limit are those of `glu`; `shared` and `residual` are added as in `weighted_sum`.
     The 2I rows hold the gate's I rows first, or gate and up in turn when `interleaved`. Beside a `format` other than
-    dense, gate_up and down are packed and have scales and offsets, as `dequantize` says.
+    dense, gate_up and down are packed and have scales and offsets, as `dequantize` says; `group_size` is that of
+    `linear`, and both weights'.
     """
     used = (ids >= 0) & (ids < gate_up.shape[0])
     chosen = ids.long().where(used, 0)
@@ -285,12 +295,12 @@ def experts(
         [None if t is None else t[chosen] for t in (w.mT if transposed else w, scale, offset)]
         for w, scale, offset in ((gate_up, gate_up_scale, gate_up_offset), (down, down_scale, down_offset))
     )
-    both = torch.einsum("...kih,...h->...ki", numbers(*first, format, x), as_float(x))
+    both = torch.einsum("...kih,...h->...ki", numbers(*first, format, x, group_size), as_float(x))
     if gate_up_bias is not None:
         both = both + as_float(gate_up_bias)[chosen]
     gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
     inner = glu(gate, up, activation=activation, alpha=alpha, limit=limit)
-    slots = torch.einsum("...khi,...ki->...kh", numbers(*second, format, inner), inner)
+    slots = torch.einsum("...khi,...ki->...kh", numbers(*second, format, inner, group_size), inner)
     if down_bias is not None:
         slots = slots + as_float(down_bias)[chosen]
     slots, weights = slots.where(used.unsqueeze(-1), 0), as_float(weights).where(used, 0)

@@ -81,11 +81,13 @@ class E4m3Dots {
     constexpr int64_t kColumns = EightBits::kColumns;
     const int64_t bytes = at::divup(rows.columns, kColumns) * kColumns * sizeof(at::BFloat16);
     const char* form = forms_.look_up(tokens.x, tokens.count, tokens.count * bytes, [&](char* to) {
+      const char* from = to;
       for (int64_t n = 0; n < tokens.count; ++n, to += bytes) {
         for (int64_t c = 0; c < rows.columns; c += kColumns) {
           EightBits::lay_out(tokens.x[n] + c, rows.columns - c, reinterpret_cast<at::BFloat16*>(to) + c);
         }
       }
+      return to - from;
     });
     const char* forms[kFewTokens];
     for (int64_t n = 0; n < tokens.count; ++n) forms[n] = form + n * bytes;

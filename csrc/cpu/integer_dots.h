@@ -12,19 +12,18 @@ namespace moe_metal {
 template <class Numbers>
 class IntegerDots {
  public:
-  // False where a token has a number that is not finite, or none at all, and nothing was done.
+  // False where nothing was done. A token that has no digits comes to NaN.
   bool operator()(const ScaledRows& rows, const Tokens& tokens) {
     if (!vnni_available() || tokens.count > kFewTokens || rows.columns == 0) return false;
     const int64_t chunks = at::divup(rows.columns, kColumns);
-    const int64_t bytes = at::divup(chunks * sizeof(Chunk) + rows.groups * sizeof(float), kLine) * kLine;
+    const int64_t bytes = at::divup(2 * chunks * sizeof(Chunk) + rows.groups * sizeof(float), kLine) * kLine;
     const char* form = forms_.look_up(tokens.x, tokens.count, tokens.count * bytes, [&](char* to) {
-      for (int64_t n = 0; n < tokens.count; ++n) lay_out(tokens.x[n], rows, to + n * bytes);
+      int64_t filled = 0;
+      for (int64_t n = 0; n < tokens.count; ++n) filled += lay_out(tokens.x[n], rows, to + n * bytes);
+      return filled;
     });
     const char* forms[kFewTokens];
-    for (int64_t n = 0; n < tokens.count; ++n) {
-      forms[n] = form + n * bytes;
-      if (std::isnan(chunks_of(forms[n])->unit)) return false;
-    }
+    for (int64_t n = 0; n < tokens.count; ++n) forms[n] = form + n * bytes;
     for (int64_t n = 0; n < tokens.count; n += 4) {
       constexpr decltype(&IntegerDots::all_rows<1>) kWays[] = {&IntegerDots::all_rows<1>, &IntegerDots::all_rows<2>,
                                                                &IntegerDots::all_rows<3>, &IntegerDots::all_rows<4>};
@@ -40,27 +39,37 @@ class IntegerDots {
   struct alignas(64) Chunk {
     int8_t digits[kDigits][2][64];
     int32_t begin[kDigits][16];  // of the lanes' sums, so that the middle counts as 0
-    float unit;                  // of the first chunk: NaN where a number of the token is not finite
+    float unit;                  // of the first chunk: NaN where the token has no digits
+    int32_t place;               // among the row's chunks
+    int32_t rests;               // of the first chunk: how many there are
   };
   static const Chunk* chunks_of(const char* form) { return reinterpret_cast<const Chunk*>(form); }
 
-  // The chunks, and the groups' sums.
-  [[MOE_METAL_VNNI]] static void lay_out(const float* x, const ScaledRows& rows, char* form) {
+  // The chunks, then the groups' sums, and the chunks' rests, for as many of which there is room. -> the bytes filled
+  [[MOE_METAL_VNNI]] static int64_t lay_out(const float* x, const ScaledRows& rows, char* form) {
     auto* chunks = reinterpret_cast<Chunk*>(form);
     const int64_t count = at::divup(rows.columns, kColumns);
+    Chunk *rest = chunks + count, *end = rest + count;
     bool finite = true;
     for (int64_t c = 0; c < count; ++c) {
       Digits all;
       finite &= all.set(x + c * kColumns, std::min(kColumns, rows.columns - c * kColumns));
-      lay_out(all, chunks[c]);
+      lay_out(all, c, chunks[c]);
+      while (!all.whole && finite) {
+        finite = rest < end && all.set(all.rest, kColumns);
+        if (finite) lay_out(all, c, *rest++);
+      }
     }
+    chunks->rests = static_cast<int32_t>(rest - chunks - count);
     if (!finite) chunks->unit = NAN;
-    auto* sums = reinterpret_cast<float*>(chunks + count);
+    auto* sums = reinterpret_cast<float*>(end);
     const int64_t group = int64_t{1} << rows.shift;
     for (int64_t g = 0; Numbers::kOffset && g < rows.groups; ++g) sums[g] = sum_of(x + g * group, group);
+    return (rest - chunks) * sizeof(Chunk) + rows.groups * sizeof(float);
   }
 
-  [[MOE_METAL_VNNI]] static void lay_out(const Digits& all, Chunk& chunk) {
+  [[MOE_METAL_VNNI]] static void lay_out(const Digits& all, int64_t place, Chunk& chunk) {
+    chunk.place = static_cast<int32_t>(place);
     chunk.unit = all.unit * Numbers::kUnit;
     for (int64_t d = 0; d < kDigits; ++d) {
       __m512i begin = _mm512_setzero_si512();
@@ -97,23 +106,36 @@ class IntegerDots {
     const __m512i group_of_lane =
         _mm512_srli_epi32(lane, static_cast<unsigned>(std::countr_zero(uint64_t(16 / groups))));
     const int64_t row_bytes = rows.columns / 2;
+    // A row's numbers in a chunk's columns. -> their scales
+    const auto unpack = [&](int64_t c, int r, __m512i(&numbers)[2]) __attribute__((always_inline)) {
+      const int64_t at = c * (kColumns / 2), group = c * kColumns >> rows.shift;
+      const __mmask64 bytes_left = row_bytes - at >= 64 ? ~0ull : (1ull << (row_bytes - at)) - 1;
+      const auto groups_left = static_cast<__mmask16>((1u << std::min(groups, rows.groups - group)) - 1);
+      Numbers::unpack(_mm512_maskz_loadu_epi8(bytes_left, data + r * rows.row + at), numbers);
+      return _mm512_permutexvar_ps(group_of_lane, _mm512_maskz_loadu_ps(groups_left, scales + r * rows.groups + group));
+    };
     __m512 sums[R][N];
     MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
       MOE_METAL_UNROLL for (int n = 0; n < N; ++n) sums[r][n] = _mm512_setzero_ps();
     }
     for (int64_t c = 0; c < chunks; ++c) {
-      const int64_t at = c * (kColumns / 2), group = c * kColumns >> rows.shift;
-      const __mmask64 bytes_left = row_bytes - at >= 64 ? ~0ull : (1ull << (row_bytes - at)) - 1;
-      const auto groups_left = static_cast<__mmask16>((1u << std::min(groups, rows.groups - group)) - 1);
       MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
-        __builtin_prefetch(ahead + R * at + r * kLine);  // in memory's order: a sixth faster on a Sapphire Rapids
-        const __m512i bytes = _mm512_maskz_loadu_epi8(bytes_left, data + r * rows.row + at);
+        // In memory's order: a sixth faster on a Sapphire Rapids.
+        __builtin_prefetch(ahead + R * c * (kColumns / 2) + r * kLine);
         __m512i numbers[2];
-        Numbers::unpack(bytes, numbers);
-        const __m512 scale =
-            _mm512_permutexvar_ps(group_of_lane, _mm512_maskz_loadu_ps(groups_left, scales + r * rows.groups + group));
+        const __m512 scale = unpack(c, r, numbers);
         MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
           const __m512 part = _mm512_mul_ps(product(numbers, x[n][c]), _mm512_set1_ps(x[n][c].unit));
+          sums[r][n] = _mm512_fmadd_ps(part, scale, sums[r][n]);
+        }
+      }
+    }
+    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+      for (const Chunk *rest = x[n] + chunks, *end = rest + x[n]->rests; rest < end; ++rest) {
+        MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+          __m512i numbers[2];
+          const __m512 scale = unpack(rest->place, r, numbers);
+          const __m512 part = _mm512_mul_ps(product(numbers, *rest), _mm512_set1_ps(rest->unit));
           sums[r][n] = _mm512_fmadd_ps(part, scale, sums[r][n]);
         }
       }
@@ -125,7 +147,7 @@ class IntegerDots {
                     offset = load(offsets + r * rows.groups + g, count);
           const Vec of_middle = at::vec::fmadd(scale, Vec(Numbers::kMiddle), offset);
           MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
-            const Vec of_x = load(reinterpret_cast<const float*>(x[n] + chunks) + g, count);
+            const Vec of_x = load(reinterpret_cast<const float*>(x[n] + 2 * chunks) + g, count);
             sums[r][n] = at::vec::fmadd(of_middle, of_x, Vec(sums[r][n]));
           }
         }

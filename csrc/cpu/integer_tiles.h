@@ -17,7 +17,7 @@ class IntegerTiles {
  public:
   // Whether it multiplies so many tokens, 16 rows at a time.
   static bool wants(const Tokens& tokens) { return tokens.count >= kFewest && tiles_available(); }
-  // False where nothing was done, or something that is not finite came out.
+  // False where nothing was done. A token that has no digits comes to NaN.
   bool operator()(const ScaledRows& rows, const Tokens& tokens) {
     if (!wants(tokens) || rows.rows % kTile != 0 || rows.columns % kWidth != 0) return false;
     if (rows.columns == 0 || 1 << rows.shift < kWidth / 2) return false;
@@ -25,8 +25,7 @@ class IntegerTiles {
     const auto strips = 1 << rows.shift < kWidth ? &IntegerTiles::strips<2> : &IntegerTiles::strips<1>;
     for (int64_t n = 0; n < tokens.count; n += kMost) {
       const Tokens some = {tokens.x + n, tokens.out + n, std::min(kMost, tokens.count - n)};
-      const Form form = form_of(rows, some);
-      if (!form.finite() || !strips(rows, form, some)) return false;
+      strips(rows, form_of(rows, some), some);
     }
     return true;
   }
@@ -42,58 +41,96 @@ class IntegerTiles {
     int8_t digits[kTile][kWidth];
     int32_t begin[kTile];  // of the sums, so that the middle of the weights counts as 0
   };
-  using Row = float[kTile];
-  // Of up to five tokens: what a digit counts in each chunk, and each group's sum of each token.
+  // A chunk of the columns, which comes again for what its digits lack.
+  struct alignas(64) Turn {
+    float units[kTile];  // what a digit counts; in the first turn NaN for a token that has no digits
+    int64_t chunk;
+    int64_t count;  // of the first turn: of all turns
+  };
+  // Of up to five tokens: the turns with their operands, and each group's sum of each token.
   struct Form {
     Right* rights;
-    Row* units;
+    Turn* turns;
     float (*sums)[kMost];
-    bool finite() const { return !std::isnan(units[0][0]); }
   };
 
   static int64_t rights_of_tile(const ScaledRows& rows) { return 1 << rows.shift < kWidth ? 2 : 1; }
 
   Form form_of(const ScaledRows& rows, const Tokens& tokens) {
-    const int64_t chunks = at::divup(rows.columns, kChunk), rights = chunks * kTilesOfChunk * rights_of_tile(rows);
+    const int64_t turns = 2 * at::divup(rows.columns, kChunk), rights = kTilesOfChunk * rights_of_tile(rows);
     const int64_t sums = Numbers::kOffset ? rows.groups : 0;
-    const int64_t bytes = rights * sizeof(Right) + chunks * sizeof(Row) + sums * sizeof(float[kMost]);
+    const int64_t of_turn = sizeof(Turn) + rights * sizeof(Right), of_sums = sums * sizeof(float[kMost]);
     const auto form_at = [&](char* at) {
-      auto* units = reinterpret_cast<Row*>(at + rights * sizeof(Right));
-      return Form{reinterpret_cast<Right*>(at), units, reinterpret_cast<float(*)[kMost]>(units + chunks)};
+      auto* turn = reinterpret_cast<Turn*>(at);
+      auto* right = reinterpret_cast<Right*>(turn + turns);
+      return Form{right, turn, reinterpret_cast<float(*)[kMost]>(right + turns * rights)};
     };
-    return form_at(const_cast<char*>(
-        forms_.look_up(tokens.x, tokens.count, bytes, [&](char* to) { lay_out(rows, tokens, chunks, form_at(to)); })));
+    return form_at(const_cast<char*>(forms_.look_up(tokens.x, tokens.count, turns * of_turn + of_sums, [&](char* to) {
+      return lay_out(rows, tokens, turns, form_at(to)) * of_turn + of_sums;
+    })));
   }
 
-  MOE_METAL_AMX_INTEGERS static void lay_out(const ScaledRows& rows, const Tokens& tokens, int64_t chunks,
-                                             const Form& to) {
-    const int64_t parts = rights_of_tile(rows);
-    bool finite = true;
-    for (int64_t c = 0; c < chunks; ++c) {
+  // -> the turns
+  static int64_t lay_out(const ScaledRows& rows, const Tokens& tokens, int64_t most, const Form& to) {
+    bool finite[kMost];
+    std::fill_n(finite, kMost, true);
+    int64_t turns = 0;
+    for (int64_t c = 0; c < most / 2; ++c) {
       Digits all[kMost];
-      std::fill_n(to.units[c], kTile, 0.0f);
+      bool whole = true;
       for (int64_t n = 0; n < tokens.count; ++n) {
         const int64_t first = c * kChunk;
-        finite &= all[n].set(tokens.x[n] + first, std::min(kChunk, rows.columns - first));
-        for (int64_t d = 0; d < kDigits; ++d) {
-          to.units[c][n * kDigits + d] = all[n].unit * Numbers::kUnit * (1 << 8 * (kDigits - 1 - d));
-        }
+        finite[n] &= all[n].set(tokens.x[n] + first, std::min(kChunk, rows.columns - first));
+        whole &= all[n].whole;
       }
-      for (int64_t t = 0; t < kTilesOfChunk; ++t) {
-        __m512i digits[kTile] = {};
+      lay_out(all, tokens.count, rows, c, to, turns++);
+      while (!whole) {
+        const bool room = turns + most / 2 - c <= most;  // for this one and those of later chunks
+        whole = true;
         for (int64_t n = 0; n < tokens.count; ++n) {
-          for (int64_t d = 0; d < kDigits; ++d) {
-            digits[n * kDigits + d] = in_order(_mm512_load_si512(all[n].digits[d] + t * kWidth));
-          }
+          if (all[n].whole)
+            all[n].clear();
+          else
+            finite[n] &= room && all[n].set(all[n].rest, kChunk);
+          whole &= all[n].whole;
         }
-        transpose(digits);
-        for (int64_t part = 0; part < parts; ++part) {
-          fill(digits, part, parts, to.rights[(c * kTilesOfChunk + t) * parts + part]);
-        }
+        if (!room) break;
+        lay_out(all, tokens.count, rows, c, to, turns++);
       }
     }
-    if (!finite) to.units[0][0] = NAN;
-    if (!Numbers::kOffset) return;
+    to.turns->count = turns;
+    for (int64_t n = 0; n < tokens.count; ++n) {
+      if (!finite[n]) to.turns->units[n * kDigits] = NAN;
+    }
+    if (Numbers::kOffset) lay_out_sums(rows, tokens, to);
+    return turns;
+  }
+
+  MOE_METAL_AMX_INTEGERS static void lay_out(const Digits (&all)[kMost], int64_t count, const ScaledRows& rows,
+                                             int64_t chunk, const Form& to, int64_t turn) {
+    const int64_t parts = rights_of_tile(rows);
+    to.turns[turn].chunk = chunk;
+    std::fill_n(to.turns[turn].units, kTile, 0.0f);
+    for (int64_t n = 0; n < count; ++n) {
+      for (int64_t d = 0; d < kDigits; ++d) {
+        to.turns[turn].units[n * kDigits + d] = all[n].unit * Numbers::kUnit * (1 << 8 * (kDigits - 1 - d));
+      }
+    }
+    for (int64_t t = 0; t < kTilesOfChunk; ++t) {
+      __m512i digits[kTile] = {};
+      for (int64_t n = 0; n < count; ++n) {
+        for (int64_t d = 0; d < kDigits; ++d) {
+          digits[n * kDigits + d] = in_order(_mm512_load_si512(all[n].digits[d] + t * kWidth));
+        }
+      }
+      transpose(digits);
+      for (int64_t part = 0; part < parts; ++part) {
+        fill(digits, part, parts, to.rights[(turn * kTilesOfChunk + t) * parts + part]);
+      }
+    }
+  }
+
+  static void lay_out_sums(const ScaledRows& rows, const Tokens& tokens, const Form& to) {
     const int64_t group = int64_t{1} << rows.shift;
     for (int64_t g = 0; g < rows.groups; ++g) {
       std::fill_n(to.sums[g], kMost, 0.0f);
@@ -116,17 +153,15 @@ class IntegerTiles {
 
   // P groups in a tile.
   template <int P>
-  static bool strips(const ScaledRows& rows, const Form& form, const Tokens& tokens) {
-    bool finite = true;
+  static void strips(const ScaledRows& rows, const Form& form, const Tokens& tokens) {
     for (int64_t row = 0; row < rows.rows; row += kTile) {
       __m512 digits[kTile];
       strip<P>(rows, row, form, digits);
-      finite &= write(rows, row, form, digits, tokens);
+      write(rows, row, form, digits, tokens);
     }
-    return finite;
   }
 
-  // A chunk is unpacked while the one before is multiplied and the sums of the one before that are scaled: no
+  // A turn's chunk is unpacked while the one before is multiplied and the sums of the one before that are scaled: no
   // instruction waits for memory that AMX has just written, or the other way round.
   template <int P>
   MOE_METAL_AMX_INTEGERS static void strip(const ScaledRows& rows, int64_t first, const Form& form,
@@ -134,15 +169,16 @@ class IntegerTiles {
     constexpr int64_t kPieces = kTilesOfChunk * P;  // of a chunk
     alignas(64) uint8_t unpacked[2][kTilesOfChunk][kTile][kWidth];
     alignas(64) int32_t sums[2][kPieces][kTile][kTile];
-    const int64_t tiles = rows.columns / kWidth, chunks = at::divup(tiles, kTilesOfChunk);
+    const int64_t tiles = rows.columns / kWidth, turns = form.turns->count;
     const uint8_t *data = rows.data + first * rows.row, *ahead = rows.ahead(first + kTile);
     const float* scales = rows.scales + first * rows.groups;
     __m512 all[kTile];
     MOE_METAL_UNROLL for (int r = 0; r < kTile; ++r) all[r] = _mm512_setzero_ps();
 
-    const auto unpack = [&](int64_t c, int64_t row) {
+    const auto unpack = [&](int64_t turn, int64_t row) {
       constexpr int64_t kLines = Numbers::kBits * kChunk / 8 / kLine;
-      if (c == chunks) return;
+      if (turn == turns) return;
+      const int64_t c = form.turns[turn].chunk;
       for (int64_t r = row; r < row + kTile / 2; ++r) {
         for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(ahead + ((c * kTile + r) * kLines + i) * kLine, 0, 2);
         if constexpr (Numbers::kBits == 4) {
@@ -150,33 +186,33 @@ class IntegerTiles {
           const __m512i bytes = _mm512_maskz_loadu_epi8(whole ? ~0ull : ~0u, data + r * rows.row + c * kLine);
           __m512i numbers[2];
           Numbers::unpack(bytes, numbers);
-          _mm512_store_si512(unpacked[c % 2][0][r], _mm512_shuffle_i64x2(numbers[0], numbers[1], 0x44));
-          _mm512_store_si512(unpacked[c % 2][1][r], _mm512_shuffle_i64x2(numbers[0], numbers[1], 0xee));
+          _mm512_store_si512(unpacked[turn % 2][0][r], _mm512_shuffle_i64x2(numbers[0], numbers[1], 0x44));
+          _mm512_store_si512(unpacked[turn % 2][1][r], _mm512_shuffle_i64x2(numbers[0], numbers[1], 0xee));
         }
       }
     };
-    const auto left = [&](int64_t c, int64_t t) -> const uint8_t* {
-      if constexpr (Numbers::kBits == 4) return unpacked[c % 2][t][0];
-      return data + (c * kTilesOfChunk + t) * kWidth;
+    const auto left = [&](int64_t turn, int64_t t) -> const uint8_t* {
+      if constexpr (Numbers::kBits == 4) return unpacked[turn % 2][t][0];
+      return data + (form.turns[turn].chunk * kTilesOfChunk + t) * kWidth;
     };
     const int64_t step = Numbers::kBits == 4 ? kWidth : rows.row;
-    const auto scale = [&](int64_t c) __attribute__((always_inline)) {
-      const int64_t count = std::min(kTilesOfChunk, tiles - c * kTilesOfChunk) * P;
-      const __m512 units = _mm512_load_ps(form.units[c]);
+    const auto scale = [&](int64_t turn) __attribute__((always_inline)) {
+      const int64_t c = form.turns[turn].chunk, count = std::min(kTilesOfChunk, tiles - c * kTilesOfChunk) * P;
+      const __m512 units = _mm512_load_ps(form.turns[turn].units);
       for (int64_t i = 0; i < count; ++i) {
         const float* scale = scales + ((c * kPieces + i) * (kWidth / P) >> rows.shift);
         MOE_METAL_UNROLL for (int r = 0; r < kTile; ++r) {
           const __m512 unit = _mm512_mul_ps(units, _mm512_set1_ps(scale[r * rows.groups]));
-          all[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums[c % 2][i][r])), unit, all[r]);
+          all[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums[turn % 2][i][r])), unit, all[r]);
         }
       }
     };
     unpack(0, 0);
     unpack(0, kTile / 2);
-    for (int64_t c = 0; c < chunks; ++c) {
-      const Right* right = form.rights + c * kPieces;
+    for (int64_t turn = 0; turn < turns; ++turn) {
+      const Right* right = form.rights + turn * kPieces;
       _tile_loadd(0, right[0].begin, 0);
-      _tile_loadd(4, left(c, 0), step);
+      _tile_loadd(4, left(turn, 0), step);
       _tile_loadd(5, right[0].digits, kWidth);
       _tile_dpbusd(0, 4, 5);
       if constexpr (P == 2) {
@@ -184,10 +220,10 @@ class IntegerTiles {
         _tile_loadd(6, right[1].digits, kWidth);
         _tile_dpbusd(1, 4, 6);
       }
-      unpack(c + 1, 0);
-      if (c * kTilesOfChunk + 1 < tiles) {
+      unpack(turn + 1, 0);
+      if (form.turns[turn].chunk * kTilesOfChunk + 1 < tiles) {
         _tile_loadd(2, right[P].begin, 0);
-        _tile_loadd(4, left(c, 1), step);
+        _tile_loadd(4, left(turn, 1), step);
         _tile_loadd(5, right[P].digits, kWidth);
         _tile_dpbusd(2, 4, 5);
         if constexpr (P == 2) {
@@ -196,19 +232,19 @@ class IntegerTiles {
           _tile_dpbusd(3, 4, 6);
         }
       }
-      unpack(c + 1, kTile / 2);
-      if (c > 0) scale(c - 1);
-      _tile_stored(0, sums[c % 2][0], kWidth);
-      if constexpr (P == 2) _tile_stored(1, sums[c % 2][1], kWidth);
-      _tile_stored(2, sums[c % 2][P], kWidth);
-      if constexpr (P == 2) _tile_stored(3, sums[c % 2][3], kWidth);
+      unpack(turn + 1, kTile / 2);
+      if (turn > 0) scale(turn - 1);
+      _tile_stored(0, sums[turn % 2][0], kWidth);
+      if constexpr (P == 2) _tile_stored(1, sums[turn % 2][1], kWidth);
+      _tile_stored(2, sums[turn % 2][P], kWidth);
+      if constexpr (P == 2) _tile_stored(3, sums[turn % 2][3], kWidth);
     }
-    scale(chunks - 1);
+    scale(turns - 1);
     MOE_METAL_UNROLL for (int r = 0; r < kTile; ++r) to[r] = all[r];
   }
 
-  // The results of 16 rows, unless one is not finite: the sums of the digits, and what the offsets add.
-  static bool write(const ScaledRows& rows, int64_t first, const Form& form, const __m512 (&digits)[kTile],
+  // The results of 16 rows: the sums of the digits, and what the offsets add.
+  static void write(const ScaledRows& rows, int64_t first, const Form& form, const __m512 (&digits)[kTile],
                     const Tokens& tokens) {
     __m512i columns[kTile];
     for (int64_t r = 0; r < kTile; ++r) columns[r] = _mm512_castps_si512(digits[r]);
@@ -221,12 +257,7 @@ class IntegerTiles {
       }
     }
     if constexpr (Numbers::kOffset) add_offsets(rows, first, form, results);
-    __mmask16 finite = 0xffff;
-    for (int64_t n = 0; n < tokens.count; ++n) {
-      finite &= _mm512_cmp_ps_mask(_mm512_abs_ps(results[n]), _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
-      _mm512_storeu_ps(tokens.out[n] + first, results[n]);
-    }
-    return finite == 0xffff;
+    for (int64_t n = 0; n < tokens.count; ++n) _mm512_storeu_ps(tokens.out[n] + first, results[n]);
   }
 
   // A product of its own.

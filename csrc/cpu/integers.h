@@ -10,33 +10,50 @@ struct Integers;
 
 #if defined(CPU_CAPABILITY_AVX512)
 // 128 of a token's numbers: each is a multiple of one power of two, at most 2^-21 of the largest, in three digits of
-// base 256.
+// base 256. Weights that make 0 of the largest leave what the digits cannot hold of the others, so that is kept: it has
+// digits of its own.
 struct alignas(64) Digits {
   static constexpr int64_t kColumns = 128, kCount = 3;
 
   int8_t digits[kCount][kColumns];  // the highest first
+  float rest[kColumns];             // what they lack
   float unit;                       // the numbers are `unit` times what the digits say
+  bool whole;                       // nothing is lacking
 
-  // False where a number is not finite. Past `count` are zeros.
+  // False where a number is not finite, or the largest is too small: all are 0 then. Past `count` are zeros. x may be
+  // `rest`.
   bool set(const float* x, int64_t count) {
     __m512 all[8], most = _mm512_setzero_ps();
+    __m512i bits = _mm512_setzero_si512();
     __mmask16 finite = 0xffff;
     for (int64_t i = 0; i < 8; ++i) {
       const int64_t left = std::clamp<int64_t>(count - 16 * i, 0, 16);
       all[i] = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << left) - 1), x + 16 * i);
       const __m512 magnitude = _mm512_abs_ps(all[i]);
+      bits = _mm512_or_si512(bits, _mm512_castps_si512(all[i]));
       finite &= _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(std::numeric_limits<float>::max()), _CMP_LE_OQ);
       most = _mm512_max_ps(most, magnitude);
     }
-    if (finite != 0xffff) return false;
-    // The largest is less than 2^kBits. What is smaller than any weight makes use of may become 0.
-    const int above = std::max(exponent(_mm512_reduce_max_ps(most)), -100) + 1;
+    const float largest = _mm512_reduce_max_ps(most);
+    clear();
+    if (finite != 0xffff || (largest > 0 && exponent(largest) < kSmallest)) return false;
+    const int above = std::max(exponent(largest), kSmallest) + 1;  // the largest is less than 2^kBits units
     unit = power_of_two(above - kBits);
     const __m512 units = _mm512_set1_ps(power_of_two(kBits - above));
+    // Nothing of a bfloat16 gets lost. Other numbers come from within `experts`, which may round them: most lose less
+    // than bfloat16 rounds off, and those below 2^-17 of the largest less than a sixteenth.
+    const bool bfloat16 = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0xffff)) == 0;
+    const __m512 bearable = _mm512_set1_ps(bfloat16 ? 0x1p-8f : 0x1p-4f);
     // Bytes from -128 to 127 that carry: half of the base is added to each, and taken off without a carry.
     const __m512i half = _mm512_set1_epi32(0x808080);
     for (int64_t i = 0; i < 8; ++i) {
       const __m512i number = _mm512_cvtps_epi32(_mm512_mul_ps(all[i], units));
+      const __m512 lost = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(number), _mm512_set1_ps(unit), all[i]);
+      const __mmask16 some =
+          _mm512_cmp_ps_mask(_mm512_abs_ps(lost), _mm512_mul_ps(_mm512_abs_ps(all[i]), bearable), _CMP_GE_OQ);
+      const __mmask16 lacking = _mm512_mask_cmp_ps_mask(some, lost, _mm512_setzero_ps(), _CMP_NEQ_OQ);
+      _mm512_store_ps(rest + 16 * i, _mm512_maskz_mov_ps(lacking, lost));
+      whole &= lacking == 0;
       const __m512i bytes = _mm512_xor_si512(_mm512_add_epi32(number, half), half);
       for (int64_t d = 0; d < kCount; ++d) {
         const __m512i digit = _mm512_srli_epi32(bytes, static_cast<unsigned>(8 * (kCount - 1 - d)));
@@ -44,6 +61,10 @@ struct alignas(64) Digits {
       }
     }
     return true;
+  }
+  void clear() {
+    std::memset(digits, 0, sizeof(digits));
+    unit = 0, whole = true;
   }
 
   // Of 64 bytes the even ones, then the odd ones.
@@ -53,7 +74,7 @@ struct alignas(64) Digits {
   }
 
  private:
-  static constexpr int kBits = 22;
+  static constexpr int kBits = 22, kSmallest = -100;
   static int exponent(float x) { return static_cast<int>(std::bit_cast<uint32_t>(x) >> 23) - 127; }
   static float power_of_two(int n) { return std::bit_cast<float>(static_cast<uint32_t>(n + 127) << 23); }
 };

@@ -500,14 +500,24 @@ class PackedRows final : public WeightRows {
   }
 
   void some_rows(const Tokens& tokens) {
-    if (bfloat16_ && (tiles_(packed_, tokens) || dots_(packed_, tokens))) return;
+    if (!scaled_last(tokens)) return product_by_rows(packed_, tokens);
+    // What has no digits comes to NaN there, and a group may have an infinite sum before its scale: once more, then,
+    // with each number scaled.
+    for (int64_t n = 0; n < tokens.count; ++n) {
+      if (!all_finite(tokens.out[n], packed_.rows)) product_by_rows(packed_, {tokens.x + n, tokens.out + n, 1});
+    }
+  }
+  // Products that are summed before they are scaled. False where nothing was done.
+  bool scaled_last(const Tokens& tokens) {
+    if (bfloat16_ && (tiles_(packed_, tokens) || dots_(packed_, tokens))) return true;
     if constexpr (kLanes >= 8) {
       if (weight_.group >= 2 * kLanes && weight_.columns % weight_.group == 0 && tokens.count <= 2) {
-        return tokens.count == 1 ? by_groups_.template operator()<1>(packed_, tokens)
-                                 : by_groups_.template operator()<2>(packed_, tokens);
+        tokens.count == 1 ? by_groups_.template operator()<1>(packed_, tokens)
+                          : by_groups_.template operator()<2>(packed_, tokens);
+        return true;
       }
     }
-    product_by_rows(packed_, tokens);
+    return false;
   }
 
   const uint8_t* place(int64_t expert, int64_t row) const {

@@ -29,6 +29,15 @@ struct ScaledRows {
 constexpr int64_t kLine = 64;  // bytes that memory hands out at a time
 constexpr int64_t kFewTokens = 8;
 
+inline bool all_finite(const float* values, int64_t count) {
+  Vec differences(0);  // NaN of what is not finite
+  for_each_vector(count, [&](int64_t i, auto n) {
+    const Vec some = load(values + i, n);
+    differences = differences + (some - some);
+  });
+  return sum(differences) == 0;
+}
+
 // For numbers and processors that have no products of their own.
 struct NoDots {
   static bool wants(const Tokens&) { return false; }
@@ -40,8 +49,8 @@ struct NoDots {
 // block of the output. A token stays what it is as long as this lives.
 class TokenForms {
  public:
-  // The form of these tokens, of so many bytes, for which make(form) is called unless it was before. Until the next
-  // call.
+  // The form of these tokens, of so many bytes at most, for which make(form) is called unless it was before: it says
+  // how many it filled. Until the next call.
   template <class Make>
   const char* look_up(const float* const* x, int64_t count, int64_t bytes, Make&& make) {
     // Mostly they are those of the last call, or those that followed them before.
@@ -49,14 +58,13 @@ class TokenForms {
       const auto& tokens = forms_[last_].tokens;
       if (std::equal(x, x + count, tokens.begin(), tokens.end())) return forms_[last_].data.get();
     }
-    bytes_ += bytes;
-    if (bytes_ > kBytes) used_ = 0, bytes_ = bytes;
+    if (bytes_ > kBytes) used_ = 0, bytes_ = 0;
     last_ = used_++;
     if (last_ == std::ssize(forms_)) forms_.emplace_back();
     Form& form = forms_[last_];
     if (form.bytes < bytes) form.data = scratch<char>(bytes), form.bytes = bytes;
     form.tokens.assign(x, x + count);
-    make(form.data.get());
+    bytes_ += make(form.data.get());
     return form.data.get();
   }
 

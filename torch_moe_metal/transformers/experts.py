@@ -132,6 +132,8 @@ def weights_of(experts: nn.Module) -> dict:
     if packed is None:
         return {"gate_up": member(experts, "gate_up_proj"), "down": member(experts, "down_proj")}
     buffers, arguments = experts._buffers, {"format": experts.format}
+    if experts.group_size:
+        arguments["group_size"] = experts.group_size
     for argument, name in packed:
         arguments[argument] = buffers[name]
     return arguments

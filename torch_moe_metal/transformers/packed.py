@@ -22,7 +22,7 @@ from .experts import NAME
 
 #: What transformers' classes of experts call the weights that the ops call gate_up and down.
 PROJECTIONS = {"gate_up": "gate_up_proj", "down": "down_proj"}
-PACKED = ("packing", "format", "columns", "arguments")  # what packed experts have beside what they had before
+PACKED = ("packing", "format", "columns", "group_size", "arguments")  # of packed experts, beside what they had before
 Parts = Mapping[str, Tensor]  # data, scale and offset of one weight, by their names in the module
 
 
@@ -32,6 +32,7 @@ class PackedExperts(Packed):
     original: type  # the class that this module had before
     format: str
     columns: dict[str, int]  # of each weight, dense
+    group_size: int  # of both weights; 0 where they differ, or the format says it
     arguments: tuple[tuple[str, str], ...]  # of the op `experts`, and what they are called here
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
@@ -127,6 +128,8 @@ def pack_experts(experts: nn.Module, format: str, weights: Mapping[str, Parts]) 
         del experts._parameters[name]
     experts.__class__ = packed_class(type(experts))
     experts.format = format
+    groups = {experts.columns[weight] // list(parts.values())[1].shape[-1] for weight, parts in weights.items()}
+    experts.group_size = groups.pop() if format == "affine" and len(groups) == 1 else 0
     for weight, parts in weights.items():
         experts.hold(weight, parts)
     experts.arguments = tuple(
