@@ -335,6 +335,18 @@ def test_integers_become_affine(integers, way, family, device, tmp_path):
     assert relative(again(ids).logits.cpu(), expected) <= 1e-5
 
 
+@pytest.mark.parametrize("way", ["gptq_rows", "compressed_zeros_rows"])
+def test_integers_are_moved(integers, way, device, tmp_path):
+    """With one group in a row, the last stride of a transposed scale [N, 1] is not 1."""
+    model, ids = load(integers(way)), tokens(2, 9)
+    expected = model(ids).logits
+    moved = model.to(torch.float16).to(torch.float32).to(device)
+    assert relative(moved(ids.to(device)).logits.cpu(), expected) <= 1e-3  # norms, the head and RoPE were rounded
+    moved.save_pretrained(tmp_path)
+    before, after = moved.state_dict(), load(tmp_path, device).state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
 def test_codes_of_compressed_tensors_are_not_touched(integers):
     """Of linear layers; those of experts are joined."""
     folder = integers("compressed")

@@ -12,8 +12,9 @@ from . import reference
 from .arguments import beside
 from .grad import wants_grad
 from .layers import Embedding, Linear, Packed, slots_with_grad
-from .packing import quantize
+from .packing import check, quantize
 from .rehearsal import warm_up_unasked
+from .transaction import all_or_nothing
 
 __all__ = ["Embedding", "Linear", "MoE"]
 
@@ -140,13 +141,15 @@ class MoE(Packed):
         weights = {name: experts[name].detach() for name in ("gate_up", "down")}
         if experts.get("transposed"):
             weights = {name: weight.mT for name, weight in weights.items()}
-        for weight in weights.values():  # so that neither is changed when one cannot be
-            quantize(weight[:0], format, bits, group_size)
         for name, weight in weights.items():
-            parts = quantize(weight, format, bits, group_size)
-            self.hold(name, dict(zip((name, *beside(name)), parts, strict=True)))
-            self._arguments[1] |= dict.fromkeys((name, *beside(name)))
-        self._arguments[1] |= {"format": format, "transposed": False}
+            check(weight, format, bits, group_size, "nn.MoE.quantize_", name)
+        settings = self._arguments[1] | {"format": format, "transposed": False}
+        with all_or_nothing(self):
+            for name, weight in weights.items():
+                parts = dict(zip((name, *beside(name)), quantize(weight, format, bits, group_size), strict=True))
+                self.hold(name, parts)
+                settings |= dict.fromkeys(parts)
+            self._arguments = [self._arguments[0], settings]
         warm_up_unasked(self)
         return self
 
