@@ -195,6 +195,27 @@ def test_dequantised_and_saved(folder, family, tmp_path):
     assert relative(load(folder(family))(ids).logits, model(ids).logits) <= TOLERANCE
 
 
+def test_what_mlx_left_dense_is_quantised(tmp_path):
+    """In memory: what was packed stays as it is, and saved it is a checkpoint of ours."""
+    ids = tokens(2, 9)
+    folder = mlx_folders.convert(tmp_path / "a", "qwen3_next", quant_predicate=lambda path, _: "mlp.switch" in path)
+    model = load(folder)
+    before, logits = formats(model), model(ids).logits
+    experts = model.model.layers[1].mlp.experts
+    scale = experts.gate_up_proj_scale.clone()
+    torch_moe_metal.quantize_(model, bits=8, group_size=32)
+    assert set(before) == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
+    assert before.items() < formats(model).items() and "lm_head" in formats(model)
+    assert torch.equal(experts.gate_up_proj_scale, scale)
+    expected = model(ids).logits
+    assert 0 < relative(expected, logits) <= 0.1
+    model.save_pretrained(tmp_path / "b")
+    assert "quantization" not in json.loads((tmp_path / "b" / "config.json").read_text())
+    again = load(tmp_path / "b")
+    assert formats(again) == formats(model)
+    assert relative(again(ids).logits, expected) <= 1e-6  # dense rows may lie otherwise in memory
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells which memory is a file's")
 def test_what_is_copied(folder):
     """On the CPU packed weights are the file's own pages, but for gates and ups, which are joined."""

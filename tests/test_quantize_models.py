@@ -1,5 +1,6 @@
 """Dense models of transformers, packed while they are loaded or in memory: `MoeMetalConfig` and `quantize_`."""
 
+import contextlib
 import copy
 import os
 import subprocess
@@ -12,13 +13,16 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
+import checkpoints
 import torch_moe_metal
 from checkpoints import formats
 from test_transformers import counted, generated, relative
 from tiny_models import COMMON, FAMILIES, build, tiny_model, tokens
 from torch_moe_metal import MoeMetalConfig, quantize, quantize_, reference
 from torch_moe_metal.grad import warned
+from torch_moe_metal.transformers.packed import packed_modules
 
 SIZES = {"moe_intermediate_size": 64, "intermediate_size": 64, "tie_word_embeddings": False}
 SIZES |= {"q_lora_rank": 32, "shared_expert_intermediate_size": 64, "intermediate_size_mlp": 64}
@@ -52,6 +56,17 @@ def load(folder: Path, device: str = "cpu", config: MoeMetalConfig | None = None
     options = {"dtype": torch.float32, "device_map": device} | options
     options |= {"quantization_config": config} if config else {}  # transformers takes None for "not quantised"
     return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@contextlib.contextmanager
+def told(caplog):
+    """What our part of transformers' log says reaches `caplog`."""
+    with caplog.at_level("WARNING"):
+        transformers.utils.logging.enable_propagation()
+        try:
+            yield
+        finally:
+            transformers.utils.logging.disable_propagation()
 
 
 def rounded(model, config: MoeMetalConfig, names: set[str]):
@@ -119,7 +134,7 @@ def test_every_family(family, tmp_path):
     expected = loaded(ids).logits
     stock = type(model).from_pretrained(tmp_path, dtype=torch.float32)
     assert 1e-4 < relative(expected, stock(ids).logits) <= 0.25
-    assert torch.equal(quantize_(stock, 8, 16)(ids).logits, expected)
+    assert torch.equal(quantize_(stock, bits=8, group_size=16)(ids).logits, expected)
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(type(model).from_pretrained(tmp_path / "again", dtype=torch.float32)(ids).logits, expected)
     assert len(torch_moe_metal.patch(loaded)["fused"]) == FAMILIES[family][1]
@@ -157,12 +172,77 @@ def test_in_memory(family, tmp_path, device):
     assert len(generated(model, ids)) == 2
 
 
+PACKED = {
+    "gpt_oss": ({"bits": 8, "group_size": 32}, {"bits": 8, "group_size": 32, "skip": ["experts"]}),
+    "fp8": ({"bits": 8, "group_size": 32},),
+    "awq": ({"bits": 8, "group_size": 32}, {"format": "fp8"}),
+    "affine": ({"bits": 8, "group_size": 32}, {"bits": 4, "group_size": 64}),
+}
+
+
+def packed_checkpoint(kind: str, folder: Path) -> Path:
+    if kind == "gpt_oss":
+        return checkpoints.gpt_oss(folder)
+    if kind == "fp8":
+        return checkpoints.fp8(folder, "qwen3_moe")
+    if kind == "awq":
+        return checkpoints.integers(folder, "awq")
+    config = {"group_size": 16, "skip": ["lm_head", "layers.1.self_attn"]}
+    quantize_(dense("qwen3_moe", tie_word_embeddings=True), **config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind, options", [(kind, options) for kind in PACKED for options in PACKED[kind]], ids=str)
+def test_what_is_packed_stays_as_it_is(kind, options, device, tmp_path, caplog):
+    """It is named, the rest is packed, and saved and loaded again it is the same model."""
+    folder, ids = packed_checkpoint(kind, tmp_path), tokens(2, 9, device=device)
+    model = load(folder, device)
+    before, logits = formats(model), model(ids).logits
+    parts = {name: [part for weight in m.packing for part in m.parts(weight)] for name, m in packed_modules(model)}
+    with told(caplog):
+        assert quantize_(model, **options) is model
+    assert "packed already, and left as it is: model" in caplog.text
+    after = formats(model)
+    assert before.items() < after.items() and {type(m) for m in model.modules()} & {nn.Embedding} == set()
+    for name, tensors in parts.items():
+        now = [part for weight in model.get_submodule(name).packing for part in model.get_submodule(name).parts(weight)]
+        pairs = ((a, b) for a, b in zip(tensors, now, strict=True) if a is not None)
+        assert all(torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)) for a, b in pairs), name
+    expected = model(ids).logits
+    assert 0 < relative(expected, logits) <= (0.1 if options.get("bits") == 8 else 0.5)
+    model.save_pretrained(tmp_path / "again")
+    again = load(tmp_path / "again", device)
+    assert formats(again) == after and torch.equal(again(ids).logits, expected)
+    assert relative(again.dequantize()(ids).logits, expected) <= 1e-5
+
+
+def test_quantised_twice(tmp_path, caplog):
+    """The second time there is nothing to do, and that is said."""
+    model, ids = quantize_(dense("qwen3_moe"), group_size=32), tokens(2, 9)
+    state, expected = model.state_dict(), model(ids).logits
+    with told(caplog):
+        quantize_(model, bits=8, group_size=16)
+    assert "left as it is: model.embed_tokens (affine), model.layers.*.self_attn.q_proj (affine), " in caplog.text
+    assert "nothing was packed: no dense weight is left" in caplog.text
+    assert all(tensor is state[name] or torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load(tmp_path)(ids).logits, expected)
+
+
+def test_models_of_other_quantizers_are_refused():
+    model = dense("qwen3_moe")
+    model.hf_quantizer = Mxfp4HfQuantizer(transformers.Mxfp4Config())
+    with pytest.raises(ValueError, match=r"expected a dense model, or .*, got one of transformers' Mxfp4HfQuantizer"):
+        quantize_(model, group_size=32)
+    assert not formats(model)
+
+
 def test_a_patched_model_is_quantised_too():
     model, ids = dense("qwen3_moe"), tokens(2, 9)
     torch_moe_metal.patch(model)
-    expected = quantize_(copy.deepcopy(model), 8, 32)(ids).logits
+    expected = quantize_(copy.deepcopy(model), bits=8, group_size=32)(ids).logits
     torch_moe_metal.unpatch(model)
-    assert relative(quantize_(model, 8, 32)(ids).logits, expected) <= 1e-5
+    assert relative(quantize_(model, bits=8, group_size=32)(ids).logits, expected) <= 1e-5
 
 
 def test_packed_weights_keep_their_bits():
@@ -260,7 +340,7 @@ def test_adapters_train_on_packed_layers(fuse):
     """PEFT's LoRA on packed linear layers gets the gradients that it gets on dense ones of the same numbers."""
     gradients = []
     for packed in (False, True):
-        model = quantize_(dense("qwen3_moe"), 8, 32)
+        model = quantize_(dense("qwen3_moe"), bits=8, group_size=32)
         model = model if packed else model.dequantize()
         if fuse and packed:
             torch_moe_metal.patch(model)

@@ -138,9 +138,7 @@ class MoE(Packed):
         experts = self._router_and_experts()[1]
         if experts.get("format", "dense") != "dense":
             raise RuntimeError(f"torch_moe_metal.nn.MoE.quantize_: its weights are {experts['format']} already")
-        weights = {name: experts[name].detach() for name in ("gate_up", "down")}
-        if experts.get("transposed"):
-            weights = {name: weight.mT for name, weight in weights.items()}
+        weights = self.dense_rows()
         for name, weight in weights.items():
             check(weight, format, bits, group_size, "nn.MoE.quantize_", name)
         settings = self._arguments[1] | {"format": format, "transposed": False}
@@ -152,6 +150,12 @@ class MoE(Packed):
             self._arguments = [self._arguments[0], settings]
         warm_up_unasked(self)
         return self
+
+    def dense_rows(self) -> dict[str, Tensor]:
+        """The experts' weights that are not packed, [E, N, C]."""
+        experts = self._router_and_experts()[1]
+        weights = {name: experts[name].detach() for name in ("gate_up", "down")}
+        return {name: weight.mT if experts.get("transposed") else weight for name, weight in weights.items()}
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
