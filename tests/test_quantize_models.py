@@ -18,6 +18,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 import checkpoints
 import torch_moe_metal
 from checkpoints import formats
+from interruptions import interrupted
 from test_transformers import counted, generated, relative
 from tiny_models import COMMON, FAMILIES, build, tiny_model, tokens
 from torch_moe_metal import MoeMetalConfig, quantize, quantize_, reference
@@ -436,3 +437,73 @@ def test_loading_needs_little_memory(tmp_path):
     print(f"grown {grown / 1e6:.0f} MB, packed {packed / 1e6:.0f} MB, one layer's experts {layer / 1e6:.0f} MB")
     assert packed < 3 * layer * 0.3
     assert grown <= packed + layer
+
+
+# ------------------------------------------------------------------------------------------------ interrupted
+
+
+def told_by(model) -> tuple:
+    """All that a model is, but for the values of its tensors."""
+    modules = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
+    tensors = [(name, tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()]
+    return modules, tensors, model.config.to_dict(), repr(model)
+
+
+def one_layer(**changes):
+    return dense("qwen3_moe", num_hidden_layers=1, **changes)
+
+
+def as_saved(model, folder: Path):
+    model.save_pretrained(folder)
+    return load(folder)
+
+
+ACTS = {
+    "patch": torch_moe_metal.patch,
+    "unpatch": torch_moe_metal.unpatch,
+    "dequantize": lambda model: model.dequantize(),
+    "to": lambda model: model.to(torch.float16).to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_interrupted_it_is_as_before(act, tmp_path):
+    """Whatever the line at which it was interrupted; repeated, it does what it does."""
+    torch_moe_metal.transformers.version.check_version()
+    ids, act = tokens(1, 5), ACTS[act]
+    model = quantize_(one_layer(tie_word_embeddings=True), group_size=32)
+    if act is torch_moe_metal.unpatch:
+        torch_moe_metal.patch(model)
+    model.save_pretrained(tmp_path)
+    before, logits = told_by(model), model(ids).logits
+    done = copy.deepcopy(model)
+    act(done)
+    after, expected, count = told_by(done), done(ids).logits, 0
+    for place, other, raised in interrupted(lambda: copy.deepcopy(model), act):
+        if raised and act is not ACTS["to"]:
+            assert told_by(other) in (before, after), place
+            assert torch.equal(other(ids).logits, logits if told_by(other) == before else expected), place
+        act(other)
+        assert told_by(other) == after and torch.equal(other(ids).logits, expected), place
+        count += raised
+    assert count >= 10
+
+
+@pytest.mark.parametrize("kind", ["dense", "gpt_oss"])
+def test_interrupted_it_quantises_the_rest_next_time(kind, tmp_path):
+    """Until then it is a model that runs, is saved, and loads."""
+    ids, options = tokens(1, 5), {"bits": 8, "group_size": 32}
+    if kind == "dense":
+        model = one_layer(tie_word_embeddings=True)
+    else:
+        model = load(checkpoints.gpt_oss(tmp_path / "a", num_hidden_layers=1))
+    expected, states, count = quantize_(copy.deepcopy(model), **options)(ids).logits, set(), 0
+    for place, other, raised in interrupted(lambda: copy.deepcopy(model), lambda m: quantize_(m, **options)):
+        logits, state = other(ids).logits, (*formats(other), hasattr(other, "hf_quantizer"))
+        if state not in states:
+            states.add(state)
+            again = as_saved(copy.deepcopy(other), tmp_path / str(len(states)))
+            assert formats(again) == formats(other) and torch.equal(again(ids).logits, logits), place
+        assert torch.equal(quantize_(other, **options)(ids).logits, expected), place
+        count += raised
+    assert count >= 100 and len(states) >= 5
