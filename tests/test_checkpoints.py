@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -445,6 +446,23 @@ def test_gradients_pass_packed_experts(gpt_oss, fuse):
     }
     for name, gradient in packed.items():
         assert relative(gradient, dense[name]) <= 1e-4, name
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "awq"])
+def test_adapters_train_under_autocast(kind, gpt_oss, integers):
+    """As PEFT prepares models of few bits for it; the gradients are close to those without autocast."""
+    gradients = []
+    for autocast in (False, True):
+        model = prepare_model_for_kbit_training(load(gpt_oss if kind == "gpt_oss" else integers("awq"), dtype="auto"))
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)).train()
+        with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(tokens(2, 9), labels=tokens(2, 9, seed=2)).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    exact, ours = gradients
+    assert len(ours) == 8 and ours.keys() == exact.keys()
+    for name, gradient in ours.items():
+        assert relative(gradient, exact[name]) <= 0.1, name
 
 
 def test_copies_of_packed_experts(gpt_oss, tmp_path, device):

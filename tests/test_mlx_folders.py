@@ -183,6 +183,31 @@ def test_in_half_precision(folder):
     assert ours <= 2 * relative(model.dequantize()(ids).logits.float(), exact)
 
 
+def test_trained_under_autocast(folder):
+    """As by Trainer(bf16=True): what is dense is trained, and its gradients are close to those without autocast."""
+    gradients = []
+    for autocast in (False, True):
+        model = load(folder("qwen3_moe")).train()
+        with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(tokens(2, 9), labels=tokens(2, 9, seed=2)).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    exact, ours = gradients
+    assert len(ours) >= 10 and ours.keys() == exact.keys()
+    for name, gradient in ours.items():
+        assert relative(gradient, exact[name]) <= 0.1, name
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
+def test_saved_and_dequantised(folder, family, tmp_path):
+    """`save_pretrained` writes the dtype of the configuration as a word, which `dequantize` reads."""
+    model, ids = load(folder(family)), tokens(2, 9)
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path / "a")
+    model.dequantize().save_pretrained(tmp_path / "b")
+    again = load(tmp_path / "b")
+    assert not formats(again) and relative(again(ids).logits, expected) <= TOLERANCE
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
 def test_dequantised_and_saved(folder, family, tmp_path):
     """It is a checkpoint of transformers then."""

@@ -407,3 +407,31 @@ def test_an_interrupted_quantize_changes_nothing(monkeypatch):
         monkeypatch.undo()
         assert moe.state_dict().keys() == state.keys() and repr(moe) == said and torch.equal(moe(x), expected)
     assert torch.equal(moe.quantize_()(x), packed)
+
+
+# ------------------------------------------------------------------------------------------------ autocast
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("of_weights", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", ["dense", "affine"])
+def test_autocast(format: str, of_weights: torch.dtype, of_x: torch.dtype, grad: bool, device: str):
+    """x and weights may differ in dtype, as with PyTorch's own layers; results and gradients are close to float32's."""
+    moe = layer(shared_size=24, shared_gate=True)
+    linear = torch.nn.Linear(64, 32)
+    if format == "affine":
+        moe, linear = moe.quantize_(bits=8), nn.Linear.from_module(linear, bits=8)
+    x = torch.randn(5, 64, requires_grad=grad)
+    want = [moe(x, x).detach(), linear(x).detach()]
+    want += torch.autograd.grad(moe(x, x).square().sum() + linear(x).square().sum(), [x, linear.bias]) if grad else []
+    moe, linear, given = moe.to(device, of_weights), linear.to(device, of_weights), x.detach().to(device, of_x)
+    given.requires_grad_(grad)
+    with torch.autocast(device, torch.bfloat16), torch.set_grad_enabled(grad):
+        got = [moe(given, given), linear(given)]
+    assert [output.dtype for output in got] == [of_x, torch.bfloat16]
+    if grad:
+        loss = got[0].float().square().sum() + got[1].float().square().sum()
+        got += torch.autograd.grad(loss, [given, linear.bias])
+    for a, b in zip(got, want, strict=True):
+        assert relative(a.detach().cpu().float(), b) <= 0.03

@@ -33,6 +33,11 @@ def has_tangent(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether PyTorch's own products of x would run in the dtype of torch.autocast."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def traced_as_constant(function: Callable) -> Callable:
     """torch.compiler.assume_constant_result, but for importing the compiler, which takes seconds: torch.compile and
     torch.export call this function while they trace, and look only at what it returns."""

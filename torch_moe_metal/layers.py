@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import reference
 from .arguments import DTYPES, beside
-from .grad import wants_grad
+from .grad import autocasts, wants_grad
 from .packing import FP8_BLOCK, quantize
 
 ops = torch.ops.moe_metal
@@ -108,7 +108,11 @@ class Linear(Packed, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if wants_grad(self, x):
             return linear_with_grad(x, *self.parts("weight"), self.bias, self.format)
-        return ops.linear(x, *self.parts("weight"), self.bias, format=self.format)
+        bias = self.bias
+        if autocasts(x) and x.dtype in DTYPES:  # what torch.nn.Linear returns then
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+            bias = None if bias is None else bias.to(x.dtype)
+        return ops.linear(x, *self.parts("weight"), bias, format=self.format)
 
     def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         self(torch.empty(tokens, self.in_features, dtype=dtype, device="meta"))
@@ -129,6 +133,10 @@ class TiedLinear(Linear):
 
     def parts(self, weight: str) -> list[Tensor | None]:
         return self.embedding[0].parts(weight)
+
+
+def is_packed(module: nn.Module) -> bool:
+    return isinstance(module, TiedLinear) or bool(getattr(module, "packing", None))
 
 
 class Embedding(Packed):
@@ -238,7 +246,8 @@ def slots_with_grad(x: Tensor, ids: Tensor, experts: dict) -> Tensor:
         chosen = (ids == e).nonzero(as_tuple=True)
         both = expert_linear(x[chosen[:-1]], e, experts, "gate_up")
         gate, up = (both[..., ::2], both[..., 1::2]) if experts.get("interleaved") else both.chunk(2, -1)
-        slots = slots.index_put(chosen, expert_linear(reference.glu(gate, up, **options), e, experts, "down"))
+        output = expert_linear(reference.glu(gate, up, **options), e, experts, "down")
+        slots = slots.index_put(chosen, output.to(slots.dtype))  # under autocast it may have another
     return slots
 
 

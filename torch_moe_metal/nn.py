@@ -4,13 +4,15 @@ Letters: T tokens (any leading dimensions), E experts, K experts per token, H hi
 expert's inner size.
 """
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import reference
 from .arguments import beside
-from .grad import wants_grad
+from .grad import autocasts, wants_grad
 from .layers import Embedding, Linear, Packed, slots_with_grad
 from .packing import check, quantize
 from .rehearsal import warm_up_unasked
@@ -135,9 +137,8 @@ class MoE(Packed):
     def quantize_(self, format: str = "affine", bits: int = 4, group_size: int = 64) -> "MoE":
         """Have the experts' weights in few bits from now on, as `torch_moe_metal.quantize` packs them, one after the
         other: buffers gate_up, gate_up_scale, (gate_up_offset), and the same of down. Router and shared expert stay."""
-        experts = self._router_and_experts()[1]
-        if experts.get("format", "dense") != "dense":
-            raise RuntimeError(f"torch_moe_metal.nn.MoE.quantize_: its weights are {experts['format']} already")
+        if self.format != "dense":
+            raise RuntimeError(f"torch_moe_metal.nn.MoE.quantize_: its weights are {self.format} already")
         weights = self.dense_rows()
         for name, weight in weights.items():
             check(weight, format, bits, group_size, "nn.MoE.quantize_", name)
@@ -150,6 +151,11 @@ class MoE(Packed):
             self._arguments = [self._arguments[0], settings]
         warm_up_unasked(self)
         return self
+
+    @property
+    def format(self) -> str:
+        """That of the experts' weights."""
+        return self._arguments[1].get("format", "dense")
 
     def dense_rows(self) -> dict[str, Tensor]:
         """The experts' weights that are not packed, [E, N, C]."""
@@ -191,14 +197,24 @@ class MoE(Packed):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [..., H], residual [..., H] -> [..., H]"""
         router, experts = self._router_and_experts()
+        grad, autocast = wants_grad(self, x, residual), autocasts(x)
+        if autocast and not grad:
+            return self.without_autocast(x, residual)
         shared = None if self.shared is None else self.shared(x)
         shared_gate = None if self.shared_gate is None else self.shared_gate(x).squeeze(-1)
-        if wants_grad(self, x, residual):
-            weights, ids = reference.gate(x, **router)
+        if grad:
+            with torch.autocast(x.device.type, enabled=False) if autocast else contextlib.nullcontext():
+                weights, ids = reference.gate(x, **router)
             slots = slots_with_grad(x, ids, experts)
             return reference.weighted_sum(slots, weights, shared, shared_gate, residual)
         weights, ids = ops.gate(x, **router)
         return ops.experts(x, weights, ids, shared=shared, shared_gate=shared_gate, residual=residual, **experts)
+
+    def without_autocast(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The same in the dtype of the layer's weights, rounded to that of x."""
+        dtype = self.router_weight.dtype if self.packing else self.down.dtype
+        with torch.autocast(x.device.type, enabled=False):
+            return self.forward(x.to(dtype), None if residual is None else residual.to(dtype)).to(x.dtype)
 
     def extra_repr(self) -> str:
         router, experts = self._arguments
