@@ -10,8 +10,10 @@ import transformers
 
 import torch_moe_metal
 
+HOME = Path(torch_moe_metal.__file__).parent
 #: Whose lines are meant: ours that change modules, and those of PyTorch and transformers that they go through.
-FILES = {str(path) for path in Path(torch_moe_metal.__file__).parent.rglob("*.py")} - {torch_moe_metal.packing.__file__}
+FILES = {str(path) for path in (HOME / "layers.py", HOME / "nn.py", HOME / "transaction.py")}
+FILES |= {str(path) for path in (HOME / "transformers").glob("*.py")}
 FILES |= {torch.nn.modules.module.__file__, transformers.quantizers.base.__file__}
 
 
@@ -41,19 +43,19 @@ class Lines:
         return self.run_line
 
 
-def interrupted(make: Callable[[], torch.nn.Module], act: Callable) -> Iterator[tuple[str, torch.nn.Module, bool]]:
+def interrupted(
+    make: Callable[[], torch.nn.Module], act: Callable, every: int = 1
+) -> Iterator[tuple[str, torch.nn.Module, bool]]:
     """New models of `make`, each interrupted by an exception at another line of `act(model)`, the first or last time
-    that it runs, with the line's name, and whether the exception came out."""
+    that it runs, with the line's name, and whether the exception came out. `every`: one line of so many."""
     with Lines() as lines:
         act(make())
-    errors = (KeyboardInterrupt, MemoryError)
-    for i, (place, times) in enumerate(lines.seen.items()):
-        for nth in sorted({1, times}):
-            model, error = make(), errors[(i + nth) % 2]
-            raised = False
-            try:
-                with Lines(place, nth, error):
-                    act(model)
-            except error:
-                raised = True
-            yield f"{error.__name__} at {Path(place[0]).name}:{place[1]}, {nth} of {times}", model, raised
+    places = [(place, nth, times) for place, times in lines.seen.items() for nth in sorted({1, times})]
+    for i, (place, nth, times) in enumerate(places[::every]):
+        model, error, raised = make(), (KeyboardInterrupt, MemoryError)[i % 2], False
+        try:
+            with Lines(place, nth, error):
+                act(model)
+        except error:
+            raised = True
+        yield f"{error.__name__} at {Path(place[0]).name}:{place[1]}, {nth} of {times}", model, raised

@@ -1,8 +1,6 @@
 """Changes of a module that happen as a whole or not at all."""
 
-import contextlib
 import copy
-from collections.abc import Iterator
 
 from torch import nn
 
@@ -10,31 +8,38 @@ from torch import nn
 TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 
 
-@contextlib.contextmanager
-def all_or_nothing(module: nn.Module) -> Iterator[None]:
-    """An exception inside, KeyboardInterrupt and MemoryError too, leaves the module and all in it as it was: classes,
-    attributes, parameters, buffers, submodules and transformers' configurations.
+class all_or_nothing:
+    """`with all_or_nothing(module):` An exception inside, KeyboardInterrupt and MemoryError too, leaves the module and
+    all in it as it was: classes, attributes, parameters, buffers, submodules and transformers' configurations.
 
     The values of tensors and the contents of other containers are not restored: replace them, do not write into them.
     What was replaced keeps its memory until the end.
+
+    It is no generator, since one that an interrupt leaves behind would raise, and restore, whenever it is collected.
     """
-    before = [
-        (part, type(part), dict(vars(part)), {name: copy.copy(vars(part)[name]) for name in TABLES})
-        for part in module.modules()
-    ]
-    configs = {id(config): config for _, _, own, _ in before if hasattr(config := own.get("config"), "__dict__")}
-    settings = [(config, dict(vars(config))) for config in configs.values()]
-    try:
-        yield
-    except BaseException:
-        for part, cls, own, tables in before:
+
+    def __init__(self, module: nn.Module):
+        self.before = [
+            (part, type(part), dict(vars(part)), {name: copy.copy(vars(part)[name]) for name in TABLES})
+            for part in module.modules()
+        ]
+        found = (own.get("config") for _, _, own, _ in self.before)
+        configs = {id(config): config for config in found if hasattr(config, "__dict__")}
+        self.configs = [(config, dict(vars(config))) for config in configs.values()]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, *details) -> None:
+        if kind is None:
+            return
+        for part, cls, own, tables in self.before:
             part.__class__ = cls
             restore(vars(part), own)
             for name, content in tables.items():
                 restore(own[name], content)
-        for config, own in settings:
+        for config, own in self.configs:
             restore(vars(config), own)
-        raise
 
 
 def restore(container: dict | set, content: dict | set) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..layers import Embedding, Linear, TiedLinear
+from ..layers import Embedding, Linear, TiedLinear, is_packed
 from ..packing import BITS, FORMATS, FP8_BLOCK, GROUPS, MXFP4_GROUP, quantize
 from ..transaction import all_or_nothing
 from .experts import NAME, why_not_packed
@@ -193,25 +193,23 @@ class MoeMetalConfig(QuantizationConfigMixin):
     def expect_names(self, model: nn.Module) -> None:
         """An error where a name is in no module's name."""
         modules = {name for name, _ in model.named_modules() if name}
-        weights = {weight for name, module in packable(model) for weight in weight_names(name, module).values()}
-        weights = {weight for weight in weights if not any(within(pattern, weight) for pattern in ALWAYS_DENSE)}
+        single = {each for name, part in packable(model) for each in (name, *weight_names(name, part).values())}
+        chosen = {weight for weight in single if not any(within(pattern, weight) for pattern in ALWAYS_DENSE)}
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
-        known = {prefix + name for name in modules | weights} | modules | weights
 
         def expect(argument: str, name: str, right: bool) -> None:
             if not right:
-                kind = "module that can be packed" if argument == "bits_by_name" else "module"
                 raise ValueError(
-                    f"torch_moe_metal: {argument}: expected names of {type(model).__name__}, got {name!r}, which is in "
-                    f"the name of no {kind}"
+                    f"torch_moe_metal: {argument}: expected names of modules in {type(model).__name__}"
+                    f"{'' if argument == 'skip' else ' that can be packed'}, got {name!r}"
                 )
 
         for pattern in self.skip:
-            expect("skip", pattern, any(within(pattern, name) for name in modules | weights))
+            expect("skip", pattern, any(within(pattern, name) for name in modules | single))
         for pattern in self.bits_by_name:
-            expect("bits_by_name", pattern, any(within(pattern, name) for name in weights))
+            expect("bits_by_name", pattern, any(within(pattern, name) for name in chosen))
         for name in self.layers:
-            expect("layers", name, name in known or prefix + name in known)
+            expect("layers", name, not single.isdisjoint({name, prefix + name, name.removeprefix(prefix)}))
 
 
 def within(pattern: str, name: str) -> bool:
@@ -237,10 +235,6 @@ def weight_names(name: str, module: nn.Module) -> dict[str, str]:
         return {weight: f"{name}.{projection}" for weight, projection in PROJECTIONS.items()}
     weights = PROJECTIONS if is_moe(module) else ("weight",)
     return {weight: f"{name}.{weight}" for weight in weights}
-
-
-def is_packed(module: nn.Module) -> bool:
-    return isinstance(module, TiedLinear) or bool(getattr(module, "packing", None))
 
 
 def tower_prefixes(model: nn.Module) -> tuple[str, ...]:
