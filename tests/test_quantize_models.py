@@ -232,6 +232,21 @@ def test_quantised_twice(tmp_path, caplog):
     assert torch.equal(load(tmp_path)(ids).logits, expected)
 
 
+def test_weights_that_cannot_be_packed_are_named(tmp_path):
+    """Of another dtype, or offloaded; nothing is changed."""
+    model = dense("qwen3_moe").double()
+    with pytest.raises(
+        ValueError, match=r"quantize_: model.embed_tokens.weight: expected float32, float16 .*, got float64"
+    ):
+        quantize_(model, group_size=32)
+    assert not formats(model) and not hasattr(model, "hf_quantizer")
+    places = {"model": "cpu", "lm_head": "disk"}
+    model = load(saved("qwen3_moe", tmp_path / "a"), places, offload_folder=tmp_path / "b")
+    with pytest.raises(ValueError, match=r"lm_head.weight: expected a weight in memory, got an offloaded one"):
+        quantize_(model, group_size=32)
+    assert not formats(model)
+
+
 def test_models_of_other_quantizers_are_refused():
     model = dense("qwen3_moe")
     model.hf_quantizer = Mxfp4HfQuantizer(transformers.Mxfp4Config())
@@ -480,6 +495,20 @@ def test_adapters_are_merged_into_dense_layers():
         assert torch.equal(adapted(ids).logits, expected)
     adapted.dequantize()
     assert relative(adapted.merge_and_unload()(ids).logits, expected) <= 1e-5
+
+
+def test_a_model_with_adapters_is_quantised(tmp_path):
+    """All but the adapters; the model in it is one that is saved as any other."""
+    model, ids = dense("qwen3_moe", tie_word_embeddings=True), tokens(2, 9)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    before = adapted(ids).logits
+    quantize_(adapted, bits=8, group_size=32)
+    assert 0 < relative(adapted(ids).logits, before) <= 0.1
+    assert {name.rpartition(".")[2] for name in formats(adapted) if "q_proj" in name} == {"base_layer"}
+    model = adapted.unload()
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert formats(again) == formats(model) and torch.equal(again(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("skip, kind", [([], "input"), (["embed_tokens"], "output")])

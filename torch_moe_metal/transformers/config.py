@@ -9,7 +9,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..layers import Embedding, Linear, TiedLinear, is_packed
-from ..packing import BITS, FORMATS, FP8_BLOCK, GROUPS, MXFP4_GROUP, quantize
+from ..packing import BITS, FORMATS, FP8_BLOCK, GROUPS, MXFP4_GROUP, check, quantize
 from ..transaction import all_or_nothing
 from .experts import NAME, why_not_packed
 from .packed import (
@@ -221,9 +221,13 @@ def within(pattern: str, name: str) -> bool:
 
 
 def packable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose weights can be packed, or are: experts, `nn.MoE`, linear layers and the embedding."""
+    """The modules whose weights can be packed, or are: experts, `nn.MoE`, linear layers and the embedding. Not what
+    PEFT has beside the `base_layer` that it wraps: adapters are trained."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    wrapped = tuple(f"{name}." for name, module in model.named_modules() if "base_layer" in module._modules)
     for name, module in model.named_modules():
+        if name.startswith(wrapped) and "base_layer" not in name.split("."):
+            continue
         known = type(module) in (nn.Linear, Linear, TiedLinear, Embedding) or is_experts(module) or is_moe(module)
         if known or (module is embedding and embedding_multiplier(module) is not None):
             yield name, module
@@ -309,6 +313,7 @@ def quantize_(
     expect_ours(model)
     config.expect_names(model)
     plan = config.plan(model)
+    expect_weights(model, plan)
     kept = [f"{name} ({module.format})" for name, module in packable(model) if is_packed(module)]
     if kept:
         logger.warning(f"torch_moe_metal.quantize_: packed already, and left as it is: {', '.join(alike(kept))}")
@@ -323,6 +328,18 @@ def quantize_(
         adopt(model, config)
     pack_all(model, plan, parts, progress=True)
     return model
+
+
+def expect_weights(model: nn.Module, plan: Plan) -> None:
+    """An error where a weight is none that `quantize` takes, or is not in memory."""
+    for name, forms in plan.items():
+        module = model.get_submodule(name)
+        for (weight, form), rows in zip(forms.items(), rows_of(module).values(), strict=True):
+            check(rows, **asdict(form), caller="quantize_", name=weight)
+            if rows.is_meta and hasattr(module, "_hf_hook"):
+                raise ValueError(
+                    f"torch_moe_metal.quantize_: {weight}: expected a weight in memory, got an offloaded one"
+                )
 
 
 def alike(names: Iterable[str]) -> list[str]:
