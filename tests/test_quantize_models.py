@@ -647,7 +647,6 @@ every = pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.
 @pytest.mark.parametrize("act", ACTS)
 def test_interrupted_it_is_as_before(act, every, tmp_path):
     """Whatever the line at which it was interrupted; repeated, it does what it does."""
-    torch_moe_metal.transformers.version.check_version()
     ids, act = tokens(1, 5), ACTS[act]
     model = quantize_(one_layer(tie_word_embeddings=True), group_size=32)
     if act is torch_moe_metal.unpatch:
