@@ -147,6 +147,10 @@ INTEGERS = {
     "compressed": (4, 32, compressed_parts, compressed(4, 32, True)),
     "compressed_channels": (8, None, compressed_parts, compressed(8, None, True)),
     "compressed_zeros": (4, 32, functools.partial(compressed_parts, symmetric=False), compressed(4, 32, False)),
+    "gptq_rows": (4, None, gptq_parts, GPTQ | {"bits": 4, "group_size": -1}),
+    "compressed_zeros_rows": (
+        4, None, functools.partial(compressed_parts, symmetric=False), compressed(4, None, False),
+    ),
 }  # fmt: skip
 
 

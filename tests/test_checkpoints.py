@@ -337,6 +337,18 @@ def test_integers_become_affine(integers, way, family, device, tmp_path):
     assert relative(again(ids).logits.cpu(), expected) <= 1e-5
 
 
+@pytest.mark.parametrize("way", ["gptq_rows", "compressed_zeros_rows"])
+def test_integers_are_moved(integers, way, device, tmp_path):
+    """With one group in a row, the last stride of a transposed scale [N, 1] is not 1."""
+    model, ids = load(integers(way)), tokens(2, 9)
+    expected = model(ids).logits
+    moved = model.to(torch.float16).to(torch.float32).to(device)
+    assert relative(moved(ids.to(device)).logits.cpu(), expected) <= 1e-3  # norms, the head and RoPE were rounded
+    moved.save_pretrained(tmp_path)
+    before, after = moved.state_dict(), load(tmp_path, device).state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
 def test_codes_of_compressed_tensors_are_not_touched(integers):
     """Of linear layers; those of experts are joined."""
     folder = integers("compressed")
@@ -435,6 +447,23 @@ def test_gradients_pass_packed_experts(gpt_oss, fuse):
     }
     for name, gradient in packed.items():
         assert relative(gradient, dense[name]) <= 1e-4, name
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "awq"])
+def test_adapters_train_under_autocast(kind, gpt_oss, integers):
+    """As PEFT prepares models of few bits for it; the gradients are close to those without autocast."""
+    gradients = []
+    for autocast in (False, True):
+        model = prepare_model_for_kbit_training(load(gpt_oss if kind == "gpt_oss" else integers("awq"), dtype="auto"))
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)).train()
+        with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(tokens(2, 9), labels=tokens(2, 9, seed=2)).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    exact, ours = gradients
+    assert len(ours) == 8 and ours.keys() == exact.keys()
+    for name, gradient in ours.items():
+        assert relative(gradient, exact[name]) <= 0.1, name
 
 
 def test_copies_of_packed_experts(gpt_oss, tmp_path, device):

@@ -185,6 +185,31 @@ def test_in_half_precision(folder):
     assert ours <= 2 * relative(model.dequantize()(ids).logits.float(), exact)
 
 
+def test_trained_under_autocast(folder):
+    """As by Trainer(bf16=True): what is dense is trained, and its gradients are close to those without autocast."""
+    gradients = []
+    for autocast in (False, True):
+        model = load(folder("qwen3_moe")).train()
+        with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(tokens(2, 9), labels=tokens(2, 9, seed=2)).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    exact, ours = gradients
+    assert len(ours) >= 10 and ours.keys() == exact.keys()
+    for name, gradient in ours.items():
+        assert relative(gradient, exact[name]) <= 0.1, name
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
+def test_saved_and_dequantised(folder, family, tmp_path):
+    """`save_pretrained` writes the dtype of the configuration as a word, which `dequantize` reads."""
+    model, ids = load(folder(family)), tokens(2, 9)
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path / "a")
+    model.dequantize().save_pretrained(tmp_path / "b")
+    again = load(tmp_path / "b")
+    assert not formats(again) and relative(again(ids).logits, expected) <= TOLERANCE
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
 def test_dequantised_and_saved(folder, family, tmp_path):
     """It is a checkpoint of transformers then."""
@@ -195,6 +220,27 @@ def test_dequantised_and_saved(folder, family, tmp_path):
     assert not formats(again) and not hasattr(again, "hf_quantizer")
     assert relative(again(ids).logits, model(ids).logits) <= 1e-6
     assert relative(load(folder(family))(ids).logits, model(ids).logits) <= TOLERANCE
+
+
+def test_what_mlx_left_dense_is_quantised(tmp_path):
+    """In memory: what was packed stays as it is, and saved it is a checkpoint of ours."""
+    ids = tokens(2, 9)
+    folder = mlx_folders.convert(tmp_path / "a", "qwen3_next", quant_predicate=lambda path, _: "mlp.switch" in path)
+    model = load(folder)
+    before, logits = formats(model), model(ids).logits
+    experts = model.model.layers[1].mlp.experts
+    scale = experts.gate_up_proj_scale.clone()
+    torch_moe_metal.quantize_(model, bits=8, group_size=32)
+    assert set(before) == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
+    assert before.items() < formats(model).items() and "lm_head" in formats(model)
+    assert torch.equal(experts.gate_up_proj_scale, scale)
+    expected = model(ids).logits
+    assert 0 < relative(expected, logits) <= 0.1
+    model.save_pretrained(tmp_path / "b")
+    assert "quantization" not in json.loads((tmp_path / "b" / "config.json").read_text())
+    again = load(tmp_path / "b")
+    assert formats(again) == formats(model)
+    assert relative(again(ids).logits, expected) <= 1e-6  # dense rows may lie otherwise in memory
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells which memory is a file's")

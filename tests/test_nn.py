@@ -238,8 +238,10 @@ def test_quantized_block(device: str):
 
 def test_quantize_refuses_as_a_whole():
     moe = nn.MoE(64, 48, 8, 3)
-    with pytest.raises(ValueError, match=r"expected a multiple of 64 columns, got \[0, 64, 48\]"):
+    with pytest.raises(ValueError) as raised:
         moe.quantize_()
+    said = "down: expected a multiple of 64 columns, its group_size, got [8, 64, 48]"
+    assert str(raised.value) == f"torch_moe_metal.nn.MoE.quantize_: {said}"
     assert isinstance(moe.gate_up, torch.nn.Parameter) and isinstance(moe.down, torch.nn.Parameter)
     with pytest.raises(RuntimeError, match="its weights are affine already"):
         moe.quantize_(group_size=16).quantize_(group_size=16)
@@ -421,3 +423,92 @@ def test_embedding(format: str, bits: int, group: int, shape: tuple, device: str
             ours.cpu()(torch.tensor([3, outside]))
     with pytest.raises(TypeError, match="max_norm changes the weight"):
         nn.Embedding.from_module(torch.nn.Embedding(4, 64, max_norm=1.0))
+
+
+# ------------------------------------------------------------------------------------------------ all or nothing
+
+
+def test_conversions_take_any_strides():
+    """Such as those of a transposed scale [N, 1], one group in a row, which checkpoints give."""
+    ours = nn.Linear(64, 32, group_size=64)
+    for part in ("scale", "offset"):
+        setattr(ours, part, getattr(ours, part).T.clone(memory_format=torch.contiguous_format).T)
+        assert getattr(ours, part).stride() == (1, 32)
+    expected, x = {part: tensor.clone() for part, tensor in ours.named_buffers()}, torch.randn(3, 64)
+    before = ours(x).detach()
+    ours.to(torch.float16).to(torch.float32)
+    assert all(torch.equal(tensor, expected[part]) for part, tensor in ours.named_buffers())
+    assert relative(ours(x), before) <= 1e-3  # the bias was rounded
+
+
+def test_a_failed_conversion_changes_no_packed_weight():
+    """Moves convert first and assign last; a conversion of integers, too, is refused before that."""
+    moe = layer(shared_size=24).quantize_()
+    before, x = {name: (tensor, tensor.clone()) for name, tensor in moe.named_buffers()}, torch.randn(3, 64)
+    expected = moe(x)
+    for nth in range(len(list(moe.parameters())) + len(before)):
+        calls = itertools.count()
+
+        def fail(tensor: torch.Tensor, calls=calls, nth=nth) -> torch.Tensor:
+            if next(calls) == nth:
+                raise MemoryError
+            return tensor.clone()
+
+        with pytest.raises(MemoryError):
+            moe._apply(fail)
+        for name, (tensor, values) in before.items():
+            assert getattr(moe, name) is tensor and torch.equal(tensor, values)
+        assert torch.equal(moe(x), expected)
+    with pytest.raises(TypeError, match=r"expected .to\(dtype\), .*, got a conversion of all tensors to float16"):
+        moe.type(torch.float16)
+    assert all(getattr(moe, name) is tensor for name, (tensor, _) in before.items())
+    assert torch.equal(moe(x), expected)
+
+
+def test_an_interrupted_quantize_changes_nothing(monkeypatch):
+    """Whichever weight it packs at that moment; repeated, it works."""
+    moe, x = layer().requires_grad_(False), torch.randn(3, 64)
+    expected, state, said = moe(x), moe.state_dict(), repr(moe)
+    packed = copy.deepcopy(moe).quantize_()(x)
+    for nth in range(2):
+        calls = itertools.count()
+
+        def interrupted(*args, calls=calls, nth=nth):
+            if next(calls) == nth:
+                raise KeyboardInterrupt
+            return quantize(*args)
+
+        monkeypatch.setattr(nn, "quantize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            moe.quantize_()
+        monkeypatch.undo()
+        assert moe.state_dict().keys() == state.keys() and repr(moe) == said and torch.equal(moe(x), expected)
+    assert torch.equal(moe.quantize_()(x), packed)
+
+
+# ------------------------------------------------------------------------------------------------ autocast
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("of_weights", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", ["dense", "affine"])
+def test_autocast(format: str, of_weights: torch.dtype, of_x: torch.dtype, grad: bool, device: str):
+    """x and weights may differ in dtype, as with PyTorch's own layers; results and gradients are close to float32's."""
+    moe = layer(shared_size=24, shared_gate=True)
+    linear = torch.nn.Linear(64, 32)
+    if format == "affine":
+        moe, linear = moe.quantize_(bits=8), nn.Linear.from_module(linear, bits=8)
+    x = torch.randn(5, 64, requires_grad=grad)
+    want = [moe(x, x).detach(), linear(x).detach()]
+    want += torch.autograd.grad(moe(x, x).square().sum() + linear(x).square().sum(), [x, linear.bias]) if grad else []
+    moe, linear, given = moe.to(device, of_weights), linear.to(device, of_weights), x.detach().to(device, of_x)
+    given.requires_grad_(grad)
+    with torch.autocast(device, torch.bfloat16), torch.set_grad_enabled(grad):
+        got = [moe(given, given), linear(given)]
+    assert [output.dtype for output in got] == [of_x, torch.bfloat16]
+    if grad:
+        loss = got[0].float().square().sum() + got[1].float().square().sum()
+        got += torch.autograd.grad(loss, [given, linear.bias])
+    for a, b in zip(got, want, strict=True):
+        assert relative(a.detach().cpu().float(), b) <= 0.03

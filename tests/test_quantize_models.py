@@ -1,6 +1,8 @@
 """Dense models of transformers, packed while they are loaded or in memory: `MoeMetalConfig` and `quantize_`."""
 
+import contextlib
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -12,13 +14,18 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
+import checkpoints
 import torch_moe_metal
 from checkpoints import formats
+from interruptions import interrupted
 from test_transformers import counted, generated, relative
 from tiny_models import COMMON, FAMILIES, build, tiny_model, tokens
 from torch_moe_metal import MoeMetalConfig, quantize, quantize_, reference
 from torch_moe_metal.grad import warned
+from torch_moe_metal.nn import MoE
+from torch_moe_metal.transformers.packed import packed_modules
 
 SIZES = {"moe_intermediate_size": 64, "intermediate_size": 64, "tie_word_embeddings": False}
 SIZES |= {"q_lora_rank": 32, "shared_expert_intermediate_size": 64, "intermediate_size_mlp": 64}
@@ -52,6 +59,17 @@ def load(folder: Path, device: str = "cpu", config: MoeMetalConfig | None = None
     options = {"dtype": torch.float32, "device_map": device} | options
     options |= {"quantization_config": config} if config else {}  # transformers takes None for "not quantised"
     return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@contextlib.contextmanager
+def told(caplog):
+    """What our part of transformers' log says reaches `caplog`."""
+    with caplog.at_level("WARNING"):
+        transformers.utils.logging.enable_propagation()
+        try:
+            yield
+        finally:
+            transformers.utils.logging.disable_propagation()
 
 
 def rounded(model, config: MoeMetalConfig, names: set[str]):
@@ -119,7 +137,7 @@ def test_every_family(family, tmp_path):
     expected = loaded(ids).logits
     stock = type(model).from_pretrained(tmp_path, dtype=torch.float32)
     assert 1e-4 < relative(expected, stock(ids).logits) <= 0.25
-    assert torch.equal(quantize_(stock, 8, 16)(ids).logits, expected)
+    assert torch.equal(quantize_(stock, bits=8, group_size=16)(ids).logits, expected)
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(type(model).from_pretrained(tmp_path / "again", dtype=torch.float32)(ids).logits, expected)
     assert len(torch_moe_metal.patch(loaded)["fused"]) == FAMILIES[family][1]
@@ -157,12 +175,92 @@ def test_in_memory(family, tmp_path, device):
     assert len(generated(model, ids)) == 2
 
 
+PACKED = {
+    "gpt_oss": ({"bits": 8, "group_size": 32}, {"bits": 8, "group_size": 32, "skip": ["experts"]}),
+    "fp8": ({"bits": 8, "group_size": 32},),
+    "awq": ({"bits": 8, "group_size": 32}, {"format": "fp8"}),
+    "affine": ({"bits": 8, "group_size": 32}, {"bits": 4, "group_size": 64}),
+}
+
+
+def packed_checkpoint(kind: str, folder: Path) -> Path:
+    if kind == "gpt_oss":
+        return checkpoints.gpt_oss(folder)
+    if kind == "fp8":
+        return checkpoints.fp8(folder, "qwen3_moe")
+    if kind == "awq":
+        return checkpoints.integers(folder, "awq")
+    config = {"group_size": 16, "skip": ["lm_head", "layers.1.self_attn"]}
+    quantize_(dense("qwen3_moe", tie_word_embeddings=True), **config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind, options", [(kind, options) for kind in PACKED for options in PACKED[kind]], ids=str)
+def test_what_is_packed_stays_as_it_is(kind, options, device, tmp_path, caplog):
+    """It is named, the rest is packed, and saved and loaded again it is the same model."""
+    folder, ids = packed_checkpoint(kind, tmp_path), tokens(2, 9, device=device)
+    model = load(folder, device)
+    before, logits = formats(model), model(ids).logits
+    parts = {name: [part for weight in m.packing for part in m.parts(weight)] for name, m in packed_modules(model)}
+    with told(caplog):
+        assert quantize_(model, **options) is model
+    assert "packed already, and left as it is: model" in caplog.text
+    after = formats(model)
+    assert before.items() < after.items() and {type(m) for m in model.modules()} & {nn.Embedding} == set()
+    for name, tensors in parts.items():
+        now = [part for weight in model.get_submodule(name).packing for part in model.get_submodule(name).parts(weight)]
+        pairs = ((a, b) for a, b in zip(tensors, now, strict=True) if a is not None)
+        assert all(torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)) for a, b in pairs), name
+    expected = model(ids).logits
+    assert 0 < relative(expected, logits) <= (0.1 if options.get("bits") == 8 else 0.5)
+    model.save_pretrained(tmp_path / "again")
+    again = load(tmp_path / "again", device)
+    assert formats(again) == after and torch.equal(again(ids).logits, expected)
+    assert relative(again.dequantize()(ids).logits, expected) <= 1e-5
+
+
+def test_quantised_twice(tmp_path, caplog):
+    """The second time there is nothing to do, and that is said."""
+    model, ids = quantize_(dense("qwen3_moe"), group_size=32), tokens(2, 9)
+    state, expected = model.state_dict(), model(ids).logits
+    with told(caplog):
+        quantize_(model, bits=8, group_size=16)
+    assert "left as it is: model.embed_tokens (affine), model.layers.*.self_attn.q_proj (affine), " in caplog.text
+    assert "nothing was packed: no dense weight is left" in caplog.text
+    assert all(tensor is state[name] or torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load(tmp_path)(ids).logits, expected)
+
+
+def test_weights_that_cannot_be_packed_are_named(tmp_path):
+    """Of another dtype, or offloaded; nothing is changed."""
+    model = dense("qwen3_moe").double()
+    with pytest.raises(
+        ValueError, match=r"quantize_: model.embed_tokens.weight: expected float32, float16 .*, got float64"
+    ):
+        quantize_(model, group_size=32)
+    assert not formats(model) and not hasattr(model, "hf_quantizer")
+    places = {"model": "cpu", "lm_head": "disk"}
+    model = load(saved("qwen3_moe", tmp_path / "a"), places, offload_folder=tmp_path / "b")
+    with pytest.raises(ValueError, match=r"lm_head.weight: expected a weight in memory, got an offloaded one"):
+        quantize_(model, group_size=32)
+    assert not formats(model)
+
+
+def test_models_of_other_quantizers_are_refused():
+    model = dense("qwen3_moe")
+    model.hf_quantizer = Mxfp4HfQuantizer(transformers.Mxfp4Config())
+    with pytest.raises(ValueError, match=r"expected a dense model, or .*, got one of transformers' Mxfp4HfQuantizer"):
+        quantize_(model, group_size=32)
+    assert not formats(model)
+
+
 def test_a_patched_model_is_quantised_too():
     model, ids = dense("qwen3_moe"), tokens(2, 9)
     torch_moe_metal.patch(model)
-    expected = quantize_(copy.deepcopy(model), 8, 32)(ids).logits
+    expected = quantize_(copy.deepcopy(model), bits=8, group_size=32)(ids).logits
     torch_moe_metal.unpatch(model)
-    assert relative(quantize_(model, 8, 32)(ids).logits, expected) <= 1e-5
+    assert relative(quantize_(model, bits=8, group_size=32)(ids).logits, expected) <= 1e-5
 
 
 def test_packed_weights_keep_their_bits():
@@ -247,12 +345,115 @@ def test_what_does_not_fit(caplog):
         ("bits: expected 2, 3, 4, 5, 6 or 8, got 7", {"bits": 7}),
         ("lm_head: expected 2, 3, 4, 5, 6 or 8, got 16", {"bits_by_name": {"lm_head": 16}}),
         ("group_size: expected 16, 32, 64 or 128, got 48", {"group_size": 48}),
+        ("skip: expected a list of names, got 'lm_head'", {"skip": "lm_head"}),
+        (
+            "layers: lm_head: expected False, or a dictionary of format, bits and group_size, got 4",
+            {"layers": {"lm_head": 4}},
+        ),
+        ("layers: lm_head: bits: expected 2, 3, 4, 5, 6 or 8, got 7", {"layers": {"lm_head": {"bits": 7}}}),
     ],
 )
 def test_options_are_checked(said, options):
     with pytest.raises(ValueError) as raised:
         MoeMetalConfig(**options)
     assert str(raised.value) == f"torch_moe_metal.MoeMetalConfig: {said}"
+
+
+def test_unknown_options_are_named():
+    with pytest.raises(
+        TypeError, match="MoeMetalConfig: unknown: groupsize, modules_to_not_convert; its arguments are f"
+    ):
+        MoeMetalConfig(modules_to_not_convert=["lm_head"], groupsize=32)
+    with pytest.raises(ValueError, match="format: expected one of affine, mxfp4, fp8, got 8"):
+        quantize_(dense("qwen3_moe"), 8, 32)  # the order is that of `quantize`
+
+
+@pytest.mark.parametrize(
+    "said, options",
+    [
+        ("skip: expected names of modules in Qwen3MoeForCausalLM, got 'lmhead'$", {"skip": ["self_attn", "lmhead"]}),
+        ("bits_by_name: expected .* that can be packed, got 'down'$", {"bits_by_name": {"down": 8}}),
+        ("bits_by_name: expected .* that can be packed, got 'gate'$", {"bits_by_name": {"gate": 8}}),
+        ("layers: expected .* that can be packed, got 'layers.0'$", {"layers": {"layers.0": False}}),
+        ("whole modules, got 'experts.down_proj'.*; skip 'experts'", {"skip": ["experts.down_proj"]}),
+        ("whole modules, got 'gate_up_proj'.*; skip 'experts'", {"skip": ["gate_up_proj"]}),
+        (
+            "expected one format for model.layers.0.mlp.experts.gate_up_proj and .*down_proj",
+            {"layers": {"model.layers.0.mlp.experts.down_proj": {"format": "fp8"}}},
+        ),
+    ],
+    ids=str,
+)
+def test_names_that_say_nothing_are_errors(said, options, tmp_path):
+    """Before anything is changed, and before anything is loaded."""
+    model = dense("qwen3_moe")
+    with pytest.raises(ValueError, match=said):
+        quantize_(model, group_size=32, **options)
+    assert not formats(model) and not hasattr(model, "hf_quantizer")
+    with pytest.raises(ValueError, match=said):
+        load(saved("qwen3_moe", tmp_path), config=MoeMetalConfig(group_size=32, **options))
+
+
+def test_layers_by_their_whole_names(tmp_path):
+    """They come first, whatever the other options say; a base model knows them without its prefix."""
+    layers = {"model.layers.0.mlp.experts": {"format": "mxfp4"}, "model.layers.1.mlp.experts.down_proj": {"bits": 8}}
+    layers |= {"lm_head": False, "model.embed_tokens": {"bits": 6, "group_size": 16}}
+    model = dense("qwen3_moe")
+    quantize_(model, group_size=32, skip=["embed_tokens"], layers=layers)
+    found, experts = formats(model), model.model.layers[1].mlp.experts
+    assert found["model.layers.0.mlp.experts"] == "mxfp4" and "lm_head" not in found
+    assert experts.down_proj.shape[-1] == 64 and experts.gate_up_proj.shape[-1] == 32
+    assert model.model.embed_tokens.weight.shape[-1] == 48 and model.model.embed_tokens.weight_scale.shape[-1] == 4
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["layers"].keys() >= {"lm_head"}
+    ids = tokens(2, 9)
+    base = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    assert formats(load(tmp_path)) == found and {f"model.{name}" for name in formats(base)} == found.keys()
+    assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("family, tower", [("qwen3_vl_moe", "visual"), ("qwen3_omni_moe_thinker", "audio_tower")])
+def test_towers_stay_dense(family, tower, tmp_path):
+    """Unless `bits_by_name` names them."""
+    model = quantize_(dense(family), group_size=16)
+    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and tower in name]
+    assert linear and not any(tower in name for name in formats(model))
+    other = quantize_(dense(family), group_size=16, bits_by_name={tower: 8})
+    packed = {name for name in formats(other) if tower in name}
+    assert packed and packed <= set(linear) and formats(model).keys() == formats(other).keys() - packed
+    other.save_pretrained(tmp_path)
+    assert formats(type(other).from_pretrained(tmp_path)) == formats(other)
+
+
+def test_layers_of_plain_models():
+    """`nn.MoE` and linear layers; the router and the shared expert's gate stay dense."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), MoE(64, 64, 8, 3, shared_size=24, shared_gate=True)).requires_grad_(False)
+    expected, x = copy.deepcopy(model[1]).quantize_(bits=8, group_size=32), torch.randn(5, 64)
+    quantize_(model, bits=8, group_size=32, skip=["0"])
+    assert formats(model) == {"1": "affine"} and type(model[1].shared_gate) is nn.Linear
+    assert torch.equal(model(x), expected(model[0](x)))
+    quantize_(model, group_size=32)
+    assert formats(model) == {"0": "affine", "1": "affine"}
+    with pytest.raises(
+        ValueError, match=r"0.down: its 48 columns are no multiple of the group, 64; choose another, or"
+    ):
+        quantize_(model := nn.Sequential(MoE(64, 48, 8, 3)))
+    assert not formats(model)
+
+
+@pytest.mark.parametrize("kind", ["dense", "fp8"])
+def test_heads_that_the_checkpoint_lacks(kind, tmp_path):
+    """They are initialised, dense, as transformers does; the rest is packed."""
+    folder = checkpoints.fp8(tmp_path, "qwen3_moe") if kind == "fp8" else saved("qwen3_moe", tmp_path)
+    options = {} if kind == "fp8" else {"quantization_config": MoeMetalConfig(group_size=32)}
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, **options)
+    assert type(model.score) is nn.Linear and "score" not in formats(model) and len(formats(model)) >= 10
+    assert 0 < model.score.weight.float().std() <= 0.1
+    assert model(tokens(1, 9)).logits.isfinite().all()
+    model.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "again")
+    assert formats(again) == formats(model) and torch.equal(again.score.weight, model.score.weight)
 
 
 def test_other_devices_are_refused(tmp_path):
@@ -273,7 +474,7 @@ def test_adapters_train_on_packed_layers(fuse):
     """PEFT's LoRA on packed linear layers gets the gradients that it gets on dense ones of the same numbers."""
     gradients = []
     for packed in (False, True):
-        model = quantize_(dense("qwen3_moe"), 8, 32)
+        model = quantize_(dense("qwen3_moe"), bits=8, group_size=32)
         model = model if packed else model.dequantize()
         if fuse and packed:
             torch_moe_metal.patch(model)
@@ -290,6 +491,59 @@ def test_adapters_train_on_packed_layers(fuse):
     assert len(ours) == 13 and stock.keys() == ours.keys()
     for name, gradient in ours.items():
         assert relative(gradient, stock[name]) <= 1e-4, name
+
+
+def test_adapters_are_merged_into_dense_layers():
+    """Packed ones refuse, before anything is changed, and name the way."""
+    model = quantize_(dense("qwen3_moe"), bits=8, group_size=32)
+    ids = tokens(2, 9)
+    targets = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    adapted = get_peft_model(model, LoraConfig(**targets)).eval()
+    expected = adapted(ids).logits
+    for merge in (adapted.merge_and_unload, adapted.merge_adapter):
+        with pytest.raises(
+            ValueError, match=r"q_proj: expected a dense layer to merge .* \(affine\); call dequantize\(\)"
+        ):
+            merge()
+        assert torch.equal(adapted(ids).logits, expected)
+    adapted.dequantize()
+    assert relative(adapted.merge_and_unload()(ids).logits, expected) <= 1e-5
+
+
+def test_a_model_with_adapters_is_quantised(tmp_path):
+    """All but the adapters; the model in it is one that is saved as any other."""
+    model, ids = dense("qwen3_moe", tie_word_embeddings=True), tokens(2, 9)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    before = adapted(ids).logits
+    quantize_(adapted, bits=8, group_size=32)
+    assert 0 < relative(adapted(ids).logits, before) <= 0.1
+    assert {name.rpartition(".")[2] for name in formats(adapted) if "q_proj" in name} == {"base_layer"}
+    model = adapted.unload()
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert formats(again) == formats(model) and torch.equal(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("skip, kind", [([], "input"), (["embed_tokens"], "output")])
+def test_packed_embeddings_are_not_resized(skip, kind):
+    model, ids = quantize_(dense("qwen3_moe"), group_size=32, skip=skip), tokens(2, 9)
+    before, expected = model.config.to_dict(), model(ids).logits
+    with pytest.raises(ValueError, match=rf"expected dense embeddings, got packed ones \({kind}, affine\); call deq"):
+        model.resize_token_embeddings(128)
+    assert model.config.to_dict() == before and torch.equal(model(ids).logits, expected)
+    assert model.resize_token_embeddings(99) is model.get_input_embeddings()
+    model = model.dequantize()
+    model.resize_token_embeddings(128, mean_resizing=False)
+    assert relative(model(ids).logits[..., :99], expected) <= 1e-5
+
+
+def test_saved_it_is_dequantised(tmp_path):
+    """`save_pretrained` writes the dtype of the configuration as a word."""
+    model, ids = quantize_(dense("qwen3_moe"), group_size=32), tokens(2, 9)
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path)
+    assert relative(model.dequantize()(ids).logits, expected) <= 1e-5
+    assert model.dtype == torch.float32
 
 
 def test_compiled():
@@ -370,3 +624,79 @@ def test_loading_needs_little_memory(tmp_path):
     print(f"grown {grown / 1e6:.0f} MB, packed {packed / 1e6:.0f} MB, one layer's experts {layer / 1e6:.0f} MB")
     assert packed < 3 * layer * 0.3
     assert grown <= packed + layer
+
+
+# ------------------------------------------------------------------------------------------------ interrupted
+
+
+def told_by(model) -> tuple:
+    """All that a model is, but for the values of its tensors."""
+    modules = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
+    tensors = [(name, tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()]
+    return modules, tensors, model.config.to_dict(), repr(model)
+
+
+def one_layer(**changes):
+    return dense("qwen3_moe", num_hidden_layers=1, **changes)
+
+
+def as_saved(model, folder: Path):
+    model.save_pretrained(folder)
+    return load(folder)
+
+
+ACTS = {
+    "patch": torch_moe_metal.patch,
+    "unpatch": torch_moe_metal.unpatch,
+    "dequantize": lambda model: model.dequantize(),
+    "to": lambda model: model.to(torch.float16).to(torch.float32),
+}
+
+
+#: One line of so many is where it is interrupted.
+every = pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.slow)])
+
+
+@every
+@pytest.mark.parametrize("act", ACTS)
+def test_interrupted_it_is_as_before(act, every, tmp_path):
+    """Whatever the line at which it was interrupted; repeated, it does what it does."""
+    ids, act = tokens(1, 5), ACTS[act]
+    model = quantize_(one_layer(tie_word_embeddings=True), group_size=32)
+    if act is torch_moe_metal.unpatch:
+        torch_moe_metal.patch(model)
+    model.save_pretrained(tmp_path)
+    before, logits = told_by(model), model(ids).logits
+    done = copy.deepcopy(model)
+    act(done)
+    after, expected, count = told_by(done), done(ids).logits, 0
+    for place, other, raised in interrupted(lambda: copy.deepcopy(model), act, every):
+        if raised and act is not ACTS["to"]:
+            assert told_by(other) in (before, after), place
+            assert torch.equal(other(ids).logits, logits if told_by(other) == before else expected), place
+        if told_by(other) != after or act is ACTS["to"]:
+            act(other)
+        assert told_by(other) == after and torch.equal(other(ids).logits, expected), place
+        count += raised
+    assert count >= 20 / every
+
+
+@every
+@pytest.mark.parametrize("kind", ["dense", "gpt_oss"])
+def test_interrupted_it_quantises_the_rest_next_time(kind, every, tmp_path):
+    """Until then it is a model that runs, is saved, and loads."""
+    ids, options = tokens(1, 5), {"bits": 8, "group_size": 32}
+    if kind == "dense":
+        model = one_layer(tie_word_embeddings=True)
+    else:
+        model = load(checkpoints.gpt_oss(tmp_path / "a", num_hidden_layers=1))
+    expected, states, count = quantize_(copy.deepcopy(model), **options)(ids).logits, set(), 0
+    for place, other, raised in interrupted(lambda: copy.deepcopy(model), lambda m: quantize_(m, **options), every):
+        logits, state = other(ids).logits, (*formats(other), hasattr(other, "hf_quantizer"))
+        if state not in states:
+            states.add(state)
+            again = as_saved(copy.deepcopy(other), tmp_path / str(len(states)))
+            assert formats(again) == formats(other) and torch.equal(again(ids).logits, logits), place
+        assert torch.equal(quantize_(other, **options)(ids).logits, expected), place
+        count += raised
+    assert count >= 200 / every and len(states) >= 3

@@ -187,7 +187,7 @@ print(grown * (1024 if sys.platform == "linux" else 1) - sum(part.nbytes for par
         ("format: expected one of affine, mxfp4, fp8, got 'int4'", {"format": "int4"}),
         ("bits: expected 2, 3, 4, 5, 6 or 8, got 7", {"bits": 7}),
         ("group_size: expected 16, 32, 64 or 128, got 48", {"group_size": 48}),
-        ("weight: expected a multiple of 64 columns, got [4, 96]", {"weight": torch.ones(4, 96)}),
+        ("weight: expected a multiple of 64 columns, its group_size, got [4, 96]", {"weight": torch.ones(4, 96)}),
         ("weight: expected a multiple of 32 columns, got [4, 80]", {"weight": torch.ones(4, 80), "format": "mxfp4"}),
         ("weight: expected shape [..., N, C], got [64]", {"weight": torch.ones(64)}),
         ("weight: expected float32, float16 or bfloat16, got float64", {"weight": torch.ones(4, 64).double()}),

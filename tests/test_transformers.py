@@ -438,6 +438,8 @@ def test_report():
     assert report["fused"] == ["model.layers.0", "model.layers.0.mlp"]
     assert report["experts only"] == ["model.layers.1.mlp.experts", "model.layers.2.mlp.experts"]
     assert report["left"] == ["model.layers.2.mlp", "model.layers.3.mlp", "model.layers.3.mlp.experts"]
+    with pytest.raises(KeyError, match="a report has 'fused', 'experts only' and 'left', got 'fuse'"):
+        report["fuse"]
     text = str(report)
     assert "its forward has been replaced already" in text and "its activation is Tanh" in text
     assert str(torch_moe_metal.patch(torch.nn.Linear(2, 2))).endswith("no Mixture-of-Experts module in this model")

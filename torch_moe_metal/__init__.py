@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import arguments, nn, reference, tuning
+from . import arguments, nn, reference, refusals, tuning
 from .after_import import after_import
 from .fake import fake
 from .packing import quantize
@@ -99,6 +99,8 @@ def _register_quantizers() -> None:
 # imports them.
 after_import("transformers.integrations.moe", _register_experts)
 after_import("transformers.quantizers.auto", _register_quantizers)
+after_import("transformers.modeling_utils", refusals.refuse_resizing)
+after_import("peft.tuners.tuners_utils", refusals.refuse_merging)
 
 
 if not TYPE_CHECKING:  # to which every name would be known

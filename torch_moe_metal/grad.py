@@ -33,6 +33,12 @@ def has_tangent(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether PyTorch's own products of x would run in the dtype of torch.autocast."""
+    kind = x.device.type
+    return kind != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+
+
 def traced_as_constant(function: Callable) -> Callable:
     """torch.compiler.assume_constant_result, but for importing the compiler, which takes seconds: torch.compile and
     torch.export call this function while they trace, and look only at what it returns."""

@@ -3,7 +3,7 @@
 `torch_moe_metal.nn` has them for users; the transformers package puts them into models, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from . import reference
 from .arguments import DTYPES, beside
-from .grad import wants_grad
+from .grad import autocasts, wants_grad
 from .packing import FP8_BLOCK, quantize
 
 ops = torch.ops.moe_metal
 PARTS = ("data", "scale", "offset")  # of a packed weight
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their bytes
 
 
 class Packed(nn.Module):
@@ -29,16 +30,10 @@ class Packed(nn.Module):
     packing: dict[str, tuple[str, ...]]
 
     def _apply(self, fn, recurse=True):
-        buffers = self._buffers
-        names = (name for names in self.packing.values() for name in names)
-        dtypes = {name: buffers[name].dtype for name in names if buffers.get(name) is not None}
-        for name in dtypes:
-            buffers[name] = buffers[name].view(torch.uint8)  # which no conversion touches
-        try:
-            return super()._apply(fn, recurse)
-        finally:
-            for name, dtype in dtypes.items():
-                buffers[name] = buffers[name].view(dtype)
+        names = [name for names in self.packing.values() for name in names]
+        parts = [part for name in names if (part := self._buffers.get(name)) is not None]
+        done = {id(part): with_its_bits(part, fn) for part in parts}  # before anything is assigned
+        return super()._apply(lambda tensor: done[id(tensor)] if id(tensor) in done else fn(tensor), recurse)
 
     def hold(self, weight: str, parts: Mapping[str, Tensor | None]) -> None:
         """Have these as one packed weight: data, scale and offset, by the names that they shall have."""
@@ -51,6 +46,21 @@ class Packed(nn.Module):
         """Data, scale and offset of a packed weight."""
         names, buffers = self.packing[weight], self._buffers
         return [buffers[name] for name in names] + [None] * (len(PARTS) - len(names))
+
+
+def with_its_bits(part: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `fn`, a move or conversion of a module, makes of data or a scale. It sees integers of the same width, which
+    no conversion to a floating dtype touches, and for which any strides will do."""
+    bits = part.view(INTEGERS[part.element_size()])
+    moved = fn(bits)
+    if moved is bits:
+        return part
+    if moved.dtype != bits.dtype:
+        raise TypeError(
+            "torch_moe_metal: packed weights keep their bits: expected .to(dtype), which converts the module's other "
+            f"tensors alone, got a conversion of all tensors to {str(moved.dtype).removeprefix('torch.')}"
+        )
+    return moved.view(part.dtype)
 
 
 class Linear(Packed, nn.Linear):
@@ -129,6 +139,10 @@ class TiedLinear(Linear):
         return self.embedding[0].parts(weight)
 
 
+def is_packed(module: nn.Module) -> bool:
+    return isinstance(module, TiedLinear) or bool(getattr(module, "packing", None))
+
+
 class Embedding(Packed):
     """torch.nn.Embedding with a quantised weight: ids [...] -> [..., embedding_dim].
 
@@ -202,12 +216,6 @@ def rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor.index_select(0, rows).unsqueeze(-2)
 
 
-def autocasts(x: Tensor) -> bool:
-    """Whether torch.autocast would cast it for torch.nn.Linear."""
-    kind = x.device.type
-    return kind != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
-
-
 def as_autocast(x: Tensor) -> Tensor:
     """A layer's input as torch.nn.Linear takes it: autocast knows PyTorch's own ops alone."""
     return x.to(torch.get_autocast_dtype(x.device.type)) if autocasts(x) else x
@@ -263,7 +271,8 @@ def slots_with_grad(x: Tensor, ids: Tensor, experts: dict) -> Tensor:
         chosen = (ids == e).nonzero(as_tuple=True)
         both = expert_linear(x[chosen[:-1]], e, experts, "gate_up")
         gate, up = (both[..., ::2], both[..., 1::2]) if experts.get("interleaved") else both.chunk(2, -1)
-        slots = slots.index_put(chosen, expert_linear(reference.glu(gate, up, **options), e, experts, "down"))
+        output = expert_linear(reference.glu(gate, up, **options), e, experts, "down")
+        slots = slots.index_put(chosen, output.to(slots.dtype))  # under autocast it may have another
     return slots
 
 

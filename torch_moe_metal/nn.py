@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from . import reference
 from .arguments import beside
-from .grad import wants_grad
-from .layers import Embedding, Linear, Packed, autocasts, slots_with_grad
-from .packing import quantize
+from .grad import autocasts, wants_grad
+from .layers import Embedding, Linear, Packed, slots_with_grad
+from .packing import check, quantize
 from .rehearsal import warm_up_unasked
+from .transaction import all_or_nothing
 
 __all__ = ["Embedding", "Linear", "MoE"]
 
@@ -136,23 +137,33 @@ class MoE(Packed):
     def quantize_(self, format: str = "affine", bits: int = 4, group_size: int = 64) -> "MoE":
         """Have the experts' weights in few bits from now on, as `torch_moe_metal.quantize` packs them, one after the
         other: buffers gate_up, gate_up_scale, (gate_up_offset), and the same of down. Router and shared expert stay."""
-        experts = self._router_and_experts()[1]
-        if experts.get("format", "dense") != "dense":
-            raise RuntimeError(f"torch_moe_metal.nn.MoE.quantize_: its weights are {experts['format']} already")
-        weights = {name: experts[name].detach() for name in ("gate_up", "down")}
-        if experts.get("transposed"):
-            weights = {name: weight.mT for name, weight in weights.items()}
-        for weight in weights.values():  # so that neither is changed when one cannot be
-            quantize(weight[:0], format, bits, group_size)
+        if self.format != "dense":
+            raise RuntimeError(f"torch_moe_metal.nn.MoE.quantize_: its weights are {self.format} already")
+        weights = self.dense_rows()
         for name, weight in weights.items():
-            parts = quantize(weight, format, bits, group_size)
-            self.hold(name, dict(zip((name, *beside(name)), parts, strict=True)))
-            self._arguments[1] |= dict.fromkeys((name, *beside(name)))
-        self._arguments[1] |= {"format": format, "transposed": False}
+            check(weight, format, bits, group_size, "nn.MoE.quantize_", name)
+        settings = self._arguments[1] | {"format": format, "transposed": False}
         if format == "affine":  # the other formats' shapes have one meaning
-            self._arguments[1]["group_size"] = group_size
+            settings["group_size"] = group_size
+        with all_or_nothing(self):
+            for name, weight in weights.items():
+                parts = dict(zip((name, *beside(name)), quantize(weight, format, bits, group_size), strict=True))
+                self.hold(name, parts)
+                settings |= dict.fromkeys(parts)
+            self._arguments = [self._arguments[0], settings]
         warm_up_unasked(self)
         return self
+
+    @property
+    def format(self) -> str:
+        """That of the experts' weights."""
+        return self._arguments[1].get("format", "dense")
+
+    def dense_rows(self) -> dict[str, Tensor]:
+        """The experts' weights that are not packed, [E, N, C]."""
+        experts = self._router_and_experts()[1]
+        weights = {name: experts[name].detach() for name in ("gate_up", "down")}
+        return {name: weight.mT if experts.get("transposed") else weight for name, weight in weights.items()}
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -188,23 +199,25 @@ class MoE(Packed):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [..., H], residual [..., H] -> [..., H]"""
         router, experts = self._router_and_experts()
+        grad, autocast = wants_grad(self, x, residual), autocasts(x)
+        if autocast and not grad:
+            return self.without_autocast(x, residual)
         shared = None if self.shared is None else self.shared(x)
         shared_gate = None if self.shared_gate is None else self.shared_gate(x).squeeze(-1)
-        if wants_grad(self, x, residual):
+        if grad:
             # The router's sums are float32, as they are in the op.
-            with torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext():
+            with torch.autocast(x.device.type, enabled=False) if autocast else contextlib.nullcontext():
                 weights, ids = reference.gate(x, **router)
             slots = slots_with_grad(x, ids, experts)
             return reference.weighted_sum(slots, weights, shared, shared_gate, residual).to(x.dtype)
-        beside = {"shared": shared, "shared_gate": shared_gate, "residual": residual}
-        if not autocasts(x):
-            weights, ids = ops.gate(x, **router)
-            return ops.experts(x, weights, ids, **beside, **experts)
-        # The dtypes of activations differ there. Weights are not copied: theirs is the one that counts.
-        weights, ids = ops.gate(x.to(self.router_weight.dtype), **router)
-        dtype = x.dtype if self.packing else self.down.dtype
-        beside = {name: None if value is None else value.to(dtype) for name, value in beside.items()}
-        return ops.experts(x.to(dtype), weights, ids, **beside, **experts).to(x.dtype)
+        weights, ids = ops.gate(x, **router)
+        return ops.experts(x, weights, ids, shared=shared, shared_gate=shared_gate, residual=residual, **experts)
+
+    def without_autocast(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The same in the dtype of the layer's weights, rounded to that of x."""
+        dtype = self.router_weight.dtype if self.packing else self.down.dtype
+        with torch.autocast(x.device.type, enabled=False):
+            return self.forward(x.to(dtype), None if residual is None else residual.to(dtype)).to(x.dtype)
 
     def extra_repr(self) -> str:
         router, experts = self._arguments

@@ -19,7 +19,9 @@ MXFP4_GROUP, FP8_BLOCK = 32, 128
 PIECE = 1 << 19
 
 
-def quantize(weight: Tensor, format: str, bits: int = 4, group_size: int = 64) -> tuple[Tensor, Tensor, Tensor | None]:
+def quantize(
+    weight: Tensor, format: str = "affine", bits: int = 4, group_size: int = 64
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """A weight [..., N, C] of float32, float16 or bfloat16 in one of the packed formats. -> data, scale, offset
 
         data, scale, offset = torch_moe_metal.quantize(weight, "affine", bits=4, group_size=64)
@@ -30,7 +32,7 @@ def quantize(weight: Tensor, format: str, bits: int = 4, group_size: int = 64) -
     fp8: e4m3; a block of 128 x 128 has a float32. `bits` and `group_size` are for affine alone, the other two have no
     offset. data is uint8, the bytes of the rows. What shares a scale with a number that is not finite becomes NaN.
     """
-    _check(weight, format, bits, group_size)
+    check(weight, format, bits, group_size)
     *leading, N, C = weight.shape
     sizes = packed((N, C), format, bits, group_size, weight.dtype)
     whole = {
@@ -68,20 +70,24 @@ def packed(
     }
 
 
-def _check(weight: Tensor, format: str, bits: int, group_size: int) -> None:
+def check(
+    weight: Tensor, format: str, bits: int, group_size: int, caller: str = "quantize", name: str = "weight"
+) -> None:
+    """An error where this weight cannot be packed so. `caller` and `name` are what the message calls the two."""
+
     def expect(right: bool, name: str, what: str, got: object) -> None:
         if not right:
-            raise ValueError(f"torch_moe_metal.quantize: {name}: expected {what}, got {got}")
+            raise ValueError(f"torch_moe_metal.{caller}: {name}: expected {what}, got {got}")
 
     floats = (torch.float32, torch.float16, torch.bfloat16)
     expect(format in FORMATS, "format", f"one of {', '.join(FORMATS)}", repr(format))
-    expect(weight.dtype in floats, "weight", "float32, float16 or bfloat16", str(weight.dtype).removeprefix("torch."))
-    expect(weight.dim() >= 2, "weight", "shape [..., N, C]", list(weight.shape))
+    expect(weight.dtype in floats, name, "float32, float16 or bfloat16", str(weight.dtype).removeprefix("torch."))
+    expect(weight.dim() >= 2, name, "shape [..., N, C]", list(weight.shape))
     if format == "affine":
         expect(bits in BITS, "bits", "2, 3, 4, 5, 6 or 8", bits)
         expect(group_size in GROUPS, "group_size", "16, 32, 64 or 128", group_size)
-    group = {"affine": group_size, "mxfp4": MXFP4_GROUP, "fp8": 1}[format]
-    expect(weight.shape[-1] % group == 0, "weight", f"a multiple of {group} columns", list(weight.shape))
+    group, told = {"affine": (group_size, ", its group_size"), "mxfp4": (MXFP4_GROUP, ""), "fp8": (1, "")}[format]
+    expect(weight.shape[-1] % group == 0, name, f"a multiple of {group} columns{told}", list(weight.shape))
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

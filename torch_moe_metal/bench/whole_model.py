@@ -86,7 +86,7 @@ def packed_variants(model: nn.Module, formats: list[str]) -> dict[str, Callable[
         packing = FORMATS[name]
         for told, skip in ((f"patch, {name} experts", EXPERTS_ALONE), (f"patch, {name}", [])):
             packed = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-            quantize_(packed, packing.bits, packing.group, packing.format, skip)
+            quantize_(packed, packing.format, packing.bits, packing.group, skip)
             patch(packed)
             made[told] = lambda packed=packed: packed
     wait_for_all()

@@ -58,7 +58,7 @@ class Parser(ArgumentParser):
         if options.directory is None:
             return small_model().to(options.device).eval()
         bits = getattr(options, "bits", None)
-        how = {"quantization_config": MoeMetalConfig(bits)} if bits else {}
+        how = {"quantization_config": MoeMetalConfig(bits=bits)} if bits else {}
         with self.loading(options.directory, options.device):
             model = AutoModelForCausalLM.from_pretrained(options.directory, dtype="auto", **how)
         return model.to(options.device).eval()

@@ -1,21 +1,67 @@
 """`MoeMetalConfig` and `quantize_`: which weights of a dense model become packed, and how."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass
 
 from torch import Tensor, nn
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..packing import BITS, FORMATS, GROUPS, MXFP4_GROUP, quantize
+from ..layers import Embedding, Linear, TiedLinear, is_packed
+from ..packing import BITS, FORMATS, FP8_BLOCK, GROUPS, MXFP4_GROUP, check, quantize
+from ..transaction import all_or_nothing
 from .experts import NAME, why_not_packed
-from .packed import PROJECTIONS, Parts, embedding_multiplier, named_parts, pack, replace_tied, tied_head, weight_shape
+from .packed import (
+    PROJECTIONS,
+    Parts,
+    columns_of,
+    embedding_multiplier,
+    is_moe,
+    named_parts,
+    pack,
+    replace_tied,
+    rows_of,
+    tied_head,
+)
 from .patch import is_experts
 
 logger = logging.get_logger(__name__)
 
 #: Routers, and gates of shared experts: small, and a wrong choice of experts costs more than their bits.
-ALWAYS_DENSE = ("router", "gate", "shared_expert_gate")
+ALWAYS_DENSE = ("router", "gate", "shared_expert_gate", "shared_gate")
+#: Bits and group of the formats that have no other.
+FIXED = {"mxfp4": (4, MXFP4_GROUP), "fp8": (8, FP8_BLOCK)}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one weight is packed."""
+
+    format: str
+    bits: int
+    group_size: int
+
+    @classmethod
+    def of(cls, format: str, bits: int, group_size: int) -> "Form":
+        return cls(format, *FIXED.get(format, (bits, group_size)))
+
+    @classmethod
+    def now(cls, module: nn.Module, weight: str) -> "Form":
+        """Of a weight that is packed."""
+        (data, scale, _), columns = module.parts(weight), columns_of(module, weight)
+        bits = 8 * data.element_size() * data.shape[-1] // columns
+        return cls.of(module.format, bits, columns // scale.shape[-1])
+
+    def fits(self, columns: int) -> bool:
+        return self.format == "fp8" or columns % self.group_size == 0
+
+    @property
+    def settings(self) -> dict:
+        return {"format": self.format} if self.format in FIXED else asdict(self)
+
+
+Plan = dict[str, dict[str, Form]]  # by module, and by the whole name of each of its weights
 
 
 class MoeMetalConfig(QuantizationConfigMixin):
@@ -24,23 +70,37 @@ class MoeMetalConfig(QuantizationConfigMixin):
         config = torch_moe_metal.MoeMetalConfig(bits=4, group_size=64, skip=["lm_head"], bits_by_name={"down_proj": 6})
         model = AutoModelForCausalLM.from_pretrained(name, device_map="mps", quantization_config=config)
 
-    Experts, linear layers and the embedding are packed, routers are not. `format`, `bits` and `group_size` are those of
-    `torch_moe_metal.quantize`. Names in `skip` and `bits_by_name` are whole parts of a module's name, or regular
-    expressions for them: "lm_head", "layers.0", "self_attn", "experts.down_proj", r"(?!.*experts).*" (all but experts).
+    Experts, linear layers and the embedding are packed. Routers stay dense, and so do towers for images and sound,
+    unless `bits_by_name` names them. `format`, `bits` and `group_size` are those of `torch_moe_metal.quantize`.
+
+    Names in `skip` and `bits_by_name` are whole parts of a module's name, or regular expressions for them: "lm_head",
+    "layers.0", "self_attn", r"(?!.*experts).*" (all but experts). One that the model does not have is an error. Experts
+    are packed or skipped as a whole; in `bits_by_name` each of their weights has a name, "experts.down_proj".
+
+    `layers` says what differs from all that for single modules or weights, by their whole names, such as
+    {"lm_head": False, "model.layers.0.mlp.experts": {"format": "mxfp4"}}. `save_pretrained` writes it.
     """
 
     def __init__(
         self,
+        format: str = "affine",
         bits: int = 4,
         group_size: int = 64,
-        format: str = "affine",
         skip: list[str] | None = None,
         bits_by_name: dict[str, int] | None = None,
-        **kwargs,
+        layers: dict[str, dict | bool] | None = None,
+        **others,
     ):
+        if unknown := sorted(others.keys() - {"quant_method"}):
+            raise TypeError(
+                f"torch_moe_metal.MoeMetalConfig: unknown: {', '.join(unknown)}; its arguments are format, bits, "
+                "group_size, skip, bits_by_name and layers"
+            )
         self.quant_method = NAME
         self.bits, self.group_size, self.format = bits, group_size, format
-        self.skip, self.bits_by_name = list(skip or ()), dict(bits_by_name or {})
+        self.skip = [] if skip is None else skip
+        self.bits_by_name = {} if bits_by_name is None else bits_by_name
+        self.layers = {} if layers is None else layers
         self.post_init()
 
     def post_init(self) -> None:
@@ -48,10 +108,23 @@ class MoeMetalConfig(QuantizationConfigMixin):
             if not right:
                 raise ValueError(f"torch_moe_metal.MoeMetalConfig: {name}: expected {what}, got {got!r}")
 
-        expect(self.format in FORMATS, "format", f"one of {', '.join(FORMATS)}", self.format)
-        for name, bits in [("bits", self.bits), *self.bits_by_name.items()]:
+        def expect_form(where: str, format: object, bits: object, group_size: object) -> None:
+            expect(format in FORMATS, f"{where}format", f"one of {', '.join(FORMATS)}", format)
+            expect(bits in BITS, f"{where}bits", "2, 3, 4, 5, 6 or 8", bits)
+            expect(group_size in GROUPS, f"{where}group_size", "16, 32, 64 or 128", group_size)
+
+        expect(isinstance(self.skip, list | tuple), "skip", "a list of names", self.skip)
+        expect(isinstance(self.bits_by_name, dict), "bits_by_name", "a dictionary of bits by names", self.bits_by_name)
+        expect(isinstance(self.layers, dict), "layers", "a dictionary of settings by names", self.layers)
+        settings = {"format": self.format, "bits": self.bits, "group_size": self.group_size}
+        expect_form("", **settings)
+        for name, bits in self.bits_by_name.items():
             expect(bits in BITS, name, "2, 3, 4, 5, 6 or 8", bits)
-        expect(self.group_size in GROUPS, "group_size", "16, 32, 64 or 128", self.group_size)
+        for name, entry in self.layers.items():
+            known = entry is False or (isinstance(entry, dict) and entry.keys() <= settings.keys())
+            expect(known, f"layers: {name}", "False, or a dictionary of format, bits and group_size", entry)
+            expect_form(f"layers: {name}: ", **settings | (entry or {}))
+        self.skip, self.bits_by_name, self.layers = list(self.skip), dict(self.bits_by_name), dict(self.layers)
 
     def bits_of(self, name: str) -> int:
         return next((bits for pattern, bits in self.bits_by_name.items() if within(pattern, name)), self.bits)
@@ -59,51 +132,84 @@ class MoeMetalConfig(QuantizationConfigMixin):
     def skips(self, name: str) -> bool:
         return any(within(pattern, name) for pattern in (*ALWAYS_DENSE, *self.skip))
 
-    def fits(self, columns: int) -> bool:
-        return columns % {"affine": self.group_size, "mxfp4": MXFP4_GROUP, "fp8": 1}[self.format] == 0
+    # -------------------------------------------------------------------------------------------- what becomes packed
 
-    def chosen(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The modules of a dense model whose weights become packed, or an error where experts' cannot."""
-        embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    def forms(self, model: nn.Module) -> Plan:
+        """How the weights of each module shall be packed, whatever they are now; no forms if it shall be dense."""
+        prefix, towers = f"{getattr(model, 'base_model_prefix', '')}.", tower_prefixes(model)
         found = {}
-        for name, module in model.named_modules():
-            known = is_experts(module) or type(module) is nn.Linear
-            known = known or (module is embedding and embedding_multiplier(module) is not None)
-            if known and not self.skips(name) and self.packs(name, module):
-                found[name] = module
-        tied = tied_head(model)
-        if tied and not found.keys() >= set(tied):  # one weight cannot be both
-            found = {name: module for name, module in found.items() if name not in tied}
+        for name, module in packable(model):
+            weights = list(weight_names(name, module).values())
+            plain = not self.skips(name) and not self.skips_weights(name, weights)
+            if name.startswith(towers):
+                plain = plain and any(within(pattern, name) for pattern in self.bits_by_name)
+            forms = {weight: self.form(weight, self.entry(prefix, weight, name), plain) for weight in weights}
+            if len({form if is_moe(module) else form and form.format for form in forms.values()}) > 1:
+                raise ValueError(f"torch_moe_metal: expected one format for {' and '.join(weights)}, got {forms}")
+            found[name] = {weight: form for weight, form in forms.items() if form is not None}
         return found
 
-    def pack(self, model: nn.Module, parts: Callable[[str, Tensor], Parts], progress: bool = False) -> None:
-        """Pack all that is chosen; `parts` makes each weight's."""
-        names, tied = list(self.chosen(model)), tied_head(model)
-        if tied and tied[1] in names:
-            names.remove(tied[1])
-        for name in logging.tqdm(names, desc="Quantising", disable=not progress):
-            pack(model, name, self.format, parts)
-        if tied and tied[0] in names:
-            replace_tied(model, *tied)
+    def form(self, weight: str, entry: dict | bool | None, plain: bool) -> Form | None:
+        """`entry` is what `layers` has for it, `plain` is whether it is packed if that is nothing."""
+        if entry is False or (entry is None and not plain):
+            return None
+        settings = {"format": self.format, "bits": self.bits_of(weight), "group_size": self.group_size}
+        return Form.of(**settings | (entry or {}))
 
-    def packs(self, name: str, module: nn.Module) -> bool:
-        if not is_experts(module):
-            fits = self.fits(module.weight.shape[-1])
-            if not fits:
-                logger.warning(f"torch_moe_metal: {name} stays dense: its {module.weight.shape[-1]} columns do not fit")
-            return fits
-        reason = why_not_packed(module)
-        if reason:
-            logger.warning(f"torch_moe_metal: {name} stays dense: {reason}")
-            return False
-        for weight, projection in PROJECTIONS.items():
-            columns = weight_shape(module, weight)[2]
-            if not self.fits(columns):
+    def entry(self, prefix: str, *names: str) -> dict | bool | None:
+        """What `layers` has for the first of these names, with or without the base model's prefix."""
+        for name in names if self.layers else ():
+            for known in (name, prefix + name, name.removeprefix(prefix)):
+                if known in self.layers:
+                    return self.layers[known]
+        return None
+
+    def skips_weights(self, name: str, weights: list[str]) -> bool:
+        """Whether `skip` names all weights of a module one by one; an error where it names some of them."""
+        for pattern in self.skip:
+            hit = [weight for weight in weights if within(pattern, weight)]
+            if hit and len(hit) < len(weights):
                 raise ValueError(
-                    f"torch_moe_metal: {name}.{projection}: its {columns} columns are no multiple of the group, "
-                    f"{self.group_size if self.format == 'affine' else MXFP4_GROUP}; choose another, or skip it"
+                    f"torch_moe_metal: skip: expected names of whole modules, got {pattern!r}: {' and '.join(weights)} "
+                    f"are packed together; skip {name.rpartition('.')[2]!r}"
                 )
-        return True
+            # A pattern such as "all but experts" looks at the end of the name alone.
+            if hit and not all(within(pattern, weight.rpartition(".")[2]) for weight in weights):
+                return True
+        return False
+
+    def plan(self, model: nn.Module, absent: Collection[str] = ()) -> Plan:
+        """What becomes packed of what is dense now, but for `absent` modules; an error where experts cannot be."""
+        modules, tied = dict(packable(model)), tied_head(model)
+        found = {
+            name: forms
+            for name, forms in self.forms(model).items()
+            if forms and not is_packed(modules[name]) and name not in absent and can_pack(name, modules[name], forms)
+        }
+        if tied and not found.keys() >= set(tied):  # one weight cannot be both
+            found = {name: forms for name, forms in found.items() if name not in tied}
+        return found
+
+    def expect_names(self, model: nn.Module) -> None:
+        """An error where a name is in no module's name."""
+        modules = {name for name, _ in model.named_modules() if name}
+        single = {each for name, part in packable(model) for each in (name, *weight_names(name, part).values())}
+        chosen = {weight for weight in single if not any(within(pattern, weight) for pattern in ALWAYS_DENSE)}
+        prefix = f"{getattr(model, 'base_model_prefix', '')}."
+
+        def expect(argument: str, name: str, right: bool) -> None:
+            if not right:
+                raise ValueError(
+                    f"torch_moe_metal: {argument}: expected names of modules in {type(model).__name__}"
+                    f"{'' if argument == 'skip' else ' that can be packed'}, got {name!r}"
+                )
+
+        for pattern in self.skip:
+            expect("skip", pattern, any(within(pattern, name) for name in modules | single))
+        for pattern in self.bits_by_name:
+            expect("bits_by_name", pattern, any(within(pattern, name) for name in chosen))
+        for name in self.layers:
+            expect("layers", name, not single.isdisjoint({name, prefix + name, name.removeprefix(prefix)}))
 
 
 def within(pattern: str, name: str) -> bool:
@@ -111,23 +217,153 @@ def within(pattern: str, name: str) -> bool:
     return re.search(rf"(?:^|\.)(?:{pattern})(?:\.|$)", name) is not None
 
 
+# ------------------------------------------------------------------------------------------------ parts of a model
+
+
+def packable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules whose weights can be packed, or are: experts, `nn.MoE`, linear layers and the embedding. Not what
+    PEFT has beside the `base_layer` that it wraps: adapters are trained."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    wrapped = tuple(f"{name}." for name, module in model.named_modules() if "base_layer" in module._modules)
+    for name, module in model.named_modules():
+        if name.startswith(wrapped) and "base_layer" not in name.split("."):
+            continue
+        known = type(module) in (nn.Linear, Linear, TiedLinear, Embedding) or is_experts(module) or is_moe(module)
+        if known or (module is embedding and embedding_multiplier(module) is not None):
+            yield name, module
+
+
+def weight_names(name: str, module: nn.Module) -> dict[str, str]:
+    """The whole name of each of its weights, by the op's word for it."""
+    if is_experts(module):
+        return {weight: f"{name}.{projection}" for weight, projection in PROJECTIONS.items()}
+    weights = PROJECTIONS if is_moe(module) else ("weight",)
+    return {weight: f"{name}.{weight}" for weight in weights}
+
+
+def tower_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """What the names of modules in towers for images and sound begin with, in models that have text beside these."""
+    found = set()
+    for part in model.modules():
+        config = getattr(part, "config", None)
+        if hasattr(type(part), "get_encoder") and getattr(config, "text_config", None) is not None:
+            found |= {id(part.get_encoder(modality=modality)) for modality in ("image", "audio")} - {id(part)}
+    return tuple(f"{name}." for name, part in model.named_modules() if id(part) in found)
+
+
+def can_pack(name: str, module: nn.Module, forms: dict[str, Form]) -> bool:
+    """Whether a module's dense weights can be packed so; a warning where they stay dense, an error for experts whose
+    columns do not fit."""
+    reason = why_not_packed(module) if is_experts(module) else None
+    if reason is not None:
+        logger.warning(f"torch_moe_metal: {name} stays dense: {reason}")
+        return False
+    for (weight, form), rows in zip(forms.items(), rows_of(module).values(), strict=True):
+        if form.fits(rows.shape[-1]):
+            continue
+        if isinstance(module, nn.Linear | nn.Embedding):
+            logger.warning(f"torch_moe_metal: {name} stays dense: its {rows.shape[-1]} columns do not fit")
+            return False
+        raise ValueError(
+            f"torch_moe_metal: {weight}: its {rows.shape[-1]} columns are no multiple of the group, {form.group_size}; "
+            "choose another, or skip it"
+        )
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ packing
+
+
+def pack_all(model: nn.Module, plan: Plan, parts: Callable[[str, Tensor, Form], Parts], progress: bool = False) -> None:
+    """Pack what is planned, one module after the other: an exception leaves each of them dense or packed. `parts` makes
+    each weight's."""
+    tied = tied_head(model)
+    embedding, head = tied if tied and tied[0] in plan else (None, None)
+    names = [name for name in plan if name != head]
+    for name in logging.tqdm(names, desc="Quantising", disable=not progress):
+        forms, module = plan[name], model.get_submodule(name)
+        form = next(iter(forms.values()))
+        with all_or_nothing(model if name == embedding else model.get_submodule(name.rpartition(".")[0])):
+            if is_moe(module):
+                module.quantize_(**asdict(form))
+            else:
+                pack(model, name, form.format, lambda weight, dense, forms=forms: parts(weight, dense, forms[weight]))
+            if name == embedding:
+                replace_tied(model, embedding, head)
+
+
 def quantize_(
     model: nn.Module,
+    format: str = "affine",
     bits: int = 4,
     group_size: int = 64,
-    format: str = "affine",
     skip: list[str] | None = None,
     bits_by_name: dict[str, int] | None = None,
+    layers: dict[str, dict | bool] | None = None,
 ) -> nn.Module:
-    """Pack the weights of a dense model of transformers, in place, one after the other. The arguments are those of
-    `MoeMetalConfig`; saved, it loads as it is. Where something cannot be packed, it raises before anything is."""
-    from .quantizer import adopt
+    """Pack the dense weights of a model of transformers, or of any with `torch_moe_metal.nn.MoE` and linear layers, in
+    place, one after the other. The arguments are those of `MoeMetalConfig`; saved, it loads as it is.
 
-    config = MoeMetalConfig(bits, group_size, format, skip, bits_by_name)
+    What is packed already, by this or by its checkpoint, stays as it is, and a warning names it. Where experts cannot
+    be packed, it raises before anything is changed. Interrupted, it leaves a model that runs and can be saved, part of
+    it packed; called again, it packs the rest.
+    """
+    from .quantizer import adopt, expect_ours
 
-    def parts(name: str, dense: Tensor) -> dict[str, Tensor]:
-        return named_parts(name.rpartition(".")[2], quantize(dense, format, config.bits_of(name), group_size))
+    config = MoeMetalConfig(format, bits, group_size, skip, bits_by_name, layers)
+    expect_ours(model)
+    config.expect_names(model)
+    plan = config.plan(model)
+    expect_weights(model, plan)
+    kept = [f"{name} ({module.format})" for name, module in packable(model) if is_packed(module)]
+    if kept:
+        logger.warning(f"torch_moe_metal.quantize_: packed already, and left as it is: {', '.join(alike(kept))}")
+    if not plan:
+        logger.warning("torch_moe_metal.quantize_: nothing was packed: no dense weight is left to be packed so")
+        return model
 
-    config.pack(model, parts, progress=True)
-    adopt(model, config)
+    def parts(name: str, dense: Tensor, form: Form) -> Parts:
+        return named_parts(name.rpartition(".")[2], quantize(dense, **asdict(form)))
+
+    with all_or_nothing(model):
+        adopt(model, config)
+    pack_all(model, plan, parts, progress=True)
     return model
+
+
+def expect_weights(model: nn.Module, plan: Plan) -> None:
+    """An error where a weight is none that `quantize` takes, or is not in memory."""
+    for name, forms in plan.items():
+        module = model.get_submodule(name)
+        for (weight, form), rows in zip(forms.items(), rows_of(module).values(), strict=True):
+            check(rows, **asdict(form), caller="quantize_", name=weight)
+            if rows.is_meta and hasattr(module, "_hf_hook"):
+                raise ValueError(
+                    f"torch_moe_metal.quantize_: {weight}: expected a weight in memory, got an offloaded one"
+                )
+
+
+def alike(names: Iterable[str]) -> list[str]:
+    """The same with a star for the numbers of layers, each of them once."""
+    return list(dict.fromkeys(re.sub(r"\d+(?=\.)", "*", name) for name in names))
+
+
+def described(model: nn.Module, config: MoeMetalConfig) -> MoeMetalConfig:
+    """The same configuration with `layers` that tell how this very model is packed."""
+    plain = MoeMetalConfig(config.format, config.bits, config.group_size, config.skip, config.bits_by_name)
+    modules, layers = dict(packable(model)), {}
+    for name, forms in plain.forms(model).items():
+        found = forms_now(name, modules[name])
+        if forms and not found:
+            layers[name] = False
+        layers |= {weight: form.settings for weight, form in found.items() if forms.get(weight) != form}
+    plain.layers = layers
+    return plain
+
+
+def forms_now(name: str, module: nn.Module) -> dict[str, Form]:
+    """How the weights of a module are packed; none of a dense one's."""
+    if isinstance(module, TiedLinear):
+        return {f"{name}.weight": Form.now(module.embedding[0], "weight")}
+    names = weight_names(name, module)
+    return {names[weight]: Form.now(module, weight) for weight in getattr(module, "packing", None) or {}}

@@ -6,6 +6,7 @@ packed anew. Of compressed-tensors' symmetric weights not even that: what is sto
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..packing import GROUPS, pack
 from ..reference import unpack
 from .checkpoint import Stored
-from .config import MoeMetalConfig
+from .config import Form, MoeMetalConfig, described
 from .experts import why_not_packed
 from .packed import Parts, columns_of, empty_parts, packed_modules
 from .packed import pack as pack_module
@@ -213,10 +214,7 @@ class Integers(PackedQuantizer):
             if reason is not None:
                 raise ValueError(f"torch_moe_metal: {name} is packed, but cannot run so: {reason}")
             pack_module(model, name, "affine", parts)
-        self.quantization_config, self.expressible = as_our_own(model, self.integers.bits)
-
-    def is_serializable(self) -> bool:
-        return self.expressible
+        self.quantization_config = as_our_own(model, self.integers.bits)
 
     def update_weight_conversions(self, weight_conversions, model):
         parts = [f".{part}" for part in self.method.parts]
@@ -235,17 +233,12 @@ class Integers(PackedQuantizer):
         model._weight_conversions = []  # what is packed is saved under the model's own names
 
 
-def as_our_own(model: nn.Module, bits: int) -> tuple[MoeMetalConfig, bool]:
-    """The configuration that makes of a dense model what this one is, and whether there is one."""
-    packed = dict(packed_modules(model))
-    candidates = (n for n, m in model.named_modules() if is_experts(m) or isinstance(m, nn.Linear | nn.Embedding))
-    groups = {
-        columns_of(module, weight) // module.parts(weight)[1].shape[-1]
-        for module in packed.values()
-        for weight in module.packing
-    }
-    config = MoeMetalConfig(bits, max(groups), skip=[re.escape(name) for name in candidates if name not in packed])
-    return config, len(groups) == 1 and not any(config.skips(name) for name in packed)
+def as_our_own(model: nn.Module, bits: int) -> MoeMetalConfig:
+    """The configuration that makes of a dense model what this one is."""
+    groups = Counter(
+        Form.now(module, weight).group_size for _, module in packed_modules(model) for weight in module.packing
+    )
+    return described(model, MoeMetalConfig(bits=bits, group_size=groups.most_common(1)[0][0]))
 
 
 def register() -> None:

@@ -102,10 +102,27 @@ def packed_names(module: Packed) -> set[str]:
     return {name for names in module.packing.values() for name in names}
 
 
+def is_moe(module: nn.Module) -> bool:
+    """Whether it is a `torch_moe_metal.nn.MoE`."""
+    return isinstance(module, Packed) and hasattr(module, "quantize_")
+
+
+def rows_of(module: nn.Module) -> dict[str, Tensor]:
+    """The dense weights of a module that can be packed, as rows [..., N, C]."""
+    if is_moe(module):
+        return module.dense_rows()
+    if isinstance(module, nn.Linear | nn.Embedding):
+        return {"weight": module.weight.detach()}
+    dense = {weight: getattr(module, projection).detach() for weight, projection in PROJECTIONS.items()}
+    return {weight: tensor.mT if module.is_transposed else tensor for weight, tensor in dense.items()}
+
+
 def columns_of(module: Packed, weight: str) -> int:
     """How long the rows of a packed weight are, dense."""
     if isinstance(module, PackedExperts):
         return module.columns[weight]
+    if is_moe(module):
+        return module.router_weight.shape[-1] if weight == "gate_up" else module.gate_up.shape[1] // 2
     return module.in_features if isinstance(module, Linear) else module.embedding_dim
 
 
@@ -132,24 +149,42 @@ def pack_experts(experts: nn.Module, format: str, weights: Mapping[str, Parts]) 
     experts.group_size = groups.pop() if format == "affine" and len(groups) == 1 else 0
     for weight, parts in weights.items():
         experts.hold(weight, parts)
-    experts.arguments = tuple(
-        (argument, name)
-        for weight, parts in weights.items()
-        for argument, name in zip((weight, *beside(weight)), parts, strict=False)
-    )
+    experts.arguments = op_arguments(experts)
     experts._is_hf_initialized = True  # transformers' initialisation knows dense weights alone
+
+
+def op_arguments(experts: PackedExperts) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (argument, name)
+        for weight, names in experts.packing.items()
+        for argument, name in zip((weight, *beside(weight)), names, strict=False)
+    )
+
+
+def use_own_names(module: Packed) -> None:
+    """Call the parts of packed weights as `MoeMetalConfig` does, whatever their checkpoint called them."""
+    if is_moe(module):
+        return
+    for weight, names in list(module.packing.items()):
+        data, *scales = module.parts(weight)
+        data = data.flatten(-2) if data.dim() > scales[0].dim() else data  # gpt-oss has blocks apart
+        parts = named_parts(PROJECTIONS.get(weight, weight), [data.view(torch.uint8), *scales])
+        for name in names:
+            del module._buffers[name]
+        module.hold(weight, parts)
+    if isinstance(module, PackedExperts):
+        module.arguments = op_arguments(module)
 
 
 def pack(model: nn.Module, name: str, format: str, parts: Callable[[str, Tensor], Parts]) -> None:
     """Have packed weights in place of those of one module: experts, a linear layer or an embedding. `parts` is asked
     for each weight, by its whole name and as the dense [..., N, C] that it is now."""
     module = model.get_submodule(name)
+    dense = rows_of(module)
     if not isinstance(module, nn.Linear | nn.Embedding):
-        dense = {weight: getattr(module, projection).detach() for weight, projection in PROJECTIONS.items()}
-        dense = {weight: tensor.mT if module.is_transposed else tensor for weight, tensor in dense.items()}
         weights = {weight: parts(f"{name}.{PROJECTIONS[weight]}", tensor) for weight, tensor in dense.items()}
         return pack_experts(module, format, weights)
-    found, columns = parts(f"{name}.weight", module.weight.detach()), module.weight.shape[-1]
+    found, columns = parts(f"{name}.weight", dense["weight"]), module.weight.shape[-1]
     if isinstance(module, nn.Embedding):
         layer = Embedding.from_parts(found, columns, format, module.weight.dtype)
         layer.multiplier = embedding_multiplier(module)
@@ -188,9 +223,11 @@ def tied_head(model: nn.Module) -> tuple[str, str] | None:
 def replace_tied(model: nn.Module, embedding: str, head: str) -> None:
     """Have the head read the packed embedding, and transformers know nothing of a tie between parameters."""
     replace(model, head, TiedLinear(model.get_submodule(embedding)))
-    model.all_tied_weights_keys = {
-        target: source for target, source in model.all_tied_weights_keys.items() if target != f"{head}.weight"
-    }
+    for name, part in model.named_modules():
+        if "all_tied_weights_keys" in vars(part):
+            weight = f"{head}.weight".removeprefix(f"{name}." if name else "")
+            ties = part.all_tied_weights_keys.items()
+            part.all_tied_weights_keys = {target: source for target, source in ties if target != weight}
 
 
 def unpack(model: nn.Module, dtype: torch.dtype) -> None:

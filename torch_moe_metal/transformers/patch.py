@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..rehearsal import warm_up_unasked
+from ..transaction import all_or_nothing
 from .blocks import Fused, FusedBlock, FusedPreNormLayer, fused_class, selects_ours, why_left
 from .experts import NAME, why_not_fused
 from .version import check_version
@@ -34,6 +35,8 @@ class Report:
 
     def __getitem__(self, state: str) -> list[str]:
         """The names of the modules in one state, such as report["fused"]."""
+        if state not in (FUSED, EXPERTS_ONLY, LEFT):
+            raise KeyError(f"torch_moe_metal: a report has {FUSED!r}, {EXPERTS_ONLY!r} and {LEFT!r}, got {state!r}")
         return [row.name for row in self.rows if row.state == state]
 
     def __str__(self) -> str:
@@ -56,22 +59,15 @@ def patch(model: nn.Module) -> Report:
     runs as it would without. An error leaves the model as it was. On mps, kernels begin to compile: see `warm_up`.
     """
     check_version()
-    classes = [(module, type(module)) for module in model.modules()]
     parts = [module for module in model.modules() if hasattr(type(module), "set_experts_implementation")]
     selected = {id(part.config): (part, part.config._experts_implementation) for part in parts}
-    try:
+    with all_or_nothing(model):
         for part in parts:
             part.set_experts_implementation(NAME)
         report = fuse_all(model)
-    except BaseException:
-        for module, cls in classes:
-            module.__class__ = cls
         for part, implementation in selected.values():
-            select(part, implementation)
-        raise
-    for part, implementation in selected.values():
-        if part.config._experts_implementation != implementation:
-            setattr(part, BEFORE, implementation)
+            if part.config._experts_implementation != implementation:
+                setattr(part, BEFORE, implementation)
     warm_up_unasked(model)
     return report
 
@@ -82,13 +78,14 @@ def unpatch(model: nn.Module) -> None:
     It may be called on what `patch` was called on, on a module around it or on one inside it. An experts implementation
     that was selected since then stays.
     """
-    for module in model.modules():
-        if isinstance(module, Fused):
-            module.__class__ = module.original
-        if BEFORE in vars(module):
-            implementation = vars(module).pop(BEFORE)
-            if module.config._experts_implementation == NAME:
-                select(module, implementation)
+    with all_or_nothing(model):
+        for module in model.modules():
+            if isinstance(module, Fused):
+                module.__class__ = module.original
+            if BEFORE in vars(module):
+                implementation = vars(module).pop(BEFORE)
+                if module.config._experts_implementation == NAME:
+                    select(module, implementation)
 
 
 def select(model: nn.Module, implementation: str | None) -> None:

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, Transpose, WeightConverter
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -16,8 +25,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
 from ..packing import FP8_BLOCK, MXFP4_GROUP
+from ..transaction import all_or_nothing
 from .checkpoint import SAFETENSORS, Stored, check_fp8, check_mxfp4, stored_tensors
-from .config import MoeMetalConfig
+from .config import Form, MoeMetalConfig, described, pack_all
 from .experts import DEVICES, NAME, why_not_packed
 from .packed import (
     PROJECTIONS,
@@ -29,9 +39,10 @@ from .packed import (
     packed_names,
     quantize_like,
     unpack,
+    use_own_names,
     weight_shape,
 )
-from .patch import is_experts
+from .patch import BEFORE, is_experts
 
 logger = logging.get_logger(__name__)
 
@@ -110,16 +121,24 @@ class PackedQuantizer(HfQuantizer):
             f"{name}.{part}"
             for name, module in packed_modules(model)
             for part in sorted(packed_names(module))
-            if not getattr(module._buffers[part], "_is_hf_initialized", False)
+            if module._buffers[part] is not None and not getattr(module._buffers[part], "_is_hf_initialized", False)
         ]
         if missing:
             raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: missing: {', '.join(missing)}")
 
     def get_state_dict_and_metadata(self, model):
+        """The first that `save_pretrained` asks: what it writes of our own configuration is how the model is now."""
+        if isinstance(self.quantization_config, MoeMetalConfig):
+            self.quantization_config = model.config.quantization_config = described(model, self.quantization_config)
         return None, {}
 
     def is_serializable(self) -> bool:
         return True
+
+    def dequantize(self, model, dtype=None):
+        dtype = dtype or model.config.dtype  # which `save_pretrained` makes a string
+        with all_or_nothing(model):
+            return super().dequantize(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
     def _dequantize(self, model, dtype=None):
         unpack(model, dtype or model.dtype)
@@ -130,6 +149,21 @@ def find(model: nn.Module, tensors: dict[str, Stored], name: str) -> Stored | No
     """What is stored under a model's name for it, with or without the base model's prefix."""
     prefix = f"{model.base_model_prefix}."
     return tensors.get(name) or tensors.get(name.removeprefix(prefix)) or tensors.get(prefix + name)
+
+
+def absent(model: nn.Module, tensors: dict[str, Stored]) -> set[str]:
+    """The linear layers and embeddings of which the files have nothing, so that transformers initialises them: a
+    classifier's head that is to be trained, for one."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
+    unknown = {f"{name}.weight": name for name in layers if find(model, tensors, f"{name}.weight") is None}
+    if not tensors or not unknown:
+        return set()
+    conversions, known = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    names = (renamings, converters, model.base_model_prefix, known)
+    reached = {rename_source_key(name, *names)[0] for name in tensors} | model.all_tied_weights_keys.keys()
+    return {name for weight, name in unknown.items() if weight not in reached}
 
 
 def as_stored(model: nn.Module, tensors: dict[str, Stored], module: str, parts: Parts) -> Parts:
@@ -248,8 +282,11 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
                 model, tensors, module, {name: data.to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.to(dtype)}
             )
 
+        left = absent(model, tensors)
         for name, module in self.chosen(model).items():
             stored = find(model, tensors, f"{name}.weight")
+            if name in left:
+                continue
             if is_experts(module) or stored is None or stored.dtype == "F8_E4M3":
                 pack(model, name, "fp8", parts)
 
@@ -372,13 +409,14 @@ class MoeMetal(PackedQuantizer):
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
         config = self.quantization_config
 
-        def parts(name: str, dense: Tensor) -> Parts:
+        def parts(name: str, dense: Tensor, form: Form) -> Parts:
             module, _, name = name.rpartition(".")
-            bits = config.bits_of(f"{module}.{name}")
-            found = empty_parts(name, dense.shape, config.format, bits, config.group_size, dense.dtype)
+            found = empty_parts(name, dense.shape, form.format, form.bits, form.group_size, dense.dtype)
             return as_stored(model, tensors, module, found) if self.pre_quantized else found
 
-        config.pack(model, parts)
+        if not self.pre_quantized:
+            config.expect_names(model)
+        pack_all(model, config.plan(model, () if self.pre_quantized else absent(model, tensors)), parts)
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         return not self.pre_quantized and packed_weight(model, param_name)[1] is not None
@@ -405,16 +443,33 @@ class MoeMetal(PackedQuantizer):
         model._weight_conversions = []  # what is packed is saved under the model's own names
 
 
+def expect_ours(model: nn.Module) -> None:
+    """An error where another quantizer has been at the model, which would not know it any more."""
+    for part in model.modules():
+        quantizer = vars(part).get("hf_quantizer")
+        if not isinstance(quantizer, PackedQuantizer | None):
+            raise ValueError(
+                "torch_moe_metal.quantize_: expected a dense model, or one with packed weights of torch_moe_metal, got "
+                f"one of transformers' {type(quantizer).__name__}"
+            )
+
+
 def adopt(model: nn.Module, config: MoeMetalConfig) -> None:
-    """Have a model that was packed in memory be as one that was loaded."""
-    models = [part for part in model.modules() if hasattr(type(part), "set_experts_implementation")]
-    for part in models:
+    """Have a model that is packed in memory be as one that `MoeMetalConfig` loaded."""
+    parts = {name: part for name, part in model.named_modules() if hasattr(type(part), "set_experts_implementation")}
+    for part in parts.values():
         part.set_experts_implementation(NAME)
-    if model in models:
-        model.is_quantized, model.quantization_method = True, config.quant_method
-        model.hf_quantizer = MoeMetal(config, pre_quantized=True)
-        model.config.quantization_config = config
-        model._weight_conversions = []
+        vars(part).pop(BEFORE, None)
+    for _, module in packed_modules(model):
+        use_own_names(module)
+    for name, part in parts.items():
+        if any(name != other and (not other or name.startswith(f"{other}.")) for other in parts):
+            continue  # a part of another one, which is what is saved
+        part.is_quantized, part.quantization_method = True, config.quant_method
+        part.hf_quantizer = MoeMetal(config, pre_quantized=True)
+        part.config.quantization_config = config
+        vars(part.config).pop("quantization", None)  # mlx-lm's key
+        part._weight_conversions = []
 
 
 def register() -> None:
