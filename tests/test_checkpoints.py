@@ -450,7 +450,7 @@ def test_gradients_pass_packed_experts(gpt_oss, fuse):
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "awq"])
-def test_adapters_train_under_autocast(kind, gpt_oss, integers):
+def test_gradients_of_adapters_under_autocast(kind, gpt_oss, integers):
     """As PEFT prepares models of few bits for it; the gradients are close to those without autocast."""
     gradients = []
     for autocast in (False, True):
