@@ -24,9 +24,9 @@ BIN := .venv/bin
 MOE_METAL_CPU ?= native
 BUILT := build/installed-$(MOE_METAL_CPU)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-# A process per core; more than four would crowd the memory.
 SIM_TESTS := tests/metal_sim
 TOOL_TESTS := tests/tools tests/gpu
+# A process per core; more than four would crowd the memory.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 CROSS ?= 2.10.0 2.13.0 2.15.0
 TORCH ?= 2.13
