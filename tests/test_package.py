@@ -39,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (ROOT / "build").mkdir(exist_ok=True)
     with open(ROOT / "build" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        succeed(*pip, "--wheel-dir", folder, ".", cwd=ROOT)
+        succeed(*pip, "--wheel-dir", folder, ".", cwd=ROOT, env=os.environ | {"MOE_METAL_CPU": "all"})
     (built,) = folder.glob("*.whl")
     return built
 
@@ -229,6 +229,17 @@ print(torch_moe_metal.__file__)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     place = Path(succeed(stranger, "-c", program, cwd=tmp_path, env=environment).strip())
     assert stranger.parent.parent in place.parents
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the message lists those of x86")
+def test_unknown_instruction_sets_are_refused(tmp_path: Path):
+    build = (sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path))
+    environment = os.environ | {"MOE_METAL_CPU": "native,sse9"}
+    done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stderr.strip().endswith(
+        "MOE_METAL_CPU: expected all, native or a list of avx512, avx2, default; got sse9"
+    )
 
 
 @pytest.mark.skipif(
