@@ -21,7 +21,8 @@ import checkpoints
 import torch_moe_metal
 from checkpoints import formats
 from test_transformers import counted, generated, relative
-from tiny_models import FAMILIES, tokens
+from tiny_models import FAMILIES, tiny_model, tokens
+from torch_moe_metal import MoeMetalConfig
 from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
 from torch_moe_metal.transformers.integers import integers_of
@@ -182,6 +183,28 @@ def test_gpt_oss_that_does_not_fit_is_named(gpt_oss, tmp_path, said, change):
     assert str(folder) in str(raised.value)
 
 
+@pytest.mark.parametrize("config", [None, MoeMetalConfig(group_size=16)], ids=["mxfp4", "MoeMetalConfig"])
+def test_missing_biases_are_initialised(gpt_oss, tmp_path, config, monkeypatch):
+    """As transformers does, in zeros for gpt-oss, and named; not memory that nobody wrote."""
+    biases = {f"model.layers.1.mlp.experts.{name}_proj_bias" for name in ("gate_up", "down")}
+    if config is not None:
+        biases.add("model.layers.0.self_attn.q_proj.bias")
+        tiny_model("gpt_oss", tie_word_embeddings=False).save_pretrained(tmp_path / "dense")
+    whole_folder = tmp_path / "dense" if config else gpt_oss
+    folder = broken(whole_folder, tmp_path / "broken", lambda t: [t.pop(name, 0) for name in biases])
+    monkeypatch.setattr(torch, "empty_like", lambda x, **options: torch.full_like(x, 77, **options))
+    options = {"quantization_config": config} if config else {}
+    model, told = load(folder, output_loading_info=True, **options)
+    assert told["missing_keys"] == biases
+    for name, parameter in model.named_parameters():
+        assert name not in biases or not parameter.any(), name
+    whole = load(whole_folder, **options)
+    assert model.state_dict().keys() == whole.state_dict().keys()
+    for name, tensor in whole.state_dict().items():
+        assert name in biases or torch.equal(tensor, model.state_dict()[name]), name
+    assert not hasattr(model.model.layers[0].mlp.experts, "down_proj") or config
+
+
 @pytest.mark.parametrize("kept", [4, 500, -200])
 def test_truncated_files_are_named(gpt_oss, tmp_path, kept):
     shutil.copytree(gpt_oss, tmp_path, dirs_exist_ok=True)
@@ -298,8 +321,11 @@ def test_fp8_that_does_not_fit_is_named(qwen3_fp8, tmp_path, said, change):
 
 def test_fp8_without_an_expert_is_no_model(qwen3_fp8, tmp_path):
     folder = broken(qwen3_fp8, tmp_path, lambda t: [t.pop(k, 0) for k in (WEIGHT, f"{WEIGHT}_scale_inv")])
-    with pytest.raises(RuntimeError):
+    with pytest.raises(
+        ValueError, match=r"up_proj.weight of the experts 0 to 7, by .*, without 3, got F8_E4M3"
+    ) as raised:
         load(folder)
+    assert str(folder) in str(raised.value)
 
 
 # ------------------------------------------------------------------------------------------------ integers
@@ -375,7 +401,7 @@ DOWN, QUERY = "model.layers.1.mlp.experts.5.down_proj", "model.layers.0.self_att
         ),
         (
             "compressed",
-            rf"{QUERY}_scale: expected a scale for each 16, 32, 64 or 128 of 64 columns, .*, got BF16 \[64, 3\]",
+            rf"{QUERY}_scale: expected F32, F16 or BF16 \[64, 2\], a scale for each 32 of 64 columns, got BF16",
             lambda t: t.update({k: torch.ones(64, 3).bfloat16() for k in t if k == f"{QUERY}_scale"}),
         ),
     ],
@@ -390,8 +416,11 @@ def test_integers_that_do_not_fit_are_named(integers, tmp_path, way, said, chang
 def test_reordered_columns_are_no_model(integers, tmp_path):
     """Whatever the configuration says of them."""
     folder = broken(integers("gptq"), tmp_path, lambda t: [t[k].copy_(t[k].flip(0)) for k in t if k.endswith("g_idx")])
-    with pytest.raises(RuntimeError):
+    with pytest.raises(
+        ValueError, match=r"g_idx: expected groups of 32 neighbouring columns, not columns in another"
+    ) as raised:
         load(folder)
+    assert str(folder) in str(raised.value)
 
 
 # ------------------------------------------------------------------------------------------------ packed experts

@@ -15,15 +15,19 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
+from ..integration import packed_checkpoints
 from ..packing import FP8_BLOCK, MXFP4_GROUP
-from .checkpoint import SAFETENSORS, Stored, check_fp8, check_mxfp4, stored_tensors
+from .checkpoint import FLOATS, SAFETENSORS, SCALES, Stored, check_fp8, check_mxfp4, stored_tensors
 from .config import MoeMetalConfig
 from .experts import DEVICES, NAME, why_not_packed
 from .packed import (
     PROJECTIONS,
     Parts,
     columns_of,
+    dense_shape,
     empty_parts,
+    end_initialisation,
+    let_transformers_initialise,
     pack,
     packed_modules,
     packed_names,
@@ -32,6 +36,7 @@ from .packed import (
     weight_shape,
 )
 from .patch import is_experts
+from .sources import Sources, sources_of
 
 logger = logging.get_logger(__name__)
 
@@ -54,11 +59,20 @@ def device_type(place) -> str:
     return "cpu" if place == "disk" else torch.device(place).type
 
 
+#: In which dtypes the data, the scale and the offset of each format are stored.
+STORED = {
+    "affine": (("U8",), SCALES, SCALES),
+    "mxfp4": (("U8",), ("U8",)),
+    "fp8": (("F8_E4M3", "U8"), SCALES),
+}
+
+
 class PackedQuantizer(HfQuantizer):
     """What our quantizers share. A subclass says which modules get which packed weights, on the meta device and by the
     names that the checkpoint has for their parts; the rest is transformers' ordinary loading."""
 
     stock: type | None = None  # transformers' own quantizer of this method, which takes over elsewhere
+    stored: dict[str, Stored] | None = None  # until it is known what becomes of them
     is_trainable = True  # gradients pass through packed weights
     is_compileable = True
 
@@ -74,7 +88,7 @@ class PackedQuantizer(HfQuantizer):
     def serves(self, device_map) -> bool:
         """Whether this is ours: a checkpoint that is packed and shall stay so, where our ops run."""
         dequantize = getattr(self.quantization_config, "dequantize", False)
-        return self.pre_quantized and not dequantize and runs_here(device_map)
+        return self.pre_quantized and not dequantize and runs_here(device_map) and packed_checkpoints()
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
         if self.stock is not None and not self.serves(device_map):
@@ -91,7 +105,10 @@ class PackedQuantizer(HfQuantizer):
         tensors = stored_tensors(checkpoint_files)
         obstacle = self.obstacle(model, tensors)
         if obstacle is None:
-            return self.pack(model, tensors)
+            self.pack(model, tensors)
+            let_transformers_initialise(model)
+            self.stored = tensors
+            return
         if self.stock is None:
             raise ValueError(f"torch_moe_metal: cannot load {model.config.name_or_path}: {obstacle}")
         logger.warning(f"torch_moe_metal: transformers dequantises this checkpoint, since {obstacle}")
@@ -100,12 +117,50 @@ class PackedQuantizer(HfQuantizer):
         return self._process_model_before_weight_loading(model, checkpoint_files=checkpoint_files, **kwargs)
 
     def update_weight_conversions(self, weight_conversions, model):
+        """The last that a quantizer sees before weights are loaded, so it is also where files are checked."""
+        conversions = self.conversions(weight_conversions, model)
+        stored, self.stored = self.stored, None  # transformers copies a quantizer with each conversion that it is in
+        if stored:
+            self.check(model, sources_of(model, stored, conversions))
+        return conversions
+
+    def conversions(self, weight_conversions: list, model: nn.Module) -> list:
         return weight_conversions
+
+    @property
+    def stores_parts(self) -> bool:
+        """Whether the checkpoint has the parts of packed weights under their own names, or what becomes all of them."""
+        return self.pre_quantized
+
+    def check(self, model: nn.Module, sources: dict[str, Sources]) -> None:
+        """An error where files lack parts of packed weights, or have other shapes or dtypes than they must have."""
+        packed = {
+            f"{name}.{part}": (module, weight, part)
+            for name, module in packed_modules(model)
+            for weight, parts in module.packing.items()
+            for part in (parts if self.stores_parts else parts[:1])
+        }
+        missing = sorted(packed.keys() - sources.keys())
+        if missing:
+            raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: missing: {', '.join(missing)}")
+        dense = model.state_dict()
+        for key, given in sources.items():
+            if key in packed:
+                self.check_part(*packed[key], given)
+            elif dense[key].is_floating_point() and not given.is_checked_by_its_operations:
+                for stored in given:
+                    stored.expect_floats()
+
+    def check_part(self, module: nn.Module, weight: str, part: str, sources: Sources) -> None:
+        """Check what is stored for a part of a packed weight."""
+        number = module.packing[weight].index(part)
+        sources.expect([tuple(module._buffers[part].shape)], STORED[module.format][number])
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         return False
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        end_initialisation(model)
         missing = [
             f"{name}.{part}"
             for name, module in packed_modules(model)
@@ -253,7 +308,7 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
             if is_experts(module) or stored is None or stored.dtype == "F8_E4M3":
                 pack(model, name, "fp8", parts)
 
-    def update_weight_conversions(self, weight_conversions, model):
+    def conversions(self, weight_conversions, model):
         """Experts' weights are merged as bytes, and their scales as their weights are."""
         updated = super(PackedQuantizer, self).update_weight_conversions([], model)  # other names for scales
         for conversion in weight_conversions:
@@ -366,7 +421,7 @@ class MoeMetal(PackedQuantizer):
     quantization_config: MoeMetalConfig
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
-        if not runs_here(device_map):
+        if device_map is not None and not runs_here(device_map):
             raise ValueError(f"torch_moe_metal: its packed weights run on {' and '.join(DEVICES)}, got {device_map}")
 
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
@@ -386,7 +441,18 @@ class MoeMetal(PackedQuantizer):
     def get_quantize_ops(self):
         return Quantize()
 
-    def update_weight_conversions(self, weight_conversions, model):
+    def check_part(self, module, weight, part, sources):
+        if self.pre_quantized:
+            super().check_part(module, weight, part, sources)
+            if part == module.packing[weight][-1] and module.format == "affine":
+                of_scale = module.parts(weight)[1].dtype
+                offset = next(iter(sources))
+                offset.expect(SAFETENSORS[offset.dtype] == of_scale, f"the scale's {of_scale}")
+        else:
+            *experts, N, C = dense_shape(module, weight)
+            sources.expect([(*experts, N, C), (*experts, C, N)] if experts else [(N, C)], FLOATS)
+
+    def conversions(self, weight_conversions, model):
         if self.pre_quantized:  # it was saved under the model's own names
             return [conversion for conversion in weight_conversions if not isinstance(conversion, WeightConverter)]
         for conversion in weight_conversions:
