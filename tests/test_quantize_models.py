@@ -1,9 +1,11 @@
 """Dense models of transformers, packed while they are loaded or in memory: `MoeMetalConfig` and `quantize_`."""
 
 import copy
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -205,7 +207,10 @@ def test_eager_reads_every_format(family, device):
 @pytest.mark.parametrize(
     "skip, expected",
     [
-        ([r"(?!.*experts).*"], ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
+        (["!experts"], ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
+        ([r"(?!.*experts).*"], ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),  # as it was until 0.1
+        ([r"model\.layers\.0", "model", "!layers.*"], []),
+        (["layers.*.self_attn", "layers.?.mlp", "embed*"], ["lm_head"]),
         (["layers.0", "self_attn", "lm_head"], ["model.embed_tokens", "model.layers.1.mlp.experts"]),
         (["experts", "layers.0", "embed_tokens", "lm_head", r"[kvo]_proj"], ["model.layers.1.self_attn.q_proj"]),
     ],
@@ -227,6 +232,9 @@ def test_what_does_not_fit(caplog):
     quantize_(model, group_size=16)
 
 
+PATTERNS = "names of modules or globs, such as 'lm_head' or '!experts'"
+
+
 @pytest.mark.parametrize(
     "said, options",
     [
@@ -234,12 +242,41 @@ def test_what_does_not_fit(caplog):
         ("bits: expected 2, 3, 4, 5, 6 or 8, got 7", {"bits": 7}),
         ("lm_head: expected 2, 3, 4, 5, 6 or 8, got 16", {"bits_by_name": {"lm_head": 16}}),
         ("group_size: expected 16, 32, 64 or 128, got 48", {"group_size": 48}),
+        ("format: expected one of affine, mxfp4, fp8, got ['affine']", {"format": ["affine"]}),
+        ("bits: expected 2, 3, 4, 5, 6 or 8, got 4.0", {"bits": 4.0}),
+        ("bits: expected 2, 3, 4, 5, 6 or 8, got True", {"bits": True}),
+        ("bits: expected 2, 3, 4, 5, 6 or 8, got '4'", {"bits": "4"}),
+        ("group_size: expected 16, 32, 64 or 128, got 64.0", {"group_size": 64.0}),
+        (f"skip: expected {PATTERNS}, got None", {"skip": [None]}),
+        (f"skip: expected {PATTERNS}, got '('", {"skip": ["("]}),
+        (f"skip: expected {PATTERNS}, got ''", {"skip": [""]}),
+        (f"skip: expected {PATTERNS}, got '([a-z_.0-9]+)+#'", {"skip": ["([a-z_.0-9]+)+#"]}),
+        (f"bits_by_name: expected {PATTERNS}, got 'q|k'", {"bits_by_name": {"q|k": 4}}),
+        ("bits_by_name: expected bits by names, got ['lm_head']", {"bits_by_name": ["lm_head"]}),
     ],
 )
 def test_options_are_checked(said, options):
     with pytest.raises(ValueError) as raised:
         MoeMetalConfig(**options)
     assert str(raised.value) == f"torch_moe_metal.MoeMetalConfig: {said}"
+
+
+def test_no_pattern_takes_long():
+    """Not even those whose regular expressions would go back and forth for ever."""
+    name, start = ".".join(["layers"] * 40), time.perf_counter()
+    for pattern in ("*a*" * 30 + "-", "?*" * 40 + "-", "[a-z]*" * 40 + "-"):
+        MoeMetalConfig(skip=[pattern]).skips(name)
+    assert time.perf_counter() - start < 5
+
+
+def test_a_saved_configuration_is_checked(tmp_path):
+    quantize_(dense("qwen3_moe"), group_size=32).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["skip"] = ["([a-z_.0-9]+)+#"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"{file}: MoeMetalConfig: skip: expected names of modules or globs"):
+        load(tmp_path)
 
 
 def test_other_devices_are_refused(tmp_path):

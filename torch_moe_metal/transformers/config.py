@@ -1,7 +1,8 @@
 """`MoeMetalConfig` and `quantize_`: which weights of a dense model become packed, and how."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 from transformers.utils import logging
@@ -25,8 +26,9 @@ class MoeMetalConfig(QuantizationConfigMixin):
         model = AutoModelForCausalLM.from_pretrained(name, device_map="mps", quantization_config=config)
 
     Experts, linear layers and the embedding are packed, routers are not. `format`, `bits` and `group_size` are those of
-    `torch_moe_metal.quantize`. Names in `skip` and `bits_by_name` are whole parts of a module's name, or regular
-    expressions for them: "lm_head", "layers.0", "self_attn", "experts.down_proj", r"(?!.*experts).*" (all but experts).
+    `torch_moe_metal.quantize`. `skip` and `bits_by_name` take whole parts of a module's name, or globs for them:
+    "lm_head", "layers.0", "self_attn", "experts.down_proj", "[kvo]_proj", "layers.*.mlp". A leading ! means all other
+    modules: "!experts".
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class MoeMetalConfig(QuantizationConfigMixin):
     ):
         self.quant_method = NAME
         self.bits, self.group_size, self.format = bits, group_size, format
-        self.skip, self.bits_by_name = list(skip or ()), dict(bits_by_name or {})
+        self.skip, self.bits_by_name = skip or [], bits_by_name or {}
         self.post_init()
 
     def post_init(self) -> None:
@@ -48,10 +50,21 @@ class MoeMetalConfig(QuantizationConfigMixin):
             if not right:
                 raise ValueError(f"torch_moe_metal.MoeMetalConfig: {name}: expected {what}, got {got!r}")
 
-        expect(self.format in FORMATS, "format", f"one of {', '.join(FORMATS)}", self.format)
+        def glob(name: str, pattern: object) -> str:
+            found = as_glob(pattern) if isinstance(pattern, str) else None
+            expect(found is not None, name, "names of modules or globs, such as 'lm_head' or '!experts'", pattern)
+            return found
+
+        known = isinstance(self.format, str) and self.format in FORMATS
+        expect(known, "format", f"one of {', '.join(FORMATS)}", self.format)
+        expect(isinstance(self.skip, list | tuple | set), "skip", "a list of names", self.skip)
+        expect(isinstance(self.bits_by_name, Mapping), "bits_by_name", "bits by names", self.bits_by_name)
+        self.skip = [glob("skip", pattern) for pattern in self.skip]
+        self.bits_by_name = {glob("bits_by_name", pattern): bits for pattern, bits in self.bits_by_name.items()}
         for name, bits in [("bits", self.bits), *self.bits_by_name.items()]:
-            expect(bits in BITS, name, "2, 3, 4, 5, 6 or 8", bits)
-        expect(self.group_size in GROUPS, "group_size", "16, 32, 64 or 128", self.group_size)
+            expect(type(bits) is int and bits in BITS, name, "2, 3, 4, 5, 6 or 8", bits)
+        right = type(self.group_size) is int and self.group_size in GROUPS
+        expect(right, "group_size", "16, 32, 64 or 128", self.group_size)
 
     def bits_of(self, name: str) -> int:
         return next((bits for pattern, bits in self.bits_by_name.items() if within(pattern, name)), self.bits)
@@ -106,9 +119,32 @@ class MoeMetalConfig(QuantizationConfigMixin):
         return True
 
 
+#: Names and globs, which have nothing of regular expressions but [], * and ?.
+GLOB = re.compile(r"!?[\w.*?-]*(?:\[[\w-]+\][\w.*?-]*)*")
+#: Saved configurations may have the one regular expression that the documentation named, and names by `re.escape`.
+ALL_BUT = re.compile(r"\(\?!\.\*([\w.]+)\)\.\*")
+ESCAPED = re.compile(r"(?:\w|\\[.-])+")
+
+
+def as_glob(pattern: str) -> str | None:
+    """A pattern of `skip` or `bits_by_name` as a name or a glob; None for what is neither, regular expressions."""
+    if negated := ALL_BUT.fullmatch(pattern):
+        return f"!{negated[1]}"
+    if ESCAPED.fullmatch(pattern):
+        return pattern.replace("\\", "")
+    return pattern if pattern.strip("!") and GLOB.fullmatch(pattern) else None
+
+
 def within(pattern: str, name: str) -> bool:
-    """Whether a pattern matches whole parts of a module's name."""
-    return re.search(rf"(?:^|\.)(?:{pattern})(?:\.|$)", name) is not None
+    """Whether a name or a glob matches whole parts of a module's name; with ! in front, whether it does not. Python's
+    globs do not backtrack from one star to the one before, so that no pattern takes long."""
+    if pattern.startswith("!"):
+        return not within(pattern[1:], name)
+    if not {*"*?["} & set(pattern):
+        return f".{pattern}." in f".{name}."
+    parts = name.split(".")
+    ends = range(1, len(parts) + 1)
+    return any(fnmatchcase(".".join(parts[first:end]), pattern) for end in ends for first in range(end))
 
 
 def quantize_(
