@@ -66,6 +66,11 @@ class Method:
     def parts(self) -> tuple[str, ...]:
         return (self.data, self.scale, *self.required, *self.optional)
 
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The parts that weights are computed from."""
+        return (self.data, self.scale, self.zeros)
+
     def dtype(self, singles: list[dict[str, Stored]]) -> torch.dtype:
         """Of the scales and offsets that come out: float32, but where 16 bits hold these offsets, too."""
         short = all(parts[self.scale].dtype == "BF16" and self.zeros not in parts for parts in singles)
@@ -218,7 +223,7 @@ class Repack(ConversionOps):
         given: dict[str, dict[str, list[Tensor]]] = {}
         for pattern in source_patterns:
             part = next(part for part in method.parts if re.search(rf"(^|\.){part}$", pattern))
-            if pattern in input_dict:
+            if pattern in input_dict and part in method.numbers:  # what the others tell has been checked
                 given.setdefault(pattern[: -len(part)], {})[part] = input_dict.pop(pattern)
         apart = {name: {} for name in module.packing[weight]}
         for source, parts in given.items():
@@ -303,6 +308,8 @@ class Integers(PackedQuantizer):
                 parts[method.data].expect(
                     len(forms) == 1, f"the bits and groups of {first.name}, which it is joined with"
                 )
+        with_zeros = {method.zeros in parts for singles in stored.values() for parts in singles}
+        first.expect(len(with_zeros) == 1, f"{method.zeros} beside all that it is joined with, or beside none")
         return *forms.pop(), method.dtype([parts for singles in stored.values() for parts in singles])
 
     def form(self, parts: dict[str, Stored], N: int, C: int) -> tuple[int, int]:

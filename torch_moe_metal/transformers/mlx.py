@@ -504,8 +504,22 @@ class Mlx(PackedQuantizer):
             found.append(WeightConverter(names, [rf"{kind}\.weight"], [operation]))
         return [*found, *weight_conversions, *renamings(model)]
 
+    def check(self, model, sources):
+        """The parts of packed weights have been checked to find what becomes of them; here, what is joined."""
+        super().check(model, sources)
+        known = model.state_dict()
+        for key, given in sources.items():
+            operations = given.converter.operations if given.converter else []
+            if isinstance(operations[0] if operations else None, LatentAttention):
+                given.expect_patterns([*given.patterns[:1], *given.patterns[3:4]])
+            elif operations and isinstance(operations[0], Join):
+                given.expect_patterns(given.patterns)
+                E, rows, *_ = known[key].shape
+                for stored in given:
+                    stored.expect(stored.shape[:2] == (E, rows // 2), f"shape {[E, rows // 2]}, by the model's config")
+
     def check_part(self, module, weight, part, sources):
-        """`Quantised` has done so, to find what becomes of them."""
+        """See `check`."""
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         super()._process_model_after_weight_loading(model, **kwargs)

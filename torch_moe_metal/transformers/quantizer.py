@@ -3,6 +3,8 @@
 On cuda and xpu, and where the user asks for dequantised weights, transformers' own quantizers do what they always did.
 """
 
+import contextlib
+import re
 from collections.abc import Iterator
 
 import torch
@@ -67,6 +69,18 @@ STORED = {
 }
 
 
+@contextlib.contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Has errors of ours name the checkpoint that they are about, where they name no file of it."""
+    try:
+        yield
+    except ValueError as error:
+        said = str(error).removeprefix("torch_moe_metal: ")
+        if place in said or said == str(error):
+            raise
+        raise ValueError(f"torch_moe_metal: {place}: {said}") from error
+
+
 class PackedQuantizer(HfQuantizer):
     """What our quantizers share. A subclass says which modules get which packed weights, on the meta device and by the
     names that the checkpoint has for their parts; the rest is transformers' ordinary loading."""
@@ -105,7 +119,8 @@ class PackedQuantizer(HfQuantizer):
         tensors = stored_tensors(checkpoint_files)
         obstacle = self.obstacle(model, tensors)
         if obstacle is None:
-            self.pack(model, tensors)
+            with naming(model.config.name_or_path):
+                self.pack(model, tensors)
             let_transformers_initialise(model)
             self.stored = tensors
             return
@@ -268,6 +283,12 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
         )
         return known and not config.modules_to_convert and super().serves(device_map)
 
+    def validate_environment(self, *args, device_map=None, **kwargs) -> None:
+        skipped = self.quantization_config.modules_to_not_convert or []
+        if self.serves(device_map) and not (isinstance(skipped, list) and all(map(is_bounded, skipped))):
+            raise ValueError(f"modules_to_not_convert: expected module names or plain patterns, got {skipped!r}")
+        super().validate_environment(*args, device_map=device_map, **kwargs)
+
     def chosen(self, model: nn.Module) -> dict[str, nn.Module]:
         """The linear layers and experts that its configuration does not skip."""
         config = self.quantization_config
@@ -319,6 +340,18 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
                 conversion.operations = [AsBytes(), *conversion.operations, AsFloats()]
             updated.append(conversion)
         return updated
+
+
+def is_bounded(pattern: object) -> bool:
+    """Whether a regular expression out of a file matches module names in no long time: nothing repeats a group, and few
+    things are repeated at all."""
+    if not isinstance(pattern, str) or len(pattern) > 1000 or re.search(r"\)[*+?{]", pattern):
+        return False
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError):
+        return False
+    return len(re.findall(r"[*+?{]", pattern)) <= 4
 
 
 def merges_experts(conversion: WeightConverter) -> bool:

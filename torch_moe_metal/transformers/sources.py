@@ -53,12 +53,14 @@ class Sources:
         elif len(self.patterns) == 1:
             first.expect(first.shape in shapes, f"shape {list(shapes[0])}, by the model's configuration")
 
+    def expect_patterns(self, patterns: Iterable[str | None]) -> None:
+        for pattern in patterns:
+            next(iter(self)).expect(pattern in self.by_pattern, f"{pattern} beside it, by the model's configuration")
+
     def expect_experts(self, experts: int, shapes: list[Shape]) -> None:
         """For each pattern one tensor of each expert, of one of these shapes."""
-        first = next(iter(self))
-        for pattern in self.patterns:
-            given = self.by_pattern.get(pattern, [])
-            first.expect(bool(given), f"{pattern} beside it, by the model's configuration")
+        self.expect_patterns(self.patterns)
+        for pattern, given in self.by_pattern.items():
             for stored in given:
                 stored.expect(stored.shape in shapes, f"shape {list(shapes[0])}, by the model's configuration")
             expect_all_experts(given, pattern, experts)

@@ -48,7 +48,7 @@ def take_over(stock):
             return stock(config, quantization_config, device_map, *args, **kwargs)
         decompress = getattr(quantization_config, "run_compressed", True) is False
         ours = None if decompress else claimed(found, device_map)
-        if ours is None and found.get("quant_method") != NAME:
+        if ours is None and not (packed_checkpoints() and found.get("quant_method") in ("mxfp4", "fp8", NAME)):
             return stock(config, quantization_config, device_map, *args, **kwargs)
         try:
             if ours is not None:
