@@ -9,7 +9,6 @@ from ..rehearsal import warm_up_unasked
 from ..transaction import all_or_nothing
 from .blocks import Fused, FusedBlock, FusedPreNormLayer, fused_class, selects_ours, why_left
 from .experts import NAME, why_not_fused
-from .version import check_version
 
 FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
 # The experts implementation that a configuration had before `patch`, on the innermost model with this configuration:
@@ -58,7 +57,6 @@ def patch(model: nn.Module) -> Report:
     copied, and `unpatch` undoes everything. Where a gradient is wanted, or other experts are selected later, the model
     runs as it would without. An error leaves the model as it was. On mps, kernels begin to compile: see `warm_up`.
     """
-    check_version()
     parts = [module for module in model.modules() if hasattr(type(module), "set_experts_implementation")]
     selected = {id(part.config): (part, part.config._experts_implementation) for part in parts}
     with all_or_nothing(model):
