@@ -19,10 +19,7 @@ class all_or_nothing:
     """
 
     def __init__(self, module: nn.Module):
-        self.before = [
-            (part, type(part), dict(vars(part)), {name: copy.copy(vars(part)[name]) for name in TABLES})
-            for part in module.modules()
-        ]
+        self.before = [(part, type(part), dict(vars(part)), tables_of(part)) for part in module.modules()]
         found = (own.get("config") for _, _, own, _ in self.before)
         configs = {id(config): config for config in found if hasattr(config, "__dict__")}
         self.configs = [(config, dict(vars(config))) for config in configs.values()]
@@ -34,12 +31,19 @@ class all_or_nothing:
         if kind is None:
             return
         for part, cls, own, tables in self.before:
-            part.__class__ = cls
+            if type(part) is not cls:
+                part.__class__ = cls
             restore(vars(part), own)
             for name, content in tables.items():
                 restore(own[name], content)
         for config, own in self.configs:
             restore(vars(config), own)
+
+
+def tables_of(module: nn.Module) -> dict[str, dict | set]:
+    """Copies of its containers; TorchScript's modules have other ones, which nothing here changes."""
+    own = vars(module)
+    return {name: copy.copy(own[name]) for name in TABLES if isinstance(own.get(name), dict | set)}
 
 
 def restore(container: dict | set, content: dict | set) -> None:

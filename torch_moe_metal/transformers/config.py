@@ -277,7 +277,8 @@ def tower_prefixes(model: nn.Module) -> tuple[str, ...]:
     """What the names of modules in towers for images and sound begin with, in models that have text beside these."""
     found = set()
     for part in model.modules():
-        if hasattr(type(part), "get_encoder") and getattr(part.config, "text_config", None) is not None:
+        config = getattr(part, "config", None)
+        if hasattr(type(part), "get_encoder") and getattr(config, "text_config", None) is not None:
             found |= {id(part.get_encoder(modality=modality)) for modality in ("image", "audio")} - {id(part)}
     return tuple(f"{name}." for name, part in model.named_modules() if id(part) in found)
 
