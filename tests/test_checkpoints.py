@@ -16,7 +16,13 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+from transformers import (
+    AutoModelForCausalLM,
+    AwqConfig,
+    FineGrainedFP8Config,
+    GPTQConfig,
+    Mxfp4Config,
+)
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
@@ -26,11 +32,14 @@ import torch_moe_metal
 from checkpoints import formats
 from test_transformers import counted, generated, relative
 from tiny_models import FAMILIES, tiny_model, tokens
-from torch_moe_metal import MoeMetalConfig
+from torch_moe_metal import MoeMetalConfig, integration
 from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
+from torch_moe_metal.transformers import takeover
 from torch_moe_metal.transformers.integers import integers_of
-from torch_moe_metal.transformers.quantizer import Fp8, Mxfp4, runs_here
+from torch_moe_metal.transformers.mlx import Mlx, MlxConfig
+from torch_moe_metal.transformers.packed import dense_shape, packed_modules
+from torch_moe_metal.transformers.quantizer import Fp8, MoeMetal, Mxfp4, runs_here
 
 PLAIN = {"dtype": torch.float32}
 
@@ -466,6 +475,16 @@ def test_integers_are_moved(integers, way, device, tmp_path):
     assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
+@pytest.mark.parametrize("way", checkpoints.ATTENTION_BITS)
+def test_widths_by_module(integers, way):
+    """Attention has 8 bits, experts have 4."""
+    model = load(integers(way))
+    for name, module in packed_modules(model):
+        for weight in module.packing:
+            bits = 8 * module.parts(weight)[0].shape[-1] // dense_shape(module, weight)[-1]
+            assert bits == (8 if "self_attn" in name else 4), name
+
+
 def test_codes_of_compressed_tensors_are_not_touched(integers):
     """Of linear layers; those of experts are joined."""
     folder = integers("compressed")
@@ -489,6 +508,11 @@ def test_codes_of_compressed_tensors_are_not_touched(integers):
 def test_other_integers_are_left_to_transformers(way, changes):
     config = checkpoints.INTEGERS[way][3]
     assert integers_of(config) is not None and integers_of(config | changes) is None
+
+
+def wider(name: str) -> tuple[int, ...]:
+    """How often a part of 4 bits must stand there for one of 8."""
+    return {"qweight": (2, 1), "qzeros": (1, 2), "scales": (1, 1), "g_idx": (1,)}[name.rpartition(".")[2]]
 
 
 DOWN, QUERY = "model.layers.1.mlp.experts.5.down_proj", "model.layers.0.self_attn.q_proj.weight"
@@ -533,6 +557,11 @@ DOWN, QUERY = "model.layers.1.mlp.experts.5.down_proj", "model.layers.0.self_att
             "awq",
             rf"{DOWN}.scales: expected F32, F16 or BF16 \[2, 64\], a scale for each 32 of 64 columns, got F64",
             lambda t: t.update({k: v.double() for k, v in t.items() if k == f"{DOWN}.scales"}),
+        ),
+        (
+            "gptq_dynamic",
+            rf"{DOWN}.qweight: expected the bits and groups of \S+0.down_proj.qweight, which it is joined with",
+            lambda t: t.update({k: v.repeat(wider(k)) for k, v in t.items() if k.startswith(DOWN)}),
         ),
         (
             "compressed_zeros",
@@ -610,6 +639,56 @@ def as_floats(tensors: dict[str, torch.Tensor], name: str) -> None:
 
 def as_half(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{QUERY}_offset"] = tensors[f"{QUERY}_offset"].half()
+
+
+# ------------------------------------------------------------------------------------------------ who takes over
+
+
+@pytest.fixture
+def switch(monkeypatch):
+    """Puts the switch back."""
+    monkeypatch.setattr(integration, "_packed_checkpoints", None)
+    monkeypatch.delenv(integration.VARIABLE, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("by", ["the environment", "the function"])
+def test_the_switch_leaves_checkpoints_to_transformers(gpt_oss, qwen3_fp8, integers, switch, by):
+    if by == "the environment":
+        switch.setenv("TORCH_MOE_METAL_CHECKPOINTS", "0")
+    else:
+        assert torch_moe_metal.packed_checkpoints(False) is False
+    assert not formats(load(gpt_oss)) and not formats(load(qwen3_fp8))
+    with pytest.raises(ImportError, match=r"optimum|gptqmodel"):  # what transformers needs for them
+        load(integers("gptq"))
+    assert formats(load(gpt_oss, quantization_config=Mxfp4Config(dequantize=True))) == {}
+    torch_moe_metal.packed_checkpoints(True)
+    assert formats(load(gpt_oss)) and formats(load(qwen3_fp8)) and formats(load(integers("gptq")))
+
+
+def test_configurations_that_are_passed(qwen3_fp8, integers):
+    """Those of the checkpoint's own method change nothing; others are an error in words that users know."""
+    passed = {"gptq": GPTQConfig(bits=4), "awq": AwqConfig()}
+    for way, config in passed.items():
+        assert set(formats(load(integers(way), quantization_config=config)).values()) == {"affine"}
+    assert set(formats(load(qwen3_fp8, quantization_config=FineGrainedFP8Config())).values()) == {"fp8"}
+    said = (
+        r"config.json: it is quantised \(gptq\): expected no quantization_config, or a GPTQConfig, got a MoeMetalConfig"
+    )
+    with pytest.raises(ValueError, match=said):
+        load(integers("gptq"), quantization_config=MoeMetalConfig())
+
+
+def test_nothing_of_ours_where_cuda_is(gpt_oss, integers, monkeypatch):
+    """Without a device map a model may be meant for it. A configuration of ours is served on the CPU all the same."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = json.loads((integers("gptq") / "config.json").read_text())["quantization_config"]
+    assert takeover.claimed(config, None) is None and takeover.claimed(config, {"": "cpu"}) is not None
+    assert takeover.claimed({"bits": 4, "group_size": 64}, None) is not None  # nobody else reads mlx-lm's folders
+    for quantizer in (MoeMetal(MoeMetalConfig(), pre_quantized=False), Mlx(MlxConfig(), pre_quantized=True)):
+        quantizer.validate_environment(device_map=None)
+        with pytest.raises(ValueError, match="cpu and mps"):
+            quantizer.validate_environment(device_map={"": "cuda:0"})
 
 
 # ------------------------------------------------------------------------------------------------ packed experts

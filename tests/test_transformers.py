@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
@@ -26,6 +29,7 @@ from tiny_models import FAMILIES, eager, experts_classes, tiny_model, tiny_modul
 from torch_moe_metal.grad import warned
 from torch_moe_metal.integration import SUPPORTED, why_unsupported
 from torch_moe_metal.transformers import Report
+from torch_moe_metal.transformers.blocks import Fused
 from torch_moe_metal.transformers.experts import experts_forward, why_not_fused
 from torch_moe_metal.transformers.families import BLOCKS, deepseek_v2, deepseek_v3, mistral4
 
@@ -590,6 +594,37 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import transformers.modeling_utils
 assert 'moe_metal' in ALL_EXPERTS_FUNCTIONS.valid_keys(), list(ALL_EXPERTS_FUNCTIONS)
 """)
+
+
+def test_a_pipeline_is_patched():
+    """Its model is."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(99)}, unk_token="w0"))
+    model = tiny_model("qwen3_moe")
+    pipeline = transformers.pipeline(
+        "text-generation", model, tokenizer=PreTrainedTokenizerFast(tokenizer_object=words), device="cpu"
+    )
+    assert len(torch_moe_metal.patch(pipeline)["fused"]) == 4 and isinstance(model.model.layers[0], Fused)
+    torch_moe_metal.unpatch(pipeline)
+    assert not isinstance(model.model.layers[0], Fused)
+    for function in (torch_moe_metal.patch, torch_moe_metal.unpatch):
+        with pytest.raises(TypeError, match=rf"{function.__name__}: expected a model, or a pipeline .*, got dict"):
+            function({})
+
+
+def test_offloaded_layers_are_left_to_accelerate(tmp_path):
+    """The report says whose they are, and the logits are right."""
+    model, ids = eager(tiny_model("qwen3_moe")), tokens(2, 9)
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path)
+    names = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head")
+    places = dict.fromkeys(names, "cpu") | {"model.layers.1": "disk"}
+    offloaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
+    report = torch_moe_metal.patch(offloaded)
+    left = {row.name: row.note for row in report.rows if row.state == "left"}
+    assert left["model.layers.1.mlp"] == "accelerate has replaced its forward, to move weights (device_map)", str(
+        report
+    )
+    assert relative(offloaded(ids).logits, expected) <= 1e-5
 
 
 def test_unsupported_transformers():

@@ -26,11 +26,19 @@ def packed_checkpoints(enabled: bool | None = None) -> bool:
     return os.environ.get(VARIABLE) != "0" if _packed_checkpoints is None else _packed_checkpoints
 
 
+def minor(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def installed() -> tuple[int, ...]:
+    """The installed minor version of transformers."""
+    return minor(importlib.metadata.version("transformers"))
+
+
 def why_unsupported(version: str) -> str | None:
     """Why we do nothing in this version of transformers; None when it is supported."""
     oldest, newest = (".".join(map(str, each)) for each in SUPPORTED)
-    minor = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    if SUPPORTED[0] <= minor <= SUPPORTED[1]:
+    if SUPPORTED[0] <= minor(version) <= SUPPORTED[1]:
         return None
     after = ".".join(map(str, (SUPPORTED[1][0], SUPPORTED[1][1] + 1)))
     return (

@@ -259,8 +259,8 @@ class Integers(PackedQuantizer):
         self.integers, self.method = quantization_config, METHODS[quantization_config.method]
 
     def weights(self, model: nn.Module, tensors: Mapping[str, Stored]) -> dict[str, dict[str, list[dict[str, Stored]]]]:
-        """The stored parts that each packed weight is made of, by its name in the model and by what of it they are: the
-        patterns of several projections, or an empty one. In each there is one for each expert."""
+        """The stored parts of each packed weight, by its name in the model and by the pattern of a projection ("" where
+        there is one): those of a linear layer, or of each expert."""
         conversions, known = get_model_conversion_mapping(model), model.state_dict()
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -320,10 +320,11 @@ class Integers(PackedQuantizer):
             return method.shapes(N, C, width.bits, width.groups(C, scale, method.groups_axis))
 
         widths = [width for width in self.integers.widths if shapes(width)[method.data] == data.shape]
-        said = sorted({width.bits for width in self.integers.widths})
-        told = f"I32 {list(shapes(self.integers.widths[0])[method.data])}: {C} columns and {N} rows"
-        data.expect(bool(widths) and data.dtype == "I32", f"{told} of {' or '.join(map(str, said))} bits")
-        width = next((each for each in widths if shapes(each)[method.scale] == scale.shape), widths[0])
+        bits = " or ".join(map(str, sorted({width.bits for width in self.integers.widths})))
+        expected = f"I32 {list(shapes(self.integers.widths[0])[method.data])}: {C} columns and {N} rows of {bits} bits"
+        data.expect(bool(widths) and data.dtype == "I32", expected)
+        widths = [each for each in widths if shapes(each)[method.scale] == scale.shape] or widths
+        width = widths[0]
         groups = width.groups(C, scale, method.groups_axis)
         times = repeats(C // groups) if groups and C % groups == 0 else 0
         scale.expect(times > 0, f"a scale for each 16, 32, 64 or 128 of {C} columns, or multiples of these")
@@ -332,7 +333,7 @@ class Integers(PackedQuantizer):
             shape, dtypes = shapes(width)[part], ("I32",) if part == method.zeros else ("I32", "I64")
             right = parts[part].shape == shape and parts[part].dtype in dtypes
             parts[part].expect(right, f"{' or '.join(dtypes)} {list(shape)}")
-        if not width.symmetric and method.zeros not in parts:
+        if method.zeros not in parts and not any(each.symmetric for each in widths):
             data.beside({}, f"{data.name.removesuffix(method.data)}{method.zeros}")
         check_numbers(parts, N, C, C // groups)
         return width.bits, C // groups // times
