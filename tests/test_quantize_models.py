@@ -417,6 +417,18 @@ def test_layers_by_their_whole_names(tmp_path):
     assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
 
 
+def test_layers_of_their_own_while_loading(tmp_path):
+    """What loading packs by `layers` is what `quantize_` packs: fp8, whose blocks end within an expert, and mxfp4."""
+    folder, experts = saved("qwen3_moe", tmp_path), "model.layers.{}.mlp.experts"
+    options = {
+        "group_size": 32,
+        "layers": {experts.format(0): {"format": "fp8"}, experts.format(1): {"format": "mxfp4"}},
+    }
+    loaded, model = load(folder, config=MoeMetalConfig(**options)), quantize_(load(folder), **options)
+    assert formats(loaded) == formats(model) and set(formats(model).values()) == {"affine", "fp8", "mxfp4"}
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
 @pytest.mark.parametrize("family, tower", [("qwen3_vl_moe", "visual"), ("qwen3_omni_moe_thinker", "audio_tower")])
 def test_towers_stay_dense(family, tower, tmp_path):
     """Unless `bits_by_name` names them."""

@@ -440,7 +440,7 @@ class QuantizeApart(ConversionOps):
 
     def convert(self, input_dict, model=None, full_layer_name=None, **kwargs):
         module, weight = packed_weight(model, full_layer_name)
-        if weight is None:
+        if weight is None or module.format == "fp8":  # whose blocks may not end with an expert's gate
             return merged(self.operations, input_dict, model=model, full_layer_name=full_layer_name, **kwargs)
         apart = {part: {} for part in module.packing[weight]}
         for source in list(input_dict):
@@ -540,8 +540,8 @@ class MoeMetal(PackedQuantizer):
             given = conversion.operations
             operations = [TransposeToFit(each) if isinstance(each, Transpose) else each for each in given]
             plain = all(isinstance(operation, MergeModulelist | Concatenate) for operation in operations)
-            if merges_experts(conversion) and plain and self.quantization_config.format != "fp8":
-                operations = [QuantizeApart(operations)]  # fp8's blocks may not end with an expert's gate
+            if merges_experts(conversion) and plain:
+                operations = [QuantizeApart(operations)]
             conversion.operations = operations
         return weight_conversions
 
