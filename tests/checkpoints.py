@@ -129,13 +129,20 @@ def compressed_parts(codes, zeros, scales, bits, symmetric=True) -> dict[str, Te
     return found if symmetric else found | {"weight_zero_point": words(zeros.T, bits).T}
 
 
-def compressed(bits: int, group: int | None, symmetric: bool) -> dict:
+def compressed(bits: int, group: int | None, symmetric: bool, attention_bits: int | None = None) -> dict:
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group" if group else "channel"}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights | {"group_size": group}, "input_activations": None}}
+    if attention_bits is not None:
+        of_attention = groups["group_0"]["weights"] | {"num_bits": attention_bits}
+        groups["group_1"] = groups["group_0"] | {"targets": ["re:.*self_attn.*"], "weights": of_attention}
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
 
 
 GPTQ, AWQ = {"quant_method": "gptq", "desc_act": False}, {"quant_method": "awq", "version": "gemm", "zero_point": True}
+#: What GPTQModel writes of modules with another width, or none. The last pattern would take for ever on most names.
+DYNAMIC = {r"+:.*\.self_attn\..*": {"bits": 8}, r"-:lm_head": {}, r"+:([a-z_.0-9]+)+#": {"bits": 8}}
+#: The width of attention's weights where it is another than that of the experts'.
+ATTENTION_BITS = {"gptq_dynamic": 8, "compressed_mixed": 8}
 #: Ways that people's checkpoints have integers: bits, group (None: a row), parts of a weight, configuration.
 INTEGERS = {
     "gptq": (4, 32, gptq_parts, GPTQ | {"bits": 4, "group_size": 32}),
@@ -146,6 +153,8 @@ INTEGERS = {
     "awq": (4, 32, awq_parts, AWQ | {"bits": 4, "group_size": 32}),
     "compressed": (4, 32, compressed_parts, compressed(4, 32, True)),
     "compressed_channels": (8, None, compressed_parts, compressed(8, None, True)),
+    "gptq_dynamic": (4, 32, gptq_parts, GPTQ | {"bits": 4, "group_size": 32, "dynamic": DYNAMIC}),
+    "compressed_mixed": (4, 32, compressed_parts, compressed(4, 32, True, 8)),
     "compressed_zeros": (4, 32, functools.partial(compressed_parts, symmetric=False), compressed(4, 32, False)),
     "gptq_rows": (4, None, gptq_parts, GPTQ | {"bits": 4, "group_size": -1}),
     "compressed_zeros_rows": (
@@ -156,18 +165,18 @@ INTEGERS = {
 
 def integers(folder: Path, way: str, family: str = "qwen3_moe", **changes) -> Path:
     """All linear layers but routers and the head in integers; the folder `dense` in it has the same in float32."""
-    bits, group, parts_of, method = INTEGERS[way]
+    usual, group, parts_of, method = INTEGERS[way]
     sizes = {"moe_intermediate_size": 64, "intermediate_size": 64, "q_lora_rank": 32, "kv_lora_rank": 32}
     model = tiny_model(family, **sizes | changes)
     tensors = original(model.bfloat16())
     dense = {name: tensor.float() for name, tensor in tensors.items()}
     matrices = [name for name in tensors if re.search(r"(_proj|\.w[123])\.weight$", name)]
     for seed, name in enumerate(matrices):
-        shape = tensors.pop(name).shape
+        shape, bits = tensors.pop(name).shape, ATTENTION_BITS.get(way, usual) if ".self_attn." in name else usual
         codes, zeros, scales = integers_in(shape, bits, group or shape[1], seed)
         parts = parts_of(codes, zeros, scales, bits)
         scales = (parts["weight_scale"] if "weight_scale" in parts else parts["scales"].T).float()
-        if way in ("compressed", "compressed_channels"):  # symmetric
+        if way in ("compressed", "compressed_channels", "compressed_mixed"):  # symmetric
             zeros = torch.full_like(zeros, 2 ** (bits - 1))
         values = codes.unflatten(-1, (scales.shape[1], -1)) - zeros.unsqueeze(-1)
         dense[name] = (values * scales.unsqueeze(-1)).flatten(-2)

@@ -31,6 +31,7 @@ LEVELS = ("default", "avx2", "avx512")  # each machine that has one has those be
 AT_ONCE = 500  # cases of one child
 FAST_TO_MPS = 9  # so many cases on the CPU for each one on mps, where that is simulated
 WORKER = [sys.executable, "-X", "faulthandler", str(Path(__file__).resolve())]
+COMMAND = "make fuzz SEED={seed} CASE={target}-{number}"
 OUTCOMES = ("right", "refused", "failed")
 
 
@@ -108,6 +109,7 @@ class Failure:
 class Tally:
     seed: int
     cases: int
+    command: str = COMMAND  # that runs a case again
     outcomes: collections.Counter = field(default_factory=collections.Counter)
     failures: list[Failure] = field(default_factory=list)
     start: float = field(default_factory=time.monotonic)
@@ -126,13 +128,16 @@ class Tally:
         with self.lock:
             self.failures.append(Failure(target, number, text))
         self.add(target, "failed")
-        say(f"FAILED: make fuzz SEED={self.seed} CASE={target}-{number}\n{text}")
+        say(f"FAILED: {self.again(self.failures[-1])}\n{text}")
+
+    def again(self, failure: Failure) -> str:
+        return self.command.format(seed=self.seed, target=failure.target, number=failure.number)
 
 
 def child(target: str, seed: int, numbers: list[int], worker: list[str], errors) -> subprocess.Popen:
     paths = (str(FOLDER.parent), os.environ.get("PYTHONPATH", ""))  # the parent's package
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    environment |= {} if target == "mps" else {"ATEN_CPU_CAPABILITY": target}
+    environment |= {"ATEN_CPU_CAPABILITY": target} if target in LEVELS else {}
     command = [*worker, "--child", target, "--seed", str(seed)]
     process = subprocess.Popen(
         command, cwd=HERE, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -169,8 +174,10 @@ def run_some(target: str, numbers: list[int], worker: list[str], tally: Tally) -
             raise SystemExit(f"A child of {target} ended with {code} before its first case:\n{told}")
 
 
-def fuzz(seed: int, cases: int, found: list[str] | None = None, worker: list[str] = WORKER) -> Tally:
-    tally, found = Tally(seed, cases), found or targets()
+def fuzz(
+    seed: int, cases: int, found: list[str] | None = None, worker: list[str] = WORKER, command: str = COMMAND
+) -> Tally:
+    tally, found = Tally(seed, cases, command), found or targets()
     say(f"Seed {seed}: {cases} cases on {', '.join(found)}")
     portions = [
         (target, numbers[start : start + AT_ONCE])
@@ -186,7 +193,7 @@ def fuzz(seed: int, cases: int, found: list[str] | None = None, worker: list[str
         say(f"{target}: {sum(counts.values())} cases: {told}")
     say(f"Seed {seed}: {len(tally.failures)} of {cases} cases failed, after {time.monotonic() - tally.start:.0f} s")
     for failure in tally.failures:
-        say(f"FAILED: make fuzz SEED={seed} CASE={failure.target}-{failure.number}")
+        say(f"FAILED: {tally.again(failure)}")
     return tally
 
 

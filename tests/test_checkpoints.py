@@ -2,7 +2,10 @@
 
 import copy
 import functools
+import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -13,7 +16,13 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+from transformers import (
+    AutoModelForCausalLM,
+    AwqConfig,
+    FineGrainedFP8Config,
+    GPTQConfig,
+    Mxfp4Config,
+)
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
@@ -23,10 +32,14 @@ import torch_moe_metal
 from checkpoints import formats
 from test_transformers import counted, generated, relative
 from tiny_models import FAMILIES, tiny_model, tokens
+from torch_moe_metal import MoeMetalConfig, integration
 from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
+from torch_moe_metal.transformers import takeover
 from torch_moe_metal.transformers.integers import integers_of
-from torch_moe_metal.transformers.quantizer import Fp8, Mxfp4, runs_here
+from torch_moe_metal.transformers.mlx import Mlx, MlxConfig
+from torch_moe_metal.transformers.packed import dense_shape, packed_modules
+from torch_moe_metal.transformers.quantizer import Fp8, MoeMetal, Mxfp4, runs_here
 
 PLAIN = {"dtype": torch.float32}
 
@@ -183,6 +196,28 @@ def test_gpt_oss_that_does_not_fit_is_named(gpt_oss, tmp_path, said, change):
     assert str(folder) in str(raised.value)
 
 
+@pytest.mark.parametrize("config", [None, MoeMetalConfig(group_size=16)], ids=["mxfp4", "MoeMetalConfig"])
+def test_missing_biases_are_initialised(gpt_oss, tmp_path, config, monkeypatch):
+    """As transformers does, in zeros for gpt-oss, and named; not memory that nobody wrote."""
+    biases = {f"model.layers.1.mlp.experts.{name}_proj_bias" for name in ("gate_up", "down")}
+    if config is not None:
+        biases.add("model.layers.0.self_attn.q_proj.bias")
+        tiny_model("gpt_oss", tie_word_embeddings=False).save_pretrained(tmp_path / "dense")
+    whole_folder = tmp_path / "dense" if config else gpt_oss
+    folder = broken(whole_folder, tmp_path / "broken", lambda t: [t.pop(name, 0) for name in biases])
+    monkeypatch.setattr(torch, "empty_like", lambda x, **options: torch.full_like(x, 77, **options))
+    options = {"quantization_config": config} if config else {}
+    model, told = load(folder, output_loading_info=True, **options)
+    assert told["missing_keys"] == biases
+    for name, parameter in model.named_parameters():
+        assert name not in biases or not parameter.any(), name
+    whole = load(whole_folder, **options)
+    assert model.state_dict().keys() == whole.state_dict().keys()
+    for name, tensor in whole.state_dict().items():
+        assert name in biases or torch.equal(tensor, model.state_dict()[name]), name
+    assert not hasattr(model.model.layers[0].mlp.experts, "down_proj") or config
+
+
 @pytest.mark.parametrize("kept", [4, 500, -200])
 def test_truncated_files_are_named(gpt_oss, tmp_path, kept):
     shutil.copytree(gpt_oss, tmp_path, dirs_exist_ok=True)
@@ -190,6 +225,65 @@ def test_truncated_files_are_named(gpt_oss, tmp_path, kept):
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(ValueError, match=rf"{file}: .*expected .* bytes.*, got"):
         load(tmp_path)
+
+
+def with_header(folder: Path, to: Path, change) -> Path:
+    """A copy whose second file has another header: what `change` makes of its dictionary, or these bytes."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    file = to / "model-00002-of-00002.safetensors"
+    whole = file.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = change(json.loads(whole[8 : 8 + length]))
+    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + length :])
+    return file
+
+
+def with_entry(**changes):
+    """The header with another dtype, shape or place of one tensor."""
+    return lambda header: header | {BLOCKS: header[BLOCKS] | changes}
+
+
+@pytest.mark.parametrize(
+    "said, change",
+    [
+        ("expected a header in JSON, got one with Expecting", lambda header: b"{"),
+        ("expected a header in JSON, got one with .*utf-8", lambda header: b"\xff\xff"),
+        ("expected a header in JSON, got one with .*recursion", lambda header: b"[" * 100_000),
+        ("expected a header with the names of tensors, got list", lambda header: []),
+        ("expected __metadata__ of strings, got 5", lambda header: header | {"__metadata__": 5}),
+        (f"{BLOCKS}: expected an entry with dtype, shape and data_offsets, got 5", lambda h: h | {BLOCKS: 5}),
+        (f"{BLOCKS}: expected a dtype that safetensors has, got 'U9'", with_entry(dtype="U9")),
+        (rf"{BLOCKS}: expected a shape of integers, got \[-8, 64, 3, -16\]", with_entry(shape=[-8, 64, 3, -16])),
+        (rf"{BLOCKS}: expected the bytes of U8 \[8, 64, 3, 15\], got 24576", with_entry(shape=[8, 64, 3, 15])),
+        (f"{BLOCKS}: expected the bytes where it begins", with_entry(data_offsets=[0])),
+        (f"{BLOCKS}: expected it to begin at byte ", lambda h: with_entry(data_offsets=moved(h, 1))(h)),
+        (f"{BLOCKS}: expected {2**60} bytes", with_entry(shape=[2**60], data_offsets=[0, 2**60])),
+        ("expected 0 bytes of tensors, got", lambda header: {}),
+    ],
+)
+def test_broken_headers_are_named(gpt_oss, tmp_path, said, change):
+    file = with_header(gpt_oss, tmp_path, change)
+    with pytest.raises(ValueError, match=f"^torch_moe_metal: {file}: {said}"):
+        load(tmp_path)
+
+
+def moved(header: dict, by: int) -> list[int]:
+    return [place + by for place in header[BLOCKS]["data_offsets"]]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no FIFOs")
+def test_a_fifo_is_no_file(gpt_oss, tmp_path):
+    """It is named, and nothing waits for somebody who writes into it."""
+    shutil.copytree(gpt_oss, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model-00002-of-00002.safetensors"
+    file.unlink()
+    os.mkfifo(file)
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("waits for the FIFO"))
+    signal.alarm(10)
+    with pytest.raises(ValueError, match=f"^torch_moe_metal: {file}: expected a regular file, got prw"):
+        load(tmp_path)
+    signal.alarm(0)
 
 
 # ------------------------------------------------------------------------------------------------ FP8
@@ -270,6 +364,12 @@ def test_fp8_experts_whose_blocks_do_not_meet(tmp_path, caplog):
 WEIGHT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
+def as_fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A dense weight in blocks of float8, where the configuration expects none."""
+    scales = torch.ones(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
+    return {name: weight.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+
+
 @pytest.mark.parametrize(
     "said, change",
     [
@@ -281,6 +381,30 @@ WEIGHT = "model.layers.1.mlp.experts.3.up_proj.weight"
         (
             rf"{WEIGHT}_scale_inv: expected \[2, 1\], a scale for each 128 x 128 block of {WEIGHT}, got BF16 \[1, 1\]",
             lambda t: t.update({k: v[:1].clone() for k, v in t.items() if k == f"{WEIGHT}_scale_inv"}),
+        ),
+        (
+            f"{WEIGHT}: expected F8_E4M3, which {WEIGHT}_scale_inv goes with, got BF16",
+            lambda t: t.update({WEIGHT: t[WEIGHT].bfloat16()} if WEIGHT in t else {}),
+        ),
+        (
+            rf"{WEIGHT}: expected F8_E4M3 \[N, C\], got F8_E4M3 \[\]",
+            lambda t: t.update({WEIGHT: t[WEIGHT].flatten()[0]} if WEIGHT in t else {}),
+        ),
+        (
+            f"{WEIGHT}_scale_inv: expected scales in F32, F16 or BF16, got I32",
+            lambda t: t.update({k: v.int() for k, v in t.items() if k == f"{WEIGHT}_scale_inv"}),
+        ),
+        (
+            f"{WEIGHT}_scale_inv: expected scales in F32, F16 or BF16, got F64",
+            lambda t: t.update({k: v.double() for k, v in t.items() if k == f"{WEIGHT}_scale_inv"}),
+        ),
+        (
+            f"{WEIGHT}: expected shape .256, 64., by the model's configuration, got F8_E4M3 .128, 64.",
+            lambda t: t.update({k: v[: len(v) // 2].clone() for k, v in t.items() if k.startswith(WEIGHT)}),
+        ),
+        (
+            "lm_head.weight: expected floats, F64, F32, F16 or BF16, got F8_E4M3",
+            lambda t: t.update({k: v for n in t if n == "lm_head.weight" for k, v in as_fp8(n, t[n]).items()}),
         ),
         (
             r"model.layers.0.self_attn.q_proj.weight: expected shape \[64, 64\], by the .*, got F8_E4M3 \[48, 64\]",
@@ -299,8 +423,11 @@ def test_fp8_that_does_not_fit_is_named(qwen3_fp8, tmp_path, said, change):
 
 def test_fp8_without_an_expert_is_no_model(qwen3_fp8, tmp_path):
     folder = broken(qwen3_fp8, tmp_path, lambda t: [t.pop(k, 0) for k in (WEIGHT, f"{WEIGHT}_scale_inv")])
-    with pytest.raises(RuntimeError):
+    with pytest.raises(
+        ValueError, match=r"up_proj.weight of the experts 0 to 7, by .*, without 3, got F8_E4M3"
+    ) as raised:
         load(folder)
+    assert str(folder) in str(raised.value)
 
 
 # ------------------------------------------------------------------------------------------------ integers
@@ -349,6 +476,16 @@ def test_integers_are_moved(integers, way, device, tmp_path):
     assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
+@pytest.mark.parametrize("way", checkpoints.ATTENTION_BITS)
+def test_widths_by_module(integers, way):
+    """Attention has 8 bits, experts have 4."""
+    model = load(integers(way))
+    for name, module in packed_modules(model):
+        for weight in module.packing:
+            bits = 8 * module.parts(weight)[0].shape[-1] // dense_shape(module, weight)[-1]
+            assert bits == (8 if "self_attn" in name else 4), name
+
+
 def test_codes_of_compressed_tensors_are_not_touched(integers):
     """Of linear layers; those of experts are joined."""
     folder = integers("compressed")
@@ -374,6 +511,11 @@ def test_other_integers_are_left_to_transformers(way, changes):
     assert integers_of(config) is not None and integers_of(config | changes) is None
 
 
+def wider(name: str) -> tuple[int, ...]:
+    """How often a part of 4 bits must stand there for one of 8."""
+    return {"qweight": (2, 1), "qzeros": (1, 2), "scales": (1, 1), "g_idx": (1,)}[name.rpartition(".")[2]]
+
+
 DOWN, QUERY = "model.layers.1.mlp.experts.5.down_proj", "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -389,8 +531,53 @@ DOWN, QUERY = "model.layers.1.mlp.experts.5.down_proj", "model.layers.0.self_att
         ),
         (
             "compressed",
-            rf"{QUERY}_scale: expected a scale for each 16, 32, 64 or 128 of 64 columns, .*, got BF16 \[64, 3\]",
+            rf"{QUERY}_scale: expected F32, F16 or BF16 \[64, 2\], a scale for each 32 of 64 columns, got BF16",
             lambda t: t.update({k: torch.ones(64, 3).bfloat16() for k in t if k == f"{QUERY}_scale"}),
+        ),
+        (
+            "gptq",
+            rf"{DOWN}.qzeros: expected I32 \[2, 8\], got I32 \[1, 8\]",
+            lambda t: t.update({k: v[:1].clone() for k, v in t.items() if k == f"{DOWN}.qzeros"}),
+        ),
+        (
+            "awq",
+            rf"{DOWN}.qzeros: expected I32 \[2, 8\], got I32 \[1, 8\]",
+            lambda t: t.update({k: v[:1].clone() for k, v in t.items() if k == f"{DOWN}.qzeros"}),
+        ),
+        (
+            "gptq",
+            rf"{DOWN}.qweight: expected I32 \[8, 64\]: 64 columns and 64 rows of 4 bits, got F32",
+            lambda t: t.update({k: v.float() for k, v in t.items() if k == f"{DOWN}.qweight"}),
+        ),
+        (
+            "awq",
+            rf"{DOWN}.qweight: expected I32 \[64, 8\]: 64 columns and 64 rows of 4 bits, got I32 \[\]",
+            lambda t: t.update({k: v[0, 0] for k, v in t.items() if k == f"{DOWN}.qweight"}),
+        ),
+        (
+            "awq",
+            rf"{DOWN}.scales: expected F32, F16 or BF16 \[2, 64\], a scale for each 32 of 64 columns, got F64",
+            lambda t: t.update({k: v.double() for k, v in t.items() if k == f"{DOWN}.scales"}),
+        ),
+        (
+            "gptq_dynamic",
+            rf"{DOWN}.qweight: expected the bits and groups of \S+0.down_proj.qweight, which it is joined with",
+            lambda t: t.update({k: v.repeat(wider(k)) for k, v in t.items() if k.startswith(DOWN)}),
+        ),
+        (
+            "compressed_zeros",
+            f"{DOWN}.weight_packed: expected {DOWN}.weight_zero_point beside it",
+            lambda t: t.pop(f"{DOWN}.weight_zero_point", 0),
+        ),
+        (
+            "compressed",
+            rf"{DOWN}.weight_shape: expected \[64, 64\] by the model's configuration, not \[64, 128\]",
+            lambda t: t.update({k: torch.tensor([64, 128]) for k in t if k == f"{DOWN}.weight_shape"}),
+        ),
+        (
+            "gptq",
+            r"0.down_proj.qweight: expected mlp.experts.\*.down_proj.weight of the experts 0 to 7, .*, without 5, got",
+            lambda t: [t.pop(k) for k in list(t) if k.startswith(DOWN)],
         ),
     ],
 )
@@ -404,8 +591,105 @@ def test_integers_that_do_not_fit_are_named(integers, tmp_path, way, said, chang
 def test_reordered_columns_are_no_model(integers, tmp_path):
     """Whatever the configuration says of them."""
     folder = broken(integers("gptq"), tmp_path, lambda t: [t[k].copy_(t[k].flip(0)) for k in t if k.endswith("g_idx")])
-    with pytest.raises(RuntimeError):
+    with pytest.raises(
+        ValueError, match=r"g_idx: expected groups of 32 neighbouring columns, not columns in another"
+    ) as raised:
         load(folder)
+    assert str(folder) in str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------------ our own
+
+
+@pytest.mark.parametrize(
+    "format, said, change",
+    [
+        ("affine", rf"{QUERY}: expected U8 by the format .*, got F32 \[64, 32\]", lambda t, c: as_floats(t, QUERY)),
+        ("mxfp4", rf"{QUERY}: expected U8 by the format .*, got F32 \[64, 32\]", lambda t, c: as_floats(t, QUERY)),
+        (
+            "affine",
+            r"\.\S+: expected U8 by the format and the model's .*, got F32",
+            lambda t, c: c.update(format="mxfp4"),
+        ),
+        ("mxfp4", "_offset", lambda t, c: c.update(format="affine")),
+        ("affine", rf"{QUERY}_offset: expected the scale's torch.float32, got F16", lambda t, c: as_half(t)),
+        (
+            "affine",
+            rf"{QUERY}: expected floats, F64, F32, F16 or BF16, got U8",
+            lambda t, c: c.update(skip=[QUERY[:-7]]),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_our_own_that_do_not_fit_are_named(tmp_path, format, said, change):
+    config = MoeMetalConfig(group_size=32, format=format)
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "dense")
+    load(tmp_path / "dense", quantization_config=config).save_pretrained(tmp_path / "saved")
+    file = tmp_path / "saved" / "config.json"
+    written = json.loads(file.read_text())
+    folder = broken(tmp_path / "saved", tmp_path, lambda t: change(t, written["quantization_config"]))
+    (folder / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=said) as raised:
+        load(folder)
+    assert str(folder) in str(raised.value)
+
+
+def as_floats(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[name] = tensors[name].float()
+
+
+def as_half(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{QUERY}_offset"] = tensors[f"{QUERY}_offset"].half()
+
+
+# ------------------------------------------------------------------------------------------------ who takes over
+
+
+@pytest.fixture
+def switch(monkeypatch):
+    """Puts the switch back."""
+    monkeypatch.setattr(integration, "_packed_checkpoints", None)
+    monkeypatch.delenv(integration.VARIABLE, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("by", ["the environment", "the function"])
+def test_the_switch_leaves_checkpoints_to_transformers(gpt_oss, qwen3_fp8, integers, switch, by):
+    if by == "the environment":
+        switch.setenv("TORCH_MOE_METAL_CHECKPOINTS", "0")
+    else:
+        assert torch_moe_metal.packed_checkpoints(False) is False
+    assert not formats(load(gpt_oss)) and not formats(load(qwen3_fp8))
+    with pytest.raises(ImportError, match=r"optimum|gptqmodel"):  # what transformers needs for them
+        load(integers("gptq"))
+    assert formats(load(gpt_oss, quantization_config=Mxfp4Config(dequantize=True))) == {}
+    torch_moe_metal.packed_checkpoints(True)
+    assert formats(load(gpt_oss)) and formats(load(qwen3_fp8)) and formats(load(integers("gptq")))
+
+
+def test_configurations_that_are_passed(qwen3_fp8, integers):
+    """Those of the checkpoint's own method change nothing; others are an error in words that users know."""
+    passed = {"gptq": GPTQConfig(bits=4), "awq": AwqConfig()}
+    for way, config in passed.items():
+        assert set(formats(load(integers(way), quantization_config=config)).values()) == {"affine"}
+    assert set(formats(load(qwen3_fp8, quantization_config=FineGrainedFP8Config())).values()) == {"fp8"}
+    said = (
+        r"config.json: it is quantised \(gptq\): expected no quantization_config, or a GPTQConfig, got a MoeMetalConfig"
+    )
+    with pytest.raises(ValueError, match=said):
+        load(integers("gptq"), quantization_config=MoeMetalConfig())
+
+
+def test_nothing_of_ours_where_cuda_is(gpt_oss, integers, monkeypatch):
+    """Without a device map a model may be meant for it. A configuration of ours is served on the CPU all the same."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = json.loads((integers("gptq") / "config.json").read_text())["quantization_config"]
+    assert takeover.claimed(config, None) is None and takeover.claimed(config, {"": "cpu"}) is not None
+    assert takeover.claimed({"bits": 4, "group_size": 64}, None) is not None  # nobody else reads mlx-lm's folders
+    for quantizer in (MoeMetal(MoeMetalConfig(), pre_quantized=False), Mlx(MlxConfig(), pre_quantized=True)):
+        quantizer.validate_environment(device_map=None)
+        with pytest.raises(ValueError, match="cpu and mps"):
+            quantizer.validate_environment(device_map={"": "cuda:0"})
 
 
 # ------------------------------------------------------------------------------------------------ packed experts

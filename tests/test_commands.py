@@ -37,6 +37,14 @@ def test_choices_of_the_doctors_samples_are_clear(op: str, tokens: int):
     assert torch.equal(getattr(reference, op)(**noisy, top_k=doctor.DIMS["K"])[1], want)
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    said = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert said == f"torch_moe_metal {torch_moe_metal.__version__}, torch {torch.__version__}\n"
+
+
 @pytest.mark.parametrize(
     "dtypes", [[torch.float32], pytest.param([*reference.TOLERANCES], marks=pytest.mark.slow)], ids=["one", "all"]
 )

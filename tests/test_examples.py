@@ -1,16 +1,18 @@
 """The examples run, and say what they should: on a Mac's GPU, or on the CPU."""
 
+import functools
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from conftest import SIMULATED
 from tiny_models import tiny_model
-from torch_moe_metal.examples import chat, compiled, swap
+from torch_moe_metal.examples import chat, compiled, models, swap
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +26,7 @@ def no_simulated_device(monkeypatch):
 def checkpoint(tmp_path_factory) -> str:
     """Of random weights and a vocabulary of words."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(99)}, unk_token="w0"))
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(99)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w98").save_pretrained(folder)
     tiny_model("qwen3_moe", moe_intermediate_size=64).save_pretrained(folder)  # of which groups of 64 can be packed
@@ -40,7 +42,26 @@ def test_swap(capsys):
 def test_compiled(capsys):
     compiled.main(["--backend", "aot_eager"])
     said = capsys.readouterr()
-    assert said.out.endswith("the same tokens\n") and "Compiling with aot_eager" in said.err
+    assert said.out.endswith(", as eager's\n") and "Compiling with aot_eager" in said.err
+
+
+def test_compiled_is_judged_by_its_logits(capsys, monkeypatch):
+    """Not by its tokens: a choice between two that are alike may end either way, and then all that follows differs."""
+    stock = torch.compile
+
+    def rounded(model, by: float, **options):
+        def step(*args, **kwargs):
+            output = model(*args, **kwargs)
+            output.logits = output.logits + by * output.logits.std() * torch.randn_like(output.logits)
+            return output
+
+        return step
+
+    for by, said in ((1e-6, "as eager's"), (1e-1, "DIFFERENT: expected at most 1e-04")):
+        monkeypatch.setattr(torch, "compile", functools.partial(rounded, by=by))
+        compiled.main(["--device", "cpu"])
+        assert capsys.readouterr().out.endswith(f"{said}\n")
+    assert stock is not torch.compile
 
 
 def test_swap_and_compiled_take_a_checkpoint(checkpoint: str, capsys, monkeypatch):
@@ -49,7 +70,7 @@ def test_swap_and_compiled_take_a_checkpoint(checkpoint: str, capsys, monkeypatc
     said = capsys.readouterr()
     assert "model.layers.*.mlp" in said.out and f"Loading {checkpoint} on cpu" in said.err
     compiled.main([checkpoint, "--backend", "aot_eager"])
-    assert capsys.readouterr().out.endswith("the same tokens\n")
+    assert capsys.readouterr().out.endswith(", as eager's\n")
 
 
 def test_chat(checkpoint: str, capsys):
@@ -68,6 +89,29 @@ def test_chat_with_a_checkpoint_that_is_packed_while_it_is_loaded(checkpoint: st
     said = capsys.readouterr().out
     assert "affine" in said, said
     assert "tokens/s" in said
+
+
+def test_chat_takes_a_name_of_the_hub(checkpoint: str, capsys, monkeypatch):
+    """And loads onto the device at once."""
+    asked = []
+
+    def from_pretrained(name, stock, **options):
+        asked.append((name, options.get("device_map")))
+        return stock(checkpoint, **options)
+
+    for cls in (chat.AutoTokenizer, models.AutoModelForCausalLM):
+        monkeypatch.setattr(cls, "from_pretrained", functools.partial(from_pretrained, stock=cls.from_pretrained))
+    chat.main(["openai/gpt-oss-20b", "--prompt", "w5 w6 w7", "--tokens", "2", "--device", "cpu"])
+    assert asked == [("openai/gpt-oss-20b", None), ("openai/gpt-oss-20b", "cpu")]
+    assert "Loading openai/gpt-oss-20b on cpu" in capsys.readouterr().err
+
+
+def test_chat_without_a_tokenizer_is_one_line(tmp_path: Path, capsys):
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        chat.main([str(tmp_path), "--prompt", "w5"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and f"cannot load the tokenizer of {tmp_path}: it has no words" in last
 
 
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
@@ -93,7 +137,8 @@ def test_what_cannot_be_had_is_one_line(example, checkpoint: str, tmp_path: Path
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"model_type": "no such model"}')
     for arguments, said in (
-        (["missing"], "no such directory: missing"),
+        (["missing"], "no such folder: missing"),
+        (["./missing"], "no such folder: missing"),
         (["empty"], "no checkpoint, since it has no config.json: empty"),
         (["broken"], "cannot load "),
         (["cut off"], "cannot load cut off: "),

@@ -299,6 +299,14 @@ def cut(columns: int, *names: str):
     return lambda t: t.update({name: t[name][..., :columns].contiguous() for name in names})
 
 
+def as_dtype(dtype: torch.dtype, *names: str):
+    return lambda t: t.update({name: t[name].to(dtype) for name in names})
+
+
+def without_sides(*names: str):
+    return lambda t: t.update({name: t[name].flatten()[0] for name in names})
+
+
 def repeated(times: int, *names: str):
     return lambda t: t.update({name: t[name].repeat_interleave(times, -1) for name in names})
 
@@ -311,7 +319,13 @@ def repeated(times: int, *names: str):
         (f"{QUERY}.biases: expected {QUERY}.weight beside it, which is", lambda t: t.pop(f"{QUERY}.weight")),
         (rf"{QUERY}.scales: expected \[64\] and groups of 128 columns, got", cut(0, *beside(QUERY))),
         (rf"{UP}.scales: expected a scale for each 16, 32, 64 or 128 of 128 columns", repeated(8, *beside(UP))),
-        (rf"{UP}.weight: expected the form of gate_proj's", repeated(2, *beside(UP))),
+        (rf"{UP}.scales: expected 4 bits in groups of 64, as config.json says", repeated(2, *beside(UP))),
+        (rf"{UP}.scales: expected 4 bits in groups of 64, as config.json says", cut(1, *beside(UP))),
+        (rf"{UP}.scales: expected F32, F16, BF16, the scales of mode affine", as_dtype(torch.float64, *beside(UP))),
+        (rf"{UP}.scales: expected F32, F16, BF16, the scales of mode affine", as_dtype(torch.int32, *beside(UP))),
+        (rf"{QUERY}.weight: expected rows \[64\], by", without_sides(f"{QUERY}.weight")),
+        (rf"{QUERY}.scales: expected rows \[64\], by", without_sides(*beside(QUERY))),
+        (r"model.norm.weight: expected floats, F64, F32, F16 or BF16", as_dtype(torch.int32, "model.norm.weight")),
         (rf"{UP}.biases: expected what {UP}.scales is", repeated(2, f"{UP}.scales")),
         (rf"{QUERY}.weight: expected 128 columns of as many bits each", cut(15, f"{QUERY}.weight")),
         (rf"{QUERY}.weight: expected 128 columns of 2, 3, 4, 5, 6 or 8 bits", cut(4, f"{QUERY}.weight")),
@@ -336,7 +350,10 @@ def test_what_does_not_fit_is_named(folder, tmp_path, said, change):
 @pytest.mark.parametrize(
     "entry, said",
     [
-        ({QUERY: {"bits": 4, "group_size": 32}}, f"{QUERY}.weight: expected 4 bits in groups of 32, as config.json"),
+        ({QUERY: {"bits": 4, "group_size": 32}}, f"{QUERY}.scales: expected 4 bits in groups of 32, as config.json"),
+        ({"bits": 8}, r"\.weight: expected 8 bits in groups of 64, as config.json says"),
+        ({"mode": "mxfp4"}, r"\.scales: expected U8, the scales of mode mxfp4, which config.json says"),
+        ({"group_size": "64"}, r"config.json: group_size: expected a value of type int, got '64'"),
         ({QUERY: {"bits": 8, "group_size": 64}}, f"{QUERY}.weight: expected 8 bits in groups of 64, as config.json"),
         ({QUERY: {"bits": 4, "group_size": 64, "mode": "fp5"}}, f"{QUERY}.*: expected affine or mxfp4, .* not 'fp5'"),
         ({QUERY: False}, f"{QUERY}.weight: expected no packed weight, since config.json says false for it"),

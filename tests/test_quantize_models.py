@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -316,7 +317,10 @@ def test_eager_reads_every_format(family, device):
 @pytest.mark.parametrize(
     "skip, expected",
     [
-        ([r"(?!.*experts).*"], ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
+        (["!experts"], ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
+        ([r"(?!.*experts).*"], ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),  # as it was until 0.1
+        ([r"model\.layers\.0", "model", "!layers.*"], []),
+        (["layers.*.self_attn", "layers.?.mlp", "embed*"], ["lm_head"]),
         (["layers.0", "self_attn", "lm_head"], ["model.embed_tokens", "model.layers.1.mlp.experts"]),
         (["experts", "layers.0", "embed_tokens", "lm_head", r"[kvo]_proj"], ["model.layers.1.self_attn.q_proj"]),
     ],
@@ -338,12 +342,15 @@ def test_what_does_not_fit(caplog):
     quantize_(model, group_size=16)
 
 
+PATTERNS = "names of modules or globs, such as 'lm_head' or '!experts'"
+
+
 @pytest.mark.parametrize(
     "said, options",
     [
         ("format: expected one of affine, mxfp4, fp8, got 'int4'", {"format": "int4"}),
         ("bits: expected 2, 3, 4, 5, 6 or 8, got 7", {"bits": 7}),
-        ("lm_head: expected 2, 3, 4, 5, 6 or 8, got 16", {"bits_by_name": {"lm_head": 16}}),
+        ("bits_by_name: lm_head: bits: expected 2, 3, 4, 5, 6 or 8, got 16", {"bits_by_name": {"lm_head": 16}}),
         ("group_size: expected 16, 32, 64 or 128, got 48", {"group_size": 48}),
         ("skip: expected a list of names, got 'lm_head'", {"skip": "lm_head"}),
         (
@@ -351,6 +358,17 @@ def test_what_does_not_fit(caplog):
             {"layers": {"lm_head": 4}},
         ),
         ("layers: lm_head: bits: expected 2, 3, 4, 5, 6 or 8, got 7", {"layers": {"lm_head": {"bits": 7}}}),
+        ("format: expected one of affine, mxfp4, fp8, got ['affine']", {"format": ["affine"]}),
+        ("bits: expected 2, 3, 4, 5, 6 or 8, got 4.0", {"bits": 4.0}),
+        ("bits: expected 2, 3, 4, 5, 6 or 8, got True", {"bits": True}),
+        ("bits: expected 2, 3, 4, 5, 6 or 8, got '4'", {"bits": "4"}),
+        ("group_size: expected 16, 32, 64 or 128, got 64.0", {"group_size": 64.0}),
+        (f"skip: expected {PATTERNS}, got None", {"skip": [None]}),
+        (f"skip: expected {PATTERNS}, got '('", {"skip": ["("]}),
+        (f"skip: expected {PATTERNS}, got ''", {"skip": [""]}),
+        (f"skip: expected {PATTERNS}, got '([a-z_.0-9]+)+#'", {"skip": ["([a-z_.0-9]+)+#"]}),
+        (f"bits_by_name: expected {PATTERNS}, got 'q|k'", {"bits_by_name": {"q|k": 4}}),
+        ("bits_by_name: expected bits by names, got ['lm_head']", {"bits_by_name": ["lm_head"]}),
     ],
 )
 def test_options_are_checked(said, options):
@@ -412,6 +430,18 @@ def test_layers_by_their_whole_names(tmp_path):
     assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
 
 
+def test_layers_of_their_own_while_loading(tmp_path):
+    """What loading packs by `layers` is what `quantize_` packs: fp8, whose blocks end within an expert, and mxfp4."""
+    folder, experts = saved("qwen3_moe", tmp_path), "model.layers.{}.mlp.experts"
+    options = {
+        "group_size": 32,
+        "layers": {experts.format(0): {"format": "fp8"}, experts.format(1): {"format": "mxfp4"}},
+    }
+    loaded, model = load(folder, config=MoeMetalConfig(**options)), quantize_(load(folder), **options)
+    assert formats(loaded) == formats(model) and set(formats(model).values()) == {"affine", "fp8", "mxfp4"}
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
 @pytest.mark.parametrize("family, tower", [("qwen3_vl_moe", "visual"), ("qwen3_omni_moe_thinker", "audio_tower")])
 def test_towers_stay_dense(family, tower, tmp_path):
     """Unless `bits_by_name` names them."""
@@ -454,6 +484,24 @@ def test_heads_that_the_checkpoint_lacks(kind, tmp_path):
     model.save_pretrained(tmp_path / "again")
     again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "again")
     assert formats(again) == formats(model) and torch.equal(again.score.weight, model.score.weight)
+
+
+def test_no_pattern_takes_long():
+    """Not even those whose regular expressions would go back and forth for ever."""
+    name, start = ".".join(["layers"] * 40), time.perf_counter()
+    for pattern in ("*a*" * 30 + "-", "?*" * 40 + "-", "[a-z]*" * 40 + "-"):
+        MoeMetalConfig(skip=[pattern]).skips(name)
+    assert time.perf_counter() - start < 5
+
+
+def test_a_saved_configuration_is_checked(tmp_path):
+    quantize_(dense("qwen3_moe"), group_size=32).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["skip"] = ["([a-z_.0-9]+)+#"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"{file}: MoeMetalConfig: skip: expected names of modules or globs"):
+        load(tmp_path)
 
 
 def test_other_devices_are_refused(tmp_path):

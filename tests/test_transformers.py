@@ -4,16 +4,19 @@ import collections
 import contextlib
 import copy
 import importlib
-import importlib.metadata
 import itertools
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
@@ -24,10 +27,11 @@ from conftest import SIMULATED
 from dispatch_table import decoding
 from tiny_models import FAMILIES, eager, experts_classes, tiny_model, tiny_module, tokens
 from torch_moe_metal.grad import warned
+from torch_moe_metal.integration import SUPPORTED, why_unsupported
 from torch_moe_metal.transformers import Report
+from torch_moe_metal.transformers.blocks import Fused
 from torch_moe_metal.transformers.experts import experts_forward, why_not_fused
 from torch_moe_metal.transformers.families import BLOCKS, deepseek_v2, deepseek_v3, mistral4
-from torch_moe_metal.transformers.version import check_version
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -595,23 +599,86 @@ assert 'moe_metal' in ALL_EXPERTS_FUNCTIONS.valid_keys(), list(ALL_EXPERTS_FUNCT
 """)
 
 
-def test_transformers_without_interface():
-    message = python("""
-import sys, torch_moe_metal
-sys.modules['transformers.integrations.moe'] = None
+def test_a_pipeline_is_patched():
+    """Its model is."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(99)}, unk_token="w0"))
+    model = tiny_model("qwen3_moe")
+    pipeline = transformers.pipeline(
+        "text-generation", model, tokenizer=PreTrainedTokenizerFast(tokenizer_object=words), device="cpu"
+    )
+    assert len(torch_moe_metal.patch(pipeline)["fused"]) == 4 and isinstance(model.model.layers[0], Fused)
+    torch_moe_metal.unpatch(pipeline)
+    assert not isinstance(model.model.layers[0], Fused)
+    for function in (torch_moe_metal.patch, torch_moe_metal.unpatch):
+        with pytest.raises(TypeError, match=rf"{function.__name__}: expected a model, or a pipeline .*, got dict"):
+            function({})
+
+
+def test_offloaded_layers_are_left_to_accelerate(tmp_path):
+    """The report says whose they are, and the logits are right."""
+    model, ids = eager(tiny_model("qwen3_moe")), tokens(2, 9)
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path)
+    names = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head")
+    places = dict.fromkeys(names, "cpu") | {"model.layers.1": "disk"}
+    offloaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
+    report = torch_moe_metal.patch(offloaded)
+    left = {row.name: row.note for row in report.rows if row.state == "left"}
+    assert left["model.layers.1.mlp"] == "accelerate has replaced its forward, to move weights (device_map)", str(
+        report
+    )
+    assert relative(offloaded(ids).logits, expected) <= 1e-5
+
+
+def test_unsupported_transformers():
+    """Nothing is registered, one line says so, and what needs it raises."""
+    told = python("""
+import importlib.metadata, warnings
+real = importlib.metadata.version
+importlib.metadata.version = lambda name: "5.20.2" if name == "transformers" else real(name)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import torch_moe_metal
+    from transformers.integrations import moe
+    from transformers.quantizers import auto
+    from transformers import modeling_utils
+print(*(warning.message for warning in said if "torch_moe_metal" in str(warning.message)), sep="\\n")
+assert "moe_metal" not in moe.ExpertsInterface._global_mapping
+methods = {*auto.AUTO_QUANTIZER_MAPPING.values(), *auto.AUTO_QUANTIZATION_CONFIG_MAPPING.values()}
+assert {method.__module__.split(".")[0] for method in methods} == {"transformers"}
+assert modeling_utils.get_hf_quantizer.__module__ == auto.get_hf_quantizer.__module__ == "transformers.quantizers.auto"
+assert not hasattr(auto.get_hf_quantizer, "__wrapped__")
 try:
     torch_moe_metal.patch
 except ImportError as error:
     print(error)
 """)
-    assert "needs transformers 5.0 or newer" in message
+    lines = told.splitlines()
+    expected = "torch_moe_metal supports transformers 5.21 to 5.23 and does nothing in 5.20.2, which is installed: "
+    assert lines == [expected + "pip install 'transformers>=5.21,<5.24'"] * 2
 
 
-def test_newer_transformers(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.99.1")
-    check_version.cache_clear()
-    with pytest.warns(UserWarning, match="tested with transformers 5.23, and 5.99.1 is installed"):
-        torch_moe_metal.patch(torch.nn.Linear(2, 2))
-    monkeypatch.undo()
-    check_version.cache_clear()
-    check_version()
+def test_which_versions_of_transformers_are_supported():
+    for version in ("5.21.0", "5.22.2", "5.23.0", "5.23.1.dev0"):
+        assert why_unsupported(version) is None
+    for version in ("4.57.6", "5.0.0", "5.20.2", "5.24.0", "6.0.0.dev0"):
+        assert f"does nothing in {version}" in why_unsupported(version)
+
+
+def test_pyproject_names_the_supported_versions():
+    (oldest, newest), text = SUPPORTED, (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f"transformers>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}" in text
+
+
+def test_without_transformers():
+    told = python("""
+import importlib.metadata, torch_moe_metal
+def missing(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+importlib.metadata.version = missing
+try:
+    torch_moe_metal.patch
+except ImportError as error:
+    print(error)
+""")
+    assert told.strip() == "torch_moe_metal needs transformers for this: pip install transformers accelerate"

@@ -16,6 +16,7 @@ import torch
 from . import arguments, nn, reference, refusals, tuning
 from .after_import import after_import
 from .fake import fake
+from .integration import is_supported, packed_checkpoints
 from .packing import quantize
 from .rehearsal import warm_up
 
@@ -79,20 +80,21 @@ for _name in arguments.ARGUMENTS:
 
 
 def _register_experts() -> None:
-    from .transformers.experts import register
+    if is_supported():
+        from .transformers.experts import register
 
-    register()
+        register()
 
 
 def _register_quantizers() -> None:
+    if not is_supported():
+        return
     try:
-        from .transformers import integers, mlx, quantizer
+        from .transformers.takeover import register
     except ImportError as error:  # transformers itself must not fail to be imported
         warnings.warn(f"torch_moe_metal: quantised checkpoints are not loaded packed, since {error}", stacklevel=2)
         return
-    quantizer.register()
-    integers.register()
-    mlx.register()
+    register()
 
 
 # transformers is optional and slow to import: its experts interface and its quantizers learn of us when somebody else
@@ -117,6 +119,6 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
 
-__all__ = ["MoeMetalConfig", "arguments", "cpu_isa", "max_experts", "nn", "patch", "quantize", "quantize_", "reference"]
-__all__ += ["unpatch", "warm_up"]
+__all__ = ["MoeMetalConfig", "arguments", "cpu_isa", "max_experts", "nn", "packed_checkpoints", "patch", "quantize"]
+__all__ += ["quantize_", "reference", "unpatch", "warm_up"]
 __all__ += reference.__all__

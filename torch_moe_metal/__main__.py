@@ -2,6 +2,10 @@
 
 import argparse
 
+import torch
+
+from . import __version__
+
 BENCH = """
 examples:
   bench                              every op, the experts and a whole block, in the sizes of Qwen3-30B-A3B
@@ -61,6 +65,8 @@ def add_report(commands: argparse._SubParsersAction, name: str, help: str) -> No
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m torch_moe_metal", description=__doc__)
+    version = f"torch_moe_metal {__version__}, torch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
     add_report(commands, "demo", "one real MoE layer, fused against stock")
     add_report(commands, "doctor", "what is installed and loaded, and whether every op is right")

@@ -135,12 +135,16 @@ def test_limits_stay_in_the_picture(bytes: float, seconds: float):
 
 def test_where_it_goes_is_looked_at_before_anything_is_measured(monkeypatch, tmp_path: Path, capsys):
     monkeypatch.setattr("torch_moe_metal.bench.Here", lambda _: pytest.fail("measured"))
-    missing, folder, locked = tmp_path / "missing" / "roofline.svg", tmp_path, tmp_path / "locked.svg"
+    folder = tmp_path / "folder.svg"
+    folder.mkdir()
+    missing, locked = tmp_path / "missing" / "roofline.svg", tmp_path / "locked.svg"
     monkeypatch.setattr(os, "access", lambda place, _: place != tmp_path)  # root may write everywhere
     for file, said in (
         (missing, f"no such folder: {missing.parent}"),
         (folder, "cannot be written"),
         (locked, "cannot be written"),
+        (tmp_path / "x.png", "expected a name that ends with .svg, since that is what it draws"),
+        (tmp_path / "x", "expected a name that ends with .svg, since that is what it draws"),
     ):
         assert main(["bench", "--plot", str(file)]) == 2
         assert capsys.readouterr().err == f"bench: --plot {file}: {said}\n"

@@ -42,6 +42,8 @@ def colour_of(op: str) -> str:
 
 def check_place(file: Path) -> None:
     """Before anything is measured for it."""
+    if file.suffix.lower() != ".svg":
+        raise Unfit(f"--plot {file}: expected a name that ends with .svg, since that is what it draws")
     folder = file.absolute().parent
     if not folder.is_dir():
         raise Unfit(f"--plot {file}: no such folder: {folder}")

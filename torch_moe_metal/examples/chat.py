@@ -1,6 +1,6 @@
-"""Chat with a Mixture-of-Experts checkpoint in a local directory: dense, or quantised in any way that runs packed.
+"""Chat with a Mixture-of-Experts checkpoint, in a folder or on the hub: dense, or in any quantisation that runs packed.
 
-python -m torch_moe_metal.examples.chat DIRECTORY [--bits 4] [--prompt TEXT] [--tokens 256] [--stock] [--device cpu|mps]
+python -m torch_moe_metal.examples.chat CHECKPOINT [--bits 4] [--prompt TEXT] [--tokens 256] [--stock] [--device DEVICE]
 """
 
 import time
@@ -56,8 +56,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--stock", action="store_true", help="leave transformers as it is, to compare")
     parser.add_argument("--bits", type=int, choices=BITS, help="pack a dense checkpoint in so many while it is loaded")
     options = parser.parse_args(arguments)
-    with parser.loading(f"the tokenizer of {options.directory}", "cpu"):
-        tokenizer = AutoTokenizer.from_pretrained(options.directory)
+    with parser.loading(f"the tokenizer of {options.checkpoint}", "cpu"):
+        tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+        if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # what transformers makes of no files
+            raise ValueError(
+                "it has no words: expected tokenizer.json, or other files of a tokenizer, beside config.json"
+            )
     model = parser.model(options)
     if not options.stock:
         print(torch_moe_metal.patch(model))

@@ -1,5 +1,6 @@
 """What the examples share: their arguments, and the model that they run."""
 
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -15,29 +16,32 @@ from ..bench.here import add_device, check_device
 from ..bench.whole_model import weights_gb
 from ..transformers import MoeMetalConfig
 
+#: OWNER/NAME
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
 
 class Parser(ArgumentParser):
     """An example's arguments: a checkpoint, and where it runs. What cannot be had ends it with one line and code 2."""
 
     def __init__(self, name: str, documentation: str, optional: bool = True):
         super().__init__(prog=f"python -m {__package__}.{name}", description=documentation.split("\n")[0])
-        told = "a checkpoint: config.json, safetensors and the tokenizer's files"
+        told = "a checkpoint's folder, or its name on Hugging Face's hub, such as openai/gpt-oss-20b"
         if optional:
             told += " (default: none, but a small Qwen3-MoE with random weights)"
-        self.add_argument("directory", type=Path, nargs="?" if optional else None, help=told)
+        self.add_argument("checkpoint", nargs="?" if optional else None, help=told)
         add_device(self)
 
     def parse_args(self, *arguments) -> Namespace:
         options = super().parse_args(*arguments)
-        directory = options.directory
         try:
             check_device(options.device)
         except Unfit as reason:
             self.end(str(reason))
-        if directory and not directory.is_dir():
-            self.end(f"no such directory: {directory}")
-        if directory and not (directory / "config.json").is_file():
-            self.end(f"no checkpoint, since it has no config.json: {directory}")
+        folder = Path(options.checkpoint or "")
+        if not folder.is_dir() and not HUB_NAME.fullmatch(options.checkpoint):
+            self.end(f"no such folder: {folder}")
+        if options.checkpoint and folder.is_dir() and not (folder / "config.json").is_file():
+            self.end(f"no checkpoint, since it has no config.json: {folder}")
         return options
 
     def end(self, reason: str) -> None:
@@ -55,13 +59,13 @@ class Parser(ArgumentParser):
     def model(self, options: Namespace) -> PreTrainedModel:
         """The checkpoint's model, or the small one."""
         torch.manual_seed(0)
-        if options.directory is None:
+        if options.checkpoint is None:
             return small_model().to(options.device).eval()
         bits = getattr(options, "bits", None)
-        how = {"quantization_config": MoeMetalConfig(bits=bits)} if bits else {}
-        with self.loading(options.directory, options.device):
-            model = AutoModelForCausalLM.from_pretrained(options.directory, dtype="auto", **how)
-        return model.to(options.device).eval()
+        how = {"dtype": "auto", "device_map": options.device}
+        how |= {"quantization_config": MoeMetalConfig(bits=bits)} if bits else {}
+        with self.loading(options.checkpoint, options.device):
+            return AutoModelForCausalLM.from_pretrained(options.checkpoint, **how).eval()
 
 
 def memory(model: PreTrainedModel) -> str:

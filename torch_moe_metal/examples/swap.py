@@ -1,6 +1,6 @@
 """Fuse the MoE blocks of a model that is already there, compare, and undo it.
 
-python -m torch_moe_metal.examples.swap [DIRECTORY] [--device cpu|mps]
+python -m torch_moe_metal.examples.swap [CHECKPOINT] [--device cpu|mps]
 """
 
 import torch

@@ -6,13 +6,13 @@ One argument swaps the experts of every MoE model, one call fuses whole blocks:
     report = torch_moe_metal.patch(model)
 """
 
-try:
-    import transformers.integrations.moe  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        "torch_moe_metal needs transformers 5.0 or newer here, whose models run their experts through an interface: "
-        "`pip install -U transformers`"
-    ) from error
+# ruff: noqa: E402
+from ..integration import require_supported
+
+require_supported()
+
+# Before our own modules: importing it registers our experts, which imports those modules.
+import transformers.integrations.moe  # noqa: F401
 
 from .config import MoeMetalConfig, quantize_
 from .patch import Report, Row, patch, unpatch

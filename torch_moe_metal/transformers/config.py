@@ -1,8 +1,9 @@
 """`MoeMetalConfig` and `quantize_`: which weights of a dense model become packed, and how."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 from transformers.utils import logging
@@ -73,9 +74,9 @@ class MoeMetalConfig(QuantizationConfigMixin):
     Experts, linear layers and the embedding are packed. Routers stay dense, and so do towers for images and sound,
     unless `bits_by_name` names them. `format`, `bits` and `group_size` are those of `torch_moe_metal.quantize`.
 
-    Names in `skip` and `bits_by_name` are whole parts of a module's name, or regular expressions for them: "lm_head",
-    "layers.0", "self_attn", r"(?!.*experts).*" (all but experts). One that the model does not have is an error. Experts
-    are packed or skipped as a whole; in `bits_by_name` each of their weights has a name, "experts.down_proj".
+    `skip` and `bits_by_name` take whole parts of a module's name, or globs for them: "lm_head", "layers.0",
+    "[kvo]_proj", "layers.*.mlp". A leading ! means all other modules: "!experts". One that the model does not have is
+    an error. Experts are packed or skipped as a whole; `bits_by_name` may name their weights: "experts.down_proj".
 
     `layers` says what differs from all that for single modules or weights, by their whole names, such as
     {"lm_head": False, "model.layers.0.mlp.experts": {"format": "mxfp4"}}. `save_pretrained` writes it.
@@ -109,22 +110,31 @@ class MoeMetalConfig(QuantizationConfigMixin):
                 raise ValueError(f"torch_moe_metal.MoeMetalConfig: {name}: expected {what}, got {got!r}")
 
         def expect_form(where: str, format: object, bits: object, group_size: object) -> None:
-            expect(format in FORMATS, f"{where}format", f"one of {', '.join(FORMATS)}", format)
-            expect(bits in BITS, f"{where}bits", "2, 3, 4, 5, 6 or 8", bits)
-            expect(group_size in GROUPS, f"{where}group_size", "16, 32, 64 or 128", group_size)
+            known = isinstance(format, str) and format in FORMATS
+            expect(known, f"{where}format", f"one of {', '.join(FORMATS)}", format)
+            expect(type(bits) is int and bits in BITS, f"{where}bits", "2, 3, 4, 5, 6 or 8", bits)
+            right = type(group_size) is int and group_size in GROUPS
+            expect(right, f"{where}group_size", "16, 32, 64 or 128", group_size)
 
-        expect(isinstance(self.skip, list | tuple), "skip", "a list of names", self.skip)
-        expect(isinstance(self.bits_by_name, dict), "bits_by_name", "a dictionary of bits by names", self.bits_by_name)
-        expect(isinstance(self.layers, dict), "layers", "a dictionary of settings by names", self.layers)
+        def glob(name: str, pattern: object) -> str:
+            found = as_glob(pattern) if isinstance(pattern, str) else None
+            expect(found is not None, name, "names of modules or globs, such as 'lm_head' or '!experts'", pattern)
+            return found
+
         settings = {"format": self.format, "bits": self.bits, "group_size": self.group_size}
         expect_form("", **settings)
+        expect(isinstance(self.skip, list | tuple | set), "skip", "a list of names", self.skip)
+        expect(isinstance(self.bits_by_name, Mapping), "bits_by_name", "bits by names", self.bits_by_name)
+        expect(isinstance(self.layers, Mapping), "layers", "settings by names", self.layers)
+        self.skip = [glob("skip", pattern) for pattern in self.skip]
+        self.bits_by_name = {glob("bits_by_name", pattern): bits for pattern, bits in self.bits_by_name.items()}
         for name, bits in self.bits_by_name.items():
-            expect(bits in BITS, name, "2, 3, 4, 5, 6 or 8", bits)
+            expect_form(f"bits_by_name: {name}: ", **settings | {"bits": bits})
         for name, entry in self.layers.items():
-            known = entry is False or (isinstance(entry, dict) and entry.keys() <= settings.keys())
+            known = entry is False or (isinstance(entry, Mapping) and entry.keys() <= settings.keys())
             expect(known, f"layers: {name}", "False, or a dictionary of format, bits and group_size", entry)
             expect_form(f"layers: {name}: ", **settings | (entry or {}))
-        self.skip, self.bits_by_name, self.layers = list(self.skip), dict(self.bits_by_name), dict(self.layers)
+        self.layers = dict(self.layers)
 
     def bits_of(self, name: str) -> int:
         return next((bits for pattern, bits in self.bits_by_name.items() if within(pattern, name)), self.bits)
@@ -173,8 +183,7 @@ class MoeMetalConfig(QuantizationConfigMixin):
                     f"torch_moe_metal: skip: expected names of whole modules, got {pattern!r}: {' and '.join(weights)} "
                     f"are packed together; skip {name.rpartition('.')[2]!r}"
                 )
-            # A pattern such as "all but experts" looks at the end of the name alone.
-            if hit and not all(within(pattern, weight.rpartition(".")[2]) for weight in weights):
+            if hit:
                 return True
         return False
 
@@ -205,16 +214,39 @@ class MoeMetalConfig(QuantizationConfigMixin):
                 )
 
         for pattern in self.skip:
-            expect("skip", pattern, any(within(pattern, name) for name in modules | single))
+            expect("skip", pattern, any(within(pattern.removeprefix("!"), name) for name in modules | single))
         for pattern in self.bits_by_name:
-            expect("bits_by_name", pattern, any(within(pattern, name) for name in chosen))
+            expect("bits_by_name", pattern, any(within(pattern.removeprefix("!"), name) for name in chosen))
         for name in self.layers:
             expect("layers", name, not single.isdisjoint({name, prefix + name, name.removeprefix(prefix)}))
 
 
+#: Names and globs, which have nothing of regular expressions but [], * and ?.
+GLOB = re.compile(r"!?[\w.*?-]*(?:\[[\w-]+\][\w.*?-]*)*")
+#: Saved configurations may have the one regular expression that the documentation named, and names by `re.escape`.
+ALL_BUT = re.compile(r"\(\?!\.\*([\w.]+)\)\.\*")
+ESCAPED = re.compile(r"(?:\w|\\[.-])+")
+
+
+def as_glob(pattern: str) -> str | None:
+    """A pattern of `skip` or `bits_by_name` as a name or a glob; None for what is neither, regular expressions."""
+    if negated := ALL_BUT.fullmatch(pattern):
+        return f"!{negated[1]}"
+    if ESCAPED.fullmatch(pattern):
+        return pattern.replace("\\", "")
+    return pattern if pattern.strip("!") and GLOB.fullmatch(pattern) else None
+
+
 def within(pattern: str, name: str) -> bool:
-    """Whether a pattern matches whole parts of a module's name."""
-    return re.search(rf"(?:^|\.)(?:{pattern})(?:\.|$)", name) is not None
+    """Whether a name or a glob matches whole parts of a module's name; with ! in front, whether it does not. Python's
+    globs do not backtrack from one star to the one before, so that no pattern takes long."""
+    if pattern.startswith("!"):
+        return not within(pattern[1:], name)
+    if not {*"*?["} & set(pattern):
+        return f".{pattern}." in f".{name}."
+    parts = name.split(".")
+    ends = range(1, len(parts) + 1)
+    return any(fnmatchcase(".".join(parts[first:end]), pattern) for end in ends for first in range(end))
 
 
 # ------------------------------------------------------------------------------------------------ parts of a model

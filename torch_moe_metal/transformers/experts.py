@@ -13,7 +13,6 @@ from ..arguments import DTYPES
 from ..grad import in_forward_mode, traced_as_constant, wants_grad, warn_once
 from ..layers import slots_with_grad
 from ..reference import weighted_sum
-from .version import check_version
 
 NAME = "moe_metal"
 DEVICES = ("cpu", "mps")
@@ -163,8 +162,6 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     Ids outside this module's experts are skipped: under expert parallelism they belong to another process.
     Where the op cannot serve, and for training, transformers' own grouped_mm does.
     """
-    if not torch.compiler.is_compiling():
-        check_version()
     arguments, reason = expert_arguments(self)
     if "format" in arguments and hidden_states.dtype not in DTYPES:
         reason = f"its activations are {hidden_states.dtype}"

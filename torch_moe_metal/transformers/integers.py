@@ -8,7 +8,7 @@ packed anew. Of compressed-tensors' symmetric weights not even that: what is sto
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,31 @@ from ..reference import unpack
 from .checkpoint import Stored
 from .config import Form, MoeMetalConfig, described
 from .experts import why_not_packed
-from .packed import Parts, columns_of, empty_parts, packed_modules
+from .packed import PROJECTIONS, Parts, columns_of, empty_parts, packed_modules, weight_shape
 from .packed import pack as pack_module
 from .patch import is_experts
-from .quantizer import PackedQuantizer, merged, merges_experts, packed_weight, runs_here, whole_names
+from .quantizer import PackedQuantizer, merged, merges_experts, packed_weight, whole_names
+from .sources import expect_all_experts
 
 Affine = tuple[Tensor, Tensor, Tensor]  # data, scale, offset
 #: Where AutoAWQ puts each of 8 neighbouring columns in a word.
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+@dataclass(frozen=True)
+class Width:
+    """One of the ways in which a checkpoint quantises weights, by its configuration."""
+
+    bits: int
+    group: int | None = None  # -1: a row; None: not told
+    symmetric: bool = True
+
+    def groups(self, C: int, scale: Stored, axis: int) -> int:
+        """Of a row; those of the stored scales where the configuration does not tell. 0 where none fit."""
+        if self.group is None:
+            return scale.shape[axis] if len(scale.shape) == 2 else 0
+        group = C if self.group == -1 else self.group
+        return C // group if group > 0 and C % group == 0 else 0
 
 
 @dataclass(frozen=True)
@@ -40,29 +57,54 @@ class Method:
     scale: str
     required: tuple[str, ...]  # and always there
     optional: tuple[str, ...]
-    affine: Callable[[Mapping[str, Tensor], int, "IntegerConfig"], Affine]
-    groups_first: bool  # whether scales are [C / group, N]
+    affine: Callable[[Mapping[str, Tensor], "IntegerConfig", int], Affine]
+    shapes: Callable[[int, int, int, int], dict[str, tuple[int, ...]]]  # of the parts, by N, C, bits and groups
+    groups_axis: int  # of the scales
+    zeros: str = "qzeros"
 
     @property
     def parts(self) -> tuple[str, ...]:
         return (self.data, self.scale, *self.required, *self.optional)
 
-    def dtype(self, scale: Stored, tensors: Mapping[str, Stored]) -> torch.dtype:
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The parts that weights are computed from."""
+        return (self.data, self.scale, self.zeros)
+
+    def dtype(self, singles: list[dict[str, Stored]]) -> torch.dtype:
         """Of the scales and offsets that come out: float32, but where 16 bits hold these offsets, too."""
-        zeros = f"{scale.name.removesuffix('scale')}zero_point" in tensors
-        return torch.bfloat16 if self is COMPRESSED_TENSORS and scale.dtype == "BF16" and not zeros else torch.float32
+        short = all(parts[self.scale].dtype == "BF16" and self.zeros not in parts for parts in singles)
+        return torch.bfloat16 if self is COMPRESSED_TENSORS and short else torch.float32
 
 
-def of_gptq(given: Mapping[str, Tensor], C: int, config: "IntegerConfig") -> Affine:
+def words_for(numbers: int, bits: int) -> int:
+    """How many words of 32 bits hold so many numbers."""
+    return -(-numbers * bits // 32)
+
+
+def gptq_shapes(N: int, C: int, bits: int, groups: int) -> dict[str, tuple[int, ...]]:
+    parts = {"qweight": (words_for(C, bits), N), "qzeros": (groups, words_for(N, bits))}
+    return parts | {"scales": (groups, N), "g_idx": (C,)}
+
+
+def awq_shapes(N: int, C: int, bits: int, groups: int) -> dict[str, tuple[int, ...]]:
+    return {"qweight": (C, words_for(N, bits)), "qzeros": (groups, words_for(N, bits)), "scales": (groups, N)}
+
+
+def compressed_shapes(N: int, C: int, bits: int, groups: int) -> dict[str, tuple[int, ...]]:
+    parts = {"weight_packed": (N, words_for(C, bits)), "weight_zero_point": (words_for(N, bits), groups)}
+    return parts | {"weight_scale": (N, groups), "weight_g_idx": (C,), "weight_shape": (2,)}
+
+
+def of_gptq(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> Affine:
     """qweight [C * bits / 32, N], qzeros [C / group, N * bits / 32], less one but in its second version."""
     scales = given["scales"].float()
-    zeros = unpack(given["qzeros"].contiguous().view(torch.uint8), config.bits)[:, : scales.shape[1]]
+    zeros = unpack(given["qzeros"].contiguous().view(torch.uint8), bits)[:, : scales.shape[1]]
     zeros = zeros if config.zeros_as_they_are else zeros + 1
-    check_order(given.get("g_idx"), C, len(scales))
     return given["qweight"].T.contiguous(), scales.T.contiguous(), -(zeros * scales).T.contiguous()
 
 
-def of_awq(given: Mapping[str, Tensor], C: int, config: "IntegerConfig") -> Affine:
+def of_awq(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> Affine:
     """qweight [C, N / 8], qzeros [C / group, N / 8], of 4 bits in AutoAWQ's order."""
     scales = given["scales"].float()
     codes, zeros = (
@@ -72,20 +114,14 @@ def of_awq(given: Mapping[str, Tensor], C: int, config: "IntegerConfig") -> Affi
     return pack(codes.T.contiguous(), 4), scales.T.contiguous(), -(zeros * scales).T.contiguous()
 
 
-def of_compressed_tensors(given: Mapping[str, Tensor], C: int, config: "IntegerConfig") -> Affine:
+def of_compressed_tensors(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> Affine:
     """weight_packed [N, C * bits / 32], weight_scale [N, C / group], weight_zero_point [N * bits / 32, C / group]."""
     scale, zeros = given["weight_scale"], given.get("weight_zero_point")
-    check_order(given.get("weight_g_idx"), C, scale.shape[-1])
     if zeros is not None:
-        zeros = unpack(zeros.T.contiguous().view(torch.uint8), config.bits).T[: len(scale)]
+        zeros = unpack(zeros.T.contiguous().view(torch.uint8), bits).T[: len(scale)]
         return given["weight_packed"], scale.float(), -(zeros * scale.float())
     scale = scale if scale.dtype == torch.bfloat16 else scale.float()  # float16 might overflow
-    return given["weight_packed"], scale, scale * -(2 ** (config.bits - 1))
-
-
-def check_order(g_idx: Tensor | None, C: int, groups: int) -> None:
-    if g_idx is not None and not torch.equal(g_idx.cpu().long(), torch.arange(C) // (C // groups)):
-        raise ValueError("expected groups of neighbouring columns, got a g_idx of another order")
+    return given["weight_packed"], scale, scale * -(2 ** (bits - 1))
 
 
 COMPRESSED_TENSORS = Method(
@@ -94,11 +130,13 @@ COMPRESSED_TENSORS = Method(
     (),
     ("weight_zero_point", "weight_g_idx", "weight_shape"),
     of_compressed_tensors,
-    groups_first=False,
+    compressed_shapes,
+    groups_axis=1,
+    zeros="weight_zero_point",
 )
 METHODS = {
-    "gptq": Method("qweight", "scales", ("qzeros",), ("g_idx",), of_gptq, groups_first=True),
-    "awq": Method("qweight", "scales", ("qzeros",), (), of_awq, groups_first=True),
+    "gptq": Method("qweight", "scales", ("qzeros",), ("g_idx",), of_gptq, gptq_shapes, groups_axis=0),
+    "awq": Method("qweight", "scales", ("qzeros",), (), of_awq, awq_shapes, groups_axis=0),
     "compressed-tensors": COMPRESSED_TENSORS,
 }
 
@@ -106,28 +144,68 @@ METHODS = {
 class IntegerConfig(QuantizationConfigMixin):
     """What a checkpoint of one of these methods says of itself, as far as it counts here."""
 
-    def __init__(self, method: str, bits: int, zeros_as_they_are: bool = False):
+    def __init__(self, method: str, widths: list[Width], zeros_as_they_are: bool = False):
         self.quant_method = "moe_metal_integers"
-        self.method, self.bits, self.zeros_as_they_are = method, bits, zeros_as_they_are
+        self.method, self.widths, self.zeros_as_they_are = method, widths, zeros_as_they_are
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        return integers_of(config_dict["checkpoint"])
 
 
 def integers_of(config: Mapping) -> IntegerConfig | None:
     """The same from a checkpoint's dictionary; None for what is not affine: other widths, reordered columns, floats."""
     method = config.get("quant_method")
-    if method == "gptq" and config.get("bits") in (2, 3, 4, 8) and not config.get("desc_act"):
-        return IntegerConfig(method, config["bits"], config.get("checkpoint_format") == "gptq_v2")
-    if method == "awq" and config.get("bits", config.get("w_bit")) == 4:
+    if method == "compressed-tensors":
+        return compressed_tensors_of(config)
+    group = config.get("group_size", config.get("q_group_size"))
+    widths = [Width(config.get("bits", config.get("w_bit")), group)]
+    if method == "awq":
         gemm = str(config.get("version", config.get("format", "gemm"))).lower() == "gemm"
-        return IntegerConfig(method, 4) if gemm and config.get("zero_point", True) else None
-    if method == "compressed-tensors" and config.get("format") == "pack-quantized":
-        groups = [group for group in (config.get("config_groups") or {}).values()]
-        weights = [group.get("weights") or {} for group in groups]
-        bits = {weight.get("num_bits") for weight in weights if weight.get("type", "int") == "int"}
-        plain = all(not group.get("input_activations") for group in groups)
-        known = all(weight.get("strategy") in ("group", "channel") for weight in weights)
-        if len(bits) == 1 and bits <= {4, 8} and plain and known:
-            return IntegerConfig(method, bits.pop())
+        right = gemm and config.get("zero_point", True) is True
+        return IntegerConfig(method, widths) if right and known(widths, (4,)) else None
+    if method == "gptq":
+        overrides = overrides_of(config)
+        widths += [Width(each.get("bits", widths[0].bits), each.get("group_size", group)) for each in overrides]
+        if not known(widths, (2, 3, 4, 8)) or any(each.get("desc_act") for each in (config, *overrides)):
+            return None
+        format = config.get("checkpoint_format", config.get("format"))
+        return IntegerConfig(method, widths, format == "gptq_v2")
     return None
+
+
+def known(widths: list[Width], bits: tuple[int, ...]) -> bool:
+    return bool(widths) and all(
+        type(width.bits) is int and width.bits in bits and (width.group is None or type(width.group) is int)
+        for width in widths
+    )
+
+
+def overrides_of(config: Mapping) -> list[dict]:
+    """What GPTQ's `dynamic` says of modules that are quantised otherwise than the others. Which ones these are, the
+    shapes of their weights tell: no pattern out of a file is matched here."""
+    dynamic = config.get("dynamic")
+    if not isinstance(dynamic, dict):
+        return []
+    return [each for name, each in dynamic.items() if isinstance(each, dict) and not name.startswith("-:")]
+
+
+def compressed_tensors_of(config: Mapping) -> IntegerConfig | None:
+    groups = config.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, dict) else [None]
+    if config.get("format") not in ("pack-quantized", "mixed-precision"):
+        return None
+    widths = []
+    for group in groups:
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict) or group.get("input_activations"):
+            return None
+        strategy, packed = weights.get("strategy"), group.get("format") in (None, "pack-quantized")
+        if strategy not in ("group", "channel") or not packed or weights.get("type", "int") != "int":
+            return None
+        size = weights.get("group_size") if strategy == "group" else -1
+        widths.append(Width(weights.get("num_bits"), size, weights.get("symmetric", True) is not False))
+    return IntegerConfig("compressed-tensors", widths) if known(widths, (4, 8)) else None
 
 
 class Repack(ConversionOps):
@@ -141,15 +219,16 @@ class Repack(ConversionOps):
         method, config = self.hf_quantizer.method, self.hf_quantizer.integers
         module, weight = packed_weight(model, full_layer_name)
         columns = columns_of(module, weight)
+        bits = 8 * module.parts(weight)[0].shape[-1] // columns
         given: dict[str, dict[str, list[Tensor]]] = {}
         for pattern in source_patterns:
             part = next(part for part in method.parts if re.search(rf"(^|\.){part}$", pattern))
-            if pattern in input_dict:
+            if pattern in input_dict and part in method.numbers:  # what the others tell has been checked
                 given.setdefault(pattern[: -len(part)], {})[part] = input_dict.pop(pattern)
         apart = {name: {} for name in module.packing[weight]}
         for source, parts in given.items():
             for single in zip(*parts.values(), strict=True):
-                affine = method.affine(dict(zip(parts, single, strict=True)), columns, config)
+                affine = method.affine(dict(zip(parts, single, strict=True)), config, bits)
                 for name, tensor in zip(apart, in_groups(affine, columns), strict=True):
                     apart[name].setdefault(source, []).append(tensor)
         kwargs |= {"source_patterns": list(given)}
@@ -179,44 +258,110 @@ class Integers(PackedQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.integers, self.method = quantization_config, METHODS[quantization_config.method]
 
-    def scales(self, model: nn.Module, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-        """The scales of each packed weight, by its name in the model."""
+    def weights(self, model: nn.Module, tensors: Mapping[str, Stored]) -> dict[str, dict[str, list[dict[str, Stored]]]]:
+        """The stored parts of each packed weight, by its name in the model and by the pattern of a projection ("" where
+        there is one): those of a linear layer, or of each expert."""
         conversions, known = get_model_conversion_mapping(model), model.state_dict()
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
-        found = {}
+        projections = {
+            each: converter.source_patterns for converter in converters for each in converter.source_patterns
+        }
+        found: dict[str, dict[str, list[dict[str, Stored]]]] = {}
         for name, stored in tensors.items():
             stem, _, part = name.rpartition(".")
-            if part == self.method.data:
-                others = (self.method.scale, *self.method.required)
-                scales = [stored.beside(tensors, f"{stem}.{other}") for other in others]
-                key, _ = rename_source_key(f"{stem}.weight", renamings, converters, model.base_model_prefix, known)
-                if key in known:  # the model may have no use for some layers
-                    found[key] = scales[0]
+            if part in self.method.parts:
+                stored.beside(tensors, f"{stem}.{self.method.data}")
+            if part != self.method.data:
+                continue
+            for other in (self.method.scale, *self.method.required):
+                stored.beside(tensors, f"{stem}.{other}")
+            names = (renamings, converters, model.base_model_prefix, known)
+            key, pattern = rename_source_key(f"{stem}.weight", *names)
+            if key in known:  # the model may have no use for some layers
+                parts = {each: tensors[f"{stem}.{each}"] for each in self.method.parts if f"{stem}.{each}" in tensors}
+                of_key = found.setdefault(key, {each: [] for each in projections.get(pattern, [""])})
+                of_key.setdefault(pattern or "", []).append(parts)
         return found
 
+    def affine_form(
+        self, model: nn.Module, key: str, stored: dict[str, list[dict[str, Stored]]]
+    ) -> tuple[int, int, torch.dtype]:
+        """Bits, group and dtype of the scales of a packed weight, or an error where its stored parts do not fit."""
+        home, _, name = key.rpartition(".")
+        module, method = model.get_submodule(home), self.method
+        first = next(parts for singles in stored.values() for parts in singles)[method.data]
+        if is_experts(module):
+            reason = why_not_packed(module)
+            first.expect(reason is None, f"experts that can run packed, but {reason}")
+            E, N, C = weight_shape(module, next(weight for weight, each in PROJECTIONS.items() if each == name))
+        else:
+            first.expect(type(module) is nn.Linear, f"a linear layer, but {home} is a {type(module).__name__}")
+            E, (N, C) = 0, module.weight.shape
+        forms = set()
+        for pattern, singles in stored.items():
+            if E:
+                first.expect(bool(singles), f"{pattern} beside it, by the model's configuration")
+                expect_all_experts([parts[method.data] for parts in singles], pattern, E)
+            for parts in singles:
+                forms.add(self.form(parts, N // len(stored), C))
+                parts[method.data].expect(
+                    len(forms) == 1, f"the bits and groups of {first.name}, which it is joined with"
+                )
+        with_zeros = {method.zeros in parts for singles in stored.values() for parts in singles}
+        first.expect(len(with_zeros) == 1, f"{method.zeros} beside all that it is joined with, or beside none")
+        return *forms.pop(), method.dtype([parts for singles in stored.values() for parts in singles])
+
+    def form(self, parts: dict[str, Stored], N: int, C: int) -> tuple[int, int]:
+        """Bits and group of one weight [N, C]."""
+        method, data, scale = self.method, parts[self.method.data], parts[self.method.scale]
+
+        def shapes(width: Width) -> dict[str, tuple[int, ...]]:
+            return method.shapes(N, C, width.bits, width.groups(C, scale, method.groups_axis))
+
+        widths = [width for width in self.integers.widths if shapes(width)[method.data] == data.shape]
+        bits = " or ".join(map(str, sorted({width.bits for width in self.integers.widths})))
+        expected = f"I32 {list(shapes(self.integers.widths[0])[method.data])}: {C} columns and {N} rows of {bits} bits"
+        data.expect(bool(widths) and data.dtype == "I32", expected)
+        widths = [each for each in widths if shapes(each)[method.scale] == scale.shape] or widths
+        width = widths[0]
+        groups = width.groups(C, scale, method.groups_axis)
+        times = repeats(C // groups) if groups and C % groups == 0 else 0
+        scale.expect(times > 0, f"a scale for each 16, 32, 64 or 128 of {C} columns, or multiples of these")
+        scale.expect_scales(shapes(width)[method.scale], f"a scale for each {C // groups} of {C} columns")
+        for part in parts.keys() - {method.data, method.scale}:
+            shape, dtypes = shapes(width)[part], ("I32",) if part == method.zeros else ("I32", "I64")
+            right = parts[part].shape == shape and parts[part].dtype in dtypes
+            parts[part].expect(right, f"{' or '.join(dtypes)} {list(shape)}")
+        if method.zeros not in parts and not any(each.symmetric for each in widths):
+            data.beside({}, f"{data.name.removesuffix(method.data)}{method.zeros}")
+        check_numbers(parts, N, C, C // groups)
+        return width.bits, C // groups // times
+
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
-        scales = self.scales(model, tensors)
+        forms = {key: self.affine_form(model, key, stored) for key, stored in self.weights(model, tensors).items()}
+        if not forms:
+            found = f"{self.method.data} in its safetensors files, by its quantization_config"
+            raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: expected tensors called {found}, got none")
 
         def parts(name: str, dense: Tensor) -> Parts:
-            if name not in scales:
+            if name not in forms:
                 raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: {name} is not packed as its sister is")
-            scale, C = scales[name], dense.shape[-1]
-            groups = scale.shape[0 if self.method.groups_first else -1]
-            times = repeats(C // groups) if groups and C % groups == 0 else 0
-            scale.expect(times > 0, f"a scale for each 16, 32, 64 or 128 of {C} columns, or multiples of these")
-            dtype, group, name = self.method.dtype(scale, tensors), C // groups // times, name.rpartition(".")[2]
-            return empty_parts(name, dense.shape, "affine", self.integers.bits, group, dtype)
+            bits, group, dtype = forms[name]
+            return empty_parts(name.rpartition(".")[2], dense.shape, "affine", bits, group, dtype)
 
-        for name in dict.fromkeys(key.rpartition(".")[0] for key in scales):
-            module = model.get_submodule(name)
-            reason = why_not_packed(module) if is_experts(module) else None
-            if reason is not None:
-                raise ValueError(f"torch_moe_metal: {name} is packed, but cannot run so: {reason}")
+        for name in dict.fromkeys(key.rpartition(".")[0] for key in forms):
             pack_module(model, name, "affine", parts)
-        self.quantization_config = as_our_own(model, self.integers.bits)
+        self.quantization_config = as_our_own(model)
 
-    def update_weight_conversions(self, weight_conversions, model):
+    @property
+    def stores_parts(self) -> bool:
+        return False
+
+    def check_part(self, module, weight, part, sources):
+        """`pack` has done so, to find what becomes of them."""
+
+    def conversions(self, weight_conversions, model):
         parts = [f".{part}" for part in self.method.parts]
         updated = [WeightConverter(parts, ".weight", [Repack(self, [])])]
         for conversion in weight_conversions:
@@ -233,27 +378,24 @@ class Integers(PackedQuantizer):
         model._weight_conversions = []  # what is packed is saved under the model's own names
 
 
-def as_our_own(model: nn.Module, bits: int) -> MoeMetalConfig:
+def check_numbers(parts: Mapping[str, Stored], N: int, C: int, group: int) -> None:
+    """The few stored numbers that tell how the others lie."""
+    for part in ("g_idx", "weight_g_idx"):
+        if part in parts:
+            in_order = parts[part].read() == [column // group for column in range(C)]
+            parts[part].expect(in_order, f"groups of {group} neighbouring columns, not columns in another order")
+    if "weight_shape" in parts:
+        numbers = parts["weight_shape"].read()
+        parts["weight_shape"].expect(numbers == [N, C], f"{[N, C]} by the model's configuration, not {numbers}")
+
+
+def as_our_own(model: nn.Module) -> MoeMetalConfig:
     """The configuration that makes of a dense model what this one is."""
-    groups = Counter(
-        Form.now(module, weight).group_size for _, module in packed_modules(model) for weight in module.packing
-    )
-    return described(model, MoeMetalConfig(bits=bits, group_size=groups.most_common(1)[0][0]))
+    forms = (Form.now(module, weight) for _, module in packed_modules(model) for weight in module.packing)
+    (most_common, _), *_ = Counter(forms).most_common(1)
+    return described(model, MoeMetalConfig(**asdict(most_common)))
 
 
 def register() -> None:
-    """Have transformers ask here first what a checkpoint's configuration is, where its own ways need a GPU anyway."""
     auto.AUTO_QUANTIZER_MAPPING["moe_metal_integers"] = Integers
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING["moe_metal_integers"] = IntegerConfig
-    for method in METHODS:
-        auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = choice(auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method])
-
-
-def choice(stock: type) -> type:
-    """transformers' own class of configuration, but for the dictionaries that are ours."""
-
-    def from_dict(cls, config_dict, **kwargs):
-        ours = integers_of(config_dict) if runs_here(None) else None
-        return stock.from_dict(config_dict, **kwargs) if ours is None else ours
-
-    return type(stock.__name__, (stock,), {"from_dict": classmethod(from_dict)})

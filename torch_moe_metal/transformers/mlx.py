@@ -6,11 +6,9 @@ of all experts; gate and up are joined while they are loaded, layer by layer, si
 and what is no linear layer in transformers, are dequantised. Saved, weights are as mlx-lm has them again.
 """
 
-import functools
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..layers import numbers
 from ..packing import BITS, GROUPS, MXFP4_GROUP
-from .checkpoint import SAFETENSORS, Stored, stored_tensors
+from .checkpoint import SAFETENSORS, SCALES, Stored, stored_tensors
 from .config import ALWAYS_DENSE, within
 from .experts import DEVICES, why_not_packed
 from .packed import (
@@ -50,6 +48,7 @@ INDEX = "model.safetensors.index.json"
 IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
 #: mlx-lm's projections of experts, by the op's word for the weight that they are in.
 EXPERTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+MODES = ("affine", "mxfp4")
 #: Modes of MLX that no reader of ours knows, by bits and group.
 OTHER_MODES = {(4, 16): "nvfp4", (8, 32): "mxfp8"}
 #: Families whose norms multiply by 1 + weight, which mlx-lm stores as one number.
@@ -71,18 +70,28 @@ class MlxConfig(QuantizationConfigMixin):
     def __init__(self, bits: int = 4, group_size: int = 64, mode: str = "affine", **layers):
         self.quant_method = METHOD
         layers.pop("quant_method", None)
+        for name, value, kind in (("bits", bits, int), ("group_size", group_size, int), ("mode", mode, str)):
+            if type(value) is not kind:
+                raise ValueError(f"{name}: expected a value of type {kind.__name__}, got {value!r}")
         self.bits, self.group_size, self.mode, self.layers = bits, group_size, mode, layers
+
+    @property
+    def default(self) -> dict:
+        """What holds for the layers that have no entry of their own."""
+        return {"bits": self.bits, "group_size": self.group_size, "mode": self.mode}
 
     def to_dict(self) -> dict:
         """As mlx-lm has it, without a `quant_method`."""
-        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode, **self.layers}
+        return self.default | self.layers
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        return cls(**config_dict)
 
 
-def recognise(config) -> None:
-    """Say of a configuration of mlx-lm's what it is; older ones have the key `quantization` alone."""
-    found = getattr(config, "quantization_config", None) or getattr(config, "quantization", None)
-    if isinstance(found, dict) and "quant_method" not in found and {"bits", "group_size"} <= found.keys():
-        config.quantization_config = found | {"quant_method": METHOD}
+def is_of_mlx(found: dict) -> bool:
+    """Whether a checkpoint's quantization_config is mlx-lm's, which names no method."""
+    return "quant_method" not in found and {"bits", "group_size"} <= found.keys()
 
 
 # ------------------------------------------------------------------------------------------------ what is stored
@@ -95,7 +104,7 @@ class Quantised:
     weight: Stored
     scales: Stored
     biases: Stored | None
-    entry: dict | bool | None  # what config.json has for its path
+    entry: dict  # what config.json has for its path, or for all others
 
     @classmethod
     def of(cls, stem: str, tensors: Mapping[str, Stored], config: MlxConfig) -> "Quantised":
@@ -103,11 +112,13 @@ class Quantised:
         scales = weight.beside(tensors, f"{stem}.scales")
         weight.expect(weight.dtype == "U32", "U32, which its scales go with")
         weight.expect(entry is not False, "no packed weight, since config.json says false for it")
-        mode = entry.get("mode", "affine") if isinstance(entry, dict) else "affine" if scales.dtype != "U8" else ""
-        scales.expect(mode in ("affine", "mxfp4", ""), f"affine or mxfp4, the modes that run here, and not {mode!r}")
-        scales.expect((scales.dtype == "U8") != (mode == "affine"), f"the scales of mode {mode or config.mode}")
-        affine = mode == "affine"
-        biases = scales.beside(tensors, f"{stem}.biases") if affine else None
+        entry = {"mode": "affine"} | entry if isinstance(entry, dict) else config.default
+        mode = entry["mode"]
+        runs = "affine or mxfp4, the modes that run here, and not"
+        scales.expect(mode in (*MODES, *OTHER_MODES.values()), f"{runs} {mode!r}, which config.json says")
+        dtypes = ("U8",) if mode != "affine" else SCALES
+        scales.expect(scales.dtype in dtypes, f"{', '.join(dtypes)}, the scales of mode {mode}, which config.json says")
+        biases = scales.beside(tensors, f"{stem}.biases") if mode == "affine" else None
         if biases:
             biases.expect((biases.dtype, biases.shape) == (scales.dtype, scales.shape), f"what {scales.name} is")
         return cls(weight, scales, biases, entry)
@@ -119,12 +130,13 @@ class Quantised:
     def bits_and_group(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Of a weight of this shape; an error where they are none that run, or not those of config.json."""
         *rows, C = shape
-        words, groups = self.weight.shape[-1], self.scales.shape[-1]
         of_config = ", by the model's configuration"
-        self.weight.expect(list(self.weight.shape[:-1]) == rows, f"rows {rows}{of_config}")
+        for part in (self.weight, self.scales):
+            part.expect(len(part.shape) == len(shape) and list(part.shape[:-1]) == rows, f"rows {rows}{of_config}")
+        words, groups = self.weight.shape[-1], self.scales.shape[-1]
         self.weight.expect(words * 32 % C == 0, f"{C} columns of as many bits each{of_config}")
         whole = groups > 0 and C % groups == 0
-        self.scales.expect(list(self.scales.shape[:-1]) == rows and whole, f"{rows} and groups of {C} columns")
+        self.scales.expect(whole, f"{rows} and groups of {C} columns")
         bits, group = words * 32 // C, C // groups
         if self.format == "mxfp4":
             mode = OTHER_MODES.get((bits, group))
@@ -132,9 +144,9 @@ class Quantised:
             self.scales.expect((bits, group) == (4, MXFP4_GROUP), f"{said}: {C // MXFP4_GROUP} scales a row")
         self.weight.expect(bits in BITS, f"{C} columns of 2, 3, 4, 5, 6 or 8 bits")
         self.scales.expect(group in GROUPS, f"a scale for each 16, 32, 64 or 128 of {C} columns")
-        if isinstance(self.entry, dict):
-            said = self.entry.get("bits", bits), self.entry.get("group_size", group)
-            self.weight.expect((bits, group) == said, f"{said[0]} bits in groups of {said[1]}, as config.json says")
+        said = self.entry.get("bits", bits), self.entry.get("group_size", group)
+        wrong = self.weight if bits != said[0] else self.scales
+        wrong.expect((bits, group) == said, f"{said[0]} bits in groups of {said[1]}, as config.json says")
         return bits, group
 
     def parts(self, shape: tuple[int, ...]) -> list[Tensor]:
@@ -397,7 +409,7 @@ class Mlx(PackedQuantizer):
     reads_in_turn = False  # whether IN_TURN is set, and not by the user
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
-        if not runs_here(device_map):
+        if device_map is not None and not runs_here(device_map):
             raise ValueError(
                 f"torch_moe_metal: a checkpoint of mlx-lm runs on {' and '.join(DEVICES)} here, got {device_map}"
             )
@@ -475,7 +487,7 @@ class Mlx(PackedQuantizer):
     def expect_all(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
         """An error where the files do not have all of the language model."""
         known = model.state_dict()
-        conversions = self.update_weight_conversions(get_model_conversion_mapping(model), model)
+        conversions = self.conversions(get_model_conversion_mapping(model), model)
         names = [each for each in conversions if isinstance(each, WeightRenaming)]
         others = [each for each in conversions if isinstance(each, WeightConverter)]
         reached = {rename_source_key(name, names, others, model.base_model_prefix, known)[0] for name in tensors}
@@ -485,12 +497,29 @@ class Mlx(PackedQuantizer):
         if missing := [name for name in known if name.startswith(homes) and name not in reached]:
             raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: missing: {', '.join(missing)}")
 
-    def update_weight_conversions(self, weight_conversions, model):
+    def conversions(self, weight_conversions, model):
         found = converters(self, model)
         for kind, operation in self.kinds.items():
             names = parts_of(kind) if isinstance(operation, Dense) else parts_of(kind)[:1]
             found.append(WeightConverter(names, [rf"{kind}\.weight"], [operation]))
         return [*found, *weight_conversions, *renamings(model)]
+
+    def check(self, model, sources):
+        """The parts of packed weights have been checked to find what becomes of them; here, what is joined."""
+        super().check(model, sources)
+        known = model.state_dict()
+        for key, given in sources.items():
+            operations = given.converter.operations if given.converter else []
+            if isinstance(operations[0] if operations else None, LatentAttention):
+                given.expect_patterns([*given.patterns[:1], *given.patterns[3:4]])
+            elif operations and isinstance(operations[0], Join):
+                given.expect_patterns(given.patterns)
+                E, rows, *_ = known[key].shape
+                for stored in given:
+                    stored.expect(stored.shape[:2] == (E, rows // 2), f"shape {[E, rows // 2]}, by the model's config")
+
+    def check_part(self, module, weight, part, sources):
+        """See `check`."""
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         super()._process_model_after_weight_loading(model, **kwargs)
@@ -522,23 +551,6 @@ def pack_joined(model: nn.Module, name: str, weights: Mapping[str, Quantised]) -
     pack_experts(experts, formats.pop(), found)
 
 
-# ------------------------------------------------------------------------------------------------ registration
-
-
 def register() -> None:
-    """Have from_pretrained tell a folder of mlx-lm, which names no method."""
     auto.AUTO_QUANTIZER_MAPPING[METHOD] = Mlx
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = MlxConfig
-    stock = getattr(auto, "get_hf_quantizer", None)
-    if stock is None:  # another version of transformers
-        return
-
-    @functools.wraps(stock)
-    def get_hf_quantizer(config, *args, **kwargs):
-        recognise(config)
-        return stock(config, *args, **kwargs)
-
-    auto.get_hf_quantizer = get_hf_quantizer
-    home = sys.modules.get("transformers.modeling_utils")  # which takes it from there when it is imported
-    if getattr(home, "get_hf_quantizer", None) is stock:
-        home.get_hf_quantizer = get_hf_quantizer

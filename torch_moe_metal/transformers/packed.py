@@ -126,6 +126,11 @@ def columns_of(module: Packed, weight: str) -> int:
     return module.in_features if isinstance(module, Linear) else module.embedding_dim
 
 
+def dense_shape(module: Packed, weight: str) -> tuple[int, ...]:
+    """[..., N, C] of a packed weight, dense."""
+    return (*module.parts(weight)[0].shape[:-1], columns_of(module, weight))
+
+
 def packed_modules(model: nn.Module) -> Iterator[tuple[str, Packed]]:
     """All modules of a model that hold packed weights, with their names."""
     return ((name, module) for name, module in model.named_modules() if getattr(module, "packing", None))
@@ -174,6 +179,27 @@ def use_own_names(module: Packed) -> None:
         module.hold(weight, parts)
     if isinstance(module, PackedExperts):
         module.arguments = op_arguments(module)
+
+
+def let_transformers_initialise(model: nn.Module) -> None:
+    """Before a model is loaded: have transformers initialise the parameters beside packed weights, such as biases, that
+    a checkpoint lacks. Of experts it does so together with their dense weights, which it must find initialised."""
+    for _, module in packed_modules(model):
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        for tensor in filter(lambda tensor: tensor is not None, tensors):
+            tensor._is_hf_initialized = True  # whatever takes the place of one that is missing is not
+        module._is_hf_initialized = not any(parameter is not None for parameter in module._parameters.values())
+        if isinstance(module, PackedExperts) and not module._is_hf_initialized:
+            for name in {*PROJECTIONS.values()} - module._buffers.keys():
+                module.__dict__[name] = torch.empty(0)
+                module.__dict__[name]._is_hf_initialized = True
+
+
+def end_initialisation(model: nn.Module) -> None:
+    """Once it is loaded, packed experts have no dense weights again."""
+    for _, module in packed_modules(model):
+        for name in PROJECTIONS.values():
+            module.__dict__.pop(name, None)
 
 
 def pack(model: nn.Module, name: str, format: str, parts: Callable[[str, Tensor], Parts]) -> None:

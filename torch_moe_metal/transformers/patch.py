@@ -9,7 +9,6 @@ from ..rehearsal import warm_up_unasked
 from ..transaction import all_or_nothing
 from .blocks import Fused, FusedBlock, FusedPreNormLayer, fused_class, selects_ours, why_left
 from .experts import NAME, why_not_fused
-from .version import check_version
 
 FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
 # The experts implementation that a configuration had before `patch`, on the innermost model with this configuration:
@@ -57,8 +56,9 @@ def patch(model: nn.Module) -> Report:
     All other experts run through `experts_implementation="moe_metal"`, which this selects. Weights are shared, never
     copied, and `unpatch` undoes everything. Where a gradient is wanted, or other experts are selected later, the model
     runs as it would without. An error leaves the model as it was. On mps, kernels begin to compile: see `warm_up`.
+    Of a pipeline, its model is patched.
     """
-    check_version()
+    model = model_of(model, "patch")
     parts = [module for module in model.modules() if hasattr(type(module), "set_experts_implementation")]
     selected = {id(part.config): (part, part.config._experts_implementation) for part in parts}
     with all_or_nothing(model):
@@ -78,6 +78,7 @@ def unpatch(model: nn.Module) -> None:
     It may be called on what `patch` was called on, on a module around it or on one inside it. An experts implementation
     that was selected since then stays.
     """
+    model = model_of(model, "unpatch")
     with all_or_nothing(model):
         for module in model.modules():
             if isinstance(module, Fused):
@@ -86,6 +87,16 @@ def unpatch(model: nn.Module) -> None:
                 implementation = vars(module).pop(BEFORE)
                 if module.config._experts_implementation == NAME:
                     select(module, implementation)
+
+
+def model_of(given: object, caller: str) -> nn.Module:
+    """A model, or the one of a pipeline."""
+    model = given if isinstance(given, nn.Module) else getattr(given, "model", None)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"torch_moe_metal.{caller}: expected a model, or a pipeline of transformers, got {type(given).__name__}"
+        )
+    return model
 
 
 def select(model: nn.Module, implementation: str | None) -> None:
@@ -117,8 +128,10 @@ def fuse(name: str, module: nn.Module) -> Row | None:
     if issubclass(fused, FusedPreNormLayer) and not isinstance(module.mlp, FusedBlock):
         module.__class__ = cls  # it may have been fused before
         return None
-    replaced = "forward" in module.__dict__
-    obstacle = "its forward has been replaced already" if replaced else why_left(module, fused)
+    obstacle = why_left(module, fused)
+    if "forward" in module.__dict__:
+        by_accelerate = "accelerate has replaced its forward, to move weights (device_map)"
+        obstacle = by_accelerate if hasattr(module, "_hf_hook") else "its forward has been replaced already"
     module.__class__ = cls if obstacle else fused
     return Row(name, cls.__name__, LEFT, obstacle) if obstacle else Row(name, cls.__name__, FUSED, formats(module))
 

@@ -3,6 +3,8 @@
 On cuda and xpu, and where the user asks for dequantised weights, transformers' own quantizers do what they always did.
 """
 
+import contextlib
+import re
 from collections.abc import Iterator
 
 import torch
@@ -24,16 +26,20 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
+from ..integration import installed, packed_checkpoints
 from ..packing import FP8_BLOCK, MXFP4_GROUP
 from ..transaction import all_or_nothing
-from .checkpoint import SAFETENSORS, Stored, check_fp8, check_mxfp4, stored_tensors
+from .checkpoint import FLOATS, SAFETENSORS, SCALES, Stored, check_fp8, check_mxfp4, stored_tensors
 from .config import Form, MoeMetalConfig, described, pack_all
 from .experts import DEVICES, NAME, why_not_packed
 from .packed import (
     PROJECTIONS,
     Parts,
     columns_of,
+    dense_shape,
     empty_parts,
+    end_initialisation,
+    let_transformers_initialise,
     pack,
     packed_modules,
     packed_names,
@@ -43,6 +49,7 @@ from .packed import (
     weight_shape,
 )
 from .patch import BEFORE, is_experts
+from .sources import Sources, sources_of
 
 logger = logging.get_logger(__name__)
 
@@ -65,11 +72,34 @@ def device_type(place) -> str:
     return "cpu" if place == "disk" else torch.device(place).type
 
 
+#: transformers 5.21 and 5.22 take weights of any shape where there is a quantizer.
+CHECKS_SHAPES = installed() >= (5, 23)
+#: In which dtypes the data, the scale and the offset of each format are stored.
+STORED = {
+    "affine": (("U8",), SCALES, SCALES),
+    "mxfp4": (("U8",), ("U8",)),
+    "fp8": (("F8_E4M3", "U8"), SCALES),
+}
+
+
+@contextlib.contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Has errors of ours name the checkpoint that they are about, where they name no file of it."""
+    try:
+        yield
+    except ValueError as error:
+        said = str(error).removeprefix("torch_moe_metal: ")
+        if place in said or said == str(error):
+            raise
+        raise ValueError(f"torch_moe_metal: {place}: {said}") from error
+
+
 class PackedQuantizer(HfQuantizer):
     """What our quantizers share. A subclass says which modules get which packed weights, on the meta device and by the
     names that the checkpoint has for their parts; the rest is transformers' ordinary loading."""
 
     stock: type | None = None  # transformers' own quantizer of this method, which takes over elsewhere
+    stored: dict[str, Stored] | None = None  # until it is known what becomes of them
     is_trainable = True  # gradients pass through packed weights
     is_compileable = True
 
@@ -85,7 +115,7 @@ class PackedQuantizer(HfQuantizer):
     def serves(self, device_map) -> bool:
         """Whether this is ours: a checkpoint that is packed and shall stay so, where our ops run."""
         dequantize = getattr(self.quantization_config, "dequantize", False)
-        return self.pre_quantized and not dequantize and runs_here(device_map)
+        return self.pre_quantized and not dequantize and runs_here(device_map) and packed_checkpoints()
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
         if self.stock is not None and not self.serves(device_map):
@@ -102,7 +132,11 @@ class PackedQuantizer(HfQuantizer):
         tensors = stored_tensors(checkpoint_files)
         obstacle = self.obstacle(model, tensors)
         if obstacle is None:
-            return self.pack(model, tensors)
+            with naming(model.config.name_or_path):
+                self.pack(model, tensors)
+            let_transformers_initialise(model)
+            self.stored = tensors
+            return
         if self.stock is None:
             raise ValueError(f"torch_moe_metal: cannot load {model.config.name_or_path}: {obstacle}")
         logger.warning(f"torch_moe_metal: transformers dequantises this checkpoint, since {obstacle}")
@@ -111,12 +145,52 @@ class PackedQuantizer(HfQuantizer):
         return self._process_model_before_weight_loading(model, checkpoint_files=checkpoint_files, **kwargs)
 
     def update_weight_conversions(self, weight_conversions, model):
+        """The last that a quantizer sees before weights are loaded, so it is also where files are checked."""
+        conversions = self.conversions(weight_conversions, model)
+        stored, self.stored = self.stored, None  # transformers copies a quantizer with each conversion that it is in
+        if stored:
+            self.check(model, sources_of(model, stored, conversions))
+        return conversions
+
+    def conversions(self, weight_conversions: list, model: nn.Module) -> list:
         return weight_conversions
+
+    @property
+    def stores_parts(self) -> bool:
+        """Whether the checkpoint has the parts of packed weights under their own names, or what becomes all of them."""
+        return self.pre_quantized
+
+    def check(self, model: nn.Module, sources: dict[str, Sources]) -> None:
+        """An error where files lack parts of packed weights, or have other shapes or dtypes than they must have."""
+        packed = {
+            f"{name}.{part}": (module, weight, part)
+            for name, module in packed_modules(model)
+            for weight, parts in module.packing.items()
+            for part in (parts if self.stores_parts else parts[:1])
+        }
+        missing = sorted(packed.keys() - sources.keys())
+        if missing:
+            raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: missing: {', '.join(missing)}")
+        dense = model.state_dict()
+        for key, given in sources.items():
+            if key in packed:
+                self.check_part(*packed[key], given)
+            elif dense[key].is_floating_point() and not given.is_checked_by_its_operations:
+                for stored in given:
+                    stored.expect_floats()
+                if not CHECKS_SHAPES and given.converter is None:
+                    given.expect([tuple(dense[key].shape)], FLOATS)
+
+    def check_part(self, module: nn.Module, weight: str, part: str, sources: Sources) -> None:
+        """Check what is stored for a part of a packed weight."""
+        number = module.packing[weight].index(part)
+        sources.expect([tuple(module._buffers[part].shape)], STORED[module.format][number])
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         return False
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        end_initialisation(model)
         missing = [
             f"{name}.{part}"
             for name, module in packed_modules(model)
@@ -247,6 +321,12 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
         )
         return known and not config.modules_to_convert and super().serves(device_map)
 
+    def validate_environment(self, *args, device_map=None, **kwargs) -> None:
+        skipped = self.quantization_config.modules_to_not_convert or []
+        if self.serves(device_map) and not (isinstance(skipped, list) and all(map(is_bounded, skipped))):
+            raise ValueError(f"modules_to_not_convert: expected module names or plain patterns, got {skipped!r}")
+        super().validate_environment(*args, device_map=device_map, **kwargs)
+
     def chosen(self, model: nn.Module) -> dict[str, nn.Module]:
         """The linear layers and experts that its configuration does not skip."""
         config = self.quantization_config
@@ -290,7 +370,7 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
             if is_experts(module) or stored is None or stored.dtype == "F8_E4M3":
                 pack(model, name, "fp8", parts)
 
-    def update_weight_conversions(self, weight_conversions, model):
+    def conversions(self, weight_conversions, model):
         """Experts' weights are merged as bytes, and their scales as their weights are."""
         updated = super(PackedQuantizer, self).update_weight_conversions([], model)  # other names for scales
         for conversion in weight_conversions:
@@ -301,6 +381,18 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
                 conversion.operations = [AsBytes(), *conversion.operations, AsFloats()]
             updated.append(conversion)
         return updated
+
+
+def is_bounded(pattern: object) -> bool:
+    """Whether a regular expression out of a file matches module names in no long time: nothing repeats a group, and few
+    things are repeated at all."""
+    if not isinstance(pattern, str) or len(pattern) > 1000 or re.search(r"\)[*+?{]", pattern):
+        return False
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError):
+        return False
+    return len(re.findall(r"[*+?{]", pattern)) <= 4
 
 
 def merges_experts(conversion: WeightConverter) -> bool:
@@ -348,7 +440,7 @@ class QuantizeApart(ConversionOps):
 
     def convert(self, input_dict, model=None, full_layer_name=None, **kwargs):
         module, weight = packed_weight(model, full_layer_name)
-        if weight is None:
+        if weight is None or module.format == "fp8":  # whose blocks may not end with an expert's gate
             return merged(self.operations, input_dict, model=model, full_layer_name=full_layer_name, **kwargs)
         apart = {part: {} for part in module.packing[weight]}
         for source in list(input_dict):
@@ -401,9 +493,10 @@ class MoeMetal(PackedQuantizer):
     """`MoeMetalConfig`: a dense checkpoint, packed while it is loaded, or one that was saved packed."""
 
     quantization_config: MoeMetalConfig
+    quantized_element_size = 1  # of the data, whose dtype is the dense weights' until they are loaded
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
-        if not runs_here(device_map):
+        if device_map is not None and not runs_here(device_map):
             raise ValueError(f"torch_moe_metal: its packed weights run on {' and '.join(DEVICES)}, got {device_map}")
 
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
@@ -412,7 +505,10 @@ class MoeMetal(PackedQuantizer):
         def parts(name: str, dense: Tensor, form: Form) -> Parts:
             module, _, name = name.rpartition(".")
             found = empty_parts(name, dense.shape, form.format, form.bits, form.group_size, dense.dtype)
-            return as_stored(model, tensors, module, found) if self.pre_quantized else found
+            if self.pre_quantized:
+                return as_stored(model, tensors, module, found)
+            # Dense weights are cast to the dtype of what stands in their places: transformers 5.21 and 5.22 do that.
+            return found | {name: found[name].to(dense.dtype)}
 
         if not self.pre_quantized:
             config.expect_names(model)
@@ -424,7 +520,18 @@ class MoeMetal(PackedQuantizer):
     def get_quantize_ops(self):
         return Quantize()
 
-    def update_weight_conversions(self, weight_conversions, model):
+    def check_part(self, module, weight, part, sources):
+        if self.pre_quantized:
+            super().check_part(module, weight, part, sources)
+            if part == module.packing[weight][-1] and module.format == "affine":
+                of_scale = module.parts(weight)[1].dtype
+                offset = next(iter(sources))
+                offset.expect(SAFETENSORS[offset.dtype] == of_scale, f"the scale's {of_scale}")
+        else:
+            *experts, N, C = dense_shape(module, weight)
+            sources.expect([(*experts, N, C), (*experts, C, N)] if experts else [(N, C)], FLOATS)
+
+    def conversions(self, weight_conversions, model):
         if self.pre_quantized:  # it was saved under the model's own names
             return [conversion for conversion in weight_conversions if not isinstance(conversion, WeightConverter)]
         for conversion in weight_conversions:
@@ -433,8 +540,8 @@ class MoeMetal(PackedQuantizer):
             given = conversion.operations
             operations = [TransposeToFit(each) if isinstance(each, Transpose) else each for each in given]
             plain = all(isinstance(operation, MergeModulelist | Concatenate) for operation in operations)
-            if merges_experts(conversion) and plain and self.quantization_config.format != "fp8":
-                operations = [QuantizeApart(operations)]  # fp8's blocks may not end with an expert's gate
+            if merges_experts(conversion) and plain:
+                operations = [QuantizeApart(operations)]
             conversion.operations = operations
         return weight_conversions
 

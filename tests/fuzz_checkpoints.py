@@ -1,0 +1,407 @@
+"""Fuzzes `from_pretrained` with broken checkpoints of every kind that we load: a part of `make fuzz`.
+
+    python tests/fuzz_checkpoints.py --cases 5000             # a seed of its own, which it prints
+    python tests/fuzz_checkpoints.py --seed 7 --case 123      # one case again, told in full
+
+A case changes one thing in a tiny checkpoint: a tensor, a header, an index, a file, or a value of config.json. Then
+either loading raises an error that names the file, or it reports what is missing or left over, or the logits are right:
+those of the whole checkpoint, or, where the model's configuration changed, of a dense model with the same change.
+"""
+
+import argparse
+import contextlib
+import copy
+import faulthandler
+import functools
+import io
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import checkpoints
+import fuzz
+import mlx_folders
+from tiny_models import tiny_model, tokens
+from torch_moe_metal import MoeMetalConfig
+
+SECONDS = 120  # that one case may take
+TARGET = "checkpoints"
+WORKER = [sys.executable, "-X", "faulthandler", str(Path(__file__).resolve())]
+#: Of a quantization_config, what nothing in the files can tell to be wrong.
+UNCHECKED = {"checkpoint_format"}
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+]
+ROUNDED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+
+
+# ------------------------------------------------------------------------------------------------ whole checkpoints
+
+
+def ours(folder: Path, **options) -> Path:
+    tiny_model("qwen3_moe", moe_intermediate_size=64).save_pretrained(folder / "before")
+    load(folder / "before", MoeMetalConfig(**options))[0].save_pretrained(folder / "saved")
+    return folder / "saved"
+
+
+def dense(folder: Path) -> Path:
+    tiny_model("qwen3_moe", moe_intermediate_size=64, tie_word_embeddings=False).save_pretrained(folder)
+    return folder
+
+
+KINDS = {
+    "gpt_oss": checkpoints.gpt_oss,
+    "fp8": functools.partial(checkpoints.fp8, family="qwen3_moe"),
+    "fp8_deepseek": functools.partial(checkpoints.fp8, family="deepseek_v3"),
+    **{way: functools.partial(checkpoints.integers, way=way) for way in checkpoints.INTEGERS},
+    "affine": functools.partial(ours, group_size=32, skip=["lm_head"], bits_by_name={"experts.down_proj": 8}),
+    "affine8": functools.partial(ours, bits=8, group_size=16),
+    "mxfp4": functools.partial(ours, format="mxfp4"),
+    "packed_fp8": functools.partial(ours, format="fp8"),
+    "mlx": functools.partial(mlx_folders.convert, family="qwen3_moe"),
+    "mlx_deepseek": functools.partial(mlx_folders.convert, family="deepseek_v3"),
+    "mlx_gpt_oss": functools.partial(mlx_folders.convert, family="gpt_oss"),
+    "dense": dense,
+}
+
+
+@dataclass
+class Whole:
+    """A checkpoint that nobody has broken yet, a dense one of the same numbers, and their logits."""
+
+    folder: Path
+    twin: Path
+    config: MoeMetalConfig | None  # that it is loaded with
+    logits: torch.Tensor
+
+
+@functools.cache
+def whole(kind: str) -> Whole:
+    home = Path(tempfile.mkdtemp(prefix=f"fuzz_{kind}_"))
+    folder, config = KINDS[kind](home / "made"), MoeMetalConfig(group_size=16) if kind == "dense" else None
+    model, _ = load(folder, config)
+    logits = run(model)
+    model.dequantize().save_pretrained(home / "twin")
+    shutil.rmtree(folder / "dense", ignore_errors=True)
+    return Whole(folder, home / "twin", config, logits)
+
+
+def load(folder: Path, config: MoeMetalConfig | None = None):
+    """The model, and what transformers says of its weights."""
+    options = {"quantization_config": copy.deepcopy(config)} if config else {}
+    options |= {"dtype": torch.float32, "device_map": "cpu", "output_loading_info": True}
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@torch.no_grad()
+def run(model) -> torch.Tensor:
+    return model(tokens(2, 9), use_cache=False).logits.float()
+
+
+# ------------------------------------------------------------------------------------------------ what is changed
+
+
+@dataclass
+class Change:
+    """What a case did, for those who read of it and for its judge."""
+
+    told: str
+    rounds: bool = False  # numbers may have become others of less precision
+    setting: tuple | None = None  # the path of a value of config.json
+    read_before: bool = False  # by transformers, before it asks any quantizer
+
+
+def change_tensor(random: random.Random, folder: Path) -> Change:
+    file = random.choice(sorted(folder.glob("*.safetensors")))
+    tensors = load_file(file)
+    name = random.choice(sorted(tensors))
+    tensor, side = tensors[name], random.randrange(tensors[name].dim()) if tensors[name].dim() else None
+    ways = [missing, renamed, cast, viewed, other]
+    ways += [scalar, flat, cut, repeated, emptied, one_more_side] if side is not None else []
+    ways += [turned] if tensor.shape != tensor.shape[::-1] else []
+    way = random.choice(ways)
+    told = way(random, tensors, name, tensor, side)
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    rounds = way is cast and {tensor.dtype, tensors[name].dtype} <= ROUNDED
+    return Change(f"{file.name}: {name} {way.__name__} {told or ''}", rounds)
+
+
+def missing(random, tensors, name, tensor, side) -> None:
+    del tensors[name]
+
+
+def renamed(random, tensors, name, tensor, side) -> str:
+    place = random.randrange(len(name))
+    to = name[:place] + random.choice("0123456789abcdwx._") + name[place + random.randrange(2) :]
+    if to not in tensors:
+        tensors[to] = tensors.pop(name)
+    return to
+
+
+def cast(random, tensors, name, tensor, side) -> str:
+    tensors[name] = tensor.to(random.choice(DTYPES))
+    return str(tensors[name].dtype)
+
+
+def viewed(random, tensors, name, tensor, side) -> str:
+    dtypes = [dtype for dtype in DTYPES if dtype.itemsize == tensor.dtype.itemsize and dtype != torch.bool]
+    dtypes = [dtype for dtype in dtypes if not {dtype, tensor.dtype} <= ROUNDED]  # which nothing could tell
+    tensors[name] = tensor.view(random.choice(dtypes))
+    return str(tensors[name].dtype)
+
+
+def other(random, tensors, name, tensor, side) -> str:
+    others = [each for each in sorted(tensors) if tensors[each].shape != tensor.shape]
+    if others:
+        tensors[name] = tensors[random.choice(others)].clone()
+    return str(list(tensors[name].shape))
+
+
+def scalar(random, tensors, name, tensor, side) -> None:
+    tensors[name] = tensor.new_zeros(()) if tensor.numel() == 0 else tensor.flatten()[0]
+
+
+def flat(random, tensors, name, tensor, side) -> None:
+    tensors[name] = tensor.flatten()
+
+
+def cut(random, tensors, name, tensor, side) -> str:
+    tensors[name] = tensor.narrow(side, 0, random.choice([tensor.shape[side] // 2, max(0, tensor.shape[side] - 1)]))
+    return str(list(tensors[name].shape))
+
+
+def repeated(random, tensors, name, tensor, side) -> str:
+    tensors[name] = tensor.view(torch.uint8).repeat(2, *[1] * (tensor.dim() - 1)).view(tensor.dtype)
+    return str(list(tensors[name].shape))
+
+
+def emptied(random, tensors, name, tensor, side) -> str:
+    tensors[name] = tensor.narrow(side, 0, 0)
+    return str(list(tensors[name].shape))
+
+
+def turned(random, tensors, name, tensor, side) -> str:
+    tensors[name] = tensor.permute(*reversed(range(tensor.dim())))
+    return str(list(tensors[name].shape))
+
+
+def one_more_side(random, tensors, name, tensor, side) -> None:
+    tensors[name] = tensor.unsqueeze(side)
+
+
+def change_bytes(random: random.Random, folder: Path) -> Change:
+    """The header, or how long the file is."""
+    file = random.choice(sorted(folder.glob("*.safetensors")))
+    content = bytearray(file.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    way = random.choice(["header", "header", "header", "length", "cut", "longer"])
+    if way in ("header", "length"):
+        for _ in range(random.choice([1, 1, 2, 8])):
+            place = random.randrange(8, header) if way == "header" else random.randrange(8)
+            content[place] = random.choice([random.randrange(256), ord(random.choice('0123456789"[]{},:FBIU'))])
+    elif way == "cut":
+        del content[random.randrange(len(content)) :]
+    else:
+        content += bytes(random.choice([1, 8, 4096]))
+    file.write_bytes(content)
+    return Change(f"{file.name}: other bytes: {way}")
+
+
+def change_file(random: random.Random, folder: Path) -> Change:
+    """What is not a file, or not the one that the index tells."""
+    file = random.choice(sorted(folder.glob("*.safetensors")))
+    way = random.choice(["fifo", "folder", "gone", "empty", "index"])
+    if way == "index":
+        return change_index(random, folder)
+    file.unlink()
+    {"fifo": lambda: os.mkfifo(file), "folder": file.mkdir, "gone": int, "empty": file.touch}[way]()
+    return Change(f"{file.name}: {way}")
+
+
+def change_index(random: random.Random, folder: Path) -> Change:
+    files = sorted(folder.glob("*.index.json"))
+    if not files:
+        return Change("no index to change")
+    index = json.loads(files[0].read_text())
+    told = change_value(random, index, keep=())
+    files[0].write_text(json.dumps(index))
+    return Change(f"{files[0].name}: {told}", read_before=True)
+
+
+def change_config(random: random.Random, folder: Path) -> Change:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    quantised = [key for key in ("quantization_config", "quantization") if key in config]
+    start = (random.choice(quantised),) if quantised and random.random() < 0.5 else ()
+    path, value = change_value(random, config, start)
+    file.write_text(json.dumps(config))
+    return Change(f"config.json: {'.'.join(map(str, path))} = {value!r}", setting=path, read_before=True)
+
+
+def change_value(random: random.Random, config: dict, keep: tuple) -> tuple[tuple, object]:
+    """Another value somewhere in a dictionary, below a path in it."""
+    path = list(keep)
+    while True:
+        inner = functools.reduce(lambda found, key: found[key], path, config)
+        keys = list(inner) if isinstance(inner, dict) else list(range(len(inner))) if isinstance(inner, list) else []
+        if not keys or (len(path) > len(keep) and random.random() < 0.2):
+            break
+        path.append(random.choice(keys))
+    if not path:
+        return (), None
+    *above, last = path
+    home = functools.reduce(lambda found, key: found[key], above, config)
+    before = home[last]
+    if random.random() < 0.15:
+        home.pop(last)
+        return tuple(path), "missing"
+    values = [None, -1, 0, 1, 2, 3, 8, 16, 64, 0.5, 4.0, "", "x", "(", "([a-z_.0-9]+)+#", [], [None], {}, True, False]
+    values += [*(["affine", "mxfp4", "fp8", "float16", "gemm"]), [["x"]], {"x": 1}]
+    values += [before + 1, before * 2, before // 2] if type(before) is int else []
+    home[last] = random.choice(values)
+    return tuple(path), home[last]
+
+
+CHANGES = [change_tensor] * 5 + [change_bytes] * 2 + [change_file] + [change_config] * 4
+
+
+# ------------------------------------------------------------------------------------------------ how it is judged
+
+
+def check(seed: int, number: int) -> tuple[str, str]:
+    """The outcome of a case, and what it was."""
+    drawn = random.Random(f"{seed}-{number}")
+    kind = drawn.choice(sorted(KINDS))
+    original, way = whole(kind), drawn.choice(CHANGES)
+    with tempfile.TemporaryDirectory(prefix=f"fuzz_{kind}_") as home:
+        folder = Path(home) / "broken"
+        shutil.copytree(original.folder, folder)
+        change = way(drawn, folder)
+        told = f"{kind}: {change.told}"
+        try:
+            return judge(original, folder, change), told
+        except Exception as error:
+            raise AssertionError(f"{told}\n{type(error).__name__}: {error}") from error
+
+
+def judge(original: Whole, folder: Path, change: Change) -> str:
+    model, found = attempt(lambda: load(folder, original.config))
+    if found is not None:
+        expect_named(found, folder, change)
+        return "refused"
+    model, said = model
+    if any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+        return "refused"  # in transformers' report
+    if not any(getattr(module, "packing", None) for module in model.modules()):
+        return "refused"  # left to transformers
+    logits, failed = attempt(lambda: run(model))
+    expected, tolerance = original.logits, 0.05 if change.rounds else 1e-4
+    quantised = change.setting and change.setting[0] in ("quantization_config", "quantization")
+    if change.setting and not quantised:
+        expected, also = attempt(lambda: run(load(twin_of(original, folder))[0]))
+        if failed and also:
+            return "refused"
+        assert also is None, f"it loads and runs, but a dense model does not: {also}"
+    if failed:
+        raise failed
+    if not (quantised and change.setting[-1] in UNCHECKED):
+        difference = relative(logits, expected)
+        assert difference <= tolerance, f"it loads in silence, and the logits differ by {difference:.1e}"
+    return "right"
+
+
+def attempt(function) -> tuple[object, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    if actual.shape != expected.shape:
+        return float("inf")
+    same = actual.isnan() & expected.isnan()
+    actual, expected = (each.masked_fill(same, 0).double() for each in (actual, expected))
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-9))
+
+
+def twin_of(original: Whole, folder: Path) -> Path:
+    """A dense model's folder with the same configuration but for its quantisation."""
+    twin = folder.parent / "twin"
+    shutil.copytree(original.twin, twin)
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("quantization_config", "quantization"):
+        config.pop(key, None)
+    (twin / "config.json").write_text(json.dumps(config))
+    return twin
+
+
+def expect_named(error: Exception, folder: Path, change: Change) -> None:
+    """It names a file of ours in one line; or it is transformers' own about what is not ours."""
+    text = str(error)
+    if text.startswith("torch_moe_metal: "):
+        assert str(folder) in text and "\n" not in text, f"an error without its file: {text}"
+        return
+    frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    ours = {each.name for each in frames if "torch_moe_metal" in each.parts} - {"takeover.py"}
+    if str(folder) in text or not ours & {"quantizer.py", "mlx.py", "integers.py", "config.py", "packed.py"}:
+        of_transformers = change.read_before or str(folder) in text or "ignore_mismatched_sizes" in text
+        assert of_transformers or isinstance(error, OSError), f"an error without a file: {text}"
+        return
+    raise AssertionError("an error in other words than ours") from error
+
+
+# ------------------------------------------------------------------------------------------------ child and parent
+
+
+def work(seed: int, numbers: list[int]) -> None:
+    """Like `fuzz.work`."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity(50)
+    transformers.utils.logging.disable_progress_bar()
+    for number in numbers:
+        print("begin", number, flush=True)
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                outcome, told = check(seed, number)
+            if len(numbers) == 1:
+                print(told, file=sys.stderr)
+            print(outcome, flush=True)
+        except Exception as error:
+            cause = "".join(traceback.format_exception(error.__cause__)) if len(numbers) == 1 else ""
+            print("failed", f"{error}\n{cause}".replace("\n", "\v"), flush=True)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--case", type=int, metavar="NUMBER")
+    parser.add_argument("--child", metavar="TARGET", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        work(options.seed, [int(number) for number in sys.stdin.read().split()])
+        return 0
+    if options.case is not None:
+        work(options.seed, [options.case])
+        return 0
+    command = "python tests/fuzz_checkpoints.py --seed {seed} --case {number}"
+    return int(bool(fuzz.fuzz(options.seed, options.cases, [TARGET], WORKER, command).failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

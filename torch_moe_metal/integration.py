@@ -1,0 +1,66 @@
+"""What we do in transformers, and with which of its versions. Kept apart from transformers, which is slow to import."""
+
+import functools
+import importlib.metadata
+import os
+import re
+import warnings
+
+#: The oldest and the newest minor version that the tests run with. pyproject.toml and CHANGELOG.md say the same.
+SUPPORTED = (5, 21), (5, 23)
+VARIABLE = "TORCH_MOE_METAL_CHECKPOINTS"
+_packed_checkpoints: bool | None = None
+
+
+def packed_checkpoints(enabled: bool | None = None) -> bool:
+    """Whether `from_pretrained` keeps quantised checkpoints packed; with an argument, whether it does from now on.
+
+        torch_moe_metal.packed_checkpoints(False)  # transformers loads them as it does without us
+
+    This is for gpt-oss, FP8, GPTQ, AWQ, compressed-tensors and mlx-lm's folders. A `MoeMetalConfig` always works. The
+    default is True, or False with the environment variable TORCH_MOE_METAL_CHECKPOINTS=0.
+    """
+    global _packed_checkpoints
+    if enabled is not None:
+        _packed_checkpoints = bool(enabled)
+    return os.environ.get(VARIABLE) != "0" if _packed_checkpoints is None else _packed_checkpoints
+
+
+def minor(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def installed() -> tuple[int, ...]:
+    """The installed minor version of transformers."""
+    return minor(importlib.metadata.version("transformers"))
+
+
+def why_unsupported(version: str) -> str | None:
+    """Why we do nothing in this version of transformers; None when it is supported."""
+    oldest, newest = (".".join(map(str, each)) for each in SUPPORTED)
+    if SUPPORTED[0] <= minor(version) <= SUPPORTED[1]:
+        return None
+    after = ".".join(map(str, (SUPPORTED[1][0], SUPPORTED[1][1] + 1)))
+    return (
+        f"torch_moe_metal supports transformers {oldest} to {newest} and does nothing in {version}, which is "
+        f"installed: pip install 'transformers>={oldest},<{after}'"
+    )
+
+
+def require_supported() -> None:
+    """An error where transformers is missing, or of a version that is not supported."""
+    try:
+        reason = why_unsupported(importlib.metadata.version("transformers"))
+    except importlib.metadata.PackageNotFoundError:
+        reason = "torch_moe_metal needs transformers for this: pip install transformers accelerate"
+    if reason is not None:
+        raise ImportError(reason)
+
+
+@functools.cache
+def is_supported() -> bool:
+    """Whether the installed transformers is; a warning says so, once, when it is not."""
+    reason = why_unsupported(importlib.metadata.version("transformers"))
+    if reason is not None:
+        warnings.warn(reason, stacklevel=2)
+    return reason is None

@@ -1,0 +1,73 @@
+"""Where `from_pretrained` turns to our quantizers: by a checkpoint's method, and for those that name none of ours."""
+
+import functools
+import re
+import sys
+
+from transformers.quantizers import auto
+from transformers.utils import logging
+
+from ..integration import packed_checkpoints
+from . import integers, mlx, quantizer
+from .experts import NAME
+
+logger = logging.get_logger(__name__)
+INTEGERS = "moe_metal_integers"
+
+
+def claimed(found: dict, device_map) -> dict | None:
+    """A checkpoint's quantization_config in our words; None when it is not ours."""
+    if not packed_checkpoints():
+        return None
+    if mlx.is_of_mlx(found):
+        return found | {"quant_method": mlx.METHOD}
+    if quantizer.runs_here(device_map) and integers.integers_of(found) is not None:
+        return {"quant_method": INTEGERS, "checkpoint": found}
+    return None
+
+
+def other_than(found: dict, passed) -> object:
+    """What is left of the configuration that a user passed beside that of a checkpoint of ours: nothing where it is of
+    the same method."""
+    method = found.get("quant_method", "mlx-lm's")
+    stock = auto.AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+    if passed is None or (stock is not None and isinstance(passed, stock)):
+        return None
+    expected = "no quantization_config" + (f", or a {stock.__name__}" if stock else "")
+    raise ValueError(f"it is quantised ({method}): expected {expected}, got a {type(passed).__name__}")
+
+
+def take_over(stock):
+    """transformers' choice of a quantizer, which asks us first."""
+
+    @functools.wraps(stock)
+    def get_hf_quantizer(config, quantization_config, device_map, *args, **kwargs):
+        holder = config if getattr(config, "quantization_config", None) else config.get_text_config(decoder=True)
+        found = getattr(holder, "quantization_config", None) or getattr(config, "quantization", None)
+        if not isinstance(found, dict):
+            return stock(config, quantization_config, device_map, *args, **kwargs)
+        decompress = getattr(quantization_config, "run_compressed", True) is False
+        ours = None if decompress else claimed(found, device_map)
+        if ours is None and not (packed_checkpoints() and found.get("quant_method") in ("mxfp4", "fp8", NAME)):
+            return stock(config, quantization_config, device_map, *args, **kwargs)
+        try:
+            if ours is not None:
+                quantization_config = other_than(found, quantization_config)
+                config.quantization_config = ours
+            return stock(config, quantization_config, device_map, *args, **kwargs)
+        except (TypeError, ValueError) as error:
+            said = re.sub(r"^torch_moe_metal[.:] ?", "", str(error))
+            raise ValueError(f"torch_moe_metal: {config.name_or_path}/config.json: {said}") from error
+
+    return get_hf_quantizer
+
+
+def register() -> None:
+    """Have our quantizers in the places of transformers' own, and `from_pretrained` ask which one to take."""
+    for module in (quantizer, integers, mlx):
+        module.register()
+    stock = auto.get_hf_quantizer
+    auto.get_hf_quantizer = take_over(stock)
+    home = sys.modules.get("transformers.modeling_utils")  # which takes it from there when it is imported
+    if getattr(home, "get_hf_quantizer", None) is stock:
+        home.get_hf_quantizer = auto.get_hf_quantizer
