@@ -8,6 +8,7 @@ import itertools
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from conftest import SIMULATED
 from dispatch_table import decoding
 from tiny_models import FAMILIES, eager, experts_classes, tiny_model, tiny_module, tokens
 from torch_moe_metal.grad import warned
-from torch_moe_metal.integration import why_unsupported
+from torch_moe_metal.integration import SUPPORTED, why_unsupported
 from torch_moe_metal.transformers import Report
 from torch_moe_metal.transformers.blocks import Fused
 from torch_moe_metal.transformers.experts import experts_forward, why_not_fused
@@ -657,6 +658,11 @@ def test_which_versions_of_transformers_are_supported():
         assert why_unsupported(version) is None
     for version in ("4.57.6", "5.0.0", "5.20.2", "5.22.2", "5.24.0", "6.0.0.dev0"):
         assert f"does nothing in {version}" in why_unsupported(version)
+
+
+def test_pyproject_names_the_supported_versions():
+    (oldest, newest), text = SUPPORTED, (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f"transformers>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}" in text
 
 
 def test_without_transformers():
