@@ -6,8 +6,8 @@ import os
 import re
 import warnings
 
-#: The oldest and the newest minor version that the tests run with. pyproject.toml and CHANGELOG.md say the same. 5.22 and
-#: older cast weights to uint8 before a quantizer sees them, and take weights of any shape where there is one.
+#: The oldest and the newest minor version that the tests run with; pyproject.toml and CHANGELOG.md say the same. 5.22
+#: casts weights to uint8 before a quantizer sees them, and takes weights of any shape where there is one.
 SUPPORTED = (5, 23), (5, 23)
 VARIABLE = "TORCH_MOE_METAL_CHECKPOINTS"
 _packed_checkpoints: bool | None = None
@@ -34,9 +34,10 @@ def why_unsupported(version: str) -> str | None:
     if SUPPORTED[0] <= minor <= SUPPORTED[1]:
         return None
     after = ".".join(map(str, (SUPPORTED[1][0], SUPPORTED[1][1] + 1)))
+    known = oldest if oldest == newest else f"{oldest} to {newest}"
     return (
-        f"torch_moe_metal supports transformers {' to '.join(dict.fromkeys((oldest, newest)))} and does nothing in {version}, which is "
-        f"installed: pip install 'transformers>={oldest},<{after}'"
+        f"torch_moe_metal supports transformers {known} and does nothing in {version}, which is installed: "
+        f"pip install 'transformers>={oldest},<{after}'"
     )
 
 
