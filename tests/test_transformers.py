@@ -654,14 +654,14 @@ except ImportError as error:
     print(error)
 """)
     lines = told.splitlines()
-    expected = "torch_moe_metal supports transformers 5.21 to 5.23 and does nothing in 5.20.2, which is installed: "
-    assert lines == [expected + "pip install 'transformers>=5.21,<5.24'"] * 2
+    expected = "torch_moe_metal supports transformers 5.23 and does nothing in 5.20.2, which is installed: "
+    assert lines == [expected + "pip install 'transformers>=5.23,<5.24'"] * 2
 
 
 def test_which_versions_of_transformers_are_supported():
-    for version in ("5.21.0", "5.22.2", "5.23.0", "5.23.1.dev0"):
+    for version in ("5.23.0", "5.23.1", "5.23.1.dev0"):
         assert why_unsupported(version) is None
-    for version in ("4.57.6", "5.0.0", "5.20.2", "5.24.0", "6.0.0.dev0"):
+    for version in ("4.57.6", "5.0.0", "5.20.2", "5.22.2", "5.24.0", "6.0.0.dev0"):
         assert f"does nothing in {version}" in why_unsupported(version)
 
 

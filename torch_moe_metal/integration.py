@@ -6,8 +6,9 @@ import os
 import re
 import warnings
 
-#: The oldest and the newest minor version that the tests run with. pyproject.toml and CHANGELOG.md say the same.
-SUPPORTED = (5, 21), (5, 23)
+#: The oldest and the newest minor version that the tests run with; pyproject.toml and CHANGELOG.md say the same. 5.22
+#: casts weights to uint8 before a quantizer sees them, and takes weights of any shape where there is one.
+SUPPORTED = (5, 23), (5, 23)
 VARIABLE = "TORCH_MOE_METAL_CHECKPOINTS"
 _packed_checkpoints: bool | None = None
 
@@ -26,24 +27,17 @@ def packed_checkpoints(enabled: bool | None = None) -> bool:
     return os.environ.get(VARIABLE) != "0" if _packed_checkpoints is None else _packed_checkpoints
 
 
-def minor(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
-
-
-def installed() -> tuple[int, ...]:
-    """The installed minor version of transformers."""
-    return minor(importlib.metadata.version("transformers"))
-
-
 def why_unsupported(version: str) -> str | None:
     """Why we do nothing in this version of transformers; None when it is supported."""
     oldest, newest = (".".join(map(str, each)) for each in SUPPORTED)
-    if SUPPORTED[0] <= minor(version) <= SUPPORTED[1]:
+    minor = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if SUPPORTED[0] <= minor <= SUPPORTED[1]:
         return None
     after = ".".join(map(str, (SUPPORTED[1][0], SUPPORTED[1][1] + 1)))
+    known = oldest if oldest == newest else f"{oldest} to {newest}"
     return (
-        f"torch_moe_metal supports transformers {oldest} to {newest} and does nothing in {version}, which is "
-        f"installed: pip install 'transformers>={oldest},<{after}'"
+        f"torch_moe_metal supports transformers {known} and does nothing in {version}, which is installed: "
+        f"pip install 'transformers>={oldest},<{after}'"
     )
 
 

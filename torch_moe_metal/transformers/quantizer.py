@@ -26,7 +26,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
-from ..integration import installed, packed_checkpoints
+from ..integration import packed_checkpoints
 from ..packing import FP8_BLOCK, MXFP4_GROUP
 from ..transaction import all_or_nothing
 from .checkpoint import FLOATS, SAFETENSORS, SCALES, Stored, check_fp8, check_mxfp4, stored_tensors
@@ -72,8 +72,6 @@ def device_type(place) -> str:
     return "cpu" if place == "disk" else torch.device(place).type
 
 
-#: transformers 5.21 and 5.22 take weights of any shape where there is a quantizer.
-CHECKS_SHAPES = installed() >= (5, 23)
 #: In which dtypes the data, the scale and the offset of each format are stored.
 STORED = {
     "affine": (("U8",), SCALES, SCALES),
@@ -178,8 +176,6 @@ class PackedQuantizer(HfQuantizer):
             elif dense[key].is_floating_point() and not given.is_checked_by_its_operations:
                 for stored in given:
                     stored.expect_floats()
-                if not CHECKS_SHAPES and given.converter is None:
-                    given.expect([tuple(dense[key].shape)], FLOATS)
 
     def check_part(self, module: nn.Module, weight: str, part: str, sources: Sources) -> None:
         """Check what is stored for a part of a packed weight."""
@@ -493,7 +489,6 @@ class MoeMetal(PackedQuantizer):
     """`MoeMetalConfig`: a dense checkpoint, packed while it is loaded, or one that was saved packed."""
 
     quantization_config: MoeMetalConfig
-    quantized_element_size = 1  # of the data, whose dtype is the dense weights' until they are loaded
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
         if device_map is not None and not runs_here(device_map):
@@ -505,10 +500,7 @@ class MoeMetal(PackedQuantizer):
         def parts(name: str, dense: Tensor, form: Form) -> Parts:
             module, _, name = name.rpartition(".")
             found = empty_parts(name, dense.shape, form.format, form.bits, form.group_size, dense.dtype)
-            if self.pre_quantized:
-                return as_stored(model, tensors, module, found)
-            # Dense weights are cast to the dtype of what stands in their places: transformers 5.21 and 5.22 do that.
-            return found | {name: found[name].to(dense.dtype)}
+            return as_stored(model, tensors, module, found) if self.pre_quantized else found
 
         if not self.pre_quantized:
             config.expect_names(model)
