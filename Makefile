@@ -4,7 +4,8 @@
 #   make test-sim  the simulated Metal's own tests;  make test-tools  those of the benchmarks, the fuzzer and other tools
 #   make test-slow what is slow by nature: broken kernels, emulated AMX, wheels, every alternative of tuning, 100 runs
 #   make test-all  all of these and the full grid of cases: hours
-#   make fuzz      random calls of every op against the reference; CASES=20000 SEED=7 choose them, CASE=avx2-123 runs one
+#   make fuzz      random calls of every op against the reference, and broken checkpoints; CASES=20000 CHECKPOINTS=500 SEED=7
+#                  choose them, CASE=avx2-123 runs one
 #   make sanitize  the CPU libraries under sanitizers, with the tests of the ops and the fuzzer
 #   make bench     times and ratios of every op
 #   make tune      measure what only this Mac's GPU can tell, and keep it: make tune ARGS="--model gpt-oss-20b"
@@ -33,6 +34,7 @@ TORCH ?= 2.13
 FILE ?= .github/workflows/test.yml
 JOB ?= linux
 CASES ?= 20000
+CHECKPOINTS ?= 500
 MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm shaders/*.h shaders/*.metal)
 SIM_FILES := $(wildcard $(addprefix tests/metal_sim/,engine/*.h engine/*.cpp engine/shim/*.h device/*.h device/*.cpp device/*.mm))
@@ -89,6 +91,7 @@ test-all: build/installed-all $(BIN)/.ready-to-test
 
 fuzz: build/installed-all $(BIN)/.ready-to-test
 	@$(BIN)/python tests/fuzz.py --cases $(CASES) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE)) $(ARGS)
+	$(if $(CASE),,@$(BIN)/python tests/fuzz_checkpoints.py --cases $(CHECKPOINTS) $(if $(SEED),--seed $(SEED)))
 
 sanitize: $(BIN)/.ready-to-test
 	@$(BIN)/python tools/sanitize.py $(ARGS)
