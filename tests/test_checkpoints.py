@@ -813,7 +813,12 @@ def test_adapters_train_under_autocast(kind: str, patched: bool, gpt_oss: Path, 
     adapters = LoraConfig(target_modules=["q_proj", "v_proj", "o_proj"])  # which change nothing at first
     adapted = get_peft_model(model, adapters).train()
     with torch.autocast("cpu", torch.bfloat16):
-        assert relative(adapted(ids).logits, want) <= 5e-2
+        # Of each token: rounding to bfloat16 may give one of them another expert, where two are nearly as good.
+        errors = [
+            relative(got, exact)
+            for got, exact in zip(*(t.flatten(0, 1) for t in (adapted(ids).logits, want)), strict=True)
+        ]
+        assert torch.tensor(errors).median() <= 2e-2
         with torch.enable_grad():
             adapted(ids, labels=ids).loss.backward()
     gradients = [p.grad for name, p in adapted.named_parameters() if "lora_B" in name]
