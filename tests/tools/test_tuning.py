@@ -13,7 +13,7 @@ import torch
 
 import test_ops
 from cases import BFLOAT, CASES, FLOAT, Args, Case
-from conftest import DEVICES, SIMULATED, heavy
+from conftest import DEVICES, SIMULATED, in_full_grid
 from torch_moe_metal import tune, tuning
 from torch_moe_metal.__main__ import main
 from torch_moe_metal.bench.calls import Call
@@ -76,7 +76,7 @@ def showing(number: Number) -> list[Case]:
 def table(number: Number) -> list[Case]:
     """The fast cases of the ops that it touches."""
     ops = {op for op, _ in SHOWING[number.name]}
-    return [case for case in CASES if case.op in ops and not heavy(case, "mps")]
+    return [case for case in CASES if case.op in ops and not in_full_grid(case, "mps")]
 
 
 def dispatched(case: Case, args: Args, numbers: dict) -> list[tuple]:
