@@ -16,7 +16,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
+if sys.version_info < (3, 10):  # noqa: UP036  pip asks for the requirements before it looks at requires-python
+    raise SystemExit(f"torch_moe_metal needs Python 3.10 or newer; this is {platform.python_version()}.")
+try:
+    import torch
+except ImportError:
+    raise SystemExit(
+        f"torch_moe_metal is compiled for the torch that it will run with, and {sys.executable} has none. Run "
+        "`pip install torch` first, then `pip install --no-build-isolation .`"
+    ) from None
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
@@ -40,6 +48,14 @@ if sanitizers := os.environ.get("MOE_METAL_SANITIZE"):  # tools/sanitize.py: -fs
     OBJECTS = ROOT / "build" / "sanitize" / "objects"
 if platform.machine() not in ("x86_64", "AMD64"):
     CPU_ISAS = {"default": CPU_ISAS["default"]}  # NEON and SVE: at::vec follows the compiler's own macros
+
+
+if re.search("build-env|builds-v", torch.__file__):  # where pip, `build` and uv install what an isolated build needs
+    print(
+        f"==> This isolated build is for torch {MINOR}.*, the newest, and installing it installs that torch. To build for "
+        "the torch that you have: pip install --no-build-isolation .",
+        file=sys.stderr,
+    )
 
 
 def sources(pattern: str) -> list[str]:

@@ -1,10 +1,12 @@
 """The package as others get it: a wheel in an environment of its own, and each instruction set it was built for; and
 that tools/check_wheel.py, which judges every wheel we give away, sees what can be wrong with one."""
 
+import ast
 import fcntl
 import os
 import platform
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -229,6 +231,40 @@ print(torch_moe_metal.__file__)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     place = Path(succeed(stranger, "-c", program, cwd=tmp_path, env=environment).strip())
     assert stranger.parent.parent in place.parents
+
+
+def test_a_checkout_that_hides_the_installed_package_is_named(stranger: Path, tmp_path: Path):
+    """As after `pip install .`, in the folder where it was said."""
+    (hidden,) = stranger.parent.parent.glob(f"lib/python*/site-packages/{PACKAGE}")
+    shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    done = subprocess.run([stranger, "-m", PACKAGE, "doctor"], cwd=tmp_path, capture_output=True, text=True)
+    assert f"hides the installed package, {hidden}. Run Python in another folder" in done.stderr
+    (tmp_path / "elsewhere").mkdir()
+    assert succeed(stranger, "-m", PACKAGE, "--version", cwd=tmp_path / "elsewhere")
+
+
+def setup_says(*options: str, **environment: str) -> str:
+    command = (sys.executable, *options, "setup.py", "--name")
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True).stderr
+
+
+def test_a_build_without_torch_is_refused():
+    assert "is compiled for the torch that it will run with" in setup_says("-S")  # -S: without site-packages
+
+
+def test_a_build_with_an_old_python_is_refused(tmp_path: Path):
+    source = (ROOT / "setup.py").read_text()
+    ast.parse(source, feature_version=(3, 8))  # or the message would be a SyntaxError
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.version_info = (3, 9, 0)")
+    assert "torch_moe_metal needs Python 3.10 or newer" in setup_says(PYTHONPATH=str(tmp_path))
+
+
+def test_an_isolated_build_says_its_torch(tmp_path: Path):
+    place = tmp_path / "pip-build-env-1"
+    place.mkdir()
+    (place / "torch").symlink_to(Path(torch.__file__).parent)
+    assert f"This isolated build is for torch {MINOR}.*, the newest" in setup_says(PYTHONPATH=str(place))
+    assert "isolated" not in setup_says()
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the message lists those of x86")

@@ -8,6 +8,7 @@ import ctypes
 import functools
 import warnings
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,26 @@ __version__ = "0.1.0"
 FOLDER = Path(__file__).parent
 
 
+def _installed_elsewhere() -> Path | None:
+    """The installed package, where this is a checkout that Python finds first, as it does in the checkout's folder."""
+    for distribution in metadata.distributions(name=__name__):
+        folder = Path(str(distribution.locate_file(__name__)))
+        if folder != FOLDER and (folder / "_C.so").exists():
+            return folder
+    return None
+
+
 def _load_libraries() -> str:
     """Load the schemas and the CPU kernels for the best instruction set that was built and that this machine has."""
     best = torch.backends.cpu.get_cpu_capability().lower()
     isa = best if (FOLDER / f"_cpu_{best}.so").exists() else "default"
     missing = [name for name in ("_C.so", f"_cpu_{isa}.so") if not (FOLDER / name).exists()]
     if missing:
+        if installed := _installed_elsewhere():
+            raise ImportError(
+                f"torch_moe_metal: {FOLDER}, which has no C++ extension, hides the installed package, {installed}. Run "
+                "Python in another folder, or build the extension here: `pip install --no-build-isolation -e .`"
+            )
         raise ImportError(
             f"torch_moe_metal: its C++ extension is not built: {' and '.join(missing)} missing in {FOLDER}. "
             "Run `pip install --no-build-isolation .` in the checkout (or `-e .` to keep working on it)."
