@@ -27,8 +27,9 @@ BUILT := build/installed-$(MOE_METAL_CPU)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 SIM_TESTS := tests/metal_sim
 TOOL_TESTS := tests/tools tests/gpu
-# A process per core; more than four would crowd the memory.
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+# A process per core; more than four would crowd the memory. Each has OpenMP threads for all cores: those that wait must
+# sleep, or they take the cores from the other processes, and small ops take ten times as long.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 CROSS ?= 2.10.0 2.13.0 2.15.0
 TORCH ?= 2.13
 FILE ?= .github/workflows/test.yml

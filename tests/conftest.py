@@ -34,11 +34,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         fast_only = metafunc.config.getoption("markexpr") == "not slow"  # then pytest need not collect the others
         rows = [
             pytest.param(case, device, id=f"{case}-{device}", marks=marks(case, device))
-            for device in DEVICES
             for case in marker.args[0]
+            for device in DEVICES
             if case.flops <= MOST_FLOPS[device] and not (fast_only and in_full_grid(case, device))
         ]
-        metafunc.parametrize("case, device", rows, indirect=["device"])
+        metafunc.parametrize("case, device", rows, indirect=["device"], scope="function")  # not sorted by device
     elif "device" in metafunc.fixturenames:
         slow = {"mps"} if metafunc.definition.get_closest_marker("slow_on_mps") else {}
         rows = [pytest.param(device, marks=[pytest.mark.slow] if device in slow else []) for device in DEVICES]

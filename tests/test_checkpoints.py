@@ -783,6 +783,7 @@ def test_compiled(gpt_oss):
     assert relative(compiled(ids, use_cache=False).logits, expected) <= 1e-5
 
 
+@pytest.mark.slow
 def test_other_versions_of_transformers_are_imported():
     """Where a quantizer's parts are not what we know, that is said, and transformers goes on."""
     script = """

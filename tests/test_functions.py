@@ -101,6 +101,7 @@ torch_moe_metal.weighted_sum(weights, ids, shared_gates=x)
 """
 
 
+@pytest.mark.slow
 def test_types_are_known_to_mypy(tmp_path: Path):
     """With PyTorch's own types left out, which take mypy half a minute."""
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -179,7 +179,7 @@ def test_a_larger_grid_changes_nothing(case: Case, more: int, mps: str) -> None:
 
     with metal_sim.more_threadgroups(more):
         got = call(getattr(torch.ops.moe_metal, case.op), case.op, case.arguments(mps), case.options)
-    assert_matches(got, expected(case.op, case.arguments(), case.options), case.longest_sum)
+    assert_matches(got, case.expected(), case.longest_sum)
 
 
 @pytest.mark.parametrize("case", GRIDS, ids=str)
@@ -189,7 +189,7 @@ def test_a_concurrent_encoder_is_told_the_order(case: Case, mps: str) -> None:
 
     with metal_sim.concurrent_encoders():
         got = call(getattr(torch.ops.moe_metal, case.op), case.op, case.arguments(mps), case.options)
-    assert_matches(got, expected(case.op, case.arguments(), case.options), case.longest_sum)
+    assert_matches(got, case.expected(), case.longest_sum)
 
 
 # ------------------------------------------------------------------------------------------------ beyond 32 bits

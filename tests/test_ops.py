@@ -54,7 +54,7 @@ def moved(case: Case, device: str) -> Args:
 @pytest.mark.cases(CASES)
 def test_equals_the_reference(case: Case, device: str):
     args = moved(case, device)
-    want = expected(case.op, case.arguments(), case.options, case.hostile)
+    want = case.expected()
     before = {name: bits(tensor) for name, tensor in args.items()}
     got = run(case, args)
     assert_matches(got, want, case.longest_sum, meets_infinity(case.op, args, case.options))
@@ -95,7 +95,7 @@ def test_views_between_guards(case: Case, device: str, kind: str, offset: int):
         for place, (name, tensor) in enumerate(args.items())
     }
     got = run(case, {name: guard.view for name, guard in guarded.items()})
-    assert_matches(got, expected(case.op, args, case.options), case.longest_sum)
+    assert_matches(got, case.expected(), case.longest_sum)
     for name, guard in guarded.items():
         guard.assert_untouched(name, written=name in written(case.op))
 
@@ -127,7 +127,7 @@ def test_same_bits_in_100_runs(case: Case, device: str):
 def gate_of_many_tokens() -> bool:
     """Whether `gate` is right with so many tokens that oneDNN's products are the fastest way."""
     (case,) = (case for case in CASES if str(case) == "gate-blocks-bf16")
-    assert_matches(run(case, case.arguments("cpu")), expected(case.op, case.arguments(), case.options), 70)
+    assert_matches(run(case, case.arguments("cpu")), case.expected(), 70)
     return True
 
 
@@ -158,7 +158,7 @@ def test_same_bits_in_any_order_of_threads(case: Case, mps: str):
         got = run(case, case.arguments(mps))
     finally:
         metal_sim.set_orders("forward")
-    assert_matches(got, expected(case.op, case.arguments(), case.options), case.longest_sum)
+    assert_matches(got, case.expected(), case.longest_sum)
 
 
 @pytest.mark.parametrize("T, dtype", [(200, BFLOAT), (600, FLOAT)], ids=["T200-bf16", "T600-f32"])
@@ -505,7 +505,7 @@ def test_optional_arguments_may_be_none(case: Case, device: str):
     args = case.arguments(device)
     nones = {name: None for name, argument in ARGUMENTS[case.op].items() if argument.optional and name not in args}
     got = run(case, args | nones)
-    assert_matches(got, expected(case.op, case.arguments(), case.options), case.longest_sum)
+    assert_matches(got, case.expected(), case.longest_sum)
 
 
 # ------------------------------------------------------------------------------------------------ bad input

@@ -478,6 +478,7 @@ def test_nothing_beyond_the_last_row_is_read(widths: list[tuple[str, int, int]])
     assert done.returncode == 0, f"{done.stdout.splitlines()[-1:]} {done.stderr}"
 
 
+@pytest.mark.slow
 def test_the_wall_stops_a_reader():
     done = alone("x = Wall().before(torch.ones(4, 5)); print(ctypes.string_at(x.data_ptr() + x.nbytes, 1))")
     assert done.returncode == -(signal.SIGBUS if sys.platform == "darwin" else signal.SIGSEGV)

@@ -585,6 +585,7 @@ def python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first, second", [("torch_moe_metal", "transformers"), ("transformers", "torch_moe_metal")])
 def test_registered_by_importing(first, second):
     """In either order; and transformers is not imported by us."""
@@ -630,6 +631,7 @@ def test_offloaded_layers_are_left_to_accelerate(tmp_path):
     assert relative(offloaded(ids).logits, expected) <= 1e-5
 
 
+@pytest.mark.slow
 def test_unsupported_transformers():
     """Nothing is registered, one line says so, and what needs it raises."""
     told = python("""
