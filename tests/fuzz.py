@@ -29,6 +29,7 @@ from torch_moe_metal import FOLDER, cpu_isa
 HERE = Path(__file__).resolve().parent
 LEVELS = ("default", "avx2", "avx512")  # each machine that has one has those before it
 AT_ONCE = 500  # cases of one child
+PROCESSES = min(os.cpu_count() or 1, 4)
 FAST_TO_MPS = 9  # so many cases on the CPU for each one on mps, where that is simulated
 WORKER = [sys.executable, "-X", "faulthandler", str(Path(__file__).resolve())]
 COMMAND = "make fuzz SEED={seed} CASE={target}-{number}"
@@ -138,6 +139,7 @@ def child(target: str, seed: int, numbers: list[int], worker: list[str], errors)
     paths = (str(FOLDER.parent), os.environ.get("PYTHONPATH", ""))  # the parent's package
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= {"ATEN_CPU_CAPABILITY": target} if target in LEVELS else {}
+    environment |= {"OMP_WAIT_POLICY": "passive"}  # threads that wait leave the cores to the other children
     command = [*worker, "--child", target, "--seed", str(seed)]
     process = subprocess.Popen(
         command, cwd=HERE, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -175,7 +177,12 @@ def run_some(target: str, numbers: list[int], worker: list[str], tally: Tally) -
 
 
 def fuzz(
-    seed: int, cases: int, found: list[str] | None = None, worker: list[str] = WORKER, command: str = COMMAND
+    seed: int,
+    cases: int,
+    found: list[str] | None = None,
+    worker: list[str] = WORKER,
+    command: str = COMMAND,
+    processes: int = PROCESSES,
 ) -> Tally:
     tally, found = Tally(seed, cases, command), found or targets()
     say(f"Seed {seed}: {cases} cases on {', '.join(found)}")
@@ -185,7 +192,7 @@ def fuzz(
         for start in range(0, len(numbers), AT_ONCE)
     ]
     portions.sort(key=lambda portion: portion[0] != "mps")  # the slow ones first
-    with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
         list(pool.map(lambda portion: run_some(*portion, worker, tally), portions))
     for target in found:
         counts = {outcome: tally.outcomes[target, outcome] for outcome in OUTCOMES}
@@ -212,6 +219,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=20000)
     parser.add_argument("--case", metavar="TARGET-NUMBER")
     parser.add_argument("--target", help="only there: " + ", ".join((*LEVELS, "mps")))
+    parser.add_argument("--processes", type=int, default=PROCESSES)
     parser.add_argument("--child", metavar="TARGET", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -220,7 +228,7 @@ def main() -> int:
     if options.case:
         return one(options.seed, options.case)
     found = [options.target] if options.target else None
-    return int(bool(fuzz(options.seed, options.cases, found).failures))
+    return int(bool(fuzz(options.seed, options.cases, found, processes=options.processes).failures))
 
 
 if __name__ == "__main__":
