@@ -28,7 +28,7 @@ from torch_moe_metal import FOLDER, cpu_isa
 
 HERE = Path(__file__).resolve().parent
 LEVELS = ("default", "avx2", "avx512")  # each machine that has one has those before it
-AT_ONCE = 500  # cases of one child
+AT_ONCE = 2000  # cases of one child, which takes some seconds to start
 PROCESSES = min(os.cpu_count() or 1, 4)
 FAST_TO_MPS = 9  # so many cases on the CPU for each one on mps, where that is simulated
 WORKER = [sys.executable, "-X", "faulthandler", str(Path(__file__).resolve())]
