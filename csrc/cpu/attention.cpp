@@ -13,7 +13,7 @@ struct Plan {
   int64_t group, rows, tiles, parts, items;
 
   explicit Plan(const Attention& call) : group(call.A / call.J), rows(group * call.T), tiles(at::divup(rows, kRows)) {
-    constexpr int64_t kWorthAPart = 256;
+    constexpr int64_t kWorthAPart = 512;
     const int64_t seen = call.window > 0 ? std::min(call.S, call.window + call.T) : call.S;
     const int64_t most = std::max<int64_t>(at::divup(seen, kWorthAPart), 1);
     parts = std::clamp<int64_t>(at::divup(kMostParts, call.B * call.J * tiles), 1, most);

@@ -24,12 +24,14 @@ constexpr int kSumsAtOnce = 4;
 
 // The scores of N vectors of rows with K keys, the k-th of which lies at keys + k * step. A word is a float, or two
 // bfloat16, whose products are exact in float; the n-th vector of a word is queries[word * lanes + n * kLanes ...].
+// Few rows wait for memory, so they bring the next block to the caches, a line with each word.
 template <int N, int K>
 [[gnu::flatten, gnu::noinline]] inline void dot_floats(const float* queries, int64_t words, int64_t lanes,
                                                        const float* keys, int64_t step, float* scores) {
   Vec sums[K][N];
   unrolled<K>([&](auto k) { unrolled<N>([&](auto n) { sums[k][n] = Vec(0); }); });
   for (int64_t w = 0; w < words; ++w) {
+    if (N == 1) __builtin_prefetch(keys + (kKeys + w % K) * step + w / K * 16, 0, 2);
     Vec query[N];
     unrolled<N>([&](auto n) { query[n] = load(queries + w * lanes + n * kLanes, Whole()); });
     unrolled<K>([&](auto k) {
@@ -54,6 +56,7 @@ template <int N, int K>
   __m512 sums[K][N];
   MOE_METAL_UNROLL for (int i = 0; i < K * N; ++i) sums[i / N][i % N] = _mm512_setzero_ps();
   for (int64_t w = 0; w < words; ++w) {
+    if (N == 1) __builtin_prefetch(keys + (kKeys + w % K) * step + w / K * 32, 0, 2);
     __m512bh query[N];
     MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
       query[n] = reinterpret_cast<__m512bh>(_mm512_load_ps(queries + w * lanes + n * kLanes));
@@ -75,6 +78,7 @@ template <int K>
   __m256 sums[K];
   MOE_METAL_UNROLL for (int k = 0; k < K; ++k) sums[k] = _mm256_setzero_ps();
   for (int64_t w = 0; w < words; ++w) {
+    __builtin_prefetch(keys + (kKeys + w % K) * step + w / K * 32, 0, 2);
     const auto query = reinterpret_cast<__m256bh>(_mm256_load_ps(queries + w * 8));
     MOE_METAL_UNROLL for (int k = 0; k < K; ++k) {
       const auto key = reinterpret_cast<__m256bh>(_mm256_set1_epi32(pair_at(keys + k * step + 2 * w)));
@@ -183,11 +187,14 @@ class AttentionTile {
     for (int64_t r = 0; r < span_.rows; ++r) {
       const auto* from = elements<Scalar>(call_.q) + span_.sequence * call_.q.stride(0) +
                          head_of(r) * call_.q.stride(1) + query_of(r) * call_.q.stride(2);
-      for (int64_t d = 0; d < call_.D; ++d) {
+      for (int64_t w = 0; w < words_; ++w) {
+        float& word = queries_[w * lanes_ + r];
         if constexpr (pairs) {
-          std::memcpy(reinterpret_cast<char*>(&queries_[d / 2 * lanes_ + r]) + d % 2 * 2, from + d * step, 2);
+          const bool lone = 2 * w + 1 == call_.D;
+          const at::BFloat16 both[2] = {from[2 * w * step], lone ? at::BFloat16(0) : from[(2 * w + 1) * step]};
+          std::memcpy(&word, both, sizeof(word));
         } else {
-          queries_[d * lanes_ + r] = static_cast<float>(from[d * step]);
+          word = static_cast<float>(from[w * step]);
         }
       }
     }
@@ -240,12 +247,6 @@ class AttentionTile {
     const Block<Key> block = keys_of(key, count);
     for (int64_t first = 0; first < count; first += 2 * kSumsAtOnce) {
       const Key* keys = block.data + first * block.step;
-      for (int64_t n = 0; n < 2 * kSumsAtOnce; ++n) {
-        const auto* ahead = reinterpret_cast<const char*>(keys + (kKeys + n) * block.step);
-        for (int64_t line = 0; line < static_cast<int64_t>(sizeof(Key)) * call_.D; line += 64) {
-          __builtin_prefetch(ahead + line, 0, 2);
-        }
-      }
       multiply_keys(keys, block.step, scores_.get() + first * lanes_);
     }
   }
