@@ -205,10 +205,10 @@ def patched():
 
 
 def test_dispatches():
-    """A Qwen3 layer's MoE is three of our ops, and a Gemma 4 layer's five."""
+    """A Qwen3 layer's MoE is three of our ops, and a Gemma 4 layer's five; its attention is one more."""
     for family, expected in (
-        ("qwen3_moe", {"gate": 2, "experts": 2, "residual_norm": 2}),
-        ("gemma4_text", {"gate": 2, "experts": 2, "norm_add": 4, "weighted_sum_dual_norm_add": 2}),
+        ("qwen3_moe", {"gate": 2, "experts": 2, "residual_norm": 2, "attention": 2}),
+        ("gemma4_text", {"gate": 2, "experts": 2, "norm_add": 4, "weighted_sum_dual_norm_add": 2, "attention": 2}),
     ):
         model = tiny_model(family)
         torch_moe_metal.patch(model)
@@ -219,7 +219,7 @@ def test_dispatches():
 
 def test_calls_per_token(device):
     """A token takes fewer ops with our experts and fewer still with fused blocks, and none of ours makes the host wait.
-    A fused layer's MoE is five dispatches: residual_norm, the router in two, the experts in two."""
+    A fused layer is six dispatches: attention, residual_norm, the router in two, the experts in two."""
     layers, simulated = 2, device == "mps" and SIMULATED
     table = decoding(layers, device, simulated)
     for name, loads in table.items():
@@ -229,10 +229,10 @@ def test_calls_per_token(device):
         assert step.ours == block.ours == 0 and step.ops > ours.ops > fused.ops, table
         assert block.ops >= 16 and block.ops > our_block.ops > fused_block.ops == 2, table
         assert step.ops - fused.ops >= 20 * layers, table
-    assert (ours.ours, fused.ours, our_block.ours, fused_block.ours) == (layers, 3 * layers, 1, 2), table
+    assert (ours.ours, fused.ours, our_block.ours, fused_block.ours) == (layers, 4 * layers, 1, 2), table
     if simulated:
         assert (ours.dispatches, our_block.dispatches) == (2 * layers, 2), table
-        assert (fused.dispatches, fused_block.dispatches) == (5 * layers, 4), table
+        assert (fused.dispatches, fused_block.dispatches) == (6 * layers, 4), table
         assert not any(load.waits for loads in list(table.values())[-2:] for load in loads), table
 
 

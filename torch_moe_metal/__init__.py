@@ -101,6 +101,13 @@ def _register_experts() -> None:
         register()
 
 
+def _register_attention() -> None:
+    if is_supported():
+        from .transformers.attention import register
+
+        register()
+
+
 def _register_quantizers() -> None:
     if not is_supported():
         return
@@ -112,11 +119,12 @@ def _register_quantizers() -> None:
     register()
 
 
-# transformers is optional and slow to import: its experts interface and its quantizers learn of us when somebody else
-# imports them.
+# transformers is optional and slow to import: its interfaces of experts and attention and its quantizers learn of us when
+# somebody else imports them.
 after_import("transformers.integrations.moe", _register_experts)
 after_import("transformers.quantizers.auto", _register_quantizers)
 after_import("transformers.modeling_utils", refusals.refuse_resizing)
+after_import("transformers.modeling_utils", _register_attention)
 after_import("peft.tuners.tuners_utils", refusals.refuse_merging)
 
 

@@ -11,8 +11,9 @@ from ..integration import require_supported
 
 require_supported()
 
-# Before our own modules: importing it registers our experts, which imports those modules.
+# Before our own modules: importing these registers our experts and our attention, which imports those modules.
 import transformers.integrations.moe  # noqa: F401
+import transformers.modeling_utils  # noqa: F401
 
 from .config import MoeMetalConfig, quantize_
 from .patch import Report, Row, patch, unpatch

@@ -7,13 +7,14 @@ from torch import nn
 
 from ..rehearsal import warm_up_unasked
 from ..transaction import all_or_nothing
-from .blocks import Fused, FusedBlock, FusedPreNormLayer, fused_class, selects_ours, why_left
+from .blocks import Fused, FusedBlock, FusedGemma4Layer, FusedPreNormLayer, fused_class, selects_ours, why_left
 from .experts import NAME, why_not_fused
 
 FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
-# The experts implementation that a configuration had before `patch`, on the innermost model with this configuration:
+# The implementations of experts and attention that a configuration had before `patch`, on the innermost model with this configuration:
 # there a model inside another and a wrapper around it find it too, and in the configuration itself it would be saved.
 BEFORE = "_moe_metal_experts_before"
+ATTENTION_BEFORE = "_moe_metal_attention_before"
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def patch(model: nn.Module) -> Report:
         for part, implementation in selected.values():
             if part.config._experts_implementation != implementation:
                 setattr(part, BEFORE, implementation)
+        select_attention(model)
     warm_up_unasked(model)
     return report
 
@@ -87,6 +89,10 @@ def unpatch(model: nn.Module) -> None:
                 implementation = vars(module).pop(BEFORE)
                 if module.config._experts_implementation == NAME:
                     select(module, implementation)
+            if ATTENTION_BEFORE in vars(module):
+                implementation = vars(module).pop(ATTENTION_BEFORE)
+                if module.config._attn_implementation == NAME:
+                    module.config._attn_implementation_internal = implementation
 
 
 def model_of(given: object, caller: str) -> nn.Module:
@@ -102,6 +108,19 @@ def model_of(given: object, caller: str) -> nn.Module:
 def select(model: nn.Module, implementation: str | None) -> None:
     """Put back what this model's configuration had, without its checks and without a word to other configurations."""
     model.config._experts_implementation_internal = implementation
+
+
+def select_attention(model: nn.Module) -> None:
+    """Our attention for the models whose layers are fused: in the place of PyTorch's, and of eager attention where
+    transformers knows no other for the model, so that nobody has chosen it."""
+    layers = [layer for layer in model.modules() if isinstance(layer, FusedPreNormLayer | FusedGemma4Layer)]
+    fused = {id(layer.self_attn.config) for layer in layers}
+    parts = [part for part in model.modules() if hasattr(type(part), "_supports_sdpa")]
+    for part in {id(part.config): part for part in parts if id(part.config) in fused}.values():
+        before = part.config._attn_implementation
+        if before == ("sdpa" if part._supports_sdpa else "eager") and not part.config.output_attentions:
+            setattr(part, ATTENTION_BEFORE, before)
+            part.config._attn_implementation_internal = NAME
 
 
 def fuse_all(model: nn.Module) -> Report:

@@ -1,0 +1,149 @@
+"""`attn_implementation="moe_metal"`, and how `patch` selects it."""
+
+import pytest
+import torch
+
+import torch_moe_metal
+from conftest import SIMULATED
+from tiny_models import tiny_model, tokens
+from torch_moe_metal import reference
+from torch_moe_metal.grad import warned
+from torch_moe_metal.transformers.attention import FEW_QUERIES, attention_forward
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).double().norm() / expected.double().norm())
+
+
+def with_attention(family: str, implementation: str, device: str = "cpu", **changes):
+    model = tiny_model(family, device, **changes)
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def logits(model, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Of all tokens: the first ones at once, three more at once, and the rest one by one."""
+    cache, found, first = None, [], 0
+    for end in (ids.shape[1] - 6, ids.shape[1] - 3, *range(ids.shape[1] - 2, ids.shape[1] + 1)):
+        output = model(ids[:, first:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        cache, first = output.past_key_values, end
+        found.append(output.logits)
+    return torch.cat(found, 1)
+
+
+FAMILIES = ["qwen3_moe", "gpt_oss", "gemma4_text", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("prompt", [9, FEW_QUERIES + 7])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_with_padding(family: str, prompt: int, device: str):
+    """As eager attention's. A window of 8 is shorter than the prompt, and keys are shared by heads."""
+    if device == "mps" and SIMULATED and (prompt > 9 or family == "deepseek_v3"):
+        pytest.skip("the ops' own cases run there")
+    changes = {"sliding_window": 8} if family in ("gpt_oss", "gemma4_text") else {}
+    ids = tokens(2, prompt, device=device)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0  # left padding
+    want = logits(with_attention(family, "eager", device, **changes), ids, mask)
+    got = logits(with_attention(family, "moe_metal", device, **changes), ids, mask)
+    seen = mask.bool()
+    assert relative(got[seen], want[seen]) <= 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patch_selects_it(family: str):
+    """In the place of what transformers would choose, and unpatch puts that back."""
+    model = tiny_model(family)
+    before = model.config._attn_implementation
+    torch_moe_metal.patch(model)
+    torch_moe_metal.patch(model)
+    assert model.config._attn_implementation == "moe_metal"
+    assert "moe_metal" not in str(model.config.to_dict())
+    torch_moe_metal.unpatch(model.model)
+    assert model.config._attn_implementation == before
+
+
+def test_patch_leaves_what_was_chosen():
+    model = with_attention("qwen3_moe", "eager")
+    torch_moe_metal.patch(model)
+    assert model.config._attn_implementation == "eager"
+    later = tiny_model("qwen3_moe")
+    torch_moe_metal.patch(later)
+    later.set_attn_implementation("sdpa")
+    torch_moe_metal.unpatch(later)
+    assert later.config._attn_implementation == "sdpa"
+
+
+def test_patch_leaves_vision_towers():
+    model = tiny_model("qwen3_vl_moe")
+    torch_moe_metal.patch(model)
+    assert model.config.text_config._attn_implementation == "moe_metal"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_weights_that_are_asked_for_are_there(family: str):
+    ids = tokens(2, 5)
+    want = with_attention(family, "eager")(ids, output_attentions=True)
+    got = with_attention(family, "moe_metal")(ids, output_attentions=True)
+    assert len(got.attentions) == len(want.attentions) == 2
+    for ours, stock in zip(got.attentions, want.attentions, strict=True):
+        assert relative(ours, stock) <= 1e-5
+    assert relative(got.logits, want.logits) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_gradients_flow(family: str):
+    """Through PyTorch's own attention."""
+    ids, found = tokens(1, 5), []
+    for implementation in ("eager", "moe_metal"):
+        model = with_attention(family, implementation).requires_grad_(True)
+        with torch.enable_grad():
+            model(ids, labels=ids).loss.backward()
+        found.append(model.model.layers[0].self_attn.k_proj.weight.grad)
+    assert relative(found[1], found[0]) <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_falls_back_with_one_warning(family: str):
+    warned.clear()
+    module = tiny_model(family).model.layers[0].self_attn.double()
+    q, k, v = (torch.randn(1, heads, 5, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    sinks = {"s_aux": module.sinks} if family == "gpt_oss" else {}
+    with pytest.warns(UserWarning, match="runs on PyTorch's attention, since .*torch.float64") as said:
+        got, again = (attention_forward(module, q, k, v, None, scaling=0.25, **sinks)[0] for _ in range(2))
+    assert len(said) == 1 and torch.equal(got, again)
+    want = reference.attention(q, k, v, sinks=module.sinks if sinks else None, scale=0.25, causal=True)
+    assert relative(got, want) <= 1e-12
+
+
+def test_a_position_bias_is_not_lost():
+    warned.clear()
+    module = tiny_model("qwen3_moe").model.layers[0].self_attn
+    q, k, v = (torch.randn(1, heads, 4, 16) for heads in (4, module.k_proj.out_features // 16, 2))
+    bias = torch.randn(1, 4, 4, 4)
+    with pytest.warns(UserWarning, match="position_bias is given"):
+        got, _ = attention_forward(module, q, k, v, None, position_bias=bias, is_causal=False)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+    assert relative(got, want.transpose(1, 2)) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_generate_in_every_way(family: str):
+    """With a static cache, from beams, and with tokens of the prompt as guesses: a few queries at once."""
+    ids = tokens(2, 7)
+    ids[1, :3] = 0
+    options = {"attention_mask": (ids != 0).long(), "max_new_tokens": 12, "do_sample": False}
+    ways = [{}, {"num_beams": 3}, {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 4}]
+    for way in ways:
+        prompt = ids[:1] if "prompt_lookup_num_tokens" in way else ids
+        given = options | {"attention_mask": (prompt != 0).long()} | way
+        want = with_attention(family, "eager").generate(prompt, **given)
+        got = with_attention(family, "moe_metal").generate(prompt, **given)
+        assert got.tolist() == want.tolist(), way

@@ -1,0 +1,91 @@
+"""`attn_implementation="moe_metal"`: attention of few queries by one op, also with sinks and softcap.
+
+It reads every key and value once, however many heads share them, and copies none. Many queries go to PyTorch's
+`scaled_dot_product_attention`, unless there are sinks or a softcap, which it does not know. `patch` selects it for models
+whose layers it fuses.
+"""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from ..arguments import DTYPES
+from ..grad import wants_grad, warn_once
+from .experts import NAME, WITH_SHAPES
+
+#: From more on, PyTorch's attention is used, which multiplies matrices.
+FEW_QUERIES = 16
+#: What some models' attention adds to ours, and no op of ours takes.
+UNKNOWN = ("position_bias", "cache", "indices", "block_indices")
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,  # [B, A, T, D]
+    key: Tensor,  # [B, J, S, D]
+    value: Tensor,  # [B, J, S, V]
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention function: the values' weighted sums [B, T, A, V], and no weights, unless they are asked
+    for."""
+    more = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
+    more = {name: value for name, value in more.items() if value is not None} | kwargs
+    states = query, key, value
+    reason = why_not_ours(*states, attention_mask, kwargs)
+    if reason is not None:
+        warn_once(f"{type(module).__name__} runs on PyTorch's attention, since {reason}")
+    if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
+        return eager_attention(module, *states, attention_mask, **more)
+    T, of_sdpa = query.shape[2], s_aux is None and softcap is None
+    if reason is not None or dropout or wants_grad(module, *states) or (of_sdpa and T > FEW_QUERIES):
+        stock = sdpa_attention_forward if of_sdpa else eager_attention
+        return stock(module, *states, attention_mask, **more)
+    causal = attention_mask is None and T > 1 and (module.is_causal if is_causal is None else is_causal)
+    if causal and key.shape[2] > T:  # the rows of a static cache behind the first tokens
+        key, value = key[:, :, :T], value[:, :, :T]
+    output = torch.ops.moe_metal.attention(
+        query, key, value, attention_mask, s_aux, scale=scaling, causal=causal, softcap=softcap or 0.0
+    )
+    return output, None
+
+
+def why_not_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: dict) -> str | None:
+    """Why our op cannot compute this, or None when it can."""
+    for name in UNKNOWN:
+        if more.get(name) is not None and more[name] is not False:
+            return f"{name} is given"
+    if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
+        return f"its queries, keys and values are {query.dtype}, {key.dtype} and {value.dtype}"
+    if query.device.type not in WITH_SHAPES:
+        return f"it is on {query.device.type}"
+    if mask is not None and (mask.dim() != 4 or mask.dtype not in (torch.bool, torch.float32, query.dtype)):
+        return f"its mask is {mask.dtype} of shape {list(mask.shape)}"
+    return None
+
+
+def eager_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **more):
+    """The model's own eager attention, with a mask of numbers, as it expects."""
+    T, S = query.shape[2], key.shape[2]
+    if mask is None and T > 1 and module.is_causal:
+        mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(0 if S > T else S - T)[None, None]
+    if mask is not None and mask.dtype == torch.bool:
+        lowest = torch.finfo(query.dtype).min
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, lowest)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return eager(module, query, key, value, mask, **more)
+
+
+def register() -> None:
+    """Make "moe_metal" known to from_pretrained, configurations and set_attn_implementation."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
