@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Fp8QuantizedLayer
 from transformers.integrations.executorch import export_with_dynamic_cache
 
 import torch_moe_metal
 from test_transformers import relative
-from tiny_models import eager, tiny_model, tokens
-from torch_moe_metal.transformers.cache import GROWING, GrowingLayer, GrowingSlidingWindowLayer
+from tiny_models import tiny_model, tokens
+from torch_moe_metal.transformers.cache import GROWING, grow_in_place
 
 LIMIT = 256  # tokens, beside a quarter of those stored
 KEY, VALUE = 3, 5  # widths
@@ -27,7 +27,7 @@ FAMILIES = {
     "gpt_oss": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
     "mixtral": {"sliding_window": 5},
     "deepseek_v3": {"first_k_dense_replace": 1, "num_hidden_layers": 3},
-    "gemma4_text": {},
+    "gemma4_text": {"tie_word_embeddings": False},  # tied, these random weights repeat the last token
 }
 
 
@@ -313,7 +313,7 @@ REPEATING = [[5, 6, 7, 8] * 6]  # what prompt lookup finds candidates in
 def generated(model, ids, **options):
     torch.manual_seed(3)
     mask = (ids != 0).long()
-    options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True} | options
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True} | options
     return model.generate(ids, attention_mask=mask, **options)
 
 
@@ -329,7 +329,7 @@ WAYS = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate(family):
     """A padded batch, in all ways that work on one: the same tokens."""
-    model, ids = eager(model_of(family)), torch.tensor(PADDED)
+    model, ids = model_of(family), torch.tensor(PADDED)
     expected = {name: generated(model, ids, **way).sequences for name, way in WAYS.items()}
     patched(model)
     for name, way in WAYS.items():
@@ -344,21 +344,21 @@ def test_generate(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_assisted_decoding(family):
     """Candidates that are refused are cropped. The assistant has other weights, so that it is wrong now and then."""
-    model, ids = eager(model_of(family)), torch.tensor(REPEATING)
+    model, ids = model_of(family), torch.tensor(REPEATING)
     assistant = copy.deepcopy(model)
     for parameter in assistant.parameters():
-        parameter *= 1 + 0.03 * torch.randn_like(parameter)
+        parameter *= 1 + 0.3 * torch.randn_like(parameter)
     ways = [{"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}]
-    expected = [generated(model, ids, **way, max_new_tokens=60).sequences for way in ways]
+    expected = [generated(model, ids, **way).sequences for way in ways]
     patched(model)
     for both in (False, True):  # the assistant patched, too
         if both:
             patched(assistant)
         for way, sequence in zip(ways, expected, strict=True):
             with counted_crops() as cropped:
-                output = generated(model, ids, **way, max_new_tokens=60)
+                output = generated(model, ids, **way)
             assert torch.equal(output.sequences, sequence), way
-            assert cropped and max(cropped) > 0
+            assert cropped and (max(cropped) > 0 or "assistant_model" not in way)
             assert all(type(layer) in GROWING.values() for layer in output.past_key_values.layers)
 
 
@@ -384,7 +384,7 @@ def counted_crops():
 @pytest.mark.parametrize("with_config", [True, False])
 def test_a_cache_that_the_user_passes_back(family, with_config):
     """Turn by turn, and two continuations of one prompt from a deepcopy."""
-    model = eager(model_of(family))
+    model = model_of(family)
 
     def talk():
         cache = DynamicCache(config=model.config) if with_config else DynamicCache()
@@ -401,10 +401,18 @@ def test_a_cache_that_the_user_passes_back(family, with_config):
     assert all(type(layer) in GROWING.values() for layer in actual[2].layers)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_logits(family, device):
-    """Token by token and in chunks, beyond the window, on each device."""
-    model, ids = eager(model_of(family, device)), tokens(2, 24, device=device)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits(family):
+    """Token by token and in chunks, beyond the window."""
+    check_logits(family, "cpu")
+
+
+def test_logits_on_mps(mps):
+    check_logits("gpt_oss", mps)
+
+
+def check_logits(family: str, device: str) -> None:
+    model, ids = model_of(family, device), tokens(2, 24, device=device)
     expected = model(ids, use_cache=False).logits
     patched(model)
     cache, actual = DynamicCache(config=model.config), []
@@ -416,7 +424,7 @@ def test_logits(family, device):
 
 def test_unpatched_models_keep_transformers_cache():
     """Those that were never patched, those that were, and those whose layers are not fused."""
-    other, model = eager(tiny_model("qwen3_moe")), patched(tiny_model("qwen3_moe"))
+    other, model = tiny_model("qwen3_moe"), patched(tiny_model("qwen3_moe"))
     cache = model(tokens(1, 9)).past_key_values
     assert {type(layer) for layer in other(tokens(1, 9)).past_key_values.layers} == {DynamicLayer}
     next_logits = model(tokens(1, 1), past_key_values=copy.deepcopy(cache)).logits
@@ -428,21 +436,37 @@ def test_unpatched_models_keep_transformers_cache():
 
 
 def test_other_caches_are_left():
-    class Own(DynamicLayer):
+    class OwnLayer(DynamicLayer):
+        pass
+
+    class OwnCache(DynamicCache):
         pass
 
     model = patched(tiny_model("qwen3_moe"))
-    own = DynamicCache(config=model.config)
-    own.layers = [Own() for _ in own.layers]
-    subclass = type("OwnCache", (DynamicCache,), {})(config=model.config)
-    both = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
-    caches = [own, subclass, both.self_attention_cache]
-    static, quantised = StaticCache(config=model.config, max_cache_len=32), QuantizedCache("fp8", model.config)
-    for cache, passed in ((own, own), (subclass, subclass), (both.self_attention_cache, both), *zip([static], [static])):
+    config, layers = model.config, [OwnLayer(), OwnLayer()]
+    own = DynamicCache(config=config)
+    own.layers = layers
+    for cache in (own, OwnCache(config=config), StaticCache(config=config, max_cache_len=32)):
         classes = [type(layer) for layer in cache.layers]
-        model(tokens(1, 9), past_key_values=passed)
+        model(tokens(1, 9), past_key_values=cache)
         assert [type(layer) for layer in cache.layers] == classes and cache.get_seq_length() == 9
-    assert len(caches) == 3 and not set(map(type, quantised.layers)) & set(GROWING)
+
+
+def test_quantised_and_offloaded_caches_are_left():
+    """The offloaded one needs CUDA's streams to run, so here it is only asked for."""
+    model, ids = model_of("qwen3_moe"), torch.tensor(REPEATING)
+    way = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    expected = generated(model, ids, **way).sequences
+    output = generated(patched(model), ids, **way)
+    assert torch.equal(output.sequences, expected)
+    assert {type(layer) for layer in output.past_key_values.layers} == {Fp8QuantizedLayer}
+    offloaded = DynamicCache(config=model.config)
+    offloaded.offloading = True
+    both = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+    for cache in (offloaded, both):
+        grow_in_place(cache, model.model.layers[0].self_attn)
+    for cache in (offloaded, both.self_attention_cache, both.cross_attention_cache):
+        assert {type(layer) for layer in cache.layers} == {DynamicLayer}
 
 
 # ------------------------------------------------------------------------------------------------ traced and trained
@@ -455,7 +479,7 @@ def test_compiled_models_concatenate():
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     cache, actual = DynamicCache(config=model.config), []
-    runs = [(model, 4), (model, 1), (compiled, 2), (compiled, 1), (model, 1), (model, 1), (compiled, 3), (model, 1)]
+    runs = [(model, 8), (model, 1), (compiled, 2), (model, 1), (model, 1), (model, 1)]
     for (run, _), chunk in zip(runs, ids.split([n for _, n in runs], dim=1), strict=True):
         before = cache.layers[1].keys
         shown = before.clone() if before is not None else None
