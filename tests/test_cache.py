@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Fp8QuantizedLayer
@@ -249,6 +250,21 @@ def test_rows_behind_a_crop_are_overwritten():
     layer.crop(-2)
     layer.update(*states(1, 2))
     assert torch.equal(taken[:, :, :7], before[:, :, :7]) and not torch.equal(taken, before)
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+@pytest.mark.parametrize("window", [None, 100])
+def test_copies(how, window):
+    """transformers' own layers, with nothing but the rows stored, and apart from what they were copied from."""
+    _, layer = layer_pair(window)
+    layer.update(*states(2, 20))
+    copied, before = how(layer), layer.keys.clone()
+    assert type(copied) is layer.original and "rooms" not in vars(copied)
+    assert rows_of_memory(copied) == [20, 20]
+    layer.crop(-5)
+    layer.update(*states(2, 5))
+    assert torch.equal(copied.keys, before) and not torch.equal(layer.keys, before)
+    assert len(pickle.dumps(layer)) < 2 * sum(t.nbytes for t in (before, copied.values))
 
 
 # ------------------------------------------------------------------------------------------------ how much is copied
@@ -500,6 +516,28 @@ def test_exported_models_concatenate():
     output = program.module()(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
     assert relative(output.logits, model(ids).logits) <= 1e-6
     assert [layer.keys.shape[-2] for layer in output.past_key_values.layers] == [9, 9]
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_tangents_and_traces_see_no_writing(window):
+    """Under forward_ad and torch.jit.trace the layer gives what transformers' gives, and its memory is not written."""
+    for stock, ours in (layer_pair(window), layer_pair(window)):
+        first, new, tangents = states(1, 9), states(1, 2), states(1, 2)
+        for layer in (stock, ours):
+            layer.update(*first)
+        memory = ours.rooms[0].memory.clone()
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(*pair) for pair in zip(new, tangents, strict=True)]
+            for a, e in zip(ours.update(*duals), stock.update(*duals), strict=True):
+                assert torch.equal(forward_ad.unpack_dual(a).tangent, forward_ad.unpack_dual(e).tangent)
+        assert ours.rooms is None or torch.equal(ours.rooms[0].memory.nan_to_num(), memory.nan_to_num())
+    _, ours = layer_pair(window)
+    ours.update(*first)
+    traced = torch.jit.trace(lambda keys, values: ours.update(keys, values), new, check_trace=False)
+    one = traced(*states(1, 2))
+    before = one[0].clone()
+    traced(*states(1, 2))
+    assert torch.equal(one[0], before)
 
 
 def test_gradients_flow_through_a_cache_that_has_grown():

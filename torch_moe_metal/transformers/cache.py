@@ -34,7 +34,7 @@ class Room:
     def append(self, stored: Tensor, new: Tensor) -> Tensor:
         """The stored rows and the new ones behind them. If they fit, only the new ones are copied."""
         old, more = rows_of(stored), new.shape[-2]
-        if stored is not self.shown or not self.fits(more, old + more):
+        if self.memory is None or not self.fits(more, old + more):
             self.move(stored, new, old + more)
         self.memory.narrow(-2, self.end, more).copy_(new)
         self.end += more
