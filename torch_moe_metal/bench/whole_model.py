@@ -3,8 +3,8 @@
 The model has the sizes of `--model` and random bf16 weights. It has `--layers` of all its layers, and its vocabulary is
 cut in the same proportion, so that the head weighs as much as it does in the whole model. All variants take turns in
 every round, on the same weights and the same tokens; told are medians over the rounds. Each of `--formats` makes two
-more variants, both with `patch`: experts alone packed, and all that is large. Each of `--context` is how many tokens are
-in the cache when decoding begins; their keys and values are random, as the weights are.
+more variants, both with `patch`: experts alone packed, and all that is large. Each of `--context` is how many tokens
+are in the cache when decoding begins; their keys and values are random, as the weights are.
 """
 
 import copy
@@ -231,5 +231,6 @@ def run(options: Namespace) -> int:
     if not options.json:
         print("   ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     medians = measure(options)
-    print(json.dumps({**machine(), **about, "rows": medians}, indent=1) if options.json else table(medians, options.context))
+    found = {**machine(), **about, "rows": medians}
+    print(json.dumps(found, indent=1) if options.json else table(medians, options.context))
     return 0

@@ -1,10 +1,10 @@
-"""The KV cache of a patched model grows in place: a new token's keys and values are written behind those that are there.
+"""The KV cache of a patched model grows in place: a token's keys and values are written behind those that are there.
 
-transformers' `DynamicCache` concatenates, which copies all that is stored for every token. Here a layer's keys and values
-are rows of memory with room for more. `layer.keys` and `layer.values` are what they were: tensors of the rows stored.
+transformers' `DynamicCache` concatenates, which copies all that is stored for every token. Here a layer's keys and
+values are rows of memory with room for more, and `layer.keys` and `layer.values` still show the rows stored.
 
-A tensor that somebody took out of the cache keeps its numbers, but for one case: new tokens after `crop` overwrite the rows
-that were cropped. A copy of a cache (deepcopy, pickle) shares nothing with it, and its layers are transformers' own again.
+A tensor that somebody took out of the cache keeps its numbers, but for one case: new tokens after `crop` overwrite the
+rows that were cropped. A copy of a cache (deepcopy, pickle) shares nothing with it, and has transformers' own layers.
 """
 
 import torch
