@@ -223,9 +223,9 @@ def test_memory_of_a_batch_that_was_reordered_or_changed(window):
 
 @pytest.mark.parametrize("window", [None, 50])
 def test_what_cannot_be_appended_is_as_in_transformers(window, device):
-    """Another batch, width or number of dimensions is an error, another dtype is promoted."""
+    """Another device, batch, width or number of dimensions is an error, another dtype is promoted."""
     wrong = [states(3, 1, device), [t[..., :2] for t in states(2, 1, device)], [t[0] for t in states(2, 1, device)]]
-    for new in wrong:
+    for new in (*wrong, states(2, 1, "meta")):
         stock, ours = layer_pair(window)
         first = states(2, 9, device)
         results = []
