@@ -69,20 +69,17 @@ def is_packed(row: dict) -> bool:
 
 
 def rows_of_model(rows: dict[str, dict[str, float]]) -> str:
+    """In the order of the file. One older than `--context` tells one speed of decode, one older than packed weights no
+    weights."""
     stock = rows["stock"]
 
-    def rate(row: dict, key: str) -> str:
-        return f"{row[key]:.1f} ({row[key] / stock[key]:.2f} x)"
+    def cell(key: str, value: float) -> str:
+        if key == "weights GB":
+            return f"{value:.1f} GB"
+        return f"{value:.0f}" if key == "ops per token" else f"{value:.1f} ({value / stock[key]:.2f} x)"
 
-    columns = ("", "decode tokens/s", "ops per token", "prefill tokens/s")
-    lines = [
-        (name, rate(row, "decode tokens/s"), f"{row['ops per token']:.0f}", rate(row, "prefill tokens/s"))
-        for name, row in rows.items()
-    ]
-    if "weights GB" in stock:  # since packed weights are among them
-        columns += ("weights",)
-        lines = [(*line, f"{row['weights GB']:.1f} GB") for line, row in zip(lines, rows.values(), strict=True)]
-    return table(columns, lines)
+    columns = ("", *(key.removesuffix(" GB") for key in stock))
+    return table(columns, [(name, *(cell(key, row[key]) for key in stock)) for name, row in rows.items()])
 
 
 def with_commits(columns: tuple[str, ...], lines: list[tuple], rows: dict[str, dict]) -> str:
@@ -201,7 +198,7 @@ def figures() -> str:
         tokens = f"{row['T']} token{'s' * (row['T'] > 1)}"
         rows.append((f"MoE block, {tokens}", f"{best:.1f} ms", f"{ours:.1f} ms", f"{row['x_pytorch']:.1f}"))
     for what in ("decode", "prefill"):
-        key = f"{what} tokens/s"
+        key = next(key for key in model["stock"] if key.startswith(f"{what} tokens/s"))
         best = max(row[key] for name, row in model.items() if name.startswith("stock"))
         ours = model["patch"][key]
         rows.append((f"4 layers, {what}", f"{best:.1f} tokens/s", f"{ours:.1f} tokens/s", f"{ours / best:.1f}"))

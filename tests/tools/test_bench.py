@@ -625,3 +625,43 @@ def test_packed_variants_of_a_whole_model_share_what_stays_dense():
     for packed in (experts, whole):
         alike = torch.cosine_similarity(packed(ids).logits.flatten(), dense.flatten(), 0)
         assert alike > 0.99  # a token may choose other experts
+
+
+def test_whole_model_decodes_behind_each_context(tiny: Model, monkeypatch, capsys):
+    """Every variant's speed at each context, in JSON and as a table."""
+    monkeypatch.setattr(whole_model, "PROMPT", 8)
+    lengths = []
+    filled = whole_model.filled_cache
+    monkeypatch.setattr(whole_model, "filled_cache", lambda *args: lengths.append(args[1]) or filled(*args))
+    command = ["bench-model", "--device", "cpu", "--layers", "2", "--rounds", "1", "--context", "3", "300"]
+    assert main([*command, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert list(rows) == ["stock", "experts_implementation", "patch"]
+    assert lengths == [3, 300] * 2 * len(rows)  # one round to warm up and one that counts
+    for row in rows.values():
+        assert list(row)[:3] == ["decode tokens/s at 3", "decode tokens/s at 300", "ops per token"]
+        assert all(value > 0 for value in row.values())
+    assert rows["patch"]["ops per token"] < rows["stock"]["ops per token"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out.splitlines()[-4:]
+    assert "decode tokens/s at 3  " in printed[0] and "at 300" in printed[0]
+    assert [line.count("x)") for line in printed] == [0, 3, 3, 3] and printed[1].count("(1.00x)") == 3
+
+
+@pytest.mark.parametrize("name", whole_model.WHOLE)
+def test_filled_cache_is_as_if_the_model_had_read(name: str, monkeypatch):
+    monkeypatch.setitem(MODELS, name, MODELS[name].reduced(E=8, K=2, H=64, I=64))
+    model = whole_model.random_model(name, 2, "cpu")
+    model.config.sliding_window = 16
+    cache = whole_model.filled_cache(model, 40)
+    read = model(torch.zeros(1, 40, dtype=torch.long), use_cache=True).past_key_values
+    for filled, layer in zip(cache.layers, read.layers, strict=True):
+        assert type(filled) is type(layer) and filled.get_seq_length() == layer.get_seq_length() == 40
+        for a, b in ((filled.keys, layer.keys), (filled.values, layer.values)):
+            assert a.shape == b.shape and a.dtype == b.dtype
+
+
+def test_no_context_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench-model", "--context", "0"])
+    assert "must be 1 or more, got 0" in capsys.readouterr().err

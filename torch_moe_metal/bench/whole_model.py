@@ -3,7 +3,8 @@
 The model has the sizes of `--model` and random bf16 weights. It has `--layers` of all its layers, and its vocabulary is
 cut in the same proportion, so that the head weighs as much as it does in the whole model. All variants take turns in
 every round, on the same weights and the same tokens; told are medians over the rounds. Each of `--formats` makes two
-more variants, both with `patch`: experts alone packed, and all that is large.
+more variants, both with `patch`: experts alone packed, and all that is large. Each of `--context` is how many tokens
+are in the cache when decoding begins; their keys and values are random, as the weights are.
 """
 
 import copy
@@ -29,6 +30,7 @@ from .packed import FORMATS
 from .report import Progress
 
 PROMPT, TOKENS = 512, 16
+CONTEXT = [64, 4096, 16384]
 #: The models that are measured whole: all their layers, and what `MODELS` does not say of them.
 WHOLE = {
     "qwen3-30b-a3b": (48, {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}),
@@ -125,18 +127,45 @@ def prefill(model: nn.Module, ids: torch.Tensor) -> float:
     return ids.shape[1] / (synchronized(ids.device.type) - start)
 
 
-def decode(model: nn.Module, ids: torch.Tensor, tokens: int) -> tuple[float, int]:
-    """Tokens per second, and the ops that one token takes."""
-    output = model(ids, use_cache=True)
+def filled_cache(model: nn.Module, context: int):
+    """transformers' own, as if the model had read this many tokens."""
+    from transformers import DynamicCache
+
+    config, weight = model.config, model.lm_head.weight
+    cache = DynamicCache(config=config)
+    for index in range(len(cache.layers)):
+        shape = 1, config.num_key_value_heads, context, config.head_dim
+        keys, values = (torch.randn(shape, dtype=torch.bfloat16, device=weight.device) for _ in range(2))
+        cache.update(keys, values, index)
+    return cache
+
+
+def decode(model: nn.Module, token: torch.Tensor, context: int, tokens: int) -> tuple[float, int]:
+    """Tokens per second behind this many tokens, and the ops that one token takes."""
+    cache = filled_cache(model, context)
     seconds = []
     for _ in range(tokens):
+        start = synchronized(token.device.type)
+        output = model(token, past_key_values=cache)
+        seconds.append(synchronized(token.device.type) - start)
         token = output.logits[:, -1:].argmax(-1)
-        start = synchronized(ids.device.type)
-        output = model(token, past_key_values=output.past_key_values)
-        seconds.append(synchronized(ids.device.type) - start)
     with calls() as counter:
-        model(token, past_key_values=output.past_key_values)
+        model(token, past_key_values=cache)
     return 1 / statistics.median(seconds), counter.total()
+
+
+def speed_at(context: int) -> str:
+    return f"decode tokens/s at {context}"
+
+
+def measured(model: nn.Module, ids: torch.Tensor, contexts: list[int]) -> dict[str, float]:
+    decoded = {context: decode(model, ids[:, :1], context, TOKENS) for context in contexts}
+    return {
+        **{speed_at(context): speed for context, (speed, _) in decoded.items()},
+        "ops per token": decoded[contexts[0]][1],
+        "prefill tokens/s": prefill(model, ids),
+        "weights GB": weights_gb(model),
+    }
 
 
 @torch.no_grad()
@@ -145,29 +174,25 @@ def measure(options: Namespace) -> dict[str, dict[str, float]]:
     model = random_model(options.model, options.layers, options.device)
     ids = torch.randint(0, model.config.vocab_size, (1, PROMPT), device=options.device)
     prepared = variants(model, options.device) | packed_variants(model, options.formats)
-    rows: dict[str, list[tuple]] = {name: [] for name in prepared}
+    rows: dict[str, list[dict]] = {name: [] for name in prepared}
     progress = Progress((options.rounds + 1) * len(rows), wanted=not options.json)
     for _ in range(options.rounds + 1):  # the first of each only warms up
         for name, prepare in prepared.items():
             progress.show(sum(map(len, rows.values())), name)
-            one = prepare()
-            rows[name].append((*decode(one, ids[:, :32], TOKENS), prefill(one, ids), weights_gb(one)))
+            rows[name].append(measured(prepare(), ids, options.context))
     progress.clear()
-    columns = ("decode tokens/s", "ops per token", "prefill tokens/s", "weights GB")
     return {
-        name: dict(zip(columns, map(statistics.median, zip(*row[1:], strict=True)), strict=True))
-        for name, row in rows.items()
+        name: {key: statistics.median(row[key] for row in found[1:]) for key in found[0]}
+        for name, found in rows.items()
     }
 
 
-def table(medians: dict[str, dict[str, float]]) -> str:
-    stock = medians["stock"]
-    lines = [f"{'':24}{'decode tokens/s':>24}{'ops per token':>16}{'prefill tokens/s':>24}{'weights GB':>12}"]
+def table(medians: dict[str, dict[str, float]], contexts: list[int]) -> str:
+    stock, speeds = medians["stock"], [*map(speed_at, contexts), "prefill tokens/s"]
+    lines = [f"{'':24}{''.join(f'{key:>27}' for key in speeds)}{'ops per token':>16}{'weights GB':>12}"]
     for name, row in medians.items():
-        decoding, prefilling = (
-            f"{row[key]:.1f} ({row[key] / stock[key]:.2f}x)" for key in ("decode tokens/s", "prefill tokens/s")
-        )
-        lines.append(f"{name:24}{decoding:>24}{row['ops per token']:>16.0f}{prefilling:>24}{row['weights GB']:>12.1f}")
+        rates = "".join(f"{f'{row[key]:.1f} ({row[key] / stock[key]:.2f}x)':>27}" for key in speeds)
+        lines.append(f"{name:24}{rates}{row['ops per token']:>16.0f}{row['weights GB']:>12.1f}")
     return "\n".join(lines)
 
 
@@ -178,6 +203,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     packed = [name for name, packing in FORMATS.items() if packing]
     told = f"packed weights, too: {' '.join(packed)} (default: none; each takes a minute to make and 4 GB)"
     parser.add_argument("--formats", nargs="+", choices=packed, default=[], metavar="FORMAT", help=told)
+    told = f"how many tokens are in the cache at decode (default: {' '.join(map(str, CONTEXT))})"
+    parser.add_argument("--context", nargs="+", type=positive, default=CONTEXT, metavar="TOKENS", help=told)
     parser.add_argument("--rounds", type=positive, default=5, help="that count, after one that does not (default: 5)")
     parser.add_argument("--json", action="store_true", help="print JSON and no table")
 
@@ -204,5 +231,6 @@ def run(options: Namespace) -> int:
     if not options.json:
         print("   ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     medians = measure(options)
-    print(json.dumps({**machine(), **about, "rows": medians}, indent=1) if options.json else table(medians))
+    found = {**machine(), **about, "rows": medians}
+    print(json.dumps(found, indent=1) if options.json else table(medians, options.context))
     return 0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..arguments import DTYPES
 from ..grad import wants_grad
+from .cache import grow_in_place
 from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, why_not_fused
 from .families import BLOCKS, GEMMA4_LAYERS, PRE_NORM_LAYERS, Block, family_name
 
@@ -167,6 +168,7 @@ class FusedPreNormLayer(Fused):
         parts = mlp.parts(hidden_states, self, mlp, norm) if known else None
         if parts is None:
             return super().forward(hidden_states, *args, **kwargs)
+        grow_in_place(kwargs.get("past_key_values"), inner["self_attn"])
         attended, _ = inner["self_attn"](hidden_states=inner["input_layernorm"](hidden_states), **kwargs)
         x, residual = ops.residual_norm(hidden_states, attended, member(norm, "weight"), eps=norm.variance_epsilon)
         return mlp.moe(x, parts, residual)[0]
@@ -186,6 +188,7 @@ class FusedGemma4Layer(Fused):
         if arguments is None:
             return super().forward(hidden_states, per_layer_input, *args, **kwargs)
         inner = self._modules
+        grow_in_place(kwargs.get("past_key_values"), inner["self_attn"])
         attended, _ = inner["self_attn"](
             hidden_states=inner["input_layernorm"](hidden_states),
             **{"position_embeddings": None, "attention_mask": None} | kwargs,

@@ -56,8 +56,8 @@ def patch(model: nn.Module) -> Report:
 
     All other experts run through `experts_implementation="moe_metal"`, which this selects. Weights are shared, never
     copied, and `unpatch` undoes everything. Where a gradient is wanted, or other experts are selected later, the model
-    runs as it would without. An error leaves the model as it was. On mps, kernels begin to compile: see `warm_up`.
-    Of a pipeline, its model is patched.
+    runs as it would without. Under fused layers the cache grows in place: see cache.py. An error leaves the model as it
+    was. On mps, kernels begin to compile: see `warm_up`. Of a pipeline, its model is patched.
     """
     model = model_of(model, "patch")
     parts = [module for module in model.modules() if hasattr(type(module), "set_experts_implementation")]
