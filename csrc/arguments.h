@@ -2,6 +2,7 @@
 //
 // Shape letters are the check: a letter is bound by the first argument that has it.
 // Letters: * any leading dimensions, together T tokens; E experts; K experts per token; H hidden; I inner; G is 2I.
+// Of attention: B sequences; A query heads; J key heads; T queries; S keys; D and V, a key's size and a value's.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -70,6 +71,23 @@ class Arguments {
   Tensor parameter(const char* name, const OptionalTensor& tensor, const char* letters) {
     return given(tensor) ? parameter(name, *tensor, letters) : Tensor();
   }
+  // What attention may see: bool, or what is added to the scores, for each sequence and head or for all of them.
+  // -> a view of the whole shape
+  Tensor mask(const char* name, const OptionalTensor& tensor, const char* letters) {
+    if (!given(tensor)) return Tensor();
+    check_dense(name, *tensor);
+    const auto dtype = tensor->scalar_type(), own = first_.scalar_type();
+    TORCH_CHECK(dtype == at::kBool || dtype == at::kFloat || dtype == own, prefix(name), "expected bool",
+                own == at::kFloat ? " or float32" : ", float32 or ", own == at::kFloat ? "" : dtype_name(own),
+                ", the dtype of ", first_name_, "; got ", dtype_name(dtype));
+    const int64_t dims = static_cast<int64_t>(std::string_view(letters).size());
+    c10::SmallVector<int64_t, 4> shape;
+    for (int64_t i = 0; i < dims; ++i) shape.push_back((*this)[letters[i]]);
+    bool fits = tensor->dim() == dims;
+    for (int64_t i = 0; fits && i < dims; ++i) fits = tensor->size(i) == shape[i] || (i < 2 && tensor->size(i) == 1);
+    if (!fits) wrong_shape(name, *tensor, letters, "", 0, c10::str("1 for ", letters[0], " or ", letters[1]));
+    return tensor->expand(shape);
+  }
   // Expert ids.
   const Tensor& ids(const char* name, const Tensor& tensor, const char* letters) {
     check_dense(name, tensor);
@@ -100,6 +118,12 @@ class Arguments {
     const auto used = static_cast<float>(value);
     TORCH_CHECK(std::isfinite(used) && value >= 0, prefix(name), "expected a finite number >= 0, got ",
                 as_float32(value));
+    return used;
+  }
+  // Scores are bent to softcap * tanh(score / softcap); 0 leaves them as they are.
+  float softcap(const char* name, double value) const {
+    const float used = not_negative(name, value);
+    TORCH_CHECK(used > 0 || value == 0, prefix(name), "expected 0 or a finite number > 0, got ", as_float32(value));
     return used;
   }
   template <class Choice, size_t N>

@@ -52,9 +52,6 @@ inline RoutingParams routing_params(const Arguments& args, const RoutingOptions&
   args.in_range("topk_group", options.topk_group, 1, options.n_group, "n_group");
   args.in_range("top_k", options.top_k, 1, E / options.n_group * options.topk_group,
                 "the experts in topk_group groups");
-  const float softcap = args.not_negative("softcap", options.softcap);
-  TORCH_CHECK(softcap > 0 || options.softcap == 0, args.prefix("softcap"), "expected 0 or a finite number > 0, got ",
-              Arguments::as_float32(options.softcap));
   return {
       .experts = static_cast<int32_t>(E),
       .top_k = static_cast<int32_t>(options.top_k),
@@ -65,7 +62,7 @@ inline RoutingParams routing_params(const Arguments& args, const RoutingOptions&
                                               std::array{"none", "before_scale", "after_scale"}),
       .group_score = args.one_of<GroupScore>("group_score", options.group_score, std::array{"top2_sum", "max"}),
       .scaling_factor = args.finite("scaling_factor", options.scaling_factor),
-      .softcap = softcap,
+      .softcap = args.softcap("softcap", options.softcap),
   };
 }
 
@@ -496,8 +493,8 @@ inline ResidualNorm residual_norm_inputs(const char* op, const Tensor& residual,
   call.input = args.activation("input", input, "*H");
   call.weight = args.parameter("weight", weight, "H");
   const bool single = scalar.has_value() && scalar->defined() && scalar->dim() == 1 && scalar->size(0) == 1;
-  if (single) args.bind('S', 1);
-  call.scalar = args.parameter("scalar", scalar, single ? "S" : "H");
+  if (single) args.bind('U', 1);
+  call.scalar = args.parameter("scalar", scalar, single ? "U" : "H");
   call.eps = args.not_negative("eps", eps);
   make_contiguous({&call.residual, &call.input, &call.weight, &call.scalar});
   call.T = args.tokens();
@@ -521,6 +518,55 @@ std::tuple<Tensor, Tensor> residual_norm(const Tensor& residual, const Tensor& i
   call.sum = empty(call.output.sizes(), call.output.options());
   if (call.T > 0) run(call);
   return {call.output, call.sum};
+}
+
+// ---------------------------------------------------------------------------------------------- attention
+
+// q, k, v and mask are not copied: they have any strides, and those of a mask for all heads or sequences are 0.
+struct Attention {
+  Tensor q, k, v;
+  Tensor mask;   // undefined, or [B, A, T, S]: bool, or float32 or the dtype of q
+  Tensor sinks;  // undefined, or [A], contiguous: float32 or the dtype of q
+  int64_t B, A, J, T, S, D, V;
+  float scale, softcap;
+  bool causal;
+  int64_t window;  // 0: none; at most S
+  Tensor output;   // [B, T, A, V]
+
+  // Query t sees keys [first_key(t), last_key(t)), as far as the mask lets it.
+  int64_t first_key(int64_t t) const { return window > 0 ? std::max<int64_t>(S - T + t + 1 - window, 0) : 0; }
+  int64_t last_key(int64_t t) const { return causal ? std::clamp<int64_t>(S - T + t + 1, 0, S) : S; }
+};
+
+template <auto run>
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
+                 const OptionalTensor& sinks, std::optional<double> scale, bool causal, int64_t window,
+                 double softcap) {
+  Arguments args("attention", "q", q);
+  Attention call;
+  call.q = args.activation("q", q, "BATD");
+  args.at_least_one('A', "q");
+  args.at_least_one('D', "q");
+  call.k = args.activation("k", k, "BJSD");
+  args.at_least_one('J', "k");
+  TORCH_CHECK(args['A'] % args['J'] == 0, args.prefix("k"), "expected J to be a divisor of A = ", args['A'], ", got ",
+              args['J']);
+  call.v = args.activation("v", v, "BJSV");
+  args.at_least_one('V', "v");
+  call.mask = args.mask("mask", mask, "BATS");
+  call.sinks = args.parameter("sinks", sinks, "A");
+  call.scale = args.finite("scale", scale.value_or(1 / std::sqrt(static_cast<double>(args['D']))));
+  TORCH_CHECK(window >= 0, args.prefix("window"), "expected a number >= 0, got ", window);
+  TORCH_CHECK(window == 0 || causal, args.prefix("window"), "expected 0 where causal is False, got ", window);
+  call.softcap = args.softcap("softcap", softcap);
+  call.causal = causal;
+  make_contiguous({&call.sinks});
+  std::tie(call.B, call.A, call.J) = std::tuple(args['B'], args['A'], args['J']);
+  std::tie(call.T, call.S, call.D, call.V) = std::tuple(args['T'], args['S'], args['D'], args['V']);
+  call.window = std::min(window, call.S);
+  call.output = args.output({call.B, call.T, call.A, call.V});
+  if (call.output.numel() > 0) run(call);
+  return call.output;
 }
 
 }  // namespace moe_metal

@@ -1,6 +1,7 @@
 // Every op of the package: the table of contents.
 // The maths of each stands in torch_moe_metal/reference.py, its checks in contract.h, its kernels in cpu/<op>.cpp
-// and mps/<op>.mm. Letters: T tokens, E experts, K experts per token, H hidden, I expert inner size.
+// and mps/<op>.mm. Letters: T tokens, E experts, K experts per token, H hidden, I expert inner size; arguments.h has
+// those of attention.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
@@ -51,6 +52,9 @@ constexpr const char* kSchemas[] = {
     "norm_add(Tensor residual, Tensor input, Tensor weight, Tensor? scalar=None, *, float eps=1e-6) -> Tensor",
     "residual_norm(Tensor residual, Tensor input, Tensor weight, Tensor? scalar=None, *, float eps=1e-6) "
     "-> (Tensor output, Tensor sum)",
+
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? sinks=None, *, float? scale=None, "
+    "bool causal=False, int window=0, float softcap=0.0) -> Tensor",
 };
 
 std::string op_name(const std::string& schema) { return schema.substr(0, schema.find('(')); }
@@ -135,6 +139,7 @@ TORCH_LIBRARY_IMPL(moe_metal_checks, CompositeExplicitAutograd, m) {  // for Met
   m.impl("weighted_sum_dual_norm_add", &moe_metal::weighted_sum_dual_norm_add<nothing>);
   m.impl("norm_add", &moe_metal::norm_add<nothing>);
   m.impl("residual_norm", &moe_metal::residual_norm<nothing>);
+  m.impl("attention", &moe_metal::attention<nothing>);
 }
 
 TORCH_LIBRARY_IMPL(moe_metal, Autograd, m) {

@@ -1,8 +1,8 @@
 """The one table of cases: what every op is called with, here and in every test.
 
-A case names its shapes by letters (T tokens, E experts, K experts per token, H hidden, I inner, G = 2I, N rows, S
-scalars), the optional arguments it gives, its options and its dtypes. Its tensors are drawn on the CPU, the same on
-every run.
+A case names its shapes by letters (T tokens, E experts, K experts per token, H hidden, I inner, G = 2I, N rows, U
+scalars; those of attention are in arguments.py), the optional arguments it gives, its options and its dtypes. Its
+tensors are drawn on the CPU, the same on every run.
 `CASES` holds named cases (real routers and blocks, what other projects test, hostile inputs), the pairwise grids, and
 small samples of each op, and of each format of weights, that give every optional argument: those go through the slower
 properties as well.
@@ -629,7 +629,7 @@ def glu_cases() -> list[Case]:
 def sum_and_norm_cases() -> list[Case]:
     """Rows that are all zero, huge, tiny or not finite, and every choice of optional arguments."""
     cases = []
-    dims = {"T": 5, "K": 3, "H": 72, "S": 1}
+    dims = {"T": 5, "K": 3, "H": 72, "U": 1}
     for op in SUMS + NORMS:
         first = "input" if op in NORMS else "slots"
         values = {
@@ -695,18 +695,24 @@ def samples() -> list[Case]:
     ]
     activation = [{}, OAI | {"interleaved": True}, {"activation": "gelu_tanh", "transposed": True}]
     dims = [
-        {"T": 6, "E": 13, "K": 3, "H": 67, "I": 19, "N": 37, "S": 1},
-        {"T": 6, "E": 16, "K": 4, "H": 64, "I": 96, "N": 64, "S": 64},
-        {"T": 6, "E": 40, "K": 8, "H": 130, "I": 33, "N": 5, "S": 1},
+        {"T": 6, "E": 13, "K": 3, "H": 67, "I": 19, "N": 37, "U": 1},
+        {"T": 6, "E": 16, "K": 4, "H": 64, "I": 96, "N": 64, "U": 64},
+        {"T": 6, "E": 40, "K": 8, "H": 130, "I": 33, "N": 5, "U": 1},
     ]
+    heads = [
+        {"B": 2, "A": 6, "J": 2, "S": 21, "D": 19, "V": 23},
+        {"B": 1, "A": 8, "J": 1, "S": 80, "D": 64, "V": 64},
+        {"B": 3, "A": 3, "J": 3, "S": 33, "D": 72, "V": 40},
+    ]
+    seeing = [{"causal": True, "window": 9, "scale": 0.3}, {"causal": True}, {}]
     dtypes = [(FLOAT, None), (BFLOAT, FLOAT), (HALF, None)]
     cases = []
     for op in ARGUMENTS:
-        for name, size, dtype, route, act in zip(
-            ("odd", "even", "half"), dims, dtypes, routing, activation, strict=True
+        for name, size, more, dtype, route, act, see in zip(
+            ("odd", "even", "half"), dims, heads, dtypes, routing, activation, seeing, strict=True
         ):
-            options = arguments.options(op, route | act | {"format": "dense", "dtype": dtype[0]})
-            cases.append(Case(op, f"sample_{name}", size, OPTIONAL[op], options, *dtype, sample=True))
+            options = arguments.options(op, route | act | see | {"format": "dense", "dtype": dtype[0]})
+            cases.append(Case(op, f"sample_{name}", size | more, OPTIONAL[op], options, *dtype, sample=True))
     return cases + [packed_sample(op, name) for op in PACKED_OPS for name in PACKED_SAMPLES]
 
 
@@ -994,7 +1000,7 @@ ROUTING_GRID = {
 
 
 def grid_case(op: str, row: dict, given: tuple[str, ...], options: dict, prepare=None) -> Case:
-    dims = {letter: row[letter] for letter in "TEKHIS" if letter in row}
+    dims = {letter: row[letter] for letter in "TEKHIU" if letter in row}
     name = "grid-" + "-".join(f"{letter}{size}" for letter, size in dims.items())
     extras = [v for v in options.values() if v is not None and v not in (False, 1, 1.0, 0.0) and v != row.get("K")]
     name += "".join(f"-{extra}" for extra in (*extras, *given)) + ("" if prepare is None else f"-{prepare.__name__}")
@@ -1064,7 +1070,7 @@ def plain_grids() -> list[Case]:
     for op in NORMS:
         rows = pairwise(fits, T=T_GRID, H=H_GRID, dtypes=PAIRS, scalar=("none", "one", "each"), eps=(1e-6, 1e-5, 0.01))
         for row in rows:
-            sizes = {"S": row["H"] if row["scalar"] == "each" else 1}
+            sizes = {"U": row["H"] if row["scalar"] == "each" else 1}
             given = () if row["scalar"] == "none" else ("scalar",)
             cases.append(grid_case(op, row | sizes, given, {"eps": row["eps"]}))
     return cases

@@ -174,7 +174,7 @@ def draw_dims(op: str, given: tuple[str, ...], rng: random.Random, packed: dict)
     letters = [
         letter for letter in dims if any(letter in text.replace("G", "I") for text in shapes(op, given).values())
     ]
-    while (case := Case(op, "", dims | {"S": 1}, given)).flops > most or case.elements > most:
+    while (case := Case(op, "", dims | {"U": 1}, given)).flops > most or case.elements > most:
         largest = max(letters, key=dims.get)
         if dims[largest] <= 2:
             break
@@ -184,7 +184,7 @@ def draw_dims(op: str, given: tuple[str, ...], rng: random.Random, packed: dict)
         dims["K"] = dims["E"] if rng.random() < 0.1 else min(dims["K"], dims["E"])
     for letter in "HI":
         dims[letter] = packed["group"] * math.ceil(dims[letter] / packed["group"])
-    return dims | {"S": rng.choice((1, dims["H"]))}
+    return dims | {"U": rng.choice((1, dims["H"]))}
 
 
 def draw_leading(T: int, rng: random.Random) -> tuple[int, ...]:

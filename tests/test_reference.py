@@ -147,6 +147,35 @@ def linear(x, weight, bias=None):
     return [p + b for p, b in zip(products, bias or [0.0] * len(products), strict=True)]
 
 
+def attention_of_query(query, keys, values, added, sink, sees, scale, softcap):
+    """One query of one head. `added` are numbers of a mask or bools, `sees` tells which keys may be seen otherwise."""
+    logits, seen = [], []
+    for s, key in enumerate(keys):
+        if not sees(s) or added[s] is False or added[s] == -math.inf:
+            continue
+        score = sum(x * y for x, y in zip(query, key, strict=True)) * scale
+        score = softcap * math.tanh(score / softcap) if softcap else score
+        logits.append(score if added[s] is True else score + added[s])
+        seen.append(values[s])
+    weights = softmax(logits + sink)[: len(seen)]
+    return [sum(w * value[i] for w, value in zip(weights, seen, strict=True)) for i in range(len(values[0]))]
+
+
+def attention(q, k, v, mask=None, sinks=None, *, scale=None, causal=False, window=0, softcap=0.0):
+    """All sequences, queries and heads: lists of lists."""
+    B, A, T, S = len(q), len(q[0]), len(q[0][0]), len(k[0][0])
+    scale = 1 / math.sqrt(len(q[0][0][0])) if scale is None else scale
+
+    def of(b: int, t: int, a: int) -> list[float]:
+        head, own = a * len(k[0]) // A, S - T + t
+        added = mask[b % len(mask)][a % len(mask[0])][t] if mask else [True] * S
+        sink = [sinks[a]] if sinks else []
+        sees = lambda s: not causal or (s <= own and (window == 0 or own - s < window))  # noqa: E731
+        return attention_of_query(q[b][a][t], k[b][head], v[b][head], added, sink, sees, scale, softcap)
+
+    return [[[of(b, t, a) for a in range(A)] for t in range(T)] for b in range(B)]
+
+
 def unpacked(case: Case, args: dict) -> dict:
     """The arguments of one token, or of none, with packed weights as lists of numbers and without what was beside."""
     if case.format == "dense":
@@ -192,6 +221,8 @@ def one_token(case: Case, args: dict) -> list:
     values = tuple(args.values())
     if case.op in ("linear", "dequantize"):
         return [linear(**args) if case.op == "linear" else args["weight"]]
+    if case.op == "attention":
+        return [attention(**args, **case.options)]
     if case.op in SUMS[1:]:
         return summed(case.op, args)
     if case.op in ("norm_add", "residual_norm"):
@@ -206,14 +237,14 @@ def one_token(case: Case, args: dict) -> list:
 @pytest.mark.parametrize("case", SAMPLES, ids=str)
 def test_reference_is_what_plain_loops_compute(case: Case):
     args = {name: t.double() if t.is_floating_point() else t for name, t in case.arguments().items()}
-    tokens = []
-    for t in range(case.dims["T"] if case.op != "dequantize" else 1):
+    tokens, at_once = [], case.op in ("dequantize", "attention")  # no argument begins with T
+    for t in range(1 if at_once else case.dims["T"]):
         of_token = {n: (v[t] if case.shapes[n][0] == "T" else v).tolist() for n, v in args.items()}
         tokens.append(one_token(case, of_token))
     want = [torch.tensor(rows, dtype=torch.float64) for rows in zip(*tokens, strict=True)]
     options = case.options
-    if case.op == "dequantize":
-        want, options = [want[0][0]], options | {"dtype": torch.float64}
+    if at_once:
+        want, options = [want[0][0]], options | ({"dtype": torch.float64} if case.op == "dequantize" else {})
     got = call(getattr(reference, case.op), case.op, args, options)
     want = [w if g.is_floating_point() else w.int() for w, g in zip(want, got, strict=True)]
     assert set(OPTIONAL[case.op]) <= set(args)
@@ -263,6 +294,37 @@ def test_reference_of_every_routing(scoring: str, renormalize: str, groups: tupl
     want_weights, want_ids = route(logits.tolist(), bias.tolist(), scale.tolist(), **options)
     assert ids.tolist() == want_ids
     assert_matches([weights], [torch.tensor(want_weights, dtype=torch.float64)])
+
+
+@pytest.mark.parametrize("T, S", [(1, 9), (5, 9), (9, 5)])
+@pytest.mark.parametrize("kind", ["none", "bool", "bool for all", "float", "float for all heads"])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"causal": True, "window": 2, "softcap": 1.5, "scale": -0.4}]
+)
+def test_reference_of_every_mask(T: int, S: int, kind: str, options: dict):
+    """With queries that see nothing, which gives 0, and NaN in what they do not see."""
+    generator = torch.Generator().manual_seed(11)
+    shapes = {"q": (2, 4, T, 3), "k": (2, 2, S, 3), "v": (2, 2, S, 4), "sinks": (4,)}
+    args = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
+    if kind != "none":
+        size = {"bool for all": (1, 1), "float for all heads": (2, 1)}.get(kind, (2, 4))
+        drawn = torch.randn(*size, T, S, generator=generator, dtype=torch.float64)
+        args["mask"] = drawn > 0 if kind.startswith("bool") else drawn.where(drawn < 0.5, -math.inf)
+    for sinks in ({}, {"sinks": args.pop("sinks")}):
+        lists = {name: tensor.tolist() for name, tensor in (args | sinks).items()}
+        want = torch.tensor(attention(**lists, **options), dtype=torch.float64).reshape(2, T, 4, 4)
+        assert_matches([reference.attention(**args, **sinks, **options)], [want])
+
+
+def test_reference_of_keys_that_are_not_seen():
+    """Whatever is in them; and NaN in a key, a value or a mask is seen by those that see it."""
+    ones, nan = torch.ones(1, 1, 3, 2), math.nan
+    last = torch.tensor([1.0, 1.0, nan]).view(1, 1, 3, 1).expand(ones.shape)
+    for changed in ({"k": last}, {"v": last}, {"mask": last[..., :1].mT.expand(1, 1, 3, 3)}):
+        got = reference.attention(**{"q": ones, "k": ones, "v": ones} | changed, causal=True)
+        assert torch.equal(got.isnan().flatten(), torch.tensor([0, 0, 0, 0, 1, 1]).bool())
+    none = ones[:, :, :0]
+    assert torch.equal(reference.attention(ones, none, none), torch.zeros(1, 3, 1, 2))
 
 
 def test_reference_of_odd_logits():

@@ -1,7 +1,8 @@
 """The one table of arguments: what every op takes and returns, in the letters of its shapes.
 
-T tokens, E experts, K experts per token, H hidden, I expert inner size, N rows of one weight; G is 2I, S the size of a
-scalar, 1 or H.
+T tokens, E experts, K experts per token, H hidden, I expert inner size, N rows of one weight; G is 2I, U the size of a
+scalar, 1 or H. Of attention: B sequences, A query heads, J key heads, T queries, S keys, D the size of a query and a
+key, V that of a value.
 The tests draw their cases from it, `bench` its rows and `doctor` its samples. Options are not told here: the signatures
 in reference.py have them.
 """
@@ -48,7 +49,9 @@ _BESIDE = {"shared": optional("TH"), "shared_gate": parameter("T", True), "resid
 _SLOTS = {"slots": Argument("TKH"), "weights": parameter("TK")}
 _RESIDUAL = {"residual": Argument("TH")}
 _WRITTEN = {"residual": Argument("TH", written=True)}
-_NORM = _RESIDUAL | {"input": Argument("TH"), "weight": parameter("H"), "scalar": parameter("S", True)}
+#: A mask may also be bool, and have 1 for B or A.
+_SEEN = {"mask": parameter("BATS", True), "sinks": parameter("A", True)}
+_NORM = _RESIDUAL | {"input": Argument("TH"), "weight": parameter("H"), "scalar": parameter("U", True)}
 
 #: Every tensor argument of every op, in the order of its schema.
 ARGUMENTS: dict[str, dict[str, Argument]] = {
@@ -76,6 +79,7 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
     | {"residual_norm_weight": parameter("H"), "moe_norm_weight": parameter("H")},
     "norm_add": _NORM,
     "residual_norm": _NORM,
+    "attention": {"q": Argument("BATD"), "k": Argument("BJSD"), "v": Argument("BJSV")} | _SEEN,
 }
 
 #: What it returns, where that is not one [T, H]. A router's weights are float32 and its ids int32, all else is
@@ -88,6 +92,7 @@ RETURNS: dict[str, tuple[str, ...]] = {
     "dequantize": ("NH",),
     "weighted_sum_residual_": (),
     "residual_norm": ("TH", "TH"),
+    "attention": ("BTAV",),
 }
 
 ROUTERS = ("gate", "route")

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import __version__, arguments, cpu_isa, packing, reference
 from .bench import measure
 
-DIMS = {"E": 33, "K": 3, "H": 96, "I": 40, "N": 37, "S": 1}  # nothing round: tails are where kernels go wrong
+DIMS = {"E": 33, "K": 3, "H": 96, "I": 40, "N": 37, "U": 1}  # nothing round: tails are where kernels go wrong
 TOKENS = (5, 50)  # as while decoding, and as for a prompt, which has kernels of its own
 
 

@@ -1,8 +1,10 @@
-"""The specification: every op in a few lines of plain PyTorch. Read from top to bottom it is the MoE layer.
+"""The specification: every op in a few lines of plain PyTorch. Read from top to bottom it is the MoE layer, and last
+comes attention.
 
 Each function is at once the definition, the oracle of the tests (called with float64 tensors it computes in float64),
 the fake function for torch.compile and the text behind `help`. Letters: T tokens (any leading dimensions), E experts,
-K experts per token, H hidden, I expert inner size. Sums are kept in float32 or wider and rounded once, at the end.
+K experts per token, H hidden, I expert inner size; attention has its own. Sums are kept in float32 or wider and rounded
+once, at the end.
 """
 
 import torch
@@ -23,6 +25,7 @@ __all__ = [  # noqa: RUF022  the ops, in the order of this page
     "weighted_sum_dual_norm_add",
     "norm_add",
     "residual_norm",
+    "attention",
 ]
 
 INF = float("inf")
@@ -391,3 +394,45 @@ def residual_norm(
     total = as_float(residual) + as_float(input)
     output = norm(total, eps) * as_float(weight)
     return rounded(output if scalar is None else output * as_float(scalar), residual), rounded(total, residual)
+
+
+# ------------------------------------------------------------------------------------------------ attention
+
+
+def attention(
+    q: Tensor,  # [B, A, T, D]
+    k: Tensor,  # [B, J, S, D]
+    v: Tensor,  # [B, J, S, V]
+    mask: Tensor | None = None,  # [B or 1, A or 1, T, S]
+    sinks: Tensor | None = None,  # [A], logits
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """softmax(softcap * tanh(scale * q @ k.T / softcap) + mask) @ v, of the keys that a query sees. -> [B, T, A, V]
+
+    B sequences, A query heads, J key heads, T queries, S keys. Query head a uses key head a // (A / J). `scale` is
+    D^-0.5 if it is not given; a `softcap` of 0 bends nothing. `mask` is bool, where True may be seen, or is added.
+    `causal`: query t sees keys up to S - T + t, the last query all of them. `window`, if not 0, needs `causal`, and is
+    how many keys a query sees at most, its own the last. `sinks` are one more logit for each head, without a value.
+
+    A key that is barred, or whose score is -inf, is not seen: whatever is in it, it adds nothing. A query that sees no
+    key gives 0.
+    """
+    A, T, S = q.shape[1], q.shape[2], k.shape[2]
+    keys, values = (as_float(x).repeat_interleave(A // k.shape[1], 1) for x in (k, v))
+    scores = as_float(q) @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    if mask is not None:
+        scores = scores.where(mask, -INF) if mask.dtype == torch.bool else (scores + mask).where(mask != -INF, -INF)
+    key, last = torch.arange(S, device=q.device), torch.arange(S - T, S, device=q.device).unsqueeze(-1)
+    if causal:
+        scores = scores.where(key <= last, -INF)
+    if window:
+        scores = scores.where(key > last - window, -INF)
+    nothing = scores[..., :0] if sinks is None else as_float(sinks).view(A, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, nothing], -1).softmax(-1)[..., :S].unsqueeze(-1)
+    total = (weights * values.unsqueeze(2)).where(scores.unsqueeze(-1) != -INF, 0).sum(-2)
+    return rounded(total.transpose(1, 2), q)

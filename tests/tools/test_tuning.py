@@ -62,7 +62,7 @@ SHOWING = {
     "gate_tiles": [("gate", {"T": T, "E": 65, "K": 2, "H": 8}) for T in (257, 545, 1025, 1281)],
     "commit_dispatches": [("experts", {"T": 3, "E": 8, "K": 4, "H": 40, "I": 24})],
     "commit_threads": [("experts", {"T": 80, "E": 4, "K": 2, "H": 40, "I": 24})],
-    "row_threads": [(op, {"T": 2, "K": 2, "H": 2100, "S": 1}) for op in ROW_OPS],
+    "row_threads": [(op, {"T": 2, "K": 2, "H": 2100, "U": 1}) for op in ROW_OPS],
 }
 
 

@@ -84,7 +84,7 @@ class Call:
         m = self.model
         rows = self.T * m.K if self.op == "glu" else self.T
         N, H = m.linears[self.matrix] if self.op == "linear" else (self.T, m.H)
-        return {"T": rows, "E": m.E, "K": m.K, "H": H, "I": m.I, "N": N, "S": 1}
+        return {"T": rows, "E": m.E, "K": m.K, "H": H, "I": m.I, "N": N, "U": 1}
 
     @property
     def letters(self) -> set[str]:
