@@ -2,23 +2,25 @@
 // query sees.
 //
 // q [B, A, T, D], k [B, J, S, D], v [B, J, S, V] and mask [B, A, T, S] with any strides; sinks [A]; output
-// [B, T, A, V]; between the two kernels partial [B, J, rows, parts, V] and stats [B, J, rows, parts].
+// [B, T, A, V]. Between the two kernels, in one memory, lie stats [B, J, rows, parts] and then sums
+// [B, J, rows, parts, V].
 //
 // The queries of all heads that share a key head are the rows of one matrix: row r is query r / (A / J) of the head
-// r % (A / J) of them. A simdgroup takes 8 rows over a run of keys, which it loads once for all of them, block by block,
-// with the softmax of what it has seen so far: scores are nowhere but in registers. Products have the keys down and the
-// rows across, scores^T = k * q^T and output^T = v^T * weights^T, of which a lane holds two rows of q. So the weights lie
-// where the second product wants them, and what scales a row's sums is known to the lanes that hold them.
+// r % (A / J) of them. A simdgroup takes 8 rows over a run of keys, which it loads once for all of them, block by
+// block, with the softmax of what it has seen so far: scores are nowhere but in registers. Products have the keys down
+// and the rows across, scores^T = k * q^T and output^T = v^T * weights^T, of which a lane holds two rows of q. So the
+// weights lie where the second product wants them, and what scales a row's sums is known to the lanes that hold them.
 //
-// Which columns meet in a matrix is free, as long as both sides agree. Of a chunk of 32 columns of a key the four lanes of
-// one key take a run of 8 each, so one load or two; the i-th of 4 matrices multiplies elements i and i + 4 of each. Of a
-// chunk of 64 columns of a value the 8 lanes of two keys take a run of 8 of both; the i-th of 8 matrices has element i.
+// Which columns meet in a matrix is free, as long as both sides agree. Of a chunk of 32 columns of a key the four lanes
+// of one key take a run of 8 each, so one load or two; the i-th of 4 matrices multiplies elements i and i + 4 of each.
+// Of a chunk of 64 columns of a value the 8 lanes of two keys take a run of 8 of both; the i-th of 8 matrices has
+// element i.
 //
-// attention: a threadgroup of kAttentionSimdgroups has `tiles` of 8 rows. Of a tile, `slices` simdgroups share long keys
-// and values, and what is left of them share the keys: streams, each with blocks of its own. Grid: row_blocks of each
-// sequence and key head along x; parts of the keys along y, and for values longer than a threadgroup takes further blocks
-// of their columns, which compute the scores again.
-// attention_combine: the parts of a row. Grid: rows of the output along x.
+// attention: a threadgroup of kAttentionSimdgroups has `tiles` of 8 rows. Of a tile, `slices` simdgroups share long
+// keys and values, and what is left of them share the keys: streams, each with blocks of its own. Grid: row_blocks of
+// each sequence and key head along x; parts of the keys along y, and for values longer than a threadgroup takes further
+// blocks of their columns, which compute the scores again. attention_combine: the parts of a row. Grid: rows of the
+// output along x.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
@@ -130,6 +132,7 @@ void load_run(device const T* row, ulong stride, uint column, uint length, threa
     if (column >= length) run.at[0] = run.at[1] = 0;
     return;
   }
+#pragma unroll
   for (uint n = 0; n < 8; ++n) {
     const bool inside = column + n < length;
     const float value = float(row[inside ? (column + n) * stride : 0]);
@@ -148,6 +151,7 @@ void load_query(device const T* row, uint column, constant AttentionParams& para
     if (column >= params.D) values = 0;
     return;
   }
+#pragma unroll
   for (uint n = 0; n < 4; ++n) {
     const bool inside = column + n < params.D;
     const float value = float(row[inside ? (column + n) * params.q.element : 0]);
@@ -162,6 +166,7 @@ struct QueryRows {
 template <bool wide, typename T>
 void load_chunk(QueryRows<T> queries, uint chunk, MatrixPlace place, constant AttentionParams& params,
                 thread QueryChunk& q) {
+#pragma unroll
   for (uint e = 0; e < 2; ++e) {
     load_query<wide>(queries.row[e], chunk * kAttentionKeyColumns + 4 * place.row, params, q.row[e]);
   }
@@ -189,13 +194,15 @@ void add_chunk(thread Scores& scores, device const T* k, uint block, uint chunk,
   }
 }
 
-// Each slice has the products of its own columns: their sums. `shares` is not read any more when it is written again two
-// blocks later, since all have been at the barrier between.
+// Each slice has the products of its own columns: their sums. `shares` is not read any more when it is written again
+// two blocks later, since all have been at the barrier between.
 inline void sum_slices(thread Scores& scores, threadgroup float2* shares, AttentionPlace place, uint slices) {
+#pragma unroll
   for (uint n = 0; n < kKeyMatrices; ++n) {
     shares[(place.simdgroup * kKeyMatrices + n) * kSimdgroup + place.lane] = scores.at[n];
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
   for (uint n = 0; n < kKeyMatrices; ++n) {
     float2 sum = 0;
     for (uint s = place.simdgroup - place.slice; s < place.simdgroup - place.slice + slices; ++s) {
@@ -234,8 +241,8 @@ inline float2 sum_of_all(float2 value) {
   return value + simd_shuffle_xor(value, 16);
 }
 
-// Scores become weights, and the sums so far are scaled to the new highest score. -> which keys are seen: bit 2 n + e is
-// for at[n][e]
+// Scores become weights, and the sums so far are scaled to the new highest score. -> which keys are seen: bit 2 n + e
+// is for at[n][e]
 template <typename T, uint ValueChunks>
 uint weigh(thread Attended<ValueChunks>& attended, thread Scores& scores, uint block, thread const AttentionRow* rows,
            device const uchar* mask, MatrixPlace place, constant AttentionParams& params) {
@@ -243,6 +250,7 @@ uint weigh(thread Attended<ValueChunks>& attended, thread Scores& scores, uint b
 #pragma unroll
   for (uint n = 0; n < kKeyMatrices; ++n) {
     const uint key = block + 8 * n + place.row;
+#pragma unroll
     for (uint e = 0; e < 2; ++e) scores.at[n][e] = masked<T>(scores.at[n][e], key, rows[e], mask, params);
     highest = higher(highest, scores.at[n]);
   }
@@ -255,6 +263,7 @@ uint weigh(thread Attended<ValueChunks>& attended, thread Scores& scores, uint b
   uint seen = 0;
 #pragma unroll
   for (uint n = 0; n < kKeyMatrices; ++n) {
+#pragma unroll
     for (uint e = 0; e < 2; ++e) {
       const bool is_seen = scores.at[n][e] != -INFINITY;
       seen |= uint(is_seen) << (2 * n + e);
@@ -274,6 +283,7 @@ void add_values(thread float2* sums, thread const Scores& weights, device const 
 #pragma unroll
   for (uint n = 0; n < kKeyMatrices; ++n) {
     Vectors<2> runs[2];
+#pragma unroll
     for (uint e = 0; e < 2; ++e) {
       device const T* value = v + min(block + 8 * n + place.column + e, params.S - 1) * params.v.row;
       load_run<wide>(value, params.v.element, column, params.V, runs[e]);
@@ -296,8 +306,11 @@ void add_seen_values(thread float2* sums, thread const Scores& weights, uint see
     for (uint n = 0; n < kKeyMatrices; ++n) {
       const float2 weight = simd_shuffle(weights.at[n], lane);
       Vectors<2> run;
-      load_run<wide>(v + min(block + 8 * n + key, params.S - 1) * params.v.row, params.v.element, column, params.V, run);
+      load_run<wide>(v + min(block + 8 * n + key, params.S - 1) * params.v.row, params.v.element, column, params.V,
+                     run);
+#pragma unroll
       for (uint i = 0; i < 8; ++i) {
+#pragma unroll
         for (uint e = 0; e < 2; ++e) {
           if (key_seen >> (2 * n + e) & 1) sums[i][e] += weight[e] * run.at[i / 4][i % 4];
         }
@@ -322,6 +335,7 @@ struct AttentionWork {
 template <bool wide, typename T, uint KeyChunks>
 void score_block(thread Scores& scores, thread const AttentionWork<T, KeyChunks>& work, uint block,
                  AttentionPlace place, constant AttentionParams& params) {
+#pragma unroll
   for (uint n = 0; n < kKeyMatrices; ++n) scores.at[n] = 0;
   const uint chunks = (params.D + kAttentionKeyColumns - 1) / kAttentionKeyColumns;
 #pragma unroll
@@ -341,6 +355,7 @@ void attend(thread Attended<ValueChunks>& attended, thread const AttentionWork<T
             bool careful, threadgroup float2* memory, AttentionPlace place, constant AttentionParams& params) {
   attended.highest = -INFINITY;
   attended.total = 0;
+#pragma unroll
   for (uint i = 0; i < 8 * ValueChunks; ++i) attended.sums[i] = 0;
   const uint step = place.streams * kAttentionKeys;  // all streams take as many: slices meet at barriers
   uint turn = 0;
@@ -370,6 +385,7 @@ void attend(thread Attended<ValueChunks>& attended, thread const AttentionWork<T
 template <uint ValueChunks>
 bool all_finite(thread const Attended<ValueChunks>& attended, threadgroup uint* finite, AttentionPlace place) {
   float2 none = 0;
+#pragma unroll
   for (uint i = 0; i < 8 * ValueChunks; ++i) none += attended.sums[i] * 0;
   const bool is_finite = simd_all(none.x == 0 && none.y == 0);
   if (place.lane == 0) finite[place.simdgroup] = is_finite;
@@ -387,6 +403,7 @@ void join_streams(thread Attended<ValueChunks>& attended, threadgroup float2* me
                   AttentionPlace place, constant AttentionParams& params) {
   threadgroup_barrier(mem_flags::mem_threadgroup);  // the slices have read their scores
   stats[place.simdgroup * kSimdgroup + place.lane] = float4(attended.highest, attended.total);
+#pragma unroll
   for (uint i = 0; i < 8 * ValueChunks; ++i) {
     memory[(place.simdgroup * 8 * ValueChunks + i) * kSimdgroup + place.lane] = attended.sums[i];
   }
@@ -397,11 +414,13 @@ void join_streams(thread Attended<ValueChunks>& attended, threadgroup float2* me
     attended.highest = higher(attended.highest, stats[s * kSimdgroup + place.lane].xy);
   }
   attended.total = 0;
+#pragma unroll
   for (uint i = 0; i < 8 * ValueChunks; ++i) attended.sums[i] = 0;
   for (uint s = place.simdgroup; s < kAttentionSimdgroups; s += step) {
     const float4 other = stats[s * kSimdgroup + place.lane];
     const float2 factor = exp(other.xy - offset_of(attended.highest));
     attended.total += other.zw * factor;
+#pragma unroll
     for (uint i = 0; i < 8 * ValueChunks; ++i) {
       attended.sums[i] += memory[(s * 8 * ValueChunks + i) * kSimdgroup + place.lane] * factor;
     }
@@ -426,18 +445,20 @@ void store_run(device To* to, uint column, uint e, thread const float2* sums, fl
   RowShape shape;
   shape.length = params.V;
   shape.wide = params.V % kWide == 0;
+#pragma unroll
   for (uint i = 0; i < 8; i += 4) {
     const float4 v = float4(sums[i][e], sums[i + 1][e], sums[i + 2][e], sums[i + 3][e]);
     if (column + i < params.V) store4(to, column + i, v * factor, shape);
   }
 }
 
-// Of a simdgroup: all there is to a row, or what it has of one part.
+// All there is to a row; or what one part has of it, as floats.
 template <typename T, uint ValueChunks>
 void store_rows(thread const Attended<ValueChunks>& attended, thread const AttentionRow* rows, uint first_chunk,
-                ulong first_row, uint part, bool has_stats, device const T* sinks, device T* output,
-                device float* partial, device float2* stats, Head head, AttentionPlace place,
-                constant AttentionParams& params) {
+                ulong first_row, uint part, bool has_stats, device const T* sinks, device T* output, Head head,
+                AttentionPlace place, constant AttentionParams& params) {
+  device float* parts = reinterpret_cast<device float*>(output);
+#pragma unroll
   for (uint e = 0; e < 2; ++e) {
     if (!rows[e].exists) continue;
     const ulong whole = (head.sequence * params.T + rows[e].query) * params.A + rows[e].head;
@@ -450,11 +471,11 @@ void store_rows(thread const Attended<ValueChunks>& attended, thread const Atten
       if (params.parts == 1) {
         store_run(output + whole * params.V, column, e, sums, share, params);
       } else {
-        store_run(partial + of_part * params.V, column, e, sums, 1, params);
+        store_run(parts + params.sums_at + of_part * params.V, column, e, sums, 1, params);
       }
     }
     if (params.parts > 1 && has_stats && place.matrix.row == 0) {
-      stats[of_part] = float2(attended.highest[e], attended.total[e]);
+      reinterpret_cast<device float2*>(parts)[of_part] = float2(attended.highest[e], attended.total[e]);
     }
   }
 }
@@ -464,11 +485,11 @@ void find_work(thread AttentionWork<T, KeyChunks>& work, device const T* q, devi
                Head head, uint first_row, SeenKeys keys, AttentionPlace place, constant AttentionParams& params) {
   work.k = k + head.sequence * params.k.sequence + head.key_head * params.k.head;
   work.v = v + head.sequence * params.v.sequence + head.key_head * params.v.head;
+#pragma unroll
   for (uint e = 0; e < 2; ++e) {
     const AttentionRow row = attention_row(first_row + place.matrix.column + e, head, keys, params);
     work.rows[e] = row;
-    work.queries.row[e] =
-        q + head.sequence * params.q.sequence + row.head * params.q.head + row.query * params.q.row;
+    work.queries.row[e] = q + head.sequence * params.q.sequence + row.head * params.q.head + row.query * params.q.row;
   }
 #pragma unroll
   for (uint c = 0; c < KeyChunks; ++c) {
@@ -480,8 +501,7 @@ template <typename T, bool wide, uint KeyChunks, uint ValueChunks>
 [[kernel]] void attention(device const T* q [[buffer(0)]], device const T* k [[buffer(1)]],
                           device const T* v [[buffer(2)]], device const uchar* mask [[buffer(3)]],
                           device const T* sinks [[buffer(4)]], device T* output [[buffer(5)]],
-                          device float* partial [[buffer(6)]], device float2* stats [[buffer(7)]],
-                          constant AttentionParams& params [[buffer(8)]], uint2 group [[threadgroup_position_in_grid]],
+                          constant AttentionParams& params [[buffer(6)]], uint2 group [[threadgroup_position_in_grid]],
                           uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float2 memory[kAttentionSimdgroups * max_matrices(ValueChunks) * kSimdgroup];
   threadgroup float4 stream_stats[kAttentionThreads];
@@ -507,21 +527,20 @@ template <typename T, bool wide, uint KeyChunks, uint ValueChunks>
   if (place.stream != 0) return;
   const ulong rows_before = ulong(group.x / params.row_blocks) * params.rows;
   store_rows(attended, work.rows, work.first_chunk, rows_before + first_row, part,
-             place.slice == 0 && column_block == 0, sinks, output, partial, stats, head, place, params);
+             place.slice == 0 && column_block == 0, sinks, output, head, place, params);
 }
 
 // A thread has one column, or more of them.
 template <typename T>
-[[kernel]] void attention_combine(device const float* partial [[buffer(0)]], device const float2* stats [[buffer(1)]],
-                                  device const T* sinks [[buffer(2)]], device T* output [[buffer(3)]],
-                                  constant AttentionParams& params [[buffer(4)]],
+[[kernel]] void attention_combine(device const float* parts [[buffer(0)]], device const T* sinks [[buffer(1)]],
+                                  device T* output [[buffer(2)]], constant AttentionParams& params [[buffer(3)]],
                                   uint group [[threadgroup_position_in_grid]],
                                   uint thread_index [[thread_index_in_threadgroup]]) {
   const uint heads = params.A / params.J, head = group % params.A, query = group / params.A % params.T;
   const ulong sequence = group / params.A / params.T;
   const ulong row = (sequence * params.J + head / heads) * params.rows + ulong(query) * heads + head % heads;
-  stats += row * params.parts;
-  partial += row * params.parts * params.V;
+  device const float2* stats = reinterpret_cast<device const float2*>(parts) + row * params.parts;
+  device const float* sums = parts + params.sums_at + row * params.parts * params.V;
   float highest = -INFINITY;
   for (uint p = 0; p < params.parts; ++p) highest = stats[p].x > highest ? stats[p].x : highest;
   const float offset = offset_of(highest).x;
@@ -530,7 +549,7 @@ template <typename T>
   const float share = share_of(highest, total, head, sinks, params);
   for (uint column = thread_index; column < params.V; column += kAttentionThreads) {
     float sum = 0;
-    for (uint p = 0; p < params.parts; ++p) sum += partial[ulong(p) * params.V + column] * exp(stats[p].x - offset);
+    for (uint p = 0; p < params.parts; ++p) sum += sums[ulong(p) * params.V + column] * exp(stats[p].x - offset);
     output[ulong(group) * params.V + column] = T(sum * share);
   }
 }
@@ -544,10 +563,10 @@ template <typename T>
 for_dtypes(instantiate_attention, "_64_wide", true, 2, 1)
 #endif
 #if in_part(1)
-for_dtypes(instantiate_attention, "_128_wide", true, 5, 2)
+for_dtypes(instantiate_attention, "_128_wide", true, 4, 2)
 #endif
 #if in_part(2)
-for_dtypes(instantiate_attention, "", false, 5, 2)
+for_dtypes(instantiate_attention, "", false, 4, 2)
 #endif
 #if in_part(3)
 instantiate_dtypes("attention_combine", attention_combine)

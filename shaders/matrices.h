@@ -1,5 +1,5 @@
-// Products of matrices of 8 by 8, which a simdgroup computes together. A lane holds two neighbours of a row of each: where
-// they lie is what the kernels of MLX and PyTorch rely on as well.
+// Products of matrices of 8 by 8, which a simdgroup computes together. A lane holds two neighbours of a row of each:
+// where they lie is what the kernels of MLX and PyTorch rely on as well.
 #pragma once
 
 namespace moe_metal {
