@@ -20,6 +20,7 @@ TORCH_LIBRARY_IMPL(moe_metal, CPU, m) {
   m.impl("weighted_sum_dual_norm_add", &weighted_sum_dual_norm_add<run_weighted_sum_dual_norm_add>);
   m.impl("norm_add", &norm_add<run_norm_add>);
   m.impl("residual_norm", &residual_norm<run_residual_norm>);
+  m.impl("attention", &attention<run_attention>);
 }
 
 }  // namespace moe_metal

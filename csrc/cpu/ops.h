@@ -17,5 +17,6 @@ void run_weighted_sum_norm_add(WeightedSum& call);
 void run_weighted_sum_dual_norm_add(WeightedSum& call);
 void run_norm_add(ResidualNorm& call);
 void run_residual_norm(ResidualNorm& call);
+void run_attention(const Attention& call);
 
 }  // namespace moe_metal

@@ -150,6 +150,20 @@ inline void transpose(Vec (&rows)[kLanes]) {
 #endif
 }
 
+// 2^x to some 2e-7 of itself: 2^floor(x) times a polynomial for the rest. -inf gives 0, and NaN stays.
+inline Vec exp2(const Vec& x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
+  __m512 power = _mm512_set1_ps(0.00187757669f);
+  for (float coefficient : {0.00898933969f, 0.0558263175f, 0.240153611f, 0.693153083f, 0.99999994f}) {
+    power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(coefficient));
+  }
+  return _mm512_scalef_ps(power, x);  // which takes the floor itself
+#else
+  return x.exp2();
+#endif
+}
+
 // The sum of the lanes, always in the same order.
 inline float sum(const Vec& vec) {
   return at::vec::vec_reduce_all<float>([](const Vec& a, const Vec& b) { return a + b; }, vec);
