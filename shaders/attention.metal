@@ -530,7 +530,7 @@ template <typename T, bool wide, uint KeyChunks, uint ValueChunks>
              place.slice == 0 && column_block == 0, sinks, output, head, place, params);
 }
 
-// A thread has one column, or more of them.
+// A thread has a column, or several. The lanes of a simdgroup compute what the parts count for, a part each.
 template <typename T>
 [[kernel]] void attention_combine(device const float* parts [[buffer(0)]], device const T* sinks [[buffer(1)]],
                                   device T* output [[buffer(2)]], constant AttentionParams& params [[buffer(3)]],
@@ -541,16 +541,25 @@ template <typename T>
   const ulong row = (sequence * params.J + head / heads) * params.rows + ulong(query) * heads + head % heads;
   device const float2* stats = reinterpret_cast<device const float2*>(parts) + row * params.parts;
   device const float* sums = parts + params.sums_at + row * params.parts * params.V;
+  const uint lane = thread_index % kSimdgroup;
   float highest = -INFINITY;
-  for (uint p = 0; p < params.parts; ++p) highest = stats[p].x > highest ? stats[p].x : highest;
+  for (uint p = lane; p < params.parts; p += kSimdgroup) highest = stats[p].x > highest ? stats[p].x : highest;
+  highest = simd_max(highest);
   const float offset = offset_of(highest).x;
-  float total = 0;
-  for (uint p = 0; p < params.parts; ++p) total += stats[p].y * exp(stats[p].x - offset);
-  const float share = share_of(highest, total, head, sinks, params);
-  for (uint column = thread_index; column < params.V; column += kAttentionThreads) {
-    float sum = 0;
-    for (uint p = 0; p < params.parts; ++p) sum += sums[ulong(p) * params.V + column] * exp(stats[p].x - offset);
-    output[ulong(group) * params.V + column] = T(sum * share);
+  for (uint first = 0; first < params.V; first += kAttentionThreads) {
+    const uint column = first + thread_index, inside = min(column, params.V - 1);
+    float total = 0, sum = 0;
+    for (uint part = 0; part < params.parts; part += kSimdgroup) {
+      const uint count = min(params.parts - part, uint(kSimdgroup));
+      const float2 mine = stats[part + min(lane, count - 1)];
+      const float factor = lane < count ? exp(mine.x - offset) : 0;
+      total += mine.y * factor;
+      for (uint p = 0; p < count; ++p) {
+        sum += sums[ulong(part + p) * params.V + inside] * simd_shuffle(factor, ushort(p));
+      }
+    }
+    const float share = share_of(highest, simd_sum(total), head, sinks, params);
+    if (column < params.V) output[ulong(group) * params.V + column] = T(sum * share);
   }
 }
 
