@@ -508,6 +508,7 @@ template <typename T, bool wide, uint KeyChunks, uint ValueChunks>
   threadgroup uint finite[kAttentionSimdgroups];
   const AttentionPlace place = attention_place(thread_index, params);
   const Head head = head_of(group.x, params);
+  if (head.sequence >= params.B) return;
   // The last queries have the most keys where it is causal: they come first.
   const uint block_rows = params.tiles * kAttentionRows;
   const uint first = (params.row_blocks - 1 - group.x % params.row_blocks) * block_rows;
@@ -538,6 +539,7 @@ template <typename T>
                                   uint thread_index [[thread_index_in_threadgroup]]) {
   const uint heads = params.A / params.J, head = group % params.A, query = group / params.A % params.T;
   const ulong sequence = group / params.A / params.T;
+  if (sequence >= params.B) return;
   const ulong row = (sequence * params.J + head / heads) * params.rows + ulong(query) * heads + head % heads;
   device const float2* stats = reinterpret_cast<device const float2*>(parts) + row * params.parts;
   device const float* sums = parts + params.sums_at + row * params.parts * params.V;

@@ -228,7 +228,7 @@ struct AttentionStrides {
 struct AttentionParams {
   AttentionStrides q, k, v, mask;
   uint64_t sums_at;  // where the sums of the parts begin in their memory, in floats
-  uint32_t A, J, T, S, D, V;
+  uint32_t B, A, J, T, S, D, V;
   uint32_t rows;        // queries of all heads that share a key head: T * A / J
   uint32_t row_blocks;  // threadgroups that have them
   uint32_t tiles;       // of kAttentionRows, of a threadgroup

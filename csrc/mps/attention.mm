@@ -52,6 +52,7 @@ AttentionParams attention_params(const Attention& call) {
       .k = strides(call.k),
       .v = strides(call.v),
       .mask = strides(call.mask),
+      .B = to_uint(call.B),
       .A = to_uint(call.A),
       .J = to_uint(call.J),
       .T = to_uint(call.T),
