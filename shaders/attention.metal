@@ -463,7 +463,8 @@ void store_rows(thread const Attended<ValueChunks>& attended, thread const Atten
     if (!rows[e].exists) continue;
     const ulong whole = (head.sequence * params.T + rows[e].query) * params.A + rows[e].head;
     const ulong of_part = (first_row + place.matrix.column + e) * params.parts + part;
-    const float share = share_of(attended.highest[e], attended.total[e], rows[e].head, sinks, params);
+    const float share =
+        params.parts > 1 ? 1 : share_of(attended.highest[e], attended.total[e], rows[e].head, sinks, params);
 #pragma unroll
     for (uint c = 0; c < ValueChunks; ++c) {
       const uint column = (first_chunk + c * params.slices) * kAttentionValueColumns + 8 * place.matrix.row;
@@ -471,7 +472,7 @@ void store_rows(thread const Attended<ValueChunks>& attended, thread const Atten
       if (params.parts == 1) {
         store_run(output + whole * params.V, column, e, sums, share, params);
       } else {
-        store_run(parts + params.sums_at + of_part * params.V, column, e, sums, 1, params);
+        store_run(parts + params.sums_at + of_part * params.V, column, e, sums, share, params);
       }
     }
     if (params.parts > 1 && has_stats && place.matrix.row == 0) {

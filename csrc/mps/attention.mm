@@ -106,10 +106,10 @@ void run(const Attention& call) {
   const AttentionKernel kernel = attention_kernel(call);
   AttentionParams params = attention_params(call);
   const Grid grid = cut(call, kernel, params);
-  const Tensor none;  // without keys k and v have no memory
-  const Tensor &k = call.S ? call.k : none, &v = call.S ? call.v : none;
+  const Tensor none;  // without keys these have no memory
+  const Tensor &k = call.S ? call.k : none, &v = call.S ? call.v : none, &mask = call.S ? call.mask : none;
   if (params.parts == 1) {
-    launch(kernel.kernels[dtype], grid, call.q, k, v, call.mask, call.sinks, call.output, params);
+    launch(kernel.kernels[dtype], grid, call.q, k, v, mask, call.sinks, call.output, params);
     return;
   }
   const int64_t rows = call.B * call.A * call.T, all = rows * params.parts;
@@ -117,7 +117,7 @@ void run(const Attention& call) {
   const int64_t length = static_cast<int64_t>(params.sums_at) + all * call.V;
   const Tensor parts = at::empty({length}, call.q.options().dtype(at::kFloat));
   to_uint(rows);
-  launch({{kernel.kernels[dtype], grid, call.q, k, v, call.mask, call.sinks, parts, params},
+  launch({{kernel.kernels[dtype], grid, call.q, k, v, mask, call.sinks, parts, params},
           {combine_kernels[dtype], {rows, 1, kAttentionThreads}, parts, call.sinks, call.output, params}});
 }
 
