@@ -59,12 +59,12 @@ def dispatched(device: str, args: Args, **options) -> list:
 
 
 @CUT
-def test_every_cut(name: str, mps: str):
+def test_every_cut(mps: str, name: str):
     check(mps, drawn(*CUTS[name]), causal=True)
 
 
 @CUT
-def test_keys_that_are_not_seen(name: str, mps: str):
+def test_keys_that_are_not_seen(mps: str, name: str):
     """A row in three sees all keys, the next all but those that are NaN, and the third none that is not finite:
     what is in the others' keys and values does not reach it."""
     args = drawn(*CUTS[name])
