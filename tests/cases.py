@@ -107,7 +107,7 @@ class Case:
     @property
     def longest_sum(self) -> int:
         """How many terms its longest sum has: sets the tolerance of float32."""
-        letters = {"gate": "HI", "experts": "HI", "dequantize": "K"}.get(self.op, "KH")
+        letters = {"gate": "HI", "experts": "HI", "dequantize": "K", "attention": "DS"}.get(self.op, "KH")
         return max(self.dims.get(letter, 1) for letter in letters)
 
     @property
@@ -115,6 +115,8 @@ class Case:
         T, E, K, H, I, N = (self.dims.get(letter, 1) for letter in "TEKHIN")
         products = {"gate": 2 * T * E * H, "experts": 6 * T * K * H * I, "linear": 2 * T * N * H}
         others = {"route": 8 * T * E, "glu": 8 * T * I, "dequantize": 8 * N * H}
+        if self.op == "attention":
+            return 2 * T * prod(self.dims[letter] for letter in "BAS") * (self.dims["D"] + self.dims["V"])
         return (products | others).get(self.op, 2 * T * (K + 3) * H)
 
     @property
@@ -187,7 +189,8 @@ def expected(op: str, args: Args, options: dict, hostile: bool = False) -> list[
         and not hostile
         and max(args["ids"].numel(), len(args["gate_up"])) * args["gate_up"][0].numel() > 2**18
     )
-    function = experts_one_by_one if large else getattr(reference, op)
+    parts = {"experts": experts_one_by_one, "attention": attention_by_parts}
+    function = parts[op] if large or op == "attention" else getattr(reference, op)
     as_they_are = ("gate_up", "down") if large else ()
     exact = {
         name: tensor.double() if is_number(tensor) and name not in as_they_are else tensor
@@ -223,6 +226,21 @@ def experts_one_by_one(
         slots[(*token, slot)] = linear(inner, down_bias, down, down_scale, down_offset)
     used = (ids >= 0) & (ids < gate_up.shape[0])
     return reference.rounded(reference.weighted_sum(slots, weights.where(used, 0), shared, shared_gate, residual), x)
+
+
+def attention_by_parts(q, k, v, mask=None, sinks=None, *, causal=False, **options):
+    """The reference's `attention` for one head and some queries at a time, so that real sizes fit in memory."""
+    (B, A, T, _), (_, J, S, V) = q.shape, v.shape
+    output, queries = q.new_empty(B, T, A, V), max(1, 2**22 // max(1, S * V))
+    for b, a, t in product(range(B), range(A), range(0, T, queries)):
+        end, j = min(t + queries, T), a * J // A
+        keys = max(0, S - T + end) if causal else S  # that the last of these queries sees
+        kv = (x[b : b + 1, j : j + 1, :keys] for x in (k, v))
+        seen = None if mask is None else mask.expand(B, A, T, S)[b : b + 1, a : a + 1, t:end, :keys]
+        sink = None if sinks is None else sinks[a : a + 1]
+        part = reference.attention(q[b : b + 1, a : a + 1, t:end], *kv, seen, sink, causal=causal, **options)
+        output[b, t:end, a] = part[0, :, 0]
+    return output
 
 
 # ------------------------------------------------------------------------------------------------ combinations
@@ -623,6 +641,113 @@ def glu_cases() -> list[Case]:
         options = {"activation": activation, "limit": limit, "alpha": 1.3}
         name = f"{activation}-limit{limit}-{layout}"
         cases.append(Case("glu", name, dims, (), options, dtype, prepare=prepare, full_grid=full_grid))
+    return cases
+
+
+def as_a_cache(args: Args) -> None:
+    """Keys and values as views of memory for more of them, and queries as a view of a joined projection."""
+    for name in ("k", "v"):
+        B, J, S, size = args[name].shape
+        longer = args[name].new_full((B, J, S + 37, size), nan)
+        longer[:, :, :S] = args[name]
+        args[name] = longer[:, :, :S]
+    B, A, T, D = args["q"].shape
+    joined = args["q"].new_full((B, T, A + 2, D), nan)
+    joined[:, :, :A] = args["q"].transpose(1, 2)
+    args["q"] = joined[:, :, :A].transpose(1, 2)
+
+
+def across(args: Args) -> None:
+    """The columns of keys and values are not neighbours, and one value serves all sequences."""
+    args["k"] = args["k"].mT.contiguous().mT
+    args["v"] = torch.stack([args["v"], args["v"]], -1)[:1, ..., 0].expand(args["v"].shape)
+
+
+def bool_mask(args: Args) -> None:
+    """One for all heads: padding in front, and other keys here and there."""
+    args["mask"] = args["mask"][:, :1] > -1
+    args["mask"][0, ..., : args["mask"].shape[-1] // 3] = False
+
+
+def bars_whole_queries(args: Args) -> None:
+    """Some queries see nothing, and some of those keys are NaN. A mask of -inf bars as False does."""
+    args["mask"] = args["mask"][:1].where(args["mask"][:1] < 1, -inf)
+    args["mask"][..., 1::3, :] = -inf
+    args["mask"][..., -2:] = -inf
+    args["k"][..., -1, :], args["v"][..., -2, :] = nan, inf
+
+
+def bars_by_head(args: Args) -> None:
+    """What one head does not see, others do: a NaN there is theirs alone."""
+    args["mask"] = args["mask"] > 0
+    args["v"][..., 7, 0] = nan
+
+
+def not_finite_keys(args: Args) -> None:
+    args["k"][:, 0, 3, 0], args["v"][:, -1, 4, -1] = nan, -inf
+
+
+def infinite_scores(args: Args) -> None:
+    """Of -inf, which is not seen, and of inf, which gives NaN."""
+    args["q"].abs_()
+    args["k"][..., 2, :], args["v"][..., 2, :] = -inf, nan
+    args["k"][:1, ..., 5, :] = inf
+
+
+def large_scores(args: Args) -> None:
+    args["q"] *= 60.0
+
+
+SEEING = {  # optional arguments, options, what is changed, whether it is hostile
+    "all": ((), {}, None, False),
+    "causal": (("sinks",), {"causal": True}, as_a_cache, False),
+    "window": ((), {"causal": True, "window": 33, "scale": -0.1}, as_a_cache, False),
+    "softcap": (("sinks",), {"softcap": 5.0, "scale": 0.5}, across, False),
+    "float_mask": (("mask",), {"softcap": 0.3}, across, False),
+    "bool_mask": (("mask", "sinks"), {"causal": True}, bool_mask, False),
+    "barred": (("mask", "sinks"), {}, bars_whole_queries, False),
+    "barred_by_head": (("mask",), {}, bars_by_head, True),
+    "not_finite": (("sinks",), {"causal": True, "window": 20}, not_finite_keys, True),
+    "infinite_scores": (("sinks",), {}, infinite_scores, True),
+    "large_scores": ((), {}, large_scores, True),
+}
+HEADS = [(4, 4, 64, 64), (8, 1, 80, 80), (6, 2, 96, 40), (16, 2, 128, 128), (5, 5, 1, 3), (17, 1, 33, 65)]
+HEADS += [(3, 1, 192, 128), (2, 1, 256, 256), (4, 2, 112, 112), (16, 1, 576, 512)]
+
+
+def attention_cases() -> list[Case]:
+    """Every way of seeing with every kind of heads: while decoding, for a prompt, and for more queries than keys."""
+    cases = []
+    rows = crossed(seeing=tuple(SEEING), heads=tuple(HEADS), dtype=(FLOAT, HALF, BFLOAT), T=(1, 5, 44, 90))
+    for seeing, (A, J, D, V), dtype, T, full_grid in rows:
+        given, options, prepare, hostile = SEEING[seeing]
+        if seeing == "large_scores" and dtype == FLOAT:
+            continue  # whose scores are off by more than its tolerance, in any order
+        dims = {"B": 2, "A": A, "J": J, "T": T, "S": 70, "D": D, "V": V}
+        cases.append(Case("attention", f"{seeing}-A{A}-J{J}-D{D}-V{V}-T{T}", dims, given, options, dtype,
+                          None if T == 5 else FLOAT, prepare, hostile, full_grid=full_grid))  # fmt: skip
+    real = {"qwen3": (32, 4, 128), "gpt_oss": (64, 8, 64)}
+    for (name, (A, J, D)), dtype in product(real.items(), (FLOAT, BFLOAT)):
+        given, window = (("sinks",), 128) if name == "gpt_oss" else ((), 0)
+        for B, T, S in ((1, 1, 1500), (1, 1, 4096), (3, 4, 700), (1, 300, 300), (1, 130, 1000)):
+            dims = {"B": B, "A": A, "J": J, "T": T, "S": S, "D": D, "V": D}
+            options = {"causal": True, "window": window * (T > 1)}
+            cases.append(Case("attention", f"{name}-B{B}-T{T}-S{S}", dims, given, options, dtype, None, as_a_cache))
+    for B, T, S in (
+        (1, 1, 4500),
+        (2, 3, 1200),
+        (1, 2, 511),
+        (1, 1, 513),
+        (1, 3, 0),
+        (0, 3, 9),
+        (2, 0, 9),
+        (1, 200, 64),
+    ):
+        dims = {"B": B, "A": 3, "J": 1, "T": T, "S": S, "D": 8, "V": 5}
+        for dtype, mask in ((FLOAT, "bool_mask"), (BFLOAT, "float_mask")):
+            given, options, prepare, _ = SEEING[mask]
+            prepare = prepare if B * S else None
+            cases.append(Case("attention", f"parts-B{B}-T{T}-S{S}", dims, given, options, dtype, FLOAT, prepare))
     return cases
 
 
@@ -1086,7 +1211,7 @@ def table() -> list[Case]:
         + experts_cases()
         + packed_cases()
     )
-    cases += glu_cases() + sum_and_norm_cases() + many_tokens()
+    cases += glu_cases() + sum_and_norm_cases() + many_tokens() + attention_cases()
     cases += router_grid("route") + router_grid("gate", H=H_GRID) + experts_grid() + plain_grids()
     return list({str(case): case for case in cases}.values())
 

@@ -77,12 +77,15 @@ def strides_of(shape: torch.Size, kind: str) -> list[int]:
 
 
 class Guarded:
-    """A tensor's values as a view into a larger storage filled with NaN, or with ids that no expert has."""
+    """A tensor's values as a view into a larger storage filled with NaN, True, or ids that no expert has."""
 
     def __init__(self, tensor: Tensor, kind: str = "contiguous", offset: int = 0):
         strides = strides_of(tensor.shape, kind)
         span = 1 + sum(stride * max(0, size - 1) for stride, size in zip(strides, tensor.shape, strict=True))
-        fill = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+        if tensor.dtype == torch.bool:
+            fill = True
+        else:
+            fill = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
         self.storage = tensor.new_full((GUARD + offset + span + GUARD,), fill)
         self.view = self.storage.as_strided(tensor.shape, strides, GUARD + offset)
         self.view.copy_(tensor)

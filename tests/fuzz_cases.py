@@ -125,6 +125,8 @@ def draw(seed: int, number: int) -> Call:
             args[name] = args[name].to(rng.choice((torch.float32, dtype)))
         if name in args and argument.kind == "ids" and args[name].dtype == torch.int32:
             args[name] = args[name].to(rng.choice((torch.int32, torch.int64)))
+    if "mask" in args:
+        args["mask"] = draw_mask(args["mask"], rng)
     args = with_leading(case, args, draw_leading(dims["T"], rng))
     call = Call(op, case, place_all(case, args, rng), options, notes=notes)
     if rng.random() < 0.1:
@@ -149,6 +151,13 @@ def draw_given(op: str, rng: random.Random) -> tuple[str, ...]:
     return tuple(name for name in OPTIONAL[op] if name in given)
 
 
+def draw_mask(mask: Tensor, rng: random.Random) -> Tensor:
+    """Of bools, or with keys that are barred by -inf; for all sequences, or all heads."""
+    mask = mask[: rng.choice((1, len(mask)))][:, : rng.choice((1, mask.shape[1]))]
+    way = rng.choice(("added", "barred", "bool"))
+    return mask > -0.5 if way == "bool" else mask.where(mask > -0.5, -inf) if way == "barred" else mask
+
+
 def draw_format(op: str, rng: random.Random) -> dict:
     """How the weights are packed, where there are any: format, bits, group and the dtype of the scales."""
     dense = {"format": "dense", "bits": 4, "group": 1, "scale_dtype": None}
@@ -166,7 +175,9 @@ def draw_dims(op: str, given: tuple[str, ...], rng: random.Random, packed: dict)
     """Sizes for all letters: mostly small ones, now and then an output for which the CPU maps memory of its own. Packed
     columns are whole groups."""
     most = 10 ** rng.uniform(2, 6)
-    dims = {letter: rng.choice(SIZES) for letter in "TEKHIN"}
+    dims = {letter: rng.choice(SIZES) for letter in "TEKHINSDV"} | {"B": rng.choice((1, 1, 2, 3))}
+    dims["J"] = rng.choice((1, 1, 2, 5))
+    heads = rng.choice((1, 1, 2, 3, 8, 17))  # that use one of these
     if rng.random() < 0.01:
         dims |= {"T": rng.choice(SIZES_LARGE), "K": 2, "E": 8} | dict.fromkeys("HI", rng.choice(SIZES_LARGE[:2]))
         most = 2e7 if op not in ("gate", "experts") else most
@@ -174,7 +185,7 @@ def draw_dims(op: str, given: tuple[str, ...], rng: random.Random, packed: dict)
     letters = [
         letter for letter in dims if any(letter in text.replace("G", "I") for text in shapes(op, given).values())
     ]
-    while (case := Case(op, "", dims | {"U": 1}, given)).flops > most or case.elements > most:
+    while (case := Case(op, "", dims | {"U": 1, "A": heads * dims["J"]}, given)).flops > most or case.elements > most:
         largest = max(letters, key=dims.get)
         if dims[largest] <= 2:
             break
@@ -184,7 +195,8 @@ def draw_dims(op: str, given: tuple[str, ...], rng: random.Random, packed: dict)
         dims["K"] = dims["E"] if rng.random() < 0.1 else min(dims["K"], dims["E"])
     for letter in "HI":
         dims[letter] = packed["group"] * math.ceil(dims[letter] / packed["group"])
-    return dims | {"U": rng.choice((1, dims["H"]))}
+    dims["S"] = 0 if rng.random() < 0.02 else dims["S"]
+    return dims | {"U": rng.choice((1, dims["H"])), "A": heads * dims["J"]}
 
 
 def draw_leading(T: int, rng: random.Random) -> tuple[int, ...]:
@@ -199,7 +211,7 @@ def draw_leading(T: int, rng: random.Random) -> tuple[int, ...]:
 @functools.cache
 def choices(op: str, option: str) -> tuple[str, ...]:
     """The values of a text option, out of the message about a wrong one."""
-    case = Case(op, "choices", dict.fromkeys("TEKHINS", 2), options=dict.fromkeys(("top_k",), 2), hostile=True)
+    case = Case(op, "choices", dict.fromkeys("TEKHINU", 2), options=dict.fromkeys(("top_k",), 2), hostile=True)
     options = {name: value for name, value in {"top_k": 2, "dtype": torch.float32}.items() if name in signature(op)}
     try:
         getattr(torch.ops.moe_metal, op)(**case.arguments(), **options | {option: "?"})
@@ -236,6 +248,8 @@ def draw_options(op: str, dims: dict[str, int], rng: random.Random) -> dict:
             options[name] = rng.choice(choices(op, name))
         elif float in kinds:
             options[name] = rng.choice((*NUMBERS, option.default or 1.0))
+    if options.get("causal"):
+        options["window"] = rng.choice((0, 0, 1, 2, 7, 64, 200))
     return options | (draw_choice(dims, rng) if "top_k" in signature(op) else {})
 
 
@@ -256,7 +270,7 @@ FAR_IDS = (2**32, -(2**33), 2**63 - 1, -(2**63))
 
 def make_hostile(case: Case, args: Args, rng: random.Random) -> str:
     """Changes one argument's values. -> what it did"""
-    name = rng.choice([name for name in args if args[name].dtype != torch.uint8] or [""])
+    name = rng.choice([name for name in args if args[name].dtype not in (torch.uint8, torch.bool)] or [""])
     if not name:
         return "all is packed"
     tensor = args[name]
@@ -478,7 +492,7 @@ def spoil(call: Call, rng: random.Random) -> None:
 def empty_letter(call: Call, rng: random.Random) -> None:
     """Every tensor of one letter has none of it."""
     letters = shapes(call.op, tuple(call.places), bool(call.options.get("transposed", False)))
-    letter = rng.choice([letter for letter in "EKHI" if any(letter in text for text in letters.values())])
+    letter = rng.choice([letter for letter in "EKHIBAJSDV" if any(letter in text for text in letters.values())])
     for name, text in letters.items():
         text = text.replace("G", "I")
         if letter in text and name in call.places:

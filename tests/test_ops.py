@@ -165,7 +165,7 @@ def test_same_bits_in_any_order_of_threads(case: Case, mps: str):
 @EACH
 def test_same_bits_for_any_number_of_threads(case: Case, T: int, dtype: torch.dtype):
     """With few tokens for many threads, `gate` shares out its experts instead."""
-    sizes = {"H": 200, "I": 150} if case.format == "dense" else {"H": 192, "I": 96, "N": 150}
+    sizes = {"H": 200, "I": 150, "S": 700} if case.format == "dense" else {"H": 192, "I": 96, "N": 150}
     case = replace(case, dims=case.dims | {"T": T} | sizes, dtype=dtype)
     args = case.arguments()
     before = torch.get_num_threads()
@@ -177,6 +177,32 @@ def test_same_bits_for_any_number_of_threads(case: Case, T: int, dtype: torch.dt
             assert all(same_bits(a, b) for a, b in zip(run(case, args, "cpu"), one, strict=True))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
+def test_same_bits_for_any_number_of_threads_of_a_long_context(dtype: torch.dtype):
+    """The CPU cuts the keys of few queries into parts, as many for one thread as for many."""
+    case = Case("attention", "threads", {"B": 1, "A": 6, "J": 2, "T": 2, "S": 9000, "D": 32, "V": 24}, ("sinks",))
+    args = replace(case, dtype=dtype).arguments()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = run(case, args, "cpu")
+        for threads in (2, 3, 8):
+            torch.set_num_threads(threads)
+            assert all(same_bits(a, b) for a, b in zip(run(case, args, "cpu"), one, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_attention_without_room_for_scores():
+    """A million queries' scores with as many keys would not fit in any memory."""
+    T = 2**20
+    q, v = torch.ones(1, 1, 1, 1).expand(1, 1, T, 1), torch.arange(T, dtype=torch.float32).view(1, 1, T, 1)
+    got = torch.ops.moe_metal.attention(q, q, v, causal=True, window=3)
+    want = (v.flatten() - 1).clamp(min=0)
+    want[1] = 0.5
+    assert torch.allclose(got.flatten(), want, rtol=1e-6)
 
 
 @EACH
@@ -303,8 +329,8 @@ def compiles_once(case: Case, device: str, backend: str) -> None:
         args = case.arguments(device)
         want = run(case, args, device)
         for name, letters in case.shapes.items():
-            if letters[0] == "T":
-                torch._dynamo.mark_dynamic(args[name], 0)
+            if "T" in letters:
+                torch._dynamo.mark_dynamic(args[name], letters.index("T"))
         assert all(same_bits(a, b) for a, b in zip(compiled(args), want, strict=True))
     assert counter.frame_count == 1
 
@@ -635,6 +661,45 @@ BAD = [
 ]  # fmt: skip
 
 
+HEADS = "B = 2, J = 2, S = 21"
+# sample_odd of attention: B 2, A 6, J 2, T 6, S 21, D 19, V 23.
+BAD += [
+    bad("attention", "q: expected float32, float16 or bfloat16, got float64", q=Tensor.double),
+    bad("attention", "q: expected shape [B, A, T, D], got [6, 6, 19]", q=lambda t: t[0]),
+    bad("attention", "q: expected A >= 1, got 0", q=lambda t: t[:, :0]),
+    bad("attention", "q: expected D >= 1, got 0", q=no_columns, k=no_columns),
+    bad("attention", f"k: expected shape [B, J, S, D] with {HEADS}, D = 19, got [2, 2, 21, 18]", k=cut),
+    bad("attention", "k: expected shape [B, J, S, D] with B = 2, D = 19, got [1, 2, 21, 19]", k=first_token),
+    bad("attention", "k: expected float32, the dtype of q; got bfloat16", k=Tensor.bfloat16),
+    bad("attention", "k: expected J >= 1, got 0", k=lambda t: t[:, :0]),
+    bad("attention", "k: expected J to be a divisor of A = 6, got 4", k=lambda t: t.repeat(1, 2, 1, 1)),
+    bad("attention", f"v: expected shape [B, J, S, V] with {HEADS}, got [2, 1, 21, 23]", v=lambda t: t[:, :1]),
+    bad("attention", f"v: expected shape [B, J, S, V] with {HEADS}, got [2, 2, 20, 23]", v=lambda t: t[:, :, 1:]),
+    bad("attention", "v: expected float32, the dtype of q; got float16", v=Tensor.half),
+    bad("attention", "v: expected V >= 1, got 0", v=no_columns),
+    bad("attention", "mask: expected shape [B, A, T, S] with B = 2, A = 6, T = 6, S = 21, and 1 for B or A; got "
+        "[2, 6, 6, 20]", mask=cut),
+    bad("attention", "mask: expected shape [B, A, T, S] with B = 2, A = 6, T = 6, S = 21, and 1 for B or A; got "
+        "[2, 2, 6, 21]", mask=lambda t: t[:, :2]),
+    bad("attention", "mask: expected shape [B, A, T, S] with B = 2, A = 6, T = 6, S = 21, and 1 for B or A; got "
+        "[1, 1, 1, 21]", mask=lambda t: t[:1, :1, :1]),
+    bad("attention", "mask: expected shape [B, A, T, S] with B = 2, A = 6, T = 6, S = 21, and 1 for B or A; got "
+        "[6, 21]", mask=lambda t: t[0, 0]),
+    bad("attention", "mask: expected bool or float32, the dtype of q; got float16", mask=Tensor.half),
+    bad("attention", "mask: expected bool or float32, the dtype of q; got int64", mask=Tensor.long),
+    bad("attention", "mask: expected bool, float32 or float16, the dtype of q; got bfloat16", mask=Tensor.bfloat16,
+        **dict.fromkeys("qkv", Tensor.half)),
+    bad("attention", "sinks: expected shape [A] with A = 6, got [5]", sinks=cut),
+    bad("attention", "sinks: expected float32, the dtype of q; got float64", sinks=Tensor.double),
+    bad("attention", "scale: expected a finite number, got nan", scale=float("nan")),
+    bad("attention", "scale: expected a finite number, got 1e+39, which is inf as float32", scale=1e39),
+    bad("attention", "window: expected a number >= 0, got -1", window=-1),
+    bad("attention", "window: expected 0 where causal is False, got 9", causal=False),
+    bad("attention", "softcap: expected a finite number >= 0, got -5", softcap=-5.0),
+    bad("attention", "softcap: expected 0 or a finite number > 0, got 1e-46, which is 0 as float32", softcap=1e-46),
+]  # fmt: skip
+
+
 def every_second(tensor: Tensor) -> Tensor:
     """The same values, each two elements from the next."""
     return torch.stack([tensor, tensor], -1).flatten(-2)[..., ::2]
@@ -896,8 +961,11 @@ def test_an_inner_size_whose_double_no_integer_holds():
 @pytest.mark.parametrize("op", [op for op, case in ODD.items() if len(case.shapes) > 1])
 def test_shapes_are_checked_before_anything_is_copied(op: str, device: str):
     """A copy of so many columns would take all memory, and its refusal would hide what is wrong."""
-    args = ODD[op].arguments(device)
-    for name in (name for name in args if args[name].dim()):
+    args, shapes = ODD[op].arguments(device), ODD[op].shapes
+    for name in args:
+        last, others = shapes[name][-1:], "".join(shapes[other] for other in args if other != name)
+        if last not in others:
+            continue  # a value of attention may have any size
         wide = args[name][..., :1].expand(*args[name].shape[:-1], 2**40)
         with pytest.raises(RuntimeError) as error:
             run(ODD[op], args | {name: wide})
@@ -930,8 +998,8 @@ def test_bad_input_compiled(good: str, message: str, changes: dict):
     case = GOOD[good]
     args, options = with_changes(case, "cpu", changes)
     for name, letters in case.shapes.items():
-        if letters[0] == "T":
-            torch._dynamo.maybe_mark_dynamic(args[name], 0)
+        if "T" in letters and args[name] is not None and args[name].dim() == len(letters):
+            torch._dynamo.maybe_mark_dynamic(args[name], letters.index("T"))
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=re.escape(f"moe_metal::{case.op}: {message}")):
         torch.compile(lambda args: run(replace(case, options=options), args), fullgraph=True, backend="eager")(args)

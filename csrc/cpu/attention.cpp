@@ -7,17 +7,18 @@ namespace {
 
 // How the work is shared out: tiles of rows for each sequence and key head, whose keys are cut into parts where there
 // would be too few tiles for many cores. It depends on the sizes alone, so that the bits do not depend on the threads.
+constexpr int64_t kMostParts = 64;
+
 struct Plan {
-  int64_t group, rows, tiles, parts;
+  int64_t group, rows, tiles, parts, items;
 
   explicit Plan(const Attention& call) : group(call.A / call.J), rows(group * call.T), tiles(at::divup(rows, kRows)) {
-    constexpr int64_t kEnough = 64, kWorthAPart = 256;
+    constexpr int64_t kWorthAPart = 512;
     const int64_t seen = call.window > 0 ? std::min(call.S, call.window + call.T) : call.S;
     const int64_t most = std::max<int64_t>(at::divup(seen, kWorthAPart), 1);
-    parts = std::clamp<int64_t>(at::divup(kEnough, call.B * call.J * tiles), 1, most);
+    parts = std::clamp<int64_t>(at::divup(kMostParts, call.B * call.J * tiles), 1, most);
+    items = call.B * call.J * tiles * parts;
   }
-
-  int64_t count(const Attention& call) const { return call.B * call.J * tiles * parts; }
 
   Span span(const Attention& call, int64_t item) const {
     const int64_t part = item % parts, tile = item / parts % tiles, head = item / parts / tiles;
@@ -29,77 +30,77 @@ struct Plan {
   }
 };
 
-// One row of the output out of the sums of its parts, which lie `parts.width` apart, and out of the sink.
+// One row of the output out of its parts and its sink.
 template <class Scalar>
-void write_row(const Sums& sums, int64_t parts, float sink, int64_t V, Scalar* to) {
-  if (std::all_of(sums.total, sums.total + parts, [](float total) { return total == 0; })) {
+void write_row(const Sums* parts, int64_t count, float sink, int64_t V, Scalar* to) {
+  if (std::all_of(parts, parts + count, [](const Sums& part) { return part.total == 0; })) {
     std::fill_n(to, V, Scalar(0));  // it sees no key
     return;
   }
-  float greatest = sink, all = 0;
-  for (int64_t p = 0; p < parts; ++p) greatest = std::max(greatest, sums.greatest[p]);
-  const float least_power = greatest == -kInfinity ? 0 : greatest;
-  for (int64_t p = 0; p < parts; ++p) {
-    sums.greatest[p] = std::exp2(sums.greatest[p] - least_power);  // now the factor of its part
-    all += sums.greatest[p] * sums.total[p];
+  float greatest = sink;
+  for (int64_t p = 0; p < count; ++p) greatest = std::max(greatest, parts[p].greatest);
+  float factors[kMostParts], all = std::exp(sink - greatest);
+  for (int64_t p = 0; p < count; ++p) {
+    factors[p] = std::exp(parts[p].greatest - greatest);
+    all += factors[p] * parts[p].total;
   }
-  const Vec inverse(1 / (all + std::exp2(sink - least_power)));
-  for_each_vector(V, [&](int64_t v, auto count) {
+  const Vec inverse(1 / all);
+  for_each_vector(V, [&](int64_t v, auto columns) {
     Vec total(0);
-    for (int64_t p = 0; p < parts; ++p) {
-      total = at::vec::fmadd(load(sums.out + p * sums.width + v, count), Vec(sums.greatest[p]), total);
+    for (int64_t p = 0; p < count; ++p) {
+      total = at::vec::fmadd(load(parts[p].values + v, columns), Vec(factors[p]), total);
     }
-    store(to + v, total * inverse, count);
+    store(to + v, total * inverse, columns);
   });
 }
 
-// Where a row of a group goes, and its sink.
+// Where the rows of one sequence and key head go, and their sinks.
 template <class Scalar>
-struct Rows {
+struct Output {
   const Attention& call;
-  const float* sinks;
-  Scalar* output;
+  Tensor sinks;
+  Scalar* data;
 
-  void write(int64_t sequence, int64_t head, int64_t row, const Sums& sums, int64_t parts) const {
+  explicit Output(const Attention& of)
+      : call(of),
+        sinks(of.sinks.defined() ? of.sinks.to(at::kFloat) : Tensor()),
+        data(of.output.mutable_data_ptr<Scalar>()) {}
+
+  void write(int64_t sequence, int64_t head, int64_t row, const Sums* parts, int64_t count) const {
     const int64_t group = call.A / call.J, a = head * group + row % group, t = row / group;
-    const float sink = sinks ? sinks[a] * kLog2E : -kInfinity;
-    write_row(sums, parts, sink, call.V, output + ((sequence * call.T + t) * call.A + a) * call.V);
+    const float sink = sinks.defined() ? elements<float>(sinks)[a] : -kInfinity;
+    write_row(parts, count, sink, call.V, data + ((sequence * call.T + t) * call.A + a) * call.V);
   }
 };
 
 template <class Scalar, bool pairs>
 void by_tiles(const Attention& call) {
   const Plan plan(call);
-  const auto sinks = call.sinks.defined() ? call.sinks.to(at::kFloat) : Tensor();
-  const Rows<Scalar> rows{call, sinks.defined() ? elements<float>(sinks) : nullptr,
-                          call.output.mutable_data_ptr<Scalar>()};
-  const int64_t all = call.B * call.J * plan.rows, kept = plan.parts > 1 ? all * plan.parts : 0;
-  const auto greatest = scratch<float>(kept), total = scratch<float>(kept), out = scratch<float>(kept * call.V);
-  const int64_t items = plan.count(call);
-  share(items, [&](auto take) {
+  const Output<Scalar> output(call);
+  const int64_t rows = call.B * call.J * plan.rows, kept = plan.parts > 1 ? rows * plan.parts : 0;
+  std::vector<Sums> sums(kept);
+  const auto values = scratch<float>(kept * call.V);
+  share(plan.items, [&](auto take) {
     AttentionTile<Scalar, pairs> tile(call);
-    for (int64_t item = take(); item < items; item = take()) {
+    for (int64_t item = take(); item < plan.items; item = take()) {
       const Span span = plan.span(call, item);
-      const Sums sums = tile(span);
+      tile(span);
       for (int64_t r = 0; r < span.rows; ++r) {
-        const int64_t row = span.first_row + r;
+        const Sums row = tile.sums(r);
+        const int64_t in_head = span.first_row + r, head = span.sequence * call.J + span.head;
         if (kept == 0) {
-          rows.write(span.sequence, span.head, row, {sums.greatest + r, sums.total + r, sums.out + r * sums.width, 0},
-                     1);
-          continue;
+          output.write(span.sequence, span.head, in_head, &row, 1);
+        } else {
+          const int64_t at = (head * plan.rows + in_head) * plan.parts + item % plan.parts;
+          sums[at] = {row.greatest, row.total, std::copy_n(row.values, call.V, &values[at * call.V]) - call.V};
         }
-        const int64_t at = ((span.sequence * call.J + span.head) * plan.rows + row) * plan.parts + item % plan.parts;
-        greatest[at] = sums.greatest[r];
-        total[at] = sums.total[r];
-        std::copy_n(sums.out + r * sums.width, call.V, out.get() + at * call.V);
       }
     }
   });
   if (kept == 0) return;
-  for_each_row(all, plan.parts * call.V, 0, [&](int64_t row, float*) {
-    const int64_t at = row * plan.parts, head = row / plan.rows;
-    const Sums sums{greatest.get() + at, total.get() + at, out.get() + at * call.V, call.V};
-    rows.write(head / call.J, head % call.J, row % plan.rows, sums, plan.parts);
+  for_each_row(rows, plan.parts * call.V, 0, [&](int64_t row, float*) {
+    const int64_t head = row / plan.rows;
+    output.write(head / call.J, head % call.J, row % plan.rows, &sums[row * plan.parts], plan.parts);
   });
 }
 

@@ -1,9 +1,10 @@
 // `attention` of some queries over some keys, a block of keys after the other: the softmax is kept up as blocks come.
 //
 // A row is one query of one head, and rows are those of all heads that share a key head: G of them for each query. So a
-// block of keys and values is read once for all of its rows. Keys lie along the lanes of vectors, for which a block of
-// them is transposed, so that neither scores nor their softmax need sums across lanes.
+// block of keys and values is read once for all of its rows. Rows lie along the lanes of vectors, for which the queries
+// are transposed once: keys and values are then used as they lie, and nothing is summed across lanes.
 #pragma once
+#include <cmath>
 #include <limits>
 
 #include "ops.h"
@@ -13,66 +14,78 @@ namespace moe_metal {
 
 constexpr int64_t kRows = 128, kKeys = 64;  // at most of a tile, and of a block
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kLog2E = 1.44269504f;  // scores are kept times this, since 2^x is simpler than e^x
 
-// How many rows' sums are in registers, two vectors each. AVX-512 and ARM have 32 registers, others 16.
+// How many rows' or keys' sums are in registers, two vectors each. AVX-512 and ARM have 32 registers, others 16.
 #if defined(CPU_CAPABILITY_AVX512) || defined(__aarch64__)
-constexpr int kRowsAtOnce = 8;
+constexpr int kSumsAtOnce = 8;
 #else
-constexpr int kRowsAtOnce = 4;
+constexpr int kSumsAtOnce = 4;
 #endif
 
-// body(first, integral_constant count) for groups of rows.
-template <class Body>
-inline void by_rows(int64_t rows, Body&& body) {
-  int64_t r = 0;
-  for (; r + kRowsAtOnce <= rows; r += kRowsAtOnce) body(r, std::integral_constant<int, kRowsAtOnce>());
-  if constexpr (kRowsAtOnce > 4) {
-    for (; r + 4 <= rows; r += 4) body(r, std::integral_constant<int, 4>());
-  }
-  for (; r + 2 <= rows; r += 2) body(r, std::integral_constant<int, 2>());
-  for (; r < rows; ++r) body(r, std::integral_constant<int, 1>());
-}
-
-// The scores of R rows with two vectors of keys: `keys` has two vectors for each word of a query. A word is a float, or
-// two bfloat16, whose products are exact in float.
-template <int R>
-[[gnu::flatten, gnu::noinline]] inline void dot_floats(const float* queries, int64_t words, const float* keys,
-                                                       float* scores) {
-  Vec sums[R][2];
-  unrolled<R>([&](auto r) { sums[r][0] = sums[r][1] = Vec(0); });
+// The scores of N vectors of rows with K keys, the k-th of which lies at keys + k * step. A word is a float, or two
+// bfloat16, whose products are exact in float; the n-th vector of a word is queries[word * lanes + n * kLanes ...].
+// Few rows wait for memory, so they bring the next block to the caches, a line with each word.
+template <int N, int K>
+[[gnu::flatten, gnu::noinline]] inline void dot_floats(const float* queries, int64_t words, int64_t lanes,
+                                                       const float* keys, int64_t step, float* scores) {
+  Vec sums[K][N];
+  unrolled<K>([&](auto k) { unrolled<N>([&](auto n) { sums[k][n] = Vec(0); }); });
   for (int64_t w = 0; w < words; ++w) {
-    const Vec first = load(keys + 2 * w * kLanes, Whole()), second = load(keys + (2 * w + 1) * kLanes, Whole());
-    unrolled<R>([&](auto r) {
-      const Vec query(queries[r * words + w]);
-      sums[r][0] = at::vec::fmadd(query, first, sums[r][0]);
-      sums[r][1] = at::vec::fmadd(query, second, sums[r][1]);
+    if (N == 1) __builtin_prefetch(keys + (kKeys + w % K) * step + w / K * 16, 0, 2);
+    Vec query[N];
+    unrolled<N>([&](auto n) { query[n] = load(queries + w * lanes + n * kLanes, Whole()); });
+    unrolled<K>([&](auto k) {
+      const Vec key(keys[k * step + w]);
+      unrolled<N>([&](auto n) { sums[k][n] = at::vec::fmadd(key, query[n], sums[k][n]); });
     });
   }
-  unrolled<R>([&](auto r) {
-    store(scores + r * kKeys, sums[r][0], Whole());
-    store(scores + r * kKeys + kLanes, sums[r][1], Whole());
-  });
+  unrolled<K>(
+      [&](auto k) { unrolled<N>([&](auto n) { store(scores + k * lanes + n * kLanes, sums[k][n], Whole()); }); });
 }
 
 #if defined(CPU_CAPABILITY_AVX512)
-template <int R>
-[[MOE_METAL_BF16, gnu::noinline]] inline void dot_pairs(const float* queries, int64_t words, const float* keys,
-                                                        float* scores) {
-  __m512 sums[R][2];
-  MOE_METAL_UNROLL for (int i = 0; i < 2 * R; ++i) sums[i / 2][i % 2] = _mm512_setzero_ps();
+inline int32_t pair_at(const at::BFloat16* pair) {
+  int32_t both;
+  std::memcpy(&both, pair, sizeof(both));
+  return both;
+}
+
+template <int N, int K>
+[[MOE_METAL_BF16, gnu::noinline]] inline void dot_pairs(const float* queries, int64_t words, int64_t lanes,
+                                                        const at::BFloat16* keys, int64_t step, float* scores) {
+  __m512 sums[K][N];
+  MOE_METAL_UNROLL for (int i = 0; i < K * N; ++i) sums[i / N][i % N] = _mm512_setzero_ps();
   for (int64_t w = 0; w < words; ++w) {
-    const auto first = reinterpret_cast<__m512bh>(_mm512_load_ps(keys + 32 * w));
-    const auto second = reinterpret_cast<__m512bh>(_mm512_load_ps(keys + 32 * w + 16));
-    MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
-      const auto query = reinterpret_cast<__m512bh>(_mm512_set1_ps(queries[r * words + w]));
-      sums[r][0] = _mm512_dpbf16_ps(sums[r][0], query, first);
-      sums[r][1] = _mm512_dpbf16_ps(sums[r][1], query, second);
+    if (N == 1) __builtin_prefetch(keys + (kKeys + w % K) * step + w / K * 32, 0, 2);
+    __m512bh query[N];
+    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+      query[n] = reinterpret_cast<__m512bh>(_mm512_load_ps(queries + w * lanes + n * kLanes));
+    }
+    MOE_METAL_UNROLL for (int k = 0; k < K; ++k) {
+      const auto key = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair_at(keys + k * step + 2 * w)));
+      MOE_METAL_UNROLL for (int n = 0; n < N; ++n) sums[k][n] = _mm512_dpbf16_ps(sums[k][n], key, query[n]);
     }
   }
-  MOE_METAL_UNROLL for (int i = 0; i < 2 * R; ++i) {
-    _mm512_store_ps(scores + i / 2 * kKeys + i % 2 * kLanes, sums[i / 2][i % 2]);
+  MOE_METAL_UNROLL for (int i = 0; i < K * N; ++i) {
+    _mm512_store_ps(scores + i / N * lanes + i % N * kLanes, sums[i / N][i % N]);
   }
+}
+
+// The same for up to 8 rows, as most models have them while decoding.
+template <int K>
+[[MOE_METAL_BF16, gnu::noinline]] inline void dot_pairs_of_8(const float* queries, int64_t words,
+                                                             const at::BFloat16* keys, int64_t step, float* scores) {
+  __m256 sums[K];
+  MOE_METAL_UNROLL for (int k = 0; k < K; ++k) sums[k] = _mm256_setzero_ps();
+  for (int64_t w = 0; w < words; ++w) {
+    __builtin_prefetch(keys + (kKeys + w % K) * step + w / K * 32, 0, 2);
+    const auto query = reinterpret_cast<__m256bh>(_mm256_load_ps(queries + w * 8));
+    MOE_METAL_UNROLL for (int k = 0; k < K; ++k) {
+      const auto key = reinterpret_cast<__m256bh>(_mm256_set1_epi32(pair_at(keys + k * step + 2 * w)));
+      sums[k] = _mm256_dpbf16_ps(sums[k], key, query);
+    }
+  }
+  MOE_METAL_UNROLL for (int k = 0; k < K; ++k) _mm256_store_ps(scores + k * 8, sums[k]);
 }
 #endif
 
@@ -80,8 +93,8 @@ template <int R>
 // the next block to the caches.
 template <int R, int C, class Scalar, class Count>
 [[gnu::flatten, gnu::noinline]] inline void add_values(const Scalar* values, int64_t step, int64_t keys,
-                                                       const float* weights, const float* factors, float* out,
-                                                       int64_t width, bool ahead, Count count) {
+                                                       const float* weights, int64_t lanes, const float* factors,
+                                                       float* out, int64_t width, bool ahead, Count count) {
   Vec sums[R][C];
   unrolled<R>([&](auto r) {
     unrolled<C>([&](auto c) { sums[r][c] = load(out + r * width + c * kLanes, Whole()) * Vec(factors[r]); });
@@ -92,7 +105,7 @@ template <int R, int C, class Scalar, class Count>
     Vec value[C];
     unrolled<C>([&](auto c) { value[c] = load(here + c * kLanes, count); });
     unrolled<R>([&](auto r) {
-      const Vec weight(weights[r * kKeys + key]);
+      const Vec weight(weights[key * lanes + r]);
       unrolled<C>([&](auto c) { sums[r][c] = at::vec::fmadd(weight, value[c], sums[r][c]); });
     });
   }
@@ -106,10 +119,10 @@ struct Span {
   int64_t first_key, last_key;
 };
 
-// What rows have come to: their greatest score, the sum of 2^(score - greatest), and that of the values times these.
+// What a row has come to: its greatest score, the sum of e^(score - greatest), and that of the values times these.
 struct Sums {
-  float *greatest, *total, *out;
-  int64_t width;  // of a row of `out`
+  float greatest, total;
+  const float* values;
 };
 
 // One per thread. `pairs`: words of two bfloat16, on processors with AVX512-BF16.
@@ -120,22 +133,23 @@ class AttentionTile {
       : call_(call),
         group_(call.A / call.J),
         words_(pairs ? at::divup(call.D, 2) : call.D),
-        rows_(std::min(kRows, group_ * call.T)),
+        lanes_(lanes_of(std::min(kRows, group_ * call.T))),
+        period_(std::max(lanes_, kLanes)),
         width_(at::divup(call.V, kLanes) * kLanes),
-        queries_(scratch<float>(rows_ * words_)),
-        keys_(scratch<float>(kKeys * words_)),
-        scores_(scratch<float>(rows_ * kKeys)),
-        weights_(scratch<float>(rows_ * kKeys)),
-        out_(scratch<float>(rows_ * width_)),
-        rows_sums_(scratch<float>(3 * rows_)),
-        lined_up_(
-            scratch<Scalar>(call.k.stride(3) == 1 && call.v.stride(3) == 1 ? 0 : kKeys * std::max(call.D, call.V))) {}
+        queries_(scratch<float>(words_ * lanes_)),
+        scores_(scratch<float>(kKeys * lanes_)),
+        weights_(scratch<float>(kKeys * lanes_)),
+        added_(scratch<float>(call.mask.defined() ? kKeys * lanes_ : 0)),
+        out_(scratch<float>(lanes_ * width_)),
+        of_rows_(scratch<float>(5 * period_)),
+        keys_(scratch<Key>(kKeys * key_size())),
+        values_(scratch<Scalar>(call.v.stride(3) == 1 ? 0 : kKeys * call.V)) {}
 
-  Sums operator()(const Span& span) {
+  void operator()(const Span& span) {
     span_ = span;
     read_queries();
-    std::fill_n(greatest(), span.rows, -kInfinity);
-    std::fill_n(total(), span.rows, 0.0f);
+    std::fill_n(greatest(), period_, -kInfinity);
+    std::fill_n(totals(), period_, 0.0f);
     std::fill_n(out_.get(), span.rows * width_, 0.0f);
     for (int64_t key = span.first_key; key < span.last_key; key += kKeys) {
       const int64_t count = std::min(kKeys, span.last_key - key);
@@ -143,194 +157,241 @@ class AttentionTile {
       const bool some_barred = weigh(key, count);
       multiply_values(key, count, some_barred);
     }
-    return {greatest(), total(), out_.get(), width_};
+  }
+
+  Sums sums(int64_t r) const {
+    float total = 0;
+    for (int64_t i = r; i < period_; i += lanes_) total += totals()[i];
+    return {greatest()[r], total, out_.get() + r * width_};
   }
 
  private:
-  float* greatest() { return rows_sums_.get(); }
-  float* total() { return rows_sums_.get() + rows_; }
-  float* factors() { return rows_sums_.get() + 2 * rows_; }
+  using Key = std::conditional_t<pairs, at::BFloat16, float>;
+
+  // Rows as lanes, without half a vector to spare where there is a product for that.
+  static int64_t lanes_of(int64_t rows) { return pairs && rows <= 8 ? 8 : at::divup(rows, kLanes) * kLanes; }
+  int64_t key_size() const { return pairs ? 2 * words_ : words_; }
   int64_t query_of(int64_t r) const { return (span_.first_row + r) / group_; }
   int64_t head_of(int64_t r) const { return span_.head * group_ + (span_.first_row + r) % group_; }
 
+  // Of each row; of 8 lanes twice, to fill a vector.
+  float* greatest() const { return of_rows_.get(); }
+  float* totals() const { return of_rows_.get() + period_; }
+  float* factors() const { return of_rows_.get() + 2 * period_; }
+  float* first_keys() const { return of_rows_.get() + 3 * period_; }  // that the row sees of a block
+  float* last_keys() const { return of_rows_.get() + 4 * period_; }
+
   void read_queries() {
+    std::fill_n(queries_.get(), words_ * lanes_, 0.0f);
     const int64_t step = call_.q.stride(3);
     for (int64_t r = 0; r < span_.rows; ++r) {
       const auto* from = elements<Scalar>(call_.q) + span_.sequence * call_.q.stride(0) +
                          head_of(r) * call_.q.stride(1) + query_of(r) * call_.q.stride(2);
-      float* to = queries_.get() + r * words_;
-      if constexpr (pairs) {
-        to[words_ - 1] = 0;
-        auto* halves = reinterpret_cast<char*>(to);
-        for (int64_t d = 0; d < call_.D; ++d) std::memcpy(halves + 2 * d, from + d * step, 2);
-      } else {
-        for (int64_t d = 0; d < call_.D; ++d) to[d] = static_cast<float>(from[d * step]);
+      for (int64_t w = 0; w < words_; ++w) {
+        float& word = queries_[w * lanes_ + r];
+        if constexpr (pairs) {
+          const bool lone = 2 * w + 1 == call_.D;
+          const at::BFloat16 both[2] = {from[2 * w * step], lone ? at::BFloat16(0) : from[(2 * w + 1) * step]};
+          std::memcpy(&word, both, sizeof(word));
+        } else {
+          word = static_cast<float>(from[w * step]);
+        }
       }
     }
   }
 
-  // Where a block lies and how far apart its rows are, whose elements are then neighbours.
+  // Rows of neighbours, and how far apart they are.
+  template <class Element>
   struct Block {
-    const Scalar* data;
+    const Element* data;
     int64_t step;
   };
-  Block block_of(const Tensor& tensor, int64_t key, int64_t count) {
-    const auto* from = elements<Scalar>(tensor) + span_.sequence * tensor.stride(0) + span_.head * tensor.stride(1) +
-                       key * tensor.stride(2);
-    const int64_t columns = tensor.size(3), column = tensor.stride(3);
-    if (column == 1 || columns == 1) return {from, tensor.stride(2)};
+  const Scalar* place(const Tensor& tensor, int64_t key) const {
+    return elements<Scalar>(tensor) + span_.sequence * tensor.stride(0) + span_.head * tensor.stride(1) +
+           key * tensor.stride(2);
+  }
+
+  // Keys as they lie, if they are words there and make up whole groups; else a copy, with 0 for what is missing.
+  Block<Key> keys_of(int64_t key, int64_t count) {
+    const int64_t size = key_size(), step = call_.k.stride(2), column = call_.k.stride(3), D = call_.D;
+    const auto* from = place(call_.k, key);
+    if constexpr (std::is_same_v<Key, Scalar>) {
+      if (column == 1 && size == D && count % (2 * kSumsAtOnce) == 0) return {from, step};
+    }
+    std::fill_n(keys_.get(), kKeys * size, Key(0));
     for (int64_t n = 0; n < count; ++n) {
-      for (int64_t c = 0; c < columns; ++c) lined_up_[n * columns + c] = from[n * tensor.stride(2) + c * column];
-    }
-    return {lined_up_.get(), columns};
-  }
-
-  // A vector of a key's words, and 0 beyond its last.
-  static Vec words_at(const Scalar* key, int64_t word, int64_t D) {
-#if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (pairs) {
-      const int64_t left = D - 2 * word;
-      const __mmask32 there = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
-      return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(there, key + 2 * word));
-    }
-#endif
-    return D - word >= kLanes ? load(key + word, Whole()) : load(key + word, D - word);
-  }
-
-  // For two vectors of keys after the other: word after word, and 0 for keys beyond the last.
-  void transpose_keys(const Block& block, int64_t count) {
-    for (int64_t first = 0; first < at::divup(count, 2 * kLanes) * 2 * kLanes; first += kLanes) {
-      float* to = keys_.get() + first / (2 * kLanes) * 2 * kLanes * words_ + first % (2 * kLanes);
-      for (int64_t word = 0; word < words_; word += kLanes) {
-        Vec tile[kLanes];
-        for (int64_t n = 0; n < kLanes; ++n) {
-          const auto* key = block.data + (first + n) * block.step;
-          __builtin_prefetch(key + kKeys * block.step + word * (pairs ? 2 : 1), 0, 2);
-          tile[n] = first + n < count ? words_at(key, word, call_.D) : Vec(0);
+      if constexpr (!pairs) {
+        if (column == 1) {
+          for_each_vector(D, [&](int64_t d, auto columns) {
+            store(&keys_[n * size + d], load(from + n * step + d, columns), columns);
+          });
+          continue;
         }
-        transpose(tile);
-        const int64_t words = std::min(kLanes, words_ - word);
-        for (int64_t w = 0; w < words; ++w) store(to + (word + w) * 2 * kLanes, tile[w], Whole());
       }
+      for (int64_t d = 0; d < D; ++d) keys_[n * size + d] = static_cast<Key>(from[n * step + d * column]);
     }
+    return {keys_.get(), size};
+  }
+
+  Block<Scalar> values_of(int64_t key, int64_t count) {
+    const int64_t step = call_.v.stride(2), column = call_.v.stride(3), V = call_.V;
+    const auto* from = place(call_.v, key);
+    if (column == 1) return {from, step};
+    for (int64_t n = 0; n < count; ++n) {
+      for (int64_t v = 0; v < V; ++v) values_[n * V + v] = from[n * step + v * column];
+    }
+    return {values_.get(), V};
   }
 
   void multiply_keys(int64_t key, int64_t count) {
-    transpose_keys(block_of(call_.k, key, count), count);
-    for (int64_t first = 0; first < count; first += 2 * kLanes) {
-      const float* keys = keys_.get() + first * words_;
-      by_rows(span_.rows, [&](int64_t r, auto R) {
-        const float* queries = queries_.get() + r * words_;
-        float* scores = scores_.get() + r * kKeys + first;
+    const Block<Key> block = keys_of(key, count);
+    for (int64_t first = 0; first < count; first += 2 * kSumsAtOnce) {
+      const Key* keys = block.data + first * block.step;
+      multiply_keys(keys, block.step, scores_.get() + first * lanes_);
+    }
+  }
+
+  // A group of keys with all rows.
+  void multiply_keys(const Key* keys, int64_t step, float* scores) const {
+    constexpr int K = kSumsAtOnce;
+    int64_t r = 0;
 #if defined(CPU_CAPABILITY_AVX512)
-        if constexpr (pairs) return dot_pairs<R>(queries, words_, keys, scores);
+    if constexpr (pairs) {
+      if (lanes_ == 8) return dot_pairs_of_8<2 * K>(queries_.get(), words_, keys, step, scores);
+      for (; r + 2 * kLanes <= lanes_; r += 2 * kLanes) {
+        dot_pairs<2, K>(queries_.get() + r, words_, lanes_, keys, step, scores + r);
+        dot_pairs<2, K>(queries_.get() + r, words_, lanes_, keys + K * step, step, scores + K * lanes_ + r);
+      }
+      if (r < lanes_) dot_pairs<1, 2 * K>(queries_.get() + r, words_, lanes_, keys, step, scores + r);
+      return;
+    }
 #endif
-        dot_floats<R>(queries, words_, keys, scores);
-      });
+    if constexpr (!pairs) {
+      for (; r + 2 * kLanes <= lanes_; r += 2 * kLanes) {
+        dot_floats<2, K>(queries_.get() + r, words_, lanes_, keys, step, scores + r);
+        dot_floats<2, K>(queries_.get() + r, words_, lanes_, keys + K * step, step, scores + K * lanes_ + r);
+      }
+      if (r < lanes_) dot_floats<1, 2 * K>(queries_.get() + r, words_, lanes_, keys, step, scores + r);
     }
   }
 
   // Scores to weights, relative to the greatest score so far. -> whether any key is barred to any row
   bool weigh(int64_t key, int64_t count) {
+    const int64_t last_query = query_of(span_.rows - 1);
+    const bool at_an_edge =
+        count < kKeys || call_.first_key(last_query) > key || call_.last_key(query_of(0)) < key + kKeys;
+    if (at_an_edge) find_edges(key, count);
+    if (call_.mask.defined()) read_mask(key, count);
     bool some_barred = false;
-    int64_t masked = -1;
-    for (int64_t r = 0; r < span_.rows; ++r) {
-      const int64_t t = query_of(r);
-      float* scores = scores_.get() + r * kKeys;
-      scale_scores(scores);
-      if (call_.mask.defined()) {
-        if (t != masked || call_.mask.stride(1) != 0) read_mask(key, count, head_of(r), t);
-        masked = t;
-        add_mask(scores);
-      }
-      const int64_t first = std::clamp<int64_t>(call_.first_key(t) - key, 0, kKeys);
-      const int64_t last = std::clamp<int64_t>(std::min(call_.last_key(t) - key, count), first, kKeys);
-      std::fill(scores, scores + first, -kInfinity);
-      std::fill(scores + last, scores + kKeys, -kInfinity);
-      some_barred |= softmax_row(scores, r);
+    for (int64_t lane = 0; lane < period_; lane += kLanes) {
+      const Vec greatest_of_block = bend_and_bar(lane, at_an_edge);
+      some_barred |= softmax(lane, greatest_of_block);
     }
     return some_barred;
   }
 
-  void scale_scores(float* scores) const {
-    if (call_.softcap == 0) {
-      const Vec scale(call_.scale * kLog2E);
-      for (int64_t i = 0; i < kKeys; i += kLanes) store(scores + i, load(scores + i, Whole()) * scale, Whole());
-      return;
-    }
-    const Vec scale(call_.scale), softcap(call_.softcap), log2e(kLog2E);
-    for (int64_t i = 0; i < kKeys; i += kLanes) {
-      const Vec score = softcap * (load(scores + i, Whole()) * scale / softcap).tanh();
-      store(scores + i, score * log2e, Whole());
+  void find_edges(int64_t key, int64_t count) {
+    for (int64_t i = 0; i < period_; ++i) {
+      const int64_t t = query_of(std::min(i % lanes_, span_.rows - 1));
+      first_keys()[i] = static_cast<float>(std::clamp<int64_t>(call_.first_key(t) - key, 0, kKeys));
+      last_keys()[i] = static_cast<float>(std::clamp<int64_t>(call_.last_key(t) - key, 0, count));
     }
   }
 
-  void read_mask(int64_t key, int64_t count, int64_t head, int64_t t) {
+  void read_mask(int64_t key, int64_t count) {
     const Tensor& mask = call_.mask;
-    const int64_t at =
-        span_.sequence * mask.stride(0) + head * mask.stride(1) + t * mask.stride(2) + key * mask.stride(3);
-    const int64_t step = mask.stride(3);
+    const int64_t step = mask.stride(3), first = span_.sequence * mask.stride(0) + key * step;
+    const auto read = [&](auto number) {
+      for (int64_t r = 0; r < span_.rows; ++r) {
+        const int64_t at = first + head_of(r) * mask.stride(1) + query_of(r) * mask.stride(2);
+        for (int64_t n = 0; n < count; ++n) added_[n * lanes_ + r] = number(at + n * step);
+      }
+    };
     if (mask.scalar_type() == at::kBool) {
-      const bool* seen = elements<bool>(mask) + at;
-      for (int64_t n = 0; n < count; ++n) added_[n] = seen[n * step] ? 0.0f : -kInfinity;
-      return;
+      return read([seen = elements<bool>(mask)](int64_t i) { return seen[i] ? 0.0f : -kInfinity; });
     }
     with_dtype(mask.scalar_type(), [&](auto scalar) {
-      const auto* from = elements<decltype(scalar)>(mask) + at;
-      for (int64_t n = 0; n < count; ++n) added_[n] = static_cast<float>(from[n * step]) * kLog2E;
+      read([from = elements<decltype(scalar)>(mask)](int64_t i) { return static_cast<float>(from[i]); });
     });
   }
 
-  // What is barred is so whatever its score is.
-  void add_mask(float* scores) const {
-    const Vec barred(-kInfinity);
-    for (int64_t i = 0; i < kKeys; i += kLanes) {
-      const Vec added = load(added_ + i, Whole());
-      store(scores + i, Vec::blendv(load(scores + i, Whole()) + added, barred, added == barred), Whole());
+  // Scores as the softmax takes them, of some rows. What is barred is so whatever its score is. -> their greatest
+  Vec bend_and_bar(int64_t lane, bool at_an_edge) {
+    const Vec softcap(call_.softcap), none(-kInfinity), first = load(first_keys() + lane, Whole()),
+                                                        last = load(last_keys() + lane, Whole());
+    const Vec scale(call_.scale);
+    alignas(64) float key_of_lane[kLanes];
+    for (int64_t i = 0; i < kLanes; ++i) key_of_lane[i] = static_cast<float>(i / lanes_);
+    Vec key = load(key_of_lane, Whole()), greatest = none;
+    const Vec keys_at_once(static_cast<float>(period_ / lanes_));
+    for (int64_t at = lane; at < kKeys * lanes_; at += period_, key = key + keys_at_once) {
+      Vec score = load(scores_.get() + at, Whole()) * scale;
+      if (call_.softcap != 0) score = softcap * (score / softcap).tanh();
+      if (call_.mask.defined()) {
+        const Vec added = load(added_.get() + at, Whole());
+        score = Vec::blendv(score + added, none, added == none);
+      }
+      if (at_an_edge) score = Vec::blendv(score, none, (key < first) | (key >= last));
+      store(scores_.get() + at, score, Whole());
+      greatest = at::vec::maximum(greatest, score);
     }
+    return greatest;
   }
 
   // -> whether any key is barred
-  bool softmax_row(const float* scores, int64_t r) {
-    constexpr int kVectors = kKeys / kLanes;
-    Vec greatest_of(-kInfinity);
-    for (int64_t i = 0; i < kKeys; i += kLanes) greatest_of = at::vec::maximum(greatest_of, load(scores + i, Whole()));
-    const float block =
-        at::vec::vec_reduce_all<float>([](const Vec& a, const Vec& b) { return at::vec::maximum(a, b); }, greatest_of);
-    const float before = greatest()[r], now = before < block || std::isnan(block) ? block : before;
-    const Vec least_power(now == -kInfinity ? 0 : now);  // of no key at all, weights are 0, not NaN
+  bool softmax(int64_t lane, const Vec& greatest_of_block) {
+    const Vec none(-kInfinity), before = load(greatest() + lane, Whole());
+    const Vec now = at::vec::maximum(before, over_lanes(greatest_of_block));
+    const Vec one = Vec::blendv(now, Vec(0), now == none);  // whose weight is 1; if it saw none, all of them are 0
+    const auto power = [&](const Vec& score) { return exp2((score - one) * Vec(1.44269504f)); };
     Vec sums(0), barred(0);
-    for (int64_t i = 0; i < kVectors; ++i) {
-      const Vec score = load(scores + i * kLanes, Whole());
-      const Vec weight = exp2(score - least_power);
-      barred = barred | (score == Vec(-kInfinity));
+    for (int64_t at = lane; at < kKeys * lanes_; at += period_) {
+      const Vec score = load(scores_.get() + at, Whole()), weight = power(score);
+      barred = barred | (score == none);
       sums = sums + weight;
-      store(weights_.get() + r * kKeys + i * kLanes, weight, Whole());
+      store(weights_.get() + at, weight, Whole());
     }
-    factors()[r] = now == before ? 1 : std::exp2(before - now);
-    greatest()[r] = now;
-    total()[r] = total()[r] * factors()[r] + sum(sums);
+    const Vec factor = Vec::blendv(power(before), Vec(1), before == now);
+    store(factors() + lane, factor, Whole());
+    store(greatest() + lane, now, Whole());
+    store(totals() + lane, at::vec::fmadd(load(totals() + lane, Whole()), factor, sums), Whole());
     return barred.zero_mask() != (1 << kLanes) - 1;
   }
 
-  void multiply_values(int64_t key, int64_t count, bool some_barred) {
-    const Block block = block_of(call_.v, key, count);
-    if (some_barred && !is_finite(block, count)) return add_seen_values(block, count);
-    by_rows(span_.rows, [&](int64_t r, auto R) {
-      const float* weights = weights_.get() + r * kKeys;
-      float* out = out_.get() + r * width_;
-      int64_t v = 0;
-      for (; v + 2 * kLanes <= call_.V; v += 2 * kLanes) {
-        add_values<R, 2>(block.data + v, block.step, count, weights, factors() + r, out + v, width_, r == 0, Whole());
-      }
-      for_each_vector(call_.V - v, [&](int64_t i, auto columns) {
-        add_values<R, 1>(block.data + v + i, block.step, count, weights, factors() + r, out + v + i, width_, r == 0,
-                         columns);
-      });
-    });
+  // The greatest of the lanes that stand for one row.
+  Vec over_lanes(const Vec& vec) const {
+    if (lanes_ >= kLanes) return vec;
+    alignas(64) float two[2 * kLanes];
+    store(two, vec, Whole());
+    store(two + kLanes, vec, Whole());
+    return at::vec::maximum(vec, Vec::loadu(two + lanes_));
   }
 
-  bool is_finite(const Block& block, int64_t count) const {
+  void multiply_values(int64_t key, int64_t count, bool some_barred) {
+    const Block<Scalar> block = values_of(key, count);
+    if (some_barred && !is_finite(block, count)) return add_seen_values(block, count);
+    int64_t r = 0;
+    for (; r + kSumsAtOnce <= span_.rows; r += kSumsAtOnce) add_values_of_rows<kSumsAtOnce>(r, block, count);
+    if constexpr (kSumsAtOnce > 4) {
+      for (; r + 4 <= span_.rows; r += 4) add_values_of_rows<4>(r, block, count);
+    }
+    for (; r + 2 <= span_.rows; r += 2) add_values_of_rows<2>(r, block, count);
+    for (; r < span_.rows; ++r) add_values_of_rows<1>(r, block, count);
+  }
+
+  template <int R>
+  void add_values_of_rows(int64_t r, const Block<Scalar>& block, int64_t count) {
+    const auto add = [&](int64_t v, auto vectors, auto columns) {
+      add_values<R, vectors>(block.data + v, block.step, count, weights_.get() + r, lanes_, factors() + r,
+                             out_.get() + r * width_ + v, width_, r == 0, columns);
+    };
+    int64_t v = 0;
+    for (; v + 2 * kLanes <= call_.V; v += 2 * kLanes) add(v, std::integral_constant<int, 2>(), Whole());
+    for_each_vector(call_.V - v,
+                    [&](int64_t i, auto columns) { add(v + i, std::integral_constant<int, 1>(), columns); });
+  }
+
+  bool is_finite(const Block<Scalar>& block, int64_t count) const {
     Vec zero(0);
     for (int64_t n = 0; n < count; ++n) {
       for_each_vector(call_.V, [&](int64_t v, auto columns) {
@@ -341,24 +402,26 @@ class AttentionTile {
   }
 
   // Where a value is infinite or NaN, a weight of 0 does not keep it out: what is barred is left out.
-  void add_seen_values(const Block& block, int64_t count) {
+  void add_seen_values(const Block<Scalar>& block, int64_t count) {
     for (int64_t r = 0; r < span_.rows; ++r) {
-      const float *weights = weights_.get() + r * kKeys, *scores = scores_.get() + r * kKeys;
       float* out = out_.get() + r * width_;
       for (int64_t v = 0; v < call_.V; ++v) out[v] *= factors()[r];
       for (int64_t n = 0; n < count; ++n) {
-        if (scores[n] == -kInfinity) continue;
+        if (scores_[n * lanes_ + r] == -kInfinity) continue;
         const auto* value = block.data + n * block.step;
-        for (int64_t v = 0; v < call_.V; ++v) out[v] += weights[n] * static_cast<float>(value[v]);
+        for (int64_t v = 0; v < call_.V; ++v) out[v] += weights_[n * lanes_ + r] * static_cast<float>(value[v]);
       }
     }
   }
 
   const Attention& call_;
-  const int64_t group_, words_, rows_, width_;
-  const std::unique_ptr<float[], Free> queries_, keys_, scores_, weights_, out_, rows_sums_;
-  const std::unique_ptr<Scalar[], Free> lined_up_;
-  alignas(64) float added_[kKeys] = {};  // by the mask
+  const int64_t group_, words_;
+  const int64_t lanes_;   // that rows have in the scores of a key
+  const int64_t period_;  // lanes after which the rows repeat: a vector at least
+  const int64_t width_;   // of a row's values
+  const std::unique_ptr<float[], Free> queries_, scores_, weights_, added_, out_, of_rows_;
+  const std::unique_ptr<Key[], Free> keys_;
+  const std::unique_ptr<Scalar[], Free> values_;
   Span span_ = {};
 };
 
