@@ -6,6 +6,9 @@ Sizes are those of the published checkpoints, which transformers' defaults are n
 `query` is the matrix that makes the attention's queries, as the checkpoint stores it, [rows, columns]: q_proj, with the
 output gate where that is a part of it (Qwen3-Next and 3.5), of a layer with a sliding window in Gemma 4; where queries
 come out of a low rank (DeepSeek V3, GLM-4.7-Flash), q_b_proj. `vocabulary` is the rows of the head.
+
+`heads` are what `attention` is called with in such a layer: query heads, key heads, and the sizes of a key and a value.
+Keys of a low rank are one head for all, as they lie in the cache.
 """
 
 from dataclasses import dataclass, field, replace
@@ -27,6 +30,8 @@ class Model:
     tensors: tuple[str, ...] = ()  # the optional ones of `gate` and `experts`; shared_gate: the shared expert has one
     routing: dict = field(default_factory=dict)  # the options of `gate`
     experts: dict = field(default_factory=dict)  # the options of `experts`
+    heads: tuple[int, int, int, int] = (32, 4, 128, 128)
+    sinks: bool = False
 
     @property
     def fewest(self) -> int:
@@ -47,7 +52,7 @@ class Model:
     def reduced(self, *, H: int, **sizes: int) -> "Model":
         """The same with other sizes; S, where there is a shared expert, becomes I, and `linears` go by H."""
         shared = sizes.get("I", self.S) if self.S else 0
-        return replace(self, H=H, S=shared, query=(2 * H, H), vocabulary=3 * H, **sizes)
+        return replace(self, H=H, S=shared, query=(2 * H, H), vocabulary=3 * H, heads=(4, 2, 32, 32), **sizes)
 
 
 SIGMOID = {"scoring": "sigmoid"}
@@ -56,21 +61,28 @@ GPT_OSS = {
     "vocabulary": 201088,
     "tensors": ("router_bias", "gate_up_bias", "down_bias"),
     "experts": {"activation": "swiglu_oai", "limit": 7.0, "interleaved": True, "transposed": True},
+    "heads": (64, 8, 64, 64),
+    "sinks": True,
 }
 GROUPS = {"n_group": 8, "topk_group": 4, "scaling_factor": 2.5}
 
 MODELS = {
     "qwen3-30b-a3b": Model("qwen3_moe", "Qwen3MoeSparseMoeBlock", 128, 8, 2048, 768, (4096, 2048), 151936),
-    "qwen3-235b-a22b": Model("qwen3_moe", "Qwen3MoeSparseMoeBlock", 128, 8, 4096, 1536, (8192, 4096), 151936),
+    "qwen3-235b-a22b": Model("qwen3_moe", "Qwen3MoeSparseMoeBlock", 128, 8, 4096, 1536, (8192, 4096), 151936,
+                             heads=(64, 4, 128, 128)),
     "qwen3-next-80b-a3b": Model(
-        "qwen3_next", "Qwen3NextSparseMoeBlock", 512, 10, 2048, 512, (8192, 2048), 151936, 512, ("shared_gate",)
+        "qwen3_next", "Qwen3NextSparseMoeBlock", 512, 10, 2048, 512, (8192, 2048), 151936, 512, ("shared_gate",),
+        heads=(16, 2, 256, 256),
     ),
     "qwen3.5-35b-a3b": Model(
-        "qwen3_5_moe_text", "Qwen3_5MoeSparseMoeBlock", 256, 8, 2048, 512, (8192, 2048), 248320, 512, ("shared_gate",)
+        "qwen3_5_moe_text", "Qwen3_5MoeSparseMoeBlock", 256, 8, 2048, 512, (8192, 2048), 248320, 512, ("shared_gate",),
+        heads=(16, 2, 256, 256),
     ),
-    "mixtral-8x7b": Model("mixtral", "MixtralSparseMoeBlock", 8, 2, 4096, 14336, (4096, 4096), 32000),
+    "mixtral-8x7b": Model("mixtral", "MixtralSparseMoeBlock", 8, 2, 4096, 14336, (4096, 4096), 32000,
+                          heads=(32, 8, 128, 128)),
     "olmoe": Model(
-        "olmoe", "OlmoeSparseMoeBlock", 64, 8, 2048, 1024, (2048, 2048), 50304, routing={"renormalize": "none"}
+        "olmoe", "OlmoeSparseMoeBlock", 64, 8, 2048, 1024, (2048, 2048), 50304, routing={"renormalize": "none"},
+        heads=(16, 16, 128, 128),
     ),
     "gpt-oss-20b": Model("gpt_oss", "GptOssMLP", 32, 4, 2880, 2880, **GPT_OSS),
     "gpt-oss-120b": Model("gpt_oss", "GptOssMLP", 128, 4, 2880, 2880, **GPT_OSS),
@@ -78,20 +90,23 @@ MODELS = {
     "gemma4-26b-a4b": Model(
         "gemma4_text", "Gemma4TextExperts", 128, 8, 2816, 704, (4096, 2816), 262144,
         tensors=("norm_weight", "per_expert_scale"), experts={"activation": "gelu_tanh"},
+        heads=(16, 8, 256, 256),
     ),
     "deepseek-v3": Model(
         "deepseek_v3", "DeepseekV3MoE", 256, 8, 7168, 2048, (24576, 1536), 129280, 2048, ("select_bias",),
-        SIGMOID | GROUPS,
+        SIGMOID | GROUPS, heads=(128, 1, 576, 512),
     ),
     "glm-4.5-air": Model(
-        "glm4_moe", "Glm4MoeMoE", 128, 8, 4096, 1408, (12288, 4096), 151552, 1408, ("select_bias",), SIGMOID
+        "glm4_moe", "Glm4MoeMoE", 128, 8, 4096, 1408, (12288, 4096), 151552, 1408, ("select_bias",), SIGMOID,
+        heads=(96, 8, 128, 128),
     ),
     "glm-4.7-flash": Model(
         "glm4_moe_lite", "Glm4MoeLiteMoE", 64, 4, 2048, 1536, (5120, 768), 154880, 1536, ("select_bias",),
-        SIGMOID | {"scaling_factor": 1.8},
+        SIGMOID | {"scaling_factor": 1.8}, heads=(20, 1, 576, 512),
     ),
     "minimax-m2": Model(
-        "minimax_m2", "MiniMaxM2SparseMoeBlock", 256, 8, 3072, 1536, (6144, 3072), 200064, 0, ("select_bias",), SIGMOID
+        "minimax_m2", "MiniMaxM2SparseMoeBlock", 256, 8, 3072, 1536, (6144, 3072), 200064, 0, ("select_bias",), SIGMOID,
+        heads=(48, 8, 128, 128),
     ),
 }  # fmt: skip
 DEFAULT = "qwen3-30b-a3b"
@@ -120,6 +135,10 @@ def of_config(config: dict) -> Model:
     heads, H = size("num_attention_heads"), size("hidden_size")
     shared = config.get("shared_expert_intermediate_size") or sizes["I"] * (config.get("n_shared_experts") or 0)
     sizes |= {"H": H, "S": shared, "vocabulary": size("vocab_size")}
-    sizes["query"] = (heads * (config.get("head_dim") or H // heads), H)
+    D, low_rank = config.get("head_dim") or H // heads, config.get("kv_lora_rank")
+    sizes["query"] = (heads * D, H)
+    sizes["heads"] = (heads, config.get("num_key_value_heads") or heads, D, D)
+    if low_rank:
+        sizes["heads"] = (heads, 1, low_rank + config.get("qk_rope_head_dim", 0), low_rank)
     alike = next((model for model in MODELS.values() if model.config == kind), None)
     return replace(alike, **sizes) if alike else Model(kind, "", **sizes)

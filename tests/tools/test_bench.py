@@ -102,6 +102,12 @@ def test_matrices_are_those_of_transformers_models(name: str):
     with torch.device("meta"):
         (query,) = (p for n, p in attention(config, 0).named_parameters() if n in ("q_proj.weight", "q_b_proj.weight"))
     assert query.shape == model.query
+    A, J, D, V = model.heads
+    assert config.num_attention_heads == A and bool(config.to_dict().get("kv_lora_rank")) == (J == 1 and D > V)
+    if J > 1:
+        assert config.num_key_value_heads == J and model.query[0] in (A * D, 2 * A * D)  # twice, with an output gate
+    else:
+        assert (config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank) == (D, V)
 
 
 @pytest.mark.parametrize("name", MODELS)

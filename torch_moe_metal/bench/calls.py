@@ -22,6 +22,7 @@ OPS = (*(op for op in ARGUMENTS if op != "experts"), *WHOLE)
 DECODING = ("linear", *WHOLE)  # what a model does with a weight: with few tokens, its bytes are the time
 TOKENS = {True: (1, 4, 32, 512), False: (1, 64, 4096)}  # of those, and of the other ops
 WORTH_A_LIMIT = 32 << 20  # bytes a row moves at least to be held against memory's speed: smaller ones stay in caches
+CONTEXT = 4096  # keys that a token sees of those before it, the least
 ROTATED = 256 << 20  # bytes of inputs to walk through, where 16 sets are enough for it
 
 
@@ -61,8 +62,9 @@ class Call:
         if self.op == "block":
             return {"x": "TH"}
         own = (name for name in self.model.tensors if name != "shared_gate")  # the shared expert's, not in these rows
+        sinks = ["sinks"] * self.model.sinks
         transposed = self.op == "experts" and self.model.experts.get("transposed", False)
-        return arguments.shapes(self.op, (*own, *GIVEN.get(self.op, ())), transposed)
+        return arguments.shapes(self.op, (*own, *sinks, *GIVEN.get(self.op, ())), transposed)
 
     @property
     def of_mlx(self) -> bool:
@@ -76,7 +78,9 @@ class Call:
         packing = self.packing
         weights = {"format": packing.format, "bits": packing.bits} if packing else {"format": "dense"}
         weights["dtype"] = self.dtype
-        return arguments.options(self.op, {"top_k": self.model.K} | self.model.routing | self.model.experts | weights)
+        return arguments.options(
+            self.op, {"top_k": self.model.K, "causal": True} | self.model.routing | self.model.experts | weights
+        )
 
     @property
     def dims(self) -> dict[str, int]:
@@ -84,7 +88,8 @@ class Call:
         m = self.model
         rows = self.T * m.K if self.op == "glu" else self.T
         N, H = m.linears[self.matrix] if self.op == "linear" else (self.T, m.H)
-        return {"T": rows, "E": m.E, "K": m.K, "H": H, "I": m.I, "N": N, "U": 1}
+        heads = dict(zip("AJDV", m.heads, strict=True)) | {"B": 1, "S": max(self.T, CONTEXT)}
+        return {"T": rows, "E": m.E, "K": m.K, "H": H, "I": m.I, "N": N, "U": 1} | heads
 
     @property
     def letters(self) -> set[str]:
@@ -131,7 +136,11 @@ class Call:
         router, experts = 2 * self.T * m.E * m.H, 6 * self.T * m.K * m.H * m.I
         block = router + experts + 6 * self.T * m.H * m.S
         linear = 2 * prod(self.size("TNH"))
-        return {"gate": router, "experts": experts, "block": block, "linear": linear}.get(self.op, 0)
+        A, T, S, D, V = self.size("ATSDV")
+        attention = 2 * A * (T * S - T * (T - 1) // 2) * (D + V)  # of the keys that are seen
+        return {"gate": router, "experts": experts, "block": block, "linear": linear, "attention": attention}.get(
+            self.op, 0
+        )
 
 
 class Noise:

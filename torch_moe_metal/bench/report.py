@@ -57,7 +57,7 @@ class Result:
     @property
     def shape(self) -> str:
         m, dims = self.call.model, self.call.dims
-        sizes = "".join(f" {letter}={dims[letter]}" for letter in "EKNHI" if letter in self.call.letters)
+        sizes = "".join(f" {letter}={dims[letter]}" for letter in "EKNHIAJDVS" if letter in self.call.letters)
         if m.E < MODELS[self.call.name].E:  # memory holds no more
             sizes = sizes.replace(f" E={m.E}", f" E={m.E}/{MODELS[self.call.name].E}")
         return f"T={self.call.T}{sizes}" + (f" S={m.S}" if self.call.op == "block" and m.S else "")

@@ -192,6 +192,37 @@ def add_norm(residual, input, weight) -> tuple[Tensor, Tensor]:
     return norm(total, weight), total
 
 
+# ------------------------------------------------------------------------------------------------ attention
+
+
+def later_keys(T: int, S: int, device: torch.device) -> Tensor:
+    """[T, S] True for the keys that come after a query."""
+    return torch.ones(T, S, dtype=torch.bool, device=device).triu(S - T + 1)
+
+
+def sdpa(q, k, v, *, causal) -> Tensor:
+    """PyTorch's own. It knows no sinks, and counts queries from the first key on, where it is to be causal."""
+    T, S = q.shape[2], k.shape[2]
+    mask = None if T == 1 or T == S else ~later_keys(T, S, q.device)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T == S and T > 1, enable_gqa=True)
+    return out.transpose(1, 2).contiguous()
+
+
+def eager(q, k, v, sinks=None, *, causal) -> Tensor:
+    """transformers' way, which has all scores in memory."""
+    (B, A, T, D), S = q.shape, k.shape[2]
+    if B * A * T * S > MOST_SCORES:
+        raise MemoryError(f"eager attention would need memory for {B * A * T * S:.0e} scores")
+    k, v = (x.repeat_interleave(A // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT).mul_(D**-0.5)
+    if T > 1:
+        scores.masked_fill_(later_keys(T, S, q.device), -INF)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, A, 1, 1).expand(B, A, T, 1)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., :S]
+    return (weights @ v).transpose(1, 2).contiguous()
+
+
 # ------------------------------------------------------------------------------------------------ the table
 
 RIVALS: dict[str, Ways] = {
@@ -217,7 +248,9 @@ RIVALS: dict[str, Ways] = {
     ),
     "norm_add": {"rms_norm, add_": lambda residual, input, weight: norm(input, weight).add_(residual)},
     "residual_norm": {"add, rms_norm": add_norm},
+    "attention": {"sdpa": sdpa, "eager": eager},
 }
+MOST_SCORES = 1 << 28
 COPIED = 1 << 30  # the most bytes of weights that batched_mm may copy for more than one token
 
 
