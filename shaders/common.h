@@ -213,10 +213,6 @@ MOE_METAL_CONSTANT uint32_t kAttentionKeys = 32;          // that it walks at a 
 MOE_METAL_CONSTANT uint32_t kAttentionKeyColumns = 32;    // of a key: a chunk of a simdgroup
 MOE_METAL_CONSTANT uint32_t kAttentionValueColumns = 64;  // of a value: a chunk of a simdgroup
 
-// Keys of a threadgroup at least, times its tiles of rows. Of 128 keys of Qwen3's size 64 KB are read, and what is
-// found of them is 4 KB, which is written and read again.
-MOE_METAL_CONSTANT uint32_t kAttentionPartKeys = 128;
-
 // What an attention mask holds.
 enum class MaskType : int32_t { absent, boolean, activation, float32 };
 
