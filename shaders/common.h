@@ -203,7 +203,44 @@ struct GateParams {
   float eps;
 };
 
+// ------------------------------------------------------------------------------------------ attention
+
+// How its work is cut: attention.metal says what is whose.
+MOE_METAL_CONSTANT uint32_t kAttentionSimdgroups = 4;  // of a threadgroup
+MOE_METAL_CONSTANT uint32_t kAttentionThreads = 32 * kAttentionSimdgroups;
+MOE_METAL_CONSTANT uint32_t kAttentionRows = 8;           // queries of heads, of a simdgroup
+MOE_METAL_CONSTANT uint32_t kAttentionKeys = 32;          // that it walks at a time
+MOE_METAL_CONSTANT uint32_t kAttentionKeyColumns = 32;    // of a key: a chunk of a simdgroup
+MOE_METAL_CONSTANT uint32_t kAttentionValueColumns = 64;  // of a value: a chunk of a simdgroup
+
+// What an attention mask holds.
+enum class MaskType : int32_t { absent, boolean, activation, float32 };
+
+// Elements from one index to the next. Of a mask, `element` is from key to key, and `row` from query to query.
+struct AttentionStrides {
+  uint64_t sequence, head, row, element;
+};
+
+struct AttentionParams {
+  AttentionStrides q, k, v, mask;
+  uint64_t sums_at;  // where the sums of the parts begin in their memory, in floats
+  uint32_t B, A, J, T, S, D, V;
+  uint32_t rows;        // queries of all heads that share a key head: T * A / J
+  uint32_t row_blocks;  // threadgroups that have them
+  uint32_t tiles;       // of kAttentionRows, of a threadgroup
+  uint32_t slices;      // simdgroups that share the columns of a key, and those of a value
+  uint32_t first_key;   // that any query sees
+  uint32_t parts;       // threadgroups that share the keys
+  uint32_t part_keys;   // of one of them
+  uint32_t causal;
+  uint32_t window;  // 0: none
+  MaskType mask_type;
+  ParameterType sinks;
+  float scale, softcap;
+};
+
 #ifndef __METAL_VERSION__
+static_assert(sizeof(AttentionParams) == 216, "shaders and host must agree");
 static_assert(sizeof(RoutingParams) == 36, "shaders and host must agree");
 static_assert(sizeof(ActivationParams) == 12, "shaders and host must agree");
 static_assert(sizeof(GluParams) == 88, "shaders and host must agree");

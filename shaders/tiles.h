@@ -6,14 +6,15 @@
 // whatever the operands are, M1 and M2 have no bfloat arithmetic, and simdgroup matrices of float multiply about as
 // fast as those of half on the GPUs before M5.
 //
-// A product is weights * tile^T, in matrices of 8 by 8. A lane holds two neighbours of a matrix's row (matrix_place,
-// which the kernels of MLX and PyTorch rely on as well). Sums may be taken in any order, so which columns meet in a
-// matrix is free, as long as both sides agree. The four lanes of a row of weights take a run of 16 columns each:
+// A product is weights * tile^T, in matrices of 8 by 8 (matrices.h). Sums may be taken in any order, so which columns
+// meet in a matrix is free, as long as both sides agree. The four lanes of a row of weights take a run of 16 columns
+// each:
 //
 //   of a step's 8 matrices the i-th of half h (0 or 1) multiplies, where the run of lane q (0 to 3) begins at 16 q,
 //   column 16 q + 8 h + i of the weights as 2 q, and column 16 q + 8 h + 4 + i as 2 q + 1;
 //   its row r of the tile's side is column 16 (r / 2) + 8 h + 4 (r % 2) + i: for all i four neighbours, one load
 #pragma once
+#include "matrices.h"
 #include "rows.h"
 #include "weights.h"
 
@@ -22,16 +23,6 @@ namespace moe_metal {
 MOE_METAL_CONSTANT uint kRun = kNarrowColumns;  // columns of a row that a lane takes in a step
 MOE_METAL_CONSTANT uint kDepth = 4 * kRun;      // of a step
 MOE_METAL_CONSTANT uint kStride = kDepth + 4;   // of a staged row: rows 2 apart meet other banks
-
-struct MatrixPlace {
-  uint row, column;  // of the lane's two elements the first; the second is its right neighbour
-};
-inline MatrixPlace matrix_place(uint lane) {
-  MatrixPlace place;
-  place.row = lane / 2 % 4 + lane / 16 * 4;
-  place.column = lane % 2 * 2 + lane / 8 % 2 * 4;
-  return place;
-}
 
 // Lane's sums: at[m][n] are those of its row of weights n with rows 8 m + column and the next of the tile.
 template <uint TileRows>
@@ -45,18 +36,6 @@ template <uint N>
 struct RowNumbers {
   uint at[N];
 };
-
-// sum += weights * rows, of whole matrices.
-inline void multiply_add(thread float2& sum, float2 weights, float2 rows) {
-  simdgroup_float8x8 left, right, product;
-  for (uint e = 0; e < 2; ++e) {
-    left.thread_elements()[e] = weights[e];
-    right.thread_elements()[e] = rows[e];
-    product.thread_elements()[e] = sum[e];
-  }
-  simdgroup_multiply_accumulate(product, left, right, product);
-  sum = float2(product.thread_elements()[0], product.thread_elements()[1]);
-}
 
 // ------------------------------------------------------------------------------------------ weights
 

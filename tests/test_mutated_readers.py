@@ -1,4 +1,5 @@
-"""Readers of packed weights that are broken on purpose: for each a test of the suite, which must fail on it.
+"""Shaders that are broken on purpose, readers of packed weights and attention: for each a test of the suite, which must
+fail on it.
 
 The test runs as it is. In the op's place stands a replay: the dispatches that the real op makes, with the changed
 shader, on the engine of the simulated Metal alone.
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import test_attention_mps as attention_suite
 import test_experts_mps as suite
 from conftest import DEVICES, SIMULATED
 from packed import AFFINE, FP8, MXFP4
@@ -124,12 +126,22 @@ def padded(T: int) -> tuple[Callable, dict]:
     return suite.test_rows_end_before_the_next_one_begins, {"T": T}
 
 
+def cut(name: str) -> tuple[Callable, dict]:
+    return attention_suite.test_every_cut, {"name": name}
+
+
+def unseen(name: str) -> tuple[Callable, dict]:
+    return attention_suite.test_keys_that_are_not_seen, {"name": name}
+
+
 NARROW4 = suite.NARROW[2]  # groups of 16
 # Parts of the shaders that several change.
 SHIFT = "params.group_shift"
 GROUP = f"column >> {SHIFT}"
 RUN = "whole ? kRun : column < length ? length - column : 0"
 SCALE_ROW = "row / Chunk::scale_rows"
+KEY = "block + 8 * n + place.row"
+FINITE = "careful || all_finite(attended, finite, place)"
 MUTANTS = {
     # codes
     "nibble_swapped": Mutant("return i * bits % 32;", "return (i ^ 1) * bits % 32;", "values", *linear(AFFINE[4], 1)),
@@ -158,6 +170,13 @@ MUTANTS = {
     "row_end_overrun_in_tiles": Mutant(RUN, "kRun", "bounds", *padded(9)),
     "rows_overrun": Mutant("min(first + n, params.N - 1)", "first + n", "bounds", *linear(AFFINE[4], 33)),
     "rows_overrun_in_decode": Mutant("min(first + r, params.N - 1)", "first + r", "bounds", *linear(MXFP4, 1)),
+    # attention
+    "unseen_values_counted": Mutant(FINITE, f"{FINITE} || true", "values", *unseen("streams")),
+    "keys_overrun": Mutant(f"min({KEY}, params.S - 1)", f"({KEY})", "bounds", *cut("streams")),
+    "own_key_not_seen": Mutant("max(past, 0)", "max(past - 1, 0)", "values", *cut("tiles")),
+    "slice_left_out": Mutant("place.slice + slices;", "place.slice + 1;", "values", *cut("two slices")),
+    "stream_not_scaled": Mutant("exp(other.xy -", "exp(0 * other.xy -", "values", *cut("streams")),
+    "part_not_scaled": Mutant("exp(mine.x - offset)", "1.0f", "values", *cut("parts")),
 }
 
 

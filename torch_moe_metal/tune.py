@@ -63,6 +63,7 @@ NUMBERS = (
     Number("band", (1, 2, 4, 8, 16, 32), tokens(experts=(512, 2048), linear=(512, 2048))),
     Number("gate_tiles", (10, 24, 48, 80, 160), tokens(gate=(256, 512, 1024, 2048))),
     Number("row_threads", (128, 256, 512, 1024), tokens(norm_add=(1, 32), residual_norm=(1, 8, 32))),
+    Number("attention_keys", (64, 128, 256, 512), tokens(attention=(1, 4))),
     # Calls in a row are as many dispatches without a commit as in a model.
     Number("commit_dispatches", (4, 8, 16, 32, 64), tokens(experts=(1, 4), residual_norm=(1,))),
     Number("commit_threads", (2**18, 2**19, 2**20, 2**21, 2**22), tokens(experts=(64, 512, 2048))),

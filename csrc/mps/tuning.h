@@ -31,6 +31,10 @@ struct Tuning {
   int64_t gate_tiles = 80;
   // Norms: threads for a row where there are few rows. 1024 leave each about 52 registers on M1 and M2.
   int64_t row_threads = 512;
+  // Attention: where there are fewer simdgroups than enough, threadgroups share the keys of the same rows, but so many
+  // keys are left for each, times its tiles of 8 rows. Of 128 keys of Qwen3's size 64 KB are read, and what is found of
+  // them is 4 KB, which is written and read again.
+  int64_t attention_keys = 128;
   // Our dispatches since the last commit that bring the next one about. MLX commits every 40 to 50 operations. Of a
   // decoder layer's some 15 ours are 4 or 5, so 16 of ours stand for about as many. They read the chosen experts of 3
   // or 4 layers, 1 ms by estimate, and a commit costs some 10 us.

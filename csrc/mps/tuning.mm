@@ -34,6 +34,7 @@ constexpr Number kNumbers[] = {
     {"band", &Tuning::band, 1, 64},
     {"gate_tiles", &Tuning::gate_tiles, 0, kMost},
     {"row_threads", &Tuning::row_threads, kSimdgroup, 1024, Number::whole_simdgroups},
+    {"attention_keys", &Tuning::attention_keys, 1, kMost},
     {"commit_dispatches", &Tuning::commit_dispatches, 1, kMost},
     {"commit_threads", &Tuning::commit_threads, 1, kMost},
 };

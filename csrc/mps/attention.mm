@@ -1,0 +1,127 @@
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "contract.h"
+#include "mps/launch.h"
+#include "mps/tuning.h"
+
+namespace moe_metal {
+namespace {
+
+// The parts of their file are numbered so.
+Kernels wide64_kernels("attention", "attention_64_wide", kAttentionThreads, 0);
+Kernels wide128_kernels("attention", "attention_128_wide", kAttentionThreads, 1);
+Kernels any_kernels("attention", "attention", kAttentionThreads, 2);
+Kernels combine_kernels("attention", "attention_combine", kAttentionThreads, 3);
+
+// The chunks of a key and of a value that one simdgroup keeps in registers.
+struct AttentionKernel {
+  Kernels& kernels;
+  int64_t key_chunks, value_chunks;
+};
+
+// Runs of 8 elements, which lie side by side where 16 bytes may be loaded.
+bool is_wide(const Tensor& tensor) {
+  const int64_t unit = 16 / tensor.element_size();
+  bool wide = tensor.size(3) % 8 == 0 && tensor.stride(3) == 1 && tensor.storage_offset() % unit == 0;
+  for (int d = 0; d < 3; ++d) wide &= tensor.size(d) == 1 || tensor.stride(d) % unit == 0;
+  return wide;
+}
+
+AttentionKernel attention_kernel(const Attention& call) {
+  if (!is_wide(call.q) || !is_wide(call.k) || !is_wide(call.v)) return {any_kernels, 4, 2};
+  if (call.D <= 64 && call.V <= 64) return {wide64_kernels, 2, 1};
+  return {wide128_kernels, 4, 2};
+}
+
+AttentionStrides strides(const Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  const auto of = [&](int d) { return static_cast<uint64_t>(tensor.stride(d)); };
+  return {of(0), of(1), of(2), of(3)};
+}
+
+MaskType mask_type(const Tensor& mask) {
+  if (!mask.defined()) return MaskType::absent;
+  if (mask.scalar_type() == at::kBool) return MaskType::boolean;
+  return mask.scalar_type() == at::kFloat ? MaskType::float32 : MaskType::activation;
+}
+
+AttentionParams attention_params(const Attention& call) {
+  return {
+      .q = strides(call.q),
+      .k = strides(call.k),
+      .v = strides(call.v),
+      .mask = strides(call.mask),
+      .B = to_uint(call.B),
+      .A = to_uint(call.A),
+      .J = to_uint(call.J),
+      .T = to_uint(call.T),
+      .S = to_uint(call.S),
+      .D = to_uint(call.D),
+      .V = to_uint(call.V),
+      .rows = to_uint(call.T * (call.A / call.J)),
+      .causal = call.causal,
+      .window = to_uint(call.window),
+      .mask_type = mask_type(call.mask),
+      .sinks = parameter_type(call.sinks),
+      .scale = call.scale,
+      .softcap = call.softcap,
+  };
+}
+
+// How the work is cut into threadgroups. -> their grid
+//
+// Long keys and values are shared by as many simdgroups as it takes to keep them in registers. The others take further
+// rows, as far as there are any, so that keys come from the cache for them; else further keys. Where that leaves too
+// few threadgroups to keep the GPU busy, they share the keys of the same rows, too, as long as each has enough of them:
+// what it has found is written down, and read again by the second kernel.
+Grid cut(const Attention& call, const AttentionKernel& kernel, AttentionParams& params) {
+  const int64_t key_chunks = ceil_div(call.D, kAttentionKeyColumns);
+  const int64_t value_chunks = ceil_div(call.V, kAttentionValueColumns);
+  // Of the longest keys, 576 of MLA, 1 chunk in 9 is not kept, but loaded again for each block of keys.
+  const auto fits = [&](int64_t slices) {
+    return slices * kernel.key_chunks >= key_chunks && slices * kernel.value_chunks >= value_chunks;
+  };
+  int64_t slices = 1, tiles = 1;
+  while (slices < kAttentionSimdgroups && !fits(slices)) slices *= 2;
+  while (slices * tiles < kAttentionSimdgroups && tiles * kAttentionRows < params.rows) tiles *= 2;
+  const int64_t row_blocks = ceil_div(params.rows, tiles * kAttentionRows);
+  const int64_t column_blocks = ceil_div(value_chunks, slices * kernel.value_chunks);
+  const int64_t x = row_blocks * call.B * call.J, first = call.first_key(0), keys = call.last_key(call.T - 1) - first;
+  const int64_t enough = tuning().enough_simdgroups / (kAttentionSimdgroups * x * column_blocks);
+  const int64_t most = std::min(enough, ceil_div(keys, tuning().attention_keys * tiles));
+  const int64_t part_keys = ceil_div(ceil_div(keys, std::max<int64_t>(most, 1)), kAttentionKeys) * kAttentionKeys;
+  params.slices = to_uint(slices);
+  params.tiles = to_uint(tiles);
+  params.row_blocks = to_uint(row_blocks);
+  params.first_key = to_uint(first);
+  params.part_keys = to_uint(part_keys);
+  params.parts = keys > 0 ? to_uint(ceil_div(keys, part_keys)) : 1;
+  to_uint(x);
+  return {x, params.parts * column_blocks, kAttentionThreads};
+}
+
+void run(const Attention& call) {
+  const at::ScalarType dtype = call.q.scalar_type();
+  const AttentionKernel kernel = attention_kernel(call);
+  AttentionParams params = attention_params(call);
+  const Grid grid = cut(call, kernel, params);
+  const Tensor none;  // without keys these have no memory
+  const Tensor &k = call.S ? call.k : none, &v = call.S ? call.v : none, &mask = call.S ? call.mask : none;
+  if (params.parts == 1) {
+    launch(kernel.kernels[dtype], grid, call.q, k, v, mask, call.sinks, call.output, params);
+    return;
+  }
+  const int64_t rows = call.B * call.A * call.T, all = rows * params.parts;
+  params.sums_at = ceil_div(2 * all, kWide) * kWide;
+  const int64_t length = static_cast<int64_t>(params.sums_at) + all * call.V;
+  const Tensor parts = at::empty({length}, call.q.options().dtype(at::kFloat));
+  to_uint(rows);
+  launch({{kernel.kernels[dtype], grid, call.q, k, v, mask, call.sinks, parts, params},
+          {combine_kernels[dtype], {rows, 1, kAttentionThreads}, parts, call.sinks, call.output, params}});
+}
+
+}  // namespace
+}  // namespace moe_metal
+
+TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("attention", &moe_metal::attention<moe_metal::run>); }

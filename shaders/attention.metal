@@ -1,0 +1,585 @@
+// The op attention: output = softmax(scores) * v, where scores = softcap(scale * q * k) + mask, of the keys that each
+// query sees.
+//
+// q [B, A, T, D], k [B, J, S, D], v [B, J, S, V] and mask [B, A, T, S] with any strides; sinks [A]; output
+// [B, T, A, V]. Between the two kernels, in one memory, lie stats [B, J, rows, parts] and then sums
+// [B, J, rows, parts, V].
+//
+// The queries of all heads that share a key head are the rows of one matrix: row r is query r / (A / J) of the head
+// r % (A / J) of them. A simdgroup takes 8 rows over a run of keys, which it loads once for all of them, block by
+// block, with the softmax of what it has seen so far: scores are nowhere but in registers. Products have the keys down
+// and the rows across, scores^T = k * q^T and output^T = v^T * weights^T, of which a lane holds two rows of q. So the
+// weights lie where the second product wants them, and what scales a row's sums is known to the lanes that hold them.
+//
+// Which columns meet in a matrix is free, as long as both sides agree. Of a chunk of 32 columns of a key the four lanes
+// of one key take a run of 8 each, so one load or two; the i-th of 4 matrices multiplies elements i and i + 4 of each.
+// Of a chunk of 64 columns of a value the 8 lanes of two keys take a run of 8 of both; the i-th of 8 matrices has
+// element i.
+//
+// attention: a threadgroup of kAttentionSimdgroups has `tiles` of 8 rows. Of a tile, `slices` simdgroups share long
+// keys and values, and what is left of them share the keys: streams, each with blocks of its own. Grid: row_blocks of
+// each sequence and key head along x; parts of the keys along y, and for values longer than a threadgroup takes further
+// blocks of their columns, which compute the scores again. attention_combine: the parts of a row. Grid: rows of the
+// output along x.
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
+using namespace metal;
+
+#include "matrices.h"
+#include "rows.h"
+#include "weights.h"
+
+namespace moe_metal {
+
+MOE_METAL_CONSTANT uint kKeyMatrices = kAttentionKeys / 8;
+
+// Where a simdgroup and its lane work.
+struct AttentionPlace {
+  uint simdgroup, lane, slice, tile, stream, streams;
+  MatrixPlace matrix;
+};
+inline AttentionPlace attention_place(uint thread_index, constant AttentionParams& params) {
+  AttentionPlace place;
+  place.simdgroup = thread_index / kSimdgroup;
+  place.lane = thread_index % kSimdgroup;
+  place.slice = place.simdgroup % params.slices;
+  place.tile = place.simdgroup / params.slices % params.tiles;
+  place.stream = place.simdgroup / params.slices / params.tiles;
+  place.streams = kAttentionSimdgroups / params.slices / params.tiles;
+  place.matrix = matrix_place(place.lane);
+  return place;
+}
+
+// Matrices that a simdgroup has in threadgroup memory: twice its scores, or its sums.
+constexpr uint max_matrices(uint value_chunks) {
+  return 2 * kKeyMatrices > 8 * value_chunks ? 2 * kKeyMatrices : 8 * value_chunks;
+}
+
+// ------------------------------------------------------------------------------------------ what a row sees
+
+struct SeenKeys {
+  uint first, end;
+};
+inline SeenKeys seen_keys(uint query, constant AttentionParams& params) {
+  const int past = int(params.S) - int(params.T) + int(query) + 1;
+  SeenKeys keys;
+  keys.first = params.window ? uint(max(past - int(params.window), 0)) : 0;
+  keys.end = params.causal ? uint(max(past, 0)) : params.S;
+  return keys;
+}
+
+struct Head {
+  ulong sequence, key_head;
+};
+inline Head head_of(uint group, constant AttentionParams& params) {
+  const uint head = group / params.row_blocks;
+  Head found;
+  found.sequence = head / params.J;
+  found.key_head = head % params.J;
+  return found;
+}
+
+// One of the rows that a lane holds two of.
+struct AttentionRow {
+  uint query, head;
+  bool exists;
+  SeenKeys keys;  // none where it does not exist
+  ulong mask;     // where its mask begins
+};
+inline AttentionRow attention_row(uint r, Head head, SeenKeys part, constant AttentionParams& params) {
+  const uint heads = params.A / params.J, inside = min(r, params.rows - 1);
+  AttentionRow row;
+  row.query = inside / heads;
+  row.head = uint(head.key_head) * heads + inside % heads;
+  row.exists = r < params.rows;
+  row.keys = seen_keys(row.query, params);
+  row.keys.end = row.exists ? min(row.keys.end, part.end) : 0;
+  row.mask = head.sequence * params.mask.sequence + row.head * params.mask.head + row.query * params.mask.row;
+  return row;
+}
+
+// The keys of a part that any of some rows sees.
+inline SeenKeys part_keys(uint first_row, uint end_row, uint part, constant AttentionParams& params) {
+  const uint heads = params.A / params.J, begin = params.first_key + part * params.part_keys;
+  const uint last_row = min(end_row, params.rows) - 1;
+  SeenKeys keys;
+  keys.first = max(seen_keys(first_row / heads, params).first, begin);
+  keys.end = min(seen_keys(last_row / heads, params).end, begin + params.part_keys);
+  return keys;
+}
+
+// The score of a key as the softmax takes it: -inf where it is not seen.
+template <typename T>
+float masked(float score, uint key, AttentionRow row, device const uchar* mask, constant AttentionParams& params) {
+  if (key < row.keys.first || key >= row.keys.end) return -INFINITY;
+  score *= params.scale;
+  if (params.softcap != 0) score = params.softcap * precise::tanh(score / params.softcap);
+  if (params.mask_type == MaskType::absent) return score;
+  const ulong at = row.mask + key * params.mask.element;
+  if (params.mask_type == MaskType::boolean) return mask[at] ? score : -INFINITY;
+  const float added = params.mask_type == MaskType::float32 ? reinterpret_cast<device const float*>(mask)[at]
+                                                            : float(reinterpret_cast<device const T*>(mask)[at]);
+  return added == -INFINITY ? added : score + added;
+}
+
+// ------------------------------------------------------------------------------------------ loads
+
+// Elements `column` to column + 7 of a row, or 0 beyond its end. Wide rows are whole runs of 8, which lie side by side.
+template <bool wide, typename T>
+void load_run(device const T* row, ulong stride, uint column, uint length, thread Vectors<2>& run) {
+  if (wide) {
+    load_wide(row + min(column, length - 8), run);
+    if (column >= length) run.at[0] = run.at[1] = 0;
+    return;
+  }
+#pragma unroll
+  for (uint n = 0; n < 8; ++n) {
+    const bool inside = column + n < length;
+    const float value = float(row[inside ? (column + n) * stride : 0]);
+    run.at[n / 4][n % 4] = inside ? value : 0;
+  }
+}
+
+// What a lane holds of a chunk of q: for its two rows the columns that meet the runs of keys.
+struct QueryChunk {
+  float4 row[2];
+};
+template <bool wide, typename T>
+void load_query(device const T* row, uint column, constant AttentionParams& params, thread float4& values) {
+  if (wide) {
+    values = load4_wide(row + min(column, params.D - 4));
+    if (column >= params.D) values = 0;
+    return;
+  }
+#pragma unroll
+  for (uint n = 0; n < 4; ++n) {
+    const bool inside = column + n < params.D;
+    const float value = float(row[inside ? (column + n) * params.q.element : 0]);
+    values[n] = inside ? value : 0;
+  }
+}
+
+template <typename T>
+struct QueryRows {
+  device const T* row[2];
+};
+template <bool wide, typename T>
+void load_chunk(QueryRows<T> queries, uint chunk, MatrixPlace place, constant AttentionParams& params,
+                thread QueryChunk& q) {
+#pragma unroll
+  for (uint e = 0; e < 2; ++e) {
+    load_query<wide>(queries.row[e], chunk * kAttentionKeyColumns + 4 * place.row, params, q.row[e]);
+  }
+}
+
+// ------------------------------------------------------------------------------------------ scores
+
+// Of a block of keys: at[n] are those of key 8 n + row with the lane's two rows, then their weights.
+struct Scores {
+  float2 at[kKeyMatrices];
+};
+
+template <bool wide, typename T>
+void add_chunk(thread Scores& scores, device const T* k, uint block, uint chunk, thread const QueryChunk& q,
+               MatrixPlace place, constant AttentionParams& params) {
+#pragma unroll
+  for (uint n = 0; n < kKeyMatrices; ++n) {
+    device const T* key = k + min(block + 8 * n + place.row, params.S - 1) * params.k.row;
+    Vectors<2> run;
+    load_run<wide>(key, params.k.element, chunk * kAttentionKeyColumns + 4 * place.column, params.D, run);
+#pragma unroll
+    for (uint i = 0; i < 4; ++i) {
+      multiply_add(scores.at[n], float2(run.at[0][i], run.at[1][i]), float2(q.row[0][i], q.row[1][i]));
+    }
+  }
+}
+
+// Each slice has the products of its own columns: their sums. `shares` is not read any more when it is written again
+// two blocks later, since all have been at the barrier between.
+inline void sum_slices(thread Scores& scores, threadgroup float2* shares, AttentionPlace place, uint slices) {
+#pragma unroll
+  for (uint n = 0; n < kKeyMatrices; ++n) {
+    shares[(place.simdgroup * kKeyMatrices + n) * kSimdgroup + place.lane] = scores.at[n];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
+  for (uint n = 0; n < kKeyMatrices; ++n) {
+    float2 sum = 0;
+    for (uint s = place.simdgroup - place.slice; s < place.simdgroup - place.slice + slices; ++s) {
+      sum += shares[(s * kKeyMatrices + n) * kSimdgroup + place.lane];
+    }
+    scores.at[n] = sum;
+  }
+}
+
+// ------------------------------------------------------------------------------------------ the softmax
+
+// What a lane has of its two rows: the highest score so far, the sum of the weights exp(score - highest) (of the keys
+// that lie in the lane's row of matrices, until all is seen), and the sums of the weighted values.
+template <uint ValueChunks>
+struct Attended {
+  float2 highest, total;
+  float2 sums[8 * ValueChunks];
+};
+
+inline float2 higher(float2 a, float2 b) { return float2(b.x > a.x ? b.x : a.x, b.y > a.y ? b.y : a.y); }
+
+// What `highest` is taken off as: while no key is seen, 0.
+inline float2 offset_of(float2 highest) {
+  return float2(highest.x == -INFINITY ? 0 : highest.x, highest.y == -INFINITY ? 0 : highest.y);
+}
+
+// Over the lanes that hold the same rows, with other keys.
+inline float2 highest_of_all(float2 value) {
+  value = higher(value, simd_shuffle_xor(value, 2));
+  value = higher(value, simd_shuffle_xor(value, 4));
+  return higher(value, simd_shuffle_xor(value, 16));
+}
+inline float2 sum_of_all(float2 value) {
+  value += simd_shuffle_xor(value, 2);
+  value += simd_shuffle_xor(value, 4);
+  return value + simd_shuffle_xor(value, 16);
+}
+
+// Scores become weights, and the sums so far are scaled to the new highest score. -> which keys are seen: bit 2 n + e
+// is for at[n][e]
+template <typename T, uint ValueChunks>
+uint weigh(thread Attended<ValueChunks>& attended, thread Scores& scores, uint block, thread const AttentionRow* rows,
+           device const uchar* mask, MatrixPlace place, constant AttentionParams& params) {
+  float2 highest = attended.highest;
+#pragma unroll
+  for (uint n = 0; n < kKeyMatrices; ++n) {
+    const uint key = block + 8 * n + place.row;
+#pragma unroll
+    for (uint e = 0; e < 2; ++e) scores.at[n][e] = masked<T>(scores.at[n][e], key, rows[e], mask, params);
+    highest = higher(highest, scores.at[n]);
+  }
+  highest = highest_of_all(highest);
+  const float2 offset = offset_of(highest), factor = exp(attended.highest - offset);
+  attended.highest = highest;
+  attended.total *= factor;
+#pragma unroll
+  for (uint i = 0; i < 8 * ValueChunks; ++i) attended.sums[i] *= factor;
+  uint seen = 0;
+#pragma unroll
+  for (uint n = 0; n < kKeyMatrices; ++n) {
+#pragma unroll
+    for (uint e = 0; e < 2; ++e) {
+      const bool is_seen = scores.at[n][e] != -INFINITY;
+      seen |= uint(is_seen) << (2 * n + e);
+      scores.at[n][e] = is_seen ? exp(scores.at[n][e] - offset[e]) : 0;
+    }
+    attended.total += scores.at[n];
+  }
+  return seen;
+}
+
+// ------------------------------------------------------------------------------------------ values
+
+// sums += weights * values, of a chunk of columns.
+template <bool wide, typename T>
+void add_values(thread float2* sums, thread const Scores& weights, device const T* v, uint block, uint column,
+                MatrixPlace place, constant AttentionParams& params) {
+#pragma unroll
+  for (uint n = 0; n < kKeyMatrices; ++n) {
+    Vectors<2> runs[2];
+#pragma unroll
+    for (uint e = 0; e < 2; ++e) {
+      device const T* value = v + min(block + 8 * n + place.column + e, params.S - 1) * params.v.row;
+      load_run<wide>(value, params.v.element, column, params.V, runs[e]);
+    }
+#pragma unroll
+    for (uint i = 0; i < 8; ++i) {
+      multiply_add(sums[i], float2(runs[0].at[i / 4][i % 4], runs[1].at[i / 4][i % 4]), weights.at[n]);
+    }
+  }
+}
+
+// The same key by key, without those that are not seen: 0 times what is in them may be NaN.
+template <bool wide, typename T>
+void add_seen_values(thread float2* sums, thread const Scores& weights, uint seen, device const T* v, uint block,
+                     uint column, AttentionPlace place, constant AttentionParams& params) {
+  for (uint key = 0; key < 8; ++key) {
+    const ushort lane = (place.lane & 9) | key % 4 * 2 | key / 4 * 16;  // that has the key and this lane's rows
+    const uint key_seen = simd_shuffle(seen, lane);
+#pragma unroll
+    for (uint n = 0; n < kKeyMatrices; ++n) {
+      const float2 weight = simd_shuffle(weights.at[n], lane);
+      Vectors<2> run;
+      load_run<wide>(v + min(block + 8 * n + key, params.S - 1) * params.v.row, params.v.element, column, params.V,
+                     run);
+#pragma unroll
+      for (uint i = 0; i < 8; ++i) {
+#pragma unroll
+        for (uint e = 0; e < 2; ++e) {
+          if (key_seen >> (2 * n + e) & 1) sums[i][e] += weight[e] * run.at[i / 4][i % 4];
+        }
+      }
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------ a run of keys
+
+template <typename T, uint KeyChunks>
+struct AttentionWork {
+  device const T* k;
+  device const T* v;
+  device const uchar* mask;
+  QueryRows<T> queries;
+  AttentionRow rows[2];
+  QueryChunk q[KeyChunks];  // the first of this slice; those beyond are loaded again for each block
+  uint first_chunk;         // of the columns of v that this slice has
+};
+
+template <bool wide, typename T, uint KeyChunks>
+void score_block(thread Scores& scores, thread const AttentionWork<T, KeyChunks>& work, uint block,
+                 AttentionPlace place, constant AttentionParams& params) {
+#pragma unroll
+  for (uint n = 0; n < kKeyMatrices; ++n) scores.at[n] = 0;
+  const uint chunks = (params.D + kAttentionKeyColumns - 1) / kAttentionKeyColumns;
+#pragma unroll
+  for (uint c = 0; c < KeyChunks; ++c) {
+    const uint chunk = place.slice + c * params.slices;
+    if (chunk < chunks) add_chunk<wide>(scores, work.k, block, chunk, work.q[c], place.matrix, params);
+  }
+  for (uint chunk = place.slice + KeyChunks * params.slices; chunk < chunks; chunk += params.slices) {
+    QueryChunk q;
+    load_chunk<wide>(work.queries, chunk, place.matrix, params, q);
+    add_chunk<wide>(scores, work.k, block, chunk, q, place.matrix, params);
+  }
+}
+
+template <bool wide, uint ValueChunks, typename T, uint KeyChunks>
+void attend(thread Attended<ValueChunks>& attended, thread const AttentionWork<T, KeyChunks>& work, SeenKeys keys,
+            bool careful, threadgroup float2* memory, AttentionPlace place, constant AttentionParams& params) {
+  attended.highest = -INFINITY;
+  attended.total = 0;
+#pragma unroll
+  for (uint i = 0; i < 8 * ValueChunks; ++i) attended.sums[i] = 0;
+  const uint step = place.streams * kAttentionKeys;  // all streams take as many: slices meet at barriers
+  uint turn = 0;
+  for (uint first = keys.first; first < keys.end; first += step) {
+    const uint block = first + place.stream * kAttentionKeys;
+    Scores scores;
+    score_block<wide>(scores, work, block, place, params);
+    if (params.slices > 1) sum_slices(scores, memory + turn, place, params.slices);
+    turn = kAttentionSimdgroups * kKeyMatrices * kSimdgroup - turn;
+    const uint seen = weigh<T>(attended, scores, block, work.rows, work.mask, place.matrix, params);
+#pragma unroll
+    for (uint c = 0; c < ValueChunks; ++c) {
+      const uint chunk = work.first_chunk + c * params.slices;
+      const uint column = chunk * kAttentionValueColumns + 8 * place.matrix.row;
+      if (chunk * kAttentionValueColumns >= params.V) continue;
+      if (careful) {
+        add_seen_values<wide>(attended.sums + 8 * c, scores, seen, work.v, block, column, place, params);
+      } else {
+        add_values<wide>(attended.sums + 8 * c, scores, work.v, block, column, place.matrix, params);
+      }
+    }
+  }
+  attended.total = sum_of_all(attended.total);
+}
+
+// Whether all sums of a threadgroup are numbers. Else a key that is not seen may be the reason.
+template <uint ValueChunks>
+bool all_finite(thread const Attended<ValueChunks>& attended, threadgroup uint* finite, AttentionPlace place) {
+  float2 none = 0;
+#pragma unroll
+  for (uint i = 0; i < 8 * ValueChunks; ++i) none += attended.sums[i] * 0;
+  const bool is_finite = simd_all(none.x == 0 && none.y == 0);
+  if (place.lane == 0) finite[place.simdgroup] = is_finite;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  bool all = true;
+  for (uint s = 0; s < kAttentionSimdgroups; ++s) all = all && finite[s];
+  return all;
+}
+
+// ------------------------------------------------------------------------------------------ the streams' sums
+
+// What the streams of a tile have together comes to the first of them, in the order of the streams.
+template <uint ValueChunks>
+void join_streams(thread Attended<ValueChunks>& attended, threadgroup float2* memory, threadgroup float4* stats,
+                  AttentionPlace place, constant AttentionParams& params) {
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // the slices have read their scores
+  stats[place.simdgroup * kSimdgroup + place.lane] = float4(attended.highest, attended.total);
+#pragma unroll
+  for (uint i = 0; i < 8 * ValueChunks; ++i) {
+    memory[(place.simdgroup * 8 * ValueChunks + i) * kSimdgroup + place.lane] = attended.sums[i];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (place.stream != 0) return;
+  const uint step = params.slices * params.tiles;
+  for (uint s = place.simdgroup; s < kAttentionSimdgroups; s += step) {
+    attended.highest = higher(attended.highest, stats[s * kSimdgroup + place.lane].xy);
+  }
+  attended.total = 0;
+#pragma unroll
+  for (uint i = 0; i < 8 * ValueChunks; ++i) attended.sums[i] = 0;
+  for (uint s = place.simdgroup; s < kAttentionSimdgroups; s += step) {
+    const float4 other = stats[s * kSimdgroup + place.lane];
+    const float2 factor = exp(other.xy - offset_of(attended.highest));
+    attended.total += other.zw * factor;
+#pragma unroll
+    for (uint i = 0; i < 8 * ValueChunks; ++i) {
+      attended.sums[i] += memory[(s * 8 * ValueChunks + i) * kSimdgroup + place.lane] * factor;
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------ results
+
+// What a row's sums are multiplied by, with the sink of its head: 0 where it sees no key.
+template <typename T>
+float share_of(float highest, float total, uint head, device const T* sinks, constant AttentionParams& params) {
+  if (total == 0) return 0;
+  if (params.sinks == ParameterType::absent) return 1 / total;
+  const float sink = load(sinks, head, params.sinks), most = sink > highest ? sink : highest;
+  const float offset = offset_of(most).x, scale = exp(highest - offset);
+  return scale / (total * scale + exp(sink - offset));
+}
+
+template <typename To>
+void store_run(device To* to, uint column, uint e, thread const float2* sums, float factor,
+               constant AttentionParams& params) {
+  RowShape shape;
+  shape.length = params.V;
+  shape.wide = params.V % kWide == 0;
+#pragma unroll
+  for (uint i = 0; i < 8; i += 4) {
+    const float4 v = float4(sums[i][e], sums[i + 1][e], sums[i + 2][e], sums[i + 3][e]);
+    if (column + i < params.V) store4(to, column + i, v * factor, shape);
+  }
+}
+
+// All there is to a row; or what one part has of it, as floats.
+template <typename T, uint ValueChunks>
+void store_rows(thread const Attended<ValueChunks>& attended, thread const AttentionRow* rows, uint first_chunk,
+                ulong first_row, uint part, bool has_stats, device const T* sinks, device T* output, Head head,
+                AttentionPlace place, constant AttentionParams& params) {
+  device float* parts = reinterpret_cast<device float*>(output);
+#pragma unroll
+  for (uint e = 0; e < 2; ++e) {
+    if (!rows[e].exists) continue;
+    const ulong whole = (head.sequence * params.T + rows[e].query) * params.A + rows[e].head;
+    const ulong of_part = (first_row + place.matrix.column + e) * params.parts + part;
+    const float share =
+        params.parts > 1 ? 1 : share_of(attended.highest[e], attended.total[e], rows[e].head, sinks, params);
+#pragma unroll
+    for (uint c = 0; c < ValueChunks; ++c) {
+      const uint column = (first_chunk + c * params.slices) * kAttentionValueColumns + 8 * place.matrix.row;
+      thread const float2* sums = attended.sums + 8 * c;
+      if (params.parts == 1) {
+        store_run(output + whole * params.V, column, e, sums, share, params);
+      } else {
+        store_run(parts + params.sums_at + of_part * params.V, column, e, sums, share, params);
+      }
+    }
+    if (params.parts > 1 && has_stats && place.matrix.row == 0) {
+      reinterpret_cast<device float2*>(parts)[of_part] = float2(attended.highest[e], attended.total[e]);
+    }
+  }
+}
+
+template <bool wide, typename T, uint KeyChunks>
+void find_work(thread AttentionWork<T, KeyChunks>& work, device const T* q, device const T* k, device const T* v,
+               Head head, uint first_row, SeenKeys keys, AttentionPlace place, constant AttentionParams& params) {
+  work.k = k + head.sequence * params.k.sequence + head.key_head * params.k.head;
+  work.v = v + head.sequence * params.v.sequence + head.key_head * params.v.head;
+#pragma unroll
+  for (uint e = 0; e < 2; ++e) {
+    const AttentionRow row = attention_row(first_row + place.matrix.column + e, head, keys, params);
+    work.rows[e] = row;
+    work.queries.row[e] = q + head.sequence * params.q.sequence + row.head * params.q.head + row.query * params.q.row;
+  }
+#pragma unroll
+  for (uint c = 0; c < KeyChunks; ++c) {
+    load_chunk<wide>(work.queries, place.slice + c * params.slices, place.matrix, params, work.q[c]);
+  }
+}
+
+template <typename T, bool wide, uint KeyChunks, uint ValueChunks>
+[[kernel]] void attention(device const T* q [[buffer(0)]], device const T* k [[buffer(1)]],
+                          device const T* v [[buffer(2)]], device const uchar* mask [[buffer(3)]],
+                          device const T* sinks [[buffer(4)]], device T* output [[buffer(5)]],
+                          constant AttentionParams& params [[buffer(6)]], uint2 group [[threadgroup_position_in_grid]],
+                          uint thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup float2 memory[kAttentionSimdgroups * max_matrices(ValueChunks) * kSimdgroup];
+  threadgroup float4 stream_stats[kAttentionThreads];
+  threadgroup uint finite[kAttentionSimdgroups];
+  const AttentionPlace place = attention_place(thread_index, params);
+  const Head head = head_of(group.x, params);
+  if (head.sequence >= params.B) return;
+  // The last queries have the most keys where it is causal: they come first.
+  const uint block_rows = params.tiles * kAttentionRows;
+  const uint first = (params.row_blocks - 1 - group.x % params.row_blocks) * block_rows;
+  const uint part = group.y % params.parts, column_block = group.y / params.parts;
+  const SeenKeys keys = part_keys(first, first + block_rows, part, params);
+  AttentionWork<T, KeyChunks> work;
+  work.mask = mask;
+  work.first_chunk = column_block * params.slices * ValueChunks + place.slice;
+  const uint first_row = first + place.tile * kAttentionRows;
+  find_work<wide>(work, q, k, v, head, first_row, keys, place, params);
+  Attended<ValueChunks> attended;
+  for (uint careful = 0; careful < 2; ++careful) {
+    attend<wide>(attended, work, keys, careful, memory, place, params);
+    if (careful || all_finite(attended, finite, place)) break;
+  }
+  if (place.streams > 1) join_streams(attended, memory, stream_stats, place, params);
+  if (place.stream != 0) return;
+  const ulong rows_before = ulong(group.x / params.row_blocks) * params.rows;
+  store_rows(attended, work.rows, work.first_chunk, rows_before + first_row, part,
+             place.slice == 0 && column_block == 0, sinks, output, head, place, params);
+}
+
+// A thread has a column, or several. The lanes of a simdgroup compute what the parts count for, a part each.
+template <typename T>
+[[kernel]] void attention_combine(device const float* parts [[buffer(0)]], device const T* sinks [[buffer(1)]],
+                                  device T* output [[buffer(2)]], constant AttentionParams& params [[buffer(3)]],
+                                  uint group [[threadgroup_position_in_grid]],
+                                  uint thread_index [[thread_index_in_threadgroup]]) {
+  const uint heads = params.A / params.J, head = group % params.A, query = group / params.A % params.T;
+  const ulong sequence = group / params.A / params.T;
+  if (sequence >= params.B) return;
+  const ulong row = (sequence * params.J + head / heads) * params.rows + ulong(query) * heads + head % heads;
+  device const float2* stats = reinterpret_cast<device const float2*>(parts) + row * params.parts;
+  device const float* sums = parts + params.sums_at + row * params.parts * params.V;
+  const uint lane = thread_index % kSimdgroup;
+  float highest = -INFINITY;
+  for (uint p = lane; p < params.parts; p += kSimdgroup) highest = stats[p].x > highest ? stats[p].x : highest;
+  highest = simd_max(highest);
+  const float offset = offset_of(highest).x;
+  for (uint first = 0; first < params.V; first += kAttentionThreads) {
+    const uint column = first + thread_index, inside = min(column, params.V - 1);
+    float total = 0, sum = 0;
+    for (uint part = 0; part < params.parts; part += kSimdgroup) {
+      const uint count = min(params.parts - part, uint(kSimdgroup));
+      const float2 mine = stats[part + min(lane, count - 1)];
+      const float factor = lane < count ? exp(mine.x - offset) : 0;
+      total += mine.y * factor;
+      for (uint p = 0; p < count; ++p) {
+        sum += sums[ulong(part + p) * params.V + inside] * simd_shuffle(factor, ushort(p));
+      }
+    }
+    const float share = share_of(highest, simd_sum(total), head, sinks, params);
+    if (column < params.V) output[ulong(group) * params.V + column] = T(sum * share);
+  }
+}
+
+}  // namespace moe_metal
+
+// clang-format off
+#define instantiate_attention(dtype, name, wide, keys, values) \
+  instantiate_kernel("attention" name "_" #dtype, moe_metal::attention<dtype, wide, keys, values>)
+#if in_part(0)
+for_dtypes(instantiate_attention, "_64_wide", true, 2, 1)
+#endif
+#if in_part(1)
+for_dtypes(instantiate_attention, "_128_wide", true, 4, 2)
+#endif
+#if in_part(2)
+for_dtypes(instantiate_attention, "", false, 4, 2)
+#endif
+#if in_part(3)
+instantiate_dtypes("attention_combine", attention_combine)
+#endif

@@ -1,0 +1,29 @@
+// Products of matrices of 8 by 8, which a simdgroup computes together. A lane holds two neighbours of a row of each:
+// where they lie is what the kernels of MLX and PyTorch rely on as well.
+#pragma once
+
+namespace moe_metal {
+
+struct MatrixPlace {
+  uint row, column;  // of the lane's two elements the first; the second is its right neighbour
+};
+inline MatrixPlace matrix_place(uint lane) {
+  MatrixPlace place;
+  place.row = lane / 2 % 4 + lane / 16 * 4;
+  place.column = lane % 2 * 2 + lane / 8 % 2 * 4;
+  return place;
+}
+
+// sum += left * right, of whole matrices.
+inline void multiply_add(thread float2& sum, float2 left_pair, float2 right_pair) {
+  simdgroup_float8x8 left, right, product;
+  for (uint e = 0; e < 2; ++e) {
+    left.thread_elements()[e] = left_pair[e];
+    right.thread_elements()[e] = right_pair[e];
+    product.thread_elements()[e] = sum[e];
+  }
+  simdgroup_multiply_accumulate(product, left, right, product);
+  sum = float2(product.thread_elements()[0], product.thread_elements()[1]);
+}
+
+}  // namespace moe_metal
