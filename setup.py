@@ -52,8 +52,8 @@ if platform.machine() not in ("x86_64", "AMD64"):
 
 if re.search("build-env|builds-v", torch.__file__):  # where pip, `build` and uv install what an isolated build needs
     print(
-        f"==> This isolated build is for torch {MINOR}.*, the newest, and installing it installs that torch. To build for "
-        "the torch that you have: pip install --no-build-isolation .",
+        f"==> This isolated build is for torch {MINOR}.*, the newest, and installing it installs that torch. To build "
+        "for the torch that you have: pip install --no-build-isolation .",
         file=sys.stderr,
     )
 

@@ -96,7 +96,8 @@ def untouched(drawn: Call, device: str, memories: list[Tensor], before: list[Ten
 
 def refused(drawn: Call, args: dict, message: str, device: str) -> None:
     """The message names the op and an argument, and is the same on the CPU."""
-    if any(change.what == "endless" for change in drawn.changes) and re.search("allocat|bad_alloc", message):
+    large = {"endless", "a million more"}  # a copy of it may not fit into memory
+    if any(change.what in large for change in drawn.changes) and re.search("allocat|bad_alloc", message):
         return
     names = {*ARGUMENTS[drawn.op], *drawn.options, *args, *(change.name for change in drawn.changes), "E"}
     named = any(re.search(rf"\b{name}\b", message) for name in names)
@@ -188,9 +189,9 @@ def equal(drawn: Call, device: str, values: Args, options: dict, got: list[Tenso
         raise AssertionError(f"accepted, but the reference says {type(error).__name__}: {error}") from error
     assert [tensor.dtype for tensor in got] == [like.dtype for like in likes], "wrong dtypes"
     assert [tensor.shape for tensor in got] == [like.shape for like in likes], "wrong shapes"
-    if not all(tensor.numel() for tensor in got):
+    if not all(tensor.numel() for tensor in got) or clamps_infinity(values, options):
         return
-    others = [likes, *(expected(op, noisy(values, device, seed), options) for seed in range(3))]
+    others = [likes, *(expected(op, noisy(values, device, seed), options) for seed in (1, -1, 2, -2))]
     # A token's experts are added one by one. Where they are alike, roundings go one way: not the root of their number
     # counts then, all of it.
     experts = any("K" in letters for letters in (*drawn.case.shapes.values(), *outputs(op)))
@@ -210,7 +211,15 @@ def equal(drawn: Call, device: str, values: Args, options: dict, got: list[Tenso
     likes = [k.to(l.dtype).where(mask, l) for l, k, mask in zip(likes, known, skipped, strict=True)]
     want = [k.where(mask, w) for w, k, mask in zip(want, known, skipped, strict=True)]
     longest = max(longest, *(length_of_a_sum_as_far_off(*pair) for pair in zip(likes, want, strict=True)))
+    longest = 4 * max(longest, 1024)  # of 100,000 sums in float32 the unluckiest was off by 1.06 times what is usual
     assert_matches(got, want, longest, meets_infinity(op, values, options, device))
+
+
+def clamps_infinity(values: Args, options: dict) -> bool:
+    """Whether a limit makes numbers of infinities, which are NaN where their signs differ: those of an infinite offset
+    do so with the signs of x, but a kernel multiplies the offset by the sum of x (seed 2858, mps-1271)."""
+    offset = values.get("gate_up_offset")
+    return options.get("limit") is not None and offset is not None and bool(offset.isinf().any())
 
 
 def length_of_a_sum_as_far_off(like: Tensor, want: Tensor) -> float:
@@ -224,10 +233,12 @@ def length_of_a_sum_as_far_off(like: Tensor, want: Tensor) -> float:
 
 
 def noisy(values: Args, device: str, seed: int) -> Args:
-    generator = torch.Generator().manual_seed(seed)
+    """With noise; that of -seed is the opposite, so that terms which cancel come out on either side."""
+    generator = torch.Generator().manual_seed(abs(seed))
 
     def shake(tensor: Tensor) -> Tensor:
         noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        noise = noise if seed > 0 else -noise
         return tensor.double() * (1 + NOISE * noise) + LEAST_NOISE[device] * noise * (tensor != 0)
 
     return {n: shake(t) if isinstance(t, Tensor) and is_number(t) else t for n, t in values.items()}

@@ -55,10 +55,10 @@ def test_as_far_off_as_the_reference_in_float32_is_right(off: float, times: int)
 def test_next_to_0_is_as_near_as_the_reference_in_float32():
     want, chosen = torch.full((8,), 1e-39, dtype=torch.float64), torch.ones(8, dtype=torch.bool)
     like = (want + 1e-41).float()
-    fuzz_checks.too_small((want + 1.9e-41).float(), want, like, chosen, 1)
+    fuzz_checks.too_small((want + 1.9e-41).float(), want, [like], chosen, 1)
     for off, by in ((3e-41, like), (1e-41, want.float())):
         with pytest.raises(AssertionError, match="next to 0"):
-            fuzz_checks.too_small((want + off).float(), want, by, chosen, 1)
+            fuzz_checks.too_small((want + off).float(), want, [by], chosen, 1)
 
 
 WRONG = {
