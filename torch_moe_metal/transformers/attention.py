@@ -47,11 +47,13 @@ def attention_forward(
     if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
         return eager_attention(module, *states, attention_mask, **more)
     T, of_sdpa = query.shape[2], s_aux is None and softcap is None
-    if reason is not None or dropout or wants_grad(module, *states) or (of_sdpa and T > FEW_QUERIES):
+    # An export for any number of queries must not depend on whether they are few.
+    many = of_sdpa and (torch.compiler.is_exporting() or T > FEW_QUERIES)
+    if reason is not None or dropout or many or wants_grad(module, *states):
         stock = sdpa_attention_forward if of_sdpa else eager_attention
         return stock(module, *states, attention_mask, **more)
     causal = attention_mask is None and T > 1 and (module.is_causal if is_causal is None else is_causal)
-    if causal and key.shape[2] > T:  # the rows of a static cache behind the first tokens
+    if causal:  # without the rows of a static cache behind the first tokens
         key, value = key[:, :, :T], value[:, :, :T]
     output = torch.ops.moe_metal.attention(
         query, key, value, attention_mask, s_aux, scale=scaling, causal=causal, softcap=softcap or 0.0
