@@ -119,8 +119,8 @@ def _register_quantizers() -> None:
     register()
 
 
-# transformers is optional and slow to import: its interfaces of experts and attention and its quantizers learn of us when
-# somebody else imports them.
+# transformers is optional and slow to import: its interfaces of experts and attention and its quantizers learn of us
+# when somebody else imports them.
 after_import("transformers.integrations.moe", _register_experts)
 after_import("transformers.quantizers.auto", _register_quantizers)
 after_import("transformers.modeling_utils", refusals.refuse_resizing)

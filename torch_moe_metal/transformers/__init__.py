@@ -12,7 +12,7 @@ from ..integration import require_supported
 require_supported()
 
 # Before our own modules: importing these registers our experts and our attention, which imports those modules.
-import transformers.integrations.moe  # noqa: F401
+import transformers.integrations.moe
 import transformers.modeling_utils  # noqa: F401
 
 from .config import MoeMetalConfig, quantize_

@@ -1,8 +1,8 @@
 """`attn_implementation="moe_metal"`: attention of few queries by one op, also with sinks and softcap.
 
 It reads every key and value once, however many heads share them, and copies none. Many queries go to PyTorch's
-`scaled_dot_product_attention`, unless there are sinks or a softcap, which it does not know. `patch` selects it for models
-whose layers it fuses.
+`scaled_dot_product_attention`, unless there are sinks or a softcap, which it does not know. `patch` selects it for
+models whose layers it fuses.
 """
 
 import sys

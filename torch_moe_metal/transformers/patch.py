@@ -11,8 +11,9 @@ from .blocks import Fused, FusedBlock, FusedGemma4Layer, FusedPreNormLayer, fuse
 from .experts import NAME, why_not_fused
 
 FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
-# The implementations of experts and attention that a configuration had before `patch`, on the innermost model with this configuration:
-# there a model inside another and a wrapper around it find it too, and in the configuration itself it would be saved.
+# The implementations of experts and attention that a configuration had before `patch`, on the innermost model with this
+# configuration: there a model inside another and a wrapper around it find it too, and in the configuration itself it
+# would be saved.
 BEFORE = "_moe_metal_experts_before"
 ATTENTION_BEFORE = "_moe_metal_attention_before"
 
