@@ -44,7 +44,7 @@ def attention_forward(
     reason = why_not_ours(*states, attention_mask, kwargs)
     if reason is not None:
         warn_once(f"{type(module).__name__} runs on PyTorch's attention, since {reason}")
-    if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
+    if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         return eager_attention(module, *states, attention_mask, **more)
     T, of_sdpa = query.shape[2], s_aux is None and softcap is None
     # An export for any number of queries must not depend on whether they are few.
@@ -52,13 +52,17 @@ def attention_forward(
     if reason is not None or dropout or many or wants_grad(module, *states):
         stock = sdpa_attention_forward if of_sdpa else eager_attention
         return stock(module, *states, attention_mask, **more)
-    causal = attention_mask is None and T > 1 and (module.is_causal if is_causal is None else is_causal)
+    causal = attention_mask is None and T > 1 and attends_causally(module, is_causal)
     if causal:  # without the rows of a static cache behind the first tokens
         key, value = key[:, :, :T], value[:, :, :T]
     output = torch.ops.moe_metal.attention(
         query, key, value, attention_mask, s_aux, scale=scaling, causal=causal, softcap=softcap or 0.0
     )
     return output, None
+
+
+def attends_causally(module: nn.Module, chosen: bool | None) -> bool:
+    return getattr(module, "is_causal", True) if chosen is None else chosen
 
 
 def why_not_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: dict) -> str | None:
@@ -78,7 +82,7 @@ def why_not_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 def eager_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **more):
     """The model's own eager attention, with a mask of numbers, as it expects."""
     T, S = query.shape[2], key.shape[2]
-    if mask is None and T > 1 and module.is_causal:
+    if mask is None and T > 1 and attends_causally(module, more.get("is_causal")):
         mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(0 if S > T else S - T)[None, None]
     if mask is not None and mask.dtype == torch.bool:
         lowest = torch.finfo(query.dtype).min
