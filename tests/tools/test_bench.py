@@ -596,7 +596,7 @@ def test_progress_is_for_terminals_only(monkeypatch, capsys):
     "arguments, said",
     [
         (["--model", "gpt-5"], "invalid choice: 'gpt-5'"),
-        (["--ops", "attention"], "invalid choice: 'attention'"),
+        (["--ops", "softmax"], "invalid choice: 'softmax'"),
         (["--tokens", "0"], "must be 1 or more, got 0"),
         (["--dtypes", "f64"], "invalid choice: 'f64'"),
         (["--device", "cuda"], "invalid choice: 'cuda'"),
