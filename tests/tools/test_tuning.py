@@ -396,7 +396,8 @@ def test_what_a_comparison_says():
 
 QWEN = {
     "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "hidden_size": 2048, "head_dim": 128,
-    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_key_value_heads": 4, "num_attention_heads": 32, "vocab_size": 151936,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32, "vocab_size": 151936,
+    "num_key_value_heads": 4,
 }  # fmt: skip
 OTHER = {"model_type": "brand_new", "text_config": QWEN | {"model_type": "brand_new_text", "n_shared_experts": 2}}
 
