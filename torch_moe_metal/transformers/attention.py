@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
 
 from ..arguments import DTYPES
 from ..grad import wants_grad, warn_once
@@ -19,6 +18,8 @@ from .experts import NAME, WITH_SHAPES
 
 #: From more on, PyTorch's attention is used, which multiplies matrices.
 FEW_QUERIES = 16
+#: So many keys are always shared by several threadgroups, which takes a second kernel.
+LONG_CONTEXT = 65536
 #: What some models' attention adds to ours, and no op of ours takes.
 UNKNOWN = ("position_bias", "cache", "indices", "block_indices")
 
@@ -91,7 +92,23 @@ def eager_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
     return eager(module, query, key, value, mask, **more)
 
 
+def rehearse_attention(module: nn.Module, tokens: int, dtype: torch.dtype) -> None:
+    """Launch our op on meta tensors like those of `module`, if its configuration selects it, with few keys and many."""
+    config, few = module.config, min(tokens, FEW_QUERIES)
+    if config._attn_implementation != NAME:
+        return
+    heads, groups = config.num_key_value_heads, module.num_key_value_groups
+    width = getattr(module, "qk_head_dim", None) or module.head_dim
+    value_width = getattr(module, "v_head_dim", width)
+    for keys in (few, LONG_CONTEXT):
+        sizes = (heads * groups, few, width), (heads, keys, width), (heads, keys, value_width)
+        states = (torch.empty(1, *size, dtype=dtype, device="meta") for size in sizes)
+        torch.ops.moe_metal.attention(*states, sinks=getattr(module, "sinks", None), causal=keys == few)
+
+
 def register() -> None:
     """Make "moe_metal" known to from_pretrained, configurations and set_attn_implementation."""
+    from transformers.modeling_utils import AttentionInterface  # which imports the experts, and with them this file
+
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..arguments import DTYPES
 from ..grad import wants_grad
+from .attention import rehearse_attention
 from .cache import grow_in_place
 from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, why_not_fused
 from .families import BLOCKS, GEMMA4_LAYERS, PRE_NORM_LAYERS, Block, family_name
@@ -175,8 +176,10 @@ class FusedPreNormLayer(Fused):
 
     def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         width = len(self._modules["post_attention_layernorm"].weight)
+        attention = self._modules["self_attn"]
         self._modules["self_attn"] = Attended()
         self(torch.empty(1, tokens, width, dtype=dtype, device="meta"))
+        rehearse_attention(attention, tokens, dtype)
 
 
 class FusedGemma4Layer(Fused):
@@ -226,9 +229,11 @@ class FusedGemma4Layer(Fused):
 
     def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         width, per_layer = len(self._modules["post_attention_layernorm"].weight), self.hidden_size_per_layer_input
+        attention = self._modules["self_attn"]
         self._modules["self_attn"] = Attended()
         x, of_layer = (torch.empty(1, tokens, size, dtype=dtype, device="meta") for size in (width, per_layer))
         self(x, of_layer if per_layer else None)
+        rehearse_attention(attention, tokens, dtype)
 
     def ready(self, x: Tensor) -> dict | None:
         """The experts' part of the arguments of `experts`, none in a layer without them; or None where the original
