@@ -130,6 +130,7 @@ def import_error(folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing, named", [("_cpu_*.so", "_cpu_default.so missing"), ("_C.so", "_C.so missing")])
 def test_missing_library_is_named(tmp_path: Path, missing: str, named: str):
     """As one that is not there, not as one of another torch version."""
@@ -138,6 +139,7 @@ def test_missing_library_is_named(tmp_path: Path, missing: str, named: str):
     assert "not built" in said and named in said and "another version" not in said
 
 
+@pytest.mark.slow
 def test_library_that_does_not_load_is_told(tmp_path: Path):
     shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / PACKAGE.name / "_C.so").write_bytes(b"no library")

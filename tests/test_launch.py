@@ -38,7 +38,8 @@ def on_macos(major: int) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", COMPILED, str(major)], cwd=here, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("major, language", [(14, 310), pytest.param(15, 320, marks=pytest.mark.slow), (26, 400)])
+@pytest.mark.slow
+@pytest.mark.parametrize("major, language", [(14, 310), (15, 320), (26, 400)])
 def test_safe_maths_on_every_macos(major: int, language: int) -> None:
     """macOS 14 knows `fastMathEnabled` alone; from 15 on it is `mathMode`, which leaves functions to be asked for."""
     done = on_macos(major)

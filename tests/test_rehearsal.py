@@ -207,6 +207,7 @@ print("not today" in told(moe, torch.ones(1, 64, device="mps")))
 SLOW = "echo one >> tries; sleep 1; echo 'error: not today' >&2; exit 1"
 
 
+@pytest.mark.slow
 def test_python_ends_without_the_rest(tmp_path: Path) -> None:
     """What has begun is waited for, and what has not is left: here two of six libraries."""
     script = """
@@ -220,6 +221,7 @@ print("ended")
     assert len(tries) <= rehearsal.THREADS < 6
 
 
+@pytest.mark.slow
 def test_a_forked_process_ends(tmp_path: Path) -> None:
     script = f"""
 from torch_moe_metal import nn

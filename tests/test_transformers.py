@@ -672,6 +672,7 @@ def test_pyproject_names_the_supported_versions():
     assert f"transformers>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}" in text
 
 
+@pytest.mark.slow
 def test_without_transformers():
     told = python("""
 import importlib.metadata, torch_moe_metal
