@@ -30,7 +30,7 @@ import simulated  # noqa: E402
 from cases import CASES, Case, call  # noqa: E402
 from torch_moe_metal import tune, tuning  # noqa: E402
 from torch_moe_metal.arguments import ARGUMENTS  # noqa: E402
-from torch_moe_metal.bench.calls import Call, halves, matrices  # noqa: E402
+from torch_moe_metal.bench.calls import Call, choices, halves, tokens_of  # noqa: E402
 from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
 
 MOST = 3e7  # flops or bytes of a case that is worth replaying
@@ -95,9 +95,9 @@ def traces(ops: list[str]) -> Iterator[dict]:
 def bench_traces(ops: list[str], model: str) -> Iterator[dict]:
     """Of the benchmark's rows, whose values matter to no dispatch: uninitialised tensors will do."""
     for op, T, dtype in itertools.product(ops, TOKENS, TIMED):
-        for matrix in matrices(op, model):
-            row = Call(op, model, MODELS[model], T, dtype, matrix=matrix)
-            if T <= 512 or not (op == "experts" or matrix == "head"):
+        for which in choices(op, model):
+            row = Call(op, model, MODELS[model], T, dtype, which=which)
+            if T <= max(tokens_of(op, which)):
                 yield trace(row, empties(row))
 
 

@@ -56,8 +56,8 @@ from torch_moe_metal.bench.calls import (  # noqa: E402
     Call,
     Noise,
     Unfit,
+    choices,
     inputs,
-    matrices,
     moved,
     wanted_formats,
     wanted_ops,
@@ -361,8 +361,8 @@ class Translated:
             for op in wanted_ops(options):
                 names = [name for name in self.traces if name.startswith(f"{parts_of(op)[-1]}-")]
                 tokens = options.tokens or sorted({int(name.split("-T")[-1].split("-")[0]) for name in names})
-                for matrix in matrices(op, self.model):
-                    calls += [Call(op, self.model, MODELS[self.model], T, dtype, matrix=matrix) for T in tokens]
+                for which in choices(op, self.model):
+                    calls += [Call(op, self.model, MODELS[self.model], T, dtype, which=which) for T in tokens]
         return [call for call in calls if parts(call) and all(str(part) in self.traces for part in parts(call))]
 
     def about(self) -> dict[str, object]:

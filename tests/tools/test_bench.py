@@ -408,7 +408,7 @@ def test_everything_as_json_and_as_a_picture(device: str, tiny, tmp_path, capsys
     assert main(["bench", *QUICK, "--device", device, "--tokens", "1", "3", "--json", "--plot", str(plot)]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = found["rows"]
-    twice = {"route": 2, "linear": 2}  # also with many experts; the attention and the head
+    twice = {"route": 2, "linear": 2, "attention": 2}  # also many experts; a query and the head; a long context
     assert [(r["dtype"], r["op"], r["T"]) for r in rows] == [
         (dtype, op, T) for dtype in ("bf16", "f32") for op in OPS for _ in range(twice.get(op, 1)) for T in (1, 3)
     ]

@@ -22,7 +22,7 @@ OPS = (*(op for op in ARGUMENTS if op != "experts"), *WHOLE)
 DECODING = ("linear", *WHOLE)  # what a model does with a weight: with few tokens, its bytes are the time
 TOKENS = {True: (1, 4, 32, 512), False: (1, 64, 4096)}  # of those, and of the other ops
 WORTH_A_LIMIT = 32 << 20  # bytes a row moves at least to be held against memory's speed: smaller ones stay in caches
-CONTEXT = 4096  # keys that a token sees of those before it, the least
+CONTEXTS = ("4096", "32768")  # keys that a token sees of those before it, the least
 ROTATED = 256 << 20  # bytes of inputs to walk through, where 16 sets are enough for it
 
 
@@ -37,7 +37,7 @@ class Call:
     T: int
     dtype: torch.dtype = torch.bfloat16
     format: str = "dense"  # of the weights
-    matrix: str = "query"  # of the model's `linears`, which the op `linear` multiplies with
+    which: str = ""  # of `linear`, the name of one of the model's `linears`; of `attention`, one of CONTEXTS
 
     def __str__(self) -> str:
         return "-".join([self.op, self.name, f"T{self.T}", DTYPES[self.dtype], *self.variant])
@@ -49,7 +49,7 @@ class Call:
     @property
     def variant(self) -> list[str]:
         """What tells rows of one op, size and dtype apart."""
-        return [self.matrix] * (self.op == "linear") + [self.format] * (self.packing is not None)
+        return [self.which] * bool(self.which) + [self.format] * (self.packing is not None)
 
     @property
     def packing(self) -> Packing | None:
@@ -87,8 +87,9 @@ class Call:
         """glu comes between the experts' products, where every choice of an expert has a row."""
         m = self.model
         rows = self.T * m.K if self.op == "glu" else self.T
-        N, H = m.linears[self.matrix] if self.op == "linear" else (self.T, m.H)
-        heads = dict(zip("AJDV", m.heads, strict=True)) | {"B": 1, "S": max(self.T, CONTEXT)}
+        N, H = m.linears[self.which or "query"] if self.op == "linear" else (self.T, m.H)
+        keys = max(self.T, int(self.which or CONTEXTS[0])) if self.op == "attention" else self.T
+        heads = dict(zip("AJDV", m.heads, strict=True)) | {"B": 1, "S": keys}
         return {"T": rows, "E": m.E, "K": m.K, "H": H, "I": m.I, "N": N, "U": 1} | heads
 
     @property
@@ -232,23 +233,24 @@ def takes_format(op: str, format: str) -> bool:
 
 
 def rows_of(op: str, options: Namespace) -> list[tuple[str, str]]:
-    """Whose sizes a row has, and which matrix. Of the ops, only `route` takes a time that goes by the number of
+    """Whose sizes a row has, and `Call.which`. Of the ops, only `route` takes a time that goes by the number of
     experts: without a named model it has rows for many, too."""
     if op == "route" and not options.model:
-        return [(name, Call.matrix) for name in (DEFAULT, MANY_EXPERTS)]
+        return [(name, "") for name in (DEFAULT, MANY_EXPERTS)]
     name = options.model or DEFAULT
-    return [(name, matrix) for matrix in matrices(op, name)]
+    return [(name, which) for which in choices(op, name)]
 
 
-def matrices(op: str, name: str) -> list[str]:
-    """Which of a model's `linears` an op has rows for. What is not `linear` has no use for one."""
-    return list(MODELS[name].linears) if op == "linear" else [Call.matrix]
+def choices(op: str, name: str) -> tuple[str, ...]:
+    """The values of `Call.which` that an op has rows for."""
+    return {"linear": tuple(MODELS[name].linears), "attention": CONTEXTS}.get(op, ("",))
 
 
-def tokens_of(op: str, matrix: str) -> tuple[int, ...]:
-    """Without a choice. The head has few tokens even in a prefill: of a sequence, the last."""
+def tokens_of(op: str, which: str) -> tuple[int, ...]:
+    """Without --tokens. The head has few tokens even in a prefill: of a sequence, the last. A long context is for a
+    token."""
     tokens = TOKENS[op in DECODING]
-    return tokens[:-1] if matrix == "head" else tokens
+    return {"head": tokens[:-1], CONTEXTS[-1]: (1,)}.get(which, tokens)
 
 
 def calls_of(options: Namespace, models: dict[tuple[torch.dtype, str], Model]) -> list[Call]:
@@ -259,11 +261,11 @@ def calls_of(options: Namespace, models: dict[tuple[torch.dtype, str], Model]) -
         if not any(takes_format(op, format) for format in formats):
             raise Unfit(f"--ops {op}: it has no row in --formats {' '.join(formats)}, since it takes no packed weights")
     return [
-        Call(op, name, models[dtype, format] if op in WHOLE else MODELS[name], T, dtype, format, matrix)
+        Call(op, name, models[dtype, format] if op in WHOLE else MODELS[name], T, dtype, format, which)
         for dtype in options.dtypes
         for format in formats
         for op in ops
         if takes_format(op, format)
-        for name, matrix in rows_of(op, options)
-        for T in options.tokens or tokens_of(op, matrix)
+        for name, which in rows_of(op, options)
+        for T in options.tokens or tokens_of(op, which)
     ]
