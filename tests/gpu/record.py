@@ -97,7 +97,7 @@ def bench_traces(ops: list[str], model: str) -> Iterator[dict]:
     for op, T, dtype in itertools.product(ops, TOKENS, TIMED):
         for which in choices(op, model):
             row = Call(op, model, MODELS[model], T, dtype, which=which)
-            if T <= max(tokens_of(op, which)):
+            if max(tokens_of(op, which)) >= T:
                 yield trace(row, empties(row))
 
 
