@@ -3,6 +3,7 @@
 // Shape letters are the check: a letter is bound by the first argument that has it.
 // Letters: * any leading dimensions, together T tokens; E experts; K experts per token; H hidden; I inner; G is 2I.
 // Of attention: B sequences; A query heads; J key heads; T queries; S keys; D and V, a key's size and a value's.
+// Of rope: also R angles.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -60,11 +61,7 @@ class Arguments {
   }
   // A parameter or a routing weight: float32 or the dtype of the first argument.
   const Tensor& parameter(const char* name, const Tensor& tensor, const char* letters) {
-    check_dense(name, tensor);
-    TORCH_CHECK(tensor.scalar_type() == at::kFloat || tensor.scalar_type() == first_.scalar_type(), prefix(name),
-                "expected float32", first_.scalar_type() == at::kFloat ? "" : " or ",
-                first_.scalar_type() == at::kFloat ? "" : dtype_name(first_.scalar_type()), ", the dtype of ",
-                first_name_, "; got ", dtype_name(tensor.scalar_type()));
+    check_parameter(name, tensor);
     check_shape(name, tensor, letters);
     return tensor;
   }
@@ -80,13 +77,12 @@ class Arguments {
     TORCH_CHECK(dtype == at::kBool || dtype == at::kFloat || dtype == own, prefix(name), "expected bool",
                 own == at::kFloat ? " or float32" : ", float32 or ", own == at::kFloat ? "" : dtype_name(own),
                 ", the dtype of ", first_name_, "; got ", dtype_name(dtype));
-    const int64_t dims = static_cast<int64_t>(std::string_view(letters).size());
-    c10::SmallVector<int64_t, 4> shape;
-    for (int64_t i = 0; i < dims; ++i) shape.push_back((*this)[letters[i]]);
-    bool fits = tensor->dim() == dims;
-    for (int64_t i = 0; fits && i < dims; ++i) fits = tensor->size(i) == shape[i] || (i < 2 && tensor->size(i) == 1);
-    if (!fits) wrong_shape(name, *tensor, letters, "", 0, c10::str("1 for ", letters[0], " or ", letters[1]));
-    return tensor->expand(shape);
+    return expanded(name, *tensor, letters, 2);
+  }
+  // The cosines or sines of angles, for each sequence or for all of them. -> a view of the whole shape
+  Tensor angles(const char* name, const Tensor& tensor, const char* letters) {
+    check_parameter(name, tensor);
+    return expanded(name, tensor, letters, 1);
   }
   // Expert ids.
   const Tensor& ids(const char* name, const Tensor& tensor, const char* letters) {
@@ -155,6 +151,13 @@ class Arguments {
     check_memory(name, tensor);
   }
 
+  void check_parameter(const char* name, const Tensor& tensor) const {
+    check_dense(name, tensor);
+    const auto dtype = tensor.scalar_type(), own = first_.scalar_type();
+    TORCH_CHECK(dtype == at::kFloat || dtype == own, prefix(name), "expected float32", own == at::kFloat ? "" : " or ",
+                own == at::kFloat ? "" : dtype_name(own), ", the dtype of ", first_name_, "; got ", dtype_name(dtype));
+  }
+
   void check_shape(const char* name, const Tensor& tensor, std::string_view letters) {
     check_shape(name, tensor, letters, tensor.dim(), "");
   }
@@ -178,6 +181,25 @@ class Arguments {
       fits = bound == tensor.size(extra + i);
     }
     if (!fits) wrong_shape(name, tensor, letters, after);
+  }
+
+  // A view of the whole shape of a tensor whose first dimensions, so many, may have size 1.
+  Tensor expanded(const char* name, const Tensor& tensor, std::string_view letters, int64_t ones) {
+    const int64_t dims = static_cast<int64_t>(letters.size());
+    c10::SmallVector<int64_t, 4> shape;
+    bool fits = tensor.dim() == dims;
+    for (int64_t i = 0; fits && i < dims; ++i) {
+      int64_t& bound = sizes_[letters[i] - 'A'];
+      if (bound < 0) bound = tensor.size(i);
+      shape.push_back(bound);
+      fits = tensor.size(i) == bound || (i < ones && tensor.size(i) == 1);
+    }
+    if (!fits) {
+      std::string choices = "1 for ";
+      for (int64_t i = 0; i < ones; ++i) choices += (i > 0 ? " or " : "") + spelled(letters[i]);
+      wrong_shape(name, tensor, letters, "", 0, choices);
+    }
+    return tensor.expand(shape);
   }
 
   // moe_metal::gate: router_weight: expected shape [E, H] with H = 2048, got [128, 1024]

@@ -474,9 +474,10 @@ Tensor weighted_sum_dual_norm_add(const Tensor& slots, const Tensor& weights, co
   return sum.output;
 }
 
-// norm_add and residual_norm take the same arguments.
+// norm_add and residual_norm take the same arguments. norm has neither a residual nor a scalar.
 struct ResidualNorm {
-  Tensor residual, input, weight;
+  Tensor residual, input;
+  Tensor weight;  // of norm: perhaps undefined
   Tensor scalar;  // undefined, [1] or [H]
   float eps;
   int64_t T, H;
@@ -504,6 +505,22 @@ inline ResidualNorm residual_norm_inputs(const char* op, const Tensor& residual,
 }
 
 template <auto run>
+Tensor norm(const Tensor& input, const OptionalTensor& weight, double eps) {
+  Arguments args("norm", "input", input);
+  ResidualNorm call;
+  call.input = args.activation("input", input, "*H");
+  args.at_least_one('H', "input");
+  call.weight = args.parameter("weight", weight, "H");
+  call.eps = args.not_negative("eps", eps);
+  make_contiguous({&call.input, &call.weight});
+  call.T = args.tokens();
+  call.H = args['H'];
+  call.output = args.output(call.H);
+  if (call.T > 0) run(call);
+  return call.output;
+}
+
+template <auto run>
 Tensor norm_add(const Tensor& residual, const Tensor& input, const Tensor& weight, const OptionalTensor& scalar,
                 double eps) {
   ResidualNorm call = residual_norm_inputs("norm_add", residual, input, weight, scalar, eps);
@@ -520,7 +537,54 @@ std::tuple<Tensor, Tensor> residual_norm(const Tensor& residual, const Tensor& i
   return {call.output, call.sum};
 }
 
-// ---------------------------------------------------------------------------------------------- attention
+// ---------------------------------------------------------------------------------------------- rope and attention
+
+// Queries or keys. They are not copied: they have any strides.
+struct RopeHeads {
+  Tensor input;        // [B, T, heads, D]
+  Tensor norm_weight;  // undefined, [D] or [heads, D], contiguous: float32 or the dtype of q
+  int64_t heads;
+  Tensor output;  // [B, heads, T, D]
+
+  bool norms_all() const { return norm_weight.defined() && norm_weight.dim() == 2; }
+};
+
+struct Rope {
+  RopeHeads q, k;
+  Tensor cos, sin;  // [B, T, R] of any strides, those from sequence to sequence perhaps 0: float32 or the dtype of q
+  float eps;
+  bool interleaved;
+  int64_t B, T, D, R;
+};
+
+template <auto run>
+std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                                const OptionalTensor& q_norm_weight, const OptionalTensor& k_norm_weight, double eps,
+                                bool interleaved) {
+  Arguments args("rope", "q", q);
+  Rope call;
+  const auto norm_weight = [&](const char* name, const OptionalTensor& weight, const char* all_heads) {
+    return args.parameter(name, weight, Arguments::given(weight) && weight->dim() == 2 ? all_heads : "D");
+  };
+  call.q.input = args.activation("q", q, "BTAD");
+  args.at_least_one('A', "q");
+  args.in_range("q", args['D'], 2, std::numeric_limits<int64_t>::max(), "its size of a head, D");
+  call.k.input = args.activation("k", k, "BTJD");
+  args.at_least_one('J', "k");
+  call.cos = args.angles("cos", cos, "BTR");
+  call.sin = args.angles("sin", sin, "BTR");
+  args.in_range("cos", args['R'], 1, args['D'] / 2, "the pairs of a head, R");
+  call.q.norm_weight = norm_weight("q_norm_weight", q_norm_weight, "AD");
+  call.k.norm_weight = norm_weight("k_norm_weight", k_norm_weight, "JD");
+  call.eps = args.not_negative("eps", eps);
+  call.interleaved = interleaved;
+  make_contiguous({&call.q.norm_weight, &call.k.norm_weight});
+  std::tie(call.B, call.T, call.D, call.R) = std::tuple(args['B'], args['T'], args['D'], args['R']);
+  std::tie(call.q.heads, call.k.heads) = std::tuple(args['A'], args['J']);
+  for (RopeHeads* heads : {&call.q, &call.k}) heads->output = args.output({call.B, heads->heads, call.T, call.D});
+  if (call.q.output.numel() > 0) run(call);
+  return {call.q.output, call.k.output};
+}
 
 // q, k, v and mask are not copied: they have any strides, and those of a mask for all heads or sequences are 0.
 struct Attention {

@@ -1,7 +1,7 @@
 // Every op of the package: the table of contents.
 // The maths of each stands in torch_moe_metal/reference.py, its checks in contract.h, its kernels in cpu/<op>.cpp
 // and mps/<op>.mm. Letters: T tokens, E experts, K experts per token, H hidden, I expert inner size; arguments.h has
-// those of attention.
+// those of rope and attention.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
@@ -49,10 +49,13 @@ constexpr const char* kSchemas[] = {
     "weighted_sum_dual_norm_add(Tensor slots, Tensor weights, Tensor residual, Tensor residual_norm_weight, "
     "Tensor moe_norm_weight, *, float eps=1e-6) -> Tensor",
 
+    "norm(Tensor input, Tensor? weight=None, *, float eps=1e-6) -> Tensor",
     "norm_add(Tensor residual, Tensor input, Tensor weight, Tensor? scalar=None, *, float eps=1e-6) -> Tensor",
     "residual_norm(Tensor residual, Tensor input, Tensor weight, Tensor? scalar=None, *, float eps=1e-6) "
     "-> (Tensor output, Tensor sum)",
 
+    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, *, "
+    "float eps=1e-6, bool interleaved=False) -> (Tensor q, Tensor k)",
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? sinks=None, *, float? scale=None, "
     "bool causal=False, int window=0, float softcap=0.0) -> Tensor",
 };
@@ -137,8 +140,10 @@ TORCH_LIBRARY_IMPL(moe_metal_checks, CompositeExplicitAutograd, m) {  // for Met
   m.impl("weighted_sum_residual_norm_", &moe_metal::weighted_sum_residual_norm_<nothing>);
   m.impl("weighted_sum_norm_add", &moe_metal::weighted_sum_norm_add<nothing>);
   m.impl("weighted_sum_dual_norm_add", &moe_metal::weighted_sum_dual_norm_add<nothing>);
+  m.impl("norm", &moe_metal::norm<nothing>);
   m.impl("norm_add", &moe_metal::norm_add<nothing>);
   m.impl("residual_norm", &moe_metal::residual_norm<nothing>);
+  m.impl("rope", &moe_metal::rope<nothing>);
   m.impl("attention", &moe_metal::attention<nothing>);
 }
 

@@ -1,8 +1,8 @@
 """The one table of cases: what every op is called with, here and in every test.
 
 A case names its shapes by letters (T tokens, E experts, K experts per token, H hidden, I inner, G = 2I, N rows, U
-scalars; those of attention are in arguments.py), the optional arguments it gives, its options and its dtypes. Its
-tensors are drawn on the CPU, the same on every run.
+scalars; those of rope and attention are in arguments.py), the optional arguments it gives, its options and its dtypes.
+Its tensors are drawn on the CPU, the same on every run.
 `CASES` holds named cases (real routers and blocks, what other projects test, hostile inputs), the pairwise grids, and
 small samples of each op, and of each format of weights, that give every optional argument: those go through the slower
 properties as well.
@@ -130,7 +130,7 @@ class Case:
     @property
     def longest_sum(self) -> int:
         """How many terms its longest sum has: sets the tolerance of float32."""
-        letters = {"gate": "HI", "experts": "HI", "dequantize": "K", "attention": "DS"}.get(self.op, "KH")
+        letters = {"gate": "HI", "experts": "HI", "dequantize": "K", "attention": "DS", "rope": "AD"}.get(self.op, "KH")
         return max(self.dims.get(letter, 1) for letter in letters)
 
     @property
@@ -140,6 +140,8 @@ class Case:
         others = {"route": 8 * T * E, "glu": 8 * T * I, "dequantize": 8 * N * H}
         if self.op == "attention":
             return 2 * T * prod(self.dims[letter] for letter in "BAS") * (self.dims["D"] + self.dims["V"])
+        if self.op == "rope":
+            return 8 * T * self.dims["B"] * (self.dims["A"] + self.dims["J"]) * self.dims["D"]
         return (products | others).get(self.op, 2 * T * (K + 3) * H)
 
     @property
@@ -169,7 +171,7 @@ def clear_choice(op: str, args: Args, options: dict) -> Tensor:
     hidden, logits, H = get("hidden"), get("logits"), 1
     if op == "gate":
         if get("norm_weight") is not None:
-            hidden = reference.norm(hidden, options.get("eps", 1e-6)) * get("norm_weight")
+            hidden = reference.normed(hidden, options.get("eps", 1e-6)) * get("norm_weight")
         logits, H = F.linear(hidden, get("router_weight"), get("router_bias")), hidden.shape[-1]
     elif get("select_bias") is None and options.get("n_group", 1) == 1:
         return torch.ones(logits.shape[0], dtype=torch.bool)
@@ -667,6 +669,93 @@ def glu_cases() -> list[Case]:
     return cases
 
 
+def joined_heads(args: Args) -> None:
+    """Queries and keys as views into one projection, which has values and NaN behind them, and angles of one sequence
+    as the first half of what transformers gives, for all sequences."""
+    (B, T, A, D), J = args["q"].shape, args["k"].shape[2]
+    joined = args["q"].new_full((B, T, (A + 2 * J) * D + 3), nan)
+    joined[..., : A * D], joined[..., A * D : (A + J) * D] = args["q"].flatten(-2), args["k"].flatten(-2)
+    args["q"], args["k"] = joined[..., : A * D].view(B, T, A, D), joined[..., A * D : (A + J) * D].view(B, T, J, D)
+    for name in ("cos", "sin"):
+        angles = args[name][:1]
+        args[name] = torch.cat([angles, angles], -1)[..., : angles.shape[-1]]
+
+
+def heads_across(args: Args) -> None:
+    """Neighbours in memory are the heads, or the tokens; a sine serves all tokens."""
+    args["q"], args["k"] = args["q"].mT.contiguous().mT, args["k"].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    args["cos"] = args["cos"].mT.contiguous().mT
+    args["sin"] = args["sin"][:, :1].expand(args["sin"].shape)
+
+
+def norms_of_all_heads(args: Args) -> None:
+    """Weights [A, D] and [J, D], which differ from head to head."""
+    for heads, name in (("q", "q_norm_weight"), ("k", "k_norm_weight")):
+        if name in args:
+            count = args[heads].shape[2]
+            args[name] = args[name] * torch.linspace(0.5, 1.5, count).to(args[name].dtype).view(count, 1)
+
+
+def not_finite_heads(args: Args) -> None:
+    """In the second head, in a pair that turns and in what stays; and an angle that is not finite."""
+    args["q"][:, 0, 1, 0], args["q"][:, 1, 1, -1], args["k"][:, 2, 0, 1] = nan, inf, -inf
+    args["cos"][:, 3, 0] = inf
+
+
+def both(*changes: Callable[[Args], None]) -> Callable[[Args], None]:
+    def prepare(args: Args) -> None:
+        for change in changes:
+            change(args)
+
+    return prepare
+
+
+Q_NORM, K_NORM = ("q_norm_weight",), ("k_norm_weight",)
+TURNED = {  # optional arguments, what is changed, whether it is hostile
+    "plain": ((), None, False),
+    "joined": ((), joined_heads, False),
+    "normed": (Q_NORM + K_NORM, joined_heads, False),
+    "normed_whole": (Q_NORM + K_NORM, both(norms_of_all_heads, joined_heads), False),
+    "q_normed": (Q_NORM, None, False),
+    "k_normed_whole": (K_NORM, both(norms_of_all_heads, heads_across), False),
+    "across": (Q_NORM, heads_across, False),
+    "not_finite": (Q_NORM + K_NORM, not_finite_heads, True),
+    "zero": (Q_NORM + K_NORM, both(setting("q", slice(1, None), 0.0), setting("k", 0, 0.0)), False),
+}
+TURNED_HEADS = [(4, 2, 64, 32), (6, 1, 80, 40), (8, 8, 128, 64), (3, 1, 192, 32), (2, 1, 256, 128), (5, 2, 33, 9)]
+TURNED_HEADS += [(1, 1, 2, 1), (3, 3, 20, 10), (40, 3, 7, 3), (2, 1, 576, 288)]
+
+
+def rope_cases() -> list[Case]:
+    """Every choice of norms and strides with every kind of heads; then real models' heads, many tokens, and none."""
+    cases = []
+    rows = crossed(
+        turned=tuple(TURNED), heads=tuple(TURNED_HEADS), dtype=(FLOAT, HALF, BFLOAT), interleaved=(False, True)
+    )
+    for turned, (A, J, D, R), dtype, interleaved, full_grid in rows:
+        given, prepare, hostile = TURNED[turned]
+        if turned == "not_finite" and J == A == 1:
+            continue  # which has no second head
+        dims = {"B": 2, "A": A, "J": J, "T": 5, "D": D, "R": R}
+        name = f"{turned}{'-interleaved' * interleaved}-A{A}-J{J}-D{D}-R{R}"
+        parameters = FLOAT if D % 3 else None
+        options = {"interleaved": interleaved, "eps": 1e-5}
+        cases.append(Case("rope", name, dims, given, options, dtype, parameters, prepare, hostile, full_grid=full_grid))
+    real = {"qwen3": (32, 4, 128, 64, "normed", False), "olmoe": (16, 16, 128, 64, "normed_whole", False),
+            "qwen3_next": (16, 2, 256, 32, "normed", False), "gpt_oss": (64, 8, 64, 32, "joined", False),
+            "deepseek_v3": (128, 1, 64, 32, "joined", True)}  # fmt: skip
+    for (name, (A, J, D, R, turned, interleaved)), dtype in product(real.items(), (FLOAT, BFLOAT)):
+        given, prepare, _ = TURNED[turned]
+        for B, T in ((1, 1), (3, 1), (1, 70)):
+            dims = {"B": B, "A": A, "J": J, "T": T, "D": D, "R": R}
+            cases.append(Case("rope", f"{name}-B{B}-T{T}", dims, given, {"interleaved": interleaved}, dtype, None,
+                              prepare))  # fmt: skip
+    for B, T in ((0, 3), (2, 0), (1, 33000), (300, 2)):
+        dims = {"B": B, "A": 2, "J": 1, "T": T, "D": 6, "R": 2}
+        cases += [Case("rope", f"B{B}-T{T}", dims, given, {}, BFLOAT, FLOAT) for given in ((), Q_NORM + K_NORM)]
+    return list({str(case): case for case in cases}.values())
+
+
 def as_a_cache(args: Args) -> None:
     """Keys and values as views of memory for more of them, and queries as a view of a joined projection."""
     for name in ("k", "v"):
@@ -831,7 +920,7 @@ def many_tokens() -> list[Case]:
 # ------------------------------------------------------------------------------------------------ samples
 
 SUMS = tuple(op for op in ARGUMENTS if op.startswith("weighted_sum"))
-NORMS = ("norm_add", "residual_norm")
+NORMS = ("norm", "norm_add", "residual_norm")
 
 
 def samples() -> list[Case]:
@@ -848,9 +937,9 @@ def samples() -> list[Case]:
         {"T": 6, "E": 40, "K": 8, "H": 130, "I": 33, "N": 5, "U": 1},
     ]
     heads = [
-        {"B": 2, "A": 6, "J": 2, "S": 21, "D": 19, "V": 23},
-        {"B": 1, "A": 8, "J": 1, "S": 80, "D": 64, "V": 64},
-        {"B": 3, "A": 3, "J": 3, "S": 33, "D": 72, "V": 40},
+        {"B": 2, "A": 6, "J": 2, "S": 21, "D": 19, "V": 23, "R": 7},
+        {"B": 1, "A": 8, "J": 1, "S": 80, "D": 64, "V": 64, "R": 32},
+        {"B": 3, "A": 3, "J": 3, "S": 33, "D": 72, "V": 40, "R": 20},
     ]
     seeing = [{"causal": True, "window": 9, "scale": 0.3}, {"causal": True}, {}]
     dtypes = [(FLOAT, None), (BFLOAT, FLOAT), (HALF, None)]
@@ -1218,6 +1307,10 @@ def plain_grids() -> list[Case]:
     for op in NORMS:
         rows = pairwise(fits, T=T_GRID, H=H_GRID, dtypes=PAIRS, scalar=("none", "one", "each"), eps=(1e-6, 1e-5, 0.01))
         for row in rows:
+            if op == "norm":
+                given = ("weight",) if row["scalar"] == "one" else ()
+                cases.append(grid_case(op, row, given, {"eps": row["eps"]}))
+                continue
             sizes = {"U": row["H"] if row["scalar"] == "each" else 1}
             given = () if row["scalar"] == "none" else ("scalar",)
             cases.append(grid_case(op, row | sizes, given, {"eps": row["eps"]}))
@@ -1234,7 +1327,7 @@ def table() -> list[Case]:
         + experts_cases()
         + packed_cases()
     )
-    cases += glu_cases() + sum_and_norm_cases() + many_tokens() + attention_cases()
+    cases += glu_cases() + sum_and_norm_cases() + many_tokens() + rope_cases() + attention_cases()
     cases += router_grid("route") + router_grid("gate", H=H_GRID) + experts_grid() + plain_grids()
     return list({str(case): case for case in cases}.values())
 

@@ -125,6 +125,8 @@ def draw(seed: int, number: int) -> Call:
             args[name] = args[name].to(rng.choice((torch.float32, dtype)))
         if name in args and argument.kind == "ids" and args[name].dtype == torch.int32:
             args[name] = args[name].to(rng.choice((torch.int32, torch.int64)))
+    if op == "rope":
+        draw_angles_and_norms(args, rng)
     if "mask" in args:
         args["mask"] = draw_mask(args["mask"], rng)
     args = with_leading(case, args, draw_leading(dims["T"], rng))
@@ -158,6 +160,15 @@ def draw_mask(mask: Tensor, rng: random.Random) -> Tensor:
     return mask > -0.5 if way == "bool" else mask.where(mask > -0.5, -inf) if way == "barred" else mask
 
 
+def draw_angles_and_norms(args: Args, rng: random.Random) -> None:
+    """Angles for all sequences, and weights of norms over all heads."""
+    for name in ("cos", "sin"):
+        args[name] = args[name][: rng.choice((1, len(args[name])))]
+    for heads, name in (("q", "q_norm_weight"), ("k", "k_norm_weight")):
+        if name in args and rng.random() < 0.5:
+            args[name] = args[name].repeat(args[heads].shape[2], 1)
+
+
 def draw_format(op: str, rng: random.Random) -> dict:
     """How the weights are packed, where there are any: format, bits, group and the dtype of the scales."""
     dense = {"format": "dense", "bits": 4, "group": 1, "scale_dtype": None}
@@ -177,6 +188,8 @@ def draw_dims(op: str, given: tuple[str, ...], rng: random.Random, packed: dict)
     most = 10 ** rng.uniform(2, 6)
     dims = {letter: rng.choice(SIZES) for letter in "TEKHINSDV"} | {"B": rng.choice((1, 1, 2, 3))}
     dims["J"] = rng.choice((1, 1, 2, 5))
+    if op == "rope":
+        dims |= {"D": max(2, dims["D"]), "R": 1}
     heads = rng.choice((1, 1, 2, 3, 8, 17))  # that use one of these
     if rng.random() < 0.01:
         dims |= {"T": rng.choice(SIZES_LARGE), "K": 2, "E": 8} | dict.fromkeys("HI", rng.choice(SIZES_LARGE[:2]))
@@ -196,6 +209,7 @@ def draw_dims(op: str, given: tuple[str, ...], rng: random.Random, packed: dict)
     for letter in "HI":
         dims[letter] = packed["group"] * math.ceil(dims[letter] / packed["group"])
     dims["S"] = 0 if rng.random() < 0.02 else dims["S"]
+    dims["R"] = dims["D"] // 2 if rng.random() < 0.5 else rng.randint(1, max(1, dims["D"] // 2))
     return dims | {"U": rng.choice((1, dims["H"])), "A": heads * dims["J"]}
 
 
@@ -492,7 +506,7 @@ def spoil(call: Call, rng: random.Random) -> None:
 def empty_letter(call: Call, rng: random.Random) -> None:
     """Every tensor of one letter has none of it."""
     letters = shapes(call.op, tuple(call.places), bool(call.options.get("transposed", False)))
-    letter = rng.choice([letter for letter in "EKHIBAJSDV" if any(letter in text for text in letters.values())])
+    letter = rng.choice([letter for letter in "EKHIBAJSDVR" if any(letter in text for text in letters.values())])
     for name, text in letters.items():
         text = text.replace("G", "I")
         if letter in text and name in call.places:

@@ -1,6 +1,7 @@
 """The specification itself, against plain loops over Python numbers, written from the model descriptions."""
 
 import math
+from itertools import chain
 
 import pytest
 import torch
@@ -147,6 +148,36 @@ def linear(x, weight, bias=None):
     return [p + b for p, b in zip(products, bias or [0.0] * len(products), strict=True)]
 
 
+def turned(head, cos, sin, interleaved):
+    """One head of one token."""
+    R, result = len(cos), list(head)
+    for i in range(R):
+        a, b = (head[2 * i], head[2 * i + 1]) if interleaved else (head[i], head[i + R])
+        result[i], result[i + R] = a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]
+    return result
+
+
+def rope(q, k, cos, sin, q_norm_weight=None, k_norm_weight=None, *, eps=1e-6, interleaved=False):
+    """Queries and keys, each as lists of sequences, heads and tokens."""
+
+    def of_token(heads, weight, cos, sin):
+        if weight and isinstance(weight[0], list):
+            flat = norm([*chain(*heads)], [*chain(*weight)], eps)
+            heads = [flat[h * len(weight[0]) : (h + 1) * len(weight[0])] for h in range(len(heads))]
+        elif weight:
+            heads = [norm(head, weight, eps) for head in heads]
+        return [turned(head, cos, sin, interleaved) for head in heads]
+
+    both = []
+    for x, weight in ((q, q_norm_weight), (k, k_norm_weight)):
+        tokens = [
+            [of_token(heads, weight, cos[b % len(cos)][t], sin[b % len(sin)][t]) for t, heads in enumerate(sequence)]
+            for b, sequence in enumerate(x)
+        ]
+        both.append([[[heads[h] for heads in sequence] for h in range(len(sequence[0]))] for sequence in tokens])
+    return tuple(both)
+
+
 def attention_of_query(query, keys, values, added, sink, sees, scale, softcap):
     """One query of one head. `added` are numbers of a mask or bools, `sees` tells which keys may be seen otherwise."""
     logits, seen = [], []
@@ -221,6 +252,10 @@ def one_token(case: Case, args: dict) -> list:
     values = tuple(args.values())
     if case.op in ("linear", "dequantize"):
         return [linear(**args) if case.op == "linear" else args["weight"]]
+    if case.op == "norm":
+        return [norm(*values)]
+    if case.op == "rope":
+        return list(rope(**args, **case.options))
     if case.op == "attention":
         return [attention(**args, **case.options)]
     if case.op in SUMS[1:]:
@@ -237,14 +272,17 @@ def one_token(case: Case, args: dict) -> list:
 @pytest.mark.parametrize("case", SAMPLES, ids=str)
 def test_reference_is_what_plain_loops_compute(case: Case):
     args = {name: t.double() if t.is_floating_point() else t for name, t in case.arguments().items()}
-    tokens, at_once = [], case.op in ("dequantize", "attention")  # no argument begins with T
+    tokens, at_once = [], case.op in ("dequantize", "rope", "attention")  # no argument begins with T
     for t in range(1 if at_once else case.dims["T"]):
         of_token = {n: (v[t] if case.shapes[n][0] == "T" else v).tolist() for n, v in args.items()}
         tokens.append(one_token(case, of_token))
     want = [torch.tensor(rows, dtype=torch.float64) for rows in zip(*tokens, strict=True)]
     options = case.options
     if at_once:
-        want, options = [want[0][0]], options | ({"dtype": torch.float64} if case.op == "dequantize" else {})
+        want, options = (
+            [rows[0] for rows in want],
+            options | ({"dtype": torch.float64} if case.op == "dequantize" else {}),
+        )
     got = call(getattr(reference, case.op), case.op, args, options)
     want = [w if g.is_floating_point() else w.int() for w, g in zip(want, got, strict=True)]
     assert set(OPTIONAL[case.op]) <= set(args)
@@ -294,6 +332,23 @@ def test_reference_of_every_routing(scoring: str, renormalize: str, groups: tupl
     want_weights, want_ids = route(logits.tolist(), bias.tolist(), scale.tolist(), **options)
     assert ids.tolist() == want_ids
     assert_matches([weights], [torch.tensor(want_weights, dtype=torch.float64)])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("whole", ["", "q", "k", "qk"])
+@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize("R", [1, 3, 4])
+def test_reference_of_every_rope(R: int, B: int, whole: str, interleaved: bool):
+    """Angles of all sequences and of each, norms of heads and of all heads, parts of heads and whole ones."""
+    generator = torch.Generator().manual_seed(13)
+    shapes = {"q": (3, 2, 4, 8), "k": (3, 2, 2, 8), "cos": (B, 2, R), "sin": (3, 2, R)}
+    shapes |= {"q_norm_weight": (4, 8)[1 - ("q" in whole) :], "k_norm_weight": (2, 8)[1 - ("k" in whole) :]}
+    args = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
+    for left_out in ((), ("q_norm_weight",), ("k_norm_weight",), ("q_norm_weight", "k_norm_weight")):
+        given = {name: tensor for name, tensor in args.items() if name not in left_out}
+        want = rope(**{name: tensor.tolist() for name, tensor in given.items()}, eps=1e-3, interleaved=interleaved)
+        got = reference.rope(**given, eps=1e-3, interleaved=interleaved)
+        assert_matches(list(got), [torch.tensor(rows, dtype=torch.float64) for rows in want])
 
 
 @pytest.mark.parametrize("T, S", [(1, 9), (5, 9), (9, 5)])

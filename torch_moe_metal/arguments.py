@@ -2,7 +2,7 @@
 
 T tokens, E experts, K experts per token, H hidden, I expert inner size, N rows of one weight; G is 2I, U the size of a
 scalar, 1 or H. Of attention: B sequences, A query heads, J key heads, T queries, S keys, D the size of a query and a
-key, V that of a value.
+key, V that of a value. Of rope: also R angles.
 The tests draw their cases from it, `bench` its rows and `doctor` its samples. Options are not told here: the signatures
 in reference.py have them.
 """
@@ -49,6 +49,9 @@ _BESIDE = {"shared": optional("TH"), "shared_gate": parameter("T", True), "resid
 _SLOTS = {"slots": Argument("TKH"), "weights": parameter("TK")}
 _RESIDUAL = {"residual": Argument("TH")}
 _WRITTEN = {"residual": Argument("TH", written=True)}
+#: Angles may have 1 for B, and the weights of norms may be those of all heads, AD and JD.
+_ANGLES = {"cos": parameter("BTR"), "sin": parameter("BTR")}
+_HEAD_NORMS = {"q_norm_weight": parameter("D", True), "k_norm_weight": parameter("D", True)}
 #: A mask may also be bool, and have 1 for B or A.
 _SEEN = {"mask": parameter("BATS", True), "sinks": parameter("A", True)}
 _NORM = _RESIDUAL | {"input": Argument("TH"), "weight": parameter("H"), "scalar": parameter("U", True)}
@@ -77,8 +80,10 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
     "weighted_sum_dual_norm_add": _SLOTS
     | _RESIDUAL
     | {"residual_norm_weight": parameter("H"), "moe_norm_weight": parameter("H")},
+    "norm": {"input": Argument("TH"), "weight": parameter("H", True)},
     "norm_add": _NORM,
     "residual_norm": _NORM,
+    "rope": {"q": Argument("BTAD"), "k": Argument("BTJD")} | _ANGLES | _HEAD_NORMS,
     "attention": {"q": Argument("BATD"), "k": Argument("BJSD"), "v": Argument("BJSV")} | _SEEN,
 }
 
@@ -92,6 +97,7 @@ RETURNS: dict[str, tuple[str, ...]] = {
     "dequantize": ("NH",),
     "weighted_sum_residual_": (),
     "residual_norm": ("TH", "TH"),
+    "rope": ("BATD", "BJTD"),
     "attention": ("BTAV",),
 }
 

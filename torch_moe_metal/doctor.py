@@ -12,7 +12,7 @@ from . import __version__, arguments, cpu_isa, packing, reference
 from .bench import measure
 
 DIMS = {"E": 33, "K": 3, "H": 96, "I": 40, "N": 37, "U": 1}  # nothing round: tails are where kernels go wrong
-DIMS |= {"B": 2, "A": 6, "J": 2, "S": 101, "D": 40, "V": 24}
+DIMS |= {"B": 2, "A": 6, "J": 2, "S": 101, "D": 40, "V": 24, "R": 12}
 TOKENS = (5, 50)  # as while decoding, and as for a prompt, which has kernels of its own
 
 

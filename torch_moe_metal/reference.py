@@ -1,10 +1,10 @@
 """The specification: every op in a few lines of plain PyTorch. Read from top to bottom it is the MoE layer, and last
-comes attention.
+come rope and attention.
 
 Each function is at once the definition, the oracle of the tests (called with float64 tensors it computes in float64),
 the fake function for torch.compile and the text behind `help`. Letters: T tokens (any leading dimensions), E experts,
-K experts per token, H hidden, I expert inner size; attention has its own. Sums are kept in float32 or wider and rounded
-once, at the end.
+K experts per token, H hidden, I expert inner size; rope and attention have their own. Sums are kept in float32 or
+wider and rounded once, at the end.
 """
 
 import torch
@@ -23,8 +23,10 @@ __all__ = [  # noqa: RUF022  the ops, in the order of this page
     "weighted_sum_residual_norm_",
     "weighted_sum_norm_add",
     "weighted_sum_dual_norm_add",
+    "norm",
     "norm_add",
     "residual_norm",
+    "rope",
     "attention",
 ]
 
@@ -50,7 +52,7 @@ def rounded(x: Tensor, like: Tensor) -> Tensor:
     return x.to(like.dtype).contiguous()
 
 
-def norm(x: Tensor, eps: float) -> Tensor:
+def normed(x: Tensor, eps: float) -> Tensor:
     """x * rms(x), with rms(x) = rsqrt(mean(x^2) + eps) over the last dimension."""
     return as_float(x) * torch.rsqrt(as_float(x).square().mean(-1, keepdim=True) + eps)
 
@@ -140,7 +142,7 @@ def gate(
 
     -> weights float32 [T, K], ids int32 [T, K]. Options are those of `route`, and the norm's eps.
     """
-    hidden = as_float(hidden) if norm_weight is None else norm(hidden, eps) * as_float(norm_weight)
+    hidden = as_float(hidden) if norm_weight is None else normed(hidden, eps) * as_float(norm_weight)
     bias = None if router_bias is None else as_float(router_bias)
     return route(
         F.linear(hidden, as_float(router_weight), bias),
@@ -344,14 +346,14 @@ def weighted_sum_residual_norm_(
     """
     total = weighted_sum(as_float(slots), weights, residual=residual)
     residual.copy_(total)
-    return rounded(norm(total, eps) * as_float(norm_weight), residual)
+    return rounded(normed(total, eps) * as_float(norm_weight), residual)
 
 
 def weighted_sum_norm_add(
     slots: Tensor, weights: Tensor, residual: Tensor, norm_weight: Tensor, *, eps: float = 1e-6
 ) -> Tensor:
     """residual + norm(sum_k weights * slots) * norm_weight"""
-    moe = norm(weighted_sum(as_float(slots), weights), eps) * as_float(norm_weight)
+    moe = normed(weighted_sum(as_float(slots), weights), eps) * as_float(norm_weight)
     return rounded(as_float(residual) + moe, slots)
 
 
@@ -365,8 +367,19 @@ def weighted_sum_dual_norm_add(
     eps: float = 1e-6,
 ) -> Tensor:
     """norm(residual) * residual_norm_weight + norm(sum_k weights * slots) * moe_norm_weight (Gemma 4)"""
-    moe = norm(weighted_sum(as_float(slots), weights), eps) * as_float(moe_norm_weight)
-    return rounded(norm(residual, eps) * as_float(residual_norm_weight) + moe, slots)
+    moe = normed(weighted_sum(as_float(slots), weights), eps) * as_float(moe_norm_weight)
+    return rounded(normed(residual, eps) * as_float(residual_norm_weight) + moe, slots)
+
+
+def norm(
+    input: Tensor,  # [T, H]
+    weight: Tensor | None = None,  # [H]
+    *,
+    eps: float = 1e-6,
+) -> Tensor:
+    """input * rms(input) * weight, with rms(x) = rsqrt(mean(x^2) + eps) over the last dimension (RMSNorm)"""
+    output = normed(input, eps)
+    return rounded(output if weight is None else output * as_float(weight), input)
 
 
 def norm_add(
@@ -378,7 +391,7 @@ def norm_add(
     eps: float = 1e-6,
 ) -> Tensor:
     """(residual + norm(input) * weight) * scalar (Gemma 4's layer end)"""
-    total = as_float(residual) + norm(input, eps) * as_float(weight)
+    total = as_float(residual) + normed(input, eps) * as_float(weight)
     return rounded(total if scalar is None else total * as_float(scalar), residual)
 
 
@@ -392,11 +405,44 @@ def residual_norm(
 ) -> tuple[Tensor, Tensor]:
     """s = residual + input -> (norm(s) * weight * scalar, s). The norm sees s before it is rounded."""
     total = as_float(residual) + as_float(input)
-    output = norm(total, eps) * as_float(weight)
+    output = normed(total, eps) * as_float(weight)
     return rounded(output if scalar is None else output * as_float(scalar), residual), rounded(total, residual)
 
 
-# ------------------------------------------------------------------------------------------------ attention
+# ------------------------------------------------------------------------------------------------ rope and attention
+
+
+def rope(
+    q: Tensor,  # [B, T, A, D]
+    k: Tensor,  # [B, T, J, D]
+    cos: Tensor,  # [B or 1, T, R]
+    sin: Tensor,  # [B or 1, T, R]
+    q_norm_weight: Tensor | None = None,  # [D] or [A, D]
+    k_norm_weight: Tensor | None = None,  # [D] or [J, D]
+    *,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys as `attention` takes them: normed, and turned by R angles. -> [B, A, T, D], [B, J, T, D]
+
+    B sequences, T tokens, A query heads, J key heads. The first 2R numbers of a head are R pairs (a, b), which become
+    (a cos - b sin, b cos + a sin); the others stay. Pair i is numbers i and i + R; with `interleaved` it is read from
+    2i and 2i + 1, and written to i and i + R. Queries and keys each are normed before, as in `norm`, if they have a
+    weight: each head alone with [D], all heads of a token together with [A, D] or [J, D].
+    """
+    return (
+        rounded(turned(q, cos, sin, q_norm_weight, eps, interleaved).transpose(1, 2), q),
+        rounded(turned(k, cos, sin, k_norm_weight, eps, interleaved).transpose(1, 2), k),
+    )
+
+
+def turned(heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, interleaved: bool) -> Tensor:
+    """`rope` of queries or of keys, where they lie."""
+    x, cos, sin, R = as_float(heads), as_float(cos).unsqueeze(2), as_float(sin).unsqueeze(2), cos.shape[-1]
+    if weight is not None:
+        x = (normed(x, eps) if weight.dim() == 1 else normed(x.flatten(-2), eps).view(x.shape)) * as_float(weight)
+    a, b = (x[..., : 2 * R : 2], x[..., 1 : 2 * R : 2]) if interleaved else (x[..., :R], x[..., R : 2 * R])
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * R :]], -1)
 
 
 def attention(

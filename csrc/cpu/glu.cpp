@@ -5,14 +5,6 @@
 namespace moe_metal {
 namespace {
 
-// A vector of a row whose neighbours lie `stride` apart.
-template <class Scalar, class Count>
-Vec gather(const Scalar* row, int64_t stride, int64_t i, Count count) {
-  float lanes[kLanes] = {};
-  for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = static_cast<float>(row[(i + lane) * stride]);
-  return Vec::loadu(lanes);
-}
-
 // Where the rows of a tensor of any strides begin.
 class RowOffsets {
  public:

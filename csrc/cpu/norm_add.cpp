@@ -1,3 +1,4 @@
+// norm_add, and norm: that is the same without a residual, and its weight may be missing.
 #include "ops.h"
 #include "rows.h"
 
@@ -8,16 +9,17 @@ template <class Scalar>
 void rows(const ResidualNorm& call) {
   const auto H = call.H;
   const auto eps = call.eps;
-  const auto* residual = elements<Scalar>(call.residual);
+  const auto* residual = call.residual.defined() ? elements<Scalar>(call.residual) : nullptr;
   const auto* input = elements<Scalar>(call.input);
-  const auto* weight = elements<float>(call.weight);
+  const auto* weight = call.weight.defined() ? elements<float>(call.weight) : nullptr;
   const auto* scalar = call.scalar.defined() ? elements<float>(call.scalar) : nullptr;
   auto* output = call.output.mutable_data_ptr<Scalar>();
   for_each_row(call.T, 3 * H, 0, [=](int64_t t, float*) {
     const Vec scale(rms(input + t * H, H, eps));
     for_each_vector(H, [=](int64_t h, auto count) {
-      const Vec normed = load(input + t * H + h, count) * scale * load(weight + h, count);
-      const Vec total = load(residual + t * H + h, count) + normed;
+      const Vec normed = load(input + t * H + h, count) * scale;
+      const Vec weighted = weight ? normed * load(weight + h, count) : normed;
+      const Vec total = residual ? load(residual + t * H + h, count) + weighted : weighted;
       store(output + t * H + h, scalar ? total * load(scalar + h, count) : total, count);
     });
   });
@@ -26,7 +28,7 @@ void rows(const ResidualNorm& call) {
 }  // namespace
 
 void run_norm_add(ResidualNorm& call) {
-  call.weight = call.weight.to(at::kFloat);
+  if (call.weight.defined()) call.weight = call.weight.to(at::kFloat);
   if (call.scalar.defined()) call.scalar = call.scalar.to(at::kFloat).expand({call.H}).contiguous();
   with_dtype(call.input.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
 }

@@ -18,8 +18,10 @@ TORCH_LIBRARY_IMPL(moe_metal, CPU, m) {
   m.impl("weighted_sum_residual_norm_", &weighted_sum_residual_norm_<run_weighted_sum_residual_norm_>);
   m.impl("weighted_sum_norm_add", &weighted_sum_norm_add<run_weighted_sum_norm_add>);
   m.impl("weighted_sum_dual_norm_add", &weighted_sum_dual_norm_add<run_weighted_sum_dual_norm_add>);
+  m.impl("norm", &norm<run_norm_add>);
   m.impl("norm_add", &norm_add<run_norm_add>);
   m.impl("residual_norm", &residual_norm<run_residual_norm>);
+  m.impl("rope", &rope<run_rope>);
   m.impl("attention", &attention<run_attention>);
 }
 

@@ -15,8 +15,9 @@ void run_weighted_sum_residual_(WeightedSum& call);
 void run_weighted_sum_residual_norm_(WeightedSum& call);
 void run_weighted_sum_norm_add(WeightedSum& call);
 void run_weighted_sum_dual_norm_add(WeightedSum& call);
-void run_norm_add(ResidualNorm& call);
+void run_norm_add(ResidualNorm& call);  // norm, too
 void run_residual_norm(ResidualNorm& call);
+void run_rope(const Rope& call);
 void run_attention(const Attention& call);
 
 }  // namespace moe_metal

@@ -33,11 +33,19 @@ inline bool past_caches(const at::Tensor& output, int64_t n) {
          reinterpret_cast<uintptr_t>(output.const_data_ptr()) % kAlignment == 0;
 }
 
+// A vector of a row whose neighbours lie `stride` apart.
+template <class Scalar, class Count>
+inline Vec gather(const Scalar* row, int64_t stride, int64_t i, Count count) {
+  float lanes[kLanes] = {};
+  for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = static_cast<float>(row[(i + lane) * stride]);
+  return Vec::loadu(lanes);
+}
+
 constexpr int kUnroll = 4;  // independent sums, to hide the latency of each addition
 
-// rsqrt(mean(row^2) + eps)
+// The sum of the squares of a row.
 template <class Scalar>
-inline float rms(const Scalar* row, int64_t H, float eps) {
+inline float sum_of_squares(const Scalar* row, int64_t H) {
   Vec squares[kUnroll] = {Vec(0), Vec(0), Vec(0), Vec(0)};
   int64_t h = 0;
   for (; h + kUnroll * kLanes <= H; h += kUnroll * kLanes) {
@@ -50,8 +58,13 @@ inline float rms(const Scalar* row, int64_t H, float eps) {
     const Vec x = load(row + h + i, count);
     squares[0] = at::vec::fmadd(x, x, squares[0]);
   });
-  const float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
-  return 1 / std::sqrt(total / static_cast<float>(H) + eps);
+  return sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+}
+
+// rsqrt(mean(row^2) + eps)
+template <class Scalar>
+inline float rms(const Scalar* row, int64_t H, float eps) {
+  return 1 / std::sqrt(sum_of_squares(row, H) / static_cast<float>(H) + eps);
 }
 
 }  // namespace moe_metal

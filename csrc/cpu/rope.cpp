@@ -1,0 +1,122 @@
+#include "ops.h"
+#include "rows.h"
+
+namespace moe_metal {
+namespace {
+
+// The numbers of a row as float, in the order of the output: the first `pairs` pairs lie in turn, and come apart.
+template <class Scalar>
+void read_row(const Scalar* row, int64_t stride, int64_t length, int64_t pairs, float* to) {
+  for_each_vector(pairs, [=](int64_t i, auto count) {
+    if (std::is_same_v<decltype(count), Whole> && stride == 1) {
+      const auto apart = at::vec::deinterleave2(load(row + 2 * i, Whole()), load(row + 2 * i + kLanes, Whole()));
+      store(to + i, apart.first, count);
+      store(to + pairs + i, apart.second, count);
+    } else {
+      store(to + i, gather(row, 2 * stride, i, count), count);
+      store(to + pairs + i, gather(row + stride, 2 * stride, i, count), count);
+    }
+  });
+  row += 2 * pairs * stride, to += 2 * pairs;
+  for_each_vector(length - 2 * pairs, [=](int64_t i, auto count) {
+    store(to + i, stride == 1 ? load(row + i, count) : gather(row, stride, i, count), count);
+  });
+}
+
+// The same for a parameter: row `row` of it, which is contiguous along all but its last dimension or has one row.
+void read_row(const Tensor& parameter, int64_t offset, int64_t stride, int64_t length, int64_t pairs, float* to) {
+  with_dtype(parameter.scalar_type(),
+             [&](auto scalar) { read_row(elements<decltype(scalar)>(parameter) + offset, stride, length, pairs, to); });
+}
+
+// Queries or keys, as the kernel walks them.
+template <class Scalar>
+struct Heads {
+  const RopeHeads& call;
+  int64_t count, T, D, R, pairs;
+  float eps;
+  bool norms_all;
+  std::vector<float> weight;  // in the order of the output, or empty
+
+  Heads(const Rope& rope, const RopeHeads& heads)
+      : call(heads),
+        count(heads.heads),
+        T(rope.T),
+        D(rope.D),
+        R(rope.R),
+        pairs(rope.interleaved ? rope.R : 0),
+        eps(rope.eps),
+        norms_all(heads.norms_all()) {
+    if (!heads.norm_weight.defined()) return;
+    weight.resize(heads.norm_weight.numel());
+    for (size_t at = 0; at < weight.size(); at += D) read_row(heads.norm_weight, at, 1, D, pairs, &weight[at]);
+  }
+
+  // All heads of a token. What does not lie in the order of the output is brought into it before, in `floats`.
+  void turn(int64_t b, int64_t t, const float* cos, const float* sin, float* floats) const {
+    const auto& in = call.input;
+    const auto* from = elements<Scalar>(in) + b * in.stride(0) + t * in.stride(1);
+    auto* to = call.output.template mutable_data_ptr<Scalar>() + (b * count * T + t) * D;
+    if (in.stride(3) == 1 && pairs == 0) return turn_rows(from, in.stride(2), cos, sin, to);
+    for (int64_t h = 0; h < count; ++h) read_row(from + h * in.stride(2), in.stride(3), D, pairs, floats + h * D);
+    turn_rows(floats, D, cos, sin, to);
+  }
+
+  template <class From>
+  void turn_rows(const From* from, int64_t stride, const float* cos, const float* sin, Scalar* to) const {
+    float scale = 1;
+    if (norms_all) {
+      float squares = 0;
+      for (int64_t h = 0; h < count; ++h) squares += sum_of_squares(from + h * stride, D);
+      scale = 1 / std::sqrt(squares / static_cast<float>(count * D) + eps);
+    }
+    for (int64_t h = 0; h < count; ++h) {
+      const From* row = from + h * stride;
+      Scalar* out = to + h * T * D;
+      if (weight.empty()) {
+        turn_row([=](int64_t i, auto count) { return load(row + i, count); }, cos, sin, out);
+      } else {
+        const float* factors = weight.data() + (norms_all ? h * D : 0);
+        const Vec normed(norms_all ? scale : rms(row, D, eps));
+        turn_row([=](int64_t i, auto count) { return load(row + i, count) * normed * load(factors + i, count); }, cos,
+                 sin, out);
+      }
+    }
+  }
+
+  template <class Value>
+  void turn_row(Value&& value, const float* cos, const float* sin, Scalar* out) const {
+    for_each_vector(R, [&](int64_t i, auto count) {
+      const Vec a = value(i, count), b = value(R + i, count), c = load(cos + i, count), s = load(sin + i, count);
+      store(out + i, a * c - b * s, count);
+      store(out + R + i, b * c + a * s, count);
+    });
+    for_each_vector(D - 2 * R, [&](int64_t i, auto count) { store(out + 2 * R + i, value(2 * R + i, count), count); });
+  }
+};
+
+template <class Scalar>
+void rows(const Rope& call) {
+  const Heads<Scalar> q(call, call.q), k(call, call.k);
+  const int64_t heads = q.count + k.count, R = call.R;
+  const auto read_angles = [&](const Tensor& angles, int64_t b, int64_t t, float* to) {
+    read_row(angles, b * angles.stride(0) + t * angles.stride(1), angles.stride(2), R, 0, to);
+  };
+  for_each_row(call.B * call.T, 2 * heads * call.D, 2 * R + std::max(q.count, k.count) * call.D,
+               [&](int64_t row, float* floats) {
+                 const int64_t b = row / call.T, t = row % call.T;
+                 float *cos = floats, *sin = cos + R, *in_order = sin + R;
+                 read_angles(call.cos, b, t, cos);
+                 read_angles(call.sin, b, t, sin);
+                 q.turn(b, t, cos, sin, in_order);
+                 k.turn(b, t, cos, sin, in_order);
+               });
+}
+
+}  // namespace
+
+void run_rope(const Rope& call) {
+  with_dtype(call.q.input.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
+}
+
+}  // namespace moe_metal
