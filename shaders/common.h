@@ -74,9 +74,10 @@ struct RowShape {
   uint32_t wide;
 };
 
-// The ops norm_add and residual_norm.
+// The ops norm, norm_add and residual_norm.
 struct ResidualNormParams {
   RowShape row;  // H
+  uint32_t has_residual;
   ParameterType weight;
   ParameterType scalar;
   uint32_t scalar_stride;  // 0 for a scalar of one element
@@ -203,7 +204,25 @@ struct GateParams {
   float eps;
 };
 
-// ------------------------------------------------------------------------------------------ attention
+// ------------------------------------------------------------------------------------------ rope and attention
+
+// Elements from one index to the next. Of angles, `row` is from token to token, and `head` is 0. Of a mask, `element`
+// is from key to key, and `row` from query to query.
+struct AttentionStrides {
+  uint64_t sequence, head, row, element;
+};
+
+MOE_METAL_CONSTANT uint32_t kRopeSimdgroups = 4;  // of a threadgroup, each with a head of a token
+
+struct RopeParams {
+  AttentionStrides q, k, cos, sin;
+  uint32_t items;  // heads of all tokens, q's and k's
+  uint32_t T, A, J, D, R;
+  uint32_t interleaved;
+  uint32_t q_norms_all, k_norms_all;  // the heads of a token together
+  ParameterType cos_type, sin_type, q_norm_weight, k_norm_weight;
+  float eps;
+};
 
 // How its work is cut: attention.metal says what is whose.
 MOE_METAL_CONSTANT uint32_t kAttentionSimdgroups = 4;  // of a threadgroup
@@ -215,11 +234,6 @@ MOE_METAL_CONSTANT uint32_t kAttentionValueColumns = 64;  // of a value: a chunk
 
 // What an attention mask holds.
 enum class MaskType : int32_t { absent, boolean, activation, float32 };
-
-// Elements from one index to the next. Of a mask, `element` is from key to key, and `row` from query to query.
-struct AttentionStrides {
-  uint64_t sequence, head, row, element;
-};
 
 struct AttentionParams {
   AttentionStrides q, k, v, mask;
@@ -240,13 +254,14 @@ struct AttentionParams {
 };
 
 #ifndef __METAL_VERSION__
+static_assert(sizeof(RopeParams) == 184, "shaders and host must agree");
 static_assert(sizeof(AttentionParams) == 216, "shaders and host must agree");
 static_assert(sizeof(RoutingParams) == 36, "shaders and host must agree");
 static_assert(sizeof(ActivationParams) == 12, "shaders and host must agree");
 static_assert(sizeof(GluParams) == 88, "shaders and host must agree");
 static_assert(sizeof(RouteParams) == 52, "shaders and host must agree");
 static_assert(sizeof(GateParams) == 76, "shaders and host must agree");
-static_assert(sizeof(ResidualNormParams) == 28, "shaders and host must agree");
+static_assert(sizeof(ResidualNormParams) == 32, "shaders and host must agree");
 static_assert(sizeof(WeightedSumParams) == 44, "shaders and host must agree");
 static_assert(sizeof(WeightParams) == 88, "shaders and host must agree");
 static_assert(sizeof(ExpertsParams) == 256, "shaders and host must agree");

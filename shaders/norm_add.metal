@@ -1,6 +1,6 @@
-// output = (residual + norm(input) * weight) * scalar
+// output = (residual + norm(input) * weight) * scalar, and the op norm: norm(input) * weight
 //
-// residual, input, output [T, H]; weight [H]; scalar [1] or [H], or absent.
+// input, output [T, H]; residual [T, H], weight [H], or absent, as norm may have them; scalar [1] or [H], or absent.
 // Grid: one threadgroup per token, along x.
 #include <metal_stdlib>
 using namespace metal;
@@ -12,8 +12,8 @@ namespace moe_metal {
 template <typename T>
 struct NormAddRow {
   using Value = float4;
-  device const T* residual;
   device const T* input;
+  device const T* residual;
   device const T* weight;
   device const T* scalar;
   device T* output;
@@ -22,13 +22,15 @@ struct NormAddRow {
   float4 value(uint i) const thread { return load4(input, i, params.row); }
   float2 squares(float4 v) const thread { return float2(dot(v, v), 0); }
   void write(uint i, float4 v, float2 rms) const thread {
-    v = load4(residual, i, params.row) + v * rms.x * load4(weight, i, params.row, params.weight);
+    v *= rms.x;
+    if (params.weight != ParameterType::absent) v *= load4(weight, i, params.row, params.weight);
+    if (params.has_residual) v += load4(residual, i, params.row);
     store4(output, i, v * load_scalar(scalar, i, params), params.row);
   }
 };
 
 template <typename T>
-[[kernel]] void norm_add(device const T* residual [[buffer(0)]], device const T* input [[buffer(1)]],
+[[kernel]] void norm_add(device const T* input [[buffer(0)]], device const T* residual [[buffer(1)]],
                          device const T* weight [[buffer(2)]], device const T* scalar [[buffer(3)]],
                          device T* output [[buffer(4)]], constant ResidualNormParams& params [[buffer(5)]],
                          uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
@@ -36,7 +38,7 @@ template <typename T>
   threadgroup float2 partial[kMaxSimdgroups];
   if (group >= params.row.count) return;
   const ulong row = ulong(group) * params.row.length;
-  const NormAddRow<T> work = {residual + row, input + row, weight, scalar, output + row, params};
+  const NormAddRow<T> work = {input + row, residual + row, weight, scalar, output + row, params};
   norm_row(work, thread_index, simdgroups, partial);
 }
 

@@ -68,6 +68,7 @@ inline ResidualNormParams residual_norm_params(const ResidualNorm& call) {
   const Tensor none;
   return {
       .row = row_shape(call.T, call.H, {&call.residual, &call.input, &call.weight, one_scalar ? &none : &call.scalar}),
+      .has_residual = call.residual.defined(),
       .weight = parameter_type(call.weight),
       .scalar = parameter_type(call.scalar),
       .scalar_stride = one_scalar ? 0u : 1u,

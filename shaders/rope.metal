@@ -1,0 +1,110 @@
+// The op rope: queries and keys are normed, where they have a weight, and their first 2R numbers turned by R angles.
+//
+// q [B, T, A, D], k [B, T, J, D] and cos, sin [B, T, R] have any strides; output q [B, A, T, D] and k [B, J, T, D];
+// norm weights [D], or [A, D] and [J, D] for all heads of a token together, or absent.
+// A simdgroup has a head of a token. Where all heads are normed together, each sums over all of them: that is a few
+// loads for a lane, from the cache, in place of a second kernel.
+// Grid: kRopeSimdgroups items to a threadgroup, along x; the heads of a token follow one another, q's and then k's.
+#include <metal_stdlib>
+using namespace metal;
+
+#include "rows.h"
+
+namespace moe_metal {
+
+// The heads of q or of k of one token.
+template <typename T>
+struct RopeHeads {
+  device const T* input;
+  device const T* weight;
+  ulong head_stride, element_stride;
+  uint count, D;
+  ParameterType weight_type;
+  uint norms_all;
+
+  float value(uint head, uint i) const thread { return float(input[head * head_stride + i * element_stride]); }
+
+  // A lane's share of the squares of a head.
+  float squares(uint head, uint lane) const thread {
+    float sum = 0;
+    for (uint i = lane; i < D; i += kSimdgroup) sum += value(head, i) * value(head, i);
+    return sum;
+  }
+  // rsqrt(mean(x^2) + eps) of a head, or of all of them, or 1 without a norm.
+  float rms(uint head, uint lane, float eps) const thread {
+    if (weight_type == ParameterType::absent) return 1;
+    if (!norms_all) return rsqrt(simd_sum(squares(head, lane)) / float(D) + eps);
+    float sum = 0;
+    for (uint h = 0; h < count; ++h) sum += squares(h, lane);
+    return rsqrt(simd_sum(sum) / (float(count) * float(D)) + eps);
+  }
+  float normed(uint head, uint i, float rms) const thread {
+    if (weight_type == ParameterType::absent) return value(head, i);
+    return value(head, i) * rms * load(weight, (norms_all ? head * D : 0) + i, weight_type);
+  }
+};
+
+template <typename T>
+void rope_head(RopeHeads<T> heads, uint head, device const T* cosines, device const T* sines, device T* output,
+               uint lane, constant RopeParams& params) {
+  const uint D = params.D, R = params.R;
+  const float rms = heads.rms(head, lane, params.eps);
+  for (uint i = lane; i < R; i += kSimdgroup) {
+    const float a = heads.normed(head, params.interleaved ? 2 * i : i, rms);
+    const float b = heads.normed(head, params.interleaved ? 2 * i + 1 : R + i, rms);
+    const float c = load(cosines, i * params.cos.element, params.cos_type);
+    const float s = load(sines, i * params.sin.element, params.sin_type);
+    output[i] = T(a * c - b * s);
+    output[R + i] = T(b * c + a * s);
+  }
+  for (uint i = 2 * R + lane; i < D; i += kSimdgroup) output[i] = T(heads.normed(head, i, rms));
+}
+
+// Where a parameter of either type begins, so many of its own elements further on.
+template <typename T>
+device const T* further(device const T* values, ulong elements, ParameterType type) {
+  if (type != ParameterType::float32) return values + elements;
+  return reinterpret_cast<device const T*>(reinterpret_cast<device const float*>(values) + elements);
+}
+
+template <typename T>
+[[kernel]] void rope(device const T* q [[buffer(0)]], device const T* k [[buffer(1)]],
+                     device const T* cosines [[buffer(2)]], device const T* sines [[buffer(3)]],
+                     device const T* q_norm_weight [[buffer(4)]], device const T* k_norm_weight [[buffer(5)]],
+                     device T* q_output [[buffer(6)]], device T* k_output [[buffer(7)]],
+                     constant RopeParams& params [[buffer(8)]], uint group [[threadgroup_position_in_grid]],
+                     uint thread_index [[thread_index_in_threadgroup]]) {
+  const uint item = group * kRopeSimdgroups + thread_index / kSimdgroup, lane = thread_index % kSimdgroup;
+  if (item >= params.items) return;
+  const uint A = params.A, J = params.J, D = params.D;
+  const uint token = item / (A + J), head = item % (A + J);
+  const ulong b = token / params.T, t = token % params.T;
+  cosines = further(cosines, b * params.cos.sequence + t * params.cos.row, params.cos_type);
+  sines = further(sines, b * params.sin.sequence + t * params.sin.row, params.sin_type);
+  if (head < A) {
+    const RopeHeads<T> heads = {q + b * params.q.sequence + t * params.q.row,
+                                q_norm_weight,
+                                params.q.head,
+                                params.q.element,
+                                A,
+                                D,
+                                params.q_norm_weight,
+                                params.q_norms_all};
+    rope_head(heads, head, cosines, sines, q_output + ((b * A + head) * params.T + t) * D, lane, params);
+  } else {
+    const uint j = head - A;
+    const RopeHeads<T> heads = {k + b * params.k.sequence + t * params.k.row,
+                                k_norm_weight,
+                                params.k.head,
+                                params.k.element,
+                                J,
+                                D,
+                                params.k_norm_weight,
+                                params.k_norms_all};
+    rope_head(heads, j, cosines, sines, k_output + ((b * J + j) * params.T + t) * D, lane, params);
+  }
+}
+
+}  // namespace moe_metal
+
+instantiate_dtypes("rope", rope)
