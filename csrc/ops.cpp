@@ -1,7 +1,7 @@
 // Every op of the package: the table of contents.
 // The maths of each stands in torch_moe_metal/reference.py, its checks in contract.h, its kernels in cpu/<op>.cpp
-// and mps/<op>.mm. Letters: T tokens, E experts, K experts per token, H hidden, I expert inner size; arguments.h has
-// those of rope and attention.
+// and mps/<op>.mm; norm is in norm_add's. Letters: T tokens, E experts, K experts per token, H hidden, I expert inner
+// size; arguments.h has those of rope and attention.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>

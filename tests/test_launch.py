@@ -201,6 +201,8 @@ FAR = {
     "route": {"T": 2**22 + 40, "E": 1024, "K": 2},
     "glu": {"T": 2**20 + 40, "I": 4096},
     "weighted_sum": {"T": 2**20 + 40, "K": 1, "H": 4096},
+    "norm": {"T": 2**20 + 40, "H": 4096},
+    "rope": {"B": 2**20 + 40, "T": 1, "A": 1, "J": 1, "D": 4096, "R": 8},
     "norm_add": {"T": 2**20 + 40, "H": 4096, "U": 4096},
     "residual_norm": {"T": 2**20 + 40, "H": 4096, "U": 4096},
     "linear": {"T": 2**23 + 40, "N": 512, "H": 512},
@@ -216,7 +218,7 @@ def test_offsets_beyond_32_bits(op: str, mps: str) -> None:
     import metal_sim
 
     options = {"gate": {"top_k": 2}, "route": {"top_k": 2}, "dequantize": ODD["dequantize"].options}.get(op, {})
-    rows = "N" if op == "dequantize" else "T"
+    rows = {"dequantize": "N", "rope": "B"}.get(op, "T")
     tail = Case(op, "tail", FAR[op] | {rows: 8}, ODD[op].given, options, torch.bfloat16)
     few, far = tail.arguments(), {}
     for name, letters in tail.shapes.items():

@@ -700,6 +700,47 @@ BAD += [
 ]  # fmt: skip
 
 
+# sample_odd of rope: B 2, A 6, J 2, T 6, D 19, R 7.
+ANGLES = "expected shape [B, T, R] with B = 2, T = 6"
+BAD += [
+    bad("rope", "q: expected float32, float16 or bfloat16, got float64", q=Tensor.double),
+    bad("rope", "q: expected shape [B, T, A, D], got [6, 6, 19]", q=lambda t: t[0]),
+    bad("rope", "q: expected A >= 1, got 0", q=lambda t: t[:, :, :0]),
+    bad("rope", "q: expected 2 to 9223372036854775807 (its size of a head, D), got 1", q=lambda t: t[..., :1]),
+    bad("rope", "k: expected shape [B, T, J, D] with B = 2, T = 6, J = 2, D = 19, got [2, 6, 2, 18]", k=cut),
+    bad("rope", "k: expected shape [B, T, J, D] with B = 2, T = 6, D = 19, got [1, 6, 2, 19]", k=first_token),
+    bad("rope", "k: expected shape [B, T, J, D] with B = 2, T = 6, D = 19, got [2, 5, 2, 19]", k=lambda t: t[:, 1:]),
+    bad("rope", "k: expected float32, the dtype of q; got float16", k=Tensor.half),
+    bad("rope", "k: expected J >= 1, got 0", k=lambda t: t[:, :, :0]),
+    bad("rope", f"cos: {ANGLES}, and 1 for B; got [6, 7]", cos=lambda t: t[0]),
+    bad("rope", f"cos: {ANGLES}, and 1 for B; got [2, 1, 7]", cos=lambda t: t[:, :1]),
+    bad("rope", f"cos: {ANGLES}, and 1 for B; got [4, 6, 7]", cos=lambda t: t.repeat(2, 1, 1)),
+    bad("rope", "cos: expected float32, the dtype of q; got bfloat16", cos=Tensor.bfloat16),
+    bad("rope", f"sin: {ANGLES}, R = 7, and 1 for B; got [2, 6, 6]", sin=cut),
+    bad("rope", f"sin: {ANGLES}, R = 7, and 1 for B; got [0, 6, 7]", sin=lambda t: t[:0]),
+    bad("rope", "sin: expected float32, the dtype of q; got int64", sin=Tensor.long),
+    bad("rope", "cos: expected 1 to 9 (the pairs of a head, R), got 14",
+        **dict.fromkeys(("cos", "sin"), lambda t: torch.cat([t, t], -1))),
+    bad("rope", "cos: expected 1 to 9 (the pairs of a head, R), got 0", cos=no_columns, sin=no_columns),
+    bad("rope", "q_norm_weight: expected shape [D] with D = 19, got [18]", q_norm_weight=cut),
+    bad("rope", "q_norm_weight: expected shape [A, D] with A = 6, D = 19, got [2, 19]",
+        q_norm_weight=lambda t: t.expand(2, 19)),
+    bad("rope", "k_norm_weight: expected shape [J, D] with J = 2, D = 19, got [6, 19]",
+        k_norm_weight=lambda t: t.expand(6, 19)),
+    bad("rope", "k_norm_weight: expected shape [D] with D = 19, got [1, 2, 19]",
+        k_norm_weight=lambda t: t.expand(1, 2, 19)),
+    bad("rope", "k_norm_weight: expected float32, the dtype of q; got float64", k_norm_weight=Tensor.double),
+    bad("rope", "eps: expected a finite number >= 0, got -1", eps=-1.0),
+    bad("norm", "input: expected float32, float16 or bfloat16, got float64", input=Tensor.double),
+    bad("norm", "input: expected shape [*, H], got []", input=torch.tensor(1.0)),
+    bad("norm", "input: expected H >= 1, got 0", input=no_columns, weight=None),
+    bad("norm", "weight: expected shape [H] with H = 67, got [66]", weight=cut),
+    bad("norm", "weight: expected float32, the dtype of input; got float16", weight=Tensor.half),
+    bad("norm", "eps: expected a finite number >= 0, got -0.001", eps=-0.001),
+    bad("norm", "eps: expected a finite number >= 0, got 1e+39, which is inf as float32", eps=1e39),
+]  # fmt: skip
+
+
 def every_second(tensor: Tensor) -> Tensor:
     """The same values, each two elements from the next."""
     return torch.stack([tensor, tensor], -1).flatten(-2)[..., ::2]

@@ -8,7 +8,8 @@ output gate where that is a part of it (Qwen3-Next and 3.5), of a layer with a s
 come out of a low rank (DeepSeek V3, GLM-4.7-Flash), q_b_proj. `vocabulary` is the rows of the head.
 
 `heads` are what `attention` is called with in such a layer: query heads, key heads, and the sizes of a key and a value.
-Keys of a low rank are one head for all, as they lie in the cache.
+Keys of a low rank are one head for all, as they lie in the cache. `angles` are the pairs of a head that `rope` turns,
+and `head_norms` what it norms before: each head alone, or all heads of a token together.
 """
 
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,12 @@ class Model:
     experts: dict = field(default_factory=dict)  # the options of `experts`
     heads: tuple[int, int, int, int] = (32, 4, 128, 128)
     sinks: bool = False
+    angles: int = 64
+    head_norms: str = ""  # none, "each" or "all"
+
+    @property
+    def low_rank(self) -> bool:
+        return self.heads[2] > self.heads[3]
 
     @property
     def fewest(self) -> int:
@@ -52,7 +59,9 @@ class Model:
     def reduced(self, *, H: int, **sizes: int) -> "Model":
         """The same with other sizes; S, where there is a shared expert, becomes I, and `linears` go by H."""
         shared = sizes.get("I", self.S) if self.S else 0
-        return replace(self, H=H, S=shared, query=(2 * H, H), vocabulary=3 * H, heads=(4, 2, 32, 32), **sizes)
+        return replace(
+            self, H=H, S=shared, query=(2 * H, H), vocabulary=3 * H, heads=(4, 2, 32, 32), angles=16, **sizes
+        )
 
 
 SIGMOID = {"scoring": "sigmoid"}
@@ -62,27 +71,29 @@ GPT_OSS = {
     "tensors": ("router_bias", "gate_up_bias", "down_bias"),
     "experts": {"activation": "swiglu_oai", "limit": 7.0, "interleaved": True, "transposed": True},
     "heads": (64, 8, 64, 64),
+    "angles": 32,
     "sinks": True,
 }
 GROUPS = {"n_group": 8, "topk_group": 4, "scaling_factor": 2.5}
 
 MODELS = {
-    "qwen3-30b-a3b": Model("qwen3_moe", "Qwen3MoeSparseMoeBlock", 128, 8, 2048, 768, (4096, 2048), 151936),
+    "qwen3-30b-a3b": Model("qwen3_moe", "Qwen3MoeSparseMoeBlock", 128, 8, 2048, 768, (4096, 2048), 151936,
+                           head_norms="each"),
     "qwen3-235b-a22b": Model("qwen3_moe", "Qwen3MoeSparseMoeBlock", 128, 8, 4096, 1536, (8192, 4096), 151936,
-                             heads=(64, 4, 128, 128)),
+                             heads=(64, 4, 128, 128), head_norms="each"),
     "qwen3-next-80b-a3b": Model(
         "qwen3_next", "Qwen3NextSparseMoeBlock", 512, 10, 2048, 512, (8192, 2048), 151936, 512, ("shared_gate",),
-        heads=(16, 2, 256, 256),
+        heads=(16, 2, 256, 256), angles=32, head_norms="each",
     ),
     "qwen3.5-35b-a3b": Model(
         "qwen3_5_moe_text", "Qwen3_5MoeSparseMoeBlock", 256, 8, 2048, 512, (8192, 2048), 248320, 512, ("shared_gate",),
-        heads=(16, 2, 256, 256),
+        heads=(16, 2, 256, 256), angles=32, head_norms="each",
     ),
     "mixtral-8x7b": Model("mixtral", "MixtralSparseMoeBlock", 8, 2, 4096, 14336, (4096, 4096), 32000,
                           heads=(32, 8, 128, 128)),
     "olmoe": Model(
         "olmoe", "OlmoeSparseMoeBlock", 64, 8, 2048, 1024, (2048, 2048), 50304, routing={"renormalize": "none"},
-        heads=(16, 16, 128, 128),
+        heads=(16, 16, 128, 128), head_norms="all",
     ),
     "gpt-oss-20b": Model("gpt_oss", "GptOssMLP", 32, 4, 2880, 2880, **GPT_OSS),
     "gpt-oss-120b": Model("gpt_oss", "GptOssMLP", 128, 4, 2880, 2880, **GPT_OSS),
@@ -90,23 +101,23 @@ MODELS = {
     "gemma4-26b-a4b": Model(
         "gemma4_text", "Gemma4TextExperts", 128, 8, 2816, 704, (4096, 2816), 262144,
         tensors=("norm_weight", "per_expert_scale"), experts={"activation": "gelu_tanh"},
-        heads=(16, 8, 256, 256),
+        heads=(16, 8, 256, 256), angles=128, head_norms="each",
     ),
     "deepseek-v3": Model(
         "deepseek_v3", "DeepseekV3MoE", 256, 8, 7168, 2048, (24576, 1536), 129280, 2048, ("select_bias",),
-        SIGMOID | GROUPS, heads=(128, 1, 576, 512),
+        SIGMOID | GROUPS, heads=(128, 1, 576, 512), angles=32,
     ),
     "glm-4.5-air": Model(
         "glm4_moe", "Glm4MoeMoE", 128, 8, 4096, 1408, (12288, 4096), 151552, 1408, ("select_bias",), SIGMOID,
-        heads=(96, 8, 128, 128),
+        heads=(96, 8, 128, 128), angles=32,
     ),
     "glm-4.7-flash": Model(
         "glm4_moe_lite", "Glm4MoeLiteMoE", 64, 4, 2048, 1536, (5120, 768), 154880, 1536, ("select_bias",),
-        SIGMOID | {"scaling_factor": 1.8}, heads=(20, 1, 576, 512),
+        SIGMOID | {"scaling_factor": 1.8}, heads=(20, 1, 576, 512), angles=32,
     ),
     "minimax-m2": Model(
         "minimax_m2", "MiniMaxM2SparseMoeBlock", 256, 8, 3072, 1536, (6144, 3072), 200064, 0, ("select_bias",), SIGMOID,
-        heads=(48, 8, 128, 128),
+        heads=(48, 8, 128, 128), angles=32, head_norms="all",
     ),
 }  # fmt: skip
 DEFAULT = "qwen3-30b-a3b"
@@ -138,6 +149,9 @@ def of_config(config: dict) -> Model:
     D, low_rank = config.get("head_dim") or H // heads, config.get("kv_lora_rank")
     sizes["query"] = (heads * D, H)
     sizes["heads"] = (heads, config.get("num_key_value_heads") or heads, D, D)
+    rope = config | (config.get("rope_parameters") or {})
+    turns = rope.get("qk_rope_head_dim") or rope.get("rotary_dim") or int(D * (rope.get("partial_rotary_factor") or 1))
+    sizes["angles"] = max(1, turns // 2)
     if low_rank:
         sizes["heads"] = (heads, 1, low_rank + config.get("qk_rope_head_dim", 0), low_rank)
     alike = next((model for model in MODELS.values() if model.config == kind), None)

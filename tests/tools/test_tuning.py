@@ -42,7 +42,12 @@ def m9(monkeypatch) -> str:
 
 ALTERNATIVES = [(number, value) for number in NUMBERS for value in number.values]
 EACH = pytest.mark.parametrize("number, value", ALTERNATIVES, ids=[f"{n.name}-{v}" for n, v in ALTERNATIVES])
-ROW_OPS = ("norm_add", "residual_norm", *(op for op in tune.arguments.ARGUMENTS if "norm" in op and "sum" in op))
+ROW_OPS = (
+    "norm",
+    "norm_add",
+    "residual_norm",
+    *(op for op in tune.arguments.ARGUMENTS if "norm" in op and "sum" in op),
+)
 #: Small, and such that every alternative of a number treats one of its cases in another way than the default does.
 SHOWING = {
     "decode_simdgroups": [

@@ -15,7 +15,7 @@ from ..arguments import ARGUMENTS, DTYPES, ROUTERS
 from ..models import DEFAULT, MANY_EXPERTS, MODELS, Model
 from .packed import Packing, packing_of
 
-GIVEN = {"weighted_sum": ("residual",)}  # optional arguments that every layer gives
+GIVEN = {"weighted_sum": ("residual",), "norm": ("weight",)}  # optional arguments that every layer gives
 EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")  # the experts' weights: all input sets share them
 WHOLE = ("experts", "block")  # what reads the experts' weights
 OPS = (*(op for op in ARGUMENTS if op != "experts"), *WHOLE)
@@ -63,8 +63,11 @@ class Call:
             return {"x": "TH"}
         own = (name for name in self.model.tensors if name != "shared_gate")  # the shared expert's, not in these rows
         sinks = ["sinks"] * self.model.sinks
+        norms = dict.fromkeys(("q_norm_weight", "k_norm_weight")) if self.model.head_norms else {}
         transposed = self.op == "experts" and self.model.experts.get("transposed", False)
-        return arguments.shapes(self.op, (*own, *sinks, *GIVEN.get(self.op, ())), transposed)
+        found = arguments.shapes(self.op, (*own, *sinks, *norms, *GIVEN.get(self.op, ())), transposed)
+        all_heads = {"q_norm_weight": "AD", "k_norm_weight": "JD"} if self.model.head_norms == "all" else {}
+        return found | {name: letters for name, letters in all_heads.items() if name in found}
 
     @property
     def of_mlx(self) -> bool:
@@ -75,6 +78,8 @@ class Call:
     def options(self) -> dict:
         if self.op == "block":
             return {}
+        if self.op == "rope":
+            return {"interleaved": self.model.low_rank}
         packing = self.packing
         weights = {"format": packing.format, "bits": packing.bits} if packing else {"format": "dense"}
         weights["dtype"] = self.dtype
@@ -89,7 +94,9 @@ class Call:
         rows = self.T * m.K if self.op == "glu" else self.T
         N, H = m.linears[self.which or "query"] if self.op == "linear" else (self.T, m.H)
         keys = max(self.T, int(self.which or CONTEXTS[0])) if self.op == "attention" else self.T
-        heads = dict(zip("AJDV", m.heads, strict=True)) | {"B": 1, "S": keys}
+        heads = dict(zip("AJDV", m.heads, strict=True)) | {"B": 1, "S": keys, "R": m.angles}
+        if self.op == "rope" and m.low_rank:
+            heads["D"] = 2 * m.angles  # the rest of such a key does not come out of a projection of its own
         return {"T": rows, "E": m.E, "K": m.K, "H": H, "I": m.I, "N": N, "U": 1} | heads
 
     @property
@@ -192,10 +199,20 @@ def halves(call: Call, packed: Tensor) -> dict[str, Tensor]:
     return {"gate": gate, "up": up}
 
 
+def joined_heads(call: Call, noise: Noise) -> dict[str, Tensor]:
+    """rope's arguments as the layer has them: queries and keys are views of one projection, which has values, too."""
+    (B, T, A, D), (J,) = call.size("BTAD"), call.size("J")
+    heads = noise(B, T, A + 2 * J, D)
+    rest = {name: noise(*call.size(letters)) for name, letters in call.shapes.items() if name not in ("q", "k")}
+    return {"q": heads[:, :, :A], "k": heads[:, :, A : A + J]} | rest
+
+
 def inputs(call: Call, noise: Noise) -> dict[str, Tensor]:
     """One set of arguments, without the experts' weights."""
     if call.op == "glu":
         return halves(call, noise(*call.size("TG")))
+    if call.op == "rope":
+        return joined_heads(call, noise)
     found = {}
     for name, letters in call.shapes.items():
         if name in EXPERTS:

@@ -4,7 +4,7 @@ They take the op's own arguments and options, with ids in int64 and weights in t
 PyTorch would have them so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -192,7 +192,47 @@ def add_norm(residual, input, weight) -> tuple[Tensor, Tensor]:
     return norm(total, weight), total
 
 
-# ------------------------------------------------------------------------------------------------ attention
+# ------------------------------------------------------------------------------------------------ rope and attention
+
+
+def normed_heads(x: Tensor, weight: Tensor | None) -> Tensor:
+    if weight is None or weight.dim() == 1:
+        return x if weight is None else norm(x, weight)
+    return norm(x.flatten(-2), weight.flatten()).view(x.shape)
+
+
+def heads_of(q, k, q_norm_weight, k_norm_weight, interleaved: bool, R: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """What turns of queries and of keys, [B, A, T, 2R], and what does not."""
+    for x, weight in ((q, q_norm_weight), (k, k_norm_weight)):
+        heads = normed_heads(x, weight).transpose(1, 2)
+        turns = heads[..., : 2 * R]
+        yield turns.unflatten(-1, (-1, 2)).mT.flatten(-2) if interleaved else turns, heads[..., 2 * R :]
+
+
+def joined(turned: Tensor, rest: Tensor) -> Tensor:
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned.contiguous()
+
+
+def rotate_half(
+    q, k, cos, sin, q_norm_weight=None, k_norm_weight=None, *, interleaved=False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """transformers' way, which has each angle twice; that it makes once for all layers, so it is an op less there."""
+    cos, sin = (torch.cat([x, x], -1).unsqueeze(1) for x in (cos, sin))
+    found = []
+    for x, rest in heads_of(q, k, q_norm_weight, k_norm_weight, interleaved, cos.shape[-1] // 2):
+        a, b = x.chunk(2, -1)
+        found.append(joined((x * cos).add_(torch.cat([-b, a], -1).mul_(sin)), rest))
+    return found[0], found[1]
+
+
+def by_halves(
+    q, k, cos, sin, q_norm_weight=None, k_norm_weight=None, *, interleaved=False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    R, cos, sin, found = cos.shape[-1], cos.unsqueeze(1), sin.unsqueeze(1), []
+    for x, rest in heads_of(q, k, q_norm_weight, k_norm_weight, interleaved, R):
+        a, b = x.chunk(2, -1)
+        found.append(torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1))
+    return found[0], found[1]
 
 
 def later_keys(T: int, S: int, device: torch.device) -> Tensor:
@@ -246,8 +286,10 @@ RIVALS: dict[str, Ways] = {
             norm(residual, residual_norm_weight)
         ),
     ),
+    "norm": {"rms_norm": lambda input, weight: norm(input, weight)},
     "norm_add": {"rms_norm, add_": lambda residual, input, weight: norm(input, weight).add_(residual)},
     "residual_norm": {"add, rms_norm": add_norm},
+    "rope": {"rotate_half": rotate_half, "halves": by_halves},
     "attention": {"sdpa": sdpa, "eager": eager},
 }
 MOST_SCORES = 1 << 28
