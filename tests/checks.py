@@ -13,11 +13,15 @@ GUARD = 64  # elements before and behind every guarded tensor
 
 
 def assert_matches(
-    actual: Sequence[Tensor], expected: Sequence[Tensor], longest_sum: int = 1, any_infinity: bool = False
+    actual: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    longest_sum: int = 1,
+    any_infinity: bool = False,
+    roundings: int = 1,
 ) -> None:
     """Ids must be equal, infinities and NaN stand in the same places, and everything else within the tolerance:
     the whole tensor by relative L2, each element within ten times that (a wrong element must not drown in many).
-    With `any_infinity`, which infinity or NaN it is does not matter."""
+    With `any_infinity`, which infinity or NaN it is does not matter. `roundings` go the same way in all elements."""
     assert len(actual) == len(expected)
     for got, want in zip(actual, expected, strict=True):
         assert got.shape == want.shape, f"shape {list(got.shape)}, expected {list(want.shape)}"
@@ -25,7 +29,7 @@ def assert_matches(
         if not got.is_floating_point():
             assert got.dtype == want.dtype and torch.equal(got, want), f"ids differ:\n{got}\nexpected\n{want}"
             continue
-        limit = tolerance(got.dtype, longest_sum)
+        limit = roundings * tolerance(got.dtype, longest_sum)
         finite = want.to(got.dtype).isfinite()
         got, want = got.double(), want.to(got.dtype).double().where(~finite, want.double())
         different = ~finite & (got != want) & ~(got.isnan() & want.isnan())
@@ -55,6 +59,11 @@ def meets_infinity(op: str, args: Args, options: dict, device: str) -> bool:
         factors = [name for name in args if ARGUMENTS[op][name].kind in ("scale", "offset")]
         factors += [name for name in ("weights", "x", "gate_up_bias") if name in args]
     return any(args[name].isinf().any() for name in factors if args[name].is_floating_point())
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """How far the one is from the other, by their norms."""
+    return float((actual - expected).detach().double().norm() / expected.double().norm())
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

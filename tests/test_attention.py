@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import torch_moe_metal
+from checks import relative
 from conftest import SIMULATED
 from tiny_models import tiny_model, tokens
 from torch_moe_metal import reference
@@ -15,10 +16,6 @@ from torch_moe_metal.transformers.attention import FEW_QUERIES, attention_forwar
 def no_grad():
     with torch.no_grad():
         yield
-
-
-def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual - expected).double().norm() / expected.double().norm())
 
 
 def with_attention(family: str, implementation: str, device: str = "cpu", **changes):

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Fp
 from transformers.integrations.executorch import export_with_dynamic_cache
 
 import torch_moe_metal
-from test_transformers import relative
+from checks import relative
 from tiny_models import tiny_model, tokens
 from torch_moe_metal.transformers.cache import GROWING, grow_in_place
 

@@ -30,7 +30,8 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 import checkpoints
 import torch_moe_metal
 from checkpoints import formats
-from test_transformers import counted, generated, relative
+from checks import relative
+from test_transformers import counted, generated
 from tiny_models import FAMILIES, tiny_model, tokens
 from torch_moe_metal import MoeMetalConfig, integration
 from torch_moe_metal.grad import warned

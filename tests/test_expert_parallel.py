@@ -54,7 +54,8 @@ def one_process(folder: Path) -> None:
     from transformers.distributed import DistributedConfig
 
     import torch_moe_metal
-    from test_transformers import counted, relative
+    from checks import relative
+    from test_transformers import counted
 
     results = {}
     for family in FAMILIES:

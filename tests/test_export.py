@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import torch_moe_metal
-from test_transformers import relative
+from checks import relative
 from tiny_models import build, experts_classes, tiny_model, tiny_module, tokens
 from torch_moe_metal import nn
 from torch_moe_metal.grad import warned

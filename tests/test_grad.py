@@ -6,7 +6,8 @@ from torch.autograd import forward_ad
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
 
 import torch_moe_metal
-from test_transformers import counted, relative
+from checks import relative
+from test_transformers import counted
 from tiny_models import tiny_module
 from torch_moe_metal import nn
 

@@ -17,8 +17,8 @@ from transformers import AutoModel, AutoModelForCausalLM, core_model_loading
 import mlx_folders
 import torch_moe_metal
 from checkpoints import formats, stored
+from checks import relative
 from conftest import DEVICES
-from test_transformers import relative
 from tiny_models import tokens
 from torch_moe_metal.transformers import mlx
 from torch_moe_metal.transformers.mlx import IN_TURN, Join

@@ -15,6 +15,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from checks import relative
 from tiny_models import tiny_module
 from torch_moe_metal import nn, quantize, reference
 from torch_moe_metal.layers import slots_with_grad
@@ -36,10 +37,6 @@ def made(**options) -> nn.MoE:
             if hasattr(moe, name):
                 getattr(moe, name).normal_(std=0.3)
     return moe
-
-
-def relative(actual, expected) -> float:
-    return float((actual - expected).detach().double().norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)

@@ -20,8 +20,9 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 import checkpoints
 import torch_moe_metal
 from checkpoints import formats
+from checks import relative
 from interruptions import interrupted
-from test_transformers import counted, generated, relative
+from test_transformers import counted, generated
 from tiny_models import COMMON, FAMILIES, build, tiny_model, tokens
 from torch_moe_metal import MoeMetalConfig, quantize, quantize_, reference
 from torch_moe_metal.grad import warned

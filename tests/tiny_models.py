@@ -73,14 +73,14 @@ MEDIA_TOKENS = {
 
 # What differs from COMMON, and how many modules `patch` fuses: blocks and layers.
 FAMILIES = {
-    "qwen2_moe": (QWEN_SHARED | {"norm_topk_prob": False}, 4),
-    "qwen3_moe": (QWEN, 4),
-    "qwen3_vl_moe": (QWEN, 4),
-    "qwen3_omni_moe_thinker": (QWEN, 4),
+    "qwen2_moe": (QWEN_SHARED | {"norm_topk_prob": False}, 6),
+    "qwen3_moe": (QWEN, 6),
+    "qwen3_vl_moe": (QWEN, 6),
+    "qwen3_omni_moe_thinker": (QWEN, 6),
     "qwen3_next": (QWEN_SHARED | LINEAR_ATTENTION, 2),
     "qwen3_5_moe_text": (QWEN_SHARED | LINEAR_ATTENTION, 2),
-    "mixtral": (LOCAL, 4),
-    "olmoe": ({"num_experts": 8}, 4),
+    "mixtral": (LOCAL, 6),
+    "olmoe": ({"num_experts": 8}, 6),
     "gemma4_text": (
         {
             "enable_moe_block": True,
@@ -95,13 +95,13 @@ FAMILIES = {
         },
         2,
     ),
-    "gpt_oss": (LOCAL, 4),
+    "gpt_oss": (LOCAL, 6),
     "deepseek_v2": (LATENT_ATTENTION | GROUPS | {"topk_method": "group_limited_greedy"}, 2),
-    "deepseek_v3": (LATENT_ATTENTION | GROUPS, 2),
-    "glm4_moe": (GROUPS, 2),
-    "glm4_moe_lite": (LATENT_ATTENTION | GROUPS, 2),
+    "deepseek_v3": (LATENT_ATTENTION | GROUPS, 4),
+    "glm4_moe": (GROUPS, 4),
+    "glm4_moe_lite": (LATENT_ATTENTION | GROUPS, 4),
     "granitemoe": (LOCAL, 2),
-    "minimax_m2": (LOCAL | {"rotary_dim": 8}, 4),
+    "minimax_m2": (LOCAL | {"rotary_dim": 8}, 6),
     "llama4_text": (
         LOCAL
         | {

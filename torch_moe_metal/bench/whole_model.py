@@ -111,7 +111,7 @@ def calls() -> Iterator[Counter]:
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             name = str(function)
-            if not (function.is_view or name.startswith(("aten._unsafe_view", "aten.empty"))):
+            if not (function.is_view or name.startswith(("aten._unsafe_view", "aten.empty", "aten.new_empty"))):
                 counter[name] += 1
             return function(*args, **(kwargs or {}))
 

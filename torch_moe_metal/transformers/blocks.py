@@ -6,16 +6,28 @@ were selected since), it calls the original forward instead.
 """
 
 import functools
+import sys
 
 import torch
 from torch import Tensor, nn
 
 from ..arguments import DTYPES
 from ..grad import wants_grad
+from ..layers import Linear
 from .attention import rehearse_attention
 from .cache import grow_in_place
 from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, why_not_fused
-from .families import BLOCKS, GEMMA4_LAYERS, PRE_NORM_LAYERS, Block, family_name
+from .families import (
+    ATTENTIONS,
+    BLOCKS,
+    GEMMA4_LAYERS,
+    LATENT_ATTENTIONS,
+    PRE_NORM_LAYERS,
+    Attention,
+    Block,
+    family_name,
+)
+from .projections import join, project
 
 ops = torch.ops.moe_metal
 
@@ -150,8 +162,155 @@ class FusedLlama4Block(FusedBlock):
         return ops.weighted_sum(slots, ones, shared=self.shared_expert(x)), logits
 
 
+class FusedProjections(Fused):
+    """Attention whose projections of the same input are joined, also after its weights have moved."""
+
+    joined: tuple[str, ...]  # those projections
+    norms: tuple[str, ...]
+
+    def parts(self, names: tuple[str, ...]) -> list[nn.Module]:
+        """Those of these submodules that the module has."""
+        found = [self._modules.get(name) for name in names]
+        return [module for module in found if module is not None]
+
+    def join(self) -> None:
+        projections = self.parts(self.joined)
+        if self.untouched(*projections):
+            join(projections)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.join()
+        return self
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        self.join()  # copies have each weight in memory of its own
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
+    ):
+        projections, norms = self.parts(self.joined), self.parts(self.norms)
+        known = position_embeddings is not None and hidden_states.dim() == 3
+        if known and self.untouched(*projections, *norms) and self.free(hidden_states) and self.still_selected():
+            states = self.states(hidden_states, projections, norms, position_embeddings, past_key_values)
+            return self.attend(states, hidden_states, attention_mask, **kwargs)
+        kwargs |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
+        return super().forward(hidden_states, position_embeddings=position_embeddings, **kwargs)
+
+    def attend(self, states: tuple[Tensor, ...], x: Tensor, mask: Tensor | None, **kwargs):
+        """The attention that the configuration selects, and the projection of its output."""
+        home = sys.modules[self.original.__module__]
+        function = home.ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, home.eager_attention_forward
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        output, weights = function(self, *states, mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return self._modules["o_proj"](output.reshape(*x.shape[:-1], -1)), weights
+
+
+class FusedAttention(FusedProjections):
+    """One product for queries, keys and values, and one op that norms and rotates them."""
+
+    family: Attention
+    joined = ("q_proj", "k_proj", "v_proj")
+    norms = ("q_norm", "k_norm")
+
+    def states(
+        self, x: Tensor, projections: list, norms: list, position_embeddings: tuple[Tensor, Tensor], cache
+    ) -> tuple[Tensor, ...]:
+        B, T, _ = x.shape
+        q, k, v = (part.view(B, T, -1, self.head_dim) for part in project(x, projections))
+        cos, sin = position_embeddings
+        if self.family.angles == "twice":
+            half = cos.shape[-1] // 2
+            cos, sin = cos[..., :half], sin[..., :half]
+        q, k = self.rope(q, k, cos, sin, norms)
+        v = v.transpose(1, 2)
+        return (q, k, v) if cache is None else (q, *cache.update(k, v, self.layer_idx))
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: list) -> tuple[Tensor, Tensor]:
+        if not norms:
+            return ops.rope(q, k, cos, sin)
+        q_weight, k_weight = (member(norm, "weight") for norm in norms)
+        if len(q_weight) != self.head_dim:  # that of all heads together
+            q_weight, k_weight = q_weight.view(q.shape[2:]), k_weight.view(k.shape[2:])
+        return ops.rope(q, k, cos, sin, q_weight, k_weight, eps=norms[0].variance_epsilon)
+
+    def attend(self, states: tuple[Tensor, ...], x: Tensor, mask: Tensor | None, **kwargs):
+        if self.family.window:
+            owner = self if self.family.window == "module" else self.config
+            kwargs["sliding_window"] = getattr(owner, "sliding_window", None)
+        if "sinks" in self._parameters:
+            kwargs["s_aux"] = self._parameters["sinks"]
+        return super().attend(states, x, mask, **kwargs)
+
+    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+        of_keys = self.config.num_key_value_heads
+        q, k = (
+            torch.empty(1, tokens, heads, self.head_dim, dtype=dtype, device="meta")
+            for heads in (of_keys * self.num_key_value_groups, of_keys)
+        )
+        cos = torch.empty(1, tokens, self.head_dim // 2, dtype=dtype, device="meta")
+        self.rope(q, k, cos, cos, self.parts(self.norms))
+        rehearse_attention(self, tokens, dtype)
+
+
+class FusedLatentAttention(FusedProjections):
+    """Keys and values are cached as latents here. transformers' own code expands them."""
+
+    joined = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # either of the first two
+    norms = ("q_a_layernorm", "kv_a_layernorm")
+
+    def states(
+        self, x: Tensor, projections: list, norms: list, position_embeddings: tuple[Tensor, Tensor], cache
+    ) -> tuple[Tensor, ...]:
+        B, T, _ = x.shape
+        q, latent = project(x, projections)
+        if self.q_lora_rank is not None:
+            q = self._modules["q_b_proj"](rms_norm(q, norms[0]))
+        q, q_rot = q.view(B, T, -1, self.qk_head_dim).split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        latent, k_rot = latent.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+        latent = rms_norm(latent, norms[-1]).unsqueeze(1)
+        cos, sin = (angles[..., : self.qk_rope_head_dim // 2] for angles in position_embeddings)
+        q_rot, k_rot = self.rope(q_rot, k_rot.unsqueeze(2), cos, sin)
+        if cache is not None:
+            latent, k_rot = cache.update(latent, k_rot, self.layer_idx)
+        return torch.cat((q.transpose(1, 2), q_rot), -1), *self.expand_kv(latent, k_rot)
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.rope(q, k, cos, sin, interleaved=bool(self.config.rope_interleave))
+
+    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+        q, k, cos, latent = (
+            torch.empty(1, tokens, *sizes, dtype=dtype, device="meta")
+            for sizes in (
+                (self.num_heads, self.qk_rope_head_dim),
+                (1, self.qk_rope_head_dim),
+                (self.qk_rope_head_dim // 2,),
+                (self.kv_lora_rank,),
+            )
+        )
+        self.rope(q, k, cos, cos)
+        rms_norm(latent, self._modules["kv_a_layernorm"])
+        rehearse_attention(self, tokens, dtype)
+
+
+def rms_norm(x: Tensor, norm: nn.Module) -> Tensor:
+    return ops.norm(x, member(norm, "weight"), eps=norm.variance_epsilon)
+
+
 class Attended(nn.Module):
     """In the place of a layer's attention while it is rehearsed."""
+
+    def __init__(self, original: nn.Module):
+        super().__init__()
+        self.original = [original]  # no part of this one
+
+    def rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+        """Unless the attention is fused: then it has a rehearsal of its own."""
+        if not isinstance(self.original[0], FusedProjections):
+            rehearse_attention(self.original[0], tokens, dtype)
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
         return hidden_states, None
@@ -170,16 +329,17 @@ class FusedPreNormLayer(Fused):
         if parts is None:
             return super().forward(hidden_states, *args, **kwargs)
         grow_in_place(kwargs.get("past_key_values"), inner["self_attn"])
-        attended, _ = inner["self_attn"](hidden_states=inner["input_layernorm"](hidden_states), **kwargs)
+        first = inner["input_layernorm"]
+        normed = rms_norm(hidden_states, first) if self.untouched(first) else first(hidden_states)
+        attended, _ = inner["self_attn"](hidden_states=normed, **kwargs)
         x, residual = ops.residual_norm(hidden_states, attended, member(norm, "weight"), eps=norm.variance_epsilon)
         return mlp.moe(x, parts, residual)[0]
 
     def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         width = len(self._modules["post_attention_layernorm"].weight)
-        attention = self._modules["self_attn"]
-        self._modules["self_attn"] = Attended()
+        self._modules["self_attn"] = attention = Attended(self._modules["self_attn"])
         self(torch.empty(1, tokens, width, dtype=dtype, device="meta"))
-        rehearse_attention(attention, tokens, dtype)
+        attention.rehearse(tokens, dtype)
 
 
 class FusedGemma4Layer(Fused):
@@ -229,11 +389,10 @@ class FusedGemma4Layer(Fused):
 
     def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         width, per_layer = len(self._modules["post_attention_layernorm"].weight), self.hidden_size_per_layer_input
-        attention = self._modules["self_attn"]
-        self._modules["self_attn"] = Attended()
+        self._modules["self_attn"] = attention = Attended(self._modules["self_attn"])
         x, of_layer = (torch.empty(1, tokens, size, dtype=dtype, device="meta") for size in (width, per_layer))
         self(x, of_layer if per_layer else None)
-        rehearse_attention(attention, tokens, dtype)
+        attention.rehearse(tokens, dtype)
 
     def ready(self, x: Tensor) -> dict | None:
         """The experts' part of the arguments of `experts`, none in a layer without them; or None where the original
@@ -262,13 +421,20 @@ def fused_class(original: type, selected: bool = False) -> type | None:
         family = BLOCKS[name]
         base = FusedLlama4Block if family.returns == "output, logits" else FusedBlock
         own = {"family": family}
+    elif name in ATTENTIONS:
+        base, own = FusedAttention, {"family": ATTENTIONS[name]}
+    elif name in LATENT_ATTENTIONS:
+        base, own = FusedLatentAttention, {}
     elif name in PRE_NORM_LAYERS:
         base, own = FusedPreNormLayer, {}
     elif name in GEMMA4_LAYERS:
         base, own = FusedGemma4Layer, {}
     else:
         return None
-    own |= {"original": original, "selected": selected, "homes": (original.__module__, "torch.nn.modules.linear")}
+    homes = original.__module__, "torch.nn.modules.linear"
+    if issubclass(base, FusedProjections):
+        homes += (Linear.__module__,)
+    own |= {"original": original, "selected": selected, "homes": homes}
     own |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
     return type(original.__name__, (base, original), own)
 
@@ -276,6 +442,8 @@ def fused_class(original: type, selected: bool = False) -> type | None:
 def why_left(module: nn.Module, fused: type) -> str | None:
     """Why a block or layer of a class that we know cannot be `fused`, or None when it can."""
     parts = module._modules
+    if issubclass(fused, FusedProjections):
+        return why_attention_left(module, fused)
     if "experts" not in parts:
         return None
     read = ("experts", fused.family.router) if issubclass(fused, FusedBlock) else ("experts",)
@@ -289,6 +457,16 @@ def why_left(module: nn.Module, fused: type) -> str | None:
     groups, kept = routing.get("n_group", 1), routing.get("topk_group", 1)
     if routing["top_k"] > len(routing["router_weight"]) // groups * kept:
         return "it chooses more experts than its best groups hold"  # transformers fills up with barred ones
+    return None
+
+
+def why_attention_left(module: nn.Module, fused: type) -> str | None:
+    if getattr(module.config, "clip_qkv", None) is not None:
+        return "it clips its queries, keys and values"
+    for name in fused.joined:
+        part = module._modules.get(name)
+        if part is not None and type(part).__module__ not in fused.homes:
+            return f"a {type(part).__name__} is in place of its {name}"
     return None
 
 

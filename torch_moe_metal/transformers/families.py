@@ -1,4 +1,4 @@
-"""Every MoE block of transformers that `patch` can fuse: where its parts are, and its router in the words of `gate`.
+"""What `patch` can fuse of transformers: MoE blocks, with their routers in the words of `gate`, attention, and layers.
 
 The class decides, never an attribute's or a kernel's name: Laguna's router, for one, carries another router's name.
 A routing function gets the router and the block and returns arguments of `torch.ops.moe_metal.gate`; it reads the
@@ -180,6 +180,32 @@ PRE_NORM_LAYERS = {
     "minimax_m2.MiniMaxM2DecoderLayer",
 }
 GEMMA4_LAYERS = {"gemma4.Gemma4TextDecoderLayer"}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How one class of attention is built, of those with q_proj, k_proj, v_proj and o_proj. Norms of queries and keys
+    (q_norm, k_norm) and sinks are used where the module has them."""
+
+    window: str = ""  # what has the `sliding_window` that attention gets: "module" or "config"
+    angles: str = "twice"  # whether cos and sin have each angle "twice", for both halves of a head, or "once"
+
+
+OWN_WINDOW = Attention(window="module")
+
+ATTENTIONS = {
+    "qwen2_moe.Qwen2MoeAttention": Attention(),
+    "qwen3_moe.Qwen3MoeAttention": OWN_WINDOW,
+    "qwen3_vl_moe.Qwen3VLMoeTextAttention": Attention(),
+    "qwen3_omni_moe.Qwen3OmniMoeThinkerTextAttention": OWN_WINDOW,
+    "mixtral.MixtralAttention": Attention(window="config"),
+    "olmoe.OlmoeAttention": Attention(window="config"),
+    "gpt_oss.GptOssAttention": Attention(window="module", angles="once"),
+    "glm4_moe.Glm4MoeAttention": Attention(),
+    "minimax_m2.MiniMaxM2Attention": Attention(),
+}
+# Attention whose keys and values are cached as latents (MLA).
+LATENT_ATTENTIONS = {"deepseek_v3.DeepseekV3Attention", "glm4_moe_lite.Glm4MoeLiteAttention"}
 
 
 def family_name(cls: type) -> str | None:

@@ -7,7 +7,16 @@ from torch import nn
 
 from ..rehearsal import warm_up_unasked
 from ..transaction import all_or_nothing
-from .blocks import Fused, FusedBlock, FusedGemma4Layer, FusedPreNormLayer, fused_class, selects_ours, why_left
+from .blocks import (
+    Fused,
+    FusedBlock,
+    FusedGemma4Layer,
+    FusedPreNormLayer,
+    FusedProjections,
+    fused_class,
+    selects_ours,
+    why_left,
+)
 from .experts import NAME, why_not_fused
 
 FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
@@ -153,6 +162,8 @@ def fuse(name: str, module: nn.Module) -> Row | None:
         by_accelerate = "accelerate has replaced its forward, to move weights (device_map)"
         obstacle = by_accelerate if hasattr(module, "_hf_hook") else "its forward has been replaced already"
     module.__class__ = cls if obstacle else fused
+    if isinstance(module, FusedProjections):
+        module.join()
     return Row(name, cls.__name__, LEFT, obstacle) if obstacle else Row(name, cls.__name__, FUSED, formats(module))
 
 

@@ -1,0 +1,229 @@
+"""Joined projections: one product for layers of the same input, whose parameters stay what they were."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import torch_moe_metal
+from checks import relative
+from tiny_models import eager, tiny_model, tokens
+from torch_moe_metal.bench.whole_model import calls
+from torch_moe_metal.nn import Linear
+from torch_moe_metal.transformers.projections import is_joined, join, project, tensors_of
+
+SIZES = 256, 128, 48
+FORMATS = {"dense": None, "affine": ("affine", 4, 32), "mxfp4": ("mxfp4", 4, 32), "fp8": ("fp8", 8, 128)}
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def layers_of(kind: str, device: str = "cpu", bias: bool = True) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(128, rows, bias=bias, dtype=torch.bfloat16) for rows in SIZES]
+    if FORMATS[kind]:
+        layers = [Linear.from_module(layer, *FORMATS[kind]) for layer in layers]
+    return [layer.to(device) for layer in layers]
+
+
+def are_joined(layers: list[nn.Linear]) -> bool:
+    return all(parts[0] is None or is_joined(parts) for parts in zip(*map(tensors_of, layers), strict=True))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_same_results_in_one_product(kind: str, bias: bool, device: str):
+    layers = layers_of(kind, device, bias)
+    before = [copy.deepcopy(layer.state_dict()) for layer in layers]
+    x = torch.randn(3, 128).to(device, torch.bfloat16)
+    expected = [layer(x) for layer in layers]
+    identities = [list(map(id, layer.parameters())) for layer in layers]
+    join(layers)
+    assert are_joined(layers) and [list(map(id, layer.parameters())) for layer in layers] == identities
+    for layer, state in zip(layers, before, strict=True):
+        assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
+    for got, wanted in zip(project(x, layers), expected, strict=True):
+        assert relative(got.float(), wanted.float()) <= 1e-2
+    parts = [part for layer in layers for part in tensors_of(layer) if part is not None]
+    memory = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+    assert sum(memory.values()) == sum(part.nbytes for part in parts)
+
+
+def replaced(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(layer.weight.detach().clone())
+
+
+def of_another_dtype(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data.float()
+    layer.bias.data = layer.bias.data.float()
+
+
+def without_bias(layer: nn.Linear) -> None:
+    layer.bias = None
+
+
+@pytest.mark.parametrize("change", [replaced, without_bias])
+@pytest.mark.parametrize("which", range(3))
+def test_layers_that_are_no_longer_joined_run_alone(change, which: int):
+    layers, x = layers_of("dense"), torch.randn(2, 128, dtype=torch.bfloat16)
+    join(layers)
+    change(layers[which])
+    assert not are_joined(layers) if change is replaced else layers[which].bias is None
+    for got, layer in zip(project(x, layers), layers, strict=True):
+        assert torch.equal(got, layer(x))
+
+
+def test_neighbours_in_other_memory_are_not_joined():
+    """Tensors of two allocations may lie behind one another by chance."""
+    memory = bytearray(256)
+    first, second = (torch.frombuffer(memory, dtype=torch.uint8, count=128, offset=at) for at in (0, 128))
+    assert first.data_ptr() + first.nbytes == second.data_ptr()
+    assert not is_joined((first, second))
+    assert is_joined(torch.frombuffer(memory, dtype=torch.uint8).split(128))
+
+
+@pytest.mark.parametrize("mixed", ["formats", "kinds", "biases", "dtypes", "meta", "shared"])
+def test_what_cannot_be_joined_stays(mixed: str):
+    layers = layers_of("dense")
+    if mixed == "formats":
+        layers = [layers_of("affine")[0], *layers_of("mxfp4")[1:]]
+    elif mixed == "kinds":
+        layers[1] = layers_of("affine")[1]
+    elif mixed == "biases":
+        layers[1].bias = None
+    elif mixed == "dtypes":
+        of_another_dtype(layers[2])
+    elif mixed == "meta":
+        layers = [layer.to("meta") for layer in layers]
+    elif mixed == "shared":
+        layers[0].share_memory()
+    before = [[part if part is None else part.data_ptr() for part in tensors_of(layer)] for layer in layers]
+    join(layers)
+    after = [[part if part is None else part.data_ptr() for part in tensors_of(layer)] for layer in layers]
+    of_weights = [parts[:-1] for parts in after] == [parts[:-1] for parts in before]
+    assert of_weights if mixed != "biases" else [parts[-1] for parts in after] == [parts[-1] for parts in before]
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+@pytest.fixture
+def patched(device: str) -> nn.Module:
+    model = eager(tiny_model("qwen3_moe", device))
+    torch_moe_metal.patch(model)
+    return model
+
+
+def attention_of(model: nn.Module) -> nn.Module:
+    return model.model.layers[0].self_attn
+
+
+def joined(model: nn.Module) -> bool:
+    attention = attention_of(model)
+    return are_joined([attention.q_proj, attention.k_proj, attention.v_proj])
+
+
+def linears(model: nn.Module, ids: torch.Tensor) -> int:
+    with calls() as counted:
+        model(ids)
+    return sum(counted[f"aten.{name}.default"] for name in ("mm", "addmm", "bmm"))
+
+
+def test_one_product_for_three(patched, device: str):
+    """Two in attention, and the head: router and experts are ours."""
+    assert linears(patched, tokens(1, 1, device=device)) == 2 * 2 + 1
+
+
+def test_moved_and_converted_weights_are_joined_again(patched, device: str):
+    assert joined(patched)
+    assert joined(patched.to(torch.bfloat16)) and joined(patched.to("cpu").to(device))
+
+
+def test_copies_are_joined(patched):
+    for other in (copy.deepcopy(patched), pickle.loads(pickle.dumps(patched))):
+        assert joined(other)
+        attention_of(other).q_proj.weight.data.zero_()
+        assert attention_of(patched).q_proj.weight.any()
+
+
+def test_saved_and_loaded(patched, tmp_path, device: str):
+    """What is saved has the usual names and shapes, also of unpatched models, and loads."""
+    ids = tokens(1, 5, device=device)
+    expected, names = patched(ids).logits, set(patched.state_dict())
+    for model in (patched, copy.deepcopy(patched)):
+        if model is not patched:
+            torch_moe_metal.unpatch(model)
+        model.save_pretrained(tmp_path)
+        loaded = type(patched).from_pretrained(tmp_path).to(device)
+        assert set(loaded.state_dict()) == names
+        assert relative(loaded(ids).logits, expected) <= 1e-5
+
+
+def test_loaded_weights_are_seen(patched, device: str):
+    ids, other = tokens(1, 5, device=device), eager(tiny_model("qwen3_moe", device))
+    for parameter in other.parameters():
+        parameter.data.mul_(1.25)
+    for assign in (False, True):
+        patched.load_state_dict(other.state_dict(), assign=assign)
+        assert relative(patched(ids).logits, other(ids).logits) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["q_proj", "v_proj", "k_norm"])
+def test_hooks_run(patched, device: str, name: str):
+    seen, ids = [], tokens(1, 5, device=device)
+    expected = patched(ids).logits
+    handle = getattr(attention_of(patched), name).register_forward_hook(lambda *args: seen.append(name))
+    assert relative(patched(ids).logits, expected) <= 1e-5 and seen == [name]
+    handle.remove()
+    patched(ids)
+    assert seen == [name]
+
+
+def test_unpatched_weights_have_the_same_bits(device: str):
+    model = eager(tiny_model("gpt_oss", device))
+    ids, before = tokens(2, 6, device=device), copy.deepcopy(model.state_dict())
+    expected = model(ids).logits
+    torch_moe_metal.patch(model)
+    torch_moe_metal.unpatch(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model(ids).logits, expected)
+
+
+#: One decoded token's ops in a layer, views and allocations left out.
+MOST_OPS = {
+    "qwen3_moe": 10,
+    "gpt_oss": 10,
+    "mixtral": 10,
+    "olmoe": 10,
+    "minimax_m2": 10,
+    "glm4_moe": 15,
+    "qwen2_moe": 16,
+    "deepseek_v3": 22,
+    "glm4_moe_lite": 22,
+}
+
+
+@pytest.mark.parametrize("family", MOST_OPS)
+def test_ops_of_a_layer(family: str):
+    counts = []
+    for layers in (3, 4):  # in some families the first ones are dense
+        model = tiny_model(family, num_hidden_layers=layers).bfloat16()
+        torch_moe_metal.patch(model)
+        cache = model(tokens(1, 8), use_cache=True).past_key_values
+        model(tokens(1, 1), past_key_values=cache)
+        with calls() as counted:
+            model(tokens(1, 1), past_key_values=cache)
+        counts.append(counted.total())
+    assert counts[1] - counts[0] == MOST_OPS[family]
+
+
+def test_clipped_attention_is_left():
+    report = torch_moe_metal.patch(tiny_model("olmoe", clip_qkv=4.0))
+    rows = {row.name: row for row in report.rows if row.name.endswith("self_attn")}
+    assert rows and all(row.state == "left" and "clips" in row.note for row in rows.values())
