@@ -39,7 +39,7 @@ def join(layers: Sequence[nn.Linear]) -> None:
         return
     for tensors in zip(*map(tensors_of, layers), strict=True):
         if all(map(can_move, tensors)) and same_rows(tensors) and not is_joined(tensors):
-            whole = torch.cat([tensor.detach().view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
+            whole = torch.cat([tensor.detach() for tensor in tensors])
             for tensor, rows in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
                 tensor.data = rows
 
@@ -63,6 +63,8 @@ def same_rows(tensors: Sequence[Tensor]) -> bool:
 def is_joined(tensors: Sequence[Tensor]) -> bool:
     """Whether these lie behind one another, in the memory of the first."""
     first = tensors[0]
+    if type(first) not in (Tensor, nn.Parameter):  # fake tensors, for one, lie nowhere
+        return False
     at = begin = first.data_ptr()
     for tensor in tensors:
         if tensor.data_ptr() != at or not tensor.is_contiguous() or tensor.dtype != first.dtype:
