@@ -9,6 +9,7 @@ from torch import nn
 
 import torch_moe_metal
 from checks import relative
+from dispatch_table import load_of_a_layer
 from tiny_models import eager, tiny_model, tokens
 from torch_moe_metal.bench.whole_model import calls
 from torch_moe_metal.nn import Linear
@@ -211,16 +212,7 @@ MOST_OPS = {
 
 @pytest.mark.parametrize("family", MOST_OPS)
 def test_ops_of_a_layer(family: str):
-    counts = []
-    for layers in (3, 4):  # in some families the first ones are dense
-        model = tiny_model(family, num_hidden_layers=layers).bfloat16()
-        torch_moe_metal.patch(model)
-        cache = model(tokens(1, 8), use_cache=True).past_key_values
-        model(tokens(1, 1), past_key_values=cache)
-        with calls() as counted:
-            model(tokens(1, 1), past_key_values=cache)
-        counts.append(counted.total())
-    assert counts[1] - counts[0] == MOST_OPS[family]
+    assert load_of_a_layer(family, "cpu", simulated=False, patched=True).ops == MOST_OPS[family]
 
 
 def test_clipped_attention_is_left():

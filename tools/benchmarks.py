@@ -114,7 +114,11 @@ def rows_of_dispatches(found: dict) -> str:
         ],
         found["ops"],
     )
-    return f"{decoding}\n\n{ops}"
+    families = table(
+        ("one token, one layer", "transformers' ops", "ops", "of ours", "their dispatches"),
+        [(name, row["stock"], row["ops"], row["ours"], row["dispatches"]) for name, row in found["families"].items()],
+    )
+    return f"{decoding}\n\n{families}\n\n{ops}"
 
 
 #: Of a row of costs: what heads a column, and how its figures are written.

@@ -2,10 +2,10 @@
 that BENCHMARKS.md has in a table; without --json they are easier to read.
 
 All on the simulated mps device, where kernels are counted. First a token of a model: the ops that reach the device, in
-transformers as it is and in ours. Then each op of ours for one token of a Qwen3-30B-A3B block in bfloat16, and those
-that take packed weights with such: dispatches, the bytes bound to them, and the host's time per call beside torch.add's
-on the same device, where no kernel runs. Commits, by which an op hands to the GPU what has come together, come after so
-many calls, and are averaged over some.
+transformers as it is and in ours. Then the same of one layer of each family whose attention is fused. Then each op of
+ours for one token of a Qwen3-30B-A3B block in bfloat16, and those that take packed weights with such: dispatches, the
+bytes bound to them, and the host's time per call beside torch.add's on the same device, where no kernel runs. Commits,
+by which an op hands to the GPU what has come together, come after so many calls, and are averaged over some.
 
     python tools/dispatch_table.py --costs --model qwen3-30b-a3b --tokens 32,512
 
@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import metal_sim
 import simulated
+import torch_moe_metal
 from benchmarks import rows_of_costs, rows_of_dispatches
 from tiny_models import tiny_model, tokens
 from torch_moe_metal import arguments, packing
@@ -109,6 +110,35 @@ def decoding_rows(layers: int) -> dict[str, dict[str, int]]:
         }
         for name, (step, block) in decoding(layers, "mps", simulated=True).items()
     }
+
+
+#: Families whose layers are counted; the first of DeepSeek-V3's and GLM-4's are dense.
+LAYERS = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "minimax_m2", "qwen2_moe", "glm4_moe", "deepseek_v3")
+
+
+def load_of_a_layer(family: str, device: str, simulated: bool, patched: bool) -> Load:
+    """What the fourth layer of a model adds to one decoded token."""
+    loads = []
+    for layers in (3, 4):
+        model = tiny_model(family, device, num_hidden_layers=layers).bfloat16()
+        if patched:
+            torch_moe_metal.patch(model)
+        with torch.no_grad():
+            cache = model(tokens(1, 8, device=device), use_cache=True).past_key_values
+            token = tokens(1, 1, device=device)
+            model(token, past_key_values=cache)  # which gives the cache room for more
+            loads.append(load_of(partial(model, token, past_key_values=cache), simulated))
+    three, four = loads
+    more = (getattr(four, name) - getattr(three, name) for name in ("ops", "ours", "dispatches"))
+    return Load(*more, four.waits[len(three.waits) :], four.commits - three.commits)
+
+
+def layer_rows() -> dict[str, dict[str, int]]:
+    rows = {}
+    for family in LAYERS:
+        stock, ours = (load_of_a_layer(family, "mps", True, patched) for patched in (False, True))
+        rows[family] = {"stock": stock.ops, "ops": ours.ops, "ours": ours.ours, "dispatches": ours.dispatches}
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------ every op
@@ -267,7 +297,12 @@ def costs_found(options: argparse.Namespace) -> dict:
 
 
 def dispatches_found(options: argparse.Namespace) -> dict:
-    return {"layers": options.layers, "rows": decoding_rows(options.layers), "ops": op_rows()}
+    return {
+        "layers": options.layers,
+        "rows": decoding_rows(options.layers),
+        "families": layer_rows(),
+        "ops": op_rows(),
+    }
 
 
 @torch.no_grad()  # as generate() does
