@@ -100,9 +100,12 @@ def test_matrices_are_those_of_transformers_models(name: str):
     )
     attention = next(c for n, c in vars(modeling).items() if n.endswith("Attention") and "Vision" not in n)
     with torch.device("meta"):
-        (query,) = (p for n, p in attention(config, 0).named_parameters() if n in ("q_proj.weight", "q_b_proj.weight"))
+        parameters = dict(attention(config, 0).named_parameters())
+    (query,) = (parameters[name] for name in ("q_proj.weight", "q_b_proj.weight") if name in parameters)
     assert query.shape == model.query
     A, J, D, V = model.heads
+    norm = parameters.get("q_norm.weight")
+    assert model.head_norms == ("" if norm is None else "each" if len(norm) == D else "all")
     assert config.num_attention_heads == A and bool(config.to_dict().get("kv_lora_rank")) == (J == 1 and D > V)
     if J > 1:
         assert config.num_key_value_heads == J and model.query[0] in (A * D, 2 * A * D)  # twice, with an output gate
