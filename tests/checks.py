@@ -17,7 +17,7 @@ def assert_matches(
     expected: Sequence[Tensor],
     longest_sum: int = 1,
     any_infinity: bool = False,
-    roundings: int = 1,
+    roundings: float = 1,
 ) -> None:
     """Ids must be equal, infinities and NaN stand in the same places, and everything else within the tolerance:
     the whole tensor by relative L2, each element within ten times that (a wrong element must not drown in many).
