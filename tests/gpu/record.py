@@ -15,6 +15,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ import simulated  # noqa: E402
 from cases import CASES, Case, call  # noqa: E402
 from torch_moe_metal import tune, tuning  # noqa: E402
 from torch_moe_metal.arguments import ARGUMENTS  # noqa: E402
-from torch_moe_metal.bench.calls import Call, choices, halves, tokens_of  # noqa: E402
+from torch_moe_metal.bench.calls import Call, choices, halves, joined_heads, tokens_of  # noqa: E402
 from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
 
 MOST = 3e7  # flops or bytes of a case that is worth replaying
@@ -73,6 +74,8 @@ def dispatch_row(dispatch: metal_sim.Dispatch, names: dict[int, str], scratch: d
 #: Arguments whose strides the kernels follow. PyTorch makes a copy of others that are strided, which no trace holds.
 FOLLOWED = {
     "glu": {"gate", "up"},
+    "rope": {"q", "k", "cos", "sin"},
+    "attention": {"q", "k", "v", "mask"},
     "experts": {f"{weight}{part}" for weight in ("gate_up", "down") for part in ("", "_scale", "_offset")},
     "linear": {"weight", "scale", "offset"},
     "dequantize": {"weight", "scale", "offset"},
@@ -105,6 +108,8 @@ def empties(row: Call) -> dict[str, Tensor]:
     with metal_sim.host_only():  # else they would be filled
         if row.op == "glu":
             return halves(row, torch.empty(row.size("TG"), dtype=row.dtype, device="mps"))
+        if row.op == "rope":
+            return joined_heads(row, partial(torch.empty, dtype=row.dtype, device="mps"))
         return {
             name: torch.empty(row.size(letters), dtype=row.dtype_of(name), device="mps")
             for name, letters in row.shapes.items()

@@ -4,6 +4,7 @@ Nothing here needs the compiled ops, so that other tools can take their sizes an
 """
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -22,6 +23,7 @@ OPS = (*(op for op in ARGUMENTS if op != "experts"), *WHOLE)
 DECODING = ("linear", *WHOLE)  # what a model does with a weight: with few tokens, its bytes are the time
 TOKENS = {True: (1, 4, 32, 512), False: (1, 64, 4096)}  # of those, and of the other ops
 WORTH_A_LIMIT = 32 << 20  # bytes a row moves at least to be held against memory's speed: smaller ones stay in caches
+QUERY = "query"  # what `linear` multiplies with, unless `Call.which` says another
 CONTEXTS = ("4096", "32768")  # keys that a token sees of those before it, the least
 ROTATED = 256 << 20  # bytes of inputs to walk through, where 16 sets are enough for it
 
@@ -49,7 +51,8 @@ class Call:
     @property
     def variant(self) -> list[str]:
         """What tells rows of one op, size and dtype apart."""
-        return [self.which] * bool(self.which) + [self.format] * (self.packing is not None)
+        which = self.which or QUERY * (self.op == "linear")
+        return [which] * bool(which) + [self.format] * (self.packing is not None)
 
     @property
     def packing(self) -> Packing | None:
@@ -92,7 +95,7 @@ class Call:
         """glu comes between the experts' products, where every choice of an expert has a row."""
         m = self.model
         rows = self.T * m.K if self.op == "glu" else self.T
-        N, H = m.linears[self.which or "query"] if self.op == "linear" else (self.T, m.H)
+        N, H = m.linears[self.which or QUERY] if self.op == "linear" else (self.T, m.H)
         keys = max(self.T, int(self.which or CONTEXTS[0])) if self.op == "attention" else self.T
         heads = dict(zip("AJDV", m.heads, strict=True)) | {"B": 1, "S": keys, "R": m.angles}
         if self.op == "rope" and m.low_rank:
@@ -199,7 +202,7 @@ def halves(call: Call, packed: Tensor) -> dict[str, Tensor]:
     return {"gate": gate, "up": up}
 
 
-def joined_heads(call: Call, noise: Noise) -> dict[str, Tensor]:
+def joined_heads(call: Call, noise: Callable[..., Tensor]) -> dict[str, Tensor]:
     """rope's arguments as the layer has them: queries and keys are views of one projection, which has values, too."""
     (B, T, A, D), (J,) = call.size("BTAD"), call.size("J")
     heads = noise(B, T, A + 2 * J, D)
