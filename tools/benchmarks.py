@@ -203,7 +203,7 @@ def figures() -> str:
         rows.append((f"MoE block, {tokens}", f"{best:.1f} ms", f"{ours:.1f} ms", f"{row['x_pytorch']:.1f}"))
     for key in (key for key in model["stock"] if "tokens/s" in key):
         what, _, context = key.partition(" tokens/s")
-        behind = f" behind {int(context.removeprefix(' at ')):,} tokens" if context else ""
+        behind = f" at a context of {int(context.removeprefix(' at ')):,}" if context else ""
         best = max(row[key] for name, row in model.items() if name.startswith("stock"))
         ours = model["patch"][key]
         rows.append((f"4 layers, {what}{behind}", f"{best:.1f} tokens/s", f"{ours:.1f} tokens/s", f"{ours / best:.1f}"))
