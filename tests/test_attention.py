@@ -1,7 +1,15 @@
 """`attn_implementation="moe_metal"`, and how `patch` selects it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
 import torch_moe_metal
 from checks import relative
@@ -9,7 +17,7 @@ from conftest import SIMULATED
 from tiny_models import tiny_model, tokens
 from torch_moe_metal import reference
 from torch_moe_metal.grad import warned
-from torch_moe_metal.transformers.attention import FEW_QUERIES, attention_forward
+from torch_moe_metal.transformers.attention import FEW_QUERIES, attention_forward, attention_mask
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +59,25 @@ def test_logits_with_padding(family: str, prompt: int, device: str):
     got = logits(with_attention(family, "moe_metal", device, **changes), ids, mask)
     seen = mask.bool()
     assert relative(got[seen], want[seen]) <= 1e-5
+
+
+@pytest.mark.parametrize("seen", ["all", "window of 6", "window of 5", "chunks of 6"])
+def test_mask_of_one_token(seen: str):
+    """What transformers computes of six keys, the third to the eighth, and where all of them count, the padding's own
+    memory. A window of 6 holds them all; one of 5 does not, and chunks of 6 begin anew with the seventh."""
+    size, function = None, causal_mask_function
+    if seen != "all":
+        size = int(seen[-1])
+        window, chunks = sliding_window_causal_mask_function, chunked_causal_mask_function
+        function = window(size) if "window" in seen else chunks(size, torch.zeros(2, dtype=int))
+    padding = torch.tensor([[False, False, False, True, True, True, True, True], [True] * 8])
+    config = SimpleNamespace(attention_chunk_size=size if "chunks" in seen else None)
+    given = {"mask_function": function, "attention_mask": padding, "local_size": size, "config": config}
+    given |= {"batch_size": 2, "q_length": 1, "kv_length": 6, "q_offset": 7, "kv_offset": 2}
+    got = attention_mask(**given)
+    assert torch.equal(got, sdpa_mask(**given, allow_is_causal_skip=False))
+    same_memory = got.untyped_storage().data_ptr() == padding.untyped_storage().data_ptr()
+    assert same_memory == (seen in ("all", "window of 6"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

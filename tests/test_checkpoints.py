@@ -81,7 +81,7 @@ def test_gpt_oss_runs_packed(gpt_oss, device):
         assert relative(model(ids).logits.cpu(), expected) <= 1e-5
     assert calls == {"experts": 2}
     report = torch_moe_metal.patch(model)
-    assert len(report["fused"]) == 6 and "mxfp4" in str(report), str(report)
+    assert len(report["fused"]) == 7 and "mxfp4" in str(report), str(report)
     assert relative(model(ids).logits.cpu(), expected) <= 1e-5
     torch_moe_metal.unpatch(model)
     assert isinstance(model.model.layers[0].mlp.experts, GptOssExperts)

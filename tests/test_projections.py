@@ -215,6 +215,21 @@ def test_ops_of_a_layer(family: str):
     assert load_of_a_layer(family, "cpu", simulated=False, patched=True).ops == MOST_OPS[family]
 
 
+def test_ops_outside_of_layers():
+    """The embedding, two for the position, ten for its angles, the padding as a mask, the last norm, and the head."""
+    token, padding, totals = tokens(1, 1), torch.ones(1, 10, dtype=torch.long), []
+    for layers in (1, 2):
+        model = tiny_model("qwen3_moe", num_hidden_layers=layers).bfloat16()
+        torch_moe_metal.patch(model)
+        cache = model(tokens(1, 8), use_cache=True).past_key_values
+        model(token, past_key_values=cache)  # which gives the cache room for more
+        with calls() as ops:
+            model(token, past_key_values=cache, attention_mask=padding)
+        totals.append(ops.total())
+    one, two = totals
+    assert one - (two - one) == 16
+
+
 def test_clipped_attention_is_left():
     report = torch_moe_metal.patch(tiny_model("olmoe", clip_qkv=4.0))
     rows = {row.name: row for row in report.rows if row.name.endswith("self_attn")}

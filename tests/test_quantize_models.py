@@ -104,7 +104,7 @@ def test_quantised_while_loading(family, device, tmp_path):
     assert relative(model(ids).logits.cpu(), expected) <= 2e-5
     report = torch_moe_metal.patch(model)
     assert report["fused"] and not report["left"], str(report)
-    assert {row.note for row in report.rows} == {config.format}
+    assert {row.note for row in report.rows if row.name != "model.norm"} == {config.format}
     with counted() as calls:
         assert relative(model(ids).logits.cpu(), expected) <= 2e-5
     assert calls["experts"] >= 1 and calls["linear"] > calls["experts"] and calls["dequantize"] == 1

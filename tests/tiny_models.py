@@ -71,16 +71,18 @@ MEDIA_TOKENS = {
     "audio_token_id": 94,
 }
 
-# What differs from COMMON, and how many modules `patch` fuses: blocks and layers.
+WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+
+# What differs from COMMON, and how many modules `patch` fuses: blocks, attention, layers and the last norm.
 FAMILIES = {
-    "qwen2_moe": (QWEN_SHARED | {"norm_topk_prob": False}, 6),
-    "qwen3_moe": (QWEN, 6),
-    "qwen3_vl_moe": (QWEN, 6),
-    "qwen3_omni_moe_thinker": (QWEN, 6),
+    "qwen2_moe": (QWEN_SHARED | {"norm_topk_prob": False}, 7),
+    "qwen3_moe": (QWEN, 7),
+    "qwen3_vl_moe": (QWEN, 7),
+    "qwen3_omni_moe_thinker": (QWEN, 7),
     "qwen3_next": (QWEN_SHARED | LINEAR_ATTENTION, 2),
     "qwen3_5_moe_text": (QWEN_SHARED | LINEAR_ATTENTION, 2),
-    "mixtral": (LOCAL, 6),
-    "olmoe": ({"num_experts": 8}, 6),
+    "mixtral": (LOCAL, 7),
+    "olmoe": ({"num_experts": 8}, 7),
     "gemma4_text": (
         {
             "enable_moe_block": True,
@@ -90,18 +92,17 @@ FAMILIES = {
             "global_head_dim": 16,
             "hidden_size_per_layer_input": 0,
             "num_kv_shared_layers": 0,
-            "sliding_window": 16,
-            "layer_types": ["sliding_attention", "full_attention"],
+            **WINDOW,
         },
-        2,
+        5,
     ),
-    "gpt_oss": (LOCAL, 6),
-    "deepseek_v2": (LATENT_ATTENTION | GROUPS | {"topk_method": "group_limited_greedy"}, 2),
-    "deepseek_v3": (LATENT_ATTENTION | GROUPS, 4),
-    "glm4_moe": (GROUPS, 4),
-    "glm4_moe_lite": (LATENT_ATTENTION | GROUPS, 4),
-    "granitemoe": (LOCAL, 2),
-    "minimax_m2": (LOCAL | {"rotary_dim": 8}, 6),
+    "gpt_oss": (LOCAL, 7),
+    "deepseek_v2": (LATENT_ATTENTION | GROUPS | {"topk_method": "group_limited_greedy"}, 5),
+    "deepseek_v3": (LATENT_ATTENTION | GROUPS, 5),
+    "glm4_moe": (GROUPS, 5),
+    "glm4_moe_lite": (LATENT_ATTENTION | GROUPS, 5),
+    "granitemoe": (LOCAL, 4),
+    "minimax_m2": (LOCAL | {"rotary_dim": 8}, 7),
     "llama4_text": (
         LOCAL
         | {
@@ -114,9 +115,24 @@ FAMILIES = {
     ),
 }
 
+# Families whose code is that of one above, under other names.
+SAME_CODE = {
+    "mellum": (QWEN | WINDOW, 7),
+    "dots1": (GROUPS | WINDOW, 5),
+    "solar_open": (GROUPS, 7),
+    "mimo_v2_flash": (GROUPS | {"v_head_dim": 8} | WINDOW, 3),
+    "hunyuan_v1_moe": ({"num_experts": 8, "moe_topk": [3, 3]}, 5),
+    "hy_v3": ({"num_experts": 8, "num_shared_experts": 1, "first_k_dense_replace": 1}, 5),
+    "laguna": ({"num_experts": 8}, 3),
+    "flex_olmo": ({"num_experts": 8}, 4),
+    "granitemoe_swa": (LOCAL | WINDOW, 4),
+    "granitemoehybrid": (LOCAL | {"layer_types": ["attention"] * 2, "shared_intermediate_size": 32}, 4),
+    "granitemoeshared": (LOCAL | {"shared_intermediate_size": 32}, 4),
+}
+
 
 def build(family: str, **changes) -> torch.nn.Module:
-    text = COMMON | FAMILIES[family][0] | changes
+    text = COMMON | (FAMILIES | SAME_CODE)[family][0] | changes
     if family == "qwen3_vl_moe":
         config = AutoConfig.for_model(family, text_config=text, vision_config=VISION, **MEDIA_TOKENS)
         return transformers.Qwen3VLMoeForConditionalGeneration(config)

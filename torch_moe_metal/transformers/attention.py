@@ -97,7 +97,7 @@ def rehearse_attention(module: nn.Module, tokens: int, dtype: torch.dtype) -> No
     config, few = module.config, min(tokens, FEW_QUERIES)
     if config._attn_implementation != NAME:
         return
-    heads, groups = config.num_key_value_heads, module.num_key_value_groups
+    heads, groups = key_heads(module), module.num_key_value_groups
     width = getattr(module, "qk_head_dim", None) or module.head_dim
     value_width = getattr(module, "v_head_dim", width)
     for keys in (few, LONG_CONTEXT):
@@ -106,9 +106,41 @@ def rehearse_attention(module: nn.Module, tokens: int, dtype: torch.dtype) -> No
         torch.ops.moe_metal.attention(*states, sinks=getattr(module, "sinks", None), causal=keys == few)
 
 
+def key_heads(module: nn.Module) -> int:
+    """Of Gemma 4's and MiMo's layers, some have more than the configuration says."""
+    projection = module._modules.get("k_proj")
+    return projection.out_features // module.head_dim if projection else module.config.num_key_value_heads
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    *,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    config=None,
+    **more,
+) -> Tensor | None:
+    """transformers' mask of what each query sees. For one new token it is the padding as it is given, since every key
+    comes before it; `sdpa_mask` computes some ten tensors to find that out, and reads one of them on the host."""
+    # `local_size` is that of a window, or of chunks, and those do not end with the newest token.
+    within = local_size is None or (kv_length <= local_size and not getattr(config, "attention_chunk_size", None))
+    last = isinstance(q_offset, int) and q_offset == kv_offset + kv_length - 1
+    padding = attention_mask
+    known = padding is None or (padding.dim() == 2 and padding.shape[-1] >= kv_offset + kv_length)
+    if q_length == 1 and allow_is_causal_skip and within and last and known and not torch.compiler.is_exporting():
+        return None if padding is None else padding[:, None, None, kv_offset : kv_offset + kv_length]
+    more |= {"attention_mask": padding, "local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip}
+    return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, config=config, **more)
+
+
 def register() -> None:
     """Make "moe_metal" known to from_pretrained, configurations and set_attn_implementation."""
     from transformers.modeling_utils import AttentionInterface  # which imports the experts, and with them this file
 
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, attention_mask)

@@ -7,6 +7,7 @@ were selected since), it calls the original forward instead.
 
 import functools
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +15,15 @@ from torch import Tensor, nn
 from ..arguments import DTYPES
 from ..grad import wants_grad
 from ..layers import Linear
-from .attention import rehearse_attention
+from .attention import key_heads, rehearse_attention
 from .cache import grow_in_place
 from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, why_not_fused
 from .families import (
     ATTENTIONS,
     BLOCKS,
+    GEMMA4_ATTENTIONS,
     GEMMA4_LAYERS,
+    LAST_NORMS,
     LATENT_ATTENTIONS,
     PRE_NORM_LAYERS,
     Attention,
@@ -72,6 +75,11 @@ class Fused(nn.Module):
             and (device == "meta" or not torch.is_autocast_enabled(device))
             and not wants_grad(self, x)
         )
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        """What a norm that this layer calls makes of x."""
+        norm = self._modules[name]
+        return rms_norm(x, norm) if self.untouched(norm) else norm(x)
 
     def still_selected(self) -> bool:
         """Whether nobody has selected other experts since: transformers' exporters do, whose targets lack our ops."""
@@ -165,6 +173,7 @@ class FusedLlama4Block(FusedBlock):
 class FusedProjections(Fused):
     """Attention whose projections of the same input are joined, also after its weights have moved."""
 
+    family: Attention
     joined: tuple[str, ...]  # those projections
     norms: tuple[str, ...]
 
@@ -193,6 +202,7 @@ class FusedProjections(Fused):
         projections, norms = self.parts(self.joined), self.parts(self.norms)
         known = position_embeddings is not None and hidden_states.dim() == 3
         if known and self.untouched(*projections, *norms) and self.free(hidden_states) and self.still_selected():
+            grow_in_place(past_key_values, self)
             states = self.states(hidden_states, projections, norms, position_embeddings, past_key_values)
             return self.attend(states, hidden_states, attention_mask, **kwargs)
         kwargs |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
@@ -212,7 +222,6 @@ class FusedProjections(Fused):
 class FusedAttention(FusedProjections):
     """One product for queries, keys and values, and one op that norms and rotates them."""
 
-    family: Attention
     joined = ("q_proj", "k_proj", "v_proj")
     norms = ("q_norm", "k_norm")
 
@@ -220,7 +229,7 @@ class FusedAttention(FusedProjections):
         self, x: Tensor, projections: list, norms: list, position_embeddings: tuple[Tensor, Tensor], cache
     ) -> tuple[Tensor, ...]:
         B, T, _ = x.shape
-        q, k, v = (part.view(B, T, -1, self.head_dim) for part in project(x, projections))
+        q, k, v = self.heads(part.view(B, T, -1, self.head_dim) for part in project(x, projections))
         cos, sin = position_embeddings
         if self.family.angles == "twice":
             half = cos.shape[-1] // 2
@@ -229,13 +238,17 @@ class FusedAttention(FusedProjections):
         v = v.transpose(1, 2)
         return (q, k, v) if cache is None else (q, *cache.update(k, v, self.layer_idx))
 
+    def heads(self, projected: Iterable[Tensor]) -> Iterable[Tensor]:
+        """Queries, keys and values out of what the projections make."""
+        return projected
+
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: list) -> tuple[Tensor, Tensor]:
         if not norms:
             return ops.rope(q, k, cos, sin)
-        q_weight, k_weight = (member(norm, "weight") for norm in norms)
+        q_weight, k_weight = (member(norm, "weight") for norm in norms[:2])
         if len(q_weight) != self.head_dim:  # that of all heads together
             q_weight, k_weight = q_weight.view(q.shape[2:]), k_weight.view(k.shape[2:])
-        return ops.rope(q, k, cos, sin, q_weight, k_weight, eps=norms[0].variance_epsilon)
+        return ops.rope(q, k, cos, sin, q_weight, k_weight, eps=eps_of(norms[0]))
 
     def attend(self, states: tuple[Tensor, ...], x: Tensor, mask: Tensor | None, **kwargs):
         if self.family.window:
@@ -246,7 +259,7 @@ class FusedAttention(FusedProjections):
         return super().attend(states, x, mask, **kwargs)
 
     def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
-        of_keys = self.config.num_key_value_heads
+        of_keys = key_heads(self)
         q, k = (
             torch.empty(1, tokens, heads, self.head_dim, dtype=dtype, device="meta")
             for heads in (of_keys * self.num_key_value_groups, of_keys)
@@ -254,6 +267,21 @@ class FusedAttention(FusedProjections):
         cos = torch.empty(1, tokens, self.head_dim // 2, dtype=dtype, device="meta")
         self.rope(q, k, cos, cos, self.parts(self.norms))
         rehearse_attention(self, tokens, dtype)
+
+
+class FusedGemma4Attention(FusedAttention):
+    """Gemma 4: values are normed too, and are the keys as they were projected where there is no v_proj."""
+
+    norms = ("q_norm", "k_norm", "v_norm")
+
+    def heads(self, projected: Iterable[Tensor]) -> Iterable[Tensor]:
+        q, k, *v = projected
+        return q, k, ops.norm(v[0] if v else k, eps=eps_of(self._modules["v_norm"]))
+
+    def attend(self, states: tuple[Tensor, ...], x: Tensor, mask: Tensor | None, shared_kv_states=None, **kwargs):
+        if self.store_full_length_kv:
+            shared_kv_states[self.layer_type] = states[1:]
+        return super().attend(states, x, mask, **kwargs)
 
 
 class FusedLatentAttention(FusedProjections):
@@ -272,14 +300,24 @@ class FusedLatentAttention(FusedProjections):
         q, q_rot = q.view(B, T, -1, self.qk_head_dim).split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         latent, k_rot = latent.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         latent = rms_norm(latent, norms[-1]).unsqueeze(1)
-        cos, sin = (angles[..., : self.qk_rope_head_dim // 2] for angles in position_embeddings)
-        q_rot, k_rot = self.rope(q_rot, k_rot.unsqueeze(2), cos, sin)
+        q_rot, k_rot = self.rope(q_rot, k_rot.unsqueeze(2), *self.angles(position_embeddings))
         if cache is not None:
             latent, k_rot = cache.update(latent, k_rot, self.layer_idx)
         return torch.cat((q.transpose(1, 2), q_rot), -1), *self.expand_kv(latent, k_rot)
 
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.rope(q, k, cos, sin, interleaved=bool(self.config.rope_interleave))
+    def angles(self, position_embeddings: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if self.family.angles == "complex":
+            return position_embeddings.real, position_embeddings.imag
+        cos, sin = position_embeddings
+        half = self.qk_rope_head_dim // 2
+        return cos[..., :half], sin[..., :half]
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        if self.family.angles != "complex":
+            return ops.rope(q, k, cos, sin, interleaved=bool(self.config.rope_interleave))
+        # The model's own rotation leaves pairs side by side, and so they have to be in a cache of its making.
+        halves = ops.rope(q, k, cos, sin, interleaved=True)
+        return tuple(heads.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for heads in halves)
 
     def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         q, k, cos, latent = (
@@ -296,8 +334,22 @@ class FusedLatentAttention(FusedProjections):
         rehearse_attention(self, tokens, dtype)
 
 
+class FusedNorm(Fused):
+    """The norm behind the last layer. Other norms are part of the fused layers."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self) if self.free(hidden_states) else super().forward(hidden_states)
+
+    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+        self(torch.empty(1, tokens, len(self.weight), dtype=dtype, device="meta"))
+
+
 def rms_norm(x: Tensor, norm: nn.Module) -> Tensor:
-    return ops.norm(x, member(norm, "weight"), eps=norm.variance_epsilon)
+    return ops.norm(x, member(norm, "weight"), eps=eps_of(norm))
+
+
+def eps_of(norm: nn.Module) -> float:
+    return norm.eps if "eps" in norm.__dict__ else norm.variance_epsilon
 
 
 class Attended(nn.Module):
@@ -329,9 +381,7 @@ class FusedPreNormLayer(Fused):
         if parts is None:
             return super().forward(hidden_states, *args, **kwargs)
         grow_in_place(kwargs.get("past_key_values"), inner["self_attn"])
-        first = inner["input_layernorm"]
-        normed = rms_norm(hidden_states, first) if self.untouched(first) else first(hidden_states)
-        attended, _ = inner["self_attn"](hidden_states=normed, **kwargs)
+        attended, _ = inner["self_attn"](hidden_states=self.norm("input_layernorm", hidden_states), **kwargs)
         x, residual = ops.residual_norm(hidden_states, attended, member(norm, "weight"), eps=norm.variance_epsilon)
         return mlp.moe(x, parts, residual)[0]
 
@@ -353,11 +403,11 @@ class FusedGemma4Layer(Fused):
         inner = self._modules
         grow_in_place(kwargs.get("past_key_values"), inner["self_attn"])
         attended, _ = inner["self_attn"](
-            hidden_states=inner["input_layernorm"](hidden_states),
+            hidden_states=self.norm("input_layernorm", hidden_states),
             **{"position_embeddings": None, "attention_mask": None} | kwargs,
         )
         residual = norm_add(hidden_states, attended, inner["post_attention_layernorm"])
-        output = inner["mlp"](inner["pre_feedforward_layernorm"](residual))
+        output = inner["mlp"](self.norm("pre_feedforward_layernorm", residual))
         if self.enable_moe_block:
             output = self.with_experts(output, residual, arguments)
         if not self.hidden_size_per_layer_input:
@@ -379,7 +429,7 @@ class FusedGemma4Layer(Fused):
             top_k=router.config.top_k_experts,
             eps=router.eps,
         )
-        output = ops.experts(inner["pre_feedforward_layernorm_2"](residual), weights, ids, **arguments)
+        output = ops.experts(self.norm("pre_feedforward_layernorm_2", residual), weights, ids, **arguments)
         dense_norm, norm = inner["post_feedforward_layernorm_1"], inner["post_feedforward_layernorm_2"]
         one = torch.ones_like(weights[..., :1])
         slots = output.unsqueeze(-2)
@@ -410,7 +460,7 @@ class FusedGemma4Layer(Fused):
 
 
 def norm_add(residual: Tensor, x: Tensor, norm: nn.Module, scalar: Tensor | None = None) -> Tensor:
-    return ops.norm_add(residual, x, member(norm, "weight"), scalar, eps=norm.eps)
+    return ops.norm_add(residual, x, member(norm, "weight"), scalar, eps=eps_of(norm))
 
 
 @functools.cache
@@ -423,8 +473,12 @@ def fused_class(original: type, selected: bool = False) -> type | None:
         own = {"family": family}
     elif name in ATTENTIONS:
         base, own = FusedAttention, {"family": ATTENTIONS[name]}
+    elif name in GEMMA4_ATTENTIONS:
+        base, own = FusedGemma4Attention, {"family": GEMMA4_ATTENTIONS[name]}
     elif name in LATENT_ATTENTIONS:
-        base, own = FusedLatentAttention, {}
+        base, own = FusedLatentAttention, {"family": LATENT_ATTENTIONS[name]}
+    elif name in LAST_NORMS:
+        base, own = FusedNorm, {}
     elif name in PRE_NORM_LAYERS:
         base, own = FusedPreNormLayer, {}
     elif name in GEMMA4_LAYERS:
@@ -463,6 +517,8 @@ def why_left(module: nn.Module, fused: type) -> str | None:
 def why_attention_left(module: nn.Module, fused: type) -> str | None:
     if getattr(module.config, "clip_qkv", None) is not None:
         return "it clips its queries, keys and values"
+    if getattr(module, "is_kv_shared_layer", False):
+        return "it uses the keys and values of another layer"
     for name in fused.joined:
         part = module._modules.get(name)
         if part is not None and type(part).__module__ not in fused.homes:

@@ -170,6 +170,7 @@ PRE_NORM_LAYERS = {
     "qwen3_moe.Qwen3MoeDecoderLayer",
     "qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer",
     "qwen3_omni_moe.Qwen3OmniMoeThinkerTextDecoderLayer",
+    "mellum.MellumDecoderLayer",
     "mixtral.MixtralDecoderLayer",
     "olmoe.OlmoeDecoderLayer",
     "gpt_oss.GptOssDecoderLayer",
@@ -177,9 +178,23 @@ PRE_NORM_LAYERS = {
     "deepseek_v3.DeepseekV3DecoderLayer",
     "glm4_moe.Glm4MoeDecoderLayer",
     "glm4_moe_lite.Glm4MoeLiteDecoderLayer",
+    "glm4v_moe.Glm4vMoeTextDecoderLayer",
+    "dots1.Dots1DecoderLayer",
+    "solar_open.SolarOpenDecoderLayer",
+    "mimo_v2_flash.MiMoV2FlashDecoderLayer",
+    "mistral4.Mistral4DecoderLayer",
     "minimax_m2.MiniMaxM2DecoderLayer",
+    "hunyuan_v1_moe.HunYuanMoEV1DecoderLayer",
+    "hy_v3.HYV3DecoderLayer",
+    "laguna.LagunaDecoderLayer",
+    "flint.FlintDecoderLayer",
 }
 GEMMA4_LAYERS = {"gemma4.Gemma4TextDecoderLayer"}
+
+
+# The norm behind the last layer.
+LAST_NORMS = {name.replace("DecoderLayer", "RMSNorm") for name in PRE_NORM_LAYERS}
+LAST_NORMS |= {"gemma4.Gemma4RMSNorm", "glm4v_moe.Glm4vMoeRMSNorm", "qwen3_omni_moe.Qwen3OmniMoeTextRMSNorm"}
 
 
 @dataclass(frozen=True)
@@ -188,24 +203,43 @@ class Attention:
     (q_norm, k_norm) and sinks are used where the module has them."""
 
     window: str = ""  # what has the `sliding_window` that attention gets: "module" or "config"
-    angles: str = "twice"  # whether cos and sin have each angle "twice", for both halves of a head, or "once"
+    angles: str = "twice"  # cos and sin have each angle "twice", for both halves of a head, or "once", or are "complex"
 
 
+PLAIN = Attention()
 OWN_WINDOW = Attention(window="module")
+WINDOW_OF_ALL = Attention(window="config")
 
 ATTENTIONS = {
-    "qwen2_moe.Qwen2MoeAttention": Attention(),
+    "qwen2_moe.Qwen2MoeAttention": PLAIN,
     "qwen3_moe.Qwen3MoeAttention": OWN_WINDOW,
-    "qwen3_vl_moe.Qwen3VLMoeTextAttention": Attention(),
+    "qwen3_vl_moe.Qwen3VLMoeTextAttention": PLAIN,
     "qwen3_omni_moe.Qwen3OmniMoeThinkerTextAttention": OWN_WINDOW,
-    "mixtral.MixtralAttention": Attention(window="config"),
-    "olmoe.OlmoeAttention": Attention(window="config"),
+    "mellum.MellumAttention": OWN_WINDOW,
+    "mixtral.MixtralAttention": WINDOW_OF_ALL,
+    "minimax.MiniMaxAttention": WINDOW_OF_ALL,
+    "olmoe.OlmoeAttention": WINDOW_OF_ALL,
+    "flex_olmo.FlexOlmoAttention": PLAIN,
     "gpt_oss.GptOssAttention": Attention(window="module", angles="once"),
-    "glm4_moe.Glm4MoeAttention": Attention(),
-    "minimax_m2.MiniMaxM2Attention": Attention(),
+    "glm4_moe.Glm4MoeAttention": PLAIN,
+    "glm4v_moe.Glm4vMoeTextAttention": PLAIN,
+    "dots1.Dots1Attention": OWN_WINDOW,
+    "solar_open.SolarOpenAttention": PLAIN,
+    "minimax_m2.MiniMaxM2Attention": PLAIN,
+    "hy_v3.HYV3Attention": PLAIN,
+    "granitemoe.GraniteMoeAttention": PLAIN,
+    "granitemoe_swa.GraniteMoeSWAAttention": OWN_WINDOW,
+    "granitemoehybrid.GraniteMoeHybridAttention": PLAIN,
+    "granitemoeshared.GraniteMoeSharedAttention": PLAIN,
 }
+# Values are normed too, and some layers have no values of their own, or use the keys and values of another layer.
+GEMMA4_ATTENTIONS = {"gemma4.Gemma4TextAttention": OWN_WINDOW}
 # Attention whose keys and values are cached as latents (MLA).
-LATENT_ATTENTIONS = {"deepseek_v3.DeepseekV3Attention", "glm4_moe_lite.Glm4MoeLiteAttention"}
+LATENT_ATTENTIONS = {
+    "deepseek_v2.DeepseekV2Attention": Attention(angles="complex"),
+    "deepseek_v3.DeepseekV3Attention": PLAIN,
+    "glm4_moe_lite.Glm4MoeLiteAttention": PLAIN,
+}
 
 
 def family_name(cls: type) -> str | None:

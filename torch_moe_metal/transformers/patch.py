@@ -11,6 +11,7 @@ from .blocks import (
     Fused,
     FusedBlock,
     FusedGemma4Layer,
+    FusedNorm,
     FusedPreNormLayer,
     FusedProjections,
     fused_class,
@@ -25,6 +26,9 @@ FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
 # would be saved.
 BEFORE = "_moe_metal_experts_before"
 ATTENTION_BEFORE = "_moe_metal_attention_before"
+
+
+LAYERS = FusedPreNormLayer | FusedGemma4Layer
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,9 @@ def select(model: nn.Module, implementation: str | None) -> None:
 def select_attention(model: nn.Module) -> None:
     """Our attention for the models whose layers are fused: in the place of PyTorch's, and of eager attention where
     transformers knows no other for the model, so that nobody has chosen it."""
-    layers = [layer for layer in model.modules() if isinstance(layer, FusedPreNormLayer | FusedGemma4Layer)]
-    fused = {id(layer.self_attn.config) for layer in layers}
+    layers = [layer for layer in model.modules() if isinstance(layer, LAYERS)]
+    attentions = [part for part in model.modules() if isinstance(part, FusedProjections)]
+    fused = {id(attention.config) for attention in (*attentions, *(layer.self_attn for layer in layers))}
     parts = [part for part in model.modules() if hasattr(type(part), "_supports_sdpa")]
     for part in {id(part.config): part for part in parts if id(part.config) in fused}.values():
         before = part.config._attn_implementation
@@ -135,8 +140,11 @@ def select_attention(model: nn.Module) -> None:
 
 def fuse_all(model: nn.Module) -> Report:
     modules = dict(model.named_modules())
+    known = {name: fused for name, module in modules.items() if (fused := fused_class(original_class(module)))}
+    norms = [name for name, fused in known.items() if issubclass(fused, FusedNorm)]
     # Children come first: a layer is fused together with its block.
-    rows = [fuse(name, module) for name, module in reversed(modules.items()) if fused_class(original_class(module))]
+    rows = [fuse(name, modules[name]) for name in reversed(known) if name not in norms]
+    rows += [fuse(name, modules[name]) for name in norms if follows_fused_layers(modules, name)]
     rows += [
         report_experts(name, module, modules[name.rpartition(".")[0]])
         for name, module in reversed(modules.items())
@@ -144,6 +152,12 @@ def fuse_all(model: nn.Module) -> Report:
     ]
     order = {name: i for i, name in enumerate(modules)}
     return Report(sorted(filter(None, rows), key=lambda row: order[row.name]))
+
+
+def follows_fused_layers(modules: dict[str, nn.Module], norm: str) -> bool:
+    parent, _, name = norm.rpartition(".")
+    layers = modules[parent]._modules.get("layers", ())
+    return name == "norm" and any(isinstance(layer, LAYERS) for layer in layers)
 
 
 def original_class(module: nn.Module) -> type:
