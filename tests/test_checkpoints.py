@@ -313,7 +313,8 @@ def test_fp8_runs_packed(name, device, request):
         assert {module.parts(weight)[0].dtype for weight in module.packing} == {torch.float8_e4m3fn}
     assert relative(model(ids).logits.cpu(), expected) <= 1e-5
     report = torch_moe_metal.patch(model)
-    assert report["fused"] and not report["left"] and all(row.note == "fp8" for row in report.rows), str(report)
+    assert report["fused"] and not report["left"], str(report)
+    assert {row.note for row in report.rows if row.name != "model.norm"} == {"fp8"}
     assert relative(model(ids).logits.cpu(), expected) <= 1e-5
     for tensor in dict(model.named_buffers()).values():
         assert tensor.device.type == device

@@ -127,13 +127,13 @@ def attention_mask(
 ) -> Tensor | None:
     """transformers' mask of what each query sees. For one new token it is the padding as it is given, since every key
     comes before it; `sdpa_mask` computes some ten tensors to find that out, and reads one of them on the host."""
-    # `local_size` is that of a window, or of chunks, and those do not end with the newest token.
-    within = local_size is None or (kv_length <= local_size and not getattr(config, "attention_chunk_size", None))
-    last = isinstance(q_offset, int) and q_offset == kv_offset + kv_length - 1
-    padding = attention_mask
-    known = padding is None or (padding.dim() == 2 and padding.shape[-1] >= kv_offset + kv_length)
-    if q_length == 1 and allow_is_causal_skip and within and last and known and not torch.compiler.is_exporting():
-        return None if padding is None else padding[:, None, None, kv_offset : kv_offset + kv_length]
+    padding, end = attention_mask, kv_offset + kv_length
+    if q_length == 1 and allow_is_causal_skip and isinstance(q_offset, int) and not torch.compiler.is_exporting():
+        # `local_size` is that of a window, or of chunks, and those do not end with the newest token.
+        within = local_size is None or (kv_length <= local_size and not getattr(config, "attention_chunk_size", None))
+        known = padding is None or (padding.dim() == 2 and padding.shape[-1] >= end)
+        if within and known and q_offset == end - 1:
+            return None if padding is None else padding[:, None, None, kv_offset:end]
     more |= {"attention_mask": padding, "local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip}
     return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, config=config, **more)
 

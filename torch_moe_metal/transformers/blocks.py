@@ -337,8 +337,11 @@ class FusedLatentAttention(FusedProjections):
 class FusedNorm(Fused):
     """The norm behind the last layer. Other norms are part of the fused layers."""
 
+    config: object  # that of its model, which selects the experts
+
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, self) if self.free(hidden_states) else super().forward(hidden_states)
+        ours = self.free(hidden_states) and self.still_selected()
+        return rms_norm(hidden_states, self) if ours else super().forward(hidden_states)
 
     def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         self(torch.empty(1, tokens, len(self.weight), dtype=dtype, device="meta"))

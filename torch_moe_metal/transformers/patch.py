@@ -97,6 +97,8 @@ def unpatch(model: nn.Module) -> None:
     model = model_of(model, "unpatch")
     with all_or_nothing(model):
         for module in model.modules():
+            if isinstance(module, FusedNorm):
+                del module.config
             if isinstance(module, Fused):
                 module.__class__ = module.original
             if BEFORE in vars(module):
@@ -144,7 +146,7 @@ def fuse_all(model: nn.Module) -> Report:
     norms = [name for name, fused in known.items() if issubclass(fused, FusedNorm)]
     # Children come first: a layer is fused together with its block.
     rows = [fuse(name, modules[name]) for name in reversed(known) if name not in norms]
-    rows += [fuse(name, modules[name]) for name in norms if follows_fused_layers(modules, name)]
+    rows += [fuse_norm(name, modules) for name in norms]
     rows += [
         report_experts(name, module, modules[name.rpartition(".")[0]])
         for name, module in reversed(modules.items())
@@ -154,10 +156,17 @@ def fuse_all(model: nn.Module) -> Report:
     return Report(sorted(filter(None, rows), key=lambda row: order[row.name]))
 
 
-def follows_fused_layers(modules: dict[str, nn.Module], norm: str) -> bool:
-    parent, _, name = norm.rpartition(".")
-    layers = modules[parent]._modules.get("layers", ())
-    return name == "norm" and any(isinstance(layer, LAYERS) for layer in layers)
+def fuse_norm(name: str, modules: dict[str, nn.Module]) -> Row | None:
+    """That behind fused layers, which has no configuration of its own."""
+    norm, model = modules[name], modules[name.rpartition(".")[0]]
+    layers = model._modules.get("layers", ())
+    if model._modules.get("norm") is not norm or not any(isinstance(layer, LAYERS) for layer in layers):
+        return None
+    norm.config = model.config
+    row = fuse(name, norm)
+    if row.state == LEFT:
+        del norm.config
+    return row
 
 
 def original_class(module: nn.Module) -> type:
