@@ -1,7 +1,7 @@
-"""Shaders that are broken on purpose, readers of packed weights and attention: for each a test of the suite, which must
-fail on it.
 
-The test runs as it is. In the op's place stands a replay: the dispatches that the real op makes, with the changed
+
+
+
 shader, on the engine of the simulated Metal alone.
 """
 
@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import cases
 import test_attention_mps as attention_suite
 import test_experts_mps as suite
+import test_ops
 from conftest import DEVICES, SIMULATED
 from packed import AFFINE, FP8, MXFP4
 
@@ -57,7 +59,7 @@ def storage_of(tensor: Tensor) -> np.ndarray:
     return whole.cpu().numpy().copy()
 
 
-def replay(op: Callable, change: Callable[[str], str], *args, **options) -> Tensor:
+def replay(op: Callable, change: Callable[[str], str], *args, **options) -> Tensor | list[Tensor]:
     """What the op returns where its shaders are changed."""
     import metal_sim
     from metal_sim import engine
@@ -78,7 +80,9 @@ def replay(op: Callable, change: Callable[[str], str], *args, **options) -> Tens
             arguments[one["index"]] = engine.At(array, one["offset"])
         kernel = library_of(dispatch.kernel, change).kernel(dispatch.kernel)
         kernel(*arguments, grid=dispatch.grid, threads=dispatch.threads)
-    return torch.from_numpy(memory[contents(output)]).view(output.dtype)[: output.numel()].view(output.shape)
+    outputs = [output] if isinstance(output, Tensor) else output
+    found = [torch.from_numpy(memory[contents(one)]).view(one.dtype)[: one.numel()].view(one.shape) for one in outputs]
+    return found[0] if isinstance(output, Tensor) else found
 
 
 class Ops:
@@ -134,6 +138,14 @@ def unseen(name: str) -> tuple[Callable, dict]:
     return attention_suite.test_keys_that_are_not_seen, {"name": name}
 
 
+def rope(name: str) -> tuple[Callable, dict]:
+    """Six query heads and one key head of 80 numbers, of which 80 turn; or five and two of 33, of which 18 do."""
+    (case,) = (
+        case for case in cases.rope_cases() if str(case).startswith(f"rope-{name}-") and case.dtype == cases.FLOAT
+    )
+    return test_ops.test_equals_the_reference, {"case": case}
+
+
 NARROW4 = suite.NARROW[2]  # groups of 16
 # Parts of the shaders that several change.
 SHIFT = "params.group_shift"
@@ -177,6 +189,15 @@ MUTANTS = {
     "slice_left_out": Mutant("place.slice + slices;", "place.slice + 1;", "values", *cut("two slices")),
     "stream_not_scaled": Mutant("exp(other.xy -", "exp(0 * other.xy -", "values", *cut("streams")),
     "part_not_scaled": Mutant("exp(mine.x - offset)", "1.0f", "values", *cut("parts")),
+    # rope
+    "turned_back": Mutant("a * c - b * s", "a * c + b * s", "values", *rope("plain-A6-J1-D80-R40")),
+    "pairs_as_halves": Mutant("params.interleaved ? 2 * i : i", "i", "values", *rope("plain-interleaved-A5-J2-D33-R9")),
+    "rest_left_out": Mutant("i = 2 * R + lane", "i = D + lane", "values", *rope("joined-A5-J2-D33-R9")),
+    "angles_of_the_first_token": Mutant("+ t * params.cos.row", "", "values", *rope("plain-A6-J1-D80-R40")),
+    "norm_of_all_heads": Mutant("if (!norms_all)", "if (false)", "values", *rope("normed-A6-J1-D80-R40")),
+    "norm_of_each_head": Mutant("if (!norms_all)", "if (true)", "values", *rope("normed_whole-A5-J2-D33-R9")),
+    "weights_of_the_first_head": Mutant("norms_all ? head * D : 0", "0", "values", *rope("normed_whole-A5-J2-D33-R9")),
+    "heads_overrun": Mutant("item >= params.items", "false", "bounds", *rope("plain-A6-J1-D80-R40")),
 }
 
 

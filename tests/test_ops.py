@@ -52,7 +52,7 @@ def moved(case: Case, device: str) -> Args:
 
 
 @pytest.mark.cases(CASES)
-def test_equals_the_reference(case: Case, device: str):
+def test_equals_the_reference(device: str, case: Case):
     args = moved(case, device)
     want = case.expected()
     before = {name: bits(tensor) for name, tensor in args.items()}
