@@ -1,7 +1,7 @@
+"""Shaders that are broken on purpose: readers of packed weights, attention and rope. For each there is a test of the
+suite, which must fail on it.
 
-
-
-
+The test runs as it is. In the op's place stands a replay: the dispatches that the real op makes, with the changed
 shader, on the engine of the simulated Metal alone.
 """
 

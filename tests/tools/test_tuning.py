@@ -125,7 +125,7 @@ def test_every_alternative_is_right(number: Number, value: int, mps: str):
         assert bool(cases) == (value != tuning.defaults()[number.name])
     tuning.use({number.name: value})
     for case in cases:
-        test_ops.test_equals_the_reference(case, mps)
+        test_ops.test_equals_the_reference(mps, case)
 
 
 @pytest.mark.full_grid
@@ -135,7 +135,7 @@ def test_every_alternative_is_right(number: Number, value: int, mps: str):
 def test_every_alternative_is_right_on_the_whole_table(number: Number, value: int, mps: str):
     tuning.use({number.name: value})
     for case in table(number):
-        test_ops.test_equals_the_reference(case, mps)
+        test_ops.test_equals_the_reference(mps, case)
 
 
 # ------------------------------------------------------------------------------------------------ setting them
