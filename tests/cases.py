@@ -795,6 +795,12 @@ def bars_by_head(args: Args) -> None:
     args["v"][..., 7, 0] = nan
 
 
+def bars_one_key(args: Args) -> None:
+    """To the last query of the last head. All else is seen, so that blocks of keys need no mask."""
+    args["mask"] = torch.ones_like(args["mask"], dtype=torch.bool)
+    args["mask"][-1, -1, -1, -3] = False
+
+
 def not_finite_keys(args: Args) -> None:
     args["k"][:, 0, 3, 0], args["v"][:, -1, 4, -1] = nan, -inf
 
@@ -818,6 +824,7 @@ SEEING = {  # optional arguments, options, what is changed, whether it is hostil
     "float_mask": (("mask",), {"softcap": 0.3}, across, False),
     "bool_mask": (("mask", "sinks"), {"causal": True}, bool_mask, False),
     "barred": (("mask", "sinks"), {}, bars_whole_queries, False),
+    "one_key_barred": (("mask",), {}, bars_one_key, False),
     "barred_by_head": (("mask",), {}, bars_by_head, True),
     "not_finite": (("sinks",), {"causal": True, "window": 20}, not_finite_keys, True),
     "infinite_scores": (("sinks",), {}, infinite_scores, True),

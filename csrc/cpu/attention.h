@@ -281,7 +281,8 @@ class AttentionTile {
     const bool at_an_edge =
         count < kKeys || call_.first_key(last_query) > key || call_.last_key(query_of(0)) < key + kKeys;
     if (at_an_edge) find_edges(key, count);
-    if (call_.mask.defined()) read_mask(key, count);
+    masked_ = call_.mask.defined() && !sees_all(key, count);
+    if (masked_) read_mask(key, count);
     bool some_barred = false;
     for (int64_t lane = 0; lane < period_; lane += kLanes) {
       const Vec greatest_of_block = bend_and_bar(lane, at_an_edge);
@@ -298,12 +299,36 @@ class AttentionTile {
     }
   }
 
+  // Where the mask of a row has its first key of the block.
+  int64_t mask_of(int64_t r, int64_t key) const {
+    const Tensor& mask = call_.mask;
+    return span_.sequence * mask.stride(0) + head_of(r) * mask.stride(1) + query_of(r) * mask.stride(2) +
+           key * mask.stride(3);
+  }
+
+  // Whether a mask of truth values bars nothing here. That of a decoded token is one row for all heads, and bars the
+  // padding before a prompt alone.
+  bool sees_all(int64_t key, int64_t count) const {
+    if (call_.mask.scalar_type() != at::kBool) return false;
+    const auto* seen = elements<bool>(call_.mask);
+    const int64_t step = call_.mask.stride(3);
+    for (int64_t r = 0, before = -1; r < span_.rows; ++r) {
+      const int64_t at = mask_of(r, key);
+      if (at == before) continue;
+      bool all = true;
+      for (int64_t n = 0; n < count; ++n) all &= seen[at + n * step];
+      if (!all) return false;
+      before = at;
+    }
+    return true;
+  }
+
   void read_mask(int64_t key, int64_t count) {
     const Tensor& mask = call_.mask;
-    const int64_t step = mask.stride(3), first = span_.sequence * mask.stride(0) + key * step;
+    const int64_t step = mask.stride(3);
     const auto read = [&](auto number) {
       for (int64_t r = 0; r < span_.rows; ++r) {
-        const int64_t at = first + head_of(r) * mask.stride(1) + query_of(r) * mask.stride(2);
+        const int64_t at = mask_of(r, key);
         for (int64_t n = 0; n < count; ++n) added_[n * lanes_ + r] = number(at + n * step);
       }
     };
@@ -327,7 +352,7 @@ class AttentionTile {
     for (int64_t at = lane; at < kKeys * lanes_; at += period_, key = key + keys_at_once) {
       Vec score = load(scores_.get() + at, Whole()) * scale;
       if (call_.softcap != 0) score = softcap * (score / softcap).tanh();
-      if (call_.mask.defined()) {
+      if (masked_) {
         const Vec added = load(added_.get() + at, Whole());
         score = Vec::blendv(score + added, none, added == none);
       }
@@ -423,6 +448,7 @@ class AttentionTile {
   const std::unique_ptr<Key[], Free> keys_;
   const std::unique_ptr<Scalar[], Free> values_;
   Span span_ = {};
+  bool masked_ = false;  // whether the mask says anything of this block
 };
 
 }  // namespace moe_metal
