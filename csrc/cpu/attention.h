@@ -28,9 +28,19 @@ constexpr int kSumsAtOnce = 4;
 template <int N, int K>
 [[gnu::flatten, gnu::noinline]] inline void dot_floats(const float* queries, int64_t words, int64_t lanes,
                                                        const float* keys, int64_t step, float* scores) {
+  constexpr int64_t kAtOnce = 128;  // words of a sum, so that long heads are as exact as short ones
   Vec sums[K][N];
   unrolled<K>([&](auto k) { unrolled<N>([&](auto n) { sums[k][n] = Vec(0); }); });
   for (int64_t w = 0; w < words; ++w) {
+    if (w > 0 && w % kAtOnce == 0) {
+      unrolled<K>([&](auto k) {
+        unrolled<N>([&](auto n) {
+          float* const sum = scores + k * lanes + n * kLanes;
+          store(sum, w == kAtOnce ? sums[k][n] : load(sum, Whole()) + sums[k][n], Whole());
+          sums[k][n] = Vec(0);
+        });
+      });
+    }
     if (N == 1) __builtin_prefetch(keys + (kKeys + w % K) * step + w / K * 16, 0, 2);
     Vec query[N];
     unrolled<N>([&](auto n) { query[n] = load(queries + w * lanes + n * kLanes, Whole()); });
@@ -39,8 +49,12 @@ template <int N, int K>
       unrolled<N>([&](auto n) { sums[k][n] = at::vec::fmadd(key, query[n], sums[k][n]); });
     });
   }
-  unrolled<K>(
-      [&](auto k) { unrolled<N>([&](auto n) { store(scores + k * lanes + n * kLanes, sums[k][n], Whole()); }); });
+  unrolled<K>([&](auto k) {
+    unrolled<N>([&](auto n) {
+      float* const sum = scores + k * lanes + n * kLanes;
+      store(sum, words > kAtOnce ? load(sum, Whole()) + sums[k][n] : sums[k][n], Whole());
+    });
+  });
 }
 
 #if defined(CPU_CAPABILITY_AVX512)
@@ -71,21 +85,106 @@ template <int N, int K>
   }
 }
 
-// The same for up to 8 rows, as most models have them while decoding.
+// The same for up to 8 rows, as most models have them while decoding. A vector has two words of each row, side by side:
+// lanes 2r and 2r + 1 are row r's.
 template <int K>
 [[MOE_METAL_BF16, gnu::noinline]] inline void dot_pairs_of_8(const float* queries, int64_t words,
                                                              const at::BFloat16* keys, int64_t step, float* scores) {
-  __m256 sums[K];
-  MOE_METAL_UNROLL for (int k = 0; k < K; ++k) sums[k] = _mm256_setzero_ps();
-  for (int64_t w = 0; w < words; ++w) {
+  __m512 sums[K];
+  MOE_METAL_UNROLL for (int k = 0; k < K; ++k) sums[k] = _mm512_setzero_ps();
+  const at::BFloat16* third[K / 3 + 1];  // of three keys one pointer: more do not fit into registers
+  MOE_METAL_UNROLL for (int i = 0; i <= K / 3; ++i) third[i] = keys + 3 * i * step;
+  for (int64_t w = 0; w < words; w += 2) {
     __builtin_prefetch(keys + (kKeys + w % K) * step + w / K * 32, 0, 2);
-    const auto query = reinterpret_cast<__m256bh>(_mm256_load_ps(queries + w * 8));
+    __builtin_prefetch(keys + (kKeys + w % K + 1) * step + w / K * 32, 0, 2);
+    const auto query = reinterpret_cast<__m512bh>(_mm512_load_ps(queries + w * 8));
     MOE_METAL_UNROLL for (int k = 0; k < K; ++k) {
-      const auto key = reinterpret_cast<__m256bh>(_mm256_set1_epi32(pair_at(keys + k * step + 2 * w)));
-      sums[k] = _mm256_dpbf16_ps(sums[k], key, query);
+      int64_t both;
+      std::memcpy(&both, third[k / 3] + k % 3 * step + 2 * w, sizeof(both));
+      sums[k] = _mm512_dpbf16_ps(sums[k], reinterpret_cast<__m512bh>(_mm512_set1_epi64(both)), query);
     }
   }
-  MOE_METAL_UNROLL for (int k = 0; k < K; ++k) _mm256_store_ps(scores + k * 8, sums[k]);
+  MOE_METAL_UNROLL for (int k = 0; k < K; ++k) {
+    const __m512i sum = _mm512_castps_si512(_mm512_add_ps(sums[k], _mm512_movehdup_ps(sums[k])));
+    _mm256_store_ps(scores + k * 8, _mm256_castsi256_ps(_mm512_cvtepi64_epi32(sum)));
+  }
+}
+
+// e^(score - greatest) in bfloat16, each at the lower end of its lane.
+[[MOE_METAL_BF16, gnu::always_inline]] inline __m512i weights_of(const Vec& score, const Vec& greatest) {
+  const auto weight = _mm512_cvtneps_pbh(exp2((score - greatest) * Vec(1.44269504f)));
+  return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(weight));
+}
+
+inline Vec as_floats(__m512i weights) { return Vec(_mm512_castsi512_ps(_mm512_slli_epi32(weights, 16))); }
+
+// The weights of 16 lanes for all keys: a word has those of two keys. -> their sums, and whether any key is barred
+[[MOE_METAL_BF16, gnu::noinline]] inline Vec weigh_pairs(const float* scores, int64_t lanes, const Vec& greatest,
+                                                         float* weights, bool& some_barred) {
+  const Vec none(-kInfinity);
+  Vec sums(0), barred(0);
+  const int64_t step = lanes == 8 ? 16 : 2 * lanes;
+  for (int64_t at = 0; at < kKeys * lanes; at += step) {
+    const Vec score = load(scores + at, Whole());
+    const __m512i first = weights_of(score, greatest);
+    barred = barred | (score == none);
+    sums = sums + as_floats(first);
+    if (lanes == 8) {  // which has both keys
+      const __m256i second = _mm512_extracti64x4_epi64(first, 1);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(weights + at / 2),
+                         _mm256_or_si256(_mm512_castsi512_si256(first), _mm256_slli_epi32(second, 16)));
+      continue;
+    }
+    const Vec next = load(scores + at + lanes, Whole());
+    const __m512i second = weights_of(next, greatest);
+    barred = barred | (next == none);
+    sums = sums + as_floats(second);
+    _mm512_store_si512(weights + at / 2, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+  }
+  some_barred |= barred.zero_mask() != (1 << kLanes) - 1;
+  return sums;
+}
+
+// add_values for two keys at a time, of R rows and 32 columns. Sums of columns lie as unpacking pairs leaves them.
+template <int R>
+[[MOE_METAL_BF16, gnu::noinline]] inline void add_pairs(const at::BFloat16* values, int64_t step, int64_t keys,
+                                                        const float* weights, int64_t lanes, const float* factors,
+                                                        float* out, int64_t width, bool ahead, int64_t columns) {
+  const auto seen = static_cast<__mmask32>(columns >= 32 ? ~0u : (1u << columns) - 1);
+  __m512 sums[R][2];
+  MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+    MOE_METAL_UNROLL for (int c = 0; c < 2; ++c) {
+      sums[r][c] = _mm512_mul_ps(_mm512_load_ps(out + r * width + c * kLanes), _mm512_set1_ps(factors[r]));
+    }
+  }
+  for (int64_t key = 0; key < keys; key += 2) {
+    const at::BFloat16* here = values + key * step;
+    if (ahead) {
+      __builtin_prefetch(here + kKeys * step, 0, 2);
+      __builtin_prefetch(here + (kKeys + 1) * step, 0, 2);
+    }
+    const __m512i one = _mm512_maskz_loadu_epi16(seen, here);
+    const __m512i other = _mm512_maskz_loadu_epi16(key + 1 < keys ? seen : 0, here + step);
+    const auto low = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(one, other));
+    const auto high = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(one, other));
+    MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+      const auto weight = reinterpret_cast<__m512bh>(_mm512_set1_ps(weights[key / 2 * lanes + r]));
+      sums[r][0] = _mm512_dpbf16_ps(sums[r][0], weight, low);
+      sums[r][1] = _mm512_dpbf16_ps(sums[r][1], weight, high);
+    }
+  }
+  MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+    MOE_METAL_UNROLL for (int c = 0; c < 2; ++c) _mm512_store_ps(out + r * width + c * kLanes, sums[r][c]);
+  }
+}
+
+// Where unpacking leaves the sum of the v-th column of 32.
+constexpr int64_t place_of_sum(int64_t v) { return v / 4 % 2 * 16 + v / 8 * 4 + v % 4; }
+
+inline void order_sums(float* out) {
+  float sums[32];
+  std::memcpy(sums, out, sizeof(sums));
+  for (int64_t v = 0; v < 32; ++v) out[v] = sums[place_of_sum(v)];
 }
 #endif
 
@@ -132,10 +231,12 @@ class AttentionTile {
   explicit AttentionTile(const Attention& call)
       : call_(call),
         group_(call.A / call.J),
-        words_(pairs ? at::divup(call.D, 2) : call.D),
         lanes_(lanes_of(std::min(kRows, group_ * call.T))),
+        words_(!pairs        ? call.D
+               : lanes_ == 8 ? at::divup(call.D, 4) * 2
+                             : at::divup(call.D, 2)),
         period_(std::max(lanes_, kLanes)),
-        width_(at::divup(call.V, kLanes) * kLanes),
+        width_(at::divup(call.V, 2 * kLanes) * 2 * kLanes),
         queries_(scratch<float>(words_ * lanes_)),
         scores_(scratch<float>(kKeys * lanes_)),
         weights_(scratch<float>(kKeys * lanes_)),
@@ -157,6 +258,9 @@ class AttentionTile {
       const bool some_barred = weigh(key, count);
       multiply_values(key, count, some_barred);
     }
+#if defined(CPU_CAPABILITY_AVX512)
+    for (int64_t at = 0; pairs && at < span.rows * width_; at += 32) order_sums(out_.get() + at);
+#endif
   }
 
   Sums sums(int64_t r) const {
@@ -181,21 +285,21 @@ class AttentionTile {
   float* first_keys() const { return of_rows_.get() + 3 * period_; }  // that the row sees of a block
   float* last_keys() const { return of_rows_.get() + 4 * period_; }
 
+  // As the products take them: a vector has the same word of all rows, or of 8 rows two words each.
   void read_queries() {
+    const int64_t together = (lanes_ == 8 ? 2 : 1) * static_cast<int64_t>(sizeof(float) / sizeof(Key));
+    const int64_t row = lanes_ * together, step = call_.q.stride(3);
+    auto* const queries = reinterpret_cast<Key*>(queries_.get());
     std::fill_n(queries_.get(), words_ * lanes_, 0.0f);
-    const int64_t step = call_.q.stride(3);
     for (int64_t r = 0; r < span_.rows; ++r) {
       const auto* from = elements<Scalar>(call_.q) + span_.sequence * call_.q.stride(0) +
                          head_of(r) * call_.q.stride(1) + query_of(r) * call_.q.stride(2);
-      for (int64_t w = 0; w < words_; ++w) {
-        float& word = queries_[w * lanes_ + r];
-        if constexpr (pairs) {
-          const bool lone = 2 * w + 1 == call_.D;
-          const at::BFloat16 both[2] = {from[2 * w * step], lone ? at::BFloat16(0) : from[(2 * w + 1) * step]};
-          std::memcpy(&word, both, sizeof(word));
-        } else {
-          word = static_cast<float>(from[w * step]);
-        }
+      Key* to = queries + r * together;
+      int64_t d = 0;
+      for (; d + 4 <= call_.D && together == 4 && step == 1; d += 4, to += row)
+        std::memcpy(to, from + d, 4 * sizeof(Key));
+      for (; d < call_.D; to += row) {
+        for (int64_t i = 0; i < together && d < call_.D; ++i, ++d) to[i] = static_cast<Key>(from[d * step]);
       }
     }
   }
@@ -312,13 +416,16 @@ class AttentionTile {
     if (call_.mask.scalar_type() != at::kBool) return false;
     const auto* seen = elements<bool>(call_.mask);
     const int64_t step = call_.mask.stride(3);
-    for (int64_t r = 0, before = -1; r < span_.rows; ++r) {
+    const int64_t rows = call_.T == 1 && call_.mask.stride(1) == 0 ? 1 : span_.rows;
+    for (int64_t r = 0; r < rows; ++r) {
       const int64_t at = mask_of(r, key);
-      if (at == before) continue;
-      bool all = true;
-      for (int64_t n = 0; n < count; ++n) all &= seen[at + n * step];
-      if (!all) return false;
-      before = at;
+      if (step == 1) {
+        if (std::memchr(seen + at, false, count) != nullptr) return false;
+      } else {
+        for (int64_t n = 0; n < count; ++n) {
+          if (!seen[at + n * step]) return false;
+        }
+      }
     }
     return true;
   }
@@ -370,7 +477,11 @@ class AttentionTile {
     const Vec one = Vec::blendv(now, Vec(0), now == none);  // whose weight is 1; if it saw none, all of them are 0
     const auto power = [&](const Vec& score) { return exp2((score - one) * Vec(1.44269504f)); };
     Vec sums(0), barred(0);
-    for (int64_t at = lane; at < kKeys * lanes_; at += period_) {
+    bool some_barred = false;
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (pairs) sums = weigh_pairs(scores_.get() + lane, lanes_, one, weights_.get() + lane, some_barred);
+#endif
+    for (int64_t at = lane; !pairs && at < kKeys * lanes_; at += period_) {
       const Vec score = load(scores_.get() + at, Whole()), weight = power(score);
       barred = barred | (score == none);
       sums = sums + weight;
@@ -380,7 +491,7 @@ class AttentionTile {
     store(factors() + lane, factor, Whole());
     store(greatest() + lane, now, Whole());
     store(totals() + lane, at::vec::fmadd(load(totals() + lane, Whole()), factor, sums), Whole());
-    return barred.zero_mask() != (1 << kLanes) - 1;
+    return some_barred || barred.zero_mask() != (1 << kLanes) - 1;
   }
 
   // The greatest of the lanes that stand for one row.
@@ -406,6 +517,15 @@ class AttentionTile {
 
   template <int R>
   void add_values_of_rows(int64_t r, const Block<Scalar>& block, int64_t count) {
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (pairs) {
+      for (int64_t v = 0; v < call_.V; v += 32) {
+        add_pairs<R>(block.data + v, block.step, count, weights_.get() + r, lanes_, factors() + r,
+                     out_.get() + r * width_ + v, width_, r == 0, call_.V - v);
+      }
+      return;
+    }
+#endif
     const auto add = [&](int64_t v, auto vectors, auto columns) {
       add_values<R, vectors>(block.data + v, block.step, count, weights_.get() + r, lanes_, factors() + r,
                              out_.get() + r * width_ + v, width_, r == 0, columns);
@@ -426,22 +546,37 @@ class AttentionTile {
     return sum(zero) == 0;
   }
 
+  // Of a key to a row.
+  float weight(int64_t n, int64_t r) const {
+    if constexpr (!pairs) return weights_[n * lanes_ + r];
+    return reinterpret_cast<const at::BFloat16*>(weights_.get() + n / 2 * lanes_ + r)[n % 2];
+  }
+
+  // Where a column's sum is until all keys are added.
+  static int64_t place_of(int64_t v) {
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (pairs) return v / 32 * 32 + place_of_sum(v % 32);
+#endif
+    return v;
+  }
+
   // Where a value is infinite or NaN, a weight of 0 does not keep it out: what is barred is left out.
   void add_seen_values(const Block<Scalar>& block, int64_t count) {
     for (int64_t r = 0; r < span_.rows; ++r) {
       float* out = out_.get() + r * width_;
-      for (int64_t v = 0; v < call_.V; ++v) out[v] *= factors()[r];
+      for (int64_t v = 0; v < width_; ++v) out[v] *= factors()[r];
       for (int64_t n = 0; n < count; ++n) {
         if (scores_[n * lanes_ + r] == -kInfinity) continue;
         const auto* value = block.data + n * block.step;
-        for (int64_t v = 0; v < call_.V; ++v) out[v] += weights_[n * lanes_ + r] * static_cast<float>(value[v]);
+        for (int64_t v = 0; v < call_.V; ++v) out[place_of(v)] += weight(n, r) * static_cast<float>(value[v]);
       }
     }
   }
 
   const Attention& call_;
-  const int64_t group_, words_;
+  const int64_t group_;
   const int64_t lanes_;   // that rows have in the scores of a key
+  const int64_t words_;   // of a query, and of a key
   const int64_t period_;  // lanes after which the rows repeat: a vector at least
   const int64_t width_;   // of a row's values
   const std::unique_ptr<float[], Free> queries_, scores_, weights_, added_, out_, of_rows_;
