@@ -32,6 +32,7 @@ using namespace metal;
 namespace moe_metal {
 
 MOE_METAL_CONSTANT uint kKeyMatrices = kAttentionKeys / 8;
+MOE_METAL_CONSTANT uint kPartsAtOnce = 8;  // that a lane of attention_combine loads, and then adds
 
 // Where a simdgroup and its lane work.
 struct AttentionPlace {
@@ -124,20 +125,43 @@ float masked(float score, uint key, AttentionRow row, device const uchar* mask, 
 
 // ------------------------------------------------------------------------------------------ loads
 
-// Elements `column` to column + 7 of a row, or 0 beyond its end. Wide rows are whole runs of 8, which lie side by side.
+// Elements `column` to column + 7 of a row, or 0 beyond its end. Wide rows are whole runs of 8, which lie side by side:
+// they stay as they were loaded until they are needed, so that nothing waits for a load before the next ones are made.
 template <bool wide, typename T>
-void load_run(device const T* row, ulong stride, uint column, uint length, thread Vectors<2>& run) {
-  if (wide) {
-    load_wide(row + min(column, length - 8), run);
-    if (column >= length) run.at[0] = run.at[1] = 0;
-    return;
-  }
+struct Run {
+  uint4 bits[2 / Wide<T>::vectors];
+  uint mask;  // no choice of a value that is loaded: compilers make a branch of it, and load behind it
+};
+template <typename T>
+struct Run<false, T> {
+  Vectors<2> values;
+};
+template <typename T>
+void load_run(device const T* row, ulong, uint column, uint length, thread Run<true, T>& run) {
+  device const uint4* from = reinterpret_cast<device const uint4*>(row + min(column, length - 8));
+  for (uint n = 0; n < 2 / Wide<T>::vectors; ++n) run.bits[n] = from[n];
+  run.mask = column < length ? 0xffffffff : 0;
+}
+template <typename T>
+void load_run(device const T* row, ulong stride, uint column, uint length, thread Run<false, T>& run) {
 #pragma unroll
   for (uint n = 0; n < 8; ++n) {
     const bool inside = column + n < length;
     const float value = float(row[inside ? (column + n) * stride : 0]);
-    run.at[n / 4][n % 4] = inside ? value : 0;
+    run.values.at[n / 4][n % 4] = inside ? value : 0;
   }
+}
+template <typename T>
+Vectors<2> values_of(thread const Run<true, T>& run) {
+  uint4 bits[2 / Wide<T>::vectors];
+  for (uint n = 0; n < 2 / Wide<T>::vectors; ++n) bits[n] = run.bits[n] & run.mask;
+  Vectors<2> values;
+  to_floats<T>(bits, values);
+  return values;
+}
+template <typename T>
+Vectors<2> values_of(thread const Run<false, T>& run) {
+  return run.values;
 }
 
 // What a lane holds of a chunk of q: for its two rows the columns that meet the runs of keys.
@@ -147,8 +171,9 @@ struct QueryChunk {
 template <bool wide, typename T>
 void load_query(device const T* row, uint column, constant AttentionParams& params, thread float4& values) {
   if (wide) {
-    values = load4_wide(row + min(column, params.D - 4));
-    if (column >= params.D) values = 0;
+    vec<T, 4> four = *reinterpret_cast<device const vec<T, 4>*>(row + min(column, params.D - 4));
+    if (column >= params.D) four = vec<T, 4>(T(0));
+    values = float4(float(four.x), float(four.y), float(four.z), float(four.w));
     return;
   }
 #pragma unroll
@@ -182,11 +207,15 @@ struct Scores {
 template <bool wide, typename T>
 void add_chunk(thread Scores& scores, device const T* k, uint block, uint chunk, thread const QueryChunk& q,
                MatrixPlace place, constant AttentionParams& params) {
+  Run<wide, T> runs[kKeyMatrices];
 #pragma unroll
   for (uint n = 0; n < kKeyMatrices; ++n) {
     device const T* key = k + min(block + 8 * n + place.row, params.S - 1) * params.k.row;
-    Vectors<2> run;
-    load_run<wide>(key, params.k.element, chunk * kAttentionKeyColumns + 4 * place.column, params.D, run);
+    load_run(key, params.k.element, chunk * kAttentionKeyColumns + 4 * place.column, params.D, runs[n]);
+  }
+#pragma unroll
+  for (uint n = 0; n < kKeyMatrices; ++n) {
+    const Vectors<2> run = values_of(runs[n]);
 #pragma unroll
     for (uint i = 0; i < 4; ++i) {
       multiply_add(scores.at[n], float2(run.at[0][i], run.at[1][i]), float2(q.row[0][i], q.row[1][i]));
@@ -280,17 +309,21 @@ uint weigh(thread Attended<ValueChunks>& attended, thread Scores& scores, uint b
 template <bool wide, typename T>
 void add_values(thread float2* sums, thread const Scores& weights, device const T* v, uint block, uint column,
                 MatrixPlace place, constant AttentionParams& params) {
+  Run<wide, T> runs[kKeyMatrices][2];
 #pragma unroll
   for (uint n = 0; n < kKeyMatrices; ++n) {
-    Vectors<2> runs[2];
 #pragma unroll
     for (uint e = 0; e < 2; ++e) {
       device const T* value = v + min(block + 8 * n + place.column + e, params.S - 1) * params.v.row;
-      load_run<wide>(value, params.v.element, column, params.V, runs[e]);
+      load_run(value, params.v.element, column, params.V, runs[n][e]);
     }
+  }
+#pragma unroll
+  for (uint n = 0; n < kKeyMatrices; ++n) {
+    const Vectors<2> first = values_of(runs[n][0]), second = values_of(runs[n][1]);
 #pragma unroll
     for (uint i = 0; i < 8; ++i) {
-      multiply_add(sums[i], float2(runs[0].at[i / 4][i % 4], runs[1].at[i / 4][i % 4]), weights.at[n]);
+      multiply_add(sums[i], float2(first.at[i / 4][i % 4], second.at[i / 4][i % 4]), weights.at[n]);
     }
   }
 }
@@ -305,9 +338,9 @@ void add_seen_values(thread float2* sums, thread const Scores& weights, uint see
 #pragma unroll
     for (uint n = 0; n < kKeyMatrices; ++n) {
       const float2 weight = simd_shuffle(weights.at[n], lane);
-      Vectors<2> run;
-      load_run<wide>(v + min(block + 8 * n + key, params.S - 1) * params.v.row, params.v.element, column, params.V,
-                     run);
+      Run<wide, T> loaded;
+      load_run(v + min(block + 8 * n + key, params.S - 1) * params.v.row, params.v.element, column, params.V, loaded);
+      const Vectors<2> run = values_of(loaded);
 #pragma unroll
       for (uint i = 0; i < 8; ++i) {
 #pragma unroll
@@ -532,37 +565,69 @@ template <typename T, bool wide, uint KeyChunks, uint ValueChunks>
              place.slice == 0 && column_block == 0, sinks, output, head, place, params);
 }
 
-// A thread has a column, or several. The lanes of a simdgroup compute what the parts count for, a part each.
+// Four columns of every kAttentionSimdgroups-th of some parts; `factor` is what this lane's part of them counts for.
+// Loads come before what waits for them.
+inline void add_parts(thread float4& sum, device const float* sums, uint column, uint count, float factor,
+                      RowShape shape) {
+  const ulong step = ulong(kAttentionSimdgroups) * shape.length;
+  const uint inside = shape.wide ? min(column, shape.length - uint(kWide)) : column;
+  for (uint first = 0; first < count; first += kPartsAtOnce) {
+    float4 loaded[kPartsAtOnce];
+#pragma unroll
+    for (uint n = 0; n < kPartsAtOnce; ++n) loaded[n] = load4(sums + min(first + n, count - 1) * step, inside, shape);
+#pragma unroll
+    for (uint n = 0; n < kPartsAtOnce; ++n) {
+      const float its_factor = simd_shuffle(factor, ushort(first + n));
+      if (first + n < count) sum += loaded[n] * its_factor;
+    }
+  }
+}
+
+// A simdgroup has every kAttentionSimdgroups-th part, of which its lanes compute what they count for, a part each. A
+// lane has four columns, or several times four.
 template <typename T>
 [[kernel]] void attention_combine(device const float* parts [[buffer(0)]], device const T* sinks [[buffer(1)]],
                                   device T* output [[buffer(2)]], constant AttentionParams& params [[buffer(3)]],
                                   uint group [[threadgroup_position_in_grid]],
                                   uint thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup float4 shares[kAttentionThreads];
+  threadgroup float totals[kAttentionSimdgroups];
   const uint heads = params.A / params.J, head = group % params.A, query = group / params.A % params.T;
   const ulong sequence = group / params.A / params.T;
   if (sequence >= params.B) return;
   const ulong row = (sequence * params.J + head / heads) * params.rows + ulong(query) * heads + head % heads;
   device const float2* stats = reinterpret_cast<device const float2*>(parts) + row * params.parts;
   device const float* sums = parts + params.sums_at + row * params.parts * params.V;
-  const uint lane = thread_index % kSimdgroup;
+  const uint lane = thread_index % kSimdgroup, simdgroup = thread_index / kSimdgroup;
   float highest = -INFINITY;
   for (uint p = lane; p < params.parts; p += kSimdgroup) highest = stats[p].x > highest ? stats[p].x : highest;
   highest = simd_max(highest);
   const float offset = offset_of(highest).x;
-  for (uint first = 0; first < params.V; first += kAttentionThreads) {
-    const uint column = first + thread_index, inside = min(column, params.V - 1);
-    float total = 0, sum = 0;
-    for (uint part = 0; part < params.parts; part += kSimdgroup) {
-      const uint count = min(params.parts - part, uint(kSimdgroup));
-      const float2 mine = stats[part + min(lane, count - 1)];
+  RowShape shape;
+  shape.length = params.V;
+  shape.wide = params.V % kWide == 0;
+  for (uint first = 0; first < params.V; first += kWide * kSimdgroup) {
+    const uint column = first + kWide * lane;
+    float total = 0;
+    float4 sum = 0;
+    for (uint part = simdgroup; part < params.parts; part += kAttentionSimdgroups * kSimdgroup) {
+      const uint count = min((params.parts - part + kAttentionSimdgroups - 1) / kAttentionSimdgroups, uint(kSimdgroup));
+      const float2 mine = stats[part + kAttentionSimdgroups * min(lane, count - 1)];
       const float factor = lane < count ? exp(mine.x - offset) : 0;
       total += mine.y * factor;
-      for (uint p = 0; p < count; ++p) {
-        sum += sums[ulong(part + p) * params.V + inside] * simd_shuffle(factor, ushort(p));
-      }
+      add_parts(sum, sums + ulong(part) * params.V, column, count, factor, shape);
     }
-    const float share = share_of(highest, simd_sum(total), head, sinks, params);
-    if (column < params.V) output[ulong(group) * params.V + column] = T(sum * share);
+    total = simd_sum(total);
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // the columns before these have been read
+    shares[thread_index] = sum;
+    if (lane == 0) totals[simdgroup] = total;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (simdgroup != 0 || column >= params.V) continue;
+    for (uint s = 1; s < kAttentionSimdgroups; ++s) {
+      sum += shares[s * kSimdgroup + lane];
+      total += totals[s];
+    }
+    store4(output + ulong(group) * params.V, column, sum * share_of(highest, total, head, sinks, params), shape);
   }
 }
 

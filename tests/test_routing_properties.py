@@ -170,3 +170,14 @@ def test_gate_is_route_of_its_logits(device: str, routing, hidden_size: int, see
     want = route(logits[:1].expand(2, -1), tensors, options, device)
     assert torch.equal(got[1].cpu(), want[1])
     assert_matches([got[0]], [want[0].double()])
+
+
+def test_an_infinite_norm_weight_makes_infinite_logits(device: str):
+    """Not NaN, which would leave the first experts: AMX multiplies a normed row as a sum of three."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, norm = (torch.randn(*s, generator=generator).bfloat16() for s in ((16, 32), (8, 32), (32,)))
+    norm[5] = -INF
+    args = {"hidden": hidden, "router_weight": weight, "norm_weight": norm}
+    _, ids = torch.ops.moe_metal.gate(**{name: t.to(device) for name, t in args.items()}, top_k=3)
+    _, want = reference.gate(**{name: t.double() for name, t in args.items()}, top_k=3)
+    assert torch.equal(ids.cpu(), want)

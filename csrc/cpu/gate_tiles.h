@@ -57,6 +57,8 @@ class GateTiles {
           const Vec top = rest & upper_half;
           store(&split_[(part * kTile + t) * H + h], top, n);
           rest = rest - top;
+          // Infinity leaves NaN, and 0 times an infinite weight is NaN: what is left is too small to count instead.
+          rest = Vec::blendv(top * Vec(0x1p-60f), rest, rest.abs() > Vec(0));
         }
       });
     }

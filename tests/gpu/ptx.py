@@ -25,8 +25,10 @@ import translate  # noqa: E402
 PLANTED_RACE = ENGINE / "mutants" / "missing_barrier.metal"
 
 TARGET = ["--target=nvptx64-nvidia-cuda", "-march=sm_90", "-Xclang", "-target-feature", "-Xclang", "+ptx83", "-S"]
-LANGUAGE = ["-std=c++20", "-fno-exceptions", "-fno-rtti", "-nostdlibinc", "-w"]
+# Functions are taken to wait for other lanes, unless the compiler sees that they do not.
+LANGUAGE = ["-std=c++20", "-fno-exceptions", "-fno-rtti", "-nostdlibinc", "-w", "-fconvergent-functions"]
 MATHS = ["-O3", "-ffp-contract=on", "-fno-math-errno", "-mllvm", "-inline-threshold=100000"]
+MATHS += ["-mllvm", "-pre-RA-sched=source"]  # loads stay where the shader has them, before what waits for them
 
 
 def libdevice() -> Path | None:
@@ -40,7 +42,8 @@ def compile_source(source: str, target: Path, macros: list[str]) -> Path:
     """Metal source -> PTX."""
     text = target.with_suffix(".cpp")
     text.write_text(translate.translate(source, macros=macros))
-    include = [f"-I{HERE / 'shim'}", f"-I{ENGINE / 'shim'}"]
+    matrices = ["-DMSL_MATRICES"] * ("<metal_simdgroup_matrix>" in source)
+    include = [*matrices, f"-I{HERE / 'shim'}", f"-I{ENGINE / 'shim'}"]
     device = ["-Xclang", "-mlink-builtin-bitcode", "-Xclang", str(libdevice())]
     command = [translate.find_compiler(), *TARGET, *LANGUAGE, *MATHS, *include, *device, str(text), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True)

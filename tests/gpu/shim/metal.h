@@ -47,7 +47,16 @@ To reinterpret_pointer(From from) {
   return reinterpret_cast<To>(from);
 }
 
-inline uint32_t thread_index() { return __nvvm_read_ptx_sreg_tid_x(); }
+// Where a simdgroup multiplies matrices, its lanes are numbered as Metal's matrices want it: an element that Metal has
+// in a lane's register is then where the tensor cores want it, too (warp.h). ptx.py says which shaders do.
+#ifdef MSL_MATRICES
+constexpr uint32_t numbered(uint32_t x) { return (x & ~14u) | (x & 12) >> 1 | (x & 2) << 2; }
+constexpr uint32_t place_of(uint32_t lane) { return (lane & ~14u) | (lane & 6) << 1 | (lane & 8) >> 2; }
+#else
+constexpr uint32_t numbered(uint32_t x) { return x; }
+constexpr uint32_t place_of(uint32_t lane) { return lane; }
+#endif
+inline uint32_t thread_index() { return numbered(__nvvm_read_ptx_sreg_tid_x()); }
 
 // Grids here are one or two threadgroups wide and threadgroups are one row of threads, as launch.mm makes them.
 inline Triple builtin_value(Builtin b) {

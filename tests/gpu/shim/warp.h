@@ -23,21 +23,31 @@ T msl_moved(T value, Move move) {
   __builtin_memcpy(&value, all, sizeof(T));
   return value;
 }
+// In any order, and once for the same value, as far as the compiler sees it.
+inline int msl_from_place(int word, uint place) {
+  int moved;
+  asm("shfl.sync.idx.b32 %0, %1, %2, 31, 0xffffffff;" : "=r"(moved) : "r"(word), "r"(place));
+  return moved;
+}
 template <class T>
 T simd_shuffle(T value, ushort lane) {
-  return msl_moved(value, [=](int word) { return __nvvm_shfl_sync_idx_i32(msl_all_lanes, word, lane, 31); });
+  const uint place = ::msl::place_of(lane);
+  return msl_moved(value, [=](int word) { return msl_from_place(word, place); });
 }
 template <class T>
 T simd_shuffle_xor(T value, ushort mask) {
-  return msl_moved(value, [=](int word) { return __nvvm_shfl_sync_bfly_i32(msl_all_lanes, word, mask, 31); });
+  const uint places = ::msl::place_of(mask);
+  return msl_moved(value, [=](int word) { return __nvvm_shfl_sync_bfly_i32(msl_all_lanes, word, places, 31); });
 }
 template <class T>
 T simd_shuffle_up(T value, ushort delta) {
-  return msl_moved(value, [=](int word) { return __nvvm_shfl_sync_up_i32(msl_all_lanes, word, delta, 0); });
+  const uint lane = msl_lane_index();
+  return simd_shuffle(value, lane < delta ? lane : lane - delta);
 }
 template <class T>
 T simd_shuffle_down(T value, ushort delta) {
-  return msl_moved(value, [=](int word) { return __nvvm_shfl_sync_down_i32(msl_all_lanes, word, delta, 31); });
+  const uint lane = msl_lane_index();
+  return simd_shuffle(value, lane + delta < 32 ? lane + delta : lane);
 }
 template <class T>
 T simd_broadcast(T value, ushort lane) {
@@ -82,7 +92,7 @@ T simd_prefix_exclusive_sum(T value) {
 inline bool simd_any(bool value) { return __nvvm_vote_any_sync(msl_all_lanes, value); }
 inline bool simd_all(bool value) { return __nvvm_vote_all_sync(msl_all_lanes, value); }
 
-// --- simdgroup_matrix: right, not fast. The places of the elements are those of the simulator.
+// --- simdgroup_matrix, on tensor cores. The places of the elements are those of the simulator.
 
 inline uint msl_matrix_row(uint lane) { return lane / 2 % 4 + lane / 16 * 4; }
 inline uint msl_matrix_column(uint lane) { return lane % 2 * 2 + lane / 8 % 2 * 4; }
@@ -119,18 +129,61 @@ void simdgroup_store(simdgroup_matrix<T, 8, 8> m, T* to, ulong elements_per_row 
   for (uint i = 0; i < 2; ++i) to[msl_matrix_offset(i, elements_per_row, origin, transpose)] = m.msl_at.msl_get(i);
 }
 
-// A function that is called: the tiles would have tens of megabytes of PTX where it is inlined.
-__attribute__((noinline)) inline float2 msl_matrix_product(float2 a, float2 b, float2 c) {
+// As lanes are numbered, they hold of the left factor and of the sums what Metal says, if k is taken in the order 0, 2,
+// 4, 6, 1, 3, 5, 7. Of the right one they hold what Metal says of its transpose, with k in the same order.
+inline float2 msl_transposed(float2 m) {
   const uint row = msl_matrix_row(msl_lane_index()), column = msl_matrix_column(msl_lane_index());
-  float x = c.x, y = c.y;
-  for (uint k = 0; k < 8; k += 2) {
-    const float2 left = simd_shuffle(a, ushort(msl_matrix_lane(row, k)));
-    const float2 upper = simd_shuffle(b, ushort(msl_matrix_lane(k, column)));
-    const float2 lower = simd_shuffle(b, ushort(msl_matrix_lane(k + 1, column)));
-    x = __builtin_fmaf(left.y, lower.x, __builtin_fmaf(left.x, upper.x, x));
-    y = __builtin_fmaf(left.y, lower.y, __builtin_fmaf(left.x, upper.y, y));
+  const float2 x = simd_shuffle(m, ushort(msl_matrix_lane(column, row)));
+  const float2 y = simd_shuffle(m, ushort(msl_matrix_lane(column + 1, row)));
+  return row % 2 ? float2(x.y, y.y) : float2(x.x, y.x);
+}
+
+// In double, 4 of k at a time.
+inline void msl_add_doubles(double& x, double& y, float a, float b) {
+  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+      : "+d"(x), "+d"(y)
+      : "d"(double(a)), "d"(double(b)));
+}
+inline float2 msl_product_of_doubles(float2 a, float2 b, float2 c) {
+  const float2 right = msl_transposed(b);
+  double x = c.x, y = c.y;
+  msl_add_doubles(x, y, a.x, right.x);
+  msl_add_doubles(x, y, a.y, right.y);
+  return float2(float(x), float(y));
+}
+
+// With numbers of 11 bits, "tf32", which hold a bfloat. The left matrix has 16 rows, of which 8 stay empty.
+inline float2 msl_add_narrow(float2 a, float2 b, float2 c) {
+  float none_x = 0, none_y = 0;
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c.x), "+f"(c.y), "+f"(none_x), "+f"(none_y)
+      : "r"(as_type<uint>(a.x)), "r"(0), "r"(as_type<uint>(a.y)), "r"(as_type<uint>(b.x)), "r"(as_type<uint>(b.y)));
+  return c;
+}
+// A float as two of them, which have 22 of its 24 bits. The second is 0 with the first alone: infinity times 0 is NaN.
+struct msl_narrow {
+  explicit msl_narrow(float2 pair) {
+    const uint2 bits(as_type<uint>(pair.x), as_type<uint>(pair.y)), rest(bits.x & 0x1fff, bits.y & 0x1fff);
+    high = float2(as_type<float>(bits.x & ~0x1fffu), as_type<float>(bits.y & ~0x1fffu));
+    low = float2(rest.x ? pair.x - high.x : high.x * 0x1p-60f, rest.y ? pair.y - high.y : high.y * 0x1p-60f);
+    const uint any = rest.x | rest.y;
+    is_all = bool(__builtin_constant_p(any)) & (any == 0);
   }
-  return float2(x, y);
+  float2 high, low;
+  bool is_all;  // the compiler sees that the first is all there is
+};
+inline float2 msl_narrow_product(msl_narrow a, msl_narrow b, float2 c) {
+  const float2 first = msl_add_narrow(a.high, msl_transposed(b.high), c);
+  const float2 second = msl_add_narrow(a.high, msl_transposed(b.low), first);
+  return b.is_all ? first : second;
+}
+
+// Nothing branches here, and what is not chosen goes: the compiler knows which that is.
+inline float2 msl_matrix_product(float2 a, float2 b, float2 c) {
+  const msl_narrow left(a), right(b);
+  const float2 narrow = msl_narrow_product(left, right, c), doubles = msl_product_of_doubles(a, b, c);
+  return left.is_all ? narrow : doubles;
 }
 template <class D, class A, class B, class C>
 void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
