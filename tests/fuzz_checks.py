@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch_moe_metal.reference import tolerance
 
 NOISE = 2.0**-20  # sixteen roundings of float32
 # The same of its smallest numbers. Apple's GPUs make 0 of numbers below 2^-126, and so do products of bfloat16 on
-# processors with AVX512-BF16 or AMX: nothing is sure of those there (seed 3100, avx512-70838: -inf times 1e-40; seed 2901, avx512-26868).
+# processors with AVX512-BF16 or AMX: nothing is sure of those there (-inf times 1e-40: seed 3100, avx512-70838).
 LEAST_NOISE, FLUSHED = 2.0**-145, 2.0**-126
 MOST_ELEMENTS = 2**22  # of an argument of a spoiled call that the reference computes in time
 SANITIZED = "ASAN_OPTIONS" in os.environ  # tools/sanitize.py, which says why there are no forks then
