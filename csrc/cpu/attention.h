@@ -287,7 +287,7 @@ class AttentionTile {
 
   // As the products take them: a vector has the same word of all rows, or of 8 rows two words each.
   void read_queries() {
-    const int64_t together = (lanes_ == 8 ? 2 : 1) * static_cast<int64_t>(sizeof(float) / sizeof(Key));
+    const int64_t together = (pairs && lanes_ == 8 ? 2 : 1) * static_cast<int64_t>(sizeof(float) / sizeof(Key));
     const int64_t row = lanes_ * together, step = call_.q.stride(3);
     auto* const queries = reinterpret_cast<Key*>(queries_.get());
     std::fill_n(queries_.get(), words_ * lanes_, 0.0f);
