@@ -17,6 +17,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -45,6 +46,8 @@ DTYPES = [
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 ]
 ROUNDED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+# Both are legal of FP8 weights, so nothing could tell.
+BYTES = {torch.uint8, torch.float8_e4m3fn}
 
 
 # ------------------------------------------------------------------------------------------------ whole checkpoints
@@ -145,13 +148,15 @@ def missing(random, tensors, name, tensor, side) -> None:
 def renamed(random, tensors, name, tensor, side) -> str:
     place = random.randrange(len(name))
     to = name[:place] + random.choice("0123456789abcdwx._") + name[place + random.randrange(2) :]
-    if to not in tensors:
+    same = {re.sub("[^0-9a-z]", ".", each) for each in (name, to)}
+    if to not in tensors and len(same) > 1:  # in transformers' patterns a dot stands for any character
         tensors[to] = tensors.pop(name)
     return to
 
 
 def cast(random, tensors, name, tensor, side) -> str:
-    tensors[name] = tensor.to(random.choice(DTYPES))
+    dtypes = [dtype for dtype in DTYPES if {dtype, tensor.dtype} != BYTES]
+    tensors[name] = tensor.to(random.choice(dtypes))
     return str(tensors[name].dtype)
 
 
@@ -178,7 +183,9 @@ def flat(random, tensors, name, tensor, side) -> None:
 
 
 def cut(random, tensors, name, tensor, side) -> str:
-    tensors[name] = tensor.narrow(side, 0, random.choice([tensor.shape[side] // 2, max(0, tensor.shape[side] - 1)]))
+    """Codes by one alone: half of those of 8 bits are as many as of 4 bits, and a checkpoint may have both."""
+    half = tensor.shape[side] // 2 if tensor.dtype != torch.int32 else 0
+    tensors[name] = tensor.narrow(side, 0, random.choice([half, max(0, tensor.shape[side] - 1)]))
     return str(list(tensors[name].shape))
 
 

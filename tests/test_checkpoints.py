@@ -393,11 +393,11 @@ def as_fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
             lambda t: t.update({WEIGHT: t[WEIGHT].flatten()[0]} if WEIGHT in t else {}),
         ),
         (
-            f"{WEIGHT}_scale_inv: expected scales in F32, F16 or BF16, got I32",
-            lambda t: t.update({k: v.int() for k, v in t.items() if k == f"{WEIGHT}_scale_inv"}),
+            f"{WEIGHT}_scale_inv: expected scales in F32 or BF16, got F16",
+            lambda t: t.update({k: v.half() for k, v in t.items() if k == f"{WEIGHT}_scale_inv"}),
         ),
         (
-            f"{WEIGHT}_scale_inv: expected scales in F32, F16 or BF16, got F64",
+            f"{WEIGHT}_scale_inv: expected scales in F32 or BF16, got F64",
             lambda t: t.update({k: v.double() for k, v in t.items() if k == f"{WEIGHT}_scale_inv"}),
         ),
         (

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
@@ -515,6 +516,16 @@ def test_saved_tensors_that_do_not_fit_are_named(tmp_path):
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace('"group_size": 32', '"group_size": 64'))
     with pytest.raises(ValueError, match=r"model.safetensors: \S+_scale: expected shape .*, by the model's config"):
+        load(tmp_path)
+
+
+def test_scales_that_no_op_takes_are_named(tmp_path):
+    """Those of FP8 in float16: the first forward raised."""
+    quantize_(dense("qwen3_moe"), "fp8").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({n: t.half() if n.endswith("_scale") else t for n, t in tensors.items()}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"model.safetensors: \S+_scale: expected F32, BF16 by the format"):
         load(tmp_path)
 
 

@@ -23,6 +23,7 @@ SAFETENSORS = {
 }
 #: What scales and offsets are stored in, and what dense weights are.
 SCALES = ("F32", "F16", "BF16")
+FP8_SCALES = ("F32", "BF16")
 FLOATS = (*SCALES, "F64")
 #: Bits of a number, by safetensors' dtypes.
 NUMBER_BITS = (
@@ -174,4 +175,4 @@ def check_fp8(tensors: Mapping[str, Stored]) -> None:
             tensor.expect(len(tensor.shape) == 2, "F8_E4M3 [N, C]")
             blocks = [-(-size // FP8_BLOCK) for size in tensor.shape]
             scale.expect(list(scale.shape) == blocks, f"{blocks}, a scale for each 128 x 128 block of {name}")
-            scale.expect(scale.dtype in SCALES, "scales in F32, F16 or BF16")
+            scale.expect(scale.dtype in FP8_SCALES, "scales in F32 or BF16")

@@ -29,7 +29,7 @@ from transformers.utils import logging
 from ..integration import packed_checkpoints
 from ..packing import FP8_BLOCK, MXFP4_GROUP
 from ..transaction import all_or_nothing
-from .checkpoint import FLOATS, SAFETENSORS, SCALES, Stored, check_fp8, check_mxfp4, stored_tensors
+from .checkpoint import FLOATS, FP8_SCALES, SAFETENSORS, SCALES, Stored, check_fp8, check_mxfp4, stored_tensors
 from .config import Form, MoeMetalConfig, described, pack_all
 from .experts import DEVICES, NAME, why_not_packed
 from .packed import (
@@ -76,7 +76,7 @@ def device_type(place) -> str:
 STORED = {
     "affine": (("U8",), SCALES, SCALES),
     "mxfp4": (("U8",), ("U8",)),
-    "fp8": (("F8_E4M3", "U8"), SCALES),
+    "fp8": (("F8_E4M3", "U8"), FP8_SCALES),
 }
 
 
