@@ -457,6 +457,14 @@ def test_report():
     assert str(torch_moe_metal.patch(torch.nn.Linear(2, 2))).endswith("no Mixture-of-Experts module in this model")
 
 
+def test_no_choice():
+    """Experts that no token chooses add nothing."""
+    model, ids = eager(tiny_model("qwen3_moe", num_experts_per_tok=0)), tokens(1, 5)
+    expected = model(ids).logits
+    model.set_experts_implementation("moe_metal")
+    assert relative(model(ids).logits, expected) <= 1e-5
+
+
 def test_more_choices_than_the_groups_hold():
     """Where the best groups hold fewer experts than are chosen, transformers fills up with barred ones: such a block is
     left, with its reason, and so is its layer."""

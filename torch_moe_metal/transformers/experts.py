@@ -169,6 +169,8 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         warn_once(f"{type(self).__name__} runs on transformers' grouped_mm, since {reason}")
     if reason is not None or wants_grad(self, hidden_states, top_k_weights):
         return without_our_op(self, hidden_states, top_k_index, top_k_weights, arguments)
+    if not top_k_index.shape[-1]:  # a configuration may have tokens choose no expert, which the op does not take
+        return torch.zeros_like(hidden_states)
     # Under autocast the two dtypes may differ; the weights' is the one that counts, as in grouped_mm.
     x = hidden_states.to(dtype_for(hidden_states, arguments))
     weights = top_k_weights if top_k_weights.dtype in (x.dtype, torch.float32) else top_k_weights.float()
