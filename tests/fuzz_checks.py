@@ -14,7 +14,7 @@ from torch import Tensor
 from cases import Args, call, clear_choice, expected, is_number
 from checks import assert_matches, bits, meets_infinity, same_bits
 from fuzz_cases import Call
-from torch_moe_metal import reference
+from torch_moe_metal import cpu_isa, reference
 from torch_moe_metal.arguments import ARGUMENTS, ROUTERS, beside, outputs, written
 from torch_moe_metal.reference import tolerance
 
@@ -299,7 +299,8 @@ def noisy(values: Args, device: str, seed: int, bits: int) -> Args:
     def shake(name: str, tensor: Tensor) -> Tensor:
         noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
         noise = noise if seed > 0 else -noise
-        least = FLUSHED if device == "mps" or tensor.dtype == torch.bfloat16 else LEAST_NOISE
+        flushed = device == "mps" or (cpu_isa == "avx512" and tensor.dtype == torch.bfloat16)
+        least = FLUSHED if flushed else LEAST_NOISE
         shaken = tensor.double() * (1 + NOISE * noise) + least * noise * (tensor != 0)
         if name.endswith("offset"):  # an affine number is a sum of two, so one next to 0 is not as sure as it is small
             shaken += NOISE * noise * 2**bits * values[name.replace("offset", "scale")].double()
