@@ -31,6 +31,7 @@ const T* elements(const Tensor& tensor) {
   return static_cast<const T*>(tensor.const_data_ptr());
 }
 
+struct Format;
 struct Weight;
 struct WeightNames;
 
@@ -94,8 +95,9 @@ class Arguments {
   }
 
   // A weight in any format, as it lies: weight.h has it.
+  const Format& format(const char* name, std::string_view value) const;
   Weight weight(const WeightNames& names, const Tensor& data, const OptionalTensor& scale, const OptionalTensor& offset,
-                std::string_view format, int64_t group_size = 0, bool transposed = false);
+                const Format& format, int64_t group_size = 0, bool transposed = false);
 
   void at_least_one(char letter, const char* name) const {
     TORCH_CHECK((*this)[letter] >= 1, prefix(name), "expected ", spelled(letter), " >= 1, got ", (*this)[letter]);

@@ -180,23 +180,25 @@ struct ExpertsWeights {
   const Tensor &gate_up, &down;
   const OptionalTensor &gate_up_scale, &gate_up_offset, &down_scale, &down_offset;
   std::string_view format;
+  std::optional<std::string_view> down_format;  // where it is another
   int64_t group_size;
   bool interleaved, transposed;
 };
 
 inline void experts_weights(Arguments& args, const ExpertsWeights& given, Experts& call) {
+  const Format& format = args.format("format", given.format);
+  const Format& down_format = given.down_format ? args.format("down_format", *given.down_format) : format;
   const auto gate_up = [&] {
-    call.gate_up =
-        args.weight({"gate_up", "gate_up_scale", "gate_up_offset", "EGH"}, given.gate_up, given.gate_up_scale,
-                    given.gate_up_offset, given.format, given.group_size, given.transposed);
+    call.gate_up = args.weight({"gate_up", "gate_up_scale", "gate_up_offset", "EGH"}, given.gate_up,
+                               given.gate_up_scale, given.gate_up_offset, format, given.group_size, given.transposed);
   };
   const auto down = [&] {
     call.down = args.weight({"down", "down_scale", "down_offset", "EHI"}, given.down, given.down_scale,
-                            given.down_offset, given.format, given.group_size, given.transposed);
+                            given.down_offset, down_format, given.group_size, given.transposed);
     args.in_range("down", args['I'], 1, std::numeric_limits<int64_t>::max() / 2, "its inner size, I");
     args.in_range("down", args['E'], 1, kMaxExperts, "its number of experts, E");
   };
-  if (given.format == "dense") {
+  if (down_format.is_dense()) {
     down();
     args.bind('G', 2 * args['I']);
     gate_up();
@@ -217,7 +219,7 @@ Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const 
                const OptionalTensor& gate_up_offset, const OptionalTensor& down_scale,
                const OptionalTensor& down_offset, std::string_view activation, double alpha,
                std::optional<double> limit, bool interleaved, bool transposed, std::string_view format,
-               int64_t group_size) {
+               std::optional<std::string_view> down_format, int64_t group_size) {
   Arguments args("experts", "x", x);
   Experts call;
   call.x = args.activation("x", x, "*H");
@@ -226,8 +228,8 @@ Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const 
   call.ids = args.ids("ids", ids, "*K");
   args.at_least_one('K', "ids");
   experts_weights(args,
-                  {gate_up, down, gate_up_scale, gate_up_offset, down_scale, down_offset, format, group_size,
-                   interleaved, transposed},
+                  {gate_up, down, gate_up_scale, gate_up_offset, down_scale, down_offset, format, down_format,
+                   group_size, interleaved, transposed},
                   call);
   call.gate_up_bias = args.parameter("gate_up_bias", gate_up_bias, "EG");
   call.down_bias = args.parameter("down_bias", down_bias, "EH");
@@ -265,7 +267,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& scale
   Linear call;
   call.x = args.activation("x", x, "*H");
   args.at_least_one('H', "x");
-  call.weight = args.weight({"weight", "scale", "offset", "NH"}, weight, scale, offset, format, group_size);
+  call.weight = args.weight({"weight", "scale", "offset", "NH"}, weight, scale, offset, args.format("format", format),
+                            group_size);
   args.at_least_one('N', "weight");
   call.bias = args.parameter("bias", bias, "N");
   make_contiguous({&call.x, &call.bias});
@@ -282,18 +285,17 @@ struct Dequantize {
   Tensor output;
 };
 
-// The columns that a packed row holds, in the format's own measure; the checks that follow say what does not fit.
+// The columns that a packed row holds, which no x tells; the checks that follow say what does not fit.
 inline int64_t packed_columns(const Arguments& args, const Tensor& weight, const OptionalTensor& scale,
-                              std::string_view format, int64_t bits) {
+                              const Format& format, int64_t bits) {
   args.check_given("weight", weight);
-  if (weight.dim() == 0 || format == "dense") return -1;
-  if (format == "fp8") return weight.size(-1);
-  if (format == "mxfp4") {
-    const bool blocks = weight.dim() > 1 && Arguments::given(scale) && weight.dim() == scale->dim() + 1;
-    return bounded_product({blocks ? weight.size(-2) : 1, weight.size(-1), 2});
-  }
-  TORCH_CHECK(is_one_of(kAffineBits, bits), args.prefix("bits"), "expected 2, 3, 4, 5, 6 or 8, got ", bits);
-  return bounded_product({weight.size(-1), weight.element_size(), 8}) / bits;
+  if (weight.dim() == 0 || format.is_dense()) return -1;
+  const Format* used = format.data == DataType::words ? find_format(format.name, bits) : &format;
+  TORCH_CHECK(used, args.prefix("bits"), "expected 2, 3, 4, 5, 6 or 8, got ", bits);
+  const bool blocks = format.columns == format.scale_columns && weight.dim() > 1 && Arguments::given(scale) &&
+                      weight.dim() == scale->dim() + 1;
+  const int64_t bytes = bounded_product({blocks ? weight.size(-2) : 1, weight.size(-1), weight.element_size()});
+  return bounded_product({bytes, used->columns}) / used->bytes;
 }
 
 // The backends know one matrix and a stack of them; of more dimensions they get one stack after the other.
@@ -313,10 +315,11 @@ template <auto run>
 Tensor dequantize(const Tensor& weight, const OptionalTensor& scale, const OptionalTensor& offset,
                   std::string_view format, int64_t bits, at::ScalarType dtype) {
   Arguments args("dequantize", "weight", weight, dtype);
-  const int64_t columns = packed_columns(args, weight, scale, format, bits);
+  const Format& used = args.format("format", format);
+  const int64_t columns = packed_columns(args, weight, scale, used, bits);
   if (columns >= 0) args.bind('C', columns);
   Dequantize call;
-  call.weight = args.weight({"weight", "scale", "offset", "*NC"}, weight, scale, offset, format);
+  call.weight = args.weight({"weight", "scale", "offset", "*NC"}, weight, scale, offset, used);
   call.output = args.output({call.weight.rows, call.weight.columns}, dtype);
   if (call.output.numel() > 0) run_stacks<run>(call);
   return call.output;

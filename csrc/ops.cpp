@@ -32,7 +32,7 @@ constexpr const char* kSchemas[] = {
     "Tensor? gate_up_scale=None, Tensor? gate_up_offset=None, Tensor? down_scale=None, Tensor? down_offset=None, "
     "*, " ACTIVATION
     ", bool interleaved=False, bool transposed=False, str format='dense', "
-    "int group_size=0) -> Tensor",
+    "str? down_format=None, int group_size=0) -> Tensor",
 
     "linear(Tensor x, Tensor weight, Tensor? scale=None, Tensor? offset=None, Tensor? bias=None, *, "
     "str format='dense', int group_size=0) -> Tensor",
@@ -114,8 +114,24 @@ void no_backend(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
 }  // namespace
 }  // namespace moe_metal
 
-// The limit on E for Python, which reads it with ctypes.
+// What Python reads with ctypes: the limit on E, and the table of formats as JSON.
 extern "C" C10_EXPORT const int32_t moe_metal_max_experts = moe_metal::kMaxExperts;
+extern "C" C10_EXPORT const char* moe_metal_formats() {
+  static const std::string table = [] {
+    constexpr const char* kScales[] = {"none", "float32_or_bfloat16", "any_float", "e8m0", "e4m3"};
+    constexpr const char* kOffsets[] = {"none", "of_scales", "factor"};
+    std::string rows;
+    for (const auto& format : moe_metal::kFormats) {
+      rows += c10::str(rows.empty() ? "[" : ",", "{\"name\":\"", format.name, "\",\"library\":\"", format.library,
+                       "\",\"bits\":", format.bits, ",\"columns\":", format.columns, ",\"bytes\":", format.bytes,
+                       ",\"scale\":\"", kScales[static_cast<int>(format.scale)],
+                       "\",\"scale_columns\":", format.scale_columns, ",\"scale_rows\":", format.scale_rows,
+                       ",\"offset\":\"", kOffsets[static_cast<int>(format.offset)], "\"}");
+    }
+    return rows + "]";
+  }();
+  return table.c_str();
+}
 
 TORCH_LIBRARY(moe_metal, m) {
   m.set_python_module("torch_moe_metal");

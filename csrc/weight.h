@@ -9,16 +9,16 @@
 #include <string_view>
 
 #include "arguments.h"
-#include "common.h"
+#include "formats.h"
 
 namespace moe_metal {
 
 // A weight matrix, or one for each expert, where it lies: it is never copied, repacked or converted.
 struct Weight {
-  Tensor data, scale, offset;  // the last two are undefined where the format has none
-  Format format = Format::dense;
+  Tensor data, scale, offset;  // the last two are undefined where they are not given
+  const Format* format = kFormats;
   int64_t rows = 0, columns = 0;
-  int64_t bits = 0, group = 0;              // of a packed number; neighbouring columns that share a scale
+  int64_t group = 0;                        // neighbouring columns that share a scale
   int64_t expert = 0, row = 0, column = 0;  // from one to the next: elements of dense data, bytes of packed
 };
 
@@ -28,15 +28,10 @@ struct WeightNames {
   std::string_view letters;
 };
 
-constexpr std::array kFormats = {"dense", "affine", "mxfp4", "fp8"};
-// Of affine numbers, and how many neighbouring ones share a scale.
-constexpr std::array<int64_t, 6> kAffineBits = {2, 3, 4, 5, 6, 8};
-constexpr std::array<int64_t, 4> kAffineGroups = {16, 32, 64, 128};
 template <size_t N>
 bool is_one_of(const std::array<int64_t, N>& choices, int64_t value) {
   return std::find(choices.begin(), choices.end(), value) != choices.end();
 }
-constexpr int64_t kMxfp4Group = 32, kFp8Block = 128;
 
 // The product of sizes, or as much as an int64 holds: an expanded tensor may have 2^62 columns.
 inline int64_t bounded_product(std::initializer_list<int64_t> sizes) {
@@ -51,38 +46,38 @@ inline int64_t bounded_product(std::initializer_list<int64_t> sizes) {
 class PackedWeight {
  public:
   PackedWeight(Arguments& args, const WeightNames& names, const Tensor& data, const OptionalTensor& scale,
-               const OptionalTensor& offset, Format format, int64_t group_size)
-      : args_(args), names_(names), scale_(scale), offset_(offset), group_size_(group_size) {
+               const OptionalTensor& offset, const Format& format, int64_t group_size)
+      : args_(args), names_(names), scale_(scale), offset_(offset), format_(format), group_size_(group_size) {
     weight_.data = data;
-    weight_.format = format;
   }
 
   Weight checked() {
     check_group_size();
     check_data();
-    check_scale();
-    check_offset();
+    format_.scale == ScaleType::none ? check_absent(names_.scale, scale_) : check_scale();
+    format_.offset == OffsetType::none ? check_absent(names_.offset, offset_) : check_offset();
     return weight_;
   }
 
  private:
-  bool is(Format format) const { return weight_.format == format; }
-  std::string format() const { return kFormats[static_cast<int>(weight_.format)]; }
+  // Bits, and the columns that share a scale, follow from the shapes.
+  bool is_affine() const { return format_.data == DataType::words; }
   char column_letter() const { return names_.letters.back(); }
+  std::string column() const { return Arguments::spelled(column_letter()); }
   std::string_view row_letters() const { return names_.letters.substr(0, names_.letters.size() - 1); }
   // [.., C / 32, 16], as gpt-oss has it, beside a scale of [.., C / 32]
   bool in_blocks() const {
-    return is(Format::mxfp4) && Arguments::given(scale_) && weight_.data.dim() == scale_->dim() + 1;
+    return format_.columns == format_.scale_columns && Arguments::given(scale_) &&
+           weight_.data.dim() == scale_->dim() + 1;
   }
 
-  // Bits and group follow from the columns of x. A given group says how many those must be, since twice the columns
-  // in half the bits have the same bytes.
+  // A given group says how many columns of x there must be, since twice the columns in half the bits have the same
+  // bytes.
   void check_group_size() const {
-    const bool affine = is(Format::affine);
-    const int64_t own = is(Format::mxfp4) ? kMxfp4Group : kFp8Block;
-    const bool fits = group_size_ == 0 || (affine ? is_one_of(kAffineGroups, group_size_) : group_size_ == own);
-    TORCH_CHECK(fits, args_.prefix("group_size"), "expected 0", affine ? ", 16, 32, 64 or 128" : c10::str(" or ", own),
-                " beside format ", format(), ", got ", group_size_);
+    const int64_t own = format_.scale_columns;
+    const bool fits = group_size_ == 0 || (own ? group_size_ == own : is_one_of(kAffineGroups, group_size_));
+    TORCH_CHECK(fits, args_.prefix("group_size"), "expected 0", own ? c10::str(" or ", own) : ", 16, 32, 64 or 128",
+                " beside format ", format_.name, ", got ", group_size_);
   }
 
   void check_data() {
@@ -92,26 +87,31 @@ class PackedWeight {
     const int64_t C = args_[column_letter()], packed_dims = in_blocks() ? 2 : 1;
     const std::string packed = packed_columns();
     args_.check_shape(names_.data, data, row_letters(), data.dim() - packed_dims, packed);
-    const int64_t bits_of_row =
-        bounded_product({data.size(-1), data.element_size(), 8, in_blocks() ? data.size(-2) : 1});
-    weight_.bits = is(Format::mxfp4) ? 4 : is(Format::fp8) ? 8 : bits_of_row / std::max<int64_t>(C, 1);
-    const bool known = is_one_of(kAffineBits, weight_.bits);
-    const bool blocks = !in_blocks() || data.size(-1) == kMxfp4Group / 2;
-    if (!known || !blocks || bounded_product({weight_.bits, C}) != bits_of_row) {
+    const int64_t row_bytes = bounded_product({data.size(-1), data.element_size(), in_blocks() ? data.size(-2) : 1});
+    weight_.format = &format_;
+    if (is_affine())
+      weight_.format = find_format(format_.name, bounded_product({row_bytes, 8}) / std::max<int64_t>(C, 1));
+    const bool blocks = !in_blocks() || data.size(-1) == format_.bytes;
+    const bool fits =
+        weight_.format && blocks &&
+        bounded_product({weight_.format->bytes, C}) == bounded_product({weight_.format->columns, row_bytes});
+    if (!fits) {
       args_.wrong_shape(names_.data, data, row_letters(), packed, column_letter(),
-                        is(Format::affine) ? "bits 2, 3, 4, 5, 6 or 8" : "");
+                        is_affine() ? "bits 2, 3, 4, 5, 6 or 8" : "");
     }
-    TORCH_CHECK(C % (is(Format::mxfp4) ? kMxfp4Group : 1) == 0, args_.prefix(names_.data), "expected ",
-                Arguments::spelled(column_letter()), " to be a multiple of 32 in format mxfp4, got ", C);
+    const int64_t whole = format_.scale_rows > 1 ? 1 : std::max(format_.columns, format_.scale_columns);
+    TORCH_CHECK(is_affine() || C % whole == 0, args_.prefix(names_.data), "expected ", column(),
+                " to be a multiple of ", whole, " in format ", format_.name, ", got ", C);
     check_strides(packed_dims);
     weight_.columns = C;
     weight_.rows = data.size(-1 - packed_dims);
+    weight_.group = format_.scale_columns;
     weight_.row = data.stride(-1 - packed_dims) * data.element_size();
     weight_.expert = data.dim() > 1 + packed_dims ? data.stride(-2 - packed_dims) * data.element_size() : 0;
     weight_.column = 1;
   }
 
-  // A row's bytes are one run.
+  // A row's bytes are one run. Blocks with scales of 16 bits begin where those are aligned.
   void check_strides(int64_t packed_dims) const {
     const Tensor& data = weight_.data;
     const bool run =
@@ -123,71 +123,85 @@ class PackedWeight {
 
   void check_data_dtype() const {
     const auto dtype = weight_.data.scalar_type();
-    const bool fits = dtype == at::kByte || (is(Format::affine) && (dtype == at::kInt || dtype == at::kUInt32)) ||
-                      (is(Format::fp8) && dtype == at::kFloat8_e4m3fn);
-    const char* others = is(Format::affine) ? "int32, uint32 or " : is(Format::fp8) ? "float8_e4m3fn or " : "";
-    TORCH_CHECK(fits, args_.prefix(names_.data), "expected ", others, "uint8 in format ", format(), ", got ",
+    const bool e4m3 = format_.data == DataType::float8_e4m3fn;
+    const bool fits = dtype == at::kByte || (is_affine() && (dtype == at::kInt || dtype == at::kUInt32)) ||
+                      (e4m3 && dtype == at::kFloat8_e4m3fn);
+    const char* others = is_affine() ? "int32, uint32 or " : e4m3 ? "float8_e4m3fn or " : "";
+    TORCH_CHECK(fits, args_.prefix(names_.data), "expected ", others, "uint8 in format ", format_.name, ", got ",
                 dtype_name(dtype));
   }
 
   std::string packed_columns() const {
-    const std::string C = Arguments::spelled(column_letter());
-    if (is(Format::mxfp4)) return in_blocks() ? C + " / 32, 16" : C + " / 2";
-    if (is(Format::fp8)) return C;
-    return C + (weight_.data.element_size() == 4 ? " * bits / 32" : " * bits / 8");
+    if (is_affine()) return column() + (weight_.data.element_size() == 4 ? " * bits / 32" : " * bits / 8");
+    if (in_blocks()) return c10::str(column(), " / ", format_.columns, ", ", format_.bytes);
+    if (format_.has_own_scales()) return c10::str(column(), " / ", format_.columns, " * ", format_.bytes);
+    return format_.columns == format_.bytes ? column() : c10::str(column(), " / ", format_.columns / format_.bytes);
   }
 
   void check_scale() {
-    TORCH_CHECK(Arguments::given(scale_), args_.prefix(names_.scale), "expected a tensor beside format ", format(),
+    TORCH_CHECK(Arguments::given(scale_), args_.prefix(names_.scale), "expected a tensor beside format ", format_.name,
                 ", got none");
     const Tensor& scale = weight_.scale = *scale_;
     args_.check_dense(names_.scale, scale);
-    const auto dtype = scale.scalar_type();
+    check_scale_dtype(scale.scalar_type());
+    format_.scale_rows > 1 ? check_squares() : check_groups();
+  }
+
+  void check_scale_dtype(at::ScalarType dtype) const {
     const bool floats = dtype == at::kFloat || dtype == at::kBFloat16;
-    if (is(Format::affine)) {
-      TORCH_CHECK(floats || dtype == at::kHalf, args_.prefix(names_.scale),
-                  "expected float32, float16 or bfloat16 in format affine, got ", dtype_name(dtype));
-    } else if (is(Format::mxfp4)) {
-      TORCH_CHECK(dtype == at::kByte, args_.prefix(names_.scale), "expected uint8 in format mxfp4, got ",
+    const auto expect = [&](bool fits, const char* dtypes) {
+      TORCH_CHECK(fits, args_.prefix(names_.scale), "expected ", dtypes, " in format ", format_.name, ", got ",
                   dtype_name(dtype));
-    } else {
-      TORCH_CHECK(floats, args_.prefix(names_.scale), "expected float32 or bfloat16 in format fp8, got ",
-                  dtype_name(dtype));
+    };
+    switch (format_.scale) {
+      case ScaleType::any_float:
+        return expect(floats || dtype == at::kHalf, "float32, float16 or bfloat16");
+      case ScaleType::float32_or_bfloat16:
+        return expect(floats, "float32 or bfloat16");
+      case ScaleType::e4m3:
+        return expect(dtype == at::kByte || dtype == at::kFloat8_e4m3fn, "float8_e4m3fn or uint8");
+      default:
+        return expect(dtype == at::kByte, "uint8");
     }
-    is(Format::fp8) ? check_blocks() : check_groups();
   }
 
   void check_groups() {
     const Tensor& scale = weight_.scale;
-    const std::string C = Arguments::spelled(column_letter()), groups = C + (is(Format::affine) ? " / group" : " / 32");
+    const int64_t own = format_.scale_columns;
+    const std::string groups = own ? c10::str(column(), " / ", own) : column() + " / group";
     args_.check_shape(names_.scale, scale, row_letters(), scale.dim() - 1, groups);
-    weight_.group = is(Format::mxfp4) ? kMxfp4Group : weight_.columns / std::max<int64_t>(scale.size(-1), 1);
-    const bool fits = is(Format::mxfp4) || group_size_ == 0 || weight_.group == group_size_;
-    if (!fits || !is_one_of(kAffineGroups, weight_.group) || weight_.group * scale.size(-1) != weight_.columns) {
+    if (!own) weight_.group = weight_.columns / std::max<int64_t>(scale.size(-1), 1);
+    const bool fits =
+        own || (is_one_of(kAffineGroups, weight_.group) && (!group_size_ || weight_.group == group_size_));
+    if (!fits || weight_.group * scale.size(-1) != weight_.columns) {
       const std::string choices = group_size_ == 0 ? "16, 32, 64 or 128" : c10::str(group_size_);
-      args_.wrong_shape(names_.scale, scale, row_letters(), groups, column_letter(),
-                        is(Format::affine) ? "group " + choices : "");
+      args_.wrong_shape(names_.scale, scale, row_letters(), groups, column_letter(), own ? "" : "group " + choices);
     }
   }
 
-  void check_blocks() {
+  // Rows share scales, too.
+  void check_squares() {
     const Tensor& scale = weight_.scale;
-    weight_.group = kFp8Block;
+    const int64_t block = format_.scale_rows;
     auto expected = weight_.data.sizes().vec();
     for (size_t d = expected.size() - 2; d < expected.size(); ++d)
-      expected[d] = expected[d] / kFp8Block + (expected[d] % kFp8Block != 0);  // there are up to 2^63 - 1 rows
+      expected[d] = expected[d] / block + (expected[d] % block != 0);  // there are up to 2^63 - 1 rows
     TORCH_CHECK(scale.sizes() == expected, args_.prefix(names_.scale), "expected shape ", at::IntArrayRef(expected),
-                ", a scale for each 128 x 128 block of ", names_.data, "; got ", scale.sizes());
+                ", a scale for each ", block, " x ", block, " block of ", names_.data, "; got ", scale.sizes());
+  }
+
+  void check_absent(const char* name, const OptionalTensor& tensor) const {
+    TORCH_CHECK(!Arguments::given(tensor), args_.prefix(name), "expected none beside format ", format_.name,
+                ", got a tensor");
   }
 
   void check_offset() {
-    if (!is(Format::affine)) {
-      TORCH_CHECK(!Arguments::given(offset_), args_.prefix(names_.offset), "expected none beside format ", format(),
-                  ", got a tensor");
+    if (format_.offset == OffsetType::factor) {
+      if (Arguments::given(offset_)) check_factor();
       return;
     }
-    TORCH_CHECK(Arguments::given(offset_), args_.prefix(names_.offset),
-                "expected a tensor beside format affine, got none");
+    TORCH_CHECK(Arguments::given(offset_), args_.prefix(names_.offset), "expected a tensor beside format ",
+                format_.name, ", got none");
     const Tensor &scale = weight_.scale, &offset = weight_.offset = *offset_;
     args_.check_dense(names_.offset, offset);
     TORCH_CHECK(offset.scalar_type() == scale.scalar_type(), args_.prefix(names_.offset), "expected ",
@@ -197,20 +211,43 @@ class PackedWeight {
                 ", that of ", names_.scale, "; got ", offset.sizes());
   }
 
+  // One number for each matrix.
+  void check_factor() {
+    const Tensor& factor = weight_.offset = *offset_;
+    args_.check_dense(names_.offset, factor);
+    TORCH_CHECK(factor.scalar_type() == at::kFloat, args_.prefix(names_.offset), "expected float32 in format ",
+                format_.name, ", got ", dtype_name(factor.scalar_type()));
+    const auto matrices = weight_.data.sizes().slice(0, weight_.data.dim() - 2);
+    auto expected = matrices.vec();
+    expected.push_back(1);
+    TORCH_CHECK(factor.sizes() == expected, args_.prefix(names_.offset), "expected shape ", at::IntArrayRef(expected),
+                ", a factor for each matrix of ", names_.data, "; got ", factor.sizes());
+  }
+
   Arguments& args_;
   const WeightNames& names_;
   const OptionalTensor &scale_, &offset_;
+  const Format& format_;
   const int64_t group_size_;
   Weight weight_;
 };
 
+inline const Format& Arguments::format(const char* name, std::string_view value) const {
+  if (const Format* found = find_format(value)) return *found;
+  std::string all, last;
+  for (const Format& each : kFormats) {
+    if (each.name != last) all += std::string(all.empty() ? "" : ", ") + std::string(each.name);
+    last = each.name;
+  }
+  TORCH_CHECK(false, prefix(name), "expected one of ", all, "; got ", quoted(value));
+}
+
 inline Weight Arguments::weight(const WeightNames& names, const Tensor& data, const OptionalTensor& scale,
-                                const OptionalTensor& offset, std::string_view format, int64_t group_size,
+                                const OptionalTensor& offset, const Format& format, int64_t group_size,
                                 bool transposed) {
-  const auto used = one_of<Format>("format", format, kFormats);
-  if (used != Format::dense) {
-    TORCH_CHECK(!transposed, prefix("transposed"), "expected False beside format ", format, ", got True");
-    return PackedWeight(*this, names, data, scale, offset, used, group_size).checked();
+  if (!format.is_dense()) {
+    TORCH_CHECK(!transposed, prefix("transposed"), "expected False beside format ", format.name, ", got True");
+    return PackedWeight(*this, names, data, scale, offset, format, group_size).checked();
   }
   TORCH_CHECK(group_size == 0, prefix("group_size"), "expected 0 beside format dense, got ", group_size);
   TORCH_CHECK(!given(scale), prefix(names.scale), "expected none beside format dense, got a tensor");

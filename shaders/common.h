@@ -20,7 +20,6 @@ MOE_METAL_CONSTANT int kMaxSimdgroups = 32;  // in a threadgroup
 enum class Scoring : int32_t { softmax, sigmoid, sqrt_softplus };
 enum class Renormalize : int32_t { none, before_scale, after_scale };
 enum class GroupScore : int32_t { top2_sum, max };
-enum class Format : int32_t { dense, affine, mxfp4, fp8 };  // of a weight: how its numbers are packed
 enum class Activation : int32_t { silu, gelu, gelu_tanh, relu2, swiglu_oai };
 
 // How logits become experts and weights: the routing options of the ops gate and route.
@@ -105,7 +104,7 @@ struct WeightedSumParams {
 enum class WeightLayout : int32_t { rows_wide, rows, columns_wide, columns };
 
 // The numbers of a scale or an offset, and of dense data.
-enum class NumberType : int32_t { float32, float16, bfloat16, e8m0 };
+enum class NumberType : int32_t { float32, float16, bfloat16, e8m0, e4m3 };
 
 // How the work is cut, which gives the grids, as far as no GPU's number in tuning.h decides it.
 MOE_METAL_CONSTANT uint32_t kChunkSimdgroups = 8;  // decode, rows: simdgroups of a threadgroup at most

@@ -23,7 +23,7 @@ template <typename T>
   const Weights<uchar> weights = of_expert(data, scale, offset, row / params.rows, params.weight);
   device T* to = output + row * params.columns;
   Vectors<kNarrowColumns / 4> values;
-#if MOE_METAL_FORMAT == 0
+#ifndef MOE_METAL_FORMAT
   for (uint n = 0; n < kNarrowColumns; ++n) {
     const ulong at = r * params.weight.row + (column + n) * params.weight.column;
     values.at[n / 4][n % 4] = column + n < params.columns ? load_number(weights.data + at, params.dense_type) : 0;

@@ -275,7 +275,7 @@ uint rows_of_threadgroup(uint simdgroups, uint split) {
 }  // namespace moe_metal
 
 // The two ways that a library's format is read: wherever loads are aligned, and everywhere.
-#if MOE_METAL_FORMAT == 0
+#ifndef MOE_METAL_FORMAT
 #define wide_chunk(dtype) moe_metal::WideChunk<dtype>
 #define any_chunk(dtype) moe_metal::AnyChunk<dtype>
 #else

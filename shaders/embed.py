@@ -10,13 +10,11 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-#: The formats of weights that a shader with a `weights_suffix` is compiled for, and the macros of each: those of
-#: `kWeightFormats` in csrc/mps/launch.h.
+#: The formats of weights that a shader with a `weights_suffix` is compiled for, and the macros of each.
+TABLE = (FOLDER.parent / "csrc" / "formats.h").read_text()
 FORMATS = {
-    "": [],
-    **{f"affine{bits}": ["MOE_METAL_FORMAT=1", f"MOE_METAL_BITS={bits}"] for bits in (2, 3, 4, 5, 6, 8)},
-    "mxfp4": ["MOE_METAL_FORMAT=2"],
-    "fp8": ["MOE_METAL_FORMAT=3"],
+    library: [] if library == "dense" else [f"MOE_METAL_FORMAT={library}"]
+    for library in re.findall(r'^    {"\w+", "(\w+)"', TABLE, re.MULTILINE)
 }
 
 
@@ -39,8 +37,9 @@ def shader_text(path: Path) -> str:
 
 def libraries(path: Path) -> dict[str, list[str]]:
     """What one `.metal` file is compiled for: names, and macros. `glu`, or `linear`, `linear-affine2` and so on."""
-    formats = FORMATS if "weights_suffix" in path.read_text() else {"": []}
-    return {f"{path.stem}-{name}".rstrip("-"): macros for name, macros in formats.items()}
+    if "weights_suffix" not in path.read_text():
+        return {path.stem: []}
+    return {path.stem if name == "dense" else f"{path.stem}-{name}": macros for name, macros in FORMATS.items()}
 
 
 def write_header(target: Path) -> Path:

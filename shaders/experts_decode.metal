@@ -26,7 +26,7 @@ namespace moe_metal {
 
 MOE_METAL_CONSTANT uint kInnerRows = kChunkRows / 2;  // a gate row and an up row each
 
-#if MOE_METAL_FORMAT == 0
+#ifndef MOE_METAL_FORMAT
 inline uint inner_place(uint i) { return i; }
 inline ulong inner_length(uint inner_size) { return inner_size; }
 #else
@@ -115,7 +115,7 @@ template <typename T, typename Chunk>
   output[ulong(token) * params.H + h] = T(total + beside_experts(shared, shared_gate, residual, token, h, params));
 }
 
-#if MOE_METAL_FORMAT == 0
+#ifndef MOE_METAL_FORMAT
 // ------------------------------------------------------------------------------------------ lanes across the rows
 
 MOE_METAL_CONSTANT uint kColumnsAhead = 4;  // columns whose loads are in flight together
@@ -277,9 +277,9 @@ for_dtypes(instantiate_rows, "_wide", wide)
 #if in_part(1)
 for_dtypes(instantiate_rows, "", any)
 #endif
-#if in_part(2) && MOE_METAL_FORMAT == 0
+#if in_part(2) && !defined(MOE_METAL_FORMAT)
 for_dtypes(instantiate_columns, "_wide", Wide)
 #endif
-#if in_part(3) && MOE_METAL_FORMAT == 0
+#if in_part(3) && !defined(MOE_METAL_FORMAT)
 for_dtypes(instantiate_columns, "", Any)
 #endif

@@ -323,7 +323,7 @@ void load_biases(device const T* bias, ulong first, thread const RowNumbers<N>& 
 }  // namespace moe_metal
 
 // The two ways that a library's format is read: wherever loads are aligned, and everywhere.
-#if MOE_METAL_FORMAT == 0
+#ifndef MOE_METAL_FORMAT
 #define wide_tile(dtype) moe_metal::WideTile<dtype>
 #define any_tile(dtype) moe_metal::AnyTile<dtype>
 #else

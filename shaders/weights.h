@@ -1,6 +1,7 @@
 // Weights in every format: where they lie, and one reader for each. reference.py says at `dequantize` what they mean.
 //
-// A library knows one format: MOE_METAL_FORMAT and MOE_METAL_BITS say which, and `weights_codes` is its reader.
+// A library knows one format: MOE_METAL_FORMAT is its `library` in csrc/formats.h, not defined for dense weights, and
+// `weights_codes` is its reader, of this name in `formats`.
 // Packed rows are read in pieces of kPackedColumns, which are `bits` words whatever the bits are, or of kNarrowColumns.
 //
 // What differs on Apple's GPUs, by published measurements: integers become floats and are shifted at a quarter of the
@@ -220,6 +221,17 @@ struct Fp8 {
   static uint nan_bits(uint word) { return ((word & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u; }
 };
 
+namespace formats {
+using affine2 = Affine<2>;
+using affine3 = Affine<3>;
+using affine4 = Affine<4>;
+using affine5 = Affine<5>;
+using affine6 = Affine<6>;
+using affine8 = Affine<8>;
+using mxfp4 = Mxfp4;
+using fp8 = Fp8;
+}  // namespace formats
+
 // The first `count` of a piece's `columns` codes; the others are 0. `aligned`: rows begin where the widest loads that
 // the piece's length allows are aligned.
 template <typename Codes, uint columns, uint N>
@@ -304,21 +316,12 @@ void piece_values(thread const PackedPiece<Codes>& piece, uint i, thread Vectors
 
 }  // namespace moe_metal
 
-#ifndef MOE_METAL_FORMAT
-#define MOE_METAL_FORMAT 0
-#endif
 #define MOE_METAL_TEXT_OF(text) #text
 #define MOE_METAL_TEXT(text) MOE_METAL_TEXT_OF(text)
-// Of the format's kernels, before the dtype; nothing for dense. The numbers are those of Format.
-#if MOE_METAL_FORMAT == 1
-#define weights_suffix "_affine" MOE_METAL_TEXT(MOE_METAL_BITS)
-#define weights_codes moe_metal::Affine<MOE_METAL_BITS>
-#elif MOE_METAL_FORMAT == 2
-#define weights_suffix "_mxfp4"
-#define weights_codes moe_metal::Mxfp4
-#elif MOE_METAL_FORMAT == 3
-#define weights_suffix "_fp8"
-#define weights_codes moe_metal::Fp8
+// Of the format's kernels, before the dtype; nothing for dense.
+#ifdef MOE_METAL_FORMAT
+#define weights_suffix "_" MOE_METAL_TEXT(MOE_METAL_FORMAT)
+#define weights_codes moe_metal::formats::MOE_METAL_FORMAT
 #else
 #define weights_suffix ""
 #endif

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_moe_metal import arguments, packing, reference
+from torch_moe_metal import arguments, formats, packing, reference
 from torch_moe_metal.arguments import ARGUMENTS, DTYPES, ROUTERS, optional_arguments
 from torch_moe_metal.models import MODELS, Model
 
@@ -982,7 +982,7 @@ def packed_sample(op: str, name: str) -> Case:
 
 # ------------------------------------------------------------------------------------------------ packed weights
 
-WIDTHS = [("affine", bits, group) for bits in packing.BITS for group in packing.GROUPS]
+WIDTHS = [("affine", bits, group) for bits in formats.BITS for group in formats.GROUPS]
 WIDTHS += [("mxfp4", 4, packing.MXFP4_GROUP), ("fp8", 8, packing.FP8_BLOCK)]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cases import OPTIONAL, PAIRS, Args, Case
 from checks import Guarded, with_leading
-from torch_moe_metal import max_experts, packing, reference
+from torch_moe_metal import formats, max_experts, packing, reference
 from torch_moe_metal.arguments import ARGUMENTS, DTYPES, optional_arguments, shapes, takes_formats, written
 
 SIZES = (1, 1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 33, 61, 64, 67, 96, 127, 128, 129, 251, 256, 257, 509, 512, 521, 1021)
@@ -174,11 +174,11 @@ def draw_format(op: str, rng: random.Random) -> dict:
     dense = {"format": "dense", "bits": 4, "group": 1, "scale_dtype": None}
     if not takes_formats(op) or rng.random() < 0.4:
         return dense
-    format = rng.choice(list(packing.FORMATS))
+    format = rng.choice(list(formats.FORMATS))
     if format != "affine":
         group, scales = {"mxfp4": (packing.MXFP4_GROUP, (None,)), "fp8": (1, (torch.float32, torch.bfloat16))}[format]
         return dense | {"format": format, "group": group, "scale_dtype": rng.choice(scales)}
-    widths = {"bits": rng.choice(packing.BITS), "group": rng.choice(packing.GROUPS)}
+    widths = {"bits": rng.choice(formats.BITS), "group": rng.choice(formats.GROUPS)}
     return {"format": format, **widths, "scale_dtype": rng.choice(list(DTYPES))}
 
 

@@ -1,7 +1,7 @@
 """Random weights in every packed format, with scales in float32 where a format leaves the choice."""
 
 from torch_moe_metal.bench.packed import FORMATS, Packing
-from torch_moe_metal.packing import BITS
+from torch_moe_metal.formats import BITS
 
 __all__ = ["AFFINE", "FP8", "MXFP4", "PACKINGS", "Packing"]
 

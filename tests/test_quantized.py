@@ -20,11 +20,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import torch_moe_metal
 from cases import BFLOAT, FLOAT, HALF, WIDTHS, call, expected, packed_case, sizes_for, without_signs
 from checks import assert_matches, same_bits
-from torch_moe_metal import packing, quantize, reference
+from torch_moe_metal import formats, packing, quantize, reference
 
 ops = torch.ops.moe_metal
 DTYPES = {FLOAT: mx.float32, HALF: mx.float16, BFLOAT: mx.bfloat16}
-MLX_WIDTHS = [(bits, group) for bits in packing.BITS for group in (32, 64, 128)]
+MLX_WIDTHS = [(bits, group) for bits in formats.BITS for group in (32, 64, 128)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,7 +73,7 @@ def test_affine_is_mlx_to_the_bit(bits: int, group: int, dtype: torch.dtype, dev
     assert torch.equal(scale.cpu().float(), from_mlx(want[1])) and torch.equal(offset.cpu().float(), from_mlx(want[2]))
 
 
-@pytest.mark.parametrize("bits", packing.BITS)
+@pytest.mark.parametrize("bits", formats.BITS)
 def test_affine_groups_of_16_follow_the_same_rule(bits: int):
     """MLX has none. Where the second half of 32 repeats the first, it must come to the same."""
     weight = weight_of_all_kinds(FLOAT)
@@ -144,7 +144,7 @@ def test_quantize_goes_piece_by_piece(format: str, bits: int, group: int, monkey
     assert list(sizes.values()) == [(tuple(part.shape), part.dtype) for part in whole if part is not None]
 
 
-@pytest.mark.parametrize("format", packing.FORMATS)
+@pytest.mark.parametrize("format", formats.FORMATS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_visible(format: str, value: float):
     """As NaN, in all that shares its scale, and nowhere else."""
@@ -164,7 +164,7 @@ def alone(script: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", packing.FORMATS)
+@pytest.mark.parametrize("format", formats.FORMATS)
 def test_quantize_needs_little_memory(format: str):
     """16 Mi numbers in one matrix, 32 MiB: as float32 alone they would be 64, and codes and steps many times that."""
     script = f"""
@@ -384,7 +384,7 @@ def test_a_small_scale_of_a_sum_that_is_infinite(
 @pytest.mark.parametrize("T", [1, 3, 40])
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("part", ["scale", "offset"])
-@pytest.mark.parametrize("bits", packing.BITS)
+@pytest.mark.parametrize("bits", formats.BITS)
 def test_an_affine_scale_that_is_not_finite(bits: int, part: str, value: float, T: int, device: str):
     """What meets it is infinite or NaN, as it is where each number is scaled before it is summed."""
     weight = dict(zip(("weight", "scale", "offset"), quantize(random(9, 128), "affine", bits, 64), strict=True))
@@ -466,7 +466,7 @@ def read_up_to_the_wall(widths: list[tuple[str, int, int]]) -> None:
                     assert_matches(got, expected(op, args, case.options), case.longest_sum)
 
 
-ONE_GROUP_EACH = [(bits, packing.GROUPS[i % 4]) for i, bits in enumerate(packing.BITS)]
+ONE_GROUP_EACH = [(bits, formats.GROUPS[i % 4]) for i, bits in enumerate(formats.BITS)]
 
 
 @pytest.mark.parametrize("widths", [

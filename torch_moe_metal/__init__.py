@@ -4,7 +4,6 @@ Importing this package registers `torch.ops.moe_metal.*`; `torch_moe_metal.gate`
 ops as functions with a signature and a docstring. What each computes: `torch_moe_metal.reference`.
 """
 
-import ctypes
 import functools
 import warnings
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from . import arguments, nn, reference, refusals, tuning
 from .after_import import after_import
 from .fake import fake
 from .integration import is_supported, packed_checkpoints
+from .library import cpu_isa, max_experts
 from .packing import quantize
 from .rehearsal import warm_up
 
@@ -27,53 +27,10 @@ if TYPE_CHECKING:  # Editors and type checkers are shown the specification itsel
     from .transformers.patch import patch, unpatch
 
 __version__ = "0.1.0"
-FOLDER = Path(__file__).parent
 
 
-def _installed_elsewhere() -> Path | None:
-    """The installed package, where this is a checkout that Python finds first, as it does in the checkout's folder."""
-    for distribution in metadata.distributions(name=__name__):
-        folder = Path(str(distribution.locate_file(__name__)))
-        if folder != FOLDER and (folder / "_C.so").exists():
-            return folder
-    return None
-
-
-def _load_libraries() -> str:
-    """Load the schemas and the CPU kernels for the best instruction set that was built and that this machine has."""
-    best = torch.backends.cpu.get_cpu_capability().lower()
-    isa = best if (FOLDER / f"_cpu_{best}.so").exists() else "default"
-    missing = [name for name in ("_C.so", f"_cpu_{isa}.so") if not (FOLDER / name).exists()]
-    if missing:
-        if installed := _installed_elsewhere():
-            raise ImportError(
-                f"torch_moe_metal: {FOLDER}, which has no C++ extension, hides the installed package, {installed}. Run "
-                "Python in another folder, or build the extension here: `pip install --no-build-isolation -e .`"
-            )
-        raise ImportError(
-            f"torch_moe_metal: its C++ extension is not built: {' and '.join(missing)} missing in {FOLDER}. "
-            "Run `pip install --no-build-isolation .` in the checkout (or `-e .` to keep working on it)."
-        )
-    try:
-        torch.ops.load_library(FOLDER / "_C.so")
-        torch.ops.load_library(FOLDER / f"_cpu_{isa}.so")
-    except OSError as error:
-        raise ImportError(
-            f"torch_moe_metal: its C++ extension does not load into torch {torch.__version__}, most likely because it "
-            "was built against another version. Rebuild it: `pip install --no-build-isolation --force-reinstall "
-            f"--no-deps .`\nThe loader said: {error}"
-        ) from error
-    return isa
-
-
-#: The instruction set that the CPU kernels run on: avx512, avx2 or default (NEON on ARM).
-cpu_isa: str = _load_libraries()
 if tuning.is_built():
     tuning.load()
-#: The most experts that the ops take: kMaxExperts of shaders/common.h.
-max_experts: int = ctypes.c_int32.in_dll(
-    ctypes.CDLL(str(Path(__file__).with_name("_C.so"))), "moe_metal_max_experts"
-).value
 
 
 def _function(specification: Callable) -> Callable:

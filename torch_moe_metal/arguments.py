@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import packing, reference
+from .formats import FORMATS
 
 #: What activations may be, and how tables call it.
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -134,7 +135,7 @@ def options(op: str, wanted: Mapping[str, object]) -> dict[str, object]:
 def shapes(op: str, given: Collection[str] = (), transposed: bool = False, format: str = "dense") -> dict[str, str]:
     """The letters of the arguments that the op needs, with weights in this format, and of the optional ones among
     `given`."""
-    beside = packing.FORMATS.get(format, ())
+    beside = FORMATS[format].parts if format in FORMATS else ()
     found = {
         name: argument.letters
         for name, argument in ARGUMENTS[op].items()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import __version__, arguments, cpu_isa, packing, reference
+from . import __version__, arguments, cpu_isa, formats, reference
 from .bench import measure
 
 DIMS = {"E": 33, "K": 3, "H": 96, "I": 40, "N": 37, "U": 1}  # nothing round: tails are where kernels go wrong
@@ -17,7 +17,7 @@ TOKENS = (5, 50)  # as while decoding, and as for a prompt, which has kernels of
 
 
 def formats(op: str) -> tuple[str, ...]:
-    return ("dense", *packing.FORMATS) if arguments.takes_formats(op) else ("dense",)
+    return ("dense", *formats.FORMATS) if arguments.takes_formats(op) else ("dense",)
 
 
 def sample_arguments(op: str, dtype: torch.dtype, tokens: int, format: str = "dense") -> dict[str, Tensor]:

@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: The packed formats, and what stands beside their data.
-FORMATS = {"affine": ("scale", "offset"), "mxfp4": ("scale",), "fp8": ("scale",)}
-BITS = (2, 3, 4, 5, 6, 8)
-GROUPS = (16, 32, 64, 128)
+from .formats import BITS, FORMATS, GROUPS
+
 #: Neighbouring columns with one scale in mxfp4; rows, and columns, with one in fp8.
-MXFP4_GROUP, FP8_BLOCK = 32, 128
+MXFP4_GROUP, FP8_BLOCK = FORMATS["mxfp4"].scale_columns, FORMATS["fp8"].scale_rows
 #: Numbers that are quantised at a time: each takes up to 80 bytes meanwhile.
 PIECE = 1 << 19
 
@@ -66,7 +64,7 @@ def packed(
     rows = {"scale": -(-N // FP8_BLOCK)} if format == "fp8" else {}
     return {
         name: ((*leading, rows.get(name, N), columns), kind)
-        for name, (columns, kind) in zip(("data", *FORMATS[format]), parts, strict=True)
+        for name, (columns, kind) in zip(("data", *FORMATS[format].parts), parts, strict=True)
     }
 
 

@@ -284,6 +284,7 @@ def experts(
     interleaved: bool = False,
     transposed: bool = False,
     format: str = "dense",
+    down_format: str | None = None,
     group_size: int = 0,
 ) -> Tensor:
     """Every token through its K experts, and their weighted sum. -> [T, H]
@@ -292,7 +293,7 @@ def experts(
     activation, alpha and limit are those of `glu`; `shared` and `residual` are added as in `weighted_sum`.
     The 2I rows hold the gate's I rows first, or gate and up in turn when `interleaved`. Beside a `format` other than
     dense, gate_up and down are packed and have scales and offsets, as `dequantize` says; `group_size` is that of
-    `linear`, and both weights'.
+    `linear`, and both weights'. down is in `down_format`, where that is given.
     """
     used = (ids >= 0) & (ids < gate_up.shape[0])
     chosen = ids.long().where(used, 0)
@@ -305,7 +306,8 @@ def experts(
         both = both + as_float(gate_up_bias)[chosen]
     gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
     inner = glu(gate, up, activation=activation, alpha=alpha, limit=limit)
-    slots = torch.einsum("...khi,...ki->...kh", numbers(*second, format, inner, group_size), inner)
+    second_numbers = numbers(*second, down_format or format, inner, group_size)
+    slots = torch.einsum("...khi,...ki->...kh", second_numbers, inner)
     if down_bias is not None:
         slots = slots + as_float(down_bias)[chosen]
     slots, weights = slots.where(used.unsqueeze(-1), 0), as_float(weights).where(used, 0)

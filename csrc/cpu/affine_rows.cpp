@@ -1,12 +1,11 @@
-// Rows in format affine whose numbers fill bytes: 2, 4 and 8 bits.
+// Rows in format affine whose numbers fill bytes.
+#include "cpu/formats/affine.h"
 #include "packed_rows.h"
 
 namespace moe_metal {
 
-std::unique_ptr<WeightRows> affine_rows(const Weight& weight, bool bfloat16) {
-  if (weight.bits == 2) return std::make_unique<PackedRows<Affine<2>>>(weight, bfloat16);
-  if (weight.bits == 4) return std::make_unique<PackedRows<Affine<4>>>(weight, bfloat16);
-  return std::make_unique<PackedRows<Affine<8>>>(weight, bfloat16);
-}
+template std::unique_ptr<WeightRows> packed_rows<Affine<2>>(const Weight&, bool);
+template std::unique_ptr<WeightRows> packed_rows<Affine<4>>(const Weight&, bool);
+template std::unique_ptr<WeightRows> packed_rows<Affine<8>>(const Weight&, bool);
 
 }  // namespace moe_metal

@@ -1,12 +1,11 @@
-// Rows in format affine whose numbers cross from one byte into the next: 3, 5 and 6 bits.
+// Rows in format affine whose numbers cross from byte to byte.
+#include "cpu/formats/affine.h"
 #include "packed_rows.h"
 
 namespace moe_metal {
 
-std::unique_ptr<WeightRows> affine_rows_across_bytes(const Weight& weight, bool bfloat16) {
-  if (weight.bits == 3) return std::make_unique<PackedRows<Affine<3>>>(weight, bfloat16);
-  if (weight.bits == 5) return std::make_unique<PackedRows<Affine<5>>>(weight, bfloat16);
-  return std::make_unique<PackedRows<Affine<6>>>(weight, bfloat16);
-}
+template std::unique_ptr<WeightRows> packed_rows<Affine<3>>(const Weight&, bool);
+template std::unique_ptr<WeightRows> packed_rows<Affine<5>>(const Weight&, bool);
+template std::unique_ptr<WeightRows> packed_rows<Affine<6>>(const Weight&, bool);
 
 }  // namespace moe_metal

@@ -23,8 +23,8 @@ namespace {
 // Few slots, or the partial sums would be large beside the weights.
 bool by_columns(const Experts& call) {
   const Weight &gate_up = call.gate_up, &down = call.down;
-  return gate_up.format == Format::dense && gate_up.row == 1 && down.row == 1 && gate_up.column != 1 &&
-         down.column != 1 && call.T * call.K <= 256;
+  return gate_up.format->is_dense() && down.format->is_dense() && gate_up.row == 1 && down.row == 1 &&
+         gate_up.column != 1 && down.column != 1 && call.T * call.K <= 256;
 }
 
 #ifdef MOE_METAL_AMX
@@ -34,7 +34,7 @@ bool by_columns(const Experts& call) {
 // 65 by dots at T = 128, 93 and 159 at 512.
 bool by_tiles(const Experts& call, const Slots& used) {
   const int64_t worth_unpacking = tiles_available() ? 8 : 12;  // tokens of an expert
-  const bool dense = call.gate_up.format == Format::dense;
+  const bool dense = call.gate_up.format->is_dense();
   return (dense || static_cast<int64_t>(used.order.size()) >= worth_unpacking * used.used()) &&
          inner_may_be_rounded(call) && (tiles_available() || (!dense && bfloat16_available()));
 }

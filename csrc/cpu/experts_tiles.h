@@ -60,7 +60,7 @@ inline __m512i pairs(const Vec& even, const Vec& odd) {
 class WeightStrips {
  public:
   explicit WeightStrips(const Weight& weight) : weight_(weight), strips_(2, weight.columns) {
-    if (weight.format == Format::dense) return;
+    if (weight.format->is_dense()) return;
     for (auto& rows : rows_) rows = rows_of(weight);
   }
 
@@ -89,7 +89,7 @@ class WeightStrips {
  private:
   static constexpr int64_t kAtOnce = 2, kSome = kTile / kParts;  // blocks, and rows of them
 
-  bool packed() const { return weight_.format != Format::dense; }
+  bool packed() const { return !weight_.format->is_dense(); }
 
   // Two blocks are unpacked while AMX multiplies the two before them with the first groups of tokens, four rows at a
   // time: on a Sapphire Rapids 8 bits take 0.88 of the time of all rows at once. Of two strips at a time the upper one

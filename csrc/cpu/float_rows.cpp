@@ -1,11 +1,11 @@
-// Rows whose numbers are small floats: formats mxfp4 and fp8.
+// Rows whose numbers are small floats.
+#include "cpu/formats/fp8.h"
+#include "cpu/formats/mxfp4.h"
 #include "packed_rows.h"
 
 namespace moe_metal {
 
-std::unique_ptr<WeightRows> float_rows(const Weight& weight, bool bfloat16) {
-  if (weight.format == Format::mxfp4) return std::make_unique<PackedRows<Mxfp4>>(weight, bfloat16);
-  return std::make_unique<PackedRows<Fp8>>(weight, bfloat16);
-}
+template std::unique_ptr<WeightRows> packed_rows<Mxfp4>(const Weight&, bool);
+template std::unique_ptr<WeightRows> packed_rows<Fp8>(const Weight&, bool);
 
 }  // namespace moe_metal

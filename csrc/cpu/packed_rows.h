@@ -1,10 +1,11 @@
-// Rows of packed weights: the readers of the formats, and the products of each. Every format is compiled in one of
-// affine_rows.cpp, affine_rows_across_bytes.cpp and float_rows.cpp, side by side.
+// Rows of packed weights, and their products: one template for all formats, which formats/*.h have the readers of.
+// Every format is compiled in one of affine_rows.cpp, affine_rows_across_bytes.cpp and float_rows.cpp, side by side.
 #pragma once
-#include "codes.h"
+#include <bit>
+
 #include "e4m3_dots.h"
-#include "integer_dots.h"
-#include "integer_tiles.h"
+#include "scaled_rows.h"
+#include "tiles.h"
 #include "weights.h"
 
 namespace moe_metal {
@@ -94,54 +95,6 @@ class RowScales {
   int64_t groups_ = 0, expert_ = 0, row_ = 0, group_ = 0;
   std::vector<float> floats_;
   int64_t expert_of_floats_ = -1, block_of_floats_ = 0;  // if all of them are the same row
-};
-
-// What a format makes of a row's bytes at a column.
-template <int bits>
-struct Affine {
-  static constexpr bool kOffset = true;
-  static constexpr int kBits = bits;
-  static constexpr float kUnit = 1, kMiddle = 1 << (bits - 1);
-  using Dots = std::conditional_t<bits == 4, IntegerDots<Integers<4, false>>, NoDots>;
-  using Tiles = std::conditional_t<bits == 4 || bits == 8, IntegerTiles<Integers<bits, false>>, NoDots>;
-  Codes<bits> codes;
-  template <class Count>
-  [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
-    return codes_at(codes, row, column);
-  }
-  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const {
-    return codes.quick(row + column * kBits / 8);
-  }
-};
-
-struct Mxfp4 {
-  static constexpr bool kOffset = false;
-  static constexpr int kBits = 4;
-  static constexpr float kUnit = 1, kMiddle = 0;
-  using Dots = IntegerDots<Integers<4, true>>;
-  using Tiles = IntegerTiles<Integers<4, true>>;
-  Codes<4> codes{kE2m1};
-  template <class Count>
-  [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
-    return codes_at(codes, row, column);
-  }
-  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const {
-    return codes.quick(row + column * kBits / 8);
-  }
-};
-
-struct Fp8 {
-  static constexpr bool kOffset = false;
-  static constexpr int kBits = 8;
-  static constexpr float kUnit = E4m3::kUnit, kMiddle = 0;
-  using Dots = E4m3Dots;
-  using Tiles = NoDots;
-  E4m3 codes;
-  template <class Count>
-  [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count count) const {
-    return codes(row + column, count);
-  }
-  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const { return codes.quick(row + column); }
 };
 
 // The rows taken, as products read them.
@@ -341,17 +294,18 @@ class Rounded {
 };
 
 // e4m3 by its magnitudes' bytes, of which each scale, one for 128 rows and columns, has its own.
-template <>
-class Rounded<Fp8> {
+template <class Read>
+  requires Read::kScalesAreRare
+class Rounded<Read> {
  public:
-  [[gnu::always_inline]] void set(const Fp8& read, float scale, float) {
+  [[gnu::always_inline]] void set(const Read& read, float scale, float) {
     if (std::bit_cast<uint32_t>(scale) != last_) renew(read, scale);
   }
   [[gnu::always_inline]] void keep(Rounded& rounded) const {
     if (last_ != rounded.last_) rounded = *this;
   }
   template <int N>
-  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Fp8&, const uint8_t* from, at::BFloat16* to) const {
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read&, const uint8_t* from, at::BFloat16* to) const {
     // The halves of eight bytes apart, which come out side by side.
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const __m512i bytes = N == 2 ? _mm512_loadu_si512(from)
@@ -362,7 +316,7 @@ class Rounded<Fp8> {
   }
 
  private:
-  [[MOE_METAL_BF16, gnu::noinline]] void renew(const Fp8& read, float scale) {
+  [[MOE_METAL_BF16, gnu::noinline]] void renew(const Read& read, float scale) {
     last_ = std::bit_cast<uint32_t>(scale);
     alignas(64) at::BFloat16 magnitudes[128];
     uint8_t codes[kDepth];
@@ -384,7 +338,7 @@ class PackedRows final : public WeightRows {
  public:
   PackedRows(const Weight& weight, bool bfloat16)
       : weight_(weight),
-        scales_(weight.scale, weight.format == Format::fp8 ? kFp8Block : 1),
+        scales_(weight.scale, weight.format->scale_rows),
         offsets_(weight.offset, 1),
         few_(std::clamp<int64_t>(1024 / std::max<int64_t>(scales_.groups() + offsets_.groups(), 1), 8, kMany) / 4 * 4),
         bfloat16_(bfloat16) {
@@ -541,4 +495,10 @@ class PackedRows final : public WeightRows {
 };
 
 }  // namespace
+
+template <class Read>
+std::unique_ptr<WeightRows> packed_rows(const Weight& weight, bool bfloat16) {
+  return std::make_unique<PackedRows<Read>>(weight, bfloat16);
+}
+
 }  // namespace moe_metal

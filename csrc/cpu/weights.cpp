@@ -1,6 +1,10 @@
 // Rows of dense weights, and the choice of a format's rows.
 #include "weights.h"
 
+#include "cpu/formats/affine.h"
+#include "cpu/formats/fp8.h"
+#include "cpu/formats/mxfp4.h"
+
 namespace moe_metal {
 namespace {
 
@@ -27,17 +31,31 @@ class DenseRows final : public WeightRows {
   Matrix<Scalar> matrix_;
 };
 
-}  // namespace
-
-std::unique_ptr<WeightRows> rows_of(const Weight& weight, bool bfloat16) {
-  if (weight.format == Format::affine) {
-    return 8 % weight.bits == 0 ? affine_rows(weight, bfloat16) : affine_rows_across_bytes(weight, bfloat16);
-  }
-  if (weight.format != Format::dense) return float_rows(weight, bfloat16);
+std::unique_ptr<WeightRows> dense_rows(const Weight& weight, bool) {
   std::unique_ptr<WeightRows> rows;
   with_dtype(weight.data.scalar_type(),
              [&](auto scalar) { rows = std::make_unique<DenseRows<decltype(scalar)>>(weight); });
   return rows;
+}
+
+// In the order of kFormats.
+constexpr std::unique_ptr<WeightRows> (*kRowsOf[])(const Weight&, bool) = {
+    dense_rows,
+    packed_rows<Affine<2>>,
+    packed_rows<Affine<3>>,
+    packed_rows<Affine<4>>,
+    packed_rows<Affine<5>>,
+    packed_rows<Affine<6>>,
+    packed_rows<Affine<8>>,
+    packed_rows<Mxfp4>,
+    packed_rows<Fp8>,
+};
+static_assert(std::size(kRowsOf) == kFormatCount, "one for each row of the table");
+
+}  // namespace
+
+std::unique_ptr<WeightRows> rows_of(const Weight& weight, bool bfloat16) {
+  return kRowsOf[weight.format - kFormats](weight, bfloat16);
 }
 
 }  // namespace moe_metal

@@ -39,9 +39,8 @@ class WeightRows {
 // bfloat16: the tokens' numbers are bfloat16, or may be rounded to it.
 std::unique_ptr<WeightRows> rows_of(const Weight& weight, bool bfloat16 = false);
 
-// Those of packed weights, each in a file of its own name. rows_of() knows which of them a format needs.
-std::unique_ptr<WeightRows> affine_rows(const Weight& weight, bool bfloat16);
-std::unique_ptr<WeightRows> affine_rows_across_bytes(const Weight& weight, bool bfloat16);
-std::unique_ptr<WeightRows> float_rows(const Weight& weight, bool bfloat16);
+// Those of one format's reader; each is compiled in one of packed_rows_*.cpp.
+template <class Read>
+std::unique_ptr<WeightRows> packed_rows(const Weight& weight, bool bfloat16);
 
 }  // namespace moe_metal

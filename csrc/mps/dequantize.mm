@@ -11,7 +11,7 @@ FormatKernels kernels("dequantize", "dequantize", kThreads);
 // Dense data are read as bytes, whatever they hold.
 WeightParams byte_params(const Weight& weight) {
   WeightParams params = weight_params(weight, weight.rows);
-  if (weight.format != Format::dense) return params;
+  if (!weight.format->is_dense()) return params;
   for (int64_t* stride : {&params.expert, &params.row, &params.column}) *stride *= weight.data.element_size();
   return params;
 }
@@ -25,8 +25,8 @@ void run(const Dequantize& call) {
                                    .pieces = to_uint(pieces),
                                    .dense_type = number_type(weight.data),
                                    .weight = byte_params(weight)};
-  launch(kernels(call.output.scalar_type(), weight.format, weight.bits), Grid{ceil_div(all, kThreads), 1, kThreads},
-         weight.data, weight.scale, weight.offset, call.output, params);
+  launch(kernels(call.output.scalar_type(), weight.format), Grid{ceil_div(all, kThreads), 1, kThreads}, weight.data,
+         weight.scale, weight.offset, call.output, params);
 }
 
 }  // namespace

@@ -56,11 +56,11 @@ struct Product {
 Product product(FormatKernels* kernels, const Weight& weight, WeightParams& params, bool wide_vector, int64_t x,
                 int64_t rows, int64_t columns, int64_t tile, const Tensor& activations) {
   WeightLayout layout = params.layout;
-  if (weight.format != Format::dense) layout = whole_pieces(weight) ? WeightLayout::rows_wide : WeightLayout::rows;
+  if (!weight.format->is_dense()) layout = whole_pieces(weight) ? WeightLayout::rows_wide : WeightLayout::rows;
   if (layout == WeightLayout::rows_wide && !wide_vector) layout = WeightLayout::rows;
   const bool by_rows = layout == WeightLayout::rows_wide || layout == WeightLayout::rows;
   const Cut cut = by_rows ? row_cut(weight, activations.element_size()) : Cut{tile, 16, false};
-  Kernel& kernel = kernels[static_cast<int>(layout)](activations.scalar_type(), weight.format, weight.bits);
+  Kernel& kernel = kernels[static_cast<int>(layout)](activations.scalar_type(), weight.format);
   return {kernel, grid_of(params, cut, x, rows, columns)};
 }
 
@@ -71,7 +71,7 @@ void decode(const Experts& call, ExpertsParams params) {
   const Product down =
       product(decode_down, call.down, params.down, true, call.T, call.H, call.K * call.I, kDownColumnRows, call.x);
   // Packed weights meet it in whole chunks.
-  const int64_t length = call.down.format == Format::dense ? call.I : ceil_div(call.I, kPackedChunk) * kPackedChunk;
+  const int64_t length = call.down.format->is_dense() ? call.I : ceil_div(call.I, kPackedChunk) * kPackedChunk;
   const Tensor inner = at::empty({slots, length}, call.x.options().dtype(at::kFloat));
   launch({{gate_up.kernel, gate_up.grid, call.x, call.ids, call.gate_up.data, call.gate_up.scale, call.gate_up.offset,
            call.gate_up_bias, inner, params},
@@ -81,7 +81,7 @@ void decode(const Experts& call, ExpertsParams params) {
 
 // ---------------------------------------------------------------------------------------------- prefill
 
-Kernel sort_kernel{"experts_slots", "experts_sort", -1, &kWeightFormats[0], 1024};
+Kernel sort_kernel{"experts_slots", "experts_sort", -1, kFormats, 1024};
 // By tile_size; the parts of their file are numbered so, and go on with the wide ones.
 FormatKernels gate_up_tiles[] = {{"experts_prefill", "experts_gate_up_tiles16", kTileThreads, 0},
                                  {"experts_prefill", "experts_gate_up_tiles32", kTileThreads, 1},
@@ -116,10 +116,10 @@ void prefill(const Experts& call, ExpertsParams params) {
   const bool wide_gate_up = params.wide_x && params.gate_up.layout == WeightLayout::rows_wide;
   const bool wide_down = wide_rows(inner, call.I) && params.down.layout == WeightLayout::rows_wide;
   launch({{sort_kernel, {call.E, 1, sort_threads}, call.ids, order, tiles, params},
-          {(wide_gate_up ? gate_up_tiles_wide : gate_up_tiles)[size](dtype, gate_up.format, gate_up.bits),
+          {(wide_gate_up ? gate_up_tiles_wide : gate_up_tiles)[size](dtype, gate_up.format),
            grid_of_tiles(params, size, 2 * call.I), call.x, order, tiles, gate_up.data, gate_up.scale, gate_up.offset,
            call.gate_up_bias, inner, params},
-          {(wide_down ? down_tiles_wide : down_tiles)[down_size](dtype, down.format, down.bits),
+          {(wide_down ? down_tiles_wide : down_tiles)[down_size](dtype, down.format),
            grid_of_tiles(params, down_size, call.H), inner, order, tiles, down.data, down.scale, down.offset,
            call.down_bias, outputs, params},
           {combine_kernels[dtype],

@@ -14,23 +14,13 @@
 #include <utility>
 
 #include "common.h"
+#include "formats.h"
 
 namespace moe_metal {
 
 using at::Tensor;
 
 struct Pipeline;  // what Metal made of a kernel
-
-// A format of weights as kernels are compiled for it. `name` comes before the dtype in their host_name.
-struct WeightFormat {
-  const char* name;
-  Format format;
-  int bits;
-};
-inline constexpr WeightFormat kWeightFormats[] = {
-    {"", Format::dense, 0},         {"affine2", Format::affine, 2}, {"affine3", Format::affine, 3},
-    {"affine4", Format::affine, 4}, {"affine5", Format::affine, 5}, {"affine6", Format::affine, 6},
-    {"affine8", Format::affine, 8}, {"mxfp4", Format::mxfp4, 4},    {"fp8", Format::fp8, 8}};
 
 // One kernel function. Its pipeline is compiled at its first launch, and kept for good; so is its library, which is the
 // shader file, or the part of it that holds the kernel, for one dtype of the activations and one format of weights, and
@@ -39,7 +29,7 @@ struct Kernel {
   const char* shader;    // shaders/<shader>.metal
   const char* function;  // the part of its host_name before the dtypes
   int dtypes = -1;       // index into the names of dtypes in launch.mm; -1: the kernel has no dtype
-  const WeightFormat* format = &kWeightFormats[0];
+  const Format* format = kFormats;
   int max_threads = 0;  // per threadgroup; fewer leave each thread more registers
   int part = 0;         // of its file, as `in_part` there says
   std::atomic<const Pipeline*> pipeline = nullptr;
@@ -50,7 +40,7 @@ struct Kernel {
 class Kernels {
  public:
   Kernels(const char* shader, const char* function, int max_threads = 1024, int part = 0,
-          const WeightFormat& format = kWeightFormats[0]) {
+          const Format& format = kFormats[0]) {
     for (int i = 0; i < kCount; ++i) {
       kernels_[i].format = &format;
       kernels_[i].shader = shader;
@@ -77,19 +67,15 @@ class Kernels {
 class FormatKernels {
  public:
   FormatKernels(const char* shader, const char* function, int max_threads = 1024, int part = 0)
-      : FormatKernels(shader, function, max_threads, part, std::make_index_sequence<std::size(kWeightFormats)>()) {}
+      : FormatKernels(shader, function, max_threads, part, std::make_index_sequence<kFormatCount>()) {}
 
-  Kernel& operator()(at::ScalarType dtype, Format format, int64_t bits) {
-    size_t i = 0;
-    while (kWeightFormats[i].format != format || (format == Format::affine && kWeightFormats[i].bits != bits)) ++i;
-    return kernels_[i][dtype];
-  }
+  Kernel& operator()(at::ScalarType dtype, const Format* format) { return kernels_[format - kFormats][dtype]; }
 
  private:
   template <size_t... i>
   FormatKernels(const char* shader, const char* function, int max_threads, int part, std::index_sequence<i...>)
-      : kernels_{Kernels(shader, function, max_threads, part, kWeightFormats[i])...} {}
-  Kernels kernels_[std::size(kWeightFormats)];
+      : kernels_{Kernels(shader, function, max_threads, part, kFormats[i])...} {}
+  Kernels kernels_[kFormatCount];
 };
 
 // The threadgroups of a dispatch, and the threads of each. Rows go along x, where no device limits their number.

@@ -57,13 +57,13 @@ int activation_dtype(const Kernel& kernel) { return kernel.dtypes < 3 ? kernel.d
 
 // What makes a shader file the library of one part, one dtype and one format.
 NSDictionary* library_macros(const Kernel& kernel) {
-  const int values[] = {activation_dtype(kernel), static_cast<int>(kernel.format->format), kernel.format->bits,
-                        kernel.part};
-  NSString* names[] = {@"MOE_METAL_DTYPE", @"MOE_METAL_FORMAT", @"MOE_METAL_BITS", @"MOE_METAL_PART"};
-  NSNumber* numbers[4];
-  for (int i = 0; i < 4; ++i) numbers[i] = [NSNumber numberWithInt:values[i]];
-  const int none = values[0] < 0 ? 1 : 0;  // a kernel without a dtype is beside those of all
-  return [NSDictionary dictionaryWithObjects:numbers + none forKeys:names + none count:4 - none];
+  NSMutableDictionary* macros = [NSMutableDictionary dictionary];
+  const int dtype = activation_dtype(kernel);
+  if (dtype >= 0) [macros setObject:[NSNumber numberWithInt:dtype] forKey:@"MOE_METAL_DTYPE"];  // else those of all
+  if (!kernel.format->is_dense())
+    [macros setObject:text(std::string(kernel.format->library)) forKey:@"MOE_METAL_FORMAT"];
+  [macros setObject:[NSNumber numberWithInt:kernel.part] forKey:@"MOE_METAL_PART"];
+  return macros;
 }
 
 // Safe maths: infinities and NaN are values that these ops define.
@@ -107,7 +107,7 @@ std::string host_name(const Kernel& kernel) {
                                             "float_half",  "float_bfloat", "half_float",  "half_half",
                                             "half_bfloat", "bfloat_float", "bfloat_half", "bfloat_bfloat"};
   std::string name = kernel.function;
-  if (kernel.format->format != Format::dense) name += std::string("_") + kernel.format->name;
+  if (!kernel.format->is_dense()) name.append("_").append(kernel.format->library);
   return kernel.dtypes < 0 ? name : name + "_" + kDtypes[kernel.dtypes];
 }
 
@@ -178,7 +178,7 @@ class MadeOnce {
 // Slow path, once per kernel. It runs off the stream's queue and needs nothing of Python: PyTorch gives the GIL back
 // before it calls an op.
 const Pipeline* compile(id<MTLDevice> device, Kernel& kernel) {
-  using Library = std::tuple<std::string, int, int, const WeightFormat*>;
+  using Library = std::tuple<std::string, int, int, const Format*>;
   static auto& libraries = *new MadeOnce<Library, id<MTLLibrary>>;
   static auto& pipelines = *new MadeOnce<const Kernel*, const Pipeline*>;
   return pipelines.get(&kernel, [&] {

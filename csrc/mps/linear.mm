@@ -30,16 +30,16 @@ void run(const Linear& call) {
     params.band = to_uint(band);
     const Grid grid = {ceil_div(tiles, band) * band * ceil_div(call.N, tile_weight_rows(16 << size)), 1, kTileThreads};
     const bool wide = params.wide_x && params.weight.layout == WeightLayout::rows_wide;
-    launch((wide ? wide_tile_kernels : tile_kernels)[size](dtype, weight.format, weight.bits), grid, call.x,
-           weight.data, weight.scale, weight.offset, call.bias, call.output, params);
+    launch((wide ? wide_tile_kernels : tile_kernels)[size](dtype, weight.format), grid, call.x, weight.data,
+           weight.scale, weight.offset, call.bias, call.output, params);
     return;
   }
-  const bool dense = weight.format == Format::dense;
+  const bool dense = weight.format->is_dense();
   const bool wide = params.wide_x && (dense ? params.weight.layout == WeightLayout::rows_wide : whole_pieces(weight));
   FormatKernels& kernels = wide ? wide_rows_kernels : rows_kernels;
   const Grid grid = grid_of(params.weight, row_cut(weight, call.x.element_size()), call.T, call.N, call.H);
-  launch(kernels(dtype, weight.format, weight.bits), grid, call.x, weight.data, weight.scale, weight.offset, call.bias,
-         call.output, params);
+  launch(kernels(dtype, weight.format), grid, call.x, weight.data, weight.scale, weight.offset, call.bias, call.output,
+         params);
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ inline ScaleParams scale_params(const Tensor& tensor) {
 
 // Whether pieces of so many columns begin where the widest loads that their length allows are aligned.
 inline bool is_aligned(const Weight& weight, int64_t columns) {
-  const int64_t unit = bytes_at_once(static_cast<uint32_t>(columns * weight.bits / 8));
+  const int64_t unit = bytes_at_once(static_cast<uint32_t>(columns * weight.format->bits / 8));
   return all_multiples(unit, {weight.data.storage_offset() * weight.data.element_size(), weight.expert, weight.row});
 }
 
@@ -56,7 +56,7 @@ inline WeightLayout dense_layout(const Weight& weight, int64_t run) {
 
 inline WeightParams weight_params(const Weight& weight, int64_t run) {
   WeightParams params = {.expert = weight.expert, .row = weight.row, .column = weight.column, .split = 1};
-  if (weight.format == Format::dense) {
+  if (weight.format->is_dense()) {
     params.layout = dense_layout(weight, run);
     return params;
   }
@@ -76,7 +76,7 @@ struct Cut {
 };
 
 inline Cut row_cut(const Weight& weight, int64_t element_size) {
-  if (weight.format == Format::dense) return {kChunkRows, 512 / element_size, true};
+  if (weight.format->is_dense()) return {kChunkRows, 512 / element_size, true};
   return {kChunkRows * (32 / kPackedLanes), kPackedLanes * kPackedColumns, true};
 }
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import ARGUMENTS, beside
-from ..packing import BITS, FP8_BLOCK, MXFP4_GROUP, packed
+from ..formats import BITS
+from ..packing import FP8_BLOCK, MXFP4_GROUP, packed
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, TextStreamer
 import torch_moe_metal
 
 from ..bench.here import positive
-from ..packing import BITS
+from ..formats import BITS
 from .models import Parser, memory, say
 
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..formats import BITS, FORMATS, GROUPS
 from ..layers import Embedding, Linear, TiedLinear, is_packed
-from ..packing import BITS, FORMATS, FP8_BLOCK, GROUPS, MXFP4_GROUP, check, quantize
+from ..packing import FP8_BLOCK, MXFP4_GROUP, check, quantize
 from ..transaction import all_or_nothing
 from .experts import NAME, why_not_packed
 from .packed import (

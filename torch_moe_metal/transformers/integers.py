@@ -17,7 +17,8 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..packing import GROUPS, pack
+from ..formats import GROUPS
+from ..packing import pack
 from ..reference import unpack
 from .checkpoint import Stored
 from .config import Form, MoeMetalConfig, described

@@ -21,8 +21,9 @@ from transformers.quantizers import auto
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..formats import BITS, GROUPS
 from ..layers import numbers
-from ..packing import BITS, GROUPS, MXFP4_GROUP
+from ..packing import MXFP4_GROUP
 from .checkpoint import SAFETENSORS, SCALES, Stored, stored_tensors
 from .config import ALWAYS_DENSE, within
 from .experts import DEVICES, why_not_packed

@@ -1,0 +1,66 @@
+// The formats of weights, once: checks, messages, the shaders' libraries, the CPU's readers and Python's table
+// (torch_moe_metal/formats.py) are made from these rows. What a format means: `dequantize` in
+// torch_moe_metal/reference.py. CONTRIBUTING.md says how to add one.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <string_view>
+
+namespace moe_metal {
+
+// What a weight's data may be beside uint8. Dense data are activations.
+enum class DataType : uint8_t { activation, bytes, words, float8_e4m3fn };
+// The numbers of a packed weight's scale.
+enum class ScaleType : uint8_t { none, float32_or_bfloat16, any_float, e8m0, e4m3 };
+// Whether a packed weight has an offset: never; one beside each scale; or, perhaps, one factor for a whole matrix.
+enum class OffsetType : uint8_t { none, of_scales, factor };
+
+// A row of a packed weight is a run of blocks. scale_columns and scale_rows share a scale; 0: as the shapes say, of
+// kAffineGroups. A format whose numbers have several widths has a row for each.
+struct Format {
+  std::string_view name;     // what the ops call it
+  std::string_view library;  // what the shaders and `--formats` call it
+  int bits;                  // of a number, without what its block or its group adds
+  int columns, bytes;        // of a block
+  DataType data;
+  ScaleType scale;
+  int scale_columns, scale_rows;
+  OffsetType offset;
+
+  constexpr bool is_dense() const { return data == DataType::activation; }
+  // Scales lie within the blocks.
+  constexpr bool has_own_scales() const { return !is_dense() && scale == ScaleType::none; }
+};
+
+// shaders/embed.py reads the second column, too.
+inline constexpr Format kFormats[] = {
+    {"dense", "dense", 0, 1, 0, DataType::activation, ScaleType::none, 0, 0, OffsetType::none},
+    {"affine", "affine2", 2, 8, 2, DataType::words, ScaleType::any_float, 0, 1, OffsetType::of_scales},
+    {"affine", "affine3", 3, 8, 3, DataType::words, ScaleType::any_float, 0, 1, OffsetType::of_scales},
+    {"affine", "affine4", 4, 8, 4, DataType::words, ScaleType::any_float, 0, 1, OffsetType::of_scales},
+    {"affine", "affine5", 5, 8, 5, DataType::words, ScaleType::any_float, 0, 1, OffsetType::of_scales},
+    {"affine", "affine6", 6, 8, 6, DataType::words, ScaleType::any_float, 0, 1, OffsetType::of_scales},
+    {"affine", "affine8", 8, 8, 8, DataType::words, ScaleType::any_float, 0, 1, OffsetType::of_scales},
+    {"mxfp4", "mxfp4", 4, 32, 16, DataType::bytes, ScaleType::e8m0, 32, 1, OffsetType::none},
+    {"fp8", "fp8", 8, 1, 1, DataType::float8_e4m3fn, ScaleType::float32_or_bfloat16, 128, 128, OffsetType::none},
+};
+inline constexpr int kFormatCount = std::size(kFormats);
+// How many neighbouring columns share an affine scale.
+inline constexpr std::array<int64_t, 4> kAffineGroups = {16, 32, 64, 128};
+
+// The first row of a name; nullptr where there is none.
+constexpr const Format* find_format(std::string_view name) {
+  for (const Format& format : kFormats) {
+    if (format.name == name) return &format;
+  }
+  return nullptr;
+}
+// The row of a name for numbers of so many bits; nullptr where there is none.
+constexpr const Format* find_format(std::string_view name, int64_t bits) {
+  for (const Format& format : kFormats) {
+    if (format.name == name && format.bits == bits) return &format;
+  }
+  return nullptr;
+}
+
+}  // namespace moe_metal
