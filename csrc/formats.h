@@ -43,6 +43,21 @@ inline constexpr Format kFormats[] = {
     {"affine", "affine8", 8, 8, 8, DataType::words, ScaleType::any_float, 0, 1, OffsetType::of_scales},
     {"mxfp4", "mxfp4", 4, 32, 16, DataType::bytes, ScaleType::e8m0, 32, 1, OffsetType::none},
     {"fp8", "fp8", 8, 1, 1, DataType::float8_e4m3fn, ScaleType::float32_or_bfloat16, 128, 128, OffsetType::none},
+    {"mxfp8", "mxfp8", 8, 1, 1, DataType::float8_e4m3fn, ScaleType::e8m0, 32, 1, OffsetType::none},
+    {"nvfp4", "nvfp4", 4, 2, 1, DataType::bytes, ScaleType::e4m3, 16, 1, OffsetType::factor},
+    {"q4_0", "q4_0", 4, 32, 18, DataType::bytes, ScaleType::none, 32, 1, OffsetType::none},
+    {"q4_1", "q4_1", 4, 32, 20, DataType::bytes, ScaleType::none, 32, 1, OffsetType::none},
+    {"q5_0", "q5_0", 5, 32, 22, DataType::bytes, ScaleType::none, 32, 1, OffsetType::none},
+    {"q5_1", "q5_1", 5, 32, 24, DataType::bytes, ScaleType::none, 32, 1, OffsetType::none},
+    {"q8_0", "q8_0", 8, 32, 34, DataType::bytes, ScaleType::none, 32, 1, OffsetType::none},
+    {"q2_k", "q2_k", 2, 256, 84, DataType::bytes, ScaleType::none, 16, 1, OffsetType::none},
+    {"q3_k", "q3_k", 3, 256, 110, DataType::bytes, ScaleType::none, 16, 1, OffsetType::none},
+    {"q4_k", "q4_k", 4, 256, 144, DataType::bytes, ScaleType::none, 32, 1, OffsetType::none},
+    {"q5_k", "q5_k", 5, 256, 176, DataType::bytes, ScaleType::none, 32, 1, OffsetType::none},
+    {"q6_k", "q6_k", 6, 256, 210, DataType::bytes, ScaleType::none, 16, 1, OffsetType::none},
+    {"iq4_nl", "iq4_nl", 4, 32, 18, DataType::bytes, ScaleType::none, 32, 1, OffsetType::none},
+    {"iq4_xs", "iq4_xs", 4, 256, 136, DataType::bytes, ScaleType::none, 32, 1, OffsetType::none},
+    {"ggml_mxfp4", "ggml_mxfp4", 4, 32, 17, DataType::bytes, ScaleType::none, 32, 1, OffsetType::none},
 };
 inline constexpr int kFormatCount = std::size(kFormats);
 // How many neighbouring columns share an affine scale.

@@ -4,8 +4,8 @@
 
 namespace moe_metal {
 
-template std::unique_ptr<WeightRows> packed_rows<Affine<2>>(const Weight&, bool);
-template std::unique_ptr<WeightRows> packed_rows<Affine<4>>(const Weight&, bool);
-template std::unique_ptr<WeightRows> packed_rows<Affine<8>>(const Weight&, bool);
+MOE_METAL_ROWS_OF(Affine<2>)
+MOE_METAL_ROWS_OF(Affine<4>)
+MOE_METAL_ROWS_OF(Affine<8>)
 
 }  // namespace moe_metal

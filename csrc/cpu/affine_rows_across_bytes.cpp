@@ -4,8 +4,8 @@
 
 namespace moe_metal {
 
-template std::unique_ptr<WeightRows> packed_rows<Affine<3>>(const Weight&, bool);
-template std::unique_ptr<WeightRows> packed_rows<Affine<5>>(const Weight&, bool);
-template std::unique_ptr<WeightRows> packed_rows<Affine<6>>(const Weight&, bool);
+MOE_METAL_ROWS_OF(Affine<3>)
+MOE_METAL_ROWS_OF(Affine<5>)
+MOE_METAL_ROWS_OF(Affine<6>)
 
 }  // namespace moe_metal

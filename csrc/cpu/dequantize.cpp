@@ -17,9 +17,8 @@ void rows(const Weight& weight, int64_t matrices, Scalar* to) {
     for (int64_t item = take(); item < matrices * blocks; item = take()) {
       const int64_t matrix = item / blocks, first = item % blocks * kRowsAtOnce;
       const int64_t count = std::min(kRowsAtOnce, N - first);
-      reader->take(matrix, first, count);
       for (int64_t r = 0; r < count; ++r) {
-        reader->dequantize(r, floats.get());
+        reader->dequantize(matrix, first + r, floats.get());
         Scalar* row = to + (matrix * N + first + r) * C;
         for_each_vector(C, [&](int64_t c, auto n) { store(row + c, load(&floats[c], n), n); });
       }

@@ -76,8 +76,9 @@ class EightBits {
 
 class E4m3Dots {
  public:
-  bool operator()(const ScaledRows& rows, const Tokens& tokens) {
-    if (!bfloat16_available() || tokens.count > kFewTokens) return false;
+  static constexpr int64_t kRowsAtOnce = 1;
+  static bool takes(const ScaledRows&, int64_t tokens) { return bfloat16_available() && tokens <= kFewTokens; }
+  void operator()(const ScaledRows& rows, const Tokens& tokens) {
     constexpr int64_t kColumns = EightBits::kColumns;
     const int64_t bytes = at::divup(rows.columns, kColumns) * kColumns * sizeof(at::BFloat16);
     const char* form = forms_.look_up(tokens.x, tokens.count, tokens.count * bytes, [&](char* to) {
@@ -96,7 +97,6 @@ class E4m3Dots {
                                                                &E4m3Dots::all_rows<2, 3>, &E4m3Dots::all_rows<2, 4>};
       (this->*kWays[std::min<int64_t>(4, tokens.count - n) - 1])(rows, forms + n, tokens.out + n);
     }
-    return true;
   }
 
  private:
@@ -134,7 +134,10 @@ class E4m3Dots {
         __builtin_prefetch(ahead + R * at + r * kLine, 0, 2);
         __m512i numbers[V];
         numbers_(_mm512_maskz_loadu_epi8(bytes_left, here), numbers);
-        const __m512 scale = _mm512_set1_ps(scales[r * rows.groups + (at >> rows.shift)]);
+        const float* of_row = scales + r * rows.groups;
+        const int64_t group = at >> rows.shift, second = std::min((at + kColumns / 2) >> rows.shift, rows.groups - 1);
+        // A quarter of the lanes has 16 neighbours: the upper half of them has the columns from 32 on.
+        const __m512 scale = _mm512_mask_mov_ps(_mm512_set1_ps(of_row[group]), 0xff00, _mm512_set1_ps(of_row[second]));
         MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
           __m512 part = _mm512_setzero_ps();
           MOE_METAL_UNROLL for (int v = 0; v < V; ++v) part = dot(part, numbers[v], x[n][v]);

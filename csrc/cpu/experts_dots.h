@@ -58,17 +58,13 @@ class GateUpDots {
       up[n] = gate[n] + kRows;
     }
     if (call_.step == 2) {  // interleaved: gate and up are one run of rows
-      rows_->take(expert, 2 * row, 2 * rows);
-      if (more(row)) rows_->next(expert, 2 * (row + kRows), 2 * kRows);
-      rows_->product({from, gate, count}, panel_);
+      const RowRange next = {expert, 2 * (row + kRows), more(row) ? 2 * kRows : 0};
+      rows_->product({expert, 2 * row, 2 * rows}, next, {from, gate, count}, panel_);
       for (int64_t n = 0; n < count; ++n) separate(gate[n], up[n], rows);
     } else {
-      rows_->take(expert, row, rows);
-      rows_->next(expert, call_.up + row, rows);
-      rows_->product({from, gate, count}, panel_);
-      rows_->take(expert, call_.up + row, rows);
-      if (more(row)) rows_->next(expert, row + kRows, kRows);
-      rows_->product({from, up, count}, panel_);
+      const RowRange of_gate = {expert, row, rows}, of_up = {expert, call_.up + row, rows};
+      rows_->product(of_gate, of_up, {from, gate, count}, panel_);
+      rows_->product(of_up, {expert, row + kRows, more(row) ? kRows : 0}, {from, up, count}, panel_);
     }
   }
 
@@ -101,11 +97,11 @@ class DownDots {
     for (int64_t which = 0; which < slots_.used(); ++which) {
       for (int64_t row = first; row < std::min(first + size_, call_.H); row += kRows) {
         output_.expect(slots_.experts[which], row);
-        rows_->take(slots_.experts[which], row, std::min(kRows, call_.H - row));
-        next_after(which, row, first);
+        const RowRange rows = {slots_.experts[which], row, std::min(kRows, call_.H - row)};
+        const RowRange next = next_after(which, row, first);
         for (int64_t at = slots_.begin[which]; at < slots_.begin[which + 1]; at += at_once_) {
           const int64_t count = std::min(at_once_, slots_.begin[which + 1] - at);
-          add(slots_.order.data() + at, count);
+          add(rows, next, slots_.order.data() + at, count);
         }
       }
     }
@@ -113,21 +109,21 @@ class DownDots {
   }
 
  private:
-  void next_after(int64_t which, int64_t row, int64_t first) {
+  RowRange next_after(int64_t which, int64_t row, int64_t first) const {
     const bool same = row + kRows < std::min(first + size_, call_.H);
-    if (!same && which + 1 == slots_.used()) return;
+    if (!same && which + 1 == slots_.used()) return {};
     const int64_t next = same ? row + kRows : first;
-    rows_->next(slots_.experts[same ? which : which + 1], next, std::min(kRows, call_.H - next));
+    return {slots_.experts[same ? which : which + 1], next, std::min(kRows, call_.H - next)};
   }
 
-  void add(const int64_t* slots, int64_t count) {
+  void add(const RowRange& rows, const RowRange& next, const int64_t* slots, int64_t count) {
     const float* from[kTokens];
     float* to[kTokens];
     for (int64_t n = 0; n < count; ++n) {
       from[n] = inner_ + slots[n] * call_.I;
       to[n] = results_.get() + n * kRows;
     }
-    rows_->product({from, to, count}, panel_);
+    rows_->product(rows, next, {from, to, count}, panel_);
     for (int64_t n = 0; n < count; ++n) output_.add(slots[n], to[n]);
   }
 

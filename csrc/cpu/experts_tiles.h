@@ -61,12 +61,12 @@ class WeightStrips {
  public:
   explicit WeightStrips(const Weight& weight) : weight_(weight), strips_(2, weight.columns) {
     if (weight.format->is_dense()) return;
-    for (auto& rows : rows_) rows = rows_of(weight);
+    for (auto& strip : packed_strips_) strip = strip_of(weight);
   }
 
   // A strip, and the one that is most likely read next in its place.
   void read(int64_t which, const StripRows& rows, const StripRows& next) {
-    if (packed()) return rows_[which]->take_strip(rows, next);
+    if (packed()) return packed_strips_[which]->start(rows, next);
     const auto* data = elements<at::BFloat16>(weight_.data) + rows.expert * weight_.expert + rows.first * weight_.row;
     strips_.read(which, {data, rows.step * weight_.row, weight_.column, rows.count, weight_.columns});
   }
@@ -75,7 +75,8 @@ class WeightStrips {
   template <class Use>
   void multiply(const at::BFloat16* tokens, int64_t size, int64_t groups, Use&& use) {
     const bool ahead = packed() && tiles_available();
-    for (int w = 0; w < 2 && packed() && !ahead; ++w) rows_[w]->pack(0, kTile, 0, weight_.columns, strips_.panel(w));
+    for (int w = 0; w < 2 && packed() && !ahead; ++w)
+      packed_strips_[w]->pack(0, kTile, 0, weight_.columns, strips_.panel(w));
     for (int64_t g = 0; g < groups; g += kGroups) {
       const int64_t count = std::min(kGroups, groups - g);
       if (g == 0 && ahead)
@@ -102,7 +103,7 @@ class WeightStrips {
       strips_.tiles[which].ring = ring;
       const auto make = [this, which, ring, panel](int64_t block, int64_t row, int64_t rows) {
         const int64_t first = block * kDepth, columns = std::min(kAtOnce * kDepth, weight_.columns - first);
-        if (columns > 0) rows_[which]->pack(row, rows, first, columns, panel + (block & ring) * kTileSize);
+        if (columns > 0) packed_strips_[which]->pack(row, rows, first, columns, panel + (block & ring) * kTileSize);
       };
       make(0, 0, kTile);
       return [make, which, in_pairs](int64_t block, int64_t part) {
@@ -115,7 +116,7 @@ class WeightStrips {
   }
 
   const Weight& weight_;
-  std::unique_ptr<WeightRows> rows_[2];
+  std::unique_ptr<PackedStrip> packed_strips_[2];
   Strips strips_;
   Products products_;
 };

@@ -1,11 +1,12 @@
 // Rows whose numbers are small floats.
-#include "cpu/formats/fp8.h"
-#include "cpu/formats/mxfp4.h"
+#include "cpu/formats/e2m1.h"
+#include "cpu/formats/e4m3.h"
 #include "packed_rows.h"
 
 namespace moe_metal {
 
-template std::unique_ptr<WeightRows> packed_rows<Mxfp4>(const Weight&, bool);
-template std::unique_ptr<WeightRows> packed_rows<Fp8>(const Weight&, bool);
+MOE_METAL_ROWS_OF(E2m1)
+MOE_METAL_ROWS_OF(E4m3Blocks)
+MOE_METAL_ROWS_OF(E4m3Groups)
 
 }  // namespace moe_metal

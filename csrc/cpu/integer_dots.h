@@ -1,4 +1,4 @@
-// Products of numbers of 4 bits with few tokens, on processors with AVX512-VNNI.
+// Products of numbers of up to 8 bits with few tokens, on processors with AVX512-VNNI.
 //
 // Both are integers here. An instruction multiplies 64 numbers by as many digits and adds them up exactly; what is
 // rounded is the sum of 8 columns. vdpbf16ps, to which both are exact as well, takes more than twice as long on a
@@ -12,9 +12,12 @@ namespace moe_metal {
 template <class Numbers>
 class IntegerDots {
  public:
-  // False where nothing was done. A token that has no digits comes to NaN.
-  bool operator()(const ScaledRows& rows, const Tokens& tokens) {
-    if (!vnni_available() || tokens.count > kFewTokens || rows.columns == 0) return false;
+  static constexpr int64_t kRowsAtOnce = 1;
+  static bool takes(const ScaledRows& rows, int64_t tokens) {
+    return vnni_available() && tokens <= kFewTokens && rows.columns > 0;
+  }
+  // A token that has no digits comes to NaN.
+  void operator()(const ScaledRows& rows, const Tokens& tokens) {
     const int64_t chunks = at::divup(rows.columns, kColumns);
     const int64_t bytes = at::divup(2 * chunks * sizeof(Chunk) + rows.groups * sizeof(float), kLine) * kLine;
     const char* form = forms_.look_up(tokens.x, tokens.count, tokens.count * bytes, [&](char* to) {
@@ -29,13 +32,13 @@ class IntegerDots {
                                                                &IntegerDots::all_rows<3>, &IntegerDots::all_rows<4>};
       (this->*kWays[std::min<int64_t>(4, tokens.count - n) - 1])(rows, forms + n, tokens.out + n);
     }
-    return true;
   }
 
  private:
-  static constexpr int64_t kColumns = Digits::kColumns, kDigits = Digits::kCount;  // of a chunk, 64 bytes of a row
+  static constexpr int64_t kColumns = Digits::kColumns, kDigits = Digits::kCount;  // of a chunk
+  static constexpr int64_t kBytes = kColumns * Numbers::kBytes / Numbers::kColumns;
 
-  // The even columns, then the odd ones: a lane's sum is of eight neighbours.
+  // The columns in the numbers' order.
   struct alignas(64) Chunk {
     int8_t digits[kDigits][2][64];
     int32_t begin[kDigits][16];  // of the lanes' sums, so that the middle counts as 0
@@ -53,7 +56,12 @@ class IntegerDots {
     bool finite = true;
     for (int64_t c = 0; c < count; ++c) {
       Digits all;
-      finite &= all.set(x + c * kColumns, std::min(kColumns, rows.columns - c * kColumns));
+      alignas(64) float ordered[kColumns];
+      const int64_t left = rows.columns - c * kColumns;
+      for (int64_t i = 0; i < kColumns; ++i) {
+        ordered[i] = Numbers::kOrder[i] < left ? x[c * kColumns + Numbers::kOrder[i]] : 0;
+      }
+      finite &= all.set(ordered, kColumns);
       lay_out(all, c, chunks[c]);
       while (!all.whole && finite) {
         finite = rest < end && all.set(all.rest, kColumns);
@@ -73,12 +81,10 @@ class IntegerDots {
     chunk.unit = all.unit * Numbers::kUnit;
     for (int64_t d = 0; d < kDigits; ++d) {
       __m512i begin = _mm512_setzero_si512();
-      const __m512i low = Digits::even_then_odd(_mm512_load_si512(all.digits[d])),
-                    high = Digits::even_then_odd(_mm512_load_si512(all.digits[d] + 64));
-      const __m512i digits[2] = {_mm512_shuffle_i64x2(low, high, 0x44), _mm512_shuffle_i64x2(low, high, 0xee)};
-      for (int odd = 0; odd < 2; ++odd) {
-        _mm512_store_si512(chunk.digits[d][odd], digits[odd]);
-        begin = _mm512_dpbusd_epi32(begin, _mm512_set1_epi8(Numbers::kMiddle), digits[odd]);
+      for (int half = 0; half < 2; ++half) {
+        const __m512i digits = _mm512_load_si512(all.digits[d] + 64 * half);
+        _mm512_store_si512(chunk.digits[d][half], digits);
+        begin = _mm512_dpbusd_epi32(begin, _mm512_set1_epi8(static_cast<char>(Numbers::kMiddle)), digits);
       }
       _mm512_store_si512(chunk.begin[d], _mm512_sub_epi32(_mm512_setzero_si512(), begin));
     }
@@ -101,17 +107,19 @@ class IntegerDots {
     const float *scales = rows.scales + first * rows.groups, *offsets = rows.offsets + first * rows.groups;
     const Chunk* x[N];
     MOE_METAL_UNROLL for (int n = 0; n < N; ++n) x[n] = chunks_of(forms[n]);
-    // Lane i's numbers are neighbours, and it has the scale of their group.
-    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    // A lane's numbers are of one group, and it has the group's scale.
+    alignas(64) static constexpr auto kFirstOfLane = [] {
+      std::array<int32_t, 16> columns{};
+      for (int i = 0; i < 16; ++i) columns[i] = Numbers::kOrder[4 * i];
+      return columns;
+    }();
     const __m512i group_of_lane =
-        _mm512_srli_epi32(lane, static_cast<unsigned>(std::countr_zero(uint64_t(16 / groups))));
-    const int64_t row_bytes = rows.columns / 2;
+        _mm512_srl_epi32(_mm512_load_si512(kFirstOfLane.data()), _mm_cvtsi32_si128(rows.shift));
     // A row's numbers in a chunk's columns. -> their scales
     const auto unpack = [&](int64_t c, int r, __m512i(&numbers)[2]) __attribute__((always_inline)) {
-      const int64_t at = c * (kColumns / 2), group = c * kColumns >> rows.shift;
-      const __mmask64 bytes_left = row_bytes - at >= 64 ? ~0ull : (1ull << (row_bytes - at)) - 1;
+      const int64_t group = c * kColumns >> rows.shift;
       const auto groups_left = static_cast<__mmask16>((1u << std::min(groups, rows.groups - group)) - 1);
-      Numbers::unpack(_mm512_maskz_loadu_epi8(bytes_left, data + r * rows.row + at), numbers);
+      Numbers::unpack(data + r * rows.row, c, rows.columns, numbers);
       return _mm512_permutexvar_ps(group_of_lane, _mm512_maskz_loadu_ps(groups_left, scales + r * rows.groups + group));
     };
     __m512 sums[R][N];
@@ -121,7 +129,7 @@ class IntegerDots {
     for (int64_t c = 0; c < chunks; ++c) {
       MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
         // In memory's order: a sixth faster on a Sapphire Rapids.
-        __builtin_prefetch(ahead + R * c * (kColumns / 2) + r * kLine);
+        for (int64_t line = 0; line < kBytes; line += kLine) __builtin_prefetch(ahead + (R * c + r) * kBytes + line);
         __m512i numbers[2];
         const __m512 scale = unpack(c, r, numbers);
         MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {

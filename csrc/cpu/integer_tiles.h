@@ -15,19 +15,19 @@ namespace moe_metal {
 template <class Numbers>
 class IntegerTiles {
  public:
-  // Whether it multiplies so many tokens, 16 rows at a time.
-  static bool wants(const Tokens& tokens) { return tokens.count >= kFewest && tiles_available(); }
-  // False where nothing was done. A token that has no digits comes to NaN.
-  bool operator()(const ScaledRows& rows, const Tokens& tokens) {
-    if (!wants(tokens) || rows.rows % kTile != 0 || rows.columns % kWidth != 0) return false;
-    if (rows.columns == 0 || 1 << rows.shift < kWidth / 2) return false;
+  static constexpr int64_t kRowsAtOnce = kTile;
+  static bool takes(const ScaledRows& rows, int64_t tokens) {
+    return tokens >= kFewest && tiles_available() && rows.columns > 0 && rows.columns % kWidth == 0 &&
+           1 << rows.shift >= kWidth / 2;
+  }
+  // A token that has no digits comes to NaN.
+  void operator()(const ScaledRows& rows, const Tokens& tokens) {
     if (!shapes_) shapes_.emplace();
     const auto strips = 1 << rows.shift < kWidth ? &IntegerTiles::strips<2> : &IntegerTiles::strips<1>;
     for (int64_t n = 0; n < tokens.count; n += kMost) {
       const Tokens some = {tokens.x + n, tokens.out + n, std::min(kMost, tokens.count - n)};
       strips(rows, form_of(rows, some), some);
     }
-    return true;
   }
 
  private:
@@ -185,7 +185,7 @@ class IntegerTiles {
           const bool whole = (c + 1) * kTilesOfChunk <= tiles;
           const __m512i bytes = _mm512_maskz_loadu_epi8(whole ? ~0ull : ~0u, data + r * rows.row + c * kLine);
           __m512i numbers[2];
-          Numbers::unpack(bytes, numbers);
+          Numbers::split(bytes, numbers);
           _mm512_store_si512(unpacked[turn % 2][0][r], _mm512_shuffle_i64x2(numbers[0], numbers[1], 0x44));
           _mm512_store_si512(unpacked[turn % 2][1][r], _mm512_shuffle_i64x2(numbers[0], numbers[1], 0xee));
         }

@@ -94,8 +94,21 @@ struct Integers {
   static constexpr int kMiddle = kE2m1s ? 12 : 1 << (bits - 1);
   static constexpr float kUnit = kE2m1s ? 0.5f : 1;
 
+  // 128 columns: the even ones, then the odd ones, so that a lane's sum is of eight neighbours.
+  static constexpr auto kOrder = [] {
+    std::array<uint8_t, 128> columns{};
+    for (int i = 0; i < 128; ++i) columns[i] = static_cast<uint8_t>(i % 64 * 2 + i / 64);
+    return columns;
+  }();
+  static constexpr int kColumns = 8, kBytes = bits;
+  [[gnu::always_inline]] static inline void unpack(const uint8_t* row, int64_t chunk, int64_t columns,
+                                                   __m512i (&to)[2]) {
+    const int64_t at = chunk * 64, row_bytes = columns / 2;
+    const __mmask64 left = row_bytes - at >= 64 ? ~0ull : (1ull << (row_bytes - at)) - 1;
+    split(_mm512_maskz_loadu_epi8(left, row + at), to);
+  }
   // 64 bytes of them as a byte each: of 4 bits the even ones, then the odd ones.
-  [[gnu::always_inline]] static inline void unpack(__m512i bytes, __m512i (&to)[8 / bits]) {
+  [[gnu::always_inline]] static inline void split(__m512i bytes, __m512i (&to)[8 / bits]) {
     to[0] = bytes;
     if constexpr (bits == 4) to[0] = half(bytes), to[1] = half(_mm512_srli_epi16(bytes, 4));
   }

@@ -31,17 +31,16 @@ void rows(const Linear& call, const Tensor& x) {
     float* out[kTokens];
     for (int64_t block = take(); block < blocks; block = take()) {
       const int64_t first = block * at_once, count = std::min(at_once, N - first);
-      weight->take(0, first, count);
-      if (first + 2 * at_once <= N) weight->next(0, first + at_once, at_once);
+      const RowRange rows = {0, first, count}, next = {0, first + at_once, first + 2 * at_once <= N ? at_once : 0};
       for (int64_t t = 0; t < T; t += kTokens) {
         const int64_t tokens = std::min(kTokens, T - t);
         for (int64_t i = 0; i < tokens; ++i) rows_of_x[i] = from + (t + i) * call.H, out[i] = &sums[i * at_once];
-        weight->product({rows_of_x, out, tokens}, panel);
+        weight->product(rows, next, {rows_of_x, out, tokens}, panel);
         for (int64_t part = 0; part < count; part += kRows) {
-          const int64_t rows = std::min(kRows, count - part);
-          read_bias(call.bias, first + part, 1, rows, bias);
+          const int64_t size = std::min(kRows, count - part);
+          read_bias(call.bias, first + part, 1, size, bias);
           for (int64_t i = 0; i < tokens; ++i) {
-            for_each_vector(rows, [&](int64_t r, auto n) {
+            for_each_vector(size, [&](int64_t r, auto n) {
               store(to + (t + i) * N + first + part + r, load(out[i] + part + r, n) + load(bias + r, n), n);
             });
           }

@@ -20,10 +20,8 @@ struct ScaledRows {
   int64_t left;
   const uint8_t* next;
   const uint8_t* ahead(int64_t r) const { return r < left ? data + r * row : next + (r - left) * row; }
-  int64_t later(int64_t R) const {
-    constexpr int64_t kAhead = 4096;  // bytes, and up to whole R rows
-    return at::divup(kAhead, std::max<int64_t>(R * row, 1)) * R;
-  }
+  int64_t later(int64_t R) const { return at::divup(distance, std::max<int64_t>(R * row, 1)) * R; }
+  int64_t distance = 4096;  // bytes, and up to whole R rows
 };
 
 constexpr int64_t kLine = 64;  // bytes that memory hands out at a time
@@ -40,9 +38,9 @@ inline bool all_finite(const float* values, int64_t count) {
 
 // For numbers and processors that have no products of their own.
 struct NoDots {
-  static bool wants(const Tokens&) { return false; }
-  // False where nothing was done.
-  bool operator()(const ScaledRows&, const Tokens&) { return false; }
+  static constexpr int64_t kRowsAtOnce = 1;
+  static bool takes(const ScaledRows&, int64_t) { return false; }
+  void operator()(const ScaledRows&, const Tokens&) {}
 };
 
 // Tokens in the form that a product wants them in, which they are given once: those of `down` come again with each

@@ -70,9 +70,9 @@ void decode(const Experts& call, ExpertsParams params) {
                                   call.H, kColumnRows, call.x);
   const Product down =
       product(decode_down, call.down, params.down, true, call.T, call.H, call.K * call.I, kDownColumnRows, call.x);
-  // Packed weights meet it in whole chunks.
-  const int64_t length = call.down.format->is_dense() ? call.I : ceil_div(call.I, kPackedChunk) * kPackedChunk;
-  const Tensor inner = at::empty({slots, length}, call.x.options().dtype(at::kFloat));
+  params.inner_placed = !call.down.format->is_dense();  // packed weights meet it in whole chunks
+  params.inner_length = to_uint(params.inner_placed ? ceil_div(call.I, kPackedChunk) * kPackedChunk : call.I);
+  const Tensor inner = at::empty({slots, params.inner_length}, call.x.options().dtype(at::kFloat));
   launch({{gate_up.kernel, gate_up.grid, call.x, call.ids, call.gate_up.data, call.gate_up.scale, call.gate_up.offset,
            call.gate_up_bias, inner, params},
           {down.kernel, down.grid, inner, call.ids, call.weights, call.down.data, call.down.scale, call.down.offset,

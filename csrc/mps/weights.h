@@ -20,8 +20,11 @@ inline bool wide_rows(const Tensor& tensor, int64_t length) {
 
 inline NumberType number_type(const Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
-  if (dtype == at::kByte) return NumberType::e8m0;
   return dtype == at::kFloat ? NumberType::float32 : dtype == at::kHalf ? NumberType::float16 : NumberType::bfloat16;
+}
+inline NumberType scale_type(const Weight& weight) {
+  if (weight.format->scale == ScaleType::e8m0) return NumberType::e8m0;
+  return weight.format->scale == ScaleType::e4m3 ? NumberType::e4m3 : number_type(weight.scale);
 }
 
 inline ScaleParams scale_params(const Tensor& tensor) {
@@ -31,16 +34,25 @@ inline ScaleParams scale_params(const Tensor& tensor) {
           .row = tensor.stride(-2) * size,
           .group = tensor.stride(-1) * size};
 }
+// One number for each matrix.
+inline ScaleParams factor_params(const Tensor& tensor) {
+  return {.expert = tensor.defined() && tensor.dim() > 1 ? tensor.stride(-2) * tensor.element_size() : 0};
+}
 
-// Whether pieces of so many columns begin where the widest loads that their length allows are aligned.
+// Whether pieces of so many columns begin where the widest loads that their length allows are aligned. Pieces of blocks
+// are where their parts are.
 inline bool is_aligned(const Weight& weight, int64_t columns) {
-  const int64_t unit = bytes_at_once(static_cast<uint32_t>(columns * weight.format->bits / 8));
+  const Format& format = *weight.format;
+  const int64_t bytes = format.has_own_scales() ? format.bytes : columns * format.bits / 8;
+  const int64_t unit = bytes_at_once(static_cast<uint32_t>(bytes));
   return all_multiples(unit, {weight.data.storage_offset() * weight.data.element_size(), weight.expert, weight.row});
 }
 
-// Whether whole pieces of kPackedColumns can be read: decode's fast way.
+// Whether whole pieces of kPackedColumns can be read: decode's fast way. Groups that their format has one size for are
+// known to its reader.
 inline bool whole_pieces(const Weight& weight) {
-  return weight.group >= kPackedColumns && weight.columns % kPackedColumns == 0 && is_aligned(weight, kPackedColumns);
+  const bool whole_groups = weight.format->scale_columns > 0 || weight.group >= kPackedColumns;
+  return whole_groups && weight.columns % kPackedColumns == 0 && is_aligned(weight, kPackedColumns);
 }
 
 // `run` rows of a transposed weight are read as they follow one another.
@@ -60,10 +72,14 @@ inline WeightParams weight_params(const Weight& weight, int64_t run) {
     params.layout = dense_layout(weight, run);
     return params;
   }
-  params.scale = scale_params(weight.scale);
-  params.offset = scale_params(weight.offset);
-  params.scale_type = number_type(weight.scale);
-  params.group_shift = std::countr_zero(static_cast<uint64_t>(weight.group));
+  if (!weight.format->has_own_scales()) {
+    const bool has_factor = weight.format->offset == OffsetType::factor;
+    params.scale = scale_params(weight.scale);
+    params.offset = has_factor ? factor_params(weight.offset) : scale_params(weight.offset);
+    params.scale_type = scale_type(weight);
+    params.group_shift = std::countr_zero(static_cast<uint64_t>(weight.group));
+    params.has_factor = has_factor && weight.offset.defined();
+  }
   params.layout = is_aligned(weight, kNarrowColumns) ? WeightLayout::rows_wide : WeightLayout::rows;
   return params;
 }

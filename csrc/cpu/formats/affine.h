@@ -8,8 +8,8 @@ namespace moe_metal {
 
 template <int bits>
 struct Affine {
-  static constexpr bool kOffset = true, kScalesAreRare = false;
-  static constexpr int kBits = bits;
+  static constexpr bool kOffset = true, kScalesAreRare = false, kOwnScales = false;
+  static constexpr int kColumns = 8, kBytes = bits;
   static constexpr float kUnit = 1, kMiddle = 1 << (bits - 1);
   using Dots = std::conditional_t<bits == 4, IntegerDots<Integers<4, false>>, NoDots>;
   using Tiles = std::conditional_t<bits == 4 || bits == 8, IntegerTiles<Integers<bits, false>>, NoDots>;
@@ -19,7 +19,7 @@ struct Affine {
     return codes_at(codes, row, column);
   }
   [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const {
-    return codes.quick(row + column * kBits / 8);
+    return codes.quick(row + column * bits / 8);
   }
 };
 

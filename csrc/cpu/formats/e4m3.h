@@ -1,13 +1,14 @@
-// Format fp8: e4m3, with a scale for each block of rows and columns.
+// Formats fp8 and mxfp8: e4m3, with a scale for each block of rows and columns, or for each group of columns.
 #pragma once
 #include "cpu/codes.h"
 #include "cpu/e4m3_dots.h"
 
 namespace moe_metal {
 
-struct Fp8 {
-  static constexpr bool kOffset = false, kScalesAreRare = true;
-  static constexpr int kBits = 8;
+template <bool scales_are_rare>
+struct E4m3Codes {
+  static constexpr bool kOffset = false, kScalesAreRare = scales_are_rare, kOwnScales = false;
+  static constexpr int kColumns = 1, kBytes = 1;
   static constexpr float kUnit = E4m3::kUnit, kMiddle = 0;
   using Dots = E4m3Dots;
   using Tiles = NoDots;
@@ -18,5 +19,7 @@ struct Fp8 {
   }
   [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const { return codes.quick(row + column); }
 };
+using E4m3Blocks = E4m3Codes<true>;
+using E4m3Groups = E4m3Codes<false>;
 
 }  // namespace moe_metal

@@ -1,4 +1,4 @@
-// Format mxfp4: e2m1, with a power of two for each group of columns.
+// Formats mxfp4 and nvfp4: e2m1, with a scale for each group of columns.
 #pragma once
 #include "cpu/codes.h"
 #include "cpu/integer_dots.h"
@@ -6,9 +6,9 @@
 
 namespace moe_metal {
 
-struct Mxfp4 {
-  static constexpr bool kOffset = false, kScalesAreRare = false;
-  static constexpr int kBits = 4;
+struct E2m1 {
+  static constexpr bool kOffset = false, kScalesAreRare = false, kOwnScales = false;
+  static constexpr int kColumns = 2, kBytes = 1;
   static constexpr float kUnit = 1, kMiddle = 0;
   using Dots = IntegerDots<Integers<4, true>>;
   using Tiles = IntegerTiles<Integers<4, true>>;
@@ -17,9 +17,7 @@ struct Mxfp4 {
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
     return codes_at(codes, row, column);
   }
-  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const {
-    return codes.quick(row + column * kBits / 8);
-  }
+  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const { return codes.quick(row + column / 2); }
 };
 
 }  // namespace moe_metal

@@ -1,0 +1,145 @@
+// What the readers of GGML's blocks share. A block is a struct with
+//   kColumns, kBytes  of a block               kGroup   neighbouring columns that share a scale
+//   kMiddle           of the codes: a value is scale * (code - kMiddle), or with kOffset scale * code + offset
+//   codes             the 16 codes from a column of a block on, as bytes from 0 on
+//   scales            of a run of blocks: the scale, and perhaps the offset, of each group
+//   unpack            with AVX-512, the codes of 128 columns in the order kOrder
+#pragma once
+#include <array>
+#include <bit>
+#include <cstring>
+
+#include "cpu/codes.h"
+#include "cpu/integer_dots.h"
+
+namespace moe_metal {
+
+// 16 of a row's columns. Compilers make vectors of it on every processor.
+using Bytes = uint8_t __attribute__((vector_size(16)));
+
+inline Bytes load_bytes(const uint8_t* from) {
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof(bytes));
+  return bytes;
+}
+
+// values[code] for codes below 16.
+inline Bytes look_up(const std::array<uint8_t, 16>& values, Bytes codes) {
+#if defined(__SSSE3__)
+  const auto table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values.data()));
+  return std::bit_cast<Bytes>(_mm_shuffle_epi8(table, std::bit_cast<__m128i>(codes)));
+#elif defined(__aarch64__)
+  return std::bit_cast<Bytes>(vqtbl1q_u8(vld1q_u8(values.data()), std::bit_cast<uint8x16_t>(codes)));
+#else
+  for (int i = 0; i < 16; ++i) codes[i] = values[codes[i]];
+  return codes;
+#endif
+}
+
+// Bit i of 16 as byte i: 0, or `value`.
+inline Bytes bits_as_bytes(const uint8_t* from, uint8_t value) {
+  constexpr Bytes kBit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+  Bytes both;
+  for (int i = 0; i < 16; ++i) both[i] = from[i / 8];
+  return reinterpret_cast<Bytes>((both & kBit) != 0) & value;
+}
+
+inline float half_at(const uint8_t* from) {
+  uint16_t bits;
+  std::memcpy(&bits, from, sizeof(bits));
+  return static_cast<float>(at::Half(bits, at::Half::from_bits()));
+}
+
+// The halves that lie `step` bytes apart, as floats. They are gathered first, since few are converted as slowly as 16.
+inline void halves(const uint8_t* from, int64_t step, int64_t count, float* to) {
+  constexpr int64_t kSome = 64;
+  alignas(64) at::Half some[kSome];
+  for (; count > 0; count -= kSome, to += kSome) {
+    const int64_t now = std::min(count, kSome);
+    for (int64_t i = 0; i < now; ++i, from += step) std::memcpy(&some[i], from, sizeof(at::Half));
+    for_each_vector(now, [&](int64_t i, auto n) { store(to + i, load(some + i, n), n); });
+  }
+}
+
+// Codes less the middle, as floats: those from `lane` on.
+[[gnu::always_inline]] inline Vec to_floats(Bytes codes, uint8_t middle, int lane) {
+  const Bytes centred = codes - middle;
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(std::bit_cast<__m128i>(centred)));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const auto all = std::bit_cast<__m128i>(centred);
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lane ? _mm_srli_si128(all, 8) : all));
+#else
+  int8_t numbers[16];
+  float lanes[kLanes];
+  std::memcpy(numbers, &centred, sizeof(numbers));
+  for (int64_t i = 0; i < kLanes; ++i) lanes[i] = numbers[lane + i];
+  return Vec::loadu(lanes);
+#endif
+}
+
+// A block's format as products read it: see formats/affine.h.
+template <class Block>
+struct Blocks {
+  static constexpr bool kOffset = Block::kOffset, kScalesAreRare = false, kOwnScales = true;
+  static constexpr int kColumns = Block::kColumns, kBytes = Block::kBytes;
+  // Bare codes of formats with offsets; of the others they are centred as they are read.
+  static constexpr float kUnit = 1, kMiddle = kOffset ? Block::kMiddle : 0;
+  using Dots = IntegerDots<Block>;
+  using Tiles = NoDots;
+  struct InOrder {
+    static Vec in_order(const Vec& x) { return x; }
+  } codes;
+
+  template <class Count>
+  [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
+    const int64_t at = column % kColumns;
+    const Bytes codes = Block::codes(row + column / kColumns * kBytes, at / 16 * 16);
+    return to_floats(codes, kOffset ? 0 : Block::kMiddle, at % 16);
+  }
+  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const { return (*this)(row, column, Whole()); }
+
+  static void scales(const uint8_t* row, int64_t columns, float* scale, float* offset) {
+    Block::scales(row, columns / kColumns, scale, offset);
+  }
+};
+
+#if defined(CPU_CAPABILITY_AVX512)
+// 128 columns of which each run of 32 is halved: the first halves, then the second ones. A lane's sum is of 8 columns
+// that share a scale.
+inline constexpr auto kHalvesOf32 = [] {
+  std::array<uint8_t, 128> columns{};
+  for (int i = 0; i < 128; ++i) columns[i] = static_cast<uint8_t>(i % 64 / 16 * 32 + i / 64 * 16 + i % 16);
+  return columns;
+}();
+// The same of runs of 16, of which those of the first 64 columns and of the others take turns.
+inline constexpr auto kHalvesOf16 = [] {
+  std::array<uint8_t, 128> columns{};
+  for (int i = 0; i < 128; ++i) {
+    columns[i] = static_cast<uint8_t>(i % 16 / 8 * 64 + i % 64 / 16 * 16 + i / 64 * 8 + i % 8);
+  }
+  return columns;
+}();
+// The columns 0 to 63 and 64 to 127, in that order.
+inline void halves_of_16(__m512i low, __m512i high, __m512i (&to)[2]) {
+  to[0] = _mm512_unpacklo_epi64(low, high);
+  to[1] = _mm512_unpackhi_epi64(low, high);
+}
+
+inline __m512i load_512(const uint8_t* from) { return _mm512_loadu_si512(from); }
+inline __m128i load_128(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
+// 16 bytes of each of four places.
+inline __m512i four_times_16(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(load_128(a)), load_128(b), 1);
+  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(load_128(c)), load_128(d), 1);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+inline __m512i mask_of(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
+inline __m512i low_nibbles(__m512i bytes) { return _mm512_and_si512(bytes, mask_of(15)); }
+inline __m512i high_nibbles(__m512i bytes) { return low_nibbles(_mm512_srli_epi16(bytes, 4)); }
+inline __m512i look_up(const std::array<uint8_t, 16>& values, __m512i codes) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_128(values.data())), codes);
+}
+#endif
+
+}  // namespace moe_metal

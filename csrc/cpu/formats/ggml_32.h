@@ -1,0 +1,121 @@
+// GGML's blocks of 32 columns: a factor in float16, perhaps an offset, and the codes. Of 16 bytes of 4-bit codes the
+// low halves are the columns 0 to 15 and the high halves 16 to 31.
+#pragma once
+#include "cpu/formats/blocks.h"
+
+namespace moe_metal {
+
+// What differs: where the codes' bytes begin, and what their 4 bits mean.
+template <int bytes, int codes_at, bool has_offset, int middle>
+struct BlocksOf32 {
+  static constexpr int kColumns = 32, kBytes = bytes, kGroup = 32, kCodes = codes_at, kMiddle = middle;
+  static constexpr bool kOffset = has_offset;
+  static constexpr float kUnit = 1;
+
+  static Bytes nibbles(const uint8_t* block, int64_t column) {
+    const Bytes both = load_bytes(block + kCodes);
+    return column ? both >> 4 : both & 15;
+  }
+  static void scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
+    halves(row, kBytes, blocks, scale);
+    if constexpr (kOffset) halves(row + 2, kBytes, blocks, offset);
+  }
+#if defined(CPU_CAPABILITY_AVX512)
+  static constexpr auto kOrder = kHalvesOf32;
+  // Of four blocks, or as many as a row has left: the last again, which meets zeros.
+  [[gnu::always_inline]] static __m512i bytes_of_four(const uint8_t* row, int64_t chunk, int64_t blocks, int at) {
+    const uint8_t* first = row + chunk * 4 * kBytes + at;
+    const int64_t last = blocks - 1 - chunk * 4;
+    if (last >= 3) return four_times_16(first, first + kBytes, first + 2 * kBytes, first + 3 * kBytes);
+    return four_times_16(first, first + std::min<int64_t>(1, last) * kBytes,
+                         first + std::min<int64_t>(2, last) * kBytes, first + std::min<int64_t>(3, last) * kBytes);
+  }
+  [[gnu::always_inline]] static void nibbles_of_four(const uint8_t* row, int64_t chunk, int64_t blocks,
+                                                     __m512i (&to)[2]) {
+    const __m512i both = bytes_of_four(row, chunk, blocks, kCodes);
+    to[0] = low_nibbles(both), to[1] = high_nibbles(both);
+  }
+#endif
+};
+
+template <int bytes, int codes_at, bool has_offset, int middle>
+struct FourBits : BlocksOf32<bytes, codes_at, has_offset, middle> {
+  using Base = BlocksOf32<bytes, codes_at, has_offset, middle>;
+  static Bytes codes(const uint8_t* block, int64_t column) { return Base::nibbles(block, column); }
+#if defined(CPU_CAPABILITY_AVX512)
+  [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t columns, __m512i (&to)[2]) {
+    Base::nibbles_of_four(row, chunk, columns / 32, to);
+  }
+#endif
+};
+using Q4_0 = FourBits<18, 2, false, 8>;
+using Q4_1 = FourBits<20, 4, true, 8>;
+
+// 4 bits that stand for other numbers.
+template <int bytes, int codes_at, int middle, const std::array<uint8_t, 16>& values>
+struct LookedUp : BlocksOf32<bytes, codes_at, false, middle> {
+  using Base = BlocksOf32<bytes, codes_at, false, middle>;
+  static Bytes codes(const uint8_t* block, int64_t column) { return look_up(values, Base::nibbles(block, column)); }
+#if defined(CPU_CAPABILITY_AVX512)
+  [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t columns, __m512i (&to)[2]) {
+    Base::nibbles_of_four(row, chunk, columns / 32, to);
+    to[0] = look_up(values, to[0]), to[1] = look_up(values, to[1]);
+  }
+#endif
+};
+// -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89 and 113, from 128 on.
+inline constexpr std::array<uint8_t, 16> kNonLinear = {1,   24,  45,  63,  79,  93,  106, 118,
+                                                       129, 141, 153, 166, 181, 197, 217, 241};
+using Iq4Nl = LookedUp<18, 2, 128, kNonLinear>;
+
+// Twice e2m1, from 12 on; its power of two is half as large.
+inline constexpr std::array<uint8_t, 16> kTwiceE2m1 = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+struct GgmlMxfp4 : LookedUp<17, 1, 12, kTwiceE2m1> {
+  static void scales(const uint8_t* row, int64_t blocks, float* scale, float*) {
+    for (int64_t b = 0; b < blocks; ++b) {
+      const uint32_t e = row[b * kBytes];
+      scale[b] = std::bit_cast<float>(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+    }
+  }
+};
+
+// 5 bits, of which the highest of all columns lie together.
+template <int bytes, int high_at, bool has_offset>
+struct FiveBits : BlocksOf32<bytes, high_at + 4, has_offset, 16> {
+  using Base = BlocksOf32<bytes, high_at + 4, has_offset, 16>;
+  static Bytes codes(const uint8_t* block, int64_t column) {
+    return Base::nibbles(block, column) | bits_as_bytes(block + high_at + column / 8, 16);
+  }
+#if defined(CPU_CAPABILITY_AVX512)
+  [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t columns, __m512i (&to)[2]) {
+    const int64_t blocks = columns / 32, last = blocks - 1 - chunk * 4;
+    Base::nibbles_of_four(row, chunk, blocks, to);
+    const uint8_t* first = row + chunk * 4 * bytes + high_at;
+    uint64_t low = 0, high = 0;
+    for (int64_t b = 0; b < 4; ++b) {
+      const uint64_t word = load_word(first + std::min(b, last) * bytes);
+      low |= (word & 0xffff) << 16 * b;
+      high |= (word >> 16) << 16 * b;
+    }
+    to[0] = _mm512_mask_add_epi8(to[0], low, to[0], mask_of(16));
+    to[1] = _mm512_mask_add_epi8(to[1], high, to[1], mask_of(16));
+  }
+#endif
+};
+using Q5_0 = FiveBits<22, 2, false>;
+using Q5_1 = FiveBits<24, 4, true>;
+
+// Signed bytes, which flip their highest bit to count from 0 on.
+struct Q8_0 : BlocksOf32<34, 2, false, 128> {
+  static Bytes codes(const uint8_t* block, int64_t column) { return load_bytes(block + kCodes + column) ^ 0x80; }
+#if defined(CPU_CAPABILITY_AVX512)
+  [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t columns, __m512i (&to)[2]) {
+    for (int half = 0; half < 2; ++half) {
+      const __m512i bytes = bytes_of_four(row, chunk, columns / 32, kCodes + 16 * half);
+      to[half] = _mm512_xor_si512(bytes, mask_of(0x80));
+    }
+  }
+#endif
+};
+
+}  // namespace moe_metal
