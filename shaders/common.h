@@ -132,14 +132,15 @@ struct ScaleParams {
 };
 
 // Element (e, row, column) of a dense weight is at e * expert + row * row + column * column. Packed weights count
-// bytes, and have no `column`.
+// bytes, and have no `column`. Those whose scales lie within their blocks have neither scale nor offset here.
 struct WeightParams {
   int64_t expert, row, column;
   ScaleParams scale, offset;
   NumberType scale_type;
   uint32_t group_shift;  // log2 of the columns that share a scale
   WeightLayout layout;
-  uint32_t split;  // decode: simdgroups that share the work on one row
+  uint32_t split;       // decode: simdgroups that share the work on one row
+  uint32_t has_factor;  // of the whole matrix, where the offset would be
 };
 
 // Of so many bytes that follow one another, as many as one load can take.
@@ -152,6 +153,8 @@ struct ExpertsParams {
   uint32_t long_ids;     // ids are int64
   uint32_t wide_x;       // rows of x may be loaded 16 bytes at a time
   uint32_t interleaved;  // gate and up rows lie in turn
+  // Decode: floats of a row of inner, and whether its elements lie as packed weights of down meet them.
+  uint32_t inner_length, inner_placed;
   // Prefill: slots of a tile, length of the list of tiles, and how many of them walk all rows of weights together.
   uint32_t tile_rows, tiles, band;
   uint32_t has_shared, has_residual;
@@ -262,10 +265,10 @@ static_assert(sizeof(RouteParams) == 52, "shaders and host must agree");
 static_assert(sizeof(GateParams) == 76, "shaders and host must agree");
 static_assert(sizeof(ResidualNormParams) == 32, "shaders and host must agree");
 static_assert(sizeof(WeightedSumParams) == 44, "shaders and host must agree");
-static_assert(sizeof(WeightParams) == 88, "shaders and host must agree");
-static_assert(sizeof(ExpertsParams) == 256, "shaders and host must agree");
-static_assert(sizeof(LinearParams) == 112, "shaders and host must agree");
-static_assert(sizeof(DequantizeParams) == 112, "shaders and host must agree");
+static_assert(sizeof(WeightParams) == 96, "shaders and host must agree");
+static_assert(sizeof(ExpertsParams) == 280, "shaders and host must agree");
+static_assert(sizeof(LinearParams) == 120, "shaders and host must agree");
+static_assert(sizeof(DequantizeParams) == 120, "shaders and host must agree");
 #endif
 
 }  // namespace moe_metal

@@ -29,8 +29,9 @@ template <typename T>
     values.at[n / 4][n % 4] = column + n < params.columns ? load_number(weights.data + at, params.dense_type) : 0;
   }
 #else
-  PackedPiece<weights_codes> codes;
-  load_piece(packed_row<weights_codes>(weights, params.weight, r), params.weight, column, params.columns - column,
+  using Codes = weights_codes(kNarrowColumns);
+  PackedPiece<Codes> codes;
+  load_piece(packed_row<Codes>(weights, params.weight, r), params.weight, column, params.columns - column,
              params.weight.layout == WeightLayout::rows_wide, codes);
   for (uint n = 0; n < kNarrowColumns; n += 8) {
     Vectors<2> eight;

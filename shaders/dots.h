@@ -93,13 +93,15 @@ struct RowWords {
   Words<N> row[kChunkRows];
 };
 
-// sums[r] = the codes of row r, centred or not, times the piece of the vector; NaN when one of them is.
+// sums[r] = start + the codes of a group of row r, centred or not, times those of the vector; NaN when one of them is.
 template <typename Codes, bool centred, uint N, uint M>
-void multiply_codes(thread const RowWords<N>& words, thread const Vectors<M>& piece, thread Floats<kChunkRows>& sums) {
+void multiply_codes(thread const RowWords<N>& words, thread const Vectors<M>& piece, uint group, float start,
+                    thread Floats<kChunkRows>& sums) {
+  constexpr uint columns = 4 * M / Codes::groups;
 #pragma unroll
-  for (uint r = 0; r < kChunkRows; ++r) sums.at[r] = 0;
+  for (uint r = 0; r < kChunkRows; ++r) sums.at[r] = start;
 #pragma unroll
-  for (uint i = 0; i < 4 * M; i += 8) {
+  for (uint i = group * columns; i < (group + 1) * columns; i += 8) {
 #pragma unroll
     for (uint r = 0; r < kChunkRows; ++r) {
       Vectors<2> codes;
@@ -129,23 +131,43 @@ inline uint packed_place(uint i) {
 
 MOE_METAL_CONSTANT float kPlain = 256;
 
-// Wide: pieces of kPackedColumns, for whole pieces in groups of at least as many, and for rows of weights and vectors
-// whose loads are aligned. Else pieces of kNarrowColumns, which lie in one group whatever its size. Centred codes are
-// for activations in float: offsets lie near -middle * scale, so sums of bare codes are large and cancel against
-// theirs, with 2 to 3 times the error of values summed one by one. 16 bits hide that, and save the subtraction.
-template <typename Codes, bool wide, bool centred>
+// Of the rows' pieces, in turn those of each group.
+template <uint groups>
+struct GroupNumbers {
+  Floats<kChunkRows> of[groups];
+};
+
+// Wide: pieces of kPackedColumns, for whole pieces in groups that the reader knows or that have at least as many, and
+// for rows of weights and vectors whose loads are aligned. Else pieces of kNarrowColumns, which lie in one group
+// whatever its size. Centred codes are for activations in float: offsets lie near -middle * scale, so sums of bare
+// codes are large and cancel against theirs, with 2 to 3 times the error of values summed one by one. 16 bits hide
+// that, and save the subtraction.
+template <typename Codes, bool centred>
 struct PackedChunk {
   using Data = uchar;
+  using Layout = typename Codes::Layout;
   enum : uint {
     lanes = kPackedLanes,
-    step = wide ? kPackedColumns : kNarrowColumns,
+    step = Codes::columns,
+    wide = step == kPackedColumns,
     columns = lanes * step,
     scale_rows = Codes::scale_rows,
     per_lane = 1,
-    words = (step * Codes::bits + 31) / 32
+    words = Codes::words,
+    groups = Codes::groups,
+    off_zero = Codes::zero && !centred  // what is taken off all codes is taken off their sum
   };
   using Piece = Vectors<step / 4>;
+  using Numbers = GroupNumbers<groups>;
 
+  // The vector's column for element n, a multiple of 8, of the piece at `column`.
+  static uint column_of(uint column, uint n) {
+    if (Codes::distance == kNarrowColumns) return column + n;
+    constexpr uint apart = Codes::distance, between = apart / kNarrowColumns;
+    const uint piece = column / kPackedColumns;
+    return piece / between * (2 * apart) + piece % between * kNarrowColumns + n / kNarrowColumns * apart +
+           n % kNarrowColumns;
+  }
   template <bool placed, typename V>
   static void load(device const V* vector, uint column, uint length, thread Piece& piece) {
 #pragma unroll
@@ -157,56 +179,107 @@ struct PackedChunk {
           eight.at[m / 4][m % 4] = c < length ? float(vector[placed ? packed_place(c) : c]) : 0;
         }
       } else if (placed) {
-        eight.at[0] = load4_wide(vector + packed_place(column + n));
-        eight.at[1] = load4_wide(vector + packed_place(column + n + 4));
+        eight.at[0] = load4_wide(vector + packed_place(column_of(column, n)));
+        eight.at[1] = load4_wide(vector + packed_place(column_of(column, n) + 4));
       } else {
-        load_wide(vector + column + n, eight);
+        load_wide(vector + column_of(column, n), eight);
       }
       piece.at[n / 4] = eight.at[0];
       piece.at[n / 4 + 1] = eight.at[1];
     }
   }
-  // Each element is divided by its code's place. -> the sum before, divided by kPlain, or it might be infinite before
-  // its offset
-  static float divided(thread Piece& piece) {
-    float4 sum = 0;
+  // Each element is divided by its code's place. -> the groups' sums before: divided by kPlain, or they might be
+  // infinite before their offsets; or what the code of 0 adds to their sums of codes.
+  static Floats<groups> divided(thread Piece& piece) {
+    constexpr uint fours = step / 4 / groups;
+    constexpr float unit = Codes::has_offset ? 1 / kPlain : float(Codes::zero) / float(Codes::factor);
+    Floats<groups> sums;
 #pragma unroll
-    for (uint n = 0; n < step / 4; ++n) {
-      if (Codes::has_offset) sum = fma(piece.at[n], float4(1 / kPlain), sum);
+    for (uint g = 0; g < groups; ++g) {
+      float4 sum = 0;
 #pragma unroll
-      for (uint m = 0; m < 4; ++m) piece.at[n][m] *= 1 / float(1u << Codes::place(4 * n + m));
+      for (uint n = g * fours; n < (g + 1) * fours; ++n) {
+        if (Codes::has_offset || off_zero) sum = fma(piece.at[n], float4(unit), sum);
+#pragma unroll
+        for (uint m = 0; m < 4; ++m) piece.at[n][m] *= 1 / float(1u << Codes::place(4 * n + m));
+      }
+      sums.at[g] = sum.x + sum.y + (sum.z + sum.w);
     }
-    return sum.x + sum.y + (sum.z + sum.w);
+    return sums;
   }
 
-  // Scale and offset count once for all codes of a piece.
+  // The scales and offsets of the rows' pieces: from within, or from where the tensors have them.
+  static void load_numbers(thread const ChunkRows& rows, thread const RowWords<words>& pieces, Spot spot,
+                           Weights<uchar> weights, constant WeightParams& params, uint column, thread Numbers& scales,
+                           thread Numbers& offsets) {
+    if (Codes::own_scales) {
+#pragma unroll
+      for (uint r = 0; r < kChunkRows; ++r) {
+        Floats<groups> scale, offset;
+        Layout::numbers(pieces.row[r], spot, scale, offset);
+        for (uint g = 0; g < groups; ++g) scales.of[g].at[r] = scale.at[g];
+        for (uint g = 0; g < groups && Codes::has_offset; ++g) offsets.of[g].at[r] = offset.at[g];
+      }
+      return;
+    }
+#pragma unroll
+    for (uint g = 0; g < groups; ++g) {
+      const long group = (column + g * (step / groups)) >> params.group_shift;
+      load_scales<Codes>(weights.scale + group * params.scale.group, rows.scale, params.scale_type, scales.of[g]);
+      if (Codes::has_offset) {
+        load_scales<Codes>(weights.offset + group * params.offset.group, rows.offset, params.scale_type, offsets.of[g]);
+      }
+    }
+    if (!Codes::e4m3_scale) return;
+    const float factor = load_factor(weights.offset, params);
+    for (uint i = 0; i < groups * kChunkRows; ++i) scales.of[i / kChunkRows].at[i % kChunkRows] *= factor;
+  }
+
+  // Scale and offset count once for all codes of a group.
   template <bool placed, typename V>
   static void add(thread ChunkRows& rows, float weight, device const V* vector, Weights<uchar> weights,
                   constant WeightParams& params, uint length, uint column) {
+    const Spot spot = Layout::spot(column);
     RowWords<words> pieces;
 #pragma unroll
     for (uint r = 0; r < kChunkRows; ++r) {
-      load_codes<Codes, step>(weights.data + rows.data.at[r] + column / 8 * Codes::bits, wide ? step : length - column,
-                              wide || params.layout == WeightLayout::rows_wide, pieces.row[r]);
+      Layout::load(weights.data + rows.data.at[r], spot, wide ? step : length - column,
+                   wide || params.layout == WeightLayout::rows_wide, pieces.row[r]);
     }
     Piece piece;
     load<placed>(vector, column, length, piece);
-    const long group = column >> params.group_shift;
-    Floats<kChunkRows> scale, offset, sum;
-    load_scales<Codes>(weights.scale + group * params.scale.group, rows.scale, params.scale_type, scale);
-    if (Codes::has_offset) {
-      load_scales<Codes>(weights.offset + group * params.offset.group, rows.offset, params.scale_type, offset);
+    Numbers scales, offsets;
+    load_numbers(rows, pieces, spot, weights, params, column, scales, offsets);
+    const Floats<groups> plain = divided(piece);
+    Floats<kChunkRows> scaled, added;
+#pragma unroll
+    for (uint g = 0; g < groups; ++g) {
+      Floats<kChunkRows> sum;
+      multiply_codes<Codes, centred>(pieces, piece, g, off_zero ? -plain.at[g] : 0, sum);
+#pragma unroll
+      for (uint r = 0; r < kChunkRows; ++r) {
+        const float scale = scales.of[g].at[r], total = sum.at[r];
+        scaled.at[r] = g == 0 ? total * scale : fma(total, scale, scaled.at[r]);
+        if (!Codes::has_offset) continue;
+        float offset = offsets.of[g].at[r];
+        if (centred) offset = fma(scale, float(Codes::middle), offset);
+        added.at[r] = g == 0 ? offset * plain.at[g] : fma(offset, plain.at[g], added.at[r]);
+      }
     }
-    const float plain = divided(piece);
-    multiply_codes<Codes, centred>(pieces, piece, sum);
 #pragma unroll
     for (uint r = 0; r < kChunkRows; ++r) {
-      // Times a code of 0 an infinite scale is NaN, and so are its products with x, whose signs differ.
-      const float nan = Codes::e8m0_scale ? 0 : scale.at[r] - scale.at[r];
-      const float scaled = fma(sum.at[r] * scale.at[r], float(Codes::factor), nan);
-      if (centred && Codes::has_offset) offset.at[r] = fma(scale.at[r], float(Codes::middle), offset.at[r]);
-      rows.sum[r] += weight * (Codes::has_offset ? fma(offset.at[r] * plain, kPlain, scaled) : scaled);
+      const float total = fma(scaled.at[r], float(Codes::factor), not_finite(scales, offsets, r));
+      rows.sum[r] += weight * (Codes::has_offset ? fma(added.at[r], kPlain, total) : total);
     }
+  }
+  // Times a code of 0 an infinite scale is NaN, and so are its products with x, whose signs differ. -> NaN, or 0.
+  // Within a block one number makes all scales infinite, and one all offsets.
+  static float not_finite(thread const Numbers& scales, thread const Numbers& offsets, uint r) {
+    if (Codes::e8m0_scale) return 0;
+    float sum = scales.of[0].at[r] - scales.of[0].at[r];
+    if (Codes::e4m3_scale && groups == 2) sum += scales.of[groups - 1].at[r] - scales.of[groups - 1].at[r];
+    if (Codes::own_scales && Codes::has_offset) sum += offsets.of[0].at[r] - offsets.of[0].at[r];
+    return sum;
   }
 };
 
@@ -279,6 +352,6 @@ uint rows_of_threadgroup(uint simdgroups, uint split) {
 #define wide_chunk(dtype) moe_metal::WideChunk<dtype>
 #define any_chunk(dtype) moe_metal::AnyChunk<dtype>
 #else
-#define wide_chunk(dtype) moe_metal::PackedChunk<weights_codes, true, sizeof(dtype) == 4>
-#define any_chunk(dtype) moe_metal::PackedChunk<weights_codes, false, sizeof(dtype) == 4>
+#define wide_chunk(dtype) moe_metal::PackedChunk<weights_codes(kPackedColumns), sizeof(dtype) == 4>
+#define any_chunk(dtype) moe_metal::PackedChunk<weights_codes(kNarrowColumns), sizeof(dtype) == 4>
 #endif

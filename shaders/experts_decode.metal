@@ -7,8 +7,8 @@
 // x, shared, residual, output [T, H]; weights, ids [T, K], whose T * K entries are the slots; gate_up [E, 2I, H] and
 // down [E, H, I] in any format and layout, with scales and offsets as `dequantize` has them; biases [E, 2I] and [E, H];
 // inner [T * K, I]. inner is float: it is 1/H of the weights that are read, and the activated values may lie outside
-// the range of half. For packed weights its rows are padded to whole chunks, and its elements lie as down's lanes read
-// them: packed_place in dots.h.
+// the range of half. For packed weights of down its rows are padded to whole chunks, and its elements lie as down's
+// lanes read them: packed_place in dots.h. gate_up may have another format, so that params tell it.
 //
 // _rows: lanes lie along the columns of a few rows, _columns: across the rows of a few columns, for transposed weights.
 // _wide: a lane loads 16 bytes of weights at a time, or of packed weights what kPackedColumns take.
@@ -26,13 +26,10 @@ namespace moe_metal {
 
 MOE_METAL_CONSTANT uint kInnerRows = kChunkRows / 2;  // a gate row and an up row each
 
-#ifndef MOE_METAL_FORMAT
-inline uint inner_place(uint i) { return i; }
-inline ulong inner_length(uint inner_size) { return inner_size; }
-#else
-inline uint inner_place(uint i) { return packed_place(i); }
-inline ulong inner_length(uint inner_size) { return (inner_size + kPackedChunk - 1) / kPackedChunk * kPackedChunk; }
-#endif
+// Where an element of inner lies.
+inline ulong inner_at(uint slot, uint i, constant ExpertsParams& params) {
+  return ulong(slot) * params.inner_length + (params.inner_placed ? packed_place(i) : i);
+}
 
 template <typename T, typename Chunk>
 [[kernel]] void experts_gate_up_rows(device const T* x [[buffer(0)]], device const int* ids [[buffer(1)]],
@@ -64,7 +61,7 @@ template <typename T, typename Chunk>
   const uint team = thread_index / kInnerRows, r = thread_index % kInnerRows * 2;
   const float gate = shared_sum<Chunk>(shares, team, split, r), up = shared_sum<Chunk>(shares, team, split, r + 1);
   const uint i = block + thread_index;
-  inner[ulong(slot) * inner_length(params.I) + inner_place(i)] = inner_value(gate, up, bias, expert, i, params);
+  inner[inner_at(slot, i, params)] = inner_value(gate, up, bias, expert, i, params);
 }
 
 // sum_k weights[k] * down_bias[expert_k], of one element
@@ -104,7 +101,7 @@ template <typename T, typename Chunk>
     const int expert = expert_of(ids, slot, params);
     const uint column = i % takes * take + (Chunk::per_lane ? 0 : place.lane * Chunk::step);
     if (expert < 0 || column >= params.I) continue;
-    Chunk::template add<true>(rows, load(weights, slot, params.weights), inner + slot * inner_length(params.I),
+    Chunk::template add<true>(rows, load(weights, slot, params.weights), inner + slot * params.inner_length,
                               of_expert(down, scale, offset, expert, params.down), params.down, params.I, column);
   }
   share_sums<Chunk>(rows, shares, thread_index);
@@ -222,7 +219,7 @@ template <typename T, typename Column>
   sum_shares<Column>(sums, shares, thread_index, split);
   const uint row = group.y * kColumnInner + thread_index;
   if (thread_index >= kColumnInner || row >= params.I) return;
-  inner[ulong(slot) * params.I + row] = inner_value(shares, thread_index, bias, expert, group.y, params);
+  inner[inner_at(slot, row, params)] = inner_value(shares, thread_index, bias, expert, group.y, params);
 }
 
 template <typename T, typename Column>
@@ -244,8 +241,8 @@ template <typename T, typename Column>
     const int expert = expert_of(ids, slot, params);
     if (expert < 0) continue;
     const Column columns(of_expert(down, scale, offset, expert, params.down), params.down, tile, thread_index);
-    add_columns(sums, load(weights, slot, params.weights), inner + slot * params.I, columns, params.I, streams,
-                thread_index / Column::lanes);
+    add_columns(sums, load(weights, slot, params.weights), inner + slot * params.inner_length, columns, params.I,
+                streams, thread_index / Column::lanes);
   }
   sum_shares<Column>(sums, shares, thread_index, split);
   const uint h = group.y * Column::rows + thread_index;

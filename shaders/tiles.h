@@ -327,6 +327,6 @@ void load_biases(device const T* bias, ulong first, thread const RowNumbers<N>& 
 #define wide_tile(dtype) moe_metal::WideTile<dtype>
 #define any_tile(dtype) moe_metal::AnyTile<dtype>
 #else
-#define wide_tile(dtype) moe_metal::PackedTile<weights_codes, true>
-#define any_tile(dtype) moe_metal::PackedTile<weights_codes, false>
+#define wide_tile(dtype) moe_metal::PackedTile<weights_codes(kNarrowColumns), true>
+#define any_tile(dtype) moe_metal::PackedTile<weights_codes(kNarrowColumns), false>
 #endif

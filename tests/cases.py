@@ -20,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_moe_metal import arguments, formats, packing, reference
-from torch_moe_metal.arguments import ARGUMENTS, DTYPES, ROUTERS, optional_arguments
+from torch_moe_metal import arguments, formats, reference
+from torch_moe_metal.arguments import ARGUMENTS, DTYPES, ROUTERS, Parts, format_of, optional_arguments
+from torch_moe_metal.bench.packed import Packing
+from torch_moe_metal.doctor import PACKED as FAMILIES
 from torch_moe_metal.models import MODELS, Model
 
 FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
@@ -46,6 +48,7 @@ class Case:
     hostile: bool = False  # too large or not finite: float64 would overflow and round elsewhere, so compare in float32
     sample: bool = False
     full_grid: bool = False  # only in the full grid, however quick it is
+    fast_on: tuple[str, ...] = ()  # devices on which it is in the fast set, whatever it takes
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}-{DTYPES[self.dtype]}"
@@ -53,7 +56,8 @@ class Case:
     @property
     def shapes(self) -> dict[str, str]:
         """The letters of the arguments that this case gives."""
-        return arguments.shapes(self.op, self.given, self.options.get("transposed", False), self.format)
+        options = {name: self.options[name] for name in ("transposed", "down_format") if name in self.options}
+        return arguments.shapes(self.op, self.given, format=self.format, **options)
 
     @property
     def format(self) -> str:
@@ -64,7 +68,7 @@ class Case:
         """Whether the fast set compiles the case's shader, which takes the simulated Metal a second or two. A reader of
         packed numbers does not depend on the activations' dtype; the samples have other ones. Of the affine widths,
         3 bits cross from byte to byte as 5 and 6 do. `make lint` compiles every shader in every format."""
-        if self.format == "dense" or self.sample:
+        if self.format == "dense" or self.sample or "mps" in self.fast_on:
             return True
         return self.dtype == FLOAT and (self.bits in (3, 4, 8) or self.op == "dequantize")
 
@@ -116,16 +120,25 @@ class Case:
             for name, kind in kinds.items()
             if kind not in ("scale", "offset")
         }
-        if self.format != "dense":
-            args = arguments.pack(self.op, args, self.format, self.bits, self.group)
+        args = arguments.pack(self.op, args, lambda name, weight: self._pack(name, weight, generator))
         for name, tensor in args.items():
-            if kinds[name] in ("scale", "offset"):
-                args[name] = tensor.to(self.scale_dtype or tensor.dtype)
-            elif tensor.is_floating_point():
+            if kinds[name] not in ("scale", "offset") and tensor.is_floating_point():
                 args[name] = tensor.to((self.parameter_dtype if kinds[name] == "parameter" else None) or self.dtype)
         if self.prepare:
             self.prepare(args)
         return args
+
+    def _pack(self, name: str, weight: Tensor, generator: torch.Generator) -> Parts:
+        """Where `down_format` is given, it takes bits and group of its own."""
+        format = format_of(name, self.options)
+        if format == "dense":
+            return weight, None, None
+        row = formats.FORMATS[format]
+        own = (self.bits, self.group) if format == self.format else (row.bits, row.scale_columns or 32)
+        data, *beside = Packing(format, *own).of(weight, generator)
+        if takes_floats(row):
+            beside = [part if part is None else part.to(self.scale_dtype or part.dtype) for part in beside]
+        return data, *beside
 
     @property
     def longest_sum(self) -> int:
@@ -163,6 +176,11 @@ class Case:
         used = replace(self, dims=dims)
         written = sum(prod(used.size(letters)) for letters in arguments.RETURNS.get(self.op, ("TH",)))
         return (used.elements + written) * self.dtype.itemsize
+
+
+def takes_floats(row: formats.Format) -> bool:
+    """Whether a format leaves a choice of the dtype of its scales."""
+    return row.scale in ("any_float", "float32_or_bfloat16")
 
 
 def clear_choice(op: str, args: Args, options: dict) -> Tensor:
@@ -232,11 +250,11 @@ def is_number(tensor: Tensor) -> bool:
 def experts_one_by_one(
     x, weights, ids, gate_up, down, gate_up_bias=None, down_bias=None, shared=None, shared_gate=None, residual=None,
     gate_up_scale=None, gate_up_offset=None, down_scale=None, down_offset=None,
-    *, interleaved=False, transposed=False, format="dense", group_size=0, **activation,
+    *, interleaved=False, transposed=False, format="dense", down_format=None, group_size=0, **activation,
 ):  # fmt: skip
     """The reference's `experts` without a copy of the weights for every token, so that real sizes fit in memory."""
 
-    def linear(x: Tensor, bias: Tensor | None, weight: Tensor, *beside: Tensor | None) -> Tensor:
+    def linear(format: str, x: Tensor, bias: Tensor | None, weight: Tensor, *beside: Tensor | None) -> Tensor:
         of_expert = (None if t is None else t[e] for t in (weight.mT if transposed else weight, *beside))
         return F.linear(x, reference.numbers(*of_expert, format, x, group_size), None if bias is None else bias[e])
 
@@ -245,10 +263,10 @@ def experts_one_by_one(
         if not 0 <= e < gate_up.shape[0]:
             continue
         *token, slot = (ids == e).nonzero(as_tuple=True)
-        both = linear(x[tuple(token)], gate_up_bias, gate_up, gate_up_scale, gate_up_offset)
+        both = linear(format, x[tuple(token)], gate_up_bias, gate_up, gate_up_scale, gate_up_offset)
         gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
         inner = reference.glu(gate, up, **activation)
-        slots[(*token, slot)] = linear(inner, down_bias, down, down_scale, down_offset)
+        slots[(*token, slot)] = linear(down_format or format, inner, down_bias, down, down_scale, down_offset)
     used = (ids >= 0) & (ids < gate_up.shape[0])
     return reference.rounded(reference.weighted_sum(slots, weights.where(used, 0), shared, shared_gate, residual), x)
 
@@ -968,6 +986,8 @@ PACKED_SAMPLES = {
                 {"activation": "gelu_tanh", "limit": 2.0, "group_size": 16}),
     "mxfp4": ("mxfp4", 4, 32, 160, 96, 33, BFLOAT, None, None, OAI | {"interleaved": True}),
     "fp8": ("fp8", 8, 128, 130, 70, 200, HALF, FLOAT, BFLOAT, {"interleaved": True, "group_size": 128}),
+    "nvfp4": ("nvfp4", 4, 16, 112, 48, 35, HALF, None, None, {"activation": "gelu", "group_size": 16}),
+    "q4_k": ("q4_k", 4, 32, 256, 256, 34, BFLOAT, None, None, {"down_format": "q6_k"}),
 }  # fmt: skip
 
 
@@ -983,53 +1003,76 @@ def packed_sample(op: str, name: str) -> Case:
 # ------------------------------------------------------------------------------------------------ packed weights
 
 WIDTHS = [("affine", bits, group) for bits in formats.BITS for group in formats.GROUPS]
-WIDTHS += [("mxfp4", 4, packing.MXFP4_GROUP), ("fp8", 8, packing.FP8_BLOCK)]
+WIDTHS += [(row.name, row.bits, row.scale_columns) for row in formats.FORMATS.values() if not row.is_affine]
 
 
 def packed_case(
     op: str, name: str, width: tuple[str, int, int], dims: dict[str, int], options: dict, dtype: torch.dtype = FLOAT,
     given: tuple[str, ...] = (), prepare: Sequence[Callable[[Args], None]] = (), scale_dtype: torch.dtype = FLOAT,
-    hostile: bool = False, full_grid: bool = False,
+    hostile: bool = False, full_grid: bool = False, fast_on: tuple[str, ...] = (),
 ) -> Case:  # fmt: skip
-    """`dims` without those that do not matter. Scales of fp8 are no float16, and those of mxfp4 no floats at all."""
+    """`dims` without those that do not matter. Scales of fp8 are no float16, and those of most formats no floats."""
     format, bits, group = width
+    row = formats.FORMATS.get(format, formats.LIBRARIES["dense"])
 
     def prepare_all(args: Args) -> None:
         for one in prepare:
             one(args)
 
-    if format == "mxfp4":
+    if not takes_floats(row):
         scale_dtype = None
-    elif format == "fp8" and scale_dtype == HALF:
+    elif not row.is_affine and scale_dtype == HALF:
         scale_dtype = BFLOAT
     options = arguments.options(op, options | {"format": format, "bits": bits, "dtype": dtype})
-    called = f"{format}{bits}g{group}" if format == "affine" else format
+    called = f"{format}{bits}g{group}" if row.is_affine else format
     sizes = "".join(f"-{letter}{size}" for letter, size in dims.items() if letter in "THI")
     scales = "" if scale_dtype in (FLOAT, None) else f"-s{DTYPES[scale_dtype]}"
     return Case(
         op, f"{called}-{name}{sizes}{scales}", {"E": 5, "K": 2, "N": 21} | dims, given, options, dtype, FLOAT,
-        prepare_all, bits, group, scale_dtype, hostile, full_grid=full_grid,
+        prepare_all, bits, group, scale_dtype, hostile, full_grid=full_grid, fast_on=fast_on,
     )  # fmt: skip
 
 
 def sizes_for(width: tuple[str, int, int]) -> list[tuple[int, int, int]]:
     """H, I and N: the smallest; such that fill no vector, no block and no power of two of groups; and larger."""
     format, _, group = width
-    if format == "fp8":
+    row = formats.FORMATS[format]
+    if row.rows_per_scale > 1:
         return [(1, 1, 1), (130, 70, 200), (257, 129, 131)]
-    return [(group, group, 1), (3 * group, 5 * group, 37), (9 * max(group, 32), 2 * group, 70)]
+    if row.whole_columns > 128:
+        return [(256, 256, 3), (768, 512, 37), (512, 256, 70)]
+    return [
+        (group, group, 3 if row.has_own_scales else 1),
+        (3 * group, 5 * group, 37),
+        (9 * max(group, 32), 2 * group, 70),
+    ]
 
 
 def without_signs(args: Args) -> None:
-    """A lone result may cancel to nearly nothing, and then be all rounding."""
+    """A lone result may cancel to nearly nothing, and then be all rounding. GGML's scales keep their signs."""
     for tensor in args.values():
         if is_number(tensor):
             tensor.abs_()
 
 
+#: Bytes of a block, and the bits that make its numbers positive. Each of the 16 numbers of a block is rounded to one of
+#: bfloat16's, the same in all its columns: what terms of two signs leave of that is more than the tolerance.
+POSITIVE = {
+    "q4_0": [(slice(2, 18), 0x88)],
+    "iq4_nl": [(slice(2, 18), 0x88)],
+    "iq4_xs": [(slice(2, 4), 0xAA), (slice(8, 136), 0x88)],
+}
+
+
+def set_bits(args: Args, format: str) -> None:
+    for place, bits in POSITIVE.get(format, ()):
+        for name in ("gate_up", "down"):
+            args[name].unflatten(-1, (-1, formats.FORMATS[format].bytes))[..., place] |= bits
+
+
 def packed_cases() -> list[Case]:
-    """Every format and width, in every size of group; dtypes of activations and scales take turns, one in five is
-    in the fast set."""
+    """Every format and width, in every size of group; dtypes of activations and scales take turns. Of those formats
+    that do not have few readers of their own, one in five is in the fast set; of the others, `families`."""
     cases: list[Case] = []
     dtypes = [(dtype, scales) for dtype in (FLOAT, HALF, BFLOAT) for scales in (FLOAT, BFLOAT, HALF)]
 
@@ -1037,7 +1080,8 @@ def packed_cases() -> list[Case]:
         turn = len(cases)
         dtype, scales = dtypes[turn % len(dtypes)]
         prepare = [without_signs] if op == "linear" and dims["N"] == 1 else []
-        cases.append(packed_case(op, "plain", width, dims, {}, dtype, (), prepare, scales, full_grid=turn % 5 > 0))
+        rare = turn % 5 > 0 or width not in OLD_WIDTHS
+        cases.append(packed_case(op, "plain", width, dims, {}, dtype, (), prepare, scales, full_grid=rare))
 
     for width in WIDTHS:
         for H, I, N in sizes_for(width):
@@ -1046,27 +1090,60 @@ def packed_cases() -> list[Case]:
                     add(op, width, {"T": T, "H": H, "I": I, "N": N})
             for columns in (H, I, 7 * H):
                 add("dequantize", width, {"H": columns, "N": N})
-    return cases + packed_layers() + hostile_packed() + real_packed()
+    return cases + families() + packed_layers() + hostile_packed() + real_packed()
 
 
+def families() -> list[Case]:
+    """What the fast set has of each family of readers: few tokens, and one; so many that the CPU multiplies tiles. And
+    two formats in one call."""
+    cases = []
+    for width in FEW_WIDTHS:
+        H = max(96, formats.FORMATS[width[0]].whole_columns)
+        dims = {"H": H, "I": H, "N": 9, "E": 2}
+        cases.append(packed_case("linear", "family", width, dims | {"T": 3}, {}, BFLOAT, fast_on=("cpu",)))
+        cases.append(packed_case("linear", "family", width, dims | {"T": 1}, {}, FLOAT, fast_on=("cpu", "mps")))
+        cases.append(packed_case("experts", "family", width, dims | {"T": 2}, {}, FLOAT, fast_on=("cpu", "mps")))
+    for formats_of, T, dtype in product(TWO_FORMATS, (1, 3, 20), (FLOAT, BFLOAT)):
+        width, down = formats_of
+        options, dims = {"down_format": down}, {"T": T, "H": 256, "I": 256, "E": 3}
+        fast = ("cpu", "mps") if T == 3 and dtype == FLOAT else ("cpu",)
+        cases.append(packed_case("experts", f"down_{down}", width, dims, options, dtype, BIASES, fast_on=fast))
+    return cases
+
+
+#: Those of which there are many cases in the fast set, and one of each other family.
+OLD_WIDTHS = [width for width in WIDTHS if width[0] in ("affine", "mxfp4", "fp8")]
+FEW_WIDTHS = [width for width in WIDTHS if width not in OLD_WIDTHS and width[0] in FAMILIES]
+TWO_FORMATS = [(("q4_k", 4, 32), "q6_k"), (("affine", 4, 32), "dense"), (("dense", 4, 32), "q8_0")]
 SOME_WIDTHS = [("affine", 4, 64), ("affine", 8, 32), ("affine", 5, 128), ("mxfp4", 4, 32), ("fp8", 8, 128)]
+SOME_WIDTHS += [("nvfp4", 4, 16), ("q8_0", 8, 32), ("q4_k", 4, 32)]
+
+
+def some_sizes(width: tuple[str, int, int]) -> dict[str, int]:
+    row = formats.FORMATS[width[0]]
+    if row.rows_per_scale > 1:
+        return {"H": 257, "I": 129, "N": 130}
+    return {"H": 512, "I": 256, "N": 37} if row.whole_columns > 128 else {"H": 384, "I": 128, "N": 37}
 
 
 def packed_layers() -> list[Case]:
-    """All that `experts` does for dense weights, with packed ones; and `linear` with a bias."""
+    """All that `experts` does for dense weights, with packed ones; and `linear` with a bias. Formats differ in
+    nothing of that."""
     cases = []
     combined = ((), BIASES, ("shared",), SHARED_GATED, ("residual",), OPTIONAL["experts"])
     for width in SOME_WIDTHS:
-        sizes = {"H": 130, "I": 70} if width[0] == "fp8" else {"H": 384, "I": 128}
+        sizes = {"H": 130, "I": 70} if width[0] == "fp8" else some_sizes(width)
+        rare = width not in OLD_WIDTHS
         for T in (1, 3, 40):
             dims = sizes | {"T": T}
             for turn, given in enumerate(combined):
                 options = {"interleaved": turn % 2 == 0, "activation": tuple(reference.ACTIVATIONS)[turn % 5]}
                 options |= {"limit": 7.0 if turn % 3 else None}
                 name, dtype = "+".join(given) or "bare", (FLOAT, HALF, BFLOAT)[(turn + T) % 3]
-                cases.append(packed_case("experts", name, width, dims, options, dtype, given, scale_dtype=BFLOAT))
+                case = ("experts", name, width, dims, options, dtype, given)
+                cases.append(packed_case(*case, scale_dtype=BFLOAT, full_grid=rare))
             for dtype in (FLOAT, HALF, BFLOAT):
-                cases.append(packed_case("linear", "bias", width, dims, {}, dtype, ("bias",)))
+                cases.append(packed_case("linear", "bias", width, dims, {}, dtype, ("bias",), full_grid=rare))
         for name, prepare in HOSTILE_IDS.items():
             for T in (3, 33, 130):
                 cases.append(packed_case("experts", name, width, sizes | {"T": T}, {}, BFLOAT, BIASES, [prepare]))
@@ -1091,6 +1168,18 @@ def as_float8(args: Args) -> None:
     all_weights(args, lambda data: data.view(torch.float8_e4m3fn))
 
 
+def scales_as_float8(args: Args) -> None:
+    for name in scales_of(args):
+        if name.endswith("scale"):
+            args[name] = args[name].view(torch.float8_e4m3fn)
+
+
+def without_factor(args: Args) -> None:
+    for name in scales_of(args):
+        if name.endswith("offset"):
+            del args[name]
+
+
 def in_blocks(args: Args) -> None:
     """As gpt-oss has them."""
     all_weights(args, lambda data: data.unflatten(-1, (-1, 16)))
@@ -1098,13 +1187,18 @@ def in_blocks(args: Args) -> None:
 
 def wider_rows(args: Args) -> None:
     """Rows that begin anywhere: 5 bytes beyond the one before, of which nothing is read."""
+    all_weights(args, lambda data: widened(data, 3, 2))
 
-    def widened(data: Tensor) -> Tensor:
-        wider = data.new_full((*data.shape[:-1], data.shape[-1] + 5), 255)
-        wider[..., 3:-2] = data
-        return wider[..., 3:-2]
 
-    all_weights(args, widened)
+def wider_even_rows(args: Args) -> None:
+    """The same at even bytes, where float16 lie."""
+    all_weights(args, lambda data: widened(data, 2, 4))
+
+
+def widened(data: Tensor, before: int, behind: int) -> Tensor:
+    wider = data.new_full((*data.shape[:-1], before + data.shape[-1] + behind), 255)
+    wider[..., before:-behind] = data
+    return wider[..., before:-behind]
 
 
 def scales_of(args: Args) -> list[str]:
@@ -1123,13 +1217,24 @@ def unused_scales_not_finite(args: Args) -> None:
 
 def nan_scale(args: Args) -> None:
     """One group's, or one block's: what meets it is NaN, nothing else."""
-    name = "scale" if "scale" in args else "gate_up_scale"
+    name = next((name for name in ("scale", "gate_up_scale") if name in args), None)
+    if name is None:
+        return last_factors(args, "gate_up", nan)
     args[name][..., -1:, -1:] = nan if args[name].is_floating_point() else 255
 
 
 def infinite_scale(args: Args) -> None:
-    name = "scale" if "scale" in args else "down_scale"
+    name = next((name for name in ("scale", "down_scale") if name in args), None)
+    if name is None:
+        return last_factors(args, "down", inf)
     args[name][..., :1, :1] = inf
+
+
+def last_factors(args: Args, name: str, value: float) -> None:
+    """Of q8_0 or q4_k, whose blocks begin with a float16 and are as many bytes."""
+    data = args["weight" if "weight" in args else name]
+    block = 34 if data.shape[-1] % 34 == 0 else 144
+    data[..., -1, -block : 2 - block] = torch.tensor([value], dtype=HALF).view(torch.uint8)
 
 
 def every_code(args: Args) -> None:
@@ -1165,15 +1270,15 @@ def hostile_packed() -> list[Case]:
     """Other dtypes and places of the same bytes; then numbers that are large or none."""
     cases = []
     layouts = {"affine": (as_words, as_unsigned_words, wider_rows), "mxfp4": (in_blocks, wider_rows)}
-    layouts |= {"fp8": (as_float8, wider_rows)}
+    layouts |= {"fp8": (as_float8, wider_rows), "nvfp4": (wider_rows, without_factor, scales_as_float8)}
     for width in SOME_WIDTHS:
-        mxfp4 = width[0] == "mxfp4"
-        dims = {"H": 257, "I": 129, "N": 130} if width[0] == "fp8" else {"H": 384, "I": 128, "N": 37}
+        dims, row = some_sizes(width), formats.FORMATS[width[0]]
         for op in PACKED_OPS:
-            for prepare in layouts[width[0]]:
+            for prepare in layouts.get(width[0], (wider_even_rows,)):
                 for T in (1, 5, 40) if op != "dequantize" else (1,):
                     cases.append(packed_case(op, prepare.__name__, width, dims | {"T": T}, {}, FLOAT, (), [prepare]))
-            hostile = [every_code, nan_scale, *([] if mxfp4 else [infinite_scale])]
+            hostile = [nan_scale, *([] if row.scale in ("e8m0", "e4m3") else [infinite_scale])]
+            hostile += [] if row.has_own_scales else [every_code]  # whose factors would be any, too
             for prepare in hostile:
                 for dtype in (FLOAT, BFLOAT):
                     name = prepare.__name__
@@ -1185,16 +1290,21 @@ def hostile_packed() -> list[Case]:
             at = dims | {"T": T}
             cases.append(packed_case("experts", "infinite_bias", width, at, {}, FLOAT, bias, [infinite], hostile=True))
         for dtype, large in ((FLOAT, 1e5), (HALF, 2e4), (BFLOAT, 1e5)):
-            for T in (1, 3, 33):
+            # Many tokens in bfloat16 may meet weights that are rounded to it: of a large sum that nearly cancels, the
+            # limit then leaves the other end.
+            rounds = dtype == BFLOAT and width not in OLD_WIDTHS
+            for T in (1, 3) if rounds else (1, 3, 33):
                 ten = scaling("x", large)
                 # In float32 what `limit` leaves of such sums would be their rounding.
                 options = OAI if dtype != FLOAT else {}
                 cases.append(packed_case("experts", "large_x", width, dims | {"T": T}, options, dtype, (), [ten]))
                 if dtype != HALF:
-                    cases.append(packed_case("linear", "large_x", width, dims | {"T": T}, {}, dtype, (), [ten]))
+                    case = ("linear", "large_x", width, dims | {"T": T}, {}, dtype, (), [ten])
+                    cases.append(packed_case(*case, full_grid=width not in OLD_WIDTHS))
     for dtype in (FLOAT, HALF, BFLOAT):
         powers = {"H": 384, "N": 37}
-        cases.append(packed_case("dequantize", "extreme_powers", WIDTHS[-2], powers, {}, dtype, (), [extreme_powers]))
+        width = ("mxfp4", 4, 32)
+        cases.append(packed_case("dequantize", "extreme_powers", width, powers, {}, dtype, (), [extreme_powers]))
     return cases + many_packed_tokens()
 
 
@@ -1204,8 +1314,13 @@ def many_packed_tokens() -> list[Case]:
     cases = []
     for width in WIDTHS:
         H, I = {16: (160, 96), 32: (160, 96), 64: (192, 64), 128: (128, 128)}[width[2]]
+        if formats.FORMATS[width[0]].whole_columns > 128:
+            H = I = 256
         dims = {"E": 2, "K": 2, "T": 16 if width[2] == 128 else 20, "H": H, "I": I}
-        cases.append(packed_case("experts", "many_tokens", width, dims, {}, BFLOAT, (), [without_signs]))
+        fast, rare = ("cpu",) if width in FEW_WIDTHS else (), width not in OLD_WIDTHS
+        prepare = [without_signs, functools.partial(set_bits, format=width[0])]
+        given = ("experts", "many_tokens", width, dims, {}, BFLOAT, (), prepare)
+        cases.append(packed_case(*given, full_grid=rare, fast_on=fast))
     return cases
 
 
@@ -1218,6 +1333,7 @@ def real_packed() -> list[Case]:
     rows += [(("affine", 4, 64), qwen, {}, (), "qwen3"), (("affine", 8, 64), qwen, {}, (), "qwen3")]
     rows += [(("fp8", 8, 128), qwen, {}, (), "qwen3"), (("affine", 4, 16), {"H": 96, "I": 160}, {}, (), "odd_groups")]
     rows += [(("mxfp4", 4, 32), {"H": 96, "I": 160}, {}, (), "odd_groups")]
+    rows += [(("q4_k", 4, 32), qwen, {"down_format": "q6_k"}, (), "qwen3_gguf")]
     return [
         packed_case("experts", name, width, dims | {"T": T}, options, BFLOAT, given, scale_dtype=BFLOAT)
         for width, dims, options, given, name in rows

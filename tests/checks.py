@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cases import Args, Case
-from torch_moe_metal.arguments import ARGUMENTS
+from cases import Args, Case, is_number
+from torch_moe_metal import formats, ggml
+from torch_moe_metal.arguments import ARGUMENTS, format_of, weights
 from torch_moe_metal.reference import tolerance
 
 GUARD = 64  # elements before and behind every guarded tensor
@@ -53,12 +54,25 @@ def meets_infinity(op: str, args: Args, options: dict, device: str) -> bool:
     avx2-169; seed 2811, mps-938)."""
     if op not in ("experts", "linear"):
         return False
-    if options.get("format", "dense") in ("dense", None):
+    packed = {name: format_of(name, options) for name in weights(op) if format_of(name, options) != "dense"}
+    if not packed:
         factors = ["weights"] if op == "experts" and device == "mps" else []
     else:
+        if any(has_infinite_factor(args[name], format) for name, format in packed.items()):
+            return True
         factors = [name for name in args if ARGUMENTS[op][name].kind in ("scale", "offset")]
         factors += [name for name in ("weights", "x", "gate_up_bias") if name in args]
-    return any(args[name].isinf().any() for name in factors if args[name].is_floating_point())
+    return any(args[name].isinf().any() for name in factors if is_number(args[name]))
+
+
+def has_infinite_factor(data: Tensor, format: str) -> bool:
+    """Whether one of GGML's blocks has one."""
+    row = formats.FORMATS[format]
+    if not row.has_own_scales:
+        return False
+    blocks = data.cpu().unflatten(-1, (-1, row.bytes))
+    _, *places = ggml.DECODERS[format]
+    return any(blocks[..., at : at + 2].clone().view(torch.float16).isinf().any() for at in places)
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -80,12 +94,14 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def strides_of(shape: torch.Size, kind: str) -> list[int]:
-    """contiguous; strided: every second element; padded: rows of a wider tensor; transposed: the first dim is dense."""
+    """contiguous; strided: every second element; padded, evenly or not: rows of a wider tensor; transposed: the first
+    dim is dense."""
+    wider = {"padded": 3, "evenly padded": 4}.get(kind, 0)  # all else is contiguous
     order = range(len(shape)) if kind == "transposed" else range(len(shape) - 1, -1, -1)
     strides, step = [0] * len(shape), 2 if kind == "strided" else 1
     for dim in order:
         strides[dim] = step
-        step = step * shape[dim] + (3 if kind == "padded" else 0)
+        step = step * shape[dim] + wider
     return strides
 
 

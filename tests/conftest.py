@@ -51,7 +51,9 @@ def marks(case: Case, device: str) -> list[pytest.MarkDecorator]:
 
 def in_full_grid(case: Case, device: str) -> bool:
     """Whether the case is in the full grid alone."""
-    heavy = max(case.flops, 8 * case.elements) > FAST[device] and not case.sample
+    if case.sample or device in case.fast_on:
+        return False
+    heavy = max(case.flops, 8 * case.elements) > FAST[device]
     return case.full_grid or heavy or (device == "mps" and not case.common_shader)
 
 

@@ -21,12 +21,20 @@ from torch import Tensor
 
 from cases import OPTIONAL, PAIRS, Args, Case
 from checks import Guarded, with_leading
-from torch_moe_metal import formats, max_experts, packing, reference
-from torch_moe_metal.arguments import ARGUMENTS, DTYPES, optional_arguments, shapes, takes_formats, written
+from torch_moe_metal import formats, max_experts, reference
+from torch_moe_metal.arguments import (
+    ARGUMENTS,
+    DTYPES,
+    format_of,
+    optional_arguments,
+    shapes,
+    takes_formats,
+    weights,
+    written,
+)
 
 SIZES = (1, 1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 33, 61, 64, 67, 96, 127, 128, 129, 251, 256, 257, 509, 512, 521, 1021)
 SIZES_LARGE = (1024, 1031, 2048, 2053)
-GROUP_SIZES = {"dense": 0, "fp8": packing.FP8_BLOCK}  # of the other formats it is the group
 NUMBERS = (0.25, 1.0, 1.702, 2.5, 7.0, 30.0)  # that every option which is a number takes
 
 
@@ -108,11 +116,13 @@ def draw(seed: int, number: int) -> Call:
     packed = draw_format(op, rng)
     dims = draw_dims(op, given, rng, packed)
     options = draw_options(op, dims, rng) | ({"format": packed["format"]} if takes_formats(op) else {})
+    if op == "experts" and packed["down_format"]:
+        options |= {"down_format": packed["down_format"]}
     if op == "dequantize":
         options |= {"bits": packed["bits"], "dtype": dtype}
     if "group_size" in signature(op):
-        options |= {"group_size": rng.choice((0, GROUP_SIZES.get(packed["format"], packed["group"])))}
-    if packed["format"] != "dense":
+        options |= {"group_size": 0 if packed["down_format"] else rng.choice((0, group_size(packed)))}
+    if any(format_of(name, options) != "dense" for name in weights(op)):
         options.pop("transposed", None)
     widths = {name: packed[name] for name in ("bits", "group", "scale_dtype")}
     case = Case(op, f"fuzz-{seed}-{number}", dims, given, options, dtype, parameters, hostile=True, **widths)
@@ -120,6 +130,12 @@ def draw(seed: int, number: int) -> Call:
     args = case.arguments()
     for _ in range(rng.choice((0, 0, 1, 2))):
         notes.append(make_hostile(case, args, rng))
+    for name in own_scales(case):
+        if rng.random() < 0.1 and format_of(name, options) != "ggml_mxfp4":  # whose greatest powers overflow
+            data = args[name]  # factors that are infinite, or NaN, among them
+            generator = torch.Generator().manual_seed(rng.getrandbits(32))
+            args[name] = torch.randint(256, data.shape, dtype=data.dtype, generator=generator)
+            notes.append(f"{name}: random bytes")
     for name, argument in ARGUMENTS[op].items():
         if name in args and argument.kind == "parameter" and rng.random() < 0.2:
             args[name] = args[name].to(rng.choice((torch.float32, dtype)))
@@ -170,16 +186,43 @@ def draw_angles_and_norms(args: Args, rng: random.Random) -> None:
 
 
 def draw_format(op: str, rng: random.Random) -> dict:
-    """How the weights are packed, where there are any: format, bits, group and the dtype of the scales."""
-    dense = {"format": "dense", "bits": 4, "group": 1, "scale_dtype": None}
+    """How the weights are packed, where there are any: format, bits, group and the dtype of the scales; and the format
+    of down, if it is another."""
+    dense = {"format": "dense", "bits": 4, "group": 1, "scale_dtype": None, "down_format": None}
     if not takes_formats(op) or rng.random() < 0.4:
         return dense
-    format = rng.choice(list(formats.FORMATS))
-    if format != "affine":
-        group, scales = {"mxfp4": (packing.MXFP4_GROUP, (None,)), "fp8": (1, (torch.float32, torch.bfloat16))}[format]
-        return dense | {"format": format, "group": group, "scale_dtype": rng.choice(scales)}
-    widths = {"bits": rng.choice(formats.BITS), "group": rng.choice(formats.GROUPS)}
-    return {"format": format, **widths, "scale_dtype": rng.choice(list(DTYPES))}
+    format = draw_name(rng)
+    down = rng.choice(("dense", draw_name(rng))) if op == "experts" and rng.random() < 0.2 else None
+    found = dense | {"format": format, "down_format": down if down != format else None}
+    if format == "affine":
+        found |= {"bits": rng.choice(formats.BITS), "group": rng.choice(formats.GROUPS)}
+    if not {"affine", "fp8"}.isdisjoint((format, down)):
+        dtypes = (torch.float32, torch.bfloat16) if "fp8" in (format, down) else tuple(DTYPES)
+        found["scale_dtype"] = rng.choice(dtypes)
+    return found
+
+
+def draw_name(rng: random.Random) -> str:
+    """One in two is of those that also have many widths, or scales of floats."""
+    return rng.choice(("affine", "mxfp4", "fp8", *[rng.choice(list(formats.FORMATS))] * 3))
+
+
+def group_size(packed: dict) -> int:
+    """What the option of this name may be beside 0."""
+    row = formats.FORMATS.get(packed["format"])
+    return 0 if row is None else row.scale_columns or packed["group"]
+
+
+def whole_columns(format: str, group: int) -> int:
+    """Of a format, with affine groups of so many."""
+    row = formats.FORMATS.get(format)
+    return 1 if row is None else group if row.is_affine else row.whole_columns
+
+
+def own_scales(case: Case) -> list[str]:
+    """The weights whose scales lie within their blocks."""
+    found = {name: formats.FORMATS.get(format_of(name, case.options)) for name in weights(case.op)}
+    return [name for name, row in found.items() if row is not None and row.has_own_scales]
 
 
 def draw_dims(op: str, given: tuple[str, ...], rng: random.Random, packed: dict) -> dict[str, int]:
@@ -206,8 +249,11 @@ def draw_dims(op: str, given: tuple[str, ...], rng: random.Random, packed: dict)
     dims["E"] = min(dims["E"], max_experts)
     if "top_k" in inspect.signature(getattr(reference, op)).parameters:
         dims["K"] = dims["E"] if rng.random() < 0.1 else min(dims["K"], dims["E"])
-    for letter in "HI":
-        dims[letter] = packed["group"] * math.ceil(dims[letter] / packed["group"])
+    down = packed["down_format"]
+    wholes = {"H": whole_columns(packed["format"], packed["group"])}
+    wholes["I"] = whole_columns(down, 32) if down else wholes["H"]
+    for letter, whole in wholes.items():
+        dims[letter] = whole * math.ceil(dims[letter] / whole)
     dims["S"] = 0 if rng.random() < 0.02 else dims["S"]
     dims["R"] = dims["D"] // 2 if rng.random() < 0.5 else rng.randint(1, max(1, dims["D"] // 2))
     return dims | {"U": rng.choice((1, dims["H"])), "A": heads * dims["J"]}
@@ -254,7 +300,7 @@ def draw_options(op: str, dims: dict[str, int], rng: random.Random) -> dict:
             continue
         if types.NoneType in kinds and rng.random() < 0.3:
             options[name] = None
-        elif name in ("format", "bits", "dtype", "group_size"):
+        elif name in ("format", "down_format", "bits", "dtype", "group_size"):
             continue  # draw_format's
         elif bool in kinds:
             options[name] = rng.random() < 0.5
@@ -344,15 +390,20 @@ def flat(tensor: Tensor) -> Tensor:
 def place_all(case: Case, args: Args, rng: random.Random) -> dict[str, Place]:
     plainly = rng.random() < 0.3
     table = ARGUMENTS[case.op]
-    rows = {name for name in args if table[name].kind == "weight" and case.format != "dense"}
+    rows = {n for n in args if table[n].kind == "weight" and format_of(n, case.options) != "dense"}
+    even = own_scales(case)
     return {
-        name: lay_out(tensor, "exact") if plainly else place(tensor, rng, name in written(case.op), name in rows)
+        name: lay_out(tensor, "exact")
+        if plainly
+        else place(tensor, rng, name in written(case.op), name in rows, name in even)
         for name, tensor in args.items()
     }
 
 
-def place(tensor: Tensor, rng: random.Random, is_written: bool, in_rows: bool) -> Place:
-    """`in_rows`: the bytes of a row lie side by side."""
+def place(tensor: Tensor, rng: random.Random, is_written: bool, in_rows: bool, even: bool) -> Place:
+    """`in_rows`: the bytes of a row lie side by side; `even`: from an even byte on."""
+    if even:
+        return lay_out(tensor, rng.choice(("exact", "exact", "evenly contiguous", "evenly padded")), rng)
     kinds = ["exact", "exact", "contiguous", "padded", *([] if in_rows else ["strided", "transposed"])]
     if not is_written and tensor.numel() > 1 and not in_rows:
         kinds += ["expanded", "overlapping"]
@@ -376,7 +427,7 @@ def lay_out(tensor: Tensor, kind: str, rng: random.Random | None = None) -> Plac
         strides = tuple(stride // rng.choice((1, 2, 3)) for stride in contiguous(tensor.shape))
         span = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, strides, strict=True))
         return Place(flat(tensor)[:span].clone(), tuple(tensor.shape), strides, 0, kind)
-    guarded = Guarded(tensor, kind, rng.randrange(9))
+    guarded = Guarded(tensor, kind, rng.randrange(0, 9, 2) if kind.startswith("evenly") else rng.randrange(9))
     view = guarded.view
     return Place(guarded.storage, tuple(view.shape), view.stride(), view.storage_offset(), kind)
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from cases import Args, call, clear_choice, expected, is_number
-from checks import assert_matches, bits, meets_infinity, same_bits
+from checks import assert_matches, bits, has_infinite_factor, meets_infinity, same_bits
 from fuzz_cases import Call
-from torch_moe_metal import cpu_isa, reference
-from torch_moe_metal.arguments import ARGUMENTS, ROUTERS, beside, outputs, written
+from torch_moe_metal import cpu_isa, ggml, reference
+from torch_moe_metal.arguments import ARGUMENTS, ROUTERS, beside, format_of, outputs, weights, written
+from torch_moe_metal.formats import FORMATS
 from torch_moe_metal.reference import tolerance
 
 NOISE = 2.0**-20  # sixteen roundings of float32
@@ -130,7 +131,7 @@ def right(drawn: Call, device: str, values: Args, got: list[Tensor]) -> None:
     except AssertionError:
         if device != "cpu" or not by_tiles(drawn, values):
             raise
-        dense = {"format": "dense", "group_size": 0}
+        dense = {"format": "dense", "down_format": None, "group_size": 0}
         equal(drawn, device, with_rounded_weights(drawn, values), drawn.options | dense, got)
 
 
@@ -141,12 +142,16 @@ def by_magnitudes(drawn: Call, device: str, values: Args, got: list[Tensor]) -> 
     if drawn.op != "linear" or format in ("dense", None) or not drawn.good:
         return
     x, packing = values["x"].double(), {"format": format, "bits": drawn.case.bits, "dtype": torch.float64}
-    data, scale, offset = values["weight"], values["scale"], values.get("offset")
-    weight = reference.dequantize(data, scale, offset, **packing)
-    if format == "affine":  # a number is a sum of two there, and so is a group's product
+    data, scale, offset = values["weight"], values.get("scale"), values.get("offset")
+    weight, row = reference.dequantize(data, scale, offset, **packing), FORMATS[format]
+    if row.is_affine:  # a number is a sum of two there, and so is a group's product
         most = (scale.double().abs() * 2**drawn.case.bits + offset.double().abs()).repeat_interleave(
             drawn.case.group, 1
         )
+    elif row.has_own_scales:
+        scale, offset, integers = ggml.decoded(data, row, torch.float64)
+        most = scale.abs() * integers.abs().clamp(min=2**row.bits) + (0 if offset is None else offset.abs())
+        most = most.flatten(-3)
     else:
         most = weight.abs()
     bias = values["bias"].double() if "bias" in values else torch.zeros(())
@@ -164,7 +169,7 @@ def by_magnitudes(drawn: Call, device: str, values: Args, got: list[Tensor]) -> 
 
 def by_tiles(drawn: Call, values: Args) -> bool:
     """Whether csrc/cpu/experts.cpp may multiply packed weights as tiles of bfloat16: many tokens for each expert."""
-    packed = drawn.options.get("format", "dense") not in ("dense", None)
+    packed = any(format_of(name, drawn.options) != "dense" for name in weights(drawn.op))
     if drawn.op != "experts" or not packed or values["x"].dtype != torch.bfloat16:
         return False
     ids, dims = values["ids"], drawn.case.dims
@@ -176,9 +181,16 @@ def with_rounded_weights(drawn: Call, values: Args) -> Args:
     found = dict(values)
     for name in ("gate_up", "down"):
         parts = [found.pop(part, None) for part in (name, *beside(name))]
-        format, bits = drawn.options["format"], drawn.case.bits
-        found[name] = reference.dequantize(*parts, format=format, bits=bits, dtype=torch.bfloat16)
+        found[name] = reference.dequantize(
+            *parts, **packing_of(name, drawn.options, drawn.case.bits), dtype=torch.bfloat16
+        )
     return found
+
+
+def packing_of(weight: str, options: dict, bits: int) -> dict:
+    """Format and bits of a weight. A `down_format` of affine has 4 bits."""
+    format = format_of(weight, options)
+    return {"format": format, "bits": bits if format == format_of("gate_up", options) else 4}
 
 
 def equal(drawn: Call, device: str, values: Args, options: dict, got: list[Tensor]) -> None:
@@ -248,19 +260,28 @@ def in_another_order(op: str, values: Args, options: dict, bits: int, seed: int)
     if op == "attention":
         order = torch.randperm(values["q"].shape[-1], generator=generator)
         return values | {name: values[name][..., order] for name in ("q", "k")}, options
-    packing = {"format": options.get("format") or "dense", "bits": bits, "dtype": torch.float32}
     found, dense = dict(values), options | {"format": "dense", "group_size": 0}
+    dense |= {"down_format": None} if op == "experts" else {}
 
     def columns(name: str) -> tuple[Tensor, Tensor]:
         """-> its columns in their new order, and which of the input's columns each is."""
         data, scale, offset = (found.pop(part, None) for part in (name, *beside(name)))
         data = data.mT if options.get("transposed") else data
-        matrix = reference.dequantize(data, scale, None if offset is None else torch.zeros_like(offset), **packing)
+        packing = packing_of(name, options, bits)
+        row, offsets = FORMATS.get(packing["format"]), None
+        if row is not None and row.is_affine:
+            offsets = reference.as_float(offset)
+            offset = torch.zeros_like(offset)
+        matrix = reference.dequantize(data, scale, offset, **packing, dtype=torch.float32)
+        if row is not None and row.has_own_scales:
+            scale, offset, integers = ggml.decoded(data, row, torch.float32)
+            if offset is not None:
+                matrix, offsets = (integers * scale).flatten(-3), offset.flatten(-3)
         order = torch.randperm(matrix.shape[-1], generator=generator)
         matrix = matrix[..., order]
-        if offset is None:
+        if offsets is None:
             return matrix, order
-        offsets = reference.as_float(offset).repeat_interleave(len(order) // offset.shape[-1], -1)
+        offsets = offsets.repeat_interleave(len(order) // offsets.shape[-1], -1)
         return torch.cat([matrix, offsets[..., order]], -1), order.repeat(2)
 
     if op == "linear":
@@ -278,8 +299,11 @@ def in_another_order(op: str, values: Args, options: dict, bits: int, seed: int)
 def clamps_infinity(values: Args, options: dict) -> bool:
     """Whether a limit makes numbers of infinities, which are NaN where their signs differ: those of an infinite offset
     do so with the signs of x, but a kernel multiplies the offset by the sum of x (seed 2858, mps-1271)."""
-    offset = values.get("gate_up_offset")
-    return options.get("limit") is not None and offset is not None and bool(offset.isinf().any())
+    if options.get("limit") is None:
+        return False
+    offset, format = values.get("gate_up_offset"), format_of("gate_up", options)
+    blocks = format != "dense" and has_infinite_factor(values["gate_up"], format)
+    return blocks or (offset is not None and bool(offset.isinf().any()))
 
 
 def times_allowed(like: Tensor, want: Tensor) -> float:
@@ -302,8 +326,10 @@ def noisy(values: Args, device: str, seed: int, bits: int) -> Args:
         flushed = device == "mps" or (cpu_isa == "avx512" and tensor.dtype == torch.bfloat16)
         least = FLUSHED if flushed else LEAST_NOISE
         shaken = tensor.double() * (1 + NOISE * noise) + least * noise * (tensor != 0)
-        if name.endswith("offset"):  # an affine number is a sum of two, so one next to 0 is not as sure as it is small
-            shaken += NOISE * noise * 2**bits * values[name.replace("offset", "scale")].double()
+        scale = values.get(name.replace("offset", "scale"))
+        # An affine number is a sum of two, so one next to 0 is not as sure as it is small.
+        if name.endswith("offset") and is_number(scale):
+            shaken += NOISE * noise * 2**bits * scale.double()
         return shaken
 
     return {n: shake(n, t) if isinstance(t, Tensor) and is_number(t) else t for n, t in values.items()}

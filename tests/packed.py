@@ -1,10 +1,17 @@
 """Random weights in every packed format, with scales in float32 where a format leaves the choice."""
 
+from gguf import GGMLQuantizationType
+
 from torch_moe_metal.bench.packed import FORMATS, Packing
 from torch_moe_metal.formats import BITS
 
-__all__ = ["AFFINE", "FP8", "MXFP4", "PACKINGS", "Packing"]
+__all__ = ["AFFINE", "FP8", "MXFP4", "PACKINGS", "Packing", "gguf_type"]
 
 AFFINE: dict[int, Packing] = {bits: FORMATS[f"affine{bits}"] for bits in BITS}
 MXFP4, FP8 = FORMATS["mxfp4"], FORMATS["fp8"]
 PACKINGS = [*AFFINE.values(), MXFP4, FP8]
+
+
+def gguf_type(format: str) -> GGMLQuantizationType:
+    """What the `gguf` package calls one of our formats."""
+    return GGMLQuantizationType[format.removeprefix("ggml_").upper()]

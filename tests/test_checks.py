@@ -110,7 +110,7 @@ def test_every_argument_matters(case: Case):
             if name == "shared":
                 changed.pop("shared_gate")
         else:
-            other = args[name].flip(0 if len(args[name]) > 1 else -1)
+            other = args[name].flip(0 if len(args[name]) > 1 else -1) if args[name].numel() > 1 else 2 * args[name]
             changed[name] = other if name != "hidden" else -args[name].flip(-1)
         with pytest.raises(AssertionError):
             assert_matches(expected(case.op, changed, case.options), want, case.longest_sum)

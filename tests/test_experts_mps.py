@@ -11,6 +11,7 @@ from checks import assert_matches
 from conftest import SIMULATED
 from packed import AFFINE, FP8, MXFP4, PACKINGS, Packing
 from torch_moe_metal import quantize, reference
+from torch_moe_metal.bench.packed import FORMATS
 
 recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records dispatches; a Mac's own does not")
 
@@ -181,21 +182,24 @@ def test_any_order_of_threads(mps: str, T: int, transposed: bool):
 # ------------------------------------------------------------------------------------------------ packed weights
 
 NARROW = [Packing("affine", bits, 16) for bits in AFFINE]  # groups of which no 32 columns are one
+OTHERS = [packing for packing in FORMATS.values() if packing and packing not in PACKINGS]
 SCALES = [Packing("affine", 4, 128, torch.float16), Packing("affine", 8, 32, BFLOAT), Packing("fp8", 8, 128, BFLOAT)]
 FLOAT = torch.float32
 # The fast set compiles shaders for these: 3 bits cross from byte to byte as 5 and 6 do, 2 bits do not, as 4.
 FEW_PACKINGS = [AFFINE[3], AFFINE[4], NARROW[2], AFFINE[8], MXFP4, FP8]
 EVERY_PACKING = FEW_PACKINGS + [
     pytest.param(packing, marks=pytest.mark.slow)
-    for packing in (*PACKINGS, *NARROW, *SCALES)
+    for packing in (*PACKINGS, *NARROW, *SCALES, *OTHERS)
     if packing not in FEW_PACKINGS
 ]
 
 
 def sizes_of(packing: Packing) -> tuple[int, int]:
     """H and I that the format allows and that fill no tile, chunk or team of lanes."""
-    if packing.format == "fp8":
+    if packing.row.rows_per_scale > 1:
         return 200, 139
+    if packing.row.whole_columns > 128:
+        return 768, 256
     return (7 * packing.group, 3 * packing.group) if packing.group < 64 else (2 * packing.group, packing.group)
 
 

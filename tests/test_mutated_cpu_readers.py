@@ -45,6 +45,10 @@ REFERENCE = "test_ops.py::test_equals_the_reference"
 MAGNITUDE = "test_quantized.py::test_few_tokens_of_any_magnitude"
 UNUSED = "test_quantized.py::test_few_tokens_with_a_number_that_no_weight_uses"
 NOT_FINITE = "test_quantized.py::test_few_tokens_that_are_not_finite"
+GGUF = "test_ggml.py::test_dequantize_is_gguf"
+GGUF_LINEAR = "test_ggml.py::test_linear_is_gguf_s_numbers"
+MLX_LINEAR = "test_ggml.py::test_linear_is_mlx_s_quantized_matmul"
+FACTOR = "test_ggml.py::test_every_scale_of_mxfp8_and_nvfp4"
 WALL = "test_quantized.py::test_nothing_beyond_the_last_row_is_read"
 
 FAULTS = [
@@ -54,12 +58,22 @@ FAULTS = [
     Fault("digit_lost", "integer_dots.h", "_mm512_cvtepi32_ps(of_digits[2])", "_mm512_setzero_ps()", MAGNITUDE),
     Fault("rest_lost", "integer_dots.h", "if (finite) lay_out(all, c, *rest++);", "", UNUSED),
     Fault("inf_as_integers", "integer_dots.h", "if (!finite) chunks->unit = NAN;", "(void)finite;", NOT_FINITE),
-    Fault("nibble_swapped_in_tiles", "packed_rows.h", "slli_epi32(bytes, 12)", "slli_epi32(bytes, 16)", REFERENCE),
-    Fault("group_before", "packed_rows.h", "scales[r * weight.groups + g + i]",
+    Fault("nibble_swapped_in_tiles", "rounded.h", "slli_epi32(bytes, 12)", "slli_epi32(bytes, 16)", REFERENCE),
+    Fault("group_before", "group_dots.h", "scales[r * weight.groups + g + i]",
           "scales[r * weight.groups + g + i - (g > 0)]", LINEAR),
-    Fault("first_group_in_tiles", "packed_rows.h", "packed_.scales + group,", "packed_.scales,", REFERENCE),
-    Fault("blocks_of_64_rows", "packed_rows.h", "Format::fp8 ? kFp8Block", "Format::fp8 ? kFp8Block / 2", REFERENCE),
-    Fault("tail_overrun", "integer_dots.h", "row_bytes - at >= 64", "true", WALL),
+    Fault("first_group_in_tiles", "packed_rows.h", "some_->scales + group,", "some_->scales,", REFERENCE),
+    Fault("blocks_of_64_rows", "row_scales.h", "weight.format->scale_rows", "weight.format->scale_rows / 2",
+          REFERENCE),
+    Fault("tail_overrun", "integers.h", "row_bytes - at >= 64", "true", WALL),
+    Fault("half_block_twice", "formats/ggml_32.h", "column ? both >> 4 : both & 15", "both & 15", GGUF),
+    Fault("fifth_bit_of_neighbours", "formats/ggml_32.h", "high |= (word >> 16)", "high |= (word >> 15)", GGUF_LINEAR),
+    Fault("highest_bits_of_one_run", "formats/ggml_k.h", "quarters_shifted<4, 4, 6, 6>(high)",
+          "quarters_shifted<4, 4, 4, 4>(high)", GGUF_LINEAR),
+    Fault("last_scales_of_the_first", "formats/ggml_k.h", "integers(second, low >> 4", "integers(first, low >> 4",
+          GGUF),
+    Fault("last_block_beyond_the_row", "formats/ggml_32.h", "std::min<int64_t>(3, last)", "3", WALL),
+    Fault("factor_lost", "row_scales.h", "scaled_[i] = factor * to", "scaled_[i] = to", FACTOR),
+    Fault("one_scale_of_64_columns", "e4m3_dots.h", "of_row[second]", "of_row[0]", MLX_LINEAR),
     Fault("pair_swapped_in_vectors", "tiles.h", "weights.row + 2 * pair", "weights.row + 2 * (pair ^ 1)", REFERENCE),
     Fault("short_ring_on_amx", "experts_tiles.h", "2 * kAtOnce - 1", "kAtOnce - 1", REFERENCE, amx=True),
     Fault("upper_strip_twice_on_amx", "tiles.h", "lower.data + (b & lower.ring) * lower.block, lower.row",
@@ -131,8 +145,11 @@ def reached_by(fault: Fault) -> set[str]:
         return OF_AMX - {"affine_rows_across_bytes", "float_rows"}
     if fault.file in ("tiles.h", "experts_tiles.h"):
         return {"experts"}
-    # Only fp8 has blocks, and offsets make NaN of an infinite number in any case.
-    return {"float_rows" if fault.name in ("blocks_of_64_rows", "inf_as_integers") else "affine_rows"}
+    if fault.file.startswith("formats/"):
+        return {"ggml_k_rows" if "ggml_k" in fault.file else "ggml_32_rows", "ggml_k_rows_of_16"}
+    # Scales of rows, and factors, are those of floats, and offsets make NaN of an infinite number in any case.
+    of_floats = fault.file in ("row_scales.h", "e4m3_dots.h") or fault.name == "inf_as_integers"
+    return {"float_rows" if of_floats else "affine_rows"}
 
 
 for_avx512 = pytest.mark.skipif(torch_moe_metal.cpu_isa != ISA, reason="the faults are in the readers for AVX-512")

@@ -22,6 +22,7 @@ import test_experts_mps as suite
 import test_ops
 from conftest import DEVICES, SIMULATED
 from packed import AFFINE, FP8, MXFP4
+from torch_moe_metal.bench.packed import FORMATS
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,9 +47,10 @@ def library_of(kernel: str, change: Callable[[str], str]):
     import embed
     from metal_sim import engine
 
-    *_, before, dtype = kernel.split("_")
+    before, _, dtype = kernel.rpartition("_")
     dtypes = [f"MOE_METAL_DTYPE=MOE_METAL_{dtype}"] if dtype in ("float", "half", "bfloat") else []
-    macros = [*embed.FORMATS.get(before, []), *dtypes]
+    named = [library for library in embed.FORMATS if before.endswith(f"_{library}")]
+    macros = [*embed.FORMATS[max(named, key=len, default="dense")], *dtypes]
     defines = "".join(f"#define {macro.replace('=', ' ')}\n" for macro in macros)
     text = embed.shader_text(HERE.parent / "shaders" / f"{shader_of(kernel)}.metal")
     return engine.Library(defines + change(text))
@@ -126,6 +128,11 @@ def nan(packing, T: int) -> tuple[Callable, dict]:
     return suite.test_nan_stays_where_it_is, {"packing": packing, "T": T}
 
 
+def packed(name: str) -> tuple[Callable, dict]:
+    (case,) = (case for case in cases.packed_cases() if str(case).startswith(name) and case.dtype == cases.FLOAT)
+    return test_ops.test_equals_the_reference, {"case": case}
+
+
 def padded(T: int) -> tuple[Callable, dict]:
     return suite.test_rows_end_before_the_next_one_begins, {"T": T}
 
@@ -150,6 +157,7 @@ NARROW4 = suite.NARROW[2]  # groups of 16
 # Parts of the shaders that several change.
 SHIFT = "params.group_shift"
 GROUP = f"column >> {SHIFT}"
+DECODE_GROUP = f"(column + g * (step / groups)) >> {SHIFT}"
 RUN = "whole ? kRun : column < length ? length - column : 0"
 SCALE_ROW = "row / Chunk::scale_rows"
 KEY = "block + 8 * n + place.row"
@@ -165,18 +173,40 @@ MUTANTS = {
     "middle_forgotten": Mutant("float(Codes::middle), offset", "0.0f, offset", "values", *experts(AFFINE[8], 3)),
     "nan_is_480": Mutant("+ 0x01010101u) & 0x80808080u", "+ 0x01010101u) & 0", "values", *nan(FP8, 1)),
     "nan_is_480_in_tiles": Mutant("& 0x7f) == 0x7f", "& 0x7f) == 0x80", "values", *nan(FP8, 20)),
+    "codes_begin_too_early": Mutant("(bytes - 16), 0", "(bytes - 18), 0", "values", *linear(FORMATS["q4_0"], 1)),
+    "fifth_bit_of_another": Mutant("16 * run + 4 * k", "16 * run + 4 * (k ^ 1)", "values", *numbers(FORMATS["q5_1"])),
+    "sign_of_a_byte_lost": Mutant("^ 0x80808080u", "", "values", *linear(FORMATS["q8_0"], 9)),
+    "other_half_of_the_block": Mutant("+ 16 * spot.run", "", "values", *numbers(FORMATS["q8_0"])),
+    "e2m1_not_doubled": Mutant("(exponent - 1) << 23", "exponent << 23", "values", *experts(FORMATS["ggml_mxfp4"], 3)),
+    "polynomial_bent": Mutant("24.1738f", "24.2738f", "values", *numbers(FORMATS["iq4_nl"])),
+    "fifth_bits_of_one_group": Mutant("0x00100010u << 4 * run", "0x00100010u", "values", *numbers(FORMATS["q5_k"])),
+    "upper_bits_of_another_run": Mutant("(spot.piece & 2)", "0", "values", *linear(FORMATS["q6_k"], 9)),
+    "runs_side_by_side": Mutant(
+        "if (Codes::distance == kNarrowColumns)", "if (true)", "values", *linear(FORMATS["q4_k"], 1)
+    ),
+    "run_before": Mutant("run / between % 2", "0", "values", *numbers(FORMATS["q6_k"])),
     # scales and offsets
-    "next_group": Mutant(GROUP, f"({GROUP}) + 1", "bounds", *experts(NARROW4, 3)),
+    "scales_of_the_first_groups": Mutant("spot.piece < 4 ?", "true ?", "values", *linear(FORMATS["q4_k"], 1)),
+    "offset_sixteen_times": Mutant("-kHalfUnits / 16", "-kHalfUnits", "values", *experts(FORMATS["q2_k"], 3)),
+    "scale_has_no_sign": Mutant("high << 4) - 32", "high << 4) - 0", "values", *linear(FORMATS["q3_k"], 9)),
+    "scale_of_the_next_group": Mutant("spot.piece % 2 * 4)", "0)", "values", *linear(FORMATS["iq4_xs"], 1)),
+    "one_scale_for_32": Mutant("(step / groups)", "0", "values", *packed("linear-nvfp4-family-H96-I96-T1-")),
+    "factor_forgotten": Mutant("params.has_factor ?", "false ?", "values", *experts(FORMATS["nvfp4"], 40)),
+    "rows_share_scales": Mutant("is_mxfp8 ? 1 : 128", "128", "values", *linear(FORMATS["mxfp8"], 9)),
+    "inner_placed_for_dense": Mutant(
+        "params.inner_placed ?", "true ?", "race", *packed("experts-affine4g32-down_dense-T3-")
+    ),
+    "next_group": Mutant(DECODE_GROUP, f"({DECODE_GROUP}) + 1", "bounds", *experts(NARROW4, 3)),
     "next_group_in_tiles": Mutant(GROUP, f"({GROUP}) + 1", "bounds", *experts(NARROW4, 40)),
-    "group_before": Mutant(GROUP, f"({GROUP}) - (column > 63)", "values", *linear(AFFINE[4], 1)),
+    "group_before": Mutant(DECODE_GROUP, f"({DECODE_GROUP}) - (column > 63)", "values", *linear(AFFINE[4], 1)),
     "groups_twice_as_wide": Mutant(SHIFT, f"({SHIFT} + 1)", "values", *linear(NARROW4, 9)),
     "groups_half_as_wide": Mutant(SHIFT, f"({SHIFT} - 1)", "bounds", *numbers(NARROW4)),
     "scale_of_the_next_row": Mutant(SCALE_ROW, f"(1 + {SCALE_ROW})", "bounds", *linear(AFFINE[4], 1)),
-    "blocks_of_64_rows": Mutant("scale_rows = 128", "scale_rows = 64", "bounds", *experts(FP8, 40)),
+    "blocks_of_64_rows": Mutant("is_mxfp8 ? 1 : 128", "is_mxfp8 ? 1 : 64", "bounds", *experts(FP8, 40)),
     "scales_of_expert_0": Mutant("scale + expert * params.scale.expert", "scale", "values", *experts(MXFP4, 3)),
     "offset_is_scale": Mutant("load_number(row.offset +", "load_number(row.scale +", "values", *numbers(AFFINE[2])),
     # the end of a row, and of the rows
-    "row_end_overrun": Mutant("if (8 * n < count * Codes::bits)", "if (true)", "bounds", *numbers(FP8)),
+    "row_end_overrun": Mutant("if (8 * n < count * bits)", "if (true)", "bounds", *numbers(FP8)),
     "row_end_overrun_in_decode": Mutant("wide ? step : length - column", "step", "bounds", *linear(FP8, 1)),
     "row_end_in_wide_loads": Mutant("aligned && count >= columns", "aligned", "values", *padded(1)),
     "row_end_overrun_in_tiles": Mutant(RUN, "kRun", "bounds", *padded(9)),

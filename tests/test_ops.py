@@ -19,7 +19,8 @@ from torch.autograd import forward_ad
 from cases import BFLOAT, CASES, FLOAT, SAMPLES, Args, Case, call, expected
 from checks import Guarded, assert_matches, bits, meets_infinity, same_bits, with_leading
 from conftest import DEVICES, SIMULATED
-from torch_moe_metal.arguments import ARGUMENTS, written
+from torch_moe_metal import formats
+from torch_moe_metal.arguments import ARGUMENTS, format_of, written
 
 OPS = tuple(ARGUMENTS)
 IN_PLACE = tuple(op for op in OPS if written(op))
@@ -99,9 +100,17 @@ VIEWS += [pytest.param("contiguous", offset, marks=pytest.mark.slow) for offset 
 
 
 def kind_of(case: Case, name: str, kind: str) -> str:
-    """The bytes of a packed row lie side by side, its rows anywhere."""
-    packed = case.format != "dense" and ARGUMENTS[case.op][name].kind == "weight"
-    return "padded" if packed and kind in ("strided", "transposed") else kind
+    """The bytes of a packed row lie side by side, its rows anywhere; those of GGML's blocks at even bytes."""
+    if ARGUMENTS[case.op][name].kind != "weight" or format_of(name, case.options) == "dense":
+        return kind
+    if has_own_scales(case, name):
+        return "contiguous" if kind == "contiguous" else "evenly padded"
+    return "padded" if kind in ("strided", "transposed") else kind
+
+
+def has_own_scales(case: Case, name: str) -> bool:
+    row = formats.FORMATS.get(format_of(name, case.options))
+    return ARGUMENTS[case.op][name].kind == "weight" and row is not None and row.has_own_scales
 
 
 @pytest.mark.cases(SAMPLES)
@@ -110,7 +119,11 @@ def test_views_between_guards(case: Case, device: str, kind: str, offset: int):
     """Any strides and any alignment, each argument with its own; the memory around them is neither read nor written."""
     args = case.arguments()
     guarded = {
-        name: Guarded(tensor.to(device), kind_of(case, name, kind), offset + place * (offset > 0))
+        name: Guarded(
+            tensor.to(device),
+            kind_of(case, name, kind),
+            (offset + place * (offset > 0)) * (2 if has_own_scales(case, name) else 1),
+        )
         for place, (name, tensor) in enumerate(args.items())
     }
     got = run(case, {name: guard.view for name, guard in guarded.items()})
@@ -185,6 +198,7 @@ def test_same_bits_in_any_order_of_threads(case: Case, mps: str):
 def test_same_bits_for_any_number_of_threads(case: Case, T: int, dtype: torch.dtype):
     """With few tokens for many threads, `gate` shares out its experts instead."""
     sizes = {"H": 200, "I": 150, "S": 700} if case.format == "dense" else {"H": 192, "I": 96, "N": 150}
+    sizes |= {"H": 256, "I": 256} if case.format == "q4_k" else {}
     case = replace(case, dims=case.dims | {"T": T} | sizes, dtype=dtype)
     args = case.arguments()
     before = torch.get_num_threads()
@@ -771,9 +785,10 @@ def floats(tensor: Tensor) -> Tensor:
 
 WIDTHS = "bits 2, 3, 4, 5, 6 or 8"
 GROUPS = "group 16, 32, 64 or 128"
-FORMATS = "format: expected one of dense, affine, mxfp4, fp8; got "
+FORMATS = f"format: expected one of {', '.join(dict.fromkeys(row.name for row in formats.ROWS))}; got "
 # sample_affine4: T 6, E 7, K 3, H 96, I 32, N 37, groups of 32, float32; sample_mxfp4: H 160, I 96, N 33, bfloat16;
-# sample_fp8: H 130, I 70, N 200, float16.
+# sample_fp8: H 130, I 70, N 200, float16; sample_nvfp4: H 112, I 48, N 35, float16; sample_q4_k: H 256, I 256, N 34,
+# bfloat16, and down in q6_k.
 BAD += [
     bad("linear", FORMATS + "'int4'", format="int4"),
     bad("linear", "x: expected H >= 1, got 0", x=no_columns, weight=no_columns),
@@ -904,6 +919,43 @@ BAD += [
     bad("linear fp8", "group_size: expected 0 or 128 beside format fp8, got 32", group_size=32),
     bad("experts fp8", "down_scale: expected shape [7, 2, 1], a scale for each 128 x 128 block of down; got [7, 1, 1]",
         down_scale=lambda t: t[:, 1:]),
+    bad("linear nvfp4", "scale: expected a tensor beside format nvfp4, got none", scale=None),
+    bad("linear nvfp4", "scale: expected float8_e4m3fn or uint8 in format nvfp4, got float32", scale=Tensor.float),
+    bad("linear nvfp4", "scale: expected shape [N, H / 16] with N = 35, H = 112, got [35, 6]", scale=cut),
+    bad("linear nvfp4", "offset: expected float32 in format nvfp4, got float16", offset=Tensor.half),
+    bad("linear nvfp4", "offset: expected shape [1], a factor for each matrix of weight; got [2]",
+        offset=lambda t: t.expand(2)),
+    bad("linear nvfp4", "offset: expected shape [1], a factor for each matrix of weight; got []",
+        offset=lambda t: t[0]),
+    bad("linear nvfp4", "group_size: expected 0 or 16 beside format nvfp4, got 32", group_size=32),
+    bad("linear nvfp4", "weight: expected H to be a multiple of 16 in format nvfp4, got 104", x=lambda t: t[:, 8:],
+        weight=lambda t: t[:, 4:]),
+    bad("experts nvfp4", "gate_up_offset: expected shape [7, 1], a factor for each matrix of gate_up; got [7]",
+        gate_up_offset=lambda t: t[:, 0]),
+    bad("experts nvfp4", "down_offset: expected shape [7, 1], a factor for each matrix of down; got [6, 1]",
+        down_offset=lambda t: t[1:]),
+    bad("dequantize nvfp4", "offset: expected shape [1], a factor for each matrix of weight; got [35, 1]",
+        offset=lambda t: t.expand(35, 1)),
+    bad("linear q4_k", FORMATS + "'iq2_xs'", format="iq2_xs"),
+    bad("linear q4_k", "scale: expected none beside format q4_k, got a tensor", scale=torch.ones(1)),
+    bad("linear q4_k", "offset: expected none beside format q4_k, got a tensor", offset=torch.ones(1)),
+    bad("linear q4_k", "scale: expected a tensor beside format mxfp8, got none", format="mxfp8",
+        weight=lambda t: t.repeat(1, 2)[:, :256]),
+    bad("linear q4_k", "weight: expected shape [N, H / 256 * 144] with N = 34, H = 256, got [34, 143]", weight=cut),
+    bad("linear q4_k", "weight: expected uint8 in format q4_k, got int32", weight=lambda t: t.view(torch.int32)),
+    bad("linear q4_k", "weight: expected H to be a multiple of 256 in format q4_k, got 128", x=lambda t: t[:, 128:],
+        weight=lambda t: t[:, 72:]),
+    bad("linear q4_k", "weight: " + ONE_RUN + "[288, 2]", weight=every_second),
+    bad("linear q4_k", "group_size: expected 0 or 32 beside format q4_k, got 64", group_size=64),
+    bad("experts q4_k", "down_" + FORMATS + "'iq2_xs'", down_format="iq2_xs"),
+    bad("experts q4_k", "down: expected shape [E, H, I / 256 * 144] with E = 7, H = 256, I = 256, got [7, 256, 210]",
+        down_format=None),
+    bad("experts q4_k", "down_scale: expected none beside format q6_k, got a tensor", down_scale=torch.ones(1)),
+    bad("experts q4_k", "group_size: expected 0 or 16 beside format q6_k, got 32", group_size=32),
+    bad("experts q4_k", "transposed: expected False beside format q6_k, got True", transposed=True, format="dense",
+        gate_up=torch.ones(7, 256, 512, dtype=BFLOAT)),
+    bad("dequantize q4_k", "weight: expected shape [*, N, C / 256 * 144] with * = [], N = 34, C = 254, got [34, 143]",
+        weight=cut),
 ]  # fmt: skip
 
 SHARED_MEMORY = (
@@ -1104,10 +1156,11 @@ def test_one_tensor_on_meta(case: Case):
             )
 
 
-@pytest.mark.parametrize("format", ["affine", "mxfp4", "fp8"])
+@pytest.mark.parametrize("format", ["affine", "mxfp4", "fp8", "nvfp4", "q4_k"])
 def test_strides_of_an_empty_weight_do_not_matter(format: str, device: str):
     case = PACKED[{"affine": "dequantize affine4"}.get(format, f"dequantize {format}")]
-    args = {name: tensor[:0] for name, tensor in case.arguments(device).items()}
+    args = {name: tensor[:0] if name != "offset" or format == "affine" else tensor
+            for name, tensor in case.arguments(device).items()}  # fmt: skip
     want = run(case, args)
     args["weight"] = torch.empty_strided(args["weight"].shape, (0, 0), dtype=args["weight"].dtype, device=device)
     assert all(a.shape == b.shape for a, b in zip(run(case, args), want, strict=True))

@@ -160,12 +160,17 @@ def test_a_model_without_experts(tmp_path, device):
     assert relative(model(ids).logits.cpu(), expected) <= 2e-5
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_in_memory(family, tmp_path, device):
+@pytest.mark.parametrize(
+    "family, way",
+    [(family, WAYS[family]) for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")]
+    + [("qwen3_moe", {"format": format}) for format in ("mxfp8", "nvfp4", "q4_0", "q8_0")],
+    ids=str,
+)
+def test_in_memory(family, way, tmp_path, device):
     """`quantize_` gives what loading gives, to the bit; both are saved as they are, and load again."""
     folder, ids = saved(family, tmp_path / "dense"), tokens(2, 9, device=device)
-    loaded = load(folder, device, MoeMetalConfig(**WAYS[family]))
-    model = quantize_(load(folder, device), **WAYS[family])
+    loaded = load(folder, device, MoeMetalConfig(**way))
+    model = quantize_(load(folder, device), **way)
     assert isinstance(model.lm_head, nn.Linear) and model.get_experts_implementation() == {"": "moe_metal"}
     expected = loaded.state_dict()
     for name, tensor in model.state_dict().items():
@@ -344,13 +349,14 @@ def test_what_does_not_fit(caplog):
     quantize_(model, group_size=16)
 
 
+FORMATS_WRITTEN = "affine, mxfp4, fp8, mxfp8, nvfp4, q4_0, q8_0"
 PATTERNS = "names of modules or globs, such as 'lm_head' or '!experts'"
 
 
 @pytest.mark.parametrize(
     "said, options",
     [
-        ("format: expected one of affine, mxfp4, fp8, got 'int4'", {"format": "int4"}),
+        (f"format: expected one of {FORMATS_WRITTEN}, got 'int4'", {"format": "int4"}),
         ("bits: expected 2, 3, 4, 5, 6 or 8, got 7", {"bits": 7}),
         ("bits_by_name: lm_head: bits: expected 2, 3, 4, 5, 6 or 8, got 16", {"bits_by_name": {"lm_head": 16}}),
         ("group_size: expected 16, 32, 64 or 128, got 48", {"group_size": 48}),
@@ -360,7 +366,7 @@ PATTERNS = "names of modules or globs, such as 'lm_head' or '!experts'"
             {"layers": {"lm_head": 4}},
         ),
         ("layers: lm_head: bits: expected 2, 3, 4, 5, 6 or 8, got 7", {"layers": {"lm_head": {"bits": 7}}}),
-        ("format: expected one of affine, mxfp4, fp8, got ['affine']", {"format": ["affine"]}),
+        (f"format: expected one of {FORMATS_WRITTEN}, got ['affine']", {"format": ["affine"]}),
         ("bits: expected 2, 3, 4, 5, 6 or 8, got 4.0", {"bits": 4.0}),
         ("bits: expected 2, 3, 4, 5, 6 or 8, got True", {"bits": True}),
         ("bits: expected 2, 3, 4, 5, 6 or 8, got '4'", {"bits": "4"}),
@@ -384,7 +390,7 @@ def test_unknown_options_are_named():
         TypeError, match="MoeMetalConfig: unknown: groupsize, modules_to_not_convert; its arguments are f"
     ):
         MoeMetalConfig(modules_to_not_convert=["lm_head"], groupsize=32)
-    with pytest.raises(ValueError, match="format: expected one of affine, mxfp4, fp8, got 8"):
+    with pytest.raises(ValueError, match=f"format: expected one of {FORMATS_WRITTEN}, got 8"):
         quantize_(dense("qwen3_moe"), 8, 32)  # the order is that of `quantize`
 
 

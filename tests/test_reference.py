@@ -3,13 +3,17 @@
 import math
 from itertools import chain
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
 from cases import OPTIONAL, SAMPLES, SUMS, WIDTHS, Case, call
 from checks import assert_matches
+from packed import gguf_type
 from torch_moe_metal import reference
-from torch_moe_metal.arguments import beside
+from torch_moe_metal.arguments import beside, format_of, weights
+from torch_moe_metal.formats import FORMATS
 
 
 def sigmoid(x: float) -> float:
@@ -126,16 +130,24 @@ def e8m0(code: int) -> float:
 
 
 def dequantize(weight, scale=None, offset=None, *, format, bits=4, **_):
-    """One matrix, from lists of bytes and lists of scales."""
+    """One matrix, from lists of bytes and lists of scales. GGML's blocks are read by the `gguf` package."""
     if format == "dense":
         return weight
+    if scale is None:
+        return gguf.quants.dequantize(np.array(weight, dtype=np.uint8), gguf_type(format)).tolist()
     if format == "fp8":
         return [[e4m3(code) * scale[r // 128][c // 128] for c, code in enumerate(row)] for r, row in enumerate(weight)]
+    if format == "mxfp8":
+        return [
+            [e4m3(code) * e8m0(s[c // 32]) for c, code in enumerate(row)] for row, s in zip(weight, scale, strict=True)
+        ]
     rows = [numbers(row, bits) for row in weight]
     group = len(rows[0]) // len(scale[0])
-    if format == "mxfp4":
+    if format in ("mxfp4", "nvfp4"):
+        (factor,), number = offset or [1.0], {"mxfp4": e8m0, "nvfp4": e4m3}[format]
         return [
-            [e2m1(code) * e8m0(s[c // group]) for c, code in enumerate(row)] for row, s in zip(rows, scale, strict=True)
+            [e2m1(code) * (factor * number(s[c // group])) for c, code in enumerate(row)]
+            for row, s in zip(rows, scale, strict=True)
         ]
     return [
         [code * s[c // group] + o[c // group] for c, code in enumerate(row)]
@@ -209,18 +221,18 @@ def attention(q, k, v, mask=None, sinks=None, *, scale=None, causal=False, windo
 
 def unpacked(case: Case, args: dict) -> dict:
     """The arguments of one token, or of none, with packed weights as lists of numbers and without what was beside."""
-    if case.format == "dense":
+    formats = {name: format_of(name, case.options) for name in weights(case.op)}
+    if set(formats.values()) <= {"dense"}:
         return {name: args[name] for name in args}
     found = {name: value for name, value in args.items() if not name.endswith(("_scale", "scale", "offset"))}
-    for name in ("weight", "gate_up", "down"):
-        if name in args:
-            parts = [args[name], *(args.get(part) for part in beside(name))]
-            options = {"format": case.format, "bits": case.bits}
-            if name == "weight":
-                found[name] = dequantize(*parts, **options)
-            else:
-                experts = [[None if part is None else part[e] for part in parts] for e in range(len(parts[0]))]
-                found[name] = [dequantize(*of_expert, **options) for of_expert in experts]
+    for name, format in formats.items():
+        parts = [args[name], *(args.get(part) for part in beside(name))]
+        options = {"format": format, "bits": case.bits}
+        if name == "weight":
+            found[name] = dequantize(*parts, **options)
+        else:
+            experts = [[None if part is None else part[e] for part in parts] for e in range(len(parts[0]))]
+            found[name] = [dequantize(*of_expert, **options) for of_expert in experts]
     return found
 
 
@@ -262,7 +274,8 @@ def one_token(case: Case, args: dict) -> list:
         return summed(case.op, args)
     if case.op in ("norm_add", "residual_norm"):
         return normed(case.op, *values)
-    options = {name: value for name, value in case.options.items() if name not in ("format", "group_size")}
+    of_weights = ("format", "down_format", "group_size")
+    options = {name: value for name, value in case.options.items() if name not in of_weights}
     result = {"route": route, "gate": gate, "glu": glu, "experts": experts, "weighted_sum": weighted_sum}[case.op](
         *values, **options
     )
@@ -289,7 +302,7 @@ def test_reference_is_what_plain_loops_compute(case: Case):
     assert_matches(got, want)
 
 
-@pytest.mark.parametrize("format, bits, group", WIDTHS)
+@pytest.mark.parametrize("format, bits, group", [width for width in WIDTHS if not FORMATS[width[0]].has_own_scales])
 def test_reference_of_every_format(format: str, bits: int, group: int):
     """Every byte there is, in every place, with scales of all sizes."""
     generator = torch.Generator().manual_seed(3)
@@ -298,10 +311,10 @@ def test_reference_of_every_format(format: str, bits: int, group: int):
     columns = 8 * weight.shape[1] // bits
     scales = torch.randn(130, columns // group, generator=generator, dtype=torch.float64).exp()
     scale = {"affine": scales, "fp8": scales[:2, : -(-columns // 128)]}.get(format)
-    if format == "mxfp4":
-        scale = torch.randint(256, (130, columns // 32), dtype=torch.uint8, generator=generator)
+    if scale is None:
+        scale = torch.randint(256, (130, columns // group), dtype=torch.uint8, generator=generator)
         scale[0, :3] = torch.tensor([0, 254, 255])
-    offset = scales.flip(0).neg() if format == "affine" else None
+    offset = {"affine": scales.flip(0).neg(), "nvfp4": torch.tensor([0.1])}.get(format)
     lists = (None if part is None else part.tolist() for part in (weight, scale, offset))
     want = torch.tensor(dequantize(*lists, format=format, bits=bits), dtype=torch.float64)
     got = reference.dequantize(weight, scale, offset, format=format, bits=bits, dtype=torch.float64)

@@ -29,7 +29,7 @@ def problems(path: Path, name: str, macros: list[str]) -> list[str]:
 
 
 def main() -> None:
-    found = [f"{path.name} is not ASCII" for path in SHADERS.glob("*.[hm]*") if not path.read_text().isascii()]
+    found = [f"{path.name} is not ASCII" for path in SHADERS.rglob("*.[hm]*") if not path.read_text().isascii()]
     work = [(path, *library) for path in sorted(SHADERS.glob("*.metal")) for library in libraries(path).items()]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for one in pool.map(lambda arguments: problems(*arguments), work):

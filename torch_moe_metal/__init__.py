@@ -7,8 +7,6 @@ ops as functions with a signature and a docstring. What each computes: `torch_mo
 import functools
 import warnings
 from collections.abc import Callable
-from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch

@@ -8,15 +8,17 @@ in reference.py have them.
 """
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from . import packing, reference
+from . import reference
 from .formats import FORMATS
 
+#: Data, scale and offset of a weight.
+Parts = tuple[Tensor, Tensor | None, Tensor | None]
 #: What activations may be, and how tables call it.
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -112,7 +114,7 @@ def optional_arguments(op: str) -> tuple[str, ...]:
 
 
 def takes_formats(op: str) -> bool:
-    return any(argument.kind == "weight" for argument in ARGUMENTS[op].values())
+    return bool(weights(op))
 
 
 def written(op: str) -> tuple[str, ...]:
@@ -132,14 +134,29 @@ def options(op: str, wanted: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in wanted.items() if name in taken}
 
 
-def shapes(op: str, given: Collection[str] = (), transposed: bool = False, format: str = "dense") -> dict[str, str]:
-    """The letters of the arguments that the op needs, with weights in this format, and of the optional ones among
+def weights(op: str) -> tuple[str, ...]:
+    """The arguments that may be packed."""
+    return tuple(name for name, argument in ARGUMENTS[op].items() if argument.kind == "weight")
+
+
+def format_of(weight: str, options: Mapping) -> str:
+    """That of one of an op's weights, by the op's options."""
+    return (weight == "down" and options.get("down_format")) or options.get("format") or "dense"
+
+
+def shapes(
+    op: str, given: Collection[str] = (), transposed: bool = False, format: str = "dense",
+    down_format: str | None = None,
+) -> dict[str, str]:  # fmt: skip
+    """The letters of the arguments that the op needs, with weights in these formats, and of the optional ones among
     `given`."""
-    beside = FORMATS[format].parts if format in FORMATS else ()
+    formats = {weight: format_of(weight, {"format": format, "down_format": down_format}) for weight in weights(op)}
+    parts = {weight: FORMATS[format].parts if format in FORMATS else () for weight, format in formats.items()}
+    packed = {name for weight, found in parts.items() for name in beside(weight)[: len(found)]}
     found = {
         name: argument.letters
         for name, argument in ARGUMENTS[op].items()
-        if name in given or not argument.optional or argument.kind in beside
+        if name in given or name in packed or not argument.optional
     }
     return found | {"gate_up": "EHG", "down": "EIH"} if transposed else found
 
@@ -177,13 +194,11 @@ def beside(weight: str) -> tuple[str, str]:
     return f"{prefix}scale", f"{prefix}offset"
 
 
-def pack(op: str, given: Mapping[str, Tensor], format: str, bits: int, group: int) -> dict[str, Tensor]:
-    """The same arguments with their dense weights in a packed format. Affine scales get the dtype of the weights."""
+def pack(op: str, given: Mapping[str, Tensor], pack_one: Callable[[str, Tensor], Parts]) -> dict[str, Tensor]:
+    """The same arguments with packed weights, as `pack_one` makes them of a weight's name and its numbers."""
     found: dict[str, Tensor | None] = dict(given)
-    for name, argument in ARGUMENTS[op].items():
-        if argument.kind == "weight":
-            parts = packing.quantize(given[name], format, bits, group)
-            found |= dict(zip((name, *beside(name)), parts, strict=True))
+    for name in weights(op):
+        found |= dict(zip((name, *beside(name)), pack_one(name, given[name]), strict=True))
     return {name: tensor for name in ARGUMENTS[op] if (tensor := found.get(name)) is not None}
 
 

@@ -8,27 +8,37 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import __version__, arguments, cpu_isa, formats, reference
+from . import __version__, arguments, cpu_isa, reference
 from .bench import measure
+from .bench.packed import Packing
+from .formats import FORMATS
 
 DIMS = {"E": 33, "K": 3, "H": 96, "I": 40, "N": 37, "U": 1}  # nothing round: tails are where kernels go wrong
 DIMS |= {"B": 2, "A": 6, "J": 2, "S": 101, "D": 40, "V": 24, "R": 12}
 TOKENS = (5, 50)  # as while decoding, and as for a prompt, which has kernels of its own
 
 
+#: One of each family of readers; the others differ in constants.
+PACKED = ("affine", "mxfp4", "fp8", "mxfp8", "nvfp4", "q4_0", "q5_0", "q8_0", "q2_k", "q3_k", "q4_k", "q6_k", "iq4_xs")
+
+
 def formats(op: str) -> tuple[str, ...]:
-    return ("dense", *formats.FORMATS) if arguments.takes_formats(op) else ("dense",)
+    return ("dense", *PACKED) if arguments.takes_formats(op) else ("dense",)
 
 
 def sample_arguments(op: str, dtype: torch.dtype, tokens: int, format: str = "dense") -> dict[str, Tensor]:
     """Small arguments for one op, the same on every device, optional ones included. Its parameters are float32."""
-    dims = DIMS | {"T": tokens} | ({} if format == "dense" else {"I": 64})
+    dims = DIMS | {"T": tokens}
+    if format != "dense":
+        whole = FORMATS[format].whole_columns
+        dims |= {"H": -(-DIMS["H"] // whole) * whole, "I": max(64, whole)}
     random = torch.Generator().manual_seed(0)
     table = arguments.ARGUMENTS[op]
     shapes = arguments.shapes(op, arguments.optional_arguments(op))
     drawn = {name: arguments.draw(name, arguments.size(s, dims), dims, random) for name, s in shapes.items()}
     if format != "dense":
-        drawn = arguments.pack(op, drawn, format, bits=4, group=32)
+        packing = Packing(format, 4, 32)
+        drawn = arguments.pack(op, drawn, lambda _, weight: packing.of(weight, random))
     converted = ("activation", "weight") if format == "dense" else ("activation",)
     return {name: t.to(dtype) if table[name].kind in converted else t for name, t in drawn.items()}
 

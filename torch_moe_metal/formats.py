@@ -45,6 +45,16 @@ class Format:
         return ("scale",) if self.offset == "none" else ("scale", "offset")
 
     @property
+    def rows_per_scale(self) -> int:
+        """Of a packed weight. Where it is more than one, a matrix may end within a block of such rows and columns."""
+        return max(1, self.scale_rows)
+
+    @property
+    def whole_columns(self) -> int:
+        """A packed weight has a multiple of so many columns; an affine one of its group."""
+        return 1 if self.rows_per_scale > 1 else max(self.columns, self.scale_columns)
+
+    @property
     def scale_dtype(self) -> torch.dtype | None:
         """Where no choice is left."""
         return {"float32_or_bfloat16": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}.get(self.scale)

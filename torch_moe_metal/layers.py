@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import reference
-from .arguments import DTYPES, beside
+from .arguments import DTYPES, beside, format_of
+from .formats import FORMATS
 from .grad import autocasts, wants_grad
-from .packing import FP8_BLOCK, quantize
+from .packing import quantize
 
 ops = torch.ops.moe_metal
 PARTS = ("data", "scale", "offset")  # of a packed weight
@@ -68,8 +69,8 @@ class Linear(Packed, nn.Linear):
 
         layer = torch_moe_metal.nn.Linear.from_module(torch_layer, "affine", bits=4, group_size=64)
 
-    Buffers `data`, `scale` and `offset` as `torch_moe_metal.quantize` packs them, parameter `bias`. The weight is
-    frozen; gradients reach x and the bias.
+    Buffers `data` and, where the format has them, `scale` and `offset`, as `torch_moe_metal.quantize` packs them;
+    parameter `bias`. The weight is frozen; gradients reach x and the bias.
     """
 
     def __init__(
@@ -148,8 +149,9 @@ class Embedding(Packed):
 
         layer = torch_moe_metal.nn.Embedding.from_module(torch_layer, "affine", bits=4, group_size=64)
 
-    Buffers `data`, `scale` and `offset` as `torch_moe_metal.quantize` packs them. The weight is frozen. What comes out
-    has the dtype of the module's weight, or what `.to(dtype)` said later, times `multiplier`.
+    Buffers `data` and, where the format has them, `scale` and `offset`, as `torch_moe_metal.quantize` packs them. The
+    weight is frozen. What comes out has the dtype of the module's weight, or what `.to(dtype)` said later, times
+    `multiplier`.
     """
 
     multiplier: float = 1.0
@@ -194,12 +196,15 @@ class Embedding(Packed):
     def forward(self, ids: Tensor) -> Tensor:
         """Each row is a matrix of its own, since fp8's neighbours share their scales."""
         data, scale, offset = self.parts("weight")
-        data, rows = data.view(torch.uint8), ids.flatten()  # not every dtype can be indexed
-        bits = 8 * data.shape[-1] // self.embedding_dim
+        format, rows = FORMATS[self.format], ids.flatten()
+        bits = reference.bits_of(data, scale, self.format, self.embedding_dim)
+        data = rows_of(data.view(torch.uint8), rows)  # not every dtype can be indexed
+        if scale is not None:
+            scale = scale.view(torch.uint8) if scale.dtype.itemsize == 1 else scale
+            scale = rows_of(scale, rows // format.rows_per_scale)
+        if offset is not None:
+            offset = rows_of(offset, rows) if format.is_affine else offset.expand(len(rows), 1)
         options = {"format": self.format, "bits": bits, "dtype": self.of_dtype.dtype}
-        data = rows_of(data, rows)
-        scale = rows_of(scale, rows // FP8_BLOCK if self.format == "fp8" else rows)
-        offset = None if offset is None else rows_of(offset, rows)
         output = ops.dequantize(data, scale, offset, **options).view(*ids.shape, self.embedding_dim)
         return output if self.multiplier == 1 else output * self.multiplier
 
@@ -224,12 +229,13 @@ def as_autocast(x: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ with a gradient
 
 
-def numbers(data: Tensor, scale: Tensor, offset: Tensor | None, format: str, x: Tensor, group_size: int = 0) -> Tensor:
+def numbers(
+    data: Tensor, scale: Tensor | None, offset: Tensor | None, format: str, x: Tensor, group_size: int = 0
+) -> Tensor:
     """What a packed weight stands for, in the dtype of x, whose rows are as long as the weight's."""
     if x.dtype not in DTYPES or x.device.type not in ("cpu", "mps"):
         return reference.numbers(data, scale, offset, format, x, group_size).to(x.dtype)
-    columns = scale.shape[-1] * group_size if group_size and format == "affine" else x.shape[-1]
-    bits = 8 * data.element_size() * data.shape[-1] // columns
+    bits = reference.bits_of(data, scale, format, x.shape[-1], group_size)
     return ops.dequantize(data, scale, offset, format=format, bits=bits, dtype=x.dtype)
 
 
@@ -252,7 +258,7 @@ class _PackedProduct(torch.autograd.Function):
 def linear_with_grad(
     x: Tensor,
     data: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
     offset: Tensor | None,
     bias: Tensor | None,
     format: str,
@@ -277,7 +283,7 @@ def slots_with_grad(x: Tensor, ids: Tensor, experts: dict) -> Tensor:
 
 
 def expert_linear(x: Tensor, e: int, experts: dict, name: str) -> Tensor:
-    weight, bias, format = experts[name][e], experts.get(f"{name}_bias"), experts.get("format", "dense")
+    weight, bias, format = experts[name][e], experts.get(f"{name}_bias"), format_of(name, experts)
     bias = None if bias is None else bias[e]
     if format == "dense":
         return F.linear(x, weight.mT if experts.get("transposed") else weight, bias)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import reference
-from .arguments import beside
+from .arguments import beside, format_of
+from .formats import FORMATS
 from .grad import autocasts, wants_grad
 from .layers import Embedding, Linear, Packed, slots_with_grad
 from .packing import check, quantize
@@ -137,13 +138,13 @@ class MoE(Packed):
     def quantize_(self, format: str = "affine", bits: int = 4, group_size: int = 64) -> "MoE":
         """Have the experts' weights in few bits from now on, as `torch_moe_metal.quantize` packs them, one after the
         other: buffers gate_up, gate_up_scale, (gate_up_offset), and the same of down. Router and shared expert stay."""
-        if self.format != "dense":
+        if self.packing:
             raise RuntimeError(f"torch_moe_metal.nn.MoE.quantize_: its weights are {self.format} already")
         weights = self.dense_rows()
         for name, weight in weights.items():
             check(weight, format, bits, group_size, "nn.MoE.quantize_", name)
         settings = self._arguments[1] | {"format": format, "transposed": False}
-        if format == "affine":  # the other formats' shapes have one meaning
+        if FORMATS[format].is_affine:  # the other formats' shapes have one meaning
             settings["group_size"] = group_size
         with all_or_nothing(self):
             for name, weight in weights.items():
@@ -173,8 +174,11 @@ class MoE(Packed):
     def _take(self, router: dict, experts: dict, shared: nn.Module | None, shared_gate: nn.Module | None) -> None:
         """Register the tensors among the arguments of `gate` and of `experts` under their names."""
         self.shared, self.shared_gate = shared, shared_gate
-        dense = experts.get("format", "dense") == "dense"
-        self.packing = {} if dense else {name: (name, *beside(name)) for name in ("gate_up", "down")}
+        self.packing = {
+            name: tuple(part for part in (name, *beside(name)) if experts.get(part) is not None)
+            for name in ("gate_up", "down")
+            if format_of(name, experts) != "dense"
+        }
         for name, value in (router | experts).items():
             if isinstance(value, nn.Parameter):
                 self.register_parameter(name, value)

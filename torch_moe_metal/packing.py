@@ -3,7 +3,9 @@
 Plain PyTorch, for any device. C is the columns of a weight [..., N, C], which are packed along each row.
 """
 
+import functools
 import itertools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +15,17 @@ from .formats import BITS, FORMATS, GROUPS
 
 #: Neighbouring columns with one scale in mxfp4; rows, and columns, with one in fp8.
 MXFP4_GROUP, FP8_BLOCK = FORMATS["mxfp4"].scale_columns, FORMATS["fp8"].scale_rows
+#: What GGML's names of codebook formats begin with, which are not supported.
+CODEBOOKS = ("iq1", "iq2", "iq3", "tq1", "tq2")
+#: What e4m3's 256 bytes stand for. Not every device has PyTorch's own float8.
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 #: Numbers that are quantised at a time: each takes up to 80 bytes meanwhile.
 PIECE = 1 << 19
 
 
 def quantize(
     weight: Tensor, format: str = "affine", bits: int = 4, group_size: int = 64
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """A weight [..., N, C] of float32, float16 or bfloat16 in one of the packed formats. -> data, scale, offset
 
         data, scale, offset = torch_moe_metal.quantize(weight, "affine", bits=4, group_size=64)
@@ -27,27 +33,29 @@ def quantize(
 
     affine: integers of 2, 3, 4, 5, 6 or 8 bits; 16, 32, 64 or 128 columns have a scale and an offset of the weight's
     dtype: to the bit what mlx.core.quantize gives on the CPU. mxfp4: floats of 4 bits; 32 columns have a power of two.
-    fp8: e4m3; a block of 128 x 128 has a float32. `bits` and `group_size` are for affine alone, the other two have no
-    offset. data is uint8, the bytes of the rows. What shares a scale with a number that is not finite becomes NaN.
+    fp8: e4m3; a block of 128 x 128 has a float32. mxfp8: e4m3; 32 columns have a power of two. nvfp4: floats of 4 bits;
+    16 columns have an e4m3, up to 448. Both are what mlx.core.quantize gives for float32. q4_0 and q8_0: integers of 4
+    and 8 bits; a block of 32 columns has a float16 within the data: to the bit what gguf.quants.quantize gives.
+
+    `bits` and `group_size` are for affine alone, which alone has an offset; q4_0 and q8_0 have no scale apart. data is
+    uint8, the bytes of the rows. What shares a scale with a number that is not finite becomes NaN.
     """
     check(weight, format, bits, group_size)
     *leading, N, C = weight.shape
+    row = FORMATS[format]
     sizes = packed((N, C), format, bits, group_size, weight.dtype)
     whole = {
         name: torch.empty(*leading, *size, dtype=dtype, device=weight.device) for name, (size, dtype) in sizes.items()
     }
-    shared_rows = FP8_BLOCK if format == "fp8" else 1
-    step = max(1, PIECE // max(1, C * shared_rows)) * shared_rows
+    write = functools.partial(_affine, bits=bits, group_size=group_size) if row.is_affine else WRITERS[format]
+    step = max(1, PIECE // max(1, C * row.rows_per_scale)) * row.rows_per_scale
     for index in itertools.product(*map(range, leading)):
         for first in range(0, N, step):
             rows = weight[index][first : first + step].detach().float()
-            parts = (
-                _affine(rows, bits, group_size) if format == "affine" else {"mxfp4": _mxfp4, "fp8": _fp8}[format](rows)
-            )
-            for name, part in zip(whole, parts, strict=True):
-                place = first // shared_rows if name == "scale" else first
+            for name, part in zip(whole, write(rows), strict=True):
+                place = first // row.rows_per_scale if name == "scale" else first
                 whole[name][index][place : place + len(part)] = part
-    return whole["data"], whole["scale"], whole.get("offset")
+    return whole["data"], whole.get("scale"), whole.get("offset")
 
 
 def packed(
@@ -55,17 +63,15 @@ def packed(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """What a weight [..., N, C] becomes: size and dtype of data, scale and offset. `dtype` is that of affine scales."""
     *leading, N, C = size
-    if format == "mxfp4":
-        parts = (C // 2, torch.uint8), (C // MXFP4_GROUP, torch.uint8)
-    elif format == "fp8":
-        parts = (C, torch.uint8), (-(-C // FP8_BLOCK), torch.float32)
-    else:
-        parts = (C * bits // 8, torch.uint8), (C // group_size, dtype), (C // group_size, dtype)
-    rows = {"scale": -(-N // FP8_BLOCK)} if format == "fp8" else {}
-    return {
-        name: ((*leading, rows.get(name, N), columns), kind)
-        for name, (columns, kind) in zip(("data", *FORMATS[format].parts), parts, strict=True)
-    }
+    row = FORMATS[format]
+    columns = C * bits // 8 if row.is_affine else C // row.columns * row.bytes
+    found = {"data": ((*leading, N, columns), torch.uint8)}
+    if not row.has_own_scales:
+        groups = -(-C // (row.scale_columns or group_size))
+        found["scale"] = ((*leading, -(-N // row.rows_per_scale), groups), row.scale_dtype or dtype)
+    if row.is_affine:
+        found["offset"] = found["scale"]
+    return found
 
 
 def check(
@@ -78,14 +84,25 @@ def check(
             raise ValueError(f"torch_moe_metal.{caller}: {name}: expected {what}, got {got}")
 
     floats = (torch.float32, torch.float16, torch.bfloat16)
-    expect(format in FORMATS, "format", f"one of {', '.join(FORMATS)}", repr(format))
+    expect(format in WRITTEN, "format", f"one of {', '.join(WRITTEN)}", not_written(format))
     expect(weight.dtype in floats, name, "float32, float16 or bfloat16", str(weight.dtype).removeprefix("torch."))
     expect(weight.dim() >= 2, name, "shape [..., N, C]", list(weight.shape))
-    if format == "affine":
+    row = FORMATS[format]
+    group, told = row.whole_columns, ""
+    if row.is_affine:
         expect(bits in BITS, "bits", "2, 3, 4, 5, 6 or 8", bits)
         expect(group_size in GROUPS, "group_size", "16, 32, 64 or 128", group_size)
-    group, told = {"affine": (group_size, ", its group_size"), "mxfp4": (MXFP4_GROUP, ""), "fp8": (1, "")}[format]
+        group, told = group_size, ", its group_size"
     expect(weight.shape[-1] % group == 0, name, f"a multiple of {group} columns{told}", list(weight.shape))
+
+
+def not_written(format: object) -> str:
+    """A format that `quantize` does not know, and why it does not."""
+    if isinstance(format, str) and format in FORMATS:
+        return f"{format!r}, which is read, but not written"
+    if isinstance(format, str) and format.lower().startswith(CODEBOOKS):
+        return f"{format!r}, a codebook, which is not supported"
+    return repr(format)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -117,8 +134,58 @@ def _mxfp4(rows: Tensor) -> tuple[Tensor, ...]:
     exponent = _exponent(largest)
     exponent = (exponent - 2 + (largest * _power_of_two(-exponent) > 1.5).int()).clamp(min=-127)
     codes = _nearest_code((groups * _power_of_two(-exponent)).nan_to_num(0.0, 0.0, 0.0), 1, 0)
-    scale = (exponent + 127).masked_fill(~largest.isfinite(), 255)
-    return pack(codes.flatten(-2), 4), scale.squeeze(-1)
+    return pack(codes.flatten(-2), 4), _e8m0(exponent, largest)
+
+
+def _mxfp8(rows: Tensor) -> tuple[Tensor, ...]:
+    """MLX's rule: the least power of two with which a group's largest number is not beyond 448, the largest of e4m3;
+    1 where all are zero."""
+    groups = rows.unflatten(-1, (-1, FORMATS["mxfp8"].scale_columns))
+    largest = groups.abs().amax(-1, keepdim=True)
+    ratio = largest / 448
+    exponent = _exponent(ratio) + (ratio.view(torch.int32) & 0x7FFFFF != 0).int()
+    exponent = exponent.clamp(min=-127).masked_fill(largest == 0, 0)
+    codes = _nearest_code((groups * _power_of_two(-exponent)).nan_to_num(0.0, 0.0, 0.0), 3, -6)
+    return codes.flatten(-2), _e8m0(exponent, largest)
+
+
+def _e8m0(exponent: Tensor, largest: Tensor) -> Tensor:
+    return (exponent + 127).masked_fill(~largest.isfinite(), 255).squeeze(-1)
+
+
+def _nvfp4(rows: Tensor) -> tuple[Tensor, ...]:
+    """MLX's rule: a sixth of a group's largest number, rounded to e4m3; of two numbers as near, the one next to 0."""
+    groups = rows.unflatten(-1, (-1, FORMATS["nvfp4"].scale_columns))
+    largest = groups.abs().amax(-1, keepdim=True)
+    scale = _nearest_code((largest / 6).nan_to_num(0.0).clamp(max=448), 3, -6)
+    quotients = groups / E4M3.to(scale.device)[scale.int()]
+    codes = _nearest_code(quotients.nan_to_num(0.0, 0.0, 0.0).clamp(-6, 6), 1, 0, lambda steps: (steps - 0.5).ceil())
+    codes = codes.masked_fill(codes == 8, 0)  # no negative zero
+    return pack(codes.flatten(-2), 4), scale.masked_fill(~largest.isfinite(), 127).squeeze(-1)
+
+
+def _q4_0(rows: Tensor) -> tuple[Tensor, ...]:
+    """GGML's rule: the first of a block's largest numbers becomes -8."""
+    blocks = rows.unflatten(-1, (-1, FORMATS["q4_0"].columns))
+    scale = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8
+    codes = ((blocks * _inverse(scale)).nan_to_num(0.0) + 8.5).clamp(0, 15).to(torch.uint8)
+    low, high = codes.chunk(2, -1)
+    return (torch.cat([scale.half().view(torch.uint8), low | high << 4], -1).flatten(-2),)
+
+
+def _q8_0(rows: Tensor) -> tuple[Tensor, ...]:
+    """GGML's rule: a block's largest number becomes 127, and halves are rounded away from 0."""
+    blocks = rows.unflatten(-1, (-1, FORMATS["q8_0"].columns))
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    steps = (blocks * _inverse(scale)).nan_to_num(0.0)
+    whole = steps.trunc()
+    codes = whole + ((steps - whole).abs() >= 0.5) * steps.sign()
+    codes = codes.clamp(-127, 127).to(torch.int8).view(torch.uint8)
+    return (torch.cat([scale.half().view(torch.uint8), codes], -1).flatten(-2),)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, 0.0, 1 / scale)
 
 
 def _fp8(rows: Tensor) -> tuple[Tensor, ...]:
@@ -132,11 +199,12 @@ def _fp8(rows: Tensor) -> tuple[Tensor, ...]:
     return _nearest_code((rows / of_each).nan_to_num(0.0, 0.0, 0.0), 3, -6), scale
 
 
-def _nearest_code(values: Tensor, mantissa: int, lowest: int) -> Tensor:
-    """Floats of few bits as their codes: the nearest, of two the even one. `lowest` is the subnormal ones' exponent.
-    Not by PyTorch's own float8, which not every device has."""
+def _nearest_code(
+    values: Tensor, mantissa: int, lowest: int, rounded: Callable[[Tensor], Tensor] = torch.round
+) -> Tensor:
+    """Floats of few bits as their codes: the nearest, of two the even one. `lowest` is the subnormal ones' exponent."""
     exponent = _exponent(values).clamp(min=lowest)
-    steps = (values.abs() * _power_of_two(mantissa - exponent)).round().int()
+    steps = rounded(values.abs() * _power_of_two(mantissa - exponent)).int()
     sign = torch.signbit(values).int() << {1: 3, 3: 7}[mantissa]
     return (steps + (exponent - lowest << mantissa) | sign).to(torch.uint8)
 
@@ -149,3 +217,16 @@ def _exponent(values: Tensor) -> Tensor:
 def _power_of_two(exponent: Tensor) -> Tensor:
     """Exact, which exp2 is not everywhere. Exponents are cut to those of float32's normal numbers."""
     return (exponent.clamp(-126, 127) + 127 << 23).view(torch.float32)
+
+
+#: How each format but affine is written: from rows of float32 to data and, where the format has one, scale.
+WRITERS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "mxfp4": _mxfp4,
+    "fp8": _fp8,
+    "mxfp8": _mxfp8,
+    "nvfp4": _nvfp4,
+    "q4_0": _q4_0,
+    "q8_0": _q8_0,
+}
+#: What `quantize` writes.
+WRITTEN = ("affine", *WRITERS)

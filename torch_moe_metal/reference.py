@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import ggml
+from .formats import FORMATS, Format
+
 __all__ = [  # noqa: RUF022  the ops, in the order of this page
     "gate",
     "route",
@@ -161,7 +164,7 @@ def gate(
 
 # ------------------------------------------------------------------------------------------------ weights
 
-#: The values of mxfp4's four bits.
+#: The values of four bits as mxfp4 and nvfp4 have them.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -188,21 +191,58 @@ def dequantize(
     32, 64 or 128 columns (MLX). mxfp4: 2^(scale - 127) * e2m1, with weight uint8 [..., N, C / 2] or
     [..., N, C / 32, 16], the lower half of a byte first, and scale uint8 [..., N, C / 32], where 255 is NaN (gpt-oss).
     fp8: scale * e4m3, with weight float8_e4m3fn, or uint8 [..., N, C], and scale [..., N / 128, C / 128], rounded up.
+    mxfp8: 2^(scale - 127) * e4m3, with weight as in fp8 and scale as in mxfp4 (MLX). nvfp4: offset * e4m3 * e2m1, with
+    weight uint8 [..., N, C / 2], scale e4m3 [..., N, C / 16], as float8_e4m3fn or uint8, and perhaps an offset, which
+    is a factor: float32 [..., 1], one for each matrix (MLX without it, compressed-tensors with it).
+    GGML's q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs and ggml_mxfp4: weight uint8
+    [..., N, bytes of the row], as a GGUF file has them; scales lie within the blocks (ggml.py).
     """
     if format == "dense":
         return weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    wide = torch.promote_types(dtype, torch.float32)
-    data = weight.contiguous().view(torch.uint8)
-    if format == "affine":
-        codes = unpack(data, bits).unflatten(-1, (scale.shape[-1], -1)).to(wide)
-        return (codes * scale.unsqueeze(-1) + offset.unsqueeze(-1)).flatten(-2).to(dtype)
-    if format == "mxfp4":
-        codes = unpack(data.flatten(-2) if weight.dim() > scale.dim() else data, 4).unflatten(-1, (-1, 32))
-        powers = torch.exp2(scale.to(wide) - 127).masked_fill(scale == 255, float("nan"))
-        values = torch.tensor(E2M1, device=weight.device, dtype=wide)[codes.int()]
-        return (values * powers.unsqueeze(-1)).flatten(-2).to(dtype)
-    blocks = scale.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : data.shape[-2], : data.shape[-1]]
-    return (data.view(torch.float8_e4m3fn).to(wide) * blocks).to(dtype)
+    row, wide, data = FORMATS[format], torch.promote_types(dtype, torch.float32), weight.contiguous().view(torch.uint8)
+    if row.has_own_scales:
+        return ggml.dequantize(data, row, wide).to(dtype)
+    factors = scales(scale, offset, row, wide)
+    if row.scale_rows > 1:
+        codes = data.view(torch.float8_e4m3fn).to(wide)
+        squares = factors.repeat_interleave(row.scale_rows, -2).repeat_interleave(row.scale_columns, -1)
+        return (codes * squares[..., : codes.shape[-2], : codes.shape[-1]]).to(dtype)
+    if row.is_affine:
+        codes = unpack(data, bits).to(wide)
+    elif row.bits == 4:
+        data = data.flatten(-2) if weight.dim() > scale.dim() else data
+        codes = torch.tensor(E2M1, device=weight.device, dtype=wide)[unpack(data, 4).int()]
+    else:
+        codes = data.view(torch.float8_e4m3fn).to(wide)
+    groups = (scale.shape[-1], -1) if row.is_affine else (-1, row.scale_columns)
+    numbers = codes.unflatten(-1, groups) * factors.unsqueeze(-1)
+    return (numbers + offset.unsqueeze(-1) if row.is_affine else numbers).flatten(-2).to(dtype)
+
+
+def scales(scale: Tensor, offset: Tensor | None, format: Format, dtype: torch.dtype) -> Tensor:
+    """What `dequantize` multiplies with."""
+    if format.scale == "e8m0":
+        return ggml.power_of_two(scale, 127).masked_fill(scale == 255, float("nan"))
+    if format.scale == "e4m3":
+        numbers = scale.view(torch.float8_e4m3fn).to(dtype)
+        return numbers if offset is None else offset.unsqueeze(-1) * numbers
+    return scale
+
+
+def numbers(
+    weight: Tensor, scale: Tensor | None, offset: Tensor | None, format: str, x: Tensor, group_size: int = 0
+) -> Tensor:
+    """`dequantize`, as wide as x's sums. Its rows are as long as x's, or as groups of this size tell."""
+    bits = bits_of(weight, scale, format, x.shape[-1], group_size)
+    return dequantize(weight, scale, offset, format=format, bits=bits, dtype=as_float(x).dtype)
+
+
+def bits_of(weight: Tensor, scale: Tensor | None, format: str, columns: int, group_size: int = 0) -> int:
+    """Of a weight's integers. Affine ones follow from the shapes, with groups of this size or else so many columns."""
+    if format == "dense" or not FORMATS[format].is_affine:
+        return 4
+    columns = scale.shape[-1] * group_size or columns
+    return 8 * weight.element_size() * weight.shape[-1] // columns
 
 
 def linear(
@@ -222,15 +262,6 @@ def linear(
     """
     matrix = numbers(weight, scale, offset, format, x, group_size)
     return rounded(F.linear(as_float(x), matrix, None if bias is None else as_float(bias)), x)
-
-
-def numbers(
-    weight: Tensor, scale: Tensor | None, offset: Tensor | None, format: str, x: Tensor, group_size: int = 0
-) -> Tensor:
-    """`dequantize`, as wide as x's sums. Its rows are as long as x's, or as groups of this size tell."""
-    columns = scale.shape[-1] * group_size if format == "affine" and group_size else x.shape[-1]
-    bits = 8 * weight.element_size() * weight.shape[-1] // columns
-    return dequantize(weight, scale, offset, format=format, bits=bits, dtype=as_float(x).dtype)
 
 
 # ------------------------------------------------------------------------------------------------ experts

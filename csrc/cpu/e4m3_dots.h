@@ -116,6 +116,7 @@ class E4m3Dots {
     const int64_t chunks = at::divup(rows.columns, kColumns);
     const uint8_t* data = rows.data + first * rows.row;
     const float* scales = rows.scales + first * rows.groups;
+    const bool narrow = int64_t{1} << rows.shift < kColumns;
     __m512 sums[R][N];
     MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
       MOE_METAL_UNROLL for (int n = 0; n < N; ++n) sums[r][n] = _mm512_setzero_ps();
@@ -135,9 +136,11 @@ class E4m3Dots {
         __m512i numbers[V];
         numbers_(_mm512_maskz_loadu_epi8(bytes_left, here), numbers);
         const float* of_row = scales + r * rows.groups;
-        const int64_t group = at >> rows.shift, second = std::min((at + kColumns / 2) >> rows.shift, rows.groups - 1);
-        // A quarter of the lanes has 16 neighbours: the upper half of them has the columns from 32 on.
-        const __m512 scale = _mm512_mask_mov_ps(_mm512_set1_ps(of_row[group]), 0xff00, _mm512_set1_ps(of_row[second]));
+        __m512 scale = _mm512_set1_ps(of_row[at >> rows.shift]);
+        if (narrow) {  // the upper half of the lanes has the columns from 32 on
+          const int64_t second = std::min((at + kColumns / 2) >> rows.shift, rows.groups - 1);
+          scale = _mm512_mask_mov_ps(scale, 0xff00, _mm512_set1_ps(of_row[second]));
+        }
         MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
           __m512 part = _mm512_setzero_ps();
           MOE_METAL_UNROLL for (int v = 0; v < V; ++v) part = dot(part, numbers[v], x[n][v]);

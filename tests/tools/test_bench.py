@@ -37,7 +37,11 @@ from torch_moe_metal.models import DEFAULT, MODELS, Model
 
 QUICK = ["--seconds", "0.001", "--device", "cpu"]
 GB = 1 << 30
-PACKED = [format for format in FORMATS if format != "dense"]
+#: GGML's formats differ in nothing that this sees.
+PACKED = [
+    format for format, packing in FORMATS.items() if packing and (not packing.row.has_own_scales or format == "q8_0")
+]
+OF_MLX = [format for format in PACKED if format not in ("fp8", "nvfp4", "q8_0")]
 
 
 @pytest.fixture
@@ -142,7 +146,7 @@ def test_every_way_to_a_packed_block_agrees(format: str, name: str):
         from torch_moe_metal.bench.mlx import mlx
 
         ways = mlx(block)
-        assert set(ways) == (set() if format == "fp8" else {"mlx"})
+        assert set(ways) == ({"mlx"} if format in OF_MLX else set())
     for op in WHOLE:
         for T in (3, 20):
             call = Call(op, name, model, T, torch.float32, format)
@@ -200,7 +204,7 @@ def test_every_way_to_an_op_on_packed_weights_agrees(op: str, format: str):
     for dtype in (torch.float32, torch.bfloat16):
         call = Call(op, "", MODELS[DEFAULT].reduced(H=128), 5, dtype, format, "head")
         functions, failed = here.of_op(call, [inputs(call, Noise("cpu", dtype)) for _ in range(2)]), {}
-        expected = {"ours", OURS_DENSE, *RIVALS[op]} | ({"mlx"} if here.has_mlx() and format != "fp8" else set())
+        expected = {"ours", OURS_DENSE, *RIVALS[op]} | ({"mlx"} if here.has_mlx() and format in OF_MLX else set())
         if (op, format, dtype) == ("linear", "affine4", torch.bfloat16):
             expected.add("int4pack")
         assert set(functions) == expected
@@ -241,15 +245,17 @@ def test_bytes_are_counted_once():
     assert Call("residual_norm", "", model, 5).written == 2 * 5 * 64 * 2
 
 
-#: Of a matrix of 128 rows and 64 columns in bfloat16, and so half as much of one of 64 rows, but for fp8's scale.
+#: Of a matrix of 128 rows and 64 columns in bfloat16, and so half as much of one of 64 rows, but for fp8's scale
+#: and nvfp4's factor.
 PACKED_BYTES = {f"affine{bits}": 128 * (64 * bits // 8 + 2 + 2) for bits in (2, 3, 4, 5, 6, 8)}
-PACKED_BYTES |= {"mxfp4": 128 * (64 // 2 + 2), "fp8": 128 * 64 + 4}
+PACKED_BYTES |= {"mxfp4": 128 * (64 // 2 + 2), "fp8": 128 * 64 + 4, "mxfp8": 128 * (64 + 2)}
+PACKED_BYTES |= {"nvfp4": 128 * (64 // 2 + 4) + 4, "q8_0": 128 * 2 * 34}
 
 
 @pytest.mark.parametrize("format", PACKED)
 def test_bytes_of_packed_weights(format: str):
     gate_up, bf16 = PACKED_BYTES[format], torch.bfloat16
-    one_expert = gate_up + gate_up // 2 + (2 if format == "fp8" else 0)
+    one_expert = gate_up + gate_up // 2 + (2 if format in ("fp8", "nvfp4") else 0)
     model = MODELS["gpt-oss-20b"].reduced(E=8, H=64, I=64).packed
     noise, biases = Noise("cpu", bf16), 2 * (2 * 64 + 64)
     block = Block.random(model, noise, packing_of(format, bf16))
@@ -449,7 +455,7 @@ def test_packed_rows(device: str, tiny, tmp_path, capsys):
     assert main(["bench", *QUICK, "--device", device, *arguments, "--json", "--plot", str(plot)]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     each = ["linear", "linear", "dequantize", "experts", "block"]
-    assert [(r["format"], r["op"]) for r in rows] == [(f, op) for f in FORMATS for op in each]
+    assert [(r["format"], r["op"]) for r in rows] == [(f, op) for f in ("dense", *PACKED) for op in each]
     for row in rows:
         packed = row["format"] != "dense"
         assert set(row.get("failed", {})) <= {"mlx"}  # whose sums in bfloat16 are not always that exact on a CPU
@@ -459,9 +465,7 @@ def test_packed_rows(device: str, tiny, tmp_path, capsys):
         else:
             assert row["x_pytorch"] > 0
         told = "mlx" in (row["rivals_us"] | row.get("failed", {}))
-        assert told == (
-            here.has_mlx() and (row["format"] not in ("dense", "fp8") or (not packed and row["op"] in WHOLE))
-        )
+        assert told == (here.has_mlx() and (row["format"] in OF_MLX or (not packed and row["op"] in WHOLE)))
     svg = plot.read_text()
     assert points(svg) == {"ours": len(rows), "rival": sum(len(set(r["rivals_us"]) - {OURS_DENSE}) > 0 for r in rows)}
     assert ">linear head affine4<" in svg and ">experts fp8<" in svg

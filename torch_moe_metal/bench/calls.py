@@ -125,7 +125,7 @@ class Call:
     @property
     def weights(self) -> list[str]:
         """The arguments that may be packed."""
-        return [name for name, argument in ARGUMENTS.get(self.op, {}).items() if argument.kind == "weight"]
+        return list(arguments.weights(self.op)) if self.op in ARGUMENTS else []
 
     def bytes(self, name: str) -> int:
         """Of an argument, which as a packed weight is more than one tensor."""
@@ -280,7 +280,7 @@ def calls_of(options: Namespace, models: dict[tuple[torch.dtype, str], Model]) -
     for op in ops:
         if not any(takes_format(op, format) for format in formats):
             raise Unfit(f"--ops {op}: it has no row in --formats {' '.join(formats)}, since it takes no packed weights")
-    return [
+    calls = [
         Call(op, name, models[dtype, format] if op in WHOLE else MODELS[name], T, dtype, format, which)
         for dtype in options.dtypes
         for format in formats
@@ -289,3 +289,9 @@ def calls_of(options: Namespace, models: dict[tuple[torch.dtype, str], Model]) -
         for name, which in rows_of(op, options)
         for T in options.tokens or tokens_of(op, which)
     ]
+    for call in calls:
+        for columns in call.size("HI" if call.op in WHOLE else "H") if call.packing else ():
+            if columns % call.packing.whole_columns:
+                told = f"{call.packing.whole_columns} columns, and {call.name} has {columns}"
+                raise Unfit(f"--formats {call.format}: its weights have a multiple of {told}")
+    return calls

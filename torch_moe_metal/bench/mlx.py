@@ -2,8 +2,9 @@
 experts, sorted by expert from 64 choices on.
 
 Its weights are copies, in mlx-lm's layout (gate and up apart, never transposed), made once. Packed ones are the same
-bytes: our affine and mxfp4 are MLX's. An fp8 with a scale for a block of 128 x 128 it has not. (On the CPU, MLX 0.32
-is 5 % off in affine products of bfloat16 with 2048 columns, and so does not count.)
+bytes: our affine, mxfp4 and mxfp8 are MLX's. An nvfp4 with a factor it has not, nor fp8's scales for blocks of
+128 x 128, nor GGML's formats. (On the CPU, MLX 0.32 is 5 % off in affine products of bfloat16 with 2048 columns, and so
+does not count.)
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ def take(tensor: Tensor) -> mx.array:
 
 
 def has_format(packing: Packing | None) -> bool:
-    return packing is None or packing.format != "fp8"
+    return packing is None or packing.format in ("affine", "mxfp4", "mxfp8")
 
 
 def options_of(packing: Packing) -> dict[str, object]:

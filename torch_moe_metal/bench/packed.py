@@ -1,5 +1,6 @@
 """Random weights in packed formats. Their bytes are random: quantising a layer takes longer than measuring it."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import log2, prod
@@ -7,9 +8,9 @@ from math import log2, prod
 import torch
 from torch import Tensor
 
-from ..arguments import ARGUMENTS, beside
-from ..formats import BITS
-from ..packing import FP8_BLOCK, MXFP4_GROUP, packed
+from .. import formats, ggml, reference
+from ..arguments import Parts, beside, weights
+from ..packing import WRITTEN, packed, quantize
 
 
 @dataclass(frozen=True)
@@ -22,58 +23,106 @@ class Packing:
     scale: torch.dtype = torch.float32
 
     def __str__(self) -> str:
-        name = f"affine{self.bits}-g{self.group}" if self.format == "affine" else self.format
+        name = f"affine{self.bits}-g{self.group}" if self.row.is_affine else self.format
         return name if self.scale in (torch.float32, torch.uint8) else f"{name}-{str(self.scale)[6:]}"
 
-    def weight(self, *shape: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
+    @property
+    def row(self) -> formats.Format:
+        return formats.FORMATS[self.format]
+
+    @property
+    def whole_columns(self) -> int:
+        """Of which a weight has a multiple."""
+        return self.group if self.row.is_affine else self.row.whole_columns
+
+    def of(self, dense: Tensor, generator: torch.Generator) -> Parts:
+        """A weight as `quantize` packs it; or random numbers, in formats that it does not write. nvfp4 has a factor."""
+        if self.format in WRITTEN and self.row.offset != "factor":
+            return quantize(dense, self.format, self.bits, self.group)
+        return self.weight(*dense.shape, generator=generator)
+
+    def weight(self, *shape: int, generator: torch.Generator) -> Parts:
         """data, scale and offset of a weight [..., N, C], whose values have a variance of about 1 / C."""
         sizes = packed(shape, self.format, self.bits, self.group, self.scale)
-        size, device = shape[-1] ** -0.5, generator.device
+        row, size, device = self.row, shape[-1] ** -0.5, generator.device
 
-        def noise() -> Tensor:  # around 1
-            return torch.rand(sizes["scale"][0], generator=generator, device=device) * 0.5 + 0.75
+        def noise(shape: tuple[int, ...]) -> Tensor:  # around 1
+            return torch.rand(shape, generator=generator, device=device) * 0.5 + 0.75
 
         def integers(name: str, low: int, high: int) -> Tensor:
             return torch.randint(low, high, sizes[name][0], generator=generator, device=device, dtype=torch.uint8)
 
+        def powers(size: float, shape: tuple[int, ...]) -> Tensor:  # e8m0
+            return (torch.randint(-1, 2, shape, generator=generator, device=device) + 127 + round(log2(size))).byte()
+
         data = integers("data", 0, 256)
-        if self.format == "fp8":
-            data = torch.where(data & 127 == 127, data - 1, data)  # no NaN
-            return data, (noise() * size / 128).to(self.scale), None
-        if self.format == "mxfp4":
-            middle = 126 + round(log2(size))
-            return data, integers("scale", middle - 1, middle + 2), None
-        scale = (noise() * size * 3.5 / 2**self.bits).to(self.scale)
-        offset = (scale.float() * noise() * -(2 ** (self.bits - 1))).to(self.scale)
-        return data.view(torch.int32) if data.shape[-1] % 4 == 0 else data, scale, offset
+        if row.has_own_scales:
+            blocks, size = data.unflatten(-1, (-1, row.bytes)), size / rms(self.format)
+            for factor, at in factors(row):
+                part = blocks[..., at : at + 2]
+                part.copy_((noise((*part.shape[:-1], 1)) * factor * size).half().view(torch.uint8))
+            if not factors(row):
+                blocks[..., 0] = powers(2 * size, blocks.shape[:-1])
+            return data, None, None
+        if row.is_affine:
+            scale = (noise(sizes["scale"][0]) * size * 3.5 / 2**self.bits).to(self.scale)
+            offset = (scale.float() * noise(scale.shape) * -(2 ** (self.bits - 1))).to(self.scale)
+            return data.view(torch.int32) if data.shape[-1] % 4 == 0 else data, scale, offset
+        if row.bits == 8:
+            data, size = torch.where(data & 127 == 127, data - 1, data), size / 128  # no NaN
+        if row.scale == "e8m0":
+            return data, powers(size if row.bits == 8 else size / 4, sizes["scale"][0]), None
+        if row.scale == "e4m3":  # 0.5 to 1.9
+            return data, integers("scale", 48, 64), noise((*shape[:-2], 1)) * size / 3
+        return data, (noise(sizes["scale"][0]) * size).to(self.scale), None
 
     def bytes(self, *shape: int) -> int:
         """Of such a weight's data, scale and offset."""
         parts = packed(shape, self.format, self.bits, self.group, self.scale).values()
-        return sum(prod(size) * dtype.itemsize for size, dtype in parts)
+        factors = 4 * prod(shape[:-2]) if self.row.offset == "factor" else 0
+        return factors + sum(prod(size) * dtype.itemsize for size, dtype in parts)
+
+
+def factors(row: formats.Format) -> list[tuple[float, int]]:
+    """The float16 of one of GGML's blocks: where they begin, and how large they are beside the first. Offsets put the
+    middle of the integers at 0; k-quants subtract them."""
+    places = ggml.DECODERS[row.name][1:]
+    middle = (2**row.bits - 1) / 2
+    return list(zip((1.0, middle if row.columns == 256 else -middle), places, strict=False))
+
+
+@functools.cache
+def rms(format: str) -> float:
+    """How large the numbers of GGML's blocks are whose first factor is 1; all bytes beside the factors are random."""
+    row = formats.FORMATS[format]
+    blocks = torch.randint(256, (256, row.bytes), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    for factor, at in factors(row):
+        blocks[:, at : at + 2] = torch.tensor([factor], dtype=torch.float16).view(torch.uint8)
+    if not factors(row):
+        blocks[:, 0] = 128
+    return float(reference.dequantize(blocks, format=format, dtype=torch.float32).square().mean().sqrt())
 
 
 #: What `--formats` names. Scales and offsets of affine get the activations' dtype.
 FORMATS: dict[str, Packing | None] = {
-    "dense": None,
-    **{f"affine{bits}": Packing("affine", bits, 64) for bits in BITS},
-    "mxfp4": Packing("mxfp4", 4, MXFP4_GROUP, torch.uint8),
-    "fp8": Packing("fp8", 8, FP8_BLOCK),
+    library: Packing(row.name, row.bits, row.scale_columns or 64, row.scale_dtype or torch.float32)
+    if row.is_packed
+    else None
+    for library, row in formats.LIBRARIES.items()
 }
 
 
 def packing_of(format: str, dtype: torch.dtype) -> Packing | None:
     """None of dense weights."""
     packing = FORMATS[format]
-    return replace(packing, scale=dtype) if packing and packing.format == "affine" else packing
+    return replace(packing, scale=dtype) if packing and packing.row.is_affine else packing
 
 
 def dequantized(op: str, given: Mapping[str, Tensor], packing: Packing, dtype: torch.dtype) -> dict[str, Tensor]:
     """An op's arguments with dense weights of the same numbers."""
     found = dict(given)
-    for name, argument in ARGUMENTS[op].items():
-        if argument.kind == "weight":
-            parts = [found.pop(part, None) for part in (name, *beside(name))]
-            options = {"format": packing.format, "bits": packing.bits, "dtype": dtype}
-            found[name] = torch.ops.moe_metal.dequantize(*parts, **options)
+    for name in weights(op):
+        parts = [found.pop(part, None) for part in (name, *beside(name))]
+        options = {"format": packing.format, "bits": packing.bits, "dtype": dtype}
+        found[name] = torch.ops.moe_metal.dequantize(*parts, **options)
     return found

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..models import DEFAULT, MODELS
+from ..packing import WRITTEN
 from .block import configuration
 from .calls import Unfit
 from .here import add_device, check_device, has_transformers, positive
@@ -200,7 +201,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_device(parser)
     parser.add_argument("--model", choices=WHOLE, default=DEFAULT, help=f"whose layers (default: {DEFAULT})")
     parser.add_argument("--layers", type=positive, default=4, help="of all its layers (default: 4, in 6 GB)")
-    packed = [name for name, packing in FORMATS.items() if packing]
+    packed = [name for name, packing in FORMATS.items() if packing and packing.format in WRITTEN]
     told = f"packed weights, too: {' '.join(packed)} (default: none; each takes a minute to make and 4 GB)"
     parser.add_argument("--formats", nargs="+", choices=packed, default=[], metavar="FORMAT", help=told)
     told = f"how many tokens are in the cache at decode (default: {' '.join(map(str, CONTEXT))})"

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .. import reference
 from ..formats import BITS, FORMATS, GROUPS
 from ..layers import Embedding, Linear, TiedLinear, is_packed
-from ..packing import FP8_BLOCK, MXFP4_GROUP, check, quantize
+from ..packing import WRITTEN, check, quantize
 from ..transaction import all_or_nothing
 from .experts import NAME, why_not_packed
 from .packed import (
@@ -33,7 +34,7 @@ logger = logging.get_logger(__name__)
 #: Routers, and gates of shared experts: small, and a wrong choice of experts costs more than their bits.
 ALWAYS_DENSE = ("router", "gate", "shared_expert_gate", "shared_gate")
 #: Bits and group of the formats that have no other.
-FIXED = {"mxfp4": (4, MXFP4_GROUP), "fp8": (8, FP8_BLOCK)}
+FIXED = {row.name: (row.bits, max(row.columns, row.scale_columns)) for row in FORMATS.values() if not row.is_affine}
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,12 @@ class Form:
     def now(cls, module: nn.Module, weight: str) -> "Form":
         """Of a weight that is packed."""
         (data, scale, _), columns = module.parts(weight), columns_of(module, weight)
-        bits = 8 * data.element_size() * data.shape[-1] // columns
-        return cls.of(module.format, bits, columns // scale.shape[-1])
+        if module.format in FIXED:
+            return cls(module.format, *FIXED[module.format])
+        return cls(module.format, reference.bits_of(data, scale, module.format, columns), columns // scale.shape[-1])
 
     def fits(self, columns: int) -> bool:
-        return self.format == "fp8" or columns % self.group_size == 0
+        return FORMATS[self.format].rows_per_scale > 1 or columns % self.group_size == 0
 
     @property
     def settings(self) -> dict:
@@ -111,8 +113,8 @@ class MoeMetalConfig(QuantizationConfigMixin):
                 raise ValueError(f"torch_moe_metal.MoeMetalConfig: {name}: expected {what}, got {got!r}")
 
         def expect_form(where: str, format: object, bits: object, group_size: object) -> None:
-            known = isinstance(format, str) and format in FORMATS
-            expect(known, f"{where}format", f"one of {', '.join(FORMATS)}", format)
+            known = isinstance(format, str) and format in WRITTEN
+            expect(known, f"{where}format", f"one of {', '.join(WRITTEN)}", format)
             expect(type(bits) is int and bits in BITS, f"{where}bits", "2, 3, 4, 5, 6 or 8", bits)
             right = type(group_size) is int and group_size in GROUPS
             expect(right, f"{where}group_size", "16, 32, 64 or 128", group_size)

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from .. import reference
 from ..arguments import beside
+from ..formats import FORMATS
 from ..grad import warn_once
 from ..layers import PARTS, Embedding, Linear, Packed, TiedLinear, numbers
 from ..packing import packed, quantize
@@ -93,7 +95,8 @@ def named_parts(name: str, parts: list[Tensor]) -> Parts:
 def quantize_like(module: Packed, weight: str, dense: Tensor) -> Parts:
     """A dense weight in the format, the bits and the groups of those that the module has now."""
     data, scale, _ = module.parts(weight)
-    bits, group = 8 * data.shape[-1] // dense.shape[-1], dense.shape[-1] // scale.shape[-1]
+    bits = reference.bits_of(data, scale, module.format, dense.shape[-1])
+    group = dense.shape[-1] // scale.shape[-1] if FORMATS[module.format].is_affine else 0
     parts = [part for part in quantize(dense, module.format, bits, group) if part is not None]
     return dict(zip(module.packing[weight], parts, strict=True))
 
@@ -150,8 +153,10 @@ def pack_experts(experts: nn.Module, format: str, weights: Mapping[str, Parts]) 
         del experts._parameters[name]
     experts.__class__ = packed_class(type(experts))
     experts.format = format
-    groups = {experts.columns[weight] // list(parts.values())[1].shape[-1] for weight, parts in weights.items()}
-    experts.group_size = groups.pop() if format == "affine" and len(groups) == 1 else 0
+    experts.group_size = 0
+    if FORMATS[format].is_affine:
+        groups = {experts.columns[weight] // list(parts.values())[1].shape[-1] for weight, parts in weights.items()}
+        experts.group_size = groups.pop() if len(groups) == 1 else 0
     for weight, parts in weights.items():
         experts.hold(weight, parts)
     experts.arguments = op_arguments(experts)
@@ -171,9 +176,9 @@ def use_own_names(module: Packed) -> None:
     if is_moe(module):
         return
     for weight, names in list(module.packing.items()):
-        data, *scales = module.parts(weight)
-        data = data.flatten(-2) if data.dim() > scales[0].dim() else data  # gpt-oss has blocks apart
-        parts = named_parts(PROJECTIONS.get(weight, weight), [data.view(torch.uint8), *scales])
+        data, scale, offset = module.parts(weight)
+        data = data.flatten(-2) if scale is not None and data.dim() > scale.dim() else data  # gpt-oss: blocks apart
+        parts = named_parts(PROJECTIONS.get(weight, weight), [data.view(torch.uint8), scale, offset])
         for name in names:
             del module._buffers[name]
         module.hold(weight, parts)

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..formats import FORMATS
 from ..layers import Linear
-from ..packing import FP8_BLOCK
 
 ops = torch.ops.moe_metal
 
@@ -27,9 +27,10 @@ def alike(layers: Sequence[nn.Linear]) -> bool:
     """Whether one call could multiply with all of them."""
     kinds = {type(layer) for layer in layers}
     if kinds == {Linear}:
-        whole_blocks = all(layer.out_features % FP8_BLOCK == 0 for layer in layers[:-1])
-        formats = {layer.format for layer in layers}
-        return len(formats) == 1 and (formats != {"fp8"} or whole_blocks)
+        format = FORMATS[layers[0].format]
+        whole_blocks = all(layer.out_features % format.rows_per_scale == 0 for layer in layers[:-1])
+        with_factor = format.offset == "factor" and any(layer.parts("weight")[2] is not None for layer in layers)
+        return whole_blocks and not with_factor and {layer.format for layer in layers} == {format.name}
     return kinds == {nn.Linear}
 
 

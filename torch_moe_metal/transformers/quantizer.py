@@ -26,6 +26,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
+from ..formats import FORMATS
 from ..integration import packed_checkpoints
 from ..packing import FP8_BLOCK, MXFP4_GROUP
 from ..transaction import all_or_nothing
@@ -72,12 +73,16 @@ def device_type(place) -> str:
     return "cpu" if place == "disk" else torch.device(place).type
 
 
-#: In which dtypes the data, the scale and the offset of each format are stored.
-STORED = {
-    "affine": (("U8",), SCALES, SCALES),
-    "mxfp4": (("U8",), ("U8",)),
-    "fp8": (("F8_E4M3", "U8"), FP8_SCALES),
-}
+#: In which dtypes scales of each kind are stored.
+STORED_SCALES = {"any_float": SCALES, "float32_or_bfloat16": FP8_SCALES, "e8m0": ("U8",), "e4m3": ("F8_E4M3", "U8")}
+
+
+def stored_dtypes(format: str, part: int) -> tuple[str, ...]:
+    """Of the data (0), the scale (1) or the offset (2) of a format: safetensors' words."""
+    row = FORMATS[format]
+    if part == 0:
+        return ("F8_E4M3", "U8") if row.columns == row.bytes == 1 else ("U8",)
+    return ("F32",) if part == 2 and row.offset == "factor" else STORED_SCALES[row.scale]
 
 
 @contextlib.contextmanager
@@ -180,7 +185,7 @@ class PackedQuantizer(HfQuantizer):
     def check_part(self, module: nn.Module, weight: str, part: str, sources: Sources) -> None:
         """Check what is stored for a part of a packed weight."""
         number = module.packing[weight].index(part)
-        sources.expect([tuple(module._buffers[part].shape)], STORED[module.format][number])
+        sources.expect([tuple(module._buffers[part].shape)], stored_dtypes(module.format, number))
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         return False
@@ -405,10 +410,10 @@ class Quantize(ConversionOps):
     """A dense weight, just loaded, in the form of the module's packed one."""
 
     def convert(self, input_dict, model=None, **kwargs):
-        if len(input_dict) > 1:  # by QuantizeApart
-            return input_dict
-        ((name, tensor),) = input_dict.items()
+        name, tensor = next(iter(input_dict.items()))
         tensor = tensor[0] if isinstance(tensor, list) else tensor
+        if len(input_dict) > 1 or not tensor.is_floating_point():  # by QuantizeApart
+            return input_dict
         return quantized(model, name, tensor)
 
 
@@ -436,7 +441,8 @@ class QuantizeApart(ConversionOps):
 
     def convert(self, input_dict, model=None, full_layer_name=None, **kwargs):
         module, weight = packed_weight(model, full_layer_name)
-        if weight is None or module.format == "fp8":  # whose blocks may not end with an expert's gate
+        # Blocks of several rows may not end with an expert's gate.
+        if weight is None or FORMATS[module.format].rows_per_scale > 1:
             return merged(self.operations, input_dict, model=model, full_layer_name=full_layer_name, **kwargs)
         apart = {part: {} for part in module.packing[weight]}
         for source in list(input_dict):
@@ -515,7 +521,7 @@ class MoeMetal(PackedQuantizer):
     def check_part(self, module, weight, part, sources):
         if self.pre_quantized:
             super().check_part(module, weight, part, sources)
-            if part == module.packing[weight][-1] and module.format == "affine":
+            if part == module.packing[weight][-1] and FORMATS[module.format].is_affine:
                 of_scale = module.parts(weight)[1].dtype
                 offset = next(iter(sources))
                 offset.expect(SAFETENSORS[offset.dtype] == of_scale, f"the scale's {of_scale}")

@@ -1,0 +1,186 @@
+// GGML's blocks of 32 or 256 columns, as the bytes lie in a GGUF file. Scales and offsets lie within the blocks.
+//
+// A byte holds codes of several columns, `distance` apart, so a wide piece has two runs of 16 columns that far from
+// each other: 16 bytes hold most of it, and no lane loads bytes for the codes of another. A narrow piece is one of the
+// runs, with a byte for each code.
+//
+// What each kind of block has:
+//   Values         codes in bytes -> numbers
+//   block_columns, bytes  of a block; alignment: of its parts where its rows begin at a multiple of that many bytes, as
+//                  they do in files; else they are loaded byte by byte
+//   words          that hold a wide piece's codes; number_words: its scales and offsets
+//   apart          whether its two runs have bytes of their own
+//   shift          how much higher than those of the first run the second run's codes lie in the words of `pair`
+//   load           the words of a piece; load_numbers: those of its scales; loads of `unit` bytes are aligned
+//   pair           a word whose halves hold codes 4k and 4k + 2 of a run, or the next of each, beside other bits
+//   numbers        scales, and offsets, of the runs, or one for both
+#pragma once
+#include "formats/fp4.h"
+
+namespace moe_metal {
+
+// ------------------------------------------------------------------------------------------ codes in bytes
+
+inline float4 interleaved(half2 even, half2 odd) {
+  return float4(float(even.x), float(odd.x), float(even.y), float(odd.y));
+}
+
+// Codes as subnormal half, of which 1 is 2^-24, two at once. They are left where they lie in their bytes.
+template <uint bits>
+struct Integers {
+  enum : uint { factor = 1 << 24, middle = 1 << (bits - 1), in_place = 1, mask = ((1 << bits) - 1) * 0x10001 };
+  template <bool centred, bool>
+  static float4 four(uint even, uint odd, uint shift) {
+    const float taken = centred ? float(middle) / float(factor) * float(1u << shift) : 0;
+    const float4 codes = interleaved(as_type<half2>(even & mask << shift), as_type<half2>(odd & mask << shift));
+    return centred ? codes - taken : codes;
+  }
+};
+
+// e2m1. GGML has it doubled, and 0 for -0.
+struct DoubledE2m1 {
+  enum : uint { factor = 1 << 15, middle = 0, in_place = 0, mask = 0x000f000f };
+  template <bool, bool exact>
+  static float4 four(uint even, uint odd, uint shift) {
+    const float4 codes = interleaved(e2m1_pair(even << (12 - shift)), e2m1_pair(odd << (12 - shift)));
+    return exact ? codes + 0.0f : codes;
+  }
+};
+
+// GGML's table of 16 integers from -127 to 113: a polynomial that is never further from them than 0.434, rounded by the
+// addition of a large number. A table in memory would cost a load for each code.
+struct Iq4 {
+  enum : uint { factor = 1 << 12, middle = 0, in_place = 0, mask = 0x000f000f };
+  template <bool, bool>
+  static float4 four(uint even, uint odd, uint shift) {
+    const half2 one = as_type<half2>(even & mask << shift), next = as_type<half2>(odd & mask << shift);
+    return float4(integer(one.x, shift), integer(next.x, shift), integer(one.y, shift), integer(next.y, shift));
+  }
+  static float integer(half code, uint shift) {
+    const float one = 16777216.0f / float(1u << shift), x = float(code), unit = 1 / float(factor);
+    float y = fma(x, 0.00158604f * unit * one * one * one * one, 0.0310864f * unit * one * one * one);
+    y = fma(x, y, -1.37193f * unit * one * one);
+    y = fma(x, y, 24.1738f * unit * one);
+    y = fma(x, y, -126.567f * unit);
+    return (y + 3072) - 3072;  // 1.5 * 2^11, of whose neighbours each is 2^-12 away
+  }
+};
+
+// ------------------------------------------------------------------------------------------ pieces of blocks
+
+// Code words come first, then those of the numbers.
+template <typename Block, uint columns>
+struct BlockLayout {
+  enum : uint {
+    is_wide = columns == kPackedColumns,
+    code_words = is_wide ? uint(Block::words) : kNarrowColumns / 4,
+    loaded_words = is_wide || !Block::apart ? uint(Block::words) : kNarrowColumns / 4
+  };
+
+  static Spot spot(uint column) {
+    constexpr uint between = Block::distance / kNarrowColumns;  // runs of a piece are so many runs apart
+    const uint within = column % Block::block_columns, run = within / kNarrowColumns;
+    Spot found = {};
+    found.byte = column / Block::block_columns * Block::bytes;
+    found.piece = is_wide ? within / kPackedColumns : run / (2 * between) * between + run % between;
+    found.run = is_wide ? 0 : run / between % 2;
+    return found;
+  }
+
+  template <uint N>
+  static void load(device const uchar* row, Spot spot, uint, bool is_aligned, thread Words<N>& words) {
+    if (is_aligned) {
+      load_block<Block::alignment>(row + spot.byte, spot, words);
+    } else {
+      load_block<1>(row + spot.byte, spot, words);
+    }
+  }
+  template <uint unit, uint N>
+  static void load_block(device const uchar* block, Spot spot, thread Words<N>& words) {
+    Words<loaded_words> loaded;
+    Words<Block::number_words> numbers;
+    Block::template load<unit, loaded_words>(block, spot, loaded);
+    Block::template load_numbers<unit>(block, spot, numbers);
+#pragma unroll
+    for (uint k = 0; k < code_words; ++k) words.at[k] = word_of(loaded, spot, k);
+#pragma unroll
+    for (uint n = 0; n < Block::number_words; ++n) words.at[code_words + n] = numbers.at[n];
+  }
+  static uint word_of(thread const Words<loaded_words>& loaded, Spot spot, uint k) {
+    if (is_wide) return loaded.at[k];
+    const uint run = Block::apart ? 0 : spot.run, shift = Block::shift * run, mask = Block::Values::mask;
+    return (Block::pair(loaded, k, run, 0) >> shift & mask) | (Block::pair(loaded, k, run, 1) >> shift & mask) << 8;
+  }
+
+  template <uint N, uint G>
+  static void numbers(thread const Words<N>& words, Spot spot, thread Floats<G>& scale, thread Floats<G>& offset) {
+    Words<Block::number_words> loaded;
+#pragma unroll
+    for (uint n = 0; n < Block::number_words; ++n) loaded.at[n] = words.at[code_words + n];
+    Floats<Block::groups> scales, offsets;
+    Block::numbers(loaded, spot, scales, offsets);
+#pragma unroll
+    for (uint g = 0; g < G; ++g) {
+      const bool second = Block::groups == 2 && (G == 2 ? g == 1 : spot.run == 1);
+      scale.at[g] = second ? scales.at[Block::groups - 1] : scales.at[0];
+      if (Block::has_offset) offset.at[g] = second ? offsets.at[Block::groups - 1] : offsets.at[0];
+    }
+  }
+};
+
+template <typename Block, uint Columns>
+struct Blocks {
+  using Layout = BlockLayout<Block, Columns>;
+  using Values = typename Block::Values;
+  enum : uint {
+    columns = Columns,
+    is_wide = Layout::is_wide,
+    words = Layout::code_words + Block::number_words,
+    groups = is_wide ? uint(Block::groups) : 1,
+    distance = is_wide ? uint(Block::distance) : kNarrowColumns,
+    scale_rows = 1,
+    own_scales = 1,
+    e8m0_scale = 0,
+    e4m3_scale = 0,
+    has_offset = Block::has_offset,
+    factor = Values::factor,
+    middle = Values::middle,
+    zero = has_offset ? 0 : uint(middle)
+  };
+  static constexpr uint place(uint i) { return is_wide && Values::in_place ? Block::shift * (i / 16) : 0; }
+  template <bool centred, uint N>
+  static void eight(thread const Words<N>& words, uint i, thread Vectors<2>& codes) {
+    const uint run = i / 16, shift = is_wide ? Block::shift * run : 0;
+#pragma unroll
+    for (uint k = 0; k < 2; ++k) {
+      const uint n = i % kNarrowColumns / 4 + k;
+      const uint even = is_wide ? Block::pair(words, n, run, 0) : words.at[n];
+      const uint odd = is_wide ? Block::pair(words, n, run, 1) : words.at[n] >> 8;
+      codes.at[k] = Values::template four<centred, !is_wide>(even, odd, shift);
+    }
+  }
+  template <uint N>
+  static bool is_nan(thread const Words<N>&, uint) {
+    return false;
+  }
+  static uint nan_bits(uint) { return 0; }
+};
+
+// ------------------------------------------------------------------------------------------ numbers of blocks
+
+template <uint unit>
+uint load_half(device const uchar* from) {
+  return unit < 2 ? from[0] | uint(from[1]) << 8 : *reinterpret_cast<device const ushort*>(from);
+}
+inline uint two_bytes(device const uchar* first, uint second) {
+  return as_type<uint>(ushort2(ushort(*first), ushort(first[second])));
+}
+
+// The lower and the upper half of a word. Their products with 2^24 times a half are exact.
+inline float2 halves_of(uint word) {
+  const half2 both = as_type<half2>(word);
+  return float2(float(both.x), float(both.y));
+}
+MOE_METAL_CONSTANT float kHalfUnits = 16777216;  // 1 as the lowest bit of a half is 2^-24
+
+}  // namespace moe_metal

@@ -1,0 +1,171 @@
+// GGML's blocks of 32 columns: q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, ggml_mxfp4.
+#pragma once
+#include "formats/ggml.h"
+
+namespace moe_metal {
+
+// d in half, then bytes of which each holds codes i and i + 16. Q4_1 has d and m.
+template <typename V, bool has_m>
+struct Nibbles32 {
+  using Values = V;
+  enum : uint {
+    block_columns = 32,
+    bytes = has_m ? 20 : 18,
+    alignment = bytes_at_once(bytes),
+    words = 4,
+    number_words = 1,
+    groups = 1,
+    distance = 16,
+    apart = 0,
+    shift = 4,
+    has_offset = has_m
+  };
+  template <uint unit, uint count, uint N>
+  static void load(device const uchar* block, Spot, thread Words<N>& loaded) {
+    load_words<unit, count>(block + (bytes - 16), 0, loaded);
+  }
+  template <uint unit>
+  static void load_numbers(device const uchar* block, Spot, thread Words<1>& loaded) {
+    if (has_m) {
+      load_words<unit, 1>(block, 0, loaded);
+    } else {
+      loaded.at[0] = load_half<unit>(block);
+    }
+  }
+  template <uint N>
+  static uint pair(thread const Words<N>& loaded, uint k, uint, uint odd) {
+    return loaded.at[k] >> 8 * odd;
+  }
+  static void numbers(thread const Words<1>& loaded, Spot, thread Floats<1>& scale, thread Floats<1>& offset) {
+    const float2 both = halves_of(loaded.at[0]);
+    scale.at[0] = both.x;
+    offset.at[0] = both.y;
+  }
+};
+
+// The same with the codes' fifth bits in a word before the bytes.
+template <bool has_m>
+struct Fives32 {
+  using Values = Integers<5>;
+  enum : uint {
+    block_columns = 32,
+    bytes = has_m ? 24 : 22,
+    alignment = bytes_at_once(bytes),
+    words = 5,
+    number_words = 1,
+    groups = 1,
+    distance = 16,
+    apart = 0,
+    shift = 0,
+    has_offset = has_m
+  };
+  template <uint unit, uint count, uint N>
+  static void load(device const uchar* block, Spot, thread Words<N>& loaded) {
+    load_words<unit, 4>(block + (bytes - 16), 0, loaded);
+    load_words < unit<4 ? unit : 4, 1>(block + (bytes - 20), 4, loaded);
+  }
+  template <uint unit>
+  static void load_numbers(device const uchar* block, Spot, thread Words<1>& loaded) {
+    if (has_m) {
+      load_words < unit<4 ? unit : 4, 1>(block, 0, loaded);
+    } else {
+      loaded.at[0] = load_half<unit>(block);
+    }
+  }
+  template <uint N>
+  static uint pair(thread const Words<N>& loaded, uint k, uint run, uint odd) {
+    const uint fifths = loaded.at[4] >> (16 * run + 4 * k) & 0xf;
+    const uint spread = fifths * 0x02040810u & 0x10101010u;  // bit n is bit 8n + 4
+    return ((loaded.at[k] >> (4 * run) & 0x0f0f0f0fu) | spread) >> 8 * odd;
+  }
+  static void numbers(thread const Words<1>& loaded, Spot, thread Floats<1>& scale, thread Floats<1>& offset) {
+    const float2 both = halves_of(loaded.at[0]);
+    scale.at[0] = both.x;
+    offset.at[0] = both.y;
+  }
+};
+
+// d in half, then 32 integers with a sign. 128 more have none.
+struct Q8_0 {
+  using Values = Integers<8>;
+  enum : uint {
+    block_columns = 32,
+    bytes = 34,
+    alignment = bytes_at_once(bytes),
+    words = 8,
+    number_words = 1,
+    groups = 1,
+    distance = 16,
+    apart = 1,
+    shift = 0,
+    has_offset = 0
+  };
+  template <uint unit, uint count, uint N>
+  static void load(device const uchar* block, Spot spot, thread Words<N>& loaded) {
+    load_words<unit, count>(block + 2 + 16 * spot.run, 0, loaded);
+  }
+  template <uint unit>
+  static void load_numbers(device const uchar* block, Spot, thread Words<1>& loaded) {
+    loaded.at[0] = load_half<unit>(block);
+  }
+  template <uint N>
+  static uint pair(thread const Words<N>& loaded, uint k, uint run, uint odd) {
+    return (loaded.at[4 * run + k] ^ 0x80808080u) >> 8 * odd;
+  }
+  static void numbers(thread const Words<1>& loaded, Spot, thread Floats<1>& scale, thread Floats<1>&) {
+    scale.at[0] = halves_of(loaded.at[0]).x;
+  }
+};
+
+// An exponent, 2^(byte - 128), then bytes of which each holds codes i and i + 16. Blocks begin at any byte.
+struct GgmlMxfp4 {
+  using Values = DoubledE2m1;
+  enum : uint {
+    block_columns = 32,
+    bytes = 17,
+    alignment = 1,
+    words = 4,
+    number_words = 1,
+    groups = 1,
+    distance = 16,
+    apart = 0,
+    shift = 4,
+    has_offset = 0
+  };
+  template <uint unit, uint count, uint N>
+  static void load(device const uchar* block, Spot, thread Words<N>& loaded) {
+    load_words<1, count>(block + 1, 0, loaded);
+  }
+  template <uint unit>
+  static void load_numbers(device const uchar* block, Spot, thread Words<1>& loaded) {
+    loaded.at[0] = *block;
+  }
+  template <uint N>
+  static uint pair(thread const Words<N>& loaded, uint k, uint, uint odd) {
+    return loaded.at[k] >> 8 * odd;
+  }
+  // The two smallest are no normal floats: a GPU without those makes them 0.
+  static void numbers(thread const Words<1>& loaded, Spot, thread Floats<1>& scale, thread Floats<1>&) {
+    const uint exponent = loaded.at[0];
+    scale.at[0] = as_type<float>(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
+  }
+};
+
+namespace formats {
+template <uint columns>
+using q4_0 = Blocks<Nibbles32<Integers<4>, false>, columns>;
+template <uint columns>
+using q4_1 = Blocks<Nibbles32<Integers<4>, true>, columns>;
+template <uint columns>
+using iq4_nl = Blocks<Nibbles32<Iq4, false>, columns>;
+template <uint columns>
+using q5_0 = Blocks<Fives32<false>, columns>;
+template <uint columns>
+using q5_1 = Blocks<Fives32<true>, columns>;
+template <uint columns>
+using q8_0 = Blocks<Q8_0, columns>;
+template <uint columns>
+using ggml_mxfp4 = Blocks<GgmlMxfp4, columns>;
+}  // namespace formats
+
+}  // namespace moe_metal

@@ -1,0 +1,254 @@
+// GGML's blocks of 256 columns: q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs. Groups have scales of a few bits, times a half.
+#pragma once
+#include "formats/ggml.h"
+
+namespace moe_metal {
+
+// ------------------------------------------------------------------------------------------ 4 and 5 bits
+
+// d and dmin in half, then 12 bytes with 6 bits of a scale and 6 of an offset for each of eight groups; then, of 5
+// bits, 32 bytes whose bit g is the fifth of group g; then the codes of groups 2j and 2j + 1 in 32 bytes.
+template <bool is_q5>
+struct Groups32 {
+  using Values = Integers<is_q5 ? 5 : 4>;
+  enum : uint {
+    block_columns = 256,
+    bytes = is_q5 ? 176 : 144,
+    alignment = bytes_at_once(bytes),
+    words = is_q5 ? 8 : 4,
+    number_words = 3,
+    groups = 2,
+    distance = 32,
+    apart = 0,
+    shift = 4,
+    has_offset = 1
+  };
+  template <uint unit, uint count, uint N>
+  static void load(device const uchar* block, Spot spot, thread Words<N>& loaded) {
+    load_words<unit, 4>(block + (bytes - 128) + 16 * spot.piece, 0, loaded);
+    if (!is_q5) return;
+    load_words<unit, 4>(block + 16 + spot.piece % 2 * 16, N - 4, loaded);
+#pragma unroll
+    for (uint k = 4; k < N; ++k) loaded.at[k] = loaded.at[k] >> (spot.piece & ~1u);  // bits 0 and 1 are the two groups'
+  }
+  // d and dmin; the scales and the offsets of two groups; what the last four groups have of theirs beside the first.
+  template <uint unit>
+  static void load_numbers(device const uchar* block, Spot spot, thread Words<3>& loaded) {
+    load_words < unit<4 ? unit : 4, 1>(block, 0, loaded);
+    device const uchar* pairs = block + 4 + spot.piece / 2 % 2 * 2;
+    loaded.at[1] = as_type<uint>(ushort2(ushort(load_half<unit>(pairs)), ushort(load_half<unit>(pairs + 4))));
+    loaded.at[2] = load_half<unit>(pairs + 8);
+  }
+  // Of 5 bits, a byte of the second four words has the fifths of both groups in its lowest bits.
+  template <uint N>
+  static uint pair(thread const Words<N>& loaded, uint k, uint run, uint odd) {
+    const uint nibbles = loaded.at[k] >> 8 * odd;
+    if (!is_q5) return nibbles;
+    const uint fifths = loaded.at[N > 4 ? 4 + k : 0];
+    const uint moved = odd ? fifths >> (run ? 1 : 4) : fifths << (run ? 7 : 4);
+    return (nibbles & 0x000f000fu << 4 * run) | (moved & 0x00100010u << 4 * run);
+  }
+  static void numbers(thread const Words<3>& loaded, Spot spot, thread Floats<2>& scale, thread Floats<2>& offset) {
+    const uint first = loaded.at[1], low = loaded.at[2];
+    const uint last =
+        (as_type<uint>(ushort2(ushort(low), ushort(low >> 4))) & 0x0f0f0f0fu) | (first >> 2 & 0x30303030u);
+    const uint codes = spot.piece < 4 ? first & 0x3f3f3f3fu : last;
+    const float2 both = halves_of(loaded.at[0]) * float2(kHalfUnits, -kHalfUnits);
+    const float2 one = halves_of(codes & 0x00ff00ffu) * both, two = halves_of(codes >> 8 & 0x00ff00ffu) * both;
+    scale.at[0] = one.x;
+    scale.at[1] = two.x;
+    offset.at[0] = one.y;
+    offset.at[1] = two.y;
+  }
+};
+
+// ------------------------------------------------------------------------------------------ 2, 3 and 6 bits
+
+// Groups of 16. Of 2 and 3 bits each byte holds four codes, 32 columns apart: a piece has two of them.
+inline uint pair_shift(Spot spot) { return spot.piece / 2 % 2 * 4; }
+
+// 16 bytes of 4 bits of a scale and 4 of an offset, 64 of codes, d and dmin in half.
+struct Q2_K {
+  using Values = Integers<2>;
+  enum : uint {
+    block_columns = 256,
+    bytes = 84,
+    alignment = bytes_at_once(bytes),
+    words = 4,
+    number_words = 2,
+    groups = 2,
+    distance = 32,
+    apart = 0,
+    shift = 2,
+    has_offset = 1
+  };
+  template <uint unit, uint count, uint N>
+  static void load(device const uchar* block, Spot spot, thread Words<N>& loaded) {
+    load_words<unit, 4>(block + 16 + spot.piece / 4 * 32 + spot.piece % 2 * 16, 0, loaded);
+#pragma unroll
+    for (uint k = 0; k < 4; ++k) loaded.at[k] = loaded.at[k] >> pair_shift(spot);
+  }
+  template <uint unit>
+  static void load_numbers(device const uchar* block, Spot spot, thread Words<2>& loaded) {
+    load_words<unit, 1>(block + 80, 0, loaded);
+    loaded.at[1] = two_bytes(block + spot.piece / 4 * 8 + pair_shift(spot) + spot.piece % 2, 2);
+  }
+  template <uint N>
+  static uint pair(thread const Words<N>& loaded, uint k, uint, uint odd) {
+    return loaded.at[k] >> 8 * odd;
+  }
+  static void numbers(thread const Words<2>& loaded, Spot, thread Floats<2>& scale, thread Floats<2>& offset) {
+    const float2 both = halves_of(loaded.at[0]);
+    const float2 scales = halves_of(loaded.at[1] & 0x000f000fu) * (both.x * kHalfUnits);
+    const float2 offsets = halves_of(loaded.at[1] & 0x00f000f0u) * (both.y * (-kHalfUnits / 16));
+    for (uint g = 0; g < 2; ++g) {
+      scale.at[g] = scales[g];
+      offset.at[g] = offsets[g];
+    }
+  }
+};
+
+// 32 bytes whose bits are the third of eight groups' codes, 64 bytes of their other bits, 12 with 6 bits of a scale of
+// each group, and d in half.
+struct Q3_K {
+  using Values = Integers<3>;
+  enum : uint {
+    block_columns = 256,
+    bytes = 110,
+    alignment = bytes_at_once(bytes),
+    words = 8,
+    number_words = 3,
+    groups = 2,
+    distance = 32,
+    apart = 0,
+    shift = 1,
+    has_offset = 0
+  };
+  template <uint unit, uint count, uint N>
+  static void load(device const uchar* block, Spot spot, thread Words<N>& loaded) {
+    load_words<unit, 4>(block + 32 + spot.piece / 4 * 32 + spot.piece % 2 * 16, 0, loaded);
+    load_words<unit, 4>(block + spot.piece % 2 * 16, 4, loaded);
+#pragma unroll
+    for (uint k = 0; k < 4; ++k) {
+      loaded.at[k] = loaded.at[k] >> pair_shift(spot);
+      loaded.at[4 + k] = loaded.at[4 + k] >> (spot.piece & ~1u);  // bits 0 and 1 are the two groups'
+    }
+  }
+  template <uint unit>
+  static void load_numbers(device const uchar* block, Spot spot, thread Words<3>& loaded) {
+    loaded.at[0] = load_half<unit>(block + 108);
+    loaded.at[1] = two_bytes(block + 96 + pair_shift(spot) + spot.piece % 2, 2);
+    loaded.at[2] = two_bytes(block + 104 + spot.piece % 2, 2);
+  }
+  // Those of the second group are one place higher, so that the thirds of both lie right after one shift.
+  template <uint N>
+  static uint pair(thread const Words<N>& loaded, uint k, uint run, uint odd) {
+    const uint twos = loaded.at[k] >> run & 0x03030303u << run;
+    return (twos | (loaded.at[4 + k] << 2 & 0x04040404u << run)) >> 8 * odd;
+  }
+  static void numbers(thread const Words<3>& loaded, Spot spot, thread Floats<2>& scale, thread Floats<2>&) {
+    const uint low = loaded.at[1] >> (spot.piece / 4 * 4) & 0x000f000fu;
+    const uint high = loaded.at[2] >> (spot.piece & ~1u) & 0x00030003u;
+    const float2 scales = halves_of(low | high << 4) - 32 / kHalfUnits;
+    const float d = halves_of(loaded.at[0]).x * kHalfUnits;
+    scale.at[0] = scales.x * d;
+    scale.at[1] = scales.y * d;
+  }
+};
+
+// For each half of the columns 64 bytes of the codes' lower 4 bits; then for each 32 bytes of the upper 2; a scale with
+// a sign for each group, and d in half.
+struct Q6_K {
+  using Values = Integers<6>;
+  enum : uint {
+    block_columns = 256,
+    bytes = 210,
+    alignment = bytes_at_once(bytes),
+    words = 8,
+    number_words = 2,
+    groups = 2,
+    distance = 64,
+    apart = 0,
+    shift = 4,
+    has_offset = 0
+  };
+  template <uint unit, uint count, uint N>
+  static void load(device const uchar* block, Spot spot, thread Words<N>& loaded) {
+    load_words<unit, 4>(block + 16 * spot.piece, 0, loaded);
+    load_words<unit, 4>(block + 128 + spot.piece / 4 * 32 + spot.piece % 2 * 16, 4, loaded);
+#pragma unroll
+    for (uint k = 4; k < 8; ++k)
+      loaded.at[k] = loaded.at[k] >> (spot.piece & 2);  // bits 0, 1 and 4, 5 are the two runs'
+  }
+  template <uint unit>
+  static void load_numbers(device const uchar* block, Spot spot, thread Words<2>& loaded) {
+    loaded.at[0] = load_half<unit>(block + 208);
+    loaded.at[1] = two_bytes(block + 192 + spot.piece / 4 * 8 + spot.piece % 4, 4);
+  }
+  // Those of the second run stay in their places, too: a half has room for ten bits.
+  template <uint N>
+  static uint pair(thread const Words<N>& loaded, uint k, uint run, uint odd) {
+    const uint high = odd ? loaded.at[4 + k] >> 4 : loaded.at[4 + k] << 4;
+    return (loaded.at[k] >> 8 * odd & 0x000f000fu << 4 * run) | (high & 0x00300030u << 4 * run);
+  }
+  static void numbers(thread const Words<2>& loaded, Spot, thread Floats<2>& scale, thread Floats<2>&) {
+    const float2 scales = halves_of(loaded.at[1] ^ 0x00800080u) - 128 / kHalfUnits;
+    const float d = halves_of(loaded.at[0]).x * kHalfUnits;
+    scale.at[0] = scales.x * d;
+    scale.at[1] = scales.y * d;
+  }
+};
+
+// ------------------------------------------------------------------------------------------ iq4_xs
+
+// d in half, the upper 2 bits of eight scales, their lower 4, and bytes of which each holds codes i and i + 16.
+struct Iq4Xs {
+  using Values = Iq4;
+  enum : uint {
+    block_columns = 256,
+    bytes = 136,
+    alignment = bytes_at_once(bytes),
+    words = 4,
+    number_words = 2,
+    groups = 1,
+    distance = 16,
+    apart = 0,
+    shift = 4,
+    has_offset = 0
+  };
+  template <uint unit, uint count, uint N>
+  static void load(device const uchar* block, Spot spot, thread Words<N>& loaded) {
+    load_words<unit, 4>(block + 8 + 16 * spot.piece, 0, loaded);
+  }
+  template <uint unit>
+  static void load_numbers(device const uchar* block, Spot spot, thread Words<2>& loaded) {
+    load_words < unit<4 ? unit : 4, 1>(block, 0, loaded);
+    loaded.at[1] = block[4 + spot.piece / 2];
+  }
+  template <uint N>
+  static uint pair(thread const Words<N>& loaded, uint k, uint, uint odd) {
+    return loaded.at[k] >> 8 * odd;
+  }
+  static void numbers(thread const Words<2>& loaded, Spot spot, thread Floats<1>& scale, thread Floats<1>&) {
+    const uint low = loaded.at[1] >> (spot.piece % 2 * 4) & 0xf, high = loaded.at[0] >> (16 + 2 * spot.piece) & 3;
+    const float d = halves_of(loaded.at[0]).x * kHalfUnits;
+    scale.at[0] = (halves_of(low | high << 4).x - 32 / kHalfUnits) * d;
+  }
+};
+
+namespace formats {
+template <uint columns>
+using q2_k = Blocks<Q2_K, columns>;
+template <uint columns>
+using q3_k = Blocks<Q3_K, columns>;
+template <uint columns>
+using q4_k = Blocks<Groups32<false>, columns>;
+template <uint columns>
+using q5_k = Blocks<Groups32<true>, columns>;
+template <uint columns>
+using q6_k = Blocks<Q6_K, columns>;
+template <uint columns>
+using iq4_xs = Blocks<Iq4Xs, columns>;
+}  // namespace formats
+
+}  // namespace moe_metal
