@@ -57,13 +57,15 @@ int activation_dtype(const Kernel& kernel) { return kernel.dtypes < 3 ? kernel.d
 
 // What makes a shader file the library of one part, one dtype and one format.
 NSDictionary* library_macros(const Kernel& kernel) {
-  NSMutableDictionary* macros = [NSMutableDictionary dictionary];
   const int dtype = activation_dtype(kernel);
-  if (dtype >= 0) [macros setObject:[NSNumber numberWithInt:dtype] forKey:@"MOE_METAL_DTYPE"];  // else those of all
-  if (!kernel.format->is_dense())
-    [macros setObject:text(std::string(kernel.format->library)) forKey:@"MOE_METAL_FORMAT"];
-  [macros setObject:[NSNumber numberWithInt:kernel.part] forKey:@"MOE_METAL_PART"];
-  return macros;
+  NSString* names[3] = {@"MOE_METAL_PART"};
+  id values[3] = {[NSNumber numberWithInt:kernel.part]};
+  int count = 1;
+  if (dtype >= 0) names[count] = @"MOE_METAL_DTYPE", values[count++] = [NSNumber numberWithInt:dtype];  // else of all
+  if (!kernel.format->is_dense()) {
+    names[count] = @"MOE_METAL_FORMAT", values[count++] = text(std::string(kernel.format->library));
+  }
+  return [NSDictionary dictionaryWithObjects:values forKeys:names count:count];
 }
 
 // Safe maths: infinities and NaN are values that these ops define.

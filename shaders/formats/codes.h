@@ -6,12 +6,13 @@
 //   distance       from a wide piece's first 16 columns to its second 16
 //   scale_rows     rows that share a scale
 //   own_scales     scales and offsets lie beside the codes, and Layout::numbers gives them
-//   e8m0_scale, e4m3_scale  what the scales' bytes are; those in e4m3 are times a factor of the matrix, where it has
-//   one has_offset     a value is scale * (factor * code - zero) + offset factor         what `eight` leaves to be
-//   multiplied: so large that no sum of codes is infinite before its scale middle         of the codes, 0 where they
-//   have a sign; zero: the code of the value 0, where there is no offset eight          codes i to i + 7 as floats,
-//   each times 2^place(i); of centred ones the middle is taken off is_nan         whether code i is none; nan_bits: not
-//   0 where one of a word's is
+//   e8m0_scale     scales are powers of two
+//   e4m3_scale     scales are e4m3, times a factor of the matrix where it has one
+//   has_offset     a value is scale * factor * code + offset, else scale * (factor * code - zero)
+//   factor         what `eight` leaves to be multiplied: so large that no sum of codes is infinite before its scale
+//   middle, zero   the middle of the codes, 0 where they have a sign; the code of the value 0, without an offset
+//   eight          codes i to i + 7 as floats, each times 2^place(i); of centred ones the middle is taken off
+//   is_nan         whether code i is none; nan_bits: not 0 where one of a word's is
 // `i` is a constant wherever these are called, in unrolled loops.
 #pragma once
 #include "common.h"
@@ -79,7 +80,8 @@ void load_codes(device const uchar* from, uint count, bool aligned, thread Words
   static_assert(4 * N >= bytes, "a piece fits its words");
   if (aligned && count >= columns) {
     if (unit > 2) {
-      load_words < unit < 4 ? 4 : unit, unit<4 ? 1 : bytes / 4>(from, 0, words);
+      constexpr uint load = unit < 4 ? 4 : unit, whole = unit < 4 ? 1 : bytes / 4;  // valid in branches not taken
+      load_words<load, whole>(from, 0, words);
       return;
     }
 #pragma unroll
