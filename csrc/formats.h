@@ -8,11 +8,11 @@
 
 namespace moe_metal {
 
-// What a weight's data may be beside uint8. Dense data are activations.
+// The dtypes of a weight's data, apart from uint8. Dense data are activations.
 enum class DataType : uint8_t { activation, bytes, words, float8_e4m3fn };
 // The numbers of a packed weight's scale.
 enum class ScaleType : uint8_t { none, float32_or_bfloat16, any_float, e8m0, e4m3 };
-// Whether a packed weight has an offset: never; one beside each scale; or, perhaps, one factor for a whole matrix.
+// The offset of a packed weight: none, one for each scale, or an optional factor of the whole matrix.
 enum class OffsetType : uint8_t { none, of_scales, factor };
 
 // A row of a packed weight is a run of blocks. scale_columns and scale_rows share a scale; 0: as the shapes say, of

@@ -141,6 +141,7 @@ struct WeightParams {
   WeightLayout layout;
   uint32_t split;       // decode: simdgroups that share the work on one row
   uint32_t has_factor;  // of the whole matrix, where the offset would be
+  uint32_t padding;     // 0, so that equal params have equal bytes
 };
 
 // Of so many bytes that follow one another, as many as one load can take.

@@ -26,7 +26,7 @@ namespace moe_metal {
 
 MOE_METAL_CONSTANT uint kInnerRows = kChunkRows / 2;  // a gate row and an up row each
 
-// Where an element of inner lies.
+// The place of an element of inner.
 inline ulong inner_at(uint slot, uint i, constant ExpertsParams& params) {
   return ulong(slot) * params.inner_length + (params.inner_placed ? packed_place(i) : i);
 }
