@@ -170,7 +170,8 @@ Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, do
 struct Experts {
   Tensor x, weights, ids, gate_up_bias, down_bias, shared, shared_gate, residual;
   Weight gate_up, down;
-  int64_t step, up;  // gate's row i is gate_up's row i * step, and its up row `up` further; so are their biases
+  int64_t step, up;            // gate's row i is gate_up's row i * step, and its up row `up` further
+  int64_t bias_step, bias_up;  // the same of their biases, which may lie otherwise
   ActivationParams params;
   int64_t T, E, K, H, I;
   Tensor output;
@@ -188,9 +189,27 @@ struct ExpertsWeights {
 inline void experts_weights(Arguments& args, const ExpertsWeights& given, Experts& call) {
   const Format& format = args.format("format", given.format);
   const Format& down_format = given.down_format ? args.format("down_format", *given.down_format) : format;
+  const bool apart = given.gate_up.defined() && given.gate_up.dim() == 4 && format.scale == ScaleType::none;
   const auto gate_up = [&] {
-    call.gate_up = args.weight({"gate_up", "gate_up_scale", "gate_up_offset", "EGH"}, given.gate_up,
-                               given.gate_up_scale, given.gate_up_offset, format, given.group_size, given.transposed);
+    const WeightNames names = {"gate_up", "gate_up_scale", "gate_up_offset", apart ? "EIH" : "EGH"};
+    const auto weight = [&](const Tensor& data) {
+      return args.weight(names, data, given.gate_up_scale, given.gate_up_offset, format, given.group_size,
+                         given.transposed);
+    };
+    if (!apart) {
+      call.gate_up = weight(given.gate_up);
+      return;
+    }
+    const Tensor& data = given.gate_up;
+    TORCH_CHECK(data.size(1) == 2 && !given.transposed, args.prefix("gate_up"),
+                "expected gate and up, [E, 2, I, ...], where it has 4 dimensions, and no `transposed`; got shape ",
+                data.sizes());
+    call.gate_up = weight(data.select(1, 0));
+    const int64_t size = format.is_dense() ? 1 : data.element_size();
+    call.gate_up.half = call.gate_up.rows;
+    call.gate_up.gap = data.stride(1) * size - call.gate_up.rows * call.gate_up.row;
+    call.gate_up.rows *= 2;
+    args.bind('G', call.gate_up.rows);
   };
   const auto down = [&] {
     call.down = args.weight({"down", "down_scale", "down_offset", "EHI"}, given.down, given.down_scale,
@@ -208,8 +227,11 @@ inline void experts_weights(Arguments& args, const ExpertsWeights& given, Expert
     args.bind('I', args['G'] / 2);
     down();
   }
-  call.step = given.interleaved ? 2 : 1;
-  call.up = given.interleaved ? 1 : args['I'];
+  const bool in_turn = given.interleaved && !apart;
+  call.step = in_turn ? 2 : 1;
+  call.up = in_turn ? 1 : args['I'];
+  call.bias_step = given.interleaved ? 2 : 1;
+  call.bias_up = given.interleaved ? 1 : args['I'];
 }
 
 template <auto run>

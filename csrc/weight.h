@@ -20,6 +20,12 @@ struct Weight {
   int64_t rows = 0, columns = 0;
   int64_t group = 0;                        // neighbouring columns that share a scale
   int64_t expert = 0, row = 0, column = 0;  // from one to the next: elements of dense data, bytes of packed
+  // Rows from `half` on lie so much further: those of up, where gate and up are apart.
+  int64_t half = std::numeric_limits<int64_t>::max(), gap = 0;
+
+  int64_t place(int64_t of_expert, int64_t number) const {
+    return of_expert * expert + number * row + (number < half ? 0 : gap);
+  }
 };
 
 // What an op calls a weight's three tensors, and the letters of its shape, of which the last is the column's.

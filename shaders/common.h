@@ -132,16 +132,17 @@ struct ScaleParams {
 };
 
 // Element (e, row, column) of a dense weight is at e * expert + row * row + column * column. Packed weights count
-// bytes, and have no `column`. Those whose scales lie within their blocks have neither scale nor offset here.
+// bytes, and have no `column`. Those whose scales lie within their blocks have neither scale nor offset here. Rows from
+// `half` on lie `gap` further: those of up, where gate and up are apart.
 struct WeightParams {
-  int64_t expert, row, column;
+  int64_t expert, row, column, gap;
   ScaleParams scale, offset;
   NumberType scale_type;
   uint32_t group_shift;  // log2 of the columns that share a scale
   WeightLayout layout;
   uint32_t split;       // decode: simdgroups that share the work on one row
   uint32_t has_factor;  // of the whole matrix, where the offset would be
-  uint32_t padding;     // 0, so that equal params have equal bytes
+  uint32_t half;
 };
 
 // Of so many bytes that follow one another, as many as one load can take.
@@ -153,7 +154,8 @@ struct ExpertsParams {
   uint32_t T, E, K, H, I;
   uint32_t long_ids;     // ids are int64
   uint32_t wide_x;       // rows of x may be loaded 16 bytes at a time
-  uint32_t interleaved;  // gate and up rows lie in turn
+  uint32_t interleaved;         // gate and up rows lie in turn
+  uint32_t bias_step, bias_up;  // gate row i's bias is number i * bias_step, and its up row's `bias_up` further
   // Decode: floats of a row of inner, and whether its elements lie as packed weights of down meet them.
   uint32_t inner_length, inner_placed;
   // Prefill: slots of a tile, length of the list of tiles, and how many of them walk all rows of weights together.
@@ -266,10 +268,10 @@ static_assert(sizeof(RouteParams) == 52, "shaders and host must agree");
 static_assert(sizeof(GateParams) == 76, "shaders and host must agree");
 static_assert(sizeof(ResidualNormParams) == 32, "shaders and host must agree");
 static_assert(sizeof(WeightedSumParams) == 44, "shaders and host must agree");
-static_assert(sizeof(WeightParams) == 96, "shaders and host must agree");
-static_assert(sizeof(ExpertsParams) == 280, "shaders and host must agree");
-static_assert(sizeof(LinearParams) == 120, "shaders and host must agree");
-static_assert(sizeof(DequantizeParams) == 120, "shaders and host must agree");
+static_assert(sizeof(WeightParams) == 104, "shaders and host must agree");
+static_assert(sizeof(ExpertsParams) == 304, "shaders and host must agree");
+static_assert(sizeof(LinearParams) == 128, "shaders and host must agree");
+static_assert(sizeof(DequantizeParams) == 128, "shaders and host must agree");
 #endif
 
 }  // namespace moe_metal

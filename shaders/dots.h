@@ -23,7 +23,7 @@ struct ChunkRows {
 
 template <typename Chunk>
 void set_row(thread ChunkRows& rows, uint r, uint row, constant WeightParams& params) {
-  rows.data.at[r] = row * params.row;
+  rows.data.at[r] = row_place(params, row);
   rows.scale.at[r] = row / Chunk::scale_rows * params.scale.row;
   rows.offset.at[r] = row / Chunk::scale_rows * params.offset.row;
 }

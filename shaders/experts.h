@@ -50,9 +50,9 @@ inline RowTile gate_up_tile(uint block, constant ExpertsParams& params) {
 template <typename T>
 float inner_value(float gate, float up, device const T* bias, int expert, uint row, constant ExpertsParams& params) {
   if (params.gate_up_bias != ParameterType::absent) {
-    const ulong first = ulong(expert) * 2 * params.I;
-    gate += load(bias, first + (params.interleaved ? 2 * row : row), params.gate_up_bias);
-    up += load(bias, first + (params.interleaved ? 2 * row + 1 : row + params.I), params.gate_up_bias);
+    const ulong first = ulong(expert) * 2 * params.I + row * params.bias_step;
+    gate += load(bias, first, params.gate_up_bias);
+    up += load(bias, first + params.bias_up, params.gate_up_bias);
   }
   return activated(gate, up, params.activation);
 }

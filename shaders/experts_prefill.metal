@@ -68,13 +68,18 @@ template <typename T, typename Reader, uint TileRows>
   // Gate, up, gate, up: what is multiplied with one another is one lane's. Past the last row, the last again.
   const uint first = tile.block * block + first_of_lane<block>(thread_index);
   RowNumbers<across> numbers;
-  for (uint n = 0; n < across; ++n) numbers.at[n] = gate_up_row(min(first + n / 2, params.I - 1), n % 2, params);
+  RowNumbers<across> of_biases;
+  for (uint n = 0; n < across; ++n) {
+    const uint i = min(first + n / 2, params.I - 1);
+    numbers.at[n] = gate_up_row(i, n % 2, params);
+    of_biases.at[n] = i * params.bias_step + n % 2 * params.bias_up;
+  }
   Products<TileRows> products;
   multiply_tile<TileRows, Reader>(products, memory, x, rows, tile.count, params.wide_x,
                                   of_expert(gate_up, scale, offset, tile.expert, params.gate_up), params.gate_up,
                                   numbers, params.H, thread_index);
   Floats<across> biases;
-  load_biases(bias, ulong(tile.expert) * 2 * params.I, numbers, params.gate_up_bias, biases);
+  load_biases(bias, ulong(tile.expert) * 2 * params.I, of_biases, params.gate_up_bias, biases);
   const uint column = matrix_place(thread_index % 32).column;
 #pragma unroll
   for (uint i = 0; i < 2 * products.down; ++i) {

@@ -60,7 +60,7 @@ struct WideTile {
   };
   static Row row(Weights<T> weights, constant WeightParams& params, uint number) {
     Row row;
-    row.at = weights.data + number * params.row;
+    row.at = weights.data + row_place(params, number);
     return row;
   }
   template <bool whole>
@@ -107,7 +107,7 @@ struct AnyTile {
   };
   static Row row(Weights<T> weights, constant WeightParams& params, uint number) {
     Row row;
-    row.at = weights.data + number * params.row;
+    row.at = weights.data + row_place(params, number);
     return row;
   }
   template <bool whole>

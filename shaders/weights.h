@@ -36,6 +36,11 @@ Weights<D> of_expert(device const D* data, device const uchar* scale, device con
   return weights;
 }
 
+// Where a row begins.
+inline long row_place(constant WeightParams& params, uint number) {
+  return long(number) * params.row + (number < params.half ? 0 : params.gap);
+}
+
 // ------------------------------------------------------------------------------------------ 16 bytes at once
 
 // 16 bytes hold four floats, or eight of half or bfloat: one or two vectors of four.
@@ -123,7 +128,7 @@ struct PackedRow {
 template <typename Codes>
 PackedRow packed_row(Weights<uchar> weights, constant WeightParams& params, uint row) {
   PackedRow found;
-  found.data = weights.data + row * params.row;
+  found.data = weights.data + row_place(params, row);
   found.scale = weights.scale + row / Codes::scale_rows * params.scale.row;
   found.offset = weights.offset + row / Codes::scale_rows * params.offset.row;
   return found;

@@ -298,3 +298,44 @@ def test_a_gradient_of_unknown_dtypes():
     linear_with_grad(x, data, None, None, None, "q6_k").sum().backward()
     numbers = reference.dequantize(data, format="q6_k", dtype=torch.float64)
     assert relative(x.grad, numbers.sum(0).expand(2, -1)) < 1e-12
+
+
+def gate_and_up_apart(gate_up: Tensor) -> Tensor:
+    """A gate_up [E, 2I, ...] as two tensors of a file have it: [E, 2, I, ...], with others between and around them."""
+    E, rows, width = gate_up.shape
+    I, element = rows // 2, gate_up.element_size()
+    between, before = 1664 // element, 64 // element  # what files align tensors at
+    size = E * I * width
+    file = torch.empty(before + 2 * size + between, dtype=gate_up.dtype, device=gate_up.device)
+    file.fill_(0x5A if gate_up.dtype == torch.uint8 else float("nan"))
+    view = file.as_strided((E, 2, I, width), (I * width, size + between, width, 1), before)
+    view.copy_(gate_up.view(E, 2, I, width))
+    return view
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("format, dtype", [("q4_k", FLOAT), ("q8_0", BFLOAT), ("dense", BFLOAT), ("dense", FLOAT)])
+def test_gate_and_up_may_be_apart(format: str, dtype: torch.dtype, tokens: int, device: str):
+    """To the bit what one tensor of both gives; `interleaved` is then about the bias alone."""
+    E, H, I = 4, 256, 256
+    parts = {name: weight_in(format, *shape)[0] if format != "dense" else random(*shape, seed=2).to(dtype) / 16
+             for name, shape in (("gate_up", (E, 2 * I, H)), ("down", (E, H, I)))}  # fmt: skip
+    moved = {name: part.to(device) for name, part in parts.items()}
+    x = random(tokens, H).to(dtype).to(device)
+    weights, ids = torch.rand(tokens, 2, device=device), torch.arange(2 * tokens, device=device).view(-1, 2) % E
+    bias = random(E, 2, I, seed=3).to(dtype).to(device)
+    options = {"format": format}
+    joined = ops.experts(x, weights, ids, **moved, gate_up_bias=bias.flatten(1), **options)
+    apart = moved | {"gate_up": gate_and_up_apart(moved["gate_up"])}
+    assert same_bits(ops.experts(x, weights, ids, **apart, gate_up_bias=bias.flatten(1), **options), joined)
+    in_turn = {"gate_up_bias": bias.transpose(1, 2).flatten(1), "interleaved": True} | options
+    assert same_bits(ops.experts(x, weights, ids, **apart, **in_turn), joined)
+    if device == "cpu" and tokens == 5:
+        leaf = x.float().clone().requires_grad_()
+        slots = slots_with_grad(
+            leaf, ids, {n: p if format != "dense" else p.float() for n, p in apart.items()} | in_turn
+        )
+        assert relative((slots * weights.unsqueeze(-1)).sum(-2), joined.float()) < (1e-5 if dtype == FLOAT else 1e-2)
+    for wrong in (apart["gate_up"][:, :1], apart["gate_up"][:, :, :-1]):
+        with pytest.raises(RuntimeError, match=r"experts: (gate_up|down|gate_up_bias): expected"):
+            ops.experts(x, weights, ids, **apart | {"gate_up": wrong}, gate_up_bias=bias.flatten(1), **options)

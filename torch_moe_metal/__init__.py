@@ -5,6 +5,7 @@ ops as functions with a signature and a docstring. What each computes: `torch_mo
 """
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -74,10 +75,31 @@ def _register_quantizers() -> None:
     register()
 
 
+def _register_gguf() -> None:
+    if is_supported():
+        from .transformers.gguf_files import register
+
+        register()
+
+
+def _take_gguf_paths(module: str, name: str) -> None:
+    if is_supported():
+        from .transformers.gguf_files import by_path
+
+        by_path(getattr(sys.modules[module], name))
+
+
 # transformers is optional and slow to import: its interfaces of experts and attention and its quantizers learn of us
 # when somebody else imports them.
 after_import("transformers.integrations.moe", _register_experts)
 after_import("transformers.quantizers.auto", _register_quantizers)
+after_import("transformers.integrations.gguf", _register_gguf)
+for module, name in (
+    ("transformers.models.auto.auto_factory", "_BaseAutoModelClass"),
+    ("transformers.models.auto.configuration_auto", "AutoConfig"),
+    ("transformers.models.auto.tokenization_auto", "AutoTokenizer"),
+):
+    after_import(module, functools.partial(_take_gguf_paths, module, name))
 after_import("transformers.modeling_utils", refusals.refuse_resizing)
 after_import("transformers.modeling_utils", _register_attention)
 after_import("peft.tuners.tuners_utils", refusals.refuse_merging)

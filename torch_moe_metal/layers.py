@@ -43,6 +43,10 @@ class Packed(nn.Module):
             self.register_buffer(name, part)
         self.packing = {**self.__dict__.get("packing", {}), weight: tuple(parts)}
 
+    def format_of(self, weight: str) -> str:
+        """The format of a packed weight."""
+        return self.format
+
     def parts(self, weight: str) -> list[Tensor | None]:
         """Data, scale and offset of a packed weight."""
         names, buffers = self.packing[weight], self._buffers
@@ -283,9 +287,10 @@ def slots_with_grad(x: Tensor, ids: Tensor, experts: dict) -> Tensor:
 
 
 def expert_linear(x: Tensor, e: int, experts: dict, name: str) -> Tensor:
-    weight, bias, format = experts[name][e], experts.get(f"{name}_bias"), format_of(name, experts)
+    scales = [None if experts.get(part) is None else experts[part][e] for part in beside(name)]
+    weight = reference.joined(experts[name][e : e + 1], scales[0], experts.get("interleaved", False))[0]
+    bias, format = experts.get(f"{name}_bias"), format_of(name, experts)
     bias = None if bias is None else bias[e]
     if format == "dense":
         return F.linear(x, weight.mT if experts.get("transposed") else weight, bias)
-    scales = (None if experts.get(part) is None else experts[part][e] for part in beside(name))
     return linear_with_grad(x, weight, *scales, bias, format, experts.get("group_size", 0))

@@ -297,7 +297,7 @@ def experts(
     x: Tensor,  # [T, H]
     weights: Tensor,  # [T, K]
     ids: Tensor,  # [T, K], of experts
-    gate_up: Tensor,  # [E, 2I, H], or [E, H, 2I] when transposed
+    gate_up: Tensor,  # [E, 2I, H], [E, H, 2I] when transposed, or [E, 2, I, H]
     down: Tensor,  # [E, H, I], or [E, I, H] when transposed
     gate_up_bias: Tensor | None = None,  # [E, 2I]
     down_bias: Tensor | None = None,  # [E, H]
@@ -325,7 +325,11 @@ def experts(
     The 2I rows hold the gate's I rows first, or gate and up in turn when `interleaved`. Beside a `format` other than
     dense, gate_up and down are packed and have scales and offsets, as `dequantize` says; `group_size` is that of
     `linear`, and both weights'. down is in `down_format`, where that is given.
+
+    A gate_up of four dimensions [E, 2, I, ...] has gate and up apart, as views of a file may have them, in formats
+    without scale tensors. Then `interleaved` is about gate_up_bias alone.
     """
+    gate_up = joined(gate_up, gate_up_scale, interleaved)
     used = (ids >= 0) & (ids < gate_up.shape[0])
     chosen = ids.long().where(used, 0)
     first, second = (
@@ -343,6 +347,13 @@ def experts(
         slots = slots + as_float(down_bias)[chosen]
     slots, weights = slots.where(used.unsqueeze(-1), 0), as_float(weights).where(used, 0)
     return rounded(weighted_sum(slots, weights, shared, shared_gate, residual), x)
+
+
+def joined(gate_up: Tensor, scale: Tensor | None, interleaved: bool) -> Tensor:
+    """A gate_up whose gate and up are apart, [E, 2, I, ...], as [E, 2I, ...]; any other weight as it is."""
+    if gate_up.dim() != 4 or scale is not None:
+        return gate_up
+    return (gate_up.transpose(1, 2) if interleaved else gate_up).flatten(1, 2)
 
 
 # ------------------------------------------------------------------------------------------------ combine and norm

@@ -24,7 +24,7 @@ namespace {
 bool by_columns(const Experts& call) {
   const Weight &gate_up = call.gate_up, &down = call.down;
   return gate_up.format->is_dense() && down.format->is_dense() && gate_up.row == 1 && down.row == 1 &&
-         gate_up.column != 1 && down.column != 1 && call.T * call.K <= 256;
+         gate_up.gap == 0 && gate_up.column != 1 && down.column != 1 && call.T * call.K <= 256;
 }
 
 #ifdef MOE_METAL_AMX

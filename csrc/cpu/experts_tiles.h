@@ -67,7 +67,7 @@ class WeightStrips {
   // A strip, and the one that is most likely read next in its place.
   void read(int64_t which, const StripRows& rows, const StripRows& next) {
     if (packed()) return packed_strips_[which]->start(rows, next);
-    const auto* data = elements<at::BFloat16>(weight_.data) + rows.expert * weight_.expert + rows.first * weight_.row;
+    const auto* data = elements<at::BFloat16>(weight_.data) + weight_.place(rows.expert, rows.first);
     strips_.read(which, {data, rows.step * weight_.row, weight_.column, rows.count, weight_.columns});
   }
 

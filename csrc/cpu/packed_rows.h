@@ -58,7 +58,7 @@ class PackedWeightRows {
 
  private:
   const uint8_t* place(int64_t expert, int64_t row) const {
-    return static_cast<const uint8_t*>(weight_.data.const_data_ptr()) + expert * weight_.expert + row * weight_.row;
+    return static_cast<const uint8_t*>(weight_.data.const_data_ptr()) + weight_.place(expert, row);
   }
 
   const Weight& weight_;

@@ -26,7 +26,7 @@ class DenseRows final : public WeightRows {
 
  private:
   const Scalar* row(int64_t expert, int64_t number) const {
-    return data_ + expert * weight_.expert + number * weight_.row;
+    return data_ + weight_.place(expert, number);
   }
 
   const Weight& weight_;

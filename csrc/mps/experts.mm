@@ -22,6 +22,8 @@ ExpertsParams experts_params(const Experts& call) {
       .long_ids = call.ids.scalar_type() == at::kLong,
       .wide_x = wide_rows(call.x, call.H),
       .interleaved = call.step == 2,
+      .bias_step = to_uint(call.bias_step),
+      .bias_up = to_uint(call.bias_up),
       .has_shared = call.shared.defined(),
       .has_residual = call.residual.defined(),
       .weights = parameter_type(call.weights),

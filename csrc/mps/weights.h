@@ -45,7 +45,7 @@ inline bool is_aligned(const Weight& weight, int64_t columns) {
   const Format& format = *weight.format;
   const int64_t bytes = format.has_own_scales() ? format.bytes : columns * format.bits / 8;
   const int64_t unit = bytes_at_once(static_cast<uint32_t>(bytes));
-  return all_multiples(unit, {weight.data.storage_offset() * weight.data.element_size(), weight.expert, weight.row});
+  return all_multiples(unit, {weight.data.storage_offset() * weight.data.element_size(), weight.expert, weight.row, weight.gap});
 }
 
 // Whether whole pieces of kPackedColumns can be read: decode's fast way. Groups that their format has one size for are
@@ -58,8 +58,8 @@ inline bool whole_pieces(const Weight& weight) {
 // `run` rows of a transposed weight are read as they follow one another.
 inline WeightLayout dense_layout(const Weight& weight, int64_t run) {
   const int64_t elements = 16 / weight.data.element_size(), offset = weight.data.storage_offset();
-  if (weight.column <= weight.row) {
-    const bool fits = all_multiples(elements, {offset, weight.expert, weight.row, weight.columns});
+  if (weight.column <= weight.row || weight.gap != 0) {
+    const bool fits = all_multiples(elements, {offset, weight.expert, weight.row, weight.gap, weight.columns});
     return weight.column == 1 && fits ? WeightLayout::rows_wide : WeightLayout::rows;
   }
   const bool fits = all_multiples(elements, {offset, weight.expert, weight.column, run});
@@ -67,7 +67,14 @@ inline WeightLayout dense_layout(const Weight& weight, int64_t run) {
 }
 
 inline WeightParams weight_params(const Weight& weight, int64_t run) {
-  WeightParams params = {.expert = weight.expert, .row = weight.row, .column = weight.column, .split = 1};
+  WeightParams params = {
+      .expert = weight.expert,
+      .row = weight.row,
+      .column = weight.column,
+      .gap = weight.gap,
+      .split = 1,
+      .half = static_cast<uint32_t>(std::min<int64_t>(weight.half, std::numeric_limits<uint32_t>::max())),
+  };
   if (weight.format->is_dense()) {
     params.layout = dense_layout(weight, run);
     return params;

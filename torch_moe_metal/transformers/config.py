@@ -20,6 +20,7 @@ from .packed import (
     Parts,
     columns_of,
     embedding_multiplier,
+    formats_text,
     is_moe,
     named_parts,
     pack,
@@ -52,10 +53,10 @@ class Form:
     @classmethod
     def now(cls, module: nn.Module, weight: str) -> "Form":
         """Of a weight that is packed."""
-        (data, scale, _), columns = module.parts(weight), columns_of(module, weight)
-        if module.format in FIXED:
-            return cls(module.format, *FIXED[module.format])
-        return cls(module.format, reference.bits_of(data, scale, module.format, columns), columns // scale.shape[-1])
+        (data, scale, _), columns, format = module.parts(weight), columns_of(module, weight), module.format_of(weight)
+        if format in FIXED:
+            return cls(format, *FIXED[format])
+        return cls(format, reference.bits_of(data, scale, format, columns), columns // scale.shape[-1])
 
     def fits(self, columns: int) -> bool:
         return FORMATS[self.format].rows_per_scale > 1 or columns % self.group_size == 0
@@ -112,9 +113,9 @@ class MoeMetalConfig(QuantizationConfigMixin):
             if not right:
                 raise ValueError(f"torch_moe_metal.MoeMetalConfig: {name}: expected {what}, got {got!r}")
 
-        def expect_form(where: str, format: object, bits: object, group_size: object) -> None:
-            known = isinstance(format, str) and format in WRITTEN
-            expect(known, f"{where}format", f"one of {', '.join(WRITTEN)}", format)
+        def expect_form(where: str, format: object, bits: object, group_size: object, formats=WRITTEN) -> None:
+            known = isinstance(format, str) and format in formats
+            expect(known, f"{where}format", f"one of {', '.join(formats)}", format)
             expect(type(bits) is int and bits in BITS, f"{where}bits", "2, 3, 4, 5, 6 or 8", bits)
             right = type(group_size) is int and group_size in GROUPS
             expect(right, f"{where}group_size", "16, 32, 64 or 128", group_size)
@@ -136,7 +137,8 @@ class MoeMetalConfig(QuantizationConfigMixin):
         for name, entry in self.layers.items():
             known = entry is False or (isinstance(entry, Mapping) and entry.keys() <= settings.keys())
             expect(known, f"layers: {name}", "False, or a dictionary of format, bits and group_size", entry)
-            expect_form(f"layers: {name}: ", **settings | (entry or {}))
+            # A model that was loaded from a GGUF file is saved in formats that `quantize` does not write.
+            expect_form(f"layers: {name}: ", **settings | (entry or {}), formats=FORMATS)
         self.layers = dict(self.layers)
 
     def bits_of(self, name: str) -> int:
@@ -157,7 +159,7 @@ class MoeMetalConfig(QuantizationConfigMixin):
             if name.startswith(towers):
                 plain = plain and any(within(pattern, name) for pattern in self.bits_by_name)
             forms = {weight: self.form(weight, self.entry(prefix, weight, name), plain) for weight in weights}
-            if len({form if is_moe(module) else form and form.format for form in forms.values()}) > 1:
+            if len({form if is_moe(module) else form is None for form in forms.values()}) > 1:
                 raise ValueError(f"torch_moe_metal: expected one format for {' and '.join(weights)}, got {forms}")
             found[name] = {weight: form for weight, form in forms.items() if form is not None}
         return found
@@ -317,12 +319,13 @@ def pack_all(model: nn.Module, plan: Plan, parts: Callable[[str, Tensor, Form], 
     names = [name for name in plan if name != head]
     for name in logging.tqdm(names, desc="Quantising", disable=not progress):
         forms, module = plan[name], model.get_submodule(name)
-        form = next(iter(forms.values()))
+        form, last = next(iter(forms.values())), next(reversed(forms.values()))
         with all_or_nothing(model if name == embedding else model.get_submodule(name.rpartition(".")[0])):
             if is_moe(module):
                 module.quantize_(**asdict(form))
             else:
-                pack(model, name, form.format, lambda weight, dense, forms=forms: parts(weight, dense, forms[weight]))
+                of_form = lambda weight, dense, forms=forms: parts(weight, dense, forms[weight])  # noqa: E731
+                pack(model, name, form.format, of_form, last.format)
             if name == embedding:
                 replace_tied(model, embedding, head)
 
@@ -350,7 +353,7 @@ def quantize_(
     config.expect_names(model)
     plan = config.plan(model)
     expect_weights(model, plan)
-    kept = [f"{name} ({module.format})" for name, module in packable(model) if is_packed(module)]
+    kept = [f"{name} ({formats_text(module)})" for name, module in packable(model) if is_packed(module)]
     if kept:
         logger.warning(f"torch_moe_metal.quantize_: packed already, and left as it is: {', '.join(alike(kept))}")
     if not plan:

@@ -133,6 +133,8 @@ def weights_of(experts: nn.Module) -> dict:
     buffers, arguments = experts._buffers, {"format": experts.format}
     if experts.group_size:
         arguments["group_size"] = experts.group_size
+    if experts.down_format:
+        arguments["down_format"] = experts.down_format
     for argument, name in packed:
         arguments[argument] = buffers[name]
     return arguments

@@ -24,7 +24,14 @@ from .experts import NAME
 
 #: What transformers' classes of experts call the weights that the ops call gate_up and down.
 PROJECTIONS = {"gate_up": "gate_up_proj", "down": "down_proj"}
-PACKED = ("packing", "format", "columns", "group_size", "arguments")  # of packed experts, beside what they had before
+PACKED = (
+    "packing",
+    "format",
+    "down_format",
+    "columns",
+    "group_size",
+    "arguments",
+)  # of packed experts, beside what they had before
 Parts = Mapping[str, Tensor]  # data, scale and offset of one weight, by their names in the module
 
 
@@ -33,6 +40,7 @@ class PackedExperts(Packed):
 
     original: type  # the class that this module had before
     format: str
+    down_format: str | None  # where it is another
     columns: dict[str, int]  # of each weight, dense
     group_size: int  # of both weights; 0 where they differ, or the format says it
     arguments: tuple[tuple[str, str], ...]  # of the op `experts`, and what they are called here
@@ -47,6 +55,9 @@ class PackedExperts(Packed):
         )
         return self.original.forward(self.dequantized(hidden_states.dtype), hidden_states, *args, **kwargs)
 
+    def format_of(self, weight: str) -> str:
+        return self.down_format or self.format if weight == "down" else self.format
+
     def dequantized(self, dtype: torch.dtype) -> nn.Module:
         """A stand-in of the original class with dense weights of this dtype. All else is this module's own."""
         dense = self.original.__new__(self.original)
@@ -56,16 +67,22 @@ class PackedExperts(Packed):
         for weight, name in PROJECTIONS.items():
             parts = self.parts(weight)
             of_row = parts[0].new_empty(0, self.columns[weight], dtype=dtype)
-            unpacked = numbers(*parts, self.format, of_row)
+            unpacked = numbers(*parts, self.format_of(weight), of_row)
+            unpacked = reference.joined(unpacked, None, not self.is_concatenated)
             dense._parameters[name] = unpacked.mT if self.is_transposed else unpacked
         return dense
 
     def extra_repr(self) -> str:
-        return ", ".join(filter(None, (super().extra_repr(), f"format={self.format}")))
+        return ", ".join(filter(None, (super().extra_repr(), f"format={formats_text(self)}")))
 
     def __reduce_ex__(self, protocol):
         # These classes are made at run time, so a copy is made from the original class.
         return rebuild, (self.original,), self.__dict__
+
+
+def formats_text(module: Packed) -> str:
+    """The formats of its packed weights."""
+    return " and ".join(dict.fromkeys(module.format_of(weight) for weight in module.packing))
 
 
 def rebuild(original: type) -> nn.Module:
@@ -94,10 +111,10 @@ def named_parts(name: str, parts: list[Tensor]) -> Parts:
 
 def quantize_like(module: Packed, weight: str, dense: Tensor) -> Parts:
     """A dense weight in the format, the bits and the groups of those that the module has now."""
-    data, scale, _ = module.parts(weight)
-    bits = reference.bits_of(data, scale, module.format, dense.shape[-1])
-    group = dense.shape[-1] // scale.shape[-1] if FORMATS[module.format].is_affine else 0
-    parts = [part for part in quantize(dense, module.format, bits, group) if part is not None]
+    (data, scale, _), format = module.parts(weight), module.format_of(weight)
+    bits = reference.bits_of(data, scale, format, dense.shape[-1])
+    group = dense.shape[-1] // scale.shape[-1] if FORMATS[format].is_affine else 0
+    parts = [part for part in quantize(dense, format, bits, group) if part is not None]
     return dict(zip(module.packing[weight], parts, strict=True))
 
 
@@ -145,16 +162,16 @@ def weight_shape(experts: nn.Module, weight: str) -> tuple[int, int, int]:
     return (E, C, N) if experts.is_transposed else (E, N, C)
 
 
-def pack_experts(experts: nn.Module, format: str, weights: Mapping[str, Parts]) -> None:
+def pack_experts(experts: nn.Module, format: str, weights: Mapping[str, Parts], down_format: str | None = None) -> None:
     """Have these packed weights, {"gate_up": ..., "down": ...}, in place of the dense ones: rows [E, N, C] as the ops
     read them, whatever the dense ones were. While a checkpoint is loaded they are on the meta device."""
     experts.columns = {weight: weight_shape(experts, weight)[2] for weight in PROJECTIONS}
     for name in PROJECTIONS.values():
         del experts._parameters[name]
     experts.__class__ = packed_class(type(experts))
-    experts.format = format
+    experts.format, experts.down_format = format, None if down_format == format else down_format
     experts.group_size = 0
-    if FORMATS[format].is_affine:
+    if FORMATS[format].is_affine and experts.down_format is None:
         groups = {experts.columns[weight] // list(parts.values())[1].shape[-1] for weight, parts in weights.items()}
         experts.group_size = groups.pop() if len(groups) == 1 else 0
     for weight, parts in weights.items():
@@ -207,14 +224,20 @@ def end_initialisation(model: nn.Module) -> None:
             module.__dict__.pop(name, None)
 
 
-def pack(model: nn.Module, name: str, format: str, parts: Callable[[str, Tensor], Parts]) -> None:
+def pack(
+    model: nn.Module,
+    name: str,
+    format: str,
+    parts: Callable[[str, Tensor], Parts],
+    down_format: str | None = None,
+) -> None:
     """Have packed weights in place of those of one module: experts, a linear layer or an embedding. `parts` is asked
     for each weight, by its whole name and as the dense [..., N, C] that it is now."""
     module = model.get_submodule(name)
     dense = rows_of(module)
     if not isinstance(module, nn.Linear | nn.Embedding):
         weights = {weight: parts(f"{name}.{PROJECTIONS[weight]}", tensor) for weight, tensor in dense.items()}
-        return pack_experts(module, format, weights)
+        return pack_experts(module, format, weights, down_format)
     found, columns = parts(f"{name}.weight", dense["weight"]), module.weight.shape[-1]
     if isinstance(module, nn.Embedding):
         layer = Embedding.from_parts(found, columns, format, module.weight.dtype)

@@ -192,8 +192,8 @@ def fuse(name: str, module: nn.Module) -> Row | None:
 
 def formats(module: nn.Module) -> str:
     """Which packed weights it holds."""
-    found = {part.format for part in module.modules() if getattr(part, "packing", None)}
-    return ", ".join(sorted(found))
+    parts = [part for part in module.modules() if getattr(part, "packing", None)]
+    return ", ".join(sorted({part.format_of(weight) for part in parts for weight in part.packing}))
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ On cuda and xpu, and where the user asks for dequantised weights, transformers' 
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,11 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
 from ..formats import FORMATS
+from ..ggml import power_of_two
 from ..integration import packed_checkpoints
 from ..packing import FP8_BLOCK, MXFP4_GROUP
 from ..transaction import all_or_nothing
-from .checkpoint import FLOATS, FP8_SCALES, SAFETENSORS, SCALES, Stored, check_fp8, check_mxfp4, stored_tensors
+from .checkpoint import FLOATS, FP8_SCALES, POWERS, SAFETENSORS, SCALES, Stored, check_fp8, check_mxfp4, stored_tensors
 from .config import Form, MoeMetalConfig, described, pack_all
 from .experts import DEVICES, NAME, why_not_packed
 from .packed import (
@@ -185,7 +186,7 @@ class PackedQuantizer(HfQuantizer):
     def check_part(self, module: nn.Module, weight: str, part: str, sources: Sources) -> None:
         """Check what is stored for a part of a packed weight."""
         number = module.packing[weight].index(part)
-        sources.expect([tuple(module._buffers[part].shape)], stored_dtypes(module.format, number))
+        sources.expect([tuple(module._buffers[part].shape)], stored_dtypes(module.format_of(weight), number))
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         return False
@@ -277,6 +278,14 @@ class Mxfp4(PackedQuantizer, Mxfp4HfQuantizer):
 # ------------------------------------------------------------------------------------------------ FP8
 
 
+def of_each(given: dict, change: Callable[[Tensor], Tensor]) -> dict:
+    """The same tensors changed, in lists where they are in lists."""
+    return {
+        name: [change(tensor) for tensor in tensors] if isinstance(tensors, list) else change(tensors)
+        for name, tensors in given.items()
+    }
+
+
 class AsBytes(ConversionOps):
     """float8 as uint8, which every device can stack and join."""
 
@@ -284,14 +293,7 @@ class AsBytes(ConversionOps):
 
     def convert(self, input_dict, **kwargs):
         before, after = self.dtypes
-
-        def viewed(tensor: Tensor) -> Tensor:
-            return tensor.view(after) if tensor.dtype == before else tensor
-
-        return {
-            name: [viewed(tensor) for tensor in given] if isinstance(given, list) else viewed(given)
-            for name, given in input_dict.items()
-        }
+        return of_each(input_dict, lambda tensor: tensor.view(after) if tensor.dtype == before else tensor)
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -306,20 +308,48 @@ class AsFloats(AsBytes):
         return AsBytes()
 
 
+class FromPowers(ConversionOps):
+    """Scales in e8m0 as the same numbers in float32. By their bytes: not every device has PyTorch's float8."""
+
+    def __init__(self, quantizer: "Fp8"):
+        self.hf_quantizer = quantizer  # by which transformers knows that none may be cast
+
+    def convert(self, input_dict, **kwargs):
+        return of_each(input_dict, self.numbers)
+
+    def numbers(self, scales: Tensor) -> Tensor:
+        codes = scales.view(torch.uint8)
+        return power_of_two(codes, 127).masked_fill(codes == 255, float("nan"))
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return ToPowers(self.hf_quantizer)
+
+
+class ToPowers(FromPowers):
+    def numbers(self, scales: Tensor) -> Tensor:
+        exponents = scales.contiguous().view(torch.int32) >> 23 & 255
+        return exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return FromPowers(self.hf_quantizer)
+
+
 class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
     """Blocks of 128 x 128 with a scale: `weight` and `weight_scale_inv` of linear layers, `gate_up_proj` and
-    `gate_up_proj_scale_inv` of experts, which transformers merges out of the single experts' while it loads."""
+    `gate_up_proj_scale_inv` of experts, which transformers merges out of the single experts' while it loads.
+
+    Where its configuration says "ue8m0", the scales may be powers of two in a byte each (DeepSeek V4). They may be
+    float32 as well, and not all of them powers of two (DeepSeek V3.1)."""
 
     stock = FineGrainedFP8HfQuantizer
+    scales: frozenset[str] = frozenset()  # their dtypes, in safetensors' words
 
     def serves(self, device_map) -> bool:
         config = self.quantization_config
         blocks = list(config.weight_block_size or ()) == [FP8_BLOCK, FP8_BLOCK]
-        known = blocks and (config.scale_fmt, config.expert_dtype, config.activation_scheme) == (
-            "float",
-            "fp8",
-            "dynamic",
-        )
+        known = blocks and (config.expert_dtype, config.activation_scheme) == ("fp8", "dynamic")
         return known and not config.modules_to_convert and super().serves(device_map)
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
@@ -339,7 +369,7 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
         }
 
     def obstacle(self, model: nn.Module, tensors: dict[str, Stored]) -> str | None:
-        check_fp8(tensors)
+        self.scales = frozenset(check_fp8(tensors))
         self._normalize_modules_to_not_convert(model)
         for name, module in self.chosen(model).items():
             if is_experts(module):
@@ -353,8 +383,7 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
         return super().obstacle(model, tensors)
 
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
-        scales = {SAFETENSORS.get(stored.dtype) for name, stored in tensors.items() if name.endswith("_scale_inv")}
-        dtype = scales.pop() if len(scales) == 1 else torch.float32
+        dtype = torch.bfloat16 if self.scales == {"BF16"} else torch.float32
 
         def parts(name: str, dense: Tensor) -> Parts:
             module, _, name = name.rpartition(".")
@@ -371,16 +400,25 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
             if is_experts(module) or stored is None or stored.dtype == "F8_E4M3":
                 pack(model, name, "fp8", parts)
 
+    def check_part(self, module, weight, part, sources):
+        if part == module.packing[weight][1] and POWERS in self.scales:
+            sources.expect([tuple(module._buffers[part].shape)], (POWERS,))
+        else:
+            super().check_part(module, weight, part, sources)
+
     def conversions(self, weight_conversions, model):
         """Experts' weights are merged as bytes, and their scales as their weights are."""
         updated = super(PackedQuantizer, self).update_weight_conversions([], model)  # other names for scales
+        numbers = [FromPowers(self)] if POWERS in self.scales else []
         for conversion in weight_conversions:
             if isinstance(conversion, WeightConverter) and merges_experts(conversion):
                 sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
                 scales = ([f"{name}_scale_inv" for name in names] for names in (sources, targets))
-                updated.append(conversion.copy(*scales, operations=list(conversion.operations)))
+                updated.append(conversion.copy(*scales, operations=[*numbers, *conversion.operations]))
                 conversion.operations = [AsBytes(), *conversion.operations, AsFloats()]
             updated.append(conversion)
+        if numbers:
+            updated.append(WeightConverter(".weight_scale_inv", ".weight_scale_inv", numbers))
         return updated
 
 
@@ -442,7 +480,7 @@ class QuantizeApart(ConversionOps):
     def convert(self, input_dict, model=None, full_layer_name=None, **kwargs):
         module, weight = packed_weight(model, full_layer_name)
         # Blocks of several rows may not end with an expert's gate.
-        if weight is None or FORMATS[module.format].rows_per_scale > 1:
+        if weight is None or FORMATS[module.format_of(weight)].rows_per_scale > 1:
             return merged(self.operations, input_dict, model=model, full_layer_name=full_layer_name, **kwargs)
         apart = {part: {} for part in module.packing[weight]}
         for source in list(input_dict):
@@ -521,7 +559,7 @@ class MoeMetal(PackedQuantizer):
     def check_part(self, module, weight, part, sources):
         if self.pre_quantized:
             super().check_part(module, weight, part, sources)
-            if part == module.packing[weight][-1] and FORMATS[module.format].is_affine:
+            if part == module.packing[weight][-1] and FORMATS[module.format_of(weight)].is_affine:
                 of_scale = module.parts(weight)[1].dtype
                 offset = next(iter(sources))
                 offset.expect(SAFETENSORS[offset.dtype] == of_scale, f"the scale's {of_scale}")

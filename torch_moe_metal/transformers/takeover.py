@@ -8,7 +8,7 @@ from transformers.quantizers import auto
 from transformers.utils import logging
 
 from ..integration import packed_checkpoints
-from . import integers, mlx, quantizer
+from . import gguf_quantizer, integers, mlx, quantizer
 from .experts import NAME
 
 logger = logging.get_logger(__name__)
@@ -64,7 +64,7 @@ def take_over(stock):
 
 def register() -> None:
     """Have our quantizers in the places of transformers' own, and `from_pretrained` ask which one to take."""
-    for module in (quantizer, integers, mlx):
+    for module in (quantizer, integers, mlx, gguf_quantizer):
         module.register()
     stock = auto.get_hf_quantizer
     auto.get_hf_quantizer = take_over(stock)

@@ -1,0 +1,100 @@
+"""GGUF files as transformers reads their metadata: checked, of all parts of a split file, and by their path alone."""
+
+import functools
+import re
+from collections.abc import Container
+from pathlib import Path
+
+from .. import gguf
+from ..integration import packed_checkpoints
+from .gguf_config import CONFIGS, LONG_FACTORS, ROPE_FREQS, SHORT_FACTORS
+
+#: A file in the hub's cache: the cache, the repository, its commit, and the file's name there.
+IN_CACHE = re.compile(r"(.*)/models--([^/]+)/snapshots/([0-9a-f]{40})/(.+)")
+
+
+def read(path: str, strings: Container[str] = ()) -> gguf.GgufFile:
+    """A file, after all parts of a split one have come from the hub, whence transformers gets one."""
+    found, cached = gguf.SPLIT.fullmatch(Path(path).name), IN_CACHE.fullmatch(Path(path).as_posix())
+    if found and cached:
+        from huggingface_hub import hf_hub_download
+
+        cache, repository, commit, name = cached.groups()
+        for part in gguf.parts_of(Path(path), int(found[3])):
+            if not part.is_file():
+                there = (Path(name).parent / part.name).as_posix()
+                hf_hub_download(repository.replace("--", "/"), there, revision=commit, cache_dir=cache)
+    return gguf.read(path, strings)
+
+
+def architecture_of(file: gguf.GgufFile) -> str:
+    """As CONFIGS has it. Mixtral's files say "llama", as those of dense models do, which are left to transformers."""
+    found = file.metadata.get("general.architecture")
+    if not isinstance(found, str):
+        raise ValueError(f"torch_moe_metal: {file.path}: general.architecture: expected a name, got {found!r}")
+    return "mixtral" if found == "llama" and file.metadata.get("llama.expert_count") else found
+
+
+def read_gguf_metadata(stock, path: str, string_arrays: Container[str] = ()) -> tuple[dict, tuple[str, ...]]:
+    """transformers' own function of this name."""
+    if not packed_checkpoints():
+        return stock(path, string_arrays)
+    file = read(path, string_arrays)
+    values = {name: file.tensors[name] for name in (ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS) if name in file.tensors}
+    known = {name: tensor.mapped().flatten().tolist() for name, tensor in values.items() if not tensor.is_packed}
+    own = {"general.architecture": architecture_of(file), PATH: path}
+    return file.metadata | known | own, tuple(file.tensors)
+
+
+class Architectures(dict):
+    """transformers' table of configurations, with ours while packed checkpoints are on."""
+
+    def __init__(self, stock: dict):
+        ours = {name: named(config) for name, config in CONFIGS.items()}
+        super().__init__(ours | stock)
+        self.stock = stock.keys()
+
+    def __contains__(self, name) -> bool:
+        return name in self.stock or (packed_checkpoints() and super().__contains__(name))
+
+
+#: Where the metadata has the file's name, for messages.
+PATH = "torch_moe_metal.path"
+
+
+def named(config):
+    """A function of a configuration whose errors name the file."""
+
+    def of_file(metadata: dict, tensor_names: tuple[str, ...]) -> dict:
+        try:
+            return config(metadata, tensor_names)
+        except ValueError as error:
+            raise ValueError(f"torch_moe_metal: {metadata.get(PATH)}: {error}") from None
+
+    return of_file
+
+
+def by_path(cls: type) -> None:
+    """Have `from_pretrained` of one of transformers' Auto classes take the path of a GGUF file alone, too."""
+    stock = cls.from_pretrained.__func__
+
+    @functools.wraps(stock)
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        path = Path(str(pretrained_model_name_or_path))
+        if path.suffix == ".gguf" and path.is_file() and kwargs.get("gguf_file") is None and packed_checkpoints():
+            pretrained_model_name_or_path, kwargs["gguf_file"] = str(path.parent), path.name
+        return stock(cls, pretrained_model_name_or_path, *args, **kwargs)
+
+    cls.from_pretrained = classmethod(from_pretrained)
+
+
+def register() -> None:
+    """Have transformers read GGUF files through us."""
+    from transformers.integrations import gguf as home
+    from transformers.integrations.gguf import gguf_config_mapping, reader
+
+    table = Architectures(gguf_config_mapping.GGUF_CONFIG_ARCHS)
+    gguf_config_mapping.GGUF_CONFIG_ARCHS = home.GGUF_CONFIG_ARCHS = table
+    reader.read_gguf_metadata = home.read_gguf_metadata = functools.partial(
+        read_gguf_metadata, reader.read_gguf_metadata
+    )

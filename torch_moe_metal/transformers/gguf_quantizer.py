@@ -1,0 +1,252 @@
+"""GGUF files in `from_pretrained`, run as the blocks that they hold: `gguf_file="model-Q4_K_M.gguf"`.
+
+transformers has its own packed path for some architectures, with kernels from the hub. Where those kernels run, it is
+left alone, and `patch` fuses its modules; everywhere else this quantizer takes its place.
+"""
+
+import copy
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import Concatenate, WeightConverter
+from transformers.integrations.gguf.dequant import GGML_BLOCK
+from transformers.integrations.gguf.dequant import dequantize as stock_dequantize
+from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS, Cast
+from transformers.integrations.gguf.kernels import get_gguf_kernel
+from transformers.quantizers import auto
+from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
+from transformers.utils import logging
+
+from ..gguf import GgufFile, GgufTensor
+from .config import ALWAYS_DENSE, Form, MoeMetalConfig, Plan, alike, pack_all, packable, weight_names, within
+from .experts import NAME, why_not_packed
+from .gguf_architectures import CONVERSIONS, JoinGateUp
+from .gguf_files import architecture_of, read
+from .packed import Parts, let_transformers_initialise
+from .patch import is_experts
+from .quantizer import MoeMetal, PackedQuantizer, naming
+from .sources import Sources, sources_of
+
+logger = logging.get_logger(__name__)
+ops = torch.ops.moe_metal
+
+
+class Unpacked:
+    """A tensor of blocks that becomes dense when transformers' loader asks for it."""
+
+    def __init__(self, tensor: GgufTensor, dtype: torch.dtype):
+        self.tensor, self.dtype, self.shape = tensor, dtype, tensor.shape
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def __getitem__(self, _) -> Tensor:
+        return unpacked(self.tensor, self.dtype)
+
+
+def unpacked(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of blocks, whether the ops have a reader for them or not."""
+    blocks = tensor.mapped()
+    if tensor.has_reader:
+        return ops.dequantize(blocks, None, None, format=tensor.format, dtype=dtype)
+    if tensor.type in GGML_BLOCK:
+        return stock_dequantize(blocks.flatten(), tensor.type, dtype).reshape(tensor.shape)
+    try:
+        from gguf import GGMLQuantizationType, dequantize
+    except ImportError:
+        raise ImportError(
+            f"torch_moe_metal: {tensor.file}: {tensor.name}: {tensor.format} needs the package gguf: pip install gguf"
+        ) from None
+    numbers = dequantize(blocks.numpy(), GGMLQuantizationType(tensor.type))
+    return torch.from_numpy(numbers).view(tensor.shape).to(dtype)
+
+
+class Permuted(nn.Module):
+    """A linear layer whose packed columns are in another order than its input."""
+
+    def __init__(self, linear: nn.Module, permutation: Tensor):
+        super().__init__()
+        self.linear = linear
+        self.register_buffer("permutation", permutation, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.index_select(-1, self.permutation))
+
+
+# ------------------------------------------------------------------------------------------------ the quantizer
+
+
+class Gguf(PackedQuantizer, GgufHfQuantizer):
+    """A GGUF file. Once it is loaded, the model is as one of `MoeMetalConfig`, and is saved as such."""
+
+    stock = GgufHfQuantizer
+    file: GgufFile
+
+    def validate_environment(self, *args, device_map=None, **kwargs) -> None:
+        self.device_map = device_map
+        super().validate_environment(*args, device_map=device_map, **kwargs)
+
+    def read_header(self, gguf_file: str) -> None:
+        """The first that sees the file, before the model is built."""
+        self.file = read(gguf_file)
+        architecture = architecture_of(self.file)
+        known = CONVERSIONS | GGUF_ARCHS
+        elsewhere = self.device_map is None or "mps" in str(self.device_map)
+        if architecture in GGUF_ARCHS and elsewhere and get_gguf_kernel():
+            self.__class__ = self.stock  # with kernels from the hub; `patch` fuses what it makes
+        elif architecture not in known:
+            self.__class__ = self.stock  # which dequantises it, or says that it is not supported
+        else:
+            self.convert = known[architecture]
+            return
+        self.read_header(gguf_file)
+
+    def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Without one it is float32, as transformers has it, or that of a file without blocks."""
+        found = {tensor.stored_dtype for tensor in self.file.tensors.values()} - {torch.float32}
+        halves = len(found) == 1 and found <= {torch.float16, torch.bfloat16}
+        self.dtype = dtype or (found.pop() if halves else torch.float32)
+        return self.dtype
+
+    def _process_model_before_weight_loading(self, model, **kwargs):
+        with naming(str(self.file.path)):
+            self.mapping = self.convert(model.config)
+            # Finding names changes the conversions that are asked for them.
+            self.sources = sources_of(model, self.file.tensors, copy.deepcopy(self.mapping))
+            expect_all(model, self.sources)
+            plan = plan_of(model, self.sources)
+            pack_all(model, plan, lambda name, dense, form: packed_parts(name, dense, self.sources[name]))
+        let_transformers_initialise(model)
+        self.packed = {weight for forms in plan.values() for weight in forms}
+        warn_of_dense([tensor for name, given in self.sources.items() if name not in self.packed for tensor in given])
+
+    def get_state_dict(self, checkpoint_file: str, model: nn.Module) -> dict:
+        """What the model has of the file: blocks and numbers in its pages, and what becomes dense when it is read."""
+        found = {}
+        for name, given in self.sources.items():
+            for tensor in given:
+                dense = tensor.is_packed and name not in self.packed
+                found[tensor.name] = Unpacked(tensor, self.dtype) if dense else tensor.mapped()
+        return found
+
+    def update_weight_conversions(self, weight_conversions, model):
+        return self.mapping
+
+    def get_new_dtype(self, converter, param, dtype):
+        """Blocks stay as they are. What is converted is cast last: a norm's weight has more bits near 1 than near 0."""
+        if not param.is_floating_point():
+            return None
+        if not isinstance(converter, WeightConverter):
+            return dtype
+        if not any(isinstance(operation, Cast) for operation in converter.operations):
+            converter.operations.append(Cast(dtype))
+        return None
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        super()._process_model_after_weight_loading(model, **kwargs)
+        for name in self.packed:
+            for operation in operations_of(self.sources[name]):
+                permutation = getattr(operation, "input_permutation", None)
+                if permutation is not None:
+                    home = name.removesuffix(".weight")
+                    linear = model.get_submodule(home)
+                    permutation = permutation.to(linear.parts("weight")[0].device)
+                    model.set_submodule(home, Permuted(linear, permutation))
+        have_own_pages(model)
+        if not self.packed:
+            self.remove_quantization_config(model)
+            return model
+        del self.file, self.sources, self.mapping, self.convert
+        self.__class__ = MoeMetal
+        self.quantization_config = model.config.quantization_config = MoeMetalConfig()
+        model.quantization_method = NAME
+        model._weight_conversions = []
+        return model
+
+
+def operations_of(given: Sources) -> list:
+    return given.converter.operations if given.converter else []
+
+
+def expect_all(model: nn.Module, sources: dict[str, Sources]) -> None:
+    """An error where the file lacks tensors, or has some in other shapes than the metadata say."""
+    known = model.state_dict()
+    if missing := sorted(known.keys() - sources.keys() - model.all_tied_weights_keys.keys()):
+        raise ValueError(f"torch_moe_metal: missing: {', '.join(missing)}")
+    for key, given in sources.items():
+        if given.converter is None:
+            for tensor in given:
+                expect_shape(tensor, tuple(known[key].shape))
+        elif joins(given):
+            given.expect_patterns(given.patterns)
+
+
+def joins(given: Sources) -> bool:
+    return any(isinstance(operation, Concatenate | JoinGateUp) for operation in operations_of(given))
+
+
+def expect_shape(tensor: GgufTensor, shape: tuple[int, ...]) -> None:
+    tensor.expect(tensor.shape == shape, f"shape {list(shape)}, by the metadata")
+
+
+def plan_of(model: nn.Module, sources: dict[str, Sources]) -> Plan:
+    """What stays packed: blocks with a reader that no conversion changes."""
+    found = {}
+    for name, module in packable(model):
+        weights = weight_names(name, module).values()
+        forms = {weight: form for weight in weights if weight in sources and (form := form_of(sources[weight]))}
+        dense = any(within(pattern, name) for pattern in ALWAYS_DENSE)
+        if len(forms) == len(weights) and not dense and not (is_experts(module) and why_not_packed(module)):
+            found[name] = forms
+    return found
+
+
+def form_of(given: Sources) -> Form | None:
+    """How a weight is packed; None where it becomes dense."""
+    formats = {tensor.format if tensor.has_reader else None for tensor in given}
+    keeps = all(getattr(operation, "supports_packed", False) for operation in operations_of(given))
+    format = formats.pop() if keeps and len(formats) == 1 else None
+    return Form.of(format, 4, 64) if format else None
+
+
+def packed_parts(name: str, dense: Tensor, given: Sources) -> Parts:
+    """The blocks of a weight [..., N, C] on the meta device. Gate and up of experts, two tensors, are apart."""
+    tensors = list(given)
+    *leading, N, C = dense.shape
+    for tensor in tensors:
+        rows = N // len(tensors) if leading else tensor.shape[0]
+        expect_shape(tensor, (*leading, rows, C))
+    if sum(tensor.shape[-2] for tensor in tensors) != N:
+        expect_shape(tensors[0], (N, C))
+    apart = any(isinstance(operation, JoinGateUp) for operation in operations_of(given))
+    size = (*leading, 2, N // 2) if apart else (*leading, N)
+    return {name.rpartition(".")[2]: torch.empty(*size, tensors[0].stored_shape[-1], dtype=torch.uint8, device="meta")}
+
+
+def warn_of_dense(tensors: list[GgufTensor]) -> None:
+    """Say which blocks become dense numbers, and what that costs."""
+    dense = [tensor for tensor in tensors if tensor.is_packed]
+    if dense:
+        formats = ", ".join(sorted({tensor.format for tensor in dense}))
+        size = sum(prod(tensor.shape) for tensor in dense) * 2 / 2**30
+        logger.warning(
+            f"torch_moe_metal: {len(dense)} tensors in {formats} become dense, {size:.2f} GiB in 16 bits: "
+            f"{', '.join(alike(tensor.name for tensor in dense))}"
+        )
+
+
+def have_own_pages(model: nn.Module) -> None:
+    """Have each tensor in a file's pages know its own bytes alone: copies, and what is saved, are of whole storages."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        storage = tensor.untyped_storage()
+        size = tensor.element_size()
+        last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        begin, end = tensor.storage_offset() * size, (tensor.storage_offset() + last + 1) * size
+        if tensor.device.type == "cpu" and tensor.numel() and end - begin < storage.nbytes():
+            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(storage[begin:end], 0, tensor.shape, tensor.stride())
+
+
+def register() -> None:
+    """Have our quantizer in the place of transformers' own."""
+    auto.AUTO_QUANTIZER_MAPPING["gguf"] = Gguf
