@@ -45,6 +45,8 @@ SIZES = {
 }
 PARTIAL = {"rope_parameters": SIZES["rope_parameters"] | {"partial_rotary_factor": 0.5}}
 YARN = {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SHARED = {"shared_expert_intermediate_size": 256}
 LINEAR = SHARED | PARTIAL | {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "full_attention_interval": 2}
 MLA = {
@@ -65,9 +67,17 @@ GRANITE = {
     "residual_multiplier": 0.5,
     "attention_multiplier": 0.1,
 }
-#: What differs from SIZES, by architecture, and kind of it if there are several: the family in tests/tiny_models.py, and values that are no defaults.
+HUNYUAN = {"num_shared_expert": [1, 1], "moe_intermediate_size": [256, 256], "num_experts_per_tok": ABSENT}
+HUNYUAN_A13B = {
+    "num_attention_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
+}
+#: By architecture, and kind of it where there are several: the family, and what differs from SIZES and its defaults.
 MODELS: dict[str, tuple[str, dict]] = {
     "qwen3moe": ("qwen3_moe", {}),
+    "qwen3moe-yarn": ("qwen3_moe", {"rope_parameters": YARN}),
     "qwen2moe": ("qwen2_moe", SHARED | {"head_dim": ABSENT}),
     "gpt-oss": (
         "gpt_oss",
@@ -79,9 +89,12 @@ MODELS: dict[str, tuple[str, dict]] = {
         "deepseek_v2",
         MLA | ONE_GROUP | {"topk_method": "greedy", "routed_scaling_factor": 2.0, "n_shared_experts": 2},
     ),
+    "deepseek2-v2-groups": ("deepseek_v2", MLA | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0}),
     "deepseek2-lite": (
         "deepseek_v2",
-        MLA | ONE_GROUP | {"q_lora_rank": None, "topk_method": "greedy", "norm_topk_prob": False}
+        MLA
+        | ONE_GROUP
+        | {"q_lora_rank": None, "topk_method": "greedy", "norm_topk_prob": False}
         | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
     ),
     "deepseek2-v3": ("deepseek_v3", MLA | SIGMOID | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
@@ -113,15 +126,22 @@ MODELS: dict[str, tuple[str, dict]] = {
         "llama4_text",
         {"intermediate_size_mlp": 512, "interleave_moe_layer_step": 2, "num_hidden_layers": 4, "use_qk_norm": True},
     ),
+    "llama4-scout": (
+        "llama4_text",
+        {
+            "intermediate_size_mlp": 512,
+            "num_hidden_layers": 4,
+            "rope_parameters": LLAMA3,
+            "use_qk_norm": True,
+        },
+    ),
     "ernie4_5-moe": (
         "ernie4_5_moe",
-        {"moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2, "num_experts_per_tok": ABSENT},
+        {"moe_num_experts": 8, "moe_k": 3, "num_experts_per_tok": ABSENT, "intermediate_size": 1024},
     ),
-    "hunyuan-moe": (
-        "hunyuan_v1_moe",
-        {"num_shared_expert": [1, 1], "moe_intermediate_size": [256, 256], "num_experts_per_tok": ABSENT},
-    ),
-    "dots1": ("dots1", SIGMOID | {"layer_types": ["full_attention"] * 2}),
+    "hunyuan-moe": ("hunyuan_v1_moe", HUNYUAN),
+    "hunyuan-moe-a13b": ("hunyuan_v1_moe", HUNYUAN | HUNYUAN_A13B),
+    "dots1": ("dots1", SIGMOID | {"layer_types": ["full_attention"] * 2, "num_key_value_heads": 4}),
 }
 
 
@@ -130,7 +150,12 @@ def model(name: str, **changes) -> torch.nn.Module:
     family, values = MODELS[name]
     values = COMMON | (FAMILIES | SAME_CODE).get(family, ({},))[0] | SIZES | values | changes
     config = AutoConfig.for_model(family, **{key: value for key, value in values.items() if value is not ABSENT})
-    return randomised(AutoModelForCausalLM.from_config(config))
+    found = AutoModelForCausalLM.from_config(config)
+    computed = {name: buffer.clone() for name, buffer in found.named_buffers() if name not in found.state_dict()}
+    for name, buffer in randomised(found).named_buffers():
+        if name in computed:  # from the configuration, as gemma4's embed_scale
+            buffer.copy_(computed[name])
+    return found
 
 
 #: llama.cpp's name of a family of transformers.
@@ -408,7 +433,7 @@ ROLES = {
     "gate_up": r"blk\.\d+\.ffn_(gate|up|gate_up)_exps\.weight",
     "down": r"blk\.\d+\.ffn_down_exps\.weight",
     "dense": r"blk\.\d+\.ffn_(gate|up|down)(_shexp)?\.weight",
-    "attention": r"blk\.\d+\.(attn_(q|k|v|qkv|output|gate|q_a|q_b|kv_a_mqa|kv_b|k_b|v_b)|ssm_(ba|alpha|beta|out))\.weight",
+    "attention": r"blk\.\d+\.(attn_(q|k|v|qkv|output|gate|(q|kv|k|v)_[ab]|kv_a_mqa)|ssm_(ba|alpha|beta|out))\.weight",
     "embedding": r"token_embd\.weight",
     "head": r"output\.weight",
 }
@@ -566,7 +591,14 @@ def of_qwen35_metadata(config: Config) -> dict[str, Any]:
 
 
 def of_glm4(config: Config) -> dict[str, Any]:
-    return of_leading_dense(config) | {"rope.dimension_count": turned(config, 0.5), "expert_gating_func": 2}
+    """The layers that predict a second token are counted among the others, even where their tensors are left out."""
+    more = config.get("num_nextn_predict_layers", 0)
+    return of_leading_dense(config) | {
+        "block_count": config["num_hidden_layers"] + more,
+        "nextn_predict_layers": more,
+        "rope.dimension_count": turned(config, 0.5),
+        "expert_gating_func": 2,
+    }
 
 
 def of_leading_dense(config: Config) -> dict[str, Any]:
@@ -610,7 +642,9 @@ def of_gemma4(config: Config) -> dict[str, Any]:
         "attention.value_length": size,
         "attention.key_length_swa": config["head_dim"],
         "attention.value_length_swa": config["head_dim"],
-        "attention.head_count_kv": [heads if window else heads_of_full for window in windows] if heads_of_full else heads,
+        "attention.head_count_kv": [heads if window else heads_of_full for window in windows]
+        if heads_of_full
+        else heads,
         "expert_feed_forward_length": config["moe_intermediate_size"],
         "rope.dimension_count": size,
         "rope.dimension_count_swa": config["head_dim"],
@@ -637,7 +671,16 @@ def of_ernie(config: Config) -> dict[str, Any]:
 
 
 def of_hunyuan(config: Config) -> dict[str, Any]:
-    return {
+    """A13B's angles are slowed down by alpha, with a length that its configuration does not have."""
+    rope, size = config["rope_parameters"], config["hidden_size"] // config["num_attention_heads"]
+    slowed = {
+        "rope.freq_base": rope["rope_theta"] * rope.get("alpha", 1000) ** (size / (size - 2)),
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 1.0,
+        "rope.scaling.original_context_length": 256 * 1024,
+        "context_length": 256 * 1024,
+    }
+    return (slowed if rope["rope_type"] == "dynamic" else {}) | {
         "expert_shared_feed_forward_length": config["intermediate_size"],
         "expert_feed_forward_length": config["moe_intermediate_size"][0],
         "expert_used_count": config["moe_topk"][0],
@@ -691,7 +734,9 @@ def rope_factors(config: Config, arch: str) -> np.ndarray | None:
 
 SPECIAL = {0: "<|pad|>", 1: "<|bos|>", 98: "<|endoftext|>"}
 MERGES = ["t h", "Ġ t", "th e", "i n", "Ġ a", "Ġt h"]
-TEMPLATE = "{% for message in messages %}<|bos|>{{ message['role'] }}: {{ message['content'] }}<|endoftext|>{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}<|bos|>{{ message['role'] }}: {{ message['content'] }}<|endoftext|>{% endfor %}"
+)
 
 
 def vocabulary() -> list[str]:

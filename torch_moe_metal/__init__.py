@@ -77,14 +77,14 @@ def _register_quantizers() -> None:
 
 def _register_gguf() -> None:
     if is_supported():
-        from .transformers.gguf_files import register
+        from .gguf.in_transformers import register
 
         register()
 
 
 def _take_gguf_paths(module: str, name: str) -> None:
     if is_supported():
-        from .transformers.gguf_files import by_path
+        from .gguf.in_transformers import by_path
 
         by_path(getattr(sys.modules[module], name))
 
@@ -92,7 +92,7 @@ def _take_gguf_paths(module: str, name: str) -> None:
 # transformers is optional and slow to import: its interfaces of experts and attention and its quantizers learn of us
 # when somebody else imports them.
 after_import("transformers.integrations.moe", _register_experts)
-after_import("transformers.quantizers.auto", _register_quantizers)
+after_import("transformers.quantizers", _register_quantizers)
 after_import("transformers.integrations.gguf", _register_gguf)
 for module, name in (
     ("transformers.models.auto.auto_factory", "_BaseAutoModelClass"),

@@ -225,6 +225,18 @@ def rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor.index_select(0, rows).unsqueeze(-2)
 
 
+class Permuted(nn.Module):
+    """A linear layer whose packed columns are in another order than its its input."""
+
+    def __init__(self, linear: nn.Module, permutation: Tensor):
+        super().__init__()
+        self.linear = linear
+        self.register_buffer("permutation", permutation, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.index_select(-1, self.permutation))
+
+
 def as_autocast(x: Tensor) -> Tensor:
     """A layer's input as torch.nn.Linear takes it: autocast knows PyTorch's own ops alone."""
     return x.to(torch.get_autocast_dtype(x.device.type)) if autocasts(x) else x

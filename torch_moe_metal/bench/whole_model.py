@@ -3,8 +3,9 @@
 The model has the sizes of `--model` and random bf16 weights. It has `--layers` of all its layers, and its vocabulary is
 cut in the same proportion, so that the head weighs as much as it does in the whole model. All variants take turns in
 every round, on the same weights and the same tokens; told are medians over the rounds. Each of `--formats` makes two
-more variants, both with `patch`: experts alone packed, and all that is large. Each of `--context` is how many tokens
-are in the cache when decoding begins; their keys and values are random, as the weights are.
+more variants, both with `patch`: experts alone packed, and all that is large. Blocks of GGML's that `quantize` does not
+write are random. Each of `--context` is how many tokens are in the cache when decoding begins; their keys and values
+are random, as the weights are.
 """
 
 import copy
@@ -37,6 +38,8 @@ WHOLE = {
     "qwen3-30b-a3b": (48, {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}),
     "gpt-oss-20b": (24, {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}),
 }
+#: GGUF files have more bits in some weights: which formats, by the name of a weight and the number of its layer.
+MIXES = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
 EXPERTS_ALONE = [r"(?!.*experts).*"]  # what is skipped then
 
 
@@ -79,17 +82,48 @@ def variants(model: nn.Module, device: str) -> dict[str, Callable[[], nn.Module]
     return stock | {"experts_implementation": lambda: choose("moe_metal"), "patch": patched}
 
 
+def format_in(mix: str, weight: str) -> str:
+    """As llama.cpp has it: more bits for the head, and for values and down of every other layer."""
+    usual, more = MIXES[mix]
+    layer = next((int(part) for part in weight.split(".") if part.isdigit()), 0)
+    return more if "lm_head" in weight or (layer % 2 == 0 and ("v_proj" in weight or "down_proj" in weight)) else usual
+
+
+def pack_model(model: nn.Module, name: str, skip: list[str]) -> None:
+    """Have all that is large in a format, or in a mix of formats."""
+    from ..transformers import MoeMetalConfig, quantize_
+    from ..transformers.config import Form, pack_all
+    from ..transformers.packed import named_parts
+
+    packing = FORMATS.get(name)
+    if packing is not None and packing.format in WRITTEN:
+        quantize_(model, packing.format, packing.bits, packing.group, skip)
+        return
+    generator = torch.Generator(model.device).manual_seed(0)
+    plan = {
+        module: {weight: Form.of(name if packing else format_in(name, weight), 4, 64) for weight in forms}
+        for module, forms in MoeMetalConfig(skip=skip).plan(model).items()
+    }
+    pack_all(
+        model,
+        plan,
+        lambda weight, dense, form: named_parts(
+            weight.rpartition(".")[2], FORMATS[form.format].of(dense, generator=generator)
+        ),
+        progress=True,
+    )
+
+
 def packed_variants(model: nn.Module, formats: list[str]) -> dict[str, Callable[[], nn.Module]]:
     """The same for copies in these formats, which share what stays dense."""
     from ..rehearsal import wait_for_all
-    from ..transformers import patch, quantize_
+    from ..transformers import patch
 
     made = {}
     for name in formats:
-        packing = FORMATS[name]
         for told, skip in ((f"patch, {name} experts", EXPERTS_ALONE), (f"patch, {name}", [])):
             packed = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-            quantize_(packed, packing.format, packing.bits, packing.group, skip)
+            pack_model(packed, name, skip)
             patch(packed)
             made[told] = lambda packed=packed: packed
     wait_for_all()
@@ -201,7 +235,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_device(parser)
     parser.add_argument("--model", choices=WHOLE, default=DEFAULT, help=f"whose layers (default: {DEFAULT})")
     parser.add_argument("--layers", type=positive, default=4, help="of all its layers (default: 4, in 6 GB)")
-    packed = [name for name, packing in FORMATS.items() if packing and packing.format in WRITTEN]
+    packed = [*MIXES, *(name for name, packing in FORMATS.items() if packing)]
     told = f"packed weights, too: {' '.join(packed)} (default: none; each takes a minute to make and 4 GB)"
     parser.add_argument("--formats", nargs="+", choices=packed, default=[], metavar="FORMAT", help=told)
     told = f"how many tokens are in the cache at decode (default: {' '.join(map(str, CONTEXT))})"

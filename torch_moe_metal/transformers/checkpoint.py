@@ -24,6 +24,8 @@ SAFETENSORS = {
 #: What scales and offsets are stored in, and what dense weights are.
 SCALES = ("F32", "F16", "BF16")
 FP8_SCALES = ("F32", "BF16")
+#: Powers of two in a byte each, which become float32 while they are loaded: DeepSeek V4's scales.
+POWERS = "F8_E8M0"
 FLOATS = (*SCALES, "F64")
 #: Bits of a number, by safetensors' dtypes.
 NUMBER_BITS = (
@@ -65,9 +67,9 @@ class Stored:
             raise ValueError(f"torch_moe_metal: {self.file}: {self.name}: expected {name} beside it, which is missing")
         return tensors[name]
 
-    def read(self) -> list[int]:
-        """Its numbers, which are few: integers of 32 or 64 bits."""
-        dtype = {"I32": torch.int32, "I64": torch.int64}[self.dtype]
+    def read(self) -> list[int | float]:
+        """Its numbers, which are few: integers of 32 or 64 bits, or float32."""
+        dtype = {"I32": torch.int32, "I64": torch.int64, "F32": torch.float32}[self.dtype]
         with open(self.file, "rb") as opened:
             opened.seek(self.begin)
             numbers = opened.read(prod(self.shape) * dtype.itemsize)
@@ -161,9 +163,10 @@ def check_mxfp4(tensors: Mapping[str, Stored]) -> None:
             )
 
 
-def check_fp8(tensors: Mapping[str, Stored]) -> None:
+def check_fp8(tensors: Mapping[str, Stored]) -> set[str]:
     """`*.weight` [N, C] of float8, and beside it `*.weight_scale_inv` [N / 128, C / 128], rounded up. Some call the
-    scales otherwise."""
+    scales otherwise. -> the dtypes of these"""
+    scales: list[Stored] = []
     for name, tensor in tensors.items():
         stem, _, last = name.rpartition(".")
         if last == "weight_scale_inv":
@@ -175,4 +178,9 @@ def check_fp8(tensors: Mapping[str, Stored]) -> None:
             tensor.expect(len(tensor.shape) == 2, "F8_E4M3 [N, C]")
             blocks = [-(-size // FP8_BLOCK) for size in tensor.shape]
             scale.expect(list(scale.shape) == blocks, f"{blocks}, a scale for each 128 x 128 block of {name}")
-            scale.expect(scale.dtype in FP8_SCALES, "scales in F32 or BF16")
+            scale.expect(scale.dtype in (*FP8_SCALES, POWERS), f"scales in F32, BF16 or {POWERS}")
+            scales.append(scale)
+    for scale in scales:
+        alike = (scale.dtype == POWERS) == (scales[0].dtype == POWERS)
+        scale.expect(alike, f"{scales[0].dtype}, as {scales[0].name} is")
+    return {scale.dtype for scale in scales}

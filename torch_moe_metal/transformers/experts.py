@@ -148,6 +148,11 @@ def dtype_for(x: Tensor, arguments: dict) -> torch.dtype:
     return x.dtype if bias is None or bias.dtype == torch.float32 else bias.dtype
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether this module is on the experts interface."""
+    return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate"))
+
+
 def why_not_fused(experts: nn.Module) -> str | None:
     """Why the op cannot express this module, or None when it can."""
     return expert_arguments(experts)[1]

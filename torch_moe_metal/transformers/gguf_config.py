@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from .gguf_metadata import REQUIRED, ROPE_FREQS, Metadata, is_flag, is_int, rope
+from .gguf_metadata import LONG_FACTORS, REQUIRED, ROPE_FREQS, SHORT_FACTORS, Metadata, is_flag, is_int, rope
+
+__all__ = ["CONFIGS", "LONG_FACTORS", "ROPE_FREQS", "SHORT_FACTORS"]
 
 SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of the functions that make a router's scores
-GATINGS = {SOFTMAX: "softmax", SIGMOID: "sigmoid"}
 
 # GGUF architecture -> function of (metadata, tensor names) that returns transformers' configuration as a dict
 CONFIGS: dict[str, Callable[[dict, tuple[str, ...]], dict]] = {}
@@ -53,6 +54,13 @@ def decoder(file: Metadata, model_type: str, class_name: str) -> dict:
     if file.has("feed_forward_length"):
         config["intermediate_size"] = max(file.per_layer("feed_forward_length", minimum=0))
     return config
+
+
+def no_bias(file: Metadata, config: dict) -> None:
+    if config.pop("attention_bias"):
+        raise ValueError(
+            f"blk.0.attn_q.bias: expected no such tensor: transformers' model of {file.arch!r} has no bias"
+        )
 
 
 def end_tokens(file: Metadata) -> int | list[int] | None:
@@ -130,12 +138,9 @@ def qwen3_moe(file: Metadata) -> dict:
 
 @architecture("qwen2moe")
 def qwen2_moe(file: Metadata) -> dict:
-    config = decoder(file, "qwen2_moe", "Qwen2MoeForCausalLM")
+    config = decoder(file, "qwen2_moe", "Qwen2MoeForCausalLM") | attention(file) | experts(file)
     shared = "expert_shared_feed_forward_length"
-    return {
-        **config,
-        **attention(file),
-        **experts(file),
+    return config | {
         "qkv_bias": config.pop("attention_bias"),
         "moe_intermediate_size": expert_width(file, None),
         "shared_expert_intermediate_size": file.int(shared) if file.has(shared) else file.int("feed_forward_length"),
@@ -150,7 +155,7 @@ def qwen3_next(file: Metadata) -> dict:
     if inner % value_heads:
         raise file.error("ssm.inner_size", f"a multiple of ssm.time_step_rank, which is {value_heads}")
     interval = file.int("full_attention_interval", 4)
-    by_interval = [(layer + 1) % interval != 0 for layer in range(file.int("block_count"))]
+    by_interval = [(layer + 1) % interval != 0 for layer in range(file.blocks)]
     linear = file.per_layer("attention.recurrent_layers", by_interval, is_flag)
     shared = "expert_shared_feed_forward_length"
     shape = attention(file)
@@ -195,10 +200,9 @@ def gpt_oss(file: Metadata) -> dict:
 @architecture("mixtral", prefix="llama")
 def mixtral(file: Metadata) -> dict:
     """llama.cpp calls the architecture "llama", as it does dense models, which transformers reads itself."""
-    return {
-        **decoder(file, "mixtral", "MixtralForCausalLM"),
-        **attention(file),
-        **experts(file, "num_local_experts"),
+    config = decoder(file, "mixtral", "MixtralForCausalLM") | attention(file) | experts(file, "num_local_experts")
+    no_bias(file, config)
+    return config | {
         "intermediate_size": file.uniform("feed_forward_length"),
         "sliding_window": None,
     }
@@ -301,12 +305,9 @@ def granite_moe(file: Metadata) -> dict:
 @architecture("minimax-m2")
 def minimax_m2(file: Metadata) -> dict:
     file.require("expert_gating_func", file.gating(SIGMOID), SIGMOID)
-    return {
-        **decoder(file, "minimax_m2", "MiniMaxM2ForCausalLM"),
-        **attention(file),
-        **experts(file, "num_local_experts"),
-        "intermediate_size": expert_width(file),
-    }
+    config = decoder(file, "minimax_m2", "MiniMaxM2ForCausalLM") | attention(file) | experts(file, "num_local_experts")
+    no_bias(file, config)
+    return config | {"intermediate_size": expert_width(file)}
 
 
 @architecture("dots1")

@@ -19,10 +19,11 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from transformers.utils import logging
 
 from ..gguf import GgufFile, GgufTensor
+from ..gguf.in_transformers import architecture_of, read
+from ..layers import Permuted
 from .config import ALWAYS_DENSE, Form, MoeMetalConfig, Plan, alike, pack_all, packable, weight_names, within
 from .experts import NAME, why_not_packed
 from .gguf_architectures import CONVERSIONS, JoinGateUp
-from .gguf_files import architecture_of, read
 from .packed import Parts, let_transformers_initialise
 from .patch import is_experts
 from .quantizer import MoeMetal, PackedQuantizer, naming
@@ -60,18 +61,6 @@ def unpacked(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
         ) from None
     numbers = dequantize(blocks.numpy(), GGMLQuantizationType(tensor.type))
     return torch.from_numpy(numbers).view(tensor.shape).to(dtype)
-
-
-class Permuted(nn.Module):
-    """A linear layer whose packed columns are in another order than its input."""
-
-    def __init__(self, linear: nn.Module, permutation: Tensor):
-        super().__init__()
-        self.linear = linear
-        self.register_buffer("permutation", permutation, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.index_select(-1, self.permutation))
 
 
 # ------------------------------------------------------------------------------------------------ the quantizer

@@ -1,8 +1,9 @@
-"""Integer checkpoints of other projects - AWQ, GPTQ and compressed-tensors - which become affine while they are loaded.
+"""Checkpoints of other projects - AWQ, GPTQ and compressed-tensors - which become ours while they are loaded.
 
 Nothing is rounded: a code q with a scale s and a zero point z, (q - z) * s, is s * q + offset with the offset -z * s,
 which float32 holds exactly. Codes stay as they are; where a project packs them along the rows of the output, they are
-packed anew. Of compressed-tensors' symmetric weights not even that: what is stored is the affine layout.
+packed anew. Of compressed-tensors' symmetric weights not even that: what is stored is the affine layout. Its nvfp4 is
+ours, but for the number by which a whole weight is divided: our factor is its inverse.
 """
 
 import re
@@ -17,19 +18,19 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..formats import GROUPS
+from ..formats import FORMATS, GROUPS
 from ..packing import pack
 from ..reference import unpack
 from .checkpoint import Stored
-from .config import Form, MoeMetalConfig, described
-from .experts import why_not_packed
-from .packed import PROJECTIONS, Parts, columns_of, empty_parts, packed_modules, weight_shape
+from .config import FIXED, Form, MoeMetalConfig, described
+from .experts import expert_arguments, why_not_packed
+from .packed import PROJECTIONS, PackedExperts, Parts, columns_of, empty_parts, packed_modules, weight_shape
 from .packed import pack as pack_module
 from .patch import is_experts
 from .quantizer import PackedQuantizer, merged, merges_experts, packed_weight, whole_names
-from .sources import expect_all_experts
+from .sources import expect_all_experts, expert_of
 
-Affine = tuple[Tensor, Tensor, Tensor]  # data, scale, offset
+Ours = tuple[Tensor, Tensor, Tensor]  # data, scale, offset
 #: Where AutoAWQ puts each of 8 neighbouring columns in a word.
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
@@ -52,20 +53,26 @@ class Width:
 
 @dataclass(frozen=True)
 class Method:
-    """One project's way to store a weight [N, C]: what it calls its parts, and what they are in the affine format."""
+    """One project's way to store a weight [N, C]: what it calls its parts, and what they are in a format of ours."""
 
     data: str
     scale: str
     required: tuple[str, ...]  # and always there
     optional: tuple[str, ...]
-    affine: Callable[[Mapping[str, Tensor], "IntegerConfig", int], Affine]
+    ours: Callable[[Mapping[str, Tensor], "IntegerConfig", int], Ours]
     shapes: Callable[[int, int, int, int], dict[str, tuple[int, ...]]]  # of the parts, by N, C, bits and groups
     groups_axis: int  # of the scales
-    zeros: str = "qzeros"
+    zeros: str = "qzeros"  # what offsets are computed from
+    format: str = "affine"
 
     @property
     def parts(self) -> tuple[str, ...]:
         return (self.data, self.scale, *self.required, *self.optional)
+
+    @property
+    def has_factor(self) -> bool:
+        """Whether there is one number for a whole weight in the place of offsets."""
+        return FORMATS[self.format].offset == "factor"
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -97,7 +104,7 @@ def compressed_shapes(N: int, C: int, bits: int, groups: int) -> dict[str, tuple
     return parts | {"weight_scale": (N, groups), "weight_g_idx": (C,), "weight_shape": (2,)}
 
 
-def of_gptq(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> Affine:
+def of_gptq(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> Ours:
     """qweight [C * bits / 32, N], qzeros [C / group, N * bits / 32], less one but in its second version."""
     scales = given["scales"].float()
     zeros = unpack(given["qzeros"].contiguous().view(torch.uint8), bits)[:, : scales.shape[1]]
@@ -105,7 +112,7 @@ def of_gptq(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> 
     return given["qweight"].T.contiguous(), scales.T.contiguous(), -(zeros * scales).T.contiguous()
 
 
-def of_awq(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> Affine:
+def of_awq(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> Ours:
     """qweight [C, N / 8], qzeros [C / group, N / 8], of 4 bits in AutoAWQ's order."""
     scales = given["scales"].float()
     codes, zeros = (
@@ -115,7 +122,7 @@ def of_awq(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> A
     return pack(codes.T.contiguous(), 4), scales.T.contiguous(), -(zeros * scales).T.contiguous()
 
 
-def of_compressed_tensors(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> Affine:
+def of_compressed_tensors(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> Ours:
     """weight_packed [N, C * bits / 32], weight_scale [N, C / group], weight_zero_point [N * bits / 32, C / group]."""
     scale, zeros = given["weight_scale"], given.get("weight_zero_point")
     if zeros is not None:
@@ -123,6 +130,16 @@ def of_compressed_tensors(given: Mapping[str, Tensor], config: "IntegerConfig", 
         return given["weight_packed"], scale.float(), -(zeros * scale.float())
     scale = scale if scale.dtype == torch.bfloat16 else scale.float()  # float16 might overflow
     return given["weight_packed"], scale, scale * -(2 ** (bits - 1))
+
+
+def nvfp4_shapes(N: int, C: int, bits: int, groups: int) -> dict[str, tuple[int, ...]]:
+    return {"weight_packed": (N, C // 2), "weight_scale": (N, groups), "weight_global_scale": (1,)}
+
+
+def of_nvfp4(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> Ours:
+    """weight_packed [N, C / 2], weight_scale [N, C / 16] in e4m3, weight_global_scale, which divides."""
+    scale = given["weight_scale"].view(torch.uint8)  # which every device can stack and join
+    return given["weight_packed"], scale, 1 / given["weight_global_scale"].view(1)
 
 
 COMPRESSED_TENSORS = Method(
@@ -135,10 +152,22 @@ COMPRESSED_TENSORS = Method(
     groups_axis=1,
     zeros="weight_zero_point",
 )
+NVFP4 = Method(
+    "weight_packed",
+    "weight_scale",
+    ("weight_global_scale",),
+    ("input_global_scale",),
+    of_nvfp4,
+    nvfp4_shapes,
+    groups_axis=1,
+    zeros="weight_global_scale",
+    format="nvfp4",
+)
 METHODS = {
     "gptq": Method("qweight", "scales", ("qzeros",), ("g_idx",), of_gptq, gptq_shapes, groups_axis=0),
     "awq": Method("qweight", "scales", ("qzeros",), (), of_awq, awq_shapes, groups_axis=0),
     "compressed-tensors": COMPRESSED_TENSORS,
+    "nvfp4-pack-quantized": NVFP4,
 }
 
 
@@ -193,24 +222,35 @@ def overrides_of(config: Mapping) -> list[dict]:
 
 def compressed_tensors_of(config: Mapping) -> IntegerConfig | None:
     groups = config.get("config_groups")
-    groups = list(groups.values()) if isinstance(groups, dict) else [None]
-    if config.get("format") not in ("pack-quantized", "mixed-precision"):
+    groups = list(groups.values()) if isinstance(groups, dict) else []
+    weights = [group.get("weights") if isinstance(group, dict) else None for group in groups]
+    if not weights or not all(isinstance(each, dict) for each in weights) or config.get("transform_config"):
+        return None
+    usual = "pack-quantized" if config.get("format") == "mixed-precision" else config.get("format")
+    formats = [group.get("format") or usual for group in groups]
+    if all(format == "nvfp4-pack-quantized" for format in formats):
+        return nvfp4_of(weights)
+    if not all(format == "pack-quantized" for format in formats) or any(g.get("input_activations") for g in groups):
         return None
     widths = []
-    for group in groups:
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if not isinstance(weights, dict) or group.get("input_activations"):
+    for each in weights:
+        strategy = each.get("strategy")
+        if strategy not in ("group", "channel") or each.get("type", "int") != "int":
             return None
-        strategy, packed = weights.get("strategy"), group.get("format") in (None, "pack-quantized")
-        if strategy not in ("group", "channel") or not packed or weights.get("type", "int") != "int":
-            return None
-        size = weights.get("group_size") if strategy == "group" else -1
-        widths.append(Width(weights.get("num_bits"), size, weights.get("symmetric", True) is not False))
+        size = each.get("group_size") if strategy == "group" else -1
+        widths.append(Width(each.get("num_bits"), size, each.get("symmetric", True) is not False))
     return IntegerConfig("compressed-tensors", widths) if known(widths, (4, 8)) else None
 
 
+def nvfp4_of(weights: list[dict]) -> IntegerConfig | None:
+    """Whatever it says of activations, which are not quantised here."""
+    usual = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+    right = all(each.get(key, value) == value for each in weights for key, value in usual.items())
+    return IntegerConfig("nvfp4-pack-quantized", [Width(*FIXED["nvfp4"])]) if right else None
+
+
 class Repack(ConversionOps):
-    """A method's parts of a weight, or of all experts' weights, as one affine weight."""
+    """A method's parts of a weight, or of all experts' weights, as one weight of ours."""
 
     def __init__(self, quantizer: "Integers", operations: list[ConversionOps]):
         self.hf_quantizer = quantizer  # by which transformers knows that no part may be cast
@@ -229,8 +269,8 @@ class Repack(ConversionOps):
         apart = {name: {} for name in module.packing[weight]}
         for source, parts in given.items():
             for single in zip(*parts.values(), strict=True):
-                affine = method.affine(dict(zip(parts, single, strict=True)), config, bits)
-                for name, tensor in zip(apart, in_groups(affine, columns), strict=True):
+                ours = method.ours(dict(zip(parts, single, strict=True)), config, bits)
+                for name, tensor in zip(apart, in_groups(ours, columns), strict=True):
                     apart[name].setdefault(source, []).append(tensor)
         kwargs |= {"source_patterns": list(given)}
         found = {name: merged(self.operations, tensors, **kwargs) for name, tensors in apart.items()}
@@ -238,9 +278,9 @@ class Repack(ConversionOps):
         return whole_names(model, full_layer_name, {n: t[0] if isinstance(t, list) else t for n, t in parts.items()})
 
 
-def in_groups(affine: Affine, C: int) -> Affine:
+def in_groups(ours: Ours, C: int) -> Ours:
     """The same with groups that our ops know, by repeating the scales of larger ones."""
-    data, *beside = affine
+    data, *beside = ours
     data = data.view(torch.uint8)
     times = repeats(C // beside[0].shape[-1])
     return (data, *(part.repeat_interleave(times, -1) if times > 1 else part for part in beside))
@@ -252,8 +292,8 @@ def repeats(group: int) -> int:
 
 
 class Integers(PackedQuantizer):
-    """AWQ, GPTQ and compressed-tensors' integers, without the packages that transformers asks for. What is loaded is
-    ours from then on: it is saved as `MoeMetalConfig` would have made it."""
+    """AWQ, GPTQ, and compressed-tensors' integers and nvfp4, without the packages that transformers asks for. What is
+    loaded is ours from then on: it is saved as `MoeMetalConfig` would have made it."""
 
     def __init__(self, quantization_config: IntegerConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
@@ -285,7 +325,7 @@ class Integers(PackedQuantizer):
                 of_key.setdefault(pattern or "", []).append(parts)
         return found
 
-    def affine_form(
+    def form_of(
         self, model: nn.Module, key: str, stored: dict[str, list[dict[str, Stored]]]
     ) -> tuple[int, int, torch.dtype]:
         """Bits, group and dtype of the scales of a packed weight, or an error where its stored parts do not fit."""
@@ -311,10 +351,35 @@ class Integers(PackedQuantizer):
                 )
         with_zeros = {method.zeros in parts for singles in stored.values() for parts in singles}
         first.expect(len(with_zeros) == 1, f"{method.zeros} beside all that it is joined with, or beside none")
+        if len(stored) > 1 and method.has_factor and not is_linear_in_up(module):
+            self.expect_one_factor(stored)
         return *forms.pop(), method.dtype([parts for singles in stored.values() for parts in singles])
+
+    def expect_one_factor(self, stored: dict[str, list[dict[str, Stored]]]) -> None:
+        """An error where weights that are joined are divided by different numbers."""
+        divisors = [[parts[self.method.zeros] for parts in singles] for singles in stored.values()]
+        first, *others = (sorted(each, key=lambda divisor: expert_of(divisor.name)) for each in divisors)
+        for other in others:
+            for one, another in zip(first, other, strict=True):
+                same = one.read() == another.read()
+                another.expect(same, f"the number of {one.name}, since its experts clamp or add")
+
+    def form_as_told(self, parts: dict[str, Stored], N: int, C: int) -> tuple[int, int]:
+        """Bits and group of one weight [N, C] in a format that has no others."""
+        method, (bits, group) = self.method, FIXED[self.method.format]
+        parts[method.data].expect(
+            C % group == 0, f"a multiple of {group} columns, not {C} by the model's configuration"
+        )
+        dtypes = dict(zip(method.numbers, ("U8", "F8_E4M3", "F32"), strict=True))
+        for part, shape in method.shapes(N, C, bits, C // group).items():
+            right = parts[part].shape == shape or (part == method.zeros and parts[part].shape == ())
+            parts[part].expect(right and parts[part].dtype == dtypes[part], f"{dtypes[part]} {list(shape)}")
+        return bits, group
 
     def form(self, parts: dict[str, Stored], N: int, C: int) -> tuple[int, int]:
         """Bits and group of one weight [N, C]."""
+        if self.method.format in FIXED:
+            return self.form_as_told(parts, N, C)
         method, data, scale = self.method, parts[self.method.data], parts[self.method.scale]
 
         def shapes(width: Width) -> dict[str, tuple[int, ...]]:
@@ -340,7 +405,8 @@ class Integers(PackedQuantizer):
         return width.bits, C // groups // times
 
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
-        forms = {key: self.affine_form(model, key, stored) for key, stored in self.weights(model, tensors).items()}
+        weights, format = self.weights(model, tensors), self.method.format
+        forms = {key: self.form_of(model, key, stored) for key, stored in weights.items()}
         if not forms:
             found = f"{self.method.data} in its safetensors files, by its quantization_config"
             raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: expected tensors called {found}, got none")
@@ -348,11 +414,15 @@ class Integers(PackedQuantizer):
         def parts(name: str, dense: Tensor) -> Parts:
             if name not in forms:
                 raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: {name} is not packed as its sister is")
-            bits, group, dtype = forms[name]
-            return empty_parts(name.rpartition(".")[2], dense.shape, "affine", bits, group, dtype)
+            (bits, group, dtype), last = forms[name], name.rpartition(".")[2]
+            found = empty_parts(last, dense.shape, format, bits, group, dtype)
+            if self.method.has_factor:  # of each weight, until `one_factor`
+                size = (*dense.shape[:-2], len(weights[name]))
+                found[f"{last}_offset"] = torch.empty(size, dtype=torch.float32, device="meta")
+            return found
 
         for name in dict.fromkeys(key.rpartition(".")[0] for key in forms):
-            pack_module(model, name, "affine", parts)
+            pack_module(model, name, format, parts)
         self.quantization_config = as_our_own(model)
 
     @property
@@ -376,7 +446,24 @@ class Integers(PackedQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         super()._process_model_after_weight_loading(model, **kwargs)
+        for _, module in packed_modules(model):
+            if self.method.has_factor and "gate_up" in module.packing:
+                one_factor(module)
         model._weight_conversions = []  # what is packed is saved under the model's own names
+
+
+def is_linear_in_up(experts: nn.Module) -> bool:
+    """Whether c times up's rows make c times the output, but for down's bias."""
+    arguments, _ = expert_arguments(experts)
+    return not arguments.keys() & {"limit", "gate_up_bias"} and arguments.get("activation") != "swiglu_oai"
+
+
+def one_factor(experts: PackedExperts) -> None:
+    """Have one factor for gate and up, as the ops do, where each has its own. What up's is more is down's then."""
+    factors, down = (experts.parts(weight)[2] for weight in PROJECTIONS)
+    gate, up = factors[:, :1], factors[:, -1:]
+    experts._buffers[experts.packing["gate_up"][2]] = gate.contiguous()
+    experts._buffers[experts.packing["down"][2]] = down * (up / gate)
 
 
 def check_numbers(parts: Mapping[str, Stored], N: int, C: int, group: int) -> None:

@@ -23,9 +23,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..formats import BITS, GROUPS
 from ..layers import numbers
-from ..packing import MXFP4_GROUP
 from .checkpoint import SAFETENSORS, SCALES, Stored, stored_tensors
-from .config import ALWAYS_DENSE, within
+from .config import ALWAYS_DENSE, FIXED, within
 from .experts import DEVICES, why_not_packed
 from .packed import (
     PROJECTIONS,
@@ -49,9 +48,9 @@ INDEX = "model.safetensors.index.json"
 IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
 #: mlx-lm's projections of experts, by the op's word for the weight that they are in.
 EXPERTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
-MODES = ("affine", "mxfp4")
-#: Modes of MLX that no reader of ours knows, by bits and group.
-OTHER_MODES = {(4, 16): "nvfp4", (8, 32): "mxfp8"}
+#: MLX's modes, which have the names of our formats, with the bits and the group that hold where nothing is said. Only
+#: affine weights may have others.
+MODES = {"affine": (4, 64)} | {mode: FIXED[mode] for mode in ("mxfp4", "nvfp4", "mxfp8")}
 #: Families whose norms multiply by 1 + weight, which mlx-lm stores as one number.
 SHIFTED = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
 SHIFTED_NORMS = (
@@ -68,11 +67,11 @@ class MlxConfig(QuantizationConfigMixin):
     """What mlx-lm writes into config.json: bits, group and mode of all layers, and by a layer's path its own, or false
     where it is dense."""
 
-    def __init__(self, bits: int = 4, group_size: int = 64, mode: str = "affine", **layers):
+    def __init__(self, bits: int | None = None, group_size: int | None = None, mode: str = "affine", **layers):
         self.quant_method = METHOD
         layers.pop("quant_method", None)
         for name, value, kind in (("bits", bits, int), ("group_size", group_size, int), ("mode", mode, str)):
-            if type(value) is not kind:
+            if type(value) is not kind and (value is not None or kind is str):
                 raise ValueError(f"{name}: expected a value of type {kind.__name__}, got {value!r}")
         self.bits, self.group_size, self.mode, self.layers = bits, group_size, mode, layers
 
@@ -115,18 +114,29 @@ class Quantised:
         weight.expect(entry is not False, "no packed weight, since config.json says false for it")
         entry = {"mode": "affine"} | entry if isinstance(entry, dict) else config.default
         mode = entry["mode"]
-        runs = "affine or mxfp4, the modes that run here, and not"
-        scales.expect(mode in (*MODES, *OTHER_MODES.values()), f"{runs} {mode!r}, which config.json says")
+        known = isinstance(mode, str) and mode in MODES
+        scales.expect(known, f"{', '.join(MODES)}, the modes that run here, and not {mode!r}, which config.json says")
         dtypes = ("U8",) if mode != "affine" else SCALES
         scales.expect(scales.dtype in dtypes, f"{', '.join(dtypes)}, the scales of mode {mode}, which config.json says")
         biases = scales.beside(tensors, f"{stem}.biases") if mode == "affine" else None
         if biases:
             biases.expect((biases.dtype, biases.shape) == (scales.dtype, scales.shape), f"what {scales.name} is")
+        alone = f"{stem}.global_scale" not in tensors
+        scales.expect(alone, f"no {stem}.global_scale beside it: factors of whole matrices do not run here")
         return cls(weight, scales, biases, entry)
 
     @property
     def format(self) -> str:
-        return "affine" if self.biases else "mxfp4"
+        return self.entry["mode"]
+
+    @property
+    def said(self) -> tuple[int, int]:
+        """Bits and group by config.json. Where it has null, or nothing, MLX has its defaults."""
+        usual = MODES[self.format]
+        return tuple(
+            default if self.entry.get(name) is None else self.entry[name]
+            for name, default in zip(("bits", "group_size"), usual, strict=True)
+        )
 
     def bits_and_group(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Of a weight of this shape; an error where they are none that run, or not those of config.json."""
@@ -139,15 +149,14 @@ class Quantised:
         whole = groups > 0 and C % groups == 0
         self.scales.expect(whole, f"{rows} and groups of {C} columns")
         bits, group = words * 32 // C, C // groups
-        if self.format == "mxfp4":
-            mode = OTHER_MODES.get((bits, group))
-            said = f"mode affine or mxfp4, the ones that run here, and not {mode}" if mode else "mode mxfp4"
-            self.scales.expect((bits, group) == (4, MXFP4_GROUP), f"{said}: {C // MXFP4_GROUP} scales a row")
+        if self.format in FIXED:
+            of_mode = "{} bits in groups of {}, as mode {} has".format(*FIXED[self.format], self.format)
+            self.scales.expect((bits, group) == FIXED[self.format], of_mode)
         self.weight.expect(bits in BITS, f"{C} columns of 2, 3, 4, 5, 6 or 8 bits")
         self.scales.expect(group in GROUPS, f"a scale for each 16, 32, 64 or 128 of {C} columns")
-        said = self.entry.get("bits", bits), self.entry.get("group_size", group)
-        wrong = self.weight if bits != said[0] else self.scales
-        wrong.expect((bits, group) == said, f"{said[0]} bits in groups of {said[1]}, as config.json says")
+        wrong = self.weight if bits != self.said[0] else self.scales
+        of_config = "{} bits in groups of {}, as config.json says".format(*self.said)
+        wrong.expect((bits, group) == self.said, of_config)
         return bits, group
 
     def parts(self, shape: tuple[int, ...]) -> list[Tensor]:
@@ -279,7 +288,9 @@ def dense(given: dict[str, list[Tensor]], patterns: list[str], columns: int, dty
     if scales is None:
         return weight.to(dtype)
     of_row = torch.empty(0, columns, dtype=dtype, device=weight.device)
-    return numbers(weight.view(torch.uint8), scales, biases, "mxfp4" if biases is None else "affine", of_row)
+    form = weight.shape[-1] * 32 // columns, columns // scales.shape[-1]
+    mode = "affine" if biases is not None else next(mode for mode in MODES if MODES[mode] == form)
+    return numbers(weight.view(torch.uint8), scales, biases, mode, of_row)
 
 
 class LatentAttention(ConversionOps):

@@ -18,7 +18,8 @@ from .blocks import (
     selects_ours,
     why_left,
 )
-from .experts import NAME, why_not_fused
+from .experts import NAME, is_experts, why_not_fused
+from .stock_gguf import give_back, take
 
 FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
 # The implementations of experts and attention that a configuration had before `patch`, on the innermost model with this
@@ -77,6 +78,7 @@ def patch(model: nn.Module) -> Report:
     parts = [module for module in model.modules() if hasattr(type(module), "set_experts_implementation")]
     selected = {id(part.config): (part, part.config._experts_implementation) for part in parts}
     with all_or_nothing(model):
+        take(model)
         for part in parts:
             part.set_experts_implementation(NAME)
         report = fuse_all(model)
@@ -109,6 +111,7 @@ def unpatch(model: nn.Module) -> None:
                 implementation = vars(module).pop(ATTENTION_BEFORE)
                 if module.config._attn_implementation == NAME:
                     module.config._attn_implementation_internal = implementation
+        give_back(model)
 
 
 def model_of(given: object, caller: str) -> nn.Module:
@@ -194,11 +197,6 @@ def formats(module: nn.Module) -> str:
     """Which packed weights it holds."""
     parts = [part for part in module.modules() if getattr(part, "packing", None)]
     return ", ".join(sorted({part.format_of(weight) for part in parts for weight in part.packing}))
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether this module is on the experts interface."""
-    return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate"))
 
 
 def report_experts(name: str, module: nn.Module, parent: nn.Module) -> Row | None:

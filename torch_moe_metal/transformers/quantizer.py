@@ -26,9 +26,11 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
+from .. import reference
 from ..formats import FORMATS
 from ..ggml import power_of_two
 from ..integration import packed_checkpoints
+from ..layers import Permuted
 from ..packing import FP8_BLOCK, MXFP4_GROUP
 from ..transaction import all_or_nothing
 from .checkpoint import FLOATS, FP8_SCALES, POWERS, SAFETENSORS, SCALES, Stored, check_fp8, check_mxfp4, stored_tensors
@@ -36,6 +38,7 @@ from .config import Form, MoeMetalConfig, described, pack_all
 from .experts import DEVICES, NAME, why_not_packed
 from .packed import (
     PROJECTIONS,
+    PackedExperts,
     Parts,
     columns_of,
     dense_shape,
@@ -206,7 +209,7 @@ class PackedQuantizer(HfQuantizer):
         """The first that `save_pretrained` asks: what it writes of our own configuration is how the model is now."""
         if isinstance(self.quantization_config, MoeMetalConfig):
             self.quantization_config = model.config.quantization_config = described(model, self.quantization_config)
-        return None, {}
+        return joined_state(model), {}
 
     def is_serializable(self) -> bool:
         return True
@@ -219,6 +222,29 @@ class PackedQuantizer(HfQuantizer):
     def _dequantize(self, model, dtype=None):
         unpack(model, dtype or model.dtype)
         return model
+
+
+def joined_state(model: nn.Module) -> dict[str, Tensor] | None:
+    """The state of a model whose experts have gate and up apart, as in a GGUF file's pages, with one weight of both;
+    None for any other model, whose state is saved as it is."""
+    apart = {
+        f"{name}.{PROJECTIONS['gate_up']}": module
+        for name, module in packed_modules(model)
+        if isinstance(module, PackedExperts) and FORMATS[module.format].has_own_scales
+        if module.parts("gate_up")[0].dim() == 4
+    }
+    for name, module in model.named_modules():
+        if isinstance(module, Permuted):
+            raise ValueError(
+                f"torch_moe_metal: save_pretrained: {name}: its blocks' columns are in another order than its input, "
+                "which only its GGUF file says: keep the file, or dequantize() the model first"
+            )
+    if not apart:
+        return None
+    return {
+        name: reference.joined(tensor, None, not apart[name].is_concatenated) if name in apart else tensor
+        for name, tensor in model.state_dict().items()
+    }
 
 
 def find(model: nn.Module, tensors: dict[str, Stored], name: str) -> Stored | None:
@@ -353,9 +379,8 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
         return known and not config.modules_to_convert and super().serves(device_map)
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
-        skipped = self.quantization_config.modules_to_not_convert or []
-        if self.serves(device_map) and not (isinstance(skipped, list) and all(map(is_bounded, skipped))):
-            raise ValueError(f"modules_to_not_convert: expected module names or plain patterns, got {skipped!r}")
+        if self.serves(device_map):
+            expect_bounded(self.quantization_config.modules_to_not_convert)
         super().validate_environment(*args, device_map=device_map, **kwargs)
 
     def chosen(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -420,6 +445,12 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
         if numbers:
             updated.append(WeightConverter(".weight_scale_inv", ".weight_scale_inv", numbers))
         return updated
+
+
+def expect_bounded(skipped: object) -> None:
+    """An error where a file's list of modules to skip has patterns that may take long to match."""
+    if skipped is not None and not (isinstance(skipped, list) and all(map(is_bounded, skipped))):
+        raise ValueError(f"modules_to_not_convert: expected module names or plain patterns, got {skipped!r}")
 
 
 def is_bounded(pattern: object) -> bool:
@@ -544,6 +575,9 @@ class MoeMetal(PackedQuantizer):
         def parts(name: str, dense: Tensor, form: Form) -> Parts:
             module, _, name = name.rpartition(".")
             found = empty_parts(name, dense.shape, form.format, form.bits, form.group_size, dense.dtype)
+            if FORMATS[form.format].offset == "factor" and find(model, tensors, f"{module}.{name}_offset"):
+                factor = torch.empty(*dense.shape[:-2], 1, dtype=torch.float32, device="meta")
+                found = {**found, f"{name}_offset": factor}
             return as_stored(model, tensors, module, found) if self.pre_quantized else found
 
         if not self.pre_quantized:

@@ -8,7 +8,7 @@ from transformers.quantizers import auto
 from transformers.utils import logging
 
 from ..integration import packed_checkpoints
-from . import gguf_quantizer, integers, mlx, quantizer
+from . import gguf_quantizer, integers, metal, mlx, quantizer
 from .experts import NAME
 
 logger = logging.get_logger(__name__)
@@ -48,7 +48,7 @@ def take_over(stock):
             return stock(config, quantization_config, device_map, *args, **kwargs)
         decompress = getattr(quantization_config, "run_compressed", True) is False
         ours = None if decompress else claimed(found, device_map)
-        if ours is None and not (packed_checkpoints() and found.get("quant_method") in ("mxfp4", "fp8", NAME)):
+        if ours is None and not (packed_checkpoints() and found.get("quant_method") in ("mxfp4", "fp8", "metal", NAME)):
             return stock(config, quantization_config, device_map, *args, **kwargs)
         try:
             if ours is not None:
@@ -64,7 +64,7 @@ def take_over(stock):
 
 def register() -> None:
     """Have our quantizers in the places of transformers' own, and `from_pretrained` ask which one to take."""
-    for module in (quantizer, integers, mlx, gguf_quantizer):
+    for module in (quantizer, integers, mlx, metal, gguf_quantizer):
         module.register()
     stock = auto.get_hf_quantizer
     auto.get_hf_quantizer = take_over(stock)

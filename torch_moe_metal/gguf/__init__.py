@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .formats import FORMATS
+from ..formats import FORMATS
 
 #: GGML's numbers of its types, and our names for those.
 FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
@@ -203,8 +203,10 @@ class Header:
         self.expect_count(count, 8, key)
         if key in self.strings:
             return [self.string(key) for _ in range(count)]
+        data, at = self.data, self.at  # a vocabulary has many
         for _ in range(count):
-            self.take(self.number("Q", key), key)
+            at += 8 + int.from_bytes(data[at : at + 8], "little")
+        self.take(at - self.at, key)
         return count
 
     def read_tensors(self, count: int) -> dict[str, GgufTensor]:

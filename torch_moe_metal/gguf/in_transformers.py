@@ -5,29 +5,33 @@ import re
 from collections.abc import Container
 from pathlib import Path
 
-from .. import gguf
 from ..integration import packed_checkpoints
-from .gguf_config import CONFIGS, LONG_FACTORS, ROPE_FREQS, SHORT_FACTORS
+from . import SPLIT, GgufFile, parts_of
+from . import read as read_file
 
 #: A file in the hub's cache: the cache, the repository, its commit, and the file's name there.
 IN_CACHE = re.compile(r"(.*)/models--([^/]+)/snapshots/([0-9a-f]{40})/(.+)")
+#: Tensors that a configuration is made of.
+VALUES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+#: Where the metadata has the file's name, for messages.
+PATH = "torch_moe_metal.path"
 
 
-def read(path: str, strings: Container[str] = ()) -> gguf.GgufFile:
+def read(path: str, strings: Container[str] = ()) -> GgufFile:
     """A file, after all parts of a split one have come from the hub, whence transformers gets one."""
-    found, cached = gguf.SPLIT.fullmatch(Path(path).name), IN_CACHE.fullmatch(Path(path).as_posix())
+    found, cached = SPLIT.fullmatch(Path(path).name), IN_CACHE.fullmatch(Path(path).as_posix())
     if found and cached:
         from huggingface_hub import hf_hub_download
 
         cache, repository, commit, name = cached.groups()
-        for part in gguf.parts_of(Path(path), int(found[3])):
+        for part in parts_of(Path(path), int(found[3])):
             if not part.is_file():
                 there = (Path(name).parent / part.name).as_posix()
                 hf_hub_download(repository.replace("--", "/"), there, revision=commit, cache_dir=cache)
-    return gguf.read(path, strings)
+    return read_file(path, strings)
 
 
-def architecture_of(file: gguf.GgufFile) -> str:
+def architecture_of(file: GgufFile) -> str:
     """As CONFIGS has it. Mixtral's files say "llama", as those of dense models do, which are left to transformers."""
     found = file.metadata.get("general.architecture")
     if not isinstance(found, str):
@@ -36,12 +40,13 @@ def architecture_of(file: gguf.GgufFile) -> str:
 
 
 def read_gguf_metadata(stock, path: str, string_arrays: Container[str] = ()) -> tuple[dict, tuple[str, ...]]:
-    """transformers' own function of this name."""
+    """transformers' own function of this name. The numbers of VALUES, which say how angles are scaled, are beside the
+    metadata."""
     if not packed_checkpoints():
         return stock(path, string_arrays)
     file = read(path, string_arrays)
-    values = {name: file.tensors[name] for name in (ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS) if name in file.tensors}
-    known = {name: tensor.mapped().flatten().tolist() for name, tensor in values.items() if not tensor.is_packed}
+    values = {name: file.tensors[name] for name in VALUES if name in file.tensors and not file.tensors[name].is_packed}
+    known = {name: tensor.mapped().flatten().tolist() for name, tensor in values.items()}
     own = {"general.architecture": architecture_of(file), PATH: path}
     return file.metadata | known | own, tuple(file.tensors)
 
@@ -49,29 +54,29 @@ def read_gguf_metadata(stock, path: str, string_arrays: Container[str] = ()) -> 
 class Architectures(dict):
     """transformers' table of configurations, with ours while packed checkpoints are on."""
 
-    def __init__(self, stock: dict):
-        ours = {name: named(config) for name, config in CONFIGS.items()}
-        super().__init__(ours | stock)
-        self.stock = stock.keys()
+    @functools.cached_property
+    def ours(self) -> dict:
+        from ..transformers.gguf_config import CONFIGS
+
+        return {name: of_file(config) for name, config in CONFIGS.items() if name not in self.keys()}
 
     def __contains__(self, name) -> bool:
-        return name in self.stock or (packed_checkpoints() and super().__contains__(name))
+        return super().__contains__(name) or (packed_checkpoints() and name in self.ours)
+
+    def __missing__(self, name):
+        return self.ours[name]
 
 
-#: Where the metadata has the file's name, for messages.
-PATH = "torch_moe_metal.path"
-
-
-def named(config):
+def of_file(config):
     """A function of a configuration whose errors name the file."""
 
-    def of_file(metadata: dict, tensor_names: tuple[str, ...]) -> dict:
+    def named(metadata: dict, tensor_names: tuple[str, ...]) -> dict:
         try:
             return config(metadata, tensor_names)
         except ValueError as error:
             raise ValueError(f"torch_moe_metal: {metadata.get(PATH)}: {error}") from None
 
-    return of_file
+    return named
 
 
 def by_path(cls: type) -> None:
