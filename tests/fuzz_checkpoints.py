@@ -32,13 +32,17 @@ from transformers import AutoModelForCausalLM
 
 import checkpoints
 import fuzz
+import gguf_files
 import mlx_folders
 from tiny_models import tiny_model, tokens
-from torch_moe_metal import MoeMetalConfig
+from torch_moe_metal import MoeMetalConfig, gguf
 
 SECONDS = 120  # that one case may take
 TARGET = "checkpoints"
 WORKER = [sys.executable, "-X", "faulthandler", str(Path(__file__).resolve())]
+#: Where an error of transformers' own words would be ours.
+OURS = {"quantizer.py", "mlx.py", "integers.py", "config.py", "packed.py"}
+OURS |= {"gguf_quantizer.py", "gguf_config.py", "gguf_metadata.py", "gguf_architectures.py"}
 #: Of a quantization_config, what nothing in the files can tell to be wrong.
 UNCHECKED = {"checkpoint_format"}
 DTYPES = [
@@ -64,6 +68,13 @@ def dense(folder: Path) -> Path:
     return folder
 
 
+def blocks(folder: Path, name: str) -> Path:
+    """A GGUF file, as llama.cpp's Q4_K_M."""
+    folder.mkdir(parents=True)
+    gguf_files.write(gguf_files.model(name), folder / "model.gguf", gguf_files.Q4_K_M)
+    return folder
+
+
 KINDS = {
     "gpt_oss": checkpoints.gpt_oss,
     "fp8": functools.partial(checkpoints.fp8, family="qwen3_moe"),
@@ -77,6 +88,7 @@ KINDS = {
     "mlx_deepseek": functools.partial(mlx_folders.convert, family="deepseek_v3"),
     "mlx_gpt_oss": functools.partial(mlx_folders.convert, family="gpt_oss"),
     "dense": dense,
+    **{name: functools.partial(blocks, name=name) for name in ("qwen3moe", "gpt-oss", "deepseek2-v3", "gemma4")},
 }
 
 
@@ -105,7 +117,12 @@ def load(folder: Path, config: MoeMetalConfig | None = None):
     """The model, and what transformers says of its weights."""
     options = {"quantization_config": copy.deepcopy(config)} if config else {}
     options |= {"dtype": torch.float32, "device_map": "cpu", "output_loading_info": True}
+    options |= {"gguf_file": "model.gguf"} if is_gguf(folder) else {}
     return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def is_gguf(folder: Path) -> bool:
+    return (folder / "model.gguf").exists()
 
 
 @torch.no_grad()
@@ -281,6 +298,35 @@ def change_value(random: random.Random, config: dict, keep: tuple) -> tuple[tupl
     return tuple(path), home[last]
 
 
+def change_gguf(random: random.Random, folder: Path) -> Change:
+    """The metadata, the table of tensors, or how long the file is."""
+    file = folder / "model.gguf"
+    content = bytearray(file.read_bytes())
+    tensors = gguf.read(file).tensors.values()
+    header = min(tensor.begin for tensor in tensors)
+    way = random.choice(["byte", "byte", "number", "number", "name", "swapped", "cut", "longer"])
+    at = random.randrange(header)
+    if way == "byte":
+        for _ in range(random.choice([1, 1, 2, 8])):
+            content[random.randrange(header)] = random.randrange(256)
+    elif way in ("number", "name"):
+        name = random.choice([tensor.name for tensor in tensors]).encode()
+        at = content.index(len(name).to_bytes(8, "little") + name) + 8
+        at += random.randrange(len(name)) if way == "name" else len(name) + 4 * random.randrange(9)
+        value = random.choice([0, 1, 2, 33, 100, 256, 2**31, 2**32 - 1, random.randrange(2**32)])
+        size = 1 if way == "name" else 4
+        content[at : at + size] = (value % 256**size).to_bytes(size, "little")
+    elif way == "swapped":
+        one, two = sorted(random.sample(range(24, header - 8), 2))
+        content[one : one + 8], content[two : two + 8] = content[two : two + 8], content[one : one + 8]
+    elif way == "cut":
+        del content[random.choice([at, random.randrange(len(content))]) :]
+    else:
+        content += bytes(random.choice([1, 8, 4096]))
+    file.write_bytes(content)
+    return Change(f"{file.name}: {way} at {at}", setting=("gguf",))
+
+
 CHANGES = [change_tensor] * 5 + [change_bytes] * 2 + [change_file] + [change_config] * 4
 
 
@@ -291,7 +337,8 @@ def check(seed: int, number: int) -> tuple[str, str]:
     """The outcome of a case, and what it was."""
     drawn = random.Random(f"{seed}-{number}")
     kind = drawn.choice(sorted(KINDS))
-    original, way = whole(kind), drawn.choice(CHANGES)
+    original = whole(kind)
+    way = change_gguf if is_gguf(original.folder) else drawn.choice(CHANGES)
     with tempfile.TemporaryDirectory(prefix=f"fuzz_{kind}_") as home:
         folder = Path(home) / "broken"
         shutil.copytree(original.folder, folder)
@@ -314,6 +361,8 @@ def judge(original: Whole, folder: Path, change: Change) -> str:
     if not any(getattr(module, "packing", None) for module in model.modules()):
         return "refused"  # left to transformers
     logits, failed = attempt(lambda: run(model))
+    if is_gguf(folder):  # numbers and metadata may be others, and nothing else says so
+        return "refused" if failed else "right"
     expected, tolerance = original.logits, 0.05 if change.rounds else 1e-4
     quantised = change.setting and change.setting[0] in ("quantization_config", "quantization")
     if change.setting and not quantised:
@@ -363,7 +412,7 @@ def expect_named(error: Exception, folder: Path, change: Change) -> None:
         return
     frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     ours = {each.name for each in frames if "torch_moe_metal" in each.parts} - {"takeover.py"}
-    if str(folder) in text or not ours & {"quantizer.py", "mlx.py", "integers.py", "config.py", "packed.py"}:
+    if str(folder) in text or not ours & OURS:
         of_transformers = change.read_before or str(folder) in text or "ignore_mismatched_sizes" in text
         assert of_transformers or isinstance(error, OSError), f"an error without a file: {text}"
         return

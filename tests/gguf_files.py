@@ -12,7 +12,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,8 @@ def model(name: str, **changes) -> torch.nn.Module:
     torch.manual_seed(0)
     family, values = MODELS[name]
     values = COMMON | (FAMILIES | SAME_CODE).get(family, ({},))[0] | SIZES | values | changes
-    config = AutoConfig.for_model(family, **{key: value for key, value in values.items() if value is not ABSENT})
+    present = {key: copy.deepcopy(value) for key, value in values.items() if value is not ABSENT}
+    config = AutoConfig.for_model(family, **present)  # which adds to the dicts that it gets
     found = AutoModelForCausalLM.from_config(config)
     computed = {name: buffer.clone() for name, buffer in found.named_buffers() if name not in found.state_dict()}
     for name, buffer in randomised(found).named_buffers():
@@ -184,9 +185,9 @@ ARCHITECTURES = {
 # ------------------------------------------------------------------------------------------------ layout
 
 
-def layout(model, tensors: Tensors, *, whole_kv_b: bool = False, fuse: bool = False) -> Tensors:
+def layout(model, tensors: Tensors, *, whole_kv_b: bool = False, fuse: Container[str] = ()) -> Tensors:
     """A state dict in the names and layouts of a file. `whole_kv_b`: attn_kv_b in one piece, as files of before April
-    2025 have it. `fuse`: as the converter's options --fuse-gate-up-exps and --fuse-qkv have it."""
+    2025 have it. `fuse`: ffn_gate_up_exps and attn_qkv, the converter's options --fuse-gate-up-exps and --fuse-qkv."""
     arch, config = ARCHITECTURES[model.config.model_type], model.config.to_dict()
     names = gguf.get_tensor_name_map(architecture_of(arch), config["num_hidden_layers"])
     found: Tensors = {}
@@ -196,7 +197,7 @@ def layout(model, tensors: Tensors, *, whole_kv_b: bool = False, fuse: bool = Fa
                 found[named(names, part)] = moved
             else:
                 found |= {named(names, split): half for split, half in of_kv_b(config, part, moved)}
-    return fused(found) if fuse else found
+    return fused(found, lambda name: name.split(".")[2] in fuse)
 
 
 def architecture_of(arch: str) -> gguf.MODEL_ARCH:
@@ -346,12 +347,13 @@ FUSED = {
 }
 
 
-def fused(tensors: Tensors) -> Tensors:
+def fused(tensors: Tensors, wanted: Callable[[str], bool]) -> Tensors:
+    """With the tensors that are wanted put together of their parts, where a layer has them."""
     found = dict(tensors)
     for layer in {name.split(".")[1] for name in tensors if name.startswith("blk.")}:
         for whole, (parts, dimension) in FUSED.items():
             names = [f"blk.{layer}.{part}" for part in parts]
-            if all(name in found for name in names):
+            if wanted(f"blk.{layer}.{whole}") and all(name in found for name in names):
                 found[f"blk.{layer}.{whole}"] = torch.cat([found.pop(name) for name in names], dimension)
     return found
 
@@ -392,8 +394,7 @@ def dense(model, path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Mod
     }
     stored = dict(tensors_of(path))
     whole_kv_b = any(name.endswith("attn_kv_b.weight") for name in stored)
-    moved = layout(model, places, whole_kv_b=whole_kv_b)
-    moved = moved if set(moved) <= set(stored) else fused(moved)
+    moved = fused(layout(model, places, whole_kv_b=whole_kv_b), stored.__contains__)
     flat = torch.cat([tensor.flatten().to(dtype) for tensor in state.values()])
     for name, where in moved.items():
         flat[where.flatten()] = from_file(arch, name, numbers_of(stored[name])).to(dtype).flatten()
@@ -417,8 +418,10 @@ def tensors_of(path: Path) -> Iterator[tuple[str, gguf.ReaderTensor]]:
 
 
 def numbers_of(tensor: gguf.ReaderTensor) -> Tensor:
+    if tensor.tensor_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):  # in any byte order
+        return torch.from_numpy(tensor.data.astype(np.float32))
     with np.errstate(all="ignore"):
-        return torch.from_numpy(np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+        return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
 
 
 def types_of(path: Path) -> dict[str, str]:
@@ -437,6 +440,8 @@ ROLES = {
     "embedding": r"token_embd\.weight",
     "head": r"output\.weight",
 }
+#: Which types llama.cpp's Q4_K_M has, in every other layer.
+Q4_K_M = {"gate_up": "q4_k", "down": "q6_k", "dense": "q4_k", "attention": "q4_k", "embedding": "q4_k", "head": "q6_k"}
 #: What llama.cpp's quantize takes where rows are no multiple of 256 columns.
 NARROW = {"q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 #: Types that gguf does not write: where a block's float16 factors are, and how large they are beside the first, so
@@ -783,7 +788,8 @@ def write(
     types: str | Mapping[str, str] = "f32",
     *,
     whole_kv_b: bool = False,
-    fuse: bool = False,
+    fuse: Container[str] = (),
+    second_token: bool = False,
     extra: Mapping[str, np.ndarray] | None = None,
     metadata_changes: Mapping[str, Any] | None = None,
     shuffle: bool = False,
@@ -794,30 +800,59 @@ def write(
     seed: int = 0,
 ) -> Path:
     """A model as a file, or in parts of `tensors_per_file`; returns the path of the first. `types` are ggml's, in
-    small letters: one for all matrices, or by ROLES or names of tensors; what they do not name is float32. `extra`
-    tensors are added. `metadata_changes`: keys, in full, with other values; None leaves a key out. Big-endian files
-    have their blocks' factors as in others, as llama.cpp's converter writes them."""
+    small letters: one for all matrices, or by ROLES or names of tensors; what they do not name is float32.
+    `second_token` adds the layer that predicts one, as GLM's and Qwen's files have it; `extra` are more tensors.
+    `metadata_changes`: keys, in full, with other values; None leaves a key out. Big-endian files have their blocks'
+    factors as in others, as llama.cpp's converter writes them."""
     config, arch = model.config.to_dict(), ARCHITECTURES[model.config.model_type]
-    generator = np.random.default_rng(seed)
-    tensors = {}
-    for name, numbers in layout(model, model.state_dict(), whole_kv_b=whole_kv_b, fuse=fuse).items():
-        type = type_of(name, numbers.shape, types)
-        data = stored(to_file(arch, name, numbers), type, generator)
-        tensors[name] = data, GGMLQuantizationType[type.upper()]
-    if (factors := rope_factors(config, arch)) is not None:
-        tensors["rope_freqs.weight"] = factors, GGMLQuantizationType.F32
-    tensors |= {name: (data, None) for name, data in (extra or {}).items()}
+    numbers = layout(model, model.state_dict(), whole_kv_b=whole_kv_b, fuse=fuse)
+    values = metadata(config, arch, whole_kv_b)
+    if second_token:
+        numbers |= of_second_token(numbers, config)
+        values |= counted_second_token(values, config)
     order = GGUFEndian.BIG if big_endian else GGUFEndian.LITTLE
     writer = GGUFWriter(None, arch, endianess=order, split_max_tensors=tensors_per_file)
-    values = {f"{arch}.{key}": value for key, value in metadata(config, arch, whole_kv_b).items()}
-    for key, value in (values | dict(metadata_changes or {})).items():
+    of_arch = {f"{arch}.{key}": value for key, value in values.items()}
+    for key, value in (of_arch | dict(metadata_changes or {})).items():
         add_value(writer, key, value)
     if tokenizer:
         add_tokenizer(writer)
+    tensors = packed(config, arch, numbers, types, seed) | {name: (data, None) for name, data in (extra or {}).items()}
     for name in random.Random(seed).sample(list(tensors), len(tensors)) if shuffle else tensors:
         data, kind = tensors[name]
         writer.add_tensor(name, data, raw_dtype=kind)
     return written(writer, path, version)
+
+
+def packed(
+    config: Config, arch: str, numbers: Tensors, types: str | Mapping[str, str], seed: int
+) -> dict[str, tuple[np.ndarray, GGMLQuantizationType]]:
+    """Each tensor's bytes and type."""
+    generator, found = np.random.default_rng(seed), {}
+    for name, tensor in numbers.items():
+        type = type_of(name, tensor.shape, types)
+        data = stored(to_file(arch, name, tensor), type, generator)
+        found[name] = data, GGMLQuantizationType[type.upper()]
+    if (factors := rope_factors(config, arch)) is not None:
+        found["rope_freqs.weight"] = factors, GGMLQuantizationType.F32
+    return found
+
+
+def of_second_token(tensors: Tensors, config: Config) -> Tensors:
+    """The tensors of one more layer, which are those of the last one once more, and of what leads to it."""
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    last = {name: tensor for name, tensor in tensors.items() if name.startswith(f"blk.{layers - 1}.")}
+    own = {"eh_proj": torch.randn(hidden, 2 * hidden) * 0.05}
+    own |= {norm: torch.ones(hidden) for norm in ("enorm", "hnorm", "shared_head_norm")}
+    return {name.replace(f"blk.{layers - 1}.", f"blk.{layers}."): tensor for name, tensor in last.items()} | {
+        f"blk.{layers}.nextn.{name}.weight": tensor for name, tensor in own.items()
+    }
+
+
+def counted_second_token(values: dict[str, Any], config: Config) -> dict[str, Any]:
+    found = {"block_count": config["num_hidden_layers"] + 1, "nextn_predict_layers": 1}
+    recurrent = values.get("attention.recurrent_layers")
+    return found | ({"attention.recurrent_layers": [*recurrent, False]} if recurrent else {})
 
 
 def add_value(writer: GGUFWriter, key: str, value: Any) -> None:

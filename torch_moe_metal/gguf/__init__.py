@@ -174,6 +174,11 @@ class Header:
         except UnicodeDecodeError as error:
             raise ValueError(f"torch_moe_metal: {self.path}: {what}: expected UTF-8, got {error}") from None
 
+    def name(self, what: str) -> str:
+        found = self.string(what)
+        self.expect(found.isprintable(), what, "printable characters", found[:80])
+        return found
+
     def expect_count(self, count: int, least: int, what: str) -> None:
         """There is room for so many things, each of `least` bytes at least."""
         self.expect(count <= (self.size - self.at) // least, what, "as many as the file has room for", count)
@@ -182,7 +187,7 @@ class Header:
         self.expect_count(count, 13, "number of metadata")
         found = {}
         for _ in range(count):
-            key = self.string("a key of the metadata")
+            key = self.name("a key of the metadata")
             self.expect(key not in found, key, "a key once", "it twice")
             found[key] = self.value(key)
         return found
@@ -213,7 +218,7 @@ class Header:
         self.expect_count(count, 24, "number of tensors")
         entries = {}
         for _ in range(count):
-            name = self.string("a tensor's name")
+            name = self.name("a tensor's name")
             self.expect(name not in entries, name, "a tensor once", "it twice")
             dimensions = self.number("I", name)
             self.expect(1 <= dimensions <= MOST_DIMENSIONS, name, f"1 to {MOST_DIMENSIONS} dimensions", dimensions)

@@ -51,6 +51,23 @@ def read_gguf_metadata(stock, path: str, string_arrays: Container[str] = ()) -> 
     return file.metadata | known | own, tuple(file.tensors)
 
 
+def read_known_metadata(stock, path: str) -> tuple[dict, tuple[str, ...]]:
+    """The same where a model is made of it, which nobody may have for this architecture."""
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    found = read_gguf_metadata(stock, path)
+    name = found[0]["general.architecture"]
+    others = {re.sub(r"\W|_", "", each) for each in GGUF_SUPPORTED_ARCHITECTURES}  # in transformers' spelling
+    if name not in GGUF_CONFIG_ARCHS and re.sub(r"\W|_", "", name) not in others:
+        known = ", ".join(sorted({*GGUF_CONFIG_ARCHS, *GGUF_CONFIG_ARCHS.ours}))
+        raise ValueError(
+            f"torch_moe_metal: {path}: general.architecture: expected {known}, or one that transformers dequantises, "
+            f"got {name!r}"
+        )
+    return found
+
+
 class Architectures(dict):
     """transformers' table of configurations, with ours while packed checkpoints are on."""
 
@@ -100,6 +117,6 @@ def register() -> None:
 
     table = Architectures(gguf_config_mapping.GGUF_CONFIG_ARCHS)
     gguf_config_mapping.GGUF_CONFIG_ARCHS = home.GGUF_CONFIG_ARCHS = table
-    reader.read_gguf_metadata = home.read_gguf_metadata = functools.partial(
-        read_gguf_metadata, reader.read_gguf_metadata
-    )
+    stock = reader.read_gguf_metadata
+    reader.read_gguf_metadata = functools.partial(read_gguf_metadata, stock)
+    home.read_gguf_metadata = functools.partial(read_known_metadata, stock)

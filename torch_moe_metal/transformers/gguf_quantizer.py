@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import Concatenate, WeightConverter
+from transformers.core_model_loading import WeightConverter
 from transformers.integrations.gguf.dequant import GGML_BLOCK
 from transformers.integrations.gguf.dequant import dequantize as stock_dequantize
 from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS, Cast
@@ -50,7 +50,8 @@ def unpacked(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
     """The numbers of blocks, whether the ops have a reader for them or not."""
     blocks = tensor.mapped()
     if tensor.has_reader:
-        return ops.dequantize(blocks, None, None, format=tensor.format, dtype=dtype)
+        rows = blocks.view(-1, blocks.shape[-1])
+        return ops.dequantize(rows, None, None, format=tensor.format, dtype=dtype).view(tensor.shape)
     if tensor.type in GGML_BLOCK:
         return stock_dequantize(blocks.flatten(), tensor.type, dtype).reshape(tensor.shape)
     try:
@@ -104,10 +105,14 @@ class Gguf(PackedQuantizer, GgufHfQuantizer):
             # Finding names changes the conversions that are asked for them.
             self.sources = sources_of(model, self.file.tensors, copy.deepcopy(self.mapping))
             expect_all(model, self.sources)
+            sizes = {name: tensor.numel() for name, tensor in model.state_dict().items()}
             plan = plan_of(model, self.sources)
             pack_all(model, plan, lambda name, dense, form: packed_parts(name, dense, self.sources[name]))
+            self.packed = {weight for forms in plan.values() for weight in forms}
+            for name, given in self.sources.items():
+                if given.converter is not None and name not in self.packed:
+                    expect_numbers(list(given), sizes[name])
         let_transformers_initialise(model)
-        self.packed = {weight for forms in plan.values() for weight in forms}
         warn_of_dense([tensor for name, given in self.sources.items() if name not in self.packed for tensor in given])
 
     def get_state_dict(self, checkpoint_file: str, model: nn.Module) -> dict:
@@ -164,15 +169,22 @@ def expect_all(model: nn.Module, sources: dict[str, Sources]) -> None:
     if missing := sorted(known.keys() - sources.keys() - model.all_tied_weights_keys.keys()):
         raise ValueError(f"torch_moe_metal: missing: {', '.join(missing)}")
     for key, given in sources.items():
+        for tensor in given:
+            tensor.expect(tensor.is_packed or tensor.stored_dtype.is_floating_point, "floats or blocks")
         if given.converter is None:
             for tensor in given:
                 expect_shape(tensor, tuple(known[key].shape))
-        elif joins(given):
+        else:
             given.expect_patterns(given.patterns)
 
 
-def joins(given: Sources) -> bool:
-    return any(isinstance(operation, Concatenate | JoinGateUp) for operation in operations_of(given))
+def expect_numbers(tensors: list[GgufTensor], count: int) -> None:
+    """Tensors that are converted have as many numbers as what becomes of them, and two experts' weights one shape."""
+    first, found = tensors[0], sum(prod(tensor.shape) for tensor in tensors)
+    first.expect(found == count, f"{count} numbers with what is joined to it, by the metadata, not {found}")
+    for tensor in tensors:
+        if len(first.shape) == 3 and len(tensors) == 2 and "_exps" in first.name:
+            tensor.expect(tensor.shape == first.shape, f"shape {list(first.shape)}, that of {first.name}")
 
 
 def expect_shape(tensor: GgufTensor, shape: tuple[int, ...]) -> None:

@@ -6,7 +6,7 @@ the hub. Here they run on our `linear`. Experts stay dense: `MoeMetalConfig` pac
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 from transformers.quantizers import auto
 from transformers.quantizers.quantizer_metal import MetalHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -16,7 +16,15 @@ from ..integration import packed_checkpoints
 from .checkpoint import FLOATS, SAFETENSORS, SCALES, Stored
 from .mlx import FromWords, kind_of
 from .packed import Parts, columns_of, pack
-from .quantizer import PackedQuantizer, absent, as_stored, expect_bounded, packed_weight, runs_here
+from .quantizer import (
+    PackedQuantizer,
+    absent,
+    as_stored,
+    expect_bounded,
+    merges_experts,
+    packed_weight,
+    runs_here,
+)
 from .sources import Sources
 
 NAMES = ("weight", "scales", "qbiases")  # of data, scale and offset
@@ -77,8 +85,8 @@ class Metal(PackedQuantizer, MetalHfQuantizer):
             (N, C), module = dense.shape, name.rpartition(".")[0]
             if C % config.group_size:
                 raise ValueError(
-                    f"{name}: expected a multiple of {config.group_size} columns, its group_size, got {C}; "
-                    f"modules_to_not_convert=[{module!r}] leaves it dense"
+                    f"torch_moe_metal: {name}: expected a multiple of {config.group_size} columns, its group_size, "
+                    f"got {C}; modules_to_not_convert=[{module!r}] leaves it dense"
                 )
             sizes = (C * config.bits // 8, *[C // config.group_size] * 2)
             dtypes = (torch.uint8, dense.dtype, dense.dtype)
@@ -96,6 +104,13 @@ class Metal(PackedQuantizer, MetalHfQuantizer):
         words = [WeightConverter([rf"{kind}\.weight"], [rf"{kind}\.weight"], [FromWords()]) for kind in self.kinds]
         return [*words, *weight_conversions]
 
+    def check(self, model: nn.Module, sources: dict[str, Sources]) -> None:
+        super().check(model, sources)
+        known = model.state_dict()
+        for key, given in sources.items():
+            if given.converter is not None and joins_experts(given.converter):
+                given.expect([tuple(known[key].shape)], FLOATS)
+
     def check_part(self, module: nn.Linear, weight: str, part: str, sources: Sources) -> None:
         (N, columns), first = module._buffers[part].shape, next(iter(sources))
         if not self.pre_quantized:
@@ -112,6 +127,12 @@ class Metal(PackedQuantizer, MetalHfQuantizer):
 
     def get_quantize_ops(self) -> ConversionOps:
         return Quantize(self)
+
+
+def joins_experts(conversion: WeightConverter) -> bool:
+    """Whether it makes one dense weight of single experts' as they are."""
+    plain = all(isinstance(operation, MergeModulelist | Concatenate) for operation in conversion.operations)
+    return plain and merges_experts(conversion)
 
 
 def register() -> None:

@@ -473,15 +473,16 @@ class Mlx(PackedQuantizer):
         config = self.quantization_config
         if stem in config.layers:
             config.layers[stem] = False  # as it will be saved
-        if known.endswith(("self_attn.embed_q", "self_attn.unembed_out")):
-            attention = inside(model, name.rpartition(".")[0])[1]
-            nope, rank, rows = attention.qk_nope_head_dim, attention.kv_lora_rank, attention.v_head_dim
+        home = inside(model, name.rpartition(".")[0])[1]
+        latent = known.endswith(("self_attn.embed_q", "self_attn.unembed_out"))
+        if latent and hasattr(home, "kv_lora_rank"):  # the model may have no use for some layers
+            nope, rank, rows = home.qk_nope_head_dim, home.kv_lora_rank, home.v_head_dim
             sides = (rank, nope) if known.endswith("embed_q") else (rows, rank)
-            weight.bits_and_group((attention.num_heads, *sides))
+            weight.bits_and_group((home.num_heads, *sides))
         elif isinstance(getattr(module, "weight", None), nn.Parameter):
             weight.bits_and_group(tuple(module.weight.shape))
             self.kinds[kind_of(name)] = Dense(self)
-        elif hasattr(inside(model, name.rpartition(".")[0])[1], PROJECTIONS["gate_up"]):
+        elif hasattr(home, PROJECTIONS["gate_up"]):
             weight.weight.expect(False, "experts that are on transformers' interface for them, to run packed")
 
     def pack_layers(self, model: nn.Module, found: dict[str, Quantised]) -> None:
