@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+import gguf_files
 from conftest import SIMULATED
 from tiny_models import tiny_model
 from torch_moe_metal.examples import chat, compiled, models, swap
@@ -89,6 +90,13 @@ def test_chat_with_a_checkpoint_that_is_packed_while_it_is_loaded(checkpoint: st
     said = capsys.readouterr().out
     assert "affine" in said, said
     assert "tokens/s" in said
+
+
+def test_chat_with_a_gguf_file(tmp_path: Path, capsys):
+    path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", gguf_files.Q4_K_M)
+    chat.main([str(path), "--prompt", "hello", "--tokens", "4", "--device", "cpu"])
+    printed = capsys.readouterr().out
+    assert "q4_k, q6_k" in printed and "[4 tokens" in printed
 
 
 def test_chat_takes_a_name_of_the_hub(checkpoint: str, capsys, monkeypatch):

@@ -82,11 +82,11 @@ def _register_gguf() -> None:
         register()
 
 
-def _take_gguf_paths(module: str, name: str) -> None:
+def _take_gguf_paths(module: str) -> None:
     if is_supported():
-        from .gguf.in_transformers import by_path
+        from .gguf.in_transformers import take_paths
 
-        by_path(getattr(sys.modules[module], name))
+        take_paths(sys.modules[module])
 
 
 # transformers is optional and slow to import: its interfaces of experts and attention and its quantizers learn of us
@@ -94,12 +94,9 @@ def _take_gguf_paths(module: str, name: str) -> None:
 after_import("transformers.integrations.moe", _register_experts)
 after_import("transformers.quantizers", _register_quantizers)
 after_import("transformers.integrations.gguf", _register_gguf)
-for module, name in (
-    ("transformers.models.auto.auto_factory", "_BaseAutoModelClass"),
-    ("transformers.models.auto.configuration_auto", "AutoConfig"),
-    ("transformers.models.auto.tokenization_auto", "AutoTokenizer"),
-):
-    after_import(module, functools.partial(_take_gguf_paths, module, name))
+for name in ("modeling_auto", "configuration_auto", "tokenization_auto"):
+    module = f"transformers.models.auto.{name}"
+    after_import(module, functools.partial(_take_gguf_paths, module))
 after_import("transformers.modeling_utils", refusals.refuse_resizing)
 after_import("transformers.modeling_utils", _register_attention)
 after_import("peft.tuners.tuners_utils", refusals.refuse_merging)

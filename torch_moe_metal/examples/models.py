@@ -25,7 +25,7 @@ class Parser(ArgumentParser):
 
     def __init__(self, name: str, documentation: str, optional: bool = True):
         super().__init__(prog=f"python -m {__package__}.{name}", description=documentation.split("\n")[0])
-        told = "a checkpoint's folder, or its name on Hugging Face's hub, such as openai/gpt-oss-20b"
+        told = "a checkpoint's folder, a GGUF file, or a name on Hugging Face's hub, such as openai/gpt-oss-20b"
         if optional:
             told += " (default: none, but a small Qwen3-MoE with random weights)"
         self.add_argument("checkpoint", nargs="?" if optional else None, help=told)
@@ -38,6 +38,8 @@ class Parser(ArgumentParser):
         except Unfit as reason:
             self.end(str(reason))
         folder = Path(options.checkpoint or "")
+        if folder.suffix == ".gguf" and folder.is_file():
+            return options
         if not folder.is_dir() and not HUB_NAME.fullmatch(options.checkpoint):
             self.end(f"no such folder: {folder}")
         if options.checkpoint and folder.is_dir() and not (folder / "config.json").is_file():

@@ -2,8 +2,9 @@
 
 import functools
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
+from types import ModuleType
 
 from ..integration import packed_checkpoints
 from . import SPLIT, GgufFile, parts_of
@@ -96,10 +97,14 @@ def of_file(config):
     return named
 
 
-def by_path(cls: type) -> None:
-    """Have `from_pretrained` of one of transformers' Auto classes take the path of a GGUF file alone, too."""
-    stock = cls.from_pretrained.__func__
+def take_paths(module: ModuleType) -> None:
+    """Have `from_pretrained` of a module's Auto classes take the path of a GGUF file alone, too."""
+    for cls in list(vars(module).values()):
+        if isinstance(cls, type) and cls.__module__ == module.__name__ and "from_pretrained" in vars(cls):
+            cls.from_pretrained = by_path(vars(cls)["from_pretrained"].__func__)
 
+
+def by_path(stock: Callable) -> classmethod:
     @functools.wraps(stock)
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         path = Path(str(pretrained_model_name_or_path))
@@ -107,7 +112,7 @@ def by_path(cls: type) -> None:
             pretrained_model_name_or_path, kwargs["gguf_file"] = str(path.parent), path.name
         return stock(cls, pretrained_model_name_or_path, *args, **kwargs)
 
-    cls.from_pretrained = classmethod(from_pretrained)
+    return classmethod(from_pretrained)
 
 
 def register() -> None:

@@ -54,8 +54,12 @@ class Metal(PackedQuantizer, MetalHfQuantizer):
         return known and runs_here(device_map) and packed_checkpoints()
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
+        config = self.quantization_config
+        for name in ("bits", "group_size"):
+            if type(getattr(config, name)) is not int:
+                raise ValueError(f"torch_moe_metal: {name}: expected an integer, got {getattr(config, name)!r}")
         if self.pre_quantized and self.serves(device_map):
-            expect_bounded(self.quantization_config.modules_to_not_convert)
+            expect_bounded(config.modules_to_not_convert)
         super().validate_environment(*args, device_map=device_map, **kwargs)
 
     def update_device_map(self, device_map):
