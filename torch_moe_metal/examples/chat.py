@@ -1,4 +1,4 @@
-"""Chat with a Mixture-of-Experts checkpoint, in a folder, a GGUF file or on the hub: dense, or quantised and run packed.
+"""Chat with a Mixture-of-Experts checkpoint, in a folder, a GGUF file or on the hub: dense, or run as quantised.
 
 python -m torch_moe_metal.examples.chat CHECKPOINT [--bits 4] [--prompt TEXT] [--tokens 256] [--stock] [--device DEVICE]
 """
