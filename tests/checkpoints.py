@@ -4,11 +4,15 @@ import functools
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, MetalConfig
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_metal import MetalHfQuantizer
 
 from tiny_models import tiny_model
 from torch_moe_metal import quantize, reference
@@ -65,21 +69,30 @@ FP8_SIZES = {
 FP8_FAMILIES = ["qwen2_moe", "qwen3_next", "mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "deepseek_v2"]
 
 
-def fp8(folder: Path, family: str, scales: torch.dtype = torch.float32, **changes) -> Path:
+def fp8(
+    folder: Path, family: str, scales: torch.dtype = torch.float32, scale_fmt: str | None = None, **changes
+) -> Path:
     """What Qwen/Qwen3-30B-A3B-FP8 and deepseek-ai/DeepSeek-V3 look like: all linear layers but routers and the head.
-    The folder `dense` in it has the same in float32."""
+    With the scale_fmt "ue8m0" scales are powers of two: bytes called `scale` as in DeepSeek V4, or float32 as in V3.1,
+    whose o_proj has others all the same. The folder `dense` in it has the same in float32."""
     sizes = FP8_SIZES.get(family, {"moe_intermediate_size": 128, "intermediate_size": 128})
     model = tiny_model(family, **sizes | {"tie_word_embeddings": False} | changes).bfloat16()
+    model.config.dtype = torch.bfloat16  # which published ones say, and transformers cannot read off e8m0
     tensors = original(model)
     dense = {name: tensor.float() for name, tensor in tensors.items()}
     for name in [name for name in tensors if re.search(r"(_proj|_a_proj_with_mqa|\.w[123])\.weight$", name)]:
         data, scale, _ = quantize(tensors[name], "fp8")
+        bytes_alone = scales == torch.float8_e8m0fnu
+        if scale_fmt and (bytes_alone or ".o_proj." not in name):
+            scale = scale.log2().ceil().exp2()
         scale = scale.to(scales)
-        dense[name] = reference.dequantize(data, scale, format="fp8", dtype=torch.float32)
-        tensors |= {name: data.view(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+        dense[name] = reference.dequantize(data, scale.float(), format="fp8", dtype=torch.float32)
+        of_scale = f"{name.removesuffix('weight')}scale" if bytes_alone else f"{name}_scale_inv"
+        tensors |= {name: data.view(torch.float8_e4m3fn), of_scale: scale}
     tensors |= {name: tensor.float() for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")}
     skipped = [name.removesuffix(".weight") for name in tensors if name.endswith("mlp.gate.weight")]
     method = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    method |= {"scale_fmt": scale_fmt} if scale_fmt else {}
     write(folder, model, tensors, method | {"modules_to_not_convert": ["lm_head", *skipped]})
     write(folder / "dense", model, dense)
     return folder
@@ -183,6 +196,79 @@ def integers(folder: Path, way: str, family: str = "qwen3_moe", **changes) -> Pa
         tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
     write(folder, model, tensors, method)
     write(folder / "dense", model, dense)
+    return folder
+
+
+#: What llm-compressor writes of activations in 4 bits, and of weights.
+NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+ACTIVATIONS = NVFP4 | {"dynamic": "local"}
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def nvfp4_config(with_activations: bool) -> dict:
+    group = {
+        "targets": ["Linear"],
+        "weights": NVFP4 | {"dynamic": False},
+        "input_activations": ACTIVATIONS if with_activations else None,
+    }
+    method = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"]}
+    return method | {"config_groups": {"group_0": group}, "quantization_status": "compressed"}
+
+
+def nvfp4(
+    folder: Path, family: str = "qwen3_moe", with_activations: bool = False, apart: bool = False, **changes
+) -> Path:
+    """What llm-compressor writes: all linear layers but routers and the head, with a number for each weight that the
+    others are divided by; one for an expert's gate and up, unless they are `apart`. The folder `dense` in it has the
+    same in float32."""
+    sizes = {"moe_intermediate_size": 64, "intermediate_size": 64, "q_lora_rank": 32, "kv_lora_rank": 32}
+    model = tiny_model(family, **sizes | changes)
+    tensors = original(model.bfloat16())
+    before = {name: tensor.float() for name, tensor in tensors.items()}
+    dense = dict(before)
+    for name in [name for name in tensors if re.search(r"(_proj|_a_proj_with_mqa|\.w[123])\.weight$", name)]:
+        stem, weight = name.removesuffix("weight"), before[name]
+        other = "up_proj" if "gate_proj" in name else "gate_proj"
+        sister = before.get(re.sub("gate_proj|up_proj", other, name), weight)
+        largest = weight.abs().max() if apart else torch.maximum(weight.abs().max(), sister.abs().max())
+        divisor = 6 * 448 / largest
+        data, scale, _ = quantize(weight * divisor, "nvfp4")
+        del tensors[name]
+        tensors |= {f"{stem}weight_packed": data, f"{stem}weight_scale": scale.view(torch.float8_e4m3fn)}
+        tensors |= {f"{stem}weight_global_scale": divisor.view(1)}
+        tensors |= {f"{stem}input_global_scale": torch.ones(1)} if with_activations else {}
+        codes = torch.stack((data & 15, data >> 4), -1).flatten(-2)
+        scales = scale.view(torch.float8_e4m3fn).float().repeat_interleave(16, -1) / divisor
+        dense[name] = E2M1[codes.int()] * scales
+    write(folder, model, tensors, nvfp4_config(with_activations))
+    write(folder / "dense", model, dense)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------ MetalConfig
+
+#: What the families need for groups of 32 and 64 columns.
+METAL_SIZES = {
+    "deepseek_v3": {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16},
+    "qwen2_moe": {"shared_expert_intermediate_size": 64},
+}
+
+
+class Anywhere(MetalHfQuantizer):
+    """transformers' own quantizer, on machines without mps and without the hub's kernel."""
+
+    def validate_environment(self, *args, **kwargs) -> None:
+        pass
+
+
+def metal(folder: Path, family: str = "qwen3_moe", **options) -> Path:
+    """What transformers itself saves of a model that its `MetalConfig` packed. The folder `dense` in it has what it was
+    made of, in bfloat16."""
+    sizes = {"moe_intermediate_size": 64, "intermediate_size": 64, "tie_word_embeddings": False}
+    tiny_model(family, **sizes | METAL_SIZES.get(family, {})).bfloat16().save_pretrained(folder / "dense")
+    loading = {"device_map": "cpu", "dtype": "auto", "quantization_config": MetalConfig(**options)}
+    with mock.patch.dict(AUTO_QUANTIZER_MAPPING, metal=Anywhere):
+        AutoModelForCausalLM.from_pretrained(folder / "dense", **loading).save_pretrained(folder)
     return folder
 
 

@@ -1,9 +1,11 @@
 """What `mlx_lm.convert -q` writes of tiny random models, and the logits that mlx-lm itself computes."""
 
 import contextlib
+import importlib
 import io
 import json
 from pathlib import Path
+from unittest import mock
 
 import mlx.core as mx
 import mlx_lm
@@ -102,6 +104,16 @@ def convert(folder: Path, family: str, changes: dict | None = None, **options) -
     with contextlib.redirect_stdout(io.StringIO()):
         mlx_lm.convert(str(dense), str(folder / "mlx"), quantize=True, dtype="float32", **options)
     return folder / "mlx"
+
+
+def command(folder: Path, family: str, *arguments: str, **changes) -> Path:
+    """The same by mlx-lm's own command, with these arguments and no others."""
+    mx.set_default_device(mx.cpu)
+    dense, to = source(folder / "dense", family, **changes), folder / "mlx"
+    line = ["mlx_lm.convert", "--hf-path", str(dense), "--mlx-path", str(to), "-q", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()), mock.patch("sys.argv", line):
+        importlib.import_module("mlx_lm.convert").main()
+    return to
 
 
 def with_its_configuration(saved: Path, folder: Path) -> Path:

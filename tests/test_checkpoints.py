@@ -23,7 +23,9 @@ from transformers import (
     GPTQConfig,
     Mxfp4Config,
 )
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
@@ -32,15 +34,16 @@ import torch_moe_metal
 from checkpoints import formats
 from checks import relative
 from test_transformers import counted, generated
-from tiny_models import FAMILIES, tiny_model, tokens
+from tiny_models import FAMILIES, tiny_model, tiny_module, tokens
 from torch_moe_metal import MoeMetalConfig, integration
 from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
+from torch_moe_metal.transformers import integers as integers_module
 from torch_moe_metal.transformers import takeover
-from torch_moe_metal.transformers.integers import integers_of
+from torch_moe_metal.transformers.integers import integers_of, is_linear_in_up
 from torch_moe_metal.transformers.mlx import Mlx, MlxConfig
 from torch_moe_metal.transformers.packed import dense_shape, packed_modules
-from torch_moe_metal.transformers.quantizer import Fp8, MoeMetal, Mxfp4, runs_here
+from torch_moe_metal.transformers.quantizer import Fp8, FromPowers, MoeMetal, Mxfp4, runs_here
 
 PLAIN = {"dtype": torch.float32}
 
@@ -300,7 +303,18 @@ def deepseek_fp8(tmp_path_factory) -> Path:
     return checkpoints.fp8(tmp_path_factory.mktemp("deepseek_fp8"), "deepseek_v3")
 
 
-@pytest.mark.parametrize("name", ["qwen3_fp8", "deepseek_fp8"])
+@pytest.fixture(scope="session")
+def deepseek_v3_1(tmp_path_factory) -> Path:
+    return checkpoints.fp8(tmp_path_factory.mktemp("deepseek_v3_1"), "deepseek_v3", scale_fmt="ue8m0")
+
+
+@pytest.fixture(scope="session")
+def e8m0_fp8(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("e8m0_fp8")
+    return checkpoints.fp8(folder, "qwen3_moe", torch.float8_e8m0fnu, "ue8m0")
+
+
+@pytest.mark.parametrize("name", ["qwen3_fp8", "deepseek_fp8", "deepseek_v3_1", "e8m0_fp8"])
 def test_fp8_runs_packed(name, device, request):
     """All linear layers and experts stay float8; the logits are those of dense weights."""
     folder, ids = request.getfixturevalue(name), tokens(2, 9, device=device)
@@ -328,7 +342,7 @@ def test_fp8_of_every_family(family, tmp_path):
     assert set(formats(model).values()) == {"fp8"} and relative(model(ids).logits, expected) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["qwen3_fp8", "deepseek_fp8"])
+@pytest.mark.parametrize("name", ["qwen3_fp8", "deepseek_fp8", "deepseek_v3_1", "e8m0_fp8"])
 def test_fp8_is_saved_as_it_was(name, request, tmp_path):
     """By the same names, expert by expert, with the same bytes."""
     folder = request.getfixturevalue(name)
@@ -393,11 +407,11 @@ def as_fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
             lambda t: t.update({WEIGHT: t[WEIGHT].flatten()[0]} if WEIGHT in t else {}),
         ),
         (
-            f"{WEIGHT}_scale_inv: expected scales in F32 or BF16, got F16",
+            f"{WEIGHT}_scale_inv: expected scales in F32, BF16 or F8_E8M0, got F16",
             lambda t: t.update({k: v.half() for k, v in t.items() if k == f"{WEIGHT}_scale_inv"}),
         ),
         (
-            f"{WEIGHT}_scale_inv: expected scales in F32 or BF16, got F64",
+            f"{WEIGHT}_scale_inv: expected scales in F32, BF16 or F8_E8M0, got F64",
             lambda t: t.update({k: v.double() for k, v in t.items() if k == f"{WEIGHT}_scale_inv"}),
         ),
         (
@@ -421,6 +435,45 @@ def test_fp8_that_does_not_fit_is_named(qwen3_fp8, tmp_path, said, change):
     with pytest.raises(ValueError, match=said) as raised:
         load(folder)
     assert str(folder) in str(raised.value)
+
+
+OF_WEIGHT, OF_QUERY = WEIGHT.replace("weight", "scale"), "model.layers.0.self_attn.q_proj.scale"
+
+
+@pytest.mark.parametrize(
+    "said, change",
+    [
+        (f"{WEIGHT}: expected {WEIGHT}_scale_inv beside it, which is missing", lambda t: t.pop(OF_WEIGHT, 0)),
+        (
+            rf"{OF_QUERY}: expected \[1, 1\], a scale for each 128 x 128 block of \S+q_proj.weight, got F8_E8M0 \[1\]",
+            lambda t: t.update({k: v[0].clone() for k, v in t.items() if k == OF_QUERY}),
+        ),
+        (
+            f"{OF_QUERY}: expected F8_E8M0, as .*scale is, got F32",
+            lambda t: t.update({k: v.float() for k, v in t.items() if k == OF_QUERY}),
+        ),
+        (
+            f"{OF_WEIGHT}: expected scales in F32, BF16 or F8_E8M0, got U8",
+            lambda t: t.update({k: v.view(torch.uint8) for k, v in t.items() if k == OF_WEIGHT}),
+        ),
+    ],
+)
+def test_fp8_with_powers_of_two_that_does_not_fit_is_named(e8m0_fp8, tmp_path, said, change):
+    folder = broken(e8m0_fp8, tmp_path, change)
+    with pytest.raises(ValueError, match=said) as raised:
+        load(folder)
+    assert str(folder) in str(raised.value)
+
+
+def test_every_power_of_two():
+    """All bytes of e8m0 become the float32 that PyTorch has for them, and bytes again: also 2^-127, which float32 has
+    as a subnormal number, and NaN."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    there = FromPowers(None)
+    numbers = there.convert({"scale": [codes]})["scale"][0]
+    assert torch.equal(numbers.view(torch.int32)[:-1], codes.float().view(torch.int32)[:-1]) and numbers[-1].isnan()
+    back = there.reverse_op.convert({"scale": numbers})["scale"]
+    assert back.dtype == codes.dtype and torch.equal(back.view(torch.uint8), codes.view(torch.uint8))
 
 
 def test_fp8_without_an_expert_is_no_model(qwen3_fp8, tmp_path):
@@ -504,6 +557,7 @@ def test_codes_of_compressed_tensors_are_not_touched(integers):
         ("awq", {"version": "gemv"}),
         ("awq", {"zero_point": False}),
         ("compressed", {"format": "nvfp4-pack-quantized"}),
+        ("compressed", {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}),
         ("compressed", {"config_groups": {"g": {"weights": {"num_bits": 4, "strategy": "tensor_group"}}}}),
     ],
     ids=str,
@@ -511,6 +565,120 @@ def test_codes_of_compressed_tensors_are_not_touched(integers):
 def test_other_integers_are_left_to_transformers(way, changes):
     config = checkpoints.INTEGERS[way][3]
     assert integers_of(config) is not None and integers_of(config | changes) is None
+
+
+# ------------------------------------------------------------------------------------------------ nvfp4
+
+
+@pytest.fixture(scope="session")
+def nvfp4(tmp_path_factory):
+    """Made once for each kind of checkpoint."""
+    return functools.cache(
+        lambda family="qwen3_moe", **options: checkpoints.nvfp4(tmp_path_factory.mktemp("nvfp4"), family, **options)
+    )
+
+
+@pytest.mark.slow_on_mps
+@pytest.mark.parametrize(
+    "family, options",
+    [("qwen3_moe", {}), ("qwen3_moe", {"apart": True}), ("deepseek_v3", {"with_activations": True}), ("mixtral", {})],
+    ids=str,
+)
+def test_nvfp4_of_compressed_tensors(nvfp4, family, options, device, tmp_path):
+    """Its codes and scales stay as they are. Gate and up may be divided by different numbers. Saved, the model is one
+    of ours."""
+    folder, ids = nvfp4(family, **options), tokens(2, 9, device=device)
+    expected = load(folder / "dense", experts_implementation="eager")(ids.cpu()).logits
+    model = load(folder, device)
+    assert set(formats(model).values()) == {"nvfp4"} and "lm_head" not in formats(model)
+    report = torch_moe_metal.patch(model)
+    assert report["fused"] and not report["left"], str(report)
+    assert relative(model(ids).logits.cpu(), expected) <= 1e-5
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, device)
+    assert formats(again) == formats(model)
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+    assert relative(again(ids).logits.cpu(), expected) <= 1e-5
+    assert relative(load(folder).dequantize()(ids.cpu()).logits, expected) <= 1e-5
+
+
+def test_nvfp4_is_not_touched(nvfp4):
+    """Of linear layers codes and scales are the stored ones, and the factor is what float32 has for the inverse."""
+    before, layer = checkpoints.stored(nvfp4()), load(nvfp4()).model.layers[0].self_attn.q_proj
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(layer.weight, before[f"{name}_packed"])
+    assert torch.equal(layer.weight_scale, before[f"{name}_scale"].view(torch.uint8))
+    assert torch.equal(layer.weight_offset, 1 / before[f"{name}_global_scale"])
+
+
+def test_nvfp4_of_experts_that_clamp(nvfp4, monkeypatch):
+    """There down's factor cannot have what is up's: gate's and up's must be one number."""
+    kinds = {Qwen3MoeExperts: True, DeepseekV4Experts: False, GptOssExperts: False}
+    assert {kind: is_linear_in_up(tiny_module(kind)) for kind in kinds} == kinds
+    monkeypatch.setattr(integers_module, "is_linear_in_up", lambda module: False)
+    assert formats(load(nvfp4()))
+    with pytest.raises(
+        ValueError, match=r"0.up_proj.weight_global_scale: expected the number of \S+0.gate_proj"
+    ) as raised:
+        load(nvfp4(apart=True))
+    assert str(nvfp4(apart=True)) in str(raised.value)
+
+
+NVFP4 = "model.layers.1.mlp.experts.5.down_proj"
+
+
+@pytest.mark.parametrize(
+    "said, change",
+    [
+        (f"{NVFP4}.weight_packed: expected {NVFP4}.{part} beside it", lambda t, part=part: t.pop(f"{NVFP4}.{part}", 0))
+        for part in ("weight_scale", "weight_global_scale")
+    ]
+    + [
+        (f"{NVFP4}.{part}: expected {NVFP4}.weight_packed beside it", lambda t: t.pop(f"{NVFP4}.weight_packed", 0))
+        for part in ("input_global_scale",)
+    ]
+    + [
+        (
+            rf"{NVFP4}.weight_packed: expected U8 \[64, 32\], got U8 \[64, 16\]",
+            lambda t: t.update({k: v[:, :16].clone() for k, v in t.items() if k == f"{NVFP4}.weight_packed"}),
+        ),
+        (
+            rf"{NVFP4}.weight_scale: expected F8_E4M3 \[64, 4\], got U8 \[64, 4\]",
+            lambda t: t.update({k: v.view(torch.uint8) for k, v in t.items() if k == f"{NVFP4}.weight_scale"}),
+        ),
+        (
+            rf"{NVFP4}.weight_scale: expected F8_E4M3 \[64, 4\], got F8_E4M3 \[64, 2\]",
+            lambda t: t.update({k: v[:, :2].clone() for k, v in t.items() if k == f"{NVFP4}.weight_scale"}),
+        ),
+        (
+            rf"{NVFP4}.weight_global_scale: expected F32 \[1\], got F64 \[1\]",
+            lambda t: t.update({k: v.double() for k, v in t.items() if k == f"{NVFP4}.weight_global_scale"}),
+        ),
+        (
+            rf"{NVFP4}.weight_global_scale: expected F32 \[1\], got F32 \[64\]",
+            lambda t: t.update({k: v.repeat(64) for k, v in t.items() if k == f"{NVFP4}.weight_global_scale"}),
+        ),
+    ],
+)
+def test_nvfp4_that_does_not_fit_is_named(nvfp4, tmp_path, said, change):
+    folder = broken(nvfp4(with_activations=True), tmp_path, change)
+    with pytest.raises(ValueError, match=said) as raised:
+        load(folder)
+    assert str(folder) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "change", [{"group_size": 32}, {"type": "int"}, {"num_bits": 8}, {"symmetric": False}], ids=str
+)
+def test_other_floats_are_left_to_transformers(change):
+    config = checkpoints.nvfp4_config(with_activations=False)
+    assert integers_of(config) is not None
+    weights = config["config_groups"]["group_0"]["weights"]
+    assert integers_of(config | {"config_groups": {"group_0": {"weights": weights | change}}}) is None
+
+
+# ------------------------------------------------------------------------------------------------ integers, broken
 
 
 def wider(name: str) -> tuple[int, ...]:
@@ -798,6 +966,21 @@ print([str(warning.message) for warning in said], auto.AUTO_QUANTIZER_MAPPING["m
 """
     said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     assert "quantised checkpoints are not loaded packed, since" in said and "Mxfp4HfQuantizer" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["quantizers", "integrations.metal_quantization", "core_model_loading"])
+def test_registered_whatever_is_imported_first(first):
+    """Parts of transformers that import its quantizers themselves are not complete then."""
+    script = f"""
+import warnings, torch_moe_metal
+warnings.simplefilter("error", UserWarning)
+import transformers.{first}
+from transformers.quantizers import auto
+print(auto.AUTO_QUANTIZER_MAPPING["metal"].__module__)
+"""
+    said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert said.strip() == "torch_moe_metal.transformers.metal"
 
 
 @pytest.mark.parametrize("patched", [False, True])

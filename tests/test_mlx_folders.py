@@ -117,6 +117,52 @@ def test_modes(options, tmp_path, device):
     assert relative(model(ids.to(device)).logits.cpu(), mlx_folders.logits(folder, ids)) <= TOLERANCE
 
 
+@pytest.mark.slow_on_mps
+@pytest.mark.parametrize("family, tied", [("qwen3_moe", True), ("deepseek_v3", False)])
+@pytest.mark.parametrize("mode", ["nvfp4", "mxfp8"])
+def test_modes_of_the_command(mode, family, tied, tmp_path, device):
+    """Experts, linear layers, and embeddings, also a tied one; DeepSeek's latents are dequantised. Saved, it is the
+    same folder."""
+    ids = tokens(2, 9)
+    folder = mlx_folders.command(tmp_path / "a", family, "--q-mode", mode, tie_word_embeddings=tied)
+    model = load(folder, device)
+    assert set(formats(model).values()) == {mode} and "model.embed_tokens" in formats(model)
+    assert ("lm_head" in formats(model)) != tied
+    expected = mlx_folders.logits(folder, ids)
+    assert relative(model(ids.to(device)).logits.cpu(), expected) <= TOLERANCE
+    report = torch_moe_metal.patch(model)
+    assert report["fused"] and not report["left"], str(report)
+    assert relative(model(ids.to(device)).logits.cpu(), expected) <= TOLERANCE
+    model.save_pretrained(tmp_path / "b")
+    before, after = stored(folder), stored(tmp_path / "b")
+    for stem in packed_stems(tmp_path / "b"):
+        for name in (f"{stem}.weight", f"{stem}.scales"):
+            assert after[name].dtype == before[name].dtype and torch.equal(after[name], before[name]), name
+    saved = mlx_folders.with_its_configuration(tmp_path / "b", folder)
+    assert formats(load(saved)) == formats(model)
+    assert relative(mlx_folders.logits(saved, ids), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("arguments", ["--quant-predicate mixed_3_6", "--quant-predicate mixed_2_6 --q-bits 8", ""])
+def test_sizes_that_the_command_leaves_out(arguments, tmp_path):
+    """The recipes write null for groups that nobody asked for, and have MLX's own."""
+    ids = tokens(2, 9)
+    folder = mlx_folders.command(tmp_path / "a", "qwen3_moe", *arguments.split(), tie_word_embeddings=False)
+    entries = json.loads((folder / "config.json").read_text())["quantization"]
+    unsaid = [entry for entry in entries.values() if isinstance(entry, dict) and entry["group_size"] is None]
+    assert bool(unsaid) == bool(arguments)
+    model = load(folder)
+    assert relative(model(ids).logits, mlx_folders.logits(folder, ids)) <= TOLERANCE
+    model.save_pretrained(tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["quantization"] == dense_routers(entries)
+    assert torch.equal(load(tmp_path / "b")(ids).logits, model(ids).logits)
+
+
+def dense_routers(entries: dict) -> dict:
+    """What is saved of a folder's layers: routers are not packed any more."""
+    return {name: False if name.endswith("mlp.gate") else entry for name, entry in entries.items()}
+
+
 def layers_of_its_own(path: str, module) -> bool | dict:
     """One layer's attention and the embedding dense, another's experts wider, routers dense."""
     if re.search(r"layers\.0\.self_attn|embed_tokens|mlp\.gate$", path):
@@ -354,8 +400,12 @@ def test_what_does_not_fit_is_named(folder, tmp_path, said, change):
         ({"bits": 8}, r"\.weight: expected 8 bits in groups of 64, as config.json says"),
         ({"mode": "mxfp4"}, r"\.scales: expected U8, the scales of mode mxfp4, which config.json says"),
         ({"group_size": "64"}, r"config.json: group_size: expected a value of type int, got '64'"),
+        ({"mode": None}, r"config.json: mode: expected a value of type str, got None"),
+        ({"bits": 3, "group_size": None}, r"\.weight: expected 3 bits in groups of 64, as config.json says"),
+        ({QUERY: {"bits": None, "group_size": 32}}, f"{QUERY}.scales: expected 4 bits in groups of 32, as config.json"),
+        ({QUERY: {"mode": ["affine"]}}, f"{QUERY}.scales: expected affine, mxfp4, nvfp4, mxfp8, .* not .'affine'."),
         ({QUERY: {"bits": 8, "group_size": 64}}, f"{QUERY}.weight: expected 8 bits in groups of 64, as config.json"),
-        ({QUERY: {"bits": 4, "group_size": 64, "mode": "fp5"}}, f"{QUERY}.*: expected affine or mxfp4, .* not 'fp5'"),
+        ({QUERY: {"bits": 4, "group_size": 64, "mode": "fp5"}}, f"{QUERY}.*: expected affine, .* mxfp8, .* not 'fp5'"),
         ({QUERY: False}, f"{QUERY}.weight: expected no packed weight, since config.json says false for it"),
     ],
 )
@@ -365,11 +415,42 @@ def test_a_configuration_that_lies(folder, tmp_path, entry, said):
         load(changed(folder("qwen3_moe"), tmp_path, quantization_config=before | entry))
 
 
-@pytest.mark.parametrize("mode", ["nvfp4", "mxfp8"])
-def test_modes_that_do_not_run_are_named(tmp_path, mode):
-    folder = mlx_folders.convert(tmp_path, "qwen3_moe", q_mode=mode)
-    with pytest.raises(ValueError, match=rf"{folder}.*\.scales: expected mode affine or mxfp4, .* not {mode}"):
-        load(folder)
+@pytest.fixture(scope="session")
+def of_mode(tmp_path_factory):
+    """Made once for each mode."""
+    return functools.cache(
+        lambda mode: mlx_folders.command(tmp_path_factory.mktemp(mode), "qwen3_moe", "--q-mode", mode)
+    )
+
+
+@pytest.mark.parametrize(
+    "mode, said, change",
+    [
+        ("nvfp4", f"{UP}.weight: expected {UP}.scales beside it, which is missing", lambda t: t.pop(f"{UP}.scales")),
+        ("mxfp8", f"{QUERY}.scales: expected {QUERY}.weight beside it, wh", lambda t: t.pop(f"{QUERY}.weight")),
+        ("nvfp4", f"{UP}.scales: expected U8, the scales of mode nvfp4", as_dtype(torch.float32, f"{UP}.scales")),
+        ("mxfp8", f"{UP}.weight: expected U32, which its scales go with", as_dtype(torch.uint8, f"{UP}.weight")),
+        ("nvfp4", f"{UP}.scales: expected 4 bits in groups of 16, as mode nvfp4 has", cut(4, f"{UP}.scales")),
+        ("mxfp8", f"{UP}.scales: expected 8 bits in groups of 32, as mode mxfp8 has", repeated(2, f"{UP}.scales")),
+        ("mxfp8", f"{QUERY}.scales: expected 8 bits in groups of 32, as mode", cut(16, f"{QUERY}.weight")),
+        ("mxfp8", rf"{QUERY}.scales: expected \[64\] and groups of 128 columns", cut(3, f"{QUERY}.scales")),
+        (
+            "nvfp4",
+            f"{UP}.scales: expected rows .8, 64., by",
+            lambda t: t.update({f"{UP}.scales": t[f"{UP}.scales"][:4]}),
+        ),
+        (
+            "nvfp4",
+            f"{UP}.scales: expected no {UP}.global_scale beside it: factors of whole matrices do not run here",
+            lambda t: t.update({f"{UP}.global_scale": torch.ones(8)}),
+        ),
+    ],
+)
+def test_other_modes_that_do_not_fit_are_named(of_mode, tmp_path, mode, said, change):
+    broken = rewritten(of_mode(mode), tmp_path, change)
+    with pytest.raises(ValueError, match=said) as raised:
+        load(broken)
+    assert str(tmp_path) in str(raised.value)
 
 
 def test_experts_of_unknown_classes_are_named(folder, monkeypatch):
@@ -379,6 +460,14 @@ def test_experts_of_unknown_classes_are_named(folder, monkeypatch):
         ValueError, match=r"switch_mlp.\w+_proj.weight: expected experts that are on transformers' interface"
     ):
         load(folder("qwen3_moe"))
+
+
+def test_layers_that_the_model_does_not_have(folder, tmp_path):
+    """They are left over, as transformers has it."""
+    model = load(changed(folder("deepseek_v3"), tmp_path, num_hidden_layers=1))
+    assert len(model.model.layers) == 1 and torch.equal(
+        model.lm_head.weight, load(folder("deepseek_v3")).lm_head.weight
+    )
 
 
 def test_truncated(folder, tmp_path):

@@ -405,7 +405,7 @@ def test_unknown_options_are_named():
         ("whole modules, got 'gate_up_proj'.*; skip 'experts'", {"skip": ["gate_up_proj"]}),
         (
             "expected one format for model.layers.0.mlp.experts.gate_up_proj and .*down_proj",
-            {"layers": {"model.layers.0.mlp.experts.down_proj": {"format": "fp8"}}},
+            {"layers": {"model.layers.0.mlp.experts.down_proj": False}},
         ),
     ],
     ids=str,
@@ -439,15 +439,18 @@ def test_layers_by_their_whole_names(tmp_path):
 
 
 def test_layers_of_their_own_while_loading(tmp_path):
-    """What loading packs by `layers` is what `quantize_` packs: fp8, whose blocks end within an expert, and mxfp4."""
+    """What loading packs by `layers` is what `quantize_` packs: fp8, whose blocks end within an expert, and two formats of
+    one layer's experts."""
     folder, experts = saved("qwen3_moe", tmp_path), "model.layers.{}.mlp.experts"
     options = {
         "group_size": 32,
-        "layers": {experts.format(0): {"format": "fp8"}, experts.format(1): {"format": "mxfp4"}},
+        "layers": {experts.format(0): {"format": "fp8"}, f"{experts.format(1)}.down_proj": {"format": "q8_0"}},
     }
     loaded, model = load(folder, config=MoeMetalConfig(**options)), quantize_(load(folder), **options)
-    assert formats(loaded) == formats(model) and set(formats(model).values()) == {"affine", "fp8", "mxfp4"}
+    assert formats(loaded) == formats(model) and set(formats(model).values()) == {"affine", "fp8"}
+    assert loaded.model.layers[1].mlp.experts.down_format == "q8_0"
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    assert torch.allclose(loaded(tokens(2, 9)).logits, loaded.dequantize()(tokens(2, 9)).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("family, tower", [("qwen3_vl_moe", "visual"), ("qwen3_omni_moe_thinker", "audio_tower")])

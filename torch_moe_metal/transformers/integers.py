@@ -14,7 +14,13 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -28,7 +34,7 @@ from .packed import PROJECTIONS, PackedExperts, Parts, columns_of, empty_parts, 
 from .packed import pack as pack_module
 from .patch import is_experts
 from .quantizer import PackedQuantizer, merged, merges_experts, packed_weight, whole_names
-from .sources import expect_all_experts, expert_of
+from .sources import expect_all_experts
 
 Ours = tuple[Tensor, Tensor, Tensor]  # data, scale, offset
 #: Where AutoAWQ puts each of 8 neighbouring columns in a word.
@@ -309,7 +315,8 @@ class Integers(PackedQuantizer):
             each: converter.source_patterns for converter in converters for each in converter.source_patterns
         }
         found: dict[str, dict[str, list[dict[str, Stored]]]] = {}
-        for name, stored in tensors.items():
+        for name in sorted(tensors, key=dot_natural_key):  # the order in which they are loaded
+            stored = tensors[name]
             stem, _, part = name.rpartition(".")
             if part in self.method.parts:
                 stored.beside(tensors, f"{stem}.{self.method.data}")
@@ -357,8 +364,7 @@ class Integers(PackedQuantizer):
 
     def expect_one_factor(self, stored: dict[str, list[dict[str, Stored]]]) -> None:
         """An error where weights that are joined are divided by different numbers."""
-        divisors = [[parts[self.method.zeros] for parts in singles] for singles in stored.values()]
-        first, *others = (sorted(each, key=lambda divisor: expert_of(divisor.name)) for each in divisors)
+        first, *others = ([parts[self.method.zeros] for parts in singles] for singles in stored.values())
         for other in others:
             for one, another in zip(first, other, strict=True):
                 same = one.read() == another.read()

@@ -67,10 +67,10 @@ class Sources:
 
 
 def expect_all_experts(given: list[Stored], pattern: str, experts: int) -> None:
-    """An error where these are not the tensors of that many experts, one of each."""
-    numbers = sorted(expert_of(stored.name) for stored in given)
+    """An error where these, in the order in which they are loaded, are not one tensor of each expert in turn."""
+    numbers = [expert_of(stored.name) for stored in given]
     missing = sorted(set(range(experts)) - set(numbers))
-    told = f"without {', '.join(map(str, missing))}" if missing else f"of which {len(numbers)} are stored"
+    told = f"without {', '.join(map(str, missing))}" if missing else f"in turn, of which {len(numbers)} are stored"
     expected = f"{pattern} of the experts 0 to {experts - 1}, by the model's configuration, {told}"
     given[0].expect(numbers == list(range(experts)), expected)
 
