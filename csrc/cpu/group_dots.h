@@ -133,7 +133,7 @@ class GroupDots {
       unrolled<G>([&](auto i) {
         unrolled<2>([&](auto v) {
           const int64_t here = c + i * group + v * kLanes, column = g * group + here;
-          __builtin_prefetch(ahead + R * Packed<Read>::bytes(column));  // in memory's order
+          __builtin_prefetch(ahead + R * Packed<Read>::bytes(column), 0, 2);  // in memory's order
           Vec of_tokens[N];
           unrolled<N>([&](auto n) { of_tokens[n] = Vec::loadu(x + n * weight.columns + here); });
           unrolled<R>([&](auto r) {

@@ -19,6 +19,7 @@ inline int64_t rows_at_once(const Linear& call) {
 template <class Scalar>
 void rows(const Linear& call, const Tensor& x) {
   const int64_t T = call.T, N = call.N, at_once = rows_at_once(call), blocks = at::divup(N, at_once);
+  const int64_t ahead = at_once * at::get_num_threads();  // what this thread most likely takes next
   const float* from = elements<float>(x);
   auto* to = call.output.mutable_data_ptr<Scalar>();
   share(blocks, [&](auto take) {
@@ -31,7 +32,7 @@ void rows(const Linear& call, const Tensor& x) {
     float* out[kTokens];
     for (int64_t block = take(); block < blocks; block = take()) {
       const int64_t first = block * at_once, count = std::min(at_once, N - first);
-      const RowRange rows = {0, first, count}, next = {0, first + at_once, first + 2 * at_once <= N ? at_once : 0};
+      const RowRange rows = {0, first, count}, next = {0, first + ahead, first + ahead + at_once <= N ? at_once : 0};
       for (int64_t t = 0; t < T; t += kTokens) {
         const int64_t tokens = std::min(kTokens, T - t);
         for (int64_t i = 0; i < tokens; ++i) rows_of_x[i] = from + (t + i) * call.H, out[i] = &sums[i * at_once];
