@@ -9,11 +9,13 @@
 #   make sanitize  the CPU libraries under sanitizers, with the tests of the ops and the fuzzer
 #   make bench     times and ratios of every op
 #   make tune      measure what only this Mac's GPU can tell, and keep it: make tune ARGS="--model gpt-oss-20b"
-#   make report    what to send us from a Mac, in build/report: doctor.txt, bench.json, packed.json and tune.json
+#   make report    what to send us from a Mac, in build/report: doctor.txt, validated.txt, bench.json, packed.json, tune.json
+#   make validate  doctor under Metal's own checks of every call and every access of a shader
 #   make benchmarks  BENCHMARKS.md and the README's table anew, from the JSON files in benchmarks/
 #   make cross     the macOS extension compiled and linked on this machine against real macOS torch wheels;
 #                  CROSS="2.13.0 2.15.0" chooses them
 #   make wheel     a wheel for the torch that TORCH=2.13 chooses, tried in a fresh environment; dist/ keeps it
+#   make shaders   Apple's own compilers over every shader, on a Mac with Xcode: make shaders ARGS="--only linear"
 #   make lint      style and format checks, of the workflows too;  make format mends them
 #   make workflow  what GitHub would run, here: JOB=linux FILE=.github/workflows/test.yml
 #   make clean     remove what was built;  make distclean also removes .venv
@@ -40,9 +42,11 @@ MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm csrc/cpu/*/*.h shaders/*.h shaders/*/*.h shaders/*.metal)
 SIM_FILES := $(wildcard $(addprefix tests/metal_sim/,engine/*.h engine/*.cpp engine/shim/*.h device/*.h device/*.cpp device/*.mm))
 SIM_FILES += $(wildcard tests/gpu/shim/*.h)
+# Metal's checks, which are an Apple GPU's: man MetalValidation.
+CHECKED := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 MTL_SHADER_VALIDATION_REPORT_TO_STDERR=1
 export MAX_JOBS
 
-.PHONY: help demo test test-sim test-tools test-slow test-all bench tune benchmarks doctor mps report cross wheel fuzz sanitize lint workflow format clean distclean
+.PHONY: help demo test test-sim test-tools test-slow test-all bench tune benchmarks doctor validate mps report shaders cross wheel fuzz sanitize lint workflow format clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -106,6 +110,12 @@ tune: $(BUILT)
 doctor: $(BUILT)
 	@$(BIN)/python -m torch_moe_metal doctor
 
+# The same under Apple's own checks of each call and each access; a call that is wrong ends it.
+validate: $(BUILT)
+	@mkdir -p build
+	@set -o pipefail; $(CHECKED) $(BIN)/python -m torch_moe_metal doctor 2>&1 | tee build/validated.txt
+	@! grep Invalid build/validated.txt
+
 mps: $(BIN)/.ready
 	@$(BIN)/python tools/mps.py $(ARGS)
 
@@ -117,9 +127,13 @@ report: $(BUILT)
 	$(BIN)/python -m torch_moe_metal bench --json $(ARGS) > build/report/bench.json
 	$(BIN)/python -m torch_moe_metal bench --json --formats affine4 mxfp4 --dtypes bf16 $(ARGS) > build/report/packed.json
 	-$(BIN)/python -m torch_moe_metal tune --json > build/report/tune.json
+	-$(CHECKED) $(BIN)/python -m torch_moe_metal doctor > build/report/validated.txt 2>&1
 
 benchmarks: $(BIN)/.ready
 	@$(BIN)/python tools/benchmarks.py
+
+shaders: $(BUILT)
+	$(BIN)/python tools/compile_shaders.py $(ARGS)
 
 cross: $(BIN)/.ready-to-test
 	$(BIN)/python tools/cross.py $(CROSS)

@@ -133,7 +133,7 @@ struct ScaleParams {
 
 // Element (e, row, column) of a dense weight is at e * expert + row * row + column * column. Packed weights count
 // bytes, and have no `column`. Those whose scales lie within their blocks have neither scale nor offset here. Rows from
-// `half` on lie `gap` further: those of up, where gate and up are apart.
+// `gap_at` on lie `gap` further: those of up, where gate and up are apart.
 struct WeightParams {
   int64_t expert, row, column, gap;
   ScaleParams scale, offset;
@@ -142,7 +142,7 @@ struct WeightParams {
   WeightLayout layout;
   uint32_t split;       // decode: simdgroups that share the work on one row
   uint32_t has_factor;  // of the whole matrix, where the offset would be
-  uint32_t half;
+  uint32_t gap_at;
 };
 
 // Of so many bytes that follow one another, as many as one load can take.
@@ -152,8 +152,8 @@ constexpr uint32_t bytes_at_once(uint32_t bytes) {
 
 struct ExpertsParams {
   uint32_t T, E, K, H, I;
-  uint32_t long_ids;     // ids are int64
-  uint32_t wide_x;       // rows of x may be loaded 16 bytes at a time
+  uint32_t long_ids;            // ids are int64
+  uint32_t wide_x;              // rows of x may be loaded 16 bytes at a time
   uint32_t interleaved;         // gate and up rows lie in turn
   uint32_t bias_step, bias_up;  // gate row i's bias is number i * bias_step, and its up row's `bias_up` further
   // Decode: floats of a row of inner, and whether its elements lie as packed weights of down meet them.

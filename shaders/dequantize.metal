@@ -35,7 +35,7 @@ template <typename T>
              params.weight.layout == WeightLayout::rows_wide, codes);
   for (uint n = 0; n < kNarrowColumns; n += 8) {
     Vectors<2> eight;
-    piece_values(codes, n, eight);
+    piece_values<Codes, false>(codes, n, eight);
     values.at[n / 4] = eight.at[0];
     values.at[n / 4 + 1] = eight.at[1];
   }

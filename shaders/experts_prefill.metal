@@ -56,7 +56,7 @@ template <typename T, typename Reader, uint TileRows>
                                       constant ExpertsParams& params [[buffer(8)]],
                                       uint group [[threadgroup_position_in_grid]],
                                       uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup uint2 memory[TileRows * kStride * sizeof(T) / sizeof(uint2)];
+  threadgroup uint4 memory[TileRows * kStride * sizeof(T) / sizeof(uint4)];
   threadgroup uint rows[TileRows];
   constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows) / 2;
   const Tile tile = tile_of<TileRows>(tiles, group, (params.I + block - 1) / block, params);
@@ -103,7 +103,7 @@ template <typename T, typename Reader, uint TileRows>
                                    constant ExpertsParams& params [[buffer(8)]],
                                    uint group [[threadgroup_position_in_grid]],
                                    uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup uint2 memory[TileRows * kStride * sizeof(float) / sizeof(uint2)];
+  threadgroup uint4 memory[TileRows * kStride * sizeof(float) / sizeof(uint4)];
   threadgroup uint rows[TileRows];
   constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows);
   const Tile tile = tile_of<TileRows>(tiles, group, (params.H + block - 1) / block, params);

@@ -21,6 +21,7 @@ inline void list_tiles(device int4* tiles, uint expert, uint begin, uint count, 
   }
 }
 
+#if in_part(0)
 // Grid: one threadgroup per expert. Each reads all ids, and counts those of lower experts to find where its own begin:
 // E times the reads of a radix sort, from the cache, but one dispatch, no atomics and no order between threadgroups.
 [[host_name("experts_sort")]] [[kernel]] void experts_sort(
@@ -61,6 +62,7 @@ inline void list_tiles(device int4* tiles, uint expert, uint begin, uint count, 
     next += simd_sum(here);
   }
 }
+#endif
 
 // ------------------------------------------------------------------------------------------ combine
 
@@ -87,4 +89,6 @@ template <typename T>
 
 }  // namespace moe_metal
 
+#if in_part(1)
 instantiate_dtypes("experts_combine", experts_combine)
+#endif

@@ -49,7 +49,7 @@ template <typename T, typename Reader, uint TileRows>
                              device const T* bias [[buffer(4)]], device T* output [[buffer(5)]],
                              constant LinearParams& params [[buffer(6)]], uint group [[threadgroup_position_in_grid]],
                              uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup uint2 memory[TileRows * kStride * sizeof(T) / sizeof(uint2)];
+  threadgroup uint4 memory[TileRows * kStride * sizeof(T) / sizeof(uint4)];
   threadgroup uint rows[TileRows];
   constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows);
   const uint blocks = (params.N + block - 1) / block, band = params.band;

@@ -139,10 +139,11 @@ struct PackedTile {
   static void load(Row row, constant WeightParams& params, uint column, uint length, thread Piece& piece) {
     const uint count = whole ? kRun : column < length ? length - column : 0;
     load_piece(row, params, column, count, is_wide || params.layout == WeightLayout::rows_wide, piece);
+    if (count > 0) spread_nan(piece);
   }
   template <bool>
   static void eight(thread const Piece& piece, uint i, thread Vectors<2>& values) {
-    piece_values(piece, i, values);
+    piece_values<Codes, true>(piece, i, values);
   }
 };
 
@@ -278,7 +279,7 @@ void step(thread Products<TileRows>& products, thread Staged<TileRows, A>& stage
 // The products of a lane's rows of weights with the tile's: `count` rows of the matrix, whose numbers are rows[j].
 // `memory` has room for TileRows * kStride of A. `wide`: 16 bytes of the matrix may be loaded at a time.
 template <uint TileRows, typename Reader, typename A>
-void multiply_tile(thread Products<TileRows>& products, threadgroup uint2* memory, device const A* matrix,
+void multiply_tile(thread Products<TileRows>& products, threadgroup uint4* memory, device const A* matrix,
                    threadgroup const uint* rows, uint count, bool wide, Weights<typename Reader::Data> weights,
                    constant WeightParams& params, thread const RowNumbers<tile_matrices(TileRows)>& numbers,
                    uint length, uint thread_index) {

@@ -38,7 +38,7 @@ Weights<D> of_expert(device const D* data, device const uchar* scale, device con
 
 // Where a row begins.
 inline long row_place(constant WeightParams& params, uint number) {
-  return long(number) * params.row + (number < params.half ? 0 : params.gap);
+  return long(number) * params.row + (number < params.gap_at ? 0 : params.gap);
 }
 
 // ------------------------------------------------------------------------------------------ 16 bytes at once
@@ -172,8 +172,16 @@ void load_piece(PackedRow row, constant WeightParams& params, uint column, uint 
   }
   if (Codes::has_offset) piece.offset = load_number(row.offset + group * params.offset.group, params.scale_type);
 }
-// Values i to i + 7.
+// A code that is no number makes its row's product with any vector NaN, so the whole piece may be.
 template <typename Codes>
+void spread_nan(thread PackedPiece<Codes>& piece) {
+  uint nan = 0;
+#pragma unroll
+  for (uint n = 0; n < Codes::words; ++n) nan |= Codes::nan_bits(piece.words.at[n]);
+  piece.scale = nan ? NAN : piece.scale;
+}
+// Values i to i + 7; each code that is no number is NaN, if that is not spread.
+template <typename Codes, bool is_spread>
 void piece_values(thread const PackedPiece<Codes>& piece, uint i, thread Vectors<2>& values) {
   Vectors<2> codes;
   Codes::template eight<Codes::zero != 0>(piece.words, i, codes);
@@ -181,7 +189,7 @@ void piece_values(thread const PackedPiece<Codes>& piece, uint i, thread Vectors
   for (uint n = 0; n < 8; ++n) {
     const float code = codes.at[n / 4][n % 4] * (float(Codes::factor) / float(1u << Codes::place(i + n)));
     const float number = Codes::has_offset ? fma(piece.scale, code, piece.offset) : piece.scale * code;  // keeps -0
-    const float value = Codes::is_nan(piece.words, i + n) ? NAN : number;
+    const float value = !is_spread && Codes::is_nan(piece.words, i + n) ? NAN : number;
     values.at[n / 4][n % 4] = i + n < piece.count ? value : 0;
   }
 }

@@ -1,18 +1,22 @@
 """What csrc/mps/launch.mm asks of Metal, and what the kernels do with a grid that is not quite theirs."""
 
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import torch_moe_metal
 from cases import SAMPLES, Case, call, expected
 from checks import assert_matches
 from conftest import DEVICES, SIMULATED
 from simulated import lines_of
+from torch_moe_metal import doctor, tuning
 
 pytestmark = pytest.mark.skipif(
     not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal plays other systems and changes grids"
@@ -26,29 +30,73 @@ import torch, torch_moe_metal, simulated, metal_sim
 
 simulated.load()
 x = torch.tensor([float("nan"), -float("inf"), 1.0], device="mps")
-with metal_sim.playing_macos(int(sys.argv[1])):
+with metal_sim.playing_macos(int(sys.argv[1]), for_older_sdk=len(sys.argv) > 2):
     torch.ops.moe_metal.glu(x, x)
 print(metal_sim.compiled())
 """
 
 
-def on_macos(major: int) -> subprocess.CompletedProcess:
+def on_macos(*arguments: str) -> subprocess.CompletedProcess:
     """A process of its own: a library is compiled once."""
     here = __file__.rpartition("/")[0]
-    return subprocess.run([sys.executable, "-c", COMPILED, str(major)], cwd=here, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", COMPILED, *arguments], cwd=here, capture_output=True, text=True)
+
+
+def compiled_as(language: int) -> str:
+    return f"[Compiled(metal_version={language}, safe=True, precise=True, concurrently=True)]"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("major, language", [(14, 310), (15, 320), (26, 400)])
+@pytest.mark.parametrize("major, language", [(14, 310), (15, 320), (26, 400), (27, 400)])
 def test_safe_maths_on_every_macos(major: int, language: int) -> None:
     """macOS 14 knows `fastMathEnabled` alone; from 15 on it is `mathMode`, which leaves functions to be asked for."""
-    done = on_macos(major)
+    done = on_macos(str(major))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"[Compiled(metal_version={language}, safe=True, precise=True)]"
+    assert done.stdout.splitlines()[-1] == compiled_as(language)
+
+
+def test_macos_26_in_a_program_for_an_older_one() -> None:
+    """NSProcessInfo calls it 16 there, as in many Pythons."""
+    done = on_macos("26", "for an older SDK")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == compiled_as(400)
 
 
 def test_an_older_macos_is_refused() -> None:
-    assert "expected macOS 14 or newer, whose Metal knows bfloat16; this one is older" in on_macos(13).stderr
+    assert "expected macOS 14 or newer, whose Metal knows bfloat16; this one is older" in on_macos("13").stderr
+
+
+def test_a_virtual_mac_is_refused() -> None:
+    """Metal promises its GPU neither simdgroup matrices nor bfloat16. Nothing is compiled for it."""
+    script = """
+with metal_sim.playing_gpu("Apple Paravirtual device", 1005):
+    print(told(glu, x, x))
+print(metal_sim.compiled())
+"""
+    message, compiled = lines_of(script)
+    assert "expected an Apple GPU of family 7 or newer" in message and "Apple Paravirtual device is none" in message
+    assert compiled == "[]"
+
+
+def test_doctor_says_what_a_virtual_mac_lacks() -> None:
+    import metal_sim
+
+    assert dict(doctor.devices())["mps"] is None
+    with metal_sim.playing_gpu("Apple Paravirtual device", 1005):
+        assert "Apple Paravirtual device is none: a virtual Mac's GPU lacks" in dict(doctor.devices())["mps"]
+
+
+def test_doctor_says_how_long_libraries_took() -> None:
+    script = """
+from torch_moe_metal import doctor
+print(*doctor.compiling("mps"))
+glu(x, x), norm_add(x, x, x[0]), glu(x.half(), x.half())
+print(*doctor.compiling("mps"), *doctor.compiling("cpu"), sep="\\n")
+"""
+    nothing, total, *shaders = lines_of(script)
+    assert not nothing and total.startswith("libraries of shaders, as Metal compiled them: ")
+    assert [line.split()[:2] for line in shaders] == [["glu", "2,"], ["norm_add", "1,"]]
+    assert all(re.fullmatch(r".*, \d\.\d\d s each, at most \d\.\d\d s: part=0 dtype=[012]", line) for line in shaders)
 
 
 REFUSES = "echo one >> tries; echo 'program_source:1:1: error: not today' >&2; exit 1"
@@ -148,6 +196,113 @@ def test_results_across_a_commit(mps: str) -> None:
         assert commits(prefill) == (i + 4 >= period)
         assert_matches(got.pop(), expected("experts", case.arguments(), case.options), case.longest_sum)
         commit_before(one)
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_MPS_TRACE_SIGNPOSTS", "MTL_CAPTURE_ENABLED"])
+def test_no_commits_where_pytorch_would_keep_each(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With signposts or a capture, a commit leaves PyTorch's command buffer behind, and PyTorch commits by itself."""
+    monkeypatch.setenv(variable, "1")
+    script = """
+with metal_sim.record() as record:
+    for _ in range(40):
+        glu(x, x)
+print(len(record.dispatches), record.commits)
+"""
+    assert lines_of(script) == ["40 0"]
+
+
+TIMEOUT = "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
+
+
+@pytest.fixture
+def commits_each_dispatch() -> Iterator[None]:
+    tuning.use(tuning.defaults() | {"commit_dispatches": 1})
+    yield
+    tuning.use(tuning.defaults())
+
+
+def test_a_failed_command_buffer_is_told_once(mps: str) -> None:
+    """By the next launch, whichever it is. PyTorch up to 2.14 says nothing, and memory holds what it held."""
+    import metal_sim
+
+    x = torch.randn(1, 64, device=mps)
+    commit_before(lambda: torch.ops.moe_metal.glu(x, x))
+    with metal_sim.failing_commits(TIMEOUT):
+        period = commit_before(lambda: torch.ops.moe_metal.glu(x, x))
+    kernels = f"after {period} of our kernels, of which glu_float was the last"
+    told = f"moe_metal: the GPU gave up on earlier work, {kernels}: {TIMEOUT}\nWhat was computed there and since is"
+    with pytest.raises(RuntimeError, match=re.escape(told)):
+        torch_moe_metal.norm_add(x, x, x[0])
+    assert torch_moe_metal.norm_add(x, x, x[0]).isfinite().all()
+
+
+def test_the_first_failure_is_told(mps: str, commits_each_dispatch: None) -> None:
+    """Of an op of four dispatches, each of which is committed alone."""
+    import metal_sim
+
+    case, x = sized("experts", "prefill", T=40), torch.randn(1, 64, device=mps)
+    torch.ops.moe_metal.glu(x, x)  # which commits what earlier tests have left
+    with metal_sim.failing_commits(TIMEOUT), metal_sim.record() as record:
+        call(torch.ops.moe_metal.experts, "experts", case.arguments(mps), case.options)
+    assert record.commits == 4
+    with ThreadPoolExecutor(4) as pool:  # one of the threads is told
+        errors = [*pool.map(lambda _: error_of(lambda: torch.ops.moe_metal.glu(x, x)), range(8))]
+    (error,) = filter(None, errors)
+    assert f"after 1 of our kernels, of which {record.kernels[0]} was the last" in error
+
+
+def error_of(run: Callable[[], object]) -> str:
+    try:
+        run()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+# What a long prompt is cut into.
+MANY = {
+    "experts": {"T": 100_000, "E": 128, "K": 8, "H": 2048, "I": 768},
+    "linear": {"T": 100_000, "N": 8192, "H": 4096},
+}
+
+
+def flops_of(case: Case) -> int:
+    """Of the larger of the products."""
+    dims = case.dims
+    return dims["T"] * dims["H"] * (4 * dims["K"] * dims["I"] if case.op == "experts" else 2 * dims["N"])
+
+
+@pytest.mark.parametrize("op", MANY)
+def test_no_dispatch_takes_a_second(op: str, mps: str) -> None:
+    """On the slowest M1, whose GPU has 2.3 TFLOPS and gives half of them: macOS gives up on work that takes seconds."""
+    import metal_sim
+
+    case = Case(op, "many", MANY[op], dtype=torch.bfloat16)
+    with metal_sim.host_only(), metal_sim.record() as record:
+        args = {n: torch.empty(case.size(s), dtype=case.dtype, device=mps) for n, s in case.shapes.items()}
+        args |= {"ids": args["ids"].int()} if "ids" in args else {}
+        call(getattr(torch.ops.moe_metal, op), op, args, {})
+    tiles = [dispatch for dispatch in record.dispatches if "down" not in dispatch.kernel and "tiles" in dispatch.kernel]
+    assert 0.5 < flops_of(case) / len(tiles) / (2.3e12 / 2) < 1
+    assert max(tile.grid[0] for tile in tiles) < 1.1 * min(tile.grid[0] for tile in tiles)
+
+
+@pytest.mark.parametrize("op", MANY)
+def test_the_cut_of_a_long_prompt_changes_no_bit(op: str, mps: str) -> None:
+    """Though the pieces have other tiles."""
+    import metal_sim
+
+    dims = {"T": 300, "E": 4, "K": 2, "H": 72, "I": 64} if op == "experts" else {"T": 300, "N": 136, "H": 120}
+    case = replace(ODD[op], name="cut", dims=ODD[op].dims | dims)
+    whole = call(getattr(torch.ops.moe_metal, op), op, case.arguments(mps), case.options)
+    tuning.use(tuning.defaults() | {"dispatch_mflops": flops_of(case) // 3_000_000})
+    try:
+        with metal_sim.record() as record:
+            cut = call(getattr(torch.ops.moe_metal, op), op, case.arguments(mps), case.options)
+    finally:
+        tuning.use(tuning.defaults())
+    assert len(record.dispatches) == (4 if op == "experts" else 1) * 4
+    assert all(torch.equal(*both) for both in zip(whole, cut, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------ grids

@@ -166,7 +166,7 @@ MUTANTS = {
     # codes
     "nibble_swapped": Mutant("return i * bits % 32;", "return (i ^ 1) * bits % 32;", "values", *linear(AFFINE[4], 1)),
     "half_word_swapped": Mutant("? both.x : both.y", "? both.y : both.x", "values", *numbers(AFFINE[4])),
-    "mxfp4_nibble_swapped": Mutant("(12 - 4 * n)", "(12 - 4 * (n ^ 1))", "values", *linear(MXFP4, 9)),
+    "mxfp4_nibble_swapped": Mutant("n % 2 ? upper : lower", "n % 2 ? lower : upper", "values", *linear(MXFP4, 9)),
     "fp8_byte_swapped": Mutant("n % 2 ? word : word << 8", "n % 2 ? word << 8 : word", "values", *numbers(FP8)),
     "code_cut_at_a_word": Mutant("if (bit(i) + bits > 32)", "if (false)", "values", *experts(AFFINE[3], 3)),
     "sign_lost": Mutant("(top & 0x80008000u) | (top >> 3", "(top >> 3", "values", *experts(MXFP4, 3)),

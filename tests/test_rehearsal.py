@@ -146,6 +146,47 @@ def test_patch_starts_it_on_mps_alone(started: list[str]) -> None:
     assert {"Qwen3MoeDecoderLayer", "Qwen3MoeSparseMoeBlock"} <= {*started}
 
 
+def test_moving_a_patched_model_starts_it(started: list[str]) -> None:
+    model = tiny_model("qwen3_moe", "cpu")
+    torch_moe_metal.patch(model)
+    model.to("mps")
+    assert {"Qwen3MoeDecoderLayer", "Qwen3MoeSparseMoeBlock"} <= {*started}
+    rehearsed = len(started)
+    torch_moe_metal.warm_up(model, wait=True)  # all of it has been rehearsed, with the same activations
+    assert len(started) == rehearsed
+
+
+@pytest.mark.parametrize(
+    ("family", "experts"),
+    [("qwen3_moe", "Qwen3MoeExperts"), ("gpt_oss", "GptOssExperts"), ("gemma4_text", "Gemma4TextExperts")],
+)
+def test_experts_alone_are_warmed_up(family: str, experts: str, started: list[str]) -> None:
+    """A model that nobody patched: its experts are our op's by its configuration."""
+    model = tiny_model(family, "mps")
+    torch_moe_metal.warm_up(model, wait=True)
+    assert not started
+    model.set_experts_implementation("moe_metal")
+    torch_moe_metal.warm_up(model, wait=True)
+    assert started[0] == experts and not any("Layer" in name or "Block" in name for name in started)
+
+
+@pytest.mark.slow
+def test_experts_alone_compile_no_more() -> None:
+    script = """
+for family in ("qwen3_moe", "gpt_oss"):
+    model, cold = tiny_model(family, "mps"), made()
+    model.set_experts_implementation("moe_metal")
+    torch_moe_metal.warm_up(model, wait=True)
+    warm = made()
+    with metal_sim.record() as record:
+        for ids in (tokens(1, 40, device="mps"), tokens(1, 1, device="mps")):
+            model(ids)
+    print(family, warm > cold, made() == warm, len(record.dispatches) > 5)
+"""
+    lines = lines_of(COUNTED + script)
+    assert len(lines) == 2 and all(line.endswith(" True True True") for line in lines), lines
+
+
 def test_it_can_be_switched_off(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(rehearsal.SWITCH, "0")
     moe = nn.MoE(**SIZES, device="mps")

@@ -46,7 +46,7 @@ TORCH_LIBRARIES = ["libtorch_cpu.dylib", "libc10.dylib"]
 # and aligned forms of delete, in libc++ since macOS 10.12; and ostringstream's tables, there since macOS 12, which only
 # a torch built for macOS 11 (2.10) does not need.
 SYSTEM_SYMBOLS = {
-    *(f"_OBJC_CLASS_$_{name}" for name in ("MTLCompileOptions", "MTLComputePipelineDescriptor", "NSProcessInfo")),
+    *(f"_OBJC_CLASS_$_{name}" for name in ("MTLCompileOptions", "MTLComputePipelineDescriptor")),
     *(f"_OBJC_CLASS_$_{name}" for name in ("NSString", "NSAutoreleasePool")),
     *("__ZdlPvm", "__ZdaPvm", "__ZdlPvSt11align_val_t", "__ZdlPvmSt11align_val_t", "dyld_stub_binder"),
     *(f"__ZT{table}NSt3__119basic_ostringstreamIcNS_11char_traitsIcEENS_9allocatorIcEEEE" for table in "TV"),

@@ -1,22 +1,29 @@
 """Says whether PyTorch can really compute on this machine's Apple GPU: `python tools/mps.py [--needed]`.
 
-A virtual Mac has a virtual GPU, which PyTorch calls available although the first allocation on it may fail. So this
-asks for a sum. With `--needed` it fails when there is no such device. In a GitHub job it also writes the answer where
-the next steps (`mps=true` or `mps=false`) and people (the job's summary) read it.
+A virtual Mac has a virtual GPU, which PyTorch calls available although the first allocation on it may fail, and which
+lacks what our kernels need (check_device in csrc/mps/launch.mm). So this asks for its name and for a sum. With
+`--needed` it fails when there is no such device. In a GitHub job it also writes the answer where the next steps
+(`mps=true` or `mps=false`) and people (the job's summary) read it.
 """
 
 import os
 import platform
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
+
+MACOS = runpy.run_path(str(Path(__file__).resolve().parents[1] / "torch_moe_metal" / "macos.py"))
 
 
 def why_not() -> str | None:
     """None when the device computes, else what is wrong."""
     if not torch.backends.mps.is_available():
         return "PyTorch finds no usable Apple GPU"
+    if "Paravirtual" in (name := torch.backends.mps.get_name()):
+        return f"the GPU is a virtual one, {name}"
     try:
         ones = torch.ones(1 << 20, device="mps")
         total = (ones + ones).sum().item()
@@ -29,7 +36,7 @@ def machine() -> str:
     if sys.platform != "darwin":
         return platform.platform()
     chip = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True).stdout.strip()
-    return f"{chip}, macOS {platform.mac_ver()[0]}, torch {torch.__version__}"
+    return f"{chip}, macOS {MACOS['version']()}, torch {torch.__version__}"
 
 
 def append(variable: str, text: str) -> None:

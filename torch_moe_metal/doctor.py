@@ -78,6 +78,15 @@ def why_no_sum() -> str | None:
     return None
 
 
+def why_not_ours() -> str | None:
+    """What we miss on an Apple GPU, such as a virtual Mac's."""
+    try:
+        torch.ops.moe_metal._check_device()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
 def devices() -> Iterator[tuple[str, str | None]]:
     """Each device and, when the ops cannot run on it, what to do about that."""
     yield "cpu", None
@@ -89,6 +98,8 @@ def devices() -> Iterator[tuple[str, str | None]]:
         yield "mps", "the package was built without its MPS backend; reinstall it on this Mac"
     elif problem := why_no_sum():
         yield "mps", f"PyTorch finds an Apple GPU, but cannot compute on it: {problem}"
+    elif problem := why_not_ours():
+        yield "mps", problem
     else:
         yield "mps", None
 
@@ -98,6 +109,29 @@ def installed(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def subnormal_halves(device: str) -> str | None:
+    """None where a GPU has subnormal halves. As such, codes of packed weights become numbers (shaders/weights.h)."""
+    codes, scale = torch.full((1, 16), 0x11, dtype=torch.uint8), torch.full((1, 1), 127, dtype=torch.uint8)
+    got = torch.ops.moe_metal.dequantize(codes.to(device), scale.to(device), format="mxfp4", dtype=torch.float32)
+    if (got.cpu() == 0.5).all():
+        return None
+    return f"half subnormals are flushed on this GPU, so packed weights are wrong: expected 0.5, got {got[0, 0].item()}"
+
+
+def compiling(device: str) -> Iterator[str]:
+    """How long Metal took for the libraries of shaders so far, by file: what first calls wait for without `warm_up`."""
+    took: dict[str, list[tuple[float, str]]] = {}
+    for library, seconds in zip(*torch.ops.moe_metal._compile_times(), strict=True) if device == "mps" else ():
+        shader, _, macros = library.partition(" ")
+        took.setdefault(shader, []).append((seconds, macros.replace("MOE_METAL_", "").lower()))
+    if took:
+        total = sum(seconds for libraries in took.values() for seconds, _ in libraries)
+        yield f"libraries of shaders, as Metal compiled them: {total:.1f} s (macOS keeps them: again it is quicker)"
+    for shader, libraries in sorted(took.items()):
+        mean, (longest, which) = sum(seconds for seconds, _ in libraries) / len(libraries), max(libraries)
+        yield f"  {shader:28} {len(libraries):3}, {mean:.2f} s each, at most {longest:.2f} s: {which}"
 
 
 def run() -> int:
@@ -121,6 +155,11 @@ def run() -> int:
             }
             print(f"  {op:28} {'ok' if not wrong else 'FAILED'}", *(f"\n      {d}: {w}" for d, w in wrong.items()))
             failures += bool(wrong)
+        if flushed := subnormal_halves(device):
+            print(f"  {flushed}")
+            failures += 1
+        for line in compiling(device):
+            print(line)
     if failures:
         print(
             f"\n{failures} failed. Rebuild against the torch that is installed (`pip install --no-build-isolation "

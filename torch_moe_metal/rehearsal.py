@@ -6,6 +6,7 @@ ever, up to `launch`, which compiles the kernels that it would encode, and stops
 
 import contextlib
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -44,9 +45,10 @@ def warm_up(model: nn.Module, wait: bool = False) -> None:
     """Compile the kernels that `model` will launch on mps, in the background, or `wait` for them.
 
     Without it they are compiled at their first launch, which the first calls wait for: some 0.1 s for each kind of
-    them. `patch` does this for a model on mps, and so do `nn.MoE` and its `.to("mps")`; MOE_METAL_WARM_UP=0 stops that.
-    A kernel that does not compile raises when an op needs it, and not here. A call that needs one that is not ready
-    waits for that one alone.
+    them. `patch` does this for a model on mps, and so do `nn.MoE` and the `.to("mps")` of either; MOE_METAL_WARM_UP=0
+    stops that. A model whose experts alone are ours, by `experts_implementation`, is warmed up by this call. A kernel
+    that does not compile raises when an op needs it, and not here. A call that needs one that is not ready waits for
+    that one alone.
     """
     calls = deque(new_calls(model))
     _threads[:] = [thread for thread in _threads if thread.is_alive()]
@@ -72,14 +74,51 @@ def warm_up_unasked(model: nn.Module) -> None:
 
 def new_calls(model: nn.Module) -> Iterator[Callable[[], object]]:
     """The calls of the model's parts on mps, for those of which there has been no equal one."""
-    parts = {signature(part): part for part in model.modules() if hasattr(part, "_rehearse") and on_mps(part)}
-    dtype = next((tensor.dtype for _, tensor in tensors(model) if tensor.dtype in DTYPES), None)  # of its activations
+    parts = {signature(part): part for part in parts_of(model) if on_mps(part)}
+    # That of its activations is that of the first weight which is not packed.
+    held = (tensor.dtype for name, tensor in tensors(model) if "scale" not in name)
+    dtype = next((dtype for dtype in held if dtype in DTYPES), None)
     with _known_lock:
         new = [twin(part) for key, part in parts.items() if (key, dtype) not in _known]
         _known.update((key, dtype) for key in parts)
     for tokens in TOKENS:
         for part in new:
-            yield lambda part=part, tokens=tokens: part._rehearse(tokens, dtype)
+            yield lambda part=part, tokens=tokens: rehearse(part, tokens, dtype)
+
+
+def parts_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Our modules, and experts of transformers that our op serves without one around them."""
+    ours = [part for part in model.modules() if hasattr(part, "_rehearse")]
+    yield from ours
+    inside = {id(module) for part in ours for module in part.modules()}
+    yield from (module for module in model.modules() if id(module) not in inside and is_served(module))
+
+
+def is_served(module: nn.Module) -> bool:
+    """Whether these are experts of transformers whose configuration selects our op."""
+    served = integrated()
+    config = module.__dict__.get("config")
+    return bool(served and "has_gate" in module.__dict__ and config._experts_implementation == served.NAME)
+
+
+def integrated() -> object | None:
+    """torch_moe_metal.transformers.experts, if somebody has imported it: it needs transformers."""
+    return sys.modules.get(f"{__package__}.transformers.experts")
+
+
+#: What configurations of transformers call the experts of a token. Another number may decide for other kernels.
+TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
+
+
+def rehearse(part: nn.Module, tokens: int, dtype: torch.dtype) -> None:
+    if hasattr(part, "_rehearse"):
+        part._rehearse(tokens, dtype)
+        return
+    arguments, _ = integrated().expert_arguments(part)
+    width = arguments["down"].shape[2 if arguments.get("transposed") else 1]
+    top_k = next((getattr(part.config, name) for name in TOP_K if hasattr(part.config, name)), 1)
+    x, weights = (torch.empty(tokens, size, dtype=dtype, device="meta") for size in (width, top_k))
+    part(x, weights.long(), weights)
 
 
 def work(calls: deque[Callable[[], object]]) -> None:

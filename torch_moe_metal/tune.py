@@ -58,7 +58,7 @@ NUMBERS = (
     Number("decode_slots", (50, 100, 150, 200, 300, 400), slots_per_expert(0.75, 1.25, 1.75, 2.5, 3.5)),
     Number("few_tokens", (2, 4, 8, 12, 16, 24, 32), tokens(linear=(3, 6, 10, 14, 20, 28))),
     # The two shares do not overlap, so that any two of them go together.
-    Number("tile32_share", (9, 17, 25, 33), slots_per_expert(12, 20, 28, linear=(12, 20, 28))),
+    Number("tile32_share", (9, 12, 17, 25), slots_per_expert(10, 15, 20, linear=(10, 15, 20))),
     Number("tile64_share", (33, 49, 65, 97, 193), slots_per_expert(40, 56, 80, 128, linear=(40, 56, 80, 128))),
     Number("band", (1, 2, 4, 8, 16, 32), tokens(experts=(512, 2048), linear=(512, 2048))),
     Number("gate_tiles", (10, 24, 48, 80, 160), tokens(gate=(256, 512, 1024, 2048))),

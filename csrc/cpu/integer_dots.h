@@ -129,7 +129,8 @@ class IntegerDots {
     for (int64_t c = 0; c < chunks; ++c) {
       MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
         // In memory's order: a sixth faster on a Sapphire Rapids.
-        for (int64_t line = 0; line < kBytes; line += kLine) __builtin_prefetch(ahead + (R * c + r) * kBytes + line, 0, 2);
+        for (int64_t line = 0; line < kBytes; line += kLine)
+          __builtin_prefetch(ahead + (R * c + r) * kBytes + line, 0, 2);
         __m512i numbers[2];
         const __m512 scale = unpack(c, r, numbers);
         MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {

@@ -95,7 +95,7 @@ FormatKernels down_tiles[] = {{"experts_prefill", "experts_down_tiles16", kTileT
                               {"experts_prefill", "experts_down_tiles32", kTileThreads, 1}};
 FormatKernels down_tiles_wide[] = {{"experts_prefill", "experts_down_tiles16_wide", kTileThreads, 3},
                                    {"experts_prefill", "experts_down_tiles32_wide", kTileThreads, 4}};
-Kernels combine_kernels("experts_slots", "experts_combine", 256);
+Kernels combine_kernels("experts_slots", "experts_combine", 256, 1);
 
 // For all tiles of the list, in pieces of `size`, and so many rows of weights.
 Grid grid_of_tiles(const ExpertsParams& params, int64_t size, int64_t rows) {
@@ -137,8 +137,18 @@ void prefill(const Experts& call, ExpertsParams params) {
 }
 
 void run(const Experts& call) {
-  const ExpertsParams params = experts_params(call);
-  is_decode(call) ? decode(call, params) : prefill(call, params);
+  if (is_decode(call)) return decode(call, experts_params(call));
+  const int64_t count = tokens_at_once(call.T, 4.0 * call.K * call.H * call.I);
+  if (count == call.T) return prefill(call, experts_params(call));
+  for (int64_t first = 0; first < call.T; first += count) {
+    Experts some = call;
+    some.T = std::min(count, call.T - first);
+    for (Tensor Experts::* each : {&Experts::x, &Experts::weights, &Experts::ids, &Experts::shared,
+                                   &Experts::shared_gate, &Experts::residual, &Experts::output}) {
+      some.*each = rows_of(call.*each, call.T, first, some.T);
+    }
+    prefill(some, experts_params(some));
+  }
 }
 
 }  // namespace

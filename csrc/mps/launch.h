@@ -24,15 +24,27 @@ struct Pipeline;  // what Metal made of a kernel
 
 // One kernel function. Its pipeline is compiled at its first launch, and kept for good; so is its library, which is the
 // shader file, or the part of it that holds the kernel, for one dtype of the activations and one format of weights, and
-// so is an error of either.
+// so is an error of either. All kernels are made as the library is loaded, and are one list: tools/compile_shaders.py
+// compiles what is in it.
 struct Kernel {
-  const char* shader;    // shaders/<shader>.metal
-  const char* function;  // the part of its host_name before the dtypes
-  int dtypes = -1;       // index into the names of dtypes in launch.mm; -1: the kernel has no dtype
-  const Format* format = kFormats;
-  int max_threads = 0;  // per threadgroup; fewer leave each thread more registers
-  int part = 0;         // of its file, as `in_part` there says
+  Kernel(const char* shader, const char* function, int dtypes, const Format* format, int max_threads, int part = 0)
+      : shader(shader),
+        function(function),
+        dtypes(dtypes),
+        format(format),
+        max_threads(max_threads),
+        part(part),
+        next(std::exchange(first, this)) {}
+
+  const char* const shader;    // shaders/<shader>.metal
+  const char* const function;  // the part of its host_name before the dtypes
+  const int dtypes;            // index into the names of dtypes in launch.mm; -1: the kernel has no dtype
+  const Format* const format;
+  const int max_threads;  // per threadgroup; fewer leave each thread more registers
+  const int part;         // of its file, as `in_part` there says
   std::atomic<const Pipeline*> pipeline = nullptr;
+  Kernel* const next;  // the one that was made before
+  static inline Kernel* first = nullptr;
 };
 
 // The kernels `<function>_<dtype>` of one function, or `<function>_<dtype>_<parameter dtype>` with `two_dtypes`.
@@ -40,16 +52,8 @@ struct Kernel {
 class Kernels {
  public:
   Kernels(const char* shader, const char* function, int max_threads = 1024, int part = 0,
-          const Format& format = kFormats[0]) {
-    for (int i = 0; i < kCount; ++i) {
-      kernels_[i].format = &format;
-      kernels_[i].shader = shader;
-      kernels_[i].function = function;
-      kernels_[i].dtypes = i;
-      kernels_[i].max_threads = max_threads;
-      kernels_[i].part = part;
-    }
-  }
+          const Format& format = kFormats[0])
+      : Kernels(shader, function, max_threads, part, format, std::make_index_sequence<kCount>()) {}
   explicit Kernels(const char* shader, int max_threads = 1024) : Kernels(shader, shader, max_threads) {}
 
   Kernel& operator[](at::ScalarType dtype) { return kernels_[index(dtype)]; }
@@ -59,8 +63,12 @@ class Kernels {
 
  private:
   static constexpr int kCount = 12;  // 3 of one dtype, 9 of two
+  template <size_t... i>
+  Kernels(const char* shader, const char* function, int max_threads, int part, const Format& format,
+          std::index_sequence<i...>)
+      : kernels_{Kernel(shader, function, i, &format, max_threads, part)...} {}
   static int index(at::ScalarType dtype) { return dtype == at::kFloat ? 0 : dtype == at::kHalf ? 1 : 2; }
-  std::array<Kernel, kCount> kernels_;
+  Kernel kernels_[kCount];
 };
 
 // The same for each format of weights.

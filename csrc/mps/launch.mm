@@ -2,13 +2,18 @@
 #include "mps/launch.h"
 
 #include <ATen/mps/MPSStream.h>
+#include <sys/sysctl.h>
+#include <torch/library.h>
 
+#include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <exception>
 #include <map>
 #include <mutex>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "mps/tuning.h"
 #include "shader_texts.h"
@@ -28,8 +33,14 @@ namespace {
 
 constexpr NSUInteger kThreadgroupMemory = 32768;
 
-bool is_macos_at_least(NSInteger major) {
-  return [[NSProcessInfo processInfo] isOperatingSystemAtLeastVersion:NSOperatingSystemVersion{major, 0, 0}];
+// macOS's version, from its kernel's. NSProcessInfo answers 16 on macOS 26 where the program was linked for an older
+// one, as many Pythons are. torch_moe_metal/macos.py says the same to Python.
+bool is_macos_at_least(int major) {
+  char release[32] = {};
+  size_t size = sizeof(release) - 1;
+  if (sysctlbyname("kern.osrelease", release, &size, nullptr, 0) != 0) return false;
+  const int darwin = std::atoi(release);
+  return (darwin < 25 ? darwin - 9 : darwin == 25 ? 26 : darwin) >= major;
 }
 
 NSString* text(const std::string& characters) { return [NSString stringWithUTF8String:characters.c_str()]; }
@@ -38,9 +49,15 @@ std::string reason(NSError* error) { return error ? [[error localizedDescription
 
 // ---------------------------------------------------------------------------------------------- compiling
 
+// Devices without an Apple family, of which virtual Macs have one, promise neither simdgroup matrices nor bfloat16.
+bool is_apple_gpu(id<MTLDevice> device) { return [device supportsFamily:MTLGPUFamilyApple7]; }
+
 void check_device(id<MTLDevice> device) {
   TORCH_CHECK(is_macos_at_least(14),
               "moe_metal: expected macOS 14 or newer, whose Metal knows bfloat16; this one is older");
+  TORCH_CHECK(is_apple_gpu(device),
+              "moe_metal: expected an Apple GPU of family 7 or newer, as every Apple silicon Mac ", "has; ",
+              [[device name] UTF8String], " is none: a virtual Mac's GPU lacks what the kernels need");
   TORCH_CHECK([device maxThreadgroupMemoryLength] >= kThreadgroupMemory, "moe_metal: expected a GPU with ",
               kThreadgroupMemory, " bytes of threadgroup memory; ", [[device name] UTF8String], " has ",
               [device maxThreadgroupMemoryLength]);
@@ -56,23 +73,27 @@ MTLLanguageVersion language_version() {
 int activation_dtype(const Kernel& kernel) { return kernel.dtypes < 3 ? kernel.dtypes : (kernel.dtypes - 3) / 3; }
 
 // What makes a shader file the library of one part, one dtype and one format.
-NSDictionary* library_macros(const Kernel& kernel) {
+using Macros = std::vector<std::pair<const char*, std::string>>;
+
+Macros library_macros(const Kernel& kernel) {
   const int dtype = activation_dtype(kernel);
-  NSString* names[3] = {@"MOE_METAL_PART"};
-  id values[3] = {[NSNumber numberWithInt:kernel.part]};
-  int count = 1;
-  if (dtype >= 0) names[count] = @"MOE_METAL_DTYPE", values[count++] = [NSNumber numberWithInt:dtype];  // else of all
-  if (!kernel.format->is_dense()) {
-    names[count] = @"MOE_METAL_FORMAT", values[count++] = text(std::string(kernel.format->library));
-  }
-  return [NSDictionary dictionaryWithObjects:values forKeys:names count:count];
+  Macros macros = {{"MOE_METAL_PART", std::to_string(kernel.part)}};
+  if (dtype >= 0) macros.emplace_back("MOE_METAL_DTYPE", std::to_string(dtype));  // else of all
+  if (!kernel.format->is_dense()) macros.emplace_back("MOE_METAL_FORMAT", std::string(kernel.format->library));
+  return macros;
+}
+
+NSDictionary* dictionary(const Macros& macros) {
+  std::vector<NSString*> names, values;
+  for (const auto& [name, value] : macros) names.push_back(text(name)), values.push_back(text(value));
+  return [NSDictionary dictionaryWithObjects:values.data() forKeys:names.data() count:names.size()];
 }
 
 // Safe maths: infinities and NaN are values that these ops define.
 MTLCompileOptions* compile_options(const Kernel& kernel) {
   MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
   [options setLanguageVersion:language_version()];
-  [options setPreprocessorMacros:library_macros(kernel)];
+  [options setPreprocessorMacros:dictionary(library_macros(kernel))];
 #if !defined(__MAC_OS_X_VERSION_MAX_ALLOWED) || __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000
   if (is_macos_at_least(15)) {
     [options setMathMode:MTLMathModeSafe];
@@ -91,16 +112,40 @@ const char* shader_text(const std::string& shader) {
   TORCH_CHECK(false, "moe_metal: this build holds no shaders/", shader, ".metal; rebuild it");
 }
 
-id<MTLLibrary> compile_library(id<MTLDevice> device, const Kernel& kernel) {
-  check_device(device);
+// How long each library took, in the order in which they were ready.
+struct CompileTimes {
+  std::mutex mutex;
+  c10::List<std::string> libraries;
+  c10::List<double> seconds;
+};
+
+CompileTimes& compile_times() {
+  static auto& times = *new CompileTimes;
+  return times;
+}
+
+std::string library_name(const Kernel& kernel) {
+  std::string name = kernel.shader;
+  for (const auto& [macro, value] : library_macros(kernel)) name.append(" ").append(macro).append("=").append(value);
+  return name;
+}
+
+id<MTLLibrary> compile_library(id<MTLDevice> device, const Kernel& kernel, const std::string& more = "") {
   const std::string shader = kernel.shader;
+  const auto start = std::chrono::steady_clock::now();
   NSError* error = nil;
-  id<MTLLibrary> library = [device newLibraryWithSource:text(shader_text(shader))
+  // Else Metal compiles few at a time. PyTorch's own shaders are compiled on the same device, and gain too.
+  [device setShouldMaximizeConcurrentCompilation:YES];
+  id<MTLLibrary> library = [device newLibraryWithSource:text(shader_text(shader) + more)
                                                 options:compile_options(kernel)
                                                   error:&error];
   TORCH_CHECK(library, "moe_metal: shaders/", shader, ".metal does not compile on ", [[device name] UTF8String], ":\n",
               reason(error));
   [library setLabel:text("moe_metal " + shader)];
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+  std::lock_guard lock(compile_times().mutex);
+  compile_times().libraries.push_back(library_name(kernel));
+  compile_times().seconds.push_back(took.count());
   return library;
 }
 
@@ -177,15 +222,20 @@ class MadeOnce {
   std::map<Key, Made> made_;
 };
 
+id<MTLLibrary> library_of(id<MTLDevice> device, const Kernel& kernel) {
+  using Library = std::tuple<std::string, int, int, const Format*>;
+  static auto& libraries = *new MadeOnce<Library, id<MTLLibrary>>;
+  const Library key = {kernel.shader, kernel.part, activation_dtype(kernel), kernel.format};
+  return libraries.get(key, [&] { return compile_library(device, kernel); });
+}
+
 // Slow path, once per kernel. It runs off the stream's queue and needs nothing of Python: PyTorch gives the GIL back
 // before it calls an op.
 const Pipeline* compile(id<MTLDevice> device, Kernel& kernel) {
-  using Library = std::tuple<std::string, int, int, const Format*>;
-  static auto& libraries = *new MadeOnce<Library, id<MTLLibrary>>;
   static auto& pipelines = *new MadeOnce<const Kernel*, const Pipeline*>;
   return pipelines.get(&kernel, [&] {
-    const Library key = {kernel.shader, kernel.part, activation_dtype(kernel), kernel.format};
-    id<MTLLibrary> library = libraries.get(key, [&] { return compile_library(device, kernel); });
+    check_device(device);
+    id<MTLLibrary> library = library_of(device, kernel);
     const std::string name = host_name(kernel);
     const auto* pipeline = new Pipeline{compile_pipeline(device, library, kernel, name), [text(name) retain]};
     kernel.pipeline.store(pipeline, std::memory_order_release);
@@ -252,15 +302,105 @@ Work& work_since_commit(const at::mps::MPSStream* stream) {
   return of_streams[stream];
 }
 
-// On the stream's queue. It ends the stream's encoder and leaves PyTorch's command buffer in place with new content;
-// where PyTorch's profiler forbids that, a new one takes its place, as after each of PyTorch's own graphs.
-void commit_in_time(at::mps::MPSStream* stream, const Grid& encoded) {
+// The first command buffer of those committed here that the GPU gave up on, until somebody is told. Up to torch 2.14
+// PyTorch looks at none, and goes on with what is in memory.
+struct Failure {
+  std::mutex mutex;
+  std::string what;
+  std::atomic<bool> is_there = false;  // asked at each launch
+};
+
+Failure& failure() {
+  static auto& first = *new Failure;
+  return first;
+}
+
+// On a thread of Metal's.
+void note_failure(NSError* error, int64_t dispatches, const Pipeline* last) {
+  std::lock_guard lock(failure().mutex);
+  if (failure().is_there) return;
+  failure().what = "after " + std::to_string(dispatches) + " of our kernels, of which " + [last->name UTF8String] +
+                   " was the last: " + reason(error);
+  failure().is_there = true;
+}
+
+void raise_failure() {
+  if (!failure().is_there) return;
+  std::lock_guard lock(failure().mutex);
+  if (!failure().is_there.exchange(false)) return;  // another thread has
+  TORCH_CHECK(false, "moe_metal: the GPU gave up on earlier work, ", failure().what,
+              "\nWhat was computed there and since is not right.");
+}
+
+// Whether PyTorch gives each commit a command buffer of its own, which it then keeps for good, as it does for signposts
+// and captures: it commits after each of its graphs, and ours would only add to them.
+bool keeps_command_buffers() {
+  const auto is_on = [](const char* variable) { return std::atoi(std::getenv(variable) ?: "0") != 0; };
+  static const bool keeps = is_on("PYTORCH_MPS_TRACE_SIGNPOSTS") || is_on("MTL_CAPTURE_ENABLED");
+  return keeps;
+}
+
+// On the stream's queue. It ends the stream's encoder and leaves PyTorch's command buffer in place with new content.
+void commit_in_time(at::mps::MPSStream* stream, const Grid& encoded, const Pipeline* pipeline) {
   Work& work = work_since_commit(stream);
   ++work.dispatches;
   work.threads += encoded.x * encoded.y * encoded.threads;
   if (work.dispatches < tuning().commit_dispatches && work.threads < tuning().commit_threads) return;
+  if (keeps_command_buffers()) return;
+  const int64_t dispatches = work.dispatches;
+  [stream->commandBuffer() addCompletedHandler:^(id<MTLCommandBuffer> done) {
+    if ([done status] == MTLCommandBufferStatusError) note_failure([done error], dispatches, pipeline);
+  }];
   stream->synchronize(at::mps::SyncType::COMMIT);
   work = {};
+}
+
+// ---------------------------------------------------------------------------------------------- for Python's tools
+
+// A line for each kernel: threads of its threadgroup, host name, shader, and its library's macros.
+c10::List<std::string> all_kernels() {
+  c10::List<std::string> lines;
+  for (const Kernel* kernel = Kernel::first; kernel; kernel = kernel->next) {
+    lines.push_back(std::to_string(kernel->max_threads) + " " + host_name(*kernel) + " " + library_name(*kernel));
+  }
+  return lines;
+}
+
+// The Mac's only one, as PyTorch finds it; where PyTorch calls none available there may be one all the same.
+// MTLCreateSystemDefaultDevice gives none to a process without CoreGraphics.
+id<MTLDevice> default_device() {
+  static NSArray* devices = MTLCopyAllDevices();
+  TORCH_CHECK([devices count] > 0, "moe_metal: macOS finds no Metal device");
+  return [devices objectAtIndex:0];
+}
+
+void check_default_device() {
+  @autoreleasepool {
+    check_device(default_device());
+  }
+}
+
+// What Metal itself makes of one of them, by its place in that list: its library, and its pipeline where this Mac's GPU
+// can run it. -> whether it can. With more text behind the shader's, it is compiled once more, for that.
+bool compile_at(int64_t place, const std::string& more) {
+  id<MTLDevice> device = default_device();
+  Kernel* kernel = Kernel::first;
+  for (; place > 0 && kernel; --place) kernel = kernel->next;
+  TORCH_CHECK_INDEX(place == 0 && kernel, "moe_metal: expected a place in the list of kernels");
+  if (!more.empty()) {
+    @autoreleasepool {
+      [compile_library(device, *kernel, more) release];
+      return false;
+    }
+  }
+  library_of(device, *kernel);
+  if (is_apple_gpu(device)) compile(device, *kernel);
+  return is_apple_gpu(device);
+}
+
+std::tuple<c10::List<std::string>, c10::List<double>> times_of_libraries() {
+  std::lock_guard lock(compile_times().mutex);
+  return {compile_times().libraries.copy(), compile_times().seconds.copy()};
 }
 
 }  // namespace
@@ -276,6 +416,7 @@ void launch(std::initializer_list<Dispatch> dispatches) {
     any = true;
   }
   if (!any || is_rehearsal) return;
+  raise_failure();
   // A block copies what it captures: it gets a pointer.
   const auto* all = &dispatches;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
@@ -287,11 +428,20 @@ void launch(std::initializer_list<Dispatch> dispatches) {
         // need to be told.
         if ([encoder dispatchType] == MTLDispatchTypeConcurrent)
           [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
-        encode(encoder, dispatch.kernel.pipeline.load(), dispatch);
-        commit_in_time(stream, dispatch.grid);
+        const Pipeline* pipeline = dispatch.kernel.pipeline.load();
+        encode(encoder, pipeline, dispatch);
+        commit_in_time(stream, dispatch.grid, pipeline);
       }
     }
   });
 }
 
 }  // namespace moe_metal
+
+// For doctor and tools/compile_shaders.py alone.
+TORCH_LIBRARY_FRAGMENT(moe_metal, m) {
+  m.def("_kernels() -> str[]", &moe_metal::all_kernels);
+  m.def("_check_device() -> ()", &moe_metal::check_default_device);
+  m.def("_compile(int place, str more) -> bool", &moe_metal::compile_at);
+  m.def("_compile_times() -> (str[], float[])", &moe_metal::times_of_libraries);
+}

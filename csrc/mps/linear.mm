@@ -15,7 +15,7 @@ FormatKernels wide_tile_kernels[] = {{"linear", "linear_tiles16_wide", kTileThre
                                      {"linear", "linear_tiles32_wide", kTileThreads, 4},
                                      {"linear", "linear_tiles64_wide", kTileThreads, 5}};
 
-void run(const Linear& call) {
+void at_once(const Linear& call) {
   const at::ScalarType dtype = call.x.scalar_type();
   const Weight& weight = call.weight;
   LinearParams params = {.T = to_uint(call.T),
@@ -40,6 +40,18 @@ void run(const Linear& call) {
   const Grid grid = grid_of(params.weight, row_cut(weight, call.x.element_size()), call.T, call.N, call.H);
   launch(kernels(dtype, weight.format), grid, call.x, weight.data, weight.scale, weight.offset, call.bias, call.output,
          params);
+}
+
+void run(const Linear& call) {
+  const int64_t count = tokens_at_once(call.T, 2.0 * call.N * call.H);
+  if (count == call.T) return at_once(call);
+  for (int64_t first = 0; first < call.T; first += count) {
+    Linear some = call;
+    some.T = std::min(count, call.T - first);
+    some.x = rows_of(call.x, call.T, first, some.T);
+    some.output = rows_of(call.output, call.T, first, some.T);
+    at_once(some);
+  }
 }
 
 }  // namespace

@@ -20,9 +20,10 @@ struct Tuning {
   // once, but a matrix of 8 tokens costs as much for one. Where the two meet on Apple's GPUs is a guess.
   int64_t few_tokens = 8;
   // Prefill: slots or tokens per weight from which tiles have 32 and 64 rows instead of 16. Larger ones read the
-  // weights less often; those of 64 leave a simdgroup fewer rows of weights, and so more reads of staged rows for each
-  // product.
-  int64_t tile32_share = 25, tile64_share = 49;
+  // weights less often, and rows that only fill are left out: with 16 slots an expert on average, tiles of 16 would
+  // walk its weights 1.43 times. Those of 64 leave a simdgroup fewer rows of weights, and so more reads of staged rows
+  // for each product.
+  int64_t tile32_share = 12, tile64_share = 49;
   // Prefill: tiles that walk all rows of weights together, so that a weight that was read serves them all.
   int64_t band = 8;
   // Gate, many tokens: with fewer tiles than these, groups of four tokens by four experts make more threadgroups. Tiles
@@ -43,6 +44,11 @@ struct Tuning {
   // to 20 ms of work by estimate, and so a fiftieth of what macOS bears. The same number of threads that only add rows
   // take 0.1 ms, of which a commit is still a small part. Decode has 2^18 in a layer.
   int64_t commit_threads = 1 << 20;
+  // Prefill: millions of floating-point operations of a dispatch. macOS kills a command buffer after some seconds, and
+  // it cannot hold less than a dispatch; so of more tokens some are taken at a time. The slowest M1, with 7 cores, has
+  // 2.3 TFLOPS: with half of that these are 0.9 s. Of DeepSeek-V3 they are 2,100 tokens, 66 slots an expert, which fill
+  // the largest tiles. `tune` leaves this alone.
+  int64_t dispatch_mflops = 1000000;
 };
 
 // What holds for now. Set from Python; the old numbers stay in memory for those who read them.

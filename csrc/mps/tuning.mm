@@ -37,6 +37,7 @@ constexpr Number kNumbers[] = {
     {"attention_keys", &Tuning::attention_keys, 1, kMost},
     {"commit_dispatches", &Tuning::commit_dispatches, 1, kMost},
     {"commit_threads", &Tuning::commit_threads, 1, kMost},
+    {"dispatch_mflops", &Tuning::dispatch_mflops, 1, kMost},
 };
 static_assert(sizeof(Tuning) == std::size(kNumbers) * sizeof(int64_t), "every number has a name");
 

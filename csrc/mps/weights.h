@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <bit>
+#include <cmath>
 
 #include "contract.h"
 #include "mps/launch.h"
@@ -45,7 +46,8 @@ inline bool is_aligned(const Weight& weight, int64_t columns) {
   const Format& format = *weight.format;
   const int64_t bytes = format.has_own_scales() ? format.bytes : columns * format.bits / 8;
   const int64_t unit = bytes_at_once(static_cast<uint32_t>(bytes));
-  return all_multiples(unit, {weight.data.storage_offset() * weight.data.element_size(), weight.expert, weight.row, weight.gap});
+  return all_multiples(
+      unit, {weight.data.storage_offset() * weight.data.element_size(), weight.expert, weight.row, weight.gap});
 }
 
 // Whether whole pieces of kPackedColumns can be read: decode's fast way. Groups that their format has one size for are
@@ -73,7 +75,7 @@ inline WeightParams weight_params(const Weight& weight, int64_t run) {
       .column = weight.column,
       .gap = weight.gap,
       .split = 1,
-      .half = static_cast<uint32_t>(std::min<int64_t>(weight.half, std::numeric_limits<uint32_t>::max())),
+      .gap_at = static_cast<uint32_t>(std::min<int64_t>(weight.half, std::numeric_limits<uint32_t>::max())),
   };
   if (weight.format->is_dense()) {
     params.layout = dense_layout(weight, run);
@@ -118,6 +120,16 @@ inline Grid grid_of(WeightParams& weight, const Cut& cut, int64_t x, int64_t row
     return {x, ceil_div(rows, simdgroups / weight.split * cut.rows), static_cast<int>(32 * simdgroups)};
   }
   return {x, ceil_div(rows, cut.rows), static_cast<int>(32 * weight.split)};
+}
+
+// Some tokens of a tensor that has a row for each, or is not given.
+inline Tensor rows_of(const Tensor& tensor, int64_t tokens, int64_t first, int64_t count) {
+  return tensor.defined() ? tensor.view({tokens, -1}).narrow(0, first, count) : tensor;
+}
+// As many as a dispatch may have, of which `flops` are a token's: all, or about equally many each time.
+inline int64_t tokens_at_once(int64_t tokens, double flops) {
+  const double most = std::max(1.0, std::floor(1e6 * tuning().dispatch_mflops / flops));
+  return tokens <= most ? tokens : ceil_div(tokens, static_cast<int64_t>(std::ceil(tokens / most)));
 }
 
 // Tokens, or slots, of a tile: 16, 32 or 64, about the share of one weight. -> 0, 1 or 2

@@ -62,7 +62,7 @@ SHOWING = {
     ],
     "decode_slots": [("experts", {"T": T, "E": 20, "K": 2, "H": 40, "I": 24}) for T in (9, 13, 18, 28, 38)],
     "few_tokens": [("linear", {"T": T, "N": 37, "H": 96}) for T in (3, 6, 10, 14, 20, 28)],
-    "tile32_share": [("experts", {"T": T, "E": 2, "K": 1, "H": 40, "I": 24}) for T in (24, 40, 58)],
+    "tile32_share": [("experts", {"T": T, "E": 2, "K": 1, "H": 40, "I": 24}) for T in (20, 30, 40)],
     "tile64_share": [("experts", {"T": T, "E": 2, "K": 1, "H": 24, "I": 16}) for T in (80, 112, 160, 256)],
     "band": [("experts", {"T": 80, "E": 4, "K": 2, "H": 40, "I": 24}), ("linear", {"T": 300, "N": 37, "H": 24})],
     "gate_tiles": [("gate", {"T": T, "E": 65, "K": 2, "H": 8}) for T in (257, 545, 1025, 1281)],
@@ -149,7 +149,7 @@ def test_numbers_are_set_and_the_rest_is_the_default(mps: str):
     assert tuning.in_force() == defaults | {"band": 4, "few_tokens": 3} and not tuning.about()["default"]
     tuning.use({"band": 2})
     assert tuning.in_force() == defaults | {"band": 2} and tuning.defaults() == defaults
-    assert set(defaults) == {number.name for number in NUMBERS}
+    assert set(defaults) - {"dispatch_mflops"} == {number.name for number in NUMBERS}
 
 
 REFUSED = [

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from .. import macos
+
 PROBED = 256 << 20  # bytes that a probe reads, or copies
 CPU_TURN, GPU_TURN = 1e-3, 20e-3  # seconds a turn should last: on a GPU the wait for its end must not count
 
@@ -184,8 +186,8 @@ def commit(checkout: Path) -> dict[str, str]:
 
 
 def system() -> str:
-    if platform.mac_ver()[0]:
-        return f"macOS {platform.mac_ver()[0]}"
+    if version := macos.version():
+        return f"macOS {version}"
     try:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
     except (OSError, KeyError):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..arguments import DTYPES
 from ..grad import wants_grad
 from ..layers import Linear
+from ..rehearsal import warm_up_unasked
 from .attention import key_heads, rehearse_attention
 from .cache import grow_in_place
 from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, why_not_fused
@@ -44,6 +45,11 @@ class Fused(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), "fused by torch_moe_metal")))
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        warm_up_unasked(self)  # where it was moved to mps
+        return self
 
     def __reduce_ex__(self, protocol):
         # These classes are made at run time, so a copy is made from the original class.

@@ -38,6 +38,7 @@ class Compiled:
     metal_version: int  # 310, 320 or 400
     safe: bool  # maths: infinities and NaN are what they are, nothing is reordered
     precise: bool  # functions of maths
+    concurrently: bool  # the device compiles as many at once as it can
 
 
 @dataclass
@@ -141,13 +142,37 @@ def host_only() -> Iterator[None]:
 
 
 @contextmanager
-def playing_macos(major: int, minor: int = 0) -> Iterator[None]:
-    """Answer as another macOS: which Metal languages compile, and what NSProcessInfo says."""
-    torch.ops.metal_sim.set_macos(major, minor)
+def playing_macos(major: int, minor: int = 0, *, for_older_sdk: bool = False) -> Iterator[None]:
+    """Answer as another macOS: which Metal languages compile, and what NSProcessInfo and the kernel say.
+
+    for_older_sdk: to a program that was linked for an older one, to which NSProcessInfo calls macOS 26 and newer 16."""
+    torch.ops.metal_sim.set_macos(major, minor, for_older_sdk)
     try:
         yield
     finally:
-        torch.ops.metal_sim.set_macos(26, 0)
+        torch.ops.metal_sim.set_macos(26, 0, False)
+
+
+@contextmanager
+def playing_gpu(name: str, family: int) -> Iterator[None]:
+    """Answer as another GPU: its name, and its newest Apple family, such as 1007 for M1."""
+    torch.ops.metal_sim.set_gpu(name, family)
+    try:
+        yield
+    finally:
+        torch.ops.metal_sim.set_gpu("Simulated Metal device", 1008)
+
+
+@contextmanager
+def failing_commits(what: str) -> Iterator[None]:
+    """What is committed here ends with an error of that description, as where macOS gives up on a command buffer.
+
+    Its kernels have run all the same, one by one, as they were dispatched."""
+    torch.ops.metal_sim.set_commit_error(what)
+    try:
+        yield
+    finally:
+        torch.ops.metal_sim.set_commit_error("")
 
 
 @contextmanager

@@ -56,7 +56,8 @@ std::string json(const std::map<std::string, long>& counts) {
 std::string json(const Compiled& library) {
   const auto truth = [](bool value) { return value ? "true" : "false"; };
   return std::string("{\"metal_version\":") + std::to_string(library.metal_version) +
-         ",\"safe\":" + truth(library.safe) + ",\"precise\":" + truth(library.precise) + '}';
+         ",\"safe\":" + truth(library.safe) + ",\"precise\":" + truth(library.precise) +
+         ",\"concurrently\":" + truth(library.concurrently) + '}';
 }
 
 // Everything counted so far. The lists grow until `clear`.
@@ -108,11 +109,20 @@ void set_costs(bool on, int64_t sample) {
   settings().costs = on;
   settings().sample = sample;
 }
-void set_macos(int64_t major, int64_t minor) { options().macos = {major, minor}; }
+void set_macos(int64_t major, int64_t minor, bool for_older_sdk) {
+  options().macos = {major, minor};
+  options().for_older_sdk = for_older_sdk;
+}
+void set_gpu(std::string name, int64_t family) {
+  options().gpu = std::move(name);
+  options().family = family;
+}
+void set_commit_error(std::string what) { options().commit_error = std::move(what); }
 
 void synchronize() {
   QueueScope queue("synchronize");
   end_encoder();
+  complete();
   check_guards();
 }
 
@@ -125,7 +135,9 @@ TORCH_LIBRARY(metal_sim, m) {
   m.def("set_concurrent(bool value) -> ()", &set_concurrent);
   m.def("set_last_threadgroups(int count) -> ()", &set_last_threadgroups);
   m.def("set_costs(bool on, int sample) -> ()", &set_costs);
-  m.def("set_macos(int major, int minor) -> ()", &set_macos);
+  m.def("set_macos(int major, int minor, bool for_older_sdk) -> ()", &set_macos);
+  m.def("set_gpu(str name, int family) -> ()", &set_gpu);
+  m.def("set_commit_error(str what) -> ()", &set_commit_error);
   m.def("synchronize() -> ()", &synchronize);
   m.def("contents(Tensor tensor) -> int", &contents);
   m.def("allocated_bytes() -> int", [] { return int64_t(allocated_bytes()); });

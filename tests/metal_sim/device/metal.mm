@@ -1,5 +1,6 @@
 // The simulated Metal: the objects behind headers/Metal/Metal.h. Kernels run at once, inside the dispatch call, so
 // that a broken rule is reported at the line that broke it. Objective-C state lives in C++ structs.
+#include <Block.h>
 #import <Metal/Metal.h>
 #import <MetalPerformanceShaders/MetalPerformanceShaders.h>
 
@@ -746,6 +747,15 @@ metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.de
 
 // ---- command buffer and queues ----
 
+namespace metal_sim {
+namespace {
+std::vector<MTLCommandBufferHandler>& handlers() {  // of what is not committed yet; guarded by the queue
+  static auto* all = new std::vector<MTLCommandBufferHandler>;
+  return *all;
+}
+}  // namespace
+}  // namespace metal_sim
+
 @implementation MPSCommandBuffer
 + (instancetype)commandBufferFromCommandQueue:(id<MTLCommandQueue>)queue {
   broken("encoder", "an op made its own command buffer; the stream's is the only one that PyTorch's order covers");
@@ -773,14 +783,16 @@ metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.de
 - (NSError*)error {
   return nil;
 }
+// Of what is committed next, as Metal's own.
+- (void)addCompletedHandler:(MTLCommandBufferHandler)block {
+  if (!metal_sim::on_queue()) broken("encoder", "addCompletedHandler: called off the stream's queue");
+  metal_sim::handlers().push_back(Block_copy(block));
+}
 - (void)commit {
   broken("encoder", "an op committed the stream's command buffer itself; MPSStream::synchronize() is there for it");
 }
 - (void)commitAndContinue {
   broken("encoder", "an op committed the stream's command buffer itself; MPSStream::synchronize() is there for it");
-}
-- (void)addCompletedHandler:(MTLCommandBufferHandler)block {
-  broken("unsupported", "addCompletedHandler: is not simulated");
 }
 - (void)waitUntilCompleted {
   broken("encoder", "an op waited for the device");
@@ -791,6 +803,28 @@ metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.de
 }
 - (id<MTLComputeCommandEncoder>)computeCommandEncoderWithDispatchType:(MTLDispatchType)type {
   return [self computeCommandEncoder];
+}
+@end
+
+// A command buffer that has run, as its handlers see it.
+@interface SimCompletedBuffer : MPSCommandBuffer {
+ @public
+  NSError* failure;
+}
+@end
+@implementation SimCompletedBuffer
+- (void)dealloc {
+  [failure release];
+  [super dealloc];
+}
+- (MTLCommandBufferStatus)status {
+  return failure ? MTLCommandBufferStatusError : MTLCommandBufferStatusCompleted;
+}
+- (NSError*)error {
+  return failure;
+}
+- (void)addCompletedHandler:(MTLCommandBufferHandler)block {
+  broken("encoder", "addCompletedHandler: of a command buffer that is committed");
 }
 @end
 
@@ -830,8 +864,24 @@ void end_encoder() {
 void commit() {
   [[encoder retain] autorelease];  // so that its use is seen for what it is
   end_encoder();
+  complete();
   std::lock_guard lock(counters_mutex());
   ++counters().commits;
+}
+
+void complete() {
+  const auto waiting = std::exchange(handlers(), {});
+  for (MTLCommandBufferHandler handler : waiting) {
+    call_on_metals_thread([&] {
+      auto* done = [[SimCompletedBuffer new] autorelease];
+      if (!options().commit_error.empty()) {
+        fail(&done->failure, options().commit_error);
+        [done->failure retain];
+      }
+      handler(done);
+    });
+    Block_release(handler);
+  }
 }
 
 void* queue_object() {
@@ -852,12 +902,15 @@ void* command_buffer_object() {
 
 // ---- the device ----
 
-@interface SimDevice : NSObject <MTLDevice>
+@interface SimDevice : NSObject <MTLDevice> {
+  BOOL _concurrently;
+}
 @end
 
 @implementation SimDevice
+@synthesize shouldMaximizeConcurrentCompilation = _concurrently;
 - (NSString*)name {
-  return @"Simulated Metal device";
+  return [NSString stringWithUTF8String:metal_sim::options().gpu.c_str()];
 }
 - (uint64_t)registryID {
   return 1;
@@ -883,7 +936,7 @@ void* command_buffer_object() {
 }
 - (BOOL)supportsFamily:(MTLGPUFamily)family {
   if (family == MTLGPUFamilyMetal4) return metal_sim::options().macos.first >= 26;
-  return family <= MTLGPUFamilyApple8 || family == MTLGPUFamilyMac2 || family == MTLGPUFamilyCommon3 ||
+  return family <= metal_sim::options().family || family == MTLGPUFamilyMac2 || family == MTLGPUFamilyCommon3 ||
          family == MTLGPUFamilyMetal3;
 }
 - (id<MTLCommandQueue>)newCommandQueue {
@@ -913,7 +966,8 @@ void* command_buffer_object() {
   try {
     auto library = metal_sim::Library::compile(text(source), compile);
     const bool precise = options && options.mathFloatingPointFunctions == MTLMathFloatingPointFunctionsPrecise;
-    metal_sim::count_library({compile.metal_version, options && options.mathMode == MTLMathModeSafe, precise});
+    const bool safe = options && options.mathMode == MTLMathModeSafe;
+    metal_sim::count_library({compile.metal_version, safe, precise, bool(_concurrently)});
     return [[SimLibrary alloc] initWithLibrary:library kernel:nullptr];
   } catch (const metal_sim::CompileError& problem) {
     fail(error, problem.what());
@@ -949,17 +1003,33 @@ static id<MTLDevice> shared_device() {
 }
 
 id<MTLDevice> MTLCreateSystemDefaultDevice() { return [shared_device() retain]; }
+NSArray<id<MTLDevice>>* MTLCopyAllDevices() { return [[NSArray alloc] initWithObjects:shared_device(), nil]; }
 
 // ---- Foundation ----
 
 @implementation NSProcessInfo (MacOSVersion)
 - (NSOperatingSystemVersion)operatingSystemVersion {
-  return {metal_sim::options().macos.first, metal_sim::options().macos.second, 0};
+  const auto [major, minor] = metal_sim::options().macos;
+  return {metal_sim::options().for_older_sdk && major >= 26 ? 16 : major, minor, 0};
 }
 - (BOOL)isOperatingSystemAtLeastVersion:(NSOperatingSystemVersion)version {
-  return metal_sim::options().macos >= std::pair<long, long>(version.majorVersion, version.minorVersion);
+  const NSOperatingSystemVersion own = [self operatingSystemVersion];
+  return std::pair(own.majorVersion, own.minorVersion) >= std::pair(version.majorVersion, version.minorVersion);
 }
 @end
+
+// The kernel's release: Darwin 23 is macOS 14, 24 is 15, 25 is 26, and 27 is 27.
+extern "C" int sysctlbyname(const char* name, void* value, size_t* size, void* next, size_t) {
+  if (std::strcmp(name, "kern.osrelease") || !value || next)
+    throw Violation("unsupported", std::string("sysctlbyname of ") + name + " is not simulated");
+  const auto [major, minor] = metal_sim::options().macos;
+  const long darwin = major < 26 ? major + 9 : major == 26 ? 25 : major;
+  const std::string text = std::to_string(darwin) + "." + std::to_string(minor) + ".0";
+  if (*size < text.size() + 1) return -1;
+  *size = text.size() + 1;
+  std::memcpy(value, text.c_str(), *size);
+  return 0;
+}
 
 // GNUstep logs an object that is autoreleased where no pool is: on macOS it would leak in silence.
 static void take_log(NSString* message) {

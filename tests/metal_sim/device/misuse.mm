@@ -3,11 +3,13 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/mps/MPSStream.h>
 #include <ATen/ops/empty.h>
+#include <sys/sysctl.h>
 #include <torch/library.h>
 
 #include <cstring>
 #include <map>
 #include <string>
+#include <vector>
 
 namespace {
 
@@ -82,7 +84,13 @@ void go(Encoder encoder, int groups = 1, int threads = 32) {
   [encoder dispatchThreadgroups:MTLSizeMake(groups, 1, 1) threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
 }
 
+void commit_with(MTLCommandBufferHandler handler) {
+  [at::mps::getCurrentMPSStream()->commandBuffer() addCompletedHandler:handler];
+  at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT);
+}
+
 Encoder kept = nil;
+std::vector<std::pair<NSUInteger, std::string>> completed;  // status and error of command buffers
 
 using Rule = void (*)(const Tensor&);
 const std::map<std::string, Rule> rules = {
@@ -119,6 +127,38 @@ const std::map<std::string, Rule> rules = {
          Encoder next = at::mps::getCurrentMPSStream()->commandEncoder();
          set_up_fill(next, x, 3);
          go(next, 2);
+       });
+     }},
+    {"commit_with_handlers",
+     [](const Tensor& x) {
+       on_queue(^(Encoder e) {
+         set_up_fill(e, x, 3);
+         go(e, 2);
+         commit_with(^(id<MTLCommandBuffer> done) {
+           completed.push_back({done.status, done.error ? done.error.localizedDescription.UTF8String : ""});
+         });
+       });
+     }},
+    {"handler_off_queue",
+     [](const Tensor&) {
+       [at::mps::getCurrentMPSStream()->commandBuffer() addCompletedHandler:^(id<MTLCommandBuffer>){
+       }];
+     }},
+    {"handler_takes_the_queue",
+     [](const Tensor& x) {
+       on_queue(^(Encoder) {
+         commit_with(^(id<MTLCommandBuffer>) {
+           on_queue(^(Encoder){
+           });
+         });
+       });
+     }},
+    {"handler_throws",
+     [](const Tensor& x) {
+       on_queue(^(Encoder) {
+         commit_with(^(id<MTLCommandBuffer>) {
+           throw std::runtime_error("from the handler");
+         });
        });
      }},
     {"ordered",
@@ -424,6 +464,22 @@ const std::map<std::string, Rule> rules = {
      }},
 };
 
+std::string machine() {
+  @autoreleasepool {
+    std::string text = device().name.UTF8String, release(32, '\0');
+    text += ", family";
+    for (int family : {7, 8}) {
+      if ([device() supportsFamily:MTLGPUFamily(1000 + family)]) text += " " + std::to_string(family);
+    }
+    const auto version = [[NSProcessInfo processInfo] operatingSystemVersion];
+    size_t size = release.size();
+    sysctlbyname("kern.osrelease", release.data(), &size, nullptr, 0);
+    release.resize(size - 1);
+    return text + ", macOS " + std::to_string(version.majorVersion) + "." + std::to_string(version.minorVersion) +
+           ", Darwin " + release;
+  }
+}
+
 void run(const std::string& name, const Tensor& x) {
   TORCH_CHECK(rules.count(name), "metal_sim_misuse: no rule named ", name);
   rules.at(name)(x);
@@ -432,6 +488,12 @@ void run(const std::string& name, const Tensor& x) {
 TORCH_LIBRARY(metal_sim_misuse, m) {
   m.def("run(str name, Tensor(a!) x) -> ()");
   m.impl("run", c10::DispatchKey::MPS, &run);
+  m.def("machine() -> str", &machine);
+  m.def("completed() -> str", [] {
+    std::string text;
+    for (const auto& [status, error] : std::exchange(completed, {})) text += std::to_string(status) + error + ";";
+    return text;
+  });
   // No kernel for mps: the boxed fallback must refuse it, and not run the CPU's.
   m.def("cpu_only(Tensor x) -> Tensor");
   m.impl("cpu_only", c10::DispatchKey::CPU, [](const Tensor& x) { return x.clone(); });

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -43,7 +44,9 @@ uint64_t queue_block();    // the number of the block that holds it, for encoder
 void* encoder_of_block();  // the shared id<MTLComputeCommandEncoder>, usable until the running block ends
 void end_encoder();        // as an op of PyTorch's own does: the next encoder starts with nothing bound
 void commit();             // the same, by an op of ours, which may still hold the encoder in its block
-void* queue_object();      // the dispatch_queue_t
+void complete();           // what is committed has run: its handlers are called
+void call_on_metals_thread(const std::function<void()>& handler);  // and wait for it
+void* queue_object();                                              // the dispatch_queue_t
 void* command_queue_object();
 void* command_buffer_object();
 
@@ -88,6 +91,7 @@ void count_host_sync(const std::string& op);
 struct Compiled {
   int metal_version;
   bool safe, precise;  // maths, and its functions
+  bool concurrently;   // beside as many others as Metal can compile
 };
 std::vector<Compiled>& compiled();
 
@@ -96,6 +100,11 @@ std::vector<Compiled>& compiled();
 struct Options {
   bool host_only = false;  // dispatches are checked and counted, and no kernel runs; fresh memory is not poisoned
   std::pair<long, long> macos = {26, 0};
+  bool for_older_sdk =
+      false;  // NSProcessInfo calls macOS 26 and newer 16, as in programs that were linked for older ones
+  std::string gpu = "Simulated Metal device";
+  long family = 1008;            // the newest Apple family of that GPU
+  std::string commit_error;      // what becomes of command buffers that are committed; empty: nothing
   size_t more_threadgroups = 0;  // along x than a dispatch asks for
   bool concurrent = false;       // encoders order dispatches only by their barriers
 };

@@ -14,6 +14,8 @@ std::mutex queue_mutex;
 std::atomic<std::thread::id> queue_holder;
 uint64_t block_number = 0;  // guarded by queue_mutex
 
+thread_local bool in_handler = false;  // of a command buffer, which Metal calls on a thread of its own
+
 void sync_on(dispatch_queue_t queue, dispatch_block_t block) {
   if ((void*)queue != queue_object()) throw Violation("queue", "dispatch_sync on a queue that is not the stream's own");
   QueueScope scope("dispatch_sync");
@@ -29,7 +31,23 @@ void sync_on(dispatch_queue_t queue, dispatch_block_t block) {
 }
 }  // namespace
 
+void call_on_metals_thread(const std::function<void()>& handler) {
+  std::thread([&] {
+    in_handler = true;
+    auto* pool = [NSAutoreleasePool new];
+    try {
+      handler();
+    } catch (const std::exception& error) {
+      note_fault("handler", std::string("a C++ exception left a handler, which terminates on macOS: ") + error.what());
+    }
+    [pool drain];
+  }).join();
+}
+
 QueueScope::QueueScope(const char* what) {
+  if (in_handler)
+    throw Violation("deadlock", std::string(what) + " inside of a handler, which Metal calls while the stream's queue"
+                                                    " may wait for that command buffer");
   if (on_queue())
     throw Violation(
         "deadlock",

@@ -361,6 +361,7 @@ BROKEN = {
     "threads_not_32": "launch: the pipeline was promised",
     "threadgroup_33_kb": "threadgroup_memory: 33792 bytes",
     "threadgroup_17_bytes": "threadgroup_memory: a threadgroup length of 17",
+    "handler_off_queue": "encoder: addCompletedHandler: called off the stream's queue",
     "out_of_bounds": "bounds",
     "bad_source": "compiler: ",
 }
@@ -432,7 +433,8 @@ def test_maths_that_a_library_was_compiled_with() -> None:
 def test_compile_options_of_macos_14() -> None:
     with metal_sim.playing_macos(14):
         misuse("no_fast_math")
-        assert metal_sim.compiled()[-1] == metal_sim.Compiled(310, safe=True, precise=True)
+        last = metal_sim.compiled()[-1]
+        assert (last.metal_version, last.safe, last.precise) == (310, True, True)
         with pytest.raises(RuntimeError, match="selector: -\\[MTLCompileOptions setMathMode:\\]"):
             misuse("math_mode")
 
@@ -520,6 +522,41 @@ def test_commits_are_counted() -> None:
     with metal_sim.record() as record:
         misuse("fill")
     assert record.commits == 0
+
+
+def test_handlers_of_a_command_buffer() -> None:
+    """Each is called once, for what is committed with it."""
+    misuse("commit_with_handlers")
+    assert torch.ops.metal_sim_misuse.completed() == "4;"  # MTLCommandBufferStatusCompleted
+    with metal_sim.failing_commits("a reason"):
+        x = misuse("commit_with_handlers")
+    assert torch.ops.metal_sim_misuse.completed() == "5a reason;"  # MTLCommandBufferStatusError
+    misuse("fill_and_commit", x)
+    assert torch.ops.metal_sim_misuse.completed() == "" and x.sum().item() == 64 * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("handler_takes_the_queue", "deadlock: dispatch_sync inside of a handler"),
+        ("handler_throws", "from the handler"),
+    ],
+)
+def test_what_a_handler_may_not_do(name: str, what: str) -> None:
+    misuse(name)
+    with pytest.raises(RuntimeError, match=what):
+        torch.mps.synchronize()
+
+
+def test_the_gpu_and_the_macos_being_played() -> None:
+    """A program that was linked for an older macOS is told 16 by NSProcessInfo, and the kernel's version by sysctl."""
+    told = torch.ops.metal_sim_misuse.machine
+    assert told() == "Simulated Metal device, family 7 8, macOS 26.0, Darwin 25.0.0"
+    with metal_sim.playing_macos(26, 5, for_older_sdk=True), metal_sim.playing_gpu("Apple Paravirtual device", 1005):
+        assert told() == "Apple Paravirtual device, family, macOS 16.5, Darwin 25.5.0"
+    for major, darwin in ((14, 23), (15, 24), (27, 27)):
+        with metal_sim.playing_macos(major, 1), metal_sim.playing_gpu("Apple M1", 1007):
+            assert told() == f"Apple M1, family 7, macOS {major}.1, Darwin {darwin}.1.0"
 
 
 def test_host_only_counts_and_does_not_run() -> None:

@@ -66,6 +66,7 @@ Settings initial_settings() {
   s.orders = parse_orders(variable("METAL_SIM_ORDERS", "forward,backward,random:1"));
   s.seconds = std::stod(variable("METAL_SIM_SECONDS", "60"));
   s.races = variable("METAL_SIM_RACES", "1") != "0";
+  s.arithmetic = variable("METAL_SIM_ARITHMETIC", "");
   s.home = variable("METAL_SIM_HOME", std::filesystem::absolute(__FILE__).parent_path().string());
   s.cache = variable("METAL_SIM_CACHE", (std::filesystem::path(s.home) / "../build/shaders").lexically_normal());
   return s;
@@ -537,6 +538,34 @@ std::string json(const Costs& c) {
   return text + "}";
 }
 
+// While it lives, this thread's subnormal floats are 0 if the settings say so.
+class Subnormals {
+ public:
+  Subnormals() {
+    if (has_arithmetic("flush_float")) set(before_ | kFlushed);
+  }
+  ~Subnormals() { set(before_); }
+  Subnormals(const Subnormals&) = delete;
+
+ private:
+#if defined(__x86_64__)
+  using Word = unsigned;
+  static constexpr Word kFlushed = 0x8040;  // results, and operands
+  static Word get() { return __builtin_ia32_stmxcsr(); }
+  static void set(Word word) { __builtin_ia32_ldmxcsr(word); }
+#else
+  using Word = uint64_t;
+  static constexpr Word kFlushed = 1 << 24;
+  static Word get() {
+    Word word;
+    asm volatile("mrs %0, fpcr" : "=r"(word));
+    return word;
+  }
+  static void set(Word word) { asm volatile("msr fpcr, %0" : : "r"(word)); }
+#endif
+  Word before_ = get();
+};
+
 std::optional<Costs> dispatch(const Kernel& kernel, const std::array<Argument, buffer_slots>& buffers,
                               const std::array<size_t, buffer_slots>& threadgroup_lengths, Size grid,
                               Size threads_per_threadgroup, bool exact_threads) {
@@ -547,6 +576,7 @@ std::optional<Costs> dispatch(const Kernel& kernel, const std::array<Argument, b
   constexpr uint32_t nearly_full = 0xf0000000;
   if (device_epoch > nearly_full || threadgroup_epoch > nearly_full)
     throw std::runtime_error("metal_sim: too many dispatches in one process");
+  const Subnormals subnormals;
   run.prepare();
   run.run_all();
   device_shadow.trim();

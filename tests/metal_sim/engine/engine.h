@@ -107,10 +107,12 @@ struct Settings {
   size_t sample = 0;             // threadgroups that are run, evenly spread over those of a larger grid; 0: all
   bool costs = false;            // count what a dispatch does
   bool races = true;             // look for data races; env METAL_SIM_RACES=0 turns it off
+  std::string arithmetic;        // where it differs as GPUs' may: see README.md; env METAL_SIM_ARITHMETIC alone
   std::string home;              // where translate.py and shim/ are; env METAL_SIM_HOME, else beside this file
   std::string cache;             // compiled shaders; env METAL_SIM_CACHE, else build/shaders beside <home>
 };
 Settings& settings();  // read and changed between dispatches only
+inline bool has_arithmetic(const char* what) { return settings().arithmetic.find(what) != std::string::npos; }
 
 // What the threadgroups that ran did, in the first of the orders. Bytes are what each thread asks for; an atomic that
 // writes loads and stores. What a simdgroup or a threadgroup does together counts once.

@@ -69,10 +69,12 @@ std::string compiler_flags() { return "@" + quote((fs::path(settings().home) / "
 std::string machine_flags() {
 #if defined(__x86_64__)
   bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  return v3 ? " -march=x86-64-v3" : "";
+  const std::string machine = v3 ? " -march=x86-64-v3" : "";
 #else
-  return "";
+  const std::string machine;
 #endif
+  return machine + (has_arithmetic("contract") ? " -ffp-contract=fast" : "") +
+         (has_arithmetic("flush_half") ? " -DMSL_FLUSH_HALF" : "");
 }
 
 // Everything that decides what the library will be.

@@ -11,11 +11,29 @@ inline constexpr bool msl_is_plain = msl_is_scalar<T> && !__is_same(T, bool);
 template <class T, int N>
 inline constexpr bool msl_is_plain<vec<T, N>> = msl_is_plain<T>;
 
+template <class T>
+inline constexpr bool msl_is_half = __is_same(T, half);
+template <int N>
+inline constexpr bool msl_is_half<vec<half, N>> = true;
+// Subnormal halves are 0: as operands of a GPU that does not have them.
+template <class T>
+T msl_flushed(T from) {
+  struct Halves {
+    ushort at[sizeof(T) / 2];
+  } halves = __builtin_bit_cast(Halves, from);
+  for (ushort& bits : halves.at) bits &= bits & 0x7c00 ? 0xffff : 0x8000;
+  return __builtin_bit_cast(T, halves);
+}
+
 template <class To, class From>
 To as_type(From from) {
   static_assert(msl_is_plain<To> && msl_is_plain<From>, "as_type takes numbers and vectors of them, no bool");
   static_assert(sizeof(To) == sizeof(From), "as_type needs types of one size");
-  return __builtin_bit_cast(To, from);
+  const To to = __builtin_bit_cast(To, from);
+#ifdef MSL_FLUSH_HALF
+  if constexpr (msl_is_half<To>) return msl_flushed(to);
+#endif
+  return to;
 }
 
 template <class A, class B>

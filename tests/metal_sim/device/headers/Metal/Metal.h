@@ -7,8 +7,10 @@
 
 NS_ASSUME_NONNULL_BEGIN
 
-@protocol MTLBuffer, MTLCommandBuffer, MTLCommandQueue, MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice;
-@protocol MTLFunction, MTLHeap, MTLLibrary;
+@protocol MTLBuffer
+, MTLCommandBuffer, MTLCommandQueue, MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice;
+@protocol MTLFunction
+, MTLHeap, MTLLibrary;
 @class MTLComputePipelineReflection, MTLFunctionConstantValues;
 
 // ---- sizes ----
@@ -268,6 +270,7 @@ typedef NS_ENUM(NSInteger, MTLGPUFamily) {
 @property(readonly) NSUInteger maxThreadgroupMemoryLength;
 @property(readonly) NSUInteger maxBufferLength;
 @property(readonly) NSUInteger currentAllocatedSize;
+@property(readwrite, nonatomic) BOOL shouldMaximizeConcurrentCompilation API_AVAILABLE(macos(13.3));
 - (BOOL)supportsFamily:(MTLGPUFamily)gpuFamily;
 - (nullable id<MTLCommandQueue>)newCommandQueue;
 - (nullable id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;
@@ -290,5 +293,10 @@ typedef NS_ENUM(NSInteger, MTLGPUFamily) {
 extern "C"
 #endif
     id<MTLDevice> _Nullable MTLCreateSystemDefaultDevice(void) __attribute__((ns_returns_retained));
+#ifdef __cplusplus
+extern "C"
+#endif
+    NSArray<id<MTLDevice>>*
+    MTLCopyAllDevices(void) __attribute__((ns_returns_retained));
 
 NS_ASSUME_NONNULL_END

@@ -1,0 +1,14 @@
+// macOS's sysctlbyname, which the simulated Metal answers for the macOS it plays. Against macOS the system's own
+// header.
+#pragma once
+#ifdef __APPLE__
+#include_next <sys/sysctl.h>
+#else
+#include <stddef.h>
+
+#ifdef __cplusplus
+extern "C"
+#endif
+    int
+    sysctlbyname(const char* name, void* value, size_t* size, void* next, size_t next_size);
+#endif

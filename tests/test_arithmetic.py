@@ -1,0 +1,42 @@
+"""What Apple's GPUs may compute otherwise than the simulated one, played by it: what must stay right, and what not."""
+
+import pytest
+
+from conftest import DEVICES, SIMULATED
+from simulated import lines_of
+
+pytestmark = pytest.mark.skipif(not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal plays others")
+
+CHECKS = """
+from torch_moe_metal import doctor
+for op, dtype, tokens, format in {checks}:
+    print(op, format, doctor.check(op, "mps", getattr(torch, dtype), tokens, format))
+"""
+
+
+def checked(*checks: tuple[str, str, int, str]) -> dict[tuple[str, str], str]:
+    """What doctor says of an op in a format."""
+    lines = [line.split(" ", 2) for line in lines_of(CHECKS.format(checks=checks))]
+    return {(op, format): said for op, format, said in lines}
+
+
+def test_flushed_halves_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The canary: codes of packed weights are subnormal halves, and a GPU without those would make them 0."""
+    monkeypatch.setenv("METAL_SIM_ARITHMETIC", "flush_half")
+    formats = ("dense", "affine", "mxfp4", "fp8")
+    said = checked(*(("dequantize", "float32", 5, format) for format in formats))
+    assert [format for format in formats if "relative error" in said["dequantize", format]] == ["affine", "mxfp4"]
+    (line,) = lines_of('from torch_moe_metal import doctor\nprint(doctor.subnormal_halves("mps"))')
+    assert line.startswith("half subnormals are flushed on this GPU") and line.endswith("expected 0.5, got 0.0")
+    monkeypatch.delenv("METAL_SIM_ARITHMETIC")
+    assert lines_of('from torch_moe_metal import doctor\nprint(doctor.subnormal_halves("mps"))') == ["None"]
+
+
+@pytest.mark.slow
+def test_flushed_floats_and_contracted_products_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apple's GPUs have no subnormal floats, and may round a * b + c once."""
+    monkeypatch.setenv("METAL_SIM_ARITHMETIC", "flush_float,contract")
+    packed = [("experts", "bfloat16", T, format) for T in (5, 50) for format in ("affine", "mxfp4", "fp8", "q4_k")]
+    dense = [(op, "float32", 5, "dense") for op in ("gate", "experts", "norm_add", "attention", "glu", "rope")]
+    said = checked(*packed, *dense)
+    assert {*said.values()} == {"None"}, said

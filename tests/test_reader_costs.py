@@ -1,0 +1,69 @@
+"""What the readers of packed weights cost on Apple's GPUs. On M1 and M2 a shift takes as long as four masks or
+additions, on a pipe of its own, and unpacking waits for that one."""
+
+import re
+import subprocess
+
+import pytest
+
+from conftest import DEVICES, SIMULATED
+
+pytestmark = pytest.mark.skipif(
+    not SIMULATED or "mps" not in DEVICES, reason="the simulated Metal's clang says what is left of a shader's text"
+)
+
+START = """
+#include <metal_stdlib>
+using namespace metal;
+{weights}
+using Codes = moe_metal::formats::{reader}<16>;
+"""
+EIGHT = """
+kernel void unpack(device const uint* from [[buffer(0)]], device float* to [[buffer(1)]]) {{
+  moe_metal::Words<Codes::words> words;
+  for (uint i = 0; i < Codes::words; ++i) words.at[i] = from[i];
+  moe_metal::Vectors<2> codes;
+  Codes::eight<false>(words, 0, codes);
+  for (uint i = 0; i < 8; ++i) to[i] = codes.at[i / 4][i % 4];
+}}
+"""
+
+
+PIECE = """
+kernel void unpack(device const uint* from [[buffer(0)]], device float* to [[buffer(1)]]) {{
+  moe_metal::PackedPiece<Codes> piece;
+  for (uint i = 0; i < Codes::words; ++i) piece.words.at[i] = from[i];
+  piece.scale = to[0];
+  piece.count = 16;
+  moe_metal::spread_nan(piece);
+  for (uint i = 0; i < 16; i += 8) {{
+    moe_metal::Vectors<2> values;
+    moe_metal::piece_values<Codes, true>(piece, i, values);
+    for (uint n = 0; n < 8; ++n) to[i + n] = values.at[n / 4][n % 4];
+  }}
+}}
+"""
+
+
+def instructions(kernel: str, reader: str, kinds: str) -> int:
+    """What clang leaves of them at -O2."""
+    from embed import FOLDER, shader_text
+    from metal_sim.engine import address_spaces, translate
+
+    text = (START + kernel).format(weights=shader_text(FOLDER / "weights.h"), reader=reader)
+    command = [translate.find_compiler(), *address_spaces.FLAGS, "-O2", "-S", "-emit-llvm", "-o", "-", "-"]
+    done = subprocess.run(command, input=address_spaces.translated(text), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    function = done.stdout.partition("define")[2].partition("\n}")[0]
+    return len(re.findall(rf"= (?:{kinds}) ", function))
+
+
+@pytest.mark.parametrize(("reader", "most"), [("affine4", 1), ("mxfp4", 5), ("nvfp4", 5), ("fp8", 6), ("mxfp8", 6)])
+def test_few_shifts(reader: str, most: int) -> None:
+    assert 0 < instructions(EIGHT, reader, "shl|lshr|ashr") <= most
+
+
+def test_prefill_asks_once_for_codes_that_are_no_numbers() -> None:
+    """And not for each of 16, which costs a shift, a mask, a comparison and a choice each time."""
+    assert instructions(PIECE, "fp8", "icmp|fcmp") == 1
+    assert instructions(PIECE, "mxfp4", "icmp|fcmp") == 0

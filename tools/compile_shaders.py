@@ -1,0 +1,378 @@
+"""Apple's own compilers over every shader: `make shaders`, on a Mac with Xcode and its Metal toolchain. No GPU needed.
+
+    python tools/compile_shaders.py                            # everything that csrc/mps/launch.mm can ask Metal for
+    python tools/compile_shaders.py --only "linear.*=affine4"  # the libraries whose name matches
+    python tools/compile_shaders.py --versions 3.2 --archs g13s --stages native
+
+Its list is the extension's own list of kernels. Any of these can fail:
+
+    offline  each library as each version of Metal, by `metal`; a warning is an error
+    native   each of its kernels for each GPU generation, by `metal-tt`, for as many threads as are launched: it must
+             build, and the size of its code, its registers and what it spills are told, in a GitHub job's summary too
+    runtime  newLibraryWithSource: of this macOS, as the extension calls it; pipelines too where there is an Apple GPU
+
+Before each, planted faults must be refused: an error, a warning, a kernel that is not there. Tests run all of this with
+a stand-in for `xcrun` (tests/tools/stand_in_metal.py), which knows what our own checks know.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import gpu_binary
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "shaders"), str(ROOT / "tests")]
+from embed import FOLDER, shader_text  # noqa: E402
+
+#: A version of Metal, and the first macOS that has it. This Mac's own must be known to its compiler.
+VERSIONS = {"3.1": 14, "3.2": 15, "4.0": 26, "4.1": 27}
+#: The oldest toolchain that is used knows the GPUs from M1 to M4; newer ones are asked for too.
+GENERATIONS, REQUIRED = range(13, 22), range(13, 17)
+#: As launch.mm asks for maths. Headers' constants stand in the flattened text, where clang misses their use.
+FLAGS = ["-fmetal-math-mode=safe", "-fmetal-math-fp32-functions=precise", "-Wall", "-Wextra", "-Werror"]
+FLAGS += ["-Wno-unused-const-variable"]
+START = "#include <metal_stdlib>\nusing namespace metal;\n"
+KERNEL = "kernel void {name}(device float* x [[buffer(0)]]) {{\n{body}}}\n"
+PLANTED = {"an error": "  x[0] = nothing;\n", "a warning": "  int unused = 3;\n"}
+PLANTED = {what: START + KERNEL.format(name="planted", body=body) for what, body in PLANTED.items()}
+STAGES = ("native", "runtime")
+
+
+class ShaderError(RuntimeError):
+    pass
+
+
+@dataclass(frozen=True, order=True)
+class Library:
+    shader: str
+    macros: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join((self.shader, *(macro.removeprefix("MOE_METAL_") for macro in self.macros)))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    place: int  # in the extension's list
+    name: str
+    threads: int  # of a threadgroup
+
+
+@dataclass
+class Work:
+    """A library, and what became of it. A shader need not have each kernel that the list has room for."""
+
+    library: Library
+    listed: list[Kernel]
+    kernels: set[Kernel] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+    newest: Path | None = None  # compiled as the newest version
+
+    def fail(self, what: str, said: str) -> None:
+        self.problems.append(f"{self.library}: {what}:\n{said.strip()}")
+
+
+# ---------------------------------------------------------------------------------------------- the list
+
+
+def extension_ops() -> object:
+    import torch
+
+    import torch_moe_metal  # noqa: F401
+
+    if not hasattr(torch.ops.moe_metal, "_kernels"):  # Linux: the same sources, on the simulated Metal
+        import simulated
+
+        simulated.load()
+    return torch.ops.moe_metal
+
+
+def listed(lines: Iterable[str], only: str) -> list[Work]:
+    """The libraries whose name matches, each with the kernels that the extension may ask it for."""
+    found: dict[Library, list[Kernel]] = {}
+    for place, line in enumerate(lines):
+        threads, name, shader, *macros = line.split()
+        found.setdefault(Library(shader, tuple(macros)), []).append(Kernel(place, name, int(threads)))
+    return [Work(library, kernels) for library, kernels in sorted(found.items()) if re.search(only, str(library))]
+
+
+def never_asked(works: list[Work]) -> Iterator[str]:
+    """Families of kernels that the extension lists and no library of dense weights holds, in any dtype."""
+    held = {family(kernel.name) for work in works for kernel in work.kernels}
+    dense = [work for work in works if not any("FORMAT" in macro for macro in work.library.macros)]
+    for work in dense:
+        for name in sorted({family(kernel.name) for kernel in work.listed} - held):
+            yield f"{work.library}: the extension lists {name}, which no library holds"
+
+
+def family(name: str) -> str:
+    return re.sub(r"(_(float|half|bfloat)){1,2}$", "", name)
+
+
+def kernel_names(text: str) -> set[str]:
+    """The host names of the kernels in a text without macros."""
+    named = re.findall(r'host_name\(\s*((?:"[^"]*"\s*)+)\)', text)
+    plain = re.findall(r"(template\s*<[^;{}]*>\s*)?\bkernel void (\w+)\(", text)
+    names = {name for template, name in plain if not template}
+    return names | {"".join(re.findall(r'"([^"]*)"', name)) for name in named}
+
+
+# ---------------------------------------------------------------------------------------------- Apple's tools
+
+
+class Toolchain:
+    """`metal` and `metal-tt`, as xcrun finds them."""
+
+    def __init__(self, xcrun: str, folder: Path):
+        self.xcrun, self.folder = xcrun, folder
+        self.paths = {tool: self.ask("--find", tool) for tool in ("metal", "metal-tt")}
+        self.environment = os.environ | {"SDKROOT": self.ask("--show-sdk-path")}
+
+    def ask(self, *arguments: str) -> str:
+        try:
+            done = subprocess.run([self.xcrun, "-sdk", "macosx", *arguments], capture_output=True, text=True)
+        except FileNotFoundError:
+            raise ShaderError(f"there is no {self.xcrun}: Apple's compilers come with Xcode, on a Mac") from None
+        if done.returncode:
+            raise ShaderError(f"xcrun {' '.join(arguments)}: {done.stderr.strip()}")
+        return done.stdout.strip()
+
+    def run(self, tool: str, *arguments: str | Path) -> str:
+        """What it prints; what it says instead where it fails, or warns."""
+        command = [self.paths[tool], *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, env=self.environment)
+        if done.returncode:
+            raise ShaderError(done.stderr.strip() or done.stdout.strip() or f"{tool} ended with {done.returncode}")
+        return done.stdout
+
+    def version(self) -> str:
+        return self.run("metal", "--version").splitlines()[0]
+
+    def source(self, name: str, text: str) -> Path:
+        path = self.folder / f"{name}.metal"
+        path.write_text(text)
+        return path
+
+    def compile(self, source: Path, version: str, target: Path, macros: Iterable[str] = ()) -> Path:
+        language = [f"-std=metal{version}", f"-mmacosx-version-min={VERSIONS[version]}.0"]
+        self.run("metal", *language, *FLAGS, *(f"-D{macro}" for macro in macros), "-o", target, source)
+        return target
+
+    def names(self, source: Path, version: str, macros: Iterable[str]) -> set[str]:
+        """The kernels in a source, by what its own macros make of it."""
+        text = re.sub(r"^#include <.*$", "", source.read_text(), flags=re.MULTILINE)
+        bare = self.folder / f"{source.stem}.bare.metal"
+        bare.write_text(text)
+        return kernel_names(self.run("metal", f"-std=metal{version}", "-E", "-P", *map("-D{}".format, macros), bare))
+
+    def translate(self, library: Path, kernel: str, threads: int, arch: str) -> gpu_binary.Figures:
+        """One kernel alone: its figures carry no name."""
+        pipeline = {"compute_function": kernel, "max_total_threads_per_threadgroup": threads}
+        pipeline["threadgroup_size_is_multiple_of_thread_execution_width"] = True
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            script, target = Path(folder, "pipeline.mtlp-json"), Path(folder, "native.metallib")
+            script.write_text(json.dumps({"pipelines": {"compute_pipelines": [pipeline]}}))
+            self.run("metal-tt", "-arch", f"applegpu_{arch}", "-o", target, script, library)
+            return gpu_binary.figures(target.read_bytes())
+
+
+def known_versions(tools: Toolchain, asked: list[str]) -> list[str]:
+    """Those that this compiler knows. It must know that of its own macOS, and of every older one."""
+    from torch_moe_metal import macos
+
+    own, known = float(macos.version() or 15), []
+    source = tools.source("version", START + KERNEL.format(name="version", body="  x[0] = 1;\n"))
+    for version in asked:
+        try:
+            tools.compile(source, version, tools.folder / "version.metallib")
+            known.append(version)
+        except ShaderError as error:
+            if VERSIONS[version] <= own or "invalid value" not in str(error):
+                raise ShaderError(f"Metal {version} does not compile here:\n{error}") from None
+            print(f"Metal {version}: not known to this compiler")
+    return known
+
+
+def refused(what: str, call: Callable[[], object]) -> None:
+    """A planted fault, which must not pass."""
+    try:
+        call()
+    except RuntimeError:
+        return
+    raise ShaderError(f"{what} was planted, and accepted: nothing that this says is worth anything")
+
+
+# ---------------------------------------------------------------------------------------------- offline
+
+
+def offline(tools: Toolchain, works: list[Work], versions: list[str], pool: ThreadPoolExecutor) -> None:
+    for what, text in PLANTED.items():
+        source = tools.source("planted", text)
+        for version in versions:
+            target = tools.folder / "planted.metallib"
+            refused(f"{what} in Metal {version}", lambda: tools.compile(source, version, target))  # noqa: B023
+    shaders = {work.library.shader for work in works}
+    sources = {name: tools.source(name, shader_text(FOLDER / f"{name}.metal")) for name in shaders}
+    list(pool.map(lambda work: compile_versions(tools, work, sources[work.library.shader], versions), works))
+
+
+def compile_versions(tools: Toolchain, work: Work, source: Path, versions: list[str]) -> None:
+    for version in versions:
+        target = tools.folder / (re.sub(r"\W+", "-", str(work.library)) + ".metallib")
+        try:
+            names = tools.names(source, version, work.library.macros)
+            if unlisted := names - {kernel.name for kernel in work.listed}:
+                work.fail(f"Metal {version}", f"it holds {', '.join(sorted(unlisted))}, which nobody can ask for")
+            if not names:  # a part that has nothing for this dtype or format
+                continue
+            work.newest = tools.compile(source, version, target, work.library.macros)
+            work.kernels |= {kernel for kernel in work.listed if kernel.name in names}
+        except ShaderError as error:
+            work.fail(f"Metal {version}", str(error))
+
+
+# ---------------------------------------------------------------------------------------------- native
+
+
+def known_archs(tools: Toolchain, library: Path, asked: list[str]) -> list[str]:
+    """Of each generation the larger chips, or the smallest, as this toolchain knows them."""
+    known = []
+    for generation in GENERATIONS:
+        names = [f"g{generation}{size}" for size in "sg"]
+        for name in names:
+            try:
+                tools.translate(library, "planted", 32, name)
+                known.append(name)
+                break
+            except ShaderError as error:
+                why = error
+        else:
+            if generation in REQUIRED:
+                raise ShaderError(f"metal-tt translates for none of {', '.join(names)}: {why}")
+    return [name for name in known if not asked or name in asked]
+
+
+def native(tools: Toolchain, works: list[Work], version: str, archs: list[str], pool: ThreadPoolExecutor) -> list[str]:
+    """-> the lines of a table"""
+    floats = {count: [f"x[{i} * 32 + int(x[0])]" for i in range(count)] for count in (8, 40)}
+    kernels = [START, KERNEL.format(name="planted", body="  x[0] = 1;\n")]
+    kernels += [held(f"holds_{count}", values) for count, values in floats.items()]
+    source = tools.source("probes", "".join(kernels))
+    probes = tools.compile(source, version, tools.folder / "probes.metallib")
+    archs = known_archs(tools, probes, archs)
+    refused("a kernel that is not there", lambda: tools.translate(probes, "missing", 32, archs[0]))
+    few, many = (tools.translate(probes, f"holds_{count}", 32, archs[0]) for count in floats)
+    readable = 8 <= few.registers < many.registers <= 256 and not few.spilled
+    calls = [(work, kernel, arch) for work in works if work.newest for kernel in work.kernels for arch in archs]
+    found = [each for each in pool.map(lambda call: translated(tools, *call), calls) if each]
+    rows = ["| shader | GPU | kernels | code, KB | largest | registers | spill |", "|---|---|---|---|---|---|---|"]
+    for shader, arch in sorted({(shader, arch) for shader, arch, _ in found}):
+        rows.append(row(shader, arch, [figures for *key, figures in found if key == [shader, arch]], readable))
+    if not readable:
+        rows.append(f"\nRegisters are not told: 8 numbers in {few.registers} and 40 in {many.registers} make no sense.")
+    return rows
+
+
+def held(name: str, values: list[str]) -> str:
+    """A kernel that holds so many numbers at once."""
+    count = len(values)
+    body = "".join(f"  float v{i} = {value};\n" for i, value in enumerate(values))
+    body += "".join(f"  v{i} = fma(v{i}, v{(i + 5) % count}, v{(i + 7) % count});\n" for i in range(count)) * 2
+    return KERNEL.format(name=name, body=body + f"  x[0] = {' + '.join(f'v{i}' for i in range(count))};\n")
+
+
+def translated(tools: Toolchain, work: Work, kernel: Kernel, arch: str) -> tuple | None:
+    try:
+        return work.library.shader, arch, tools.translate(work.newest, kernel.name, kernel.threads, arch)
+    except (ShaderError, gpu_binary.BinaryError) as error:
+        work.fail(f"{kernel.name}, {kernel.threads} threads, {arch}", str(error))
+        return None
+
+
+def row(shader: str, arch: str, figures: list[gpu_binary.Figures], readable: bool) -> str:
+    code, spilled = [each.code for each in figures], [each.spilled for each in figures if each.spilled]
+    registers = f"{max(each.registers for each in figures)} | {len(spilled)}, {max(spilled, default=0)} bytes"
+    cells = (shader, arch, len(figures), f"{sum(code) / 1024:.0f}", f"{max(code) / 1024:.1f}")
+    return f"| {' | '.join(map(str, cells))} | {registers if readable else '- | -'} |"
+
+
+# ---------------------------------------------------------------------------------------------- runtime
+
+
+def runtime(ops: object, works: list[Work], pool: ThreadPoolExecutor) -> str:
+    """-> what was compiled"""
+    some = next(kernel for work in works for kernel in work.kernels)
+    refused("an error at run time", lambda: ops._compile(some.place, PLANTED["an error"]))
+    made: Counter[str] = Counter()
+
+    def compile(work: Work) -> None:
+        for kernel in sorted(work.kernels, key=lambda kernel: kernel.place):
+            try:
+                made["pipelines"] += ops._compile(kernel.place, "")
+            except RuntimeError as error:
+                work.fail(f"{kernel.name} at run time", str(error))
+        made["libraries"] += 1
+
+    list(pool.map(compile, [work for work in works if work.kernels]))
+    return f"{made['libraries']} libraries and {made['pipelines']} pipelines by this macOS"
+
+
+# ---------------------------------------------------------------------------------------------- all of it
+
+
+def summary(text: str) -> None:
+    print(text)
+    if path := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with open(path, "a") as file:
+            file.write(text + "\n")
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="a regular expression of libraries")
+    parser.add_argument("--versions", nargs="+", choices=VERSIONS, default=[*VERSIONS])
+    parser.add_argument("--archs", nargs="+", default=[], help="such as g13s; one of each generation if not given")
+    parser.add_argument("--stages", nargs="*", choices=STAGES, default=STAGES, help="beside offline")
+    parser.add_argument("--xcrun", default="xcrun", help="which finds Apple's tools")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    asked = arguments(argv)
+    ops = extension_ops()
+    works = listed(ops._kernels(), asked.only)
+    if not works:
+        raise ShaderError(f"no library's name matches {asked.only}")
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        tools = Toolchain(asked.xcrun, Path(folder))
+        summary(f"## Shaders, compiled by {tools.version()}")
+        versions = known_versions(tools, asked.versions)
+        offline(tools, works, versions, pool)
+        problems = [] if asked.only else [*never_asked(works)]
+        libraries = [work for work in works if work.kernels]
+        summary(f"{len(libraries)} libraries as Metal {', '.join(versions)}")
+        if "native" in asked.stages and not any(work.problems for work in works):
+            summary("\n".join(native(tools, libraries, versions[-1], asked.archs, pool)))
+        if "runtime" in asked.stages:
+            summary(runtime(ops, libraries, pool))
+    problems += [problem for work in works for problem in work.problems]
+    if problems:
+        raise ShaderError("\n\n".join([*problems, f"{len(problems)} problems"]))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ShaderError as error:
+        summary(f"FAILED\n```\n{error}\n```")
+        sys.exit(1)
