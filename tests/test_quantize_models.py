@@ -439,8 +439,8 @@ def test_layers_by_their_whole_names(tmp_path):
 
 
 def test_layers_of_their_own_while_loading(tmp_path):
-    """What loading packs by `layers` is what `quantize_` packs: fp8, whose blocks end within an expert, and two formats of
-    one layer's experts."""
+    """What loading packs by `layers` is what `quantize_` packs: fp8, whose blocks end within an expert, and two formats
+    of one layer's experts."""
     folder, experts = saved("qwen3_moe", tmp_path), "model.layers.{}.mlp.experts"
     options = {
         "group_size": 32,

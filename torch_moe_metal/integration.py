@@ -18,8 +18,9 @@ def packed_checkpoints(enabled: bool | None = None) -> bool:
 
         torch_moe_metal.packed_checkpoints(False)  # transformers loads them as it does without us
 
-    This is for gpt-oss, FP8, GPTQ, AWQ, compressed-tensors, MetalConfig, GGUF files and mlx-lm's folders. A `MoeMetalConfig` always
-    works. The default is True, or False with the environment variable TORCH_MOE_METAL_CHECKPOINTS=0.
+    This is for gpt-oss, FP8, GPTQ, AWQ, compressed-tensors, MetalConfig, GGUF files and mlx-lm's folders. A
+    `MoeMetalConfig` always works. The default is True, or False with the environment variable
+    TORCH_MOE_METAL_CHECKPOINTS=0.
     """
     global _packed_checkpoints
     if enabled is not None:
