@@ -332,9 +332,8 @@ def test_gate_and_up_may_be_apart(format: str, dtype: torch.dtype, tokens: int, 
     assert same_bits(ops.experts(x, weights, ids, **apart, **in_turn), joined)
     if device == "cpu" and tokens == 5:
         leaf = x.float().clone().requires_grad_()
-        slots = slots_with_grad(
-            leaf, ids, {n: p if format != "dense" else p.float() for n, p in apart.items()} | in_turn
-        )
+        numbers = {n: p.float() if p.is_floating_point() else p for n, p in apart.items()}
+        slots = slots_with_grad(leaf, ids, numbers | in_turn | {"gate_up_bias": in_turn["gate_up_bias"].float()})
         assert relative((slots * weights.unsqueeze(-1)).sum(-2), joined.float()) < (1e-5 if dtype == FLOAT else 1e-2)
     for wrong in (apart["gate_up"][:, :1], apart["gate_up"][:, :, :-1]):
         with pytest.raises(RuntimeError, match=r"experts: (gate_up|down|gate_up_bias): expected"):

@@ -257,16 +257,17 @@ def test_patch_takes_transformers_own_modules(tmp_path: Path, monkeypatch):
     path = gguf_files.write(source, tmp_path / "model.gguf", Q4_K_M)
     expected = gguf_files.dense(source, path)(tokens(2, 9)).logits
     monkeypatch.setattr(kernels, "_gguf_kernel", kernels.GgufKernel(Kernel))
-    model = load(path, device_map=None)
+    model = load(path, device_map=None)  # which is mps where there is one
+    ids = tokens(2, 9).to(model.device)
     before = {name: module for name, module in model.named_modules() if type(module).__name__.startswith("Gguf")}
     assert {type(module) for module in before.values()} == {GgufEmbedding, GgufExperts, GgufLinear}
-    assert relative(model(tokens(2, 9)).logits, expected) <= TOLERANCE
+    assert relative(model(ids).logits.cpu(), expected) <= TOLERANCE
     monkeypatch.setattr(Kernel, "dequantize", None)  # nothing of it is called from here on
     monkeypatch.setattr(kernels, "_gguf_kernel", None)
     report = torch_moe_metal.patch(model)
     assert not report["left"] and "model.layers.0.mlp" in report["fused"], str(report)
     assert not any(isinstance(module, GgufLinear | GgufExperts | GgufEmbedding) for module in model.modules())
-    assert relative(model(tokens(2, 9)).logits, expected) <= TOLERANCE
+    assert relative(model(ids).logits.cpu(), expected) <= TOLERANCE
     torch_moe_metal.unpatch(model)
     assert {name: module for name, module in model.named_modules() if name in before} == before
 

@@ -42,7 +42,8 @@ struct DoubledE2m1 {
   enum : uint { factor = 1 << 15, middle = 0, in_place = 0, mask = 0x000f000f };
   template <bool, bool exact>
   static float4 four(uint even, uint odd, uint shift) {
-    const float4 codes = interleaved(e2m1_pair(even << (12 - shift)), e2m1_pair(odd << (12 - shift)));
+    const half2 one = e2m1_pair(e2m1_upper(even << (12 - shift))), next = e2m1_pair(e2m1_upper(odd << (12 - shift)));
+    const float4 codes = interleaved(one, next);
     return exact ? codes + 0.0f : codes;
   }
 };
