@@ -169,7 +169,7 @@ MUTANTS = {
     "mxfp4_nibble_swapped": Mutant("n % 2 ? upper : lower", "n % 2 ? lower : upper", "values", *linear(MXFP4, 9)),
     "fp8_byte_swapped": Mutant("n % 2 ? word : word << 8", "n % 2 ? word << 8 : word", "values", *numbers(FP8)),
     "code_cut_at_a_word": Mutant("if (bit(i) + bits > 32)", "if (false)", "values", *experts(AFFINE[3], 3)),
-    "sign_lost": Mutant("(top & 0x80008000u) | (top >> 3", "(top >> 3", "values", *experts(MXFP4, 3)),
+    "sign_lost": Mutant("(word & 0x80808080u) | (word >> 3 & 0x0e", "(word >> 3 & 0x0e", "values", *experts(MXFP4, 3)),
     "middle_forgotten": Mutant("float(Codes::middle), offset", "0.0f, offset", "values", *experts(AFFINE[8], 3)),
     "nan_is_480": Mutant("+ 0x01010101u) & 0x80808080u", "+ 0x01010101u) & 0", "values", *nan(FP8, 1)),
     "nan_is_480_in_tiles": Mutant("& 0x7f) == 0x7f", "& 0x7f) == 0x80", "values", *nan(FP8, 20)),
