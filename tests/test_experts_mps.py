@@ -283,10 +283,12 @@ def test_packed_weights_and_16_bits(device: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize("packing", [*PACKINGS, *NARROW], ids=str)
 def test_dequantize(device: str, packing: Packing):
-    """Every code, and matrices of more than three dimensions."""
+    """Every code, also e4m3's two NaN, and matrices of more than three dimensions."""
     H, _ = sizes_of(packing)
     generator = torch.Generator().manual_seed(0)
     weight = packing.weight(2, 3, 9, H, generator=generator)
+    if packing.format in ("fp8", "mxfp8"):
+        weight[0][1, 2, 3, 4], weight[0][1, 2, 4, 5] = 0x7F, 0xFF
     options = {"format": packing.format, "bits": packing.bits}
     for dtype in (FLOAT, BFLOAT):
         on_device = (None if tensor is None else tensor.to(device) for tensor in weight)
