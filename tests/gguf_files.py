@@ -752,8 +752,10 @@ def vocabulary() -> list[str]:
     return [SPECIAL.get(i) or next(rest) for i in range(99)]
 
 
-def add_tokenizer(writer: GGUFWriter) -> None:
+def add_tokenizer(writer: GGUFWriter, size: int = 0) -> None:
+    """`size`: of a larger vocabulary, in which every further token is its number."""
     tokens = vocabulary()
+    tokens += [f"<{i}>" for i in range(len(tokens), size)]
     kinds = [gguf.TokenType.CONTROL if token in SPECIAL.values() else gguf.TokenType.NORMAL for token in tokens]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

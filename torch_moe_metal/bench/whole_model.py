@@ -43,12 +43,19 @@ MIXES = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
 EXPERTS_ALONE = [r"(?!.*experts).*"]  # what is skipped then
 
 
-def random_model(name: str, layers: int, device: str) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def whole_config(name: str, layers: int):
+    """The configuration with some of the layers, and with a vocabulary cut in the same proportion."""
+    from transformers import AutoConfig
 
     model, (all_layers, attention) = MODELS[name], WHOLE[name]
     sizes = {"vocab_size": model.vocabulary * layers // all_layers, "num_hidden_layers": layers}
-    config = AutoConfig.for_model(model.config, **configuration(model), **sizes, **attention)
+    return AutoConfig.for_model(model.config, **configuration(model), **sizes, **attention)
+
+
+def random_model(name: str, layers: int, device: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    config = whole_config(name, layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device=device)
