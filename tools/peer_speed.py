@@ -31,7 +31,6 @@ def types_of(name: str, layers: int) -> dict[str, str]:
     """Types by names and roles of tensors. In mixes, the head, and values and down of every second layer, have more
     bits, as llama.cpp's own files."""
     from gguf_files import ROLES
-
     from torch_moe_metal.bench.whole_model import MIXES
 
     usual, more = MIXES.get(name, (name, name))
@@ -43,11 +42,11 @@ def types_of(name: str, layers: int) -> dict[str, str]:
 
 def write(path: Path, model: str, layers: int, type: str) -> Path:
     """A file of random numbers with about the variance that trained weights have."""
-    import gguf_files
     import numpy as np
     import torch
     from gguf import GGMLQuantizationType, GGUFWriter
 
+    import gguf_files
     from torch_moe_metal.bench.packed import packing_of
     from torch_moe_metal.bench.whole_model import whole_config
 
