@@ -7,6 +7,7 @@
 
 #include "activation.h"
 #include "contract.h"
+#include "parallel.h"
 #include "vec.h"
 
 namespace moe_metal {

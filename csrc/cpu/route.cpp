@@ -1,6 +1,7 @@
 #include <vector>
 
 #include "ops.h"
+#include "parallel.h"
 #include "route.h"
 
 namespace moe_metal {

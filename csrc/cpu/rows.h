@@ -1,6 +1,5 @@
 // Whole rows: how threads take them, when they are stored past the caches, and the norm of one.
 #pragma once
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -8,6 +7,7 @@
 #include <cmath>
 #include <vector>
 
+#include "parallel.h"
 #include "vec.h"
 
 namespace moe_metal {
