@@ -11,13 +11,14 @@
 #   make tune      measure what only this Mac's GPU can tell, and keep it: make tune ARGS="--model gpt-oss-20b"
 #   make report    what to send us from a Mac, in build/report: doctor.txt, validated.txt, bench.json, packed.json, tune.json
 #   make validate  doctor under Metal's own checks of every call and every access of a shader
-#   make benchmarks  BENCHMARKS.md and the README's table anew, from the JSON files in benchmarks/
+#   make benchmarks  write BENCHMARKS.md and the README's table from the JSON files in benchmarks/
 #   make cross     the macOS extension compiled and linked on this machine against real macOS torch wheels;
 #                  CROSS="2.13.0 2.15.0" chooses them
 #   make wheel     a wheel for the torch that TORCH=2.13 chooses, tried in a fresh environment; dist/ keeps it
 #   make shaders   Apple's own compilers over every shader, on a Mac with Xcode: make shaders ARGS="--only linear"
 #   make lint      style and format checks, of the workflows too;  make format mends them
-#   make workflow  what GitHub would run, here: JOB=linux FILE=.github/workflows/test.yml
+#   make ci        everything that CI runs on Linux: lint, all tests but the full grid, cross
+#   make workflow  a job of a GitHub workflow, here: JOB=linux FILE=.github/workflows/test.yml
 #   make clean     remove what was built;  make distclean also removes .venv
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
@@ -46,14 +47,14 @@ SIM_FILES += $(wildcard tests/gpu/shim/*.h)
 CHECKED := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 MTL_SHADER_VALIDATION_REPORT_TO_STDERR=1
 export MAX_JOBS
 
-.PHONY: help demo test test-sim test-tools test-slow test-all bench tune benchmarks doctor validate mps report shaders cross wheel fuzz sanitize lint workflow format clean distclean
+.PHONY: help demo test test-sim test-tools test-slow test-all bench tune benchmarks doctor validate mps report shaders cross wheel fuzz sanitize lint ci workflow format clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
 $(BIN)/.ready: tools/requirements.txt
-	@command -v $(PYTHON) >/dev/null || { echo "Missing: $(PYTHON). Install Python 3.10 or newer, or say make PYTHON=/path/to/python3"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Missing: Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) --version). Say make PYTHON=/path/to/python3"; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "Missing: $(PYTHON). Install Python 3.11 or newer, or say make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Missing: Python 3.11 or newer, which transformers needs; $(PYTHON) is $$($(PYTHON) --version). Say make PYTHON=/path/to/python3"; exit 1; }
 	@echo "==> Making a virtual environment in .venv"
 	@$(PYTHON) -m venv .venv || { echo "Missing: Python's venv module. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	@echo "==> Installing torch 2.13.0, transformers and the build tools (a minute or two the first time)"
@@ -149,6 +150,12 @@ lint: $(BIN)/.ready-to-test
 	$(BIN)/python tools/benchmarks.py --check
 	$(BIN)/shellcheck .ci/run
 	$(BIN)/actionlint -shellcheck $(BIN)/shellcheck $(wildcard .github/workflows/*.yml)
+
+# The one description of CI, which .ci/run and the workflows call. Built once: the slow tests need every instruction set.
+ci: export MOE_METAL_CPU = all
+ci:
+	@for target in lint test test-sim test-tools test-slow cross; do \
+		echo "==> make $$target"; $(MAKE) --no-print-directory $$target || exit 1; done
 
 workflow: $(BIN)/.ready-to-test
 	$(BIN)/python tools/run_workflow.py $(FILE) $(JOB) $(ARGS)
