@@ -20,8 +20,8 @@ BEGIN, END = "<!-- figures: `make benchmarks` writes them -->\n", "<!-- end of f
 HEAD = """# Benchmarks
 
 `make benchmarks` writes this page from the files in [benchmarks/](benchmarks). Above each table are the command that
-measured it, the date and the machine. **None of these is an Apple figure**: nobody has run this on a Mac yet. If you
-own one, please send us the files that `make report` writes (there is an issue form for them).
+measured it, the date and the machine. **None of these is an Apple figure**: this has not run on a Mac yet. If you
+own a Mac, please send us the files that `make report` writes (there is an issue form for them).
 
 How to read the tables: "x PyTorch" is the time of the fastest implementation in PyTorch or transformers over ours,
 measured in turn, so 2.00 means twice as fast. "x dense" is the same against our own op with bfloat16 weights. "of
