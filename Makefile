@@ -1,24 +1,26 @@
-# Every target does its own set-up: a virtual environment in .venv, the pinned tools, the build. The second time is quick.
-#   make demo      one real MoE layer, fused against stock, on the best device there is
-#   make test      what a contributor runs: the fast tests, on the CPU and on mps (a Mac's own, else the simulated one)
-#   make test-sim  the simulated Metal's own tests;  make test-tools  those of the benchmarks, the fuzzer and other tools
-#   make test-slow what is slow by nature: broken kernels, emulated AMX, wheels, every alternative of tuning, 100 runs
+# Every target sets up what it needs: a virtual environment in .venv, the pinned tools, the build. Later runs are quick.
+#   make demo      one real MoE layer, fused and stock, on the best device available
+#   make test      the fast tests, on the CPU and on mps (a Mac's own, else the simulated one)
+#   make test-sim  the simulated Metal's own tests;  make test-tools  tests of the benchmarks, the fuzzer and other tools
+#   make test-slow slow tests: broken kernels, emulated AMX, wheels, every alternative of tuning, 100 runs
 #   make test-all  all of these and the full grid of cases: hours
 #   make fuzz      random calls of every op against the reference, and broken checkpoints; CASES=20000 CHECKPOINTS=500 SEED=7
 #                  choose them, CASE=avx2-123 runs one
 #   make sanitize  the CPU libraries under sanitizers, with the tests of the ops and the fuzzer
 #   make bench     times and ratios of every op
-#   make tune      measure what only this Mac's GPU can tell, and keep it: make tune ARGS="--model gpt-oss-20b"
-#   make report    what to send us from a Mac, in build/report: doctor.txt, validated.txt, bench.json, packed.json, tune.json
+#   make tune      measure launch parameters on this Mac's GPU and save the fastest: ARGS="--model gpt-oss-20b"
+#   make report    the files to send us from a Mac, in build/report: doctor.txt, validated.txt, bench.json, packed.json,
+#                  tune.json
 #   make validate  doctor under Metal's own checks of every call and every access of a shader
-#   make benchmarks  BENCHMARKS.md and the README's table anew, from the JSON files in benchmarks/
+#   make benchmarks  write BENCHMARKS.md and the README's table from the JSON files in benchmarks/
 #   make cross     the macOS extension compiled and linked on this machine against real macOS torch wheels;
 #                  CROSS="2.13.0 2.15.0" chooses them
-#   make wheel     a wheel for the torch that TORCH=2.13 chooses, tried in a fresh environment; dist/ keeps it
-#   make shaders   Apple's own compilers over every shader, on a Mac with Xcode: make shaders ARGS="--only linear"
-#   make lint      style and format checks, of the workflows too;  make format mends them
-#   make workflow  what GitHub would run, here: JOB=linux FILE=.github/workflows/test.yml
-#   make clean     remove what was built;  make distclean also removes .venv
+#   make wheel     a wheel for the torch that TORCH=2.13 chooses, tested in a fresh environment; the result is in dist/
+#   make shaders   Apple's own compilers on every shader, on a Mac with Xcode: make shaders ARGS="--only linear"
+#   make lint      style and format checks, also of the workflows;  make format fixes them
+#   make ci        everything that CI runs on Linux: lint, all tests but the full grid, cross
+#   make workflow  a job of a GitHub workflow, here: JOB=linux FILE=.github/workflows/test.yml
+#   make clean     remove build output;  make distclean also removes .venv
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -29,8 +31,8 @@ BUILT := build/installed-$(MOE_METAL_CPU)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 SIM_TESTS := tests/metal_sim
 TOOL_TESTS := tests/tools tests/gpu
-# A process per core; more than four would crowd the memory. Each has OpenMP threads for all cores: those that wait must
-# sleep, or they take the cores from the other processes, and small ops take ten times as long.
+# A process per core, but at most four, to limit memory. Each has OpenMP threads for all cores: waiting threads must sleep,
+# or they take the cores from the other processes and small ops take ten times as long.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 CROSS ?= 2.10.0 2.13.0 2.15.0
 TORCH ?= 2.13
@@ -39,21 +41,21 @@ JOB ?= linux
 CASES ?= 20000
 CHECKPOINTS ?= 500
 MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
-CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm csrc/cpu/*/*.h shaders/*.h shaders/*/*.h shaders/*.metal)
+CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm csrc/cpu/*/*.h csrc/cpu/*/*.cpp shaders/*.h shaders/*/*.h shaders/*.metal)
 SIM_FILES := $(wildcard $(addprefix tests/metal_sim/,engine/*.h engine/*.cpp engine/shim/*.h device/*.h device/*.cpp device/*.mm))
 SIM_FILES += $(wildcard tests/gpu/shim/*.h)
-# Metal's checks, which are an Apple GPU's: man MetalValidation.
+# Metal's own validation, which needs an Apple GPU: man MetalValidation.
 CHECKED := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 MTL_SHADER_VALIDATION_REPORT_TO_STDERR=1
 export MAX_JOBS
 
-.PHONY: help demo test test-sim test-tools test-slow test-all bench tune benchmarks doctor validate mps report shaders cross wheel fuzz sanitize lint workflow format clean distclean
+.PHONY: help demo test test-sim test-tools test-slow test-all bench tune benchmarks doctor validate mps report shaders cross wheel fuzz sanitize lint ci workflow format clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
 $(BIN)/.ready: tools/requirements.txt
-	@command -v $(PYTHON) >/dev/null || { echo "Missing: $(PYTHON). Install Python 3.10 or newer, or say make PYTHON=/path/to/python3"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Missing: Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) --version). Say make PYTHON=/path/to/python3"; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "Missing: $(PYTHON). Install Python 3.11 or newer, or say make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Missing: Python 3.11 or newer, which transformers needs; $(PYTHON) is $$($(PYTHON) --version). Say make PYTHON=/path/to/python3"; exit 1; }
 	@echo "==> Making a virtual environment in .venv"
 	@$(PYTHON) -m venv .venv || { echo "Missing: Python's venv module. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	@echo "==> Installing torch 2.13.0, transformers and the build tools (a minute or two the first time)"
@@ -110,7 +112,7 @@ tune: $(BUILT)
 doctor: $(BUILT)
 	@$(BIN)/python -m torch_moe_metal doctor
 
-# The same under Apple's own checks of each call and each access; a call that is wrong ends it.
+# doctor under Apple's own validation of each call and each access; an invalid call ends it.
 validate: $(BUILT)
 	@mkdir -p build
 	@set -o pipefail; $(CHECKED) $(BIN)/python -m torch_moe_metal doctor 2>&1 | tee build/validated.txt
@@ -119,7 +121,7 @@ validate: $(BUILT)
 mps: $(BIN)/.ready
 	@$(BIN)/python tools/mps.py $(ARGS)
 
-# Nothing here is judged: where a virtual Mac's GPU is broken, doctor says so and the report must still come.
+# Nothing here fails the target: if a virtual Mac's GPU is broken, doctor says so and the report is still written.
 report: $(BUILT)
 	@mkdir -p build/report
 	@GITHUB_STEP_SUMMARY= $(BIN)/python tools/mps.py > build/report/machine.txt
@@ -149,6 +151,12 @@ lint: $(BIN)/.ready-to-test
 	$(BIN)/python tools/benchmarks.py --check
 	$(BIN)/shellcheck .ci/run
 	$(BIN)/actionlint -shellcheck $(BIN)/shellcheck $(wildcard .github/workflows/*.yml)
+
+# The one description of CI, which .ci/run and the workflows call. Built once: the slow tests need every instruction set.
+ci: export MOE_METAL_CPU = all
+ci:
+	@for target in lint test test-sim test-tools test-slow cross; do \
+		echo "==> make $$target"; $(MAKE) --no-print-directory $$target || exit 1; done
 
 workflow: $(BIN)/.ready-to-test
 	$(BIN)/python tools/run_workflow.py $(FILE) $(JOB) $(ARGS)

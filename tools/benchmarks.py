@@ -1,10 +1,11 @@
 """Writes BENCHMARKS.md, and the README's table of figures, from the JSON files in benchmarks/: `make benchmarks`.
 
     python tools/benchmarks.py            # write both
-    python tools/benchmarks.py --check    # say whether they are what the files give
+    python tools/benchmarks.py --check    # fail if they differ from the files
 
-Each file is what some command of ours printed with --json, and says which command, when, and on what machine. What is
-to be said about its figures stands beside it in a .md of the same name, and comes before its table.
+Each JSON file is the output of one of our commands with --json, and names the command, the date and the machine. The
+text above its table is the .md file of the same name. benchmarks/losses.md ends the page. Experiments and one-off
+tables are pages of their own in benchmarks/notes/, which nothing generates.
 """
 
 import argparse
@@ -14,17 +15,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER, PAGE, README = ROOT / "benchmarks", ROOT / "BENCHMARKS.md", ROOT / "README.md"
-QUESTIONS = FOLDER / "questions.md"
+LAST = FOLDER / "losses.md"
 BEGIN, END = "<!-- figures: `make benchmarks` writes them -->\n", "<!-- end of figures -->\n"
 HEAD = """# Benchmarks
 
-`make benchmarks` makes this page from the files in [benchmarks/](benchmarks), and each file can be made again with the
-command above its table. **None of these is an Apple figure**: no Mac has run this yet. If you own one, please send us
-what `make report` writes (there is an issue form for it). What it would answer stands
-[below](#open-questions-for-a-first-mac).
+`make benchmarks` writes this page from the files in [benchmarks/](benchmarks). Above each table are the command that
+measured it, the date and the machine. **None of these is an Apple figure**: this has not run on a Mac yet. If you
+own a Mac, please send us the files that `make report` writes (there is an issue form for them).
+
+How to read the tables: "x PyTorch" is the time of the fastest implementation in PyTorch or transformers over ours,
+measured in turn, so 2.00 means twice as fast. "x dense" is the same against our own op with bfloat16 weights. "of
+limit" is the row's bytes, each counted once, over the memory speed that the same run measured. Decode reads the chosen
+experts' weights once per token, so memory speed is its limit. At the end:
+[where others are faster](#where-others-are-faster).
 """
-# What stands in the heading or is explained in words, and so is left out of the list of what else the file says.
-TOLD = {"command", "date", "machine", "system", "notes", "rows", "ops", "families", "before", "tuning", "costs"}
+# Keys that the heading or the tables already show; the others are listed under the heading.
+SHOWN = {"command", "date", "machine", "system", "notes", "rows", "ops", "families", "before", "tuning"}
 
 
 def cells(*values: object) -> str:
@@ -35,6 +41,12 @@ def table(columns: tuple[str, ...], rows: list[tuple]) -> str:
     return "\n".join([cells(*columns), cells(*["---"] * len(columns)), *(cells(*row) for row in rows)])
 
 
+def without_empty(columns: tuple[str, ...], rows: list[tuple]) -> tuple[tuple[str, ...], list[tuple]]:
+    """Leaves out the columns that no row has a value for."""
+    kept = [i for i in range(len(columns)) if any(row[i] != "" for row in rows)]
+    return tuple(columns[i] for i in kept), [tuple(row[i] for i in kept) for row in rows]
+
+
 def number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
@@ -43,34 +55,31 @@ def rows_of_bench(rows: list[dict]) -> str:
     packed = any(map(is_packed, rows))
     columns = ("op", "shape", "dtype", *["format"] * packed, "us", "GB/s", "of limit")
     columns += (*["x dense", "x MLX"] * packed, "x PyTorch", "fastest of PyTorch")
-    return table(
-        columns,
-        [
-            (
-                row["op"],
-                row["shape"],
-                row["dtype"],
-                *[row.get("format", "dense")] * packed,
-                number(row["us"], ".1f"),
-                number(row["gb_per_s"], ".1f"),
-                f"{row['of_limit']:.0%} {row['limit']}" if row["of_limit"] else "",
-                *[number(row.get(ratio), ".2f") for ratio in ("x_dense", "x_mlx")] * packed,
-                number(row["x_pytorch"], ".2f"),
-                row["best_rival"] or "",
-            )
-            for row in rows
-        ],
-    )
+    lines = [
+        (
+            row["op"],
+            row["shape"],
+            row["dtype"],
+            *[row.get("format", "dense")] * packed,
+            number(row["us"], ".1f"),
+            number(row["gb_per_s"], ".1f"),
+            f"{row['of_limit']:.0%} {row['limit']}" if row["of_limit"] else "",
+            *[number(row.get(ratio), ".2f") for ratio in ("x_dense", "x_mlx")] * packed,
+            number(row["x_pytorch"], ".2f"),
+            row["best_rival"] or "",
+        )
+        for row in rows
+    ]
+    return table(*without_empty(columns, lines))
 
 
 def is_packed(row: dict) -> bool:
-    """A file older than packed formats does not tell them."""
+    """Files from before packed formats have no key for them."""
     return row.get("format", "dense") != "dense"
 
 
 def rows_of_model(rows: dict[str, dict[str, float]]) -> str:
-    """In the order of the file. One older than `--context` tells one speed of decode, one older than packed weights no
-    weights."""
+    """In the order of the file, with the columns that it has."""
     stock = rows["stock"]
 
     def cell(key: str, value: float) -> str:
@@ -90,7 +99,8 @@ def with_commits(columns: tuple[str, ...], lines: list[tuple], rows: dict[str, d
     return table(columns, lines)
 
 
-def rows_of_dispatches(found: dict) -> str:
+def rows_of_dispatches(found: dict, ops: bool = True) -> str:
+    """One token of a model, one layer of each family, and if `ops` each op alone."""
     decoding = with_commits(
         (
             f"one token, {found['layers']} layers",
@@ -106,7 +116,15 @@ def rows_of_dispatches(found: dict) -> str:
         ],
         found["rows"],
     )
-    ops = with_commits(
+    families = table(
+        ("one token, one layer", "transformers' ops", "ops", "of ours", "their dispatches"),
+        [(name, row["stock"], row["ops"], row["ours"], row["dispatches"]) for name, row in found["families"].items()],
+    )
+    return "\n\n".join([decoding, families, *[rows_of_ops(found)] * ops])
+
+
+def rows_of_ops(found: dict) -> str:
+    return with_commits(
         ("op, T = 1", "dispatches", "MB bound", "host us", "times `torch.add`"),
         [
             (name, row["dispatches"], f"{row['mb_bound']:.2f}", f"{row['host_us']:.1f}", f"{row['x_add']:.1f}")
@@ -114,14 +132,9 @@ def rows_of_dispatches(found: dict) -> str:
         ],
         found["ops"],
     )
-    families = table(
-        ("one token, one layer", "transformers' ops", "ops", "of ours", "their dispatches"),
-        [(name, row["stock"], row["ops"], row["ours"], row["dispatches"]) for name, row in found["families"].items()],
-    )
-    return f"{decoding}\n\n{families}\n\n{ops}"
 
 
-#: Of a row of costs: what heads a column, and how its figures are written.
+#: Columns of a row of costs: heading and number format.
 COSTS = {
     "device_mb_loaded": ("device MB loaded", ",.1f"),
     "device_mb_stored": ("stored", ",.1f"),
@@ -134,7 +147,7 @@ COSTS = {
 
 
 def rows_of_costs(found: dict, kernels: bool = False) -> str:
-    """Of each call, in parentheses what it was before; beneath it of its kernels, if they are asked for."""
+    """One line per call, with the counts of `before` in parentheses, and below it one per kernel if `kernels`."""
     before = {key_of_costs(row): row for row in found.get("before", [])}
     lines = []
     for row in found["rows"]:
@@ -162,15 +175,13 @@ def section(file: Path) -> str:
     words = file.with_suffix(".md")
     rows = found["rows"]
     if "ops" in found:
-        body = rows_of_dispatches(found)
-    elif "sample" in found:
-        body = rows_of_costs(found)
+        body = rows_of_dispatches(found, ops=False)
     else:
         body = rows_of_bench(rows) if isinstance(rows, list) else rows_of_model(rows)
     about = ", ".join(
         f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}"
         for key, value in found.items()
-        if key not in TOLD
+        if key not in SHOWN
     )
     title, _, text = (words.read_text() if words.exists() else f"{file.stem}\n").partition("\n")
     parts = [
@@ -188,13 +199,13 @@ def files() -> list[Path]:
 
 
 def page() -> str:
-    return "\n".join([HEAD, *map(section, files()), QUESTIONS.read_text().replace("](../", "](")])
+    return "\n".join([HEAD, *map(section, files()), LAST.read_text().replace("](../", "](")])
 
 
 def figures() -> str:
-    """The README's: a block and a whole model, beside transformers'."""
-    bench = json.loads((FOLDER / "1-cpu.json").read_text())
-    model = json.loads((FOLDER / "3-cpu-model.json").read_text())["rows"]
+    """The README's: a block and a whole model, compared with transformers."""
+    bench = json.loads((FOLDER / "1-block.json").read_text())
+    model = json.loads((FOLDER / "4-model.json").read_text())["rows"]
     blocks = [row for row in bench["rows"] if row["op"] == "block" and row["dtype"] == "bf16" and row["T"] != 4]
     rows = []
     for row in (row for row in blocks if not is_packed(row)):
@@ -218,7 +229,7 @@ def readme() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 when a page is not what the files give")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     options = parser.parse_args()
     old = []
     for file, text in ((PAGE, page()), (README, readme())):
@@ -228,9 +239,9 @@ def main() -> int:
         if not options.check:
             file.write_text(text)
     if options.check and old:
-        print(f"{' and '.join(old)}: not what benchmarks/ gives; run `make benchmarks`", file=sys.stderr)
+        print(f"{' and '.join(old)}: out of date; run `make benchmarks`", file=sys.stderr)
         return 1
-    print(f"{', '.join(old) or 'nothing'} written" if not options.check else "as benchmarks/ gives them")
+    print(f"{', '.join(old) or 'nothing'} written" if not options.check else "up to date")
     return 0
 
 

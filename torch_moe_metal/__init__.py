@@ -1,7 +1,25 @@
-"""Fast Mixture-of-Experts ops for PyTorch on Apple GPUs, with a native CPU backend.
+"""Fast Mixture-of-Experts models in PyTorch on Apple GPUs, with a native CPU backend.
 
-Importing this package registers `torch.ops.moe_metal.*`; `torch_moe_metal.gate`, `.experts` and the others are the same
-ops as functions with a signature and a docstring. What each computes: `torch_moe_metal.reference`.
+Models of Hugging Face transformers:
+
+    model = AutoModelForCausalLM.from_pretrained(path, device_map="mps")   # quantised checkpoints stay packed
+    print(torch_moe_metal.patch(model))                                    # fuses blocks, layers and attention
+
+    patch, unpatch        fuse a model in place, and undo it
+    warm_up               compile the kernels of a model for mps
+    MoeMetalConfig        quantise a dense checkpoint while it loads
+    quantize_             quantise a model in memory
+    packed_checkpoints    whether quantised checkpoints load packed
+
+Plain PyTorch:
+
+    nn                    MoE, and layers with packed weights
+    quantize              pack one weight
+    gate, experts, ...    the ops, also registered as torch.ops.moe_metal.*; help(torch_moe_metal.gate) describes one
+    reference             the definition of each op in PyTorch
+    cpu_isa, max_experts  the instruction set in use, and the largest number of experts
+
+On the command line, `python -m torch_moe_metal --help`.
 """
 
 import functools
@@ -89,8 +107,7 @@ def _take_gguf_paths(module: str) -> None:
         take_paths(sys.modules[module])
 
 
-# transformers is optional and slow to import: its interfaces of experts and attention and its quantizers learn of us
-# when somebody else imports them.
+# transformers is optional and slow to import, so these wait until other code imports it.
 after_import("transformers.integrations.moe", _register_experts)
 after_import("transformers.quantizers", _register_quantizers)
 after_import("transformers.integrations.gguf", _register_gguf)
@@ -116,6 +133,6 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
 
-__all__ = ["MoeMetalConfig", "arguments", "cpu_isa", "max_experts", "nn", "packed_checkpoints", "patch", "quantize"]
-__all__ += ["quantize_", "reference", "unpatch", "warm_up"]
+__all__ = ["MoeMetalConfig", "cpu_isa", "max_experts", "nn", "packed_checkpoints", "patch", "quantize", "quantize_"]
+__all__ += ["reference", "unpatch", "warm_up"]
 __all__ += reference.__all__

@@ -26,8 +26,6 @@ from .packed import FORMATS
 from .plot import check_place, picture
 from .report import Progress, Result
 
-#: In a checkout: what the kernels of these rows do, as the simulator counted it.
-COSTS = Path(__file__).resolve().parents[2] / "benchmarks" / "12-costs.json"
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 __all__ = ["OPS", "add_arguments", "run"]
 
@@ -127,8 +125,6 @@ def finish(there, results: list[Result], options: Namespace) -> None:
         about = {**machine(), **there.about(), **limits, "notes": there.notes}
         if about["device"] == "mps" and tuning.is_built():
             about["tuning"] = tuning.about()
-        if COSTS.exists():
-            about["costs"] = f"{COSTS.parent.name}/{COSTS.name}"
         found = about | {"rows": [result.as_json() for result in results]}
         print(json.dumps(found, indent=1))
     else:
