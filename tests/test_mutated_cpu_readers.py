@@ -148,7 +148,7 @@ def reached_by(fault: Fault) -> set[str]:
         return OF_AMX - {"affine_rows_across_bytes", "float_rows"}
     if fault.file in ("x86/avx512_bf16.h", "experts/experts_tiles.h"):
         return {"experts"}
-    if fault.file.startswith("formats/"):
+    if "ggml" in fault.file:
         return {"ggml_k_rows" if "ggml_k" in fault.file else "ggml_32_rows", "ggml_k_rows_of_16"}
     # Scales of rows, and factors, are those of floats, and offsets make NaN of an infinite number in any case.
     of_floats = fault.file in ("weights/row_scales.h", "x86/e4m3_dots.h") or fault.name == "inf_as_integers"
