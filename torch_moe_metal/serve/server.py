@@ -1,0 +1,50 @@
+"""uvicorn's server, which says when it listens, and ends the requests when it is stopped."""
+
+import contextlib
+import signal
+from types import FrameType
+
+import torch
+import uvicorn
+
+from .. import rehearsal
+from ..loading import say
+from .generation import Generation
+from .models import Models
+
+
+class Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, generation: Generation, told: str):
+        super().__init__(config)
+        self.generation, self.told = generation, told
+
+    async def startup(self, sockets=None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            say(f"Serving {self.told}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.generation.fail_all()
+        super().handle_exit(sig, frame)
+
+    def run(self, sockets=None) -> None:
+        ours = signal.getsignal(signal.SIGTERM)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again that it has handled
+                super().run(sockets)
+        finally:
+            signal.signal(signal.SIGTERM, ours)
+            self.generation.shutdown()
+
+
+@torch.no_grad()
+def warm_up(models: Models, generation: Generation) -> None:
+    """Have everything compiled, and the paged cache allocated, before the first request."""
+    rehearsal.wait_for_all()
+    model = models.model
+    ids = torch.ones(1, min(8, models.context - 2), dtype=torch.long, device=model.device)
+    mask = torch.ones_like(ids)
+    model.generate(ids, attention_mask=mask, max_new_tokens=2, min_new_tokens=2, do_sample=False)
+    modality = models.get_model_modality(model, models.processor)
+    if generation.use_continuous_batching(model, modality):
+        generation.get_manager(models.force_model, use_cb=True).init_cb(model)
