@@ -73,8 +73,8 @@ def add_model(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument("--gguf", metavar="FILE", help="a GGUF file in that folder or repository")
     add_device(parser)
-    parser.add_argument("--bits", type=int, choices=BITS, help="quantise a dense checkpoint to so many bits while loading")
-    parser.add_argument("--format", choices=WRITTEN, help="quantise a dense checkpoint to this format while loading")
+    parser.add_argument("--bits", type=int, choices=BITS, help="quantise a dense checkpoint to so many bits on loading")
+    parser.add_argument("--format", choices=WRITTEN, help="quantise a dense checkpoint to this format on loading")
     dtype = "of activations (default: auto, which is the checkpoint's own, or bfloat16 for a GGUF file)"
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help=dtype)
     context = "maximum tokens of a prompt and its answer together (default: the model's own limit)"
