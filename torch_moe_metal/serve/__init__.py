@@ -58,12 +58,14 @@ def run(options: Namespace) -> int:
 
 def listener(host: str, port: int) -> socket.socket:
     """A socket, bound before the model is loaded, which takes minutes, so that a port in use fails at once."""
+    if not 0 <= port < 65536:
+        raise Unfit(f"cannot listen on {host}, port {port}: expected a port from 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise Unfit(f"cannot listen on {host}, port {port}: {error}") from error
     return bound
 
@@ -85,7 +87,7 @@ def serve(source, options: Namespace, listening: socket.socket) -> int:
     say("Generating the first tokens ...")
     warm_up(models, generation)
     app = build(models, generation, options.api_key or None, options.enable_cors)
-    config = uvicorn.Config(app, log_level=options.log_level, timeout_graceful_shutdown=10)
+    config = uvicorn.Config(app, lifespan="off", log_level=options.log_level, timeout_graceful_shutdown=10)
     host, port = listening.getsockname()[:2]
     if host not in LOCAL and not options.api_key:
         say("Warning: anyone who can reach this machine can use the model. Set a key with --api-key.")

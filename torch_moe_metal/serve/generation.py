@@ -6,6 +6,7 @@ streamed from the same queue, so that it can be cancelled too.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import math
 import time
@@ -207,7 +208,7 @@ class Sequential(Answers, GenerateManager):
 
     def stop(self) -> None:
         """Wait for the thread, since the interpreter must not exit in the middle of an op."""
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(concurrent.futures.TimeoutError):
             self.submit(lambda: None).result(timeout=30)
 
 

@@ -15,12 +15,14 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 
 #: The manager's own configuration. It makes a processor of each kind, since none of these values is neutral.
 SHARED = {"do_sample": True, "temperature": 0.5, "top_k": 1, "top_p": 0.5, "eos_token_id": -1}
+#: The arguments of a greedy request: draw from the single likeliest token.
+GREEDY = {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
 
 
 def sampling(config: GenerationConfig, vocabulary: int) -> dict[str, float | int]:
-    """A request's arguments for these processors. Greedy search draws from the single likeliest token."""
+    """A request's arguments for these processors."""
     if not config.do_sample:
-        return {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
+        return GREEDY
     top_k = min(config.top_k or vocabulary, vocabulary)
     return {"temperature": config.temperature or 1.0, "top_k": top_k, "top_p": config.top_p or 1.0}
 

@@ -1,6 +1,5 @@
 """uvicorn's server. It prints its address when it listens, and ends all requests when it is stopped."""
 
-import contextlib
 import signal
 from types import FrameType
 
@@ -24,16 +23,15 @@ class Server(uvicorn.Server):
             say(f"Serving {self.description}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """uvicorn's own, except that it does not raise the signal again after the server has stopped."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
         self.generation.fail_all()
-        super().handle_exit(sig, frame)
 
     def run(self, sockets=None) -> None:
-        ours = signal.getsignal(signal.SIGTERM)
         try:
-            with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again after it has shut down
-                super().run(sockets)
+            super().run(sockets)
         finally:
-            signal.signal(signal.SIGTERM, ours)
             self.generation.shutdown()
 
 
