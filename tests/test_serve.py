@@ -544,6 +544,13 @@ def test_wrong_arguments_give_one_line(folder: Path, tmp_path: Path, capsys, mon
         assert last.startswith("serve: ") and expected in last, last
 
 
+@pytest.mark.slow
+def test_a_model_without_a_paged_cache_gives_one_line(tmp_path: Path, capsys):
+    folder = served.checkpoint(tmp_path, "qwen3_next")
+    assert main(["serve", str(folder), "--device", "cpu", "--port", "0", "--continuous-batching"]) == 2
+    assert "serve: --continuous-batching: Invalid layer type: linear_attention" in capsys.readouterr().err
+
+
 def test_missing_packages_give_one_line(folder: Path, capsys, monkeypatch):
     monkeypatch.setattr("torch_moe_metal.serve.NEEDED", ("fastapi", "no_such_package"))
     assert main(["serve", str(folder), "--device", "cpu"]) == 2

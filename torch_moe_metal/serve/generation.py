@@ -258,7 +258,10 @@ def batching(context: int) -> ContinuousBatchingConfig:
 
 def start_batching(model, config: ContinuousBatchingConfig):
     """transformers' manager of continuous batching, when its cache is allocated."""
-    manager = model.init_continuous_batching(GenerationConfig(**SHARED), config)
+    try:
+        manager = model.init_continuous_batching(GenerationConfig(**SHARED), config)
+    except ValueError as error:  # the cache has no pages for some kinds of layers
+        raise Unfit(f"--continuous-batching: {error}") from error
     processors = manager.logit_processor.logits_processor
     processors[:] = map(quick, processors)
     manager.start()
