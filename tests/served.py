@@ -144,7 +144,7 @@ class ServerThread:
 class Process:
     """`python -m torch_moe_metal serve MODEL ...`. `base` is its address and `model` the name of its model."""
 
-    def __init__(self, model: str | Path, *arguments: str, timeout: float = 120):
+    def __init__(self, model: str | Path, *arguments: str, timeout: float = 300):
         self.model = str(model)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", "torch_moe_metal", "serve", self.model, *map(str, arguments), "--port", "0"]

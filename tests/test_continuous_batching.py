@@ -13,9 +13,9 @@ from torch_moe_metal.transformers import quantize_
 
 NEW_TOKENS = 8
 GREEDY = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
-#: Linear attention has no pages, and transformers' paged cache refuses it.
-NOT_PAGED = ("qwen3_next", "qwen3_5_moe_text")
-FAST = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+#: transformers' paged cache has no place for linear attention, nor for keys and values of different sizes.
+NOT_PAGED = {"qwen3_next": "linear_attention", "qwen3_5_moe_text": "linear_attention", "deepseek_v3": "index_copy_"}
+FAST = ("qwen3_moe", "gpt_oss")
 FORMATS = [(None, None), ("affine", 4), ("affine", 8), ("mxfp4", None), ("fp8", None)]
 
 Tokens = list[list[int]]

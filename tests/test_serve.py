@@ -279,7 +279,7 @@ def check_tool_calls(server, reasoning: str, content: str) -> None:
     assert chat(server, messages=history, tools=TOOLS).choices[0].message.tool_calls
 
 
-GPT_OSS = "{% for message in messages %}{{ message.content }}{% endfor %}<|start|>assistant\n"
+GPT_OSS = "{% for message in messages %}{{ message.content }}{% endfor %}{{ '<|start|>assistant\n' }}"
 
 
 def test_channels_of_gpt_oss(tmp_path: Path):

@@ -12,6 +12,7 @@ import argparse
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -59,65 +60,41 @@ class Batched:
         return [found[name] for name in names]
 
 
-def timed(run, prompts: Answers) -> tuple[float, Answers]:
-    """Tokens per second, and the answers."""
-    start = time.perf_counter()
+@dataclass
+class Speed:
+    wall: float  # tokens per second
+    cpu: float  # tokens per second of processor time, which other processes of a busy machine do not change
+
+    def __str__(self) -> str:
+        return f"{self.wall:.1f} tokens/s ({self.cpu:.1f} per CPU second)"
+
+
+def timed(run, prompts: Answers) -> tuple[Speed, Answers]:
+    wall, cpu = time.perf_counter(), time.process_time()
     answers = run(prompts)
-    return sum(map(len, answers)) / (time.perf_counter() - start), answers
+    tokens = sum(map(len, answers))
+    return Speed(tokens / (time.perf_counter() - wall), tokens / (time.process_time() - cpu)), answers
 
 
-def measure(model, prompts: Answers, tokens: int, rounds: int) -> list[tuple[float, float]]:
-    """Tokens per second of both ways, in each round after the first."""
+def measure(model, prompts: Answers, tokens: int, rounds: int) -> list[tuple[Speed, Speed]]:
+    """The speed of both ways, in each round after the first."""
     found = []
     for _ in range(rounds + 1):
         before, expected = timed(Sequential(model, tokens), prompts)
         batched = Batched(model, tokens)
-        batched(prompts[:1])  # the first step allocates
         after, answers = timed(batched, prompts)
         batched.manager.stop(hard_stop=True)
         same = sum(map(list.__eq__, answers, expected))
-        print(
-            f"one after the other {before:6.1f}, together {after:6.1f} tokens/s: {after / before:.2f}x; "
-            f"{same} of {len(prompts)} answers are the same",
-            flush=True,
-        )
+        print(f"one after the other {before}, together {after}; {same} of {len(prompts)} answers agree", flush=True)
         found.append((before, after))
     return found[1:]
 
 
-def profile(model, prompts: Answers, tokens: int) -> None:
-    batched = Batched(model, tokens)
-    batched(prompts[:1])
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        batched(prompts)
-    batched.manager.stop(hard_stop=True)
-    print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
+def summary(found: list[tuple[Speed, Speed]]) -> str:
+    def medians(kind: str) -> str:
+        pairs = [(getattr(before, kind), getattr(after, kind)) for before, after in found]
+        print(summary(found), flush=True)
 
-
-@torch.no_grad()
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_device(parser)
-    parser.add_argument("--model", choices=WHOLE, default=DEFAULT, help=f"default: {DEFAULT}")
-    parser.add_argument("--layers", type=positive, default=4, help="default: 4")
-    parser.add_argument("--format", default="affine4", help="of bench-model's --formats (default: affine4)")
-    parser.add_argument("--requests", type=positive, default=8, help="default: 8")
-    parser.add_argument("--prompt", type=positive, default=32, help="tokens of each prompt (default: 32)")
-    parser.add_argument("--tokens", type=positive, default=64, help="of each answer (default: 64)")
-    parser.add_argument("--rounds", type=positive, default=5, help="after one that warms up (default: 5)")
-    parser.add_argument("--profile", action="store_true", help="print the time of each op")
-    options = parser.parse_args(arguments)
-    print(machine(), f"threads {torch.get_num_threads()}", flush=True)
-    model = random_model(options.model, options.layers, options.device)
-    pack_model(model, options.format, [])
-    torch_moe_metal.patch(model)
-    generator = torch.Generator().manual_seed(0)
-    shape = options.requests, options.prompt
-    prompts = torch.randint(0, model.config.vocab_size, shape, generator=generator).tolist()
-    found = measure(model, prompts, options.tokens, options.rounds)
-    before, after = (statistics.median(column) for column in zip(*found, strict=True))
-    ratio = statistics.median(after / before for before, after in found)
-    print(f"medians: one after the other {before:.1f}, together {after:.1f} tokens/s: {ratio:.2f}x")
     if options.profile:
         profile(model, prompts, options.tokens)
 

@@ -9,7 +9,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import math
-import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from transformers.cli.serving.utils import (
 from transformers.generation.continuous_batching.utils import drain_queue
 
 from ..bench.calls import Unfit
-from .sampling import SHARED, quick, sampling
+from .sampling import GREEDY, SHARED, quick, sampling
 from .stopping import StopFilter, cut
 
 PAGE = 256  # tokens of a page of the paged cache, transformers' default
@@ -257,7 +256,7 @@ def batching(context: int) -> ContinuousBatchingConfig:
 
 
 def start_batching(model, config: ContinuousBatchingConfig):
-    """transformers' manager of continuous batching, when its cache is allocated."""
+    """transformers' manager of continuous batching, after its first tokens: some models fail only then."""
     try:
         manager = model.init_continuous_batching(GenerationConfig(**SHARED), config)
     except ValueError as error:  # the cache has no pages for some kinds of layers
@@ -265,12 +264,13 @@ def start_batching(model, config: ContinuousBatchingConfig):
     processors = manager.logit_processor.logits_processor
     processors[:] = map(quick, processors)
     manager.start()
-    status = manager.background_thread_status
-    while manager.batch_processor is None and status.fatal_error is None:  # its thread allocates the cache
-        time.sleep(0.01)
-    if status.fatal_error is not None:
+    manager.add_request([0, 0], max_new_tokens=2, **GREEDY)
+    result, status = None, manager.background_thread_status
+    while result is None and status.fatal_error is None:
+        result = manager.get_result(timeout=1)
+    if (error := status.fatal_error or result.error) is not None:
         manager.stop()
-        raise Unfit(f"--continuous-batching: {status.fatal_error}")
+        raise Unfit(f"--continuous-batching: transformers' paged cache does not run this model: {error}")
     return manager
 
 

@@ -18,6 +18,7 @@ from .generation import Failed, Refused, current
 from .stopping import cut
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+ITEMS = ("input_text", "output_text", "text", "reasoning", "function_call", "function_call_output")
 
 
 def of_type(kind: type) -> Callable[[object], bool]:
@@ -109,6 +110,17 @@ def check_messages(messages: list, takes_images: bool) -> None:
                 expect(takes_images, name, "parts of type text only, as the model takes no others", part["type"])
 
 
+def check_input(items: list, takes_images: bool) -> None:
+    """The items of /v1/responses: messages, parts of one message, and tool calls with their results."""
+    for i, item in enumerate(items):
+        right = isinstance(item, dict) and ("role" in item or isinstance(item.get("type"), str))
+        expect(right, f"input[{i}]", "an object with a role or a type", item)
+        if "role" in item:
+            expect(item["role"] in ROLES, f"input[{i}].role", f"one of {', '.join(ROLES)}", item["role"])
+        elif not takes_images:
+            expect(item["type"] in ITEMS, f"input[{i}].type", f"one of {', '.join(ITEMS)}", item["type"])
+
+
 def check_bias(bias: object, vocabulary: int) -> None:
     def fits(token: str, value: object) -> bool:
         is_token = token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary
@@ -140,9 +152,11 @@ class Checked:
         if self.generation_state._continuous_batching:
             for name in NOT_BATCHED:
                 expect(not body.get(name), name, "no value with continuous batching", body.get(name))
+        takes_images = self.model_manager.get_model_modality(model, self.model_manager.processor) != Modality.LLM
         if "messages" in body:
-            modality = self.model_manager.get_model_modality(model, self.model_manager.processor)
-            check_messages(body["messages"], modality != Modality.LLM)
+            check_messages(body["messages"], takes_images)
+        if isinstance(body.get("input"), list):
+            check_input(body["input"], takes_images)
 
     async def handle_request(self, body: dict, request_id: str):
         body = {name: value for name, value in body.items() if value is not None}
