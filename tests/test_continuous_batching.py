@@ -13,8 +13,15 @@ from torch_moe_metal.transformers import quantize_
 
 NEW_TOKENS = 8
 GREEDY = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
-#: transformers' paged cache has no place for linear attention, nor for keys and values of different sizes.
-NOT_PAGED = {"qwen3_next": "linear_attention", "qwen3_5_moe_text": "linear_attention", "deepseek_v3": "index_copy_"}
+#: What transformers' paged cache cannot hold, and its error. The first three are refused before anything runs.
+NOT_PAGED = {
+    "qwen3_next": "linear_attention",
+    "qwen3_5_moe_text": "linear_attention",
+    "llama4_text": "chunked_attention",
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mimo_v2_flash"), "slice shapes"
+    ),  # keys and values
+}
 FAST = ("qwen3_moe", "gpt_oss")
 FORMATS = [(None, None), ("affine", 4), ("affine", 8), ("mxfp4", None), ("fp8", None)]
 
@@ -48,13 +55,15 @@ def one_after_the_other(model, of: Tokens) -> Tokens:
 def together(model, of: Tokens, **options) -> Tokens:
     config = ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 32, "max_batch_tokens": 64} | options)
     answers = model.generate_batch(of, generation_config=GREEDY, continuous_batching_config=config, warmup=False)
-    assert [answer.error for answer in answers.values()] == [None] * len(of)
+    for answer in answers.values():
+        if answer.error is not None:
+            raise ValueError(answer.error)
     return [answer.generated_tokens for answer in answers.values()]
 
 
-def check(model) -> None:
-    """Prompts shorter and longer than a page, and together longer than a step."""
-    of = prompts(5, 21, 60)
+def check(model, *lengths: int) -> None:
+    """By default with prompts shorter and longer than a page, and together longer than a step."""
+    of = prompts(*lengths or (5, 21, 60))
     before = implementations(model)
     expected = one_after_the_other(model, of)
     assert together(model, of) == expected
@@ -77,35 +86,37 @@ def test_more_families(family: str):
     check(make(family))
 
 
-@pytest.mark.parametrize("family", NOT_PAGED)
-def test_families_without_a_paged_cache_are_refused_and_still_generate(family: str):
-    """By transformers, patched or not."""
+@pytest.mark.parametrize(
+    "family",
+    [
+        each if each in ("qwen3_next", "deepseek_v3") else pytest.param(each, marks=pytest.mark.slow)
+        for each in NOT_PAGED
+    ],
+)
+def test_families_without_a_paged_cache_still_generate(family: str):
+    """transformers refuses them, patched or not."""
     model, of = make(family), prompts(5)
     before, expected = implementations(model), one_after_the_other(model, of)
-    with pytest.raises(ValueError, match="linear_attention"):
+    with pytest.raises(ValueError, match=NOT_PAGED[family]):
         together(model, of)
     assert implementations(model) == before
     assert one_after_the_other(model, of) == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral", "olmoe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral", "olmoe", "glm4_moe"])
 @pytest.mark.parametrize(("format", "bits"), FORMATS[1:])
 def test_formats(family: str, format: str, bits: int | None):
     check(make(family, format, bits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "format", "bits"),
-    [
-        ("qwen3_moe", "affine", 4),
-        pytest.param("qwen3_moe", None, None, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", "mxfp4", None, marks=pytest.mark.slow),
-        pytest.param("mixtral", "affine", 8, marks=pytest.mark.slow),
-    ],
+    [("qwen3_moe", None, None), ("qwen3_moe", "affine", 4), ("gpt_oss", "mxfp4", None), ("mixtral", "affine", 8)],
 )
 def test_on_mps(mps: str, family: str, format: str | None, bits: int | None):
-    check(make(family, format, bits, mps))
+    check(make(family, format, bits, mps), 5, 21)
 
 
 def test_the_fused_attention_is_not_called(monkeypatch):
