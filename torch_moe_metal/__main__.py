@@ -1,4 +1,4 @@
-"""The command line: `python -m torch_moe_metal demo|doctor|bench|bench-model|tune`."""
+"""The command line: `python -m torch_moe_metal serve|demo|doctor|bench|bench-model|tune`."""
 
 import argparse
 
@@ -54,6 +54,20 @@ def add_tune(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=tune.run)
 
 
+def add_serve(commands: argparse._SubParsersAction) -> None:
+    from . import serve
+
+    parser = commands.add_parser(
+        "serve",
+        help="an OpenAI-compatible server with a patched model",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=serve.__doc__,
+        epilog=serve.EXAMPLES,
+    )
+    serve.add_arguments(parser)
+    parser.set_defaults(run=serve.run)
+
+
 def add_report(commands: argparse._SubParsersAction, name: str, help: str) -> None:
     def run(_args: argparse.Namespace) -> int:
         from importlib import import_module
@@ -68,6 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     version = f"torch_moe_metal {__version__}, torch {torch.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
+    add_serve(commands)
     add_report(commands, "demo", "one real MoE layer, fused against stock")
     add_report(commands, "doctor", "what is installed and loaded, and whether every op is right")
     add_bench(commands)
