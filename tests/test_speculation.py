@@ -71,7 +71,7 @@ def test_the_same_tokens_on_each_device(device: str):
     assert generate(model, ids, max_new_tokens=6, prompt_lookup_num_tokens=3)[0] == want
 
 
-# ------------------------------------------------------------------------------------------------ multi-token prediction
+# ------------------------------------------------------------------------------------- multi-token prediction
 
 
 @pytest.fixture(params=["glm4_moe", "deepseek_v3"])
@@ -145,5 +145,5 @@ def test_layers_that_predict_are_packed(checkpoint: Path, drafts: list, way: str
 def test_a_draft_of_a_packed_checkpoint_is_refused(tmp_path: Path):
     folder = checkpoints.fp8(tmp_path, "deepseek_v3")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    with pytest.raises(ValueError, match="use_mtp: expected a dense checkpoint, .* packed as fp8"):
+    with pytest.raises(ValueError, match=r"use_mtp: expected a dense checkpoint, .* packed as fp8"):
         generate(model, prompt(12), use_mtp=True)

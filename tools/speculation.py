@@ -1,5 +1,5 @@
-"""When speculative decoding pays: `python tools/speculation.py` prints tokens per second by the length of a draft and by
-how often its tokens are right, as multiples of decoding without one.
+"""When speculative decoding pays: `python tools/speculation.py` prints tokens per second by the length of a draft and
+by how often its tokens are right, as multiples of decoding without one.
 
 The model has 4 layers of Qwen3-30B-A3B's sizes, random weights in 4 bits, and a head cut in the same proportion. Its
 answer is given: each forward is computed as always, and a logits processor then chooses the next token of the answer.
@@ -7,8 +7,8 @@ A draft proposes that answer, each token right with the given probability, and c
 forward that verifies it, with all that `generate` does. What a real draft takes comes on top. The last table is one
 forward of so many tokens, in forwards of one: a chunk's tokens choose experts of their own, which have to be read.
 
-All settings take turns in every round; told are medians over the rounds. On a machine that others use, OMP_NUM_THREADS=1
-and `--clock cpu` count the processor's time alone.
+All settings take turns in every round; told are medians over the rounds. On a machine that others use,
+OMP_NUM_THREADS=1 and `--clock cpu` count the processor's time alone.
 """
 
 import argparse
@@ -121,9 +121,8 @@ def main() -> None:
     settings = [None, *((tokens, right) for right in options.right for tokens in options.drafts)]
     found = medians(clock, {each: answering(model, answer, each) for each in settings}, options.rounds)
     print("\n".join(f"{name}: {value}" for name, value in machine().items()))
-    print(
-        f"threads: {torch.get_num_threads()}, clock: {options.clock}\n\nwithout a draft: {options.tokens / found[None]:.1f} tokens/s\n"
-    )
+    print(f"threads: {torch.get_num_threads()}, clock: {options.clock}\n")
+    print(f"without a draft: {options.tokens / found[None]:.1f} tokens/s\n")
     print("| tokens of a draft |" + "".join(f" right {right:.0%} |" for right in options.right))
     print("| --- |" + " --- |" * len(options.right))
     for tokens in options.drafts:

@@ -208,7 +208,7 @@ def sampling(options: Namespace) -> dict[str, object]:
 
 
 def response_template(tokenizer, model) -> dict | None:
-    """How the model's answers are read: as its tokenizer says, or transformers' server knows it, which needs fastapi."""
+    """How the model's answers are read: as its tokenizer says, or as transformers' server does, which needs fastapi."""
     from .harmony import HARMONY
 
     told = getattr(tokenizer, "response_template", None)

@@ -1,5 +1,5 @@
-"""Say in which format a model fits a Mac's memory, and with how long a context. No weight is loaded: the sizes are those
-of the model as transformers makes it of the configuration, on the meta device, and of files that are packed already."""
+"""Say in which format a model fits a Mac's memory, and with how long a context. No weight is loaded: the sizes are
+those of the model that transformers makes of the configuration, on the meta device, and of files that are packed."""
 
 import sys
 import weakref
@@ -71,8 +71,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     from transformers.utils import logging
 
+    logging.set_verbosity_error()  # what does not fit a format is in the table
     try:
-        logging.set_verbosity_error()  # what does not fit a format is in the table
         source, config = configuration_of(options.model, options.gguf)
         print("\n".join(lines(source, config, options)))
     except Unfit as reason:
@@ -397,7 +397,8 @@ def about_memory(layers: list[CacheLayer], working: int, most: int, prompt: int)
         stored, room = (sum(getattr(layer, name)(tokens) for layer in layers) for name in ("bytes", "most"))
         size = f"{stored / 1e6:.1f} MB" if stored < 1e9 else f"{stored / 1e9:.1f} GB"
         yield f"cache of {tokens:,} tokens: {size}, and up to {(room - stored) / 1e9:.2f} GB more, in which it grows"
-    yield f"working memory: {working / 1e9:.2f} GB while {prompt:,} tokens are computed at once; longer prompts take more"
+    size = f"{working / 1e9:.2f} GB"
+    yield f"working memory: {size} while {prompt:,} tokens are computed at once; longer prompts need more"
 
 
 def about_budgets(budgets: list[tuple[str, list[float]]], options: Namespace) -> Iterator[str]:

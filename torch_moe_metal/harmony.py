@@ -1,6 +1,6 @@
-"""How gpt-oss writes its answers."""
+"""How gpt-oss writes its answers. transformers reads that from tokenizers that say it: those of GGUF files and of
+mlx-lm's folders do not."""
 
-#: How gpt-oss answers, which transformers reads from tokenizers that say it: neither GGUF files nor mlx-lm's folders do.
 HARMONY = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|start|>assistant",
