@@ -1,5 +1,4 @@
-"""How gpt-oss writes its answers. transformers reads that from tokenizers that say it: those of GGUF files and of
-mlx-lm's folders do not."""
+"""The form of gpt-oss's answers. transformers reads it from the tokenizer; GGUF files and mlx-lm's folders lack it."""
 
 HARMONY = {
     "defaults": {"role": "assistant"},

@@ -1,6 +1,6 @@
-"""The model of a command: which one its arguments name, how it is loaded, and how much memory it takes.
+"""The model of a command: which one the arguments name, how it is loaded, and how much memory it takes.
 
-Nothing here imports transformers before a model is loaded, so that `--help` and wrong arguments take no time.
+transformers is imported only when a model is loaded, so that `--help` and wrong arguments answer at once.
 """
 
 import re
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 MODEL = "a folder, a GGUF file, or a name on Hugging Face's hub: OWNER/NAME, OWNER/NAME@REVISION, OWNER/NAME:FILE.gguf"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+DEFAULT_CONTEXT = 32768  # where the model's configuration has no limit
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model is: what `from_pretrained` takes."""
+    """Where a model comes from, as `from_pretrained` takes it."""
 
     name: str  # as the user gave it
     path: str
@@ -40,48 +41,48 @@ class Source:
 
     @classmethod
     def of(cls, name: str, gguf: str | None = None) -> "Source":
-        """What MODEL and --gguf mean. `Unfit` says what is missing."""
-        path, told = Path(name), name if gguf is None else f"{name}:{gguf}"
+        """The source that MODEL and --gguf name. Raises `Unfit` with the reason if there is none."""
+        path, full_name = Path(name), name if gguf is None else f"{name}:{gguf}"
         if path.suffix == ".gguf" and path.is_file():
             if gguf is not None:
-                raise Unfit(f"--gguf: expected a folder or a name on the hub before it, got the file {name}")
+                raise Unfit(f"--gguf: expected MODEL to be a folder or a name on the hub, got the file {name}")
             return cls(name, str(path.parent), gguf_file=path.name)
         if path.is_dir():
             if gguf is not None and not (path / gguf).is_file():
                 raise Unfit(f"--gguf: no such file: {path / gguf}")
             if gguf is None and not (path / "config.json").is_file():
                 files = sorted(file.name for file in path.glob("*.gguf"))
-                reason = f"--gguf chooses one of {', '.join(files)}" if files else "it has no config.json"
+                reason = f"choose a file with --gguf: {', '.join(files)}" if files else "it has no config.json"
                 raise Unfit(f"no checkpoint: {name}: {reason}")
-            return cls(told, name, gguf_file=gguf)
+            return cls(full_name, name, gguf_file=gguf)
         repository, _, file = name.partition(":")
         if not HUB_NAME.fullmatch(repository) or (file and not file.endswith(".gguf")):
             raise Unfit(f"no such file, folder or name on the hub: {name}")
         repository, _, revision = repository.partition("@")
-        return cls(told, repository, revision or None, gguf or file or None)
+        return cls(full_name, repository, revision or None, gguf or file or None)
 
     @property
     def where(self) -> dict[str, str]:
-        """The arguments of `from_pretrained` beside the path."""
+        """The keyword arguments of `from_pretrained`."""
         given = {"revision": self.revision, "gguf_file": self.gguf_file}
         return {name: value for name, value in given.items() if value is not None}
 
 
 def add_model(parser: ArgumentParser) -> None:
-    """The arguments that say which model runs, and how."""
+    """The arguments that choose the model, its device and its format."""
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument("--gguf", metavar="FILE", help="a GGUF file in that folder or repository")
     add_device(parser)
-    parser.add_argument("--bits", type=int, choices=BITS, help="pack a dense checkpoint in so many while it is loaded")
-    parser.add_argument("--format", choices=WRITTEN, help="pack a dense checkpoint in this format while it is loaded")
-    told = "of activations (default: auto, the checkpoint's own, and bfloat16 for GGUF files, which have none)"
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help=told)
-    told = "the most tokens of a prompt and its answer together (default: what the model was made for)"
-    parser.add_argument("--context", type=positive, metavar="N", help=told)
+    parser.add_argument("--bits", type=int, choices=BITS, help="quantise a dense checkpoint to so many bits on loading")
+    parser.add_argument("--format", choices=WRITTEN, help="quantise a dense checkpoint to this format on loading")
+    dtype = "of activations (default: auto, which is the checkpoint's own, or bfloat16 for a GGUF file)"
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help=dtype)
+    context = "maximum tokens of a prompt and its answer together (default: the model's own limit)"
+    parser.add_argument("--context", type=positive, metavar="N", help=context)
 
 
 def check_model(options: Namespace) -> Source:
-    """`Unfit` where the arguments of `add_model` name what cannot be had."""
+    """The source that the arguments of `add_model` name. Raises `Unfit` if they do not fit together."""
     check_device(options.device)
     if options.format not in (None, "affine") and options.bits is not None:
         raise Unfit(f"--bits: only the format affine has a choice of bits, got --format {options.format}")
@@ -98,14 +99,14 @@ def quantization(options: Namespace):
 
 
 @contextmanager
-def loading(what: object, device: str) -> Iterator[None]:
-    """Say what is loaded, and make `Unfit` of whatever goes wrong: transformers has a dozen kinds of exceptions."""
-    say(f"Loading {what} on {device} ...")
+def loading(name: str, device: str) -> Iterator[None]:
+    """Print that the model is loading, and turn every error into `Unfit`: transformers raises a dozen kinds."""
+    say(f"Loading {name} on {device} ...")
     try:
         yield
     except Exception as error:
-        told = str(error).strip().splitlines() or [type(error).__name__]
-        raise Unfit(f"cannot load {what}: {told[0]}") from error
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise Unfit(f"cannot load {name}: {reason[0]}") from error
 
 
 def load_tokenizer(source: Source):
@@ -115,8 +116,8 @@ def load_tokenizer(source: Source):
     cls = AutoProcessor if source.gguf_file is None else AutoTokenizer
     found = cls.from_pretrained(source.path, **source.where)
     tokenizer = getattr(found, "tokenizer", found)
-    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # transformers makes an empty one of no files
-        raise ValueError("it has no words: expected tokenizer.json, or other files of a tokenizer, beside config.json")
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # transformers makes an empty one without files
+        raise ValueError("no tokenizer: expected tokenizer.json or other tokenizer files in the same folder")
     return found
 
 
@@ -127,36 +128,36 @@ def load_model(source: Source, options: Namespace) -> "PreTrainedModel":
 
     import torch_moe_metal  # noqa: F401, which makes transformers load packed checkpoints
 
-    of_text = AutoConfig.from_pretrained(source.path, **source.where).model_type
-    cls = AutoModelForMultimodalLM if of_text in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES else AutoModelForCausalLM
+    model_type = AutoConfig.from_pretrained(source.path, **source.where).model_type
+    cls = AutoModelForMultimodalLM if model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES else AutoModelForCausalLM
     dtype = "bfloat16" if options.dtype == "auto" and source.gguf_file else options.dtype
-    how = {"dtype": dtype, "device_map": options.device, **source.where}
+    arguments = {"dtype": dtype, "device_map": options.device, **source.where}
     if (packing := quantization(options)) is not None:
-        how["quantization_config"] = packing
-    return cls.from_pretrained(source.path, **how).eval()
+        arguments["quantization_config"] = packing
+    return cls.from_pretrained(source.path, **arguments).eval()
 
 
 def context_of(model: "PreTrainedModel", wanted: int | None) -> int:
-    """The most tokens of a prompt and its answer."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if wanted is not None and most is not None and wanted > most:
-        raise Unfit(f"--context: expected at most {most}, which the model was made for, got {wanted}")
-    return wanted or most or 32768
+    """The maximum number of tokens of a prompt and its answer together."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if wanted is not None and limit is not None and wanted > limit:
+        raise Unfit(f"--context: expected at most {limit}, the model's own limit, got {wanted}")
+    return wanted or limit or DEFAULT_CONTEXT
 
 
 def memory(model: "PreTrainedModel") -> str:
-    """What the weights take, and what the process has from the device."""
-    told = f"{weights_gb(model):.1f} GB of weights"
+    """The size of the weights, and the memory that the process uses."""
+    weights = f"{weights_gb(model):.1f} GB of weights"
     if model.device.type == "mps" and torch.backends.mps.is_built():
-        return f"{told}, {torch.mps.driver_allocated_memory() / 1e9:.1f} GB of the GPU's memory in use"
+        return f"{weights}, {torch.mps.driver_allocated_memory() / 1e9:.1f} GB of the GPU's memory in use"
     unit = 1 if sys.platform == "darwin" else 1024
-    return f"{told}, at most {getrusage(RUSAGE_SELF).ru_maxrss * unit / 1e9:.1f} GB of memory in use so far"
+    return f"{weights}, at most {getrusage(RUSAGE_SELF).ru_maxrss * unit / 1e9:.1f} GB of memory in use so far"
 
 
 def weights_gb(model: torch.nn.Module) -> float:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 1e9
 
 
-def say(what: object) -> None:
-    """Progress goes where it does not mix with results."""
-    print(what, file=sys.stderr, flush=True)
+def say(message: object) -> None:
+    """Print progress to stderr, so that it does not mix with results."""
+    print(message, file=sys.stderr, flush=True)

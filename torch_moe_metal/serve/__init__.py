@@ -1,7 +1,7 @@
 """Serve a model to OpenAI's clients: editors, agents, chat windows.
 
 The server is transformers' own (`transformers serve`). The model is loaded through this package, with its quantised
-weights as they are, and patched. It listens when the model has been loaded and has made its first tokens.
+weights as they are, and patched. The server listens once the model is loaded and has generated its first tokens.
 """
 
 import os
@@ -16,12 +16,12 @@ from ..loading import add_model, check_model, loading, say
 KEY = "TORCH_MOE_METAL_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 LOCAL = ("127.0.0.1", "localhost", "::1")
-#: With continuous batching all requests share a cache of the context's length: not more unless it is asked for.
-MOST_SHARED = 32768
+#: With continuous batching all requests share one cache of the context's length: at most so many tokens by default.
+MAX_SHARED = 32768
 EXAMPLES = """
 examples:
-  serve openai/gpt-oss-20b                               the model as it is published, in MXFP4
-  serve Qwen/Qwen3-30B-A3B --bits 4                      packed in 4 bits while it is loaded
+  serve openai/gpt-oss-20b                               the published checkpoint, in MXFP4
+  serve Qwen/Qwen3-30B-A3B --bits 4                      quantised to 4 bits on loading
   serve models/Qwen3-30B-A3B-Q4_K_M.gguf --context 8192  a GGUF file
   serve mlx-community/Qwen3-30B-A3B-4bit --continuous-batching
 
@@ -32,12 +32,12 @@ examples:
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone; 0.0.0.0: all")
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only; 0.0.0.0: all")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
-    told = f"what clients must send as theirs (default: none is needed, or that of the environment's {KEY})"
-    parser.add_argument("--api-key", default=os.environ.get(KEY), help=told)
-    told = "compute a token of every request in each step; --context is the cache that they share"
-    parser.add_argument("--continuous-batching", action="store_true", help=told)
+    key = f"the key that clients must send (default: {KEY} of the environment; without a key, anyone may connect)"
+    parser.add_argument("--api-key", default=os.environ.get(KEY), help=key)
+    batching = "compute a token of every running request in each step; --context is the size of their shared cache"
+    parser.add_argument("--continuous-batching", action="store_true", help=batching)
     parser.add_argument("--enable-cors", action="store_true", help="let web pages of any origin use the server")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
@@ -57,13 +57,15 @@ def run(options: Namespace) -> int:
 
 
 def listener(host: str, port: int) -> socket.socket:
-    """Bound before the model is loaded, which takes minutes, so that a port in use is told at once."""
+    """A socket, bound before the model is loaded, which takes minutes, so that a port in use fails at once."""
+    if not 0 <= port < 65536:
+        raise Unfit(f"cannot listen on {host}, port {port}: expected a port from 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise Unfit(f"cannot listen on {host}, port {port}: {error}") from error
     return bound
 
@@ -79,16 +81,16 @@ def serve(source, options: Namespace, listening: socket.socket) -> int:
 
         models = Models(source, options)
         if options.continuous_batching and options.context is None:
-            models.context = min(models.context, MOST_SHARED)
+            models.context = min(models.context, MAX_SHARED)
         generation = Generation(models.context, options.continuous_batching)
     say(models)
     say("Generating the first tokens ...")
     warm_up(models, generation)
-    app = build(models, generation, options.api_key, options.enable_cors)
-    config = uvicorn.Config(app, log_level=options.log_level, timeout_graceful_shutdown=10)
+    app = build(models, generation, options.api_key or None, options.enable_cors)
+    config = uvicorn.Config(app, lifespan="off", log_level=options.log_level, timeout_graceful_shutdown=10)
     host, port = listening.getsockname()[:2]
     if host not in LOCAL and not options.api_key:
-        say("Everybody who reaches this machine can use the model: --api-key KEY asks for a key.")
+        say("Warning: anyone who can reach this machine can use the model. Set a key with --api-key.")
     shown = f"[{host}]" if ":" in host else host
-    Server(config, generation, f"{source.name} at http://{shown}:{port}/v1; Ctrl-C ends").run([listening])
+    Server(config, generation, f"{source.name} at http://{shown}:{port}/v1; Ctrl-C stops it").run([listening])
     return 0

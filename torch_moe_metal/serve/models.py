@@ -16,13 +16,13 @@ from .generation import Refused
 
 
 class Models(ModelManager):
-    """`force_model` is its name, and `load_model_and_processor` gives it to every handler."""
+    """`force_model` is the model's name, and `load_model_and_processor` returns the model to every handler."""
 
     def __init__(self, source: Source, options: Namespace):
         super().__init__(device=options.device, model_timeout=-1)
-        logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # uvicorn has a line for each request
+        logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # uvicorn logs each request
         self.source, self.force_model = source, source.name
-        self.names = {source.name, f"{source.name}@main"}  # as `transformers chat` has it
+        self.names = {source.name, f"{source.name}@main"}  # `transformers chat` appends the revision
         self.created = int(time.time())
         _RESPONSE_TEMPLATE_FALLBACKS.setdefault(("gpt_oss",), HARMONY)
         self.processor = load_tokenizer(source)
@@ -43,8 +43,8 @@ class Models(ModelManager):
 
     def check_name(self, name: object) -> None:
         if name is not None and name not in self.names:
-            told = f"model: expected {self.source.name!r}, which this server runs, got {name!r}"
-            raise Refused(404, told, "model_not_found", "model")
+            message = f"model: expected {self.source.name!r}, the model of this server, got {name!r}"
+            raise Refused(404, message, "model_not_found", "model")
 
     def load_model_and_processor(self, model_id_and_revision: str, *_args, **_kwargs):
         return self.model, self.processor

@@ -1,6 +1,5 @@
-"""uvicorn's server, which says when it listens, and ends the requests when it is stopped."""
+"""uvicorn's server. It prints its address when it listens, and ends all requests when it is stopped."""
 
-import contextlib
 import signal
 from types import FrameType
 
@@ -14,32 +13,31 @@ from .models import Models
 
 
 class Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, generation: Generation, told: str):
+    def __init__(self, config: uvicorn.Config, generation: Generation, description: str):
         super().__init__(config)
-        self.generation, self.told = generation, told
+        self.generation, self.description = generation, description
 
     async def startup(self, sockets=None) -> None:
         await super().startup(sockets)
         if self.started:
-            say(f"Serving {self.told}")
+            say(f"Serving {self.description}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """uvicorn's own, except that it does not raise the signal again after the server has stopped."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
         self.generation.fail_all()
-        super().handle_exit(sig, frame)
 
     def run(self, sockets=None) -> None:
-        ours = signal.getsignal(signal.SIGTERM)
         try:
-            with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again that it has handled
-                super().run(sockets)
+            super().run(sockets)
         finally:
-            signal.signal(signal.SIGTERM, ours)
             self.generation.shutdown()
 
 
 @torch.no_grad()
 def warm_up(models: Models, generation: Generation) -> None:
-    """Have everything compiled, and the paged cache allocated, before the first request."""
+    """Compile everything and allocate the paged cache before the first request."""
     rehearsal.wait_for_all()
     model = models.model
     ids = torch.ones(1, min(8, models.context - 2), dtype=torch.long, device=model.device)

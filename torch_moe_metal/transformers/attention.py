@@ -140,16 +140,17 @@ def attention_mask(
 
 
 def leave_paged_caches(manager: type) -> None:
-    """Have transformers' manager of continuous batching run its own attention where ours is selected: all requests are
-    one sequence there, whose keys lie in pages. When it stops, ours is selected again."""
+    """Make transformers' manager of continuous batching use its own attention where ours is selected: all requests are
+    one sequence there, with keys and values in pages. When the manager stops, ours is selected again."""
     stock_switch, stock_stop = manager.switch_to_cb_friendly_attn, manager.stop
 
     @functools.wraps(stock_switch)
     def switch_to_cb_friendly_attn(self, model: nn.Module, auto_switch_to_flash: bool = True) -> None:
         configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-        self._moe_metal = [each for each in configs.values() if getattr(each, "_attn_implementation", None) == NAME]
-        for config in self._moe_metal:
+        ours = [config for config in configs.values() if getattr(config, "_attn_implementation", None) == NAME]
+        for config in ours:
             config._attn_implementation_internal = "sdpa" if model._supports_sdpa else "eager"
+        self._moe_metal = (*self._moe_metal, *ours)
         stock_switch(self, model, auto_switch_to_flash)
 
     @functools.wraps(stock_stop)
@@ -157,8 +158,9 @@ def leave_paged_caches(manager: type) -> None:
         stock_stop(self, *args, **kwargs)
         for config in self._moe_metal:
             config._attn_implementation_internal = NAME
-        self._moe_metal = []
+        self._moe_metal = ()
 
+    manager._moe_metal = ()
     manager.switch_to_cb_friendly_attn, manager.stop = switch_to_cb_friendly_attn, stop
 
 
