@@ -76,6 +76,7 @@ template <typename T>
 
 }  // namespace moe_metal
 
+// clang-format off
 #if in_part(1)
 instantiate_dtypes("experts_grouped_inner", experts_grouped_inner)
 #endif

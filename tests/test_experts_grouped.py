@@ -181,7 +181,7 @@ def in_wider_rows(tensor: Tensor) -> Tensor:
 
 def overlapping(tensor: Tensor) -> Tensor:
     """Each row begins 8 elements behind the one before."""
-    E, rows, columns = tensor.shape
+    _, rows, columns = tensor.shape
     return tensor.as_strided(tensor.shape, (rows * columns, 8, 1))
 
 
@@ -211,9 +211,8 @@ def test_what_pytorchs_op_refuses_is_ours(mps: str, name: str):
 
 @recorded
 def test_packed_weights_are_ours(mps: str):
-    from test_experts_mps import check, packed_experts
-
     import metal_sim
+    from test_experts_mps import check, packed_experts
 
     with grouped(), metal_sim.record() as record:
         check("experts", *packed_experts(MXFP4, 40, BFLOAT), mps)

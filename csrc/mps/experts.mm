@@ -133,16 +133,8 @@ void prefill_tiles(const Experts& call, ExpertsParams params) {
           {(wide_down ? down_tiles_wide : down_tiles)[down_size](dtype, down.format),
            grid_of_tiles(params, down_size, call.H), inner, order, tiles, down.data, down.scale, down.offset,
            call.down_bias, outputs, params},
-          {combine_kernels[dtype],
-           grid_of_rows(call.T, call.H),
-           outputs,
-           call.ids,
-           call.weights,
-           call.shared,
-           call.shared_gate,
-           call.residual,
-           call.output,
-           params}});
+          {combine_kernels[dtype], grid_of_rows(call.T, call.H), outputs, call.ids, call.weights, call.shared,
+           call.shared_gate, call.residual, call.output, params}});
 }
 
 Kernel grouped_x{"experts_grouped", "experts_grouped_x", -1, kFormats, kRowThreads, 0};

@@ -18,7 +18,8 @@ bool takes_what_is_given(const c10::FunctionSchema& schema) {
   const auto& arguments = schema.arguments();
   if (arguments.size() < std::size(kGiven) || schema.returns().size() != 1) return false;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    const bool fits = i < std::size(kGiven) ? arguments[i].name() == kGiven[i] : arguments[i].default_value().has_value();
+    const bool fits =
+        i < std::size(kGiven) ? arguments[i].name() == kGiven[i] : arguments[i].default_value().has_value();
     if (!fits) return false;
   }
   return true;
