@@ -51,7 +51,6 @@ class Number:
     name: str
     values: tuple[int, ...]
     tokens: Tokens  # of the calls that show it: between any two of the values there is one that they treat differently
-    foreign: bool = False  # kernels that are not ours may run, whose results are compared before they are measured
 
 
 DECODE = tokens(experts=(1, 4), linear=(1,))
@@ -64,7 +63,7 @@ NUMBERS = (
     Number("tile32_share", (9, 12, 17, 25), slots_per_expert(10, 15, 20, linear=(10, 15, 20))),
     Number("tile64_share", (33, 49, 65, 97, 193), slots_per_expert(40, 56, 80, 128, linear=(40, 56, 80, 128))),
     Number("band", (1, 2, 4, 8, 16, 32), tokens(experts=(512, 2048), linear=(512, 2048))),
-    Number("matrix_units", (0, 8, 24, 64), slots_per_expert(12, 40, 96), foreign=True),
+    Number("matrix_units", (0, 8, 24, 64), slots_per_expert(12, 40, 96)),
     Number("gate_tiles", (10, 24, 48, 80, 160), tokens(gate=(256, 512, 1024, 2048))),
     Number("row_threads", (128, 256, 512, 1024), tokens(norm_add=(1, 32), residual_norm=(1, 8, 32))),
     Number("attention_keys", (64, 128, 256, 512), tokens(attention=(1, 4))),
@@ -93,7 +92,7 @@ Measure = Callable[[Call, Sequence[Numbers]], list[list[float]]]
 MOST = 2048  # tokens of a call
 START = 0.2  # seconds besides, with which long calls are meant
 LEAST = 0.01  # of the time: a win that is worth a number of one's own
-ROUNDINGS = 4  # of a result by foreign kernels, more than twice what three roundings more cost
+ROUNDINGS = 4  # of a result by PyTorch's kernels, more than twice what their three roundings more cost
 
 
 @dataclass(frozen=True)
@@ -257,7 +256,9 @@ class OnGpu:
 
 
 def right(number: Number, calls: list[Call], defaults: Numbers, gpu: OnGpu) -> Number:
-    """Without the values by which foreign kernels have other results than ours."""
+    """Without the values by which PyTorch's kernels have other results than ours."""
+    if number.name not in tuning.FOREIGN:
+        return number
 
     def holds(value: int) -> bool:
         if value == defaults[number.name] or all(gpu.is_right(call, {number.name: value}) for call in calls):
@@ -265,7 +266,7 @@ def right(number: Number, calls: list[Call], defaults: Numbers, gpu: OnGpu) -> N
         say(f"{number.name} {value} is left out: its results are wrong on this Mac")
         return False
 
-    return replace(number, values=tuple(filter(holds, number.values))) if number.foreign else number
+    return replace(number, values=tuple(filter(holds, number.values)))
 
 
 def under(settings: Sequence[Numbers], function: Callable[[], object]) -> dict[str, Callable[[], object]]:

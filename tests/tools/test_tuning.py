@@ -121,7 +121,7 @@ def sampled(number: Number, value: int) -> list[Case]:
 @contextlib.contextmanager
 def foreign(number: Number) -> Iterator[float]:
     """PyTorch's kernels are there, as from torch 2.15 on. -> how many roundings they may cost"""
-    if not number.foreign:
+    if number.name not in tuning.FOREIGN:
         yield 1
     elif not SIMULATED:
         yield test_experts_grouped.ROUNDINGS
@@ -220,6 +220,21 @@ def test_what_is_kept_is_loaded(file: Path, m9: str, monkeypatch, mps: str):
     tuning.keep({"band": 1})
     monkeypatch.undo()
     assert json.loads(file.read_text())["Apple M9 Max"] == {torch.__version__: {"band": 2}, "2.99.0": {"band": 1}}
+
+
+@on_mps
+def test_numbers_of_foreign_kernels_hold_for_one_macos(file: Path, m9: str, monkeypatch, mps: str):
+    """The next one compiles them anew. The others go on to hold."""
+    monkeypatch.setattr(tuning.macos, "version", lambda: "26.5")
+    tuning.keep({"band": 4, "matrix_units": 8})
+    tuning.load()
+    assert tuning.in_force() == tuning.defaults() | {"band": 4, "matrix_units": 8}
+    monkeypatch.setattr(tuning.macos, "version", lambda: "26.6")
+    tuning.load()
+    assert tuning.in_force() == tuning.defaults() | {"band": 4}
+    monkeypatch.setattr(tuning.macos, "version", lambda: "26.5")
+    tuning.keep({"band": 2})
+    assert json.loads(file.read_text()) == {m9: {torch.__version__: {"band": 2}}}
 
 
 def test_what_is_forgotten(file: Path, m9: str, monkeypatch):
