@@ -287,8 +287,14 @@ void poison_from(const at::Tensor& output, const at::Tensor& ends) {
 void grouped_mm(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   const at::Tensor rows = arguments[0].toTensor(), ends = arguments[2].toOptional<at::Tensor>().value_or(at::Tensor());
+  const at::Tensor matrices = arguments[1].toTensor();
   check_aligned(rows);
-  check_aligned(arguments[1].toTensor());
+  check_aligned(matrices);
+  if (options().host_only) {
+    torch::jit::drop(*stack, arguments.size());
+    stack->push_back(at::empty({rows.size(-2), matrices.size(-1)}, rows.options()));
+    return;
+  }
   fallback(op, keys, stack);
   if (ends.defined() && rows.dim() == 2 && stack->back().toTensor().dim() == 2) {
     QueueScope queue("aten::_grouped_mm");
