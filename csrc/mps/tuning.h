@@ -1,5 +1,6 @@
 // The numbers that depend on the GPU: defaults by reasoning, until `python -m torch_moe_metal tune` has measured the
-// alternatives on the machine itself. None changes what is computed, only how it is cut and the order of sums.
+// alternatives on the machine itself. None changes what is computed, only how it is cut and the order of sums;
+// `matrix_units` also where it is rounded.
 #pragma once
 #include <cstdint>
 
@@ -26,6 +27,11 @@ struct Tuning {
   int64_t tile32_share = 12, tile64_share = 49;
   // Prefill: tiles that walk all rows of weights together, so that a weight that was read serves them all.
   int64_t band = 8;
+  // Prefill, dense weights of 16 bits: slots per expert from which PyTorch's own product of groups is taken, which uses
+  // the matrix units of M5 and newer; 0: never. It takes torch 2.15, and older ones have our kernels at any number.
+  // What is between the products is then rounded to 16 bits, as transformers does it: gate and up, the inner
+  // activations, and each expert's result. Nobody has measured it yet, and M1 to M4 have no such units.
+  int64_t matrix_units = 0;
   // Gate, many tokens: with fewer tiles than these, groups of four tokens by four experts make more threadgroups. Tiles
   // read least, but a tile is slow work for one threadgroup: they pay once each of 80 cores (the largest M) has one. On
   // an H200 groups were three times as fast for 512 tokens and 128 experts.

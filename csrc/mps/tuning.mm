@@ -32,6 +32,7 @@ constexpr Number kNumbers[] = {
     {"tile32_share", &Tuning::tile32_share, 1, kMost},
     {"tile64_share", &Tuning::tile64_share, 1, kMost},
     {"band", &Tuning::band, 1, 64},
+    {"matrix_units", &Tuning::matrix_units, 0, kMost},
     {"gate_tiles", &Tuning::gate_tiles, 0, kMost},
     {"row_threads", &Tuning::row_threads, kSimdgroup, 1024, Number::whole_simdgroups},
     {"attention_keys", &Tuning::attention_keys, 1, kMost},
