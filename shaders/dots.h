@@ -6,6 +6,8 @@
 //   columns   of a chunk                            step        from a lane's first column to the next lane's
 //   per_lane  whether a lane's share is whole by itself, so that lanes may be at different experts
 //   scale_rows  rows that share a scale
+//   At        of places within an expert's matrix: uint where the host says that it is below 4 GB, for half the
+//             registers of a pointer and additions at full rate; else long
 // A simdgroup has 32 / lanes teams, each with rows of its own. Dense weights take a whole simdgroup. Packed rows are
 // short, and a lane needs 32 of x for 16 bytes of 4-bit weights: 16 lanes take 256 bytes of a row, two cache lines of
 // Apple's GPUs, and the other team reads the same x. On an H200 16 lanes were faster than 8 for one token, 8 for more.
@@ -15,29 +17,54 @@
 
 namespace moe_metal {
 
-// The rows of weights of a team, where they begin, and its lane's sums for them.
+template <bool is_short>
+struct PlaceOf {
+  using Type = long;
+};
+template <>
+struct PlaceOf<true> {
+  using Type = uint;
+};
+
+// The rows of weights of a team, where they begin in their expert's matrix, and its lane's sums for them. Every second
+// one lies `gap` further: up's, where gate and up are apart.
+template <typename At>
 struct ChunkRows {
-  Offsets<kChunkRows> data, scale, offset;
+  Offsets<At, kChunkRows> data, scale, offset;
+  long gap;
   float sum[kChunkRows];
 };
 
-template <typename Chunk>
-void set_row(thread ChunkRows& rows, uint r, uint row, constant WeightParams& params) {
-  rows.data.at[r] = row_place(params, row);
-  rows.scale.at[r] = row / Chunk::scale_rows * params.scale.row;
-  rows.offset.at[r] = row / Chunk::scale_rows * params.offset.row;
+// A lane's sums of the rows for several tokens, whose vectors are `apart` elements apart.
+template <uint Tokens>
+struct TokenSums {
+  Floats<kChunkRows> of[Tokens];
+};
+template <typename V>
+struct Tokens {
+  device const V* first;
+  uint count, apart;
+  // Past the last token, the last again.
+  device const V* vector(uint t) const thread { return first + ulong(min(t, count - 1)) * apart; }
+};
+
+template <typename Chunk, typename At>
+void set_row(thread ChunkRows<At>& rows, uint r, uint row, constant WeightParams& params) {
+  rows.data.at[r] = row * At(params.row);
+  rows.scale.at[r] = row / Chunk::scale_rows * At(params.scale.row);
+  rows.offset.at[r] = row / Chunk::scale_rows * At(params.offset.row);
 }
 
 // ------------------------------------------------------------------------------------------ dense
 
 // sums += scale * (this lane's share of the rows, from `column` on) * vector
 template <typename Chunk, typename V>
-void add_dense(thread ChunkRows& rows, float scale, device const V* vector, Weights<typename Chunk::Data> weights,
+void add_dense(thread ChunkRows<long>& rows, float scale, device const V* vector, Weights<typename Chunk::Data> weights,
                constant WeightParams& params, uint length, uint column) {
   Vectors<Chunk::vectors> v, w[kChunkRows];
   Chunk::load(vector, column, length, 1, v);
   for (uint r = 0; r < kChunkRows; ++r) {
-    Chunk::load(weights.data + rows.data.at[r], column, length, params.column, w[r]);
+    Chunk::load(weights.data + (r % 2 ? rows.gap : 0) + rows.data.at[r], column, length, params.column, w[r]);
   }
   for (uint r = 0; r < kChunkRows; ++r) {
     float sum = 0;
@@ -46,9 +73,30 @@ void add_dense(thread ChunkRows& rows, float scale, device const V* vector, Weig
   }
 }
 
+// The same for several tokens, for which the weights are loaded once.
+template <typename Chunk, uint N, typename V>
+void add_dense(thread const ChunkRows<long>& rows, thread const Tokens<V>& tokens, Weights<typename Chunk::Data> weights,
+               constant WeightParams& params, uint length, uint column, thread TokenSums<N>& sums) {
+  Vectors<Chunk::vectors> w[kChunkRows];
+  for (uint r = 0; r < kChunkRows; ++r) {
+    Chunk::load(weights.data + rows.data.at[r], column, length, params.column, w[r]);
+  }
+#pragma unroll
+  for (uint t = 0; t < N; ++t) {
+    Vectors<Chunk::vectors> v;
+    Chunk::load(tokens.vector(t), column, length, 1, v);
+    for (uint r = 0; r < kChunkRows; ++r) {
+      float sum = 0;
+      for (uint n = 0; n < Chunk::vectors; ++n) sum += dot(w[r].at[n], v.at[n]);
+      sums.of[t].at[r] += sum;
+    }
+  }
+}
+
 template <typename T>
 struct WideChunk {
   using Data = T;
+  using At = long;
   enum : uint {
     lanes = 32,
     vectors = Wide<T>::vectors,
@@ -62,14 +110,20 @@ struct WideChunk {
     load_wide(row + column, values);
   }
   template <bool placed, typename V>
-  static void add(thread ChunkRows& rows, float scale, device const V* vector, Weights<T> weights,
+  static void add(thread ChunkRows<At>& rows, float scale, device const V* vector, Weights<T> weights,
                   constant WeightParams& params, uint length, uint column) {
     add_dense<WideChunk<T>>(rows, scale, vector, weights, params, length, column);
+  }
+  template <uint N, typename V>
+  static void add_several(thread const ChunkRows<At>& rows, thread const Tokens<V>& tokens, Weights<T> weights,
+                          constant WeightParams& params, uint length, uint column, thread TokenSums<N>& sums) {
+    add_dense<WideChunk<T>>(rows, tokens, weights, params, length, column, sums);
   }
 };
 template <typename T>
 struct AnyChunk {
   using Data = T;
+  using At = long;
   enum : uint { lanes = 32, vectors = 1, step = 1, columns = 128, scale_rows = 1, per_lane = 0 };
   template <typename V>
   static void load(device const V* row, uint column, uint length, long stride, thread Vectors<vectors>& values) {
@@ -79,13 +133,20 @@ struct AnyChunk {
     }
   }
   template <bool placed, typename V>
-  static void add(thread ChunkRows& rows, float scale, device const V* vector, Weights<T> weights,
+  static void add(thread ChunkRows<At>& rows, float scale, device const V* vector, Weights<T> weights,
                   constant WeightParams& params, uint length, uint column) {
     add_dense<AnyChunk<T>>(rows, scale, vector, weights, params, length, column);
   }
 };
 
 // ------------------------------------------------------------------------------------------ packed
+
+// Where a row's piece is loaded from. A place of 32 bits is added to the spot's, in 32 bits, and not to the pointer.
+inline device const uchar* row_of(device const uchar* matrix, uint row, thread Spot& spot) {
+  spot.byte += row;
+  return matrix;
+}
+inline device const uchar* row_of(device const uchar* matrix, long row, thread Spot&) { return matrix + row; }
 
 // A lane's piece of each row.
 template <uint N>
@@ -138,13 +199,14 @@ struct GroupNumbers {
 };
 
 // Wide: pieces of kPackedColumns, for whole pieces in groups that the reader knows or that have at least as many, and
-// for rows of weights and vectors whose loads are aligned. Else pieces of kNarrowColumns, which lie in one group
+// for rows of weights and vectors whose loads are aligned, in matrices below 4 GB. Else pieces of kNarrowColumns, which lie in one group
 // whatever its size. Centred codes are for activations in float: offsets lie near -middle * scale, so sums of bare
 // codes are large and cancel against theirs, with 2 to 3 times the error of values summed one by one. 16 bits hide
 // that, and save the subtraction.
 template <typename Codes, bool centred>
 struct PackedChunk {
   using Data = uchar;
+  using At = typename PlaceOf<Codes::columns == kPackedColumns>::Type;
   using Layout = typename Codes::Layout;
   enum : uint {
     lanes = kPackedLanes,
@@ -208,8 +270,17 @@ struct PackedChunk {
     return sums;
   }
 
+  static void load_pieces(thread const ChunkRows<At>& rows, Weights<uchar> weights, constant WeightParams& params,
+                          Spot spot, uint left, thread RowWords<words>& pieces) {
+#pragma unroll
+    for (uint r = 0; r < kChunkRows; ++r) {
+      Spot at = spot;
+      device const uchar* row = row_of(weights.data + (r % 2 ? rows.gap : 0), rows.data.at[r], at);
+      Layout::load(row, at, wide ? step : left, wide || params.layout == WeightLayout::rows_wide, pieces.row[r]);
+    }
+  }
   // The scales and offsets of the rows' pieces: from within, or from where the tensors have them.
-  static void load_numbers(thread const ChunkRows& rows, thread const RowWords<words>& pieces, Spot spot,
+  static void load_numbers(thread const ChunkRows<At>& rows, thread const RowWords<words>& pieces, Spot spot,
                            Weights<uchar> weights, constant WeightParams& params, uint column, thread Numbers& scales,
                            thread Numbers& offsets) {
     if (Codes::own_scales) {
@@ -224,11 +295,11 @@ struct PackedChunk {
     }
 #pragma unroll
     for (uint g = 0; g < groups; ++g) {
-      const long group = (column + g * (step / groups)) >> params.group_shift;
-      load_scales<Codes>(weights.scale + group * params.scale.group, rows.scale, params.scale_type, scales.of[g]);
-      if (Codes::has_offset) {
-        load_scales<Codes>(weights.offset + group * params.offset.group, rows.offset, params.scale_type, offsets.of[g]);
-      }
+      const At group = (column + g * (step / groups)) >> params.group_shift;
+      load_scales<Codes>(weights.scale, rows.scale, group * At(params.scale.group), params.scale_type, scales.of[g]);
+      if (!Codes::has_offset) continue;
+      load_scales<Codes>(weights.offset, rows.offset, group * At(params.offset.group), params.scale_type,
+                         offsets.of[g]);
     }
     if (!Codes::e4m3_scale) return;
     const float factor = load_factor(weights.offset, params);
@@ -237,15 +308,11 @@ struct PackedChunk {
 
   // Scale and offset count once for all codes of a group.
   template <bool placed, typename V>
-  static void add(thread ChunkRows& rows, float weight, device const V* vector, Weights<uchar> weights,
+  static void add(thread ChunkRows<At>& rows, float weight, device const V* vector, Weights<uchar> weights,
                   constant WeightParams& params, uint length, uint column) {
     const Spot spot = Layout::spot(column);
     RowWords<words> pieces;
-#pragma unroll
-    for (uint r = 0; r < kChunkRows; ++r) {
-      Layout::load(weights.data + rows.data.at[r], spot, wide ? step : length - column,
-                   wide || params.layout == WeightLayout::rows_wide, pieces.row[r]);
-    }
+    load_pieces(rows, weights, params, spot, length - column, pieces);
     Piece piece;
     load<placed>(vector, column, length, piece);
     Numbers scales, offsets;
@@ -270,6 +337,55 @@ struct PackedChunk {
     for (uint r = 0; r < kChunkRows; ++r) {
       const float total = fma(scaled.at[r], float(Codes::factor), not_finite(scales, offsets, r));
       rows.sum[r] += weight * (Codes::has_offset ? fma(added.at[r], kPlain, total) : total);
+    }
+  }
+  // The same of wide pieces for several tokens: each code is unpacked once, and meets the tokens' elements in turn, of
+  // which 8 are loaded at a time. Codes of 0 are taken off at last.
+  template <uint N, typename V>
+  static void add_several(thread const ChunkRows<At>& rows, thread const Tokens<V>& tokens, Weights<uchar> weights,
+                          constant WeightParams& params, uint, uint column, thread TokenSums<N>& sums) {
+    const Spot spot = Layout::spot(column);
+    RowWords<words> pieces;
+    load_pieces(rows, weights, params, spot, step, pieces);
+    Numbers scales, offsets;
+    load_numbers(rows, pieces, spot, weights, params, column, scales, offsets);
+#pragma unroll
+    for (uint g = 0; g < groups; ++g) {
+      TokenSums<N> totals = {};
+      float4 plain[N] = {};
+#pragma unroll
+      for (uint i = g * (step / groups); i < (g + 1) * (step / groups); i += 8) {
+        add_eight(pieces, tokens, column, i, totals, plain);
+      }
+#pragma unroll
+      for (uint t = 0; t < N; ++t) {
+        const float plain_sum = plain[t].x + plain[t].y + (plain[t].z + plain[t].w);
+#pragma unroll
+        for (uint r = 0; r < kChunkRows; ++r) {
+          add_group(totals.of[t].at[r], plain_sum, scales, offsets, g, r, sums.of[t].at[r]);
+        }
+      }
+    }
+  }
+  template <uint N, typename V>
+  static void add_eight(thread const RowWords<words>& pieces, thread const Tokens<V>& tokens, uint column, uint i,
+                        thread TokenSums<N>& totals, thread float4* plain) {
+    Vectors<2> codes[kChunkRows];
+#pragma unroll
+    for (uint r = 0; r < kChunkRows; ++r) Codes::template eight<centred>(pieces.row[r], i, codes[r]);
+#pragma unroll
+    for (uint t = 0; t < N; ++t) {
+      Vectors<2> x;
+      load_wide(tokens.vector(t) + column_of(column, i), x);
+      plain[t] += x.at[0] + x.at[1];
+#pragma unroll
+      for (uint n = 0; n < 8; ++n) {
+        const float element = x.at[n / 4][n % 4] * (1 / float(1u << Codes::place(i + n)));
+#pragma unroll
+        for (uint r = 0; r < kChunkRows; ++r) {
+          totals.of[t].at[r] = fma(codes[r].at[n / 4][n % 4], element, totals.of[t].at[r]);
+        }
+      }
     }
   }
   // Times a code of 0 an infinite scale is NaN, and so are its products with x, whose signs differ. -> NaN, or 0.
@@ -301,7 +417,7 @@ Place place_of(uint thread_index, uint split) {
 
 // sum[r] += (this lane's share of row r) * vector
 template <typename Chunk, typename V>
-void add_rows(thread ChunkRows& rows, device const V* vector, Weights<typename Chunk::Data> weights,
+void add_rows(thread ChunkRows<typename Chunk::At>& rows, device const V* vector, Weights<typename Chunk::Data> weights,
               constant WeightParams& params, uint length, Place place, uint split) {
   for (uint column = place.part * Chunk::columns + place.lane % Chunk::lanes * Chunk::step; column < length;
        column += split * Chunk::columns) {
@@ -311,7 +427,7 @@ void add_rows(thread ChunkRows& rows, device const V* vector, Weights<typename C
 
 // shares[simdgroup][team][r] = the team's sum of row r
 template <typename Chunk>
-void share_sums(thread const ChunkRows& rows, threadgroup float* shares, uint thread_index) {
+void share_sums(thread const ChunkRows<typename Chunk::At>& rows, threadgroup float* shares, uint thread_index) {
   for (uint r = 0; r < kChunkRows; ++r) {
     float sum = rows.sum[r];
     if (Chunk::lanes == 32) {

@@ -28,7 +28,7 @@ template <typename T, typename Chunk>
   if (token >= params.T) return;
   const Place place = place_of<Chunk>(thread_index, split);
   const uint block = group.y * block_rows, first = block + place.team * kChunkRows;
-  ChunkRows rows = {};
+  ChunkRows<typename Chunk::At> rows = {};
   for (uint r = 0; r < kChunkRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.N - 1), params.weight);
   if (first < params.N) {
     add_rows<Chunk>(rows, x + ulong(token) * params.H, of_expert(weight, scale, offset, 0, params.weight),
@@ -49,7 +49,7 @@ template <typename T, typename Reader, uint TileRows>
                              device const T* bias [[buffer(4)]], device T* output [[buffer(5)]],
                              constant LinearParams& params [[buffer(6)]], uint group [[threadgroup_position_in_grid]],
                              uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup uint4 memory[TileRows * kStride * sizeof(T) / sizeof(uint4)];
+  threadgroup uint4 memory[TileRows * Reader::stride * sizeof(T) / sizeof(uint4)];
   threadgroup uint rows[TileRows];
   constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows);
   const uint blocks = (params.N + block - 1) / block, band = params.band;

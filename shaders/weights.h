@@ -97,23 +97,24 @@ inline float load_number(device const uchar* at, NumberType type) {
   return float(*reinterpret_cast<device const bfloat*>(at));
 }
 
-template <uint N>
+template <typename At, uint N>
 struct Offsets {
-  long at[N];
+  At at[N];
 };
-// The scales, or offsets, of some rows. The type is asked for once, so that their loads overlap.
-template <typename Codes, uint N>
-void load_scales(device const uchar* from, thread const Offsets<N>& rows, NumberType type, thread Floats<N>& to) {
+// The scales, or offsets, of some rows' groups. The type is asked for once, so that their loads overlap.
+template <typename Codes, typename At, uint N>
+void load_scales(device const uchar* from, thread const Offsets<At, N>& rows, At group, NumberType type,
+                 thread Floats<N>& to) {
   if (Codes::e4m3_scale) {
-    for (uint r = 0; r < N; ++r) to.at[r] = e4m3(from[rows.at[r]]);
+    for (uint r = 0; r < N; ++r) to.at[r] = e4m3(from[rows.at[r] + group]);
   } else if (Codes::e8m0_scale) {
-    for (uint r = 0; r < N; ++r) to.at[r] = e8m0(from[rows.at[r]]);
+    for (uint r = 0; r < N; ++r) to.at[r] = e8m0(from[rows.at[r] + group]);
   } else if (type == NumberType::float32) {
-    for (uint r = 0; r < N; ++r) to.at[r] = *reinterpret_cast<device const float*>(from + rows.at[r]);
+    for (uint r = 0; r < N; ++r) to.at[r] = *reinterpret_cast<device const float*>(from + (rows.at[r] + group));
   } else if (type == NumberType::float16) {
-    for (uint r = 0; r < N; ++r) to.at[r] = float(*reinterpret_cast<device const half*>(from + rows.at[r]));
+    for (uint r = 0; r < N; ++r) to.at[r] = float(*reinterpret_cast<device const half*>(from + (rows.at[r] + group)));
   } else {
-    for (uint r = 0; r < N; ++r) to.at[r] = float(*reinterpret_cast<device const bfloat*>(from + rows.at[r]));
+    for (uint r = 0; r < N; ++r) to.at[r] = float(*reinterpret_cast<device const bfloat*>(from + (rows.at[r] + group)));
   }
 }
 
