@@ -11,13 +11,13 @@
 // each:
 //
 //   of a step's 8 matrices the i-th of half h (0 or 1) multiplies, where the columns of lane q (0 to 3) begin at
-//   c = lane q + half h with the reader's `lane` and `half`, column c + i of the weights as 2 q, and column c + 4 + i
-//   as 2 q + 1;
-//   its row r of the tile's side is column lane (r / 2) + half h + 4 (r % 2) + i: for all i four neighbours, one load
+//   c = lane q + second h with the reader's `lane` and `second`, column c + i of the weights as 2 q, and column
+//   c + 4 + i as 2 q + 1;
+//   its row r of the tile's side is column lane (r / 2) + second h + 4 (r % 2) + i: for all i four neighbours, one load
 //
-// Packed weights take 16 neighbours, which are one load. Dense ones are loaded in halves, and all lanes' halves lie side
-// by side: 64 or 128 bytes, of which nothing is needed later. A lane's 16 in a row would need each line again after a
-// half's products, and the first cache of M1 and M2 (8 KB) holds none of them for so long.
+// Packed weights take 16 neighbours, which are one load. Dense ones are loaded in halves, and all lanes' halves lie
+// side by side: 64 or 128 bytes, of which nothing is needed later. A lane's 16 in a row would need each line again
+// after a half's products, and the first cache of M1 and M2 (8 KB) holds none of them for so long.
 #pragma once
 #include "matrices.h"
 #include "rows.h"
@@ -47,22 +47,22 @@ struct RowNumbers {
 //   Data, Row, Piece   what their buffer holds; where a row begins; what is kept of a lane's run of it
 //   row                finds a row
 //   load               of a row the run that begins at `column`; `whole`: all of it lies within the row
-//   eight              its elements i to i + 7, of which those beyond the row's end are 0
+//   eight              its elements i to i + 7 divided by `factor`, of which those beyond the row's end are 0
 //   wide               whether 16 bytes may be loaded at once, of the weights and, too, of the matrix
-//   lane, half         columns from a lane's first to the next lane's, and from its first 8 to its second 8
+//   lane, second       columns from a lane's first to the next lane's, and from its first 8 to its second 8
 //   stride             of a staged row, so that rows 2 apart meet other banks
 
 template <typename T>
 struct WideTile {
   using Data = T;
-  enum : uint { wide = 1, lane = 8, half = 32, stride = kDepth + 8, loads = 2 / Wide<T>::vectors };  // of 8 elements
+  enum : uint { wide = 1, factor = 1, lane = 8, second = 32, stride = kDepth + 8, loads = 2 / Wide<T>::vectors };
   struct Row {
     device const T* at;
   };
   struct Piece {
     device const T* row;
     uint column, length;
-    uint4 first[loads];  // all of the run would take half of a thread's registers
+    uint4 first[loads];  // 8 elements; all of the run would take half of a thread's registers
   };
   static Row row(Weights<T> weights, constant WeightParams& params, uint number) {
     Row row;
@@ -83,7 +83,7 @@ struct WideTile {
       return;
     }
     uint4 loaded[loads];
-    load_eight<whole>(piece, piece.column + half, loaded);
+    load_eight<whole>(piece, piece.column + second, loaded);
     to_floats<T>(loaded, values);
   }
   // A load beyond the end becomes one at the end: a branch would make it wait for those before it.
@@ -102,7 +102,7 @@ struct WideTile {
 template <typename T>
 struct AnyTile {
   using Data = T;
-  enum : uint { wide = 0, lane = kRun, half = 8, stride = kDepth + 4 };
+  enum : uint { wide = 0, factor = 1, lane = kRun, second = 8, stride = kDepth + 4 };
   struct Row {
     device const T* at;
   };
@@ -137,7 +137,7 @@ struct PackedTile {
   using Data = uchar;
   using Row = PackedRow;
   using Piece = PackedPiece<Codes>;
-  enum : uint { wide = is_wide, lane = kRun, half = 8, stride = kDepth + 4 };
+  enum : uint { wide = is_wide, factor = Codes::factor, lane = kRun, second = 8, stride = kDepth + 4 };
   static Row row(Weights<uchar> weights, constant WeightParams& params, uint number) {
     return packed_row<Codes>(weights, params, number);
   }
@@ -145,7 +145,9 @@ struct PackedTile {
   static void load(Row row, constant WeightParams& params, uint column, uint length, thread Piece& piece) {
     const uint count = whole ? kRun : column < length ? length - column : 0;
     load_piece(row, params, column, count, is_wide || params.layout == WeightLayout::rows_wide, piece);
-    if (count > 0) spread_nan(piece);
+    if (count == 0) return;
+    spread_nan(piece);
+    piece.offset *= 1 / float(factor);
   }
   template <bool>
   static void eight(thread const Piece& piece, uint i, thread Vectors<2>& values) {
@@ -253,8 +255,8 @@ void add_products(thread Products<TileRows>& products, threadgroup A* memory, ui
 #pragma unroll
     for (uint m = 0; m < P::down; ++m) {
       if (8 * m >= count) continue;
-      const float4 one = staged_four(rows + 8 * m * stride + h * Reader::half);
-      const float4 next = staged_four(rows + (8 * m + 1) * stride + h * Reader::half);
+      const float4 one = staged_four(rows + 8 * m * stride + h * Reader::second);
+      const float4 next = staged_four(rows + (8 * m + 1) * stride + h * Reader::second);
 #pragma unroll
       for (uint i = 0; i < 4; ++i) {
 #pragma unroll
@@ -312,6 +314,9 @@ void multiply_tile(thread Products<TileRows>& products, threadgroup uint4* memor
   if (column < length) {
     step<false, Reader>(products, staged, tile, wide, count, weight_rows, params, column, length, place, thread_index);
   }
+  if (Reader::factor == 1) return;
+#pragma unroll
+  for (uint i = 0; i < products.down * across; ++i) products.at[i / across][i % across] *= float(Reader::factor);
 }
 
 // ------------------------------------------------------------------------------------------ a lane's rows

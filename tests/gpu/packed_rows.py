@@ -17,15 +17,23 @@ Args = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """experts with T tokens, or linear, whose N is the number of rows; without a packing the weights are bfloat16."""
+    """experts with T tokens, or linear, whose N is the number of rows; without a packing the weights are bfloat16.
+    tokens_together: of tuning.h, where it is not the default."""
 
     op: str
     packing: Packing | None
     T: int
     N: int = 0
+    tokens_together: int = 0
 
     def __str__(self) -> str:
-        return f"{self.op}-{self.packing or 'bfloat16'}-T{self.T}" + (f"-N{self.N}" if self.N else "")
+        rows = f"-N{self.N}" if self.N else ""
+        together = f"-by{self.tokens_together}" if self.tokens_together else ""
+        return f"{self.op}-{self.packing or 'bfloat16'}-T{self.T}{rows}{together}"
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        return {"tokens_together": self.tokens_together} if self.tokens_together else {}
 
     @property
     def options(self) -> dict[str, str]:
@@ -63,5 +71,7 @@ class Row:
 
 MEASURED = [None, *(packing_of(name, BFLOAT) for name in ("affine4", "affine8", "mxfp4", "fp8", "q4_k"))]
 ROWS = [Row("experts", packing, T) for T in (1, 4, 16, 256) for packing in MEASURED]
-ROWS += [Row("linear", packing, T, 4096) for T in (1, 2, 4, 8) for packing in MEASURED]
+# Beside each other: how tokens are multiplied with a weight together, and one by one.
+TOGETHER = ((1, 0), (2, 0), (2, 1), (4, 0), (4, 1), (8, 0), (8, 1))
+ROWS += [Row("linear", packing, T, 4096, by) for packing in MEASURED for T, by in TOGETHER]
 ROWS += [Row("linear", packing, 1, 151936) for packing in MEASURED]
