@@ -138,10 +138,9 @@ def together(name: str, dtype: torch.dtype = cases.FLOAT) -> tuple[Callable, dic
 
 
 def dense(op: str, T: int) -> tuple[Callable, dict]:
-    """Of a weight whose rows are loaded 16 bytes at a time."""
-    return test_ops.test_equals_the_reference, {
-        "case": cases.Case(op, f"dense-T{T}", {"T": T, "H": 96, "I": 64, "N": 9})
-    }
+    """Of a weight whose rows are loaded 16 bytes at a time; of three experts' rows a simdgroup has two in turn."""
+    case = cases.Case(op, f"dense-T{T}", {"T": T, "E": 5, "K": 3, "H": 96, "I": 64, "N": 9})
+    return test_ops.test_equals_the_reference, {"case": case}
 
 
 def padded(T: int) -> tuple[Callable, dict]:
