@@ -59,6 +59,7 @@ NUMBERS = (
     Number("enough_simdgroups", (320, 640, 1280, 2560, 5120), DECODE),
     Number("decode_slots", (50, 100, 150, 200, 300, 400), slots_per_expert(0.75, 1.25, 1.75, 2.5, 3.5)),
     Number("few_tokens", (2, 4, 8, 12, 16, 24, 32), tokens(linear=(3, 6, 10, 14, 20, 28))),
+    Number("tokens_together", (1, 2, 4), tokens(linear=(2, 4, 8))),
     # The two shares do not overlap, so that any two of them go together.
     Number("tile32_share", (9, 12, 17, 25), slots_per_expert(10, 15, 20, linear=(10, 15, 20))),
     Number("tile64_share", (33, 49, 65, 97, 193), slots_per_expert(40, 56, 80, 128, linear=(40, 56, 80, 128))),

@@ -59,7 +59,7 @@ struct Product {
 Product product(FormatKernels* kernels, const Weight& weight, WeightParams& params, bool wide_vector, int64_t x,
                 int64_t rows, int64_t columns, int64_t tile, const Tensor& activations) {
   WeightLayout layout = params.layout;
-  if (!weight.format->is_dense()) layout = whole_pieces(weight) ? WeightLayout::rows_wide : WeightLayout::rows;
+  if (!weight.format->is_dense()) layout = whole_pieces(weight, params) ? WeightLayout::rows_wide : WeightLayout::rows;
   if (layout == WeightLayout::rows_wide && !wide_vector) layout = WeightLayout::rows;
   const bool by_rows = layout == WeightLayout::rows_wide || layout == WeightLayout::rows;
   const Cut cut = by_rows ? row_cut(weight, activations.element_size()) : Cut{tile, 16, false};

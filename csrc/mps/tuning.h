@@ -20,6 +20,9 @@ struct Tuning {
   // Linear: tokens up to which each reads and unpacks the weight again, from the cache if that holds it. Tiles do it
   // once, but a matrix of 8 tokens costs as much for one. Where the two meet on Apple's GPUs is a guess.
   int64_t few_tokens = 8;
+  // Of those the ones that are multiplied with a weight together, for which it is loaded and unpacked once: 1, 2 or 4.
+  // More take more registers, and a lane has fewer others to wait with.
+  int64_t tokens_together = 4;
   // Prefill: slots or tokens per weight from which tiles have 32 and 64 rows instead of 16. Larger ones read the
   // weights less often, and rows that only fill are left out: with 16 slots an expert on average, tiles of 16 would
   // walk its weights 1.43 times. Those of 64 leave a simdgroup fewer rows of weights, and so more reads of staged rows

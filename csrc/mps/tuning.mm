@@ -29,6 +29,7 @@ constexpr Number kNumbers[] = {
     {"enough_simdgroups", &Tuning::enough_simdgroups, 1, kMost},
     {"decode_slots", &Tuning::decode_slots, 0, kMost},
     {"few_tokens", &Tuning::few_tokens, 0, kMost},
+    {"tokens_together", &Tuning::tokens_together, 1, 4, Number::power_of_two},
     {"tile32_share", &Tuning::tile32_share, 1, kMost},
     {"tile64_share", &Tuning::tile64_share, 1, kMost},
     {"band", &Tuning::band, 1, 64},

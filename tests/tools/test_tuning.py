@@ -65,6 +65,7 @@ SHOWING = {
     ],
     "decode_slots": [("experts", {"T": T, "E": 20, "K": 2, "H": 40, "I": 24}) for T in (9, 13, 18, 28, 38)],
     "few_tokens": [("linear", {"T": T, "N": 37, "H": 96}) for T in (3, 6, 10, 14, 20, 28)],
+    "tokens_together": [("linear", {"T": T, "N": 37, "H": 96}) for T in (2, 5, 8)],
     "tile32_share": [("experts", {"T": T, "E": 2, "K": 1, "H": 40, "I": 24}) for T in (20, 30, 40)],
     "tile64_share": [("experts", {"T": T, "E": 2, "K": 1, "H": 24, "I": 16}) for T in (80, 112, 160, 256)],
     "band": [("experts", {"T": 80, "E": 4, "K": 2, "H": 40, "I": 24}), ("linear", {"T": 300, "N": 37, "H": 24})],
