@@ -3,6 +3,9 @@
 #include "cpu/ops.h"
 #include "cpu/plan.h"
 #include "cpu/weights/weight_rows.h"
+#ifdef MOE_METAL_HAS_AVX512
+#include "cpu/linear_tiles.h"
+#endif
 
 namespace moe_metal {
 namespace {
@@ -52,6 +55,9 @@ void rows(const Linear& call, const Tensor& x) {
 }  // namespace
 
 void run_linear(const Linear& call) {
+#ifdef MOE_METAL_HAS_AVX512
+  if (linear_fits_tiles(call)) return linear_by_tiles(call);
+#endif
   const Tensor x = call.x.to(at::kFloat);
   with_dtype(call.x.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call, x); });
 }
