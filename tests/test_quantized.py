@@ -382,7 +382,7 @@ def test_a_small_scale_of_a_sum_that_is_infinite(
     parts = (None if part is None else part.to(device) for part in (data, scale, offset))
     got = ops.linear(x.to(device), *parts, format=format).cpu().double()
     size = x.double().abs() @ values.abs().mT
-    rounded = device == "mps" or dtype == BFLOAT and T == 40
+    rounded = device == "mps" or (dtype == BFLOAT and T == 40)
     assert ((got - want).abs() <= 2.0**-8 * want.abs() + (2.0**-8 if rounded else 2.0**-17) * size).all()
 
 

@@ -1,4 +1,5 @@
-// x @ weight^T + bias: blocks of rows of the weight, which threads share out, for all tokens.
+// x @ weight^T + bias: blocks of rows of the weight, which threads share out, for all tokens. Some tokens in bfloat16
+// go by tiles, with packed weights rounded to bfloat16.
 #include "cpu/experts/experts.h"
 #include "cpu/ops.h"
 #include "cpu/plan.h"

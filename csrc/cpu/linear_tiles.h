@@ -41,9 +41,8 @@ class LinearTiles {
 
   void write(int64_t token, int64_t row, const float* values) const {
     auto* to = call_.output.mutable_data_ptr<at::BFloat16>() + token * call_.N + row;
-    for_each_vector(std::min(kRows, call_.N - row), [&](int64_t r, auto n) {
-      store(to + r, Vec::loadu(values + r) + Vec::loadu(bias_ + r), n);
-    });
+    for_each_vector(std::min(kRows, call_.N - row),
+                    [&](int64_t r, auto n) { store(to + r, Vec::loadu(values + r) + Vec::loadu(bias_ + r), n); });
   }
 
   const Linear& call_;

@@ -52,8 +52,8 @@ inline bool tiles_available() { return amx_available() || bfloat16_available(); 
 // With AMX, tiles read dense weights as fast as memory gives them even for one token: with H 2048, I 768, E 128, K 8 on
 // a Sapphire Rapids, T = 1 takes 3.0 ms by tiles and 3.7 by dots, T = 512 takes 65 and 390. Packed weights are unpacked
 // first, which few tokens do not pay for. Without AMX, on one core of a Zen 4: dense weights take 81 ms by tiles and 74
-// by dots at T = 32 (2.3 tokens for each expert that is used), 91 and 108 at 64, 236 and 479 at 512; affine of 4 bits 113
-// and 93 at 64, 117 and 152 at 96.
+// by dots at T = 32 (2.3 tokens for each expert that is used), 91 and 108 at 64, 236 and 479 at 512; affine of 4 bits
+// 113 and 93 at 64, 117 and 152 at 96.
 inline bool experts_fit_tiles(const Experts& call, int64_t slots, int64_t experts) {
   const bool dense = call.gate_up.format->is_dense();
   const int64_t tokens_of_an_expert = amx_available() ? (dense ? 0 : 8) : (dense ? 4 : 6);
@@ -87,9 +87,10 @@ inline bool linear_fits_tiles(const Linear& call) {
 
 enum class GateWay { dots, tiles, float_blocks, bfloat16_blocks };
 
-// E = 128 and H = 2048. With AMX tiles take 14 us at T = 8 and dots 38, blocks 391 at 1024 and tiles 467. On one core of
-// a Zen 4, tiles take 47 us at T = 8 and dots 51, 185 and float blocks 361 at 64, 12 ms and 24 at 4096. Float blocks
-// take 239 us at 64 where dots take 305. A normed row is float: three products in bfloat16, which only AMX makes faster.
+// E = 128 and H = 2048. With AMX tiles take 14 us at T = 8 and dots 38, blocks 391 at 1024 and tiles 467. On one core
+// of a Zen 4, tiles take 47 us at T = 8 and dots 51, 185 and float blocks 361 at 64, 12 ms and 24 at 4096. Float blocks
+// take 239 us at 64 where dots take 305. A normed row is float: three products in bfloat16, which only AMX makes
+// faster.
 inline GateWay gate_way([[maybe_unused]] const Gate& call) {
 #ifdef MOE_METAL_HAS_AVX512
   const bool bfloat16 = call.hidden.scalar_type() == at::kBFloat16 && call.router_weight.scalar_type() == at::kBFloat16;

@@ -134,10 +134,11 @@ class DownTiles {
       weight_.read(i, strip(which, row, i), next);
     }
     const int64_t begin = slots_.begin[which], end = slots_.begin[which + 1];
-    weight_.multiply(tokens_.groups(tokens_.inner, slots_, which), [&](int64_t g, const auto& upper, const auto& lower) {
-      const int64_t at = begin + g * kTile;
-      add(upper, lower, slots_.order.data() + at, std::min(kTile, end - at));
-    });
+    weight_.multiply(tokens_.groups(tokens_.inner, slots_, which),
+                     [&](int64_t g, const auto& upper, const auto& lower) {
+                       const int64_t at = begin + g * kTile;
+                       add(upper, lower, slots_.order.data() + at, std::min(kTile, end - at));
+                     });
   }
 
   StripRows strip(int64_t which, int64_t row, int64_t i) const {

@@ -63,8 +63,8 @@ class GateTiles {
     }
   }
 
-  // Some columns at a time, for which the tokens stay in the first cache, or without AMX in the second, while all experts
-  // pass.
+  // Some columns at a time, for which the tokens stay in the first cache, or without AMX in the second, while all
+  // experts pass.
   void multiply(int64_t tokens) {
     const int64_t at_once = amx_available() ? 8 : 64;
     for (int64_t b = 0; b < strips_.blocks(); b += at_once) {

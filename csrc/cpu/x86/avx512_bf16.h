@@ -11,8 +11,7 @@ namespace moe_metal {
 }
 [[MOE_METAL_BF16, gnu::always_inline]] inline __m256 add_products(__m256 sums, const at::BFloat16* tokens, int pair) {
   const __m256i eight = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tokens));
-  return _mm256_dpbf16_ps(sums, reinterpret_cast<__m256bh>(eight),
-                          reinterpret_cast<__m256bh>(_mm256_set1_epi32(pair)));
+  return _mm256_dpbf16_ps(sums, reinterpret_cast<__m256bh>(eight), reinterpret_cast<__m256bh>(_mm256_set1_epi32(pair)));
 }
 inline __m512 sixteen(__m512 sums) { return sums; }
 inline __m512 sixteen(__m256 sums) { return _mm512_zextps256_ps512(sums); }
