@@ -17,7 +17,8 @@ from torch_moe_metal.rehearsal import MPS
 pytestmark = pytest.mark.skipif("mps" not in DEVICES, reason="MOE_METAL_DEVICES leaves mps out, which alone has it")
 recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records dispatches; a Mac's own does not")
 
-#: What is rounded: gate and up, the inner activations, each expert's result, and the sum. Each goes its own way.
+#: Gate and up, the inner activations, each expert's result and the sum are rounded. These errors are independent, so
+#: that four of them are twice as large as one.
 ROUNDINGS = 2
 DIMS = {"T": 40, "E": 6, "K": 3, "H": 72, "I": 40}
 BIASES = ("gate_up_bias", "down_bias")
@@ -57,7 +58,7 @@ def arguments(case: Case, device: str = "cpu") -> Args:
 
 
 def run(args: Args, options: dict) -> tuple[list[Tensor], list[str]]:
-    """What comes out, and which kernels ran. The host must not wait for the device."""
+    """-> the results, and the kernels that ran. The host must not wait for the device."""
     if not SIMULATED:
         return call(torch.ops.moe_metal.experts, "experts", args, options), []
     import metal_sim
@@ -114,7 +115,7 @@ def test_gate_and_up_apart(mps: str, gap: int):
 
 
 def test_no_slot_of_any_expert(mps: str):
-    """Everything that PyTorch's product returns is then undefined, and none of it may come out."""
+    """Every row that PyTorch's product returns is then undefined, and none may reach the output."""
     everything = case(*BIASES, *BESIDE)
     args = arguments(everything)
     args["ids"] = torch.full_like(args["ids"], -1)
@@ -198,7 +199,7 @@ REFUSED = {
 
 @recorded
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_pytorchs_op_refuses_is_ours(mps: str, name: str):
+def test_our_kernels_run_where_pytorchs_op_would_refuse(mps: str, name: str):
     case, views = REFUSED[name]
     args = arguments(case)
     want_of = {n: views[n](t) if n in views else t for n, t in args.items()}
@@ -210,7 +211,7 @@ def test_what_pytorchs_op_refuses_is_ours(mps: str, name: str):
 
 
 @recorded
-def test_packed_weights_are_ours(mps: str):
+def test_our_kernels_run_for_packed_weights(mps: str):
     import metal_sim
     from test_experts_mps import check, packed_experts
 

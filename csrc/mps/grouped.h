@@ -5,8 +5,8 @@
 
 namespace moe_metal {
 
-// Whether the op takes this weight in the place where it is: dense, 16 bits, one matrix for each expert, and in strides
-// and offset whole pieces of 16 bytes. False where this torch has no such kernel for mps.
+// Whether the op takes this weight without a copy: dense, 16 bits, one matrix for each expert, with strides and an
+// offset of whole pieces of 16 bytes. False where this torch has no such kernel for mps.
 bool has_grouped_product(const Weight& weight);
 
 // out[i] = x[i] * weight[e]^T in the activations' dtype for rows ends[e - 1] <= i < ends[e], from 0 on; those from the

@@ -11,7 +11,7 @@ namespace {
 
 using c10::OperatorHandle;
 
-// What is given; all that follows must have a default, which is what a later torch may add.
+// The arguments that are passed. All behind them must have a default: a later torch may add some.
 constexpr const char* kGiven[] = {"self", "mat2", "offs"};
 
 bool takes_what_is_given(const c10::FunctionSchema& schema) {

@@ -31,9 +31,10 @@ struct Tuning {
   // Prefill: tiles that walk all rows of weights together, so that a weight that was read serves them all.
   int64_t band = 8;
   // Prefill, dense weights of 16 bits: slots per expert from which PyTorch's own product of groups is taken, which uses
-  // the matrix units of M5 and newer; 0: never. It takes torch 2.15, and older ones have our kernels at any number.
-  // What is between the products is then rounded to 16 bits, as transformers does it: gate and up, the inner
-  // activations, and each expert's result. Nobody has measured it yet, and M1 to M4 have no such units.
+  // the matrix units of M5 and newer; 0: never. It needs torch 2.15; older ones run our kernels at any number. Gate and
+  // up, the inner activations and each expert's result are then rounded to 16 bits, as transformers rounds them, and in
+  // float16 may overflow there. Off until `tune` has found it right and faster: it has not been measured, and M1 to M4
+  // have no such units.
   int64_t matrix_units = 0;
   // Gate, many tokens: with fewer tiles than these, groups of four tokens by four experts make more threadgroups. Tiles
   // read least, but a tile is slow work for one threadgroup: they pay once each of 80 cores (the largest M) has one. On
