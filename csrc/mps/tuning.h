@@ -17,11 +17,11 @@ struct Tuning {
   // each chosen expert's once, but sorts first and pads matrices to 8 slots. With as many slots as experts, random
   // routing chooses 63 % of the experts: decode would read 1.6 times the bytes, less what the cache spares.
   int64_t decode_slots = 100;
-  // Linear: tokens up to which each reads and unpacks the weight again, from the cache if that holds it. Tiles do it
+  // Linear: tokens up to which every few read and unpack the weight again, from the cache if that holds it. Tiles do it
   // once, but a matrix of 8 tokens costs as much for one. Where the two meet on Apple's GPUs is a guess.
   int64_t few_tokens = 8;
-  // Of those the ones that are multiplied with a weight together, for which it is loaded and unpacked once: 1, 2 or 4.
-  // More take more registers, and a lane has fewer others to wait with.
+  // Linear: how many of those tokens are multiplied together, for which the weight is loaded and unpacked once: 1, 2 or
+  // 4. More need more registers, so that fewer simdgroups run side by side.
   int64_t tokens_together = 4;
   // Prefill: slots or tokens per weight from which tiles have 32 and 64 rows instead of 16. Larger ones read the
   // weights less often, and rows that only fill are left out: with 16 slots an expert on average, tiles of 16 would
