@@ -215,7 +215,7 @@ def harmony(folder: Path) -> Path:
     pieces = ["<|channel|>analysis<|message|>", "Thinking ", "hard.", "<|end|><|start|>assistant",
               "<|channel|>final<|message|>", "The ", "answer."]  # fmt: skip
     template = served.TEMPLATE.replace("assistant\\n{% endif", "<|start|>assistant\\n{% endif")
-    return served.saying(folder, pieces, template=template)
+    return served.scripted(folder, pieces, template=template)
 
 
 def test_thoughts(tmp_path: Path, capsys):
@@ -236,7 +236,7 @@ def test_thoughts(tmp_path: Path, capsys):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return served.saying(tmp_path_factory.mktemp("chat"), ["Hello ", "world, ", "you."])
+    return served.scripted(tmp_path_factory.mktemp("chat"), ["Hello ", "world, ", "you."])
 
 
 def test_the_command(folder: Path, capsys, monkeypatch):

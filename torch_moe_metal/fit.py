@@ -59,9 +59,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"{MODEL}, or one of {', '.join(PUBLISHED)}")
     parser.add_argument("--gguf", metavar="FILE", help="a GGUF file in that folder or repository")
     said = "of Macs, as they are sold (default: this machine's)"
-    parser.add_argument("--memory", type=gigabytes, nargs="+", metavar="GB", help=said)
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--memory", type=gigabytes, nargs="+", metavar="GB", help=said)
     said = "how many MB the GPU gets, where you have set sysctl iogpu.wired_limit_mb"
-    parser.add_argument("--limit", type=positive, metavar="MB", help=said)
+    sizes.add_argument("--limit", type=positive, metavar="MB", help=said)
     said = f"tokens that are computed at once, for the working memory (default: {PROMPT})"
     parser.add_argument("--prompt", type=positive, default=PROMPT, metavar="N", help=said)
     said = f"default: {' '.join(SHOWN)}"
@@ -332,7 +333,7 @@ def lines(source: Source | None, config, options: Namespace) -> Iterator[str]:
         patch(model)
         layers = cache_layers(model, config)
         working = working_memory(model, config, options.prompt)
-    most = text.max_position_embeddings
+    most = getattr(text, "max_position_embeddings", None) or 32768
     budgets = budgets_of(options)
     yield f"{options.model}: {config.model_type}, {numbers / 1e9:.1f} billion numbers, {len(layers)} layers"
     yield from about_memory(layers, working, most, options.prompt)
