@@ -219,7 +219,7 @@ def check_full_context(folder: Path, batched: bool, context: int) -> None:
     """Three requests at once, which together need more than the cache of a batch."""
     source, limits = Source.of(str(folder)), [None, 5000, context - 100]
     with served.ServerThread(source, batched, context=context) as server, ThreadPoolExecutor(3) as threads:
-        answers = list(threads.map(lambda limit: chat(server, max_tokens=limit), limits))
+        answers = list(threads.map(lambda limit: chat(server, timeout=600, max_tokens=limit), limits))
     assert {answer.choices[0].finish_reason for answer in answers} == {"length"}
     assert [answer.usage.total_tokens for answer in answers[:2]] == [context, context]
     assert answers[2].usage.completion_tokens == context - 100
@@ -557,6 +557,7 @@ def test_missing_packages_give_one_line(folder: Path, capsys, monkeypatch):
     assert "serve: not installed: no_such_package: pip install 'torch_moe_metal[serve]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_help_needs_neither_fastapi_nor_transformers():
     missing = "import sys; sys.modules |= dict.fromkeys(('fastapi', 'uvicorn', 'transformers'))"
     code = f"{missing}; import torch_moe_metal.__main__ as command; command.main(['serve', '--help'])"
