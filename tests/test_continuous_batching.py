@@ -29,7 +29,7 @@ Tokens = list[list[int]]
 
 
 def make(family: str, format: str | None = None, bits: int | None = None, device: str = "cpu"):
-    model = tiny_model(family)
+    model = tiny_model(family, **({} if format is None else {"intermediate_size": 64}))  # whole groups
     model.generation_config.eos_token_id = None
     if format is not None:
         sizes = {"bits": bits, "group_size": 32} if format == "affine" else {}

@@ -291,7 +291,7 @@ class Generation(GenerationState):
         return self._sequential
 
     def fail_all(self) -> None:
-        """End every request with an error. A signal handler may call this at any time."""
+        """End every request with an error."""
         for request in list(self.requests):
             request.fail(STOPPED)
 

@@ -1,5 +1,6 @@
 """uvicorn's server. It prints its address when it listens, and ends all requests when it is stopped."""
 
+import asyncio
 import signal
 from types import FrameType
 
@@ -26,7 +27,8 @@ class Server(uvicorn.Server):
         """uvicorn's own, except that it does not raise the signal again after the server has stopped."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
-        self.generation.fail_all()
+        # Not here: the signal may have interrupted a function that holds a lock which cancellation needs.
+        asyncio.get_running_loop().call_soon_threadsafe(self.generation.fail_all)
 
     def run(self, sockets=None) -> None:
         try:
