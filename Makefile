@@ -39,7 +39,7 @@ JOB ?= linux
 CASES ?= 20000
 CHECKPOINTS ?= 500
 MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
-CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm csrc/cpu/*/*.h shaders/*.h shaders/*/*.h shaders/*.metal)
+CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm csrc/cpu/*/*.h csrc/cpu/*/*.cpp shaders/*.h shaders/*/*.h shaders/*.metal)
 SIM_FILES := $(wildcard $(addprefix tests/metal_sim/,engine/*.h engine/*.cpp engine/shim/*.h device/*.h device/*.cpp device/*.mm))
 SIM_FILES += $(wildcard tests/gpu/shim/*.h)
 # Metal's checks, which are an Apple GPU's: man MetalValidation.

@@ -77,18 +77,21 @@ def extension(name: str, files: list[str], flags: list[str], link: list[str] = [
 
 def extensions() -> list[CppExtension]:
     # at::parallel_for is a header: without OpenMP's flag it would run on one thread. Its runtime is torch's own.
-    main, flags, link = sources("*.cpp"), ["-fopenmp"], []
+    main, flags, link, frameworks = sources("*.cpp"), ["-fopenmp"], [], []
     if sys.platform == "darwin":
         runpy.run_path(str(ROOT / "shaders" / "embed.py"))["write_header"](ROOT / "build" / "shader_texts.h")
         main += sources("mps/*.mm")
-        flags = [f"-mmacosx-version-min={MACOS}"]
-        link = [*flags, "-framework", "Metal", "-framework", "Foundation"]
+        # Apple's driver has no -fopenmp, but the compiler behind it has. torch's wheel brings omp.h and libomp.dylib,
+        # which is not linked: the path in it is of the machine that built it. The loader looks in what torch loaded.
+        flags = [f"-mmacosx-version-min={MACOS}", "-Xclang", "-fopenmp"]
+        link = [flags[0], "-Wl,-undefined,dynamic_lookup"]
+        frameworks = ["-framework", "Metal", "-framework", "Foundation"]
     cpu = []
     for isa, options in CPU_ISAS.items():
         capability, *march = options.split()
         macros = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
-        cpu.append(extension(f"_cpu_{isa}", sources("cpu/*.cpp"), macros + march + flags))
-    return [extension("_C", main, flags, link), *cpu]
+        cpu.append(extension(f"_cpu_{isa}", sources("cpu/**/*.cpp"), macros + march + flags, link))
+    return [extension("_C", main, flags, link + frameworks), *cpu]
 
 
 def instruction_sets(default: str) -> set[str]:

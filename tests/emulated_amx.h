@@ -1,4 +1,4 @@
-// AMX's tiles in ordinary memory: what csrc/cpu/tiles.h uses of them, for any processor with AVX-512.
+// AMX's tiles in ordinary memory: what csrc/cpu/x86 uses of them, for any processor with AVX-512.
 //
 // Included behind <immintrin.h>. All tiles are 16 rows of 64 bytes, as TileShapes sets them. The processor's sums are
 // float, too; which of a pair it adds first, and that it flushes denormal numbers, is not told apart.

@@ -168,7 +168,7 @@ def by_magnitudes(drawn: Call, device: str, values: Args, got: list[Tensor]) -> 
 
 
 def by_tiles(drawn: Call, values: Args) -> bool:
-    """Whether csrc/cpu/experts.cpp may multiply packed weights as tiles of bfloat16: many tokens for each expert."""
+    """Whether `experts` may multiply packed weights as tiles of bfloat16 (csrc/cpu/plan.h): many tokens for each."""
     packed = any(format_of(name, drawn.options) != "dense" for name in weights(drawn.op))
     if drawn.op != "experts" or not packed or values["x"].dtype != torch.bfloat16:
         return False

@@ -53,18 +53,20 @@ FP8 = "test_quantized.py::test_dequantize_fp8_is_transformers"
 WALL = "test_quantized.py::test_nothing_beyond_the_last_row_is_read"
 
 FAULTS = [
-    Fault("nibble_swapped", "codes.h", "(from)), 0xff00", "(from)), 0x00ff", DEQUANTIZE),
-    Fault("nibble_swapped_for_few_tokens", "codes.h", "setr_epi32(0, 0, 4, 4, 8", "setr_epi32(4, 4, 0, 0, 8", LINEAR),
-    Fault("nibble_twice_as_integers", "integers.h", "srli_epi16(bytes, 4)", "srli_epi16(bytes, 0)", LINEAR),
-    Fault("digit_lost", "integer_dots.h", "_mm512_cvtepi32_ps(of_digits[2])", "_mm512_setzero_ps()", MAGNITUDE),
-    Fault("rest_lost", "integer_dots.h", "if (finite) lay_out(all, c, *rest++);", "", UNUSED),
-    Fault("inf_as_integers", "integer_dots.h", "if (!finite) chunks->unit = NAN;", "(void)finite;", NOT_FINITE),
-    Fault("nibble_swapped_in_tiles", "rounded.h", "slli_epi32(bytes, 12)", "slli_epi32(bytes, 16)", REFERENCE),
-    Fault("group_before", "group_dots.h", "scales[r * weight.groups + g + i]",
+    Fault("nibble_swapped", "formats/codes.h", "(from)), 0xff00", "(from)), 0x00ff", DEQUANTIZE),
+    Fault("nibble_swapped_for_few_tokens", "formats/codes.h", "setr_epi32(0, 0, 4, 4, 8",
+          "setr_epi32(4, 4, 0, 0, 8", LINEAR),
+    Fault("nibble_twice_as_integers", "x86/integers.h", "srli_epi16(bytes, 4)", "srli_epi16(bytes, 0)", LINEAR),
+    Fault("digit_lost", "x86/vnni.h", "_mm512_cvtepi32_ps(of_digits[2])", "_mm512_setzero_ps()", MAGNITUDE),
+    Fault("rest_lost", "x86/vnni.h", "if (finite) lay_out(all, c, *rest++);", "", UNUSED),
+    Fault("inf_as_integers", "x86/vnni.h", "if (!finite) chunks->unit = NAN;", "(void)finite;", NOT_FINITE),
+    Fault("nibble_swapped_in_tiles", "x86/rounded.h", "slli_epi32(bytes, 12)", "slli_epi32(bytes, 16)", REFERENCE),
+    Fault("group_before", "weights/group_dots.h", "scales[r * weight.groups + g + i]",
           "scales[r * weight.groups + g + i - (g > 0)]", LINEAR),
-    Fault("first_group_in_tiles", "packed_rows.h", "some_->scales + group,", "some_->scales,", REFERENCE),
-    Fault("blocks_of_64_rows", "row_scales.h", "weight.format->scale_rows", "weight.format->scale_rows / 2", FP8),
-    Fault("tail_overrun", "integers.h", "row_bytes - at >= 64", "true", WALL),
+    Fault("first_group_in_tiles", "x86/packed_strips.h", "some_->scales + group,", "some_->scales,", REFERENCE),
+    Fault("blocks_of_64_rows", "weights/row_scales.h", "weight.format->scale_rows", "weight.format->scale_rows / 2",
+          FP8),
+    Fault("tail_overrun", "x86/integers.h", "row_bytes - at >= 64", "true", WALL),
     Fault("half_block_twice", "formats/ggml_32.h", "column ? both >> 4 : both & 15", "both & 15", GGUF),
     Fault("fifth_bit_of_neighbours", "formats/ggml_32.h", "high |= (word >> 16)", "high |= (word >> 15)", GGUF_LINEAR),
     Fault("highest_bits_of_one_run", "formats/ggml_k.h", "quarters_shifted<4, 4, 6, 6>(high)",
@@ -72,16 +74,17 @@ FAULTS = [
     Fault("last_scales_of_the_first", "formats/ggml_k.h", "integers(second, low >> 4", "integers(first, low >> 4",
           GGUF),
     Fault("last_block_beyond_the_row", "formats/ggml_32.h", "std::min<int64_t>(3, last)", "3", WALL),
-    Fault("factor_lost", "row_scales.h", "scaled_[i] = factor * to", "scaled_[i] = to", FACTOR),
-    Fault("one_scale_of_64_columns", "e4m3_dots.h", "of_row[second]", "of_row[0]", MLX_LINEAR),
-    Fault("pair_swapped_in_vectors", "tiles.h", "weights.row + 2 * pair", "weights.row + 2 * (pair ^ 1)", REFERENCE),
-    Fault("short_ring_on_amx", "experts_tiles.h", "2 * kAtOnce - 1", "kAtOnce - 1", REFERENCE, amx=True),
-    Fault("upper_strip_twice_on_amx", "tiles.h", "lower.data + (b & lower.ring) * lower.block, lower.row",
+    Fault("factor_lost", "weights/row_scales.h", "scaled_[i] = factor * to", "scaled_[i] = to", FACTOR),
+    Fault("one_scale_of_64_columns", "x86/e4m3_dots.h", "of_row[second]", "of_row[0]", MLX_LINEAR),
+    Fault("pair_swapped_in_vectors", "x86/avx512_bf16.h", "weights.row + 2 * pair", "weights.row + 2 * (pair ^ 1)",
+          REFERENCE),
+    Fault("short_ring_on_amx", "experts/experts_tiles.h", "2 * kAtOnce - 1", "kAtOnce - 1", REFERENCE, amx=True),
+    Fault("upper_strip_twice_on_amx", "x86/amx_bf16.h", "lower.data + (b & lower.ring) * lower.block, lower.row",
           "upper.data + (b & upper.ring) * upper.block, upper.row", REFERENCE, amx=True),
-    Fault("half_tile_twice_on_amx", "integer_tiles.h", "numbers[1], 0xee", "numbers[1], 0x44", LINEAR, amx=True),
-    Fault("rest_lost_on_amx", "integer_tiles.h", "whole &= all[n].whole;\n      }\n      lay_out",
+    Fault("half_tile_twice_on_amx", "x86/amx_int8.h", "numbers[1], 0xee", "numbers[1], 0x44", LINEAR, amx=True),
+    Fault("rest_lost_on_amx", "x86/amx_int8.h", "whole &= all[n].whole;\n      }\n      lay_out",
           "}\n      lay_out", UNUSED, amx=True),
-    Fault("group_of_neighbours_on_amx", "integer_tiles.h", "i / kHalf % 2 == part", "true", LINEAR, amx=True),
+    Fault("group_of_neighbours_on_amx", "x86/amx_int8.h", "i / kHalf % 2 == part", "true", LINEAR, amx=True),
 ]  # fmt: skip
 
 
@@ -96,9 +99,9 @@ def copied_sources(folder: Path, emulate_amx: bool) -> Path:
     shutil.copytree(ROOT / "csrc", sources)
     if emulate_amx:
         emulation = f'#include <immintrin.h>\n#include "{ROOT}/tests/emulated_amx.h"'
-        changed(sources / "cpu" / "tiles.h", "#include <immintrin.h>", emulation)
-        available = "inline bool tiles_available() {\n"
-        changed(sources / "cpu" / "tiles.h", available, f"{available}  return true;\n")
+        changed(sources / "cpu" / "processor.h", "#include <immintrin.h>", emulation)
+        available = "inline bool amx_available() {\n"
+        changed(sources / "cpu" / "processor.h", available, f"{available}  return true;\n")
     return sources
 
 
@@ -108,7 +111,7 @@ def run(*command: str | Path) -> str:
 
 def library(sources: Path, reached: set[str], folder: Path) -> Path:
     """The built library, but for the files that a change reaches."""
-    built = sorted((BUILT / "csrc" / "cpu").glob("*.o"))
+    built = sorted((BUILT / "csrc" / "cpu").rglob("*.o"))
     link = [folder / compiled.name if compiled.stem in reached else compiled for compiled in built]
 
     def compile_again(compiled: Path) -> None:
@@ -143,12 +146,12 @@ def reached_by(fault: Fault) -> set[str]:
     """The files to compile again: those of formats in which the fault's test sees it."""
     if fault.amx:
         return OF_AMX - {"affine_rows_across_bytes", "float_rows"}
-    if fault.file in ("tiles.h", "experts_tiles.h"):
+    if fault.file in ("x86/avx512_bf16.h", "experts/experts_tiles.h"):
         return {"experts"}
     if fault.file.startswith("formats/"):
         return {"ggml_k_rows" if "ggml_k" in fault.file else "ggml_32_rows", "ggml_k_rows_of_16"}
     # Scales of rows, and factors, are those of floats, and offsets make NaN of an infinite number in any case.
-    of_floats = fault.file in ("row_scales.h", "e4m3_dots.h") or fault.name == "inf_as_integers"
+    of_floats = fault.file in ("weights/row_scales.h", "x86/e4m3_dots.h") or fault.name == "inf_as_integers"
     return {"float_rows" if of_floats else "affine_rows"}
 
 

@@ -6,8 +6,8 @@
 
 What setup.py would build on a Mac is built with the `ziglang` package: every csrc/**/*.cpp and csrc/mps/*.mm, with the
 wheel's headers. It fails when anything does not compile without warnings, when the extension needs a torch symbol that
-the wheel's libraries do not export, or a system symbol that neither libSystem has nor torch itself needs. A planted
-symbol that no torch has must be caught in the same run. By-product: a wheel per version in dist/cross.
+the wheel's libraries do not export, or a system symbol that neither libSystem has nor torch itself needs, or when a
+CPU library would run on one thread. A planted symbol that no torch has must be caught in the same run. By-product: a wheel per version in dist/cross.
 It does not run the result: that takes a Mac.
 """
 
@@ -41,6 +41,8 @@ ZIG_VERSION = "0.17.0"
 CACHE = ROOT / "build" / "cross"
 TARGET = "aarch64-macos.14.0"
 TORCH_LIBRARIES = ["libtorch_cpu.dylib", "libc10.dylib"]
+OPENMP = "libomp.dylib"  # which torch brings, and our libraries are not linked to: see setup.py
+PARALLEL = "___kmpc_fork_call"  # how a loop of OpenMP begins: a CPU library without it would run on one thread
 
 # System symbols that our code may need although torch's libraries do not: classes of Foundation and Metal; the sized
 # and aligned forms of delete, in libc++ since macOS 10.12; and ostringstream's tables, there since macOS 12, which only
@@ -83,15 +85,17 @@ def zig() -> str:
 def fetch_torch(version: str) -> Path:
     """The headers and libraries out of the macOS wheel of that version."""
     folder = CACHE / f"torch-{version}"
-    if folder.is_dir():
+    wanted = [*TORCH_LIBRARIES, OPENMP]
+    if all((folder / "lib" / name).exists() for name in wanted):
         return folder
+    shutil.rmtree(folder, ignore_errors=True)  # of an older version of this file
     say(f"Fetching torch {version} for macOS (80 to 140 MB)")
     platforms = [f"--platform=macosx_{tag}_arm64" for tag in ("14_0", "11_0")]
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
         pip("download", "--no-deps", "--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms,
             "--dest", scratch, f"torch=={version}")  # fmt: skip
         with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
-            names = [n for n in wheel.namelist() if n.startswith("torch/include/") or Path(n).name in TORCH_LIBRARIES]
+            names = [n for n in wheel.namelist() if n.startswith("torch/include/") or Path(n).name in wanted]
             wheel.extractall(Path(scratch) / "unpacked", names)
         (Path(scratch) / "unpacked" / "torch").rename(folder)
     return folder
@@ -264,7 +268,7 @@ def libsystem_symbols() -> set[str]:
 
 
 def check(version: str, built: dict[str, Path], torch: Path) -> None:
-    libraries = [read_macho(torch / "lib" / name) for name in TORCH_LIBRARIES]
+    libraries = [read_macho(torch / "lib" / name) for name in [*TORCH_LIBRARIES, OPENMP]]
     system, found = libsystem_symbols(), {name: read_macho(path) for name, path in built.items()}
     for name, macho in found.items():
         problems = unresolved(macho, libraries, system)
@@ -275,6 +279,8 @@ def check(version: str, built: dict[str, Path], torch: Path) -> None:
         if problems:
             lines = "\n".join(f"  {symbol}: {reason}" for symbol, reason in problems.items())
             raise CrossError(f"{name}.so would not load into torch {version} on macOS:\n{lines}")
+        if name.startswith("_cpu_") and PARALLEL not in macho.imports:
+            raise CrossError(f"{name}.so would run on one thread: it does not need {PARALLEL}")
         if not macho.signed:
             raise CrossError(f"{name}.so is not signed; macOS on Apple Silicon loads signed code only")
         count = sum(is_torch_symbol(symbol) for symbol in macho.imports)

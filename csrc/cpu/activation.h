@@ -3,13 +3,13 @@
 #include <limits>
 
 #include "common.h"
-#include "vec.h"
+#include "cpu/vector/vec.h"
 
 namespace moe_metal {
 
 // x * sigmoid(z). exp(-z) saturates to inf or 0, so the result is -0 or x at the far ends, and a NaN in x stays NaN.
 inline Vec times_sigmoid(const Vec& x, const Vec& z) {
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
   // exp(-z) as a power of 2, and a division by one step of Newton: half the instructions of the other way.
   const __m512 one = _mm512_set1_ps(1), sum = _mm512_add_ps(exp2(z * Vec(-1.44269504f)), one);
   __m512 inverse = _mm512_rcp14_ps(sum);

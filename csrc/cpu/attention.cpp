@@ -1,6 +1,6 @@
-#include "attention.h"
+#include "cpu/attention.h"
 
-#include "rows.h"
+#include "cpu/vector/rows.h"
 
 namespace moe_metal {
 namespace {
@@ -109,7 +109,7 @@ void by_tiles(const Attention& call) {
 void run_attention(const Attention& call) {
   with_dtype(call.q.scalar_type(), [&](auto scalar) {
     using Scalar = decltype(scalar);
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
     if constexpr (std::is_same_v<Scalar, at::BFloat16>) {
       if (bfloat16_available()) return by_tiles<Scalar, true>(call);
     }

@@ -7,20 +7,16 @@
 #include <cmath>
 #include <limits>
 
-#include "ops.h"
-#include "vec.h"
+#include "cpu/ops.h"
+#include "cpu/vector/vec.h"
 
 namespace moe_metal {
 
 constexpr int64_t kRows = 128, kKeys = 64;  // at most of a tile, and of a block
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// How many rows' or keys' sums are in registers, two vectors each. AVX-512 and ARM have 32 registers, others 16.
-#if defined(CPU_CAPABILITY_AVX512) || defined(__aarch64__)
-constexpr int kSumsAtOnce = 8;
-#else
-constexpr int kSumsAtOnce = 4;
-#endif
+// How many rows' or keys' sums are in registers, two vectors each.
+constexpr int kSumsAtOnce = kVectorRegisters / 4;
 
 // The scores of N vectors of rows with K keys, the k-th of which lies at keys + k * step. A word is a float, or two
 // bfloat16, whose products are exact in float; the n-th vector of a word is queries[word * lanes + n * kLanes ...].
@@ -57,7 +53,7 @@ template <int N, int K>
   });
 }
 
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
 inline int32_t pair_at(const at::BFloat16* pair) {
   int32_t both;
   std::memcpy(&both, pair, sizeof(both));
@@ -258,7 +254,7 @@ class AttentionTile {
       const bool some_barred = weigh(key, count);
       multiply_values(key, count, some_barred);
     }
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
     for (int64_t at = 0; pairs && at < span.rows * width_; at += 32) order_sums(out_.get() + at);
 #endif
   }
@@ -359,7 +355,7 @@ class AttentionTile {
   void multiply_keys(const Key* keys, int64_t step, float* scores) const {
     constexpr int K = kSumsAtOnce;
     int64_t r = 0;
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
     if constexpr (pairs) {
       if (lanes_ == 8) return dot_pairs_of_8<2 * K>(queries_.get(), words_, keys, step, scores);
       for (; r + 2 * kLanes <= lanes_; r += 2 * kLanes) {
@@ -478,7 +474,7 @@ class AttentionTile {
     const auto power = [&](const Vec& score) { return exp2((score - one) * Vec(1.44269504f)); };
     Vec sums(0), barred(0);
     bool some_barred = false;
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
     if constexpr (pairs) sums = weigh_pairs(scores_.get() + lane, lanes_, one, weights_.get() + lane, some_barred);
 #endif
     for (int64_t at = lane; !pairs && at < kKeys * lanes_; at += period_) {
@@ -517,7 +513,7 @@ class AttentionTile {
 
   template <int R>
   void add_values_of_rows(int64_t r, const Block<Scalar>& block, int64_t count) {
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
     if constexpr (pairs) {
       for (int64_t v = 0; v < call_.V; v += 32) {
         add_pairs<R>(block.data + v, block.step, count, weights_.get() + r, lanes_, factors() + r,
@@ -554,7 +550,7 @@ class AttentionTile {
 
   // Where a column's sum is until all keys are added.
   static int64_t place_of(int64_t v) {
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
     if constexpr (pairs) return v / 32 * 32 + place_of_sum(v % 32);
 #endif
     return v;

@@ -1,6 +1,6 @@
-#include "ops.h"
-#include "rows.h"
-#include "weights.h"
+#include "cpu/ops.h"
+#include "cpu/vector/rows.h"
+#include "cpu/weights/weight_rows.h"
 
 namespace moe_metal {
 namespace {

@@ -12,52 +12,29 @@
 //   tiles    bfloat16 on processors with AMX, or packed weights with AVX512-BF16; inner and packed weights are rounded
 //            to bfloat16. Scratch: 2 * (H + I) bytes for each slot, with the slots of one expert rounded up to 16.
 // All also hold the sums of one block of the output per thread: up to T * 128 floats.
-#include "experts_columns.h"
-#include "experts_dots.h"
-#include "experts_tiles.h"
-#include "ops.h"
-
-namespace moe_metal {
-namespace {
-
-// Few slots, or the partial sums would be large beside the weights.
-bool by_columns(const Experts& call) {
-  const Weight &gate_up = call.gate_up, &down = call.down;
-  return gate_up.format->is_dense() && down.format->is_dense() && gate_up.row == 1 && down.row == 1 &&
-         gate_up.gap == 0 && gate_up.column != 1 && down.column != 1 && call.T * call.K <= 256;
-}
-
-#ifdef MOE_METAL_AMX
-// Tiles read weights as fast as memory gives them even for one token: with H 2048, I 768, E 128, K 8 on 2 cores of a
-// Sapphire Rapids, T = 1 takes 3.0 ms by tiles and 3.7 by dots, T = 512 takes 65 and 390. Packed weights are unpacked
-// first, which few tokens do not pay for: without AMX, on 2 cores of a Zen 5, affine of 4 bits takes 63 ms by tiles and
-// 65 by dots at T = 128, 93 and 159 at 512.
-bool by_tiles(const Experts& call, const Slots& used) {
-  const int64_t worth_unpacking = tiles_available() ? 8 : 12;  // tokens of an expert
-  const bool dense = call.gate_up.format->is_dense();
-  return (dense || static_cast<int64_t>(used.order.size()) >= worth_unpacking * used.used()) &&
-         inner_may_be_rounded(call) && (tiles_available() || (!dense && bfloat16_available()));
-}
+#include "cpu/experts/experts_columns.h"
+#include "cpu/experts/experts_dots.h"
+#include "cpu/ops.h"
+#include "cpu/plan.h"
+#ifdef MOE_METAL_HAS_AVX512
+#include "cpu/experts/experts_tiles.h"
 #endif
 
-}  // namespace
+namespace moe_metal {
 
 void run_experts(Experts& call) {
   call.ids = call.ids.to(at::kLong);
   call.weights = call.weights.to(at::kFloat);
   if (call.shared_gate.defined()) call.shared_gate = call.shared_gate.to(at::kFloat);
   const Slots slots(call.ids, call.E);
-  if (by_columns(call)) {
-    with_dtype(call.x.scalar_type(), [&](auto scalar) { experts_by_columns<decltype(scalar)>(call, slots); });
-    return;
-  }
-#ifdef MOE_METAL_AMX
-  if (by_tiles(call, slots)) {
-    experts_by_tiles(call, slots);
-    return;
-  }
+  const ExpertsWay way = experts_way(call, static_cast<int64_t>(slots.order.size()), slots.used());
+#ifdef MOE_METAL_HAS_AVX512
+  if (way == ExpertsWay::tiles) return experts_by_tiles(call, slots);
 #endif
-  with_dtype(call.x.scalar_type(), [&](auto scalar) { experts_by_dots<decltype(scalar)>(call, slots); });
+  with_dtype(call.x.scalar_type(), [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    way == ExpertsWay::columns ? experts_by_columns<Scalar>(call, slots) : experts_by_dots<Scalar>(call, slots);
+  });
 }
 
 }  // namespace moe_metal

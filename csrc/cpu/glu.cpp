@@ -1,6 +1,6 @@
-#include "activation.h"
-#include "ops.h"
-#include "rows.h"
+#include "cpu/activation.h"
+#include "cpu/ops.h"
+#include "cpu/vector/rows.h"
 
 namespace moe_metal {
 namespace {

@@ -1,13 +1,11 @@
 // x @ weight^T + bias: blocks of rows of the weight, which threads share out, for all tokens.
-#include "experts.h"
-#include "ops.h"
-#include "weights.h"
+#include "cpu/experts/experts.h"
+#include "cpu/ops.h"
+#include "cpu/plan.h"
+#include "cpu/weights/weight_rows.h"
 
 namespace moe_metal {
 namespace {
-
-// Tokens that one product takes at most, and what makes a panel worth its while: see experts_dots.h.
-constexpr int64_t kTokens = 256, kWorthTransposing = kTokensAtOnce > 4 ? 32 : 8;
 
 // Rows that a thread takes at a time. For few tokens what is done once for them should not count, 151936 x 2048 in 4
 // bits at T = 1 takes 0.82 to 0.88 of its time with 32 rows; for many tokens a panel of them should stay in the cache.

@@ -1,6 +1,6 @@
 // norm_add, and norm: that is the same without a residual, and its weight may be missing.
-#include "ops.h"
-#include "rows.h"
+#include "cpu/ops.h"
+#include "cpu/vector/rows.h"
 
 namespace moe_metal {
 namespace {

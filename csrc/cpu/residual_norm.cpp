@@ -1,5 +1,5 @@
-#include "ops.h"
-#include "rows.h"
+#include "cpu/ops.h"
+#include "cpu/vector/rows.h"
 
 namespace moe_metal {
 namespace {

@@ -1,7 +1,8 @@
 #include <vector>
 
-#include "ops.h"
-#include "route.h"
+#include "cpu/ops.h"
+#include "cpu/route.h"
+#include "cpu/vector/parallel.h"
 
 namespace moe_metal {
 namespace {

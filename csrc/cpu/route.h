@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "common.h"
-#include "vec.h"
+#include "cpu/vector/vec.h"
 
 namespace moe_metal {
 

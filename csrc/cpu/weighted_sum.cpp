@@ -1,5 +1,5 @@
-#include "weighted_sum.h"
-#include "ops.h"
+#include "cpu/weighted_sum.h"
+#include "cpu/ops.h"
 
 namespace moe_metal {
 namespace {

@@ -1,6 +1,6 @@
 // sum_k weights[k] * slots[k]: what the five weighted sums share.
 #pragma once
-#include "rows.h"
+#include "cpu/vector/rows.h"
 
 namespace moe_metal {
 

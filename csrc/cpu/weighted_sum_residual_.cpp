@@ -1,5 +1,5 @@
-#include "ops.h"
-#include "weighted_sum.h"
+#include "cpu/ops.h"
+#include "cpu/weighted_sum.h"
 
 namespace moe_metal {
 namespace {

@@ -9,8 +9,8 @@
 #include <bit>
 #include <cstring>
 
-#include "cpu/codes.h"
-#include "cpu/integer_dots.h"
+#include "cpu/formats/codes.h"
+#include "cpu/weights/processor_dots.h"
 
 namespace moe_metal {
 
@@ -25,10 +25,10 @@ inline Bytes load_bytes(const uint8_t* from) {
 
 // values[code] for codes below 16.
 inline Bytes look_up(const std::array<uint8_t, 16>& values, Bytes codes) {
-#if defined(__SSSE3__)
+#if defined(MOE_METAL_HAS_AVX2)
   const auto table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values.data()));
   return std::bit_cast<Bytes>(_mm_shuffle_epi8(table, std::bit_cast<__m128i>(codes)));
-#elif defined(__aarch64__)
+#elif defined(MOE_METAL_HAS_NEON)
   return std::bit_cast<Bytes>(vqtbl1q_u8(vld1q_u8(values.data()), std::bit_cast<uint8x16_t>(codes)));
 #else
   for (int i = 0; i < 16; ++i) codes[i] = values[codes[i]];
@@ -64,9 +64,9 @@ inline void halves(const uint8_t* from, int64_t step, int64_t count, float* to) 
 // Codes less the middle, as floats: those from `lane` on.
 [[gnu::always_inline]] inline Vec to_floats(Bytes codes, uint8_t middle, int lane) {
   const Bytes centred = codes - middle;
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(std::bit_cast<__m128i>(centred)));
-#elif defined(CPU_CAPABILITY_AVX2)
+#elif defined(MOE_METAL_HAS_AVX2)
   const auto all = std::bit_cast<__m128i>(centred);
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lane ? _mm_srli_si128(all, 8) : all));
 #else
@@ -104,7 +104,7 @@ struct Blocks {
   }
 };
 
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
 // 128 columns of which each run of 32 is halved: the first halves, then the second ones. A lane's sum is of 8 columns
 // that share a scale.
 inline constexpr auto kHalvesOf32 = [] {

@@ -1,8 +1,7 @@
 // Formats mxfp4 and nvfp4: e2m1, with a scale for each group of columns.
 #pragma once
-#include "cpu/codes.h"
-#include "cpu/integer_dots.h"
-#include "cpu/integer_tiles.h"
+#include "cpu/formats/codes.h"
+#include "cpu/weights/processor_dots.h"
 
 namespace moe_metal {
 

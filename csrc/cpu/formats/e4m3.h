@@ -1,7 +1,7 @@
 // Formats fp8 and mxfp8: e4m3, with a scale for each block of rows and columns, or for each group of columns.
 #pragma once
-#include "cpu/codes.h"
-#include "cpu/e4m3_dots.h"
+#include "cpu/formats/codes.h"
+#include "cpu/weights/processor_dots.h"
 
 namespace moe_metal {
 

@@ -20,7 +20,7 @@ struct BlocksOf32 {
     halves(row, kBytes, blocks, scale);
     if constexpr (kOffset) halves(row + 2, kBytes, blocks, offset);
   }
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
   static constexpr auto kOrder = kHalvesOf32;
   // Of four blocks, or as many as a row has left: the last again, which meets zeros.
   [[gnu::always_inline]] static __m512i bytes_of_four(const uint8_t* row, int64_t chunk, int64_t blocks, int at) {
@@ -42,7 +42,7 @@ template <int bytes, int codes_at, bool has_offset, int middle>
 struct FourBits : BlocksOf32<bytes, codes_at, has_offset, middle> {
   using Base = BlocksOf32<bytes, codes_at, has_offset, middle>;
   static Bytes codes(const uint8_t* block, int64_t column) { return Base::nibbles(block, column); }
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t columns, __m512i (&to)[2]) {
     Base::nibbles_of_four(row, chunk, columns / 32, to);
   }
@@ -56,7 +56,7 @@ template <int bytes, int codes_at, int middle, const std::array<uint8_t, 16>& va
 struct LookedUp : BlocksOf32<bytes, codes_at, false, middle> {
   using Base = BlocksOf32<bytes, codes_at, false, middle>;
   static Bytes codes(const uint8_t* block, int64_t column) { return look_up(values, Base::nibbles(block, column)); }
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t columns, __m512i (&to)[2]) {
     Base::nibbles_of_four(row, chunk, columns / 32, to);
     to[0] = look_up(values, to[0]), to[1] = look_up(values, to[1]);
@@ -86,7 +86,7 @@ struct FiveBits : BlocksOf32<bytes, high_at + 4, has_offset, 16> {
   static Bytes codes(const uint8_t* block, int64_t column) {
     return Base::nibbles(block, column) | bits_as_bytes(block + high_at + column / 8, 16);
   }
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t columns, __m512i (&to)[2]) {
     const int64_t blocks = columns / 32, last = blocks - 1 - chunk * 4;
     Base::nibbles_of_four(row, chunk, blocks, to);
@@ -108,7 +108,7 @@ using Q5_1 = FiveBits<24, 4, true>;
 // Signed bytes, which flip their highest bit to count from 0 on.
 struct Q8_0 : BlocksOf32<34, 2, false, 128> {
   static Bytes codes(const uint8_t* block, int64_t column) { return load_bytes(block + kCodes + column) ^ 0x80; }
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t columns, __m512i (&to)[2]) {
     for (int half = 0; half < 2; ++half) {
       const __m512i bytes = bytes_of_four(row, chunk, columns / 32, kCodes + 16 * half);

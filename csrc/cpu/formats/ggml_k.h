@@ -10,14 +10,14 @@ struct BlocksOf256 {
   static constexpr int kColumns = 256, kBytes = bytes, kGroup = group, kGroups = 256 / group, kMiddle = middle;
   static constexpr bool kOffset = has_offset;
   static constexpr float kUnit = 1;
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
   static const uint8_t* block_of(const uint8_t* row, int64_t chunk) { return row + chunk / 2 * kBytes; }
 #endif
 };
 
 // to[g] = factor * scale[g] for the groups of a block.
 inline void scaled_by(float factor, const std::array<int8_t, 8>& scale, float* to) {
-#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)  // of which compilers make eight conversions
+#ifdef MOE_METAL_HAS_AVX2  // of which compilers make eight conversions
   const __m256i integers = _mm256_cvtepi8_epi32(_mm_cvtsi64_si128(std::bit_cast<int64_t>(scale)));
   _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(integers), _mm256_set1_ps(factor)));
 #else
@@ -29,7 +29,7 @@ inline void scaled_by(float factor, const std::array<int8_t, 16>& scale, float* 
   for (int half = 0; half < 2; ++half) scaled_by(factor, halves[half], to + 8 * half);
 }
 
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
 // Of each quarter its own shift, and `more` of all. Bits of neighbouring bytes come in from above.
 template <int a, int b, int c, int d>
 inline __m512i quarters_shifted(__m512i bytes, int more = 0) {
@@ -69,7 +69,7 @@ inline void six_bit_scales(const uint8_t* row, int64_t blocks, float* scale, flo
 struct Q4_K : BlocksOf256<144, 32, true, 8> {
   static Bytes codes(const uint8_t* block, int64_t column) { return nibbles_in_runs(block + 16, column); }
   static constexpr auto scales = six_bit_scales<144>;
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
   static constexpr auto kOrder = kHalvesOf32;
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     nibbles_in_runs(block_of(row, chunk) + 16 + chunk % 2 * 64, to);
@@ -83,7 +83,7 @@ struct Q5_K : BlocksOf256<176, 32, true, 16> {
     return nibbles_in_runs(block + 48, column) | (high & 1) << 4;
   }
   static constexpr auto scales = six_bit_scales<176>;
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
   static constexpr auto kOrder = kHalvesOf32;
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     const uint8_t* block = block_of(row, chunk);
@@ -112,7 +112,7 @@ struct Q6_K : BlocksOf256<210, 16, false, 32> {
       scaled_by(half_at(row + 208), integers, scale);
     }
   }
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
   static constexpr auto kOrder = kHalvesOf16;
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     const uint8_t* block = block_of(row, chunk);
@@ -132,7 +132,7 @@ struct Q6_K : BlocksOf256<210, 16, false, 32> {
 inline Bytes crumbs(const uint8_t* codes, int64_t column) {
   return load_bytes(codes + column / 128 * 32 + column % 32) >> static_cast<uint8_t>(column % 128 / 32 * 2) & 3;
 }
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
 // Of 128 columns: the first half and the second.
 struct Crumbs {
   __m512i low, high;
@@ -153,7 +153,7 @@ struct Q2_K : BlocksOf256<84, 16, true, 2> {
       scaled_by(-half_at(row + 82), std::bit_cast<std::array<int8_t, 16>>(both >> 4), offset);
     }
   }
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
   static constexpr auto kOrder = kHalvesOf16;
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     const Crumbs codes(block_of(row, chunk) + 16 + chunk % 2 * 32);
@@ -179,7 +179,7 @@ struct Q3_K : BlocksOf256<110, 16, false, 4> {
       scaled_by(half_at(row + 108), std::bit_cast<std::array<int8_t, 16>>(std::bit_cast<Bytes>(all) - 32), scale);
     }
   }
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
   static constexpr auto kOrder = kHalvesOf16;
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     const uint8_t* block = block_of(row, chunk);
@@ -217,7 +217,7 @@ struct Iq4Xs : BlocksOf256<136, 32, false, 128> {
       scaled_by(half_at(row), integers, scale);
     }
   }
-#if defined(CPU_CAPABILITY_AVX512)
+#ifdef MOE_METAL_HAS_AVX512
   static constexpr auto kOrder = kHalvesOf32;
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     const __m512i both = load_512(block_of(row, chunk) + 8 + chunk % 2 * 64);

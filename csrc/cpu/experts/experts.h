@@ -1,0 +1,146 @@
+// What the ways of `experts` share: who serves whom, how threads take work, and how an output block is summed.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "contract.h"
+#include "cpu/activation.h"
+#include "cpu/vector/parallel.h"
+#include "cpu/vector/vec.h"
+
+namespace moe_metal {
+
+// A slot is one of a token's K choices of an expert; slot t * K + k. Its token gets weights[slot] times its result.
+// Slots whose id is outside [0, E) are nobody's, so nothing of them is ever looked at.
+struct Slots {
+  std::vector<int64_t> order;    // the slots of one expert side by side, in rising order
+  std::vector<int64_t> experts;  // the experts that have slots
+  std::vector<int64_t> begin;    // where each of these has its own in `order`, and one last end
+
+  Slots(const Tensor& ids, int64_t E) {
+    const int64_t* id = elements<int64_t>(ids);
+    std::vector<int64_t> next(E + 1, 0);
+    for (int64_t slot = 0; slot < ids.numel(); ++slot) {
+      if (0 <= id[slot] && id[slot] < E) ++next[id[slot] + 1];
+    }
+    for (int64_t e = 0; e < E; ++e) {
+      if (next[e + 1] > 0) experts.push_back(e), begin.push_back(next[e]);
+      next[e + 1] += next[e];
+    }
+    begin.push_back(next[E]);
+    order.resize(next[E]);
+    for (int64_t slot = 0; slot < ids.numel(); ++slot) {
+      if (0 <= id[slot] && id[slot] < E) order[next[id[slot]]++] = slot;
+    }
+  }
+  int64_t used() const { return static_cast<int64_t>(experts.size()); }
+};
+
+// Rows of gate_up, inner or down that a thread takes at a time: 48 to 256 KB of weights in common models.
+constexpr int64_t kRows = 32;
+
+// to[i] = bias[first + i * step], and 0 where there is no bias.
+inline void read_bias(const Tensor& bias, int64_t first, int64_t step, int64_t count, float* to) {
+  std::fill_n(to, kRows, 0.0f);
+  if (!bias.defined()) return;
+  with_dtype(bias.scalar_type(), [&](auto scalar) {
+    const auto* from = static_cast<const decltype(scalar)*>(bias.const_data_ptr()) + first;
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(from[i * step]);
+  });
+}
+
+// The biases of up to kRows rows of gate and of up, of one expert.
+struct GateUpBias {
+  float gate[kRows], up[kRows];
+  GateUpBias(const Experts& call, int64_t expert, int64_t row, int64_t rows) {
+    const int64_t first = expert * 2 * call.I + row * call.bias_step;
+    read_bias(call.gate_up_bias, first, call.bias_step, rows, gate);
+    read_bias(call.gate_up_bias, first + call.bias_up, call.bias_step, rows, up);
+  }
+};
+
+// Gate and up rows in turn (2 * rows floats) -> all gate rows, and all up rows.
+inline void separate(float* both, float* up, int64_t rows) {
+  float gate[kRows], rest[kRows];
+  for (int64_t i = 0; i < rows; ++i) {
+    gate[i] = both[2 * i];
+    rest[i] = both[2 * i + 1];
+  }
+  std::copy_n(gate, rows, both);
+  std::copy_n(rest, rows, up);
+}
+
+inline void activate_rows(const Experts& call, const float* gate, const float* up, const GateUpBias& bias, int64_t rows,
+                          float* to) {
+  with_activation(call.params.activation, [&](auto activation) {
+    for_each_vector(rows, [&](int64_t i, auto count) {
+      const Vec g = load(gate + i, count) + load(bias.gate + i, count);
+      const Vec u = load(up + i, count) + load(bias.up + i, count);
+      store(to + i, activated<decltype(activation)::value>(g, u, call.params), count);
+    });
+  });
+}
+
+// How many columns of the output a thread takes at a time. The more, the less often `inner` is read again; but every
+// thread should get a few blocks, and the sums of a block should stay in its cache.
+inline int64_t output_block(const Experts& call) {
+  return kRows * std::clamp<int64_t>(call.H / (kRows * 4 * at::get_num_threads()), 1, 4);
+}
+
+// The sums of a block of the output's columns, for every token. One thread owns them and adds the experts in their
+// order, so there is no race and the order of each sum is always the same.
+template <class Scalar>
+class OutputBlock {
+ public:
+  OutputBlock(const Experts& call, int64_t size)
+      : call_(call), size_(size), weights_(elements<float>(call.weights)), sums_(call.T * size) {}
+
+  void start(int64_t first) {
+    first_ = first;
+    std::fill(sums_.begin(), sums_.end(), 0.0f);
+  }
+  // The next results are of this expert, for up to kRows rows of down from `row`.
+  void expect(int64_t expert, int64_t row) {
+    row_ = row - first_;
+    read_bias(call_.down_bias, expert * call_.H + row, 1, std::min(kRows, call_.H - row), bias_);
+  }
+  void add(int64_t slot, const float* results) {
+    float* sums = sums_.data() + slot / call_.K * size_ + row_;
+    const Vec weight(weights_[slot]);
+    for (int64_t i = 0; i < kRows; i += kLanes) {
+      at::vec::fmadd(weight, Vec::loadu(results + i) + Vec::loadu(bias_ + i), Vec::loadu(sums + i)).store(sums + i);
+    }
+  }
+
+  // The one rounding of every result.
+  void finish() {
+    for (int64_t t = 0; t < call_.T; ++t) {
+      const int64_t at = t * call_.H + first_;
+      const float* sums = sums_.data() + t * size_;
+      const Vec shared_weight(sigmoid_of_shared_gate(t));
+      for_each_vector(std::min(size_, call_.H - first_), [&](int64_t i, auto count) {
+        Vec sum = load(sums + i, count);
+        if (call_.shared.defined())
+          sum = at::vec::fmadd(shared_weight, load(elements<Scalar>(call_.shared) + at + i, count), sum);
+        if (call_.residual.defined()) sum = sum + load(elements<Scalar>(call_.residual) + at + i, count);
+        store(call_.output.template mutable_data_ptr<Scalar>() + at + i, sum, count);
+      });
+    }
+  }
+
+ private:
+  float sigmoid_of_shared_gate(int64_t token) const {
+    return call_.shared_gate.defined() ? 1 / (1 + std::exp(-elements<float>(call_.shared_gate)[token])) : 1;
+  }
+
+  const Experts& call_;
+  const int64_t size_;
+  const float* weights_;
+  std::vector<float> sums_;  // [T, size]
+  float bias_[kRows];
+  int64_t first_ = 0, row_ = 0;
+};
+
+}  // namespace moe_metal

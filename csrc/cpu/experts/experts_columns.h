@@ -1,0 +1,144 @@
+// `experts` with few tokens when the weights lie column by column ([E, H, 2I] and [E, I, H]).
+//
+// Memory is at its best where a thread reads a run of whole columns; a block of rows out of each column takes twice the
+// time. So threads share out the columns here, and each makes partial sums of all rows:
+//
+//   partial[part, slot, r] = sum over the kPart columns c of a part of weight(r, c) * x[slot][c]
+//
+// Parts follow from the shapes alone and their sums are added in order, so the bits do not depend on the threads.
+#pragma once
+#include "cpu/experts/experts.h"
+
+namespace moe_metal {
+
+constexpr int64_t kPart = 256;
+
+// out[n][r] += weight(r, c) * x[n][c], C columns at a time: each sum goes through memory once for all of them.
+template <int C, int N, class Scalar>
+[[gnu::flatten]] inline void add_columns(const Scalar* weight, int64_t column, int64_t rows, const float* const* x,
+                                         int64_t first, float* const* out) {
+  Vec values[N][C];
+  unrolled<N>([&](auto n) { unrolled<C>([&](auto c) { values[n][c] = Vec(x[n][first + c]); }); });
+  const Scalar* columns = weight + first * column;
+  for_each_vector(rows, [&](int64_t r, auto count) __attribute__((always_inline)) {
+    Vec sums[N];
+    unrolled<N>([&](auto n) { sums[n] = Vec::loadu(out[n] + r, count); });
+    unrolled<C>([&](auto c) {
+      const Vec vec = load(columns + c * column + r, count);
+      unrolled<N>([&](auto n) { sums[n] = at::vec::fmadd(vec, values[n][c], sums[n]); });
+    });
+    unrolled<N>([&](auto n) { sums[n].store(out[n] + r, count); });
+  });
+}
+
+// N tokens times the columns [begin, end).
+template <int N, class Scalar>
+inline void multiply_columns(const Scalar* weight, int64_t column, int64_t rows, int64_t begin, int64_t end,
+                             const float* const* x, float* const* out) {
+  constexpr int C = 8 / N;
+  for (int n = 0; n < N; ++n) std::fill_n(out[n], rows, 0.0f);
+  int64_t c = begin;
+  for (; c + C <= end; c += C) add_columns<C, N>(weight, column, rows, x, c, out);
+  for (; c < end; ++c) add_columns<1, N>(weight, column, rows, x, c, out);
+}
+
+// The partial sums of one matrix per expert, for all slots.
+struct Partial {
+  const Slots& slots;
+  int64_t parts, rows, columns, count;
+  Tensor sums;  // [parts, T * K, rows]
+
+  Partial(const Experts& call, const Slots& slots, int64_t rows, int64_t columns, const Tensor& like)
+      : slots(slots), parts(at::divup(columns, kPart)), rows(rows), columns(columns), count(call.T * call.K) {
+    sums = empty({parts, count, rows}, like.options().dtype(at::kFloat));
+  }
+  float* at(int64_t part, int64_t slot) const { return sums.mutable_data_ptr<float>() + (part * count + slot) * rows; }
+
+  // x_of(slot) is what a slot brings: `columns` floats.
+  template <class Scalar, class XOf>
+  void multiply(const Weight& weight, XOf&& x_of) const {
+    const int64_t items = slots.used() * parts;
+    share(items, [&](auto take) {
+      for (int64_t item = take(); item < items; item = take()) {
+        const int64_t which = item / parts, part = item % parts;
+        const Scalar* from = elements<Scalar>(weight.data) + slots.experts[which] * weight.expert;
+        int64_t at = slots.begin[which];
+        const auto tokens = [&](auto n) {
+          const float* x[n];
+          float* out[n];
+          for (int64_t i = 0; i < n; ++i)
+            x[i] = x_of(slots.order[at + i]), out[i] = this->at(part, slots.order[at + i]);
+          multiply_columns<n>(from, weight.column, rows, part * kPart, std::min((part + 1) * kPart, columns), x, out);
+          at += n;
+        };
+        while (at + 4 <= slots.begin[which + 1]) tokens(std::integral_constant<int, 4>());
+        while (at + 2 <= slots.begin[which + 1]) tokens(std::integral_constant<int, 2>());
+        if (at < slots.begin[which + 1]) tokens(std::integral_constant<int, 1>());
+      }
+    });
+  }
+
+  // The whole sums of some rows of a slot.
+  void read(int64_t slot, int64_t row, int64_t rows, float* to) const {
+    for_each_vector(rows, [&](int64_t i, auto n) {
+      Vec sum = load(at(0, slot) + row + i, n);
+      for (int64_t part = 1; part < parts; ++part) sum = sum + load(at(part, slot) + row + i, n);
+      store(to + i, sum, n);
+    });
+  }
+};
+
+// inner[slot, row ...] = act(gate) * up, for one block of rows
+inline void activate_sums(const Experts& call, const Partial& both, int64_t expert, int64_t slot, int64_t row,
+                          float* inner) {
+  const int64_t rows = std::min(kRows, call.I - row);
+  const GateUpBias bias(call, expert, row, rows);
+  float gate[2 * kRows], up[kRows];
+  if (call.step == 2) {
+    both.read(slot, 2 * row, 2 * rows, gate);
+    separate(gate, up, rows);
+  } else {
+    both.read(slot, row, rows, gate);
+    both.read(slot, call.I + row, rows, up);
+  }
+  activate_rows(call, gate, up, bias, rows, inner + slot * call.I + row);
+}
+
+template <class Scalar>
+void experts_by_columns(const Experts& call, const Slots& slots) {
+  const Tensor x = call.x.to(at::kFloat), inner = empty({call.T * call.K, call.I}, x.options());
+  const float* from = elements<float>(x);
+  float* to = inner.mutable_data_ptr<float>();
+  const Partial both(call, slots, 2 * call.I, call.H, x), down(call, slots, call.H, call.I, x);
+
+  both.multiply<Scalar>(call.gate_up, [&](int64_t slot) { return from + slot / call.K * call.H; });
+  const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
+  share(items, [&](auto take) {
+    for (int64_t item = take(); item < items; item = take()) {
+      const int64_t which = item / blocks, row = item % blocks * kRows;
+      for (int64_t at = slots.begin[which]; at < slots.begin[which + 1]; ++at) {
+        activate_sums(call, both, slots.experts[which], slots.order[at], row, to);
+      }
+    }
+  });
+  down.multiply<Scalar>(call.down, [&](int64_t slot) { return to + slot * call.I; });
+  const int64_t outputs = at::divup(call.H, kRows);
+  share(outputs, [&](auto take) {
+    OutputBlock<Scalar> output(call, kRows);
+    float sums[kRows] = {};
+    for (int64_t item = take(); item < outputs; item = take()) {
+      const int64_t row = item * kRows;
+      output.start(row);
+      for (int64_t which = 0; which < slots.used(); ++which) {
+        output.expect(slots.experts[which], row);
+        for (int64_t at = slots.begin[which]; at < slots.begin[which + 1]; ++at) {
+          down.read(slots.order[at], row, std::min(kRows, call.H - row), sums);
+          output.add(slots.order[at], sums);
+        }
+      }
+      output.finish();
+    }
+  });
+}
+
+}  // namespace moe_metal

@@ -1,0 +1,150 @@
+// `experts` for weights of any format, dtype and strides, on any processor: the products of weights/weight_rows.h.
+#pragma once
+#include "cpu/experts/experts.h"
+#include "cpu/plan.h"
+#include "cpu/weights/weight_rows.h"
+
+namespace moe_metal {
+
+// For experts with many tokens each.
+inline std::optional<Panel> panel(const Slots& slots) {
+  const bool many = static_cast<int64_t>(slots.order.size()) >= kWorthTransposing * slots.used();
+  return many ? std::make_optional<Panel>() : std::nullopt;
+}
+
+// x, as float, for one expert's rows of gate_up; -> inner[slot, row ...] = act(gate) * up
+class GateUpDots {
+ public:
+  GateUpDots(const Experts& call, const Slots& slots, const float* x, float* inner)
+      : call_(call),
+        slots_(slots),
+        x_(x),
+        inner_(inner),
+        both_(scratch<float>(kTokens * 2 * kRows)),
+        rows_(rows_of(call.gate_up, call.x.scalar_type() == at::kBFloat16)),
+        panel_(panel(slots)) {}
+
+  void operator()(int64_t which, int64_t row) {
+    const int64_t expert = slots_.experts[which], rows = std::min(kRows, call_.I - row);
+    const GateUpBias bias(call_, expert, row, rows);
+    for (int64_t at = slots_.begin[which]; at < slots_.begin[which + 1]; at += at_once_) {
+      const int64_t* slots = slots_.order.data() + at;
+      const int64_t count = std::min(at_once_, slots_.begin[which + 1] - at);
+      multiply(expert, row, rows, slots, count);
+      for (int64_t n = 0; n < count; ++n) {
+        const float* both = both_.get() + n * 2 * kRows;
+        activate_rows(call_, both, both + kRows, bias, rows, inner_ + slots[n] * call_.I + row);
+      }
+    }
+  }
+
+ private:
+  // Whether this thread's next block is most likely the next rows of the same expert.
+  bool more(int64_t row) const { return row + 2 * kRows <= call_.I; }
+
+  // both[n] = kRows of gate, then kRows of up
+  void multiply(int64_t expert, int64_t row, int64_t rows, const int64_t* slots, int64_t count) {
+    const float* from[kTokens];
+    float *gate[kTokens], *up[kTokens];
+    for (int64_t n = 0; n < count; ++n) {
+      from[n] = x_ + slots[n] / call_.K * call_.H;
+      gate[n] = both_.get() + n * 2 * kRows;
+      up[n] = gate[n] + kRows;
+    }
+    if (call_.step == 2) {  // interleaved: gate and up are one run of rows
+      const RowRange next = {expert, 2 * (row + kRows), more(row) ? 2 * kRows : 0};
+      rows_->product({expert, 2 * row, 2 * rows}, next, {from, gate, count}, panel_);
+      for (int64_t n = 0; n < count; ++n) separate(gate[n], up[n], rows);
+    } else {
+      const RowRange of_gate = {expert, row, rows}, of_up = {expert, call_.up + row, rows};
+      rows_->product(of_gate, of_up, {from, gate, count}, panel_);
+      rows_->product(of_up, {expert, row + kRows, more(row) ? kRows : 0}, {from, up, count}, panel_);
+    }
+  }
+
+  const Experts& call_;
+  const Slots& slots_;
+  const float* x_;
+  float* inner_;
+  const std::unique_ptr<float[], Free> both_;
+  const std::unique_ptr<WeightRows> rows_;
+  std::optional<Panel> panel_;
+  const int64_t at_once_ = panel_ ? kTokens : kTokensByRows;
+};
+
+// One block of the output: down of every expert, weighted and summed.
+template <class Scalar>
+class DownDots {
+ public:
+  DownDots(const Experts& call, const Slots& slots, const float* inner, int64_t size)
+      : call_(call),
+        slots_(slots),
+        inner_(inner),
+        size_(size),
+        output_(call, size),
+        results_(scratch<float>(kTokens * kRows)),
+        rows_(rows_of(call.down, inner_may_be_rounded(call))),
+        panel_(panel(slots)) {}
+
+  void operator()(int64_t first) {
+    output_.start(first);
+    for (int64_t which = 0; which < slots_.used(); ++which) {
+      for (int64_t row = first; row < std::min(first + size_, call_.H); row += kRows) {
+        output_.expect(slots_.experts[which], row);
+        const RowRange rows = {slots_.experts[which], row, std::min(kRows, call_.H - row)};
+        const RowRange next = next_after(which, row, first);
+        for (int64_t at = slots_.begin[which]; at < slots_.begin[which + 1]; at += at_once_) {
+          const int64_t count = std::min(at_once_, slots_.begin[which + 1] - at);
+          add(rows, next, slots_.order.data() + at, count);
+        }
+      }
+    }
+    output_.finish();
+  }
+
+ private:
+  RowRange next_after(int64_t which, int64_t row, int64_t first) const {
+    const bool same = row + kRows < std::min(first + size_, call_.H);
+    if (!same && which + 1 == slots_.used()) return {};
+    const int64_t next = same ? row + kRows : first;
+    return {slots_.experts[same ? which : which + 1], next, std::min(kRows, call_.H - next)};
+  }
+
+  void add(const RowRange& rows, const RowRange& next, const int64_t* slots, int64_t count) {
+    const float* from[kTokens];
+    float* to[kTokens];
+    for (int64_t n = 0; n < count; ++n) {
+      from[n] = inner_ + slots[n] * call_.I;
+      to[n] = results_.get() + n * kRows;
+    }
+    rows_->product(rows, next, {from, to, count}, panel_);
+    for (int64_t n = 0; n < count; ++n) output_.add(slots[n], to[n]);
+  }
+
+  const Experts& call_;
+  const Slots& slots_;
+  const float* inner_;
+  const int64_t size_;
+  OutputBlock<Scalar> output_;
+  const std::unique_ptr<float[], Free> results_;
+  const std::unique_ptr<WeightRows> rows_;
+  std::optional<Panel> panel_;
+  const int64_t at_once_ = panel_ ? kTokens : kTokensByRows;
+};
+
+template <class Scalar>
+void experts_by_dots(const Experts& call, const Slots& slots) {
+  const Tensor x = call.x.to(at::kFloat), inner = empty({call.T * call.K, call.I}, x.options());
+  const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
+  share(items, [&](auto take) {
+    GateUpDots work(call, slots, elements<float>(x), inner.mutable_data_ptr<float>());
+    for (int64_t item = take(); item < items; item = take()) work(item / blocks, item % blocks * kRows);
+  });
+  const int64_t size = output_block(call), outputs = at::divup(call.H, size);
+  share(outputs, [&](auto take) {
+    DownDots<Scalar> work(call, slots, elements<float>(inner), size);
+    for (int64_t item = take(); item < outputs; item = take()) work(item * size);
+  });
+}
+
+}  // namespace moe_metal

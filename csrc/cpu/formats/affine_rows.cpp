@@ -1,0 +1,11 @@
+// Rows in format affine whose numbers fill bytes.
+#include "cpu/formats/affine.h"
+#include "cpu/weights/packed_rows.h"
+
+namespace moe_metal {
+
+MOE_METAL_ROWS_OF(Affine<2>)
+MOE_METAL_ROWS_OF(Affine<4>)
+MOE_METAL_ROWS_OF(Affine<8>)
+
+}  // namespace moe_metal

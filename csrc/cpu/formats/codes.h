@@ -1,0 +1,227 @@
+// Packed numbers of a row as vectors of float, before their scale. The vector at a column begins at a whole byte, and
+// no byte is read beyond its last number's.
+//
+// A product does not mind the order of the lanes where its other factor has the same: in_order(x) is what belongs to
+// quick(from).
+#pragma once
+#include <array>
+#include <cmath>
+#include <limits>
+
+#include "cpu/vector/vec.h"
+
+namespace moe_metal {
+
+// What a number of few bits means.
+using FewBits = std::array<float, 16>;
+constexpr FewBits kE2m1 = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6};
+template <int bits>
+constexpr FewBits kIntegers = [] {
+  FewBits values{};
+  for (int i = 0; i < 16; ++i) values[i] = i % (1 << std::min(bits, 4));
+  return values;
+}();
+
+inline uint32_t load_word(const uint8_t* from) {
+  uint32_t word;
+  std::memcpy(&word, from, sizeof(word));
+  return word;
+}
+
+#ifdef MOE_METAL_HAS_AVX512
+
+// `bits` wide integers, or what `few` makes of up to 4 bits.
+template <int bits>
+class Codes {
+ public:
+  explicit Codes(const FewBits& few = kIntegers<bits>) : few_(_mm512_loadu_ps(few.data())) {
+    alignas(64) int32_t shifts[kLanes];
+    alignas(64) uint8_t bytes[kLanes][4];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const int bit = kBroadcast ? lane * bits % 32 : lane * bits % 8;
+      shifts[lane] = bit;
+      for (int i = 0; i < 4; ++i) bytes[lane][i] = static_cast<uint8_t>(std::min(lane * bits / 8 + i, 15));
+    }
+    shifts_ = _mm512_load_si512(shifts);
+    bytes_ = _mm512_load_si512(bytes);
+  }
+
+  // What 4 bits mean, one after the other.
+  [[gnu::always_inline]] Vec few() const { return few_; }
+  // Of 4 bits, the lanes 0, 2, 4 ... have the first half of the numbers and the lanes between them the second.
+  [[gnu::always_inline]] Vec quick(const uint8_t* from) const {
+    if constexpr (bits != 4) return (*this)(from);
+    int64_t all;
+    std::memcpy(&all, from, sizeof(all));
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(all), halves_), few_);
+  }
+  [[gnu::always_inline]] Vec in_order(const Vec& x) const {
+    if constexpr (bits != 4) return x;
+    const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+    return _mm512_permutexvar_ps(order, x);
+  }
+
+  [[gnu::always_inline]] Vec operator()(const uint8_t* from) const {
+    if constexpr (bits == 8) {
+      return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+    } else {
+      const __m512i codes = _mm512_srlv_epi32(words(from), shifts_);
+      if constexpr (bits <= 4) return _mm512_permutexvar_ps(codes, few_);  // which looks at 4 bits alone
+      return _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32((1 << bits) - 1)));
+    }
+  }
+
+ private:
+  static constexpr bool kBroadcast = bits == 2 || bits == 4;  // a lane's bits lie in the one or the other of two words
+
+  // Every lane's number, somewhere in 32 bits.
+  [[gnu::always_inline]] __m512i words(const uint8_t* from) const {
+    if constexpr (bits == 2) return _mm512_set1_epi32(load_word(from));
+    if constexpr (bits == 4) {
+      return _mm512_mask_set1_epi32(_mm512_set1_epi32(load_word(from)), 0xff00, load_word(from + 4));
+    }
+    const __m128i all = _mm_maskz_loadu_epi8((1u << 2 * bits) - 1, from);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(all), bytes_);
+  }
+
+  __m512 few_;
+  __m512i shifts_, bytes_;
+  __m512i halves_ = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 28, 28);
+};
+
+#elif defined(MOE_METAL_HAS_AVX2)
+
+template <int bits>
+class Codes {
+ public:
+  explicit Codes(const FewBits& few = kIntegers<bits>) : e2m1_(few[1] == kE2m1[1]) {
+    alignas(32) int32_t shifts[kLanes];
+    alignas(32) uint8_t bytes[kLanes][4];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      shifts[lane] = lane * bits % 8;
+      for (int i = 0; i < 4; ++i) bytes[lane][i] = static_cast<uint8_t>(std::min(lane * bits / 8 + i, 15));
+    }
+    shifts_ = _mm256_load_si256(reinterpret_cast<const __m256i*>(shifts));
+    bytes_ = _mm256_load_si256(reinterpret_cast<const __m256i*>(bytes));
+  }
+
+  [[gnu::always_inline]] Vec operator()(const uint8_t* from) const {
+    long long all = 0;
+    std::memcpy(&all, from, bits);  // 8 numbers
+    const __m256i words = _mm256_shuffle_epi8(_mm256_broadcastq_epi64(_mm_cvtsi64_si128(all)), bytes_);
+    const __m256i codes = _mm256_and_si256(_mm256_srlv_epi32(words, shifts_), _mm256_set1_epi32((1 << bits) - 1));
+    if constexpr (bits == 4) {
+      if (e2m1_) {  // a table of the magnitudes, and the sign
+        const __m256 magnitudes = _mm256_permutevar8x32_ps(_mm256_loadu_ps(kE2m1.data()), codes);
+        const __m256i signs = _mm256_slli_epi32(_mm256_srli_epi32(codes, 3), 31);
+        return _mm256_xor_ps(magnitudes, _mm256_castsi256_ps(signs));
+      }
+    }
+    return _mm256_cvtepi32_ps(codes);
+  }
+  [[gnu::always_inline]] Vec quick(const uint8_t* from) const { return (*this)(from); }
+  [[gnu::always_inline]] static Vec in_order(const Vec& x) { return x; }
+
+ private:
+  bool e2m1_;
+  __m256i shifts_, bytes_;
+};
+
+#else
+
+template <int bits>
+class Codes {
+ public:
+  explicit Codes(const FewBits& few = kIntegers<bits>) {
+    for (int i = 0; i < 1 << bits; ++i) values_[i] = bits <= 4 ? few[i % 16] : i;
+  }
+
+  // Fewer than 8 lanes may begin in the middle of a byte, of which `from` is the beginning.
+  Vec operator()(const uint8_t* from, int first_bit = 0) const {
+    uint64_t all = 0;
+    std::memcpy(&all, from, (first_bit + kLanes * bits + 7) / 8);
+    float lanes[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] = values_[all >> (first_bit + lane * bits) & ((1 << bits) - 1)];
+    }
+    return Vec::loadu(lanes);
+  }
+  Vec quick(const uint8_t* from) const { return (*this)(from); }
+  static Vec in_order(const Vec& x) { return x; }
+
+ private:
+  std::array<float, 1 << bits> values_;
+};
+
+#endif
+
+// The vector of a row's numbers at a column.
+template <int bits>
+[[gnu::always_inline]] inline Vec codes_at(const Codes<bits>& codes, const uint8_t* row, int64_t column) {
+  if constexpr (kLanes >= 8) return codes(row + column * bits / 8);
+#ifndef MOE_METAL_HAS_AVX2
+  return codes(row + column * bits / 8, static_cast<int>(column * bits % 8));
+#endif
+}
+
+#ifdef MOE_METAL_HAS_AVX2
+
+// e4m3 becomes float16, whose exponents are wider, so what is subnormal needs no care; the magnitude 127 is NaN, and
+// has the carry that marks it.
+class E4m3 {
+ public:
+  static constexpr float kUnit = 256;  // of quick()'s numbers
+  [[gnu::always_inline]] static Vec in_order(const Vec& x) { return x; }
+  template <class Count>
+  [[gnu::always_inline]] Vec operator()(const uint8_t* from, Count count) const {
+    if constexpr (std::is_same_v<Count, Whole>) return quick(from) * Vec(kUnit);
+    uint8_t some[kLanes] = {};
+    std::memcpy(some, from, count);
+    return quick(some) * Vec(kUnit);
+  }
+
+#ifdef MOE_METAL_HAS_AVX512
+  [[gnu::always_inline]] static Vec quick(const uint8_t* from) {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+    const __m256i carry = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
+    return _mm512_cvtph_ps(_mm256_or_si256(half, _mm256_and_si256(carry, _mm256_set1_epi16(0x4000))));
+  }
+#else
+  [[gnu::always_inline]] static Vec quick(const uint8_t* from) {
+    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    const __m128i half = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<int16_t>(0xbf80)));
+    const __m128i carry = _mm_add_epi16(half, _mm_set1_epi16(0x80));
+    return _mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(carry, _mm_set1_epi16(0x4000))));
+  }
+#endif
+};
+
+#else
+
+class E4m3 {
+ public:
+  static constexpr float kUnit = 1;
+  E4m3() {
+    for (int i = 0; i < 256; ++i) {
+      const int exponent = i >> 3 & 15, mantissa = i & 7;
+      const float magnitude = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
+      values_[i] = (i & 127) == 127 ? NAN : i < 128 ? magnitude : -magnitude;
+    }
+  }
+  template <class Count>
+  Vec operator()(const uint8_t* from, Count count) const {
+    float lanes[kLanes] = {};
+    for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = values_[from[lane]];
+    return Vec::loadu(lanes);
+  }
+  Vec quick(const uint8_t* from) const { return (*this)(from, Whole()); }
+  static Vec in_order(const Vec& x) { return x; }
+
+ private:
+  std::array<float, 256> values_;
+};
+
+#endif
+
+}  // namespace moe_metal

@@ -1,0 +1,42 @@
+// `gate` for any dtype and processor: the products of vector/dots.h.
+#pragma once
+#include "cpu/gate/gate.h"
+#include "cpu/vector/dots.h"
+
+namespace moe_metal {
+
+// to[t] = the row of token first + t as float, and normed
+inline void float_rows(const Gate& call, int64_t first, int64_t count, float* to) {
+  const int64_t H = call.H;
+  with_dtype(call.hidden.scalar_type(), [&](auto scalar) {
+    const auto* hidden = elements<decltype(scalar)>(call.hidden) + first * H;
+    for_each_row(count, 2 * H, 0, [&](int64_t t, float*) {
+      const auto* row = hidden + t * H;
+      float_row(row, norm_scale(call, row), floats(call.norm_weight), H, to + t * H);
+    });
+  });
+}
+
+inline void gate_by_dots(const Gate& call) {
+  constexpr int64_t kTokens = 64, kExperts = 16;
+  const int64_t H = call.H, E = call.params.experts, most = std::min(call.T, kTokens);
+  const auto x = scratch<float>(most * H), logits = scratch<float>(most * E);
+  for (int64_t first = 0; first < call.T; first += kTokens) {
+    const int64_t count = std::min(kTokens, call.T - first);
+    float_rows(call, first, count, x.get());
+    with_dtype(call.router_weight.scalar_type(), [&](auto scalar) {
+      const auto* router_weight = elements<decltype(scalar)>(call.router_weight);
+      for_each_row(at::divup(E, kExperts), kExperts * count * H, 0, [&](int64_t block, float*) {
+        const int64_t e = block * kExperts;
+        const float* from[kTokens];
+        float* to[kTokens];
+        for (int64_t t = 0; t < count; ++t) from[t] = &x[t * H], to[t] = &logits[t * E + e];
+        product_by_rows(Matrix<decltype(scalar)>{router_weight + e * H, H, 1, std::min(kExperts, E - e), H},
+                        {from, to, count});
+      });
+    });
+    route_tokens(call, first, count, logits.get());
+  }
+}
+
+}  // namespace moe_metal

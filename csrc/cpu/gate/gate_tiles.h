@@ -1,0 +1,122 @@
+// `gate` in bfloat16 on processors with AMX: the products of x86/tiles.h.
+#pragma once
+#include "cpu/gate/gate.h"
+#include "cpu/x86/tiles.h"
+
+namespace moe_metal {
+
+// Up to four groups of 16 tokens through the product and the router. One per thread. A normed row is float; it goes in
+// as the sum of three rows of 8 bits each, which is exact, and each of the three takes the place of a group.
+class GateTiles {
+ public:
+  GateTiles(const Gate& call, const Strips& strips)
+      : call_(call),
+        strips_(strips),
+        parts_(parts(call)),
+        size_(strips.blocks() * kTileSize),
+        tokens_(scratch<at::BFloat16>(kGroups * size_)),
+        split_(scratch<at::BFloat16>(parts_ == 1 ? 0 : parts_ * kTile * call.H)),
+        products_(strips.tiles.size()),
+        logits_(scratch<float>(kGroups * kTile * call.params.experts)),
+        route_(call) {}
+
+  // How many tokens go through at once.
+  static int64_t most(const Gate& call) { return kGroups / parts(call) * kTile; }
+
+  void operator()(int64_t first, int64_t count) {
+    const int64_t H = call_.H;
+    const auto* x = elements<at::BFloat16>(call_.hidden) + first * H;
+    if (parts_ > 1) split_normed(x, count);
+    const int64_t groups = parts_ == 1 ? at::divup(count, kTile) : parts_;
+    for (int64_t g = 0; g < groups; ++g) {
+      const auto* from = parts_ == 1 ? x + g * kTile * H : &split_[g * kTile * H];
+      pack_right([&](int64_t i) { return from + i * H; }, parts_ == 1 ? count - g * kTile : count, H,
+                 &tokens_[g * size_]);
+    }
+    multiply(groups);
+    for (int64_t t = 0; t < count; t += kTile) collect(t);
+    for (int64_t t = 0; t < count; ++t) route_(first + t, &logits_[t * call_.params.experts]);
+  }
+
+ private:
+  struct alignas(64) Product {
+    float of_group[kGroups][kTile][kTile];
+  };
+  static int64_t parts(const Gate& call) { return call.norm_weight.defined() ? 3 : 1; }
+
+  void split_normed(const at::BFloat16* x, int64_t count) {
+    const int64_t H = call_.H;
+    const float* norm_weight = floats(call_.norm_weight);
+    const Vec upper_half(std::bit_cast<float>(0xffff0000));
+    for (int64_t t = 0; t < count; ++t) {
+      const Vec scale(rms(x + t * H, H, call_.eps));
+      for_each_vector(H, [&](int64_t h, auto n) {
+        Vec rest = load(x + t * H + h, n) * scale * load(norm_weight + h, n);
+        for (int part = 0; part < 3; ++part) {
+          const Vec top = rest & upper_half;
+          store(&split_[(part * kTile + t) * H + h], top, n);
+          rest = rest - top;
+          // Infinity leaves NaN, and 0 times an infinite weight is NaN: what is left is too small to count instead.
+          rest = Vec::blendv(top * Vec(0x1p-60f), rest, rest.abs() > Vec(0));
+        }
+      });
+    }
+  }
+
+  // Some columns at a time, for which the tokens stay in the first cache while all experts pass.
+  void multiply(int64_t groups) {
+    constexpr int64_t kAtOnce = 8;
+    for (int64_t b = 0; b < strips_.blocks(); b += kAtOnce) {
+      for (size_t s = 0; s < strips_.tiles.size(); ++s) {
+        WeightTiles weights = strips_.tiles[s];
+        weights.data += b * weights.block;
+        kMultiply<>[groups - 1](weights, &tokens_[b * kTileSize], size_, std::min(kAtOnce, strips_.blocks() - b),
+                                products_[s].of_group, b > 0, Nothing());
+      }
+    }
+  }
+
+  // The logits of the group that begins with token t.
+  void collect(int64_t t) {
+    const int64_t E = call_.params.experts;
+    for (int64_t e = 0; e < E; e += kTile) {
+      const auto& products = products_[e / kTile].of_group;
+      __m512i tile[kTile];
+      for (int64_t r = 0; r < kTile; ++r) {
+        Vec logit = Vec::loadu(products[t / kTile][r]);
+        for (int64_t part = 1; part < parts_; ++part) logit = logit + Vec::loadu(products[part][r]);
+        tile[r] = _mm512_castps_si512(logit);
+      }
+      transpose(tile);
+      for (int64_t n = 0; n < kTile; ++n) {
+        store(&logits_[(t + n) * E + e], Vec(_mm512_castsi512_ps(tile[n])), std::min(kTile, E - e));
+      }
+    }
+  }
+
+  const Gate& call_;
+  const Strips& strips_;
+  const int64_t parts_, size_;
+  std::unique_ptr<at::BFloat16[], Free> tokens_, split_;
+  std::vector<Product> products_;
+  std::unique_ptr<float[], Free> logits_;
+  RouteToken route_;
+};
+
+inline void gate_by_tiles(const Gate& call) {
+  const int64_t E = call.params.experts, H = call.H;
+  Strips strips(at::divup(E, kTile), H);
+  for (int64_t e = 0; e < E; e += kTile) {
+    strips.read(e / kTile, {elements<at::BFloat16>(call.router_weight) + e * H, H, 1, std::min(kTile, E - e), H});
+  }
+  const int64_t groups = at::divup(call.T, kTile), threads = at::get_num_threads();
+  const int64_t block = std::min(GateTiles::most(call), at::divup(groups, threads) * kTile);
+  const int64_t blocks = at::divup(call.T, block);
+  share(blocks, [&](auto take) {
+    const TileShapes shapes;
+    GateTiles run(call, strips);
+    for (int64_t i = take(); i < blocks; i = take()) run(i * block, std::min(block, call.T - i * block));
+  });
+}
+
+}  // namespace moe_metal

@@ -1,0 +1,89 @@
+// Which way an op takes for how many tokens, with the measurements that say so. H, I, E and K are a model's sizes, and
+// T the tokens; times are of 2 cores.
+#pragma once
+#include <ATen/native/CPUBlas.h>
+
+#include <algorithm>
+
+#include "contract.h"
+#include "cpu/processor.h"
+
+namespace moe_metal {
+
+// ------------------------------------------------------------------------------------------------ rows of a weight
+
+// Tokens that one product takes at most, so that the scratch of a thread is bounded: the weights stay in its cache
+// meanwhile, or without a panel the tokens do.
+constexpr int64_t kTokens = 256, kTokensByRows = 64;
+
+// Whether a matrix has so many tokens that it pays to transpose its weights in cache (Panel). H = 2048, I = 768,
+// E = 128, K = 8 in float: with AVX-512 at T = 512 (32 tokens for each expert) 318 ms instead of 350 and at 4096 1.77 s
+// instead of 2.29; with AVX2, whose fewer registers hold fewer rows, at 128 219 ms instead of 298 and at 512 0.45 s
+// instead of 1.03.
+constexpr int64_t kWorthTransposing = kVectorRegisters == 32 ? 32 : 8;
+
+// Packed rows: tokens that the dot products of a processor's own instructions (weights/processor_dots.h) take at most.
+constexpr int64_t kFewTokens = 8;
+// And those from which AMX's tiles of integers take over: two tokens are 1.2 times as fast by dots of 8 bits, and as
+// fast by those of 4.
+constexpr int64_t kWorthIntegerTiles = 3;
+
+// ------------------------------------------------------------------------------------------------ experts
+
+// Whether `inner`, which is float between the two products, may be bfloat16: where the activations are. Not between
+// tiny matrices, where few sums average the rounding out.
+inline bool inner_may_be_rounded(const Experts& call) {
+  return call.x.scalar_type() == at::kBFloat16 && std::min(call.H, call.I) >= 64;
+}
+
+enum class ExpertsWay { dots, columns, tiles };
+
+// Dense weights that lie column by column, and few slots, or the partial sums would be large beside the weights.
+inline bool experts_fit_columns(const Experts& call) {
+  const Weight &gate_up = call.gate_up, &down = call.down;
+  return gate_up.format->is_dense() && down.format->is_dense() && gate_up.row == 1 && down.row == 1 &&
+         gate_up.gap == 0 && gate_up.column != 1 && down.column != 1 && call.T * call.K <= 256;
+}
+
+#ifdef MOE_METAL_HAS_AVX512
+// With AMX, tiles read dense weights as fast as memory gives them even for one token: with H 2048, I 768, E 128, K 8 on
+// a Sapphire Rapids, T = 1 takes 3.0 ms by tiles and 3.7 by dots, T = 512 takes 65 and 390. Packed weights are unpacked
+// first, which few tokens do not pay for: without AMX, on a Zen 5, affine of 4 bits takes 63 ms by tiles and 65 by dots
+// at T = 128, 93 and 159 at 512.
+inline bool experts_fit_tiles(const Experts& call, int64_t slots, int64_t experts) {
+  const int64_t worth_unpacking = amx_available() ? 8 : 12;  // tokens of an expert
+  const bool dense = call.gate_up.format->is_dense();
+  return (dense || slots >= worth_unpacking * experts) && inner_may_be_rounded(call) &&
+         (amx_available() || (!dense && bfloat16_available()));
+}
+#endif
+
+// For so many slots, of so many experts in use.
+inline ExpertsWay experts_way(const Experts& call, [[maybe_unused]] int64_t slots, [[maybe_unused]] int64_t experts) {
+  if (experts_fit_columns(call)) return ExpertsWay::columns;
+#ifdef MOE_METAL_HAS_AVX512
+  if (experts_fit_tiles(call, slots, experts)) return ExpertsWay::tiles;
+#endif
+  return ExpertsWay::dots;
+}
+
+// ------------------------------------------------------------------------------------------------ gate
+
+enum class GateWay { dots, tiles, float_blocks, bfloat16_blocks };
+
+// E = 128 and H = 2048: tiles for dots at T = 8 take 14 us for 38, blocks for tiles at 1024 391 for 467, and float
+// blocks for dots at 64 239 for 305.
+inline GateWay gate_way([[maybe_unused]] const Gate& call) {
+#ifdef MOE_METAL_HAS_AVX512
+  const bool bfloat16 = call.hidden.scalar_type() == at::kBFloat16 && call.router_weight.scalar_type() == at::kBFloat16;
+  if (call.T > 4 && bfloat16 && amx_available()) {
+    // oneDNN may be kept from AMX, by torch.backends.mkldnn or by ONEDNN_MAX_CPU_ISA.
+    const bool pairs = call.H % 2 == 0 && !call.norm_weight.defined() && at::native::cpublas::could_pack(at::kBFloat16);
+    return pairs && call.T > 256 ? GateWay::bfloat16_blocks : GateWay::tiles;
+  }
+  if (call.T > 32) return GateWay::float_blocks;
+#endif
+  return GateWay::dots;
+}
+
+}  // namespace moe_metal

@@ -1,0 +1,272 @@
+// Matrix products of few vectors, as dot products at the speed of memory.
+//
+//   out[n][r] = sum over c of weight(r, c) * x[n][c]
+//
+// Weights are read where they lie and become float in registers, or for many vectors in a panel in cache. Each sum is a
+// chain of its own, in an order that depends on the matrix alone and on whether there is a panel.
+#pragma once
+#include <optional>
+#include <vector>
+
+#include "cpu/vector/vec.h"
+
+namespace moe_metal {
+
+// Tokens for one matrix: the vector that each one brings and the place of its results.
+struct Tokens {
+  const float* const* x;
+  float* const* out;
+  int64_t count;
+};
+
+// How many sums are kept in registers. Four rows of common models stay in
+// the first cache for the next tokens; one or two tokens take eight, which keep more of memory's answers under way.
+constexpr int kTokensAtOnce = kVectorRegisters == 32 ? 6 : 2, kVectorsOfRows = kVectorRegisters / 2;
+
+// Rows that are contiguous: R rows against N tokens, vectors along the columns. Flattened, or the sums would live in
+// memory.
+template <int R, int N, class Reader>
+[[gnu::flatten]] inline void dot(const Reader& weight, int64_t first_row, const Tokens& tokens, int64_t first) {
+  Vec sums[R][N];
+  unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { sums[r][n] = Vec(0); }); });
+  const auto rows = weight.some(first_row);
+  const float* x[N];
+  unrolled<N>([&](auto n) { x[n] = tokens.x[first + n]; });
+  for_each_vector(weight.columns, [&](int64_t column, auto count) __attribute__((always_inline)) {
+    Vec values[N];
+    unrolled<N>([&](auto n) { values[n] = load(x[n] + column, count); });
+    unrolled<R>([&](auto r) {
+      if constexpr (N == 1) rows.prefetch(r + R, column);
+      const Vec row = rows.load(r, column, count);
+      unrolled<N>([&](auto n) { sums[r][n] = at::vec::fmadd(row, values[n], sums[r][n]); });
+    });
+  });
+  unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { tokens.out[first + n][first_row + r] = sum(sums[r][n]); }); });
+}
+
+template <int R, class Reader>
+inline void dot_rows(const Reader& weight, int64_t row, const Tokens& tokens) {
+  int64_t n = 0;
+  for (; n + kTokensAtOnce <= tokens.count; n += kTokensAtOnce) dot<R, kTokensAtOnce>(weight, row, tokens, n);
+  if constexpr (kTokensAtOnce > 4) {
+    for (; n + 4 <= tokens.count; n += 4) dot<R, 4>(weight, row, tokens, n);
+  }
+  for (; n + 2 <= tokens.count; n += 2) dot<R, 2>(weight, row, tokens, n);
+  for (; n < tokens.count; ++n) dot<R, 1>(weight, row, tokens, n);
+}
+
+#ifdef MOE_METAL_HAS_AVX2
+// The same for R rows of bfloat16 and a lone token, with fewer instructions: of 32 bits that hold two neighbours, a
+// shift makes one a float and a mask the other, and x is taken apart likewise, once for all rows.
+template <int R>
+[[gnu::flatten]] inline void dot_pairs(const Matrix<at::BFloat16>& weight, int64_t first_row, const Tokens& tokens) {
+  using Pairs = at::vec::Vectorized<int32_t>;
+  const Pairs half(16);
+  const Vec upper_half(std::bit_cast<float>(0xffff0000));
+  Vec sums[R];
+  unrolled<R>([&](auto r) { sums[r] = Vec(0); });
+  const at::BFloat16* rows = weight.data + first_row * weight.row;
+  const float* x = tokens.x[0];
+  int64_t column = 0;
+  for (; column + 2 * kLanes <= weight.columns; column += 2 * kLanes) {
+    const auto [even, odd] = at::vec::deinterleave2(Vec::loadu(x + column), Vec::loadu(x + column + kLanes));
+    unrolled<R>([&](auto r) {
+      const at::BFloat16* here = rows + r * weight.row + column;
+      __builtin_prefetch(here + R * weight.row, 0, 2);
+      const Pairs pairs = Pairs::loadu(here);
+      sums[r] = at::vec::fmadd(at::vec::cast<float>(pairs << half), even, sums[r]);
+      sums[r] = at::vec::fmadd(at::vec::cast<float>(pairs) & upper_half, odd, sums[r]);
+    });
+  }
+  for_each_vector(weight.columns - column, [&](int64_t i, auto count) __attribute__((always_inline)) {
+    const Vec value = load(x + column + i, count);
+    unrolled<R>(
+        [&](auto r) { sums[r] = at::vec::fmadd(load(rows + r * weight.row + column + i, count), value, sums[r]); });
+  });
+  unrolled<R>([&](auto r) { tokens.out[0][first_row + r] = sum(sums[r]); });
+}
+#endif
+
+template <class Reader>
+inline void product_by_rows(const Reader& weight, const Tokens& tokens) {
+  int64_t row = 0;
+#ifdef MOE_METAL_HAS_AVX2
+  if constexpr (std::is_same_v<Reader, Matrix<at::BFloat16>>) {
+    // Two rows are 88 % of memory's speed on 2 cores without AMX, four 86 and eight 83.
+    for (; tokens.count == 1 && row + 2 <= weight.rows; row += 2) dot_pairs<2>(weight, row, tokens);
+  }
+#endif
+  for (; tokens.count == 1 && row + 8 <= weight.rows; row += 8) dot<8, 1>(weight, row, tokens, 0);
+  if constexpr (kTokensAtOnce > 4) {
+    for (; tokens.count == 2 && row + 8 <= weight.rows; row += 8) dot<8, 2>(weight, row, tokens, 0);
+  }
+  for (; row + 4 <= weight.rows; row += 4) dot_rows<4>(weight, row, tokens);
+  for (; row < weight.rows; ++row) dot_rows<1>(weight, row, tokens);
+}
+
+// Columns that are contiguous, `step` apart: vectors along V * kLanes rows, against N tokens, columns from `begin` on,
+// the first of which lies at `weight`. Partial sums rest in `out` until its next columns come: that bounds both the
+// rounding of long sums and the memory walked.
+// `ahead` is called at each column.
+template <int V, int N, class Scalar, class Count, class Ahead = decltype([] {})>
+[[gnu::flatten, gnu::noinline]] inline void axpy(const Scalar* weight, int64_t step, int64_t first_row,
+                                                 const Tokens& tokens, int64_t first, int64_t begin, int64_t end,
+                                                 Count count, Ahead ahead = {}) {
+  Vec sums[V][N];
+  unrolled<V>([&](auto v) { unrolled<N>([&](auto n) { sums[v][n] = Vec(0); }); });
+  const float* x[N];
+  unrolled<N>([&](auto n) { x[n] = tokens.x[first + n]; });
+  for (int64_t column = begin; column < end; ++column) {
+    const Scalar* here = weight + (column - begin) * step;
+    ahead();
+    Vec values[N];
+    unrolled<N>([&](auto n) { values[n] = Vec(x[n][column]); });
+    unrolled<V>([&](auto v) {
+      const Vec vec = load(here + v * kLanes, count);
+      unrolled<N>([&](auto n) { sums[v][n] = at::vec::fmadd(vec, values[n], sums[v][n]); });
+    });
+  }
+  unrolled<V>([&](auto v) {
+    unrolled<N>([&](auto n) {
+      float* out = tokens.out[first + n] + first_row + v * kLanes;
+      store(out, begin ? load(out, count) + sums[v][n] : sums[v][n], count);
+    });
+  });
+}
+
+template <int N, class Scalar>
+inline void axpy_rows(const Matrix<Scalar>& weight, const Tokens& tokens, int64_t first, int64_t begin, int64_t end) {
+  constexpr int V = kVectorsOfRows / N;
+  const Scalar* from = weight.data + begin * weight.column;
+  const int64_t rows = weight.rows, step = weight.column;
+  int64_t row = 0;
+  for (; row + V * kLanes <= rows; row += V * kLanes) {
+    axpy<V, N>(from + row, step, row, tokens, first, begin, end, Whole());
+  }
+  for (; row + kLanes <= rows; row += kLanes) axpy<1, N>(from + row, step, row, tokens, first, begin, end, Whole());
+  if (row < rows) axpy<1, N>(from + row, step, row, tokens, first, begin, end, rows - row);
+}
+
+template <class Scalar>
+inline void product_by_columns(const Matrix<Scalar>& weight, const Tokens& tokens) {
+  constexpr int64_t kChunk = 512;
+  for (int64_t begin = 0; begin < weight.columns; begin += kChunk) {
+    const int64_t end = std::min(begin + kChunk, weight.columns);
+    int64_t first = 0;
+    for (; first + 4 <= tokens.count; first += 4) axpy_rows<4>(weight, tokens, first, begin, end);
+    for (; first < tokens.count; ++first) axpy_rows<1>(weight, tokens, first, begin, end);
+  }
+}
+
+// Contiguous rows against many tokens: a panel of some rows and columns is transposed in cache, as float, and then goes
+// like contiguous columns, with fewer loads for each product and no sum across a vector for each result.
+class Panel {
+ public:
+  // `out` has room for whole panels: results of the rows beyond the last are 0.
+  template <class Reader>
+  void product(const Reader& weight, const Tokens& tokens) {
+    spare_.resize(at::divup(weight.rows, kPanelRows) * kPanelRows);
+    for (int64_t row = 0; row < weight.rows; row += kPanelRows) {
+      for (int64_t begin = 0; begin < weight.columns; begin += kPanelColumns) {
+        const int64_t end = std::min(begin + kPanelColumns, weight.columns);
+        fill(weight, row, begin, end);
+        const bool last = end == weight.columns;
+        Ahead ahead(last ? weight.place(row + kPanelRows, 0) : weight.place(row, end), weight.row_bytes(),
+                    weight.bytes(kPanelColumns));
+        int64_t n = 0;
+        for (; n + kMany <= tokens.count; n += kMany) multiply<kMany>(row, tokens, n, begin, end, ahead);
+        for (; n < tokens.count; n += kFew) multiply<kFew>(row, filled_up(tokens, n), 0, begin, end, ahead);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kVectors = 2, kMany = kVectorsOfRows / kVectors, kFew = 4;
+  static constexpr int64_t kPanelRows = kVectors * kLanes, kPanelColumns = 256;
+
+  // Brings the next panel from memory, a line at a time, while this one is multiplied.
+  class Ahead {
+   public:
+    Ahead(const void* panel, int64_t step, int64_t bytes)
+        : row_(static_cast<const char*>(panel)), step_(step), bytes_(bytes) {}
+    void operator()() {
+      if (rows_ == kPanelRows) return;
+      __builtin_prefetch(row_ + at_, 0, 2);
+      at_ += kLine;
+      if (at_ >= bytes_) at_ = 0, row_ += step_, ++rows_;
+    }
+
+   private:
+    const char* row_;
+    int64_t step_, bytes_, at_ = 0, rows_ = 0;
+  };
+
+  template <int N>
+  void multiply(int64_t row, const Tokens& tokens, int64_t first, int64_t begin, int64_t end, Ahead& ahead) {
+    Ahead here = ahead;  // in registers
+    axpy<kVectors, N>(floats_.get(), kPanelRows, row, tokens, first, begin, end, Whole(), [&] { here(); });
+    ahead = here;
+  }
+
+  // The last few tokens, and the last one again to make them kFew.
+  Tokens filled_up(const Tokens& tokens, int64_t first) {
+    for (int64_t i = 0; i < kFew; ++i) {
+      const bool is = first + i < tokens.count;
+      few_x_[i] = tokens.x[is ? first + i : tokens.count - 1];
+      few_out_[i] = is ? tokens.out[first + i] : spare_.data();
+    }
+    return {few_x_, few_out_, kFew};
+  }
+
+  template <class Reader>
+  void fill(const Reader& weight, int64_t row, int64_t begin, int64_t end) {
+    for (int64_t r = 0; r < kPanelRows; r += kLanes) {
+      const int64_t rows = std::clamp<int64_t>(weight.rows - row - r, 0, kLanes);
+      const auto from = weight.some(row + r);
+      for (int64_t column = begin; column < end; column += kLanes) {
+        const int64_t columns = std::min(kLanes, end - column);
+        Vec tile[kLanes];
+        if (rows == kLanes && columns == kLanes) {
+          for (int64_t i = 0; i < kLanes; ++i) tile[i] = from.load(i, column, Whole());
+        } else {
+          for (int64_t i = 0; i < kLanes; ++i) tile[i] = i < rows ? from.load(i, column, columns) : Vec(0);
+        }
+        transpose(tile);
+        float* to = floats_.get() + (column - begin) * kPanelRows + r;
+        for (int64_t i = 0; i < columns; ++i) store(to + i * kPanelRows, tile[i], Whole());
+      }
+    }
+  }
+
+  std::unique_ptr<float[], Free> floats_ = scratch<float>(kPanelColumns * kPanelRows);  // column by column
+  std::vector<float> spare_;                                                            // results that nobody wants
+  const float* few_x_[kFew];
+  float* few_out_[kFew];
+};
+
+// Neither is contiguous: rows are gathered a few at a time. Right for any strides, and not meant to be fast.
+template <class Scalar>
+inline void product_gathered(const Matrix<Scalar>& weight, const Tokens& tokens) {
+  std::vector<float> row(weight.columns);
+  std::vector<float*> out(tokens.count);
+  for (int64_t r = 0; r < weight.rows; ++r) {
+    const Scalar* from = weight.data + r * weight.row;
+    for (int64_t c = 0; c < weight.columns; ++c) row[c] = static_cast<float>(from[c * weight.column]);
+    for (int64_t n = 0; n < tokens.count; ++n) out[n] = tokens.out[n] + r;
+    product_by_rows(Matrix<float>{row.data(), 0, 1, 1, weight.columns}, {tokens.x, out.data(), tokens.count});
+  }
+}
+
+// With a panel for many tokens.
+template <class Reader>
+inline void product(const Reader& weight, const Tokens& tokens, std::optional<Panel>& panel) {
+  panel ? panel->product(weight, tokens) : product_by_rows(weight, tokens);
+}
+template <class Scalar>
+inline void product(const Matrix<Scalar>& weight, const Tokens& tokens, std::optional<Panel>& panel) {
+  if (weight.column == 1) return panel ? panel->product(weight, tokens) : product_by_rows(weight, tokens);
+  if (weight.row == 1) return product_by_columns(weight, tokens);
+  product_gathered(weight, tokens);
+}
+
+}  // namespace moe_metal

@@ -1,0 +1,162 @@
+// Packed rows as vectors of float, and their products with one or two tokens.
+#pragma once
+#include <vector>
+
+#include "cpu/weights/scaled_rows.h"
+
+namespace moe_metal {
+namespace {  // so that a compiler knows all calls of a function and may specialise it
+
+// Packed rows, as products read them.
+template <class Read>
+struct Packed : ScaledRows {
+  Read read;
+
+  struct Some {
+    const Packed& all;
+    const uint8_t* data;
+    const float *scales, *offsets;
+    template <class Count>
+    [[gnu::always_inline]] Vec load(int64_t r, int64_t column, Count count) const {
+      const int64_t group = r * all.groups + (column >> all.shift);
+      const Vec codes = all.read(data + r * all.row, column, count), scale(scales[group]);
+      const Vec values = Read::kOffset ? at::vec::fmadd(codes, scale, Vec(offsets[group])) : codes * scale;
+      if constexpr (std::is_same_v<Count, Whole>) return values;
+      return Vec::set(Vec(0), values, count);
+    }
+    // What is left of the row at a column, up to a vector and perhaps nothing.
+    Vec load_part(int64_t r, int64_t column) const {
+      const int64_t count = std::min(all.columns - column, kLanes);
+      return count <= 0 ? Vec(0) : count == kLanes ? load(r, column, Whole()) : load(r, column, count);
+    }
+    // Packed rows are far too short for the processor's own prefetching.
+    [[gnu::always_inline]] void prefetch(int64_t r, int64_t column) const {
+      __builtin_prefetch(data + r * all.row + bytes(column), 0, 2);
+    }
+  };
+  Some some(int64_t first) const {
+    return {*this, data + first * row, scales + first * groups, offsets + first * groups};
+  }
+  const void* place(int64_t r, int64_t column) const { return data + r * row + bytes(column); }
+  int64_t row_bytes() const { return row; }
+  static int64_t bytes(int64_t columns) { return columns * Read::kBytes / Read::kColumns; }
+};
+
+// One or two tokens: a group's products with the bare numbers are summed first, then scaled. Integers count from the
+// middle of their range, near which most are, so that their sum rounds off less: what the middle takes away is where
+// the sum begins, which costs no number anything. What the offsets add is a product of its own, with groups side by
+// side.
+template <class Read>
+class GroupDots {
+ public:
+  template <int N>
+  void operator()(const Packed<Read>& weight, const Tokens& tokens) {
+    if (!std::equal(tokens.x, tokens.x + N, laid_out_.begin(), laid_out_.end())) lay_out(weight, tokens);
+    constexpr int64_t kUsual = 64;
+    const int64_t group = int64_t{1} << weight.shift;
+    if (group == kUsual) return all_rows<N>(weight, tokens, std::integral_constant<int64_t, kUsual>());
+    all_rows<N>(weight, tokens, group);
+  }
+
+ private:
+  // The tokens' numbers in the order of the codes; each group's sum of them; and where the sum of a group begins.
+  void lay_out(const Packed<Read>& weight, const Tokens& tokens) {
+    const int64_t group = int64_t{1} << weight.shift;
+    if (tokens.count > static_cast<int64_t>(laid_out_.size())) {
+      x_ = scratch<float>(tokens.count * weight.columns);
+      sums_ = scratch<float>(tokens.count * weight.groups);
+      begin_ = scratch<float>(tokens.count * weight.groups * kLanes);
+    }
+    float *x = x_.get(), *sums = sums_.get(), *begin = begin_.get();
+    for (int64_t n = 0; n < tokens.count; ++n) {
+      for (int64_t first = 0; first < weight.columns; first += group, begin += kLanes) {
+        Vec all(0);
+        for (int64_t c = first; c < first + group; c += kLanes, x += kLanes) {
+          const Vec some = weight.read.codes.in_order(Vec::loadu(tokens.x[n] + c));
+          some.store(x);
+          all = all + some;
+        }
+        (all * Vec(-Read::kMiddle)).store(begin);
+        *sums++ = sum(all);
+      }
+    }
+    laid_out_.assign(tokens.x, tokens.x + tokens.count);
+  }
+
+  template <int N, class Group>
+  void all_rows(const Packed<Read>& weight, const Tokens& tokens, Group group) const {
+    constexpr int R = 4, G = N == 1 || kLanes == 16 ? 2 : 1;
+    const int64_t later = weight.later(R);
+    int64_t row = 0;
+    for (; row + R <= weight.rows; row += R) some_rows<R, N, G>(weight, row, tokens, group, weight.ahead(row + later));
+    for (; row < weight.rows; ++row) some_rows<1, N, G>(weight, row, tokens, group, weight.ahead(row + later));
+  }
+
+  template <int R, int N, int G, class Group>
+  [[gnu::flatten]] void some_rows(const Packed<Read>& weight, int64_t first, const Tokens& tokens, Group group,
+                                  const uint8_t* ahead) const {
+    const auto rows = weight.some(first);
+    Vec sums[R][N];
+    unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { sums[r][n] = Vec(0); }); });
+    int64_t g = 0;
+    for (; g + G <= weight.groups; g += G) some_groups<R, N, G>(rows, g, group, ahead, sums);
+    for (; g < weight.groups; ++g) some_groups<R, N, 1>(rows, g, group, ahead, sums);
+    if constexpr (Read::kOffset) {
+      for_each_vector(weight.groups, [&](int64_t g, auto count) {
+        Vec sums_of_x[N];
+        unrolled<N>([&](auto n) { sums_of_x[n] = load(&sums_[n * weight.groups + g], count); });
+        unrolled<R>([&](auto r) {
+          const int64_t at = r * weight.groups + g;
+          const Vec scale = load(rows.scales + at, count), offset = load(rows.offsets + at, count);
+          const Vec of_middle = at::vec::fmadd(scale, Vec(Read::kMiddle), offset);
+          unrolled<N>([&](auto n) { sums[r][n] = at::vec::fmadd(of_middle, sums_of_x[n], sums[r][n]); });
+        });
+      });
+    }
+    unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { tokens.out[n][first + r] = sum(sums[r][n]); }); });
+  }
+
+  // G groups of R rows.
+  template <int R, int N, int G, class Group>
+  [[gnu::always_inline]] inline void some_groups(const typename Packed<Read>::Some& rows, int64_t g, Group group,
+                                                 const uint8_t* ahead, Vec (&sums)[R][N]) const {
+    const Packed<Read>& weight = rows.all;
+    Vec parts[R][N][G];
+    unrolled<N>([&](auto n) {
+      unrolled<G>([&](auto i) {
+        const Vec begin = Read::kOffset ? Vec::loadu(&begin_[(n * weight.groups + g + i) * kLanes]) : Vec(0);
+        unrolled<R>([&](auto r) { parts[r][n][i] = begin; });
+      });
+    });
+    const float* x = &x_[g * group];
+    for (int64_t c = 0; c < group; c += 2 * kLanes) {
+      unrolled<G>([&](auto i) {
+        unrolled<2>([&](auto v) {
+          const int64_t here = c + i * group + v * kLanes, column = g * group + here;
+          __builtin_prefetch(ahead + R * Packed<Read>::bytes(column), 0, 2);  // in memory's order
+          Vec of_tokens[N];
+          unrolled<N>([&](auto n) { of_tokens[n] = Vec::loadu(x + n * weight.columns + here); });
+          unrolled<R>([&](auto r) {
+            const Vec codes = weight.read.quick(rows.data + r * weight.row, column);
+            unrolled<N>([&](auto n) { parts[r][n][i] = at::vec::fmadd(codes, of_tokens[n], parts[r][n][i]); });
+          });
+        });
+      });
+    }
+    unrolled<R>([&](auto r) {
+      unrolled<G>([&](auto i) {
+        const Vec scale(rows.scales[r * weight.groups + g + i]);
+        unrolled<N>([&](auto n) {
+          if constexpr (Read::kUnit != 1) parts[r][n][i] = parts[r][n][i] * Vec(Read::kUnit);
+          sums[r][n] = at::vec::fmadd(scale, parts[r][n][i], sums[r][n]);
+        });
+      });
+    });
+  }
+
+  std::unique_ptr<float[], Free> x_, sums_, begin_;
+  std::vector<const float*> laid_out_;  // the tokens of x_: they stay what they are as long as this lives
+};
+
+}  // namespace
+}  // namespace moe_metal

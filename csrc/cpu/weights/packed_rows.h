@@ -1,0 +1,101 @@
+// Rows of packed weights, and their products: one template for all formats, whose readers are in formats/*.h. Every
+// format is compiled in one of the files *_rows.cpp, side by side. A reader has
+//   kColumns, kBytes      of the bytes that rows are made of
+//   kOwnScales            whether those hold the scales, too: scales() reads them then
+//   kScalesAreRare        whether many columns of many rows share one
+//   kOffset               whether a value is scale * code + offset, and else scale * code
+//   operator()            the codes of a vector of a row's columns, as floats
+//   quick                 the same in an order of its own, which codes.in_order() gives to the tokens' numbers, and in
+//                         units of kUnit; with an offset, kMiddle is the middle of the codes
+//   Dots, Tiles           products of few tokens, and of some, that the processor may have instructions for
+#pragma once
+#include "cpu/weights/packed_weight_rows.h"
+#ifdef MOE_METAL_HAS_AVX512
+#include "cpu/x86/packed_strips.h"
+#endif
+
+namespace moe_metal {
+namespace {
+
+template <class Read>
+class PackedRows final : public WeightRows {
+ public:
+  PackedRows(const Weight& weight, bool bfloat16) : rows_(weight), bfloat16_(bfloat16) {}
+
+  void product(const RowRange& rows, const RowRange& next, const Tokens& tokens, std::optional<Panel>& panel) override {
+    const uint8_t* after = rows_.prefetched(rows, next);
+    if (panel) return panel->product(rows_.some(rows, 0, rows.count, after), tokens);
+    out_.resize(tokens.count);
+    const bool tiles = bfloat16_ && Read::Tiles::takes(rows_.shape(), tokens.count);
+    const int64_t at_once = tiles ? rows_.kMost : rows_.rows_at_once();
+    for (int64_t first = 0; first < rows.count; first += at_once) {
+      for (int64_t n = 0; n < tokens.count; ++n) out_[n] = tokens.out[n] + first;
+      some_rows(rows_.some(rows, first, std::min(at_once, rows.count - first), after),
+                {tokens.x, out_.data(), tokens.count});
+    }
+  }
+  void dequantize(int64_t expert, int64_t row, float* to) override {
+    const Packed<Read>& one = rows_.some({expert, row, 1}, 0, 1, nullptr);
+    const auto some = one.some(0);
+    for_each_vector(one.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
+  }
+
+ private:
+  void some_rows(const Packed<Read>& rows, const Tokens& tokens) {
+    if (!scaled_last(rows, tokens)) return product_by_rows(rows, tokens);
+    // What has no digits comes to NaN there, and a group may have an infinite sum before its scale: once more, then,
+    // with each number scaled.
+    for (int64_t n = 0; n < tokens.count; ++n) {
+      if (!all_finite(tokens.out[n], rows.rows)) product_by_rows(rows, {tokens.x + n, tokens.out + n, 1});
+    }
+  }
+  // Products that are summed before they are scaled. -> whether there is one
+  bool scaled_last(const Packed<Read>& rows, const Tokens& tokens) {
+    if (bfloat16_ && rows.rows % Read::Tiles::kRowsAtOnce == 0 && Read::Tiles::takes(rows, tokens.count)) {
+      tiles_(rows, tokens);
+      return true;
+    }
+    if (bfloat16_ && Read::Dots::takes(rows, tokens.count)) {
+      dots_(rows, tokens);
+      return true;
+    }
+    if constexpr (kLanes >= 8) {
+      const int64_t group = rows_.weight().group;
+      if (group >= 2 * kLanes && rows.columns % group == 0 && tokens.count <= 2) {
+        tokens.count == 1 ? by_groups_.template operator()<1>(rows, tokens)
+                          : by_groups_.template operator()<2>(rows, tokens);
+        return true;
+      }
+    }
+    return false;
+  }
+
+  PackedWeightRows<Read> rows_;
+  const bool bfloat16_;  // as rows_of() has it
+  typename Read::Tiles tiles_;
+  typename Read::Dots dots_;
+  GroupDots<Read> by_groups_;
+  std::vector<float*> out_;
+};
+
+}  // namespace
+
+template <class Read>
+std::unique_ptr<WeightRows> packed_rows(const Weight& weight, bool bfloat16) {
+  return std::make_unique<PackedRows<Read>>(weight, bfloat16);
+}
+
+template <class Read>
+std::unique_ptr<PackedStrip> packed_strip([[maybe_unused]] const Weight& weight) {
+#ifdef MOE_METAL_HAS_AVX512
+  return std::make_unique<PackedStripRows<Read>>(weight);
+#else
+  return nullptr;
+#endif
+}
+
+#define MOE_METAL_ROWS_OF(Read)                                                \
+  template std::unique_ptr<WeightRows> packed_rows<Read>(const Weight&, bool); \
+  template std::unique_ptr<PackedStrip> packed_strip<Read>(const Weight&);
+
+}  // namespace moe_metal

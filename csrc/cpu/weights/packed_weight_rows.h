@@ -1,0 +1,60 @@
+// The bytes of a weight's rows, with the scales of some of them.
+#pragma once
+#include <bit>
+
+#include "cpu/weights/group_dots.h"
+#include "cpu/weights/row_scales.h"
+#include "cpu/weights/weight_rows.h"
+
+namespace moe_metal {
+namespace {
+
+// A weight's rows, and the scales of some of them.
+template <class Read>
+class PackedWeightRows {
+ public:
+  explicit PackedWeightRows(const Weight& weight) : weight_(weight), scales_(weight) {
+    some_.columns = weight.columns;
+    some_.row = weight.row;
+    some_.shift = std::countr_zero(static_cast<uint64_t>(weight.group));
+    some_.groups = scales_.groups();
+    // Scales within the data are read for some rows at once, before their codes.
+    if (Read::kOwnScales) some_.distance = rows_at_once() * weight.row;
+  }
+
+  // Until the next call: `count` of these rows from `skip` on. The others, and then `next`, are read later.
+  const Packed<Read>& some(const RowRange& rows, int64_t skip, int64_t count, const uint8_t* next) {
+    some_.rows = count;
+    some_.data = place(rows.expert, rows.first + skip);
+    some_.left = rows.count - skip;
+    some_.next = next;
+    scales_.read(rows.expert, rows.first + skip, some_);
+    return some_;
+  }
+  // Where the next rows lie, whose first scales come to the caches; those that follow where none are named.
+  const uint8_t* prefetched(const RowRange& rows, const RowRange& next) const {
+    if (next.count == 0) return place(rows.expert, rows.first + rows.count);
+    scales_.prefetch(next.expert, next.first, next.count);
+    return place(next.expert, next.first);
+  }
+  static constexpr int64_t kMost = 16;  // rows at once
+  // So few that their scales stay in the first cache, and a multiple of those that are multiplied together.
+  int64_t rows_at_once() const {
+    const int64_t numbers = scales_.groups() * (Read::kOffset ? 2 : 1);
+    return std::clamp<int64_t>(1024 / std::max<int64_t>(numbers, 1), 8, kMost) / 4 * 4;
+  }
+  const Weight& weight() const { return weight_; }
+  const ScaledRows& shape() const { return some_; }
+
+ private:
+  const uint8_t* place(int64_t expert, int64_t row) const {
+    return static_cast<const uint8_t*>(weight_.data.const_data_ptr()) + weight_.place(expert, row);
+  }
+
+  const Weight& weight_;
+  Scales<Read> scales_;
+  Packed<Read> some_;
+};
+
+}  // namespace
+}  // namespace moe_metal

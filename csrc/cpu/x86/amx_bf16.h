@@ -1,0 +1,153 @@
+// Products of tiles of bfloat16 on processors with AMX.
+#pragma once
+#include <iterator>
+
+#include "cpu/x86/weight_tiles.h"
+
+namespace moe_metal {
+
+// All eight tiles as 16 rows of 64 bytes, for the life of this object and on this thread; nothing without AMX.
+class TileShapes {
+ public:
+  TileShapes() {
+    if (amx_available()) configure();
+  }
+  ~TileShapes() {
+    if (amx_available()) restore();
+  }
+  TileShapes(const TileShapes&) = delete;
+
+ private:
+  struct alignas(64) Config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  };
+  // In memory, since compilers see just the first words that the instruction reads.
+  static constexpr Config kOurs = {
+      1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {kTile, kTile, kTile, kTile, kTile, kTile, kTile, kTile}};
+  [[MOE_METAL_AMX]] void configure() {
+    _tile_storeconfig(&before_);
+    _tile_loadconfig(&kOurs);
+  }
+  [[MOE_METAL_AMX]] void restore() { _tile_loadconfig(&before_); }
+  Config before_;
+};
+
+// What products do besides, in kParts parts for each block of k: between two products of tiles each, since the one
+// waits for the tiles' unit and the other for vectors.
+constexpr int64_t kParts = 4;
+
+struct Nothing {
+  void operator()(int64_t, int64_t) const {}
+};
+
+// So many streams as two strips have want help: 32 tokens for each of 128 experts took 58 ms without, and take 52.
+struct Prefetch {
+  const WeightTiles& weights;
+  void operator()(int64_t b, int64_t part) const {
+    constexpr int64_t kAhead = 4;
+    if (part > 0) return;
+    for (int64_t r = 0; r < kTile; ++r)
+      __builtin_prefetch(weights.data + (b + kAhead) * weights.block + r * weights.row);
+  }
+};
+
+// c[g] = a strip of weights times token tile g, of which tokens + g * size is the first block. One strip at a time: its
+// 16 rows are as many streams as memory serves well (32 were 5 % slower for one token). With each block comes
+// ahead(block, part) for its parts, which may make the blocks after it.
+template <int G, class Ahead = Nothing>
+[[MOE_METAL_AMX]] inline void multiply_tiles(const WeightTiles& weights, const at::BFloat16* tokens, int64_t size,
+                                             int64_t blocks, float (*c)[kTile][kTile], bool add,
+                                             const Ahead& ahead = Nothing()) {
+  static_assert(1 <= G && G <= 4);
+  if (add) {
+    _tile_loadd(0, c[0], 64);
+    if constexpr (G > 1) _tile_loadd(1, c[1], 64);
+    if constexpr (G > 2) _tile_loadd(2, c[2], 64);
+    if constexpr (G > 3) _tile_loadd(3, c[3], 64);
+  } else {
+    _tile_zero(0);
+    if constexpr (G > 1) _tile_zero(1);
+    if constexpr (G > 2) _tile_zero(2);
+    if constexpr (G > 3) _tile_zero(3);
+  }
+  for (int64_t b = 0; b < blocks; ++b) {
+    const at::BFloat16* here = tokens + b * kTileSize;
+    ahead(b, 0);
+    _tile_loadd(4, weights.data + (b & weights.ring) * weights.block, weights.row * 2);
+    _tile_loadd(5, here, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    ahead(b, 1);
+    if constexpr (G > 1) {
+      _tile_loadd(6, here + size, 64);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    ahead(b, 2);
+    if constexpr (G > 2) {
+      _tile_loadd(7, here + 2 * size, 64);
+      _tile_dpbf16ps(2, 4, 7);
+    }
+    ahead(b, 3);
+    if constexpr (G > 3) {
+      _tile_loadd(5, here + 3 * size, 64);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+  }
+  _tile_stored(0, c[0], 64);
+  if constexpr (G > 1) _tile_stored(1, c[1], 64);
+  if constexpr (G > 2) _tile_stored(2, c[2], 64);
+  if constexpr (G > 3) _tile_stored(3, c[3], 64);
+}
+
+// Two strips at a time, for two or three tiles of tokens, which the second strip then finds in the first cache.
+template <int G, class Ahead>
+[[MOE_METAL_AMX]] inline void multiply_two(const WeightTiles& upper, const WeightTiles& lower,
+                                           const at::BFloat16* tokens, int64_t size, int64_t blocks,
+                                           float (*c0)[kTile][kTile], float (*c1)[kTile][kTile], const Ahead& ahead) {
+  static_assert(2 <= G && G <= 3);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  if constexpr (G > 2) _tile_zero(4);
+  if constexpr (G > 2) _tile_zero(5);
+  for (int64_t b = 0; b < blocks; ++b) {
+    const at::BFloat16* here = tokens + b * kTileSize;
+    ahead(b, 0);
+    _tile_loadd(6, upper.data + (b & upper.ring) * upper.block, upper.row * 2);
+    _tile_loadd(7, here, 64);
+    _tile_dpbf16ps(0, 6, 7);
+    ahead(b, 1);
+    _tile_loadd(7, here + size, 64);
+    _tile_dpbf16ps(1, 6, 7);
+    ahead(b, 2);
+    if constexpr (G > 2) {
+      _tile_loadd(7, here + 2 * size, 64);
+      _tile_dpbf16ps(4, 6, 7);
+    }
+    _tile_loadd(6, lower.data + (b & lower.ring) * lower.block, lower.row * 2);
+    if constexpr (G > 2) {
+      _tile_dpbf16ps(5, 6, 7);
+      _tile_loadd(7, here + size, 64);
+    }
+    _tile_dpbf16ps(3, 6, 7);
+    ahead(b, 3);
+    _tile_loadd(7, here, 64);
+    _tile_dpbf16ps(2, 6, 7);
+  }
+  _tile_stored(0, c0[0], 64);
+  _tile_stored(1, c0[1], 64);
+  _tile_stored(2, c1[0], 64);
+  _tile_stored(3, c1[1], 64);
+  if constexpr (G > 2) _tile_stored(4, c0[2], 64);
+  if constexpr (G > 2) _tile_stored(5, c1[2], 64);
+}
+
+// By the number of token tiles less one.
+template <class Ahead = Nothing>
+constexpr decltype(&multiply_tiles<1, Ahead>) kMultiply[] = {multiply_tiles<1, Ahead>, multiply_tiles<2, Ahead>,
+                                                             multiply_tiles<3, Ahead>, multiply_tiles<4, Ahead>};
+constexpr int64_t kGroups = std::size(kMultiply<>);
+
+}  // namespace moe_metal

@@ -1,0 +1,164 @@
+// Products of e4m3 with few bfloat16 tokens, on processors with AVX512-BF16 and VBMI.
+//
+// e4m3 are bfloat16 exactly, so a lookup makes operands of vdpbf16ps straight from the bytes. What it gives has an
+// order of its own, in which the tokens are laid out once. Sums are float: those of a group are scaled, and added up.
+#pragma once
+#include <array>
+#include <cmath>
+
+#include "cpu/plan.h"
+#include "cpu/weights/scaled_rows.h"
+
+namespace moe_metal {
+
+// 32 floats as bfloat16; past `count` are zeros.
+[[MOE_METAL_BF16]] inline __m512i bfloat16s(const float* from, int64_t count) {
+  const auto mask = [=](int64_t first) {
+    return static_cast<__mmask16>(count >= first + 16 ? 0xffff : count <= first ? 0 : (1 << (count - first)) - 1);
+  };
+  const __m512 low = _mm512_maskz_loadu_ps(mask(0), from), high = _mm512_maskz_loadu_ps(mask(16), from + 16);
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+}
+
+// 64 e4m3: vector v has the numbers 16 l + 8 v to + 7 in its eighth l.
+class EightBits {
+ public:
+  static constexpr int64_t kColumns = 64;
+  static constexpr int kVectors = 2;
+
+  EightBits() : EightBits(magnitudes().data()) {}
+  // 128 of them.
+  explicit EightBits(const at::BFloat16* magnitudes) {
+    for (int half = 0; half < 2; ++half) {
+      const __m512i first = _mm512_loadu_si512(magnitudes + 64 * half),
+                    second = _mm512_loadu_si512(magnitudes + 64 * half + 32);
+      low_[half] = bytes_of(first, second);
+      high_[half] = bytes_of(_mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8));
+    }
+  }
+
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void operator()(__m512i bytes, __m512i (&out)[kVectors]) const {
+    const __m512i low = _mm512_permutex2var_epi8(low_[0], bytes, low_[1]);
+    const __m512i magnitude = _mm512_permutex2var_epi8(high_[0], bytes, high_[1]);
+    constexpr int kOrWithSign = 0xf8;  // a | (b & c)
+    const __m512i high =
+        _mm512_ternarylogic_epi32(magnitude, bytes, _mm512_set1_epi8(static_cast<char>(0x80)), kOrWithSign);
+    out[0] = _mm512_unpacklo_epi8(low, high);
+    out[1] = _mm512_unpackhi_epi8(low, high);
+  }
+
+  [[MOE_METAL_BF16]] static void lay_out(const float* x, int64_t count, at::BFloat16* to) {
+    const __m512i first = bfloat16s(x, count), second = bfloat16s(x + 32, count - 32);
+    _mm512_storeu_si512(to, _mm512_shuffle_i32x4(first, second, 0x88));
+    _mm512_storeu_si512(to + 32, _mm512_shuffle_i32x4(first, second, 0xdd));
+  }
+
+ private:
+  static const std::array<at::BFloat16, 128>& magnitudes() {
+    static const auto all = [] {
+      std::array<at::BFloat16, 128> values;
+      for (int i = 0; i < 128; ++i) {
+        const int exponent = i >> 3, mantissa = i & 7;
+        const float value = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
+        values[i] = i == 127 ? NAN : value;
+      }
+      return values;
+    }();
+    return all;
+  }
+  // The low bytes of 64 words.
+  static __m512i bytes_of(__m512i first, __m512i second) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(first)), _mm512_cvtepi16_epi8(second), 1);
+  }
+
+  __m512i low_[2], high_[2];
+};
+
+class E4m3Dots {
+ public:
+  static constexpr int64_t kRowsAtOnce = 1;
+  static bool takes(const ScaledRows&, int64_t tokens) { return bfloat16_available() && tokens <= kFewTokens; }
+  void operator()(const ScaledRows& rows, const Tokens& tokens) {
+    constexpr int64_t kColumns = EightBits::kColumns;
+    const int64_t bytes = at::divup(rows.columns, kColumns) * kColumns * sizeof(at::BFloat16);
+    const char* form = forms_.look_up(tokens.x, tokens.count, tokens.count * bytes, [&](char* to) {
+      const char* from = to;
+      for (int64_t n = 0; n < tokens.count; ++n, to += bytes) {
+        for (int64_t c = 0; c < rows.columns; c += kColumns) {
+          EightBits::lay_out(tokens.x[n] + c, rows.columns - c, reinterpret_cast<at::BFloat16*>(to) + c);
+        }
+      }
+      return to - from;
+    });
+    const char* forms[kFewTokens];
+    for (int64_t n = 0; n < tokens.count; ++n) forms[n] = form + n * bytes;
+    for (int64_t n = 0; n < tokens.count; n += 4) {
+      constexpr decltype(&E4m3Dots::all_rows<8, 1>) kWays[] = {&E4m3Dots::all_rows<8, 1>, &E4m3Dots::all_rows<4, 2>,
+                                                               &E4m3Dots::all_rows<2, 3>, &E4m3Dots::all_rows<2, 4>};
+      (this->*kWays[std::min<int64_t>(4, tokens.count - n) - 1])(rows, forms + n, tokens.out + n);
+    }
+  }
+
+ private:
+  template <int R, int N>
+  void all_rows(const ScaledRows& rows, const char* const* forms, float* const* out) const {
+    const int64_t later = R + rows.later(R);
+    int64_t row = 0;
+    for (; row + R <= rows.rows; row += R) some_rows<R, N>(rows, row, rows.ahead(row + later), forms, out);
+    for (; row < rows.rows; ++row) some_rows<1, N>(rows, row, rows.ahead(row + later), forms, out);
+  }
+
+  template <int R, int N>
+  [[MOE_METAL_BF16]] void some_rows(const ScaledRows& rows, int64_t first, const uint8_t* ahead,
+                                    const char* const* forms, float* const* out) const {
+    constexpr int V = EightBits::kVectors;
+    constexpr int64_t kColumns = EightBits::kColumns;
+    const int64_t chunks = at::divup(rows.columns, kColumns);
+    const uint8_t* data = rows.data + first * rows.row;
+    const float* scales = rows.scales + first * rows.groups;
+    const bool narrow = int64_t{1} << rows.shift < kColumns;
+    __m512 sums[R][N];
+    MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+      MOE_METAL_UNROLL for (int n = 0; n < N; ++n) sums[r][n] = _mm512_setzero_ps();
+    }
+    for (int64_t c = 0; c < chunks; ++c) {
+      const int64_t at = c * kColumns, left = rows.columns - at;
+      const __mmask64 bytes_left = left >= 64 ? ~0ull : (1ull << left) - 1;
+      __m512i x[N][V];
+      MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+        MOE_METAL_UNROLL for (int v = 0; v < V; ++v) {
+          x[n][v] = _mm512_load_si512(forms[n] + (at + 32 * v) * sizeof(at::BFloat16));
+        }
+      }
+      MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+        const uint8_t* here = data + r * rows.row + at;
+        __builtin_prefetch(ahead + R * at + r * kLine, 0, 2);
+        __m512i numbers[V];
+        numbers_(_mm512_maskz_loadu_epi8(bytes_left, here), numbers);
+        const float* of_row = scales + r * rows.groups;
+        __m512 scale = _mm512_set1_ps(of_row[at >> rows.shift]);
+        if (narrow) {  // the upper half of the lanes has the columns from 32 on
+          const int64_t second = std::min((at + kColumns / 2) >> rows.shift, rows.groups - 1);
+          scale = _mm512_mask_mov_ps(scale, 0xff00, _mm512_set1_ps(of_row[second]));
+        }
+        MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+          __m512 part = _mm512_setzero_ps();
+          MOE_METAL_UNROLL for (int v = 0; v < V; ++v) part = dot(part, numbers[v], x[n][v]);
+          sums[r][n] = _mm512_fmadd_ps(part, scale, sums[r][n]);
+        }
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      for (int n = 0; n < N; ++n) out[n][first + r] = sum(Vec(sums[r][n]));
+    }
+  }
+
+  [[MOE_METAL_BF16, gnu::always_inline]] static inline __m512 dot(__m512 sums, __m512i a, __m512i b) {
+    return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+
+  EightBits numbers_;
+  TokenForms forms_;
+};
+
+}  // namespace moe_metal

@@ -1,0 +1,127 @@
+// Weights and tokens as integers, for processors that multiply bytes.
+#pragma once
+#include "cpu/formats/codes.h"
+#include "cpu/weights/scaled_rows.h"
+
+namespace moe_metal {
+
+// 128 of a token's numbers: each is a multiple of one power of two, at most 2^-21 of the largest, in three digits of
+// base 256. Weights that make 0 of the largest leave what the digits cannot hold of the others, so that is kept: it has
+// digits of its own.
+struct alignas(64) Digits {
+  static constexpr int64_t kColumns = 128, kCount = 3;
+
+  int8_t digits[kCount][kColumns];  // the highest first
+  float rest[kColumns];             // what they lack
+  float unit;                       // the numbers are `unit` times what the digits say
+  bool whole;                       // nothing is lacking
+
+  // False where a number is not finite, or the largest is too small: all are 0 then. Past `count` are zeros. x may be
+  // `rest`.
+  bool set(const float* x, int64_t count) {
+    __m512 all[8], most = _mm512_setzero_ps();
+    __m512i bits = _mm512_setzero_si512();
+    __mmask16 finite = 0xffff;
+    for (int64_t i = 0; i < 8; ++i) {
+      const int64_t left = std::clamp<int64_t>(count - 16 * i, 0, 16);
+      all[i] = _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << left) - 1), x + 16 * i);
+      const __m512 magnitude = _mm512_abs_ps(all[i]);
+      bits = _mm512_or_si512(bits, _mm512_castps_si512(all[i]));
+      finite &= _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(std::numeric_limits<float>::max()), _CMP_LE_OQ);
+      most = _mm512_max_ps(most, magnitude);
+    }
+    const float largest = _mm512_reduce_max_ps(most);
+    clear();
+    if (finite != 0xffff || (largest > 0 && exponent(largest) < kSmallest)) return false;
+    const int above = std::max(exponent(largest), kSmallest) + 1;  // the largest is less than 2^kBits units
+    unit = power_of_two(above - kBits);
+    const __m512 units = _mm512_set1_ps(power_of_two(kBits - above));
+    // Nothing of a bfloat16 gets lost. Other numbers come from within `experts`, which may round them: most lose less
+    // than bfloat16 rounds off, and those below 2^-17 of the largest less than a sixteenth.
+    const bool bfloat16 = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0xffff)) == 0;
+    const __m512 bearable = _mm512_set1_ps(bfloat16 ? 0x1p-8f : 0x1p-4f);
+    // Bytes from -128 to 127 that carry: half of the base is added to each, and taken off without a carry.
+    const __m512i half = _mm512_set1_epi32(0x808080);
+    for (int64_t i = 0; i < 8; ++i) {
+      const __m512i number = _mm512_cvtps_epi32(_mm512_mul_ps(all[i], units));
+      const __m512 lost = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(number), _mm512_set1_ps(unit), all[i]);
+      const __mmask16 some =
+          _mm512_cmp_ps_mask(_mm512_abs_ps(lost), _mm512_mul_ps(_mm512_abs_ps(all[i]), bearable), _CMP_GE_OQ);
+      const __mmask16 lacking = _mm512_mask_cmp_ps_mask(some, lost, _mm512_setzero_ps(), _CMP_NEQ_OQ);
+      _mm512_store_ps(rest + 16 * i, _mm512_maskz_mov_ps(lacking, lost));
+      whole &= lacking == 0;
+      const __m512i bytes = _mm512_xor_si512(_mm512_add_epi32(number, half), half);
+      for (int64_t d = 0; d < kCount; ++d) {
+        const __m512i digit = _mm512_srli_epi32(bytes, static_cast<unsigned>(8 * (kCount - 1 - d)));
+        _mm_store_si128(reinterpret_cast<__m128i*>(digits[d] + 16 * i), _mm512_cvtepi32_epi8(digit));
+      }
+    }
+    return true;
+  }
+  void clear() {
+    std::memset(digits, 0, sizeof(digits));
+    unit = 0, whole = true;
+  }
+
+  // Of 64 bytes the even ones, then the odd ones.
+  static __m512i even_then_odd(__m512i bytes) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(bytes)),
+                              _mm512_cvtepi16_epi8(_mm512_srli_epi16(bytes, 8)), 1);
+  }
+
+ private:
+  static constexpr int kBits = 22, kSmallest = -100;
+  static int exponent(float x) { return static_cast<int>(std::bit_cast<uint32_t>(x) >> 23) - 127; }
+  static float power_of_two(int n) { return std::bit_cast<float>(static_cast<uint32_t>(n + 127) << 23); }
+};
+
+// Of a group's columns, a multiple of a vector's.
+inline float sum_of(const float* x, int64_t columns) {
+  Vec all(0);
+  for (int64_t c = 0; c < columns; c += kLanes) all = all + Vec::loadu(x + c);
+  return sum(all);
+}
+
+// Weights as integers from 0 on: codes, or e2m1 doubled.
+template <int bits, bool kE2m1s>
+struct Integers {
+  static constexpr int kBits = bits;
+  static constexpr bool kOffset = !kE2m1s;
+  static constexpr int kMiddle = kE2m1s ? 12 : 1 << (bits - 1);
+  static constexpr float kUnit = kE2m1s ? 0.5f : 1;
+
+  // 128 columns: the even ones, then the odd ones, so that a lane's sum is of eight neighbours.
+  static constexpr auto kOrder = [] {
+    std::array<uint8_t, 128> columns{};
+    for (int i = 0; i < 128; ++i) columns[i] = static_cast<uint8_t>(i % 64 * 2 + i / 64);
+    return columns;
+  }();
+  static constexpr int kColumns = 8, kBytes = bits;
+  [[gnu::always_inline]] static inline void unpack(const uint8_t* row, int64_t chunk, int64_t columns,
+                                                   __m512i (&to)[2]) {
+    const int64_t at = chunk * 64, row_bytes = columns / 2;
+    const __mmask64 left = row_bytes - at >= 64 ? ~0ull : (1ull << (row_bytes - at)) - 1;
+    split(_mm512_maskz_loadu_epi8(left, row + at), to);
+  }
+  // 64 bytes of them as a byte each: of 4 bits the even ones, then the odd ones.
+  [[gnu::always_inline]] static inline void split(__m512i bytes, __m512i (&to)[8 / bits]) {
+    to[0] = bytes;
+    if constexpr (bits == 4) to[0] = half(bytes), to[1] = half(_mm512_srli_epi16(bytes, 4));
+  }
+
+ private:
+  // The low halves of bytes.
+  [[gnu::always_inline]] static inline __m512i half(__m512i bytes) {
+    const __m512i codes = _mm512_and_si512(bytes, _mm512_set1_epi8(15));
+    if constexpr (!kE2m1s) return codes;
+    alignas(16) static constexpr auto kNumbers = [] {
+      std::array<uint8_t, 16> all{};
+      for (int i = 0; i < 16; ++i) all[i] = static_cast<uint8_t>(kE2m1[i] / kUnit + kMiddle);
+      return all;
+    }();
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kNumbers.data()));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
+  }
+};
+
+}  // namespace moe_metal

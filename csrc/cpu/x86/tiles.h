@@ -1,0 +1,137 @@
+// Matrix products in bfloat16 on processors with AMX, or with AVX512-BF16: tiles of 16 x 32 weights.
+//
+//   c[r][n] = sum over k of weight(r, k) * token[k][n]     16 rows, 16 tokens, k in steps of 32
+//
+// Weights are the left operand, which both read as it lies in memory; what they want rearranged (pairs of k side by
+// side, token by token) is the right one, and tokens are few. Matrices that are not row-major, or whose sizes are no
+// multiples of a tile's, are rearranged 16 rows at a time in cache. Sums are float, in an order that depends on the
+// matrix alone.
+#pragma once
+#include <vector>
+
+#include "cpu/x86/amx_bf16.h"
+#include "cpu/x86/avx512_bf16.h"
+
+namespace moe_metal {
+
+// `count` bfloat16, and zeros up to a tile's depth.
+inline __m512i load_part(const at::BFloat16* from, int64_t count) {
+  return _mm512_maskz_loadu_epi16(count >= kDepth ? ~0u : (1u << count) - 1, from);
+}
+
+// Rows to left operands, where AMX cannot read them as they lie: tiles of 16 rows side by side, filled up with zeros.
+inline void pack_rows(const Matrix<at::BFloat16>& weight, at::BFloat16* to) {
+  __m512i tile[kTile];
+  const auto load_row = [&](int64_t r, int64_t k) {
+    return r < weight.rows ? load_part(weight.data + r * weight.row + k, weight.columns - k) : _mm512_setzero_si512();
+  };
+  // Rows r = 0 .. 15 of column k, in the low halves of words. Rows may lie side by side or be every other one.
+  const auto load_column = [&](int64_t k) {
+    if (weight.rows <= 0 || k >= weight.columns) return _mm512_setzero_si512();
+    const auto* from = weight.data + k * weight.column;
+    if (weight.row == 1) return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((1u << weight.rows) - 1, from));
+    return _mm512_and_si512(load_part(from, 2 * weight.rows - 1), _mm512_set1_epi32(0xffff));
+  };
+  for (int64_t k = 0; k < weight.columns; k += kDepth, to += kTileSize) {
+    if (weight.column == 1) {
+      for (int64_t r = 0; r < kTile; ++r) tile[r] = load_row(r, k);
+    } else if (weight.row == 1 || weight.row == 2) {
+      for (int64_t p = 0; p < kTile; ++p) {
+        tile[p] = _mm512_or_si512(load_column(k + 2 * p), _mm512_slli_epi32(load_column(k + 2 * p + 1), 16));
+      }
+      transpose(tile);
+    } else {
+      alignas(64) at::BFloat16 gathered[kTile][kDepth] = {};
+      for (int64_t r = 0; r < weight.rows; ++r) {
+        const auto* row = weight.data + r * weight.row;
+        for (int64_t c = k; c < std::min(k + kDepth, weight.columns); ++c) gathered[r][c - k] = row[c * weight.column];
+      }
+      for (int64_t r = 0; r < kTile; ++r) tile[r] = _mm512_load_si512(gathered[r]);
+    }
+    for (int64_t r = 0; r < kTile; ++r) _mm512_storeu_si512(to + r * kDepth, tile[r]);
+  }
+}
+
+// Strips of 16 rows as left operands. Each matrix has at most 16 rows; a strip past the last row is all zeros.
+class Strips {
+ public:
+  Strips(int64_t count, int64_t columns) : tiles(count), blocks_(at::divup(columns, kDepth)) {}
+  int64_t blocks() const { return blocks_; }
+
+  void read(int64_t which, const Matrix<at::BFloat16>& weight) {
+    if (weight.column == 1 && weight.rows == kTile && weight.columns % kDepth == 0) {
+      tiles[which] = {weight.data, weight.row, kDepth};
+      return;
+    }
+    pack_rows(weight, panel(which));
+  }
+  // Where a strip comes that does not lie in memory as AMX reads it: as pack_rows() leaves it.
+  at::BFloat16* panel(int64_t which) {
+    panels_.resize(tiles.size() * blocks_ * kTileSize);
+    at::BFloat16* panel = panels_.data() + which * blocks_ * kTileSize;
+    tiles[which] = {panel, kDepth, kTileSize};
+    return panel;
+  }
+  std::vector<WeightTiles> tiles;
+
+ private:
+  int64_t blocks_;
+  std::vector<at::BFloat16> panels_;
+};
+
+// Up to 16 rows of n bfloat16 as a right operand: pairs of k side by side, row by row. Zeros fill it up. The pairs of
+// the next k stand `step` further.
+template <class RowOf>
+inline void pack_right(RowOf&& row_of, int64_t count, int64_t n, at::BFloat16* to, int64_t step = kDepth) {
+  for (int64_t k = 0; k < n; k += kDepth) {
+    __m512i tile[kTile];
+    for (int64_t i = 0; i < kTile; ++i) {
+      tile[i] = i < count ? load_part(row_of(i) + k, n - k) : _mm512_setzero_si512();
+    }
+    transpose(tile);
+    for (int64_t p = 0; p < kTile; ++p, to += step) _mm512_storeu_si512(to, tile[p]);
+  }
+}
+
+// The products of two strips with up to kGroups groups of tokens.
+struct Products {
+  alignas(64) float c[2][kGroups][kTile][kTile];
+
+  // One group is bound by memory, which serves one strip's streams best; the sums of four leave no room for a second's.
+  static bool in_pairs(int64_t groups) { return groups == 2 || groups == 3; }
+
+  void multiply(const Strips& strips, const at::BFloat16* tokens, int64_t size, int64_t groups) {
+    const int64_t blocks = strips.blocks();
+    if (!amx_available()) {
+      for (int w = 0; w < 2; ++w) {
+        for (int64_t i = 0; i < groups; i += 2) {
+          (i + 1 < groups ? multiply_by_vectors<2> : multiply_by_vectors<1>)(strips.tiles[w], tokens + i * size, size,
+                                                                             blocks, c[w] + i);
+        }
+      }
+    } else if (in_pairs(groups)) {
+      multiply(strips, tokens, size, groups, Prefetch{strips.tiles[0]}, Prefetch{strips.tiles[1]});
+    } else {
+      multiply(strips, tokens, size, groups, Nothing(), Nothing());
+    }
+  }
+
+  // With AMX. With each block of a strip comes ahead(block, part), which may make the blocks after it.
+  template <class Ahead>
+  void multiply(const Strips& strips, const at::BFloat16* tokens, int64_t size, int64_t groups, const Ahead& upper,
+                const Ahead& lower) {
+    const int64_t blocks = strips.blocks();
+    if (in_pairs(groups)) {
+      // 52 ms instead of 56 strip by strip
+      const auto both = [&](int64_t block, int64_t part) { upper(block, part), lower(block, part); };
+      (groups == 2 ? multiply_two<2, decltype(both)> : multiply_two<3, decltype(both)>)(strips.tiles[0],
+                                                                                        strips.tiles[1], tokens, size,
+                                                                                        blocks, c[0], c[1], both);
+    } else {
+      kMultiply<Ahead>[groups - 1](strips.tiles[0], tokens, size, blocks, c[0], false, upper);
+      kMultiply<Ahead>[groups - 1](strips.tiles[1], tokens, size, blocks, c[1], false, lower);
+    }
+  }
+};
+
+}  // namespace moe_metal
