@@ -1,5 +1,5 @@
-"""Builds the CPU backend for ARM on another machine, as a program that qemu runs: calls.cpp, with the sources and flags
-of setup.py, against the aarch64 wheel of torch.
+"""Builds the ops of packed weights for ARM on another machine, as a program that qemu runs: calls.cpp, with the sources
+and flags of setup.py, against the aarch64 wheel of torch.
 
 It is compiled for the M1, by clang, since Apple's compiler is one and takes that processor where none is named.
 """
@@ -26,6 +26,7 @@ ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "arm"
 TORCH = torch.__version__.partition("+")[0]
 CROSS = Path("/usr/aarch64-linux-gnu")  # the C and C++ libraries of Debian's cross compilers
+OPS = ("dequantize", "experts", "linear")
 PACKAGES = "clang-19 qemu-user g++-aarch64-linux-gnu"
 # Of CUDA's libraries, which the wheel's CPU library wants to find and does not call.
 STUBS = ("libcudart.so", "libcupti.so")
@@ -103,6 +104,15 @@ def system_root() -> Path:
     return folder
 
 
+def one_thread() -> Path:
+    """The folder of an omp.h: clang brings none, and here one thread does all."""
+    folder = BUILD / "one_thread"
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("omp_get_num_threads() { return 1; }", "omp_get_thread_num() { return 0; }")
+    (folder / "omp.h").write_text("".join(f"inline int {name}\n" for name in names))
+    return folder
+
+
 def arm_extensions() -> list[CppExtension]:
     """What setup.py builds on such a machine: its own answer."""
     taken = {}
@@ -115,11 +125,11 @@ def arm_extensions() -> list[CppExtension]:
 
 
 def ninja_file(torch_folder: Path, sources: Path) -> str:
-    include = f"-I{sources} -I{ROOT / 'shaders'} -isystem {torch_folder / 'include'}"
+    include = f"-I{sources} -I{ROOT / 'shaders'} -isystem {torch_folder / 'include'} -isystem {one_thread()}"
     compiler = f"{clang()} --target=aarch64-linux-gnu"
     cache = "ccache " if shutil.which("ccache") else ""
     lines = [
-        f"rule compile\n  command = {cache}{compiler} -fPIE -mcpu=apple-m1 {include} $flags -MMD -MF $out.d -c $in -o $out\n"
+        f"rule compile\n  command = {cache}{compiler} -fPIE -mcpu=apple-m1 -D_OPENMP=201511 {include} $flags -MMD -MF $out.d -c $in -o $out\n"
         "  depfile = $out.d\n  deps = gcc",
         f"rule link\n  command = {compiler} $in -o $out -L{torch_folder / 'lib'} -ltorch_cpu -lc10 "
         f"-Wl,-rpath,{torch_folder / 'lib'} -Wl,--allow-shlib-undefined",
@@ -129,9 +139,11 @@ def ninja_file(torch_folder: Path, sources: Path) -> str:
         flags = " ".join(flag for flag in extension.extra_compile_args if flag != "-fopenmp")
         for source in extension.sources:
             place = sources / Path(source).relative_to("csrc")
+            if "cpu" in Path(source).parts and Path(source).stem not in OPS and "_rows" not in Path(source).stem:
+                continue
             objects.append(f"{extension.name}/{Path(source).stem}.o")
             lines.append(f"build {objects[-1]}: compile {place}\n  flags = {flags}")
-    lines.append(f"build calls.o: compile {HERE / 'calls.cpp'}\n  flags = -std=c++20 -O1")
+    lines.append(f"build calls.o: compile {HERE / 'calls.cpp'}\n  flags = -std=c++20 -O1 -DCPU_CAPABILITY=DEFAULT")
     lines.append(f"build calls: link calls.o {' '.join(objects)}\ndefault calls\n")
     return "\n".join(lines)
 

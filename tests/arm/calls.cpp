@@ -1,16 +1,25 @@
-// The CPU backend on ARM, as a process that answers calls: emulated.py sends them, and says how.
+// The ops of packed weights on ARM, as a process that answers calls: emulated.py sends them, and says how.
 //
 // Each argument's memory ends where a page begins that cannot be read, so that a read beyond it ends the process.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/from_blob.h>
 #include <sys/mman.h>
+#include <torch/library.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstring>
 #include <string>
 #include <vector>
+
+#include "cpu/ops.h"
+
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m) {
+  m.impl("dequantize", &moe_metal::dequantize<moe_metal::run_dequantize>);
+  m.impl("experts", &moe_metal::experts<moe_metal::run_experts>);
+  m.impl("linear", &moe_metal::linear<moe_metal::run_linear>);
+}
 
 namespace {
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from arm.build import command
+from arm.build import OPS, command
 
 # c10::ScalarType
 DTYPES = {
@@ -133,8 +133,8 @@ emulated = Emulated(Path(os.environ["ARM_CALLS"]))
 
 
 def pytest_configure(config) -> None:
-    import torch_moe_metal
+    import torch_moe_metal  # noqa: F401  the ops
 
     config.library = torch.library.Library("moe_metal", "IMPL")
-    for name in torch_moe_metal.arguments.ARGUMENTS:
+    for name in OPS:
         take_over(config.library, name, emulated)

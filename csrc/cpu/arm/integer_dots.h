@@ -4,7 +4,7 @@
 // fours of them, exactly; what is rounded is a group's sum. So nothing of a bfloat16 token gets lost.
 #pragma once
 #include "cpu/arm/digits.h"
-#include "cpu/formats/codes.h"
+#include "cpu/plan.h"
 #include "cpu/weights/scaled_rows.h"
 
 namespace moe_metal {
@@ -184,7 +184,7 @@ class IntegerDots {
     if constexpr (requires { Numbers::kGroup; }) {
       const int64_t column = begin % Numbers::kColumns + at;  // a block is a part of a chunk, or two chunks
       const uint8_t* block = row + (begin / Numbers::kColumns + column / Numbers::kColumns) * Numbers::kBytes;
-      const Bytes codes = Numbers::codes(block, column % Numbers::kColumns);
+      const auto codes = Numbers::codes(block, column % Numbers::kColumns);
       return std::bit_cast<int8x16_t>(codes - static_cast<uint8_t>(Numbers::kMiddle));
     } else {
       return Numbers::from_middle(row, begin + at);

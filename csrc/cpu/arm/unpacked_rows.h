@@ -6,58 +6,6 @@
 namespace moe_metal {
 namespace {
 
-// The codes of 16 columns, in units of Read::kUnit.
-template <class Read>
-[[gnu::always_inline]] inline void floats_at(const Read& read, const uint8_t* row, int64_t column, Sixteen& to) {
-  if constexpr (Read::kOwnScales) {
-    read.floats(row, column, to);
-  } else {
-    read.codes.floats(row + Packed<Read>::bytes(column), to);
-  }
-}
-
-// Fewer than 16, where formats may have them: those of a byte each.
-template <class Read>
-inline void last_floats_at(const Read& read, const uint8_t* row, int64_t column, int64_t count, Sixteen& to) {
-  uint8_t some[kSixteen] = {};
-  std::memcpy(some, row + column, count);
-  floats_at(read, some, 0, to);
-}
-
-template <class Read>
-[[gnu::always_inline]] inline Vec scaled(const Vec& code, const Vec& scale, const Vec& offset) {
-  if constexpr (Read::kOffset) return at::vec::fmadd(code, scale, offset);
-  if constexpr (Read::kUnit != 1) return code * Vec(Read::kUnit) * scale;
-  return code * scale;
-}
-
-// The numbers of row `r`.
-template <class Read>
-inline void unpack(const Packed<Read>& rows, int64_t r, float* to) {
-  const uint8_t *row = rows.data + r * rows.row, *next = rows.ahead(r + 8);
-  const float *scales = rows.scales + r * rows.groups, *offsets = rows.offsets + r * rows.groups;
-  const int64_t group = int64_t{1} << rows.shift;
-  for (int64_t first = 0; first < rows.columns; first += group, ++scales, ++offsets) {
-    const Vec scale(*scales), offset(Read::kOffset ? *offsets : 0);
-    const int64_t end = std::min(first + group, rows.columns);
-    int64_t column = first;
-    if (next) __builtin_prefetch(next + Packed<Read>::bytes(first));
-    for (; column + kSixteen <= end; column += kSixteen) {
-      Sixteen codes;
-      floats_at(rows.read, row, column, codes);
-      unrolled<4>([&](auto v) { store(to + column + v * kLanes, scaled<Read>(codes[v], scale, offset), Whole()); });
-    }
-    if constexpr (Packed<Read>::bytes(1) == 1) {
-      if (column == end) continue;
-      Sixteen codes;
-      last_floats_at(rows.read, row, column, end - column, codes);
-      float some[kSixteen];
-      unrolled<4>([&](auto v) { store(some + v * kLanes, scaled<Read>(codes[v], scale, offset), Whole()); });
-      std::copy_n(some, end - column, to + column);
-    }
-  }
-}
-
 template <class Read>
 class UnpackedRows {
  public:
@@ -75,7 +23,42 @@ class UnpackedRows {
     }
   }
 
+  // The numbers of row `r`.
+  static void unpack(const Packed<Read>& rows, int64_t r, float* to) {
+    const uint8_t* row = rows.data + r * rows.row;
+    const float *scales = rows.scales + r * rows.groups, *offsets = rows.offsets + r * rows.groups;
+    const int64_t group = int64_t{1} << rows.shift;
+    for (int64_t first = 0; first < rows.columns; first += group, ++scales, ++offsets) {
+      const Vec scale(*scales), offset(Read::kOffset ? *offsets : 0);
+      const int64_t end = std::min(first + group, rows.columns);
+      int64_t column = first;
+      for (; column + kSixteen <= end; column += kSixteen) {
+        Sixteen numbers;
+        rows.read.floats(row, column, numbers);
+        scaled(numbers, scale, offset, to + column);
+      }
+      if (column < end) last_of_a_row(rows.read, row + column, end - column, scale, to + column);
+    }
+  }
+
  private:
+  [[gnu::always_inline]] static void scaled(const Sixteen& codes, const Vec& scale, const Vec& offset, float* to) {
+    unrolled<4>([&](auto v) {
+      const Vec code = Read::kUnit == 1 ? codes[v] : codes[v] * Vec(Read::kUnit);
+      store(to + v * kLanes, Read::kOffset ? at::vec::fmadd(code, scale, offset) : code * scale, Whole());
+    });
+  }
+  // Fewer than 16 columns are left where each has a byte, and nowhere else.
+  static void last_of_a_row(const Read& read, const uint8_t* from, int64_t count, const Vec& scale, float* to) {
+    uint8_t bytes[kSixteen] = {};
+    std::memcpy(bytes, from, count);
+    Sixteen numbers;
+    read.floats(bytes, 0, numbers);
+    float some[kSixteen];
+    scaled(numbers, scale, Vec(0), some);
+    std::copy_n(some, count, to);
+  }
+
   std::unique_ptr<float[], Free> floats_;
   int64_t columns_ = 0;
   std::vector<float*> out_;
