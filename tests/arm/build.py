@@ -160,7 +160,7 @@ def build(sources: Path = ROOT / "csrc", folder: Path = BUILD / "built") -> Path
 
 def command(program: Path) -> list[str]:
     """How to start it."""
-    return ["qemu-aarch64", "-cpu", "neoverse-n1", "-L", str(system_root()), "-E",
+    return ["qemu-aarch64", "-cpu", "max,sve=off", "-L", str(system_root()), "-E",
             f"LD_LIBRARY_PATH={fetch_torch() / 'lib'}", str(program)]  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-// Packed numbers for NEON, sixteen at a time: a vector of bytes has them all, and four of float. Reads no byte beyond the
-// last number's.
+// Packed numbers for NEON, sixteen at a time: a vector of bytes has them all, and four of float. Reads no byte beyond
+// the last number's.
 #pragma once
 #include <arm_neon.h>
 
@@ -67,7 +67,9 @@ template <int bits>
 // Integers of `bits`.
 template <int bits>
 struct Codes {
-  [[gnu::always_inline]] static void floats(const uint8_t* from, Sixteen& to) { to_floats<false>(spread<bits>(from), to); }
+  [[gnu::always_inline]] static void floats(const uint8_t* from, Sixteen& to) {
+    to_floats<false>(spread<bits>(from), to);
+  }
 };
 
 // e2m1, of which the higher byte of a float16 says all.

@@ -161,9 +161,7 @@ class IntegerDots {
       unrolled<R>([&](auto r) {
         const int8x16_t numbers = from_middle(rows.data + (first + r) * rows.row, begin, at + i);
         unrolled<N>([&](auto n) {
-          unrolled<kDigits>([&](auto d) {
-            of_digits[r][n][d] = vdotq_s32(of_digits[r][n][d], numbers, digits[n][d]);
-          });
+          unrolled<kDigits>([&](auto d) { of_digits[r][n][d] = vdotq_s32(of_digits[r][n][d], numbers, digits[n][d]); });
         });
       });
     }
@@ -198,7 +196,8 @@ class IntegerDots {
     const float *scales = rows.scales + first * rows.groups, *offsets = rows.offsets + first * rows.groups;
     for_each_vector(rows.groups, [&](int64_t g, auto count) {
       unrolled<R>([&](auto r) {
-        const Vec scale = load(scales + r * rows.groups + g, count), offset = load(offsets + r * rows.groups + g, count);
+        const Vec scale = load(scales + r * rows.groups + g, count),
+                  offset = load(offsets + r * rows.groups + g, count);
         const Vec of_middle = at::vec::fmadd(scale, Vec(Numbers::kMiddle), offset);
         unrolled<N>([&](auto n) {
           const Vec of_x = load(reinterpret_cast<const float*>(x[n] + 2 * chunks) + g, count);

@@ -238,8 +238,10 @@ struct InARow {
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count count) const {
     const uint8_t* from = row + column * bytes / columns;
-    if constexpr (requires { codes(from, count); }) return codes(from, count);
-    else return codes(from);
+    if constexpr (requires { codes(from, count); })
+      return codes(from, count);
+    else
+      return codes(from);
   }
   [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const {
     return codes.quick(row + column * bytes / columns);
