@@ -98,83 +98,108 @@ class IntegerDots {
     for (; row < rows.rows; ++row) some_rows<1, N>(rows, row, forms, out);
   }
 
+  // R rows from `first` on: where their numbers and their scales begin.
+  template <int R>
+  struct Rows {
+    const uint8_t* data[R];
+    const float* scales[R];
+    int64_t columns;
+    int shift;
+    Rows(const ScaledRows& rows, int64_t first) : columns(rows.columns), shift(rows.shift) {
+      MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+        data[r] = rows.data + (first + r) * rows.row;
+        scales[r] = rows.scales + (first + r) * rows.groups;
+      }
+    }
+  };
+
   template <int R, int N>
-  [[gnu::flatten]] void some_rows(const ScaledRows& rows, int64_t first, const char* const* forms,
-                                  float* const* out) const {
+  void some_rows(const ScaledRows& rows, int64_t first, const char* const* forms, float* const* out) const {
+    constexpr int64_t kBytes = R * kColumns * Numbers::kBytes / Numbers::kColumns;
     const int64_t chunks = at::divup(rows.columns, kColumns);
     const uint8_t* ahead = rows.ahead(first + R + rows.later(R));
+    const Rows<R> some(rows, first);
     const Chunk* x[N];
-    unrolled<N>([&](auto n) { x[n] = reinterpret_cast<const Chunk*>(forms[n]); });
-    Vec sums[R][N];
-    unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { sums[r][n] = Vec(0); }); });
+    float32x4_t sums[R][N];
+    int64_t rests = 0;
+    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+      x[n] = reinterpret_cast<const Chunk*>(forms[n]);
+      rests += x[n]->rests;
+      MOE_METAL_UNROLL for (int r = 0; r < R; ++r) sums[r][n] = vdupq_n_f32(0);
+    }
     for (int64_t c = 0; c < chunks; ++c) {
       const Chunk* here[N];
-      unrolled<N>([&](auto n) { here[n] = x[n] + c; });
-      constexpr int64_t kBytes = kColumns * Numbers::kBytes / Numbers::kColumns;
-      for (int64_t line = 0; line < R * kBytes; line += kLine) __builtin_prefetch(ahead + R * c * kBytes + line);
-      add<R, N>(rows, first, c, here, sums);
+      MOE_METAL_UNROLL for (int n = 0; n < N; ++n) here[n] = x[n] + c;
+      for (int64_t line = 0; line < kBytes; line += kLine) __builtin_prefetch(ahead + c * kBytes + line);
+      add<R, N>(some, c, here, sums);
     }
-    unrolled<N>([&](auto n) {
-      for (const Chunk *rest = x[n] + chunks, *end = rest + x[n]->rests; rest < end; ++rest) {
-        const Chunk* here[1] = {rest};
-        Vec of_rest[R][1];
-        unrolled<R>([&](auto r) { of_rest[r][0] = sums[r][n]; });
-        add<R, 1>(rows, first, rest->place, here, of_rest);
-        unrolled<R>([&](auto r) { sums[r][n] = of_rest[r][0]; });
-      }
-    });
-    if constexpr (Numbers::kOffset) add_offsets<R, N>(rows, first, x, sums);
-    unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { out[n][first + r] = sum(sums[r][n]); }); });
+    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+      MOE_METAL_UNROLL for (int r = 0; r < R; ++r) out[n][first + r] = sum(Vec(sums[r][n]));
+      if (rests > 0) add_rests<R>(some, x[n], chunks, out[n] + first);
+    }
+    if constexpr (Numbers::kOffset) add_offsets<R, N>(rows, first, x, out);
+  }
+
+  // Few tokens have any.
+  template <int R>
+  [[gnu::noinline]] static void add_rests(const Rows<R>& rows, const Chunk* x, int64_t chunks, float* out) {
+    float32x4_t sums[R][1];
+    for (int r = 0; r < R; ++r) sums[r][0] = vdupq_n_f32(0);
+    for (int64_t i = 0; i < x->rests; ++i) {
+      const Chunk* const rest[1] = {x + chunks + i};
+      add<R, 1>(rows, rest[0]->place, rest, sums);
+    }
+    for (int r = 0; r < R; ++r) out[r] += sum(Vec(sums[r][0]));
   }
 
   // The products of a chunk. A whole one of blocks is unrolled, so that where its numbers lie is known when compiling.
   template <int R, int N>
-  [[gnu::always_inline]] static void add(const ScaledRows& rows, int64_t first, int64_t c, const Chunk* const (&x)[N],
-                                         Vec (&sums)[R][N]) {
+  [[gnu::always_inline]] static void add(const Rows<R>& rows, int64_t c, const Chunk* const (&x)[N],
+                                         float32x4_t (&sums)[R][N]) {
     const int64_t begin = c * kColumns, columns = std::min(kColumns, rows.columns - begin);
     if constexpr (requires { Numbers::kGroup; }) {
+      constexpr int64_t kGroup = Numbers::kGroup;
       if (columns == kColumns) {
-        unrolled<kColumns / Numbers::kGroup>([&](auto g) {
-          add_group<R, N>(rows, first, begin, std::integral_constant<int64_t, g * Numbers::kGroup>(),
-                          std::integral_constant<int64_t, Numbers::kGroup>(), x, sums);
-        });
-        return;
+        MOE_METAL_UNROLL for (int64_t at = 0; at < kColumns; at += kGroup) add_group(rows, begin, at, kGroup, x, sums);
+      } else {
+        for (int64_t at = 0; at < columns; at += kGroup) add_group(rows, begin, at, kGroup, x, sums);
       }
+    } else {
+      const int64_t group = std::min(int64_t{1} << rows.shift, kColumns);
+      for (int64_t at = 0; at < columns; at += group) add_group(rows, begin, at, group, x, sums);
     }
-    const int64_t group = std::min(int64_t{1} << rows.shift, kColumns);
-    for (int64_t at = 0; at < columns; at += group) add_group<R, N>(rows, first, begin, at, group, x, sums);
   }
 
   // Those of the columns of a chunk that share a scale.
-  template <int R, int N, class At, class Group>
-  [[gnu::always_inline]] static void add_group(const ScaledRows& rows, int64_t first, int64_t begin, At at, Group group,
-                                               const Chunk* const (&x)[N], Vec (&sums)[R][N]) {
-    int32x4_t of_digits[R][N][kDigits];
-    unrolled<R>([&](auto r) {
-      unrolled<N>([&](auto n) { unrolled<kDigits>([&](auto d) { of_digits[r][n][d] = vdupq_n_s32(0); }); });
-    });
-    for (int64_t i = 0; i < group; i += kSixteen) {
+  template <int R, int N>
+  [[gnu::always_inline]] static void add_group(const Rows<R>& rows, int64_t begin, int64_t at, int64_t group,
+                                               const Chunk* const (&x)[N], float32x4_t (&sums)[R][N]) {
+    int32x4_t of_digits[R][N][kDigits] = {};
+    MOE_METAL_UNROLL for (int64_t i = 0; i < group; i += kSixteen) {
       int8x16_t digits[N][kDigits];
-      unrolled<N>([&](auto n) {
-        unrolled<kDigits>([&](auto d) { digits[n][d] = vld1q_s8(x[n]->digits[(at + i) / kSixteen][d]); });
-      });
-      unrolled<R>([&](auto r) {
-        const int8x16_t numbers = from_middle(rows.data + (first + r) * rows.row, begin, at + i);
-        unrolled<N>([&](auto n) {
-          unrolled<kDigits>([&](auto d) { of_digits[r][n][d] = vdotq_s32(of_digits[r][n][d], numbers, digits[n][d]); });
-        });
-      });
+      MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+        const auto& all = x[n]->digits[(at + i) / kSixteen];
+        MOE_METAL_UNROLL for (int d = 0; d < kDigits; ++d) digits[n][d] = vld1q_s8(all[d]);
+      }
+      MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+        const int8x16_t numbers = from_middle(rows.data[r], begin, at + i);
+        MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+          MOE_METAL_UNROLL for (int d = 0; d < kDigits; ++d) {
+            of_digits[r][n][d] = vdotq_s32(of_digits[r][n][d], numbers, digits[n][d]);
+          }
+        }
+      }
     }
-    const float* scales = rows.scales + first * rows.groups + ((begin + at) >> rows.shift);
-    unrolled<R>([&](auto r) {
-      const Vec scale(scales[r * rows.groups]);
-      unrolled<N>([&](auto n) {
+    const int64_t place = (begin + at) >> rows.shift;
+    MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+      const float scale = rows.scales[r][place];
+      MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
         const auto& all = of_digits[r][n];
-        const Vec high = vcvtq_f32_s32(vmlaq_n_s32(all[1], all[0], 256)), low = vcvtq_f32_s32(all[2]);
-        const Vec part = at::vec::fmadd(high, Vec(256), low) * Vec(x[n]->unit);
-        sums[r][n] = at::vec::fmadd(part, scale, sums[r][n]);
-      });
-    });
+        const float32x4_t high = vcvtq_f32_s32(vmlaq_n_s32(all[1], all[0], 256)), low = vcvtq_f32_s32(all[2]);
+        const float32x4_t part = vmulq_n_f32(vfmaq_n_f32(low, high, 256), x[n]->unit);
+        sums[r][n] = vfmaq_n_f32(sums[r][n], part, scale);
+      }
+    }
   }
 
   // 16 numbers from column begin + at on, where `begin` is a chunk's first.
@@ -191,9 +216,11 @@ class IntegerDots {
 
   // What the offsets add is a product of its own, with groups side by side.
   template <int R, int N>
-  static void add_offsets(const ScaledRows& rows, int64_t first, const Chunk* const (&x)[N], Vec (&sums)[R][N]) {
+  static void add_offsets(const ScaledRows& rows, int64_t first, const Chunk* const (&x)[N], float* const* out) {
     const int64_t chunks = at::divup(rows.columns, kColumns);
     const float *scales = rows.scales + first * rows.groups, *offsets = rows.offsets + first * rows.groups;
+    Vec sums[R][N];
+    unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { sums[r][n] = Vec(0); }); });
     for_each_vector(rows.groups, [&](int64_t g, auto count) {
       unrolled<R>([&](auto r) {
         const Vec scale = load(scales + r * rows.groups + g, count),
@@ -205,6 +232,7 @@ class IntegerDots {
         });
       });
     });
+    unrolled<N>([&](auto n) { unrolled<R>([&](auto r) { out[n][first + r] += sum(Vec(sums[r][n])); }); });
   }
 
   TokenForms forms_;
