@@ -24,13 +24,15 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: F401
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "arm"
+BUILT = BUILD / "built"
 TORCH = torch.__version__.partition("+")[0]
 CROSS = Path("/usr/aarch64-linux-gnu")  # the C and C++ libraries of Debian's cross compilers
 OPS = ("dequantize", "experts", "linear")
 PACKAGES = "clang-19 qemu-user g++-aarch64-linux-gnu"
 # Of CUDA's libraries, which the wheel's CPU library wants to find and does not call.
 STUBS = ("libcudart.so", "libcupti.so")
-# What PyTorch asks the system about its processor. Unanswered, qemu shows it this machine's answers, and cpuinfo crashes.
+# What PyTorch asks the system about its processor. qemu would let it read the answers of this machine, on which its
+# library cpuinfo crashes.
 SYSTEM = {
     "proc/cpuinfo": (
         "processor\t: 0\nBogoMIPS\t: 48.00\nFeatures\t: fp asimd atomics fphp asimdhp asimdrdm asimddp\n"
@@ -124,35 +126,38 @@ def arm_extensions() -> list[CppExtension]:
     return taken["ext_modules"]
 
 
-def ninja_file(torch_folder: Path, sources: Path) -> str:
+def ninja_file(torch_folder: Path, sources: Path, reached: set[str] | None) -> str:
     include = f"-I{sources} -I{ROOT / 'shaders'} -isystem {torch_folder / 'include'} -isystem {one_thread()}"
     compiler = f"{clang()} --target=aarch64-linux-gnu"
     cache = "ccache " if shutil.which("ccache") else ""
+    compile_ = f"{cache}{compiler} -fPIE -mcpu=apple-m1 -D_OPENMP=201511 {include} $flags"
+    libraries = torch_folder / "lib"
     lines = [
-        f"rule compile\n  command = {cache}{compiler} -fPIE -mcpu=apple-m1 -D_OPENMP=201511 {include} $flags -MMD -MF $out.d -c $in -o $out\n"
-        "  depfile = $out.d\n  deps = gcc",
-        f"rule link\n  command = {compiler} $in -o $out -L{torch_folder / 'lib'} -ltorch_cpu -lc10 "
-        f"-Wl,-rpath,{torch_folder / 'lib'} -Wl,--allow-shlib-undefined",
+        f"rule compile\n  command = {compile_} -MMD -MF $out.d -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
+        f"rule link\n  command = {compiler} $in -o $out -L{libraries} -ltorch_cpu -lc10 -Wl,--allow-shlib-undefined",
     ]
-    objects = []
+    files = {HERE / "calls.cpp": "-std=c++20 -O1 -DCPU_CAPABILITY=DEFAULT"}
     for extension in arm_extensions():
         flags = " ".join(flag for flag in extension.extra_compile_args if flag != "-fopenmp")
-        for source in extension.sources:
-            place = sources / Path(source).relative_to("csrc")
-            if "cpu" in Path(source).parts and Path(source).stem not in OPS and "_rows" not in Path(source).stem:
-                continue
-            objects.append(f"{extension.name}/{Path(source).stem}.o")
-            lines.append(f"build {objects[-1]}: compile {place}\n  flags = {flags}")
-    lines.append(f"build calls.o: compile {HERE / 'calls.cpp'}\n  flags = -std=c++20 -O1 -DCPU_CAPABILITY=DEFAULT")
-    lines.append(f"build calls: link calls.o {' '.join(objects)}\ndefault calls\n")
+        for source in map(Path, extension.sources):
+            if extension.name.endswith("_C") or source.stem in OPS or "_rows" in source.stem:
+                files[sources / source.relative_to("csrc")] = flags
+    objects = []
+    for source, flags in files.items():
+        if reached is None or source.stem in reached:
+            objects.append(f"{source.stem}.o")
+            lines.append(f"build {objects[-1]}: compile {source}\n  flags = {flags}")
+        else:
+            objects.append(f"{BUILT / source.stem}.o")
+    lines.append(f"build calls: link {' '.join(objects)}\ndefault calls\n")
     return "\n".join(lines)
 
 
-def build(sources: Path = ROOT / "csrc", folder: Path = BUILD / "built") -> Path:
-    """-> the program"""
+def build(sources: Path = ROOT / "csrc", folder: Path = BUILT, reached: set[str] | None = None) -> Path:
+    """The program. Where only files `reached` differ from those that were built before, only these are compiled."""
     torch_folder = fetch_torch()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text(ninja_file(torch_folder, sources))
+    (folder / "build.ninja").write_text(ninja_file(torch_folder, sources, reached))
     jobs = os.environ.get("MAX_JOBS") or os.cpu_count()
     run(sys.executable, "-m", "ninja", "-C", folder, "-j", str(jobs))
     return folder / "calls"

@@ -104,29 +104,23 @@ void write_tensor(const at::Tensor& given) {
   write_all(tensor.const_data_ptr(), tensor.nbytes());
 }
 
-// The outputs, and then the arguments that were written.
+// These ops have one output each and write no argument.
 void answer() {
   const auto name = read_string();
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("moe_metal::" + name).c_str(), "");
   std::vector<c10::IValue> stack(read<int64_t>());
   for (auto& value : stack) value = read_value();
-  std::vector<at::Tensor> tensors;
-  const auto& arguments = op.schema().arguments();
-  for (size_t i = 0; i < stack.size(); ++i) {
-    if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite()) tensors.push_back(stack[i].toTensor());
-  }
   try {
     op.callBoxed(stack);
   } catch (const c10::Error& error) {
     const std::string message = error.what_without_backtrace();
-    write(int64_t{-1});
+    write(int64_t{0});
     write(static_cast<int64_t>(message.size()));
     write_all(message.data(), message.size());
     return;
   }
-  write(static_cast<int64_t>(stack.size() + tensors.size()));
-  for (const auto& value : stack) write_tensor(value.toTensor());
-  for (const auto& tensor : tensors) write_tensor(tensor);
+  write(int64_t{1});
+  write_tensor(stack[0].toTensor());
 }
 
 }  // namespace
