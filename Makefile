@@ -3,6 +3,7 @@
 #   make test      the fast tests, on the CPU and on mps (a Mac's own, else the simulated one)
 #   make test-sim  the simulated Metal's own tests;  make test-tools  tests of the benchmarks, the fuzzer and other tools
 #   make test-slow slow tests: broken kernels, emulated AMX, wheels, every alternative of tuning, 100 runs
+#   make test-arm  the CPU's readers of packed weights on an emulated ARM processor
 #   make test-all  all of these and the full grid of cases: hours
 #   make fuzz      random calls of every op against the reference, and broken checkpoints; CASES=20000 CHECKPOINTS=500 SEED=7
 #                  choose them, CASE=avx2-123 runs one
@@ -48,7 +49,7 @@ SIM_FILES += $(wildcard tests/gpu/shim/*.h)
 CHECKED := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 MTL_SHADER_VALIDATION_REPORT_TO_STDERR=1
 export MAX_JOBS
 
-.PHONY: help demo test test-sim test-tools test-slow test-all bench tune benchmarks doctor validate mps report shaders cross wheel fuzz sanitize lint ci workflow format clean distclean
+.PHONY: help demo test test-sim test-tools test-slow test-arm test-all bench tune benchmarks doctor validate mps report shaders cross wheel fuzz sanitize lint ci workflow format clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -91,7 +92,10 @@ test-tools: $(BUILT) $(BIN)/.ready-to-test
 	$(PYTEST) -m "not slow" $(TOOL_TESTS)
 
 test-slow: build/installed-all $(BIN)/.ready-to-test
-	$(PYTEST) -m "slow and not full_grid"
+	$(PYTEST) -m "slow and not full_grid" --ignore=tests/test_arm.py
+
+test-arm: $(BUILT) $(BIN)/.ready-to-test
+	MOE_METAL_DEVICES=cpu $(BIN)/python -m pytest tests/test_arm.py
 
 test-all: build/installed-all $(BIN)/.ready-to-test
 	$(PYTEST)

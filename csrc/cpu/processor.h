@@ -15,6 +15,9 @@
 #if defined(__aarch64__)
 #define MOE_METAL_HAS_NEON
 #endif
+#if defined(__ARM_FEATURE_DOTPROD)  // on every Mac, since Apple's compiler takes the M1 where no processor is named
+#define MOE_METAL_HAS_DOTPROD
+#endif
 
 #ifdef MOE_METAL_HAS_AVX512  // on Linux: PyTorch has no other build for these processors that we compile for
 #include <cpuid.h>

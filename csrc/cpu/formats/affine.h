@@ -6,20 +6,11 @@
 namespace moe_metal {
 
 template <int bits>
-struct Affine {
+struct Affine : InARow<Codes<bits>, 8, bits> {
   static constexpr bool kOffset = true, kScalesAreRare = false, kOwnScales = false;
-  static constexpr int kColumns = 8, kBytes = bits;
   static constexpr float kUnit = 1, kMiddle = 1 << (bits - 1);
-  using Dots = std::conditional_t<bits == 4, IntegerDots<Integers<4, false>>, NoDots>;
+  using Dots = AffineDots<bits>;
   using Tiles = std::conditional_t<bits == 4 || bits == 8, IntegerTiles<Integers<bits, false>>, NoDots>;
-  Codes<bits> codes;
-  template <class Count>
-  [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count) const {
-    return codes_at(codes, row, column);
-  }
-  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const {
-    return codes.quick(row + column * bits / 8);
-  }
 };
 
 }  // namespace moe_metal

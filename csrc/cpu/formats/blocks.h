@@ -61,6 +61,7 @@ inline void halves(const uint8_t* from, int64_t step, int64_t count, float* to) 
   }
 }
 
+#ifndef MOE_METAL_HAS_NEON
 // Codes less the middle, as floats: those from `lane` on.
 [[gnu::always_inline]] inline Vec to_floats(Bytes codes, uint8_t middle, int lane) {
   const Bytes centred = codes - middle;
@@ -77,6 +78,7 @@ inline void halves(const uint8_t* from, int64_t step, int64_t count, float* to) 
   return Vec::loadu(lanes);
 #endif
 }
+#endif
 
 // A block's format as products read it: see formats/affine.h.
 template <class Block>
@@ -87,6 +89,12 @@ struct Blocks {
   static constexpr float kUnit = 1, kMiddle = kOffset ? Block::kMiddle : 0;
   using Dots = IntegerDots<Block>;
   using Tiles = NoDots;
+#ifdef MOE_METAL_HAS_NEON
+  [[gnu::always_inline]] void floats(const uint8_t* row, int64_t column, Sixteen& to) const {
+    const Bytes codes = Block::codes(row + column / kColumns * kBytes, column % kColumns);
+    to_floats<!kOffset>(std::bit_cast<uint8x16_t>(codes - static_cast<uint8_t>(kOffset ? 0 : Block::kMiddle)), to);
+  }
+#else
   struct InOrder {
     static Vec in_order(const Vec& x) { return x; }
   } codes;
@@ -98,6 +106,7 @@ struct Blocks {
     return to_floats(codes, kOffset ? 0 : Block::kMiddle, at % 16);
   }
   [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const { return (*this)(row, column, Whole()); }
+#endif
 
   static void scales(const uint8_t* row, int64_t columns, float* scale, float* offset) {
     Block::scales(row, columns / kColumns, scale, offset);

@@ -9,8 +9,19 @@
 #include <limits>
 
 #include "cpu/vector/vec.h"
+#ifdef MOE_METAL_HAS_NEON
+#include "cpu/arm/codes.h"
+#endif
 
 namespace moe_metal {
+
+inline uint32_t load_word(const uint8_t* from) {
+  uint32_t word;
+  std::memcpy(&word, from, sizeof(word));
+  return word;
+}
+
+#ifndef MOE_METAL_HAS_NEON  // whose codes come sixteen at a time
 
 // What a number of few bits means.
 using FewBits = std::array<float, 16>;
@@ -21,12 +32,6 @@ constexpr FewBits kIntegers = [] {
   for (int i = 0; i < 16; ++i) values[i] = i % (1 << std::min(bits, 4));
   return values;
 }();
-
-inline uint32_t load_word(const uint8_t* from) {
-  uint32_t word;
-  std::memcpy(&word, from, sizeof(word));
-  return word;
-}
 
 #ifdef MOE_METAL_HAS_AVX512
 
@@ -136,13 +141,12 @@ class Codes {
     for (int i = 0; i < 1 << bits; ++i) values_[i] = bits <= 4 ? few[i % 16] : i;
   }
 
-  // Fewer than 8 lanes may begin in the middle of a byte, of which `from` is the beginning.
-  Vec operator()(const uint8_t* from, int first_bit = 0) const {
+  Vec operator()(const uint8_t* from) const {
     uint64_t all = 0;
-    std::memcpy(&all, from, (first_bit + kLanes * bits + 7) / 8);
+    std::memcpy(&all, from, kLanes * bits / 8);
     float lanes[kLanes];
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      lanes[lane] = values_[all >> (first_bit + lane * bits) & ((1 << bits) - 1)];
+      lanes[lane] = values_[all >> lane * bits & ((1 << bits) - 1)];
     }
     return Vec::loadu(lanes);
   }
@@ -155,14 +159,9 @@ class Codes {
 
 #endif
 
-// The vector of a row's numbers at a column.
-template <int bits>
-[[gnu::always_inline]] inline Vec codes_at(const Codes<bits>& codes, const uint8_t* row, int64_t column) {
-  if constexpr (kLanes >= 8) return codes(row + column * bits / 8);
-#ifndef MOE_METAL_HAS_AVX2
-  return codes(row + column * bits / 8, static_cast<int>(column * bits % 8));
-#endif
-}
+struct E2m1Codes : Codes<4> {
+  E2m1Codes() : Codes<4>(kE2m1) {}
+};
 
 #ifdef MOE_METAL_HAS_AVX2
 
@@ -223,5 +222,31 @@ class E4m3 {
 };
 
 #endif
+
+#endif
+
+// What readers share whose numbers lie one after the other: see packed_rows.h.
+template <class CodesOf, int columns, int bytes>
+struct InARow {
+  static constexpr int kColumns = columns, kBytes = bytes;
+  CodesOf codes;
+#ifdef MOE_METAL_HAS_NEON
+  [[gnu::always_inline]] void floats(const uint8_t* row, int64_t column, Sixteen& to) const {
+    codes.floats(row + column * bytes / columns, to);
+  }
+#else
+  template <class Count>
+  [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count count) const {
+    const uint8_t* from = row + column * bytes / columns;
+    if constexpr (requires { codes(from, count); })
+      return codes(from, count);
+    else
+      return codes(from);
+  }
+  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const {
+    return codes.quick(row + column * bytes / columns);
+  }
+#endif
+};
 
 }  // namespace moe_metal

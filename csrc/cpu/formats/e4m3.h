@@ -6,18 +6,11 @@
 namespace moe_metal {
 
 template <bool scales_are_rare>
-struct E4m3Codes {
+struct E4m3Codes : InARow<E4m3, 1, 1> {
   static constexpr bool kOffset = false, kScalesAreRare = scales_are_rare, kOwnScales = false;
-  static constexpr int kColumns = 1, kBytes = 1;
   static constexpr float kUnit = E4m3::kUnit, kMiddle = 0;
   using Dots = E4m3Dots;
   using Tiles = NoDots;
-  E4m3 codes;
-  template <class Count>
-  [[gnu::always_inline]] Vec operator()(const uint8_t* row, int64_t column, Count count) const {
-    return codes(row + column, count);
-  }
-  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const { return codes.quick(row + column); }
 };
 using E4m3Blocks = E4m3Codes<true>;
 using E4m3Groups = E4m3Codes<false>;

@@ -7,15 +7,33 @@
 //   operator()            the codes of a vector of a row's columns, as floats
 //   quick                 the same in an order of its own, which codes.in_order() gives to the tokens' numbers, and in
 //                         units of kUnit; with an offset, kMiddle is the middle of the codes
+//   floats                with NEON, which has neither of the two: the codes of 16 columns, in units of kUnit
 //   Dots, Tiles           products of few tokens, and of some, that the processor may have instructions for
 #pragma once
 #include "cpu/weights/packed_weight_rows.h"
 #ifdef MOE_METAL_HAS_AVX512
 #include "cpu/x86/packed_strips.h"
 #endif
+#ifdef MOE_METAL_HAS_NEON
+#include "cpu/arm/unpacked_rows.h"
+#endif
 
 namespace moe_metal {
 namespace {
+
+#ifndef MOE_METAL_HAS_NEON
+// Products read the rows as they lie, a vector at a time.
+template <class Read>
+struct UnpackedRows {
+  static void product(const Packed<Read>& rows, const Tokens& tokens, std::optional<Panel>& panel) {
+    moe_metal::product(rows, tokens, panel);
+  }
+  static void unpack(const Packed<Read>& rows, int64_t r, float* to) {
+    const auto some = rows.some(r);
+    for_each_vector(rows.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
+  }
+};
+#endif
 
 template <class Read>
 class PackedRows final : public WeightRows {
@@ -24,7 +42,7 @@ class PackedRows final : public WeightRows {
 
   void product(const RowRange& rows, const RowRange& next, const Tokens& tokens, std::optional<Panel>& panel) override {
     const uint8_t* after = rows_.prefetched(rows, next);
-    if (panel) return panel->product(rows_.some(rows, 0, rows.count, after), tokens);
+    if (panel) return unpacked_.product(rows_.some(rows, 0, rows.count, after), tokens, panel);
     out_.resize(tokens.count);
     const bool tiles = bfloat16_ && Read::Tiles::takes(rows_.shape(), tokens.count);
     const int64_t at_once = tiles ? rows_.kMost : rows_.rows_at_once();
@@ -35,19 +53,21 @@ class PackedRows final : public WeightRows {
     }
   }
   void dequantize(int64_t expert, int64_t row, float* to) override {
-    const Packed<Read>& one = rows_.some({expert, row, 1}, 0, 1, nullptr);
-    const auto some = one.some(0);
-    for_each_vector(one.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
+    unpacked_.unpack(rows_.some({expert, row, 1}, 0, 1, nullptr), 0, to);
   }
 
  private:
   void some_rows(const Packed<Read>& rows, const Tokens& tokens) {
-    if (!scaled_last(rows, tokens)) return product_by_rows(rows, tokens);
+    if (!scaled_last(rows, tokens)) return scaled_first(rows, tokens);
     // What has no digits comes to NaN there, and a group may have an infinite sum before its scale: once more, then,
     // with each number scaled.
     for (int64_t n = 0; n < tokens.count; ++n) {
-      if (!all_finite(tokens.out[n], rows.rows)) product_by_rows(rows, {tokens.x + n, tokens.out + n, 1});
+      if (!all_finite(tokens.out[n], rows.rows)) scaled_first(rows, {tokens.x + n, tokens.out + n, 1});
     }
+  }
+  void scaled_first(const Packed<Read>& rows, const Tokens& tokens) {
+    std::optional<Panel> none;
+    unpacked_.product(rows, tokens, none);
   }
   // Products that are summed before they are scaled. -> whether there is one
   bool scaled_last(const Packed<Read>& rows, const Tokens& tokens) {
@@ -75,6 +95,7 @@ class PackedRows final : public WeightRows {
   typename Read::Tiles tiles_;
   typename Read::Dots dots_;
   GroupDots<Read> by_groups_;
+  UnpackedRows<Read> unpacked_;
   std::vector<float*> out_;
 };
 

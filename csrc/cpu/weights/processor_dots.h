@@ -7,6 +7,13 @@
 #include "cpu/x86/amx_int8.h"
 #include "cpu/x86/e4m3_dots.h"
 #include "cpu/x86/vnni.h"
+#elif defined(MOE_METAL_HAS_DOTPROD)
+#include "cpu/arm/integer_dots.h"
+namespace moe_metal {
+template <class Numbers>
+using IntegerTiles = NoDots;
+using E4m3Dots = NoDots;
+}  // namespace moe_metal
 #else
 namespace moe_metal {
 template <int bits, bool e2m1>
@@ -18,3 +25,13 @@ using IntegerTiles = NoDots;
 using E4m3Dots = NoDots;
 }  // namespace moe_metal
 #endif
+
+namespace moe_metal {
+#ifdef MOE_METAL_HAS_DOTPROD
+template <int bits>
+using AffineDots = IntegerDots<Integers<bits, false>>;
+#else
+template <int bits>
+using AffineDots = std::conditional_t<bits == 4, IntegerDots<Integers<4, false>>, NoDots>;
+#endif
+}  // namespace moe_metal

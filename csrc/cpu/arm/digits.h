@@ -1,0 +1,68 @@
+// A token's numbers as integers, for processors that multiply bytes.
+#pragma once
+#include <arm_neon.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "cpu/arm/codes.h"
+
+namespace moe_metal {
+
+// 128 of them: x86/integers.h says what digits are and what `rest` is for.
+struct Digits {
+  static constexpr int64_t kColumns = 128;
+  static constexpr int kCount = 3;
+
+  int8_t digits[kColumns / kSixteen][kCount][kSixteen];  // the highest first
+  float rest[kColumns];                                  // what they lack
+  float unit;                                            // the numbers are `unit` times what the digits say
+  bool whole;                                            // nothing is lacking
+
+  // False where a number is not finite, or the largest is too small: all are 0 then. Past `count` are zeros. x may be
+  // `rest`.
+  bool set(const float* x, int64_t count) {
+    alignas(16) float all[kColumns] = {};
+    std::copy_n(x, count, all);
+    float largest = 0;
+    uint32_t bits = 0;
+    bool finite = true;
+    for (const float number : all) {
+      finite &= std::abs(number) <= std::numeric_limits<float>::max();
+      largest = std::max(largest, std::abs(number));
+      bits |= std::bit_cast<uint32_t>(number);
+    }
+    std::memset(digits, 0, sizeof(digits));
+    unit = 0, whole = true;
+    if (!finite || (largest > 0 && exponent(largest) < kSmallest)) return false;
+    const int above = std::max(exponent(largest), kSmallest) + 1;  // the largest is less than 2^kBits units
+    unit = power_of_two(above - kBits);
+    const float bearable = (bits & 0xffff) == 0 ? 0x1p-8f : 0x1p-4f;
+    for (int64_t i = 0; i < kColumns; i += kSixteen) set(all + i, i, power_of_two(kBits - above), bearable);
+    return true;
+  }
+
+ private:
+  static constexpr int kBits = 22, kSmallest = -100;
+  static int exponent(float x) { return static_cast<int>(std::bit_cast<uint32_t>(x) >> 23) - 127; }
+  static float power_of_two(int n) { return std::bit_cast<float>(static_cast<uint32_t>(n + 127) << 23); }
+
+  void set(const float* x, int64_t at, float units, float bearable) {
+    // Bytes from -128 to 127 that carry: half of the base is added to each, and taken off without a carry.
+    constexpr int32_t kHalf = 0x808080;
+    for (int64_t i = 0; i < kSixteen; ++i) {
+      const auto number = static_cast<int32_t>(std::nearbyint(x[i] * units));
+      const float lost = std::fma(-static_cast<float>(number), unit, x[i]);
+      const bool lacking = std::abs(lost) >= std::abs(x[i]) * bearable && lost != 0;
+      rest[at + i] = lacking ? lost : 0;
+      whole &= !lacking;
+      const int32_t bytes = (number + kHalf) ^ kHalf;
+      for (int d = 0; d < kCount; ++d) {
+        digits[at / kSixteen][d][i] = static_cast<int8_t>(bytes >> 8 * (kCount - 1 - d));
+      }
+    }
+  }
+};
+
+}  // namespace moe_metal

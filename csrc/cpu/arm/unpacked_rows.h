@@ -1,0 +1,68 @@
+// Packed rows as floats, a few at a time in the first cache, where products of floats read them. NEON's vectors are too
+// short to unpack each alone.
+#pragma once
+#include "cpu/weights/group_dots.h"
+
+namespace moe_metal {
+namespace {
+
+template <class Read>
+class UnpackedRows {
+ public:
+  void product(const Packed<Read>& rows, const Tokens& tokens, std::optional<Panel>& panel) {
+    constexpr int64_t kAtOnce = 8;  // as a panel has, too
+    const int64_t columns = rows.columns;
+    if (!floats_ || columns_ < columns) floats_ = scratch<float>(kAtOnce * columns), columns_ = columns;
+    out_.resize(tokens.count);
+    for (int64_t first = 0; first < rows.rows; first += kAtOnce) {
+      const int64_t count = std::min(kAtOnce, rows.rows - first);
+      for (int64_t r = 0; r < count; ++r) unpack(rows, first + r, &floats_[r * columns]);
+      for (int64_t n = 0; n < tokens.count; ++n) out_[n] = tokens.out[n] + first;
+      moe_metal::product(Matrix<float>{floats_.get(), columns, 1, count, columns},
+                         {tokens.x, out_.data(), tokens.count}, panel);
+    }
+  }
+
+  // The numbers of row `r`.
+  static void unpack(const Packed<Read>& rows, int64_t r, float* to) {
+    const uint8_t* row = rows.data + r * rows.row;
+    const float *scales = rows.scales + r * rows.groups, *offsets = rows.offsets + r * rows.groups;
+    const int64_t group = int64_t{1} << rows.shift;
+    for (int64_t first = 0; first < rows.columns; first += group, ++scales, ++offsets) {
+      const Vec scale(*scales), offset(Read::kOffset ? *offsets : 0);
+      const int64_t end = std::min(first + group, rows.columns);
+      int64_t column = first;
+      for (; column + kSixteen <= end; column += kSixteen) {
+        Sixteen numbers;
+        rows.read.floats(row, column, numbers);
+        scaled(numbers, scale, offset, to + column);
+      }
+      if (column < end) last_of_a_row(rows.read, row + column, end - column, scale, to + column);
+    }
+  }
+
+ private:
+  [[gnu::always_inline]] static void scaled(const Sixteen& codes, const Vec& scale, const Vec& offset, float* to) {
+    unrolled<4>([&](auto v) {
+      const Vec code = Read::kUnit == 1 ? codes[v] : codes[v] * Vec(Read::kUnit);
+      store(to + v * kLanes, Read::kOffset ? at::vec::fmadd(code, scale, offset) : code * scale, Whole());
+    });
+  }
+  // Fewer than 16 columns are left where each has a byte, and nowhere else.
+  static void last_of_a_row(const Read& read, const uint8_t* from, int64_t count, const Vec& scale, float* to) {
+    uint8_t bytes[kSixteen] = {};
+    std::memcpy(bytes, from, count);
+    Sixteen numbers;
+    read.floats(bytes, 0, numbers);
+    float some[kSixteen];
+    scaled(numbers, scale, Vec(0), some);
+    std::copy_n(some, count, to);
+  }
+
+  std::unique_ptr<float[], Free> floats_;
+  int64_t columns_ = 0;
+  std::vector<float*> out_;
+};
+
+}  // namespace
+}  // namespace moe_metal
