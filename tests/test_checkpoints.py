@@ -38,12 +38,12 @@ from tiny_models import FAMILIES, tiny_model, tiny_module, tokens
 from torch_moe_metal import MoeMetalConfig, integration
 from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
-from torch_moe_metal.transformers import integers as integers_module
-from torch_moe_metal.transformers import takeover
-from torch_moe_metal.transformers.integers import integers_of, is_linear_in_up
-from torch_moe_metal.transformers.mlx import Mlx, MlxConfig
-from torch_moe_metal.transformers.packed import dense_shape, packed_modules
-from torch_moe_metal.transformers.quantizer import Fp8, FromPowers, MoeMetal, Mxfp4, runs_here
+from torch_moe_metal.transformers.checkpoints import integers as integers_module
+from torch_moe_metal.transformers.checkpoints import takeover
+from torch_moe_metal.transformers.checkpoints.integers import integers_of, is_linear_in_up
+from torch_moe_metal.transformers.checkpoints.mlx import Mlx, MlxConfig
+from torch_moe_metal.transformers.checkpoints.quantizer import Fp8, FromPowers, MoeMetal, Mxfp4, runs_here
+from torch_moe_metal.transformers.fusing.packed import dense_shape, packed_modules
 
 PLAIN = {"dtype": torch.float32}
 
@@ -958,7 +958,7 @@ def test_other_versions_of_transformers_are_imported():
     """Where a quantizer's parts are not what we know, that is said, and transformers goes on."""
     script = """
 import sys, warnings, torch_moe_metal
-sys.modules["torch_moe_metal.transformers.quantizer"] = None
+sys.modules["torch_moe_metal.transformers.checkpoints.quantizer"] = None
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     import transformers.quantizers.auto as auto
@@ -980,7 +980,7 @@ from transformers.quantizers import auto
 print(auto.AUTO_QUANTIZER_MAPPING["metal"].__module__)
 """
     said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
-    assert said.strip() == "torch_moe_metal.transformers.metal"
+    assert said.strip() == "torch_moe_metal.transformers.checkpoints.metal"
 
 
 @pytest.mark.parametrize("patched", [False, True])

@@ -20,9 +20,9 @@ from checkpoints import formats, stored
 from checks import relative
 from conftest import DEVICES
 from tiny_models import tokens
-from torch_moe_metal.transformers import mlx
-from torch_moe_metal.transformers.mlx import IN_TURN, Join
-from torch_moe_metal.transformers.packed import packed_modules, packed_names
+from torch_moe_metal.transformers.checkpoints import mlx
+from torch_moe_metal.transformers.checkpoints.mlx import IN_TURN, Join
+from torch_moe_metal.transformers.fusing.packed import packed_modules, packed_names
 
 #: Of float32 sums in two orders; the largest seen is 2e-6.
 TOLERANCE = 1e-5

@@ -11,11 +11,11 @@ from transformers.quantizers import auto
 from transformers.quantizers.quantizer_metal import MetalHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ..formats import GROUPS
-from ..integration import packed_checkpoints
+from ...formats import GROUPS
+from ...integration import packed_checkpoints
+from ..fusing.packed import Parts, columns_of, pack
 from .checkpoint import FLOATS, SAFETENSORS, SCALES, Stored
 from .mlx import FromWords, kind_of
-from .packed import Parts, columns_of, pack
 from .quantizer import (
     PackedQuantizer,
     absent,

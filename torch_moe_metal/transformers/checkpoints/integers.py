@@ -24,15 +24,14 @@ from transformers.core_model_loading import (
 from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..formats import FORMATS, GROUPS
-from ..packing import pack
-from ..reference import unpack
+from ...formats import FORMATS, GROUPS
+from ...packing import pack
+from ...reference import unpack
+from ..fusing.experts import expert_arguments, is_experts, why_not_packed
+from ..fusing.packed import PROJECTIONS, PackedExperts, Parts, columns_of, empty_parts, packed_modules, weight_shape
+from ..fusing.packed import pack as pack_module
 from .checkpoint import Stored
 from .config import FIXED, Form, MoeMetalConfig, described
-from .experts import expert_arguments, why_not_packed
-from .packed import PROJECTIONS, PackedExperts, Parts, columns_of, empty_parts, packed_modules, weight_shape
-from .packed import pack as pack_module
-from .patch import is_experts
 from .quantizer import PackedQuantizer, merged, merges_experts, packed_weight, whole_names
 from .sources import expect_all_experts
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..packing import FP8_BLOCK
+from ...packing import FP8_BLOCK
 
 #: The dtypes that parts of packed weights have, by safetensors' words for them.
 SAFETENSORS = {

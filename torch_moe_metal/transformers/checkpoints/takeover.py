@@ -7,9 +7,9 @@ import sys
 from transformers.quantizers import auto
 from transformers.utils import logging
 
-from ..integration import packed_checkpoints
+from ...integration import packed_checkpoints
+from ..fusing.experts import NAME
 from . import gguf_quantizer, integers, metal, mlx, quantizer
-from .experts import NAME
 
 logger = logging.get_logger(__name__)
 INTEGERS = "moe_metal_integers"

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .. import reference
-from ..formats import BITS, FORMATS, GROUPS
-from ..layers import Embedding, Linear, TiedLinear, is_packed
-from ..packing import WRITTEN, check, quantize
-from ..transaction import all_or_nothing
-from .experts import NAME, why_not_packed
-from .packed import (
+from ... import reference
+from ...formats import BITS, FORMATS, GROUPS
+from ...layers import Embedding, Linear, TiedLinear, is_packed
+from ...packing import WRITTEN, check, quantize
+from ...transaction import all_or_nothing
+from ..fusing.experts import NAME, is_experts, why_not_packed
+from ..fusing.packed import (
     PROJECTIONS,
     Parts,
     columns_of,
@@ -28,7 +28,6 @@ from .packed import (
     rows_of,
     tied_head,
 )
-from .patch import is_experts
 
 logger = logging.get_logger(__name__)
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from .. import reference
-from ..arguments import beside
-from ..formats import FORMATS
-from ..grad import warn_once
-from ..layers import PARTS, Embedding, Linear, Packed, TiedLinear, numbers
-from ..packing import packed, quantize
+from ... import reference
+from ...arguments import beside
+from ...formats import FORMATS
+from ...grad import warn_once
+from ...layers import PARTS, Embedding, Linear, Packed, TiedLinear, numbers
+from ...packing import packed, quantize
 from .experts import NAME
 
 #: What transformers' classes of experts call the weights that the ops call gate_up and down.

@@ -26,17 +26,15 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 
-from .. import reference
-from ..formats import FORMATS
-from ..ggml import power_of_two
-from ..integration import packed_checkpoints
-from ..layers import Permuted
-from ..packing import FP8_BLOCK, MXFP4_GROUP
-from ..transaction import all_or_nothing
-from .checkpoint import FLOATS, FP8_SCALES, POWERS, SAFETENSORS, SCALES, Stored, check_fp8, check_mxfp4, stored_tensors
-from .config import Form, MoeMetalConfig, described, pack_all
-from .experts import DEVICES, NAME, why_not_packed
-from .packed import (
+from ... import reference
+from ...formats import FORMATS
+from ...ggml import power_of_two
+from ...integration import packed_checkpoints
+from ...layers import Permuted
+from ...packing import FP8_BLOCK, MXFP4_GROUP
+from ...transaction import all_or_nothing
+from ..fusing.experts import DEVICES, NAME, is_experts, why_not_packed
+from ..fusing.packed import (
     PROJECTIONS,
     PackedExperts,
     Parts,
@@ -53,7 +51,9 @@ from .packed import (
     use_own_names,
     weight_shape,
 )
-from .patch import BEFORE, is_experts
+from ..fusing.patch import BEFORE
+from .checkpoint import FLOATS, FP8_SCALES, POWERS, SAFETENSORS, SCALES, Stored, check_fp8, check_mxfp4, stored_tensors
+from .config import Form, MoeMetalConfig, described, pack_all
 from .sources import Sources, sources_of
 
 logger = logging.get_logger(__name__)

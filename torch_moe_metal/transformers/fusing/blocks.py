@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..arguments import DTYPES
-from ..grad import wants_grad
-from ..layers import Linear
-from ..rehearsal import warm_up_unasked
+from ...arguments import DTYPES
+from ...grad import wants_grad
+from ...layers import Linear
+from ...rehearsal import warm_up_unasked
 from .attention import key_heads, rehearse_attention
 from .cache import grow_in_place
 from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, why_not_fused

@@ -21,12 +21,10 @@ from transformers.quantizers import auto
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..formats import BITS, GROUPS
-from ..layers import numbers
-from .checkpoint import SAFETENSORS, SCALES, Stored, stored_tensors
-from .config import ALWAYS_DENSE, FIXED, within
-from .experts import DEVICES, why_not_packed
-from .packed import (
+from ...formats import BITS, GROUPS
+from ...layers import numbers
+from ..fusing.experts import DEVICES, is_experts, why_not_packed
+from ..fusing.packed import (
     PROJECTIONS,
     Parts,
     embedding_multiplier,
@@ -37,7 +35,8 @@ from .packed import (
     tied_head,
     weight_shape,
 )
-from .patch import is_experts
+from .checkpoint import SAFETENSORS, SCALES, Stored, stored_tensors
+from .config import ALWAYS_DENSE, FIXED, within
 from .quantizer import AsBytes, PackedQuantizer, device_type, runs_here
 
 logger = logging.get_logger(__name__)
