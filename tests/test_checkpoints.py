@@ -38,11 +38,15 @@ from tiny_models import FAMILIES, tiny_model, tiny_module, tokens
 from torch_moe_metal import MoeMetalConfig, integration
 from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
-from torch_moe_metal.transformers.checkpoints import integers as integers_module
 from torch_moe_metal.transformers.checkpoints import takeover
+from torch_moe_metal.transformers.checkpoints import integers as integers_module
+from torch_moe_metal.transformers.checkpoints.fp8 import Fp8, FromPowers
 from torch_moe_metal.transformers.checkpoints.integers import integers_of, is_linear_in_up
-from torch_moe_metal.transformers.checkpoints.mlx import Mlx, MlxConfig
-from torch_moe_metal.transformers.checkpoints.quantizer import Fp8, FromPowers, MoeMetal, Mxfp4, runs_here
+from torch_moe_metal.transformers.checkpoints.mlx_config import MlxConfig
+from torch_moe_metal.transformers.checkpoints.mlx_quantizer import Mlx
+from torch_moe_metal.transformers.checkpoints.moe_metal import MoeMetal
+from torch_moe_metal.transformers.checkpoints.mxfp4 import Mxfp4
+from torch_moe_metal.transformers.checkpoints.quantizer import runs_here
 from torch_moe_metal.transformers.fusing.packed import dense_shape, packed_modules
 
 PLAIN = {"dtype": torch.float32}

@@ -19,7 +19,7 @@ from checks import relative
 from test_transformers import counted
 from tiny_models import tokens
 from torch_moe_metal.transformers.checkpoints.metal import Metal, MetalHfQuantizer
-from torch_moe_metal.transformers.checkpoints.quantizer import MoeMetal
+from torch_moe_metal.transformers.checkpoints.moe_metal import MoeMetal
 
 SKIPPED = ("lm_head", "model.layers.0.self_attn")
 

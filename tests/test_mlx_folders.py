@@ -20,8 +20,9 @@ from checkpoints import formats, stored
 from checks import relative
 from conftest import DEVICES
 from tiny_models import tokens
-from torch_moe_metal.transformers.checkpoints import mlx
-from torch_moe_metal.transformers.checkpoints.mlx import IN_TURN, Join
+from torch_moe_metal.transformers.checkpoints import mlx_quantizer
+from torch_moe_metal.transformers.checkpoints.mlx_conversions import Join
+from torch_moe_metal.transformers.checkpoints.mlx_quantizer import SEQUENTIAL
 from torch_moe_metal.transformers.fusing.packed import packed_modules, packed_names
 
 #: Of float32 sums in two orders; the largest seen is 2e-6.
@@ -316,9 +317,40 @@ def test_tensors_are_read_in_turn(folder, mps, monkeypatch):
 
     monkeypatch.setattr(core_model_loading, "_materialize_copy", materialize)
     monkeypatch.setattr(Join, "convert", convert)
-    monkeypatch.delenv(IN_TURN, raising=False)
+    monkeypatch.delenv(SEQUENTIAL, raising=False)
     load(folder("qwen3_moe"), mps)
-    assert len(joined) == 6 and joined[2] < len(read) / 2 < joined[3] and IN_TURN not in os.environ
+    assert len(joined) == 6 and joined[2] < len(read) / 2 < joined[3] and SEQUENTIAL not in os.environ
+
+
+def test_an_interrupted_load_changes_no_setting(folder, monkeypatch):
+    """transformers' setting for all models would stay changed."""
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv(SEQUENTIAL, raising=False)
+    monkeypatch.setattr(mlx_quantizer, "device_type", lambda place: "mps")
+    monkeypatch.setattr(transformers.PreTrainedModel, "_load_pretrained_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load(folder("qwen3_moe"))
+    assert SEQUENTIAL not in os.environ
+
+
+def test_loading_sequentially_is_the_same(folder, monkeypatch):
+    """As on mps: transformers starts no threads, and the quantizer and the model are as ever."""
+    expected = load(folder("qwen3_moe"))
+
+    def threads(*args, **kwargs):
+        raise AssertionError("transformers reads ahead")
+
+    monkeypatch.delenv(SEQUENTIAL, raising=False)
+    monkeypatch.setattr(mlx_quantizer, "device_type", lambda place: "mps")
+    monkeypatch.setattr(core_model_loading, "ThreadPoolExecutor", threads)
+    model = load(folder("qwen3_moe"))
+    assert model.hf_quantizer.pre_quantized
+    state = model.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.state_dict().items())
 
 
 # ------------------------------------------------------------------------------------------------ what does not fit
@@ -455,7 +487,7 @@ def test_other_modes_that_do_not_fit_are_named(of_mode, tmp_path, mode, said, ch
 
 def test_experts_of_unknown_classes_are_named(folder, monkeypatch):
     """Such as Llama 4's."""
-    monkeypatch.setattr(mlx, "is_experts", lambda module: False)
+    monkeypatch.setattr(mlx_quantizer, "is_experts", lambda module: False)
     with pytest.raises(
         ValueError, match=r"switch_mlp.\w+_proj.weight: expected experts that are on transformers' interface"
     ):

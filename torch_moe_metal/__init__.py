@@ -40,7 +40,8 @@ from .rehearsal import warm_up
 
 if TYPE_CHECKING:  # Editors and type checkers are shown the specification itself: signature, types and docstring.
     from .reference import *  # noqa: F403
-    from .transformers.checkpoints.config import MoeMetalConfig, quantize_
+    from .transformers.checkpoints.config import MoeMetalConfig
+    from .transformers.checkpoints.quantize import quantize_
     from .transformers.fusing.patch import patch, unpatch
 
 __version__ = "0.1.0"

@@ -15,7 +15,8 @@ require_supported()
 import transformers.integrations.moe
 import transformers.modeling_utils  # noqa: F401
 
-from .checkpoints.config import MoeMetalConfig, quantize_
+from .checkpoints.config import MoeMetalConfig
+from .checkpoints.quantize import quantize_
 from .fusing.patch import Report, Row, patch, unpatch
 
 __all__ = ["MoeMetalConfig", "Report", "Row", "patch", "quantize_", "unpatch"]

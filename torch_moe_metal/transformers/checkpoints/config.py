@@ -1,9 +1,8 @@
-"""`MoeMetalConfig` and `quantize_`: which weights of a dense model become packed, and how."""
+"""`MoeMetalConfig`: which weights of a dense model become packed, and how."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 from transformers.utils import logging
@@ -12,7 +11,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ... import reference
 from ...formats import BITS, FORMATS, GROUPS
 from ...layers import Embedding, Linear, TiedLinear, is_packed
-from ...packing import WRITTEN, check, quantize
+from ...packing import WRITTEN
 from ...transaction import all_or_nothing
 from ..fusing.experts import NAME, is_experts, why_not_packed
 from ..fusing.packed import (
@@ -20,14 +19,13 @@ from ..fusing.packed import (
     Parts,
     columns_of,
     embedding_multiplier,
-    formats_text,
     is_moe,
-    named_parts,
     pack,
     replace_tied,
     rows_of,
     tied_head,
 )
+from .patterns import as_glob, within
 
 logger = logging.get_logger(__name__)
 
@@ -225,34 +223,6 @@ class MoeMetalConfig(QuantizationConfigMixin):
             expect("layers", name, not single.isdisjoint({name, prefix + name, name.removeprefix(prefix)}))
 
 
-#: Names and globs, which have nothing of regular expressions but [], * and ?.
-GLOB = re.compile(r"!?[\w.*?-]*(?:\[[\w-]+\][\w.*?-]*)*")
-#: Saved configurations may have the one regular expression that the documentation named, and names by `re.escape`.
-ALL_BUT = re.compile(r"\(\?!\.\*([\w.]+)\)\.\*")
-ESCAPED = re.compile(r"(?:\w|\\[.-])+")
-
-
-def as_glob(pattern: str) -> str | None:
-    """A pattern of `skip` or `bits_by_name` as a name or a glob; None for what is neither, regular expressions."""
-    if negated := ALL_BUT.fullmatch(pattern):
-        return f"!{negated[1]}"
-    if ESCAPED.fullmatch(pattern):
-        return pattern.replace("\\", "")
-    return pattern if pattern.strip("!") and GLOB.fullmatch(pattern) else None
-
-
-def within(pattern: str, name: str) -> bool:
-    """Whether a name or a glob matches whole parts of a module's name; with ! in front, whether it does not. Python's
-    globs do not backtrack from one star to the one before, so that no pattern takes long."""
-    if pattern.startswith("!"):
-        return not within(pattern[1:], name)
-    if not {*"*?["} & set(pattern):
-        return f".{pattern}." in f".{name}."
-    parts = name.split(".")
-    ends = range(1, len(parts) + 1)
-    return any(fnmatchcase(".".join(parts[first:end]), pattern) for end in ends for first in range(end))
-
-
 # ------------------------------------------------------------------------------------------------ parts of a model
 
 
@@ -327,57 +297,6 @@ def pack_all(model: nn.Module, plan: Plan, parts: Callable[[str, Tensor, Form], 
                 pack(model, name, form.format, of_form, last.format)
             if name == embedding:
                 replace_tied(model, embedding, head)
-
-
-def quantize_(
-    model: nn.Module,
-    format: str = "affine",
-    bits: int = 4,
-    group_size: int = 64,
-    skip: list[str] | None = None,
-    bits_by_name: dict[str, int] | None = None,
-    layers: dict[str, dict | bool] | None = None,
-) -> nn.Module:
-    """Pack the dense weights of a model of transformers, or of any with `torch_moe_metal.nn.MoE` and linear layers, in
-    place, one after the other. The arguments are those of `MoeMetalConfig`; saved, it loads as it is.
-
-    What is packed already, by this or by its checkpoint, stays as it is, and a warning names it. Where experts cannot
-    be packed, it raises before anything is changed. Interrupted, it leaves a model that runs and can be saved, part of
-    it packed; called again, it packs the rest.
-    """
-    from .quantizer import adopt, expect_ours
-
-    config = MoeMetalConfig(format, bits, group_size, skip, bits_by_name, layers)
-    expect_ours(model)
-    config.expect_names(model)
-    plan = config.plan(model)
-    expect_weights(model, plan)
-    kept = [f"{name} ({formats_text(module)})" for name, module in packable(model) if is_packed(module)]
-    if kept:
-        logger.warning(f"torch_moe_metal.quantize_: packed already, and left as it is: {', '.join(alike(kept))}")
-    if not plan:
-        logger.warning("torch_moe_metal.quantize_: nothing was packed: no dense weight is left to be packed so")
-        return model
-
-    def parts(name: str, dense: Tensor, form: Form) -> Parts:
-        return named_parts(name.rpartition(".")[2], quantize(dense, **asdict(form)))
-
-    with all_or_nothing(model):
-        adopt(model, config)
-    pack_all(model, plan, parts, progress=True)
-    return model
-
-
-def expect_weights(model: nn.Module, plan: Plan) -> None:
-    """An error where a weight is none that `quantize` takes, or is not in memory."""
-    for name, forms in plan.items():
-        module = model.get_submodule(name)
-        for (weight, form), rows in zip(forms.items(), rows_of(module).values(), strict=True):
-            check(rows, **asdict(form), caller="quantize_", name=weight)
-            if rows.is_meta and hasattr(module, "_hf_hook"):
-                raise ValueError(
-                    f"torch_moe_metal.quantize_: {weight}: expected a weight in memory, got an offloaded one"
-                )
 
 
 def alike(names: Iterable[str]) -> list[str]:

@@ -23,9 +23,11 @@ from ...gguf.in_transformers import architecture_of, read
 from ...layers import Permuted
 from ..fusing.experts import NAME, is_experts, why_not_packed
 from ..fusing.packed import Parts, let_transformers_initialise
-from .config import ALWAYS_DENSE, Form, MoeMetalConfig, Plan, alike, pack_all, packable, weight_names, within
+from .config import ALWAYS_DENSE, Form, MoeMetalConfig, Plan, alike, pack_all, packable, weight_names
 from .gguf_architectures import CONVERSIONS, JoinGateUp
-from .quantizer import MoeMetal, PackedQuantizer, naming
+from .moe_metal import MoeMetal
+from .patterns import within
+from .quantizer import PackedQuantizer, naming
 from .sources import Sources, sources_of
 
 logger = logging.get_logger(__name__)

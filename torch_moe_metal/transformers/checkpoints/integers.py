@@ -32,7 +32,8 @@ from ..fusing.packed import PROJECTIONS, PackedExperts, Parts, columns_of, empty
 from ..fusing.packed import pack as pack_module
 from .checkpoint import Stored
 from .config import FIXED, Form, MoeMetalConfig, described
-from .quantizer import PackedQuantizer, merged, merges_experts, packed_weight, whole_names
+from .conversions import merged, merges_experts, packed_weight, whole_names
+from .quantizer import PackedQuantizer
 from .sources import expect_all_experts
 
 Ours = tuple[Tensor, Tensor, Tensor]  # data, scale, offset

@@ -15,16 +15,10 @@ from ...formats import GROUPS
 from ...integration import packed_checkpoints
 from ..fusing.packed import Parts, columns_of, pack
 from .checkpoint import FLOATS, SAFETENSORS, SCALES, Stored
-from .mlx import FromWords, kind_of
-from .quantizer import (
-    PackedQuantizer,
-    absent,
-    as_stored,
-    expect_bounded,
-    merges_experts,
-    packed_weight,
-    runs_here,
-)
+from .conversions import merges_experts, packed_weight
+from .mlx_conversions import FromWords, kind_of
+from .patterns import expect_bounded
+from .quantizer import PackedQuantizer, absent, as_stored, runs_here
 from .sources import Sources
 
 NAMES = ("weight", "scales", "qbiases")  # of data, scale and offset

@@ -9,7 +9,9 @@ from transformers.utils import logging
 
 from ...integration import packed_checkpoints
 from ..fusing.experts import NAME
-from . import gguf_quantizer, integers, metal, mlx, quantizer
+from . import fp8, gguf_quantizer, integers, metal, mlx_quantizer, moe_metal, mxfp4
+from .mlx_config import METHOD, is_of_mlx
+from .quantizer import runs_here
 
 logger = logging.get_logger(__name__)
 INTEGERS = "moe_metal_integers"
@@ -19,9 +21,9 @@ def claimed(found: dict, device_map) -> dict | None:
     """A checkpoint's quantization_config in our words; None when it is not ours."""
     if not packed_checkpoints():
         return None
-    if mlx.is_of_mlx(found):
-        return found | {"quant_method": mlx.METHOD}
-    if quantizer.runs_here(device_map) and integers.integers_of(found) is not None:
+    if is_of_mlx(found):
+        return found | {"quant_method": METHOD}
+    if runs_here(device_map) and integers.integers_of(found) is not None:
         return {"quant_method": INTEGERS, "checkpoint": found}
     return None
 
@@ -64,7 +66,7 @@ def take_over(stock):
 
 def register() -> None:
     """Have our quantizers in the places of transformers' own, and `from_pretrained` ask which one to take."""
-    for module in (quantizer, integers, mlx, metal, gguf_quantizer):
+    for module in (mxfp4, fp8, moe_metal, integers, mlx_quantizer, metal, gguf_quantizer):
         module.register()
     stock = auto.get_hf_quantizer
     auto.get_hf_quantizer = take_over(stock)
