@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -946,6 +947,20 @@ def test_moe_from_a_packed_block(gpt_oss):
     assert moe.down is block.experts.down_proj_blocks
     assert relative(moe.to(torch.float16).float()(x), block(x)[0]) <= 1e-2
     assert relative(MoE.from_block(block)(x), block(x)[0]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "former",
+    [
+        *("packed.rebuild", "blocks.rebuild", "config.MoeMetalConfig", "quantizer.MoeMetal", "quantizer.Fp8"),
+        *("quantizer.AsFloats", "mlx.Mlx", "mlx.MlxConfig", "mlx.ToWords", "integers.IntegerConfig"),
+    ],
+)
+def test_old_pickles_load(former: str):
+    """They name classes and functions by the modules that these were in."""
+    module, name = former.split(".")
+    found = pickle.loads(f"ctorch_moe_metal.transformers.{module}\n{name}\n.".encode())
+    assert found.__name__ == name and found.__module__ in sys.modules
 
 
 def test_compiled(gpt_oss):
