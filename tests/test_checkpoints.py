@@ -39,8 +39,8 @@ from tiny_models import FAMILIES, tiny_model, tiny_module, tokens
 from torch_moe_metal import MoeMetalConfig, integration
 from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
-from torch_moe_metal.transformers.checkpoints import takeover
 from torch_moe_metal.transformers.checkpoints import integers as integers_module
+from torch_moe_metal.transformers.checkpoints import takeover
 from torch_moe_metal.transformers.checkpoints.fp8 import Fp8, FromPowers
 from torch_moe_metal.transformers.checkpoints.integers import integers_of, is_linear_in_up
 from torch_moe_metal.transformers.checkpoints.mlx_config import MlxConfig
@@ -180,8 +180,8 @@ BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
 @pytest.mark.parametrize(
     "said, change",
     [
-        (f"{BLOCKS}: expected {SCALES} beside it, which is missing", lambda t: t.pop(SCALES, None)),
-        (f"{SCALES}: expected {BLOCKS} beside it, which is missing", lambda t: t.pop(BLOCKS, None)),
+        (f"{BLOCKS}: expected {SCALES} as well, which is missing", lambda t: t.pop(SCALES, None)),
+        (f"{SCALES}: expected {BLOCKS} as well, which is missing", lambda t: t.pop(BLOCKS, None)),
         (
             rf"{SCALES}: expected U8 \[8, 64, 3\], one for each of its blocks, got U8 \[8, 64, 2\]",
             lambda t: t.update({k: v[..., :2].contiguous() for k, v in t.items() if k == SCALES}),
@@ -395,10 +395,10 @@ def as_fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     "said, change",
     [
         (
-            f"{WEIGHT}: expected {WEIGHT}_scale_inv beside it, which is missing",
+            f"{WEIGHT}: expected {WEIGHT}_scale_inv as well, which is missing",
             lambda t: t.pop(f"{WEIGHT}_scale_inv", 0),
         ),
-        (f"{WEIGHT}_scale_inv: expected {WEIGHT} beside it, which is missing", lambda t: t.pop(WEIGHT, 0)),
+        (f"{WEIGHT}_scale_inv: expected {WEIGHT} as well, which is missing", lambda t: t.pop(WEIGHT, 0)),
         (
             rf"{WEIGHT}_scale_inv: expected \[2, 1\], a scale for each 128 x 128 block of {WEIGHT}, got BF16 \[1, 1\]",
             lambda t: t.update({k: v[:1].clone() for k, v in t.items() if k == f"{WEIGHT}_scale_inv"}),
@@ -448,7 +448,7 @@ OF_WEIGHT, OF_QUERY = WEIGHT.replace("weight", "scale"), "model.layers.0.self_at
 @pytest.mark.parametrize(
     "said, change",
     [
-        (f"{WEIGHT}: expected {WEIGHT}_scale_inv beside it, which is missing", lambda t: t.pop(OF_WEIGHT, 0)),
+        (f"{WEIGHT}: expected {WEIGHT}_scale_inv as well, which is missing", lambda t: t.pop(OF_WEIGHT, 0)),
         (
             rf"{OF_QUERY}: expected \[1, 1\], a scale for each 128 x 128 block of \S+q_proj.weight, got F8_E8M0 \[1\]",
             lambda t: t.update({k: v[0].clone() for k, v in t.items() if k == OF_QUERY}),
@@ -636,11 +636,11 @@ NVFP4 = "model.layers.1.mlp.experts.5.down_proj"
 @pytest.mark.parametrize(
     "said, change",
     [
-        (f"{NVFP4}.weight_packed: expected {NVFP4}.{part} beside it", lambda t, part=part: t.pop(f"{NVFP4}.{part}", 0))
+        (f"{NVFP4}.weight_packed: expected {NVFP4}.{part} as well", lambda t, part=part: t.pop(f"{NVFP4}.{part}", 0))
         for part in ("weight_scale", "weight_global_scale")
     ]
     + [
-        (f"{NVFP4}.{part}: expected {NVFP4}.weight_packed beside it", lambda t: t.pop(f"{NVFP4}.weight_packed", 0))
+        (f"{NVFP4}.{part}: expected {NVFP4}.weight_packed as well", lambda t: t.pop(f"{NVFP4}.weight_packed", 0))
         for part in ("input_global_scale",)
     ]
     + [
@@ -697,11 +697,11 @@ DOWN, QUERY = "model.layers.1.mlp.experts.5.down_proj", "model.layers.0.self_att
 @pytest.mark.parametrize(
     "way, said, change",
     [
-        ("gptq", f"{DOWN}.qweight: expected {DOWN}.scales beside it", lambda t: t.pop(f"{DOWN}.scales", 0)),
-        ("awq", f"{DOWN}.qweight: expected {DOWN}.qzeros beside it", lambda t: t.pop(f"{DOWN}.qzeros", 0)),
+        ("gptq", f"{DOWN}.qweight: expected {DOWN}.scales as well", lambda t: t.pop(f"{DOWN}.scales", 0)),
+        ("awq", f"{DOWN}.qweight: expected {DOWN}.qzeros as well", lambda t: t.pop(f"{DOWN}.qzeros", 0)),
         (
             "compressed",
-            f"{DOWN}.weight_packed: expected {DOWN}.weight_scale beside it",
+            f"{DOWN}.weight_packed: expected {DOWN}.weight_scale as well",
             lambda t: t.pop(f"{DOWN}.weight_scale", 0),
         ),
         (
@@ -741,7 +741,7 @@ DOWN, QUERY = "model.layers.1.mlp.experts.5.down_proj", "model.layers.0.self_att
         ),
         (
             "compressed_zeros",
-            f"{DOWN}.weight_packed: expected {DOWN}.weight_zero_point beside it",
+            f"{DOWN}.weight_packed: expected {DOWN}.weight_zero_point as well",
             lambda t: t.pop(f"{DOWN}.weight_zero_point", 0),
         ),
         (

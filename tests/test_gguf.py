@@ -378,7 +378,7 @@ def test_a_missing_part(tmp_path: Path):
     path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", Q4_K_M, tensors_per_file=9)
     missing = sorted(tmp_path.glob("*.gguf"))[1]
     missing.unlink()
-    with pytest.raises(FileNotFoundError, match=rf"{path}: expected {missing.name} beside it"):
+    with pytest.raises(FileNotFoundError, match=rf"{path}: expected {missing.name} in the same folder"):
         load(path)
 
 

@@ -10,7 +10,7 @@ from ..fusing.packed import PROJECTIONS, Parts
 
 
 def of_each(given: dict, change: Callable[[Tensor], Tensor]) -> dict:
-    """The same tensors changed, in lists where they are in lists."""
+    """Applies `change` to each tensor, also in lists."""
     return {
         name: [change(tensor) for tensor in tensors] if isinstance(tensors, list) else change(tensors)
         for name, tensors in given.items()
@@ -18,7 +18,7 @@ def of_each(given: dict, change: Callable[[Tensor], Tensor]) -> dict:
 
 
 class AsBytes(ConversionOps):
-    """float8 as uint8, which every device can stack and join."""
+    """Reinterprets float8 as uint8, which every device can stack and concatenate."""
 
     dtypes = (torch.float8_e4m3fn, torch.uint8)
 
@@ -46,23 +46,22 @@ def merged(operations: list[ConversionOps], tensors: dict, **kwargs) -> dict:
 
 
 def merges_experts(conversion: WeightConverter) -> bool:
-    """Whether it makes one weight of all experts out of their single ones."""
+    """Whether it merges the weights of single experts into one tensor."""
     sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
     whole = len(targets) == 1 and targets[0].rpartition(".")[2] in PROJECTIONS.values()
     return whole and all(source.endswith(".weight") for source in sources)
 
 
 def packed_weight(model: nn.Module, name: str) -> tuple[nn.Module, str | None]:
-    """The module of a parameter, and which of its packed weights has its data there, or None."""
+    """The module of a parameter, and the packed weight whose data has this name, or None."""
     home, _, part = name.rpartition(".")
     module = model.get_submodule(home)
     packing = getattr(module, "packing", {})
     return module, next((weight for weight, names in packing.items() if names[0] == part), None)
 
 
-def whole_names(model: nn.Module, name: str, parts: Parts) -> dict[str, Tensor]:
-    """These parts of a weight, whose data is called `name`, by their names in the model; or an error where they are not
-    as large as the model's."""
+def full_tensor_names(model: nn.Module, name: str, parts: Parts) -> dict[str, Tensor]:
+    """Names these parts of the weight `name` as in the model's state. Raises if a shape differs from the model's."""
     home = name.rpartition(".")[0]
     for part, tensor in parts.items():
         expected = model.get_submodule(home)._buffers[part].shape

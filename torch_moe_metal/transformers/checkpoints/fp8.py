@@ -15,14 +15,14 @@ from ..fusing.packed import Parts, empty_parts, pack, weight_shape
 from .checkpoint import POWERS, Stored, check_fp8
 from .conversions import AsBytes, AsFloats, merges_experts, of_each
 from .patterns import expect_bounded
-from .quantizer import PackedQuantizer, absent, as_stored, find
+from .quantizer import PackedQuantizer, absent, as_stored, find_tensor
 
 
 class FromPowers(ConversionOps):
-    """Scales in e8m0 as the same numbers in float32. By their bytes: not every device has PyTorch's float8."""
+    """Converts scales from e8m0 to float32, by their bytes: not every device supports PyTorch's e8m0."""
 
     def __init__(self, quantizer: HfQuantizer):
-        self.hf_quantizer = quantizer  # by which transformers knows that none may be cast
+        self.hf_quantizer = quantizer  # tells transformers not to cast them
 
     def convert(self, input_dict, **kwargs):
         return of_each(input_dict, self.numbers)
@@ -48,13 +48,13 @@ class ToPowers(FromPowers):
 
 class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
     """Blocks of 128 x 128 with a scale: `weight` and `weight_scale_inv` of linear layers, `gate_up_proj` and
-    `gate_up_proj_scale_inv` of experts, which transformers merges out of the single experts' while it loads.
+    `gate_up_proj_scale_inv` of experts, which transformers merges from those of single experts while loading.
 
-    Where its configuration says "ue8m0", the scales may be powers of two in a byte each (DeepSeek V4). They may be
-    float32 as well, and not all of them powers of two (DeepSeek V3.1)."""
+    With "ue8m0" in the configuration, scales are powers of two of one byte each (DeepSeek V4), or float32 and not
+    always powers of two (DeepSeek V3.1)."""
 
     stock = FineGrainedFP8HfQuantizer
-    scales: frozenset[str] = frozenset()  # their dtypes, in safetensors' words
+    scales: frozenset[str] = frozenset()  # their dtypes, by safetensors' names
 
     def serves(self, device_map) -> bool:
         config = self.quantization_config
@@ -67,8 +67,8 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
             expect_bounded(self.quantization_config.modules_to_not_convert)
         super().validate_environment(*args, device_map=device_map, **kwargs)
 
-    def chosen(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The linear layers and experts that its configuration does not skip."""
+    def select_modules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The linear layers and experts that the configuration does not skip."""
         config = self.quantization_config
         skipped = self.get_modules_to_not_convert(model, config.modules_to_not_convert, model._keep_in_fp32_modules)
         return {
@@ -80,7 +80,7 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
     def obstacle(self, model: nn.Module, tensors: dict[str, Stored]) -> str | None:
         self.scales = frozenset(check_fp8(tensors))
         self._normalize_modules_to_not_convert(model)
-        for name, module in self.chosen(model).items():
+        for name, module in self.select_modules(model).items():
             if is_experts(module):
                 reason = why_not_packed(module)
                 if reason is None and weight_shape(module, "down")[2] % FP8_BLOCK:
@@ -102,8 +102,8 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
             )
 
         left = absent(model, tensors)
-        for name, module in self.chosen(model).items():
-            stored = find(model, tensors, f"{name}.weight")
+        for name, module in self.select_modules(model).items():
+            stored = find_tensor(model, tensors, f"{name}.weight")
             if name in left:
                 continue
             if is_experts(module) or stored is None or stored.dtype == "F8_E4M3":
@@ -116,8 +116,8 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
             super().check_part(module, weight, part, sources)
 
     def conversions(self, weight_conversions, model):
-        """Experts' weights are merged as bytes, and their scales as their weights are."""
-        updated = super(PackedQuantizer, self).update_weight_conversions([], model)  # other names for scales
+        """Merges experts' weights as bytes, and their scales in the same way."""
+        updated = super(PackedQuantizer, self).update_weight_conversions([], model)  # renames scales
         numbers = [FromPowers(self)] if POWERS in self.scales else []
         for conversion in weight_conversions:
             if isinstance(conversion, WeightConverter) and merges_experts(conversion):

@@ -6,8 +6,8 @@ METHOD = "moe_metal_mlx"
 
 
 class MlxConfig(QuantizationConfigMixin):
-    """What mlx-lm writes into config.json: bits, group and mode of all layers, and by a layer's path its own, or false
-    where it is dense."""
+    """mlx-lm's entry in config.json: bits, group size and mode of all layers, and by path those of single layers, or
+    false for a dense layer."""
 
     def __init__(self, bits: int | None = None, group_size: int | None = None, mode: str = "affine", **layers):
         self.quant_method = METHOD
@@ -19,11 +19,11 @@ class MlxConfig(QuantizationConfigMixin):
 
     @property
     def default(self) -> dict:
-        """What holds for the layers that have no entry of their own."""
+        """For layers without an entry of their own."""
         return {"bits": self.bits, "group_size": self.group_size, "mode": self.mode}
 
     def to_dict(self) -> dict:
-        """As mlx-lm has it, without a `quant_method`."""
+        """As mlx-lm writes it, without a `quant_method`."""
         return self.default | self.layers
 
     @classmethod
@@ -32,5 +32,5 @@ class MlxConfig(QuantizationConfigMixin):
 
 
 def is_of_mlx(found: dict) -> bool:
-    """Whether a checkpoint's quantization_config is mlx-lm's, which names no method."""
+    """Whether a quantization_config is mlx-lm's, which names no method."""
     return "quant_method" not in found and {"bits", "group_size"} <= found.keys()

@@ -1,4 +1,4 @@
-"""From mlx-lm's names and tensors to those of transformers' models, and back when a model is saved."""
+"""Converts mlx-lm's names and tensors to those of transformers, and back when a model is saved."""
 
 import re
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from ...layers import numbers
 from .conversions import AsBytes
 from .mlx_folder import MODES
 
-#: mlx-lm's projections of experts, by the op's word for the weight that they are in.
+#: mlx-lm's projections of experts, by the op's name of the weight.
 EXPERTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
-#: Families whose norms multiply by 1 + weight, which mlx-lm stores as one number.
+#: Families whose norms multiply by 1 + weight, which mlx-lm stores as the sum.
 SHIFTED = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
 SHIFTED_NORMS = (
     r"\.input_layernorm\.weight",
@@ -28,7 +28,7 @@ SHIFTED_NORMS = (
 
 
 def renamings(model: nn.Module) -> list[WeightRenaming]:
-    """mlx-lm's names for what transformers calls otherwise."""
+    """Renames tensors from mlx-lm's names."""
     nested = any(name == "model.language_model" for name, _ in model.named_modules())
     names = {
         r"^language_model\.model\.": r"model\.language_model\." if nested else r"model\.",
@@ -43,7 +43,7 @@ def renamings(model: nn.Module) -> list[WeightRenaming]:
 
 
 def converters(quantizer: HfQuantizer, model: nn.Module) -> list[WeightConverter]:
-    """What becomes of experts, and of what mlx-lm has in another form."""
+    """Conversions of experts, and of tensors that mlx-lm stores in another form."""
     words = [FromWords()]
     found = [WeightConverter([r"\.experts\.down_proj\.weight"], [r"\.experts\.down_proj"], words)]
     for part, suffix in (("weight", ""), ("scales", "_scale"), ("biases", "_offset"), ("bias", "_bias")):
@@ -59,18 +59,18 @@ def converters(quantizer: HfQuantizer, model: nn.Module) -> list[WeightConverter
 
 
 def parts_of(stem: str) -> list[str]:
-    """Patterns for a weight's parts in mlx-lm's words."""
+    """Patterns for mlx-lm's names of a weight's parts."""
     return [rf"{stem}\.{part}" for part in ("weight", "scales", "biases")]
 
 
 def kind_of(name: str) -> str:
-    """A pattern for a module and its like in other layers."""
+    """A pattern for a module and the same module in other layers."""
     *_, last = re.split(r"\.\d+(?=\.)", name)
     return re.escape(last if last.startswith(".") else last.rpartition(".")[2])
 
 
 def inside(model: nn.Module, name: str) -> tuple[str, nn.Module | None]:
-    """A module's name with or without the base model's prefix, whichever the model has, and the module."""
+    """The module of this name, and its name in the model: with or without the base model's prefix."""
     prefix = f"{model.base_model_prefix}."
     for known in (name, name.removeprefix(prefix), prefix + name):
         try:
@@ -81,7 +81,7 @@ def inside(model: nn.Module, name: str) -> tuple[str, nn.Module | None]:
 
 
 class FromWords(AsBytes):
-    """MLX's uint32 as bytes, which every device takes and every format of ours is."""
+    """Reinterprets MLX's uint32 as bytes, the data dtype of our formats on every device."""
 
     dtypes = (torch.uint32, torch.uint8)
 
@@ -103,8 +103,7 @@ class ToWords(FromWords):
 
 
 class Join(ConversionOps):
-    """Gate and up of all experts, [E, I, ...] each, in one tensor: one behind the other, or row by row where the
-    model's experts have them so."""
+    """Joins gate and up of all experts, [E, I, ...] each: concatenated or row by row, as the model's experts expect."""
 
     def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, model=None, **kwargs):
         gate, up = (input_dict.pop(pattern)[0] for pattern in source_patterns)
@@ -118,7 +117,7 @@ class Join(ConversionOps):
 
 
 class Part(ConversionOps):
-    """Gate and up out of the tensor that both are in."""
+    """Splits a joined tensor into gate and up."""
 
     def convert(self, input_dict, target_patterns, full_layer_name=None, model=None, **kwargs):
         ((both,),) = input_dict.values()
@@ -132,15 +131,15 @@ class Part(ConversionOps):
 
 
 def has_halves(model: nn.Module, name: str) -> bool:
-    """Whether the experts in whose parts this name lies have all gate rows before the up rows."""
+    """Whether the experts that this tensor belongs to have all gate rows before the up rows."""
     return inside(model, name.rpartition(".experts.")[0] + ".experts")[1].is_concatenated
 
 
 class Dense(ConversionOps):
-    """A packed weight as the dense one that it stands for, in the dtype of the model's; what is dense stays so."""
+    """Dequantises a packed weight to the dtype of the model's; a dense one is cast."""
 
     def __init__(self, quantizer: HfQuantizer):
-        self.hf_quantizer = quantizer  # by which transformers knows that no part may be cast
+        self.hf_quantizer = quantizer  # tells transformers not to cast the parts
 
     def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, model=None, **kwargs):
         like = model.get_parameter(full_layer_name)
@@ -152,7 +151,7 @@ class Dense(ConversionOps):
 
 
 class Keep(ConversionOps):
-    """The same dense weight, under the name that a packed one had."""
+    """Keeps a dense weight, under the name that the packed one had."""
 
     def convert(self, input_dict, target_patterns, **kwargs):
         (given,) = input_dict.values()
@@ -160,11 +159,11 @@ class Keep(ConversionOps):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        raise NotImplementedError("which of them was packed is forgotten")
+        raise NotImplementedError("not known which of them was packed")
 
 
 def dense(given: dict[str, list[Tensor]], patterns: list[str], columns: int, dtype: torch.dtype) -> Tensor:
-    """Of weight, scales and biases, the last two of which may not be there."""
+    """The dense weight of these parts. Scales and biases may be missing."""
     weight, scales, biases = (given[pattern][0] if pattern in given else None for pattern in patterns)
     if scales is None:
         return weight.to(dtype)
@@ -175,8 +174,8 @@ def dense(given: dict[str, list[Tensor]], patterns: list[str], columns: int, dty
 
 
 class LatentAttention(ConversionOps):
-    """kv_b_proj [heads * (nope + v), rank] of what mlx-lm makes of it: embed_q [heads, rank, nope], packed along
-    another side, and unembed_out [heads, v, rank]."""
+    """Makes kv_b_proj [heads * (nope + v), rank] of mlx-lm's embed_q [heads, rank, nope], which is packed along another
+    dimension, and unembed_out [heads, v, rank]."""
 
     def __init__(self, quantizer: HfQuantizer):
         self.hf_quantizer = quantizer
@@ -193,7 +192,7 @@ class LatentAttention(ConversionOps):
 
 
 class LatentAttentionApart(ConversionOps):
-    """What mlx-lm makes of kv_b_proj, not packed."""
+    """Splits kv_b_proj into mlx-lm's dense tensors."""
 
     def convert(self, input_dict, target_patterns, full_layer_name=None, model=None, **kwargs):
         ((weight,),) = input_dict.values()
@@ -204,12 +203,12 @@ class LatentAttentionApart(ConversionOps):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        raise NotImplementedError("which of them was packed is forgotten")
+        raise NotImplementedError("not known which of them was packed")
 
 
 @dataclass
 class Elementwise(ConversionOps):
-    """A dense tensor that mlx-lm has in another form."""
+    """Converts a dense tensor that mlx-lm stores in another form."""
 
     change: Callable[[Tensor], Tensor]
     back: Callable[[Tensor], Tensor]
@@ -224,7 +223,7 @@ class Elementwise(ConversionOps):
 
 
 def swapped(tensor: Tensor) -> Tensor:
-    """The weight of a convolution with the last two sides changed, as MLX has it."""
+    """The weight of a convolution with the last two dimensions swapped, as in MLX."""
     return tensor.mT
 
 

@@ -24,30 +24,30 @@ MODES = {"affine": (4, 64)} | {mode: FIXED[mode] for mode in ("mxfp4", "nvfp4", 
 
 @dataclass(frozen=True)
 class Quantised:
-    """One weight of a folder: its parts, and what they are."""
+    """One packed weight of a folder."""
 
     weight: Stored
     scales: Stored
     biases: Stored | None
-    entry: dict  # what config.json has for its path, or for all others
+    entry: dict  # of config.json: the one for its path, or the default
 
     @classmethod
     def of(cls, stem: str, tensors: Mapping[str, Stored], config: MlxConfig) -> "Quantised":
         weight, entry = tensors[f"{stem}.weight"], config.layers.get(stem)
-        scales = weight.beside(tensors, f"{stem}.scales")
+        scales = weight.require_sibling(tensors, f"{stem}.scales")
         weight.expect(weight.dtype == "U32", "U32, which its scales go with")
         weight.expect(entry is not False, "no packed weight, since config.json says false for it")
         entry = {"mode": "affine"} | entry if isinstance(entry, dict) else config.default
         mode = entry["mode"]
         known = isinstance(mode, str) and mode in MODES
-        scales.expect(known, f"{', '.join(MODES)}, the modes that run here, and not {mode!r}, which config.json says")
+        scales.expect(known, f"{', '.join(MODES)}, the supported modes, and not {mode!r}, which config.json says")
         dtypes = ("U8",) if mode != "affine" else SCALES
         scales.expect(scales.dtype in dtypes, f"{', '.join(dtypes)}, the scales of mode {mode}, which config.json says")
-        biases = scales.beside(tensors, f"{stem}.biases") if mode == "affine" else None
+        biases = scales.require_sibling(tensors, f"{stem}.biases") if mode == "affine" else None
         if biases:
             biases.expect((biases.dtype, biases.shape) == (scales.dtype, scales.shape), f"what {scales.name} is")
         alone = f"{stem}.global_scale" not in tensors
-        scales.expect(alone, f"no {stem}.global_scale beside it: factors of whole matrices do not run here")
+        scales.expect(alone, f"no {stem}.global_scale: factors of whole matrices do not run here")
         return cls(weight, scales, biases, entry)
 
     @property
@@ -56,7 +56,7 @@ class Quantised:
 
     @property
     def said(self) -> tuple[int, int]:
-        """Bits and group by config.json. Where it has null, or nothing, MLX has its defaults."""
+        """Bits and group size by config.json. For null or a missing entry, MLX's defaults."""
         usual = MODES[self.format]
         return tuple(
             default if self.entry.get(name) is None else self.entry[name]
@@ -64,7 +64,7 @@ class Quantised:
         )
 
     def bits_and_group(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Of a weight of this shape; an error where they are none that run, or not those of config.json."""
+        """For a weight of this shape. Raises if no op supports them, or if config.json has others."""
         *rows, C = shape
         of_config = ", by the model's configuration"
         for part in (self.weight, self.scales):
@@ -85,7 +85,7 @@ class Quantised:
         return bits, group
 
     def parts(self, shape: tuple[int, ...]) -> list[Tensor]:
-        """Data, scale and offset on the meta device, of a weight of this shape."""
+        """Data, scale and offset of a weight of this shape, on the meta device."""
         bits, group = self.bits_and_group(shape)
         *rows, C = shape
         dtype = SAFETENSORS[self.scales.dtype]
@@ -94,19 +94,19 @@ class Quantised:
 
 
 def quantised(tensors: Mapping[str, Stored], config: MlxConfig) -> dict[str, Quantised]:
-    """All weights of a folder that are packed, by their paths in mlx-lm's model."""
+    """All packed weights of a folder, by their paths in mlx-lm's model."""
     found = {}
     for name, stored in tensors.items():
         stem, _, part = name.rpartition(".")
         if part in ("scales", "biases"):
-            stored.beside(tensors, f"{stem}.weight")
+            stored.require_sibling(tensors, f"{stem}.weight")
         if (part == "weight" and stored.dtype == "U32") or part in ("scales", "biases"):
             found[stem] = found.get(stem) or Quantised.of(stem, tensors, config)
     return found
 
 
-def true_files(files: list[str] | None) -> None:
-    """Have all weight files of the folder in this list, as mlx-lm would, where its index tells another story."""
+def replace_stale_index_files(files: list[str] | None) -> None:
+    """If the folder's index is stale, replace this list's files by all weight files, which are what mlx-lm reads."""
     folder = Path(files[0]).parent if files else None
     if folder is None or not (folder / INDEX).exists():
         return
@@ -115,7 +115,7 @@ def true_files(files: list[str] | None) -> None:
     truth = {tensor.name: tensor.file.name for tensor in stored_tensors(there).values()}
     if listed != truth and there:
         logger.warning(
-            f"torch_moe_metal: {folder / INDEX} is stale: it does not list what the files beside it hold. All of "
+            f"torch_moe_metal: {folder / INDEX} is stale: it does not list the tensors of the folder's files. All of "
             f"{', '.join(file.name for file in there)} are loaded instead"
         )
         files[:] = map(str, there)

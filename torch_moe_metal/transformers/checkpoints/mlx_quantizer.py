@@ -1,9 +1,9 @@
-"""Folders that `mlx_lm.convert -q` wrote, in `from_pretrained`: run packed, as they are.
+"""Loads folders that `mlx_lm.convert -q` wrote, without dequantising them.
 
-mlx-lm keeps each weight's codes as `weight` (uint32), with `scales` and, in its affine mode, `biases` beside it. Linear
-layers and embeddings keep these very tensors, under these names. Experts come as `gate_proj`, `up_proj` and `down_proj`
-of all experts; gate and up are joined while they are loaded, layer by layer, since the op reads them as one. Routers,
-and what is no linear layer in transformers, are dequantised. Saved, weights are as mlx-lm has them again.
+mlx-lm stores each weight's codes as `weight` (uint32), with `scales` and, in its affine mode, `biases`. Linear layers
+and embeddings keep these tensors and names. Experts are stored as `gate_proj`, `up_proj` and `down_proj`, each for all
+experts; gate and up are joined while loading, layer by layer, because the op reads them as one tensor. Routers and
+weights that do not belong to linear layers in transformers are dequantised. Saving restores mlx-lm's tensors.
 """
 
 import os
@@ -42,7 +42,7 @@ from .mlx_conversions import (
     parts_of,
     renamings,
 )
-from .mlx_folder import Quantised, quantised, true_files
+from .mlx_folder import Quantised, quantised, replace_stale_index_files
 from .patterns import within
 from .quantizer import PackedQuantizer, device_type, runs_here
 
@@ -51,7 +51,7 @@ SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 class Mlx(PackedQuantizer):
-    """A folder of mlx-lm."""
+    """The quantizer of mlx-lm's folders."""
 
     quantization_config: MlxConfig
     reads_sequentially = False
@@ -63,7 +63,7 @@ class Mlx(PackedQuantizer):
             )
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
-        true_files(checkpoint_files)
+        replace_stale_index_files(checkpoint_files)
         super()._process_model_before_weight_loading(model, checkpoint_files=checkpoint_files, **kwargs)
         places = device_map.values() if isinstance(device_map, dict) else filter(None, [device_map])
         self.reads_sequentially = SEQUENTIAL not in os.environ and "mps" in map(device_type, places)
@@ -110,14 +110,14 @@ class Mlx(PackedQuantizer):
         )
 
     def will_be_dense(self, model: nn.Module, name: str, stem: str, weight: Quantised) -> None:
-        """Note a weight that is dequantised while it is loaded, after a look at whether it can be."""
+        """Record a weight that is dequantised while loading. Raises if it cannot be."""
         known, module = inside(model, name)
         config = self.quantization_config
         if stem in config.layers:
-            config.layers[stem] = False  # as it will be saved
+            config.layers[stem] = False  # it is saved dense
         home = inside(model, name.rpartition(".")[0])[1]
         latent = known.endswith(("self_attn.embed_q", "self_attn.unembed_out"))
-        if latent and hasattr(home, "kv_lora_rank"):  # the model may have no use for some layers
+        if latent and hasattr(home, "kv_lora_rank"):  # the model may ignore some layers
             nope, rank, rows = home.qk_nope_head_dim, home.kv_lora_rank, home.v_head_dim
             sides = (rank, nope) if known.endswith("embed_q") else (rows, rank)
             weight.bits_and_group((home.num_heads, *sides))
@@ -140,7 +140,7 @@ class Mlx(PackedQuantizer):
             replace_tied(model, *tied)
 
     def expect_all(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
-        """An error where the files do not have all of the language model."""
+        """Raises if the files lack a tensor of the language model."""
         known = model.state_dict()
         conversions = self.conversions(get_model_conversion_mapping(model), model)
         names = [each for each in conversions if isinstance(each, WeightRenaming)]
@@ -160,7 +160,7 @@ class Mlx(PackedQuantizer):
         return [*found, *weight_conversions, *renamings(model)]
 
     def check(self, model, sources):
-        """The parts of packed weights have been checked to find what becomes of them; here, what is joined."""
+        """`Quantised` has checked the parts of packed weights; this checks the tensors that are joined."""
         super().check(model, sources)
         known = model.state_dict()
         for key, given in sources.items():
@@ -179,17 +179,17 @@ class Mlx(PackedQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         self.pre_quantized = True
         super()._process_model_after_weight_loading(model, **kwargs)
-        model.config.quantization = self.quantization_config.to_dict()  # mlx-lm's own key, for what is saved
+        model.config.quantization = self.quantization_config.to_dict()  # mlx-lm's entry, for saving
 
     def _dequantize(self, model, dtype=None):
-        """From now on it is a model of transformers like any other, and is saved as one."""
+        """The model becomes an ordinary one of transformers, and is saved as one."""
         del model.config.quantization
         model._weight_conversions = None
         return super()._dequantize(model, dtype)
 
 
 def pack_joined(model: nn.Module, name: str, weights: Mapping[str, Quantised]) -> None:
-    """Have packed experts in place of dense ones, whose gate and up will be joined."""
+    """Replace dense experts by packed ones, whose gate and up are joined while loading."""
     experts, first = model.get_submodule(name), next(iter(weights.values())).weight
     reason = why_not_packed(experts)
     first.expect(reason is None, f"experts that can run packed, but {reason}")

@@ -12,12 +12,12 @@ from ..fusing.experts import DEVICES, NAME
 from ..fusing.packed import Parts, columns_of, dense_shape, empty_parts, quantize_like
 from .checkpoint import FLOATS, SAFETENSORS, Stored
 from .config import Form, MoeMetalConfig, pack_all
-from .conversions import merged, merges_experts, packed_weight, whole_names
-from .quantizer import PackedQuantizer, absent, as_stored, find, runs_here
+from .conversions import full_tensor_names, merged, merges_experts, packed_weight
+from .quantizer import PackedQuantizer, absent, as_stored, find_tensor, runs_here
 
 
 class MoeMetal(PackedQuantizer):
-    """`MoeMetalConfig`: a dense checkpoint, packed while it is loaded, or one that was saved packed."""
+    """Loads a dense checkpoint and packs it, or loads one that was saved packed."""
 
     quantization_config: MoeMetalConfig
 
@@ -31,7 +31,7 @@ class MoeMetal(PackedQuantizer):
         def parts(name: str, dense: Tensor, form: Form) -> Parts:
             module, _, name = name.rpartition(".")
             found = empty_parts(name, dense.shape, form.format, form.bits, form.group_size, dense.dtype)
-            if FORMATS[form.format].offset == "factor" and find(model, tensors, f"{module}.{name}_offset"):
+            if FORMATS[form.format].offset == "factor" and find_tensor(model, tensors, f"{module}.{name}_offset"):
                 factor = torch.empty(*dense.shape[:-2], 1, dtype=torch.float32, device="meta")
                 found = {**found, f"{name}_offset": factor}
             return as_stored(model, tensors, module, found) if self.pre_quantized else found
@@ -58,7 +58,7 @@ class MoeMetal(PackedQuantizer):
             sources.expect([(*experts, N, C), (*experts, C, N)] if experts else [(N, C)], FLOATS)
 
     def conversions(self, weight_conversions, model):
-        if self.pre_quantized:  # it was saved under the model's own names
+        if self.pre_quantized:  # saved under the model's own names
             return [conversion for conversion in weight_conversions if not isinstance(conversion, WeightConverter)]
         for conversion in weight_conversions:
             if not isinstance(conversion, WeightConverter):
@@ -73,42 +73,42 @@ class MoeMetal(PackedQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         super()._process_model_after_weight_loading(model, **kwargs)
-        model._weight_conversions = []  # what is packed is saved under the model's own names
+        model._weight_conversions = []  # packed weights are saved under the model's own names
 
 
 class Quantize(ConversionOps):
-    """A dense weight, just loaded, in the form of the module's packed one."""
+    """Packs a loaded dense weight in the format of the module's packed one."""
 
     def convert(self, input_dict, model=None, **kwargs):
         name, tensor = next(iter(input_dict.items()))
         tensor = tensor[0] if isinstance(tensor, list) else tensor
-        if len(input_dict) > 1 or not tensor.is_floating_point():  # by QuantizeApart
+        if len(input_dict) > 1 or not tensor.is_floating_point():  # QuantizeApart has packed it
             return input_dict
         return quantized(model, name, tensor)
 
 
 class QuantizeApart(ConversionOps):
-    """What merges the single experts' weights, for weights that are packed first: one expert is dense at a time."""
+    """Packs each expert's weight before they are merged, so that only one expert is dense at a time."""
 
     def __init__(self, operations: list[ConversionOps]):
         self.operations = operations
 
     def convert(self, input_dict, model=None, full_layer_name=None, **kwargs):
         module, weight = packed_weight(model, full_layer_name)
-        # Blocks of several rows may not end with an expert's gate.
+        # A block of several rows may contain both gate and up rows.
         if weight is None or FORMATS[module.format_of(weight)].rows_per_scale > 1:
             return merged(self.operations, input_dict, model=model, full_layer_name=full_layer_name, **kwargs)
         apart = {part: {} for part in module.packing[weight]}
         for source in list(input_dict):
-            for dense in drained(input_dict.pop(source)):
+            for dense in pop_each(input_dict.pop(source)):
                 for part, tensor in quantize_like(module, weight, dense).items():
                     apart[part].setdefault(source, []).append(tensor)
         parts = {part: next(iter(merged(self.operations, apart.pop(part), **kwargs).values())) for part in list(apart)}
-        return whole_names(model, full_layer_name, parts)
+        return full_tensor_names(model, full_layer_name, parts)
 
 
 class TransposeToFit(Transpose):
-    """transformers' own, which may look at the dense weight's shape, where there is a packed one now."""
+    """transformers' `Transpose`, which may check the dense weight's shape, for a weight that is packed now."""
 
     def __init__(self, stock: Transpose):
         super().__init__(stock.dim0, stock.dim1, stock.check_dims)
@@ -123,8 +123,8 @@ class TransposeToFit(Transpose):
         return {name: tensor if fits else tensor.transpose(self.dim0, self.dim1)}
 
 
-def drained(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Each of them, none of which the list keeps."""
+def pop_each(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Yields each tensor after removing it from the list, so that its memory can be freed."""
     tensors.reverse()
     while tensors:
         yield tensors.pop()
@@ -133,7 +133,7 @@ def drained(tensors: list[Tensor]) -> Iterator[Tensor]:
 def quantized(model: nn.Module, name: str, dense: Tensor) -> dict[str, Tensor]:
     module, weight = packed_weight(model, name)
     dense = dense.mT if getattr(module, "is_transposed", False) else dense
-    return whole_names(model, name, quantize_like(module, weight, dense))
+    return full_tensor_names(model, name, quantize_like(module, weight, dense))
 
 
 def register() -> None:

@@ -30,9 +30,9 @@ def quantize_(
     """Pack the dense weights of a model of transformers, or of any with `torch_moe_metal.nn.MoE` and linear layers, in
     place, one after the other. The arguments are those of `MoeMetalConfig`; saved, it loads as it is.
 
-    What is packed already, by this or by its checkpoint, stays as it is, and a warning names it. Where experts cannot
-    be packed, it raises before anything is changed. Interrupted, it leaves a model that runs and can be saved, part of
-    it packed; called again, it packs the rest.
+    Weights that are packed already stay as they are, and a warning names them. If experts cannot be packed, it raises
+    before anything is changed. If it is interrupted, the model is partly packed, runs and can be saved; another call
+    packs the rest.
     """
     config = MoeMetalConfig(format, bits, group_size, skip, bits_by_name, layers)
     expect_ours(model)
@@ -50,13 +50,13 @@ def quantize_(
         return named_parts(name.rpartition(".")[2], quantize(dense, **asdict(form)))
 
     with all_or_nothing(model):
-        adopt(model, config)
+        attach_config(model, config)
     pack_all(model, plan, parts, progress=True)
     return model
 
 
 def expect_weights(model: nn.Module, plan: Plan) -> None:
-    """An error where a weight is none that `quantize` takes, or is not in memory."""
+    """Raises if `quantize` cannot pack a weight, or if it is not in memory."""
     for name, forms in plan.items():
         module = model.get_submodule(name)
         for (weight, form), rows in zip(forms.items(), rows_of(module).values(), strict=True):
@@ -68,7 +68,7 @@ def expect_weights(model: nn.Module, plan: Plan) -> None:
 
 
 def expect_ours(model: nn.Module) -> None:
-    """An error where another quantizer has been at the model, which would not know it any more."""
+    """Raises if the model has a quantizer of transformers, which could not handle it afterwards."""
     for part in model.modules():
         quantizer = vars(part).get("hf_quantizer")
         if not isinstance(quantizer, PackedQuantizer | None):
@@ -78,8 +78,8 @@ def expect_ours(model: nn.Module) -> None:
             )
 
 
-def adopt(model: nn.Module, config: MoeMetalConfig) -> None:
-    """Have a model that is packed in memory be as one that `MoeMetalConfig` loaded."""
+def attach_config(model: nn.Module, config: MoeMetalConfig) -> None:
+    """Give a model packed in memory the attributes of one that was loaded with this configuration."""
     parts = {name: part for name, part in model.named_modules() if hasattr(type(part), "set_experts_implementation")}
     for part in parts.values():
         part.set_experts_implementation(NAME)
@@ -88,9 +88,9 @@ def adopt(model: nn.Module, config: MoeMetalConfig) -> None:
         use_own_names(module)
     for name, part in parts.items():
         if any(name != other and (not other or name.startswith(f"{other}.")) for other in parts):
-            continue  # a part of another one, which is what is saved
+            continue  # only the outermost model is saved
         part.is_quantized, part.quantization_method = True, config.quant_method
         part.hf_quantizer = MoeMetal(config, pre_quantized=True)
         part.config.quantization_config = config
-        vars(part.config).pop("quantization", None)  # mlx-lm's key
+        vars(part.config).pop("quantization", None)  # mlx-lm's entry
         part._weight_conversions = []

@@ -1,6 +1,6 @@
-"""Quantised checkpoints in `from_pretrained`, run as they are on disk: transformers' quantizers, with packed weights.
+"""The base class of our quantizers: `from_pretrained` loads quantised checkpoints without dequantising them.
 
-On cuda and xpu, and where the user asks for dequantised weights, transformers' own quantizers do what they always did.
+On cuda and xpu, and with `dequantize=True`, transformers' own quantizers run instead.
 """
 
 import contextlib
@@ -41,15 +41,15 @@ logger = logging.get_logger(__name__)
 
 
 def runs_here(device_map) -> bool:
-    """Whether a model with this device map lies where our ops run."""
+    """Whether all devices of this device map have our ops."""
     if device_map is None:
-        return not (torch.cuda.is_available() or torch.xpu.is_available())  # it may be meant to be moved there
+        return not (torch.cuda.is_available() or torch.xpu.is_available())  # the user may move the model there
     places = device_map.values() if isinstance(device_map, dict) else [device_map]
     return all(device_type(place) in DEVICES for place in places)
 
 
 def device_type(place) -> str:
-    """Of an entry of a device map: a device, its name, the number of one, or a way to choose ("auto")."""
+    """The type of a device map's entry: a device, its name or number, or a strategy such as "auto"."""
     if isinstance(place, str) and place in ("auto", "balanced", "balanced_low_0", "sequential"):
         place = 0
     if isinstance(place, int):
@@ -58,12 +58,12 @@ def device_type(place) -> str:
     return "cpu" if place == "disk" else torch.device(place).type
 
 
-#: In which dtypes scales of each kind are stored.
+#: The dtypes in which scales of each kind are stored.
 STORED_SCALES = {"any_float": SCALES, "float32_or_bfloat16": FP8_SCALES, "e8m0": ("U8",), "e4m3": ("F8_E4M3", "U8")}
 
 
 def stored_dtypes(format: str, part: int) -> tuple[str, ...]:
-    """Of the data (0), the scale (1) or the offset (2) of a format: safetensors' words."""
+    """safetensors' names of the dtypes that the data (0), scale (1) or offset (2) of a format may have."""
     row = FORMATS[format]
     if part == 0:
         return ("F8_E4M3", "U8") if row.columns == row.bytes == 1 else ("U8",)
@@ -72,7 +72,7 @@ def stored_dtypes(format: str, part: int) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def naming(place: str) -> Iterator[None]:
-    """Has errors of ours name the checkpoint that they are about, where they name no file of it."""
+    """Adds the checkpoint to our errors that do not name one of its files."""
     try:
         yield
     except ValueError as error:
@@ -83,25 +83,25 @@ def naming(place: str) -> Iterator[None]:
 
 
 class PackedQuantizer(HfQuantizer):
-    """What our quantizers share. A subclass says which modules get which packed weights, on the meta device and by the
-    names that the checkpoint has for their parts; the rest is transformers' ordinary loading."""
+    """A subclass gives modules packed weights on the meta device, under the checkpoint's names for their parts.
+    transformers then loads these as it loads other tensors."""
 
-    stock: type | None = None  # transformers' own quantizer of this method, which takes over elsewhere
-    stored: dict[str, Stored] | None = None  # until it is known what becomes of them
+    stock: type | None = None  # transformers' own quantizer, the fallback
+    stored: dict[str, Stored] | None = None  # until they have been checked
     is_trainable = True  # gradients pass through packed weights
     is_compileable = True
 
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
-        """Have packed weights on the meta device, as they are stored."""
+        """Replace dense weights by packed ones on the meta device, with the shapes and dtypes of the files."""
         raise NotImplementedError
 
     def obstacle(self, model: nn.Module, tensors: dict[str, Stored]) -> str | None:
-        """What of this model cannot be packed, so that transformers has to dequantise it."""
+        """Why this model cannot be packed and transformers has to dequantise it, or None."""
         distributed = getattr(model.config, "distributed_config", None) is not None
         return "packed weights are not distributed over processes" if distributed else None
 
     def serves(self, device_map) -> bool:
-        """Whether this is ours: a checkpoint that is packed and shall stay so, where our ops run."""
+        """Whether this quantizer loads the checkpoint packed, instead of falling back to transformers' own."""
         dequantize = getattr(self.quantization_config, "dequantize", False)
         return self.pre_quantized and not dequantize and runs_here(device_map) and packed_checkpoints()
 
@@ -111,7 +111,7 @@ class PackedQuantizer(HfQuantizer):
             self.validate_environment(*args, device_map=device_map, **kwargs)
 
     def update_attn_implementation(self, config):
-        """The first that a quantizer sees of the configuration, so it is also where our experts are selected."""
+        """The first hook that gets the configuration, so it also selects our experts."""
         if config._experts_implementation is None:
             config._experts_implementation = NAME
         return config
@@ -133,9 +133,9 @@ class PackedQuantizer(HfQuantizer):
         return self._process_model_before_weight_loading(model, checkpoint_files=checkpoint_files, **kwargs)
 
     def update_weight_conversions(self, weight_conversions, model):
-        """The last that a quantizer sees before weights are loaded, so it is also where files are checked."""
+        """The last hook before weights are loaded, so it also checks the files."""
         conversions = self.conversions(weight_conversions, model)
-        stored, self.stored = self.stored, None  # transformers copies a quantizer with each conversion that it is in
+        stored, self.stored = self.stored, None  # conversions hold this quantizer, and transformers copies them
         if stored:
             self.check(model, sources_of(model, stored, conversions))
         return conversions
@@ -145,11 +145,11 @@ class PackedQuantizer(HfQuantizer):
 
     @property
     def stores_parts(self) -> bool:
-        """Whether the checkpoint has the parts of packed weights under their own names, or what becomes all of them."""
+        """Whether all parts of packed weights come from the checkpoint, instead of being made while loading."""
         return self.pre_quantized
 
     def check(self, model: nn.Module, sources: dict[str, Sources]) -> None:
-        """An error where files lack parts of packed weights, or have other shapes or dtypes than they must have."""
+        """Raises if the files lack parts of packed weights, or have them with a wrong shape or dtype."""
         packed = {
             f"{name}.{part}": (module, weight, part)
             for name, module in packed_modules(model)
@@ -168,7 +168,7 @@ class PackedQuantizer(HfQuantizer):
                     stored.expect_floats()
 
     def check_part(self, module: nn.Module, weight: str, part: str, sources: Sources) -> None:
-        """Check what is stored for a part of a packed weight."""
+        """Check the stored tensors of one part of a packed weight."""
         number = module.packing[weight].index(part)
         sources.expect([tuple(module._buffers[part].shape)], stored_dtypes(module.format_of(weight), number))
 
@@ -187,7 +187,7 @@ class PackedQuantizer(HfQuantizer):
             raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: missing: {', '.join(missing)}")
 
     def get_state_dict_and_metadata(self, model):
-        """The first that `save_pretrained` asks: what it writes of our own configuration is how the model is now."""
+        """The first hook of `save_pretrained`: it makes a `MoeMetalConfig` describe the model as it is now."""
         if isinstance(self.quantization_config, MoeMetalConfig):
             self.quantization_config = model.config.quantization_config = described(model, self.quantization_config)
         return joined_state(model), {}
@@ -196,7 +196,7 @@ class PackedQuantizer(HfQuantizer):
         return True
 
     def dequantize(self, model, dtype=None):
-        dtype = dtype or model.config.dtype  # which `save_pretrained` makes a string
+        dtype = dtype or model.config.dtype  # a string after `save_pretrained`
         with all_or_nothing(model):
             return super().dequantize(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
@@ -206,8 +206,8 @@ class PackedQuantizer(HfQuantizer):
 
 
 def joined_state(model: nn.Module) -> dict[str, Tensor] | None:
-    """The state of a model whose experts have gate and up apart, as in a GGUF file's pages, with one weight of both;
-    None for any other model, whose state is saved as it is."""
+    """The state of a model whose experts keep gate and up as two tensors, as in a GGUF file, with the two joined. None
+    for other models: their state is saved unchanged."""
     apart = {
         f"{name}.{PROJECTIONS['gate_up']}": module
         for name, module in packed_modules(model)
@@ -228,17 +228,17 @@ def joined_state(model: nn.Module) -> dict[str, Tensor] | None:
     }
 
 
-def find(model: nn.Module, tensors: dict[str, Stored], name: str) -> Stored | None:
-    """What is stored under a model's name for it, with or without the base model's prefix."""
+def find_tensor(model: nn.Module, tensors: dict[str, Stored], name: str) -> Stored | None:
+    """The stored tensor of this name, with or without the base model's prefix."""
     prefix = f"{model.base_model_prefix}."
     return tensors.get(name) or tensors.get(name.removeprefix(prefix)) or tensors.get(prefix + name)
 
 
 def absent(model: nn.Module, tensors: dict[str, Stored]) -> set[str]:
-    """The linear layers and embeddings of which the files have nothing, so that transformers initialises them: a
-    classifier's head that is to be trained, for one."""
+    """The linear layers and embeddings that the files lack, so that transformers initialises them: for example, the
+    head of a classifier that will be trained."""
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
-    unknown = {f"{name}.weight": name for name in layers if find(model, tensors, f"{name}.weight") is None}
+    unknown = {f"{name}.weight": name for name in layers if find_tensor(model, tensors, f"{name}.weight") is None}
     if not tensors or not unknown:
         return set()
     conversions, known = get_model_conversion_mapping(model), model.state_dict()
@@ -250,10 +250,10 @@ def absent(model: nn.Module, tensors: dict[str, Stored]) -> set[str]:
 
 
 def as_stored(model: nn.Module, tensors: dict[str, Stored], module: str, parts: Parts) -> Parts:
-    """Parts on the meta device with the dtypes in which they are stored, or an error where their shapes are others."""
+    """These parts, on the meta device, with the dtypes of the files. Raises if the files have other shapes."""
     found = {}
     for name, part in parts.items():
-        stored = find(model, tensors, f"{module}.{name}")
+        stored = find_tensor(model, tensors, f"{module}.{name}")
         if stored is not None:
             stored.expect(stored.shape == tuple(part.shape), f"shape {list(part.shape)}, by the model's configuration")
             part = part.to(SAFETENSORS[stored.dtype]) if stored.dtype in SAFETENSORS else part
