@@ -75,15 +75,24 @@ def extension(name: str, files: list[str], flags: list[str], link: list[str] = [
     )
 
 
+def openmp_on_macos() -> list[str]:
+    """Apple's driver has no -fopenmp, but the compiler behind it has. torch's wheel brings omp.h with its own headers;
+    for other builds of torch it lies where OMP_PREFIX says, in the conda environment, or where Homebrew puts it."""
+    places = [os.environ.get("OMP_PREFIX"), Path(torch.__file__).parent, sys.prefix, "/opt/homebrew/opt/libomp"]
+    headers = [Path(place, "include") for place in places if place]
+    found = [folder for folder in headers if (folder / "omp.h").exists()]
+    return ["-Xclang", "-fopenmp", *(f"-I{folder}" for folder in found[:1])]
+
+
 def extensions() -> list[CppExtension]:
     # at::parallel_for is a header: without OpenMP's flag it would run on one thread. Its runtime is torch's own.
     main, flags, link, frameworks = sources("*.cpp"), ["-fopenmp"], [], []
     if sys.platform == "darwin":
         runpy.run_path(str(ROOT / "shaders" / "embed.py"))["write_header"](ROOT / "build" / "shader_texts.h")
         main += sources("mps/*.mm")
-        # Apple's driver has no -fopenmp, but the compiler behind it has. torch's wheel brings omp.h and libomp.dylib,
-        # which is not linked: the path in it is of the machine that built it. The loader looks in what torch loaded.
-        flags = [f"-mmacosx-version-min={MACOS}", "-Xclang", "-fopenmp"]
+        flags = [f"-mmacosx-version-min={MACOS}", *openmp_on_macos()]
+        # libomp is not linked, since a second copy of it would be a second pool of threads: dyld finds its functions in
+        # the copy that torch has loaded, wherever that lies (in a wheel torch/lib, in conda the environment's lib).
         link = [flags[0], "-Wl,-undefined,dynamic_lookup"]
         frameworks = ["-framework", "Metal", "-framework", "Foundation"]
     cpu = []

@@ -158,7 +158,8 @@ struct ExpertsParams {
   uint32_t bias_step, bias_up;  // gate row i's bias is number i * bias_step, and its up row's `bias_up` further
   // Decode: floats of a row of inner, and whether its elements lie as packed weights of down meet them.
   uint32_t inner_length, inner_placed;
-  // Prefill: slots of a tile, length of the list of tiles, and how many of them walk all rows of weights together.
+  // Prefill: slots of a tile, length of the list of tiles, and how many of them walk all rows of weights together. All
+  // 0 where the products are PyTorch's.
   uint32_t tile_rows, tiles, band;
   uint32_t has_shared, has_residual;
   ParameterType weights, gate_up_bias, down_bias, shared_gate;

@@ -6,6 +6,8 @@
 //   columns   of a chunk                            step        from a lane's first column to the next lane's
 //   per_lane  whether a lane's share is whole by itself, so that lanes may be at different experts
 //   scale_rows  rows that share a scale
+//   At        of places within an expert's matrix: uint where the host says that it is below 4 GB, for half the
+//             registers of a pointer and additions at full rate; else long
 // A simdgroup has 32 / lanes teams, each with rows of its own. Dense weights take a whole simdgroup. Packed rows are
 // short, and a lane needs 32 of x for 16 bytes of 4-bit weights: 16 lanes take 256 bytes of a row, two cache lines of
 // Apple's GPUs, and the other team reads the same x. On an H200 16 lanes were faster than 8 for one token, 8 for more.
@@ -15,29 +17,54 @@
 
 namespace moe_metal {
 
-// The rows of weights of a team, where they begin, and its lane's sums for them.
+template <bool is_short>
+struct PlaceOf {
+  using Type = long;
+};
+template <>
+struct PlaceOf<true> {
+  using Type = uint;
+};
+
+// The rows of weights of a team, where they begin in their expert's matrix, and its lane's sums for them. Every second
+// one lies `gap` further: up's, where gate and up are apart.
+template <typename At>
 struct ChunkRows {
-  Offsets<kChunkRows> data, scale, offset;
+  Offsets<At, kChunkRows> data, scale, offset;
+  long gap;
   float sum[kChunkRows];
 };
 
-template <typename Chunk>
-void set_row(thread ChunkRows& rows, uint r, uint row, constant WeightParams& params) {
-  rows.data.at[r] = row_place(params, row);
-  rows.scale.at[r] = row / Chunk::scale_rows * params.scale.row;
-  rows.offset.at[r] = row / Chunk::scale_rows * params.offset.row;
+// The vectors of several tokens, `apart` elements from one to the next. Past the last token, the last again.
+template <typename V>
+struct TokenVectors {
+  device const V* first;
+  uint count, apart;
+  device const V* at(uint t) const thread { return first + ulong(min(t, count - 1)) * apart; }
+};
+// A lane's sums of the rows for each of them.
+template <uint Tokens>
+struct TokenSums {
+  Floats<kChunkRows> of[Tokens];
+};
+
+template <typename Chunk, typename At>
+void set_row(thread ChunkRows<At>& rows, uint r, uint row, constant WeightParams& params) {
+  rows.data.at[r] = row * At(params.row);
+  rows.scale.at[r] = row / Chunk::scale_rows * At(params.scale.row);
+  rows.offset.at[r] = row / Chunk::scale_rows * At(params.offset.row);
 }
 
 // ------------------------------------------------------------------------------------------ dense
 
 // sums += scale * (this lane's share of the rows, from `column` on) * vector
 template <typename Chunk, typename V>
-void add_dense(thread ChunkRows& rows, float scale, device const V* vector, Weights<typename Chunk::Data> weights,
+void add_dense(thread ChunkRows<long>& rows, float scale, device const V* vector, Weights<typename Chunk::Data> weights,
                constant WeightParams& params, uint length, uint column) {
   Vectors<Chunk::vectors> v, w[kChunkRows];
   Chunk::load(vector, column, length, 1, v);
   for (uint r = 0; r < kChunkRows; ++r) {
-    Chunk::load(weights.data + rows.data.at[r], column, length, params.column, w[r]);
+    Chunk::load(weights.data + (r % 2 ? rows.gap : 0) + rows.data.at[r], column, length, params.column, w[r]);
   }
   for (uint r = 0; r < kChunkRows; ++r) {
     float sum = 0;
@@ -49,6 +76,7 @@ void add_dense(thread ChunkRows& rows, float scale, device const V* vector, Weig
 template <typename T>
 struct WideChunk {
   using Data = T;
+  using At = long;
   enum : uint {
     lanes = 32,
     vectors = Wide<T>::vectors,
@@ -62,14 +90,32 @@ struct WideChunk {
     load_wide(row + column, values);
   }
   template <bool placed, typename V>
-  static void add(thread ChunkRows& rows, float scale, device const V* vector, Weights<T> weights,
+  static void add(thread ChunkRows<At>& rows, float scale, device const V* vector, Weights<T> weights,
                   constant WeightParams& params, uint length, uint column) {
     add_dense<WideChunk<T>>(rows, scale, vector, weights, params, length, column);
+  }
+  // The same for several tokens, for which the weights are loaded once. Each token's is summed as for it alone.
+  template <uint N, typename V>
+  static void add_several(thread const ChunkRows<At>& rows, thread const TokenVectors<V>& tokens, Weights<T> weights,
+                          constant WeightParams&, uint column, thread TokenSums<N>& sums) {
+    Vectors<vectors> w[kChunkRows];
+    for (uint r = 0; r < kChunkRows; ++r) load_wide(weights.data + rows.data.at[r] + column, w[r]);
+#pragma unroll
+    for (uint t = 0; t < N; ++t) {
+      Vectors<vectors> v;
+      load_wide(tokens.at(t) + column, v);
+      for (uint r = 0; r < kChunkRows; ++r) {
+        float sum = 0;
+        for (uint n = 0; n < vectors; ++n) sum += dot(w[r].at[n], v.at[n]);
+        sums.of[t].at[r] += sum;
+      }
+    }
   }
 };
 template <typename T>
 struct AnyChunk {
   using Data = T;
+  using At = long;
   enum : uint { lanes = 32, vectors = 1, step = 1, columns = 128, scale_rows = 1, per_lane = 0 };
   template <typename V>
   static void load(device const V* row, uint column, uint length, long stride, thread Vectors<vectors>& values) {
@@ -79,7 +125,7 @@ struct AnyChunk {
     }
   }
   template <bool placed, typename V>
-  static void add(thread ChunkRows& rows, float scale, device const V* vector, Weights<T> weights,
+  static void add(thread ChunkRows<At>& rows, float scale, device const V* vector, Weights<T> weights,
                   constant WeightParams& params, uint length, uint column) {
     add_dense<AnyChunk<T>>(rows, scale, vector, weights, params, length, column);
   }
@@ -87,13 +133,20 @@ struct AnyChunk {
 
 // ------------------------------------------------------------------------------------------ packed
 
+// Where a row's piece is loaded from. A place of 32 bits is added to the spot's, in 32 bits, and not to the pointer.
+inline device const uchar* row_of(device const uchar* matrix, uint row, thread Spot& spot) {
+  spot.byte += row;
+  return matrix;
+}
+inline device const uchar* row_of(device const uchar* matrix, long row, thread Spot&) { return matrix + row; }
+
 // A lane's piece of each row.
 template <uint N>
 struct RowWords {
   Words<N> row[kChunkRows];
 };
 
-// sums[r] = start + the codes of a group of row r, centred or not, times those of the vector; NaN when one of them is.
+// sums[r] = start + the codes of a group of row r, centred or not, times the group's elements of the vector.
 template <typename Codes, bool centred, uint N, uint M>
 void multiply_codes(thread const RowWords<N>& words, thread const Vectors<M>& piece, uint group, float start,
                     thread Floats<kChunkRows>& sums) {
@@ -111,13 +164,6 @@ void multiply_codes(thread const RowWords<N>& words, thread const Vectors<M>& pi
         sums.at[r] = fma(codes.at[n / 4][n % 4], piece.at[i / 4 + n / 4][n % 4], sums.at[r]);
       }
     }
-  }
-#pragma unroll
-  for (uint r = 0; r < kChunkRows; ++r) {
-    uint nan = 0;
-#pragma unroll
-    for (uint n = 0; n < N; ++n) nan |= Codes::nan_bits(words.row[r].at[n]);
-    sums.at[r] = nan ? NAN : sums.at[r];
   }
 }
 
@@ -138,13 +184,14 @@ struct GroupNumbers {
 };
 
 // Wide: pieces of kPackedColumns, for whole pieces in groups that the reader knows or that have at least as many, and
-// for rows of weights and vectors whose loads are aligned. Else pieces of kNarrowColumns, which lie in one group
-// whatever its size. Centred codes are for activations in float: offsets lie near -middle * scale, so sums of bare
-// codes are large and cancel against theirs, with 2 to 3 times the error of values summed one by one. 16 bits hide
-// that, and save the subtraction.
+// for rows of weights and vectors whose loads are aligned, in matrices below 4 GB. Else pieces of kNarrowColumns, which
+// lie in one group whatever its size. Centred codes are for activations in float: offsets lie near -middle * scale, so
+// sums of bare codes are large and cancel against theirs, with 2 to 3 times the error of values summed one by one. 16
+// bits hide that, and save the subtraction.
 template <typename Codes, bool centred>
 struct PackedChunk {
   using Data = uchar;
+  using At = typename PlaceOf<Codes::columns == kPackedColumns>::Type;
   using Layout = typename Codes::Layout;
   enum : uint {
     lanes = kPackedLanes,
@@ -188,11 +235,15 @@ struct PackedChunk {
       piece.at[n / 4 + 1] = eight.at[1];
     }
   }
-  // Each element is divided by its code's place. -> the groups' sums before: divided by kPlain, or they might be
-  // infinite before their offsets; or what the code of 0 adds to their sums of codes.
+  // What the vector's elements are multiplied with in plain sums: they are divided by kPlain, or they might be infinite
+  // before their offsets; or they are what the code of 0 adds to the sums of codes.
+  static constexpr float plain_unit() {
+    return Codes::has_offset ? 1 / kPlain : float(Codes::zero) / float(Codes::factor);
+  }
+  // Each element is divided by its code's place. -> the groups' plain sums before.
   static Floats<groups> divided(thread Piece& piece) {
     constexpr uint fours = step / 4 / groups;
-    constexpr float unit = Codes::has_offset ? 1 / kPlain : float(Codes::zero) / float(Codes::factor);
+    constexpr float unit = plain_unit();
     Floats<groups> sums;
 #pragma unroll
     for (uint g = 0; g < groups; ++g) {
@@ -208,8 +259,17 @@ struct PackedChunk {
     return sums;
   }
 
+  static void load_pieces(thread const ChunkRows<At>& rows, Weights<uchar> weights, constant WeightParams& params,
+                          Spot spot, uint left, thread RowWords<words>& pieces) {
+#pragma unroll
+    for (uint r = 0; r < kChunkRows; ++r) {
+      Spot at = spot;
+      device const uchar* row = row_of(weights.data + (r % 2 ? rows.gap : 0), rows.data.at[r], at);
+      Layout::load(row, at, wide ? step : left, wide || params.layout == WeightLayout::rows_wide, pieces.row[r]);
+    }
+  }
   // The scales and offsets of the rows' pieces: from within, or from where the tensors have them.
-  static void load_numbers(thread const ChunkRows& rows, thread const RowWords<words>& pieces, Spot spot,
+  static void load_numbers(thread const ChunkRows<At>& rows, thread const RowWords<words>& pieces, Spot spot,
                            Weights<uchar> weights, constant WeightParams& params, uint column, thread Numbers& scales,
                            thread Numbers& offsets) {
     if (Codes::own_scales) {
@@ -224,11 +284,11 @@ struct PackedChunk {
     }
 #pragma unroll
     for (uint g = 0; g < groups; ++g) {
-      const long group = (column + g * (step / groups)) >> params.group_shift;
-      load_scales<Codes>(weights.scale + group * params.scale.group, rows.scale, params.scale_type, scales.of[g]);
-      if (Codes::has_offset) {
-        load_scales<Codes>(weights.offset + group * params.offset.group, rows.offset, params.scale_type, offsets.of[g]);
-      }
+      const At group = (column + g * (step / groups)) >> params.group_shift;
+      load_scales<Codes>(weights.scale, rows.scale, group * At(params.scale.group), params.scale_type, scales.of[g]);
+      if (!Codes::has_offset) continue;
+      load_scales<Codes>(weights.offset, rows.offset, group * At(params.offset.group), params.scale_type,
+                         offsets.of[g]);
     }
     if (!Codes::e4m3_scale) return;
     const float factor = load_factor(weights.offset, params);
@@ -237,44 +297,102 @@ struct PackedChunk {
 
   // Scale and offset count once for all codes of a group.
   template <bool placed, typename V>
-  static void add(thread ChunkRows& rows, float weight, device const V* vector, Weights<uchar> weights,
+  static void add(thread ChunkRows<At>& rows, float weight, device const V* vector, Weights<uchar> weights,
                   constant WeightParams& params, uint length, uint column) {
     const Spot spot = Layout::spot(column);
     RowWords<words> pieces;
-#pragma unroll
-    for (uint r = 0; r < kChunkRows; ++r) {
-      Layout::load(weights.data + rows.data.at[r], spot, wide ? step : length - column,
-                   wide || params.layout == WeightLayout::rows_wide, pieces.row[r]);
-    }
+    load_pieces(rows, weights, params, spot, length - column, pieces);
     Piece piece;
     load<placed>(vector, column, length, piece);
     Numbers scales, offsets;
     load_numbers(rows, pieces, spot, weights, params, column, scales, offsets);
     const Floats<groups> plain = divided(piece);
-    Floats<kChunkRows> scaled, added;
+    Numbers totals;
 #pragma unroll
     for (uint g = 0; g < groups; ++g) {
-      Floats<kChunkRows> sum;
-      multiply_codes<Codes, centred>(pieces, piece, g, off_zero ? -plain.at[g] : 0, sum);
+      multiply_codes<Codes, centred>(pieces, piece, g, off_zero ? -plain.at[g] : 0, totals.of[g]);
+    }
 #pragma unroll
-      for (uint r = 0; r < kChunkRows; ++r) {
-        const float scale = scales.of[g].at[r], total = sum.at[r];
-        scaled.at[r] = g == 0 ? total * scale : fma(total, scale, scaled.at[r]);
-        if (!Codes::has_offset) continue;
-        float offset = offsets.of[g].at[r];
-        if (centred) offset = fma(scale, float(Codes::middle), offset);
-        added.at[r] = g == 0 ? offset * plain.at[g] : fma(offset, plain.at[g], added.at[r]);
+    for (uint r = 0; r < kChunkRows; ++r) rows.sum[r] += weight * row_sum(totals, plain, pieces, scales, offsets, r);
+  }
+  // The same of wide pieces for several tokens: each code is unpacked once, and meets the tokens' elements in turn, of
+  // which 8 are loaded at a time.
+  template <uint N, typename V>
+  static void add_several(thread const ChunkRows<At>& rows, thread const TokenVectors<V>& tokens,
+                          Weights<uchar> weights, constant WeightParams& params, uint column,
+                          thread TokenSums<N>& sums) {
+    const Spot spot = Layout::spot(column);
+    RowWords<words> pieces;
+    load_pieces(rows, weights, params, spot, step, pieces);
+    Numbers scales, offsets;
+    load_numbers(rows, pieces, spot, weights, params, column, scales, offsets);
+    Numbers totals[N] = {};
+    Floats<groups> plain[N] = {};
+#pragma unroll
+    for (uint i = 0; i < step; i += 8) {
+      Vectors<2> codes[kChunkRows];
+#pragma unroll
+      for (uint r = 0; r < kChunkRows; ++r) Codes::template eight<centred>(pieces.row[r], i, codes[r]);
+#pragma unroll
+      for (uint t = 0; t < N; ++t) {
+        const uint g = i * groups / step;
+        add_eight(codes, tokens.at(t) + column_of(column, i), i, totals[t].of[g], plain[t].at[g]);
       }
     }
 #pragma unroll
-    for (uint r = 0; r < kChunkRows; ++r) {
-      const float total = fma(scaled.at[r], float(Codes::factor), not_finite(scales, offsets, r));
-      rows.sum[r] += weight * (Codes::has_offset ? fma(added.at[r], kPlain, total) : total);
+    for (uint i = 0; i < N * kChunkRows; ++i) {
+      const uint t = i / kChunkRows, r = i % kChunkRows;
+      sums.of[t].at[r] += row_sum(totals[t], plain[t], pieces, scales, offsets, r);
     }
   }
-  // Times a code of 0 an infinite scale is NaN, and so are its products with x, whose signs differ. -> NaN, or 0.
-  // Within a block one number makes all scales infinite, and one all offsets.
-  static float not_finite(thread const Numbers& scales, thread const Numbers& offsets, uint r) {
+  // sums[r] += codes i to i + 7 of row r times the vector's elements, less their zero; plain += as in `divided`
+  template <typename V>
+  static void add_eight(thread const Vectors<2>* codes, device const V* vector, uint i, thread Floats<kChunkRows>& sums,
+                        thread float& plain) {
+    Vectors<2> x;
+    load_wide(vector, x);
+    float zero = 0;
+    if (Codes::has_offset || off_zero) {
+      const float4 four = (x.at[0] + x.at[1]) * plain_unit();
+      const float added = four.x + four.y + (four.z + four.w);
+      if (off_zero) zero = added;
+      if (Codes::has_offset) plain += added;
+    }
+#pragma unroll
+    for (uint r = 0; r < kChunkRows; ++r) sums.at[r] -= zero;
+#pragma unroll
+    for (uint n = 0; n < 8; ++n) {
+      const float element = x.at[n / 4][n % 4] * (1 / float(1u << Codes::place(i + n)));
+#pragma unroll
+      for (uint r = 0; r < kChunkRows; ++r) sums.at[r] = fma(codes[r].at[n / 4][n % 4], element, sums.at[r]);
+    }
+  }
+  // What a row's groups add, by their codes' products with the vector, and the vector's plain sums.
+  static float row_sum(thread const Numbers& totals, thread const Floats<groups>& plain,
+                       thread const RowWords<words>& pieces, thread const Numbers& scales,
+                       thread const Numbers& offsets, uint r) {
+    float scaled = 0, added = 0;
+#pragma unroll
+    for (uint g = 0; g < groups; ++g) {
+      const float scale = scales.of[g].at[r], total = totals.of[g].at[r];
+      scaled = g == 0 ? total * scale : fma(total, scale, scaled);
+      if (!Codes::has_offset) continue;
+      float offset = offsets.of[g].at[r];
+      if (centred) offset = fma(scale, float(Codes::middle), offset);
+      added = g == 0 ? offset * plain.at[g] : fma(offset, plain.at[g], added);
+    }
+    const float total = fma(scaled, float(Codes::factor), not_finite(pieces.row[r], scales, offsets, r));
+    return Codes::has_offset ? fma(added, kPlain, total) : total;
+  }
+  // A code that is no number makes its row's product NaN. Times a code of 0 an infinite scale is NaN, and so are its
+  // products with x, whose signs differ. -> NaN, or 0. Within a block one number makes all scales infinite, and one all
+  // offsets.
+  static float not_finite(thread const Words<words>& codes, thread const Numbers& scales, thread const Numbers& offsets,
+                          uint r) {
+    uint nan = 0;
+#pragma unroll
+    for (uint n = 0; n < words; ++n) nan |= Codes::nan_bits(codes.at[n]);
+    if (nan) return NAN;
     if (Codes::e8m0_scale) return 0;
     float sum = scales.of[0].at[r] - scales.of[0].at[r];
     if (Codes::e4m3_scale && groups == 2) sum += scales.of[groups - 1].at[r] - scales.of[groups - 1].at[r];
@@ -301,7 +419,7 @@ Place place_of(uint thread_index, uint split) {
 
 // sum[r] += (this lane's share of row r) * vector
 template <typename Chunk, typename V>
-void add_rows(thread ChunkRows& rows, device const V* vector, Weights<typename Chunk::Data> weights,
+void add_rows(thread ChunkRows<typename Chunk::At>& rows, device const V* vector, Weights<typename Chunk::Data> weights,
               constant WeightParams& params, uint length, Place place, uint split) {
   for (uint column = place.part * Chunk::columns + place.lane % Chunk::lanes * Chunk::step; column < length;
        column += split * Chunk::columns) {
@@ -309,11 +427,24 @@ void add_rows(thread ChunkRows& rows, device const V* vector, Weights<typename C
   }
 }
 
+// The same for several tokens, with wide pieces. -> this lane's shares of their sums
+template <typename Chunk, uint N, typename V>
+TokenSums<N> several_sums(thread const ChunkRows<typename Chunk::At>& rows, thread const TokenVectors<V>& tokens,
+                          Weights<typename Chunk::Data> weights, constant WeightParams& params, uint length,
+                          Place place, uint split) {
+  TokenSums<N> sums = {};
+  for (uint column = place.part * Chunk::columns + place.lane % Chunk::lanes * Chunk::step; column < length;
+       column += split * Chunk::columns) {
+    Chunk::add_several(rows, tokens, weights, params, column, sums);
+  }
+  return sums;
+}
+
 // shares[simdgroup][team][r] = the team's sum of row r
 template <typename Chunk>
-void share_sums(thread const ChunkRows& rows, threadgroup float* shares, uint thread_index) {
+void share_sums(thread const float* sums, threadgroup float* shares, uint thread_index) {
   for (uint r = 0; r < kChunkRows; ++r) {
-    float sum = rows.sum[r];
+    float sum = sums[r];
     if (Chunk::lanes == 32) {
       sum = simd_sum(sum);
     } else {
@@ -321,6 +452,10 @@ void share_sums(thread const ChunkRows& rows, threadgroup float* shares, uint th
     }
     if (thread_index % Chunk::lanes == 0) shares[thread_index / Chunk::lanes * kChunkRows + r] = sum;
   }
+}
+template <typename Chunk>
+void share_sums(thread const ChunkRows<typename Chunk::At>& rows, threadgroup float* shares, uint thread_index) {
+  share_sums<Chunk>(rows.sum, shares, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 

@@ -48,7 +48,8 @@ template <typename T, typename Chunk>
   const uint split = params.gate_up.split, block_rows = rows_of_threadgroup<Chunk>(simdgroups, split) / 2;
   const Place place = place_of<Chunk>(thread_index, split);
   const uint block = group.y * block_rows, first = block + place.team * kInnerRows;
-  ChunkRows rows = {};
+  ChunkRows<typename Chunk::At> rows = {};
+  rows.gap = params.gate_up.gap;
   for (uint r = 0; r < kChunkRows; ++r) {  // gate, up, gate, up; past the last row, the last again
     set_row<Chunk>(rows, r, gate_up_row(min(first + r / 2, params.I - 1), r % 2, params), params.gate_up);
   }
@@ -91,14 +92,20 @@ template <typename T, typename Chunk>
   const Place place = place_of<Chunk>(thread_index, split);
   const uint block = group.y * block_rows, first = block + place.team * kChunkRows;
   if (token >= params.T) return;
-  ChunkRows rows = {};
+  ChunkRows<typename Chunk::At> rows = {};
   for (uint r = 0; r < kChunkRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.H - 1), params.down);
   // What all experts' rows have for a team, or for a lane of it, follows one another: each in turn takes one of it.
   constexpr uint takers = Chunk::per_lane ? Chunk::lanes : 1, take = Chunk::columns / takers;
   const uint takes = (params.I + take - 1) / take, taker = place.part * takers + place.lane % takers;
-  for (uint i = taker; i < params.K * takes && first < params.H; i += split * takers) {
-    const ulong slot = ulong(token) * params.K + i / takes;
-    const int expert = expert_of(ids, slot, params);
+  const uint all = first < params.H ? params.K * takes : 0, step = split * takers;
+  // The next id is loaded before this expert's weights, for which it would have to be waited otherwise.
+  ulong slot = 0, next_slot = ulong(token) * params.K + taker / takes;
+  int expert = -1, next_expert = taker < all ? expert_of(ids, next_slot, params) : -1;
+  for (uint i = taker; i < all; i += step) {
+    slot = next_slot;
+    expert = next_expert;
+    next_slot = ulong(token) * params.K + (i + step) / takes;
+    if (i + step < all) next_expert = expert_of(ids, next_slot, params);
     const uint column = i % takes * take + (Chunk::per_lane ? 0 : place.lane * Chunk::step);
     if (expert < 0 || column >= params.I) continue;
     Chunk::template add<true>(rows, load(weights, slot, params.weights), inner + slot * params.inner_length,

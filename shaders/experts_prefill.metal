@@ -47,6 +47,19 @@ Tile tile_of(device const int4* tiles, uint group, uint blocks, constant Experts
 
 // ------------------------------------------------------------------------------------------ gate_up, down
 
+// Takes off a lane's first gate and up, so that the next ones are the first: registers have no index that is not known
+// while compiling. A slot's come one after the other, and slots in turn.
+template <uint TileRows>
+void take_pair(thread Products<TileRows>& products) {
+  constexpr uint pairs = tile_matrices(TileRows) / 2;
+#pragma unroll
+  for (uint i = 1; i < 2 * products.down * pairs; ++i) {
+    const uint slot = i / pairs, n = i % pairs * 2, to_slot = (i - 1) / pairs, to = (i - 1) % pairs * 2;
+    products.at[to_slot / 2][to][to_slot % 2] = products.at[slot / 2][n][slot % 2];
+    products.at[to_slot / 2][to + 1][to_slot % 2] = products.at[slot / 2][n + 1][slot % 2];
+  }
+}
+
 template <typename T, typename Reader, uint TileRows>
 [[kernel]] void experts_gate_up_tiles(device const T* x [[buffer(0)]], device const int* order [[buffer(1)]],
                                       device const int4* tiles [[buffer(2)]],
@@ -56,7 +69,7 @@ template <typename T, typename Reader, uint TileRows>
                                       constant ExpertsParams& params [[buffer(8)]],
                                       uint group [[threadgroup_position_in_grid]],
                                       uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup uint4 memory[TileRows * kStride * sizeof(T) / sizeof(uint4)];
+  threadgroup uint4 memory[TileRows * Reader::stride * sizeof(T) / sizeof(uint4)];
   threadgroup uint rows[TileRows];
   constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows) / 2;
   const Tile tile = tile_of<TileRows>(tiles, group, (params.I + block - 1) / block, params);
@@ -80,17 +93,18 @@ template <typename T, typename Reader, uint TileRows>
                                   numbers, params.H, thread_index);
   Floats<across> biases;
   load_biases(bias, ulong(tile.expert) * 2 * params.I, of_biases, params.gate_up_bias, biases);
-  const uint column = matrix_place(thread_index % 32).column;
 #pragma unroll
-  for (uint i = 0; i < 2 * products.down; ++i) {
-    const uint j = i / 2 * 8 + column + i % 2;
-    if (j >= tile.count) continue;
-    device float* to = inner + ulong(tile.first + j) * params.I;
-    for (uint n = 0; n < across; n += 2) {
-      const float gate = products.at[i / 2][n][i % 2] + biases.at[n];
-      const float up = products.at[i / 2][n + 1][i % 2] + biases.at[n + 1];
-      if (first + n / 2 < params.I) to[first + n / 2] = activated(gate, up, params.activation);
+  for (uint i = 0; i < products.down * across; ++i) products.at[i / across][i % across] += biases.at[i % across];
+  const uint column = matrix_place(thread_index % 32).column, pairs = across / 2;
+  // No unrolled loop: it would make most of the kernel of five activations for each of a lane's elements.
+#pragma clang loop unroll(disable)
+  for (uint i = 0; i < 2 * products.down * pairs; ++i) {
+    const uint slot = i / pairs, row = first + i % pairs, j = slot / 2 * 8 + column + slot % 2;
+    if (j < tile.count && row < params.I) {
+      const float gate = products.at[0][0].x, up = products.at[0][1].x;
+      inner[ulong(tile.first + j) * params.I + row] = activated(gate, up, params.activation);
     }
+    take_pair(products);
   }
 }
 
@@ -103,7 +117,7 @@ template <typename T, typename Reader, uint TileRows>
                                    constant ExpertsParams& params [[buffer(8)]],
                                    uint group [[threadgroup_position_in_grid]],
                                    uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup uint4 memory[TileRows * kStride * sizeof(float) / sizeof(uint4)];
+  threadgroup uint4 memory[TileRows * Reader::stride * sizeof(float) / sizeof(uint4)];
   threadgroup uint rows[TileRows];
   constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows);
   const Tile tile = tile_of<TileRows>(tiles, group, (params.H + block - 1) / block, params);

@@ -2,10 +2,10 @@
 //
 // x [T, H], weight [N, H], bias [N], output [T, N].
 //
-// _rows, for few tokens: every token reads the weight. Grid: tokens along x, so that those of one block of rows read it
-// at about the same time, from the cache; blocks of rows along y. WeightParams.split simdgroups share the work on a
-// row. _tiles, for many: tiles of TileRows tokens by tile_weight_rows rows of the
-// weight, one threadgroup each, along x.
+// _rows, for few tokens: every token reads the weight, or every 2 or 4 tokens together (_rows2, _rows4), for which it
+// is unpacked once. Grid: tokens, or groups of them, along x, so that those of one block of rows read it at about the
+// same time, from the cache; blocks of rows along y. WeightParams.split simdgroups share the work on a row. _tiles, for
+// many: tiles of TileRows tokens by tile_weight_rows rows of the weight, one threadgroup each, along x.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
@@ -28,7 +28,7 @@ template <typename T, typename Chunk>
   if (token >= params.T) return;
   const Place place = place_of<Chunk>(thread_index, split);
   const uint block = group.y * block_rows, first = block + place.team * kChunkRows;
-  ChunkRows rows = {};
+  ChunkRows<typename Chunk::At> rows = {};
   for (uint r = 0; r < kChunkRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.N - 1), params.weight);
   if (first < params.N) {
     add_rows<Chunk>(rows, x + ulong(token) * params.H, of_expert(weight, scale, offset, 0, params.weight),
@@ -42,6 +42,40 @@ template <typename T, typename Chunk>
   output[ulong(token) * params.N + n] = T(value);
 }
 
+// Tokens is 2 or 4: as many outputs of each row, of which a thread writes one.
+template <typename T, typename Chunk, uint Tokens>
+[[kernel]] void linear_several_rows(device const T* x [[buffer(0)]],
+                                    device const typename Chunk::Data* weight [[buffer(1)]],
+                                    device const uchar* scale [[buffer(2)]], device const uchar* offset [[buffer(3)]],
+                                    device const T* bias [[buffer(4)]], device T* output [[buffer(5)]],
+                                    constant LinearParams& params [[buffer(6)]],
+                                    uint2 group [[threadgroup_position_in_grid]],
+                                    uint thread_index [[thread_index_in_threadgroup]],
+                                    uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float shares[Tokens * most_shares<Chunk>()];
+  const uint token = group.x * Tokens, split = params.weight.split;
+  const uint block_rows = rows_of_threadgroup<Chunk>(simdgroups, split);
+  if (token >= params.T) return;
+  const Place place = place_of<Chunk>(thread_index, split);
+  const uint block = group.y * block_rows, first = block + place.team * kChunkRows;
+  ChunkRows<typename Chunk::At> rows = {};
+  for (uint r = 0; r < kChunkRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.N - 1), params.weight);
+  TokenVectors<T> tokens = {x + ulong(token) * params.H, min(Tokens, params.T - token), params.H};
+  TokenSums<Tokens> sums = {};
+  if (first < params.N) {
+    sums = several_sums<Chunk, Tokens>(rows, tokens, of_expert(weight, scale, offset, 0, params.weight), params.weight,
+                                       params.H, place, split);
+  }
+#pragma unroll
+  for (uint t = 0; t < Tokens; ++t) share_sums<Chunk>(sums.of[t].at, shares + t * most_shares<Chunk>(), thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint t = thread_index / block_rows, row = thread_index % block_rows, n = block + row;
+  if (t >= tokens.count || n >= params.N) return;
+  float value = shared_sum<Chunk>(shares + t * most_shares<Chunk>(), row / kChunkRows, split, row % kChunkRows);
+  if (params.bias != ParameterType::absent) value += load(bias, n, params.bias);
+  output[ulong(token + t) * params.N + n] = T(value);
+}
+
 // A band of tiles of tokens walks all blocks of rows together: a weight that was read serves the band.
 template <typename T, typename Reader, uint TileRows>
 [[kernel]] void linear_tiles(device const T* x [[buffer(0)]], device const typename Reader::Data* weight [[buffer(1)]],
@@ -49,7 +83,7 @@ template <typename T, typename Reader, uint TileRows>
                              device const T* bias [[buffer(4)]], device T* output [[buffer(5)]],
                              constant LinearParams& params [[buffer(6)]], uint group [[threadgroup_position_in_grid]],
                              uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup uint4 memory[TileRows * kStride * sizeof(T) / sizeof(uint4)];
+  threadgroup uint4 memory[TileRows * Reader::stride * sizeof(T) / sizeof(uint4)];
   threadgroup uint rows[TileRows];
   constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows);
   const uint blocks = (params.N + block - 1) / block, band = params.band;
@@ -84,6 +118,9 @@ template <typename T, typename Reader, uint TileRows>
 // clang-format off
 #define instantiate_rows(dtype, suffix, read) \
   instantiate_kernel("linear_rows" suffix weights_suffix "_" #dtype, moe_metal::linear_rows<dtype, read##_chunk(dtype)>)
+#define instantiate_several(dtype, suffix, read, tokens)                                 \
+  instantiate_kernel("linear_rows" #tokens suffix weights_suffix "_" #dtype, \
+                     moe_metal::linear_several_rows<dtype, read##_chunk(dtype), tokens>)
 #define instantiate_tiles(dtype, suffix, read, rows)                                   \
   instantiate_kernel("linear_tiles" #rows suffix weights_suffix "_" #dtype,   \
                      moe_metal::linear_tiles<dtype, read##_tile(dtype), rows>)
@@ -110,4 +147,10 @@ for_dtypes(instantiate_rows, "", any)
 #endif
 #if in_part(7)
 for_dtypes(instantiate_rows, "_wide", wide)
+#endif
+#if in_part(8)
+for_dtypes(instantiate_several, "_wide", wide, 2)
+#endif
+#if in_part(9)
+for_dtypes(instantiate_several, "_wide", wide, 4)
 #endif

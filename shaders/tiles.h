@@ -7,12 +7,17 @@
 // fast as those of half on the GPUs before M5.
 //
 // A product is weights * tile^T, in matrices of 8 by 8 (matrices.h). Sums may be taken in any order, so which columns
-// meet in a matrix is free, as long as both sides agree. The four lanes of a row of weights take a run of 16 columns
+// meet in a matrix is free, as long as both sides agree. The four lanes of a row of weights take two times 8 columns
 // each:
 //
-//   of a step's 8 matrices the i-th of half h (0 or 1) multiplies, where the run of lane q (0 to 3) begins at 16 q,
-//   column 16 q + 8 h + i of the weights as 2 q, and column 16 q + 8 h + 4 + i as 2 q + 1;
-//   its row r of the tile's side is column 16 (r / 2) + 8 h + 4 (r % 2) + i: for all i four neighbours, one load
+//   of a step's 8 matrices the i-th of half h (0 or 1) multiplies, where the columns of lane q (0 to 3) begin at
+//   c = lane q + second h with the reader's `lane` and `second`, column c + i of the weights as 2 q, and column
+//   c + 4 + i as 2 q + 1;
+//   its row r of the tile's side is column lane (r / 2) + second h + 4 (r % 2) + i: for all i four neighbours, one load
+//
+// Packed weights take 16 neighbours, which are one load. Dense ones are loaded in halves, and all lanes' halves lie
+// side by side: 64 or 128 bytes, of which nothing is needed later. A lane's 16 in a row would need each line again
+// after a half's products, and the first cache of M1 and M2 (8 KB) holds none of them for so long.
 #pragma once
 #include "matrices.h"
 #include "rows.h"
@@ -22,7 +27,6 @@ namespace moe_metal {
 
 MOE_METAL_CONSTANT uint kRun = kNarrowColumns;  // columns of a row that a lane takes in a step
 MOE_METAL_CONSTANT uint kDepth = 4 * kRun;      // of a step
-MOE_METAL_CONSTANT uint kStride = kDepth + 4;   // of a staged row: rows 2 apart meet other banks
 
 // Lane's sums: at[m][n] are those of its row of weights n with rows 8 m + column and the next of the tile.
 template <uint TileRows>
@@ -43,20 +47,22 @@ struct RowNumbers {
 //   Data, Row, Piece   what their buffer holds; where a row begins; what is kept of a lane's run of it
 //   row                finds a row
 //   load               of a row the run that begins at `column`; `whole`: all of it lies within the row
-//   eight              its elements i to i + 7, of which those beyond the row's end are 0
+//   eight              its elements i to i + 7 divided by `factor`, of which those beyond the row's end are 0
 //   wide               whether 16 bytes may be loaded at once, of the weights and, too, of the matrix
+//   lane, second       columns from a lane's first to the next lane's, and from its first 8 to its second 8
+//   stride             of a staged row, so that rows 2 apart meet other banks
 
 template <typename T>
 struct WideTile {
   using Data = T;
-  enum : uint { wide = 1, loads = 2 / Wide<T>::vectors };  // of eight elements
+  enum : uint { wide = 1, factor = 1, lane = 8, second = 32, stride = kDepth + 8, loads = 2 / Wide<T>::vectors };
   struct Row {
     device const T* at;
   };
   struct Piece {
     device const T* row;
     uint column, length;
-    uint4 first[loads];  // all of the run would take half of a thread's registers
+    uint4 first[loads];  // 8 elements; all of the run would take half of a thread's registers
   };
   static Row row(Weights<T> weights, constant WeightParams& params, uint number) {
     Row row;
@@ -77,7 +83,7 @@ struct WideTile {
       return;
     }
     uint4 loaded[loads];
-    load_eight<whole>(piece, piece.column + i, loaded);
+    load_eight<whole>(piece, piece.column + second, loaded);
     to_floats<T>(loaded, values);
   }
   // A load beyond the end becomes one at the end: a branch would make it wait for those before it.
@@ -96,7 +102,7 @@ struct WideTile {
 template <typename T>
 struct AnyTile {
   using Data = T;
-  enum : uint { wide = 0 };
+  enum : uint { wide = 0, factor = 1, lane = kRun, second = 8, stride = kDepth + 4 };
   struct Row {
     device const T* at;
   };
@@ -131,7 +137,7 @@ struct PackedTile {
   using Data = uchar;
   using Row = PackedRow;
   using Piece = PackedPiece<Codes>;
-  enum : uint { wide = is_wide };
+  enum : uint { wide = is_wide, factor = Codes::factor, lane = kRun, second = 8, stride = kDepth + 4 };
   static Row row(Weights<uchar> weights, constant WeightParams& params, uint number) {
     return packed_row<Codes>(weights, params, number);
   }
@@ -139,7 +145,9 @@ struct PackedTile {
   static void load(Row row, constant WeightParams& params, uint column, uint length, thread Piece& piece) {
     const uint count = whole ? kRun : column < length ? length - column : 0;
     load_piece(row, params, column, count, is_wide || params.layout == WeightLayout::rows_wide, piece);
-    if (count > 0) spread_nan(piece);
+    if (count == 0) return;
+    spread_nan(piece);
+    piece.offset *= 1 / float(factor);
   }
   template <bool>
   static void eight(thread const Piece& piece, uint i, thread Vectors<2>& values) {
@@ -190,21 +198,25 @@ void load_rows(thread Staged<TileRows, A>& staged, uint count, uint column, uint
     staged.pieces[t] = whole || c < length ? piece : uint4(0);
   }
 }
-template <uint TileRows, typename A>
+template <uint stride, uint TileRows, typename A>
 void store_rows(threadgroup A* memory, thread const Staged<TileRows, A>& staged, uint count, uint thread_index) {
   using S = Staged<TileRows, A>;
 #pragma unroll
   for (uint t = 0; t < S::turns; ++t) {
     const uint j = thread_index / S::along + t * S::between;
     if (j >= filled(count)) continue;
-    threadgroup A* to = memory + j * kStride + thread_index % S::along * S::elements;
+    threadgroup A* to = memory + j * stride + thread_index % S::along * S::elements;
+    if (stride * sizeof(A) % 16 == 0) {
+      *reinterpret_cast<threadgroup uint4*>(to) = staged.pieces[t];
+      continue;
+    }
     reinterpret_cast<threadgroup uint2*>(to)[0] = staged.pieces[t].xy;  // rows are aligned to 8 bytes
     reinterpret_cast<threadgroup uint2*>(to)[1] = staged.pieces[t].zw;
   }
 }
 
 // The same element by element.
-template <uint TileRows, typename A>
+template <uint stride, uint TileRows, typename A>
 void stage_any_rows(threadgroup A* memory, thread const Staged<TileRows, A>& staged, uint count, uint column,
                     uint length, uint thread_index) {
   using S = Staged<TileRows, A>;
@@ -215,7 +227,7 @@ void stage_any_rows(threadgroup A* memory, thread const Staged<TileRows, A>& sta
     if (j >= filled(count)) continue;
     for (uint c = first; c < first + S::elements; ++c) {
       const bool inside = j < count && column + c < length;
-      memory[j * kStride + c] = inside ? staged.from[t][column + c] : A(0);
+      memory[j * stride + c] = inside ? staged.from[t][column + c] : A(0);
     }
   }
 }
@@ -233,17 +245,18 @@ template <bool whole, typename Reader, uint TileRows, typename A>
 void add_products(thread Products<TileRows>& products, threadgroup A* memory, uint count,
                   thread const typename Reader::Piece* pieces, MatrixPlace place) {
   using P = Products<TileRows>;
-  threadgroup A* rows = memory + place.column * kStride + place.row / 2 * kRun + place.row % 2 * 4;
+  constexpr uint stride = Reader::stride;
+  threadgroup A* rows = memory + place.column * stride + place.row / 2 * Reader::lane + place.row % 2 * 4;
 #pragma unroll
-  for (uint half_run = 0; half_run < kRun; half_run += 8) {
+  for (uint h = 0; h < 2; ++h) {
     Vectors<2> weights[P::across];
 #pragma unroll
-    for (uint n = 0; n < P::across; ++n) Reader::template eight<whole>(pieces[n], half_run, weights[n]);
+    for (uint n = 0; n < P::across; ++n) Reader::template eight<whole>(pieces[n], 8 * h, weights[n]);
 #pragma unroll
     for (uint m = 0; m < P::down; ++m) {
       if (8 * m >= count) continue;
-      const float4 one = staged_four(rows + 8 * m * kStride + half_run);
-      const float4 next = staged_four(rows + (8 * m + 1) * kStride + half_run);
+      const float4 one = staged_four(rows + 8 * m * stride + h * Reader::second);
+      const float4 next = staged_four(rows + (8 * m + 1) * stride + h * Reader::second);
 #pragma unroll
       for (uint i = 0; i < 4; ++i) {
 #pragma unroll
@@ -264,20 +277,20 @@ void step(thread Products<TileRows>& products, thread Staged<TileRows, A>& stage
   if (wide) load_rows<whole>(staged, count, column, length, thread_index);
 #pragma unroll
   for (uint n = 0; n < across; ++n) {
-    Reader::template load<whole>(weights[n], params, column + place.column / 2 * kRun, length, pieces[n]);
+    Reader::template load<whole>(weights[n], params, column + place.column / 2 * Reader::lane, length, pieces[n]);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (wide) {
-    store_rows(memory, staged, count, thread_index);
+    store_rows<Reader::stride>(memory, staged, count, thread_index);
   } else {
-    stage_any_rows(memory, staged, count, column, length, thread_index);
+    stage_any_rows<Reader::stride>(memory, staged, count, column, length, thread_index);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   add_products<whole, Reader>(products, memory, count, pieces, place);
 }
 
 // The products of a lane's rows of weights with the tile's: `count` rows of the matrix, whose numbers are rows[j].
-// `memory` has room for TileRows * kStride of A. `wide`: 16 bytes of the matrix may be loaded at a time.
+// `memory` has room for TileRows * Reader::stride of A. `wide`: 16 bytes of the matrix may be loaded at a time.
 template <uint TileRows, typename Reader, typename A>
 void multiply_tile(thread Products<TileRows>& products, threadgroup uint4* memory, device const A* matrix,
                    threadgroup const uint* rows, uint count, bool wide, Weights<typename Reader::Data> weights,
@@ -301,6 +314,9 @@ void multiply_tile(thread Products<TileRows>& products, threadgroup uint4* memor
   if (column < length) {
     step<false, Reader>(products, staged, tile, wide, count, weight_rows, params, column, length, place, thread_index);
   }
+  if (Reader::factor == 1) return;
+#pragma unroll
+  for (uint i = 0; i < products.down * across; ++i) products.at[i / across][i % across] *= float(Reader::factor);
 }
 
 // ------------------------------------------------------------------------------------------ a lane's rows

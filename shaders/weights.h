@@ -97,23 +97,24 @@ inline float load_number(device const uchar* at, NumberType type) {
   return float(*reinterpret_cast<device const bfloat*>(at));
 }
 
-template <uint N>
+template <typename At, uint N>
 struct Offsets {
-  long at[N];
+  At at[N];
 };
-// The scales, or offsets, of some rows. The type is asked for once, so that their loads overlap.
-template <typename Codes, uint N>
-void load_scales(device const uchar* from, thread const Offsets<N>& rows, NumberType type, thread Floats<N>& to) {
+// The scales, or offsets, of some rows' groups. The type is asked for once, so that their loads overlap.
+template <typename Codes, typename At, uint N>
+void load_scales(device const uchar* from, thread const Offsets<At, N>& rows, At group, NumberType type,
+                 thread Floats<N>& to) {
   if (Codes::e4m3_scale) {
-    for (uint r = 0; r < N; ++r) to.at[r] = e4m3(from[rows.at[r]]);
+    for (uint r = 0; r < N; ++r) to.at[r] = e4m3(from[rows.at[r] + group]);
   } else if (Codes::e8m0_scale) {
-    for (uint r = 0; r < N; ++r) to.at[r] = e8m0(from[rows.at[r]]);
+    for (uint r = 0; r < N; ++r) to.at[r] = e8m0(from[rows.at[r] + group]);
   } else if (type == NumberType::float32) {
-    for (uint r = 0; r < N; ++r) to.at[r] = *reinterpret_cast<device const float*>(from + rows.at[r]);
+    for (uint r = 0; r < N; ++r) to.at[r] = *reinterpret_cast<device const float*>(from + (rows.at[r] + group));
   } else if (type == NumberType::float16) {
-    for (uint r = 0; r < N; ++r) to.at[r] = float(*reinterpret_cast<device const half*>(from + rows.at[r]));
+    for (uint r = 0; r < N; ++r) to.at[r] = float(*reinterpret_cast<device const half*>(from + (rows.at[r] + group)));
   } else {
-    for (uint r = 0; r < N; ++r) to.at[r] = float(*reinterpret_cast<device const bfloat*>(from + rows.at[r]));
+    for (uint r = 0; r < N; ++r) to.at[r] = float(*reinterpret_cast<device const bfloat*>(from + (rows.at[r] + group)));
   }
 }
 
@@ -180,16 +181,20 @@ void spread_nan(thread PackedPiece<Codes>& piece) {
   for (uint n = 0; n < Codes::words; ++n) nan |= Codes::nan_bits(piece.words.at[n]);
   piece.scale = nan ? NAN : piece.scale;
 }
-// Values i to i + 7; each code that is no number is NaN, if that is not spread.
-template <typename Codes, bool is_spread>
+// Values i to i + 7. Those of a product leave out the codes' factor, by which its sums are multiplied at last, and
+// which the piece's offset is divided by; so that an element costs one multiplication. Nor do they look for codes that
+// are no numbers, since NaN was spread.
+template <typename Codes, bool of_product>
 void piece_values(thread const PackedPiece<Codes>& piece, uint i, thread Vectors<2>& values) {
   Vectors<2> codes;
   Codes::template eight<Codes::zero != 0>(piece.words, i, codes);
 #pragma unroll
   for (uint n = 0; n < 8; ++n) {
-    const float code = codes.at[n / 4][n % 4] * (float(Codes::factor) / float(1u << Codes::place(i + n)));
-    const float number = Codes::has_offset ? fma(piece.scale, code, piece.offset) : piece.scale * code;  // keeps -0
-    const float value = !is_spread && Codes::is_nan(piece.words, i + n) ? NAN : number;
+    const float unit = 1 / float(1u << Codes::place(i + n));
+    const float scale = of_product ? piece.scale * unit : piece.scale;
+    const float code = codes.at[n / 4][n % 4] * (of_product ? 1 : float(Codes::factor) * unit);
+    const float number = Codes::has_offset ? fma(scale, code, piece.offset) : scale * code;  // keeps -0
+    const float value = !of_product && Codes::is_nan(piece.words, i + n) ? NAN : number;
     values.at[n / 4][n % 4] = i + n < piece.count ? value : 0;
   }
 }

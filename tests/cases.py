@@ -919,6 +919,10 @@ def sum_and_norm_cases() -> list[Case]:
     return cases
 
 
+def transposed_weight(args: Args) -> None:
+    args["weight"] = args["weight"].t().contiguous().t()
+
+
 def many_tokens() -> list[Case]:
     T = 32769
     return [
@@ -936,6 +940,16 @@ def many_tokens() -> list[Case]:
         Case("gate", "blocks", {"T": 261, "E": 20, "K": 5, "H": 70}, (), {"top_k": 5}, FLOAT),
         Case("gate", "blocks", {"T": 261, "E": 20, "K": 5, "H": 70}, (), {"top_k": 5}, BFLOAT),
         Case("gate", "blocks-normed", {"T": 261, "E": 20, "K": 5, "H": 270}, OPTIONAL["gate"], {"top_k": 5}, FLOAT),
+        # Tiles of the CPU: groups of 16 tokens, the last of them of up to 8 or of more.
+        *(
+            Case("linear", f"tiles-{layout}T{T}", {"T": T, "N": 83, "H": 100}, ("bias",), {}, BFLOAT, prepare=prepare)
+            for T in (8, 75)
+            for layout, prepare in (("", None), ("transposed-", transposed_weight))
+        ),
+        *(
+            Case("experts", f"tiles-T{T}", {"T": T, "E": 1, "K": 1, "H": 100, "I": 70}, BIASES, {}, BFLOAT)
+            for T in (8, 16, 24, 75)
+        ),
         Case("glu", "T32769", {"T": T, "I": 17}, (), {}, BFLOAT),
         Case("experts", "T32769", {"T": T, "E": 5, "K": 2, "H": 20, "I": 12}, BIASES, {}, BFLOAT),
         Case("experts", "T40001", {"T": 40001, "E": 8, "K": 1, "H": 64, "I": 64}, (), {}, FLOAT),
@@ -1066,7 +1080,7 @@ POSITIVE = {
 
 def set_bits(args: Args, format: str) -> None:
     for place, bits in POSITIVE.get(format, ()):
-        for name in ("gate_up", "down"):
+        for name in args.keys() & {"gate_up", "down", "weight"}:
             args[name].unflatten(-1, (-1, formats.FORMATS[format].bytes))[..., place] |= bits
 
 
@@ -1321,6 +1335,8 @@ def many_packed_tokens() -> list[Case]:
         prepare = [without_signs, functools.partial(set_bits, format=width[0])]
         given = ("experts", "many_tokens", width, dims, {}, BFLOAT, (), prepare)
         cases.append(packed_case(*given, full_grid=rare, fast_on=fast))
+        of_linear = ("linear", "many_tokens", width, {"T": 20, "N": 75, "H": H}, {}, BFLOAT, ("bias",), prepare)
+        cases.append(packed_case(*of_linear, full_grid=rare, fast_on=fast))
     return cases
 
 

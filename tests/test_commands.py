@@ -1,5 +1,6 @@
 """`python -m torch_moe_metal doctor` and `demo`, and what a broken installation says of itself."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -145,3 +146,15 @@ def test_library_that_does_not_load_is_told(tmp_path: Path):
     (tmp_path / PACKAGE.name / "_C.so").write_bytes(b"no library")
     said = import_error(tmp_path)
     assert f"does not load into torch {torch.__version__}" in said and "The loader said" in said
+
+
+@pytest.mark.slow
+def test_a_library_without_its_openmp_says_so(tmp_path: Path):
+    """As on a Mac whose torch was built without OpenMP: a function of its runtime is not found."""
+    shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    program = "void __kmpc_of_no_library(void); void run(void) { __kmpc_of_no_library(); }"
+    made = tmp_path / PACKAGE.name / "_C.so"
+    command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-x", "c", "-", "-o", made]
+    subprocess.run(command, input=program, text=True, check=True)
+    said = import_error(tmp_path)
+    assert "threads by OpenMP" in said and "another version" not in said and "__kmpc_of_no_library" in said

@@ -225,12 +225,22 @@ def packed_experts(packing: Packing, T: int, dtype: torch.dtype = FLOAT, interle
     return args, {"format": packing.format, "interleaved": interleaved}
 
 
-def packed_linear(packing: Packing, T: int, dtype: torch.dtype = FLOAT, N: int = 71):
+def packed_linear(packing: Packing, T: int, dtype: torch.dtype = FLOAT, N: int = 71, H: int | None = None):
     generator = torch.Generator().manual_seed(T)
-    H, _ = sizes_of(packing)
+    H = H or sizes_of(packing)[0]
     weight, scale, offset = packing.weight(N, H, generator=generator)
     x, bias = torch.randn(T, H, generator=generator).to(dtype), torch.randn(N, generator=generator)
     return {"x": x, "weight": weight, "scale": scale, "offset": offset, "bias": bias}, {"format": packing.format}
+
+
+def long_rows(packing: Packing) -> int:
+    """More columns than two chunks of a team of lanes, and whole pieces."""
+    whole = max(32, packing.group, packing.row.whole_columns)
+    return -(-1056 // whole) * whole
+
+
+# Those that the tests of every format do not multiply with several tokens.
+TOGETHER = [packing for packing in (*PACKINGS, *OTHERS) if packing not in (FORMATS["nvfp4"], FORMATS["q4_0"])]
 
 
 def in_float64(op: str, args: dict, options: dict) -> torch.Tensor:
@@ -254,10 +264,37 @@ def test_packed_experts(device: str, packing: Packing, T: int):
     check("experts", *packed_experts(packing, T, interleaved=T == 3), device)
 
 
-@pytest.mark.parametrize("T", [1, 8, 9, 33, 70])
+@pytest.mark.parametrize("T", [1, 2, 3, 8, 9, 33, 70])
 @pytest.mark.parametrize("packing", [AFFINE[3], AFFINE[4], NARROW[2], MXFP4, FP8], ids=str)
 def test_packed_linear(device: str, packing: Packing, T: int):
     check("linear", *packed_linear(packing, T), device)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=str)
+@pytest.mark.parametrize(
+    "packing",
+    [FORMATS["nvfp4"], FORMATS["q4_0"], *(pytest.param(p, marks=pytest.mark.slow) for p in TOGETHER)],
+    ids=str,
+)
+def test_tokens_together(device: str, packing: Packing, dtype: torch.dtype):
+    """Tokens for which the weight is unpacked once, two by two and four by four, some of which are missing; and rows so
+    long that simdgroups share them. Codes of 16-bit activations are not centred."""
+    for T in (2, 7):
+        check("linear", *packed_linear(packing, T, dtype, 37, long_rows(packing)), device)
+
+
+@recorded
+@pytest.mark.parametrize("T, together", [(1, ""), (2, "2"), (3, "4"), (8, "4")])
+def test_how_many_tokens_are_multiplied_together(mps: str, T: int, together: str):
+    args, options = packed_linear(AFFINE[4], T)
+    dense = Case("linear", "together", {"T": T, "N": 9, "H": 96}, dtype=BFLOAT).arguments(mps)
+    odd = Case("linear", "alone", {"T": T, "N": 9, "H": 97}, dtype=BFLOAT).arguments(mps)
+    called = [(given(args, mps), options), (dense, {}), (odd, {})]
+    assert kernels_of(lambda: [torch.ops.moe_metal.linear(**one, **options) for one, options in called]) == [
+        f"linear_rows{together}_wide_affine4_float",
+        f"linear_rows{together}_wide_bfloat",
+        "linear_rows_bfloat",
+    ]
 
 
 @pytest.mark.parametrize("bits", AFFINE)
@@ -351,11 +388,11 @@ def test_mxfp4_in_blocks(device: str):
         assert_matches([got], [want], args["x"].shape[-1])
 
 
-@pytest.mark.parametrize("T", [1, 20])
+@pytest.mark.parametrize("T", [1, 3, 20])
 @pytest.mark.parametrize("packing", [AFFINE[4], MXFP4, FP8], ids=str)
 def test_nan_stays_where_it_is(device: str, packing: Packing, T: int):
     """A scale, or a code, that is NaN makes its own row NaN and no other."""
-    args, options = packed_linear(packing, T)
+    args, options = packed_linear(packing, T, H=256 if T == 3 else None)  # by fours
     if packing.format == "fp8":
         args["weight"][5, 150] = 0xFF
     else:

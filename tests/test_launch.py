@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torch_moe_metal
-from cases import SAMPLES, Case, call, expected
+from cases import SAMPLES, Case, call, expected, packed_case
 from checks import assert_matches
 from conftest import DEVICES, SIMULATED
 from simulated import lines_of
@@ -96,7 +96,7 @@ print(*doctor.compiling("mps"), *doctor.compiling("cpu"), sep="\\n")
     nothing, total, *shaders = lines_of(script)
     assert not nothing and total.startswith("libraries of shaders, as Metal compiled them: ")
     assert [line.split()[:2] for line in shaders] == [["glu", "2,"], ["norm_add", "1,"]]
-    assert all(re.fullmatch(r".*, \d\.\d\d s each, at most \d\.\d\d s: part=0 dtype=[012]", line) for line in shaders)
+    assert all(re.fullmatch(r".*, \d+\.\d\d s each, at most \d+\.\d\d s: part=0 dtype=[012]", line) for line in shaders)
 
 
 REFUSES = "echo one >> tries; echo 'program_source:1:1: error: not today' >&2; exit 1"
@@ -320,6 +320,7 @@ GRIDS = [
     sized("gate", "one_token_split", T=1, E=130),
     sized("gate", "few_tokens_split", T=6, E=130),
     sized("gate", "tiles", T=1300, E=130),
+    *(sized("linear", f"together{T}", T=T, H=96) for T in (2, 7)),
     sized("route", "together", T=33),
     sized("experts", "decode", T=1),
     replace(sized("experts", "decode_columns", T=1), options={"transposed": True}),
@@ -385,3 +386,22 @@ def test_offsets_beyond_32_bits(op: str, mps: str) -> None:
     with metal_sim.last_threadgroups(64):
         got = call(getattr(torch.ops.moe_metal, op), op, far, options)
     assert_matches([tensor[-8:] for tensor in got], expected(op, few, options), tail.longest_sum)
+
+
+@pytest.mark.parametrize("T, kernel", [(1, "rows_wide"), (3, "rows4_wide")])
+@pytest.mark.parametrize("name", ["weight", "scale", "offset"])
+def test_places_of_32_bits(name: str, T: int, kernel: str, mps: str) -> None:
+    """Decode's wide pieces have places of 32 bits within a matrix. Two rows of 4 GB, of which the last byte has the
+    last of those places, and two that begin 4 GB apart."""
+    import metal_sim
+
+    case = packed_case("linear", "far", ("affine", 4, 64), {"T": T, "H": 128, "N": 2}, {})
+    args = case.arguments(mps)
+    small, size = args[name], args[name].element_size()
+    for apart, found in ((2**32 - small[0].nbytes, kernel), (2**32, "rows")):
+        memory = torch.empty(apart // size + small.shape[1], dtype=small.dtype, device=mps)
+        args[name] = memory.as_strided(small.shape, (apart // size, 1)).copy_(small)
+        with metal_sim.record() as record:
+            got = torch.ops.moe_metal.linear(**args, format="affine")
+        assert record.kernels == [f"linear_{found}_affine4_float"]
+        assert_matches([got], expected("linear", case.arguments(), case.options), case.longest_sum)

@@ -133,6 +133,16 @@ def packed(name: str) -> tuple[Callable, dict]:
     return test_ops.test_equals_the_reference, {"case": case}
 
 
+def together(name: str, dtype: torch.dtype = cases.FLOAT) -> tuple[Callable, dict]:
+    return suite.test_tokens_together, {"packing": FORMATS[name], "dtype": dtype}
+
+
+def dense(op: str, T: int) -> tuple[Callable, dict]:
+    """Of a weight whose rows are loaded 16 bytes at a time; of three experts' rows a simdgroup has two in turn."""
+    case = cases.Case(op, f"dense-T{T}", {"T": T, "E": 5, "K": 3, "H": 96, "I": 64, "N": 9})
+    return test_ops.test_equals_the_reference, {"case": case}
+
+
 def padded(T: int) -> tuple[Callable, dict]:
     return suite.test_rows_end_before_the_next_one_begins, {"T": T}
 
@@ -206,9 +216,42 @@ MUTANTS = {
     "blocks_of_64_rows": Mutant("is_mxfp8 ? 1 : 128", "is_mxfp8 ? 1 : 64", "bounds", *experts(FP8, 40)),
     "scales_of_expert_0": Mutant("scale + expert * params.scale.expert", "scale", "values", *experts(MXFP4, 3)),
     "offset_is_scale": Mutant("load_number(row.offset +", "load_number(row.scale +", "values", *numbers(AFFINE[2])),
+    # several tokens together
+    "vector_of_the_first_token": Mutant("* apart;", "* 0;", "values", *linear(AFFINE[4], 2)),
+    "tokens_overrun": Mutant("min(t, count - 1)", "t", "bounds", *linear(AFFINE[4], 3)),
+    "outputs_of_the_first_token": Mutant("shares + t * most", "shares + 0 * most", "values", *linear(MXFP4, 3)),
+    "outputs_overrun": Mutant("t >= tokens.count ||", "", "bounds", *linear(MXFP4, 3)),
+    "codes_of_the_first_eight": Mutant(
+        "(pieces.row[r], i, codes", "(pieces.row[r], 0, codes", "values", *together("q5_k")
+    ),
+    "sums_of_the_first_group": Mutant("i * groups / step", "0", "values", *together("nvfp4")),
+    "places_forgotten": Mutant(
+        "element = x.at[n / 4][n % 4] * (1", "element = x.at[n / 4][n % 4] * (0 + 1.5f", "values", *linear(AFFINE[4], 8)
+    ),
+    "code_of_0_forgotten": Mutant(
+        "if (off_zero) zero = added", "if (false) zero = added", "values", *together("q4_0", cases.BFLOAT)
+    ),
+    "offset_of_the_last_token": Mutant(
+        "row_sum(totals[t], plain[t]", "row_sum(totals[t], plain[N - 1]", "values", *linear(AFFINE[4], 2)
+    ),
+    "columns_of_the_first_lane": Mutant(
+        "rows.data.at[r] + column, w[r]", "rows.data.at[r], w[r]", "values", *dense("linear", 3)
+    ),
+    # places, and what a lane takes in turn
+    "row_forgotten": Mutant("spot.byte += row;", "", "values", *linear(AFFINE[4], 1)),
+    "id_not_followed": Mutant(
+        "if (i + step < all) next_expert", "if (false) next_expert", "values", *dense("experts", 3)
+    ),
+    "pair_taken_again": Mutant("    take_pair(products);", "", "values", *experts(MXFP4, 40)),
+    "second_half_side_by_side": Mutant("piece.column + second", "piece.column + 8", "values", *dense("linear", 20)),
+    "tiles_not_multiplied": Mutant("*= float(Reader::factor)", "*= 1", "values", *linear(AFFINE[4], 9)),
+    "offset_not_divided": Mutant("piece.offset *= 1 / float(factor);", "", "values", *linear(AFFINE[4], 9)),
+    "place_left_in_tiles": Mutant(
+        "of_product ? piece.scale * unit", "of_product ? piece.scale", "values", *linear(FP8, 9)
+    ),
     # the end of a row, and of the rows
     "row_end_overrun": Mutant("if (8 * n < count * bits)", "if (true)", "bounds", *numbers(FP8)),
-    "row_end_overrun_in_decode": Mutant("wide ? step : length - column", "step", "bounds", *linear(FP8, 1)),
+    "row_end_overrun_in_decode": Mutant("wide ? step : left", "step", "bounds", *linear(FP8, 1)),
     "row_end_in_wide_loads": Mutant("aligned && count >= columns", "aligned", "values", *padded(1)),
     "row_end_overrun_in_tiles": Mutant(RUN, "kRun", "bounds", *padded(9)),
     "rows_overrun": Mutant("min(first + n, params.N - 1)", "first + n", "bounds", *linear(AFFINE[4], 33)),

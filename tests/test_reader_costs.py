@@ -36,6 +36,7 @@ kernel void unpack(device const uint* from [[buffer(0)]], device float* to [[buf
   piece.scale = to[0];
   piece.count = 16;
   moe_metal::spread_nan(piece);
+#pragma unroll
   for (uint i = 0; i < 16; i += 8) {{
     moe_metal::Vectors<2> values;
     moe_metal::piece_values<Codes, true>(piece, i, values);
@@ -45,16 +46,19 @@ kernel void unpack(device const uint* from [[buffer(0)]], device float* to [[buf
 """
 
 
+OPTIMIZED = ["-O2", "-fno-slp-vectorize", "-mllvm", "-inline-threshold=100000"]
+
+
 def instructions(kernel: str, reader: str, kinds: str) -> int:
-    """What clang leaves of them at -O2."""
+    """What clang leaves of them at -O2, of a kernel that calls nothing."""
     from embed import FOLDER, shader_text
     from metal_sim.engine import address_spaces, translate
 
     text = (START + kernel).format(weights=shader_text(FOLDER / "weights.h"), reader=reader)
-    command = [translate.find_compiler(), *address_spaces.FLAGS, "-O2", "-S", "-emit-llvm", "-o", "-", "-"]
+    command = [translate.find_compiler(), *address_spaces.FLAGS, *OPTIMIZED, "-S", "-emit-llvm", "-o", "-", "-"]
     done = subprocess.run(command, input=address_spaces.translated(text), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    function = done.stdout.partition("define")[2].partition("\n}")[0]
+    function = re.search(r"^define [^\n]*unpack.*?^}", done.stdout, re.MULTILINE | re.DOTALL)[0]
     return len(re.findall(rf"= (?:{kinds}) ", function))
 
 
@@ -67,3 +71,9 @@ def test_prefill_asks_once_for_codes_that_are_no_numbers() -> None:
     """And not for each of 16, which costs a shift, a mask, a comparison and a choice each time."""
     assert instructions(PIECE, "fp8", "icmp|fcmp") == 1
     assert instructions(PIECE, "mxfp4", "icmp|fcmp") == 0
+
+
+@pytest.mark.parametrize(("reader", "most"), [("fp8", 17), ("mxfp8", 17), ("mxfp4", 16), ("nvfp4", 16), ("affine4", 1)])
+def test_prefill_multiplies_a_code_once(reader: str, most: int) -> None:
+    """By its scale, and with an offset by the addition of that; what is the same for all codes is multiplied once."""
+    assert instructions(PIECE, reader, "fmul") == most

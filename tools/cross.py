@@ -6,9 +6,10 @@
 
 What setup.py would build on a Mac is built with the `ziglang` package: every csrc/**/*.cpp and csrc/mps/*.mm, with the
 wheel's headers. It fails when anything does not compile without warnings, when the extension needs a torch symbol that
-the wheel's libraries do not export, or a system symbol that neither libSystem has nor torch itself needs, or when a
-CPU library would run on one thread. A planted symbol that no torch has must be caught in the same run. By-product: a wheel per version in dist/cross.
-It does not run the result: that takes a Mac.
+the wheel's libraries do not export, or a system symbol that neither libSystem has nor torch itself needs, or when a CPU
+library would run on one thread: without OpenMP, or with an OpenMP that torch does not load. A planted symbol that no
+torch has must be caught in the same run. By-product: a wheel per version in dist/cross. It does not run the result:
+that takes a Mac.
 """
 
 import argparse

@@ -94,6 +94,20 @@ def _register_quantizers() -> None:
     register()
 
 
+def _register_mtp() -> None:
+    model = getattr(sys.modules["transformers.modeling_layers"], "MtpModel", None)
+    if model is not None and is_supported():
+        stock = vars(model)["from_pretrained"].__func__
+
+        @functools.wraps(stock)
+        def from_pretrained(cls, main_model, device_map=None, **kwargs):
+            from .transformers.checkpoints.mtp import made  # only now: it imports what is being imported
+
+            return made(functools.partial(stock, cls), main_model, device_map, **kwargs)
+
+        model.from_pretrained = classmethod(from_pretrained)
+
+
 def _register_gguf() -> None:
     if is_supported():
         from .gguf.in_transformers import register
@@ -117,6 +131,7 @@ for name in ("modeling_auto", "configuration_auto", "tokenization_auto"):
     after_import(module, functools.partial(_take_gguf_paths, module))
 after_import("transformers.modeling_utils", refusals.refuse_resizing)
 after_import("transformers.modeling_utils", _register_attention)
+after_import("transformers.modeling_layers", _register_mtp)
 after_import("peft.tuners.tuners_utils", refusals.refuse_merging)
 
 

@@ -1,4 +1,4 @@
-"""The command line: `python -m torch_moe_metal demo|doctor|bench|bench-model|tune`."""
+"""The command line: `python -m torch_moe_metal serve|demo|doctor|bench|bench-model|tune`."""
 
 import argparse
 
@@ -54,6 +54,48 @@ def add_tune(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=tune.run)
 
 
+def add_serve(commands: argparse._SubParsersAction) -> None:
+    from . import serve
+
+    parser = commands.add_parser(
+        "serve",
+        help="an OpenAI-compatible server with a patched model",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=serve.__doc__,
+        epilog=serve.EXAMPLES,
+    )
+    serve.add_arguments(parser)
+    parser.set_defaults(run=serve.run)
+
+
+def add_chat(commands: argparse._SubParsersAction) -> None:
+    from . import chat
+
+    parser = commands.add_parser(
+        "chat",
+        help="a conversation in the terminal with a patched model",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=chat.__doc__,
+        epilog=chat.EXAMPLES,
+    )
+    chat.add_arguments(parser)
+    parser.set_defaults(run=chat.run)
+
+
+def add_fit(commands: argparse._SubParsersAction) -> None:
+    from . import fit
+
+    parser = commands.add_parser(
+        "fit",
+        help="which format of a model fits a Mac's memory, and with how long a context",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=fit.__doc__,
+        epilog=fit.EXAMPLES,
+    )
+    fit.add_arguments(parser)
+    parser.set_defaults(run=fit.run)
+
+
 def add_report(commands: argparse._SubParsersAction, name: str, help: str) -> None:
     def run(_args: argparse.Namespace) -> int:
         from importlib import import_module
@@ -68,6 +110,9 @@ def main(arguments: list[str] | None = None) -> int:
     version = f"torch_moe_metal {__version__}, torch {torch.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
+    add_serve(commands)
+    add_chat(commands)
+    add_fit(commands)
     add_report(commands, "demo", "one real MoE layer, fused against stock")
     add_report(commands, "doctor", "what is installed and loaded, and whether every op is right")
     add_bench(commands)

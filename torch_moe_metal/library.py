@@ -38,10 +38,16 @@ def _load_libraries() -> str:
         torch.ops.load_library(FOLDER / "_C.so")
         torch.ops.load_library(FOLDER / f"_cpu_{isa}.so")
     except OSError as error:
+        # On macOS the CPU kernels find OpenMP in what torch has loaded: setup.py says why.
+        no_openmp = "__kmpc_" in str(error) or "_omp_" in str(error)
+        reason = (
+            "because it was built for one that runs its threads by OpenMP, and this one does not"
+            if no_openmp
+            else "most likely because it was built against another version"
+        )
         raise ImportError(
-            f"torch_moe_metal: its C++ extension does not load into torch {torch.__version__}, most likely because it "
-            "was built against another version. Rebuild it: `pip install --no-build-isolation --force-reinstall "
-            f"--no-deps .`\nThe loader said: {error}"
+            f"torch_moe_metal: its C++ extension does not load into torch {torch.__version__}, {reason}. Rebuild it: "
+            f"`pip install --no-build-isolation --force-reinstall --no-deps .`\nThe loader said: {error}"
         ) from error
     return isa
 

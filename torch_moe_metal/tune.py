@@ -4,7 +4,8 @@ Each number of csrc/mps/tuning.h is tried in turn, with what was kept before it 
 one loop with the value that holds, on the calls that show it, in the sizes of your models. An alternative is kept if
 over all those calls it wins more than the noise: three times the error that the spread over the rounds leaves, and what
 two turns of one value differ by; 1 % at least. Last, all that was kept must win so together against the defaults. None
-changes what is computed.
+changes what is computed. But `matrix_units` hands products to PyTorch, which rounds more often; each of its values is
+first compared with our own kernels' results, in the sizes that are measured.
 """
 
 import json
@@ -13,7 +14,7 @@ import statistics
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,6 +29,7 @@ from .bench.here import check_device, in_turn
 from .bench.measure import free_memory, machine, rounds_each
 from .bench.packed import FORMATS
 from .models import DEFAULT, MODELS, Model, of_config
+from .reference import tolerance
 from .tuning import Numbers
 
 # ------------------------------------------------------------------------------------------------ what is tried
@@ -57,10 +59,12 @@ NUMBERS = (
     Number("enough_simdgroups", (320, 640, 1280, 2560, 5120), DECODE),
     Number("decode_slots", (50, 100, 150, 200, 300, 400), slots_per_expert(0.75, 1.25, 1.75, 2.5, 3.5)),
     Number("few_tokens", (2, 4, 8, 12, 16, 24, 32), tokens(linear=(3, 6, 10, 14, 20, 28))),
+    Number("tokens_together", (1, 2, 4), tokens(linear=(2, 4, 8))),
     # The two shares do not overlap, so that any two of them go together.
     Number("tile32_share", (9, 12, 17, 25), slots_per_expert(10, 15, 20, linear=(10, 15, 20))),
     Number("tile64_share", (33, 49, 65, 97, 193), slots_per_expert(40, 56, 80, 128, linear=(40, 56, 80, 128))),
     Number("band", (1, 2, 4, 8, 16, 32), tokens(experts=(512, 2048), linear=(512, 2048))),
+    Number("matrix_units", (0, 8, 24, 64), slots_per_expert(12, 40, 96)),
     Number("gate_tiles", (10, 24, 48, 80, 160), tokens(gate=(256, 512, 1024, 2048))),
     Number("row_threads", (128, 256, 512, 1024), tokens(norm_add=(1, 32), residual_norm=(1, 8, 32))),
     Number("attention_keys", (64, 128, 256, 512), tokens(attention=(1, 4))),
@@ -89,6 +93,7 @@ Measure = Callable[[Call, Sequence[Numbers]], list[list[float]]]
 MOST = 2048  # tokens of a call
 START = 0.2  # seconds besides, with which long calls are meant
 LEAST = 0.01  # of the time: a win that is worth a number of one's own
+ROUNDINGS = 4  # of a result by PyTorch's kernels, more than twice what their three roundings more cost
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,8 @@ def search(
     for place, number in enumerate(numbers, 1):
         holds = (defaults | result.kept)[number.name]
         others = [value for value in number.values if value != holds]
+        if not others:
+            continue
         shown = ", ".join(str(call) for call in calls[number.name])
         say(f"{place} of {len(numbers)}: {number.name}: {holds}, or {' '.join(map(str, others))}: {shown}")
         trials = [result.kept | {number.name: value} for value in others]
@@ -222,13 +229,45 @@ class OnGpu:
     def function(self, call: Call) -> Callable[[], object]:
         noise = Noise(self.device, call.dtype)
         sets = [inputs(call, noise) for _ in range(call.sets)]
+        return in_turn(self.op(call, noise), sets)
+
+    def op(self, call: Call, noise: Noise) -> Callable[..., torch.Tensor]:
         if call.op != "experts":
-            return in_turn(partial(getattr(torch.ops.moe_metal, call.op), **call.options), sets)
+            return partial(getattr(torch.ops.moe_metal, call.op), **call.options)
         made = (call.name, call.format, call.dtype)
         if self.made != made:
             self.block = None  # its memory is given back first
             self.block, self.made = Block.random(call.model, noise, call.packing), made
-        return in_turn(self.block.chosen, sets)
+        return self.block.chosen
+
+    def is_right(self, call: Call, numbers: Numbers) -> bool:
+        """Whether each row of the result is the default's, but for rounding a few times more."""
+        noise, before = Noise(self.device, call.dtype), tuning.in_force()
+        op, arguments = self.op(call, noise), inputs(call, noise)
+        try:
+            results = []
+            for each in ({}, numbers):
+                tuning.use(each)
+                results.append(op(**arguments).float())
+        finally:
+            tuning.use(before)
+        want, got = results
+        error = (got - want).norm(dim=-1) / want.norm(dim=-1)
+        return bool((error <= ROUNDINGS * tolerance(call.dtype, call.model.H)).all())  # NaN is not
+
+
+def right(number: Number, calls: list[Call], defaults: Numbers, gpu: OnGpu) -> Number:
+    """Without the values by which PyTorch's kernels have other results than ours."""
+    if number.name not in tuning.FOREIGN:
+        return number
+
+    def holds(value: int) -> bool:
+        if value == defaults[number.name] or all(gpu.is_right(call, {number.name: value}) for call in calls):
+            return True
+        say(f"{number.name} {value} is left out: its results are wrong on this Mac")
+        return False
+
+    return replace(number, values=tuple(filter(holds, number.values)))
 
 
 def under(settings: Sequence[Numbers], function: Callable[[], object]) -> dict[str, Callable[[], object]]:
@@ -325,7 +364,9 @@ def tune(options: Namespace, models: dict[tuple[str, str], Model]) -> int:
     defaults = tuning.defaults()
     held = {n: v for n, v in tuning.in_force().items() if v != defaults[n] and n not in options.numbers}
     say(f"{tuning.gpu()}, torch {torch.__version__}: {len(numbers)} numbers, some {minutes} minutes")
-    result = search(calls, numbers, defaults, OnGpu(options.seconds), held)
+    gpu = OnGpu(options.seconds)
+    numbers = [right(number, calls[number.name], defaults, gpu) for number in numbers]
+    result = search(calls, numbers, defaults, gpu, held)
     if options.json:
         print(json.dumps(about(options, models) | asdict(result), indent=1))
     else:

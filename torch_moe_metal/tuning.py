@@ -4,6 +4,9 @@ They are kept per GPU name and torch version in one JSON file, of which those th
 
     {"Apple M4 Max": {"2.13.0": {"band": 4, "few_tokens": 12}}}
 
+Numbers by which PyTorch's own kernels run are kept per macOS as well, under "2.15.0, macOS 26.5": another one compiles
+those kernels anew, and it has happened that they were wrong then.
+
 The file is `path()`, in the user's cache folder; the environment's MOE_METAL_TUNING names another, or none if empty.
 """
 
@@ -15,8 +18,15 @@ from pathlib import Path
 
 import torch
 
+from . import macos
+
 ops = torch.ops.moe_metal
 Numbers = dict[str, int]
+FOREIGN = ("matrix_units",)  # numbers by which PyTorch's own kernels run
+
+
+def torch_and_macos() -> str:
+    return f"{torch.__version__}, macOS {macos.version()}"
 
 
 def path() -> Path | None:
@@ -77,21 +87,25 @@ def kept() -> dict[str, dict[str, Numbers]]:
 
 
 def load() -> None:
-    """Use what is kept for this GPU and this torch. A file that cannot be used is ignored, with a warning."""
+    """Use what is kept for this GPU, torch and macOS. A file that cannot be used is ignored, with a warning."""
     try:
         found = kept()
         if found:  # else the GPU need not be asked for its name
-            use(found.get(gpu(), {}).get(torch.__version__, {}))
+            of_gpu = found.get(gpu(), {})
+            use(of_gpu.get(torch.__version__, {}) | of_gpu.get(torch_and_macos(), {}))
     except (OSError, ValueError, RuntimeError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         warnings.warn(f"torch_moe_metal: the GPU's numbers in {path()} are ignored: {why}", stacklevel=2)
 
 
 def keep(numbers: Numbers) -> Path:
-    """Write these down for this GPU and this torch; whoever reads meanwhile finds the old file or the new one."""
+    """Write these down for this GPU, torch and macOS; whoever reads meanwhile finds the old file or the new one."""
     everything = usable()
-    everything.setdefault(gpu(), {})[torch.__version__] = numbers
-    return write(everything)
+    of_gpu = everything.setdefault(gpu(), {})
+    of_gpu[torch.__version__] = {name: value for name, value in numbers.items() if name not in FOREIGN}
+    foreign = {name: value for name, value in numbers.items() if name in FOREIGN}
+    of_gpu.pop(torch_and_macos(), None)
+    return write(everything | {gpu(): of_gpu | ({torch_and_macos(): foreign} if foreign else {})})
 
 
 def forget() -> bool:

@@ -9,8 +9,8 @@
 //            Scratch: T * K * I floats for inner, and T * H for x as float.
 //   columns  few tokens, and weights that lie column by column: items are runs of columns. Scratch besides: sums of
 //            each run, T * K * (H / kPart * 2I + I / kPart * H) floats.
-//   tiles    bfloat16 on processors with AMX, or packed weights with AVX512-BF16; inner and packed weights are rounded
-//            to bfloat16. Scratch: 2 * (H + I) bytes for each slot, with the slots of one expert rounded up to 16.
+//   tiles    bfloat16 on processors with AMX or AVX512-BF16; inner and packed weights are rounded to bfloat16.
+//            Scratch: 2 * (H + I) bytes for each slot, with the slots of one expert rounded up to 16.
 // All also hold the sums of one block of the output per thread: up to T * 128 floats.
 #include "cpu/experts/experts_columns.h"
 #include "cpu/experts/experts_dots.h"

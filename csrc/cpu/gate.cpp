@@ -1,7 +1,7 @@
 // The logits are float from the products on, whatever the dtypes, and come in one of three ways, all of which add in an
 // order that neither the threads nor the other tokens change:
 //   dots     few tokens, any dtype: experts shared out among threads
-//   tiles    some tokens in bfloat16, on processors with AMX
+//   tiles    some tokens in bfloat16 on processors with AMX; without a norm also many, with AVX512-BF16
 //   blocks   many tokens, on AVX-512: oneDNN's brgemm, in float, or with AMX in bfloat16
 // plan.h chooses.
 #include "cpu/gate/gate_dots.h"

@@ -1,8 +1,12 @@
-// x @ weight^T + bias: blocks of rows of the weight, which threads share out, for all tokens.
+// x @ weight^T + bias: blocks of rows of the weight, which threads share out, for all tokens. Some tokens in bfloat16
+// go by tiles, with packed weights rounded to bfloat16.
 #include "cpu/experts/experts.h"
 #include "cpu/ops.h"
 #include "cpu/plan.h"
 #include "cpu/weights/weight_rows.h"
+#ifdef MOE_METAL_HAS_AVX512
+#include "cpu/linear_tiles.h"
+#endif
 
 namespace moe_metal {
 namespace {
@@ -52,6 +56,9 @@ void rows(const Linear& call, const Tensor& x) {
 }  // namespace
 
 void run_linear(const Linear& call) {
+#ifdef MOE_METAL_HAS_AVX512
+  if (linear_fits_tiles(call)) return linear_by_tiles(call);
+#endif
   const Tensor x = call.x.to(at::kFloat);
   with_dtype(call.x.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call, x); });
 }

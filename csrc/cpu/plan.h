@@ -46,15 +46,22 @@ inline bool experts_fit_columns(const Experts& call) {
 }
 
 #ifdef MOE_METAL_HAS_AVX512
+// Whether the products of tiles are there, and fit: weights and `inner` are bfloat16 in them.
+inline bool tiles_available() { return amx_available() || bfloat16_available(); }
+
+// Packed weights with a scale for 16 columns take longer to unpack: a tile's row has two scales.
+inline bool has_narrow_scales(const Weight& weight) { return !weight.format->is_dense() && weight.group < 32; }
+
 // With AMX, tiles read dense weights as fast as memory gives them even for one token: with H 2048, I 768, E 128, K 8 on
 // a Sapphire Rapids, T = 1 takes 3.0 ms by tiles and 3.7 by dots, T = 512 takes 65 and 390. Packed weights are unpacked
-// first, which few tokens do not pay for: without AMX, on a Zen 5, affine of 4 bits takes 63 ms by tiles and 65 by dots
-// at T = 128, 93 and 159 at 512.
+// first, which few tokens do not pay for. Without AMX, on one core of a Zen 4: dense weights take 81 ms by tiles and 74
+// by dots at T = 32 (2.3 tokens for each expert that is used), 91 and 108 at 64, 236 and 479 at 512; affine of 4 bits
+// 113 and 93 at 64, 117 and 152 at 96; q6_k, whose scales are narrow, 224 and 195 at 96 and 216 and 269 at 128.
 inline bool experts_fit_tiles(const Experts& call, int64_t slots, int64_t experts) {
-  const int64_t worth_unpacking = amx_available() ? 8 : 12;  // tokens of an expert
-  const bool dense = call.gate_up.format->is_dense();
-  return (dense || slots >= worth_unpacking * experts) && inner_may_be_rounded(call) &&
-         (amx_available() || (!dense && bfloat16_available()));
+  const bool dense = call.gate_up.format->is_dense(),
+             narrow = has_narrow_scales(call.gate_up) || has_narrow_scales(call.down);
+  const int64_t tokens_of_an_expert = amx_available() ? (dense ? 0 : 8) : dense ? 4 : narrow ? 8 : 6;
+  return tiles_available() && slots >= tokens_of_an_expert * experts && inner_may_be_rounded(call);
 }
 #endif
 
@@ -67,12 +74,27 @@ inline ExpertsWay experts_way(const Experts& call, [[maybe_unused]] int64_t slot
   return ExpertsWay::dots;
 }
 
+// ------------------------------------------------------------------------------------------------ linear
+
+#ifdef MOE_METAL_HAS_AVX512
+// 4096 x 2048 on one core of a Zen 4, affine of 4 bits: 1.4 ms by tiles and 1.7 by dots at T = 6, 1.5 and 2.2 at 8, 3.3
+// and 6.6 at 32, 41 and 85 at 512. Narrow scales take longer: q6_k is slower by tiles at T = 8. Between tiny matrices
+// few sums average the rounding of packed weights out.
+inline bool linear_fits_tiles(const Linear& call) {
+  const int64_t worth_unpacking = has_narrow_scales(call.weight) ? 16 : 8;
+  return tiles_available() && call.T >= worth_unpacking && call.x.scalar_type() == at::kBFloat16 &&
+         std::min(call.H, call.N) >= 64;
+}
+#endif
+
 // ------------------------------------------------------------------------------------------------ gate
 
 enum class GateWay { dots, tiles, float_blocks, bfloat16_blocks };
 
-// E = 128 and H = 2048: tiles for dots at T = 8 take 14 us for 38, blocks for tiles at 1024 391 for 467, and float
-// blocks for dots at 64 239 for 305.
+// E = 128 and H = 2048. With AMX tiles take 14 us at T = 8 and dots 38, blocks 391 at 1024 and tiles 467. On one core
+// of a Zen 4, tiles take 47 us at T = 8 and dots 51, 185 and float blocks 361 at 64, 12 ms and 24 at 4096. Float blocks
+// take 239 us at 64 where dots take 305. A normed row is float: three products in bfloat16, which only AMX makes
+// faster.
 inline GateWay gate_way([[maybe_unused]] const Gate& call) {
 #ifdef MOE_METAL_HAS_AVX512
   const bool bfloat16 = call.hidden.scalar_type() == at::kBFloat16 && call.router_weight.scalar_type() == at::kBFloat16;
@@ -81,6 +103,7 @@ inline GateWay gate_way([[maybe_unused]] const Gate& call) {
     const bool pairs = call.H % 2 == 0 && !call.norm_weight.defined() && at::native::cpublas::could_pack(at::kBFloat16);
     return pairs && call.T > 256 ? GateWay::bfloat16_blocks : GateWay::tiles;
   }
+  if (call.T > 4 && bfloat16 && bfloat16_available() && !call.norm_weight.defined()) return GateWay::tiles;
   if (call.T > 32) return GateWay::float_blocks;
 #endif
   return GateWay::dots;

@@ -1,6 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "mps/grouped.h"
 #include "mps/weights.h"
 
 namespace moe_metal {
@@ -58,7 +59,7 @@ struct Product {
 Product product(FormatKernels* kernels, const Weight& weight, WeightParams& params, bool wide_vector, int64_t x,
                 int64_t rows, int64_t columns, int64_t tile, const Tensor& activations) {
   WeightLayout layout = params.layout;
-  if (!weight.format->is_dense()) layout = whole_pieces(weight) ? WeightLayout::rows_wide : WeightLayout::rows;
+  if (!weight.format->is_dense()) layout = whole_pieces(weight, params) ? WeightLayout::rows_wide : WeightLayout::rows;
   if (layout == WeightLayout::rows_wide && !wide_vector) layout = WeightLayout::rows;
   const bool by_rows = layout == WeightLayout::rows_wide || layout == WeightLayout::rows;
   const Cut cut = by_rows ? row_cut(weight, activations.element_size()) : Cut{tile, 16, false};
@@ -95,7 +96,11 @@ FormatKernels down_tiles[] = {{"experts_prefill", "experts_down_tiles16", kTileT
                               {"experts_prefill", "experts_down_tiles32", kTileThreads, 1}};
 FormatKernels down_tiles_wide[] = {{"experts_prefill", "experts_down_tiles16_wide", kTileThreads, 3},
                                    {"experts_prefill", "experts_down_tiles32_wide", kTileThreads, 4}};
-Kernels combine_kernels("experts_slots", "experts_combine", 256, 1);
+constexpr int kRowThreads = 256;
+Kernels combine_kernels("experts_slots", "experts_combine", kRowThreads, 1);
+
+// Rows along x, and so many elements of each, one per thread.
+Grid grid_of_rows(int64_t rows, int64_t elements) { return {rows, ceil_div(elements, kRowThreads), kRowThreads}; }
 
 // For all tiles of the list, in pieces of `size`, and so many rows of weights.
 Grid grid_of_tiles(const ExpertsParams& params, int64_t size, int64_t rows) {
@@ -103,8 +108,13 @@ Grid grid_of_tiles(const ExpertsParams& params, int64_t size, int64_t rows) {
   return {ceil_div(pieces, params.band) * params.band * ceil_div(rows, tile_weight_rows(tile_rows)), 1, kTileThreads};
 }
 
+// Each expert has a threadgroup, whose threads share all slots.
+Grid sort_grid(const Experts& call) {
+  return {call.E, 1, static_cast<int>(std::min<int64_t>(ceil_div(call.T * call.K, 32) * 32, 1024))};
+}
+
 // Memory beyond the inputs: 4 * T * K * (H + I + 1) bytes, and the list of tiles.
-void prefill(const Experts& call, ExpertsParams params) {
+void prefill_tiles(const Experts& call, ExpertsParams params) {
   const at::ScalarType dtype = call.x.scalar_type();
   const Weight &gate_up = call.gate_up, &down = call.down;
   const int64_t slots = call.T * call.K, size = tile_size(slots / call.E), down_size = std::min<int64_t>(size, 1);
@@ -114,26 +124,46 @@ void prefill(const Experts& call, ExpertsParams params) {
   const auto floats = call.x.options().dtype(at::kFloat), ints = call.x.options().dtype(at::kInt);
   const Tensor order = at::empty({slots}, ints), tiles = at::empty({params.tiles, 4}, ints);
   const Tensor inner = at::empty({slots, call.I}, floats), outputs = at::empty({slots, call.H}, floats);
-  const int sort_threads = static_cast<int>(std::min<int64_t>(ceil_div(slots, 32) * 32, 1024));
   const bool wide_gate_up = params.wide_x && params.gate_up.layout == WeightLayout::rows_wide;
   const bool wide_down = wide_rows(inner, call.I) && params.down.layout == WeightLayout::rows_wide;
-  launch({{sort_kernel, {call.E, 1, sort_threads}, call.ids, order, tiles, params},
+  launch({{sort_kernel, sort_grid(call), call.ids, order, tiles, params},
           {(wide_gate_up ? gate_up_tiles_wide : gate_up_tiles)[size](dtype, gate_up.format),
            grid_of_tiles(params, size, 2 * call.I), call.x, order, tiles, gate_up.data, gate_up.scale, gate_up.offset,
            call.gate_up_bias, inner, params},
           {(wide_down ? down_tiles_wide : down_tiles)[down_size](dtype, down.format),
            grid_of_tiles(params, down_size, call.H), inner, order, tiles, down.data, down.scale, down.offset,
            call.down_bias, outputs, params},
-          {combine_kernels[dtype],
-           {call.T, ceil_div(call.H, 256), 256},
-           outputs,
-           call.ids,
-           call.weights,
-           call.shared,
-           call.shared_gate,
-           call.residual,
-           call.output,
-           params}});
+          {combine_kernels[dtype], grid_of_rows(call.T, call.H), outputs, call.ids, call.weights, call.shared,
+           call.shared_gate, call.residual, call.output, params}});
+}
+
+Kernel grouped_x{"experts_grouped", "experts_grouped_x", -1, kFormats, kRowThreads, 0};
+Kernels grouped_inner("experts_grouped", "experts_grouped_inner", kRowThreads, 1);
+Kernels grouped_combine("experts_grouped", "experts_grouped_combine", kRowThreads, 2);
+
+// The products are PyTorch's. Memory beyond the inputs: 2 * T * K * (2H + 3I + 4) bytes.
+void prefill_grouped(const Experts& call, const ExpertsParams& params) {
+  const at::ScalarType dtype = call.x.scalar_type();
+  const int64_t slots = call.T * call.K;
+  const auto ints = call.x.options().dtype(at::kInt);
+  const Tensor order = at::empty({slots}, ints), places = at::empty({slots}, ints), ends = at::empty({call.E}, ints);
+  const Tensor rows = at::empty({slots, call.H}, call.x.options());
+  launch({{sort_kernel, sort_grid(call), call.ids, order, ends, params},
+          {grouped_x, grid_of_rows(slots, call.H / 8), call.x, order, ends, rows, places, params}});
+  const Tensor both = grouped_product(rows, call.gate_up, ends);
+  const Tensor inner = at::empty({slots, call.I}, call.x.options());
+  launch(grouped_inner[dtype], grid_of_rows(slots, call.I), both, call.ids, order, ends, call.gate_up_bias, inner,
+         params);
+  const Tensor results = grouped_product(inner, call.down, ends);
+  launch(grouped_combine[dtype], grid_of_rows(call.T, call.H), results, places, call.ids, call.weights, call.down_bias,
+         call.shared, call.shared_gate, call.residual, call.output, params);
+}
+
+void prefill(const Experts& call, const ExpertsParams& params) {
+  const int64_t least = tuning().matrix_units;
+  const bool grouped = least > 0 && call.T * call.K >= least * call.E && params.wide_x &&
+                       has_grouped_product(call.gate_up) && has_grouped_product(call.down);
+  grouped ? prefill_grouped(call, params) : prefill_tiles(call, params);
 }
 
 void run(const Experts& call) {

@@ -7,6 +7,9 @@ namespace {
 
 FormatKernels wide_rows_kernels("linear", "linear_rows_wide", 32 * kChunkSimdgroups, 7);
 FormatKernels rows_kernels("linear", "linear_rows", 32 * kChunkSimdgroups, 6);
+// For 2 and 4 tokens together.
+FormatKernels several_kernels[] = {{"linear", "linear_rows2_wide", 32 * kChunkSimdgroups, 8},
+                                   {"linear", "linear_rows4_wide", 32 * kChunkSimdgroups, 9}};
 // By tile_size; the parts of their file are numbered so, and go on with the wide ones and those above.
 FormatKernels tile_kernels[] = {{"linear", "linear_tiles16", kTileThreads, 0},
                                 {"linear", "linear_tiles32", kTileThreads, 1},
@@ -35,9 +38,12 @@ void at_once(const Linear& call) {
     return;
   }
   const bool dense = weight.format->is_dense();
-  const bool wide = params.wide_x && (dense ? params.weight.layout == WeightLayout::rows_wide : whole_pieces(weight));
-  FormatKernels& kernels = wide ? wide_rows_kernels : rows_kernels;
-  const Grid grid = grid_of(params.weight, row_cut(weight, call.x.element_size()), call.T, call.N, call.H);
+  const bool wide =
+      params.wide_x && (dense ? params.weight.layout == WeightLayout::rows_wide : whole_pieces(weight, params.weight));
+  const int64_t together = wide && call.T > 1 ? std::min<int64_t>(tuning().tokens_together, call.T > 2 ? 4 : 2) : 1;
+  FormatKernels& kernels = together > 1 ? several_kernels[together / 4] : wide ? wide_rows_kernels : rows_kernels;
+  const Grid grid =
+      grid_of(params.weight, row_cut(weight, call.x.element_size()), ceil_div(call.T, together), call.N, call.H);
   launch(kernels(dtype, weight.format), grid, call.x, weight.data, weight.scale, weight.offset, call.bias, call.output,
          params);
 }

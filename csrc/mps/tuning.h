@@ -1,5 +1,6 @@
 // The numbers that depend on the GPU: defaults by reasoning, until `python -m torch_moe_metal tune` has measured the
-// alternatives on the machine itself. None changes what is computed, only how it is cut and the order of sums.
+// alternatives on the machine itself. None changes what is computed, only how it is cut and the order of sums;
+// `matrix_units` also where it is rounded.
 #pragma once
 #include <cstdint>
 
@@ -16,9 +17,12 @@ struct Tuning {
   // each chosen expert's once, but sorts first and pads matrices to 8 slots. With as many slots as experts, random
   // routing chooses 63 % of the experts: decode would read 1.6 times the bytes, less what the cache spares.
   int64_t decode_slots = 100;
-  // Linear: tokens up to which each reads and unpacks the weight again, from the cache if that holds it. Tiles do it
+  // Linear: tokens up to which every few read and unpack the weight again, from the cache if that holds it. Tiles do it
   // once, but a matrix of 8 tokens costs as much for one. Where the two meet on Apple's GPUs is a guess.
   int64_t few_tokens = 8;
+  // Linear: how many of those tokens are multiplied together, for which the weight is loaded and unpacked once: 1, 2 or
+  // 4. More need more registers, so that fewer simdgroups run side by side.
+  int64_t tokens_together = 4;
   // Prefill: slots or tokens per weight from which tiles have 32 and 64 rows instead of 16. Larger ones read the
   // weights less often, and rows that only fill are left out: with 16 slots an expert on average, tiles of 16 would
   // walk its weights 1.43 times. Those of 64 leave a simdgroup fewer rows of weights, and so more reads of staged rows
@@ -26,6 +30,12 @@ struct Tuning {
   int64_t tile32_share = 12, tile64_share = 49;
   // Prefill: tiles that walk all rows of weights together, so that a weight that was read serves them all.
   int64_t band = 8;
+  // Prefill, dense weights of 16 bits: slots per expert from which PyTorch's own product of groups is taken, which uses
+  // the matrix units of M5 and newer; 0: never. It needs torch 2.15; older ones run our kernels at any number. Gate and
+  // up, the inner activations and each expert's result are then rounded to 16 bits, as transformers rounds them, and in
+  // float16 may overflow there. Off until `tune` has found it right and faster: it has not been measured, and M1 to M4
+  // have no such units.
+  int64_t matrix_units = 0;
   // Gate, many tokens: with fewer tiles than these, groups of four tokens by four experts make more threadgroups. Tiles
   // read least, but a tile is slow work for one threadgroup: they pay once each of 80 cores (the largest M) has one. On
   // an H200 groups were three times as fast for 512 tokens and 128 experts.

@@ -50,13 +50,6 @@ inline bool is_aligned(const Weight& weight, int64_t columns) {
       unit, {weight.data.storage_offset() * weight.data.element_size(), weight.expert, weight.row, weight.gap});
 }
 
-// Whether whole pieces of kPackedColumns can be read: decode's fast way. Groups that their format has one size for are
-// known to its reader.
-inline bool whole_pieces(const Weight& weight) {
-  const bool whole_groups = weight.format->scale_columns > 0 || weight.group >= kPackedColumns;
-  return whole_groups && weight.columns % kPackedColumns == 0 && is_aligned(weight, kPackedColumns);
-}
-
 // `run` rows of a transposed weight are read as they follow one another.
 inline WeightLayout dense_layout(const Weight& weight, int64_t run) {
   const int64_t elements = 16 / weight.data.element_size(), offset = weight.data.storage_offset();
@@ -91,6 +84,27 @@ inline WeightParams weight_params(const Weight& weight, int64_t run) {
   }
   params.layout = is_aligned(weight, kNarrowColumns) ? WeightLayout::rows_wide : WeightLayout::rows;
   return params;
+}
+
+// Whether every byte of an expert's matrix, and of its scales and offsets, is less than 4 GB from its first. What lies
+// between gate and up, where they are apart, is not counted.
+inline bool has_short_places(const Weight& weight, const WeightParams& params) {
+  const int64_t last = std::max<int64_t>(weight.rows - 1, 0), groups = weight.columns >> params.group_shift;
+  const auto fits = [&](int64_t row, int64_t length) {
+    constexpr int64_t most = int64_t{1} << 32;
+    return bounded_product({row, last}) <= most - std::min(length, most);
+  };
+  const Format& format = *weight.format;
+  return fits(params.row, weight.columns / format.columns * format.bytes) &&
+         fits(params.scale.row, params.scale.group * groups) && fits(params.offset.row, params.offset.group * groups);
+}
+
+// Whether whole pieces of kPackedColumns can be read: decode's fast way. Groups that their format has one size for are
+// known to its reader.
+inline bool whole_pieces(const Weight& weight, const WeightParams& params) {
+  const bool whole_groups = weight.format->scale_columns > 0 || weight.group >= kPackedColumns;
+  return whole_groups && weight.columns % kPackedColumns == 0 && is_aligned(weight, kPackedColumns) &&
+         has_short_places(weight, params);
 }
 
 // How decode cuts the rows of one product into threadgroups.

@@ -3,12 +3,12 @@
 record.py writes the dispatches of every row down, and run.py replays them: `python tests/gpu/run.py FOLDER --packed`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from packed import AFFINE, FP8, MXFP4, Packing
+from torch_moe_metal.bench.packed import Packing, packing_of
 
 BFLOAT = torch.bfloat16
 E, K, H, I = 128, 8, 2048, 768  # Qwen3-30B-A3B
@@ -17,15 +17,23 @@ Args = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """experts with T tokens, or linear, whose N is the number of rows; without a packing the weights are bfloat16."""
+    """experts with T tokens, or linear, whose N is the number of rows; without a packing the weights are bfloat16.
+    tokens_together: of tuning.h, where it is not the default."""
 
     op: str
     packing: Packing | None
     T: int
     N: int = 0
+    tokens_together: int = 0
 
     def __str__(self) -> str:
-        return f"{self.op}-{self.packing or 'bfloat16'}-T{self.T}" + (f"-N{self.N}" if self.N else "")
+        rows = f"-N{self.N}" if self.N else ""
+        together = f"-by{self.tokens_together}" if self.tokens_together else ""
+        return f"{self.op}-{self.packing or 'bfloat16'}-T{self.T}{rows}{together}"
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        return {"tokens_together": self.tokens_together} if self.tokens_together else {}
 
     @property
     def options(self) -> dict[str, str]:
@@ -41,7 +49,8 @@ class Row:
                 args[name] = noise * shape[-1] ** -0.5
                 continue
             data, scale, offset = self.packing.weight(*shape, generator=generator)
-            args |= {name: data, f"{prefix}scale": scale} | ({} if offset is None else {f"{prefix}offset": offset})
+            parts = {name: data, f"{prefix}scale": scale, f"{prefix}offset": offset}
+            args |= {name: part for name, part in parts.items() if part is not None}
         return args
 
     def inputs(self, generator: torch.Generator) -> Args:
@@ -60,7 +69,9 @@ class Row:
         return share * sum(args[name].nbytes for name in names if name != "weights")
 
 
-SCALES = [replace(packing, scale=BFLOAT) for packing in (AFFINE[4], AFFINE[8])]
-MEASURED = [None, *SCALES, MXFP4, FP8]
-ROWS = [Row("experts", packing, T) for T in (1, 4, 16) for packing in MEASURED]
-ROWS += [Row("linear", packing, 1, N) for N in (4096, 151936) for packing in MEASURED]
+MEASURED = [None, *(packing_of(name, BFLOAT) for name in ("affine4", "affine8", "mxfp4", "fp8", "q4_k"))]
+ROWS = [Row("experts", packing, T) for T in (1, 4, 16, 256) for packing in MEASURED]
+# Beside each other: how tokens are multiplied with a weight together, and one by one.
+TOGETHER = ((1, 0), (2, 0), (2, 1), (4, 0), (4, 1), (8, 0), (8, 1))
+ROWS += [Row("linear", packing, T, 4096, by) for packing in MEASURED for T, by in TOGETHER]
+ROWS += [Row("linear", packing, 1, 151936) for packing in MEASURED]

@@ -124,7 +124,7 @@ def packed_traces() -> Iterator[dict]:
         for name, one in row.weights(generator, experts=1).items():
             shape = one.shape if row.N else (packed_rows.E, *one.shape[1:])
             args[name] = torch.empty(shape, dtype=one.dtype, device="mps")
-        yield trace(row, args)
+        yield trace_under(row.numbers, row, args)
 
 
 def tune_traces(model: str) -> Iterator[dict]:
@@ -154,7 +154,7 @@ def prepare_tune() -> None:
     VALUES.update({n.name: sorted({*n.values, DEFAULTS[n.name]}) for n in tune.NUMBERS})
 
 
-def trace_under(numbers: tuning.Numbers, row: Call, args: dict[str, Tensor]) -> dict:
+def trace_under(numbers: tuning.Numbers, row: Call | packed_rows.Row, args: dict[str, Tensor]) -> dict:
     tuning.use(numbers)
     try:
         return trace(row, args)

@@ -22,6 +22,7 @@ DEVICE = (
         "compiled",
         "concurrent_encoders",
         "failing_commits",
+        "grouped_mm",
         "host_only",
         "last_threadgroups",
         "live_objects",

@@ -1,16 +1,19 @@
 """The numbers that depend on the GPU: none changes a result, a file keeps them, and `tune` chooses."""
 
+import contextlib
 import json
 import math
 import random
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import test_experts_grouped
 import test_ops
 from cases import BFLOAT, CASES, FLOAT, Args, Case
 from conftest import DEVICES, SIMULATED, in_full_grid
@@ -62,9 +65,12 @@ SHOWING = {
     ],
     "decode_slots": [("experts", {"T": T, "E": 20, "K": 2, "H": 40, "I": 24}) for T in (9, 13, 18, 28, 38)],
     "few_tokens": [("linear", {"T": T, "N": 37, "H": 96}) for T in (3, 6, 10, 14, 20, 28)],
+    "tokens_together": [("linear", {"T": T, "N": 37, "H": 96}) for T in (2, 5, 8)],
     "tile32_share": [("experts", {"T": T, "E": 2, "K": 1, "H": 40, "I": 24}) for T in (20, 30, 40)],
     "tile64_share": [("experts", {"T": T, "E": 2, "K": 1, "H": 24, "I": 16}) for T in (80, 112, 160, 256)],
     "band": [("experts", {"T": 80, "E": 4, "K": 2, "H": 40, "I": 24}), ("linear", {"T": 300, "N": 37, "H": 24})],
+    # In float32 and in bfloat16, of which the second can be PyTorch's.
+    "matrix_units": [("experts", {"T": T, "E": 2, "K": 1, "H": 40, "I": 24}) for T in (20, 20, 80, 80, 160, 160)],
     "gate_tiles": [("gate", {"T": T, "E": 65, "K": 2, "H": 8}) for T in (257, 545, 1025, 1281)],
     "attention_keys": [("attention", {"B": 1, "A": 4, "J": 2, "T": 1, "S": 300, "D": 64, "V": 64})],
     "commit_dispatches": [("experts", {"T": 3, "E": 8, "K": 4, "H": 40, "I": 24})],
@@ -113,10 +119,29 @@ def sampled(number: Number, value: int) -> list[Case]:
     return [*showing(number), *fast[random.Random(f"{number.name} {value}").randrange(step) :: step]]
 
 
+@contextlib.contextmanager
+def foreign(number: Number) -> Iterator[float]:
+    """PyTorch's kernels are there, as from torch 2.15 on. -> how many roundings they may cost"""
+    if number.name not in tuning.FOREIGN:
+        yield 1
+    elif not SIMULATED:
+        yield test_experts_grouped.ROUNDINGS
+    else:
+        import metal_sim
+
+        with metal_sim.grouped_mm():
+            yield test_experts_grouped.ROUNDINGS
+
+
 @pytest.mark.slow
 @on_mps
 @EACH
 def test_every_alternative_is_right(number: Number, value: int, mps: str):
+    with foreign(number) as roundings:
+        is_right(number, value, mps, roundings)
+
+
+def is_right(number: Number, value: int, mps: str, roundings: float) -> None:
     """On every fast case that it treats in another way than the default does."""
     if not SIMULATED or number.name.startswith("commit_"):
         cases = sampled(number, value)
@@ -125,7 +150,7 @@ def test_every_alternative_is_right(number: Number, value: int, mps: str):
         assert bool(cases) == (value != tuning.defaults()[number.name])
     tuning.use({number.name: value})
     for case in cases:
-        test_ops.test_equals_the_reference(mps, case)
+        test_ops.test_equals_the_reference(mps, case, roundings)
 
 
 @pytest.mark.full_grid
@@ -134,8 +159,9 @@ def test_every_alternative_is_right(number: Number, value: int, mps: str):
 @EACH
 def test_every_alternative_is_right_on_the_whole_table(number: Number, value: int, mps: str):
     tuning.use({number.name: value})
-    for case in table(number):
-        test_ops.test_equals_the_reference(mps, case)
+    with foreign(number) as roundings:
+        for case in table(number):
+            test_ops.test_equals_the_reference(mps, case, roundings)
 
 
 # ------------------------------------------------------------------------------------------------ setting them
@@ -195,6 +221,21 @@ def test_what_is_kept_is_loaded(file: Path, m9: str, monkeypatch, mps: str):
     tuning.keep({"band": 1})
     monkeypatch.undo()
     assert json.loads(file.read_text())["Apple M9 Max"] == {torch.__version__: {"band": 2}, "2.99.0": {"band": 1}}
+
+
+@on_mps
+def test_numbers_of_foreign_kernels_hold_for_one_macos(file: Path, m9: str, monkeypatch, mps: str):
+    """The next one compiles them anew. The others go on to hold."""
+    monkeypatch.setattr(tuning.macos, "version", lambda: "26.5")
+    tuning.keep({"band": 4, "matrix_units": 8})
+    tuning.load()
+    assert tuning.in_force() == tuning.defaults() | {"band": 4, "matrix_units": 8}
+    monkeypatch.setattr(tuning.macos, "version", lambda: "26.6")
+    tuning.load()
+    assert tuning.in_force() == tuning.defaults() | {"band": 4}
+    monkeypatch.setattr(tuning.macos, "version", lambda: "26.5")
+    tuning.keep({"band": 2})
+    assert json.loads(file.read_text()) == {m9: {torch.__version__: {"band": 2}}}
 
 
 def test_what_is_forgotten(file: Path, m9: str, monkeypatch):
@@ -479,6 +520,55 @@ def test_what_won_is_told_and_kept(tiny, monkeypatch, file: Path, capsys):
     assert "linear-qwen3-30b-a3b-T512-bf16-query" in said and "Kept: band 16" in said and said.count("2.00") == 4
     tuning.load()
     assert tuning.in_force() == tuning.defaults() | {"band": 16}
+
+
+@pytest.fixture
+def units(monkeypatch, mps: str):
+    """PyTorch's kernels are there, a planted winner is matrix_units 24, and the default model is small."""
+    import metal_sim
+
+    def rounds(ways: dict, device: str, seconds: float) -> dict[str, list[float]]:
+        times = {}
+        for name, way in ways.items():
+            way()
+            times[name] = [0.5e-3 if tuning.in_force()["matrix_units"] == 24 else 1e-3] * 7
+        return times
+
+    monkeypatch.setattr(tune, "rounds_each", rounds)
+    monkeypatch.setitem(MODELS, DEFAULT, MODELS[DEFAULT].reduced(E=2, K=1, H=64, I=64))
+    with metal_sim.grouped_mm():
+        yield
+
+
+@on_mps
+@pytest.mark.skipif(not SIMULATED, reason="a Mac's torch may have no such kernels")
+def test_foreign_kernels_are_kept_where_they_are_right_and_faster(units, capsys):
+    assert main([*QUICK, "--numbers", "matrix_units"]) == 0
+    said = capsys.readouterr()
+    assert "Kept: matrix_units 24" in said.out and "left out" not in said.err
+
+
+@on_mps
+@pytest.mark.skipif(not SIMULATED, reason="PyTorch's own kernels cannot be made wrong")
+@pytest.mark.parametrize("fault", ["row", "nan"])
+def test_foreign_kernels_that_are_wrong_are_left_out(units, capsys, fault: str):
+    """By one of many rows."""
+
+    def wrong(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *others) -> torch.Tensor:
+        result = torch._grouped_mm(rows.cpu(), weight.cpu(), ends.cpu()).to("mps")
+        result[7] *= float("nan") if fault == "nan" else 1.1
+        return result
+
+    torch.ops.metal_sim.set_grouped_mm(False)
+    planted = torch.library.Library("aten", "IMPL")
+    planted.impl("_grouped_mm", wrong, "MPS")
+    try:
+        assert main([*QUICK, "--numbers", "matrix_units"]) == 0
+    finally:
+        planted._destroy()
+    said = capsys.readouterr()
+    assert all(f"matrix_units {value} is left out" in said.err for value in (8, 24, 64))
+    assert "The defaults stay" in said.out
 
 
 @on_mps

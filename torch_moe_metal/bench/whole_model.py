@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..loading import weights_gb
 from ..models import DEFAULT, MODELS
 from ..packing import WRITTEN
 from .block import configuration
@@ -135,10 +136,6 @@ def packed_variants(model: nn.Module, formats: list[str]) -> dict[str, Callable[
             made[told] = lambda packed=packed: packed
     wait_for_all()
     return made
-
-
-def weights_gb(model: nn.Module) -> float:
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 1e9
 
 
 def synchronized(device: str) -> float:

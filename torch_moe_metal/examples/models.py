@@ -1,23 +1,16 @@
 """What the examples share: their arguments, and the model that they run."""
 
-import re
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from ..bench.calls import Unfit
 from ..bench.here import add_device, check_device
-from ..bench.whole_model import weights_gb
-from ..transformers import MoeMetalConfig
-
-#: OWNER/NAME
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+from ..loading import HUB_NAME, say
 
 
 class Parser(ArgumentParser):
@@ -63,25 +56,9 @@ class Parser(ArgumentParser):
         torch.manual_seed(0)
         if options.checkpoint is None:
             return small_model().to(options.device).eval()
-        bits = getattr(options, "bits", None)
-        how = {"dtype": "auto", "device_map": options.device}
-        how |= {"quantization_config": MoeMetalConfig(bits=bits)} if bits else {}
         with self.loading(options.checkpoint, options.device):
+            how = {"dtype": "auto", "device_map": options.device}
             return AutoModelForCausalLM.from_pretrained(options.checkpoint, **how).eval()
-
-
-def memory(model: PreTrainedModel) -> str:
-    """What the weights take, and what the process has from the device."""
-    told = f"{weights_gb(model):.1f} GB of weights"
-    if model.device.type == "mps" and torch.backends.mps.is_built():
-        return f"{told}, {torch.mps.driver_allocated_memory() / 1e9:.1f} GB of the GPU's memory in use"
-    unit = 1 if sys.platform == "darwin" else 1024
-    return f"{told}, at most {getrusage(RUSAGE_SELF).ru_maxrss * unit / 1e9:.1f} GB of memory in use so far"
-
-
-def say(what: str) -> None:
-    """Progress goes where it does not mix with results."""
-    print(what, file=sys.stderr, flush=True)
 
 
 def small_model() -> PreTrainedModel:

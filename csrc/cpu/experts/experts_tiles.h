@@ -4,8 +4,7 @@
 // pass 2 wants. `inner` is rounded to bfloat16; sums are float.
 #pragma once
 #include "cpu/experts/experts.h"
-#include "cpu/weights/weight_rows.h"
-#include "cpu/x86/tiles.h"
+#include "cpu/x86/weight_strips.h"
 #include "kept_memory.h"
 
 namespace moe_metal {
@@ -26,6 +25,11 @@ struct TokenTiles {
     inner_size = at::divup(call.I, kDepth) * kTileSize;
     x = empty({first.back(), x_size}, call.x.options());
     inner = empty({first.back(), inner_size}, call.x.options());
+  }
+  // Those of one expert, of x or of inner.
+  TokenGroups groups(const Tensor& of, const Slots& slots, int64_t which) const {
+    const int64_t size = of.size(1);
+    return {elements<at::BFloat16>(of) + first[which] * size, size, slots.begin[which + 1] - slots.begin[which]};
   }
 };
 
@@ -55,71 +59,6 @@ inline __m512i pairs(const Vec& even, const Vec& odd) {
   return _mm512_or_si512(_mm512_srli_epi32(rounded(even), 16), high);
 }
 
-// Two strips of a weight. Packed numbers become bfloat16 on their way: exactly those of mxfp4, others rounded.
-class WeightStrips {
- public:
-  explicit WeightStrips(const Weight& weight) : weight_(weight), strips_(2, weight.columns) {
-    if (weight.format->is_dense()) return;
-    for (auto& strip : packed_strips_) strip = strip_of(weight);
-  }
-
-  // A strip, and the one that is most likely read next in its place.
-  void read(int64_t which, const StripRows& rows, const StripRows& next) {
-    if (packed()) return packed_strips_[which]->start(rows, next);
-    const auto* data = elements<at::BFloat16>(weight_.data) + weight_.place(rows.expert, rows.first);
-    strips_.read(which, {data, rows.step * weight_.row, weight_.column, rows.count, weight_.columns});
-  }
-
-  // use(group, c0, c1) for each group of tokens: its products with the two strips.
-  template <class Use>
-  void multiply(const at::BFloat16* tokens, int64_t size, int64_t groups, Use&& use) {
-    const bool ahead = packed() && amx_available();
-    for (int w = 0; w < 2 && packed() && !ahead; ++w)
-      packed_strips_[w]->pack(0, kTile, 0, weight_.columns, strips_.panel(w));
-    for (int64_t g = 0; g < groups; g += kGroups) {
-      const int64_t count = std::min(kGroups, groups - g);
-      if (g == 0 && ahead)
-        unpack_and_multiply(tokens, size, count, groups > kGroups);
-      else
-        products_.multiply(strips_, tokens + g * size, size, count);
-      for (int64_t i = 0; i < count; ++i) use(g + i, products_.c[0][i], products_.c[1][i]);
-    }
-  }
-
- private:
-  static constexpr int64_t kAtOnce = 2, kSome = kTile / kParts;  // blocks, and rows of them
-
-  bool packed() const { return !weight_.format->is_dense(); }
-
-  // Two blocks are unpacked while AMX multiplies the two before them with the first groups of tokens, four rows at a
-  // time: on a Sapphire Rapids 8 bits take 0.88 of the time of all rows at once. Of two strips at a time the upper one
-  // has the even blocks and the lower one the odd ones. What no other group needs never leaves the first cache.
-  void unpack_and_multiply(const at::BFloat16* tokens, int64_t size, int64_t groups, bool more) {
-    const bool in_pairs = Products::in_pairs(groups);
-    const auto ahead = [&](int64_t which) {
-      const int64_t ring = more ? ~int64_t{0} : 2 * kAtOnce - 1;
-      at::BFloat16* panel = strips_.panel(which);
-      strips_.tiles[which].ring = ring;
-      const auto make = [this, which, ring, panel](int64_t block, int64_t row, int64_t rows) {
-        const int64_t first = block * kDepth, columns = std::min(kAtOnce * kDepth, weight_.columns - first);
-        if (columns > 0) packed_strips_[which]->pack(row, rows, first, columns, panel + (block & ring) * kTileSize);
-      };
-      make(0, 0, kTile);
-      return [make, which, in_pairs](int64_t block, int64_t part) {
-        const int64_t odd = block % kAtOnce, next = block - odd + kAtOnce;
-        if (in_pairs ? odd == which : part % kAtOnce == 0)
-          make(next, (in_pairs ? part : odd * kAtOnce + part / kAtOnce) * kSome, kSome);
-      };
-    };
-    products_.multiply(strips_, tokens, size, groups, ahead(0), ahead(1));
-  }
-
-  const Weight& weight_;
-  std::unique_ptr<PackedStrip> packed_strips_[2];
-  Strips strips_;
-  Products products_;
-};
-
 // Pass 1 for kRows rows of one expert.
 class GateUpTiles {
  public:
@@ -134,11 +73,9 @@ class GateUpTiles {
       weight_.read(0, rows, next);
       weight_.read(1, up_of(rows), up_of(next));
       at::BFloat16* to = tokens_.inner.mutable_data_ptr<at::BFloat16>() + first * tokens_.inner_size + row * kTile;
-      weight_.multiply(elements<at::BFloat16>(tokens_.x) + first * tokens_.x_size, tokens_.x_size,
-                       tokens_.first[which + 1] - first, [&](int64_t g, const auto& gate, const auto& up) {
-                         activate(gate, up, bias.gate + half, bias.up + half,
-                                  to + g * tokens_.inner_size + half * kTile);
-                       });
+      weight_.multiply(tokens_.groups(tokens_.x, slots_, which), [&](int64_t g, const auto& gate, const auto& up) {
+        activate(gate, up, bias.gate + half, bias.up + half, to + g * tokens_.inner_size + half * kTile);
+      });
     }
   }
 
@@ -196,9 +133,9 @@ class DownTiles {
                                                          : StripRows();
       weight_.read(i, strip(which, row, i), next);
     }
-    const int64_t first = tokens_.first[which], begin = slots_.begin[which], end = slots_.begin[which + 1];
-    weight_.multiply(elements<at::BFloat16>(tokens_.inner) + first * tokens_.inner_size, tokens_.inner_size,
-                     tokens_.first[which + 1] - first, [&](int64_t g, const auto& upper, const auto& lower) {
+    const int64_t begin = slots_.begin[which], end = slots_.begin[which + 1];
+    weight_.multiply(tokens_.groups(tokens_.inner, slots_, which),
+                     [&](int64_t g, const auto& upper, const auto& lower) {
                        const int64_t at = begin + g * kTile;
                        add(upper, lower, slots_.order.data() + at, std::min(kTile, end - at));
                      });
@@ -212,12 +149,7 @@ class DownTiles {
   void add(const float (&upper)[kTile][kTile], const float (&lower)[kTile][kTile], const int64_t* slots,
            int64_t count) {
     alignas(64) float values[kTile][kRows];  // token by token
-    for (const auto* half : {&upper, &lower}) {
-      __m512i tile[kTile];
-      for (int64_t r = 0; r < kTile; ++r) tile[r] = _mm512_loadu_si512((*half)[r]);
-      transpose(tile);
-      for (int64_t n = 0; n < kTile; ++n) _mm512_store_si512(values[n] + (half == &lower) * kTile, tile[n]);
-    }
+    by_tokens(upper, lower, values);
     for (int64_t n = 0; n < count; ++n) output_.add(slots[n], values[n]);
   }
 

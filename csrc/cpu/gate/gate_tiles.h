@@ -1,4 +1,4 @@
-// `gate` in bfloat16 on processors with AMX: the products of x86/tiles.h.
+// `gate` in bfloat16: the products of x86/tiles.h.
 #pragma once
 #include "cpu/gate/gate.h"
 #include "cpu/x86/tiles.h"
@@ -33,7 +33,7 @@ class GateTiles {
       pack_right([&](int64_t i) { return from + i * H; }, parts_ == 1 ? count - g * kTile : count, H,
                  &tokens_[g * size_]);
     }
-    multiply(groups);
+    multiply(parts_ == 1 ? count : groups * kTile);
     for (int64_t t = 0; t < count; t += kTile) collect(t);
     for (int64_t t = 0; t < count; ++t) route_(first + t, &logits_[t * call_.params.experts]);
   }
@@ -63,15 +63,16 @@ class GateTiles {
     }
   }
 
-  // Some columns at a time, for which the tokens stay in the first cache while all experts pass.
-  void multiply(int64_t groups) {
-    constexpr int64_t kAtOnce = 8;
-    for (int64_t b = 0; b < strips_.blocks(); b += kAtOnce) {
+  // Some columns at a time, for which the tokens stay in the first cache, or without AMX in the second, while all
+  // experts pass.
+  void multiply(int64_t tokens) {
+    const int64_t at_once = amx_available() ? 8 : 64;
+    for (int64_t b = 0; b < strips_.blocks(); b += at_once) {
       for (size_t s = 0; s < strips_.tiles.size(); ++s) {
         WeightTiles weights = strips_.tiles[s];
         weights.data += b * weights.block;
-        kMultiply<>[groups - 1](weights, &tokens_[b * kTileSize], size_, std::min(kAtOnce, strips_.blocks() - b),
-                                products_[s].of_group, b > 0, Nothing());
+        multiply_strip(weights, {&tokens_[b * kTileSize], size_, tokens}, std::min(at_once, strips_.blocks() - b),
+                       products_[s].of_group, b > 0);
       }
     }
   }

@@ -164,6 +164,16 @@ def playing_gpu(name: str, family: int) -> Iterator[None]:
 
 
 @contextmanager
+def grouped_mm() -> Iterator[None]:
+    """mps has its own kernel of aten::_grouped_mm, as from torch 2.15 on. Rows in no group are NaN in its result."""
+    torch.ops.metal_sim.set_grouped_mm(True)
+    try:
+        yield
+    finally:
+        torch.ops.metal_sim.set_grouped_mm(False)
+
+
+@contextmanager
 def failing_commits(what: str) -> Iterator[None]:
     """What is committed here ends with an error of that description, as where macOS gives up on a command buffer.
 

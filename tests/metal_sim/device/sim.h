@@ -109,5 +109,6 @@ struct Options {
   bool concurrent = false;       // encoders order dispatches only by their barriers
 };
 Options& options();
+void set_grouped_mm(bool there);  // whether mps has a kernel of its own for aten::_grouped_mm
 
 }  // namespace metal_sim

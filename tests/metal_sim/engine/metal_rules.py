@@ -269,6 +269,15 @@ def noexcept(shader):
 
 
 @rule
+def elements_of_a_lane(shader):
+    """Two of a simdgroup matrix: `thread_elements()[2]` is none."""
+    for i, token in enumerate(shader.tokens):
+        call = [shader.text(i + n) for n in range(6)]
+        if call[:4] == ["thread_elements", "(", ")", "["] and call[5] == "]" and re.match("[2-9]|1[0-9]", call[4]):
+            refuse(token, f"a lane has two elements of a matrix, and none at index {call[4]}")
+
+
+@rule
 def using_enum(shader):
     for i, token in enumerate(shader.tokens):
         if token.text == "using" and shader.text(i + 1) == "enum":

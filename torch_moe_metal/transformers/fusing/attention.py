@@ -5,6 +5,7 @@ It reads every key and value once, however many heads share them, and copies non
 models whose layers it fuses.
 """
 
+import functools
 import sys
 
 import torch
@@ -138,9 +139,36 @@ def attention_mask(
     return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, config=config, **more)
 
 
+def leave_paged_caches(manager: type) -> None:
+    """Make transformers' manager of continuous batching use its own attention where ours is selected: all requests are
+    one sequence there, with keys and values in pages. When the manager stops, ours is selected again."""
+    stock_switch, stock_stop = manager.switch_to_cb_friendly_attn, manager.stop
+
+    @functools.wraps(stock_switch)
+    def switch_to_cb_friendly_attn(self, model: nn.Module, auto_switch_to_flash: bool = True) -> None:
+        configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+        ours = [config for config in configs.values() if getattr(config, "_attn_implementation", None) == NAME]
+        for config in ours:
+            config._attn_implementation_internal = "sdpa" if model._supports_sdpa else "eager"
+        self._moe_metal = (*self._moe_metal, *ours)
+        stock_switch(self, model, auto_switch_to_flash)
+
+    @functools.wraps(stock_stop)
+    def stop(self, *args, **kwargs) -> None:
+        stock_stop(self, *args, **kwargs)
+        for config in self._moe_metal:
+            config._attn_implementation_internal = NAME
+        self._moe_metal = ()
+
+    manager._moe_metal = ()
+    manager.switch_to_cb_friendly_attn, manager.stop = switch_to_cb_friendly_attn, stop
+
+
 def register() -> None:
     """Make "moe_metal" known to from_pretrained, configurations and set_attn_implementation."""
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
     from transformers.modeling_utils import AttentionInterface  # which imports the experts, and with them this file
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+    leave_paged_caches(ContinuousBatchingManager)

@@ -274,6 +274,10 @@ simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) {
   m.msl_at = vec<T, 2>(value);
   return m;
 }
+// Metal takes no integer for it.
+template <class T, int Columns, int Rows = Columns, class V>
+  requires(__is_integral(V))
+simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(V value) = delete;
 template <class T>
 uint64_t msl_matrix_offset(uint i, ulong elements_per_row, ulong2 origin, bool transpose) {
   uint lane = ::msl::thread().lane;

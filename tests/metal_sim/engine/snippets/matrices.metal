@@ -9,6 +9,8 @@ KERNEL { simdgroup_half8x8 all[3]; for (uint n = 0; n < 3; ++n) all[n] = simdgro
 //: mx_filled | ok
 KERNEL { simdgroup_float8x8 m = make_filled_simdgroup_matrix<float, 8>(1.5f), n = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   simdgroup_matrix<half, 8> h(1.0h); simdgroup_multiply_accumulate(n, m, m, n); simdgroup_multiply_accumulate(n, h, h, n); simdgroup_store(n, x, 8, ulong2(0, 8)); }
+//: mx_filled_int | refuses | engine
+KERNEL { simdgroup_float8x8 m = make_filled_simdgroup_matrix<float, 8, 8>(0); simdgroup_store(m, x); }
 //: mx_filled_other_size | refuses | engine
 KERNEL { auto m = make_filled_simdgroup_matrix<float, 4>(1.5f); x[i] = 1; }
 //: mx_in_device | refuses | engine
@@ -51,7 +53,7 @@ KERNEL { simdgroup_float8x8 a; simdgroup_load(a, x, 16, 0); simdgroup_store(a, x
 KERNEL { simdgroup_float8x8 a; simdgroup_load(a, x, 16, uint2(8, 0)); simdgroup_store(a, x); }
 //: mx_size | refuses | engine
 KERNEL { simdgroup_matrix<half, 4, 4> m; x[i] = 1; }
-//: mx_thread_elements_vec4 | refuses | accepted | the index is checked at run time: rule `stack`
+//: mx_thread_elements_vec4 | refuses | elements_of_a_lane
 KERNEL { simdgroup_float8x8 a(1.0f); x[i] = a.thread_elements()[3]; }
 //: mx_zero_init | refuses | engine
 KERNEL { simdgroup_float8x8 m = 2.0f; simdgroup_store(m, x); }

@@ -1,0 +1,65 @@
+// `linear` in bfloat16 for many tokens: the products of x86/tiles.h.
+#pragma once
+#include "cpu/experts/experts.h"
+#include "cpu/x86/weight_strips.h"
+#include "kept_memory.h"
+
+namespace moe_metal {
+
+// x as right operands: groups of 16 rows.
+inline Tensor pack_rows_of_x(const Linear& call) {
+  const int64_t groups = at::divup(call.T, kTile), size = at::divup(call.H, kDepth) * kTileSize;
+  const Tensor packed = empty({groups, size}, call.x.options());
+  const at::BFloat16* x = elements<at::BFloat16>(call.x);
+  at::BFloat16* to = packed.mutable_data_ptr<at::BFloat16>();
+  share(groups, [&](auto take) {
+    for (int64_t g = take(); g < groups; g = take()) {
+      const int64_t first = g * kTile;
+      pack_right([&](int64_t i) { return x + (first + i) * call.H; }, call.T - first, call.H, to + g * size);
+    }
+  });
+  return packed;
+}
+
+// kRows rows of the weight times all tokens. One per thread.
+class LinearTiles {
+ public:
+  LinearTiles(const Linear& call, const Tensor& x)
+      : call_(call), x_{elements<at::BFloat16>(x), x.size(1), call.T}, weight_(call.weight) {}
+
+  void operator()(int64_t row) {
+    read_bias(call_.bias, row, 1, std::min(kRows, call_.N - row), bias_);
+    for (int64_t i = 0; i < 2; ++i) weight_.read(i, strip(row + i * kTile), strip(row + kRows + i * kTile));
+    weight_.multiply(x_, [&](int64_t g, const auto& upper, const auto& lower) {
+      by_tokens(upper, lower, values_);
+      for (int64_t n = 0; n < std::min(kTile, call_.T - g * kTile); ++n) write(g * kTile + n, row, values_[n]);
+    });
+  }
+
+ private:
+  StripRows strip(int64_t row) const { return {0, row, 1, std::clamp<int64_t>(call_.N - row, 0, kTile)}; }
+
+  void write(int64_t token, int64_t row, const float* values) const {
+    auto* to = call_.output.mutable_data_ptr<at::BFloat16>() + token * call_.N + row;
+    for_each_vector(std::min(kRows, call_.N - row),
+                    [&](int64_t r, auto n) { store(to + r, Vec::loadu(values + r) + Vec::loadu(bias_ + r), n); });
+  }
+
+  const Linear& call_;
+  const TokenGroups x_;
+  WeightStrips weight_;
+  float bias_[kRows];
+  alignas(64) float values_[kTile][2 * kTile];
+};
+
+inline void linear_by_tiles(const Linear& call) {
+  const Tensor x = pack_rows_of_x(call);
+  const int64_t blocks = at::divup(call.N, kRows);
+  share(blocks, [&](auto take) {
+    const TileShapes shapes;
+    LinearTiles work(call, x);
+    for (int64_t block = take(); block < blocks; block = take()) work(block * kRows);
+  });
+}
+
+}  // namespace moe_metal

@@ -1,0 +1,149 @@
+"""`generate_batch` with patched and packed models. All requests are one sequence there, on a paged cache that
+transformers' own attention reads: the fused attention steps aside, and is selected again at the end."""
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+
+import torch_moe_metal
+from tiny_models import FAMILIES, SAME_CODE, tiny_model, tokens
+from torch_moe_metal.transformers import quantize_
+
+NEW_TOKENS = 8
+GREEDY = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
+#: What transformers' paged cache cannot hold, and its error. The first three are refused before anything runs.
+NOT_PAGED = {
+    "qwen3_next": "linear_attention",
+    "qwen3_5_moe_text": "linear_attention",
+    "llama4_text": "chunked_attention",
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mimo_v2_flash"), "slice shapes"
+    ),  # keys and values
+}
+FAST = ("qwen3_moe", "gpt_oss")
+FORMATS = [(None, None), ("affine", 4), ("affine", 8), ("mxfp4", None), ("fp8", None)]
+
+Tokens = list[list[int]]
+
+
+def make(family: str, format: str | None = None, bits: int | None = None, device: str = "cpu"):
+    model = tiny_model(family, **({} if format is None else {"intermediate_size": 64}))  # whole groups
+    model.generation_config.eos_token_id = None
+    if format is not None:
+        sizes = {"bits": bits, "group_size": 32} if format == "affine" else {}
+        quantize_(model, format, **sizes)
+    model.to(device)
+    assert torch_moe_metal.patch(model)["fused"]
+    return model
+
+
+def prompts(*lengths: int) -> Tokens:
+    return [tokens(1, length, seed=length)[0].tolist() for length in lengths]
+
+
+def one_after_the_other(model, of: Tokens) -> Tokens:
+    def answer(prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt], device=model.device)
+        limits = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **limits)[0, len(prompt) :].tolist()
+
+    return [answer(prompt) for prompt in of]
+
+
+def together(model, of: Tokens, **options) -> Tokens:
+    config = ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 32, "max_batch_tokens": 64} | options)
+    answers = model.generate_batch(of, generation_config=GREEDY, continuous_batching_config=config, warmup=False)
+    for answer in answers.values():
+        if answer.error is not None:
+            raise ValueError(answer.error)
+    return [answer.generated_tokens for answer in answers.values()]
+
+
+def check(model, *lengths: int) -> None:
+    """By default with prompts shorter and longer than a page, and together longer than a step."""
+    of = prompts(*lengths or (5, 21, 60))
+    before = implementations(model)
+    expected = one_after_the_other(model, of)
+    assert together(model, of) == expected
+    assert implementations(model) == before
+    assert one_after_the_other(model, of[:1]) == expected[:1]
+
+
+def implementations(model) -> list[str]:
+    return [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")]
+
+
+@pytest.mark.parametrize("family", FAST)
+def test_families(family: str):
+    check(make(family))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *SAME_CODE} - {*FAST, *NOT_PAGED}))
+def test_more_families(family: str):
+    check(make(family))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        each if each in ("qwen3_next", "deepseek_v3") else pytest.param(each, marks=pytest.mark.slow)
+        for each in NOT_PAGED
+    ],
+)
+def test_families_without_a_paged_cache_still_generate(family: str):
+    """transformers refuses them, patched or not."""
+    model, of = make(family), prompts(5)
+    before, expected = implementations(model), one_after_the_other(model, of)
+    with pytest.raises(ValueError, match=NOT_PAGED[family]):
+        together(model, of)
+    assert implementations(model) == before
+    assert one_after_the_other(model, of) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral", "olmoe", "glm4_moe"])
+@pytest.mark.parametrize(("format", "bits"), FORMATS[1:])
+def test_formats(family: str, format: str, bits: int | None):
+    check(make(family, format, bits))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "format", "bits"),
+    [("qwen3_moe", None, None), ("qwen3_moe", "affine", 4), ("gpt_oss", "mxfp4", None), ("mixtral", "affine", 8)],
+)
+def test_on_mps(mps: str, family: str, format: str | None, bits: int | None):
+    check(make(family, format, bits, mps), 5, 21)
+
+
+def test_the_fused_attention_is_not_called(monkeypatch):
+    model, seen = make("qwen3_moe"), set()
+    step = ContinuousBatchProcessor._generation_step
+
+    def observed(self, model) -> None:
+        seen.add(model.config._attn_implementation)
+        step(self, model)
+
+    monkeypatch.setattr(ContinuousBatchProcessor, "_generation_step", observed)
+    assert model.config._attn_implementation == "moe_metal"
+    together(model, prompts(5))
+    assert seen == {"sdpa"} and model.config._attn_implementation == "moe_metal"
+
+
+def test_requests_share_the_pages_of_a_prefix(monkeypatch):
+    """The second request finds the three pages of the first one's prompt, and computes only the rest."""
+    found, search = [], PagedAttentionCache.search_prefix_match
+
+    def observed(self, *arguments) -> int:
+        found.append(search(self, *arguments))
+        return found[-1]
+
+    monkeypatch.setattr(PagedAttentionCache, "search_prefix_match", observed)
+    model, (prefix, *ends) = make("qwen3_moe"), prompts(48, 3, 5)
+    of = [prefix + end for end in ends]
+    expected = one_after_the_other(model, of)
+    assert together(model, of, max_batch_tokens=53) == expected  # one prompt in each step
+    assert sorted(found) == [0, 48]

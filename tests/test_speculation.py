@@ -1,0 +1,149 @@
+"""Speculative decoding of patched and packed models: the same tokens in fewer forwards, with a smaller model as draft,
+with prompt lookup, and with the layers that some checkpoints have for multi-token prediction."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+import checkpoints
+import torch_moe_metal
+from tiny_models import tiny_model
+from torch_moe_metal import MoeMetalConfig
+from torch_moe_metal.transformers.fusing.blocks import Fused
+from torch_moe_metal.transformers.fusing.packed import packed_modules
+
+#: Full attention, sliding windows with sinks, and latent attention; their columns can be packed in groups of 64.
+SIZES = {
+    "qwen3_moe": {"moe_intermediate_size": 64},
+    "gpt_oss": {"intermediate_size": 64, "sliding_window": 16},
+    "deepseek_v3": {"moe_intermediate_size": 64},
+}
+TOKENS = 20
+
+
+def generate(model, ids: torch.Tensor, **how) -> tuple[list[int], int]:
+    """The tokens, and how many forwards they took."""
+    forwards = []
+    hook = model.register_forward_pre_hook(lambda *_: forwards.append(None))
+    how = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | how
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+    hook.remove()
+    return output[0, ids.shape[1] :].tolist(), len(forwards)
+
+
+def fused(family: str, bits: int | None, device: str = "cpu", **sizes):
+    model = tiny_model(family, **SIZES[family] | sizes)
+    if bits is not None:
+        torch_moe_metal.quantize_(model, bits=bits)
+    torch_moe_metal.patch(model)
+    return model.to(device)
+
+
+def prompt(length: int, device: str = "cpu") -> torch.Tensor:
+    """The same words twice, for prompt lookup."""
+    half = torch.randint(2, 89, (1, length // 2), generator=torch.Generator().manual_seed(1))
+    return torch.cat([half, half], 1).to(device)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("family", SIZES)
+def test_the_same_tokens(family: str, bits: int | None):
+    """A draft that is mostly wrong, one that is mostly right (the model itself), and prompt lookup."""
+    model, ids = fused(family, bits), prompt(30)
+    want, forwards = generate(model, ids)
+    assert forwards == TOKENS
+    other = fused("qwen3_moe", bits, num_hidden_layers=1)
+    assert generate(model, ids, assistant_model=other)[0] == want
+    assert generate(model, ids, prompt_lookup_num_tokens=3)[0] == want
+    found, forwards = generate(model, ids, assistant_model=fused(family, bits))
+    assert found == want and forwards <= TOKENS / 2
+
+
+@pytest.mark.slow_on_mps
+def test_the_same_tokens_on_each_device(device: str):
+    model, ids = fused("qwen3_moe", 4, device), prompt(12, device)
+    want, _ = generate(model, ids, max_new_tokens=6)
+    draft = fused("qwen3_moe", 4, device)
+    assert generate(model, ids, max_new_tokens=6, assistant_model=draft)[0] == want
+    assert generate(model, ids, max_new_tokens=6, prompt_lookup_num_tokens=3)[0] == want
+
+
+# ------------------------------------------------------------------------------------- multi-token prediction
+
+
+@pytest.fixture(params=["glm4_moe", "deepseek_v3"])
+def checkpoint(request, tmp_path: Path, monkeypatch) -> Path:
+    """Two layers, and a third one that predicts a token more. Its classes know the layer by its number in the published
+    models, which have more."""
+    sizes = {"num_hidden_layers": 3, "moe_intermediate_size": 64, "tie_word_embeddings": False}
+    model = tiny_model(request.param, **sizes)
+    tensors, H = checkpoints.original(model), model.config.hidden_size
+    more = {
+        "eh_proj": torch.randn(H, 2 * H) / 8,
+        **dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), torch.ones(H)),
+    }
+    tensors |= {f"model.layers.2.{name}.weight": tensor.clone() for name, tensor in more.items()}
+    model.config.num_hidden_layers, model.config.num_mtp_layers = 2, 1
+    checkpoints.write(tmp_path, model, tensors)
+    monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
+    return tmp_path
+
+
+@pytest.fixture
+def drafts(monkeypatch) -> list[tuple[MtpModel, list[int]]]:
+    """The models that draft, and what."""
+    found, stock = [], MtpModel.forward
+
+    def forward(self, *args, **kwargs):
+        output = stock(self, *args, **kwargs)
+        found.append((self, output[0].tolist()))
+        return output
+
+    monkeypatch.setattr(MtpModel, "forward", forward)
+    return found
+
+
+def test_layers_that_predict_are_fused(checkpoint: Path, drafts: list):
+    model, ids = AutoModelForCausalLM.from_pretrained(checkpoint), prompt(12)
+    want, _ = generate(model, ids, use_mtp=True)
+    stock = [draft for _, draft in drafts]
+    drafts.clear()
+    torch_moe_metal.patch(model)
+    assert generate(model, ids, use_mtp=True)[0] == want == generate(model, ids)[0]
+    assert [draft for _, draft in drafts] == stock and stock
+    layer = drafts[0][0].layers[0].mtp_block
+    assert isinstance(layer, Fused) and isinstance(layer.mlp, Fused)
+
+
+@pytest.mark.parametrize("way", ["while it is loaded", "in memory"])
+def test_layers_that_predict_are_packed(checkpoint: Path, drafts: list, way: str):
+    """Once for all calls of `generate`; after `unpatch` and `patch` again."""
+    config = MoeMetalConfig(bits=8, skip=["lm_head"])
+    how = {"quantization_config": config} if way == "while it is loaded" else {}
+    model, ids = AutoModelForCausalLM.from_pretrained(checkpoint, **how), prompt(12)
+    if not how:
+        torch_moe_metal.quantize_(model, bits=8, skip=["lm_head"])
+    before = dict(model.state_dict())
+    torch_moe_metal.patch(model)
+    want, _ = generate(model, ids)
+    for _ in range(2):
+        assert generate(model, ids, use_mtp=True)[0] == want
+    mtp = drafts[0][0]
+    assert {id(model) for model, _ in drafts} == {id(mtp)}
+    names = {name for name, _ in packed_modules(mtp.layers)}
+    assert {"0.eh_proj", "0.mtp_block.mlp.experts", "0.mtp_block.self_attn.o_proj"} <= names
+    assert isinstance(mtp.layers[0].mtp_block.mlp, Fused) and type(mtp.shared_head) is torch.nn.Linear
+    assert model.state_dict().keys() == before.keys()
+    torch_moe_metal.unpatch(model)
+    assert generate(model, ids, use_mtp=True)[0] == want
+    assert not any(isinstance(module, Fused) for module in drafts[-1][0].modules())
+
+
+def test_a_draft_of_a_packed_checkpoint_is_refused(tmp_path: Path):
+    folder = checkpoints.fp8(tmp_path, "deepseek_v3")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    with pytest.raises(ValueError, match=r"use_mtp: expected a dense checkpoint, .* packed as fp8"):
+        generate(model, prompt(12), use_mtp=True)

@@ -1,0 +1,302 @@
+"""How the server generates: transformers' managers, with stop strings, seeds, a limit of context, and cancellation.
+
+transformers has two managers: one runs `generate` for one request after the other, the other runs all requests together
+on a paged cache. Both put texts into a queue. Ours end the text before a stop string, and take an answer that is not
+streamed from the same queue, so that it can be cancelled too.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import math
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from fastapi import HTTPException
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.cli.serving.utils import (
+    CBGenerateManager,
+    CBStreamer,
+    CBWorkerDeadError,
+    DirectStreamer,
+    GenerateManager,
+    GenerationState,
+    _GenerationCancelled,
+    _StreamError,
+    build_response_parser,
+)
+from transformers.generation.continuous_batching.utils import drain_queue
+
+from ..bench.calls import Unfit
+from .sampling import GREEDY, SHARED, quick, sampling
+from .stopping import StopFilter, cut
+
+PAGE = 256  # tokens of a page of the paged cache, transformers' default
+MAX_BATCH_TOKENS = 1024  # of one step of continuous batching: longer prompts are computed in pieces
+STOPPED = "the server is shutting down"
+
+
+class Refused(HTTPException):
+    """A request that is wrong, with OpenAI's code and the name of the wrong field."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
+        super().__init__(status, message)
+        self.code, self.param = code, param
+
+
+class Failed(RuntimeError):
+    """Generation raised an error."""
+
+
+@dataclass(eq=False)
+class Request:
+    """The fields of a request that `GenerationConfig` has no place for, and how to end its generation."""
+
+    stops: list[str] = field(default_factory=list)
+    seed: int | None = None
+    chat: bool = False
+    cancel: Callable[[], None] = lambda: None
+    fail: Callable[[str], None] = lambda _reason: None
+
+    def started(self, streamer: "DirectStreamer | CBStreamer", put: Callable[[object], None]) -> None:
+        self.cancel = streamer.cancel
+        self.fail = lambda reason: (put(_StreamError(reason)), streamer.cancel())
+
+
+#: The request of the current task. The application's wrapper sets it for each one.
+current: ContextVar[Request] = ContextVar("current")
+
+
+class SequentialStreamer(DirectStreamer):
+    """`generate` calls `put` with each token, on its own thread."""
+
+    def __init__(self, *args, stops: list[str], **kwargs):
+        self.filter, self.ids = StopFilter(stops), []
+        super().__init__(*args, **kwargs)
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._first:  # which is the prompt
+            self.ids += value.tolist()
+        super().put(value)
+
+    def _enqueue(self, item: object) -> None:
+        for each in self.filter.feed(item):
+            super()._enqueue(each)
+        if self.filter.found:
+            raise _GenerationCancelled
+
+
+class StoppingQueue(asyncio.Queue):
+    """The queue of a `BatchedStreamer`, which writes to it on the event loop's thread."""
+
+    def __init__(self, stops: list[str]):
+        super().__init__()
+        self.filter = StopFilter(stops)
+
+    def put_nowait(self, item: object) -> None:
+        for each in self.filter.feed(item):
+            super().put_nowait(each)
+        if self.filter.found:
+            raise _GenerationCancelled
+
+
+class BatchedStreamer(CBStreamer):
+    """Continuous batching calls `take` with all tokens so far."""
+
+    ids: tuple[int, ...] | list[int] = ()
+    ended = False
+
+    def take(self, output) -> None:
+        if self.ended:
+            return
+        self.ids = output.generated_tokens
+        try:
+            self.put(output)
+            if output.error is not None:
+                self._queue.put_nowait(_StreamError(output.error))
+            if output.error is not None or output.is_finished():
+                self.ended = True
+                self.end()
+        except _GenerationCancelled:
+            self.cancel()
+
+    def cancel(self) -> None:
+        if not self.ended:
+            self.ended = True
+            super().cancel()
+        # transformers keeps the handler of a cancelled request. Without it, the output of a step that was running goes
+        # to the shared queue, which has no other reader.
+        router = self._cb.output_router
+        with router._lock:
+            router.result_handlers.pop(self._request_id, None)
+        drain_queue(router.output_queue)
+
+
+class Answers:
+    """Both managers: the limit of context, and answers in one piece, which are collected from a stream."""
+
+    context: int
+
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
+        request, parser = current.get(), None
+        if request.stops and request.chat:  # stop strings do not apply to reasoning
+            parser = build_response_parser(processor, model, inputs["input_ids"])
+        queue, streamer = self.generate_streaming(model, processor, inputs, gen_config, request_id, parser)
+        while (item := await queue.get()) is not None:
+            if isinstance(item, _StreamError):
+                raise Failed(item.msg)
+        ids = list(streamer.ids[: streamer.total_tokens])
+        text = processor.decode(ids, skip_special_tokens=True)
+        return cut(text, request.stops), length_of(inputs), ids
+
+    def limit(self, inputs: dict, gen_config: GenerationConfig) -> None:
+        """Refuse a prompt that does not fit the context, and end the answer where the context ends."""
+        length = length_of(inputs)
+        if length == 0:
+            raise Refused(400, "the prompt has no tokens", param="prompt")
+        if length >= self.context:
+            message = f"expected a prompt of fewer than {self.context} tokens, the context, got {length}"
+            raise Refused(400, message, "context_length_exceeded", "messages" if current.get().chat else "prompt")
+        gen_config.max_length, room = None, self.context - length
+        gen_config.max_new_tokens = min(gen_config.max_new_tokens or room, room)
+
+
+def length_of(inputs: dict) -> int:
+    ids = inputs["input_ids"]
+    return len(ids) if isinstance(ids, list) else ids.shape[-1]
+
+
+def rust_tokenizer(processor):
+    return getattr(processor, "tokenizer", processor)._tokenizer
+
+
+class Sequential(Answers, GenerateManager):
+    """One request after the other."""
+
+    def __init__(self, context: int):
+        super().__init__()
+        self.context = context
+
+    def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
+        self.limit(inputs, gen_config)
+        request, loop, queue = current.get(), asyncio.get_running_loop(), asyncio.Queue()
+        streamer = SequentialStreamer(rust_tokenizer(processor), loop, queue, response_parser, stops=request.stops)
+        arguments = {**inputs, "streamer": streamer, "generation_config": gen_config, "tokenizer": processor}
+        if hasattr(model, "has_talker"):  # it would speak as well
+            arguments["generation_mode"] = "text"
+
+        def put(item: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(queue.put_nowait, item)
+
+        def run() -> None:
+            try:
+                if request.seed is not None:  # here, since earlier requests draw random numbers on this thread
+                    torch.manual_seed(request.seed)
+                model.generate(**arguments)
+            except _GenerationCancelled:
+                put(None)
+            except Exception as error:
+                put(_StreamError(str(error)))
+
+        request.started(streamer, put)
+        self.submit(run)
+        return queue, streamer
+
+    def stop(self) -> None:
+        """Wait for the thread, since the interpreter must not exit in the middle of an op."""
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            self.submit(lambda: None).result(timeout=30)
+
+
+class Batched(Answers, CBGenerateManager):
+    """Continuous batching: each step computes a token of every request."""
+
+    def __init__(self, context: int, cb_config: ContinuousBatchingConfig):
+        super().__init__(cb_config)
+        self.context = context
+
+    def init_cb(self, model, gen_config=None) -> None:
+        if self._cb is None:
+            self._cb = start_batching(model, self._cb_config)
+
+    def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
+        self._check_alive(request_id)
+        self.limit(inputs, gen_config)
+        request, loop, queue = current.get(), asyncio.get_running_loop(), StoppingQueue(current.get().stops)
+        streamer = BatchedStreamer(self._cb, request_id, rust_tokenizer(processor), loop, queue, response_parser)
+        self._cb.register_result_handler(request_id, streamer.take)
+        request.started(streamer, lambda item: loop.call_soon_threadsafe(queue.put_nowait, item))
+        accepted = self._cb.add_request(
+            inputs["input_ids"],
+            request_id=request_id,
+            streaming=True,
+            max_new_tokens=gen_config.max_new_tokens,
+            eos_token_id=gen_config.eos_token_id,
+            **sampling(gen_config, model.config.get_text_config().vocab_size),
+        )
+        if accepted is None:
+            raise CBWorkerDeadError(STOPPED)
+        return queue, streamer
+
+    def stop(self) -> None:
+        if self._cb is not None:
+            self._cb.stop(block=True, timeout=30, hard_stop=True)
+
+
+def batching(context: int) -> ContinuousBatchingConfig:
+    """A paged cache of this many tokens, which all requests share."""
+    pages = math.ceil(context / PAGE) + 1
+    step = min(MAX_BATCH_TOKENS, pages * PAGE)
+    return ContinuousBatchingConfig(
+        page_size=PAGE, num_blocks=pages, max_batch_tokens=step, per_request_processors=True
+    )
+
+
+def start_batching(model, config: ContinuousBatchingConfig):
+    """transformers' manager of continuous batching, after its first tokens: some models fail only then."""
+    try:
+        manager = model.init_continuous_batching(GenerationConfig(**SHARED), config)
+    except ValueError as error:  # the cache has no pages for some kinds of layers
+        raise Unfit(f"--continuous-batching: {error}") from error
+    processors = manager.logit_processor.logits_processor
+    processors[:] = map(quick, processors)
+    manager.start()
+    manager.add_request([0, 0], max_new_tokens=2, **GREEDY)
+    result, status = None, manager.background_thread_status
+    while result is None and status.fatal_error is None:
+        result = manager.get_result(timeout=1)
+    if (error := status.fatal_error or result.error) is not None:
+        manager.stop()
+        raise Unfit(f"--continuous-batching: transformers' paged cache does not run this model: {error}")
+    return manager
+
+
+class Generation(GenerationState):
+    """transformers' state, for one model, with the requests that are running."""
+
+    def __init__(self, context: int, continuous_batching: bool):
+        super().__init__(continuous_batching=continuous_batching, cb_config=batching(context))
+        self.context = context
+        self.requests: set[Request] = set()
+        self._sequential: Sequential | None = None
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Sequential | Batched:
+        if use_cb:
+            self._cb_manager = self._cb_manager or Batched(self.context, self._cb_config)
+            return self._cb_manager
+        self._sequential = self._sequential or Sequential(self.context)
+        return self._sequential
+
+    def fail_all(self) -> None:
+        """End every request with an error."""
+        for request in list(self.requests):
+            request.fail(STOPPED)
+
+    def shutdown(self) -> None:
+        for manager in (self._cb_manager, self._sequential):
+            if manager is not None:
+                manager.stop()
+        self._cb_manager = self._sequential = None
