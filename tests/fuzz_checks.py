@@ -15,7 +15,7 @@ from cases import Args, call, clear_choice, expected, is_number
 from checks import assert_matches, bits, has_infinite_factor, meets_infinity, same_bits
 from fuzz_cases import Call
 from torch_moe_metal import cpu_isa, ggml, reference
-from torch_moe_metal.arguments import ARGUMENTS, ROUTERS, beside, format_of, outputs, weights, written
+from torch_moe_metal.arguments import ARGUMENTS, ROUTERS, format_of, outputs, scale_names, weights, written
 from torch_moe_metal.formats import FORMATS
 from torch_moe_metal.reference import tolerance
 
@@ -180,7 +180,7 @@ def by_tiles(drawn: Call, values: Args) -> bool:
 def with_rounded_weights(drawn: Call, values: Args) -> Args:
     found = dict(values)
     for name in ("gate_up", "down"):
-        parts = [found.pop(part, None) for part in (name, *beside(name))]
+        parts = [found.pop(part, None) for part in (name, *scale_names(name))]
         found[name] = reference.dequantize(
             *parts, **packing_of(name, drawn.options, drawn.case.bits), dtype=torch.bfloat16
         )
@@ -265,7 +265,7 @@ def in_another_order(op: str, values: Args, options: dict, bits: int, seed: int)
 
     def columns(name: str) -> tuple[Tensor, Tensor]:
         """-> its columns in their new order, and which of the input's columns each is."""
-        data, scale, offset = (found.pop(part, None) for part in (name, *beside(name)))
+        data, scale, offset = (found.pop(part, None) for part in (name, *scale_names(name)))
         data = data.mT if options.get("transposed") else data
         packing = packing_of(name, options, bits)
         row, offsets = FORMATS.get(packing["format"]), None

@@ -13,7 +13,7 @@ import torch_moe_metal
 HOME = Path(torch_moe_metal.__file__).parent
 #: Whose lines are meant: ours that change modules, and those of PyTorch and transformers that they go through.
 FILES = {str(path) for path in (HOME / "layers.py", HOME / "nn.py", HOME / "transaction.py")}
-FILES |= {str(path) for path in (HOME / "transformers").glob("*.py")}
+FILES |= {str(path) for path in (HOME / "transformers").rglob("*.py")}
 FILES |= {torch.nn.modules.module.__file__, transformers.quantizers.base.__file__}
 
 

@@ -17,7 +17,7 @@ from conftest import SIMULATED
 from tiny_models import tiny_model, tokens
 from torch_moe_metal import reference
 from torch_moe_metal.grad import warned
-from torch_moe_metal.transformers.attention import FEW_QUERIES, attention_forward, attention_mask
+from torch_moe_metal.transformers.fusing.attention import FEW_QUERIES, attention_forward, attention_mask
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from transformers.integrations.executorch import export_with_dynamic_cache
 import torch_moe_metal
 from checks import relative
 from tiny_models import tiny_model, tokens
-from torch_moe_metal.transformers.cache import GROWING, grow_in_place
+from torch_moe_metal.transformers.fusing.cache import GROWING, grow_in_place
 
 LIMIT = 256  # tokens, beside a quarter of those stored
 KEY, VALUE = 3, 5  # widths

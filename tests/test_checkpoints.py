@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -38,12 +39,16 @@ from tiny_models import FAMILIES, tiny_model, tiny_module, tokens
 from torch_moe_metal import MoeMetalConfig, integration
 from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
-from torch_moe_metal.transformers import integers as integers_module
-from torch_moe_metal.transformers import takeover
-from torch_moe_metal.transformers.integers import integers_of, is_linear_in_up
-from torch_moe_metal.transformers.mlx import Mlx, MlxConfig
-from torch_moe_metal.transformers.packed import dense_shape, packed_modules
-from torch_moe_metal.transformers.quantizer import Fp8, FromPowers, MoeMetal, Mxfp4, runs_here
+from torch_moe_metal.transformers.checkpoints import integers as integers_module
+from torch_moe_metal.transformers.checkpoints import takeover
+from torch_moe_metal.transformers.checkpoints.fp8 import Fp8, FromPowers
+from torch_moe_metal.transformers.checkpoints.integers import integers_of, is_linear_in_up
+from torch_moe_metal.transformers.checkpoints.mlx_config import MlxConfig
+from torch_moe_metal.transformers.checkpoints.mlx_quantizer import Mlx
+from torch_moe_metal.transformers.checkpoints.moe_metal import MoeMetal
+from torch_moe_metal.transformers.checkpoints.mxfp4 import Mxfp4
+from torch_moe_metal.transformers.checkpoints.quantizer import runs_here
+from torch_moe_metal.transformers.fusing.packed import dense_shape, packed_modules
 
 PLAIN = {"dtype": torch.float32}
 
@@ -175,8 +180,8 @@ BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
 @pytest.mark.parametrize(
     "said, change",
     [
-        (f"{BLOCKS}: expected {SCALES} beside it, which is missing", lambda t: t.pop(SCALES, None)),
-        (f"{SCALES}: expected {BLOCKS} beside it, which is missing", lambda t: t.pop(BLOCKS, None)),
+        (f"{BLOCKS}: expected {SCALES} as well, which is missing", lambda t: t.pop(SCALES, None)),
+        (f"{SCALES}: expected {BLOCKS} as well, which is missing", lambda t: t.pop(BLOCKS, None)),
         (
             rf"{SCALES}: expected U8 \[8, 64, 3\], one for each of its blocks, got U8 \[8, 64, 2\]",
             lambda t: t.update({k: v[..., :2].contiguous() for k, v in t.items() if k == SCALES}),
@@ -390,10 +395,10 @@ def as_fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     "said, change",
     [
         (
-            f"{WEIGHT}: expected {WEIGHT}_scale_inv beside it, which is missing",
+            f"{WEIGHT}: expected {WEIGHT}_scale_inv as well, which is missing",
             lambda t: t.pop(f"{WEIGHT}_scale_inv", 0),
         ),
-        (f"{WEIGHT}_scale_inv: expected {WEIGHT} beside it, which is missing", lambda t: t.pop(WEIGHT, 0)),
+        (f"{WEIGHT}_scale_inv: expected {WEIGHT} as well, which is missing", lambda t: t.pop(WEIGHT, 0)),
         (
             rf"{WEIGHT}_scale_inv: expected \[2, 1\], a scale for each 128 x 128 block of {WEIGHT}, got BF16 \[1, 1\]",
             lambda t: t.update({k: v[:1].clone() for k, v in t.items() if k == f"{WEIGHT}_scale_inv"}),
@@ -443,7 +448,7 @@ OF_WEIGHT, OF_QUERY = WEIGHT.replace("weight", "scale"), "model.layers.0.self_at
 @pytest.mark.parametrize(
     "said, change",
     [
-        (f"{WEIGHT}: expected {WEIGHT}_scale_inv beside it, which is missing", lambda t: t.pop(OF_WEIGHT, 0)),
+        (f"{WEIGHT}: expected {WEIGHT}_scale_inv as well, which is missing", lambda t: t.pop(OF_WEIGHT, 0)),
         (
             rf"{OF_QUERY}: expected \[1, 1\], a scale for each 128 x 128 block of \S+q_proj.weight, got F8_E8M0 \[1\]",
             lambda t: t.update({k: v[0].clone() for k, v in t.items() if k == OF_QUERY}),
@@ -631,11 +636,11 @@ NVFP4 = "model.layers.1.mlp.experts.5.down_proj"
 @pytest.mark.parametrize(
     "said, change",
     [
-        (f"{NVFP4}.weight_packed: expected {NVFP4}.{part} beside it", lambda t, part=part: t.pop(f"{NVFP4}.{part}", 0))
+        (f"{NVFP4}.weight_packed: expected {NVFP4}.{part} as well", lambda t, part=part: t.pop(f"{NVFP4}.{part}", 0))
         for part in ("weight_scale", "weight_global_scale")
     ]
     + [
-        (f"{NVFP4}.{part}: expected {NVFP4}.weight_packed beside it", lambda t: t.pop(f"{NVFP4}.weight_packed", 0))
+        (f"{NVFP4}.{part}: expected {NVFP4}.weight_packed as well", lambda t: t.pop(f"{NVFP4}.weight_packed", 0))
         for part in ("input_global_scale",)
     ]
     + [
@@ -692,11 +697,11 @@ DOWN, QUERY = "model.layers.1.mlp.experts.5.down_proj", "model.layers.0.self_att
 @pytest.mark.parametrize(
     "way, said, change",
     [
-        ("gptq", f"{DOWN}.qweight: expected {DOWN}.scales beside it", lambda t: t.pop(f"{DOWN}.scales", 0)),
-        ("awq", f"{DOWN}.qweight: expected {DOWN}.qzeros beside it", lambda t: t.pop(f"{DOWN}.qzeros", 0)),
+        ("gptq", f"{DOWN}.qweight: expected {DOWN}.scales as well", lambda t: t.pop(f"{DOWN}.scales", 0)),
+        ("awq", f"{DOWN}.qweight: expected {DOWN}.qzeros as well", lambda t: t.pop(f"{DOWN}.qzeros", 0)),
         (
             "compressed",
-            f"{DOWN}.weight_packed: expected {DOWN}.weight_scale beside it",
+            f"{DOWN}.weight_packed: expected {DOWN}.weight_scale as well",
             lambda t: t.pop(f"{DOWN}.weight_scale", 0),
         ),
         (
@@ -736,7 +741,7 @@ DOWN, QUERY = "model.layers.1.mlp.experts.5.down_proj", "model.layers.0.self_att
         ),
         (
             "compressed_zeros",
-            f"{DOWN}.weight_packed: expected {DOWN}.weight_zero_point beside it",
+            f"{DOWN}.weight_packed: expected {DOWN}.weight_zero_point as well",
             lambda t: t.pop(f"{DOWN}.weight_zero_point", 0),
         ),
         (
@@ -944,6 +949,20 @@ def test_moe_from_a_packed_block(gpt_oss):
     assert relative(MoE.from_block(block)(x), block(x)[0]) <= 1e-6
 
 
+@pytest.mark.parametrize(
+    "former",
+    [
+        *("packed.rebuild", "blocks.rebuild", "config.MoeMetalConfig", "quantizer.MoeMetal", "quantizer.Fp8"),
+        *("quantizer.AsFloats", "mlx.Mlx", "mlx.MlxConfig", "mlx.ToWords", "integers.IntegerConfig"),
+    ],
+)
+def test_old_pickles_load(former: str):
+    """They name classes and functions by the modules that these were in."""
+    module, name = former.split(".")
+    found = pickle.loads(f"ctorch_moe_metal.transformers.{module}\n{name}\n.".encode())
+    assert found.__name__ == name and found.__module__ in sys.modules
+
+
 def test_compiled(gpt_oss):
     model, ids = load(gpt_oss), tokens(2, 9)
     expected = model(ids, use_cache=False).logits
@@ -958,7 +977,7 @@ def test_other_versions_of_transformers_are_imported():
     """Where a quantizer's parts are not what we know, that is said, and transformers goes on."""
     script = """
 import sys, warnings, torch_moe_metal
-sys.modules["torch_moe_metal.transformers.quantizer"] = None
+sys.modules["torch_moe_metal.transformers.checkpoints.quantizer"] = None
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     import transformers.quantizers.auto as auto
@@ -980,7 +999,7 @@ from transformers.quantizers import auto
 print(auto.AUTO_QUANTIZER_MAPPING["metal"].__module__)
 """
     said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
-    assert said.strip() == "torch_moe_metal.transformers.metal"
+    assert said.strip() == "torch_moe_metal.transformers.checkpoints.metal"
 
 
 @pytest.mark.parametrize("patched", [False, True])

@@ -20,8 +20,8 @@ from tiny_models import tokens
 from torch_moe_metal import gguf
 from torch_moe_metal.formats import FORMATS
 from torch_moe_metal.gguf import in_transformers
-from torch_moe_metal.transformers import gguf_architectures
-from torch_moe_metal.transformers.packed import PackedExperts
+from torch_moe_metal.transformers.checkpoints import gguf_architectures
+from torch_moe_metal.transformers.fusing.packed import PackedExperts
 
 #: Of float32 sums in two orders; the largest seen is 1.3e-5.
 TOLERANCE = 5e-5
@@ -103,7 +103,7 @@ def test_dense_where_there_is_no_reader(kind: str, tmp_path: Path, capsys, monke
     """One warning says what becomes dense, and what that costs."""
     said = []
     monkeypatch.setattr(transformers.utils.logging.get_logger("torch_moe_metal"), "warning", said.append)
-    from torch_moe_metal.transformers import gguf_quantizer
+    from torch_moe_metal.transformers.checkpoints import gguf_quantizer
 
     monkeypatch.setattr(gguf_quantizer.logger, "warning", said.append)
     source = gguf_files.model("qwen3moe")
@@ -378,7 +378,7 @@ def test_a_missing_part(tmp_path: Path):
     path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", Q4_K_M, tensors_per_file=9)
     missing = sorted(tmp_path.glob("*.gguf"))[1]
     missing.unlink()
-    with pytest.raises(FileNotFoundError, match=rf"{path}: expected {missing.name} beside it"):
+    with pytest.raises(FileNotFoundError, match=rf"{path}: expected {missing.name} in the same folder"):
         load(path)
 
 

@@ -18,8 +18,8 @@ from checkpoints import formats, stored
 from checks import relative
 from test_transformers import counted
 from tiny_models import tokens
-from torch_moe_metal.transformers.metal import Metal, MetalHfQuantizer
-from torch_moe_metal.transformers.quantizer import MoeMetal
+from torch_moe_metal.transformers.checkpoints.metal import Metal, MetalHfQuantizer
+from torch_moe_metal.transformers.checkpoints.moe_metal import MoeMetal
 
 SKIPPED = ("lm_head", "model.layers.0.self_attn")
 

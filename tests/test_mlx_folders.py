@@ -20,9 +20,10 @@ from checkpoints import formats, stored
 from checks import relative
 from conftest import DEVICES
 from tiny_models import tokens
-from torch_moe_metal.transformers import mlx
-from torch_moe_metal.transformers.mlx import IN_TURN, Join
-from torch_moe_metal.transformers.packed import packed_modules, packed_names
+from torch_moe_metal.transformers.checkpoints import mlx_quantizer
+from torch_moe_metal.transformers.checkpoints.mlx_conversions import Join
+from torch_moe_metal.transformers.checkpoints.mlx_quantizer import SEQUENTIAL
+from torch_moe_metal.transformers.fusing.packed import packed_modules, packed_names
 
 #: Of float32 sums in two orders; the largest seen is 2e-6.
 TOLERANCE = 1e-5
@@ -109,7 +110,7 @@ def test_saved_it_is_a_folder_of_mlx_lm(folder, family, tmp_path):
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_modes(options, tmp_path, device):
-    """Widths and groups, mxfp4 beside an affine router, and recipes that give layers of one kind different widths."""
+    """Widths and groups, mxfp4 with an affine router, and recipes that give layers of one kind different widths."""
     ids = tokens(2, 9)
     folder = mlx_folders.convert(tmp_path, "qwen3_moe", {"moe_intermediate_size": 128}, **options)
     model = load(folder, device)
@@ -316,9 +317,40 @@ def test_tensors_are_read_in_turn(folder, mps, monkeypatch):
 
     monkeypatch.setattr(core_model_loading, "_materialize_copy", materialize)
     monkeypatch.setattr(Join, "convert", convert)
-    monkeypatch.delenv(IN_TURN, raising=False)
+    monkeypatch.delenv(SEQUENTIAL, raising=False)
     load(folder("qwen3_moe"), mps)
-    assert len(joined) == 6 and joined[2] < len(read) / 2 < joined[3] and IN_TURN not in os.environ
+    assert len(joined) == 6 and joined[2] < len(read) / 2 < joined[3] and SEQUENTIAL not in os.environ
+
+
+def test_an_interrupted_load_changes_no_setting(folder, monkeypatch):
+    """transformers' setting for all models would stay changed."""
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv(SEQUENTIAL, raising=False)
+    monkeypatch.setattr(mlx_quantizer, "device_type", lambda place: "mps")
+    monkeypatch.setattr(transformers.PreTrainedModel, "_load_pretrained_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load(folder("qwen3_moe"))
+    assert SEQUENTIAL not in os.environ
+
+
+def test_loading_sequentially_is_the_same(folder, monkeypatch):
+    """As on mps: transformers starts no threads, and the quantizer and the model are as ever."""
+    expected = load(folder("qwen3_moe"))
+
+    def threads(*args, **kwargs):
+        raise AssertionError("transformers reads ahead")
+
+    monkeypatch.delenv(SEQUENTIAL, raising=False)
+    monkeypatch.setattr(mlx_quantizer, "device_type", lambda place: "mps")
+    monkeypatch.setattr(core_model_loading, "ThreadPoolExecutor", threads)
+    model = load(folder("qwen3_moe"))
+    assert model.hf_quantizer.pre_quantized
+    state = model.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.state_dict().items())
 
 
 # ------------------------------------------------------------------------------------------------ what does not fit
@@ -337,7 +369,7 @@ def rewritten(folder: Path, to: Path, change) -> Path:
 UP, QUERY = "model.layers.1.mlp.switch_mlp.up_proj", "model.layers.0.self_attn.q_proj"
 
 
-def beside(stem: str) -> tuple[str, str]:
+def scale_names(stem: str) -> tuple[str, str]:
     return f"{stem}.scales", f"{stem}.biases"
 
 
@@ -360,17 +392,20 @@ def repeated(times: int, *names: str):
 @pytest.mark.parametrize(
     "said, change",
     [
-        (f"{UP}.weight: expected {UP}.scales beside it, which is missing", lambda t: t.pop(f"{UP}.scales")),
-        (f"{UP}.scales: expected {UP}.biases beside it, which is missing", lambda t: t.pop(f"{UP}.biases")),
-        (f"{QUERY}.biases: expected {QUERY}.weight beside it, which is", lambda t: t.pop(f"{QUERY}.weight")),
-        (rf"{QUERY}.scales: expected \[64\] and groups of 128 columns, got", cut(0, *beside(QUERY))),
-        (rf"{UP}.scales: expected a scale for each 16, 32, 64 or 128 of 128 columns", repeated(8, *beside(UP))),
-        (rf"{UP}.scales: expected 4 bits in groups of 64, as config.json says", repeated(2, *beside(UP))),
-        (rf"{UP}.scales: expected 4 bits in groups of 64, as config.json says", cut(1, *beside(UP))),
-        (rf"{UP}.scales: expected F32, F16, BF16, the scales of mode affine", as_dtype(torch.float64, *beside(UP))),
-        (rf"{UP}.scales: expected F32, F16, BF16, the scales of mode affine", as_dtype(torch.int32, *beside(UP))),
+        (f"{UP}.weight: expected {UP}.scales as well, which is missing", lambda t: t.pop(f"{UP}.scales")),
+        (f"{UP}.scales: expected {UP}.biases as well, which is missing", lambda t: t.pop(f"{UP}.biases")),
+        (f"{QUERY}.biases: expected {QUERY}.weight as well, which is", lambda t: t.pop(f"{QUERY}.weight")),
+        (rf"{QUERY}.scales: expected \[64\] and groups of 128 columns, got", cut(0, *scale_names(QUERY))),
+        (rf"{UP}.scales: expected a scale for each 16, 32, 64 or 128 of 128 columns", repeated(8, *scale_names(UP))),
+        (rf"{UP}.scales: expected 4 bits in groups of 64, as config.json says", repeated(2, *scale_names(UP))),
+        (rf"{UP}.scales: expected 4 bits in groups of 64, as config.json says", cut(1, *scale_names(UP))),
+        (
+            rf"{UP}.scales: expected F32, F16, BF16, the scales of mode affine",
+            as_dtype(torch.float64, *scale_names(UP)),
+        ),
+        (rf"{UP}.scales: expected F32, F16, BF16, the scales of mode affine", as_dtype(torch.int32, *scale_names(UP))),
         (rf"{QUERY}.weight: expected rows \[64\], by", without_sides(f"{QUERY}.weight")),
-        (rf"{QUERY}.scales: expected rows \[64\], by", without_sides(*beside(QUERY))),
+        (rf"{QUERY}.scales: expected rows \[64\], by", without_sides(*scale_names(QUERY))),
         (r"model.norm.weight: expected floats, F64, F32, F16 or BF16", as_dtype(torch.int32, "model.norm.weight")),
         (rf"{UP}.biases: expected what {UP}.scales is", repeated(2, f"{UP}.scales")),
         (rf"{QUERY}.weight: expected 128 columns of as many bits each", cut(15, f"{QUERY}.weight")),
@@ -426,8 +461,8 @@ def of_mode(tmp_path_factory):
 @pytest.mark.parametrize(
     "mode, said, change",
     [
-        ("nvfp4", f"{UP}.weight: expected {UP}.scales beside it, which is missing", lambda t: t.pop(f"{UP}.scales")),
-        ("mxfp8", f"{QUERY}.scales: expected {QUERY}.weight beside it, wh", lambda t: t.pop(f"{QUERY}.weight")),
+        ("nvfp4", f"{UP}.weight: expected {UP}.scales as well, which is missing", lambda t: t.pop(f"{UP}.scales")),
+        ("mxfp8", f"{QUERY}.scales: expected {QUERY}.weight as well, wh", lambda t: t.pop(f"{QUERY}.weight")),
         ("nvfp4", f"{UP}.scales: expected U8, the scales of mode nvfp4", as_dtype(torch.float32, f"{UP}.scales")),
         ("mxfp8", f"{UP}.weight: expected U32, which its scales go with", as_dtype(torch.uint8, f"{UP}.weight")),
         ("nvfp4", f"{UP}.scales: expected 4 bits in groups of 16, as mode nvfp4 has", cut(4, f"{UP}.scales")),
@@ -441,7 +476,7 @@ def of_mode(tmp_path_factory):
         ),
         (
             "nvfp4",
-            f"{UP}.scales: expected no {UP}.global_scale beside it: factors of whole matrices do not run here",
+            f"{UP}.scales: expected no {UP}.global_scale: factors of whole matrices do not run here",
             lambda t: t.update({f"{UP}.global_scale": torch.ones(8)}),
         ),
     ],
@@ -455,7 +490,7 @@ def test_other_modes_that_do_not_fit_are_named(of_mode, tmp_path, mode, said, ch
 
 def test_experts_of_unknown_classes_are_named(folder, monkeypatch):
     """Such as Llama 4's."""
-    monkeypatch.setattr(mlx, "is_experts", lambda module: False)
+    monkeypatch.setattr(mlx_quantizer, "is_experts", lambda module: False)
     with pytest.raises(
         ValueError, match=r"switch_mlp.\w+_proj.weight: expected experts that are on transformers' interface"
     ):

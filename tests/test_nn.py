@@ -130,11 +130,16 @@ def test_what_training_alone_can_do_is_not_refused():
 
 
 def test_imports_go_one_way():
-    """nn asks the transformers package about a block, and nothing in there asks nn back, lazily or not."""
+    """nn imports the transformers package, which imports nothing of nn, and `fusing` imports nothing of `checkpoints`,
+    at the top of a file or in a function."""
     package = Path(nn.__file__).parent
-    found = {path: imports(path) for path in (package / "nn.py", *(package / "transformers").glob("*.py"))}
-    assert "torch_moe_metal.transformers.blocks" in found.pop(package / "nn.py") and len(found) >= 5
+    found = {path: imports(path) for path in (package / "nn.py", *(package / "transformers").rglob("*.py"))}
+    assert "torch_moe_metal.transformers.fusing.blocks" in found.pop(package / "nn.py") and len(found) >= 20
     assert {path.name for path, names in found.items() if "torch_moe_metal.nn" in names} == set()
+    checkpoints = "torch_moe_metal.transformers.checkpoints"
+    fusing = {path: names for path, names in found.items() if path.parent.name == "fusing"}
+    assert len(fusing) >= 8
+    assert [path.name for path, names in fusing.items() if any(name.startswith(checkpoints) for name in names)] == []
     script = "import sys, torch_moe_metal.nn; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=package.parent)
 

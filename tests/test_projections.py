@@ -13,7 +13,7 @@ from dispatch_table import load_of_a_layer
 from tiny_models import eager, tiny_model, tokens
 from torch_moe_metal.bench.whole_model import calls
 from torch_moe_metal.nn import Linear
-from torch_moe_metal.transformers.projections import is_joined, join, project, tensors_of
+from torch_moe_metal.transformers.fusing.projections import is_joined, join, project, tensors_of
 
 SIZES = 256, 128, 48
 FORMATS = {"dense": None, "affine": ("affine", 4, 32), "mxfp4": ("mxfp4", 4, 32), "fp8": ("fp8", 8, 128)}

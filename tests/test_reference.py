@@ -12,7 +12,7 @@ from cases import OPTIONAL, SAMPLES, SUMS, WIDTHS, Case, call
 from checks import assert_matches
 from packed import gguf_type
 from torch_moe_metal import reference
-from torch_moe_metal.arguments import beside, format_of, weights
+from torch_moe_metal.arguments import format_of, scale_names, weights
 from torch_moe_metal.formats import FORMATS
 
 
@@ -226,7 +226,7 @@ def unpacked(case: Case, args: dict) -> dict:
         return {name: args[name] for name in args}
     found = {name: value for name, value in args.items() if not name.endswith(("_scale", "scale", "offset"))}
     for name, format in formats.items():
-        parts = [args[name], *(args.get(part) for part in beside(name))]
+        parts = [args[name], *(args.get(part) for part in scale_names(name))]
         options = {"format": format, "bits": case.bits}
         if name == "weight":
             found[name] = dequantize(*parts, **options)

@@ -31,9 +31,9 @@ from tiny_models import FAMILIES, SAME_CODE, eager, experts_classes, tiny_model,
 from torch_moe_metal.grad import warned
 from torch_moe_metal.integration import SUPPORTED, why_unsupported
 from torch_moe_metal.transformers import Report
-from torch_moe_metal.transformers.blocks import Fused
-from torch_moe_metal.transformers.experts import experts_forward, why_not_fused
-from torch_moe_metal.transformers.families import BLOCKS, deepseek_v2, deepseek_v3, mistral4
+from torch_moe_metal.transformers.fusing.blocks import Fused
+from torch_moe_metal.transformers.fusing.experts import experts_forward, why_not_fused
+from torch_moe_metal.transformers.fusing.families import BLOCKS, deepseek_v2, deepseek_v3, mistral4
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ import torch_moe_metal
 from benchmarks import rows_of_costs, rows_of_dispatches
 from tiny_models import tiny_model, tokens
 from torch_moe_metal import arguments, packing
-from torch_moe_metal.arguments import ARGUMENTS, beside
+from torch_moe_metal.arguments import ARGUMENTS, scale_names
 from torch_moe_metal.bench import whole_model
 from torch_moe_metal.bench.calls import OPS, Call, Noise
 from torch_moe_metal.bench.measure import machine
@@ -169,7 +169,7 @@ def empty_arguments(call: Call, format: str, bits: int, group: int) -> dict[str,
         parts = {"data": (call.size(letters), call.dtype_of(name))}
         if format != "dense" and ARGUMENTS[call.op][name].kind == "weight":
             parts = packing.packed(call.size(letters), format, bits, group, call.dtype)
-        names = dict(zip(("data", "scale", "offset"), (name, *beside(name)), strict=True))
+        names = dict(zip(("data", "scale", "offset"), (name, *scale_names(name)), strict=True))
         found |= {names[part]: torch.empty(size, dtype=dtype, device="mps") for part, (size, dtype) in parts.items()}
     return found
 

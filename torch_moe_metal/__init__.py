@@ -40,8 +40,9 @@ from .rehearsal import warm_up
 
 if TYPE_CHECKING:  # Editors and type checkers are shown the specification itself: signature, types and docstring.
     from .reference import *  # noqa: F403
-    from .transformers.config import MoeMetalConfig, quantize_
-    from .transformers.patch import patch, unpatch
+    from .transformers.checkpoints.config import MoeMetalConfig
+    from .transformers.checkpoints.quantize import quantize_
+    from .transformers.fusing.patch import patch, unpatch
 
 __version__ = "0.1.0"
 
@@ -70,14 +71,14 @@ for _name in arguments.ARGUMENTS:
 
 def _register_experts() -> None:
     if is_supported():
-        from .transformers.experts import register
+        from .transformers.fusing.experts import register
 
         register()
 
 
 def _register_attention() -> None:
     if is_supported():
-        from .transformers.attention import register
+        from .transformers.fusing.attention import register
 
         register()
 
@@ -86,7 +87,7 @@ def _register_quantizers() -> None:
     if not is_supported():
         return
     try:
-        from .transformers.takeover import register
+        from .transformers.checkpoints.takeover import register
     except ImportError as error:  # transformers itself must not fail to be imported
         warnings.warn(f"torch_moe_metal: quantised checkpoints are not loaded packed, since {error}", stacklevel=2)
         return
@@ -100,7 +101,7 @@ def _register_mtp() -> None:
 
         @functools.wraps(stock)
         def from_pretrained(cls, main_model, device_map=None, **kwargs):
-            from .transformers.mtp import made  # only now: it imports what is being imported
+            from .transformers.checkpoints.mtp import made  # only now: it imports what is being imported
 
             return made(functools.partial(stock, cls), main_model, device_map, **kwargs)
 

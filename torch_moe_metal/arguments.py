@@ -152,7 +152,7 @@ def shapes(
     `given`."""
     formats = {weight: format_of(weight, {"format": format, "down_format": down_format}) for weight in weights(op)}
     parts = {weight: FORMATS[format].parts if format in FORMATS else () for weight, format in formats.items()}
-    packed = {name for weight, found in parts.items() for name in beside(weight)[: len(found)]}
+    packed = {name for weight, found in parts.items() for name in scale_names(weight)[: len(found)]}
     found = {
         name: argument.letters
         for name, argument in ARGUMENTS[op].items()
@@ -188,7 +188,7 @@ def draw(name: str, size: tuple[int, ...], dims: Mapping[str, int], random: torc
     return values * 2 if name == "logits" else values
 
 
-def beside(weight: str) -> tuple[str, str]:
+def scale_names(weight: str) -> tuple[str, str]:
     """What an op calls the scale and the offset of a weight."""
     prefix = "" if weight == "weight" else f"{weight}_"
     return f"{prefix}scale", f"{prefix}offset"
@@ -198,7 +198,7 @@ def pack(op: str, given: Mapping[str, Tensor], pack_one: Callable[[str, Tensor],
     """The same arguments with packed weights, as `pack_one` makes them of a weight's name and its numbers."""
     found: dict[str, Tensor | None] = dict(given)
     for name in weights(op):
-        found |= dict(zip((name, *beside(name)), pack_one(name, given[name]), strict=True))
+        found |= dict(zip((name, *scale_names(name)), pack_one(name, given[name]), strict=True))
     return {name: tensor for name in ARGUMENTS[op] if (tensor := found.get(name)) is not None}
 
 

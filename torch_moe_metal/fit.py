@@ -160,8 +160,8 @@ def quantization(model: nn.Module, library: str):
 
 
 def pack_empty(model: nn.Module, config, dtype: torch.dtype) -> None:
-    from .transformers.config import pack_all
-    from .transformers.packed import empty_parts
+    from .transformers.checkpoints.config import pack_all
+    from .transformers.fusing.packed import empty_parts
 
     def parts(name: str, dense: torch.Tensor, form) -> dict:
         size = tuple(dense.shape)
@@ -213,7 +213,7 @@ def gguf_weights(path: str, dtype: torch.dtype) -> tuple[str, int]:
 
 
 def stored_bytes(folder: Path) -> int:
-    from .transformers.checkpoint import header
+    from .transformers.checkpoints.checkpoint import header
 
     entries = [entry for file in sorted(folder.glob("*.safetensors")) for entry in header(file)[0].values()]
     if not entries:
@@ -237,7 +237,7 @@ class CacheLayer:
 
     def most(self, tokens: int) -> int:
         """With the room in which it grows, if `patch` has fused the model."""
-        from .transformers.cache import most_rows
+        from .transformers.fusing.cache import most_rows
 
         stored = tokens if self.window is None else min(tokens, self.window - 1)
         return self.once + self.token * (most_rows(stored) if self.token else 0)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import reference
-from .arguments import DTYPES, beside, format_of
+from .arguments import DTYPES, format_of, scale_names
 from .formats import FORMATS
 from .grad import autocasts, wants_grad
 from .packing import quantize
@@ -299,7 +299,7 @@ def slots_with_grad(x: Tensor, ids: Tensor, experts: dict) -> Tensor:
 
 
 def expert_linear(x: Tensor, e: int, experts: dict, name: str) -> Tensor:
-    scales = [None if experts.get(part) is None else experts[part][e] for part in beside(name)]
+    scales = [None if experts.get(part) is None else experts[part][e] for part in scale_names(name)]
     weight = reference.joined(experts[name][e : e + 1], scales[0], experts.get("interleaved", False))[0]
     bias, format = experts.get(f"{name}_bias"), format_of(name, experts)
     bias = None if bias is None else bias[e]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import reference
-from .arguments import beside, format_of
+from .arguments import format_of, scale_names
 from .formats import FORMATS
 from .grad import autocasts, wants_grad
 from .layers import Embedding, Linear, Packed, slots_with_grad
@@ -125,7 +125,7 @@ class MoE(Packed):
         if isinstance(block, MoE):
             parts, obstacle = (*block._router_and_experts(), block.shared, block.shared_gate), None
         else:
-            from .transformers.blocks import layer_of  # optional, and slow to import
+            from .transformers.fusing.blocks import layer_of  # optional, and slow to import
 
             parts, obstacle = layer_of(block)
         if obstacle:
@@ -148,7 +148,7 @@ class MoE(Packed):
             settings["group_size"] = group_size
         with all_or_nothing(self):
             for name, weight in weights.items():
-                parts = dict(zip((name, *beside(name)), quantize(weight, format, bits, group_size), strict=True))
+                parts = dict(zip((name, *scale_names(name)), quantize(weight, format, bits, group_size), strict=True))
                 self.hold(name, parts)
                 settings |= dict.fromkeys(parts)
             self._arguments = [self._arguments[0], settings]
@@ -175,7 +175,7 @@ class MoE(Packed):
         """Register the tensors among the arguments of `gate` and of `experts` under their names."""
         self.shared, self.shared_gate = shared, shared_gate
         self.packing = {
-            name: tuple(part for part in (name, *beside(name)) if experts.get(part) is not None)
+            name: tuple(part for part in (name, *scale_names(name)) if experts.get(part) is not None)
             for name in ("gate_up", "down")
             if format_of(name, experts) != "dense"
         }

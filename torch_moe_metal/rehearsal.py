@@ -102,8 +102,8 @@ def is_served(module: nn.Module) -> bool:
 
 
 def integrated() -> object | None:
-    """torch_moe_metal.transformers.experts, if somebody has imported it: it needs transformers."""
-    return sys.modules.get(f"{__package__}.transformers.experts")
+    """torch_moe_metal.transformers.fusing.experts, if somebody has imported it: it needs transformers."""
+    return sys.modules.get(f"{__package__}.transformers.fusing.experts")
 
 
 #: What configurations of transformers call the experts of a token. Another number may decide for other kernels.

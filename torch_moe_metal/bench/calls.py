@@ -191,7 +191,7 @@ class Noise:
     def packed(self, packing: Packing, name: str, *shape: int) -> dict[str, Tensor]:
         """A packed weight and what stands beside it, by the names that an op has for them."""
         parts = packing.weight(*shape, generator=self.random)
-        named = zip((name, *arguments.beside(name)), parts, strict=True)
+        named = zip((name, *arguments.scale_names(name)), parts, strict=True)
         return {part: tensor.to(self.tile.device) for part, tensor in named if tensor is not None}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import formats, ggml, reference
-from ..arguments import Parts, beside, weights
+from ..arguments import Parts, scale_names, weights
 from ..packing import WRITTEN, packed, quantize
 
 
@@ -122,7 +122,7 @@ def dequantized(op: str, given: Mapping[str, Tensor], packing: Packing, dtype: t
     """An op's arguments with dense weights of the same numbers."""
     found = dict(given)
     for name in weights(op):
-        parts = [found.pop(part, None) for part in (name, *beside(name))]
+        parts = [found.pop(part, None) for part in (name, *scale_names(name))]
         options = {"format": packing.format, "bits": packing.bits, "dtype": dtype}
         found[name] = torch.ops.moe_metal.dequantize(*parts, **options)
     return found

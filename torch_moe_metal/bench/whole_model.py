@@ -100,8 +100,8 @@ def format_in(mix: str, weight: str) -> str:
 def pack_model(model: nn.Module, name: str, skip: list[str]) -> None:
     """Have all that is large in a format, or in a mix of formats."""
     from ..transformers import MoeMetalConfig, quantize_
-    from ..transformers.config import Form, pack_all
-    from ..transformers.packed import named_parts
+    from ..transformers.checkpoints.config import Form, pack_all
+    from ..transformers.fusing.packed import named_parts
 
     packing = FORMATS.get(name)
     if packing is not None and packing.format in WRITTEN:

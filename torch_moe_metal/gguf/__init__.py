@@ -120,7 +120,9 @@ def read(path: str | Path, strings: Container[str] = ()) -> GgufFile:
         paths = parts_of(path, count)
         for part in paths:
             if not part.is_file():
-                raise FileNotFoundError(f"torch_moe_metal: {path}: expected {part.name} beside it, which is missing")
+                raise FileNotFoundError(
+                    f"torch_moe_metal: {path}: expected {part.name} in the same folder, which is missing"
+                )
         headers = [header if part == path else Header(part) for part in paths]
         if path != paths[0]:
             headers[0] = header = Header(paths[0], strings)

@@ -74,7 +74,7 @@ class Architectures(dict):
 
     @functools.cached_property
     def ours(self) -> dict:
-        from ..transformers.gguf_config import CONFIGS
+        from ..transformers.checkpoints.gguf_config import CONFIGS
 
         return {name: of_file(config) for name, config in CONFIGS.items() if name not in self.keys()}
 

@@ -15,7 +15,11 @@ require_supported()
 import transformers.integrations.moe
 import transformers.modeling_utils  # noqa: F401
 
-from .config import MoeMetalConfig, quantize_
-from .patch import Report, Row, patch, unpatch
+from . import moved
+from .checkpoints.config import MoeMetalConfig
+from .checkpoints.quantize import quantize_
+from .fusing.patch import Report, Row, patch, unpatch
+
+moved.register()
 
 __all__ = ["MoeMetalConfig", "Report", "Row", "patch", "quantize_", "unpatch"]

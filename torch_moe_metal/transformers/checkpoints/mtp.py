@@ -12,11 +12,11 @@ from dataclasses import asdict
 
 from torch import Tensor, nn
 
-from ..packing import quantize
-from .blocks import Fused
+from ...packing import quantize
+from ..fusing.blocks import Fused
+from ..fusing.packed import Parts, named_parts, packed_modules
+from ..fusing.patch import patch
 from .config import Form, MoeMetalConfig, pack_all
-from .packed import Parts, named_parts, packed_modules
-from .patch import patch
 
 #: The drafting models that were made, and of what.
 _made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

@@ -24,16 +24,16 @@ from transformers.core_model_loading import (
 from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..formats import FORMATS, GROUPS
-from ..packing import pack
-from ..reference import unpack
+from ...formats import FORMATS, GROUPS
+from ...packing import pack
+from ...reference import unpack
+from ..fusing.experts import expert_arguments, is_experts, why_not_packed
+from ..fusing.packed import PROJECTIONS, PackedExperts, Parts, columns_of, empty_parts, packed_modules, weight_shape
+from ..fusing.packed import pack as pack_module
 from .checkpoint import Stored
 from .config import FIXED, Form, MoeMetalConfig, described
-from .experts import expert_arguments, why_not_packed
-from .packed import PROJECTIONS, PackedExperts, Parts, columns_of, empty_parts, packed_modules, weight_shape
-from .packed import pack as pack_module
-from .patch import is_experts
-from .quantizer import PackedQuantizer, merged, merges_experts, packed_weight, whole_names
+from .conversions import full_tensor_names, merged, merges_experts, packed_weight
+from .quantizer import PackedQuantizer
 from .sources import expect_all_experts
 
 Ours = tuple[Tensor, Tensor, Tensor]  # data, scale, offset
@@ -111,10 +111,10 @@ def compressed_shapes(N: int, C: int, bits: int, groups: int) -> dict[str, tuple
 
 
 def of_gptq(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> Ours:
-    """qweight [C * bits / 32, N], qzeros [C / group, N * bits / 32], less one but in its second version."""
+    """qweight [C * bits / 32, N], qzeros [C / group, N * bits / 32], less one except in gptq_v2."""
     scales = given["scales"].float()
     zeros = unpack(given["qzeros"].contiguous().view(torch.uint8), bits)[:, : scales.shape[1]]
-    zeros = zeros if config.zeros_as_they_are else zeros + 1
+    zeros = zeros + config.zero_point_offset
     return given["qweight"].T.contiguous(), scales.T.contiguous(), -(zeros * scales).T.contiguous()
 
 
@@ -178,11 +178,11 @@ METHODS = {
 
 
 class IntegerConfig(QuantizationConfigMixin):
-    """What a checkpoint of one of these methods says of itself, as far as it counts here."""
+    """The settings of a checkpoint of one of these methods that are needed here."""
 
-    def __init__(self, method: str, widths: list[Width], zeros_as_they_are: bool = False):
+    def __init__(self, method: str, widths: list[Width], zero_point_offset: int = 1):
         self.quant_method = "moe_metal_integers"
-        self.method, self.widths, self.zeros_as_they_are = method, widths, zeros_as_they_are
+        self.method, self.widths, self.zero_point_offset = method, widths, zero_point_offset
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
@@ -206,7 +206,7 @@ def integers_of(config: Mapping) -> IntegerConfig | None:
         if not known(widths, (2, 3, 4, 8)) or any(each.get("desc_act") for each in (config, *overrides)):
             return None
         format = config.get("checkpoint_format", config.get("format"))
-        return IntegerConfig(method, widths, format == "gptq_v2")
+        return IntegerConfig(method, widths, 0 if format == "gptq_v2" else 1)
     return None
 
 
@@ -259,7 +259,7 @@ class Repack(ConversionOps):
     """A method's parts of a weight, or of all experts' weights, as one weight of ours."""
 
     def __init__(self, quantizer: "Integers", operations: list[ConversionOps]):
-        self.hf_quantizer = quantizer  # by which transformers knows that no part may be cast
+        self.hf_quantizer = quantizer  # tells transformers not to cast the parts
         self.operations = operations
 
     def convert(self, input_dict, source_patterns, model=None, full_layer_name=None, **kwargs):
@@ -270,7 +270,7 @@ class Repack(ConversionOps):
         given: dict[str, dict[str, list[Tensor]]] = {}
         for pattern in source_patterns:
             part = next(part for part in method.parts if re.search(rf"(^|\.){part}$", pattern))
-            if pattern in input_dict and part in method.numbers:  # what the others tell has been checked
+            if pattern in input_dict and part in method.numbers:  # the other parts have been checked
                 given.setdefault(pattern[: -len(part)], {})[part] = input_dict.pop(pattern)
         apart = {name: {} for name in module.packing[weight]}
         for source, parts in given.items():
@@ -281,19 +281,21 @@ class Repack(ConversionOps):
         kwargs |= {"source_patterns": list(given)}
         found = {name: merged(self.operations, tensors, **kwargs) for name, tensors in apart.items()}
         parts = {name: next(iter(tensors.values())) for name, tensors in found.items()}
-        return whole_names(model, full_layer_name, {n: t[0] if isinstance(t, list) else t for n, t in parts.items()})
+        return full_tensor_names(
+            model, full_layer_name, {n: t[0] if isinstance(t, list) else t for n, t in parts.items()}
+        )
 
 
 def in_groups(ours: Ours, C: int) -> Ours:
-    """The same with groups that our ops know, by repeating the scales of larger ones."""
-    data, *beside = ours
+    """Repeats the scales of groups that are larger than those of our ops."""
+    data, *scales = ours
     data = data.view(torch.uint8)
-    times = repeats(C // beside[0].shape[-1])
-    return (data, *(part.repeat_interleave(times, -1) if times > 1 else part for part in beside))
+    times = repeats(C // scales[0].shape[-1])
+    return (data, *(part.repeat_interleave(times, -1) if times > 1 else part for part in scales))
 
 
 def repeats(group: int) -> int:
-    """How many of the groups that our ops know make one of these; 0 when none do."""
+    """How many groups of our ops one of these groups consists of; 0 if it is no multiple of them."""
     return next((group // known for known in reversed(GROUPS) if group % known == 0), 0)
 
 
@@ -319,11 +321,11 @@ class Integers(PackedQuantizer):
             stored = tensors[name]
             stem, _, part = name.rpartition(".")
             if part in self.method.parts:
-                stored.beside(tensors, f"{stem}.{self.method.data}")
+                stored.require_sibling(tensors, f"{stem}.{self.method.data}")
             if part != self.method.data:
                 continue
             for other in (self.method.scale, *self.method.required):
-                stored.beside(tensors, f"{stem}.{other}")
+                stored.require_sibling(tensors, f"{stem}.{other}")
             names = (renamings, converters, model.base_model_prefix, known)
             key, pattern = rename_source_key(f"{stem}.weight", *names)
             if key in known:  # the model may have no use for some layers
@@ -349,7 +351,7 @@ class Integers(PackedQuantizer):
         forms = set()
         for pattern, singles in stored.items():
             if E:
-                first.expect(bool(singles), f"{pattern} beside it, by the model's configuration")
+                first.expect(bool(singles), f"{pattern} as well, by the model's configuration")
                 expect_all_experts([parts[method.data] for parts in singles], pattern, E)
             for parts in singles:
                 forms.add(self.form(parts, N // len(stored), C))
@@ -357,7 +359,7 @@ class Integers(PackedQuantizer):
                     len(forms) == 1, f"the bits and groups of {first.name}, which it is joined with"
                 )
         with_zeros = {method.zeros in parts for singles in stored.values() for parts in singles}
-        first.expect(len(with_zeros) == 1, f"{method.zeros} beside all that it is joined with, or beside none")
+        first.expect(len(with_zeros) == 1, f"{method.zeros} for all weights that it is joined with, or for none")
         if len(stored) > 1 and method.has_factor and not is_linear_in_up(module):
             self.expect_one_factor(stored)
         return *forms.pop(), method.dtype([parts for singles in stored.values() for parts in singles])
@@ -406,7 +408,7 @@ class Integers(PackedQuantizer):
             right = parts[part].shape == shape and parts[part].dtype in dtypes
             parts[part].expect(right, f"{' or '.join(dtypes)} {list(shape)}")
         if method.zeros not in parts and not any(each.symmetric for each in widths):
-            data.beside({}, f"{data.name.removesuffix(method.data)}{method.zeros}")
+            data.require_sibling({}, f"{data.name.removesuffix(method.data)}{method.zeros}")
         check_numbers(parts, N, C, C // groups)
         return width.bits, C // groups // times
 

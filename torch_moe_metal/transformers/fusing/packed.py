@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from .. import reference
-from ..arguments import beside
-from ..formats import FORMATS
-from ..grad import warn_once
-from ..layers import PARTS, Embedding, Linear, Packed, TiedLinear, numbers
-from ..packing import packed, quantize
+from ... import reference
+from ...arguments import scale_names
+from ...formats import FORMATS
+from ...grad import warn_once
+from ...layers import PARTS, Embedding, Linear, Packed, TiedLinear, numbers
+from ...packing import packed, quantize
 from .experts import NAME
 
 #: What transformers' classes of experts call the weights that the ops call gate_up and down.
@@ -46,12 +46,12 @@ class PackedExperts(Packed):
     arguments: tuple[tuple[str, str], ...]  # of the op `experts`, and what they are called here
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
-        chosen = self.config._experts_implementation
-        if chosen == NAME:
+        implementation = self.config._experts_implementation
+        if implementation == NAME:
             return super().forward(hidden_states, *args, **kwargs)
         warn_once(
-            f"{type(self).__name__} runs on {chosen!r}, which cannot read {self.format}: its weights are dequantised "
-            f'at every call. model.set_experts_implementation("{NAME}") runs them as they are'
+            f"{type(self).__name__} runs on {implementation!r}, which cannot read {self.format}: its weights are "
+            f'dequantised at every call. model.set_experts_implementation("{NAME}") runs them as they are'
         )
         return self.original.forward(self.dequantized(hidden_states.dtype), hidden_states, *args, **kwargs)
 
@@ -184,7 +184,7 @@ def op_arguments(experts: PackedExperts) -> tuple[tuple[str, str], ...]:
     return tuple(
         (argument, name)
         for weight, names in experts.packing.items()
-        for argument, name in zip((weight, *beside(weight)), names, strict=False)
+        for argument, name in zip((weight, *scale_names(weight)), names, strict=False)
     )
 
 
@@ -294,8 +294,8 @@ def unpack(model: nn.Module, dtype: torch.dtype) -> None:
                 weight = module._parameters[projection].contiguous()
                 module._parameters[projection] = nn.Parameter(weight, requires_grad=False)
         elif isinstance(module, Linear | Embedding):
-            columns, (data, *beside) = columns_of(module, "weight"), module.parts("weight")
-            weight = nn.Parameter(numbers(data, *beside, module.format, data.new_empty(0, columns, dtype=dtype)), False)
+            columns, (data, *scales) = columns_of(module, "weight"), module.parts("weight")
+            weight = nn.Parameter(numbers(data, *scales, module.format, data.new_empty(0, columns, dtype=dtype)), False)
             if isinstance(module, Linear):
                 dense = nn.Linear(columns, module.out_features, device="meta", bias=False)
                 dense.weight, dense.bias = weight, module.bias

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..arguments import DTYPES
-from ..grad import wants_grad
-from ..layers import Linear
-from ..rehearsal import warm_up_unasked
+from ...arguments import DTYPES
+from ...grad import wants_grad
+from ...layers import Linear
+from ...rehearsal import warm_up_unasked
 from .attention import key_heads, rehearse_attention
 from .cache import grow_in_place
 from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, why_not_fused
@@ -55,9 +55,9 @@ class Fused(nn.Module):
         # These classes are made at run time, so a copy is made from the original class.
         return rebuild, (self.original, self.selected), self.__dict__
 
-    def untouched(self, *modules: nn.Module) -> bool:
-        """Whether reading these modules' parameters is as good as calling them: no hook, no replaced forward, and
-        still the classes that they were built with (PEFT and quantizers put their own in)."""
+    def are_unmodified(self, *modules: nn.Module) -> bool:
+        """Whether reading these modules' parameters gives the same as calling them: they have no hook, no replaced
+        forward, and the classes that they were built with (PEFT and quantizers replace these)."""
         homes = self.homes
         for module in modules:
             own = module.__dict__
@@ -72,8 +72,8 @@ class Fused(nn.Module):
                 return False
         return True
 
-    def free(self, x: Tensor) -> bool:
-        """Whether nothing but our ops' result is asked of this call: no gradient, no autocast, a dtype of ours."""
+    def is_plain_inference(self, x: Tensor) -> bool:
+        """Whether our ops can compute this call: no gradient, no autocast, a supported dtype and device."""
         device = x.device.type
         return (
             x.dtype in DTYPES
@@ -85,7 +85,7 @@ class Fused(nn.Module):
     def norm(self, name: str, x: Tensor) -> Tensor:
         """What a norm that this layer calls makes of x."""
         norm = self._modules[name]
-        return rms_norm(x, norm) if self.untouched(norm) else norm(x)
+        return rms_norm(x, norm) if self.are_unmodified(norm) else norm(x)
 
     def still_selected(self) -> bool:
         """Whether nobody has selected other experts since: transformers' exporters do, whose targets lack our ops."""
@@ -138,7 +138,11 @@ class FusedBlock(Fused):
         modules, family = self._modules, self.family
         router, experts = modules[family.router], modules["experts"]
         inside = router.modules() if router._modules else (router,)
-        if not self.untouched(experts, *inside, *read) or not caller.free(x) or not self.still_selected():
+        if (
+            not self.are_unmodified(experts, *inside, *read)
+            or not caller.is_plain_inference(x)
+            or not self.still_selected()
+        ):
             return None
         if self.training and getattr(self, "jitter_noise", 0):  # Mixtral's and MiniMax's
             return None
@@ -190,7 +194,7 @@ class FusedProjections(Fused):
 
     def join(self) -> None:
         projections = self.parts(self.joined)
-        if self.untouched(*projections):
+        if self.are_unmodified(*projections):
             join(projections)
 
     def _apply(self, fn, recurse=True):
@@ -207,7 +211,12 @@ class FusedProjections(Fused):
     ):
         projections, norms = self.parts(self.joined), self.parts(self.norms)
         known = position_embeddings is not None and hidden_states.dim() == 3
-        if known and self.untouched(*projections, *norms) and self.free(hidden_states) and self.still_selected():
+        if (
+            known
+            and self.are_unmodified(*projections, *norms)
+            and self.is_plain_inference(hidden_states)
+            and self.still_selected()
+        ):
             grow_in_place(past_key_values, self)
             states = self.states(hidden_states, projections, norms, position_embeddings, past_key_values)
             return self.attend(states, hidden_states, attention_mask, **kwargs)
@@ -346,7 +355,7 @@ class FusedNorm(Fused):
     config: object  # that of its model, which selects the experts
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        ours = self.free(hidden_states) and self.still_selected()
+        ours = self.is_plain_inference(hidden_states) and self.still_selected()
         return rms_norm(hidden_states, self) if ours else super().forward(hidden_states)
 
     def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
@@ -361,8 +370,8 @@ def eps_of(norm: nn.Module) -> float:
     return norm.eps if "eps" in norm.__dict__ else norm.variance_epsilon
 
 
-class Attended(nn.Module):
-    """In the place of a layer's attention while it is rehearsed."""
+class IdentityAttention(nn.Module):
+    """Replaces a layer's attention while the layer is rehearsed: it returns its input."""
 
     def __init__(self, original: nn.Module):
         super().__init__()
@@ -396,7 +405,7 @@ class FusedPreNormLayer(Fused):
 
     def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         width = len(self._modules["post_attention_layernorm"].weight)
-        self._modules["self_attn"] = attention = Attended(self._modules["self_attn"])
+        self._modules["self_attn"] = attention = IdentityAttention(self._modules["self_attn"])
         self(torch.empty(1, tokens, width, dtype=dtype, device="meta"))
         attention.rehearse(tokens, dtype)
 
@@ -448,7 +457,7 @@ class FusedGemma4Layer(Fused):
 
     def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
         width, per_layer = len(self._modules["post_attention_layernorm"].weight), self.hidden_size_per_layer_input
-        self._modules["self_attn"] = attention = Attended(self._modules["self_attn"])
+        self._modules["self_attn"] = attention = IdentityAttention(self._modules["self_attn"])
         x, of_layer = (torch.empty(1, tokens, size, dtype=dtype, device="meta") for size in (width, per_layer))
         self(x, of_layer if per_layer else None)
         attention.rehearse(tokens, dtype)
@@ -461,10 +470,14 @@ class FusedGemma4Layer(Fused):
         if self.hidden_size_per_layer_input:
             read.append(inner["post_per_layer_input_norm"])
         if not self.enable_moe_block:
-            return {} if self.untouched(*read) and self.free(x) and self.still_selected() else None
+            return {} if self.are_unmodified(*read) and self.is_plain_inference(x) and self.still_selected() else None
         experts = inner["experts"]
         read += [inner["post_feedforward_layernorm_1"], inner["post_feedforward_layernorm_2"], experts]
-        whole = self.untouched(*read, *inner["router"].modules()) and self.free(x) and self.still_selected()
+        whole = (
+            self.are_unmodified(*read, *inner["router"].modules())
+            and self.is_plain_inference(x)
+            and self.still_selected()
+        )
         return self.experts_part(x, experts) if whole else None
 
 

@@ -1,7 +1,7 @@
-"""transformers' own `MetalConfig`: checkpoints that it made, and dense ones that it packs while they are loaded.
+"""transformers' own `MetalConfig`: checkpoints saved with it, and dense ones that it packs while they load.
 
-It packs linear layers alone, by a rule of its own into what MLX's layout is, and transformers runs them on a kernel of
-the hub. Here they run on our `linear`. Experts stay dense: `MoeMetalConfig` packs them, too.
+It packs only linear layers, by its own rule, in MLX's layout. transformers runs them with a kernel from the hub; here
+they run on our `linear`. Experts stay dense; `MoeMetalConfig` packs them too.
 """
 
 import torch
@@ -11,27 +11,21 @@ from transformers.quantizers import auto
 from transformers.quantizers.quantizer_metal import MetalHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ..formats import GROUPS
-from ..integration import packed_checkpoints
+from ...formats import GROUPS
+from ...integration import packed_checkpoints
+from ..fusing.packed import Parts, columns_of, pack
 from .checkpoint import FLOATS, SAFETENSORS, SCALES, Stored
-from .mlx import FromWords, kind_of
-from .packed import Parts, columns_of, pack
-from .quantizer import (
-    PackedQuantizer,
-    absent,
-    as_stored,
-    expect_bounded,
-    merges_experts,
-    packed_weight,
-    runs_here,
-)
+from .conversions import merges_experts, packed_weight
+from .mlx_conversions import FromWords, kind_of
+from .patterns import expect_bounded
+from .quantizer import PackedQuantizer, absent, as_stored, runs_here
 from .sources import Sources
 
 NAMES = ("weight", "scales", "qbiases")  # of data, scale and offset
 
 
 class Quantize(ConversionOps):
-    """transformers' own numbers, as bytes."""
+    """transformers' own quantisation, with its data as bytes."""
 
     def __init__(self, quantizer: "Metal"):
         from transformers.integrations.metal_quantization import MetalQuantize  # which may be importing us
@@ -63,27 +57,27 @@ class Metal(PackedQuantizer, MetalHfQuantizer):
         super().validate_environment(*args, device_map=device_map, **kwargs)
 
     def update_device_map(self, device_map):
-        """transformers' own choice of mps, where there is one."""
+        """transformers' own choice of mps, if it is available."""
         return super().update_device_map(device_map) if torch.backends.mps.is_available() else device_map
 
-    def chosen(self, model: nn.Module) -> dict[str, nn.Linear]:
-        """The linear layers that its configuration does not skip."""
+    def select_modules(self, model: nn.Module) -> dict[str, nn.Linear]:
+        """The linear layers that the configuration does not skip."""
         skipped = self.quantization_config.modules_to_not_convert
         skipped = self.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)
         linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         return {name: module for name, module in linear.items() if should_convert_module(name, skipped)}
 
     def obstacle(self, model: nn.Module, tensors: dict[str, Stored]) -> str | None:
-        kinds = {name: type(module) for name, module in self.chosen(model).items()}
+        kinds = {name: type(module) for name, module in self.select_modules(model).items()}
         others = [f"{name} is a {kind.__name__}" for name, kind in kinds.items() if kind is not nn.Linear]
         reason = next(iter(others), None) or super().obstacle(model, tensors)
-        if reason is not None and not self.pre_quantized:  # which dequantising is no way out of
+        if reason is not None and not self.pre_quantized:  # a dense checkpoint has no fallback
             raise ValueError(f"torch_moe_metal: cannot pack {model.config.name_or_path}: {reason}")
         return reason
 
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
-        config, left, chosen = self.quantization_config, absent(model, tensors), self.chosen(model)
-        self.kinds = {kind_of(name) for name in chosen}
+        config, left, selected = self.quantization_config, absent(model, tensors), self.select_modules(model)
+        self.kinds = {kind_of(name) for name in selected}
 
         def parts(name: str, dense: Tensor) -> Parts:
             (N, C), module = dense.shape, name.rpartition(".")[0]
@@ -100,7 +94,7 @@ class Metal(PackedQuantizer, MetalHfQuantizer):
             scales = dict(zip(NAMES[1:], found[1:], strict=True))
             return {NAMES[0]: found[0]} | (as_stored(model, tensors, module, scales) if self.pre_quantized else scales)
 
-        for name in chosen:
+        for name in selected:
             if name not in left:
                 pack(model, name, "affine", parts)
 
@@ -134,7 +128,7 @@ class Metal(PackedQuantizer, MetalHfQuantizer):
 
 
 def joins_experts(conversion: WeightConverter) -> bool:
-    """Whether it makes one dense weight of single experts' as they are."""
+    """Whether it merges single experts' dense weights without changing them."""
     plain = all(isinstance(operation, MergeModulelist | Concatenate) for operation in conversion.operations)
     return plain and merges_experts(conversion)
 

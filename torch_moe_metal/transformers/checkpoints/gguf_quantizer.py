@@ -18,15 +18,16 @@ from transformers.quantizers import auto
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from transformers.utils import logging
 
-from ..gguf import GgufFile, GgufTensor
-from ..gguf.in_transformers import architecture_of, read
-from ..layers import Permuted
-from .config import ALWAYS_DENSE, Form, MoeMetalConfig, Plan, alike, pack_all, packable, weight_names, within
-from .experts import NAME, why_not_packed
+from ...gguf import GgufFile, GgufTensor
+from ...gguf.in_transformers import architecture_of, read
+from ...layers import Permuted
+from ..fusing.experts import NAME, is_experts, why_not_packed
+from ..fusing.packed import Parts, let_transformers_initialise
+from .config import ALWAYS_DENSE, Form, MoeMetalConfig, Plan, alike, pack_all, packable, weight_names
 from .gguf_architectures import CONVERSIONS, JoinGateUp
-from .packed import Parts, let_transformers_initialise
-from .patch import is_experts
-from .quantizer import MoeMetal, PackedQuantizer, naming
+from .moe_metal import MoeMetal
+from .patterns import within
+from .quantizer import PackedQuantizer, naming
 from .sources import Sources, sources_of
 
 logger = logging.get_logger(__name__)

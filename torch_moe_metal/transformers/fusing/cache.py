@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..grad import in_forward_mode
+from ...grad import in_forward_mode
 
 
 def rows_to_allocate(stored: int) -> int:

@@ -1,40 +1,37 @@
-"""`MoeMetalConfig` and `quantize_`: which weights of a dense model become packed, and how."""
+"""`MoeMetalConfig`: which weights of a dense model become packed, and how."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .. import reference
-from ..formats import BITS, FORMATS, GROUPS
-from ..layers import Embedding, Linear, TiedLinear, is_packed
-from ..packing import WRITTEN, check, quantize
-from ..transaction import all_or_nothing
-from .experts import NAME, why_not_packed
-from .packed import (
+from ... import reference
+from ...formats import BITS, FORMATS, GROUPS
+from ...layers import Embedding, Linear, TiedLinear, is_packed
+from ...packing import WRITTEN
+from ...transaction import all_or_nothing
+from ..fusing.experts import NAME, is_experts, why_not_packed
+from ..fusing.packed import (
     PROJECTIONS,
     Parts,
     columns_of,
     embedding_multiplier,
-    formats_text,
     is_moe,
-    named_parts,
     pack,
     replace_tied,
     rows_of,
     tied_head,
 )
-from .patch import is_experts
+from .patterns import as_glob, within
 
 logger = logging.get_logger(__name__)
 
 #: Routers, and gates of shared experts: small, and a wrong choice of experts costs more than their bits.
 ALWAYS_DENSE = ("router", "gate", "shared_expert_gate", "shared_gate")
-#: Bits and group of the formats that have no other.
+#: Bits and group size of the formats for which they are fixed.
 FIXED = {row.name: (row.bits, max(row.columns, row.scale_columns)) for row in FORMATS.values() if not row.is_affine}
 
 
@@ -52,7 +49,7 @@ class Form:
 
     @classmethod
     def now(cls, module: nn.Module, weight: str) -> "Form":
-        """Of a weight that is packed."""
+        """The form of a packed weight."""
         (data, scale, _), columns, format = module.parts(weight), columns_of(module, weight), module.format_of(weight)
         if format in FIXED:
             return cls(format, *FIXED[format])
@@ -66,7 +63,7 @@ class Form:
         return {"format": self.format} if self.format in FIXED else asdict(self)
 
 
-Plan = dict[str, dict[str, Form]]  # by module, and by the whole name of each of its weights
+Plan = dict[str, dict[str, Form]]  # by module, then by the full name of each of its weights
 
 
 class MoeMetalConfig(QuantizationConfigMixin):
@@ -75,14 +72,14 @@ class MoeMetalConfig(QuantizationConfigMixin):
         config = torch_moe_metal.MoeMetalConfig(bits=4, group_size=64, skip=["lm_head"], bits_by_name={"down_proj": 6})
         model = AutoModelForCausalLM.from_pretrained(name, device_map="mps", quantization_config=config)
 
-    Experts, linear layers and the embedding are packed. Routers stay dense, and so do towers for images and sound,
-    unless `bits_by_name` names them. `format`, `bits` and `group_size` are those of `torch_moe_metal.quantize`.
+    Experts, linear layers and the embedding are packed. Routers stay dense, and so do vision and audio towers unless
+    `bits_by_name` names them. `format`, `bits` and `group_size` are those of `torch_moe_metal.quantize`.
 
-    `skip` and `bits_by_name` take whole parts of a module's name, or globs for them: "lm_head", "layers.0",
-    "[kvo]_proj", "layers.*.mlp". A leading ! means all other modules: "!experts". One that the model does not have is
-    an error. Experts are packed or skipped as a whole; `bits_by_name` may name their weights: "experts.down_proj".
+    `skip` and `bits_by_name` take whole parts of a module's name, or globs: "lm_head", "layers.0",
+    "[kvo]_proj", "layers.*.mlp". A leading ! means all other modules: "!experts". Names that the model does not
+    have raise. Experts are packed or skipped as a whole; `bits_by_name` may name their weights: "experts.down_proj".
 
-    `layers` says what differs from all that for single modules or weights, by their whole names, such as
+    `layers` overrides this for single modules or weights, by their full names, such as
     {"lm_head": False, "model.layers.0.mlp.experts": {"format": "mxfp4"}}. `save_pretrained` writes it.
     """
 
@@ -150,7 +147,7 @@ class MoeMetalConfig(QuantizationConfigMixin):
     # -------------------------------------------------------------------------------------------- what becomes packed
 
     def forms(self, model: nn.Module) -> Plan:
-        """How the weights of each module shall be packed, whatever they are now; no forms if it shall be dense."""
+        """How to pack the weights of each module, whatever they are now; empty for modules that stay dense."""
         prefix, towers = f"{getattr(model, 'base_model_prefix', '')}.", tower_prefixes(model)
         found = {}
         for name, module in packable(model):
@@ -165,14 +162,14 @@ class MoeMetalConfig(QuantizationConfigMixin):
         return found
 
     def form(self, weight: str, entry: dict | bool | None, plain: bool) -> Form | None:
-        """`entry` is what `layers` has for it, `plain` is whether it is packed if that is nothing."""
+        """`entry` is its entry in `layers`; without one, `plain` says whether it is packed."""
         if entry is False or (entry is None and not plain):
             return None
         settings = {"format": self.format, "bits": self.bits_of(weight), "group_size": self.group_size}
         return Form.of(**settings | (entry or {}))
 
     def entry(self, prefix: str, *names: str) -> dict | bool | None:
-        """What `layers` has for the first of these names, with or without the base model's prefix."""
+        """The entry in `layers` of the first of these names that has one, with or without the base model's prefix."""
         for name in names if self.layers else ():
             for known in (name, prefix + name, name.removeprefix(prefix)):
                 if known in self.layers:
@@ -180,7 +177,7 @@ class MoeMetalConfig(QuantizationConfigMixin):
         return None
 
     def skips_weights(self, name: str, weights: list[str]) -> bool:
-        """Whether `skip` names all weights of a module one by one; an error where it names some of them."""
+        """Whether `skip` names all weights of a module one by one. Raises if it names only some of them."""
         for pattern in self.skip:
             hit = [weight for weight in weights if within(pattern, weight)]
             if hit and len(hit) < len(weights):
@@ -193,22 +190,22 @@ class MoeMetalConfig(QuantizationConfigMixin):
         return False
 
     def plan(self, model: nn.Module, absent: Collection[str] = ()) -> Plan:
-        """What becomes packed of what is dense now, but for `absent` modules; an error where experts cannot be."""
+        """How to pack the dense weights, except in `absent` modules. Raises if experts cannot be packed."""
         modules, tied = dict(packable(model)), tied_head(model)
         found = {
             name: forms
             for name, forms in self.forms(model).items()
             if forms and not is_packed(modules[name]) and name not in absent and can_pack(name, modules[name], forms)
         }
-        if tied and not found.keys() >= set(tied):  # one weight cannot be both
+        if tied and not found.keys() >= set(tied):  # the shared weight is packed in both or in neither
             found = {name: forms for name, forms in found.items() if name not in tied}
         return found
 
     def expect_names(self, model: nn.Module) -> None:
-        """An error where a name is in no module's name."""
+        """Raises if a pattern or name matches no module."""
         modules = {name for name, _ in model.named_modules() if name}
         single = {each for name, part in packable(model) for each in (name, *weight_names(name, part).values())}
-        chosen = {weight for weight in single if not any(within(pattern, weight) for pattern in ALWAYS_DENSE)}
+        packed = {weight for weight in single if not any(within(pattern, weight) for pattern in ALWAYS_DENSE)}
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
 
         def expect(argument: str, name: str, right: bool) -> None:
@@ -221,45 +218,17 @@ class MoeMetalConfig(QuantizationConfigMixin):
         for pattern in self.skip:
             expect("skip", pattern, any(within(pattern.removeprefix("!"), name) for name in modules | single))
         for pattern in self.bits_by_name:
-            expect("bits_by_name", pattern, any(within(pattern.removeprefix("!"), name) for name in chosen))
+            expect("bits_by_name", pattern, any(within(pattern.removeprefix("!"), name) for name in packed))
         for name in self.layers:
             expect("layers", name, not single.isdisjoint({name, prefix + name, name.removeprefix(prefix)}))
-
-
-#: Names and globs, which have nothing of regular expressions but [], * and ?.
-GLOB = re.compile(r"!?[\w.*?-]*(?:\[[\w-]+\][\w.*?-]*)*")
-#: Saved configurations may have the one regular expression that the documentation named, and names by `re.escape`.
-ALL_BUT = re.compile(r"\(\?!\.\*([\w.]+)\)\.\*")
-ESCAPED = re.compile(r"(?:\w|\\[.-])+")
-
-
-def as_glob(pattern: str) -> str | None:
-    """A pattern of `skip` or `bits_by_name` as a name or a glob; None for what is neither, regular expressions."""
-    if negated := ALL_BUT.fullmatch(pattern):
-        return f"!{negated[1]}"
-    if ESCAPED.fullmatch(pattern):
-        return pattern.replace("\\", "")
-    return pattern if pattern.strip("!") and GLOB.fullmatch(pattern) else None
-
-
-def within(pattern: str, name: str) -> bool:
-    """Whether a name or a glob matches whole parts of a module's name; with ! in front, whether it does not. Python's
-    globs do not backtrack from one star to the one before, so that no pattern takes long."""
-    if pattern.startswith("!"):
-        return not within(pattern[1:], name)
-    if not {*"*?["} & set(pattern):
-        return f".{pattern}." in f".{name}."
-    parts = name.split(".")
-    ends = range(1, len(parts) + 1)
-    return any(fnmatchcase(".".join(parts[first:end]), pattern) for end in ends for first in range(end))
 
 
 # ------------------------------------------------------------------------------------------------ parts of a model
 
 
 def packable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose weights can be packed, or are: experts, `nn.MoE`, linear layers and the embedding. Not what
-    PEFT has beside the `base_layer` that it wraps: adapters are trained."""
+    """The modules whose weights are packed or can be: experts, `nn.MoE`, linear layers and the embedding. Without
+    PEFT's adapters, because they are trained."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     wrapped = tuple(f"{name}." for name, module in model.named_modules() if "base_layer" in module._modules)
     for name, module in model.named_modules():
@@ -271,7 +240,7 @@ def packable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def weight_names(name: str, module: nn.Module) -> dict[str, str]:
-    """The whole name of each of its weights, by the op's word for it."""
+    """The full name of each of its weights, by the op's name for it."""
     if is_experts(module):
         return {weight: f"{name}.{projection}" for weight, projection in PROJECTIONS.items()}
     weights = PROJECTIONS if is_moe(module) else ("weight",)
@@ -279,7 +248,7 @@ def weight_names(name: str, module: nn.Module) -> dict[str, str]:
 
 
 def tower_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """What the names of modules in towers for images and sound begin with, in models that have text beside these."""
+    """The prefixes of modules in vision and audio towers, in models that also have text."""
     found = set()
     for part in model.modules():
         config = getattr(part, "config", None)
@@ -289,7 +258,7 @@ def tower_prefixes(model: nn.Module) -> tuple[str, ...]:
 
 
 def can_pack(name: str, module: nn.Module, forms: dict[str, Form]) -> bool:
-    """Whether a module's dense weights can be packed so; a warning where they stay dense, an error for experts whose
+    """Whether a module's dense weights can be packed in these forms. Warns if they stay dense; raises for experts whose
     columns do not fit."""
     reason = why_not_packed(module) if is_experts(module) else None
     if reason is not None:
@@ -312,8 +281,8 @@ def can_pack(name: str, module: nn.Module, forms: dict[str, Form]) -> bool:
 
 
 def pack_all(model: nn.Module, plan: Plan, parts: Callable[[str, Tensor, Form], Parts], progress: bool = False) -> None:
-    """Pack what is planned, one module after the other: an exception leaves each of them dense or packed. `parts` makes
-    each weight's."""
+    """Pack the planned modules one after the other; an exception leaves each of them either dense or packed. `parts`
+    makes the parts of each weight."""
     tied = tied_head(model)
     embedding, head = tied if tied and tied[0] in plan else (None, None)
     names = [name for name in plan if name != head]
@@ -330,64 +299,13 @@ def pack_all(model: nn.Module, plan: Plan, parts: Callable[[str, Tensor, Form], 
                 replace_tied(model, embedding, head)
 
 
-def quantize_(
-    model: nn.Module,
-    format: str = "affine",
-    bits: int = 4,
-    group_size: int = 64,
-    skip: list[str] | None = None,
-    bits_by_name: dict[str, int] | None = None,
-    layers: dict[str, dict | bool] | None = None,
-) -> nn.Module:
-    """Pack the dense weights of a model of transformers, or of any with `torch_moe_metal.nn.MoE` and linear layers, in
-    place, one after the other. The arguments are those of `MoeMetalConfig`; saved, it loads as it is.
-
-    What is packed already, by this or by its checkpoint, stays as it is, and a warning names it. Where experts cannot
-    be packed, it raises before anything is changed. Interrupted, it leaves a model that runs and can be saved, part of
-    it packed; called again, it packs the rest.
-    """
-    from .quantizer import adopt, expect_ours
-
-    config = MoeMetalConfig(format, bits, group_size, skip, bits_by_name, layers)
-    expect_ours(model)
-    config.expect_names(model)
-    plan = config.plan(model)
-    expect_weights(model, plan)
-    kept = [f"{name} ({formats_text(module)})" for name, module in packable(model) if is_packed(module)]
-    if kept:
-        logger.warning(f"torch_moe_metal.quantize_: packed already, and left as it is: {', '.join(alike(kept))}")
-    if not plan:
-        logger.warning("torch_moe_metal.quantize_: nothing was packed: no dense weight is left to be packed so")
-        return model
-
-    def parts(name: str, dense: Tensor, form: Form) -> Parts:
-        return named_parts(name.rpartition(".")[2], quantize(dense, **asdict(form)))
-
-    with all_or_nothing(model):
-        adopt(model, config)
-    pack_all(model, plan, parts, progress=True)
-    return model
-
-
-def expect_weights(model: nn.Module, plan: Plan) -> None:
-    """An error where a weight is none that `quantize` takes, or is not in memory."""
-    for name, forms in plan.items():
-        module = model.get_submodule(name)
-        for (weight, form), rows in zip(forms.items(), rows_of(module).values(), strict=True):
-            check(rows, **asdict(form), caller="quantize_", name=weight)
-            if rows.is_meta and hasattr(module, "_hf_hook"):
-                raise ValueError(
-                    f"torch_moe_metal.quantize_: {weight}: expected a weight in memory, got an offloaded one"
-                )
-
-
 def alike(names: Iterable[str]) -> list[str]:
-    """The same with a star for the numbers of layers, each of them once."""
+    """These names with layer numbers replaced by a star, without duplicates."""
     return list(dict.fromkeys(re.sub(r"\d+(?=\.)", "*", name) for name in names))
 
 
 def described(model: nn.Module, config: MoeMetalConfig) -> MoeMetalConfig:
-    """The same configuration with `layers` that tell how this very model is packed."""
+    """The same configuration, with `layers` that describe how this model is packed."""
     plain = MoeMetalConfig(config.format, config.bits, config.group_size, config.skip, config.bits_by_name)
     modules, layers = dict(packable(model)), {}
     for name, forms in plain.forms(model).items():
@@ -400,7 +318,7 @@ def described(model: nn.Module, config: MoeMetalConfig) -> MoeMetalConfig:
 
 
 def forms_now(name: str, module: nn.Module) -> dict[str, Form]:
-    """How the weights of a module are packed; none of a dense one's."""
+    """How the weights of a module are packed; empty for a dense module."""
     if isinstance(module, TiedLinear):
         return {f"{name}.weight": Form.now(module.embedding[0], "weight")}
     names = weight_names(name, module)

@@ -1,4 +1,4 @@
-"""Where `from_pretrained` turns to our quantizers: by a checkpoint's method, and for those that name none of ours."""
+"""Makes `from_pretrained` use our quantizers, also for checkpoints whose method transformers runs in another way."""
 
 import functools
 import re
@@ -7,28 +7,30 @@ import sys
 from transformers.quantizers import auto
 from transformers.utils import logging
 
-from ..integration import packed_checkpoints
-from . import gguf_quantizer, integers, metal, mlx, quantizer
-from .experts import NAME
+from ...integration import packed_checkpoints
+from ..fusing.experts import NAME
+from . import fp8, gguf_quantizer, integers, metal, mlx_quantizer, moe_metal, mxfp4
+from .mlx_config import METHOD, is_of_mlx
+from .quantizer import runs_here
 
 logger = logging.get_logger(__name__)
 INTEGERS = "moe_metal_integers"
 
 
 def claimed(found: dict, device_map) -> dict | None:
-    """A checkpoint's quantization_config in our words; None when it is not ours."""
+    """A quantization_config that selects our quantizer for this checkpoint; None if it is not ours."""
     if not packed_checkpoints():
         return None
-    if mlx.is_of_mlx(found):
-        return found | {"quant_method": mlx.METHOD}
-    if quantizer.runs_here(device_map) and integers.integers_of(found) is not None:
+    if is_of_mlx(found):
+        return found | {"quant_method": METHOD}
+    if runs_here(device_map) and integers.integers_of(found) is not None:
         return {"quant_method": INTEGERS, "checkpoint": found}
     return None
 
 
 def other_than(found: dict, passed) -> object:
-    """What is left of the configuration that a user passed beside that of a checkpoint of ours: nothing where it is of
-    the same method."""
+    """The configuration that a user passed for a checkpoint of ours: it is ignored if it has the same method, and
+    raises otherwise."""
     method = found.get("quant_method", "mlx-lm's")
     stock = auto.AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
     if passed is None or (stock is not None and isinstance(passed, stock)):
@@ -38,7 +40,7 @@ def other_than(found: dict, passed) -> object:
 
 
 def take_over(stock):
-    """transformers' choice of a quantizer, which asks us first."""
+    """Wraps transformers' choice of a quantizer."""
 
     @functools.wraps(stock)
     def get_hf_quantizer(config, quantization_config, device_map, *args, **kwargs):
@@ -63,11 +65,11 @@ def take_over(stock):
 
 
 def register() -> None:
-    """Have our quantizers in the places of transformers' own, and `from_pretrained` ask which one to take."""
-    for module in (quantizer, integers, mlx, metal, gguf_quantizer):
+    """Register our quantizers, and wrap the function with which `from_pretrained` chooses one."""
+    for module in (mxfp4, fp8, moe_metal, integers, mlx_quantizer, metal, gguf_quantizer):
         module.register()
     stock = auto.get_hf_quantizer
     auto.get_hf_quantizer = take_over(stock)
-    home = sys.modules.get("transformers.modeling_utils")  # which takes it from there when it is imported
+    home = sys.modules.get("transformers.modeling_utils")  # it imports the function by name
     if getattr(home, "get_hf_quantizer", None) is stock:
         home.get_hf_quantizer = auto.get_hf_quantizer

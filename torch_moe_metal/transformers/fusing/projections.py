@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..formats import FORMATS
-from ..layers import Linear
+from ...formats import FORMATS
+from ...layers import Linear
 
 ops = torch.ops.moe_metal
 

@@ -1,4 +1,4 @@
-"""Which stored tensors each of a model's tensors is made of, and whether they fit, before any of them is loaded."""
+"""Finds the stored tensors that each of a model's tensors is made of, and checks them before any is loaded."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ class Sources:
 
     @property
     def patterns(self) -> list[str | None]:
-        """All that the conversion reads, whether there is something for them or not."""
+        """All patterns that the conversion reads, including those without a stored tensor."""
         return [None] if self.converter is None else self.converter.source_patterns
 
     @property
@@ -42,8 +42,8 @@ class Sources:
         )
 
     def expect(self, shapes: Iterable[Shape], dtypes: tuple[str, ...]) -> None:
-        """An error where they do not make a tensor of one of these shapes: there is one of such a shape, or, of a shape
-        [E, N, ...], those of E experts."""
+        """Raises if they do not make a tensor of one of these shapes. There is one tensor of such a shape, or, for a
+        shape [E, N, ...], one per expert."""
         shapes, first = list(shapes), next(iter(self))
         for stored in self:
             stored.expect(stored.dtype in dtypes, f"{', '.join(dtypes)} by the format and the model's configuration")
@@ -55,10 +55,10 @@ class Sources:
 
     def expect_patterns(self, patterns: Iterable[str | None]) -> None:
         for pattern in patterns:
-            next(iter(self)).expect(pattern in self.by_pattern, f"{pattern} beside it, by the model's configuration")
+            next(iter(self)).expect(pattern in self.by_pattern, f"{pattern} as well, by the model's configuration")
 
     def expect_experts(self, experts: int, shapes: list[Shape]) -> None:
-        """For each pattern one tensor of each expert, of one of these shapes."""
+        """Raises unless each pattern has one tensor per expert, of one of these shapes."""
         self.expect_patterns(self.patterns)
         for pattern, given in self.by_pattern.items():
             for stored in given:
@@ -67,16 +67,16 @@ class Sources:
 
 
 def expect_all_experts(given: list[Stored], pattern: str, experts: int) -> None:
-    """An error where these, in the order in which they are loaded, are not one tensor of each expert in turn."""
+    """Raises unless these are one tensor per expert, in order."""
     numbers = [expert_of(stored.name) for stored in given]
     missing = sorted(set(range(experts)) - set(numbers))
-    told = f"without {', '.join(map(str, missing))}" if missing else f"in turn, of which {len(numbers)} are stored"
-    expected = f"{pattern} of the experts 0 to {experts - 1}, by the model's configuration, {told}"
+    got = f"without {', '.join(map(str, missing))}" if missing else f"in turn, of which {len(numbers)} are stored"
+    expected = f"{pattern} of the experts 0 to {experts - 1}, by the model's configuration, {got}"
     given[0].expect(numbers == list(range(experts)), expected)
 
 
 def expert_of(name: str) -> int:
-    """The number of the expert whose tensor has this name."""
+    """The index of the expert that this tensor belongs to."""
     numbers = re.findall(r"\.(\d+)(?=\.)", name)
     return int(numbers[-1]) if numbers else -1
 
@@ -84,7 +84,7 @@ def expert_of(name: str) -> int:
 def sources_of(
     model: nn.Module, tensors: Mapping[str, Stored], conversions: list[WeightTransform]
 ) -> dict[str, Sources]:
-    """The sources of each of a model's tensors that has some, by its name: transformers' own way to find them."""
+    """The sources of each of a model's tensors that has any, by its name, found as transformers does."""
     known = model.state_dict()
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..rehearsal import warm_up_unasked
-from ..transaction import all_or_nothing
+from ...rehearsal import warm_up_unasked
+from ...transaction import all_or_nothing
 from .blocks import (
     Fused,
     FusedBlock,

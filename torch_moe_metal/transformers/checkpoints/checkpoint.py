@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..packing import FP8_BLOCK
+from ...packing import FP8_BLOCK
 
 #: The dtypes that parts of packed weights have, by safetensors' words for them.
 SAFETENSORS = {
@@ -61,10 +61,10 @@ class Stored:
     def expect_scales(self, shape: tuple[int, ...], what: str) -> None:
         self.expect(self.dtype in SCALES and self.shape == shape, f"F32, F16 or BF16 {list(shape)}, {what}")
 
-    def beside(self, tensors: Mapping[str, "Stored"], name: str) -> "Stored":
-        """Another one that must be there if this one is."""
+    def require_sibling(self, tensors: Mapping[str, "Stored"], name: str) -> "Stored":
+        """The tensor of this name. Raises if it is missing."""
         if name not in tensors:
-            raise ValueError(f"torch_moe_metal: {self.file}: {self.name}: expected {name} beside it, which is missing")
+            raise ValueError(f"torch_moe_metal: {self.file}: {self.name}: expected {name} as well, which is missing")
         return tensors[name]
 
     def read(self) -> list[int | float]:
@@ -150,12 +150,12 @@ def check_places(file: Path, entries: Mapping[str, dict], size: int) -> None:
 
 
 def check_mxfp4(tensors: Mapping[str, Stored]) -> None:
-    """gpt-oss: `*_blocks` [..., N, C / 32, 16], and beside them `*_scales` [..., N, C / 32]."""
+    """gpt-oss: `*_blocks` [..., N, C / 32, 16], with `*_scales` [..., N, C / 32]."""
     for name, tensor in tensors.items():
         if name.endswith("_scales"):
-            tensor.beside(tensors, f"{name.removesuffix('scales')}blocks")
+            tensor.require_sibling(tensors, f"{name.removesuffix('scales')}blocks")
         if name.endswith("_blocks"):
-            scales = tensor.beside(tensors, f"{name.removesuffix('blocks')}scales")
+            scales = tensor.require_sibling(tensors, f"{name.removesuffix('blocks')}scales")
             tensor.expect(tensor.dtype == "U8" and tensor.shape[-1:] == (16,), "U8 [..., N, C / 32, 16]")
             of_blocks = list(tensor.shape[:-1])
             scales.expect(
@@ -164,17 +164,17 @@ def check_mxfp4(tensors: Mapping[str, Stored]) -> None:
 
 
 def check_fp8(tensors: Mapping[str, Stored]) -> set[str]:
-    """`*.weight` [N, C] of float8, and beside it `*.weight_scale_inv` [N / 128, C / 128], rounded up. Some call the
-    scales otherwise. -> the dtypes of these"""
+    """`*.weight` [N, C] of float8, with `*.weight_scale_inv` [N / 128, C / 128], rounded up. Some
+    checkpoints have other names for the scales. Returns the dtypes of the scales."""
     scales: list[Stored] = []
     for name, tensor in tensors.items():
         stem, _, last = name.rpartition(".")
         if last == "weight_scale_inv":
-            weight = tensor.beside(tensors, f"{stem}.weight")
+            weight = tensor.require_sibling(tensors, f"{stem}.weight")
             weight.expect(weight.dtype == "F8_E4M3", f"F8_E4M3, which {name} goes with")
         if last == "weight" and tensor.dtype == "F8_E4M3":
             names = [f"{stem}.{other}" for other in ("weight_scale_inv", "scale", "qscale_weight")]
-            scale = tensor.beside(tensors, next((name for name in names if name in tensors), names[0]))
+            scale = tensor.require_sibling(tensors, next((name for name in names if name in tensors), names[0]))
             tensor.expect(len(tensor.shape) == 2, "F8_E4M3 [N, C]")
             blocks = [-(-size // FP8_BLOCK) for size in tensor.shape]
             scale.expect(list(scale.shape) == blocks, f"{blocks}, a scale for each 128 x 128 block of {name}")

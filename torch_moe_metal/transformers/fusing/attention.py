@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from ..arguments import DTYPES
-from ..grad import wants_grad, warn_once
+from ...arguments import DTYPES
+from ...grad import wants_grad, warn_once
 from .experts import NAME, WITH_SHAPES
 
 #: From more on, PyTorch's attention is used, which multiplies matrices.

@@ -399,11 +399,11 @@ def gemma4(file: Metadata) -> dict:
     }
     if not file.int("expert_count", 0, minimum=0):
         return config | {"enable_moe_block": False}
-    chosen = experts(file)
+    of_experts = experts(file)
     return config | {
         "enable_moe_block": True,
-        "num_experts": chosen["num_experts"],
-        "top_k_experts": chosen["num_experts_per_tok"],
+        "num_experts": of_experts["num_experts"],
+        "top_k_experts": of_experts["num_experts_per_tok"],
         "moe_intermediate_size": expert_width(file),
     }
 

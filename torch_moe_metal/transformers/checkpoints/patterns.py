@@ -1,0 +1,48 @@
+"""Patterns for module names: our names and globs, and the regular expressions in checkpoints."""
+
+import re
+from fnmatch import fnmatchcase
+
+#: Names and globs: of the special characters of regular expressions, only [], * and ? are allowed.
+GLOB = re.compile(r"!?[\w.*?-]*(?:\[[\w-]+\][\w.*?-]*)*")
+#: Saved configurations may contain the one regular expression that was documented, and names from `re.escape`.
+ALL_BUT = re.compile(r"\(\?!\.\*([\w.]+)\)\.\*")
+ESCAPED = re.compile(r"(?:\w|\\[.-])+")
+
+
+def as_glob(pattern: str) -> str | None:
+    """A pattern of `skip` or `bits_by_name` as a name or a glob; None for other regular expressions."""
+    if negated := ALL_BUT.fullmatch(pattern):
+        return f"!{negated[1]}"
+    if ESCAPED.fullmatch(pattern):
+        return pattern.replace("\\", "")
+    return pattern if pattern.strip("!") and GLOB.fullmatch(pattern) else None
+
+
+def within(pattern: str, name: str) -> bool:
+    """Whether a name or a glob matches whole parts of a module's name; with a leading !, whether it does not. Python's
+    globs do not backtrack from one star to the previous one, so no pattern takes long."""
+    if pattern.startswith("!"):
+        return not within(pattern[1:], name)
+    if not {*"*?["} & set(pattern):
+        return f".{pattern}." in f".{name}."
+    parts = name.split(".")
+    ends = range(1, len(parts) + 1)
+    return any(fnmatchcase(".".join(parts[first:end]), pattern) for end in ends for first in range(end))
+
+
+def expect_bounded(skipped: object) -> None:
+    """Raises if a checkpoint's list of modules to skip has patterns that may take long to match."""
+    if skipped is not None and not (isinstance(skipped, list) and all(map(is_bounded, skipped))):
+        raise ValueError(f"modules_to_not_convert: expected module names or plain patterns, got {skipped!r}")
+
+
+def is_bounded(pattern: object) -> bool:
+    """Whether a regular expression from a file matches quickly: it repeats no group, and has few repetitions."""
+    if not isinstance(pattern, str) or len(pattern) > 1000 or re.search(r"\)[*+?{]", pattern):
+        return False
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError):
+        return False
+    return len(re.findall(r"[*+?{]", pattern)) <= 4
