@@ -80,7 +80,7 @@ def test_chat_without_a_tokenizer_is_one_line(tmp_path: Path, capsys):
     with pytest.raises(SystemExit) as stop:
         chat.main([str(tmp_path)])
     last = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 2 and f"cannot load the tokenizer of {tmp_path}: it has no words" in last
+    assert stop.value.code == 2 and f"cannot load the tokenizer of {tmp_path}: no tokenizer" in last
 
 
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])

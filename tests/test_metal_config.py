@@ -140,6 +140,7 @@ def test_others_are_left_to_transformers(monkeypatch):
         chosen = Metal(config, pre_quantized=True)
         chosen.validate_environment(device_map=device_map)
         assert type(chosen) is MetalHfQuantizer
+    monkeypatch.setattr("torch_moe_metal.integration._packed_checkpoints", None)  # as if no test had called the switch
     monkeypatch.setenv("TORCH_MOE_METAL_CHECKPOINTS", "0")
     assert not Metal(MetalConfig(), pre_quantized=True).serves(None)
 
