@@ -78,7 +78,7 @@ FAULTS = [
     Fault("one_scale_of_64_columns", "x86/e4m3_dots.h", "of_row[second]", "of_row[0]", MLX_LINEAR),
     Fault("pair_swapped_in_vectors", "x86/avx512_bf16.h", "weights.row + k,", "weights.row + (k ^ 2),", REFERENCE),
     Fault("half_group_over_the_one_before", "x86/tiles.h", "g + tokens / kTile", "g", REFERENCE),
-    Fault("short_ring_on_amx", "experts/experts_tiles.h", "2 * kAtOnce - 1", "kAtOnce - 1", REFERENCE, amx=True),
+    Fault("short_ring_on_amx", "x86/weight_strips.h", "2 * kAtOnce - 1", "kAtOnce - 1", REFERENCE, amx=True),
     Fault("upper_strip_twice_on_amx", "x86/amx_bf16.h", "lower.data + (b & lower.ring) * lower.block, lower.row",
           "upper.data + (b & upper.ring) * upper.block, upper.row", REFERENCE, amx=True),
     Fault("half_tile_twice_on_amx", "x86/amx_int8.h", "numbers[1], 0xee", "numbers[1], 0x44", LINEAR, amx=True),

@@ -71,7 +71,8 @@ def say(text: str) -> None:
 
 def pip(*arguments: str | Path) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
-    if subprocess.run(command).returncode:
+    # This machine's own constraints are about what is installed here, and the versions here are for another platform.
+    if subprocess.run(command, env=os.environ | {"PIP_CONSTRAINT": os.devnull}).returncode:
         raise CrossError(f"pip failed: {' '.join(command)}")
 
 

@@ -38,8 +38,9 @@ def _load_libraries() -> str:
         torch.ops.load_library(FOLDER / "_C.so")
         torch.ops.load_library(FOLDER / f"_cpu_{isa}.so")
     except OSError as error:
+        said = str(error.__cause__ or error)  # torch's own error names the file alone
         # On macOS the CPU kernels find OpenMP in what torch has loaded: setup.py says why.
-        no_openmp = "__kmpc_" in str(error) or "_omp_" in str(error)
+        no_openmp = "__kmpc_" in said or "_omp_" in said
         reason = (
             "because it was built for one that runs its threads by OpenMP, and this one does not"
             if no_openmp
@@ -47,7 +48,7 @@ def _load_libraries() -> str:
         )
         raise ImportError(
             f"torch_moe_metal: its C++ extension does not load into torch {torch.__version__}, {reason}. Rebuild it: "
-            f"`pip install --no-build-isolation --force-reinstall --no-deps .`\nThe loader said: {error}"
+            f"`pip install --no-build-isolation --force-reinstall --no-deps .`\nThe loader said: {said}"
         ) from error
     return isa
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from .arguments import DTYPES
 
 #: Tokens of the calls that are rehearsed. What a prompt's length decides, such as the size of tiles, decides it with
-#: these lengths too, for most models. A prompt is a model's first call, and single tokens are its next.
-TOKENS = (512, 1, 2048, 128, 32)
+#: these lengths too, for most models. A prompt is a model's first call, and single tokens are its next. Two and four
+#: are those of a batch or a draft, for which `linear` has kernels of its own.
+TOKENS = (512, 1, 2048, 128, 32, 4, 2)
 #: Threads that compile. A library is compiled by one of them, and most ops need one or two libraries.
 THREADS = 4
 #: 0 leaves everything to the first calls, unless `warm_up` itself is called.
