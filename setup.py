@@ -77,7 +77,7 @@ def extension(name: str, files: list[str], flags: list[str], link: list[str] = [
 
 def openmp_on_macos() -> list[str]:
     """Apple's driver has no -fopenmp, but the compiler behind it has. torch's wheel brings omp.h with its own headers;
-    for other builds of torch it lies where OMP_PREFIX says, in the conda environment, or where Homebrew puts it."""
+    for other builds of torch it is where OMP_PREFIX says, in the conda environment, or where Homebrew puts it."""
     places = [os.environ.get("OMP_PREFIX"), Path(torch.__file__).parent, sys.prefix, "/opt/homebrew/opt/libomp"]
     headers = [Path(place, "include") for place in places if place]
     found = [folder for folder in headers if (folder / "omp.h").exists()]
@@ -92,7 +92,7 @@ def extensions() -> list[CppExtension]:
         main += sources("mps/*.mm")
         flags = [f"-mmacosx-version-min={MACOS}", *openmp_on_macos()]
         # libomp is not linked, since a second copy of it would be a second pool of threads: dyld finds its functions in
-        # the copy that torch has loaded, wherever that lies (in a wheel torch/lib, in conda the environment's lib).
+        # the copy that torch has loaded, wherever that is (in a wheel torch/lib, in conda the environment's lib).
         link = [flags[0], "-Wl,-undefined,dynamic_lookup"]
         frameworks = ["-framework", "Metal", "-framework", "Foundation"]
     cpu = []

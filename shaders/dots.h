@@ -27,7 +27,7 @@ struct PlaceOf<true> {
 };
 
 // The rows of weights of a team, where they begin in their expert's matrix, and its lane's sums for them. Every second
-// one lies `gap` further: up's, where gate and up are apart.
+// one is `gap` further: up's, where gate and up are apart.
 template <typename At>
 struct ChunkRows {
   Offsets<At, kChunkRows> data, scale, offset;

@@ -10,7 +10,7 @@
 //
 // order and places are int [T * K], ends is int [E]; rows [T * K, H], both [T * K, 2I], inner [T * K, I] and results
 // [T * K, H] are of the activations' dtype: between the products there are three roundings more than elsewhere. Slots
-// whose id lies outside [0, E) are in no expert's part, so all rows from the last end on are undefined, and not read.
+// whose id is outside [0, E) are in no expert's part, so all rows from the last end on are undefined, and not read.
 #include <metal_stdlib>
 using namespace metal;
 

@@ -101,7 +101,7 @@ template <typename At, uint N>
 struct Offsets {
   At at[N];
 };
-// The scales, or offsets, of some rows' groups. The type is asked for once, so that their loads overlap.
+// The scales, or offsets, of some rows' groups. The type is checked once, so that their loads overlap.
 template <typename Codes, typename At, uint N>
 void load_scales(device const uchar* from, thread const Offsets<At, N>& rows, At group, NumberType type,
                  thread Floats<N>& to) {

@@ -38,7 +38,7 @@ inline bool inner_may_be_rounded(const Experts& call) {
 
 enum class ExpertsWay { dots, columns, tiles };
 
-// Dense weights that lie column by column, and few slots, or the partial sums would be large beside the weights.
+// Dense weights stored column by column, and few slots: with many, the partial sums would be larger than the weights.
 inline bool experts_fit_columns(const Experts& call) {
   const Weight &gate_up = call.gate_up, &down = call.down;
   return gate_up.format->is_dense() && down.format->is_dense() && gate_up.row == 1 && down.row == 1 &&

@@ -86,7 +86,7 @@ inline WeightParams weight_params(const Weight& weight, int64_t run) {
   return params;
 }
 
-// Whether every byte of an expert's matrix, and of its scales and offsets, is less than 4 GB from its first. What lies
+// Whether every byte of an expert's matrix, and of its scales and offsets, is less than 4 GB from its first. The gap
 // between gate and up, where they are apart, is not counted.
 inline bool has_short_places(const Weight& weight, const WeightParams& params) {
   const int64_t last = std::max<int64_t>(weight.rows - 1, 0), groups = weight.columns >> params.group_shift;

@@ -48,7 +48,7 @@ template <int bits>
   std::memcpy(&low, from, std::min(2 * bits, 8));
   if constexpr (bits > 4) std::memcpy(&high, from + 8, 2 * bits - 8);
   const uint8x16_t all = vcombine_u8(vcreate_u8(low), vcreate_u8(high));
-  // Each number lies within the two bytes from its first bit's on.
+  // Each number is within two bytes, of which the first holds its first bit.
   constexpr auto kBytes = [] {
     std::array<uint8_t, 32> places{};
     for (int i = 0; i < 32; ++i) places[i] = static_cast<uint8_t>(i / 2 * bits / 8 + i % 2);
