@@ -5,6 +5,7 @@ MOE_METAL_DEVICES=cpu (or mps) leaves one out. There is no silent skip: a simula
 
 import math
 import os
+import signal
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ MOST_FLOPS = {"cpu": math.inf, "mps": 1e9 if SIMULATED else math.inf}  # more wo
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell's background jobs ignore Ctrl-C, and the commands that the tests start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "cases(list): run with each of these cases on each device")
     # Before any test module is imported: PyTorch looks for its mps half once, and keeps what it found.
     if SIMULATED and "mps" in DEVICES:

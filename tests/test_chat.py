@@ -310,12 +310,12 @@ class Terminal:
 
     def leave(self) -> int:
         """By Ctrl-C at the prompt, again where it came before Python's readline waits for keys and was not noticed."""
-        with contextlib.suppress(OSError):  # Linux: the other end is closed
-            for _ in range(30):
-                self.type("\x03")
-                while select.select([self.file], [], [], 2)[0]:
-                    os.read(self.file, 4096)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        for _ in range(30):
+            self.type("\x03")
+            with contextlib.suppress(AssertionError):
+                self.wait_for("\n", 2)
+                return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        raise AssertionError("Ctrl-C does not leave")
 
 
 def test_a_terminal(tmp_path: Path):
