@@ -33,6 +33,13 @@ constexpr int kVectorRegisters = 32;
 #else
 constexpr int kVectorRegisters = 16;
 #endif
+// Whether packed numbers become floats in registers. NEON's vectors are too short for that, and without either
+// Vectorized is a loop over an array in memory.
+#ifdef MOE_METAL_HAS_AVX2
+constexpr bool kUnpacksInRegisters = true;
+#else
+constexpr bool kUnpacksInRegisters = false;
+#endif
 constexpr int64_t kLine = 64;  // bytes that memory hands out at a time
 
 #ifdef MOE_METAL_HAS_AVX512

@@ -84,7 +84,7 @@ inline void halves(const uint8_t* from, int64_t step, int64_t count, float* to) 
 template <class Block>
 struct Blocks {
   static constexpr bool kOffset = Block::kOffset, kScalesAreRare = false, kOwnScales = true;
-  static constexpr int kColumns = Block::kColumns, kBytes = Block::kBytes;
+  static constexpr int kColumns = Block::kColumns, kBytes = Block::kBytes, kGroup = Block::kGroup;
   // Bare codes of formats with offsets; of the others they are centred as they are read.
   static constexpr float kUnit = 1, kMiddle = kOffset ? Block::kMiddle : 0;
   using Dots = IntegerDots<Block>;

@@ -48,14 +48,24 @@ struct Packed : ScaledRows {
 // side.
 template <class Read>
 class GroupDots {
+  static constexpr int64_t kGroup = [] {  // 0: weights differ in it
+    if constexpr (requires { Read::kGroup; })
+      return Read::kGroup;
+    else
+      return 0;
+  }();
+
  public:
+  static constexpr bool kExists = kUnpacksInRegisters && (kGroup == 0 || kGroup >= 2 * kLanes);
+  static constexpr bool kTakesAll = kExists && kGroup != 0;  // whatever the weight's group is
+
   template <int N>
   void operator()(const Packed<Read>& weight, const Tokens& tokens) {
     if (!std::equal(tokens.x, tokens.x + N, laid_out_.begin(), laid_out_.end())) lay_out(weight, tokens);
-    constexpr int64_t kUsual = 64;
+    constexpr int64_t kUsual = kGroup ? kGroup : 64;
     const int64_t group = int64_t{1} << weight.shift;
-    if (group == kUsual) return all_rows<N>(weight, tokens, std::integral_constant<int64_t, kUsual>());
-    all_rows<N>(weight, tokens, group);
+    if (kGroup || group == kUsual) return all_rows<N>(weight, tokens, std::integral_constant<int64_t, kUsual>());
+    if constexpr (kGroup == 0) all_rows<N>(weight, tokens, group);
   }
 
  private:

@@ -3,6 +3,7 @@
 //   kColumns, kBytes      of the bytes that rows are made of
 //   kOwnScales            whether those hold the scales, too: scales() reads them then
 //   kScalesAreRare        whether many columns of many rows share one
+//   kGroup                how many columns share one, if all weights of the format have the same
 //   kOffset               whether a value is scale * code + offset, and else scale * code
 //   operator()            the codes of a vector of a row's columns, as floats
 //   quick                 the same in an order of its own, which codes.in_order() gives to the tokens' numbers, and in
@@ -11,29 +12,24 @@
 //   Dots, Tiles           products of few tokens, and of some, that the processor may have instructions for
 #pragma once
 #include "cpu/weights/packed_weight_rows.h"
+#include "cpu/weights/unpacked_rows.h"
 #ifdef MOE_METAL_HAS_AVX512
 #include "cpu/x86/packed_strips.h"
-#endif
-#ifdef MOE_METAL_HAS_NEON
-#include "cpu/arm/unpacked_rows.h"
 #endif
 
 namespace moe_metal {
 namespace {
 
-#ifndef MOE_METAL_HAS_NEON
-// Products read the rows as they lie, a vector at a time.
-template <class Read>
-struct UnpackedRows {
-  static void product(const Packed<Read>& rows, const Tokens& tokens, std::optional<Panel>& panel) {
-    moe_metal::product(rows, tokens, panel);
+// One or two tokens, against rows that are unpacked in registers.
+template <int N, class Read>
+void product_by_rows(const Packed<Read>& rows, const Tokens& tokens) {
+  int64_t row = 0;
+  if constexpr (N <= kTokensAtOnce / 2) {
+    for (; row + 8 <= rows.rows; row += 8) dot<8, N>(rows, row, tokens, 0);
   }
-  static void unpack(const Packed<Read>& rows, int64_t r, float* to) {
-    const auto some = rows.some(r);
-    for_each_vector(rows.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
-  }
-};
-#endif
+  for (; row + 4 <= rows.rows; row += 4) dot<4, N>(rows, row, tokens, 0);
+  for (; row < rows.rows; ++row) dot<1, N>(rows, row, tokens, 0);
+}
 
 template <class Read>
 class PackedRows final : public WeightRows {
@@ -42,7 +38,7 @@ class PackedRows final : public WeightRows {
 
   void product(const RowRange& rows, const RowRange& next, const Tokens& tokens, std::optional<Panel>& panel) override {
     const uint8_t* after = rows_.prefetched(rows, next);
-    if (panel) return unpacked_.product(rows_.some(rows, 0, rows.count, after), tokens, panel);
+    if (panel) return by_panels(rows_.some(rows, 0, rows.count, after), tokens, panel);
     out_.resize(tokens.count);
     const bool tiles = bfloat16_ && Read::Tiles::takes(rows_.shape(), tokens.count);
     const int64_t at_once = tiles ? rows_.kMost : rows_.rows_at_once();
@@ -66,8 +62,18 @@ class PackedRows final : public WeightRows {
     }
   }
   void scaled_first(const Packed<Read>& rows, const Tokens& tokens) {
+    if constexpr (kUnpacksInRegisters && !GroupDots<Read>::kTakesAll) {
+      if (tokens.count == 1) return product_by_rows<1>(rows, tokens);
+      if (tokens.count == 2) return product_by_rows<2>(rows, tokens);
+    }
     std::optional<Panel> none;
     unpacked_.product(rows, tokens, none);
+  }
+  void by_panels(const Packed<Read>& rows, const Tokens& tokens, std::optional<Panel>& panel) {
+    if constexpr (kUnpacksInRegisters)
+      panel->product(rows, tokens);
+    else
+      unpacked_.product(rows, tokens, panel);
   }
   // Products that are summed before they are scaled. -> whether there is one
   bool scaled_last(const Packed<Read>& rows, const Tokens& tokens) {
@@ -79,7 +85,7 @@ class PackedRows final : public WeightRows {
       dots_(rows, tokens);
       return true;
     }
-    if constexpr (kLanes >= 8) {
+    if constexpr (GroupDots<Read>::kExists) {
       const int64_t group = rows_.weight().group;
       if (group >= 2 * kLanes && rows.columns % group == 0 && tokens.count <= 2) {
         tokens.count == 1 ? by_groups_.template operator()<1>(rows, tokens)

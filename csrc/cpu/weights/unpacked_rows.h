@@ -1,5 +1,5 @@
-// Packed rows as floats, a few at a time in the first cache, where products of floats read them. NEON's vectors are too
-// short to unpack each alone.
+// Packed rows as floats, a few at a time in cache, where products of floats read them. Several tokens share the work of
+// unpacking, and no product is compiled for each format.
 #pragma once
 #include "cpu/weights/group_dots.h"
 
@@ -10,7 +10,6 @@ template <class Read>
 class UnpackedRows {
  public:
   void product(const Packed<Read>& rows, const Tokens& tokens, std::optional<Panel>& panel) {
-    constexpr int64_t kAtOnce = 8;  // as a panel has, too
     const int64_t columns = rows.columns;
     if (!floats_ || columns_ < columns) floats_ = scratch<float>(kAtOnce * columns), columns_ = columns;
     out_.resize(tokens.count);
@@ -25,6 +24,17 @@ class UnpackedRows {
 
   // The numbers of row `r`.
   static void unpack(const Packed<Read>& rows, int64_t r, float* to) {
+#ifdef MOE_METAL_HAS_NEON
+    unpack_by_sixteen(rows, r, to);
+#else
+    const auto some = rows.some(r);
+    for_each_vector(rows.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
+#endif
+  }
+
+ private:
+#ifdef MOE_METAL_HAS_NEON
+  static void unpack_by_sixteen(const Packed<Read>& rows, int64_t r, float* to) {
     const uint8_t* row = rows.data + r * rows.row;
     const float *scales = rows.scales + r * rows.groups, *offsets = rows.offsets + r * rows.groups;
     const int64_t group = int64_t{1} << rows.shift;
@@ -40,8 +50,6 @@ class UnpackedRows {
       if (column < end) last_of_a_row(rows.read, row + column, end - column, scale, to + column);
     }
   }
-
- private:
   [[gnu::always_inline]] static void scaled(const Sixteen& codes, const Vec& scale, const Vec& offset, float* to) {
     unrolled<4>([&](auto v) {
       const Vec code = Read::kUnit == 1 ? codes[v] : codes[v] * Vec(Read::kUnit);
@@ -58,7 +66,10 @@ class UnpackedRows {
     scaled(numbers, scale, Vec(0), some);
     std::copy_n(some, count, to);
   }
+#endif
 
+  // As many as a panel has, or as are multiplied together and stay in the first cache.
+  static constexpr int64_t kAtOnce = kUnpacksInRegisters ? 4 : 8;
   std::unique_ptr<float[], Free> floats_;
   int64_t columns_ = 0;
   std::vector<float*> out_;
