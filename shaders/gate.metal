@@ -1,8 +1,8 @@
-// The whole router: route(norm(hidden) @ router_weight^T + router_bias, ...); reference.gate says how.
+// The whole router: route(norm(hidden) @ router_weight^T + router_bias, ...); see reference.gate.
 //
 // hidden [T, H]; router_weight [E, H], T or float; norm_weight [H], router_bias, select_bias, per_expert_scale [E], or
 // absent; weights float [T, K]; ids int [T, K]; logits float [T, E].
-//   gate         everything, for few tokens and a small router. Grid: one threadgroup per token, along x.
+//   gate         the whole op, for few tokens and a small router. Grid: one threadgroup per token, along x.
 //   gate_logits  logits for few tokens; route.metal does the rest. Grid: groups of tokens along x, of experts along y.
 //   gate_tile    logits for many tokens. Grid: tiles of 32 tokens along x, of 64 experts along y.
 #include <metal_stdlib>
@@ -12,8 +12,8 @@ using namespace metal;
 
 namespace moe_metal {
 
-// One simdgroup per expert and part of H; the parts keep all simdgroups busy when experts are few. Then the first
-// simdgroup routes.
+// A simdgroup computes the dot product of one expert, or of a part of H if there are fewer experts than simdgroups.
+// Then the first simdgroup routes.
 template <typename T, typename W>
 [[kernel]] void gate(device const T* hidden [[buffer(0)]], device const W* router_weight [[buffer(1)]],
                      device const T* norm_weight [[buffer(2)]], device const T* router_bias [[buffer(3)]],
@@ -23,7 +23,7 @@ template <typename T, typename W>
                      uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
                      uint simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr uint N = kGateMaxExperts / kSimdgroup;
-  threadgroup float dots[kGateMaxExperts];  // [experts, parts] when parts > 1, which experts < 32 makes fit
+  threadgroup float dots[kGateMaxExperts];  // [experts, parts]; parts > 1 only if experts <= 16, so they fit
   threadgroup float squares[kMaxSimdgroups];
   if (token >= params.row.count) return;
   const uint E = params.route.routing.experts, K = params.route.routing.top_k;
@@ -55,7 +55,7 @@ template <typename T, typename W>
                  params.route);
 }
 
-// A threadgroup does `Tokens` tokens by `Experts` experts; its simdgroups share H.
+// A threadgroup computes `Tokens` tokens by `Experts` experts; its simdgroups share H.
 template <typename T, typename W, uint Tokens, uint Experts>
 [[kernel]] void gate_logits(device const T* hidden [[buffer(0)]], device const W* router_weight [[buffer(1)]],
                             device const T* norm_weight [[buffer(2)]], device const T* router_bias [[buffer(3)]],
@@ -96,14 +96,14 @@ template <typename T, typename W, uint Tokens, uint Experts>
       dot_sum * gate_rms(square_sum, params) + gate_bias(router_bias, expert + e, params);
 }
 
-// Tiles of x and of the router pass through threadgroup memory, kTileStep of H at a time, while the next are already
-// being loaded. Rows are padded by one chunk, so that reads of 16 rows at once fall on different banks.
+// Tiles of x and of the router are copied to threadgroup memory, kTileStep columns of H at a time, while the next are
+// being loaded. Rows are padded by one chunk, so that reads of 16 rows at once use different banks.
 MOE_METAL_CONSTANT uint kTileStep = 32;
 MOE_METAL_CONSTANT uint kTileChunks = kTileStep / 4;
 MOE_METAL_CONSTANT uint kTileStride = kTileChunks + 1;
 MOE_METAL_CONSTANT uint kDown = kGateTileTokens / 4, kAcross = kGateTileExperts / 4;  // threads of a tile
 
-// The chunks of a tile that one thread loads. Past the end of H they are 0.
+// The chunks of a tile that one thread loads. Chunks past the end of H are 0.
 template <uint Rows>
 struct TileLoads {
   float4 chunks[Rows * kTileChunks / kGateTileThreads];

@@ -1,6 +1,6 @@
 // output = (residual + norm(input) * weight) * scalar, and the op norm: norm(input) * weight
 //
-// input, output [T, H]; residual [T, H], weight [H], or absent, as norm may have them; scalar [1] or [H], or absent.
+// input, output [T, H]; residual [T, H] and weight [H], which may be absent in norm; scalar [1] or [H], or absent.
 // Grid: one threadgroup per token, along x.
 #include <metal_stdlib>
 using namespace metal;

@@ -1,7 +1,7 @@
 // sum = residual + input; output = norm(sum) * weight * scalar
 //
 // residual, input, output, sum [T, H]; weight [H]; scalar [1] or [H], or absent.
-// The norm sees the sum before it is rounded.
+// The norm uses the sum before it is rounded.
 // Grid: one threadgroup per token, along x.
 #include <metal_stdlib>
 using namespace metal;

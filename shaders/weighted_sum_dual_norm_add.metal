@@ -1,7 +1,7 @@
 // output = norm(residual) * residual_norm_weight + norm(sum_k weights * slots) * moe_norm_weight
 //
 // slots [T, K, H]; weights [T, K]; residual, output [T, H]; residual_norm_weight, moe_norm_weight [H].
-// Grid: one threadgroup per token, along x. Both norms share the walk over the row and its one sum.
+// Grid: one threadgroup per token, along x. Both norms share one pass over the row and one reduction.
 #include <metal_stdlib>
 using namespace metal;
 

@@ -1,7 +1,7 @@
-// residual += sum_k weights * slots; output = residual * rms(residual) * norm_weight
+// residual += sum_k weights * slots; output = norm(residual) * norm_weight
 //
 // slots [T, K, H]; weights [T, K]; norm_weight [H]; residual [T, H], read and written in place; output [T, H].
-// The norm sees the sum before it is rounded to the residual's type.
+// The norm uses the sum before it is rounded to the residual's type.
 // Grid: one threadgroup per token, along x.
 #include <metal_stdlib>
 using namespace metal;

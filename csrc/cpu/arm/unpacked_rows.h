@@ -1,5 +1,5 @@
-// Packed rows as floats, a few at a time in the first cache, where products of floats read them. NEON's vectors are too
-// short to unpack each alone.
+// Unpacks a few packed rows at a time to floats in the L1 cache, for the products of floats. NEON's vectors are too
+// short to unpack each one separately.
 #pragma once
 #include "cpu/weights/group_dots.h"
 
@@ -10,7 +10,7 @@ template <class Read>
 class UnpackedRows {
  public:
   void product(const Packed<Read>& rows, const Tokens& tokens, std::optional<Panel>& panel) {
-    constexpr int64_t kAtOnce = 8;  // as a panel has, too
+    constexpr int64_t kAtOnce = 8;  // the rows of a panel
     const int64_t columns = rows.columns;
     if (!floats_ || columns_ < columns) floats_ = scratch<float>(kAtOnce * columns), columns_ = columns;
     out_.resize(tokens.count);
@@ -23,7 +23,7 @@ class UnpackedRows {
     }
   }
 
-  // The numbers of row `r`.
+  // Writes the values of row `r` to `to`.
   static void unpack(const Packed<Read>& rows, int64_t r, float* to) {
     const uint8_t* row = rows.data + r * rows.row;
     const float *scales = rows.scales + r * rows.groups, *offsets = rows.offsets + r * rows.groups;
@@ -48,7 +48,7 @@ class UnpackedRows {
       store(to + v * kLanes, Read::kOffset ? at::vec::fmadd(code, scale, offset) : code * scale, Whole());
     });
   }
-  // Fewer than 16 columns are left where each has a byte, and nowhere else.
+  // A tail of fewer than 16 columns. It only occurs in formats with one byte per number.
   static void last_of_a_row(const Read& read, const uint8_t* from, int64_t count, const Vec& scale, float* to) {
     uint8_t bytes[kSixteen] = {};
     std::memcpy(bytes, from, count);
