@@ -398,9 +398,9 @@ class Spaces:
     def __init__(self, tokens, keep=False, constants=()):
         self.out = []
         self.keep = keep
-        self.constants = dict(constants)  # function constants by index; one that is not here has no value
+        self.constants = dict(constants)  # values of function constants by index; others have no value
         self.ordinal = 0
-        self.kernel_depth = None  # brace depth of the kernel body we are in
+        self.kernel_depth = None  # brace depth of the current kernel's body
         depth, i = 0, 0
         while i < len(tokens):
             token = tokens[i]
