@@ -258,7 +258,7 @@ Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const 
   call.shared = args.activation("shared", shared, "*H");
   call.shared_gate = args.parameter("shared_gate", shared_gate, "*");
   TORCH_CHECK(!call.shared_gate.defined() || call.shared.defined(), args.prefix("shared_gate"),
-              "expected `shared` beside it, got none");
+              "expected `shared` as well, got none");
   call.residual = args.activation("residual", residual, "*H");
   call.params = activation_params(args, activation, alpha, limit);
   make_contiguous({&call.x, &call.weights, &call.ids, &call.gate_up_bias, &call.down_bias, &call.shared,
@@ -393,7 +393,7 @@ Tensor weighted_sum(const Tensor& slots, const Tensor& weights, const OptionalTe
   sum.shared = args.activation("shared", shared, "*H");
   sum.shared_gate = args.parameter("shared_gate", shared_gate, "*");
   TORCH_CHECK(!sum.shared_gate.defined() || sum.shared.defined(), args.prefix("shared_gate"),
-              "expected `shared` beside it, got none");
+              "expected `shared` as well, got none");
   sum.residual = args.activation("residual", residual, "*H");
   make_contiguous(sum);
   sum.output = args.output(sum.H);

@@ -81,7 +81,7 @@ class PackedWeight {
     const int64_t own = format_.scale_columns;
     const bool fits = group_size_ == 0 || (own ? group_size_ == own : is_one_of(kAffineGroups, group_size_));
     TORCH_CHECK(fits, args_.prefix("group_size"), "expected 0", own ? c10::str(" or ", own) : ", 16, 32, 64 or 128",
-                " beside format ", format_.name, ", got ", group_size_);
+                " with format ", format_.name, ", got ", group_size_);
   }
 
   void check_data() {
@@ -121,8 +121,7 @@ class PackedWeight {
     const bool run =
         data.numel() == 0 || ((data.size(-1) <= 1 || data.stride(-1) == 1) &&
                               (packed_dims == 1 || data.size(-2) <= 1 || data.stride(-2) == data.size(-1)));
-    TORCH_CHECK(run, args_.prefix(names_.data), "expected rows whose bytes lie side by side, got strides ",
-                data.strides());
+    TORCH_CHECK(run, args_.prefix(names_.data), "expected rows of contiguous bytes, got strides ", data.strides());
   }
 
   void check_data_dtype() const {
@@ -143,7 +142,7 @@ class PackedWeight {
   }
 
   void check_scale() {
-    TORCH_CHECK(Arguments::given(scale_), args_.prefix(names_.scale), "expected a tensor beside format ", format_.name,
+    TORCH_CHECK(Arguments::given(scale_), args_.prefix(names_.scale), "expected a tensor with format ", format_.name,
                 ", got none");
     const Tensor& scale = weight_.scale = *scale_;
     args_.check_dense(names_.scale, scale);
@@ -195,7 +194,7 @@ class PackedWeight {
   }
 
   void check_absent(const char* name, const OptionalTensor& tensor) const {
-    TORCH_CHECK(!Arguments::given(tensor), args_.prefix(name), "expected none beside format ", format_.name,
+    TORCH_CHECK(!Arguments::given(tensor), args_.prefix(name), "expected none with format ", format_.name,
                 ", got a tensor");
   }
 
@@ -204,15 +203,15 @@ class PackedWeight {
       if (Arguments::given(offset_)) check_factor();
       return;
     }
-    TORCH_CHECK(Arguments::given(offset_), args_.prefix(names_.offset), "expected a tensor beside format ",
-                format_.name, ", got none");
+    TORCH_CHECK(Arguments::given(offset_), args_.prefix(names_.offset), "expected a tensor with format ", format_.name,
+                ", got none");
     const Tensor &scale = weight_.scale, &offset = weight_.offset = *offset_;
     args_.check_dense(names_.offset, offset);
     TORCH_CHECK(offset.scalar_type() == scale.scalar_type(), args_.prefix(names_.offset), "expected ",
                 dtype_name(scale.scalar_type()), ", the dtype of ", names_.scale, "; got ",
                 dtype_name(offset.scalar_type()));
     TORCH_CHECK(offset.sizes() == scale.sizes(), args_.prefix(names_.offset), "expected shape ", scale.sizes(),
-                ", that of ", names_.scale, "; got ", offset.sizes());
+                ", the shape of ", names_.scale, "; got ", offset.sizes());
   }
 
   // One factor per matrix.
@@ -250,12 +249,12 @@ inline Weight Arguments::weight(const WeightNames& names, const Tensor& data, co
                                 const OptionalTensor& offset, const Format& format, int64_t group_size,
                                 bool transposed) {
   if (!format.is_dense()) {
-    TORCH_CHECK(!transposed, prefix("transposed"), "expected False beside format ", format.name, ", got True");
+    TORCH_CHECK(!transposed, prefix("transposed"), "expected False with format ", format.name, ", got True");
     return PackedWeight(*this, names, data, scale, offset, format, group_size).checked();
   }
-  TORCH_CHECK(group_size == 0, prefix("group_size"), "expected 0 beside format dense, got ", group_size);
-  TORCH_CHECK(!given(scale), prefix(names.scale), "expected none beside format dense, got a tensor");
-  TORCH_CHECK(!given(offset), prefix(names.offset), "expected none beside format dense, got a tensor");
+  TORCH_CHECK(group_size == 0, prefix("group_size"), "expected 0 with format dense, got ", group_size);
+  TORCH_CHECK(!given(scale), prefix(names.scale), "expected none with format dense, got a tensor");
+  TORCH_CHECK(!given(offset), prefix(names.offset), "expected none with format dense, got a tensor");
   check_given(names.data, data);
   TORCH_CHECK(is_activation(data.scalar_type()), prefix(names.data),
               "expected float32, float16 or bfloat16 in format dense, got ", dtype_name(data.scalar_type()));

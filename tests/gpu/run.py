@@ -446,7 +446,7 @@ def times(folder: Path, arguments: list[str]) -> int:
 
 
 class PackedTimes:
-    """The rows of packed_rows.py: compared with the reference in float64, and timed in a CUDA graph of several inputs."""
+    """The rows of packed_rows.py: compared with the reference in float64, and timed in a graph of several inputs."""
 
     SETS = 16
 
