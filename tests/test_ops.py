@@ -839,7 +839,8 @@ for _sample, _data, _letters in (("linear affine4", "weight", "[N"), ("experts a
         bad(_sample, f"{_scale}: expected float32, float16 or bfloat16 in format affine, got float64",
             **{_scale: Tensor.double}),
         bad(_sample, f"{_offset}: expected float32, the dtype of {_scale}; got float16", **{_offset: Tensor.half}),
-        bad(_sample, f"{_offset}: expected shape [{_rows}, 3], the shape of {_scale}; got [{_rows}, 2]", **{_offset: cut}),
+        bad(_sample, f"{_offset}: expected shape [{_rows}, 3], the shape of {_scale}; got [{_rows}, 2]",
+            **{_offset: cut}),
     ]  # fmt: skip
 ONE_RUN = "expected rows of contiguous bytes, got strides "
 BAD += [
