@@ -79,18 +79,18 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, const OptionalTensor& sel
                                  std::string_view renormalize, int64_t n_group, int64_t topk_group,
                                  std::string_view group_score, double scaling_factor, double softcap) {
   Arguments args("route", "logits", logits);
-  Route route;
-  route.logits = args.activation("logits", logits, "*E");
-  route.select_bias = args.parameter("select_bias", select_bias, "E");
-  route.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
-  route.params =
+  Route call;
+  call.logits = args.activation("logits", logits, "*E");
+  call.select_bias = args.parameter("select_bias", select_bias, "E");
+  call.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
+  call.params =
       routing_params(args, {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
-  make_contiguous({&route.logits, &route.select_bias, &route.per_expert_scale});
-  route.T = args.tokens();
-  route.weights = args.output(top_k, at::kFloat);
-  route.ids = args.output(top_k, at::kInt);
-  if (route.T > 0) run(route);
-  return {route.weights, route.ids};
+  make_contiguous({&call.logits, &call.select_bias, &call.per_expert_scale});
+  call.T = args.tokens();
+  call.weights = args.output(top_k, at::kFloat);
+  call.ids = args.output(top_k, at::kInt);
+  if (call.T > 0) run(call);
+  return {call.weights, call.ids};
 }
 
 struct Gate {
@@ -108,25 +108,25 @@ std::tuple<Tensor, Tensor> gate(const Tensor& hidden, const Tensor& router_weigh
                                 std::string_view renormalize, int64_t n_group, int64_t topk_group,
                                 std::string_view group_score, double scaling_factor, double softcap, double eps) {
   Arguments args("gate", "hidden", hidden);
-  Gate gate;
-  gate.hidden = args.activation("hidden", hidden, "*H");
+  Gate call;
+  call.hidden = args.activation("hidden", hidden, "*H");
   args.at_least_one('H', "hidden");
-  gate.router_weight = args.parameter("router_weight", router_weight, "EH");
-  gate.norm_weight = args.parameter("norm_weight", norm_weight, "H");
-  gate.router_bias = args.parameter("router_bias", router_bias, "E");
-  gate.select_bias = args.parameter("select_bias", select_bias, "E");
-  gate.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
-  gate.params =
+  call.router_weight = args.parameter("router_weight", router_weight, "EH");
+  call.norm_weight = args.parameter("norm_weight", norm_weight, "H");
+  call.router_bias = args.parameter("router_bias", router_bias, "E");
+  call.select_bias = args.parameter("select_bias", select_bias, "E");
+  call.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
+  call.params =
       routing_params(args, {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
-  gate.eps = args.not_negative("eps", eps);
-  make_contiguous({&gate.hidden, &gate.router_weight, &gate.norm_weight, &gate.router_bias, &gate.select_bias,
-                   &gate.per_expert_scale});
-  gate.T = args.tokens();
-  gate.H = args['H'];
-  gate.weights = args.output(top_k, at::kFloat);
-  gate.ids = args.output(top_k, at::kInt);
-  if (gate.T > 0) run(gate);
-  return {gate.weights, gate.ids};
+  call.eps = args.not_negative("eps", eps);
+  make_contiguous({&call.hidden, &call.router_weight, &call.norm_weight, &call.router_bias, &call.select_bias,
+                   &call.per_expert_scale});
+  call.T = args.tokens();
+  call.H = args['H'];
+  call.weights = args.output(top_k, at::kFloat);
+  call.ids = args.output(top_k, at::kInt);
+  if (call.T > 0) run(call);
+  return {call.weights, call.ids};
 }
 
 // ---------------------------------------------------------------------------------------------- experts
@@ -155,16 +155,16 @@ template <auto run>
 Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, double alpha,
            std::optional<double> limit) {
   Arguments args("glu", "gate", gate);
-  Glu glu;
-  glu.gate = args.activation("gate", gate, "*I");
-  glu.up = args.activation("up", up, "*I");
+  Glu call;
+  call.gate = args.activation("gate", gate, "*I");
+  call.up = args.activation("up", up, "*I");
   args.at_least_one('I', "gate");
-  glu.params = activation_params(args, activation, alpha, limit);
-  glu.rows = args.tokens();
-  glu.I = args['I'];
-  glu.output = args.output(glu.I);
-  if (glu.rows > 0) run(glu);
-  return glu.output;
+  call.params = activation_params(args, activation, alpha, limit);
+  call.rows = args.tokens();
+  call.I = args['I'];
+  call.output = args.output(call.I);
+  if (call.rows > 0) run(call);
+  return call.output;
 }
 
 struct Experts {

@@ -13,7 +13,7 @@ float4 norm_weight4(device const T* norm_weight, uint i, GateParams params) {
   return load4(norm_weight, i, params.row, params.norm_weight);
 }
 
-inline float gate_rms(float squares, GateParams params) {
+inline float gate_inv_rms(float squares, GateParams params) {
   if (params.norm_weight == ParameterType::absent) return 1;
   return rsqrt(squares / float(params.row.length) + params.eps);
 }

@@ -42,14 +42,14 @@ template <typename T, typename W>
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (simdgroup > 0) return;
-  const float rms = gate_rms(simd_sum(lane < parts ? squares[lane] : 0), params);
+  const float inv_rms = gate_inv_rms(simd_sum(lane < parts ? squares[lane] : 0), params);
   float logits[N];
   for (uint n = 0; n < N; ++n) {
     const uint expert = lane + n * kSimdgroup;
     logits[n] = 0;
     if (expert >= E) continue;
     for (uint part = 0; part < parts; ++part) logits[n] += dots[expert * parts + part];
-    logits[n] = logits[n] * rms + gate_bias(router_bias, expert, params);
+    logits[n] = logits[n] * inv_rms + gate_bias(router_bias, expert, params);
   }
   route_token<N>(logits, select_bias, per_expert_scale, weights + ulong(token) * K, ids + ulong(token) * K, lane,
                  params.route);
@@ -93,7 +93,7 @@ template <typename T, typename W, uint Tokens, uint Experts>
     square_sum += squares[part][t];
   }
   logits[(token + t) * E + expert + e] =
-      dot_sum * gate_rms(square_sum, params) + gate_bias(router_bias, expert + e, params);
+      dot_sum * gate_inv_rms(square_sum, params) + gate_bias(router_bias, expert + e, params);
 }
 
 // Tiles of x and of the router are copied to threadgroup memory, kTileStep columns of H at a time, while the next are
@@ -132,7 +132,7 @@ void store_tile(TileLoads<Rows> loads, threadgroup float4* tile, uint thread_ind
 template <bool wide, typename T, typename W>
 void tile_logits(device const T* hidden, device const W* router_weight, device const T* norm_weight,
                  device const T* router_bias, device float* logits, GateParams params, uint2 group, uint thread_index,
-                 threadgroup float4* x_tile, threadgroup float4* w_tile, threadgroup float* rms) {
+                 threadgroup float4* x_tile, threadgroup float4* w_tile, threadgroup float* inv_rms) {
   const uint E = params.route.routing.experts, H = params.row.length;
   const ulong token = ulong(group.x) * kGateTileTokens, last_token = params.route.tokens - 1;
   const uint expert = group.y * kGateTileExperts, own_h = thread_index % kTileChunks * 4;
@@ -166,14 +166,14 @@ void tile_logits(device const T* hidden, device const W* router_weight, device c
   for (uint n = 0; n < 2; ++n) {  // eight neighbouring lanes hold one row of x
     for (uint apart = 1; apart < kTileChunks; apart *= 2) squares[n] += simd_shuffle_xor(squares[n], ushort(apart));
     const uint chunk = thread_index + n * kGateTileThreads;
-    if (chunk % kTileChunks == 0) rms[chunk / kTileChunks] = gate_rms(squares[n], params);
+    if (chunk % kTileChunks == 0) inv_rms[chunk / kTileChunks] = gate_inv_rms(squares[n], params);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint t = 0; t < 4; ++t) {
     for (uint e = 0; e < 4; ++e) {
       const uint row = own_token + kDown * t, column = expert + own_expert + kAcross * e;
       if (token + row > last_token || column >= E) continue;
-      logits[(token + row) * E + column] = dots[t][e] * rms[row] + gate_bias(router_bias, column, params);
+      logits[(token + row) * E + column] = dots[t][e] * inv_rms[row] + gate_bias(router_bias, column, params);
     }
   }
 }
@@ -186,13 +186,13 @@ template <typename T, typename W>
                           uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float4 x_tile[kGateTileTokens * kTileStride];
   threadgroup float4 w_tile[kGateTileExperts * kTileStride];
-  threadgroup float rms[kGateTileTokens];
+  threadgroup float inv_rms[kGateTileTokens];
   if (params.row.wide) {
     tile_logits<true>(hidden, router_weight, norm_weight, router_bias, logits, params, group, thread_index, x_tile,
-                      w_tile, rms);
+                      w_tile, inv_rms);
   } else {
     tile_logits<false>(hidden, router_weight, norm_weight, router_bias, logits, params, group, thread_index, x_tile,
-                       w_tile, rms);
+                       w_tile, inv_rms);
   }
 }
 

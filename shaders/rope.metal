@@ -31,16 +31,16 @@ struct RopeHeads {
     return sum;
   }
   // rsqrt(mean(x^2) + eps) of a head, or of all heads; 1 without a norm.
-  float rms(uint head, uint lane, float eps) const thread {
+  float inv_rms(uint head, uint lane, float eps) const thread {
     if (weight_type == ParameterType::absent) return 1;
     if (!norms_all) return rsqrt(simd_sum(squares(head, lane)) / float(D) + eps);
     float sum = 0;
     for (uint h = 0; h < count; ++h) sum += squares(h, lane);
     return rsqrt(simd_sum(sum) / (float(count) * float(D)) + eps);
   }
-  float normed(uint head, uint i, float rms) const thread {
+  float normed(uint head, uint i, float inv_rms) const thread {
     if (weight_type == ParameterType::absent) return value(head, i);
-    return value(head, i) * rms * load(weight, (norms_all ? head * D : 0) + i, weight_type);
+    return value(head, i) * inv_rms * load(weight, (norms_all ? head * D : 0) + i, weight_type);
   }
 };
 
@@ -48,16 +48,16 @@ template <typename T>
 void rope_head(RopeHeads<T> heads, uint head, device const T* cosines, device const T* sines, device T* output,
                uint lane, constant RopeParams& params) {
   const uint D = params.D, R = params.R;
-  const float rms = heads.rms(head, lane, params.eps);
+  const float inv_rms = heads.inv_rms(head, lane, params.eps);
   for (uint i = lane; i < R; i += kSimdgroup) {
-    const float a = heads.normed(head, params.interleaved ? 2 * i : i, rms);
-    const float b = heads.normed(head, params.interleaved ? 2 * i + 1 : R + i, rms);
+    const float a = heads.normed(head, params.interleaved ? 2 * i : i, inv_rms);
+    const float b = heads.normed(head, params.interleaved ? 2 * i + 1 : R + i, inv_rms);
     const float c = load(cosines, i * params.cos.element, params.cos_type);
     const float s = load(sines, i * params.sin.element, params.sin_type);
     output[i] = T(a * c - b * s);
     output[R + i] = T(b * c + a * s);
   }
-  for (uint i = 2 * R + lane; i < D; i += kSimdgroup) output[i] = T(heads.normed(head, i, rms));
+  for (uint i = 2 * R + lane; i < D; i += kSimdgroup) output[i] = T(heads.normed(head, i, inv_rms));
 }
 
 // values + elements, for a parameter of either type.

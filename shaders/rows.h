@@ -87,7 +87,7 @@ MOE_METAL_CONSTANT uint kKept = 4;
 //   Value               four elements to be normed, or four of each of two rows
 //   value(i)            computes elements i to i + 3
 //   squares(value)      their sum of squares, for each of the two rows
-//   write(i, value, rms)
+//   write(i, value, inv_rms)
 //   params.row, params.eps
 template <class Row>
 void walk_row(thread const Row& row, uint thread_index, uint simdgroups, threadgroup float2* partial) {
@@ -105,13 +105,13 @@ void walk_row(thread const Row& row, uint thread_index, uint simdgroups, threadg
   }
   for (uint i = rest; i < length; i += step) squares += row.squares(row.value(i));
   const float2 mean = threadgroup_sum(squares, thread_index, simdgroups, partial) / float(length);
-  const float2 rms = float2(rsqrt(mean.x + row.params.eps), rsqrt(mean.y + row.params.eps));
+  const float2 inv_rms = float2(rsqrt(mean.x + row.params.eps), rsqrt(mean.y + row.params.eps));
 #pragma clang loop unroll(full)
   for (uint n = 0; n < kKept; ++n) {
     const uint i = first + n * step;
-    if (i < length) row.write(i, kept[n], rms);
+    if (i < length) row.write(i, kept[n], inv_rms);
   }
-  for (uint i = rest; i < length; i += step) row.write(i, row.value(i), rms);
+  for (uint i = rest; i < length; i += step) row.write(i, row.value(i), inv_rms);
 }
 
 // `wide` is a constant in each branch, so that there is no branch at every load.

@@ -25,9 +25,10 @@ struct DualNormAddRow {
 
   Both value(uint i) const thread { return {load4(residual, i, params.row), slots.sum(i, params.row.wide)}; }
   float2 squares(Both v) const thread { return float2(dot(v.residual, v.residual), dot(v.moe, v.moe)); }
-  void write(uint i, Both v, float2 rms) const thread {
-    const float4 first = v.residual * rms.x * load4(residual_norm_weight, i, params.row, params.residual_norm_weight);
-    const float4 second = v.moe * rms.y * load4(moe_norm_weight, i, params.row, params.norm_weight);
+  void write(uint i, Both v, float2 inv_rms) const thread {
+    const float4 first =
+        v.residual * inv_rms.x * load4(residual_norm_weight, i, params.row, params.residual_norm_weight);
+    const float4 second = v.moe * inv_rms.y * load4(moe_norm_weight, i, params.row, params.norm_weight);
     store4(output, i, first + second, params.row);
   }
 };

@@ -21,9 +21,9 @@ struct ResidualNormRow {
 
   float4 value(uint i) const thread { return slots.sum(i, params.row.wide) + load4<T>(residual, i, params.row); }
   float2 squares(float4 v) const thread { return float2(dot(v, v), 0); }
-  void write(uint i, float4 v, float2 rms) const thread {
+  void write(uint i, float4 v, float2 inv_rms) const thread {
     store4(residual, i, v, params.row);
-    store4(output, i, v * rms.x * load4(norm_weight, i, params.row, params.norm_weight), params.row);
+    store4(output, i, v * inv_rms.x * load4(norm_weight, i, params.row, params.norm_weight), params.row);
   }
 };
 

@@ -106,18 +106,18 @@ inline void product_by_rows(const Reader& weight, const Tokens& tokens) {
 // V * kLanes rows times N tokens, with vectors along the rows, for weights with contiguous columns that are `step`
 // apart. Multiplies the columns [begin, end); `weight` points to the first of them. Partial sums are kept in `out`
 // between calls: that bounds both the rounding errors of long sums and the memory that a call reads.
-// `ahead` is called for each column.
-template <int V, int N, class Scalar, class Count, class Ahead = decltype([] {})>
+// `prefetch` is called for each column.
+template <int V, int N, class Scalar, class Count, class Prefetch = decltype([] {})>
 [[gnu::flatten, gnu::noinline]] inline void axpy(const Scalar* weight, int64_t step, int64_t first_row,
                                                  const Tokens& tokens, int64_t first, int64_t begin, int64_t end,
-                                                 Count count, Ahead ahead = {}) {
+                                                 Count count, Prefetch prefetch = {}) {
   Vec sums[V][N];
   unrolled<V>([&](auto v) { unrolled<N>([&](auto n) { sums[v][n] = Vec(0); }); });
   const float* x[N];
   unrolled<N>([&](auto n) { x[n] = tokens.x[first + n]; });
   for (int64_t column = begin; column < end; ++column) {
     const Scalar* here = weight + (column - begin) * step;
-    ahead();
+    prefetch();
     Vec values[N];
     unrolled<N>([&](auto n) { values[n] = Vec(x[n][column]); });
     unrolled<V>([&](auto v) {
@@ -170,23 +170,25 @@ class Panel {
         const int64_t end = std::min(begin + kPanelColumns, weight.columns);
         fill(weight, row, begin, end);
         const bool last = end == weight.columns;
-        Ahead ahead(last ? weight.place(row + kPanelRows, 0) : weight.place(row, end), weight.row_bytes(),
-                    weight.bytes(kPanelColumns));
+        PanelPrefetch prefetch(last ? weight.place(row + kPanelRows, 0) : weight.place(row, end), weight.row_bytes(),
+                               weight.bytes(kPanelColumns));
         int64_t n = 0;
-        for (; n + kMany <= tokens.count; n += kMany) multiply<kMany>(row, tokens, n, begin, end, ahead);
-        for (; n < tokens.count; n += kFew) multiply<kFew>(row, filled_up(tokens, n), 0, begin, end, ahead);
+        for (; n + kTokensPerPass <= tokens.count; n += kTokensPerPass)
+          multiply<kTokensPerPass>(row, tokens, n, begin, end, prefetch);
+        for (; n < tokens.count; n += kTailTokens)
+          multiply<kTailTokens>(row, padded_tail(tokens, n), 0, begin, end, prefetch);
       }
     }
   }
 
  private:
-  static constexpr int kVectors = 2, kMany = kVectorsOfRows / kVectors, kFew = 4;
+  static constexpr int kVectors = 2, kTokensPerPass = kVectorsOfRows / kVectors, kTailTokens = 4;
   static constexpr int64_t kPanelRows = kVectors * kLanes, kPanelColumns = 256;
 
   // Prefetches the next panel, a cache line at a time, while this one is multiplied.
-  class Ahead {
+  class PanelPrefetch {
    public:
-    Ahead(const void* panel, int64_t step, int64_t bytes)
+    PanelPrefetch(const void* panel, int64_t step, int64_t bytes)
         : row_(static_cast<const char*>(panel)), step_(step), bytes_(bytes) {}
     void operator()() {
       if (rows_ == kPanelRows) return;
@@ -201,20 +203,20 @@ class Panel {
   };
 
   template <int N>
-  void multiply(int64_t row, const Tokens& tokens, int64_t first, int64_t begin, int64_t end, Ahead& ahead) {
-    Ahead here = ahead;  // a local copy stays in registers
+  void multiply(int64_t row, const Tokens& tokens, int64_t first, int64_t begin, int64_t end, PanelPrefetch& prefetch) {
+    PanelPrefetch here = prefetch;  // a local copy stays in registers
     axpy<kVectors, N>(floats_.get(), kPanelRows, row, tokens, first, begin, end, Whole(), [&] { here(); });
-    ahead = here;
+    prefetch = here;
   }
 
-  // The remaining tokens; the last one is repeated to make them kFew.
-  Tokens filled_up(const Tokens& tokens, int64_t first) {
-    for (int64_t i = 0; i < kFew; ++i) {
+  // The remaining tokens; the last one is repeated to make them kTailTokens.
+  Tokens padded_tail(const Tokens& tokens, int64_t first) {
+    for (int64_t i = 0; i < kTailTokens; ++i) {
       const bool is = first + i < tokens.count;
-      few_x_[i] = tokens.x[is ? first + i : tokens.count - 1];
-      few_out_[i] = is ? tokens.out[first + i] : spare_.data();
+      tail_x_[i] = tokens.x[is ? first + i : tokens.count - 1];
+      tail_out_[i] = is ? tokens.out[first + i] : spare_.data();
     }
-    return {few_x_, few_out_, kFew};
+    return {tail_x_, tail_out_, kTailTokens};
   }
 
   template <class Reader>
@@ -239,8 +241,8 @@ class Panel {
 
   std::unique_ptr<float[], Free> floats_ = scratch<float>(kPanelColumns * kPanelRows);  // column by column
   std::vector<float> spare_;                                                            // results of repeated tokens
-  const float* few_x_[kFew];
-  float* few_out_[kFew];
+  const float* tail_x_[kTailTokens];
+  float* tail_out_[kTailTokens];
 };
 
 // Neither rows nor columns are contiguous: each row is copied first. Correct for any strides, not meant to be fast.
