@@ -22,7 +22,7 @@ struct GEMVKernel {
   static inline void run(const device T* mat, const device T* in_vec, device T* out_vec, const constant int& in_size,
                          const constant int& out_size, const int row, const uint lane) {
     if (row >= out_size) return;
-    const int first = out_size >= TM ? min(row, out_size - TM) : 0;  // the last rows are computed twice, with equal results
+    const int first = out_size >= TM ? min(row, out_size - TM) : 0;  // the last rows are computed twice
     const int rows = min(TM, out_size - first);
     float result[TM] = {0};
     float inter[TN], coeff[TN];
