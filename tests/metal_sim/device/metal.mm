@@ -700,7 +700,7 @@ metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.de
   metal_sim::Argument argument{.kind = metal_sim::Argument::Kind::buffer, .offset = offset};
   if (buffer) {
     const auto* memory = metal_sim::find_memory((const void*)buffer);
-    if (!memory) broken("argument", "setBuffer with a pointer that is no live MTLBuffer; is its tensor on the CPU?");
+    if (!memory) broken("argument", "setBuffer with a pointer that is not a live MTLBuffer; is its tensor on the CPU?");
     if (offset >= memory->length)
       broken("argument", "setBuffer at offset " + std::to_string(offset) + " of a buffer of " +
                              std::to_string(memory->length) + " bytes; the offset must be less than the length");
@@ -713,7 +713,7 @@ metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.de
 }
 - (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index {
   Slot& slot = slot_at([self usable], index);
-  if (!slot.buffer) broken("argument", "setBufferOffset: at an index that holds no buffer");
+  if (!slot.buffer) broken("argument", "setBufferOffset: at an index without a buffer");
   [self setBuffer:slot.buffer offset:offset atIndex:index];
 }
 - (void)setBuffers:(const id<MTLBuffer>[])buffers offsets:(const NSUInteger[])offsets withRange:(NSRange)range {

@@ -374,7 +374,7 @@ BROKEN = {
     "throw_through_plain_sync": "exception: a C\\+\\+ exception left a plain dispatch_sync block",
     "unbalanced_pop": "encoder: popDebugGroup",
     "host_reads_tensor": "host_access: \\[MTLBuffer contents\\] of a tensor",
-    "cpu_tensor": "argument: setBuffer with a pointer that is no live MTLBuffer",
+    "cpu_tensor": "argument: setBuffer with a pointer that is not a live MTLBuffer",
     "bytes_4097": "argument: setBytes of 4097 bytes",
     "bytes_0": "argument: setBytes of 0 bytes",
     "offset_at_end": "argument: setBuffer at offset 256 of a buffer of 256 bytes",
@@ -608,7 +608,7 @@ def test_orders_of_the_environment_stand_above(monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as environment:
         environment.setenv("METAL_SIM_ORDERS", "random:7")
         metal_sim.set_orders("forward", "backward")
-    with pytest.raises(RuntimeError, match="in order random:7\nto see it again: METAL_SIM_ORDERS=random:7 python"):
+    with pytest.raises(RuntimeError, match="in order random:7\nto repeat it: METAL_SIM_ORDERS=random:7 python"):
         misuse("out_of_bounds")
     metal_sim.set_orders("forward")
 

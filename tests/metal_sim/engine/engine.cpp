@@ -58,7 +58,7 @@ std::string again(const std::string& orders) {
   std::string test = variable("PYTEST_CURRENT_TEST", "");
   test = test.substr(0, test.rfind(" ("));  // without "(call)"
   std::string command = test.empty() ? "<the same command>" : "python -m pytest \"" + test + "\"";
-  return "\nto see it again: METAL_SIM_ORDERS=" + orders + " " + command;
+  return "\nto repeat it: METAL_SIM_ORDERS=" + orders + " " + command;
 }
 
 Settings initial_settings() {

@@ -241,7 +241,7 @@ def names_of_the_simulator(shader):
 def builtin_functions(shader):
     for token in shader.tokens:
         if token.text.startswith("__builtin_") and not BUILTIN_FUNCTIONS.fullmatch(token.text):
-            refuse(token, f"'{token.text}' is no function of Metal's library")
+            refuse(token, f"'{token.text}' is not a function of Metal's library")
 
 
 @rule

@@ -848,9 +848,9 @@ def test_orders_from_the_environment(orders, message):
 def test_a_violation_says_how_to_see_it_again(name, orders, again):
     test = "tests/test_x.py::test_y[a b]"
     _, output = run_mutant(name, METAL_SIM_ORDERS=orders, PYTEST_CURRENT_TEST=f"{test} (call)")
-    assert output.endswith(f'\nto see it again: METAL_SIM_ORDERS={again} python -m pytest "{test}"\n')
+    assert output.endswith(f'\nto repeat it: METAL_SIM_ORDERS={again} python -m pytest "{test}"\n')
     _, output = run_mutant(name, METAL_SIM_ORDERS=again, PYTEST_CURRENT_TEST="")
-    assert output.endswith(f"\nto see it again: METAL_SIM_ORDERS={again} <the same command>\n")
+    assert output.endswith(f"\nto repeat it: METAL_SIM_ORDERS={again} <the same command>\n")
 
 
 def test_needs_no_pytorch():

@@ -72,7 +72,7 @@ __attribute__((noinline)) MSL_UNCHECKED inline uint64_t tag_address(const volati
   uint64_t address = (uint64_t)raw;
   for (uint32_t tag = 1; tag < state.region_count; ++tag)
     if (address - state.regions[tag].begin < state.regions[tag].size) return uint64_t(tag) << abi::tag_shift | address;
-  if (space != Space::constant && raw) violation("bounds", "the address of something that is in no bound buffer");
+  if (space != Space::constant && raw) violation("bounds", "the address of something outside all bound buffers");
   return address;
 }
 

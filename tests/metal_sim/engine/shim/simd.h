@@ -122,7 +122,7 @@ T msl_shuffle(T value, uint argument, ::msl::Site site, Source) {
                          });
 }
 inline uint msl_lane_in_range(uint lane) {
-  if (lane >= 32) ::msl::violation("simdgroup", "a lane of 32 or more is asked for");
+  if (lane >= 32) ::msl::violation("simdgroup", "a lane of 32 or more is read");
   return lane;
 }
 template <class T>
@@ -199,7 +199,7 @@ T simd_broadcast(T value, ushort from, ::msl::Site site = MSL_SITE) {
                            uint source = msl_lane_in_range(msl_take<msl_Sent<T>>(in, 0).argument);
                            for (uint lane = 0; lane < 32; ++lane) {
                              if (msl_take<msl_Sent<T>>(in, lane).argument != source)
-                               ::msl::violation("simdgroup", "simd_broadcast with different lanes asked for");
+                               ::msl::violation("simdgroup", "simd_broadcast of different lanes");
                              msl_put<T>(out, lane, msl_take<msl_Sent<T>>(in, source).value);
                            }
                          });
