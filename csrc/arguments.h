@@ -1,9 +1,9 @@
-// The checker of an op's arguments, whose messages say which argument is wrong, what was expected and what came.
+// Checks an op's arguments. Error messages name the op, the argument, the expected value and the given one.
 //
-// Shape letters are the check: a letter is bound by the first argument that has it.
-// Letters: * any leading dimensions, together T tokens; E experts; K experts per token; H hidden; I inner; G is 2I.
-// Of attention: B sequences; A query heads; J key heads; T queries; S keys; D and V, a key's size and a value's.
-// Of rope: also R angles.
+// Shapes are checked by letters: the first argument with a letter binds it, and later ones must agree.
+// Letters: * any leading dimensions, whose product is T tokens; E experts; K experts per token; H hidden; I inner;
+// G is 2I. attention: B sequences; A query heads; J key heads; T queries; S keys; D and V, the sizes of a key and of a
+// value. rope: also R angles.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -20,11 +20,11 @@ namespace moe_metal {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// As Python spells it.
+// The name in Python.
 inline std::string dtype_name(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 
-// tensor.const_data_ptr<T>() by way of the one that is no template: torch 2.10 has the template behind an enable_if, a
-// name that Clang 18 and newer spell otherwise than the compiler of its wheels did, so that it would not be found.
+// tensor.const_data_ptr<T>() through the overload that is not a template: in torch 2.10 the template has an enable_if,
+// which Clang 18 and newer mangle differently from the compiler of its wheels, so the symbol would not be found.
 template <typename T>
 const T* elements(const Tensor& tensor) {
   TORCH_INTERNAL_ASSERT(tensor.scalar_type() == c10::CppTypeToScalarType<T>::value);
@@ -37,10 +37,10 @@ struct WeightNames;
 
 class Arguments {
  public:
-  // The first argument gives the device, the dtype of the activations and, through `letters`, the leading dimensions.
+  // The first argument determines the device, the dtype of the activations and, by its letters, the leading dimensions.
   Arguments(const char* op, const char* name, const Tensor& first)
       : Arguments(op, name, first, name, first.scalar_type()) {}
-  // The same for an op that has no activations, but says which dtype it makes.
+  // For an op without activations; `dtype` is the dtype of its output.
   Arguments(const char* op, const char* name, const Tensor& first, at::ScalarType dtype)
       : Arguments(op, name, first, "dtype", dtype) {}
 
@@ -69,8 +69,8 @@ class Arguments {
   Tensor parameter(const char* name, const OptionalTensor& tensor, const char* letters) {
     return given(tensor) ? parameter(name, *tensor, letters) : Tensor();
   }
-  // What attention may see: bool, or what is added to the scores, for each sequence and head or for all of them.
-  // -> a view of the whole shape
+  // An attention mask: bool, or values that are added to the scores. The first two dimensions may be 1.
+  // -> a view of the full shape
   Tensor mask(const char* name, const OptionalTensor& tensor, const char* letters) {
     if (!given(tensor)) return Tensor();
     check_dense(name, *tensor);
@@ -80,12 +80,11 @@ class Arguments {
                 ", the dtype of ", first_name_, "; got ", dtype_name(dtype));
     return expanded(name, *tensor, letters, 2);
   }
-  // The cosines or sines of angles, for each sequence or for all of them. -> a view of the whole shape
+  // Cosines or sines of angles. The first dimension may be 1. -> a view of the full shape
   Tensor angles(const char* name, const Tensor& tensor, const char* letters) {
     check_parameter(name, tensor);
     return expanded(name, tensor, letters, 1);
   }
-  // Expert ids.
   const Tensor& ids(const char* name, const Tensor& tensor, const char* letters) {
     check_dense(name, tensor);
     TORCH_CHECK(tensor.scalar_type() == at::kInt || tensor.scalar_type() == at::kLong, prefix(name),
@@ -94,7 +93,7 @@ class Arguments {
     return tensor;
   }
 
-  // A weight in any format, as it lies: weight.h has it.
+  // Defined in weight.h.
   const Format& format(const char* name, std::string_view value) const;
   Weight weight(const WeightNames& names, const Tensor& data, const OptionalTensor& scale, const OptionalTensor& offset,
                 const Format& format, int64_t group_size = 0, bool transposed = false);
@@ -106,7 +105,7 @@ class Arguments {
     TORCH_CHECK(low <= value && value <= high, prefix(name), "expected ", low, " to ", high, " (", high_is, "), got ",
                 value);
   }
-  // Kernels get options as float32, where a large number is infinite and a small one is 0.
+  // Kernels get options as float32, where a large double becomes infinite and a small one 0.
   float finite(const char* name, double value) const {
     const auto used = static_cast<float>(value);
     TORCH_CHECK(std::isfinite(used), prefix(name), "expected a finite number, got ", as_float32(value));
@@ -118,7 +117,7 @@ class Arguments {
                 as_float32(value));
     return used;
   }
-  // Scores are bent to softcap * tanh(score / softcap); 0 leaves them as they are.
+  // Scores become softcap * tanh(score / softcap); 0 disables this.
   float softcap(const char* name, double value) const {
     const float used = not_negative(name, value);
     TORCH_CHECK(used > 0 || value == 0, prefix(name), "expected 0 or a finite number > 0, got ", as_float32(value));
@@ -163,7 +162,7 @@ class Arguments {
   void check_shape(const char* name, const Tensor& tensor, std::string_view letters) {
     check_shape(name, tensor, letters, tensor.dim(), "");
   }
-  // The first `dims` dimensions alone. What comes `after` them is for the message.
+  // Checks only the first `dims` dimensions. `after` describes the others in the message.
   void check_shape(const char* name, const Tensor& tensor, std::string_view letters, int64_t dims,
                    const std::string& after) {
     const bool leading = letters.starts_with('*');
@@ -185,7 +184,7 @@ class Arguments {
     if (!fits) wrong_shape(name, tensor, letters, after);
   }
 
-  // A view of the whole shape of a tensor whose first dimensions, so many, may have size 1.
+  // A view of the full shape of a tensor whose first `ones` dimensions may have size 1.
   Tensor expanded(const char* name, const Tensor& tensor, std::string_view letters, int64_t ones) {
     const int64_t dims = static_cast<int64_t>(letters.size());
     c10::SmallVector<int64_t, 4> shape;
@@ -205,7 +204,7 @@ class Arguments {
   }
 
   // moe_metal::gate: router_weight: expected shape [E, H] with H = 2048, got [128, 1024]
-  // The `column` is told, but not as a dimension; `choices` are what else would fit.
+  // The message gives the size of `column`, which is not one of the dimensions. `choices` describes other valid sizes.
   [[noreturn]] void wrong_shape(const char* name, const Tensor& tensor, std::string_view letters,
                                 const std::string& after = "", char column = 0, const std::string& choices = "") const {
     std::string shape, bound;
@@ -221,8 +220,8 @@ class Arguments {
                 choices.empty() ? ", got " : ", and " + choices + "; got ", tensor.sizes());
   }
 
-  // A storage may be resized under its tensors, as FSDP does between two layers: their memory is gone then. Kernels
-  // read by untyped pointers, which PyTorch does not check. What is on meta has no memory to read.
+  // A storage may be resized while tensors use it, as FSDP does between two layers. Kernels read through untyped
+  // pointers, which PyTorch does not check. Tensors on meta have no memory.
   void check_memory(const char* name, const Tensor& tensor) const {
     if (tensor.is_meta() || tensor.numel() == 0) return;
     const auto sizes = tensor.sizes(), strides = tensor.strides();
@@ -254,7 +253,7 @@ class Arguments {
   static bool is_activation(at::ScalarType dtype) {
     return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
   }
-  // What C strings end with must not end the message.
+  // A NUL character would end the message.
   static std::string quoted(std::string_view value) {
     std::string shown = "'";
     for (const char c : value) shown += c ? std::string(1, c) : "\\x00";

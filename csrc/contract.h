@@ -1,9 +1,9 @@
-// What every op promises before any work: its checks and its outputs, once, for both backends.
+// The checks and the outputs of every op, shared by both backends.
 //
-// Each op has a struct of its checked arguments and a function template of the op's name, which fills it and hands it
-// to the backend's `run`, unless there are no tokens. Tensors in it are contiguous (expert weights excepted: they are
-// never copied, their strides are told), optional tensors are undefined when absent, and outputs are allocated.
-// arguments.h says what the shape letters mean.
+// Each op has a struct of its checked arguments and a function template of the same name, which fills the struct and
+// calls the backend's `run`, unless there are no tokens. Tensors in the struct are contiguous (weights are never
+// copied: the struct has their strides), absent optional tensors are undefined, and outputs are allocated.
+// arguments.h explains the shape letters.
 #pragma once
 #include <ATen/MemoryOverlap.h>
 
@@ -24,7 +24,7 @@
 
 namespace moe_metal {
 
-// After every check: the copy of an expanded tensor, whose shape may be wrong, can be larger than all memory.
+// To be called after all checks: the copy of an expanded tensor of a wrong shape could exceed the memory.
 inline void make_contiguous(std::initializer_list<Tensor*> tensors) {
   for (Tensor* tensor : tensors) {
     if (tensor->defined()) *tensor = tensor->contiguous();
@@ -33,7 +33,7 @@ inline void make_contiguous(std::initializer_list<Tensor*> tensors) {
 
 // ---------------------------------------------------------------------------------------------- router
 
-// The routing options as the user gives them.
+// The routing options of a call, not yet checked.
 struct RoutingOptions {
   int64_t top_k;
   std::string_view scoring, renormalize;
@@ -79,18 +79,18 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, const OptionalTensor& sel
                                  std::string_view renormalize, int64_t n_group, int64_t topk_group,
                                  std::string_view group_score, double scaling_factor, double softcap) {
   Arguments args("route", "logits", logits);
-  Route route;
-  route.logits = args.activation("logits", logits, "*E");
-  route.select_bias = args.parameter("select_bias", select_bias, "E");
-  route.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
-  route.params =
+  Route call;
+  call.logits = args.activation("logits", logits, "*E");
+  call.select_bias = args.parameter("select_bias", select_bias, "E");
+  call.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
+  call.params =
       routing_params(args, {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
-  make_contiguous({&route.logits, &route.select_bias, &route.per_expert_scale});
-  route.T = args.tokens();
-  route.weights = args.output(top_k, at::kFloat);
-  route.ids = args.output(top_k, at::kInt);
-  if (route.T > 0) run(route);
-  return {route.weights, route.ids};
+  make_contiguous({&call.logits, &call.select_bias, &call.per_expert_scale});
+  call.T = args.tokens();
+  call.weights = args.output(top_k, at::kFloat);
+  call.ids = args.output(top_k, at::kInt);
+  if (call.T > 0) run(call);
+  return {call.weights, call.ids};
 }
 
 struct Gate {
@@ -108,25 +108,25 @@ std::tuple<Tensor, Tensor> gate(const Tensor& hidden, const Tensor& router_weigh
                                 std::string_view renormalize, int64_t n_group, int64_t topk_group,
                                 std::string_view group_score, double scaling_factor, double softcap, double eps) {
   Arguments args("gate", "hidden", hidden);
-  Gate gate;
-  gate.hidden = args.activation("hidden", hidden, "*H");
+  Gate call;
+  call.hidden = args.activation("hidden", hidden, "*H");
   args.at_least_one('H', "hidden");
-  gate.router_weight = args.parameter("router_weight", router_weight, "EH");
-  gate.norm_weight = args.parameter("norm_weight", norm_weight, "H");
-  gate.router_bias = args.parameter("router_bias", router_bias, "E");
-  gate.select_bias = args.parameter("select_bias", select_bias, "E");
-  gate.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
-  gate.params =
+  call.router_weight = args.parameter("router_weight", router_weight, "EH");
+  call.norm_weight = args.parameter("norm_weight", norm_weight, "H");
+  call.router_bias = args.parameter("router_bias", router_bias, "E");
+  call.select_bias = args.parameter("select_bias", select_bias, "E");
+  call.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
+  call.params =
       routing_params(args, {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
-  gate.eps = args.not_negative("eps", eps);
-  make_contiguous({&gate.hidden, &gate.router_weight, &gate.norm_weight, &gate.router_bias, &gate.select_bias,
-                   &gate.per_expert_scale});
-  gate.T = args.tokens();
-  gate.H = args['H'];
-  gate.weights = args.output(top_k, at::kFloat);
-  gate.ids = args.output(top_k, at::kInt);
-  if (gate.T > 0) run(gate);
-  return {gate.weights, gate.ids};
+  call.eps = args.not_negative("eps", eps);
+  make_contiguous({&call.hidden, &call.router_weight, &call.norm_weight, &call.router_bias, &call.select_bias,
+                   &call.per_expert_scale});
+  call.T = args.tokens();
+  call.H = args['H'];
+  call.weights = args.output(top_k, at::kFloat);
+  call.ids = args.output(top_k, at::kInt);
+  if (call.T > 0) run(call);
+  return {call.weights, call.ids};
 }
 
 // ---------------------------------------------------------------------------------------------- experts
@@ -155,23 +155,23 @@ template <auto run>
 Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, double alpha,
            std::optional<double> limit) {
   Arguments args("glu", "gate", gate);
-  Glu glu;
-  glu.gate = args.activation("gate", gate, "*I");
-  glu.up = args.activation("up", up, "*I");
+  Glu call;
+  call.gate = args.activation("gate", gate, "*I");
+  call.up = args.activation("up", up, "*I");
   args.at_least_one('I', "gate");
-  glu.params = activation_params(args, activation, alpha, limit);
-  glu.rows = args.tokens();
-  glu.I = args['I'];
-  glu.output = args.output(glu.I);
-  if (glu.rows > 0) run(glu);
-  return glu.output;
+  call.params = activation_params(args, activation, alpha, limit);
+  call.rows = args.tokens();
+  call.I = args['I'];
+  call.output = args.output(call.I);
+  if (call.rows > 0) run(call);
+  return call.output;
 }
 
 struct Experts {
   Tensor x, weights, ids, gate_up_bias, down_bias, shared, shared_gate, residual;
   Weight gate_up, down;
-  int64_t step, up;            // gate's row i is gate_up's row i * step, and its up row `up` further
-  int64_t bias_step, bias_up;  // the same of their biases, which may lie otherwise
+  int64_t step, up;            // row i of gate is row i * step of gate_up; the row of up is `up` rows further
+  int64_t bias_step, bias_up;  // the same for the biases, whose layout may differ
   ActivationParams params;
   int64_t T, E, K, H, I;
   Tensor output;
@@ -181,7 +181,7 @@ struct ExpertsWeights {
   const Tensor &gate_up, &down;
   const OptionalTensor &gate_up_scale, &gate_up_offset, &down_scale, &down_offset;
   std::string_view format;
-  std::optional<std::string_view> down_format;  // where it is another
+  std::optional<std::string_view> down_format;  // if it differs from `format`
   int64_t group_size;
   bool interleaved, transposed;
 };
@@ -221,7 +221,7 @@ inline void experts_weights(Arguments& args, const ExpertsWeights& given, Expert
     down();
     args.bind('G', 2 * args['I']);
     gate_up();
-  } else {  // down's I is packed, so gate_up's rows tell it
+  } else {  // I is a packed dimension of down, so it follows from the rows of gate_up
     gate_up();
     TORCH_CHECK(args['G'] % 2 == 0, args.prefix("gate_up"), "expected an even number of rows, 2I; got ", args['G']);
     args.bind('I', args['G'] / 2);
@@ -258,7 +258,7 @@ Tensor experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const 
   call.shared = args.activation("shared", shared, "*H");
   call.shared_gate = args.parameter("shared_gate", shared_gate, "*");
   TORCH_CHECK(!call.shared_gate.defined() || call.shared.defined(), args.prefix("shared_gate"),
-              "expected `shared` beside it, got none");
+              "expected `shared` as well, got none");
   call.residual = args.activation("residual", residual, "*H");
   call.params = activation_params(args, activation, alpha, limit);
   make_contiguous({&call.x, &call.weights, &call.ids, &call.gate_up_bias, &call.down_bias, &call.shared,
@@ -303,11 +303,11 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& scale
 }
 
 struct Dequantize {
-  Weight weight;  // of any number of leading dimensions, the last of which is the "expert"
+  Weight weight;  // any number of leading dimensions; the last of them is the "expert"
   Tensor output;
 };
 
-// The columns that a packed row holds, which no x tells; the checks that follow say what does not fit.
+// The columns of a packed weight, which no other argument determines. Later checks report sizes that do not fit.
 inline int64_t packed_columns(const Arguments& args, const Tensor& weight, const OptionalTensor& scale,
                               const Format& format, int64_t bits) {
   args.check_given("weight", weight);
@@ -320,7 +320,7 @@ inline int64_t packed_columns(const Arguments& args, const Tensor& weight, const
   return bounded_product({bytes, used->columns}) / used->bytes;
 }
 
-// The backends know one matrix and a stack of them; of more dimensions they get one stack after the other.
+// The backends handle a matrix or a stack of matrices. With more dimensions, they get one stack after the other.
 template <auto run>
 void run_stacks(const Dequantize& call) {
   if (call.output.dim() <= 3) return run(call);
@@ -349,7 +349,7 @@ Tensor dequantize(const Tensor& weight, const OptionalTensor& scale, const Optio
 
 // ---------------------------------------------------------------------------------------------- combine and norm
 
-// A tensor that is written in place. The kernel works on `work`; done() brings it back when its strides forced a copy.
+// A tensor that is written in place. The kernel writes `work`; done() copies it back if the strides forced a copy.
 struct InPlace {
   Tensor target, work;
   void done() const {
@@ -365,7 +365,7 @@ struct WeightedSum {
   float eps = 0;
   int64_t T = 0, K = 0, H = 0;
   Tensor output;     // undefined for weighted_sum_residual_
-  InPlace in_place;  // of the ops whose names end in _
+  InPlace in_place;  // only of ops whose names end in _
 };
 
 inline WeightedSum weighted_sum_inputs(Arguments& args, const Tensor& slots, const Tensor& weights) {
@@ -393,7 +393,7 @@ Tensor weighted_sum(const Tensor& slots, const Tensor& weights, const OptionalTe
   sum.shared = args.activation("shared", shared, "*H");
   sum.shared_gate = args.parameter("shared_gate", shared_gate, "*");
   TORCH_CHECK(!sum.shared_gate.defined() || sum.shared.defined(), args.prefix("shared_gate"),
-              "expected `shared` beside it, got none");
+              "expected `shared` as well, got none");
   sum.residual = args.activation("residual", residual, "*H");
   make_contiguous(sum);
   sum.output = args.output(sum.H);
@@ -401,7 +401,7 @@ Tensor weighted_sum(const Tensor& slots, const Tensor& weights, const OptionalTe
   return sum.output;
 }
 
-// Whether two elements share their memory. PyTorch's own test leaves most tensors that are not dense open.
+// Whether two elements share memory. PyTorch's own check does not decide this for most tensors that are not dense.
 inline bool overlaps_itself(const Tensor& tensor) {
   const auto overlap = at::has_internal_overlap(tensor);
   if (overlap != at::MemOverlap::TooHard) return overlap == at::MemOverlap::Yes;
@@ -410,14 +410,14 @@ inline bool overlaps_itself(const Tensor& tensor) {
     if (tensor.size(d) > 1) steps.emplace_back(tensor.stride(d), tensor.size(d));
   }
   std::sort(steps.begin(), steps.end());
-  int64_t span = 0;  // from the first element to the last, by the strides so far
+  int64_t span = 0;  // distance from the first element to the last, in the dimensions so far
   const bool nested = std::all_of(steps.begin(), steps.end(), [&](const auto& step) {
     const bool beyond = step.first > span;
     span += step.first * (step.second - 1);
     return beyond;
   });
   if (nested) return false;
-  // Rare: slices and transposed tensors are nested.
+  // Rare, since slices and transposed tensors are nested.
   std::vector<int64_t> offsets = {0};
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     const size_t before = offsets.size();
@@ -499,10 +499,10 @@ Tensor weighted_sum_dual_norm_add(const Tensor& slots, const Tensor& weights, co
   return sum.output;
 }
 
-// norm_add and residual_norm take the same arguments. norm has neither a residual nor a scalar.
+// The arguments of norm_add and residual_norm. norm has neither a residual nor a scalar.
 struct ResidualNorm {
   Tensor residual, input;
-  Tensor weight;  // of norm: perhaps undefined
+  Tensor weight;  // may be undefined in norm
   Tensor scalar;  // undefined, [1] or [H]
   float eps;
   int64_t T, H;
@@ -564,7 +564,7 @@ std::tuple<Tensor, Tensor> residual_norm(const Tensor& residual, const Tensor& i
 
 // ---------------------------------------------------------------------------------------------- rope and attention
 
-// Queries or keys. They are not copied: they have any strides.
+// Queries or keys. They are not copied, so they may have any strides.
 struct RopeHeads {
   Tensor input;        // [B, T, heads, D]
   Tensor norm_weight;  // undefined, [D] or [heads, D], contiguous: float32 or the dtype of q
@@ -576,7 +576,7 @@ struct RopeHeads {
 
 struct Rope {
   RopeHeads q, k;
-  Tensor cos, sin;  // [B, T, R] of any strides, those from sequence to sequence perhaps 0: float32 or the dtype of q
+  Tensor cos, sin;  // [B, T, R] of any strides, the first of which may be 0: float32 or the dtype of q
   float eps;
   bool interleaved;
   int64_t B, T, D, R;
@@ -611,7 +611,7 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& 
   return {call.q.output, call.k.output};
 }
 
-// q, k, v and mask are not copied: they have any strides, and those of a mask for all heads or sequences are 0.
+// q, k, v and mask are not copied, so they may have any strides. A broadcast mask has strides of 0.
 struct Attention {
   Tensor q, k, v;
   Tensor mask;   // undefined, or [B, A, T, S]: bool, or float32 or the dtype of q
@@ -622,7 +622,7 @@ struct Attention {
   int64_t window;  // 0: none; at most S
   Tensor output;   // [B, T, A, V]
 
-  // Query t sees keys [first_key(t), last_key(t)), as far as the mask lets it.
+  // Query t sees keys [first_key(t), last_key(t)), unless the mask excludes them.
   int64_t first_key(int64_t t) const { return window > 0 ? std::max<int64_t>(S - T + t + 1 - window, 0) : 0; }
   int64_t last_key(int64_t t) const { return causal ? std::clamp<int64_t>(S - T + t + 1, 0, S) : S; }
 };

@@ -1,6 +1,6 @@
-// The formats of weights, once: checks, messages, the shaders' libraries, the CPU's readers and Python's table
-// (torch_moe_metal/formats.py) are made from these rows. What a format means: `dequantize` in
-// torch_moe_metal/reference.py. CONTRIBUTING.md says how to add one.
+// The table of weight formats. Checks, messages, the shaders' libraries, the CPU's readers and Python's table
+// (torch_moe_metal/formats.py) are derived from it. `dequantize` in torch_moe_metal/reference.py defines the values of
+// each format. CONTRIBUTING.md says how to add a format.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -8,19 +8,19 @@
 
 namespace moe_metal {
 
-// The dtypes of a weight's data, apart from uint8. Dense data are activations.
+// The dtypes of a weight's data; uint8 is allowed in every packed format. Dense data have the activations' dtype.
 enum class DataType : uint8_t { activation, bytes, words, float8_e4m3fn };
-// The numbers of a packed weight's scale.
+// The number type of a packed weight's scales.
 enum class ScaleType : uint8_t { none, float32_or_bfloat16, any_float, e8m0, e4m3 };
-// The offset of a packed weight: none, one for each scale, or an optional factor of the whole matrix.
+// The offsets of a packed weight: none, one for each scale, or an optional factor of the whole matrix.
 enum class OffsetType : uint8_t { none, of_scales, factor };
 
-// A row of a packed weight is a run of blocks. scale_columns and scale_rows share a scale; 0: as the shapes say, of
-// kAffineGroups. A format whose numbers have several widths has a row for each.
+// A row of a packed weight is a sequence of blocks. scale_columns x scale_rows numbers share a scale; if scale_columns
+// is 0, it is one of kAffineGroups, which follows from the shapes. A format with several widths has an entry for each.
 struct Format {
-  std::string_view name;     // what the ops call it
-  std::string_view library;  // what the shaders and `--formats` call it
-  int bits;                  // of a number, without what its block or its group adds
+  std::string_view name;     // the `format` argument of the ops
+  std::string_view library;  // its name in the shaders and in `--formats`
+  int bits;                  // of a number, without its share of scales and offsets
   int columns, bytes;        // of a block
   DataType data;
   ScaleType scale;
@@ -28,11 +28,11 @@ struct Format {
   OffsetType offset;
 
   constexpr bool is_dense() const { return data == DataType::activation; }
-  // Scales lie within the blocks.
+  // The blocks contain their scales.
   constexpr bool has_own_scales() const { return !is_dense() && scale == ScaleType::none; }
 };
 
-// shaders/embed.py reads the second column, too.
+// shaders/embed.py parses the second column.
 inline constexpr Format kFormats[] = {
     {"dense", "dense", 0, 1, 0, DataType::activation, ScaleType::none, 0, 0, OffsetType::none},
     {"affine", "affine2", 2, 8, 2, DataType::words, ScaleType::any_float, 0, 1, OffsetType::of_scales},
@@ -63,14 +63,14 @@ inline constexpr int kFormatCount = std::size(kFormats);
 // How many neighbouring columns share an affine scale.
 inline constexpr std::array<int64_t, 4> kAffineGroups = {16, 32, 64, 128};
 
-// The first row of a name; nullptr where there is none.
+// The first entry with this name, or nullptr.
 constexpr const Format* find_format(std::string_view name) {
   for (const Format& format : kFormats) {
     if (format.name == name) return &format;
   }
   return nullptr;
 }
-// The row of a name for numbers of so many bits; nullptr where there is none.
+// The entry with this name and width, or nullptr.
 constexpr const Format* find_format(std::string_view name, int64_t bits) {
   for (const Format& format : kFormats) {
     if (format.name == name && format.bits == bits) return &format;

@@ -1,7 +1,6 @@
-// Every op of the package: the table of contents.
-// The maths of each stands in torch_moe_metal/reference.py, its checks in contract.h, its kernels in cpu/<op>.cpp
-// and mps/<op>.mm; norm is in norm_add's. Letters: T tokens, E experts, K experts per token, H hidden, I expert inner
-// size; arguments.h has those of rope and attention.
+// The schemas of all ops.
+// An op's maths is in torch_moe_metal/reference.py, its checks in contract.h, its kernels in cpu/<op>.cpp and
+// mps/<op>.mm; norm shares the files of norm_add.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
@@ -64,8 +63,8 @@ std::string op_name(const std::string& schema) { return schema.substr(0, schema.
 
 bool writes(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
 
-// These ops have no backward and no jvp. Without this kernel PyTorch would return a result that silently drops the
-// gradient or the tangent. PyTorch itself hides tangents where forward-mode AD is off, as in inference mode.
+// These ops have no backward and no jvp. Without this kernel PyTorch would silently drop the gradient or the tangent.
+// PyTorch itself hides tangents if forward-mode AD is off, as in inference mode.
 void no_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
@@ -83,8 +82,9 @@ void no_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
-// An in-place op tells autograd that it writes, by the tensor's version. Inference mode leaves Autograd out, but not
-// this key, unless all tensors are its own. The guard is for the kernel's own ops: theirs is not another write.
+// An in-place op bumps the version of the tensor, so that autograd notices the write. Inference mode skips Autograd,
+// but this key only if all tensors are inference tensors. The guard keeps ops called by the kernel from bumping it
+// again.
 void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
@@ -95,7 +95,7 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torc
   op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
 }
 
-// Where no backend has a kernel: no tensor at all, or one that is sparse, quantised or on another device.
+// Called if no backend has a kernel: no tensor was given, or one is sparse, quantised or on another device.
 void no_backend(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
@@ -114,7 +114,7 @@ void no_backend(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
 }  // namespace
 }  // namespace moe_metal
 
-// What Python reads with ctypes: the limit on E, and the table of formats as JSON.
+// Python reads these with ctypes: the limit on E, and the table of formats as JSON.
 extern "C" C10_EXPORT const int32_t moe_metal_max_experts = moe_metal::kMaxExperts;
 extern "C" C10_EXPORT const char* moe_metal_formats() {
   static const std::string table = [] {
@@ -138,12 +138,12 @@ TORCH_LIBRARY(moe_metal, m) {
   for (const char* schema : moe_metal::kSchemas) m.def(schema, {at::Tag::pt2_compliant_tag});
 }
 
-// Every op's checks without its work, for the fake functions of torch.compile and torch.export. Those are Python's,
-// since the checks know no symbolic sizes.
+// Every op's checks without its work. The fake functions of torch.compile and torch.export call them; those functions
+// are in Python because the checks do not support symbolic sizes.
 TORCH_LIBRARY(moe_metal_checks, m) {
   for (const char* schema : moe_metal::kSchemas) m.def(schema, {at::Tag::pt2_compliant_tag});
 }
-TORCH_LIBRARY_IMPL(moe_metal_checks, CompositeExplicitAutograd, m) {  // for Meta, and where there is no tensor
+TORCH_LIBRARY_IMPL(moe_metal_checks, CompositeExplicitAutograd, m) {  // for Meta, and for calls without a tensor
   constexpr auto nothing = [](auto&) {};
   m.impl("gate", &moe_metal::gate<nothing>);
   m.impl("route", &moe_metal::route<nothing>);

@@ -1,5 +1,4 @@
-// Weights in any format, and the checks of one. torch_moe_metal/reference.py says at `dequantize` what the formats
-// mean.
+// A weight in any format, and its checks. `dequantize` in torch_moe_metal/reference.py defines the formats.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -13,14 +12,14 @@
 
 namespace moe_metal {
 
-// A weight matrix, or one for each expert, where it lies: it is never copied, repacked or converted.
+// A weight matrix, or one for each expert, in the caller's memory: it is never copied, repacked or converted.
 struct Weight {
-  Tensor data, scale, offset;  // the last two are undefined where they are not given
+  Tensor data, scale, offset;  // scale and offset may be undefined
   const Format* format = kFormats;
   int64_t rows = 0, columns = 0;
   int64_t group = 0;                        // neighbouring columns that share a scale
-  int64_t expert = 0, row = 0, column = 0;  // from one to the next: elements of dense data, bytes of packed
-  // Rows from `half` on lie so much further: those of up, where gate and up are apart.
+  int64_t expert = 0, row = 0, column = 0;  // strides: in elements if dense, in bytes if packed
+  // If gate and up are separate matrices, the rows of up begin at row `half`, `gap` further than `row` alone says.
   int64_t half = std::numeric_limits<int64_t>::max(), gap = 0;
 
   int64_t place(int64_t of_expert, int64_t number) const {
@@ -28,7 +27,7 @@ struct Weight {
   }
 };
 
-// What an op calls a weight's three tensors, and the letters of its shape, of which the last is the column's.
+// The argument names of a weight's three tensors, and the letters of its shape; the last letter is for the columns.
 struct WeightNames {
   const char *data, *scale, *offset;
   std::string_view letters;
@@ -39,7 +38,7 @@ bool is_one_of(const std::array<int64_t, N>& choices, int64_t value) {
   return std::find(choices.begin(), choices.end(), value) != choices.end();
 }
 
-// The product of sizes, or as much as an int64 holds: an expanded tensor may have 2^62 columns.
+// The product of sizes, saturated at the largest int64: an expanded tensor may have 2^62 columns.
 inline int64_t bounded_product(std::initializer_list<int64_t> sizes) {
   int64_t product = 1;
   for (const int64_t size : sizes) {
@@ -48,7 +47,7 @@ inline int64_t bounded_product(std::initializer_list<int64_t> sizes) {
   return product;
 }
 
-// The checks of one packed weight.
+// Checks one packed weight.
 class PackedWeight {
  public:
   PackedWeight(Arguments& args, const WeightNames& names, const Tensor& data, const OptionalTensor& scale,
@@ -66,24 +65,23 @@ class PackedWeight {
   }
 
  private:
-  // Bits, and the columns that share a scale, follow from the shapes.
+  // The bits and the group size of affine weights follow from the shapes.
   bool is_affine() const { return format_.data == DataType::words; }
   char column_letter() const { return names_.letters.back(); }
   std::string column() const { return Arguments::spelled(column_letter()); }
   std::string_view row_letters() const { return names_.letters.substr(0, names_.letters.size() - 1); }
-  // [.., C / 32, 16], as gpt-oss has it, beside a scale of [.., C / 32]
+  // Data of shape [.., C / 32, 16], as in gpt-oss, with scales of shape [.., C / 32].
   bool in_blocks() const {
     return format_.columns == format_.scale_columns && Arguments::given(scale_) &&
            weight_.data.dim() == scale_->dim() + 1;
   }
 
-  // A given group says how many columns of x there must be, since twice the columns in half the bits have the same
-  // bytes.
+  // group_size disambiguates: N columns of b bits have as many bytes as 2N columns of b / 2 bits.
   void check_group_size() const {
     const int64_t own = format_.scale_columns;
     const bool fits = group_size_ == 0 || (own ? group_size_ == own : is_one_of(kAffineGroups, group_size_));
     TORCH_CHECK(fits, args_.prefix("group_size"), "expected 0", own ? c10::str(" or ", own) : ", 16, 32, 64 or 128",
-                " beside format ", format_.name, ", got ", group_size_);
+                " with format ", format_.name, ", got ", group_size_);
   }
 
   void check_data() {
@@ -117,14 +115,13 @@ class PackedWeight {
     weight_.column = 1;
   }
 
-  // A row's bytes are one run. Blocks with scales of 16 bits begin where those are aligned.
+  // The bytes of a row must be contiguous.
   void check_strides(int64_t packed_dims) const {
     const Tensor& data = weight_.data;
     const bool run =
         data.numel() == 0 || ((data.size(-1) <= 1 || data.stride(-1) == 1) &&
                               (packed_dims == 1 || data.size(-2) <= 1 || data.stride(-2) == data.size(-1)));
-    TORCH_CHECK(run, args_.prefix(names_.data), "expected rows whose bytes lie side by side, got strides ",
-                data.strides());
+    TORCH_CHECK(run, args_.prefix(names_.data), "expected rows of contiguous bytes, got strides ", data.strides());
   }
 
   void check_data_dtype() const {
@@ -145,7 +142,7 @@ class PackedWeight {
   }
 
   void check_scale() {
-    TORCH_CHECK(Arguments::given(scale_), args_.prefix(names_.scale), "expected a tensor beside format ", format_.name,
+    TORCH_CHECK(Arguments::given(scale_), args_.prefix(names_.scale), "expected a tensor with format ", format_.name,
                 ", got none");
     const Tensor& scale = weight_.scale = *scale_;
     args_.check_dense(names_.scale, scale);
@@ -185,19 +182,19 @@ class PackedWeight {
     }
   }
 
-  // Rows share scales, too.
+  // Each block of scale_rows rows and scale_columns columns has one scale.
   void check_squares() {
     const Tensor& scale = weight_.scale;
     const int64_t block = format_.scale_rows;
     auto expected = weight_.data.sizes().vec();
     for (size_t d = expected.size() - 2; d < expected.size(); ++d)
-      expected[d] = expected[d] / block + (expected[d] % block != 0);  // there are up to 2^63 - 1 rows
+      expected[d] = expected[d] / block + (expected[d] % block != 0);  // no overflow for up to 2^63 - 1 rows
     TORCH_CHECK(scale.sizes() == expected, args_.prefix(names_.scale), "expected shape ", at::IntArrayRef(expected),
                 ", a scale for each ", block, " x ", block, " block of ", names_.data, "; got ", scale.sizes());
   }
 
   void check_absent(const char* name, const OptionalTensor& tensor) const {
-    TORCH_CHECK(!Arguments::given(tensor), args_.prefix(name), "expected none beside format ", format_.name,
+    TORCH_CHECK(!Arguments::given(tensor), args_.prefix(name), "expected none with format ", format_.name,
                 ", got a tensor");
   }
 
@@ -206,18 +203,18 @@ class PackedWeight {
       if (Arguments::given(offset_)) check_factor();
       return;
     }
-    TORCH_CHECK(Arguments::given(offset_), args_.prefix(names_.offset), "expected a tensor beside format ",
-                format_.name, ", got none");
+    TORCH_CHECK(Arguments::given(offset_), args_.prefix(names_.offset), "expected a tensor with format ", format_.name,
+                ", got none");
     const Tensor &scale = weight_.scale, &offset = weight_.offset = *offset_;
     args_.check_dense(names_.offset, offset);
     TORCH_CHECK(offset.scalar_type() == scale.scalar_type(), args_.prefix(names_.offset), "expected ",
                 dtype_name(scale.scalar_type()), ", the dtype of ", names_.scale, "; got ",
                 dtype_name(offset.scalar_type()));
     TORCH_CHECK(offset.sizes() == scale.sizes(), args_.prefix(names_.offset), "expected shape ", scale.sizes(),
-                ", that of ", names_.scale, "; got ", offset.sizes());
+                ", the shape of ", names_.scale, "; got ", offset.sizes());
   }
 
-  // One number for each matrix.
+  // One factor per matrix.
   void check_factor() {
     const Tensor& factor = weight_.offset = *offset_;
     args_.check_dense(names_.offset, factor);
@@ -252,12 +249,12 @@ inline Weight Arguments::weight(const WeightNames& names, const Tensor& data, co
                                 const OptionalTensor& offset, const Format& format, int64_t group_size,
                                 bool transposed) {
   if (!format.is_dense()) {
-    TORCH_CHECK(!transposed, prefix("transposed"), "expected False beside format ", format.name, ", got True");
+    TORCH_CHECK(!transposed, prefix("transposed"), "expected False with format ", format.name, ", got True");
     return PackedWeight(*this, names, data, scale, offset, format, group_size).checked();
   }
-  TORCH_CHECK(group_size == 0, prefix("group_size"), "expected 0 beside format dense, got ", group_size);
-  TORCH_CHECK(!given(scale), prefix(names.scale), "expected none beside format dense, got a tensor");
-  TORCH_CHECK(!given(offset), prefix(names.offset), "expected none beside format dense, got a tensor");
+  TORCH_CHECK(group_size == 0, prefix("group_size"), "expected 0 with format dense, got ", group_size);
+  TORCH_CHECK(!given(scale), prefix(names.scale), "expected none with format dense, got a tensor");
+  TORCH_CHECK(!given(offset), prefix(names.offset), "expected none with format dense, got a tensor");
   check_given(names.data, data);
   TORCH_CHECK(is_activation(data.scalar_type()), prefix(names.data),
               "expected float32, float16 or bfloat16 in format dense, got ", dtype_name(data.scalar_type()));

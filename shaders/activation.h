@@ -1,11 +1,11 @@
-// What stands between the two halves of an expert: act(gate) * up, of one element.
+// The activation of an expert, act(gate) * up, for one element.
 #pragma once
 #include "common.h"
 #include "maths.h"
 
 namespace moe_metal {
 
-// x * sigmoid(z). exp may overflow to infinity: the result is then -0, and NaN stays NaN.
+// x * sigmoid(z). exp may overflow to infinity; the result is then 0 or -0. NaN stays NaN.
 inline float times_sigmoid(float x, float z) { return x / (1 + exp(-z)); }
 
 inline float activated(float gate, float up, ActivationParams params) {

@@ -1,7 +1,7 @@
-// The op dequantize: output = the numbers that a weight stands for.
+// The op dequantize: output = the values of a weight.
 //
 // weight in any format, output [matrices, rows, columns].
-// Grid: along x one thread for kNarrowColumns columns of a row.
+// Grid: one thread for kNarrowColumns columns of a row, along x.
 #include <metal_stdlib>
 using namespace metal;
 

@@ -1,16 +1,16 @@
-// Rows of weights times one vector, for few tokens: a team of lanes walks the columns of a few rows together.
+// Rows of weights times one vector, for few tokens: a team of lanes goes through the columns of a few rows together.
 //
-// A chunk is what a team takes of a row at a time: a type that tells the weights' format and how a lane loads its
-// share.
-//   Data      what the weights' buffer holds        lanes       of a team
+// A chunk is the part of a row that a team reads at a time. A chunk type defines how lanes load their shares:
+//   Data      element type of the weights' buffer   lanes       of a team
 //   columns   of a chunk                            step        from a lane's first column to the next lane's
-//   per_lane  whether a lane's share is whole by itself, so that lanes may be at different experts
+//   per_lane  whether lanes are independent, so that they may work on different experts
 //   scale_rows  rows that share a scale
-//   At        of places within an expert's matrix: uint where the host says that it is below 4 GB, for half the
-//             registers of a pointer and additions at full rate; else long
-// A simdgroup has 32 / lanes teams, each with rows of its own. Dense weights take a whole simdgroup. Packed rows are
-// short, and a lane needs 32 of x for 16 bytes of 4-bit weights: 16 lanes take 256 bytes of a row, two cache lines of
-// Apple's GPUs, and the other team reads the same x. On an H200 16 lanes were faster than 8 for one token, 8 for more.
+//   At        type of offsets within an expert's matrix: uint if the host knows that all are below 4 GB, which takes
+//             half the registers of a pointer and adds at full rate; else long
+// A simdgroup has 32 / lanes teams, each with its own rows. With dense weights, a team is the whole simdgroup. Packed
+// rows are short, and a lane needs 32 elements of x for 16 bytes of 4-bit weights. So a team has 16 lanes, which read
+// 256 bytes of a row (two cache lines of Apple's GPUs), and the other team reads the same x. On an H200, 16 lanes were
+// faster than 8 for one token, 8 for more.
 #pragma once
 #include "rows.h"
 #include "weights.h"
@@ -26,8 +26,8 @@ struct PlaceOf<true> {
   using Type = uint;
 };
 
-// The rows of weights of a team, where they begin in their expert's matrix, and its lane's sums for them. Every second
-// one is `gap` further: up's, where gate and up are apart.
+// The rows of a team: their offsets in the expert's matrix, and this lane's sums. If gate and up are separate, every
+// second row is a row of up and `gap` further.
 template <typename At>
 struct ChunkRows {
   Offsets<At, kChunkRows> data, scale, offset;
@@ -35,14 +35,14 @@ struct ChunkRows {
   float sum[kChunkRows];
 };
 
-// The vectors of several tokens, `apart` elements from one to the next. Past the last token, the last again.
+// The vectors of several tokens, which are `apart` elements apart. The last token is repeated past the end.
 template <typename V>
 struct TokenVectors {
   device const V* first;
   uint count, apart;
   device const V* at(uint t) const thread { return first + ulong(min(t, count - 1)) * apart; }
 };
-// A lane's sums of the rows for each of them.
+// A lane's sums of the rows for each token.
 template <uint Tokens>
 struct TokenSums {
   Floats<kChunkRows> of[Tokens];
@@ -94,7 +94,7 @@ struct WideChunk {
                   constant WeightParams& params, uint length, uint column) {
     add_dense<WideChunk<T>>(rows, scale, vector, weights, params, length, column);
   }
-  // The same for several tokens, for which the weights are loaded once. Each token's is summed as for it alone.
+  // The same for several tokens, with one load of the weights. The order of each sum is the same as for one token.
   template <uint N, typename V>
   static void add_several(thread const ChunkRows<At>& rows, thread const TokenVectors<V>& tokens, Weights<T> weights,
                           constant WeightParams&, uint column, thread TokenSums<N>& sums) {
@@ -133,20 +133,20 @@ struct AnyChunk {
 
 // ------------------------------------------------------------------------------------------ packed
 
-// Where a row's piece is loaded from. A place of 32 bits is added to the spot's, in 32 bits, and not to the pointer.
+// The base address of a row's piece. A 32-bit offset is added to the spot's, in 32 bits, instead of to the pointer.
 inline device const uchar* row_of(device const uchar* matrix, uint row, thread Spot& spot) {
   spot.byte += row;
   return matrix;
 }
 inline device const uchar* row_of(device const uchar* matrix, long row, thread Spot&) { return matrix + row; }
 
-// A lane's piece of each row.
+// A lane's pieces, one of each row.
 template <uint N>
 struct RowWords {
   Words<N> row[kChunkRows];
 };
 
-// sums[r] = start + the codes of a group of row r, centred or not, times the group's elements of the vector.
+// sums[r] = start + the dot product of a group's codes of row r with its elements of the vector.
 template <typename Codes, bool centred, uint N, uint M>
 void multiply_codes(thread const RowWords<N>& words, thread const Vectors<M>& piece, uint group, float start,
                     thread Floats<kChunkRows>& sums) {
@@ -167,9 +167,9 @@ void multiply_codes(thread const RowWords<N>& words, thread const Vectors<M>& pi
   }
 }
 
-// Where element i of inner, which is ours to lay out, lies for packed weights: what the lanes of a team load together,
-// 4 of each lane's piece, lies side by side. Where each lane's 128 bytes did, `down` waited for the cache (NVIDIA
-// H200).
+// The place of element i in inner, whose layout we choose, for packed weights: elements that the lanes of a team load
+// together, 4 of each lane's piece, are contiguous. With contiguous pieces of 128 bytes instead, `down` was limited by
+// the cache (NVIDIA H200).
 inline uint packed_place(uint i) {
   const uint lane = i % kPackedChunk / kPackedColumns, four = i % kPackedColumns / 4;
   return i / kPackedChunk * kPackedChunk + (four * kPackedLanes + lane) * 4 + i % 4;
@@ -177,17 +177,17 @@ inline uint packed_place(uint i) {
 
 MOE_METAL_CONSTANT float kPlain = 256;
 
-// Of the rows' pieces, in turn those of each group.
+// The scales, offsets or sums of each group of the rows' pieces.
 template <uint groups>
 struct GroupNumbers {
   Floats<kChunkRows> of[groups];
 };
 
-// Wide: pieces of kPackedColumns, for whole pieces in groups that the reader knows or that have at least as many, and
-// for rows of weights and vectors whose loads are aligned, in matrices below 4 GB. Else pieces of kNarrowColumns, which
-// lie in one group whatever its size. Centred codes are for activations in float: offsets lie near -middle * scale, so
-// sums of bare codes are large and cancel against theirs, with 2 to 3 times the error of values summed one by one. 16
-// bits hide that, and save the subtraction.
+// Wide pieces have kPackedColumns columns. They need rows of whole pieces, groups of a size that the reader supports or
+// of at least kPackedColumns, aligned rows of weights and vectors, and matrices below 4 GB. Otherwise pieces have
+// kNarrowColumns, which are in one group whatever its size. Codes are centred for float activations: offsets are
+// usually near -middle * scale, so sums of plain codes are large and cancel with the offsets, with 2 to 3 times the
+// error of summing values. With 16-bit activations that error does not matter, and skipping the subtraction is faster.
 template <typename Codes, bool centred>
 struct PackedChunk {
   using Data = uchar;
@@ -202,12 +202,12 @@ struct PackedChunk {
     per_lane = 1,
     words = Codes::words,
     groups = Codes::groups,
-    off_zero = Codes::zero && !centred  // what is taken off all codes is taken off their sum
+    off_zero = Codes::zero && !centred  // subtracts `zero` from sums instead of from each code
   };
   using Piece = Vectors<step / 4>;
   using Numbers = GroupNumbers<groups>;
 
-  // The vector's column for element n, a multiple of 8, of the piece at `column`.
+  // The column of element n, a multiple of 8, of the piece at `column`.
   static uint column_of(uint column, uint n) {
     if (Codes::distance == kNarrowColumns) return column + n;
     constexpr uint apart = Codes::distance, between = apart / kNarrowColumns;
@@ -235,12 +235,13 @@ struct PackedChunk {
       piece.at[n / 4 + 1] = eight.at[1];
     }
   }
-  // What the vector's elements are multiplied with in plain sums: they are divided by kPlain, or they might be infinite
-  // before their offsets; or they are what the code of 0 adds to the sums of codes.
+  // The factor of the vector's elements in plain sums. With offsets, it is 1 / kPlain, so that the sums stay finite
+  // until they are multiplied by offsets. Without, it makes plain sums equal to the contribution of `zero` to sums of
+  // codes.
   static constexpr float plain_unit() {
     return Codes::has_offset ? 1 / kPlain : float(Codes::zero) / float(Codes::factor);
   }
-  // Each element is divided by its code's place. -> the groups' plain sums before.
+  // Divides each element by 2^place of its code. -> the groups' plain sums of the elements before
   static Floats<groups> divided(thread Piece& piece) {
     constexpr uint fours = step / 4 / groups;
     constexpr float unit = plain_unit();
@@ -268,7 +269,7 @@ struct PackedChunk {
       Layout::load(row, at, wide ? step : left, wide || params.layout == WeightLayout::rows_wide, pieces.row[r]);
     }
   }
-  // The scales and offsets of the rows' pieces: from within, or from where the tensors have them.
+  // Loads the scales and offsets of the rows' pieces, from the pieces themselves or from separate tensors.
   static void load_numbers(thread const ChunkRows<At>& rows, thread const RowWords<words>& pieces, Spot spot,
                            Weights<uchar> weights, constant WeightParams& params, uint column, thread Numbers& scales,
                            thread Numbers& offsets) {
@@ -295,7 +296,7 @@ struct PackedChunk {
     for (uint i = 0; i < groups * kChunkRows; ++i) scales.of[i / kChunkRows].at[i % kChunkRows] *= factor;
   }
 
-  // Scale and offset count once for all codes of a group.
+  // The scale and the offset of a group are applied once to the sum of its codes.
   template <bool placed, typename V>
   static void add(thread ChunkRows<At>& rows, float weight, device const V* vector, Weights<uchar> weights,
                   constant WeightParams& params, uint length, uint column) {
@@ -315,8 +316,8 @@ struct PackedChunk {
 #pragma unroll
     for (uint r = 0; r < kChunkRows; ++r) rows.sum[r] += weight * row_sum(totals, plain, pieces, scales, offsets, r);
   }
-  // The same of wide pieces for several tokens: each code is unpacked once, and meets the tokens' elements in turn, of
-  // which 8 are loaded at a time.
+  // The same with wide pieces, for several tokens: each code is unpacked once and multiplied by the elements of each
+  // token, which are loaded 8 at a time.
   template <uint N, typename V>
   static void add_several(thread const ChunkRows<At>& rows, thread const TokenVectors<V>& tokens,
                           Weights<uchar> weights, constant WeightParams& params, uint column,
@@ -345,7 +346,7 @@ struct PackedChunk {
       sums.of[t].at[r] += row_sum(totals[t], plain[t], pieces, scales, offsets, r);
     }
   }
-  // sums[r] += codes i to i + 7 of row r times the vector's elements, less their zero; plain += as in `divided`
+  // sums[r] += codes i to i + 7 of row r, minus zero, times the vector's elements; plain += as in `divided`
   template <typename V>
   static void add_eight(thread const Vectors<2>* codes, device const V* vector, uint i, thread Floats<kChunkRows>& sums,
                         thread float& plain) {
@@ -367,7 +368,7 @@ struct PackedChunk {
       for (uint r = 0; r < kChunkRows; ++r) sums.at[r] = fma(codes[r].at[n / 4][n % 4], element, sums.at[r]);
     }
   }
-  // What a row's groups add, by their codes' products with the vector, and the vector's plain sums.
+  // The product of a row's piece with the vector, from the groups' sums of codes and the vector's plain sums.
   static float row_sum(thread const Numbers& totals, thread const Floats<groups>& plain,
                        thread const RowWords<words>& pieces, thread const Numbers& scales,
                        thread const Numbers& offsets, uint r) {
@@ -384,9 +385,9 @@ struct PackedChunk {
     const float total = fma(scaled, float(Codes::factor), not_finite(pieces.row[r], scales, offsets, r));
     return Codes::has_offset ? fma(added, kPlain, total) : total;
   }
-  // A code that is no number makes its row's product NaN. Times a code of 0 an infinite scale is NaN, and so are its
-  // products with x, whose signs differ. -> NaN, or 0. Within a block one number makes all scales infinite, and one all
-  // offsets.
+  // Returns NaN if a code is NaN or a scale or offset is not finite, else 0. An infinite scale gives NaN when
+  // multiplied by a code of 0, or when terms of both signs are added. In a block, one half makes all scales infinite
+  // and another one all offsets, so the first group is enough.
   static float not_finite(thread const Words<words>& codes, thread const Numbers& scales, thread const Numbers& offsets,
                           uint r) {
     uint nan = 0;
@@ -403,10 +404,10 @@ struct PackedChunk {
 
 // ------------------------------------------------------------------------------------------ sums
 
-// Where a thread works: `split` simdgroups are a set, of which each team has kChunkRows rows, and the simdgroup takes
-// every split-th of their chunks from `part` on.
+// The work of a thread: `split` simdgroups share the same rows, kChunkRows for each team. A simdgroup takes every
+// split-th chunk of them, from `part` on.
 struct Place {
-  uint lane, part, team;  // the team's number among those of the threadgroup that have rows of their own
+  uint lane, part, team;  // teams are numbered in the threadgroup; simdgroups that share rows have the same teams
 };
 template <typename Chunk>
 Place place_of(uint thread_index, uint split) {
@@ -417,7 +418,7 @@ Place place_of(uint thread_index, uint split) {
   return place;
 }
 
-// sum[r] += (this lane's share of row r) * vector
+// sum[r] += this lane's share of the product of row r and vector
 template <typename Chunk, typename V>
 void add_rows(thread ChunkRows<typename Chunk::At>& rows, device const V* vector, Weights<typename Chunk::Data> weights,
               constant WeightParams& params, uint length, Place place, uint split) {
@@ -427,7 +428,7 @@ void add_rows(thread ChunkRows<typename Chunk::At>& rows, device const V* vector
   }
 }
 
-// The same for several tokens, with wide pieces. -> this lane's shares of their sums
+// The same for several tokens, with wide pieces. -> this lane's shares of the sums
 template <typename Chunk, uint N, typename V>
 TokenSums<N> several_sums(thread const ChunkRows<typename Chunk::At>& rows, thread const TokenVectors<V>& tokens,
                           Weights<typename Chunk::Data> weights, constant WeightParams& params, uint length,
@@ -440,7 +441,7 @@ TokenSums<N> several_sums(thread const ChunkRows<typename Chunk::At>& rows, thre
   return sums;
 }
 
-// shares[simdgroup][team][r] = the team's sum of row r
+// shares[simdgroup][team][r] = the sum of row r over the lanes of the team
 template <typename Chunk>
 void share_sums(thread const float* sums, threadgroup float* shares, uint thread_index) {
   for (uint r = 0; r < kChunkRows; ++r) {
@@ -459,7 +460,7 @@ void share_sums(thread const ChunkRows<typename Chunk::At>& rows, threadgroup fl
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// The sum of a team's row r over the simdgroups that shared it.
+// The sum of a team's row r over the simdgroups that share it.
 template <typename Chunk>
 float shared_sum(threadgroup const float* shares, uint team, uint split, uint r) {
   constexpr uint teams = 32 / Chunk::lanes;
@@ -470,7 +471,7 @@ float shared_sum(threadgroup const float* shares, uint team, uint split, uint r)
   return sum;
 }
 
-// Of shares, for any split; and the rows of a threadgroup.
+// The number of shares of a threadgroup, for any split.
 template <typename Chunk>
 constexpr uint most_shares() {
   return kChunkSimdgroups * (32 / Chunk::lanes) * kChunkRows;
@@ -482,7 +483,7 @@ uint rows_of_threadgroup(uint simdgroups, uint split) {
 
 }  // namespace moe_metal
 
-// The two ways that a library's format is read: wherever loads are aligned, and everywhere.
+// The chunk types for a library's format: for aligned loads, and for any weights.
 #ifndef MOE_METAL_FORMAT
 #define wide_chunk(dtype) moe_metal::WideChunk<dtype>
 #define any_chunk(dtype) moe_metal::AnyChunk<dtype>

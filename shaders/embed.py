@@ -1,8 +1,8 @@
-"""Write every shader's text into one C++ header, so that the extension carries its kernels and needs no files.
+"""Write the text of all shaders into one C++ header, so that the extension contains its kernels and needs no files.
 
-Called by setup.py and by the simulated Metal, so that both compile exactly the same text;
-`python shaders/embed.py shaders/glu.metal` prints that of one shader, whose lines error messages count.
-`#include "common.h"` is replaced by the file's text: Metal's run-time compiler has no include path of ours.
+setup.py and the simulated Metal both call it, so both compile exactly the same text.
+`python shaders/embed.py shaders/glu.metal` prints the text of one shader; line numbers in error messages refer to it.
+`#include "common.h"` is replaced by the text of the file, because Metal's run-time compiler cannot find our headers.
 """
 
 import re
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-#: The formats of weights that a shader with a `weights_suffix` is compiled for, and the macros of each.
+#: The weight formats for which a shader with `weights_suffix` is compiled, with the macros of each.
 TABLE = (FOLDER.parent / "csrc" / "formats.h").read_text()
 FORMATS = {
     library: [] if library == "dense" else [f"MOE_METAL_FORMAT={library}"]
@@ -19,7 +19,7 @@ FORMATS = {
 
 
 def shader_text(path: Path) -> str:
-    """One `.metal` file with our own headers inlined, each once, where it is first included."""
+    """The text of one `.metal` file, with each of our headers inlined where it is first included."""
     done = set()
 
     def inline(match: re.Match[str]) -> str:
@@ -36,19 +36,19 @@ def shader_text(path: Path) -> str:
 
 
 def libraries(path: Path) -> dict[str, list[str]]:
-    """What one `.metal` file is compiled for: names, and macros. `glu`, or `linear`, `linear-affine2` and so on."""
+    """The libraries of one `.metal` file, with their macros: `glu`, or `linear`, `linear-affine2` and so on."""
     if "weights_suffix" not in path.read_text():
         return {path.stem: []}
     return {path.stem if name == "dense" else f"{path.stem}-{name}": macros for name, macros in FORMATS.items()}
 
 
 def write_header(target: Path) -> Path:
-    """`shader_texts[]`: pairs of a shader's name and its text. Left alone when nothing changed, for quick rebuilds."""
+    """Write `shader_texts[]`, the name and text of each shader. An unchanged file is not written, to avoid rebuilds."""
     rows = []
     for path in sorted(FOLDER.glob("*.metal")):
         text = shader_text(path)
         if not text.isascii():
-            raise SystemExit(f"{path.name}: Metal's run-time compiler reads ASCII only, this file holds more")
+            raise SystemExit(f"{path.name}: expected ASCII only, which is all that Metal's run-time compiler reads")
         rows.append(f'    {{"{path.stem}", R"MSL({text})MSL"}},\n')
     header = (
         "// Written by shaders/embed.py.\n#pragma once\n\nnamespace moe_metal {\n"

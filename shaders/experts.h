@@ -1,4 +1,5 @@
-// What the two regimes of the op experts share: ids, rows of weights, and what is added beside the experts.
+// Shared by decode and prefill of the op experts: ids, rows of weights, activation, and the terms that are added to the
+// sum over experts.
 #pragma once
 #include "activation.h"
 #include "row_tile.h"
@@ -12,7 +13,7 @@ inline int expert_of(device const int* ids, ulong slot, constant ExpertsParams& 
   return id.y == 0 && id.x >= 0 && uint(id.x) < params.E ? id.x : -1;
 }
 
-// sigmoid(shared_gate) * shared + residual, of one element.
+// sigmoid(shared_gate) * shared + residual, for one element.
 template <typename T>
 float beside_experts(device const T* shared, device const T* shared_gate, device const T* residual, ulong token, uint h,
                      constant ExpertsParams& params) {
@@ -27,13 +28,13 @@ float beside_experts(device const T* shared, device const T* shared_gate, device
 
 // ------------------------------------------------------------------------------------------ rows of weights
 
-// Row `which` (0 gate, 1 up) of gate_up for inner element i.
+// The row of gate_up for inner element i: of gate (which = 0) or up (which = 1).
 inline uint gate_up_row(uint i, uint which, constant ExpertsParams& params) {
   return params.interleaved ? 2 * i + which : i + which * params.I;
 }
 
-// A threadgroup's rows of gate_up: 32 gate rows and their 32 up rows, which lie in turn when interleaved and else one
-// kind after the other.
+// A threadgroup's rows of gate_up: 32 gate rows and their 32 up rows, alternating if interleaved, else all gate rows
+// first.
 inline RowTile gate_up_tile(uint block, constant ExpertsParams& params) {
   RowTile tile;
   tile.first = gate_up_row(block * kColumnInner, 0, params);
@@ -46,7 +47,7 @@ inline RowTile gate_up_tile(uint block, constant ExpertsParams& params) {
 
 // ------------------------------------------------------------------------------------------ between the products
 
-// The activated inner value of an expert's row: its gate and up products, biased.
+// An element of inner: adds the biases to the products of gate and up, and applies the activation.
 template <typename T>
 float inner_value(float gate, float up, device const T* bias, int expert, uint row, constant ExpertsParams& params) {
   if (params.gate_up_bias != ParameterType::absent) {
@@ -57,7 +58,7 @@ float inner_value(float gate, float up, device const T* bias, int expert, uint r
   return activated(gate, up, params.activation);
 }
 
-// The same for row i of a block, from the products of the block's tile.
+// The same for row i of a block, from the products of its tile.
 template <typename T>
 float inner_value(threadgroup const float* products, uint i, device const T* bias, int expert, uint block,
                   constant ExpertsParams& params) {

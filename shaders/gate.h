@@ -1,7 +1,7 @@
-// Router logits: what the kernels of gate.metal share.
+// Router logits, shared by the kernels of gate.metal.
 //
-// logit = rms(x) * sum_h x * norm_weight * router_weight + router_bias, since rms is one number for all of x: the norm
-// costs no walk of its own, and x is read once. Without norm_weight, rms is 1.
+// logit = inv_rms(x) * sum_h x * norm_weight * router_weight + router_bias, since inv_rms is one number for all of x:
+// the norm needs no pass of its own, and x is read once. Without norm_weight, inv_rms is 1.
 #pragma once
 #include "route.h"
 
@@ -13,7 +13,7 @@ float4 norm_weight4(device const T* norm_weight, uint i, GateParams params) {
   return load4(norm_weight, i, params.row, params.norm_weight);
 }
 
-inline float gate_rms(float squares, GateParams params) {
+inline float gate_inv_rms(float squares, GateParams params) {
   if (params.norm_weight == ParameterType::absent) return 1;
   return rsqrt(squares / float(params.row.length) + params.eps);
 }
@@ -23,14 +23,15 @@ float gate_bias(device const T* router_bias, uint expert, GateParams params) {
   return params.router_bias == ParameterType::absent ? 0 : load(router_bias, expert, params.router_bias);
 }
 
-// The sums over a part of H: for `Tokens` tokens and `Experts` experts at a time, so that what is loaded is used often.
+// Sums over a part of H, for `Tokens` tokens and `Experts` experts at a time, so that every load is used several times.
 template <uint Tokens, uint Experts>
 struct Dots {
   float dots[Tokens][Experts];
   float squares[Tokens];
 };
 
-// Over the chunks first, first + step, ... of H. Rows past the last are read as the last, whose results nobody uses.
+// Sums over the chunks first, first + step, ... of H. For rows past the end the last row is read; their results are
+// not used.
 template <bool wide, uint Tokens, uint Experts, typename T, typename W>
 Dots<Tokens, Experts> gate_dots(device const T* hidden, device const W* router_weight, device const T* norm_weight,
                                 ulong token, uint expert, uint first, uint step, GateParams params) {

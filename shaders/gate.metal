@@ -1,8 +1,8 @@
-// The whole router: route(norm(hidden) @ router_weight^T + router_bias, ...); reference.gate says how.
+// The whole router: route(norm(hidden) @ router_weight^T + router_bias, ...); see reference.gate.
 //
 // hidden [T, H]; router_weight [E, H], T or float; norm_weight [H], router_bias, select_bias, per_expert_scale [E], or
 // absent; weights float [T, K]; ids int [T, K]; logits float [T, E].
-//   gate         everything, for few tokens and a small router. Grid: one threadgroup per token, along x.
+//   gate         the whole op, for few tokens and a small router. Grid: one threadgroup per token, along x.
 //   gate_logits  logits for few tokens; route.metal does the rest. Grid: groups of tokens along x, of experts along y.
 //   gate_tile    logits for many tokens. Grid: tiles of 32 tokens along x, of 64 experts along y.
 #include <metal_stdlib>
@@ -12,8 +12,8 @@ using namespace metal;
 
 namespace moe_metal {
 
-// One simdgroup per expert and part of H; the parts keep all simdgroups busy when experts are few. Then the first
-// simdgroup routes.
+// A simdgroup computes the dot product of one expert, or of a part of H if there are fewer experts than simdgroups.
+// Then the first simdgroup routes.
 template <typename T, typename W>
 [[kernel]] void gate(device const T* hidden [[buffer(0)]], device const W* router_weight [[buffer(1)]],
                      device const T* norm_weight [[buffer(2)]], device const T* router_bias [[buffer(3)]],
@@ -23,7 +23,7 @@ template <typename T, typename W>
                      uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
                      uint simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr uint N = kGateMaxExperts / kSimdgroup;
-  threadgroup float dots[kGateMaxExperts];  // [experts, parts] when parts > 1, which experts < 32 makes fit
+  threadgroup float dots[kGateMaxExperts];  // [experts, parts]; parts > 1 only if experts <= 16, so they fit
   threadgroup float squares[kMaxSimdgroups];
   if (token >= params.row.count) return;
   const uint E = params.route.routing.experts, K = params.route.routing.top_k;
@@ -42,20 +42,20 @@ template <typename T, typename W>
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (simdgroup > 0) return;
-  const float rms = gate_rms(simd_sum(lane < parts ? squares[lane] : 0), params);
+  const float inv_rms = gate_inv_rms(simd_sum(lane < parts ? squares[lane] : 0), params);
   float logits[N];
   for (uint n = 0; n < N; ++n) {
     const uint expert = lane + n * kSimdgroup;
     logits[n] = 0;
     if (expert >= E) continue;
     for (uint part = 0; part < parts; ++part) logits[n] += dots[expert * parts + part];
-    logits[n] = logits[n] * rms + gate_bias(router_bias, expert, params);
+    logits[n] = logits[n] * inv_rms + gate_bias(router_bias, expert, params);
   }
   route_token<N>(logits, select_bias, per_expert_scale, weights + ulong(token) * K, ids + ulong(token) * K, lane,
                  params.route);
 }
 
-// A threadgroup does `Tokens` tokens by `Experts` experts; its simdgroups share H.
+// A threadgroup computes `Tokens` tokens by `Experts` experts; its simdgroups share H.
 template <typename T, typename W, uint Tokens, uint Experts>
 [[kernel]] void gate_logits(device const T* hidden [[buffer(0)]], device const W* router_weight [[buffer(1)]],
                             device const T* norm_weight [[buffer(2)]], device const T* router_bias [[buffer(3)]],
@@ -93,17 +93,17 @@ template <typename T, typename W, uint Tokens, uint Experts>
     square_sum += squares[part][t];
   }
   logits[(token + t) * E + expert + e] =
-      dot_sum * gate_rms(square_sum, params) + gate_bias(router_bias, expert + e, params);
+      dot_sum * gate_inv_rms(square_sum, params) + gate_bias(router_bias, expert + e, params);
 }
 
-// Tiles of x and of the router pass through threadgroup memory, kTileStep of H at a time, while the next are already
-// being loaded. Rows are padded by one chunk, so that reads of 16 rows at once fall on different banks.
+// Tiles of x and of the router are copied to threadgroup memory, kTileStep columns of H at a time, while the next are
+// being loaded. Rows are padded by one chunk, so that reads of 16 rows at once use different banks.
 MOE_METAL_CONSTANT uint kTileStep = 32;
 MOE_METAL_CONSTANT uint kTileChunks = kTileStep / 4;
 MOE_METAL_CONSTANT uint kTileStride = kTileChunks + 1;
 MOE_METAL_CONSTANT uint kDown = kGateTileTokens / 4, kAcross = kGateTileExperts / 4;  // threads of a tile
 
-// The chunks of a tile that one thread loads. Past the end of H they are 0.
+// The chunks of a tile that one thread loads. Chunks past the end of H are 0.
 template <uint Rows>
 struct TileLoads {
   float4 chunks[Rows * kTileChunks / kGateTileThreads];
@@ -132,7 +132,7 @@ void store_tile(TileLoads<Rows> loads, threadgroup float4* tile, uint thread_ind
 template <bool wide, typename T, typename W>
 void tile_logits(device const T* hidden, device const W* router_weight, device const T* norm_weight,
                  device const T* router_bias, device float* logits, GateParams params, uint2 group, uint thread_index,
-                 threadgroup float4* x_tile, threadgroup float4* w_tile, threadgroup float* rms) {
+                 threadgroup float4* x_tile, threadgroup float4* w_tile, threadgroup float* inv_rms) {
   const uint E = params.route.routing.experts, H = params.row.length;
   const ulong token = ulong(group.x) * kGateTileTokens, last_token = params.route.tokens - 1;
   const uint expert = group.y * kGateTileExperts, own_h = thread_index % kTileChunks * 4;
@@ -166,14 +166,14 @@ void tile_logits(device const T* hidden, device const W* router_weight, device c
   for (uint n = 0; n < 2; ++n) {  // eight neighbouring lanes hold one row of x
     for (uint apart = 1; apart < kTileChunks; apart *= 2) squares[n] += simd_shuffle_xor(squares[n], ushort(apart));
     const uint chunk = thread_index + n * kGateTileThreads;
-    if (chunk % kTileChunks == 0) rms[chunk / kTileChunks] = gate_rms(squares[n], params);
+    if (chunk % kTileChunks == 0) inv_rms[chunk / kTileChunks] = gate_inv_rms(squares[n], params);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint t = 0; t < 4; ++t) {
     for (uint e = 0; e < 4; ++e) {
       const uint row = own_token + kDown * t, column = expert + own_expert + kAcross * e;
       if (token + row > last_token || column >= E) continue;
-      logits[(token + row) * E + column] = dots[t][e] * rms[row] + gate_bias(router_bias, column, params);
+      logits[(token + row) * E + column] = dots[t][e] * inv_rms[row] + gate_bias(router_bias, column, params);
     }
   }
 }
@@ -186,13 +186,13 @@ template <typename T, typename W>
                           uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float4 x_tile[kGateTileTokens * kTileStride];
   threadgroup float4 w_tile[kGateTileExperts * kTileStride];
-  threadgroup float rms[kGateTileTokens];
+  threadgroup float inv_rms[kGateTileTokens];
   if (params.row.wide) {
     tile_logits<true>(hidden, router_weight, norm_weight, router_bias, logits, params, group, thread_index, x_tile,
-                      w_tile, rms);
+                      w_tile, inv_rms);
   } else {
     tile_logits<false>(hidden, router_weight, norm_weight, router_bias, logits, params, group, thread_index, x_tile,
-                       w_tile, rms);
+                       w_tile, inv_rms);
   }
 }
 

@@ -1,7 +1,7 @@
 // output = act(gate) * up
 //
 // gate, up [outer, middle, inner] with any strides; output [outer, middle, inner], contiguous.
-// Grid: flat over groups of four neighbours of `inner`, one per thread.
+// Grid: one thread for each group of four neighbours of `inner`, flattened.
 #include <metal_stdlib>
 using namespace metal;
 

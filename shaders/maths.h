@@ -1,12 +1,12 @@
-// Functions of one float that Metal lacks, or whose limits matter here. NaN goes in and comes out.
+// Functions of one float that Metal lacks, or whose limits matter here. All of them return NaN for NaN.
 #pragma once
 
 namespace moe_metal {
 
-// Right at both ends: exp may overflow to infinity, and 1 / infinity is 0.
+// Correct for all x: exp may overflow to infinity, and 1 / infinity is 0.
 inline float sigmoid(float x) { return 1 / (1 + exp(-x)); }
 
-// log(1 + x) for 0 <= x <= 1, also where 1 + x rounds to 1.
+// log(1 + x) for 0 <= x <= 1, accurate even if 1 + x rounds to 1.
 inline float log_one_plus(float x) {
   const float one_plus = 1 + x;
   return one_plus == 1 ? x : log(one_plus) * (x / (one_plus - 1));
@@ -15,7 +15,7 @@ inline float log_one_plus(float x) {
 // log(1 + exp(x))
 inline float softplus(float x) { return (x < 0 ? 0 : x) + log_one_plus(exp(x < 0 ? x : -x)); }
 
-// Below -20 softplus(x) is exp(x), which would underflow long before its root does.
+// Below -20, softplus(x) is exp(x), which would underflow long before its square root does.
 inline float sqrt_softplus(float x) { return x < -20 ? exp(0.5f * x) : sqrt(softplus(x)); }
 
 // 1 - erf(x): exp(-x^2) times a polynomial in 1 / (1 + |x| / 2), fitted to within 3e-8 (root mean square over 0 to 6).

@@ -1,11 +1,11 @@
-// Products of matrices of 8 by 8, which a simdgroup computes together. A lane holds two neighbours of a row of each:
-// where they lie is what the kernels of MLX and PyTorch rely on as well.
+// Products of 8 x 8 matrices, which a simdgroup computes together. A lane holds two neighbours of a row of each matrix.
+// The kernels of MLX and PyTorch rely on the same layout.
 #pragma once
 
 namespace moe_metal {
 
 struct MatrixPlace {
-  uint row, column;  // of the lane's two elements the first; the second is its right neighbour
+  uint row, column;  // of the lane's first element; the second one is its right neighbour
 };
 inline MatrixPlace matrix_place(uint lane) {
   MatrixPlace place;
@@ -14,7 +14,7 @@ inline MatrixPlace matrix_place(uint lane) {
   return place;
 }
 
-// sum += left * right, of whole matrices.
+// sum += left * right, for whole matrices.
 inline void multiply_add(thread float2& sum, float2 left_pair, float2 right_pair) {
   simdgroup_float8x8 left, right, product;
   for (uint e = 0; e < 2; ++e) {

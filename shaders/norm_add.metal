@@ -1,6 +1,6 @@
 // output = (residual + norm(input) * weight) * scalar, and the op norm: norm(input) * weight
 //
-// input, output [T, H]; residual [T, H], weight [H], or absent, as norm may have them; scalar [1] or [H], or absent.
+// input, output [T, H]; residual [T, H] and weight [H], which may be absent in norm; scalar [1] or [H], or absent.
 // Grid: one threadgroup per token, along x.
 #include <metal_stdlib>
 using namespace metal;
@@ -21,8 +21,8 @@ struct NormAddRow {
 
   float4 value(uint i) const thread { return load4(input, i, params.row); }
   float2 squares(float4 v) const thread { return float2(dot(v, v), 0); }
-  void write(uint i, float4 v, float2 rms) const thread {
-    v *= rms.x;
+  void write(uint i, float4 v, float2 inv_rms) const thread {
+    v *= inv_rms.x;
     if (params.weight != ParameterType::absent) v *= load4(weight, i, params.row, params.weight);
     if (params.has_residual) v += load4(residual, i, params.row);
     store4(output, i, v * load_scalar(scalar, i, params), params.row);

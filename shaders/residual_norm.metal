@@ -1,7 +1,7 @@
 // sum = residual + input; output = norm(sum) * weight * scalar
 //
 // residual, input, output, sum [T, H]; weight [H]; scalar [1] or [H], or absent.
-// The norm sees the sum before it is rounded.
+// The norm uses the sum before it is rounded.
 // Grid: one threadgroup per token, along x.
 #include <metal_stdlib>
 using namespace metal;
@@ -23,9 +23,9 @@ struct ResidualNormRow {
 
   float4 value(uint i) const thread { return load4(residual, i, params.row) + load4(input, i, params.row); }
   float2 squares(float4 v) const thread { return float2(dot(v, v), 0); }
-  void write(uint i, float4 v, float2 rms) const thread {
+  void write(uint i, float4 v, float2 inv_rms) const thread {
     store4(sum, i, v, params.row);
-    v = v * rms.x * load4(weight, i, params.row, params.weight);
+    v = v * inv_rms.x * load4(weight, i, params.row, params.weight);
     store4(output, i, v * load_scalar(scalar, i, params), params.row);
   }
 };

@@ -1,10 +1,10 @@
-// The op rope: queries and keys are normed, where they have a weight, and their first 2R numbers turned by R angles.
+// The op rope: norms queries and keys if they have a norm weight, and rotates their first 2R numbers by R angles.
 //
 // q [B, T, A, D], k [B, T, J, D] and cos, sin [B, T, R] have any strides; output q [B, A, T, D] and k [B, J, T, D];
-// norm weights [D], or [A, D] and [J, D] for all heads of a token together, or absent.
-// A simdgroup has a head of a token. Where all heads are normed together, each sums over all of them: that is a few
-// loads for a lane, from the cache, in place of a second kernel.
-// Grid: kRopeSimdgroups items to a threadgroup, along x; the heads of a token follow one another, q's and then k's.
+// norm weights [D], or [A, D] and [J, D] for a norm over all heads of a token, or absent.
+// A simdgroup computes one head of a token. For a norm over all heads, each simdgroup sums over all of them: a few
+// loads per lane, from the cache, instead of a second kernel. Grid: kRopeSimdgroups items per threadgroup, along x; an
+// item is a head of a token: all heads of q, then all of k.
 #include <metal_stdlib>
 using namespace metal;
 
@@ -24,23 +24,23 @@ struct RopeHeads {
 
   float value(uint head, uint i) const thread { return float(input[head * head_stride + i * element_stride]); }
 
-  // A lane's share of the squares of a head.
+  // This lane's part of the sum of squares of a head.
   float squares(uint head, uint lane) const thread {
     float sum = 0;
     for (uint i = lane; i < D; i += kSimdgroup) sum += value(head, i) * value(head, i);
     return sum;
   }
-  // rsqrt(mean(x^2) + eps) of a head, or of all of them, or 1 without a norm.
-  float rms(uint head, uint lane, float eps) const thread {
+  // rsqrt(mean(x^2) + eps) of a head, or of all heads; 1 without a norm.
+  float inv_rms(uint head, uint lane, float eps) const thread {
     if (weight_type == ParameterType::absent) return 1;
     if (!norms_all) return rsqrt(simd_sum(squares(head, lane)) / float(D) + eps);
     float sum = 0;
     for (uint h = 0; h < count; ++h) sum += squares(h, lane);
     return rsqrt(simd_sum(sum) / (float(count) * float(D)) + eps);
   }
-  float normed(uint head, uint i, float rms) const thread {
+  float normed(uint head, uint i, float inv_rms) const thread {
     if (weight_type == ParameterType::absent) return value(head, i);
-    return value(head, i) * rms * load(weight, (norms_all ? head * D : 0) + i, weight_type);
+    return value(head, i) * inv_rms * load(weight, (norms_all ? head * D : 0) + i, weight_type);
   }
 };
 
@@ -48,19 +48,19 @@ template <typename T>
 void rope_head(RopeHeads<T> heads, uint head, device const T* cosines, device const T* sines, device T* output,
                uint lane, constant RopeParams& params) {
   const uint D = params.D, R = params.R;
-  const float rms = heads.rms(head, lane, params.eps);
+  const float inv_rms = heads.inv_rms(head, lane, params.eps);
   for (uint i = lane; i < R; i += kSimdgroup) {
-    const float a = heads.normed(head, params.interleaved ? 2 * i : i, rms);
-    const float b = heads.normed(head, params.interleaved ? 2 * i + 1 : R + i, rms);
+    const float a = heads.normed(head, params.interleaved ? 2 * i : i, inv_rms);
+    const float b = heads.normed(head, params.interleaved ? 2 * i + 1 : R + i, inv_rms);
     const float c = load(cosines, i * params.cos.element, params.cos_type);
     const float s = load(sines, i * params.sin.element, params.sin_type);
     output[i] = T(a * c - b * s);
     output[R + i] = T(b * c + a * s);
   }
-  for (uint i = 2 * R + lane; i < D; i += kSimdgroup) output[i] = T(heads.normed(head, i, rms));
+  for (uint i = 2 * R + lane; i < D; i += kSimdgroup) output[i] = T(heads.normed(head, i, inv_rms));
 }
 
-// Where a parameter of either type begins, so many of its own elements further on.
+// values + elements, for a parameter of either type.
 template <typename T>
 device const T* further(device const T* values, ulong elements, ParameterType type) {
   if (type != ParameterType::float32) return values + elements;

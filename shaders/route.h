@@ -1,6 +1,6 @@
-// From the logits of one token to its K experts and their weights, by one simdgroup and in registers alone.
-// Lane l holds the logits of the experts l, l + 32, ...; N of them. All 32 lanes are active at every simd function.
-// Loops over N are unrolled, so that every index is a constant: else arrays may lie in memory, not in registers.
+// Selects the K experts of one token from its logits and computes their weights, by one simdgroup, in registers.
+// Lane l has N logits, of the experts l, l + 32, ... All 32 lanes are active at every simd function. Loops over N are
+// unrolled, so that every index is a constant; otherwise arrays may be in memory instead of registers.
 #pragma once
 #include "common.h"
 #include "maths.h"
@@ -10,7 +10,7 @@ namespace moe_metal {
 
 // ------------------------------------------------------------------------------------------ order
 
-// Integers that sort as the values do. NaN sorts below -infinity, and 0 is what is not there, or no longer.
+// Integers that sort like the values. NaN sorts below -infinity. 0 means absent or already taken.
 MOE_METAL_CONSTANT uint kNothing = 0;
 MOE_METAL_CONSTANT uint kNan = 1;
 
@@ -30,7 +30,7 @@ struct Best {
   uint key, id;
 };
 
-// The highest of the keys of all lanes; among equals the lowest id. It is taken out.
+// Removes and returns the highest key of all lanes; among equal keys, the one with the lowest id.
 template <uint N>
 Best take_best(thread uint* keys, uint lane) {
   Best best = {keys[0], lane};
@@ -52,7 +52,7 @@ Best take_best(thread uint* keys, uint lane) {
 
 // ------------------------------------------------------------------------------------------ scores
 
-// What each logit is worth as a weight.
+// Converts logits to scores.
 template <uint N>
 void to_scores(thread const float* logits, thread float* scores, uint lane, RoutingParams params) {
   float highest = -INFINITY, total = 0;
@@ -82,7 +82,7 @@ void to_scores(thread const float* logits, thread float* scores, uint lane, Rout
 
 // ------------------------------------------------------------------------------------------ groups
 
-// The two highest keys among the experts first to last - 1, as the value of their group.
+// The score of the group of experts first to last - 1: the value of its highest key, or the sum of its two highest.
 template <uint N>
 float group_value(thread const uint* keys, uint lane, uint first, uint last, GroupScore score) {
   uint high = kNothing, next = kNothing;
@@ -98,11 +98,11 @@ float group_value(thread const uint* keys, uint lane, uint first, uint last, Gro
   return sort_value(key) + sort_value(simd_max(lane == owner ? next : high));
 }
 
-// Takes out the experts of all but the best groups of neighbours. `choice` holds what the groups are judged by.
+// Removes the keys of experts outside the best groups. `choice` has the keys that determine the scores of groups.
 template <uint N>
 void keep_best_groups(thread const uint* choice, thread uint* keys, uint lane, RoutingParams params) {
   const uint size = params.experts / params.n_group;
-  uint groups[N];  // group g lies where expert g would
+  uint groups[N];  // group g is in the place of expert g
 #pragma clang loop unroll(full)
   for (uint n = 0; n < N; ++n) groups[n] = kNothing;
   for (uint group = 0; group < uint(params.n_group); ++group) {
@@ -132,7 +132,7 @@ struct Choice {
   float weight;
 };
 
-// The next `count` of the best experts, one for each lane, best first.
+// Takes the next `count` best experts, one per lane, best first.
 template <uint N>
 Choice choose(thread uint* keys, thread const float* scores, uint count, uint lane) {
   Choice chosen = {0, 0};
@@ -164,10 +164,10 @@ float final_weight(Choice chosen, float total, device const T* per_expert_scale,
   return weight * params.routing.scaling_factor;
 }
 
-// ------------------------------------------------------------------------------------------ the whole
+// ------------------------------------------------------------------------------------------ routing
 
-// Logits past the last expert may hold anything. select_bias and per_expert_scale are [E] of either type, or absent;
-// weights and ids are this token's rows of K.
+// Logits past the last expert are ignored. select_bias and per_expert_scale are [E] of either type, or absent; weights
+// and ids are this token's rows of K.
 template <uint N, typename T>
 void route_token(thread const float* logits, device const T* select_bias, device const T* per_expert_scale,
                  device float* weights, device int* ids, uint lane, RouteParams params) {
@@ -200,7 +200,7 @@ void route_token(thread const float* logits, device const T* select_bias, device
     }
   }
   total = simd_sum(total);
-  for (uint k = lane; k < last; k += kSimdgroup) {  // each lane reads back what it wrote
+  for (uint k = lane; k < last; k += kSimdgroup) {  // each lane reads back its own values
     weights[k] = final_weight({uint(ids[k]), weights[k]}, total, per_expert_scale, params);
   }
   if (last + lane < K) weights[last + lane] = final_weight(chosen, total, per_expert_scale, params);

@@ -1,8 +1,8 @@
-// The K best experts of each token and their weights, best first: reference.route says how.
+// The K best experts of each token and their weights, best first; see reference.route.
 //
 // logits [T, E]; select_bias, per_expert_scale [E], or absent; weights float [T, K]; ids int [T, K].
 // Grid: one simdgroup per token; a threadgroup holds as many tokens as it has simdgroups, along x.
-// N is the number of logits per lane: route_N_T serves up to 32 * N experts.
+// N is the number of logits per lane: route_N_T is for up to 32 * N experts.
 #include <metal_stdlib>
 using namespace metal;
 

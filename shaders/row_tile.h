@@ -1,20 +1,20 @@
-// Up to 64 rows of weights that a threadgroup works on.
+// The rows of weights of a threadgroup, up to 64.
 #pragma once
 #include "weights.h"
 
 namespace moe_metal {
 
-// Rows are numbered as they lie in memory. The jump, which is below 0 where I is small, wraps around to the right row.
+// Rows are numbered by their order in memory. `jump` may be negative (if I is small); as unsigned it wraps around.
 struct RowTile {
-  uint first;               // the number of row 0 in the matrix
+  uint first;               // the matrix row of row 0
   uint jump;                // added from row 32 on
-  uint shift, mask, limit;  // row j exists when (j >> shift & mask) < limit
+  uint shift, mask, limit;  // row j exists if (j >> shift & mask) < limit
 
   bool has(uint j) const thread { return (j >> shift & mask) < limit; }
   uint number(uint j) const thread { return first + j + (j < kColumnInner ? 0 : jump); }
 };
 
-// The next rows of a matrix.
+// The rows of a matrix from `first` on; the matrix has `rows`.
 inline RowTile plain_tile(uint first, uint rows) {
   RowTile tile;
   tile.first = first;
@@ -25,7 +25,7 @@ inline RowTile plain_tile(uint first, uint rows) {
   return tile;
 }
 
-// Element (j, c) of the rows.
+// A pointer to column c of row j of the tile.
 template <typename T>
 device const T* element(Weights<T> weights, constant WeightParams& params, thread const RowTile& rows, uint j, uint c) {
   return weights.data + rows.number(j) * params.row + c * params.column;

@@ -1,5 +1,4 @@
-// Rows of a few thousand elements, four at a time: loads, stores, sums over a row, and the norm of a row.
-// Used by every op that walks whole rows.
+// Rows of a few thousand elements: loads and stores of four elements, sums over a row, and the norm of a row.
 #pragma once
 #include "common.h"
 
@@ -28,7 +27,7 @@ float4 load4(device const T* row, uint i, RowShape shape) {
   return shape.wide ? load4<true>(row, i, shape.length) : load4<false>(row, i, shape.length);
 }
 
-// The one rounding of a result.
+// Rounds four results.
 template <typename T>
 void store4_wide(device T* at, float4 v) {
   *reinterpret_cast<device vec<T, 4>*>(at) = vec<T, 4>(T(v.x), T(v.y), T(v.z), T(v.w));
@@ -41,7 +40,7 @@ void store4(device T* row, uint i, float4 v, RowShape shape) {
   }
 }
 
-// A parameter that was given, of either type.
+// Loads of a parameter of either type, which must not be absent.
 template <typename T>
 float4 load4(device const T* row, uint i, RowShape shape, ParameterType type) {
   if (type == ParameterType::float32) return load4(reinterpret_cast<device const float*>(row), i, shape);
@@ -52,7 +51,7 @@ float load(device const T* values, ulong i, ParameterType type) {
   return type == ParameterType::float32 ? reinterpret_cast<device const float*>(values)[i] : float(values[i]);
 }
 
-// The scalar of norm_add and residual_norm: none, one for all, or one for each element.
+// The scalar of norm_add and residual_norm: absent, one for all elements, or one for each.
 template <typename T>
 float4 load_scalar(device const T* scalar, uint i, ResidualNormParams params) {
   if (params.scalar == ParameterType::absent) return 1;
@@ -60,14 +59,14 @@ float4 load_scalar(device const T* scalar, uint i, ResidualNormParams params) {
   return load4(scalar, i, params.row, params.scalar);
 }
 
-// Where a thread starts when a row is cut into blocks of one threadgroup each.
+// The first element of a thread if a row is cut into one block per threadgroup.
 inline uint first_element(uint block, uint thread_index, uint simdgroups) {
   return 4 * (block * simdgroups * kSimdgroup + thread_index);
 }
 
 // ------------------------------------------------------------------------------------------ sums over a threadgroup
 
-// The sum over all threads of a threadgroup of whole simdgroups: in every thread, and in the same order every time.
+// The sum over all threads of a threadgroup of whole simdgroups, in a fixed order. Every thread gets the result.
 inline float2 threadgroup_sum(float2 value, uint thread_index, uint simdgroups, threadgroup float2* partial) {
   const uint lane = thread_index % kSimdgroup;
   value = simd_sum(value);
@@ -80,15 +79,15 @@ inline float2 threadgroup_sum(float2 value, uint thread_index, uint simdgroups, 
 
 // ------------------------------------------------------------------------------------------ the norm of a row
 
-// Chunks of four elements that a thread keeps between the two walks over a row: rows of up to 16384 elements are
-// read once by 1024 threads. What is longer is computed again instead.
+// How many chunks of four elements a thread keeps in registers between the two passes over a row: with 1024 threads,
+// rows of up to 16384 elements are read once. The rest of longer rows is computed again.
 MOE_METAL_CONSTANT uint kKept = 4;
 
-// A threadgroup walks a row twice: first for the sum of squares, then to write what is made of the norm. Row has
-//   Value               four elements of what is normed (or of two things that are, side by side)
-//   value(i)            computes them
-//   squares(value)      their sums of squares
-//   write(i, value, rms)
+// Two passes of a threadgroup over a row: the sum of squares, then the results. Members of Row:
+//   Value               four elements to be normed, or four of each of two rows
+//   value(i)            computes elements i to i + 3
+//   squares(value)      their sum of squares, for each of the two rows
+//   write(i, value, inv_rms)
 //   params.row, params.eps
 template <class Row>
 void walk_row(thread const Row& row, uint thread_index, uint simdgroups, threadgroup float2* partial) {
@@ -96,7 +95,7 @@ void walk_row(thread const Row& row, uint thread_index, uint simdgroups, threadg
   const uint first = 4 * thread_index, rest = first + kKept * step;
   typename Row::Value kept[kKept];
   float2 squares = 0;
-#pragma clang loop unroll(full)  // else kept may lie in memory, not in registers
+#pragma clang loop unroll(full)  // otherwise `kept` may be in memory instead of registers
   for (uint n = 0; n < kKept; ++n) {
     const uint i = first + n * step;
     if (i < length) {
@@ -106,16 +105,16 @@ void walk_row(thread const Row& row, uint thread_index, uint simdgroups, threadg
   }
   for (uint i = rest; i < length; i += step) squares += row.squares(row.value(i));
   const float2 mean = threadgroup_sum(squares, thread_index, simdgroups, partial) / float(length);
-  const float2 rms = float2(rsqrt(mean.x + row.params.eps), rsqrt(mean.y + row.params.eps));
+  const float2 inv_rms = float2(rsqrt(mean.x + row.params.eps), rsqrt(mean.y + row.params.eps));
 #pragma clang loop unroll(full)
   for (uint n = 0; n < kKept; ++n) {
     const uint i = first + n * step;
-    if (i < length) row.write(i, kept[n], rms);
+    if (i < length) row.write(i, kept[n], inv_rms);
   }
-  for (uint i = rest; i < length; i += step) row.write(i, row.value(i), rms);
+  for (uint i = rest; i < length; i += step) row.write(i, row.value(i), inv_rms);
 }
 
-// The compiler gets each walk with `wide` known, and so without a branch at every load.
+// `wide` is a constant in each branch, so that there is no branch at every load.
 template <class Row>
 void norm_row(Row row, uint thread_index, uint simdgroups, threadgroup float2* partial) {
   if (row.params.row.wide) {

@@ -1,10 +1,10 @@
-// sum_k weights[k] * slots[k]: what the five weighted sums share.
+// sum_k weights[k] * slots[k], shared by the five weighted sums.
 #pragma once
 #include "rows.h"
 
 namespace moe_metal {
 
-// The slots of one token. `wide` is a template parameter of what walks over K: no branch lies between the loads.
+// The slots of one token. `wide` is a template parameter of the loop over K, so there is no branch between its loads.
 template <typename T>
 struct Slots {
   device const T* slots;    // [K, H]

@@ -1,7 +1,7 @@
 // output = norm(residual) * residual_norm_weight + norm(sum_k weights * slots) * moe_norm_weight
 //
 // slots [T, K, H]; weights [T, K]; residual, output [T, H]; residual_norm_weight, moe_norm_weight [H].
-// Grid: one threadgroup per token, along x. Both norms share the walk over the row and its one sum.
+// Grid: one threadgroup per token, along x. Both norms share one pass over the row and one reduction.
 #include <metal_stdlib>
 using namespace metal;
 
@@ -25,9 +25,10 @@ struct DualNormAddRow {
 
   Both value(uint i) const thread { return {load4(residual, i, params.row), slots.sum(i, params.row.wide)}; }
   float2 squares(Both v) const thread { return float2(dot(v.residual, v.residual), dot(v.moe, v.moe)); }
-  void write(uint i, Both v, float2 rms) const thread {
-    const float4 first = v.residual * rms.x * load4(residual_norm_weight, i, params.row, params.residual_norm_weight);
-    const float4 second = v.moe * rms.y * load4(moe_norm_weight, i, params.row, params.norm_weight);
+  void write(uint i, Both v, float2 inv_rms) const thread {
+    const float4 first =
+        v.residual * inv_rms.x * load4(residual_norm_weight, i, params.row, params.residual_norm_weight);
+    const float4 second = v.moe * inv_rms.y * load4(moe_norm_weight, i, params.row, params.norm_weight);
     store4(output, i, first + second, params.row);
   }
 };

@@ -20,8 +20,8 @@ struct NormAddRow {
 
   float4 value(uint i) const thread { return slots.sum(i, params.row.wide); }
   float2 squares(float4 v) const thread { return float2(dot(v, v), 0); }
-  void write(uint i, float4 v, float2 rms) const thread {
-    v = load4(residual, i, params.row) + v * rms.x * load4(norm_weight, i, params.row, params.norm_weight);
+  void write(uint i, float4 v, float2 inv_rms) const thread {
+    v = load4(residual, i, params.row) + v * inv_rms.x * load4(norm_weight, i, params.row, params.norm_weight);
     store4(output, i, v, params.row);
   }
 };

@@ -1,7 +1,7 @@
-// residual += sum_k weights * slots; output = residual * rms(residual) * norm_weight
+// residual += sum_k weights * slots; output = norm(residual) * norm_weight
 //
 // slots [T, K, H]; weights [T, K]; norm_weight [H]; residual [T, H], read and written in place; output [T, H].
-// The norm sees the sum before it is rounded to the residual's type.
+// The norm uses the sum before it is rounded to the residual's type.
 // Grid: one threadgroup per token, along x.
 #include <metal_stdlib>
 using namespace metal;
@@ -21,9 +21,9 @@ struct ResidualNormRow {
 
   float4 value(uint i) const thread { return slots.sum(i, params.row.wide) + load4<T>(residual, i, params.row); }
   float2 squares(float4 v) const thread { return float2(dot(v, v), 0); }
-  void write(uint i, float4 v, float2 rms) const thread {
+  void write(uint i, float4 v, float2 inv_rms) const thread {
     store4(residual, i, v, params.row);
-    store4(output, i, v * rms.x * load4(norm_weight, i, params.row, params.norm_weight), params.row);
+    store4(output, i, v * inv_rms.x * load4(norm_weight, i, params.row, params.norm_weight), params.row);
   }
 };
 

@@ -1,14 +1,14 @@
-// Weights in every format: where they lie, and one reader for each. reference.py says at `dequantize` what they mean.
+// Weights of any format: their places in memory, and their values. `dequantize` in reference.py defines the formats.
 //
-// A library knows one format: MOE_METAL_FORMAT is its `library` in csrc/formats.h, not defined for dense weights, and
-// `weights_codes` is its reader, of this name in `formats`: formats/codes.h says what readers have. Packed rows are
-// read in pieces of kPackedColumns or of kNarrowColumns.
+// A library supports one format: MOE_METAL_FORMAT is its `library` in csrc/formats.h; it is not defined for dense
+// weights. `weights_codes` is the reader of this name in the namespace `formats`; formats/codes.h describes readers.
+// Packed rows are read in pieces of kPackedColumns or of kNarrowColumns.
 //
-// What differs on Apple's GPUs, by published measurements: integers become floats and are shifted at a quarter of the
-// rate of masks and additions, so codes become numbers by their bits, two at once as half2 where their width allows.
-// Half is an operand's type there, so that making it float is free, where NVIDIA's GPUs spend an instruction. Codes
-// rely on subnormal halves to stay what they are, as MLX's readers of e2m1 and e4m3 do on every Apple GPU. Registers
-// are fewer: a lane holds the words of four rows, 16 of 4 bits and 32 of 8, beside 32 of x.
+// Properties of Apple's GPUs, from published measurements: conversions from integer to float and shifts have a quarter
+// of the rate of masks and additions. So codes are converted by reinterpreting their bits, two at once as half2 if
+// their width allows. Converting half to float is free as part of another instruction. Codes rely on subnormal halves
+// not being flushed, as MLX's readers of e2m1 and e4m3 do on every Apple GPU. Registers are scarce: a lane holds the
+// words of four rows (16 for 4 bits, 32 for 8) and 32 elements of x.
 #pragma once
 #include "formats/affine.h"
 #include "formats/fp4.h"
@@ -18,7 +18,7 @@
 
 namespace moe_metal {
 
-// A weight's memory, from the expert on that is meant. Dense data are of T, packed data are bytes, and so are scales.
+// The memory of a weight. Dense data have type T; packed data and scales are bytes.
 template <typename D>
 struct Weights {
   device const D* data;
@@ -36,7 +36,7 @@ Weights<D> of_expert(device const D* data, device const uchar* scale, device con
   return weights;
 }
 
-// Where a row begins.
+// The offset of a row.
 inline long row_place(constant WeightParams& params, uint number) {
   return long(number) * params.row + (number < params.gap_at ? 0 : params.gap);
 }
@@ -50,7 +50,7 @@ struct Wide {
   using Values = Vectors<vectors>;
 };
 
-// Eight numbers, as they were loaded.
+// Converts eight loaded numbers to float.
 template <typename T>
 void to_floats(thread const uint4* bits, thread Vectors<2>& values) {
   const vec<T, 4> low = as_type<vec<T, 4>>(bits[0].xy), high = as_type<vec<T, 4>>(bits[0].zw);
@@ -71,7 +71,7 @@ void load_wide(device const T* source, thread Vectors<2>& values) {
 inline void load_wide(device const float* source, thread Vectors<1>& values) {
   values.at[0] = *reinterpret_cast<device const float4*>(source);
 }
-// Floats that meet eight of half or bfloat, or of codes.
+// Eight floats, to be multiplied by eight elements of half or bfloat, or by eight codes.
 inline void load_wide(device const float* source, thread Vectors<2>& values) {
   values.at[0] = reinterpret_cast<device const float4*>(source)[0];
   values.at[1] = reinterpret_cast<device const float4*>(source)[1];
@@ -79,14 +79,14 @@ inline void load_wide(device const float* source, thread Vectors<2>& values) {
 
 // ------------------------------------------------------------------------------------------ numbers of any type
 
-// 2^(byte - 127), of which 255 is NaN. The smallest is no normal float: a GPU without those makes it 0.
+// 2^(byte - 127); 255 is NaN. The smallest is subnormal: a GPU that flushes subnormals makes it 0.
 inline float e8m0(uchar byte) {
   return as_type<float>(byte == 255 ? 0x7fc00000u : byte ? uint(byte) << 23 : 0x00400000u);
 }
 
-// Its exponent is 8 larger than a half's of the same bits, and the largest number stands for NaN.
+// e4m3 is 2^8 times the half with the same bits. The largest magnitude is NaN.
 inline float e4m3(uchar byte) {
-  const uint bits = uint(byte) << 7, half_bits = bits + (bits & 0x4000);  // the sign moves one place further
+  const uint bits = uint(byte) << 7, half_bits = bits + (bits & 0x4000);  // moves the sign one bit up
   return (bits & 0x3f80) == 0x3f80 ? NAN : float(as_type<half>(ushort(half_bits))) * 256;
 }
 
@@ -101,7 +101,7 @@ template <typename At, uint N>
 struct Offsets {
   At at[N];
 };
-// The scales, or offsets, of some rows' groups. The type is checked once, so that their loads overlap.
+// Loads the scales or offsets of one group of N rows. The type is checked once, so that the loads overlap.
 template <typename Codes, typename At, uint N>
 void load_scales(device const uchar* from, thread const Offsets<At, N>& rows, At group, NumberType type,
                  thread Floats<N>& to) {
@@ -120,7 +120,7 @@ void load_scales(device const uchar* from, thread const Offsets<At, N>& rows, At
 
 // ------------------------------------------------------------------------------------------ values
 
-// Where a row lies, and its scales and offsets.
+// Pointers to a row, its scales and its offsets.
 struct PackedRow {
   device const uchar* data;
   device const uchar* scale;
@@ -135,12 +135,12 @@ PackedRow packed_row(Weights<uchar> weights, constant WeightParams& params, uint
   return found;
 }
 
-// What all scales of a matrix are multiplied with.
+// The factor of all scales of a matrix.
 inline float load_factor(device const uchar* offset, constant WeightParams& params) {
   return params.has_factor ? *reinterpret_cast<device const float*>(offset) : 1;
 }
 
-// kNarrowColumns of a row, which lie in one group; those from `count` on are 0.
+// kNarrowColumns columns of a row, all in one group. Values from `count` on are 0.
 template <typename Codes>
 struct PackedPiece {
   Words<Codes::words> words;
@@ -173,7 +173,7 @@ void load_piece(PackedRow row, constant WeightParams& params, uint column, uint 
   }
   if (Codes::has_offset) piece.offset = load_number(row.offset + group * params.offset.group, params.scale_type);
 }
-// A code that is no number makes its row's product with any vector NaN, so the whole piece may be.
+// If a code is NaN, makes the whole piece NaN: the product of its row with any vector is NaN anyway.
 template <typename Codes>
 void spread_nan(thread PackedPiece<Codes>& piece) {
   uint nan = 0;
@@ -181,9 +181,9 @@ void spread_nan(thread PackedPiece<Codes>& piece) {
   for (uint n = 0; n < Codes::words; ++n) nan |= Codes::nan_bits(piece.words.at[n]);
   piece.scale = nan ? NAN : piece.scale;
 }
-// Values i to i + 7. Those of a product leave out the codes' factor, by which its sums are multiplied at last, and
-// which the piece's offset is divided by; so that an element costs one multiplication. Nor do they look for codes that
-// are no numbers, since NaN was spread.
+// Values i to i + 7. With `of_product` they lack the codes' factor: the caller multiplies the sums by it in the end,
+// and has divided the piece's offset by it, which saves a multiplication per element. They also skip the check for NaN
+// codes, because spread_nan() has been called.
 template <typename Codes, bool of_product>
 void piece_values(thread const PackedPiece<Codes>& piece, uint i, thread Vectors<2>& values) {
   Vectors<2> codes;
@@ -203,7 +203,7 @@ void piece_values(thread const PackedPiece<Codes>& piece, uint i, thread Vectors
 
 #define MOE_METAL_TEXT_OF(text) #text
 #define MOE_METAL_TEXT(text) MOE_METAL_TEXT_OF(text)
-// Of the format's kernels, before the dtype; nothing for dense.
+// The part of kernel names before the dtype; empty for dense weights.
 #ifdef MOE_METAL_FORMAT
 #define weights_suffix "_" MOE_METAL_TEXT(MOE_METAL_FORMAT)
 #define weights_codes(columns) moe_metal::formats::MOE_METAL_FORMAT<moe_metal::columns>

@@ -63,7 +63,7 @@ def test_macos_26_in_a_program_for_an_older_one() -> None:
 
 
 def test_an_older_macos_is_refused() -> None:
-    assert "expected macOS 14 or newer, whose Metal knows bfloat16; this one is older" in on_macos("13").stderr
+    assert "expected macOS 14 or newer, whose Metal supports bfloat16; this one is older" in on_macos("13").stderr
 
 
 def test_a_virtual_mac_is_refused() -> None:
@@ -74,7 +74,7 @@ with metal_sim.playing_gpu("Apple Paravirtual device", 1005):
 print(metal_sim.compiled())
 """
     message, compiled = lines_of(script)
-    assert "expected an Apple GPU of family 7 or newer" in message and "Apple Paravirtual device is none" in message
+    assert "expected an Apple GPU of family 7 or newer" in message and "Apple Paravirtual device is not one" in message
     assert compiled == "[]"
 
 
@@ -83,7 +83,7 @@ def test_doctor_says_what_a_virtual_mac_lacks() -> None:
 
     assert dict(doctor.devices())["mps"] is None
     with metal_sim.playing_gpu("Apple Paravirtual device", 1005):
-        assert "Apple Paravirtual device is none: a virtual Mac's GPU lacks" in dict(doctor.devices())["mps"]
+        assert "Apple Paravirtual device is not one: a virtual Mac's GPU lacks" in dict(doctor.devices())["mps"]
 
 
 def test_doctor_says_how_long_libraries_took() -> None:
@@ -229,8 +229,8 @@ def test_a_failed_command_buffer_is_told_once(mps: str) -> None:
     commit_before(lambda: torch.ops.moe_metal.glu(x, x))
     with metal_sim.failing_commits(TIMEOUT):
         period = commit_before(lambda: torch.ops.moe_metal.glu(x, x))
-    kernels = f"after {period} of our kernels, of which glu_float was the last"
-    told = f"moe_metal: the GPU gave up on earlier work, {kernels}: {TIMEOUT}\nWhat was computed there and since is"
+    kernels = f"after {period} of our kernels, the last of which was glu_float"
+    told = f"moe_metal: the GPU aborted earlier work, {kernels}: {TIMEOUT}\nResults of that work and later ones may"
     with pytest.raises(RuntimeError, match=re.escape(told)):
         torch_moe_metal.norm_add(x, x, x[0])
     assert torch_moe_metal.norm_add(x, x, x[0]).isfinite().all()
@@ -248,7 +248,7 @@ def test_the_first_failure_is_told(mps: str, commits_each_dispatch: None) -> Non
     with ThreadPoolExecutor(4) as pool:  # one of the threads is told
         errors = [*pool.map(lambda _: error_of(lambda: torch.ops.moe_metal.glu(x, x)), range(8))]
     (error,) = filter(None, errors)
-    assert f"after 1 of our kernels, of which {record.kernels[0]} was the last" in error
+    assert f"after 1 of our kernels, the last of which was {record.kernels[0]}" in error
 
 
 def error_of(run: Callable[[], object]) -> str:

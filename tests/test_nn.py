@@ -105,7 +105,7 @@ def test_from_other_blocks():
         ({"softcap": -1.0}, "softcap: expected a finite number >= 0, got -1"),
         ({"activation": "x"}, "activation: expected one of silu, gelu, gelu_tanh, relu2, swiglu_oai; got 'x'"),
         ({"limit": 0.0}, "limit: expected a number > 0 or None, got 0"),
-        ({"shared_gate": True}, "shared_gate: expected `shared` beside it, got none"),
+        ({"shared_gate": True}, "shared_gate: expected `shared` as well, got none"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-// What stands between the two halves of an expert: act(gate) * up, on vectors of float.
+// The activation of an expert, act(gate) * up, on vectors of float.
 #pragma once
 #include <limits>
 
@@ -7,10 +7,10 @@
 
 namespace moe_metal {
 
-// x * sigmoid(z). exp(-z) saturates to inf or 0, so the result is -0 or x at the far ends, and a NaN in x stays NaN.
+// x * sigmoid(z). exp(-z) saturates to inf or 0, so for large |z| the result is -0 or x. A NaN in x stays NaN.
 inline Vec times_sigmoid(const Vec& x, const Vec& z) {
 #ifdef MOE_METAL_HAS_AVX512
-  // exp(-z) as a power of 2, and a division by one step of Newton: half the instructions of the other way.
+  // exp(-z) as a power of 2, and a reciprocal with one Newton step: half the instructions of the generic code below.
   const __m512 one = _mm512_set1_ps(1), sum = _mm512_add_ps(exp2(z * Vec(-1.44269504f)), one);
   __m512 inverse = _mm512_rcp14_ps(sum);
   const __mmask16 finite = _mm512_cmp_ps_mask(sum, _mm512_set1_ps(1e38f), _CMP_LT_OQ);
@@ -23,9 +23,9 @@ inline Vec times_sigmoid(const Vec& x, const Vec& z) {
 
 template <Activation activation>
 inline Vec activated(Vec gate, Vec up, const ActivationParams& params) {
-  if (params.limit < std::numeric_limits<float>::infinity()) {  // a branch costs less than clamping for nothing
+  if (params.limit < std::numeric_limits<float>::infinity()) {  // a branch costs less than clamping to infinity
     const Vec limit(params.limit);
-    gate = at::vec::clamp_max(gate, limit);  // unlike minimum and maximum, these keep NaN at no cost
+    gate = at::vec::clamp_max(gate, limit);  // keeps NaN; minimum and maximum take more instructions for that
     up = at::vec::clamp_min(at::vec::clamp_max(up, limit), limit.neg());
   }
   if constexpr (activation == Activation::silu) {

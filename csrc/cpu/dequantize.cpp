@@ -5,7 +5,7 @@
 namespace moe_metal {
 namespace {
 
-// Some rows of one matrix are a thread's at a time.
+// A work item is this many rows of one matrix.
 constexpr int64_t kRowsAtOnce = 32;
 
 template <class Scalar>

@@ -1,17 +1,17 @@
 // The whole expert FFN of a MoE layer and its combine: see `experts` in torch_moe_metal/reference.py.
 //
-// Two passes. Every weight is read once, from where it lies, by one thread:
+// There are two passes. Each weight is read once, in place, by one thread:
 //   1. inner[slot, i] = act(gate_up[e] @ x[t] + bias)      items: kRows rows of an expert's inner
 //   2. output[t, h]   = sum over slots of weight * (down[e] @ inner[slot] + bias)
 //                       + sigmoid(shared_gate) * shared + residual        items: a few kRows columns of the output
-// Sums are float and are rounded once, at the end. Three ways to multiply:
-//   dots     any dtype, strides and processor; of experts with many tokens each, weights are transposed in cache.
+// Sums are float and are rounded once, at the end. There are three ways to multiply:
+//   dots     any dtype, strides and processor. If experts have many tokens, weights are transposed in cache.
 //            Scratch: T * K * I floats for inner, and T * H for x as float.
-//   columns  few tokens, and weights that lie column by column: items are runs of columns. Scratch besides: sums of
-//            each run, T * K * (H / kPart * 2I + I / kPart * H) floats.
-//   tiles    bfloat16 on processors with AMX or AVX512-BF16; inner and packed weights are rounded to bfloat16.
-//            Scratch: 2 * (H + I) bytes for each slot, with the slots of one expert rounded up to 16.
-// All also hold the sums of one block of the output per thread: up to T * 128 floats.
+//   columns  few tokens, and weights with contiguous columns: items are ranges of columns. Additional scratch: the sums
+//            of each range, T * K * (H / kPart * 2I + I / kPart * H) floats.
+//   tiles    bfloat16 on processors with AMX or AVX512-BF16. inner and packed weights are rounded to bfloat16.
+//            Scratch: 2 * (H + I) bytes for each slot; the slots of each expert are rounded up to 16.
+// All ways also keep the sums of one block of the output per thread: up to T * 128 floats.
 #include "cpu/experts/experts_columns.h"
 #include "cpu/experts/experts_dots.h"
 #include "cpu/ops.h"

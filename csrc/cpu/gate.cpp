@@ -1,8 +1,8 @@
-// The logits are float from the products on, whatever the dtypes, and come in one of three ways, all of which add in an
-// order that neither the threads nor the other tokens change:
-//   dots     few tokens, any dtype: experts shared out among threads
-//   tiles    some tokens in bfloat16 on processors with AMX; without a norm also many, with AVX512-BF16
-//   blocks   many tokens, on AVX-512: oneDNN's brgemm, in float, or with AMX in bfloat16
+// Logits are float, whatever the dtypes. There are three ways to compute them. In each, the order of additions depends
+// neither on the threads nor on the other tokens.
+//   dots     few tokens, any dtype: threads share out the experts
+//   tiles    bfloat16: some tokens with AMX; with AVX512-BF16 also many, if there is no norm
+//   blocks   many tokens, with AVX-512: oneDNN's brgemm in float, or with AMX in bfloat16
 // plan.h chooses.
 #include "cpu/gate/gate_dots.h"
 #include "cpu/ops.h"

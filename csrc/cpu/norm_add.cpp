@@ -1,4 +1,4 @@
-// norm_add, and norm: that is the same without a residual, and its weight may be missing.
+// norm_add and norm. norm has no residual, and its weight is optional.
 #include "cpu/ops.h"
 #include "cpu/vector/rows.h"
 

@@ -1,5 +1,5 @@
-// Registers the CPU's kernels. In one file, since PyTorch's templates for it take a compiler seconds for each op in a
-// file of its own, and share most of that here.
+// Registers the CPU kernels. All registrations are in one file because PyTorch's templates take seconds to compile,
+// and most of that time is per file.
 #include "cpu/ops.h"
 
 #include <torch/library.h>

@@ -1,4 +1,4 @@
-// The CPU's kernels: each is in the file of its op's name, and gets a call that contract.h has checked.
+// The CPU kernels. Each is in the file named after its op; contract.h has checked the call.
 #pragma once
 #include "contract.h"
 
@@ -15,7 +15,7 @@ void run_weighted_sum_residual_(WeightedSum& call);
 void run_weighted_sum_residual_norm_(WeightedSum& call);
 void run_weighted_sum_norm_add(WeightedSum& call);
 void run_weighted_sum_dual_norm_add(WeightedSum& call);
-void run_norm_add(ResidualNorm& call);  // norm, too
+void run_norm_add(ResidualNorm& call);  // also runs norm
 void run_residual_norm(ResidualNorm& call);
 void run_rope(const Rope& call);
 void run_attention(const Attention& call);

@@ -4,7 +4,8 @@
 namespace moe_metal {
 namespace {
 
-// The numbers of a row as float, in the order of the output: the first `pairs` pairs lie in turn, and come apart.
+// Reads a row as float in the order of the output: the first `pairs` pairs are interleaved in memory and are
+// separated.
 template <class Scalar>
 void read_row(const Scalar* row, int64_t stride, int64_t length, int64_t pairs, float* to) {
   for_each_vector(pairs, [=](int64_t i, auto count) {
@@ -23,13 +24,13 @@ void read_row(const Scalar* row, int64_t stride, int64_t length, int64_t pairs, 
   });
 }
 
-// The same for a parameter: row `row` of it, which is contiguous along all but its last dimension or has one row.
+// The same for `length` elements of a parameter, from `offset` on.
 void read_row(const Tensor& parameter, int64_t offset, int64_t stride, int64_t length, int64_t pairs, float* to) {
   with_dtype(parameter.scalar_type(),
              [&](auto scalar) { read_row(elements<decltype(scalar)>(parameter) + offset, stride, length, pairs, to); });
 }
 
-// Queries or keys, as the kernel walks them.
+// The queries or the keys of a call.
 template <class Scalar>
 struct Heads {
   const RopeHeads& call;
@@ -52,7 +53,8 @@ struct Heads {
     for (size_t at = 0; at < weight.size(); at += D) read_row(heads.norm_weight, at, 1, D, pairs, &weight[at]);
   }
 
-  // All heads of a token. What does not lie in the order of the output is brought into it before, in `floats`.
+  // Rotates all heads of a token. If their elements are not in the order of the output, they are copied to `floats` in
+  // that order first.
   void turn(int64_t b, int64_t t, const float* cos, const float* sin, float* floats) const {
     const auto& in = call.input;
     const auto* from = elements<Scalar>(in) + b * in.stride(0) + t * in.stride(1);

@@ -15,7 +15,7 @@ void rows(const Route& call) {
   const auto* scale = call.per_expert_scale.defined() ? elements<float>(call.per_expert_scale) : nullptr;
   auto* weights = call.weights.mutable_data_ptr<float>();
   auto* ids = call.ids.mutable_data_ptr<int32_t>();
-  constexpr int64_t kGrain = 16;  // a row takes about 0.5 us, a thread's start some
+  constexpr int64_t kGrain = 16;  // a row takes about 0.5 us, the start of a thread several
   at::parallel_for(0, call.T, kGrain, [=, &call](int64_t begin, int64_t end) {
     Router router(call.params, select_bias, scale);
     std::vector<float> as_float(E);

@@ -1,4 +1,4 @@
-// From one token's logits to its experts and their weights, shared by route and gate.
+// Selects the experts of a token from its logits and computes their weights; shared by route and gate.
 #pragma once
 #include <array>
 #include <bit>
@@ -9,8 +9,8 @@
 
 namespace moe_metal {
 
-// The order of choice as an integer: value first, then the lower id. Nothing is 0, so 0 can mean "taken".
-// Value ranks: 0 barred, 1 NaN, then -inf to +inf.
+// A sort key: larger values first, then lower ids. No key is 0, so 0 can mean "taken".
+// Ranks of values: 0 for experts outside the best groups, 1 for NaN, then -inf to +inf.
 using Key = uint64_t;
 constexpr Key kTaken = 0;
 
@@ -28,8 +28,8 @@ inline Key best_of(const Key* keys, int64_t count) {
   return best;
 }
 
-// Chooses the best of up to kMaxExperts keys again and again. It looks at the best of each block only, so a choice
-// costs one pass over the blocks and one over the block that it came from.
+// Repeatedly selects the largest of up to kMaxExperts keys. It keeps the largest of each block, so a selection takes a
+// pass over the blocks and one over the block of the selected key.
 class Chooser {
  public:
   void fill(const float* values, int64_t count) {
@@ -59,7 +59,7 @@ class Chooser {
   alignas(64) std::array<Key, kBlocks> block_best_;
 };
 
-// One per thread: it holds the scratch of a row.
+// Each thread has its own, which contains the scratch memory of a row.
 class Router {
  public:
   Router(const RoutingParams& params, const float* select_bias, const float* per_expert_scale)
@@ -84,15 +84,15 @@ class Router {
     return params_.softcap ? Vec(params_.softcap) * (logits / Vec(params_.softcap)).tanh() : logits;
   }
 
-  // The scores of the scorings that look at one logit alone.
+  // The scores that depend on a single logit: sigmoid and sqrt_softplus.
   Vec score(const Vec& logit) const {
     const Vec x = capped(logit);
     if (params_.scoring == Scoring::sigmoid) return Vec(1) / (Vec(1) + x.neg().exp());
-    const Vec root = Vec::blendv(x.exp().log1p(), x, x > Vec(20)).sqrt();  // softplus(x) is x there; exp may overflow
-    return Vec::blendv(root, (x * Vec(0.5f)).exp(), x < Vec(-20));         // and exp(x) here, which may underflow
+    const Vec root = Vec::blendv(x.exp().log1p(), x, x > Vec(20)).sqrt();  // softplus(x) = x, where exp may overflow
+    return Vec::blendv(root, (x * Vec(0.5f)).exp(), x < Vec(-20));         // softplus(x) = exp(x), which may underflow
   }
 
-  // The largest logit, or NaN when there is one: NaN anywhere makes all of a softmax NaN.
+  // The largest logit, or NaN if any logit is NaN: then the whole softmax is NaN.
   static float largest(const float* logits, int64_t E) {
     Vec most(-INFINITY);
     for_each_vector(E, [&](int64_t e, auto count) {
@@ -104,7 +104,7 @@ class Router {
     return all;
   }
 
-  // softmax over the E logits for the `count` logits in `from`; all of them when from == logits.
+  // The softmax over E logits, of the `count` logits in `from`, which may be `logits` itself.
   void softmax(const float* logits, int64_t E, const float* from, int64_t count, bool divide, float* to) const {
     const Vec most = capped(Vec(largest(logits, E)));
     const auto power = [&](const float* x, auto n) { return (capped(load(x, n)) - most).exp(); };
@@ -125,8 +125,8 @@ class Router {
     for_each_vector(E, [&](int64_t e, auto n) { store(&scores_[e], score(load(logits + e, n)), n); });
   }
 
-  // The scores of the K chosen, which hold the largest logit. When they are divided by their own sum afterwards,
-  // the softmax's denominator cancels and K powers are enough.
+  // The scores of the K selected experts, which include the largest logit. If they are divided by their sum afterwards,
+  // the denominator of the softmax cancels, and K exponentials are enough.
   void chosen_scores(const float* logits, const int32_t* ids, float* weights) const {
     const int64_t E = params_.experts, K = params_.top_k;
     std::array<float, kMaxExperts> chosen;
@@ -139,7 +139,7 @@ class Router {
     for_each_vector(K, [&](int64_t k, auto n) { store(weights + k, score(load(&chosen[k], n)), n); });
   }
 
-  // Where scores choose: with a selection bias, or among the best groups only.
+  // Selects by score: with a selection bias, or among the best groups only.
   void choose_by_scores(const float* logits, int32_t* ids) {
     const int64_t E = params_.experts;
     std::array<float, kMaxExperts> biased = scores_;

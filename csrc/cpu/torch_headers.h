@@ -1,5 +1,5 @@
-// What the files of this folder include of PyTorch and of the standard library. setup.py compiles it once per library,
-// so that not every file has to read 200,000 lines; each file still includes what it uses.
+// The precompiled header of this folder: setup.py compiles it once per library, which saves every file from parsing
+// 200,000 lines. Each file still includes what it uses.
 #pragma once
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>

@@ -1,4 +1,4 @@
-// sum_k weights[k] * slots[k]: what the five weighted sums share.
+// sum_k weights[k] * slots[k], shared by the five weighted sums.
 #pragma once
 #include "cpu/vector/rows.h"
 

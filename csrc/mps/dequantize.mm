@@ -8,7 +8,7 @@ namespace {
 constexpr int kThreads = 256;
 FormatKernels kernels("dequantize", "dequantize", kThreads);
 
-// Dense data are read as bytes, whatever they hold.
+// The kernel addresses dense data in bytes, since their dtype may differ from the output's.
 WeightParams byte_params(const Weight& weight) {
   WeightParams params = weight_params(weight, weight.rows);
   if (!weight.format->is_dense()) return params;

@@ -13,8 +13,8 @@ Kernels one_token_kernels("gate", "gate_logits_1", kGateSimdgroups* kSimdgroup, 
 Kernels four_token_kernels("gate", "gate_logits_4", kGateSimdgroups* kSimdgroup, 2);
 Kernels tile_kernels("gate", "gate_tile", kGateTileThreads, 3);
 
-// One threadgroup, so one GPU core, reads the whole router. Up to 128 KB it does so in about the time that a second
-// dispatch would cost: an estimate from published figures, not measured. Every token reads the router again.
+// With one dispatch, a single threadgroup, so one GPU core, reads the whole router for each token. Up to 128 KB that
+// takes about as long as a second dispatch: an estimate from published figures, not measured.
 bool fits_one_dispatch(const Gate& call) {
   const int64_t bytes = call.router_weight.numel() * call.router_weight.element_size();
   return call.T <= 16 && call.params.experts <= static_cast<int>(kGateMaxExperts) && bytes <= 128 * 1024;

@@ -13,10 +13,10 @@ struct Dimension {
   int64_t size = 1, gate = 0, up = 0;  // strides
 };
 
-// gate's and up's dimensions, innermost first. Those that follow each other without a gap in both tensors become one.
+// The dimensions of gate and up, innermost first. Dimensions that are contiguous in both tensors are merged.
 struct Layout {
   std::array<Dimension, 3> dimensions;
-  bool fits = true;  // into three dimensions
+  bool fits = true;  // three dimensions are enough
 
   Layout(const Tensor& gate, const Tensor& up) {
     size_t count = 0;

@@ -1,4 +1,4 @@
-// The kernels of shaders/route.metal, which the ops route and gate launch.
+// The kernels of shaders/route.metal, for the ops route and gate.
 #pragma once
 #include <bit>
 #include <iterator>
@@ -8,9 +8,9 @@
 
 namespace moe_metal {
 
-// By the logits that each lane holds: 1, 2, 4, ... 32.
 constexpr int kRouteTokens = 4;  // of a threadgroup, one simdgroup each
 constexpr int kRouteThreads = kRouteTokens * kSimdgroup;
+// One for each number of logits per lane: 1, 2, 4, ... 32.
 inline Kernels route_kernels[] = {{"route", "route_1", kRouteThreads, 0},  {"route", "route_2", kRouteThreads, 1},
                                   {"route", "route_4", kRouteThreads, 2},  {"route", "route_8", kRouteThreads, 3},
                                   {"route", "route_16", kRouteThreads, 4}, {"route", "route_32", kRouteThreads, 5}};
@@ -21,7 +21,7 @@ inline Kernel& route_kernel(int64_t experts, at::ScalarType dtype) {
   return route_kernels[std::bit_width(static_cast<uint64_t>(ceil_div(experts, kSimdgroup) - 1))][dtype];
 }
 
-// One simdgroup per token. Few tokens are spread over the GPU, many share threadgroups.
+// One simdgroup per token. With few tokens each has its own threadgroup, so that they spread over the GPU.
 inline Grid route_grid(int64_t tokens) {
   const int64_t together = tokens <= 32 ? 1 : kRouteTokens;
   return {ceil_div(tokens, together), 1, static_cast<int>(together * kSimdgroup)};

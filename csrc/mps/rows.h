@@ -1,4 +1,4 @@
-// The host's half of shaders/rows.h: the shape of rows, the threads for one, and the params of ops that norm rows.
+// The host side of shaders/rows.h: the shape of rows, the threads per row, and the params of ops that norm rows.
 #pragma once
 #include <algorithm>
 
@@ -8,17 +8,17 @@
 
 namespace moe_metal {
 
-// `count` rows of `length` in contiguous tensors. Four elements at a time need rows that all start at a multiple of
-// four.
+// `count` rows of `length` elements in contiguous tensors. Loads of four elements need rows that all start at a
+// multiple of four.
 inline RowShape row_shape(int64_t count, int64_t length, std::initializer_list<const Tensor*> tensors) {
   bool wide = length % kWide == 0;
   for (const Tensor* tensor : tensors) wide &= !tensor->defined() || tensor->storage_offset() % kWide == 0;
   return {.count = to_uint(count), .length = to_uint(length), .wide = wide};
 }
 
-// Threads for one row: with few rows, a chunk of four elements each, since only latency counts; with many, four
-// chunks each, which keeps as many loads in flight with fewer threads to sum over. Whole simdgroups; 1024 only where
-// the row is longer than what the others keep in registers, four chunks each.
+// The threads of a row. With few rows, a thread has one chunk of four elements, since only latency matters. With many
+// rows it has four chunks, which keeps as many loads in flight with fewer threads to sum over. The result is a multiple
+// of a simdgroup. 1024 threads are only for rows that do not fit in the registers of fewer, at four chunks each.
 inline int threads_for_row(int64_t rows, int64_t length) {
   const int64_t each = rows <= 32 ? kWide : 4 * kWide;
   const int64_t most = length <= 4 * kWide * tuning().row_threads ? tuning().row_threads : 1024;
@@ -28,7 +28,7 @@ inline int threads_for_row(int64_t rows, int64_t length) {
 // A norm needs the sum over its whole row, so a row is one threadgroup.
 inline Grid grid_of_rows(int64_t rows, int64_t length) { return {rows, 1, threads_for_row(rows, length)}; }
 
-// Its kernel, compiled for up to 512 threads, which leaves each twice the registers, and for up to 1024.
+// A kernel over rows, compiled for up to 512 threads, with twice the registers per thread, and for up to 1024.
 class RowKernels {
  public:
   explicit RowKernels(const char* shader) : half_(shader, 512), whole_(shader, 1024) {}
@@ -40,7 +40,7 @@ class RowKernels {
 
 constexpr int kBlockThreads = 256;
 
-// Without a norm, rows are cut into blocks. Few rows need blocks of one simdgroup to spread over the whole GPU.
+// Without a norm, rows are cut into blocks. With few rows, blocks have one simdgroup, to use the whole GPU.
 inline Grid grid_of_blocks(int64_t rows, int64_t length) {
   const int64_t chunks = ceil_div(length, kWide);
   const int64_t threads =

@@ -1,4 +1,4 @@
-// affine: integers of 2, 3, 4, 5, 6 or 8 bits, with a scale and an offset for each group of columns.
+// affine: integers of 2, 3, 4, 5, 6 or 8 bits, with a scale and an offset per group of columns.
 #pragma once
 #include "formats/codes.h"
 
@@ -27,13 +27,13 @@ struct Affine {
   static constexpr uint bit(uint i) { return i * bits % 32; }
   static constexpr uint place(uint i) { return halves ? bit(i) % 8 : 0; }
 
-  // Codes that fill words: code i and its partner, which lies 16 bits higher, are left in their places, as subnormal
-  // half, of which 1 is 2^-24. What all rows of weights share, x, is scaled down instead.
+  // For widths that divide 32: code i and the one 16 bits higher stay at their bit positions and are used as subnormal
+  // halves, where the lowest bit is 2^-24. x, which all rows share, is scaled down to compensate for the positions.
   static half2 pair(uint word, uint i) {
     const uint mask = ((1u << bits) - 1) << place(i);
     return as_type<half2>((bit(i) % 16 < 8 ? word : word >> 8) & (mask | mask << 16));
   }
-  // Any code, as the low bits of 2^11, of which 1 is 2^-12: it may lie in two words.
+  // For any width: puts a code, which may span two words, in the lowest bits of the float 2^11, where 1 is 2^-12.
   template <bool centred, uint N>
   static float single(thread const Words<N>& words, uint i) {
     const uint word = i * bits / 32;

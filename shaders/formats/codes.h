@@ -1,19 +1,19 @@
-// What the readers of packed weights share. Each reader is a template of the columns of a piece, kPackedColumns or
-// kNarrowColumns, and what is below says what they have in common:
-//   Layout         where a piece lies in its row, and how it is loaded: Stream, or BlockLayout in ggml.h
-//   columns        of a piece; words: that hold it
-//   groups         of its columns that have scales of their own, 1 or 2
-//   distance       from a wide piece's first 16 columns to its second 16
-//   scale_rows     rows that share a scale
-//   own_scales     scales and offsets lie beside the codes, and Layout::numbers gives them
+// Shared by the readers of packed weights. A reader is a template over the columns of a piece, kPackedColumns (wide) or
+// kNarrowColumns, with these members:
+//   Layout         the place of a piece in its row, and how to load it: Stream, or BlockLayout in ggml.h
+//   columns        of a piece; words: the number of words that hold it
+//   groups         the number of groups of a piece with separate scales, 1 or 2
+//   distance       from the first 16 columns of a wide piece to the second 16
+//   scale_rows     the number of rows that share a scale
+//   own_scales     the blocks contain scales and offsets, which Layout::numbers returns
 //   e8m0_scale     scales are powers of two
-//   e4m3_scale     scales are e4m3, times a factor of the matrix where it has one
+//   e4m3_scale     scales are e4m3, times the matrix's factor if it has one
 //   has_offset     a value is scale * factor * code + offset, else scale * (factor * code - zero)
-//   factor         what `eight` leaves to be multiplied: so large that no sum of codes is infinite before its scale
-//   middle, zero   the middle of the codes, 0 where they have a sign; the code of the value 0, without an offset
-//   eight          codes i to i + 7 as floats, each times 2^place(i); of centred ones the middle is taken off
-//   is_nan         whether code i is none; nan_bits: not 0 where one of a word's is
-// `i` is a constant wherever these are called, in unrolled loops.
+//   factor         the factor by which codes from `eight` are too small: it keeps sums finite until they are scaled
+//   middle, zero   the middle of unsigned codes, else 0; the code of the value 0 in formats without an offset
+//   eight          codes i to i + 7 as floats, each times 2^place(i); if `centred`, minus the middle
+//   is_nan         whether code i is NaN; nan_bits: not 0 if any code of a word is NaN
+// `i` is a compile-time constant wherever these are called, in unrolled loops.
 #pragma once
 #include "common.h"
 
@@ -34,8 +34,8 @@ struct Words {
 
 // ------------------------------------------------------------------------------------------ loads
 
-// `count` words, with loads of `unit` bytes or, of smaller parts, as many as the type of four of them takes: it is
-// aligned as one of them.
+// Loads `count` words with loads of `unit` bytes. If `unit` is 1 or 2, packed vectors are loaded, which have the
+// alignment of one element.
 template <uint unit, uint count, uint N>
 void load_words(device const uchar* from, uint first, thread Words<N>& words) {
   static_assert(unit > 2 ? count % (unit / 4) == 0 : true, "words are loaded whole");
@@ -72,8 +72,8 @@ void load_words(device const uchar* from, uint first, thread Words<N>& words) {
   }
 }
 
-// The first `count` of a piece's `columns` codes; the others are 0. `aligned`: rows begin where the widest loads that
-// the piece's length allows are aligned.
+// Loads the first `count` of a piece's `columns` codes; the others become 0. `aligned`: rows are aligned for the widest
+// loads that the length of a piece allows.
 template <uint columns, uint bits, uint N>
 void load_codes(device const uchar* from, uint count, bool aligned, thread Words<N>& words) {
   constexpr uint bytes = columns * bits / 8, unit = bytes_at_once(bytes);
@@ -99,15 +99,15 @@ void load_codes(device const uchar* from, uint count, bool aligned, thread Words
   }
 }
 
-// ------------------------------------------------------------------------------------------ where pieces lie
+// ------------------------------------------------------------------------------------------ places of pieces
 
-// A piece's block begins at `byte` of its row. Within the block it is the `piece`-th wide one or, of 16 columns, the
-// `run`-th half of that.
+// The place of a piece: its block begins at `byte` of its row. It is the `piece`-th wide piece of the block or, if it
+// is narrow, half number `run` of that.
 struct Spot {
   uint byte, piece, run;
 };
 
-// Codes that follow one another from the lowest bit of a row's first byte on.
+// A row of consecutive codes, from the lowest bit of its first byte on.
 template <uint columns, uint bits>
 struct Stream {
   static Spot spot(uint column) {

@@ -1,13 +1,13 @@
-// mxfp4 and nvfp4: e2m1, with a scale in e8m0 for each 32 columns, or one in e4m3 for each 16.
+// mxfp4 and nvfp4: e2m1 with an e8m0 scale per 32 columns, or an e4m3 scale per 16.
 #pragma once
 #include "formats/codes.h"
 
 namespace moe_metal {
 
-// e2m1 becomes half by its bits: its exponent is 14 smaller there, and 0.5 is a subnormal half. In the half's upper
-// byte the sign stays where it is and the magnitude lies three bits lower, for all four codes in the upper, or the
-// lower, four bits of a word's bytes at once. What costs on Apple's GPUs are shifts; those by up to 4 are free in an
-// addition.
+// The bits of e2m1 are used as those of a half, which scales the value by 2^-14; 0.5 becomes a subnormal half. In the
+// upper byte of the half, the sign keeps its place and the magnitude is three bits lower. This is done for four codes
+// at once, in the upper or the lower four bits of a word's bytes. Shifts are expensive on Apple's GPUs, but shifts by
+// up to 4 are free in an addition.
 inline uint e2m1_upper(uint word) { return (word & 0x80808080u) | (word >> 3 & 0x0e0e0e0eu); }
 inline uint e2m1_lower(uint word) { return ((word & 0x08080808u) << 4) + ((word & 0x07070707u) << 1); }
 // The codes in bytes 1 and 3.

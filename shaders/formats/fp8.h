@@ -1,11 +1,11 @@
-// fp8 and mxfp8: e4m3, with a scale for each 128 columns of 128 rows, or one in e8m0 for each 32 columns.
+// fp8 and mxfp8: e4m3 with a scale per block of 128 x 128, or an e8m0 scale per 32 columns.
 #pragma once
 #include "formats/codes.h"
 
 namespace moe_metal {
 
-// e4m3 becomes half by its bits: its exponent is 8 smaller there, and x is scaled down by as much again. 127 and 255
-// are NaN, and would become 480.
+// The bits of e4m3 are used as those of a half, which scales the value by 2^-8. x is scaled by 2^-8, too. The codes 127
+// and 255 are NaN; without a check they would become 480.
 template <uint Columns, bool is_mxfp8>
 struct E4m3 {
   using Layout = Stream<Columns, 8>;

@@ -1,19 +1,19 @@
-// GGML's blocks of 32 or 256 columns, as the bytes lie in a GGUF file. Scales and offsets lie within the blocks.
+// GGML's blocks of 32 or 256 columns, as in a GGUF file. The blocks contain scales and offsets.
 //
-// A byte holds codes of several columns, `distance` apart, so a wide piece has two runs of 16 columns that far from
-// each other: 16 bytes hold most of it, and no lane loads bytes for the codes of another. A narrow piece is one of the
-// runs, with a byte for each code.
+// A byte holds codes of several columns that are `distance` apart. So a wide piece has two runs of 16 columns at that
+// distance: 16 bytes hold most of it, and no lane loads bytes only for the codes of another lane. A narrow piece is one
+// of the runs, with one byte per code.
 //
-// What each kind of block has:
-//   Values         codes in bytes -> numbers
-//   block_columns, bytes  of a block; alignment: of its parts where its rows begin at a multiple of that many bytes, as
-//                  they do in files; else they are loaded byte by byte
-//   words          that hold a wide piece's codes; number_words: its scales and offsets
-//   apart          whether its two runs have bytes of their own
-//   shift          how much higher than those of the first run the second run's codes lie in the words of `pair`
-//   load           the words of a piece; load_numbers: those of its scales; loads of `unit` bytes are aligned
-//   pair           a word whose halves hold codes 4k and 4k + 2 of a run, or the next of each, beside other bits
-//   numbers        scales, and offsets, of the runs, or one for both
+// The members of a block type:
+//   Values         converts codes in bytes to numbers
+//   block_columns, bytes  the size of a block; alignment: of its parts, if rows begin at a multiple of that many bytes,
+//                  as in files; else blocks are loaded byte by byte
+//   words          the words for the codes of a wide piece; number_words: for its scales and offsets
+//   apart          whether its two runs are in different bytes
+//   shift          how many bits higher the second run's codes are in the words of `pair` than the first run's
+//   load           loads the words of a piece; load_numbers: those of its scales; loads of `unit` bytes are aligned
+//   pair           a word whose halves contain codes 4k and 4k + 2 of a run, or the next of each, among other bits
+//   numbers        the scales and offsets of the two runs, or one for both
 #pragma once
 #include "formats/fp4.h"
 
@@ -25,7 +25,7 @@ inline float4 interleaved(half2 even, half2 odd) {
   return float4(float(even.x), float(odd.x), float(even.y), float(odd.y));
 }
 
-// Codes as subnormal half, of which 1 is 2^-24, two at once. They are left where they lie in their bytes.
+// Integer codes, two at a time, as subnormal halves, where the lowest bit is 2^-24. They stay at their bit positions.
 template <uint bits>
 struct Integers {
   enum : uint { factor = 1 << 24, middle = 1 << (bits - 1), in_place = 1, mask = ((1 << bits) - 1) * 0x10001 };
@@ -37,7 +37,7 @@ struct Integers {
   }
 };
 
-// e2m1. GGML has it doubled, and 0 for -0.
+// e2m1. In GGML the values are doubled, and -0 is 0.
 struct DoubledE2m1 {
   enum : uint { factor = 1 << 15, middle = 0, in_place = 0, mask = 0x000f000f };
   template <bool, bool exact>
@@ -48,8 +48,8 @@ struct DoubledE2m1 {
   }
 };
 
-// GGML's table of 16 integers from -127 to 113: a polynomial that is never further from them than 0.434, rounded by the
-// addition of a large number. A table in memory would cost a load for each code.
+// GGML's table of 16 integers from -127 to 113: a polynomial with an error of at most 0.434, rounded by adding a large
+// number. A table in memory would cost a load per code.
 struct Iq4 {
   enum : uint { factor = 1 << 12, middle = 0, in_place = 0, mask = 0x000f000f };
   template <bool, bool>
@@ -63,13 +63,13 @@ struct Iq4 {
     y = fma(x, y, -1.37193f * unit * one * one);
     y = fma(x, y, 24.1738f * unit * one);
     y = fma(x, y, -126.567f * unit);
-    return (y + 3072) - 3072;  // 1.5 * 2^11, of whose neighbours each is 2^-12 away
+    return (y + 3072) - 3072;  // rounds to multiples of 2^-12, the spacing of floats around 1.5 * 2^11
   }
 };
 
 // ------------------------------------------------------------------------------------------ pieces of blocks
 
-// Code words come first, then those of the numbers.
+// The words of a piece are its codes, then its scales and offsets.
 template <typename Block, uint columns>
 struct BlockLayout {
   enum : uint {
@@ -79,7 +79,7 @@ struct BlockLayout {
   };
 
   static Spot spot(uint column) {
-    constexpr uint between = Block::distance / kNarrowColumns;  // runs of a piece are so many runs apart
+    constexpr uint between = Block::distance / kNarrowColumns;  // the distance of a piece's runs, in runs
     const uint within = column % Block::block_columns, run = within / kNarrowColumns;
     Spot found = {};
     found.byte = column / Block::block_columns * Block::bytes;
@@ -167,7 +167,7 @@ struct Blocks {
   static uint nan_bits(uint) { return 0; }
 };
 
-// ------------------------------------------------------------------------------------------ numbers of blocks
+// ------------------------------------------------------------------------------------------ scales and offsets
 
 template <uint unit>
 uint load_half(device const uchar* from) {
@@ -177,11 +177,11 @@ inline uint two_bytes(device const uchar* first, uint second) {
   return as_type<uint>(ushort2(ushort(*first), ushort(first[second])));
 }
 
-// The lower and the upper half of a word. Their products with 2^24 times a half are exact.
+// The lower and the upper half of a word, as floats.
 inline float2 halves_of(uint word) {
   const half2 both = as_type<half2>(word);
   return float2(float(both.x), float(both.y));
 }
-MOE_METAL_CONSTANT float kHalfUnits = 16777216;  // 1 as the lowest bit of a half is 2^-24
+MOE_METAL_CONSTANT float kHalfUnits = 16777216;  // the integer 1 as a subnormal half is 2^-24
 
 }  // namespace moe_metal

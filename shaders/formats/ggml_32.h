@@ -4,7 +4,7 @@
 
 namespace moe_metal {
 
-// d in half, then bytes of which each holds codes i and i + 16. Q4_1 has d and m.
+// d as half (and m, in q4_1), then bytes with codes i and i + 16.
 template <typename V, bool has_m>
 struct Nibbles32 {
   using Values = V;
@@ -43,7 +43,7 @@ struct Nibbles32 {
   }
 };
 
-// The same with the codes' fifth bits in a word before the bytes.
+// The same with the fifth bits of all codes in a word before the bytes.
 template <bool has_m>
 struct Fives32 {
   using Values = Integers<5>;
@@ -85,7 +85,7 @@ struct Fives32 {
   }
 };
 
-// d in half, then 32 integers with a sign. 128 more have none.
+// d as half, then 32 signed integers, which become unsigned by adding 128.
 struct Q8_0 {
   using Values = Integers<8>;
   enum : uint {
@@ -117,7 +117,7 @@ struct Q8_0 {
   }
 };
 
-// An exponent, 2^(byte - 128), then bytes of which each holds codes i and i + 16. Blocks begin at any byte.
+// A scale of 2^(byte - 128), then bytes with codes i and i + 16. Blocks may begin at any byte.
 struct GgmlMxfp4 {
   using Values = DoubledE2m1;
   enum : uint {
@@ -144,7 +144,7 @@ struct GgmlMxfp4 {
   static uint pair(thread const Words<N>& loaded, uint k, uint, uint odd) {
     return loaded.at[k] >> 8 * odd;
   }
-  // The two smallest are no normal floats: a GPU without those makes them 0.
+  // The two smallest scales are subnormal: a GPU that flushes subnormals makes them 0.
   static void numbers(thread const Words<1>& loaded, Spot, thread Floats<1>& scale, thread Floats<1>&) {
     const uint exponent = loaded.at[0];
     scale.at[0] = as_type<float>(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);

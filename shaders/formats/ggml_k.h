@@ -1,4 +1,5 @@
-// GGML's blocks of 256 columns: q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs. Groups have scales of a few bits, times a half.
+// GGML's blocks of 256 columns: q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs. The scale of a group has a few bits, times a
+// half.
 #pragma once
 #include "formats/ggml.h"
 
@@ -6,8 +7,8 @@ namespace moe_metal {
 
 // ------------------------------------------------------------------------------------------ 4 and 5 bits
 
-// d and dmin in half, then 12 bytes with 6 bits of a scale and 6 of an offset for each of eight groups; then, of 5
-// bits, 32 bytes whose bit g is the fifth of group g; then the codes of groups 2j and 2j + 1 in 32 bytes.
+// d and dmin as half, then 12 bytes with a 6-bit scale and a 6-bit offset for each of eight groups; then, in q5_k, 32
+// bytes whose bit g is the fifth bit of group g; then, for each j, 32 bytes with the codes of groups 2j and 2j + 1.
 template <bool is_q5>
 struct Groups32 {
   using Values = Integers<is_q5 ? 5 : 4>;
@@ -29,9 +30,9 @@ struct Groups32 {
     if (!is_q5) return;
     load_words<unit, 4>(block + 16 + spot.piece % 2 * 16, N - 4, loaded);
 #pragma unroll
-    for (uint k = 4; k < N; ++k) loaded.at[k] = loaded.at[k] >> (spot.piece & ~1u);  // bits 0 and 1 are the two groups'
+    for (uint k = 4; k < N; ++k) loaded.at[k] = loaded.at[k] >> (spot.piece & ~1u);  // bits 0, 1: the two groups
   }
-  // d and dmin; the scales and the offsets of two groups; what the last four groups have of theirs beside the first.
+  // d and dmin; the scales and offsets of two of the first four groups; the lower bits of two of the last four groups.
   template <uint unit>
   static void load_numbers(device const uchar* block, Spot spot, thread Words<3>& loaded) {
     load_words < unit<4 ? unit : 4, 1>(block, 0, loaded);
@@ -39,7 +40,7 @@ struct Groups32 {
     loaded.at[1] = as_type<uint>(ushort2(ushort(load_half<unit>(pairs)), ushort(load_half<unit>(pairs + 4))));
     loaded.at[2] = load_half<unit>(pairs + 8);
   }
-  // Of 5 bits, a byte of the second four words has the fifths of both groups in its lowest bits.
+  // In q5_k, the lowest bits of a byte of the second four words are the fifth bits of both groups.
   template <uint N>
   static uint pair(thread const Words<N>& loaded, uint k, uint run, uint odd) {
     const uint nibbles = loaded.at[k] >> 8 * odd;
@@ -64,10 +65,10 @@ struct Groups32 {
 
 // ------------------------------------------------------------------------------------------ 2, 3 and 6 bits
 
-// Groups of 16. Of 2 and 3 bits each byte holds four codes, 32 columns apart: a piece has two of them.
+// Groups of 16 columns. In q2_k and q3_k a byte holds four codes, 32 columns apart; a piece has two of them.
 inline uint pair_shift(Spot spot) { return spot.piece / 2 % 2 * 4; }
 
-// 16 bytes of 4 bits of a scale and 4 of an offset, 64 of codes, d and dmin in half.
+// 16 bytes with a 4-bit scale and a 4-bit offset each, 64 bytes of codes, d and dmin as half.
 struct Q2_K {
   using Values = Integers<2>;
   enum : uint {
@@ -108,8 +109,8 @@ struct Q2_K {
   }
 };
 
-// 32 bytes whose bits are the third of eight groups' codes, 64 bytes of their other bits, 12 with 6 bits of a scale of
-// each group, and d in half.
+// 32 bytes with the third bits of the codes, 64 bytes with their other bits, 12 bytes with a 6-bit scale for each
+// group, and d as half.
 struct Q3_K {
   using Values = Integers<3>;
   enum : uint {
@@ -131,7 +132,7 @@ struct Q3_K {
 #pragma unroll
     for (uint k = 0; k < 4; ++k) {
       loaded.at[k] = loaded.at[k] >> pair_shift(spot);
-      loaded.at[4 + k] = loaded.at[4 + k] >> (spot.piece & ~1u);  // bits 0 and 1 are the two groups'
+      loaded.at[4 + k] = loaded.at[4 + k] >> (spot.piece & ~1u);  // bits 0, 1: the two groups
     }
   }
   template <uint unit>
@@ -140,7 +141,7 @@ struct Q3_K {
     loaded.at[1] = two_bytes(block + 96 + pair_shift(spot) + spot.piece % 2, 2);
     loaded.at[2] = two_bytes(block + 104 + spot.piece % 2, 2);
   }
-  // Those of the second group are one place higher, so that the thirds of both lie right after one shift.
+  // The codes of the second group are one bit higher, so that one shift is right for the third bits of both groups.
   template <uint N>
   static uint pair(thread const Words<N>& loaded, uint k, uint run, uint odd) {
     const uint twos = loaded.at[k] >> run & 0x03030303u << run;
@@ -156,8 +157,8 @@ struct Q3_K {
   }
 };
 
-// For each half of the columns 64 bytes of the codes' lower 4 bits; then for each 32 bytes of the upper 2; a scale with
-// a sign for each group, and d in half.
+// 64 bytes with the lower 4 bits of the codes for each half of the columns; 32 bytes with their upper 2 bits for each
+// half; a signed byte as the scale of each group; d as half.
 struct Q6_K {
   using Values = Integers<6>;
   enum : uint {
@@ -177,15 +178,14 @@ struct Q6_K {
     load_words<unit, 4>(block + 16 * spot.piece, 0, loaded);
     load_words<unit, 4>(block + 128 + spot.piece / 4 * 32 + spot.piece % 2 * 16, 4, loaded);
 #pragma unroll
-    for (uint k = 4; k < 8; ++k)
-      loaded.at[k] = loaded.at[k] >> (spot.piece & 2);  // bits 0, 1 and 4, 5 are the two runs'
+    for (uint k = 4; k < 8; ++k) loaded.at[k] = loaded.at[k] >> (spot.piece & 2);  // bits 0, 1 and 4, 5: the two runs
   }
   template <uint unit>
   static void load_numbers(device const uchar* block, Spot spot, thread Words<2>& loaded) {
     loaded.at[0] = load_half<unit>(block + 208);
     loaded.at[1] = two_bytes(block + 192 + spot.piece / 4 * 8 + spot.piece % 4, 4);
   }
-  // Those of the second run stay in their places, too: a half has room for ten bits.
+  // The codes of the second run keep their bit positions, too: a subnormal half has ten bits.
   template <uint N>
   static uint pair(thread const Words<N>& loaded, uint k, uint run, uint odd) {
     const uint high = odd ? loaded.at[4 + k] >> 4 : loaded.at[4 + k] << 4;
@@ -201,7 +201,7 @@ struct Q6_K {
 
 // ------------------------------------------------------------------------------------------ iq4_xs
 
-// d in half, the upper 2 bits of eight scales, their lower 4, and bytes of which each holds codes i and i + 16.
+// d as half, the upper 2 bits of eight scales, their lower 4 bits, and bytes with codes i and i + 16.
 struct Iq4Xs {
   using Values = Iq4;
   enum : uint {

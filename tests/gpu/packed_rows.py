@@ -1,6 +1,6 @@
-"""What is measured of weights in packed formats, beside those in bfloat16: sizes, random arguments and bytes read.
+"""The benchmark rows for packed weights, and for bfloat16 in comparison: sizes, random arguments and bytes read.
 
-record.py writes the dispatches of every row down, and run.py replays them: `python tests/gpu/run.py FOLDER --packed`.
+record.py records the dispatches of every row, and `python tests/gpu/run.py FOLDER --packed` replays them.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ Args = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """experts with T tokens, or linear, whose N is the number of rows; without a packing the weights are bfloat16.
-    tokens_together: of tuning.h, where it is not the default."""
+    """experts with T tokens, or linear with N rows of weights; without a packing the weights are bfloat16.
+    tokens_together: the number of tuning.h, unless it is the default."""
 
     op: str
     packing: Packing | None
@@ -63,7 +63,7 @@ class Row:
         return args | {"weights": weights, "ids": ids.int()}
 
     def bytes(self, args: Args) -> float:
-        """What is read at least: the weights, of the experts those that are chosen."""
+        """The least that must be read: the weights, with `experts` only those of the selected experts."""
         share = args["ids"].unique().numel() / E if "ids" in args else 1
         names = [name for name in args if name.startswith(("gate_up", "down", "weight", "scale", "offset"))]
         return share * sum(args[name].nbytes for name in names if name != "weights")
@@ -71,7 +71,7 @@ class Row:
 
 MEASURED = [None, *(packing_of(name, BFLOAT) for name in ("affine4", "affine8", "mxfp4", "fp8", "q4_k"))]
 ROWS = [Row("experts", packing, T) for T in (1, 4, 16, 256) for packing in MEASURED]
-# Beside each other: how tokens are multiplied with a weight together, and one by one.
+# T, and tokens_together: tokens are multiplied by a weight together (the default), or one by one.
 TOGETHER = ((1, 0), (2, 0), (2, 1), (4, 0), (4, 1), (8, 0), (8, 1))
 ROWS += [Row("linear", packing, T, 4096, by) for packing in MEASURED for T, by in TOGETHER]
 ROWS += [Row("linear", packing, 1, 151936) for packing in MEASURED]

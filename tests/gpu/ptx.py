@@ -1,9 +1,9 @@
-"""The shaders for an NVIDIA GPU: translated by the simulator's translator, compiled to PTX by clang.
+"""Compiles the shaders for an NVIDIA GPU: the simulator's translator makes C++, and clang compiles it to PTX.
 
     python tests/gpu/ptx.py FOLDER [NAME ...]   # every shader (or these: linear, linear-affine4), as FOLDER/<name>.ptx
 
-It needs clang 19 and CUDA's libdevice (a file of maths functions); no GPU. clang inlines as Metal's compiler does.
-Where record.py has left traces in the folder, each kernel states the most threads that they launch it with.
+It needs clang 19 and CUDA's libdevice (a file of maths functions), but no GPU. clang inlines as Metal's compiler does.
+If record.py has written traces to the folder, each kernel states the largest number of threads of its launches.
 """
 
 import json
@@ -25,21 +25,21 @@ import translate  # noqa: E402
 PLANTED_RACE = ENGINE / "mutants" / "missing_barrier.metal"
 
 TARGET = ["--target=nvptx64-nvidia-cuda", "-march=sm_90", "-Xclang", "-target-feature", "-Xclang", "+ptx83", "-S"]
-# Functions are taken to wait for other lanes, unless the compiler sees that they do not.
+# Functions are assumed to wait for other lanes, unless the compiler can prove that they do not.
 LANGUAGE = ["-std=c++20", "-fno-exceptions", "-fno-rtti", "-nostdlibinc", "-w", "-fconvergent-functions"]
 MATHS = ["-O3", "-ffp-contract=on", "-fno-math-errno", "-mllvm", "-inline-threshold=100000"]
-MATHS += ["-mllvm", "-pre-RA-sched=source"]  # loads stay where the shader has them, before what waits for them
+MATHS += ["-mllvm", "-pre-RA-sched=source"]  # keeps loads in the shader's order, early enough before their uses
 
 
 def libdevice() -> Path | None:
-    """CUDA's maths functions as LLVM bitcode, where a toolkit is installed."""
+    """CUDA's maths functions as LLVM bitcode, if a toolkit is installed."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     files = [Path(home) / "nvvm" / "libdevice" / "libdevice.10.bc" for home in homes if home]
     return next((file for file in files if file.exists()), None)
 
 
 def compile_source(source: str, target: Path, macros: list[str]) -> Path:
-    """Metal source -> PTX."""
+    """Compile Metal source to PTX."""
     text = target.with_suffix(".cpp")
     text.write_text(translate.translate(source, macros=macros))
     matrices = ["-DMSL_MATRICES"] * ("<metal_simdgroup_matrix>" in source)
@@ -63,7 +63,7 @@ def most_threads(folder: Path) -> dict[str, int]:
 
 
 def state_threads(folder: Path) -> None:
-    """Writes `.maxntid` after each kernel's parameters, so that ptxas leaves it few enough registers to be launched."""
+    """Write `.maxntid` after each kernel's parameters, so that ptxas limits its registers and it can be launched."""
     most = most_threads(folder)
 
     def stated(entry: re.Match) -> str:
@@ -76,7 +76,7 @@ def state_threads(folder: Path) -> None:
 
 
 def libraries() -> dict[str, tuple[Path, list[str]]]:
-    """Every shader, for each format of weights, and a broken one on which a race detector can show that it works."""
+    """Every shader, for each weight format, and a broken one that a race detector must catch."""
     all = {"planted_race": (PLANTED_RACE, [])}
     for file in sorted((ROOT / "shaders").glob("*.metal")):
         all |= {name: (file, macros) for name, macros in embed.libraries(file).items()}
@@ -84,7 +84,7 @@ def libraries() -> dict[str, tuple[Path, list[str]]]:
 
 
 def compile_all(folder: Path, names: list[str] | None = None) -> list[Path]:
-    """Every library, or those named, which may be shaders or single ones of their formats."""
+    """Compile every library, or those named: a shader with all its formats, or one of them."""
     folder.mkdir(parents=True, exist_ok=True)
     chosen = {
         name: library

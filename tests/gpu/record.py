@@ -1,12 +1,12 @@
-"""What the real host code dispatches, written down for a machine with an NVIDIA GPU.
+"""Records the dispatches of the real host code, to replay them on a machine with an NVIDIA GPU.
 
     python tests/gpu/record.py FOLDER               # FOLDER/cases.json, bench.json, packed.json; the shaders as PTX
     python tests/gpu/record.py FOLDER --ops gate    # these ops anew, the rest of the traces as they are
     python tests/gpu/record.py FOLDER --model olmoe # bench.json also in another model's sizes
-    python tests/gpu/record.py FOLDER --tune        # FOLDER/tune.json alone: what `tune` measures, for every choice
+    python tests/gpu/record.py FOLDER --tune        # only FOLDER/tune.json: all calls of `tune`, for every choice
 
-The ops run on the simulated mps device, which counts and does not compute: kernels, grids and arguments are those that
-csrc/mps chooses. Tensors are told by name; run.py draws the same values again from the case.
+The ops run on the simulated mps device in host_only mode: csrc/mps chooses kernels, grids and arguments, and nothing is
+computed. A trace refers to tensors by name; run.py creates the same values from the case.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def dispatch_row(dispatch: metal_sim.Dispatch, names: dict[int, str], scratch: d
     return {"kernel": dispatch.kernel, "grid": dispatch.grid, "threads": dispatch.threads, "arguments": arguments}
 
 
-#: Arguments whose strides the kernels follow. PyTorch makes a copy of others that are strided, which no trace holds.
+#: Arguments that kernels read with any strides. Others, if strided, are copied by PyTorch, which traces do not record.
 FOLLOWED = {
     "glu": {"gate", "up"},
     "rope": {"q", "k", "cos", "sin"},
@@ -96,7 +96,7 @@ def traces(ops: list[str]) -> Iterator[dict]:
 
 
 def bench_traces(ops: list[str], model: str) -> Iterator[dict]:
-    """Of the benchmark's rows, whose values matter to no dispatch: uninitialised tensors will do."""
+    """Traces of the benchmark's rows. Dispatches do not depend on values, so tensors are uninitialised."""
     for op, T, dtype in itertools.product(ops, TOKENS, TIMED):
         for which in choices(op, model):
             row = Call(op, model, MODELS[model], T, dtype, which=which)
@@ -105,7 +105,7 @@ def bench_traces(ops: list[str], model: str) -> Iterator[dict]:
 
 
 def empties(row: Call) -> dict[str, Tensor]:
-    with metal_sim.host_only():  # else they would be filled
+    with metal_sim.host_only():  # otherwise they would be poisoned
         if row.op == "glu":
             return halves(row, torch.empty(row.size("TG"), dtype=row.dtype, device="mps"))
         if row.op == "rope":
@@ -117,7 +117,7 @@ def empties(row: Call) -> dict[str, Tensor]:
 
 
 def packed_traces() -> Iterator[dict]:
-    """Of what is measured in packed formats. One expert tells the layout of all; their memory stays uninitialised."""
+    """Traces of the rows in packed formats. Only one expert is packed, to get the layout; memory is uninitialised."""
     generator = torch.Generator().manual_seed(0)
     for row in packed_rows.ROWS:
         args = {name: on_mps(tensor) for name, tensor in row.inputs(generator).items()}
@@ -128,8 +128,8 @@ def packed_traces() -> Iterator[dict]:
 
 
 def tune_traces(model: str) -> Iterator[dict]:
-    """Of every call that `tune` measures, what it dispatches under any of the numbers, each list of dispatches once:
-    under which numbers, and the names and defaults of those that make a difference."""
+    """For every call that `tune` measures, its different lists of dispatches under all choices of numbers, each once,
+    with the choices that lead to it, and the names and defaults of the numbers that make a difference."""
     models = {(model, "dense"): MODELS[model]}
     for row in {str(c): c for n in tune.NUMBERS for c in tune.calls_of(n, models, torch.bfloat16)}.values():
         args = empties(row)
@@ -145,7 +145,7 @@ def tune_traces(model: str) -> Iterator[dict]:
 
 
 DEFAULTS: tuning.Numbers = {}
-VALUES: dict[str, list[int]] = {}  # of each number all that the search may try
+VALUES: dict[str, list[int]] = {}  # for each number, all values that the search may try
 
 
 def prepare_tune() -> None:
@@ -167,7 +167,7 @@ def dispatched(trace: dict) -> str:
 
 
 def mattering(row: Call, args: dict[str, Tensor]) -> list[str]:
-    """The numbers that change what a call dispatches, alone or beside others."""
+    """The numbers that change the dispatches of a call, alone or together with others."""
     names: set[str] = set()
     known, todo = {dispatched(trace_under({}, row, args))}, [{}]
     while todo:
@@ -184,7 +184,7 @@ def mattering(row: Call, args: dict[str, Tensor]) -> list[str]:
 
 
 def verify(row: Call, args: dict[str, Tensor], names: list[str], found: dict[str, dict]) -> None:
-    """That no other number makes a difference, of 30 choices of all."""
+    """Check with 30 random choices that no other number makes a difference."""
     choice = random.Random(0)
     for _ in range(30):
         numbers = {name: choice.choice(values) for name, values in VALUES.items()}
@@ -193,7 +193,7 @@ def verify(row: Call, args: dict[str, Tensor], names: list[str], found: dict[str
 
 
 def write(file: Path, traces: Iterator[dict], replaced: tuple[str, ...]) -> None:
-    """The traces, after those that the file already holds of cases that begin otherwise."""
+    """Write the traces, after those of the file whose case does not begin with one of `replaced`."""
     before = json.loads(file.read_text()) if file.exists() else []
     rows = [row for row in before if not row["case"].startswith(replaced)] + list(traces)
     file.write_text(json.dumps(rows, separators=(",", ":")))

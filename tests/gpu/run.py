@@ -1,15 +1,15 @@
-"""Replays what record.py wrote on an NVIDIA GPU: the project's own shaders, translated, on true parallel hardware.
+"""Replays the traces of record.py on an NVIDIA GPU: the project's own shaders, translated, on real parallel hardware.
 
     python tests/gpu/run.py FOLDER                   # every case against the float64 reference
     python tests/gpu/run.py FOLDER --bench ...       # times: `python -m torch_moe_metal bench`, with its arguments
-    python tests/gpu/run.py FOLDER --packed          # weights in packed formats at real sizes: right answers, and times
+    python tests/gpu/run.py FOLDER --packed          # packed weights at real sizes: correctness and times
     python tests/gpu/run.py FOLDER --sanitizers      # compute-sanitizer's four tools, over every kernel
     python tests/gpu/run.py FOLDER --all             # these four
     python tests/gpu/run.py FOLDER --tune            # the search of `python -m torch_moe_metal tune`, on tune.json
-    python tests/gpu/run.py FOLDER --smallest        # what they run: small cases that launch every kernel
+    python tests/gpu/run.py FOLDER --smallest        # small cases that launch every kernel, as --sanitizers runs them
     python tests/gpu/run.py FOLDER --planted-race    # a broken kernel, which racecheck must catch
 
-It needs torch with CUDA and this checkout, not the built extension. These are not Apple figures.
+It needs torch with CUDA and this checkout, but not the built extension. These are not Apple figures.
 """
 
 import argparse
@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
 
 def without_the_extension() -> None:
-    """The checkout's Python modules where the extension is not built: the package without its __init__."""
+    """Make the checkout's Python modules importable without the built extension: the package without its __init__."""
     package = types.ModuleType("torch_moe_metal")
     package.__path__ = [str(ROOT / "torch_moe_metal")]
     package.__version__ = "(a checkout)"
@@ -71,7 +71,7 @@ from torch_moe_metal.reference import tolerance  # noqa: E402
 
 
 class Cuda:
-    """The driver's functions; a failure raises."""
+    """The functions of the CUDA driver; a failure raises."""
 
     def __init__(self):
         self.library = ctypes.CDLL("libcuda.so.1")
@@ -88,7 +88,7 @@ class Cuda:
 
 
 class Arguments(ctypes.Structure):
-    """shim/metal.h's struct of the same name."""
+    """The struct of the same name in shim/metal.h."""
 
     _fields_ = [("buffers", ctypes.c_uint64 * 31), ("_pad", ctypes.c_uint64), ("bytes", (ctypes.c_ubyte * 512) * 4)]
 
@@ -97,7 +97,7 @@ class Kernels:
     """The kernels of every shader, by name."""
 
     def __init__(self, folder: Path):
-        torch.zeros(1, device="cuda")  # makes the context
+        torch.zeros(1, device="cuda")  # creates the context
         self.cuda = Cuda()
         self.where: dict[str, Path] = {}
         files = sorted(folder.glob("*.ptx"))
@@ -164,7 +164,7 @@ class Replay:
             self.kernels.launch(*launch)
 
 
-# ------------------------------------------------------------------------------------------------ right answers
+# ------------------------------------------------------------------------------------------------ correctness
 
 
 def on_gpu(tensor: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def check(kernels: Kernels, traces: list[dict], poison: bool = True) -> int:
 
 
 def smallest(traces: list[dict]) -> list[dict]:
-    """The samples, and for each kernel that they do not launch the smallest case that does."""
+    """The samples, and the smallest case for each kernel that the samples do not launch."""
     elements = {str(case): case.elements for case in CASES}
     chosen = [trace for trace in traces if "-sample_" in trace["case"]]
     launched = {dispatch["kernel"] for trace in chosen for dispatch in trace["dispatches"]}
@@ -221,7 +221,7 @@ def planted_race(kernels: Kernels) -> int:
 
 
 def sanitized(tool: str, folder: Path, mode: str) -> tuple[str, int]:
-    """Runs one tool over this file's `mode`, and prints its closing line. -> its report, and 1 if it found something"""
+    """Run one tool over this file's `mode`, and print its last line. -> its report, and 1 if it found something"""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "5"]
     command += [sys.executable, __file__, str(folder), mode]
     done = subprocess.run(
@@ -235,7 +235,7 @@ def sanitized(tool: str, folder: Path, mode: str) -> tuple[str, int]:
 
 
 def sanitizers(folder: Path) -> int:
-    """1 if a tool finds something in the project's kernels, or if racecheck misses the planted race."""
+    """Return 1 if a tool finds something in the project's kernels, or if racecheck misses the planted race."""
     unclean = 0
     for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
         report, found = sanitized(tool, folder, "--smallest")
@@ -253,7 +253,7 @@ def sanitizers(folder: Path) -> int:
 
 
 def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
-    """A graph of the work, or None where it makes the host wait."""
+    """A graph of the work, or None if it makes the host wait."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         work()
@@ -269,14 +269,14 @@ def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
 
 
 class Eager:
-    """Work that is replayed by doing it again."""
+    """Work that is replayed by calling it again."""
 
     def __init__(self, work: Callable[[], object]):
         self.replay = work
 
 
 def microseconds(graphs: dict[str, torch.cuda.CUDAGraph | Eager | None], sets: int) -> dict[str, float]:
-    """The median over replays of each graph, per set of inputs."""
+    """Microseconds of each graph per set of inputs: the median over replays."""
     return {name: statistics.median(times) for name, times in rounds_of(graphs, sets).items()}
 
 
@@ -295,7 +295,7 @@ def rounds_of(graphs: dict[str, torch.cuda.CUDAGraph | Eager | None], sets: int)
 
 
 class Limits:
-    """The fastest of PyTorch's ways to read and to copy, each as it is and in a graph, where a copy can be slower."""
+    """The fastest of PyTorch's ways to read and to copy, with and without a graph, in which a copy can be slower."""
 
     BYTES = 2 << 30
     when = "once, before the rows"
@@ -313,7 +313,7 @@ class Limits:
 
 
 class Chain:
-    """Two replays, the second on the first one's outputs."""
+    """Two replays; the second takes the outputs of the first."""
 
     def __init__(self, first: Replay, then: Replay):
         self.first, self.then, self.outputs = first, then, then.outputs
@@ -323,7 +323,7 @@ class Chain:
         self.then()
 
 
-# What measures a row: ours for each set of inputs, PyTorch's ways, and the bytes read.
+# The work of a row: our replays for each set of inputs, PyTorch's ways, and the bytes read.
 Work = tuple[list[Replay | Chain], dict[str, Callable], float]
 
 
@@ -332,12 +332,12 @@ def parts_of(op: str) -> tuple[str, ...]:
 
 
 def parts(call: Call) -> list[Call]:
-    """Of which traces a row consists. A block's shared expert is PyTorch's own, and has none."""
+    """The calls whose traces make up a row. A block's shared expert is PyTorch's own, and has no trace."""
     return [] if call.op == "block" and call.model.S else [replace(call, op=op) for op in parts_of(call.op)]
 
 
 class Translated:
-    """What `bench` measures with here: the rows that are recorded, each in a CUDA graph."""
+    """The device of `bench` here: recorded rows, each in a CUDA graph."""
 
     def __init__(self, folder: Path, options: argparse.Namespace):
         if wanted_formats(options) != ["dense"]:
@@ -355,7 +355,7 @@ class Translated:
         ]
 
     def recorded(self, options: argparse.Namespace) -> list[Call]:
-        """Those rows that are asked for."""
+        """The selected rows."""
         calls = []
         for dtype in options.dtypes:
             for op in wanted_ops(options):
@@ -395,7 +395,7 @@ class Translated:
         return replays, ways, statistics.mean(bytes_read(call, s, shared) for s in sets)
 
     def block(self, call: Call, noise: Noise, sets: list[Args]) -> Work:
-        """The router's dispatches, and on their outputs those of the experts."""
+        """The dispatches of the router, and those of the experts on its outputs."""
         block = Block.random(call.model, noise)
         block.router = {name: tensor.to(call.dtype) for name, tensor in block.router.items()}  # as recorded
         gate, experts = (self.traces[str(part)] for part in parts(call))
@@ -411,7 +411,7 @@ class Translated:
         return replays, ways, statistics.mean(bytes)
 
     def agreeing(self, call: Call, replay, ways: dict, theirs: Args, failed: dict[str, str]) -> dict[str, Callable]:
-        """PyTorch's ways that compute the same, of those that a graph can hold: a loop over experts it cannot."""
+        """PyTorch's ways that compute the same and can be captured in a graph, unlike a loop over experts."""
         one = expert_bytes(call.model, call.dtype)
         ways = {
             name: way
@@ -429,7 +429,7 @@ class Translated:
 
 
 def bytes_read(call: Call, one_set: Args, shared: Args) -> int:
-    """Of the experts' weights, those of the experts chosen."""
+    """The bytes read; of the experts' weights, only those of the selected experts."""
     if not shared:
         return moved(*one_set.values())
     chosen = one_set["ids"].unique().numel()
@@ -437,7 +437,7 @@ def bytes_read(call: Call, one_set: Args, shared: Args) -> int:
 
 
 def times(folder: Path, arguments: list[str]) -> int:
-    """`python -m torch_moe_metal bench` with these arguments, on the translated shaders."""
+    """Run `python -m torch_moe_metal bench` with these arguments, on the translated shaders."""
     parser = argparse.ArgumentParser(prog="run.py FOLDER --bench")
     bench.add_arguments(parser)
     if not (folder / "bench.json").exists():
@@ -446,7 +446,7 @@ def times(folder: Path, arguments: list[str]) -> int:
 
 
 class PackedTimes:
-    """The rows of packed_rows.py: each against the reference in float64, and in a CUDA graph of several inputs."""
+    """The rows of packed_rows.py: compared with the reference in float64, and timed in a graph of several inputs."""
 
     SETS = 16
 
@@ -457,7 +457,7 @@ class PackedTimes:
 
     def row(self, row: Row) -> int:
         generator = torch.Generator("cuda").manual_seed(0)
-        copies = 24 if 0 < row.N < 10000 else 2 if row.N else 1  # beyond the cache
+        copies = 24 if 0 < row.N < 10000 else 2 if row.N else 1  # more than the cache holds
         weights = [row.weights(generator) for _ in range(copies)]
         sets = [row.inputs(generator) | weights[i % copies] for i in range(max(self.SETS, copies))]
         replays = [Replay(self.kernels, self.traces[str(row)], one) for one in sets]
@@ -473,7 +473,7 @@ class PackedTimes:
 
     @staticmethod
     def error(row: Row, args: Args, got: Tensor) -> float:
-        """Relative to the reference in float64, which gets some tokens of many, and the experts that they chose."""
+        """Error relative to the reference in float64, for a few of the tokens and the experts that they selected."""
         some = slice(None, None, -(-row.T // 16))
         used = {name: t[some] if name in ("x", "weights", "ids") else t for name, t in args.items()}
         args, got = used, got[some]
@@ -493,7 +493,7 @@ def packed_times(folder: Path, wanted: list[str]) -> int:
 
 
 class Tuned:
-    """Measures what record.py wrote for `tune`: a call under some numbers is a replay of what it dispatches then."""
+    """Measures the traces for `tune`: a call under some numbers is a replay of its dispatches under these numbers."""
 
     def __init__(self, folder: Path, kernels: Kernels | None):
         self.kernels = kernels
@@ -504,7 +504,7 @@ class Tuned:
         self.defaults = {name: value for defaults in told for name, value in defaults.items()}
 
     def trace(self, call: Call, numbers: dict[str, int]) -> int:
-        """Which of the call's lists of dispatches."""
+        """The index of the call's list of dispatches."""
         traces = self.traces[str(call)]
         wanted = [(self.defaults | numbers)[name] for name in traces[0]["defaults"]]
         return next(i for i, trace in enumerate(traces) if wanted in trace["numbers"])
@@ -521,7 +521,7 @@ class Tuned:
         return [[us / 1e6 for us in times] for times in rounds.values()]
 
     def replays(self, trace: dict, sets: list[Args]) -> list[Replay]:
-        """They hold the memory that a graph of them uses."""
+        """Replays keep the memory alive that a graph of them uses."""
         return [Replay(self.kernels, trace, one, poison=False) for one in sets]
 
     def model(self) -> str:
@@ -578,7 +578,7 @@ def main() -> int:
     if options.ops:
         traces = [trace for trace in traces if trace["case"].split("-")[0] in options.ops]
     if options.smallest:
-        return check(kernels, smallest(traces), poison=False)  # initcheck would take poison for a value
+        return check(kernels, smallest(traces), poison=False)  # to initcheck, poison is an initialised value
     return check(kernels, traces)
 
 

@@ -1,4 +1,4 @@
-"""The shaders for an NVIDIA GPU: that they all compile, and where there is such a GPU that they give right answers."""
+"""All shaders compile for an NVIDIA GPU and, if there is one, give right results on it."""
 
 import itertools
 import re
@@ -25,7 +25,7 @@ SHADERS = sorted(file.stem for file in (ptx.ROOT / "shaders").glob("*.metal"))
 
 @pytest.fixture
 def compiler() -> None:
-    """Skips where there is no CUDA toolkit, whose maths functions the compiler needs. No GPU is needed."""
+    """Skips without a CUDA toolkit, whose maths functions the compiler needs. No GPU is needed."""
     if ptx.libdevice() is None:
         pytest.skip("CUDA's libdevice.10.bc is not here: no CUDA toolkit")
 
@@ -56,7 +56,7 @@ def test_kernels_state_the_most_threads_they_are_launched_with(tmp_path: Path):
 
 @pytest.mark.parametrize("op", [op for op in OPS if op != "block"])
 def test_what_is_recorded_lies_like_what_is_replayed(op: str, mps: str):
-    """A trace holds offsets, which follow from strides; a replay takes them with arguments of its own."""
+    """A trace has offsets, which follow from strides; a replay uses them with its own arguments."""
     call = Call(op, DEFAULT, MODELS[DEFAULT].reduced(E=4, K=2, H=16, I=8), 3, torch.float16)
     recorded, replayed = record.empties(call), inputs(call, Noise("cpu", torch.float16))
     assert set(recorded) - set(replayed) <= {"gate_up", "down", "gate_up_bias", "down_bias"}
@@ -66,12 +66,12 @@ def test_what_is_recorded_lies_like_what_is_replayed(op: str, mps: str):
         assert (tensor.storage_offset(), storage) == (want.storage_offset(), want.untyped_storage().nbytes()), name
 
 
-RECORDED = [number for number in tune.NUMBERS if not number.name.startswith("commit_")]  # those no trace tells
+RECORDED = [number for number in tune.NUMBERS if not number.name.startswith("commit_")]  # traces have no commits
 
 
 @pytest.mark.parametrize("number", RECORDED, ids=lambda number: number.name)
 def test_what_tune_measures_shows_every_alternative(number: tune.Number, mps: str):
-    """In two models' sizes: between two neighbours of the values there is a call that they treat differently."""
+    """With the sizes of two models: for any two neighbouring values, some call's dispatches differ."""
     models = {(name, "dense"): MODELS[name] for name in (DEFAULT, "mixtral-8x7b")}
     calls = tune.calls_of(number, models, torch.bfloat16)
     args = [record.empties(call) for call in calls]
@@ -80,15 +80,15 @@ def test_what_tune_measures_shows_every_alternative(number: tune.Number, mps: st
         numbers = {number.name: value}
         return [record.dispatched(record.trace_under(numbers, *one)) for one in zip(calls, args, strict=True)]
 
-    with metal_sim.grouped_mm():  # by which one of the numbers makes a difference
+    with metal_sim.grouped_mm():  # one of the numbers only matters with this kernel
         assert all(one != other for one, other in itertools.pairwise(map(ways, number.values)))
 
 
 def test_a_replay_is_found_for_whatever_the_search_asks(mps: str, tmp_path: Path, monkeypatch):
-    """Under any numbers it is what the host code dispatches under them."""
+    """For any numbers, the replay has the dispatches of the host code under these numbers."""
     small = MODELS[DEFAULT].reduced(E=8, K=2, H=64, I=32)
     monkeypatch.setitem(MODELS, DEFAULT, small)
-    chosen = tune.NUMBERS[0], tune.NUMBERS[2]  # of decode, and where it ends
+    chosen = tune.NUMBERS[0], tune.NUMBERS[2]  # a number of decode, and the end of decode
     monkeypatch.setattr(tune, "NUMBERS", chosen)
     record.prepare_tune()
     record.write(tmp_path / "tune.json", record.tune_traces(DEFAULT), ("",))

@@ -1,10 +1,10 @@
-"""A simulated Metal, in two rooms. README.md beside this file says what is simulated and what is checked.
+"""A simulated Metal, in two parts. README.md in this folder says what is simulated and what is checked.
 
 from metal_sim import engine            # shaders alone, with numpy arrays as buffers
 
 import metal_sim                        # torch.device("mps") on Linux
 metal_sim.load(metal_sim.Project(...))  # builds what changed, registers the device and the project's ops
-with metal_sim.record() as record:      # what the ops inside did
+with metal_sim.record() as record:      # counts what the ops inside do
     ...
 print(record.dispatches, record.host_syncs, record.host_seconds)
 """
@@ -13,7 +13,7 @@ import importlib
 import os
 from pathlib import Path
 
-# The engine finds its translator from where it was compiled, which a compiler's cache may have made a relative path.
+# Otherwise the engine uses __FILE__, which a compiler cache may have made a relative path.
 os.environ.setdefault("METAL_SIM_HOME", str(Path(__file__).resolve().parent / "engine"))
 
 DEVICE = (
@@ -38,7 +38,7 @@ DEVICE = (
 
 
 def __getattr__(name: str):
-    """The device's names are looked up when they are asked for, since the engine alone needs no PyTorch."""
+    """The device's names are imported lazily, since the engine alone does not need PyTorch."""
     if name in DEVICE:
         return getattr(importlib.import_module(".device", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -146,7 +146,7 @@ def test_what_metal_itself_refuses() -> None:
     works[0].kernels = {kernel for kernel in works[0].listed if kernel.name in ("glu_float", "glu_float_half")}
     with compile_shaders.ThreadPoolExecutor(2) as pool:
         assert compile_shaders.runtime(torch.ops.moe_metal, works, pool).startswith("1 libraries and 1 pipelines")
-    assert len(works[0].problems) == 1 and "holds no kernel glu_float_half" in works[0].problems[0]
+    assert len(works[0].problems) == 1 and "has no kernel glu_float_half" in works[0].problems[0]
 
 
 def test_a_macs_own_language_must_be_known(xcrun: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

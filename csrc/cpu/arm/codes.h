@@ -1,5 +1,5 @@
-// Packed numbers for NEON, sixteen at a time: a vector of bytes has them all, and four of float. Reads no byte beyond
-// the last number's.
+// Unpacks numbers with NEON, sixteen at a time: one vector of bytes, or four of float. It reads no byte beyond the last
+// number.
 #pragma once
 #include <arm_neon.h>
 
@@ -16,8 +16,8 @@ namespace moe_metal {
 constexpr int64_t kSixteen = 16;
 using Sixteen = Vec[kSixteen / kLanes];
 
-// Bytes as floats. Each comes to the top of a word, which is converted as a fraction of 2^24: of two instructions for
-// four numbers, where widening them step by step takes two and a half.
+// Converts bytes to floats. Each byte becomes the top byte of a word, which is converted with 24 fraction bits: two
+// instructions for four numbers. Widening them step by step takes two and a half.
 template <bool is_signed>
 [[gnu::always_inline]] inline void to_floats(uint8x16_t bytes, Sixteen& to) {
   unrolled<4>([&](auto v) {
@@ -29,14 +29,14 @@ template <bool is_signed>
   });
 }
 
-// Eight of float16 in each half.
+// Converts two vectors of eight float16 numbers.
 [[gnu::always_inline]] inline void to_floats(uint16x8_t low, uint16x8_t high, Sixteen& to) {
   const auto first = vreinterpretq_f16_u16(low), second = vreinterpretq_f16_u16(high);
   to[0] = vcvt_f32_f16(vget_low_f16(first)), to[1] = vcvt_high_f32_f16(first);
   to[2] = vcvt_f32_f16(vget_low_f16(second)), to[3] = vcvt_high_f32_f16(second);
 }
 
-// 16 numbers of `bits` each, one after the other, as bytes.
+// Unpacks 16 consecutive numbers of `bits` bits to bytes.
 template <int bits>
 [[gnu::always_inline]] inline uint8x16_t spread(const uint8_t* from) {
   if constexpr (bits == 8) return vld1q_u8(from);
@@ -48,7 +48,7 @@ template <int bits>
   std::memcpy(&low, from, std::min(2 * bits, 8));
   if constexpr (bits > 4) std::memcpy(&high, from + 8, 2 * bits - 8);
   const uint8x16_t all = vcombine_u8(vcreate_u8(low), vcreate_u8(high));
-  // Each number is within two bytes, of which the first holds its first bit.
+  // Each number is within two bytes; the first one has its lowest bit.
   constexpr auto kBytes = [] {
     std::array<uint8_t, 32> places{};
     for (int i = 0; i < 32; ++i) places[i] = static_cast<uint8_t>(i / 2 * bits / 8 + i % 2);
@@ -66,7 +66,7 @@ template <int bits>
   return vandq_u8(vuzp1q_u8(half(0), half(1)), vdupq_n_u8((1 << bits) - 1));
 }
 
-// Integers of `bits`.
+// Integers of `bits` bits.
 template <int bits>
 struct Codes {
   [[gnu::always_inline]] static void floats(const uint8_t* from, Sixteen& to) {
@@ -74,7 +74,7 @@ struct Codes {
   }
 };
 
-// e2m1, of which the higher byte of a float16 says all.
+// e2m1: the upper byte of a float16 is enough to represent each value.
 struct E2m1Codes {
   [[gnu::always_inline]] static void floats(const uint8_t* from, Sixteen& to) {
     constexpr uint8x16_t kHigher = {0x00, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46,
@@ -84,11 +84,11 @@ struct E2m1Codes {
   }
 };
 
-// e4m3 as float16, whose exponents are wider, so what is subnormal needs no care; the magnitude 127 is NaN, and has the
-// carry that marks it.
+// e4m3 as float16. Its exponent is wider, so subnormal numbers need no special case. The magnitude 127 is NaN: adding
+// 0x80 carries into a bit that marks it.
 class E4m3 {
  public:
-  static constexpr float kUnit = 256;  // of its floats
+  static constexpr float kUnit = 256;  // the value of a number is kUnit times its float
   [[gnu::always_inline]] static void floats(const uint8_t* from, Sixteen& to) {
     const int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(from));
     to_floats(half(vshll_n_s8(vget_low_s8(bytes), 7)), half(vshll_high_n_s8(bytes, 7)), to);

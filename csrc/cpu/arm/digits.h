@@ -1,4 +1,4 @@
-// A token's numbers as integers, for processors that multiply bytes.
+// The numbers of a token as integers of several bytes, for processors that multiply bytes.
 #pragma once
 #include <arm_neon.h>
 
@@ -10,18 +10,18 @@
 
 namespace moe_metal {
 
-// 128 of them: x86/integers.h says what digits are and what `rest` is for.
+// 128 numbers. x86/integers.h explains digits and `rest`.
 struct Digits {
   static constexpr int64_t kColumns = 128;
   static constexpr int kCount = 3;
 
-  int8_t digits[kColumns / kSixteen][kCount][kSixteen];  // the highest first
-  float rest[kColumns];                                  // what they lack
-  float unit;                                            // the numbers are `unit` times what the digits say
-  bool whole;                                            // nothing is lacking
+  int8_t digits[kColumns / kSixteen][kCount][kSixteen];  // the most significant first
+  float rest[kColumns];                                  // numbers minus the value of their digits
+  float unit;                                            // the value of an integer of 1
+  bool whole;                                            // every rest is 0
 
-  // False where a number is not finite, or the largest is too small: all are 0 then. Past `count` are zeros. x may be
-  // `rest`.
+  // Returns false if a number is not finite or the largest is too small; then all digits are 0. Numbers from `count` on
+  // are 0. x may be `rest`.
   bool set(const float* x, int64_t count) {
     alignas(16) float all[kColumns] = {};
     std::copy_n(x, count, all);
@@ -49,7 +49,7 @@ struct Digits {
   static float power_of_two(int n) { return std::bit_cast<float>(static_cast<uint32_t>(n + 127) << 23); }
 
   void set(const float* x, int64_t at, float units, float bearable) {
-    // Bytes from -128 to 127 that carry: half of the base is added to each, and taken off without a carry.
+    // Makes signed digits from -128 to 127: adds 128 to each byte, with carries, and subtracts it without carries.
     constexpr int32_t kHalf = 0x808080;
     for (int64_t i = 0; i < kSixteen; ++i) {
       const auto number = static_cast<int32_t>(std::nearbyint(x[i] * units));

@@ -1,7 +1,7 @@
-// Products of numbers of up to 8 bits with few tokens, on processors with sdot: every Mac with an M has it.
+// Products of weights of up to 8 bits with few tokens, on processors with sdot: every Mac with Apple silicon has it.
 //
-// Both are integers, as in x86/vnni.h. An instruction multiplies 16 numbers by as many digits of a token and adds up
-// fours of them, exactly; what is rounded is a group's sum. So nothing of a bfloat16 token gets lost.
+// Both are integers, as in x86/vnni.h. An instruction multiplies 16 weights by 16 digits of a token and adds up groups
+// of four, exactly. Only the sum of a group is rounded, so bfloat16 tokens lose no precision.
 #pragma once
 #include "cpu/arm/digits.h"
 #include "cpu/plan.h"
@@ -9,7 +9,7 @@
 
 namespace moe_metal {
 
-// Numbers that lie one after the other: codes, or e2m1 doubled.
+// Consecutive numbers without blocks: integer codes, or e2m1 times 2.
 template <int bits, bool kE2m1s>
 struct Integers {
   static constexpr bool kOffset = !kE2m1s;
@@ -29,7 +29,7 @@ class IntegerDots {
  public:
   static constexpr int64_t kRowsAtOnce = 1;
   static bool takes(const ScaledRows& rows, int64_t tokens) { return tokens <= kFewTokens && rows.columns > 0; }
-  // A token that has no digits comes to NaN.
+  // The result of a token without digits is NaN.
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
     const int64_t chunks = at::divup(rows.columns, kColumns);
     const int64_t bytes = at::divup(2 * chunks * sizeof(Chunk) + rows.groups * sizeof(float), kLine) * kLine;
@@ -52,12 +52,13 @@ class IntegerDots {
 
   struct alignas(64) Chunk {
     int8_t digits[kColumns / kSixteen][kDigits][kSixteen];
-    float unit;     // of the first chunk: NaN where the token has no digits
-    int32_t place;  // among the row's chunks
-    int32_t rests;  // of the first chunk: how many there are
+    float unit;     // in the first chunk: NaN if the token has no digits
+    int32_t place;  // the index of its chunk in the row
+    int32_t rests;  // in the first chunk: how many chunks of rests follow
   };
 
-  // The chunks, then the chunks' rests, for as many of which there is room, and the groups' sums. -> the bytes filled
+  // Writes the chunks, then chunks of rests, for which there is as much room, then the sums of groups.
+  // -> the number of bytes used
   static int64_t lay_out(const float* x, const ScaledRows& rows, char* form) {
     auto* chunks = reinterpret_cast<Chunk*>(form);
     const int64_t count = at::divup(rows.columns, kColumns);
@@ -98,7 +99,7 @@ class IntegerDots {
     for (; row < rows.rows; ++row) some_rows<1, N>(rows, row, forms, out);
   }
 
-  // R rows from `first` on: where their numbers and their scales begin.
+  // Pointers to the numbers and the scales of R rows from `first` on.
   template <int R>
   struct Rows {
     const uint8_t* data[R];
@@ -140,7 +141,7 @@ class IntegerDots {
     if constexpr (Numbers::kOffset) add_offsets<R, N>(rows, first, x, out);
   }
 
-  // Few tokens have any.
+  // Rare: few tokens have rests.
   template <int R>
   [[gnu::noinline]] static void add_rests(const Rows<R>& rows, const Chunk* x, int64_t chunks, float* out) {
     float32x4_t sums[R][1];
@@ -152,7 +153,7 @@ class IntegerDots {
     for (int r = 0; r < R; ++r) out[r] += sum(Vec(sums[r][0]));
   }
 
-  // The products of a chunk. A whole one of blocks is unrolled, so that where its numbers lie is known when compiling.
+  // The products of a chunk. A whole chunk of blocks is unrolled, so that all offsets are compile-time constants.
   template <int R, int N>
   [[gnu::always_inline]] static void add(const Rows<R>& rows, int64_t c, const Chunk* const (&x)[N],
                                          float32x4_t (&sums)[R][N]) {
@@ -170,7 +171,7 @@ class IntegerDots {
     }
   }
 
-  // Those of the columns of a chunk that share a scale.
+  // The products of columns that share a scale.
   template <int R, int N>
   [[gnu::always_inline]] static void add_group(const Rows<R>& rows, int64_t begin, int64_t at, int64_t group,
                                                const Chunk* const (&x)[N], float32x4_t (&sums)[R][N]) {
@@ -202,10 +203,10 @@ class IntegerDots {
     }
   }
 
-  // 16 numbers from column begin + at on, where `begin` is a chunk's first.
+  // 16 numbers from column begin + at on; `begin` is the first column of a chunk.
   [[gnu::always_inline]] static int8x16_t from_middle(const uint8_t* row, int64_t begin, int64_t at) {
     if constexpr (requires { Numbers::kGroup; }) {
-      const int64_t column = begin % Numbers::kColumns + at;  // a block is a part of a chunk, or two chunks
+      const int64_t column = begin % Numbers::kColumns + at;  // a block is part of a chunk, or two chunks
       const uint8_t* block = row + (begin / Numbers::kColumns + column / Numbers::kColumns) * Numbers::kBytes;
       const auto codes = Numbers::codes(block, column % Numbers::kColumns);
       return std::bit_cast<int8x16_t>(codes - static_cast<uint8_t>(Numbers::kMiddle));
@@ -214,7 +215,7 @@ class IntegerDots {
     }
   }
 
-  // What the offsets add is a product of its own, with groups side by side.
+  // Adds the offsets times the sums of x, with vectors along the groups.
   template <int R, int N>
   static void add_offsets(const ScaledRows& rows, int64_t first, const Chunk* const (&x)[N], float* const* out) {
     const int64_t chunks = at::divup(rows.columns, kColumns);

@@ -1,4 +1,5 @@
-// What the ways of `experts` share: who serves whom, how threads take work, and how an output block is summed.
+// Shared by the ways to compute `experts`: the slots of each expert, biases, activations, and the sums of an output
+// block.
 #pragma once
 
 #include <algorithm>
@@ -12,12 +13,12 @@
 
 namespace moe_metal {
 
-// A slot is one of a token's K choices of an expert; slot t * K + k. Its token gets weights[slot] times its result.
-// Slots whose id is outside [0, E) are nobody's, so nothing of them is ever looked at.
+// Slot t * K + k is the k-th expert of token t. The token gets weights[slot] times its result. Slots with an id outside
+// [0, E) are skipped: nothing of them is read.
 struct Slots {
-  std::vector<int64_t> order;    // the slots of one expert side by side, in rising order
+  std::vector<int64_t> order;    // slots sorted by expert, then by slot
   std::vector<int64_t> experts;  // the experts that have slots
-  std::vector<int64_t> begin;    // where each of these has its own in `order`, and one last end
+  std::vector<int64_t> begin;    // where the slots of each of them begin in `order`, and the end of the last
 
   Slots(const Tensor& ids, int64_t E) {
     const int64_t* id = elements<int64_t>(ids);
@@ -38,10 +39,10 @@ struct Slots {
   int64_t used() const { return static_cast<int64_t>(experts.size()); }
 };
 
-// Rows of gate_up, inner or down that a thread takes at a time: 48 to 256 KB of weights in common models.
+// The rows of gate_up, inner or down of a work item: 48 to 256 KB of weights in common models.
 constexpr int64_t kRows = 32;
 
-// to[i] = bias[first + i * step], and 0 where there is no bias.
+// to[i] = bias[first + i * step], or 0 without a bias.
 inline void read_bias(const Tensor& bias, int64_t first, int64_t step, int64_t count, float* to) {
   std::fill_n(to, kRows, 0.0f);
   if (!bias.defined()) return;
@@ -61,7 +62,7 @@ struct GateUpBias {
   }
 };
 
-// Gate and up rows in turn (2 * rows floats) -> all gate rows, and all up rows.
+// Separates interleaved results of gate and up rows: 2 * rows floats in `both` -> gate in `both`, up in `up`.
 inline void separate(float* both, float* up, int64_t rows) {
   float gate[kRows], rest[kRows];
   for (int64_t i = 0; i < rows; ++i) {
@@ -83,14 +84,14 @@ inline void activate_rows(const Experts& call, const float* gate, const float* u
   });
 }
 
-// How many columns of the output a thread takes at a time. The more, the less often `inner` is read again; but every
-// thread should get a few blocks, and the sums of a block should stay in its cache.
+// How many columns of the output a work item has. With more columns, `inner` is read again less often. But every thread
+// should get a few blocks, and the sums of a block should stay in its cache.
 inline int64_t output_block(const Experts& call) {
   return kRows * std::clamp<int64_t>(call.H / (kRows * 4 * at::get_num_threads()), 1, 4);
 }
 
-// The sums of a block of the output's columns, for every token. One thread owns them and adds the experts in their
-// order, so there is no race and the order of each sum is always the same.
+// The sums of a block of the output's columns, for every token. One thread adds the experts in their order, so there is
+// no race and the order of each sum is fixed.
 template <class Scalar>
 class OutputBlock {
  public:
@@ -101,7 +102,7 @@ class OutputBlock {
     first_ = first;
     std::fill(sums_.begin(), sums_.end(), 0.0f);
   }
-  // The next results are of this expert, for up to kRows rows of down from `row`.
+  // Announces results of this expert, for up to kRows rows of down from `row` on.
   void expect(int64_t expert, int64_t row) {
     row_ = row - first_;
     read_bias(call_.down_bias, expert * call_.H + row, 1, std::min(kRows, call_.H - row), bias_);
@@ -114,7 +115,7 @@ class OutputBlock {
     }
   }
 
-  // The one rounding of every result.
+  // Adds `shared` and `residual`, and rounds each result, once.
   void finish() {
     for (int64_t t = 0; t < call_.T; ++t) {
       const int64_t at = t * call_.H + first_;

@@ -1,11 +1,11 @@
-// `experts` with few tokens when the weights lie column by column ([E, H, 2I] and [E, I, H]).
+// `experts` with few tokens for weights with contiguous columns ([E, H, 2I] and [E, I, H]).
 //
-// Memory is at its best where a thread reads a run of whole columns; a block of rows out of each column takes twice the
-// time. So threads share out the columns here, and each makes partial sums of all rows:
+// A thread reads fastest if it reads whole neighbouring columns; a block of rows of each column takes twice as long. So
+// threads share out the columns, and each computes partial sums of all rows:
 //
 //   partial[part, slot, r] = sum over the kPart columns c of a part of weight(r, c) * x[slot][c]
 //
-// Parts follow from the shapes alone and their sums are added in order, so the bits do not depend on the threads.
+// The parts depend only on the shapes and their sums are added in order, so results do not depend on the threads.
 #pragma once
 #include "cpu/experts/experts.h"
 
@@ -13,7 +13,7 @@ namespace moe_metal {
 
 constexpr int64_t kPart = 256;
 
-// out[n][r] += weight(r, c) * x[n][c], C columns at a time: each sum goes through memory once for all of them.
+// out[n][r] += weight(r, c) * x[n][c] for C columns: each sum is loaded and stored once for all of them.
 template <int C, int N, class Scalar>
 [[gnu::flatten]] inline void add_columns(const Scalar* weight, int64_t column, int64_t rows, const float* const* x,
                                          int64_t first, float* const* out) {
@@ -54,7 +54,7 @@ struct Partial {
   }
   float* at(int64_t part, int64_t slot) const { return sums.mutable_data_ptr<float>() + (part * count + slot) * rows; }
 
-  // x_of(slot) is what a slot brings: `columns` floats.
+  // x_of(slot) returns the input of a slot: `columns` floats.
   template <class Scalar, class XOf>
   void multiply(const Weight& weight, XOf&& x_of) const {
     const int64_t items = slots.used() * parts;
@@ -78,7 +78,7 @@ struct Partial {
     });
   }
 
-  // The whole sums of some rows of a slot.
+  // Adds up the parts, for `rows` rows of a slot.
   void read(int64_t slot, int64_t row, int64_t rows, float* to) const {
     for_each_vector(rows, [&](int64_t i, auto n) {
       Vec sum = load(at(0, slot) + row + i, n);

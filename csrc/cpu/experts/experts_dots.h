@@ -1,4 +1,5 @@
-// `experts` for weights of any format, dtype and strides, on any processor: the products of weights/weight_rows.h.
+// `experts` for weights of any format, dtype and strides, on any processor, with the products of
+// weights/weight_rows.h.
 #pragma once
 #include "cpu/experts/experts.h"
 #include "cpu/plan.h"
@@ -6,13 +7,13 @@
 
 namespace moe_metal {
 
-// For experts with many tokens each.
+// A panel, if experts have many tokens.
 inline std::optional<Panel> panel(const Slots& slots) {
   const bool many = static_cast<int64_t>(slots.order.size()) >= kWorthTransposing * slots.used();
   return many ? std::make_optional<Panel>() : std::nullopt;
 }
 
-// x, as float, for one expert's rows of gate_up; -> inner[slot, row ...] = act(gate) * up
+// Multiplies rows of gate_up of one expert by x, as float: inner[slot, row ...] = act(gate) * up
 class GateUpDots {
  public:
   GateUpDots(const Experts& call, const Slots& slots, const float* x, float* inner)
@@ -39,7 +40,7 @@ class GateUpDots {
   }
 
  private:
-  // Whether this thread's next block is most likely the next rows of the same expert.
+  // Whether the next item of this thread is probably the next rows of the same expert.
   bool more(int64_t row) const { return row + 2 * kRows <= call_.I; }
 
   // both[n] = kRows of gate, then kRows of up
@@ -51,7 +52,7 @@ class GateUpDots {
       gate[n] = both_.get() + n * 2 * kRows;
       up[n] = gate[n] + kRows;
     }
-    if (call_.step == 2) {  // interleaved: gate and up are one run of rows
+    if (call_.step == 2) {  // interleaved: gate and up are contiguous rows
       const RowRange next = {expert, 2 * (row + kRows), more(row) ? 2 * kRows : 0};
       rows_->product({expert, 2 * row, 2 * rows}, next, {from, gate, count}, panel_);
       for (int64_t n = 0; n < count; ++n) separate(gate[n], up[n], rows);
@@ -72,7 +73,7 @@ class GateUpDots {
   const int64_t at_once_ = panel_ ? kTokens : kTokensByRows;
 };
 
-// One block of the output: down of every expert, weighted and summed.
+// Computes one block of the output: the weighted sum over all experts of their products with down.
 template <class Scalar>
 class DownDots {
  public:

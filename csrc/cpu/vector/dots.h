@@ -1,9 +1,9 @@
-// Matrix products of few vectors, as dot products at the speed of memory.
+// Products of a matrix with few vectors, as dot products, limited by memory bandwidth.
 //
 //   out[n][r] = sum over c of weight(r, c) * x[n][c]
 //
-// Weights are read where they lie and become float in registers, or for many vectors in a panel in cache. Each sum is a
-// chain of its own, in an order that depends on the matrix alone and on whether there is a panel.
+// Weights are read in place and converted to float in registers, or, for many vectors, in a panel that stays in cache.
+// The order of each sum depends only on the matrix and on whether there is a panel.
 #pragma once
 #include <optional>
 #include <vector>
@@ -12,19 +12,18 @@
 
 namespace moe_metal {
 
-// Tokens for one matrix: the vector that each one brings and the place of its results.
+// The tokens that are multiplied by one matrix: the input and the output of each.
 struct Tokens {
   const float* const* x;
   float* const* out;
   int64_t count;
 };
 
-// How many sums are kept in registers. Four rows of common models stay in
-// the first cache for the next tokens; one or two tokens take eight, which keep more of memory's answers under way.
+// How many sums are kept in registers. Four rows of common models stay in the L1 cache for the next tokens. One or two
+// tokens take eight rows, which keeps more loads in flight.
 constexpr int kTokensAtOnce = kVectorRegisters == 32 ? 6 : 2, kVectorsOfRows = kVectorRegisters / 2;
 
-// Rows that are contiguous: R rows against N tokens, vectors along the columns. Flattened, or the sums would live in
-// memory.
+// R contiguous rows times N tokens, with vectors along the columns. Without `flatten` the sums would be kept in memory.
 template <int R, int N, class Reader>
 [[gnu::flatten]] inline void dot(const Reader& weight, int64_t first_row, const Tokens& tokens, int64_t first) {
   Vec sums[R][N];
@@ -56,8 +55,8 @@ inline void dot_rows(const Reader& weight, int64_t row, const Tokens& tokens) {
 }
 
 #ifdef MOE_METAL_HAS_AVX2
-// The same for R rows of bfloat16 and a lone token, with fewer instructions: of 32 bits that hold two neighbours, a
-// shift makes one a float and a mask the other, and x is taken apart likewise, once for all rows.
+// The same for R rows of bfloat16 and one token, with fewer instructions: of two neighbours in 32 bits, a shift
+// converts one to float and a mask the other. x is deinterleaved to match, once for all rows.
 template <int R>
 [[gnu::flatten]] inline void dot_pairs(const Matrix<at::BFloat16>& weight, int64_t first_row, const Tokens& tokens) {
   using Pairs = at::vec::Vectorized<int32_t>;
@@ -92,7 +91,7 @@ inline void product_by_rows(const Reader& weight, const Tokens& tokens) {
   int64_t row = 0;
 #ifdef MOE_METAL_HAS_AVX2
   if constexpr (std::is_same_v<Reader, Matrix<at::BFloat16>>) {
-    // Two rows are 88 % of memory's speed on 2 cores without AMX, four 86 and eight 83.
+    // Two rows at a time reach 88 % of the memory bandwidth on 2 cores without AMX, four 86 % and eight 83 %.
     for (; tokens.count == 1 && row + 2 <= weight.rows; row += 2) dot_pairs<2>(weight, row, tokens);
   }
 #endif
@@ -104,21 +103,21 @@ inline void product_by_rows(const Reader& weight, const Tokens& tokens) {
   for (; row < weight.rows; ++row) dot_rows<1>(weight, row, tokens);
 }
 
-// Columns that are contiguous, `step` apart: vectors along V * kLanes rows, against N tokens, columns from `begin` on,
-// the first of which lies at `weight`. Partial sums rest in `out` until its next columns come: that bounds both the
-// rounding of long sums and the memory walked.
-// `ahead` is called at each column.
-template <int V, int N, class Scalar, class Count, class Ahead = decltype([] {})>
+// V * kLanes rows times N tokens, with vectors along the rows, for weights with contiguous columns that are `step`
+// apart. Multiplies the columns [begin, end); `weight` points to the first of them. Partial sums are kept in `out`
+// between calls: that bounds both the rounding errors of long sums and the memory that a call reads.
+// `prefetch` is called for each column.
+template <int V, int N, class Scalar, class Count, class Prefetch = decltype([] {})>
 [[gnu::flatten, gnu::noinline]] inline void axpy(const Scalar* weight, int64_t step, int64_t first_row,
                                                  const Tokens& tokens, int64_t first, int64_t begin, int64_t end,
-                                                 Count count, Ahead ahead = {}) {
+                                                 Count count, Prefetch prefetch = {}) {
   Vec sums[V][N];
   unrolled<V>([&](auto v) { unrolled<N>([&](auto n) { sums[v][n] = Vec(0); }); });
   const float* x[N];
   unrolled<N>([&](auto n) { x[n] = tokens.x[first + n]; });
   for (int64_t column = begin; column < end; ++column) {
     const Scalar* here = weight + (column - begin) * step;
-    ahead();
+    prefetch();
     Vec values[N];
     unrolled<N>([&](auto n) { values[n] = Vec(x[n][column]); });
     unrolled<V>([&](auto v) {
@@ -158,11 +157,11 @@ inline void product_by_columns(const Matrix<Scalar>& weight, const Tokens& token
   }
 }
 
-// Contiguous rows against many tokens: a panel of some rows and columns is transposed in cache, as float, and then goes
-// like contiguous columns, with fewer loads for each product and no sum across a vector for each result.
+// Contiguous rows times many tokens: a panel of some rows and columns is transposed in cache, as float, and multiplied
+// like contiguous columns. That takes fewer loads per product, and no sum across a vector per result.
 class Panel {
  public:
-  // `out` has room for whole panels: results of the rows beyond the last are 0.
+  // `out` must have room for whole panels: results of rows beyond the last are 0.
   template <class Reader>
   void product(const Reader& weight, const Tokens& tokens) {
     spare_.resize(at::divup(weight.rows, kPanelRows) * kPanelRows);
@@ -171,23 +170,25 @@ class Panel {
         const int64_t end = std::min(begin + kPanelColumns, weight.columns);
         fill(weight, row, begin, end);
         const bool last = end == weight.columns;
-        Ahead ahead(last ? weight.place(row + kPanelRows, 0) : weight.place(row, end), weight.row_bytes(),
-                    weight.bytes(kPanelColumns));
+        PanelPrefetch prefetch(last ? weight.place(row + kPanelRows, 0) : weight.place(row, end), weight.row_bytes(),
+                               weight.bytes(kPanelColumns));
         int64_t n = 0;
-        for (; n + kMany <= tokens.count; n += kMany) multiply<kMany>(row, tokens, n, begin, end, ahead);
-        for (; n < tokens.count; n += kFew) multiply<kFew>(row, filled_up(tokens, n), 0, begin, end, ahead);
+        for (; n + kTokensPerPass <= tokens.count; n += kTokensPerPass)
+          multiply<kTokensPerPass>(row, tokens, n, begin, end, prefetch);
+        for (; n < tokens.count; n += kTailTokens)
+          multiply<kTailTokens>(row, padded_tail(tokens, n), 0, begin, end, prefetch);
       }
     }
   }
 
  private:
-  static constexpr int kVectors = 2, kMany = kVectorsOfRows / kVectors, kFew = 4;
+  static constexpr int kVectors = 2, kTokensPerPass = kVectorsOfRows / kVectors, kTailTokens = 4;
   static constexpr int64_t kPanelRows = kVectors * kLanes, kPanelColumns = 256;
 
-  // Brings the next panel from memory, a line at a time, while this one is multiplied.
-  class Ahead {
+  // Prefetches the next panel, a cache line at a time, while this one is multiplied.
+  class PanelPrefetch {
    public:
-    Ahead(const void* panel, int64_t step, int64_t bytes)
+    PanelPrefetch(const void* panel, int64_t step, int64_t bytes)
         : row_(static_cast<const char*>(panel)), step_(step), bytes_(bytes) {}
     void operator()() {
       if (rows_ == kPanelRows) return;
@@ -202,20 +203,20 @@ class Panel {
   };
 
   template <int N>
-  void multiply(int64_t row, const Tokens& tokens, int64_t first, int64_t begin, int64_t end, Ahead& ahead) {
-    Ahead here = ahead;  // in registers
+  void multiply(int64_t row, const Tokens& tokens, int64_t first, int64_t begin, int64_t end, PanelPrefetch& prefetch) {
+    PanelPrefetch here = prefetch;  // a local copy stays in registers
     axpy<kVectors, N>(floats_.get(), kPanelRows, row, tokens, first, begin, end, Whole(), [&] { here(); });
-    ahead = here;
+    prefetch = here;
   }
 
-  // The last few tokens, and the last one again to make them kFew.
-  Tokens filled_up(const Tokens& tokens, int64_t first) {
-    for (int64_t i = 0; i < kFew; ++i) {
+  // The remaining tokens; the last one is repeated to make them kTailTokens.
+  Tokens padded_tail(const Tokens& tokens, int64_t first) {
+    for (int64_t i = 0; i < kTailTokens; ++i) {
       const bool is = first + i < tokens.count;
-      few_x_[i] = tokens.x[is ? first + i : tokens.count - 1];
-      few_out_[i] = is ? tokens.out[first + i] : spare_.data();
+      tail_x_[i] = tokens.x[is ? first + i : tokens.count - 1];
+      tail_out_[i] = is ? tokens.out[first + i] : spare_.data();
     }
-    return {few_x_, few_out_, kFew};
+    return {tail_x_, tail_out_, kTailTokens};
   }
 
   template <class Reader>
@@ -239,12 +240,12 @@ class Panel {
   }
 
   std::unique_ptr<float[], Free> floats_ = scratch<float>(kPanelColumns * kPanelRows);  // column by column
-  std::vector<float> spare_;                                                            // results that nobody wants
-  const float* few_x_[kFew];
-  float* few_out_[kFew];
+  std::vector<float> spare_;                                                            // results of repeated tokens
+  const float* tail_x_[kTailTokens];
+  float* tail_out_[kTailTokens];
 };
 
-// Neither is contiguous: rows are gathered a few at a time. Right for any strides, and not meant to be fast.
+// Neither rows nor columns are contiguous: each row is copied first. Correct for any strides, not meant to be fast.
 template <class Scalar>
 inline void product_gathered(const Matrix<Scalar>& weight, const Tokens& tokens) {
   std::vector<float> row(weight.columns);
@@ -257,7 +258,7 @@ inline void product_gathered(const Matrix<Scalar>& weight, const Tokens& tokens)
   }
 }
 
-// With a panel for many tokens.
+// The product for any strides. A panel is given if there are many tokens.
 template <class Reader>
 inline void product(const Reader& weight, const Tokens& tokens, std::optional<Panel>& panel) {
   panel ? panel->product(weight, tokens) : product_by_rows(weight, tokens);

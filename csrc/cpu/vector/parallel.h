@@ -1,7 +1,7 @@
-// How loops run on all threads: at::parallel_for, and share() on top of it. Both keep to torch.set_num_threads.
+// Parallel loops: at::parallel_for, and share() on top of it. Both respect torch.set_num_threads.
 //
-// The threads are those of PyTorch's own operators: two pools would take the cores from each other, since OpenMP's
-// threads spin for a while after a loop.
+// The threads are PyTorch's own: two pools would compete for the cores, since OpenMP's threads spin for a while after a
+// loop.
 #pragma once
 #include <ATen/Parallel.h>
 
@@ -14,9 +14,9 @@
 
 namespace moe_metal {
 
-// worker(take) on every thread; take() hands out the items 0, 1, ... to whoever asks first, and then `count`.
-// So a core slowed by other work delays no one. Which thread does an item changes no bit of its result. A few
-// neighbours go to one thread, which may then fetch the next one ahead.
+// Calls worker(take) on every thread. take() returns the next of the items 0, 1, ..., then `count`. Items are claimed
+// dynamically, so a core that is slowed down by other work does not delay the rest. Results do not depend on the thread
+// that computes an item. A thread claims a few neighbouring items at a time, so that it can prefetch the next one.
 template <class Worker>
 void share(int64_t count, Worker&& worker) {
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);

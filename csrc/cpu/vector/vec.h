@@ -21,10 +21,10 @@ namespace moe_metal {
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
 
-// A whole vector. A count known when compiling costs no branch and no mask.
+// The count of a whole vector. Since it is a compile-time constant, it needs no branch and no mask.
 using Whole = std::integral_constant<int64_t, kLanes>;
 
-// body(offset, count) for each vector of a row of n: count is Whole, but for the tail.
+// Calls body(offset, count) for each vector of a row of n elements. `count` is Whole except for the tail.
 template <class Body>
 inline void for_each_vector(int64_t n, Body&& body) {
   int64_t i = 0;
@@ -32,7 +32,7 @@ inline void for_each_vector(int64_t n, Body&& body) {
   if (i < n) body(i, n - i);
 }
 
-// body(integral_constant 0) ... body(integral_constant N-1), so that arrays of vectors stay in registers.
+// Calls body(integral_constant 0) ... body(integral_constant N-1), so that arrays of vectors stay in registers.
 template <int N, class Body>
 [[gnu::always_inline]] inline void unrolled(Body&& body) {
   [&]<int... i>(std::integer_sequence<int, i...>) {
@@ -57,16 +57,16 @@ template <class Scalar, class Count>
 inline void store(Scalar* to, const Vec& vec, Count count) {
   const auto converted = at::vec::convert<Scalar>(vec);
   if constexpr (std::is_same_v<Count, Whole>) {
-    // Not converted.store(to, kLanes): where that is half a vector it is a masked store, which stalls the next load
-    // from the masked part.
+    // Not converted.store(to, kLanes): for half a vector that is a masked store, which stalls the next load from the
+    // masked part.
     std::memcpy(to, &converted, kLanes * sizeof(Scalar));
   } else {
     converted.store(to, count);
   }
 }
 
-// The same past the caches, for an output so large that it will have left them before anyone reads it: a plain store
-// first reads what it overwrites. `to` is aligned to the vector. See past_caches() in vector/rows.h.
+// A non-temporal store, for outputs that are larger than the caches: a plain store would first load the cache line that
+// it overwrites. `to` must be aligned to the vector. See past_caches() in vector/rows.h.
 template <class Scalar>
 inline void store_past_caches(Scalar* to, const Vec& vec) {
 #ifdef MOE_METAL_HAS_AVX2
@@ -87,7 +87,7 @@ inline void store_past_caches(Scalar* to, const Vec& vec) {
 #endif
 }
 
-// Either of the two. Tails are no vectors and take the plain way.
+// Either of the two. Tails always use a plain store.
 template <class Scalar, class Count>
 inline void store(Scalar* to, const Vec& vec, Count count, bool past_caches) {
   if (std::is_same_v<Count, Whole> && past_caches) return store_past_caches(to, vec);
@@ -95,7 +95,7 @@ inline void store(Scalar* to, const Vec& vec, Count count, bool past_caches) {
 }
 
 #ifdef MOE_METAL_HAS_AVX512
-// 16 x 16 words of 32 bits, rows to columns.
+// Transposes 16 x 16 words of 32 bits.
 inline void transpose(__m512i (&m)[16]) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 2) {
@@ -121,7 +121,7 @@ inline void transpose(__m512i (&m)[16]) {
 }
 #endif
 
-// Rows to columns. PyTorch's own for AVX-512 takes four times as long, since its vectors live in memory.
+// PyTorch's own transpose for AVX-512 takes four times as long, since it keeps its vectors in memory.
 inline void transpose(Vec (&rows)[kLanes]) {
 #ifdef MOE_METAL_HAS_AVX512
   __m512i words[kLanes];
@@ -136,7 +136,7 @@ inline void transpose(Vec (&rows)[kLanes]) {
 #endif
 }
 
-// 2^x to some 2e-7 of itself: 2^floor(x) times a polynomial for the rest. -inf gives 0, and NaN stays.
+// 2^x with a relative error of about 2e-7: 2^floor(x) times a polynomial of the rest. -inf gives 0; NaN stays NaN.
 inline Vec exp2(const Vec& x) {
 #ifdef MOE_METAL_HAS_AVX512
   const __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
@@ -144,18 +144,18 @@ inline Vec exp2(const Vec& x) {
   for (float coefficient : {0.00898933969f, 0.0558263175f, 0.240153611f, 0.693153083f, 0.99999994f}) {
     power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(coefficient));
   }
-  return _mm512_scalef_ps(power, x);  // which takes the floor itself
+  return _mm512_scalef_ps(power, x);  // scalef uses floor(x)
 #else
   return x.exp2();
 #endif
 }
 
-// The sum of the lanes, always in the same order.
+// The sum of the lanes, in a fixed order.
 inline float sum(const Vec& vec) {
   return at::vec::vec_reduce_all<float>([](const Vec& a, const Vec& b) { return a + b; }, vec);
 }
 
-// body(Scalar()) for the dtype of an activation.
+// Calls body(Scalar()) for the dtype of an activation.
 template <class Body>
 inline void with_dtype(at::ScalarType dtype, Body&& body) {
   if (dtype == at::kFloat) return body(float());
@@ -167,7 +167,7 @@ struct Free {
   void operator()(void* memory) const { std::free(memory); }
 };
 
-// Memory of a thread's own, on the lines of the caches: products take a fifth longer where lines are straddled.
+// Scratch memory of one thread, aligned to cache lines: products take a fifth longer if vectors straddle lines.
 template <class Scalar>
 inline std::unique_ptr<Scalar[], Free> scratch(int64_t count) {
   const size_t bytes = at::divup(count * static_cast<int64_t>(sizeof(Scalar)), kLine) * kLine;
@@ -176,15 +176,15 @@ inline std::unique_ptr<Scalar[], Free> scratch(int64_t count) {
   return std::unique_ptr<Scalar[], Free>(static_cast<Scalar*>(memory));
 }
 
-// Element (r, c) of a matrix stands at data[r * row + c * column].
+// Element (r, c) of a matrix is data[r * row + c * column].
 template <class Scalar>
 struct Matrix {
   const Scalar* data;
   int64_t row, column;
   int64_t rows, columns;
 
-  // What products ask of whoever reads rows for them, where these are contiguous (weights/weight_rows.h has the other
-  // readers): some rows from `first` on, of which load() gives row `r`'s vector at a column.
+  // The interface that products use to read contiguous rows, here those from `first` on; weights/weight_rows.h has the
+  // other readers. load() returns the vector of row `r` at a column.
   struct Some {
     const Scalar* data;
     int64_t row;
@@ -192,14 +192,14 @@ struct Matrix {
     [[gnu::always_inline]] Vec load(int64_t r, int64_t column, Count count) const {
       return moe_metal::load(data + r * row + column, count);
     }
-    // Brings it to the caches. Rows of 2 bytes a weight are too short for the processor's own prefetching: 10 % faster,
-    // and floats slower.
+    // Rows of 2 bytes per weight are too short for the hardware prefetcher: this makes them 10 % faster, but floats
+    // slower.
     [[gnu::always_inline]] void prefetch(int64_t r, int64_t column) const {
       if constexpr (sizeof(Scalar) == 2) __builtin_prefetch(data + r * row + column, 0, 2);
     }
   };
   Some some(int64_t first) const { return {data + first * row, row}; }
-  // Where the bytes of a row begin at a column, and how many a row has up to the next.
+  // The address of an element, the row stride in bytes, and the bytes of so many columns.
   const void* place(int64_t r, int64_t column) const { return data + r * row + column; }
   int64_t row_bytes() const { return row * static_cast<int64_t>(sizeof(Scalar)); }
   static int64_t bytes(int64_t columns) { return columns * static_cast<int64_t>(sizeof(Scalar)); }

@@ -1,5 +1,5 @@
-// Packed rows as floats, a few at a time in cache, where products of floats read them. Several tokens share the work of
-// unpacking, and no product is compiled for each format.
+// Unpacks a few packed rows at a time to floats in cache, for the products of floats. Several tokens share the work,
+// and no product is compiled for each format.
 #pragma once
 #include "cpu/weights/group_dots.h"
 
@@ -22,7 +22,7 @@ class UnpackedRows {
     }
   }
 
-  // The numbers of row `r`.
+  // Writes the values of row `r` to `to`.
   static void unpack(const Packed<Read>& rows, int64_t r, float* to) {
 #ifdef MOE_METAL_HAS_NEON
     unpack_by_sixteen(rows, r, to);
@@ -56,7 +56,7 @@ class UnpackedRows {
       store(to + v * kLanes, Read::kOffset ? at::vec::fmadd(code, scale, offset) : code * scale, Whole());
     });
   }
-  // Fewer than 16 columns are left where each has a byte, and nowhere else.
+  // A tail of fewer than 16 columns. It only occurs in formats with one byte per number.
   static void last_of_a_row(const Read& read, const uint8_t* from, int64_t count, const Vec& scale, float* to) {
     uint8_t bytes[kSixteen] = {};
     std::memcpy(bytes, from, count);

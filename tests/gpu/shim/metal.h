@@ -1,5 +1,5 @@
-// Metal's words on an NVIDIA GPU: a warp is a simdgroup, shared memory is threadgroup memory, pointers are plain.
-// clang compiles it for NVPTX as C++, so types and maths are those of the simulator. See
+// The translated shaders' words for NVIDIA GPUs: a warp is a simdgroup, shared memory is threadgroup memory, pointers
+// are not checked. clang compiles it for NVPTX as C++, with the types and maths of the simulator. See
 // ../../metal_sim/engine/translate.py.
 #pragma once
 
@@ -11,7 +11,7 @@
 #define MSL_UNCHECKED
 #define QUIET
 
-// Functions of NVIDIA's libdevice, which clang's builtins would not find on a GPU.
+// Functions of NVIDIA's libdevice; clang's builtins would call functions that GPUs do not have.
 extern "C" {
 float __nv_expf(float);
 float __nv_exp2f(float);
@@ -47,8 +47,8 @@ To reinterpret_pointer(From from) {
   return reinterpret_cast<To>(from);
 }
 
-// Where a simdgroup multiplies matrices, its lanes are numbered as Metal's matrices want it: an element that Metal has
-// in a lane's register is then where the tensor cores want it, too (warp.h). ptx.py says which shaders do.
+// In shaders that multiply matrices (see ptx.py), lanes are renumbered so that the elements of Metal's matrices are in
+// the registers where the tensor cores need them (warp.h).
 #ifdef MSL_MATRICES
 constexpr uint32_t numbered(uint32_t x) { return (x & ~14u) | (x & 12) >> 1 | (x & 2) << 2; }
 constexpr uint32_t place_of(uint32_t lane) { return (lane & ~14u) | (lane & 6) << 1 | (lane & 8) >> 2; }
@@ -97,16 +97,16 @@ inline Triple builtin_value(Builtin b) {
   __builtin_unreachable();
 }
 
-// What a kernel is launched with: buffers by index, and the bytes of setBytes, 512 to an index modulo 4.
+// The arguments of a launch: buffers by index, and the bytes of setBytes, with 512 bytes for each index modulo 4.
 struct Arguments {
   void* buffers[31];
   alignas(16) unsigned char bytes[4][512];
 };
 
-// The kernel's one [[threadgroup(n)]] parameter, as long as the launch says.
+// The kernel's only [[threadgroup(n)]] parameter; the launch sets its size.
 extern __attribute__((address_space(3))) unsigned char dynamic_memory[];
 
-// The cast through the global address space tells the compiler where the memory lies.
+// The cast through the global address space lets the compiler know that this is global memory.
 template <class T>
 struct Bind<T*> {
   template <Space S, uint32_t index>
@@ -140,10 +140,10 @@ __attribute__((always_inline)) inline void invoke(void (*kernel)(P...), const Ar
 }  // namespace msl
 
 #include "math.h"
-// after math.h, whose types it is made of
+// must follow math.h, whose types it uses
 #include "warp.h"
 
-// --- what translate.py writes
+// --- the words that translate.py writes
 
 #define MSL_UNPAREN(...) __VA_ARGS__
 #define MSL_MORE(...) __VA_OPT__(, ) __VA_ARGS__

@@ -1,4 +1,4 @@
-// What threads do together, on a warp of 32: barriers, simdgroup functions, 8x8 matrices.
+// Operations of several threads on a warp of 32: barriers, simdgroup functions, 8x8 matrices.
 #pragma once
 
 namespace metal {
@@ -13,7 +13,7 @@ inline void simdgroup_barrier(mem_flags) { __nvvm_bar_warp_sync(msl_all_lanes); 
 
 inline uint msl_lane_index() { return ::msl::thread_index() % 32; }
 
-// A value's 32-bit words go through shuffles one by one; smaller values are widened.
+// Shuffles the 32-bit words of a value one by one; smaller values are widened.
 template <class T, class Move>
 T msl_moved(T value, Move move) {
   constexpr int words = (sizeof(T) + 3) / 4;
@@ -23,7 +23,7 @@ T msl_moved(T value, Move move) {
   __builtin_memcpy(&value, all, sizeof(T));
   return value;
 }
-// In any order, and once for the same value, as far as the compiler sees it.
+// The compiler may reorder this and merge calls with the same value.
 inline int msl_from_place(int word, uint place) {
   int moved;
   asm("shfl.sync.idx.b32 %0, %1, %2, 31, 0xffffffff;" : "=r"(moved) : "r"(word), "r"(place));
@@ -129,8 +129,8 @@ void simdgroup_store(simdgroup_matrix<T, 8, 8> m, T* to, ulong elements_per_row 
   for (uint i = 0; i < 2; ++i) to[msl_matrix_offset(i, elements_per_row, origin, transpose)] = m.msl_at.msl_get(i);
 }
 
-// As lanes are numbered, they hold of the left factor and of the sums what Metal says, if k is taken in the order 0, 2,
-// 4, 6, 1, 3, 5, 7. Of the right one they hold what Metal says of its transpose, with k in the same order.
+// With this numbering of lanes, Metal's placement of the left factor and of the sums is the one of the tensor cores, if
+// k is taken in the order 0, 2, 4, 6, 1, 3, 5, 7. The right factor must be transposed, with k in the same order.
 inline float2 msl_transposed(float2 m) {
   const uint row = msl_matrix_row(msl_lane_index()), column = msl_matrix_column(msl_lane_index());
   const float2 x = simd_shuffle(m, ushort(msl_matrix_lane(column, row)));
@@ -138,7 +138,7 @@ inline float2 msl_transposed(float2 m) {
   return row % 2 ? float2(x.y, y.y) : float2(x.x, y.x);
 }
 
-// In double, 4 of k at a time.
+// Multiplies in double, 4 values of k at a time.
 inline void msl_add_doubles(double& x, double& y, float a, float b) {
   asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
       : "+d"(x), "+d"(y)
@@ -152,7 +152,7 @@ inline float2 msl_product_of_doubles(float2 a, float2 b, float2 c) {
   return float2(float(x), float(y));
 }
 
-// With numbers of 11 bits, "tf32", which hold a bfloat. The left matrix has 16 rows, of which 8 stay empty.
+// Multiplies in tf32, which has 11 bits of precision, enough for a bfloat. The left matrix has 16 rows; 8 are empty.
 inline float2 msl_add_narrow(float2 a, float2 b, float2 c) {
   float none_x = 0, none_y = 0;
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, "
@@ -161,7 +161,8 @@ inline float2 msl_add_narrow(float2 a, float2 b, float2 c) {
       : "r"(as_type<uint>(a.x)), "r"(0), "r"(as_type<uint>(a.y)), "r"(as_type<uint>(b.x)), "r"(as_type<uint>(b.y)));
   return c;
 }
-// A float as two of them, which have 22 of its 24 bits. The second is 0 with the first alone: infinity times 0 is NaN.
+// A float as the sum of two tf32 numbers, which have 22 of its 24 bits. If the first is exact, the second is a tiny
+// multiple of it instead of 0, because infinity times 0 is NaN.
 struct msl_narrow {
   explicit msl_narrow(float2 pair) {
     const uint2 bits(as_type<uint>(pair.x), as_type<uint>(pair.y)), rest(bits.x & 0x1fff, bits.y & 0x1fff);
@@ -171,7 +172,7 @@ struct msl_narrow {
     is_all = bool(__builtin_constant_p(any)) & (any == 0);
   }
   float2 high, low;
-  bool is_all;  // the compiler sees that the first is all there is
+  bool is_all;  // the compiler knows that the first number is exact
 };
 inline float2 msl_narrow_product(msl_narrow a, msl_narrow b, float2 c) {
   const float2 first = msl_add_narrow(a.high, msl_transposed(b.high), c);
@@ -179,7 +180,7 @@ inline float2 msl_narrow_product(msl_narrow a, msl_narrow b, float2 c) {
   return b.is_all ? first : second;
 }
 
-// Nothing branches here, and what is not chosen goes: the compiler knows which that is.
+// No branches remain here: the conditions are known at compile time.
 inline float2 msl_matrix_product(float2 a, float2 b, float2 c) {
   const msl_narrow left(a), right(b);
   const float2 narrow = msl_narrow_product(left, right, c), doubles = msl_product_of_doubles(a, b, c);

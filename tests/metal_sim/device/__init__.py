@@ -27,17 +27,17 @@ class Dispatch:
     buffer_bytes: int  # from each bound offset to the end of its buffer, every buffer once
     constant_bytes: int  # setBytes
     seconds: float  # spent running the kernel
-    costs: Costs | None  # where record() was asked for them
+    costs: Costs | None  # with record(costs=True)
     arguments: list[dict]  # index, and either contents (torch.ops.metal_sim.contents of a tensor) and offset, or bytes
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A library that newLibraryWithSource: gave."""
+    """A library made by newLibraryWithSource:."""
 
     metal_version: int  # 310, 320 or 400
-    safe: bool  # maths: infinities and NaN are what they are, nothing is reordered
-    precise: bool  # functions of maths
+    safe: bool  # maths mode: infinities and NaN are kept, nothing is reordered
+    precise: bool  # maths functions
     concurrently: bool  # the device compiles as many at once as it can
 
 
@@ -45,12 +45,12 @@ class Compiled:
 class Record:
     dispatches: list[Dispatch] = field(default_factory=list)
     host_syncs: list[str] = field(default_factory=list)  # ops that made the host wait for the device
-    commits: int = 0  # times that an op handed what was encoded to the GPU
+    commits: int = 0  # how often an op committed its work
     seconds: float = 0.0
 
     @property
     def host_seconds(self) -> float:
-        """The time outside of kernels: what the host pays to encode."""
+        """The time outside of kernels, for encoding."""
         return self.seconds - sum(d.seconds for d in self.dispatches)
 
     @property
@@ -72,7 +72,7 @@ def load(*projects: Project) -> None:
 
 
 def _answer_for_torch() -> None:
-    """What torch's Python side asks of its MPS half, which the Linux wheel does not have."""
+    """Define the functions of torch's MPS backend that its Python code calls and the Linux wheel lacks."""
     answers = {
         "_has_mps": True,
         "_mps_is_available": lambda: True,
@@ -95,14 +95,14 @@ def _answer_for_torch() -> None:
 
 
 def _storage_to_mps(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """torch.load's way to the device; UntypedStorage's own constructor refuses "mps" in the Linux wheel."""
+    """For torch.load, because UntypedStorage's own constructor refuses "mps" in the Linux wheel."""
     if storage.device.type == "mps":
         return storage
     return torch.empty(0, dtype=torch.uint8).set_(storage).to("mps").untyped_storage()
 
 
 def synchronize() -> None:
-    """End the stream's encoder, and raise if anything wrote beside a buffer."""
+    """End the stream's encoder, and raise if guard bytes of a buffer were changed."""
     torch.ops.metal_sim.synchronize()
 
 
@@ -112,10 +112,10 @@ def _dispatch(costs: dict[str, int] | None, **others) -> Dispatch:
 
 @contextmanager
 def record(costs: bool = False, sample: int = 0) -> Iterator[Record]:
-    """What happens inside the `with`. Not to be nested.
+    """Record dispatches inside the `with`, which must not be nested.
 
-    costs: count what each dispatch does. sample: of a dispatch of more threadgroups only so many run, evenly spread,
-    for costs of sizes that are too large to compute; what they would have written stays as it was."""
+    costs: count what each dispatch does. sample: run only this many threadgroups of a larger dispatch, evenly spread,
+    for costs of sizes that are too large to compute; memory that the others would have written keeps its content."""
     result = Record()
     torch.ops.metal_sim.clear()
     torch.ops.metal_sim.set_costs(costs, sample)
@@ -133,7 +133,7 @@ def record(costs: bool = False, sample: int = 0) -> Iterator[Record]:
 
 @contextmanager
 def host_only() -> Iterator[None]:
-    """Dispatches are checked and counted, and no kernel runs: for timing the host's side of an op."""
+    """Check and count dispatches without running kernels, to time the host's side of an op."""
     torch.ops.metal_sim.set_host_only(True)
     try:
         yield
@@ -143,9 +143,9 @@ def host_only() -> Iterator[None]:
 
 @contextmanager
 def playing_macos(major: int, minor: int = 0, *, for_older_sdk: bool = False) -> Iterator[None]:
-    """Answer as another macOS: which Metal languages compile, and what NSProcessInfo and the kernel say.
+    """Behave like another macOS: the Metal languages that compile, and the versions of NSProcessInfo and the kernel.
 
-    for_older_sdk: to a program that was linked for an older one, to which NSProcessInfo calls macOS 26 and newer 16."""
+    for_older_sdk: NSProcessInfo reports macOS 26 and newer as 16, as to programs that were linked for an older one."""
     torch.ops.metal_sim.set_macos(major, minor, for_older_sdk)
     try:
         yield
@@ -155,7 +155,7 @@ def playing_macos(major: int, minor: int = 0, *, for_older_sdk: bool = False) ->
 
 @contextmanager
 def playing_gpu(name: str, family: int) -> Iterator[None]:
-    """Answer as another GPU: its name, and its newest Apple family, such as 1007 for M1."""
+    """Behave like another GPU: its name, and its newest Apple family, such as 1007 for M1."""
     torch.ops.metal_sim.set_gpu(name, family)
     try:
         yield
@@ -165,7 +165,7 @@ def playing_gpu(name: str, family: int) -> Iterator[None]:
 
 @contextmanager
 def grouped_mm() -> Iterator[None]:
-    """mps has its own kernel of aten::_grouped_mm, as from torch 2.15 on. Rows in no group are NaN in its result."""
+    """Give mps its own kernel of aten::_grouped_mm, as from torch 2.15 on. Rows in no group are NaN in its result."""
     torch.ops.metal_sim.set_grouped_mm(True)
     try:
         yield
@@ -175,9 +175,9 @@ def grouped_mm() -> Iterator[None]:
 
 @contextmanager
 def failing_commits(what: str) -> Iterator[None]:
-    """What is committed here ends with an error of that description, as where macOS gives up on a command buffer.
+    """Committed command buffers end with an error of that description, as if macOS had aborted them.
 
-    Its kernels have run all the same, one by one, as they were dispatched."""
+    Their kernels have run nevertheless, when they were dispatched."""
     torch.ops.metal_sim.set_commit_error(what)
     try:
         yield
@@ -187,7 +187,7 @@ def failing_commits(what: str) -> Iterator[None]:
 
 @contextmanager
 def more_threadgroups(count: int = 1) -> Iterator[None]:
-    """Every dispatch of threadgroups has so many more along x than it asks for, which its kernel has to leave."""
+    """Add threadgroups along x to every dispatch; kernels must ignore them."""
     torch.ops.metal_sim.set_more_threadgroups(count)
     try:
         yield
@@ -197,7 +197,7 @@ def more_threadgroups(count: int = 1) -> Iterator[None]:
 
 @contextmanager
 def concurrent_encoders() -> Iterator[None]:
-    """Encoders order dispatches only where a barrier stands between them, as MTLDispatchTypeConcurrent has it."""
+    """Encoders order dispatches only by barriers, like MTLDispatchTypeConcurrent."""
     torch.ops.metal_sim.clear()
     torch.ops.metal_sim.set_concurrent(True)
     try:
@@ -208,7 +208,7 @@ def concurrent_encoders() -> Iterator[None]:
 
 @contextmanager
 def last_threadgroups(count: int) -> Iterator[None]:
-    """Of every dispatch only the last so many along x run: the far end of tensors that are too large to compute."""
+    """Run only the last threadgroups along x of every dispatch, to test the end of tensors too large to compute."""
     torch.ops.metal_sim.set_last_threadgroups(count)
     try:
         yield
@@ -219,7 +219,7 @@ def last_threadgroups(count: int) -> Iterator[None]:
 def set_orders(*names: str) -> None:
     """Run every dispatch once in each of these thread orders, which must agree: forward, backward, random:SEED.
 
-    METAL_SIM_ORDERS stands above what a test asks for, so that one order can be seen again."""
+    METAL_SIM_ORDERS overrides this, so that a violation can be repeated in one order."""
     torch.ops.metal_sim.set_orders(list(names))
     if stated := os.environ.get("METAL_SIM_ORDERS"):
         torch.ops.metal_sim.set_orders(stated.split(","))
@@ -236,7 +236,7 @@ def made_objects() -> dict[str, int]:
 
 
 def compiled() -> list[Compiled]:
-    """What each library so far was compiled with."""
+    """The compile options of each library so far."""
     return [Compiled(**fields) for fields in _counters()["compiled"]]
 
 

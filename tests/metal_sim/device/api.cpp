@@ -1,4 +1,4 @@
-// What __init__.py beside this file asks of the simulator, as `torch.ops.metal_sim.*`.
+// The simulator's functions for __init__.py, as `torch.ops.metal_sim.*`.
 #include <torch/library.h>
 
 #include <iomanip>
@@ -60,7 +60,7 @@ std::string json(const Compiled& library) {
          ",\"concurrently\":" + truth(library.concurrently) + '}';
 }
 
-// Everything counted so far. The lists grow until `clear`.
+// All counters as JSON. The lists grow until `clear`.
 std::string read_counters() {
   QueueScope queue("metal_sim::counters");
   std::lock_guard lock(counters_mutex());
@@ -94,7 +94,7 @@ void set_orders(const std::vector<std::string>& names) {
   for (const auto& name : names) settings().orders.push_back(order(name));
 }
 
-// The address of a tensor's buffer, as recorded dispatches name it.
+// The address of a tensor's buffer, which identifies it in recorded dispatches.
 int64_t contents(const at::Tensor& tensor) {
   const Memory* memory = find_memory(tensor.storage().data());
   TORCH_CHECK(memory, "metal_sim: expected a tensor in a Metal buffer");

@@ -1,4 +1,4 @@
-"""Builds the simulated device, and a project's own sources against it, for Linux. Only what changed is built again."""
+"""Builds the simulated device and a project's own sources for Linux, incrementally."""
 
 import fcntl
 import os
@@ -30,13 +30,13 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Project:
-    """The part of an extension that uses Metal through PyTorch's MPS stream: what is built for the simulated device and
+    """The part of an extension that uses Metal through PyTorch's MPS stream. It is built for the simulated device and
     loaded into PyTorch, with its ops."""
 
     name: str  # of its library, and of its folder below build/projects
     sources: Sequence[Path]  # .mm and .cpp
     include: Sequence[Path] = ()  # folders
-    prepare: Callable[[Path], object] | None = None  # writes headers into the folder it is given, where includes look
+    prepare: Callable[[Path], object] | None = None  # writes headers into this folder, which is an include folder
 
     @property
     def folder(self) -> Path:
@@ -48,7 +48,7 @@ class Project:
 
 
 def clang() -> str:
-    """Clang, since GCC has no blocks."""
+    """Clang is needed because GCC does not support blocks."""
     others = (f"clang++-{version}" for version in range(22, 15, -1))
     for name in [os.environ.get("METAL_SIM_CXX"), "clang++-19", "clang++", *others]:
         if name and shutil.which(name):
@@ -57,7 +57,7 @@ def clang() -> str:
 
 
 def objc_headers() -> list[Path]:
-    """The folders that hold GCC's objc/objc.h and GNUstep's Foundation/Foundation.h."""
+    """The folders of GCC's objc/objc.h and GNUstep's Foundation/Foundation.h."""
     gcc = sorted(Path("/usr/lib/gcc").glob("*/*/include/objc/objc.h"), key=lambda p: int(p.parts[5].split(".")[0]))
     gnustep = [Path(p) for p in ("/usr/include/GNUstep", "/usr/local/include") if Path(p, "Foundation").is_dir()]
     block = Path("/usr/include/Block.h")
@@ -76,7 +76,7 @@ def find_ninja() -> str:
 
 
 def install_what_is_missing() -> None:
-    """As root on Debian and Ubuntu. Everybody else is told the command by the error."""
+    """Only as root on Debian and Ubuntu. Otherwise the error message has the command."""
     try:
         clang(), objc_headers()
     except BuildError as missing:
@@ -95,7 +95,7 @@ def torch_flags() -> list[str]:
 
 
 def rules(include: Sequence[Path] = ()) -> list[str]:
-    """No `deps = gcc`: ninja would keep all notes in one file, which a killed build spoils for every later one."""
+    """No `deps = gcc`: ninja would keep all dependencies in one file, which a killed build can corrupt."""
     compiler, system = clang(), objc_headers()
     flags = ["-std=c++20", "-fPIC", "-O2", "-g1", "-fblocks", "-Wall", "-MMD", "-MF $out.d", *torch_flags()]
     flags += [f"-I{folder}" for folder in include]
@@ -118,7 +118,7 @@ def compile_line(source: Path, target: str | Path) -> str:
 
 
 def link_line(library: Path, inputs: Sequence[str | Path]) -> str:
-    """With its name alone as the library's soname: a project's library then finds the simulator's, loaded before it."""
+    """The soname is the file name alone, so that a project's library finds the simulator's, which is already loaded."""
     return f"build {library}: link {' '.join(map(str, inputs))}\n  soname = {library.name}"
 
 
@@ -131,7 +131,7 @@ def simulator_ninja() -> str:
 
 
 def project_ninja(project: Project) -> str:
-    """Object files are named by what tells the sources apart."""
+    """Object files are named by the part of the path in which the sources differ."""
     sources = [Path(source).absolute() for source in project.sources]
     root = os.path.commonpath([source.parent for source in sources])
     objects = {source: str(source.relative_to(root)).replace("/", "_") + ".o" for source in sources}
@@ -165,7 +165,7 @@ def build_project(project: Project) -> None:
 
 def build(projects: Sequence[Project] = ()) -> None:
     BUILD.mkdir(exist_ok=True)
-    with open(BUILD / "lock", "w") as lock:  # two processes that build at once would spoil ninja's notes
+    with open(BUILD / "lock", "w") as lock:  # parallel builds would corrupt ninja's log
         fcntl.flock(lock, fcntl.LOCK_EX)
         install_what_is_missing()
         print("==> Building the simulated Metal, if anything changed (some minutes the first time)", file=sys.stderr)

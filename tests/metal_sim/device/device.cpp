@@ -1,5 +1,5 @@
 // The simulated `mps` device in PyTorch: allocation, views, copies, and a boxed fallback that runs every other aten op
-// on the CPU, on the same bytes. It holds no Objective-C: a tensor's data pointer is an opaque id<MTLBuffer>.
+// on the CPU, on the same bytes. It contains no Objective-C: a tensor's data pointer is an opaque id<MTLBuffer>.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -93,7 +93,7 @@ struct MPSHooks final : at::MPSHooksInterface {
 
 // ---- CPU tensors over the same bytes ----
 
-// The aliases made for one op call, and the way back from a CPU result to the mps tensor it stands for.
+// The CPU aliases of mps tensors for one op call, and the conversion of CPU results back to mps tensors.
 class Aliases {
  public:
   at::Tensor alias(const at::Tensor& tensor) {
@@ -104,7 +104,7 @@ class Aliases {
     return cpu;
   }
 
-  // After the op: a result that lives in an aliased storage is a view of the original; any other moves to the device.
+  // Converts a result: one in an aliased storage becomes a view of the original; any other is copied to the device.
   at::Tensor back(const at::Tensor& cpu) {
     if (!cpu.defined() || !cpu.is_cpu()) return cpu;
     if (auto known = tensors_.find(cpu.unsafeGetTensorImpl()); known != tensors_.end()) return known->second;
@@ -115,7 +115,7 @@ class Aliases {
     return over(storage, c10::DispatchKey::MPS, cpu);
   }
 
-  // An op may have grown an output or changed its shape: do the same to the original.
+  // An op may have resized an output: does the same to the original.
   void write_back() {
     for (auto& [tensor, storage] : cpu_storages_) {
       auto& original = originals_.at(storage.unsafeGetStorageImpl());
@@ -153,7 +153,7 @@ class Aliases {
     original.set_nbytes(cpu.nbytes());
   }
 
-  // A tensor with `like`'s dtype, shape and offset over another storage, lazily zero, conjugated or negated as it is.
+  // A tensor over another storage with the dtype, shape, offset and lazy bits (zero, conjugate, negative) of `like`.
   static at::Tensor over(const c10::Storage& storage, c10::DispatchKey key, const at::Tensor& like) {
     constexpr c10::DispatchKeySet lazy{c10::DispatchKey::ZeroTensor, c10::DispatchKey::Conjugate,
                                        c10::DispatchKey::Negative};
@@ -163,7 +163,7 @@ class Aliases {
     return tensor;
   }
 
-  // Tensors that share a storage get CPU tensors that share one, so that overlap checks and views see the truth.
+  // Tensors that share a storage get CPU tensors that share one, so that overlap checks and views are right.
   c10::Storage storage_of(const at::Tensor& tensor) {
     auto* impl = tensor.storage().unsafeGetStorageImpl();
     if (auto known = cpu_storages_.find(impl); known != cpu_storages_.end()) return known->second;
@@ -203,7 +203,7 @@ c10::IValue to_cpu(const c10::IValue& value, Aliases& aliases) {
   return map_tensors(value, [&](const at::Tensor& tensor) { return aliases.alias(tensor); });
 }
 
-// As on the real device: only a 0-dim CPU tensor may meet mps tensors outside of a list.
+// As on the real device, only a 0-dim CPU tensor may be mixed with mps tensors, and not in a list.
 void check_devices(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
   for (const c10::IValue& value : arguments) {
     if (!value.isTensor() || !value.toTensor().defined()) continue;
@@ -249,7 +249,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
-// Ops whose result the host needs: on the real device each waits for the GPU.
+// Ops whose result the host needs; on the real device they wait for the GPU.
 bool waits_for_device(const std::string& name) {
   static const std::vector<std::string> names = {"aten::_local_scalar_dense", "aten::nonzero",       "aten::equal",
                                                  "aten::is_nonzero",          "aten::masked_select", "aten::_unique2"};
@@ -263,7 +263,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   run_on_cpu(op, stack);
 }
 
-// mps's own op for attention, by the one that the CPU has for the same arguments.
+// The op for attention on mps, implemented by the CPU op with the same arguments.
 void attention_for_mps(const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_scaled_dot_product_attention_math", "");
   fallback(op, keys, stack);
@@ -271,12 +271,12 @@ void attention_for_mps(const c10::OperatorHandle&, c10::DispatchKeySet keys, tor
 
 // ---- mps's own kernel of _grouped_mm, which torch has from 2.15 on ----
 
-// A tensor's address is that of its buffer, which is aligned, and its offset.
+// The buffer is aligned, so the offset decides.
 void check_aligned(const at::Tensor& tensor) {
   TORCH_CHECK(tensor.storage_offset() * tensor.element_size() % 16 == 0, "expected data_ptr to be aligned to 16 bytes");
 }
 
-// Rows that are in no group keep what memory held.
+// Rows in no group keep the old content of memory; here it is poison.
 void poison_from(const at::Tensor& output, const at::Tensor& ends) {
   Aliases aliases;
   at::AutoDispatchBelowADInplaceOrView below;
@@ -302,7 +302,7 @@ void grouped_mm(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
   }
 }
 
-// ---- kernels of the device's own ----
+// ---- the device's own kernels ----
 
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                  std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
@@ -348,7 +348,7 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sym_sizes(), source.sym_strides());
 }
 
-// ---- ops that PyTorch composes of others, in a way that its build for Linux does not have for mps ----
+// ---- composite ops with a special implementation for mps that PyTorch's Linux build lacks ----
 
 std::optional<at::Tensor> added_mask(const std::optional<at::Tensor>& mask, const at::Tensor& query) {
   if (!mask) return mask;
@@ -360,7 +360,7 @@ std::optional<at::Tensor> added_mask(const std::optional<at::Tensor>& mask, cons
   return at::where(*mask, 0.0, barred);
 }
 
-// One op of mps, unless it has to be differentiated or drops out. On macOS 14 that op takes contiguous tensors alone.
+// A single op on mps, unless gradients or dropout are needed. On macOS 14 that op only takes contiguous tensors.
 at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                      const std::optional<at::Tensor>& mask, double dropout, bool causal, std::optional<double> scale,
                      bool grouped) {
@@ -373,7 +373,7 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
   return std::get<0>(math(query, key, value, added_mask(mask, query), dropout, causal, {}, scale, grouped));
 }
 
-// ---- what is registered ----
+// ---- registrations ----
 
 TORCH_LIBRARY_IMPL(_, MPS, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 

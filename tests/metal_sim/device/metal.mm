@@ -1,5 +1,5 @@
-// The simulated Metal: the objects behind headers/Metal/Metal.h. Kernels run at once, inside the dispatch call, so
-// that a broken rule is reported at the line that broke it. Objective-C state lives in C++ structs.
+// The simulated Metal: the objects behind headers/Metal/Metal.h. Kernels run immediately, inside the dispatch call, so
+// that a broken rule is reported at the line that broke it. Objective-C state is kept in C++ structs.
 #include <Block.h>
 #import <Metal/Metal.h>
 #import <MetalPerformanceShaders/MetalPerformanceShaders.h>
@@ -60,7 +60,7 @@ void count_dispatch(Dispatch dispatch) {
 
 std::mutex fault_mutex;
 std::unique_ptr<Violation> fault;
-std::atomic<bool> is_fault = false;  // asked by every call of the encoder
+std::atomic<bool> is_fault = false;  // checked by every call of the encoder
 }  // namespace
 
 void count_host_sync(const std::string& op) {
@@ -85,7 +85,7 @@ void throw_noted_fault() {
 
 static id<MTLDevice> shared_device();
 
-// Counts its instances under the name that its class gives, so that a test can ask what leaked.
+// Counts the live instances of each class, so that tests can detect leaks.
 @interface SimObject : NSObject {
   NSString* _label;
 }
@@ -131,13 +131,14 @@ static void fail(NSError** error, const std::string& message) {
 
 namespace metal_sim {
 namespace {
-// Bytes around each buffer that nobody may touch. Metal aligns a buffer to a page; code may count on 256 bytes and no
-// more, so the simulated ones are never aligned to more than that.
+// Guard bytes around each buffer, which nothing may write. Metal aligns a buffer to a page; code may only rely on 256
+// bytes, so simulated buffers are never aligned to more than that.
 constexpr size_t guard_bytes = 256;
 constexpr unsigned char guard_value = 0xA5;
-// Fresh memory holds NaN in every float type, -1 in every integer type: an output that nobody wrote is seen.
+// Fresh memory is NaN in every float type and -1 in every integer type, so that unwritten outputs are noticed.
 constexpr unsigned char poison_value = 0xFF;
-// Beyond this size poisoning would touch more memory than the tests do. Where no kernel runs, the host's time counts.
+// Larger buffers are not poisoned, because tests touch only parts of them. Neither are buffers in host_only mode, where
+// the host's time is measured.
 constexpr size_t poison_limit = size_t(1) << 30;
 
 std::mutex memory_mutex;
@@ -154,7 +155,7 @@ Memory allocate(size_t length, bool of_tensor) {
   return {start + guard_bytes, length, of_tensor};
 }
 
-// All bytes are equal to the one before them, and the first has the value.
+// Whether the first byte has the value, and every other byte equals the one before it.
 bool intact(const char* guard) {
   return static_cast<unsigned char>(*guard) == guard_value && !std::memcmp(guard, guard + 1, guard_bytes - 1);
 }
@@ -252,7 +253,7 @@ void* new_tensor_buffer(size_t length) { return [[SimTensorBuffer alloc] initWit
 void release_buffer(void* buffer) { [(SimBuffer*)buffer release]; }
 }  // namespace metal_sim
 
-// ---- options and descriptors: concrete classes in Metal, so alloc hands out a subclass that holds the values ----
+// ---- options and descriptors: concrete classes in Metal, so alloc returns a subclass that has the values ----
 
 namespace metal_sim {
 namespace {
@@ -298,7 +299,7 @@ void must_be_macos_15(const char* selector) {
 @implementation SimCompileOptions
 - (id)init {
   if (!(self = [super init])) return nil;
-  _fastMathEnabled = YES;  // Metal's default; safe maths has to be asked for
+  _fastMathEnabled = YES;  // Metal's default
   _mathMode = MTLMathModeFast;
   _languageVersion = metal_sim::options().macos.first >= 26 ? MTLLanguageVersion4_0 : MTLLanguageVersion3_1;
   return self;
@@ -408,7 +409,7 @@ SIM_VALUE(NSUInteger, maxTotalThreadsPerThreadgroup, MaxTotalThreadsPerThreadgro
 
 // ---- libraries, functions, pipelines ----
 
-// What was loaded from a library keeps the library loaded. A kernel lives as long as its library.
+// Objects from a library keep the library loaded. A kernel lives as long as its library.
 @interface SimLoaded : SimObject {
  @public
   std::shared_ptr<metal_sim::Library>* library;
@@ -508,7 +509,7 @@ namespace {
 struct Slot {
   metal_sim::Argument argument;
   id<MTLBuffer> buffer = nil;
-  uint64_t pipeline = 0;  // which setComputePipelineState: came before it
+  uint64_t pipeline = 0;  // the number of the last setComputePipelineState: before it
 };
 
 struct EncoderState {
@@ -533,7 +534,7 @@ std::string at_index(const metal_sim::Parameter& parameter) {
   return "argument `" + parameter.name + "` at index " + std::to_string(parameter.index);
 }
 
-// What an earlier dispatch bound is still there in Metal; a kernel that reads it works by accident.
+// In Metal, bindings of an earlier dispatch remain; a kernel that uses them works by accident.
 void check_bound_for_this_pipeline(const EncoderState& state) {
   for (const auto& parameter : state.pipeline->kernel->parameters) {
     const bool dynamic = parameter.space == metal_sim::Space::threadgroup;
@@ -572,7 +573,7 @@ std::vector<metal_sim::Bound> bound_arguments(const EncoderState& state) {
   return all;
 }
 
-// From the bound offset to the end, or from the first of them where a buffer is bound more than once.
+// From the bound offset to the end of each buffer; from the lowest offset if a buffer is bound more than once.
 size_t bound_bytes(const std::vector<metal_sim::Bound>& arguments) {
   size_t total = 0;
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -597,7 +598,7 @@ std::optional<metal_sim::Costs> run_kernel(EncoderState& state, metal_sim::Size 
   return metal_sim::dispatch(kernel, arguments, state.threadgroup_lengths, grid, threads, exact_threads);
 }
 
-// What PyTorch itself dispatched before counts as well, so that the first dispatch of an encoder needs a barrier too.
+// PyTorch may have dispatched before, so the first dispatch of an encoder needs a barrier, too.
 void check_order(EncoderState& state) {
   if (metal_sim::options().concurrent && !state.ordered)
     broken("barrier", "a dispatch on a concurrent encoder with no memoryBarrierWithScope: since the one before");
@@ -699,7 +700,7 @@ metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.de
   metal_sim::Argument argument{.kind = metal_sim::Argument::Kind::buffer, .offset = offset};
   if (buffer) {
     const auto* memory = metal_sim::find_memory((const void*)buffer);
-    if (!memory) broken("argument", "setBuffer with a pointer that is no live MTLBuffer; is its tensor on the CPU?");
+    if (!memory) broken("argument", "setBuffer with a pointer that is not a live MTLBuffer; is its tensor on the CPU?");
     if (offset >= memory->length)
       broken("argument", "setBuffer at offset " + std::to_string(offset) + " of a buffer of " +
                              std::to_string(memory->length) + " bytes; the offset must be less than the length");
@@ -712,7 +713,7 @@ metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.de
 }
 - (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index {
   Slot& slot = slot_at([self usable], index);
-  if (!slot.buffer) broken("argument", "setBufferOffset: at an index that holds no buffer");
+  if (!slot.buffer) broken("argument", "setBufferOffset: at an index without a buffer");
   [self setBuffer:slot.buffer offset:offset atIndex:index];
 }
 - (void)setBuffers:(const id<MTLBuffer>[])buffers offsets:(const NSUInteger[])offsets withRange:(NSRange)range {
@@ -749,7 +750,7 @@ metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.de
 
 namespace metal_sim {
 namespace {
-std::vector<MTLCommandBufferHandler>& handlers() {  // of what is not committed yet; guarded by the queue
+std::vector<MTLCommandBufferHandler>& handlers() {  // of the command buffer to be committed; guarded by the queue
   static auto* all = new std::vector<MTLCommandBufferHandler>;
   return *all;
 }
@@ -783,7 +784,7 @@ std::vector<MTLCommandBufferHandler>& handlers() {  // of what is not committed 
 - (NSError*)error {
   return nil;
 }
-// Of what is committed next, as Metal's own.
+// Handlers belong to the next commit, as in Metal.
 - (void)addCompletedHandler:(MTLCommandBufferHandler)block {
   if (!metal_sim::on_queue()) broken("encoder", "addCompletedHandler: called off the stream's queue");
   metal_sim::handlers().push_back(Block_copy(block));
@@ -806,7 +807,7 @@ std::vector<MTLCommandBufferHandler>& handlers() {  // of what is not committed 
 }
 @end
 
-// A command buffer that has run, as its handlers see it.
+// A completed command buffer, the argument of handlers.
 @interface SimCompletedBuffer : MPSCommandBuffer {
  @public
   NSError* failure;
@@ -862,7 +863,7 @@ void end_encoder() {
 }
 
 void commit() {
-  [[encoder retain] autorelease];  // so that its use is seen for what it is
+  [[encoder retain] autorelease];  // so that its later use is detected
   end_encoder();
   complete();
   std::lock_guard lock(counters_mutex());
@@ -990,7 +991,7 @@ void* command_buffer_object() {
                                                                             error:error];
   [pipeline setLabel:descriptor.label];
   *pipeline->label_text = text(descriptor.label);
-  // As Metal does: what the descriptor asks for is then the limit.
+  // As in Metal, the descriptor's value becomes the limit.
   if (descriptor.maxTotalThreadsPerThreadgroup) pipeline->max_threads = descriptor.maxTotalThreadsPerThreadgroup;
   pipeline->whole_simdgroups = descriptor.threadGroupSizeIsMultipleOfThreadExecutionWidth;
   return pipeline;
@@ -1031,7 +1032,7 @@ extern "C" int sysctlbyname(const char* name, void* value, size_t* size, void* n
   return 0;
 }
 
-// GNUstep logs an object that is autoreleased where no pool is: on macOS it would leak in silence.
+// GNUstep logs objects that are autoreleased without a pool; on macOS they would leak silently.
 static void take_log(NSString* message) {
   if ([message rangeOfString:@"autorelease called without pool"].location != NSNotFound)
     metal_sim::note_fault("autorelease", text(message));

@@ -1,5 +1,5 @@
-// Ops that each break one rule of Metal or of PyTorch's stream, as README.md beside the rooms lists them: the proof
-// that the simulator notices. `torch.ops.metal_sim_misuse.run(name, x)`; x is a float tensor of at least 64 elements.
+// Ops that each break one rule of Metal or of PyTorch's stream (../README.md lists the rules), to test that the
+// simulator detects them. `torch.ops.metal_sim_misuse.run(name, x)`; x is a float tensor of at least 64 elements.
 #include <ATen/core/Tensor.h>
 #include <ATen/mps/MPSStream.h>
 #include <ATen/ops/empty.h>
@@ -73,7 +73,7 @@ void bind(Encoder encoder, const Tensor& x, int index) {
   [encoder setBuffer:(id<MTLBuffer>)x.storage().data() offset:x.storage_offset() * x.element_size() atIndex:index];
 }
 
-// `fill` with everything in order; each rule changes one thing.
+// A correct `fill`; the misuses change one thing each.
 void set_up_fill(Encoder encoder, const Tensor& x, float value = 1) {
   [encoder setComputePipelineState:pipeline("write_value")];
   bind(encoder, x, 0);
@@ -94,7 +94,7 @@ std::vector<std::pair<NSUInteger, std::string>> completed;  // status and error 
 
 using Rule = void (*)(const Tensor&);
 const std::map<std::string, Rule> rules = {
-    // ---- in order ----
+    // ---- correct uses ----
     {"fill",
      [](const Tensor& x) {
        on_queue(^(Encoder e) {
@@ -494,7 +494,7 @@ TORCH_LIBRARY(metal_sim_misuse, m) {
     for (const auto& [status, error] : std::exchange(completed, {})) text += std::to_string(status) + error + ";";
     return text;
   });
-  // No kernel for mps: the boxed fallback must refuse it, and not run the CPU's.
+  // It has no kernel for mps: the boxed fallback must refuse it instead of running the CPU's.
   m.def("cpu_only(Tensor x) -> Tensor");
   m.impl("cpu_only", c10::DispatchKey::CPU, [](const Tensor& x) { return x.clone(); });
 }

@@ -1,6 +1,6 @@
-// GCC's Objective-C runtime gives every Objective-C++ function a personality that does not know C++ exceptions: a throw
-// through one would terminate. This one, linked into each library of ours before libobjc's, is C++'s. It means that
-// @catch does not work in simulated code; on macOS one runtime does both.
+// GCC's Objective-C runtime gives every Objective-C++ function a personality routine that does not support C++
+// exceptions: throwing through one would terminate. This one is linked into each library before libobjc's, and uses
+// C++'s. As a consequence, @catch does not work in simulated code; on macOS one runtime supports both.
 #include <unwind.h>
 
 extern "C" {

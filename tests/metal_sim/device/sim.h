@@ -1,4 +1,4 @@
-// What the simulated Metal (metal.mm), the MPS stream (stream.mm) and the PyTorch device (device.cpp) share.
+// Shared by the simulated Metal (metal.mm), the MPS stream (stream.mm) and the PyTorch device (device.cpp).
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@
 
 namespace metal_sim {
 
-// ---- buffers: a tensor's data pointer is an id<MTLBuffer>; its bytes are reached only through this registry ----
+// ---- buffers: a tensor's data pointer is an id<MTLBuffer>; its bytes are only reachable through this registry ----
 
 struct Memory {
   char* bytes;
@@ -25,13 +25,13 @@ struct Memory {
 
 void* new_tensor_buffer(size_t length);  // a retained id<MTLBuffer>
 void release_buffer(void* buffer);
-const Memory* find_memory(const void* buffer);  // null when this is no live MTLBuffer
-void check_guards();                            // every live buffer's guard words, and the faults noted below
+const Memory* find_memory(const void* buffer);  // null if this is not a live MTLBuffer
+void check_guards();                            // checks all guard words, and throws faults noted below
 size_t allocated_bytes();
 
 // ---- the stream's serial queue and its one encoder ----
 
-// Holds the queue. Taking it twice on one thread is the deadlock that dispatch_sync would be.
+// Holds the queue. Acquiring it twice on one thread is a deadlock, as with dispatch_sync.
 class QueueScope {
  public:
   explicit QueueScope(const char* what);
@@ -42,21 +42,21 @@ class QueueScope {
 bool on_queue();           // does this thread hold the queue?
 uint64_t queue_block();    // the number of the block that holds it, for encoders kept past their block
 void* encoder_of_block();  // the shared id<MTLComputeCommandEncoder>, usable until the running block ends
-void end_encoder();        // as an op of PyTorch's own does: the next encoder starts with nothing bound
-void commit();             // the same, by an op of ours, which may still hold the encoder in its block
-void complete();           // what is committed has run: its handlers are called
+void end_encoder();        // as PyTorch's own ops do: the next encoder starts with nothing bound
+void commit();             // the same by an op under test, which may still use the old encoder in its block
+void complete();           // committed work has run: calls its handlers
 void call_on_metals_thread(const std::function<void()>& handler);  // and wait for it
 void* queue_object();                                              // the dispatch_queue_t
 void* command_queue_object();
 void* command_buffer_object();
 
-// A fault seen where nothing can be thrown (a destructor, GNUstep's log): thrown by the next check.
+// Notes a fault that is detected where nothing can be thrown (a destructor, GNUstep's log); the next check throws it.
 void note_fault(const std::string& rule, const std::string& message);
 void throw_noted_fault();
 
 // ---- counting ----
 
-// What stands at an index of [[buffer(n)]] for a dispatch.
+// The binding of one [[buffer(n)]] of a dispatch.
 struct Bound {
   uint32_t index;
   const void* contents;          // of the buffer; null for setBytes
@@ -84,14 +84,14 @@ struct Counters {
   std::map<std::string, long> made_objects;  // made so far
 };
 Counters& counters();
-std::mutex& counters_mutex();  // libraries are compiled, and objects made, beside what holds the queue
+std::mutex& counters_mutex();  // libraries are compiled and objects made without holding the queue
 void count_host_sync(const std::string& op);
 
-// What newLibraryWithSource: was asked for, of each library so far.
+// The compile options of each library so far.
 struct Compiled {
   int metal_version;
-  bool safe, precise;  // maths, and its functions
-  bool concurrently;   // beside as many others as Metal can compile
+  bool safe, precise;  // maths mode, and maths functions
+  bool concurrently;   // the device was allowed to compile as many at once as it can
 };
 std::vector<Compiled>& compiled();
 
@@ -104,9 +104,9 @@ struct Options {
       false;  // NSProcessInfo calls macOS 26 and newer 16, as in programs that were linked for older ones
   std::string gpu = "Simulated Metal device";
   long family = 1008;            // the newest Apple family of that GPU
-  std::string commit_error;      // what becomes of command buffers that are committed; empty: nothing
-  size_t more_threadgroups = 0;  // along x than a dispatch asks for
-  bool concurrent = false;       // encoders order dispatches only by their barriers
+  std::string commit_error;      // the error of committed command buffers; empty: none
+  size_t more_threadgroups = 0;  // added along x to the grid of each dispatch
+  bool concurrent = false;       // encoders order dispatches only by barriers
 };
 Options& options();
 void set_grouped_mm(bool there);  // whether mps has a kernel of its own for aten::_grouped_mm

@@ -24,7 +24,7 @@ void sync_on(dispatch_queue_t queue, dispatch_block_t block) {
     block();
   } catch (...) {
     end_encoder();  // a half-bound encoder must not reach the next op
-    [pool drain];   // and with it the block's own pool, which an exception leaves behind
+    [pool drain];   // also drains the block's own pool, which an exception leaks
     throw;
   }
   [pool drain];

@@ -1,4 +1,4 @@
-"""The simulated mps device: that it behaves as a device, and that every rule it enforces is one it notices broken."""
+"""The simulated mps device: it behaves like a device, and detects each violation of its rules."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ def misuse(name: str, x: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def both(function, *tensors: torch.Tensor) -> None:
-    """The same function on the CPU and on mps gives the same values, and mps tensors."""
+    """The function gives the same values on the CPU and on mps, and returns mps tensors."""
     expected = function(*(t.clone() for t in tensors))
     found = function(*(t.to("mps") for t in tensors))
     assert found.device == torch.device("mps:0")
@@ -196,7 +196,7 @@ FUSED = "aten::_scaled_dot_product_attention_math_for_mps"
 
 
 def heads(device: str) -> list[torch.Tensor]:
-    """Query, key and value of 4 and 2 heads, as models have them: dense in another order of the dimensions."""
+    """Query, key and value with 4 and 2 heads, as in models: transposed views of dense tensors."""
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(2, length, count, 8, generator=generator).to(device).transpose(1, 2)
@@ -216,7 +216,7 @@ def attend(device: str, options: dict, differentiate: bool = False) -> list[torc
 @pytest.mark.parametrize("differentiate", [False, True])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name: str, differentiate: bool) -> None:
-    """Of one op as on a Mac, where no gradient is asked for."""
+    """A single op without gradients, as on a Mac."""
     with torch.profiler.profile() as profile:
         found = attend("mps", ATTENTION[name], differentiate)
     assert [event.name for event in profile.events()].count(FUSED) == (0 if differentiate else 1)
@@ -226,7 +226,7 @@ def test_attention(name: str, differentiate: bool) -> None:
 
 
 def test_attention_of_macos_14() -> None:
-    """Its one op takes contiguous tensors alone."""
+    """The op of macOS 14 only takes contiguous tensors."""
     with metal_sim.playing_macos(14), torch.profiler.profile() as profile:
         attend("mps", {})
         nn.functional.scaled_dot_product_attention(*(tensor.contiguous() for tensor in heads("mps")), enable_gqa=True)
@@ -235,7 +235,7 @@ def test_attention_of_macos_14() -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_grouped_mm(transposed: bool) -> None:
-    """The device's own kernel does not wait, and leaves rows in no group as they are. Without it the host waits."""
+    """The device's own kernel does not wait, and does not write rows in no group. Without it the host waits."""
     rows, weight = torch.randn(6, 16), torch.randn(3, 24, 16)
     weight = weight.mT.contiguous() if transposed else weight.mT
     ends = torch.tensor([2, 2, 5], dtype=torch.int32)
@@ -374,7 +374,7 @@ BROKEN = {
     "throw_through_plain_sync": "exception: a C\\+\\+ exception left a plain dispatch_sync block",
     "unbalanced_pop": "encoder: popDebugGroup",
     "host_reads_tensor": "host_access: \\[MTLBuffer contents\\] of a tensor",
-    "cpu_tensor": "argument: setBuffer with a pointer that is no live MTLBuffer",
+    "cpu_tensor": "argument: setBuffer with a pointer that is not a live MTLBuffer",
     "bytes_4097": "argument: setBytes of 4097 bytes",
     "bytes_0": "argument: setBytes of 0 bytes",
     "offset_at_end": "argument: setBuffer at offset 256 of a buffer of 256 bytes",
@@ -397,7 +397,7 @@ BROKEN = {
 def test_autorelease_without_a_pool_is_noticed() -> None:
     found = []
 
-    def work() -> None:  # a thread of its own: a pool left behind by an exception in an earlier test would hide it
+    def work() -> None:  # in its own thread: a pool leaked by an exception in an earlier test would hide it
         with pytest.raises(RuntimeError, match="autorelease called without pool"):
             misuse("autorelease_without_pool")
         found.append(True)
@@ -467,7 +467,7 @@ def test_compile_options_of_macos_14() -> None:
 
 
 def test_more_threadgroups() -> None:
-    """The kernel of `fill`, for which two threadgroups of 32 threads are asked, has no guard for a third."""
+    """The kernel of `fill`, launched with two threadgroups of 32 threads, does not ignore a third one."""
     with metal_sim.more_threadgroups(), metal_sim.record() as record:
         misuse("fill", torch.zeros(96, device="mps"))
     assert record.dispatches[0].grid == [3, 1, 1]
@@ -477,7 +477,7 @@ def test_more_threadgroups() -> None:
 
 
 def test_a_concurrent_encoder_orders_by_barriers_alone() -> None:
-    """The first dispatch needs one too: PyTorch's own may stand before it in the same encoder."""
+    """The first dispatch needs a barrier, too: PyTorch may have dispatched before it in the same encoder."""
     with metal_sim.concurrent_encoders():
         assert misuse("ordered").sum().item() == 64 * 3
         for name in ("fill", "ordered_among_themselves"):
@@ -513,7 +513,7 @@ def test_record() -> None:
 
 
 def test_costs_of_a_dispatch() -> None:
-    """Of 64 threads of one threadgroup, and of two threadgroups of which one runs."""
+    """With one threadgroup of 64 threads, and with a sample of one of two threadgroups."""
     x = torch.zeros(64, device="mps")
     with metal_sim.record(costs=True) as record:
         misuse("shared", x)
@@ -540,7 +540,7 @@ def test_costs_are_counted_where_they_are_asked_for() -> None:
 
 
 def test_commits_are_counted() -> None:
-    """A commit through the stream is right: what follows in the block takes a new encoder."""
+    """A commit through the stream is allowed: later work in the block takes a new encoder."""
     with metal_sim.record() as record:
         x = misuse("fill_and_commit")
         misuse("fill")
@@ -552,7 +552,7 @@ def test_commits_are_counted() -> None:
 
 
 def test_handlers_of_a_command_buffer() -> None:
-    """Each is called once, for what is committed with it."""
+    """Each is called once, for the command buffer committed with it."""
     misuse("commit_with_handlers")
     assert torch.ops.metal_sim_misuse.completed() == "4;"  # MTLCommandBufferStatusCompleted
     with metal_sim.failing_commits("a reason"):
@@ -576,7 +576,7 @@ def test_what_a_handler_may_not_do(name: str, what: str) -> None:
 
 
 def test_the_gpu_and_the_macos_being_played() -> None:
-    """A program that was linked for an older macOS is told 16 by NSProcessInfo, and the kernel's version by sysctl."""
+    """In a program linked for an older macOS, NSProcessInfo returns 16, and sysctl the kernel's version."""
     told = torch.ops.metal_sim_misuse.machine
     assert told() == "Simulated Metal device, family 7 8, macOS 26.0, Darwin 25.0.0"
     with metal_sim.playing_macos(26, 5, for_older_sdk=True), metal_sim.playing_gpu("Apple Paravirtual device", 1005):
@@ -608,7 +608,7 @@ def test_orders_of_the_environment_stand_above(monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as environment:
         environment.setenv("METAL_SIM_ORDERS", "random:7")
         metal_sim.set_orders("forward", "backward")
-    with pytest.raises(RuntimeError, match="in order random:7\nto see it again: METAL_SIM_ORDERS=random:7 python"):
+    with pytest.raises(RuntimeError, match="in order random:7\nto repeat it: METAL_SIM_ORDERS=random:7 python"):
         misuse("out_of_bounds")
     metal_sim.set_orders("forward")
 

@@ -1,5 +1,4 @@
-"""That another project's extension can be built and run as it is: one from a temporary folder, with a kernel and an op
-of its own."""
+"""Builds and runs the extension of another project, in a temporary folder, with its own kernel and op."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The engine from Python, with numpy arrays as buffers. Needs neither PyTorch nor the simulated device."""
+"""The engine for Python, with numpy arrays as buffers. It needs neither PyTorch nor the simulated device."""
 
 import ctypes
 import json
@@ -42,7 +42,7 @@ class _Argument(ctypes.Structure):
 
 
 def build():
-    """Compiles the harness if one of its sources is newer, and returns its path."""
+    """Compile the harness if one of its sources is newer, and return its path."""
     BUILD.mkdir(exist_ok=True)
     library = BUILD / "libengine_harness.so"
     sources = [HERE / name for name in SOURCES]
@@ -103,7 +103,7 @@ def set_races(on):
 
 
 def set_costs(on, sample=0):
-    """Whether kernels count and return their Costs; sample: at most so many threadgroups of a dispatch run, 0: all."""
+    """Whether kernels count and return their Costs. sample: run at most this many threadgroups per dispatch; 0: all."""
     harness().harness_set_costs(int(on), ctypes.c_size_t(sample))
 
 
@@ -115,7 +115,7 @@ class At:
 
 
 class Bytes:
-    """What setBytes binds."""
+    """Bytes bound by setBytes."""
 
     def __init__(self, *values):
         self.data = b"".join(v.tobytes() if isinstance(v, (np.ndarray, np.generic)) else bytes(v) for v in values)

@@ -1,9 +1,9 @@
-"""Checks shaders for what plain C++ cannot see: pointers and references into the wrong address space, methods called on
-objects outside thread memory, program-scope variables outside constant or without a constant value, recursion, and
-C++ that is newer than the language (Metal 3 is C++14, Metal 4 is C++17).
+"""Checks shaders for errors that plain C++ cannot detect: pointers and references into the wrong address space, methods
+called on objects outside thread memory, program-scope variables outside constant or without a constant value,
+recursion, and C++ that is newer than the language (Metal 3 is C++14, Metal 4 is C++17).
 
-clang's C++ for OpenCL has Metal's address spaces under other names. Every pointer and reference must say where it
-points (metal_rules.py); a method is one of thread memory unless it says otherwise, and from Metal 4.1 on of any.
+clang's C++ for OpenCL has Metal's address spaces under other names. Every pointer and reference must name its address
+space (metal_rules.py). A method without an address space is for thread memory; from Metal 4.1 on, for any memory.
 
 `python address_spaces.py FILE.metal ...` prints one line for each file and exits 1 if one is refused.
 """
@@ -27,11 +27,11 @@ VERSIONS = (310, 320, 400, 410)
 WITHOUT = ["pipes", "device_enqueue", "program_scope_global_variables"]
 FLAGS = ["--target=spir64", "-x", "cl", "-Xclang", "-cl-std=clc++2021", "-cl-no-stdinc", "-fno-caret-diagnostics"]
 FLAGS += ["-Xclang", "-cl-ext=+cl_khr_fp16," + ",".join(f"-__opencl_c_{name}" for name in WITHOUT)]
-# All warnings are off but these: what Metal refuses is one of its errors, or a warning that NEWER_LANGUAGE knows.
+# All warnings are off except those that are errors in Metal, and those in NEWER_LANGUAGE.
 FLAGS += ["-Wno-everything", "-Werror=global-constructors", "-Werror=c++11-narrowing"]
 FLAGS += ["-Wpre-c++17-compat", "-Wc++20-extensions", "-ferror-limit=0"]
 FLAGS += ["-include", str(HERE / "opencl" / "metal_stdlib.h")]
-# What clang says of C++ that is newer than the shader's, and the first Metal that has it (0: none).
+# clang's messages about C++ that is newer than the shader's, and the first Metal that has it (0: none).
 NEWER_LANGUAGE = {
     "class template argument deduction is incompatible with": 400,
     "uninitialized variable in a constexpr function": 0,
@@ -49,7 +49,7 @@ OPENCL_WORDS = {"local", "global", "generic", "pipe", "read_only", "write_only",
 
 
 def rename(tokens):
-    """Words that OpenCL has taken and Metal has not, and atomics, which clang would take for OpenCL's."""
+    """Rename words that are reserved in OpenCL but not in Metal, and atomics, which clang would take for OpenCL's."""
     for token in tokens:
         if token.kind == "name" and (token.text in OPENCL_WORDS or token.text.startswith("atomic_")):
             token.text += "_"
@@ -57,7 +57,7 @@ def rename(tokens):
 
 
 def constructors(tokens):
-    """float4(x, y, z, w) is written ((float4)(...)) in OpenCL; a function takes Metal's other forms too."""
+    """float4(x, y, z, w) is ((float4)(...)) in OpenCL; a function call supports Metal's other forms, too."""
     out, i = [], 0
     while i < len(tokens):
         end = None
@@ -112,7 +112,7 @@ def function_parameters(tokens):
 
 
 def copies(tokens, version):
-    """Tells every struct of the shader that it can be copied from constant memory, if it has not said so itself."""
+    """Add constructors to every struct of the shader that lacks them, so that it can be copied from constant memory."""
     out, i = [], 0
     methods = metal_rules.functions(tokens)
     while i < len(tokens):
@@ -147,7 +147,7 @@ def members(tokens, name, functions, kind):
 
 
 def methods(tokens, version):
-    """Up to Metal 4.0 a method that names no address space is one of thread memory. clang takes it for one of any."""
+    """Up to Metal 4.0, a method without an address space is for thread memory. For clang it is for any memory."""
     ends = {}
     for function in metal_rules.functions(tokens):
         words = {t.text for t in tokens[function.start : function.name]}
@@ -175,7 +175,7 @@ def translated(source, version=310, macros=(), change=None):
 
 
 def recursion(ir):
-    """A function that can reach itself, by its symbol, or None. Metal forbids it."""
+    """The symbol of a recursive function, or None. Metal forbids recursion."""
     calls = {}
     for line in ir.splitlines():
         if line.startswith("define"):
@@ -197,9 +197,9 @@ def recursion(ir):
     return None
 
 
-@functools.lru_cache(maxsize=8)  # most shaders are the same text in several languages
+@functools.lru_cache(maxsize=8)  # most shaders are translated to the same text in several languages
 def compiled(text):
-    """What clang makes of a translated shader: its errors, all that it says, and the IR if there is no error."""
+    """Compile a translated shader: its errors, all messages, and the IR if there is no error."""
     command = [translate.find_compiler(), *FLAGS, "-S", "-emit-llvm", "-Xclang", "-disable-llvm-passes", "-o", "-", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     errors = (without_warnings(done.stderr) or "clang failed") if done.returncode else ""
@@ -216,23 +216,23 @@ def without_warnings(messages):
 
 
 def without_temporaries(messages):
-    """In Metal a temporary lies in thread memory. For clang it lies nowhere: no address space is in its type's name."""
+    """In Metal a temporary is in thread memory. For clang it has no address space in its type's name."""
     groups = re.split(r"^(?=.*\berror: )", messages, flags=re.MULTILINE)
     return "".join(group for group in groups if not TEMPORARY.search(group))
 
 
 def newer_language(messages, version):
-    """The warnings about C++ that this Metal does not have, as errors."""
+    """Warnings about C++ that this Metal does not have, as errors."""
     found = [name for name, first in NEWER_LANGUAGE.items() if not first or version < first]
     lines = [line for line in messages.splitlines() if re.search("|".join(found), line)]
     return "\n".join(line.replace("warning:", "error:") for line in lines)
 
 
 def check(source, version=310, macros=()):
-    """Raises RefusedError with the compiler's message, or says nothing."""
+    """Raise RefusedError with the compiler's message if the shader is refused."""
     errors, messages, ir = compiled(translated(source, version, macros))
     kept = without_temporaries(errors)
-    if errors and not kept:  # again, for what stands beside temporaries, and who calls whom
+    if errors and not kept:  # compile again without temporaries, for the other errors and the call graph
         kept = without_temporaries(compiled(translated(source, version, macros, references_as_values))[0])
         ir = compiled(translated(source, 410, macros, without_thread))[2]
     if problem := kept or newer_language(messages, version):
@@ -247,7 +247,7 @@ def in_metal_words(message):
 
 
 def inlined(path):
-    """The file with its own headers inlined, each once, as the host gives it to Metal."""
+    """The file with its own headers inlined, each once, as the host passes it to Metal."""
     done = set()
 
     def text_of(file):

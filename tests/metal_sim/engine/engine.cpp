@@ -1,4 +1,4 @@
-// One dispatch: check what is bound, run it in every order, compare the results.
+// One dispatch: checks the bindings, runs every order, compares the results.
 #include "engine.h"
 
 #include <sys/mman.h>
@@ -53,12 +53,12 @@ std::string order_name(const Order& order) {
   return "random:" + std::to_string(order.seed);
 }
 
-// What to type to see a violation again. pytest tells in the environment which test is running.
+// The command that repeats a violation. pytest sets an environment variable to the running test.
 std::string again(const std::string& orders) {
   std::string test = variable("PYTEST_CURRENT_TEST", "");
   test = test.substr(0, test.rfind(" ("));  // without "(call)"
   std::string command = test.empty() ? "<the same command>" : "python -m pytest \"" + test + "\"";
-  return "\nto see it again: METAL_SIM_ORDERS=" + orders + " " + command;
+  return "\nto repeat it: METAL_SIM_ORDERS=" + orders + " " + command;
 }
 
 Settings initial_settings() {
@@ -76,7 +76,7 @@ std::string str(uint64_t n) { return std::to_string(n); }
 
 uint64_t count(const uint32_t* size) { return uint64_t(size[0]) * size[1] * size[2]; }
 
-// Shadow memory of device buffers. It is never cleared: epochs tell old entries from new ones.
+// Shadow memory of device buffers. It is never cleared: epochs distinguish old entries from new ones.
 struct DeviceShadow {
   abi::Cell* cells = nullptr;
   size_t capacity = 0;
@@ -109,7 +109,7 @@ Settings& settings() {
   return s;
 }
 
-// Everything about the dispatch that is going on.
+// The state of the current dispatch.
 struct Run {
   const Kernel& kernel;
   const std::array<Argument, buffer_slots>& buffers;
@@ -120,7 +120,7 @@ struct Run {
   abi::State* state{};
   std::array<uint64_t, 3> groups{};
 
-  // What a kernel may write, and what was there before.
+  // Memory that the kernel may write, and its initial content.
   struct Writable {
     const Parameter* parameter;
     std::byte* begin;
@@ -129,19 +129,19 @@ struct Run {
   };
   std::vector<Writable> writable{};
 
-  // Memory whose accesses are counted, and where; what is accessed most comes first.
+  // Memory whose accesses are counted, and the counters; the most accessed memory comes first.
   struct Counted {
     uint64_t begin, size;
     uint64_t *loaded, *stored;
   };
   std::vector<Counted> counted{};
-  uint64_t of_threads = 0;  // bytes of their own memory
+  uint64_t of_threads = 0;  // bytes in the threads' own memory
   Costs costs{};
 
   static Run* current;
 
   ~Run() {
-    if (state) state->count_access = nullptr;  // the library's code goes on to be called
+    if (state) state->count_access = nullptr;  // the library's code is also called outside of dispatches
   }
 
   [[noreturn]] void broken(const char* rule, const std::string& message) const {
@@ -183,7 +183,7 @@ size_t bytes_of(const Argument& a) {
   return a.kind == Argument::Kind::buffer ? a.length - a.offset : 0;
 }
 
-// --- what a kernel calls when it breaks a rule; each ends the threadgroup
+// --- called by a kernel that breaks a rule; each aborts the threadgroup
 
 void bad_access(uint64_t pointer, uint64_t bytes, uint64_t alignment, const void* where) {
   uint32_t tag = uint32_t(pointer >> abi::tag_shift);
@@ -243,7 +243,7 @@ std::string Run::described(uint64_t pointer) const {
   return "unknown memory";
 }
 
-// Asks the debug information which line of the shader an address belongs to.
+// Finds the source line of an address in the shader's debug information.
 std::string Run::source_line(const void* where) const {
   if (!where) return "";
   std::string base, maps = "/proc/self/maps", line;
@@ -321,7 +321,7 @@ void Run::check_argument(const Parameter& p) {
            argument_name(p) + " needs " + str(p.element_size) + " bytes, " + str(bytes_of(a)) + " are bound");
 }
 
-// Kernels take two arguments to be two pieces of memory.
+// Kernels assume that different arguments are different memory.
 void Run::check_aliases() {
   for (const Parameter& p : kernel.parameters)
     for (const Parameter& q : kernel.parameters) {
@@ -365,7 +365,7 @@ uint32_t granule_shift(const Parameter& p) {
   }
 }
 
-// Shadow memory is 16 bytes for each element: of a huge output only the start is watched for races.
+// Shadow memory takes 16 bytes per element, so only the start of a huge output is checked for races.
 size_t watched(const Run::Writable& w) {
   constexpr size_t most = size_t(32) << 20;  // cells
   return std::min(w.size, most << granule_shift(*w.parameter));
@@ -384,7 +384,7 @@ void Run::fill_shadow() {
   }
 }
 
-// Nothing stores in constant memory.
+// Nothing can be stored to constant memory.
 void Run::fill_counted() {
   const uint64_t begin = reinterpret_cast<uint64_t>(threadgroup_memory());
   counted.push_back({begin, max_threadgroup_bytes, &costs.threadgroup_loaded, &costs.threadgroup_stored});
@@ -440,7 +440,7 @@ void Run::run_group(uint64_t group, const Order& order, Random& random) {
   state->thread_count = uint32_t(count(state->threads_per_threadgroup));
   state->device_start = ++state->device_epoch;
   state->threadgroup_start = ++state->threadgroup_epoch;
-  // Old contents would look like results. All ones is NaN in every float type.
+  // Poisons the memory, since old contents would look like results. All ones is NaN in every float type.
   uint64_t used = kernel.static_threadgroup_bytes + std::accumulate(lengths.begin(), lengths.end(), size_t(0));
   std::memset(threadgroup_memory(), 0xff, used);
   state->thread = nullptr;
@@ -450,8 +450,8 @@ void Run::run_group(uint64_t group, const Order& order, Random& random) {
            failure->message + place(*failure) + " in order " + order_name(order) + again(order_name(order)));
 }
 
-// The threadgroups that run, in forward order. A sample has one of each of as many equal parts; where in them, steps of
-// the golden ratio say: neighbours lie far apart, so that no pattern of the grid goes by.
+// The threadgroups that run, in forward order. A sample has one threadgroup of each of `sample` equal parts of the
+// grid. Its place in the part advances by the golden ratio, so that no periodic pattern of the grid is missed.
 std::vector<uint64_t> Run::chosen() const {
   const size_t last = settings().last_threadgroups, sample = settings().sample;
   const uint64_t along_x = last ? std::min<uint64_t>(groups[0], last) : groups[0], skipped = groups[0] - along_x;
@@ -538,7 +538,7 @@ std::string json(const Costs& c) {
   return text + "}";
 }
 
-// While it lives, this thread's subnormal floats are 0 if the settings say so.
+// Flushes this thread's subnormal floats to 0 during its lifetime, if the settings say so.
 class Subnormals {
  public:
   Subnormals() {

@@ -1,5 +1,5 @@
-// Runs Metal compute kernels on the CPU: MSL source in, results (or the rule that was broken) out.
-// Plain C++20. Knows nothing of PyTorch, Objective-C or of the kernels it runs.
+// Runs Metal compute kernels on the CPU: takes MSL source, returns results or the rule that was broken.
+// Plain C++20, independent of PyTorch, Objective-C and the kernels that it runs.
 #pragma once
 
 #include <array>
@@ -36,7 +36,7 @@ struct Size {
   uint64_t x = 1, y = 1, z = 1;
 };
 
-// What is bound at one buffer index.
+// The binding of one buffer index.
 struct Argument {
   enum class Kind { unbound, buffer, bytes } kind = Kind::unbound;
   std::byte* data = nullptr;     // buffer: start of the whole buffer
@@ -82,7 +82,7 @@ class Library {
   // Translates, compiles (or takes from the cache on disk) and loads. Throws CompileError.
   static std::shared_ptr<Library> compile(const std::string& source, const CompileOptions& options = {});
   ~Library();
-  const Kernel* find(const std::string& name) const;  // nullptr when there is none; lives as long as the library
+  const Kernel* find(const std::string& name) const;  // nullptr if absent; valid as long as the library
   std::vector<std::string> names() const;
 
  private:
@@ -94,7 +94,7 @@ class Library {
   std::map<std::string, Kernel> kernels_;
 };
 
-// One order in which threadgroups, simdgroups and threads take their turns.
+// An order in which threadgroups, simdgroups and threads run.
 struct Order {
   enum class Kind { forward, backward, random } kind = Kind::forward;
   uint64_t seed = 0;
@@ -103,33 +103,33 @@ struct Order {
 struct Settings {
   std::vector<Order> orders;     // every dispatch runs once in each; env METAL_SIM_ORDERS="forward,backward,random:1"
   double seconds = 60;           // of CPU time for one threadgroup; env METAL_SIM_SECONDS
-  size_t last_threadgroups = 0;  // along x that are run, of a grid too large to be run whole; 0: all
-  size_t sample = 0;             // threadgroups that are run, evenly spread over those of a larger grid; 0: all
+  size_t last_threadgroups = 0;  // run only so many, the last along x, of a grid that is too large; 0: all
+  size_t sample = 0;             // run only so many threadgroups of a larger grid, evenly spread; 0: all
   bool costs = false;            // count what a dispatch does
   bool races = true;             // look for data races; env METAL_SIM_RACES=0 turns it off
-  std::string arithmetic;        // where it differs as GPUs' may: see README.md; env METAL_SIM_ARITHMETIC alone
-  std::string home;              // where translate.py and shim/ are; env METAL_SIM_HOME, else beside this file
-  std::string cache;             // compiled shaders; env METAL_SIM_CACHE, else build/shaders beside <home>
+  std::string arithmetic;        // permitted differences of GPUs, see README.md; only from env METAL_SIM_ARITHMETIC
+  std::string home;              // folder of translate.py and shim/; env METAL_SIM_HOME, else the one of this file
+  std::string cache;             // compiled shaders; env METAL_SIM_CACHE, else build/shaders next to <home>
 };
 Settings& settings();  // read and changed between dispatches only
 inline bool has_arithmetic(const char* what) { return settings().arithmetic.find(what) != std::string::npos; }
 
-// What the threadgroups that ran did, in the first of the orders. Bytes are what each thread asks for; an atomic that
-// writes loads and stores. What a simdgroup or a threadgroup does together counts once.
+// Counts over the threadgroups that ran, in the first order. Bytes are counted per thread; an atomic that writes counts
+// as a load and a store. Operations of a simdgroup or a threadgroup count once.
 struct Costs {
   uint64_t device_loaded = 0, device_stored = 0, constant_loaded = 0;
   uint64_t threadgroup_loaded = 0, threadgroup_stored = 0;
   uint64_t matrix_multiplications = 0;  // of 8x8 matrices, by a simdgroup
   uint64_t simd_functions = 0;          // sums, scans, shuffles, votes; quad functions too
   uint64_t simdgroup_barriers = 0, threadgroup_barriers = 0;
-  uint64_t threadgroups = 0, threadgroups_run = 0;  // of the grid; less than it where only some were to run
+  uint64_t threadgroups = 0, threadgroups_run = 0;  // of the grid; fewer were run if settings() limit them
 };
 std::string json(const Costs& costs);
 
 // Runs the kernel now, once in every order of settings().orders, and leaves its results in the buffers.
 // Throws Violation; the buffers' contents are then unspecified. One dispatch runs at a time in a process.
 // grid: threads when exact_threads (dispatchThreads), else threadgroups (dispatchThreadgroups).
-// Returns costs when settings() ask for them.
+// Returns costs if settings().costs is set.
 std::optional<Costs> dispatch(const Kernel& kernel, const std::array<Argument, buffer_slots>& buffers,
                               const std::array<size_t, buffer_slots>& threadgroup_lengths, Size grid,
                               Size threads_per_threadgroup, bool exact_threads);

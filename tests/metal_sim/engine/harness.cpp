@@ -1,4 +1,4 @@
-// The engine for ctypes: what engine.py calls. Needs neither PyTorch nor the simulated device.
+// The engine for ctypes, called by __init__.py. It needs neither PyTorch nor the simulated device.
 #include <cstring>
 #include <exception>
 #include <sstream>
@@ -11,7 +11,7 @@ using namespace metal_sim;
 namespace {
 thread_local std::string error_rule, error_message, text;
 
-// 0, or what went wrong: 1 a compile error, 2 a violation, 3 anything else.
+// Returns 0, or 1 for a compile error, 2 for a violation, 3 for any other error.
 template <class F>
 int guarded(F f) {
   try {
@@ -45,7 +45,7 @@ struct HarnessArgument {
 const char* harness_rule() { return error_rule.c_str(); }
 const char* harness_message() { return error_message.c_str(); }
 
-// macros: one NAME=VALUE a line.
+// macros: one NAME=VALUE per line.
 int harness_compile(const char* source, int version, const char* macros, std::shared_ptr<Library>** out) {
   return guarded([&] {
     CompileOptions options;
@@ -65,7 +65,7 @@ const char* harness_names(const std::shared_ptr<Library>* library) {
 
 const Kernel* harness_find(const std::shared_ptr<Library>* library, const char* name) { return (*library)->find(name); }
 
-// One line for each parameter: name space index const reference size alignment.
+// One line per parameter: name space index const reference size alignment.
 const char* harness_parameters(const Kernel* kernel) {
   text.clear();
   const char* const spaces[] = {"device", "constant", "threadgroup"};
@@ -75,7 +75,7 @@ const char* harness_parameters(const Kernel* kernel) {
             std::to_string(p.element_alignment) + "\n";
   return text.c_str();
 }
-// What the last dispatch cost; empty where nobody counted.
+// The costs of the last dispatch; empty if they were not counted.
 const char* harness_costs() { return text.c_str(); }
 
 size_t harness_static_bytes(const Kernel* kernel) { return kernel->static_threadgroup_bytes; }

@@ -1,4 +1,4 @@
-// Source text to a loaded library: translate.py, clang, a cache on disk, dlopen.
+// Compiles source text to a loaded library: translate.py, clang, a cache on disk, dlopen.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/wait.h>
@@ -31,7 +31,7 @@ std::string variable(const char* name, const std::string& otherwise) {
   return value && *value ? value : otherwise;
 }
 
-// METAL_SIM_CXX, else the clang that is there.
+// METAL_SIM_CXX, else the installed clang.
 std::string compiler() {
   static const bool has_19 = std::system("command -v clang++-19 >/dev/null 2>&1") == 0;
   return variable("METAL_SIM_CXX", has_19 ? "clang++-19" : "clang++");
@@ -43,7 +43,7 @@ std::string quote(const std::string& word) {
   return out + "'";
 }
 
-// Runs a shell command; returns what it wrote to standard error, and throws it when the command fails.
+// Runs a shell command; throws its standard error if it fails.
 void run(const std::string& command, const fs::path& errors) {
   int status = std::system((command + " 2>" + quote(errors.string())).c_str());
   if (status != 0) {
@@ -63,7 +63,7 @@ std::string hash(const std::string& text) {
   return out;
 }
 
-// shim/compile_flags.txt: the sanitizers in it only insert calls; shim/runtime.h answers them.
+// The sanitizers in shim/compile_flags.txt only insert calls; shim/runtime.h defines the called functions.
 std::string compiler_flags() { return "@" + quote((fs::path(settings().home) / "shim/compile_flags.txt").string()); }
 
 std::string machine_flags() {
@@ -77,7 +77,7 @@ std::string machine_flags() {
          (has_arithmetic("flush_half") ? " -DMSL_FLUSH_HALF" : "");
 }
 
-// Everything that decides what the library will be.
+// The key of the cache: a hash of everything that the library depends on.
 std::string key(const std::string& source, const CompileOptions& options) {
   std::ostringstream all;
   all << options.metal_version << options.fast_math << compiler() << machine_flags() << '\n';
@@ -91,7 +91,7 @@ std::string key(const std::string& source, const CompileOptions& options) {
   return hash(all.str());
 }
 
-// Messages name the shader: program_source:12:3.
+// Messages refer to the shader as program_source:12:3, without the folder.
 std::string without_paths(std::string message, const std::string& folder) {
   for (size_t at; (at = message.find(folder + "/")) != std::string::npos;) message.erase(at, folder.size() + 1);
   return message;
@@ -112,7 +112,7 @@ void build(const std::string& source, const CompileOptions& options, const fs::p
           in("program_source.cpp") + " -o " + in("program.o"),
       errors);
   run(compiler() + " -shared -Wl,-Bsymbolic -Wl,-z,defs " + in("program.o") + " -lm -o " + in("program.so"), errors);
-  fs::rename(folder / "program.so", result);  // atomic: another process may be building the same
+  fs::rename(folder / "program.so", result);  // atomic, because another process may be building the same library
 }
 
 void build_in_own_folder(const std::string& source, const CompileOptions& options, const fs::path& result) {
@@ -188,7 +188,7 @@ std::shared_ptr<Library> Library::compile(const std::string& source, const Compi
 }
 
 Library::~Library() {
-  // dlopen gives one handle to all who load the same shader; the code stays loaded, since a handle may be in use.
+  // No dlclose: dlopen returns one handle to all users of the same shader, so others may still use it.
 }
 
 const Kernel* Library::find(const std::string& name) const {

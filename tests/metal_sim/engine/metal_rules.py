@@ -1,7 +1,7 @@
-"""What Metal refuses and clang accepts: one function a rule, on the tokens of a shader whose macros are expanded.
+"""Code that Metal refuses and clang accepts: one function per rule, on the tokens of a shader after macro expansion.
 
-Every rule has a name, which its tests and the README use. What needs types is refused elsewhere: by the declarations in
-shim/ and opencl/, and by the flags and warnings in address_spaces.py.
+Every rule has a name, which its tests and the README use. Rules that need types are elsewhere: in the declarations of
+shim/ and opencl/, and in the flags and warnings of address_spaces.py.
 """
 
 import re
@@ -35,20 +35,20 @@ REFUSED = {
     "__int128": "'__int128' is not supported in Metal",
     "__float128": "'__float128' is not supported in Metal",
 }
-# clang's own functions that need no library behind them.
+# Builtin functions that need no library.
 BUILTIN_FUNCTIONS = re.compile(
     "__builtin_(assume|expect|unreachable|bit_cast|offsetof|inff?|nanf?|huge_valf?|fabsf|clzl?|ctzl?|ffs|popcountl?"
     "|bswap(16|32|64)|bitreverse(8|16|32|64)|rotateleft(8|16|32|64)|is_constant_evaluated|LINE|FILE|COLUMN)"
 )
 RECORDS = ("struct", "class", "union")
-# Words before a parenthesis that make no function of it.
+# Words before a parenthesis that do not start a function.
 NO_FUNCTIONS = {"decltype", "alignas", "static_assert", "__attribute__", "noexcept", "sizeof", "explicit", "alignof"}
 RULES = {}
 
 
 @dataclass
 class Function:
-    """A function that is declared in a namespace or a struct; its parts as indices into the tokens."""
+    """A function that is declared in a namespace or a struct. The fields are indices into the tokens."""
 
     start: int
     name: int  # for an operator, the word `operator`
@@ -84,7 +84,7 @@ def refuse_non_metal(tokens, version):
             raise
 
 
-# --- where functions are
+# --- finding functions
 
 
 def functions(tokens):
@@ -94,7 +94,7 @@ def functions(tokens):
 
 
 def scan(tokens, i, end, record, found):
-    """Collects the functions of one namespace or struct, and of those in it."""
+    """Collect the functions of one namespace or struct, and of those nested in it."""
     start = i
     while i < end:
         text = tokens[i].text
@@ -136,7 +136,7 @@ def skip_to(tokens, i, end, *texts):
 
 
 def scope(head):
-    """("namespace", None) or ("record", its name) for what stands before a brace; (None, None) for anything else."""
+    """("namespace", None) or ("record", its name) for the tokens before a brace; (None, None) for anything else."""
     if any(t.text == "namespace" for t in head) or [t.text for t in head[:1]] == ["extern"]:
         return "namespace", None
     i = 0
@@ -193,7 +193,7 @@ def is_constructor(shader, function):
 
 
 def without_constructor_spaces(tokens):
-    """`S() threadgroup {}` says where an S may be made. Neither back end asks."""
+    """`S() threadgroup {}` restricts the address space of objects. Neither back end needs it."""
     shader = Shader(tokens, 0, functions(tokens))
     for function in shader.functions:
         if is_constructor(shader, function):
@@ -204,7 +204,7 @@ def without_constructor_spaces(tokens):
 
 
 def without_repeated_methods(tokens):
-    """A method that stands there once for each address space, once: here no type says where it lies."""
+    """Keep one of several overloads of a method that only differ in the address space of the object."""
     seen, gone = set(), []
     for f in functions(tokens):
         end = f.body or f.end
@@ -241,7 +241,7 @@ def names_of_the_simulator(shader):
 def builtin_functions(shader):
     for token in shader.tokens:
         if token.text.startswith("__builtin_") and not BUILTIN_FUNCTIONS.fullmatch(token.text):
-            refuse(token, f"'{token.text}' is no function of Metal's library")
+            refuse(token, f"'{token.text}' is not a function of Metal's library")
 
 
 @rule
@@ -270,7 +270,7 @@ def noexcept(shader):
 
 @rule
 def elements_of_a_lane(shader):
-    """Two of a simdgroup matrix: `thread_elements()[2]` is none."""
+    """A lane has two elements of a simdgroup matrix: `thread_elements()[2]` is out of range."""
     for i, token in enumerate(shader.tokens):
         call = [shader.text(i + n) for n in range(6)]
         if call[:4] == ["thread_elements", "(", ")", "["] and call[5] == "]" and re.match("[2-9]|1[0-9]", call[4]):
@@ -308,7 +308,7 @@ def enum_name(shader, i):
     return i + 2 if shader.text(i + 1) in ("class", "struct") else i + 1
 
 
-# --- address spaces that are not written
+# --- missing address spaces
 
 
 def type_names(tokens):
@@ -362,7 +362,7 @@ def arrays_without_a_space(shader):
 
 @rule
 def function_pointers(shader):
-    """Metal knows functions as template arguments only."""
+    """Metal allows functions only as template arguments."""
     tokens, names = shader.tokens, type_names(shader.tokens)
     for i in range(1, len(tokens) - 2):
         declares = tokens[i].text == "(" and tokens[i + 1].text in ("*", "&") and tokens[i + 2].kind == "name"

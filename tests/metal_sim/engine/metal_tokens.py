@@ -1,4 +1,4 @@
-"""Metal source as tokens, and how to find one's way among them."""
+"""Metal source as tokens, and functions to navigate them."""
 
 import re
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ TOKEN = re.compile(
 
 
 class RefusedError(Exception):
-    """The source breaks a rule of Metal, or uses something this translator does not know."""
+    """The source breaks a rule of Metal, or uses something that this translator does not support."""
 
 
 @dataclass
 class Token:
     text: str
-    kind: str  # name, number, string, mark; code: text made by this translator
+    kind: str  # name, number, string, mark; code: text written by this translator
     space: str = ""  # blanks, line markers and pragmas before it
     line: int = 0
 

@@ -16,7 +16,7 @@
 
 using namespace metal_sim::abi;
 
-// Saves the callee-saved registers and the stack pointer, and takes up another stack where it was left.
+// Saves the callee-saved registers and the stack pointer, and resumes another stack.
 extern "C" void metal_sim_switch(void** save, void* load);
 #if defined(__x86_64__)
 __asm__(R"(
@@ -197,7 +197,7 @@ std::string whereabouts(const ThreadRecord& t) {
   return "is elsewhere";
 }
 
-// --- choosing who runs next
+// --- choosing the next thread
 
 uint32_t pick(uint32_t mask) {
   if (s.order == Order::Kind::random) {
@@ -242,7 +242,7 @@ void* enter(ThreadRecord& t) {
 
 ThreadRecord& next_in(SimdgroupRecord& g) { return g.threads[g.order[pick(g.ready)]]; }
 
-// Parks the running thread; returns when it is its turn again.
+// Suspends the running thread; returns when it is scheduled again.
 void yield_from(ThreadRecord& self) {
   SimdgroupRecord& g = simdgroup_of(self);
   bool elsewhere = s.order == Order::Kind::random && ((*s.random)() & 3) == 0;
@@ -297,7 +297,7 @@ extern "C" void metal_sim_fiber_main() {
   }
 }
 
-// --- what kernels call
+// --- called by kernels
 
 void meet_in_simdgroup(Op op, uint64_t site, Combine combine, uint32_t flags) {
   ThreadRecord& self = *s.current;
@@ -369,7 +369,7 @@ void meet_at_barrier(uint32_t flags, uint64_t site) {
   metal_sim_switch(&self.fiber->stack_pointer, s.host);  // so that the first simdgroup of the order goes first
 }
 
-// No thread can go on, and some have not returned: say who waits for whom.
+// No thread can continue, but some have not returned: describes which threads wait for which.
 Failure deadlock() {
   for (uint32_t i = 0; i < s.simdgroup_count; ++i) {
     SimdgroupRecord& g = s.simdgroups[i];

@@ -9,7 +9,7 @@
 
 namespace metal_sim {
 
-// Why a threadgroup was abandoned. `where` is an address in the shader's code, `line` a line of its source, or 0.
+// The reason why a threadgroup was aborted. `where` is an address in the shader's code, `line` a source line or 0.
 struct Failure {
   std::string rule;
   std::string message;
@@ -17,7 +17,7 @@ struct Failure {
   uint32_t line = 0;
 };
 
-// A small generator, so that a seed means the same on every machine.
+// A small generator that gives the same sequence on every machine.
 struct Random {
   uint64_t state;
   uint64_t operator()() {
@@ -28,7 +28,7 @@ struct Random {
   }
 };
 
-// Signals while kernels run, and a clock; made once per run of a dispatch.
+// Signal handlers and the time limit while kernels run; one per run of a dispatch.
 class Guard {
  public:
   Guard();
@@ -37,20 +37,20 @@ class Guard {
   void allow(double seconds);  // of CPU time from now on
 };
 
-// The stacks of all threads of a threadgroup, where their own variables lie.
+// The stacks of all threads of a threadgroup, which contain their local variables.
 inline constexpr size_t stack_bytes = 128 << 10, guard_bytes = 16 << 10;
 inline constexpr size_t thread_memory_bytes = (stack_bytes + guard_bytes) * max_threads_per_threadgroup;
 std::byte* thread_memory();
 
-// The 32 KB of threadgroup memory and who touched its bytes.
+// The 32 KB of threadgroup memory, and its shadow memory.
 std::byte* threadgroup_memory();
 abi::Cell* threadgroup_cells();
 
-// state.threads_per_threadgroup and thread_count say which threads. Returns nullptr, or why it stopped.
-// costs: to add what threads do together to, or nullptr.
+// Runs the threads given by state.threads_per_threadgroup and thread_count. Returns nullptr, or the reason why it
+// stopped. costs: counters of simdgroup and threadgroup operations, or nullptr.
 const Failure* run_threadgroup(abi::State& state, void (*entry)(), Order::Kind order, Random& random, Costs* costs);
 
-// Called on a fiber: gives up the whole threadgroup.
+// Called on a fiber: aborts the whole threadgroup.
 [[noreturn]] void fail(Failure failure);
 
 }  // namespace metal_sim

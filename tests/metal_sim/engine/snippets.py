@@ -1,15 +1,15 @@
-"""Small kernels, each with one thing that Apple's compiler accepts or refuses, and what the checks here say of them.
+"""Small kernels, each with one feature that Apple's compiler accepts or refuses, and the expected result of the checks.
 
-They stand in snippets/*.metal, each below a line `//: name | Apple | found | reason`:
+They are in snippets/*.metal, each below a line `//: name | Apple | found | reason`:
 
     name    of the snippet; name_{a b} makes two of it, in which NAME is a or b
-    Apple   ok, refuses, or ? where it is not known; `refuses <4.0` and `refuses >=4.1` are about some languages only
-    found   what refuses it: a rule of metal_rules.py, translation (translate.py), newer_language or address_spaces
-            (address_spaces.py), engine (shim/); or accepted; left out where Apple says ok
-    reason  why found is not what Apple does, or what is special about it
+    Apple   ok, refuses, or ? if it is not known; `refuses <4.0` and `refuses >=4.1` apply to some languages only
+    found   the check that must refuse it: a rule of metal_rules.py, translation (translate.py), newer_language or
+            address_spaces (address_spaces.py), engine (shim/); or accepted; omitted if Apple says ok
+    reason  why `found` differs from Apple's behaviour, or what is special about it
 
-`python snippets.py` prints the table, with what is found now; `python snippets.py FOLDER` that of the .metal files in a
-folder. All are compiled together, each in a namespace of its own, so that one run of clang serves hundreds.
+`python snippets.py` prints the table, with the current results; `python snippets.py FOLDER` does so for the .metal
+files in a folder. All snippets are compiled together, each in its own namespace, in one run of clang.
 """
 
 import itertools
@@ -48,7 +48,7 @@ class Snippet:
     reason: str
 
     def is_refused(self, version):
-        """Whether these checks shall refuse it as this Metal."""
+        """Whether the checks must refuse it in this version of Metal."""
         if self.found == "accepted":
             return False
         limit = re.search(r"(<|>=)(\d)\.(\d)", self.apple)
@@ -79,7 +79,7 @@ def expanded(names):
 
 
 def refusals(sources, version):
-    """{name: {check: message}} of what is refused; a check is a rule's name, "address_spaces" or "engine"."""
+    """{name: {check: message}} of refused snippets; a check is a rule's name, "address_spaces" or "engine"."""
     found = {name: {} for name in sources}
     with ThreadPoolExecutor(2) as pool:
         both = pool.map(lambda name: translations(sources[name], version, found[name]), sources)
@@ -91,12 +91,12 @@ def refusals(sources, version):
 
 
 def alone(source, version):
-    """What refusals finds of one snippet."""
+    """The refusals of a single snippet."""
     return refusals({"alone": source}, version)["alone"]
 
 
 def translations(source, version, refused):
-    """The two translations of a shader; one that is refused is None."""
+    """The two translations of a shader; None for one that is refused."""
     texts = []
     for front_end in (address_spaces.translated, translate.translate):
         try:
@@ -118,7 +118,7 @@ def check_address_spaces(texts, version):
 
 
 def check_engine(texts, version, flags=()):
-    """Again without what was refused, until all is accepted: clang complains of the first use of a template only."""
+    """Repeated without refused snippets until all are accepted: clang only reports the first use of a template."""
     include = '#include "metal.h"\n'
     left = {name: both[1].removeprefix(include) for name, both in texts.items() if both[1]}
     command = [translate.find_compiler(), *flags, *ENGINE]
@@ -139,11 +139,11 @@ def together(texts):
 
 
 def by_name(messages, check):
-    """Every error with the name of its shader: the first that it, or a note to it, mentions."""
+    """Every error with the name of its shader: the first one that the error or one of its notes mentions."""
     name = None
     starts = r"^(?=(?:In file included from .*\n)*.*\berror: )"
     for group in re.split(starts, messages, flags=re.MULTILINE):
-        # An error in the same place of the same template as the one before has no notes.
+        # An error at the same place of the same template as the one before has no notes.
         name = next(iter(re.findall(r"^of_(\w+):\d+", group, re.MULTILINE)), name)
         if "error: " in group:
             yield name, check, next(line for line in group.splitlines() if "error: " in line)
@@ -154,7 +154,7 @@ def shown(found):
 
 
 def print_table(rows):
-    """rows: (name, what Apple does, {version: what refuses it}, reason)"""
+    """rows: (name, Apple's behaviour, {version: the checks that refuse it}, reason)"""
     for name, apple, found, reason in rows:
         by = [shown(found[version]) for version in address_spaces.VERSIONS]
         now = by[0] if len(set(by)) == 1 else " | ".join(by)

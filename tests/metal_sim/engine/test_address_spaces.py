@@ -1,4 +1,4 @@
-"""What only the front end with Metal's address spaces can refuse, and that it accepts what is right."""
+"""Errors that only the front end with Metal's address spaces can detect; correct code must be accepted."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The engine alone: good kernels give numpy's results in every order, and every broken one is caught by its rule."""
+"""The engine alone: good kernels give numpy's results in every order, and every mutant is caught by its rule."""
 
 import functools
 import os
@@ -137,7 +137,7 @@ def test_every_mutant_is_tested():
     assert names == VIOLATIONS.keys() | COMPILE_ERRORS.keys() | elsewhere
 
 
-# --- what is wrong in every order alike shows in the result, and only where it should
+# --- results that are equally wrong in every order
 
 
 def test_scratch_overlap_with_barrier_is_wrong_below_the_threads_only():
@@ -169,7 +169,7 @@ def test_fixed_launch_as_meant():
     assert np.allclose(residual, 1)
 
 
-# --- what the host may not do
+# --- mistakes of the host
 
 COPY = """
 #include <metal_stdlib>
@@ -363,14 +363,14 @@ HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 
 
 def run(body, *arguments, threads=32, grid=1, signature="", version=310, exact=False, lengths=None):
-    """Runs one kernel `k` whose buffers and body are given."""
+    """Run a kernel `k` with the given buffers and body."""
     library = Library(HEAD + kernel_text("k", signature, body), version)
     return library.kernel("k")(*arguments, grid=grid, threads=threads, exact=exact, lengths=lengths)
 
 
 @functools.cache
 def library_of(signature, body, expressions):
-    """One kernel for each expression, which `body` holds as EXPRESSION: k0, k1 and so on."""
+    """One kernel for each expression, which replaces EXPRESSION in `body`: k0, k1 and so on."""
     kernels = [kernel_text(f"k{n}", signature, body.replace("EXPRESSION", e)) for n, e in enumerate(expressions)]
     return Library(HEAD + "".join(kernels))
 
@@ -664,7 +664,7 @@ def test_simdgroup_matrix(kind, dtype):
 
 
 def test_lanes_of_a_matrix():
-    """Lane 0 and 1 hold row 0, columns 0 to 3; lanes 8 and 9 the rest of that row; lane 16 starts row 4."""
+    """Lanes 0 and 1 have row 0, columns 0 to 3; lanes 8 and 9 the rest of that row; lane 16 starts row 4."""
     x, out = np.arange(64, dtype=np.float32), zeros(32, 2)
     body = """
     simdgroup_float8x8 m;
@@ -775,7 +775,7 @@ def test_results_are_those_of_one_run_not_of_four():
 
 
 def test_offsets_above_32_bits_are_kept():
-    """A huge buffer, of which only two pages exist."""
+    """In a huge buffer with only two resident pages."""
     big = np.zeros((1 << 32) + 4096, np.uint8)
     out = zeros(1, dtype=np.uint32)
     big[(1 << 32) + 5] = 77
@@ -798,7 +798,7 @@ def test_preprocessor_knows_the_macros_of_the_host():
 
 
 def test_zeros_of_a_threadgroup_variable_are_not_written():
-    """As on Apple's GPUs, though the compiler takes them."""
+    """As on Apple's GPUs, although the compiler accepts them."""
     with pytest.raises(Violation) as caught:
         run("threadgroup float t[32] = {0}; out[i] = t[i];", zeros(32), signature="device float* out [[buffer(0)]],")
     assert caught.value.rule == "uninitialized"
@@ -848,9 +848,9 @@ def test_orders_from_the_environment(orders, message):
 def test_a_violation_says_how_to_see_it_again(name, orders, again):
     test = "tests/test_x.py::test_y[a b]"
     _, output = run_mutant(name, METAL_SIM_ORDERS=orders, PYTEST_CURRENT_TEST=f"{test} (call)")
-    assert output.endswith(f'\nto see it again: METAL_SIM_ORDERS={again} python -m pytest "{test}"\n')
+    assert output.endswith(f'\nto repeat it: METAL_SIM_ORDERS={again} python -m pytest "{test}"\n')
     _, output = run_mutant(name, METAL_SIM_ORDERS=again, PYTEST_CURRENT_TEST="")
-    assert output.endswith(f"\nto see it again: METAL_SIM_ORDERS={again} <the same command>\n")
+    assert output.endswith(f"\nto repeat it: METAL_SIM_ORDERS={again} <the same command>\n")
 
 
 def test_needs_no_pytorch():
@@ -859,7 +859,7 @@ def test_needs_no_pytorch():
 
 
 def test_the_engine_is_told_where_its_translator_is():
-    """So that it does not matter how a compiler writes __FILE__."""
+    """The way in which a compiler writes __FILE__ must not matter."""
     code = (
         "import os; from metal_sim import engine; assert os.path.exists(os.environ['METAL_SIM_HOME'] + '/translate.py')"
     )
@@ -935,7 +935,7 @@ COUNTED = {
 
 
 def costs_of(body, signature, grid, sample=0):
-    """`x`, where there is one, and `out` at its index have room for a float4 of each thread."""
+    """`x`, if there is one, and `out` at its index have room for a float4 per thread."""
     arrays = [ones(grid * 128) for _ in range(2)]
     engine.set_costs(True, sample)
     try:
@@ -950,7 +950,7 @@ def by_thread(counts, threads, **groups):
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_costs(name):
-    """In the first of several orders alone."""
+    """Counted only in the first of several orders."""
     body, signature, counts = COUNTED[name]
     costs = costs_of(body, signature, grid=3)
     assert costs == by_thread(counts, 96, threadgroups=3, threadgroups_run=3)
@@ -972,7 +972,7 @@ def test_a_sample_is_spread_over_the_grid(some):
 
 
 def test_a_sample_of_a_grid_of_three_dimensions():
-    """And what it leaves out stays as it was."""
+    """The output of the threadgroups that do not run keeps its content."""
     engine.set_costs(True, 6)
     out = zeros(4, 3, 5)
     body = "if (tid == 0) out[(group.z * 3 + group.y) * 5 + group.x] = 1.0f;"
@@ -983,7 +983,7 @@ def test_a_sample_of_a_grid_of_three_dimensions():
 
 
 def test_counting_ends_with_the_dispatch():
-    """A shader that is loaded again is the same library, whose own code is instrumented too."""
+    """A shader that is loaded again is the same library, whose own code is also instrumented."""
     engine.set_orders(FORWARD)
     body, signature, counts = COUNTED["device"]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Kernels in the manner of MLX and PyTorch: accepted as every Metal, and right in every order of threads."""
+"""Kernels in the style of MLX and PyTorch: accepted in every version of Metal, and right in every thread order."""
 
 import numpy as np
 import pytest
@@ -127,7 +127,7 @@ def threefry(keys, counts):
 
 
 def test_threefry_of_this_file_is_right():
-    """The vectors of the paper's own implementation."""
+    """Test vectors of the paper's own implementation."""
     ones = 0xFFFFFFFF
     assert threefry((0, 0), (0, 0)) == (0x6B200159, 0x99BA4EFE)
     assert threefry((ones, ones), (ones, ones)) == (0x1CB996FC, 0xBB002BE7)

@@ -18,7 +18,7 @@ def found(version):
 
 
 def wrong(version):
-    """{name: what was found} where that is not what the snippet's line says."""
+    """{name: what was found} of the snippets whose line says otherwise."""
     result = {}
     for name, snippet in ALL.items():
         by = found(version)[name]
@@ -83,7 +83,7 @@ def test_assertions_of_the_shim_are_what_refuses_their_snippets():
     texts = {name: snippets.translations(ALL[name].source, 310, {}) for of_it in by_message.values() for name in of_it}
     still = {name for name, _, _ in snippets.check_engine(texts, 310, ["-Dstatic_assert(...)="])}
     accepted = [message for message, of_it in by_message.items() if of_it - still]
-    assert len(accepted) >= 20, accepted  # the others stand before what would fail in a worse way
+    assert len(accepted) >= 20, accepted  # without the other assertions, compilation fails with a worse message
 
 
 def test_a_function_without_a_body_is_refused_by_the_linker():

@@ -1,7 +1,7 @@
-"""Metal Shading Language to C++, for any back end.
+"""Translates the Metal Shading Language to C++, for any back end.
 
-The output is C++20 that includes "metal.h". Which metal.h is found decides the back end: shim/metal.h runs the kernels
-on the CPU, another one may make them CUDA kernels. The words that each metal.h must define are few:
+The output is C++20 that includes "metal.h". The include path selects the back end: shim/metal.h runs the kernels on the
+CPU, another one may make them CUDA kernels. Each metal.h must define these words:
 msl::device_ptr<T>, msl::constant_ptr<T>, msl::threadgroup_ptr<T>, msl::reinterpret_pointer<T>, MSL_HALF, MSL_BFLOAT,
 MSL_KERNEL_BODY, MSL_THREADGROUP, MSL_INSTANTIATE, MSL_KERNEL, MSL_BUFFER, MSL_BUILTIN, MSL_FUNCTION_CONSTANT, and
 namespace metal itself; its vectors have v.msl_swizzle<0, 1>() for v.xy and v.msl_swizzle_of<0, 1>() where v.xy is
@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # also where this is a part of a package
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # needed if this is imported as part of a package
 from metal_rules import refuse_non_metal, skip_to, without_constructor_spaces, without_repeated_methods
 from metal_tokens import (
     OPENERS,
@@ -34,7 +34,7 @@ from metal_tokens import (
     tokenize,
 )
 
-# Attributes that change nothing here. `kernel` and those of kernel parameters have their own places.
+# Attributes without an effect here. `kernel` and the attributes of kernel parameters are handled separately.
 HARMLESS = {"likely", "unlikely", "maybe_unused", "nodiscard", "fallthrough", "always_inline", "unroll"}
 BUILTINS = {
     "thread_position_in_grid",
@@ -56,14 +56,14 @@ BUILTINS = {
 }
 
 
-# Without a header of Metal's there are keywords and C++'s own types.
+# Without one of Metal's headers there are only keywords and C++'s own types.
 LIBRARY_NAME = re.compile(
     r"\b(metal|u(char|short|int|long)[234]?|(bool|char|short|int|long|half|float)[234]|u?int\d+_t)\b"
 )
 
 
 def find_compiler():
-    """METAL_SIM_CXX, else the newest clang of those the simulator was tried with."""
+    """METAL_SIM_CXX, else the newest clang with which the simulator was tested."""
     names = [os.environ.get("METAL_SIM_CXX"), "clang++-19", "clang++"]
     return next((name for name in names if name and shutil.which(name)), "clang++-19")
 
@@ -81,7 +81,7 @@ def without_comment(match):
 
 
 def without_comments(source):
-    """The shader without its comments, once what must be seen before its includes are gone has been checked."""
+    """The shader without its comments, after the checks that need its includes."""
     code = re.sub(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/', without_comment, source, flags=re.DOTALL)
     for number, line in enumerate(code.splitlines(), 1):
         if not line.isascii():
@@ -94,7 +94,7 @@ def without_comments(source):
 
 
 def preprocess(source, version, macros=()):
-    """Expands macros and conditions as Metal's own preprocessor would; keeps line markers."""
+    """Expand macros and conditions as Metal's own preprocessor would; keep line markers."""
     source = without_comments(source)
     source = re.sub(r"^[ \t]*#[ \t]*(include|import)[ \t]*<(metal_\w+|simd/simd\.h)>[^\n]*", "", source, flags=re.M)
     source = re.sub(r"^[ \t]*#[ \t]*pragma[ \t]+(once|METAL)\b[^\n]*", "", source, flags=re.M)
@@ -138,7 +138,7 @@ def is_cast(tokens, close):
 
 
 def addresses(tokens):
-    """&x[i] becomes (x + (i)): the same thing, and a checked pointer stays a checked pointer."""
+    """&x[i] becomes (x + (i)), which is equivalent and keeps a checked pointer checked."""
     out, i = [], 0
     while i < len(tokens):
         token = tokens[i]
@@ -198,7 +198,7 @@ def swizzles(tokens):
 
 
 def attributes(tokens):
-    """Every [[...]] becomes one token of kind attribute whose space holds nothing of the source."""
+    """Every [[...]] becomes one token of kind attribute, without the space before it."""
     out, i = [], 0
     while i < len(tokens):
         if tokens[i].text != "[[":
@@ -219,7 +219,7 @@ def attributes(tokens):
 
 
 def without_attributes(tokens):
-    """Keeps the line breaks before them, so that lines stay what they are."""
+    """Keeps the line breaks before attributes, so that line numbers do not change."""
     out, space = [], ""
     for token in tokens:
         if token.kind == "attribute":
@@ -236,7 +236,7 @@ def argument(token, name):
 
 
 def attribute(marks, name):
-    """The argument of the attribute of that name, or None."""
+    """The argument of the attribute with this name, or None."""
     return next((value for mark in marks if (value := argument(mark, name))), None)
 
 
@@ -282,7 +282,7 @@ class Kernels:
 
     def scan(self, tokens):
         out, i, after = [], 0, {}
-        self.depth = 0  # of braces: above 0 we are in a namespace
+        self.depth = 0  # of braces; above 0: in a namespace
         while i < len(tokens):
             self.depth += {"{": 1, "}": -1}.get(tokens[i].text, 0)
             if tokens[i].text == "kernel" and tokens[i].kind == "name":
@@ -387,7 +387,7 @@ def is_template(out):
 
 
 def function_constants(macros):
-    """The values of function constants by index: the macros MSL_FUNCTION_CONSTANT_0=true and so on."""
+    """The values of function constants by index, from macros MSL_FUNCTION_CONSTANT_0=true and so on."""
     found = (re.fullmatch(r"MSL_FUNCTION_CONSTANT_(\d+)=(.*)", macro) for macro in macros)
     return {match[1]: match[2] for match in found if match}
 
@@ -398,9 +398,9 @@ class Spaces:
     def __init__(self, tokens, keep=False, constants=()):
         self.out = []
         self.keep = keep
-        self.constants = dict(constants)  # function constants by index; one that is not here has no value
+        self.constants = dict(constants)  # values of function constants by index; others have no value
         self.ordinal = 0
-        self.kernel_depth = None  # brace depth of the kernel body we are in
+        self.kernel_depth = None  # brace depth of the current kernel's body
         depth, i = 0, 0
         while i < len(tokens):
             token = tokens[i]
@@ -436,7 +436,7 @@ class Spaces:
         if is_end and tokens[i].text in (";", "{", "=", ":"):  # the space of a member function's object
             self.emit("".join(f" {q}" for q in [*qualifiers, word.text if self.keep else ""]), lead, word)
             return i
-        if tokens[i].text in ("*", "&"):  # `T thread& x`, `T* thread& x`: the type stands before the word
+        if tokens[i].text in ("*", "&"):  # `T thread& x`, `T* thread& x`: the type is before the word
             if word.text != "thread":
                 refuse(word, f"write '{word.text}' before the type it belongs to")
             if self.keep:
@@ -497,7 +497,7 @@ class Spaces:
         return end + 1
 
     def function_constant(self, tokens, i, index):
-        """`constant bool wide [[function_constant(0)]];`, whose type and name have been written already."""
+        """`constant bool wide [[function_constant(0)]];`, whose type and name are already in the output."""
         if tokens[i + 1].text != ";" or self.out[-2:-1] == []:
             refuse(tokens[i], "a function constant is a variable of its own, without a value")
         name, declared = self.out.pop(), self.out.pop()
@@ -513,7 +513,7 @@ class Spaces:
 
 
 def without_zeros(part, word):
-    """Metal takes zeros as the value of a threadgroup variable, and writes them nowhere."""
+    """Metal accepts zeros as the initial value of a threadgroup variable, but ignores them."""
     end = skip_to(part, 0, len(part), "=", "{", "(")
     value = re.sub(r"MSL_\w+\((.*?)\)|[={}(),;]", r"\1 ", render(part[end:]))
     if not re.fullmatch(r"[\s0.fhu]*|\s*false\s*", value):

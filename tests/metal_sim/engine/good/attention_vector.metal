@@ -1,4 +1,4 @@
-// One query a threadgroup. Its simdgroups take every BN-th key with an online softmax each, and are merged at the end.
+// One query per threadgroup. Each simdgroup has every BN-th key and an online softmax; they are merged at the end.
 #include <metal_math>
 #include <metal_simdgroup>
 #include <metal_stdlib>

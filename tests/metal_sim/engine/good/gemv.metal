@@ -1,4 +1,4 @@
-// y = A x: a simdgroup takes TM rows, a thread TN neighbours of them at a time; the last block may reach past both ends.
+// y = A x: a simdgroup has TM rows, a thread TN neighbouring columns at a time; the last block may exceed both sizes.
 #include <metal_stdlib>
 using namespace metal;
 
@@ -22,7 +22,7 @@ struct GEMVKernel {
   static inline void run(const device T* mat, const device T* in_vec, device T* out_vec, const constant int& in_size,
                          const constant int& out_size, const int row, const uint lane) {
     if (row >= out_size) return;
-    const int first = out_size >= TM ? min(row, out_size - TM) : 0;  // the last rows are done twice, alike
+    const int first = out_size >= TM ? min(row, out_size - TM) : 0;  // the last rows are computed twice
     const int rows = min(TM, out_size - first);
     float result[TM] = {0};
     float inter[TN], coeff[TN];

@@ -1,5 +1,5 @@
-// C = A B (+ bias), in tiles of 32 x 32 with two by two simdgroups. What is aligned and what is there is known to the
-// compiler as function constants.
+// C = A B (+ bias), in tiles of 32 x 32 with two by two simdgroups. Function constants say which sizes are aligned and
+// whether there is a bias.
 #include <metal_simdgroup>
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>

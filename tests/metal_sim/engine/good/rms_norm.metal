@@ -1,4 +1,4 @@
-// A row a threadgroup, four elements a thread, two levels of sums: y = x * rsqrt(mean(x * x) + eps) * w.
+// One row per threadgroup, four elements per thread, two levels of sums: y = x * rsqrt(mean(x * x) + eps) * w.
 #include <metal_simdgroup>
 #include <metal_stdlib>
 using namespace metal;

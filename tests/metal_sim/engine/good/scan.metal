@@ -1,4 +1,4 @@
-// Prefix sums of rows, four neighbours a thread: simdgroup scans, then the sums of the simdgroups before.
+// Prefix sums of rows, four elements per thread: simdgroup scans, then the sums of the previous simdgroups.
 #include <metal_stdlib>
 using namespace metal;
 

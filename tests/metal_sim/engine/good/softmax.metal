@@ -1,4 +1,4 @@
-// A row a threadgroup, in blocks: the maximum and the sum are kept together while the row goes by.
+// One row per threadgroup, in blocks: the maximum and the sum are updated together in one pass over the row.
 #include <metal_stdlib>
 using namespace metal;
 

@@ -1,4 +1,4 @@
-// Random bits by Threefry 2x32 with 20 rounds: two words from a key and a counter, no state.
+// Random bits by Threefry 2x32 with 20 rounds: two words from a key and a counter, without state.
 #include <metal_stdlib>
 using namespace metal;
 

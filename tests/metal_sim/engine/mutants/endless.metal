@@ -1,4 +1,4 @@
-// Broken on purpose (time): the loop waits for a flag nobody sets
+// Broken on purpose (time): the loop waits for a flag that is never set
 #include <metal_stdlib>
 using namespace metal;
 

@@ -1,4 +1,4 @@
-// Broken on purpose (time): all lanes agree to go on for ever
+// Broken on purpose (time): all lanes loop forever
 #include <metal_stdlib>
 using namespace metal;
 

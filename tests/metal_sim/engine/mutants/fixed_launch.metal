@@ -1,4 +1,4 @@
-// Broken on purpose (uninitialized with fewer threads, race with more threadgroups): takes it for granted that it is one threadgroup of 256
+// Broken on purpose (uninitialized with fewer threads, race with more threadgroups): assumes a single threadgroup of 256
 #include <metal_stdlib>
 using namespace metal;
 

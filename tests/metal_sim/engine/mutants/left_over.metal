@@ -1,4 +1,4 @@
-// Broken on purpose (uninitialized): counts on what the threadgroup before left in threadgroup memory
+// Broken on purpose (uninitialized): relies on the threadgroup memory of the previous threadgroup
 #include <metal_stdlib>
 using namespace metal;
 

@@ -1,4 +1,4 @@
-// Broken on purpose (compile): a parameter that says not where it comes from
+// Broken on purpose (compile): a parameter without an attribute
 #include <metal_stdlib>
 using namespace metal;
 

@@ -1,4 +1,4 @@
-// Broken on purpose (compile): instantiates a kernel that is no template
+// Broken on purpose (compile): instantiates a kernel that is not a template
 #include <metal_stdlib>
 using namespace metal;
 

@@ -1,4 +1,4 @@
-// Broken on purpose (compile): a name outside ASCII. Here, in a comment, it may stand: µ
+// Broken on purpose (compile): a name outside ASCII. In a comment it is allowed: µ
 #include <metal_stdlib>
 using namespace metal;
 

@@ -1,4 +1,4 @@
-// Broken on purpose (order): atomics hide the race, and the result still depends on who comes first
+// Broken on purpose (order): atomics hide the race, and the result still depends on the order
 #include <metal_stdlib>
 using namespace metal;
 

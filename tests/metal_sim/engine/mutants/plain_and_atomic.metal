@@ -1,4 +1,4 @@
-// Broken on purpose (race): a plain read beside atomic writes
+// Broken on purpose (race): a plain read concurrent with atomic writes
 #include <metal_stdlib>
 using namespace metal;
 

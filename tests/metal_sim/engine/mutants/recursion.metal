@@ -1,4 +1,4 @@
-// Broken on purpose (stack): calls itself for ever
+// Broken on purpose (stack): calls itself forever
 #include <metal_stdlib>
 using namespace metal;
 

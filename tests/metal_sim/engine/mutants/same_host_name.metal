@@ -1,4 +1,4 @@
-// Broken on purpose (compile): two kernels of one name
+// Broken on purpose (compile): two kernels with the same name
 #include <metal_stdlib>
 using namespace metal;
 

@@ -1,4 +1,4 @@
-// Broken on purpose (wrong result): the sums of threads above count overwrite exponentials, in every order alike
+// Broken on purpose (wrong result): the sums of threads above count overwrite exponentials, in every order
 #include <metal_stdlib>
 using namespace metal;
 

@@ -1,4 +1,4 @@
-// Broken on purpose (simdgroup): asks for lane 32
+// Broken on purpose (simdgroup): reads lane 32
 #include <metal_stdlib>
 using namespace metal;
 

@@ -1,4 +1,4 @@
-// Broken on purpose (address space): a threadgroup pointer is passed where a thread pointer is wanted
+// Broken on purpose (address space): a threadgroup pointer is passed where a thread pointer is required
 #include <metal_stdlib>
 using namespace metal;
 

@@ -1,4 +1,4 @@
-// Broken on purpose (compile): threadgroup variables belong into kernels
+// Broken on purpose (compile): threadgroup variables must be declared in kernels
 #include <metal_stdlib>
 using namespace metal;
 

@@ -1,4 +1,4 @@
-// Broken on purpose (barrier): each half of the threads waits at a barrier of its own
+// Broken on purpose (barrier): each half of the threads waits at a different barrier
 #include <metal_stdlib>
 using namespace metal;
 

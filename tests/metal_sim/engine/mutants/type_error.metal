@@ -1,4 +1,4 @@
-// Broken on purpose (compile): a name nobody declared
+// Broken on purpose (compile): an undeclared name
 #include <metal_stdlib>
 using namespace metal;
 

@@ -1,8 +1,8 @@
 // metal_stdlib for clang's C++ for OpenCL: declarations only, just enough to check address spaces.
-// What types a function takes is checked by ../shim; here most functions take anything. bfloat is char16_t, a built-in
-// type of its size that shaders do not use.
+// ../shim checks the types of arguments; here most functions take anything. bfloat is char16_t, a built-in type of the
+// same size that shaders do not use.
 #pragma once
-#pragma clang system_header  // its own C++ is of no concern
+#pragma clang system_header  // no warnings about this file
 
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 #pragma OPENCL EXTENSION __cl_clang_function_pointers : enable
@@ -48,7 +48,7 @@ MSL_VECTORS(half, half)
 MSL_VECTORS(bfloat, char16_t)
 MSL_VECTORS(float, float)
 
-// V(parts...) in Metal; translated to this. Of numbers it is a constant.
+// V(parts...) in Metal is translated to this. With constant arguments it is a constant.
 template <class V>
 struct msl_vector;
 template <class T, int N>
@@ -94,8 +94,9 @@ constexpr V msl_make(A... parts) {
 #define M_SQRT1_2_F 0.707106781186547524400844362104849039f
 #define M_2_SQRTPI_F 1.12837916709551257389615890312154517f
 
-// Metal copies structs out of constant memory; C++ for OpenCL, whose generic pointers exclude it, must be told how. All is
-// defaulted, so that the struct stays an aggregate. Of a struct with constructors of its own the default one is not.
+// Metal copies structs out of constant memory. C++ for OpenCL needs explicit constructors for that, because its generic
+// pointers exclude constant memory. All are defaulted, so that the struct stays an aggregate; a struct that has
+// constructors gets no default constructor.
 #define MSL_PLAIN(S) S() = default;
 #define MSL_DERIVED(S) constexpr S() {}  // C++14: a struct with a base is no aggregate
 #define MSL_COPIED(S)     \
@@ -214,7 +215,7 @@ MSL_MATH
 MSL_1(popcount) MSL_1(clz) MSL_1(ctz) MSL_1(reverse_bits) MSL_2(mulhi) MSL_2(absdiff) MSL_2(rotate) MSL_2(ldexp)
 MSL_3(max3) MSL_3(min3) MSL_3(median3) MSL_3(extract_bits) MSL_3(select) MSL_1(normalize)
 
-// A comparison or predicate of a vector is a vector of int or narrower, as all and any take.
+// The result of comparing vectors is a vector of int or a narrower type; all and any take it.
 template <class T>
 struct predicate {
   using type = bool;
@@ -305,7 +306,7 @@ void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>& d, simdgrou
 template <class D, class A, class B>
 void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a, simdgroup_matrix<B, 8, 8> b);
 
-// Names of atomics end in _: see rename in address_spaces.py.
+// Names of atomics end in _: see `rename` in address_spaces.py.
 enum memory_order { memory_order_relaxed = 0 };
 template <class T>
 struct atomic {
@@ -341,7 +342,7 @@ void atomic_min_explicit_(volatile device atomic<ulong>* object, ulong operand, 
 
 }  // namespace metal
 
-// --- what translate.py writes
+// --- the words that translate.py writes
 
 #define MSL_UNPAREN(...) __VA_ARGS__
 #define MSL_KERNEL_BODY
@@ -351,7 +352,7 @@ void atomic_min_explicit_(volatile device atomic<ulong>* object, ulong operand, 
 #define MSL_THREADGROUP(name, ordinal, extents, ...)                  \
   typedef __VA_ARGS__ msl_type_##ordinal MSL_UNPAREN extents;         \
   threadgroup msl_type_##ordinal& name = *(threadgroup msl_type_##ordinal*)0
-// A value that clang does not know, so that nothing asks for it where a constant is needed.
+// A value unknown to clang, so that it cannot be used where a constant is needed.
 constant float msl_unknown = 0;
 template <class T>
 constexpr bool is_function_constant_defined(T) {

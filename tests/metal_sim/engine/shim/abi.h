@@ -1,4 +1,4 @@
-// What a compiled shader and the engine share. A shader library owns one State; the engine fills it per dispatch.
+// Shared by compiled shaders and the engine. A shader library owns one State; the engine fills it for each dispatch.
 #pragma once
 
 #include <stddef.h>
@@ -6,7 +6,7 @@
 
 namespace metal_sim::abi {
 
-// A Metal pointer is an address with a region number in its top 8 bits: it remembers what it points into.
+// A Metal pointer is an address with the number of its region in the top 8 bits.
 inline constexpr int tag_shift = 56;
 inline constexpr uint64_t address_mask = (uint64_t(1) << tag_shift) - 1;
 inline constexpr uint32_t first_buffer_tag = 1;        // device and constant buffers by index
@@ -19,13 +19,13 @@ struct Region {
   uint64_t size;
 };
 
-// Who touched a byte last. `write` and `read` are words made by access_word.
+// The last accesses of a byte. `write` and `read` are words made by access_word.
 struct Cell {
   uint64_t write;
   uint64_t read;
 };
 
-// A stretch of device memory the kernel may write, with one Cell per granule of it.
+// A range of device memory that the kernel may write, with one Cell per granule.
 struct Shadowed {
   uint64_t begin;
   uint64_t size;
@@ -77,7 +77,7 @@ struct State {
   uint32_t threads_per_grid[3];
   uint32_t thread_count;  // threads in this threadgroup
 
-  // Race detection. Epochs grow for the life of the process, so shadow memory never needs clearing.
+  // Race detection. Epochs only ever increase, so shadow memory never needs clearing.
   uint64_t threadgroup_begin;
   uint64_t threadgroup_size;
   Cell* threadgroup_cells;
@@ -86,9 +86,9 @@ struct State {
   uint32_t shadowed_count;
   Shadowed shadowed[32];
 
-  void (*count_access)(uint64_t address, uint64_t bytes, bool is_write, bool is_atomic);  // null: nobody counts
+  void (*count_access)(uint64_t address, uint64_t bytes, bool is_write, bool is_atomic);  // null: not counted
 
-  // Into the engine. None of the first three returns.
+  // Callbacks of the engine. The first three do not return.
   void (*bad_access)(uint64_t pointer, uint64_t bytes, uint64_t alignment, const void* where);
   void (*bad_sharing)(Race race, uint64_t address, uint64_t other, bool device, const void* where);
   void (*violation)(const char* rule, const char* message, const void* where);
@@ -111,7 +111,7 @@ struct StaticVariable {
   const void* kernel;  // identity of the kernel instantiation that declares it
   uint64_t size;
   uint64_t alignment;
-  uint32_t ordinal;  // counted from 0 in the kernel's text
+  uint32_t ordinal;  // its index in the kernel's text, from 0
   uint32_t tag;      // set when the library is loaded, as is offset
   uint64_t offset;
   StaticVariable* next;
@@ -125,7 +125,7 @@ struct KernelInfo {
   uint32_t max_threads;
   uint64_t static_bytes;
   uint32_t static_count;
-  const void* identity;     // what its StaticVariables carry as `kernel`
+  const void* identity;     // `kernel` of its StaticVariables
   StaticVariable* statics;  // of the whole library
   KernelInfo* next;
 };

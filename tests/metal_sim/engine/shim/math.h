@@ -15,7 +15,7 @@ template <class T>
 inline constexpr bool msl_is_half = __is_same(T, half);
 template <int N>
 inline constexpr bool msl_is_half<vec<half, N>> = true;
-// Subnormal halves are 0: as operands of a GPU that does not have them.
+// Flushes subnormal halves to 0, as a GPU without them does.
 template <class T>
 T msl_flushed(T from) {
   struct Halves {
@@ -103,7 +103,7 @@ MSL_INT_LIMITS(ulong, 0, 18446744073709551615ul)
 #undef MSL_INT_LIMITS
 #undef MSL_LIMITS
 
-// Overloads for each type, not one template: min(uint, int) is ambiguous in Metal and must be so here.
+// An overload for each type instead of one template: min(uint, int) is ambiguous in Metal and must be ambiguous here.
 #define MSL_FLOAT_FUNCTION_1(name, expression)       \
   inline float name(float x) { return expression; }  \
   inline half name(half h) {                         \

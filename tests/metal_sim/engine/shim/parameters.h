@@ -1,4 +1,4 @@
-// What kernel parameters ask for: shared by every back end.
+// The attributes of kernel parameters, shared by all back ends.
 #pragma once
 
 #include <stdint.h>
@@ -50,7 +50,7 @@ struct BuiltinArgument {
   static constexpr int slot = -1;  // none
 };
 
-// What the parameters of a kernel must be together, for every back end; in types.h.
+// Checks all parameters of a kernel together, for every back end; defined in types.h.
 template <class... P, class... A>
 constexpr void check_parameters(void (*)(P...), A...);
 

@@ -6,8 +6,8 @@
 #include "abi.h"
 #include "parameters.h"
 
-// clang's thread sanitizer leaves accesses in other address spaces alone, and on the CPU they are ordinary memory:
-// the simulator's own reads go through QUIET pointers, so only the shader's accesses are reported.
+// clang's thread sanitizer ignores accesses in other address spaces, which are ordinary memory on the CPU. The
+// simulator's own accesses use QUIET pointers, so only the shader's accesses are reported.
 #define QUIET __attribute__((address_space(1)))
 #define MSL_UNCHECKED __attribute__((no_sanitize("thread", "undefined", "bounds")))
 #define MSL_INLINE __attribute__((always_inline)) MSL_UNCHECKED inline
@@ -50,7 +50,7 @@ MSL_INLINE const QUIET abi::Simdgroup& simdgroup_of(const QUIET abi::Thread& t) 
   __builtin_unreachable();
 }
 
-// A function constant without a value is used: by a kernel, or by the value of another constant when the library loads.
+// Set if a function constant without a value is used by the initial value of another constant, when the library loads.
 inline const char* unset_while_loading = nullptr;
 __attribute__((noinline, cold)) MSL_UNCHECKED inline void unset(const char* message) {
   if (!state.violation) unset_while_loading = message;
@@ -67,12 +67,12 @@ __attribute__((always_inline)) inline T* checked(uint64_t pointer) {
   return (T*)address;
 }
 
-// The region an address of a scalar or member lies in: `&x` has lost its tag.
+// Finds the region of the address of a scalar or member: `&x` has lost its tag.
 __attribute__((noinline)) MSL_UNCHECKED inline uint64_t tag_address(const volatile void* raw, Space space) {
   uint64_t address = (uint64_t)raw;
   for (uint32_t tag = 1; tag < state.region_count; ++tag)
     if (address - state.regions[tag].begin < state.regions[tag].size) return uint64_t(tag) << abi::tag_shift | address;
-  if (space != Space::constant && raw) violation("bounds", "the address of something that is in no bound buffer");
+  if (space != Space::constant && raw) violation("bounds", "the address of something outside all bound buffers");
   return address;
 }
 
@@ -213,7 +213,7 @@ class threadgroup_array<T[N][M]> {
   uint64_t bits_;
 };
 
-// Threadgroup variables declared in a kernel: known at load, so that their size can be reported before a launch.
+// Threadgroup variables declared in a kernel, registered at load time, so that their size is known before a launch.
 template <size_t Size, size_t Alignment, class KernelTag, int ordinal>
 struct StaticSlot {
   struct Node : abi::StaticVariable {
@@ -351,7 +351,7 @@ struct Registration {
   }
 };
 
-// Gives every threadgroup variable its place. Called once, after the static constructors.
+// Assigns an offset to every threadgroup variable. Called once, after the static constructors.
 MSL_UNCHECKED inline void lay_out_statics() {
   abi::Thread nobody{};
   state.thread = &nobody;
@@ -372,14 +372,14 @@ MSL_UNCHECKED inline void lay_out_statics() {
   }
 }
 
-// --- data races and reads of memory nobody wrote
+// --- data races and reads of uninitialised memory
 
 struct Now {
   uint32_t epoch, start, dispatch_start;
   bool device;
 };
 
-// Two accesses by different threads with nothing between them that orders them.
+// Whether two accesses by different threads are not ordered by a barrier.
 MSL_INLINE bool unordered(uint64_t word, const Now& now, const QUIET abi::Thread& t) {
   uint32_t epoch = abi::word_epoch(word);
   if (now.device && epoch < now.start) return epoch >= now.dispatch_start;
@@ -504,7 +504,7 @@ MSL_CALLBACK void* __tsan_memset(void* to, int value, size_t bytes) {
   return __builtin_memset(to, value, bytes);
 }
 
-// The bounds and arithmetic sanitizers stop here.
+// Handlers of the bounds and arithmetic sanitizers.
 #define MSL_STOP(handler, rule, message)                                                                       \
   extern "C" __attribute__((visibility("hidden"), used, noinline, cold)) MSL_UNCHECKED inline void handler() { \
     msl::state.violation(rule, message, __builtin_return_address(0));                                          \
@@ -529,7 +529,7 @@ extern "C" __attribute__((visibility("default"), used)) inline metal_sim::abi::K
   return msl::kernels;
 }
 
-// --- what translate.py writes; another back end gives these words other meanings
+// --- the words that translate.py writes; each back end defines them differently
 
 #define MSL_UNPAREN(...) __VA_ARGS__
 #define MSL_KERNEL_BODY \

@@ -1,4 +1,4 @@
-// What threads do together: barriers, simdgroup and quad functions, 8x8 matrices, atomics.
+// Operations of several threads: barriers, simdgroup and quad functions, 8x8 matrices, atomics.
 #pragma once
 
 #include "math.h"
@@ -17,7 +17,7 @@ __attribute__((convergent, noinline)) MSL_UNCHECKED inline void simdgroup_barrie
   ::msl::state.rendezvous(::msl::abi::Op::simdgroup_barrier, site.value, nullptr, uint(flags));
 }
 
-// Every lane leaves its value in its slot; the last to come computes all results.
+// Every lane stores its value in its slot; the last one to arrive computes all results.
 using msl_slots = unsigned char (*)[::msl::abi::slot_bytes];
 using msl_const_slots = const unsigned char (*)[::msl::abi::slot_bytes];
 
@@ -108,7 +108,7 @@ struct msl_Sent {
   uint argument;
 };
 
-// source: the lane to read from, 32 or more for none (the lane keeps its own value).
+// source: the lane to read from; with 32 or more, the lane keeps its own value.
 template <class T, class Source>
 T msl_shuffle(T value, uint argument, ::msl::Site site, Source) {
   static_assert(msl_simd_type<T>(),
@@ -122,7 +122,7 @@ T msl_shuffle(T value, uint argument, ::msl::Site site, Source) {
                          });
 }
 inline uint msl_lane_in_range(uint lane) {
-  if (lane >= 32) ::msl::violation("simdgroup", "a lane of 32 or more is asked for");
+  if (lane >= 32) ::msl::violation("simdgroup", "a lane of 32 or more is read");
   return lane;
 }
 template <class T>
@@ -149,7 +149,7 @@ template <class T>
 T simd_shuffle_rotate_down(T value, ushort delta, ::msl::Site site = MSL_SITE) {
   return msl_shuffle(value, delta, site, [](uint lane, uint d) { return (lane + d) % 32; });
 }
-// Lanes that would read beyond a segment of `modulo` lanes get what the filling holds beyond its other end.
+// Lanes that would read beyond a segment of `modulo` lanes get the filling's values from the other end of the segment.
 template <class T>
 struct msl_Filled {
   T value, filling;
@@ -199,7 +199,7 @@ T simd_broadcast(T value, ushort from, ::msl::Site site = MSL_SITE) {
                            uint source = msl_lane_in_range(msl_take<msl_Sent<T>>(in, 0).argument);
                            for (uint lane = 0; lane < 32; ++lane) {
                              if (msl_take<msl_Sent<T>>(in, lane).argument != source)
-                               ::msl::violation("simdgroup", "simd_broadcast with different lanes asked for");
+                               ::msl::violation("simdgroup", "simd_broadcast of different lanes");
                              msl_put<T>(out, lane, msl_take<msl_Sent<T>>(in, source).value);
                            }
                          });
@@ -260,7 +260,7 @@ MSL_MATRIX(half)
 MSL_MATRIX(bfloat)
 #undef MSL_MATRIX
 
-// Called by whole simdgroups with equal arguments. The next simdgroup function compares what the lanes did.
+// Must be called by whole simdgroups with equal arguments, which the next simdgroup function checks.
 template <class... A>
 MSL_UNCHECKED void msl_remember_convergent_call(A... arguments) {
   uint64_t hash = ::msl::state.thread->convergence;
@@ -274,7 +274,7 @@ simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) {
   m.msl_at = vec<T, 2>(value);
   return m;
 }
-// Metal takes no integer for it.
+// Not defined for integers, as in Metal.
 template <class T, int Columns, int Rows = Columns, class V>
   requires(__is_integral(V))
 simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(V value) = delete;
@@ -349,7 +349,7 @@ void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> 
   simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<D, 8, 8>(D(0.0f)), site);
 }
 
-// All products written as `*` look like one meeting, since operators have no place of their own.
+// All products written as `*` count as one call site, since operators have no source location.
 template <class T>
 simdgroup_matrix<T, 8, 8> operator*(simdgroup_matrix<T, 8, 8> a, simdgroup_matrix<T, 8, 8> b) {
   simdgroup_matrix<T, 8, 8> product;
@@ -405,7 +405,7 @@ auto msl_atomic_update(A* object, F update) {
 template <class A>
 using msl_value_of = typename A::value_type;
 
-// The object is given as a raw pointer (`&counter`) or as a checked one; A is its atomic<T>, of a kind that it takes.
+// The object is a raw pointer (`&counter`) or a checked one; A is its atomic<T>, for a T that the function supports.
 #define MSL_ATOMIC(result, name, kind, KIND, parameters, arguments, ...)                \
   template <class A>                                                                    \
     requires requires { typename A::value_type; }                                       \

@@ -10,7 +10,7 @@ using ulong = unsigned long;
 using half = _Float16;
 
 // Upper half of a float. Arithmetic is done in float and rounded to nearest even after every operation.
-// Conversions from float are explicit, and there are none to or from half: what compiles here compiles as Metal.
+// Conversions from float are explicit, and there are none to or from half, as in Metal.
 struct bfloat {
   bfloat() = default;
   explicit constexpr bfloat(float f) : bits(round_bits(__builtin_bit_cast(uint32_t, f))) {}
@@ -37,7 +37,7 @@ inline bfloat& operator+=(bfloat& a, bfloat b) { return a = a + b; }
 inline bfloat& operator-=(bfloat& a, bfloat b) { return a = a - b; }
 inline bfloat& operator*=(bfloat& a, bfloat b) { return a = a * b; }
 inline bfloat& operator/=(bfloat& a, bfloat b) { return a = a / b; }
-// With a float the result is one; with half there is none.
+// Mixed with a float, the result is a float; mixing with half is not allowed.
 #define MSL_BFLOAT_MIXED(result, op)                                     \
   inline result operator op(bfloat a, float b) { return float(a) op b; } \
   inline result operator op(float a, bfloat b) { return a op float(b); } \
@@ -304,7 +304,7 @@ constexpr vec<bool, N> operator!(vec<T, N> a) {
   return msl_each(a, [](T p) { return !p; });
 }
 
-// Vectors without the padding and alignment of vec. They compute as those.
+// Vectors without the padding and alignment of vec, with the same arithmetic.
 template <class T, int N>
 struct packed_vec;
 #define MSL_PACKED(N, ...)                                      \

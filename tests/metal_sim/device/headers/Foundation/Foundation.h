@@ -1,5 +1,5 @@
-// Foundation on both roads: on Linux GNUstep's, completed; for macOS the declarations that the extension uses.
-// Written from the public documentation; nothing of Apple's own headers is in here.
+// Foundation: on Linux GNUstep's with additions; for the cross build the declarations that the extension uses.
+// Written from the public documentation, without any code of Apple's headers.
 #pragma once
 
 #ifndef __APPLE__
@@ -105,7 +105,7 @@ typedef struct {
 
 NS_ASSUME_NONNULL_END
 
-#else  // GNUstep, completed
+#else  // additions to GNUstep
 
 #ifndef API_AVAILABLE
 #define API_AVAILABLE(...)
@@ -121,7 +121,7 @@ typedef struct {
   NSInteger patchVersion;
 } NSOperatingSystemVersion;
 
-// The simulated Metal answers these with the macOS version it plays (METAL_SIM_MACOS).
+// The simulated Metal returns the macOS version that it plays.
 @interface NSProcessInfo (MacOSVersion)
 @property(readonly) NSOperatingSystemVersion operatingSystemVersion;
 - (BOOL)isOperatingSystemAtLeastVersion:(NSOperatingSystemVersion)version;

@@ -1,6 +1,6 @@
 // The Metal calls that encode a compute kernel, for Linux (where tests/metal_sim implements them) and for the
-// compile against macOS. Names, types, values and nullability are Apple's, written from the public documentation;
-// tests/metal_sim/README.md says how they were checked. A call that is missing here is one the project does not use.
+// cross build. Names, types, values and nullability are Apple's, written from the public documentation;
+// tests/metal_sim/README.md says how they were checked. Calls that the project does not use are missing.
 #pragma once
 #import <Foundation/Foundation.h>
 #include <dispatch/dispatch.h>

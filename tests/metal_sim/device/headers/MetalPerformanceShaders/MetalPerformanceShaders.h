@@ -1,4 +1,4 @@
-// The one class of MetalPerformanceShaders that ATen/mps/MPSStream.h names with its content.
+// The only class of MetalPerformanceShaders whose definition ATen/mps/MPSStream.h needs.
 #pragma once
 #import <Metal/Metal.h>
 

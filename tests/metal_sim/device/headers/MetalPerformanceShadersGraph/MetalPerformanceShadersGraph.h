@@ -1,4 +1,4 @@
-// ATen/mps/MPSStream.h only points at these.
+// ATen/mps/MPSStream.h only uses pointers to these.
 #pragma once
 #import <MetalPerformanceShaders/MetalPerformanceShaders.h>
 

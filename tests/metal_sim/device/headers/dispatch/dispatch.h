@@ -1,4 +1,4 @@
-// The part of libdispatch that an MPS extension touches. Against macOS the system's own header is used.
+// The part of libdispatch that an MPS extension uses. The cross build uses the system's own header.
 #pragma once
 #ifdef __APPLE__
 #include_next <dispatch/dispatch.h>

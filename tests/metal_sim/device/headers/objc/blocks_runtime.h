@@ -1,3 +1,3 @@
-// GNUstep asks for this file of another Objective-C runtime; on Linux the blocks come from libBlocksRuntime.
+// GNUstep includes this file, which belongs to another Objective-C runtime; here blocks come from libBlocksRuntime.
 #pragma once
 #include <Block.h>

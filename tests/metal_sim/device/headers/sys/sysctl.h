@@ -1,5 +1,5 @@
-// macOS's sysctlbyname, which the simulated Metal answers for the macOS it plays. Against macOS the system's own
-// header.
+// macOS's sysctlbyname, which the simulated Metal implements for the macOS version that it plays. The cross build uses
+// the system's own header.
 #pragma once
 #ifdef __APPLE__
 #include_next <sys/sysctl.h>
