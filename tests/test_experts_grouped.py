@@ -12,7 +12,7 @@ from checks import assert_matches
 from conftest import DEVICES, SIMULATED
 from packed import MXFP4
 from torch_moe_metal import tuning
-from torch_moe_metal.rehearsal import MPS
+from torch_moe_metal.warmup import MPS
 
 pytestmark = pytest.mark.skipif("mps" not in DEVICES, reason="MOE_METAL_DEVICES leaves mps out, which alone has it")
 recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records dispatches; a Mac's own does not")
@@ -156,7 +156,7 @@ def test_autocast_does_not_matter(mps: str):
 
 
 @recorded
-def test_a_rehearsal_computes_nothing(mps: str):
+def test_warm_up_computes_nothing(mps: str):
     """On meta, where PyTorch's product is left out."""
     import metal_sim
 

@@ -21,9 +21,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_moe_metal
-from torch_moe_metal.bench.here import add_device, positive
 from torch_moe_metal.bench.measure import machine
 from torch_moe_metal.bench.whole_model import DEFAULT, WHOLE, pack_model, random_model
+from torch_moe_metal.cli import add_device, positive
 
 Tokens = list[list[int]]
 

@@ -39,7 +39,7 @@ from tiny_models import tiny_model, tokens
 from torch_moe_metal import arguments, packing
 from torch_moe_metal.arguments import ARGUMENTS, scale_names
 from torch_moe_metal.bench import whole_model
-from torch_moe_metal.bench.calls import OPS, Call, Noise
+from torch_moe_metal.bench.calls import OPS, Call, RandomTensors
 from torch_moe_metal.bench.measure import machine
 from torch_moe_metal.models import DEFAULT, MODELS
 
@@ -243,7 +243,7 @@ MATRIX = 8 * 8 * 8  # multiply-adds of one matrix multiplication
 def costs_row(model: str, format: str, T: int, sample: int) -> dict:
     """What `experts` does with weights that hold nothing: costs depend on the ids alone, which are random."""
     m = MODELS[model]
-    ids = Noise("cpu", torch.float32).chosen(T, m.E, m.K).to("mps")
+    ids = RandomTensors("cpu", torch.float32).sample_ids(T, m.E, m.K).to("mps")
     with metal_sim.host_only():  # so that weights take no memory
         function = function_of("experts", T, format, group=packing.MXFP4_GROUP, model=model, ids=ids)
     with metal_sim.record(costs=True, sample=sample) as record:

@@ -22,9 +22,9 @@ from transformers import DynamicCache, LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 import torch_moe_metal
-from torch_moe_metal.bench.here import positive
 from torch_moe_metal.bench.measure import machine
 from torch_moe_metal.bench.whole_model import pack_model, random_model
+from torch_moe_metal.cli import positive
 
 PROMPT = 64
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -36,7 +36,7 @@ from .fake import fake
 from .integration import is_supported, packed_checkpoints
 from .library import cpu_isa, max_experts
 from .packing import quantize
-from .rehearsal import warm_up
+from .warmup import warm_up
 
 if TYPE_CHECKING:  # Editors and type checkers are shown the specification itself: signature, types and docstring.
     from .reference import *  # noqa: F403

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .bench.calls import Unfit
-from .bench.here import positive
+from .cli import CannotRun, positive
 from .loading import add_model, check_model, context_of, load_model, load_tokenizer, loading, memory, say
 
 EXAMPLES = """
@@ -69,7 +68,7 @@ def run(options: Namespace) -> int:
         if options.prompt is not None:
             return 0 if chat.turn(options.prompt) else 1
         converse(chat)
-    except Unfit as reason:
+    except CannotRun as reason:
         print(f"chat: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -136,11 +135,11 @@ class Chat:
         try:
             ids = self.encode()
             if len(ids) >= self.context:
-                raise Unfit(
+                raise CannotRun(
                     f"the conversation has {len(ids):,} tokens, the context {self.context:,}: /reset begins anew"
                 )
             answer = self.answer(ids, start)
-        except Unfit as reason:
+        except CannotRun as reason:
             say(reason)
             answer = None
         except KeyboardInterrupt:
@@ -156,7 +155,7 @@ class Chat:
         try:
             return self.tokenizer.apply_chat_template(self.messages, **how)["input_ids"]
         except Exception as error:  # a template may raise whatever it likes
-            raise Unfit(f"the model's chat template does not take this: {error}") from error
+            raise CannotRun(f"the model's chat template does not take this: {error}") from error
 
     def answer(self, ids: list[int], start: float) -> "Answer":
         device, kept = self.model.device, self.computed.keep(ids)

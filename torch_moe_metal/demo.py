@@ -7,9 +7,9 @@ from torch import Tensor
 
 from . import cpu_isa, reference
 from .bench.block import Block, expert_bytes, plain, transformers
-from .bench.calls import Noise
-from .bench.here import has_transformers
+from .bench.calls import RandomTensors
 from .bench.measure import seconds_each
+from .cli import has_transformers
 from .models import MODELS
 
 MODEL = MODELS["qwen3-30b-a3b"]
@@ -47,7 +47,7 @@ def run() -> int:
     print(f"One MoE layer of Qwen3-30B-A3B: {sizes}, bfloat16, on {where}")
     size = MODEL.E * expert_bytes(MODEL, torch.bfloat16) / 1e9
     print(f"Making {size:.1f} GB of random weights ...", flush=True)
-    noise = Noise(device, torch.bfloat16)
+    noise = RandomTensors(device, torch.bfloat16)
     block = Block.random(MODEL, noise)
     worst = 0.0
     for tokens, seconds in ((1, SECONDS), (32, 3 * SECONDS)):

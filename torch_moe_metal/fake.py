@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from .rehearsal import MPS, rehearses
+from .warmup import MPS, is_warmup
 
 
 def _hint(size: int | torch.SymInt) -> int | None:
@@ -49,13 +49,13 @@ def _check(op: str, args: tuple, kwargs: dict) -> None:
 
 def fake(specification: Callable) -> Callable:
     """The checks of an op, so that what it refuses fails where the user can see it, and its specification's outputs.
-    In a rehearsal its part for mps stands for the checks, which it has too, and compiles."""
+    In a warm-up call the MPS kernel runs instead, which makes the same checks and compiles."""
     name = specification.__name__
     names = tuple(inspect.signature(specification).parameters)
 
     @functools.wraps(specification)
     def function(*args, **kwargs):
-        if rehearses():
+        if is_warmup():
             getattr(torch.ops.moe_metal, name).default.redispatch(MPS, *args, **kwargs)
         else:
             _check_devices(name, dict(zip(names, args, strict=False)) | kwargs)

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .bench.calls import Unfit
-from .bench.here import positive
+from .cli import CannotRun, positive
 from .formats import LIBRARIES
 from .loading import MODEL, Source
 from .models import MODELS
@@ -76,7 +75,7 @@ def run(options: Namespace) -> int:
     try:
         source, config = configuration_of(options.model, options.gguf)
         print("\n".join(lines(source, config, options)))
-    except Unfit as reason:
+    except CannotRun as reason:
         print(f"fit: {reason}", file=sys.stderr)
         return 2
     return 0
@@ -101,7 +100,7 @@ def configuration_of(name: str, gguf: str | None):
         if known in PUBLISHED and not Path(name).exists() and gguf is None:
             return None, published(known)
         told = str(error).strip().splitlines() or [type(error).__name__]
-        raise Unfit(f"cannot read the configuration of {source.name}: {told[0]}") from error
+        raise CannotRun(f"cannot read the configuration of {source.name}: {told[0]}") from error
 
 
 def published(name: str):
@@ -186,7 +185,7 @@ def packed_weights(source: Source | None, config, dtype: torch.dtype) -> tuple[s
     if source is not None and Path(source.path).is_dir():
         return method, stored_bytes(Path(source.path))
     if method != "mxfp4":
-        raise Unfit("a packed checkpoint is measured by its files: download it, and give its folder")
+        raise CannotRun("a packed checkpoint is measured by its files: download it, and give its folder")
     return method, bytes_of(gpt_oss(config, dtype))
 
 
@@ -217,7 +216,7 @@ def stored_bytes(folder: Path) -> int:
 
     entries = [entry for file in sorted(folder.glob("*.safetensors")) for entry in header(file)[0].values()]
     if not entries:
-        raise Unfit(f"{folder}: expected safetensors files, by which a packed checkpoint is measured")
+        raise CannotRun(f"{folder}: expected safetensors files, by which a packed checkpoint is measured")
     return sum(end - begin for begin, end in (entry["data_offsets"] for entry in entries))
 
 
@@ -314,10 +313,10 @@ def working_memory(model: nn.Module, config, tokens: int) -> int:
 def explained(name: str) -> Iterator[None]:
     try:
         yield
-    except Unfit:
+    except CannotRun:
         raise
     except Exception as error:  # whatever transformers' class does with this configuration
-        raise Unfit(f"cannot make the model of {name}: {type(error).__name__}: {error}") from error
+        raise CannotRun(f"cannot make the model of {name}: {type(error).__name__}: {error}") from error
 
 
 def lines(source: Source | None, config, options: Namespace) -> Iterator[str]:

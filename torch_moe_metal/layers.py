@@ -123,7 +123,7 @@ class Linear(Packed, nn.Linear):
             return linear_with_grad(x, *self.parts("weight"), bias, self.format)
         return ops.linear(x, *self.parts("weight"), bias, format=self.format)
 
-    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         self(torch.empty(tokens, self.in_features, dtype=dtype, device="meta"))
 
     def extra_repr(self) -> str:
@@ -212,7 +212,7 @@ class Embedding(Packed):
         output = ops.dequantize(data, scale, offset, **options).view(*ids.shape, self.embedding_dim)
         return output if self.multiplier == 1 else output * self.multiplier
 
-    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         self(torch.empty(tokens, dtype=torch.int64, device="meta"))
 
     def extra_repr(self) -> str:

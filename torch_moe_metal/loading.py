@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .bench.calls import Unfit
-from .bench.here import add_device, check_device, positive
+from .cli import CannotRun, add_device, check_device, positive
 from .formats import BITS
 from .packing import WRITTEN
 
@@ -41,23 +40,23 @@ class Source:
 
     @classmethod
     def of(cls, name: str, gguf: str | None = None) -> "Source":
-        """The source that MODEL and --gguf name. Raises `Unfit` with the reason if there is none."""
+        """The source that MODEL and --gguf name. Raises `CannotRun` with the reason if there is none."""
         path, full_name = Path(name), name if gguf is None else f"{name}:{gguf}"
         if path.suffix == ".gguf" and path.is_file():
             if gguf is not None:
-                raise Unfit(f"--gguf: expected MODEL to be a folder or a name on the hub, got the file {name}")
+                raise CannotRun(f"--gguf: expected MODEL to be a folder or a name on the hub, got the file {name}")
             return cls(name, str(path.parent), gguf_file=path.name)
         if path.is_dir():
             if gguf is not None and not (path / gguf).is_file():
-                raise Unfit(f"--gguf: no such file: {path / gguf}")
+                raise CannotRun(f"--gguf: no such file: {path / gguf}")
             if gguf is None and not (path / "config.json").is_file():
                 files = sorted(file.name for file in path.glob("*.gguf"))
                 reason = f"choose a file with --gguf: {', '.join(files)}" if files else "it has no config.json"
-                raise Unfit(f"no checkpoint: {name}: {reason}")
+                raise CannotRun(f"no checkpoint: {name}: {reason}")
             return cls(full_name, name, gguf_file=gguf)
         repository, _, file = name.partition(":")
         if not HUB_NAME.fullmatch(repository) or (file and not file.endswith(".gguf")):
-            raise Unfit(f"no such file, folder or name on the hub: {name}")
+            raise CannotRun(f"no such file, folder or name on the hub: {name}")
         repository, _, revision = repository.partition("@")
         return cls(full_name, repository, revision or None, gguf or file or None)
 
@@ -82,10 +81,10 @@ def add_model(parser: ArgumentParser) -> None:
 
 
 def check_model(options: Namespace) -> Source:
-    """The source that the arguments of `add_model` name. Raises `Unfit` if they do not fit together."""
+    """The source that the arguments of `add_model` name. Raises `CannotRun` if they do not fit together."""
     check_device(options.device)
     if options.format not in (None, "affine") and options.bits is not None:
-        raise Unfit(f"--bits: only the format affine has a choice of bits, got --format {options.format}")
+        raise CannotRun(f"--bits: only the format affine has a choice of bits, got --format {options.format}")
     return Source.of(options.model, options.gguf)
 
 
@@ -100,13 +99,13 @@ def quantization(options: Namespace):
 
 @contextmanager
 def loading(name: str, device: str) -> Iterator[None]:
-    """Print that the model is loading, and turn every error into `Unfit`: transformers raises a dozen kinds."""
+    """Print that the model is loading, and turn every error into `CannotRun`: transformers raises a dozen kinds."""
     say(f"Loading {name} on {device} ...")
     try:
         yield
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise Unfit(f"cannot load {name}: {reason[0]}") from error
+        raise CannotRun(f"cannot load {name}: {reason[0]}") from error
 
 
 def load_tokenizer(source: Source):
@@ -141,7 +140,7 @@ def context_of(model: "PreTrainedModel", wanted: int | None) -> int:
     """The maximum number of tokens of a prompt and its answer together."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if wanted is not None and limit is not None and wanted > limit:
-        raise Unfit(f"--context: expected at most {limit}, the model's own limit, got {wanted}")
+        raise CannotRun(f"--context: expected at most {limit}, the model's own limit, got {wanted}")
     return wanted or limit or DEFAULT_CONTEXT
 
 

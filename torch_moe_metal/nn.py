@@ -16,8 +16,8 @@ from .formats import FORMATS
 from .grad import autocasts, wants_grad
 from .layers import Embedding, Linear, Packed, slots_with_grad
 from .packing import check, quantize
-from .rehearsal import warm_up_unasked
 from .transaction import all_or_nothing
+from .warmup import warm_up_best_effort
 
 __all__ = ["Embedding", "Linear", "MoE"]
 
@@ -152,7 +152,7 @@ class MoE(Packed):
                 self.hold(name, parts)
                 settings |= dict.fromkeys(parts)
             self._arguments = [self._arguments[0], settings]
-        warm_up_unasked(self)
+        warm_up_best_effort(self)
         return self
 
     @property
@@ -168,7 +168,7 @@ class MoE(Packed):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        warm_up_unasked(self)
+        warm_up_best_effort(self)
         return self
 
     def _take(self, router: dict, experts: dict, shared: nn.Module | None, shared_gate: nn.Module | None) -> None:
@@ -188,9 +188,9 @@ class MoE(Packed):
             {name: None if isinstance(value, Tensor) else value for name, value in part.items()}
             for part in (router, experts)
         ]
-        warm_up_unasked(self)
+        warm_up_best_effort(self)
 
-    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         self(torch.empty(tokens, self.router_weight.shape[1], dtype=dtype, device="meta"))
 
     def _router_and_experts(self) -> list[dict]:

@@ -11,7 +11,7 @@ import torch_moe_metal
 from conftest import DEVICES, SIMULATED
 from simulated import lines_of
 from tiny_models import tiny_model
-from torch_moe_metal import nn, rehearsal
+from torch_moe_metal import nn, warmup
 
 pytestmark = pytest.mark.skipif(
     not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal tells what was compiled"
@@ -22,12 +22,12 @@ SIZES = {"hidden_size": 64, "inner_size": 32, "num_experts": 8, "top_k": 2}
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The parts that a rehearsal was begun for, as in a new process where it was not switched off."""
-    monkeypatch.delenv(rehearsal.SWITCH, raising=False)
-    monkeypatch.setattr(rehearsal, "_known", set())
+    """Lists the parts that warm-up was started for, as in a new process without MOE_METAL_WARM_UP."""
+    monkeypatch.delenv(warmup.SWITCH, raising=False)
+    monkeypatch.setattr(warmup, "_known", set())
     names = []
-    twin = rehearsal.twin
-    monkeypatch.setattr(rehearsal, "twin", lambda part: names.append(type(part).__name__) or twin(part))
+    meta_copy = warmup.meta_copy
+    monkeypatch.setattr(warmup, "meta_copy", lambda part: names.append(type(part).__name__) or meta_copy(part))
     return names
 
 
@@ -48,7 +48,7 @@ def parts(names: list[str]) -> list[str]:
 
 COUNTED = """
 del os.environ["MOE_METAL_WARM_UP"]
-from test_rehearsal import made
+from test_warmup import made
 from tiny_models import tiny_model, tokens
 from torch_moe_metal import nn
 """
@@ -128,11 +128,11 @@ def test_what_starts_it(started: list[str]) -> None:
     assert parts(started) == ["MoE"] * 3
     moe.quantize_("mxfp4")
     assert parts(started) == ["MoE"] * 4
-    torch_moe_metal.warm_up(moe, wait=True)  # which has been rehearsed
+    torch_moe_metal.warm_up(moe, wait=True)  # already warmed up
     assert parts(started) == ["MoE"] * 4
 
 
-def test_equal_parts_are_rehearsed_once(started: list[str]) -> None:
+def test_equal_parts_are_warmed_up_once(started: list[str]) -> None:
     torch.nn.Sequential(*(nn.MoE(**SIZES) for _ in range(5))).to("mps")
     assert parts(started) == ["MoE"]
 
@@ -151,9 +151,9 @@ def test_moving_a_patched_model_starts_it(started: list[str]) -> None:
     torch_moe_metal.patch(model)
     model.to("mps")
     assert {"Qwen3MoeDecoderLayer", "Qwen3MoeSparseMoeBlock"} <= {*started}
-    rehearsed = len(started)
-    torch_moe_metal.warm_up(model, wait=True)  # all of it has been rehearsed, with the same activations
-    assert len(started) == rehearsed
+    warmed_up = len(started)
+    torch_moe_metal.warm_up(model, wait=True)  # already warmed up, with the same activations
+    assert len(started) == warmed_up
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ for family in ("qwen3_moe", "gpt_oss"):
 
 
 def test_it_can_be_switched_off(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(rehearsal.SWITCH, "0")
+    monkeypatch.setenv(warmup.SWITCH, "0")
     moe = nn.MoE(**SIZES, device="mps")
     assert not started
     torch_moe_metal.warm_up(moe)
@@ -204,7 +204,7 @@ def test_nothing_runs_and_nothing_is_allocated(started: list[str]) -> None:
 
     moe, calls = nn.MoE(**SIZES, shared_size=32, device="mps"), []
     torch_moe_metal.warm_up(moe, wait=True)
-    rehearsal._known.clear()
+    warmup._known.clear()
     for module in moe.modules():
         module.register_forward_hook(lambda *_: calls.append("hook"))
     gc.collect()
@@ -219,11 +219,11 @@ def test_nothing_runs_and_nothing_is_allocated(started: list[str]) -> None:
 
 def test_a_twin_keeps_layout_and_offset() -> None:
     tensor = torch.arange(48.0, dtype=torch.float16)[6:].view(6, 7).t()[1:]
-    meta = rehearsal.meta(tensor)
+    meta = warmup.meta(tensor)
     assert meta.is_meta and (meta.shape, meta.dtype) == (tensor.shape, tensor.dtype)
     assert (meta.stride(), meta.storage_offset()) == (tensor.stride(), tensor.storage_offset())
     odd = torch.arange(15, dtype=torch.uint8)[:14].view(torch.float16)  # a file's pages need not end with an element
-    assert rehearsal.meta(odd).shape == (7,)
+    assert warmup.meta(odd).shape == (7,)
 
 
 # ------------------------------------------------------------------------------------------------ beside other things
@@ -235,10 +235,10 @@ WAITS = "grep -q gate_logits && while [ ! -e go ]; do sleep 0.05; done; echo 'er
 def test_a_call_waits_for_its_own_kernels_alone(tmp_path: Path) -> None:
     """The router's library compiles until the main thread, which needs another one, says so."""
     script = f"""
-from torch_moe_metal import nn, rehearsal
+from torch_moe_metal import nn, warmup
 moe = nn.MoE(**{SIZES}, device="mps")
 torch_moe_metal.warm_up(moe)
-print("not today" in told(glu, x, x), any(thread.is_alive() for thread in rehearsal._threads))
+print("not today" in told(glu, x, x), any(thread.is_alive() for thread in warmup._threads))
 open({str(tmp_path / "go")!r}, "w").close()
 print("not today" in told(moe, torch.ones(1, 64, device="mps")))
 """
@@ -259,7 +259,7 @@ print("ended")
 """
     assert lines_of(script, SLOW, tmp_path) == ["ended"]
     tries = (tmp_path / "tries").read_text().split() if (tmp_path / "tries").exists() else []
-    assert len(tries) <= rehearsal.THREADS < 6
+    assert len(tries) <= warmup.THREADS < 6
 
 
 @pytest.mark.slow
