@@ -256,7 +256,9 @@ def experts_one_by_one(
 
     def linear(format: str, x: Tensor, bias: Tensor | None, weight: Tensor, *beside: Tensor | None) -> Tensor:
         of_expert = (None if t is None else t[e] for t in (weight.mT if transposed else weight, *beside))
-        return F.linear(x, reference.numbers(*of_expert, format, x, group_size), None if bias is None else bias[e])
+        return F.linear(
+            x, reference.dequantize_for(*of_expert, format, x, group_size), None if bias is None else bias[e]
+        )
 
     slots = x.new_zeros(*ids.shape, x.shape[-1])
     for e in ids.unique().tolist():

@@ -145,7 +145,7 @@ def test_library_that_does_not_load_is_told(tmp_path: Path):
     shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / PACKAGE.name / "_C.so").write_bytes(b"no library")
     said = import_error(tmp_path)
-    assert f"does not load into torch {torch.__version__}" in said and "The loader said" in said
+    assert f"does not load into torch {torch.__version__}" in said and "The loader reports" in said
 
 
 @pytest.mark.slow

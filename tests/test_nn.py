@@ -200,7 +200,7 @@ def dequantized(module: torch.nn.Module, prefix: str, columns: int, format: str)
     names = [f"{prefix}{part}" for part in ("scale", "offset")]
     data = getattr(module, prefix.rstrip("_") or "data")
     scales = (getattr(module, name) for name in names)
-    return reference.numbers(data, *scales, format, torch.empty(0, columns))
+    return reference.dequantize_for(data, *scales, format, torch.empty(0, columns))
 
 
 @formats
@@ -300,8 +300,8 @@ def test_linear(format: str, bits: int, group: int, device: str):
         and not ours.training
         and torch.equal(ours.data, quantize(module.weight.detach(), format, bits, group)[0])
     )
-    weight = reference.numbers(ours.data.cpu(), *(None if t is None else t.cpu() for t in (ours.scale, ours.offset)),
-                               format, torch.empty(0, 128))  # fmt: skip
+    parts = [None if part is None else part.cpu() for part in (ours.data, ours.scale, ours.offset)]
+    weight = reference.dequantize_for(*parts, format, torch.empty(0, 128))
     x = torch.randn(2, 5, 128)
     want = torch.nn.functional.linear(x, weight, module.bias.cpu())
     with torch.no_grad():
@@ -392,7 +392,7 @@ def test_gradients_pass_through_frozen_weights(format: str, bits: int, group: in
     """To x, the bias and the router: those of a dense layer with the same numbers."""
     ours, x = nn.Linear(64, 32, format=format, bits=bits, group_size=group).double(), torch.randn(5, 64).double()
     x.requires_grad_()
-    weight = reference.numbers(ours.data, ours.scale, ours.offset, format, x)
+    weight = reference.dequantize_for(ours.data, ours.scale, ours.offset, format, x)
     want = torch.autograd.grad(torch.nn.functional.linear(x, weight, ours.bias).square().sum(), [x, ours.bias])
     for a, b in zip(torch.autograd.grad(ours(x).square().sum(), [x, ours.bias]), want, strict=True):
         assert relative(a, b) <= 1e-12
@@ -412,7 +412,7 @@ def test_embedding(format: str, bits: int, group: int, shape: tuple, device: str
     torch.manual_seed(0)
     module = torch.nn.Embedding(300, 160 if group < 64 else 128, padding_idx=0).to(torch.bfloat16)
     ours = nn.Embedding.from_module(module, format, bits, group)
-    table = reference.numbers(ours.data, ours.scale, ours.offset, format, torch.empty(0, module.embedding_dim))
+    table = reference.dequantize_for(ours.data, ours.scale, ours.offset, format, torch.empty(0, module.embedding_dim))
     ids = torch.randint(300, shape)
     want = table[ids].to(torch.bfloat16)
     got = ours.to(device)(ids.to(device))

@@ -1,6 +1,6 @@
-"""The model of a command: which one the arguments name, how it is loaded, and how much memory it takes.
+"""Finds and loads the model of a command, and reports its memory.
 
-transformers is imported only when a model is loaded, so that `--help` and wrong arguments answer at once.
+transformers is imported only when a model is loaded, so that `--help` and wrong arguments respond immediately.
 """
 
 import re
@@ -22,18 +22,18 @@ from .packing import WRITTEN
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: OWNER/NAME, and perhaps @REVISION
+#: OWNER/NAME, optionally with @REVISION
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 MODEL = "a folder, a GGUF file, or a name on Hugging Face's hub: OWNER/NAME, OWNER/NAME@REVISION, OWNER/NAME:FILE.gguf"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-DEFAULT_CONTEXT = 32768  # where the model's configuration has no limit
+DEFAULT_CONTEXT = 32768  # if the model's configuration has no limit
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from, as `from_pretrained` takes it."""
+    """The location of a model, for `from_pretrained`."""
 
-    name: str  # as the user gave it
+    name: str  # as given by the user
     path: str
     revision: str | None = None
     gguf_file: str | None = None
@@ -68,7 +68,7 @@ class Source:
 
 
 def add_model(parser: ArgumentParser) -> None:
-    """The arguments that choose the model, its device and its format."""
+    """Add the arguments for the model, its device and its format."""
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument("--gguf", metavar="FILE", help="a GGUF file in that folder or repository")
     add_device(parser)
@@ -81,7 +81,7 @@ def add_model(parser: ArgumentParser) -> None:
 
 
 def check_model(options: Namespace) -> Source:
-    """The source that the arguments of `add_model` name. Raises `CannotRun` if they do not fit together."""
+    """The source that the arguments of `add_model` name. Raises `CannotRun` if they contradict each other."""
     check_device(options.device)
     if options.format not in (None, "affine") and options.bits is not None:
         raise CannotRun(f"--bits: only the format affine has a choice of bits, got --format {options.format}")
@@ -99,7 +99,7 @@ def quantization(options: Namespace):
 
 @contextmanager
 def loading(name: str, device: str) -> Iterator[None]:
-    """Print that the model is loading, and turn every error into `CannotRun`: transformers raises a dozen kinds."""
+    """Print that the model is loading, and raise `CannotRun` for every error: transformers raises a dozen kinds."""
     say(f"Loading {name} on {device} ...")
     try:
         yield
@@ -109,13 +109,13 @@ def loading(name: str, device: str) -> Iterator[None]:
 
 
 def load_tokenizer(source: Source):
-    """The model's processor, which for most models is a tokenizer alone."""
+    """The model's processor, which for most models is just a tokenizer."""
     from transformers import AutoProcessor, AutoTokenizer
 
     cls = AutoProcessor if source.gguf_file is None else AutoTokenizer
     found = cls.from_pretrained(source.path, **source.where)
     tokenizer = getattr(found, "tokenizer", found)
-    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # transformers makes an empty one without files
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # without files transformers makes an empty one
         raise ValueError("no tokenizer: expected tokenizer.json or other tokenizer files in the same folder")
     return found
 
@@ -125,7 +125,7 @@ def load_model(source: Source, options: Namespace) -> "PreTrainedModel":
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-    import torch_moe_metal  # noqa: F401, which makes transformers load packed checkpoints
+    import torch_moe_metal  # noqa: F401  enables loading of packed checkpoints in transformers
 
     model_type = AutoConfig.from_pretrained(source.path, **source.where).model_type
     cls = AutoModelForMultimodalLM if model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES else AutoModelForCausalLM
@@ -145,7 +145,7 @@ def context_of(model: "PreTrainedModel", wanted: int | None) -> int:
 
 
 def memory(model: "PreTrainedModel") -> str:
-    """The size of the weights, and the memory that the process uses."""
+    """The size of the weights, and the memory used by the process."""
     weights = f"{weights_gb(model):.1f} GB of weights"
     if model.device.type == "mps" and torch.backends.mps.is_built():
         return f"{weights}, {torch.mps.driver_allocated_memory() / 1e9:.1f} GB of the GPU's memory in use"
