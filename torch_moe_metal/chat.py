@@ -1,5 +1,5 @@
-"""Chat with a model in the terminal. Answers are shown as they come, and only what is new in the conversation is
-computed. Each line of a pipe is a turn; answers go to stdout, everything else to stderr."""
+"""Chat with a model in the terminal. Answers are printed while they are generated, and only new tokens of the
+conversation are computed. Each line of a pipe is a turn; answers go to stdout, everything else to stderr."""
 
 import contextlib
 import signal
@@ -81,7 +81,7 @@ def converse(chat: "Chat") -> None:
     terminal = sys.stdin.isatty()
     if terminal:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401, which gives `input` its keys and its history
+            import readline  # noqa: F401  adds line editing and a history to `input`
         say("/help shows the commands")
     while True:
         try:
@@ -128,7 +128,7 @@ class Chat:
             torch.manual_seed(self.seed)
 
     def turn(self, text: str) -> "Answer | None":
-        """Answer on stdout. None where there is no answer; then the conversation is as it was."""
+        """Print the answer on stdout. Returns None if there is none; then the conversation does not change."""
         start = time.perf_counter()
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
@@ -154,7 +154,7 @@ class Chat:
         how = {"chat_template": self.chat_template, "add_generation_prompt": True, "return_dict": True}
         try:
             return self.tokenizer.apply_chat_template(self.messages, **how)["input_ids"]
-        except Exception as error:  # a template may raise whatever it likes
+        except Exception as error:  # a template may raise anything
             raise CannotRun(f"the model's chat template does not take this: {error}") from error
 
     def answer(self, ids: list[int], start: float) -> "Answer":
@@ -179,7 +179,7 @@ class Chat:
         return answer
 
     def ending(self, last: int, tokens: int, room: int, interrupted: bool) -> str:
-        """Why an answer ended before its model ended it."""
+        """The reason if the answer ended before the model ended it."""
         if last in self.ends:
             return ""
         if interrupted:
@@ -189,7 +189,7 @@ class Chat:
         return "; cut off by --max-tokens" if tokens == self.most else ""
 
     def parser(self, ids: list[int]):
-        """What tells thoughts from the answer, where the model's are known."""
+        """A parser that separates reasoning from the answer, if the model's format is known."""
         if self.response_template is None or not self.chat_template:
             return None
         from transformers.utils.chat_parsing import ResponseParser
@@ -198,16 +198,17 @@ class Chat:
 
 
 def sampling(options: Namespace) -> dict[str, object]:
-    """The arguments of `generate`. What is not given is as the checkpoint has it."""
+    """The sampling arguments of `generate`. Missing ones are those of the checkpoint."""
     if options.temperature == 0:
-        return {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}  # its defaults: no warning
+        # the defaults, so that there is no warning
+        return {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
     given = {"temperature": options.temperature, "top_p": options.top_p}
     given = {name: value for name, value in given.items() if value is not None}
     return {"do_sample": True} | given if given else {}
 
 
 def response_template(tokenizer, model) -> dict | None:
-    """How the model's answers are read: as its tokenizer says, or as transformers' server does, which needs fastapi."""
+    """The format of the model's answers, from its tokenizer or from transformers' server, which needs fastapi."""
     from .harmony import HARMONY
 
     told = getattr(tokenizer, "response_template", None)
@@ -223,7 +224,7 @@ def response_template(tokenizer, model) -> dict | None:
 
 
 class Computed:
-    """The cache of the tokens computed so far. A prompt that differs from them goes on where it begins to differ."""
+    """The cache of all tokens computed so far. A new prompt is computed from its first different token on."""
 
     def __init__(self, model):
         self.config = model.config.get_text_config(decoder=True)
@@ -234,15 +235,16 @@ class Computed:
         from transformers import DynamicCache
 
         self.ids: list[int] = []
-        self.earliest = 0  # where the cache can be cut; before, layers with a sliding window have lost their keys
+        # the cache cannot be cropped before this: layers with a sliding window have lost earlier keys
+        self.earliest = 0
         self.cache = DynamicCache(config=self.config) if self.is_kept else None
-        self.records = self.is_kept and self.cache.is_croppable  # linear attention is not
+        self.records = self.is_kept and self.cache.is_croppable  # linear attention is not croppable
         if self.records:
             self.cache.activate_past_recording()
 
     def keep(self, ids: list[int]) -> int:
-        """Drop what these tokens do not begin with, and their last one, which is computed again for its logits. How
-        many are left."""
+        """Crop the cache to its common prefix with these tokens, without the last one, which is computed again for its
+        logits. Returns the length that is left."""
         same = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), len(self.ids))
         same = min(same, len(ids) - 1)
         if self.records and same >= self.earliest:
@@ -257,7 +259,7 @@ class Computed:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[object]:
-        """The cache for `generate`. An exception may leave it with a token in some layers alone."""
+        """The cache for `generate`. After an exception the last token may be in only some of the layers."""
         try:
             yield self.cache
         except BaseException:
@@ -265,7 +267,7 @@ class Computed:
             raise
 
     def add(self, ids: list[int]) -> None:
-        """Of the last token there are no keys yet."""
+        """The last token has no keys yet."""
         if self.is_kept:
             self.ids = ids[: self.cache.get_seq_length()]
 
@@ -282,8 +284,8 @@ class Stop:
 
 @contextlib.contextmanager
 def until_interrupted() -> Iterator[Stop]:
-    """The first Ctrl-C ends the answer behind a whole token, so that the cache stays good. A second one, while a long
-    prompt is computed, raises."""
+    """The first Ctrl-C ends the answer after a complete token, so that the cache stays valid. A second one, while a
+    long prompt is computed, raises."""
     stop = Stop()
 
     def interrupt(number: int, frame: object) -> None:
@@ -302,15 +304,15 @@ def until_interrupted() -> Iterator[Stop]:
 
 
 class Answer:
-    """An answer, shown as it comes, and how fast that was. `generate` takes it as its streamer."""
+    """An answer, printed while it is generated, and its speed. It is the streamer of `generate`."""
 
     def __init__(self, tokenizer, ends: set[int], parser, start: float, prompt: int, computed: int):
         self.tokenizer, self.ends, self.parser, self.start = tokenizer, ends, parser, start
-        self.prompt, self.computed = prompt, computed  # tokens of the prompt, and how many of them had to be computed
-        self.times: list[float] | None = None  # of each token; none before the prompt, which comes first
+        self.prompt, self.computed = prompt, computed  # tokens of the prompt, and those of them that had to be computed
+        self.times: list[float] | None = None  # time of each token; None until the prompt has been received
         self.ids: list[int] = []
-        self.decoded = 0, 0  # where the last piece of text begins, and where it ends
-        self.texts: dict[str, str] = {}  # what was shown, by the parser's word for it
+        self.decoded = 0, 0  # start and end of the last piece of text
+        self.texts: dict[str, str] = {}  # the printed text, by the parser's name of its part
         self.shown = "content"
         if parser is not None:
             self.show_events(parser.initial_events)
@@ -324,8 +326,8 @@ class Answer:
         self.show_text(whole=True)
 
     def show_text(self, whole: bool) -> None:
-        """What the last tokens add to the text; while `whole`, not half a character. A token's text may depend on the
-        ones before it."""
+        """Print the text that the last tokens add. Unless `whole`, an incomplete character is held back. The text of a
+        token can depend on earlier ones."""
         start, end = self.decoded
         before, text = self.decode(self.ids[start:end]), self.decode(self.ids[start:])
         if len(text) <= len(before) or (whole and text.endswith("\ufffd")):
@@ -339,7 +341,7 @@ class Answer:
     def show(self, text: str) -> None:
         if self.parser is None:
             return self.show_part("content", text)
-        with contextlib.suppress(ValueError):  # what the model calls may be no JSON
+        with contextlib.suppress(ValueError):  # the arguments of a tool call may be invalid JSON
             self.show_events(self.parser.feed(text))
 
     def show_events(self, events: list[dict]) -> None:
@@ -348,7 +350,7 @@ class Answer:
                 self.show_part(event["field"], event["text"])
 
     def show_part(self, name: str, text: str) -> None:
-        """Thoughts are dim, and not on stdout where that is no terminal."""
+        """Reasoning is dim, and is not printed if stdout is not a terminal."""
         self.texts[name] = self.texts.get(name, "") + text
         if name != self.shown:
             self.change_to(name)
@@ -364,12 +366,12 @@ class Answer:
         self.shown = name
 
     def end(self) -> None:
-        """Called by `generate` behind the last token."""
+        """`generate` calls this after the last token."""
         self.show_text(whole=False)
         if self.parser is not None:
             with contextlib.suppress(ValueError):
                 self.show_events(self.parser.finalize()[1])
-            if not self.texts:  # it was not written as the model's answers are
+            if not self.texts:  # the answer is not in the model's format
                 self.show_part("content", self.tokenizer.decode(self.ids, skip_special_tokens=True))
         if self.shown != "content":
             self.change_to("content")
@@ -377,7 +379,7 @@ class Answer:
 
     @property
     def message(self) -> dict:
-        """For the chat template."""
+        """The answer as a message for the chat template."""
         texts = {name: text.strip() if self.parser else text for name, text in self.texts.items()}
         return {"role": "assistant", "content": texts.pop("content", "")} | texts
 

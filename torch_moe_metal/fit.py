@@ -1,5 +1,5 @@
-"""Say in which format a model fits a Mac's memory, and with how long a context. No weight is loaded: the sizes are
-those of the model that transformers makes of the configuration, on the meta device, and of files that are packed."""
+"""Print in which format a model fits into a Mac's memory, and with how long a context. No weights are loaded: sizes
+come from transformers' model of the configuration on the meta device, and from packed files."""
 
 import sys
 import weakref
@@ -26,12 +26,12 @@ examples:
   fit gpt-oss-20b --memory 16 32 64           by the sizes in this package, without a network
   fit models/Qwen3-30B-A3B-Q4_K_M.gguf        a file, on this machine
 """
-#: How much of the memory macOS lets the GPU have, unless iogpu.wired_limit_mb says otherwise. Apple documents no rule:
+#: The share of memory that macOS lets the GPU use, unless iogpu.wired_limit_mb sets it. Apple documents no rule:
 #: Metal's recommendedMaxWorkingSetSize was reported as 10.7 GB and 11.8 GB of 16, 17.8 of 24 and 107.5 of 128.
 SHARES = (2 / 3, 3 / 4)
 PROMPT = 2048
 SHOWN = ("dense", "affine4", "affine6", "affine8", "mxfp4", "q4_k", "q6_k", "q8_0")
-#: What a configuration of a published model has beside the sizes in models.py and transformers' defaults.
+#: Values in the configurations of published models that are neither in models.py nor transformers' defaults.
 PUBLISHED = {
     "qwen3-30b-a3b": {"num_hidden_layers": 48, "max_position_embeddings": 40960},
     "qwen3-235b-a22b": {"num_hidden_layers": 94, "max_position_embeddings": 40960},
@@ -71,7 +71,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # what does not fit a format is in the table
+    logging.set_verbosity_error()  # the table explains formats that do not fit
     try:
         source, config = configuration_of(options.model, options.gguf)
         print("\n".join(lines(source, config, options)))
@@ -85,10 +85,11 @@ def run(options: Namespace) -> int:
 
 
 def configuration_of(name: str, gguf: str | None):
-    """Where its files are, if there are any, and its configuration. A known name needs neither files nor a network."""
+    """The source of a model's files, if there are any, and its configuration. Models known to this package need neither
+    files nor a network."""
     from transformers import AutoConfig
 
-    import torch_moe_metal  # noqa: F401, which makes transformers read GGUF files
+    import torch_moe_metal  # noqa: F401  makes transformers read GGUF files
 
     known = name.rpartition("/")[2].lower()
     if name.lower() in PUBLISHED and not Path(name).exists():
@@ -96,7 +97,7 @@ def configuration_of(name: str, gguf: str | None):
     source = Source.of(name, gguf)
     try:
         return source, AutoConfig.from_pretrained(source.path, **source.where)
-    except Exception as error:  # of which transformers has a dozen kinds
+    except Exception as error:  # transformers raises a dozen kinds
         if known in PUBLISHED and not Path(name).exists() and gguf is None:
             return None, published(known)
         told = str(error).strip().splitlines() or [type(error).__name__]
@@ -113,7 +114,7 @@ def published(name: str):
     default = AutoConfig.for_model(model.config).to_dict()
     heads, keys, size, _ = model.heads
     own = configuration(model) | {"num_attention_heads": heads, "vocab_size": model.vocabulary}
-    if "moe_intermediate_size" in default:  # then the other is that of the dense layers
+    if "moe_intermediate_size" in default:  # then the other one is that of the dense layers
         del own["intermediate_size"]
     own = {key: value for key, value in own.items() if key in default} | PUBLISHED[name]
     if not model.low_rank:
@@ -122,7 +123,7 @@ def published(name: str):
 
 
 def empty_model(config, dtype: torch.dtype) -> nn.Module:
-    """On the meta device, where it has shapes and no numbers."""
+    """The model on the meta device, with shapes but without values."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
@@ -140,7 +141,7 @@ def bytes_of(model: nn.Module) -> int:
 
 
 def weights(config, dtype: torch.dtype, library: str) -> int:
-    """What the weights take, dense or packed while they are loaded."""
+    """Bytes of the weights, dense or packed while loading."""
     model = empty_model(config, dtype)
     if library != "dense":
         pack_empty(model, quantization(model, library), dtype)
@@ -148,7 +149,7 @@ def weights(config, dtype: torch.dtype, library: str) -> int:
 
 
 def quantization(model: nn.Module, library: str):
-    """The `MoeMetalConfig` of a format. Those that only GGUF files have take the place of another for each module."""
+    """The `MoeMetalConfig` of a format. Formats that only GGUF files have replace another format in the plan."""
     from .transformers import MoeMetalConfig
 
     row = LIBRARIES[library]
@@ -175,7 +176,7 @@ def is_packed(config, source: Source | None) -> bool:
 
 
 def packed_weights(source: Source | None, config, dtype: torch.dtype) -> tuple[str, int]:
-    """How a packed checkpoint is packed, and what it takes: by its files, or, of gpt-oss, by its configuration."""
+    """The format of a packed checkpoint, and its bytes: from its files, or for gpt-oss from its configuration."""
     from transformers.utils import cached_file
 
     if source is not None and source.gguf_file is not None:
@@ -190,7 +191,7 @@ def packed_weights(source: Source | None, config, dtype: torch.dtype) -> tuple[s
 
 
 def gpt_oss(config, dtype: torch.dtype, bits: int | None = None) -> nn.Module:
-    """With experts in MXFP4, and perhaps `quantize_(model, bits=bits)` for all else."""
+    """gpt-oss with experts in MXFP4, optionally with `quantize_(model, bits=bits)` for the other weights."""
     from .transformers import MoeMetalConfig
 
     model = empty_model(config, dtype)
@@ -201,7 +202,8 @@ def gpt_oss(config, dtype: torch.dtype, bits: int | None = None) -> nn.Module:
 
 
 def gguf_weights(path: str, dtype: torch.dtype) -> tuple[str, int]:
-    """Blocks that have a reader stay as they are, all else becomes dense."""
+    """The formats of a GGUF file and its bytes once loaded: blocks with a reader stay packed, everything else becomes
+    dense."""
     from .gguf import read
 
     tensors = read(path).tensors.values()
@@ -225,7 +227,7 @@ def stored_bytes(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """What a layer of the cache takes: for each token of which it has keys, and once."""
+    """Memory of a layer of the cache: bytes per cached token, and once."""
 
     token: int = 0
     once: int = 0
@@ -235,7 +237,7 @@ class CacheLayer:
         return self.once + self.token * (tokens if self.window is None else min(tokens, self.window - 1))
 
     def most(self, tokens: int) -> int:
-        """With the room in which it grows, if `patch` has fused the model."""
+        """Including the spare room for growth that a fused model has."""
         from .transformers.fusing.cache import most_rows
 
         stored = tokens if self.window is None else min(tokens, self.window - 1)
@@ -243,7 +245,7 @@ class CacheLayer:
 
 
 def cache_layers(model: nn.Module, config) -> list[CacheLayer]:
-    """As the cache of this model has them behind its first token."""
+    """The layers of this model's cache after its first token."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=config.get_text_config(decoder=True))
@@ -269,7 +271,7 @@ def cache_layer(layer) -> CacheLayer:
 
 
 class Living(TorchDispatchMode):
-    """Counts the bytes of the tensors that live, and the most there were. Those that were there before do not count."""
+    """Counts the bytes of live tensors and their maximum. Tensors that existed before do not count."""
 
     def __init__(self, before: Iterator[torch.Tensor]):
         super().__init__()
@@ -295,8 +297,8 @@ class Living(TorchDispatchMode):
 
 
 def working_memory(model: nn.Module, config, tokens: int) -> int:
-    """The most that the tensors of a forward of so many tokens take at a time, beside weights and cache. What an op has
-    inside it for itself does not count."""
+    """The maximum bytes of temporary tensors in a forward of so many tokens, without weights and cache. Buffers inside
+    of an op do not count."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=config.get_text_config(decoder=True))
@@ -315,7 +317,7 @@ def explained(name: str) -> Iterator[None]:
         yield
     except CannotRun:
         raise
-    except Exception as error:  # whatever transformers' class does with this configuration
+    except Exception as error:  # any error of transformers' class for this configuration
         raise CannotRun(f"cannot make the model of {name}: {type(error).__name__}: {error}") from error
 
 
@@ -353,7 +355,7 @@ def lines(source: Source | None, config, options: Namespace) -> Iterator[str]:
 
 
 def table(source: Source | None, config, dtype: torch.dtype, formats: list[str]) -> Iterator[tuple]:
-    """Name, bytes, and why there are none."""
+    """Name, bytes, and the reason if there are none."""
     if is_packed(config, source):
         name, size = packed_weights(source, config, dtype)
         yield f"{name}, as it is", size, ""
@@ -377,7 +379,7 @@ def label(library: str, dtype: torch.dtype) -> str:
 
 
 def budgets_of(options: Namespace) -> list[tuple[str, list[float]]]:
-    """What the GPU may have: by name the least and the most."""
+    """The GPU's share of memory: by name, its minimum and maximum."""
     if options.limit is not None:
         return [(f"{options.limit:,} MB", [options.limit * 2**20])]
     if options.memory is None and torch.backends.mps.is_built() and torch.backends.mps.is_available():
@@ -415,7 +417,7 @@ def about_budgets(budgets: list[tuple[str, list[float]]], options: Namespace) ->
 
 
 def verdict(rooms: list[float], layers: list[CacheLayer], most: int) -> str:
-    """For the least room and for the most that there may be."""
+    """For the minimum and the maximum of the GPU's share."""
     least, best = (longest(room, layers, most) for room in (rooms[0], rooms[-1]))
     if best == 0:
         return "doesn't fit"
@@ -428,7 +430,7 @@ def verdict(rooms: list[float], layers: list[CacheLayer], most: int) -> str:
 
 
 def longest(room: float, layers: list[CacheLayer], most: int) -> int:
-    """The longest context whose cache fits, in two digits; 0 if it is shorter than 1,000 tokens."""
+    """The longest context whose cache fits, rounded to two digits; 0 if it is shorter than 1,000 tokens."""
     if takes(layers, most) <= room:
         return most
     low, high = 0, most

@@ -16,7 +16,7 @@ from ..loading import add_model, check_model, loading, say
 KEY = "TORCH_MOE_METAL_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 LOCAL = ("127.0.0.1", "localhost", "::1")
-#: With continuous batching all requests share one cache of the context's length: at most so many tokens by default.
+#: The default context with continuous batching, where all requests share one cache of this length.
 MAX_SHARED = 32768
 EXAMPLES = """
 examples:

@@ -17,8 +17,8 @@ from .mlx_config import MlxConfig
 logger = logging.get_logger(__name__)
 
 INDEX = "model.safetensors.index.json"
-#: MLX's modes, which have the names of our formats, with the bits and the group that hold where nothing is said. Only
-#: affine weights may have others.
+#: MLX's modes, which have the names of our formats, with their default bits and group size. Only affine weights may
+#: have others.
 MODES = {"affine": (4, 64)} | {mode: FIXED[mode] for mode in ("mxfp4", "nvfp4", "mxfp8")}
 
 
@@ -29,7 +29,7 @@ class Quantised:
     weight: Stored
     scales: Stored
     biases: Stored | None
-    entry: dict  # of config.json: the one for its path, or the default
+    entry: dict  # the entry of config.json for its path, or the default
 
     @classmethod
     def of(cls, stem: str, tensors: Mapping[str, Stored], config: MlxConfig) -> "Quantised":
@@ -56,7 +56,7 @@ class Quantised:
 
     @property
     def said(self) -> tuple[int, int]:
-        """Bits and group size by config.json. For null or a missing entry, MLX's defaults."""
+        """Bits and group size in config.json, or MLX's defaults if they are null or missing."""
         usual = MODES[self.format]
         return tuple(
             default if self.entry.get(name) is None else self.entry[name]
