@@ -89,7 +89,7 @@ def test_only_new_tokens_are_computed(model, lengths: list[int]):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_template_that_rewrites_answers(family: str):
-    """The cache is cut where the new prompt differs. Linear attention cannot be cut, and begins anew."""
+    """The cache is cropped where the new prompt differs. Linear attention cannot be cropped, and starts again."""
     talk = conversation(model_of(family), template=FORGETS)
     before = None
     for text in ("hello, this is longer than a window", "and then?", "go on", "x"):
@@ -195,7 +195,7 @@ def test_the_context_ends(model, capsys):
     assert answer.prompt + len(answer.times) == 60 and "cut off by the context of 60 tokens" in capsys.readouterr().err
     before = list(talk.messages)
     assert talk.turn("more") is None
-    assert "the context 60: /reset begins anew" in capsys.readouterr().err and talk.messages == before
+    assert "the context 60: /reset starts a new one" in capsys.readouterr().err and talk.messages == before
 
 
 def test_a_template_that_refuses(model, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch_moe_metal import MoeMetalConfig, fit
 from torch_moe_metal.__main__ import main
 from torch_moe_metal.formats import LIBRARIES
 from torch_moe_metal.loading import Source
+from torch_moe_metal.models import MODELS
 from torch_moe_metal.packing import WRITTEN
 
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}  # columns of which every format has blocks
@@ -177,8 +179,8 @@ def test_a_known_name_needs_no_network(capsys, monkeypatch):
     assert main(["fit", "gpt-oss-20b", "--memory", "16", "32"]) == 0
     said = table(capsys)
     assert said["format"] == ["weights", "16 GB", "32 GB"]
-    assert said["mxfp4, as it is"] == ["13.8 GB", "doesn't fit", "fits"]
-    monkeypatch.setitem(fit.PUBLISHED, "olmoe", fit.PUBLISHED["olmoe"] | {"num_hidden_layers": 1})
+    assert said["mxfp4, unchanged"] == ["13.8 GB", "doesn't fit", "fits"]
+    monkeypatch.setitem(MODELS, "olmoe", replace(MODELS["olmoe"], layers=1))
     assert main(["fit", "allenai/OLMoE", "--limit", "4000", "--formats", "dense", "q4_k"]) == 0
     assert list(table(capsys)) == ["format", "bfloat16", "q4_k, a GGUF file of it"]
     assert main(["fit", "some/other"]) == 2
@@ -192,7 +194,7 @@ def test_folders_and_files(dense: Path, tmp_path: Path, capsys):
     assert table(capsys)["bfloat16"][1] == "doesn't fit"
     path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", gguf_files.Q4_K_M)
     assert main(["fit", str(path)]) == 0
-    assert "q4_k, q6_k, as it is" in table(capsys)
+    assert "q4_k, q6_k, unchanged" in table(capsys)
     assert main(["fit", "missing"]) == 2
     assert capsys.readouterr().err == "fit: no such file, folder or name on the hub: missing\n"
 

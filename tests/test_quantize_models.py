@@ -212,7 +212,7 @@ def test_what_is_packed_stays_as_it_is(kind, options, device, tmp_path, caplog):
     parts = {name: [part for weight in m.packing for part in m.parts(weight)] for name, m in packed_modules(model)}
     with told(caplog):
         assert quantize_(model, **options) is model
-    assert "packed already, and left as it is: model" in caplog.text
+    assert "unchanged, since they are packed already: model" in caplog.text
     after = formats(model)
     assert before.items() < after.items() and {type(m) for m in model.modules()} & {nn.Embedding} == set()
     for name, tensors in parts.items():
@@ -233,8 +233,11 @@ def test_quantised_twice(tmp_path, caplog):
     state, expected = model.state_dict(), model(ids).logits
     with told(caplog):
         quantize_(model, bits=8, group_size=16)
-    assert "left as it is: model.embed_tokens (affine), model.layers.*.self_attn.q_proj (affine), " in caplog.text
-    assert "nothing was packed: no dense weight is left" in caplog.text
+    assert (
+        "since they are packed already: model.embed_tokens (affine), model.layers.*.self_attn.q_proj (affine), "
+        in caplog.text
+    )
+    assert "nothing was packed: the model has no dense weights" in caplog.text
     assert all(tensor is state[name] or torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     model.save_pretrained(tmp_path)
     assert torch.equal(load(tmp_path)(ids).logits, expected)

@@ -16,15 +16,15 @@ from .loading import add_model, check_model, context_of, load_model, load_tokeni
 
 EXAMPLES = """
 examples:
-  chat openai/gpt-oss-20b                                       the model as it is published, in MXFP4
-  chat Qwen/Qwen3-30B-A3B --bits 4 --system "Answer briefly."   packed in 4 bits while it is loaded
-  chat models/Qwen3-30B-A3B-Q4_K_M.gguf --temperature 0         a GGUF file, always the likeliest token
+  chat openai/gpt-oss-20b                                       the published checkpoint, in MXFP4
+  chat Qwen/Qwen3-30B-A3B --bits 4 --system "Answer briefly."   quantised to 4 bits on loading
+  chat models/Qwen3-30B-A3B-Q4_K_M.gguf --temperature 0         a GGUF file, greedy decoding
   chat MODEL --prompt "$(cat question.txt)" > answer.txt        one question
 """
-HELP = """/reset   begins a new conversation
-/exit    leaves, as Ctrl-D does, and Ctrl-C at the prompt
-/help    shows this
-Ctrl-C   ends an answer; what it has said stays in the conversation"""
+HELP = """/reset   starts a new conversation
+/exit    exits, like Ctrl-D, and Ctrl-C at the prompt
+/help    prints this
+Ctrl-C   ends an answer; its text stays in the conversation"""
 DIM, PLAIN = "\033[2m", "\033[0m"
 
 
@@ -42,15 +42,15 @@ def share(text: str) -> float:
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--prompt", metavar="TEXT", help="answer this, and leave")
-    parser.add_argument("--system", metavar="TEXT", help="what the conversation begins with")
-    said = "0 takes the likeliest token (default for this and --top-p: what the checkpoint says)"
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this and exit")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    said = "0 always takes the most likely token (default of this and --top-p: the checkpoint's)"
     parser.add_argument("--temperature", type=at_least_0, metavar="T", help=said)
-    said = "draw from the likeliest tokens that together have this probability"
+    said = "sample from the most likely tokens that together have this probability"
     parser.add_argument("--top-p", type=share, metavar="P", help=said)
-    said = "the most tokens of an answer (default: as many as the context has room for)"
+    said = "maximum tokens of an answer (default: all that fit into the context)"
     parser.add_argument("--max-tokens", type=positive, metavar="N", help=said)
-    parser.add_argument("--seed", type=int, help="of the tokens that are drawn; /reset begins with it again")
+    parser.add_argument("--seed", type=int, help="seed of the sampling; /reset restarts with it")
 
 
 def run(options: Namespace) -> int:
@@ -136,7 +136,7 @@ class Chat:
             ids = self.encode()
             if len(ids) >= self.context:
                 raise CannotRun(
-                    f"the conversation has {len(ids):,} tokens, the context {self.context:,}: /reset begins anew"
+                    f"the conversation has {len(ids):,} tokens, the context {self.context:,}: /reset starts a new one"
                 )
             answer = self.answer(ids, start)
         except CannotRun as reason:
@@ -211,9 +211,9 @@ def response_template(tokenizer, model) -> dict | None:
     """The format of the model's answers, from its tokenizer or from transformers' server, which needs fastapi."""
     from .harmony import HARMONY
 
-    told = getattr(tokenizer, "response_template", None)
-    if told is not None:
-        return told
+    template = getattr(tokenizer, "response_template", None)
+    if template is not None:
+        return template
     if model.config.model_type == "gpt_oss":
         return HARMONY
     try:

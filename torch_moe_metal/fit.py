@@ -17,35 +17,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .cli import CannotRun, positive
 from .formats import LIBRARIES
 from .loading import MODEL, Source
-from .models import MODELS
+from .models import MODELS, configuration
 from .packing import WRITTEN
 
 EXAMPLES = """
 examples:
-  fit Qwen/Qwen3-30B-A3B --memory 32          which format fits a Mac of 32 GB
-  fit gpt-oss-20b --memory 16 32 64           by the sizes in this package, without a network
-  fit models/Qwen3-30B-A3B-Q4_K_M.gguf        a file, on this machine
+  fit Qwen/Qwen3-30B-A3B --memory 32          the formats that fit a Mac with 32 GB
+  fit gpt-oss-20b --memory 16 32 64           with sizes from this package, without network access
+  fit models/Qwen3-30B-A3B-Q4_K_M.gguf        a GGUF file, on this machine
 """
 #: The share of memory that macOS lets the GPU use, unless iogpu.wired_limit_mb sets it. Apple documents no rule:
 #: Metal's recommendedMaxWorkingSetSize was reported as 10.7 GB and 11.8 GB of 16, 17.8 of 24 and 107.5 of 128.
 SHARES = (2 / 3, 3 / 4)
 PROMPT = 2048
 SHOWN = ("dense", "affine4", "affine6", "affine8", "mxfp4", "q4_k", "q6_k", "q8_0")
-#: Values in the configurations of published models that are neither in models.py nor transformers' defaults.
-PUBLISHED = {
-    "qwen3-30b-a3b": {"num_hidden_layers": 48, "max_position_embeddings": 40960},
-    "qwen3-235b-a22b": {"num_hidden_layers": 94, "max_position_embeddings": 40960},
-    "qwen3-next-80b-a3b": {"num_hidden_layers": 48, "max_position_embeddings": 262144},
-    "qwen3.5-35b-a3b": {"num_hidden_layers": 40, "max_position_embeddings": 262144},
-    "mixtral-8x7b": {"num_hidden_layers": 32, "max_position_embeddings": 32768},
-    "olmoe": {"num_hidden_layers": 16, "max_position_embeddings": 4096},
-    "gpt-oss-20b": {"num_hidden_layers": 24, "quantization_config": {"quant_method": "mxfp4"}},
-    "gpt-oss-120b": {"num_hidden_layers": 36, "quantization_config": {"quant_method": "mxfp4"}},
-    "deepseek-v3": {"num_hidden_layers": 61, "max_position_embeddings": 163840},
-    "glm-4.5-air": {"num_hidden_layers": 46, "max_position_embeddings": 131072},
-    "glm-4.7-flash": {"num_hidden_layers": 47, "max_position_embeddings": 202752},
-    "minimax-m2": {"num_hidden_layers": 62, "max_position_embeddings": 196608},
-}
+#: Models whose whole configuration is in this package.
+PUBLISHED = tuple(name for name, model in MODELS.items() if model.layers)
 
 
 def gigabytes(text: str) -> float:
@@ -57,12 +44,12 @@ def gigabytes(text: str) -> float:
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"{MODEL}, or one of {', '.join(PUBLISHED)}")
     parser.add_argument("--gguf", metavar="FILE", help="a GGUF file in that folder or repository")
-    said = "of Macs, as they are sold (default: this machine's)"
+    said = "memory of Macs, as advertised (default: that of this machine)"
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--memory", type=gigabytes, nargs="+", metavar="GB", help=said)
-    said = "how many MB the GPU gets, where you have set sysctl iogpu.wired_limit_mb"
+    said = "memory of the GPU in MB, if you have set sysctl iogpu.wired_limit_mb"
     sizes.add_argument("--limit", type=positive, metavar="MB", help=said)
-    said = f"tokens that are computed at once, for the working memory (default: {PROMPT})"
+    said = f"tokens that are computed at once; they need working memory (default: {PROMPT})"
     parser.add_argument("--prompt", type=positive, default=PROMPT, metavar="N", help=said)
     said = f"default: {' '.join(SHOWN)}"
     parser.add_argument("--formats", nargs="+", choices=LIBRARIES, default=list(SHOWN), metavar="FORMAT", help=said)
@@ -100,25 +87,26 @@ def configuration_of(name: str, gguf: str | None):
     except Exception as error:  # transformers raises a dozen kinds
         if known in PUBLISHED and not Path(name).exists() and gguf is None:
             return None, published(known)
-        told = str(error).strip().splitlines() or [type(error).__name__]
-        raise CannotRun(f"cannot read the configuration of {source.name}: {told[0]}") from error
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CannotRun(f"cannot read the configuration of {source.name}: {reason[0]}") from error
 
 
 def published(name: str):
     """The configuration of a model whose sizes are in models.py."""
     from transformers import AutoConfig
 
-    from .bench.block import configuration
-
     model = MODELS[name]
     default = AutoConfig.for_model(model.config).to_dict()
-    heads, keys, size, _ = model.heads
-    own = configuration(model) | {"num_attention_heads": heads, "vocab_size": model.vocabulary}
+    own = configuration(model) | model.attention
+    own |= {"vocab_size": model.vocabulary, "num_hidden_layers": model.layers}
     if "moe_intermediate_size" in default:  # then the other one is that of the dense layers
         del own["intermediate_size"]
-    own = {key: value for key, value in own.items() if key in default} | PUBLISHED[name]
-    if not model.low_rank:
-        own |= {"num_key_value_heads": keys, "head_dim": size}
+    own = {key: value for key, value in own.items() if key in default}
+    own |= {} if model.low_rank else model.attention
+    if model.context:
+        own["max_position_embeddings"] = model.context
+    if model.quantization:
+        own["quantization_config"] = {"quant_method": model.quantization}
     return AutoConfig.for_model(model.config, **own)
 
 
@@ -171,8 +159,8 @@ def pack_empty(model: nn.Module, config, dtype: torch.dtype) -> None:
 
 
 def is_packed(config, source: Source | None) -> bool:
-    told = getattr(config, "quantization_config", None) or getattr(config, "quantization", None)
-    return told is not None or (source is not None and source.gguf_file is not None)
+    entry = getattr(config, "quantization_config", None) or getattr(config, "quantization", None)
+    return entry is not None or (source is not None and source.gguf_file is not None)
 
 
 def packed_weights(source: Source | None, config, dtype: torch.dtype) -> tuple[str, int]:
@@ -181,12 +169,12 @@ def packed_weights(source: Source | None, config, dtype: torch.dtype) -> tuple[s
 
     if source is not None and source.gguf_file is not None:
         return gguf_weights(cached_file(source.path, source.gguf_file, revision=source.revision), dtype)
-    told = getattr(config, "quantization_config", None) or config.quantization
-    method = told.get("quant_method") or told.get("mode") or "affine"
+    entry = getattr(config, "quantization_config", None) or config.quantization
+    method = entry.get("quant_method") or entry.get("mode") or "affine"
     if source is not None and Path(source.path).is_dir():
         return method, stored_bytes(Path(source.path))
     if method != "mxfp4":
-        raise CannotRun("a packed checkpoint is measured by its files: download it, and give its folder")
+        raise CannotRun("the size of a packed checkpoint is that of its files: download it and pass its folder")
     return method, bytes_of(gpt_oss(config, dtype))
 
 
@@ -218,7 +206,7 @@ def stored_bytes(folder: Path) -> int:
 
     entries = [entry for file in sorted(folder.glob("*.safetensors")) for entry in header(file)[0].values()]
     if not entries:
-        raise CannotRun(f"{folder}: expected safetensors files, by which a packed checkpoint is measured")
+        raise CannotRun(f"{folder}: expected safetensors files, which give the size of a packed checkpoint")
     return sum(end - begin for begin, end in (entry["data_offsets"] for entry in entries))
 
 
@@ -325,18 +313,18 @@ def lines(source: Source | None, config, options: Namespace) -> Iterator[str]:
     from .transformers import patch
 
     text = config.get_text_config(decoder=True)
-    told = getattr(config, "dtype", None)
-    dtype = told if isinstance(told, torch.dtype) and told.itemsize == 2 else torch.bfloat16
+    stored = getattr(config, "dtype", None)
+    dtype = stored if isinstance(stored, torch.dtype) and stored.itemsize == 2 else torch.bfloat16
     with explained(options.model):
         model = empty_model(config, dtype)
-        numbers = sum(parameter.numel() for parameter in model.parameters())
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         rows = list(table(source, config, dtype, options.formats))
         patch(model)
         layers = cache_layers(model, config)
         working = working_memory(model, config, options.prompt)
     most = getattr(text, "max_position_embeddings", None) or 32768
     budgets = budgets_of(options)
-    yield f"{options.model}: {config.model_type}, {numbers / 1e9:.1f} billion numbers, {len(layers)} layers"
+    yield f"{options.model}: {config.model_type}, {parameters / 1e9:.1f} billion parameters, {len(layers)} layers"
     yield from about_memory(layers, working, most, options.prompt)
     yield ""
     heads = ["format", "weights", *(name for name, _ in budgets)]
@@ -358,9 +346,9 @@ def table(source: Source | None, config, dtype: torch.dtype, formats: list[str])
     """Name, bytes, and the reason if there are none."""
     if is_packed(config, source):
         name, size = packed_weights(source, config, dtype)
-        yield f"{name}, as it is", size, ""
+        yield f"{name}, unchanged", size, ""
         for bits in (8, 4) if name == "mxfp4" else ():
-            yield f"mxfp4, and all else by quantize_(model, bits={bits})", bytes_of(gpt_oss(config, dtype, bits)), ""
+            yield f"mxfp4, other weights by quantize_(model, bits={bits})", bytes_of(gpt_oss(config, dtype, bits)), ""
         return
     for library in formats:
         try:
@@ -375,7 +363,7 @@ def label(library: str, dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
     if row.is_affine:
         return f"affine, --bits {row.bits}"
-    return f"{row.name}, --format {row.name}" if row.name in WRITTEN else f"{row.name}, a GGUF file of it"
+    return f"{row.name}, --format {row.name}" if row.name in WRITTEN else f"{row.name}, as a GGUF file"
 
 
 def budgets_of(options: Namespace) -> list[tuple[str, list[float]]]:
@@ -398,22 +386,22 @@ def about_memory(layers: list[CacheLayer], working: int, most: int, prompt: int)
     for tokens in dict.fromkeys((1000, most)):
         stored, room = (sum(getattr(layer, name)(tokens) for layer in layers) for name in ("bytes", "most"))
         size = f"{stored / 1e6:.1f} MB" if stored < 1e9 else f"{stored / 1e9:.1f} GB"
-        yield f"cache of {tokens:,} tokens: {size}, and up to {(room - stored) / 1e9:.2f} GB more, in which it grows"
+        yield f"cache of {tokens:,} tokens: {size}, and up to {(room - stored) / 1e9:.2f} GB more for growth"
     size = f"{working / 1e9:.2f} GB"
-    yield f"working memory: {size} while {prompt:,} tokens are computed at once; longer prompts need more"
+    yield f"working memory: {size} to compute {prompt:,} tokens at once; longer prompts need more"
 
 
 def about_budgets(budgets: list[tuple[str, list[float]]], options: Namespace) -> Iterator[str]:
-    yield '"fits": with the whole context. GB are billions of bytes; a Mac of 32 GB has 34.4 of them.'
+    yield '"fits": with the whole context. 1 GB is 10^9 bytes; a Mac with 32 GB has 34.4 of these.'
     for name, each in budgets:
         if len(each) > 1:
             yield f"Of {name} the GPU gets about {each[0] / 1e9:.1f} (2/3) to {each[1] / 1e9:.1f} GB (3/4)."
         else:
             yield f"{name}: the GPU gets {each[0] / 1e9:.1f} GB."
     if any(len(each) > 1 for _, each in budgets):
-        yield "Which of them depends on the Mac: Apple documents no rule, and large ones give more. On the Mac itself,"
-        yield "this command asks Metal. `sudo sysctl iogpu.wired_limit_mb=N` raises it until the next start; what other"
-        yield "programs need is not in these figures."
+        yield "It depends on the Mac: Apple documents no rule, and Macs with more memory give more. On the Mac itself,"
+        yield "this command asks Metal. `sudo sysctl iogpu.wired_limit_mb=N` raises it until the next restart. Memory of"
+        yield "other programs is not included in these figures."
 
 
 def verdict(rooms: list[float], layers: list[CacheLayer], most: int) -> str:

@@ -69,3 +69,8 @@ FORMATS = {row.name: row for row in ROWS if row.is_packed and (not row.is_affine
 #: The bits of affine weights, and their group sizes.
 BITS = tuple(row.bits for row in ROWS if row.is_affine)
 GROUPS = (16, 32, 64, 128)
+
+
+def any_of(values: tuple[int, ...]) -> str:
+    """For error messages, such as "16, 32, 64 or 128"."""
+    return f"{', '.join(map(str, values[:-1]))} or {values[-1]}"

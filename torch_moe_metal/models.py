@@ -35,10 +35,20 @@ class Model:
     sinks: bool = False
     angles: int = 64
     head_norms: str = ""  # "" (none), "each" or "all"
+    layers: int = 0  # of the published checkpoint; 0 if the configuration in this package is incomplete
+    context: int = 0  # its maximum; 0 for transformers' default
+    quantization: str = ""  # the quant_method of the published checkpoint
 
     @property
     def low_rank(self) -> bool:
         return self.heads[2] > self.heads[3]
+
+    @property
+    def attention(self) -> dict[str, int]:
+        """The heads by transformers' names. Low-rank attention has more sizes, which are transformers' defaults."""
+        queries, keys, size, _ = self.heads
+        grouped = {} if self.low_rank else {"num_key_value_heads": keys, "head_dim": size}
+        return {"num_attention_heads": queries, **grouped}
 
     @property
     def fewest(self) -> int:
@@ -74,30 +84,31 @@ GPT_OSS = {
     "heads": (64, 8, 64, 64),
     "angles": 32,
     "sinks": True,
+    "quantization": "mxfp4",
 }
 GROUPS = {"n_group": 8, "topk_group": 4, "scaling_factor": 2.5}
 
 MODELS = {
     "qwen3-30b-a3b": Model("qwen3_moe", "Qwen3MoeSparseMoeBlock", 128, 8, 2048, 768, (4096, 2048), 151936,
-                           head_norms="each"),
+                           head_norms="each", layers=48, context=40960),
     "qwen3-235b-a22b": Model("qwen3_moe", "Qwen3MoeSparseMoeBlock", 128, 8, 4096, 1536, (8192, 4096), 151936,
-                             heads=(64, 4, 128, 128), head_norms="each"),
+                             heads=(64, 4, 128, 128), head_norms="each", layers=94, context=40960),
     "qwen3-next-80b-a3b": Model(
         "qwen3_next", "Qwen3NextSparseMoeBlock", 512, 10, 2048, 512, (8192, 2048), 151936, 512, ("shared_gate",),
-        heads=(16, 2, 256, 256), angles=32, head_norms="each",
+        heads=(16, 2, 256, 256), angles=32, head_norms="each", layers=48, context=262144,
     ),
     "qwen3.5-35b-a3b": Model(
         "qwen3_5_moe_text", "Qwen3_5MoeSparseMoeBlock", 256, 8, 2048, 512, (8192, 2048), 248320, 512, ("shared_gate",),
-        heads=(16, 2, 256, 256), angles=32, head_norms="each",
+        heads=(16, 2, 256, 256), angles=32, head_norms="each", layers=40, context=262144,
     ),
     "mixtral-8x7b": Model("mixtral", "MixtralSparseMoeBlock", 8, 2, 4096, 14336, (4096, 4096), 32000,
-                          heads=(32, 8, 128, 128)),
+                          heads=(32, 8, 128, 128), layers=32, context=32768),
     "olmoe": Model(
         "olmoe", "OlmoeSparseMoeBlock", 64, 8, 2048, 1024, (2048, 2048), 50304, routing={"renormalize": "none"},
-        heads=(16, 16, 128, 128), head_norms="all",
+        heads=(16, 16, 128, 128), head_norms="all", layers=16, context=4096,
     ),
-    "gpt-oss-20b": Model("gpt_oss", "GptOssMLP", 32, 4, 2880, 2880, **GPT_OSS),
-    "gpt-oss-120b": Model("gpt_oss", "GptOssMLP", 128, 4, 2880, 2880, **GPT_OSS),
+    "gpt-oss-20b": Model("gpt_oss", "GptOssMLP", 32, 4, 2880, 2880, layers=24, **GPT_OSS),
+    "gpt-oss-120b": Model("gpt_oss", "GptOssMLP", 128, 4, 2880, 2880, layers=36, **GPT_OSS),
     # Only its router and experts, because transformers has no class for the block. The dense MLP and the norms are left
     # out.
     "gemma4-26b-a4b": Model(
@@ -107,19 +118,19 @@ MODELS = {
     ),
     "deepseek-v3": Model(
         "deepseek_v3", "DeepseekV3MoE", 256, 8, 7168, 2048, (24576, 1536), 129280, 2048, ("select_bias",),
-        SIGMOID | GROUPS, heads=(128, 1, 576, 512), angles=32,
+        SIGMOID | GROUPS, heads=(128, 1, 576, 512), angles=32, layers=61, context=163840,
     ),
     "glm-4.5-air": Model(
         "glm4_moe", "Glm4MoeMoE", 128, 8, 4096, 1408, (12288, 4096), 151552, 1408, ("select_bias",), SIGMOID,
-        heads=(96, 8, 128, 128), angles=32,
+        heads=(96, 8, 128, 128), angles=32, layers=46, context=131072,
     ),
     "glm-4.7-flash": Model(
         "glm4_moe_lite", "Glm4MoeLiteMoE", 64, 4, 2048, 1536, (5120, 768), 154880, 1536, ("select_bias",),
-        SIGMOID | {"scaling_factor": 1.8}, heads=(20, 1, 576, 512), angles=32,
+        SIGMOID | {"scaling_factor": 1.8}, heads=(20, 1, 576, 512), angles=32, layers=47, context=202752,
     ),
     "minimax-m2": Model(
         "minimax_m2", "MiniMaxM2SparseMoeBlock", 256, 8, 3072, 1536, (6144, 3072), 200064, 0, ("select_bias",), SIGMOID,
-        heads=(48, 8, 128, 128), angles=32, head_norms="all",
+        heads=(48, 8, 128, 128), angles=32, head_norms="all", layers=62, context=196608,
     ),
 }  # fmt: skip
 DEFAULT = "qwen3-30b-a3b"
@@ -132,6 +143,22 @@ CALLED = {
     "K": ("num_experts_per_tok", "top_k_experts"),
     "I": ("moe_intermediate_size", "intermediate_size"),
 }
+
+
+def configuration(model: Model) -> dict:
+    """Our sizes and options under every name that transformers has for them; a configuration uses those that it
+    knows."""
+    routing = model.routing
+    return {
+        **{name: getattr(model, letter) for letter, names in CALLED.items() for name in names},
+        "hidden_size": model.H,
+        "shared_expert_intermediate_size": model.S,
+        "n_shared_experts": model.S // model.I,
+        "norm_topk_prob": routing.get("renormalize") != "none",
+        "routed_scaling_factor": routing.get("scaling_factor", 1.0),
+        "n_group": routing.get("n_group", 1),
+        "topk_group": routing.get("topk_group", 1),
+    }
 
 
 def of_config(config: dict) -> Model:

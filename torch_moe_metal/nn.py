@@ -227,5 +227,5 @@ class MoE(Packed):
         router, experts = self._arguments
         (E, H), options = self.router_weight.shape, {**router, **experts}
         inner_size = self.gate_up.shape[2 if experts.get("transposed") else 1] // 2
-        told = "".join(f", {name}={value}" for name, value in options.items() if value not in (None, False))
-        return f"H={H}, I={inner_size}, E={E}{told}"
+        others = "".join(f", {name}={value}" for name, value in options.items() if value not in (None, False))
+        return f"H={H}, I={inner_size}, E={E}{others}"

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .formats import BITS, FORMATS, GROUPS
+from .formats import BITS, FORMATS, GROUPS, any_of
 
 #: Columns with one scale in mxfp4; rows and columns with one scale in fp8.
 MXFP4_GROUP, FP8_BLOCK = FORMATS["mxfp4"].scale_columns, FORMATS["fp8"].scale_rows
@@ -89,12 +89,12 @@ def check(
     expect(weight.dtype in floats, name, "float32, float16 or bfloat16", str(weight.dtype).removeprefix("torch."))
     expect(weight.dim() >= 2, name, "shape [..., N, C]", list(weight.shape))
     row = FORMATS[format]
-    group, told = row.whole_columns, ""
+    group, reason = row.whole_columns, ""
     if row.is_affine:
-        expect(bits in BITS, "bits", "2, 3, 4, 5, 6 or 8", bits)
-        expect(group_size in GROUPS, "group_size", "16, 32, 64 or 128", group_size)
-        group, told = group_size, ", its group_size"
-    expect(weight.shape[-1] % group == 0, name, f"a multiple of {group} columns{told}", list(weight.shape))
+        expect(bits in BITS, "bits", any_of(BITS), bits)
+        expect(group_size in GROUPS, "group_size", any_of(GROUPS), group_size)
+        group, reason = group_size, ", its group_size"
+    expect(weight.shape[-1] % group == 0, name, f"a multiple of {group} columns{reason}", list(weight.shape))
 
 
 def not_written(format: object) -> str:

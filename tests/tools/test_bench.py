@@ -22,7 +22,6 @@ from torch_moe_metal.bench.baselines import BASELINES, baselines, int4pack, too_
 from torch_moe_metal.bench.block import (
     Block,
     Implementation,
-    configuration,
     empty_block,
     expert_bytes,
     fitted,
@@ -33,7 +32,7 @@ from torch_moe_metal.bench.calls import DECODING, OPS, WHOLE, Call, RandomTensor
 from torch_moe_metal.bench.packed import FORMATS
 from torch_moe_metal.bench.report import OURS_DENSE, Progress, Result
 from torch_moe_metal.cli import CannotRun
-from torch_moe_metal.models import DEFAULT, MODELS, Model
+from torch_moe_metal.models import DEFAULT, MODELS, Model, configuration
 
 HAS_MLX = bench_mlx.mx is not None
 MEASURER = bench_mlx.WithMlx if HAS_MLX else device_bench.DeviceBench

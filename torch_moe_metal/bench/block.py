@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cli import CannotRun
-from ..models import CALLED, Model
+from ..models import Model, configuration
 from .baselines import BASELINES, COPIED, gate, glu
 from .calls import RandomTensors, moved
 from .packed import Packing, dequantized, packing_of
@@ -224,22 +224,6 @@ def empty_block(model: Model) -> torch.nn.Module:
         else:
             block = getattr(modeling, model.block)(config)
     return block.eval()
-
-
-def configuration(model: Model) -> dict:
-    """Our sizes and options under every name that transformers has for them; a configuration uses those that it
-    knows."""
-    routing = model.routing
-    return {
-        **{name: getattr(model, letter) for letter, names in CALLED.items() for name in names},
-        "hidden_size": model.H,
-        "shared_expert_intermediate_size": model.S,
-        "n_shared_experts": model.S // model.I,
-        "norm_topk_prob": routing.get("renormalize") != "none",
-        "routed_scaling_factor": routing.get("scaling_factor", 1.0),
-        "n_group": routing.get("n_group", 1),
-        "topk_group": routing.get("topk_group", 1),
-    }
 
 
 def gemma4(router: torch.nn.Module, experts: torch.nn.Module) -> torch.nn.Module:

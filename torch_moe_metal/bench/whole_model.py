@@ -24,20 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..cli import CannotRun, add_device, check_device, has_transformers, positive
 from ..loading import weights_gb
-from ..models import DEFAULT, MODELS
+from ..models import DEFAULT, MODELS, configuration
 from ..packing import WRITTEN
-from .block import configuration
 from .measure import machine, synchronize
 from .packed import FORMATS
 from .report import Progress
 
 PROMPT, TOKENS = 512, 16
 CONTEXT = [64, 4096, 16384]
-#: The models that can be measured: the number of their layers, and sizes of attention that `MODELS` does not have.
-WHOLE = {
-    "qwen3-30b-a3b": (48, {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}),
-    "gpt-oss-20b": (24, {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}),
-}
+WHOLE = ("qwen3-30b-a3b", "gpt-oss-20b")  # the models that can be measured
 #: GGUF files use more bits for some weights: the usual format and the larger one.
 MIXES = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
 EXPERTS_ONLY = [r"(?!.*experts).*"]  # `skip` of everything else
@@ -47,9 +42,9 @@ def whole_config(name: str, layers: int):
     """The configuration with only some of the layers, and with a vocabulary cut in the same proportion."""
     from transformers import AutoConfig
 
-    model, (all_layers, attention) = MODELS[name], WHOLE[name]
-    sizes = {"vocab_size": model.vocabulary * layers // all_layers, "num_hidden_layers": layers}
-    return AutoConfig.for_model(model.config, **configuration(model), **sizes, **attention)
+    model = MODELS[name]
+    sizes = {"vocab_size": model.vocabulary * layers // model.layers, "num_hidden_layers": layers}
+    return AutoConfig.for_model(model.config, **configuration(model), **sizes, **model.attention)
 
 
 def random_model(name: str, layers: int, device: str) -> nn.Module:

@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...formats import FORMATS, GROUPS
+from ...formats import FORMATS, GROUPS, any_of
 from ...packing import pack
 from ...reference import unpack
 from ..fusing.experts import expert_arguments, is_experts, why_not_packed
@@ -46,7 +46,7 @@ class Width:
     """Bits and group size of weights, from the checkpoint's configuration."""
 
     bits: int
-    group: int | None = None  # -1: a row; None: not told
+    group: int | None = None  # -1: a row; None: not given
     symmetric: bool = True
 
     def groups(self, C: int, scale: Stored, axis: int) -> int:
@@ -374,7 +374,7 @@ class Integers(PackedQuantizer):
                 same = one.read() == another.read()
                 another.expect(same, f"the number of {one.name}, since its experts clamp or add")
 
-    def form_as_told(self, parts: dict[str, Stored], N: int, C: int) -> tuple[int, int]:
+    def fixed_form(self, parts: dict[str, Stored], N: int, C: int) -> tuple[int, int]:
         """Bits and group size of a weight [N, C] in a format where they are fixed."""
         method, (bits, group) = self.method, FIXED[self.method.format]
         parts[method.data].expect(
@@ -389,7 +389,7 @@ class Integers(PackedQuantizer):
     def form(self, parts: dict[str, Stored], N: int, C: int) -> tuple[int, int]:
         """Bits and group size of a weight [N, C]."""
         if self.method.format in FIXED:
-            return self.form_as_told(parts, N, C)
+            return self.fixed_form(parts, N, C)
         method, data, scale = self.method, parts[self.method.data], parts[self.method.scale]
 
         def shapes(width: Width) -> dict[str, tuple[int, ...]]:
@@ -403,7 +403,7 @@ class Integers(PackedQuantizer):
         width = widths[0]
         groups = width.groups(C, scale, method.groups_axis)
         times = repeats(C // groups) if groups and C % groups == 0 else 0
-        scale.expect(times > 0, f"a scale for each 16, 32, 64 or 128 of {C} columns, or multiples of these")
+        scale.expect(times > 0, f"a scale for each {any_of(GROUPS)} of {C} columns, or multiples of these")
         scale.expect_scales(shapes(width)[method.scale], f"a scale for each {C // groups} of {C} columns")
         for part in parts.keys() - {method.data, method.scale}:
             shape, dtypes = shapes(width)[part], ("I32",) if part == method.zeros else ("I32", "I64")
@@ -433,7 +433,7 @@ class Integers(PackedQuantizer):
 
         for name in dict.fromkeys(key.rpartition(".")[0] for key in forms):
             pack_module(model, name, format, parts)
-        self.quantization_config = as_our_own(model)
+        self.quantization_config = our_config(model)
 
     @property
     def stores_parts(self) -> bool:
@@ -487,7 +487,7 @@ def check_numbers(parts: Mapping[str, Stored], N: int, C: int, group: int) -> No
         parts["weight_shape"].expect(numbers == [N, C], f"{[N, C]} by the model's configuration, not {numbers}")
 
 
-def as_our_own(model: nn.Module) -> MoeMetalConfig:
+def our_config(model: nn.Module) -> MoeMetalConfig:
     """The configuration with which a dense model would become like this one."""
     forms = (Form.now(module, weight) for _, module in packed_modules(model) for weight in module.packing)
     (most_common, _), *_ = Counter(forms).most_common(1)

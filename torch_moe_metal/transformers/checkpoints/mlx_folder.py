@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ...formats import BITS, GROUPS
+from ...formats import BITS, GROUPS, any_of
 from .checkpoint import SAFETENSORS, SCALES, Stored, stored_tensors
 from .config import FIXED
 from .mlx_config import MlxConfig
@@ -55,7 +55,7 @@ class Quantised:
         return self.entry["mode"]
 
     @property
-    def said(self) -> tuple[int, int]:
+    def configured(self) -> tuple[int, int]:
         """Bits and group size in config.json, or MLX's defaults if they are null or missing."""
         usual = MODES[self.format]
         return tuple(
@@ -77,11 +77,11 @@ class Quantised:
         if self.format in FIXED:
             of_mode = "{} bits in groups of {}, as mode {} has".format(*FIXED[self.format], self.format)
             self.scales.expect((bits, group) == FIXED[self.format], of_mode)
-        self.weight.expect(bits in BITS, f"{C} columns of 2, 3, 4, 5, 6 or 8 bits")
-        self.scales.expect(group in GROUPS, f"a scale for each 16, 32, 64 or 128 of {C} columns")
-        wrong = self.weight if bits != self.said[0] else self.scales
-        of_config = "{} bits in groups of {}, as config.json says".format(*self.said)
-        wrong.expect((bits, group) == self.said, of_config)
+        self.weight.expect(bits in BITS, f"{C} columns of {any_of(BITS)} bits")
+        self.scales.expect(group in GROUPS, f"a scale for each {any_of(GROUPS)} of {C} columns")
+        wrong = self.weight if bits != self.configured[0] else self.scales
+        of_config = "{} bits in groups of {}, as config.json says".format(*self.configured)
+        wrong.expect((bits, group) == self.configured, of_config)
         return bits, group
 
     def parts(self, shape: tuple[int, ...]) -> list[Tensor]:
