@@ -20,7 +20,7 @@ def checked(*checks: tuple[str, str, int, str]) -> dict[tuple[str, str], str]:
     return {(op, format): said for op, format, said in lines}
 
 
-def test_flushed_halves_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flushed_halves_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The canary: codes of packed weights are subnormal halves, and a GPU without those would make them 0."""
     monkeypatch.setenv("METAL_SIM_ARITHMETIC", "flush_half")
     formats = ("dense", "affine", "mxfp4", "fp8")

@@ -43,17 +43,17 @@ class Fault:
         return self.name
 
 
-GGUF = "test_ggml.py::test_dequantize_is_gguf"
+GGUF = "test_ggml.py::test_dequantize_equals_gguf"
 FAULTS = [
     Fault("nibble_twice", "codes.h", "vsliq_n_u16(both, both, 4)", "vsliq_n_u16(both, both, 0)", "affine_rows",
-          "test_quantized.py::test_dequantize_affine_is_mlx"),
+          "test_quantized.py::test_dequantize_affine_equals_mlx"),
     Fault("sign_of_a_code", "codes.h", "is_signed ? vcvtq", "!is_signed ? vcvtq", "ggml_32_rows", GGUF),
     Fault("digit_lost", "integer_dots.h", "low = vcvtq_f32_s32(all[2])", "low = vdupq_n_f32(0)", "affine_rows",
           "test_quantized.py::test_few_tokens_of_any_magnitude"),
     Fault("rest_lost", "integer_dots.h", "if (rests > 0)", "if (false)", "float_rows",
           "test_quantized.py::test_few_tokens_with_a_number_that_no_weight_uses"),
     Fault("beyond_the_last_byte", "codes.h", "vmovl_u8(vld1_u8(from))", "vmovl_u8(vget_low_u8(vld1q_u8(from)))",
-          "affine_rows", "test_quantized.py::test_dequantize_affine_is_mlx"),
+          "affine_rows", "test_quantized.py::test_dequantize_affine_equals_mlx"),
 ]  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def test_packed_weights_on_arm(program: Path):
 
 @marked
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_a_broken_reader_is_seen(program: Path, fault: Fault, tmp_path: Path):
+def test_broken_readers_are_detected(program: Path, fault: Fault, tmp_path: Path):
     sources = tmp_path / "csrc"
     shutil.copytree(build.ROOT / "csrc", sources)
     changed(sources / "cpu" / "arm" / fault.file, fault.line, fault.broken)

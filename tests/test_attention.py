@@ -93,7 +93,7 @@ def test_patch_selects_it(family: str):
     assert model.config._attn_implementation == before
 
 
-def test_patch_leaves_what_was_chosen():
+def test_patch_keeps_a_selected_implementation():
     model = with_attention("qwen3_moe", "eager")
     torch_moe_metal.patch(model)
     assert model.config._attn_implementation == "eager"
@@ -104,7 +104,7 @@ def test_patch_leaves_what_was_chosen():
     assert later.config._attn_implementation == "sdpa"
 
 
-def test_patch_leaves_vision_towers():
+def test_patch_ignores_vision_towers():
     model = tiny_model("qwen3_vl_moe")
     torch_moe_metal.patch(model)
     assert model.config.text_config._attn_implementation == "moe_metal"
@@ -112,7 +112,7 @@ def test_patch_leaves_vision_towers():
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_weights_that_are_asked_for_are_there(family: str):
+def test_output_attentions(family: str):
     ids = tokens(2, 5)
     want = with_attention(family, "eager")(ids, output_attentions=True)
     got = with_attention(family, "moe_metal")(ids, output_attentions=True)
@@ -147,7 +147,7 @@ def test_falls_back_with_one_warning(family: str):
     assert relative(got, want) <= 1e-12
 
 
-def test_a_position_bias_is_not_lost():
+def test_a_position_bias_is_applied():
     warned.clear()
     module = tiny_model("qwen3_moe").model.layers[0].self_attn
     q, k, v = (torch.randn(1, heads, 4, 16) for heads in (4, module.k_proj.out_features // 16, 2))
@@ -159,7 +159,7 @@ def test_a_position_bias_is_not_lost():
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_generate_in_every_way(family: str):
+def test_generation_modes(family: str):
     """With a static cache, from beams, and with tokens of the prompt as guesses: a few queries at once."""
     ids = tokens(2, 7)
     ids[1, :3] = 0

@@ -59,12 +59,12 @@ def dispatched(device: str, args: Args, **options) -> list:
 
 
 @CUT
-def test_every_cut(mps: str, name: str):
+def test_every_split_of_the_keys(mps: str, name: str):
     check(mps, drawn(*CUTS[name]), causal=True)
 
 
 @CUT
-def test_keys_that_are_not_seen(mps: str, name: str):
+def test_invisible_keys(mps: str, name: str):
     """A row in three sees all keys, the next all but those that are NaN, and the third none that is not finite:
     what is in the others' keys and values does not reach it."""
     args = drawn(*CUTS[name])
@@ -81,7 +81,7 @@ def test_keys_that_are_not_seen(mps: str, name: str):
 
 
 @pytest.mark.parametrize("S, causal", [(64, False), (0, False), (5, True)])
-def test_queries_that_see_nothing(S: int, causal: bool, mps: str):
+def test_queries_without_visible_keys(S: int, causal: bool, mps: str):
     """All of them; without keys; and the first, where there are more queries than keys."""
     args = drawn(1, 4, 2, 9, S, 64, 64)
     if not causal:
@@ -109,7 +109,7 @@ def test_offsets_beyond_32_bits(D: int, V: int, mps: str):
 
 
 @recorded
-def test_what_a_token_loads(mps: str):
+def test_bytes_loaded_per_token(mps: str):
     """With the heads of Qwen3-30B-A3B each key and value is loaded once for all heads that share it. All the rest are
     queries, once for each simdgroup."""
     args = drawn(1, 32, 4, 1, 4096, 128, 128, BFLOAT)
@@ -123,7 +123,7 @@ def test_what_a_token_loads(mps: str):
 
 
 @recorded
-def test_blocks_that_are_barred_are_not_loaded(mps: str):
+def test_masked_blocks_are_not_loaded(mps: str):
     """The last token of a window; and the keys behind each query of a prompt, nearly half of all."""
     window = dispatched(mps, drawn(1, 8, 1, 1, 4096, 64, 64, BFLOAT), causal=True, window=128)
     assert len(window) == 1 and window[0].costs.device_loaded < 2 * 128 * 64 * 2 * 1.2

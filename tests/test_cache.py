@@ -182,7 +182,7 @@ class Pair:
             self.check()
 
 
-def test_any_operations_give_what_transformers_layers_give(device):
+def test_random_operations_match_transformers_layers(device):
     for seed in range(400 if device == "cpu" else 20):
         try:
             Pair(seed, device).run(25)
@@ -222,7 +222,7 @@ def test_memory_of_a_batch_that_was_reordered_or_changed(window):
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_what_cannot_be_appended_is_as_in_transformers(window, device):
+def test_unsupported_appends_match_transformers(window, device):
     """Another device, batch, width or number of dimensions is an error, another dtype is promoted."""
     wrong = [states(3, 1, device), [t[..., :2] for t in states(2, 1, device)], [t[0] for t in states(2, 1, device)]]
     for new in (*wrong, states(2, 1, "meta")):
@@ -240,7 +240,7 @@ def test_what_cannot_be_appended_is_as_in_transformers(window, device):
             assert a.dtype == e.dtype and torch.equal(a, e)
 
 
-def test_rows_behind_a_crop_are_overwritten():
+def test_rows_after_a_crop_are_overwritten():
     """As cache.py says: the one case in which a tensor that was taken out changes."""
     _, layer = layer_pair(None)
     layer.update(*states(1, 9))
@@ -292,7 +292,7 @@ def copied_per_token(layer: DynamicLayer, prompt: int, tokens: int) -> float:
 
 
 @pytest.mark.parametrize("window", [None, 1000])
-def test_little_is_copied(window):
+def test_few_bytes_are_copied(window):
     """A token's own row, and now and then the stored ones: growing by a quarter, each row some five times."""
     stock, ours = layer_pair(window)
     assert copied_per_token(stock, 2000, 3000) > 900
@@ -447,7 +447,7 @@ def test_unpatched_models_keep_transformers_cache():
     assert relative(model(tokens(1, 1), past_key_values=cache).logits, next_logits) <= 1e-5
 
 
-def test_other_caches_are_left():
+def test_other_caches_are_not_changed():
     class OwnLayer(DynamicLayer):
         pass
 
@@ -464,7 +464,7 @@ def test_other_caches_are_left():
         assert [type(layer) for layer in cache.layers] == classes and cache.get_seq_length() == 9
 
 
-def test_quantised_and_offloaded_caches_are_left():
+def test_quantised_and_offloaded_caches_are_not_changed():
     """The offloaded one needs CUDA's streams to run, so here it is only asked for."""
     model, ids = model_of("qwen3_moe"), torch.tensor(REPEATING)
     way = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
@@ -519,7 +519,7 @@ def test_exported_models_concatenate():
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_tangents_and_traces_see_no_writing(window):
+def test_no_in_place_writes_with_tangents_or_while_tracing(window):
     """Under forward_ad and torch.jit.trace the layer gives what transformers' gives, and its memory is not written."""
     for stock, ours in (layer_pair(window), layer_pair(window)):
         first, new, tangents = states(1, 9), states(1, 2), states(1, 2)

@@ -102,7 +102,7 @@ def test_a_template_that_rewrites_answers(family: str):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_conversation_that_goes_back(family: str):
+def test_a_prompt_that_branches_earlier(family: str):
     """Further than the layers with a sliding window remember."""
     talk = conversation(model_of(family))
     for text in ("hello, this is longer than a window", "and then?", "go on"):
@@ -111,14 +111,14 @@ def test_a_conversation_that_goes_back(family: str):
     assert talk.turn("no, this").message["content"] == alone(talk, talk.messages[:-1])
 
 
-def test_linear_attention_goes_on(model):
+def test_linear_attention_continues(model):
     talk = conversation(model_of("qwen3_next"))
     first, second = talk.turn("hello"), talk.turn("and then?")
     assert second.computed == second.prompt - first.prompt - 11
     assert second.message["content"] == alone(talk, talk.messages[:-1])
 
 
-def test_what_is_drawn(model):
+def test_sampling(model):
     """By seed and options, in the place of what the checkpoint says."""
 
     def said(*arguments: str) -> list[str]:
@@ -161,7 +161,7 @@ def interrupting(model, token: int, layer: int, times: int):
     return model.model.layers[layer].register_forward_pre_hook(press)
 
 
-def test_an_answer_that_is_interrupted_stays(model, capsys):
+def test_an_interrupted_answer_is_kept(model, capsys):
     talk = conversation(model)
     hook = interrupting(model, token=5, layer=1, times=1)
     answer = talk.turn("hello")
@@ -176,7 +176,7 @@ def test_an_answer_that_is_interrupted_stays(model, capsys):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_prompt_that_is_interrupted_is_forgotten(model):
+def test_an_interrupted_prompt_is_dropped(model):
     """In the middle of a forward, where one layer's cache has tokens that the next one's lacks."""
     talk = conversation(model)
     talk.turn("hello")
@@ -219,7 +219,7 @@ def harmony(folder: Path) -> Path:
     return served.scripted(folder, pieces, template=template)
 
 
-def test_thoughts(tmp_path: Path, capsys):
+def test_reasoning(tmp_path: Path, capsys):
     """They are not on stdout, and come back to the template apart from the answer."""
     model = AutoModelForCausalLM.from_pretrained(harmony(tmp_path))
     model.config.model_type = "gpt_oss"
@@ -265,7 +265,7 @@ def test_a_gguf_file(tmp_path: Path, capsys):
     ([".", "--top-p", "0"], "--top-p: must be more than 0"),
     ([".", "--max-tokens", "0"], "--max-tokens: must be 1 or more"),
 ])  # fmt: skip
-def test_what_cannot_be_had_is_one_line(arguments: list[str], said: str, tmp_path: Path, monkeypatch, capsys):
+def test_errors_are_one_line(arguments: list[str], said: str, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     try:
         code = main(["chat", *arguments, "--device", "cpu"])

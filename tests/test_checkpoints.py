@@ -119,7 +119,7 @@ def test_gpt_oss_is_not_copied(gpt_oss):
         assert any(first <= tensor.data_ptr() < last for first, last in ranges)
 
 
-def test_gpt_oss_is_saved_as_it_was(gpt_oss, tmp_path):
+def test_gpt_oss_is_saved_unchanged(gpt_oss, tmp_path):
     model = load(gpt_oss, dtype="auto")
     torch_moe_metal.patch(model)
     model.save_pretrained(tmp_path)
@@ -131,14 +131,14 @@ def test_gpt_oss_is_saved_as_it_was(gpt_oss, tmp_path):
     assert torch.equal(load(tmp_path)(ids).logits, load(gpt_oss)(ids).logits)
 
 
-def test_gpt_oss_wherever_there_is_room(gpt_oss):
+def test_gpt_oss_on_every_device_map(gpt_oss):
     model, ids = load(gpt_oss, "auto"), tokens(1, 5)
     assert set(formats(model).values()) == {"mxfp4"}
     ids = ids.to(model.device)
     assert relative(model(ids).logits.cpu(), load(gpt_oss)(ids.cpu()).logits) <= 1e-5
 
 
-def test_gpt_oss_is_left_to_transformers(gpt_oss):
+def test_gpt_oss_falls_back_to_transformers(gpt_oss):
     """When dequantised weights are asked for, and on other devices."""
     model = dequantised(gpt_oss)
     assert type(model.model.layers[0].mlp.experts) is GptOssExperts and not hasattr(model, "hf_quantizer")
@@ -154,7 +154,7 @@ def test_gpt_oss_is_left_to_transformers(gpt_oss):
     assert type(dense) is Mxfp4HfQuantizer
 
 
-def test_distributed_models_are_left_to_transformers(gpt_oss):
+def test_distributed_models_fall_back_to_transformers(gpt_oss):
     model = load(gpt_oss)
     model.config.distributed_config = {"tp_size": 2}
     chosen = Mxfp4(Mxfp4Config(), pre_quantized=True)
@@ -197,7 +197,7 @@ BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
         (f"missing: {BLOCKS}, {SCALES}$", lambda t: [t.pop(k, None) for k in (SCALES, BLOCKS)]),
     ],
 )
-def test_gpt_oss_that_does_not_fit_is_named(gpt_oss, tmp_path, said, change):
+def test_inconsistent_gpt_oss_raises(gpt_oss, tmp_path, said, change):
     """File, tensor and what was expected; and no model."""
     folder = broken(gpt_oss, tmp_path, change)
     with pytest.raises(ValueError, match=said) as raised:
@@ -228,7 +228,7 @@ def test_missing_biases_are_initialised(gpt_oss, tmp_path, config, monkeypatch):
 
 
 @pytest.mark.parametrize("kept", [4, 500, -200])
-def test_truncated_files_are_named(gpt_oss, tmp_path, kept):
+def test_truncated_files_raise(gpt_oss, tmp_path, kept):
     shutil.copytree(gpt_oss, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
@@ -271,7 +271,7 @@ def with_entry(**changes):
         ("expected 0 bytes of tensors, got", lambda header: {}),
     ],
 )
-def test_broken_headers_are_named(gpt_oss, tmp_path, said, change):
+def test_broken_headers_raise(gpt_oss, tmp_path, said, change):
     file = with_header(gpt_oss, tmp_path, change)
     with pytest.raises(ValueError, match=f"^torch_moe_metal: {file}: {said}"):
         load(tmp_path)
@@ -282,7 +282,7 @@ def moved(header: dict, by: int) -> list[int]:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no FIFOs")
-def test_a_fifo_is_no_file(gpt_oss, tmp_path):
+def test_a_fifo_raises(gpt_oss, tmp_path):
     """It is named, and nothing waits for somebody who writes into it."""
     shutil.copytree(gpt_oss, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model-00002-of-00002.safetensors"
@@ -348,7 +348,7 @@ def test_fp8_of_every_family(family, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3_fp8", "deepseek_fp8", "deepseek_v3_1", "e8m0_fp8"])
-def test_fp8_is_saved_as_it_was(name, request, tmp_path):
+def test_fp8_is_saved_unchanged(name, request, tmp_path):
     """By the same names, expert by expert, with the same bytes."""
     folder = request.getfixturevalue(name)
     load(folder, dtype="auto").save_pretrained(tmp_path)
@@ -364,7 +364,7 @@ def test_fp8_is_saved_as_it_was(name, request, tmp_path):
 @pytest.mark.parametrize(
     "changes", [{"activation_scheme": "static"}, {"weight_block_size": [64, 64]}, {"dequantize": True}], ids=str
 )
-def test_other_fp8_is_left_to_transformers(changes):
+def test_other_fp8_falls_back_to_transformers(changes):
     quantizer = Fp8(FineGrainedFP8Config(**changes), pre_quantized=True)
     quantizer.validate_environment(device_map=None)
     assert type(quantizer) is FineGrainedFP8HfQuantizer and quantizer.quantization_config.dequantize
@@ -435,7 +435,7 @@ def as_fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         ),
     ],
 )
-def test_fp8_that_does_not_fit_is_named(qwen3_fp8, tmp_path, said, change):
+def test_inconsistent_fp8_raises(qwen3_fp8, tmp_path, said, change):
     folder = broken(qwen3_fp8, tmp_path, change)
     with pytest.raises(ValueError, match=said) as raised:
         load(folder)
@@ -463,7 +463,7 @@ OF_WEIGHT, OF_QUERY = WEIGHT.replace("weight", "scale"), "model.layers.0.self_at
         ),
     ],
 )
-def test_fp8_with_powers_of_two_that_does_not_fit_is_named(e8m0_fp8, tmp_path, said, change):
+def test_inconsistent_fp8_with_powers_of_two_raises(e8m0_fp8, tmp_path, said, change):
     folder = broken(e8m0_fp8, tmp_path, change)
     with pytest.raises(ValueError, match=said) as raised:
         load(folder)
@@ -481,7 +481,7 @@ def test_every_power_of_two():
     assert back.dtype == codes.dtype and torch.equal(back.view(torch.uint8), codes.view(torch.uint8))
 
 
-def test_fp8_without_an_expert_is_no_model(qwen3_fp8, tmp_path):
+def test_fp8_with_a_missing_expert_raises(qwen3_fp8, tmp_path):
     folder = broken(qwen3_fp8, tmp_path, lambda t: [t.pop(k, 0) for k in (WEIGHT, f"{WEIGHT}_scale_inv")])
     with pytest.raises(
         ValueError, match=r"up_proj.weight of the experts 0 to 7, by .*, without 3, got F8_E4M3"
@@ -525,7 +525,7 @@ def test_integers_become_affine(integers, way, family, device, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["gptq_rows", "compressed_zeros_rows"])
-def test_integers_are_moved(integers, way, device, tmp_path):
+def test_integers_move_between_devices(integers, way, device, tmp_path):
     """With one group in a row, the last stride of a transposed scale [N, 1] is not 1."""
     model, ids = load(integers(way)), tokens(2, 9)
     expected = model(ids).logits
@@ -546,7 +546,7 @@ def test_widths_by_module(integers, way):
             assert bits == (8 if "self_attn" in name else 4), name
 
 
-def test_codes_of_compressed_tensors_are_not_touched(integers):
+def test_codes_of_compressed_tensors_are_not_changed(integers):
     """Of linear layers; those of experts are joined."""
     folder = integers("compressed")
     layer = load(folder).model.layers[0].self_attn.q_proj
@@ -567,7 +567,7 @@ def test_codes_of_compressed_tensors_are_not_touched(integers):
     ],
     ids=str,
 )
-def test_other_integers_are_left_to_transformers(way, changes):
+def test_other_integers_fall_back_to_transformers(way, changes):
     config = checkpoints.INTEGERS[way][3]
     assert integers_of(config) is not None and integers_of(config | changes) is None
 
@@ -608,7 +608,7 @@ def test_nvfp4_of_compressed_tensors(nvfp4, family, options, device, tmp_path):
     assert relative(load(folder).dequantize()(ids.cpu()).logits, expected) <= 1e-5
 
 
-def test_nvfp4_is_not_touched(nvfp4):
+def test_nvfp4_is_not_changed(nvfp4):
     """Of linear layers codes and scales are the stored ones, and the factor is what float32 has for the inverse."""
     before, layer = checkpoints.stored(nvfp4()), load(nvfp4()).model.layers[0].self_attn.q_proj
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -666,7 +666,7 @@ NVFP4 = "model.layers.1.mlp.experts.5.down_proj"
         ),
     ],
 )
-def test_nvfp4_that_does_not_fit_is_named(nvfp4, tmp_path, said, change):
+def test_inconsistent_nvfp4_raises(nvfp4, tmp_path, said, change):
     folder = broken(nvfp4(with_activations=True), tmp_path, change)
     with pytest.raises(ValueError, match=said) as raised:
         load(folder)
@@ -676,7 +676,7 @@ def test_nvfp4_that_does_not_fit_is_named(nvfp4, tmp_path, said, change):
 @pytest.mark.parametrize(
     "change", [{"group_size": 32}, {"type": "int"}, {"num_bits": 8}, {"symmetric": False}], ids=str
 )
-def test_other_floats_are_left_to_transformers(change):
+def test_other_floats_fall_back_to_transformers(change):
     config = checkpoints.nvfp4_config(with_activations=False)
     assert integers_of(config) is not None
     weights = config["config_groups"]["group_0"]["weights"]
@@ -756,14 +756,14 @@ DOWN, QUERY = "model.layers.1.mlp.experts.5.down_proj", "model.layers.0.self_att
         ),
     ],
 )
-def test_integers_that_do_not_fit_are_named(integers, tmp_path, way, said, change):
+def test_inconsistent_integers_raise(integers, tmp_path, way, said, change):
     folder = broken(integers(way), tmp_path, change)
     with pytest.raises(ValueError, match=said) as raised:
         load(folder)
     assert str(folder) in str(raised.value)
 
 
-def test_reordered_columns_are_no_model(integers, tmp_path):
+def test_reordered_columns_raise(integers, tmp_path):
     """Whatever the configuration says of them."""
     folder = broken(integers("gptq"), tmp_path, lambda t: [t[k].copy_(t[k].flip(0)) for k in t if k.endswith("g_idx")])
     with pytest.raises(
@@ -796,7 +796,7 @@ def test_reordered_columns_are_no_model(integers, tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_our_own_that_do_not_fit_are_named(tmp_path, format, said, change):
+def test_inconsistent_checkpoints_of_ours_raise(tmp_path, format, said, change):
     config = MoeMetalConfig(group_size=32, format=format)
     tiny_model("qwen3_moe").save_pretrained(tmp_path / "dense")
     load(tmp_path / "dense", quantization_config=config).save_pretrained(tmp_path / "saved")
@@ -829,7 +829,7 @@ def switch(monkeypatch):
 
 
 @pytest.mark.parametrize("by", ["the environment", "the function"])
-def test_the_switch_leaves_checkpoints_to_transformers(gpt_oss, qwen3_fp8, integers, switch, by):
+def test_packed_checkpoints_can_be_disabled(gpt_oss, qwen3_fp8, integers, switch, by):
     if by == "the environment":
         switch.setenv("TORCH_MOE_METAL_CHECKPOINTS", "0")
     else:
@@ -842,7 +842,7 @@ def test_the_switch_leaves_checkpoints_to_transformers(gpt_oss, qwen3_fp8, integ
     assert formats(load(gpt_oss)) and formats(load(qwen3_fp8)) and formats(load(integers("gptq")))
 
 
-def test_configurations_that_are_passed(qwen3_fp8, integers):
+def test_passed_configurations(qwen3_fp8, integers):
     """Those of the checkpoint's own method change nothing; others are an error in words that users know."""
     passed = {"gptq": GPTQConfig(bits=4), "awq": AwqConfig()}
     for way, config in passed.items():
@@ -855,7 +855,7 @@ def test_configurations_that_are_passed(qwen3_fp8, integers):
         load(integers("gptq"), quantization_config=MoeMetalConfig())
 
 
-def test_nothing_of_ours_where_cuda_is(gpt_oss, integers, monkeypatch):
+def test_cuda_uses_transformers(gpt_oss, integers, monkeypatch):
     """Without a device map a model may be meant for it. A configuration of ours is served on the CPU all the same."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = json.loads((integers("gptq") / "config.json").read_text())["quantization_config"]
@@ -989,7 +989,7 @@ print([str(warning.message) for warning in said], auto.AUTO_QUANTIZER_MAPPING["m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["quantizers", "integrations.metal_quantization", "core_model_loading"])
-def test_registered_whatever_is_imported_first(first):
+def test_registration_with_any_import_order(first):
     """Parts of transformers that import its quantizers themselves are not complete then."""
     script = f"""
 import warnings, torch_moe_metal

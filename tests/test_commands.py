@@ -24,13 +24,13 @@ PACKAGE = Path(torch_moe_metal.__file__).parent
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", doctor.TOKENS)
 @pytest.mark.parametrize("op", ARGUMENTS)
-def test_doctor_finds_every_op_right(op: str, tokens: int, dtype: torch.dtype, device: str):
+def test_doctor_passes(op: str, tokens: int, dtype: torch.dtype, device: str):
     assert doctor.check(op, device, dtype, tokens) is None
 
 
 @pytest.mark.parametrize("tokens", doctor.TOKENS)
 @pytest.mark.parametrize("op", ["gate", "route"])
-def test_choices_of_the_doctors_samples_are_clear(op: str, tokens: int):
+def test_samples_of_doctor_have_no_near_ties(op: str, tokens: int):
     """No device may choose another expert by rounding: without noise and with it, the reference chooses the same."""
     args = {name: tensor.double() for name, tensor in doctor.sample_arguments(op, torch.float32, tokens).items()}
     _, want = getattr(reference, op)(**args, top_k=doctor.DIMS["K"])
@@ -77,7 +77,7 @@ def test_doctor_reports_what_is_wrong(monkeypatch, capsys):
     assert re.search(r"[48] failed. Rebuild", said) and re.search(r"residual_norm +ok", said)
 
 
-def test_doctor_tries_the_gpu(monkeypatch):
+def test_doctor_computes_on_the_gpu(monkeypatch):
     """One that PyTorch calls available, and that gives no memory, is not: as on virtual Macs."""
 
     def ones(*size, device="cpu"):
@@ -108,7 +108,7 @@ def test_demo_compares(tiny, capsys):
     assert len(re.findall(r"^  transformers \w+ +[\d.]+ ms", said, re.MULTILINE)) == 3 + 2  # batched_mm for one token
 
 
-def test_demo_notices_a_wrong_result(tiny, monkeypatch, capsys):
+def test_demo_detects_a_wrong_result(tiny, monkeypatch, capsys):
     class Wrong:
         gate, glu = torch.ops.moe_metal.gate, torch.ops.moe_metal.glu
 
@@ -133,7 +133,7 @@ def import_error(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("missing, named", [("_cpu_*.so", "_cpu_default.so missing"), ("_C.so", "_C.so missing")])
-def test_missing_library_is_named(tmp_path: Path, missing: str, named: str):
+def test_missing_library_raises(tmp_path: Path, missing: str, named: str):
     """As one that is not there, not as one of another torch version."""
     shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns(missing, "__pycache__"))
     said = import_error(tmp_path)
@@ -141,7 +141,7 @@ def test_missing_library_is_named(tmp_path: Path, missing: str, named: str):
 
 
 @pytest.mark.slow
-def test_library_that_does_not_load_is_told(tmp_path: Path):
+def test_library_that_does_not_load_raises(tmp_path: Path):
     shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / PACKAGE.name / "_C.so").write_bytes(b"no library")
     said = import_error(tmp_path)
@@ -149,7 +149,7 @@ def test_library_that_does_not_load_is_told(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_library_without_its_openmp_says_so(tmp_path: Path):
+def test_a_library_without_openmp_raises(tmp_path: Path):
     """As on a Mac whose torch was built without OpenMP: a function of its runtime is not found."""
     shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     program = "void __kmpc_of_no_library(void); void run(void) { __kmpc_of_no_library(); }"

@@ -93,7 +93,7 @@ def test_more_families(family: str):
         for each in NOT_PAGED
     ],
 )
-def test_families_without_a_paged_cache_still_generate(family: str):
+def test_families_without_a_paged_cache_generate(family: str):
     """transformers refuses them, patched or not."""
     model, of = make(family), prompts(5)
     before, expected = implementations(model), one_after_the_other(model, of)

@@ -100,7 +100,7 @@ def test_products_of_pytorch(mps: str, name: str):
 
 
 @pytest.mark.parametrize("gap", [0, 8])
-def test_gate_and_up_apart(mps: str, gap: int):
+def test_separate_gate_and_up(mps: str, gap: int):
     """[E, 2, I, H]: one matrix if nothing is between the two, which PyTorch's op asks for."""
     plain = case("gate_up_bias")
     args = arguments(plain, mps)
@@ -199,7 +199,7 @@ REFUSED = {
 
 @recorded
 @pytest.mark.parametrize("name", REFUSED)
-def test_our_kernels_run_where_pytorchs_op_would_refuse(mps: str, name: str):
+def test_our_kernels_run_if_pytorchs_op_would_raise(mps: str, name: str):
     case, views = REFUSED[name]
     args = arguments(case)
     want_of = {n: views[n](t) if n in views else t for n, t in args.items()}
@@ -222,7 +222,7 @@ def test_our_kernels_run_for_packed_weights(mps: str):
 
 @recorded
 @pytest.mark.parametrize("least, taken", [(0, False), (20, True), (21, False)])
-def test_from_so_many_slots_an_expert_on(mps: str, least: int, taken: bool):
+def test_threshold_of_slots_per_expert(mps: str, least: int, taken: bool):
     """40 tokens with 3 slots, of 6 experts: 20 each."""
     plain = case()
     with grouped(matrix_units=least):

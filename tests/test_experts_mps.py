@@ -285,7 +285,7 @@ def test_tokens_together(device: str, packing: Packing, dtype: torch.dtype):
 
 @recorded
 @pytest.mark.parametrize("T, together", [(1, ""), (2, "2"), (3, "4"), (8, "4")])
-def test_how_many_tokens_are_multiplied_together(mps: str, T: int, together: str):
+def test_tokens_per_product(mps: str, T: int, together: str):
     args, options = packed_linear(AFFINE[4], T)
     dense = Case("linear", "together", {"T": T, "N": 9, "H": 96}, dtype=BFLOAT).arguments(mps)
     odd = Case("linear", "alone", {"T": T, "N": 9, "H": 97}, dtype=BFLOAT).arguments(mps)
@@ -390,7 +390,7 @@ def test_mxfp4_in_blocks(device: str):
 
 @pytest.mark.parametrize("T", [1, 3, 20])
 @pytest.mark.parametrize("packing", [AFFINE[4], MXFP4, FP8], ids=str)
-def test_nan_stays_where_it_is(device: str, packing: Packing, T: int):
+def test_nan_does_not_spread(device: str, packing: Packing, T: int):
     """A scale, or a code, that is NaN makes its own row NaN and no other."""
     args, options = packed_linear(packing, T, H=256 if T == 3 else None)  # by fours
     if packing.format == "fp8":
@@ -403,7 +403,7 @@ def test_nan_stays_where_it_is(device: str, packing: Packing, T: int):
 
 
 @pytest.mark.parametrize("T", [1, 20])
-def test_rows_end_before_the_next_one_begins(device: str, T: int):
+def test_rows_do_not_read_into_the_next_row(device: str, T: int):
     """Rows that are aligned, and end inside of a wide load: what lies behind them, here NaN, is not theirs."""
     args, options = packed_linear(FP8, T)
     want, (N, H) = in_float64("linear", args, options), args["weight"].shape

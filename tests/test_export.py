@@ -99,7 +99,7 @@ def test_experts_selected_later_in_other_families(family):
 
 
 @each_strictness
-def test_a_wanted_gradient_is_named(strict):
+def test_a_needed_gradient_warns(strict):
     """Once for the whole model, and the graph computes the same."""
     module, ids = Logits(tiny_model("qwen3_moe").requires_grad_(True)), tokens(2, 9)
     torch_moe_metal.patch(module)
@@ -114,7 +114,7 @@ def test_a_wanted_gradient_is_named(strict):
 
 
 @each_strictness
-def test_experts_that_are_not_fused_are_named(strict):
+def test_experts_that_are_not_fused_warn(strict):
     cls = next(cls for cls in experts_classes() if cls.__name__ == "NemotronHExperts")
     experts = tiny_module(cls, _experts_implementation="moe_metal")
     args = torch.randn(2, 64), torch.tensor([[0, 1], [2, 3]]), torch.rand(2, 2)

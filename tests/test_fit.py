@@ -125,7 +125,7 @@ def bytes_in(layer, tokens: int) -> int:
     return sum(state.nbytes for state in states)
 
 
-def test_working_memory_is_what_a_forward_takes():
+def test_working_memory_matches_a_forward():
     """The same count for a real forward on the CPU, whose attention of few tokens is the same op."""
     model = tiny_model("gpt_oss")
     torch_moe_metal.patch(model)
@@ -199,7 +199,7 @@ def test_folders_and_files(dense: Path, tmp_path: Path, capsys):
     assert capsys.readouterr().err == "fit: no such file, folder or name on the hub: missing\n"
 
 
-def test_columns_that_no_block_fits_are_named(dense: Path, tmp_path: Path, capsys):
+def test_columns_that_fit_no_block(dense: Path, tmp_path: Path, capsys):
     config = json.loads((dense / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 96}))
     assert main(["fit", str(tmp_path), "--limit", "100", "--prompt", "64", "--formats", "affine4", "mxfp4"]) == 0

@@ -37,7 +37,7 @@ def test_schema_table_and_signature_agree(op: str):
     assert len(schema.returns) + len(written(op)) == len(outputs(op))
 
 
-def test_every_op_is_told_everywhere():
+def test_every_op_is_documented_everywhere():
     """Names that begin with an underscore are no ops on tensors: the package itself calls them."""
     registered = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
                   if name.startswith("moe_metal::") and not name.startswith("moe_metal::_")}  # fmt: skip
@@ -46,7 +46,7 @@ def test_every_op_is_told_everywhere():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_function_is_the_op_and_looks_like_its_specification(op: str):
+def test_functions_call_the_op_and_have_its_signature(op: str):
     function, specification, case = getattr(torch_moe_metal, op), getattr(reference, op), ODD[op]
     assert inspect.signature(function) == inspect.signature(specification)
     assert function.__doc__ == specification.__doc__ and function.__module__ == "torch_moe_metal"
@@ -56,7 +56,7 @@ def test_function_is_the_op_and_looks_like_its_specification(op: str):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_compiled_function_leaves_the_op_alone(op: str):
+def test_compiled_functions_keep_the_op(op: str):
     """One graph, and in it the op as if it had been called itself."""
     torch._dynamo.reset()
     graphs = []
@@ -102,7 +102,7 @@ torch_moe_metal.weighted_sum(weights, ids, shared_gates=x)
 
 
 @pytest.mark.slow
-def test_types_are_known_to_mypy(tmp_path: Path):
+def test_mypy_knows_the_types(tmp_path: Path):
     """With PyTorch's own types left out, which take mypy half a minute."""
     (tmp_path / "program.py").write_text(PROGRAM)
     package = Path(torch_moe_metal.__file__).parent

@@ -69,7 +69,7 @@ def same_numbers(got: Tensor, want: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("format", BLOCKS)
-def test_reference_is_gguf(format: str):
+def test_reference_equals_gguf(format: str):
     row, data = formats.FORMATS[format], blocks_of_all_kinds(format)
     assert gguf.GGML_QUANT_SIZES[gguf_type(format)] == (row.columns, row.bytes)
     want = by_gguf(data, format)
@@ -83,7 +83,7 @@ def test_reference_is_gguf(format: str):
 
 
 @pytest.mark.parametrize("format", BLOCKS)
-def test_dequantize_is_gguf(format: str, device: str):
+def test_dequantize_equals_gguf(format: str, device: str):
     data = blocks_of_all_kinds(format)
     got = ops.dequantize(data.to(device), format=format, dtype=FLOAT).cpu()
     assert same_numbers(got, by_gguf(data, format))
@@ -101,7 +101,7 @@ def test_leading_dimensions(leading: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("format", FLOATS)
-def test_dequantize_is_mlx(format: str, device: str):
+def test_dequantize_equals_mlx(format: str, device: str):
     """To the bit, for every byte, and every scale that is a number and whose numbers float32 holds."""
     data, bits = random_bytes(3, 64, 160), formats.FORMATS[format].bits
     columns = 160 * 8 // bits
@@ -149,7 +149,7 @@ def weight_of_all_kinds() -> Tensor:
 
 @pytest.mark.parametrize("format", FLOATS)
 @pytest.mark.parametrize("dtype", [FLOAT, HALF, BFLOAT], ids=str)
-def test_quantize_is_mlx_to_the_bit(format: str, dtype: torch.dtype, device: str):
+def test_quantize_equals_mlx_bitwise(format: str, dtype: torch.dtype, device: str):
     """Weights of 16 bits as if they were float32, as MLX has them on the GPU; its CPU rounds quotients to 16 bits."""
     weight = weight_of_all_kinds().to(dtype)
     data, scale, offset = quantize(weight.to(device), format)
@@ -160,7 +160,7 @@ def test_quantize_is_mlx_to_the_bit(format: str, dtype: torch.dtype, device: str
 
 @pytest.mark.parametrize("format", ["q4_0", "q8_0"])
 @pytest.mark.parametrize("dtype", [FLOAT, HALF, BFLOAT], ids=str)
-def test_quantize_is_gguf_to_the_bit(format: str, dtype: torch.dtype, device: str):
+def test_quantize_equals_gguf_bitwise(format: str, dtype: torch.dtype, device: str):
     weight = weight_of_all_kinds().to(dtype)
     data, scale, offset = quantize(weight.to(device), format)
     want = gguf.quants.quantize(weight.float().numpy(), gguf_type(format))
@@ -176,7 +176,7 @@ WRITTEN = "affine, mxfp4, fp8, mxfp8, nvfp4, q4_0, q8_0"
     + [(name, ", a codebook, which is not supported") for name in ("iq1_s", "iq1_m", "IQ2_XXS", "iq3_s", "tq1_0")]
     + [("q4_K_M", "")],
 )
-def test_what_is_not_written_is_refused(format: str, why: str):
+def test_formats_that_quantize_cannot_write_raise(format: str, why: str):
     with pytest.raises(ValueError) as raised:
         quantize(torch.ones(4, 256), format)
     said = f"torch_moe_metal.quantize: format: expected one of {WRITTEN}, got {format!r}{why}"
@@ -196,7 +196,7 @@ def weight_in(format: str, *shape: int, seed: int = 0) -> tuple[Tensor, Tensor |
 
 @pytest.mark.parametrize("T, dtype", [(1, FLOAT), (3, BFLOAT), (40, BFLOAT)])
 @pytest.mark.parametrize("format", FLOATS)
-def test_linear_is_mlx_s_quantized_matmul(format: str, T: int, dtype: torch.dtype):
+def test_linear_equals_mlx_quantized_matmul(format: str, T: int, dtype: torch.dtype):
     data, scale, _ = quantize(random(70, 256), format)
     x = random(T, 256, seed=1).to(dtype)
     words = mx.array(data.numpy().view(np.uint32))
@@ -210,7 +210,7 @@ def test_linear_is_mlx_s_quantized_matmul(format: str, T: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize("T", [1, 3, 40])
 @pytest.mark.parametrize("format", BLOCKS)
-def test_linear_is_gguf_s_numbers(format: str, T: int):
+def test_linear_equals_gguf(format: str, T: int):
     """Every format, as the table of cases has only some in the fast set."""
     data, *_ = weight_in(format, 37, columns_of(format))
     for dtype in (FLOAT, BFLOAT):
@@ -315,7 +315,7 @@ def gate_and_up_apart(gate_up: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 @pytest.mark.parametrize("format, dtype", [("q4_k", FLOAT), ("q8_0", BFLOAT), ("dense", BFLOAT), ("dense", FLOAT)])
-def test_gate_and_up_may_be_apart(format: str, dtype: torch.dtype, tokens: int, device: str):
+def test_gate_and_up_may_be_separate(format: str, dtype: torch.dtype, tokens: int, device: str):
     """To the bit what one tensor of both gives; `interleaved` is then about the bias alone."""
     E, H, I = 4, 256, 256
     parts = {name: weight_in(format, *shape)[0] if format != "dense" else random(*shape, seed=2).to(dtype) / 16

@@ -79,7 +79,7 @@ def test_a_mix_on_every_device(device: str, tmp_path: Path):
     check(gguf_files.write(source, tmp_path / "model.gguf", "q8_0"), source, device)
 
 
-def test_weights_are_the_files_own_pages(tmp_path: Path):
+def test_weights_are_pages_of_the_file(tmp_path: Path):
     """Gate and up of experts, too, which are two tensors of the file."""
     path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", Q4_K_M)
     model = load(path)
@@ -99,7 +99,7 @@ def test_weights_are_the_files_own_pages(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["q4_k", "codebooks"])
-def test_dense_where_there_is_no_reader(kind: str, tmp_path: Path, capsys, monkeypatch):
+def test_formats_without_a_reader_become_dense(kind: str, tmp_path: Path, capsys, monkeypatch):
     """One warning says what becomes dense, and what that costs."""
     said = []
     monkeypatch.setattr(transformers.utils.logging.get_logger("torch_moe_metal"), "warning", said.append)
@@ -139,7 +139,7 @@ def test_files_of_other_kinds(way: str, tmp_path: Path):
     check(path, source)
 
 
-def test_extra_tensors_are_left(tmp_path: Path):
+def test_extra_tensors_are_ignored(tmp_path: Path):
     import numpy as np
 
     source = gguf_files.model("qwen3moe")
@@ -148,7 +148,7 @@ def test_extra_tensors_are_left(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "deepseek2-v3"])
-def test_saved_it_loads_again(name: str, tmp_path: Path):
+def test_saved_models_load_again(name: str, tmp_path: Path):
     """With the same bytes, as what `MoeMetalConfig` makes."""
     source = gguf_files.model(name)
     model = load(gguf_files.write(source, tmp_path / "model.gguf", Q4_K_M))
@@ -177,7 +177,7 @@ def test_a_file_without_blocks_is_a_dense_model(tmp_path: Path):
     assert relative(load(path)(tokens(2, 9)).logits, expected) <= TOLERANCE
 
 
-def test_by_its_path_alone(tmp_path: Path):
+def test_from_pretrained_takes_a_path(tmp_path: Path):
     path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", Q4_K_M)
     model = AutoModelForCausalLM.from_pretrained(str(path), device_map="cpu")
     assert formats(model) and AutoConfig.from_pretrained(str(path)).num_experts == model.config.num_experts
@@ -207,7 +207,7 @@ def test_parts_come_from_the_hub(tmp_path: Path, monkeypatch):
     assert asked == [("some/model", f"Q4/{name}", commit, str(tmp_path / "hub")) for name in others]
 
 
-def test_transformers_alone_reads_what_it_knows(tmp_path: Path):
+def test_transformers_reads_the_architectures_it_knows(tmp_path: Path):
     """With `packed_checkpoints(False)`, and on devices that are not ours."""
     source = gguf_files.model("qwen35moe")
     path = gguf_files.write(source, tmp_path / "model.gguf", "q4_k")
@@ -330,7 +330,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_file_is_named(what: str, tmp_path: Path):
+def test_broken_files_raise(what: str, tmp_path: Path):
     """Before anything of it is in memory, by each of the three that read it."""
     path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", Q4_K_M)
     change, message = BROKEN[what]
@@ -341,7 +341,7 @@ def test_a_broken_file_is_named(what: str, tmp_path: Path):
             reads.from_pretrained(tmp_path, gguf_file=path.name)
 
 
-def test_big_endian_files_are_refused(tmp_path: Path):
+def test_big_endian_files_raise(tmp_path: Path):
     path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", Q4_K_M, big_endian=True)
     with pytest.raises(ValueError, match=rf"{path}: expected numbers with their lowest byte first"):
         load(path)

@@ -62,11 +62,11 @@ def test_macos_26_in_a_program_for_an_older_one() -> None:
     assert done.stdout.splitlines()[-1] == compiled_as(400)
 
 
-def test_an_older_macos_is_refused() -> None:
+def test_an_older_macos_raises() -> None:
     assert "expected macOS 14 or newer, whose Metal knows bfloat16; this one is older" in on_macos("13").stderr
 
 
-def test_a_virtual_mac_is_refused() -> None:
+def test_a_virtual_mac_raises() -> None:
     """Metal promises its GPU neither simdgroup matrices nor bfloat16. Nothing is compiled for it."""
     script = """
 with metal_sim.playing_gpu("Apple Paravirtual device", 1005):
@@ -78,7 +78,7 @@ print(metal_sim.compiled())
     assert compiled == "[]"
 
 
-def test_doctor_says_what_a_virtual_mac_lacks() -> None:
+def test_doctor_reports_missing_features_of_a_virtual_mac() -> None:
     import metal_sim
 
     assert dict(doctor.devices())["mps"] is None
@@ -86,7 +86,7 @@ def test_doctor_says_what_a_virtual_mac_lacks() -> None:
         assert "Apple Paravirtual device is none: a virtual Mac's GPU lacks" in dict(doctor.devices())["mps"]
 
 
-def test_doctor_says_how_long_libraries_took() -> None:
+def test_doctor_reports_compile_times() -> None:
     script = """
 from torch_moe_metal import doctor
 print(*doctor.compiling("mps"))
@@ -126,7 +126,7 @@ echo 'error: alone' >&2; exit 1
 """
 
 
-def test_libraries_compile_side_by_side(tmp_path: Path) -> None:
+def test_libraries_compile_in_parallel(tmp_path: Path) -> None:
     """Each of two compilers waits for the other one."""
     script = """
 with ThreadPoolExecutor(2) as pool:
@@ -152,7 +152,7 @@ def commit_before(call: Callable[[], object]) -> int:
     return next(i for i in range(1, 100) if commits(call))
 
 
-def test_dispatches_are_handed_over_in_time(mps: str) -> None:
+def test_commits_after_many_dispatches(mps: str) -> None:
     """Not each one, not none: always after as many."""
     x = torch.randn(1, 64, device=mps)
     commit_before(lambda: torch.ops.moe_metal.glu(x, x))
@@ -160,7 +160,7 @@ def test_dispatches_are_handed_over_in_time(mps: str) -> None:
     assert len({*periods}) == 1 and 8 <= periods[0] <= 64
 
 
-def test_a_long_launch_is_handed_over_at_once(mps: str) -> None:
+def test_commits_after_a_long_launch(mps: str) -> None:
     """The experts of Qwen3-30B-A3B: a prompt's are, and a token's wait for more."""
     import metal_sim
 
@@ -199,7 +199,7 @@ def test_results_across_a_commit(mps: str) -> None:
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_MPS_TRACE_SIGNPOSTS", "MTL_CAPTURE_ENABLED"])
-def test_no_commits_where_pytorch_would_keep_each(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_commits_while_pytorch_keeps_command_buffers(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With signposts or a capture, a commit leaves PyTorch's command buffer behind, and PyTorch commits by itself."""
     monkeypatch.setenv(variable, "1")
     script = """
@@ -221,7 +221,7 @@ def commits_each_dispatch() -> Iterator[None]:
     tuning.use(tuning.defaults())
 
 
-def test_a_failed_command_buffer_is_told_once(mps: str) -> None:
+def test_a_failed_command_buffer_raises_once(mps: str) -> None:
     """By the next launch, whichever it is. PyTorch up to 2.14 says nothing, and memory holds what it held."""
     import metal_sim
 
@@ -236,7 +236,7 @@ def test_a_failed_command_buffer_is_told_once(mps: str) -> None:
     assert torch_moe_metal.norm_add(x, x, x[0]).isfinite().all()
 
 
-def test_the_first_failure_is_told(mps: str, commits_each_dispatch: None) -> None:
+def test_the_first_failure_is_reported(mps: str, commits_each_dispatch: None) -> None:
     """Of an op of four dispatches, each of which is committed alone."""
     import metal_sim
 
@@ -273,7 +273,7 @@ def flops_of(case: Case) -> int:
 
 
 @pytest.mark.parametrize("op", MANY)
-def test_no_dispatch_takes_a_second(op: str, mps: str) -> None:
+def test_long_dispatches_are_split(op: str, mps: str) -> None:
     """On the slowest M1, whose GPU has 2.3 TFLOPS and gives half of them: macOS gives up on work that takes seconds."""
     import metal_sim
 
@@ -288,7 +288,7 @@ def test_no_dispatch_takes_a_second(op: str, mps: str) -> None:
 
 
 @pytest.mark.parametrize("op", MANY)
-def test_the_cut_of_a_long_prompt_changes_no_bit(op: str, mps: str) -> None:
+def test_splitting_a_long_prompt_changes_no_bit(op: str, mps: str) -> None:
     """Though the pieces have other tiles."""
     import metal_sim
 
@@ -340,7 +340,7 @@ def test_a_larger_grid_changes_nothing(case: Case, more: int, mps: str) -> None:
 
 
 @pytest.mark.parametrize("case", GRIDS, ids=str)
-def test_a_concurrent_encoder_is_told_the_order(case: Case, mps: str) -> None:
+def test_a_concurrent_encoder_gets_barriers(case: Case, mps: str) -> None:
     """PyTorch's is serial as yet. The simulator asks for a barrier before each dispatch on a concurrent one."""
     import metal_sim
 
@@ -390,7 +390,7 @@ def test_offsets_beyond_32_bits(op: str, mps: str) -> None:
 
 @pytest.mark.parametrize("T, kernel", [(1, "rows_wide"), (3, "rows4_wide")])
 @pytest.mark.parametrize("name", ["weight", "scale", "offset"])
-def test_places_of_32_bits(name: str, T: int, kernel: str, mps: str) -> None:
+def test_positions_use_32_bits_if_possible(name: str, T: int, kernel: str, mps: str) -> None:
     """Decode's wide pieces have places of 32 bits within a matrix. Two rows of 4 GB, of which the last byte has the
     last of those places, and two that begin 4 GB apart."""
     import metal_sim

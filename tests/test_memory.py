@@ -43,7 +43,7 @@ def alone(script: str) -> str:
 
 
 @pytest.mark.parametrize("mib", [4, 33])
-def test_memory_is_used_again(mib: int):
+def test_memory_is_reused(mib: int):
     inputs = [packed(mib, seed) for seed in range(4)]
     waiting = [output(x) for x in inputs]  # several of one size wait: the one that was given back last is next
     del waiting
@@ -56,7 +56,7 @@ def test_memory_is_used_again(mib: int):
     assert len(places) == 1
 
 
-def test_memory_in_use_is_left_alone():
+def test_memory_in_use_is_not_reused():
     """A view, a NumPy array or a storage keeps it, whatever became of the tensor."""
     x = packed(8)
     view, array, storage = output(x)[3:5], output(x).numpy(), output(x).untyped_storage()
@@ -67,7 +67,7 @@ def test_memory_in_use_is_left_alone():
     torch.testing.assert_close(kept, right(x))
 
 
-def test_two_outputs_of_one_call_are_two():
+def test_outputs_of_one_call_do_not_overlap():
     x = torch.randn(2048, 1024)
     for _ in range(3):
         normed, total = torch.ops.moe_metal.residual_norm(x, x, torch.ones(1024))
@@ -75,13 +75,13 @@ def test_two_outputs_of_one_call_are_two():
         torch.testing.assert_close(normed, F.rms_norm(2 * x, (1024,), eps=1e-6))
 
 
-def test_smaller_and_larger_ones_in_turn():
+def test_alternating_sizes():
     for mib in (64, 7, 40, 61, 16, 9, 33, 5):
         x = packed(mib, mib)
         torch.testing.assert_close(output(x), right(x))
 
 
-def test_what_one_does_with_tensors():
+def test_tensor_operations_on_cached_memory():
     x = packed(8)
     expected = right(x)
     close = torch.testing.assert_close
@@ -158,7 +158,7 @@ def test_many_threads():
 
 
 @pytest.mark.slow
-def test_a_block_serves_down_to_half_of_its_size():
+def test_a_block_is_reused_down_to_half_its_size():
     served = "print(*(output(packed(mib)).data_ptr() for mib in (64, 40, 32, 16)))"
     large, two_thirds, half, quarter = alone(served).split()
     assert large == two_thirds and large not in (half, quarter)
@@ -166,7 +166,7 @@ def test_a_block_serves_down_to_half_of_its_size():
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts Linux's page faults")
-def test_no_page_faults_but_the_first():
+def test_page_faults_only_at_first_use():
     faults = """
 import resource
 x = packed(64)
@@ -181,7 +181,7 @@ for _ in range(4):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_more_waits_than_512_mib():
+def test_cache_holds_at_most_512_mib():
     """Thirty outputs, so that 1200 MiB are in use at once, and then none. What waits, Linux may take at any time."""
     waiting = """
 def mib(file: str, entry: str) -> int:
@@ -202,7 +202,7 @@ print(most - before, mib("status", "VmSize") - before, in_use, mib("smaps_rollup
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_an_output_that_may_not_wait_leaves_what_waits():
+def test_an_uncacheable_output_does_not_evict():
     """One of 600 MiB, which goes back to the system, and with it no other."""
     larger = """
 def mib() -> int:
@@ -244,7 +244,7 @@ print("done")
 
 
 @pytest.mark.slow
-def test_forks_beside_threads_that_use_it():
+def test_forks_while_threads_use_it():
     """The child has one thread: what another one of the parent's held at that moment nobody would ever let go."""
     forks = """
 import os, time

@@ -106,7 +106,7 @@ def test_dense_checkpoints_are_packed_as_transformers_does(dense, packed, device
     assert formats(again) == formats(model) and torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_what_it_leaves_dense_is_quantised(packed, tmp_path):
+def test_quantize_packs_what_metal_leaves_dense(packed, tmp_path):
     """`quantize_` packs the experts; saved, it is a checkpoint of ours."""
     model, ids = load(packed(bits=4, group_size=32)), tokens(2, 9)
     before = formats(model)
@@ -118,7 +118,7 @@ def test_what_it_leaves_dense_is_quantised(packed, tmp_path):
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_dequantised_and_saved(packed, tmp_path):
+def test_dequantised_then_saved(packed, tmp_path):
     model, ids = load(packed(bits=4, group_size=32)), tokens(2, 9)
     expected = model(ids).logits
     model.dequantize().save_pretrained(tmp_path)
@@ -129,7 +129,7 @@ def test_dequantised_and_saved(packed, tmp_path):
 # ------------------------------------------------------------------------------------------------ who takes over
 
 
-def test_others_are_left_to_transformers(monkeypatch):
+def test_other_checkpoints_fall_back_to_transformers(monkeypatch):
     """Groups that our ops do not have, other devices, dequantised ones, and where we are switched off."""
     monkeypatch.setattr(MetalHfQuantizer, "validate_environment", lambda *args, **kwargs: None)  # it wants mps
     for config, device_map in (
@@ -145,7 +145,7 @@ def test_others_are_left_to_transformers(monkeypatch):
     assert not Metal(MetalConfig(), pre_quantized=True).serves(None)
 
 
-def test_its_device_map_is_that_of_transformers(monkeypatch):
+def test_default_device_map_of_transformers(monkeypatch):
     """mps without a device map, where there is one."""
     for there in (False, True):
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=there: there)
@@ -211,7 +211,7 @@ QUERY, UP = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.experts.3.up_
         ),
     ],
 )
-def test_what_does_not_fit_is_named(packed, tmp_path, said, change):
+def test_inconsistent_tensors_raise(packed, tmp_path, said, change):
     folder = changed(packed(bits=4, group_size=32), tmp_path, change)
     with pytest.raises(ValueError, match=said) as raised:
         load(folder)
@@ -234,14 +234,14 @@ def test_what_does_not_fit_is_named(packed, tmp_path, said, change):
         ),
     ],
 )
-def test_a_configuration_that_lies(packed, tmp_path, said, of_config):
+def test_a_wrong_configuration_raises(packed, tmp_path, said, of_config):
     folder = changed(packed(bits=4, group_size=32), tmp_path, lambda tensors: None, **of_config)
     with pytest.raises(ValueError, match=said) as raised:
         load(folder)
     assert str(folder) in str(raised.value)
 
 
-def test_columns_that_fit_no_group_are_named(dense):
+def test_columns_that_fit_no_group_raise(dense):
     said = (
         rf"^torch_moe_metal: {dense}: \S+q_proj.weight: expected a multiple of 128 columns, its group_size, got 64; "
         r"modules_to_not_convert=\['model.layers.0.self_attn.q_proj'\] leaves it dense"

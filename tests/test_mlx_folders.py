@@ -76,7 +76,7 @@ def test_families(folder, family, device):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "mixtral", "gpt_oss", "deepseek_v3", "gemma4"])
-def test_saved_it_is_a_folder_of_mlx_lm(folder, family, tmp_path):
+def test_saved_models_are_mlx_lm_folders(folder, family, tmp_path):
     """With the same packed bytes; what was dequantised is dense. transformers and mlx-lm have the same logits of it."""
     ids = tokens(2, 9)
     model = load(folder(family))
@@ -174,7 +174,7 @@ def layers_of_its_own(path: str, module) -> bool | dict:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_each_layer_as_it_is_stored(tmp_path, tied):
+def test_mixed_formats_of_layers(tmp_path, tied):
     """Not as config.json's first lines say: by layer, dense and mixed with mxfp4."""
     ids = tokens(2, 9)
     changes = {"tie_word_embeddings": tied}
@@ -247,7 +247,7 @@ def test_trained_under_autocast(folder):
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
-def test_saved_and_dequantised(folder, family, tmp_path):
+def test_saved_then_dequantised(folder, family, tmp_path):
     """`save_pretrained` writes the dtype of the configuration as a word, which `dequantize` reads."""
     model, ids = load(folder(family)), tokens(2, 9)
     expected = model(ids).logits
@@ -258,7 +258,7 @@ def test_saved_and_dequantised(folder, family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
-def test_dequantised_and_saved(folder, family, tmp_path):
+def test_dequantised_then_saved(folder, family, tmp_path):
     """It is a checkpoint of transformers then."""
     ids = tokens(2, 9)
     model = load(folder(family)).dequantize()
@@ -269,7 +269,7 @@ def test_dequantised_and_saved(folder, family, tmp_path):
     assert relative(load(folder(family))(ids).logits, model(ids).logits) <= TOLERANCE
 
 
-def test_what_mlx_left_dense_is_quantised(tmp_path):
+def test_quantize_packs_what_mlx_left_dense(tmp_path):
     """In memory: what was packed stays as it is, and saved it is a checkpoint of ours."""
     ids = tokens(2, 9)
     folder = mlx_folders.convert(tmp_path / "a", "qwen3_next", quant_predicate=lambda path, _: "mlp.switch" in path)
@@ -291,7 +291,7 @@ def test_what_mlx_left_dense_is_quantised(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells which memory is a file's")
-def test_what_is_copied(folder):
+def test_bytes_copied_while_loading(folder):
     """On the CPU packed weights are the file's own pages, but for gates and ups, which are joined."""
     model = load(folder("qwen3_moe"))
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
@@ -303,7 +303,7 @@ def test_what_is_copied(folder):
 
 
 @pytest.mark.skipif("mps" not in DEVICES, reason="MOE_METAL_DEVICES leaves mps out; on the CPU nothing is read ahead")
-def test_tensors_are_read_in_turn(folder, mps, monkeypatch):
+def test_tensors_are_read_layer_by_layer(folder, mps, monkeypatch):
     """On mps none is read ahead of those that are joined before it: they would all be in the GPU's memory at once."""
     read, joined = [], []
 
@@ -336,7 +336,7 @@ def test_an_interrupted_load_changes_no_setting(folder, monkeypatch):
     assert SEQUENTIAL not in os.environ
 
 
-def test_loading_sequentially_is_the_same(folder, monkeypatch):
+def test_sequential_loading_is_equal(folder, monkeypatch):
     """As on mps: transformers starts no threads, and the quantizer and the model are as ever."""
     expected = load(folder("qwen3_moe"))
 
@@ -415,7 +415,7 @@ def repeated(times: int, *names: str):
         ("missing: model.layers.0.self_attn.q_norm.weight", lambda t: t.pop("model.layers.0.self_attn.q_norm.weight")),
     ],
 )
-def test_what_does_not_fit_is_named(folder, tmp_path, said, change):
+def test_inconsistent_tensors_raise(folder, tmp_path, said, change):
     """File, tensor and what was expected; and no model."""
 
     def without_experts(tensors):
@@ -444,7 +444,7 @@ def test_what_does_not_fit_is_named(folder, tmp_path, said, change):
         ({QUERY: False}, f"{QUERY}.weight: expected no packed weight, since config.json says false for it"),
     ],
 )
-def test_a_configuration_that_lies(folder, tmp_path, entry, said):
+def test_a_wrong_configuration_raises(folder, tmp_path, entry, said):
     before = json.loads((folder("qwen3_moe") / "config.json").read_text())["quantization"]
     with pytest.raises(ValueError, match=said):
         load(changed(folder("qwen3_moe"), tmp_path, quantization_config=before | entry))
@@ -481,14 +481,14 @@ def of_mode(tmp_path_factory):
         ),
     ],
 )
-def test_other_modes_that_do_not_fit_are_named(of_mode, tmp_path, mode, said, change):
+def test_inconsistent_modes_raise(of_mode, tmp_path, mode, said, change):
     broken = rewritten(of_mode(mode), tmp_path, change)
     with pytest.raises(ValueError, match=said) as raised:
         load(broken)
     assert str(tmp_path) in str(raised.value)
 
 
-def test_experts_of_unknown_classes_are_named(folder, monkeypatch):
+def test_experts_of_unknown_classes_raise(folder, monkeypatch):
     """Such as Llama 4's."""
     monkeypatch.setattr(mlx_quantizer, "is_experts", lambda module: False)
     with pytest.raises(
@@ -525,7 +525,7 @@ def two_files(folder: Path, to: Path) -> Path:
 
 
 @pytest.mark.parametrize("listed", ["model-00001-of-00002.safetensors", "model-00001-of-00009.safetensors"])
-def test_a_stale_index_is_told(folder, tmp_path, caplog, listed):
+def test_a_stale_index_warns(folder, tmp_path, caplog, listed):
     """One that lists some of the files, or others, as it comes from the dense checkpoint."""
     to = two_files(folder("qwen3_moe"), tmp_path)
     index = {"metadata": {}, "weight_map": {"model.norm.weight": listed}}
@@ -539,7 +539,7 @@ def test_a_stale_index_is_told(folder, tmp_path, caplog, listed):
     assert relative(model(ids).logits, load(folder("qwen3_moe"))(ids).logits) <= 1e-6
 
 
-def test_a_true_index_is_not(folder, caplog):
+def test_a_valid_index_does_not_warn(folder, caplog):
     with caplog.at_level("WARNING"):
         transformers.utils.logging.enable_propagation()
         load(folder("qwen3_moe"))

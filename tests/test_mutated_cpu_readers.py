@@ -38,19 +38,19 @@ class Fault:
         return self.name
 
 
-DEQUANTIZE = "test_quantized.py::test_dequantize_affine_is_mlx"
-LINEAR = "test_quantized.py::test_linear_is_mlx_s_quantized_matmul"
-EXPERTS = "test_quantized.py::test_experts_are_mlx_s_gather_qmm"
+DEQUANTIZE = "test_quantized.py::test_dequantize_affine_equals_mlx"
+LINEAR = "test_quantized.py::test_linear_equals_mlx_quantized_matmul"
+EXPERTS = "test_quantized.py::test_experts_equal_mlx_gather_qmm"
 REFERENCE = "test_ops.py::test_equals_the_reference"
 MAGNITUDE = "test_quantized.py::test_few_tokens_of_any_magnitude"
 UNUSED = "test_quantized.py::test_few_tokens_with_a_number_that_no_weight_uses"
 NOT_FINITE = "test_quantized.py::test_few_tokens_that_are_not_finite"
-GGUF = "test_ggml.py::test_dequantize_is_gguf"
-GGUF_LINEAR = "test_ggml.py::test_linear_is_gguf_s_numbers"
-MLX_LINEAR = "test_ggml.py::test_linear_is_mlx_s_quantized_matmul"
+GGUF = "test_ggml.py::test_dequantize_equals_gguf"
+GGUF_LINEAR = "test_ggml.py::test_linear_equals_gguf"
+MLX_LINEAR = "test_ggml.py::test_linear_equals_mlx_quantized_matmul"
 FACTOR = "test_ggml.py::test_every_scale_of_mxfp8_and_nvfp4"
-FP8 = "test_quantized.py::test_dequantize_fp8_is_transformers"
-WALL = "test_quantized.py::test_nothing_beyond_the_last_row_is_read"
+FP8 = "test_quantized.py::test_dequantize_fp8_equals_transformers"
+WALL = "test_quantized.py::test_no_read_beyond_the_last_row"
 
 FAULTS = [
     Fault("nibble_swapped", "formats/codes.h", "(from)), 0xff00", "(from)), 0x00ff", DEQUANTIZE),
@@ -165,7 +165,7 @@ from_a_build = pytest.mark.skipif(
 @for_avx512
 @from_a_build
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_a_broken_reader_is_seen(fault: Fault, tmp_path: Path):
+def test_broken_readers_are_detected(fault: Fault, tmp_path: Path):
     sources = copied_sources(tmp_path, fault.amx)
     changed(sources / "cpu" / fault.file, fault.line, fault.broken)
     choose = ["-k", "many_tokens"] if fault.test == REFERENCE else []
@@ -183,6 +183,6 @@ def test_tiles_on_emulated_amx(tmp_path: Path):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_the_readme_names_them():
+def test_readme_lists_the_mutants():
     of_cpu = (ROOT / "tests" / "README.md").read_text().partition("test_mutated_cpu_readers.py")[2]
     assert named_in(of_cpu) == {fault.name: fault.test.partition("::")[2] for fault in FAULTS}

@@ -125,7 +125,7 @@ def numbers(packing) -> tuple[Callable, dict]:
 
 
 def nan(packing, T: int) -> tuple[Callable, dict]:
-    return suite.test_nan_stays_where_it_is, {"packing": packing, "T": T}
+    return suite.test_nan_does_not_spread, {"packing": packing, "T": T}
 
 
 def packed(name: str) -> tuple[Callable, dict]:
@@ -144,15 +144,15 @@ def dense(op: str, T: int) -> tuple[Callable, dict]:
 
 
 def padded(T: int) -> tuple[Callable, dict]:
-    return suite.test_rows_end_before_the_next_one_begins, {"T": T}
+    return suite.test_rows_do_not_read_into_the_next_row, {"T": T}
 
 
 def cut(name: str) -> tuple[Callable, dict]:
-    return attention_suite.test_every_cut, {"name": name}
+    return attention_suite.test_every_split_of_the_keys, {"name": name}
 
 
 def unseen(name: str) -> tuple[Callable, dict]:
-    return attention_suite.test_keys_that_are_not_seen, {"name": name}
+    return attention_suite.test_invisible_keys, {"name": name}
 
 
 def rope(name: str) -> tuple[Callable, dict]:
@@ -281,7 +281,7 @@ def run_test(mutant: Mutant, change: Callable[[str], str], monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_broken_reader_is_noticed(name: str, monkeypatch):
+def test_broken_readers_are_detected(name: str, monkeypatch):
     from metal_sim.engine import Violation
 
     mutant, changed = MUTANTS[name], []
@@ -299,11 +299,11 @@ UNBROKEN = {(mutant.test.__name__, *map(str, mutant.arguments.values())): mutant
 
 
 @pytest.mark.parametrize("name", UNBROKEN, ids="-".join)
-def test_a_replay_is_right_where_nothing_is_broken(name: tuple, monkeypatch):
+def test_unbroken_readers_pass(name: tuple, monkeypatch):
     run_test(UNBROKEN[name], lambda text: text, monkeypatch)
 
 
-def test_the_readme_names_them():
+def test_readme_lists_the_mutants():
     of_shaders = (HERE / "README.md").read_text().partition("test_mutated_cpu_readers.py")[0]
     assert named_in(of_shaders) == {name: mutant.test.__name__ for name, mutant in MUTANTS.items()}
 

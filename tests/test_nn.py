@@ -53,7 +53,7 @@ def test_from_sizes(options, device):
     assert relative(moe(x, residual).cpu(), expected) <= tolerance
 
 
-def test_is_the_specification():
+def test_equals_the_specification():
     """Against reference.gate and reference.experts, called by hand."""
     moe = made(shared_size=24, shared_gate=True)
     x = torch.randn(5, 32)
@@ -109,7 +109,7 @@ def test_from_other_blocks():
     ],
     ids=str,
 )
-def test_options_are_checked_when_it_is_made(options: dict, said: str):
+def test_options_are_checked_at_construction(options: dict, said: str):
     """By the ops, in their words, and wherever the weights will be."""
     sizes = {"hidden_size": 32, "inner_size": 16, "num_experts": 8, "top_k": 3}
     for device in ("cpu", "meta"):
@@ -118,12 +118,12 @@ def test_options_are_checked_when_it_is_made(options: dict, said: str):
         assert said in str(raised.value).splitlines()[0]
 
 
-def test_unknown_options_are_named():
+def test_unknown_options_raise():
     with pytest.raises(TypeError, match=r"unknown: norm_topk_prob, scorings; .* scoring, renormalize, n_group,"):
         nn.MoE(32, 16, 8, 3, scorings="softmax", norm_topk_prob=True, softcap=0.0)
 
 
-def test_what_training_alone_can_do_is_not_refused():
+def test_dtypes_that_only_the_fallback_supports():
     """With gradients wanted a layer runs in any dtype, which the ops do not."""
     with torch.device("meta"):
         assert nn.MoE(32, 16, 8, 3, dtype=torch.float64).down.is_meta
@@ -238,7 +238,7 @@ def test_quantized_block(device: str):
     assert block.experts.down_proj.is_floating_point()
 
 
-def test_quantize_refuses_as_a_whole():
+def test_quantize_raises_before_any_change():
     moe = nn.MoE(64, 48, 8, 3)
     with pytest.raises(ValueError) as raised:
         moe.quantize_()
@@ -270,7 +270,7 @@ def test_quantized_state(format: str, bits: int, group: int):
 @pytest.mark.slow_on_mps
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @formats
-def test_conversions_leave_packed_weights_alone(format: str, bits: int, group: int, dtype: torch.dtype, device: str):
+def test_conversions_keep_packed_weights(format: str, bits: int, group: int, dtype: torch.dtype, device: str):
     moe = layer().quantize_(format, bits, group)
     linear = nn.Linear(64, 32, format=format, bits=bits, group_size=group)
     embedding = nn.Embedding(300, 64, format=format, bits=bits, group_size=group)
@@ -319,7 +319,7 @@ def test_linear(format: str, bits: int, group: int, device: str):
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("columns", [32, 63, 128, 0])
-def test_linear_refuses_another_width(columns: int, grad: bool, device: str):
+def test_linear_raises_for_another_width(columns: int, grad: bool, device: str):
     """Twice the columns in half the bits have the same bytes."""
     ours = nn.Linear.from_module(torch.nn.Linear(64, 24), "affine", 4, 32).to(device)
     with torch.set_grad_enabled(grad), pytest.raises(RuntimeError) as raised:

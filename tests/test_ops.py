@@ -164,14 +164,14 @@ def gate_of_many_tokens() -> bool:
     return True
 
 
-def test_gate_where_onednn_is_switched_off():
+def test_gate_without_onednn():
     with torch.backends.mkldnn.flags(enabled=False):
         assert gate_of_many_tokens()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
-def test_gate_where_onednn_is_kept_from_amx(isa: str):
+def test_gate_with_onednn_without_amx(isa: str):
     """It reads the variable once, so this takes a process of its own."""
     code = "import torch_moe_metal, test_ops; assert test_ops.gate_of_many_tokens()"
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa, "MOE_METAL_DEVICES": "cpu"}
@@ -240,7 +240,7 @@ def test_attention_without_room_for_scores():
 
 
 @EACH
-def test_a_token_does_not_see_the_others(case: Case, device: str):
+def test_batch_invariance(case: Case, device: str):
     """NaN in one token leaves the other tokens' results as they are. Who has no tokens has none to lose."""
     args = case.arguments()
     clean = run(case, args, device)
@@ -266,7 +266,7 @@ def test_weight_and_scalar_whose_product_is_infinite(op: str, device: str, scala
 
 
 @pytest.mark.parametrize("select_bias", [None, torch.zeros(4)], ids=["by_logits", "by_scores"])
-def test_the_root_of_a_softplus_that_float32_cannot_hold(device: str, select_bias: Tensor | None):
+def test_sqrt_softplus_beyond_float32(device: str, select_bias: Tensor | None):
     """softplus(-106) is 1e-46; its root 1e-23 counts beside the 1e-20 that the sum of the weights is raised by."""
     args = {"logits": torch.tensor([[-100.0, -104, -106, -120], [-19.9, -20, -20.1, -21], [-170, -171, -172, -173]])}
     args |= {} if select_bias is None else {"select_bias": select_bias}
@@ -386,7 +386,7 @@ def test_compiles_with_inductor(case: Case):
 
 
 @EACH
-def test_refuses_to_drop_a_gradient(case: Case, device: str):
+def test_input_that_requires_grad_raises(case: Case, device: str):
     want = run(case, case.arguments(), device)
     for name in case.shapes:
         args = case.arguments(device)
@@ -445,7 +445,7 @@ def test_compiled_in_place_ops_bump_the_version(op: str, device: str, mode: type
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", IN_PLACE)
-def test_backward_refuses_what_an_in_place_op_has_overwritten(op: str, device: str, mode: type):
+def test_backward_raises_after_in_place_overwrite(op: str, device: str, mode: type):
     args = ODD[op].arguments(device)
     factor = torch.ones_like(args["residual"], requires_grad=True)
     product = factor * args["residual"]
@@ -456,7 +456,7 @@ def test_backward_refuses_what_an_in_place_op_has_overwritten(op: str, device: s
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
-def test_in_place_ops_write_inference_tensors_in_inference_mode_alone(op: str, device: str):
+def test_in_place_ops_on_inference_tensors(op: str, device: str):
     """PyTorch's own rule, with other arguments that are no inference tensors, as a model's weights are not."""
     case = ODD[op]
     args = case.arguments(device)
@@ -498,7 +498,7 @@ def no_jvp(op: str, name: str) -> str:
 
 
 @EACH
-def test_refuses_to_drop_a_tangent(case: Case, device: str):
+def test_tangent_raises(case: Case, device: str):
     want = run(case, case.arguments(device))
     for name in differentiable(case):
         args = case.arguments(device)
@@ -516,7 +516,7 @@ def test_refuses_to_drop_a_tangent(case: Case, device: str):
 
 
 @EACH_OP
-def test_refuses_to_drop_a_tangent_compiled(case: Case):
+def test_tangent_raises_compiled(case: Case):
     """Both a tangent that the graph makes and one that comes in from outside."""
     op, args = case.op, case.arguments()
     name = differentiable(case)[0]
@@ -1063,7 +1063,7 @@ def test_meta_tensors_need_no_memory(case: Case):
     assert [tensor.shape for tensor in run(case, args)] == [tensor.shape for tensor in want]
 
 
-def test_an_inner_size_whose_double_no_integer_holds():
+def test_inner_size_whose_double_overflows():
     args = ODD["experts"].arguments()
     args |= {"x": args["x"][:, :1], "down": args["down"][:1, :1, :1].expand(1, 1, 2**62)}
     said = "moe_metal::experts: down: expected 1 to 4611686018427387903 (its inner size, I), got 4611686018427387904"
@@ -1167,7 +1167,7 @@ def test_strides_of_an_empty_weight_do_not_matter(format: str, device: str):
     assert all(a.shape == b.shape for a, b in zip(run(case, args), want, strict=True))
 
 
-def test_more_rows_than_an_integer_can_round_up():
+def test_row_count_near_overflow():
     """2^63 - 1 rows of one number each; only the shape of their scales is wrong."""
     rows = torch.zeros(1, 1, dtype=torch.uint8).expand(2**63 - 1, 1)
     with pytest.raises(RuntimeError, match=r"scale: expected shape \[72057594037927936, 1\], a scale for each 128 x"):

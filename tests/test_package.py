@@ -58,7 +58,7 @@ def stranger(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_wheel_is_whole(wheel: Path):
+def test_wheel_is_complete(wheel: Path):
     assert list(Wheel(wheel).problems(MINOR)) == []
     assert Wheel(wheel).version == f"{torch_moe_metal.__version__}+torch{MINOR}"
 
@@ -120,13 +120,13 @@ def change_machine(files: Files, name: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the libraries of these wheels are Linux's")
 @pytest.mark.parametrize("what", BROKEN)
-def test_broken_wheels_are_seen(what: str, wheel: Path, tmp_path: Path):
+def test_broken_wheels_are_detected(what: str, wheel: Path, tmp_path: Path):
     change, complaint = BROKEN[what]
     problems = list(Wheel(rewritten(wheel, tmp_path / wheel.name, change)).problems(MINOR))
     assert any(complaint in problem for problem in problems), problems
 
 
-def test_untrue_records_are_seen(wheel: Path, tmp_path: Path):
+def test_wrong_records_are_detected(wheel: Path, tmp_path: Path):
     path = tmp_path / wheel.name
     changed = rewritten(wheel, path, put(f"{PACKAGE}/doctor.py", b"import", b"imqort"), sealed=False)
     assert list(Wheel(changed).problems(MINOR)) == [f"RECORD is wrong about {PACKAGE}/doctor.py"]
@@ -134,7 +134,7 @@ def test_untrue_records_are_seen(wheel: Path, tmp_path: Path):
     assert f"RECORD is wrong about {PACKAGE}/doctor.py" in list(Wheel(less).problems(MINOR))
 
 
-def test_untrue_names_are_seen(wheel: Path, tmp_path: Path):
+def test_wrong_names_are_detected(wheel: Path, tmp_path: Path):
     def complaints(old: str, new: str) -> str:
         named = wheel.name.replace(old, new)
         assert named != wheel.name
@@ -149,7 +149,7 @@ def test_untrue_names_are_seen(wheel: Path, tmp_path: Path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
-def test_newer_linuxes_are_seen(wheel: Path, tmp_path: Path):
+def test_too_new_glibc_is_detected(wheel: Path, tmp_path: Path):
     """What the libraries need makes the oldest name a wheel may have."""
     libraries = [data for name, data in Wheel(wheel).files.items() if name.endswith(".so")]
     assert manylinux(libraries) is not None
@@ -181,7 +181,7 @@ def mac_library(
     return head + b"".join(commands)
 
 
-def test_broken_mac_libraries_are_seen():
+def test_broken_mac_libraries_are_detected():
     assert list(check_macho(mac_library(), "14.0")) == []
     assert list(check_macho(mac_library(cpu=7), "14.0")) == ["is no Mach-O library for arm64"]
     assert "is for macOS 15.0 and newer" in next(check_macho(mac_library(macos=15), "14.0"))
@@ -190,7 +190,7 @@ def test_broken_mac_libraries_are_seen():
     assert homebrew[0] == "is not linked to libtorch_cpu" and "linked to /opt/homebrew/lib/libomp.dylib" in homebrew[1]
 
 
-def test_pip_takes_the_wheel_of_the_torch_that_is_asked_for(wheel: Path, tmp_path: Path):
+def test_pip_installs_the_wheel_for_the_requested_torch(wheel: Path, tmp_path: Path):
     """Of the wheels of one release, side by side as a GitHub release has them; torch stands for itself by name only."""
     release = torch_moe_metal.__version__
     for torch_minor in ("9.8", MINOR, "0.9"):
@@ -236,7 +236,7 @@ print(torch_moe_metal.__file__)
     assert stranger.parent.parent in place.parents
 
 
-def test_a_checkout_that_hides_the_installed_package_is_named(stranger: Path, tmp_path: Path):
+def test_checkout_hiding_the_installed_package_raises(stranger: Path, tmp_path: Path):
     """As after `pip install .`, in the folder where it was said."""
     (hidden,) = stranger.parent.parent.glob(f"lib/python*/site-packages/{PACKAGE}")
     shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -251,18 +251,18 @@ def setup_says(*options: str, **environment: str) -> str:
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True).stderr
 
 
-def test_a_build_without_torch_is_refused():
+def test_build_without_torch_raises():
     assert "is compiled for the torch that it will run with" in setup_says("-S")  # -S: without site-packages
 
 
-def test_a_build_with_an_old_python_is_refused(tmp_path: Path):
+def test_build_with_an_old_python_raises(tmp_path: Path):
     source = (ROOT / "setup.py").read_text()
     ast.parse(source, feature_version=(3, 8))  # or the message would be a SyntaxError
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.version_info = (3, 9, 0)")
     assert "torch_moe_metal needs Python 3.10 or newer" in setup_says(PYTHONPATH=str(tmp_path))
 
 
-def test_an_isolated_build_says_its_torch(tmp_path: Path):
+def test_isolated_build_prints_its_torch(tmp_path: Path):
     place = tmp_path / "pip-build-env-1"
     place.mkdir()
     (place / "torch").symlink_to(Path(torch.__file__).parent)
@@ -271,7 +271,7 @@ def test_an_isolated_build_says_its_torch(tmp_path: Path):
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the message lists those of x86")
-def test_unknown_instruction_sets_are_refused(tmp_path: Path):
+def test_unknown_instruction_sets_raise(tmp_path: Path):
     build = (sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path))
     environment = os.environ | {"MOE_METAL_CPU": "native,sse9"}
     done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)

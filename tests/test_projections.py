@@ -39,7 +39,7 @@ def are_joined(layers: list[nn.Linear]) -> bool:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_the_same_results_in_one_product(kind: str, bias: bool, device: str):
+def test_one_product_has_the_same_results(kind: str, bias: bool, device: str):
     layers = layers_of(kind, device, bias)
     before = [copy.deepcopy(layer.state_dict()) for layer in layers]
     x = torch.randn(3, 128).to(device, torch.bfloat16)
@@ -90,7 +90,7 @@ def test_neighbours_in_other_memory_are_not_joined():
 
 
 @pytest.mark.parametrize("mixed", ["formats", "kinds", "biases", "dtypes", "meta", "shared"])
-def test_what_cannot_be_joined_stays(mixed: str):
+def test_unsupported_projections_stay_separate(mixed: str):
     layers = layers_of("dense")
     if mixed == "formats":
         layers = [layers_of("affine")[0], *layers_of("mxfp4")[1:]]
@@ -166,7 +166,7 @@ def test_saved_and_loaded(patched, tmp_path, device: str):
         assert relative(loaded(ids).logits, expected) <= 1e-5
 
 
-def test_loaded_weights_are_seen(patched, device: str):
+def test_loaded_weights_are_used(patched, device: str):
     ids, other = tokens(1, 5, device=device), eager(tiny_model("qwen3_moe", device))
     for parameter in other.parameters():
         parameter.data.mul_(1.25)
@@ -230,7 +230,7 @@ def test_ops_outside_of_layers():
     assert one - (two - one) == 16
 
 
-def test_clipped_attention_is_left():
+def test_clipped_attention_is_not_fused():
     report = torch_moe_metal.patch(tiny_model("olmoe", clip_qkv=4.0))
     rows = {row.name: row for row in report.rows if row.name.endswith("self_attn")}
     assert rows and all(row.state == "left" and "clips" in row.note for row in rows.values())

@@ -204,7 +204,7 @@ def packed_checkpoint(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind, options", [(kind, options) for kind in PACKED for options in PACKED[kind]], ids=str)
-def test_what_is_packed_stays_as_it_is(kind, options, device, tmp_path, caplog):
+def test_packed_weights_are_not_packed_again(kind, options, device, tmp_path, caplog):
     """It is named, the rest is packed, and saved and loaded again it is the same model."""
     folder, ids = packed_checkpoint(kind, tmp_path), tokens(2, 9, device=device)
     model = load(folder, device)
@@ -243,7 +243,7 @@ def test_quantised_twice(tmp_path, caplog):
     assert torch.equal(load(tmp_path)(ids).logits, expected)
 
 
-def test_weights_that_cannot_be_packed_are_named(tmp_path):
+def test_weights_that_cannot_be_packed_raise(tmp_path):
     """Of another dtype, or offloaded; nothing is changed."""
     model = dense("qwen3_moe").double()
     with pytest.raises(
@@ -258,7 +258,7 @@ def test_weights_that_cannot_be_packed_are_named(tmp_path):
     assert not formats(model)
 
 
-def test_models_of_other_quantizers_are_refused():
+def test_models_of_other_quantizers_raise():
     model = dense("qwen3_moe")
     model.hf_quantizer = Mxfp4HfQuantizer(transformers.Mxfp4Config())
     with pytest.raises(ValueError, match=r"expected a dense model, or .*, got one of transformers' Mxfp4HfQuantizer"):
@@ -296,7 +296,7 @@ def test_dequantize(tmp_path):
     assert relative(load(tmp_path)(ids).logits, expected) <= 1e-5
 
 
-def test_packed_experts_refuse_another_width():
+def test_packed_experts_raise_for_another_width():
     """Twice the columns in half the bits have the same bytes."""
     experts = quantize_(dense("qwen3_moe"), group_size=32).model.layers[1].mlp.experts
     ids, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
@@ -340,7 +340,7 @@ def test_skip(skip, expected):
     assert list(formats(quantize_(dense("qwen3_moe"), group_size=32, skip=skip))) == expected
 
 
-def test_what_does_not_fit(caplog):
+def test_formats_that_do_not_fit(caplog):
     """A linear layer whose columns are no multiple of the group stays dense; experts are an error, before any work."""
     model = dense("deepseek_v3", q_lora_rank=24)
     quantize_(model, group_size=16)
@@ -388,7 +388,7 @@ def test_options_are_checked(said, options):
     assert str(raised.value) == f"torch_moe_metal.MoeMetalConfig: {said}"
 
 
-def test_unknown_options_are_named():
+def test_unknown_options_raise():
     with pytest.raises(
         TypeError, match="MoeMetalConfig: unknown: groupsize, modules_to_not_convert; its arguments are f"
     ):
@@ -413,7 +413,7 @@ def test_unknown_options_are_named():
     ],
     ids=str,
 )
-def test_names_that_say_nothing_are_errors(said, options, tmp_path):
+def test_names_without_a_match_raise(said, options, tmp_path):
     """Before anything is changed, and before anything is loaded."""
     model = dense("qwen3_moe")
     with pytest.raises(ValueError, match=said):
@@ -423,7 +423,7 @@ def test_names_that_say_nothing_are_errors(said, options, tmp_path):
         load(saved("qwen3_moe", tmp_path), config=MoeMetalConfig(group_size=32, **options))
 
 
-def test_layers_by_their_whole_names(tmp_path):
+def test_layers_by_full_names(tmp_path):
     """They come first, whatever the other options say; a base model knows them without its prefix."""
     layers = {"model.layers.0.mlp.experts": {"format": "mxfp4"}, "model.layers.1.mlp.experts.down_proj": {"bits": 8}}
     layers |= {"lm_head": False, "model.embed_tokens": {"bits": 6, "group_size": 16}}
@@ -441,7 +441,7 @@ def test_layers_by_their_whole_names(tmp_path):
     assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
 
 
-def test_layers_of_their_own_while_loading(tmp_path):
+def test_layers_while_loading(tmp_path):
     """What loading packs by `layers` is what `quantize_` packs: fp8, whose blocks end within an expert, and two formats
     of one layer's experts."""
     folder, experts = saved("qwen3_moe", tmp_path), "model.layers.{}.mlp.experts"
@@ -518,12 +518,12 @@ def test_a_saved_configuration_is_checked(tmp_path):
         load(tmp_path)
 
 
-def test_other_devices_are_refused(tmp_path):
+def test_other_devices_raise(tmp_path):
     with pytest.raises(ValueError, match="its packed weights run on cpu and mps, got"):
         load(saved("qwen3_moe", tmp_path), {"": "cuda"}, MoeMetalConfig())
 
 
-def test_saved_tensors_that_do_not_fit_are_named(tmp_path):
+def test_inconsistent_saved_tensors_raise(tmp_path):
     quantize_(dense("qwen3_moe"), group_size=32).save_pretrained(tmp_path)
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace('"group_size": 32', '"group_size": 64'))
@@ -531,7 +531,7 @@ def test_saved_tensors_that_do_not_fit_are_named(tmp_path):
         load(tmp_path)
 
 
-def test_scales_that_no_op_takes_are_named(tmp_path):
+def test_unsupported_scales_raise(tmp_path):
     """Those of FP8 in float16: the first forward raised."""
     quantize_(dense("qwen3_moe"), "fp8").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -597,7 +597,7 @@ def test_a_model_with_adapters_is_quantised(tmp_path):
 
 
 @pytest.mark.parametrize("skip, kind", [([], "input"), (["embed_tokens"], "output")])
-def test_packed_embeddings_are_not_resized(skip, kind):
+def test_resizing_packed_embeddings_raises(skip, kind):
     model, ids = quantize_(dense("qwen3_moe"), group_size=32, skip=skip), tokens(2, 9)
     before, expected = model.config.to_dict(), model(ids).logits
     with pytest.raises(ValueError, match=rf"expected dense embeddings, got packed ones \({kind}, affine\); call deq"):
@@ -609,7 +609,7 @@ def test_packed_embeddings_are_not_resized(skip, kind):
     assert relative(model(ids).logits[..., :99], expected) <= 1e-5
 
 
-def test_saved_it_is_dequantised(tmp_path):
+def test_saving_after_dequantize(tmp_path):
     """`save_pretrained` writes the dtype of the configuration as a word."""
     model, ids = quantize_(dense("qwen3_moe"), group_size=32), tokens(2, 9)
     expected = model(ids).logits
@@ -633,7 +633,7 @@ class Strange(torch.Tensor):
     """A tensor of some other quantizer's own."""
 
 
-def test_other_quantizers_are_left_with_their_reason():
+def test_other_quantizers_report_their_reason():
     model = dense("qwen3_moe")
     experts = model.model.layers[1].mlp.experts
     experts.down_proj = nn.Parameter(experts.down_proj.data.as_subclass(Strange), requires_grad=False)
@@ -731,7 +731,7 @@ every = pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.
 
 @every
 @pytest.mark.parametrize("act", ACTS)
-def test_interrupted_it_is_as_before(act, every, tmp_path):
+def test_an_interrupted_change_restores_the_model(act, every, tmp_path):
     """Whatever the line at which it was interrupted; repeated, it does what it does."""
     ids, act = tokens(1, 5), ACTS[act]
     model = quantize_(one_layer(tie_word_embeddings=True), group_size=32)
@@ -755,7 +755,7 @@ def test_interrupted_it_is_as_before(act, every, tmp_path):
 
 @every
 @pytest.mark.parametrize("kind", ["dense", "gpt_oss"])
-def test_interrupted_it_quantises_the_rest_next_time(kind, every, tmp_path):
+def test_an_interrupted_quantize_can_be_resumed(kind, every, tmp_path):
     """Until then it is a model that runs, is saved, and loads."""
     ids, options = tokens(1, 5), {"bits": 8, "group_size": 32}
     if kind == "dense":

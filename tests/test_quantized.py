@@ -64,7 +64,7 @@ def weight_of_all_kinds(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits, group", MLX_WIDTHS)
-def test_affine_is_mlx_to_the_bit(bits: int, group: int, dtype: torch.dtype, device: str):
+def test_affine_equals_mlx_bitwise(bits: int, group: int, dtype: torch.dtype, device: str):
     weight = weight_of_all_kinds(dtype)
     data, scale, offset = quantize(weight.to(device), "affine", bits, group)
     assert {part.device.type for part in (data, scale, offset)} == {device} and scale.dtype == offset.dtype == dtype
@@ -115,7 +115,7 @@ def test_mxfp4_ties_go_to_the_even_code():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("N, C", [(1, 1), (128, 128), (130, 200), (300, 129)])
-def test_fp8_is_pytorch_s_own_rounding(N: int, C: int, dtype: torch.dtype, device: str):
+def test_fp8_equals_pytorch_rounding(N: int, C: int, dtype: torch.dtype, device: str):
     weight = (random(N, C) * torch.logspace(-6, 3, N).unsqueeze(-1)).to(dtype)
     weight[: min(N, 3), : min(C, 5)] = 0
     data, scale, offset = quantize(weight.to(device), "fp8")
@@ -130,7 +130,7 @@ def test_fp8_is_pytorch_s_own_rounding(N: int, C: int, dtype: torch.dtype, devic
 
 
 @pytest.mark.parametrize("format, bits, group", [width for width in WIDTHS if width[0] in packing.WRITTEN])
-def test_quantize_goes_piece_by_piece(format: str, bits: int, group: int, monkeypatch):
+def test_quantize_works_in_pieces(format: str, bits: int, group: int, monkeypatch):
     """Any leading dimensions, any strides, a piece as large as it may be: the same bytes."""
     weight = random(2, 3, 300, 256)
     whole = quantize(weight, format, bits, group)
@@ -146,7 +146,7 @@ def test_quantize_goes_piece_by_piece(format: str, bits: int, group: int, monkey
 
 @pytest.mark.parametrize("format", packing.WRITTEN)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_visible(format: str, value: float):
+def test_values_that_are_not_finite_become_nan(format: str, value: float):
     """As NaN, in all that shares its scale, and nowhere else."""
     weight = random(256, 256)
     weight[5, 70] = value
@@ -197,7 +197,7 @@ print(grown * (1024 if sys.platform == "linux" else 1) - sum(part.nbytes for par
         ("weight: expected float32, float16 or bfloat16, got int32", {"weight": torch.ones(4, 64).int()}),
     ],
 )
-def test_quantize_says_what_it_expects(said: str, change: dict):
+def test_quantize_errors(said: str, change: dict):
     good = {"weight": torch.ones(4, 64), "format": "affine", "bits": 4, "group_size": 64}
     quantize(**good)
     with pytest.raises(ValueError) as raised:
@@ -210,7 +210,7 @@ def test_quantize_says_what_it_expects(said: str, change: dict):
 
 @pytest.mark.parametrize("scales", DTYPES, ids=str)
 @pytest.mark.parametrize("bits, group", MLX_WIDTHS)
-def test_dequantize_affine_is_mlx(bits: int, group: int, scales: torch.dtype, device: str):
+def test_dequantize_affine_equals_mlx(bits: int, group: int, scales: torch.dtype, device: str):
     """To the bit with scales of 16 bits, with which products are exact; else but for the rounding of a product."""
     weight = weight_of_all_kinds(FLOAT)
     data, *beside = quantize(weight, "affine", bits, group)
@@ -226,7 +226,7 @@ def test_dequantize_affine_is_mlx(bits: int, group: int, scales: torch.dtype, de
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
-def test_dequantize_mxfp4_is_mlx_and_transformers(blocks: bool, device: str):
+def test_dequantize_mxfp4_equals_mlx_and_transformers(blocks: bool, device: str):
     """To the bit, for every byte and every power that float32 holds."""
     data = torch.randint(256, (3, 64, 80), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     scale = torch.arange(3 * 64 * 5).remainder(252).to(torch.uint8).view(3, 64, 5)
@@ -241,7 +241,7 @@ def test_dequantize_mxfp4_is_mlx_and_transformers(blocks: bool, device: str):
 
 
 @pytest.mark.parametrize("scales", [FLOAT, BFLOAT], ids=str)
-def test_dequantize_fp8_is_transformers(scales: torch.dtype, device: str):
+def test_dequantize_fp8_equals_transformers(scales: torch.dtype, device: str):
     data = torch.randint(256, (256, 384), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     scale = random(2, 3).exp().to(scales)
     want = Fp8Dequantize(None)._dequantize_one(data.view(torch.float8_e4m3fn), scale, FLOAT)
@@ -269,7 +269,7 @@ def parts_for_mlx(weight: Tensor, format: str, bits: int, group: int) -> tuple[t
 
 @pytest.mark.parametrize("T, dtype", [(1, FLOAT), (2, BFLOAT), (5, BFLOAT), (5, HALF), (40, BFLOAT)])
 @pytest.mark.parametrize("format, bits, group", [("affine", *width) for width in MLX_WIDTHS] + [("mxfp4", 4, 32)])
-def test_linear_is_mlx_s_quantized_matmul(format: str, bits: int, group: int, T: int, dtype: torch.dtype):
+def test_linear_equals_mlx_quantized_matmul(format: str, bits: int, group: int, T: int, dtype: torch.dtype):
     ours, theirs, how = parts_for_mlx(random(70, 256).to(dtype), format, bits, group)
     x = random(T, 256, seed=1).to(dtype)
     got = ops.linear(x, *ours, format=format)
@@ -278,7 +278,7 @@ def test_linear_is_mlx_s_quantized_matmul(format: str, bits: int, group: int, T:
 
 @pytest.mark.parametrize("T", [1, 3, 40])
 @pytest.mark.parametrize("format, bits, group", [("affine", *width) for width in MLX_WIDTHS] + [("mxfp4", 4, 32)])
-def test_experts_are_mlx_s_gather_qmm(format: str, bits: int, group: int, T: int):
+def test_experts_equal_mlx_gather_qmm(format: str, bits: int, group: int, T: int):
     """As mlx-lm's SwitchGLU calls it: gate, up and down each by one."""
     E, K, H, I = 5, 3, 256, 128
     ids = torch.rand(T, E, generator=torch.Generator().manual_seed(2)).argsort(-1)[:, :K].int()
@@ -365,9 +365,7 @@ def test_few_tokens_with_a_number_that_no_weight_uses(format: str, bits: int, gr
 @pytest.mark.parametrize("T", [1, 2, 4, 40])
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=str)
 @pytest.mark.parametrize("format, bits, group", [("affine", 5, 32), ("affine", 8, 128), *AS_INTEGERS, ("fp8", 8, 128)])
-def test_a_small_scale_of_a_sum_that_is_infinite(
-    format: str, bits: int, group: int, dtype: torch.dtype, T: int, device: str
-):
+def test_small_scale_of_an_infinite_sum(format: str, bits: int, group: int, dtype: torch.dtype, T: int, device: str):
     """Each number is scaled before it is summed, or it looks so. Many tokens in bfloat16 may meet weights that are
     rounded to it."""
     data, scale, offset = quantize(random(70, columns_of(group)), format, bits, group)
@@ -478,13 +476,13 @@ ONE_GROUP_EACH = [(bits, formats.GROUPS[i % 4]) for i, bits in enumerate(formats
     pytest.param([width for width in WIDTHS if width[0] != "affine" or width[1:] in ONE_GROUP_EACH], id="some"),
     pytest.param(WIDTHS, id="all", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_nothing_beyond_the_last_row_is_read(widths: list[tuple[str, int, int]]):
+def test_no_read_beyond_the_last_row(widths: list[tuple[str, int, int]]):
     done = alone(f"read_up_to_the_wall({widths!r})")
     assert done.returncode == 0, f"{done.stdout.splitlines()[-1:]} {done.stderr}"
 
 
 @pytest.mark.slow
-def test_the_wall_stops_a_reader():
+def test_guard_page_traps_overread():
     done = alone("x = Wall().before(torch.ones(4, 5)); print(ctypes.string_at(x.data_ptr() + x.nbytes, 1))")
     assert done.returncode == -(signal.SIGBUS if sys.platform == "darwin" else signal.SIGSEGV)
 
@@ -498,7 +496,7 @@ def mapped(path: Path, tensor: Tensor, files: list) -> Tensor:
 
 
 @pytest.mark.parametrize("format, bits, group", [("affine", 4, 64), ("mxfp4", 4, 32), ("fp8", 8, 128)])
-def test_files_of_weights_are_used_as_they_lie(tmp_path: Path, format: str, bits: int, group: int):
+def test_weights_in_read_only_mapped_files(tmp_path: Path, format: str, bits: int, group: int):
     """Pages that cannot be written: the answers are right, and nobody has written."""
     case = packed_case("experts", "mapped", (format, bits, group), {"T": 3, "E": 6, "H": 256, "I": 128}, {})
     args = case.arguments()

@@ -67,7 +67,7 @@ def test_few_shifts(reader: str, most: int) -> None:
     assert 0 < instructions(EIGHT, reader, "shl|lshr|ashr") <= most
 
 
-def test_prefill_asks_once_for_codes_that_are_no_numbers() -> None:
+def test_prefill_checks_codes_for_nan_once() -> None:
     """And not for each of 16, which costs a shift, a mask, a comparison and a choice each time."""
     assert instructions(PIECE, "fp8", "icmp|fcmp") == 1
     assert instructions(PIECE, "mxfp4", "icmp|fcmp") == 0

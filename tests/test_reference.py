@@ -283,7 +283,7 @@ def one_token(case: Case, args: dict) -> list:
 
 
 @pytest.mark.parametrize("case", SAMPLES, ids=str)
-def test_reference_is_what_plain_loops_compute(case: Case):
+def test_reference_equals_plain_loops(case: Case):
     args = {name: t.double() if t.is_floating_point() else t for name, t in case.arguments().items()}
     tokens, at_once = [], case.op in ("dequantize", "rope", "attention")  # no argument begins with T
     for t in range(1 if at_once else case.dims["T"]):
@@ -384,7 +384,7 @@ def test_reference_of_every_mask(T: int, S: int, kind: str, options: dict):
         assert_matches([reference.attention(**args, **sinks, **options)], [want])
 
 
-def test_reference_of_keys_that_are_not_seen():
+def test_reference_of_invisible_keys():
     """Whatever is in them; and NaN in a key, a value or a mask is seen by those that see it."""
     ones, nan = torch.ones(1, 1, 3, 2), math.nan
     last = torch.tensor([1.0, 1.0, nan]).view(1, 1, 3, 1).expand(ones.shape)

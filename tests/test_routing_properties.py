@@ -120,7 +120,7 @@ def test_permuting_the_experts_permutes_their_ids(device: str, routing, seed: in
 
 @quick
 @given(routing=routings(special=False, biased=False), shift=st.sampled_from([-64.0, 0.5, 1024.0]))
-def test_softmax_does_not_see_a_shift(device: str, routing, shift: float):
+def test_softmax_is_invariant_to_a_shift(device: str, routing, shift: float):
     """Shifts that float32 adds exactly to rounded logits, with scores that softmax makes the same."""
     logits, tensors, options = routing
     logits = (logits.float() * 64).round() / 64
@@ -147,7 +147,7 @@ def test_renormalized_weights_sum_to_the_scaling_factor(device: str, routing):
 
 @quick
 @given(routing=routings(special=False))
-def test_only_the_best_groups_are_chosen_from(device: str, routing):
+def test_only_the_best_groups_are_selected(device: str, routing):
     logits, tensors, options = routing
     _, ids = route(logits, tensors, options, device)
     per_group = logits.shape[-1] // options["n_group"]

@@ -150,7 +150,7 @@ def test_eight_clients_at_once(server, expected):
     assert server.becomes_idle()
 
 
-def test_greedy_requests_are_not_disturbed_by_sampled_ones(server, expected):
+def test_greedy_requests_are_independent_of_sampled_ones(server, expected):
     def one(i: int) -> str:
         options = {"temperature": 0} if i % 2 else {"temperature": 2.0, "top_p": 0.9 if i % 4 else 1.0}
         return text_of(chat(server, **options))

@@ -97,7 +97,7 @@ def drafts(monkeypatch) -> list[tuple[MtpModel, list[int]]]:
     return found
 
 
-def test_layers_that_predict_are_fused(checkpoint: Path, drafts: list):
+def test_drafting_layers_are_fused(checkpoint: Path, drafts: list):
     model, ids = AutoModelForCausalLM.from_pretrained(checkpoint), prompt(12)
     want, _ = generate(model, ids, use_mtp=True)
     stock = [draft for _, draft in drafts]
@@ -110,7 +110,7 @@ def test_layers_that_predict_are_fused(checkpoint: Path, drafts: list):
 
 
 @pytest.mark.parametrize("way", ["while it is loaded", "in memory"])
-def test_layers_that_predict_are_packed(checkpoint: Path, drafts: list, way: str):
+def test_drafting_layers_are_packed(checkpoint: Path, drafts: list, way: str):
     """Once for all calls of `generate`; after `unpatch` and `patch` again."""
     config = MoeMetalConfig(bits=8, skip=["lm_head"])
     how = {"quantization_config": config} if way == "while it is loaded" else {}
@@ -133,7 +133,7 @@ def test_layers_that_predict_are_packed(checkpoint: Path, drafts: list, way: str
     assert not any(isinstance(module, Fused) for module in drafts[-1][0].modules())
 
 
-def test_a_draft_of_a_packed_checkpoint_is_refused(tmp_path: Path):
+def test_drafts_of_a_packed_checkpoint_raise(tmp_path: Path):
     folder = checkpoints.fp8(tmp_path, "deepseek_v3")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     with pytest.raises(ValueError, match=r"use_mtp: expected a dense checkpoint, .* packed as fp8"):

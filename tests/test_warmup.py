@@ -117,7 +117,7 @@ check(nn.Embedding(64, 32, bits=8, group_size=32, **options), torch.arange(5, de
 # ------------------------------------------------------------------------------------------------ what starts it
 
 
-def test_what_starts_it(started: list[str]) -> None:
+def test_what_starts_warm_up(started: list[str]) -> None:
     moe = nn.MoE(**SIZES)
     assert not started
     moe.to("mps")
@@ -137,7 +137,7 @@ def test_equal_parts_are_warmed_up_once(started: list[str]) -> None:
     assert parts(started) == ["MoE"]
 
 
-def test_patch_starts_it_on_mps_alone(started: list[str]) -> None:
+def test_patch_starts_it_only_on_mps(started: list[str]) -> None:
     model = tiny_model("qwen3_moe", "cpu")
     torch_moe_metal.patch(model)
     assert not started
@@ -160,7 +160,7 @@ def test_moving_a_patched_model_starts_it(started: list[str]) -> None:
     ("family", "experts"),
     [("qwen3_moe", "Qwen3MoeExperts"), ("gpt_oss", "GptOssExperts"), ("gemma4_text", "Gemma4TextExperts")],
 )
-def test_experts_alone_are_warmed_up(family: str, experts: str, started: list[str]) -> None:
+def test_experts_implementation_is_warmed_up(family: str, experts: str, started: list[str]) -> None:
     """A model that nobody patched: its experts are our op's by its configuration."""
     model = tiny_model(family, "mps")
     torch_moe_metal.warm_up(model, wait=True)
@@ -171,7 +171,7 @@ def test_experts_alone_are_warmed_up(family: str, experts: str, started: list[st
 
 
 @pytest.mark.slow
-def test_experts_alone_compile_no_more() -> None:
+def test_experts_implementation_compiles_no_more() -> None:
     script = """
 for family in ("qwen3_moe", "gpt_oss"):
     model, cold = tiny_model(family, "mps"), made()
@@ -187,7 +187,7 @@ for family in ("qwen3_moe", "gpt_oss"):
     assert len(lines) == 2 and all(line.endswith(" True True True") for line in lines), lines
 
 
-def test_it_can_be_switched_off(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_disabled(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(warmup.SWITCH, "0")
     moe = nn.MoE(**SIZES, device="mps")
     assert not started
@@ -217,7 +217,7 @@ def test_nothing_runs_and_nothing_is_allocated(started: list[str]) -> None:
     assert {name: (id(value), value._version) for name, value in moe.state_dict(keep_vars=True).items()} == before
 
 
-def test_a_twin_keeps_layout_and_offset() -> None:
+def test_meta_copies_keep_layout_and_offset() -> None:
     tensor = torch.arange(48.0, dtype=torch.float16)[6:].view(6, 7).t()[1:]
     meta = warmup.meta(tensor)
     assert meta.is_meta and (meta.shape, meta.dtype) == (tensor.shape, tensor.dtype)
@@ -232,7 +232,7 @@ def test_a_twin_keeps_layout_and_offset() -> None:
 WAITS = "grep -q gate_logits && while [ ! -e go ]; do sleep 0.05; done; echo 'error: not today' >&2; exit 1"
 
 
-def test_a_call_waits_for_its_own_kernels_alone(tmp_path: Path) -> None:
+def test_a_call_waits_only_for_its_own_kernels(tmp_path: Path) -> None:
     """The router's library compiles until the main thread, which needs another one, says so."""
     script = f"""
 from torch_moe_metal import nn, warmup
@@ -249,7 +249,7 @@ SLOW = "echo one >> tries; sleep 1; echo 'error: not today' >&2; exit 1"
 
 
 @pytest.mark.slow
-def test_python_ends_without_the_rest(tmp_path: Path) -> None:
+def test_python_exits_without_waiting(tmp_path: Path) -> None:
     """What has begun is waited for, and what has not is left: here two of six libraries."""
     script = """
 from torch_moe_metal import nn
@@ -279,7 +279,7 @@ else:
     assert time.monotonic() - start < 60
 
 
-def test_errors_are_told_by_the_op_that_needs_the_kernel(tmp_path: Path) -> None:
+def test_the_op_that_needs_the_kernel_raises(tmp_path: Path) -> None:
     script = f"""
 from torch_moe_metal import nn
 moe = nn.MoE(**{SIZES}, device="mps")

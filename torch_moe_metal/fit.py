@@ -400,7 +400,7 @@ def about_budgets(budgets: list[tuple[str, list[float]]], options: Namespace) ->
             yield f"{name}: the GPU gets {each[0] / 1e9:.1f} GB."
     if any(len(each) > 1 for _, each in budgets):
         yield "It depends on the Mac: Apple documents no rule, and Macs with more memory give more. On the Mac itself,"
-        yield "this command asks Metal. `sudo sysctl iogpu.wired_limit_mb=N` raises it until the next restart. Memory of"
+        yield "this command asks Metal. `sudo sysctl iogpu.wired_limit_mb=N` raises it until a restart. Memory of"
         yield "other programs is not included in these figures."
 
 

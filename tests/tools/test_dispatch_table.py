@@ -43,7 +43,7 @@ def test_costs_of_a_sample(small: str) -> None:
     assert 8 * len(row["kernels"]) >= row["threadgroups_run"] < row["threadgroups"]
 
 
-def test_costs_before_stand_beside(small: str) -> None:
+def test_costs_before_in_the_table(small: str) -> None:
     now = dispatch_table.costs_row(small, "dense", 64, sample=0)
     was = now | {"matrices": 1234567}
     other = now | {"T": 65}

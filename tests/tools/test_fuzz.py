@@ -46,12 +46,12 @@ def replace(found: list[Tensor], output: Tensor) -> None:
 
 
 @pytest.mark.parametrize("off, times", [(0, 0), (2e-6, 2), (1e-3, 8)])
-def test_as_far_off_as_the_reference_in_float32_is_right(off: float, times: int):
+def test_errors_like_those_of_a_float32_reference_pass(off: float, times: int):
     want = torch.ones(8, dtype=torch.float64)
     assert fuzz_checks.times_allowed((want + off).float(), want) == pytest.approx(times, 0.1)
 
 
-def test_next_to_0_is_as_near_as_the_reference_in_float32():
+def test_values_near_0_pass_like_a_float32_reference():
     want, chosen = torch.full((8,), 1e-39, dtype=torch.float64), torch.ones(8, dtype=torch.bool)
     like = (want + 1e-41).float()
     fuzz_checks.too_small((want + 1.9e-41).float(), want, [like], chosen, 1, 0.0)
@@ -90,7 +90,7 @@ def test_a_broken_op_is_found(told: str, monkeypatch):
     assert sum(any(word in text for word in told.split("|")) for text in said) >= 2, said
 
 
-def test_an_op_without_experts_may_not_err_with_their_number(monkeypatch):
+def test_tolerance_depends_on_experts_only_if_the_op_has_them(monkeypatch):
     monkeypatch.setattr(fuzz_cases, "ARGUMENTS", ONE_OP)
     monkeypatch.setattr(fuzz_checks, "call", lambda *call: [output.mul_(1 + 2e-5) for output in cases.call(*call)])
     drawn = (fuzz_cases.draw(2, number) for number in itertools.count())
@@ -99,7 +99,7 @@ def test_an_op_without_experts_may_not_err_with_their_number(monkeypatch):
         fuzz_checks.check(next(one for one in plain if one.case.dims["K"] > 400), "cpu")
 
 
-def test_a_refusal_must_name_op_and_argument(monkeypatch):
+def test_errors_must_name_op_and_argument(monkeypatch):
     def call(*_) -> None:
         raise RuntimeError("moe_metal::norm_add: something is wrong")
 
@@ -122,7 +122,7 @@ def test_a_wrong_tolerance_is_found(monkeypatch):
             fuzz_checks.check(fuzz_cases.draw(1, number), "cpu")
 
 
-def test_a_case_that_ends_its_process_is_named_and_the_next_ones_run(monkeypatch, capsys):
+def test_a_crashing_case_is_reported_and_others_run(monkeypatch, capsys):
     seed, told = (
         401,
         [  # which draws the three dtypes in this order, all of them good
@@ -155,7 +155,7 @@ def test_every_op_option_and_kind_of_memory_is_drawn():
     assert fuzz_cases.choices("route", "scoring") == tuple(reference.SCORING)
 
 
-def test_a_case_is_the_same_again():
+def test_cases_are_reproducible():
     for number in range(20):
         first, second = fuzz_cases.draw(3, number), fuzz_cases.draw(3, number)
         assert str(first) == str(second)

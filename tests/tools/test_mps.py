@@ -32,7 +32,7 @@ def test_the_version_of_macos(release: str, version: str, darwin: pytest.MonkeyP
     assert mps.machine() == f"Apple M4, macOS {version}, torch {torch.__version__}"
 
 
-def test_elsewhere_there_is_no_macos() -> None:
+def test_no_macos_version_elsewhere() -> None:
     assert macos.version() == "" or platform.system() == "Darwin"
 
 
