@@ -1,4 +1,4 @@
-"""The tests can fail: wrong results, touched memory and unclear choices are noticed by the helpers that judge."""
+"""Tests of the checkers: they detect wrong results, changed memory and near ties."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_values_that_are_not_finite_are_detected(wrong: float):
     got[5, 7] = wrong
     with pytest.raises(AssertionError):
         assert_matches([got], [WANT])
-    with pytest.raises(AssertionError):  # nor may a number stand where there should be none
+    with pytest.raises(AssertionError):  # a finite value must not replace one that is not finite
         assert_matches([WANT.float()], [got.double()])
     assert_matches([got], [got.double()])
 
@@ -100,7 +100,7 @@ def test_near_ties_are_detected():
 
 @pytest.mark.parametrize("case", SAMPLES, ids=str)
 def test_every_argument_matters(case: Case):
-    """The samples show a kernel that ignores an argument: without it, or with another one, the answer differs."""
+    """The samples detect a kernel that ignores an argument: without it, or with another one, the result differs."""
     args = case.arguments()
     want = expected(case.op, args, case.options)
     for name in case.shapes:

@@ -118,7 +118,7 @@ def test_demo_detects_a_wrong_result(tiny, monkeypatch, capsys):
 
     monkeypatch.setattr(block, "ops", Wrong)
     assert main(["demo"]) == 1
-    assert "too much" in capsys.readouterr().out
+    assert "The fused layer is wrong" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------ broken installations

@@ -182,7 +182,7 @@ def test_a_known_name_needs_no_network(capsys, monkeypatch):
     assert said["mxfp4, unchanged"] == ["13.8 GB", "doesn't fit", "fits"]
     monkeypatch.setitem(MODELS, "olmoe", replace(MODELS["olmoe"], layers=1))
     assert main(["fit", "allenai/OLMoE", "--limit", "4000", "--formats", "dense", "q4_k"]) == 0
-    assert list(table(capsys)) == ["format", "bfloat16", "q4_k, a GGUF file of it"]
+    assert list(table(capsys)) == ["format", "bfloat16", "q4_k, as a GGUF file"]
     assert main(["fit", "some/other"]) == 2
     assert capsys.readouterr().err == "fit: cannot read the configuration of some/other: no network\n"
 

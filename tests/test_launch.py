@@ -1,4 +1,4 @@
-"""What csrc/mps/launch.mm asks of Metal, and what the kernels do with a grid that is not quite theirs."""
+"""How csrc/mps/launch.mm uses Metal, and how kernels handle a grid that is larger than their data."""
 
 import re
 import subprocess
@@ -37,7 +37,7 @@ print(metal_sim.compiled())
 
 
 def on_macos(*arguments: str) -> subprocess.CompletedProcess:
-    """A process of its own: a library is compiled once."""
+    """A new process, because a library is compiled once."""
     here = __file__.rpartition("/")[0]
     return subprocess.run([sys.executable, "-c", COMPILED, *arguments], cwd=here, capture_output=True, text=True)
 
@@ -49,14 +49,14 @@ def compiled_as(language: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("major, language", [(14, 310), (15, 320), (26, 400), (27, 400)])
 def test_safe_maths_on_every_macos(major: int, language: int) -> None:
-    """macOS 14 knows `fastMathEnabled` alone; from 15 on it is `mathMode`, which leaves functions to be asked for."""
+    """macOS 14 only has `fastMathEnabled`; from 15 on it is `mathMode`, and safe functions are a separate option."""
     done = on_macos(str(major))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == compiled_as(language)
 
 
 def test_macos_26_in_a_program_for_an_older_one() -> None:
-    """NSProcessInfo calls it 16 there, as in many Pythons."""
+    """NSProcessInfo reports 16 there, as in many Pythons."""
     done = on_macos("26", "for an older SDK")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == compiled_as(400)
@@ -67,7 +67,7 @@ def test_an_older_macos_raises() -> None:
 
 
 def test_a_virtual_mac_raises() -> None:
-    """Metal promises its GPU neither simdgroup matrices nor bfloat16. Nothing is compiled for it."""
+    """Metal guarantees neither simdgroup matrices nor bfloat16 on its GPU. Nothing is compiled for it."""
     script = """
 with metal_sim.playing_gpu("Apple Paravirtual device", 1005):
     print(told(glu, x, x))
@@ -103,7 +103,7 @@ REFUSES = "echo one >> tries; echo 'program_source:1:1: error: not today' >&2; e
 
 
 def test_a_shader_that_does_not_compile_is_tried_once(tmp_path: Path) -> None:
-    """Its library fails for each of its kernels, in every thread and in the same words."""
+    """All kernels of its library fail in all threads, with the same message."""
     script = """
 with ThreadPoolExecutor(4) as pool:
     errors = {*pool.map(lambda _: told(glu, x, x), range(8)), told(glu, x, x)}
@@ -127,7 +127,7 @@ echo 'error: alone' >&2; exit 1
 
 
 def test_libraries_compile_in_parallel(tmp_path: Path) -> None:
-    """Each of two compilers waits for the other one."""
+    """Each of two compilers waits until the other one has started."""
     script = """
 with ThreadPoolExecutor(2) as pool:
     both = [pool.submit(told, glu, x, x), pool.submit(told, norm_add, x, x, x[0])]
@@ -148,12 +148,12 @@ def commits(call: Callable[[], object]) -> int:
 
 
 def commit_before(call: Callable[[], object]) -> int:
-    """Make calls until one of them brings a commit about. -> how many it took"""
+    """Make calls until one of them causes a commit. Returns their number."""
     return next(i for i in range(1, 100) if commits(call))
 
 
 def test_commits_after_many_dispatches(mps: str) -> None:
-    """Not each one, not none: always after as many."""
+    """Commits happen at regular intervals of several dispatches."""
     x = torch.randn(1, 64, device=mps)
     commit_before(lambda: torch.ops.moe_metal.glu(x, x))
     periods = [commit_before(lambda: torch.ops.moe_metal.glu(x, x)) for _ in range(3)]
@@ -161,7 +161,7 @@ def test_commits_after_many_dispatches(mps: str) -> None:
 
 
 def test_commits_after_a_long_launch(mps: str) -> None:
-    """The experts of Qwen3-30B-A3B: a prompt's are, and a token's wait for more."""
+    """The experts of Qwen3-30B-A3B: a prompt is committed immediately, a single token is not."""
     import metal_sim
 
     E, K, H, I = 128, 8, 2048, 768
@@ -175,11 +175,11 @@ def test_commits_after_a_long_launch(mps: str) -> None:
         commit_before(lambda: prompt(1))
         assert prompt(1) == 0
         assert all(prompt(512) >= 1 for _ in range(3))
-        assert prompt(4096) > 1  # so that no command buffer holds all of it
+        assert prompt(4096) > 1  # so no command buffer holds all of it
 
 
 def test_results_across_a_commit(mps: str) -> None:
-    """A commit between any two dispatches of an op ends the encoder that the first of them used."""
+    """A commit between two dispatches of an op ends the encoder that the first one used."""
     case, x, got = sized("experts", "prefill", T=40), torch.randn(1, 64, device=mps), []
 
     def one() -> None:
@@ -200,7 +200,8 @@ def test_results_across_a_commit(mps: str) -> None:
 
 @pytest.mark.parametrize("variable", ["PYTORCH_MPS_TRACE_SIGNPOSTS", "MTL_CAPTURE_ENABLED"])
 def test_no_commits_while_pytorch_keeps_command_buffers(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With signposts or a capture, a commit leaves PyTorch's command buffer behind, and PyTorch commits by itself."""
+    """With signposts or a capture, each commit would keep PyTorch's command buffer alive, and PyTorch commits
+    itself."""
     monkeypatch.setenv(variable, "1")
     script = """
 with metal_sim.record() as record:
@@ -222,7 +223,8 @@ def commits_each_dispatch() -> Iterator[None]:
 
 
 def test_a_failed_command_buffer_raises_once(mps: str) -> None:
-    """By the next launch, whichever it is. PyTorch up to 2.14 says nothing, and memory holds what it held."""
+    """The next launch raises, whichever it is. PyTorch up to 2.14 ignores the failure and memory keeps its old
+    contents."""
     import metal_sim
 
     x = torch.randn(1, 64, device=mps)
@@ -237,15 +239,15 @@ def test_a_failed_command_buffer_raises_once(mps: str) -> None:
 
 
 def test_the_first_failure_is_reported(mps: str, commits_each_dispatch: None) -> None:
-    """Of an op of four dispatches, each of which is committed alone."""
+    """An op of four dispatches that are committed separately."""
     import metal_sim
 
     case, x = sized("experts", "prefill", T=40), torch.randn(1, 64, device=mps)
-    torch.ops.moe_metal.glu(x, x)  # which commits what earlier tests have left
+    torch.ops.moe_metal.glu(x, x)  # commits what earlier tests have left
     with metal_sim.failing_commits(TIMEOUT), metal_sim.record() as record:
         call(torch.ops.moe_metal.experts, "experts", case.arguments(mps), case.options)
     assert record.commits == 4
-    with ThreadPoolExecutor(4) as pool:  # one of the threads is told
+    with ThreadPoolExecutor(4) as pool:  # one of the threads gets the error
         errors = [*pool.map(lambda _: error_of(lambda: torch.ops.moe_metal.glu(x, x)), range(8))]
     (error,) = filter(None, errors)
     assert f"after 1 of our kernels, of which {record.kernels[0]} was the last" in error
@@ -259,7 +261,7 @@ def error_of(run: Callable[[], object]) -> str:
     return ""
 
 
-# What a long prompt is cut into.
+# The pieces of a long prompt.
 MANY = {
     "experts": {"T": 100_000, "E": 128, "K": 8, "H": 2048, "I": 768},
     "linear": {"T": 100_000, "N": 8192, "H": 4096},
@@ -267,14 +269,14 @@ MANY = {
 
 
 def flops_of(case: Case) -> int:
-    """Of the larger of the products."""
+    """The flops of the larger product."""
     dims = case.dims
     return dims["T"] * dims["H"] * (4 * dims["K"] * dims["I"] if case.op == "experts" else 2 * dims["N"])
 
 
 @pytest.mark.parametrize("op", MANY)
 def test_long_dispatches_are_split(op: str, mps: str) -> None:
-    """On the slowest M1, whose GPU has 2.3 TFLOPS and gives half of them: macOS gives up on work that takes seconds."""
+    """On the slowest M1, with 2.3 TFLOPS of which half are reached: macOS aborts work that takes seconds."""
     import metal_sim
 
     case = Case(op, "many", MANY[op], dtype=torch.bfloat16)
@@ -289,7 +291,7 @@ def test_long_dispatches_are_split(op: str, mps: str) -> None:
 
 @pytest.mark.parametrize("op", MANY)
 def test_splitting_a_long_prompt_changes_no_bit(op: str, mps: str) -> None:
-    """Though the pieces have other tiles."""
+    """Although the pieces use other tiles."""
     import metal_sim
 
     dims = {"T": 300, "E": 4, "K": 2, "H": 72, "I": 64} if op == "experts" else {"T": 300, "N": 136, "H": 120}
@@ -314,7 +316,7 @@ def sized(op: str, name: str, **dims: int) -> Case:
     return replace(ODD[op], name=name, dims=ODD[op].dims | dims)
 
 
-# Every kernel: those of the other grids beside the samples'.
+# Every kernel: other grids in addition to the samples.
 GRIDS = [
     *ODD.values(),
     sized("gate", "one_token_split", T=1, E=130),
@@ -331,7 +333,8 @@ GRIDS = [
 @pytest.mark.parametrize("more", [1, 5])
 @pytest.mark.parametrize("case", GRIDS, ids=str)
 def test_a_larger_grid_changes_nothing(case: Case, more: int, mps: str) -> None:
-    """Threadgroups beyond the last row, slot, tile or expert leave: the simulator sees each access past a buffer."""
+    """Threadgroups beyond the last row, slot, tile or expert exit: the simulator detects every access outside of a
+    buffer."""
     import metal_sim
 
     with metal_sim.more_threadgroups(more):
@@ -341,7 +344,7 @@ def test_a_larger_grid_changes_nothing(case: Case, more: int, mps: str) -> None:
 
 @pytest.mark.parametrize("case", GRIDS, ids=str)
 def test_a_concurrent_encoder_gets_barriers(case: Case, mps: str) -> None:
-    """PyTorch's is serial as yet. The simulator asks for a barrier before each dispatch on a concurrent one."""
+    """PyTorch's encoder is serial so far. On a concurrent one the simulator requires a barrier before each dispatch."""
     import metal_sim
 
     with metal_sim.concurrent_encoders():
@@ -351,7 +354,7 @@ def test_a_concurrent_encoder_gets_barriers(case: Case, mps: str) -> None:
 
 # ------------------------------------------------------------------------------------------------ beyond 32 bits
 
-# Sizes by which every tensor of activations has more than 2^32 elements.
+# Sizes for which every tensor of activations has more than 2^32 elements.
 FAR = {
     "gate": {"T": 2**20 + 40, "E": 4, "K": 2, "H": 4096},
     "route": {"T": 2**22 + 40, "E": 1024, "K": 2},
@@ -369,8 +372,8 @@ FAR |= {op: FAR["weighted_sum"] for op in ODD if op.startswith("weighted_sum_")}
 
 @pytest.mark.parametrize("op", FAR)
 def test_offsets_beyond_32_bits(op: str, mps: str) -> None:
-    """The last tokens of tensors with more than 2^32 elements come out as if they were alone. Memory that nobody
-    touches costs nothing, so neither do the other tokens, whose threadgroups are left out."""
+    """In tensors with more than 2^32 elements, results of the last tokens do not depend on the others. Pages that are
+    never touched need no memory, so the threadgroups of other tokens are skipped."""
     import metal_sim
 
     options = {"gate": {"top_k": 2}, "route": {"top_k": 2}, "dequantize": ODD["dequantize"].options}.get(op, {})
@@ -391,8 +394,8 @@ def test_offsets_beyond_32_bits(op: str, mps: str) -> None:
 @pytest.mark.parametrize("T, kernel", [(1, "rows_wide"), (3, "rows4_wide")])
 @pytest.mark.parametrize("name", ["weight", "scale", "offset"])
 def test_positions_use_32_bits_if_possible(name: str, T: int, kernel: str, mps: str) -> None:
-    """Decode's wide pieces have places of 32 bits within a matrix. Two rows of 4 GB, of which the last byte has the
-    last of those places, and two that begin 4 GB apart."""
+    """Decode's vector loads use positions of 32 bits within a matrix. Two rows of 4 GB, whose last byte has the last
+    such position, and two rows that begin 4 GB apart."""
     import metal_sim
 
     case = packed_case("linear", "far", ("affine", 4, 64), {"T": T, "H": 128, "N": 2}, {})

@@ -1,4 +1,5 @@
-"""torch_moe_metal.nn.MoE: from sizes and from a block, against the specification; trained, saved, compiled."""
+"""torch_moe_metal.nn.MoE, made from sizes and from a block, compared with the specification; trained, saved,
+compiled."""
 
 import ast
 import copy
@@ -41,7 +42,7 @@ def made(**options) -> nn.MoE:
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_from_sizes(options, device):
-    """The fused forward is the specification's, and so is the one with gradients."""
+    """The fused forward and the forward with gradients equal the specification."""
     moe = made(**options).to(device)
     x = torch.randn(2, 5, 32, dtype=moe.down.dtype).to(device)
     residual = torch.randn_like(x)
@@ -54,7 +55,7 @@ def test_from_sizes(options, device):
 
 
 def test_equals_the_specification():
-    """Against reference.gate and reference.experts, called by hand."""
+    """Compared with direct calls of reference.gate and reference.experts."""
     moe = made(shared_size=24, shared_gate=True)
     x = torch.randn(5, 32)
     with torch.no_grad():
@@ -68,7 +69,7 @@ def test_equals_the_specification():
 
 @pytest.mark.parametrize("cls", [Qwen2MoeSparseMoeBlock, Qwen3MoeSparseMoeBlock, DeepseekV3MoE, GptOssMLP])
 def test_from_block(cls, device):
-    """A transformers block's layer, on the very same weights."""
+    """A layer of a transformers block, which shares its weights."""
     block = tiny_module(cls).to(device)
     moe, x = nn.MoE.from_block(block), torch.randn(2, 5, 64).to(device)
     assert moe.down is block.experts.down_proj and not moe.training
@@ -110,7 +111,7 @@ def test_from_other_blocks():
     ids=str,
 )
 def test_options_are_checked_at_construction(options: dict, said: str):
-    """By the ops, in their words, and wherever the weights will be."""
+    """The ops raise with their messages, on any device of the weights."""
     sizes = {"hidden_size": 32, "inner_size": 16, "num_experts": 8, "top_k": 3}
     for device in ("cpu", "meta"):
         with pytest.raises(RuntimeError) as raised:
@@ -124,14 +125,14 @@ def test_unknown_options_raise():
 
 
 def test_dtypes_that_only_the_fallback_supports():
-    """With gradients wanted a layer runs in any dtype, which the ops do not."""
+    """While autograd records, a layer runs in any dtype, including those that the ops do not support."""
     with torch.device("meta"):
         assert nn.MoE(32, 16, 8, 3, dtype=torch.float64).down.is_meta
 
 
 def test_imports_go_one_way():
-    """nn imports the transformers package, which imports nothing of nn, and `fusing` imports nothing of `checkpoints`,
-    at the top of a file or in a function."""
+    """nn imports the transformers integration, which imports nothing from nn, and `fusing` imports nothing from
+    `checkpoints`, neither at the top of a file nor in a function."""
     package = Path(nn.__file__).parent
     found = {path: imports(path) for path in (package / "nn.py", *(package / "transformers").rglob("*.py"))}
     assert "torch_moe_metal.transformers.fusing.blocks" in found.pop(package / "nn.py") and len(found) >= 20
@@ -145,7 +146,7 @@ def test_imports_go_one_way():
 
 
 def imports(path: Path) -> set[str]:
-    """The modules, and the names out of them, that a file of this package imports anywhere in it."""
+    """The modules, and their names, that a file of this package imports anywhere."""
     home = path.relative_to(Path(nn.__file__).parents[1]).with_suffix("").parts[:-1]
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -159,7 +160,7 @@ def imports(path: Path) -> set[str]:
 
 
 def test_gradients():
-    """The gradients of the layer are those of the specification."""
+    """The gradients of the layer equal those of the specification."""
     moe, x = made(shared_size=24).double(), torch.randn(4, 32, dtype=torch.float64)
     parameters = [moe.router_weight, moe.gate_up, moe.down]
     ours = torch.autograd.grad(moe(x).square().sum(), parameters)
@@ -170,7 +171,7 @@ def test_gradients():
 
 
 def test_state():
-    """It saves, loads, copies and compiles like any module."""
+    """It can be saved, loaded, copied and compiled like any module."""
     moe, other, x = (
         made(select_bias=True, scoring="sigmoid"),
         nn.MoE(32, 16, 8, 3, select_bias=True),
@@ -206,7 +207,7 @@ def dequantized(module: torch.nn.Module, prefix: str, columns: int, format: str)
 @formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_quantized_moe(format: str, bits: int, group: int, dtype: torch.dtype, device: str):
-    """Packed as `quantize` packs; the answer is that of the dense layer with the numbers that are left."""
+    """Packed like `quantize` does; the result equals that of a dense layer with the rounded values."""
     moe = layer(dtype=dtype, shared_size=24, shared_gate=True)
     dense = copy.deepcopy(moe).float()
     want = [quantize(weight.detach(), format, bits, group) for weight in (moe.gate_up, moe.down)]
@@ -220,12 +221,12 @@ def test_quantized_moe(format: str, bits: int, group: int, dtype: torch.dtype, d
     moe, tolerance = moe.to(device), 1e-5 if dtype == torch.float32 else 2e-2
     with torch.no_grad():
         assert relative(moe(x.to(device), residual.to(device)).cpu(), expected) <= tolerance
-    assert relative(moe(x.to(device), residual.to(device)).cpu(), expected) <= tolerance  # with gradients wanted
+    assert relative(moe(x.to(device), residual.to(device)).cpu(), expected) <= tolerance  # with gradients
     assert f"format={format}" in repr(moe) and "I=64" in repr(moe)
 
 
 def test_quantized_block(device: str):
-    """gpt-oss's block has transposed weights, interleaved rows and biases; rows are what is packed."""
+    """gpt-oss's block has transposed weights, interleaved rows and biases; it is packed along rows."""
     block = tiny_module(GptOssMLP).to(device)
     moe, x = nn.MoE.from_block(block), torch.randn(2, 5, 64).to(device)
     with torch.no_grad():
@@ -251,7 +252,7 @@ def test_quantize_raises_before_any_change():
 
 @formats
 def test_quantized_state(format: str, bits: int, group: int):
-    """It saves, loads, copies and compiles like any module, and is made on meta without any memory."""
+    """It can be saved, loaded, copied and compiled like any module, and made on meta without memory."""
     moe, x = layer().quantize_(format, bits, group), torch.randn(4, 64)
     assert all(
         not tensor.requires_grad for name, tensor in moe.state_dict(keep_vars=True).items() if "router" not in name
@@ -320,7 +321,7 @@ def test_linear(format: str, bits: int, group: int, device: str):
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("columns", [32, 63, 128, 0])
 def test_linear_raises_for_another_width(columns: int, grad: bool, device: str):
-    """Twice the columns in half the bits have the same bytes."""
+    """Twice the columns with half the bits have the same bytes."""
     ours = nn.Linear.from_module(torch.nn.Linear(64, 24), "affine", 4, 32).to(device)
     with torch.set_grad_enabled(grad), pytest.raises(RuntimeError) as raised:
         ours(torch.randn(5, columns, device=device, requires_grad=grad))
@@ -328,7 +329,7 @@ def test_linear_raises_for_another_width(columns: int, grad: bool, device: str):
 
 
 def test_experts_know_their_group_size(device: str):
-    """Another width is refused with and without a gradient."""
+    """Another width raises with and without a gradient."""
     moe = layer().quantize_("affine", 4, 32).to(device)
     experts = moe._router_and_experts()[1]
     assert experts["group_size"] == 32 and "group_size=32" in repr(moe)
@@ -351,7 +352,7 @@ def test_experts_know_their_group_size(device: str):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 def test_moe_under_autocast(packed: bool, dtype: torch.dtype, grad: bool, device: str):
-    """Whatever the dtypes of its weights, of x and of the residual are: what comes out has the dtype of x."""
+    """Any dtypes of weights, x and residual: the output has the dtype of x."""
     moe = layer(shared_size=24, shared_gate=True, router_bias=True, dtype=dtype)
     moe = moe.quantize_("affine", 8, 32) if packed else moe
     x, residual = torch.randn(2, 5, 64)
@@ -370,7 +371,7 @@ def test_moe_under_autocast(packed: bool, dtype: torch.dtype, grad: bool, device
 @formats
 @pytest.mark.parametrize("grad", [False, True])
 def test_linear_under_autocast(format: str, bits: int, group: int, grad: bool, device: str):
-    """As torch.nn.Linear: what comes out has autocast's dtype, whatever x and the bias have."""
+    """As in torch.nn.Linear: the output has autocast's dtype for any dtypes of x and bias."""
     ours = nn.Linear(128, 200, format=format, bits=bits, group_size=group).to(device)
     x = torch.randn(5, 128, device=device)
     with torch.no_grad():
@@ -389,7 +390,7 @@ def test_linear_under_autocast(format: str, bits: int, group: int, grad: bool, d
 
 @formats
 def test_gradients_pass_through_frozen_weights(format: str, bits: int, group: int):
-    """To x, the bias and the router: those of a dense layer with the same numbers."""
+    """Gradients of x, the bias and the router equal those of a dense layer with the same values."""
     ours, x = nn.Linear(64, 32, format=format, bits=bits, group_size=group).double(), torch.randn(5, 64).double()
     x.requires_grad_()
     weight = reference.dequantize_for(ours.data, ours.scale, ours.offset, format, x)
@@ -431,7 +432,7 @@ def test_embedding(format: str, bits: int, group: int, shape: tuple, device: str
 
 
 def test_conversions_take_any_strides():
-    """Such as those of a transposed scale [N, 1], one group in a row, which checkpoints give."""
+    """For example those of a transposed scale [N, 1] with one group per row, as in some checkpoints."""
     ours = nn.Linear(64, 32, group_size=64)
     for part in ("scale", "offset"):
         setattr(ours, part, getattr(ours, part).T.clone(memory_format=torch.contiguous_format).T)
@@ -444,7 +445,7 @@ def test_conversions_take_any_strides():
 
 
 def test_a_failed_conversion_changes_no_packed_weight():
-    """Moves convert first and assign last; a conversion of integers, too, is refused before that."""
+    """Conversions are computed before anything is assigned; a conversion to integers raises before that too."""
     moe = layer(shared_size=24).quantize_()
     before, x = {name: (tensor, tensor.clone()) for name, tensor in moe.named_buffers()}, torch.randn(3, 64)
     expected = moe(x)
@@ -468,7 +469,7 @@ def test_a_failed_conversion_changes_no_packed_weight():
 
 
 def test_an_interrupted_quantize_changes_nothing(monkeypatch):
-    """Whichever weight it packs at that moment; repeated, it works."""
+    """An interruption while any of the weights is packed; a repeated call works."""
     moe, x = layer().requires_grad_(False), torch.randn(3, 64)
     expected, state, said = moe(x), moe.state_dict(), repr(moe)
     packed = copy.deepcopy(moe).quantize_()(x)
