@@ -33,7 +33,7 @@ def with_attention(family: str, implementation: str, device: str = "cpu", **chan
 
 
 def logits(model, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Of all tokens: the first ones at once, three more at once, and the rest one by one."""
+    """Logits of all tokens: the first ones together, three more together, and the rest one by one."""
     cache, found, first = None, [], 0
     for end in (ids.shape[1] - 6, ids.shape[1] - 3, *range(ids.shape[1] - 2, ids.shape[1] + 1)):
         output = model(ids[:, first:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
@@ -48,7 +48,7 @@ FAMILIES = ["qwen3_moe", "gpt_oss", "gemma4_text", "deepseek_v3"]
 @pytest.mark.parametrize("prompt", [9, FEW_QUERIES + 7])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_with_padding(family: str, prompt: int, device: str):
-    """As eager attention's. A window of 8 is shorter than the prompt, and keys are shared by heads."""
+    """Equal to eager attention. A window of 8 is shorter than the prompt, and heads share keys."""
     if device == "mps" and SIMULATED and (prompt > 9 or family == "deepseek_v3"):
         pytest.skip("the ops' own cases run there")
     changes = {"sliding_window": 8} if family in ("gpt_oss", "gemma4_text") else {}
@@ -63,8 +63,8 @@ def test_logits_with_padding(family: str, prompt: int, device: str):
 
 @pytest.mark.parametrize("seen", ["all", "window of 6", "window of 5", "chunks of 6"])
 def test_mask_of_one_token(seen: str):
-    """What transformers computes of six keys, the third to the eighth, and where all of them count, the padding's own
-    memory. A window of 6 holds them all; one of 5 does not, and chunks of 6 begin anew with the seventh."""
+    """transformers' result for six keys, the third to the eighth, and for all keys, including those of the padding.
+    A window of 6 keeps all six; one of 5 does not, and chunks of 6 start again with the seventh."""
     size, function = None, causal_mask_function
     if seen != "all":
         size = int(seen[-1])
@@ -82,7 +82,7 @@ def test_mask_of_one_token(seen: str):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_patch_selects_it(family: str):
-    """In the place of what transformers would choose, and unpatch puts that back."""
+    """Instead of transformers' choice, which unpatch restores."""
     model = tiny_model(family)
     before = model.config._attn_implementation
     torch_moe_metal.patch(model)
@@ -160,7 +160,7 @@ def test_a_position_bias_is_applied():
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_generation_modes(family: str):
-    """With a static cache, from beams, and with tokens of the prompt as guesses: a few queries at once."""
+    """With a static cache, beam search, and candidates from the prompt: a few queries at a time."""
     ids = tokens(2, 7)
     ids[1, :3] = 0
     options = {"attention_mask": (ids != 0).long(), "max_new_tokens": 12, "do_sample": False}

@@ -23,11 +23,11 @@ from tiny_models import tiny_model
 from torch_moe_metal import chat
 from torch_moe_metal.__main__ import main
 
-#: Of an answer only its beginning comes back, as the templates of models that think drop their thoughts.
+#: Only the last part of an answer is kept, because templates of reasoning models drop the reasoning.
 FORGETS = served.TEMPLATE.replace(
     "{{ message.content }}", "{{ message.content[:3] if message.role == 'assistant' else message.content }}"
 )
-#: What `patch` fuses, and what it leaves; all kinds of layers of a cache.
+#: Fused and unfused attention, with all kinds of cache layers.
 FAMILIES = ("qwen3_moe", "gpt_oss", "gemma4_text", "deepseek_v3", "qwen3_next")
 WINDOW = {"gpt_oss": {"sliding_window": 16}}
 
@@ -52,7 +52,7 @@ def model():
 
 @pytest.fixture
 def lengths(model) -> Iterator[list[int]]:
-    """How many tokens each forward computes."""
+    """The number of tokens in each forward."""
     found = []
     hook = model.register_forward_pre_hook(
         lambda _model, _args, kwargs: found.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -63,12 +63,12 @@ def lengths(model) -> Iterator[list[int]]:
 
 def conversation(model, *arguments: str, template: str = served.TEMPLATE) -> chat.Chat:
     talk = chat.Chat(model, served.tokenizer(template=template), options_of("--max-tokens", 12, *arguments))
-    talk.response_template = None  # a random model's answers are not written as any model's
+    talk.response_template = None  # a random model's answers have no format
     return talk
 
 
 def alone(talk: chat.Chat, messages: list[dict]) -> str:
-    """What `generate` answers, with no cache from before."""
+    """The answer of `generate` without an earlier cache."""
     how = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
     inputs = talk.tokenizer.apply_chat_template(messages, **how)
     output = talk.model.generate(**inputs, max_new_tokens=12, do_sample=False)
@@ -103,7 +103,7 @@ def test_a_template_that_rewrites_answers(family: str):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_that_branches_earlier(family: str):
-    """Further than the layers with a sliding window remember."""
+    """Earlier than the range of the layers with a sliding window."""
     talk = conversation(model_of(family))
     for text in ("hello, this is longer than a window", "and then?", "go on"):
         talk.turn(text)
@@ -119,7 +119,7 @@ def test_linear_attention_continues(model):
 
 
 def test_sampling(model):
-    """By seed and options, in the place of what the checkpoint says."""
+    """By seed and options, which override those of the checkpoint."""
 
     def said(*arguments: str) -> list[str]:
         talk = conversation(model, *arguments)
@@ -177,7 +177,7 @@ def test_an_interrupted_answer_is_kept(model, capsys):
 
 
 def test_an_interrupted_prompt_is_dropped(model):
-    """In the middle of a forward, where one layer's cache has tokens that the next one's lacks."""
+    """In the middle of a forward, when only some layers' caches have the new tokens."""
     talk = conversation(model)
     talk.turn("hello")
     before = list(talk.messages)
@@ -212,7 +212,7 @@ def test_without_a_template(model):
 
 
 def harmony(folder: Path) -> Path:
-    """A model that answers as gpt-oss does."""
+    """A model that answers like gpt-oss."""
     pieces = ["<|channel|>analysis<|message|>", "Thinking ", "hard.", "<|end|><|start|>assistant",
               "<|channel|>final<|message|>", "The ", "answer."]  # fmt: skip
     template = served.TEMPLATE.replace("assistant\\n{% endif", "<|start|>assistant\\n{% endif")
@@ -220,7 +220,7 @@ def harmony(folder: Path) -> Path:
 
 
 def test_reasoning(tmp_path: Path, capsys):
-    """They are not on stdout, and come back to the template apart from the answer."""
+    """It is not on stdout, and is passed to the template separately from the answer."""
     model = AutoModelForCausalLM.from_pretrained(harmony(tmp_path))
     model.config.model_type = "gpt_oss"
     capsys.readouterr()
@@ -296,7 +296,7 @@ class Terminal:
             os.execvpe(sys.executable, [*COMMAND, *map(str, arguments)], ENVIRONMENT)
 
     def wait_for(self, pattern: str, seconds: float = 120) -> str:
-        """Until this is on the screen, behind what was waited for before."""
+        """Wait until this is on the screen, after the text of the previous wait."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.screen[self.seen :], re.S)):
             assert time.monotonic() < end, f"no {pattern!r} on the screen:\n{self.screen}"
@@ -309,7 +309,7 @@ class Terminal:
         os.write(self.file, text.encode())
 
     def leave(self) -> int:
-        """By Ctrl-C at the prompt, again where it came before Python's readline waits for keys and was not noticed."""
+        """By Ctrl-C at the prompt, repeated if it came before Python's readline was waiting for keys."""
         with contextlib.suppress(OSError):  # Linux: the other end is closed
             for _ in range(30):
                 self.type("\x03")
@@ -319,12 +319,12 @@ class Terminal:
 
 
 def test_a_terminal(tmp_path: Path):
-    """Ctrl-C ends an answer, the conversation goes on, and Ctrl-C at the prompt leaves."""
+    """Ctrl-C ends an answer, the conversation continues, and Ctrl-C at the prompt exits."""
     terminal = Terminal(served.checkpoint(tmp_path, eos_token_id=None), "--device", "cpu", "--temperature", 0)
     try:
         terminal.wait_for("> $")
         terminal.type("hello\n")
-        terminal.wait_for("hello\r\n.{20}")  # the answer has begun, and its end is 65,000 tokens away
+        terminal.wait_for("hello\r\n.{20}")  # the answer has begun, and would take 65,000 more tokens
         terminal.type("\x03")
         terminal.wait_for(r"tokens/s.*; interrupted\]\r\n> $")
         terminal.type("again\n")

@@ -1,4 +1,4 @@
-"""`python -m torch_moe_metal doctor` and `demo`, and what a broken installation says of itself."""
+"""`python -m torch_moe_metal doctor` and `demo`, and the errors of broken installations."""
 
 import os
 import re
@@ -31,7 +31,8 @@ def test_doctor_passes(op: str, tokens: int, dtype: torch.dtype, device: str):
 @pytest.mark.parametrize("tokens", doctor.TOKENS)
 @pytest.mark.parametrize("op", ["gate", "route"])
 def test_samples_of_doctor_have_no_near_ties(op: str, tokens: int):
-    """No device may choose another expert by rounding: without noise and with it, the reference chooses the same."""
+    """Rounding must not change the selected experts on any device: with and without noise the reference selects the
+    same."""
     args = {name: tensor.double() for name, tensor in doctor.sample_arguments(op, torch.float32, tokens).items()}
     _, want = getattr(reference, op)(**args, top_k=doctor.DIMS["K"])
     noisy = {name: tensor * (1 + 1e-5 * torch.randn(tensor.shape).double()) for name, tensor in args.items()}
@@ -59,7 +60,7 @@ def test_doctor_reports(dtypes: list[torch.dtype], monkeypatch, capsys):
 
 
 def test_doctor_reports_what_is_wrong(monkeypatch, capsys):
-    """A wrong result, wrong ids and an exception; the other ops are still looked at."""
+    """A wrong result, wrong ids and an exception; the other ops are still tested."""
     monkeypatch.setattr(reference, "TOLERANCES", {torch.float32: reference.TOLERANCES[torch.float32]})
     monkeypatch.setattr(reference, "norm_add", lambda residual, input, **_: residual + input)
     route = reference.route
@@ -72,13 +73,13 @@ def test_doctor_reports_what_is_wrong(monkeypatch, capsys):
         "route",
         "gate",
         "glu",
-    }  # gate is made of route
+    }  # gate uses route
     assert "relative error" in said and "allowed 1e-06" in said and "wrong expert ids" in said
     assert re.search(r"[48] failed. Rebuild", said) and re.search(r"residual_norm +ok", said)
 
 
 def test_doctor_computes_on_the_gpu(monkeypatch):
-    """One that PyTorch calls available, and that gives no memory, is not: as on virtual Macs."""
+    """A GPU that PyTorch reports as available but that has no memory, as on virtual Macs."""
 
     def ones(*size, device="cpu"):
         raise RuntimeError("MPS backend out of memory\nmore lines")
@@ -105,7 +106,8 @@ def test_demo_compares(tiny, capsys):
     assert "H 64, I 48, E 8, K 2" in said
     ours = re.findall(r"^  torch_moe_metal +[\d.]+ ms .* ([\d.]+) times the best stock$", said, re.MULTILINE)
     assert len(ours) == 2 and all(float(ratio) > 0 for ratio in ours)
-    assert len(re.findall(r"^  transformers \w+ +[\d.]+ ms", said, re.MULTILINE)) == 3 + 2  # batched_mm for one token
+    # batched_mm only for one token
+    assert len(re.findall(r"^  transformers \w+ +[\d.]+ ms", said, re.MULTILINE)) == 3 + 2
 
 
 def test_demo_detects_a_wrong_result(tiny, monkeypatch, capsys):
@@ -125,7 +127,7 @@ def test_demo_detects_a_wrong_result(tiny, monkeypatch, capsys):
 
 
 def import_error(folder: Path) -> str:
-    """What `import torch_moe_metal` says in this folder."""
+    """The output of `import torch_moe_metal` in this folder."""
     program = "try:\n import torch_moe_metal\nexcept ImportError as error:\n print(error)"
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout
@@ -134,7 +136,7 @@ def import_error(folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("missing, named", [("_cpu_*.so", "_cpu_default.so missing"), ("_C.so", "_C.so missing")])
 def test_missing_library_raises(tmp_path: Path, missing: str, named: str):
-    """As one that is not there, not as one of another torch version."""
+    """Reported as missing, not as one for another torch version."""
     shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns(missing, "__pycache__"))
     said = import_error(tmp_path)
     assert "not built" in said and named in said and "another version" not in said
@@ -150,7 +152,7 @@ def test_library_that_does_not_load_raises(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_library_without_openmp_raises(tmp_path: Path):
-    """As on a Mac whose torch was built without OpenMP: a function of its runtime is not found."""
+    """As on a Mac with a torch without OpenMP: a function of its runtime is missing."""
     shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     program = "void __kmpc_of_no_library(void); void run(void) { __kmpc_of_no_library(); }"
     made = tmp_path / PACKAGE.name / "_C.so"

@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata and tensor names stand for: hand-written metadata, without files and without models."""
+"""The meaning of a GGUF file's metadata and tensor names, with hand-written metadata, without files and models."""
 
 import math
 
@@ -55,7 +55,7 @@ SLIDING = {
     "attention.sliding_window": 8,
     "attention.sliding_window_pattern": [True, True, False],
 }
-# What llama.cpp requires of each architecture, beyond COMMON. An old file may have no more than that.
+# Keys that llama.cpp requires for each architecture in addition to COMMON. An old file may have only these.
 OLD = {
     "deepseek2": LATENT,
     "dots1": SHARED,
@@ -78,7 +78,7 @@ OLD = {
 def config_of(
     arch: str, /, names: tuple[str, ...] = ("output.weight",), tensors: dict | None = None, **changes
 ) -> dict:
-    """The configuration of an old file with these changes; two underscores stand for a dot, MISSING for no key."""
+    """The configuration of an old file with these changes; two underscores mean a dot, MISSING removes a key."""
     keys = COMMON | OLD[arch] | {key.replace("__", "."): value for key, value in changes.items()}
     prefix = "llama" if arch == "mixtral" else arch
     stated = {
@@ -109,7 +109,7 @@ def test_an_old_file_makes_a_configuration(arch):
     config = config_of(arch)
     known = built(config)
     assert (known.num_hidden_layers, known.hidden_size, known.vocab_size) == (3, 96, 99)
-    assert known.rms_norm_eps == 3e-5  # as it was written, not as float32 has it
+    assert known.rms_norm_eps == 3e-5  # as written, not as in float32
     assert not known.tie_word_embeddings
     assert known.bos_token_id is None and known.pad_token_id is None
     assert config_of(arch, names=())["tie_word_embeddings"]
@@ -233,7 +233,7 @@ def test_special_tokens():
     ids = {"bos": 1, "eos": 2, "eot": 3, "eom": 3, "padding": 99}
     config = config_of("qwen3moe", **{f"tokenizer__ggml__{name}_token_id": number for name, number in ids.items()})
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, [2, 3])
-    assert config["pad_token_id"] is None  # outside the vocabulary
+    assert config["pad_token_id"] is None  # outside of the vocabulary
     assert config_of("qwen3moe", tokenizer__ggml__eos_token_id=2)["eos_token_id"] == 2
     assert config_of("gemma4", tokenizer__ggml__eos_token_id=2)["eos_token_id"] == [1, 106, 50]
 
@@ -324,7 +324,7 @@ def test_rope_scaling():
         "rope_theta": 10000.0,
         "factor": 2.0,
     }
-    assert rope_of(rope__scale_linear=2.0)["rope_type"] == "linear"  # the key's old name, and no type
+    assert rope_of(rope__scale_linear=2.0)["rope_type"] == "linear"  # the old name of the key, and no type
     assert rope_of(**scaling(type="none", factor=4.0))["rope_type"] == "default"
     yarn = rope_of(**scaling(type="yarn", factor=4.0))
     assert [yarn[key] for key in ("beta_fast", "beta_slow", "original_max_position_embeddings")] == [32.0, 1.0, 256]
@@ -358,7 +358,7 @@ def test_longrope_has_two_tensors():
         rope_of(**scaling(type="longrope"))
 
 
-# The borders of the last three leave one frequency between them, none, and none above.
+# The limits of the last three leave one frequency between them, none, and none above.
 @pytest.mark.parametrize("borders", [(1.0, 4.0, 64), (1.0, 1.2, 64), (1.0, 1.0, 64), (1.0, 1.0, 2)])
 def test_llama3_scaling_from_divisors(borders):
     low, high, original = borders
@@ -465,7 +465,7 @@ def test_dense_down_rows_are_transposed():
 def test_halves_of_latent_heads(flat):
     whole = torch.randn(3 * (4 + 2), 5)
     keys, values = whole.view(3, 6, 5).split((4, 2), 1)
-    keys = keys.mT  # as llama.cpp has them
+    keys = keys.mT  # as in llama.cpp
     halves = (keys.reshape(15, 4), values.reshape(6, 5)) if flat else (keys, values)
     assert torch.equal(converted(JoinLatentHeads(heads=3, rank=5), *halves), whole)
 

@@ -1,4 +1,4 @@
-"""Joined projections: one product for layers of the same input, whose parameters stay what they were."""
+"""Joined projections: one product for layers with the same input, whose parameters do not change."""
 
 import copy
 import pickle
@@ -81,7 +81,7 @@ def test_layers_that_are_no_longer_joined_run_alone(change, which: int):
 
 
 def test_neighbours_in_other_memory_are_not_joined():
-    """Tensors of two allocations may lie behind one another by chance."""
+    """Tensors of two allocations may be adjacent by chance."""
     memory = bytearray(256)
     first, second = (torch.frombuffer(memory, dtype=torch.uint8, count=128, offset=at) for at in (0, 128))
     assert first.data_ptr() + first.nbytes == second.data_ptr()
@@ -137,7 +137,7 @@ def linears(model: nn.Module, ids: torch.Tensor) -> int:
 
 
 def test_one_product_for_three(patched, device: str):
-    """Two in attention, and the head: router and experts are ours."""
+    """Two in attention, and the head: router and experts are ops of ours."""
     assert linears(patched, tokens(1, 1, device=device)) == 2 * 2 + 1
 
 
@@ -154,7 +154,7 @@ def test_copies_are_joined(patched):
 
 
 def test_saved_and_loaded(patched, tmp_path, device: str):
-    """What is saved has the usual names and shapes, also of unpatched models, and loads."""
+    """Saved models have the usual names and shapes, and load, also into unpatched models."""
     ids = tokens(1, 5, device=device)
     expected, names = patched(ids).logits, set(patched.state_dict())
     for model in (patched, copy.deepcopy(patched)):
@@ -196,7 +196,7 @@ def test_unpatched_weights_have_the_same_bits(device: str):
     assert torch.equal(model(ids).logits, expected)
 
 
-#: One decoded token's ops in a layer, views and allocations left out.
+#: The ops of a layer for one decoded token, without views and allocations.
 MOST_OPS = {
     "qwen3_moe": 10,
     "gpt_oss": 10,
@@ -222,7 +222,7 @@ def test_ops_outside_of_layers():
         model = tiny_model("qwen3_moe", num_hidden_layers=layers).bfloat16()
         torch_moe_metal.patch(model)
         cache = model(tokens(1, 8), use_cache=True).past_key_values
-        model(token, past_key_values=cache)  # which gives the cache room for more
+        model(token, past_key_values=cache)  # grows the cache
         with calls() as ops:
             model(token, past_key_values=cache, attention_mask=padding)
         totals.append(ops.total())
