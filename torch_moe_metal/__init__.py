@@ -83,6 +83,11 @@ def _register_attention() -> None:
         register()
 
 
+def _refuse_resizing() -> None:
+    if is_supported():
+        refusals.refuse_resizing()
+
+
 def _register_quantizers() -> None:
     if not is_supported():
         return
@@ -129,7 +134,7 @@ after_import("transformers.integrations.gguf", _register_gguf)
 for name in ("modeling_auto", "configuration_auto", "tokenization_auto"):
     module = f"transformers.models.auto.{name}"
     after_import(module, functools.partial(_take_gguf_paths, module))
-after_import("transformers.modeling_utils", refusals.refuse_resizing)
+after_import("transformers.modeling_utils", _refuse_resizing)
 after_import("transformers.modeling_utils", _register_attention)
 after_import("transformers.modeling_layers", _register_mtp)
 after_import("peft.tuners.tuners_utils", refusals.refuse_merging)
