@@ -136,10 +136,10 @@ class Case:
             return weight, None, None
         row = formats.FORMATS[format]
         own = (self.bits, self.group) if format == self.format else (row.bits, row.scale_columns or 32)
-        data, *beside = Packing(format, *own).of(weight, generator)
+        data, *others = Packing(format, *own).of(weight, generator)
         if takes_floats(row):
-            beside = [part if part is None else part.to(self.scale_dtype or part.dtype) for part in beside]
-        return data, *beside
+            others = [part if part is None else part.to(self.scale_dtype or part.dtype) for part in others]
+        return data, *others
 
     @property
     def longest_sum(self) -> int:
@@ -255,8 +255,8 @@ def experts_one_by_one(
 ):  # fmt: skip
     """The reference's `experts` without copies of the weights for every token, so that real sizes fit into memory."""
 
-    def linear(format: str, x: Tensor, bias: Tensor | None, weight: Tensor, *beside: Tensor | None) -> Tensor:
-        of_expert = (None if t is None else t[e] for t in (weight.mT if transposed else weight, *beside))
+    def linear(format: str, x: Tensor, bias: Tensor | None, weight: Tensor, *others: Tensor | None) -> Tensor:
+        of_expert = (None if t is None else t[e] for t in (weight.mT if transposed else weight, *others))
         return F.linear(
             x, reference.dequantize_for(*of_expert, format, x, group_size), None if bias is None else bias[e]
         )

@@ -127,7 +127,7 @@ class Guarded:
         if written:
             where = (self.view.shape, self.view.stride(), self.view.storage_offset())
             after.as_strided(*where).copy_(self.before.as_strided(*where))
-        assert same_bits(after, self.before), f"{name}: memory {'beside it' if written else 'of an input'} has changed"
+        assert same_bits(after, self.before), f"{name}: memory {'next to it' if written else 'of an input'} has changed"
 
 
 def with_leading(case: Case, args: Args, leading: tuple[int, ...]) -> Args:

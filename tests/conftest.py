@@ -17,7 +17,7 @@ SIMULATED = not torch.backends.mps.is_built()  # not is_available(): PyTorch wou
 
 # The maximum work of a case in the fast set, in flops (an element of an argument counts as eight).
 FAST = {"cpu": 4e6, "mps": 1e6 if SIMULATED else 2e9}
-MOST_FLOPS = {"cpu": math.inf, "mps": 1e9 if SIMULATED else math.inf}  # more would take the simulator minutes to hours
+MAX_FLOPS = {"cpu": math.inf, "mps": 1e9 if SIMULATED else math.inf}  # more would take the simulator minutes to hours
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             pytest.param(case, device, id=f"{case}-{device}", marks=marks(case, device))
             for case in marker.args[0]
             for device in DEVICES
-            if case.flops <= MOST_FLOPS[device] and not (fast_only and in_full_grid(case, device))
+            if case.flops <= MAX_FLOPS[device] and not (fast_only and in_full_grid(case, device))
         ]
         metafunc.parametrize("case, device", rows, indirect=["device"], scope="function")  # not sorted by device
     elif "device" in metafunc.fixturenames:

@@ -1,7 +1,7 @@
 """Fuzzes every op against the reference, on every device and instruction set: `make fuzz`.
 
     python tests/fuzz.py --cases 20000             # a seed of its own, which it prints
-    python tests/fuzz.py --seed 7 --case avx2-123  # one case again, told in full
+    python tests/fuzz.py --seed 7 --case avx2-123  # one case again, with all details
 
 Cases run in child processes, so that one that kills its process or never ends is named, and the next ones run.
 fuzz_cases.py draws them, fuzz_checks.py judges them. MOE_METAL_DEVICES=cpu (or mps) leaves a device out.
@@ -89,10 +89,10 @@ def work(target: str, seed: int, numbers: list[int]) -> None:
             torch.set_num_threads(drawn.threads)
             print(fuzz_checks.check(drawn, device), flush=True)
         except Exception as error:
-            told = f"{drawn}\n{type(error).__name__}: {error}"
+            text = f"{drawn}\n{type(error).__name__}: {error}"
             if not isinstance(error, AssertionError) or len(numbers) == 1:
-                told += "\n" + traceback.format_exc()
-            print("failed", told.replace("\n", "\v"), flush=True)
+                text += "\n" + traceback.format_exc()
+            print("failed", text.replace("\n", "\v"), flush=True)
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -114,16 +114,16 @@ class Tally:
     outcomes: collections.Counter = field(default_factory=collections.Counter)
     failures: list[Failure] = field(default_factory=list)
     start: float = field(default_factory=time.monotonic)
-    told: float = 0.0
+    reported: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, target: str, outcome: str) -> None:
         with self.lock:
             self.outcomes[target, outcome] += 1
-            if time.monotonic() - self.told > 5:
-                self.told = time.monotonic()
+            if time.monotonic() - self.reported > 5:
+                self.reported = time.monotonic()
                 done = self.outcomes.total()
-                say(f"{done} of {self.cases} cases, {len(self.failures)} failed, {self.told - self.start:.0f} s")
+                say(f"{done} of {self.cases} cases, {len(self.failures)} failed, {self.reported - self.start:.0f} s")
 
     def fail(self, target: str, number: int, text: str) -> None:
         with self.lock:
@@ -168,12 +168,12 @@ def run_some(target: str, numbers: list[int], worker: list[str], tally: Tally) -
                     begun = None
             code = process.wait()
             errors.seek(0)
-            told = "\n".join(errors.read().splitlines()[-60:])
+            text = "\n".join(errors.read().splitlines()[-60:])
         if begun is not None:
-            tally.fail(target, begun, f"its process ended with {code}:\n{told}")
+            tally.fail(target, begun, f"its process ended with {code}:\n{text}")
             numbers = numbers[numbers.index(begun) + 1 :]
         elif code or numbers:
-            raise SystemExit(f"A child of {target} ended with {code} before its first case:\n{told}")
+            raise SystemExit(f"A child of {target} ended with {code} before its first case:\n{text}")
 
 
 def fuzz(
@@ -196,8 +196,8 @@ def fuzz(
         list(pool.map(lambda portion: run_some(*portion, worker, tally), portions))
     for target in found:
         counts = {outcome: tally.outcomes[target, outcome] for outcome in OUTCOMES}
-        told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-        say(f"{target}: {sum(counts.values())} cases: {told}")
+        text = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        say(f"{target}: {sum(counts.values())} cases: {text}")
     say(f"Seed {seed}: {len(tally.failures)} of {cases} cases failed, after {time.monotonic() - tally.start:.0f} s")
     for failure in tally.failures:
         say(f"FAILED: {tally.again(failure)}")

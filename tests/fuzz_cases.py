@@ -71,7 +71,7 @@ class Call:
     changes: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what was done to values and memory
     threads: int = 1  # that PyTorch uses
-    beside: str = "nothing"  # what runs at the same time
+    alongside: str = "nothing"  # what runs at the same time
     mode: type = torch.no_grad
 
     def values(self) -> Args:
@@ -95,7 +95,9 @@ class Call:
         return [change for change in self.changes if (change.what, device) not in NOT_THERE]
 
     def __str__(self) -> str:
-        lines = [f"{self.op}, {'good' if self.good else 'spoiled'}; threads: {self.threads}; beside: {self.beside}; "]
+        lines = [
+            f"{self.op}, {'good' if self.good else 'spoiled'}; threads: {self.threads}; alongside: {self.alongside}; "
+        ]
         lines[0] += f"{self.mode.__name__}; options: {self.options}"
         for name, place in self.places.items():
             lines.append(f"  {name}: {str(place.memory.dtype).removeprefix('torch.')} {list(place.size)}, strides ")
@@ -154,7 +156,7 @@ def draw(seed: int, number: int) -> Call:
     if rng.random() < 0.2:
         spoil(call, rng)
     call.threads = rng.choice((1, 1, 2, 3, 7))
-    call.beside = rng.choice(("nothing",) * 18 + ("threads", "forks"))
+    call.alongside = rng.choice(("nothing",) * 18 + ("threads", "forks"))
     call.mode = rng.choice((torch.no_grad, torch.enable_grad, torch.inference_mode))
     return call
 
@@ -335,8 +337,8 @@ def make_hostile(case: Case, args: Args, rng: random.Random) -> str:
         return "all is packed"
     tensor = args[name]
     if not tensor.is_floating_point():
-        args[name], told = hostile_ids(tensor, case.dims["E"], rng)
-        return f"{name}: {told}"
+        args[name], change = hostile_ids(tensor, case.dims["E"], rng)
+        return f"{name}: {change}"
     way = rng.choice(("some", "one", "equal", "scaled", "levels", "massive"))
     if way == "massive" and tensor.numel():  # a column or two, as real activations have them
         power, columns = rng.choice((8, 14, 20, 40)), rng.sample(range(tensor.shape[-1]), min(2, tensor.shape[-1]))

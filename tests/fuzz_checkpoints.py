@@ -1,7 +1,7 @@
 """Fuzzes `from_pretrained` with broken checkpoints of every kind that we load: a part of `make fuzz`.
 
     python tests/fuzz_checkpoints.py --cases 5000             # a seed of its own, which it prints
-    python tests/fuzz_checkpoints.py --seed 7 --case 123      # one case again, told in full
+    python tests/fuzz_checkpoints.py --seed 7 --case 123      # one case again, with all details
 
 A case changes one thing in a tiny checkpoint: a tensor, a header, an index, a file, or a value of config.json. Then
 either loading raises an error that names the file, or it reports what is missing or left over, or the logits are right:
@@ -142,7 +142,7 @@ def run(model) -> torch.Tensor:
 class Change:
     """What a case did, for those who read of it and for its judge."""
 
-    told: str
+    text: str
     rounds: bool = False  # numbers may have become others of less precision
     setting: tuple | None = None  # the path of a value of config.json
     read_before: bool = False  # by transformers, before it asks any quantizer
@@ -157,10 +157,10 @@ def change_tensor(random: random.Random, folder: Path) -> Change:
     ways += [scalar, flat, cut, repeated, emptied, one_more_side] if side is not None else []
     ways += [turned] if tensor.shape != tensor.shape[::-1] else []
     way = random.choice(ways)
-    told = way(random, tensors, name, tensor, side)
+    text = way(random, tensors, name, tensor, side)
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
     rounds = way is cast and {tensor.dtype, tensors[name].dtype} <= ROUNDED
-    return Change(f"{file.name}: {name} {way.__name__} {told or ''}", rounds)
+    return Change(f"{file.name}: {name} {way.__name__} {text or ''}", rounds)
 
 
 def missing(random, tensors, name, tensor, side) -> None:
@@ -264,9 +264,9 @@ def change_index(random: random.Random, folder: Path) -> Change:
     if not files:
         return Change("no index to change")
     index = json.loads(files[0].read_text())
-    told = change_value(random, index, keep=())
+    text = change_value(random, index, keep=())
     files[0].write_text(json.dumps(index))
-    return Change(f"{files[0].name}: {told}", read_before=True)
+    return Change(f"{files[0].name}: {text}", read_before=True)
 
 
 def change_config(random: random.Random, folder: Path) -> Change:
@@ -348,11 +348,11 @@ def check(seed: int, number: int) -> tuple[str, str]:
         folder = Path(home) / "broken"
         shutil.copytree(original.folder, folder)
         change = way(drawn, folder)
-        told = f"{kind}: {change.told}"
+        text = f"{kind}: {change.text}"
         try:
-            return judge(original, folder, change), told
+            return judge(original, folder, change), text
         except Exception as error:
-            raise AssertionError(f"{told}\n{type(error).__name__}: {error}") from error
+            raise AssertionError(f"{text}\n{type(error).__name__}: {error}") from error
 
 
 def judge(original: Whole, folder: Path, change: Change) -> str:
@@ -437,9 +437,9 @@ def work(seed: int, numbers: list[int]) -> None:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         try:
             with contextlib.redirect_stderr(io.StringIO()):
-                outcome, told = check(seed, number)
+                outcome, text = check(seed, number)
             if len(numbers) == 1:
-                print(told, file=sys.stderr)
+                print(text, file=sys.stderr)
             print(outcome, flush=True)
         except Exception as error:
             cause = "".join(traceback.format_exception(error.__cause__)) if len(numbers) == 1 else ""

@@ -23,7 +23,7 @@ NOISE = 2.0**-20  # sixteen roundings of float32
 # The same of its smallest numbers. Apple's GPUs make 0 of numbers below 2^-126, and so do products of bfloat16 on
 # processors with AVX512-BF16 or AMX: nothing is sure of those there (-inf times 1e-40: seed 3100, avx512-70838).
 LEAST_NOISE, FLUSHED = 2.0**-145, 2.0**-126
-MOST_ELEMENTS = 2**22  # of an argument of a spoiled call that the reference computes in time
+MAX_ELEMENTS = 2**22  # of an argument of a spoiled call that the reference computes in time
 SANITIZED = "ASAN_OPTIONS" in os.environ  # tools/sanitize.py, which says why there are no forks then
 SECONDS = 600.0 if SANITIZED else 240.0  # that a case may take, on a busy machine
 
@@ -41,7 +41,7 @@ def check(drawn: Call, device: str) -> str:
         refused(drawn, args, str(error), device)
         return "refused"
     untouched(drawn, device, memories, before, wrote=True)
-    if drawn.good or all(arg.numel() < MOST_ELEMENTS for arg in values.values() if isinstance(arg, Tensor)):
+    if drawn.good or all(arg.numel() < MAX_ELEMENTS for arg in values.values() if isinstance(arg, Tensor)):
         right(drawn, device, values, got)
     again(drawn, device, got)
     return "right"
@@ -56,7 +56,7 @@ def run(drawn: Call, args: dict) -> list[Tensor]:
         assert output.is_contiguous(), f"an output has strides {output.stride()}"
         others = [arg for arg in args.values() if isinstance(arg, Tensor) and arg.layout == torch.strided]
         shared = [arg for arg in others if output.numel() and arg.numel() and address(arg) == address(output)]
-        assert not shared, "an output lies in the memory of an argument"
+        assert not shared, "an output uses the memory of an argument"
     return found[:own] + [tensor.detach().clone() for tensor in found[own:]]
 
 
@@ -68,7 +68,7 @@ def contiguous_values(args: dict) -> dict:
     """What a spoiled call was given, on the CPU."""
     found = {}
     for name, arg in args.items():
-        plain = isinstance(arg, Tensor) and arg.layout == torch.strided and arg.numel() < MOST_ELEMENTS
+        plain = isinstance(arg, Tensor) and arg.layout == torch.strided and arg.numel() < MAX_ELEMENTS
         found[name] = arg.detach().cpu().contiguous().clone() if plain else arg
     return found
 
@@ -90,7 +90,7 @@ def untouched(drawn: Call, device: str, memories: list[Tensor], before: list[Ten
         place.of(old).copy_(place.of(memories[which]))
         before[which] = bits(old)
     for place, memory in enumerate(memories):
-        assert torch.equal(bits(memory), before[place]), "memory of an input, or beside it, has changed"
+        assert torch.equal(bits(memory), before[place]), "memory of an input, or next to it, has changed"
 
 
 # ------------------------------------------------------------------------------------------------ refusals
@@ -398,13 +398,13 @@ def again(drawn: Call, device: str, first: list[Tensor]) -> None:
     def same() -> bool:
         return all(same_bits(a, b) for a, b in zip(run(drawn, drawn.placed(device)[0]), first, strict=True))
 
-    if drawn.beside == "nothing" or not drawn.good:
+    if drawn.alongside == "nothing" or not drawn.good:
         assert same(), "other bits in the second run"
         return
     wrong: list[str] = []
     with busy(same, wrong):
-        assert same(), "other bits beside threads"
-        if drawn.beside == "forks" and device == "cpu" and not SANITIZED:
+        assert same(), "other bits while threads run"
+        if drawn.alongside == "forks" and device == "cpu" and not SANITIZED:
             for _ in range(3):
                 forked(same)
     assert not wrong, wrong[0]

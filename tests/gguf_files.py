@@ -533,8 +533,8 @@ def of_rope(rope: Config) -> dict[str, Any]:
         found |= {"rope.scaling.type": full["rope_type"], "rope.scaling.factor": full["factor"]}
     if full["rope_type"] == "yarn":
         found["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
-        beside = {"attn_factor": "attention_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
-        found |= {f"rope.scaling.yarn_{key}": full.get(name) for key, name in beside.items()}
+        yarn = {"attn_factor": "attention_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+        found |= {f"rope.scaling.yarn_{key}": full.get(name) for key, name in yarn.items()}
         if full.get("mscale_all_dim") is not None:
             found["rope.scaling.yarn_log_multiplier"] = 0.1 * full["mscale_all_dim"]
     if "mrope_section" in rope:

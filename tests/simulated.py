@@ -34,7 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch, torch_moe_metal, simulated, metal_sim
 from torch_moe_metal import glu, norm_add
 
-def told(call, *args):  # the error
+def message_of(call, *args):  # the error
     try:
         call(*args)
     except RuntimeError as error:

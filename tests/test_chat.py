@@ -228,8 +228,8 @@ def test_reasoning(tmp_path: Path, capsys):
     assert talk.turn("hello").message == {
         "role": "assistant", "content": "The answer.", "reasoning_content": "Thinking hard."
     }  # fmt: skip
-    said, told = capsys.readouterr()
-    assert said == "The answer.\n" and told.startswith("Thinking hard.\n[8 tokens, ")
+    said, err = capsys.readouterr()
+    assert said == "The answer.\n" and err.startswith("Thinking hard.\n[8 tokens, ")
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -244,18 +244,18 @@ def test_the_command(folder: Path, capsys, monkeypatch):
     lines = iter(["hello", "", "/help", "/nope", "/reset", "hello", "/exit", "never"])
     monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
     assert main(["chat", str(folder), "--bits", "8", "--device", "cpu"]) == 0
-    said, told = capsys.readouterr()
+    said, err = capsys.readouterr()
     assert said == "Hello world, you.\n" * 2
-    assert "affine" in told and "GB of weights" in told and "no such command: /nope" in told and chat.HELP in told
+    assert "affine" in err and "GB of weights" in err and "no such command: /nope" in err and chat.HELP in err
     speed = r"\[4 tokens, [\d.]+ tokens/s, the first after [\d.]+ s; 23 of the prompt's 23 tokens were new\]"
-    assert len(re.findall(f"^{speed}$", told, re.M)) == 2
+    assert len(re.findall(f"^{speed}$", err, re.M)) == 2
 
 
 def test_a_gguf_file(tmp_path: Path, capsys):
     path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", gguf_files.Q4_K_M)
     assert main(["chat", str(path), "--prompt", "hello", "--max-tokens", "4", "--device", "cpu"]) == 0
-    told = capsys.readouterr().err
-    assert "q4_k, q6_k" in told and "[4 tokens" in told
+    err = capsys.readouterr().err
+    assert "q4_k, q6_k" in err and "[4 tokens" in err
 
 
 @pytest.mark.parametrize("arguments, said", [
@@ -330,8 +330,8 @@ def test_a_terminal(tmp_path: Path):
         terminal.type("again\n")
         terminal.wait_for("again\r\n.{20}")
         terminal.type("\x03")
-        told = terminal.wait_for(r"\d+ of the prompt's \d+ tokens were new; interrupted\]\r\n> $")
-        new, prompt = map(int, re.findall(r"\d+", told)[:2])
+        err = terminal.wait_for(r"\d+ of the prompt's \d+ tokens were new; interrupted\]\r\n> $")
+        new, prompt = map(int, re.findall(r"\d+", err)[:2])
         assert new < prompt
         terminal.type("/reset\n")
         terminal.wait_for("reset\r\n> $")

@@ -108,7 +108,7 @@ def test_gpt_oss_in_its_own_dtype(gpt_oss, device):
     assert len(generated(model, ids.to(device))) == 2
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells which memory is a file's")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports which memory belongs to a file")
 def test_gpt_oss_is_not_copied(gpt_oss):
     """On the CPU the packed weights are pages of the file."""
     model = load(gpt_oss)
@@ -217,8 +217,8 @@ def test_missing_biases_are_initialised(gpt_oss, tmp_path, config, monkeypatch):
     folder = broken(whole_folder, tmp_path / "broken", lambda t: [t.pop(name, 0) for name in biases])
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: torch.full_like(x, 77, **options))
     options = {"quantization_config": config} if config else {}
-    model, told = load(folder, output_loading_info=True, **options)
-    assert told["missing_keys"] == biases
+    model, info = load(folder, output_loading_info=True, **options)
+    assert info["missing_keys"] == biases
     for name, parameter in model.named_parameters():
         assert name not in biases or not parameter.any(), name
     whole = load(whole_folder, **options)

@@ -79,7 +79,7 @@ def test_a_changed_guard_is_detected(kind: str):
     for place in (0, outside.view.storage_offset() - 1, len(outside.storage) - 1):
         guarded = Guarded(tensor, kind, 3)
         guarded.storage[place] = 0.0
-        with pytest.raises(AssertionError, match="memory beside it"):
+        with pytest.raises(AssertionError, match="memory next to it"):
             guarded.assert_untouched("x", written=True)
 
 

@@ -54,8 +54,8 @@ def test_doctor_reports(dtypes: list[torch.dtype], monkeypatch, capsys):
     monkeypatch.setattr(reference, "TOLERANCES", {dtype: reference.TOLERANCES[dtype] for dtype in dtypes})
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
-    for told in (torch_moe_metal.__version__, torch.__version__, torch_moe_metal.cpu_isa):
-        assert told in said
+    for version in (torch_moe_metal.__version__, torch.__version__, torch_moe_metal.cpu_isa):
+        assert version in said
     assert re.findall(r"^  (\w+) +ok$", said, re.MULTILINE)[: len(ARGUMENTS)] == list(ARGUMENTS)
 
 
@@ -159,4 +159,4 @@ def test_a_library_without_openmp_raises(tmp_path: Path):
     command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-x", "c", "-", "-o", made]
     subprocess.run(command, input=program, text=True, check=True)
     said = import_error(tmp_path)
-    assert "threads by OpenMP" in said and "another version" not in said and "__kmpc_of_no_library" in said
+    assert "a torch with OpenMP" in said and "another version" not in said and "__kmpc_of_no_library" in said

@@ -22,7 +22,7 @@ recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records
 ROUNDINGS = 2
 DIMS = {"T": 40, "E": 6, "K": 3, "H": 72, "I": 40}
 BIASES = ("gate_up_bias", "down_bias")
-BESIDE = ("shared", "shared_gate", "residual")
+ADDED = ("shared", "shared_gate", "residual")
 GPT_OSS = {"transposed": True, "interleaved": True, "activation": "swiglu_oai", "limit": 7.0, "alpha": 1.702}
 
 
@@ -79,9 +79,9 @@ def check(case: Case, args: Args, want: list[str] | None = None, roundings: floa
 
 CASES = {
     "plain": case(),
-    "biases": case(*BIASES, *BESIDE),
+    "biases": case(*BIASES, *ADDED),
     "gpt_oss": case(*BIASES, **GPT_OSS),
-    "half": case(*BIASES, *BESIDE, dtype=HALF, interleaved=True),
+    "half": case(*BIASES, *ADDED, dtype=HALF, interleaved=True),
     "transposed": case(dtype=HALF, transposed=True),
     "short_ids": case("down_bias"),
     "one_expert": case(*BIASES, dims={"E": 1, "K": 1, "H": 8, "I": 8}),
@@ -116,7 +116,7 @@ def test_separate_gate_and_up(mps: str, gap: int):
 
 def test_no_slot_of_any_expert(mps: str):
     """All rows of PyTorch's product are then undefined, and none may reach the output."""
-    everything = case(*BIASES, *BESIDE)
+    everything = case(*BIASES, *ADDED)
     args = arguments(everything)
     args["ids"] = torch.full_like(args["ids"], -1)
     with grouped():
@@ -139,7 +139,7 @@ def test_any_grid_and_order_of_threads(mps: str):
 
 @recorded
 def test_a_long_prompt_in_pieces(mps: str):
-    everything = case(*BIASES, *BESIDE)
+    everything = case(*BIASES, *ADDED)
     with grouped(dispatch_mflops=1):
         check(everything, arguments(everything, mps), kernels("bfloat", times=2))
 

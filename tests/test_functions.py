@@ -21,11 +21,11 @@ ODD = {case.op: case for case in SAMPLES if case.name == "sample_odd"}
 
 @pytest.mark.parametrize("op", OPS)
 def test_schema_table_and_signature_agree(op: str):
-    """The same arguments in the same order, the same defaults, the same outputs: one op, told in three places."""
+    """The same arguments in the same order, the same defaults, the same outputs: one op, in three places."""
     schema = getattr(torch.ops.moe_metal, op).default._schema
     signature = inspect.signature(getattr(reference, op))
-    told = [(a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty) for a in schema.arguments]
-    assert told == [(p.name, p.default) for p in signature.parameters.values()]
+    found = [(a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty) for a in schema.arguments]
+    assert found == [(p.name, p.default) for p in signature.parameters.values()]
     tensors = [a for a in schema.arguments if "Tensor" in str(a.type)]
     assert [a.name for a in tensors] == list(ARGUMENTS[op])
     optional = [name for name, argument in ARGUMENTS[op].items() if argument.optional]
@@ -111,8 +111,8 @@ def test_mypy_knows_the_types(tmp_path: Path):
     command = [sys.executable, "-m", "mypy", "--config-file", tmp_path / "mypy.ini", tmp_path / "program.py"]
     environment = {"MYPYPATH": str(package.parent), "PATH": "", "MYPY_CACHE_DIR": str(tmp_path / "cache")}
     said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
-    told = (line for line in said.splitlines() if line.startswith("program.py:") and "defined in" not in line)
-    lines = {int(line.split(":")[1]): line for line in told}
+    found = (line for line in said.splitlines() if line.startswith("program.py:") and "defined in" not in line)
+    lines = {int(line.split(":")[1]): line for line in found}
     assert "hidden: Any" in lines[6] and "top_k: int" in lines[6] and "-> tuple[" in lines[6], said
     assert "model: Any" in lines[7] and "Report" in lines[7], said
     assert 'Missing named argument "top_k"' in lines[9] and '"activation"' in lines[10], said

@@ -120,9 +120,9 @@ def test_every_scale_of_mxfp8_and_nvfp4(device: str):
     scale, factor = torch.arange(256, dtype=torch.uint8), torch.tensor([[0.1], [-3.0], [1e-30], [float("inf")]])
     for format in FLOATS:
         data = random_bytes(4, 2, 256 * formats.FORMATS[format].scale_columns * formats.FORMATS[format].bits // 8)
-        scales, beside = scale.expand(4, 2, 256).contiguous(), factor if format == "nvfp4" else None
-        want = reference.dequantize(data, scales, beside, format=format, dtype=FLOAT)
-        parts = [None if part is None else part.to(device) for part in (data, scales, beside)]
+        scales, offset = scale.expand(4, 2, 256).contiguous(), factor if format == "nvfp4" else None
+        want = reference.dequantize(data, scales, offset, format=format, dtype=FLOAT)
+        parts = [None if part is None else part.to(device) for part in (data, scales, offset)]
         assert same_numbers(ops.dequantize(*parts, format=format, dtype=FLOAT).cpu(), want)
     of_groups = scales.view(torch.float8_e4m3fn).float() * factor.unsqueeze(-1)
     values = torch.tensor(reference.E2M1)[reference.unpack(data, 4).int()]

@@ -70,7 +70,7 @@ def test_a_virtual_mac_raises() -> None:
     """Metal guarantees neither simdgroup matrices nor bfloat16 on its GPU. Nothing is compiled for it."""
     script = """
 with metal_sim.playing_gpu("Apple Paravirtual device", 1005):
-    print(told(glu, x, x))
+    print(message_of(glu, x, x))
 print(metal_sim.compiled())
 """
     message, compiled = lines_of(script)
@@ -106,10 +106,10 @@ def test_a_shader_that_does_not_compile_is_tried_once(tmp_path: Path) -> None:
     """All kernels of its library fail in all threads, with the same message."""
     script = """
 with ThreadPoolExecutor(4) as pool:
-    errors = {*pool.map(lambda _: told(glu, x, x), range(8)), told(glu, x, x)}
+    errors = {*pool.map(lambda _: message_of(glu, x, x), range(8)), message_of(glu, x, x)}
 print(len(errors), "shaders/glu.metal does not compile" in min(errors), "not today" in min(errors))
 gate, half = torch.ops.moe_metal.gate, torch.ones(8, 8, dtype=torch.half, device="mps")
-of_half, of_float = (told(lambda: gate(half, router, top_k=1)) for router in (half, half.float()))
+of_half, of_float = (message_of(lambda: gate(half, router, top_k=1)) for router in (half, half.float()))
 print("shaders/gate.metal does not compile" in of_half, of_half == of_float)
 """
     assert lines_of(script, REFUSES, tmp_path) == ["1 True True", "True True"]
@@ -130,7 +130,7 @@ def test_libraries_compile_in_parallel(tmp_path: Path) -> None:
     """Each of two compilers waits until the other one has started."""
     script = """
 with ThreadPoolExecutor(2) as pool:
-    both = [pool.submit(told, glu, x, x), pool.submit(told, norm_add, x, x, x[0])]
+    both = [pool.submit(message, glu, x, x), pool.submit(message, norm_add, x, x, x[0])]
 print(*("met another" in one.result() for one in both))
 """
     assert lines_of(script, MEETS, tmp_path) == ["True True"]
@@ -232,8 +232,8 @@ def test_a_failed_command_buffer_raises_once(mps: str) -> None:
     with metal_sim.failing_commits(TIMEOUT):
         period = commit_before(lambda: torch.ops.moe_metal.glu(x, x))
     kernels = f"after {period} of our kernels, of which glu_float was the last"
-    told = f"moe_metal: the GPU gave up on earlier work, {kernels}: {TIMEOUT}\nWhat was computed there and since is"
-    with pytest.raises(RuntimeError, match=re.escape(told)):
+    message = f"moe_metal: the GPU gave up on earlier work, {kernels}: {TIMEOUT}\nWhat was computed there and since is"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
         torch_moe_metal.norm_add(x, x, x[0])
     assert torch_moe_metal.norm_add(x, x, x[0]).isfinite().all()
 

@@ -291,7 +291,7 @@ def test_quantize_packs_what_mlx_left_dense(tmp_path):
     assert relative(again(ids).logits, expected) <= 1e-6  # dense rows may have another alignment
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells which memory is a file's")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports which memory belongs to a file")
 def test_bytes_copied_while_loading(folder):
     """On the CPU packed weights are pages of the file, except gates and ups, which are joined."""
     model = load(folder("qwen3_moe"))

@@ -65,7 +65,7 @@ def load(folder: Path, device: str = "cpu", config: MoeMetalConfig | None = None
 
 
 @contextlib.contextmanager
-def told(caplog):
+def our_log(caplog):
     """Makes our part of transformers' log reach `caplog`."""
     with caplog.at_level("WARNING"):
         transformers.utils.logging.enable_propagation()
@@ -210,7 +210,7 @@ def test_packed_weights_are_not_packed_again(kind, options, device, tmp_path, ca
     model = load(folder, device)
     before, logits = formats(model), model(ids).logits
     parts = {name: [part for weight in m.packing for part in m.parts(weight)] for name, m in packed_modules(model)}
-    with told(caplog):
+    with our_log(caplog):
         assert quantize_(model, **options) is model
     assert "unchanged, since they are packed already: model" in caplog.text
     after = formats(model)
@@ -231,7 +231,7 @@ def test_quantised_twice(tmp_path, caplog):
     """The second call does nothing, and a warning says so."""
     model, ids = quantize_(dense("qwen3_moe"), group_size=32), tokens(2, 9)
     state, expected = model.state_dict(), model(ids).logits
-    with told(caplog):
+    with our_log(caplog):
         quantize_(model, bits=8, group_size=16)
     assert (
         "since they are packed already: model.embed_tokens (affine), model.layers.*.self_attn.q_proj (affine), "
@@ -673,7 +673,9 @@ print(most - before, packed)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process's own memory from its files'")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux distinguishes memory of a process from that of its files"
+)
 def test_loading_needs_little_memory(tmp_path):
     """Layers of Qwen3-30B-A3B's sizes, with fewer experts: beside the packed model there is never more than the experts
     of one layer, dense."""

@@ -79,8 +79,8 @@ def test_affine_groups_of_16_follow_the_same_rule(bits: int):
     weight = weight_of_all_kinds(FLOAT)
     doubled = weight.unflatten(-1, (-1, 16)).repeat_interleave(2, 1).flatten(1)
     _, scale, offset = quantize(weight, "affine", bits, 16)
-    data, *beside = quantize(doubled, "affine", bits, 32)
-    assert torch.equal(scale, beside[0]) and torch.equal(offset, beside[1])
+    data, *others = quantize(doubled, "affine", bits, 32)
+    assert torch.equal(scale, others[0]) and torch.equal(offset, others[1])
     codes = reference.unpack(data, bits).unflatten(-1, (-1, 2, 16))[:, :, 0].flatten(1)
     assert torch.equal(reference.unpack(quantize(weight, "affine", bits, 16)[0], bits), codes)
 
@@ -214,8 +214,8 @@ def test_quantize_errors(said: str, change: dict):
 def test_dequantize_affine_equals_mlx(bits: int, group: int, scales: torch.dtype, device: str):
     """Bitwise equal with scales of 16 bits, for which products are exact; otherwise up to the rounding of a product."""
     weight = weight_of_all_kinds(FLOAT)
-    data, *beside = quantize(weight, "affine", bits, group)
-    scale, offset = (part.to(scales) for part in beside)
+    data, *others = quantize(weight, "affine", bits, group)
+    scale, offset = (part.to(scales) for part in others)
     want = from_mlx(mx.dequantize(words(data), to_mlx(scale.float()), to_mlx(offset.float()), group, bits))
     parts = (data.to(device), scale.to(device), offset.to(device))
     got = ops.dequantize(*parts, format="affine", bits=bits, dtype=FLOAT).cpu()
@@ -262,10 +262,10 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 def parts_for_mlx(weight: Tensor, format: str, bits: int, group: int) -> tuple[tuple, tuple, dict]:
     """The same packed weight for us and for MLX, and MLX's options. MLX sums in the dtype of the scales, so scales of
     16 bits are converted to float32."""
-    data, *beside = quantize(weight, format, bits, group)
-    wide = [part.float() if part.is_floating_point() else part for part in beside if part is not None]
+    data, *others = quantize(weight, format, bits, group)
+    wide = [part.float() if part.is_floating_point() else part for part in others if part is not None]
     theirs = (words(data), *map(to_mlx, wide))
-    return (data, *beside), theirs, {"group_size": group, "bits": bits, "mode": format}
+    return (data, *others), theirs, {"group_size": group, "bits": bits, "mode": format}
 
 
 @pytest.mark.parametrize("T, dtype", [(1, FLOAT), (2, BFLOAT), (5, BFLOAT), (5, HALF), (40, BFLOAT)])
@@ -287,8 +287,8 @@ def test_experts_equal_mlx_gather_qmm(format: str, bits: int, group: int, T: int
     gate_up, packed_gate_up, how = parts_for_mlx(random(E, 2 * I, H) * H**-0.5, format, bits, group)
     down, packed_down, _ = parts_for_mlx(random(E, H, I, seed=4) * I**-0.5, format, bits, group)
     names = ("gate_up_scale", "gate_up_offset", "down_scale", "down_offset")
-    beside = dict(zip(names, gate_up[1:] + down[1:], strict=True))
-    got = ops.experts(x, weights, ids, gate_up[0], down[0], **beside, format=format)
+    others = dict(zip(names, gate_up[1:] + down[1:], strict=True))
+    got = ops.experts(x, weights, ids, gate_up[0], down[0], **others, format=format)
 
     def products(inputs: mx.array, parts: tuple) -> mx.array:
         return mx.gather_qmm(inputs, *parts, rhs_indices=to_mlx(ids), transpose=True, **how)
@@ -406,10 +406,10 @@ def test_an_affine_scale_that_is_not_finite(bits: int, part: str, value: float, 
 def test_an_infinite_scale_is_nan_before_a_limit(format: str, bits: int, group: int, T: int, device: str):
     """A limit makes infinite values finite, but products with such a scale are NaN."""
     gate_up, scale, offset = quantize(random(2, 256, 128), format, bits, group)
-    down, *beside = quantize(random(2, 128, 128), format, bits, group)
+    down, *others = quantize(random(2, 128, 128), format, bits, group)
     scale[1, -1, -1] = float("inf")
     weights = {"gate_up": gate_up, "gate_up_scale": scale, "gate_up_offset": offset, "down": down}
-    weights |= {"down_scale": beside[0], "down_offset": beside[1]}
+    weights |= {"down_scale": others[0], "down_offset": others[1]}
     x, ids = random(T, 128, seed=1), torch.arange(1, T + 1).remainder(2).int().unsqueeze(-1)
     given = {"x": x, "weights": torch.ones(T, 1), "ids": ids, **weights}
     options = {"format": format, "activation": "swiglu_oai", "limit": 7.0}

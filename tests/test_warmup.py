@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from torch_moe_metal import nn, warmup
 
 pytestmark = pytest.mark.skipif(
-    not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal tells what was compiled"
+    not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal reports what was compiled"
 )
 
 SIZES = {"hidden_size": 64, "inner_size": 32, "num_experts": 8, "top_k": 2}
@@ -226,7 +226,7 @@ def test_meta_copies_keep_layout_and_offset() -> None:
     assert warmup.meta(odd).shape == (7,)
 
 
-# ------------------------------------------------------------------------------------------------ beside other things
+# ------------------------------------------------------------------------------------------------ threads and processes
 
 # The source comes through the standard input.
 WAITS = "grep -q gate_logits && while [ ! -e go ]; do sleep 0.05; done; echo 'error: not today' >&2; exit 1"
@@ -238,9 +238,9 @@ def test_a_call_waits_only_for_its_own_kernels(tmp_path: Path) -> None:
 from torch_moe_metal import nn, warmup
 moe = nn.MoE(**{SIZES}, device="mps")
 torch_moe_metal.warm_up(moe)
-print("not today" in told(glu, x, x), any(thread.is_alive() for thread in warmup._threads))
+print("not today" in message_of(glu, x, x), any(thread.is_alive() for thread in warmup._threads))
 open({str(tmp_path / "go")!r}, "w").close()
-print("not today" in told(moe, torch.ones(1, 64, device="mps")))
+print("not today" in message_of(moe, torch.ones(1, 64, device="mps")))
 """
     assert lines_of(script, WAITS, tmp_path) == ["True True", "True"]
 
@@ -287,7 +287,7 @@ torch_moe_metal.warm_up(moe, wait=True)
 layers = [nn.Linear(64, 32, bits=bits, group_size=32, device="mps") for bits in (2, 3, 4, 5, 6, 8)]
 torch_moe_metal.warm_up(torch.nn.Sequential(*layers), wait=True)  # each thread meets several
 tries = len(open({str(tmp_path / "tries")!r}).readlines())
-print("not today" in told(moe, torch.ones(1, 64, device="mps")))
+print("not today" in message_of(moe, torch.ones(1, 64, device="mps")))
 print(tries == len(open({str(tmp_path / "tries")!r}).readlines()) > 0)
 """
     assert lines_of(script, SLOW.replace("sleep 1; ", ""), tmp_path) == ["True", "True"]

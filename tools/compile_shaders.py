@@ -233,7 +233,7 @@ def compile_versions(tools: Toolchain, work: Work, source: Path, versions: list[
         try:
             names = tools.names(source, version, work.library.macros)
             if unlisted := names - {kernel.name for kernel in work.listed}:
-                work.fail(f"Metal {version}", f"it holds {', '.join(sorted(unlisted))}, which nobody can ask for")
+                work.fail(f"Metal {version}", f"it holds {', '.join(sorted(unlisted))}, which is never requested")
             if not names:  # a part without code for this dtype or format
                 continue
             work.newest = tools.compile(source, version, target, work.library.macros)
@@ -280,7 +280,9 @@ def native(tools: Toolchain, works: list[Work], version: str, archs: list[str], 
     for shader, arch in sorted({(shader, arch) for shader, arch, _ in found}):
         rows.append(row(shader, arch, [figures for *key, figures in found if key == [shader, arch]], readable))
     if not readable:
-        rows.append(f"\nRegisters are not told: 8 numbers in {few.registers} and 40 in {many.registers} make no sense.")
+        rows.append(
+            f"\nRegisters are omitted: 8 numbers in {few.registers} and 40 in {many.registers} are implausible."
+        )
     return rows
 
 
@@ -343,7 +345,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="a regular expression of libraries")
     parser.add_argument("--versions", nargs="+", choices=VERSIONS, default=[*VERSIONS])
     parser.add_argument("--archs", nargs="+", default=[], help="such as g13s; one of each generation if not given")
-    parser.add_argument("--stages", nargs="*", choices=STAGES, default=STAGES, help="beside offline")
+    parser.add_argument("--stages", nargs="*", choices=STAGES, default=STAGES, help="in addition to offline")
     parser.add_argument("--xcrun", default="xcrun", help="which finds Apple's tools")
     return parser.parse_args(argv)
 

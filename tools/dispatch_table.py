@@ -314,7 +314,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=COSTED, help="for --costs; more than once for more")
     parser.add_argument("--tokens", type=lambda text: [int(T) for T in text.split(",")], default=list(TOKENS))
     parser.add_argument("--sample", type=int, default=SAMPLE, help="threadgroups of a dispatch that run (--costs)")
-    parser.add_argument("--before", type=Path, help="what --costs --json printed once, to be set beside it")
+    parser.add_argument("--before", type=Path, help="an older output of --costs --json, for comparison")
     options = parser.parse_args()
     simulated.load()
     about = {**machine(), "torch": torch.__version__, "device": "simulated mps"}

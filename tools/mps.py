@@ -50,11 +50,11 @@ def main() -> int:
     problem = why_not()
     append("GITHUB_OUTPUT", f"mps={'false' if problem else 'true'}")
     if problem:
-        told = f"## NOT RUN ON mps: CPU only\n{machine()}: {problem}. **No Metal kernel ran here.**"
+        summary = f"## NOT RUN ON mps: CPU only\n{machine()}: {problem}. **No Metal kernel ran here.**"
     else:
-        told = f"## mps is there and computes\n{machine()}"
-    append("GITHUB_STEP_SUMMARY", told)
-    print(told)
+        summary = f"## mps is there and computes\n{machine()}"
+    append("GITHUB_STEP_SUMMARY", summary)
+    print(summary)
     return int(problem is not None and "--needed" in sys.argv[1:])
 
 

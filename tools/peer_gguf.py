@@ -224,8 +224,8 @@ def check(checkout: Path, name: str, type: str, folder: Path, device: str) -> Ro
 
 def judge(row: Row, file: Path, dense, packed, ids) -> None:
     formats = {name: formats_of(module) for name, module in packed.named_modules() if hasattr(module, "packing")}
-    told = Counter(format for those in formats.values() for format in those)
-    row.packed = ", ".join(f"{format} {count}" for format, count in sorted(told.items())) or "nothing"
+    counts = Counter(format for those in formats.values() for format in those)
+    row.packed = ", ".join(f"{format} {count}" for format, count in sorted(counts.items())) or "nothing"
     if row.name not in DENSE_EXPERTS:
         row.failures += unpacked(formats, file, packed.config.get_text_config().num_hidden_layers)
     tolerance = DENSE_TOLERANCE if row.type == "f32" else PACKED_TOLERANCE
@@ -391,7 +391,9 @@ def main() -> int:
     options = arguments()
     quiet()
     asked = (
-        "llama-cpp-python is asked" if has_llama_cpp() else "llama-cpp-python is not installed: nobody else is asked"
+        "compared with llama-cpp-python"
+        if has_llama_cpp()
+        else "llama-cpp-python is not installed: nothing else is compared"
     )
     print(f"{asked}\n{HEAD}   seconds", flush=True)
     rows, failed = [(name, kind) for name in options.arch for kind in options.types], 0

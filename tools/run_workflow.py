@@ -85,7 +85,7 @@ def main() -> int:
     options = parser.parse_args()
     workflow = yaml.safe_load(options.file.read_text())
     job = workflow["jobs"][options.job]
-    values, told = known(job, options), []
+    values, outcomes = known(job, options), []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "checkout"
         subprocess.run(["git", "clone", "--quiet", ROOT, folder], check=True)
@@ -93,18 +93,18 @@ def main() -> int:
         common = {"CI": "true"} | github | environment(workflow, job, values=values)
         for step in job["steps"]:
             variables = common | environment(step, values=values)
-            failed = any(result == "FAILED" for _, result in told)
+            failed = any(result == "FAILED" for _, result in outcomes)
             result = "left out: a step before it failed" if failed else run_step(step, folder, variables, values)
-            told.append((step.get("name") or step.get("run") or step["uses"], result))
+            outcomes.append((step.get("name") or step.get("run") or step["uses"], result))
         summary = Path(github["GITHUB_STEP_SUMMARY"])
         if summary.exists():
             print(f"\n==> The job's summary:\n{summary.read_text()}")
     print(f"\n{options.file.name}, job {options.job}, on this machine:")
     if "container" in job:
         print("  not in its container")
-    for name, result in told:
+    for name, result in outcomes:
         print(f"  {result:8} {name.strip().splitlines()[0]}" if result in ("ran", "FAILED") else f"  {result}: {name}")
-    results = [result for _, result in told]
+    results = [result for _, result in outcomes]
     return int("FAILED" in results or "ran" not in results)
 
 

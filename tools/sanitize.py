@@ -175,12 +175,12 @@ def sanitize(isa: str, tests: str, cases: int) -> str:
         done = run(
             [*command, "-k", LEFT_OUT, *shlex.split(tests), *files], checked(isa), cwd=PACKAGE, stdout=file, stderr=file
         )
-    ended, told = findings(isa), log.read_text(errors="replace").splitlines()
+    ended, output = findings(isa), log.read_text(errors="replace").splitlines()
     if ended or done.returncode:
-        raise SanitizeError(f"{isa}: found in the tests, which ended with {done.returncode}:\n{ended}\n" + tail(told))
-    passed = re.search(r"\d+ passed", told[-1] if told else "")
+        raise SanitizeError(f"{isa}: found in the tests, which ended with {done.returncode}:\n{ended}\n" + tail(output))
+    passed = re.search(r"\d+ passed", output[-1] if output else "")
     if not passed:
-        raise SanitizeError(f"{isa}: no test passed:\n" + tail(told))
+        raise SanitizeError(f"{isa}: no test passed:\n" + tail(output))
     say(f"{isa}: {passed[0]} after {time.monotonic() - start:.0f} s; now the fuzzer")
     fuzzer = [sys.executable, ROOT / "tests" / "fuzz.py", "--cases", cases, "--target", isa]
     done = run(fuzzer, checked(isa), cwd=PACKAGE)
@@ -243,11 +243,11 @@ def main() -> int:
         build()
     for name in names:
         try:
-            told = allocator() if name == "allocator" else sanitize(name, options.tests, options.cases)
+            outcome = allocator() if name == "allocator" else sanitize(name, options.tests, options.cases)
         except SanitizeError as error:
             say(str(error))
-            told, failed = "FAILED, see above", 1
-        closing.append(f"{name}: {told}")
+            outcome, failed = "FAILED, see above", 1
+        closing.append(f"{name}: {outcome}")
     for line in closing:
         say(line)
     return failed

@@ -40,7 +40,7 @@ NEW_TOKENS = 8
 LONGEST = {"cpu": 2048, "mps": 48}
 SIZES = {"cpu": {"hidden_size": 1024, "max_position_embeddings": 4096}, "mps": {}}
 ALLOWED_MIB = 32  # allowed growth: caches of threads vary by this much from minute to minute
-MOST_KEPT_MIB = 512
+MAX_CACHED_MIB = 512
 
 
 # ------------------------------------------------------------------------------------------------ looking
@@ -98,8 +98,8 @@ def faults(samples: list[Sample]) -> list[str]:
     before, after = (statistics.median(sample.memory for sample in part) for part in (middle, last))
     if after > before + ALLOWED_MIB:
         found.append(f"memory in use grew from {before:.1f} to {after:.1f} MiB")
-    if (kept := max(sample.kept for sample in samples)) > MOST_KEPT_MIB:
-        found.append(f"{kept:.1f} MiB are kept, and {MOST_KEPT_MIB} may be")
+    if (kept := max(sample.kept for sample in samples)) > MAX_CACHED_MIB:
+        found.append(f"{kept:.1f} MiB are kept, and {MAX_CACHED_MIB} may be")
     for kind in last[-1].objects:
         before, after = (max(sample.objects.get(kind, 0) for sample in part) for part in (middle, last))
         if after > before:
@@ -132,7 +132,7 @@ def lengths(longest: int):
     return itertools.chain([longest, 1], (round(longest ** random.random()) for _ in itertools.count()))
 
 
-def soak(model: torch.nn.Module, seconds: float, threads: int, tell: Callable[[Sample], None]) -> list[Sample]:
+def soak(model: torch.nn.Module, seconds: float, threads: int, report: Callable[[Sample], None]) -> list[Sample]:
     device, start, samples = model.device.type, time.monotonic(), []
     each, seeds, generated = lengths(LONGEST[device]), itertools.count(), 0
     first = generate(model, 5)
@@ -145,7 +145,7 @@ def soak(model: torch.nn.Module, seconds: float, threads: int, tell: Callable[[S
             if generate(model, 5) != first:
                 raise AssertionError("one prompt, and other tokens than at first")
             samples.append(Sample(time.monotonic() - start, generated, *memory(), objects(device)))
-            tell(samples[-1])
+            report(samples[-1])
     return samples
 
 

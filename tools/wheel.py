@@ -81,7 +81,7 @@ def build(torch: str, folder: Path) -> Path:
 
 def try_out(wheel: Path, folder: Path) -> None:
     """Install into a fresh environment and test from an empty directory."""
-    say("A fresh environment with the wheel, to which pip adds the torch that it asks for")
+    say("A fresh environment with the wheel, to which pip adds the torch that it requires")
     python = environment(folder / "stranger", wheel, *pinned(TEST_TOOLS))
     mps = sys.platform == "darwin" and not subprocess.run([python, ROOT / "tools" / "mps.py", "--needed"]).returncode
     with tempfile.TemporaryDirectory() as elsewhere:

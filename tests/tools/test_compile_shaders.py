@@ -101,7 +101,7 @@ def test_an_error_and_a_warning_of_ours(
 
 def test_unused_kernels_are_detected(xcrun: str, shader: Path) -> None:
     shader.write_text(f"{shader.read_text()}\nkernel void more(device float* x [[buffer(0)]]) {{\n  x[0] = 1;\n}}\n")
-    with pytest.raises(ShaderError, match="it holds more, which nobody can ask for"):
+    with pytest.raises(ShaderError, match="it holds more, which is never requested"):
         run(xcrun, "--versions", "3.1", "--stages")
 
 

@@ -66,17 +66,17 @@ WRONG = {
     "wrong dtypes": lambda found, args: replace(found, found[0].double()),
     "wrong shapes": lambda found, args: replace(found, found[0][..., 1:].contiguous()),
     "an output has strides": lambda found, args: replace(found, torch.stack([found[0], found[0]], -1)[..., 0]),
-    "lies in the memory": lambda found, args: replace(found, args["residual"].reshape(found[0].shape)),
-    "memory of an input, or beside it": lambda found, args: args["input"].zero_(),
+    "uses the memory": lambda found, args: replace(found, args["residual"].reshape(found[0].shape)),
+    "memory of an input, or next to it": lambda found, args: args["input"].zero_(),
     "other bits in the second run": lambda found, args: found[0].mul_(1 + 2e-7 * torch.randint(3, ()).item()),
 }
 
 
-@pytest.mark.parametrize("told", WRONG)
-def test_a_broken_op_is_found(told: str, monkeypatch):
+@pytest.mark.parametrize("words", WRONG)
+def test_a_broken_op_is_found(words: str, monkeypatch):
     def call(function, op: str, args: dict, options: dict) -> list[Tensor]:
         found = cases.call(function, op, args, options)
-        WRONG[told](found, args)
+        WRONG[words](found, args)
         return found
 
     monkeypatch.setattr(fuzz_checks, "call", call)
@@ -87,7 +87,7 @@ def test_a_broken_op_is_found(told: str, monkeypatch):
             fuzz_checks.check(fuzz_cases.draw(1, number), "cpu")
         except AssertionError as error:
             said.append(str(error))
-    assert sum(any(word in text for word in told.split("|")) for text in said) >= 2, said
+    assert sum(any(word in text for word in words.split("|")) for text in said) >= 2, said
 
 
 def test_tolerance_depends_on_experts_only_if_the_op_has_them(monkeypatch):
@@ -123,7 +123,7 @@ def test_a_wrong_tolerance_is_found(monkeypatch):
 
 
 def test_a_crashing_case_is_reported_and_others_run(monkeypatch, capsys):
-    seed, told = (
+    seed, words = (
         401,
         [  # which draws the three dtypes in this order, all of them good
             "Segmentation fault",
@@ -137,7 +137,7 @@ def test_a_crashing_case_is_reported_and_others_run(monkeypatch, capsys):
     assert all(one.good for one in drawn)
     assert [DTYPES[one.case.dtype] for one in drawn] == ["bf16", "f16", "f32"]
     assert [failure.number for failure in tally.failures] == [0, 1, 2] and tally.outcomes.total() == 3
-    assert all(text in failure.text for text, failure in zip(told, tally.failures, strict=True))
+    assert all(text in failure.text for text, failure in zip(words, tally.failures, strict=True))
     out = capsys.readouterr().out
     assert all(out.count(f"make fuzz SEED={seed} CASE=default-{number}\n") == 2 for number in range(3))
 
@@ -151,7 +151,7 @@ def test_every_op_option_and_kind_of_memory_is_drawn():
         assert {name for call in drawn for name in call.options} >= set(fuzz_cases.signature(op))
     kinds = {place.kind.split(" ")[0] for call in calls for place in call.places.values()}
     assert kinds >= {"exact", "contiguous", "strided", "padded", "transposed", "expanded", "overlapping", "within"}
-    assert "packed" in kinds and {call.beside for call in calls} == {"nothing", "threads", "forks"}
+    assert "packed" in kinds and {call.alongside for call in calls} == {"nothing", "threads", "forks"}
     assert fuzz_cases.choices("route", "scoring") == tuple(reference.SCORING)
 
 

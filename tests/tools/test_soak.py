@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import soak
-from soak import MOST_KEPT_MIB, Sample, faults
+from soak import MAX_CACHED_MIB, Sample, faults
 
 STEADY = [Sample(float(i), i, 300.0 + i % 3, 40.0, {"tensor": 27, "MTLBuffer": 1}) for i in range(12)]
 
@@ -69,7 +69,7 @@ def test_verdict() -> None:
     assert faults([replace(STEADY[0], memory=900.0, objects={"tensor": 99}), *STEADY[1:]]) == []  # while it starts
     grown = [replace(sample, memory=sample.memory + 10 * i) for i, sample in enumerate(STEADY)]
     assert faults(grown) == ["memory in use grew from 356.0 to 395.5 MiB"]
-    (fault,) = faults([*STEADY[:5], replace(STEADY[5], kept=MOST_KEPT_MIB + 1.0), *STEADY[6:]])
+    (fault,) = faults([*STEADY[:5], replace(STEADY[5], kept=MAX_CACHED_MIB + 1.0), *STEADY[6:]])
     assert fault == "513.0 MiB are kept, and 512 may be"
     one_more = replace(STEADY[-1], objects={"tensor": 27, "MTLBuffer": 1, "MTLLibrary": 1})
     assert faults([*STEADY[:-1], one_more]) == ["live MTLLibrary grew from 0 to 1"]

@@ -251,7 +251,7 @@ def sdpa(q, k, v, *, causal) -> Tensor:
 def eager(q, k, v, sinks=None, *, causal) -> Tensor:
     """As in transformers, with all scores in memory."""
     (B, A, T, D), S = q.shape, k.shape[2]
-    if B * A * T * S > MOST_SCORES:
+    if B * A * T * S > MAX_SCORES:
         raise MemoryError(f"eager attention would need memory for {B * A * T * S:.0e} scores")
     k, v = (x.repeat_interleave(A // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.mT).mul_(D**-0.5)
@@ -292,13 +292,13 @@ BASELINES: dict[str, Ways] = {
     "rope": {"rotate_half": rotate_half, "halves": by_halves},
     "attention": {"sdpa": sdpa, "eager": eager},
 }
-MOST_SCORES = 1 << 28
-COPIED = 1 << 30  # the most bytes of weights that batched_mm may copy for more than one token
+MAX_SCORES = 1 << 28
+MAX_COPIED = 1 << 30  # the most bytes of weights that batched_mm may copy for more than one token
 
 
 def too_large(name: str, T: int, K: int, expert_bytes: int) -> bool:
     """Whether to leave out batched_mm, which copies the experts' weights for every token."""
-    return name.endswith("batched_mm") and T > 1 and T * K * expert_bytes > COPIED
+    return name.endswith("batched_mm") and T > 1 and T * K * expert_bytes > MAX_COPIED
 
 
 def baselines(op: str, options: dict) -> Ways:

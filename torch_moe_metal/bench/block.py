@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..cli import CannotRun
 from ..models import Model, configuration
-from .baselines import BASELINES, COPIED, gate, glu
+from .baselines import BASELINES, MAX_COPIED, gate, glu
 from .calls import RandomTensors, moved
 from .packed import Packing, dequantized, packing_of
 
@@ -105,7 +105,7 @@ def fitted(model: Model, dtype: torch.dtype, free: int, T: int, copies: int, for
     those of dense experts."""
     dense = expert_bytes(model, dtype)
     one = copies * expert_bytes(model, dtype, format) + (0 if format == "dense" else dense)
-    others = SLACK + copies * expert_bytes(replace(model, I=model.S), dtype) + max(COPIED, model.K * dense)
+    others = SLACK + copies * expert_bytes(replace(model, I=model.S), dtype) + max(MAX_COPIED, model.K * dense)
     others += 4 * T * model.K * (model.H + 2 * model.I) * dtype.itemsize
     groups = model.routing.get("n_group", 1)
     experts = max(0, free - others) // one // groups * groups

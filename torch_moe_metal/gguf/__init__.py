@@ -37,7 +37,7 @@ OTHERS = {
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 VERSIONS = (2, 3)
-MOST_DIMENSIONS = 4  # GGML's limit
+MAX_DIMENSIONS = 4  # GGML's limit
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -223,7 +223,7 @@ class Header:
             name = self.name("a tensor's name")
             self.expect(name not in entries, name, "a tensor once", "it twice")
             dimensions = self.number("I", name)
-            self.expect(1 <= dimensions <= MOST_DIMENSIONS, name, f"1 to {MOST_DIMENSIONS} dimensions", dimensions)
+            self.expect(1 <= dimensions <= MAX_DIMENSIONS, name, f"1 to {MAX_DIMENSIONS} dimensions", dimensions)
             shape = tuple(self.number("Q", name) for _ in range(dimensions))[::-1]
             entries[name] = shape, self.number("I", name), self.number("Q", name)
         alignment = self.metadata.get("general.alignment", 32)
