@@ -1,10 +1,10 @@
 """Fuzzes every op against the reference, on every device and instruction set: `make fuzz`.
 
-    python tests/fuzz.py --cases 20000             # a seed of its own, which it prints
-    python tests/fuzz.py --seed 7 --case avx2-123  # one case again, with all details
+    python tests/fuzz.py --cases 20000             # a random seed, which it prints
+    python tests/fuzz.py --seed 7 --case avx2-123  # repeat one case, with all details
 
-Cases run in child processes, so that one that kills its process or never ends is named, and the next ones run.
-fuzz_cases.py draws them, fuzz_checks.py judges them. MOE_METAL_DEVICES=cpu (or mps) leaves a device out.
+Cases run in child processes, so that a case that kills its process or hangs is reported, and the others still run.
+fuzz_cases.py draws the cases, fuzz_checks.py checks the results. MOE_METAL_DEVICES=cpu (or mps) selects a device.
 """
 
 import argparse
@@ -27,10 +27,10 @@ import torch
 from torch_moe_metal.library import FOLDER, cpu_isa
 
 HERE = Path(__file__).resolve().parent
-LEVELS = ("default", "avx2", "avx512")  # each machine that has one has those before it
-AT_ONCE = 2000  # cases of one child, which takes some seconds to start
+LEVELS = ("default", "avx2", "avx512")  # a machine that has one also has those before it
+AT_ONCE = 2000  # cases per child, which takes some seconds to start
 PROCESSES = min(os.cpu_count() or 1, 4)
-FAST_TO_MPS = 9  # so many cases on the CPU for each one on mps, where that is simulated
+FAST_TO_MPS = 9  # cases on the CPU for each one on the simulated mps
 WORKER = [sys.executable, "-X", "faulthandler", str(Path(__file__).resolve())]
 COMMAND = "make fuzz SEED={seed} CASE={target}-{number}"
 OUTCOMES = ("right", "refused", "failed")
@@ -44,7 +44,7 @@ def say(text: str) -> None:
 
 
 def instruction_sets() -> list[str]:
-    """Those that were built and that this machine has."""
+    """The instruction sets that were built and that this machine supports."""
     best = torch.backends.cpu.get_cpu_capability().lower()
     levels = LEVELS[: LEVELS.index(best) + 1] if best in LEVELS else LEVELS[:1]
     return [level for level in levels if (FOLDER / f"_cpu_{level}.so").exists()]
@@ -56,7 +56,7 @@ def targets() -> list[str]:
 
 
 def shares(found: list[str], cases: int) -> dict[str, list[int]]:
-    """The numbers of the cases that each target gets, in turn; the simulated mps gets fewer."""
+    """The numbers of the cases for each target; the simulated mps gets fewer."""
     fast = [target for target in found if target != "mps"]
     turns = found if torch.backends.mps.is_built() or not fast else fast * (FAST_TO_MPS // len(fast))
     turns = turns + ["mps"] * ("mps" in found and "mps" not in turns)
@@ -67,7 +67,7 @@ def shares(found: list[str], cases: int) -> dict[str, list[int]]:
 
 
 def work(target: str, seed: int, numbers: list[int]) -> None:
-    """Runs cases one after the other, and says before each that it begins, and after it how it ended."""
+    """Runs cases one after the other. Prints the number of each before it starts, and its outcome afterwards."""
     import fuzz_cases
     import fuzz_checks
 
@@ -110,7 +110,7 @@ class Failure:
 class Tally:
     seed: int
     cases: int
-    command: str = COMMAND  # that runs a case again
+    command: str = COMMAND  # the command that repeats a case
     outcomes: collections.Counter = field(default_factory=collections.Counter)
     failures: list[Failure] = field(default_factory=list)
     start: float = field(default_factory=time.monotonic)
@@ -139,7 +139,7 @@ def child(target: str, seed: int, numbers: list[int], worker: list[str], errors)
     paths = (str(FOLDER.parent), os.environ.get("PYTHONPATH", ""))  # the parent's package
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= {"ATEN_CPU_CAPABILITY": target} if target in LEVELS else {}
-    environment |= {"OMP_WAIT_POLICY": "passive"}  # threads that wait leave the cores to the other children
+    environment |= {"OMP_WAIT_POLICY": "passive"}  # waiting threads leave the cores to the other children
     command = [*worker, "--child", target, "--seed", str(seed)]
     process = subprocess.Popen(
         command, cwd=HERE, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -150,7 +150,7 @@ def child(target: str, seed: int, numbers: list[int], worker: list[str], errors)
 
 
 def run_some(target: str, numbers: list[int], worker: list[str], tally: Tally) -> None:
-    """Runs cases in one child, or in more where cases kill it."""
+    """Runs cases in one child, or in several if cases kill it."""
     while numbers:
         with tempfile.TemporaryFile("w+") as errors:
             process = child(target, tally.seed, numbers, worker, errors)
@@ -205,7 +205,7 @@ def fuzz(
 
 
 def one(seed: int, name: str) -> int:
-    """One case in a child of its own, whose words are shown as they come."""
+    """One case in a new child, whose output is shown."""
     target, _, number = name.rpartition("-")
     process = child(target, seed, [int(number)], WORKER, None)
     lines = process.stdout.read().replace("\v", "\n")
