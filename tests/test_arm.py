@@ -1,7 +1,7 @@
-"""Packed weights on an emulated ARM processor, compiled as for a Mac: the tests of the CPU's readers, unchanged.
+"""Packed weights on an emulated ARM processor, compiled as for a Mac: the unchanged tests of the CPU's readers.
 
-arm/build.py compiles the ops and arm/emulated.py sends the tests' calls to them. Then readers are broken on purpose,
-one line at a time, and the test named by each must fail. On an ARM processor all tests run these readers anyway.
+arm/build.py compiles the ops, and arm/emulated.py sends the tests' calls to them. Then readers are broken, one line at
+a time, and the test in each row must fail. On an ARM processor all tests use these readers anyway.
 """
 
 import os
@@ -24,7 +24,7 @@ CHOSEN = (
     "every_scale or separate or equals_the_reference and sample and (experts or linear or dequantize)"
 )
 emulated = [
-    pytest.mark.slow,  # by `make test-arm` alone: it needs qemu and the aarch64 wheel of torch
+    pytest.mark.slow,  # only by `make test-arm`: it needs qemu and the aarch64 wheel of torch
     pytest.mark.skipif(platform.machine() in ("arm64", "aarch64"), reason="all tests run on ARM here"),
     pytest.mark.timeout(1800),
 ]
@@ -37,7 +37,7 @@ class Fault:
     line: str
     broken: str
     reached: str  # the file that is compiled again
-    test: str  # that fails
+    test: str  # the test that must fail
 
     def __str__(self) -> str:
         return self.name

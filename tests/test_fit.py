@@ -1,4 +1,4 @@
-"""`python -m torch_moe_metal fit`: the bytes that it computes are those of models that are really loaded."""
+"""`python -m torch_moe_metal fit`: the computed bytes equal those of loaded models."""
 
 import json
 import re
@@ -21,10 +21,10 @@ from torch_moe_metal.loading import Source
 from torch_moe_metal.models import MODELS
 from torch_moe_metal.packing import WRITTEN
 
-WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}  # columns of which every format has blocks
+WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}  # multiples of every format's block
 LOADED = [name for name, row in LIBRARIES.items() if row.name in WRITTEN or name == "dense"]
 IN_FILES = [name for name, row in LIBRARIES.items() if row.has_own_scales]
-#: In billions of numbers, as their makers publish them.
+#: Billions of parameters, as published.
 NUMBERS = {
     "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1, "qwen3-next-80b-a3b": 79.7, "qwen3.5-35b-a3b": 34.7,
     "mixtral-8x7b": 46.7, "olmoe": 6.9, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8, "deepseek-v3": 671.0,
@@ -33,7 +33,7 @@ NUMBERS = {
 
 
 def state_of(model) -> int:
-    """The bytes that a checkpoint has of it."""
+    """The bytes of its checkpoint."""
     return sum(
         tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}.values()
     )
@@ -58,7 +58,7 @@ def test_weights_of_each_format(dense: Path, library: str):
 
 @pytest.mark.parametrize("library", IN_FILES)
 def test_weights_of_gguf_files(tmp_path: Path, library: str):
-    """By the file, and by the configuration alone for a file that is wholly in this format. Both without the angles."""
+    """From the file, and from the configuration for a file with only this format. Both without the rotary angles."""
     made = gguf_files.model("qwen3moe", **WIDE)
     path = gguf_files.write(made, tmp_path / "model.gguf", library.removeprefix("ggml_"))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
@@ -75,7 +75,7 @@ def test_a_gguf_file_that_becomes_dense(tmp_path: Path):
 
 
 def test_weights_of_gpt_oss(tmp_path: Path):
-    """By its files and by its configuration; and with all else packed."""
+    """From its files and from its configuration; and with all other weights packed."""
     folder = checkpoints.gpt_oss(tmp_path, hidden_size=64)
     model, config = AutoModelForCausalLM.from_pretrained(folder), AutoConfig.from_pretrained(folder)
     assert fit.packed_weights(Source.of(str(folder)), config, torch.bfloat16) == ("mxfp4", state_of(model))
@@ -97,7 +97,7 @@ def test_weights_of_folders_that_are_packed(tmp_path: Path):
 @pytest.mark.parametrize("tokens", [5, 40])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_cache(family: str, tokens: int):
-    """Within sliding windows and beyond them; and the room in which it grows is not more than is said."""
+    """Within sliding windows and beyond; and the room for growth is at most what is printed."""
     model = tiny_model(family)
     torch_moe_metal.patch(model)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -111,7 +111,7 @@ def test_the_cache(family: str, tokens: int):
         assert sum(room.memory.nbytes for room in rooms) <= layer.most(tokens)
 
 
-OF_PARTS = ("qwen3_omni_moe_thinker",)  # which no Auto class makes
+OF_PARTS = ("qwen3_omni_moe_thinker",)  # no Auto class makes it
 
 
 def meta(model):
@@ -126,7 +126,7 @@ def bytes_in(layer, tokens: int) -> int:
 
 
 def test_working_memory_matches_a_forward():
-    """The same count for a real forward on the CPU, whose attention of few tokens is the same op."""
+    """The same count for a real forward on the CPU, where attention of few tokens is the same op."""
     model = tiny_model("gpt_oss")
     torch_moe_metal.patch(model)
     cache = DynamicCache(config=model.config)
@@ -166,7 +166,7 @@ def test_the_longest_context():
 
 
 def table(capsys) -> dict[str, list[str]]:
-    """The cells behind each format."""
+    """The cells after each format."""
     rows = (re.split(" {2,}", line) for line in capsys.readouterr().out.splitlines())
     return {row[0]: row[1:] for row in rows if len(row) > 1}
 

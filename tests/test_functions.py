@@ -21,7 +21,7 @@ ODD = {case.op: case for case in SAMPLES if case.name == "sample_odd"}
 
 @pytest.mark.parametrize("op", OPS)
 def test_schema_table_and_signature_agree(op: str):
-    """The same arguments in the same order, the same defaults, the same outputs: one op, in three places."""
+    """The schema, the table of arguments and the signature have the same arguments, defaults and outputs."""
     schema = getattr(torch.ops.moe_metal, op).default._schema
     signature = inspect.signature(getattr(reference, op))
     found = [(a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty) for a in schema.arguments]
@@ -38,7 +38,7 @@ def test_schema_table_and_signature_agree(op: str):
 
 
 def test_every_op_is_documented_everywhere():
-    """Names that begin with an underscore are no ops on tensors: the package itself calls them."""
+    """Names with a leading underscore are no ops on tensors: the package itself calls them."""
     registered = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
                   if name.startswith("moe_metal::") and not name.startswith("moe_metal::_")}  # fmt: skip
     assert set(reference.__all__) == set(OPS) == registered <= set(torch_moe_metal.__all__)
@@ -57,7 +57,7 @@ def test_functions_call_the_op_and_have_its_signature(op: str):
 
 @pytest.mark.parametrize("op", OPS)
 def test_compiled_functions_keep_the_op(op: str):
-    """One graph, and in it the op as if it had been called itself."""
+    """One graph, which contains the op as if it had been called directly."""
     torch._dynamo.reset()
     graphs = []
 
@@ -73,8 +73,8 @@ def test_compiled_functions_keep_the_op(op: str):
 
 
 def test_function_costs_less_than_a_microsecond():
-    """More than torch.ops does, on the smallest input there is. They take turns, and the least of each counts: the rest
-    is what else the machine does."""
+    """Compared with torch.ops, for the smallest input. They take turns, and the minima are compared, because other
+    processes add to the rest."""
     x = torch.ones(1, 1)
     calls = 200
     ways = {name: timeit.Timer(lambda f=f: f(x, x)) for name, f in
@@ -103,7 +103,7 @@ torch_moe_metal.weighted_sum(weights, ids, shared_gates=x)
 
 @pytest.mark.slow
 def test_mypy_knows_the_types(tmp_path: Path):
-    """With PyTorch's own types left out, which take mypy half a minute."""
+    """Without PyTorch's own types, for which mypy needs half a minute."""
     (tmp_path / "program.py").write_text(PROGRAM)
     package = Path(torch_moe_metal.__file__).parent
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict_optional = true\n[mypy-torch.*]\nfollow_imports = skip\n"

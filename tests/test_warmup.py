@@ -1,4 +1,4 @@
-"""`warm_up`: what a model's first calls would compile is compiled in the background, and nothing else happens."""
+"""`warm_up` compiles the kernels of a model's first calls in the background, and has no other effect."""
 
 import gc
 import time
@@ -32,7 +32,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def made() -> tuple[int, int]:
-    """Libraries and pipelines so far."""
+    """The number of libraries and pipelines so far."""
     import metal_sim
 
     objects = metal_sim.made_objects()
@@ -40,7 +40,7 @@ def made() -> tuple[int, int]:
 
 
 def parts(names: list[str]) -> list[str]:
-    """Without what is inside of them."""
+    """Without the names of modules inside of them."""
     return [name for name in names if name == "MoE"]
 
 
@@ -55,8 +55,8 @@ from torch_moe_metal import nn
 
 
 def test_kernels_of_a_first_token() -> None:
-    """What a first token of a Qwen3-30B-A3B layer waits for: one library for each shader, and a pipeline for each of
-    its dispatches. The prompt before it and its warm-up may compile more."""
+    """The first token of a Qwen3-30B-A3B layer needs one library per shader, and a pipeline for each dispatch. The
+    prompt before it, and its warm-up, may compile more."""
     script = """
 sizes = {"x": (1, 2048), "router": (128, 2048), "gate_up": (128, 1536, 2048), "down": (128, 2048, 768), "norm": (2048,)}
 with metal_sim.host_only(), metal_sim.record() as record:
@@ -73,7 +73,7 @@ print(*made(), len(record.dispatches), len({*record.kernels}))
 
 @pytest.mark.slow
 def test_a_patched_model_compiles_no_more() -> None:
-    """After it neither a prompt nor single tokens find a kernel missing."""
+    """After warm-up neither a prompt nor single tokens compile anything."""
     script = """
 for family in ("qwen3_moe", "gpt_oss", "gemma4_text", "llama4_text"):
     model, cold = tiny_model(family, "mps"), made()
@@ -91,7 +91,7 @@ for family in ("qwen3_moe", "gpt_oss", "gemma4_text", "llama4_text"):
 
 @pytest.mark.slow
 def test_a_layer_compiles_no_more() -> None:
-    """Dense with a shared expert, packed, and layers of packed weights."""
+    """Dense with a shared expert, packed, and layers with packed weights."""
     script = f"""
 def check(module, *inputs):
     torch_moe_metal.warm_up(module, wait=True)
@@ -111,7 +111,7 @@ check(nn.Embedding(64, 32, bits=8, group_size=32, **options), torch.arange(5, de
 """
     lines = lines_of(COUNTED + script)
     assert [line.split()[0] for line in lines] == ["True"] * 4
-    assert len({*lines}) == 4  # each of them had something to compile
+    assert len({*lines}) == 4  # each of them compiled something
 
 
 # ------------------------------------------------------------------------------------------------ what starts it
@@ -161,7 +161,7 @@ def test_moving_a_patched_model_starts_it(started: list[str]) -> None:
     [("qwen3_moe", "Qwen3MoeExperts"), ("gpt_oss", "GptOssExperts"), ("gemma4_text", "Gemma4TextExperts")],
 )
 def test_experts_implementation_is_warmed_up(family: str, experts: str, started: list[str]) -> None:
-    """A model that nobody patched: its experts are our op's by its configuration."""
+    """An unpatched model whose configuration selects our op for its experts."""
     model = tiny_model(family, "mps")
     torch_moe_metal.warm_up(model, wait=True)
     assert not started
@@ -199,7 +199,7 @@ def test_it_can_be_disabled(started: list[str], monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nothing_runs_and_nothing_is_allocated(started: list[str]) -> None:
-    """Neither a dispatch nor a hook, and the module is what it was."""
+    """No dispatch and no hook runs, and the module does not change."""
     import metal_sim
 
     moe, calls = nn.MoE(**SIZES, shared_size=32, device="mps"), []
@@ -222,18 +222,19 @@ def test_meta_copies_keep_layout_and_offset() -> None:
     meta = warmup.meta(tensor)
     assert meta.is_meta and (meta.shape, meta.dtype) == (tensor.shape, tensor.dtype)
     assert (meta.stride(), meta.storage_offset()) == (tensor.stride(), tensor.storage_offset())
-    odd = torch.arange(15, dtype=torch.uint8)[:14].view(torch.float16)  # a file's pages need not end with an element
+    # a file's mapped memory need not be a multiple of the element size
+    odd = torch.arange(15, dtype=torch.uint8)[:14].view(torch.float16)
     assert warmup.meta(odd).shape == (7,)
 
 
 # ------------------------------------------------------------------------------------------------ threads and processes
 
-# The source comes through the standard input.
+# The source is read from the standard input.
 WAITS = "grep -q gate_logits && while [ ! -e go ]; do sleep 0.05; done; echo 'error: not today' >&2; exit 1"
 
 
 def test_a_call_waits_only_for_its_own_kernels(tmp_path: Path) -> None:
-    """The router's library compiles until the main thread, which needs another one, says so."""
+    """The router's library does not finish compiling until the main thread, which needs another one, continues."""
     script = f"""
 from torch_moe_metal import nn, warmup
 moe = nn.MoE(**{SIZES}, device="mps")
@@ -250,7 +251,7 @@ SLOW = "echo one >> tries; sleep 1; echo 'error: not today' >&2; exit 1"
 
 @pytest.mark.slow
 def test_python_exits_without_waiting(tmp_path: Path) -> None:
-    """What has begun is waited for, and what has not is left: here two of six libraries."""
+    """Python waits for compilations that have started, and skips the others: here two of six libraries."""
     script = """
 from torch_moe_metal import nn
 layers = [nn.Linear(64, 32, bits=bits, group_size=32, device="mps") for bits in (2, 3, 4, 5, 6, 8)]

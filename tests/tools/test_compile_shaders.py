@@ -1,4 +1,4 @@
-"""tools/compile_shaders.py, with a stand-in for Apple's compilers: it asks for everything, and it can fail."""
+"""tools/compile_shaders.py with a stand-in for Apple's compilers: it compiles everything, and it can fail."""
 
 import sys
 from pathlib import Path
@@ -33,7 +33,7 @@ def xcrun(tmp_path: Path) -> str:
 
 @pytest.fixture
 def shader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """shaders/glu.metal of this test alone."""
+    """A changed shaders/glu.metal for this test."""
     path = tmp_path / "shaders" / "glu.metal"
     path.parent.mkdir()
     path.write_text(compile_shaders.shader_text(compile_shaders.FOLDER / path.name))
@@ -46,7 +46,7 @@ def run(xcrun: str, *arguments: str, only: str = GLU) -> None:
 
 
 def test_one_of_all_libraries(xcrun: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As each version that the compiler knows, for a GPU of each generation that it knows, and by Metal itself."""
+    """Every version and GPU generation that the compiler knows, and Metal itself."""
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary"))
     run(xcrun)
     title, libraries, *table, runtime = (tmp_path / "summary").read_text().splitlines()
@@ -60,7 +60,7 @@ def test_one_of_all_libraries(xcrun: str, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_the_list_is_that_of_the_extension() -> None:
-    """Every kernel is there, with the threads of its pipeline and the macros of its library."""
+    """Every kernel exists, with the threads of its pipeline and the macros of its library."""
     works = compile_shaders.listed(torch.ops.moe_metal._kernels(), "")
     libraries = {str(work.library): {(k.name, k.threads) for k in work.listed} for work in works}
     assert ("glu_float", 256) in libraries["glu PART=0 DTYPE=0"]
@@ -73,7 +73,7 @@ def test_the_list_is_that_of_the_extension() -> None:
 
 
 def test_libraries_contain_the_requested_kernels() -> None:
-    """And nothing else, which would be compiled for nobody. Of dense weights."""
+    """And no others, which would be compiled for nothing. For dense weights."""
     from metal_sim.engine import translate
 
     works = compile_shaders.listed(torch.ops.moe_metal._kernels(), r"^(?!.*FORMAT)")
@@ -120,7 +120,7 @@ def test_missing_kernels_are_detected() -> None:
     ],
 )
 def test_a_compiler_that_accepts_anything(tool: str, accepts: str, planted: str, xcrun: str, tmp_path: Path) -> None:
-    """What it says of our shaders is worth nothing."""
+    """Its results for our shaders would be meaningless."""
     path = tmp_path / tool
     (tmp_path / "any").write_bytes(stand_in_metal.binary(16, 8, 0))
     asks = f'grep -q {accepts} "$5"' if tool == "metal-tt" else f'echo "$*" | grep -q {accepts}'

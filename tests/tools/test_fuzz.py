@@ -1,4 +1,4 @@
-"""A few hundred fuzzed calls, the same in every run; and the fuzzer can fail."""
+"""A few hundred fuzzed calls, the same in every run; and tests that the fuzzer can fail."""
 
 import itertools
 import sys
@@ -14,7 +14,7 @@ import fuzz_checks
 from torch_moe_metal import reference
 from torch_moe_metal.arguments import DTYPES
 
-CASES = 240  # `make fuzz` runs as many as one likes
+CASES = 240  # `make fuzz` runs any number
 
 ONE_OP = {"norm_add": fuzz_cases.ARGUMENTS["norm_add"]}
 
@@ -125,7 +125,7 @@ def test_a_wrong_tolerance_is_found(monkeypatch):
 def test_a_crashing_case_is_reported_and_others_run(monkeypatch, capsys):
     seed, words = (
         401,
-        [  # which draws the three dtypes in this order, all of them good
+        [  # it draws the three dtypes in this order, all of them good
             "Segmentation fault",
             "Timeout",
             "AssertionError",

@@ -1,4 +1,4 @@
-"""tools/peer_gguf.py on a made-up checkout of llama.cpp, whose converter is tests/gguf_files.py; and that file."""
+"""tools/peer_gguf.py with an imitated checkout of llama.cpp, whose converter is tests/gguf_files.py; and that file."""
 
 import functools
 import json
@@ -51,7 +51,7 @@ VOCABULARY = """
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """Its steps run in this process, which saves the start of another one."""
+    """Its steps run in this process, which saves starting others."""
     write_checkout(tmp_path / "llama.cpp")
     monkeypatch.setattr(peer_gguf, "in_process", functools.partial(in_this_process, monkeypatch))
     monkeypatch.setattr(peer_gguf, "has_llama_cpp", lambda: False)
@@ -116,7 +116,7 @@ def test_a_wrong_value_is_reported(checkout, monkeypatch, capsys, options, said)
 
 
 def test_a_wrong_layout_is_reported(checkout, monkeypatch, capsys):
-    """Gate and up of the file exchanged, as if the loader took one for the other."""
+    """Gate and up of the file exchanged, as if the loader confused them."""
     exchanged = {"ffn_gate_exps": "ffn_up_exps", "ffn_up_exps": "ffn_gate_exps"}
     stored = gguf_files.tensors_of
 
@@ -146,7 +146,7 @@ def test_experts_that_are_not_packed_are_reported(checkout, monkeypatch, capsys)
      (1.0, True, "q8_0", 1)],
 )  # fmt: skip
 def test_llama_cpp_runs(checkout, monkeypatch, capsys, scale, exchanged, kind, fails):
-    """Numbers that are too large, with the same best tokens; or others that are the best."""
+    """Values that are too large, with the same best tokens; or different best tokens."""
 
     def logits(file: str, ids: str, target: str) -> None:
         with torch.no_grad():
@@ -202,7 +202,7 @@ def test_every_type_of_models_is_tried():
 
 @pytest.mark.parametrize("name", gguf_files.MODELS)
 def test_dense_equals_the_original_model(name, tmp_path):
-    """Every number comes back to its place; 1 more and 1 less of a norm leave a bit."""
+    """Every value returns to its position; adding and subtracting 1 of a norm changes one bit."""
     model = gguf_files.model(name).float()
     back = gguf_files.dense(torch_zeros(model), gguf_files.write(model, tmp_path / "model.gguf"))
     for (key, want), got in zip(model.state_dict().items(), back.state_dict().values(), strict=True):
@@ -250,7 +250,7 @@ def test_files_in_parts(tmp_path):
 
 @pytest.mark.parametrize("type", [*gguf_files.FACTORS, "q4_0", "q5_1", "mxfp4", "tq1_0", "bf16"])
 def test_types(type, tmp_path):
-    """The type that was asked for, with numbers of a sane size; a narrower one where rows are too short for it."""
+    """The requested type, with values of a plausible size; a narrower one if rows are too short for it."""
     model = gguf_files.model("deepseek2-v2").float()
     path = gguf_files.write(
         model, tmp_path / "m.gguf", {"gate_up": type, "blk.1.attn_k_b.weight": type, "head": "q6_k"}

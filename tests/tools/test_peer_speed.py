@@ -1,4 +1,4 @@
-"""tools/peer_speed.py without llama.cpp: the types in its files, and its message where llama.cpp is missing."""
+"""tools/peer_speed.py without llama.cpp: the types in its files, and its message if llama.cpp is missing."""
 
 import sys
 
