@@ -145,6 +145,18 @@ def test_imports_go_one_way():
     subprocess.run([sys.executable, "-c", script], check=True, cwd=package.parent)
 
 
+#: The packages that users may have; wheels require only torch.
+OF_USERS = {"torch", "torch_moe_metal", "transformers", "huggingface_hub", "numpy", "peft", "gguf"}
+OF_USERS |= {"fastapi", "starlette", "uvicorn"}
+
+
+def test_the_wheel_needs_no_developer_tools():
+    """Nothing in the package imports MLX, a plotting library, or a module of tools/, which are not in the wheel."""
+    files = [*Path(nn.__file__).parent.rglob("*.py")]
+    found = {name.partition(".")[0] for path in files for name in imports(path)} - {*sys.stdlib_module_names}
+    assert found == OF_USERS and len(files) > 50
+
+
 def imports(path: Path) -> set[str]:
     """The modules, and their names, that a file of this package imports anywhere."""
     home = path.relative_to(Path(nn.__file__).parents[1]).with_suffix("").parts[:-1]

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import json
 import os
 import subprocess
@@ -351,6 +352,12 @@ def test_formats_that_do_not_fit(caplog):
         quantize_(model, group_size=32)
     assert not formats(model)
     quantize_(model, group_size=16)
+
+
+def test_quantize_has_the_arguments_of_the_configuration():
+    """Both signatures are written out for editors and `help`, and must not differ."""
+    config, function = (list(inspect.signature(each).parameters.values()) for each in (MoeMetalConfig, quantize_))
+    assert function[1:] == config[:-1] and config[-1].kind is inspect.Parameter.VAR_KEYWORD
 
 
 FORMATS_WRITTEN = "affine, mxfp4, fp8, mxfp8, nvfp4, q4_0, q8_0"
