@@ -1391,7 +1391,7 @@ def grid_case(op: str, row: dict, given: tuple[str, ...], options: dict, prepare
     return Case(op, name, dims, given, options, dtype, parameters, prepare, full_grid=not one_in_four)
 
 
-def chosen(K, E: int) -> int:
+def resolve_top_k(K, E: int) -> int:
     return E if K == "E" else K
 
 
@@ -1403,19 +1403,19 @@ def routing_options(row: dict) -> dict:
 
 def routable(E, K, T, groups, H=1, **_) -> bool:
     n_group, topk_group, _ = groups or (1, 1, None)
-    return E % n_group == 0 and chosen(K, E) <= E // n_group * topk_group and T * E * H <= 2**33
+    return E % n_group == 0 and resolve_top_k(K, E) <= E // n_group * topk_group and T * E * H <= 2**33
 
 
 def router_grid(op: str, **more: tuple) -> list[Case]:
     given = tuple(c for n in range(len(OPTIONAL[op]) + 1) for c in combinations(OPTIONAL[op], n))
     rows = pairwise(routable, E=E_GRID, K=K_GRID, T=T_GRID, dtypes=PAIRS, given=given, **ROUTING_GRID, **more)
-    rows = [row | {"K": chosen(row["K"], row["E"])} for row in rows]
+    rows = [row | {"K": resolve_top_k(row["K"], row["E"])} for row in rows]
     return [grid_case(op, row, row["given"], routing_options(row)) for row in rows]
 
 
 def experts_grid() -> list[Case]:
     def fits(E, K, T, H, I, **_):
-        k = chosen(K, E)
+        k = resolve_top_k(K, E)
         return E * H * I <= 2**24 and T * k * H * I <= 2**32 and T * k * (H + 2 * I) <= 2**25
 
     given = ((), BIASES, ("shared",), SHARED_GATED, ("residual",), OPTIONAL["experts"])
@@ -1426,7 +1426,10 @@ def experts_grid() -> list[Case]:
     options = ("activation", "limit", "interleaved", "transposed")
     return [
         grid_case(
-            "experts", row | {"K": chosen(row["K"], row["E"])}, row["given"], {name: row[name] for name in options}
+            "experts",
+            row | {"K": resolve_top_k(row["K"], row["E"])},
+            row["given"],
+            {name: row[name] for name in options},
         )
         for row in rows
     ]

@@ -138,7 +138,7 @@ class Call:
 
     @property
     def flops(self) -> int:
-        """Of the matrix products."""
+        """Floating-point operations of the matrix products."""
         m = self.model
         router, experts = 2 * self.T * m.E * m.H, 6 * self.T * m.K * m.H * m.I
         block = router + experts + 6 * self.T * m.H * m.S

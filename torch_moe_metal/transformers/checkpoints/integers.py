@@ -83,7 +83,7 @@ class Method:
         return FORMATS[self.format].offset == "factor"
 
     @property
-    def numbers(self) -> tuple[str, ...]:
+    def value_parts(self) -> tuple[str, ...]:
         """The parts from which values are computed."""
         return (self.data, self.scale, self.zeros)
 
@@ -272,7 +272,7 @@ class Repack(ConversionOps):
         given: dict[str, dict[str, list[Tensor]]] = {}
         for pattern in source_patterns:
             part = next(part for part in method.parts if re.search(rf"(^|\.){part}$", pattern))
-            if pattern in input_dict and part in method.numbers:  # the other parts have been checked
+            if pattern in input_dict and part in method.value_parts:  # the other parts have been checked
                 given.setdefault(pattern[: -len(part)], {})[part] = input_dict.pop(pattern)
         apart = {name: {} for name in module.packing[weight]}
         for source, parts in given.items():
@@ -380,7 +380,7 @@ class Integers(PackedQuantizer):
         parts[method.data].expect(
             C % group == 0, f"a multiple of {group} columns, not {C} by the model's configuration"
         )
-        dtypes = dict(zip(method.numbers, ("U8", "F8_E4M3", "F32"), strict=True))
+        dtypes = dict(zip(method.value_parts, ("U8", "F8_E4M3", "F32"), strict=True))
         for part, shape in method.shapes(N, C, bits, C // group).items():
             right = parts[part].shape == shape or (part == method.zeros and parts[part].shape == ())
             parts[part].expect(right and parts[part].dtype == dtypes[part], f"{dtypes[part]} {list(shape)}")
