@@ -8,7 +8,7 @@
 #   make fuzz      random calls of every op against the reference, and broken checkpoints; CASES=20000 CHECKPOINTS=500 SEED=7
 #                  choose them, CASE=avx2-123 runs one
 #   make sanitize  the CPU libraries under sanitizers, with the tests of the ops and the fuzzer
-#   make bench     times and ratios of every op
+#   make bench     times of every op, compared with PyTorch, transformers and MLX; ARGS="--help" lists options
 #   make tune      measure launch parameters on this Mac's GPU and save the fastest: ARGS="--model gpt-oss-20b"
 #   make report    the files to send us from a Mac, in build/report: doctor.txt, validated.txt, bench.json, packed.json,
 #                  tune.json
@@ -108,7 +108,7 @@ sanitize: $(BIN)/.ready-to-test
 	@$(BIN)/python tools/sanitize.py $(ARGS)
 
 bench: $(BUILT)
-	@$(BIN)/python -m torch_moe_metal bench
+	@$(BIN)/python tools/bench_mlx.py $(ARGS)
 
 tune: $(BUILT)
 	@$(BIN)/python -m torch_moe_metal tune $(ARGS)
@@ -130,8 +130,8 @@ report: $(BUILT)
 	@mkdir -p build/report
 	@GITHUB_STEP_SUMMARY= $(BIN)/python tools/mps.py > build/report/machine.txt
 	@$(BIN)/python -m torch_moe_metal doctor | tee build/report/doctor.txt
-	$(BIN)/python -m torch_moe_metal bench --json $(ARGS) > build/report/bench.json
-	$(BIN)/python -m torch_moe_metal bench --json --formats affine4 mxfp4 --dtypes bf16 $(ARGS) > build/report/packed.json
+	$(BIN)/python tools/bench_mlx.py --json $(ARGS) > build/report/bench.json
+	$(BIN)/python tools/bench_mlx.py --json --formats affine4 mxfp4 --dtypes bf16 $(ARGS) > build/report/packed.json
 	-$(BIN)/python -m torch_moe_metal tune --json > build/report/tune.json
 	-$(CHECKED) $(BIN)/python -m torch_moe_metal doctor > build/report/validated.txt 2>&1
 

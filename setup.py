@@ -1,10 +1,11 @@
-"""Builds the C++ side: `_C` (schemas, and on macOS the MPS backend) and one `_cpu_<isa>` library per instruction set.
+"""Builds the C++ extension: `_C` (schemas, and on macOS the MPS backend) and one `_cpu_<isa>` library per instruction
+set.
 
-The CPU kernels are compiled once per instruction set, into libraries of their own: a wheel then runs on every machine
-of its architecture and is fast on each, and no AVX-512 code can leak into code that all machines run.
+The CPU kernels are compiled once per instruction set, into separate libraries: a wheel then runs on every machine of
+its architecture, uses the best one, and no AVX-512 code can leak into code that all machines run.
 
-MOE_METAL_CPU chooses the instruction sets: `all` (the default of a wheel, which other machines install), `native` (this
-machine's best one; the default of an editable build) or a list such as `avx512,avx2`. `default` is always built.
+MOE_METAL_CPU chooses the instruction sets: `all` (the default of a wheel, which other machines install), `native` (the
+best one of this machine; the default of an editable build) or a list such as `avx512,avx2`. `default` is always built.
 """
 
 import os
@@ -59,7 +60,7 @@ if re.search("build-env|builds-v", torch.__file__):  # where pip, `build` and uv
 
 
 def sources(pattern: str) -> list[str]:
-    """The largest files first: they take longest, and the others are compiled meanwhile."""
+    """The largest files first: they take longest, so the others are compiled at the same time."""
     found = sorted((ROOT / "csrc").glob(pattern), key=lambda path: (-path.stat().st_size, path))
     return [str(path.relative_to(ROOT)) for path in found]
 
@@ -76,8 +77,8 @@ def extension(name: str, files: list[str], flags: list[str], link: list[str] = [
 
 
 def openmp_on_macos() -> list[str]:
-    """Apple's driver has no -fopenmp, but the compiler behind it has. torch's wheel brings omp.h with its own headers;
-    for other builds of torch it is where OMP_PREFIX says, in the conda environment, or where Homebrew puts it."""
+    """Apple's driver has no -fopenmp, but the compiler itself supports it. torch's wheel has omp.h among its headers;
+    for other builds of torch it is in OMP_PREFIX, in the conda environment, or in Homebrew's folder."""
     places = [os.environ.get("OMP_PREFIX"), Path(torch.__file__).parent, sys.prefix, "/opt/homebrew/opt/libomp"]
     headers = [Path(place, "include") for place in places if place]
     found = [folder for folder in headers if (folder / "omp.h").exists()]
@@ -91,8 +92,8 @@ def extensions() -> list[CppExtension]:
         runpy.run_path(str(ROOT / "shaders" / "embed.py"))["write_header"](ROOT / "build" / "shader_texts.h")
         main += sources("mps/*.mm")
         flags = [f"-mmacosx-version-min={MACOS}", *openmp_on_macos()]
-        # libomp is not linked, since a second copy of it would be a second pool of threads: dyld finds its functions in
-        # the copy that torch has loaded, wherever that is (in a wheel torch/lib, in conda the environment's lib).
+        # libomp is not linked, because a second copy of it would have a second pool of threads: dyld finds its
+        # functions in the copy that torch has loaded (in a wheel torch/lib, in conda the environment's lib).
         link = [flags[0], "-Wl,-undefined,dynamic_lookup"]
         frameworks = ["-framework", "Metal", "-framework", "Foundation"]
     cpu = []
@@ -104,7 +105,7 @@ def extensions() -> list[CppExtension]:
 
 
 def instruction_sets(default: str) -> set[str]:
-    """Those that MOE_METAL_CPU chooses."""
+    """The instruction sets that MOE_METAL_CPU chooses."""
     names = (os.environ.get("MOE_METAL_CPU") or default).lower().replace(",", " ").split()
     if unknown := set(names) - {"all", "native", *CPU_ISAS}:
         known = ", ".join(CPU_ISAS)
@@ -119,21 +120,21 @@ class BuildEach(BuildExtension):
         chosen = {f"torch_moe_metal._cpu_{isa}" for isa in instruction_sets("native" if in_checkout else "all")}
         left_out = [ext for ext in self.extensions if "_cpu_" in ext.name and ext.name not in chosen]
         self.extensions = [ext for ext in self.extensions if ext not in left_out]
-        if in_checkout:  # an old library there would be loaded as if it were today's
+        if in_checkout:  # an old library there would be loaded
             for ext in left_out:
                 (ROOT / (ext.name.replace(".", "/") + ".so")).unlink(missing_ok=True)
         super().run()
 
     def build_extensions(self) -> None:
-        # A Mac's Python may be made for both architectures; torch is not.
+        # A Mac's Python may support both architectures; torch does not.
         for name, command in vars(self.compiler).items():
             if isinstance(command, list) and "-arch" in command:
                 setattr(self.compiler, name, " ".join(command).replace("-arch x86_64", "").split())
         super().build_extensions()
 
     def build_extension(self, ext) -> None:
-        """Objects in one place for every kind of build (editable, wheel, in place), so that the second one is quick,
-        and in a folder for each library: the CPU libraries have the same sources and differ by their flags."""
+        """All kinds of builds (editable, wheel, in-place) share objects, so that later builds are fast. Each library
+        has its own folder, because the CPU libraries have the same sources and differ by their flags."""
         place = f"{self.extensions.index(ext) + 1} of {len(self.extensions)}"
         print(f"==> Compiling {ext.name} for torch {MINOR} (library {place}, files: {len(ext.sources)})", flush=True)
         if ext is self.extensions[0]:
@@ -144,8 +145,8 @@ class BuildEach(BuildExtension):
         super().build_extension(ext)
 
     def start_precompiling(self) -> None:
-        """The headers of all CPU libraries side by side, while `_C` is compiled: each is one file. They are left out
-        where a compiler cache is, which would not cache the files that include the result."""
+        """Precompile the headers of all CPU libraries in parallel, while `_C` is compiled: each is one file. Not with a
+        compiler cache, which would not cache the files that include the result."""
         self.headers = {}
         if self.use_ninja and not (shutil.which("ccache") or shutil.which("sccache")):
             pool = ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
@@ -153,8 +154,8 @@ class BuildEach(BuildExtension):
             self.headers = {ext.name: pool.submit(self.precompile, ext) for ext in cpu}
 
     def precompile(self, ext) -> str:
-        """PyTorch's headers, compiled once per library: reading them is most of a small file's time. -> the header to
-        include"""
+        """PyTorch's headers, compiled once per library, because reading them takes most of the time of a small file.
+        Returns the header to include."""
         header = OBJECTS / ext.name / "precompiled" / "torch_headers.h"
         header.parent.mkdir(parents=True, exist_ok=True)
         text = (ROOT / "csrc" / "cpu" / "torch_headers.h").read_text()
@@ -162,7 +163,7 @@ class BuildEach(BuildExtension):
             header.write_text(text)
         if ".h" not in self.compiler.src_extensions:
             self.compiler.src_extensions.append(".h")
-        # The same command as for the files, since all flags must be the same; compilers look for the result in *.h.gch.
+        # The same command as for the files, because all flags must be equal; compilers look for the result in *.h.gch.
         (compiled,) = self.compiler.compile(
             ["csrc/cpu/torch_headers.h"], str(header.parent), include_dirs=ext.include_dirs,
             extra_postargs=ext.extra_compile_args,
@@ -174,20 +175,20 @@ class BuildEach(BuildExtension):
 
 
 def version() -> str:
-    """The package's own, which stands in its __init__.py, and the torch it fits: of several wheels with the same
-    version pip would look at one only."""
+    """The version in the package's __init__.py, and the torch it is for: pip would consider only one of several wheels
+    with the same version."""
     text = (ROOT / "torch_moe_metal" / "__init__.py").read_text()
     (literal,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
     return f"{literal}+torch{MINOR}"
 
 
 WHEEL = {"py_limited_api": "cp310"}
-if sys.platform == "darwin":  # whatever this machine and its Python were made for
+if sys.platform == "darwin":  # also for a universal Python
     WHEEL["plat_name"] = f"macosx-{MACOS}-arm64"
 setup(
     version=version(),
     ext_modules=extensions(),
-    # C++ symbols and layouts change with torch's minor version, so a wheel fits just the one it was built against.
+    # C++ symbols and layouts change with torch's minor version, so a wheel only fits the one it was built for.
     install_requires=[f"torch=={MINOR}.*"],
     cmdclass={"build_ext": BuildEach.with_options(no_python_abi_suffix=True)},
     options={"bdist_wheel": WHEEL},

@@ -1,11 +1,11 @@
-"""The one table of cases: what every op is called with, here and in every test.
+"""The one table of cases: the arguments with which every test calls the ops.
 
-A case names its shapes by letters (T tokens, E experts, K experts per token, H hidden, I inner, G = 2I, N rows, U
-scalars; those of rope and attention are in arguments.py), the optional arguments it gives, its options and its dtypes.
-Its tensors are drawn on the CPU, the same on every run.
-`CASES` holds named cases (real routers and blocks, what other projects test, hostile inputs), the pairwise grids, and
-small samples of each op, and of each format of weights, that give every optional argument: those go through the slower
-properties as well.
+A case has shapes as letters (T tokens, E experts, K experts per token, H hidden, I inner, G = 2I, N rows, U scalars;
+those of rope and attention are in arguments.py), its optional arguments, options and dtypes. Its tensors are drawn on
+the CPU, the same in every run.
+
+`CASES` contains named cases (real routers and blocks, other projects' tests, hostile inputs), the pairwise grids, and
+small samples of each op and of each weight format with all optional arguments: the slower tests run the samples too.
 """
 
 import copy
@@ -40,22 +40,23 @@ class Case:
     given: tuple[str, ...] = ()  # the optional arguments
     options: dict = field(default_factory=dict)
     dtype: torch.dtype = FLOAT  # of the activations
-    parameter_dtype: torch.dtype | None = None  # None: the activations' dtype
+    parameter_dtype: torch.dtype | None = None  # None: the dtype of activations
     prepare: Callable[[Args], None] | None = None  # changes the drawn arguments: hostile values, other layouts
-    bits: int = 4  # of the numbers of affine weights
-    group: int = 64  # of their columns that share a scale
-    scale_dtype: torch.dtype | None = None  # of theirs and of fp8's; None: float32
-    hostile: bool = False  # too large or not finite: float64 would overflow and round elsewhere, so compare in float32
+    bits: int = 4  # bits of affine weights
+    group: int = 64  # their group size
+    scale_dtype: torch.dtype | None = None  # dtype of the scales of affine and fp8; None: float32
+    # too large or not finite: compare in float32, because float64 would overflow and round differently
+    hostile: bool = False
     sample: bool = False
-    full_grid: bool = False  # only in the full grid, however quick it is
-    fast_on: tuple[str, ...] = ()  # devices on which it is in the fast set, whatever it takes
+    full_grid: bool = False  # only in the full grid, even if it is fast
+    fast_on: tuple[str, ...] = ()  # devices on which it is in the fast set even if it is slow
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}-{DTYPES[self.dtype]}"
 
     @property
     def shapes(self) -> dict[str, str]:
-        """The letters of the arguments that this case gives."""
+        """The letters of this case's arguments."""
         options = {name: self.options[name] for name in ("transposed", "down_format") if name in self.options}
         return arguments.shapes(self.op, self.given, format=self.format, **options)
 
@@ -65,9 +66,9 @@ class Case:
 
     @property
     def common_shader(self) -> bool:
-        """Whether the fast set compiles the case's shader, which takes the simulated Metal a second or two. A reader of
-        packed numbers does not depend on the activations' dtype; the samples have other ones. Of the affine widths,
-        3 bits cross from byte to byte as 5 and 6 do. `make lint` compiles every shader in every format."""
+        """Whether the fast set compiles the case's shader, which takes the simulated Metal a second or two. Readers of
+        packed weights do not depend on the activations' dtype, and the samples cover the other dtypes. Of the affine
+        widths, 3 bits cross bytes like 5 and 6 bits. `make lint` compiles every shader in every format."""
         if self.format == "dense" or self.sample or "mps" in self.fast_on:
             return True
         return self.dtype == FLOAT and (self.bits in (3, 4, 8) or self.op == "dequantize")
@@ -76,15 +77,15 @@ class Case:
         return arguments.size(letters, self.dims)
 
     def arguments(self, device: str | torch.device = "cpu") -> Args:
-        """The same at every call, for the caller to change."""
+        """The arguments, equal in every call; the caller may change them."""
         args = copy.deepcopy(self._recent_arguments()) if self.elements < 2**20 else self._all_arguments()
         return {name: tensor.to(device) for name, tensor in args.items()}
 
     def expected(self) -> list[Tensor]:
-        """The reference's answer to `arguments`, for nobody to change."""
+        """The reference's result for `arguments`; callers must not change it."""
         return self._recent_answer() if self.elements < 2**20 else self._answer()
 
-    # Tests ask for the same small cases one after the other: drawing and packing them was half of the tests' time.
+    # Tests use the same small cases one after the other: drawing and packing them took half of the time of all tests.
     @functools.lru_cache(maxsize=16)  # noqa: B019
     def _recent_arguments(self) -> Args:
         return self._all_arguments()
@@ -97,7 +98,7 @@ class Case:
         return expected(self.op, self.arguments(), self.options, self.hostile)
 
     def _all_arguments(self) -> Args:
-        """Drawn from the case's name. Of a router, tokens whose choice is too close to call are drawn again."""
+        """Arguments drawn from the case's name. For routers, tokens with near ties are drawn again."""
         seed = zlib.crc32(str(self).encode())
         args = self._draw(seed, tuple(self.shapes))
         if self.op in ROUTERS and not self.hostile:
@@ -129,20 +130,20 @@ class Case:
         return args
 
     def _pack(self, name: str, weight: Tensor, generator: torch.Generator) -> Parts:
-        """Where `down_format` is given, it takes bits and group of its own."""
+        """A weight in `down_format` has its own bits and group size."""
         format = format_of(name, self.options)
         if format == "dense":
             return weight, None, None
         row = formats.FORMATS[format]
         own = (self.bits, self.group) if format == self.format else (row.bits, row.scale_columns or 32)
-        data, *beside = Packing(format, *own).of(weight, generator)
+        data, *others = Packing(format, *own).of(weight, generator)
         if takes_floats(row):
-            beside = [part if part is None else part.to(self.scale_dtype or part.dtype) for part in beside]
-        return data, *beside
+            others = [part if part is None else part.to(self.scale_dtype or part.dtype) for part in others]
+        return data, *others
 
     @property
     def longest_sum(self) -> int:
-        """How many terms its longest sum has: sets the tolerance of float32."""
+        """The number of terms of its longest sum, which determines the tolerance of float32."""
         letters = {"gate": "HI", "experts": "HI", "dequantize": "K", "attention": "DS", "rope": "AD"}.get(self.op, "KH")
         return max(self.dims.get(letter, 1) for letter in letters)
 
@@ -159,7 +160,7 @@ class Case:
 
     @property
     def elements(self) -> int:
-        """Of all its arguments, touched or not. Packed numbers count as elements, their scales do not."""
+        """Elements of all arguments, used or not. Scales of packed weights do not count."""
         table = ARGUMENTS[self.op]
         return sum(
             prod(self.size(letters))
@@ -169,7 +170,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """What must be moved once. Of the experts' weights, those of the experts that can have been chosen."""
+        """Bytes that must be moved once. Of the experts' weights, those of the maximum number of selected experts."""
         dims = self.dims
         if self.op == "experts":
             dims = dims | {"E": min(dims["E"], dims["T"] * dims["K"])}
@@ -179,12 +180,12 @@ class Case:
 
 
 def takes_floats(row: formats.Format) -> bool:
-    """Whether a format leaves a choice of the dtype of its scales."""
+    """Whether a format has a choice of dtypes for its scales."""
     return row.scale in ("any_float", "float32_or_bfloat16")
 
 
 def clear_choice(op: str, args: Args, options: dict) -> Tensor:
-    """[T] whether no rounding in float32 can change which experts are chosen, or their order. Exact ties are clear."""
+    """[T] whether rounding in float32 cannot change the selected experts or their order. Exact ties count as clear."""
     get = {name: tensor.double() for name, tensor in args.items()}.get
     hidden, logits, H = get("hidden"), get("logits"), 1
     if op == "gate":
@@ -221,12 +222,12 @@ def far_apart(descending: Tensor, margin: float) -> Tensor:
 
 
 def call(function: Callable, op: str, args: Args, options: dict) -> list[Tensor]:
-    """Calls an op or its reference. -> its outputs, and last what it wrote in place."""
+    """Call an op or its reference. Returns its outputs, then what it wrote in-place."""
     return arguments.results(op, function(**args, **options), args)
 
 
 def expected(op: str, args: Args, options: dict, hostile: bool = False) -> list[Tensor]:
-    """The reference's answer in float64, or for hostile values in float32, to arguments on the CPU."""
+    """The reference's result for arguments on the CPU, in float64, or in float32 for hostile values."""
     large = (
         op == "experts"
         and not hostile
@@ -243,7 +244,7 @@ def expected(op: str, args: Args, options: dict, hostile: bool = False) -> list[
 
 
 def is_number(tensor: Tensor) -> bool:
-    """Not ids, and not packed: float8_e4m3fn stands for numbers only with its scales."""
+    """Whether it has plain values: no ids, and not packed (float8_e4m3fn is packed)."""
     return tensor.is_floating_point() and tensor.dtype.itemsize > 1
 
 
@@ -252,11 +253,13 @@ def experts_one_by_one(
     gate_up_scale=None, gate_up_offset=None, down_scale=None, down_offset=None,
     *, interleaved=False, transposed=False, format="dense", down_format=None, group_size=0, **activation,
 ):  # fmt: skip
-    """The reference's `experts` without a copy of the weights for every token, so that real sizes fit in memory."""
+    """The reference's `experts` without copies of the weights for every token, so that real sizes fit into memory."""
 
-    def linear(format: str, x: Tensor, bias: Tensor | None, weight: Tensor, *beside: Tensor | None) -> Tensor:
-        of_expert = (None if t is None else t[e] for t in (weight.mT if transposed else weight, *beside))
-        return F.linear(x, reference.numbers(*of_expert, format, x, group_size), None if bias is None else bias[e])
+    def linear(format: str, x: Tensor, bias: Tensor | None, weight: Tensor, *others: Tensor | None) -> Tensor:
+        of_expert = (None if t is None else t[e] for t in (weight.mT if transposed else weight, *others))
+        return F.linear(
+            x, reference.dequantize_for(*of_expert, format, x, group_size), None if bias is None else bias[e]
+        )
 
     slots = x.new_zeros(*ids.shape, x.shape[-1])
     for e in ids.unique().tolist():
@@ -272,12 +275,12 @@ def experts_one_by_one(
 
 
 def attention_by_parts(q, k, v, mask=None, sinks=None, *, causal=False, **options):
-    """The reference's `attention` for one head and some queries at a time, so that real sizes fit in memory."""
+    """The reference's `attention` for one head and some queries at a time, so that real sizes fit into memory."""
     (B, A, T, _), (_, J, S, V) = q.shape, v.shape
     output, queries = q.new_empty(B, T, A, V), max(1, 2**22 // max(1, S * V))
     for b, a, t in product(range(B), range(A), range(0, T, queries)):
         end, j = min(t + queries, T), a * J // A
-        keys = max(0, S - T + end) if causal else S  # that the last of these queries sees
+        keys = max(0, S - T + end) if causal else S  # keys that the last of these queries sees
         kv = (x[b : b + 1, j : j + 1, :keys] for x in (k, v))
         seen = None if mask is None else mask.expand(B, A, T, S)[b : b + 1, a : a + 1, t:end, :keys]
         sink = None if sinks is None else sinks[a : a + 1]
@@ -290,7 +293,7 @@ def attention_by_parts(q, k, v, mask=None, sinks=None, *, causal=False, **option
 
 
 def pairwise(fits: Callable[..., bool], **factors: tuple) -> list[dict]:
-    """Rows in which any two values of any two factors meet at least once, wherever a row that fits can hold them."""
+    """Rows in which any two values of any two factors occur together at least once, if a row that `fits` allows it."""
     pairs = {((a, x), (b, y)) for a, b in combinations(factors, 2) for x in factors[a] for y in factors[b]}
     order = [((a, x), (b, y)) for a, b in combinations(factors, 2) for x in factors[a] for y in factors[b]]
     smallest = {name: values[0] for name, values in factors.items()}
@@ -301,7 +304,7 @@ def pairwise(fits: Callable[..., bool], **factors: tuple) -> list[dict]:
         row = dict(pair)
         for name, values in factors.items():
             if name not in row:
-                turn = len(rows) % len(values)  # so that equally good values take turns
+                turn = len(rows) % len(values)  # equally good values take turns
                 fitting = [v for v in values[turn:] + values[:turn] if fits(**(smallest | row | {name: v}))]
                 if fitting:
                     row[name] = max(
@@ -320,8 +323,8 @@ def _pair(factors: dict, name: str, value, other: tuple) -> tuple:
 
 
 def crossed(**factors: tuple) -> Iterator[tuple]:
-    """Every combination of the values, and last whether it is in the full grid alone. In the fast set any two values
-    meet at least once: a fault of one value, or of two together, is found there."""
+    """Every combination of the values, and whether it is only in the full grid. In the fast set any two values occur
+    together at least once, which finds faults of one value or of two together."""
     fast = {tuple(row.values()) for row in pairwise(lambda **_: True, **factors)}
     for values in product(*factors.values()):
         yield *values, values not in fast
@@ -333,7 +336,7 @@ GROUPS = {"n_group": 8, "topk_group": 4}
 SIGMOID = {"scoring": "sigmoid"}
 BIASED = ("select_bias",)
 
-# E, K, H, optional arguments, options: the routers of real models, those of torch_moe_metal.models and other ones.
+# E, K, H, optional arguments, options: the routers of real models, those of torch_moe_metal.models and others.
 REAL_ROUTERS = {
     name: (model.E, model.K, model.H, tuple(n for n in model.tensors if n in OPTIONAL["gate"]), model.routing)
     for name, model in MODELS.items()
@@ -371,7 +374,7 @@ def given_to_experts(model: Model) -> tuple[str, ...]:
     return tuple(name for name in OPTIONAL["experts"] if name in tensors)
 
 
-# E, K, H, I, optional arguments, options: the experts of real models, E reduced where one layer would not fit a test.
+# E, K, H, I, optional arguments, options: the experts of real models, with smaller E if a layer would not fit a test.
 FEWER = {"qwen3-30b-a3b": 128, "qwen3-next-80b-a3b": 128, "mixtral-8x7b": 4, "gpt-oss-20b": 8, "gemma4-26b-a4b": 64}
 FEWER |= {"deepseek-v3": 8}
 REAL_EXPERTS = {
@@ -399,14 +402,14 @@ def real_cases() -> list[Case]:
         for T in (1, 4, 17, 512):
             dims = {"T": T, "E": E, "K": K, "H": H, "I": I}
             cases.append(Case("experts", f"{name}-T{T}", dims, given, options, BFLOAT, FLOAT))
-            if T <= 17:  # the same block at a sixteenth of its size
+            if T <= 17:  # the same block with a sixteenth of its size
                 dims = dims | {"H": H // 16, "I": I // 16}
                 cases.append(Case("experts", f"{name}_small-T{T}", dims, given, options, FLOAT))
     return cases
 
 
 def other_projects() -> list[Case]:
-    """The shapes that llama.cpp, MLX, vLLM, PyTorch and mistral.rs test their own kernels with."""
+    """Shapes from the kernel tests of llama.cpp, MLX, vLLM, PyTorch and mistral.rs."""
     experts = {  # T, E, K, H, I
         "llama_cpp": [(n, E, K, 256, 256) for E in (4, 8) for K in (1, 2, 4) for n in (1, 4, 5, 17, 32, 129)]
         + [(16, 4, 2, 48, 32), (1024, 16, 16, 16, 32), (8192, 2, 2, 64, 32), (200, 16, 4, 64, 50)]
@@ -529,7 +532,7 @@ def hostile_gates() -> list[Case]:
         Case("gate", f"{name}-{'normed' if normed else 'plain'}", dims, normed, {"top_k": 4}, dtype, prepare=prepare,
              hostile=name != "tiny" or dtype != FLOAT)
         for name, prepare in hostile.items() for normed in ((), given) for dtype in (FLOAT, BFLOAT)
-        # Huge logits choose by differences that float32 sums do not hold; with the norm they are ordinary ones.
+        # Differences of huge logits exceed the precision of float32 sums; with a norm the logits are ordinary.
         if name not in ("huge", "tiny") or normed
     ]  # fmt: skip
 
@@ -550,7 +553,7 @@ def all_ids_out_of_range(args: Args) -> None:
 
 
 def far_ids_out_of_range(args: Args) -> None:
-    """Ids that would look valid if they were cut to 32 bits."""
+    """Ids that would be valid if they were truncated to 32 bits."""
     args["ids"] = args["ids"].long()
     args["ids"][:, 0] += 2**32
     args["ids"][:, 1] -= 2**33
@@ -579,13 +582,13 @@ def nan_weight_of_a_used_expert(args: Args) -> None:
 
 
 def large_between(args: Args) -> None:
-    """gate * up leaves float16's range, the result does not."""
+    """gate * up exceeds float16's range, the result does not."""
     args["x"] *= 300.0
     args["down"] *= 1e-4
 
 
 def strides_from(name: str, dim: int) -> Callable[[Args], None]:
-    """The weights as a slice of a wider tensor: rows that do not follow each other in memory."""
+    """The weights as a slice of a wider tensor: rows that are not contiguous."""
 
     def prepare(args: Args) -> None:
         shape = list(args[name].shape)
@@ -598,7 +601,7 @@ def strides_from(name: str, dim: int) -> Callable[[Args], None]:
 
 
 def experts_cases() -> list[Case]:
-    """Layouts and hostile inputs of `experts`, at one token (decode) and at many (prefill)."""
+    """Layouts and hostile inputs of `experts`, for one token (decode) and many (prefill)."""
     finite = {
         "repeated_ids": repeated_ids,
         "ids_out_of_range": ids_out_of_range,
@@ -633,7 +636,7 @@ def experts_cases() -> list[Case]:
     for dtype in dtypes:
         split = dims | {"T": 32, "K": 1}
         cases.append(Case("experts", "seventeen_to_fifteen", split, (), {}, dtype, prepare=seventeen_to_fifteen))
-        # The CPU transposes the weights of experts with many tokens, 256 columns at a time, for 256 tokens at a time.
+        # For experts with many tokens the CPU transposes weights, 256 columns and 256 tokens at a time.
         panels = {"T": 67, "E": 2, "K": 1, "H": 261, "I": 35}, {"T": 515, "E": 1, "K": 1, "H": 20, "I": 17}
         for sizes in panels:
             for interleaved in (False, True):
@@ -663,7 +666,8 @@ def interleaved_views(args: Args) -> None:
 
 def hostile_gate_and_up(args: Args) -> None:
     values = torch.tensor([nan, inf, -inf, 0.0, -0.0, 1e4, -1e4, 88.0, -60.0, 7.0])
-    vanishing = torch.tensor([-89.0, -104.0, 1e-30])  # sigmoid or square underflows, in float32 only: beside finite ups
+    # sigmoid or square underflow only in float32; the ups next to them are finite
+    vanishing = torch.tensor([-89.0, -104.0, 1e-30])
     pairs = torch.cat([torch.cartesian_prod(values, values), torch.cartesian_prod(vanishing, values[3:])])
     args["gate"][: len(pairs), 0], args["up"][: len(pairs), 0] = pairs.to(args["gate"].dtype).unbind(-1)
 
@@ -678,7 +682,7 @@ def glu_cases() -> list[Case]:
         dtype=(FLOAT, HALF, BFLOAT),
     )  # fmt: skip
     for activation, layout, limit, dtype, full_grid in rows:
-        # Hostile ones are compared in float64: torch's own gelu(inf) is NaN in float32 where oneDNN computes it.
+        # Hostile values are compared in float64: torch's own gelu(inf) is NaN in float32 if oneDNN computes it.
         dims = {"T": 144, "I": 3} if layout == "hostile" else {"T": 19, "I": 45}
         prepare = hostile_gate_and_up if layout == "hostile" else GLU_LAYOUTS[layout]
         options = {"activation": activation, "limit": limit, "alpha": 1.3}
@@ -688,8 +692,8 @@ def glu_cases() -> list[Case]:
 
 
 def joined_heads(args: Args) -> None:
-    """Queries and keys as views into one projection, which has values and NaN behind them, and angles of one sequence
-    as the first half of what transformers gives, for all sequences."""
+    """Queries and keys as views of one projection, which also has values, followed by NaN; angles as the first half of
+    transformers' angles of one sequence, for all sequences."""
     (B, T, A, D), J = args["q"].shape, args["k"].shape[2]
     joined = args["q"].new_full((B, T, (A + 2 * J) * D + 3), nan)
     joined[..., : A * D], joined[..., A * D : (A + J) * D] = args["q"].flatten(-2), args["k"].flatten(-2)
@@ -700,14 +704,14 @@ def joined_heads(args: Args) -> None:
 
 
 def heads_across(args: Args) -> None:
-    """Neighbours in memory are the heads, or the tokens; a sine serves all tokens."""
+    """Heads, or tokens, are neighbours in memory; one sine is used for all tokens."""
     args["q"], args["k"] = args["q"].mT.contiguous().mT, args["k"].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     args["cos"] = args["cos"].mT.contiguous().mT
     args["sin"] = args["sin"][:, :1].expand(args["sin"].shape)
 
 
 def norms_of_all_heads(args: Args) -> None:
-    """Weights [A, D] and [J, D], which differ from head to head."""
+    """Weights [A, D] and [J, D], different for each head."""
     for heads, name in (("q", "q_norm_weight"), ("k", "k_norm_weight")):
         if name in args:
             count = args[heads].shape[2]
@@ -715,7 +719,7 @@ def norms_of_all_heads(args: Args) -> None:
 
 
 def not_finite_heads(args: Args) -> None:
-    """In the second head, in a pair that turns and in what stays; and an angle that is not finite."""
+    """In the second head, in a rotated pair and in an element that is not rotated; and an angle."""
     args["q"][:, 0, 1, 0], args["q"][:, 1, 1, -1], args["k"][:, 2, 0, 1] = nan, inf, -inf
     args["cos"][:, 3, 0] = inf
 
@@ -745,7 +749,7 @@ TURNED_HEADS += [(1, 1, 2, 1), (3, 3, 20, 10), (40, 3, 7, 3), (2, 1, 576, 288)]
 
 
 def rope_cases() -> list[Case]:
-    """Every choice of norms and strides with every kind of heads; then real models' heads, many tokens, and none."""
+    """All combinations of norms, strides and kinds of heads; then heads of real models, many tokens, and none."""
     cases = []
     rows = crossed(
         turned=tuple(TURNED), heads=tuple(TURNED_HEADS), dtype=(FLOAT, HALF, BFLOAT), interleaved=(False, True)
@@ -753,7 +757,7 @@ def rope_cases() -> list[Case]:
     for turned, (A, J, D, R), dtype, interleaved, full_grid in rows:
         given, prepare, hostile = TURNED[turned]
         if turned == "not_finite" and J == A == 1:
-            continue  # which has no second head
+            continue  # it has no second head
         dims = {"B": 2, "A": A, "J": J, "T": 5, "D": D, "R": R}
         name = f"{turned}{'-interleaved' * interleaved}-A{A}-J{J}-D{D}-R{R}"
         parameters = FLOAT if D % 3 else None
@@ -775,7 +779,7 @@ def rope_cases() -> list[Case]:
 
 
 def as_a_cache(args: Args) -> None:
-    """Keys and values as views of memory for more of them, and queries as a view of a joined projection."""
+    """Keys and values as views of longer memory, and queries as a view of a joined projection."""
     for name in ("k", "v"):
         B, J, S, size = args[name].shape
         longer = args[name].new_full((B, J, S + 37, size), nan)
@@ -788,19 +792,19 @@ def as_a_cache(args: Args) -> None:
 
 
 def across(args: Args) -> None:
-    """The columns of keys and values are not neighbours, and one value serves all sequences."""
+    """The columns of keys and values are not contiguous, and one value is used for all sequences."""
     args["k"] = args["k"].mT.contiguous().mT
     args["v"] = torch.stack([args["v"], args["v"]], -1)[:1, ..., 0].expand(args["v"].shape)
 
 
 def bool_mask(args: Args) -> None:
-    """One for all heads: padding in front, and other keys here and there."""
+    """One mask for all heads: padding at the start, and single keys."""
     args["mask"] = args["mask"][:, :1] > -1
     args["mask"][0, ..., : args["mask"].shape[-1] // 3] = False
 
 
 def bars_whole_queries(args: Args) -> None:
-    """Some queries see nothing, and some of those keys are NaN. A mask of -inf bars as False does."""
+    """Some queries see no key, and some of these keys are NaN. A mask of -inf hides a key like False."""
     args["mask"] = args["mask"][:1].where(args["mask"][:1] < 1, -inf)
     args["mask"][..., 1::3, :] = -inf
     args["mask"][..., -2:] = -inf
@@ -808,13 +812,13 @@ def bars_whole_queries(args: Args) -> None:
 
 
 def bars_by_head(args: Args) -> None:
-    """What one head does not see, others do: a NaN there is theirs alone."""
+    """Keys that are visible to some heads only, with NaN that must reach only those."""
     args["mask"] = args["mask"] > 0
     args["v"][..., 7, 0] = nan
 
 
 def bars_one_key(args: Args) -> None:
-    """To the last query of the last head. All else is seen, so that blocks of keys need no mask."""
+    """Hidden from the last query of the last head. All other keys are visible, so blocks of keys need no mask."""
     args["mask"] = torch.ones_like(args["mask"], dtype=torch.bool)
     args["mask"][-1, -1, -1, -3] = False
 
@@ -824,7 +828,7 @@ def not_finite_keys(args: Args) -> None:
 
 
 def infinite_scores(args: Args) -> None:
-    """Of -inf, which is not seen, and of inf, which gives NaN."""
+    """-inf, which hides a key, and inf, which gives NaN."""
     args["q"].abs_()
     args["k"][..., 2, :], args["v"][..., 2, :] = -inf, nan
     args["k"][:1, ..., 5, :] = inf
@@ -853,13 +857,13 @@ HEADS += [(3, 1, 192, 128), (2, 1, 256, 256), (4, 2, 112, 112), (16, 1, 576, 512
 
 
 def attention_cases() -> list[Case]:
-    """Every way of seeing with every kind of heads: while decoding, for a prompt, and for more queries than keys."""
+    """All combinations of masks and kinds of heads: for decoding, for a prompt, and for more queries than keys."""
     cases = []
     rows = crossed(seeing=tuple(SEEING), heads=tuple(HEADS), dtype=(FLOAT, HALF, BFLOAT), T=(1, 5, 44, 90))
     for seeing, (A, J, D, V), dtype, T, full_grid in rows:
         given, options, prepare, hostile = SEEING[seeing]
         if seeing == "large_scores" and dtype == FLOAT:
-            continue  # whose scores are off by more than its tolerance, in any order
+            continue  # in any order of summation its scores have larger errors than its tolerance
         dims = {"B": 2, "A": A, "J": J, "T": T, "S": 70, "D": D, "V": V}
         cases.append(Case("attention", f"{seeing}-A{A}-J{J}-D{D}-V{V}-T{T}", dims, given, options, dtype,
                           None if T == 5 else FLOAT, prepare, hostile, full_grid=full_grid))  # fmt: skip
@@ -889,7 +893,7 @@ def attention_cases() -> list[Case]:
 
 
 def sum_and_norm_cases() -> list[Case]:
-    """Rows that are all zero, huge, tiny or not finite, and every choice of optional arguments."""
+    """Rows that are all zero, huge, tiny or not finite, with all combinations of optional arguments."""
     cases = []
     dims = {"T": 5, "K": 3, "H": 72, "U": 1}
     for op in SUMS + NORMS:
@@ -903,13 +907,13 @@ def sum_and_norm_cases() -> list[Case]:
         }
         for name, (prepare, hostile) in values.items():
             for dtype in (FLOAT, HALF, BFLOAT):
-                # What leaves float16's range is the business of the not finite cases.
+                # Results beyond float16's range are tested by the cases that are not finite.
                 options = {} if op in ("weighted_sum", "weighted_sum_residual_") else {"eps": 1e-5}
                 if not (name == "huge" and dtype == HALF):
                     cases.append(Case(op, name, dims, (), options, dtype, FLOAT, prepare, hostile))
         many = dims | {"T": 32769, "K": 2, "H": 16}
         cases.append(Case(op, "T32769", many, OPTIONAL[op], {}, BFLOAT))
-        # Rows that threadgroup memory would not hold: 32 KB are 8192 floats.
+        # Rows that threadgroup memory cannot hold: 32 KB are 8192 floats.
         for H in (8192, 16384, 16385):
             cases.append(Case(op, f"H{H}", dims | {"T": 1, "K": 2, "H": H}, OPTIONAL[op], {}, FLOAT))
     for size in range(4):
@@ -928,19 +932,19 @@ def many_tokens() -> list[Case]:
     return [
         Case("route", "T32769", {"T": T, "E": 33, "K": 3}, BIASED, SIGMOID | {"top_k": 3}, BFLOAT),
         Case("gate", "T32769", {"T": T, "E": 33, "K": 3, "H": 20}, (), {"top_k": 3}, BFLOAT),
-        # More hidden and experts together than threadgroup memory would hold.
+        # More hidden size and experts together than threadgroup memory can hold.
         *(
             Case("gate", f"H{H}", {"T": 1, "E": 4, "K": 2, "H": H}, OPTIONAL["gate"], {"top_k": 2}, FLOAT)
             for H in (8192, 16385)
         ),
-        # Tokens times experts are what the gate needs to be cut into tiles.
+        # The gate uses tiles from a product of tokens and experts on.
         Case("gate", "tiles", {"T": 129, "E": 961, "K": 5, "H": 4}, OPTIONAL["gate"], {"top_k": 5}, BFLOAT),
         Case("gate", "tiles-odd", {"T": 129, "E": 961, "K": 5, "H": 67}, OPTIONAL["gate"], {"top_k": 5}, HALF),
-        # And tokens alone for the CPU's blocks, which are in bfloat16 where there are AMX and no norm.
+        # The CPU's blocks depend on tokens alone; they use bfloat16 if the processor has AMX and there is no norm.
         Case("gate", "blocks", {"T": 261, "E": 20, "K": 5, "H": 70}, (), {"top_k": 5}, FLOAT),
         Case("gate", "blocks", {"T": 261, "E": 20, "K": 5, "H": 70}, (), {"top_k": 5}, BFLOAT),
         Case("gate", "blocks-normed", {"T": 261, "E": 20, "K": 5, "H": 270}, OPTIONAL["gate"], {"top_k": 5}, FLOAT),
-        # Tiles of the CPU: groups of 16 tokens, the last of them of up to 8 or of more.
+        # Tiles of the CPU: groups of 16 tokens, of which the last has up to 8 or more.
         *(
             Case("linear", f"tiles-{layout}T{T}", {"T": T, "N": 83, "H": 100}, ("bias",), {}, BFLOAT, prepare=prepare)
             for T in (8, 75)
@@ -963,7 +967,7 @@ NORMS = ("norm", "norm_add", "residual_norm")
 
 
 def samples() -> list[Case]:
-    """Every optional argument given, no size round; then aligned sizes in bfloat16; then float16."""
+    """All optional arguments with odd sizes; then aligned sizes in bfloat16; then float16."""
     routing = [
         {"top_k": 3},
         {"top_k": 4, "scoring": "sigmoid", "n_group": 4, "topk_group": 2, "scaling_factor": 2.5},
@@ -1025,7 +1029,7 @@ def packed_case(
     given: tuple[str, ...] = (), prepare: Sequence[Callable[[Args], None]] = (), scale_dtype: torch.dtype = FLOAT,
     hostile: bool = False, full_grid: bool = False, fast_on: tuple[str, ...] = (),
 ) -> Case:  # fmt: skip
-    """`dims` without those that do not matter. Scales of fp8 are no float16, and those of most formats no floats."""
+    """`dims` without irrelevant sizes. Scales of fp8 are never float16, and those of most formats no floats."""
     format, bits, group = width
     row = formats.FORMATS.get(format, formats.LIBRARIES["dense"])
 
@@ -1048,7 +1052,8 @@ def packed_case(
 
 
 def sizes_for(width: tuple[str, int, int]) -> list[tuple[int, int, int]]:
-    """H, I and N: the smallest; such that fill no vector, no block and no power of two of groups; and larger."""
+    """H, I and N: the smallest; then sizes that are no multiple of a vector, a block or a power of two; then larger
+    ones."""
     format, _, group = width
     row = formats.FORMATS[format]
     if row.rows_per_scale > 1:
@@ -1063,14 +1068,15 @@ def sizes_for(width: tuple[str, int, int]) -> list[tuple[int, int, int]]:
 
 
 def without_signs(args: Args) -> None:
-    """A lone result may cancel to nearly nothing, and then be all rounding. GGML's scales keep their signs."""
+    """Makes values positive, because a lone result may cancel to almost 0 and consist of rounding only. GGML's scales
+    keep their signs."""
     for tensor in args.values():
         if is_number(tensor):
             tensor.abs_()
 
 
-#: Bytes of a block, and the bits that make its numbers positive. Each of the 16 numbers of a block is rounded to one of
-#: bfloat16's, the same in all its columns: what terms of two signs leave of that is more than the tolerance.
+#: Bytes of a block, and bits that make its values positive. Each of the 16 values of a block is rounded to bfloat16 in
+#: the same direction in all columns: if terms of two signs cancel, this error can exceed the tolerance.
 POSITIVE = {
     "q4_0": [(slice(2, 18), 0x88)],
     "iq4_nl": [(slice(2, 18), 0x88)],
@@ -1085,8 +1091,8 @@ def set_bits(args: Args, format: str) -> None:
 
 
 def packed_cases() -> list[Case]:
-    """Every format and width, in every size of group; dtypes of activations and scales take turns. Of those formats
-    that do not have few readers of their own, one in five is in the fast set; of the others, `families`."""
+    """Every format and width with every group size; dtypes of activations and scales take turns. One in five is in the
+    fast set for formats that share readers with many others; the rest comes from `families`."""
     cases: list[Case] = []
     dtypes = [(dtype, scales) for dtype in (FLOAT, HALF, BFLOAT) for scales in (FLOAT, BFLOAT, HALF)]
 
@@ -1108,8 +1114,8 @@ def packed_cases() -> list[Case]:
 
 
 def families() -> list[Case]:
-    """What the fast set has of each family of readers: few tokens, and one; so many that the CPU multiplies tiles. And
-    two formats in one call."""
+    """The fast set's cases of each family of readers: few tokens, and one; many tokens, so that the CPU multiplies
+    tiles; and two formats in one call."""
     cases = []
     for width in FEW_WIDTHS:
         H = max(96, formats.FORMATS[width[0]].whole_columns)
@@ -1125,7 +1131,7 @@ def families() -> list[Case]:
     return cases
 
 
-#: Those of which there are many cases in the fast set, and one of each other family.
+#: Formats with many cases in the fast set, and one of each other family.
 OLD_WIDTHS = [width for width in WIDTHS if width[0] in ("affine", "mxfp4", "fp8")]
 FEW_WIDTHS = [width for width in WIDTHS if width not in OLD_WIDTHS and width[0] in FAMILIES]
 TWO_FORMATS = [(("q4_k", 4, 32), "q6_k"), (("affine", 4, 32), "dense"), (("dense", 4, 32), "q8_0")]
@@ -1141,8 +1147,7 @@ def some_sizes(width: tuple[str, int, int]) -> dict[str, int]:
 
 
 def packed_layers() -> list[Case]:
-    """All that `experts` does for dense weights, with packed ones; and `linear` with a bias. Formats differ in
-    nothing of that."""
+    """All features of `experts` with packed weights, and `linear` with a bias. They do not depend on the format."""
     cases = []
     combined = ((), BIASES, ("shared",), SHARED_GATED, ("residual",), OPTIONAL["experts"])
     for width in SOME_WIDTHS:
@@ -1195,17 +1200,17 @@ def without_factor(args: Args) -> None:
 
 
 def in_blocks(args: Args) -> None:
-    """As gpt-oss has them."""
+    """As in gpt-oss."""
     all_weights(args, lambda data: data.unflatten(-1, (-1, 16)))
 
 
 def wider_rows(args: Args) -> None:
-    """Rows that begin anywhere: 5 bytes beyond the one before, of which nothing is read."""
+    """Rows at arbitrary positions: 5 bytes follow each row, which must not be read."""
     all_weights(args, lambda data: widened(data, 3, 2))
 
 
 def wider_even_rows(args: Args) -> None:
-    """The same at even bytes, where float16 lie."""
+    """The same with even positions, as float16 requires."""
     all_weights(args, lambda data: widened(data, 2, 4))
 
 
@@ -1220,7 +1225,7 @@ def scales_of(args: Args) -> list[str]:
 
 
 def unused_scales_not_finite(args: Args) -> None:
-    """Experts that no token has chosen are not read, whatever is in them."""
+    """Experts that no token has selected must not be read."""
     args["ids"] %= 2
     for name in scales_of(args):
         args[name][2:] = inf if args[name].is_floating_point() else 255
@@ -1230,7 +1235,7 @@ def unused_scales_not_finite(args: Args) -> None:
 
 
 def nan_scale(args: Args) -> None:
-    """One group's, or one block's: what meets it is NaN, nothing else."""
+    """The scale of one group or block: results that use it are NaN, all others are not."""
     name = next((name for name in ("scale", "gate_up_scale") if name in args), None)
     if name is None:
         return last_factors(args, "gate_up", nan)
@@ -1245,14 +1250,14 @@ def infinite_scale(args: Args) -> None:
 
 
 def last_factors(args: Args, name: str, value: float) -> None:
-    """Of q8_0 or q4_k, whose blocks begin with a float16 and are as many bytes."""
+    """Of q8_0 or q4_k, whose blocks begin with a float16."""
     data = args["weight" if "weight" in args else name]
     block = 34 if data.shape[-1] % 34 == 0 else 144
     data[..., -1, -block : 2 - block] = torch.tensor([value], dtype=HALF).view(torch.uint8)
 
 
 def every_code(args: Args) -> None:
-    """All bytes there are, e4m3's two NaN among them."""
+    """All byte values, including the two NaN of e4m3."""
 
     def change(data: Tensor) -> Tensor:
         data.view(-1)[: min(256, data.numel())] = torch.arange(256, dtype=torch.uint8)[: data.numel()]
@@ -1262,10 +1267,10 @@ def every_code(args: Args) -> None:
 
 
 def extreme_powers(args: Args) -> None:
-    """The least and the greatest of e8m0 whose numbers float32 holds: 0 makes subnormal ones."""
+    """The smallest and largest exponents of e8m0 that float32 can represent: 0 makes subnormal values."""
     for name in scales_of(args):
         args[name].view(-1)[::3], args[name].view(-1)[1::7] = 0, 1
-    all_weights(args, lambda data: data & 0x99)  # 0 and 0.5, with their signs: half of 2^127 is no overflow
+    all_weights(args, lambda data: data & 0x99)  # 0 and 0.5, with their signs: half of 2^127 does not overflow
     args["scale"].view(-1)[2::5] = 254
 
 
@@ -1281,7 +1286,7 @@ HOSTILE_IDS = {
 
 
 def hostile_packed() -> list[Case]:
-    """Other dtypes and places of the same bytes; then numbers that are large or none."""
+    """Other dtypes and positions of the same bytes; then values that are large or not finite."""
     cases = []
     layouts = {"affine": (as_words, as_unsigned_words, wider_rows), "mxfp4": (in_blocks, wider_rows)}
     layouts |= {"fp8": (as_float8, wider_rows), "nvfp4": (wider_rows, without_factor, scales_as_float8)}
@@ -1292,7 +1297,7 @@ def hostile_packed() -> list[Case]:
                 for T in (1, 5, 40) if op != "dequantize" else (1,):
                     cases.append(packed_case(op, prepare.__name__, width, dims | {"T": T}, {}, FLOAT, (), [prepare]))
             hostile = [nan_scale, *([] if row.scale in ("e8m0", "e4m3") else [infinite_scale])]
-            hostile += [] if row.has_own_scales else [every_code]  # whose factors would be any, too
+            hostile += [] if row.has_own_scales else [every_code]  # every code would include their factors
             for prepare in hostile:
                 for dtype in (FLOAT, BFLOAT):
                     name = prepare.__name__
@@ -1304,12 +1309,12 @@ def hostile_packed() -> list[Case]:
             at = dims | {"T": T}
             cases.append(packed_case("experts", "infinite_bias", width, at, {}, FLOAT, bias, [infinite], hostile=True))
         for dtype, large in ((FLOAT, 1e5), (HALF, 2e4), (BFLOAT, 1e5)):
-            # Many tokens in bfloat16 may meet weights that are rounded to it: of a large sum that nearly cancels, the
-            # limit then leaves the other end.
+            # For many tokens in bfloat16, weights may be rounded to bfloat16: if a large sum almost cancels, `limit`
+            # may then clamp at the other end.
             rounds = dtype == BFLOAT and width not in OLD_WIDTHS
             for T in (1, 3) if rounds else (1, 3, 33):
                 ten = scaling("x", large)
-                # In float32 what `limit` leaves of such sums would be their rounding.
+                # In float32 the value that `limit` clamps would be the rounding error of such sums.
                 options = OAI if dtype != FLOAT else {}
                 cases.append(packed_case("experts", "large_x", width, dims | {"T": T}, options, dtype, (), [ten]))
                 if dtype != HALF:
@@ -1323,8 +1328,8 @@ def hostile_packed() -> list[Case]:
 
 
 def many_packed_tokens() -> list[Case]:
-    """So many for each expert that the CPU multiplies tiles of unpacked weights, in sizes for the fast set. Those are
-    rounded to bfloat16, which shows where terms cancel."""
+    """So many tokens per expert that the CPU multiplies tiles of unpacked weights, with sizes for the fast set. Those
+    are rounded to bfloat16, which shows if terms cancel."""
     cases = []
     for width in WIDTHS:
         H, I = {16: (160, 96), 32: (160, 96), 64: (192, 64), 128: (128, 128)}[width[2]]
@@ -1386,7 +1391,7 @@ def grid_case(op: str, row: dict, given: tuple[str, ...], options: dict, prepare
     return Case(op, name, dims, given, options, dtype, parameters, prepare, full_grid=not one_in_four)
 
 
-def chosen(K, E: int) -> int:
+def resolve_top_k(K, E: int) -> int:
     return E if K == "E" else K
 
 
@@ -1398,19 +1403,19 @@ def routing_options(row: dict) -> dict:
 
 def routable(E, K, T, groups, H=1, **_) -> bool:
     n_group, topk_group, _ = groups or (1, 1, None)
-    return E % n_group == 0 and chosen(K, E) <= E // n_group * topk_group and T * E * H <= 2**33
+    return E % n_group == 0 and resolve_top_k(K, E) <= E // n_group * topk_group and T * E * H <= 2**33
 
 
 def router_grid(op: str, **more: tuple) -> list[Case]:
     given = tuple(c for n in range(len(OPTIONAL[op]) + 1) for c in combinations(OPTIONAL[op], n))
     rows = pairwise(routable, E=E_GRID, K=K_GRID, T=T_GRID, dtypes=PAIRS, given=given, **ROUTING_GRID, **more)
-    rows = [row | {"K": chosen(row["K"], row["E"])} for row in rows]
+    rows = [row | {"K": resolve_top_k(row["K"], row["E"])} for row in rows]
     return [grid_case(op, row, row["given"], routing_options(row)) for row in rows]
 
 
 def experts_grid() -> list[Case]:
     def fits(E, K, T, H, I, **_):
-        k = chosen(K, E)
+        k = resolve_top_k(K, E)
         return E * H * I <= 2**24 and T * k * H * I <= 2**32 and T * k * (H + 2 * I) <= 2**25
 
     given = ((), BIASES, ("shared",), SHARED_GATED, ("residual",), OPTIONAL["experts"])
@@ -1421,7 +1426,10 @@ def experts_grid() -> list[Case]:
     options = ("activation", "limit", "interleaved", "transposed")
     return [
         grid_case(
-            "experts", row | {"K": chosen(row["K"], row["E"])}, row["given"], {name: row[name] for name in options}
+            "experts",
+            row | {"K": resolve_top_k(row["K"], row["E"])},
+            row["given"],
+            {name: row[name] for name in options},
         )
         for row in rows
     ]

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in the true layouts of those that people have."""
+"""Tiny random checkpoints in the layouts of published ones."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ GPT_OSS_SKIPPED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "mod
 
 
 def write(folder: Path, model, tensors: dict[str, Tensor], quantization: dict | None = None, shards: int = 2) -> None:
-    """A checkpoint of so many files, with the model's configuration."""
+    """Write a checkpoint with `shards` files and the model's configuration."""
     model.config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": [type(model).__name__]}
@@ -30,14 +30,15 @@ def write(folder: Path, model, tensors: dict[str, Tensor], quantization: dict | 
     index, names = {}, sorted(tensors)
     for i in range(shards):
         file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: tensors[name].contiguous() for name in names[i::shards]}  # apart, as large checkpoints may be
+        # in different files, as large checkpoints may be
+        part = {name: tensors[name].contiguous() for name in names[i::shards]}
         save_file(part, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
-    """All that the files of a folder hold."""
+    """All tensors in the files of a folder."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= load_file(file)
@@ -45,7 +46,7 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 
 def gpt_oss(folder: Path, **changes) -> Path:
-    """What openai/gpt-oss-20b looks like."""
+    """A checkpoint like openai/gpt-oss-20b."""
     model = tiny_model("gpt_oss", **{"intermediate_size": 96, "tie_word_embeddings": False} | changes).bfloat16()
     tensors = model.state_dict()
     for name in [name for name in tensors if re.search(r"experts\.(gate_up|down)_proj$", name)]:
@@ -56,7 +57,7 @@ def gpt_oss(folder: Path, **changes) -> Path:
 
 
 def original(model) -> dict[str, Tensor]:
-    """A model's weights by the names that its family's checkpoints have for them: expert by expert."""
+    """A model's weights under the names in its family's checkpoints: expert by expert."""
     model._weight_conversions = None
     tensors = revert_weight_conversion(model, model.state_dict())
     return {name: tensor.clone() for name, tensor in tensors.items()}
@@ -72,12 +73,12 @@ FP8_FAMILIES = ["qwen2_moe", "qwen3_next", "mixtral", "olmoe", "glm4_moe", "glm4
 def fp8(
     folder: Path, family: str, scales: torch.dtype = torch.float32, scale_fmt: str | None = None, **changes
 ) -> Path:
-    """What Qwen/Qwen3-30B-A3B-FP8 and deepseek-ai/DeepSeek-V3 look like: all linear layers but routers and the head.
-    With the scale_fmt "ue8m0" scales are powers of two: bytes called `scale` as in DeepSeek V4, or float32 as in V3.1,
-    whose o_proj has others all the same. The folder `dense` in it has the same in float32."""
+    """Checkpoints like Qwen/Qwen3-30B-A3B-FP8 and deepseek-ai/DeepSeek-V3: all linear layers except routers and the
+    head. With the scale_fmt "ue8m0" scales are powers of two: bytes named `scale` as in DeepSeek V4, or float32 as in
+    V3.1, where o_proj nevertheless has others. Its folder `dense` has the same values in float32."""
     sizes = FP8_SIZES.get(family, {"moe_intermediate_size": 128, "intermediate_size": 128})
     model = tiny_model(family, **sizes | {"tie_word_embeddings": False} | changes).bfloat16()
-    model.config.dtype = torch.bfloat16  # which published ones say, and transformers cannot read off e8m0
+    model.config.dtype = torch.bfloat16  # as in published checkpoints; transformers cannot derive it from e8m0
     tensors = original(model)
     dense = {name: tensor.float() for name, tensor in tensors.items()}
     for name in [name for name in tensors if re.search(r"(_proj|_a_proj_with_mqa|\.w[123])\.weight$", name)]:
@@ -102,7 +103,7 @@ def fp8(
 
 
 def words(codes: Tensor, bits: int) -> Tensor:
-    """Integers [N, C] as int32 [N, C * bits / 32], the first in the lowest bits: GPTQ's and compressed-tensors' way."""
+    """Integers [N, C] as int32 [N, C * bits / 32], the first in the lowest bits, as in GPTQ and compressed-tensors."""
     found = torch.zeros(len(codes), codes.shape[1] * bits // 32, dtype=torch.int64)
     for i in range(codes.shape[1]):
         word, bit = divmod(i * bits, 32)
@@ -152,11 +153,11 @@ def compressed(bits: int, group: int | None, symmetric: bool, attention_bits: in
 
 
 GPTQ, AWQ = {"quant_method": "gptq", "desc_act": False}, {"quant_method": "awq", "version": "gemm", "zero_point": True}
-#: What GPTQModel writes of modules with another width, or none. The last pattern would take for ever on most names.
+#: GPTQModel's entries for modules with another width, or none. The last pattern would take forever on most names.
 DYNAMIC = {r"+:.*\.self_attn\..*": {"bits": 8}, r"-:lm_head": {}, r"+:([a-z_.0-9]+)+#": {"bits": 8}}
-#: The width of attention's weights where it is another than that of the experts'.
+#: The bits of attention's weights, if they differ from those of the experts.
 ATTENTION_BITS = {"gptq_dynamic": 8, "compressed_mixed": 8}
-#: Ways that people's checkpoints have integers: bits, group (None: a row), parts of a weight, configuration.
+#: Layouts of integers in published checkpoints: bits, group (None: a row), parts of a weight, configuration.
 INTEGERS = {
     "gptq": (4, 32, gptq_parts, GPTQ | {"bits": 4, "group_size": 32}),
     "gptq3": (3, 64, gptq_parts, GPTQ | {"bits": 3, "group_size": 64}),
@@ -177,7 +178,8 @@ INTEGERS = {
 
 
 def integers(folder: Path, way: str, family: str = "qwen3_moe", **changes) -> Path:
-    """All linear layers but routers and the head in integers; the folder `dense` in it has the same in float32."""
+    """All linear layers except routers and the head in integers; the folder `dense` in it has the same values in
+    float32."""
     usual, group, parts_of, method = INTEGERS[way]
     sizes = {"moe_intermediate_size": 64, "intermediate_size": 64, "q_lora_rank": 32, "kv_lora_rank": 32}
     model = tiny_model(family, **sizes | changes)
@@ -199,7 +201,7 @@ def integers(folder: Path, way: str, family: str = "qwen3_moe", **changes) -> Pa
     return folder
 
 
-#: What llm-compressor writes of activations in 4 bits, and of weights.
+#: llm-compressor's entries about activations in 4 bits, and about weights.
 NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
 ACTIVATIONS = NVFP4 | {"dynamic": "local"}
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -218,9 +220,8 @@ def nvfp4_config(with_activations: bool) -> dict:
 def nvfp4(
     folder: Path, family: str = "qwen3_moe", with_activations: bool = False, apart: bool = False, **changes
 ) -> Path:
-    """What llm-compressor writes: all linear layers but routers and the head, with a number for each weight that the
-    others are divided by; one for an expert's gate and up, unless they are `apart`. The folder `dense` in it has the
-    same in float32."""
+    """A checkpoint of llm-compressor: all linear layers except routers and the head, with a divisor for each weight; an
+    expert's gate and up share one, unless they are `apart`. The folder `dense` in it has the same values in float32."""
     sizes = {"moe_intermediate_size": 64, "intermediate_size": 64, "q_lora_rank": 32, "kv_lora_rank": 32}
     model = tiny_model(family, **sizes | changes)
     tensors = original(model.bfloat16())
@@ -247,7 +248,7 @@ def nvfp4(
 
 # ------------------------------------------------------------------------------------------------ MetalConfig
 
-#: What the families need for groups of 32 and 64 columns.
+#: Sizes of the families for groups of 32 and 64 columns.
 METAL_SIZES = {
     "deepseek_v3": {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16},
     "qwen2_moe": {"shared_expert_intermediate_size": 64},
@@ -262,8 +263,8 @@ class Anywhere(MetalHfQuantizer):
 
 
 def metal(folder: Path, family: str = "qwen3_moe", **options) -> Path:
-    """What transformers itself saves of a model that its `MetalConfig` packed. The folder `dense` in it has what it was
-    made of, in bfloat16."""
+    """A model packed by transformers' `MetalConfig`, as saved by transformers. The folder `dense` in it has the
+    original weights in bfloat16."""
     sizes = {"moe_intermediate_size": 64, "intermediate_size": 64, "tie_word_embeddings": False}
     tiny_model(family, **sizes | METAL_SIZES.get(family, {})).bfloat16().save_pretrained(folder / "dense")
     loading = {"device_map": "cpu", "dtype": "auto", "quantization_config": MetalConfig(**options)}
@@ -273,5 +274,5 @@ def metal(folder: Path, family: str = "qwen3_moe", **options) -> Path:
 
 
 def formats(model) -> dict[str, str]:
-    """Which packed weights its modules hold."""
+    """The names of the packed weights of its modules."""
     return {name: module.format for name, module in model.named_modules() if getattr(module, "packing", None)}

@@ -1,4 +1,4 @@
-"""How results are judged: against the oracle, and by the memory around them."""
+"""The checkers: they compare results with the oracle, and check the memory around them."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from torch_moe_metal import formats, ggml
 from torch_moe_metal.arguments import ARGUMENTS, format_of, weights
 from torch_moe_metal.reference import tolerance
 
-GUARD = 64  # elements before and behind every guarded tensor
+GUARD = 64  # elements before and after every guarded tensor
 
 
 def assert_matches(
@@ -20,9 +20,10 @@ def assert_matches(
     any_infinity: bool = False,
     roundings: float = 1,
 ) -> None:
-    """Ids must be equal, infinities and NaN stand in the same places, and everything else within the tolerance:
-    the whole tensor by relative L2, each element within ten times that (a wrong element must not drown in many).
-    With `any_infinity`, which infinity or NaN it is does not matter. `roundings` go the same way in all elements."""
+    """Compare with the oracle. Ids must be equal, infinities and NaN must be in the same places, and everything else
+    within the tolerance: the whole tensor by relative L2, and each element within ten times that, so that one wrong
+    element among many is detected. With `any_infinity`, any infinity or NaN matches any other. `roundings` is the
+    number of roundings that have the same direction in all elements."""
     assert len(actual) == len(expected)
     for got, want in zip(actual, expected, strict=True):
         assert got.shape == want.shape, f"shape {list(got.shape)}, expected {list(want.shape)}"
@@ -48,10 +49,10 @@ def assert_matches(
 
 
 def meets_infinity(op: str, args: Args, options: dict, device: str) -> bool:
-    """Whether a factor of packed weights' sums is infinite, or on mps a routing weight. It may meet the sum or its
-    parts, which have signs of their own: -inf and inf of two parts are NaN. So it is with x, where codes are summed
-    before their offset, and with the activations in between, which gate_up_bias makes infinite (fuzz: seed 292264,
-    avx2-169; seed 2811, mps-938)."""
+    """Whether a factor of packed weights is infinite, or on mps a routing weight. It may multiply a sum or its parts,
+    whose signs differ: -inf and inf of two parts give NaN. This also happens with x, if codes are summed before their
+    offset, and with the activations in between, which gate_up_bias makes infinite (fuzz: seed 292264, avx2-169; seed
+    2811, mps-938)."""
     if op not in ("experts", "linear"):
         return False
     packed = {name: format_of(name, options) for name in weights(op) if format_of(name, options) != "dense"}
@@ -66,7 +67,7 @@ def meets_infinity(op: str, args: Args, options: dict, device: str) -> bool:
 
 
 def has_infinite_factor(data: Tensor, format: str) -> bool:
-    """Whether one of GGML's blocks has one."""
+    """Whether one of GGML's blocks has an infinite factor."""
     row = formats.FORMATS[format]
     if not row.has_own_scales:
         return False
@@ -76,7 +77,7 @@ def has_infinite_factor(data: Tensor, format: str) -> bool:
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
-    """How far the one is from the other, by their norms."""
+    """The relative error by norms."""
     return float((actual - expected).detach().double().norm() / expected.double().norm())
 
 
@@ -85,7 +86,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """A copy, which stays as it is when the tensor changes."""
+    """A copy, which does not change with the tensor."""
     flat = tensor.detach().reshape(-1)  # one element may have any stride
     return torch.empty(flat.shape, dtype=flat.dtype).copy_(flat).view(torch.uint8)
 
@@ -95,8 +96,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 def strides_of(shape: torch.Size, kind: str) -> list[int]:
     """contiguous; strided: every second element; padded, evenly or not: rows of a wider tensor; transposed: the first
-    dim is dense."""
-    wider = {"padded": 3, "evenly padded": 4}.get(kind, 0)  # all else is contiguous
+    dimension is contiguous."""
+    wider = {"padded": 3, "evenly padded": 4}.get(kind, 0)  # all other kinds are contiguous
     order = range(len(shape)) if kind == "transposed" else range(len(shape) - 1, -1, -1)
     strides, step = [0] * len(shape), 2 if kind == "strided" else 1
     for dim in order:
@@ -106,7 +107,7 @@ def strides_of(shape: torch.Size, kind: str) -> list[int]:
 
 
 class Guarded:
-    """A tensor's values as a view into a larger storage filled with NaN, True, or ids that no expert has."""
+    """A tensor's values as a view of a larger storage that is filled with NaN, True, or invalid ids."""
 
     def __init__(self, tensor: Tensor, kind: str = "contiguous", offset: int = 0):
         strides = strides_of(tensor.shape, kind)
@@ -121,16 +122,16 @@ class Guarded:
         self.before = self.storage.clone()
 
     def assert_untouched(self, name: str, written: bool = False) -> None:
-        """Nothing but the tensor itself has changed, and that only if it is `written` in place."""
+        """Check that only the tensor itself has changed, and only if it is `written` in-place."""
         after = self.storage.clone()
         if written:
             where = (self.view.shape, self.view.stride(), self.view.storage_offset())
             after.as_strided(*where).copy_(self.before.as_strided(*where))
-        assert same_bits(after, self.before), f"{name}: memory {'beside it' if written else 'of an input'} has changed"
+        assert same_bits(after, self.before), f"{name}: memory {'next to it' if written else 'of an input'} has changed"
 
 
 def with_leading(case: Case, args: Args, leading: tuple[int, ...]) -> Args:
-    """The same arguments with other leading dimensions instead of [T]; takes the first tokens if those are fewer."""
+    """The same arguments with other leading dimensions instead of [T]. Fewer tokens mean the first ones."""
     count = torch.Size(leading).numel()
     table = ARGUMENTS[case.op]
     return {

@@ -1,6 +1,7 @@
-"""Devices. Every test that asks for `device` runs on the CPU and on mps: the Mac's own, or else the simulated one.
+"""Devices. Every test with the fixture `device` runs on the CPU and on mps: the real one on a Mac, else the simulated
+one.
 
-MOE_METAL_DEVICES=cpu (or mps) leaves one out. There is no silent skip: a simulator that cannot be built fails the run.
+MOE_METAL_DEVICES=cpu (or mps) selects one. Nothing is skipped silently: a simulator that cannot be built fails the run.
 """
 
 import math
@@ -13,18 +14,18 @@ import torch
 from cases import Case
 
 DEVICES = os.environ.get("MOE_METAL_DEVICES", "cpu,mps").split(",")
-SIMULATED = not torch.backends.mps.is_built()  # is_available() would make PyTorch keep its answer
+SIMULATED = not torch.backends.mps.is_built()  # not is_available(): PyTorch would cache its answer
 
-# The most work of a case in the fast set, in flops (an element of an argument counts for eight).
+# The maximum work of a case in the fast set, in flops (an element of an argument counts as eight).
 FAST = {"cpu": 4e6, "mps": 1e6 if SIMULATED else 2e9}
-MOST_FLOPS = {"cpu": math.inf, "mps": 1e9 if SIMULATED else math.inf}  # more would take the simulator minutes to hours
+MAX_FLOPS = {"cpu": math.inf, "mps": 1e9 if SIMULATED else math.inf}  # more would take the simulator minutes to hours
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # A shell's background jobs ignore Ctrl-C, and the commands that the tests start would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "cases(list): run with each of these cases on each device")
-    # Before any test module is imported: PyTorch looks for its mps half once, and keeps what it found.
+    # Before any test module is imported: PyTorch looks for its mps backend once, and caches the result.
     if SIMULATED and "mps" in DEVICES:
         import simulated
 
@@ -39,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             pytest.param(case, device, id=f"{case}-{device}", marks=marks(case, device))
             for case in marker.args[0]
             for device in DEVICES
-            if case.flops <= MOST_FLOPS[device] and not (fast_only and in_full_grid(case, device))
+            if case.flops <= MAX_FLOPS[device] and not (fast_only and in_full_grid(case, device))
         ]
         metafunc.parametrize("case, device", rows, indirect=["device"], scope="function")  # not sorted by device
     elif "device" in metafunc.fixturenames:
@@ -53,7 +54,7 @@ def marks(case: Case, device: str) -> list[pytest.MarkDecorator]:
 
 
 def in_full_grid(case: Case, device: str) -> bool:
-    """Whether the case is in the full grid alone."""
+    """Whether the case is only in the full grid."""
     if case.sample or device in case.fast_on:
         return False
     heavy = max(case.flops, 8 * case.elements) > FAST[device]
@@ -62,7 +63,7 @@ def in_full_grid(case: Case, device: str) -> bool:
 
 @pytest.fixture(scope="session")
 def mps() -> str:
-    """For tests of mps alone."""
+    """For tests that only run on mps."""
     if "mps" not in DEVICES:
         pytest.skip("MOE_METAL_DEVICES leaves mps out")
     return "mps"

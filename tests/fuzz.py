@@ -1,10 +1,10 @@
 """Fuzzes every op against the reference, on every device and instruction set: `make fuzz`.
 
-    python tests/fuzz.py --cases 20000             # a seed of its own, which it prints
-    python tests/fuzz.py --seed 7 --case avx2-123  # one case again, told in full
+    python tests/fuzz.py --cases 20000             # a random seed, which it prints
+    python tests/fuzz.py --seed 7 --case avx2-123  # repeat one case, with all details
 
-Cases run in child processes, so that one that kills its process or never ends is named, and the next ones run.
-fuzz_cases.py draws them, fuzz_checks.py judges them. MOE_METAL_DEVICES=cpu (or mps) leaves a device out.
+Cases run in child processes, so that a case that kills its process or hangs is reported, and the others still run.
+fuzz_cases.py draws the cases, fuzz_checks.py checks the results. MOE_METAL_DEVICES=cpu (or mps) selects a device.
 """
 
 import argparse
@@ -27,10 +27,10 @@ import torch
 from torch_moe_metal.library import FOLDER, cpu_isa
 
 HERE = Path(__file__).resolve().parent
-LEVELS = ("default", "avx2", "avx512")  # each machine that has one has those before it
-AT_ONCE = 2000  # cases of one child, which takes some seconds to start
+LEVELS = ("default", "avx2", "avx512")  # a machine that has one also has those before it
+AT_ONCE = 2000  # cases per child, which takes some seconds to start
 PROCESSES = min(os.cpu_count() or 1, 4)
-FAST_TO_MPS = 9  # so many cases on the CPU for each one on mps, where that is simulated
+FAST_TO_MPS = 9  # cases on the CPU for each one on the simulated mps
 WORKER = [sys.executable, "-X", "faulthandler", str(Path(__file__).resolve())]
 COMMAND = "make fuzz SEED={seed} CASE={target}-{number}"
 OUTCOMES = ("right", "refused", "failed")
@@ -44,7 +44,7 @@ def say(text: str) -> None:
 
 
 def instruction_sets() -> list[str]:
-    """Those that were built and that this machine has."""
+    """The instruction sets that were built and that this machine supports."""
     best = torch.backends.cpu.get_cpu_capability().lower()
     levels = LEVELS[: LEVELS.index(best) + 1] if best in LEVELS else LEVELS[:1]
     return [level for level in levels if (FOLDER / f"_cpu_{level}.so").exists()]
@@ -56,7 +56,7 @@ def targets() -> list[str]:
 
 
 def shares(found: list[str], cases: int) -> dict[str, list[int]]:
-    """The numbers of the cases that each target gets, in turn; the simulated mps gets fewer."""
+    """The numbers of the cases for each target; the simulated mps gets fewer."""
     fast = [target for target in found if target != "mps"]
     turns = found if torch.backends.mps.is_built() or not fast else fast * (FAST_TO_MPS // len(fast))
     turns = turns + ["mps"] * ("mps" in found and "mps" not in turns)
@@ -67,7 +67,7 @@ def shares(found: list[str], cases: int) -> dict[str, list[int]]:
 
 
 def work(target: str, seed: int, numbers: list[int]) -> None:
-    """Runs cases one after the other, and says before each that it begins, and after it how it ended."""
+    """Runs cases one after the other. Prints the number of each before it starts, and its outcome afterwards."""
     import fuzz_cases
     import fuzz_checks
 
@@ -89,10 +89,10 @@ def work(target: str, seed: int, numbers: list[int]) -> None:
             torch.set_num_threads(drawn.threads)
             print(fuzz_checks.check(drawn, device), flush=True)
         except Exception as error:
-            told = f"{drawn}\n{type(error).__name__}: {error}"
+            text = f"{drawn}\n{type(error).__name__}: {error}"
             if not isinstance(error, AssertionError) or len(numbers) == 1:
-                told += "\n" + traceback.format_exc()
-            print("failed", told.replace("\n", "\v"), flush=True)
+                text += "\n" + traceback.format_exc()
+            print("failed", text.replace("\n", "\v"), flush=True)
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -110,20 +110,20 @@ class Failure:
 class Tally:
     seed: int
     cases: int
-    command: str = COMMAND  # that runs a case again
+    command: str = COMMAND  # the command that repeats a case
     outcomes: collections.Counter = field(default_factory=collections.Counter)
     failures: list[Failure] = field(default_factory=list)
     start: float = field(default_factory=time.monotonic)
-    told: float = 0.0
+    reported: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, target: str, outcome: str) -> None:
         with self.lock:
             self.outcomes[target, outcome] += 1
-            if time.monotonic() - self.told > 5:
-                self.told = time.monotonic()
+            if time.monotonic() - self.reported > 5:
+                self.reported = time.monotonic()
                 done = self.outcomes.total()
-                say(f"{done} of {self.cases} cases, {len(self.failures)} failed, {self.told - self.start:.0f} s")
+                say(f"{done} of {self.cases} cases, {len(self.failures)} failed, {self.reported - self.start:.0f} s")
 
     def fail(self, target: str, number: int, text: str) -> None:
         with self.lock:
@@ -139,7 +139,7 @@ def child(target: str, seed: int, numbers: list[int], worker: list[str], errors)
     paths = (str(FOLDER.parent), os.environ.get("PYTHONPATH", ""))  # the parent's package
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= {"ATEN_CPU_CAPABILITY": target} if target in LEVELS else {}
-    environment |= {"OMP_WAIT_POLICY": "passive"}  # threads that wait leave the cores to the other children
+    environment |= {"OMP_WAIT_POLICY": "passive"}  # waiting threads leave the cores to the other children
     command = [*worker, "--child", target, "--seed", str(seed)]
     process = subprocess.Popen(
         command, cwd=HERE, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -150,7 +150,7 @@ def child(target: str, seed: int, numbers: list[int], worker: list[str], errors)
 
 
 def run_some(target: str, numbers: list[int], worker: list[str], tally: Tally) -> None:
-    """Runs cases in one child, or in more where cases kill it."""
+    """Runs cases in one child, or in several if cases kill it."""
     while numbers:
         with tempfile.TemporaryFile("w+") as errors:
             process = child(target, tally.seed, numbers, worker, errors)
@@ -168,12 +168,12 @@ def run_some(target: str, numbers: list[int], worker: list[str], tally: Tally) -
                     begun = None
             code = process.wait()
             errors.seek(0)
-            told = "\n".join(errors.read().splitlines()[-60:])
+            text = "\n".join(errors.read().splitlines()[-60:])
         if begun is not None:
-            tally.fail(target, begun, f"its process ended with {code}:\n{told}")
+            tally.fail(target, begun, f"its process ended with {code}:\n{text}")
             numbers = numbers[numbers.index(begun) + 1 :]
         elif code or numbers:
-            raise SystemExit(f"A child of {target} ended with {code} before its first case:\n{told}")
+            raise SystemExit(f"A child of {target} ended with {code} before its first case:\n{text}")
 
 
 def fuzz(
@@ -196,8 +196,8 @@ def fuzz(
         list(pool.map(lambda portion: run_some(*portion, worker, tally), portions))
     for target in found:
         counts = {outcome: tally.outcomes[target, outcome] for outcome in OUTCOMES}
-        told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-        say(f"{target}: {sum(counts.values())} cases: {told}")
+        text = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        say(f"{target}: {sum(counts.values())} cases: {text}")
     say(f"Seed {seed}: {len(tally.failures)} of {cases} cases failed, after {time.monotonic() - tally.start:.0f} s")
     for failure in tally.failures:
         say(f"FAILED: {tally.again(failure)}")
@@ -205,7 +205,7 @@ def fuzz(
 
 
 def one(seed: int, name: str) -> int:
-    """One case in a child of its own, whose words are shown as they come."""
+    """One case in a new child, whose output is shown."""
     target, _, number = name.rpartition("-")
     process = child(target, seed, [int(number)], WORKER, None)
     lines = process.stdout.read().replace("\v", "\n")

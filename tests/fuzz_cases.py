@@ -1,9 +1,9 @@
-"""Random calls of every op, each drawn from a seed and a number: what fuzz.py runs.
+"""Random calls of every op, each drawn from a seed and a number, for fuzz.py.
 
-What an op takes comes from the package's own tables: shapes, dtypes and optional arguments from arguments.py, options
-and their types from the signatures in reference.py, and a text option's values from the op's own message about a wrong
-one. So an op, an argument or an option that is new is fuzzed without a word here. A call is `good`, and must be right,
-or it was spoiled: then it may also be refused.
+The arguments come from the package's own tables: shapes, dtypes and optional arguments from arguments.py, options and
+their types from the signatures in reference.py, and the values of string options from the op's own error message. So
+new ops, arguments and options are fuzzed without a change here. A call is `good`, and its result must be right, or it
+was spoiled: then it may also raise.
 """
 
 import functools
@@ -35,12 +35,12 @@ from torch_moe_metal.arguments import (
 
 SIZES = (1, 1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 33, 61, 64, 67, 96, 127, 128, 129, 251, 256, 257, 509, 512, 521, 1021)
 SIZES_LARGE = (1024, 1031, 2048, 2053)
-NUMBERS = (0.25, 1.0, 1.702, 2.5, 7.0, 30.0)  # that every option which is a number takes
+NUMBERS = (0.25, 1.0, 1.702, 2.5, 7.0, 30.0)  # the values of numeric options
 
 
 @dataclass
 class Place:
-    """Where a tensor lies: a view of some flat memory, which other arguments may share."""
+    """The memory of a tensor: a view of some flat memory, which other arguments may share."""
 
     memory: Tensor
     size: tuple[int, ...]
@@ -54,7 +54,7 @@ class Place:
 
 @dataclass
 class Change:
-    """What is done to one argument, last of all."""
+    """The last change of an argument."""
 
     name: str
     what: str
@@ -69,9 +69,9 @@ class Call:
     options: dict
     good: bool = True
     changes: list[Change] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what was done to values and memory
-    threads: int = 1  # that PyTorch uses
-    beside: str = "nothing"  # what runs at the same time
+    notes: list[str] = field(default_factory=list)  # changes of values and memory
+    threads: int = 1  # the number of PyTorch's threads
+    alongside: str = "nothing"  # what runs at the same time
     mode: type = torch.no_grad
 
     def values(self) -> Args:
@@ -79,8 +79,8 @@ class Call:
         return {name: place.of(place.memory).contiguous().clone() for name, place in self.places.items()}
 
     def placed(self, device: str, changed_for: str | None = None) -> tuple[dict, list[Tensor]]:
-        """-> the arguments as the op gets them, and the memory that they lie in. Changes are those that another device
-        has, if it is named."""
+        """Returns the arguments of the op, and the memory that they use. `changed_for`: apply the changes of that
+        device."""
         memories: dict[int, Tensor] = {}
         args: dict[str, object] = {}
         for name, place in self.places.items():
@@ -95,7 +95,9 @@ class Call:
         return [change for change in self.changes if (change.what, device) not in NOT_THERE]
 
     def __str__(self) -> str:
-        lines = [f"{self.op}, {'good' if self.good else 'spoiled'}; threads: {self.threads}; beside: {self.beside}; "]
+        lines = [
+            f"{self.op}, {'good' if self.good else 'spoiled'}; threads: {self.threads}; alongside: {self.alongside}; "
+        ]
         lines[0] += f"{self.mode.__name__}; options: {self.options}"
         for name, place in self.places.items():
             lines.append(f"  {name}: {str(place.memory.dtype).removeprefix('torch.')} {list(place.size)}, strides ")
@@ -104,7 +106,7 @@ class Call:
         return "\n".join(lines + [f"  {note}" for note in self.notes])
 
 
-MISSING = object()  # instead of an argument that is not given at all
+MISSING = object()  # replaces an argument that is left out
 
 
 def draw(seed: int, number: int) -> Call:
@@ -131,8 +133,8 @@ def draw(seed: int, number: int) -> Call:
     for _ in range(rng.choice((0, 0, 1, 2))):
         notes.append(make_hostile(case, args, rng))
     for name in own_scales(case):
-        if rng.random() < 0.1 and format_of(name, options) != "ggml_mxfp4":  # whose greatest powers overflow
-            data = args[name]  # factors that are infinite, or NaN, among them
+        if rng.random() < 0.1 and format_of(name, options) != "ggml_mxfp4":  # its largest powers overflow
+            data = args[name]  # factors, including infinite ones and NaN
             generator = torch.Generator().manual_seed(rng.getrandbits(32))
             args[name] = torch.randint(256, data.shape, dtype=data.dtype, generator=generator)
             notes.append(f"{name}: random bytes")
@@ -154,7 +156,7 @@ def draw(seed: int, number: int) -> Call:
     if rng.random() < 0.2:
         spoil(call, rng)
     call.threads = rng.choice((1, 1, 2, 3, 7))
-    call.beside = rng.choice(("nothing",) * 18 + ("threads", "forks"))
+    call.alongside = rng.choice(("nothing",) * 18 + ("threads", "forks"))
     call.mode = rng.choice((torch.no_grad, torch.enable_grad, torch.inference_mode))
     return call
 
@@ -170,14 +172,14 @@ def draw_given(op: str, rng: random.Random) -> tuple[str, ...]:
 
 
 def draw_mask(mask: Tensor, rng: random.Random) -> Tensor:
-    """Of bools, or with keys that are barred by -inf; for all sequences, or all heads."""
+    """A mask of bools, or one that hides keys by -inf; for all sequences, or all heads."""
     mask = mask[: rng.choice((1, len(mask)))][:, : rng.choice((1, mask.shape[1]))]
     way = rng.choice(("added", "barred", "bool"))
     return mask > -0.5 if way == "bool" else mask.where(mask > -0.5, -inf) if way == "barred" else mask
 
 
 def draw_angles_and_norms(args: Args, rng: random.Random) -> None:
-    """Angles for all sequences, and weights of norms over all heads."""
+    """Angles for all sequences, and norm weights over all heads."""
     for name in ("cos", "sin"):
         args[name] = args[name][: rng.choice((1, len(args[name])))]
     for heads, name in (("q", "q_norm_weight"), ("k", "k_norm_weight")):
@@ -186,8 +188,8 @@ def draw_angles_and_norms(args: Args, rng: random.Random) -> None:
 
 
 def draw_format(op: str, rng: random.Random) -> dict:
-    """How the weights are packed, where there are any: format, bits, group and the dtype of the scales; and the format
-    of down, if it is another."""
+    """How weights are packed, if there are any: format, bits, group and the dtype of the scales; and the format of
+    down, if it differs."""
     dense = {"format": "dense", "bits": 4, "group": 1, "scale_dtype": None, "down_format": None}
     if not takes_formats(op) or rng.random() < 0.4:
         return dense
@@ -203,37 +205,37 @@ def draw_format(op: str, rng: random.Random) -> dict:
 
 
 def draw_name(rng: random.Random) -> str:
-    """One in two is of those that also have many widths, or scales of floats."""
+    """One in two is a format with many widths or with float scales."""
     return rng.choice(("affine", "mxfp4", "fp8", *[rng.choice(list(formats.FORMATS))] * 3))
 
 
 def group_size(packed: dict) -> int:
-    """What the option of this name may be beside 0."""
+    """The values of the option with this name other than 0."""
     row = formats.FORMATS.get(packed["format"])
     return 0 if row is None else row.scale_columns or packed["group"]
 
 
 def whole_columns(format: str, group: int) -> int:
-    """Of a format, with affine groups of so many."""
+    """A packing of this format, with this group size for affine."""
     row = formats.FORMATS.get(format)
     return 1 if row is None else group if row.is_affine else row.whole_columns
 
 
 def own_scales(case: Case) -> list[str]:
-    """The weights whose scales lie within their blocks."""
+    """The weights whose blocks contain their scales."""
     found = {name: formats.FORMATS.get(format_of(name, case.options)) for name in weights(case.op)}
     return [name for name, row in found.items() if row is not None and row.has_own_scales]
 
 
 def draw_dims(op: str, given: tuple[str, ...], rng: random.Random, packed: dict) -> dict[str, int]:
-    """Sizes for all letters: mostly small ones, now and then an output for which the CPU maps memory of its own. Packed
+    """Sizes for all letters: mostly small ones, sometimes an output for which the CPU uses cached memory. Packed
     columns are whole groups."""
     most = 10 ** rng.uniform(2, 6)
     dims = {letter: rng.choice(SIZES) for letter in "TEKHINSDV"} | {"B": rng.choice((1, 1, 2, 3))}
     dims["J"] = rng.choice((1, 1, 2, 5))
     if op == "rope":
         dims |= {"D": max(2, dims["D"]), "R": 1}
-    heads = rng.choice((1, 1, 2, 3, 8, 17))  # that use one of these
+    heads = rng.choice((1, 1, 2, 3, 8, 17))  # query heads that share one of these
     if rng.random() < 0.01:
         dims |= {"T": rng.choice(SIZES_LARGE), "K": 2, "E": 8} | dict.fromkeys("HI", rng.choice(SIZES_LARGE[:2]))
         most = 2e7 if op not in ("gate", "experts") else most
@@ -270,7 +272,7 @@ def draw_leading(T: int, rng: random.Random) -> tuple[int, ...]:
 
 @functools.cache
 def choices(op: str, option: str) -> tuple[str, ...]:
-    """The values of a text option, out of the message about a wrong one."""
+    """The values of a string option, from the error message about a wrong one."""
     case = Case(op, "choices", dict.fromkeys("TEKHINU", 2), options=dict.fromkeys(("top_k",), 2), hostile=True)
     options = {name: value for name, value in {"top_k": 2, "dtype": torch.float32}.items() if name in signature(op)}
     try:
@@ -301,7 +303,7 @@ def draw_options(op: str, dims: dict[str, int], rng: random.Random) -> dict:
         if types.NoneType in kinds and rng.random() < 0.3:
             options[name] = None
         elif name in ("format", "down_format", "bits", "dtype", "group_size"):
-            continue  # draw_format's
+            continue  # see draw_format
         elif bool in kinds:
             options[name] = rng.random() < 0.5
         elif str in kinds:
@@ -314,7 +316,7 @@ def draw_options(op: str, dims: dict[str, int], rng: random.Random) -> dict:
 
 
 def draw_choice(dims: dict[str, int], rng: random.Random) -> dict[str, int]:
-    """How many experts and groups are chosen: these depend on each other."""
+    """The numbers of selected experts and groups, which depend on each other."""
     E, K = dims["E"], dims["K"]
     n_group = rng.choice([n for n in range(1, E + 1) if E % n == 0]) if rng.random() < 0.4 else 1
     fewest = -(-K // (E // n_group))
@@ -329,16 +331,16 @@ FAR_IDS = (2**32, -(2**33), 2**63 - 1, -(2**63))
 
 
 def make_hostile(case: Case, args: Args, rng: random.Random) -> str:
-    """Changes one argument's values. -> what it did"""
+    """Changes one argument's values. Returns a description."""
     name = rng.choice([name for name in args if args[name].dtype not in (torch.uint8, torch.bool)] or [""])
     if not name:
         return "all is packed"
     tensor = args[name]
     if not tensor.is_floating_point():
-        args[name], told = hostile_ids(tensor, case.dims["E"], rng)
-        return f"{name}: {told}"
+        args[name], change = hostile_ids(tensor, case.dims["E"], rng)
+        return f"{name}: {change}"
     way = rng.choice(("some", "one", "equal", "scaled", "levels", "massive"))
-    if way == "massive" and tensor.numel():  # a column or two, as real activations have them
+    if way == "massive" and tensor.numel():  # a column or two, as in real activations
         power, columns = rng.choice((8, 14, 20, 40)), rng.sample(range(tensor.shape[-1]), min(2, tensor.shape[-1]))
         args[name] = tensor.float().index_fill(-1, torch.tensor(columns), 2.0**power).to(tensor.dtype)
         return f"{name}: 2^{power} in columns {columns}"
@@ -383,7 +385,7 @@ def contiguous(shape: torch.Size) -> tuple[int, ...]:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Memory of its own with its values."""
+    """Separate memory with its values."""
     return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
 
 
@@ -401,7 +403,7 @@ def place_all(case: Case, args: Args, rng: random.Random) -> dict[str, Place]:
 
 
 def place(tensor: Tensor, rng: random.Random, is_written: bool, in_rows: bool, even: bool) -> Place:
-    """`in_rows`: the bytes of a row lie side by side; `even`: from an even byte on."""
+    """`in_rows`: the bytes of a row are contiguous; `even`: rows begin at even bytes."""
     if even:
         return lay_out(tensor, rng.choice(("exact", "exact", "evenly contiguous", "evenly padded")), rng)
     kinds = ["exact", "exact", "contiguous", "padded", *([] if in_rows else ["strided", "transposed"])]
@@ -411,8 +413,8 @@ def place(tensor: Tensor, rng: random.Random, is_written: bool, in_rows: bool, e
 
 
 def lay_out(tensor: Tensor, kind: str, rng: random.Random | None = None) -> Place:
-    """exact: memory of just its size; expanded and overlapping: elements share memory, and so their values;
-    else between guards."""
+    """exact: memory of exactly its size; expanded and overlapping: elements share memory, and so their values; else
+    between guards."""
     if kind == "exact":
         return Place(flat(tensor), tuple(tensor.shape), contiguous(tensor.shape), 0, kind)
     if kind == "expanded":
@@ -433,7 +435,7 @@ def lay_out(tensor: Tensor, kind: str, rng: random.Random | None = None) -> Plac
 
 
 def share_memory(call: Call, rng: random.Random) -> None:
-    """Two arguments of one dtype in one memory: side by side, in turn, or one within the other."""
+    """Two arguments of one dtype in one memory: side by side, alternating, or one inside the other."""
     pairs = [
         (a, b)
         for a in call.places
@@ -449,7 +451,7 @@ def share_memory(call: Call, rng: random.Random) -> None:
     first, second = values[one], values[other]
     is_written = bool({one, other} & set(written(call.op)))
     if first.shape == second.shape and first.dim() and rng.random() < 0.6:
-        dim = rng.choice((-1, first.dim()))  # halves, or in turn
+        dim = rng.choice((-1, first.dim()))  # halves, or alternating
         both = torch.cat([first, second], -1) if dim == -1 else torch.stack([first, second], -1).flatten(-2)
         halves = both.chunk(2, -1) if dim == -1 else (both[..., ::2], both[..., 1::2])
         for name, half in zip((one, other), halves, strict=True):
@@ -466,7 +468,7 @@ def share_memory(call: Call, rng: random.Random) -> None:
 
 # ------------------------------------------------------------------------------------------------ kinds of tensors
 
-#: What PyTorch has besides plain tensors, with the same values.
+#: Kinds of tensors in PyTorch other than plain ones, with the same values.
 DRESSES: dict[str, Callable[[Tensor], Tensor]] = {
     "parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
     "lazy_clone": lambda t: torch._lazy_clone(t),
@@ -476,8 +478,8 @@ DRESSES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-#: PyTorch's own ops write through lazy clones on mps (pull request 150569), and mps has no copy to make of one. The
-#: simulated device forgets that a view is negative, and has no tensors without a storage.
+#: PyTorch's own ops write through lazy clones on mps (pull request 150569), and mps cannot copy them. The simulated
+#: device does not keep the negative bit of views, and has no tensors without a storage.
 NOT_THERE = [("lazy_clone", "mps"), ("mkldnn", "mps")]
 NOT_THERE += [] if torch.backends.mps.is_built() else [("negative_view", "mps"), ("sparse", "mps")]
 
@@ -526,7 +528,7 @@ OPTIONS: dict[type, tuple] = {
 
 
 def fits(what: str, tensor: Tensor) -> bool:
-    """Whether that can be done to a tensor of this shape."""
+    """Whether this change is possible for a tensor of this shape."""
     dims = {"cut": 1, "first token": 1, "no columns": 1, "no rows": 1, "one dim less": 1, "a million more": 1}
     dims |= {"transposed": 2, "endless": 2, "mkldnn": 1}
     enough = tensor.dim() >= dims.get(what, 0) and (tensor.numel() > 0 or what not in ("one dim less", "endless"))
@@ -549,7 +551,7 @@ def spoil(call: Call, rng: random.Random) -> None:
         else:
             name = rng.choice(list(call.places))
             fitting = [what for what in TENSORS if fits(what, call.values()[name])]
-            if (call.op, name) == ("attention", "v"):  # a legal width, which takes the simulated device minutes
+            if (call.op, name) == ("attention", "v"):  # a valid width, which takes the simulated device minutes
                 fitting.remove("a million more")
             what = rng.choice(fitting)
             call.changes = [change for change in call.changes if change.name != name]
@@ -557,7 +559,7 @@ def spoil(call: Call, rng: random.Random) -> None:
 
 
 def empty_letter(call: Call, rng: random.Random) -> None:
-    """Every tensor of one letter has none of it."""
+    """Makes all sizes of one letter 0."""
     letters = shapes(call.op, tuple(call.places), bool(call.options.get("transposed", False)))
     letter = rng.choice([letter for letter in "EKHIBAJSDVR" if any(letter in text for text in letters.values())])
     for name, text in letters.items():

@@ -1,11 +1,11 @@
-"""Fuzzes `from_pretrained` with broken checkpoints of every kind that we load: a part of `make fuzz`.
+"""Fuzzes `from_pretrained` with broken checkpoints of every supported kind: a part of `make fuzz`.
 
-    python tests/fuzz_checkpoints.py --cases 5000             # a seed of its own, which it prints
-    python tests/fuzz_checkpoints.py --seed 7 --case 123      # one case again, told in full
+    python tests/fuzz_checkpoints.py --cases 5000             # a random seed, which it prints
+    python tests/fuzz_checkpoints.py --seed 7 --case 123      # repeat one case, with all details
 
 A case changes one thing in a tiny checkpoint: a tensor, a header, an index, a file, or a value of config.json. Then
-either loading raises an error that names the file, or it reports what is missing or left over, or the logits are right:
-those of the whole checkpoint, or, where the model's configuration changed, of a dense model with the same change.
+loading must raise an error that names the file, or report missing or unexpected tensors, or the logits must be right:
+those of the unbroken checkpoint, or, if the model's configuration changed, of a dense model with the same change.
 """
 
 import argparse
@@ -37,20 +37,20 @@ import mlx_folders
 from tiny_models import tiny_model, tokens
 from torch_moe_metal import MoeMetalConfig, gguf
 
-SECONDS = 120  # that one case may take
+SECONDS = 120  # maximum time of a case
 TARGET = "checkpoints"
 WORKER = [sys.executable, "-X", "faulthandler", str(Path(__file__).resolve())]
-#: Where an error of transformers' own words would be ours.
+#: Errors in transformers' own words that should be ours.
 OURS = {"quantizer.py", "mlx.py", "integers.py", "config.py", "packed.py"}
 OURS |= {"gguf_quantizer.py", "gguf_config.py", "gguf_metadata.py", "gguf_architectures.py"}
-#: Of a quantization_config, what nothing in the files can tell to be wrong.
+#: Changes of a quantization_config that no file contradicts.
 UNCHECKED = {"checkpoint_format"}
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 ]
 ROUNDED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-# Both are legal of FP8 weights, so nothing could tell.
+# Both are valid for FP8 weights, so nothing contradicts them.
 BYTES = {torch.uint8, torch.float8_e4m3fn}
 
 
@@ -99,11 +99,11 @@ KINDS = {
 
 @dataclass
 class Whole:
-    """A checkpoint that nobody has broken yet, a dense one of the same numbers, and their logits."""
+    """An unbroken checkpoint, a dense one with the same values, and their logits."""
 
     folder: Path
     twin: Path
-    config: MoeMetalConfig | None  # that it is loaded with
+    config: MoeMetalConfig | None  # the configuration passed to from_pretrained
     logits: torch.Tensor
 
 
@@ -119,7 +119,7 @@ def whole(kind: str) -> Whole:
 
 
 def load(folder: Path, config: MoeMetalConfig | None = None):
-    """The model, and what transformers says of its weights."""
+    """The model, and transformers' report about its weights."""
     options = {"quantization_config": copy.deepcopy(config)} if config else {}
     options |= {"dtype": torch.float32, "device_map": "cpu", "output_loading_info": True}
     options |= {"gguf_file": "model.gguf"} if is_gguf(folder) else {}
@@ -140,12 +140,12 @@ def run(model) -> torch.Tensor:
 
 @dataclass
 class Change:
-    """What a case did, for those who read of it and for its judge."""
+    """The change of a case, for reports and for the check."""
 
-    told: str
-    rounds: bool = False  # numbers may have become others of less precision
-    setting: tuple | None = None  # the path of a value of config.json
-    read_before: bool = False  # by transformers, before it asks any quantizer
+    text: str
+    rounds: bool = False  # values may have lost precision
+    setting: tuple | None = None  # the path of a value in config.json
+    read_before: bool = False  # read by transformers before it calls any quantizer
 
 
 def change_tensor(random: random.Random, folder: Path) -> Change:
@@ -157,10 +157,10 @@ def change_tensor(random: random.Random, folder: Path) -> Change:
     ways += [scalar, flat, cut, repeated, emptied, one_more_side] if side is not None else []
     ways += [turned] if tensor.shape != tensor.shape[::-1] else []
     way = random.choice(ways)
-    told = way(random, tensors, name, tensor, side)
+    text = way(random, tensors, name, tensor, side)
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
     rounds = way is cast and {tensor.dtype, tensors[name].dtype} <= ROUNDED
-    return Change(f"{file.name}: {name} {way.__name__} {told or ''}", rounds)
+    return Change(f"{file.name}: {name} {way.__name__} {text or ''}", rounds)
 
 
 def missing(random, tensors, name, tensor, side) -> None:
@@ -171,7 +171,7 @@ def renamed(random, tensors, name, tensor, side) -> str:
     place = random.randrange(len(name))
     to = name[:place] + random.choice("0123456789abcdwx._") + name[place + random.randrange(2) :]
     same = {re.sub("[^0-9a-z]", ".", each) for each in (name, to)}
-    if to not in tensors and len(same) > 1:  # in transformers' patterns a dot stands for any character
+    if to not in tensors and len(same) > 1:  # in transformers' patterns a dot matches any character
         tensors[to] = tensors.pop(name)
     return to
 
@@ -184,7 +184,7 @@ def cast(random, tensors, name, tensor, side) -> str:
 
 def viewed(random, tensors, name, tensor, side) -> str:
     dtypes = [dtype for dtype in DTYPES if dtype.itemsize == tensor.dtype.itemsize and dtype != torch.bool]
-    dtypes = [dtype for dtype in dtypes if not {dtype, tensor.dtype} <= ROUNDED]  # which nothing could tell
+    dtypes = [dtype for dtype in dtypes if not {dtype, tensor.dtype} <= ROUNDED]  # nothing contradicts these
     tensors[name] = tensor.view(random.choice(dtypes))
     return str(tensors[name].dtype)
 
@@ -205,7 +205,8 @@ def flat(random, tensors, name, tensor, side) -> None:
 
 
 def cut(random, tensors, name, tensor, side) -> str:
-    """Codes by one alone: half of those of 8 bits are as many as of 4 bits, and a checkpoint may have both."""
+    """Change the number of codes by one: half of the codes of 8 bits are as many as of 4 bits, and a checkpoint may
+    have both."""
     half = tensor.shape[side] // 2 if tensor.dtype != torch.int32 else 0
     tensors[name] = tensor.narrow(side, 0, random.choice([half, max(0, tensor.shape[side] - 1)]))
     return str(list(tensors[name].shape))
@@ -231,7 +232,7 @@ def one_more_side(random, tensors, name, tensor, side) -> None:
 
 
 def change_bytes(random: random.Random, folder: Path) -> Change:
-    """The header, or how long the file is."""
+    """Change the header, or the length of the file."""
     file = random.choice(sorted(folder.glob("*.safetensors")))
     content = bytearray(file.read_bytes())
     header = 8 + int.from_bytes(content[:8], "little")
@@ -249,7 +250,7 @@ def change_bytes(random: random.Random, folder: Path) -> Change:
 
 
 def change_file(random: random.Random, folder: Path) -> Change:
-    """What is not a file, or not the one that the index tells."""
+    """Replace a file by something else, or by a file that the index does not expect."""
     file = random.choice(sorted(folder.glob("*.safetensors")))
     way = random.choice(["fifo", "folder", "gone", "empty", "index"])
     if way == "index":
@@ -264,9 +265,9 @@ def change_index(random: random.Random, folder: Path) -> Change:
     if not files:
         return Change("no index to change")
     index = json.loads(files[0].read_text())
-    told = change_value(random, index, keep=())
+    text = change_value(random, index, keep=())
     files[0].write_text(json.dumps(index))
-    return Change(f"{files[0].name}: {told}", read_before=True)
+    return Change(f"{files[0].name}: {text}", read_before=True)
 
 
 def change_config(random: random.Random, folder: Path) -> Change:
@@ -280,7 +281,7 @@ def change_config(random: random.Random, folder: Path) -> Change:
 
 
 def change_value(random: random.Random, config: dict, keep: tuple) -> tuple[tuple, object]:
-    """Another value somewhere in a dictionary, below a path in it."""
+    """Another value somewhere in a dictionary; returns its path."""
     path = list(keep)
     while True:
         inner = functools.reduce(lambda found, key: found[key], path, config)
@@ -304,7 +305,7 @@ def change_value(random: random.Random, config: dict, keep: tuple) -> tuple[tupl
 
 
 def change_gguf(random: random.Random, folder: Path) -> Change:
-    """The metadata, the table of tensors, or how long the file is."""
+    """Change the metadata, the table of tensors, or the length of the file."""
     file = folder / "model.gguf"
     content = bytearray(file.read_bytes())
     tensors = gguf.read(file).tensors.values()
@@ -339,7 +340,7 @@ CHANGES = [change_tensor] * 5 + [change_bytes] * 2 + [change_file] + [change_con
 
 
 def check(seed: int, number: int) -> tuple[str, str]:
-    """The outcome of a case, and what it was."""
+    """The outcome of a case, and its description."""
     drawn = random.Random(f"{seed}-{number}")
     kind = drawn.choice(sorted(KINDS))
     original = whole(kind)
@@ -348,11 +349,11 @@ def check(seed: int, number: int) -> tuple[str, str]:
         folder = Path(home) / "broken"
         shutil.copytree(original.folder, folder)
         change = way(drawn, folder)
-        told = f"{kind}: {change.told}"
+        text = f"{kind}: {change.text}"
         try:
-            return judge(original, folder, change), told
+            return judge(original, folder, change), text
         except Exception as error:
-            raise AssertionError(f"{told}\n{type(error).__name__}: {error}") from error
+            raise AssertionError(f"{text}\n{type(error).__name__}: {error}") from error
 
 
 def judge(original: Whole, folder: Path, change: Change) -> str:
@@ -364,9 +365,9 @@ def judge(original: Whole, folder: Path, change: Change) -> str:
     if any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
         return "refused"  # in transformers' report
     if not any(getattr(module, "packing", None) for module in model.modules()):
-        return "refused"  # left to transformers
+        return "refused"  # falls back to transformers
     logits, failed = attempt(lambda: run(model))
-    if is_gguf(folder):  # numbers and metadata may be others, and nothing else says so
+    if is_gguf(folder):  # values and metadata may differ, and nothing else contradicts them
         return "refused" if failed else "right"
     expected, tolerance = original.logits, 0.05 if change.rounds else 1e-4
     quantised = change.setting and change.setting[0] in ("quantization_config", "quantization")
@@ -399,7 +400,7 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def twin_of(original: Whole, folder: Path) -> Path:
-    """A dense model's folder with the same configuration but for its quantisation."""
+    """A dense model's folder with the same configuration, except its quantisation."""
     twin = folder.parent / "twin"
     shutil.copytree(original.twin, twin)
     config = json.loads((folder / "config.json").read_text())
@@ -410,7 +411,7 @@ def twin_of(original: Whole, folder: Path) -> Path:
 
 
 def expect_named(error: Exception, folder: Path, change: Change) -> None:
-    """It names a file of ours in one line; or it is transformers' own about what is not ours."""
+    """The error names a file in one line, or is transformers' own about other files."""
     text = str(error)
     if text.startswith("torch_moe_metal: "):
         assert str(folder) in text and "\n" not in text, f"an error without its file: {text}"
@@ -437,9 +438,9 @@ def work(seed: int, numbers: list[int]) -> None:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         try:
             with contextlib.redirect_stderr(io.StringIO()):
-                outcome, told = check(seed, number)
+                outcome, text = check(seed, number)
             if len(numbers) == 1:
-                print(told, file=sys.stderr)
+                print(text, file=sys.stderr)
             print(outcome, flush=True)
         except Exception as error:
             cause = "".join(traceback.format_exception(error.__cause__)) if len(numbers) == 1 else ""

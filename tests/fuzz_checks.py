@@ -1,4 +1,4 @@
-"""Whether a call of fuzz_cases.py did what it must: the right result, or a refusal that names what is wrong."""
+"""Checks whether a call of fuzz_cases.py did the right thing: the right result, or an error that names the cause."""
 
 import contextlib
 import os
@@ -20,16 +20,16 @@ from torch_moe_metal.formats import FORMATS
 from torch_moe_metal.reference import tolerance
 
 NOISE = 2.0**-20  # sixteen roundings of float32
-# The same of its smallest numbers. Apple's GPUs make 0 of numbers below 2^-126, and so do products of bfloat16 on
-# processors with AVX512-BF16 or AMX: nothing is sure of those there (-inf times 1e-40: seed 3100, avx512-70838).
+# The same for its smallest values. Apple's GPUs flush values below 2^-126 to 0, and so do products of bfloat16 on
+# processors with AVX512-BF16 or AMX, so any result is possible there (-inf times 1e-40: seed 3100, avx512-70838).
 LEAST_NOISE, FLUSHED = 2.0**-145, 2.0**-126
-MOST_ELEMENTS = 2**22  # of an argument of a spoiled call that the reference computes in time
-SANITIZED = "ASAN_OPTIONS" in os.environ  # tools/sanitize.py, which says why there are no forks then
-SECONDS = 600.0 if SANITIZED else 240.0  # that a case may take, on a busy machine
+MAX_ELEMENTS = 2**22  # maximum elements of an argument of a spoiled call, so that the reference is fast enough
+SANITIZED = "ASAN_OPTIONS" in os.environ  # tools/sanitize.py, which explains why there are no forks then
+SECONDS = 600.0 if SANITIZED else 240.0  # maximum time of a case, on a busy machine
 
 
 def check(drawn: Call, device: str) -> str:
-    """Runs it and raises AssertionError if it did wrong. -> right or refused"""
+    """Run it, and raise AssertionError if it did something wrong. Returns "right" or "refused"."""
     args, memories = drawn.placed(device)
     before = [bits(memory) for memory in memories]
     values = drawn.values() if drawn.good else contiguous_values(args)
@@ -41,14 +41,14 @@ def check(drawn: Call, device: str) -> str:
         refused(drawn, args, str(error), device)
         return "refused"
     untouched(drawn, device, memories, before, wrote=True)
-    if drawn.good or all(arg.numel() < MOST_ELEMENTS for arg in values.values() if isinstance(arg, Tensor)):
+    if drawn.good or all(arg.numel() < MAX_ELEMENTS for arg in values.values() if isinstance(arg, Tensor)):
         right(drawn, device, values, got)
     again(drawn, device, got)
     return "right"
 
 
 def run(drawn: Call, args: dict) -> list[Tensor]:
-    """The op's outputs, and copies of what it wrote."""
+    """The op's outputs, and copies of the tensors it wrote."""
     with drawn.mode():
         found = call(getattr(torch.ops.moe_metal, drawn.op), drawn.op, args, drawn.options)
     own = len(found) - len(written(drawn.op))
@@ -56,7 +56,7 @@ def run(drawn: Call, args: dict) -> list[Tensor]:
         assert output.is_contiguous(), f"an output has strides {output.stride()}"
         others = [arg for arg in args.values() if isinstance(arg, Tensor) and arg.layout == torch.strided]
         shared = [arg for arg in others if output.numel() and arg.numel() and address(arg) == address(output)]
-        assert not shared, "an output lies in the memory of an argument"
+        assert not shared, "an output uses the memory of an argument"
     return found[:own] + [tensor.detach().clone() for tensor in found[own:]]
 
 
@@ -65,16 +65,16 @@ def address(tensor: Tensor) -> int:
 
 
 def contiguous_values(args: dict) -> dict:
-    """What a spoiled call was given, on the CPU."""
+    """The arguments of a spoiled call, on the CPU."""
     found = {}
     for name, arg in args.items():
-        plain = isinstance(arg, Tensor) and arg.layout == torch.strided and arg.numel() < MOST_ELEMENTS
+        plain = isinstance(arg, Tensor) and arg.layout == torch.strided and arg.numel() < MAX_ELEMENTS
         found[name] = arg.detach().cpu().contiguous().clone() if plain else arg
     return found
 
 
 def untouched(drawn: Call, device: str, memories: list[Tensor], before: list[Tensor], wrote: bool) -> None:
-    """No memory has changed but that of what is written in place."""
+    """No memory has changed, except that of arguments written in-place."""
     changed = [place for place, memory in enumerate(memories) if not torch.equal(bits(memory), before[place])]
     if not changed:
         return
@@ -90,14 +90,14 @@ def untouched(drawn: Call, device: str, memories: list[Tensor], before: list[Ten
         place.of(old).copy_(place.of(memories[which]))
         before[which] = bits(old)
     for place, memory in enumerate(memories):
-        assert torch.equal(bits(memory), before[place]), "memory of an input, or beside it, has changed"
+        assert torch.equal(bits(memory), before[place]), "memory of an input, or next to it, has changed"
 
 
 # ------------------------------------------------------------------------------------------------ refusals
 
 
 def refused(drawn: Call, args: dict, message: str, device: str) -> None:
-    """The message names the op and an argument, and is the same on the CPU."""
+    """The message names the op and an argument, and is equal on the CPU."""
     large = {"endless", "a million more"}  # a copy of it may not fit into memory
     if any(change.what in large for change in drawn.changes) and re.search("allocat|bad_alloc", message):
         return
@@ -123,8 +123,8 @@ def neutral(message: str, device: str) -> str:
 
 
 def right(drawn: Call, device: str, values: Args, got: list[Tensor]) -> None:
-    """Equal to the reference in float64, wherever float32 can be. Beside bfloat16 tokens `experts` may round packed
-    weights to bfloat16, as its tiles do: that, too, is right, and far off where large terms cancel."""
+    """Equal to the reference in float64, as far as float32 allows. With bfloat16 tokens `experts` may round packed
+    weights to bfloat16, in its tiles: those results are right too, although they differ a lot if large terms cancel."""
     by_magnitudes(drawn, device, values, got)
     try:
         equal(drawn, device, values, drawn.options, got)
@@ -136,15 +136,15 @@ def right(drawn: Call, device: str, values: Args, got: list[Tensor]) -> None:
 
 
 def by_magnitudes(drawn: Call, device: str, values: Args, got: list[Tensor]) -> None:
-    """No element of a product with packed weights is further off than its own terms allow, however large the others of
-    its token or of its group are: those may meet weights that are 0."""
+    """The error of each element of a product with packed weights is limited by its own terms, however large other
+    elements of its token or group are: weights could be 0 there."""
     format, dtype = drawn.options.get("format", "dense"), got[0].dtype if got else None
     if drawn.op != "linear" or format in ("dense", None) or not drawn.good:
         return
     x, packing = values["x"].double(), {"format": format, "bits": drawn.case.bits, "dtype": torch.float64}
     data, scale, offset = values["weight"], values.get("scale"), values.get("offset")
     weight, row = reference.dequantize(data, scale, offset, **packing), FORMATS[format]
-    if row.is_affine:  # a number is a sum of two there, and so is a group's product
+    if row.is_affine:  # a value is a sum of two terms, and so is a group's product
         most = (scale.double().abs() * 2**drawn.case.bits + offset.double().abs()).repeat_interleave(
             drawn.case.group, 1
         )
@@ -155,7 +155,7 @@ def by_magnitudes(drawn: Call, device: str, values: Args, got: list[Tensor]) -> 
     else:
         most = weight.abs()
     bias = values["bias"].double() if "bias" in values else torch.zeros(())
-    # Many tokens meet weights that are rounded to their dtype on mps. Of the smallest numbers nothing is sure.
+    # On mps weights are rounded to the dtype of many tokens. Any result is possible for the smallest values.
     share = 8 * tolerance(torch.float32, drawn.case.longest_sum)
     share = max(share, torch.finfo(dtype).eps) if device == "mps" else share
     size, least = x.abs() @ most.mT + bias.abs(), 2.0**-126 * (x.abs().sum(-1, keepdim=True) + most.sum(-1))
@@ -168,7 +168,7 @@ def by_magnitudes(drawn: Call, device: str, values: Args, got: list[Tensor]) -> 
 
 
 def by_tiles(drawn: Call, values: Args) -> bool:
-    """Whether `experts` may multiply packed weights as tiles of bfloat16 (csrc/cpu/plan.h): many tokens for each."""
+    """Whether `experts` may multiply packed weights as tiles of bfloat16 (csrc/cpu/plan.h): many tokens per expert."""
     packed = any(format_of(name, drawn.options) != "dense" for name in weights(drawn.op))
     if drawn.op != "experts" or not packed or values["x"].dtype != torch.bfloat16:
         return False
@@ -205,11 +205,11 @@ def equal(drawn: Call, device: str, values: Args, options: dict, got: list[Tenso
     if not all(tensor.numel() for tensor in got) or clamps_infinity(values, options):
         return
     others = [likes, *(expected(op, noisy(values, device, seed, drawn.case.bits), options) for seed in (1, -1, 2, -2))]
-    # A token's experts are added one by one. Where they are alike, roundings go one way: not the root of their number
-    # counts then, all of it.
+    # A token's experts are added one by one. If they are similar, all roundings have the same direction, so errors grow
+    # with the number of experts, not with its square root.
     experts = any("K" in letters for letters in (*drawn.case.shapes.values(), *outputs(op)))
     longest = max(drawn.case.longest_sum, 4 * drawn.case.dims["K"] ** 2 * experts)
-    if not drawn.good:  # a row of norm's may then be a million long (seed 1, 80 of norm alone)
+    if not drawn.good:  # a row of norm may then have a million elements (seed 1, 80 of norm alone)
         longest = max([longest, *(v.shape[-1] for v in values.values() if isinstance(v, Tensor) and v.dim())])
     skipped = [unsure(w, g.dtype, [o[i] for o in others], longest) for i, (w, g) in enumerate(zip(want, got))]  # noqa: B905
     choices = [torch.ones_like(mask) for mask in skipped]
@@ -220,7 +220,7 @@ def equal(drawn: Call, device: str, values: Args, options: dict, got: list[Tenso
         rows = torch.stack(skipped).any(0).any(-1, keepdim=True) | ~chosen
         skipped = [rows.expand_as(mask) for mask in skipped]
     for i, (tensor, exact, chosen) in enumerate(zip(got, want, choices, strict=True)):
-        # In float64, too, gelu(-10) is 0; the kernels come nearer to -8e-23 (seed 2800, avx2-101023).
+        # In float64, too, gelu(-10) is 0; the kernels' result -8e-23 is closer (seed 2800, avx2-101023).
         tail = 2.0**-64 if options.get("activation") == "gelu" else 0.0
         too_small(tensor.cpu(), exact, [other[i] for other in others], chosen, longest, tail)
     known = [w.to(g.dtype).to(w.dtype) for g, w in zip(got, want, strict=True)]
@@ -235,7 +235,7 @@ def equal(drawn: Call, device: str, values: Args, options: dict, got: list[Tenso
             raise
         calls = [in_another_order(op, values, options, drawn.case.bits, seed) for seed in range(4)]
         likes = [expected(op, *shuffled, hostile=True)[0] for shuffled in calls]
-        # What they miss by half of what is allowed, the kernel may miss by all of it.
+        # Where they miss by half of the tolerance, the kernel may miss by all of it.
         doubtful = skipped[0] | unsure(want[0], likes[0].dtype, likes, longest, times=4)
         likes = [known[0].to(like.dtype).where(doubtful, like) for like in likes]
         got = [known[0].to(got[0].dtype).where(doubtful, got[0])]
@@ -243,19 +243,19 @@ def equal(drawn: Call, device: str, values: Args, options: dict, got: list[Tenso
 
 
 def near(got: list[Tensor], want: list[Tensor], likes: list[Tensor], longest: float, any_infinity: bool) -> None:
-    """As near as the worst of `likes`, which are what the reference says in float32."""
+    """As close as the worst of `likes`, which are results of the reference in float32."""
     far = [times_allowed(*pair) for pair in zip(likes, want, strict=True)]
     half = got[0].element_size() == 2
     longest = longest if half else max(longest, *(1024 * times**2 for times in far))
-    longest = 4 * max(longest, 1024)  # of 100,000 sums in float32 the unluckiest was off by 1.06 times what is usual
+    longest = 4 * max(longest, 1024)  # the worst of 100,000 float32 sums had 1.06 times the usual error
     roundings = max(1, 2 * max(far) - 1) if half else 1
     assert_matches(got, want[: len(got)], longest, any_infinity, roundings)
 
 
 def in_another_order(op: str, values: Args, options: dict, bits: int, seed: int) -> tuple[Args, dict]:
-    """The same product with its columns shuffled, and dense weights; of affine ones first the codes, then the offsets,
-    as kernels add those apart. In float32 its result is as good as the kernel's: far off where terms cancel, as
-    those of two columns of 2^20 do (seed 2800, default-86250), or the offsets' and the codes' (avx2-110506)."""
+    """The same product with shuffled columns and dense weights; for affine first the codes, then the offsets, which
+    kernels add separately. In float32 its result is as good as the kernel's: inexact if terms cancel, like two columns
+    of 2^20 (seed 2800, default-86250), or offsets and codes (avx2-110506)."""
     generator = torch.Generator().manual_seed(seed)
     if op == "attention":
         order = torch.randperm(values["q"].shape[-1], generator=generator)
@@ -264,7 +264,7 @@ def in_another_order(op: str, values: Args, options: dict, bits: int, seed: int)
     dense |= {"down_format": None} if op == "experts" else {}
 
     def columns(name: str) -> tuple[Tensor, Tensor]:
-        """-> its columns in their new order, and which of the input's columns each is."""
+        """Returns its columns in their new order, and the input's column for each."""
         data, scale, offset = (found.pop(part, None) for part in (name, *scale_names(name)))
         data = data.mT if options.get("transposed") else data
         packing = packing_of(name, options, bits)
@@ -297,8 +297,8 @@ def in_another_order(op: str, values: Args, options: dict, bits: int, seed: int)
 
 
 def clamps_infinity(values: Args, options: dict) -> bool:
-    """Whether a limit makes numbers of infinities, which are NaN where their signs differ: those of an infinite offset
-    do so with the signs of x, but a kernel multiplies the offset by the sum of x (seed 2858, mps-1271)."""
+    """Whether a limit makes infinite values finite that are NaN if their signs differ: products with an infinite offset
+    have the signs of x, but a kernel multiplies the offset by the sum of x (seed 2858, mps-1271)."""
     if options.get("limit") is None:
         return False
     offset, format = values.get("gate_up_offset"), format_of("gate_up", options)
@@ -307,17 +307,17 @@ def clamps_infinity(values: Args, options: dict) -> bool:
 
 
 def times_allowed(like: Tensor, want: Tensor) -> float:
-    """How far off the reference is in float32, by the tolerance. Roundings of equal terms, too, go one way, in whatever
-    order they are added: a sum of 512 is off by 1.0e-6, and by 1.1e-6 in PyTorch's float32 (seed 292264, avx2-155). A
-    score beside a mask of 2^20 is rounded to eighths (seed 2800, avx512-97109)."""
+    """The error of the reference in float32, relative to the tolerance. Roundings of equal terms have the same
+    direction in any order of summation: a sum of 512 has an error of 1.0e-6, and of 1.1e-6 in PyTorch's float32 (seed
+    292264, avx2-155). A score plus a mask of 2^20 is rounded to eighths (seed 2800, avx512-97109)."""
     finite = like.isfinite() & want.to(like.dtype).isfinite()
     if not like.is_floating_point() or not (error := (like.double() - want)[finite]).any():
         return 0
-    return min(float(error.norm() / want[finite].norm() / tolerance(like.dtype)), 8.0)  # `unsure` has the rest
+    return min(float(error.norm() / want[finite].norm() / tolerance(like.dtype)), 8.0)  # `unsure` covers the rest
 
 
 def noisy(values: Args, device: str, seed: int, bits: int) -> Args:
-    """With noise; that of -seed is the opposite, so that terms which cancel come out on either side."""
+    """With noise; that of -seed is the opposite, so that cancelling terms give results on both sides."""
     generator = torch.Generator().manual_seed(abs(seed))
 
     def shake(name: str, tensor: Tensor) -> Tensor:
@@ -327,7 +327,7 @@ def noisy(values: Args, device: str, seed: int, bits: int) -> Args:
         least = FLUSHED if flushed else LEAST_NOISE
         shaken = tensor.double() * (1 + NOISE * noise) + least * noise * (tensor != 0)
         scale = values.get(name.replace("offset", "scale"))
-        # An affine number is a sum of two, so one next to 0 is not as sure as it is small.
+        # An affine value is the difference of two terms, so one close to 0 is less exact than its size.
         if name.endswith("offset") and is_number(scale):
             shaken += NOISE * noise * 2**bits * scale.double()
         return shaken
@@ -336,7 +336,7 @@ def noisy(values: Args, device: str, seed: int, bits: int) -> Args:
 
 
 def unsure(want: Tensor, dtype: torch.dtype, others: list[Tensor], longest_sum: int, times: float = 8) -> Tensor:
-    """Where the reference itself comes to something else in float32, or from inputs that are off by roundings."""
+    """True where the reference itself gives another result in float32, or from inputs with rounding errors."""
     if not want.is_floating_point():
         return torch.stack([other != want for other in others]).any(0)
     finite = want.to(dtype).isfinite()
@@ -352,14 +352,14 @@ def unsure(want: Tensor, dtype: torch.dtype, others: list[Tensor], longest_sum: 
 
 
 def step(dtype: torch.dtype) -> float:
-    """Between the smallest numbers of a dtype: so coarse is what is as small as they are."""
+    """The distance of the smallest values of a dtype, which limits the precision of small results."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
 def too_small(got: Tensor, want: Tensor, others: list[Tensor], chosen: Tensor, longest_sum: int, more: float) -> None:
-    """What no relative error can judge: still, it is no number far from 0. A factor as small has few bits and makes the
-    reference in float32 wrong, too: a gate of 1.5e-43 beside 14242 both by 1.0e-41 (seed 17, avx512-19468). So does
-    noise: of a factor of 1e-40 beside a scale of 2^100, on mps (seed 2811, mps-757)."""
+    """True where relative errors are meaningless; the result must still be close to 0. So small a factor has few bits,
+    and makes the reference wrong in float32 too: a gate of 1.5e-43 next to 14242 by 1.0e-41 (seed 17, avx512-19468). So
+    does noise: for a factor of 1e-40 and a scale of 2^100, on mps (seed 2811, mps-757)."""
     if not want.is_floating_point():
         return
     limit = tolerance(got.dtype, longest_sum)
@@ -372,13 +372,13 @@ def too_small(got: Tensor, want: Tensor, others: list[Tensor], chosen: Tensor, l
 
 
 def clear(op: str, values: Args, options: dict) -> Tensor:
-    """[T] whether the choice of experts is clear."""
+    """[T] whether the selection of experts is clear."""
     first = next(iter(ARGUMENTS[op]))
     return clear_choice(op, values | {first: values[first].reshape(-1, values[first].shape[-1])}, options) & True
 
 
 def valid_ids(ids: Tensor, values: Args, options: dict) -> None:
-    """Whatever the logits are, K distinct experts."""
+    """K distinct experts for any logits."""
     (
         first,
         *_,
@@ -393,18 +393,18 @@ def valid_ids(ids: Tensor, values: Args, options: dict) -> None:
 
 
 def again(drawn: Call, device: str, first: list[Tensor]) -> None:
-    """The same bits, also beside threads that call the op and in a process that was forked meanwhile."""
+    """The same bits, also while threads call the op and in a process that was forked meanwhile."""
 
     def same() -> bool:
         return all(same_bits(a, b) for a, b in zip(run(drawn, drawn.placed(device)[0]), first, strict=True))
 
-    if drawn.beside == "nothing" or not drawn.good:
+    if drawn.alongside == "nothing" or not drawn.good:
         assert same(), "other bits in the second run"
         return
     wrong: list[str] = []
     with busy(same, wrong):
-        assert same(), "other bits beside threads"
-        if drawn.beside == "forks" and device == "cpu" and not SANITIZED:
+        assert same(), "other bits while threads run"
+        if drawn.alongside == "forks" and device == "cpu" and not SANITIZED:
             for _ in range(3):
                 forked(same)
     assert not wrong, wrong[0]
@@ -435,7 +435,7 @@ def busy(same, wrong: list[str]) -> Iterator[None]:
 
 
 def forked(same) -> None:
-    """In the child PyTorch may use one thread only: OpenMP's others are not there."""
+    """In the child PyTorch must use one thread, because OpenMP's other threads do not exist there."""
     child = os.fork()
     if child == 0:
         torch.set_num_threads(1)

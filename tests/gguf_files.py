@@ -1,9 +1,8 @@
-"""Tiny GGUF files as llama.cpp's converter writes them, and dense models of the numbers that a GGUF file holds.
+"""Tiny GGUF files as llama.cpp's converter writes them, and dense models with the values of a GGUF file.
 
-`write` does to a model of transformers what llama.cpp's conversion/*.py do: the names, the layouts and the metadata
-are written down here once more, from those files alone. `dense` goes the other way, for any file, whoever wrote it:
-`layout` only moves numbers, so that it moves their places as well, and these say where in the model each number of a
-file belongs.
+`write` converts a model of transformers like llama.cpp's conversion/*.py: names, layouts and metadata are implemented
+here independently, from those files alone. `dense` converts back, for any GGUF file: `layout` only moves elements, so
+it can also be applied to their positions, which then say where in the model each element of a file belongs.
 """
 
 import copy
@@ -33,7 +32,7 @@ Config = dict[str, Any]
 
 #: A key that the configuration of a family does not have.
 ABSENT = object()
-#: Rows of a multiple of 256 columns, which k-quants need.
+#: Rows with a multiple of 256 columns, for k-quants.
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -74,7 +73,7 @@ HUNYUAN_A13B = {
     "max_position_embeddings": 32768,
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
 }
-#: By architecture, and kind of it where there are several: the family, and what differs from SIZES and its defaults.
+#: By architecture, and its variant if there are several: the family, and differences from SIZES and its defaults.
 MODELS: dict[str, tuple[str, dict]] = {
     "qwen3moe": ("qwen3_moe", {}),
     "qwen3moe-yarn": ("qwen3_moe", {"rope_parameters": YARN}),
@@ -150,11 +149,11 @@ def model(name: str, **changes) -> torch.nn.Module:
     family, values = MODELS[name]
     values = COMMON | (FAMILIES | SAME_CODE).get(family, ({},))[0] | SIZES | values | changes
     present = {key: copy.deepcopy(value) for key, value in values.items() if value is not ABSENT}
-    config = AutoConfig.for_model(family, **present)  # which adds to the dicts that it gets
+    config = AutoConfig.for_model(family, **present)  # it changes the dicts that it gets
     found = AutoModelForCausalLM.from_config(config)
     computed = {name: buffer.clone() for name, buffer in found.named_buffers() if name not in found.state_dict()}
     for name, buffer in randomised(found).named_buffers():
-        if name in computed:  # from the configuration, as gemma4's embed_scale
+        if name in computed:  # computed from the configuration, like gemma4's embed_scale
             buffer.copy_(computed[name])
     return found
 
@@ -186,8 +185,8 @@ ARCHITECTURES = {
 
 
 def layout(model, tensors: Tensors, *, whole_kv_b: bool = False, fuse: Container[str] = ()) -> Tensors:
-    """A state dict in the names and layouts of a file. `whole_kv_b`: attn_kv_b in one piece, as files of before April
-    2025 have it. `fuse`: ffn_gate_up_exps and attn_qkv, the converter's options --fuse-gate-up-exps and --fuse-qkv."""
+    """A state dict in the names and layouts of a file. `whole_kv_b`: attn_kv_b in one piece, as in files before April
+    2025. `fuse`: ffn_gate_up_exps and attn_qkv, the converter's options --fuse-gate-up-exps and --fuse-qkv."""
     arch, config = ARCHITECTURES[model.config.model_type], model.config.to_dict()
     names = gguf.get_tensor_name_map(architecture_of(arch), config["num_hidden_layers"])
     found: Tensors = {}
@@ -205,7 +204,7 @@ def architecture_of(arch: str) -> gguf.MODEL_ARCH:
 
 
 def checkpoint_names(model, tensors: Tensors) -> Tensors:
-    """As `save_pretrained` writes them: most families' experts one by one. Without the head that is the embedding."""
+    """As written by `save_pretrained`: experts one by one for most families, and no head if it equals the embedding."""
     model._weight_conversions = None
     if model.config.tie_word_embeddings:
         tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
@@ -213,7 +212,7 @@ def checkpoint_names(model, tensors: Tensors) -> Tensors:
 
 
 def merged(tensors: Tensors) -> Tensors:
-    """Experts that stand one by one, as one tensor under the name without their number."""
+    """Single experts, stacked to one tensor under the name without their number."""
     found, experts = {}, {}
     for name, tensor in tensors.items():
         if expert := re.fullmatch(r"(.*\.experts\.)(\d+)\.(.*)", name):
@@ -232,7 +231,7 @@ RENAMED = {
     r"experts\.(gate_up_proj|down_proj)$": r"experts.\1.weight",
     r"experts\.(gate|up|down)_proj_bias$": r"experts.\1_proj.bias",
 }
-#: What has no name in gguf's table: what the converters form of the kind of tensor.
+#: Names that are not in gguf's table: the converters make them from the kind of tensor.
 FORMED = {
     r"model\.layers\.(\d+)\.router\.scale": r"blk.\1.ffn_gate_inp.scale",
     r"model\.layers\.(\d+)\.router\.per_expert_scale": r"blk.\1.ffn_down_exps.scale",
@@ -257,7 +256,8 @@ def unchanged(config: Config, name: str, tensor: Tensor) -> Iterator[tuple[str, 
 
 
 def of_llama(config: Config, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Rows of q and k in llama.cpp's order: the two halves of a head in turns. Granite's gate and up apart."""
+    """Rows of q and k in llama.cpp's order: alternately from the two halves of a head. Granite's gate and up are
+    split."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     if projection := re.search(r"\.([qk]_proj)\.(weight|bias)$", name):
         tensor = tensor.unflatten(0, (heads[projection[1]], 2, -1)).transpose(1, 2).flatten(0, 2)
@@ -270,7 +270,7 @@ def of_llama(config: Config, name: str, tensor: Tensor) -> Iterator[tuple[str, T
 
 
 def of_gpt_oss(config: Config, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Experts [E, N, C], gate and up apart: their rows stand in turns."""
+    """Experts [E, N, C] with separate gate and up, whose rows alternate."""
     if name.endswith("experts.gate_up_proj_bias"):
         yield name.replace("gate_up", "gate"), tensor[:, ::2]
         yield name.replace("gate_up", "up"), tensor[:, 1::2]
@@ -290,7 +290,7 @@ def of_llama4(config: Config, name: str, tensor: Tensor) -> Iterator[tuple[str, 
 
 
 def of_kv_b(config: Config, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Keys' and values' parts of every head; the keys' is transposed."""
+    """The parts of keys and values of every head; that of keys is transposed."""
     nope = config["qk_nope_head_dim"]
     k_b, v_b = tensor.unflatten(0, (config["num_attention_heads"], -1)).split([nope, config["v_head_dim"]], 1)
     yield name.replace("kv_b_proj", "k_b_proj"), k_b.mT
@@ -298,7 +298,7 @@ def of_kv_b(config: Config, name: str, tensor: Tensor) -> Iterator[tuple[str, Te
 
 
 def of_qwen3next(config: Config, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """q, k, v and z of each head of keys become those of all heads; the convolution has no empty dimension."""
+    """q, k, v and z of each key head become those of all heads; the convolution loses its empty dimension."""
     layer = re.search(r"layers\.(\d+)\.", name)
     if "in_proj_qkvz.weight" in name:
         values = config["linear_num_value_heads"] // config["linear_num_key_heads"] * config["linear_value_head_dim"]
@@ -312,7 +312,7 @@ def of_qwen3next(config: Config, name: str, tensor: Tensor) -> Iterator[tuple[st
 
 
 def of_qwen35(config: Config, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Heads of values: those that share a head of keys stand apart, as ggml repeats the keys."""
+    """Value heads: those that share a key head are not neighbours, because ggml repeats the keys."""
     keys, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
 
     def tiled(part: Tensor, rows: int) -> Tensor:
@@ -339,7 +339,7 @@ ARRANGED = {
     "qwen3next": of_qwen3next,
     "qwen35moe": of_qwen35,
 }
-#: What a fused tensor is put together of, and along which dimension.
+#: The parts of a fused tensor, and the dimension along which they are joined.
 FUSED = {
     "ffn_gate_up_exps.weight": (("ffn_gate_exps.weight", "ffn_up_exps.weight"), 1),
     "attn_qkv.weight": (("attn_q.weight", "attn_k.weight", "attn_v.weight"), 0),
@@ -348,7 +348,7 @@ FUSED = {
 
 
 def fused(tensors: Tensors, wanted: Callable[[str], bool]) -> Tensors:
-    """With the tensors that are wanted put together of their parts, where a layer has them."""
+    """With these tensors fused, in layers that have their parts."""
     found = dict(tensors)
     for layer in {name.split(".")[1] for name in tensors if name.startswith("blk.")}:
         for whole, (parts, dimension) in FUSED.items():
@@ -360,12 +360,12 @@ def fused(tensors: Tensors, wanted: Callable[[str], bool]) -> Tensors:
 
 # ------------------------------------------------------------------------------------------------ numbers
 
-#: Norms of Qwen's models with linear attention: a file has 1 more, but for those of linear attention's own.
+#: Norms of Qwen's models with linear attention: a file has 1 more, except in the norms of linear attention.
 ONE_MORE = re.compile(r"(.*attn_norm|.*post_attention_norm|.*attn_[qk]_norm|output_norm)\.weight")
 
 
 def to_file(arch: str, name: str, numbers: Tensor) -> Tensor:
-    """What is no matter of layout."""
+    """Changes of values, not of layout."""
     if arch in ("qwen3next", "qwen35moe"):
         if ONE_MORE.fullmatch(name):
             return numbers + 1
@@ -384,7 +384,7 @@ def from_file(arch: str, name: str, numbers: Tensor) -> Tensor:
 
 
 def dense(model, path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """The model with the numbers of a file, or of a file in parts; `path` names the first of them."""
+    """The model with the values of a file, or of a file in parts; `path` is the first of them."""
     arch = ARCHITECTURES[model.config.model_type]
     state = {name: tensor for name, tensor in model.state_dict().items()}
     counts = [0, *itertools.accumulate(tensor.numel() for tensor in state.values())]
@@ -431,7 +431,7 @@ def types_of(path: Path) -> dict[str, str]:
 
 # ------------------------------------------------------------------------------------------------ types
 
-#: Which tensors `write`'s types mean. llama.cpp keeps every other one in float32: norms, biases, routers.
+#: The tensors that `write`'s types apply to. llama.cpp keeps all others in float32: norms, biases, routers.
 ROLES = {
     "gate_up": r"blk\.\d+\.ffn_(gate|up|gate_up)_exps\.weight",
     "down": r"blk\.\d+\.ffn_down_exps\.weight",
@@ -440,12 +440,12 @@ ROLES = {
     "embedding": r"token_embd\.weight",
     "head": r"output\.weight",
 }
-#: Which types llama.cpp's Q4_K_M has, in every other layer.
+#: The types in llama.cpp's Q4_K_M, in every other layer.
 Q4_K_M = {"gate_up": "q4_k", "down": "q6_k", "dense": "q4_k", "attention": "q4_k", "embedding": "q4_k", "head": "q6_k"}
-#: What llama.cpp's quantize takes where rows are no multiple of 256 columns.
+#: The fallback of llama.cpp's quantize if rows are no multiple of 256 columns.
 NARROW = {"q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
-#: Types that gguf does not write: where a block's float16 factors are, and how large they are beside the first, so
-#: that the numbers of random bytes lie around 0.
+#: Types that gguf does not write: positions of a block's float16 factors, and their size relative to the first one, so
+#: that the values of random bytes are centred on 0.
 FACTORS = {
     "q2_k": {80: 1.0, 82: 1.5},
     "q3_k": {108: 1.0},
@@ -467,14 +467,14 @@ def type_of(name: str, shape: torch.Size, types: str | Mapping[str, str]) -> str
 
 
 def stored(numbers: Tensor, type: str, generator: np.random.Generator) -> np.ndarray:
-    """The bytes of a tensor. Of types that gguf does not write they are random, and so are the numbers."""
+    """The bytes of a tensor. For types that gguf does not write, they and the values are random."""
     if type in FACTORS:
         return random_blocks(numbers.shape, type, generator)
     return gguf.quants.quantize(numbers.float().contiguous().numpy(), GGMLQuantizationType[type.upper()])
 
 
 def random_blocks(shape: Iterable[int], type: str, generator: np.random.Generator) -> np.ndarray:
-    """Numbers whose variance is about 1 / columns."""
+    """Values with a variance of about 1 / columns."""
     *rows, columns = shape
     size, width = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[type.upper()]]
     blocks = generator.integers(0, 256, (math.prod(rows), columns // size, width), dtype=np.uint8)
@@ -493,7 +493,7 @@ def random_blocks(shape: Iterable[int], type: str, generator: np.random.Generato
 
 
 def metadata(config: Config, arch: str, whole_kv_b: bool = False) -> dict[str, Any]:
-    """The keys of an architecture, without its name in front."""
+    """The keys of an architecture, without its prefix."""
 
     def first(*names: str):
         return next((config[name] for name in names if config.get(name) is not None), None)
@@ -533,8 +533,8 @@ def of_rope(rope: Config) -> dict[str, Any]:
         found |= {"rope.scaling.type": full["rope_type"], "rope.scaling.factor": full["factor"]}
     if full["rope_type"] == "yarn":
         found["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
-        beside = {"attn_factor": "attention_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
-        found |= {f"rope.scaling.yarn_{key}": full.get(name) for key, name in beside.items()}
+        yarn = {"attn_factor": "attention_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+        found |= {f"rope.scaling.yarn_{key}": full.get(name) for key, name in yarn.items()}
         if full.get("mscale_all_dim") is not None:
             found["rope.scaling.yarn_log_multiplier"] = 0.1 * full["mscale_all_dim"]
     if "mrope_section" in rope:
@@ -543,7 +543,7 @@ def of_rope(rope: Config) -> dict[str, Any]:
 
 
 def of_mla(config: Config, whole_kv_b: bool) -> dict[str, Any]:
-    """llama.cpp takes it for one head of keys that is as wide as the rank; older files name the heads as they are."""
+    """For llama.cpp it is one key head as wide as the rank; older files have the real number of heads."""
     rank, turning = config["kv_lora_rank"], config["qk_rope_head_dim"]
     of_heads = {"key_length": config["qk_nope_head_dim"] + turning, "value_length": config["v_head_dim"]}
     lengths = {"key_length": rank + turning, "value_length": rank}
@@ -596,7 +596,7 @@ def of_qwen35_metadata(config: Config) -> dict[str, Any]:
 
 
 def of_glm4(config: Config) -> dict[str, Any]:
-    """The layers that predict a second token are counted among the others, even where their tensors are left out."""
+    """Layers for multi-token prediction are counted, even if their tensors are left out."""
     more = config.get("num_nextn_predict_layers", 0)
     return of_leading_dense(config) | {
         "block_count": config["num_hidden_layers"] + more,
@@ -632,7 +632,7 @@ def of_granite(config: Config) -> dict[str, Any]:
 
 
 def of_gemma4(config: Config) -> dict[str, Any]:
-    """Sizes of the layers that see everything; those with a window have their own."""
+    """Sizes of the layers with full attention; those with a window have their own."""
     windows = [kind == "sliding_attention" for kind in config["layer_types"]]
     full = config["per_layer_config"]
     full = full.get(windows.index(False)) or full[str(windows.index(False))]
@@ -676,7 +676,7 @@ def of_ernie(config: Config) -> dict[str, Any]:
 
 
 def of_hunyuan(config: Config) -> dict[str, Any]:
-    """A13B's angles are slowed down by alpha, with a length that its configuration does not have."""
+    """A13B's angles are scaled by alpha, with a length that is not in its configuration."""
     rope, size = config["rope_parameters"], config["hidden_size"] // config["num_attention_heads"]
     slowed = {
         "rope.freq_base": rope["rope_theta"] * rope.get("alpha", 1000) ** (size / (size - 2)),
@@ -693,7 +693,7 @@ def of_hunyuan(config: Config) -> dict[str, Any]:
     }
 
 
-#: What an architecture adds to the common keys, or has in their place.
+#: Keys of an architecture in addition to the common keys, or instead of them.
 METADATA = {
     "qwen3moe": of_qwen,
     "qwen2moe": of_qwen,
@@ -719,7 +719,7 @@ METADATA = {
 
 
 def rope_factors(config: Config, arch: str) -> np.ndarray | None:
-    """Of each pair of a head: gemma4's do not turn but for the first ones; llama3's are slowed down by their length."""
+    """For each pair of a head: in gemma4 only the first ones rotate; llama3's are scaled by their wavelength."""
     rope = config["rope_parameters"].get("full_attention", config["rope_parameters"])
     if arch == "gemma4":
         pairs = of_gemma4(config)["attention.key_length"] // 2
@@ -745,7 +745,7 @@ TEMPLATE = (
 
 
 def vocabulary() -> list[str]:
-    """99 tokens, as many as the tiny models have: most of ASCII, in the letters that byte-level BPE writes it in."""
+    """99 tokens, as many as the tiny models have: most of ASCII, in the letters of byte-level BPE."""
     letters = [chr(code) for code in range(33, 127) if chr(code) not in "@^`~\\#"] + ["Ġ", "Ċ"]
     letters += [merge.replace(" ", "") for merge in MERGES]
     rest = iter(letters)
@@ -753,7 +753,7 @@ def vocabulary() -> list[str]:
 
 
 def add_tokenizer(writer: GGUFWriter, size: int = 0) -> None:
-    """`size`: of a larger vocabulary, in which every further token is its number."""
+    """`size`: of a larger vocabulary, in which each additional token is its number."""
     tokens = vocabulary()
     tokens += [f"<{i}>" for i in range(len(tokens), size)]
     kinds = [gguf.TokenType.CONTROL if token in SPECIAL.values() else gguf.TokenType.NORMAL for token in tokens]
@@ -769,7 +769,7 @@ def add_tokenizer(writer: GGUFWriter, size: int = 0) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """The same as files of transformers."""
+    """The same as transformers' files."""
     model = {"type": "BPE", "vocab": {token: i for i, token in enumerate(vocabulary())}, "merges": MERGES}
     levels = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -801,11 +801,11 @@ def write(
     tokenizer: bool = True,
     seed: int = 0,
 ) -> Path:
-    """A model as a file, or in parts of `tensors_per_file`; returns the path of the first. `types` are ggml's, in
-    small letters: one for all matrices, or by ROLES or names of tensors; what they do not name is float32.
-    `second_token` adds the layer that predicts one, as GLM's and Qwen's files have it; `extra` are more tensors.
-    `metadata_changes`: keys, in full, with other values; None leaves a key out. Big-endian files have their blocks'
-    factors as in others, as llama.cpp's converter writes them."""
+    """Write a model as a file, or in parts of `tensors_per_file`. Returns the path of the first. `types` are ggml's, in
+    lower case: one for all matrices, or by ROLES or names of tensors; all others are float32. `second_token` adds the
+    layer for multi-token prediction of GLM's and Qwen's files; `extra` are additional tensors. `metadata_changes`: full
+    keys with other values; None removes a key. In big-endian files the factors of blocks are little-endian, as
+    llama.cpp's converter writes them."""
     config, arch = model.config.to_dict(), ARCHITECTURES[model.config.model_type]
     numbers = layout(model, model.state_dict(), whole_kv_b=whole_kv_b, fuse=fuse)
     values = metadata(config, arch, whole_kv_b)
@@ -841,7 +841,7 @@ def packed(
 
 
 def of_second_token(tensors: Tensors, config: Config) -> Tensors:
-    """The tensors of one more layer, which are those of the last one once more, and of what leads to it."""
+    """The tensors of one more layer: those of the last layer again, and its additional inputs."""
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     last = {name: tensor for name, tensor in tensors.items() if name.startswith(f"blk.{layers - 1}.")}
     own = {"eh_proj": torch.randn(hidden, 2 * hidden) * 0.05}
@@ -870,7 +870,7 @@ def written(writer: GGUFWriter, path: Path, version: int) -> Path:
     count = len(writer.fout)
     writer.close()
     path = path if count == 1 else path.with_name(gguf.SHARD_NAME_FORMAT.format(path.stem, 1, count))
-    if version != 3:  # which differs from 2 in nothing else
+    if version != 3:  # version 2 differs in nothing else
         for file in files_of(path):
             data = bytearray(file.read_bytes())
             data[4:8] = version.to_bytes(4, "little")

@@ -1,4 +1,4 @@
-"""Exceptions at every line that a change of a model runs through."""
+"""Raises exceptions at every line that runs while a model is changed."""
 
 import sys
 from collections import Counter
@@ -11,14 +11,14 @@ import transformers
 import torch_moe_metal
 
 HOME = Path(torch_moe_metal.__file__).parent
-#: Whose lines are meant: ours that change modules, and those of PyTorch and transformers that they go through.
+#: The files whose lines count: our own that change modules, and the code of PyTorch and transformers that they call.
 FILES = {str(path) for path in (HOME / "layers.py", HOME / "nn.py", HOME / "transaction.py")}
 FILES |= {str(path) for path in (HOME / "transformers").rglob("*.py")}
 FILES |= {torch.nn.modules.module.__file__, transformers.quantizers.base.__file__}
 
 
 class Lines:
-    """Counts these lines while they run, and raises at one of them, the nth time."""
+    """Counts these lines while they run, and raises at one of them when it runs for the nth time."""
 
     def __init__(self, at: tuple[str, int] | None = None, nth: int = 0, error: type[BaseException] = KeyboardInterrupt):
         self.at, self.nth, self.error, self.seen = at, nth, error, Counter()
@@ -46,8 +46,8 @@ class Lines:
 def interrupted(
     make: Callable[[], torch.nn.Module], act: Callable, every: int = 1
 ) -> Iterator[tuple[str, torch.nn.Module, bool]]:
-    """New models of `make`, each interrupted by an exception at another line of `act(model)`, the first or last time
-    that it runs, with the line's name, and whether the exception came out. `every`: one line of so many."""
+    """Makes models with `make` and interrupts `act(model)` in each at another line, when it runs for the first or last
+    time. Yields the model, the line's name, and whether the exception was raised. `every`: only one line of so many."""
     with Lines() as lines:
         act(make())
     places = [(place, nth, times) for place, times in lines.seen.items() for nth in sorted({1, times})]

@@ -1,4 +1,4 @@
-"""Wrong requests to the server, drawn from a seed: each is a right one with a single fault."""
+"""Malformed requests to the server, drawn from a seed: each is a valid one with a single fault."""
 
 import json
 from collections.abc import Iterator
@@ -133,7 +133,7 @@ def draw(random: Random) -> Case:
 
 
 def damaged(random: Random, body: bytes) -> bytes:
-    """The body with a byte lost, doubled or changed, or with its end missing, so that it is JSON no more."""
+    """The body with a byte lost, doubled or changed, or truncated, so that it is not JSON."""
     while True:
         at = random.randrange(len(body))
         wrong = random.choice(

@@ -1,4 +1,4 @@
-"""What `mlx_lm.convert -q` writes of tiny random models, and the logits that mlx-lm itself computes."""
+"""Folders of tiny random models written by `mlx_lm.convert -q`, and the logits of mlx-lm itself."""
 
 import contextlib
 import importlib
@@ -20,14 +20,14 @@ from tiny_models import tiny_model
 
 SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 192, "moe_intermediate_size": 64}
 LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
-#: What the families need beside SIZES, for groups of 64 columns.
+#: Sizes of the families in addition to SIZES, for groups of 64 columns.
 CHANGES = {
     "qwen3_next": {"shared_expert_intermediate_size": 64},
     "mixtral": {"intermediate_size": 64, "head_dim": 32},
     "olmoe": {"intermediate_size": 64, "head_dim": 32},
     "qwen2_moe": {"shared_expert_intermediate_size": 64, "head_dim": 32},
     "minimax_m2": {"intermediate_size": 64},
-    # mlx-lm's YaRN rounds the ends of its ramp, which gpt-oss's own and transformers' does not: plain RoPE.
+    # mlx-lm's YaRN rounds the ends of its ramp, gpt-oss's own and transformers' do not: so it is plain RoPE.
     "gpt_oss": {"intermediate_size": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
     "deepseek_v3": LATENT,
     "glm4_moe_lite": LATENT,
@@ -35,7 +35,7 @@ CHANGES = {
     "gemma4": {"tie_word_embeddings": True},
     "qwen3_5_moe": {"shared_expert_intermediate_size": 64},
 }
-#: What published configurations say, and mlx-lm asks for, where transformers 5 writes other words.
+#: Entries of published configurations that mlx-lm needs, and that transformers 5 writes differently.
 PUBLISHED = {
     "qwen3_moe": {"num_experts": 8},
     "qwen3_next": {"full_attention_interval": 2},
@@ -49,7 +49,7 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-#: Models of more than text, of which mlx-lm takes the language model alone, by that one's family.
+#: Multimodal models, of which mlx-lm supports only the language model, by the family of that.
 NESTED = {"gemma4": "gemma4_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
@@ -80,7 +80,7 @@ def rope(config: dict) -> dict:
 
 
 def source(folder: Path, family: str, **changes) -> Path:
-    """A dense checkpoint as it is published; of gpt-oss, whose experts mlx-lm takes in MXFP4 alone, that."""
+    """A dense checkpoint in its published form; for gpt-oss the MXFP4 one, because mlx-lm supports only that."""
     sizes = SIZES | CHANGES.get(family, {}) | changes
     if family == "gpt_oss":
         checkpoints.gpt_oss(folder, **sizes)
@@ -98,7 +98,7 @@ def source(folder: Path, family: str, **changes) -> Path:
 
 
 def convert(folder: Path, family: str, changes: dict | None = None, **options) -> Path:
-    """The same in the form that mlx-lm gives it; `options` are those of mlx_lm.convert."""
+    """The same, converted by mlx-lm; `options` are those of mlx_lm.convert."""
     mx.set_default_device(mx.cpu)
     dense = source(folder / "dense", family, **changes or {})
     with contextlib.redirect_stdout(io.StringIO()):
@@ -107,7 +107,7 @@ def convert(folder: Path, family: str, changes: dict | None = None, **options) -
 
 
 def command(folder: Path, family: str, *arguments: str, **changes) -> Path:
-    """The same by mlx-lm's own command, with these arguments and no others."""
+    """The same, converted by mlx-lm's command with exactly these arguments."""
     mx.set_default_device(mx.cpu)
     dense, to = source(folder / "dense", family, **changes), folder / "mlx"
     line = ["mlx_lm.convert", "--hf-path", str(dense), "--mlx-path", str(to), "-q", *arguments]
@@ -117,7 +117,7 @@ def command(folder: Path, family: str, *arguments: str, **changes) -> Path:
 
 
 def with_its_configuration(saved: Path, folder: Path) -> Path:
-    """A model that transformers saved, for mlx-lm: transformers' configuration has other words for some things."""
+    """A model saved by transformers, for mlx-lm: transformers' configuration uses other names for some entries."""
     config = json.loads((folder / "config.json").read_text())
     written = json.loads((saved / "config.json").read_text())
     config |= {key: written.get(key) for key in ("quantization", "quantization_config")}

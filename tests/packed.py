@@ -1,4 +1,4 @@
-"""Random weights in every packed format, with scales in float32 where a format leaves the choice."""
+"""Random weights in every packed format, with float32 scales if a format has a choice."""
 
 from gguf import GGMLQuantizationType
 
@@ -13,5 +13,5 @@ PACKINGS = [*AFFINE.values(), MXFP4, FP8]
 
 
 def gguf_type(format: str) -> GGMLQuantizationType:
-    """What the `gguf` package calls one of our formats."""
+    """The `gguf` package's type of one of our formats."""
     return GGMLQuantizationType[format.removeprefix("ggml_").upper()]

@@ -44,7 +44,7 @@ TEMPLATE = (
 
 
 def tokenizer(pieces: Sequence[str] = (), template: str = TEMPLATE) -> PreTrainedTokenizerFast:
-    """Each ASCII letter is a token, and so is each of these pieces."""
+    """A tokenizer with a token for each ASCII letter, and for each of these pieces."""
     made = Tokenizer(BPE({word: i for i, word in enumerate([*LETTERS, *SPECIAL])}, []))
     made.decoder = decoders.Fuse()
     made.add_special_tokens(SPECIAL)

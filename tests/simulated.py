@@ -1,4 +1,4 @@
-"""This project on the simulated Metal: what metal_sim builds of it."""
+"""This project on the simulated Metal device: builds it with metal_sim."""
 
 import os
 import subprocess
@@ -20,9 +20,10 @@ PROJECT = metal_sim.Project(
 
 
 def load() -> None:
-    """The mps device, and this project's mps kernels on it. Safe to call again.
+    """Load the mps device, and this project's mps kernels on it. Further calls do nothing.
 
-    Here a kernel takes clang seconds, so none is compiled that nobody launches, unless a test wants that."""
+    Kernels are compiled only when they are launched, because each takes clang seconds, unless a test needs
+    otherwise."""
     os.environ.setdefault("MOE_METAL_WARM_UP", "0")
     metal_sim.load(PROJECT)
 
@@ -33,7 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch, torch_moe_metal, simulated, metal_sim
 from torch_moe_metal import glu, norm_add
 
-def told(call, *args):  # the error
+def message_of(call, *args):  # the error
     try:
         call(*args)
     except RuntimeError as error:
@@ -46,15 +47,16 @@ x = torch.ones(1, 64, device="mps")
 
 
 def lines_of(script: str, compiler: str | None = None, folder: Path | None = None) -> list[str]:
-    """What a script prints behind START, in a process of its own, where no shader is compiled yet. `compiler` is a
-    shell script to compile them with, in `folder`."""
+    """The output of a script after START, in a new process that has compiled no shader yet. `compiler` is a shell
+    script that compiles shaders, in `folder`."""
     environment, start = os.environ.copy(), START
     if compiler is not None:
         program = folder / "compiler"
         program.write_text(f"#!/bin/sh\ncd {folder}\n{compiler}")
         program.chmod(0o755)
         environment["METAL_SIM_CACHE"] = str(folder / "cache")
-        start += f"os.environ['METAL_SIM_CXX'] = {str(program)!r}\n"  # only now: the device is built with clang
+        # after the import: the device itself is built with clang
+        start += f"os.environ['METAL_SIM_CXX'] = {str(program)!r}\n"
     run = [sys.executable, "-c", start + script]
     done = subprocess.run(run, cwd=Path(__file__).parent, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

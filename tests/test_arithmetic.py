@@ -1,4 +1,4 @@
-"""What Apple's GPUs may compute otherwise than the simulated one, played by it: what must stay right, and what not."""
+"""Arithmetic of Apple's GPUs that differs from the simulated one, emulated by it: which results stay right."""
 
 import pytest
 
@@ -15,13 +15,13 @@ for op, dtype, tokens, format in {checks}:
 
 
 def checked(*checks: tuple[str, str, int, str]) -> dict[tuple[str, str], str]:
-    """What doctor says of an op in a format."""
+    """doctor's result for an op in a format."""
     lines = [line.split(" ", 2) for line in lines_of(CHECKS.format(checks=checks))]
     return {(op, format): said for op, format, said in lines}
 
 
-def test_flushed_halves_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The canary: codes of packed weights are subnormal halves, and a GPU without those would make them 0."""
+def test_flushed_halves_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes of packed weights are subnormal halves; a GPU that flushes those to 0 must be detected."""
     monkeypatch.setenv("METAL_SIM_ARITHMETIC", "flush_half")
     formats = ("dense", "affine", "mxfp4", "fp8")
     said = checked(*(("dequantize", "float32", 5, format) for format in formats))
@@ -34,7 +34,7 @@ def test_flushed_halves_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_flushed_floats_and_contracted_products_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apple's GPUs have no subnormal floats, and may round a * b + c once."""
+    """Apple's GPUs flush subnormal floats, and may round a * b + c once."""
     monkeypatch.setenv("METAL_SIM_ARITHMETIC", "flush_float,contract")
     packed = [("experts", "bfloat16", T, format) for T in (5, 50) for format in ("affine", "mxfp4", "fp8", "q4_k")]
     dense = [(op, "float32", 5, "dense") for op in ("gate", "experts", "norm_add", "attention", "glu", "rope")]

@@ -1,7 +1,7 @@
-"""Packed weights on an emulated ARM processor, compiled as for a Mac: the tests of the CPU's readers, unchanged.
+"""Packed weights on an emulated ARM processor, compiled as for a Mac: the unchanged tests of the CPU's readers.
 
-arm/build.py compiles the ops and arm/emulated.py sends the tests' calls to them. Then readers are broken on purpose,
-one line at a time, and the test named by each must fail. On an ARM processor all tests run these readers anyway.
+arm/build.py compiles the ops, and arm/emulated.py sends the tests' calls to them. Then readers are broken, one line at
+a time, and the test in each row must fail. On an ARM processor all tests use these readers anyway.
 """
 
 import os
@@ -20,11 +20,11 @@ from test_mutated_cpu_readers import changed
 
 TESTS = Path(__file__).resolve().parent
 CHOSEN = (
-    "dequantize_ or linear_is or experts_are or few_tokens or small_scale or affine_scale or infinite_scale or "
-    "every_scale or apart or equals_the_reference and sample and (experts or linear or dequantize)"
+    "dequantize_ or linear_equals or experts_equal or few_tokens or small_scale or affine_scale or infinite_scale or "
+    "every_scale or separate or equals_the_reference and sample and (experts or linear or dequantize)"
 )
 emulated = [
-    pytest.mark.slow,  # by `make test-arm` alone: it needs qemu and the aarch64 wheel of torch
+    pytest.mark.slow,  # only by `make test-arm`: it needs qemu and the aarch64 wheel of torch
     pytest.mark.skipif(platform.machine() in ("arm64", "aarch64"), reason="all tests run on ARM here"),
     pytest.mark.timeout(1800),
 ]
@@ -37,23 +37,23 @@ class Fault:
     line: str
     broken: str
     reached: str  # the file that is compiled again
-    test: str  # that fails
+    test: str  # the test that must fail
 
     def __str__(self) -> str:
         return self.name
 
 
-GGUF = "test_ggml.py::test_dequantize_is_gguf"
+GGUF = "test_ggml.py::test_dequantize_equals_gguf"
 FAULTS = [
     Fault("nibble_twice", "codes.h", "vsliq_n_u16(both, both, 4)", "vsliq_n_u16(both, both, 0)", "affine_rows",
-          "test_quantized.py::test_dequantize_affine_is_mlx"),
+          "test_quantized.py::test_dequantize_affine_equals_mlx"),
     Fault("sign_of_a_code", "codes.h", "is_signed ? vcvtq", "!is_signed ? vcvtq", "ggml_32_rows", GGUF),
     Fault("digit_lost", "integer_dots.h", "low = vcvtq_f32_s32(all[2])", "low = vdupq_n_f32(0)", "affine_rows",
           "test_quantized.py::test_few_tokens_of_any_magnitude"),
     Fault("rest_lost", "integer_dots.h", "if (rests > 0)", "if (false)", "float_rows",
           "test_quantized.py::test_few_tokens_with_a_number_that_no_weight_uses"),
     Fault("beyond_the_last_byte", "codes.h", "vmovl_u8(vld1_u8(from))", "vmovl_u8(vget_low_u8(vld1q_u8(from)))",
-          "affine_rows", "test_quantized.py::test_dequantize_affine_is_mlx"),
+          "affine_rows", "test_quantized.py::test_dequantize_affine_equals_mlx"),
 ]  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def test_packed_weights_on_arm(program: Path):
 
 @marked
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_a_broken_reader_is_seen(program: Path, fault: Fault, tmp_path: Path):
+def test_broken_readers_are_detected(program: Path, fault: Fault, tmp_path: Path):
     sources = tmp_path / "csrc"
     shutil.copytree(build.ROOT / "csrc", sources)
     changed(sources / "cpu" / "arm" / fault.file, fault.line, fault.broken)

@@ -33,7 +33,7 @@ def with_attention(family: str, implementation: str, device: str = "cpu", **chan
 
 
 def logits(model, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Of all tokens: the first ones at once, three more at once, and the rest one by one."""
+    """Logits of all tokens: the first ones together, three more together, and the rest one by one."""
     cache, found, first = None, [], 0
     for end in (ids.shape[1] - 6, ids.shape[1] - 3, *range(ids.shape[1] - 2, ids.shape[1] + 1)):
         output = model(ids[:, first:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
@@ -48,7 +48,7 @@ FAMILIES = ["qwen3_moe", "gpt_oss", "gemma4_text", "deepseek_v3"]
 @pytest.mark.parametrize("prompt", [9, FEW_QUERIES + 7])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_with_padding(family: str, prompt: int, device: str):
-    """As eager attention's. A window of 8 is shorter than the prompt, and keys are shared by heads."""
+    """Equal to eager attention. A window of 8 is shorter than the prompt, and heads share keys."""
     if device == "mps" and SIMULATED and (prompt > 9 or family == "deepseek_v3"):
         pytest.skip("the ops' own cases run there")
     changes = {"sliding_window": 8} if family in ("gpt_oss", "gemma4_text") else {}
@@ -63,8 +63,8 @@ def test_logits_with_padding(family: str, prompt: int, device: str):
 
 @pytest.mark.parametrize("seen", ["all", "window of 6", "window of 5", "chunks of 6"])
 def test_mask_of_one_token(seen: str):
-    """What transformers computes of six keys, the third to the eighth, and where all of them count, the padding's own
-    memory. A window of 6 holds them all; one of 5 does not, and chunks of 6 begin anew with the seventh."""
+    """transformers' result for six keys, the third to the eighth, and for all keys, including those of the padding.
+    A window of 6 keeps all six; one of 5 does not, and chunks of 6 start again with the seventh."""
     size, function = None, causal_mask_function
     if seen != "all":
         size = int(seen[-1])
@@ -82,7 +82,7 @@ def test_mask_of_one_token(seen: str):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_patch_selects_it(family: str):
-    """In the place of what transformers would choose, and unpatch puts that back."""
+    """Instead of transformers' choice, which unpatch restores."""
     model = tiny_model(family)
     before = model.config._attn_implementation
     torch_moe_metal.patch(model)
@@ -93,7 +93,7 @@ def test_patch_selects_it(family: str):
     assert model.config._attn_implementation == before
 
 
-def test_patch_leaves_what_was_chosen():
+def test_patch_keeps_a_selected_implementation():
     model = with_attention("qwen3_moe", "eager")
     torch_moe_metal.patch(model)
     assert model.config._attn_implementation == "eager"
@@ -104,7 +104,7 @@ def test_patch_leaves_what_was_chosen():
     assert later.config._attn_implementation == "sdpa"
 
 
-def test_patch_leaves_vision_towers():
+def test_patch_ignores_vision_towers():
     model = tiny_model("qwen3_vl_moe")
     torch_moe_metal.patch(model)
     assert model.config.text_config._attn_implementation == "moe_metal"
@@ -112,7 +112,7 @@ def test_patch_leaves_vision_towers():
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_weights_that_are_asked_for_are_there(family: str):
+def test_output_attentions(family: str):
     ids = tokens(2, 5)
     want = with_attention(family, "eager")(ids, output_attentions=True)
     got = with_attention(family, "moe_metal")(ids, output_attentions=True)
@@ -147,7 +147,7 @@ def test_falls_back_with_one_warning(family: str):
     assert relative(got, want) <= 1e-12
 
 
-def test_a_position_bias_is_not_lost():
+def test_a_position_bias_is_applied():
     warned.clear()
     module = tiny_model("qwen3_moe").model.layers[0].self_attn
     q, k, v = (torch.randn(1, heads, 4, 16) for heads in (4, module.k_proj.out_features // 16, 2))
@@ -159,8 +159,8 @@ def test_a_position_bias_is_not_lost():
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_generate_in_every_way(family: str):
-    """With a static cache, from beams, and with tokens of the prompt as guesses: a few queries at once."""
+def test_generation_modes(family: str):
+    """With a static cache, beam search, and candidates from the prompt: a few queries at a time."""
     ids = tokens(2, 7)
     ids[1, :3] = 0
     options = {"attention_mask": (ids != 0).long(), "max_new_tokens": 12, "do_sample": False}

@@ -1,4 +1,4 @@
-"""The op attention on mps beyond its values: how its work is cut, what it loads, and what it leaves unread."""
+"""The op attention on mps, beyond its values: how the work is split, the bytes it loads, and what it does not read."""
 
 import math
 
@@ -14,7 +14,7 @@ from torch_moe_metal import reference
 recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records dispatches; a Mac's own does not")
 Args = dict[str, Tensor]
 
-#: Sequences, heads, key heads, queries, keys, sizes of keys and values: one for each way to cut the work.
+#: Sequences, heads, key heads, queries, keys, sizes of keys and values: one for each way to split the work.
 CUTS = {
     "streams": (1, 8, 2, 1, 100, 64, 64),  # four simdgroups share the keys of 8 rows,
     "streams of two tiles": (1, 4, 1, 3, 100, 64, 64),  # two share those of 16,
@@ -59,14 +59,14 @@ def dispatched(device: str, args: Args, **options) -> list:
 
 
 @CUT
-def test_every_cut(mps: str, name: str):
+def test_every_split_of_the_keys(mps: str, name: str):
     check(mps, drawn(*CUTS[name]), causal=True)
 
 
 @CUT
-def test_keys_that_are_not_seen(mps: str, name: str):
-    """A row in three sees all keys, the next all but those that are NaN, and the third none that is not finite:
-    what is in the others' keys and values does not reach it."""
+def test_invisible_keys(mps: str, name: str):
+    """A third of the rows see all keys, a third all except NaN keys, and a third only finite ones. Values of keys that
+    a row does not see must not reach it."""
     args = drawn(*CUTS[name])
     B, A, T, S = *args["q"].shape[:3], args["k"].shape[2]
     args["v"][:, :, 1::8, ::2] = math.nan
@@ -81,8 +81,8 @@ def test_keys_that_are_not_seen(mps: str, name: str):
 
 
 @pytest.mark.parametrize("S, causal", [(64, False), (0, False), (5, True)])
-def test_queries_that_see_nothing(S: int, causal: bool, mps: str):
-    """All of them; without keys; and the first, where there are more queries than keys."""
+def test_queries_without_visible_keys(S: int, causal: bool, mps: str):
+    """All of them; without keys; and the first ones, if there are more queries than keys."""
     args = drawn(1, 4, 2, 9, S, 64, 64)
     if not causal:
         args["mask"] = torch.full((1, 1, 9, S), -math.inf)
@@ -93,7 +93,7 @@ def test_queries_that_see_nothing(S: int, causal: bool, mps: str):
 
 @pytest.mark.parametrize("D, V", [(64, 64), (67, 99)])
 def test_offsets_beyond_32_bits(D: int, V: int, mps: str):
-    """Heads, and queries of a mask, that lie 2^32 elements apart. Memory that nobody touches costs nothing."""
+    """Heads, and queries of a mask, that are 2^32 elements apart. Pages that are never touched need no memory."""
     args = drawn(1, 2, 2, 2, 40, D, V, HALF) | {"mask": torch.randn(1, 2, 2, 40).to(HALF)}
     memory = torch.empty(2**32 + 2**24, dtype=HALF, device=mps)
     given = {"sinks": args["sinks"].to(mps)}
@@ -109,7 +109,7 @@ def test_offsets_beyond_32_bits(D: int, V: int, mps: str):
 
 
 @recorded
-def test_what_a_token_loads(mps: str):
+def test_bytes_loaded_per_token(mps: str):
     """With the heads of Qwen3-30B-A3B each key and value is loaded once for all heads that share it. All the rest are
     queries, once for each simdgroup."""
     args = drawn(1, 32, 4, 1, 4096, 128, 128, BFLOAT)
@@ -123,8 +123,8 @@ def test_what_a_token_loads(mps: str):
 
 
 @recorded
-def test_blocks_that_are_barred_are_not_loaded(mps: str):
-    """The last token of a window; and the keys behind each query of a prompt, nearly half of all."""
+def test_masked_blocks_are_not_loaded(mps: str):
+    """The last token of a window; and the keys after each query of a prompt, almost half of all."""
     window = dispatched(mps, drawn(1, 8, 1, 1, 4096, 64, 64, BFLOAT), causal=True, window=128)
     assert len(window) == 1 and window[0].costs.device_loaded < 2 * 128 * 64 * 2 * 1.2
     prompt = drawn(1, 4, 4, 256, 256, 64, 64, BFLOAT)

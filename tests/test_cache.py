@@ -19,7 +19,7 @@ from checks import relative
 from tiny_models import tiny_model, tokens
 from torch_moe_metal.transformers.fusing.cache import GROWING, grow_in_place
 
-LIMIT = 256  # tokens, beside a quarter of those stored
+LIMIT = 256  # tokens, in addition to a quarter of those stored
 KEY, VALUE = 3, 5  # widths
 
 # Windows are short, so that they move in these tests. DeepSeek V3's keys and values differ in width.
@@ -39,7 +39,7 @@ def no_grad():
 
 
 def model_of(family: str, device: str = "cpu", **changes) -> torch.nn.Module:
-    """Of a size that a hundred tokens may run through."""
+    """A length that a hundred tokens may reach."""
     return tiny_model(family, device, **FAMILIES[family] | {"max_position_embeddings": 512} | changes)
 
 
@@ -49,7 +49,7 @@ def patched(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def layer_pair(window: int | None) -> tuple[DynamicLayer, DynamicLayer]:
-    """transformers' layer and ours."""
+    """A layer of transformers and one of ours."""
     stock, ours = (DynamicSlidingWindowLayer(window) if window else DynamicLayer() for _ in range(2))
     ours.__class__ = GROWING[type(ours)]
     return stock, ours
@@ -64,7 +64,7 @@ def rows_stored(layer: DynamicLayer) -> int:
 
 
 def rows_of_memory(layer: DynamicLayer) -> list[float]:
-    """Of keys and values, in rows of this layer's batch and heads."""
+    """Keys and values with this layer's batch and heads."""
     return [t.untyped_storage().nbytes() / t[..., 0, :].nbytes if len(t) else 0 for t in (layer.keys, layer.values)]
 
 
@@ -84,7 +84,7 @@ def outcome(function, *args):
 
 
 class Pair:
-    """Random operations on a layer of transformers and on ours. After each, all that can be seen is the same."""
+    """Random operations on a layer of transformers and one of ours. After each, all visible state must be equal."""
 
     def __init__(self, seed: int, device: str):
         self.random, self.device = random.Random(seed), device
@@ -92,7 +92,7 @@ class Pair:
         self.window = self.random.choice([None, None, 1, 2, 5, 40, 300])
         self.stock, self.ours = layer_pair(self.window)
         self.batch = 2
-        self.taken = []  # tensors out of our cache, and what they showed
+        self.taken = []  # tensors taken from our cache, and their values
 
     def both(self, name: str, *args) -> None:
         (expected, error), (actual, ours) = (outcome(getattr(layer, name), *args) for layer in (self.stock, self.ours))
@@ -145,7 +145,7 @@ class Pair:
         self.both("prefetch")
 
     def copy(self):
-        """The copy goes on, and what happens to it does not reach the layer that was copied."""
+        """Further operations on the copy must not affect the original layer."""
         self.take()
         how = self.random.choice([copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
         copied = how(self.ours)
@@ -154,7 +154,7 @@ class Pair:
         self.ours = copied
 
     def put(self):
-        """Who puts a tensor into the layer that was once taken out gets what it shows."""
+        """A tensor that was taken out and is put back has the values that it shows."""
         if rows_stored(self.stock) > 2 and not self.window:
             for layer in (self.stock, self.ours):
                 layer.keys, layer.values = layer.keys[:, :, :2], layer.values[:, :, :2]
@@ -182,7 +182,7 @@ class Pair:
             self.check()
 
 
-def test_any_operations_give_what_transformers_layers_give(device):
+def test_random_operations_match_transformers_layers(device):
     for seed in range(400 if device == "cpu" else 20):
         try:
             Pair(seed, device).run(25)
@@ -192,7 +192,7 @@ def test_any_operations_give_what_transformers_layers_give(device):
 
 @pytest.mark.parametrize("window", [None, 4, 1000])
 def test_memory_is_bounded(window):
-    """At every length, token by token, behind prompts and behind a crop."""
+    """At every length, token by token, after prompts and after a crop."""
     for prompt in (1, 100, 5000):
         _, layer = layer_pair(window)
         layer.update(*states(1, prompt))
@@ -209,7 +209,7 @@ def test_memory_is_bounded(window):
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_memory_of_a_batch_that_was_reordered_or_changed(window):
-    """What a layer no longer shows is not kept."""
+    """Rows that a layer no longer shows are freed."""
     for change in ("reorder_cache", "batch_select_indices"):
         _, layer = layer_pair(window)
         layer.update(*states(4, 90))
@@ -222,8 +222,8 @@ def test_memory_of_a_batch_that_was_reordered_or_changed(window):
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_what_cannot_be_appended_is_as_in_transformers(window, device):
-    """Another device, batch, width or number of dimensions is an error, another dtype is promoted."""
+def test_unsupported_appends_match_transformers(window, device):
+    """Another device, batch, width or number of dimensions raises; another dtype is promoted."""
     wrong = [states(3, 1, device), [t[..., :2] for t in states(2, 1, device)], [t[0] for t in states(2, 1, device)]]
     for new in (*wrong, states(2, 1, "meta")):
         stock, ours = layer_pair(window)
@@ -240,8 +240,8 @@ def test_what_cannot_be_appended_is_as_in_transformers(window, device):
             assert a.dtype == e.dtype and torch.equal(a, e)
 
 
-def test_rows_behind_a_crop_are_overwritten():
-    """As cache.py says: the one case in which a tensor that was taken out changes."""
+def test_rows_after_a_crop_are_overwritten():
+    """As documented in cache.py: the one case in which a tensor that was taken out changes."""
     _, layer = layer_pair(None)
     layer.update(*states(1, 9))
     taken, before = layer.keys, layer.keys.clone()
@@ -253,7 +253,7 @@ def test_rows_behind_a_crop_are_overwritten():
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 @pytest.mark.parametrize("window", [None, 100])
 def test_copies(how, window):
-    """transformers' own layers, with nothing but the rows stored, and apart from what they were copied from."""
+    """transformers' own layers with only the stored rows, independent of the layers they were copied from."""
     _, layer = layer_pair(window)
     layer.update(*states(2, 20))
     copied, before = how(layer), layer.keys.clone()
@@ -292,8 +292,8 @@ def copied_per_token(layer: DynamicLayer, prompt: int, tokens: int) -> float:
 
 
 @pytest.mark.parametrize("window", [None, 1000])
-def test_little_is_copied(window):
-    """A token's own row, and now and then the stored ones: growing by a quarter, each row some five times."""
+def test_few_bytes_are_copied(window):
+    """A token's own row, and sometimes all stored rows: growing by a quarter copies each row about five times."""
     stock, ours = layer_pair(window)
     assert copied_per_token(stock, 2000, 3000) > 900
     assert copied_per_token(ours, 2000, 3000) < 6
@@ -301,7 +301,7 @@ def test_little_is_copied(window):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_patched_model_copies_no_keys(family):
-    """The memory stays where it is between two growths, in each layer."""
+    """Between growths the memory of each layer does not move."""
     model = patched(model_of(family))
     cache = model(tokens(2, 40)).past_key_values
     assert {type(layer) for layer in cache.layers} <= set(GROWING.values())
@@ -321,7 +321,7 @@ def test_a_patched_model_copies_no_keys(family):
 # ------------------------------------------------------------------------------------------------ whole models
 
 PADDED = [[0, 0, 0, 5, 6, 7, 8], [9, 8, 7, 6, 5, 4, 3]]
-REPEATING = [[5, 6, 7, 8] * 6]  # what prompt lookup finds candidates in
+REPEATING = [[5, 6, 7, 8] * 6]  # prompt lookup finds candidates in it
 
 
 def generated(model, ids, **options):
@@ -342,7 +342,7 @@ WAYS = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate(family):
-    """A padded batch, in all ways that work on one: the same tokens."""
+    """A padded batch, in all modes that support batches: the same tokens."""
     model, ids = model_of(family), torch.tensor(PADDED)
     expected = {name: generated(model, ids, **way).sequences for name, way in WAYS.items()}
     patched(model)
@@ -357,7 +357,7 @@ def test_generate(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_assisted_decoding(family):
-    """Candidates that are refused are cropped. The assistant has other weights, so that it is wrong now and then."""
+    """Rejected candidates are cropped. The assistant has other weights, so that it is sometimes wrong."""
     model, ids = model_of(family), torch.tensor(REPEATING)
     assistant = copy.deepcopy(model)
     for parameter in assistant.parameters():
@@ -365,7 +365,7 @@ def test_assisted_decoding(family):
     ways = [{"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}]
     expected = [generated(model, ids, **way).sequences for way in ways]
     patched(model)
-    for both in (False, True):  # the assistant patched, too
+    for both in (False, True):  # also with a patched assistant
         if both:
             patched(assistant)
         for way, sequence in zip(ways, expected, strict=True):
@@ -378,7 +378,7 @@ def test_assisted_decoding(family):
 
 @contextlib.contextmanager
 def counted_crops():
-    """How many tokens our layers were told to remove, each time."""
+    """The numbers of tokens that our layers had to remove."""
     calls, crops = [], {cls: cls.crop for cls in GROWING.values()}
 
     def crop(self, tokens_to_remove):
@@ -397,7 +397,7 @@ def counted_crops():
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("with_config", [True, False])
 def test_a_cache_that_the_user_passes_back(family, with_config):
-    """Turn by turn, and two continuations of one prompt from a deepcopy."""
+    """Turn by turn, and two continuations of one prompt by deepcopy."""
     model = model_of(family)
 
     def talk():
@@ -417,7 +417,7 @@ def test_a_cache_that_the_user_passes_back(family, with_config):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits(family):
-    """Token by token and in chunks, beyond the window."""
+    """Token by token and in chunks, longer than the window."""
     check_logits(family, "cpu")
 
 
@@ -437,7 +437,7 @@ def check_logits(family: str, device: str) -> None:
 
 
 def test_unpatched_models_keep_transformers_cache():
-    """Those that were never patched, and those that were."""
+    """Models that were never patched, and unpatched ones."""
     other, model = tiny_model("qwen3_moe"), patched(tiny_model("qwen3_moe"))
     cache = model(tokens(1, 9)).past_key_values
     assert {type(layer) for layer in other(tokens(1, 9)).past_key_values.layers} == {DynamicLayer}
@@ -447,7 +447,7 @@ def test_unpatched_models_keep_transformers_cache():
     assert relative(model(tokens(1, 1), past_key_values=cache).logits, next_logits) <= 1e-5
 
 
-def test_other_caches_are_left():
+def test_other_caches_are_not_changed():
     class OwnLayer(DynamicLayer):
         pass
 
@@ -464,8 +464,8 @@ def test_other_caches_are_left():
         assert [type(layer) for layer in cache.layers] == classes and cache.get_seq_length() == 9
 
 
-def test_quantised_and_offloaded_caches_are_left():
-    """The offloaded one needs CUDA's streams to run, so here it is only asked for."""
+def test_quantised_and_offloaded_caches_are_not_changed():
+    """The offloaded cache needs CUDA's streams to run, so here it is only created."""
     model, ids = model_of("qwen3_moe"), torch.tensor(REPEATING)
     way = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
     expected = generated(model, ids, **way).sequences
@@ -485,7 +485,7 @@ def test_quantised_and_offloaded_caches_are_left():
 
 
 def test_compiled_models_concatenate():
-    """torch.compile takes a cache that has grown and one that is empty, and eager code goes on with its cache."""
+    """torch.compile takes a grown and an empty cache, and eager code continues with its cache."""
     model, ids = patched(model_of("gpt_oss")), tokens(1, 14)
     expected = model(ids, use_cache=False).logits
     torch._dynamo.reset()
@@ -513,14 +513,14 @@ def test_exported_models_concatenate():
     assert relative(output.logits, model(ids).logits) <= 1e-6
     assert [layer.keys.shape[-2] for layer in output.past_key_values.layers] == [9, 9]
     grown = model(ids).past_key_values
-    leaves, _ = torch.utils._pytree.tree_flatten(copy.deepcopy(grown))  # as README.md says: a deepcopy may be passed
+    leaves, _ = torch.utils._pytree.tree_flatten(copy.deepcopy(grown))  # as in README.md: a deepcopy may be passed
     assert type(grown.layers[0]) in GROWING.values()
     assert torch.equal(leaves[0], grown.layers[0].keys) and len(leaves) == 4
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_tangents_and_traces_see_no_writing(window):
-    """Under forward_ad and torch.jit.trace the layer gives what transformers' gives, and its memory is not written."""
+def test_no_in_place_writes_with_tangents_or_while_tracing(window):
+    """Under forward_ad and torch.jit.trace the layer equals transformers' layer, and its memory is not written."""
     for stock, ours in (layer_pair(window), layer_pair(window)):
         first, new, tangents = states(1, 9), states(1, 2), states(1, 2)
         for layer in (stock, ours):
@@ -541,7 +541,7 @@ def test_tangents_and_traces_see_no_writing(window):
 
 
 def test_gradients_flow_through_a_cache_that_has_grown():
-    """Steps without gradients grow in place; those with gradients see their tensors again in the backward."""
+    """Steps without gradients grow in-place; backward of steps with gradients sees the original values."""
     prompt, ids = tokens(1, 9), tokens(1, 12, seed=2)
     gradients = []
     for prepare in (lambda model: model, patched):

@@ -23,11 +23,11 @@ from tiny_models import tiny_model
 from torch_moe_metal import chat
 from torch_moe_metal.__main__ import main
 
-#: Of an answer only its beginning comes back, as the templates of models that think drop their thoughts.
+#: Only the last part of an answer is kept, because templates of reasoning models drop the reasoning.
 FORGETS = served.TEMPLATE.replace(
     "{{ message.content }}", "{{ message.content[:3] if message.role == 'assistant' else message.content }}"
 )
-#: What `patch` fuses, and what it leaves; all kinds of layers of a cache.
+#: Fused and unfused attention, with all kinds of cache layers.
 FAMILIES = ("qwen3_moe", "gpt_oss", "gemma4_text", "deepseek_v3", "qwen3_next")
 WINDOW = {"gpt_oss": {"sliding_window": 16}}
 
@@ -52,7 +52,7 @@ def model():
 
 @pytest.fixture
 def lengths(model) -> Iterator[list[int]]:
-    """How many tokens each forward computes."""
+    """The number of tokens in each forward."""
     found = []
     hook = model.register_forward_pre_hook(
         lambda _model, _args, kwargs: found.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -63,12 +63,12 @@ def lengths(model) -> Iterator[list[int]]:
 
 def conversation(model, *arguments: str, template: str = served.TEMPLATE) -> chat.Chat:
     talk = chat.Chat(model, served.tokenizer(template=template), options_of("--max-tokens", 12, *arguments))
-    talk.response_template = None  # a random model's answers are not written as any model's
+    talk.response_template = None  # a random model's answers have no format
     return talk
 
 
 def alone(talk: chat.Chat, messages: list[dict]) -> str:
-    """What `generate` answers, with no cache from before."""
+    """The answer of `generate` without an earlier cache."""
     how = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
     inputs = talk.tokenizer.apply_chat_template(messages, **how)
     output = talk.model.generate(**inputs, max_new_tokens=12, do_sample=False)
@@ -89,7 +89,7 @@ def test_only_new_tokens_are_computed(model, lengths: list[int]):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_template_that_rewrites_answers(family: str):
-    """The cache is cut where the new prompt differs. Linear attention cannot be cut, and begins anew."""
+    """The cache is cropped where the new prompt differs. Linear attention cannot be cropped, and starts again."""
     talk = conversation(model_of(family), template=FORGETS)
     before = None
     for text in ("hello, this is longer than a window", "and then?", "go on", "x"):
@@ -102,8 +102,8 @@ def test_a_template_that_rewrites_answers(family: str):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_conversation_that_goes_back(family: str):
-    """Further than the layers with a sliding window remember."""
+def test_a_prompt_that_branches_earlier(family: str):
+    """Earlier than the range of the layers with a sliding window."""
     talk = conversation(model_of(family))
     for text in ("hello, this is longer than a window", "and then?", "go on"):
         talk.turn(text)
@@ -111,15 +111,15 @@ def test_a_conversation_that_goes_back(family: str):
     assert talk.turn("no, this").message["content"] == alone(talk, talk.messages[:-1])
 
 
-def test_linear_attention_goes_on(model):
+def test_linear_attention_continues(model):
     talk = conversation(model_of("qwen3_next"))
     first, second = talk.turn("hello"), talk.turn("and then?")
     assert second.computed == second.prompt - first.prompt - 11
     assert second.message["content"] == alone(talk, talk.messages[:-1])
 
 
-def test_what_is_drawn(model):
-    """By seed and options, in the place of what the checkpoint says."""
+def test_sampling(model):
+    """By seed and options, which override those of the checkpoint."""
 
     def said(*arguments: str) -> list[str]:
         talk = conversation(model, *arguments)
@@ -161,7 +161,7 @@ def interrupting(model, token: int, layer: int, times: int):
     return model.model.layers[layer].register_forward_pre_hook(press)
 
 
-def test_an_answer_that_is_interrupted_stays(model, capsys):
+def test_an_interrupted_answer_is_kept(model, capsys):
     talk = conversation(model)
     hook = interrupting(model, token=5, layer=1, times=1)
     answer = talk.turn("hello")
@@ -176,8 +176,8 @@ def test_an_answer_that_is_interrupted_stays(model, capsys):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_prompt_that_is_interrupted_is_forgotten(model):
-    """In the middle of a forward, where one layer's cache has tokens that the next one's lacks."""
+def test_an_interrupted_prompt_is_dropped(model):
+    """In the middle of a forward, when only some layers' caches have the new tokens."""
     talk = conversation(model)
     talk.turn("hello")
     before = list(talk.messages)
@@ -195,7 +195,7 @@ def test_the_context_ends(model, capsys):
     assert answer.prompt + len(answer.times) == 60 and "cut off by the context of 60 tokens" in capsys.readouterr().err
     before = list(talk.messages)
     assert talk.turn("more") is None
-    assert "the context 60: /reset begins anew" in capsys.readouterr().err and talk.messages == before
+    assert "the context 60: /reset starts a new one" in capsys.readouterr().err and talk.messages == before
 
 
 def test_a_template_that_refuses(model, capsys):
@@ -212,15 +212,15 @@ def test_without_a_template(model):
 
 
 def harmony(folder: Path) -> Path:
-    """A model that answers as gpt-oss does."""
+    """A model that answers like gpt-oss."""
     pieces = ["<|channel|>analysis<|message|>", "Thinking ", "hard.", "<|end|><|start|>assistant",
               "<|channel|>final<|message|>", "The ", "answer."]  # fmt: skip
     template = served.TEMPLATE.replace("assistant\\n{% endif", "<|start|>assistant\\n{% endif")
     return served.scripted(folder, pieces, template=template)
 
 
-def test_thoughts(tmp_path: Path, capsys):
-    """They are not on stdout, and come back to the template apart from the answer."""
+def test_reasoning(tmp_path: Path, capsys):
+    """It is not on stdout, and is passed to the template separately from the answer."""
     model = AutoModelForCausalLM.from_pretrained(harmony(tmp_path))
     model.config.model_type = "gpt_oss"
     capsys.readouterr()
@@ -228,8 +228,8 @@ def test_thoughts(tmp_path: Path, capsys):
     assert talk.turn("hello").message == {
         "role": "assistant", "content": "The answer.", "reasoning_content": "Thinking hard."
     }  # fmt: skip
-    said, told = capsys.readouterr()
-    assert said == "The answer.\n" and told.startswith("Thinking hard.\n[8 tokens, ")
+    said, err = capsys.readouterr()
+    assert said == "The answer.\n" and err.startswith("Thinking hard.\n[8 tokens, ")
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -244,18 +244,18 @@ def test_the_command(folder: Path, capsys, monkeypatch):
     lines = iter(["hello", "", "/help", "/nope", "/reset", "hello", "/exit", "never"])
     monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
     assert main(["chat", str(folder), "--bits", "8", "--device", "cpu"]) == 0
-    said, told = capsys.readouterr()
+    said, err = capsys.readouterr()
     assert said == "Hello world, you.\n" * 2
-    assert "affine" in told and "GB of weights" in told and "no such command: /nope" in told and chat.HELP in told
+    assert "affine" in err and "GB of weights" in err and "no such command: /nope" in err and chat.HELP in err
     speed = r"\[4 tokens, [\d.]+ tokens/s, the first after [\d.]+ s; 23 of the prompt's 23 tokens were new\]"
-    assert len(re.findall(f"^{speed}$", told, re.M)) == 2
+    assert len(re.findall(f"^{speed}$", err, re.M)) == 2
 
 
 def test_a_gguf_file(tmp_path: Path, capsys):
     path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", gguf_files.Q4_K_M)
     assert main(["chat", str(path), "--prompt", "hello", "--max-tokens", "4", "--device", "cpu"]) == 0
-    told = capsys.readouterr().err
-    assert "q4_k, q6_k" in told and "[4 tokens" in told
+    err = capsys.readouterr().err
+    assert "q4_k, q6_k" in err and "[4 tokens" in err
 
 
 @pytest.mark.parametrize("arguments, said", [
@@ -265,7 +265,7 @@ def test_a_gguf_file(tmp_path: Path, capsys):
     ([".", "--top-p", "0"], "--top-p: must be more than 0"),
     ([".", "--max-tokens", "0"], "--max-tokens: must be 1 or more"),
 ])  # fmt: skip
-def test_what_cannot_be_had_is_one_line(arguments: list[str], said: str, tmp_path: Path, monkeypatch, capsys):
+def test_errors_are_one_line(arguments: list[str], said: str, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     try:
         code = main(["chat", *arguments, "--device", "cpu"])
@@ -296,7 +296,7 @@ class Terminal:
             os.execvpe(sys.executable, [*COMMAND, *map(str, arguments)], ENVIRONMENT)
 
     def wait_for(self, pattern: str, seconds: float = 120) -> str:
-        """Until this is on the screen, behind what was waited for before."""
+        """Wait until this is on the screen, after the text of the previous wait."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.screen[self.seen :], re.S)):
             assert time.monotonic() < end, f"no {pattern!r} on the screen:\n{self.screen}"
@@ -309,7 +309,7 @@ class Terminal:
         os.write(self.file, text.encode())
 
     def leave(self) -> int:
-        """By Ctrl-C at the prompt, again where it came before Python's readline waits for keys and was not noticed."""
+        """By Ctrl-C at the prompt, repeated if it came before Python's readline was waiting for keys."""
         for _ in range(30):
             self.type("\x03")
             with contextlib.suppress(AssertionError):
@@ -319,19 +319,19 @@ class Terminal:
 
 
 def test_a_terminal(tmp_path: Path):
-    """Ctrl-C ends an answer, the conversation goes on, and Ctrl-C at the prompt leaves."""
+    """Ctrl-C ends an answer, the conversation continues, and Ctrl-C at the prompt exits."""
     terminal = Terminal(served.checkpoint(tmp_path, eos_token_id=None), "--device", "cpu", "--temperature", 0)
     try:
         terminal.wait_for("> $")
         terminal.type("hello\n")
-        terminal.wait_for("hello\r\n.{20}")  # the answer has begun, and its end is 65,000 tokens away
+        terminal.wait_for("hello\r\n.{20}")  # the answer has begun, and would take 65,000 more tokens
         terminal.type("\x03")
         terminal.wait_for(r"tokens/s.*; interrupted\]\r\n> $")
         terminal.type("again\n")
         terminal.wait_for("again\r\n.{20}")
         terminal.type("\x03")
-        told = terminal.wait_for(r"\d+ of the prompt's \d+ tokens were new; interrupted\]\r\n> $")
-        new, prompt = map(int, re.findall(r"\d+", told)[:2])
+        err = terminal.wait_for(r"\d+ of the prompt's \d+ tokens were new; interrupted\]\r\n> $")
+        new, prompt = map(int, re.findall(r"\d+", err)[:2])
         assert new < prompt
         terminal.type("/reset\n")
         terminal.wait_for("reset\r\n> $")

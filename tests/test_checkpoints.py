@@ -1,4 +1,5 @@
-"""Quantised checkpoints by `from_pretrained`: packed as they are on disk, against what transformers makes of them."""
+"""Quantised checkpoints through `from_pretrained`: loaded packed, and compared with transformers' dequantised
+models."""
 
 import copy
 import functools
@@ -69,7 +70,7 @@ def load(folder: Path, device: str = "cpu", **options):
 
 
 def dequantised(folder: Path, **options):
-    """The same by transformers itself."""
+    """The same checkpoint, dequantised by transformers."""
     return load(folder, quantization_config=Mxfp4Config(dequantize=True), experts_implementation="eager", **options)
 
 
@@ -77,7 +78,7 @@ def dequantised(folder: Path, **options):
 
 
 def test_gpt_oss_runs_packed(gpt_oss, device):
-    """The blocks stay what they are, under the checkpoint's names; the logits are those of dense weights."""
+    """Blocks do not change and keep their names; the logits equal those of dense weights."""
     model, ids = load(gpt_oss, device), tokens(2, 9, device=device)
     expected = dequantised(gpt_oss)(ids.cpu()).logits
     tensors = checkpoints.stored(gpt_oss)
@@ -97,7 +98,7 @@ def test_gpt_oss_runs_packed(gpt_oss, device):
 
 
 def test_gpt_oss_in_its_own_dtype(gpt_oss, device):
-    """In bfloat16 it is as near to float32 as the dense model is, and it generates."""
+    """In bfloat16 it is as close to float32 as the dense model, and it generates."""
     ids = tokens(2, 9)
     exact, dense = dequantised(gpt_oss)(ids).logits, dequantised(gpt_oss, dtype="auto")(ids).logits
     model = load(gpt_oss, device, dtype="auto")
@@ -107,9 +108,9 @@ def test_gpt_oss_in_its_own_dtype(gpt_oss, device):
     assert len(generated(model, ids.to(device))) == 2
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells which memory is a file's")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports which memory belongs to a file")
 def test_gpt_oss_is_not_copied(gpt_oss):
-    """On the CPU the packed weights are the file's own pages."""
+    """On the CPU the packed weights are pages of the file."""
     model = load(gpt_oss)
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     ranges = [tuple(int(end, 16) for end in fields[0].split("-")) for fields in maps if str(gpt_oss) in fields[-1]]
@@ -119,7 +120,7 @@ def test_gpt_oss_is_not_copied(gpt_oss):
         assert any(first <= tensor.data_ptr() < last for first, last in ranges)
 
 
-def test_gpt_oss_is_saved_as_it_was(gpt_oss, tmp_path):
+def test_gpt_oss_is_saved_unchanged(gpt_oss, tmp_path):
     model = load(gpt_oss, dtype="auto")
     torch_moe_metal.patch(model)
     model.save_pretrained(tmp_path)
@@ -131,15 +132,15 @@ def test_gpt_oss_is_saved_as_it_was(gpt_oss, tmp_path):
     assert torch.equal(load(tmp_path)(ids).logits, load(gpt_oss)(ids).logits)
 
 
-def test_gpt_oss_wherever_there_is_room(gpt_oss):
+def test_gpt_oss_on_every_device_map(gpt_oss):
     model, ids = load(gpt_oss, "auto"), tokens(1, 5)
     assert set(formats(model).values()) == {"mxfp4"}
     ids = ids.to(model.device)
     assert relative(model(ids).logits.cpu(), load(gpt_oss)(ids.cpu()).logits) <= 1e-5
 
 
-def test_gpt_oss_is_left_to_transformers(gpt_oss):
-    """When dequantised weights are asked for, and on other devices."""
+def test_gpt_oss_falls_back_to_transformers(gpt_oss):
+    """If dequantised weights are requested, and on other devices."""
     model = dequantised(gpt_oss)
     assert type(model.model.layers[0].mlp.experts) is GptOssExperts and not hasattr(model, "hf_quantizer")
     for device_map, here in ((None, True), ({"": "mps"}, True), ({"": "cuda:0"}, False), ({"a": "cpu", "b": 0}, None)):
@@ -149,12 +150,12 @@ def test_gpt_oss_is_left_to_transformers(gpt_oss):
         chosen.validate_environment(device_map=device_map)
         assert type(chosen) is quantizer
     dense = Mxfp4(Mxfp4Config(), pre_quantized=False)
-    with pytest.raises((ValueError, RuntimeError)):  # in its own words
+    with pytest.raises((ValueError, RuntimeError)):  # transformers' own error
         dense.validate_environment(device_map=None)
     assert type(dense) is Mxfp4HfQuantizer
 
 
-def test_distributed_models_are_left_to_transformers(gpt_oss):
+def test_distributed_models_fall_back_to_transformers(gpt_oss):
     model = load(gpt_oss)
     model.config.distributed_config = {"tp_size": 2}
     chosen = Mxfp4(Mxfp4Config(), pre_quantized=True)
@@ -164,7 +165,7 @@ def test_distributed_models_are_left_to_transformers(gpt_oss):
 
 
 def broken(folder: Path, to: Path, change) -> Path:
-    """A copy of a checkpoint, in which `change` has been at each file's tensors."""
+    """A copy of a checkpoint with the tensors of each file modified by `change`."""
     shutil.copytree(folder, to, dirs_exist_ok=True)
     for file in to.glob("*.safetensors"):
         tensors = load_file(file)
@@ -197,8 +198,8 @@ BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
         (f"missing: {BLOCKS}, {SCALES}$", lambda t: [t.pop(k, None) for k in (SCALES, BLOCKS)]),
     ],
 )
-def test_gpt_oss_that_does_not_fit_is_named(gpt_oss, tmp_path, said, change):
-    """File, tensor and what was expected; and no model."""
+def test_inconsistent_gpt_oss_raises(gpt_oss, tmp_path, said, change):
+    """The error has the file, the tensor and what was expected, and no model is returned."""
     folder = broken(gpt_oss, tmp_path, change)
     with pytest.raises(ValueError, match=said) as raised:
         load(folder)
@@ -207,7 +208,7 @@ def test_gpt_oss_that_does_not_fit_is_named(gpt_oss, tmp_path, said, change):
 
 @pytest.mark.parametrize("config", [None, MoeMetalConfig(group_size=16)], ids=["mxfp4", "MoeMetalConfig"])
 def test_missing_biases_are_initialised(gpt_oss, tmp_path, config, monkeypatch):
-    """As transformers does, in zeros for gpt-oss, and named; not memory that nobody wrote."""
+    """Initialised as in transformers (zeros for gpt-oss), with a warning that names them; no uninitialised memory."""
     biases = {f"model.layers.1.mlp.experts.{name}_proj_bias" for name in ("gate_up", "down")}
     if config is not None:
         biases.add("model.layers.0.self_attn.q_proj.bias")
@@ -216,8 +217,8 @@ def test_missing_biases_are_initialised(gpt_oss, tmp_path, config, monkeypatch):
     folder = broken(whole_folder, tmp_path / "broken", lambda t: [t.pop(name, 0) for name in biases])
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: torch.full_like(x, 77, **options))
     options = {"quantization_config": config} if config else {}
-    model, told = load(folder, output_loading_info=True, **options)
-    assert told["missing_keys"] == biases
+    model, info = load(folder, output_loading_info=True, **options)
+    assert info["missing_keys"] == biases
     for name, parameter in model.named_parameters():
         assert name not in biases or not parameter.any(), name
     whole = load(whole_folder, **options)
@@ -228,7 +229,7 @@ def test_missing_biases_are_initialised(gpt_oss, tmp_path, config, monkeypatch):
 
 
 @pytest.mark.parametrize("kept", [4, 500, -200])
-def test_truncated_files_are_named(gpt_oss, tmp_path, kept):
+def test_truncated_files_raise(gpt_oss, tmp_path, kept):
     shutil.copytree(gpt_oss, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
@@ -237,7 +238,7 @@ def test_truncated_files_are_named(gpt_oss, tmp_path, kept):
 
 
 def with_header(folder: Path, to: Path, change) -> Path:
-    """A copy whose second file has another header: what `change` makes of its dictionary, or these bytes."""
+    """A copy whose second file has another header: modified by `change`, or these bytes."""
     shutil.copytree(folder, to, dirs_exist_ok=True)
     file = to / "model-00002-of-00002.safetensors"
     whole = file.read_bytes()
@@ -249,7 +250,7 @@ def with_header(folder: Path, to: Path, change) -> Path:
 
 
 def with_entry(**changes):
-    """The header with another dtype, shape or place of one tensor."""
+    """The header with another dtype, shape or position of one tensor."""
     return lambda header: header | {BLOCKS: header[BLOCKS] | changes}
 
 
@@ -271,7 +272,7 @@ def with_entry(**changes):
         ("expected 0 bytes of tensors, got", lambda header: {}),
     ],
 )
-def test_broken_headers_are_named(gpt_oss, tmp_path, said, change):
+def test_broken_headers_raise(gpt_oss, tmp_path, said, change):
     file = with_header(gpt_oss, tmp_path, change)
     with pytest.raises(ValueError, match=f"^torch_moe_metal: {file}: {said}"):
         load(tmp_path)
@@ -282,8 +283,8 @@ def moved(header: dict, by: int) -> list[int]:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no FIFOs")
-def test_a_fifo_is_no_file(gpt_oss, tmp_path):
-    """It is named, and nothing waits for somebody who writes into it."""
+def test_a_fifo_raises(gpt_oss, tmp_path):
+    """The error names it, and nothing blocks while waiting for a writer."""
     shutil.copytree(gpt_oss, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model-00002-of-00002.safetensors"
     file.unlink()
@@ -321,7 +322,7 @@ def e8m0_fp8(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("name", ["qwen3_fp8", "deepseek_fp8", "deepseek_v3_1", "e8m0_fp8"])
 def test_fp8_runs_packed(name, device, request):
-    """All linear layers and experts stay float8; the logits are those of dense weights."""
+    """All linear layers and experts stay float8; the logits equal those of dense weights."""
     folder, ids = request.getfixturevalue(name), tokens(2, 9, device=device)
     model, expected = load(folder, device), load(folder / "dense", experts_implementation="eager")(ids.cpu()).logits
     packed = formats(model)
@@ -348,8 +349,8 @@ def test_fp8_of_every_family(family, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3_fp8", "deepseek_fp8", "deepseek_v3_1", "e8m0_fp8"])
-def test_fp8_is_saved_as_it_was(name, request, tmp_path):
-    """By the same names, expert by expert, with the same bytes."""
+def test_fp8_is_saved_unchanged(name, request, tmp_path):
+    """With the same names, expert by expert, and the same bytes."""
     folder = request.getfixturevalue(name)
     load(folder, dtype="auto").save_pretrained(tmp_path)
     before, after = checkpoints.stored(folder), checkpoints.stored(tmp_path)
@@ -364,14 +365,14 @@ def test_fp8_is_saved_as_it_was(name, request, tmp_path):
 @pytest.mark.parametrize(
     "changes", [{"activation_scheme": "static"}, {"weight_block_size": [64, 64]}, {"dequantize": True}], ids=str
 )
-def test_other_fp8_is_left_to_transformers(changes):
+def test_other_fp8_falls_back_to_transformers(changes):
     quantizer = Fp8(FineGrainedFP8Config(**changes), pre_quantized=True)
     quantizer.validate_environment(device_map=None)
     assert type(quantizer) is FineGrainedFP8HfQuantizer and quantizer.quantization_config.dequantize
 
 
 def test_fp8_experts_whose_blocks_do_not_meet(tmp_path, caplog):
-    """Where up begins within a block of 128 rows, transformers dequantises, and we say so."""
+    """If the up rows begin inside of a block of 128 rows, transformers dequantises, with a warning."""
     folder = checkpoints.fp8(tmp_path, "qwen3_moe", moe_intermediate_size=64)
     with caplog.at_level("WARNING"):
         transformers.utils.logging.enable_propagation()
@@ -386,7 +387,7 @@ WEIGHT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
 def as_fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A dense weight in blocks of float8, where the configuration expects none."""
+    """A dense weight as float8 blocks, where the configuration expects a dense one."""
     scales = torch.ones(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
     return {name: weight.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
 
@@ -435,7 +436,7 @@ def as_fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         ),
     ],
 )
-def test_fp8_that_does_not_fit_is_named(qwen3_fp8, tmp_path, said, change):
+def test_inconsistent_fp8_raises(qwen3_fp8, tmp_path, said, change):
     folder = broken(qwen3_fp8, tmp_path, change)
     with pytest.raises(ValueError, match=said) as raised:
         load(folder)
@@ -463,7 +464,7 @@ OF_WEIGHT, OF_QUERY = WEIGHT.replace("weight", "scale"), "model.layers.0.self_at
         ),
     ],
 )
-def test_fp8_with_powers_of_two_that_does_not_fit_is_named(e8m0_fp8, tmp_path, said, change):
+def test_inconsistent_fp8_with_powers_of_two_raises(e8m0_fp8, tmp_path, said, change):
     folder = broken(e8m0_fp8, tmp_path, change)
     with pytest.raises(ValueError, match=said) as raised:
         load(folder)
@@ -481,7 +482,7 @@ def test_every_power_of_two():
     assert back.dtype == codes.dtype and torch.equal(back.view(torch.uint8), codes.view(torch.uint8))
 
 
-def test_fp8_without_an_expert_is_no_model(qwen3_fp8, tmp_path):
+def test_fp8_with_a_missing_expert_raises(qwen3_fp8, tmp_path):
     folder = broken(qwen3_fp8, tmp_path, lambda t: [t.pop(k, 0) for k in (WEIGHT, f"{WEIGHT}_scale_inv")])
     with pytest.raises(
         ValueError, match=r"up_proj.weight of the experts 0 to 7, by .*, without 3, got F8_E4M3"
@@ -495,7 +496,7 @@ def test_fp8_without_an_expert_is_no_model(qwen3_fp8, tmp_path):
 
 @pytest.fixture(scope="session")
 def integers(tmp_path_factory):
-    """Made once for each way and family."""
+    """One checkpoint for each layout and family."""
     return functools.cache(
         lambda way, family="qwen3_moe": checkpoints.integers(tmp_path_factory.mktemp(f"{way}_{family}"), way, family)
     )
@@ -507,7 +508,7 @@ def integers(tmp_path_factory):
     [(way, "qwen3_moe") for way in checkpoints.INTEGERS] + [("awq", "mixtral"), ("compressed", "deepseek_v3")],
 )
 def test_integers_become_affine(integers, way, family, device, tmp_path):
-    """Without a rounding, and without the packages of their projects; saved, the model is one of ours."""
+    """Without rounding, and without the packages of these projects; a saved model is a checkpoint of ours."""
     folder, ids = integers(way, family), tokens(2, 9, device=device)
     expected = load(folder / "dense", experts_implementation="eager")(ids.cpu()).logits
     model = load(folder, device)
@@ -525,8 +526,8 @@ def test_integers_become_affine(integers, way, family, device, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["gptq_rows", "compressed_zeros_rows"])
-def test_integers_are_moved(integers, way, device, tmp_path):
-    """With one group in a row, the last stride of a transposed scale [N, 1] is not 1."""
+def test_integers_move_between_devices(integers, way, device, tmp_path):
+    """With one group per row, the last stride of a transposed scale [N, 1] is not 1."""
     model, ids = load(integers(way)), tokens(2, 9)
     expected = model(ids).logits
     moved = model.to(torch.float16).to(torch.float32).to(device)
@@ -546,8 +547,8 @@ def test_widths_by_module(integers, way):
             assert bits == (8 if "self_attn" in name else 4), name
 
 
-def test_codes_of_compressed_tensors_are_not_touched(integers):
-    """Of linear layers; those of experts are joined."""
+def test_codes_of_compressed_tensors_are_not_changed(integers):
+    """For linear layers; those of experts are joined."""
     folder = integers("compressed")
     layer = load(folder).model.layers[0].self_attn.q_proj
     stored = checkpoints.stored(folder)["model.layers.0.self_attn.q_proj.weight_packed"]
@@ -567,7 +568,7 @@ def test_codes_of_compressed_tensors_are_not_touched(integers):
     ],
     ids=str,
 )
-def test_other_integers_are_left_to_transformers(way, changes):
+def test_other_integers_fall_back_to_transformers(way, changes):
     config = checkpoints.INTEGERS[way][3]
     assert integers_of(config) is not None and integers_of(config | changes) is None
 
@@ -577,7 +578,7 @@ def test_other_integers_are_left_to_transformers(way, changes):
 
 @pytest.fixture(scope="session")
 def nvfp4(tmp_path_factory):
-    """Made once for each kind of checkpoint."""
+    """One of each kind of checkpoint."""
     return functools.cache(
         lambda family="qwen3_moe", **options: checkpoints.nvfp4(tmp_path_factory.mktemp("nvfp4"), family, **options)
     )
@@ -608,8 +609,8 @@ def test_nvfp4_of_compressed_tensors(nvfp4, family, options, device, tmp_path):
     assert relative(load(folder).dequantize()(ids.cpu()).logits, expected) <= 1e-5
 
 
-def test_nvfp4_is_not_touched(nvfp4):
-    """Of linear layers codes and scales are the stored ones, and the factor is what float32 has for the inverse."""
+def test_nvfp4_is_not_changed(nvfp4):
+    """Codes and scales of linear layers are the stored ones, and the factor is the float32 inverse."""
     before, layer = checkpoints.stored(nvfp4()), load(nvfp4()).model.layers[0].self_attn.q_proj
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(layer.weight, before[f"{name}_packed"])
@@ -618,7 +619,7 @@ def test_nvfp4_is_not_touched(nvfp4):
 
 
 def test_nvfp4_of_experts_that_clamp(nvfp4, monkeypatch):
-    """There down's factor cannot have what is up's: gate's and up's must be one number."""
+    """If experts clamp, down's factor cannot absorb up's: gate and up must have the same divisor."""
     kinds = {Qwen3MoeExperts: True, DeepseekV4Experts: False, GptOssExperts: False}
     assert {kind: is_linear_in_up(tiny_module(kind)) for kind in kinds} == kinds
     monkeypatch.setattr(integers_module, "is_linear_in_up", lambda module: False)
@@ -666,7 +667,7 @@ NVFP4 = "model.layers.1.mlp.experts.5.down_proj"
         ),
     ],
 )
-def test_nvfp4_that_does_not_fit_is_named(nvfp4, tmp_path, said, change):
+def test_inconsistent_nvfp4_raises(nvfp4, tmp_path, said, change):
     folder = broken(nvfp4(with_activations=True), tmp_path, change)
     with pytest.raises(ValueError, match=said) as raised:
         load(folder)
@@ -676,7 +677,7 @@ def test_nvfp4_that_does_not_fit_is_named(nvfp4, tmp_path, said, change):
 @pytest.mark.parametrize(
     "change", [{"group_size": 32}, {"type": "int"}, {"num_bits": 8}, {"symmetric": False}], ids=str
 )
-def test_other_floats_are_left_to_transformers(change):
+def test_other_floats_fall_back_to_transformers(change):
     config = checkpoints.nvfp4_config(with_activations=False)
     assert integers_of(config) is not None
     weights = config["config_groups"]["group_0"]["weights"]
@@ -687,7 +688,7 @@ def test_other_floats_are_left_to_transformers(change):
 
 
 def wider(name: str) -> tuple[int, ...]:
-    """How often a part of 4 bits must stand there for one of 8."""
+    """The number of repetitions with which a part of 4 bits has the size of one of 8 bits."""
     return {"qweight": (2, 1), "qzeros": (1, 2), "scales": (1, 1), "g_idx": (1,)}[name.rpartition(".")[2]]
 
 
@@ -756,15 +757,15 @@ DOWN, QUERY = "model.layers.1.mlp.experts.5.down_proj", "model.layers.0.self_att
         ),
     ],
 )
-def test_integers_that_do_not_fit_are_named(integers, tmp_path, way, said, change):
+def test_inconsistent_integers_raise(integers, tmp_path, way, said, change):
     folder = broken(integers(way), tmp_path, change)
     with pytest.raises(ValueError, match=said) as raised:
         load(folder)
     assert str(folder) in str(raised.value)
 
 
-def test_reordered_columns_are_no_model(integers, tmp_path):
-    """Whatever the configuration says of them."""
+def test_reordered_columns_raise(integers, tmp_path):
+    """Whatever the configuration says about them."""
     folder = broken(integers("gptq"), tmp_path, lambda t: [t[k].copy_(t[k].flip(0)) for k in t if k.endswith("g_idx")])
     with pytest.raises(
         ValueError, match=r"g_idx: expected groups of 32 neighbouring columns, not columns in another"
@@ -796,7 +797,7 @@ def test_reordered_columns_are_no_model(integers, tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_our_own_that_do_not_fit_are_named(tmp_path, format, said, change):
+def test_inconsistent_checkpoints_of_ours_raise(tmp_path, format, said, change):
     config = MoeMetalConfig(group_size=32, format=format)
     tiny_model("qwen3_moe").save_pretrained(tmp_path / "dense")
     load(tmp_path / "dense", quantization_config=config).save_pretrained(tmp_path / "saved")
@@ -822,28 +823,28 @@ def as_half(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture
 def switch(monkeypatch):
-    """Puts the switch back."""
+    """Restores the switch."""
     monkeypatch.setattr(integration, "_packed_checkpoints", None)
     monkeypatch.delenv(integration.VARIABLE, raising=False)
     return monkeypatch
 
 
 @pytest.mark.parametrize("by", ["the environment", "the function"])
-def test_the_switch_leaves_checkpoints_to_transformers(gpt_oss, qwen3_fp8, integers, switch, by):
+def test_packed_checkpoints_can_be_disabled(gpt_oss, qwen3_fp8, integers, switch, by):
     if by == "the environment":
         switch.setenv("TORCH_MOE_METAL_CHECKPOINTS", "0")
     else:
         assert torch_moe_metal.packed_checkpoints(False) is False
     assert not formats(load(gpt_oss)) and not formats(load(qwen3_fp8))
-    with pytest.raises(ImportError, match=r"optimum|gptqmodel"):  # what transformers needs for them
+    with pytest.raises(ImportError, match=r"optimum|gptqmodel"):  # transformers needs these packages
         load(integers("gptq"))
     assert formats(load(gpt_oss, quantization_config=Mxfp4Config(dequantize=True))) == {}
     torch_moe_metal.packed_checkpoints(True)
     assert formats(load(gpt_oss)) and formats(load(qwen3_fp8)) and formats(load(integers("gptq")))
 
 
-def test_configurations_that_are_passed(qwen3_fp8, integers):
-    """Those of the checkpoint's own method change nothing; others are an error in words that users know."""
+def test_passed_configurations(qwen3_fp8, integers):
+    """Configurations of the checkpoint's own method change nothing; others raise with names that users know."""
     passed = {"gptq": GPTQConfig(bits=4), "awq": AwqConfig()}
     for way, config in passed.items():
         assert set(formats(load(integers(way), quantization_config=config)).values()) == {"affine"}
@@ -855,12 +856,12 @@ def test_configurations_that_are_passed(qwen3_fp8, integers):
         load(integers("gptq"), quantization_config=MoeMetalConfig())
 
 
-def test_nothing_of_ours_where_cuda_is(gpt_oss, integers, monkeypatch):
-    """Without a device map a model may be meant for it. A configuration of ours is served on the CPU all the same."""
+def test_cuda_uses_transformers(gpt_oss, integers, monkeypatch):
+    """Without a device map the model might be meant for cuda. A configuration of ours still runs on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = json.loads((integers("gptq") / "config.json").read_text())["quantization_config"]
     assert takeover.claimed(config, None) is None and takeover.claimed(config, {"": "cpu"}) is not None
-    assert takeover.claimed({"bits": 4, "group_size": 64}, None) is not None  # nobody else reads mlx-lm's folders
+    assert takeover.claimed({"bits": 4, "group_size": 64}, None) is not None  # nothing else reads mlx-lm folders
     for quantizer in (MoeMetal(MoeMetalConfig(), pre_quantized=False), Mlx(MlxConfig(), pre_quantized=True)):
         quantizer.validate_environment(device_map=None)
         with pytest.raises(ValueError, match="cpu and mps"):
@@ -872,7 +873,7 @@ def test_nothing_of_ours_where_cuda_is(gpt_oss, integers, monkeypatch):
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_other_implementations_dequantise(gpt_oss, implementation, device):
-    """With one warning; asked for while loading, or later."""
+    """With one warning, if selected while loading or later."""
     ids = tokens(2, 9, device=device)
     expected = dequantised(gpt_oss)(ids.cpu()).logits
     warned.clear()
@@ -891,7 +892,7 @@ def test_other_implementations_dequantise(gpt_oss, implementation, device):
 
 @pytest.mark.parametrize("fuse", [False, True])
 def test_gradients_pass_packed_experts(gpt_oss, fuse):
-    """All that is trained around them gets the gradients that it has around dense ones."""
+    """Gradients of trained parameters equal those of a model with dense experts."""
     gradients = []
     for model in (dequantised(gpt_oss), load(gpt_oss)):
         if fuse:
@@ -910,7 +911,7 @@ def test_gradients_pass_packed_experts(gpt_oss, fuse):
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "awq"])
 def test_gradients_of_adapters_under_autocast(kind, gpt_oss, integers):
-    """As PEFT prepares models of few bits for it; the gradients are close to those without autocast."""
+    """With a model prepared by PEFT; the gradients are close to those without autocast."""
     gradients = []
     for autocast in (False, True):
         model = prepare_model_for_kbit_training(load(gpt_oss if kind == "gpt_oss" else integers("awq"), dtype="auto"))
@@ -957,7 +958,7 @@ def test_moe_from_a_packed_block(gpt_oss):
     ],
 )
 def test_old_pickles_load(former: str):
-    """They name classes and functions by the modules that these were in."""
+    """They contain the old module names of classes and functions."""
     module, name = former.split(".")
     found = pickle.loads(f"ctorch_moe_metal.transformers.{module}\n{name}\n.".encode())
     assert found.__name__ == name and found.__module__ in sys.modules
@@ -974,7 +975,8 @@ def test_compiled(gpt_oss):
 
 @pytest.mark.slow
 def test_other_versions_of_transformers_are_imported():
-    """Where a quantizer's parts are not what we know, that is said, and transformers goes on."""
+    """If a quantizer of transformers has other attributes than expected, a warning says so and transformers loads the
+    model."""
     script = """
 import sys, warnings, torch_moe_metal
 sys.modules["torch_moe_metal.transformers.checkpoints.quantizer"] = None
@@ -989,8 +991,8 @@ print([str(warning.message) for warning in said], auto.AUTO_QUANTIZER_MAPPING["m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["quantizers", "integrations.metal_quantization", "core_model_loading"])
-def test_registered_whatever_is_imported_first(first):
-    """Parts of transformers that import its quantizers themselves are not complete then."""
+def test_registration_with_any_import_order(first):
+    """Modules of transformers that import its quantizers are incomplete at that time."""
     script = f"""
 import warnings, torch_moe_metal
 warnings.simplefilter("error", UserWarning)
@@ -1005,7 +1007,7 @@ print(auto.AUTO_QUANTIZER_MAPPING["metal"].__module__)
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("kind", ["gpt_oss", "awq", "float32"])
 def test_adapters_train_under_autocast(kind: str, patched: bool, gpt_oss: Path, integers):
-    """As transformers' Trainer does with bf16=True, in training and in evaluation, on what PEFT prepares for it."""
+    """Like transformers' Trainer with bf16=True, in training and evaluation, on a model prepared by PEFT."""
     if kind == "float32":
         model = torch_moe_metal.quantize_(tiny_model("qwen3_moe", moe_intermediate_size=64), bits=8, group_size=32)
     else:
@@ -1015,10 +1017,10 @@ def test_adapters_train_under_autocast(kind: str, patched: bool, gpt_oss: Path, 
     ids = tokens(2, 9)
     want = model(ids).logits
     model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    adapters = LoraConfig(target_modules=["q_proj", "v_proj", "o_proj"])  # which change nothing at first
+    adapters = LoraConfig(target_modules=["q_proj", "v_proj", "o_proj"])  # they change nothing at first
     adapted = get_peft_model(model, adapters).train()
     with torch.autocast("cpu", torch.bfloat16):
-        # Of each token: rounding to bfloat16 may give one of them another expert, where two are nearly as good.
+        # For some tokens, rounding to bfloat16 may select another expert.
         errors = [
             relative(got, exact)
             for got, exact in zip(*(t.flatten(0, 1) for t in (adapted(ids).logits, want)), strict=True)

@@ -1,4 +1,4 @@
-"""The tests can fail: wrong results, touched memory and unclear choices are noticed by the helpers that judge."""
+"""Tests of the checkers: they detect wrong results, changed memory and near ties."""
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ WANT = torch.randn(64, 32, generator=torch.Generator().manual_seed(0), dtype=tor
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_an_error_of_ten_tolerances_is_noticed(dtype: torch.dtype):
+def test_an_error_of_ten_tolerances_is_detected(dtype: torch.dtype):
     assert_matches([WANT.to(dtype)], [WANT])
     with pytest.raises(AssertionError, match="relative L2"):
         assert_matches([(WANT * (1 + 10 * TOLERANCES[dtype])).to(dtype)], [WANT])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_one_wrong_element_among_many_is_noticed(dtype: torch.dtype):
+def test_one_wrong_element_among_many_is_detected(dtype: torch.dtype):
     want = torch.ones(4000, 1000, dtype=torch.float64)
     got = want.to(dtype)
     got[3999, 999] *= 1 + 40 * TOLERANCES[dtype]
@@ -30,17 +30,17 @@ def test_one_wrong_element_among_many_is_noticed(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_noticed(wrong: float):
+def test_values_that_are_not_finite_are_detected(wrong: float):
     got = WANT.float()
     got[5, 7] = wrong
     with pytest.raises(AssertionError):
         assert_matches([got], [WANT])
-    with pytest.raises(AssertionError):  # nor may a number stand where there should be none
+    with pytest.raises(AssertionError):  # a finite value must not replace one that is not finite
         assert_matches([WANT.float()], [got.double()])
     assert_matches([got], [got.double()])
 
 
-def test_any_infinity_is_still_none_that_is_finite():
+def test_any_infinity_does_not_accept_finite_values():
     inf, nan = float("inf"), float("nan")
     want = torch.tensor([inf, nan, 1.0], dtype=torch.float64)
     for got in ([nan, inf, 1.0], [-inf, -inf, 1.0]):
@@ -58,7 +58,7 @@ def test_overflow_of_the_output_dtype_is_expected_where_the_oracle_has_it():
         assert_matches([torch.tensor([65504.0, 1.0], dtype=HALF)], [torch.tensor([1e6, 1.0], dtype=torch.float64)])
 
 
-def test_wrong_ids_and_shapes_are_noticed():
+def test_wrong_ids_and_shapes_are_detected():
     ids = torch.tensor([[3, 1, 2]], dtype=torch.int32)
     assert_matches([ids], [ids.clone()])
     for wrong in (torch.tensor([[3, 2, 1]], dtype=torch.int32), ids.long(), ids[0]):
@@ -67,7 +67,7 @@ def test_wrong_ids_and_shapes_are_noticed():
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "strided", "padded", "transposed"])
-def test_a_touched_guard_is_noticed(kind: str):
+def test_a_changed_guard_is_detected(kind: str):
     tensor = torch.arange(12.0).view(3, 4)
     outside = Guarded(tensor, kind, 3)
     assert torch.equal(outside.view, tensor) and list(outside.view.stride()) == strides_of(tensor.shape, kind)
@@ -79,18 +79,18 @@ def test_a_touched_guard_is_noticed(kind: str):
     for place in (0, outside.view.storage_offset() - 1, len(outside.storage) - 1):
         guarded = Guarded(tensor, kind, 3)
         guarded.storage[place] = 0.0
-        with pytest.raises(AssertionError, match="memory beside it"):
+        with pytest.raises(AssertionError, match="memory next to it"):
             guarded.assert_untouched("x", written=True)
 
 
-def test_bits_are_those_of_then(device: str):
+def test_bits_are_a_copy(device: str):
     for tensor in (torch.ones(3, 4, device=device), torch.ones(4, 3, device=device).mT):
         before = bits(tensor)
         tensor[1, 1] = -1.0
         assert not torch.equal(bits(tensor), before)
 
 
-def test_an_unclear_choice_is_noticed():
+def test_near_ties_are_detected():
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 2.0], [1.0, 2.0, 2.0 + 1e-6]])
     biases = {"select_bias": torch.tensor([0.5, 0.0, 0.0])}
     options = {"top_k": 2, "scoring": "sigmoid"}
@@ -100,7 +100,7 @@ def test_an_unclear_choice_is_noticed():
 
 @pytest.mark.parametrize("case", SAMPLES, ids=str)
 def test_every_argument_matters(case: Case):
-    """The samples show a kernel that ignores an argument: without it, or with another one, the answer differs."""
+    """The samples detect a kernel that ignores an argument: without it, or with another one, the result differs."""
     args = case.arguments()
     want = expected(case.op, args, case.options)
     for name in case.shapes:

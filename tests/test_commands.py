@@ -1,4 +1,4 @@
-"""`python -m torch_moe_metal doctor` and `demo`, and what a broken installation says of itself."""
+"""`python -m torch_moe_metal doctor` and `demo`, and the errors of broken installations."""
 
 import os
 import re
@@ -24,14 +24,15 @@ PACKAGE = Path(torch_moe_metal.__file__).parent
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", doctor.TOKENS)
 @pytest.mark.parametrize("op", ARGUMENTS)
-def test_doctor_finds_every_op_right(op: str, tokens: int, dtype: torch.dtype, device: str):
+def test_doctor_passes(op: str, tokens: int, dtype: torch.dtype, device: str):
     assert doctor.check(op, device, dtype, tokens) is None
 
 
 @pytest.mark.parametrize("tokens", doctor.TOKENS)
 @pytest.mark.parametrize("op", ["gate", "route"])
-def test_choices_of_the_doctors_samples_are_clear(op: str, tokens: int):
-    """No device may choose another expert by rounding: without noise and with it, the reference chooses the same."""
+def test_samples_of_doctor_have_no_near_ties(op: str, tokens: int):
+    """Rounding must not change the selected experts on any device: with and without noise the reference selects the
+    same."""
     args = {name: tensor.double() for name, tensor in doctor.sample_arguments(op, torch.float32, tokens).items()}
     _, want = getattr(reference, op)(**args, top_k=doctor.DIMS["K"])
     noisy = {name: tensor * (1 + 1e-5 * torch.randn(tensor.shape).double()) for name, tensor in args.items()}
@@ -53,13 +54,13 @@ def test_doctor_reports(dtypes: list[torch.dtype], monkeypatch, capsys):
     monkeypatch.setattr(reference, "TOLERANCES", {dtype: reference.TOLERANCES[dtype] for dtype in dtypes})
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
-    for told in (torch_moe_metal.__version__, torch.__version__, torch_moe_metal.cpu_isa):
-        assert told in said
+    for version in (torch_moe_metal.__version__, torch.__version__, torch_moe_metal.cpu_isa):
+        assert version in said
     assert re.findall(r"^  (\w+) +ok$", said, re.MULTILINE)[: len(ARGUMENTS)] == list(ARGUMENTS)
 
 
 def test_doctor_reports_what_is_wrong(monkeypatch, capsys):
-    """A wrong result, wrong ids and an exception; the other ops are still looked at."""
+    """A wrong result, wrong ids and an exception; the other ops are still tested."""
     monkeypatch.setattr(reference, "TOLERANCES", {torch.float32: reference.TOLERANCES[torch.float32]})
     monkeypatch.setattr(reference, "norm_add", lambda residual, input, **_: residual + input)
     route = reference.route
@@ -72,13 +73,13 @@ def test_doctor_reports_what_is_wrong(monkeypatch, capsys):
         "route",
         "gate",
         "glu",
-    }  # gate is made of route
+    }  # gate uses route
     assert "relative error" in said and "allowed 1e-06" in said and "wrong expert ids" in said
     assert re.search(r"[48] failed. Rebuild", said) and re.search(r"residual_norm +ok", said)
 
 
-def test_doctor_tries_the_gpu(monkeypatch):
-    """One that PyTorch calls available, and that gives no memory, is not: as on virtual Macs."""
+def test_doctor_computes_on_the_gpu(monkeypatch):
+    """A GPU that PyTorch reports as available but that has no memory, as on virtual Macs."""
 
     def ones(*size, device="cpu"):
         raise RuntimeError("MPS backend out of memory\nmore lines")
@@ -105,10 +106,11 @@ def test_demo_compares(tiny, capsys):
     assert "H 64, I 48, E 8, K 2" in said
     ours = re.findall(r"^  torch_moe_metal +[\d.]+ ms .* ([\d.]+) times the best stock$", said, re.MULTILINE)
     assert len(ours) == 2 and all(float(ratio) > 0 for ratio in ours)
-    assert len(re.findall(r"^  transformers \w+ +[\d.]+ ms", said, re.MULTILINE)) == 3 + 2  # batched_mm for one token
+    # batched_mm only for one token
+    assert len(re.findall(r"^  transformers \w+ +[\d.]+ ms", said, re.MULTILINE)) == 3 + 2
 
 
-def test_demo_notices_a_wrong_result(tiny, monkeypatch, capsys):
+def test_demo_detects_a_wrong_result(tiny, monkeypatch, capsys):
     class Wrong:
         gate, glu = torch.ops.moe_metal.gate, torch.ops.moe_metal.glu
 
@@ -118,14 +120,14 @@ def test_demo_notices_a_wrong_result(tiny, monkeypatch, capsys):
 
     monkeypatch.setattr(block, "ops", Wrong)
     assert main(["demo"]) == 1
-    assert "too much" in capsys.readouterr().out
+    assert "The fused layer is wrong" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------ broken installations
 
 
 def import_error(folder: Path) -> str:
-    """What `import torch_moe_metal` says in this folder."""
+    """The output of `import torch_moe_metal` in this folder."""
     program = "try:\n import torch_moe_metal\nexcept ImportError as error:\n print(error)"
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout
@@ -133,28 +135,28 @@ def import_error(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("missing, named", [("_cpu_*.so", "_cpu_default.so missing"), ("_C.so", "_C.so missing")])
-def test_missing_library_is_named(tmp_path: Path, missing: str, named: str):
-    """As one that is not there, not as one of another torch version."""
+def test_missing_library_raises(tmp_path: Path, missing: str, named: str):
+    """Reported as missing, not as one for another torch version."""
     shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns(missing, "__pycache__"))
     said = import_error(tmp_path)
     assert "not built" in said and named in said and "another version" not in said
 
 
 @pytest.mark.slow
-def test_library_that_does_not_load_is_told(tmp_path: Path):
+def test_library_that_does_not_load_raises(tmp_path: Path):
     shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / PACKAGE.name / "_C.so").write_bytes(b"no library")
     said = import_error(tmp_path)
-    assert f"does not load into torch {torch.__version__}" in said and "The loader said" in said
+    assert f"does not load into torch {torch.__version__}" in said and "The loader reports" in said
 
 
 @pytest.mark.slow
-def test_a_library_without_its_openmp_says_so(tmp_path: Path):
-    """As on a Mac whose torch was built without OpenMP: a function of its runtime is not found."""
+def test_a_library_without_openmp_raises(tmp_path: Path):
+    """As on a Mac with a torch without OpenMP: a function of its runtime is missing."""
     shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     program = "void __kmpc_of_no_library(void); void run(void) { __kmpc_of_no_library(); }"
     made = tmp_path / PACKAGE.name / "_C.so"
     command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-x", "c", "-", "-o", made]
     subprocess.run(command, input=program, text=True, check=True)
     said = import_error(tmp_path)
-    assert "threads by OpenMP" in said and "another version" not in said and "__kmpc_of_no_library" in said
+    assert "a torch with OpenMP" in said and "another version" not in said and "__kmpc_of_no_library" in said

@@ -1,5 +1,5 @@
-"""`generate_batch` with patched and packed models. All requests are one sequence there, on a paged cache that
-transformers' own attention reads: the fused attention steps aside, and is selected again at the end."""
+"""`generate_batch` with patched and packed models. It treats all requests as one sequence with a paged cache, which
+transformers' own attention reads: the fused attention is not used meanwhile, and is selected again at the end."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch_moe_metal.transformers import quantize_
 
 NEW_TOKENS = 8
 GREEDY = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
-#: What transformers' paged cache cannot hold, and its error. The first three are refused before anything runs.
+#: Models that transformers' paged cache does not support, and its error. The first three raise before anything runs.
 NOT_PAGED = {
     "qwen3_next": "linear_attention",
     "qwen3_5_moe_text": "linear_attention",
@@ -62,7 +62,7 @@ def together(model, of: Tokens, **options) -> Tokens:
 
 
 def check(model, *lengths: int) -> None:
-    """By default with prompts shorter and longer than a page, and together longer than a step."""
+    """With prompts shorter and longer than a page, and together longer than a step."""
     of = prompts(*lengths or (5, 21, 60))
     before = implementations(model)
     expected = one_after_the_other(model, of)
@@ -93,8 +93,8 @@ def test_more_families(family: str):
         for each in NOT_PAGED
     ],
 )
-def test_families_without_a_paged_cache_still_generate(family: str):
-    """transformers refuses them, patched or not."""
+def test_families_without_a_paged_cache_generate(family: str):
+    """transformers raises for them, patched or not."""
     model, of = make(family), prompts(5)
     before, expected = implementations(model), one_after_the_other(model, of)
     with pytest.raises(ValueError, match=NOT_PAGED[family]):
@@ -134,7 +134,7 @@ def test_the_fused_attention_is_not_called(monkeypatch):
 
 
 def test_requests_share_the_pages_of_a_prefix(monkeypatch):
-    """The second request finds the three pages of the first one's prompt, and computes only the rest."""
+    """The second request shares the three pages of the first one's prompt, and only the rest is computed."""
     found, search = [], PagedAttentionCache.search_prefix_match
 
     def observed(self, *arguments) -> int:

@@ -1,4 +1,4 @@
-"""Expert parallelism: two processes, each with half of the experts, compute what one process computes.
+"""Expert parallelism: two processes, each with half of the experts, give the results of one process.
 
 As a script, run by torchrun, this file is one of the two processes.
 """
@@ -20,7 +20,7 @@ WAYS = ("all_reduce", "all_to_all")
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
-    """all_reduce marks the other process's experts with an id that must be skipped; all_to_all moves tokens."""
+    """all_reduce replaces ids of the other process's experts by one that must be skipped; all_to_all moves tokens."""
     for family in FAMILIES:
         model = tiny_model(family, tie_word_embeddings=False)
         model.save_pretrained(tmp_path / family)

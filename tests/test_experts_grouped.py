@@ -1,4 +1,4 @@
-"""experts on mps where its products for prompts are PyTorch's own, as torch 2.15 has them for mps."""
+"""experts on mps when products for prompts are PyTorch's own, which torch 2.15 has for mps."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,23 +12,23 @@ from checks import assert_matches
 from conftest import DEVICES, SIMULATED
 from packed import MXFP4
 from torch_moe_metal import tuning
-from torch_moe_metal.rehearsal import MPS
+from torch_moe_metal.warmup import MPS
 
 pytestmark = pytest.mark.skipif("mps" not in DEVICES, reason="MOE_METAL_DEVICES leaves mps out, which alone has it")
 recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records dispatches; a Mac's own does not")
 
-#: Gate and up, the inner activations, each expert's result and the sum are rounded. These errors are independent, so
-#: that four of them are twice as large as one.
+#: The gate and up products, the inner activations, each expert's result and the sum are rounded. These errors are
+#: independent, so the four together are twice as large as one.
 ROUNDINGS = 2
 DIMS = {"T": 40, "E": 6, "K": 3, "H": 72, "I": 40}
 BIASES = ("gate_up_bias", "down_bias")
-BESIDE = ("shared", "shared_gate", "residual")
+ADDED = ("shared", "shared_gate", "residual")
 GPT_OSS = {"transposed": True, "interleaved": True, "activation": "swiglu_oai", "limit": 7.0, "alpha": 1.702}
 
 
 @contextlib.contextmanager
 def grouped(**numbers: int) -> Iterator[None]:
-    """PyTorch's products are taken. On a Mac it has them from torch 2.15 on."""
+    """Makes PyTorch's products available. On a Mac they exist from torch 2.15 on."""
     import metal_sim
 
     with metal_sim.grouped_mm() if SIMULATED else contextlib.nullcontext():
@@ -49,7 +49,7 @@ def case(*given: str, dtype: torch.dtype = BFLOAT, dims: dict | None = None, **o
 
 
 def arguments(case: Case, device: str = "cpu") -> Args:
-    """The second expert has no slot, and some ids are of none."""
+    """The second expert has no slot, and some ids are out of range."""
     args = case.arguments()
     ids, E = args["ids"].long(), case.dims["E"]
     ids[ids == 1] = -1
@@ -58,7 +58,7 @@ def arguments(case: Case, device: str = "cpu") -> Args:
 
 
 def run(args: Args, options: dict) -> tuple[list[Tensor], list[str]]:
-    """-> the results, and the kernels that ran. The host must not wait for the device."""
+    """Returns the results and the kernels that ran. The host must not wait for the device."""
     if not SIMULATED:
         return call(torch.ops.moe_metal.experts, "experts", args, options), []
     import metal_sim
@@ -79,9 +79,9 @@ def check(case: Case, args: Args, want: list[str] | None = None, roundings: floa
 
 CASES = {
     "plain": case(),
-    "biases": case(*BIASES, *BESIDE),
+    "biases": case(*BIASES, *ADDED),
     "gpt_oss": case(*BIASES, **GPT_OSS),
-    "half": case(*BIASES, *BESIDE, dtype=HALF, interleaved=True),
+    "half": case(*BIASES, *ADDED, dtype=HALF, interleaved=True),
     "transposed": case(dtype=HALF, transposed=True),
     "short_ids": case("down_bias"),
     "one_expert": case(*BIASES, dims={"E": 1, "K": 1, "H": 8, "I": 8}),
@@ -100,8 +100,8 @@ def test_products_of_pytorch(mps: str, name: str):
 
 
 @pytest.mark.parametrize("gap", [0, 8])
-def test_gate_and_up_apart(mps: str, gap: int):
-    """[E, 2, I, H]: one matrix if nothing is between the two, which PyTorch's op asks for."""
+def test_separate_gate_and_up(mps: str, gap: int):
+    """[E, 2, I, H]: one matrix if there is nothing between the two, as PyTorch's op requires."""
     plain = case("gate_up_bias")
     args = arguments(plain, mps)
     E, I, H = (DIMS[letter] for letter in "EIH")
@@ -115,8 +115,8 @@ def test_gate_and_up_apart(mps: str, gap: int):
 
 
 def test_no_slot_of_any_expert(mps: str):
-    """Every row that PyTorch's product returns is then undefined, and none may reach the output."""
-    everything = case(*BIASES, *BESIDE)
+    """All rows of PyTorch's product are then undefined, and none may reach the output."""
+    everything = case(*BIASES, *ADDED)
     args = arguments(everything)
     args["ids"] = torch.full_like(args["ids"], -1)
     with grouped():
@@ -139,13 +139,13 @@ def test_any_grid_and_order_of_threads(mps: str):
 
 @recorded
 def test_a_long_prompt_in_pieces(mps: str):
-    everything = case(*BIASES, *BESIDE)
+    everything = case(*BIASES, *ADDED)
     with grouped(dispatch_mflops=1):
         check(everything, arguments(everything, mps), kernels("bfloat", times=2))
 
 
 def test_autocast_does_not_matter(mps: str):
-    """PyTorch's op is called below it: it would convert."""
+    """Autocast must not apply to PyTorch's op, which would convert."""
     plain = case()
     args = arguments(plain, mps)
     with grouped():
@@ -156,8 +156,8 @@ def test_autocast_does_not_matter(mps: str):
 
 
 @recorded
-def test_a_rehearsal_computes_nothing(mps: str):
-    """On meta, where PyTorch's product is left out."""
+def test_warm_up_computes_nothing(mps: str):
+    """On meta, without PyTorch's product."""
     import metal_sim
 
     on_meta = {name: tensor.to("meta") for name, tensor in arguments(case()).items()}
@@ -170,18 +170,18 @@ def test_a_rehearsal_computes_nothing(mps: str):
 
 
 def late(tensor: Tensor) -> Tensor:
-    """From an address that is no multiple of 16 bytes."""
+    """At an address that is no multiple of 16 bytes."""
     return torch.empty(tensor.numel() + 4, dtype=tensor.dtype, device=tensor.device)[4:].view_as(tensor).copy_(tensor)
 
 
 def in_wider_rows(tensor: Tensor) -> Tensor:
-    """Whose rows begin at no multiple of 16 bytes."""
+    """Rows that do not begin at multiples of 16 bytes."""
     wide = torch.empty(*tensor.shape[:-1], tensor.shape[-1] + 4, dtype=tensor.dtype, device=tensor.device)
     return wide[..., : tensor.shape[-1]].copy_(tensor)
 
 
 def overlapping(tensor: Tensor) -> Tensor:
-    """Each row begins 8 elements behind the one before."""
+    """Each row begins 8 elements after the previous one."""
     _, rows, columns = tensor.shape
     return tensor.as_strided(tensor.shape, (rows * columns, 8, 1))
 
@@ -199,7 +199,7 @@ REFUSED = {
 
 @recorded
 @pytest.mark.parametrize("name", REFUSED)
-def test_our_kernels_run_where_pytorchs_op_would_refuse(mps: str, name: str):
+def test_our_kernels_run_if_pytorchs_op_would_raise(mps: str, name: str):
     case, views = REFUSED[name]
     args = arguments(case)
     want_of = {n: views[n](t) if n in views else t for n, t in args.items()}
@@ -222,7 +222,7 @@ def test_our_kernels_run_for_packed_weights(mps: str):
 
 @recorded
 @pytest.mark.parametrize("least, taken", [(0, False), (20, True), (21, False)])
-def test_from_so_many_slots_an_expert_on(mps: str, least: int, taken: bool):
+def test_threshold_of_slots_per_expert(mps: str, least: int, taken: bool):
     """40 tokens with 3 slots, of 6 experts: 20 each."""
     plain = case()
     with grouped(matrix_units=least):

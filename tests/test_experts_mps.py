@@ -1,4 +1,4 @@
-"""The op experts on mps beyond its values: which kernels run, in how many dispatches, and how slots fall into tiles."""
+"""The op experts on mps, beyond its values: its kernels and dispatches, and how slots are assigned to tiles."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records
 
 
 def kernels_of(run) -> list[str]:
-    """The kernels that `run` dispatches, without the op's name; nothing may make the host wait."""
+    """The kernels that `run` dispatches, without the op's name. The host must not wait for the device."""
     import metal_sim
 
     with metal_sim.record() as record:
@@ -35,12 +35,12 @@ def experts_kernels(args: dict, **options) -> list[str]:
 
 @recorded
 def test_dispatches_of_a_layer(mps: str):
-    """Qwen3-30B-A3B's MoE block for one token: at most 4 dispatches with its router, against the stock block's."""
+    """Qwen3-30B-A3B's MoE block for one token: at most 4 dispatches with its router, compared with the stock block."""
     import metal_sim
 
     E, K, H, I = 128, 8, 2048, 768
     x = torch.zeros(1, H, dtype=BFLOAT, device=mps)
-    one_expert = {"gate_up": (1, 2 * I, H), "down": (1, H, I)}  # the layout of all of them, with the memory of one
+    one_expert = {"gate_up": (1, 2 * I, H), "down": (1, H, I)}  # the layout of all experts, with the memory of one
     weights = {n: torch.zeros(s, dtype=BFLOAT, device=mps).expand(E, -1, -1) for n, s in one_expert.items()}
     router = torch.zeros(E, H, dtype=BFLOAT, device=mps)
     residual = torch.zeros_like(x)
@@ -66,7 +66,7 @@ def test_dispatches_of_a_layer(mps: str):
 
 
 class ComputingOps(TorchDispatchMode):
-    """The aten ops that compute or copy, each of which is a dispatch or more; views and empty tensors are not."""
+    """The aten ops that compute or copy, each of which needs at least one dispatch; views and empty tensors do not."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ def test_no_tokens_no_dispatches(mps: str):
 @recorded
 @pytest.mark.parametrize("T, E, K, kernels", [(16, 8, 1, 2), (17, 8, 1, 4), (4, 32, 8, 2), (5, 32, 8, 4)])
 def test_switch(mps: str, T: int, E: int, K: int, kernels: int):
-    """Decode's two dispatches up to 16 slots, or up to as many slots as experts; then prefill's four."""
+    """Two dispatches for decode, up to 16 slots or as many slots as experts; then four for prefill."""
     args = Case("experts", "switch", {"T": T, "E": E, "K": K, "H": 32, "I": 32}).arguments(mps)
     assert len(experts_kernels(args)) == kernels
 
@@ -126,7 +126,7 @@ LAYOUTS = {  # H, I, options, whether the weights' storage begins one element la
 @pytest.mark.parametrize("T", [2, 40])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(mps: str, name: str, T: int):
-    """16-byte loads wherever alignment allows them, along the rows or, at decode, along the columns of transposed."""
+    """16-byte loads wherever alignment allows them: along rows, or for transposed weights at decode along columns."""
     H, I, options, late, (gate_up, down) = LAYOUTS[name]
     case = Case("experts", name, {"T": T, "E": 5, "K": 3, "H": H, "I": I}, (), options, BFLOAT)
     args = case.arguments(mps)
@@ -149,7 +149,7 @@ SPLITS = [(17, 15), (16, 16), (0, 64, 0, 1), (33, 31), (63, 65, 0, 0, 1), (130,)
 @pytest.mark.parametrize("skipped", [0, 5])
 @pytest.mark.parametrize("counts", SPLITS, ids=lambda counts: "-".join(map(str, counts)))
 def test_splits(device: str, counts: tuple[int, ...], skipped: int):
-    """Each expert gets so many slots, in mixed order; `skipped` more have ids of no expert."""
+    """Each expert gets so many slots in mixed order; `skipped` more slots have invalid ids."""
     E, slots = len(counts), sum(counts) + skipped
     case = Case("experts", "splits", {"T": slots, "E": E, "K": 1, "H": 36, "I": 20}, ("gate_up_bias", "down_bias"))
     args = case.arguments()
@@ -165,7 +165,7 @@ def test_splits(device: str, counts: tuple[int, ...], skipped: int):
 @pytest.mark.parametrize("T", [2, 20, 70])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_any_order_of_threads(mps: str, T: int, transposed: bool):
-    """The simulator runs each dispatch in several orders of its threads, and demands the same bits of all."""
+    """The simulator runs each dispatch in several thread orders and requires the same bits."""
     import metal_sim
 
     options = {"transposed": transposed, "interleaved": transposed}
@@ -181,11 +181,11 @@ def test_any_order_of_threads(mps: str, T: int, transposed: bool):
 
 # ------------------------------------------------------------------------------------------------ packed weights
 
-NARROW = [Packing("affine", bits, 16) for bits in AFFINE]  # groups of which no 32 columns are one
+NARROW = [Packing("affine", bits, 16) for bits in AFFINE]  # groups that are smaller than 32 columns
 OTHERS = [packing for packing in FORMATS.values() if packing and packing not in PACKINGS]
 SCALES = [Packing("affine", 4, 128, torch.float16), Packing("affine", 8, 32, BFLOAT), Packing("fp8", 8, 128, BFLOAT)]
 FLOAT = torch.float32
-# The fast set compiles shaders for these: 3 bits cross from byte to byte as 5 and 6 do, 2 bits do not, as 4.
+# The fast set compiles shaders for these: 3 bits cross bytes like 5 and 6 bits; 2 bits do not, like 4.
 FEW_PACKINGS = [AFFINE[3], AFFINE[4], NARROW[2], AFFINE[8], MXFP4, FP8]
 EVERY_PACKING = FEW_PACKINGS + [
     pytest.param(packing, marks=pytest.mark.slow)
@@ -195,7 +195,7 @@ EVERY_PACKING = FEW_PACKINGS + [
 
 
 def sizes_of(packing: Packing) -> tuple[int, int]:
-    """H and I that the format allows and that fill no tile, chunk or team of lanes."""
+    """H and I that the format allows, but that are no multiple of a tile, chunk or team of lanes."""
     if packing.row.rows_per_scale > 1:
         return 200, 139
     if packing.row.whole_columns > 128:
@@ -204,7 +204,7 @@ def sizes_of(packing: Packing) -> tuple[int, int]:
 
 
 def packed_experts(packing: Packing, T: int, dtype: torch.dtype = FLOAT, interleaved: bool = False):
-    """Arguments on the CPU, and options, of experts with packed weights. Some ids are of no expert."""
+    """Arguments on the CPU, and options, of experts with packed weights. Some ids are invalid."""
     H, I = sizes_of(packing)
     E, K, generator = 5, 3, torch.Generator().manual_seed(T)
     args = dict(
@@ -234,12 +234,12 @@ def packed_linear(packing: Packing, T: int, dtype: torch.dtype = FLOAT, N: int =
 
 
 def long_rows(packing: Packing) -> int:
-    """More columns than two chunks of a team of lanes, and whole pieces."""
+    """More columns than two chunks of a team of lanes, in whole pieces."""
     whole = max(32, packing.group, packing.row.whole_columns)
     return -(-1056 // whole) * whole
 
 
-# Those that the tests of every format do not multiply with several tokens.
+# Formats that the tests of every format do not multiply with several tokens.
 TOGETHER = [packing for packing in (*PACKINGS, *OTHERS) if packing not in (FORMATS["nvfp4"], FORMATS["q4_0"])]
 
 
@@ -260,7 +260,7 @@ def check(op: str, args: dict, options: dict, device: str) -> None:
 @pytest.mark.parametrize("T", [3, 40])
 @pytest.mark.parametrize("packing", EVERY_PACKING, ids=str)
 def test_packed_experts(device: str, packing: Packing, T: int):
-    """Decode and prefill in every format, whose groups end inside a tile."""
+    """Decode and prefill in every format, with groups that end inside of a tile."""
     check("experts", *packed_experts(packing, T, interleaved=T == 3), device)
 
 
@@ -277,15 +277,15 @@ def test_packed_linear(device: str, packing: Packing, T: int):
     ids=str,
 )
 def test_tokens_together(device: str, packing: Packing, dtype: torch.dtype):
-    """Tokens for which the weight is unpacked once, two by two and four by four, some of which are missing; and rows so
-    long that simdgroups share them. Codes of 16-bit activations are not centred."""
+    """Token counts for which each weight is unpacked once, for pairs and groups of four with some missing; and rows so
+    long that several simdgroups share them. Codes with 16-bit activations are not centred."""
     for T in (2, 7):
         check("linear", *packed_linear(packing, T, dtype, 37, long_rows(packing)), device)
 
 
 @recorded
 @pytest.mark.parametrize("T, together", [(1, ""), (2, "2"), (3, "4"), (8, "4")])
-def test_how_many_tokens_are_multiplied_together(mps: str, T: int, together: str):
+def test_tokens_per_product(mps: str, T: int, together: str):
     args, options = packed_linear(AFFINE[4], T)
     dense = Case("linear", "together", {"T": T, "N": 9, "H": 96}, dtype=BFLOAT).arguments(mps)
     odd = Case("linear", "alone", {"T": T, "N": 9, "H": 97}, dtype=BFLOAT).arguments(mps)
@@ -299,8 +299,8 @@ def test_how_many_tokens_are_multiplied_together(mps: str, T: int, together: str
 
 @pytest.mark.parametrize("bits", AFFINE)
 def test_offsets_cost_no_precision(mps: str, bits: int):
-    """Offsets lie near -2^(bits - 1) scales. Where sums of bare codes met sums of offsets, the two cancelled, and
-    errors were 3 to 4 times those of PyTorch's product with the values."""
+    """Offsets are close to -2^(bits - 1) scales. Sums of uncentred codes and sums of offsets would almost cancel, with
+    errors 3 to 4 times those of PyTorch's product with the values."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 64, generator=generator)
     parts = quantize(torch.randn(512, 64, generator=generator), "affine", bits)
@@ -320,7 +320,7 @@ def test_packed_weights_and_16_bits(device: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize("packing", [*PACKINGS, *NARROW], ids=str)
 def test_dequantize(device: str, packing: Packing):
-    """Every code, also e4m3's two NaN, and matrices of more than three dimensions."""
+    """Every code, including e4m3's two NaN, and matrices with more than three dimensions."""
     H, _ = sizes_of(packing)
     generator = torch.Generator().manual_seed(0)
     weight = packing.weight(2, 3, 9, H, generator=generator)
@@ -341,7 +341,7 @@ def test_dequantize_dense(device: str, dtype: torch.dtype):
     assert torch.equal(got.cpu(), weight.mT.float())
 
 
-# What a view does to a weight's memory: bytes before it, bytes between rows, and the scales of a larger tensor.
+# The memory of views: bytes before the weight, bytes between rows, and scales of a larger tensor.
 def late(tensor: torch.Tensor, by: int = 1) -> torch.Tensor:
     return torch.empty(tensor.numel() + by, dtype=tensor.dtype)[by:].view_as(tensor).copy_(tensor)
 
@@ -362,13 +362,13 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("packing", [AFFINE[3], NARROW[2], MXFP4, FP8, SCALES[1]], ids=str)
 def test_views_of_packed_weights(device: str, packing: Packing, view: str, T: int):
-    """Data that no wide load fits, and scales with any strides: the same numbers."""
+    """Data that is not aligned for vector loads, and scales with any strides: the same values."""
     args, options = packed_experts(packing, T)
     for name in ("gate_up", "gate_up_scale", "gate_up_offset", "down", "down_scale", "down_offset"):
         if args[name] is not None:
             args[name] = VIEWS[view](args[name])
     on_device = given(args, device)
-    for name in ("gate_up", "down"):  # as they lie here
+    for name in ("gate_up", "down"):  # in the layout of the view
         memory = torch.empty(args[name].untyped_storage().nbytes(), dtype=torch.uint8, device=device)
         strided = memory.view(args[name].dtype).as_strided(
             args[name].shape, args[name].stride(), args[name].storage_offset()
@@ -379,7 +379,7 @@ def test_views_of_packed_weights(device: str, packing: Packing, view: str, T: in
 
 
 def test_mxfp4_in_blocks(device: str):
-    """[.., C / 32, 16], as gpt-oss has it."""
+    """[.., C / 32, 16], as in gpt-oss."""
     for T in (2, 40):
         args, options = packed_experts(MXFP4, T, interleaved=True)
         want = in_float64("experts", args, options)
@@ -390,9 +390,9 @@ def test_mxfp4_in_blocks(device: str):
 
 @pytest.mark.parametrize("T", [1, 3, 20])
 @pytest.mark.parametrize("packing", [AFFINE[4], MXFP4, FP8], ids=str)
-def test_nan_stays_where_it_is(device: str, packing: Packing, T: int):
-    """A scale, or a code, that is NaN makes its own row NaN and no other."""
-    args, options = packed_linear(packing, T, H=256 if T == 3 else None)  # by fours
+def test_nan_does_not_spread(device: str, packing: Packing, T: int):
+    """A NaN scale or code makes only its own row NaN."""
+    args, options = packed_linear(packing, T, H=256 if T == 3 else None)  # four columns at a time
     if packing.format == "fp8":
         args["weight"][5, 150] = 0xFF
     else:
@@ -403,8 +403,8 @@ def test_nan_stays_where_it_is(device: str, packing: Packing, T: int):
 
 
 @pytest.mark.parametrize("T", [1, 20])
-def test_rows_end_before_the_next_one_begins(device: str, T: int):
-    """Rows that are aligned, and end inside of a wide load: what lies behind them, here NaN, is not theirs."""
+def test_rows_do_not_read_into_the_next_row(device: str, T: int):
+    """Aligned rows that end inside of a vector load: the bytes after them, here NaN, must not be used."""
     args, options = packed_linear(FP8, T)
     want, (N, H) = in_float64("linear", args, options), args["weight"].shape
     on_device = given(args, device)
@@ -425,7 +425,7 @@ def test_rows_end_before_the_next_one_begins(device: str, T: int):
     ids=str,
 )
 def test_kernels_of_packed_weights(mps: str, packing: Packing, kernel: str, tiles: str):
-    """Two dispatches at decode, four at prefill, and the widest loads wherever whole pieces are aligned."""
+    """Two dispatches at decode, four at prefill, and the widest loads if whole pieces are aligned."""
     args, options = packed_experts(packing, 2)
     assert experts_kernels(given(args, mps), **options) == [
         f"{part}_rows_{kernel}_float" for part in ("gate_up", "down")
@@ -445,7 +445,7 @@ def test_kernels_of_packed_weights(mps: str, packing: Packing, kernel: str, tile
 
 @recorded
 def test_dispatches_of_packed_weights(mps: str):
-    """At a real model's sizes, as the table of dispatches counts them: what dense weights take, and nothing more."""
+    """With a real model's sizes, as counted by the table of dispatches: no more than dense weights need."""
     import metal_sim
 
     with metal_sim.host_only():

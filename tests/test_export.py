@@ -1,4 +1,4 @@
-"""torch.export, strict and not: the graph holds our ops, for any number of tokens, or a warning says why not."""
+"""torch.export, strict and not: the graph contains our ops, for any number of tokens, or a warning gives the reason."""
 
 import warnings
 from collections import Counter
@@ -34,7 +34,7 @@ class Logits(torch.nn.Module):
 
 
 def export(module: torch.nn.Module, *args: torch.Tensor, strict: bool, dim: int = 0) -> torch.export.ExportedProgram:
-    """For any size of this dimension, which is the same in all of them."""
+    """A dynamic size of this dimension, the same in all arguments."""
     T = torch.export.Dim("T", min=2, max=64)
     return torch.export.export(module, args, strict=strict, dynamic_shapes=tuple({dim: T} for _ in args))
 
@@ -79,7 +79,7 @@ def test_layer(strict):
 
 @each_strictness
 def test_experts_selected_later(strict):
-    """Who selects other experts after `patch` gets them, as transformers' exporters do for targets without our ops."""
+    """Experts that are selected after `patch` are used, as in transformers' exporters for targets without our ops."""
     model, ids = tiny_model("qwen3_moe"), tokens(2, 9)
     torch_moe_metal.patch(model)
     expected = model(ids).logits
@@ -99,8 +99,8 @@ def test_experts_selected_later_in_other_families(family):
 
 
 @each_strictness
-def test_a_wanted_gradient_is_named(strict):
-    """Once for the whole model, and the graph computes the same."""
+def test_a_needed_gradient_warns(strict):
+    """One warning for the whole model, and the graph computes the same."""
     module, ids = Logits(tiny_model("qwen3_moe").requires_grad_(True)), tokens(2, 9)
     torch_moe_metal.patch(module)
     warned.clear()
@@ -114,7 +114,7 @@ def test_a_wanted_gradient_is_named(strict):
 
 
 @each_strictness
-def test_experts_that_are_not_fused_are_named(strict):
+def test_experts_that_are_not_fused_warn(strict):
     cls = next(cls for cls in experts_classes() if cls.__name__ == "NemotronHExperts")
     experts = tiny_module(cls, _experts_implementation="moe_metal")
     args = torch.randn(2, 64), torch.tensor([[0, 1], [2, 3]]), torch.rand(2, 2)
@@ -127,7 +127,7 @@ def test_experts_that_are_not_fused_are_named(strict):
 
 
 def test_fake_models():
-    """A model without memory, as torch.export and memory planners build it, is fused like a real one."""
+    """A model on the meta device, as used by torch.export and memory planners, is fused like a real one."""
     ids = tokens(2, 9)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         model = build("qwen3_moe").eval()

@@ -1,7 +1,8 @@
-"""`python -m torch_moe_metal fit`: the bytes that it computes are those of models that are really loaded."""
+"""`python -m torch_moe_metal fit`: the computed bytes equal those of loaded models."""
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,13 @@ from torch_moe_metal import MoeMetalConfig, fit
 from torch_moe_metal.__main__ import main
 from torch_moe_metal.formats import LIBRARIES
 from torch_moe_metal.loading import Source
+from torch_moe_metal.models import MODELS
 from torch_moe_metal.packing import WRITTEN
 
-WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}  # columns of which every format has blocks
+WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}  # multiples of every format's block
 LOADED = [name for name, row in LIBRARIES.items() if row.name in WRITTEN or name == "dense"]
 IN_FILES = [name for name, row in LIBRARIES.items() if row.has_own_scales]
-#: In billions of numbers, as their makers publish them.
+#: Billions of parameters, as published.
 NUMBERS = {
     "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1, "qwen3-next-80b-a3b": 79.7, "qwen3.5-35b-a3b": 34.7,
     "mixtral-8x7b": 46.7, "olmoe": 6.9, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8, "deepseek-v3": 671.0,
@@ -31,7 +33,7 @@ NUMBERS = {
 
 
 def state_of(model) -> int:
-    """The bytes that a checkpoint has of it."""
+    """The bytes of its checkpoint."""
     return sum(
         tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}.values()
     )
@@ -56,7 +58,7 @@ def test_weights_of_each_format(dense: Path, library: str):
 
 @pytest.mark.parametrize("library", IN_FILES)
 def test_weights_of_gguf_files(tmp_path: Path, library: str):
-    """By the file, and by the configuration alone for a file that is wholly in this format. Both without the angles."""
+    """From the file, and from the configuration for a file with only this format. Both without the rotary angles."""
     made = gguf_files.model("qwen3moe", **WIDE)
     path = gguf_files.write(made, tmp_path / "model.gguf", library.removeprefix("ggml_"))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
@@ -73,7 +75,7 @@ def test_a_gguf_file_that_becomes_dense(tmp_path: Path):
 
 
 def test_weights_of_gpt_oss(tmp_path: Path):
-    """By its files and by its configuration; and with all else packed."""
+    """From its files and from its configuration; and with all other weights packed."""
     folder = checkpoints.gpt_oss(tmp_path, hidden_size=64)
     model, config = AutoModelForCausalLM.from_pretrained(folder), AutoConfig.from_pretrained(folder)
     assert fit.packed_weights(Source.of(str(folder)), config, torch.bfloat16) == ("mxfp4", state_of(model))
@@ -95,7 +97,7 @@ def test_weights_of_folders_that_are_packed(tmp_path: Path):
 @pytest.mark.parametrize("tokens", [5, 40])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_cache(family: str, tokens: int):
-    """Within sliding windows and beyond them; and the room in which it grows is not more than is said."""
+    """Within sliding windows and beyond; and the room for growth is at most what is printed."""
     model = tiny_model(family)
     torch_moe_metal.patch(model)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -109,7 +111,7 @@ def test_the_cache(family: str, tokens: int):
         assert sum(room.memory.nbytes for room in rooms) <= layer.most(tokens)
 
 
-OF_PARTS = ("qwen3_omni_moe_thinker",)  # which no Auto class makes
+OF_PARTS = ("qwen3_omni_moe_thinker",)  # no Auto class makes it
 
 
 def meta(model):
@@ -123,8 +125,8 @@ def bytes_in(layer, tokens: int) -> int:
     return sum(state.nbytes for state in states)
 
 
-def test_working_memory_is_what_a_forward_takes():
-    """The same count for a real forward on the CPU, whose attention of few tokens is the same op."""
+def test_working_memory_matches_a_forward():
+    """The same count for a real forward on the CPU, where attention of few tokens is the same op."""
     model = tiny_model("gpt_oss")
     torch_moe_metal.patch(model)
     cache = DynamicCache(config=model.config)
@@ -164,7 +166,7 @@ def test_the_longest_context():
 
 
 def table(capsys) -> dict[str, list[str]]:
-    """The cells behind each format."""
+    """The cells after each format."""
     rows = (re.split(" {2,}", line) for line in capsys.readouterr().out.splitlines())
     return {row[0]: row[1:] for row in rows if len(row) > 1}
 
@@ -177,10 +179,10 @@ def test_a_known_name_needs_no_network(capsys, monkeypatch):
     assert main(["fit", "gpt-oss-20b", "--memory", "16", "32"]) == 0
     said = table(capsys)
     assert said["format"] == ["weights", "16 GB", "32 GB"]
-    assert said["mxfp4, as it is"] == ["13.8 GB", "doesn't fit", "fits"]
-    monkeypatch.setitem(fit.PUBLISHED, "olmoe", fit.PUBLISHED["olmoe"] | {"num_hidden_layers": 1})
+    assert said["mxfp4, unchanged"] == ["13.8 GB", "doesn't fit", "fits"]
+    monkeypatch.setitem(MODELS, "olmoe", replace(MODELS["olmoe"], layers=1))
     assert main(["fit", "allenai/OLMoE", "--limit", "4000", "--formats", "dense", "q4_k"]) == 0
-    assert list(table(capsys)) == ["format", "bfloat16", "q4_k, a GGUF file of it"]
+    assert list(table(capsys)) == ["format", "bfloat16", "q4_k, as a GGUF file"]
     assert main(["fit", "some/other"]) == 2
     assert capsys.readouterr().err == "fit: cannot read the configuration of some/other: no network\n"
 
@@ -192,12 +194,12 @@ def test_folders_and_files(dense: Path, tmp_path: Path, capsys):
     assert table(capsys)["bfloat16"][1] == "doesn't fit"
     path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", gguf_files.Q4_K_M)
     assert main(["fit", str(path)]) == 0
-    assert "q4_k, q6_k, as it is" in table(capsys)
+    assert "q4_k, q6_k, unchanged" in table(capsys)
     assert main(["fit", "missing"]) == 2
     assert capsys.readouterr().err == "fit: no such file, folder or name on the hub: missing\n"
 
 
-def test_columns_that_no_block_fits_are_named(dense: Path, tmp_path: Path, capsys):
+def test_columns_that_fit_no_block(dense: Path, tmp_path: Path, capsys):
     config = json.loads((dense / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 96}))
     assert main(["fit", str(tmp_path), "--limit", "100", "--prompt", "64", "--formats", "affine4", "mxfp4"]) == 0

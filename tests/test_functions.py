@@ -21,11 +21,11 @@ ODD = {case.op: case for case in SAMPLES if case.name == "sample_odd"}
 
 @pytest.mark.parametrize("op", OPS)
 def test_schema_table_and_signature_agree(op: str):
-    """The same arguments in the same order, the same defaults, the same outputs: one op, told in three places."""
+    """The schema, the table of arguments and the signature have the same arguments, defaults and outputs."""
     schema = getattr(torch.ops.moe_metal, op).default._schema
     signature = inspect.signature(getattr(reference, op))
-    told = [(a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty) for a in schema.arguments]
-    assert told == [(p.name, p.default) for p in signature.parameters.values()]
+    found = [(a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty) for a in schema.arguments]
+    assert found == [(p.name, p.default) for p in signature.parameters.values()]
     tensors = [a for a in schema.arguments if "Tensor" in str(a.type)]
     assert [a.name for a in tensors] == list(ARGUMENTS[op])
     optional = [name for name, argument in ARGUMENTS[op].items() if argument.optional]
@@ -37,8 +37,8 @@ def test_schema_table_and_signature_agree(op: str):
     assert len(schema.returns) + len(written(op)) == len(outputs(op))
 
 
-def test_every_op_is_told_everywhere():
-    """Names that begin with an underscore are no ops on tensors: the package itself calls them."""
+def test_every_op_is_documented_everywhere():
+    """Names with a leading underscore are no ops on tensors: the package itself calls them."""
     registered = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
                   if name.startswith("moe_metal::") and not name.startswith("moe_metal::_")}  # fmt: skip
     assert set(reference.__all__) == set(OPS) == registered <= set(torch_moe_metal.__all__)
@@ -46,7 +46,7 @@ def test_every_op_is_told_everywhere():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_function_is_the_op_and_looks_like_its_specification(op: str):
+def test_functions_call_the_op_and_have_its_signature(op: str):
     function, specification, case = getattr(torch_moe_metal, op), getattr(reference, op), ODD[op]
     assert inspect.signature(function) == inspect.signature(specification)
     assert function.__doc__ == specification.__doc__ and function.__module__ == "torch_moe_metal"
@@ -56,8 +56,8 @@ def test_function_is_the_op_and_looks_like_its_specification(op: str):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_compiled_function_leaves_the_op_alone(op: str):
-    """One graph, and in it the op as if it had been called itself."""
+def test_compiled_functions_keep_the_op(op: str):
+    """One graph, which contains the op as if it had been called directly."""
     torch._dynamo.reset()
     graphs = []
 
@@ -73,8 +73,8 @@ def test_compiled_function_leaves_the_op_alone(op: str):
 
 
 def test_function_costs_less_than_a_microsecond():
-    """More than torch.ops does, on the smallest input there is. They take turns, and the least of each counts: the rest
-    is what else the machine does."""
+    """Compared with torch.ops, for the smallest input. They take turns, and the minima are compared, because other
+    processes add to the rest."""
     x = torch.ones(1, 1)
     calls = 200
     ways = {name: timeit.Timer(lambda f=f: f(x, x)) for name, f in
@@ -102,8 +102,8 @@ torch_moe_metal.weighted_sum(weights, ids, shared_gates=x)
 
 
 @pytest.mark.slow
-def test_types_are_known_to_mypy(tmp_path: Path):
-    """With PyTorch's own types left out, which take mypy half a minute."""
+def test_mypy_knows_the_types(tmp_path: Path):
+    """Without PyTorch's own types, for which mypy needs half a minute."""
     (tmp_path / "program.py").write_text(PROGRAM)
     package = Path(torch_moe_metal.__file__).parent
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict_optional = true\n[mypy-torch.*]\nfollow_imports = skip\n"
@@ -111,8 +111,8 @@ def test_types_are_known_to_mypy(tmp_path: Path):
     command = [sys.executable, "-m", "mypy", "--config-file", tmp_path / "mypy.ini", tmp_path / "program.py"]
     environment = {"MYPYPATH": str(package.parent), "PATH": "", "MYPY_CACHE_DIR": str(tmp_path / "cache")}
     said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
-    told = (line for line in said.splitlines() if line.startswith("program.py:") and "defined in" not in line)
-    lines = {int(line.split(":")[1]): line for line in told}
+    found = (line for line in said.splitlines() if line.startswith("program.py:") and "defined in" not in line)
+    lines = {int(line.split(":")[1]): line for line in found}
     assert "hidden: Any" in lines[6] and "top_k: int" in lines[6] and "-> tuple[" in lines[6], said
     assert "model: Any" in lines[7] and "Report" in lines[7], said
     assert 'Missing named argument "top_k"' in lines[9] and '"activation"' in lines[10], said

@@ -1,4 +1,4 @@
-"""Formats that other projects define: GGML's blocks, held against the `gguf` package, and MLX's mxfp8 and nvfp4."""
+"""Formats of other projects: GGML's blocks, compared with the `gguf` package, and MLX's mxfp8 and nvfp4."""
 
 import copy
 
@@ -22,7 +22,7 @@ from torch_moe_metal.nn import MoE
 ops = torch.ops.moe_metal
 BLOCKS = [name for name, row in formats.FORMATS.items() if row.has_own_scales]
 FLOATS = ["mxfp8", "nvfp4"]
-#: 0, subnormal, small, 1, large, infinite and NaN; with both signs.
+#: 0, subnormal, small, 1, large, infinite and NaN, with both signs.
 FACTORS = [0x0000, 0x0001, 0x03FF, 0x0400, 0x3C00, 0x7BFF, 0x7C00, 0x7C01, 0x7E00]
 FACTORS += [factor | 0x8000 for factor in FACTORS]
 
@@ -41,7 +41,7 @@ def random_bytes(*shape: int) -> Tensor:
 
 
 def blocks_of_all_kinds(format: str) -> Tensor:
-    """Rows of three blocks: random bytes, with each pair of FACTORS, or each power; then all bytes 0, and all 255."""
+    """Rows of three blocks: random bytes with each pair of FACTORS or each power; then all bytes 0, and all 255."""
     row, (_, *places) = formats.FORMATS[format], ggml.DECODERS[format]
     pairs = torch.cartesian_prod(*[torch.tensor(FACTORS, dtype=torch.uint16).view(torch.int16)] * len(places or [0]))
     data = random_bytes(max(len(pairs), 256) + 2, 3, row.bytes)
@@ -59,7 +59,7 @@ def by_gguf(data: Tensor, format: str) -> Tensor:
 
 
 def same_numbers(got: Tensor, want: Tensor) -> bool:
-    """To the bit, but for which NaN it is."""
+    """Bitwise equal, but any NaN equals any other."""
     return same_bits(got.masked_fill(got.isnan(), 0.0), want.masked_fill(want.isnan(), 0.0)) and torch.equal(
         got.isnan(), want.isnan()
     )
@@ -69,21 +69,21 @@ def same_numbers(got: Tensor, want: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("format", BLOCKS)
-def test_reference_is_gguf(format: str):
+def test_reference_equals_gguf(format: str):
     row, data = formats.FORMATS[format], blocks_of_all_kinds(format)
     assert gguf.GGML_QUANT_SIZES[gguf_type(format)] == (row.columns, row.bytes)
     want = by_gguf(data, format)
     got = reference.dequantize(data, format=format, dtype=FLOAT)
     assert same_numbers(got, want) and want.isfinite().any()
     exact = reference.dequantize(data, format=format, dtype=torch.float64)
-    assert same_numbers(exact.float(), want)  # products are exact, so that nothing is rounded but the result
+    assert same_numbers(exact.float(), want)  # products are exact, so only the result is rounded
     assert same_numbers(reference.dequantize(data, format=format, dtype=BFLOAT), want.to(BFLOAT))
     apart = torch.cat([data.new_zeros(len(data), 1), data, data], 1)[:, 1 : 1 + data.shape[1]]  # at odd bytes
     assert same_numbers(reference.dequantize(apart.view(-1, 1, data.shape[1]), format=format, dtype=FLOAT)[:, 0], want)
 
 
 @pytest.mark.parametrize("format", BLOCKS)
-def test_dequantize_is_gguf(format: str, device: str):
+def test_dequantize_equals_gguf(format: str, device: str):
     data = blocks_of_all_kinds(format)
     got = ops.dequantize(data.to(device), format=format, dtype=FLOAT).cpu()
     assert same_numbers(got, by_gguf(data, format))
@@ -101,8 +101,8 @@ def test_leading_dimensions(leading: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("format", FLOATS)
-def test_dequantize_is_mlx(format: str, device: str):
-    """To the bit, for every byte, and every scale that is a number and whose numbers float32 holds."""
+def test_dequantize_equals_mlx(format: str, device: str):
+    """Bitwise equal, for every byte and every finite scale whose products float32 can represent."""
     data, bits = random_bytes(3, 64, 160), formats.FORMATS[format].bits
     columns = 160 * 8 // bits
     scales = torch.arange(3 * 64 * columns // formats.FORMATS[format].scale_columns)
@@ -116,13 +116,13 @@ def test_dequantize_is_mlx(format: str, device: str):
 
 
 def test_every_scale_of_mxfp8_and_nvfp4(device: str):
-    """NaN among them, and beside nvfp4's the factor of compressed-tensors: scale * factor is rounded first."""
+    """Including NaN, and for nvfp4 the factor of compressed-tensors: scale * factor is rounded first."""
     scale, factor = torch.arange(256, dtype=torch.uint8), torch.tensor([[0.1], [-3.0], [1e-30], [float("inf")]])
     for format in FLOATS:
         data = random_bytes(4, 2, 256 * formats.FORMATS[format].scale_columns * formats.FORMATS[format].bits // 8)
-        scales, beside = scale.expand(4, 2, 256).contiguous(), factor if format == "nvfp4" else None
-        want = reference.dequantize(data, scales, beside, format=format, dtype=FLOAT)
-        parts = [None if part is None else part.to(device) for part in (data, scales, beside)]
+        scales, offset = scale.expand(4, 2, 256).contiguous(), factor if format == "nvfp4" else None
+        want = reference.dequantize(data, scales, offset, format=format, dtype=FLOAT)
+        parts = [None if part is None else part.to(device) for part in (data, scales, offset)]
         assert same_numbers(ops.dequantize(*parts, format=format, dtype=FLOAT).cpu(), want)
     of_groups = scales.view(torch.float8_e4m3fn).float() * factor.unsqueeze(-1)
     values = torch.tensor(reference.E2M1)[reference.unpack(data, 4).int()]
@@ -135,8 +135,8 @@ def test_every_scale_of_mxfp8_and_nvfp4(device: str):
 
 
 def weight_of_all_kinds() -> Tensor:
-    """[96, 512]: rows of 1e-9 to 1e3, all zero, all alike, of one sign, with two numbers that are as large; some in
-    bfloat16; and largest numbers that are 448 times a power of two, or next to it."""
+    """[96, 512]: rows from 1e-9 to 1e3, all zero, all equal, of one sign, with two equal maxima; some in bfloat16; and
+    maxima that are 448 times a power of two, or next to it."""
     weight = random(96, 512) * torch.logspace(-9, 3, 96).unsqueeze(-1)
     weight[3], weight[4, :64], weight[5], weight[6] = 0, 1.5, weight[5].abs(), -weight[6].abs()
     weight[7, :64] = torch.tensor([1.0, -1.0]).repeat(16).repeat(2) * torch.tensor([1.0, -1.0]).repeat_interleave(32)
@@ -149,8 +149,8 @@ def weight_of_all_kinds() -> Tensor:
 
 @pytest.mark.parametrize("format", FLOATS)
 @pytest.mark.parametrize("dtype", [FLOAT, HALF, BFLOAT], ids=str)
-def test_quantize_is_mlx_to_the_bit(format: str, dtype: torch.dtype, device: str):
-    """Weights of 16 bits as if they were float32, as MLX has them on the GPU; its CPU rounds quotients to 16 bits."""
+def test_quantize_equals_mlx_bitwise(format: str, dtype: torch.dtype, device: str):
+    """Weights of 16 bits are converted to float32, as by MLX on the GPU; on the CPU MLX rounds quotients to 16 bits."""
     weight = weight_of_all_kinds().to(dtype)
     data, scale, offset = quantize(weight.to(device), format)
     theirs, scales = mx.quantize(mx.array(weight.float().numpy()), mode=format)
@@ -160,7 +160,7 @@ def test_quantize_is_mlx_to_the_bit(format: str, dtype: torch.dtype, device: str
 
 @pytest.mark.parametrize("format", ["q4_0", "q8_0"])
 @pytest.mark.parametrize("dtype", [FLOAT, HALF, BFLOAT], ids=str)
-def test_quantize_is_gguf_to_the_bit(format: str, dtype: torch.dtype, device: str):
+def test_quantize_equals_gguf_bitwise(format: str, dtype: torch.dtype, device: str):
     weight = weight_of_all_kinds().to(dtype)
     data, scale, offset = quantize(weight.to(device), format)
     want = gguf.quants.quantize(weight.float().numpy(), gguf_type(format))
@@ -176,7 +176,7 @@ WRITTEN = "affine, mxfp4, fp8, mxfp8, nvfp4, q4_0, q8_0"
     + [(name, ", a codebook, which is not supported") for name in ("iq1_s", "iq1_m", "IQ2_XXS", "iq3_s", "tq1_0")]
     + [("q4_K_M", "")],
 )
-def test_what_is_not_written_is_refused(format: str, why: str):
+def test_formats_that_quantize_cannot_write_raise(format: str, why: str):
     with pytest.raises(ValueError) as raised:
         quantize(torch.ones(4, 256), format)
     said = f"torch_moe_metal.quantize: format: expected one of {WRITTEN}, got {format!r}{why}"
@@ -196,7 +196,7 @@ def weight_in(format: str, *shape: int, seed: int = 0) -> tuple[Tensor, Tensor |
 
 @pytest.mark.parametrize("T, dtype", [(1, FLOAT), (3, BFLOAT), (40, BFLOAT)])
 @pytest.mark.parametrize("format", FLOATS)
-def test_linear_is_mlx_s_quantized_matmul(format: str, T: int, dtype: torch.dtype):
+def test_linear_equals_mlx_quantized_matmul(format: str, T: int, dtype: torch.dtype):
     data, scale, _ = quantize(random(70, 256), format)
     x = random(T, 256, seed=1).to(dtype)
     words = mx.array(data.numpy().view(np.uint32))
@@ -210,8 +210,8 @@ def test_linear_is_mlx_s_quantized_matmul(format: str, T: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize("T", [1, 3, 40])
 @pytest.mark.parametrize("format", BLOCKS)
-def test_linear_is_gguf_s_numbers(format: str, T: int):
-    """Every format, as the table of cases has only some in the fast set."""
+def test_linear_equals_gguf(format: str, T: int):
+    """Every format; the fast set of the table has only some."""
     data, *_ = weight_in(format, 37, columns_of(format))
     for dtype in (FLOAT, BFLOAT):
         x = random(T, columns_of(format), seed=2).to(dtype)
@@ -221,7 +221,7 @@ def test_linear_is_gguf_s_numbers(format: str, T: int):
 
 @pytest.mark.parametrize("format", [*BLOCKS, *FLOATS])
 def test_layers_of_parts(format: str, device: str):
-    """What a file holds, as a linear layer and as an embedding; with a gradient, too."""
+    """A file's weight as a linear layer and as an embedding, with and without a gradient."""
     C = columns_of(format)
     parts = [part for part in weight_in(format, 37, C) if part is not None]
     numbers = reference.dequantize(*parts, format=format, dtype=torch.float64)
@@ -266,7 +266,7 @@ def test_layers_are_quantised(format: str, device: str):
     "first, second", [("q4_k", "q6_k"), ("affine4", "dense"), ("dense", "q8_0"), ("nvfp4", "q8_0")]
 )
 def test_gradients_of_two_formats(first: str, second: str):
-    """`down_format` where PyTorch's own ops run in place of `experts`."""
+    """`down_format` in the PyTorch fallback of `experts`."""
     E, H, I = 3, 256, 256
     arguments: dict = {"format": PACKINGS[first].format if PACKINGS[first] else "dense"}
     arguments["down_format"] = PACKINGS[second].format if PACKINGS[second] else "dense"
@@ -292,7 +292,7 @@ def test_gradients_of_two_formats(first: str, second: str):
 
 
 def test_a_gradient_of_unknown_dtypes():
-    """What the ops do not take is computed from the specification."""
+    """Dtypes that the ops do not support are computed by the specification."""
     data, *_ = weight_in("q6_k", 7, 256)
     x = random(2, 256).double().requires_grad_()
     linear_with_grad(x, data, None, None, None, "q6_k").sum().backward()
@@ -301,10 +301,10 @@ def test_a_gradient_of_unknown_dtypes():
 
 
 def gate_and_up_apart(gate_up: Tensor) -> Tensor:
-    """A gate_up [E, 2I, ...] as two tensors of a file have it: [E, 2, I, ...], with others between and around them."""
+    """A gate_up [E, 2I, ...] as two tensors in a file: [E, 2, I, ...], with other tensors in between and around."""
     E, rows, width = gate_up.shape
     I, element = rows // 2, gate_up.element_size()
-    between, before = 1664 // element, 64 // element  # what files align tensors at
+    between, before = 1664 // element, 64 // element  # the alignment of tensors in files
     size = E * I * width
     file = torch.empty(before + 2 * size + between, dtype=gate_up.dtype, device=gate_up.device)
     file.fill_(0x5A if gate_up.dtype == torch.uint8 else float("nan"))
@@ -315,8 +315,8 @@ def gate_and_up_apart(gate_up: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 @pytest.mark.parametrize("format, dtype", [("q4_k", FLOAT), ("q8_0", BFLOAT), ("dense", BFLOAT), ("dense", FLOAT)])
-def test_gate_and_up_may_be_apart(format: str, dtype: torch.dtype, tokens: int, device: str):
-    """To the bit what one tensor of both gives; `interleaved` is then about the bias alone."""
+def test_gate_and_up_may_be_separate(format: str, dtype: torch.dtype, tokens: int, device: str):
+    """Bitwise equal to one joined tensor; `interleaved` then only concerns the bias."""
     E, H, I = 4, 256, 256
     parts = {name: weight_in(format, *shape)[0] if format != "dense" else random(*shape, seed=2).to(dtype) / 16
              for name, shape in (("gate_up", (E, 2 * I, H)), ("down", (E, H, I)))}  # fmt: skip

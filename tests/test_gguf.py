@@ -1,4 +1,4 @@
-"""GGUF files by `from_pretrained`: packed in the file's own pages, against a dense model of the same numbers."""
+"""GGUF files through `from_pretrained`: packed in pages of the file, compared with a dense model of the same values."""
 
 import struct
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch_moe_metal.gguf import in_transformers
 from torch_moe_metal.transformers.checkpoints import gguf_architectures
 from torch_moe_metal.transformers.fusing.packed import PackedExperts
 
-#: Of float32 sums in two orders; the largest seen is 1.3e-5.
+#: The tolerance of float32 sums in different order; the largest observed error is 1.3e-5.
 TOLERANCE = 5e-5
 BLOCKS = [format for format, row in FORMATS.items() if row.has_own_scales]
 
@@ -44,7 +44,7 @@ def load(path: Path, device: str = "cpu", **options):
 
 
 def check(path: Path, source: nn.Module, device: str = "cpu") -> nn.Module:
-    """The logits are a dense model's, before and after `patch`. -> the patched model"""
+    """The logits equal those of a dense model, before and after `patch`. Returns the patched model."""
     ids = tokens(2, 9)
     expected = gguf_files.dense(source, path)(ids).logits
     model = load(path, device)
@@ -68,7 +68,7 @@ def test_architectures(name: str, device: str, tmp_path: Path):
 @pytest.mark.slow_on_mps
 @pytest.mark.parametrize("format", BLOCKS)
 def test_formats(format: str, device: str, tmp_path: Path):
-    """All weights in one format; every architecture has its experts' biases or none, so gpt-oss has them here."""
+    """All weights in one format. Each architecture has biases of experts or not, so gpt-oss has them here."""
     source = gguf_files.model("gpt-oss")
     model = check(gguf_files.write(source, tmp_path / "model.gguf", type_of(format)), source, device)
     assert format in formats(model).values()
@@ -79,8 +79,8 @@ def test_a_mix_on_every_device(device: str, tmp_path: Path):
     check(gguf_files.write(source, tmp_path / "model.gguf", "q8_0"), source, device)
 
 
-def test_weights_are_the_files_own_pages(tmp_path: Path):
-    """Gate and up of experts, too, which are two tensors of the file."""
+def test_weights_are_pages_of_the_file(tmp_path: Path):
+    """Including gate and up of experts, which are two tensors in the file."""
     path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", Q4_K_M)
     model = load(path)
     file = gguf.read(path)
@@ -99,8 +99,8 @@ def test_weights_are_the_files_own_pages(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["q4_k", "codebooks"])
-def test_dense_where_there_is_no_reader(kind: str, tmp_path: Path, capsys, monkeypatch):
-    """One warning says what becomes dense, and what that costs."""
+def test_formats_without_a_reader_become_dense(kind: str, tmp_path: Path, capsys, monkeypatch):
+    """One warning lists tensors that become dense, and the memory they need."""
     said = []
     monkeypatch.setattr(transformers.utils.logging.get_logger("torch_moe_metal"), "warning", said.append)
     from torch_moe_metal.transformers.checkpoints import gguf_quantizer
@@ -139,7 +139,7 @@ def test_files_of_other_kinds(way: str, tmp_path: Path):
     check(path, source)
 
 
-def test_extra_tensors_are_left(tmp_path: Path):
+def test_extra_tensors_are_ignored(tmp_path: Path):
     import numpy as np
 
     source = gguf_files.model("qwen3moe")
@@ -148,8 +148,8 @@ def test_extra_tensors_are_left(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "deepseek2-v3"])
-def test_saved_it_loads_again(name: str, tmp_path: Path):
-    """With the same bytes, as what `MoeMetalConfig` makes."""
+def test_saved_models_load_again(name: str, tmp_path: Path):
+    """With the same bytes, like a model of `MoeMetalConfig`."""
     source = gguf_files.model(name)
     model = load(gguf_files.write(source, tmp_path / "model.gguf", Q4_K_M))
     expected = model(tokens(2, 9)).logits
@@ -161,7 +161,7 @@ def test_saved_it_loads_again(name: str, tmp_path: Path):
 
 
 def test_permuted_columns_are_not_saved(tmp_path: Path):
-    """Qwen3.5's values are in another order in the file, which nothing else says."""
+    """The file stores Qwen3.5's values in another order, which only the file says."""
     model = load(gguf_files.write(gguf_files.model("qwen35moe"), tmp_path / "model.gguf", Q4_K_M))
     with pytest.raises(ValueError, match=r"save_pretrained: model\.layers\.0\.linear_attn\.out_proj: "):
         model.save_pretrained(tmp_path / "saved")
@@ -177,7 +177,7 @@ def test_a_file_without_blocks_is_a_dense_model(tmp_path: Path):
     assert relative(load(path)(tokens(2, 9)).logits, expected) <= TOLERANCE
 
 
-def test_by_its_path_alone(tmp_path: Path):
+def test_from_pretrained_takes_a_path(tmp_path: Path):
     path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", Q4_K_M)
     model = AutoModelForCausalLM.from_pretrained(str(path), device_map="cpu")
     assert formats(model) and AutoConfig.from_pretrained(str(path)).num_experts == model.config.num_experts
@@ -186,7 +186,7 @@ def test_by_its_path_alone(tmp_path: Path):
 
 
 def test_parts_come_from_the_hub(tmp_path: Path, monkeypatch):
-    """transformers gets the one part that is named; the others come from the same commit."""
+    """transformers downloads only the named part; the others come from the same commit."""
     source = gguf_files.model("qwen3moe")
     (tmp_path / "made").mkdir()
     first = gguf_files.write(source, tmp_path / "made" / "model.gguf", Q4_K_M, tensors_per_file=9)
@@ -207,8 +207,8 @@ def test_parts_come_from_the_hub(tmp_path: Path, monkeypatch):
     assert asked == [("some/model", f"Q4/{name}", commit, str(tmp_path / "hub")) for name in others]
 
 
-def test_transformers_alone_reads_what_it_knows(tmp_path: Path):
-    """With `packed_checkpoints(False)`, and on devices that are not ours."""
+def test_transformers_reads_the_architectures_it_knows(tmp_path: Path):
+    """With `packed_checkpoints(False)`, and on other devices."""
     source = gguf_files.model("qwen35moe")
     path = gguf_files.write(source, tmp_path / "model.gguf", "q4_k")
     torch_moe_metal.packed_checkpoints(False)
@@ -227,7 +227,7 @@ def test_transformers_alone_reads_what_it_knows(tmp_path: Path):
 
 
 class Kernel:
-    """What the hub's kernels do, by transformers' own dequantisation."""
+    """The function of the hub's kernels, by transformers' own dequantisation."""
 
     GEMV_TYPES = frozenset(dequant.GGML_BLOCK)
 
@@ -257,12 +257,12 @@ def test_patch_takes_transformers_own_modules(tmp_path: Path, monkeypatch):
     path = gguf_files.write(source, tmp_path / "model.gguf", Q4_K_M)
     expected = gguf_files.dense(source, path)(tokens(2, 9)).logits
     monkeypatch.setattr(kernels, "_gguf_kernel", kernels.GgufKernel(Kernel))
-    model = load(path, device_map=None)  # which is mps where there is one
+    model = load(path, device_map=None)  # mps if it is available
     ids = tokens(2, 9).to(model.device)
     before = {name: module for name, module in model.named_modules() if type(module).__name__.startswith("Gguf")}
     assert {type(module) for module in before.values()} == {GgufEmbedding, GgufExperts, GgufLinear}
     assert relative(model(ids).logits.cpu(), expected) <= TOLERANCE
-    monkeypatch.setattr(Kernel, "dequantize", None)  # nothing of it is called from here on
+    monkeypatch.setattr(Kernel, "dequantize", None)  # it must not be called from here on
     monkeypatch.setattr(kernels, "_gguf_kernel", None)
     report = torch_moe_metal.patch(model)
     assert not report["left"] and "model.layers.0.mlp" in report["fused"], str(report)
@@ -285,7 +285,7 @@ def changed(path: Path, at: int, content: bytes) -> Path:
 
 
 def place_of(path: Path, name: str) -> int:
-    """Where the entry of a tensor has its number of dimensions."""
+    """The position of the number of dimensions in the entry of a tensor."""
     return path.read_bytes().index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
 
 
@@ -330,8 +330,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_file_is_named(what: str, tmp_path: Path):
-    """Before anything of it is in memory, by each of the three that read it."""
+def test_broken_files_raise(what: str, tmp_path: Path):
+    """Before anything is in memory, in all three functions that read it."""
     path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", Q4_K_M)
     change, message = BROKEN[what]
     change(path)
@@ -341,7 +341,7 @@ def test_a_broken_file_is_named(what: str, tmp_path: Path):
             reads.from_pretrained(tmp_path, gguf_file=path.name)
 
 
-def test_big_endian_files_are_refused(tmp_path: Path):
+def test_big_endian_files_raise(tmp_path: Path):
     path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", Q4_K_M, big_endian=True)
     with pytest.raises(ValueError, match=rf"{path}: expected numbers with their lowest byte first"):
         load(path)

@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata and tensor names stand for: hand-written metadata, without files and without models."""
+"""The meaning of a GGUF file's metadata and tensor names, with hand-written metadata, without files and models."""
 
 import math
 
@@ -55,7 +55,7 @@ SLIDING = {
     "attention.sliding_window": 8,
     "attention.sliding_window_pattern": [True, True, False],
 }
-# What llama.cpp requires of each architecture, beyond COMMON. An old file may have no more than that.
+# Keys that llama.cpp requires for each architecture in addition to COMMON. An old file may have only these.
 OLD = {
     "deepseek2": LATENT,
     "dots1": SHARED,
@@ -78,7 +78,7 @@ OLD = {
 def config_of(
     arch: str, /, names: tuple[str, ...] = ("output.weight",), tensors: dict | None = None, **changes
 ) -> dict:
-    """The configuration of an old file with these changes; two underscores stand for a dot, MISSING for no key."""
+    """The configuration of an old file with these changes; two underscores mean a dot, MISSING removes a key."""
     keys = COMMON | OLD[arch] | {key.replace("__", "."): value for key, value in changes.items()}
     prefix = "llama" if arch == "mixtral" else arch
     stated = {
@@ -109,7 +109,7 @@ def test_an_old_file_makes_a_configuration(arch):
     config = config_of(arch)
     known = built(config)
     assert (known.num_hidden_layers, known.hidden_size, known.vocab_size) == (3, 96, 99)
-    assert known.rms_norm_eps == 3e-5  # as it was written, not as float32 has it
+    assert known.rms_norm_eps == 3e-5  # as written, not as in float32
     assert not known.tie_word_embeddings
     assert known.bos_token_id is None and known.pad_token_id is None
     assert config_of(arch, names=())["tie_word_embeddings"]
@@ -124,7 +124,7 @@ FLOATS = ("attention__layer_norm_rms_epsilon", "rope__freq_base")
 
 @pytest.mark.parametrize("value", ["3", -1, 0, True, 2.0, [], None, [3, "3", 3], {"a": 1}])
 @pytest.mark.parametrize("key", [*COUNTS, "expert_used_count", "attention__head_count_kv", "attention__key_length"])
-def test_a_count_of_the_wrong_kind_is_named(key, value):
+def test_a_count_of_the_wrong_kind_raises(key, value):
     with pytest.raises(
         ValueError, match=rf"^qwen3moe\.{key.replace('__', '.')}: expected .*, got .*{type(value).__name__}"
     ):
@@ -133,13 +133,13 @@ def test_a_count_of_the_wrong_kind_is_named(key, value):
 
 @pytest.mark.parametrize("value", ["1e-5", 0.0, -1.0, math.nan, math.inf, False, [1.0], None])
 @pytest.mark.parametrize("key", FLOATS)
-def test_a_number_of_the_wrong_kind_is_named(key, value):
+def test_a_number_of_the_wrong_kind_raises(key, value):
     with pytest.raises(ValueError, match=rf"^qwen3moe\.{key.replace('__', '.')}: expected a finite number"):
         config_of("qwen3moe", **{key: value})
 
 
 @pytest.mark.parametrize("key", [*COUNTS, "expert_used_count", FLOATS[0], "feed_forward_length"])
-def test_a_required_key_that_is_missing_is_named(key):
+def test_missing_required_keys_raise(key):
     with pytest.raises(ValueError, match=rf"^qwen3moe\.{key.replace('__', '.')}: expected .*, got no such key"):
         config_of("qwen3moe", **{key: MISSING})
 
@@ -173,13 +173,13 @@ def test_a_required_key_that_is_missing_is_named(key):
         ("hunyuan-moe", {"expert_shared_feed_forward_length": 65}),
     ],
 )
-def test_what_contradicts_itself_or_the_model_is_named(arch, changes):
+def test_contradictory_metadata_raise(arch, changes):
     (key,) = changes
     with pytest.raises(ValueError, match=rf"^{arch}\.{key.replace('__', '.')}: expected "):
         config_of(arch, **changes)
 
 
-def test_a_tensor_that_no_class_reads_is_named():
+def test_unsupported_tensors_raise():
     with pytest.raises(ValueError, match=r"^blk\.0\.attn_qkv\.weight: expected"):
         config_of("qwen3moe", names=("blk.0.attn_qkv.weight",))
     with pytest.raises(ValueError, match=r"^blk\.0\.attn_q\.bias: expected no such tensor"):
@@ -191,7 +191,7 @@ def test_a_tensor_that_no_class_reads_is_named():
 # ------------------------------------------------------------------------------------------------ values
 
 
-def test_absent_keys_have_the_defaults_of_llama_cpp():
+def test_missing_keys_have_the_defaults_of_llama_cpp():
     config = config_of("qwen3moe")
     assert (config["num_key_value_heads"], config["head_dim"], config["moe_intermediate_size"]) == (6, 16, 160 // 3)
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
@@ -212,7 +212,7 @@ def test_absent_keys_have_the_defaults_of_llama_cpp():
     assert config_of("qwen2moe", expert_shared_feed_forward_length=MISSING)["shared_expert_intermediate_size"] == 160
 
 
-def test_a_value_for_each_layer_is_one_for_all():
+def test_equal_values_per_layer():
     scalar = config_of("qwen3moe", attention__head_count_kv=2, expert_feed_forward_length=64)
     lists = {
         "attention__head_count_kv": [2] * 3,
@@ -222,7 +222,7 @@ def test_a_value_for_each_layer_is_one_for_all():
     assert config_of("qwen3moe", **lists) == scalar
 
 
-def test_the_vocabulary_is_a_length_a_list_or_a_key():
+def test_vocabulary_size():
     assert config_of("qwen3moe", tokenizer__ggml__tokens=["a", "b"])["vocab_size"] == 2
     assert config_of("qwen3moe", tokenizer__ggml__tokens=MISSING, vocab_size=7)["vocab_size"] == 7
     with pytest.raises(ValueError, match=r"^tokenizer\.ggml\.tokens: expected"):
@@ -233,7 +233,7 @@ def test_special_tokens():
     ids = {"bos": 1, "eos": 2, "eot": 3, "eom": 3, "padding": 99}
     config = config_of("qwen3moe", **{f"tokenizer__ggml__{name}_token_id": number for name, number in ids.items()})
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, [2, 3])
-    assert config["pad_token_id"] is None  # outside the vocabulary
+    assert config["pad_token_id"] is None  # outside of the vocabulary
     assert config_of("qwen3moe", tokenizer__ggml__eos_token_id=2)["eos_token_id"] == 2
     assert config_of("gemma4", tokenizer__ggml__eos_token_id=2)["eos_token_id"] == [1, 106, 50]
 
@@ -324,7 +324,7 @@ def test_rope_scaling():
         "rope_theta": 10000.0,
         "factor": 2.0,
     }
-    assert rope_of(rope__scale_linear=2.0)["rope_type"] == "linear"  # the key's old name, and no type
+    assert rope_of(rope__scale_linear=2.0)["rope_type"] == "linear"  # the old name of the key, and no type
     assert rope_of(**scaling(type="none", factor=4.0))["rope_type"] == "default"
     yarn = rope_of(**scaling(type="yarn", factor=4.0))
     assert [yarn[key] for key in ("beta_fast", "beta_slow", "original_max_position_embeddings")] == [32.0, 1.0, 256]
@@ -350,7 +350,7 @@ def test_deepseeks_yarn_has_a_tenth_of_mscale():
     assert "mscale" not in rope_of("deepseek2", **scaling(type="yarn", factor=40.0))
 
 
-def test_longrope_is_in_two_tensors():
+def test_longrope_has_two_tensors():
     tensors = {LONG_FACTORS: [2.0] * 8, SHORT_FACTORS: [1.0] * 8}
     rope = rope_of(tensors=tensors, **scaling(type="longrope", original_context_length=64))
     assert (rope["long_factor"], rope["short_factor"], rope["factor"]) == ([2.0] * 8, [1.0] * 8, 4.0)
@@ -358,9 +358,9 @@ def test_longrope_is_in_two_tensors():
         rope_of(**scaling(type="longrope"))
 
 
-# The borders of the last three leave one frequency between them, none, and none above.
+# The limits of the last three leave one frequency between them, none, and none above.
 @pytest.mark.parametrize("borders", [(1.0, 4.0, 64), (1.0, 1.2, 64), (1.0, 1.0, 64), (1.0, 1.0, 2)])
-def test_llama3s_scaling_is_found_in_what_frequencies_are_divided_by(borders):
+def test_llama3_scaling_from_divisors(borders):
     low, high, original = borders
     stated = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": low}
     stated |= {"high_freq_factor": high, "original_max_position_embeddings": original}
@@ -375,7 +375,7 @@ def test_llama3s_scaling_is_found_in_what_frequencies_are_divided_by(borders):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
-def test_divisors_of_frequencies_are_needed_and_checked():
+def test_divisors_of_frequencies_are_checked():
     with pytest.raises(ValueError, match=rf"^{ROPE_FREQS}: expected the tensor's values"):
         config_of("mixtral", names=(ROPE_FREQS,))
     for divisors in ([1.0] * 7, [0.5] * 8, ["1"] * 8):
@@ -416,7 +416,7 @@ def test_divisors_of_frequencies_are_needed_and_checked():
         ("llama4", "blk.0.ffn_up_shexp.weight", "model.layers.0.feed_forward.shared_expert.up_proj.weight"),
     ],
 )
-def test_a_tensors_name(arch, name, expected):
+def test_tensor_names(arch, name, expected):
     assert renamed(arch, name) == expected
 
 
@@ -441,7 +441,7 @@ def test_gate_and_up_in_the_modules_layout():
 
 
 @pytest.mark.parametrize("operation", [JoinGateUp(), JoinGateUp(transposed=True, interleaved=True)])
-def test_packed_gate_and_up_stay_apart(operation):
+def test_packed_gate_and_up_stay_separate(operation):
     gate, up = GATE.byte(), UP.byte()
     joined = converted(operation, gate, up)
     assert joined.shape == (2, 2, 3, 4) and operation.supports_packed
@@ -455,7 +455,7 @@ def test_halves_of_one_storage_are_not_copied():
     assert torch.equal(joined, torch.stack((gate, up), 1)) and joined.data_ptr() == gate.data_ptr()
 
 
-def test_down_rows_are_turned_where_they_are_dense():
+def test_dense_down_rows_are_transposed():
     assert torch.equal(converted(ExpertRows(True), GATE), GATE.mT)
     assert torch.equal(converted(ExpertRows(False), GATE), GATE)
     assert torch.equal(converted(ExpertRows(True), GATE.byte()), GATE.byte())
@@ -465,12 +465,12 @@ def test_down_rows_are_turned_where_they_are_dense():
 def test_halves_of_latent_heads(flat):
     whole = torch.randn(3 * (4 + 2), 5)
     keys, values = whole.view(3, 6, 5).split((4, 2), 1)
-    keys = keys.mT  # as llama.cpp has them
+    keys = keys.mT  # as in llama.cpp
     halves = (keys.reshape(15, 4), values.reshape(6, 5)) if flat else (keys, values)
     assert torch.equal(converted(JoinLatentHeads(heads=3, rank=5), *halves), whole)
 
 
-def test_rotated_pairs_and_grouped_rows_come_back():
+def test_rotated_pairs_and_grouped_rows_round_trip():
     weight = torch.randn(3 * 8, 5)
     permuted = weight.reshape(3, 2, 4, 5).swapaxes(1, 2).reshape(24, 5)  # llama.cpp's LlamaModel.permute
     assert torch.equal(converted(rotary_halves(3, 8), permuted), weight)

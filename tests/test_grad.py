@@ -1,4 +1,4 @@
-"""Forward-mode AD: where a tangent comes in, PyTorch's own ops run, as they do for a backward."""
+"""Forward-mode AD: with a tangent, PyTorch's own ops run, as for a backward."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("build", [layer, block, experts])
 def test_tangents(build, way, grad):
-    """The tangent is the difference quotient, whether or not gradients are recorded beside it."""
+    """The tangent equals the difference quotient, whether or not gradients are recorded too."""
     function, step = build(), 1e-2
     generator = torch.Generator().manual_seed(1)
     x, tangent = (torch.randn(1, 3, 64, generator=generator) for _ in range(2))
@@ -86,7 +86,7 @@ def test_tangents_of_parameters():
 
 
 def test_no_tangent_no_fallback():
-    """A level of forward-mode AD alone, with no tangent in it, changes nothing."""
+    """A level of forward-mode AD without any tangent changes nothing."""
     module, x = layer(), torch.randn(3, 64)
     with forward_ad.dual_level(), counted() as calls:
         module(x)

@@ -1,4 +1,4 @@
-"""What csrc/mps/launch.mm asks of Metal, and what the kernels do with a grid that is not quite theirs."""
+"""How csrc/mps/launch.mm uses Metal, and how kernels handle a grid that is larger than their data."""
 
 import re
 import subprocess
@@ -37,7 +37,7 @@ print(metal_sim.compiled())
 
 
 def on_macos(*arguments: str) -> subprocess.CompletedProcess:
-    """A process of its own: a library is compiled once."""
+    """A new process, because a library is compiled once."""
     here = __file__.rpartition("/")[0]
     return subprocess.run([sys.executable, "-c", COMPILED, *arguments], cwd=here, capture_output=True, text=True)
 
@@ -49,28 +49,28 @@ def compiled_as(language: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("major, language", [(14, 310), (15, 320), (26, 400), (27, 400)])
 def test_safe_maths_on_every_macos(major: int, language: int) -> None:
-    """macOS 14 knows `fastMathEnabled` alone; from 15 on it is `mathMode`, which leaves functions to be asked for."""
+    """macOS 14 only has `fastMathEnabled`; from 15 on it is `mathMode`, and safe functions are a separate option."""
     done = on_macos(str(major))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == compiled_as(language)
 
 
 def test_macos_26_in_a_program_for_an_older_one() -> None:
-    """NSProcessInfo calls it 16 there, as in many Pythons."""
+    """NSProcessInfo reports 16 there, as in many Pythons."""
     done = on_macos("26", "for an older SDK")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == compiled_as(400)
 
 
-def test_an_older_macos_is_refused() -> None:
+def test_an_older_macos_raises() -> None:
     assert "expected macOS 14 or newer, whose Metal supports bfloat16; this one is older" in on_macos("13").stderr
 
 
-def test_a_virtual_mac_is_refused() -> None:
-    """Metal promises its GPU neither simdgroup matrices nor bfloat16. Nothing is compiled for it."""
+def test_a_virtual_mac_raises() -> None:
+    """Metal guarantees neither simdgroup matrices nor bfloat16 on its GPU. Nothing is compiled for it."""
     script = """
 with metal_sim.playing_gpu("Apple Paravirtual device", 1005):
-    print(told(glu, x, x))
+    print(message_of(glu, x, x))
 print(metal_sim.compiled())
 """
     message, compiled = lines_of(script)
@@ -78,7 +78,7 @@ print(metal_sim.compiled())
     assert compiled == "[]"
 
 
-def test_doctor_says_what_a_virtual_mac_lacks() -> None:
+def test_doctor_reports_missing_features_of_a_virtual_mac() -> None:
     import metal_sim
 
     assert dict(doctor.devices())["mps"] is None
@@ -86,7 +86,7 @@ def test_doctor_says_what_a_virtual_mac_lacks() -> None:
         assert "Apple Paravirtual device is not one: a virtual Mac's GPU lacks" in dict(doctor.devices())["mps"]
 
 
-def test_doctor_says_how_long_libraries_took() -> None:
+def test_doctor_reports_compile_times() -> None:
     script = """
 from torch_moe_metal import doctor
 print(*doctor.compiling("mps"))
@@ -94,7 +94,7 @@ glu(x, x), norm_add(x, x, x[0]), glu(x.half(), x.half())
 print(*doctor.compiling("mps"), *doctor.compiling("cpu"), sep="\\n")
 """
     nothing, total, *shaders = lines_of(script)
-    assert not nothing and total.startswith("libraries of shaders, as Metal compiled them: ")
+    assert not nothing and total.startswith("libraries of shaders, compiled by Metal: ")
     assert [line.split()[:2] for line in shaders] == [["glu", "2,"], ["norm_add", "1,"]]
     assert all(re.fullmatch(r".*, \d+\.\d\d s each, at most \d+\.\d\d s: part=0 dtype=[012]", line) for line in shaders)
 
@@ -103,13 +103,13 @@ REFUSES = "echo one >> tries; echo 'program_source:1:1: error: not today' >&2; e
 
 
 def test_a_shader_that_does_not_compile_is_tried_once(tmp_path: Path) -> None:
-    """Its library fails for each of its kernels, in every thread and in the same words."""
+    """All kernels of its library fail in all threads, with the same message."""
     script = """
 with ThreadPoolExecutor(4) as pool:
-    errors = {*pool.map(lambda _: told(glu, x, x), range(8)), told(glu, x, x)}
+    errors = {*pool.map(lambda _: message_of(glu, x, x), range(8)), message_of(glu, x, x)}
 print(len(errors), "shaders/glu.metal does not compile" in min(errors), "not today" in min(errors))
 gate, half = torch.ops.moe_metal.gate, torch.ones(8, 8, dtype=torch.half, device="mps")
-of_half, of_float = (told(lambda: gate(half, router, top_k=1)) for router in (half, half.float()))
+of_half, of_float = (message_of(lambda: gate(half, router, top_k=1)) for router in (half, half.float()))
 print("shaders/gate.metal does not compile" in of_half, of_half == of_float)
 """
     assert lines_of(script, REFUSES, tmp_path) == ["1 True True", "True True"]
@@ -126,11 +126,11 @@ echo 'error: alone' >&2; exit 1
 """
 
 
-def test_libraries_compile_side_by_side(tmp_path: Path) -> None:
-    """Each of two compilers waits for the other one."""
+def test_libraries_compile_in_parallel(tmp_path: Path) -> None:
+    """Each of two compilers waits until the other one has started."""
     script = """
 with ThreadPoolExecutor(2) as pool:
-    both = [pool.submit(told, glu, x, x), pool.submit(told, norm_add, x, x, x[0])]
+    both = [pool.submit(message, glu, x, x), pool.submit(message, norm_add, x, x, x[0])]
 print(*("met another" in one.result() for one in both))
 """
     assert lines_of(script, MEETS, tmp_path) == ["True True"]
@@ -148,20 +148,20 @@ def commits(call: Callable[[], object]) -> int:
 
 
 def commit_before(call: Callable[[], object]) -> int:
-    """Make calls until one of them brings a commit about. -> how many it took"""
+    """Make calls until one of them causes a commit. Returns their number."""
     return next(i for i in range(1, 100) if commits(call))
 
 
-def test_dispatches_are_handed_over_in_time(mps: str) -> None:
-    """Not each one, not none: always after as many."""
+def test_commits_after_many_dispatches(mps: str) -> None:
+    """Commits happen at regular intervals of several dispatches."""
     x = torch.randn(1, 64, device=mps)
     commit_before(lambda: torch.ops.moe_metal.glu(x, x))
     periods = [commit_before(lambda: torch.ops.moe_metal.glu(x, x)) for _ in range(3)]
     assert len({*periods}) == 1 and 8 <= periods[0] <= 64
 
 
-def test_a_long_launch_is_handed_over_at_once(mps: str) -> None:
-    """The experts of Qwen3-30B-A3B: a prompt's are, and a token's wait for more."""
+def test_commits_after_a_long_launch(mps: str) -> None:
+    """The experts of Qwen3-30B-A3B: a prompt is committed immediately, a single token is not."""
     import metal_sim
 
     E, K, H, I = 128, 8, 2048, 768
@@ -175,11 +175,11 @@ def test_a_long_launch_is_handed_over_at_once(mps: str) -> None:
         commit_before(lambda: prompt(1))
         assert prompt(1) == 0
         assert all(prompt(512) >= 1 for _ in range(3))
-        assert prompt(4096) > 1  # so that no command buffer holds all of it
+        assert prompt(4096) > 1  # so no command buffer holds all of it
 
 
 def test_results_across_a_commit(mps: str) -> None:
-    """A commit between any two dispatches of an op ends the encoder that the first of them used."""
+    """A commit between two dispatches of an op ends the encoder that the first one used."""
     case, x, got = sized("experts", "prefill", T=40), torch.randn(1, 64, device=mps), []
 
     def one() -> None:
@@ -199,8 +199,9 @@ def test_results_across_a_commit(mps: str) -> None:
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_MPS_TRACE_SIGNPOSTS", "MTL_CAPTURE_ENABLED"])
-def test_no_commits_where_pytorch_would_keep_each(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With signposts or a capture, a commit leaves PyTorch's command buffer behind, and PyTorch commits by itself."""
+def test_no_commits_while_pytorch_keeps_command_buffers(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With signposts or a capture, each commit would keep PyTorch's command buffer alive, and PyTorch commits
+    itself."""
     monkeypatch.setenv(variable, "1")
     script = """
 with metal_sim.record() as record:
@@ -221,8 +222,9 @@ def commits_each_dispatch() -> Iterator[None]:
     tuning.use(tuning.defaults())
 
 
-def test_a_failed_command_buffer_is_told_once(mps: str) -> None:
-    """By the next launch, whichever it is. PyTorch up to 2.14 says nothing, and memory holds what it held."""
+def test_a_failed_command_buffer_raises_once(mps: str) -> None:
+    """The next launch raises, whichever it is. PyTorch up to 2.14 ignores the failure and memory keeps its old
+    contents."""
     import metal_sim
 
     x = torch.randn(1, 64, device=mps)
@@ -230,22 +232,22 @@ def test_a_failed_command_buffer_is_told_once(mps: str) -> None:
     with metal_sim.failing_commits(TIMEOUT):
         period = commit_before(lambda: torch.ops.moe_metal.glu(x, x))
     kernels = f"after {period} of our kernels, the last of which was glu_float"
-    told = f"moe_metal: the GPU aborted earlier work, {kernels}: {TIMEOUT}\nResults of that work and later ones may"
-    with pytest.raises(RuntimeError, match=re.escape(told)):
+    message = f"moe_metal: the GPU aborted earlier work, {kernels}: {TIMEOUT}\nResults of that work and later ones may"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
         torch_moe_metal.norm_add(x, x, x[0])
     assert torch_moe_metal.norm_add(x, x, x[0]).isfinite().all()
 
 
-def test_the_first_failure_is_told(mps: str, commits_each_dispatch: None) -> None:
-    """Of an op of four dispatches, each of which is committed alone."""
+def test_the_first_failure_is_reported(mps: str, commits_each_dispatch: None) -> None:
+    """An op of four dispatches that are committed separately."""
     import metal_sim
 
     case, x = sized("experts", "prefill", T=40), torch.randn(1, 64, device=mps)
-    torch.ops.moe_metal.glu(x, x)  # which commits what earlier tests have left
+    torch.ops.moe_metal.glu(x, x)  # commits what earlier tests have left
     with metal_sim.failing_commits(TIMEOUT), metal_sim.record() as record:
         call(torch.ops.moe_metal.experts, "experts", case.arguments(mps), case.options)
     assert record.commits == 4
-    with ThreadPoolExecutor(4) as pool:  # one of the threads is told
+    with ThreadPoolExecutor(4) as pool:  # one of the threads gets the error
         errors = [*pool.map(lambda _: error_of(lambda: torch.ops.moe_metal.glu(x, x)), range(8))]
     (error,) = filter(None, errors)
     assert f"after 1 of our kernels, the last of which was {record.kernels[0]}" in error
@@ -259,7 +261,7 @@ def error_of(run: Callable[[], object]) -> str:
     return ""
 
 
-# What a long prompt is cut into.
+# The pieces of a long prompt.
 MANY = {
     "experts": {"T": 100_000, "E": 128, "K": 8, "H": 2048, "I": 768},
     "linear": {"T": 100_000, "N": 8192, "H": 4096},
@@ -267,14 +269,14 @@ MANY = {
 
 
 def flops_of(case: Case) -> int:
-    """Of the larger of the products."""
+    """The flops of the larger product."""
     dims = case.dims
     return dims["T"] * dims["H"] * (4 * dims["K"] * dims["I"] if case.op == "experts" else 2 * dims["N"])
 
 
 @pytest.mark.parametrize("op", MANY)
-def test_no_dispatch_takes_a_second(op: str, mps: str) -> None:
-    """On the slowest M1, whose GPU has 2.3 TFLOPS and gives half of them: macOS gives up on work that takes seconds."""
+def test_long_dispatches_are_split(op: str, mps: str) -> None:
+    """On the slowest M1, with 2.3 TFLOPS of which half are reached: macOS aborts work that takes seconds."""
     import metal_sim
 
     case = Case(op, "many", MANY[op], dtype=torch.bfloat16)
@@ -288,8 +290,8 @@ def test_no_dispatch_takes_a_second(op: str, mps: str) -> None:
 
 
 @pytest.mark.parametrize("op", MANY)
-def test_the_cut_of_a_long_prompt_changes_no_bit(op: str, mps: str) -> None:
-    """Though the pieces have other tiles."""
+def test_splitting_a_long_prompt_changes_no_bit(op: str, mps: str) -> None:
+    """Although the pieces use other tiles."""
     import metal_sim
 
     dims = {"T": 300, "E": 4, "K": 2, "H": 72, "I": 64} if op == "experts" else {"T": 300, "N": 136, "H": 120}
@@ -314,7 +316,7 @@ def sized(op: str, name: str, **dims: int) -> Case:
     return replace(ODD[op], name=name, dims=ODD[op].dims | dims)
 
 
-# Every kernel: those of the other grids beside the samples'.
+# Every kernel: other grids in addition to the samples.
 GRIDS = [
     *ODD.values(),
     sized("gate", "one_token_split", T=1, E=130),
@@ -331,7 +333,8 @@ GRIDS = [
 @pytest.mark.parametrize("more", [1, 5])
 @pytest.mark.parametrize("case", GRIDS, ids=str)
 def test_a_larger_grid_changes_nothing(case: Case, more: int, mps: str) -> None:
-    """Threadgroups beyond the last row, slot, tile or expert leave: the simulator sees each access past a buffer."""
+    """Threadgroups beyond the last row, slot, tile or expert exit: the simulator detects every access outside of a
+    buffer."""
     import metal_sim
 
     with metal_sim.more_threadgroups(more):
@@ -340,8 +343,8 @@ def test_a_larger_grid_changes_nothing(case: Case, more: int, mps: str) -> None:
 
 
 @pytest.mark.parametrize("case", GRIDS, ids=str)
-def test_a_concurrent_encoder_is_told_the_order(case: Case, mps: str) -> None:
-    """PyTorch's is serial as yet. The simulator asks for a barrier before each dispatch on a concurrent one."""
+def test_a_concurrent_encoder_gets_barriers(case: Case, mps: str) -> None:
+    """PyTorch's encoder is serial so far. On a concurrent one the simulator requires a barrier before each dispatch."""
     import metal_sim
 
     with metal_sim.concurrent_encoders():
@@ -351,7 +354,7 @@ def test_a_concurrent_encoder_is_told_the_order(case: Case, mps: str) -> None:
 
 # ------------------------------------------------------------------------------------------------ beyond 32 bits
 
-# Sizes by which every tensor of activations has more than 2^32 elements.
+# Sizes for which every tensor of activations has more than 2^32 elements.
 FAR = {
     "gate": {"T": 2**20 + 40, "E": 4, "K": 2, "H": 4096},
     "route": {"T": 2**22 + 40, "E": 1024, "K": 2},
@@ -369,8 +372,8 @@ FAR |= {op: FAR["weighted_sum"] for op in ODD if op.startswith("weighted_sum_")}
 
 @pytest.mark.parametrize("op", FAR)
 def test_offsets_beyond_32_bits(op: str, mps: str) -> None:
-    """The last tokens of tensors with more than 2^32 elements come out as if they were alone. Memory that nobody
-    touches costs nothing, so neither do the other tokens, whose threadgroups are left out."""
+    """In tensors with more than 2^32 elements, results of the last tokens do not depend on the others. Pages that are
+    never touched need no memory, so the threadgroups of other tokens are skipped."""
     import metal_sim
 
     options = {"gate": {"top_k": 2}, "route": {"top_k": 2}, "dequantize": ODD["dequantize"].options}.get(op, {})
@@ -390,9 +393,9 @@ def test_offsets_beyond_32_bits(op: str, mps: str) -> None:
 
 @pytest.mark.parametrize("T, kernel", [(1, "rows_wide"), (3, "rows4_wide")])
 @pytest.mark.parametrize("name", ["weight", "scale", "offset"])
-def test_places_of_32_bits(name: str, T: int, kernel: str, mps: str) -> None:
-    """Decode's wide pieces have places of 32 bits within a matrix. Two rows of 4 GB, of which the last byte has the
-    last of those places, and two that begin 4 GB apart."""
+def test_positions_use_32_bits_if_possible(name: str, T: int, kernel: str, mps: str) -> None:
+    """Decode's vector loads use positions of 32 bits within a matrix. Two rows of 4 GB, whose last byte has the last
+    such position, and two rows that begin 4 GB apart."""
     import metal_sim
 
     case = packed_case("linear", "far", ("affine", 4, 64), {"T": T, "H": 128, "N": 2}, {})

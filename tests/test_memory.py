@@ -1,4 +1,4 @@
-"""Large tensors of the CPU ops lie in memory that is used again (csrc/kept_memory.h): it must be nobody else's."""
+"""Large outputs of CPU ops use cached memory (csrc/kept_memory.h): a block must never belong to two live tensors."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ glu = torch.ops.moe_metal.glu
 
 
 def packed(mib: int, seed: int = 0) -> torch.Tensor:
-    """What `glu` makes an output of `mib` MiB of."""
+    """An input for which `glu` returns an output of `mib` MiB."""
     return torch.randn(mib * MIB // 4096, 2048, generator=torch.Generator().manual_seed(seed))
 
 
@@ -33,7 +33,7 @@ def right(packed: torch.Tensor) -> torch.Tensor:
 
 
 def alone(script: str) -> str:
-    """Runs it in a process of its own. -> what it printed"""
+    """Run a script in a new process. Returns its output."""
     start = "import torch, torch_moe_metal\nfrom test_memory import *\n"
     done = subprocess.run(
         [sys.executable, "-c", start + script], cwd=__file__.rpartition("/")[0], capture_output=True, text=True
@@ -43,9 +43,9 @@ def alone(script: str) -> str:
 
 
 @pytest.mark.parametrize("mib", [4, 33])
-def test_memory_is_used_again(mib: int):
+def test_memory_is_reused(mib: int):
     inputs = [packed(mib, seed) for seed in range(4)]
-    waiting = [output(x) for x in inputs]  # several of one size wait: the one that was given back last is next
+    waiting = [output(x) for x in inputs]  # several blocks of one size are cached: the one freed last is reused first
     del waiting
     places = set()
     for x in inputs:
@@ -56,8 +56,8 @@ def test_memory_is_used_again(mib: int):
     assert len(places) == 1
 
 
-def test_memory_in_use_is_left_alone():
-    """A view, a NumPy array or a storage keeps it, whatever became of the tensor."""
+def test_memory_in_use_is_not_reused():
+    """A view, a NumPy array or a storage keeps the memory alive after the tensor."""
     x = packed(8)
     view, array, storage = output(x)[3:5], output(x).numpy(), output(x).untyped_storage()
     for seed in range(8):
@@ -67,7 +67,7 @@ def test_memory_in_use_is_left_alone():
     torch.testing.assert_close(kept, right(x))
 
 
-def test_two_outputs_of_one_call_are_two():
+def test_outputs_of_one_call_do_not_overlap():
     x = torch.randn(2048, 1024)
     for _ in range(3):
         normed, total = torch.ops.moe_metal.residual_norm(x, x, torch.ones(1024))
@@ -75,13 +75,13 @@ def test_two_outputs_of_one_call_are_two():
         torch.testing.assert_close(normed, F.rms_norm(2 * x, (1024,), eps=1e-6))
 
 
-def test_smaller_and_larger_ones_in_turn():
+def test_alternating_sizes():
     for mib in (64, 7, 40, 61, 16, 9, 33, 5):
         x = packed(mib, mib)
         torch.testing.assert_close(output(x), right(x))
 
 
-def test_what_one_does_with_tensors():
+def test_tensor_operations_on_cached_memory():
     x = packed(8)
     expected = right(x)
     close = torch.testing.assert_close
@@ -112,7 +112,7 @@ def test_what_one_does_with_tensors():
 
 @pytest.mark.parametrize("case", SAMPLES, ids=str)
 def test_lazily_cloned_inputs_are_read_and_not_copied(case: Case):
-    """Memory that two tensors share until one of them is written: no op may make an input's its own."""
+    """Two tensors share memory until one of them is written: ops must not copy such inputs."""
     op = getattr(torch.ops.moe_metal, case.op)
     want = call(op, case.op, case.arguments(), case.options)
     args = {name: torch._lazy_clone(tensor) for name, tensor in case.arguments().items()}
@@ -135,7 +135,7 @@ def test_compiled():
 
 
 def test_many_threads():
-    """Tensors made in one thread and given up in another, while all others do the same."""
+    """Tensors are made in one thread and freed in another, while all other threads do the same."""
     inputs = [packed(mib, mib) for mib in (4, 5, 6, 9)]
     expected = [right(x) for x in inputs]
     handed: list[torch.Tensor | None] = [None] * 4
@@ -158,7 +158,7 @@ def test_many_threads():
 
 
 @pytest.mark.slow
-def test_a_block_serves_down_to_half_of_its_size():
+def test_a_block_is_reused_down_to_half_its_size():
     served = "print(*(output(packed(mib)).data_ptr() for mib in (64, 40, 32, 16)))"
     large, two_thirds, half, quarter = alone(served).split()
     assert large == two_thirds and large not in (half, quarter)
@@ -166,7 +166,7 @@ def test_a_block_serves_down_to_half_of_its_size():
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts Linux's page faults")
-def test_no_page_faults_but_the_first():
+def test_page_faults_only_at_first_use():
     faults = """
 import resource
 x = packed(64)
@@ -176,13 +176,14 @@ for _ in range(4):
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     first, *others = map(int, alone(faults).split())
-    assert first > 30 and max(others) < 16  # huge pages, where Linux gives them
+    assert first > 30 and max(others) < 16  # huge pages, if Linux provides them
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_more_waits_than_512_mib():
-    """Thirty outputs, so that 1200 MiB are in use at once, and then none. What waits, Linux may take at any time."""
+def test_cache_holds_at_most_512_mib():
+    """Thirty outputs, so that 1200 MiB are in use at once, and then none. Linux may reclaim cached memory at any
+    time."""
     waiting = """
 def mib(file: str, entry: str) -> int:
     (line,) = (line for line in open(f"/proc/self/{file}") if line.startswith(entry))
@@ -202,8 +203,8 @@ print(most - before, mib("status", "VmSize") - before, in_use, mib("smaps_rollup
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_an_output_that_may_not_wait_leaves_what_waits():
-    """One of 600 MiB, which goes back to the system, and with it no other."""
+def test_an_uncacheable_output_does_not_evict():
+    """An output of 600 MiB is returned to the system, and the cache does not change."""
     larger = """
 def mib() -> int:
     (line,) = (line for line in open("/proc/self/status") if line.startswith("VmSize"))
@@ -244,8 +245,8 @@ print("done")
 
 
 @pytest.mark.slow
-def test_forks_beside_threads_that_use_it():
-    """The child has one thread: what another one of the parent's held at that moment nobody would ever let go."""
+def test_forks_while_threads_use_it():
+    """The child has one thread: a lock that another thread of the parent held would never be released."""
     forks = """
 import os, time
 

@@ -1,4 +1,4 @@
-"""transformers' own `MetalConfig`, on our ops: checkpoints that transformers wrote, and dense ones."""
+"""transformers' own `MetalConfig` with our ops: checkpoints written by transformers, and dense ones."""
 
 import copy
 import functools
@@ -36,7 +36,7 @@ def load(folder: Path, device: str = "cpu", **options):
 
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory):
-    """What transformers itself makes, once for each family and configuration."""
+    """A checkpoint made by transformers itself, one per family and configuration."""
 
     @functools.cache
     def made(family: str = "qwen3_moe", modules_to_not_convert: tuple | None = None, **options) -> Path:
@@ -64,7 +64,7 @@ def dense(packed) -> Path:
     ids=str,
 )
 def test_checkpoints_run_packed(packed, family, options, device, tmp_path):
-    """The linear layers as they are stored, the experts dense; saved it is the same checkpoint."""
+    """Linear layers stay as stored, experts are dense; a saved model is the same checkpoint."""
     folder, ids = packed(family, **options), tokens(2, 9, device=device)
     stems = {name.removesuffix(".qbiases") for name in stored(folder) if name.endswith(".qbiases")}
     twin, tensors = load(folder / "dense"), stored(folder)
@@ -92,7 +92,7 @@ def test_checkpoints_run_packed(packed, family, options, device, tmp_path):
 
 
 def test_dense_checkpoints_are_packed_as_transformers_does(dense, packed, device, tmp_path):
-    """With the same numbers, and no kernel of the hub. It saves what loads again."""
+    """Equal values without the kernel from the hub. A saved model loads again."""
     config, ids = MetalConfig(bits=4, group_size=32), tokens(2, 9, device=device)
     model = load(dense, device, dtype="auto", quantization_config=config)
     expected = load(packed(bits=4, group_size=32), device, dtype="auto")
@@ -106,8 +106,8 @@ def test_dense_checkpoints_are_packed_as_transformers_does(dense, packed, device
     assert formats(again) == formats(model) and torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_what_it_leaves_dense_is_quantised(packed, tmp_path):
-    """`quantize_` packs the experts; saved, it is a checkpoint of ours."""
+def test_quantize_packs_what_metal_leaves_dense(packed, tmp_path):
+    """`quantize_` packs the experts; a saved model is a checkpoint of ours."""
     model, ids = load(packed(bits=4, group_size=32)), tokens(2, 9)
     before = formats(model)
     torch_moe_metal.quantize_(model, bits=8, group_size=32)
@@ -118,7 +118,7 @@ def test_what_it_leaves_dense_is_quantised(packed, tmp_path):
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_dequantised_and_saved(packed, tmp_path):
+def test_dequantised_then_saved(packed, tmp_path):
     model, ids = load(packed(bits=4, group_size=32)), tokens(2, 9)
     expected = model(ids).logits
     model.dequantize().save_pretrained(tmp_path)
@@ -129,9 +129,9 @@ def test_dequantised_and_saved(packed, tmp_path):
 # ------------------------------------------------------------------------------------------------ who takes over
 
 
-def test_others_are_left_to_transformers(monkeypatch):
-    """Groups that our ops do not have, other devices, dequantised ones, and where we are switched off."""
-    monkeypatch.setattr(MetalHfQuantizer, "validate_environment", lambda *args, **kwargs: None)  # it wants mps
+def test_other_checkpoints_fall_back_to_transformers(monkeypatch):
+    """Unsupported group sizes, other devices, requested dequantisation, and disabled packed checkpoints."""
+    monkeypatch.setattr(MetalHfQuantizer, "validate_environment", lambda *args, **kwargs: None)  # it requires mps
     for config, device_map in (
         (MetalConfig(group_size=256), None),
         (MetalConfig(dequantize=True), None),
@@ -140,13 +140,13 @@ def test_others_are_left_to_transformers(monkeypatch):
         chosen = Metal(config, pre_quantized=True)
         chosen.validate_environment(device_map=device_map)
         assert type(chosen) is MetalHfQuantizer
-    monkeypatch.setattr("torch_moe_metal.integration._packed_checkpoints", None)  # as if no test had called the switch
+    monkeypatch.setattr("torch_moe_metal.integration._packed_checkpoints", None)  # as if no test had used the switch
     monkeypatch.setenv("TORCH_MOE_METAL_CHECKPOINTS", "0")
     assert not Metal(MetalConfig(), pre_quantized=True).serves(None)
 
 
-def test_its_device_map_is_that_of_transformers(monkeypatch):
-    """mps without a device map, where there is one."""
+def test_default_device_map_of_transformers(monkeypatch):
+    """mps without a device map, if it is available."""
     for there in (False, True):
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=there: there)
         quantizer = Metal(MetalConfig(), pre_quantized=False)
@@ -158,7 +158,7 @@ def test_its_device_map_is_that_of_transformers(monkeypatch):
 
 
 def changed(folder: Path, to: Path, change, **of_config) -> Path:
-    """A copy in which `change` has been at the tensors, with other values in its quantization_config."""
+    """A copy with the tensors modified by `change`, and other values in its quantization_config."""
     shutil.copytree(folder, to, dirs_exist_ok=True)
     tensors = load_file(to / "model.safetensors")
     change(tensors)
@@ -211,7 +211,7 @@ QUERY, UP = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.experts.3.up_
         ),
     ],
 )
-def test_what_does_not_fit_is_named(packed, tmp_path, said, change):
+def test_inconsistent_tensors_raise(packed, tmp_path, said, change):
     folder = changed(packed(bits=4, group_size=32), tmp_path, change)
     with pytest.raises(ValueError, match=said) as raised:
         load(folder)
@@ -234,14 +234,14 @@ def test_what_does_not_fit_is_named(packed, tmp_path, said, change):
         ),
     ],
 )
-def test_a_configuration_that_lies(packed, tmp_path, said, of_config):
+def test_a_wrong_configuration_raises(packed, tmp_path, said, of_config):
     folder = changed(packed(bits=4, group_size=32), tmp_path, lambda tensors: None, **of_config)
     with pytest.raises(ValueError, match=said) as raised:
         load(folder)
     assert str(folder) in str(raised.value)
 
 
-def test_columns_that_fit_no_group_are_named(dense):
+def test_columns_that_fit_no_group_raise(dense):
     said = (
         rf"^torch_moe_metal: {dense}: \S+q_proj.weight: expected a multiple of 128 columns, its group_size, got 64; "
         r"modules_to_not_convert=\['model.layers.0.self_attn.q_proj'\] leaves it dense"

@@ -1,4 +1,4 @@
-"""Folders of mlx-lm by `from_pretrained`, against mlx-lm itself."""
+"""mlx-lm folders through `from_pretrained`, compared with mlx-lm itself."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ from torch_moe_metal.transformers.checkpoints.mlx_conversions import Join
 from torch_moe_metal.transformers.checkpoints.mlx_quantizer import SEQUENTIAL
 from torch_moe_metal.transformers.fusing.packed import packed_modules, packed_names
 
-#: Of float32 sums in two orders; the largest seen is 2e-6.
+#: The tolerance of float32 sums in different order; the largest observed error is 2e-6.
 TOLERANCE = 1e-5
 
 
@@ -37,7 +37,7 @@ def no_grad():
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """Made once for each family."""
+    """One folder per family."""
     return functools.cache(lambda family: mlx_folders.convert(tmp_path_factory.mktemp(family), family))
 
 
@@ -45,12 +45,12 @@ def load(folder: Path, device: str = "cpu", **options):
     return AutoModelForCausalLM.from_pretrained(folder, device_map=device, **{"dtype": torch.float32} | options)
 
 
-#: What transformers has no linear layer for, or runs dense: routers, and DeepSeek's attention in mlx-lm's form.
+#: Weights that are not linear layers in transformers, or run dense: routers, and DeepSeek's attention in mlx-lm's form.
 DENSE = r"(gate|router|proj_router|router\.proj|shared_expert_gate|embed_q|unembed_out)$"
 
 
 def packed_stems(folder: Path) -> set[str]:
-    """Which weights mlx-lm packed, by its own names."""
+    """The weights that mlx-lm packed, by its names."""
     return {name.removesuffix(".scales") for name in stored(folder) if name.endswith(".scales")}
 
 
@@ -63,7 +63,7 @@ def common_name(name: str) -> str:
 @pytest.mark.slow_on_mps
 @pytest.mark.parametrize("family", mlx_folders.FAMILIES)
 def test_families(folder, family, device):
-    """What mlx-lm packed stays packed, but for routers. The logits are mlx-lm's."""
+    """All weights that mlx-lm packed stay packed, except routers. The logits equal mlx-lm's."""
     ids = tokens(2, 9)
     model = load(folder(family), device)
     expected = mlx_folders.logits(folder(family), ids)
@@ -76,8 +76,9 @@ def test_families(folder, family, device):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "mixtral", "gpt_oss", "deepseek_v3", "gemma4"])
-def test_saved_it_is_a_folder_of_mlx_lm(folder, family, tmp_path):
-    """With the same packed bytes; what was dequantised is dense. transformers and mlx-lm have the same logits of it."""
+def test_saved_models_are_mlx_lm_folders(folder, family, tmp_path):
+    """With the same packed bytes; dequantised weights are saved dense. transformers and mlx-lm compute the same logits
+    from it."""
     ids = tokens(2, 9)
     model = load(folder(family))
     expected = model(ids).logits
@@ -94,7 +95,7 @@ def test_saved_it_is_a_folder_of_mlx_lm(folder, family, tmp_path):
     assert formats(again) == formats(model) and again.state_dict().keys() == model.state_dict().keys()
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name]), name
-    assert relative(again(ids).logits, expected) <= 1e-6  # dense rows may lie otherwise in memory
+    assert relative(again(ids).logits, expected) <= 1e-6  # dense rows may have another alignment
     saved = mlx_folders.with_its_configuration(tmp_path, folder(family))
     assert relative(mlx_folders.logits(saved, ids), expected) <= TOLERANCE
 
@@ -122,8 +123,8 @@ def test_modes(options, tmp_path, device):
 @pytest.mark.parametrize("family, tied", [("qwen3_moe", True), ("deepseek_v3", False)])
 @pytest.mark.parametrize("mode", ["nvfp4", "mxfp8"])
 def test_modes_of_the_command(mode, family, tied, tmp_path, device):
-    """Experts, linear layers, and embeddings, also a tied one; DeepSeek's latents are dequantised. Saved, it is the
-    same folder."""
+    """Experts, linear layers, and embeddings, also a tied one; DeepSeek's latents are dequantised. A saved model is
+    the same folder."""
     ids = tokens(2, 9)
     folder = mlx_folders.command(tmp_path / "a", family, "--q-mode", mode, tie_word_embeddings=tied)
     model = load(folder, device)
@@ -146,7 +147,7 @@ def test_modes_of_the_command(mode, family, tied, tmp_path, device):
 
 @pytest.mark.parametrize("arguments", ["--quant-predicate mixed_3_6", "--quant-predicate mixed_2_6 --q-bits 8", ""])
 def test_sizes_that_the_command_leaves_out(arguments, tmp_path):
-    """The recipes write null for groups that nobody asked for, and have MLX's own."""
+    """The recipes write null for a missing group size and use MLX's default."""
     ids = tokens(2, 9)
     folder = mlx_folders.command(tmp_path / "a", "qwen3_moe", *arguments.split(), tie_word_embeddings=False)
     entries = json.loads((folder / "config.json").read_text())["quantization"]
@@ -160,12 +161,12 @@ def test_sizes_that_the_command_leaves_out(arguments, tmp_path):
 
 
 def dense_routers(entries: dict) -> dict:
-    """What is saved of a folder's layers: routers are not packed any more."""
+    """The saved formats of a folder's layers: routers are dense."""
     return {name: False if name.endswith("mlp.gate") else entry for name, entry in entries.items()}
 
 
 def layers_of_its_own(path: str, module) -> bool | dict:
-    """One layer's attention and the embedding dense, another's experts wider, routers dense."""
+    """One layer's dense attention and embedding, more bits for another layer's experts, dense routers."""
     if re.search(r"layers\.0\.self_attn|embed_tokens|mlp\.gate$", path):
         return False
     if "layers.1.mlp" in path:
@@ -174,8 +175,8 @@ def layers_of_its_own(path: str, module) -> bool | dict:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_each_layer_as_it_is_stored(tmp_path, tied):
-    """Not as config.json's first lines say: by layer, dense and mixed with mxfp4."""
+def test_mixed_formats_of_layers(tmp_path, tied):
+    """Different from the defaults in config.json: by layer, dense and mixed with mxfp4."""
     ids = tokens(2, 9)
     changes = {"tie_word_embeddings": tied}
     folder = mlx_folders.convert(tmp_path / "a", "qwen3_moe", changes, quant_predicate=layers_of_its_own)
@@ -191,7 +192,7 @@ def test_each_layer_as_it_is_stored(tmp_path, tied):
 
 
 def test_head_tied_to_a_packed_embedding(tmp_path, device):
-    """The embedding's weight is there once."""
+    """The embedding's weight is stored once."""
     ids = tokens(2, 9)
     folder = mlx_folders.convert(tmp_path, "qwen3_moe", {"tie_word_embeddings": True})
     model = load(folder, device)
@@ -200,7 +201,7 @@ def test_head_tied_to_a_packed_embedding(tmp_path, device):
 
 
 def changed(folder: Path, to: Path, **changes) -> Path:
-    """A copy with other things in config.json; None takes a key out."""
+    """A copy with another config.json; None removes a key."""
     shutil.copytree(folder, to, dirs_exist_ok=True)
     config = json.loads((to / "config.json").read_text()) | changes
     (to / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
@@ -208,14 +209,14 @@ def changed(folder: Path, to: Path, **changes) -> Path:
 
 
 def test_older_folders(folder, tmp_path):
-    """They have the key `quantization` alone."""
+    """They only have the key `quantization`."""
     ids, model = tokens(2, 9), load(folder("qwen3_moe"))
     older = load(changed(folder("qwen3_moe"), tmp_path, quantization_config=None))
     assert formats(older) == formats(model) and torch.equal(older(ids).logits, model(ids).logits)
 
 
 def test_without_a_prefix(folder):
-    """A base model alone, too."""
+    """Also a base model."""
     ids = tokens(2, 9)
     model, base = load(folder("qwen3_moe")), AutoModel.from_pretrained(folder("qwen3_moe"), dtype=torch.float32)
     assert {f"model.{name}" for name in formats(base)} == formats(model).keys() - {"lm_head"}
@@ -223,7 +224,7 @@ def test_without_a_prefix(folder):
 
 
 def test_in_half_precision(folder):
-    """In bfloat16 it is as near to float32 as the dequantised model is in bfloat16."""
+    """In bfloat16 it is as close to float32 as the dequantised model in bfloat16."""
     ids = tokens(4, 16)
     exact = load(folder("qwen3_moe"))(ids).logits
     model = load(folder("qwen3_moe"), dtype=torch.bfloat16)
@@ -233,7 +234,7 @@ def test_in_half_precision(folder):
 
 
 def test_trained_under_autocast(folder):
-    """As by Trainer(bf16=True): what is dense is trained, and its gradients are close to those without autocast."""
+    """Like Trainer(bf16=True): dense weights are trained, and their gradients are close to those without autocast."""
     gradients = []
     for autocast in (False, True):
         model = load(folder("qwen3_moe")).train()
@@ -247,8 +248,8 @@ def test_trained_under_autocast(folder):
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
-def test_saved_and_dequantised(folder, family, tmp_path):
-    """`save_pretrained` writes the dtype of the configuration as a word, which `dequantize` reads."""
+def test_saved_then_dequantised(folder, family, tmp_path):
+    """`save_pretrained` writes the dtype of the configuration as a string, which `dequantize` reads."""
     model, ids = load(folder(family)), tokens(2, 9)
     expected = model(ids).logits
     model.save_pretrained(tmp_path / "a")
@@ -258,8 +259,8 @@ def test_saved_and_dequantised(folder, family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
-def test_dequantised_and_saved(folder, family, tmp_path):
-    """It is a checkpoint of transformers then."""
+def test_dequantised_then_saved(folder, family, tmp_path):
+    """It is then a dense checkpoint of transformers."""
     ids = tokens(2, 9)
     model = load(folder(family)).dequantize()
     model.save_pretrained(tmp_path)
@@ -269,8 +270,8 @@ def test_dequantised_and_saved(folder, family, tmp_path):
     assert relative(load(folder(family))(ids).logits, model(ids).logits) <= TOLERANCE
 
 
-def test_what_mlx_left_dense_is_quantised(tmp_path):
-    """In memory: what was packed stays as it is, and saved it is a checkpoint of ours."""
+def test_quantize_packs_what_mlx_left_dense(tmp_path):
+    """In memory: packed weights do not change, and a saved model is a checkpoint of ours."""
     ids = tokens(2, 9)
     folder = mlx_folders.convert(tmp_path / "a", "qwen3_next", quant_predicate=lambda path, _: "mlp.switch" in path)
     model = load(folder)
@@ -287,12 +288,12 @@ def test_what_mlx_left_dense_is_quantised(tmp_path):
     assert "quantization" not in json.loads((tmp_path / "b" / "config.json").read_text())
     again = load(tmp_path / "b")
     assert formats(again) == formats(model)
-    assert relative(again(ids).logits, expected) <= 1e-6  # dense rows may lie otherwise in memory
+    assert relative(again(ids).logits, expected) <= 1e-6  # dense rows may have another alignment
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells which memory is a file's")
-def test_what_is_copied(folder):
-    """On the CPU packed weights are the file's own pages, but for gates and ups, which are joined."""
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports which memory belongs to a file")
+def test_bytes_copied_while_loading(folder):
+    """On the CPU packed weights are pages of the file, except gates and ups, which are joined."""
     model = load(folder("qwen3_moe"))
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     ranges = [tuple(int(end, 16) for end in fields[0].split("-")) for fields in maps if "safetensors" in fields[-1]]
@@ -303,8 +304,9 @@ def test_what_is_copied(folder):
 
 
 @pytest.mark.skipif("mps" not in DEVICES, reason="MOE_METAL_DEVICES leaves mps out; on the CPU nothing is read ahead")
-def test_tensors_are_read_in_turn(folder, mps, monkeypatch):
-    """On mps none is read ahead of those that are joined before it: they would all be in the GPU's memory at once."""
+def test_tensors_are_read_layer_by_layer(folder, mps, monkeypatch):
+    """On mps tensors are not read before earlier ones are joined: otherwise all of them would be in the GPU's
+    memory."""
     read, joined = [], []
 
     def materialize(*args, stock=core_model_loading._materialize_copy):
@@ -323,7 +325,7 @@ def test_tensors_are_read_in_turn(folder, mps, monkeypatch):
 
 
 def test_an_interrupted_load_changes_no_setting(folder, monkeypatch):
-    """transformers' setting for all models would stay changed."""
+    """Otherwise a setting of transformers for all models would stay changed."""
 
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -336,8 +338,8 @@ def test_an_interrupted_load_changes_no_setting(folder, monkeypatch):
     assert SEQUENTIAL not in os.environ
 
 
-def test_loading_sequentially_is_the_same(folder, monkeypatch):
-    """As on mps: transformers starts no threads, and the quantizer and the model are as ever."""
+def test_sequential_loading_is_equal(folder, monkeypatch):
+    """As on mps: transformers starts no threads, and the result is the same."""
     expected = load(folder("qwen3_moe"))
 
     def threads(*args, **kwargs):
@@ -357,7 +359,7 @@ def test_loading_sequentially_is_the_same(folder, monkeypatch):
 
 
 def rewritten(folder: Path, to: Path, change) -> Path:
-    """A copy, in which `change` has been at the tensors."""
+    """A copy with the tensors modified by `change`."""
     shutil.copytree(folder, to, dirs_exist_ok=True)
     tensors = load_file(to / "model.safetensors")
     change(tensors)
@@ -415,8 +417,8 @@ def repeated(times: int, *names: str):
         ("missing: model.layers.0.self_attn.q_norm.weight", lambda t: t.pop("model.layers.0.self_attn.q_norm.weight")),
     ],
 )
-def test_what_does_not_fit_is_named(folder, tmp_path, said, change):
-    """File, tensor and what was expected; and no model."""
+def test_inconsistent_tensors_raise(folder, tmp_path, said, change):
+    """The error has the file, the tensor and what was expected, and no model is returned."""
 
     def without_experts(tensors):
         for name in [name for name in tensors if name.startswith("model.layers.1.mlp.switch_mlp")]:
@@ -444,7 +446,7 @@ def test_what_does_not_fit_is_named(folder, tmp_path, said, change):
         ({QUERY: False}, f"{QUERY}.weight: expected no packed weight, since config.json says false for it"),
     ],
 )
-def test_a_configuration_that_lies(folder, tmp_path, entry, said):
+def test_a_wrong_configuration_raises(folder, tmp_path, entry, said):
     before = json.loads((folder("qwen3_moe") / "config.json").read_text())["quantization"]
     with pytest.raises(ValueError, match=said):
         load(changed(folder("qwen3_moe"), tmp_path, quantization_config=before | entry))
@@ -452,7 +454,7 @@ def test_a_configuration_that_lies(folder, tmp_path, entry, said):
 
 @pytest.fixture(scope="session")
 def of_mode(tmp_path_factory):
-    """Made once for each mode."""
+    """One folder per mode."""
     return functools.cache(
         lambda mode: mlx_folders.command(tmp_path_factory.mktemp(mode), "qwen3_moe", "--q-mode", mode)
     )
@@ -481,15 +483,15 @@ def of_mode(tmp_path_factory):
         ),
     ],
 )
-def test_other_modes_that_do_not_fit_are_named(of_mode, tmp_path, mode, said, change):
+def test_inconsistent_modes_raise(of_mode, tmp_path, mode, said, change):
     broken = rewritten(of_mode(mode), tmp_path, change)
     with pytest.raises(ValueError, match=said) as raised:
         load(broken)
     assert str(tmp_path) in str(raised.value)
 
 
-def test_experts_of_unknown_classes_are_named(folder, monkeypatch):
-    """Such as Llama 4's."""
+def test_experts_of_unknown_classes_raise(folder, monkeypatch):
+    """For example Llama 4's."""
     monkeypatch.setattr(mlx_quantizer, "is_experts", lambda module: False)
     with pytest.raises(
         ValueError, match=r"switch_mlp.\w+_proj.weight: expected experts that are on transformers' interface"
@@ -498,7 +500,7 @@ def test_experts_of_unknown_classes_are_named(folder, monkeypatch):
 
 
 def test_layers_that_the_model_does_not_have(folder, tmp_path):
-    """They are left over, as transformers has it."""
+    """They are reported as unexpected, as in transformers."""
     model = load(changed(folder("deepseek_v3"), tmp_path, num_hidden_layers=1))
     assert len(model.model.layers) == 1 and torch.equal(
         model.lm_head.weight, load(folder("deepseek_v3")).lm_head.weight
@@ -514,7 +516,7 @@ def test_truncated(folder, tmp_path):
 
 
 def two_files(folder: Path, to: Path) -> Path:
-    """The same in two files, whose index is not true."""
+    """The same in two files with a wrong index."""
     shutil.copytree(folder, to, dirs_exist_ok=True)
     tensors = load_file(to / "model.safetensors")
     (to / "model.safetensors").unlink()
@@ -525,8 +527,8 @@ def two_files(folder: Path, to: Path) -> Path:
 
 
 @pytest.mark.parametrize("listed", ["model-00001-of-00002.safetensors", "model-00001-of-00009.safetensors"])
-def test_a_stale_index_is_told(folder, tmp_path, caplog, listed):
-    """One that lists some of the files, or others, as it comes from the dense checkpoint."""
+def test_a_stale_index_warns(folder, tmp_path, caplog, listed):
+    """An index with only some of the files, or with others, as if copied from the dense checkpoint."""
     to = two_files(folder("qwen3_moe"), tmp_path)
     index = {"metadata": {}, "weight_map": {"model.norm.weight": listed}}
     (to / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -539,7 +541,7 @@ def test_a_stale_index_is_told(folder, tmp_path, caplog, listed):
     assert relative(model(ids).logits, load(folder("qwen3_moe"))(ids).logits) <= 1e-6
 
 
-def test_a_true_index_is_not(folder, caplog):
+def test_a_valid_index_does_not_warn(folder, caplog):
     with caplog.at_level("WARNING"):
         transformers.utils.logging.enable_propagation()
         load(folder("qwen3_moe"))

@@ -1,8 +1,8 @@
-"""The CPU's readers of packed weights, broken on purpose one line at a time: the test named beside each must fail.
+"""The CPU's readers of packed weights, broken one line at a time: the test in each row must fail.
 
-Each fault costs a compilation, so these are not in the fast set. The library of the build is linked again with the
-changed file; the test runs as it is, on a copy of the package. So do the tests of AMX's part, unbroken, on any
-processor: emulated_amx.h stands for its instructions.
+Each fault needs a compilation, so these are not in the fast set. The built library is linked again with the changed
+file; the unchanged test runs on a copy of the package. The tests of the AMX code also run, unbroken, on any processor:
+emulated_amx.h emulates its instructions.
 """
 
 import os
@@ -21,7 +21,7 @@ import torch_moe_metal
 from test_mutated_readers import named_in
 
 ROOT = Path(__file__).resolve().parents[1]
-ISA = "avx512"  # the readers that the faults are in
+ISA = "avx512"  # the instruction set of the broken readers
 BUILT = ROOT / "build" / "objects" / f"torch-{torch.__version__}" / f"torch_moe_metal._cpu_{ISA}"
 
 
@@ -31,26 +31,26 @@ class Fault:
     file: str  # of csrc/cpu
     line: str
     broken: str
-    test: str  # that fails
-    amx: bool = False  # on emulated AMX
+    test: str  # the test that must fail
+    amx: bool = False  # with emulated AMX
 
     def __str__(self) -> str:
         return self.name
 
 
-DEQUANTIZE = "test_quantized.py::test_dequantize_affine_is_mlx"
-LINEAR = "test_quantized.py::test_linear_is_mlx_s_quantized_matmul"
-EXPERTS = "test_quantized.py::test_experts_are_mlx_s_gather_qmm"
+DEQUANTIZE = "test_quantized.py::test_dequantize_affine_equals_mlx"
+LINEAR = "test_quantized.py::test_linear_equals_mlx_quantized_matmul"
+EXPERTS = "test_quantized.py::test_experts_equal_mlx_gather_qmm"
 REFERENCE = "test_ops.py::test_equals_the_reference"
 MAGNITUDE = "test_quantized.py::test_few_tokens_of_any_magnitude"
 UNUSED = "test_quantized.py::test_few_tokens_with_a_number_that_no_weight_uses"
 NOT_FINITE = "test_quantized.py::test_few_tokens_that_are_not_finite"
-GGUF = "test_ggml.py::test_dequantize_is_gguf"
-GGUF_LINEAR = "test_ggml.py::test_linear_is_gguf_s_numbers"
-MLX_LINEAR = "test_ggml.py::test_linear_is_mlx_s_quantized_matmul"
+GGUF = "test_ggml.py::test_dequantize_equals_gguf"
+GGUF_LINEAR = "test_ggml.py::test_linear_equals_gguf"
+MLX_LINEAR = "test_ggml.py::test_linear_equals_mlx_quantized_matmul"
 FACTOR = "test_ggml.py::test_every_scale_of_mxfp8_and_nvfp4"
-FP8 = "test_quantized.py::test_dequantize_fp8_is_transformers"
-WALL = "test_quantized.py::test_nothing_beyond_the_last_row_is_read"
+FP8 = "test_quantized.py::test_dequantize_fp8_equals_transformers"
+WALL = "test_quantized.py::test_no_read_beyond_the_last_row"
 
 FAULTS = [
     Fault("nibble_swapped", "formats/codes.h", "(from)), 0xff00", "(from)), 0x00ff", DEQUANTIZE),
@@ -110,7 +110,7 @@ def run(*command: str | Path) -> str:
 
 
 def library(sources: Path, reached: set[str], folder: Path) -> Path:
-    """The built library, but for the files that a change reaches."""
+    """The built library, with only the files that a change affects compiled again."""
     built = sorted((BUILT / "csrc" / "cpu").rglob("*.o"))
     link = [folder / compiled.name if compiled.stem in reached else compiled for compiled in built]
 
@@ -129,7 +129,7 @@ def library(sources: Path, reached: set[str], folder: Path) -> Path:
 
 
 def run_tests(made: Path, folder: Path, *options: str) -> subprocess.CompletedProcess:
-    """pytest, on a copy of the package with this library."""
+    """pytest on a copy of the package with this library."""
     package = folder / "package" / "torch_moe_metal"
     shutil.copytree(ROOT / "torch_moe_metal", package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(made, package / f"_cpu_{ISA}.so")
@@ -138,12 +138,12 @@ def run_tests(made: Path, folder: Path, *options: str) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
 
 
-# What has AMX's instructions in it.
+# The files with AMX instructions.
 OF_AMX = {"affine_rows", "affine_rows_across_bytes", "float_rows", "experts", "gate", "linear"}
 
 
 def reached_by(fault: Fault) -> set[str]:
-    """The files to compile again: those of formats in which the fault's test sees it."""
+    """The files to compile again: those of the formats in which the fault's test detects it."""
     if fault.amx:
         return OF_AMX - {"affine_rows_across_bytes", "float_rows"}
     if fault.file in ("x86/avx512_bf16.h", "x86/tiles.h", "experts/experts_tiles.h"):
@@ -165,7 +165,7 @@ from_a_build = pytest.mark.skipif(
 @for_avx512
 @from_a_build
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_a_broken_reader_is_seen(fault: Fault, tmp_path: Path):
+def test_broken_readers_are_detected(fault: Fault, tmp_path: Path):
     sources = copied_sources(tmp_path, fault.amx)
     changed(sources / "cpu" / fault.file, fault.line, fault.broken)
     choose = ["-k", "many_tokens"] if fault.test == REFERENCE else []
@@ -183,6 +183,6 @@ def test_tiles_on_emulated_amx(tmp_path: Path):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_the_readme_names_them():
+def test_readme_lists_the_mutants():
     of_cpu = (ROOT / "tests" / "README.md").read_text().partition("test_mutated_cpu_readers.py")[2]
     assert named_in(of_cpu) == {fault.name: fault.test.partition("::")[2] for fault in FAULTS}

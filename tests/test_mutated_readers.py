@@ -1,8 +1,7 @@
-"""Shaders that are broken on purpose: readers of packed weights, attention and rope. For each there is a test of the
-suite, which must fail on it.
+"""Broken shaders: readers of packed weights, attention and rope. For each there is a test of the suite that must fail.
 
-The test runs as it is. In the op's place stands a replay: the dispatches that the real op makes, with the changed
-shader, on the engine of the simulated Metal alone.
+The test itself does not change. The op is replaced by a replay: the dispatches of the real op with the changed shader,
+on the engine of the simulated Metal.
 """
 
 import functools
@@ -43,7 +42,7 @@ def shader_of(kernel: str) -> str:
 
 
 def library_of(kernel: str, change: Callable[[str], str]):
-    """The library that the kernel is in, of its dtype and format alone, after a change of the text."""
+    """The library of the kernel, for its dtype and format only, after a change of the source."""
     import embed
     from metal_sim import engine
 
@@ -62,7 +61,7 @@ def storage_of(tensor: Tensor) -> np.ndarray:
 
 
 def replay(op: Callable, change: Callable[[str], str], *args, **options) -> Tensor | list[Tensor]:
-    """What the op returns where its shaders are changed."""
+    """The op's results with changed shaders."""
     import metal_sim
     from metal_sim import engine
 
@@ -88,7 +87,7 @@ def replay(op: Callable, change: Callable[[str], str], *args, **options) -> Tens
 
 
 class Ops:
-    """`torch.ops.moe_metal` where each op is its replay."""
+    """`torch.ops.moe_metal`, with each op replaced by its replay."""
 
     def __init__(self, change: Callable[[str], str]):
         self.change, self.real = change, torch.ops.moe_metal
@@ -102,8 +101,7 @@ class Ops:
 
 @dataclass(frozen=True)
 class Mutant:
-    """What is right in the shaders becomes wrong, which the test notices: by its values, or by a rule of the
-    simulator."""
+    """The test must fail because of the changed shader: by its values, or by a check of the simulator."""
 
     right: str
     wrong: str
@@ -125,7 +123,7 @@ def numbers(packing) -> tuple[Callable, dict]:
 
 
 def nan(packing, T: int) -> tuple[Callable, dict]:
-    return suite.test_nan_stays_where_it_is, {"packing": packing, "T": T}
+    return suite.test_nan_does_not_spread, {"packing": packing, "T": T}
 
 
 def packed(name: str) -> tuple[Callable, dict]:
@@ -138,25 +136,25 @@ def together(name: str, dtype: torch.dtype = cases.FLOAT) -> tuple[Callable, dic
 
 
 def dense(op: str, T: int) -> tuple[Callable, dict]:
-    """Of a weight whose rows are loaded 16 bytes at a time; of three experts' rows a simdgroup has two in turn."""
+    """A weight whose rows are loaded 16 bytes at a time; a simdgroup has two of three experts' rows alternately."""
     case = cases.Case(op, f"dense-T{T}", {"T": T, "E": 5, "K": 3, "H": 96, "I": 64, "N": 9})
     return test_ops.test_equals_the_reference, {"case": case}
 
 
 def padded(T: int) -> tuple[Callable, dict]:
-    return suite.test_rows_end_before_the_next_one_begins, {"T": T}
+    return suite.test_rows_do_not_read_into_the_next_row, {"T": T}
 
 
 def cut(name: str) -> tuple[Callable, dict]:
-    return attention_suite.test_every_cut, {"name": name}
+    return attention_suite.test_every_split_of_the_keys, {"name": name}
 
 
 def unseen(name: str) -> tuple[Callable, dict]:
-    return attention_suite.test_keys_that_are_not_seen, {"name": name}
+    return attention_suite.test_invisible_keys, {"name": name}
 
 
 def rope(name: str) -> tuple[Callable, dict]:
-    """Six query heads and one key head of 80 numbers, of which 80 turn; or five and two of 33, of which 18 do."""
+    """Six query heads and one key head of 80 elements, all rotated; or five and two of 33, of which 18 are rotated."""
     (case,) = (
         case for case in cases.rope_cases() if str(case).startswith(f"rope-{name}-") and case.dtype == cases.FLOAT
     )
@@ -164,7 +162,7 @@ def rope(name: str) -> tuple[Callable, dict]:
 
 
 NARROW4 = suite.NARROW[2]  # groups of 16
-# Parts of the shaders that several change.
+# Parts of the shaders that several mutants change.
 SHIFT = "params.group_shift"
 GROUP = f"column >> {SHIFT}"
 DECODE_GROUP = f"(column + g * (step / groups)) >> {SHIFT}"
@@ -237,7 +235,7 @@ MUTANTS = {
     "columns_of_the_first_lane": Mutant(
         "rows.data.at[r] + column, w[r]", "rows.data.at[r], w[r]", "values", *dense("linear", 3)
     ),
-    # places, and what a lane takes in turn
+    # positions, and the order of a lane's pieces
     "row_forgotten": Mutant("spot.byte += row;", "", "values", *linear(AFFINE[4], 1)),
     "id_not_followed": Mutant(
         "if (i + step < all) next_expert", "if (false) next_expert", "values", *dense("experts", 3)
@@ -249,7 +247,7 @@ MUTANTS = {
     "place_left_in_tiles": Mutant(
         "of_product ? piece.scale * unit", "of_product ? piece.scale", "values", *linear(FP8, 9)
     ),
-    # the end of a row, and of the rows
+    # the end of a row, and of the matrix
     "row_end_overrun": Mutant("if (8 * n < count * bits)", "if (true)", "bounds", *numbers(FP8)),
     "row_end_overrun_in_decode": Mutant("wide ? step : left", "step", "bounds", *linear(FP8, 1)),
     "row_end_in_wide_loads": Mutant("aligned && count >= columns", "aligned", "values", *padded(1)),
@@ -281,7 +279,7 @@ def run_test(mutant: Mutant, change: Callable[[str], str], monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_broken_reader_is_noticed(name: str, monkeypatch):
+def test_broken_readers_are_detected(name: str, monkeypatch):
     from metal_sim.engine import Violation
 
     mutant, changed = MUTANTS[name], []
@@ -299,16 +297,16 @@ UNBROKEN = {(mutant.test.__name__, *map(str, mutant.arguments.values())): mutant
 
 
 @pytest.mark.parametrize("name", UNBROKEN, ids="-".join)
-def test_a_replay_is_right_where_nothing_is_broken(name: tuple, monkeypatch):
+def test_unbroken_readers_pass(name: tuple, monkeypatch):
     run_test(UNBROKEN[name], lambda text: text, monkeypatch)
 
 
-def test_the_readme_names_them():
+def test_readme_lists_the_mutants():
     of_shaders = (HERE / "README.md").read_text().partition("test_mutated_cpu_readers.py")[0]
     assert named_in(of_shaders) == {name: mutant.test.__name__ for name, mutant in MUTANTS.items()}
 
 
 def named_in(text: str) -> dict[str, str]:
-    """The test that must fail, by the fault's name, of the tables in this text."""
+    """The test that must fail, by the name of the fault, from the tables in this text."""
     rows = re.findall(r"^\| `(test_\w+)` \| ([\w, ]+) \|$", text, re.MULTILINE)
     return {name: test for test, names in rows for name in names.split(", ")}

@@ -1,4 +1,5 @@
-"""torch_moe_metal.nn.MoE: from sizes and from a block, against the specification; trained, saved, compiled."""
+"""torch_moe_metal.nn.MoE, made from sizes and from a block, compared with the specification; trained, saved,
+compiled."""
 
 import ast
 import copy
@@ -41,7 +42,7 @@ def made(**options) -> nn.MoE:
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_from_sizes(options, device):
-    """The fused forward is the specification's, and so is the one with gradients."""
+    """The fused forward and the forward with gradients equal the specification."""
     moe = made(**options).to(device)
     x = torch.randn(2, 5, 32, dtype=moe.down.dtype).to(device)
     residual = torch.randn_like(x)
@@ -53,8 +54,8 @@ def test_from_sizes(options, device):
     assert relative(moe(x, residual).cpu(), expected) <= tolerance
 
 
-def test_is_the_specification():
-    """Against reference.gate and reference.experts, called by hand."""
+def test_equals_the_specification():
+    """Compared with direct calls of reference.gate and reference.experts."""
     moe = made(shared_size=24, shared_gate=True)
     x = torch.randn(5, 32)
     with torch.no_grad():
@@ -68,7 +69,7 @@ def test_is_the_specification():
 
 @pytest.mark.parametrize("cls", [Qwen2MoeSparseMoeBlock, Qwen3MoeSparseMoeBlock, DeepseekV3MoE, GptOssMLP])
 def test_from_block(cls, device):
-    """A transformers block's layer, on the very same weights."""
+    """A layer of a transformers block, which shares its weights."""
     block = tiny_module(cls).to(device)
     moe, x = nn.MoE.from_block(block), torch.randn(2, 5, 64).to(device)
     assert moe.down is block.experts.down_proj and not moe.training
@@ -109,8 +110,8 @@ def test_from_other_blocks():
     ],
     ids=str,
 )
-def test_options_are_checked_when_it_is_made(options: dict, said: str):
-    """By the ops, in their words, and wherever the weights will be."""
+def test_options_are_checked_at_construction(options: dict, said: str):
+    """The ops raise with their messages, on any device of the weights."""
     sizes = {"hidden_size": 32, "inner_size": 16, "num_experts": 8, "top_k": 3}
     for device in ("cpu", "meta"):
         with pytest.raises(RuntimeError) as raised:
@@ -118,20 +119,20 @@ def test_options_are_checked_when_it_is_made(options: dict, said: str):
         assert said in str(raised.value).splitlines()[0]
 
 
-def test_unknown_options_are_named():
+def test_unknown_options_raise():
     with pytest.raises(TypeError, match=r"unknown: norm_topk_prob, scorings; .* scoring, renormalize, n_group,"):
         nn.MoE(32, 16, 8, 3, scorings="softmax", norm_topk_prob=True, softcap=0.0)
 
 
-def test_what_training_alone_can_do_is_not_refused():
-    """With gradients wanted a layer runs in any dtype, which the ops do not."""
+def test_dtypes_that_only_the_fallback_supports():
+    """While autograd records, a layer runs in any dtype, including those that the ops do not support."""
     with torch.device("meta"):
         assert nn.MoE(32, 16, 8, 3, dtype=torch.float64).down.is_meta
 
 
 def test_imports_go_one_way():
-    """nn imports the transformers package, which imports nothing of nn, and `fusing` imports nothing of `checkpoints`,
-    at the top of a file or in a function."""
+    """nn imports the transformers integration, which imports nothing from nn, and `fusing` imports nothing from
+    `checkpoints`, neither at the top of a file nor in a function."""
     package = Path(nn.__file__).parent
     found = {path: imports(path) for path in (package / "nn.py", *(package / "transformers").rglob("*.py"))}
     assert "torch_moe_metal.transformers.fusing.blocks" in found.pop(package / "nn.py") and len(found) >= 20
@@ -144,8 +145,20 @@ def test_imports_go_one_way():
     subprocess.run([sys.executable, "-c", script], check=True, cwd=package.parent)
 
 
+#: The packages that users may have; wheels require only torch.
+OF_USERS = {"torch", "torch_moe_metal", "transformers", "huggingface_hub", "numpy", "peft", "gguf"}
+OF_USERS |= {"fastapi", "starlette", "uvicorn"}
+
+
+def test_the_wheel_needs_no_developer_tools():
+    """Nothing in the package imports MLX, a plotting library, or a module of tools/, which are not in the wheel."""
+    files = [*Path(nn.__file__).parent.rglob("*.py")]
+    found = {name.partition(".")[0] for path in files for name in imports(path)} - {*sys.stdlib_module_names}
+    assert found == OF_USERS and len(files) > 50
+
+
 def imports(path: Path) -> set[str]:
-    """The modules, and the names out of them, that a file of this package imports anywhere in it."""
+    """The modules, and their names, that a file of this package imports anywhere."""
     home = path.relative_to(Path(nn.__file__).parents[1]).with_suffix("").parts[:-1]
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -159,7 +172,7 @@ def imports(path: Path) -> set[str]:
 
 
 def test_gradients():
-    """The gradients of the layer are those of the specification."""
+    """The gradients of the layer equal those of the specification."""
     moe, x = made(shared_size=24).double(), torch.randn(4, 32, dtype=torch.float64)
     parameters = [moe.router_weight, moe.gate_up, moe.down]
     ours = torch.autograd.grad(moe(x).square().sum(), parameters)
@@ -170,7 +183,7 @@ def test_gradients():
 
 
 def test_state():
-    """It saves, loads, copies and compiles like any module."""
+    """It can be saved, loaded, copied and compiled like any module."""
     moe, other, x = (
         made(select_bias=True, scoring="sigmoid"),
         nn.MoE(32, 16, 8, 3, select_bias=True),
@@ -200,13 +213,13 @@ def dequantized(module: torch.nn.Module, prefix: str, columns: int, format: str)
     names = [f"{prefix}{part}" for part in ("scale", "offset")]
     data = getattr(module, prefix.rstrip("_") or "data")
     scales = (getattr(module, name) for name in names)
-    return reference.numbers(data, *scales, format, torch.empty(0, columns))
+    return reference.dequantize_for(data, *scales, format, torch.empty(0, columns))
 
 
 @formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_quantized_moe(format: str, bits: int, group: int, dtype: torch.dtype, device: str):
-    """Packed as `quantize` packs; the answer is that of the dense layer with the numbers that are left."""
+    """Packed like `quantize` does; the result equals that of a dense layer with the rounded values."""
     moe = layer(dtype=dtype, shared_size=24, shared_gate=True)
     dense = copy.deepcopy(moe).float()
     want = [quantize(weight.detach(), format, bits, group) for weight in (moe.gate_up, moe.down)]
@@ -220,12 +233,12 @@ def test_quantized_moe(format: str, bits: int, group: int, dtype: torch.dtype, d
     moe, tolerance = moe.to(device), 1e-5 if dtype == torch.float32 else 2e-2
     with torch.no_grad():
         assert relative(moe(x.to(device), residual.to(device)).cpu(), expected) <= tolerance
-    assert relative(moe(x.to(device), residual.to(device)).cpu(), expected) <= tolerance  # with gradients wanted
+    assert relative(moe(x.to(device), residual.to(device)).cpu(), expected) <= tolerance  # with gradients
     assert f"format={format}" in repr(moe) and "I=64" in repr(moe)
 
 
 def test_quantized_block(device: str):
-    """gpt-oss's block has transposed weights, interleaved rows and biases; rows are what is packed."""
+    """gpt-oss's block has transposed weights, interleaved rows and biases; it is packed along rows."""
     block = tiny_module(GptOssMLP).to(device)
     moe, x = nn.MoE.from_block(block), torch.randn(2, 5, 64).to(device)
     with torch.no_grad():
@@ -238,7 +251,7 @@ def test_quantized_block(device: str):
     assert block.experts.down_proj.is_floating_point()
 
 
-def test_quantize_refuses_as_a_whole():
+def test_quantize_raises_before_any_change():
     moe = nn.MoE(64, 48, 8, 3)
     with pytest.raises(ValueError) as raised:
         moe.quantize_()
@@ -251,7 +264,7 @@ def test_quantize_refuses_as_a_whole():
 
 @formats
 def test_quantized_state(format: str, bits: int, group: int):
-    """It saves, loads, copies and compiles like any module, and is made on meta without any memory."""
+    """It can be saved, loaded, copied and compiled like any module, and made on meta without memory."""
     moe, x = layer().quantize_(format, bits, group), torch.randn(4, 64)
     assert all(
         not tensor.requires_grad for name, tensor in moe.state_dict(keep_vars=True).items() if "router" not in name
@@ -270,7 +283,7 @@ def test_quantized_state(format: str, bits: int, group: int):
 @pytest.mark.slow_on_mps
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @formats
-def test_conversions_leave_packed_weights_alone(format: str, bits: int, group: int, dtype: torch.dtype, device: str):
+def test_conversions_keep_packed_weights(format: str, bits: int, group: int, dtype: torch.dtype, device: str):
     moe = layer().quantize_(format, bits, group)
     linear = nn.Linear(64, 32, format=format, bits=bits, group_size=group)
     embedding = nn.Embedding(300, 64, format=format, bits=bits, group_size=group)
@@ -300,8 +313,8 @@ def test_linear(format: str, bits: int, group: int, device: str):
         and not ours.training
         and torch.equal(ours.data, quantize(module.weight.detach(), format, bits, group)[0])
     )
-    weight = reference.numbers(ours.data.cpu(), *(None if t is None else t.cpu() for t in (ours.scale, ours.offset)),
-                               format, torch.empty(0, 128))  # fmt: skip
+    parts = [None if part is None else part.cpu() for part in (ours.data, ours.scale, ours.offset)]
+    weight = reference.dequantize_for(*parts, format, torch.empty(0, 128))
     x = torch.randn(2, 5, 128)
     want = torch.nn.functional.linear(x, weight, module.bias.cpu())
     with torch.no_grad():
@@ -319,8 +332,8 @@ def test_linear(format: str, bits: int, group: int, device: str):
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("columns", [32, 63, 128, 0])
-def test_linear_refuses_another_width(columns: int, grad: bool, device: str):
-    """Twice the columns in half the bits have the same bytes."""
+def test_linear_raises_for_another_width(columns: int, grad: bool, device: str):
+    """Twice the columns with half the bits have the same bytes."""
     ours = nn.Linear.from_module(torch.nn.Linear(64, 24), "affine", 4, 32).to(device)
     with torch.set_grad_enabled(grad), pytest.raises(RuntimeError) as raised:
         ours(torch.randn(5, columns, device=device, requires_grad=grad))
@@ -328,7 +341,7 @@ def test_linear_refuses_another_width(columns: int, grad: bool, device: str):
 
 
 def test_experts_know_their_group_size(device: str):
-    """Another width is refused with and without a gradient."""
+    """Another width raises with and without a gradient."""
     moe = layer().quantize_("affine", 4, 32).to(device)
     experts = moe._router_and_experts()[1]
     assert experts["group_size"] == 32 and "group_size=32" in repr(moe)
@@ -351,7 +364,7 @@ def test_experts_know_their_group_size(device: str):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 def test_moe_under_autocast(packed: bool, dtype: torch.dtype, grad: bool, device: str):
-    """Whatever the dtypes of its weights, of x and of the residual are: what comes out has the dtype of x."""
+    """Any dtypes of weights, x and residual: the output has the dtype of x."""
     moe = layer(shared_size=24, shared_gate=True, router_bias=True, dtype=dtype)
     moe = moe.quantize_("affine", 8, 32) if packed else moe
     x, residual = torch.randn(2, 5, 64)
@@ -370,7 +383,7 @@ def test_moe_under_autocast(packed: bool, dtype: torch.dtype, grad: bool, device
 @formats
 @pytest.mark.parametrize("grad", [False, True])
 def test_linear_under_autocast(format: str, bits: int, group: int, grad: bool, device: str):
-    """As torch.nn.Linear: what comes out has autocast's dtype, whatever x and the bias have."""
+    """As in torch.nn.Linear: the output has autocast's dtype for any dtypes of x and bias."""
     ours = nn.Linear(128, 200, format=format, bits=bits, group_size=group).to(device)
     x = torch.randn(5, 128, device=device)
     with torch.no_grad():
@@ -389,10 +402,10 @@ def test_linear_under_autocast(format: str, bits: int, group: int, grad: bool, d
 
 @formats
 def test_gradients_pass_through_frozen_weights(format: str, bits: int, group: int):
-    """To x, the bias and the router: those of a dense layer with the same numbers."""
+    """Gradients of x, the bias and the router equal those of a dense layer with the same values."""
     ours, x = nn.Linear(64, 32, format=format, bits=bits, group_size=group).double(), torch.randn(5, 64).double()
     x.requires_grad_()
-    weight = reference.numbers(ours.data, ours.scale, ours.offset, format, x)
+    weight = reference.dequantize_for(ours.data, ours.scale, ours.offset, format, x)
     want = torch.autograd.grad(torch.nn.functional.linear(x, weight, ours.bias).square().sum(), [x, ours.bias])
     for a, b in zip(torch.autograd.grad(ours(x).square().sum(), [x, ours.bias]), want, strict=True):
         assert relative(a, b) <= 1e-12
@@ -412,7 +425,7 @@ def test_embedding(format: str, bits: int, group: int, shape: tuple, device: str
     torch.manual_seed(0)
     module = torch.nn.Embedding(300, 160 if group < 64 else 128, padding_idx=0).to(torch.bfloat16)
     ours = nn.Embedding.from_module(module, format, bits, group)
-    table = reference.numbers(ours.data, ours.scale, ours.offset, format, torch.empty(0, module.embedding_dim))
+    table = reference.dequantize_for(ours.data, ours.scale, ours.offset, format, torch.empty(0, module.embedding_dim))
     ids = torch.randint(300, shape)
     want = table[ids].to(torch.bfloat16)
     got = ours.to(device)(ids.to(device))
@@ -431,7 +444,7 @@ def test_embedding(format: str, bits: int, group: int, shape: tuple, device: str
 
 
 def test_conversions_take_any_strides():
-    """Such as those of a transposed scale [N, 1], one group in a row, which checkpoints give."""
+    """For example those of a transposed scale [N, 1] with one group per row, as in some checkpoints."""
     ours = nn.Linear(64, 32, group_size=64)
     for part in ("scale", "offset"):
         setattr(ours, part, getattr(ours, part).T.clone(memory_format=torch.contiguous_format).T)
@@ -444,7 +457,7 @@ def test_conversions_take_any_strides():
 
 
 def test_a_failed_conversion_changes_no_packed_weight():
-    """Moves convert first and assign last; a conversion of integers, too, is refused before that."""
+    """Conversions are computed before anything is assigned; a conversion to integers raises before that too."""
     moe = layer(shared_size=24).quantize_()
     before, x = {name: (tensor, tensor.clone()) for name, tensor in moe.named_buffers()}, torch.randn(3, 64)
     expected = moe(x)
@@ -468,7 +481,7 @@ def test_a_failed_conversion_changes_no_packed_weight():
 
 
 def test_an_interrupted_quantize_changes_nothing(monkeypatch):
-    """Whichever weight it packs at that moment; repeated, it works."""
+    """An interruption while any of the weights is packed; a repeated call works."""
     moe, x = layer().requires_grad_(False), torch.randn(3, 64)
     expected, state, said = moe(x), moe.state_dict(), repr(moe)
     packed = copy.deepcopy(moe).quantize_()(x)

@@ -1,4 +1,4 @@
-"""What every op promises, on every device: one test per promise, over the table of cases."""
+"""The contract of every op on every device: one test per rule, over the table of cases."""
 
 import contextlib
 import os
@@ -33,14 +33,14 @@ PER_TOKEN = [case for case in SAMPLES if next(iter(case.shapes.values()))[0] == 
 
 
 def run(case: Case, args: Args, device: str | None = None) -> list[Tensor]:
-    """The op's outputs on a device, or where its arguments are."""
+    """The op's outputs on a device; the default is that of the arguments."""
     if device is not None:
         args = {name: tensor.to(device, copy=True) for name, tensor in args.items()}
     return call(getattr(torch.ops.moe_metal, case.op), case.op, args, case.options)
 
 
 def moved(case: Case, device: str) -> Args:
-    """The case's arguments on a device, with the strides that the case gives them, 0 among them."""
+    """The case's arguments on a device, with the strides of the case, including 0."""
 
     def move(tensor: Tensor) -> Tensor:
         memory = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
@@ -68,7 +68,7 @@ def test_equals_the_reference(device: str, case: Case, roundings: float = 1):
 
 @pytest.mark.skipif("cpu" not in DEVICES, reason="only the CPU has several instruction sets")
 def test_samples_on_the_default_instruction_set():
-    """All other tests run on the machine's best one. What is wrong on others alone is found here first."""
+    """All other tests use the machine's best instruction set. This one finds errors that only others have."""
     command = (
         sys.executable,
         "-m",
@@ -82,7 +82,7 @@ def test_samples_on_the_default_instruction_set():
     )
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "MOE_METAL_DEVICES": "cpu"}
     done = subprocess.run((*command, "-p", "no:cacheprovider"), env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]  # 5 where there is none to run
+    assert done.returncode == 0, done.stdout[-4000:]  # 5 if no test was selected
 
 
 @pytest.mark.cases(PER_TOKEN)
@@ -95,13 +95,13 @@ def test_leading_dimensions(case: Case, device: str):
         assert all(tensor.shape[: len(leading)] == leading for tensor in got)
 
 
-# Each argument begins one element further on than the one before it, so one offset already tries many alignments.
+# Each argument has its own offset, so one case covers many alignments.
 VIEWS = [("strided", 0), ("padded", 1), ("transposed", 2), ("contiguous", 1)]
 VIEWS += [pytest.param("contiguous", offset, marks=pytest.mark.slow) for offset in (0, *range(2, 9))]
 
 
 def kind_of(case: Case, name: str, kind: str) -> str:
-    """The bytes of a packed row lie side by side, its rows anywhere; those of GGML's blocks at even bytes."""
+    """The bytes of a packed row are contiguous, its rows are anywhere; those of GGML's blocks are at even bytes."""
     if ARGUMENTS[case.op][name].kind != "weight" or format_of(name, case.options) == "dense":
         return kind
     if has_own_scales(case, name):
@@ -117,7 +117,8 @@ def has_own_scales(case: Case, name: str) -> bool:
 @pytest.mark.cases(SAMPLES)
 @pytest.mark.parametrize("kind, offset", VIEWS)
 def test_views_between_guards(case: Case, device: str, kind: str, offset: int):
-    """Any strides and any alignment, each argument with its own; the memory around them is neither read nor written."""
+    """Any strides and any alignment, different for each argument. The memory around the tensors is neither read nor
+    written."""
     args = case.arguments()
     guarded = {
         name: Guarded(
@@ -135,7 +136,7 @@ def test_views_between_guards(case: Case, device: str, kind: str, offset: int):
 
 @pytest.mark.cases(SAMPLES)
 def test_expanded_arguments(case: Case, device: str):
-    """One token's values, or one expert's, or one row's, that serve for all of them without a copy."""
+    """The values of one token, expert or row, expanded to all of them without a copy."""
     for name, letters in case.shapes.items():
         per_token = letters[0] == "T" and name not in written(case.op)
         if not per_token and ARGUMENTS[case.op][name].kind not in ("weight", "scale", "offset"):
@@ -158,21 +159,21 @@ def test_same_bits_in_100_runs(case: Case, device: str):
 
 
 def gate_of_many_tokens() -> bool:
-    """Whether `gate` is right with so many tokens that oneDNN's products are the fastest way."""
+    """Whether `gate` is correct with so many tokens that it uses oneDNN's products."""
     (case,) = (case for case in CASES if str(case) == "gate-blocks-bf16")
     assert_matches(run(case, case.arguments("cpu")), case.expected(), 70)
     return True
 
 
-def test_gate_where_onednn_is_switched_off():
+def test_gate_without_onednn():
     with torch.backends.mkldnn.flags(enabled=False):
         assert gate_of_many_tokens()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
-def test_gate_where_onednn_is_kept_from_amx(isa: str):
-    """It reads the variable once, so this takes a process of its own."""
+def test_gate_with_onednn_without_amx(isa: str):
+    """The variable is read once, so this needs a new process."""
     code = "import torch_moe_metal, test_ops; assert test_ops.gate_of_many_tokens()"
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa, "MOE_METAL_DEVICES": "cpu"}
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, check=True)
@@ -183,7 +184,7 @@ def test_gate_where_onednn_is_kept_from_amx(isa: str):
 )
 @pytest.mark.parametrize("case", SAMPLES, ids=str)
 def test_same_bits_in_any_order_of_threads(case: Case, mps: str):
-    """The simulator runs each dispatch once in each order and compares the memory to the byte."""
+    """The simulator runs each dispatch once in each order and compares all bytes of memory."""
     import metal_sim
 
     try:
@@ -197,7 +198,7 @@ def test_same_bits_in_any_order_of_threads(case: Case, mps: str):
 @pytest.mark.parametrize("T, dtype", [(200, BFLOAT), (600, FLOAT)], ids=["T200-bf16", "T600-f32"])
 @EACH
 def test_same_bits_for_any_number_of_threads(case: Case, T: int, dtype: torch.dtype):
-    """With few tokens for many threads, `gate` shares out its experts instead."""
+    """With few tokens and many threads, `gate` distributes its experts instead."""
     sizes = {"H": 200, "I": 150, "S": 700} if case.format == "dense" else {"H": 192, "I": 96, "N": 150}
     sizes |= {"H": 256, "I": 256} if case.format == "q4_k" else {}
     case = replace(case, dims=case.dims | {"T": T} | sizes, dtype=dtype)
@@ -215,7 +216,7 @@ def test_same_bits_for_any_number_of_threads(case: Case, T: int, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
 def test_same_bits_for_any_number_of_threads_of_a_long_context(dtype: torch.dtype):
-    """The CPU cuts the keys of few queries into parts, as many for one thread as for many."""
+    """For few queries the CPU splits the keys, in the same way for any number of threads."""
     case = Case("attention", "threads", {"B": 1, "A": 6, "J": 2, "T": 2, "S": 9000, "D": 32, "V": 24}, ("sinks",))
     args = replace(case, dtype=dtype).arguments()
     before = torch.get_num_threads()
@@ -230,7 +231,7 @@ def test_same_bits_for_any_number_of_threads_of_a_long_context(dtype: torch.dtyp
 
 
 def test_attention_without_room_for_scores():
-    """A million queries' scores with as many keys would not fit in any memory."""
+    """The scores of a million queries and keys would not fit into memory."""
     T = 2**20
     q, v = torch.ones(1, 1, 1, 1).expand(1, 1, T, 1), torch.arange(T, dtype=torch.float32).view(1, 1, T, 1)
     got = torch.ops.moe_metal.attention(q, q, v, causal=True, window=3)
@@ -240,8 +241,8 @@ def test_attention_without_room_for_scores():
 
 
 @EACH
-def test_a_token_does_not_see_the_others(case: Case, device: str):
-    """NaN in one token leaves the other tokens' results as they are. Who has no tokens has none to lose."""
+def test_batch_invariance(case: Case, device: str):
+    """NaN in one token must not change the results of other tokens. Skipped for ops without tokens."""
     args = case.arguments()
     clean = run(case, args, device)
     for name, letters in case.shapes.items():
@@ -256,7 +257,7 @@ def test_a_token_does_not_see_the_others(case: Case, device: str):
 @pytest.mark.parametrize("scalars", [1, 67])
 @pytest.mark.parametrize("op", ["norm_add", "residual_norm"])
 def test_weight_and_scalar_whose_product_is_infinite(op: str, device: str, scalars: int):
-    """They are multiplied one after the other, as in the reference: what is 0 stays 0."""
+    """They are multiplied one after the other, as in the reference: 0 stays 0."""
     args = ODD[op].arguments()
     args["residual"][2:] = args["input"][2:] = 0
     args |= {"weight": torch.full((67,), 1e30), "scalar": torch.full((scalars,), 1e30)}
@@ -266,8 +267,8 @@ def test_weight_and_scalar_whose_product_is_infinite(op: str, device: str, scala
 
 
 @pytest.mark.parametrize("select_bias", [None, torch.zeros(4)], ids=["by_logits", "by_scores"])
-def test_the_root_of_a_softplus_that_float32_cannot_hold(device: str, select_bias: Tensor | None):
-    """softplus(-106) is 1e-46; its root 1e-23 counts beside the 1e-20 that the sum of the weights is raised by."""
+def test_sqrt_softplus_beyond_float32(device: str, select_bias: Tensor | None):
+    """softplus(-106) is 1e-46; its root 1e-23 matters relative to the 1e-20 that is added to the sum of the weights."""
     args = {"logits": torch.tensor([[-100.0, -104, -106, -120], [-19.9, -20, -20.1, -21], [-170, -171, -172, -173]])}
     args |= {} if select_bias is None else {"select_bias": select_bias}
     for K, renormalize in ((1, "before_scale"), (4, "none")):
@@ -284,14 +285,14 @@ def test_the_root_of_a_softplus_that_float32_cannot_hold(device: str, select_bia
 
 @pytest.mark.parametrize("H, dtype", [(2048, BFLOAT), (2047, FLOAT)], ids=["aligned-bf16", "not_aligned-f32"])
 def test_outputs_larger_than_caches(dtype: torch.dtype, H: int):
-    """The CPU's residual_norm stores outputs of 8 MiB and more past the caches, where their rows are aligned."""
+    """The CPU's residual_norm uses non-temporal stores for outputs of 8 MiB and more with aligned rows."""
     case = Case("residual_norm", "large", {"T": 2100, "H": H}, dtype=dtype)
     args = case.arguments()
     assert_matches(run(case, args, "cpu"), expected(case.op, args, case.options), case.longest_sum)
 
 
 def far_apart(rows: int, row: int, size: int, dtype: torch.dtype, device: str) -> Tensor:
-    """[rows, size] whose rows lie `row` elements apart. Memory that nobody touches costs nothing."""
+    """[rows, size] with a distance of `row` elements between rows. Pages that are never touched need no memory."""
     return torch.empty((rows - 1) * row + size, dtype=dtype, device=device).as_strided((rows, size), (row, 1))
 
 
@@ -309,7 +310,7 @@ def test_glu_beyond_32_bits(device: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("T", [2, 40])
 def test_expert_weights_beyond_32_bits(device: str, T: int):
-    """2^32 elements lie between the first expert and the last; only those two are filled."""
+    """2^32 elements between the first and the last expert; only those two have values."""
     small = Case("experts", f"far-T{T}", {"T": T, "E": 2, "K": 2, "H": 24, "I": 16}, dtype=BFLOAT)
     args = small.arguments(device)
     far = dict(args)
@@ -327,7 +328,7 @@ def test_expert_weights_beyond_32_bits(device: str, T: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["route", "gate", "weighted_sum", "norm_add"])
 def test_activations_beyond_31_bits(op: str):
-    """More than 2^31 elements, all zero but the last tokens, which must come out as if they were alone."""
+    """More than 2^31 elements, all zero except the last tokens, whose results must not depend on the others."""
     rows = {"route": (2**21 + 1, {"E": 1024, "K": 4}), "gate": (2**19 + 1, {"E": 5, "K": 4, "H": 4096})}
     rows |= {"weighted_sum": (2**15 + 1, {"K": 1024, "H": 64}), "norm_add": (2**18 + 1, {"H": 8192})}
     T, dims = rows[op]
@@ -347,8 +348,8 @@ def test_activations_beyond_31_bits(op: str):
 
 @EACH_OP
 def test_opcheck(case: Case):
-    """On the CPU and dense: schema, fake function and the dispatcher's keys are the same on every device and for every
-    format. What mps returns is compared with the fake function by `test_compiles_once_on_mps`."""
+    """On the CPU with dense weights: schema, fake function and dispatch keys are the same on every device and for every
+    format. `test_compiles_once_on_mps` compares the results on mps with the fake function."""
     args = case.arguments()
     positional = tuple(args.get(name) for name in ARGUMENTS[case.op])
     torch.library.opcheck(getattr(torch.ops.moe_metal, case.op).default, positional, case.options)
@@ -371,7 +372,7 @@ def compiles_once(case: Case, device: str, backend: str) -> None:
 
 @EACH
 def test_compiles_once_for_any_number_of_tokens(case: Case):
-    """The whole graph, without a break and without a second compilation, to the bits of the eager op."""
+    """The whole graph without breaks, with a single compilation, and bitwise equal to eager."""
     compiles_once(case, "cpu", "aot_eager")
 
 
@@ -386,14 +387,14 @@ def test_compiles_with_inductor(case: Case):
 
 
 @EACH
-def test_refuses_to_drop_a_gradient(case: Case, device: str):
+def test_input_that_requires_grad_raises(case: Case, device: str):
     want = run(case, case.arguments(), device)
     for name in case.shapes:
         args = case.arguments(device)
         if not args[name].is_floating_point():
             continue
         leaf = args[name].requires_grad_()
-        args[name] = leaf.view_as(leaf)  # not a leaf, so that autograd itself lets it be written in place
+        args[name] = leaf.view_as(leaf)  # not a leaf, so that autograd allows in-place writes
         message = f"moe_metal::{case.op}: {name}: expected a tensor that does not require grad"
         with torch.enable_grad(), pytest.raises(RuntimeError, match=re.escape(message)):
             run(case, args)
@@ -416,7 +417,7 @@ MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_in_place_ops_bump_the_version(op: str, device: str, mode: type):
-    """Once in a call: also where the op's kernel copies its result into a tensor that is not contiguous."""
+    """Once per call, also if the kernel copies its result into a tensor that is not contiguous."""
     for kind in ("contiguous", "strided"):
         args = {name: Guarded(tensor.to(device), kind).view for name, tensor in ODD[op].arguments().items()}
         versions = {name: tensor._version for name, tensor in args.items()}
@@ -430,7 +431,7 @@ def test_in_place_ops_bump_the_version(op: str, device: str, mode: type):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_compiled_in_place_ops_bump_the_version(op: str, device: str, mode: type):
-    """As often as PyTorch's own in-place ops, compiled, do."""
+    """As often as PyTorch's own compiled in-place ops."""
 
     def bumps(write: Callable[[Args], object]) -> int:
         torch._dynamo.reset()
@@ -445,7 +446,7 @@ def test_compiled_in_place_ops_bump_the_version(op: str, device: str, mode: type
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", IN_PLACE)
-def test_backward_refuses_what_an_in_place_op_has_overwritten(op: str, device: str, mode: type):
+def test_backward_raises_after_in_place_overwrite(op: str, device: str, mode: type):
     args = ODD[op].arguments(device)
     factor = torch.ones_like(args["residual"], requires_grad=True)
     product = factor * args["residual"]
@@ -456,8 +457,8 @@ def test_backward_refuses_what_an_in_place_op_has_overwritten(op: str, device: s
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
-def test_in_place_ops_write_inference_tensors_in_inference_mode_alone(op: str, device: str):
-    """PyTorch's own rule, with other arguments that are no inference tensors, as a model's weights are not."""
+def test_in_place_ops_on_inference_tensors(op: str, device: str):
+    """PyTorch's own rule. The other arguments, such as a model's weights, are no inference tensors."""
     case = ODD[op]
     args = case.arguments(device)
     want = run(case, args, device)
@@ -475,7 +476,7 @@ def differentiable(case: Case) -> list[str]:
     return [name for name, tensor in case.arguments().items() if tensor.is_floating_point()]
 
 
-#: Those that have an argument of floats: a weight in mxfp4 has none.
+#: Ops with a floating-point argument: a weight in mxfp4 has none.
 DIFFERENTIABLE = pytest.mark.parametrize(
     "case", [pytest.param(case, id=name) for name, case in GOOD.items() if differentiable(case)]
 )
@@ -486,7 +487,7 @@ def copies(args: Args) -> Args:
 
 
 def function_of(case: Case, args: Args, name: str) -> Callable[[Tensor], Tensor]:
-    """The op's first output as a function of one argument, in which nothing is written in place."""
+    """The op's first output as a function of one argument, without in-place writes."""
     return lambda tensor: run(case, copies(args | {name: tensor}))[0]
 
 
@@ -498,26 +499,26 @@ def no_jvp(op: str, name: str) -> str:
 
 
 @EACH
-def test_refuses_to_drop_a_tangent(case: Case, device: str):
+def test_tangent_raises(case: Case, device: str):
     want = run(case, case.arguments(device))
     for name in differentiable(case):
         args = case.arguments(device)
         plain = args[name]
         with forward_ad.dual_level():
             args[name] = forward_ad.make_dual(plain, torch.ones_like(plain))
-            for mode in (torch.enable_grad, torch.no_grad):  # no_grad is for backward alone
+            for mode in (torch.enable_grad, torch.no_grad):  # no_grad only disables backward
                 with mode(), pytest.raises(RuntimeError, match=no_jvp(case.op, name)):
                     run(case, args)
             got = run(case, copies(args | {name: args[name].detach()}))
-            with torch.inference_mode():  # where PyTorch's own ops have no tangents either
+            with torch.inference_mode():  # PyTorch's own ops have no tangents in inference mode either
                 in_inference_mode = run(case, copies(args))
         for outputs in (got, in_inference_mode):
             assert all(same_bits(a, b) for a, b in zip(outputs, want, strict=True))
 
 
 @EACH_OP
-def test_refuses_to_drop_a_tangent_compiled(case: Case):
-    """Both a tangent that the graph makes and one that comes in from outside."""
+def test_tangent_raises_compiled(case: Case):
+    """A tangent made in the graph, and one that comes from outside."""
     op, args = case.op, case.arguments()
     name = differentiable(case)[0]
     function, point = function_of(case, args, name), args[name]
@@ -530,7 +531,7 @@ def test_refuses_to_drop_a_tangent_compiled(case: Case):
 
 @DIFFERENTIABLE
 def test_function_transforms(case: Case):
-    """torch.func: derivatives with respect to an argument are refused, and those that do not meet the op are right."""
+    """torch.func: derivatives with respect to an argument of the op raise, all others are correct."""
     op, args = case.op, case.arguments()
     for name in differentiable(case):
         function, point = function_of(case, args, name), args[name]
@@ -548,7 +549,7 @@ def test_function_transforms(case: Case):
 
 @EACH
 def test_vmap(case: Case):
-    """PyTorch calls the op for one sample after another, which it refuses to do for one that writes in place."""
+    """PyTorch calls the op once per sample; for in-place ops it raises."""
     op, args = case.op, case.arguments()
     for name in differentiable(case):
         function, points = function_of(case, args, name), torch.stack([args[name], args[name] * 2])
@@ -572,7 +573,7 @@ def test_optional_arguments_may_be_none(case: Case, device: str):
 
 
 def bad(op: str, message: str, **changes):
-    """`changes`: by argument, a function of the good tensor, or the bad value itself."""
+    """`changes`: for an argument, a function of the good tensor, or the bad value itself."""
     return pytest.param(op, message, changes, id=f"{op}-{'+'.join(changes)}-{message.split(', got')[0][:50]}")
 
 
@@ -776,7 +777,7 @@ BAD += [
 
 
 def every_second(tensor: Tensor) -> Tensor:
-    """The same values, each two elements from the next."""
+    """The same values, two elements apart."""
     return torch.stack([tensor, tensor], -1).flatten(-2)[..., ::2]
 
 
@@ -856,7 +857,7 @@ BAD += [
     bad("linear affine4", "group_size: expected 0, 16, 32, 64 or 128 with format affine, got 48", group_size=48),
     bad("linear affine4", "scale: expected shape [N, H / group] with N = 37, H = 96, and group 64; got [37, 3]",
         group_size=64),
-    # The same bytes in half the bits, and in twice as many.
+    # The same bytes with half and with twice the bits.
     bad("linear affine4", "scale: expected shape [N, H / group] with N = 37, H = 192, and group 32; got [37, 3]",
         x=lambda t: torch.cat([t, t], 1), group_size=32),
     bad("linear affine4", "scale: expected shape [N, H / group] with N = 37, H = 48, and group 32; got [37, 3]",
@@ -1005,7 +1006,7 @@ def with_changes(case: Case, device: str, changes: dict) -> tuple[Args, dict]:
 
 
 def refusal(op: str, args: Args, options: dict) -> str:
-    """The message of the error that the op raises, after a check that it has written nothing."""
+    """The message of the op's error. Also checks that nothing was written."""
     tensors = {name: value for name, value in args.items() if isinstance(value, Tensor) and not value.is_meta}
     before = {name: bits(tensor) for name, tensor in tensors.items()}
     with pytest.raises(RuntimeError) as error:
@@ -1023,7 +1024,7 @@ def check_refusal(good: str, device: str, message: str, changes: dict) -> None:
 
 @pytest.mark.parametrize("good, message, changes", BAD)
 def test_bad_input(good: str, message: str, changes: dict):
-    """On meta, where torch.compile and torch.export look, what fails on the CPU fails with the same words."""
+    """On meta, as used by torch.compile and torch.export, errors have the same messages as on the CPU."""
     check_refusal(good, "cpu", message, changes)
     check_refusal(good, "meta", message, changes)
 
@@ -1033,16 +1034,16 @@ ONE_WRONG_SHAPE = {bad.values[0]: bad for bad in reversed(BAD) if "expected shap
 
 @pytest.mark.parametrize("good, message, changes", ONE_WRONG_SHAPE.values())
 def test_bad_input_on_mps(good: str, mps: str, message: str, changes: dict):
-    """The checks are those of the CPU; here each op has to call them."""
+    """The checks are shared with the CPU; this tests that each op on mps calls them."""
     check_refusal(good, mps, message, changes)
 
 
 @EACH
 def test_freed_memory(case: Case):
-    """FSDP frees a storage under its tensors: that is refused before anything is read or written. PyTorch cannot do
-    that to a storage on mps; the check is the same there."""
+    """FSDP frees the storage of tensors: this must raise before anything is read or written. PyTorch cannot do it on
+    mps, where the check is the same."""
     for name in case.shapes:
-        for left in (0, 1):  # nothing, and a byte less than all
+        for left in (0, 1):  # an empty storage, and one that is a byte too short
             args = case.arguments()
             args[name] = args[name].clone()
             size = args[name].nbytes
@@ -1064,7 +1065,7 @@ def test_meta_tensors_need_no_memory(case: Case):
     assert [tensor.shape for tensor in run(case, args)] == [tensor.shape for tensor in want]
 
 
-def test_an_inner_size_whose_double_no_integer_holds():
+def test_inner_size_whose_double_overflows():
     args = ODD["experts"].arguments()
     args |= {"x": args["x"][:, :1], "down": args["down"][:1, :1, :1].expand(1, 1, 2**62)}
     said = "moe_metal::experts: down: expected 1 to 4611686018427387903 (its inner size, I), got 4611686018427387904"
@@ -1074,7 +1075,7 @@ def test_an_inner_size_whose_double_no_integer_holds():
 
 @pytest.mark.parametrize("op", [op for op, case in ODD.items() if len(case.shapes) > 1])
 def test_shapes_are_checked_before_anything_is_copied(op: str, device: str):
-    """A copy of so many columns would take all memory, and its refusal would hide what is wrong."""
+    """A copy with so many columns would exhaust memory, and its error would hide the real one."""
     args, shapes = ODD[op].arguments(device), ODD[op].shapes
     for name in args:
         last, others = shapes[name][-1:], "".join(shapes[other] for other in args if other != name)
@@ -1099,7 +1100,7 @@ def test_none_for_a_tensor(case: Case, device: str):
 @pytest.mark.parametrize("op", ODD)
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode])
 def test_none_for_every_tensor(op: str, mode: Callable):
-    """There is no device then."""
+    """Without tensors there is no device."""
     first = next(iter(ARGUMENTS[op]))
     with mode():
         said = refusal(op, dict.fromkeys(ARGUMENTS[op]), ODD[op].options)
@@ -1108,7 +1109,7 @@ def test_none_for_every_tensor(op: str, mode: Callable):
 
 @pytest.mark.parametrize("good, message, changes", ONE_WRONG_SHAPE.values())
 def test_bad_input_compiled(good: str, message: str, changes: dict):
-    """Whoever compiles is told while compiling, with sizes that are symbols there."""
+    """Errors are raised while compiling, with symbolic sizes."""
     case = GOOD[good]
     args, options = with_changes(case, "cpu", changes)
     for name, letters in case.shapes.items():
@@ -1131,7 +1132,7 @@ def test_in_place_target_overlaps_an_input(op: str, device: str):
 
 @EACH
 def test_tensors_of_two_devices(case: Case, mps: str):
-    """One tensor left behind on the CPU, or moved to mps alone: no silent copy, no wrong pointer in a kernel."""
+    """One tensor on the CPU, or only one on mps: no silent copy, no wrong pointer in a kernel."""
     op = case.op
     first, *rest = case.shapes
     for name in rest:
@@ -1145,7 +1146,7 @@ def test_tensors_of_two_devices(case: Case, mps: str):
 
 @EACH
 def test_one_tensor_on_meta(case: Case):
-    """Where shapes alone would do, too, devices must be the same."""
+    """Devices must be equal even if only shapes matter."""
     first, *rest = case.shapes
     for name in rest:
         for here, there in (("meta", "cpu"), ("cpu", "meta")):
@@ -1168,8 +1169,8 @@ def test_strides_of_an_empty_weight_do_not_matter(format: str, device: str):
     assert all(a.shape == b.shape for a, b in zip(run(case, args), want, strict=True))
 
 
-def test_more_rows_than_an_integer_can_round_up():
-    """2^63 - 1 rows of one number each; only the shape of their scales is wrong."""
+def test_row_count_near_overflow():
+    """2^63 - 1 rows with one element each; only the shape of their scales is wrong."""
     rows = torch.zeros(1, 1, dtype=torch.uint8).expand(2**63 - 1, 1)
     with pytest.raises(RuntimeError, match=r"scale: expected shape \[72057594037927936, 1\], a scale for each 128 x"):
         torch.ops.moe_metal.linear(torch.ones(1, 1), rows, torch.ones(1, 1), format="fp8")

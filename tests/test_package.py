@@ -1,5 +1,5 @@
-"""The package as others get it: a wheel in an environment of its own, and each instruction set it was built for; and
-that tools/check_wheel.py, which judges every wheel we give away, sees what can be wrong with one."""
+"""The package as users get it: a wheel in a new environment, and each instruction set; and tests of
+tools/check_wheel.py, which checks every published wheel."""
 
 import ast
 import fcntl
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def succeed(*command: str | Path, **options) -> str:
-    """Runs a command. -> what it printed"""
+    """Run a command. Returns its output."""
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
     assert done.returncode == 0, f"{command} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
@@ -35,7 +35,7 @@ def succeed(*command: str | Path, **options) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built in the checkout, so that it takes the objects that are already compiled: by one process at a time."""
+    """Built in the checkout, so that compiled objects are reused, by one process at a time."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index")
     (ROOT / "build").mkdir(exist_ok=True)
@@ -48,7 +48,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stranger(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a fresh environment with the wheel, and with this one's torch."""
+    """The Python of a new environment with the wheel and this environment's torch."""
     folder = tmp_path_factory.mktemp("stranger")
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
@@ -58,7 +58,7 @@ def stranger(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_wheel_is_whole(wheel: Path):
+def test_wheel_is_complete(wheel: Path):
     assert list(Wheel(wheel).problems(MINOR)) == []
     assert Wheel(wheel).version == f"{torch_moe_metal.__version__}+torch{MINOR}"
 
@@ -68,7 +68,7 @@ INFO = f"{PACKAGE}-{torch_moe_metal.__version__}+torch{MINOR}.dist-info"
 
 
 def rewritten(wheel: Path, to: Path, change: Callable[[Files], object], sealed: bool = True) -> Path:
-    """The wheel with other files, under the name that `to` says; `sealed`: with a RECORD that is right about them."""
+    """The wheel with changed files and the name `to`; `sealed`: with a RECORD that matches them."""
     files = Wheel(wheel).files
     change(files)
     if sealed:
@@ -82,7 +82,7 @@ def rewritten(wheel: Path, to: Path, change: Callable[[Files], object], sealed: 
 
 
 def put(name: str, old: bytes, new: bytes) -> Callable[[Files], object]:
-    """Writes `new` for `old` in a file, which must have it."""
+    """Replaces `old` by `new` in a file, which must contain it."""
 
     def change(files: Files) -> None:
         assert files[name].count(old) >= 1
@@ -102,8 +102,9 @@ BROKEN = {
     "another release": (put(f"{PACKAGE}/__init__.py", b"__version__ = ", b'__version__ = "9"#'), "version is"),
     "no licence": (lambda files: files.pop(f"{INFO}/licenses/LICENSE"), "LICENSE is missing"),
     "no py.typed": (lambda files: files.pop(f"{PACKAGE}/py.typed"), "py.typed is missing"),
-    "a module too few": (lambda files: files.pop(f"{PACKAGE}/bench/plot.py"), "bench/plot.py is missing"),
+    "a module too few": (lambda files: files.pop(f"{PACKAGE}/bench/calls.py"), "bench/calls.py is missing"),
     "a library too few": (lambda files: files.pop(f"{PACKAGE}/_cpu_default.so"), "_cpu_default.so is missing"),
+    "a tool in it": (lambda files: files.update({"tools/bench_mlx.py": b""}), "tools/bench_mlx.py does not belong"),
     "a test in it": (lambda files: files.update({"tests/test_ops.py": b""}), "tests/test_ops.py does not belong"),
     "an object in it": (lambda files: files.update({f"{PACKAGE}/gate.o": b""}), "gate.o does not belong"),
     "a Mac's library": (lambda files: files.update({f"{PACKAGE}/_C.so": mac_library()}), "_C.so is no ELF library"),
@@ -119,13 +120,13 @@ def change_machine(files: Files, name: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the libraries of these wheels are Linux's")
 @pytest.mark.parametrize("what", BROKEN)
-def test_broken_wheels_are_seen(what: str, wheel: Path, tmp_path: Path):
+def test_broken_wheels_are_detected(what: str, wheel: Path, tmp_path: Path):
     change, complaint = BROKEN[what]
     problems = list(Wheel(rewritten(wheel, tmp_path / wheel.name, change)).problems(MINOR))
     assert any(complaint in problem for problem in problems), problems
 
 
-def test_untrue_records_are_seen(wheel: Path, tmp_path: Path):
+def test_wrong_records_are_detected(wheel: Path, tmp_path: Path):
     path = tmp_path / wheel.name
     changed = rewritten(wheel, path, put(f"{PACKAGE}/doctor.py", b"import", b"imqort"), sealed=False)
     assert list(Wheel(changed).problems(MINOR)) == [f"RECORD is wrong about {PACKAGE}/doctor.py"]
@@ -133,7 +134,7 @@ def test_untrue_records_are_seen(wheel: Path, tmp_path: Path):
     assert f"RECORD is wrong about {PACKAGE}/doctor.py" in list(Wheel(less).problems(MINOR))
 
 
-def test_untrue_names_are_seen(wheel: Path, tmp_path: Path):
+def test_wrong_names_are_detected(wheel: Path, tmp_path: Path):
     def complaints(old: str, new: str) -> str:
         named = wheel.name.replace(old, new)
         assert named != wheel.name
@@ -148,8 +149,8 @@ def test_untrue_names_are_seen(wheel: Path, tmp_path: Path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
-def test_newer_linuxes_are_seen(wheel: Path, tmp_path: Path):
-    """What the libraries need makes the oldest name a wheel may have."""
+def test_too_new_glibc_is_detected(wheel: Path, tmp_path: Path):
+    """The requirements of the libraries determine the oldest glibc in a wheel's name."""
     libraries = [data for name, data in Wheel(wheel).files.items() if name.endswith(".so")]
     assert manylinux(libraries) is not None
     assert manylinux([*libraries, b"\0GLIBC_2.35\0"]) == 35
@@ -169,7 +170,7 @@ def test_newer_linuxes_are_seen(wheel: Path, tmp_path: Path):
 def mac_library(
     macos: int = 14, signed: bool = True, linked: str = "@rpath/libtorch_cpu.dylib", cpu: int = 0xC
 ) -> bytes:
-    """The head of a library for macOS: what check_macho reads of it."""
+    """The head of a library for macOS, as far as check_macho reads it."""
     name = linked.encode().ljust(len(linked) // 8 * 8 + 8, b"\0")
     commands = [
         struct.pack("<6I", 0xC, 24 + len(name), 24, 0, 0, 0) + name,
@@ -180,7 +181,7 @@ def mac_library(
     return head + b"".join(commands)
 
 
-def test_broken_mac_libraries_are_seen():
+def test_broken_mac_libraries_are_detected():
     assert list(check_macho(mac_library(), "14.0")) == []
     assert list(check_macho(mac_library(cpu=7), "14.0")) == ["is no Mach-O library for arm64"]
     assert "is for macOS 15.0 and newer" in next(check_macho(mac_library(macos=15), "14.0"))
@@ -189,8 +190,8 @@ def test_broken_mac_libraries_are_seen():
     assert homebrew[0] == "is not linked to libtorch_cpu" and "linked to /opt/homebrew/lib/libomp.dylib" in homebrew[1]
 
 
-def test_pip_takes_the_wheel_of_the_torch_that_is_asked_for(wheel: Path, tmp_path: Path):
-    """Of the wheels of one release, side by side as a GitHub release has them; torch stands for itself by name only."""
+def test_pip_installs_the_wheel_for_the_requested_torch(wheel: Path, tmp_path: Path):
+    """Wheels of one release in one folder, as in a GitHub release; torch is a wheel with a name only."""
     release = torch_moe_metal.__version__
     for torch_minor in ("9.8", MINOR, "0.9"):
 
@@ -209,14 +210,15 @@ def test_pip_takes_the_wheel_of_the_torch_that_is_asked_for(wheel: Path, tmp_pat
 
     def taken(*asked: str) -> str:
         pip = (sys.executable, "-m", "pip", "--isolated", "install", "--dry-run", "--ignore-installed", "--no-index")
-        without_configuration = os.environ | {"PIP_CONFIG_FILE": os.devnull}  # which may have constraints on torch
+        # a configuration may have constraints on torch
+        without_configuration = os.environ | {"PIP_CONFIG_FILE": os.devnull}
         printed = succeed(*pip, "--find-links", tmp_path, *asked, env=without_configuration)
         return printed.strip().rpartition("\n")[2]
 
     ours = f"Would install torch-{MINOR}.0 torch-moe-metal-{release}+torch{MINOR}"
     assert taken("torch-moe-metal", f"torch=={MINOR}.*") == ours
     assert taken(f"torch-moe-metal=={release}+torch{MINOR}") == ours
-    # Who names no torch gets the newest, and torch with it.
+    # Without a torch in the command, pip installs the newest, with its torch.
     assert taken("torch-moe-metal") == f"Would install torch-9.8.0 torch-moe-metal-{release}+torch9.8"
 
 
@@ -235,8 +237,8 @@ print(torch_moe_metal.__file__)
     assert stranger.parent.parent in place.parents
 
 
-def test_a_checkout_that_hides_the_installed_package_is_named(stranger: Path, tmp_path: Path):
-    """As after `pip install .`, in the folder where it was said."""
+def test_checkout_hiding_the_installed_package_raises(stranger: Path, tmp_path: Path):
+    """After `pip install .`, in the folder of the checkout."""
     (hidden,) = stranger.parent.parent.glob(f"lib/python*/site-packages/{PACKAGE}")
     shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     done = subprocess.run([stranger, "-m", PACKAGE, "doctor"], cwd=tmp_path, capture_output=True, text=True)
@@ -250,18 +252,18 @@ def setup_says(*options: str, **environment: str) -> str:
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True).stderr
 
 
-def test_a_build_without_torch_is_refused():
+def test_build_without_torch_raises():
     assert "is compiled for the torch that it will run with" in setup_says("-S")  # -S: without site-packages
 
 
-def test_a_build_with_an_old_python_is_refused(tmp_path: Path):
+def test_build_with_an_old_python_raises(tmp_path: Path):
     source = (ROOT / "setup.py").read_text()
-    ast.parse(source, feature_version=(3, 8))  # or the message would be a SyntaxError
+    ast.parse(source, feature_version=(3, 8))  # otherwise the error would be a SyntaxError
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.version_info = (3, 9, 0)")
     assert "torch_moe_metal needs Python 3.10 or newer" in setup_says(PYTHONPATH=str(tmp_path))
 
 
-def test_an_isolated_build_says_its_torch(tmp_path: Path):
+def test_isolated_build_prints_its_torch(tmp_path: Path):
     place = tmp_path / "pip-build-env-1"
     place.mkdir()
     (place / "torch").symlink_to(Path(torch.__file__).parent)
@@ -270,7 +272,7 @@ def test_an_isolated_build_says_its_torch(tmp_path: Path):
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the message lists those of x86")
-def test_unknown_instruction_sets_are_refused(tmp_path: Path):
+def test_unknown_instruction_sets_raise(tmp_path: Path):
     build = (sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path))
     environment = os.environ | {"MOE_METAL_CPU": "native,sse9"}
     done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -285,7 +287,7 @@ def test_unknown_instruction_sets_are_refused(tmp_path: Path):
 )
 @pytest.mark.parametrize("isa", ["default", "avx2"])
 def test_other_instruction_sets(isa: str):
-    """The machine's best one is what all other tests run on."""
+    """All other tests use the machine's best instruction set."""
     environment = os.environ | {"ATEN_CPU_CAPABILITY": isa, "MOE_METAL_DEVICES": "cpu"}
     program = "import torch_moe_metal; print(torch_moe_metal.cpu_isa)"
     assert succeed(sys.executable, "-c", program, cwd=ROOT, env=environment).strip() == isa

@@ -1,4 +1,4 @@
-"""Joined projections: one product for layers of the same input, whose parameters stay what they were."""
+"""Joined projections: one product for layers with the same input, whose parameters do not change."""
 
 import copy
 import pickle
@@ -39,7 +39,7 @@ def are_joined(layers: list[nn.Linear]) -> bool:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_the_same_results_in_one_product(kind: str, bias: bool, device: str):
+def test_one_product_has_the_same_results(kind: str, bias: bool, device: str):
     layers = layers_of(kind, device, bias)
     before = [copy.deepcopy(layer.state_dict()) for layer in layers]
     x = torch.randn(3, 128).to(device, torch.bfloat16)
@@ -81,7 +81,7 @@ def test_layers_that_are_no_longer_joined_run_alone(change, which: int):
 
 
 def test_neighbours_in_other_memory_are_not_joined():
-    """Tensors of two allocations may lie behind one another by chance."""
+    """Tensors of two allocations may be adjacent by chance."""
     memory = bytearray(256)
     first, second = (torch.frombuffer(memory, dtype=torch.uint8, count=128, offset=at) for at in (0, 128))
     assert first.data_ptr() + first.nbytes == second.data_ptr()
@@ -90,7 +90,7 @@ def test_neighbours_in_other_memory_are_not_joined():
 
 
 @pytest.mark.parametrize("mixed", ["formats", "kinds", "biases", "dtypes", "meta", "shared"])
-def test_what_cannot_be_joined_stays(mixed: str):
+def test_unsupported_projections_stay_separate(mixed: str):
     layers = layers_of("dense")
     if mixed == "formats":
         layers = [layers_of("affine")[0], *layers_of("mxfp4")[1:]]
@@ -137,7 +137,7 @@ def linears(model: nn.Module, ids: torch.Tensor) -> int:
 
 
 def test_one_product_for_three(patched, device: str):
-    """Two in attention, and the head: router and experts are ours."""
+    """Two in attention, and the head: router and experts are ops of ours."""
     assert linears(patched, tokens(1, 1, device=device)) == 2 * 2 + 1
 
 
@@ -154,7 +154,7 @@ def test_copies_are_joined(patched):
 
 
 def test_saved_and_loaded(patched, tmp_path, device: str):
-    """What is saved has the usual names and shapes, also of unpatched models, and loads."""
+    """Saved models have the usual names and shapes, and load, also into unpatched models."""
     ids = tokens(1, 5, device=device)
     expected, names = patched(ids).logits, set(patched.state_dict())
     for model in (patched, copy.deepcopy(patched)):
@@ -166,7 +166,7 @@ def test_saved_and_loaded(patched, tmp_path, device: str):
         assert relative(loaded(ids).logits, expected) <= 1e-5
 
 
-def test_loaded_weights_are_seen(patched, device: str):
+def test_loaded_weights_are_used(patched, device: str):
     ids, other = tokens(1, 5, device=device), eager(tiny_model("qwen3_moe", device))
     for parameter in other.parameters():
         parameter.data.mul_(1.25)
@@ -196,8 +196,8 @@ def test_unpatched_weights_have_the_same_bits(device: str):
     assert torch.equal(model(ids).logits, expected)
 
 
-#: One decoded token's ops in a layer, views and allocations left out.
-MOST_OPS = {
+#: The ops of a layer for one decoded token, without views and allocations.
+OPS_OF_A_LAYER = {
     "qwen3_moe": 10,
     "gpt_oss": 10,
     "mixtral": 10,
@@ -210,9 +210,9 @@ MOST_OPS = {
 }
 
 
-@pytest.mark.parametrize("family", MOST_OPS)
+@pytest.mark.parametrize("family", OPS_OF_A_LAYER)
 def test_ops_of_a_layer(family: str):
-    assert load_of_a_layer(family, "cpu", simulated=False, patched=True).ops == MOST_OPS[family]
+    assert load_of_a_layer(family, "cpu", simulated=False, patched=True).ops == OPS_OF_A_LAYER[family]
 
 
 def test_ops_outside_of_layers():
@@ -222,7 +222,7 @@ def test_ops_outside_of_layers():
         model = tiny_model("qwen3_moe", num_hidden_layers=layers).bfloat16()
         torch_moe_metal.patch(model)
         cache = model(tokens(1, 8), use_cache=True).past_key_values
-        model(token, past_key_values=cache)  # which gives the cache room for more
+        model(token, past_key_values=cache)  # grows the cache
         with calls() as ops:
             model(token, past_key_values=cache, attention_mask=padding)
         totals.append(ops.total())
@@ -230,7 +230,7 @@ def test_ops_outside_of_layers():
     assert one - (two - one) == 16
 
 
-def test_clipped_attention_is_left():
+def test_clipped_attention_is_not_fused():
     report = torch_moe_metal.patch(tiny_model("olmoe", clip_qkv=4.0))
     rows = {row.name: row for row in report.rows if row.name.endswith("self_attn")}
     assert rows and all(row.state == "left" and "clips" in row.note for row in rows.values())

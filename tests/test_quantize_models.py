@@ -1,7 +1,8 @@
-"""Dense models of transformers, packed while they are loaded or in memory: `MoeMetalConfig` and `quantize_`."""
+"""Dense models of transformers, packed while loading or in memory: `MoeMetalConfig` and `quantize_`."""
 
 import contextlib
 import copy
+import inspect
 import json
 import os
 import subprocess
@@ -53,20 +54,20 @@ def dense(family: str, **changes):
 
 
 def saved(family: str, folder: Path, **changes) -> Path:
-    """A dense checkpoint as its family's are: expert by expert where they are."""
+    """A dense checkpoint in its family's layout: expert by expert if it has that."""
     dense(family, **changes).save_pretrained(folder)
     return folder
 
 
 def load(folder: Path, device: str = "cpu", config: MoeMetalConfig | None = None, **options):
     options = {"dtype": torch.float32, "device_map": device} | options
-    options |= {"quantization_config": config} if config else {}  # transformers takes None for "not quantised"
+    options |= {"quantization_config": config} if config else {}  # transformers treats None as "not quantised"
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 @contextlib.contextmanager
-def told(caplog):
-    """What our part of transformers' log says reaches `caplog`."""
+def our_log(caplog):
+    """Makes our part of transformers' log reach `caplog`."""
     with caplog.at_level("WARNING"):
         transformers.utils.logging.enable_propagation()
         try:
@@ -76,7 +77,7 @@ def told(caplog):
 
 
 def rounded(model, config: MoeMetalConfig, names: set[str]):
-    """The dense model with what the reference makes of the packed weights of these modules."""
+    """The dense model with dequantised weights in these modules."""
 
     def round_(weight: torch.Tensor, name: str) -> None:
         bits = config.bits_of(name)
@@ -93,7 +94,7 @@ def rounded(model, config: MoeMetalConfig, names: set[str]):
 
 @pytest.mark.parametrize("family", WAYS)
 def test_quantised_while_loading(family, device, tmp_path):
-    """Everything but routers is packed, as one weight after the other would be; patched, it is fused."""
+    """Everything except routers is packed like single weights; patched, it is fused."""
     folder, config, ids = saved(family, tmp_path), MoeMetalConfig(**WAYS[family]), tokens(2, 9, device=device)
     model, stock = load(folder, device, config), load(folder, experts_implementation="eager")
     packed = formats(model)
@@ -115,7 +116,7 @@ def test_quantised_while_loading(family, device, tmp_path):
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_text"])
 @pytest.mark.parametrize("skip", [[], ["lm_head"]], ids=str)
 def test_tied_embeddings(family, skip, tmp_path, device):
-    """A tied head reads the embedding's packed weight; with one of both skipped, both stay dense."""
+    """A tied head uses the embedding's packed weight; if one of them is skipped, both stay dense."""
     folder = saved(family, tmp_path, tie_word_embeddings=True)
     config, ids = MoeMetalConfig(group_size=32, skip=skip), tokens(2, 9, device=device)
     model, stock = load(folder, device, config), load(folder)
@@ -148,7 +149,7 @@ def test_every_family(family, tmp_path):
 
 
 def test_a_model_without_experts(tmp_path, device):
-    """Its linear layers and embeddings are packed all the same."""
+    """Its linear layers and embeddings are packed too."""
     torch.manual_seed(0)
     config = transformers.Qwen3Config(**COMMON | {"tie_word_embeddings": False})
     transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path)
@@ -167,7 +168,7 @@ def test_a_model_without_experts(tmp_path, device):
     ids=str,
 )
 def test_in_memory(family, way, tmp_path, device):
-    """`quantize_` gives what loading gives, to the bit; both are saved as they are, and load again."""
+    """`quantize_` is bitwise equal to loading; both can be saved and loaded again."""
     folder, ids = saved(family, tmp_path / "dense"), tokens(2, 9, device=device)
     loaded = load(folder, device, MoeMetalConfig(**way))
     model = quantize_(load(folder, device), **way)
@@ -204,15 +205,15 @@ def packed_checkpoint(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind, options", [(kind, options) for kind in PACKED for options in PACKED[kind]], ids=str)
-def test_what_is_packed_stays_as_it_is(kind, options, device, tmp_path, caplog):
-    """It is named, the rest is packed, and saved and loaded again it is the same model."""
+def test_packed_weights_are_not_packed_again(kind, options, device, tmp_path, caplog):
+    """A warning names them, the rest is packed, and a saved model loads as the same model."""
     folder, ids = packed_checkpoint(kind, tmp_path), tokens(2, 9, device=device)
     model = load(folder, device)
     before, logits = formats(model), model(ids).logits
     parts = {name: [part for weight in m.packing for part in m.parts(weight)] for name, m in packed_modules(model)}
-    with told(caplog):
+    with our_log(caplog):
         assert quantize_(model, **options) is model
-    assert "packed already, and left as it is: model" in caplog.text
+    assert "unchanged, since they are packed already: model" in caplog.text
     after = formats(model)
     assert before.items() < after.items() and {type(m) for m in model.modules()} & {nn.Embedding} == set()
     for name, tensors in parts.items():
@@ -228,20 +229,23 @@ def test_what_is_packed_stays_as_it_is(kind, options, device, tmp_path, caplog):
 
 
 def test_quantised_twice(tmp_path, caplog):
-    """The second time there is nothing to do, and that is said."""
+    """The second call does nothing, and a warning says so."""
     model, ids = quantize_(dense("qwen3_moe"), group_size=32), tokens(2, 9)
     state, expected = model.state_dict(), model(ids).logits
-    with told(caplog):
+    with our_log(caplog):
         quantize_(model, bits=8, group_size=16)
-    assert "left as it is: model.embed_tokens (affine), model.layers.*.self_attn.q_proj (affine), " in caplog.text
-    assert "nothing was packed: no dense weight is left" in caplog.text
+    assert (
+        "since they are packed already: model.embed_tokens (affine), model.layers.*.self_attn.q_proj (affine), "
+        in caplog.text
+    )
+    assert "nothing was packed: the model has no dense weights" in caplog.text
     assert all(tensor is state[name] or torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     model.save_pretrained(tmp_path)
     assert torch.equal(load(tmp_path)(ids).logits, expected)
 
 
-def test_weights_that_cannot_be_packed_are_named(tmp_path):
-    """Of another dtype, or offloaded; nothing is changed."""
+def test_weights_that_cannot_be_packed_raise(tmp_path):
+    """Another dtype, or offloaded; nothing is changed."""
     model = dense("qwen3_moe").double()
     with pytest.raises(
         ValueError, match=r"quantize_: model.embed_tokens.weight: expected float32, float16 .*, got float64"
@@ -255,7 +259,7 @@ def test_weights_that_cannot_be_packed_are_named(tmp_path):
     assert not formats(model)
 
 
-def test_models_of_other_quantizers_are_refused():
+def test_models_of_other_quantizers_raise():
     model = dense("qwen3_moe")
     model.hf_quantizer = Mxfp4HfQuantizer(transformers.Mxfp4Config())
     with pytest.raises(ValueError, match=r"expected a dense model, or .*, got one of transformers' Mxfp4HfQuantizer"):
@@ -272,7 +276,7 @@ def test_a_patched_model_is_quantised_too():
 
 
 def test_packed_weights_keep_their_bits():
-    """Whatever dtype the rest of the model is cast to."""
+    """When the rest of the model is cast to any dtype."""
     model = quantize_(dense("qwen3_moe"), group_size=32)
     before = {name: tensor.clone() for name, tensor in model.named_buffers()}
     model.to(torch.float16).to(torch.float32)
@@ -283,7 +287,7 @@ def test_packed_weights_keep_their_bits():
 
 
 def test_dequantize(tmp_path):
-    """Everything is dense again, and transformers knows of no quantisation."""
+    """Everything is dense again, and transformers has no quantizer."""
     model, ids = quantize_(dense("gpt_oss"), format="mxfp4"), tokens(2, 9)
     expected = model(ids).logits
     other = model.dequantize()
@@ -293,8 +297,8 @@ def test_dequantize(tmp_path):
     assert relative(load(tmp_path)(ids).logits, expected) <= 1e-5
 
 
-def test_packed_experts_refuse_another_width():
-    """Twice the columns in half the bits have the same bytes."""
+def test_packed_experts_raise_for_another_width():
+    """Twice the columns with half the bits have the same bytes."""
     experts = quantize_(dense("qwen3_moe"), group_size=32).model.layers[1].mlp.experts
     ids, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
     for grad, said in ((False, "gate_up_scale: .* and group 32; got"), (True, "shapes cannot be multiplied")):
@@ -313,7 +317,7 @@ def eager_logits(model, ids):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "gemma4_text"])
 def test_eager_reads_every_format(family, device):
-    """Dequantised at every call, with a warning."""
+    """Dequantised in every call, with a warning."""
     model, ids = quantize_(dense(family), **WAYS[family]).to(device), tokens(2, 9, device=device)
     expected = model(ids).logits
     warned.clear()
@@ -325,7 +329,8 @@ def test_eager_reads_every_format(family, device):
     "skip, expected",
     [
         (["!experts"], ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
-        ([r"(?!.*experts).*"], ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),  # as it was until 0.1
+        # supported since before 0.1
+        ([r"(?!.*experts).*"], ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]),
         ([r"model\.layers\.0", "model", "!layers.*"], []),
         (["layers.*.self_attn", "layers.?.mlp", "embed*"], ["lm_head"]),
         (["layers.0", "self_attn", "lm_head"], ["model.embed_tokens", "model.layers.1.mlp.experts"]),
@@ -337,8 +342,8 @@ def test_skip(skip, expected):
     assert list(formats(quantize_(dense("qwen3_moe"), group_size=32, skip=skip))) == expected
 
 
-def test_what_does_not_fit(caplog):
-    """A linear layer whose columns are no multiple of the group stays dense; experts are an error, before any work."""
+def test_formats_that_do_not_fit(caplog):
+    """A linear layer whose columns are no multiple of the group size stays dense; experts raise before any work."""
     model = dense("deepseek_v3", q_lora_rank=24)
     quantize_(model, group_size=16)
     assert type(model.model.layers[0].self_attn.q_b_proj) is nn.Linear
@@ -347,6 +352,12 @@ def test_what_does_not_fit(caplog):
         quantize_(model, group_size=32)
     assert not formats(model)
     quantize_(model, group_size=16)
+
+
+def test_quantize_has_the_arguments_of_the_configuration():
+    """Both signatures are written out for editors and `help`, and must not differ."""
+    config, function = (list(inspect.signature(each).parameters.values()) for each in (MoeMetalConfig, quantize_))
+    assert function[1:] == config[:-1] and config[-1].kind is inspect.Parameter.VAR_KEYWORD
 
 
 FORMATS_WRITTEN = "affine, mxfp4, fp8, mxfp8, nvfp4, q4_0, q8_0"
@@ -385,13 +396,13 @@ def test_options_are_checked(said, options):
     assert str(raised.value) == f"torch_moe_metal.MoeMetalConfig: {said}"
 
 
-def test_unknown_options_are_named():
+def test_unknown_options_raise():
     with pytest.raises(
         TypeError, match="MoeMetalConfig: unknown: groupsize, modules_to_not_convert; its arguments are f"
     ):
         MoeMetalConfig(modules_to_not_convert=["lm_head"], groupsize=32)
     with pytest.raises(ValueError, match=f"format: expected one of {FORMATS_WRITTEN}, got 8"):
-        quantize_(dense("qwen3_moe"), 8, 32)  # the order is that of `quantize`
+        quantize_(dense("qwen3_moe"), 8, 32)  # the order of arguments is that of `quantize`
 
 
 @pytest.mark.parametrize(
@@ -410,8 +421,8 @@ def test_unknown_options_are_named():
     ],
     ids=str,
 )
-def test_names_that_say_nothing_are_errors(said, options, tmp_path):
-    """Before anything is changed, and before anything is loaded."""
+def test_names_without_a_match_raise(said, options, tmp_path):
+    """Before anything is changed or loaded."""
     model = dense("qwen3_moe")
     with pytest.raises(ValueError, match=said):
         quantize_(model, group_size=32, **options)
@@ -420,8 +431,8 @@ def test_names_that_say_nothing_are_errors(said, options, tmp_path):
         load(saved("qwen3_moe", tmp_path), config=MoeMetalConfig(group_size=32, **options))
 
 
-def test_layers_by_their_whole_names(tmp_path):
-    """They come first, whatever the other options say; a base model knows them without its prefix."""
+def test_layers_by_full_names(tmp_path):
+    """They override all other options; a base model accepts them without its prefix."""
     layers = {"model.layers.0.mlp.experts": {"format": "mxfp4"}, "model.layers.1.mlp.experts.down_proj": {"bits": 8}}
     layers |= {"lm_head": False, "model.embed_tokens": {"bits": 6, "group_size": 16}}
     model = dense("qwen3_moe")
@@ -438,9 +449,9 @@ def test_layers_by_their_whole_names(tmp_path):
     assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
 
 
-def test_layers_of_their_own_while_loading(tmp_path):
-    """What loading packs by `layers` is what `quantize_` packs: fp8, whose blocks end within an expert, and two formats
-    of one layer's experts."""
+def test_layers_while_loading(tmp_path):
+    """Loading and `quantize_` give the same result for `layers`: fp8, whose blocks end inside of an expert, and two
+    formats for one layer's experts."""
     folder, experts = saved("qwen3_moe", tmp_path), "model.layers.{}.mlp.experts"
     options = {
         "group_size": 32,
@@ -485,7 +496,7 @@ def test_layers_of_plain_models():
 
 @pytest.mark.parametrize("kind", ["dense", "fp8"])
 def test_heads_that_the_checkpoint_lacks(kind, tmp_path):
-    """They are initialised, dense, as transformers does; the rest is packed."""
+    """They are initialised dense, as in transformers; the rest is packed."""
     folder = checkpoints.fp8(tmp_path, "qwen3_moe") if kind == "fp8" else saved("qwen3_moe", tmp_path)
     options = {} if kind == "fp8" else {"quantization_config": MoeMetalConfig(group_size=32)}
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, **options)
@@ -498,7 +509,7 @@ def test_heads_that_the_checkpoint_lacks(kind, tmp_path):
 
 
 def test_no_pattern_takes_long():
-    """Not even those whose regular expressions would go back and forth for ever."""
+    """Including patterns whose regular expressions would backtrack forever."""
     name, start = ".".join(["layers"] * 40), time.perf_counter()
     for pattern in ("*a*" * 30 + "-", "?*" * 40 + "-", "[a-z]*" * 40 + "-"):
         MoeMetalConfig(skip=[pattern]).skips(name)
@@ -515,12 +526,12 @@ def test_a_saved_configuration_is_checked(tmp_path):
         load(tmp_path)
 
 
-def test_other_devices_are_refused(tmp_path):
+def test_other_devices_raise(tmp_path):
     with pytest.raises(ValueError, match="its packed weights run on cpu and mps, got"):
         load(saved("qwen3_moe", tmp_path), {"": "cuda"}, MoeMetalConfig())
 
 
-def test_saved_tensors_that_do_not_fit_are_named(tmp_path):
+def test_inconsistent_saved_tensors_raise(tmp_path):
     quantize_(dense("qwen3_moe"), group_size=32).save_pretrained(tmp_path)
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace('"group_size": 32', '"group_size": 64'))
@@ -528,8 +539,8 @@ def test_saved_tensors_that_do_not_fit_are_named(tmp_path):
         load(tmp_path)
 
 
-def test_scales_that_no_op_takes_are_named(tmp_path):
-    """Those of FP8 in float16: the first forward raised."""
+def test_unsupported_scales_raise(tmp_path):
+    """float16 scales of FP8, with which the first forward would raise."""
     quantize_(dense("qwen3_moe"), "fp8").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -540,7 +551,7 @@ def test_scales_that_no_op_takes_are_named(tmp_path):
 
 @pytest.mark.parametrize("fuse", [False, True])
 def test_adapters_train_on_packed_layers(fuse):
-    """PEFT's LoRA on packed linear layers gets the gradients that it gets on dense ones of the same numbers."""
+    """PEFT's LoRA on packed linear layers gets the same gradients as on dense ones with the same values."""
     gradients = []
     for packed in (False, True):
         model = quantize_(dense("qwen3_moe"), bits=8, group_size=32)
@@ -563,7 +574,7 @@ def test_adapters_train_on_packed_layers(fuse):
 
 
 def test_adapters_are_merged_into_dense_layers():
-    """Packed ones refuse, before anything is changed, and name the way."""
+    """Packed ones raise before anything is changed, and name the alternative."""
     model = quantize_(dense("qwen3_moe"), bits=8, group_size=32)
     ids = tokens(2, 9)
     targets = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
@@ -580,7 +591,7 @@ def test_adapters_are_merged_into_dense_layers():
 
 
 def test_a_model_with_adapters_is_quantised(tmp_path):
-    """All but the adapters; the model in it is one that is saved as any other."""
+    """Everything except the adapters; the base model can be saved like any other."""
     model, ids = dense("qwen3_moe", tie_word_embeddings=True), tokens(2, 9)
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
     before = adapted(ids).logits
@@ -594,7 +605,7 @@ def test_a_model_with_adapters_is_quantised(tmp_path):
 
 
 @pytest.mark.parametrize("skip, kind", [([], "input"), (["embed_tokens"], "output")])
-def test_packed_embeddings_are_not_resized(skip, kind):
+def test_resizing_packed_embeddings_raises(skip, kind):
     model, ids = quantize_(dense("qwen3_moe"), group_size=32, skip=skip), tokens(2, 9)
     before, expected = model.config.to_dict(), model(ids).logits
     with pytest.raises(ValueError, match=rf"expected dense embeddings, got packed ones \({kind}, affine\); call deq"):
@@ -606,8 +617,8 @@ def test_packed_embeddings_are_not_resized(skip, kind):
     assert relative(model(ids).logits[..., :99], expected) <= 1e-5
 
 
-def test_saved_it_is_dequantised(tmp_path):
-    """`save_pretrained` writes the dtype of the configuration as a word."""
+def test_saving_after_dequantize(tmp_path):
+    """`save_pretrained` writes the dtype of the configuration as a string."""
     model, ids = quantize_(dense("qwen3_moe"), group_size=32), tokens(2, 9)
     expected = model(ids).logits
     model.save_pretrained(tmp_path)
@@ -616,7 +627,7 @@ def test_saved_it_is_dequantised(tmp_path):
 
 
 def test_compiled():
-    """Without a graph break: experts, linear layers, embedding and a tied head."""
+    """Without graph breaks: experts, linear layers, embedding and a tied head."""
     model, ids = dense("qwen3_moe", tie_word_embeddings=True), tokens(2, 9)
     quantize_(model, group_size=32)
     expected = model(ids, use_cache=False).logits
@@ -627,10 +638,10 @@ def test_compiled():
 
 
 class Strange(torch.Tensor):
-    """A tensor of some other quantizer's own."""
+    """A tensor that belongs to another quantizer."""
 
 
-def test_other_quantizers_are_left_with_their_reason():
+def test_other_quantizers_report_their_reason():
     model = dense("qwen3_moe")
     experts = model.model.layers[1].mlp.experts
     experts.down_proj = nn.Parameter(experts.down_proj.data.as_subclass(Strange), requires_grad=False)
@@ -669,7 +680,9 @@ print(most - before, packed)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process's own memory from its files'")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux distinguishes memory of a process from that of its files"
+)
 def test_loading_needs_little_memory(tmp_path):
     """Layers of Qwen3-30B-A3B's sizes, with fewer experts: beside the packed model there is never more than the experts
     of one layer, dense."""
@@ -684,7 +697,7 @@ def test_loading_needs_little_memory(tmp_path):
     del model
     script = subprocess.run(
         [sys.executable, "-c", LOADING, tmp_path / "small", tmp_path / "large"],
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},  # or glibc keeps pages of what was freed
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},  # otherwise glibc keeps pages of freed memory
         capture_output=True,
         text=True,
     )
@@ -699,7 +712,7 @@ def test_loading_needs_little_memory(tmp_path):
 
 
 def told_by(model) -> tuple:
-    """All that a model is, but for the values of its tensors."""
+    """The whole state of a model, except the values of its tensors."""
     modules = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
     tensors = [(name, tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()]
     return modules, tensors, model.config.to_dict(), repr(model)
@@ -722,14 +735,14 @@ ACTS = {
 }
 
 
-#: One line of so many is where it is interrupted.
+#: Only one line of so many is interrupted.
 every = pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.slow)])
 
 
 @every
 @pytest.mark.parametrize("act", ACTS)
-def test_interrupted_it_is_as_before(act, every, tmp_path):
-    """Whatever the line at which it was interrupted; repeated, it does what it does."""
+def test_an_interrupted_change_restores_the_model(act, every, tmp_path):
+    """An interruption at any line; a repeated call works."""
     ids, act = tokens(1, 5), ACTS[act]
     model = quantize_(one_layer(tie_word_embeddings=True), group_size=32)
     if act is torch_moe_metal.unpatch:
@@ -752,8 +765,8 @@ def test_interrupted_it_is_as_before(act, every, tmp_path):
 
 @every
 @pytest.mark.parametrize("kind", ["dense", "gpt_oss"])
-def test_interrupted_it_quantises_the_rest_next_time(kind, every, tmp_path):
-    """Until then it is a model that runs, is saved, and loads."""
+def test_an_interrupted_quantize_can_be_resumed(kind, every, tmp_path):
+    """Until then the model runs, and can be saved and loaded."""
     ids, options = tokens(1, 5), {"bits": 8, "group_size": 32}
     if kind == "dense":
         model = one_layer(tie_word_embeddings=True)

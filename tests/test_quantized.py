@@ -1,4 +1,4 @@
-"""Packed weights: `quantize`, answers of other projects to the same bytes, and the memory that the ops read."""
+"""Packed weights: `quantize`, comparison with other projects on the same bytes, and the memory that ops read."""
 
 import ctypes
 import itertools
@@ -33,7 +33,7 @@ def _mlx_on_the_cpu():
 
 
 def to_mlx(tensor: Tensor) -> mx.array:
-    """Bytes as the words that MLX has them in."""
+    """Bytes as words, as in MLX."""
     if tensor.dtype in DTYPES:
         return mx.array(tensor.float().numpy()).astype(DTYPES[tensor.dtype])
     return mx.array(tensor.numpy())
@@ -53,7 +53,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def weight_of_all_kinds(dtype: torch.dtype) -> Tensor:
-    """[64, 384]: rows of 1e-9 to 1e4, all zero, all alike, all above zero and all below."""
+    """[64, 384]: rows from 1e-9 to 1e4, all zero, all equal, all positive and all negative."""
     weight = random(64, 384) * torch.logspace(-9, 4, 64).unsqueeze(-1)
     weight[3], weight[4, :64], weight[5], weight[6] = 0, 1.5, weight[5].abs(), -weight[6].abs()
     return weight.to(dtype)
@@ -64,7 +64,7 @@ def weight_of_all_kinds(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits, group", MLX_WIDTHS)
-def test_affine_is_mlx_to_the_bit(bits: int, group: int, dtype: torch.dtype, device: str):
+def test_affine_equals_mlx_bitwise(bits: int, group: int, dtype: torch.dtype, device: str):
     weight = weight_of_all_kinds(dtype)
     data, scale, offset = quantize(weight.to(device), "affine", bits, group)
     assert {part.device.type for part in (data, scale, offset)} == {device} and scale.dtype == offset.dtype == dtype
@@ -75,18 +75,18 @@ def test_affine_is_mlx_to_the_bit(bits: int, group: int, dtype: torch.dtype, dev
 
 @pytest.mark.parametrize("bits", formats.BITS)
 def test_affine_groups_of_16_follow_the_same_rule(bits: int):
-    """MLX has none. Where the second half of 32 repeats the first, it must come to the same."""
+    """MLX has no groups of 16. If the second half of 32 columns repeats the first, results must be equal."""
     weight = weight_of_all_kinds(FLOAT)
     doubled = weight.unflatten(-1, (-1, 16)).repeat_interleave(2, 1).flatten(1)
     _, scale, offset = quantize(weight, "affine", bits, 16)
-    data, *beside = quantize(doubled, "affine", bits, 32)
-    assert torch.equal(scale, beside[0]) and torch.equal(offset, beside[1])
+    data, *others = quantize(doubled, "affine", bits, 32)
+    assert torch.equal(scale, others[0]) and torch.equal(offset, others[1])
     codes = reference.unpack(data, bits).unflatten(-1, (-1, 2, 16))[:, :, 0].flatten(1)
     assert torch.equal(reference.unpack(quantize(weight, "affine", bits, 16)[0], bits), codes)
 
 
 def nearest(values: Tensor, grid: Tensor) -> Tensor:
-    """Of the numbers of a grid, those that are closest: by distance to each of them."""
+    """The nearest values of a grid, by distance to each of them."""
     return (values.unsqueeze(-1) - grid).abs().amin(-1)
 
 
@@ -115,7 +115,7 @@ def test_mxfp4_ties_go_to_the_even_code():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("N, C", [(1, 1), (128, 128), (130, 200), (300, 129)])
-def test_fp8_is_pytorch_s_own_rounding(N: int, C: int, dtype: torch.dtype, device: str):
+def test_fp8_equals_pytorch_rounding(N: int, C: int, dtype: torch.dtype, device: str):
     weight = (random(N, C) * torch.logspace(-6, 3, N).unsqueeze(-1)).to(dtype)
     weight[: min(N, 3), : min(C, 5)] = 0
     data, scale, offset = quantize(weight.to(device), "fp8")
@@ -130,8 +130,8 @@ def test_fp8_is_pytorch_s_own_rounding(N: int, C: int, dtype: torch.dtype, devic
 
 
 @pytest.mark.parametrize("format, bits, group", [width for width in WIDTHS if width[0] in packing.WRITTEN])
-def test_quantize_goes_piece_by_piece(format: str, bits: int, group: int, monkeypatch):
-    """Any leading dimensions, any strides, a piece as large as it may be: the same bytes."""
+def test_quantize_works_in_pieces(format: str, bits: int, group: int, monkeypatch):
+    """Leading dimensions, strides and the size of pieces do not change the bytes."""
     weight = random(2, 3, 300, 256)
     whole = quantize(weight, format, bits, group)
     monkeypatch.setattr(packing, "PIECE", 1000)
@@ -146,8 +146,8 @@ def test_quantize_goes_piece_by_piece(format: str, bits: int, group: int, monkey
 
 @pytest.mark.parametrize("format", packing.WRITTEN)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_visible(format: str, value: float):
-    """As NaN, in all that shares its scale, and nowhere else."""
+def test_values_that_are_not_finite_become_nan(format: str, value: float):
+    """All values that share its scale become NaN, and no others."""
     weight = random(256, 256)
     weight[5, 70] = value
     data, scale, offset = quantize(weight, format, 4, 64)
@@ -167,7 +167,8 @@ def alone(script: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 @pytest.mark.parametrize("format", packing.WRITTEN)
 def test_quantize_needs_little_memory(format: str):
-    """16 Mi numbers in one matrix, 32 MiB: as float32 alone they would be 64, and codes and steps many times that."""
+    """16 Mi values in one matrix, 32 MiB: a float32 copy would take 64 MiB, and codes and temporaries many times
+    that."""
     script = f"""
 quantize(random(64, 128), {format!r})
 weight = torch.ones(4096, 4096, dtype=BFLOAT)
@@ -197,7 +198,7 @@ print(grown * (1024 if sys.platform == "linux" else 1) - sum(part.nbytes for par
         ("weight: expected float32, float16 or bfloat16, got int32", {"weight": torch.ones(4, 64).int()}),
     ],
 )
-def test_quantize_says_what_it_expects(said: str, change: dict):
+def test_quantize_errors(said: str, change: dict):
     good = {"weight": torch.ones(4, 64), "format": "affine", "bits": 4, "group_size": 64}
     quantize(**good)
     with pytest.raises(ValueError) as raised:
@@ -210,11 +211,11 @@ def test_quantize_says_what_it_expects(said: str, change: dict):
 
 @pytest.mark.parametrize("scales", DTYPES, ids=str)
 @pytest.mark.parametrize("bits, group", MLX_WIDTHS)
-def test_dequantize_affine_is_mlx(bits: int, group: int, scales: torch.dtype, device: str):
-    """To the bit with scales of 16 bits, with which products are exact; else but for the rounding of a product."""
+def test_dequantize_affine_equals_mlx(bits: int, group: int, scales: torch.dtype, device: str):
+    """Bitwise equal with scales of 16 bits, for which products are exact; otherwise up to the rounding of a product."""
     weight = weight_of_all_kinds(FLOAT)
-    data, *beside = quantize(weight, "affine", bits, group)
-    scale, offset = (part.to(scales) for part in beside)
+    data, *others = quantize(weight, "affine", bits, group)
+    scale, offset = (part.to(scales) for part in others)
     want = from_mlx(mx.dequantize(words(data), to_mlx(scale.float()), to_mlx(offset.float()), group, bits))
     parts = (data.to(device), scale.to(device), offset.to(device))
     got = ops.dequantize(*parts, format="affine", bits=bits, dtype=FLOAT).cpu()
@@ -226,8 +227,8 @@ def test_dequantize_affine_is_mlx(bits: int, group: int, scales: torch.dtype, de
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
-def test_dequantize_mxfp4_is_mlx_and_transformers(blocks: bool, device: str):
-    """To the bit, for every byte and every power that float32 holds."""
+def test_dequantize_mxfp4_equals_mlx_and_transformers(blocks: bool, device: str):
+    """Bitwise equal, for every byte and every power that float32 can represent."""
     data = torch.randint(256, (3, 64, 80), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     scale = torch.arange(3 * 64 * 5).remainder(252).to(torch.uint8).view(3, 64, 5)
     given = data.unflatten(-1, (5, 16)) if blocks else data
@@ -241,7 +242,7 @@ def test_dequantize_mxfp4_is_mlx_and_transformers(blocks: bool, device: str):
 
 
 @pytest.mark.parametrize("scales", [FLOAT, BFLOAT], ids=str)
-def test_dequantize_fp8_is_transformers(scales: torch.dtype, device: str):
+def test_dequantize_fp8_equals_transformers(scales: torch.dtype, device: str):
     data = torch.randint(256, (256, 384), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     scale = random(2, 3).exp().to(scales)
     want = Fp8Dequantize(None)._dequantize_one(data.view(torch.float8_e4m3fn), scale, FLOAT)
@@ -249,7 +250,7 @@ def test_dequantize_fp8_is_transformers(scales: torch.dtype, device: str):
     assert got.isnan().sum() > 100
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0, equal_nan=True)
     specified = reference.dequantize(data, scale, format="fp8", dtype=FLOAT)
-    for other in (want, specified):  # but for the sign of NaN
+    for other in (want, specified):  # up to the sign of NaN
         assert same_bits(got.nan_to_num(-1.0), other.nan_to_num(-1.0))
 
 
@@ -259,17 +260,17 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 
 
 def parts_for_mlx(weight: Tensor, format: str, bits: int, group: int) -> tuple[tuple, tuple, dict]:
-    """The same packed weight for us and for MLX, and how MLX calls its format. Its sums have the dtype of its scales,
-    so those of 16 bits are widened for it."""
-    data, *beside = quantize(weight, format, bits, group)
-    wide = [part.float() if part.is_floating_point() else part for part in beside if part is not None]
+    """The same packed weight for us and for MLX, and MLX's options. MLX sums in the dtype of the scales, so scales of
+    16 bits are converted to float32."""
+    data, *others = quantize(weight, format, bits, group)
+    wide = [part.float() if part.is_floating_point() else part for part in others if part is not None]
     theirs = (words(data), *map(to_mlx, wide))
-    return (data, *beside), theirs, {"group_size": group, "bits": bits, "mode": format}
+    return (data, *others), theirs, {"group_size": group, "bits": bits, "mode": format}
 
 
 @pytest.mark.parametrize("T, dtype", [(1, FLOAT), (2, BFLOAT), (5, BFLOAT), (5, HALF), (40, BFLOAT)])
 @pytest.mark.parametrize("format, bits, group", [("affine", *width) for width in MLX_WIDTHS] + [("mxfp4", 4, 32)])
-def test_linear_is_mlx_s_quantized_matmul(format: str, bits: int, group: int, T: int, dtype: torch.dtype):
+def test_linear_equals_mlx_quantized_matmul(format: str, bits: int, group: int, T: int, dtype: torch.dtype):
     ours, theirs, how = parts_for_mlx(random(70, 256).to(dtype), format, bits, group)
     x = random(T, 256, seed=1).to(dtype)
     got = ops.linear(x, *ours, format=format)
@@ -278,16 +279,16 @@ def test_linear_is_mlx_s_quantized_matmul(format: str, bits: int, group: int, T:
 
 @pytest.mark.parametrize("T", [1, 3, 40])
 @pytest.mark.parametrize("format, bits, group", [("affine", *width) for width in MLX_WIDTHS] + [("mxfp4", 4, 32)])
-def test_experts_are_mlx_s_gather_qmm(format: str, bits: int, group: int, T: int):
-    """As mlx-lm's SwitchGLU calls it: gate, up and down each by one."""
+def test_experts_equal_mlx_gather_qmm(format: str, bits: int, group: int, T: int):
+    """As in mlx-lm's SwitchGLU: separate gate, up and down."""
     E, K, H, I = 5, 3, 256, 128
     ids = torch.rand(T, E, generator=torch.Generator().manual_seed(2)).argsort(-1)[:, :K].int()
     x, weights = random(T, H, seed=1), random(T, K, seed=3).softmax(-1)
     gate_up, packed_gate_up, how = parts_for_mlx(random(E, 2 * I, H) * H**-0.5, format, bits, group)
     down, packed_down, _ = parts_for_mlx(random(E, H, I, seed=4) * I**-0.5, format, bits, group)
     names = ("gate_up_scale", "gate_up_offset", "down_scale", "down_offset")
-    beside = dict(zip(names, gate_up[1:] + down[1:], strict=True))
-    got = ops.experts(x, weights, ids, gate_up[0], down[0], **beside, format=format)
+    others = dict(zip(names, gate_up[1:] + down[1:], strict=True))
+    got = ops.experts(x, weights, ids, gate_up[0], down[0], **others, format=format)
 
     def products(inputs: mx.array, parts: tuple) -> mx.array:
         return mx.gather_qmm(inputs, *parts, rhs_indices=to_mlx(ids), transpose=True, **how)
@@ -298,17 +299,17 @@ def test_experts_are_mlx_s_gather_qmm(format: str, bits: int, group: int, T: int
     close(got, (slots * weights.unsqueeze(-1)).sum(-2), FLOAT)
 
 
-# What has products of integers, on one processor or another.
+# The formats with integer products on some processor.
 AS_INTEGERS = [("affine", 4, group) for group in (16, 32, 64, 128)] + [("affine", 8, 32), ("affine", 8, 64)]
 AS_INTEGERS += [("affine", 8, 128), ("mxfp4", 4, 32)]
 
 
 def columns_of(group: int) -> int:
-    return 384 if group == 128 else 448  # three and a half times 128, where that fits
+    return 384 if group == 128 else 448  # 3.5 times 128, if that fits
 
 
 def integers_times(format: str, bits: int, group: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`linear`; the same in float64; and the sum of the products' magnitudes."""
+    """`linear`, the same in float64, and the sum of the products' magnitudes."""
     weight = quantize(random(70, x.shape[-1]), format, bits, group)
     values = reference.dequantize(*weight, format=format, bits=bits, dtype=torch.float64)
     x64 = x.double()
@@ -317,7 +318,7 @@ def integers_times(format: str, bits: int, group: int, x: Tensor) -> tuple[Tenso
 
 @pytest.mark.parametrize("format, bits, group", AS_INTEGERS)
 def test_few_tokens_of_any_magnitude(format: str, bits: int, group: int):
-    """Where tokens become integers, those of a small number beside a large one are few, and yet enough."""
+    """If tokens are converted to integers, a small value next to a large one has few bits, but enough."""
     x = random(7, columns_of(group)).to(BFLOAT)
     x[0, 5::128] = 4000.0
     x[1] *= 1e-28
@@ -332,8 +333,7 @@ def test_few_tokens_of_any_magnitude(format: str, bits: int, group: int):
 
 
 def with_a_column_of_zeros(format: str, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A packed weight of 70 rows whose first column is 0, and so is what its offsets add to codes that count from the
-    middle."""
+    """A packed weight of 70 rows whose first column is 0, like the contribution of its offsets to centred codes."""
     data, scale, offset = quantize(random(70, columns_of(group)).where(torch.arange(columns_of(group)) > 0, 0), format,
                                    bits, group)  # fmt: skip
     if format == "affine":
@@ -346,7 +346,7 @@ def with_a_column_of_zeros(format: str, bits: int, group: int) -> tuple[Tensor, 
 @pytest.mark.parametrize("large", [2.0**10, 2.0**15, 2.0**18, 2.0**22, 2.0**40, 2.0**70])
 @pytest.mark.parametrize("format, bits, group", AS_INTEGERS)
 def test_few_tokens_with_a_number_that_no_weight_uses(format: str, bits: int, group: int, large: float):
-    """Massive activations exist. What stands beside them loses nothing, whatever its size is."""
+    """Massive activations exist. Values next to them must keep their precision."""
     weight = with_a_column_of_zeros(format, bits, group)
     values = reference.dequantize(*weight, format=format, bits=bits, dtype=torch.float64)
     x = random(7, columns_of(group)) * torch.logspace(0, -9, 7).unsqueeze(-1)
@@ -355,7 +355,7 @@ def test_few_tokens_with_a_number_that_no_weight_uses(format: str, bits: int, gr
     x[3, 0], x[5, 1] = 0, 0
     x = x.to(BFLOAT)
     want, size = x.double() @ values.mT, x.double().abs() @ values.abs().mT
-    if format == "affine":  # sums of floats take off what the middle adds, and round both
+    if format == "affine":  # float sums subtract what the centring adds, and round both
         size += x.double().abs() @ (0.25 * weight[2].abs().double().repeat_interleave(group, 1)).mT
     for some in (slice(0, 7), slice(1), slice(1, 3), slice(2, 6)):
         got = ops.linear(x[some], *weight, format=format).double()
@@ -365,14 +365,12 @@ def test_few_tokens_with_a_number_that_no_weight_uses(format: str, bits: int, gr
 @pytest.mark.parametrize("T", [1, 2, 4, 40])
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=str)
 @pytest.mark.parametrize("format, bits, group", [("affine", 5, 32), ("affine", 8, 128), *AS_INTEGERS, ("fp8", 8, 128)])
-def test_a_small_scale_of_a_sum_that_is_infinite(
-    format: str, bits: int, group: int, dtype: torch.dtype, T: int, device: str
-):
-    """Each number is scaled before it is summed, or it looks so. Many tokens in bfloat16 may meet weights that are
-    rounded to it."""
+def test_small_scale_of_an_infinite_sum(format: str, bits: int, group: int, dtype: torch.dtype, T: int, device: str):
+    """Results must be as if each value were scaled before the sum. For many tokens in bfloat16, weights may be rounded
+    to it."""
     data, scale, offset = quantize(random(70, columns_of(group)), format, bits, group)
     if format == "mxfp4":
-        scale = scale.fill_(2)  # 2^-125: no number is subnormal
+        scale = scale.fill_(2)  # 2^-125: no subnormal values
     else:
         scale = scale * 2.0**-110
         offset = None if offset is None else offset * 2.0**-110
@@ -391,7 +389,7 @@ def test_a_small_scale_of_a_sum_that_is_infinite(
 @pytest.mark.parametrize("part", ["scale", "offset"])
 @pytest.mark.parametrize("bits", formats.BITS)
 def test_an_affine_scale_that_is_not_finite(bits: int, part: str, value: float, T: int, device: str):
-    """What meets it is infinite or NaN, as it is where each number is scaled before it is summed."""
+    """Its products are infinite or NaN, as if each value were scaled before the sum."""
     weight = dict(zip(("weight", "scale", "offset"), quantize(random(9, 128), "affine", bits, 64), strict=True))
     weight[part][2:5, 1] = value
     for x in (random(T, 128, seed=1), torch.ones(T, 128), torch.zeros(T, 128)):
@@ -406,12 +404,12 @@ def test_an_affine_scale_that_is_not_finite(bits: int, part: str, value: float, 
     "format, bits, group", [("affine", 4, 64), ("affine", 8, 32), ("affine", 5, 16), ("fp8", 8, 128)]
 )
 def test_an_infinite_scale_is_nan_before_a_limit(format: str, bits: int, group: int, T: int, device: str):
-    """A limit makes a finite number of what is infinite, but the products with such a scale are NaN."""
+    """A limit makes infinite values finite, but products with such a scale are NaN."""
     gate_up, scale, offset = quantize(random(2, 256, 128), format, bits, group)
-    down, *beside = quantize(random(2, 128, 128), format, bits, group)
+    down, *others = quantize(random(2, 128, 128), format, bits, group)
     scale[1, -1, -1] = float("inf")
     weights = {"gate_up": gate_up, "gate_up_scale": scale, "gate_up_offset": offset, "down": down}
-    weights |= {"down_scale": beside[0], "down_offset": beside[1]}
+    weights |= {"down_scale": others[0], "down_offset": others[1]}
     x, ids = random(T, 128, seed=1), torch.arange(1, T + 1).remainder(2).int().unsqueeze(-1)
     given = {"x": x, "weights": torch.ones(T, 1), "ids": ids, **weights}
     options = {"format": format, "activation": "swiglu_oai", "limit": 7.0}
@@ -437,13 +435,13 @@ def test_few_tokens_that_are_not_finite(format: str, bits: int, group: int, valu
 
 
 class Wall:
-    """Memory that ends at a page which nobody may read."""
+    """Memory that ends at a guard page."""
 
     def __init__(self):
         self.kept: list = []
 
     def before(self, tensor: Tensor) -> Tensor:
-        """A copy whose last byte is the last that may be read."""
+        """A copy whose last byte is directly before the guard page."""
         size = -(-max(1, tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = mmap.mmap(-1, size + mmap.PAGESIZE)
         self.kept.append(memory)
@@ -454,7 +452,7 @@ class Wall:
 
 
 def read_up_to_the_wall(widths: list[tuple[str, int, int]]) -> None:
-    """Every size, in all three ops: each part of a weight has a wall of its own."""
+    """All sizes in all three ops: each part of a weight ends at its own guard page."""
     for width in widths:
         for H, I, N in sizes_for(width):
             calls = [("dequantize", 1, FLOAT)]
@@ -467,7 +465,7 @@ def read_up_to_the_wall(widths: list[tuple[str, int, int]]) -> None:
                 walled = {name: wall.before(tensor) for name, tensor in args.items()}
                 print(case, flush=True)
                 got = call(getattr(ops, op), op, walled, case.options)
-                if dtype == FLOAT:  # bfloat16 takes other readers, whose values other tests judge
+                if dtype == FLOAT:  # bfloat16 uses other readers, whose values are tested elsewhere
                     assert_matches(got, expected(op, args, case.options), case.longest_sum)
 
 
@@ -478,19 +476,19 @@ ONE_GROUP_EACH = [(bits, formats.GROUPS[i % 4]) for i, bits in enumerate(formats
     pytest.param([width for width in WIDTHS if width[0] != "affine" or width[1:] in ONE_GROUP_EACH], id="some"),
     pytest.param(WIDTHS, id="all", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_nothing_beyond_the_last_row_is_read(widths: list[tuple[str, int, int]]):
+def test_no_read_beyond_the_last_row(widths: list[tuple[str, int, int]]):
     done = alone(f"read_up_to_the_wall({widths!r})")
     assert done.returncode == 0, f"{done.stdout.splitlines()[-1:]} {done.stderr}"
 
 
 @pytest.mark.slow
-def test_the_wall_stops_a_reader():
+def test_guard_page_traps_overread():
     done = alone("x = Wall().before(torch.ones(4, 5)); print(ctypes.string_at(x.data_ptr() + x.nbytes, 1))")
     assert done.returncode == -(signal.SIGBUS if sys.platform == "darwin" else signal.SIGSEGV)
 
 
 def mapped(path: Path, tensor: Tensor, files: list) -> Tensor:
-    """The same in a file's pages, which can be read and not written."""
+    """The same in pages of a file that are mapped read-only."""
     path.write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     files.append(np.memmap(path, dtype=np.uint8, mode="r"))
     place = (ctypes.c_uint8 * tensor.nbytes).from_address(files[-1].ctypes.data)
@@ -498,8 +496,8 @@ def mapped(path: Path, tensor: Tensor, files: list) -> Tensor:
 
 
 @pytest.mark.parametrize("format, bits, group", [("affine", 4, 64), ("mxfp4", 4, 32), ("fp8", 8, 128)])
-def test_files_of_weights_are_used_as_they_lie(tmp_path: Path, format: str, bits: int, group: int):
-    """Pages that cannot be written: the answers are right, and nobody has written."""
+def test_weights_in_read_only_mapped_files(tmp_path: Path, format: str, bits: int, group: int):
+    """Read-only pages: results are correct, and nothing writes."""
     case = packed_case("experts", "mapped", (format, bits, group), {"T": 3, "E": 6, "H": 256, "I": 128}, {})
     args = case.arguments()
     files: list[np.memmap] = []
@@ -520,7 +518,7 @@ def anonymous() -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="counts Linux's anonymous pages")
 @pytest.mark.parametrize("T", [1, 64])
 def test_weights_are_never_copied(tmp_path: Path, T: int):
-    """Files of 6 GB, all holes, of which each token reads two experts: nothing of that size is made of them."""
+    """Sparse files of 6 GB, of which each token reads two experts: no copy of that size is made."""
     E, N, H = 1024, 2 * 2048, 2048
     with open(tmp_path / "gate_up", "wb") as file:
         file.truncate(E * N * H // 2)
@@ -551,7 +549,7 @@ print(anonymous() - before)
 @pytest.mark.parametrize("T", [2, 40])
 @pytest.mark.parametrize("format, bits, group", [("affine", 4, 32), ("mxfp4", 4, 32), ("fp8", 8, 128)])
 def test_packed_experts_beyond_32_bits(format: str, bits: int, group: int, T: int, device: str):
-    """2^33 bytes lie between the first expert and the last, of the data and of the scales; only those are filled."""
+    """2^33 bytes between the first and the last expert, in data and scales; only those have values."""
     small = packed_case("experts", "far", (format, bits, group), {"T": T, "E": 2, "H": 96, "I": 32}, {}, BFLOAT)
     args = small.arguments(device)
     far = dict(args)
@@ -569,7 +567,7 @@ def test_packed_experts_beyond_32_bits(format: str, bits: int, group: int, T: in
 @pytest.mark.full_grid
 @pytest.mark.slow
 def test_rows_beyond_32_bits(device: str):
-    """Two rows of a weight that lie 2^33 bytes apart, in `linear` and in `dequantize`."""
+    """Two rows of a weight that are 2^33 bytes apart, in `linear` and `dequantize`."""
     case = packed_case("linear", "far", ("affine", 4, 32), {"T": 3, "H": 96, "N": 2}, {})
     args = case.arguments(device)
     for name in ("weight", "scale", "offset"):

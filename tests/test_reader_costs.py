@@ -1,5 +1,5 @@
-"""What the readers of packed weights cost on Apple's GPUs. On M1 and M2 a shift takes as long as four masks or
-additions, on a pipe of its own, and unpacking waits for that one."""
+"""The cost of readers of packed weights on Apple's GPUs. On M1 and M2 a shift takes as long as four masks or additions,
+in a separate pipe, which limits unpacking."""
 
 import re
 import subprocess
@@ -50,7 +50,7 @@ OPTIMIZED = ["-O2", "-fno-slp-vectorize", "-mllvm", "-inline-threshold=100000"]
 
 
 def instructions(kernel: str, reader: str, kinds: str) -> int:
-    """What clang leaves of them at -O2, of a kernel that calls nothing."""
+    """The instructions that clang leaves at -O2 for a kernel without calls."""
     from embed import FOLDER, shader_text
     from metal_sim.engine import address_spaces, translate
 
@@ -67,13 +67,13 @@ def test_few_shifts(reader: str, most: int) -> None:
     assert 0 < instructions(EIGHT, reader, "shl|lshr|ashr") <= most
 
 
-def test_prefill_asks_once_for_codes_that_are_no_numbers() -> None:
-    """And not for each of 16, which costs a shift, a mask, a comparison and a choice each time."""
+def test_prefill_checks_codes_for_nan_once() -> None:
+    """And not once per code, which would need a shift, a mask, a comparison and a select each time."""
     assert instructions(PIECE, "fp8", "icmp|fcmp") == 1
     assert instructions(PIECE, "mxfp4", "icmp|fcmp") == 0
 
 
 @pytest.mark.parametrize(("reader", "most"), [("fp8", 17), ("mxfp8", 17), ("mxfp4", 16), ("nvfp4", 16), ("affine4", 1)])
 def test_prefill_multiplies_a_code_once(reader: str, most: int) -> None:
-    """By its scale, and with an offset by the addition of that; what is the same for all codes is multiplied once."""
+    """By its scale; an offset is added. Factors that are the same for all codes are multiplied once."""
     assert instructions(PIECE, reader, "fmul") == most

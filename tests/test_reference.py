@@ -1,4 +1,4 @@
-"""The specification itself, against plain loops over Python numbers, written from the model descriptions."""
+"""Compares the specification with plain loops over Python numbers, written from descriptions of the models."""
 
 import math
 from itertools import chain
@@ -107,7 +107,7 @@ def experts(x, weights, ids, gate_up, down, gate_up_bias=None, down_bias=None, *
 
 
 def numbers(row: list[int], bits: int) -> list[int]:
-    """A row's bytes are the digits of one large number, the lowest first."""
+    """The bytes of a row are the digits of one large number, the lowest first."""
     whole = sum(byte << 8 * place for place, byte in enumerate(row))
     return [whole >> bits * place & (1 << bits) - 1 for place in range(8 * len(row) // bits)]
 
@@ -130,7 +130,7 @@ def e8m0(code: int) -> float:
 
 
 def dequantize(weight, scale=None, offset=None, *, format, bits=4, **_):
-    """One matrix, from lists of bytes and lists of scales. GGML's blocks are read by the `gguf` package."""
+    """One matrix, from lists of bytes and lists of scales. GGML's blocks are decoded by the `gguf` package."""
     if format == "dense":
         return weight
     if scale is None:
@@ -191,7 +191,7 @@ def rope(q, k, cos, sin, q_norm_weight=None, k_norm_weight=None, *, eps=1e-6, in
 
 
 def attention_of_query(query, keys, values, added, sink, sees, scale, softcap):
-    """One query of one head. `added` are numbers of a mask or bools, `sees` tells which keys may be seen otherwise."""
+    """One query of one head. `added` contains mask values or bools; `sees` says which keys are otherwise visible."""
     logits, seen = [], []
     for s, key in enumerate(keys):
         if not sees(s) or added[s] is False or added[s] == -math.inf:
@@ -220,7 +220,7 @@ def attention(q, k, v, mask=None, sinks=None, *, scale=None, causal=False, windo
 
 
 def unpacked(case: Case, args: dict) -> dict:
-    """The arguments of one token, or of none, with packed weights as lists of numbers and without what was beside."""
+    """The arguments for one token, or for none, with packed weights as lists of numbers and without their scales."""
     formats = {name: format_of(name, case.options) for name in weights(case.op)}
     if set(formats.values()) <= {"dense"}:
         return {name: args[name] for name in args}
@@ -237,7 +237,7 @@ def unpacked(case: Case, args: dict) -> dict:
 
 
 def summed(op: str, args: dict) -> list:
-    """The weighted sums with norms: the outputs in the order of `call`."""
+    """The weighted sums with norms; outputs in the order of `call`."""
     total, residual = weighted_sum(args["slots"], args["weights"]), args["residual"]
     both = [t + r for t, r in zip(total, residual, strict=True)]
     if op == "weighted_sum_residual_":
@@ -283,7 +283,7 @@ def one_token(case: Case, args: dict) -> list:
 
 
 @pytest.mark.parametrize("case", SAMPLES, ids=str)
-def test_reference_is_what_plain_loops_compute(case: Case):
+def test_reference_equals_plain_loops(case: Case):
     args = {name: t.double() if t.is_floating_point() else t for name, t in case.arguments().items()}
     tokens, at_once = [], case.op in ("dequantize", "rope", "attention")  # no argument begins with T
     for t in range(1 if at_once else case.dims["T"]):
@@ -304,7 +304,7 @@ def test_reference_is_what_plain_loops_compute(case: Case):
 
 @pytest.mark.parametrize("format, bits, group", [width for width in WIDTHS if not FORMATS[width[0]].has_own_scales])
 def test_reference_of_every_format(format: str, bits: int, group: int):
-    """Every byte there is, in every place, with scales of all sizes."""
+    """Every byte value in every position, with scales of all sizes."""
     generator = torch.Generator().manual_seed(3)
     weight = torch.randint(256, (130, 9 * 16 * bits), dtype=torch.uint8, generator=generator)
     weight[0] = torch.arange(weight.shape[1]).remainder(256)
@@ -352,7 +352,7 @@ def test_reference_of_every_routing(scoring: str, renormalize: str, groups: tupl
 @pytest.mark.parametrize("B", [1, 3])
 @pytest.mark.parametrize("R", [1, 3, 4])
 def test_reference_of_every_rope(R: int, B: int, whole: str, interleaved: bool):
-    """Angles of all sequences and of each, norms of heads and of all heads, parts of heads and whole ones."""
+    """Angles of all sequences and of each, norms of each head and of all heads, partial and full rotation."""
     generator = torch.Generator().manual_seed(13)
     shapes = {"q": (3, 2, 4, 8), "k": (3, 2, 2, 8), "cos": (B, 2, R), "sin": (3, 2, R)}
     shapes |= {"q_norm_weight": (4, 8)[1 - ("q" in whole) :], "k_norm_weight": (2, 8)[1 - ("k" in whole) :]}
@@ -370,7 +370,7 @@ def test_reference_of_every_rope(R: int, B: int, whole: str, interleaved: bool):
     "options", [{}, {"causal": True}, {"causal": True, "window": 2, "softcap": 1.5, "scale": -0.4}]
 )
 def test_reference_of_every_mask(T: int, S: int, kind: str, options: dict):
-    """With queries that see nothing, which gives 0, and NaN in what they do not see."""
+    """Queries without visible keys return 0, and NaN in invisible keys has no effect."""
     generator = torch.Generator().manual_seed(11)
     shapes = {"q": (2, 4, T, 3), "k": (2, 2, S, 3), "v": (2, 2, S, 4), "sinks": (4,)}
     args = {n: torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
@@ -384,8 +384,8 @@ def test_reference_of_every_mask(T: int, S: int, kind: str, options: dict):
         assert_matches([reference.attention(**args, **sinks, **options)], [want])
 
 
-def test_reference_of_keys_that_are_not_seen():
-    """Whatever is in them; and NaN in a key, a value or a mask is seen by those that see it."""
+def test_reference_of_invisible_keys():
+    """Whatever they contain; NaN in a key, a value or a mask reaches the queries that see it."""
     ones, nan = torch.ones(1, 1, 3, 2), math.nan
     last = torch.tensor([1.0, 1.0, nan]).view(1, 1, 3, 1).expand(ones.shape)
     for changed in ({"k": last}, {"v": last}, {"mask": last[..., :1].mT.expand(1, 1, 3, 3)}):
@@ -396,7 +396,7 @@ def test_reference_of_keys_that_are_not_seen():
 
 
 def test_reference_of_odd_logits():
-    """Ties to the lowest id, NaN below minus infinity, ids distinct whatever happens."""
+    """Ties go to the lowest id, NaN ranks below minus infinity, and ids are always distinct."""
     inf, nan = math.inf, math.nan
     rows = torch.tensor([[0.0, -0.0, 0.0, 0.0], [nan, -inf, 1.0, inf], [nan, nan, nan, nan], [-inf, nan, -inf, 5.0]])
     assert reference.route(rows, top_k=4)[1].tolist() == [[0, 1, 2, 3], [3, 2, 1, 0], [0, 1, 2, 3], [3, 0, 2, 1]]

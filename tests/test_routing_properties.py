@@ -1,4 +1,4 @@
-"""What holds for the choice of experts whatever the logits are: random ones, with ties, infinities and NaN."""
+"""Properties of the selection of experts for random logits, with ties, infinities and NaN."""
 
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -54,7 +54,7 @@ def route(logits: Tensor, tensors: dict, options: dict, device: str) -> tuple[Te
 
 
 def choice_of(logits: Tensor, tensors: dict, options: dict) -> Tensor:
-    """What the experts are chosen by, where there are no groups."""
+    """The scores by which experts are selected, without groups."""
     if "select_bias" not in tensors:
         return logits.double()
     cap, exact = options["softcap"], logits.double()
@@ -75,7 +75,7 @@ def test_ids_are_distinct_and_in_range(device: str, routing):
 @quick
 @given(routing=routings(biased=False))
 def test_equals_the_reference_in_float32(device: str, routing):
-    """Without a bias the logits choose, so no rounding can change an id; with groups, those of one group's size do."""
+    """Without a bias experts are selected by logits, so rounding cannot change an id; with groups it can."""
     logits, tensors, options = routing
     if options["n_group"] > 1:
         groups = choice_sums(logits, options)
@@ -93,7 +93,7 @@ def choice_sums(logits: Tensor, options: dict) -> Tensor:
 @quick
 @given(routing=routings())
 def test_best_first(device: str, routing):
-    """Descending; equal ones by id; NaN after minus infinity. And nobody who was left out is better."""
+    """Descending; equal ones by id; NaN after minus infinity. No other expert is better."""
     logits, tensors, options = routing
     options = options | {"n_group": 1, "topk_group": 1}
     choice = choice_of(logits, tensors, options)
@@ -120,8 +120,8 @@ def test_permuting_the_experts_permutes_their_ids(device: str, routing, seed: in
 
 @quick
 @given(routing=routings(special=False, biased=False), shift=st.sampled_from([-64.0, 0.5, 1024.0]))
-def test_softmax_does_not_see_a_shift(device: str, routing, shift: float):
-    """Shifts that float32 adds exactly to rounded logits, with scores that softmax makes the same."""
+def test_softmax_is_invariant_to_a_shift(device: str, routing, shift: float):
+    """Shifts that float32 adds exactly to rounded logits, for which softmax gives the same scores."""
     logits, tensors, options = routing
     logits = (logits.float() * 64).round() / 64
     options = options | {"n_group": 1, "topk_group": 1, "scoring": "softmax", "softcap": 0.0}
@@ -135,7 +135,7 @@ def test_softmax_does_not_see_a_shift(device: str, routing, shift: float):
 @given(routing=routings(special=False))
 def test_renormalized_weights_sum_to_the_scaling_factor(device: str, routing):
     logits, tensors, options = routing
-    logits = logits.clamp(-8, 8)  # so that no sum of scores is as small as the 1e-20 that guards the division
+    logits = logits.clamp(-8, 8)  # so that no sum of scores is close to the 1e-20 that prevents a division by zero
     for renormalize in ("before_scale", "after_scale"):
         options = options | {"renormalize": renormalize}
         weights, ids = route(logits, tensors, options, device)
@@ -147,7 +147,7 @@ def test_renormalized_weights_sum_to_the_scaling_factor(device: str, routing):
 
 @quick
 @given(routing=routings(special=False))
-def test_only_the_best_groups_are_chosen_from(device: str, routing):
+def test_only_the_best_groups_are_selected(device: str, routing):
     logits, tensors, options = routing
     _, ids = route(logits, tensors, options, device)
     per_group = logits.shape[-1] // options["n_group"]
@@ -157,7 +157,7 @@ def test_only_the_best_groups_are_chosen_from(device: str, routing):
 @quick
 @given(routing=routings(special=False), hidden_size=st.integers(1, 40), seed=st.integers(0, 2**31))
 def test_gate_is_route_of_its_logits(device: str, routing, hidden_size: int, seed: int):
-    """With a router weight that makes every logit a single exact product, gate and route agree to the id."""
+    """With a router weight for which every logit is a single exact product, gate and route return the same ids."""
     logits, tensors, options = routing
     logits = logits.float()
     generator = torch.Generator().manual_seed(seed)
@@ -173,7 +173,7 @@ def test_gate_is_route_of_its_logits(device: str, routing, hidden_size: int, see
 
 
 def test_an_infinite_norm_weight_makes_infinite_logits(device: str):
-    """Not NaN, which would leave the first experts: AMX multiplies a normed row as a sum of three."""
+    """Not NaN, which would select the first experts: AMX multiplies a normalised row as a sum of three terms."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight, norm = (torch.randn(*s, generator=generator).bfloat16() for s in ((16, 32), (8, 32), (32,)))
     norm[5] = -INF

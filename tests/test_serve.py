@@ -28,7 +28,7 @@ import mlx_folders
 import served
 import torch_moe_metal
 from torch_moe_metal.__main__ import main
-from torch_moe_metal.bench.calls import Unfit
+from torch_moe_metal.cli import CannotRun
 from torch_moe_metal.loading import Source
 from torch_moe_metal.serve.models import HARMONY
 from torch_moe_metal.serve.sampling import quick, sampling
@@ -150,7 +150,7 @@ def test_eight_clients_at_once(server, expected):
     assert server.becomes_idle()
 
 
-def test_greedy_requests_are_not_disturbed_by_sampled_ones(server, expected):
+def test_greedy_requests_are_independent_of_sampled_ones(server, expected):
     def one(i: int) -> str:
         options = {"temperature": 0} if i % 2 else {"temperature": 2.0, "top_p": 0.9 if i % 4 else 1.0}
         return text_of(chat(server, **options))
@@ -582,7 +582,7 @@ def test_names_on_the_hub(name: str, gguf: str | None, found: tuple):
 
 @pytest.mark.parametrize("name", ["a", "a/b/c", "a/b:c", "../x", "a b/c"])
 def test_wrong_names(name: str):
-    with pytest.raises(Unfit, match="no such file, folder or name"):
+    with pytest.raises(CannotRun, match="no such file, folder or name"):
         Source.of(name)
 
 

@@ -1,5 +1,5 @@
-"""Speculative decoding of patched and packed models: the same tokens in fewer forwards, with a smaller model as draft,
-with prompt lookup, and with the layers that some checkpoints have for multi-token prediction."""
+"""Speculative decoding of patched and packed models gives the same tokens in fewer forwards: with a smaller model as
+draft, with prompt lookup, and with layers for multi-token prediction."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ TOKENS = 20
 
 
 def generate(model, ids: torch.Tensor, **how) -> tuple[list[int], int]:
-    """The tokens, and how many forwards they took."""
+    """The tokens, and the number of forwards."""
     forwards = []
     hook = model.register_forward_pre_hook(lambda *_: forwards.append(None))
     how = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | how
@@ -67,8 +67,8 @@ def test_the_same_tokens(family: str, bits: int | None):
 
 @pytest.fixture(params=["glm4_moe", "deepseek_v3"])
 def checkpoint(request, tmp_path: Path, monkeypatch) -> Path:
-    """Two layers, and a third one that predicts a token more. Its classes know the layer by its number in the published
-    models, which have more."""
+    """Two layers, and a third one for multi-token prediction. transformers' classes find the layer by its number, which
+    differs in the published models."""
     sizes = {"num_hidden_layers": 3, "moe_intermediate_size": 64, "tie_word_embeddings": False}
     model = tiny_model(request.param, **sizes)
     tensors, H = checkpoints.original(model), model.config.hidden_size
@@ -85,7 +85,7 @@ def checkpoint(request, tmp_path: Path, monkeypatch) -> Path:
 
 @pytest.fixture
 def drafts(monkeypatch) -> list[tuple[MtpModel, list[int]]]:
-    """The models that draft, and what."""
+    """The drafting models, and what was made."""
     found, stock = [], MtpModel.forward
 
     def forward(self, *args, **kwargs):
@@ -97,7 +97,7 @@ def drafts(monkeypatch) -> list[tuple[MtpModel, list[int]]]:
     return found
 
 
-def test_layers_that_predict_are_fused(checkpoint: Path, drafts: list):
+def test_drafting_layers_are_fused(checkpoint: Path, drafts: list):
     model, ids = AutoModelForCausalLM.from_pretrained(checkpoint), prompt(12)
     want, _ = generate(model, ids, use_mtp=True)
     stock = [draft for _, draft in drafts]
@@ -110,8 +110,8 @@ def test_layers_that_predict_are_fused(checkpoint: Path, drafts: list):
 
 
 @pytest.mark.parametrize("way", ["while it is loaded", "in memory"])
-def test_layers_that_predict_are_packed(checkpoint: Path, drafts: list, way: str):
-    """Once for all calls of `generate`; after `unpatch` and `patch` again."""
+def test_drafting_layers_are_packed(checkpoint: Path, drafts: list, way: str):
+    """Once for all calls of `generate`; again after `unpatch` and `patch`."""
     config = MoeMetalConfig(bits=8, skip=["lm_head"])
     how = {"quantization_config": config} if way == "while it is loaded" else {}
     model, ids = AutoModelForCausalLM.from_pretrained(checkpoint, **how), prompt(12)
@@ -133,7 +133,7 @@ def test_layers_that_predict_are_packed(checkpoint: Path, drafts: list, way: str
     assert not any(isinstance(module, Fused) for module in drafts[-1][0].modules())
 
 
-def test_a_draft_of_a_packed_checkpoint_is_refused(tmp_path: Path):
+def test_drafts_of_a_packed_checkpoint_raise(tmp_path: Path):
     folder = checkpoints.fp8(tmp_path, "deepseek_v3")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     with pytest.raises(ValueError, match=r"use_mtp: expected a dense checkpoint, .* packed as fp8"):

@@ -1,4 +1,4 @@
-"""A tiny random model of every family that `patch` fuses, with weights large enough that mistakes show."""
+"""A tiny random model of every family that `patch` fuses, with weights large enough that errors are visible."""
 
 import importlib
 import inspect
@@ -73,7 +73,7 @@ MEDIA_TOKENS = {
 
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 
-# What differs from COMMON, and how many modules `patch` fuses: blocks, attention, layers and the last norm.
+# Differences from COMMON, and the number of modules that `patch` fuses: blocks, attention, layers and the last norm.
 FAMILIES = {
     "qwen2_moe": (QWEN_SHARED | {"norm_topk_prob": False}, 7),
     "qwen3_moe": (QWEN, 7),
@@ -115,7 +115,7 @@ FAMILIES = {
     ),
 }
 
-# Families whose code is that of one above, under other names.
+# Families with the code of a family above, under other names.
 SAME_CODE = {
     "mellum": (QWEN | WINDOW, 7),
     "dots1": (GROUPS | WINDOW, 5),
@@ -165,13 +165,13 @@ def tokens(*shape: int, device: str = "cpu", seed: int = 1) -> torch.Tensor:
 
 
 def eager(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with transformers' own loop over experts. Llama 4, which has no such choice, is left as it is."""
+    """The model with transformers' own loop over experts. Llama 4 has no such choice and does not change."""
     if model._can_set_experts_implementation() or hasattr(model.config, "text_config"):
         model.set_experts_implementation("eager")
     return model
 
 
-# Enough of a configuration to build any experts class or MoE block of transformers alone.
+# A configuration that is sufficient for any class of experts or MoE block of transformers.
 TINY_CONFIG = SimpleNamespace(
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
     **dict.fromkeys(("hidden_size", "moe_hidden_size"), 64),
@@ -204,7 +204,7 @@ TINY_CONFIG = SimpleNamespace(
 
 
 def tiny_module(cls: type, **changes) -> torch.nn.Module:
-    """One experts class or block of transformers with random weights."""
+    """An experts class or block of transformers with random weights."""
     torch.manual_seed(0)
     config = SimpleNamespace(**vars(TINY_CONFIG) | changes)
     layer = {"layer_idx": 0} if "layer_idx" in inspect.signature(cls.__init__).parameters else {}

@@ -1,12 +1,12 @@
-"""Measures continuous batching: tokens per second of several requests together, and of the same one after the other.
+"""Measures continuous batching: tokens per second of several requests together, and one after the other.
 
     python tools/batching.py --requests 8
     OMP_NUM_THREADS=1 python tools/batching.py --requests 8 --profile
 
-The model has `--layers` layers of a large one, random weights in 4 bits, and is patched. Both ways take turns in every
-round, on the same prompts: `generate`, and the server's continuous batching. Printed are the medians over the rounds,
-and the median of the rounds' ratios, by the clock and by CPU time, which other processes disturb less. `--profile` also
-prints the time of each op, for both ways.
+The model has `--layers` layers of a large one with random weights in 4 bits, and is patched. Both methods take turns in
+every round, with the same prompts: `generate`, and the server's continuous batching. It prints the medians over the
+rounds, and the median of the ratios, by wall-clock time and by CPU time, which other processes affect less. `--profile`
+also prints the time of each op for both methods.
 """
 
 import argparse
@@ -21,9 +21,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_moe_metal
-from torch_moe_metal.bench.here import add_device, positive
 from torch_moe_metal.bench.measure import machine
 from torch_moe_metal.bench.whole_model import DEFAULT, WHOLE, pack_model, random_model
+from torch_moe_metal.cli import add_device, positive
 
 Tokens = list[list[int]]
 
@@ -45,7 +45,7 @@ class Sequential:
 
 
 class Batched:
-    """The server's way. While its manager runs, the model's attention is that of paged caches, and `generate` fails."""
+    """The server's method. While its manager runs, the model uses attention for paged caches, and `generate` fails."""
 
     def __init__(self, model, tokens: int):
         from torch_moe_metal.serve.generation import batching, start_batching
@@ -83,7 +83,7 @@ def timed(way, prompts: Tokens) -> tuple[Speed, Tokens]:
 
 
 def measure(model, prompts: Tokens, tokens: int, rounds: int) -> list[list[Speed]]:
-    """The speed of both ways, in each round after the first."""
+    """The speed of both methods in each round after the first."""
     found = []
     for _ in range(rounds + 1):
         speeds, answers = [], []

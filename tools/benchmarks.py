@@ -3,9 +3,9 @@
     python tools/benchmarks.py            # write both
     python tools/benchmarks.py --check    # fail if they differ from the files
 
-Each JSON file is the output of one of our commands with --json, and names the command, the date and the machine. The
+Each JSON file is the output of one of our commands with --json, and contains the command, the date and the machine. The
 text above its table is the .md file of the same name. benchmarks/losses.md ends the page. Experiments and one-off
-tables are pages of their own in benchmarks/notes/, which nothing generates.
+tables are separate pages in benchmarks/notes/, which are not generated.
 """
 
 import argparse
@@ -29,7 +29,7 @@ limit" is the row's bytes, each counted once, over the memory speed that the sam
 experts' weights once per token, so memory speed is its limit. At the end:
 [where others are faster](#where-others-are-faster).
 """
-# Keys that the heading or the tables already show; the others are listed under the heading.
+# Keys that the heading or the tables show; the others are listed under the heading.
 SHOWN = {"command", "date", "machine", "system", "notes", "rows", "ops", "families", "before", "tuning"}
 
 
@@ -42,7 +42,7 @@ def table(columns: tuple[str, ...], rows: list[tuple]) -> str:
 
 
 def without_empty(columns: tuple[str, ...], rows: list[tuple]) -> tuple[tuple[str, ...], list[tuple]]:
-    """Leaves out the columns that no row has a value for."""
+    """Omits columns without values."""
     kept = [i for i in range(len(columns)) if any(row[i] != "" for row in rows)]
     return tuple(columns[i] for i in kept), [tuple(row[i] for i in kept) for row in rows]
 
@@ -74,12 +74,12 @@ def rows_of_bench(rows: list[dict]) -> str:
 
 
 def is_packed(row: dict) -> bool:
-    """Files from before packed formats have no key for them."""
+    """Files that predate packed formats have no key for them."""
     return row.get("format", "dense") != "dense"
 
 
 def rows_of_model(rows: dict[str, dict[str, float]]) -> str:
-    """In the order of the file, with the columns that it has."""
+    """In the order of the file, with its columns."""
     stock = rows["stock"]
 
     def cell(key: str, value: float) -> str:
@@ -92,7 +92,7 @@ def rows_of_model(rows: dict[str, dict[str, float]]) -> str:
 
 
 def with_commits(columns: tuple[str, ...], lines: list[tuple], rows: dict[str, dict]) -> str:
-    """A table with one more column, where commits were counted."""
+    """A table with one more column if commits were counted."""
     if all("commits" in row for row in rows.values()):
         columns += ("commits",)
         lines = [(*line, f"{row['commits']:.2f}") for line, row in zip(lines, rows.values(), strict=True)]
@@ -203,7 +203,7 @@ def page() -> str:
 
 
 def figures() -> str:
-    """The README's: a block and a whole model, compared with transformers."""
+    """The README's table: a block and a whole model, compared with transformers."""
     bench = json.loads((FOLDER / "1-block.json").read_text())
     model = json.loads((FOLDER / "4-model.json").read_text())["rows"]
     blocks = [row for row in bench["rows"] if row["op"] == "block" and row["dtype"] == "bf16" and row["T"] != 4]

@@ -1,7 +1,7 @@
-"""Checks every shader as Metal's compiler would: `make lint`.
+"""Checks every shader like Metal's compiler would: `make lint`.
 
-Each shader is compiled in every format of weights and as every version of Metal, by clang's C++ for OpenCL, which has
-Metal's address spaces; and its source must be ASCII, which is all that Metal's run-time compiler reads.
+Each shader is compiled in every weight format and every version of Metal by clang's C++ for OpenCL, which has Metal's
+address spaces. Its source must be ASCII, because Metal's run-time compiler accepts nothing else.
 """
 
 import os
@@ -18,7 +18,7 @@ SHADERS = ROOT / "shaders"
 
 
 def problems(path: Path, name: str, macros: list[str]) -> list[str]:
-    """What is wrong with one shader in one format."""
+    """The errors of one shader in one format."""
     found = []
     for version in address_spaces.VERSIONS:
         try:

@@ -1,8 +1,8 @@
-"""Says whether a wheel of this package is whole and true: `python tools/check_wheel.py WHEEL... [--torch 2.13]`.
+"""Checks a wheel of this package: `python tools/check_wheel.py WHEEL... [--torch 2.13]`.
 
-A wheel is built in three ways (`pip wheel` on Linux and on a Mac, tools/cross.py for a Mac on Linux), and pip believes
-whatever its name and metadata claim. So this reads what is in it: the version and the torch it is for, the modules and
-libraries and nothing else, the hashes, and of each library the format, the oldest system and what it is linked to.
+Wheels are built in three ways (`pip wheel` on Linux and on a Mac, tools/cross.py for a Mac on Linux), and pip trusts
+their names and metadata. So this checks the version and the torch that the wheel requires, that it contains exactly the
+modules and libraries, the hashes, and for each library its format, the oldest supported system and its dependencies.
 """
 
 import argparse
@@ -21,21 +21,21 @@ PACKAGE = "torch_moe_metal"
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = {"x86_64": 62, "aarch64": 183}  # ELF's numbers
 CPU_LIBRARIES = {"x86_64": {"avx512", "avx2", "default"}, "aarch64": {"default"}, "arm64": {"default"}}
-# The minor versions of glibc (2.x) whose distributions everybody names, and the libstdc++ (GLIBCXX_3.4.x) there.
+# The minor versions of glibc (2.x) with well-known distributions, and their libstdc++ (GLIBCXX_3.4.x).
 LINUXES = [(28, 24), (31, 28), (34, 29), (35, 30), (39, 33)]
 TORCH = {"libtorch.so", "libtorch_cpu.so", "libc10.so", "libtorch.dylib", "libtorch_cpu.dylib", "libc10.dylib"}
-# Of Linux; everything else would have to come with the wheel. No libgomp: the OpenMP runtime is the one torch brings.
+# Linux's own libraries; all others would have to be in the wheel. No libgomp: the OpenMP runtime is torch's.
 SYSTEM = re.compile(r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)\.so\.\d|ld-linux.*|/usr/lib/.*|/System/Library/.*")
 
 
 def record_row(name: str, content: bytes) -> list[str]:
-    """What RECORD says about a file."""
+    """A file's row in RECORD."""
     digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
     return [name, f"sha256={digest}", str(len(content))]
 
 
 def manylinux(libraries: list[bytes]) -> int | None:
-    """The oldest glibc (the x of 2.x, out of LINUXES) whose systems have all that the libraries need, if any."""
+    """The oldest glibc (the x of 2.x, out of LINUXES) whose systems satisfy all libraries, if there is one."""
     needs = {"GLIBC_2": 0, "GLIBCXX_3.4": 0}
     for content in libraries:
         for name, minor in re.findall(rb"\0(GLIBC_2|GLIBCXX_3\.4)\.(\d+)", content):
@@ -48,7 +48,7 @@ def text_at(data: bytes, at: int) -> str:
 
 
 def check_elf(data: bytes, machine: str) -> Iterator[str]:
-    """Of a 64-bit little-endian library for Linux: its machine, and what it is linked to."""
+    """Check a 64-bit little-endian library for Linux: its machine and dependencies."""
     if data[:6] != b"\x7fELF\x02\x01" or struct.unpack_from("<H", data, 18)[0] != MACHINES[machine]:
         yield f"is no ELF library for {machine}"
         return
@@ -56,7 +56,7 @@ def check_elf(data: bytes, machine: str) -> Iterator[str]:
     segments = [struct.unpack_from("<2I4Q", data, start + i * size) for i in range(count)]
     dynamic = next(s for s in segments if s[0] == 2)
     entries = list(struct.iter_unpack("<2Q", data[dynamic[2] : dynamic[2] + dynamic[5]]))
-    address = next(value for tag, value in entries if tag == 5)  # DT_STRTAB, as it lies in memory
+    address = next(value for tag, value in entries if tag == 5)  # DT_STRTAB, an address in memory
     strings = next(address - s[3] + s[2] for s in segments if s[0] == 1 and s[3] <= address < s[3] + s[5])
     yield from check_linked({text_at(data, strings + value) for tag, value in entries if tag == 1})
     if any(tag in (15, 29) for tag, _ in entries):
@@ -64,7 +64,7 @@ def check_elf(data: bytes, machine: str) -> Iterator[str]:
 
 
 def check_macho(data: bytes, macos: str) -> Iterator[str]:
-    """Of a 64-bit arm64 library for macOS: the oldest system it is for, and what it is linked to."""
+    """Check a 64-bit arm64 library for macOS: its oldest system and dependencies."""
     if struct.unpack_from("<2I", data) != (0xFEEDFACF, 0x0100000C):
         yield "is no Mach-O library for arm64"
         return
@@ -102,7 +102,7 @@ class Wheel:
         self.info = f"{self.name}-{self.version}.dist-info"
 
     def problems(self, torch: str | None) -> Iterator[str]:
-        """One line for each thing that is wrong; `torch` is the minor version it must be for, if it is known."""
+        """One line for each error; `torch` is the required minor version, if it is known."""
         missing = [name for name in ("METADATA", "WHEEL", "RECORD") if f"{self.info}/{name}" not in self.files]
         if missing:
             yield f"{self.info} has no {', '.join(missing)}"
@@ -153,7 +153,7 @@ class Wheel:
                 yield f"RECORD is wrong about {name}"
 
     def contents(self, cpu_isas: set[str]) -> Iterator[str]:
-        """The checkout's modules, this platform's libraries, and nothing else."""
+        """The wheel must contain the checkout's modules, this platform's libraries, and nothing else."""
         modules = [p for p in (ROOT / PACKAGE).rglob("*") if p.suffix == ".py" or p.name == "py.typed"]
         wanted = {str(PurePosixPath(p.relative_to(ROOT))) for p in modules}
         wanted |= {f"{PACKAGE}/{library}.so" for library in {"_C", *(f"_cpu_{isa}" for isa in cpu_isas)}}

@@ -1,18 +1,19 @@
-"""Apple's own compilers over every shader: `make shaders`, on a Mac with Xcode and its Metal toolchain. No GPU needed.
+"""Runs Apple's own compilers on every shader: `make shaders`, on a Mac with Xcode and its Metal toolchain. It needs no
+GPU.
 
-    python tools/compile_shaders.py                            # everything that csrc/mps/launch.mm can ask Metal for
+    python tools/compile_shaders.py                            # everything that csrc/mps/launch.mm can compile
     python tools/compile_shaders.py --only "linear.*=affine4"  # the libraries whose name matches
     python tools/compile_shaders.py --versions 3.2 --archs g13s --stages native
 
-Its list is the extension's own list of kernels. Any of these can fail:
+Its list is the extension's own list of kernels. Each of these stages can fail:
 
-    offline  each library as each version of Metal, by `metal`; a warning is an error
-    native   each of its kernels for each GPU generation, by `metal-tt`, for as many threads as are launched: it must
-             build, and the size of its code, its registers and what it spills are told, in a GitHub job's summary too
-    runtime  newLibraryWithSource: of this macOS, as the extension calls it; pipelines too where there is an Apple GPU
+    offline  each library in each version of Metal, by `metal`; a warning is an error
+    native   each of its kernels for each GPU generation, by `metal-tt`, with the launched number of threads: it must
+             build. Code size, registers and spills are printed, also in a GitHub job's summary
+    runtime  newLibraryWithSource: of this macOS, as the extension calls it; also pipelines if there is an Apple GPU
 
-Before each, planted faults must be refused: an error, a warning, a kernel that is not there. Tests run all of this with
-a stand-in for `xcrun` (tests/tools/stand_in_metal.py), which knows what our own checks know.
+Before each stage, planted faults must be rejected: an error, a warning, a missing kernel. The tests run all of this
+with a stand-in for `xcrun` (tests/tools/stand_in_metal.py), which uses our own checks.
 """
 
 import argparse
@@ -34,11 +35,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "shaders"), str(ROOT / "tests")]
 from embed import FOLDER, shader_text  # noqa: E402
 
-#: A version of Metal, and the first macOS that has it. This Mac's own must be known to its compiler.
+#: A version of Metal, and the first macOS that has it. The compiler must know this Mac's own version.
 VERSIONS = {"3.1": 14, "3.2": 15, "4.0": 26, "4.1": 27}
-#: The oldest toolchain that is used knows the GPUs from M1 to M4; newer ones are asked for too.
+#: The oldest supported toolchain knows the GPUs from M1 to M4; newer ones are tried too.
 GENERATIONS, REQUIRED = range(13, 22), range(13, 17)
-#: As launch.mm asks for maths. Headers' constants stand in the flattened text, where clang misses their use.
+#: The maths options of launch.mm. Constants of headers are in the flattened text, where clang cannot see their use.
 FLAGS = ["-fmetal-math-mode=safe", "-fmetal-math-fp32-functions=precise", "-Wall", "-Wextra", "-Werror"]
 FLAGS += ["-Wno-unused-const-variable"]
 START = "#include <metal_stdlib>\nusing namespace metal;\n"
@@ -65,12 +66,12 @@ class Library:
 class Kernel:
     place: int  # in the extension's list
     name: str
-    threads: int  # of a threadgroup
+    threads: int  # per threadgroup
 
 
 @dataclass
 class Work:
-    """A library, and what became of it. A shader need not have each kernel that the list has room for."""
+    """A library and its results. A shader need not have every kernel that is listed for the library."""
 
     library: Library
     listed: list[Kernel]
@@ -98,7 +99,7 @@ def extension_ops() -> object:
 
 
 def listed(lines: Iterable[str], only: str) -> list[Work]:
-    """The libraries whose name matches, each with the kernels that the extension may ask it for."""
+    """The libraries whose name matches, each with the kernels that the extension may load from it."""
     found: dict[Library, list[Kernel]] = {}
     for place, line in enumerate(lines):
         threads, name, shader, *macros = line.split()
@@ -107,7 +108,7 @@ def listed(lines: Iterable[str], only: str) -> list[Work]:
 
 
 def never_asked(works: list[Work]) -> Iterator[str]:
-    """Families of kernels that the extension lists and no library of dense weights holds, in any dtype."""
+    """Families of kernels that the extension lists, but that no library of dense weights contains in any dtype."""
     held = {family(kernel.name) for work in works for kernel in work.kernels}
     dense = [work for work in works if not any("FORMAT" in macro for macro in work.library.macros)]
     for work in dense:
@@ -131,7 +132,7 @@ def kernel_names(text: str) -> set[str]:
 
 
 class Toolchain:
-    """`metal` and `metal-tt`, as xcrun finds them."""
+    """`metal` and `metal-tt`, found by xcrun."""
 
     def __init__(self, xcrun: str, folder: Path):
         self.xcrun, self.folder = xcrun, folder
@@ -148,7 +149,7 @@ class Toolchain:
         return done.stdout.strip()
 
     def run(self, tool: str, *arguments: str | Path) -> str:
-        """What it prints; what it says instead where it fails, or warns."""
+        """Returns its output; raises with its messages if it fails or warns."""
         command = [self.paths[tool], *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, env=self.environment)
         if done.returncode:
@@ -169,14 +170,14 @@ class Toolchain:
         return target
 
     def names(self, source: Path, version: str, macros: Iterable[str]) -> set[str]:
-        """The kernels in a source, by what its own macros make of it."""
+        """The kernels in a source after preprocessing."""
         text = re.sub(r"^#include <.*$", "", source.read_text(), flags=re.MULTILINE)
         bare = self.folder / f"{source.stem}.bare.metal"
         bare.write_text(text)
         return kernel_names(self.run("metal", f"-std=metal{version}", "-E", "-P", *map("-D{}".format, macros), bare))
 
     def translate(self, library: Path, kernel: str, threads: int, arch: str) -> gpu_binary.Figures:
-        """One kernel alone: its figures carry no name."""
+        """A kernel compiled alone, because figures have no names."""
         pipeline = {"compute_function": kernel, "max_total_threads_per_threadgroup": threads}
         pipeline["threadgroup_size_is_multiple_of_thread_execution_width"] = True
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
@@ -187,7 +188,7 @@ class Toolchain:
 
 
 def known_versions(tools: Toolchain, asked: list[str]) -> list[str]:
-    """Those that this compiler knows. It must know that of its own macOS, and of every older one."""
+    """The versions that this compiler knows. It must know that of its own macOS and all older ones."""
     from torch_moe_metal import macos
 
     own, known = float(macos.version() or 15), []
@@ -204,7 +205,7 @@ def known_versions(tools: Toolchain, asked: list[str]) -> list[str]:
 
 
 def refused(what: str, call: Callable[[], object]) -> None:
-    """A planted fault, which must not pass."""
+    """A planted fault, which must be rejected."""
     try:
         call()
     except RuntimeError:
@@ -232,8 +233,8 @@ def compile_versions(tools: Toolchain, work: Work, source: Path, versions: list[
         try:
             names = tools.names(source, version, work.library.macros)
             if unlisted := names - {kernel.name for kernel in work.listed}:
-                work.fail(f"Metal {version}", f"it holds {', '.join(sorted(unlisted))}, which nobody can ask for")
-            if not names:  # a part that has nothing for this dtype or format
+                work.fail(f"Metal {version}", f"it holds {', '.join(sorted(unlisted))}, which is never requested")
+            if not names:  # a part without code for this dtype or format
                 continue
             work.newest = tools.compile(source, version, target, work.library.macros)
             work.kernels |= {kernel for kernel in work.listed if kernel.name in names}
@@ -245,7 +246,7 @@ def compile_versions(tools: Toolchain, work: Work, source: Path, versions: list[
 
 
 def known_archs(tools: Toolchain, library: Path, asked: list[str]) -> list[str]:
-    """Of each generation the larger chips, or the smallest, as this toolchain knows them."""
+    """The larger chips of each generation, or the smallest, as far as this toolchain knows them."""
     known = []
     for generation in GENERATIONS:
         names = [f"g{generation}{size}" for size in "sg"]
@@ -263,7 +264,7 @@ def known_archs(tools: Toolchain, library: Path, asked: list[str]) -> list[str]:
 
 
 def native(tools: Toolchain, works: list[Work], version: str, archs: list[str], pool: ThreadPoolExecutor) -> list[str]:
-    """-> the lines of a table"""
+    """Returns the lines of a table."""
     floats = {count: [f"x[{i} * 32 + int(x[0])]" for i in range(count)] for count in (8, 40)}
     kernels = [START, KERNEL.format(name="planted", body="  x[0] = 1;\n")]
     kernels += [held(f"holds_{count}", values) for count, values in floats.items()]
@@ -279,12 +280,14 @@ def native(tools: Toolchain, works: list[Work], version: str, archs: list[str], 
     for shader, arch in sorted({(shader, arch) for shader, arch, _ in found}):
         rows.append(row(shader, arch, [figures for *key, figures in found if key == [shader, arch]], readable))
     if not readable:
-        rows.append(f"\nRegisters are not told: 8 numbers in {few.registers} and 40 in {many.registers} make no sense.")
+        rows.append(
+            f"\nRegisters are omitted: 8 numbers in {few.registers} and 40 in {many.registers} are implausible."
+        )
     return rows
 
 
 def held(name: str, values: list[str]) -> str:
-    """A kernel that holds so many numbers at once."""
+    """A kernel that holds so many values at once."""
     count = len(values)
     body = "".join(f"  float v{i} = {value};\n" for i, value in enumerate(values))
     body += "".join(f"  v{i} = fma(v{i}, v{(i + 5) % count}, v{(i + 7) % count});\n" for i in range(count)) * 2
@@ -310,7 +313,7 @@ def row(shader: str, arch: str, figures: list[gpu_binary.Figures], readable: boo
 
 
 def runtime(ops: object, works: list[Work], pool: ThreadPoolExecutor) -> str:
-    """-> what was compiled"""
+    """Returns what was compiled."""
     some = next(kernel for work in works for kernel in work.kernels)
     refused("an error at run time", lambda: ops._compile(some.place, PLANTED["an error"]))
     made: Counter[str] = Counter()
@@ -342,7 +345,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="a regular expression of libraries")
     parser.add_argument("--versions", nargs="+", choices=VERSIONS, default=[*VERSIONS])
     parser.add_argument("--archs", nargs="+", default=[], help="such as g13s; one of each generation if not given")
-    parser.add_argument("--stages", nargs="*", choices=STAGES, default=STAGES, help="beside offline")
+    parser.add_argument("--stages", nargs="*", choices=STAGES, default=STAGES, help="in addition to offline")
     parser.add_argument("--xcrun", default="xcrun", help="which finds Apple's tools")
     return parser.parse_args(argv)
 

@@ -4,12 +4,12 @@
     python tools/cross.py 2.13.0          # one of them
     MACOS_SDK=dir python tools/cross.py   # Apple's own headers instead of the simulator's
 
-What setup.py would build on a Mac is built with the `ziglang` package: every csrc/**/*.cpp and csrc/mps/*.mm, with the
-wheel's headers. It fails when anything does not compile without warnings, when the extension needs a torch symbol that
-the wheel's libraries do not export, or a system symbol that neither libSystem has nor torch itself needs, or when a CPU
-library would run on one thread: without OpenMP, or with an OpenMP that torch does not load. A planted symbol that no
-torch has must be caught in the same run. By-product: a wheel per version in dist/cross. It does not run the result:
-that takes a Mac.
+The `ziglang` package builds what setup.py would build on a Mac: every csrc/**/*.cpp and csrc/mps/*.mm, with the wheel's
+headers. It fails if anything does not compile without warnings, if the extension needs a torch symbol that the wheel's
+libraries do not export, or a system symbol that is neither in libSystem nor needed by torch itself, or if a CPU library
+would run on one thread: without OpenMP, or with an OpenMP that torch does not load. A planted symbol that no torch has
+must be detected in the same run. By-product: a wheel per version in dist/cross. The result cannot run here, only on a
+Mac.
 """
 
 import argparse
@@ -42,12 +42,12 @@ ZIG_VERSION = "0.17.0"
 CACHE = ROOT / "build" / "cross"
 TARGET = "aarch64-macos.14.0"
 TORCH_LIBRARIES = ["libtorch_cpu.dylib", "libc10.dylib"]
-OPENMP = "libomp.dylib"  # which torch brings, and our libraries are not linked to: see setup.py
-PARALLEL = "___kmpc_fork_call"  # how a loop of OpenMP begins: a CPU library without it would run on one thread
+OPENMP = "libomp.dylib"  # part of torch, and not linked to our libraries: see setup.py
+PARALLEL = "___kmpc_fork_call"  # the start of an OpenMP loop: without it a CPU library would run on one thread
 
 # System symbols that our code may need although torch's libraries do not: classes of Foundation and Metal; the sized
-# and aligned forms of delete, in libc++ since macOS 10.12; and ostringstream's tables, there since macOS 12, which only
-# a torch built for macOS 11 (2.10) does not need.
+# and aligned forms of delete, in libc++ since macOS 10.12; and ostringstream's tables, available since macOS 12, which
+# only a torch built for macOS 11 (2.10) does not need.
 SYSTEM_SYMBOLS = {
     *(f"_OBJC_CLASS_$_{name}" for name in ("MTLCompileOptions", "MTLComputePipelineDescriptor")),
     *(f"_OBJC_CLASS_$_{name}" for name in ("NSString", "NSAutoreleasePool")),
@@ -71,7 +71,7 @@ def say(text: str) -> None:
 
 def pip(*arguments: str | Path) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
-    # This machine's own constraints are about what is installed here, and the versions here are for another platform.
+    # This machine's own constraints are for its installed packages; these versions are for another platform.
     if subprocess.run(command, env=os.environ | {"PIP_CONSTRAINT": os.devnull}).returncode:
         raise CrossError(f"pip failed: {' '.join(command)}")
 
@@ -85,12 +85,12 @@ def zig() -> str:
 
 
 def fetch_torch(version: str) -> Path:
-    """The headers and libraries out of the macOS wheel of that version."""
+    """The headers and libraries in the macOS wheel of that version."""
     folder = CACHE / f"torch-{version}"
     wanted = [*TORCH_LIBRARIES, OPENMP]
     if all((folder / "lib" / name).exists() for name in wanted):
         return folder
-    shutil.rmtree(folder, ignore_errors=True)  # of an older version of this file
+    shutil.rmtree(folder, ignore_errors=True)  # left by an older version of this file
     say(f"Fetching torch {version} for macOS (80 to 140 MB)")
     platforms = [f"--platform=macosx_{tag}_arm64" for tag in ("14_0", "11_0")]
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
@@ -104,7 +104,7 @@ def fetch_torch(version: str) -> Path:
 
 
 def mac_extensions() -> list[CppExtension]:
-    """What setup.py builds on an Apple Silicon Mac: its own answer, so that the two cannot differ."""
+    """The extensions that setup.py builds on an Apple Silicon Mac, from setup.py itself, so that they cannot differ."""
     taken = {}
     with (
         mock.patch.object(sys, "platform", "darwin"),
@@ -119,8 +119,7 @@ def mac_extensions() -> list[CppExtension]:
 
 
 def sdk_flags(sdk: Path) -> list[str]:
-    """Apple's own headers. zig's C headers stand before theirs and speak of another macOS, so we say which one these
-    are for."""
+    """Apple's own headers. zig's C headers come before them and are for another macOS, so this sets the version."""
     versions = {"MAX_ALLOWED": json.loads((sdk / "SDKSettings.json").read_text())["Version"]}
     versions["MIN_REQUIRED"] = TARGET.partition("macos.")[2]
     parts = {name: [int(part) for part in version.split(".")] for name, version in versions.items()}
@@ -138,7 +137,7 @@ def compile_flags(torch: Path) -> list[str]:
 
 
 def ours(extension: CppExtension) -> list[str]:
-    """The extension's include folders and flags, without what belongs to the torch that is installed here."""
+    """The extension's include folders and flags, without those of the torch installed here."""
     includes = [f"-I{folder}" for folder in extension.include_dirs if "/torch/include" not in folder]
     macros = [f"-D{name}={value}" for name, value in extension.define_macros]
     return includes + macros + extension.extra_compile_args
@@ -146,7 +145,7 @@ def ours(extension: CppExtension) -> list[str]:
 
 def ninja_file(compiler: str, torch: Path, extensions: list[CppExtension]) -> str:
     libraries = " ".join(str(torch / "lib" / name) for name in TORCH_LIBRARIES)
-    # zig c++ would link its own libc++ statically, whose exceptions torch could not catch. So zig cc links.
+    # zig c++ would link its own libc++ statically, and torch could not catch its exceptions. So zig cc links.
     link = f"{compiler} cc -target {TARGET} -shared $in -o $out {libraries} -Wl,-undefined,dynamic_lookup"
     link += " -Wl,-rpath,@loader_path/../torch/lib -Wl,-headerpad_max_install_names"
     compile_ = f"{compiler} c++ {' '.join(compile_flags(torch))} $flags -MMD -MF $out.d -c $in -o $out"
@@ -182,7 +181,7 @@ def build(version: str, torch: Path, extensions: list[CppExtension]) -> dict[str
 
 @dataclass
 class MachO:
-    """The symbols of one 64-bit Mach-O library."""
+    """The symbols of a 64-bit Mach-O library."""
 
     exports: set[str]
     imports: set[str]
@@ -218,7 +217,7 @@ def undefined_symbols(data: bytes, symbols: int, count: int, strings: int, _: in
 
 
 def trie_names(data: bytes, start: int, size: int) -> set[str]:
-    """All names in an export trie: each node holds a terminal part, then edges of a text and the child's offset."""
+    """All names in an export trie: each node has a terminal part, then edges with a text and the child's offset."""
     trie, names, todo = data[start : start + size], set(), [(0, b"")]
     while todo:
         node, prefix = todo.pop()
@@ -293,7 +292,7 @@ def check(version: str, built: dict[str, Path], torch: Path) -> None:
 
 
 def write_wheel(version: str, built: dict[str, Path]) -> Path:
-    """The package with the macOS libraries, as pip on a Mac would have built it."""
+    """The package with the macOS libraries, as pip on a Mac would build it."""
     minor = ".".join(version.split(".")[:2])
     folder = ROOT / "dist" / "cross" / f"torch-{minor}"
     shutil.rmtree(folder, ignore_errors=True)  # an older version's wheel
@@ -326,7 +325,7 @@ build_meta.prepare_metadata_for_build_wheel(sys.argv.pop())
 
 
 def package_metadata(version: str) -> dict[str, bytes]:
-    """The dist-info folder that setup.py makes beside that torch."""
+    """The dist-info folder that setup.py makes for that torch."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-c", METADATA, scratch, version]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

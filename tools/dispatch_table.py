@@ -1,17 +1,17 @@
-"""What decoding asks of the host and of the GPU's queue: `python tools/dispatch_table.py --json` prints the figures
-that BENCHMARKS.md has in a table; without --json they are easier to read.
+"""Counts host and GPU work of decoding: `python tools/dispatch_table.py --json` prints the figures of the tables in
+BENCHMARKS.md; without --json the output is easier to read.
 
-All on the simulated mps device, where kernels are counted. First a token of a model: the ops that reach the device, in
-transformers as it is and in ours. Then the same of one layer of each family whose attention is fused. Then each op of
-ours for one token of a Qwen3-30B-A3B block in bfloat16, and those that take packed weights with such: dispatches, the
-bytes bound to them, and the host's time per call beside torch.add's on the same device, where no kernel runs. Commits,
-by which an op hands to the GPU what has come together, come after so many calls, and are averaged over some.
+It runs on the simulated mps device, where kernels are counted. First, one token of a model: the ops that reach the
+device, in stock transformers and patched. Then the same for one layer of each family whose attention is fused. Then
+each op for one token of a Qwen3-30B-A3B block in bfloat16, with dense and packed weights: dispatches, bytes bound to
+them, and host time per call, next to that of torch.add on the same device, where no kernel runs. Commits, which submit
+encoded work to the GPU, happen after several calls, so they are averaged.
 
     python tools/dispatch_table.py --costs --model qwen3-30b-a3b --tokens 32,512
 
-prints instead what the kernels of `experts` do, counted by the simulator: bytes, matrix operations, barriers. That is a
-proxy for what they cost a GPU, and no time. Of a dispatch of many threadgroups a sample runs. Takes minutes; --before
-FILE sets an older --json beside it.
+prints instead the work of the kernels of `experts`, counted by the simulator: bytes, matrix operations, barriers. This
+is a proxy for GPU time, not a time. For dispatches with many threadgroups only a sample runs. Takes minutes; --before
+FILE adds the figures of an older --json.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from tiny_models import tiny_model, tokens
 from torch_moe_metal import arguments, packing
 from torch_moe_metal.arguments import ARGUMENTS, scale_names
 from torch_moe_metal.bench import whole_model
-from torch_moe_metal.bench.calls import OPS, Call, Noise
+from torch_moe_metal.bench.calls import OPS, Call, RandomTensors
 from torch_moe_metal.bench.measure import machine
 from torch_moe_metal.models import DEFAULT, MODELS
 
 CALLS = 200
-STEPS = 16  # that commits are averaged over
+STEPS = 16  # number of steps over which commits are averaged
 
 
 # ------------------------------------------------------------------------------------------------ a token of a model
@@ -52,11 +52,11 @@ STEPS = 16  # that commits are averaged over
 
 @dataclass(frozen=True)
 class Load:
-    """What some computation asks of the device."""
+    """The work of a computation on the device."""
 
-    ops: int  # views and allocations left out, which only the host sees
-    ours: int  # among them
-    dispatches: int  # that ours encode; 0 where nothing counts them
+    ops: int  # without views and allocations, which only run on the host
+    ours: int  # those of them that are ours
+    dispatches: int  # encoded by ours; 0 if they are not counted
     waits: list[str]  # ops that made the host wait for the device
     commits: float  # by ours, on average
 
@@ -79,14 +79,14 @@ def load_of(function: Callable[[], object], simulated: bool) -> Load:
 
 
 def qwen3(device: str, layers: int) -> torch.nn.Module:
-    """Qwen3-30B-A3B's layers, narrower: counts do not depend on widths, as long as the router is large enough to be
-    split over two dispatches, as the real one is."""
+    """Qwen3-30B-A3B's layers with smaller sizes: counts do not depend on them, if the router is large enough to be
+    split over two dispatches like the real one."""
     sizes = {"hidden_size": 640, "moe_intermediate_size": 16, "num_experts": 128, "num_experts_per_tok": 8}
     return tiny_model("qwen3_moe", device, num_hidden_layers=layers, **sizes).bfloat16()
 
 
 def decoding(layers: int, device: str, simulated: bool) -> dict[str, tuple[Load, Load]]:
-    """One decoding step of the whole model, and one token through a MoE block alone, in every way there is."""
+    """One decoding step of the whole model, and one token through a MoE block, with every implementation."""
     model, table = qwen3(device, layers), {}
     prompt, token = tokens(1, 8, device=device), tokens(1, 1, device=device)
     x = torch.ones(1, 1, model.config.hidden_size, dtype=torch.bfloat16, device=device)
@@ -112,12 +112,12 @@ def decoding_rows(layers: int) -> dict[str, dict[str, int]]:
     }
 
 
-#: Families whose layers are counted; the first of DeepSeek-V3's and GLM-4's are dense.
+#: Families whose layers are counted; the first layers of DeepSeek-V3's and GLM-4's are dense.
 LAYERS = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "minimax_m2", "qwen2_moe", "glm4_moe", "deepseek_v3")
 
 
 def load_of_a_layer(family: str, device: str, simulated: bool, patched: bool) -> Load:
-    """What the fourth layer of a model adds to one decoded token."""
+    """The work that the fourth layer of a model adds for one decoded token."""
     loads = []
     for layers in (3, 4):
         model = tiny_model(family, device, num_hidden_layers=layers).bfloat16()
@@ -126,7 +126,7 @@ def load_of_a_layer(family: str, device: str, simulated: bool, patched: bool) ->
         with torch.no_grad():
             cache = model(tokens(1, 8, device=device), use_cache=True).past_key_values
             token = tokens(1, 1, device=device)
-            model(token, past_key_values=cache)  # which gives the cache room for more
+            model(token, past_key_values=cache)  # grows the cache
             loads.append(load_of(partial(model, token, past_key_values=cache), simulated))
     three, four = loads
     more = (getattr(four, name) - getattr(three, name) for name in ("ops", "ours", "dispatches"))
@@ -145,7 +145,7 @@ def layer_rows() -> dict[str, dict[str, int]]:
 
 
 def host_microseconds(functions: dict[str, Callable]) -> dict[str, float]:
-    """The median time of a call; all take turns, so that what slows the machine slows them alike."""
+    """The median time of a call. All calls take turns, so that a slow phase of the machine affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(9):
         for name, function in functions.items():
@@ -157,13 +157,13 @@ def host_microseconds(functions: dict[str, Callable]) -> dict[str, float]:
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-#: What packed weights are measured in: format, bits, and columns that share a scale.
+#: The measured formats of packed weights: format, bits, group size.
 PACKED = (("affine", 4, 64), ("mxfp4", 4, packing.MXFP4_GROUP), ("fp8", 8, packing.FP8_BLOCK))
 PREFILL = 512  # tokens
 
 
 def empty_arguments(call: Call, format: str, bits: int, group: int) -> dict[str, torch.Tensor]:
-    """The call's arguments, with nothing in them, and its weights in a format."""
+    """The call's uninitialised arguments, with weights in a format."""
     found = {}
     for name, letters in call.shapes.items():
         parts = {"data": (call.size(letters), call.dtype_of(name))}
@@ -183,7 +183,7 @@ def function_of(
     model: str = DEFAULT,
     **given: torch.Tensor,
 ) -> Callable:
-    """Arguments that are not given hold nothing."""
+    """Arguments that are not given are uninitialised."""
     sizes = MODELS[model]
     call = Call(op, model, sizes if format == "dense" else sizes.packed, T)
     options = call.options | arguments.options(op, {"format": format, "bits": bits})
@@ -192,7 +192,7 @@ def function_of(
 
 
 def packed_functions() -> dict[str, Callable]:
-    """The ops that take packed weights, in each of their formats; `experts` also for many tokens."""
+    """The ops with packed weights in each of their formats; `experts` also for many tokens."""
     functions = {}
     for format, bits, group in PACKED:
         for op in filter(arguments.takes_formats, ARGUMENTS):
@@ -232,18 +232,18 @@ def op_rows() -> dict[str, dict[str, float]]:
 
 # ------------------------------------------------------------------------------------------------ what kernels do
 
-#: Models, formats of their weights, and tokens of one call: decoding, then prefill.
+#: Models, formats of their weights, and tokens of a call: decoding, then prefill.
 COSTED = {"qwen3-30b-a3b": ("dense",), "mixtral-8x7b": ("dense",), "gpt-oss-20b": ("dense", "mxfp4")}
 TOKENS = (1, 32, 128, 512, 4096)
-#: Threadgroups of a dispatch that run. More than there are experts: what sorts the slots must run whole.
+#: Threadgroups of a dispatch that run. More than there are experts: the kernel that sorts slots must run completely.
 SAMPLE = 256
 MATRIX = 8 * 8 * 8  # multiply-adds of one matrix multiplication
 
 
 def costs_row(model: str, format: str, T: int, sample: int) -> dict:
-    """What `experts` does with weights that hold nothing: costs depend on the ids alone, which are random."""
+    """`experts` with uninitialised weights: costs depend only on the ids, which are random."""
     m = MODELS[model]
-    ids = Noise("cpu", torch.float32).chosen(T, m.E, m.K).to("mps")
+    ids = RandomTensors("cpu", torch.float32).sample_ids(T, m.E, m.K).to("mps")
     with metal_sim.host_only():  # so that weights take no memory
         function = function_of("experts", T, format, group=packing.MXFP4_GROUP, model=model, ids=ids)
     with metal_sim.record(costs=True, sample=sample) as record:
@@ -305,7 +305,7 @@ def dispatches_found(options: argparse.Namespace) -> dict:
     }
 
 
-@torch.no_grad()  # as generate() does
+@torch.no_grad()  # as in generate()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -314,7 +314,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=COSTED, help="for --costs; more than once for more")
     parser.add_argument("--tokens", type=lambda text: [int(T) for T in text.split(",")], default=list(TOKENS))
     parser.add_argument("--sample", type=int, default=SAMPLE, help="threadgroups of a dispatch that run (--costs)")
-    parser.add_argument("--before", type=Path, help="what --costs --json printed once, to be set beside it")
+    parser.add_argument("--before", type=Path, help="an older output of --costs --json, for comparison")
     options = parser.parse_args()
     simulated.load()
     about = {**machine(), "torch": torch.__version__, "device": "simulated mps"}

@@ -1,10 +1,10 @@
-"""What a native Apple GPU binary says of its one kernel: the size of its code, its registers, what it spills.
+"""Reads the code size, registers and spills of a kernel from a native Apple GPU binary.
 
-`metal-tt` writes a Mach-O file whose section __compute holds another one for each kernel, with its code in the section
-__TEXT,__text and a FlatBuffer without a published schema in the segment __GPU_METADATA. In the table that the root's
-first field points to, field 0 is the number of registers of a thread and field 14 the bytes that a thread spills.
-Several projects found these by kernels that hold known numbers of values; compile_shaders.py looks whether they still
-hold.
+`metal-tt` writes a Mach-O file whose section __compute contains another one for each kernel, with its code in the
+section __TEXT,__text and a FlatBuffer without a published schema in the segment __GPU_METADATA. In the table that the
+root's first field points to, field 0 is the number of registers of a thread and field 14 the bytes that a thread
+spills. Several projects found these fields with kernels that hold known numbers of values; compile_shaders.py checks
+that they are still valid.
 """
 
 import struct
@@ -23,7 +23,7 @@ class BinaryError(RuntimeError):
 class Figures:
     code: int  # bytes
     registers: int
-    spilled: int  # bytes of a thread
+    spilled: int  # bytes per thread
 
 
 def sections(data: bytes) -> dict[tuple[str, str], bytes]:
@@ -45,7 +45,7 @@ def sections(data: bytes) -> dict[tuple[str, str], bytes]:
 
 
 def field(data: bytes, table: int, index: int) -> int | None:
-    """Where a field of a FlatBuffer's table lies; None if it is left out."""
+    """The position of a field in a FlatBuffer's table; None if it is absent."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     (size,) = struct.unpack_from("<H", data, vtable)
     if 4 + 2 * index >= size:

@@ -1,9 +1,9 @@
-"""Says whether PyTorch can really compute on this machine's Apple GPU: `python tools/mps.py [--needed]`.
+"""Checks whether PyTorch can compute on this machine's Apple GPU: `python tools/mps.py [--needed]`.
 
-A virtual Mac has a virtual GPU, which PyTorch calls available although the first allocation on it may fail, and which
-lacks what our kernels need (check_device in csrc/mps/launch.mm). So this asks for its name and for a sum. With
-`--needed` it fails when there is no such device. In a GitHub job it also writes the answer where the next steps
-(`mps=true` or `mps=false`) and people (the job's summary) read it.
+A virtual Mac has a virtual GPU. PyTorch reports it as available, but the first allocation on it may fail, and it lacks
+features that our kernels need (check_device in csrc/mps/launch.mm). So this checks the GPU's name and computes a sum.
+With `--needed` it fails if there is no usable device. In a GitHub job it also writes the result for the next steps
+(`mps=true` or `mps=false`) and into the job's summary.
 """
 
 import os
@@ -19,7 +19,7 @@ MACOS = runpy.run_path(str(Path(__file__).resolve().parents[1] / "torch_moe_meta
 
 
 def why_not() -> str | None:
-    """None when the device computes, else what is wrong."""
+    """None if the device computes, else the error."""
     if not torch.backends.mps.is_available():
         return "PyTorch finds no usable Apple GPU"
     if "Paravirtual" in (name := torch.backends.mps.get_name()):
@@ -40,7 +40,7 @@ def machine() -> str:
 
 
 def append(variable: str, text: str) -> None:
-    """To the file that GitHub names there, if this is a GitHub job."""
+    """Append to a file named by GitHub, if this is a GitHub job."""
     if path := os.environ.get(variable):
         with open(path, "a") as file:
             file.write(text + "\n")
@@ -50,11 +50,11 @@ def main() -> int:
     problem = why_not()
     append("GITHUB_OUTPUT", f"mps={'false' if problem else 'true'}")
     if problem:
-        told = f"## NOT RUN ON mps: CPU only\n{machine()}: {problem}. **No Metal kernel ran here.**"
+        summary = f"## NOT RUN ON mps: CPU only\n{machine()}: {problem}. **No Metal kernel ran here.**"
     else:
-        told = f"## mps is there and computes\n{machine()}"
-    append("GITHUB_STEP_SUMMARY", told)
-    print(told)
+        summary = f"## mps is there and computes\n{machine()}"
+    append("GITHUB_STEP_SUMMARY", summary)
+    print(summary)
     return int(problem is not None and "--needed" in sys.argv[1:])
 
 

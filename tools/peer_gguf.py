@@ -1,16 +1,16 @@
 """GGUF files of llama.cpp's own converter, loaded packed: `python tools/peer_gguf.py CHECKOUT`.
 
 CHECKOUT is a folder with llama.cpp's sources: `git clone --depth 1 https://github.com/ggml-org/llama.cpp` makes one.
-Its convert_hf_to_gguf.py turns a tiny random model of every architecture, with values that are no defaults, into a file
-in float32; llama-cpp-python, where it is installed, quantises that, and without it the converter writes f16, bf16 and
-q8_0 itself. Each file is loaded with `from_pretrained(folder, gguf_file=...)` and `import torch_moe_metal`, and its
-logits are held against those of the same model, dense, with the numbers that the `gguf` package's dequantize finds in
-the file, and against those of llama.cpp, where llama-cpp-python is installed. A row per file; the exit status is 1 if
-one of them fails.
+Its convert_hf_to_gguf.py converts a tiny random model of every architecture, whose configuration differs from the
+defaults, to a file in float32. llama-cpp-python quantises that, if it is installed; without it the converter itself
+writes f16, bf16 and q8_0. Each file is loaded with `from_pretrained(folder, gguf_file=...)` and `import
+torch_moe_metal`. Its logits are compared with those of the same model, dense, with the values that the `gguf` package
+dequantises from the file, and with those of llama.cpp, if llama-cpp-python is installed. The table has a row per file;
+the exit status is 1 if one of them fails.
 
-The errors are those of the logits beside the largest one. llama.cpp rounds activations to 8 bits where weights are
-quantised, which now and then chooses another expert: of those files the middle token's error counts, and how many
-tokens' best next one is the same.
+Errors are relative to the largest logit. llama.cpp rounds activations to 8 bits if weights are quantised, which
+sometimes selects another expert: for those files the error is that of the middle token, and the number of tokens with
+the same best next token must be large enough.
 """
 
 import argparse
@@ -30,24 +30,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 TOKENS = 24
-#: Of the largest logit: float32 files, and all others, whose products are summed in another order than the dense
-#: model's.
+#: Relative to the largest logit: float32 files, and all others, whose products are summed in another order than those
+#: of the dense model.
 DENSE_TOLERANCE, PACKED_TOLERANCE = 1e-4, 2e-3
-#: Against llama.cpp. In float32 the largest error of any token was 2e-5, but for the GELU of gemma4, which it looks up
-#: in a table in float16: 1.3e-4. With activations of 8 bits the middle token's was at most 0.09, and at least 17 tokens
-#: of 24 agreed; q and k in a wrong order, or gate and up exchanged in one layer, leave 0.38 and more, and at most 10.
+#: Tolerances against llama.cpp. In float32 the largest error of any token was 2e-5, except for the GELU of gemma4,
+#: which llama.cpp looks up in a float16 table: 1.3e-4. With activations of 8 bits the middle token's was at most 0.09,
+#: and at least 17 tokens of 24 agreed. With q and k in a wrong order, or gate and up exchanged in one layer, the error
+#: is at least 0.38, and at most 10 agree.
 F32_TOLERANCE, GELU_TOLERANCE, INT8_TOLERANCE, INT8_AGREEING = 1e-4, 1e-3, 0.15, 0.6
-#: What llama.cpp computes otherwise than transformers, and these are right: values with which both are the same, or
-#: why llama.cpp is not asked.
+#: Correct differences between llama.cpp and transformers: values for which both are equal, or the reason why llama.cpp
+#: is not compared.
 LLAMA_CPP_DIFFERS: dict[str, dict | str] = {
-    "gpt-oss": {"truncate": True},  # where YaRN begins and ends is always rounded to whole pairs
+    "gpt-oss": {"truncate": True},  # llama.cpp always rounds the ends of YaRN's range to whole pairs
     "deepseek2-v2-groups": "it adds the two best experts of a group, where DeepSeek-V2 takes the best one",
     "deepseek2-lite": "it knows models without q_lora_rank by their 27 layers",
 }
-#: Whose experts become dense: no experts class of transformers' interface has them.
+#: Architectures whose experts become dense, because no experts class of transformers' interface has them.
 DENSE_EXPERTS = ("llama4", "llama4-scout")
-WRITTEN = ("f32", "f16", "bf16", "q8_0")  # by the converter itself
-#: llama.cpp's names of mixtures, as its llama-quantize has them, and their numbers in llama.h.
+WRITTEN = ("f32", "f16", "bf16", "q8_0")  # types that the converter itself writes
+#: llama.cpp's names of mixtures, as in its llama-quantize, and their numbers in llama.h.
 QUANTISED = {
     "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9, "q2_k": 10, "q3_k_s": 11, "q3_k_m": 12, "q3_k_l": 13,
     "q4_k_s": 14, "q4_k_m": 15, "q5_k_s": 16, "q5_k_m": 17, "q6_k": 18, "iq4_nl": 25, "iq4_xs": 30, "mxfp4_moe": 38,
@@ -57,14 +58,14 @@ USUAL = ("f32", "q8_0", "q4_k_m", "q3_k_m", "iq4_xs", "q4_0")
 
 
 class Failed(Exception):
-    """What went wrong with one file, in words for the table."""
+    """The error of one file, for the table."""
 
 
 # ------------------------------------------------------------------------------------------------ other processes
 
 
 def convert(checkout: str, *arguments: str) -> None:
-    """llama.cpp's converter, which knows tokenizers by a hash: it takes the tiny one for GPT-2's."""
+    """llama.cpp's converter. It knows tokenizers by a hash, and is made to accept the tiny one as GPT-2's."""
     sys.argv = [str(Path(checkout, "convert_hf_to_gguf.py")), *arguments]
     sys.path.insert(0, checkout)
     import convert_hf_to_gguf
@@ -90,7 +91,8 @@ def quantise(source: str, target: str, number: str) -> None:
 
 
 def logits(file: str, tokens: str, target: str) -> None:
-    """llama.cpp's, with keys and values in float32. -1: what the file says of YaRN, not llama-cpp-python's defaults."""
+    """llama.cpp's logits, with keys and values in float32. -1 means the file's YaRN parameters, not llama-cpp-python's
+    defaults."""
     import llama_cpp
     import numpy as np
 
@@ -106,7 +108,7 @@ STEPS = {"convert": convert, "quantise": quantise, "logits": logits}
 
 
 def in_process(step: str, *arguments: object) -> None:
-    """A step in a process of its own: llama.cpp ends the one that it is in when it does not like a file."""
+    """Runs a step in a new process, because llama.cpp ends its process if it rejects a file."""
     command = [sys.executable, __file__, "--step", step, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -114,7 +116,7 @@ def in_process(step: str, *arguments: object) -> None:
 
 
 def last_words(output: str) -> str:
-    """The line of an output that says why it ended."""
+    """The line of an output that contains the reason for its end."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     telling = [line for line in lines if "rror" in line or "GGML_ASSERT" in line]
     named = [line for line in telling if "error loading" in line or "GGML_ASSERT" in line]
@@ -135,7 +137,7 @@ def has_llama_cpp() -> bool:
 
 @dataclass
 class Row:
-    """What became of one architecture in one type."""
+    """The result of one architecture in one type."""
 
     name: str
     type: str
@@ -154,7 +156,7 @@ HEAD = f"{'architecture':20}{'type':10}{'':8}{'error':>9}  {'llama.cpp':26}{'pac
 
 
 def source_folder(name: str, folder: Path):
-    """The model, saved with a tokenizer as what the converter reads."""
+    """The model, saved with a tokenizer as the converter expects."""
     import gguf_files
 
     model = gguf_files.model(name).float()
@@ -164,7 +166,7 @@ def source_folder(name: str, folder: Path):
 
 
 def file_of(checkout: Path, folder: Path, type: str) -> Path:
-    """The converter's file in float32, or what is made of it, in a folder of its own."""
+    """The converter's file in float32, or its quantised form, in a new folder."""
     target = folder / "gguf" / f"{type}.gguf"
     target.parent.mkdir(exist_ok=True)
     if type == "f32" or not has_llama_cpp() or (type in WRITTEN and is_unread(folder.name)):
@@ -185,7 +187,7 @@ def loaded(file: Path, device: str):
     import torch
     from transformers import AutoModelForCausalLM
 
-    import torch_moe_metal  # noqa: F401  has from_pretrained keep the weights packed
+    import torch_moe_metal  # noqa: F401  makes from_pretrained keep the weights packed
 
     try:
         return AutoModelForCausalLM.from_pretrained(
@@ -222,8 +224,8 @@ def check(checkout: Path, name: str, type: str, folder: Path, device: str) -> Ro
 
 def judge(row: Row, file: Path, dense, packed, ids) -> None:
     formats = {name: formats_of(module) for name, module in packed.named_modules() if hasattr(module, "packing")}
-    told = Counter(format for those in formats.values() for format in those)
-    row.packed = ", ".join(f"{format} {count}" for format, count in sorted(told.items())) or "nothing"
+    counts = Counter(format for those in formats.values() for format in those)
+    row.packed = ", ".join(f"{format} {count}" for format, count in sorted(counts.items())) or "nothing"
     if row.name not in DENSE_EXPERTS:
         row.failures += unpacked(formats, file, packed.config.get_text_config().num_hidden_layers)
     tolerance = DENSE_TOLERANCE if row.type == "f32" else PACKED_TOLERANCE
@@ -237,7 +239,7 @@ def formats_of(module) -> list[str]:
 
 
 def unpacked(formats: dict[str, list[str]], file: Path, layers: int) -> list[str]:
-    """Layers whose experts are stored in blocks that have a reader, and are packed otherwise or not at all."""
+    """Layers whose experts are stored in blocks with a reader, but are packed differently or not at all."""
     import gguf_files
     from torch_moe_metal.formats import FORMATS
 
@@ -256,7 +258,7 @@ def unpacked(formats: dict[str, list[str]], file: Path, layers: int) -> list[str
 
 
 def of_llama_cpp(row: Row, file: Path, ids, model, want) -> None:
-    """llama.cpp's logits against the dense model's."""
+    """Compares llama.cpp's logits with those of the dense model."""
     import numpy as np
     import torch
 
@@ -265,7 +267,7 @@ def of_llama_cpp(row: Row, file: Path, ids, model, want) -> None:
     differs = LLAMA_CPP_DIFFERS.get(row.name)
     if not has_llama_cpp() or isinstance(differs, str):
         row.llama_cpp = "not asked"
-        return  # LLAMA_CPP_DIFFERS says why
+        return  # LLAMA_CPP_DIFFERS has the reason
     if differs:
         rope = model.config.rope_parameters | differs
         want = gguf_files.dense(gguf_files.model(row.name, rope_parameters=rope).float(), file)(ids).logits[0]
@@ -285,7 +287,7 @@ def of_llama_cpp(row: Row, file: Path, ids, model, want) -> None:
 
 # ------------------------------------------------------------------------------------------------ why
 
-#: Values of a configuration that no file holds and no logit depends on.
+#: Values of a configuration that no file contains and no logit depends on.
 OF_NO_MATTER = {
     "_name_or_path", "architectures", "dtype", "transformers_version", "quantization_config", "initializer_range",
     "output_router_logits", "router_aux_loss_coef", "use_cache", "attention_dropout", "pretraining_tp", "model_type",
@@ -294,7 +296,8 @@ OF_NO_MATTER = {
 
 
 def differences(dense, packed, ids) -> list[str]:
-    """Values of the configuration, dense tensors, and the first module within layers whose output is another."""
+    """Different values of the configuration, different dense tensors, and the first module inside the layers with a
+    different output."""
     ours, theirs = (model.config.get_text_config().to_dict() for model in (packed, dense))
     found = [
         f"config.{key}: expected {theirs.get(key)!r}, got {ours.get(key)!r}"
@@ -310,7 +313,7 @@ def differences(dense, packed, ids) -> list[str]:
 
 
 def different(got: dict, wanted: dict, tolerance: float) -> list[tuple[float, str]]:
-    """Those of the same shape whose largest difference, beside the largest number, is larger."""
+    """Whether tensors of the same shape differ by more than this, relative to the largest value."""
     pairs = [(name, got[name], want) for name, want in wanted.items() if name in got and got[name].shape == want.shape]
     found = [
         (float((have.cpu().float() - want).abs().max() / want.abs().max().clamp(min=1e-30)), name)
@@ -321,7 +324,7 @@ def different(got: dict, wanted: dict, tolerance: float) -> list[tuple[float, st
 
 
 def outputs_of(model, ids) -> dict:
-    """What the modules within layers gave, in the order in which they were done."""
+    """The outputs of the modules inside the layers, in the order of execution."""
     import torch
 
     outputs: dict = {}
@@ -373,7 +376,7 @@ def arguments() -> argparse.Namespace:
 
 
 def quiet() -> None:
-    """What transformers and our loader say of each file, which is no news here."""
+    """Messages of transformers and our loader about each file are not printed."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -388,7 +391,9 @@ def main() -> int:
     options = arguments()
     quiet()
     asked = (
-        "llama-cpp-python is asked" if has_llama_cpp() else "llama-cpp-python is not installed: nobody else is asked"
+        "compared with llama-cpp-python"
+        if has_llama_cpp()
+        else "llama-cpp-python is not installed: nothing else is compared"
     )
     print(f"{asked}\n{HEAD}   seconds", flush=True)
     rows, failed = [(name, kind) for name in options.arch for kind in options.types], 0

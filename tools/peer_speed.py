@@ -1,10 +1,10 @@
-"""Speed of GGUF files, ours against llama.cpp's: `python tools/peer_speed.py --types q4_k_m q4_0 q8_0`.
+"""Speed of GGUF files, compared with llama.cpp: `python tools/peer_speed.py --types q4_k_m q4_0 q8_0`.
 
 It writes a GGUF file of random blocks with the sizes of a whole model and some of its layers, and starts two processes:
 one loads the file with `from_pretrained(folder, gguf_file=...)` and `patch`, the other with llama-cpp-python. They take
-turns: each round measures the prefill of a prompt and then the tokens after it, first in one process and then in the
-other, while the other one waits. The table has the medians over the rounds, how long loading took, and how much memory
-each process holds that is not a page of the file. Both use as many threads as `torch.get_num_threads()`.
+turns: each round measures the prefill of a prompt and then decoding, first in one process and then in the other. The
+table has the medians over the rounds, the loading times, and the memory of each process without the file's pages. Both
+use as many threads as `torch.get_num_threads()`.
 
 llama-cpp-python has to be installed: `pip install llama-cpp-python` builds it for this processor.
 """
@@ -28,8 +28,8 @@ WARM_UP = 4  # tokens
 
 
 def types_of(name: str, layers: int) -> dict[str, str]:
-    """Types by names and roles of tensors. In mixes, the head, and values and down of every second layer, have more
-    bits, as llama.cpp's own files."""
+    """Types by names and roles of tensors. In mixes, the head, and v_proj and down_proj of every second layer, have
+    more bits, as in llama.cpp's own files."""
     from gguf_files import ROLES
     from torch_moe_metal.bench.whole_model import MIXES
 
@@ -41,7 +41,7 @@ def types_of(name: str, layers: int) -> dict[str, str]:
 
 
 def write(path: Path, model: str, layers: int, type: str) -> Path:
-    """A file of random numbers with about the variance that trained weights have."""
+    """A file of random blocks with about the variance of trained weights."""
     import numpy as np
     import torch
     from gguf import GGMLQuantizationType, GGUFWriter
@@ -76,7 +76,7 @@ def write(path: Path, model: str, layers: int, type: str) -> Path:
 
 
 def anonymous_gb() -> float:
-    """Memory of this process that is not a page of a file."""
+    """Memory of this process without pages of files."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) * 1024 / 1e9
 
@@ -137,7 +137,7 @@ ENGINES = {"torch_moe_metal": Ours, "llama.cpp": LlamaCpp}
 
 
 def serve(engine: str, path: str, threads: str, prompt: str, tokens: str) -> None:
-    """A line on the standard output for each line on the standard input."""
+    """Prints a line on the standard output for each line on the standard input."""
     loaded = ENGINES[engine](Path(path), int(threads), int(prompt))
     print(json.dumps(loaded.loaded), flush=True)
     ids = [7 * i % 4096 for i in range(int(prompt))]

@@ -1,12 +1,12 @@
 """transformers' own model tests, stock and with every model patched: `python tools/peer_tests.py CHECKOUT`.
 
-CHECKOUT is a folder with the tests of the transformers that is installed here: `git clone --depth 1 --branch v5.23.0
-https://github.com/huggingface/transformers` makes one. They need parameterized, Pillow and httpx. For every family
-that `patch` fuses, its tests/models/FAMILY/test_modeling_*.py run twice. A test that passes stock and does not pass
-patched is run once more, both ways; what differs again is printed with its error, and the exit status is 1. Tests that
-need the network, a GPU or hours are skipped by transformers itself, in both.
+CHECKOUT is a folder with the tests of the installed transformers: `git clone --depth 1 --branch v5.23.0
+https://github.com/huggingface/transformers` makes one. They need parameterized, Pillow and httpx. For every family that
+`patch` fuses, its tests/models/FAMILY/test_modeling_*.py run twice. A test that passes stock and fails patched runs
+once more in both ways; if it differs again, it is printed with its error, and the exit status is 1. transformers itself
+skips tests that need the network, a GPU or hours, in both runs.
 
-This file is also the pytest plugin of those runs: it writes down what each test did, and patches each model as soon as
+This file is also the pytest plugin of those runs: it records the result of each test, and patches each model as soon as
 it is built or loaded, as a user would.
 """
 
@@ -29,7 +29,7 @@ PATCHED, RESULTS = "PEER_TESTS_PATCHED", "PEER_TESTS_RESULTS"
 
 # ------------------------------------------------------------------------------------------------ the plugin
 
-ours: Counter = Counter()  # in this process: modules that are fused, experts that are swapped alone, calls of our op
+ours: Counter = Counter()  # of this process: fused modules, swapped experts, calls of our op
 
 
 def pytest_configure(config) -> None:
@@ -39,8 +39,8 @@ def pytest_configure(config) -> None:
 
 
 def patch_every_model() -> None:
-    """A model is built when its last constructor calls post_init. While from_pretrained builds it, its weights are on
-    no device yet: those models are patched once they are loaded."""
+    """A model is complete when its last constructor calls post_init. While from_pretrained builds a model, its weights
+    are on no device yet, so it is patched after loading."""
     from transformers import PreTrainedModel
 
     import torch_moe_metal
@@ -64,8 +64,8 @@ def patch_every_model() -> None:
 
 
 def count_calls() -> None:
-    """Of `experts`, which every fused block and every experts module calls once. The op itself stays in its place:
-    compilers look for its overloads, and into compiled code no count gets."""
+    """Counts calls of `experts`, which every fused block and every experts module calls once. The op itself is not
+    replaced, because compilers look up its overloads; calls in compiled code are not counted."""
     import torch
     from torch._ops import OpOverloadPacket
 
@@ -86,7 +86,7 @@ def write(line: list | dict) -> None:
 
 
 def pytest_runtest_logreport(report) -> None:
-    """In a worker of pytest-xdist as well as in the process that started it; only the latter may count twice."""
+    """Called in workers of pytest-xdist and in the process that started them; only the latter may count twice."""
     if "PYTEST_XDIST_WORKER" not in os.environ and (report.when == "call" or report.outcome != "passed"):
         crash = getattr(report.longrepr, "reprcrash", None)
         write([report.nodeid, report.outcome, (crash.message if crash else str(report.longrepr or "")).strip()])
@@ -101,12 +101,12 @@ def pytest_sessionfinish() -> None:
 
 @dataclass
 class Run:
-    """What one run of pytest did."""
+    """The result of a run of pytest."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)  # the first line of what failed, by test
+    errors: dict[str, str] = field(default_factory=dict)  # the first line of each error, by test
     ours: Counter = field(default_factory=Counter)
-    status: int = 0  # of pytest: 0 or 1 when it came to its end
+    status: int = 0  # of pytest: 0 or 1 if it ran to its end
     output: str = ""
 
     @property
@@ -118,7 +118,7 @@ class Run:
             self.ours.update(line)
             return
         test, outcome, message = line
-        worst = ("failed", "passed", "skipped")  # subtests report under the name of their test
+        worst = ("failed", "passed", "skipped")  # subtests are reported under the name of their test
         self.outcomes[test] = min(outcome, self.outcomes.get(test, outcome), key=worst.index)
         if outcome == "failed":
             self.errors.setdefault(test, message.splitlines()[0] if message else "failed")
@@ -131,9 +131,10 @@ def run(checkout: Path, tests: list[str], patched: bool, options: list[str]) -> 
         path = [str(ROOT), str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {"PYTHONPATH": os.pathsep.join(path), RESULTS: str(results), PATCHED: "1" if patched else ""}
         command = [sys.executable, "-m", "pytest", "-p", "peer_tests", "-p", "no:cacheprovider", "-q", *options, *tests]
-        # Where no network is, every test that asks for a file would wait for it.
+        # Without a network, every test that downloads a file would wait for a timeout.
         environment = {"HF_HUB_OFFLINE": "1", **os.environ, **variables}
-        environment.pop("PYTEST_XDIST_WORKER", None)  # a worker of our own tests starts this: it is no worker itself
+        # this may be started by a worker of our own tests, but is no worker itself
+        environment.pop("PYTEST_XDIST_WORKER", None)
         done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
         found = Run(status=done.returncode, output=done.stdout + done.stderr)
         for line in results.read_text().splitlines():
@@ -151,10 +152,10 @@ class Comparison:
     stock: Run
     patched: Run
     differing: list[str]
-    once: list[str]  # differed, and did not when they were run again
+    once: list[str]  # differed at first, but not when repeated
 
     def trouble(self) -> str | None:
-        """Why this run says nothing, or None."""
+        """The reason why this run proves nothing, or None."""
         if set(self.stock.outcomes.values()) == {"skipped"}:
             return "every test is skipped"
         for name, run in (("stock", self.stock), ("patched", self.patched)):

@@ -1,8 +1,8 @@
 """Runs a job of a GitHub workflow on this machine: `python tools/run_workflow.py FILE JOB [--matrix key=value]`.
 
-The job's `run:` steps run in their order, by bash as on GitHub's machines, in a fresh clone of the last commit and with
-the variables that the workflow sets. Actions (`uses:`), containers and conditions are GitHub's own; they are left out,
-and the last lines say so. Expressions are understood where they only name a value: `${{ matrix.torch }}`.
+The job's `run:` steps run in order, by bash as on GitHub's machines, in a fresh clone of the last commit and with the
+workflow's variables. Actions (`uses:`), containers and conditions only work on GitHub; they are skipped, and the last
+lines say so. Expressions are supported only if they are a name: `${{ matrix.torch }}`.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def resolved(text: object, values: dict[str, str]) -> str:
 
 
 def environment(*levels: dict, values: dict[str, str]) -> dict[str, str]:
-    """The workflow's, the job's and the step's `env`; without what is known to GitHub only."""
+    """The `env` of the workflow, the job and the step, without values that only GitHub knows."""
     found = {}
     for level in levels:
         for name, text in level.get("env", {}).items():
@@ -47,7 +47,7 @@ def environment(*levels: dict, values: dict[str, str]) -> dict[str, str]:
 
 
 def known(job: dict, options: argparse.Namespace) -> dict[str, str]:
-    """What expressions may name: the chosen (or first) value of each matrix key, and the inputs, empty if not given."""
+    """The values of expressions: the chosen (or first) value of each matrix key, and the inputs, empty if not given."""
     matrix = job.get("strategy", {}).get("matrix", {})
     wishes = dict(pair.split("=", 1) for pair in options.matrix)
     chosen = {key: wishes.get(key, choices[0]) for key, choices in matrix.items() if key != "include"}
@@ -61,7 +61,7 @@ def known(job: dict, options: argparse.Namespace) -> dict[str, str]:
 
 
 def run_step(step: dict, folder: Path, variables: dict[str, str], values: dict[str, str]) -> str:
-    """-> 'ran', 'FAILED', or why it was left out"""
+    """Returns 'ran', 'FAILED', or the reason why it was skipped."""
     if "uses" in step:
         return f"left out: GitHub's {step['uses'].partition('@')[0]}"
     if "if" in step and step["if"] != "always()":
@@ -85,7 +85,7 @@ def main() -> int:
     options = parser.parse_args()
     workflow = yaml.safe_load(options.file.read_text())
     job = workflow["jobs"][options.job]
-    values, told = known(job, options), []
+    values, outcomes = known(job, options), []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "checkout"
         subprocess.run(["git", "clone", "--quiet", ROOT, folder], check=True)
@@ -93,18 +93,18 @@ def main() -> int:
         common = {"CI": "true"} | github | environment(workflow, job, values=values)
         for step in job["steps"]:
             variables = common | environment(step, values=values)
-            failed = any(result == "FAILED" for _, result in told)
+            failed = any(result == "FAILED" for _, result in outcomes)
             result = "left out: a step before it failed" if failed else run_step(step, folder, variables, values)
-            told.append((step.get("name") or step.get("run") or step["uses"], result))
+            outcomes.append((step.get("name") or step.get("run") or step["uses"], result))
         summary = Path(github["GITHUB_STEP_SUMMARY"])
         if summary.exists():
             print(f"\n==> The job's summary:\n{summary.read_text()}")
     print(f"\n{options.file.name}, job {options.job}, on this machine:")
     if "container" in job:
         print("  not in its container")
-    for name, result in told:
+    for name, result in outcomes:
         print(f"  {result:8} {name.strip().splitlines()[0]}" if result in ("ran", "FAILED") else f"  {result}: {name}")
-    results = [result for _, result in told]
+    results = [result for _, result in outcomes]
     return int("FAILED" in results or "ran" not in results)
 
 

@@ -1,16 +1,16 @@
 """The CPU libraries under sanitizers: `make sanitize`. It fails on any finding.
 
-    python tools/sanitize.py                        # every instruction set that this machine has, and the allocator
+    python tools/sanitize.py                        # all instruction sets of this machine, and the allocator
     python tools/sanitize.py --only avx2            # one of them, or `allocator`
     python tools/sanitize.py --tests "-k glu" --cases 5000
 
-For each instruction set the fast tests of the ops on the CPU and the fuzzer run on libraries that were built with the
-address and undefined behaviour sanitizers, into build/sanitize and not over the ordinary ones. The allocator
-(csrc/kept_memory.h) runs in a program of its own, kept_memory_threads.cpp, under the thread sanitizer: with it all of
-Python would have to be built. Before each run a planted fault must be found by the same means, or it fails.
+For each instruction set the fast tests of the ops on the CPU and the fuzzer run with libraries built with the address
+and undefined behaviour sanitizers, in build/sanitize. The allocator (csrc/kept_memory.h) runs in a separate program,
+kept_memory_threads.cpp, under the thread sanitizer, which would otherwise require a special build of Python. Before
+each run a planted fault must be detected in the same way.
 
-Checks of alignment and null pointers are left out: they make GCC take minutes for a file that takes it one. x86 and
-ARM allow the first, and the address sanitizer sees the second.
+Checks of alignment and null pointers are disabled, because GCC needs minutes per file for them. x86 and ARM allow
+unaligned access, and the address sanitizer detects null pointers.
 """
 
 import argparse
@@ -35,10 +35,10 @@ import fuzz  # noqa: E402
 SANITIZERS = "address,shift,signed-integer-overflow,integer-divide-by-zero,bounds,float-cast-overflow,bool,enum"
 SANITIZERS += ",unreachable,return"
 TESTS = ["test_ops.py", "test_memory.py", "test_routing_properties.py"]
-# What compiles graphs and differentiates runs PyTorch's code for minutes and none of ours that the others do not run.
-# A child forked beside threads hangs in the allocator of GCC 12's address sanitizer, where one of them had a lock.
-LEFT_OUT = "not compile and not opcheck and not transforms and not vmap and not forks_beside"
-# What no memory holds is refused, as it must be, but with a word of this sanitizer.
+# Compiling graphs and differentiation runs PyTorch's code for minutes, and none of ours that other tests do not run. A
+# child forked while threads run hangs in the allocator of GCC 12's address sanitizer if one of them held a lock.
+LEFT_OUT = "not compile and not opcheck and not transforms and not vmap and not forks_while"
+# Requests that exceed memory fail, as they must, but this sanitizer prints a warning.
 REFUSED = re.compile(r"==\d+==WARNING: AddressSanitizer failed to allocate 0x[0-9a-f]+ bytes\n*")
 
 
@@ -61,7 +61,7 @@ def compiler() -> str:
 
 
 def runtime(library: str) -> str:
-    """Where the compiler has a library of its own."""
+    """The path of the compiler's own library."""
     found = run([compiler(), f"-print-file-name={library}"], capture_output=True, text=True).stdout.strip()
     if not Path(found).is_absolute():
         raise SanitizeError(f"{compiler()} has no {library}. On Debian and Ubuntu: apt-get install g++")
@@ -72,7 +72,7 @@ def runtime(library: str) -> str:
 
 
 def build() -> None:
-    """The package with libraries that are checked while they run."""
+    """The package with instrumented libraries."""
     say("Building the CPU libraries with checks (the first time some 10 to 20 minutes)")
     log = FOLDER / "log"
     command = [sys.executable, "setup.py", "build", "--build-base", FOLDER / "base", "--build-lib", PACKAGE]
@@ -89,10 +89,10 @@ def build() -> None:
 
 
 def checked(isa: str) -> dict[str, str]:
-    """The environment in which Python runs the checked libraries. What they find of addresses they write to files, and
-    the rest to stderr, which pytest's -s lets through."""
+    """The environment for Python with instrumented libraries. Address errors are written to files, and others to
+    stderr, which pytest's -s shows."""
     options = f"detect_leaks=0:halt_on_error=1:abort_on_error=1:print_stacktrace=1:log_path={reports(isa)}"
-    options += ":allocator_may_return_null=1"  # what no memory holds is refused: see REFUSED
+    options += ":allocator_may_return_null=1"  # requests that exceed memory fail: see REFUSED
     preload = [runtime("libasan.so"), runtime("libubsan.so"), runtime("libstdc++.so")]
     settings = {"ASAN_OPTIONS": options, "UBSAN_OPTIONS": options, "LD_PRELOAD": ":".join(preload)}
     settings |= {"PYTHONPATH": str(PACKAGE), "ATEN_CPU_CAPABILITY": isa, "MOE_METAL_DEVICES": "cpu"}
@@ -104,7 +104,7 @@ def reports(isa: str) -> Path:
 
 
 def findings(isa: str) -> str:
-    """What was found, which is forgotten then."""
+    """The findings so far, which are then deleted."""
     files = sorted(reports(isa).parent.glob("*"))
     found = REFUSED.sub("", "\n".join(file.read_text(errors="replace") for file in files))
     for file in files:
@@ -113,7 +113,7 @@ def findings(isa: str) -> str:
 
 
 def planted_faults(isa: str) -> None:
-    """A tensor that says it is larger than its memory, read by an op; and a sum that overflows."""
+    """A tensor that claims to be larger than its memory, read by an op; and an integer overflow."""
     overrun = """
 import ctypes, torch, torch_moe_metal
 assert torch_moe_metal.__file__.startswith(%r) and torch_moe_metal.cpu_isa == %r
@@ -144,14 +144,14 @@ torch.ops.moe_metal.%s
     run([compiler(), *flags], input=source, text=True, check=True)
     planted = f"import ctypes; ctypes.CDLL({str(library)!r}).planted(1)"
     done = run([sys.executable, "-c", planted], checked(isa), capture_output=True, text=True)
-    # GCC's library for undefined behaviour writes to stderr, whatever log_path says.
+    # GCC's library for undefined behaviour ignores log_path and writes to stderr.
     if "signed integer overflow" not in (said := done.stderr + findings(isa)):
         raise SanitizeError(f"{isa}: the planted overflow was not found:\n{said}")
     say(f"{isa}: {len(calls) + 1} planted faults were found")
 
 
 def sanitize(isa: str, tests: str, cases: int) -> str:
-    """-> what was run, in a line"""
+    """Returns one line about what ran."""
     shutil.rmtree(reports(isa).parent, ignore_errors=True)
     reports(isa).parent.mkdir(parents=True)
     planted_faults(isa)
@@ -170,17 +170,17 @@ def sanitize(isa: str, tests: str, cases: int) -> str:
     ]
     say(f"{isa}: the tests of {', '.join(TESTS)}")
     log = FOLDER / f"tests-{isa}"
-    # Not in the checkout's folder, whose torch_moe_metal would stand before the checked one.
+    # Not in the checkout's folder, because its torch_moe_metal would be imported instead.
     with log.open("w") as file:
         done = run(
             [*command, "-k", LEFT_OUT, *shlex.split(tests), *files], checked(isa), cwd=PACKAGE, stdout=file, stderr=file
         )
-    ended, told = findings(isa), log.read_text(errors="replace").splitlines()
+    ended, output = findings(isa), log.read_text(errors="replace").splitlines()
     if ended or done.returncode:
-        raise SanitizeError(f"{isa}: found in the tests, which ended with {done.returncode}:\n{ended}\n" + tail(told))
-    passed = re.search(r"\d+ passed", told[-1] if told else "")
+        raise SanitizeError(f"{isa}: found in the tests, which ended with {done.returncode}:\n{ended}\n" + tail(output))
+    passed = re.search(r"\d+ passed", output[-1] if output else "")
     if not passed:
-        raise SanitizeError(f"{isa}: no test passed:\n" + tail(told))
+        raise SanitizeError(f"{isa}: no test passed:\n" + tail(output))
     say(f"{isa}: {passed[0]} after {time.monotonic() - start:.0f} s; now the fuzzer")
     fuzzer = [sys.executable, ROOT / "tests" / "fuzz.py", "--cases", cases, "--target", isa]
     done = run(fuzzer, checked(isa), cwd=PACKAGE)
@@ -197,7 +197,8 @@ def tail(lines: list[str]) -> str:
 
 
 def allocator() -> str:
-    """csrc/kept_memory.h under the thread sanitizer; without its lock the same program must be found guilty."""
+    """csrc/kept_memory.h under the thread sanitizer; without its lock, a data race must be reported for the same
+    program."""
     start, source = time.monotonic(), (ROOT / "csrc" / "kept_memory.h").read_text()
     unlocked = re.sub(r"const std::lock_guard lock\(mutex_\);", "", source)
     if unlocked == source:
@@ -224,7 +225,7 @@ def threads(headers: Path) -> subprocess.CompletedProcess:
     source = ROOT / "tools" / "kept_memory_threads.cpp"
     run([compiler(), source, *flags, "-ltorch_cpu", "-ltorch", "-lc10", "-o", program], check=True)
     options = {"TSAN_OPTIONS": "halt_on_error=1"}
-    # The thread sanitizer of GCC 12 does not know where newer kernels, by chance, put libraries.
+    # The thread sanitizer of GCC 12 does not support some addresses at which newer kernels may place libraries.
     fixed = [setarch, "-R"] if (setarch := shutil.which("setarch")) else []
     return run([*fixed, program], options, capture_output=True, text=True, errors="replace", timeout=600)
 
@@ -242,11 +243,11 @@ def main() -> int:
         build()
     for name in names:
         try:
-            told = allocator() if name == "allocator" else sanitize(name, options.tests, options.cases)
+            outcome = allocator() if name == "allocator" else sanitize(name, options.tests, options.cases)
         except SanitizeError as error:
             say(str(error))
-            told, failed = "FAILED, see above", 1
-        closing.append(f"{name}: {told}")
+            outcome, failed = "FAILED, see above", 1
+        closing.append(f"{name}: {outcome}")
     for line in closing:
         say(line)
     return failed

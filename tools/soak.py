@@ -1,13 +1,12 @@
-"""Generates with a tiny MoE model for as long as asked, and says whether what it holds stays bounded.
+"""Generates with a tiny MoE model for a given time, and checks that its memory stays bounded.
 
     python tools/soak.py --minutes 30 --device mps
     python tools/soak.py --minutes 30 --device cpu --threads 4
 
-A patched model continues prompts of any length, in several threads at once. Between two rounds, when nothing runs, this
-looks at the process's memory, at the large blocks that the CPU ops keep for later outputs (csrc/kept_memory.h), and
-at the live Metal objects, which are counted where mps is simulated; and one prompt must still give the tokens that it
-gave at first. In the last third of the time nothing may exceed what the second third needed. The exit code is 1 if
-anything does.
+A patched model continues prompts of random lengths, in several threads at once. Between two rounds, when nothing runs,
+this checks the process's memory, the cached blocks of CPU outputs (csrc/kept_memory.h), and the live Metal objects,
+which are counted on the simulated mps; one prompt must still give the same tokens as at first. In the last third of the
+time nothing may exceed the maximum of the second third. The exit code is 1 if anything does.
 """
 
 import argparse
@@ -33,15 +32,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import torch_moe_metal
 from mps import why_not
 from tiny_models import tiny_model, tokens
-from torch_moe_metal.bench.here import positive
+from torch_moe_metal.cli import positive
 
 SIMULATED = sys.platform != "darwin"
 NEW_TOKENS = 8
-# The longest prompt of either device. On the CPU its outputs are of 8 MiB, so that they come from kept memory.
+# The longest prompt for each device. On the CPU its outputs have 8 MiB, so that they come from the cache.
 LONGEST = {"cpu": 2048, "mps": 48}
 SIZES = {"cpu": {"hidden_size": 1024, "max_position_embeddings": 4096}, "mps": {}}
-ALLOWED_MIB = 32  # of growth: what threads keep for themselves differs that much from minute to minute
-MOST_KEPT_MIB = 512
+ALLOWED_MIB = 32  # allowed growth: caches of threads vary by this much from minute to minute
+MAX_CACHED_MIB = 512
 
 
 # ------------------------------------------------------------------------------------------------ looking
@@ -49,13 +48,13 @@ MOST_KEPT_MIB = 512
 
 @dataclass(frozen=True)
 class Sample:
-    """What the process holds while it computes nothing."""
+    """Memory and objects of the process while it computes nothing."""
 
     seconds: float
     generated: int  # tokens so far
-    memory: float  # MiB that hold something
-    kept: float  # MiB that wait for the CPU ops' next outputs, and are the system's if it needs some
-    objects: dict[str, int]  # live ones of Metal, by kind; where mps is real, the bytes of tensors
+    memory: float  # MiB in use
+    kept: float  # MiB in the cache of CPU outputs, which the system can reclaim
+    objects: dict[str, int]  # live Metal objects, by kind; on a real mps device, the bytes of tensors
 
     def __str__(self) -> str:
         objects = ", ".join(f"{count} {kind}" for kind, count in self.objects.items() if count)
@@ -64,9 +63,9 @@ class Sample:
 
 
 def memory() -> tuple[float, float]:
-    """MiB of this process that hold something, and that it has offered to the system but still has."""
+    """MiB of this process in use, and MiB that it has offered to the system but still has."""
     gc.collect()
-    getattr(ctypes.CDLL(None), "malloc_trim", lambda keep: None)(0)  # what malloc holds and nobody uses is no leak
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda keep: None)(0)  # memory that malloc keeps for reuse is no leak
     rollup = Path("/proc/self/smaps_rollup")
     if not rollup.exists():
         resident = subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, check=True)
@@ -84,7 +83,7 @@ def objects(device: str) -> dict[str, int]:
         return {"bytes of tensors": torch.mps.current_allocated_memory()}
     import metal_sim
 
-    torch.ops.metal_sim.clear()  # the list of dispatches, which is the simulator's and would grow
+    torch.ops.metal_sim.clear()  # the simulator's list of dispatches would grow
     return metal_sim.live_objects()
 
 
@@ -92,15 +91,15 @@ def objects(device: str) -> dict[str, int]:
 
 
 def faults(samples: list[Sample]) -> list[str]:
-    """What is not bounded. The first third, in which all is compiled and cached, does not count."""
+    """Unbounded values. The first third, in which everything is compiled and cached, does not count."""
     third = max(1, len(samples) // 3)
     middle, last = samples[third:-third], samples[-third:]
     found = []
     before, after = (statistics.median(sample.memory for sample in part) for part in (middle, last))
     if after > before + ALLOWED_MIB:
         found.append(f"memory in use grew from {before:.1f} to {after:.1f} MiB")
-    if (kept := max(sample.kept for sample in samples)) > MOST_KEPT_MIB:
-        found.append(f"{kept:.1f} MiB are kept, and {MOST_KEPT_MIB} may be")
+    if (kept := max(sample.kept for sample in samples)) > MAX_CACHED_MIB:
+        found.append(f"{kept:.1f} MiB are kept, and {MAX_CACHED_MIB} may be")
     for kind in last[-1].objects:
         before, after = (max(sample.objects.get(kind, 0) for sample in part) for part in (middle, last))
         if after > before:
@@ -128,12 +127,12 @@ def generate(model: torch.nn.Module, length: int, seed: int = 1) -> list[int]:
 
 
 def lengths(longest: int):
-    """The longest and the shortest prompts first, then any, as many short as long ones."""
+    """The longest and the shortest prompts first, then random ones, as many short as long ones."""
     random = Random(0)
     return itertools.chain([longest, 1], (round(longest ** random.random()) for _ in itertools.count()))
 
 
-def soak(model: torch.nn.Module, seconds: float, threads: int, tell: Callable[[Sample], None]) -> list[Sample]:
+def soak(model: torch.nn.Module, seconds: float, threads: int, report: Callable[[Sample], None]) -> list[Sample]:
     device, start, samples = model.device.type, time.monotonic(), []
     each, seeds, generated = lengths(LONGEST[device]), itertools.count(), 0
     first = generate(model, 5)
@@ -146,7 +145,7 @@ def soak(model: torch.nn.Module, seconds: float, threads: int, tell: Callable[[S
             if generate(model, 5) != first:
                 raise AssertionError("one prompt, and other tokens than at first")
             samples.append(Sample(time.monotonic() - start, generated, *memory(), objects(device)))
-            tell(samples[-1])
+            report(samples[-1])
     return samples
 
 

@@ -1,12 +1,12 @@
-"""Keeps a server busy for as long as wanted, and reports whether it loses a request or grows.
+"""Keeps a server busy for a given time, and reports lost requests and growing memory.
 
     python tools/soak_server.py --minutes 5
     python tools/soak_server.py --minutes 5 --continuous-batching
 
-`python -m torch_moe_metal serve` runs as a process of its own, with a tiny model. `--clients` threads use OpenAI's
-client: for streams, whole answers, stop strings, tool calls, and streams that they abandon in the middle. Every answer
-is compared with the first one to the same request. Between rounds, when no request runs, the memory of the process is
-read. The exit code is 1 if a request fails or differs, or if memory grows over the last two thirds of the time.
+`python -m torch_moe_metal serve` runs in a new process with a tiny model. `--clients` threads use OpenAI's client:
+streams, whole answers, stop strings, tool calls, and streams that are abandoned in the middle. Every answer is compared
+with the first one to the same request. Between rounds, when no request runs, the memory of the process is read. The
+exit code is 1 if a request fails or differs, or if memory grows over the last two thirds of the time.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import served
 from soak import Sample, faults
-from torch_moe_metal.bench.here import positive
+from torch_moe_metal.cli import positive
 
 KINDS = ("stream", "whole", "stop", "tools", "abandoned")
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]

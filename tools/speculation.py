@@ -1,14 +1,15 @@
-"""When speculative decoding pays: `python tools/speculation.py` prints tokens per second by the length of a draft and
-by how often its tokens are right, as multiples of decoding without one.
+"""Shows when speculative decoding pays off: `python tools/speculation.py` prints tokens per second by the length of a
+draft and by the share of correct tokens, relative to decoding without a draft.
 
 The model has 4 layers of Qwen3-30B-A3B's sizes, random weights in 4 bits, and a head cut in the same proportion. Its
-answer is given: each forward is computed as always, and a logits processor then chooses the next token of the answer.
-A draft proposes that answer, each token right with the given probability, and costs nothing: what is measured is the
-forward that verifies it, with all that `generate` does. What a real draft takes comes on top. The last table is one
-forward of so many tokens, in forwards of one: a chunk's tokens choose experts of their own, which have to be read.
+answer is fixed: each forward is computed normally, and a logits processor then selects the next token of the answer. A
+draft proposes that answer, with each token correct with the given probability, and costs nothing: the figures are for
+the forward that verifies it, with all overhead of `generate`. The time of a real draft model is additional. The last
+table has the time of a forward of several tokens relative to one token: each token selects its own experts, which have
+to be read.
 
-All settings take turns in every round; told are medians over the rounds. On a machine that others use,
-OMP_NUM_THREADS=1 and `--clock cpu` count the processor's time alone.
+All settings take turns in every round; the medians over the rounds are printed. On a shared machine, OMP_NUM_THREADS=1
+and `--clock cpu` measure only processor time.
 """
 
 import argparse
@@ -22,16 +23,16 @@ from transformers import DynamicCache, LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 import torch_moe_metal
-from torch_moe_metal.bench.here import positive
 from torch_moe_metal.bench.measure import machine
 from torch_moe_metal.bench.whole_model import pack_model, random_model
+from torch_moe_metal.cli import positive
 
 PROMPT = 64
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 class Given(LogitsProcessor):
-    """Whatever the model says, the next token is the answer's."""
+    """Makes the next token that of the answer, whatever the logits are."""
 
     def __init__(self, answer: list[int]):
         self.answer = answer
@@ -44,7 +45,7 @@ class Given(LogitsProcessor):
 
 
 class Draft(CandidateGenerator):
-    """The answer's next tokens, each right with this probability."""
+    """The answer's next tokens, each correct with this probability."""
 
     def __init__(self, answer: list[int], tokens: int, right: float):
         self.answer, self.tokens, self.right = answer, tokens, right
@@ -77,7 +78,7 @@ def answering(model, answer: list[int], draft: tuple[int, float] | None) -> Call
 
 
 def forward_of(model, tokens: int, context: int) -> Callable[[], object]:
-    """A call that computes so many tokens behind a context."""
+    """A call that computes so many tokens at a context length."""
     cache = DynamicCache(config=model.config)
     draw = torch.Generator().manual_seed(tokens)
     model(torch.randint(0, 1000, (1, context), generator=draw), past_key_values=cache, logits_to_keep=1)
@@ -90,7 +91,7 @@ def forward_of(model, tokens: int, context: int) -> Callable[[], object]:
 
 
 def medians(clock: Callable[[], float], calls: dict, rounds: int, repeats: int = 1) -> dict:
-    """Seconds of each call. They take turns."""
+    """Seconds of each call. The calls take turns."""
     seconds = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():

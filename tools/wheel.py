@@ -1,9 +1,9 @@
-"""Builds the wheel for one torch and tries it as a stranger would: `python tools/wheel.py 2.13`, `make wheel`.
+"""Builds the wheel for one torch and tests it as a user would: `python tools/wheel.py 2.13`, `make wheel`.
 
-Needs only Python: the torch to build against comes into an environment of its own in build/wheel. Then a second, fresh
-environment gets the wheel, and pip finds it the torch that its metadata asks for. The result lies in dist/. On Linux
-its name tells the oldest glibc that it runs on, which depends on where it is built. No library is copied into it: it
-uses torch's own, which `auditwheel repair` would take for strange ones.
+Needs only Python: the torch to build for is installed into an environment in build/wheel. Then a second, fresh
+environment gets the wheel, and pip installs the torch that its metadata requires. The result is in dist/. On Linux its
+name contains the oldest supported glibc, which depends on the build machine. No library is copied into it: it uses
+torch's own, which `auditwheel repair` would not know.
 """
 
 import os
@@ -21,7 +21,7 @@ from check_wheel import Wheel, manylinux
 ROOT = Path(__file__).resolve().parents[1]
 BUILD_TOOLS = ("setuptools", "wheel", "ninja")
 TEST_TOOLS = ("numpy", "expecttest", "hypothesis", "pytest")
-# Small cases of every op: the checkout's tests, but the installed package.
+# Small cases of every op: the checkout's tests with the installed package.
 QUICK = "equals_the_reference and (sample or bare or small)"
 
 
@@ -35,7 +35,7 @@ def run(*command: str | Path, **options) -> None:
 
 
 def pinned(names: tuple[str, ...]) -> list[str]:
-    """Those of the pinned requirements."""
+    """The versions in the pinned requirements."""
     lines = [
         line for room in ("tools", "tests") for line in (ROOT / room / "requirements.txt").read_text().splitlines()
     ]
@@ -43,7 +43,7 @@ def pinned(names: tuple[str, ...]) -> list[str]:
 
 
 def environment(folder: Path, *requirements: str | Path) -> Path:
-    """A fresh virtual environment. -> its Python"""
+    """Makes a fresh virtual environment. Returns its Python."""
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
@@ -80,8 +80,8 @@ def build(torch: str, folder: Path) -> Path:
 
 
 def try_out(wheel: Path, folder: Path) -> None:
-    """Installed into a fresh environment and used from an empty directory."""
-    say("A fresh environment with the wheel, to which pip adds the torch that it asks for")
+    """Install into a fresh environment and test from an empty directory."""
+    say("A fresh environment with the wheel, to which pip adds the torch that it requires")
     python = environment(folder / "stranger", wheel, *pinned(TEST_TOOLS))
     mps = sys.platform == "darwin" and not subprocess.run([python, ROOT / "tools" / "mps.py", "--needed"]).returncode
     with tempfile.TemporaryDirectory() as elsewhere:

@@ -9,9 +9,11 @@ from . import __version__
 BENCH = """
 examples:
   bench                              every op, the experts and a whole block, in the sizes of Qwen3-30B-A3B
-  bench --model mixtral-8x7b         Mixtral's block and its experts: ours, transformers and MLX where installed
-  bench --formats affine4 mxfp4      what decodes with packed weights, beside the same numbers dense
-  bench --ops experts --tokens 1 4 --dtypes bf16 --plot roofline.svg
+  bench --model mixtral-8x7b         Mixtral's block and its experts, compared with transformers
+  bench --formats affine4 mxfp4      products with packed weights, compared with the same values as dense weights
+  bench --ops experts --tokens 1 4 --dtypes bf16
+
+In a checkout, `python tools/bench_mlx.py` has the same options and also measures MLX.
 """
 
 
@@ -20,7 +22,7 @@ def add_bench(commands: argparse._SubParsersAction) -> None:
 
     parser = commands.add_parser(
         "bench",
-        help="times of every op and of a model's block, beside memory's speed, PyTorch, transformers and MLX",
+        help="times of every op and of a model's block, compared with the memory bandwidth, PyTorch and transformers",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=BENCH,
     )
@@ -33,7 +35,7 @@ def add_bench_model(commands: argparse._SubParsersAction) -> None:
 
     parser = commands.add_parser(
         "bench-model",
-        help="tokens per second of a whole model: transformers as it is, experts_implementation, patch",
+        help="tokens per second of a whole model: stock transformers, experts_implementation, patch",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=whole_model.__doc__,
     )
@@ -46,7 +48,7 @@ def add_tune(commands: argparse._SubParsersAction) -> None:
 
     parser = commands.add_parser(
         "tune",
-        help="measure on this Mac what only its GPU can tell, and keep it",
+        help="measure launch parameters on this Mac's GPU and save the fastest",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=tune.__doc__,
     )
@@ -87,7 +89,7 @@ def add_fit(commands: argparse._SubParsersAction) -> None:
 
     parser = commands.add_parser(
         "fit",
-        help="which format of a model fits a Mac's memory, and with how long a context",
+        help="in which format a model fits into a Mac's memory, and with how long a context",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=fit.__doc__,
         epilog=fit.EXAMPLES,
@@ -113,8 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
     add_serve(commands)
     add_chat(commands)
     add_fit(commands)
-    add_report(commands, "demo", "one real MoE layer, fused against stock")
-    add_report(commands, "doctor", "what is installed and loaded, and whether every op is right")
+    add_report(commands, "demo", "one real MoE layer, fused and stock")
+    add_report(commands, "doctor", "versions and devices, and a test of every op")
     add_bench(commands)
     add_bench_model(commands)
     add_tune(commands)

@@ -1,4 +1,4 @@
-"""Call a function once some module has been imported, without importing it ourselves."""
+"""Call a function when a module has been imported, without importing it ourselves."""
 
 import importlib.util
 import sys
@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 
 class _Finder:
-    """Waits in sys.meta_path for one module, finds it as Python would, and adds a call to the end of its import."""
+    """A finder in sys.meta_path for one module. It finds the module like Python does and adds a call to the end of
+    its import."""
 
     def __init__(self, name: str, then: Callable[[], None]):
         self.name, self.then = name, then
@@ -28,7 +29,7 @@ class _Finder:
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:
-    """Call `then()` now if the module `name` is imported already, else right after its import."""
+    """Call `then()` now if the module `name` is already imported, else directly after its import."""
     if name in sys.modules:
         then()
     else:

@@ -1,10 +1,11 @@
-"""The one table of arguments: what every op takes and returns, in the letters of its shapes.
+"""The one table of arguments: the tensors that every op takes and returns, with their shapes as letters.
 
-T tokens, E experts, K experts per token, H hidden, I expert inner size, N rows of one weight; G is 2I, U the size of a
-scalar, 1 or H. Of attention: B sequences, A query heads, J key heads, T queries, S keys, D the size of a query and a
-key, V that of a value. Of rope: also R angles.
-The tests draw their cases from it, `bench` its rows and `doctor` its samples. Options are not told here: the signatures
-in reference.py have them.
+T tokens, E experts, K experts per token, H hidden, I expert inner size, N rows of one weight; G is 2I, and U is the
+size of a scalar, 1 or H. Attention: B sequences, A query heads, J key heads, T queries, S keys, D size of a query and a
+key, V size of a value. Rope: also R angles.
+
+The tests draw their cases from this table, `bench` its rows and `doctor` its samples. Options are not in it: they are
+in the signatures in reference.py.
 """
 
 import inspect
@@ -19,20 +20,20 @@ from .formats import FORMATS
 
 #: Data, scale and offset of a weight.
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
-#: What activations may be, and how tables call it.
+#: The dtypes of activations, and their names in tables.
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One tensor that an op takes. An activation has the dtype of the op's first argument, a parameter may also be
-    float32 beside activations of another, and ids are int32 or int64. A weight may be in any format; what a packed one
-    has beside it, a scale and perhaps an offset, has its letters, but sizes and a dtype of their own: see `pack`."""
+    """One tensor that an op takes. An activation has the dtype of the op's first argument; a parameter may also be
+    float32; ids are int32 or int64. A weight may have any format. The scale and offset of a packed weight have the same
+    letters, but their sizes and dtypes depend on the format: see `pack`."""
 
     letters: str
     kind: str = "activation"
     optional: bool = False
-    written: bool = False  # in place
+    written: bool = False  # in-place
 
 
 def parameter(letters: str, optional: bool = False) -> Argument:
@@ -52,10 +53,10 @@ _BESIDE = {"shared": optional("TH"), "shared_gate": parameter("T", True), "resid
 _SLOTS = {"slots": Argument("TKH"), "weights": parameter("TK")}
 _RESIDUAL = {"residual": Argument("TH")}
 _WRITTEN = {"residual": Argument("TH", written=True)}
-#: Angles may have 1 for B, and the weights of norms may be those of all heads, AD and JD.
+#: The first size of angles may be 1 instead of B. The weights of norms may have the shapes [A, D] and [J, D].
 _ANGLES = {"cos": parameter("BTR"), "sin": parameter("BTR")}
 _HEAD_NORMS = {"q_norm_weight": parameter("D", True), "k_norm_weight": parameter("D", True)}
-#: A mask may also be bool, and have 1 for B or A.
+#: A mask may also be bool, and its sizes B and A may be 1.
 _SEEN = {"mask": parameter("BATS", True), "sinks": parameter("A", True)}
 _NORM = _RESIDUAL | {"input": Argument("TH"), "weight": parameter("H"), "scalar": parameter("U", True)}
 
@@ -90,8 +91,8 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
     "attention": {"q": Argument("BATD"), "k": Argument("BJSD"), "v": Argument("BJSV")} | _SEEN,
 }
 
-#: What it returns, where that is not one [T, H]. A router's weights are float32 and its ids int32, all else is
-#: activations.
+#: The outputs of ops that do not return one tensor [T, H]. A router's weights are float32 and its ids int32; all other
+#: outputs are activations.
 RETURNS: dict[str, tuple[str, ...]] = {
     "gate": ("TK", "TK"),
     "route": ("TK", "TK"),
@@ -108,7 +109,8 @@ ROUTERS = ("gate", "route")
 
 
 def optional_arguments(op: str) -> tuple[str, ...]:
-    """Those that one gives or not. Whether a weight has a scale and an offset is its format's choice."""
+    """The arguments that may be omitted. Scales and offsets of weights are not among them: they depend on the
+    format."""
     kinds = ("scale", "offset")
     return tuple(name for name, argument in ARGUMENTS[op].items() if argument.optional and argument.kind not in kinds)
 
@@ -118,17 +120,17 @@ def takes_formats(op: str) -> bool:
 
 
 def written(op: str) -> tuple[str, ...]:
-    """The arguments that it writes in place."""
+    """The arguments that the op writes in-place."""
     return tuple(name for name, argument in ARGUMENTS[op].items() if argument.written)
 
 
 def outputs(op: str) -> list[str]:
-    """The letters of what `results` gives."""
+    """The letters of the tensors that `results` returns."""
     return [*RETURNS.get(op, ("TH",)), *(ARGUMENTS[op][name].letters for name in written(op))]
 
 
 def options(op: str, wanted: Mapping[str, object]) -> dict[str, object]:
-    """Those of the options that the op takes."""
+    """Those of the options that the op has."""
     signature = inspect.signature(getattr(reference, op)).parameters.values()
     taken = {parameter.name for parameter in signature if parameter.kind == parameter.KEYWORD_ONLY}
     return {name: value for name, value in wanted.items() if name in taken}
@@ -140,7 +142,7 @@ def weights(op: str) -> tuple[str, ...]:
 
 
 def format_of(weight: str, options: Mapping) -> str:
-    """That of one of an op's weights, by the op's options."""
+    """The format of one of an op's weights, given the op's options."""
     return (weight == "down" and options.get("down_format")) or options.get("format") or "dense"
 
 
@@ -148,7 +150,7 @@ def shapes(
     op: str, given: Collection[str] = (), transposed: bool = False, format: str = "dense",
     down_format: str | None = None,
 ) -> dict[str, str]:  # fmt: skip
-    """The letters of the arguments that the op needs, with weights in these formats, and of the optional ones among
+    """The letters of all required arguments, with weights in these formats, and of the optional arguments in
     `given`."""
     formats = {weight: format_of(weight, {"format": format, "down_format": down_format}) for weight in weights(op)}
     parts = {weight: FORMATS[format].parts if format in FORMATS else () for weight, format in formats.items()}
@@ -166,8 +168,7 @@ def size(letters: str, dims: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def draw(name: str, size: tuple[int, ...], dims: Mapping[str, int], random: torch.Generator) -> Tensor:
-    """Values as a layer has them, in float32 on the CPU: all sums stay near one, and ids are distinct for each token,
-    as routers give them."""
+    """Realistic values in float32 on the CPU: all sums are about one, and the ids of each token are distinct."""
     if name == "ids":
         T, E, K = (dims[letter] for letter in "TEK")
         if K > E:
@@ -184,18 +185,18 @@ def draw(name: str, size: tuple[int, ...], dims: Mapping[str, int], random: torc
     if name in ("select_bias", "router_bias"):
         return values * 0.2
     if name in ("slots", "residual", "input") and dims["H"] <= 3:
-        return values.abs() + 0.1  # the norm of so few numbers is ill-conditioned where their sums cancel
+        return values.abs() + 0.1  # the norm of so few values is ill-conditioned if they cancel
     return values * 2 if name == "logits" else values
 
 
 def scale_names(weight: str) -> tuple[str, str]:
-    """What an op calls the scale and the offset of a weight."""
+    """The argument names of the scale and the offset of a weight."""
     prefix = "" if weight == "weight" else f"{weight}_"
     return f"{prefix}scale", f"{prefix}offset"
 
 
 def pack(op: str, given: Mapping[str, Tensor], pack_one: Callable[[str, Tensor], Parts]) -> dict[str, Tensor]:
-    """The same arguments with packed weights, as `pack_one` makes them of a weight's name and its numbers."""
+    """The same arguments with packed weights. `pack_one` packs a weight, given its name and values."""
     found: dict[str, Tensor | None] = dict(given)
     for name in weights(op):
         found |= dict(zip((name, *scale_names(name)), pack_one(name, given[name]), strict=True))
@@ -203,6 +204,6 @@ def pack(op: str, given: Mapping[str, Tensor], pack_one: Callable[[str, Tensor],
 
 
 def results(op: str, returned: Tensor | tuple[Tensor, ...] | None, given: Mapping[str, Tensor]) -> list[Tensor]:
-    """What a call of an op, or of its reference, produced: what it returned, and last what it wrote in place."""
+    """All outputs of a call of an op or its reference: the returned tensors, then those written in-place."""
     found = [] if returned is None else [returned] if isinstance(returned, Tensor) else list(returned)
     return found + [given[name] for name in written(op)]

@@ -1,5 +1,5 @@
-"""Chat with a model in the terminal. Answers are shown as they come, and only what is new in the conversation is
-computed. Each line of a pipe is a turn; answers go to stdout, everything else to stderr."""
+"""Chat with a model in the terminal. Answers are printed while they are generated, and only new tokens of the
+conversation are computed. Each line of a pipe is a turn; answers go to stdout, everything else to stderr."""
 
 import contextlib
 import signal
@@ -11,21 +11,20 @@ from dataclasses import dataclass
 
 import torch
 
-from .bench.calls import Unfit
-from .bench.here import positive
+from .cli import CannotRun, positive
 from .loading import add_model, check_model, context_of, load_model, load_tokenizer, loading, memory, say
 
 EXAMPLES = """
 examples:
-  chat openai/gpt-oss-20b                                       the model as it is published, in MXFP4
-  chat Qwen/Qwen3-30B-A3B --bits 4 --system "Answer briefly."   packed in 4 bits while it is loaded
-  chat models/Qwen3-30B-A3B-Q4_K_M.gguf --temperature 0         a GGUF file, always the likeliest token
+  chat openai/gpt-oss-20b                                       the published checkpoint, in MXFP4
+  chat Qwen/Qwen3-30B-A3B --bits 4 --system "Answer briefly."   quantised to 4 bits on loading
+  chat models/Qwen3-30B-A3B-Q4_K_M.gguf --temperature 0         a GGUF file, greedy decoding
   chat MODEL --prompt "$(cat question.txt)" > answer.txt        one question
 """
-HELP = """/reset   begins a new conversation
-/exit    leaves, as Ctrl-D does, and Ctrl-C at the prompt
-/help    shows this
-Ctrl-C   ends an answer; what it has said stays in the conversation"""
+HELP = """/reset   starts a new conversation
+/exit    exits, like Ctrl-D, and Ctrl-C at the prompt
+/help    prints this
+Ctrl-C   ends an answer; its text stays in the conversation"""
 DIM, PLAIN = "\033[2m", "\033[0m"
 
 
@@ -43,15 +42,15 @@ def share(text: str) -> float:
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--prompt", metavar="TEXT", help="answer this, and leave")
-    parser.add_argument("--system", metavar="TEXT", help="what the conversation begins with")
-    said = "0 takes the likeliest token (default for this and --top-p: what the checkpoint says)"
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this and exit")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    said = "0 always takes the most likely token (default of this and --top-p: the checkpoint's)"
     parser.add_argument("--temperature", type=at_least_0, metavar="T", help=said)
-    said = "draw from the likeliest tokens that together have this probability"
+    said = "sample from the most likely tokens that together have this probability"
     parser.add_argument("--top-p", type=share, metavar="P", help=said)
-    said = "the most tokens of an answer (default: as many as the context has room for)"
+    said = "maximum tokens of an answer (default: all that fit into the context)"
     parser.add_argument("--max-tokens", type=positive, metavar="N", help=said)
-    parser.add_argument("--seed", type=int, help="of the tokens that are drawn; /reset begins with it again")
+    parser.add_argument("--seed", type=int, help="seed of the sampling; /reset restarts with it")
 
 
 def run(options: Namespace) -> int:
@@ -69,7 +68,7 @@ def run(options: Namespace) -> int:
         if options.prompt is not None:
             return 0 if chat.turn(options.prompt) else 1
         converse(chat)
-    except Unfit as reason:
+    except CannotRun as reason:
         print(f"chat: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -82,7 +81,7 @@ def converse(chat: "Chat") -> None:
     terminal = sys.stdin.isatty()
     if terminal:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401, which gives `input` its keys and its history
+            import readline  # noqa: F401  adds line editing and a history to `input`
         say("/help shows the commands")
     while True:
         try:
@@ -129,18 +128,18 @@ class Chat:
             torch.manual_seed(self.seed)
 
     def turn(self, text: str) -> "Answer | None":
-        """Answer on stdout. None where there is no answer; then the conversation is as it was."""
+        """Print the answer on stdout. Returns None if there is none; then the conversation does not change."""
         start = time.perf_counter()
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
         try:
             ids = self.encode()
             if len(ids) >= self.context:
-                raise Unfit(
-                    f"the conversation has {len(ids):,} tokens, the context {self.context:,}: /reset begins anew"
+                raise CannotRun(
+                    f"the conversation has {len(ids):,} tokens, the context {self.context:,}: /reset starts a new one"
                 )
             answer = self.answer(ids, start)
-        except Unfit as reason:
+        except CannotRun as reason:
             say(reason)
             answer = None
         except KeyboardInterrupt:
@@ -155,8 +154,8 @@ class Chat:
         how = {"chat_template": self.chat_template, "add_generation_prompt": True, "return_dict": True}
         try:
             return self.tokenizer.apply_chat_template(self.messages, **how)["input_ids"]
-        except Exception as error:  # a template may raise whatever it likes
-            raise Unfit(f"the model's chat template does not take this: {error}") from error
+        except Exception as error:  # a template may raise anything
+            raise CannotRun(f"the model's chat template does not take this: {error}") from error
 
     def answer(self, ids: list[int], start: float) -> "Answer":
         device, kept = self.model.device, self.computed.keep(ids)
@@ -180,7 +179,7 @@ class Chat:
         return answer
 
     def ending(self, last: int, tokens: int, room: int, interrupted: bool) -> str:
-        """Why an answer ended before its model ended it."""
+        """The reason if the answer ended before the model ended it."""
         if last in self.ends:
             return ""
         if interrupted:
@@ -190,7 +189,7 @@ class Chat:
         return "; cut off by --max-tokens" if tokens == self.most else ""
 
     def parser(self, ids: list[int]):
-        """What tells thoughts from the answer, where the model's are known."""
+        """A parser that separates reasoning from the answer, if the model's format is known."""
         if self.response_template is None or not self.chat_template:
             return None
         from transformers.utils.chat_parsing import ResponseParser
@@ -199,21 +198,22 @@ class Chat:
 
 
 def sampling(options: Namespace) -> dict[str, object]:
-    """The arguments of `generate`. What is not given is as the checkpoint has it."""
+    """The sampling arguments of `generate`. Missing ones are those of the checkpoint."""
     if options.temperature == 0:
-        return {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}  # its defaults: no warning
+        # the defaults, so that there is no warning
+        return {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
     given = {"temperature": options.temperature, "top_p": options.top_p}
     given = {name: value for name, value in given.items() if value is not None}
     return {"do_sample": True} | given if given else {}
 
 
 def response_template(tokenizer, model) -> dict | None:
-    """How the model's answers are read: as its tokenizer says, or as transformers' server does, which needs fastapi."""
+    """The format of the model's answers, from its tokenizer or from transformers' server, which needs fastapi."""
     from .harmony import HARMONY
 
-    told = getattr(tokenizer, "response_template", None)
-    if told is not None:
-        return told
+    template = getattr(tokenizer, "response_template", None)
+    if template is not None:
+        return template
     if model.config.model_type == "gpt_oss":
         return HARMONY
     try:
@@ -224,7 +224,7 @@ def response_template(tokenizer, model) -> dict | None:
 
 
 class Computed:
-    """The cache of the tokens computed so far. A prompt that differs from them goes on where it begins to differ."""
+    """The cache of all tokens computed so far. A new prompt is computed from its first different token on."""
 
     def __init__(self, model):
         self.config = model.config.get_text_config(decoder=True)
@@ -235,15 +235,16 @@ class Computed:
         from transformers import DynamicCache
 
         self.ids: list[int] = []
-        self.earliest = 0  # where the cache can be cut; before, layers with a sliding window have lost their keys
+        # the cache cannot be cropped before this: layers with a sliding window have lost earlier keys
+        self.earliest = 0
         self.cache = DynamicCache(config=self.config) if self.is_kept else None
-        self.records = self.is_kept and self.cache.is_croppable  # linear attention is not
+        self.records = self.is_kept and self.cache.is_croppable  # linear attention is not croppable
         if self.records:
             self.cache.activate_past_recording()
 
     def keep(self, ids: list[int]) -> int:
-        """Drop what these tokens do not begin with, and their last one, which is computed again for its logits. How
-        many are left."""
+        """Crop the cache to its common prefix with these tokens, without the last one, which is computed again for its
+        logits. Returns the length that is left."""
         same = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), len(self.ids))
         same = min(same, len(ids) - 1)
         if self.records and same >= self.earliest:
@@ -258,7 +259,7 @@ class Computed:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[object]:
-        """The cache for `generate`. An exception may leave it with a token in some layers alone."""
+        """The cache for `generate`. After an exception the last token may be in only some of the layers."""
         try:
             yield self.cache
         except BaseException:
@@ -266,7 +267,7 @@ class Computed:
             raise
 
     def add(self, ids: list[int]) -> None:
-        """Of the last token there are no keys yet."""
+        """The last token has no keys yet."""
         if self.is_kept:
             self.ids = ids[: self.cache.get_seq_length()]
 
@@ -283,8 +284,8 @@ class Stop:
 
 @contextlib.contextmanager
 def until_interrupted() -> Iterator[Stop]:
-    """The first Ctrl-C ends the answer behind a whole token, so that the cache stays good. A second one, while a long
-    prompt is computed, raises."""
+    """The first Ctrl-C ends the answer after a complete token, so that the cache stays valid. A second one, while a
+    long prompt is computed, raises."""
     stop = Stop()
 
     def interrupt(number: int, frame: object) -> None:
@@ -303,15 +304,15 @@ def until_interrupted() -> Iterator[Stop]:
 
 
 class Answer:
-    """An answer, shown as it comes, and how fast that was. `generate` takes it as its streamer."""
+    """An answer, printed while it is generated, and its speed. It is the streamer of `generate`."""
 
     def __init__(self, tokenizer, ends: set[int], parser, start: float, prompt: int, computed: int):
         self.tokenizer, self.ends, self.parser, self.start = tokenizer, ends, parser, start
-        self.prompt, self.computed = prompt, computed  # tokens of the prompt, and how many of them had to be computed
-        self.times: list[float] | None = None  # of each token; none before the prompt, which comes first
+        self.prompt, self.computed = prompt, computed  # tokens of the prompt, and those of them that had to be computed
+        self.times: list[float] | None = None  # time of each token; None until the prompt has been received
         self.ids: list[int] = []
-        self.decoded = 0, 0  # where the last piece of text begins, and where it ends
-        self.texts: dict[str, str] = {}  # what was shown, by the parser's word for it
+        self.decoded = 0, 0  # start and end of the last piece of text
+        self.texts: dict[str, str] = {}  # the printed text, by the parser's name of its part
         self.shown = "content"
         if parser is not None:
             self.show_events(parser.initial_events)
@@ -325,8 +326,8 @@ class Answer:
         self.show_text(whole=True)
 
     def show_text(self, whole: bool) -> None:
-        """What the last tokens add to the text; while `whole`, not half a character. A token's text may depend on the
-        ones before it."""
+        """Print the text that the last tokens add. Unless `whole`, an incomplete character is held back. The text of a
+        token can depend on earlier ones."""
         start, end = self.decoded
         before, text = self.decode(self.ids[start:end]), self.decode(self.ids[start:])
         if len(text) <= len(before) or (whole and text.endswith("\ufffd")):
@@ -340,7 +341,7 @@ class Answer:
     def show(self, text: str) -> None:
         if self.parser is None:
             return self.show_part("content", text)
-        with contextlib.suppress(ValueError):  # what the model calls may be no JSON
+        with contextlib.suppress(ValueError):  # the arguments of a tool call may be invalid JSON
             self.show_events(self.parser.feed(text))
 
     def show_events(self, events: list[dict]) -> None:
@@ -349,7 +350,7 @@ class Answer:
                 self.show_part(event["field"], event["text"])
 
     def show_part(self, name: str, text: str) -> None:
-        """Thoughts are dim, and not on stdout where that is no terminal."""
+        """Reasoning is dim, and is not printed if stdout is not a terminal."""
         self.texts[name] = self.texts.get(name, "") + text
         if name != self.shown:
             self.change_to(name)
@@ -365,12 +366,12 @@ class Answer:
         self.shown = name
 
     def end(self) -> None:
-        """Called by `generate` behind the last token."""
+        """`generate` calls this after the last token."""
         self.show_text(whole=False)
         if self.parser is not None:
             with contextlib.suppress(ValueError):
                 self.show_events(self.parser.finalize()[1])
-            if not self.texts:  # it was not written as the model's answers are
+            if not self.texts:  # the answer is not in the model's format
                 self.show_part("content", self.tokenizer.decode(self.ids, skip_special_tokens=True))
         if self.shown != "content":
             self.change_to("content")
@@ -378,7 +379,7 @@ class Answer:
 
     @property
     def message(self) -> dict:
-        """For the chat template."""
+        """The answer as a message for the chat template."""
         texts = {name: text.strip() if self.parser else text for name, text in self.texts.items()}
         return {"role": "assistant", "content": texts.pop("content", "")} | texts
 

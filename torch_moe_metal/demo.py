@@ -1,4 +1,4 @@
-"""`python -m torch_moe_metal demo`: one real MoE layer, stock against fused, on the best device there is."""
+"""`python -m torch_moe_metal demo`: one real MoE layer, stock and fused, on the best available device."""
 
 from collections.abc import Callable
 
@@ -7,20 +7,20 @@ from torch import Tensor
 
 from . import cpu_isa, reference
 from .bench.block import Block, expert_bytes, plain, transformers
-from .bench.calls import Noise
-from .bench.here import has_transformers
+from .bench.calls import RandomTensors
 from .bench.measure import seconds_each
+from .cli import has_transformers
 from .models import MODELS
 
 MODEL = MODELS["qwen3-30b-a3b"]
-SECONDS = 1.0  # that one token is measured for; 32 take three times as long
+SECONDS = 1.0  # measuring time for one token; three times as much for 32 tokens
 
 
 def exact(block: Block, x: Tensor) -> Tensor:
-    """The reference in float64, a token at a time to spare memory, with the experts that the fused router chose."""
+    """The reference in float64, one token at a time to save memory, with the experts selected by the fused router."""
     weights, ids = torch.ops.moe_metal.gate(x, **block.router, **block.routing)
     rows = []
-    # To the CPU first: Apple's GPUs have no float64.
+    # CPU first: Apple's GPUs have no float64.
     for row, weight, chosen in zip(x.cpu().double(), weights.cpu().double(), ids.cpu().long(), strict=True):
         theirs = [block.experts[name][chosen.to(x.device)].cpu().double() for name in ("gate_up", "down")]
         rows.append(reference.experts(row, weight, torch.arange(len(chosen)), *theirs))
@@ -28,26 +28,27 @@ def exact(block: Block, x: Tensor) -> Tensor:
 
 
 def stock_blocks(block: Block, tokens: int) -> dict[str, Callable[..., Tensor]]:
-    """transformers' implementations; its batched_mm copies the experts of every token, so it is left to one token."""
+    """transformers' implementations. batched_mm is used only for one token, because it copies the experts of every
+    token."""
     found = transformers(block) if has_transformers() else plain(block)
     return {name: way.block for name, way in found.items() if tokens == 1 or not name.endswith("batched_mm")}
 
 
 def relative_errors(got: Tensor, want: Tensor) -> Tensor:
-    """Of each token. A router in bfloat16 may take another expert than ours for one of them."""
+    """The relative error of each token. For some tokens a router in bfloat16 may select another expert than ours."""
     return (got.cpu().double() - want).norm(dim=-1) / want.norm(dim=-1)
 
 
 @torch.no_grad()
 def run() -> int:
-    """Build the layer, check it against float64, time it against stock. 1 when the fused result is wrong."""
+    """Build the layer, compare it with float64 and measure it and stock. Returns 1 if the fused result is wrong."""
     device = "mps" if torch.backends.mps.is_available() else "cpu"
     where = "the Apple GPU (mps)" if device == "mps" else f"the CPU ({cpu_isa}, {torch.get_num_threads()} threads)"
     sizes = f"H {MODEL.H}, I {MODEL.I}, E {MODEL.E}, K {MODEL.K}"
     print(f"One MoE layer of Qwen3-30B-A3B: {sizes}, bfloat16, on {where}")
     size = MODEL.E * expert_bytes(MODEL, torch.bfloat16) / 1e9
     print(f"Making {size:.1f} GB of random weights ...", flush=True)
-    noise = Noise(device, torch.bfloat16)
+    noise = RandomTensors(device, torch.bfloat16)
     block = Block.random(MODEL, noise)
     worst = 0.0
     for tokens, seconds in ((1, SECONDS), (32, 3 * SECONDS)):
@@ -64,8 +65,8 @@ def run() -> int:
                 f"  {name:24} {times[name] * 1e3:9.2f} ms   error against float64 {errors.median():.1e}{ratio}",
                 flush=True,
             )
-        worst = max(worst, errors.max().item())  # the last one is ours
+        worst = max(worst, errors.max().item())  # ours is the last one
     if worst > reference.tolerance(torch.bfloat16):
-        print(f"\nThe fused layer is off by {worst:.1e}: too much. Run `python -m torch_moe_metal doctor`.")
+        print(f"\nThe fused layer is wrong: its error is {worst:.1e}. Run `python -m torch_moe_metal doctor`.")
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""`python -m torch_moe_metal doctor`: what is installed and loaded, and whether every op gives the right answer."""
+"""`python -m torch_moe_metal doctor`: versions, devices, and a test of every op."""
 
 import importlib.metadata
 import importlib.util
@@ -13,12 +13,12 @@ from .bench import measure
 from .bench.packed import Packing
 from .formats import FORMATS
 
-DIMS = {"E": 33, "K": 3, "H": 96, "I": 40, "N": 37, "U": 1}  # nothing round: tails are where kernels go wrong
+DIMS = {"E": 33, "K": 3, "H": 96, "I": 40, "N": 37, "U": 1}  # odd sizes: most faults of kernels are in tails
 DIMS |= {"B": 2, "A": 6, "J": 2, "S": 101, "D": 40, "V": 24, "R": 12}
-TOKENS = (5, 50)  # as while decoding, and as for a prompt, which has kernels of its own
+TOKENS = (5, 50)  # decoding, and a prompt, which has its own kernels
 
 
-#: One of each family of readers; the others differ in constants.
+#: One format of each family of readers; the others differ only in constants.
 PACKED = ("affine", "mxfp4", "fp8", "mxfp8", "nvfp4", "q4_0", "q5_0", "q8_0", "q2_k", "q3_k", "q4_k", "q6_k", "iq4_xs")
 
 
@@ -27,7 +27,7 @@ def formats(op: str) -> tuple[str, ...]:
 
 
 def sample_arguments(op: str, dtype: torch.dtype, tokens: int, format: str = "dense") -> dict[str, Tensor]:
-    """Small arguments for one op, the same on every device, optional ones included. Its parameters are float32."""
+    """Small arguments for one op, including optional ones, the same on every device. Parameters are float32."""
     dims = DIMS | {"T": tokens}
     if format != "dense":
         whole = FORMATS[format].whole_columns
@@ -44,7 +44,7 @@ def sample_arguments(op: str, dtype: torch.dtype, tokens: int, format: str = "de
 
 
 def check(op: str, device: str, dtype: torch.dtype, tokens: int, format: str = "dense") -> str | None:
-    """None when the op agrees with the reference in float64, else what went wrong."""
+    """Compares the op with the reference in float64. Returns None, or a description of the error."""
     try:
         given = {name: tensor.to(device) for name, tensor in sample_arguments(op, dtype, tokens, format).items()}
         exact = {name: t.cpu().double() if t.is_floating_point() else t.cpu() for name, t in given.items()}
@@ -52,7 +52,7 @@ def check(op: str, device: str, dtype: torch.dtype, tokens: int, format: str = "
         with torch.no_grad():
             got = arguments.results(op, getattr(torch.ops.moe_metal, op)(**given, **options), given)
             want = arguments.results(op, getattr(reference, op)(**exact, **options), exact)
-    except Exception as error:  # whatever it is, the report must go on to the other ops
+    except Exception as error:  # any error: the report must go on
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     for index, (g, w) in enumerate(zip((tensor.cpu() for tensor in got), want, strict=True)):
         if not g.is_floating_point():
@@ -70,7 +70,8 @@ def has_kernel(device: str) -> bool:
 
 
 def why_no_sum() -> str | None:
-    """What PyTorch says when it computes on mps. A virtual Mac's GPU is called available and may not give memory."""
+    """The error of a sum on mps, if there is one. The GPU of a virtual Mac may be reported as available but have no
+    memory."""
     try:
         torch.ones(2, device="mps").sum().item()
     except RuntimeError as error:
@@ -79,7 +80,7 @@ def why_no_sum() -> str | None:
 
 
 def why_not_ours() -> str | None:
-    """What we miss on an Apple GPU, such as a virtual Mac's."""
+    """The features that our kernels miss on an Apple GPU, such as that of a virtual Mac."""
     try:
         torch.ops.moe_metal._check_device()
     except RuntimeError as error:
@@ -88,7 +89,7 @@ def why_not_ours() -> str | None:
 
 
 def devices() -> Iterator[tuple[str, str | None]]:
-    """Each device and, when the ops cannot run on it, what to do about that."""
+    """Each device and, if the ops cannot run on it, the reason."""
     yield "cpu", None
     if not torch.backends.mps.is_built():
         yield "mps", "this PyTorch is built without MPS; on a Mac with Apple silicon, install torch from PyPI"
@@ -112,7 +113,7 @@ def installed(package: str) -> str:
 
 
 def subnormal_halves(device: str) -> str | None:
-    """None where a GPU has subnormal halves. As such, codes of packed weights become numbers (shaders/weights.h)."""
+    """None if the GPU has subnormal halves, which decoders of packed weights use (shaders/weights.h)."""
     codes, scale = torch.full((1, 16), 0x11, dtype=torch.uint8), torch.full((1, 1), 127, dtype=torch.uint8)
     got = torch.ops.moe_metal.dequantize(codes.to(device), scale.to(device), format="mxfp4", dtype=torch.float32)
     if (got.cpu() == 0.5).all():
@@ -121,21 +122,22 @@ def subnormal_halves(device: str) -> str | None:
 
 
 def compiling(device: str) -> Iterator[str]:
-    """How long Metal took for the libraries of shaders so far, by file: what first calls wait for without `warm_up`."""
+    """The time that Metal has spent on compiling libraries of shaders, by file. Without `warm_up` the first calls wait
+    for it."""
     took: dict[str, list[tuple[float, str]]] = {}
     for library, seconds in zip(*torch.ops.moe_metal._compile_times(), strict=True) if device == "mps" else ():
         shader, _, macros = library.partition(" ")
         took.setdefault(shader, []).append((seconds, macros.replace("MOE_METAL_", "").lower()))
     if took:
         total = sum(seconds for libraries in took.values() for seconds, _ in libraries)
-        yield f"libraries of shaders, as Metal compiled them: {total:.1f} s (macOS keeps them: again it is quicker)"
+        yield f"libraries of shaders, compiled by Metal: {total:.1f} s (macOS caches them, so later runs are faster)"
     for shader, libraries in sorted(took.items()):
         mean, (longest, which) = sum(seconds for seconds, _ in libraries) / len(libraries), max(libraries)
         yield f"  {shader:28} {len(libraries):3}, {mean:.2f} s each, at most {longest:.2f} s: {which}"
 
 
 def run() -> int:
-    """Print the report. 0 when every op is right on every device that is there, else 1."""
+    """Print the report. Returns 0 if every op is correct on every available device, else 1."""
     print(f"torch_moe_metal {__version__}   torch {torch.__version__}   transformers {installed('transformers')}")
     print(f"Python {platform.python_version()}   {measure.system()}   {measure.processor()}")
     print(f"CPU kernels: {cpu_isa}, {torch.get_num_threads()} threads")
@@ -162,7 +164,7 @@ def run() -> int:
             print(line)
     if failures:
         print(
-            f"\n{failures} failed. Rebuild against the torch that is installed (`pip install --no-build-isolation "
+            f"\n{failures} failed. Rebuild for the installed torch (`pip install --no-build-isolation "
             "--force-reinstall --no-deps .`) and try again; if it still fails, please report it with this output."
         )
     return 1 if failures else 0

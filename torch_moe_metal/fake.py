@@ -1,4 +1,4 @@
-"""Fake functions: what torch.compile and torch.export run in place of an op, to learn its outputs' shapes."""
+"""Fake functions, which torch.compile and torch.export run instead of an op to get the shapes of its outputs."""
 
 import functools
 import inspect
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from .rehearsal import MPS, rehearses
+from .warmup import MPS, is_warmup
 
 
 def _hint(size: int | torch.SymInt) -> int | None:
-    """The size that a symbolic one stands for, without a guard on it; None where PyTorch does not know any yet."""
+    """The value of a symbolic size, without a guard on it; None if PyTorch does not know it yet."""
     if isinstance(size, int):
         return size
     return size.node.hint if size.node.has_hint() else None
@@ -26,7 +26,8 @@ def _meta(tensor: Tensor) -> Tensor | None:
 
 
 def _check_devices(op: str, named: dict) -> None:
-    """The checks get all tensors on meta, and can no longer tell where these are."""
+    """Raise if the tensors are on different devices. The C++ checks cannot see this, because they get meta
+    tensors."""
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     first = next(iter(tensors), None)
     for name, tensor in tensors.items():
@@ -38,24 +39,26 @@ def _check_devices(op: str, named: dict) -> None:
 
 
 def _check(op: str, args: tuple, kwargs: dict) -> None:
-    """Raise what the op itself would raise with such arguments. The checks are C++, which knows no symbolic sizes."""
+    """Raise the same errors as the op with these arguments. The checks are C++ code without support for symbolic
+    sizes."""
     values = [*args, *kwargs.values()]
     metas = [_meta(value) if isinstance(value, Tensor) else value for value in values]
     if any(isinstance(value, Tensor) and meta is None for value, meta in zip(values, metas, strict=True)):
-        return  # The op checks when it runs.
+        return  # the op itself checks when it runs
     positional, named = metas[: len(args)], dict(zip(kwargs, metas[len(args) :], strict=True))
     getattr(torch.ops.moe_metal_checks, op)(*positional, **named)
 
 
 def fake(specification: Callable) -> Callable:
-    """The checks of an op, so that what it refuses fails where the user can see it, and its specification's outputs.
-    In a rehearsal its part for mps stands for the checks, which it has too, and compiles."""
+    """A fake function: it makes the checks of the op, so that bad arguments raise while the user's code is traced,
+    and returns the outputs of the specification. In a warm-up call the MPS kernel runs instead, which makes the same
+    checks and compiles."""
     name = specification.__name__
     names = tuple(inspect.signature(specification).parameters)
 
     @functools.wraps(specification)
     def function(*args, **kwargs):
-        if rehearses():
+        if is_warmup():
             getattr(torch.ops.moe_metal, name).default.redispatch(MPS, *args, **kwargs)
         else:
             _check_devices(name, dict(zip(names, args, strict=False)) | kwargs)

@@ -1,5 +1,5 @@
-"""Say in which format a model fits a Mac's memory, and with how long a context. No weight is loaded: the sizes are
-those of the model that transformers makes of the configuration, on the meta device, and of files that are packed."""
+"""Print in which format a model fits into a Mac's memory, and with how long a context. No weights are loaded: sizes
+come from transformers' model of the configuration on the meta device, and from packed files."""
 
 import sys
 import weakref
@@ -14,39 +14,25 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .bench.calls import Unfit
-from .bench.here import positive
+from .cli import CannotRun, positive
 from .formats import LIBRARIES
 from .loading import MODEL, Source
-from .models import MODELS
+from .models import MODELS, configuration
 from .packing import WRITTEN
 
 EXAMPLES = """
 examples:
-  fit Qwen/Qwen3-30B-A3B --memory 32          which format fits a Mac of 32 GB
-  fit gpt-oss-20b --memory 16 32 64           by the sizes in this package, without a network
-  fit models/Qwen3-30B-A3B-Q4_K_M.gguf        a file, on this machine
+  fit Qwen/Qwen3-30B-A3B --memory 32          the formats that fit a Mac with 32 GB
+  fit gpt-oss-20b --memory 16 32 64           with sizes from this package, without network access
+  fit models/Qwen3-30B-A3B-Q4_K_M.gguf        a GGUF file, on this machine
 """
-#: How much of the memory macOS lets the GPU have, unless iogpu.wired_limit_mb says otherwise. Apple documents no rule:
+#: The share of memory that macOS lets the GPU use, unless iogpu.wired_limit_mb sets it. Apple documents no rule:
 #: Metal's recommendedMaxWorkingSetSize was reported as 10.7 GB and 11.8 GB of 16, 17.8 of 24 and 107.5 of 128.
 SHARES = (2 / 3, 3 / 4)
 PROMPT = 2048
 SHOWN = ("dense", "affine4", "affine6", "affine8", "mxfp4", "q4_k", "q6_k", "q8_0")
-#: What a configuration of a published model has beside the sizes in models.py and transformers' defaults.
-PUBLISHED = {
-    "qwen3-30b-a3b": {"num_hidden_layers": 48, "max_position_embeddings": 40960},
-    "qwen3-235b-a22b": {"num_hidden_layers": 94, "max_position_embeddings": 40960},
-    "qwen3-next-80b-a3b": {"num_hidden_layers": 48, "max_position_embeddings": 262144},
-    "qwen3.5-35b-a3b": {"num_hidden_layers": 40, "max_position_embeddings": 262144},
-    "mixtral-8x7b": {"num_hidden_layers": 32, "max_position_embeddings": 32768},
-    "olmoe": {"num_hidden_layers": 16, "max_position_embeddings": 4096},
-    "gpt-oss-20b": {"num_hidden_layers": 24, "quantization_config": {"quant_method": "mxfp4"}},
-    "gpt-oss-120b": {"num_hidden_layers": 36, "quantization_config": {"quant_method": "mxfp4"}},
-    "deepseek-v3": {"num_hidden_layers": 61, "max_position_embeddings": 163840},
-    "glm-4.5-air": {"num_hidden_layers": 46, "max_position_embeddings": 131072},
-    "glm-4.7-flash": {"num_hidden_layers": 47, "max_position_embeddings": 202752},
-    "minimax-m2": {"num_hidden_layers": 62, "max_position_embeddings": 196608},
-}
+#: Models whose whole configuration is in this package.
+PUBLISHED = tuple(name for name, model in MODELS.items() if model.layers)
 
 
 def gigabytes(text: str) -> float:
@@ -58,12 +44,12 @@ def gigabytes(text: str) -> float:
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"{MODEL}, or one of {', '.join(PUBLISHED)}")
     parser.add_argument("--gguf", metavar="FILE", help="a GGUF file in that folder or repository")
-    said = "of Macs, as they are sold (default: this machine's)"
+    said = "memory of Macs, as advertised (default: that of this machine)"
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--memory", type=gigabytes, nargs="+", metavar="GB", help=said)
-    said = "how many MB the GPU gets, where you have set sysctl iogpu.wired_limit_mb"
+    said = "memory of the GPU in MB, if you have set sysctl iogpu.wired_limit_mb"
     sizes.add_argument("--limit", type=positive, metavar="MB", help=said)
-    said = f"tokens that are computed at once, for the working memory (default: {PROMPT})"
+    said = f"tokens that are computed at once; they need working memory (default: {PROMPT})"
     parser.add_argument("--prompt", type=positive, default=PROMPT, metavar="N", help=said)
     said = f"default: {' '.join(SHOWN)}"
     parser.add_argument("--formats", nargs="+", choices=LIBRARIES, default=list(SHOWN), metavar="FORMAT", help=said)
@@ -72,11 +58,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # what does not fit a format is in the table
+    logging.set_verbosity_error()  # the table explains formats that do not fit
     try:
         source, config = configuration_of(options.model, options.gguf)
         print("\n".join(lines(source, config, options)))
-    except Unfit as reason:
+    except CannotRun as reason:
         print(f"fit: {reason}", file=sys.stderr)
         return 2
     return 0
@@ -86,10 +72,11 @@ def run(options: Namespace) -> int:
 
 
 def configuration_of(name: str, gguf: str | None):
-    """Where its files are, if there are any, and its configuration. A known name needs neither files nor a network."""
+    """The source of a model's files, if there are any, and its configuration. Models known to this package need neither
+    files nor a network."""
     from transformers import AutoConfig
 
-    import torch_moe_metal  # noqa: F401, which makes transformers read GGUF files
+    import torch_moe_metal  # noqa: F401  makes transformers read GGUF files
 
     known = name.rpartition("/")[2].lower()
     if name.lower() in PUBLISHED and not Path(name).exists():
@@ -97,33 +84,34 @@ def configuration_of(name: str, gguf: str | None):
     source = Source.of(name, gguf)
     try:
         return source, AutoConfig.from_pretrained(source.path, **source.where)
-    except Exception as error:  # of which transformers has a dozen kinds
+    except Exception as error:  # transformers raises a dozen kinds
         if known in PUBLISHED and not Path(name).exists() and gguf is None:
             return None, published(known)
-        told = str(error).strip().splitlines() or [type(error).__name__]
-        raise Unfit(f"cannot read the configuration of {source.name}: {told[0]}") from error
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CannotRun(f"cannot read the configuration of {source.name}: {reason[0]}") from error
 
 
 def published(name: str):
     """The configuration of a model whose sizes are in models.py."""
     from transformers import AutoConfig
 
-    from .bench.block import configuration
-
     model = MODELS[name]
     default = AutoConfig.for_model(model.config).to_dict()
-    heads, keys, size, _ = model.heads
-    own = configuration(model) | {"num_attention_heads": heads, "vocab_size": model.vocabulary}
-    if "moe_intermediate_size" in default:  # then the other is that of the dense layers
+    own = configuration(model) | model.attention
+    own |= {"vocab_size": model.vocabulary, "num_hidden_layers": model.layers}
+    if "moe_intermediate_size" in default:  # then the other one is that of the dense layers
         del own["intermediate_size"]
-    own = {key: value for key, value in own.items() if key in default} | PUBLISHED[name]
-    if not model.low_rank:
-        own |= {"num_key_value_heads": keys, "head_dim": size}
+    own = {key: value for key, value in own.items() if key in default}
+    own |= {} if model.low_rank else model.attention
+    if model.context:
+        own["max_position_embeddings"] = model.context
+    if model.quantization:
+        own["quantization_config"] = {"quant_method": model.quantization}
     return AutoConfig.for_model(model.config, **own)
 
 
 def empty_model(config, dtype: torch.dtype) -> nn.Module:
-    """On the meta device, where it has shapes and no numbers."""
+    """The model on the meta device, with shapes but without values."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
@@ -141,7 +129,7 @@ def bytes_of(model: nn.Module) -> int:
 
 
 def weights(config, dtype: torch.dtype, library: str) -> int:
-    """What the weights take, dense or packed while they are loaded."""
+    """Bytes of the weights, dense or packed while loading."""
     model = empty_model(config, dtype)
     if library != "dense":
         pack_empty(model, quantization(model, library), dtype)
@@ -149,7 +137,7 @@ def weights(config, dtype: torch.dtype, library: str) -> int:
 
 
 def quantization(model: nn.Module, library: str):
-    """The `MoeMetalConfig` of a format. Those that only GGUF files have take the place of another for each module."""
+    """The `MoeMetalConfig` of a format. Formats that only GGUF files have replace another format in the plan."""
     from .transformers import MoeMetalConfig
 
     row = LIBRARIES[library]
@@ -171,27 +159,27 @@ def pack_empty(model: nn.Module, config, dtype: torch.dtype) -> None:
 
 
 def is_packed(config, source: Source | None) -> bool:
-    told = getattr(config, "quantization_config", None) or getattr(config, "quantization", None)
-    return told is not None or (source is not None and source.gguf_file is not None)
+    entry = getattr(config, "quantization_config", None) or getattr(config, "quantization", None)
+    return entry is not None or (source is not None and source.gguf_file is not None)
 
 
 def packed_weights(source: Source | None, config, dtype: torch.dtype) -> tuple[str, int]:
-    """How a packed checkpoint is packed, and what it takes: by its files, or, of gpt-oss, by its configuration."""
+    """The format of a packed checkpoint, and its bytes: from its files, or for gpt-oss from its configuration."""
     from transformers.utils import cached_file
 
     if source is not None and source.gguf_file is not None:
         return gguf_weights(cached_file(source.path, source.gguf_file, revision=source.revision), dtype)
-    told = getattr(config, "quantization_config", None) or config.quantization
-    method = told.get("quant_method") or told.get("mode") or "affine"
+    entry = getattr(config, "quantization_config", None) or config.quantization
+    method = entry.get("quant_method") or entry.get("mode") or "affine"
     if source is not None and Path(source.path).is_dir():
         return method, stored_bytes(Path(source.path))
     if method != "mxfp4":
-        raise Unfit("a packed checkpoint is measured by its files: download it, and give its folder")
+        raise CannotRun("the size of a packed checkpoint is that of its files: download it and pass its folder")
     return method, bytes_of(gpt_oss(config, dtype))
 
 
 def gpt_oss(config, dtype: torch.dtype, bits: int | None = None) -> nn.Module:
-    """With experts in MXFP4, and perhaps `quantize_(model, bits=bits)` for all else."""
+    """gpt-oss with experts in MXFP4, optionally with `quantize_(model, bits=bits)` for the other weights."""
     from .transformers import MoeMetalConfig
 
     model = empty_model(config, dtype)
@@ -202,7 +190,8 @@ def gpt_oss(config, dtype: torch.dtype, bits: int | None = None) -> nn.Module:
 
 
 def gguf_weights(path: str, dtype: torch.dtype) -> tuple[str, int]:
-    """Blocks that have a reader stay as they are, all else becomes dense."""
+    """The formats of a GGUF file and its bytes once loaded: blocks with a reader stay packed, everything else becomes
+    dense."""
     from .gguf import read
 
     tensors = read(path).tensors.values()
@@ -217,7 +206,7 @@ def stored_bytes(folder: Path) -> int:
 
     entries = [entry for file in sorted(folder.glob("*.safetensors")) for entry in header(file)[0].values()]
     if not entries:
-        raise Unfit(f"{folder}: expected safetensors files, by which a packed checkpoint is measured")
+        raise CannotRun(f"{folder}: expected safetensors files, which give the size of a packed checkpoint")
     return sum(end - begin for begin, end in (entry["data_offsets"] for entry in entries))
 
 
@@ -226,7 +215,7 @@ def stored_bytes(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """What a layer of the cache takes: for each token of which it has keys, and once."""
+    """Memory of a layer of the cache: bytes per cached token, and once."""
 
     token: int = 0
     once: int = 0
@@ -236,7 +225,7 @@ class CacheLayer:
         return self.once + self.token * (tokens if self.window is None else min(tokens, self.window - 1))
 
     def most(self, tokens: int) -> int:
-        """With the room in which it grows, if `patch` has fused the model."""
+        """Including the spare room for growth that a fused model has."""
         from .transformers.fusing.cache import most_rows
 
         stored = tokens if self.window is None else min(tokens, self.window - 1)
@@ -244,7 +233,7 @@ class CacheLayer:
 
 
 def cache_layers(model: nn.Module, config) -> list[CacheLayer]:
-    """As the cache of this model has them behind its first token."""
+    """The layers of this model's cache after its first token."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=config.get_text_config(decoder=True))
@@ -270,7 +259,7 @@ def cache_layer(layer) -> CacheLayer:
 
 
 class Living(TorchDispatchMode):
-    """Counts the bytes of the tensors that live, and the most there were. Those that were there before do not count."""
+    """Counts the bytes of live tensors and their maximum. Tensors that existed before do not count."""
 
     def __init__(self, before: Iterator[torch.Tensor]):
         super().__init__()
@@ -296,8 +285,8 @@ class Living(TorchDispatchMode):
 
 
 def working_memory(model: nn.Module, config, tokens: int) -> int:
-    """The most that the tensors of a forward of so many tokens take at a time, beside weights and cache. What an op has
-    inside it for itself does not count."""
+    """The maximum bytes of temporary tensors in a forward of so many tokens, without weights and cache. Buffers inside
+    of an op do not count."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=config.get_text_config(decoder=True))
@@ -314,28 +303,28 @@ def working_memory(model: nn.Module, config, tokens: int) -> int:
 def explained(name: str) -> Iterator[None]:
     try:
         yield
-    except Unfit:
+    except CannotRun:
         raise
-    except Exception as error:  # whatever transformers' class does with this configuration
-        raise Unfit(f"cannot make the model of {name}: {type(error).__name__}: {error}") from error
+    except Exception as error:  # any error of transformers' class for this configuration
+        raise CannotRun(f"cannot make the model of {name}: {type(error).__name__}: {error}") from error
 
 
 def lines(source: Source | None, config, options: Namespace) -> Iterator[str]:
     from .transformers import patch
 
     text = config.get_text_config(decoder=True)
-    told = getattr(config, "dtype", None)
-    dtype = told if isinstance(told, torch.dtype) and told.itemsize == 2 else torch.bfloat16
+    stored = getattr(config, "dtype", None)
+    dtype = stored if isinstance(stored, torch.dtype) and stored.itemsize == 2 else torch.bfloat16
     with explained(options.model):
         model = empty_model(config, dtype)
-        numbers = sum(parameter.numel() for parameter in model.parameters())
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         rows = list(table(source, config, dtype, options.formats))
         patch(model)
         layers = cache_layers(model, config)
         working = working_memory(model, config, options.prompt)
     most = getattr(text, "max_position_embeddings", None) or 32768
     budgets = budgets_of(options)
-    yield f"{options.model}: {config.model_type}, {numbers / 1e9:.1f} billion numbers, {len(layers)} layers"
+    yield f"{options.model}: {config.model_type}, {parameters / 1e9:.1f} billion parameters, {len(layers)} layers"
     yield from about_memory(layers, working, most, options.prompt)
     yield ""
     heads = ["format", "weights", *(name for name, _ in budgets)]
@@ -354,12 +343,12 @@ def lines(source: Source | None, config, options: Namespace) -> Iterator[str]:
 
 
 def table(source: Source | None, config, dtype: torch.dtype, formats: list[str]) -> Iterator[tuple]:
-    """Name, bytes, and why there are none."""
+    """Name, bytes, and the reason if there are none."""
     if is_packed(config, source):
         name, size = packed_weights(source, config, dtype)
-        yield f"{name}, as it is", size, ""
+        yield f"{name}, unchanged", size, ""
         for bits in (8, 4) if name == "mxfp4" else ():
-            yield f"mxfp4, and all else by quantize_(model, bits={bits})", bytes_of(gpt_oss(config, dtype, bits)), ""
+            yield f"mxfp4, other weights by quantize_(model, bits={bits})", bytes_of(gpt_oss(config, dtype, bits)), ""
         return
     for library in formats:
         try:
@@ -374,11 +363,11 @@ def label(library: str, dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
     if row.is_affine:
         return f"affine, --bits {row.bits}"
-    return f"{row.name}, --format {row.name}" if row.name in WRITTEN else f"{row.name}, a GGUF file of it"
+    return f"{row.name}, --format {row.name}" if row.name in WRITTEN else f"{row.name}, as a GGUF file"
 
 
 def budgets_of(options: Namespace) -> list[tuple[str, list[float]]]:
-    """What the GPU may have: by name the least and the most."""
+    """The GPU's share of memory: by name, its minimum and maximum."""
     if options.limit is not None:
         return [(f"{options.limit:,} MB", [options.limit * 2**20])]
     if options.memory is None and torch.backends.mps.is_built() and torch.backends.mps.is_available():
@@ -397,26 +386,26 @@ def about_memory(layers: list[CacheLayer], working: int, most: int, prompt: int)
     for tokens in dict.fromkeys((1000, most)):
         stored, room = (sum(getattr(layer, name)(tokens) for layer in layers) for name in ("bytes", "most"))
         size = f"{stored / 1e6:.1f} MB" if stored < 1e9 else f"{stored / 1e9:.1f} GB"
-        yield f"cache of {tokens:,} tokens: {size}, and up to {(room - stored) / 1e9:.2f} GB more, in which it grows"
+        yield f"cache of {tokens:,} tokens: {size}, and up to {(room - stored) / 1e9:.2f} GB more for growth"
     size = f"{working / 1e9:.2f} GB"
-    yield f"working memory: {size} while {prompt:,} tokens are computed at once; longer prompts need more"
+    yield f"working memory: {size} to compute {prompt:,} tokens at once; longer prompts need more"
 
 
 def about_budgets(budgets: list[tuple[str, list[float]]], options: Namespace) -> Iterator[str]:
-    yield '"fits": with the whole context. GB are billions of bytes; a Mac of 32 GB has 34.4 of them.'
+    yield '"fits": with the whole context. 1 GB is 10^9 bytes; a Mac with 32 GB has 34.4 of these.'
     for name, each in budgets:
         if len(each) > 1:
             yield f"Of {name} the GPU gets about {each[0] / 1e9:.1f} (2/3) to {each[1] / 1e9:.1f} GB (3/4)."
         else:
             yield f"{name}: the GPU gets {each[0] / 1e9:.1f} GB."
     if any(len(each) > 1 for _, each in budgets):
-        yield "Which of them depends on the Mac: Apple documents no rule, and large ones give more. On the Mac itself,"
-        yield "this command asks Metal. `sudo sysctl iogpu.wired_limit_mb=N` raises it until the next start; what other"
-        yield "programs need is not in these figures."
+        yield "It depends on the Mac: Apple documents no rule, and Macs with more memory give more. On the Mac itself,"
+        yield "this command asks Metal. `sudo sysctl iogpu.wired_limit_mb=N` raises it until a restart. Memory of"
+        yield "other programs is not included in these figures."
 
 
 def verdict(rooms: list[float], layers: list[CacheLayer], most: int) -> str:
-    """For the least room and for the most that there may be."""
+    """For the minimum and the maximum of the GPU's share."""
     least, best = (longest(room, layers, most) for room in (rooms[0], rooms[-1]))
     if best == 0:
         return "doesn't fit"
@@ -429,7 +418,7 @@ def verdict(rooms: list[float], layers: list[CacheLayer], most: int) -> str:
 
 
 def longest(room: float, layers: list[CacheLayer], most: int) -> int:
-    """The longest context whose cache fits, in two digits; 0 if it is shorter than 1,000 tokens."""
+    """The longest context whose cache fits, rounded to two digits; 0 if it is shorter than 1,000 tokens."""
     if takes(layers, most) <= room:
         return most
     low, high = 0, most

@@ -1,8 +1,8 @@
-"""GGML's blocks of 32 or 256 columns, whose scales lie within them: what the bytes of a block stand for.
+"""GGML's formats: blocks of 32 or 256 columns that contain their scales. This module decodes the bytes of a block.
 
-Each decoder gets blocks [..., bytes] with their factors [..., 1], which are float16 there, and gives scale and offset
-[..., groups], and integers [..., columns]; a number is scale * integer + offset. Products are exact in float32, so that
-one rounding is left: to the bit what the `gguf` package's `dequantize` has.
+Each decoder gets blocks [..., bytes] and their float16 factors [..., 1]. It returns scale and offset [..., groups] and
+integers [..., columns]; the values are scale * integer + offset. Products are exact in float32, so only one rounding is
+left, and the results are bitwise equal to `dequantize` of the `gguf` package.
 """
 
 import torch
@@ -12,13 +12,13 @@ from .formats import Format
 
 Decoded = tuple[Tensor, Tensor | None, Tensor]
 
-#: The integers of iq4's four bits, and those of ggml_mxfp4, which are e2m1 times two.
+#: The values of iq4's 4 bits, and those of ggml_mxfp4, which are e2m1 times 2.
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def dequantize(data: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
-    """The numbers of rows of blocks: uint8 [..., bytes of the row] -> [..., C]. dtype is float32 or wider."""
+    """The values of rows of blocks: uint8 [..., bytes of the row] -> [..., C]. dtype is float32 or wider."""
     scale, offset, integers = decoded(data, format, dtype)
     return (integers * scale if offset is None else integers * scale + offset).flatten(-3)
 
@@ -34,7 +34,8 @@ def decoded(data: Tensor, format: Format, dtype: torch.dtype) -> Decoded:
 
 
 def fields(data: Tensor, bits: int, run: int) -> Tensor:
-    """Integers of 1, 2 or 4 bits, as int16. A run of bytes has their lowest bits first, then the next ones of all."""
+    """Integers of 1, 2 or 4 bits, as int16. A run of bytes contains the lowest bits first, then the next bits, and
+    so on."""
     places = torch.arange(0, 8, bits, device=data.device, dtype=torch.uint8).unsqueeze(-1)
     return (data.unflatten(-1, (-1, 1, run)) >> places & 2**bits - 1).flatten(-3).to(torch.int16)
 
@@ -44,7 +45,7 @@ def looked_up(table: tuple[int, ...], codes: Tensor) -> Tensor:
 
 
 def power_of_two(exponents: Tensor, bias: int) -> Tensor:
-    """2^(exponent - bias) of bytes, in float32. exp2 is not exact everywhere."""
+    """2^(exponent - bias) of bytes, in float32. exp2 is not exact on every device."""
     return torch.tensor([2.0 ** (e - bias) for e in range(256)], device=exponents.device)[exponents.int()]
 
 
@@ -79,8 +80,9 @@ def _q3_k(block: Tensor, scale: Tensor) -> Decoded:
 
 
 def _of_eight_groups(block: Tensor, scale: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets out of 12 bytes with 6 bits for each. Four bytes each are for the first four scales, for the
-    first four offsets, and the low bits of the last four of both; their high bits are above those of the others."""
+    """Scales and offsets from 12 bytes with 6 bits for each. The first 4 bytes hold the first four scales, the next
+    4 the first four offsets, and the last 4 the low bits of the other scales and offsets; their high bits are in the
+    upper bits of the first 8 bytes."""
     first, second, low = block[..., 4:16].split(4, -1)
     scales = torch.cat([first & 63, low & 15 | first >> 2 & 48], -1)
     leasts = torch.cat([second & 63, low >> 4 | second >> 2 & 48], -1)
@@ -110,11 +112,11 @@ def _iq4_xs(block: Tensor, scale: Tensor) -> Decoded:
 
 
 def _mxfp4(block: Tensor) -> Decoded:
-    """Unlike in the format mxfp4, 255 is a power like any other."""
+    """Unlike in the format mxfp4, an exponent of 255 is not NaN."""
     return power_of_two(block[..., :1], 128), None, looked_up(E2M1, fields(block[..., 1:], 4, 16))
 
 
-#: How each format is read, and at which bytes of a block its factors begin: a scale, and perhaps one of offsets.
+#: The decoder of each format, and the positions of the float16 factors in a block: a scale, and sometimes an offset.
 DECODERS: dict = {
     "q4_0": (_q4_0, 0),
     "q4_1": (_q4_1, 0, 2),

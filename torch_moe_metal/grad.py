@@ -1,4 +1,4 @@
-"""When PyTorch's own ops have to run instead of ours, which have no backward and no jvp, and how that is said."""
+"""Decides when PyTorch's own ops must run instead of ours, which have no backward and no jvp, and warns about it."""
 
 import warnings
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def wants_grad(module: nn.Module, *tensors: Tensor | None) -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Whether tensors may have tangents: inside of dual_level, or of torch.func.jvp."""
+    """Whether tensors may have tangents: inside of dual_level or torch.func.jvp."""
     return forward_ad._current_level >= 0
 
 
@@ -40,8 +40,8 @@ def autocasts(x: Tensor) -> bool:
 
 
 def traced_as_constant(function: Callable) -> Callable:
-    """torch.compiler.assume_constant_result, but for importing the compiler, which takes seconds: torch.compile and
-    torch.export call this function while they trace, and look only at what it returns."""
+    """Like torch.compiler.assume_constant_result, without importing the compiler, which takes seconds: torch.compile
+    and torch.export call this function while they trace and use only its return value."""
     function._dynamo_marked_constant = True
     return function
 
@@ -51,7 +51,7 @@ warned: set[str] = set()
 
 @traced_as_constant
 def warn_once(message: str) -> None:
-    """Eagerly, and while torch.compile or torch.export traces."""
+    """Works eagerly and while torch.compile or torch.export traces."""
     if message not in warned:
         warned.add(message)
         warnings.warn(f"torch_moe_metal: {message}", stacklevel=3)

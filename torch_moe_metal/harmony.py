@@ -1,4 +1,5 @@
-"""The form of gpt-oss's answers. transformers reads it from the tokenizer; GGUF files and mlx-lm's folders lack it."""
+"""The format of gpt-oss's answers. transformers reads it from the tokenizer, but GGUF files and mlx-lm folders lack
+it."""
 
 HARMONY = {
     "defaults": {"role": "assistant"},

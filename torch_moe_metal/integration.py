@@ -1,4 +1,5 @@
-"""What we do in transformers, and with which of its versions. Kept apart from transformers, which is slow to import."""
+"""Which versions of transformers are supported, and whether we change how they load checkpoints. This module does
+not import transformers, which is slow to import."""
 
 import functools
 import importlib.metadata
@@ -6,19 +7,19 @@ import os
 import re
 import warnings
 
-#: The oldest and the newest minor version that the tests run with; pyproject.toml and CHANGELOG.md say the same. 5.22
-#: casts weights to uint8 before a quantizer sees them, and takes weights of any shape where there is one.
+#: The oldest and newest minor version that the tests run with; pyproject.toml and CHANGELOG.md repeat them. 5.22 casts
+#: weights to uint8 before a quantizer sees them, and with a quantizer it accepts weights of any shape.
 SUPPORTED = (5, 23), (5, 23)
 VARIABLE = "TORCH_MOE_METAL_CHECKPOINTS"
 _packed_checkpoints: bool | None = None
 
 
 def packed_checkpoints(enabled: bool | None = None) -> bool:
-    """Whether `from_pretrained` keeps quantised checkpoints packed; with an argument, whether it does from now on.
+    """Whether `from_pretrained` keeps quantised checkpoints packed. An argument sets this for later loads.
 
-        torch_moe_metal.packed_checkpoints(False)  # transformers loads them as it does without us
+        torch_moe_metal.packed_checkpoints(False)  # transformers loads them itself
 
-    This is for gpt-oss, FP8, GPTQ, AWQ, compressed-tensors, MetalConfig, GGUF files and mlx-lm's folders. A
+    This concerns gpt-oss, FP8, GPTQ, AWQ, compressed-tensors, MetalConfig, GGUF files and mlx-lm folders. A
     `MoeMetalConfig` always works. The default is True, or False with the environment variable
     TORCH_MOE_METAL_CHECKPOINTS=0.
     """
@@ -29,7 +30,7 @@ def packed_checkpoints(enabled: bool | None = None) -> bool:
 
 
 def why_unsupported(version: str) -> str | None:
-    """Why we do nothing in this version of transformers; None when it is supported."""
+    """The reason why this version of transformers is not supported; None if it is."""
     oldest, newest = (".".join(map(str, each)) for each in SUPPORTED)
     minor = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if SUPPORTED[0] <= minor <= SUPPORTED[1]:
@@ -43,7 +44,7 @@ def why_unsupported(version: str) -> str | None:
 
 
 def require_supported() -> None:
-    """An error where transformers is missing, or of a version that is not supported."""
+    """Raise if transformers is missing or its version is not supported."""
     try:
         reason = why_unsupported(importlib.metadata.version("transformers"))
     except importlib.metadata.PackageNotFoundError:
@@ -54,7 +55,7 @@ def require_supported() -> None:
 
 @functools.cache
 def is_supported() -> bool:
-    """Whether the installed transformers is; a warning says so, once, when it is not."""
+    """Whether the installed transformers is supported. If not, warn once."""
     reason = why_unsupported(importlib.metadata.version("transformers"))
     if reason is not None:
         warnings.warn(reason, stacklevel=2)

@@ -1,6 +1,6 @@
-"""Layers of packed weights, and what runs in place of the ops where a gradient is wanted.
+"""Layers with packed weights, and the PyTorch code that runs instead of the ops if a gradient is needed.
 
-`torch_moe_metal.nn` has them for users; the transformers package puts them into models, too.
+`torch_moe_metal.nn` exports the layers for users; the transformers integration puts them into models.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,16 +16,16 @@ from .grad import autocasts, wants_grad
 from .packing import quantize
 
 ops = torch.ops.moe_metal
-PARTS = ("data", "scale", "offset")  # of a packed weight
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their bytes
+PARTS = ("data", "scale", "offset")  # the tensors of a packed weight
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the number of their bytes
 
 
 class Packed(nn.Module):
-    """A module whose packed weights are buffers: frozen, and to the bit the same after `.to(dtype)`, which converts the
-    module's other tensors. Scales would lose bits, and not every format takes every dtype.
+    """A module whose packed weights are buffers. They are frozen, and `.to(dtype)` does not change their bits: it
+    converts only the other tensors of the module. (Scales would lose bits, and not every format supports every dtype.)
 
-    `packing` tells, for each packed weight in the words of the ops, what the module calls its data, its scale and,
-    where the format has one, its offset: a checkpoint's own names may stay.
+    `packing` maps each packed weight, by its argument name in the ops, to the names of its data, scale and offset in
+    the module, so that a module can keep the names of its checkpoint.
     """
 
     packing: dict[str, tuple[str, ...]]
@@ -37,7 +37,7 @@ class Packed(nn.Module):
         return super()._apply(lambda tensor: done[id(tensor)] if id(tensor) in done else fn(tensor), recurse)
 
     def hold(self, weight: str, parts: Mapping[str, Tensor | None]) -> None:
-        """Have these as one packed weight: data, scale and offset, by the names that they shall have."""
+        """Register the data, scale and offset of one packed weight as buffers with these names."""
         for name, part in parts.items():
             self._parameters.pop(name, None)
             self.register_buffer(name, part)
@@ -54,8 +54,8 @@ class Packed(nn.Module):
 
 
 def with_its_bits(part: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """What `fn`, a move or conversion of a module, makes of data or a scale. It sees integers of the same width, which
-    no conversion to a floating dtype touches, and for which any strides will do."""
+    """Apply `fn`, which moves or converts a module, to data or a scale. `fn` gets integers of the same width,
+    because conversions to a floating dtype do not change those, and their strides do not matter."""
     bits = part.view(INTEGERS[part.element_size()])
     moved = fn(bits)
     if moved is bits:
@@ -73,8 +73,8 @@ class Linear(Packed, nn.Linear):
 
         layer = torch_moe_metal.nn.Linear.from_module(torch_layer, "affine", bits=4, group_size=64)
 
-    Buffers `data` and, where the format has them, `scale` and `offset`, as `torch_moe_metal.quantize` packs them;
-    parameter `bias`. The weight is frozen; gradients reach x and the bias.
+    Buffers: `data` and, depending on the format, `scale` and `offset`, as returned by `torch_moe_metal.quantize`.
+    Parameter: `bias`. The weight is frozen; gradients reach x and the bias.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Linear(Packed, nn.Linear):
 
     @classmethod
     def from_module(cls, module: nn.Linear, format: str = "affine", bits: int = 4, group_size: int = 64) -> "Linear":
-        """The same layer with its weight quantised; the bias is the module's own."""
+        """The same layer with a quantised weight. The bias is shared with `module`."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._take(module, format, bits, group_size)
@@ -97,7 +97,7 @@ class Linear(Packed, nn.Linear):
     def from_parts(
         cls, parts: Mapping[str, Tensor | None], in_features: int, format: str, bias: nn.Parameter | None = None
     ) -> "Linear":
-        """A layer of a weight that is packed already: data, scale and offset, by the names that they shall have."""
+        """A layer with a packed weight: data, scale and offset with the names that their buffers get."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.hold("weight", parts)
@@ -111,7 +111,8 @@ class Linear(Packed, nn.Linear):
         self.register_parameter("bias", module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Twice the columns in half the bits have the same bytes, so that the shapes alone would let this x pass.
+        # An x with twice the columns and a weight with half the bits have the same bytes, so shapes alone cannot detect
+        # it.
         if x.shape[-1] != self.in_features:
             raise RuntimeError(
                 f"torch_moe_metal.nn.Linear: x: expected shape [..., {self.in_features}], got {list(x.shape)}"
@@ -123,7 +124,7 @@ class Linear(Packed, nn.Linear):
             return linear_with_grad(x, *self.parts("weight"), bias, self.format)
         return ops.linear(x, *self.parts("weight"), bias, format=self.format)
 
-    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         self(torch.empty(tokens, self.in_features, dtype=dtype, device="meta"))
 
     def extra_repr(self) -> str:
@@ -132,11 +133,11 @@ class Linear(Packed, nn.Linear):
 
 
 class TiedLinear(Linear):
-    """The linear layer of an embedding's packed weight, which stays the embedding's: a head tied to it."""
+    """A linear layer that uses the packed weight of an embedding: a tied head."""
 
     def __init__(self, embedding: "Embedding"):
         nn.Module.__init__(self)
-        self.embedding = (embedding,)  # not a part of this layer
+        self.embedding = (embedding,)  # in a tuple, so that it is not a submodule
         self.packing, self.bias, self.format = {}, None, embedding.format
         self.in_features, self.out_features = embedding.embedding_dim, embedding.num_embeddings
 
@@ -153,9 +154,9 @@ class Embedding(Packed):
 
         layer = torch_moe_metal.nn.Embedding.from_module(torch_layer, "affine", bits=4, group_size=64)
 
-    Buffers `data` and, where the format has them, `scale` and `offset`, as `torch_moe_metal.quantize` packs them. The
-    weight is frozen. What comes out has the dtype of the module's weight, or what `.to(dtype)` said later, times
-    `multiplier`.
+    Buffers: `data` and, depending on the format, `scale` and `offset`, as returned by `torch_moe_metal.quantize`. The
+    weight is frozen. The output has the dtype of the original weight, or that of the last `.to(dtype)`, and is
+    multiplied by `multiplier`.
     """
 
     multiplier: float = 1.0
@@ -171,7 +172,7 @@ class Embedding(Packed):
     def from_module(
         cls, module: nn.Embedding, format: str = "affine", bits: int = 4, group_size: int = 64
     ) -> "Embedding":
-        """The same layer with its weight quantised."""
+        """The same layer with a quantised weight."""
         if module.max_norm is not None:
             raise TypeError("torch_moe_metal.nn.Embedding.from_module: max_norm changes the weight, which is frozen")
         layer = cls.__new__(cls)
@@ -183,7 +184,7 @@ class Embedding(Packed):
     def from_parts(
         cls, parts: Mapping[str, Tensor | None], embedding_dim: int, format: str, dtype: torch.dtype
     ) -> "Embedding":
-        """A layer of a weight that is packed already: data, scale and offset, by the names that they shall have."""
+        """A layer with a packed weight: data, scale and offset with the names that their buffers get."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.hold("weight", parts)
@@ -198,11 +199,11 @@ class Embedding(Packed):
         self.register_buffer("of_dtype", module.weight.new_empty(0), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Each row is a matrix of its own, since fp8's neighbours share their scales."""
+        """Each row is dequantised as a matrix of its own, because in fp8 neighbouring rows share scales."""
         data, scale, offset = self.parts("weight")
         format, rows = FORMATS[self.format], ids.flatten()
         bits = reference.bits_of(data, scale, self.format, self.embedding_dim)
-        data = rows_of(data.view(torch.uint8), rows)  # not every dtype can be indexed
+        data = rows_of(data.view(torch.uint8), rows)  # some dtypes cannot be indexed
         if scale is not None:
             scale = scale.view(torch.uint8) if scale.dtype.itemsize == 1 else scale
             scale = rows_of(scale, rows // format.rows_per_scale)
@@ -212,7 +213,7 @@ class Embedding(Packed):
         output = ops.dequantize(data, scale, offset, **options).view(*ids.shape, self.embedding_dim)
         return output if self.multiplier == 1 else output * self.multiplier
 
-    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         self(torch.empty(tokens, dtype=torch.int64, device="meta"))
 
     def extra_repr(self) -> str:
@@ -220,13 +221,13 @@ class Embedding(Packed):
 
 
 def rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
-    """These rows, as a matrix each. Not by `tensor[rows]`, which takes -1 for the last row: this refuses what
-    torch.nn.Embedding refuses."""
+    """These rows, each as a matrix. Unlike `tensor[rows]`, where -1 is the last row, it raises for the same ids as
+    torch.nn.Embedding."""
     return tensor.index_select(0, rows).unsqueeze(-2)
 
 
 class Permuted(nn.Module):
-    """A linear layer whose packed columns are in another order than its its input."""
+    """A linear layer whose packed columns are in another order than its input."""
 
     def __init__(self, linear: nn.Module, permutation: Tensor):
         super().__init__()
@@ -238,36 +239,37 @@ class Permuted(nn.Module):
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """A layer's input as torch.nn.Linear takes it: autocast knows PyTorch's own ops alone."""
+    """A layer's input in the dtype that torch.nn.Linear would use: autocast knows only PyTorch's own ops."""
     return x.to(torch.get_autocast_dtype(x.device.type)) if autocasts(x) else x
 
 
 # ------------------------------------------------------------------------------------------------ with a gradient
 
 
-def numbers(
+def dequantized(
     data: Tensor, scale: Tensor | None, offset: Tensor | None, format: str, x: Tensor, group_size: int = 0
 ) -> Tensor:
-    """What a packed weight stands for, in the dtype of x, whose rows are as long as the weight's."""
+    """The values of a packed weight in the dtype of x, whose last size is the number of columns."""
     if x.dtype not in DTYPES or x.device.type not in ("cpu", "mps"):
-        return reference.numbers(data, scale, offset, format, x, group_size).to(x.dtype)
+        return reference.dequantize_for(data, scale, offset, format, x, group_size).to(x.dtype)
     bits = reference.bits_of(data, scale, format, x.shape[-1], group_size)
     return ops.dequantize(data, scale, offset, format=format, bits=bits, dtype=x.dtype)
 
 
 class _PackedProduct(torch.autograd.Function):
-    """x @ weight^T with a backward to x, which unpacks the weight again rather than keep it."""
+    """x @ weight^T with a backward for x. The backward dequantises the weight again instead of keeping it in
+    memory."""
 
     @staticmethod
     def forward(ctx, x: Tensor, format: str, group_size: int, *parts: Tensor | None) -> Tensor:
         ctx.format, ctx.columns, ctx.group_size = format, x.shape[-1], group_size
         ctx.save_for_backward(*parts)
-        return F.linear(x, numbers(*parts, format, x, group_size))
+        return F.linear(x, dequantized(*parts, format, x, group_size))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         of_x = grad.new_empty(0, ctx.columns)
-        weight = numbers(*ctx.saved_tensors, ctx.format, of_x, ctx.group_size)
+        weight = dequantized(*ctx.saved_tensors, ctx.format, of_x, ctx.group_size)
         return grad @ weight, None, None, None, None, None
 
 
@@ -285,7 +287,8 @@ def linear_with_grad(
 
 
 def slots_with_grad(x: Tensor, ids: Tensor, experts: dict) -> Tensor:
-    """Each choice's expert output [..., K, H], expert by expert, with a backward. `experts` are arguments of the op."""
+    """The output of each selected expert [..., K, H], computed expert by expert, with a backward. `experts` are
+    arguments of the op."""
     options = {name: value for name, value in experts.items() if name in ("activation", "alpha", "limit")}
     x = as_autocast(x)
     slots = x.new_zeros(*ids.shape, x.shape[-1])
@@ -294,7 +297,7 @@ def slots_with_grad(x: Tensor, ids: Tensor, experts: dict) -> Tensor:
         both = expert_linear(x[chosen[:-1]], e, experts, "gate_up")
         gate, up = (both[..., ::2], both[..., 1::2]) if experts.get("interleaved") else both.chunk(2, -1)
         output = expert_linear(reference.glu(gate, up, **options), e, experts, "down")
-        slots = slots.index_put(chosen, output.to(slots.dtype))  # under autocast it may have another
+        slots = slots.index_put(chosen, output.to(slots.dtype))  # under autocast the dtype may differ
     return slots
 
 

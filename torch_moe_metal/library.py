@@ -1,4 +1,4 @@
-"""The C++ libraries: found, loaded, and asked for the constants that Python shares with them."""
+"""Finds and loads the C++ libraries, and reads the constants that Python shares with them."""
 
 import ctypes
 import json
@@ -11,7 +11,8 @@ FOLDER = Path(__file__).parent
 
 
 def _installed_elsewhere() -> Path | None:
-    """The installed package, where this is a checkout that Python finds first, as it does in the checkout's folder."""
+    """The folder of the installed package if Python found this checkout first, as it does in the checkout's
+    folder."""
     for distribution in metadata.distributions(name=__package__):
         folder = Path(str(distribution.locate_file(__package__)))
         if folder != FOLDER and (folder / "_C.so").exists():
@@ -20,7 +21,7 @@ def _installed_elsewhere() -> Path | None:
 
 
 def _load_libraries() -> str:
-    """Load the schemas and the CPU kernels for the best instruction set that was built and that this machine has."""
+    """Load the schemas, and the CPU kernels for the best built instruction set that this machine supports."""
     best = torch.backends.cpu.get_cpu_capability().lower()
     isa = best if (FOLDER / f"_cpu_{best}.so").exists() else "default"
     missing = [name for name in ("_C.so", f"_cpu_{isa}.so") if not (FOLDER / name).exists()]
@@ -38,26 +39,26 @@ def _load_libraries() -> str:
         torch.ops.load_library(FOLDER / "_C.so")
         torch.ops.load_library(FOLDER / f"_cpu_{isa}.so")
     except OSError as error:
-        said = str(error.__cause__ or error)  # torch's own error names the file alone
-        # On macOS the CPU kernels find OpenMP in what torch has loaded: setup.py says why.
+        said = str(error.__cause__ or error)  # torch's own error names only the file
+        # On macOS the CPU kernels use the OpenMP that torch has loaded: see setup.py.
         no_openmp = "__kmpc_" in said or "_omp_" in said
         reason = (
-            "because it was built for one that runs its threads by OpenMP, and this one does not"
+            "because it was built for a torch with OpenMP, and this torch has none"
             if no_openmp
-            else "most likely because it was built against another version"
+            else "probably because it was built for another version"
         )
         raise ImportError(
             f"torch_moe_metal: its C++ extension does not load into torch {torch.__version__}, {reason}. Rebuild it: "
-            f"`pip install --no-build-isolation --force-reinstall --no-deps .`\nThe loader said: {said}"
+            f"`pip install --no-build-isolation --force-reinstall --no-deps .`\nThe loader reports: {said}"
         ) from error
     return isa
 
 
-#: The instruction set that the CPU kernels run on: avx512, avx2 or default (NEON on ARM).
+#: The instruction set of the CPU kernels: avx512, avx2 or default (NEON on ARM).
 cpu_isa: str = _load_libraries()
 _C = ctypes.CDLL(str(FOLDER / "_C.so"))
-#: The most experts that the ops take: kMaxExperts of shaders/common.h.
+#: The maximum number of experts of the ops: kMaxExperts in shaders/common.h.
 max_experts: int = ctypes.c_int32.in_dll(_C, "moe_metal_max_experts").value
 _C.moe_metal_formats.restype = ctypes.c_char_p
-#: The rows of csrc/formats.h: `formats.py` is the table.
+#: The rows of csrc/formats.h, from which formats.py makes its table.
 format_rows: list[dict] = json.loads(_C.moe_metal_formats())

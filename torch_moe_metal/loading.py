@@ -1,6 +1,6 @@
-"""The model of a command: which one the arguments name, how it is loaded, and how much memory it takes.
+"""Finds and loads the model of a command, and reports its memory.
 
-transformers is imported only when a model is loaded, so that `--help` and wrong arguments answer at once.
+transformers is imported only when a model is loaded, so that `--help` and wrong arguments respond immediately.
 """
 
 import re
@@ -15,49 +15,48 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .bench.calls import Unfit
-from .bench.here import add_device, check_device, positive
+from .cli import CannotRun, add_device, check_device, positive
 from .formats import BITS
 from .packing import WRITTEN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: OWNER/NAME, and perhaps @REVISION
+#: OWNER/NAME, optionally with @REVISION
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 MODEL = "a folder, a GGUF file, or a name on Hugging Face's hub: OWNER/NAME, OWNER/NAME@REVISION, OWNER/NAME:FILE.gguf"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-DEFAULT_CONTEXT = 32768  # where the model's configuration has no limit
+DEFAULT_CONTEXT = 32768  # if the model's configuration has no limit
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from, as `from_pretrained` takes it."""
+    """The location of a model, for `from_pretrained`."""
 
-    name: str  # as the user gave it
+    name: str  # as given by the user
     path: str
     revision: str | None = None
     gguf_file: str | None = None
 
     @classmethod
     def of(cls, name: str, gguf: str | None = None) -> "Source":
-        """The source that MODEL and --gguf name. Raises `Unfit` with the reason if there is none."""
+        """The source that MODEL and --gguf name. Raises `CannotRun` with the reason if there is none."""
         path, full_name = Path(name), name if gguf is None else f"{name}:{gguf}"
         if path.suffix == ".gguf" and path.is_file():
             if gguf is not None:
-                raise Unfit(f"--gguf: expected MODEL to be a folder or a name on the hub, got the file {name}")
+                raise CannotRun(f"--gguf: expected MODEL to be a folder or a name on the hub, got the file {name}")
             return cls(name, str(path.parent), gguf_file=path.name)
         if path.is_dir():
             if gguf is not None and not (path / gguf).is_file():
-                raise Unfit(f"--gguf: no such file: {path / gguf}")
+                raise CannotRun(f"--gguf: no such file: {path / gguf}")
             if gguf is None and not (path / "config.json").is_file():
                 files = sorted(file.name for file in path.glob("*.gguf"))
                 reason = f"choose a file with --gguf: {', '.join(files)}" if files else "it has no config.json"
-                raise Unfit(f"no checkpoint: {name}: {reason}")
+                raise CannotRun(f"no checkpoint: {name}: {reason}")
             return cls(full_name, name, gguf_file=gguf)
         repository, _, file = name.partition(":")
         if not HUB_NAME.fullmatch(repository) or (file and not file.endswith(".gguf")):
-            raise Unfit(f"no such file, folder or name on the hub: {name}")
+            raise CannotRun(f"no such file, folder or name on the hub: {name}")
         repository, _, revision = repository.partition("@")
         return cls(full_name, repository, revision or None, gguf or file or None)
 
@@ -69,7 +68,7 @@ class Source:
 
 
 def add_model(parser: ArgumentParser) -> None:
-    """The arguments that choose the model, its device and its format."""
+    """Add the arguments for the model, its device and its format."""
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument("--gguf", metavar="FILE", help="a GGUF file in that folder or repository")
     add_device(parser)
@@ -82,10 +81,10 @@ def add_model(parser: ArgumentParser) -> None:
 
 
 def check_model(options: Namespace) -> Source:
-    """The source that the arguments of `add_model` name. Raises `Unfit` if they do not fit together."""
+    """The source that the arguments of `add_model` name. Raises `CannotRun` if they contradict each other."""
     check_device(options.device)
     if options.format not in (None, "affine") and options.bits is not None:
-        raise Unfit(f"--bits: only the format affine has a choice of bits, got --format {options.format}")
+        raise CannotRun(f"--bits: only the format affine has a choice of bits, got --format {options.format}")
     return Source.of(options.model, options.gguf)
 
 
@@ -100,23 +99,23 @@ def quantization(options: Namespace):
 
 @contextmanager
 def loading(name: str, device: str) -> Iterator[None]:
-    """Print that the model is loading, and turn every error into `Unfit`: transformers raises a dozen kinds."""
+    """Print that the model is loading, and raise `CannotRun` for every error: transformers raises a dozen kinds."""
     say(f"Loading {name} on {device} ...")
     try:
         yield
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise Unfit(f"cannot load {name}: {reason[0]}") from error
+        raise CannotRun(f"cannot load {name}: {reason[0]}") from error
 
 
 def load_tokenizer(source: Source):
-    """The model's processor, which for most models is a tokenizer alone."""
+    """The model's processor, which for most models is just a tokenizer."""
     from transformers import AutoProcessor, AutoTokenizer
 
     cls = AutoProcessor if source.gguf_file is None else AutoTokenizer
     found = cls.from_pretrained(source.path, **source.where)
     tokenizer = getattr(found, "tokenizer", found)
-    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # transformers makes an empty one without files
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # without files transformers makes an empty one
         raise ValueError("no tokenizer: expected tokenizer.json or other tokenizer files in the same folder")
     return found
 
@@ -126,7 +125,7 @@ def load_model(source: Source, options: Namespace) -> "PreTrainedModel":
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-    import torch_moe_metal  # noqa: F401, which makes transformers load packed checkpoints
+    import torch_moe_metal  # noqa: F401  enables loading of packed checkpoints in transformers
 
     model_type = AutoConfig.from_pretrained(source.path, **source.where).model_type
     cls = AutoModelForMultimodalLM if model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES else AutoModelForCausalLM
@@ -141,12 +140,12 @@ def context_of(model: "PreTrainedModel", wanted: int | None) -> int:
     """The maximum number of tokens of a prompt and its answer together."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if wanted is not None and limit is not None and wanted > limit:
-        raise Unfit(f"--context: expected at most {limit}, the model's own limit, got {wanted}")
+        raise CannotRun(f"--context: expected at most {limit}, the model's own limit, got {wanted}")
     return wanted or limit or DEFAULT_CONTEXT
 
 
 def memory(model: "PreTrainedModel") -> str:
-    """The size of the weights, and the memory that the process uses."""
+    """The size of the weights, and the memory used by the process."""
     weights = f"{weights_gb(model):.1f} GB of weights"
     if model.device.type == "mps" and torch.backends.mps.is_built():
         return f"{weights}, {torch.mps.driver_allocated_memory() / 1e9:.1f} GB of the GPU's memory in use"

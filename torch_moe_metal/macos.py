@@ -1,13 +1,14 @@
-"""macOS's version. This file needs nothing of the package: tools run it before the package is built."""
+"""The version of macOS. Tools import this file before the package is built, so it imports nothing from the
+package."""
 
 import platform
 
 
 def version() -> str:
-    """Such as 26.5, from the kernel's release; empty where this is no Mac.
+    """For example 26.5, from the kernel's release; empty on other systems.
 
-    To a Python that was linked for an older SDK, as many are, macOS 26 calls itself 16. csrc/mps/launch.mm says the
-    same to C++."""
+    macOS 26 reports 16 to a Python that was linked for an older SDK, as many are. csrc/mps/launch.mm does the same in
+    C++."""
     if platform.system() != "Darwin":
         return ""
     darwin, minor, *_ = platform.release().split(".")

@@ -16,8 +16,8 @@ from .formats import FORMATS
 from .grad import autocasts, wants_grad
 from .layers import Embedding, Linear, Packed, slots_with_grad
 from .packing import check, quantize
-from .rehearsal import warm_up_unasked
 from .transaction import all_or_nothing
+from .warmup import warm_up_best_effort
 
 __all__ = ["Embedding", "Linear", "MoE"]
 
@@ -26,13 +26,13 @@ ROUTING = tuple(reference.route.__kwdefaults__)  # the options of a router; top_
 
 
 def matrix(*shape: int, **options) -> nn.Parameter:
-    """A weight whose products with unit-variance vectors have unit variance."""
+    """A random weight whose products with unit-variance vectors have unit variance."""
     return nn.Parameter(torch.randn(*shape, **options) * shape[-1] ** -0.5)
 
 
 def call_with_no_tokens(E: int, H: int, I: int, S: int, shared_gate: bool, activation: dict, **routing) -> None:
-    """The ops of a layer of these sizes, which check all of this before any work: they raise now, not at the first
-    forward. All elements of a weight are one in memory, since none is used."""
+    """Call the ops of a layer of these sizes without tokens, so that bad arguments raise now and not at the first
+    forward. The elements of each weight share one element of memory, because none is read."""
 
     def tensor(*shape: int) -> Tensor:
         return torch.empty_strided(shape, (0,) * len(shape), dtype=torch.float32, device="cpu")
@@ -46,7 +46,7 @@ def call_with_no_tokens(E: int, H: int, I: int, S: int, shared_gate: bool, activ
 
 
 class SharedExpert(nn.Module):
-    """The expert that every token goes through: gate_up [2S, H], down [H, S]; x [..., H] -> [..., H]."""
+    """The expert that processes every token: gate_up [2S, H], down [H, S]; x [..., H] -> [..., H]."""
 
     def __init__(self, hidden_size: int, inner_size: int, activation: dict, **options):
         super().__init__()
@@ -64,16 +64,16 @@ class MoE(Packed):
 
         moe = MoE(2048, 768, num_experts=128, top_k=8, dtype=torch.bfloat16, device="mps")
         with torch.no_grad():
-            y = moe(x)                # x [..., 2048]: one `gate`, one `experts`
-            h = moe(x, residual=h)    # h + moe(x), in the same two
+            y = moe(x)                # x [..., 2048]; runs `gate` and `experts`
+            h = moe(x, residual=h)    # h + moe(x), with the same two ops
 
-    Parameters, in the words of the ops (those in brackets only when asked for):
-        router_weight [E, H], (router_bias [E]), (select_bias [E], a buffer: it counts for the choice only),
+    Parameters, named as in the ops (those in parentheses are optional):
+        router_weight [E, H], (router_bias [E]), (select_bias [E], a buffer that affects only the selection),
         gate_up [E, 2I, H] with the gate's I rows first, down [E, H, I], (shared: a module, [..., H] -> [..., H]),
-        (shared_gate: a module, [..., H] -> [..., 1], the logit of the shared expert's share).
+        (shared_gate: a module, [..., H] -> [..., 1], the logit of the shared expert's gate).
 
     `routing` are options of `torch.ops.moe_metal.gate`: scoring, renormalize, n_group, topk_group, group_score,
-    scaling_factor, softcap. With gradients wanted it computes the same from PyTorch's own ops, expert by expert.
+    scaling_factor, softcap. If a gradient is needed, PyTorch's own ops compute the same, expert by expert.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class MoE(Packed):
 
     @classmethod
     def from_block(cls, block: nn.Module) -> "MoE":
-        """The same layer as a transformers MoE block that `patch` knows, or as another of these, quantised or not: on
-        the block's own weights, not copies."""
+        """The same layer as `block`: a transformers MoE block that `patch` supports, or another `MoE`, quantised or
+        not. It shares the weights of the block."""
         if isinstance(block, MoE):
             parts, obstacle = (*block._router_and_experts(), block.shared, block.shared_gate), None
         else:
@@ -136,15 +136,15 @@ class MoE(Packed):
         return module.train(block.training)
 
     def quantize_(self, format: str = "affine", bits: int = 4, group_size: int = 64) -> "MoE":
-        """Have the experts' weights in few bits from now on, as `torch_moe_metal.quantize` packs them, one after the
-        other: buffers gate_up, gate_up_scale, (gate_up_offset), and the same of down. Router and shared expert stay."""
+        """Quantise the experts' weights in-place, one after the other, as `torch_moe_metal.quantize` does: buffers
+        gate_up, gate_up_scale, (gate_up_offset), and the same for down. Router and shared expert do not change."""
         if self.packing:
             raise RuntimeError(f"torch_moe_metal.nn.MoE.quantize_: its weights are {self.format} already")
         weights = self.dense_rows()
         for name, weight in weights.items():
             check(weight, format, bits, group_size, "nn.MoE.quantize_", name)
         settings = self._arguments[1] | {"format": format, "transposed": False}
-        if FORMATS[format].is_affine:  # the other formats' shapes have one meaning
+        if FORMATS[format].is_affine:  # the shapes of other formats are unambiguous
             settings["group_size"] = group_size
         with all_or_nothing(self):
             for name, weight in weights.items():
@@ -152,12 +152,12 @@ class MoE(Packed):
                 self.hold(name, parts)
                 settings |= dict.fromkeys(parts)
             self._arguments = [self._arguments[0], settings]
-        warm_up_unasked(self)
+        warm_up_best_effort(self)
         return self
 
     @property
     def format(self) -> str:
-        """That of the experts' weights."""
+        """The format of the experts' weights."""
         return self._arguments[1].get("format", "dense")
 
     def dense_rows(self) -> dict[str, Tensor]:
@@ -168,11 +168,11 @@ class MoE(Packed):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        warm_up_unasked(self)
+        warm_up_best_effort(self)
         return self
 
     def _take(self, router: dict, experts: dict, shared: nn.Module | None, shared_gate: nn.Module | None) -> None:
-        """Register the tensors among the arguments of `gate` and of `experts` under their names."""
+        """Register the tensors among the arguments of `gate` and `experts` under their names."""
         self.shared, self.shared_gate = shared, shared_gate
         self.packing = {
             name: tuple(part for part in (name, *scale_names(name)) if experts.get(part) is not None)
@@ -188,13 +188,13 @@ class MoE(Packed):
             {name: None if isinstance(value, Tensor) else value for name, value in part.items()}
             for part in (router, experts)
         ]
-        warm_up_unasked(self)
+        warm_up_best_effort(self)
 
-    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         self(torch.empty(tokens, self.router_weight.shape[1], dtype=dtype, device="meta"))
 
     def _router_and_experts(self) -> list[dict]:
-        """The arguments of `gate` and of `experts`, with the tensors as they are now."""
+        """The arguments of `gate` and `experts` with the current tensors."""
         return [
             {name: getattr(self, name, value) if value is None else value for name, value in part.items()}
             for part in self._arguments
@@ -209,7 +209,7 @@ class MoE(Packed):
         shared = None if self.shared is None else self.shared(x)
         shared_gate = None if self.shared_gate is None else self.shared_gate(x).squeeze(-1)
         if grad:
-            # The router's sums are float32, as they are in the op.
+            # The router's sums are float32, as in the op.
             with torch.autocast(x.device.type, enabled=False) if autocast else contextlib.nullcontext():
                 weights, ids = reference.gate(x, **router)
             slots = slots_with_grad(x, ids, experts)
@@ -227,5 +227,5 @@ class MoE(Packed):
         router, experts = self._arguments
         (E, H), options = self.router_weight.shape, {**router, **experts}
         inner_size = self.gate_up.shape[2 if experts.get("transposed") else 1] // 2
-        told = "".join(f", {name}={value}" for name, value in options.items() if value not in (None, False))
-        return f"H={H}, I={inner_size}, E={E}{told}"
+        others = "".join(f", {name}={value}" for name, value in options.items() if value not in (None, False))
+        return f"H={H}, I={inner_size}, E={E}{others}"

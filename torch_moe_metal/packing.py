@@ -1,6 +1,6 @@
-"""Weights in few bits: how a matrix of numbers is packed. What the formats mean: `reference.dequantize`.
+"""Packs weights into few bits. `reference.dequantize` defines the formats.
 
-Plain PyTorch, for any device. C is the columns of a weight [..., N, C], which are packed along each row.
+Plain PyTorch, for any device. C is the number of columns of a weight [..., N, C], which are packed along each row.
 """
 
 import functools
@@ -11,34 +11,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .formats import BITS, FORMATS, GROUPS
+from .formats import BITS, FORMATS, GROUPS, any_of
 
-#: Neighbouring columns with one scale in mxfp4; rows, and columns, with one in fp8.
+#: Columns with one scale in mxfp4; rows and columns with one scale in fp8.
 MXFP4_GROUP, FP8_BLOCK = FORMATS["mxfp4"].scale_columns, FORMATS["fp8"].scale_rows
-#: What GGML's names of codebook formats begin with, which are not supported.
+#: The prefix of GGML's codebook formats, which are not supported.
 CODEBOOKS = ("iq1", "iq2", "iq3", "tq1", "tq2")
-#: What e4m3's 256 bytes stand for. Not every device has PyTorch's own float8.
+#: The values of e4m3's 256 codes. Some devices do not support PyTorch's float8.
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-#: Numbers that are quantised at a time: each takes up to 80 bytes meanwhile.
+#: Values that are quantised at a time; each temporarily takes up to 80 bytes.
 PIECE = 1 << 19
 
 
 def quantize(
     weight: Tensor, format: str = "affine", bits: int = 4, group_size: int = 64
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A weight [..., N, C] of float32, float16 or bfloat16 in one of the packed formats. -> data, scale, offset
+    """Pack a weight [..., N, C] of float32, float16 or bfloat16. -> data, scale, offset
 
         data, scale, offset = torch_moe_metal.quantize(weight, "affine", bits=4, group_size=64)
         y = torch_moe_metal.linear(x, data, scale, offset, format="affine")
 
-    affine: integers of 2, 3, 4, 5, 6 or 8 bits; 16, 32, 64 or 128 columns have a scale and an offset of the weight's
-    dtype: to the bit what mlx.core.quantize gives on the CPU. mxfp4: floats of 4 bits; 32 columns have a power of two.
-    fp8: e4m3; a block of 128 x 128 has a float32. mxfp8: e4m3; 32 columns have a power of two. nvfp4: floats of 4 bits;
-    16 columns have an e4m3, up to 448. Both are what mlx.core.quantize gives for float32. q4_0 and q8_0: integers of 4
-    and 8 bits; a block of 32 columns has a float16 within the data: to the bit what gguf.quants.quantize gives.
+    affine: integers of 2, 3, 4, 5, 6 or 8 bits; each 16, 32, 64 or 128 columns have a scale and an offset in the
+    weight's dtype, bitwise equal to mlx.core.quantize on the CPU. mxfp4: floats of 4 bits; each 32 columns have a power
+    of two as scale. fp8: e4m3; each block of 128 x 128 has a float32 scale. mxfp8: e4m3; each 32 columns have a power
+    of two. nvfp4: floats of 4 bits; each 16 columns have an e4m3 scale, up to 448. mxfp8 and nvfp4 equal
+    mlx.core.quantize of float32 weights. q4_0 and q8_0: integers of 4 and 8 bits; each block of 32 columns contains a
+    float16 scale, bitwise equal to gguf.quants.quantize.
 
-    `bits` and `group_size` are for affine alone, which alone has an offset; q4_0 and q8_0 have no scale apart. data is
-    uint8, the bytes of the rows. What shares a scale with a number that is not finite becomes NaN.
+    `bits` and `group_size` are options of affine, the only format with an offset; q4_0 and q8_0 have no separate scale.
+    data is uint8, the bytes of the rows. A value that is not finite makes all values with the same scale NaN.
     """
     check(weight, format, bits, group_size)
     *leading, N, C = weight.shape
@@ -61,7 +62,7 @@ def quantize(
 def packed(
     size: tuple[int, ...], format: str, bits: int, group_size: int, dtype: torch.dtype
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What a weight [..., N, C] becomes: size and dtype of data, scale and offset. `dtype` is that of affine scales."""
+    """Shape and dtype of data, scale and offset of a packed weight [..., N, C]. `dtype` is that of affine scales."""
     *leading, N, C = size
     row = FORMATS[format]
     columns = C * bits // 8 if row.is_affine else C // row.columns * row.bytes
@@ -77,7 +78,7 @@ def packed(
 def check(
     weight: Tensor, format: str, bits: int, group_size: int, caller: str = "quantize", name: str = "weight"
 ) -> None:
-    """An error where this weight cannot be packed so. `caller` and `name` are what the message calls the two."""
+    """Raise if this weight cannot be packed like this. The message names `caller` and the argument `name`."""
 
     def expect(right: bool, name: str, what: str, got: object) -> None:
         if not right:
@@ -88,16 +89,16 @@ def check(
     expect(weight.dtype in floats, name, "float32, float16 or bfloat16", str(weight.dtype).removeprefix("torch."))
     expect(weight.dim() >= 2, name, "shape [..., N, C]", list(weight.shape))
     row = FORMATS[format]
-    group, told = row.whole_columns, ""
+    group, reason = row.whole_columns, ""
     if row.is_affine:
-        expect(bits in BITS, "bits", "2, 3, 4, 5, 6 or 8", bits)
-        expect(group_size in GROUPS, "group_size", "16, 32, 64 or 128", group_size)
-        group, told = group_size, ", its group_size"
-    expect(weight.shape[-1] % group == 0, name, f"a multiple of {group} columns{told}", list(weight.shape))
+        expect(bits in BITS, "bits", any_of(BITS), bits)
+        expect(group_size in GROUPS, "group_size", any_of(GROUPS), group_size)
+        group, reason = group_size, ", its group_size"
+    expect(weight.shape[-1] % group == 0, name, f"a multiple of {group} columns{reason}", list(weight.shape))
 
 
 def not_written(format: object) -> str:
-    """A format that `quantize` does not know, and why it does not."""
+    """Describes a format that `quantize` does not support, with the reason."""
     if isinstance(format, str) and format in FORMATS:
         return f"{format!r}, which is read, but not written"
     if isinstance(format, str) and format.lower().startswith(CODEBOOKS):
@@ -106,7 +107,8 @@ def not_written(format: object) -> str:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Integers of so many bits (uint8, eight or more in a row) as bytes: what `reference.unpack` reads."""
+    """Pack integers of `bits` bits (uint8, at least eight in a row) into bytes: the inverse of
+    `reference.unpack`."""
     if bits == 8:
         return codes
     places = torch.arange(8, device=codes.device, dtype=torch.uint8)
@@ -115,7 +117,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _affine(rows: Tensor, bits: int, group_size: int) -> tuple[Tensor, ...]:
-    """MLX's rule: zero is one of the numbers, and so is the end of a group's range that is farther from it."""
+    """MLX's rule: zero and the end of the group's range with the larger magnitude are exact."""
     groups, most = rows.unflatten(-1, (-1, group_size)), 2**bits - 1
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     below = low.abs() > high.abs()
@@ -128,7 +130,7 @@ def _affine(rows: Tensor, bits: int, group_size: int) -> tuple[Tensor, ...]:
 
 
 def _mxfp4(rows: Tensor) -> tuple[Tensor, ...]:
-    """The least power of two with which a group's largest number is not beyond 6, the largest of e2m1."""
+    """The smallest power of two for which the largest value of a group is at most 6, the maximum of e2m1."""
     groups = rows.unflatten(-1, (-1, MXFP4_GROUP))
     largest = groups.abs().amax(-1, keepdim=True)
     exponent = _exponent(largest)
@@ -138,8 +140,8 @@ def _mxfp4(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _mxfp8(rows: Tensor) -> tuple[Tensor, ...]:
-    """MLX's rule: the least power of two with which a group's largest number is not beyond 448, the largest of e4m3;
-    1 where all are zero."""
+    """MLX's rule: the smallest power of two for which the largest value of a group is at most 448, the maximum of
+    e4m3; 1 if all are zero."""
     groups = rows.unflatten(-1, (-1, FORMATS["mxfp8"].scale_columns))
     largest = groups.abs().amax(-1, keepdim=True)
     ratio = largest / 448
@@ -154,7 +156,7 @@ def _e8m0(exponent: Tensor, largest: Tensor) -> Tensor:
 
 
 def _nvfp4(rows: Tensor) -> tuple[Tensor, ...]:
-    """MLX's rule: a sixth of a group's largest number, rounded to e4m3; of two numbers as near, the one next to 0."""
+    """MLX's rule: a sixth of a group's largest value, rounded to e4m3; ties go to the value nearer to 0."""
     groups = rows.unflatten(-1, (-1, FORMATS["nvfp4"].scale_columns))
     largest = groups.abs().amax(-1, keepdim=True)
     scale = _nearest_code((largest / 6).nan_to_num(0.0).clamp(max=448), 3, -6)
@@ -165,7 +167,7 @@ def _nvfp4(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _q4_0(rows: Tensor) -> tuple[Tensor, ...]:
-    """GGML's rule: the first of a block's largest numbers becomes -8."""
+    """GGML's rule: the first of a block's largest values becomes -8."""
     blocks = rows.unflatten(-1, (-1, FORMATS["q4_0"].columns))
     scale = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8
     codes = ((blocks * _inverse(scale)).nan_to_num(0.0) + 8.5).clamp(0, 15).to(torch.uint8)
@@ -174,7 +176,7 @@ def _q4_0(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _q8_0(rows: Tensor) -> tuple[Tensor, ...]:
-    """GGML's rule: a block's largest number becomes 127, and halves are rounded away from 0."""
+    """GGML's rule: a block's largest value becomes 127, and halves are rounded away from 0."""
     blocks = rows.unflatten(-1, (-1, FORMATS["q8_0"].columns))
     scale = blocks.abs().amax(-1, keepdim=True) / 127
     steps = (blocks * _inverse(scale)).nan_to_num(0.0)
@@ -189,7 +191,7 @@ def _inverse(scale: Tensor) -> Tensor:
 
 
 def _fp8(rows: Tensor) -> tuple[Tensor, ...]:
-    """A block's largest number becomes 448, the largest of e4m3."""
+    """A block's largest value becomes 448, the maximum of e4m3."""
     N, C = rows.shape
     blocks = F.pad(rows.abs(), (0, -C % FP8_BLOCK, 0, -N % FP8_BLOCK))
     blocks = blocks.unflatten(-1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
@@ -202,7 +204,8 @@ def _fp8(rows: Tensor) -> tuple[Tensor, ...]:
 def _nearest_code(
     values: Tensor, mantissa: int, lowest: int, rounded: Callable[[Tensor], Tensor] = torch.round
 ) -> Tensor:
-    """Floats of few bits as their codes: the nearest, of two the even one. `lowest` is the subnormal ones' exponent."""
+    """The codes of the nearest floats of few bits; ties go to the even code. `lowest` is the exponent of
+    subnormals."""
     exponent = _exponent(values).clamp(min=lowest)
     steps = rounded(values.abs() * _power_of_two(mantissa - exponent)).int()
     sign = torch.signbit(values).int() << {1: 3, 3: 7}[mantissa]
@@ -210,16 +213,17 @@ def _nearest_code(
 
 
 def _exponent(values: Tensor) -> Tensor:
-    """The floor of the logarithm to base 2; -127 of what is below 2^-126, 128 of what is not finite."""
+    """The floor of the logarithm to base 2; -127 for values below 2^-126, 128 for values that are not finite."""
     return (values.view(torch.int32) >> 23 & 255) - 127
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Exact, which exp2 is not everywhere. Exponents are cut to those of float32's normal numbers."""
+    """An exact power of two, which exp2 does not give everywhere. Exponents are clamped to those of normal
+    float32."""
     return (exponent.clamp(-126, 127) + 127 << 23).view(torch.float32)
 
 
-#: How each format but affine is written: from rows of float32 to data and, where the format has one, scale.
+#: The encoder of each format except affine: rows of float32 -> data and, if the format has one, scale.
 WRITERS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "mxfp4": _mxfp4,
     "fp8": _fp8,
@@ -228,5 +232,5 @@ WRITERS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "q4_0": _q4_0,
     "q8_0": _q8_0,
 }
-#: What `quantize` writes.
+#: The formats that `quantize` supports.
 WRITTEN = ("affine", *WRITERS)

@@ -1,10 +1,10 @@
-"""The specification: every op in a few lines of plain PyTorch. Read from top to bottom it is the MoE layer, and last
-come rope and attention.
+"""The specification: every op in a few lines of plain PyTorch. Read from top to bottom it is the MoE layer, followed by
+rope and attention.
 
-Each function is at once the definition, the oracle of the tests (called with float64 tensors it computes in float64),
-the fake function for torch.compile and the text behind `help`. Letters: T tokens (any leading dimensions), E experts,
-K experts per token, H hidden, I expert inner size; rope and attention have their own. Sums are kept in float32 or
-wider and rounded once, at the end.
+Each function is the definition of an op, the oracle of the tests (with float64 tensors it computes in float64), the
+fake function for torch.compile, and the text that `help` shows. Letters: T tokens (any leading dimensions), E experts,
+K experts per token, H hidden, I expert inner size; rope and attention have their own. Sums are kept in float32 or wider
+and rounded once, at the end.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from . import ggml
 from .formats import FORMATS, Format
 
-__all__ = [  # noqa: RUF022  the ops, in the order of this page
+__all__ = [  # noqa: RUF022  the ops, in the order of this file
     "gate",
     "route",
     "glu",
@@ -36,22 +36,23 @@ __all__ = [  # noqa: RUF022  the ops, in the order of this page
 INF = float("inf")
 
 
-#: How far a result may be from the same in float64, as the relative L2 error.
+#: The allowed relative L2 error of a result compared with float64.
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 
 
 def tolerance(dtype: torch.dtype, longest_sum: int = 1) -> float:
-    """What rounding once costs in 16 bits; in float32 sums count, which have as many terms as this."""
+    """The tolerance of a dtype: one rounding in 16 bits; in float32 it depends on the number of terms of the longest
+    sum."""
     return TOLERANCES[dtype] if dtype.itemsize == 2 else TOLERANCES[torch.float32] * max(1.0, longest_sum / 1024) ** 0.5
 
 
 def as_float(x: Tensor) -> Tensor:
-    """At least float32, so that float64 inputs stay float64."""
+    """At least float32: float64 inputs stay float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rounded(x: Tensor, like: Tensor) -> Tensor:
-    """The one rounding of a result, to a contiguous tensor of the activations' dtype."""
+    """The only rounding of a result, to a contiguous tensor in the activations' dtype."""
     return x.to(like.dtype).contiguous()
 
 
@@ -69,15 +70,15 @@ SCORING = {
 }
 
 
-def best(choice: Tensor, k: int, barred: Tensor | None = None) -> Tensor:
-    """Ids of the k best, best first. Ties go to the lowest id, NaN ranks below -inf, and what is barred below NaN."""
+def best(choice: Tensor, k: int, excluded: Tensor | None = None) -> Tensor:
+    """Ids of the k best, best first. Ties go to the lowest id, NaN ranks below -inf, and excluded experts below NaN."""
     order = choice.nan_to_num(nan=-INF, posinf=INF, neginf=-INF).argsort(dim=-1, descending=True, stable=True)
-    last = choice.isnan().int() if barred is None else choice.isnan().int() + 2 * barred.int()
+    last = choice.isnan().int() if excluded is None else choice.isnan().int() + 2 * excluded.int()
     return order.gather(-1, last.gather(-1, order).argsort(dim=-1, stable=True))[..., :k]
 
 
 def outside_best_groups(choice: Tensor, n_group: int, topk_group: int, group_score: str) -> Tensor:
-    """True for the experts of all but the `topk_group` best of `n_group` equal groups of neighbours."""
+    """True for the experts outside of the `topk_group` best of `n_group` equal groups of neighbours."""
     groups = choice.unflatten(-1, (n_group, -1))
     top = groups.gather(-1, best(groups, min(2 if group_score == "top2_sum" else 1, groups.shape[-1])))
     kept = best(top.sum(-1), topk_group)
@@ -101,19 +102,19 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Each token's K best experts, best first, and their weights. -> weights float32 [T, K], ids int32 [T, K]
 
-    scoring: softmax, sigmoid or sqrt_softplus. renormalize: none, before_scale (the chosen scores are divided by their
-    sum, then multiplied by per_expert_scale) or after_scale (the other way round). n_group, topk_group, group_score
-    (top2_sum or max): only experts of the topk_group best of n_group groups are chosen. scaling_factor multiplies last.
-    softcap, if not 0, bends the logits to softcap * tanh(logits / softcap).
+    scoring: softmax, sigmoid or sqrt_softplus. renormalize: none, before_scale (the selected scores are divided by
+    their sum, then multiplied by per_expert_scale) or after_scale (the other order). n_group, topk_group, group_score
+    (top2_sum or max): experts are selected only from the topk_group best of n_group groups. scaling_factor multiplies
+    last. softcap, if not 0, replaces the logits by softcap * tanh(logits / softcap).
 
-    `select_bias` counts for the choice only, never for the weights. Without it the logits themselves choose: every
-    scoring rises with its logit, so the order is the same, but large logits do not tie by saturating.
+    `select_bias` affects only the selection, never the weights. Without it experts are selected by their logits: all
+    scorings increase with the logit, so the order is the same, but large logits do not become ties by saturation.
     """
     logits = as_float(logits)
     scores = SCORING[scoring](softcap * torch.tanh(logits / softcap) if softcap else logits)
     biased = scores if select_bias is None else scores + as_float(select_bias)
-    barred = None if n_group == 1 else outside_best_groups(biased, n_group, topk_group, group_score)
-    ids = best(logits if select_bias is None else biased, top_k, barred)
+    excluded = None if n_group == 1 else outside_best_groups(biased, n_group, topk_group, group_score)
+    ids = best(logits if select_bias is None else biased, top_k, excluded)
     weights = scores.gather(-1, ids)
     scale = 1.0 if per_expert_scale is None else as_float(per_expert_scale)[ids]
     if renormalize == "after_scale":
@@ -143,7 +144,7 @@ def gate(
 ) -> tuple[Tensor, Tensor]:
     """The whole router: `route(norm(hidden) @ router_weight.T + router_bias)`; no norm without `norm_weight`.
 
-    -> weights float32 [T, K], ids int32 [T, K]. Options are those of `route`, and the norm's eps.
+    -> weights float32 [T, K], ids int32 [T, K]. Its options are those of `route`, and the norm's eps.
     """
     hidden = as_float(hidden) if norm_weight is None else normed(hidden, eps) * as_float(norm_weight)
     bias = None if router_bias is None else as_float(router_bias)
@@ -164,12 +165,13 @@ def gate(
 
 # ------------------------------------------------------------------------------------------------ weights
 
-#: The values of four bits as mxfp4 and nvfp4 have them.
+#: The values of 4 bits in mxfp4 and nvfp4.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def unpack(data: Tensor, bits: int) -> Tensor:
-    """A row's bytes as integers of so many bits: a stream that begins with the lowest bit of the first byte."""
+    """Unpack rows of bytes into integers of `bits` bits. A row is a bit stream that begins with the lowest bit of the
+    first byte."""
     places = torch.arange(8, device=data.device, dtype=torch.uint8)
     stream = (data.unsqueeze(-1) >> places & 1).flatten(-2)
     return (stream.unflatten(-1, (-1, bits)) << places[:bits]).sum(-1, dtype=torch.uint8)
@@ -184,18 +186,18 @@ def dequantize(
     bits: int = 4,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The numbers that a weight stands for. -> [..., N, C]
+    """The values of a weight. -> [..., N, C]
 
-    dense: weight itself. affine: scale * q + offset, with weight int32 (or uint32, or its bytes as uint8)
-    [..., N, C * bits / 32], q of `bits` 2, 3, 4, 5, 6 or 8, and scale and offset [..., N, C / group] for groups of 16,
-    32, 64 or 128 columns (MLX). mxfp4: 2^(scale - 127) * e2m1, with weight uint8 [..., N, C / 2] or
-    [..., N, C / 32, 16], the lower half of a byte first, and scale uint8 [..., N, C / 32], where 255 is NaN (gpt-oss).
-    fp8: scale * e4m3, with weight float8_e4m3fn, or uint8 [..., N, C], and scale [..., N / 128, C / 128], rounded up.
-    mxfp8: 2^(scale - 127) * e4m3, with weight as in fp8 and scale as in mxfp4 (MLX). nvfp4: offset * e4m3 * e2m1, with
-    weight uint8 [..., N, C / 2], scale e4m3 [..., N, C / 16], as float8_e4m3fn or uint8, and perhaps an offset, which
-    is a factor: float32 [..., 1], one for each matrix (MLX without it, compressed-tensors with it).
-    GGML's q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs and ggml_mxfp4: weight uint8
-    [..., N, bytes of the row], as a GGUF file has them; scales lie within the blocks (ggml.py).
+    dense: weight itself. affine: scale * q + offset, with weight int32 (or uint32, or its bytes as uint8) [..., N, C *
+    bits / 32], q of `bits` 2, 3, 4, 5, 6 or 8, and scale and offset [..., N, C / group] for groups of 16, 32, 64 or 128
+    columns (MLX). mxfp4: 2^(scale - 127) * e2m1, with weight uint8 [..., N, C / 2] or [..., N, C / 32, 16], the lower
+    half of a byte first, and scale uint8 [..., N, C / 32], where 255 is NaN (gpt-oss). fp8: scale * e4m3, with weight
+    float8_e4m3fn, or uint8 [..., N, C], and scale [..., N / 128, C / 128], rounded up. mxfp8: 2^(scale - 127) * e4m3,
+    with weight as in fp8 and scale as in mxfp4 (MLX). nvfp4: offset * e4m3 * e2m1, with weight uint8 [..., N, C / 2],
+    scale e4m3 [..., N, C / 16], as float8_e4m3fn or uint8, and optionally offset, which is a factor: float32 [..., 1],
+    one per matrix (MLX without it, compressed-tensors with it). GGML's q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k,
+    q5_k, q6_k, iq4_nl, iq4_xs and ggml_mxfp4: weight uint8 [..., N, bytes of the row], as in a GGUF file; the blocks
+    contain the scales (ggml.py).
     """
     if format == "dense":
         return weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -215,30 +217,31 @@ def dequantize(
     else:
         codes = data.view(torch.float8_e4m3fn).to(wide)
     groups = (scale.shape[-1], -1) if row.is_affine else (-1, row.scale_columns)
-    numbers = codes.unflatten(-1, groups) * factors.unsqueeze(-1)
-    return (numbers + offset.unsqueeze(-1) if row.is_affine else numbers).flatten(-2).to(dtype)
+    values = codes.unflatten(-1, groups) * factors.unsqueeze(-1)
+    return (values + offset.unsqueeze(-1) if row.is_affine else values).flatten(-2).to(dtype)
 
 
 def scales(scale: Tensor, offset: Tensor | None, format: Format, dtype: torch.dtype) -> Tensor:
-    """What `dequantize` multiplies with."""
+    """The factors by which `dequantize` multiplies."""
     if format.scale == "e8m0":
         return ggml.power_of_two(scale, 127).masked_fill(scale == 255, float("nan"))
     if format.scale == "e4m3":
-        numbers = scale.view(torch.float8_e4m3fn).to(dtype)
-        return numbers if offset is None else offset.unsqueeze(-1) * numbers
+        values = scale.view(torch.float8_e4m3fn).to(dtype)
+        return values if offset is None else offset.unsqueeze(-1) * values
     return scale
 
 
-def numbers(
+def dequantize_for(
     weight: Tensor, scale: Tensor | None, offset: Tensor | None, format: str, x: Tensor, group_size: int = 0
 ) -> Tensor:
-    """`dequantize`, as wide as x's sums. Its rows are as long as x's, or as groups of this size tell."""
+    """`dequantize` in the dtype of x's sums. The number of columns is that of x, or follows from `group_size`."""
     bits = bits_of(weight, scale, format, x.shape[-1], group_size)
     return dequantize(weight, scale, offset, format=format, bits=bits, dtype=as_float(x).dtype)
 
 
 def bits_of(weight: Tensor, scale: Tensor | None, format: str, columns: int, group_size: int = 0) -> int:
-    """Of a weight's integers. Affine ones follow from the shapes, with groups of this size or else so many columns."""
+    """The bits of an affine weight, which follow from the shapes and the group size, or without one from the
+    columns."""
     if format == "dense" or not FORMATS[format].is_affine:
         return 4
     columns = scale.shape[-1] * group_size or columns
@@ -257,10 +260,10 @@ def linear(
 ) -> Tensor:
     """x @ weight.T + bias, with a weight in any format of `dequantize`. -> [..., N]
 
-    Bits and groups of an affine weight follow from x's columns. `group_size`, where it is given, says how many columns
-    have a scale, so that an x of any other width than the weight's is refused.
+    Bits and group size of an affine weight follow from x's columns. If `group_size` is given, an x with another number
+    of columns than the weight raises.
     """
-    matrix = numbers(weight, scale, offset, format, x, group_size)
+    matrix = dequantize_for(weight, scale, offset, format, x, group_size)
     return rounded(F.linear(as_float(x), matrix, None if bias is None else as_float(bias)), x)
 
 
@@ -283,12 +286,12 @@ def glu(
     alpha: float = 1.702,
     limit: float | None = None,
 ) -> Tensor:
-    """act(gate) * up. activation: silu, gelu, gelu_tanh, relu2 or swiglu_oai, to which `alpha` belongs.
+    """act(gate) * up. activation: silu, gelu, gelu_tanh, relu2 or swiglu_oai; `alpha` is an option of swiglu_oai.
 
     `limit` clamps gate from above and up on both sides.
     """
     g, u = as_float(gate), as_float(up)
-    if limit is not None and limit <= torch.finfo(torch.float32).max:  # any more is none for the ops
+    if limit is not None and limit <= torch.finfo(torch.float32).max:  # larger limits mean none, as in the ops
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
     return rounded(ACTIVATIONS[activation](g, u, alpha), gate)
 
@@ -318,16 +321,16 @@ def experts(
     down_format: str | None = None,
     group_size: int = 0,
 ) -> Tensor:
-    """Every token through its K experts, and their weighted sum. -> [T, H]
+    """The FFN of each token's K experts, and their weighted sum. -> [T, H]
 
-    An id outside [0, E) is skipped: it adds nothing and reads nothing, whatever its weight is.
-    activation, alpha and limit are those of `glu`; `shared` and `residual` are added as in `weighted_sum`.
-    The 2I rows hold the gate's I rows first, or gate and up in turn when `interleaved`. Beside a `format` other than
-    dense, gate_up and down are packed and have scales and offsets, as `dequantize` says; `group_size` is that of
-    `linear`, and both weights'. down is in `down_format`, where that is given.
+    An id outside [0, E) is skipped: nothing is read or added for it, whatever its weight is. activation, alpha and
+    limit are those of `glu`; `shared` and `residual` are added as in `weighted_sum`. The 2I rows hold the gate's I rows
+    first, or gate and up alternately if `interleaved`. With a `format` other than dense, gate_up and down are packed
+    and have scales and offsets as described by `dequantize`; `group_size` is that of both weights, as in `linear`.
+    `down_format` is the format of down if it differs.
 
-    A gate_up of four dimensions [E, 2, I, ...] has gate and up apart, as views of a file may have them, in formats
-    without scale tensors. Then `interleaved` is about gate_up_bias alone.
+    A gate_up with four dimensions [E, 2, I, ...] has separate gate and up, for example views of a file, in formats
+    without scale tensors. Then `interleaved` only concerns gate_up_bias.
     """
     gate_up = joined(gate_up, gate_up_scale, interleaved)
     used = (ids >= 0) & (ids < gate_up.shape[0])
@@ -336,13 +339,13 @@ def experts(
         [None if t is None else t[chosen] for t in (w.mT if transposed else w, scale, offset)]
         for w, scale, offset in ((gate_up, gate_up_scale, gate_up_offset), (down, down_scale, down_offset))
     )
-    both = torch.einsum("...kih,...h->...ki", numbers(*first, format, x, group_size), as_float(x))
+    both = torch.einsum("...kih,...h->...ki", dequantize_for(*first, format, x, group_size), as_float(x))
     if gate_up_bias is not None:
         both = both + as_float(gate_up_bias)[chosen]
     gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
     inner = glu(gate, up, activation=activation, alpha=alpha, limit=limit)
-    second_numbers = numbers(*second, down_format or format, inner, group_size)
-    slots = torch.einsum("...khi,...ki->...kh", second_numbers, inner)
+    second_dense = dequantize_for(*second, down_format or format, inner, group_size)
+    slots = torch.einsum("...khi,...ki->...kh", second_dense, inner)
     if down_bias is not None:
         slots = slots + as_float(down_bias)[chosen]
     slots, weights = slots.where(used.unsqueeze(-1), 0), as_float(weights).where(used, 0)
@@ -350,7 +353,7 @@ def experts(
 
 
 def joined(gate_up: Tensor, scale: Tensor | None, interleaved: bool) -> Tensor:
-    """A gate_up whose gate and up are apart, [E, 2, I, ...], as [E, 2I, ...]; any other weight as it is."""
+    """A gate_up with separate gate and up, [E, 2, I, ...], as [E, 2I, ...]; any other weight unchanged."""
     if gate_up.dim() != 4 or scale is not None:
         return gate_up
     return (gate_up.transpose(1, 2) if interleaved else gate_up).flatten(1, 2)
@@ -366,7 +369,8 @@ def weighted_sum(
     shared_gate: Tensor | None = None,  # [T], a logit
     residual: Tensor | None = None,  # [T, H]
 ) -> Tensor:
-    """sum_k weights * slots + sigmoid(shared_gate) * shared + residual. No shared_gate: shared is added as it is."""
+    """sum_k weights * slots + sigmoid(shared_gate) * shared + residual. Without shared_gate, shared is added
+    unscaled."""
     total = (as_float(slots) * as_float(weights).unsqueeze(-1)).sum(-2)
     if shared is not None:
         share = 1.0 if shared_gate is None else as_float(shared_gate).sigmoid().unsqueeze(-1)
@@ -467,12 +471,13 @@ def rope(
     eps: float = 1e-6,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys as `attention` takes them: normed, and turned by R angles. -> [B, A, T, D], [B, J, T, D]
+    """Normalise queries and keys, and rotate them by R angles, in the layout of `attention`. -> [B, A, T, D], [B, J, T,
+    D]
 
-    B sequences, T tokens, A query heads, J key heads. The first 2R numbers of a head are R pairs (a, b), which become
-    (a cos - b sin, b cos + a sin); the others stay. Pair i is numbers i and i + R; with `interleaved` it is read from
-    2i and 2i + 1, and written to i and i + R. Queries and keys each are normed before, as in `norm`, if they have a
-    weight: each head alone with [D], all heads of a token together with [A, D] or [J, D].
+    B sequences, T tokens, A query heads, J key heads. The first 2R elements of a head are R pairs (a, b), which become
+    (a cos - b sin, b cos + a sin); the others do not change. Pair i consists of elements i and i + R; with
+    `interleaved` it is read from 2i and 2i + 1, and written to i and i + R. Queries and keys with a norm weight are
+    normalised before, as in `norm`: each head with a weight [D], all heads of a token together with [A, D] or [J, D].
     """
     return (
         rounded(turned(q, cos, sin, q_norm_weight, eps, interleaved).transpose(1, 2), q),
@@ -481,7 +486,7 @@ def rope(
 
 
 def turned(heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, interleaved: bool) -> Tensor:
-    """`rope` of queries or of keys, where they lie."""
+    """`rope` of queries or of keys, in their own layout."""
     x, cos, sin, R = as_float(heads), as_float(cos).unsqueeze(2), as_float(sin).unsqueeze(2), cos.shape[-1]
     if weight is not None:
         x = (normed(x, eps) if weight.dim() == 1 else normed(x.flatten(-2), eps).view(x.shape)) * as_float(weight)
@@ -501,15 +506,16 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """softmax(softcap * tanh(scale * q @ k.T / softcap) + mask) @ v, of the keys that a query sees. -> [B, T, A, V]
+    """softmax(softcap * tanh(scale * q @ k.T / softcap) + mask) @ v over the visible keys. -> [B, T, A, V]
 
-    B sequences, A query heads, J key heads, T queries, S keys. Query head a uses key head a // (A / J). `scale` is
-    D^-0.5 if it is not given; a `softcap` of 0 bends nothing. `mask` is bool, where True may be seen, or is added.
-    `causal`: query t sees keys up to S - T + t, the last query all of them. `window`, if not 0, needs `causal`, and is
-    how many keys a query sees at most, its own the last. `sinks` are one more logit for each head, without a value.
+    B sequences, A query heads, J key heads, T queries, S keys. Query head a uses key head a // (A / J). The default of
+    `scale` is D^-0.5; a `softcap` of 0 is none. `mask` is bool, where True is visible, or is added. With `causal`,
+    query t sees keys up to S - T + t, so the last query sees all. `window`, if not 0, needs `causal` and is the maximum
+    number of keys that a query sees, including its own, which is the last. `sinks` are one more logit for each head,
+    without a value.
 
-    A key that is barred, or whose score is -inf, is not seen: whatever is in it, it adds nothing. A query that sees no
-    key gives 0.
+    A key that is masked, or whose score is -inf, is not visible: it adds nothing, even if it contains NaN. A query that
+    sees no key returns 0.
     """
     A, T, S = q.shape[1], q.shape[2], k.shape[2]
     keys, values = (as_float(x).repeat_interleave(A // k.shape[1], 1) for x in (k, v))

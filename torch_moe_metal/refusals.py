@@ -1,6 +1,6 @@
-"""What PEFT and transformers cannot do with packed weights: they are made to say so before they change anything.
+"""Make PEFT and transformers raise, before they change anything, where they do not support packed weights.
 
-Both would add numbers to the bytes of a packed weight, or make a dense layer of the size of its data.
+Both would add values to the bytes of a packed weight, or make a dense layer with the size of its data.
 """
 
 import functools
@@ -11,7 +11,7 @@ REMEDY = "call dequantize() on the model before"
 
 
 def refuse_merging() -> None:
-    """PEFT's own place to refuse, before it merges adapters into the layers below them."""
+    """PEFT calls this hook before it merges an adapter into a layer."""
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
     stock = BaseTuner._check_merge_allowed

@@ -1,21 +1,22 @@
-"""Changes of a module that happen as a whole or not at all."""
+"""Changes of a module that happen completely or not at all."""
 
 import copy
 
 from torch import nn
 
-#: The containers in which a module keeps its tensors and submodules, and which are changed in place.
+#: The containers in which a module keeps its tensors and submodules; they are changed in-place.
 TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 
 
 class all_or_nothing:
-    """`with all_or_nothing(module):` An exception inside, KeyboardInterrupt and MemoryError too, leaves the module and
-    all in it as it was: classes, attributes, parameters, buffers, submodules and transformers' configurations.
+    """`with all_or_nothing(module):` An exception inside, including KeyboardInterrupt and MemoryError, restores the
+    module and its submodules: classes, attributes, parameters, buffers, submodules and transformers' configurations.
 
-    The values of tensors and the contents of other containers are not restored: replace them, do not write into them.
-    What was replaced keeps its memory until the end.
+    The values of tensors and the contents of other containers are not restored: replace them instead of writing into
+    them. Replaced tensors keep their memory until the end.
 
-    It is no generator, since one that an interrupt leaves behind would raise, and restore, whenever it is collected.
+    This is a class, because a generator that an interrupt left suspended would raise, and restore, when it is
+    collected.
     """
 
     def __init__(self, module: nn.Module):
@@ -41,7 +42,7 @@ class all_or_nothing:
 
 
 def tables_of(module: nn.Module) -> dict[str, dict | set]:
-    """Copies of its containers; TorchScript's modules have other ones, which nothing here changes."""
+    """Copies of the module's containers. TorchScript's modules have other ones, which are not changed here."""
     own = vars(module)
     return {name: copy.copy(own[name]) for name in TABLES if isinstance(own.get(name), dict | set)}
 

@@ -24,10 +24,11 @@ import torch
 from . import arguments, tuning
 from .bench import dtype
 from .bench.block import Block, fitted
-from .bench.calls import Call, Noise, Unfit, inputs
-from .bench.here import check_device, in_turn
+from .bench.calls import Call, RandomTensors, inputs
+from .bench.device_bench import in_turn
 from .bench.measure import free_memory, machine, rounds_each
 from .bench.packed import FORMATS
+from .cli import CannotRun, check_device
 from .models import DEFAULT, MODELS, Model, of_config
 from .reference import tolerance
 from .tuning import Numbers
@@ -227,22 +228,22 @@ class OnGpu:
         return [*rounds.values()]
 
     def function(self, call: Call) -> Callable[[], object]:
-        noise = Noise(self.device, call.dtype)
+        noise = RandomTensors(self.device, call.dtype)
         sets = [inputs(call, noise) for _ in range(call.sets)]
         return in_turn(self.op(call, noise), sets)
 
-    def op(self, call: Call, noise: Noise) -> Callable[..., torch.Tensor]:
+    def op(self, call: Call, noise: RandomTensors) -> Callable[..., torch.Tensor]:
         if call.op != "experts":
             return partial(getattr(torch.ops.moe_metal, call.op), **call.options)
         made = (call.name, call.format, call.dtype)
         if self.made != made:
             self.block = None  # its memory is given back first
             self.block, self.made = Block.random(call.model, noise, call.packing), made
-        return self.block.chosen
+        return self.block.experts_only
 
     def is_right(self, call: Call, numbers: Numbers) -> bool:
         """Whether each row of the result is the default's, but for rounding a few times more."""
-        noise, before = Noise(self.device, call.dtype), tuning.in_force()
+        noise, before = RandomTensors(self.device, call.dtype), tuning.in_force()
         op, arguments = self.op(call, noise), inputs(call, noise)
         try:
             results = []
@@ -327,11 +328,11 @@ def run(options: Namespace) -> int:
     try:
         check_device("mps")
         if not tuning.is_built():
-            raise Unfit("the package was built without its MPS backend; reinstall it on this Mac")
+            raise CannotRun("the package was built without its MPS backend; reinstall it on this Mac")
         if options.reset:
             return reset()
         models = wanted_models(options)
-    except (Unfit, OSError, ValueError) as reason:
+    except (CannotRun, OSError, ValueError) as reason:
         print(f"tune: nothing to tune: {reason}", file=sys.stderr)
         return 2
     return tune(options, models)

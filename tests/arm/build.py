@@ -1,7 +1,7 @@
-"""Builds the ops of packed weights for ARM on another machine, as a program that qemu runs: calls.cpp, with the sources
-and flags of setup.py, against the aarch64 wheel of torch.
+"""Builds the ops of packed weights for ARM on another machine, as a program for qemu: calls.cpp with the sources and
+flags of setup.py, for the aarch64 wheel of torch.
 
-It is compiled for the M1, by clang, since Apple's compiler is one and takes that processor where none is named.
+clang compiles it for the M1, the default processor of Apple's compiler, which is also clang.
 """
 
 import os
@@ -29,10 +29,10 @@ TORCH = torch.__version__.partition("+")[0]
 CROSS = Path("/usr/aarch64-linux-gnu")  # the C and C++ libraries of Debian's cross compilers
 OPS = ("dequantize", "experts", "linear")
 PACKAGES = "clang-19 qemu-user g++-aarch64-linux-gnu"
-# Of CUDA's libraries, which the wheel's CPU library wants to find and does not call.
+# Libraries of CUDA that the wheel's CPU library is linked to but does not call.
 STUBS = ("libcudart.so", "libcupti.so")
-# What PyTorch asks the system about its processor. qemu would let it read the answers of this machine, on which its
-# library cpuinfo crashes.
+# PyTorch asks the system about its processor. qemu would return the answers of this machine, on which its library
+# cpuinfo crashes.
 SYSTEM = {
     "proc/cpuinfo": (
         "processor\t: 0\nBogoMIPS\t: 48.00\nFeatures\t: fp asimd atomics fphp asimdhp asimdrdm asimddp\n"
@@ -63,7 +63,7 @@ def run(*command: str | Path) -> str:
 
 
 def fetch_torch() -> Path:
-    """Headers and libraries out of the aarch64 wheel."""
+    """Headers and libraries of the aarch64 wheel."""
     folder = BUILD / f"torch-{TORCH}"
     if folder.is_dir():
         return folder
@@ -96,7 +96,7 @@ def write_stubs(libraries: Path) -> None:
 
 
 def system_root() -> Path:
-    """What an emulated program finds at /."""
+    """The root folder of an emulated program."""
     folder = BUILD / "system"
     for name, text in SYSTEM.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def system_root() -> Path:
 
 
 def one_thread() -> Path:
-    """The folder of an omp.h: clang brings none, and here one thread does all."""
+    """A folder with an omp.h, which clang does not have; everything runs in one thread."""
     folder = BUILD / "one_thread"
     folder.mkdir(parents=True, exist_ok=True)
     names = ("omp_get_num_threads() { return 1; }", "omp_get_thread_num() { return 0; }")
@@ -116,7 +116,7 @@ def one_thread() -> Path:
 
 
 def arm_extensions() -> list[CppExtension]:
-    """What setup.py builds on such a machine: its own answer."""
+    """The extensions that setup.py would build on such a machine, from setup.py itself."""
     taken = {}
     with (
         mock.patch.object(platform, "machine", lambda: "aarch64"),
@@ -154,7 +154,7 @@ def ninja_file(torch_folder: Path, sources: Path, reached: set[str] | None) -> s
 
 
 def build(sources: Path = ROOT / "csrc", folder: Path = BUILT, reached: set[str] | None = None) -> Path:
-    """The program. Where only files `reached` differ from those that were built before, only these are compiled."""
+    """The program. If only the files in `reached` differ from the last build, only these are compiled."""
     torch_folder = fetch_torch()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "build.ninja").write_text(ninja_file(torch_folder, sources, reached))
@@ -164,7 +164,7 @@ def build(sources: Path = ROOT / "csrc", folder: Path = BUILT, reached: set[str]
 
 
 def command(program: Path) -> list[str]:
-    """How to start it."""
+    """The command that starts it."""
     return ["qemu-aarch64", "-cpu", "max,sve=off", "-L", str(system_root()), "-E",
             f"LD_LIBRARY_PATH={fetch_torch() / 'lib'}", str(program)]  # fmt: skip
 

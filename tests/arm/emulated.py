@@ -1,8 +1,8 @@
-"""A plugin of pytest: the ops of packed weights run on an emulated ARM processor. The tests stay as they are.
+"""A pytest plugin that runs the ops of packed weights on an emulated ARM processor. The tests do not change.
 
     python -m pytest -p arm.emulated test_ggml.py -k dequantize      # in tests/
 
-ARM_CALLS names the program that build.py made. Each call goes to it through a pipe, with the bytes of its arguments.
+ARM_CALLS is the program made by build.py. Each call is sent to it through a pipe, with the bytes of its arguments.
 """
 
 import atexit
@@ -32,7 +32,7 @@ def ints(*values: int) -> bytes:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """From a tensor's first element to its last."""
+    """The bytes from a tensor's first to its last element."""
     if tensor.numel() == 0:
         return memoryview(b"")
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -62,7 +62,7 @@ def packed(value: object) -> list[bytes | memoryview]:
 
 
 class Emulated:
-    """The process, which starts with the first call. One that a read beyond its memory ended is started again."""
+    """The process, which starts with the first call. It is started again if a read out of bounds has ended it."""
 
     def __init__(self, program: Path):
         self.command = command(program)

@@ -48,14 +48,14 @@ from cases import CASES, Args, expected  # noqa: E402
 from checks import assert_matches, meets_infinity  # noqa: E402
 from packed_rows import BFLOAT, ROWS, Row  # noqa: E402
 from torch_moe_metal import bench, reference, tune  # noqa: E402
-from torch_moe_metal.bench import here, measure  # noqa: E402
+from torch_moe_metal.bench import device_bench, measure  # noqa: E402
+from torch_moe_metal.bench.baselines import baselines, too_large  # noqa: E402
 from torch_moe_metal.bench.block import Block, expert_bytes, plain  # noqa: E402
 from torch_moe_metal.bench.calls import (  # noqa: E402
     EXPERTS,
     WORTH_A_LIMIT,
     Call,
-    Noise,
-    Unfit,
+    RandomTensors,
     choices,
     inputs,
     moved,
@@ -63,7 +63,7 @@ from torch_moe_metal.bench.calls import (  # noqa: E402
     wanted_ops,
 )
 from torch_moe_metal.bench.report import Result  # noqa: E402
-from torch_moe_metal.bench.rivals import rivals, too_large  # noqa: E402
+from torch_moe_metal.cli import CannotRun  # noqa: E402
 from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
 from torch_moe_metal.reference import tolerance  # noqa: E402
 
@@ -339,15 +339,17 @@ def parts(call: Call) -> list[Call]:
 class Translated:
     """The device of `bench` here: recorded rows, each in a CUDA graph."""
 
+    has_mlx = False
+
     def __init__(self, folder: Path, options: argparse.Namespace):
         if wanted_formats(options) != ["dense"]:
-            raise Unfit("here packed formats are timed by `run.py FOLDER --packed`")
+            raise CannotRun("here packed formats are timed by `run.py FOLDER --packed`")
         self.model = options.model or DEFAULT
         recorded = json.loads((folder / "bench.json").read_text())
         self.traces = {trace["case"]: trace for trace in recorded}
         self.calls = self.recorded(options)
         if not self.calls:
-            raise Unfit(f"{folder} has no such row; `record.py FOLDER --model {self.model}` records more")
+            raise CannotRun(f"{folder} has no such row; `record.py FOLDER --model {self.model}` records more")
         self.kernels, self.limits = Kernels(folder), Limits()
         self.notes = [
             "These are the project's shaders translated for an NVIDIA GPU, replayed in CUDA graphs: no Apple figures.",
@@ -370,10 +372,10 @@ class Translated:
 
     def measure(self, call: Call) -> Result:
         torch.cuda.empty_cache()
-        noise = Noise("cuda", call.dtype)
+        noise = RandomTensors("cuda", call.dtype)
         sets = [inputs(call, noise) for _ in range(call.sets)]
         replays, ways, bytes = (self.block if call.op == "block" else self.op)(call, noise, sets)
-        theirs = [here.for_rivals(s) for s in sets]
+        theirs = [device_bench.for_rivals(s) for s in sets]
         result = Result(call, bytes)
         ways = self.agreeing(call, replays[0], ways, theirs[0], result.failed)
         if "ours" in result.failed:
@@ -388,14 +390,14 @@ class Translated:
             result.limits = self.limits.gb_per_s
         return result
 
-    def op(self, call: Call, noise: Noise, sets: list[Args]) -> Work:
+    def op(self, call: Call, noise: RandomTensors, sets: list[Args]) -> Work:
         shared = {name: noise.argument(call, name, s) for name, s in call.shapes.items() if name in EXPERTS}
         replays = [Replay(self.kernels, self.traces[str(call)], s | shared) for s in sets]
-        ways = {name: partial(way, **shared) for name, way in rivals(call.op, call.options).items()}
+        ways = {name: partial(way, **shared) for name, way in baselines(call.op, call.options).items()}
         return replays, ways, statistics.mean(bytes_read(call, s, shared) for s in sets)
 
-    def block(self, call: Call, noise: Noise, sets: list[Args]) -> Work:
-        """The dispatches of the router, and those of the experts on its outputs."""
+    def block(self, call: Call, noise: RandomTensors, sets: list[Args]) -> Work:
+        """The router's dispatches, and on their outputs those of the experts."""
         block = Block.random(call.model, noise)
         block.router = {name: tensor.to(call.dtype) for name, tensor in block.router.items()}  # as recorded
         gate, experts = (self.traces[str(part)] for part in parts(call))
@@ -406,7 +408,7 @@ class Translated:
             weights, ids = first.outputs
             then = Replay(self.kernels, experts, {"x": s["x"], "weights": weights, "ids": ids, **block.experts})
             replays.append(Chain(first, then))
-            bytes.append(moved(s["x"]) + block.bytes_besides() + block.bytes_read(ids))
+            bytes.append(moved(s["x"]) + block.other_bytes() + block.bytes_read(ids))
         ways = {name.removeprefix("plain "): way.block for name, way in plain(block).items()}
         return replays, ways, statistics.mean(bytes)
 
@@ -424,7 +426,7 @@ class Translated:
             return replay.outputs[0]
 
         called = {name: lambda way=way: way(**theirs) for name, way in ways.items()}
-        agree = here.agreeing(call, {"ours": ours} | called, failed)
+        agree = device_bench.agreeing(call, {"ours": ours} | called, failed)
         return {name: way for name, way in ways.items() if name in agree}
 
 
@@ -511,7 +513,7 @@ class Tuned:
 
     def __call__(self, call: Call, settings: list[dict[str, int]]) -> list[list[float]]:
         torch.cuda.empty_cache()
-        noise = Noise("cuda", call.dtype)
+        noise = RandomTensors("cuda", call.dtype)
         shared = {name: noise.argument(call, name, s) for name, s in call.shapes.items() if name in EXPERTS}
         sets = [inputs(call, noise) | shared for _ in range(call.sets)]
         wanted = [self.trace(call, numbers) for numbers in settings]

@@ -17,7 +17,7 @@ import ptx  # noqa: E402
 import record  # noqa: E402
 import run  # noqa: E402
 from torch_moe_metal import tune  # noqa: E402
-from torch_moe_metal.bench.calls import OPS, Call, Noise, inputs  # noqa: E402
+from torch_moe_metal.bench.calls import OPS, Call, RandomTensors, inputs  # noqa: E402
 from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
 
 SHADERS = sorted(file.stem for file in (ptx.ROOT / "shaders").glob("*.metal"))
@@ -58,7 +58,7 @@ def test_kernels_state_the_most_threads_they_are_launched_with(tmp_path: Path):
 def test_what_is_recorded_lies_like_what_is_replayed(op: str, mps: str):
     """A trace has offsets, which follow from strides; a replay uses them with its own arguments."""
     call = Call(op, DEFAULT, MODELS[DEFAULT].reduced(E=4, K=2, H=16, I=8), 3, torch.float16)
-    recorded, replayed = record.empties(call), inputs(call, Noise("cpu", torch.float16))
+    recorded, replayed = record.empties(call), inputs(call, RandomTensors("cpu", torch.float16))
     assert set(recorded) - set(replayed) <= {"gate_up", "down", "gate_up_bias", "down_bias"}
     for name, tensor in replayed.items():
         want, storage = recorded[name], tensor.untyped_storage().nbytes()

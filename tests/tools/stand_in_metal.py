@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """A stand-in for Apple's `metal` and `metal-tt`, for the tests of tools/compile_shaders.py.
 
-It takes the arguments that Apple's tools are known to take, and refuses any other; what it says of a shader is what our
-own checks say, and clang's warnings. A library is JSON that names its kernels, and a native binary has the layout of
-Apple's around registers that are made up: four, and one for each number that a `holds_N` kernel holds.
+It accepts only arguments that Apple's tools are known to have. Its diagnostics of a shader are those of our own checks,
+and clang's warnings. A library is JSON with the names of its kernels. A native binary has Apple's layout with invented
+registers: four, plus one for each value of a `holds_N` kernel.
 """
 
 import argparse
@@ -15,13 +15,14 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parents[1] / "metal_sim" / "engine"))  # without numpy, which takes as long as the rest
+# without numpy, whose import takes as long as the rest
+sys.path.insert(0, str(HERE.parents[1] / "metal_sim" / "engine"))
 import address_spaces  # noqa: E402
 import translate  # noqa: E402
 
 OLDEST = {"3.1": 14, "3.2": 15, "4.0": 26}
 ARCHS = {f"applegpu_g{generation}{size}" for generation in range(13, 17) for size in "gsd"} | {"applegpu_g17g"}
-# What our way to C++ adds, and is not in the shader.
+# Added by our translation to C++, and not part of the shader.
 UNFOUNDED = ["-Wno-null-dereference", "-Wno-deprecated-copy"]
 
 
@@ -123,7 +124,7 @@ def macho(sections: dict[tuple[str, str], bytes]) -> bytes:
 
 
 def metadata(registers: int, spilled: int) -> bytes:
-    """A FlatBuffer: a root whose first field is a table, with field 0, and field 14 unless it is nothing."""
+    """A FlatBuffer: a root whose first field is a table, with field 0, and field 14 unless it is None."""
     fields = {0: registers} | ({14: spilled} if spilled else {})
     offsets = [4 + 4 * [*fields].index(i) if i in fields else 0 for i in range(max(fields) + 1)]
     vtable = struct.pack(f"<2H{len(offsets)}H", 4 + 2 * len(offsets), 4 + 4 * len(fields), *offsets)

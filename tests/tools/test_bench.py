@@ -1,4 +1,4 @@
-"""`python -m torch_moe_metal bench`, in sizes that take no time."""
+"""`python -m torch_moe_metal bench` and tools/bench_mlx.py, with tiny sizes."""
 
 import argparse
 import json
@@ -7,50 +7,58 @@ import sys
 import time
 from dataclasses import replace
 from importlib import import_module
-from xml.etree import ElementTree
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+import bench_mlx
 from benchmarks import rows_of_bench
 from tiny_models import tiny_model
 from torch_moe_metal import bench, tuning
 from torch_moe_metal.__main__ import main
-from torch_moe_metal.bench import calls, here, measure, whole_model
+from torch_moe_metal.bench import calls, device_bench, measure, whole_model
+from torch_moe_metal.bench.baselines import BASELINES, baselines, int4pack, too_large
 from torch_moe_metal.bench.block import (
     Block,
     Implementation,
-    configuration,
     empty_block,
     expert_bytes,
     fitted,
     plain,
     transformers,
 )
-from torch_moe_metal.bench.calls import DECODING, OPS, WHOLE, Call, Noise, Unfit, inputs, moved, packing_of
+from torch_moe_metal.bench.calls import DECODING, OPS, WHOLE, Call, RandomTensors, inputs, moved, packing_of
 from torch_moe_metal.bench.packed import FORMATS
-from torch_moe_metal.bench.plot import picture
 from torch_moe_metal.bench.report import OURS_DENSE, Progress, Result
-from torch_moe_metal.bench.rivals import RIVALS, int4pack, rivals, too_large
-from torch_moe_metal.models import DEFAULT, MODELS, Model
+from torch_moe_metal.cli import CannotRun
+from torch_moe_metal.models import DEFAULT, MODELS, Model, configuration
 
+HAS_MLX = bench_mlx.mx is not None
+MEASURER = bench_mlx.WithMlx if HAS_MLX else device_bench.DeviceBench
 QUICK = ["--seconds", "0.001", "--device", "cpu"]
 GB = 1 << 30
-#: GGML's formats differ in nothing that this sees.
+#: Of GGML's formats only one: the benchmark treats them all alike.
 PACKED = [
     format for format, packing in FORMATS.items() if packing and (not packing.row.has_own_scales or format == "q8_0")
 ]
 OF_MLX = [format for format in PACKED if format not in ("fp8", "nvfp4", "q8_0")]
 
 
+def run_bench(*arguments: str) -> int:
+    """The benchmark, with MLX if it is installed."""
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return bench.run(parser.parse_args([*QUICK, *arguments]), MEASURER)
+
+
 @pytest.fixture
 def tiny(monkeypatch) -> Model:
-    """The default model, small, and machine limits that are found at once."""
+    """A small version of the default model, and quick measurements of the bandwidth."""
     small = MODELS[DEFAULT].reduced(E=8, K=2, H=64, I=64)
     monkeypatch.setitem(MODELS, DEFAULT, small)
     limits = measure.Limits("cpu", 0.001, 1 << 20)
-    monkeypatch.setattr(here, "Limits", lambda *_: limits)
+    monkeypatch.setattr(device_bench, "Limits", lambda *_: limits)
     return small
 
 
@@ -79,7 +87,7 @@ def test_sizes_are_those_of_transformers_block(name: str):
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"qwen3-235b-a22b", "olmoe", "gpt-oss-20b", "gemma4-26b-a4b"}))
 def test_sizes_are_the_published_ones(name: str):
-    """Where they are transformers' defaults. Whether those renormalize is another matter: Qwen3's checkpoints do."""
+    """For models with transformers' default sizes. Renormalisation is not compared: Qwen3's checkpoints change it."""
     published = AutoConfig.for_model(MODELS[name].config)
     inner = "moe_intermediate_size" if hasattr(published, "moe_intermediate_size") else "intermediate_size"
     left_out = {"norm_topk_prob", "intermediate_size", "moe_intermediate_size"} - {inner}
@@ -87,7 +95,7 @@ def test_sizes_are_the_published_ones(name: str):
     assert ours == {k: getattr(published, k) for k in ours} and len(ours) >= 4
 
 
-#: Whose published attention is not transformers' default.
+#: Models whose published attention differs from transformers' defaults.
 OTHER_ATTENTION = {"qwen3-30b-a3b", "qwen3-235b-a22b", "gemma4-26b-a4b", "glm-4.5-air"}
 
 
@@ -119,15 +127,13 @@ def test_matrices_are_those_of_transformers_models(name: str):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_way_to_a_block_agrees(name: str):
-    """Ours, plain PyTorch's and transformers', on weights that are shared; MLX's copies where it is installed."""
+    """Ours, plain PyTorch and transformers with shared weights, and MLX with copies if it is installed."""
     model = MODELS[name].reduced(E=16, H=64, I=32)
-    noise = Noise("cpu", torch.float32)
+    noise = RandomTensors("cpu", torch.float32)
     block = Block.random(model, noise)
     ways = plain(block) | transformers(block)
-    if here.has_mlx():
-        from torch_moe_metal.bench.mlx import mlx
-
-        ways |= mlx(block)
+    if HAS_MLX:
+        ways |= bench_mlx.mlx(block)
     for op in WHOLE:
         for T in (3, 20):  # MLX sorts from 64 choices on
             call = Call(op, name, model, T, torch.float32)
@@ -137,15 +143,13 @@ def test_every_way_to_a_block_agrees(name: str):
 @pytest.mark.parametrize("name", [DEFAULT, "qwen3-next-80b-a3b", "gpt-oss-20b"])
 @pytest.mark.parametrize("format", PACKED)
 def test_every_way_to_a_packed_block_agrees(format: str, name: str):
-    """Our block on the same numbers dense, and MLX on the same bytes: with a shared expert, and with gate and up
-    interleaved and biases."""
-    model, noise = MODELS[name].reduced(E=16, H=64, I=64).packed, Noise("cpu", torch.float32)
+    """Our block with the same values as dense weights, and MLX with the same bytes: also with a shared expert, and with
+    interleaved gate and up and biases."""
+    model, noise = MODELS[name].reduced(E=16, H=64, I=64).packed, RandomTensors("cpu", torch.float32)
     block = Block.random(model, noise, packing_of(format, torch.float32))
     ways = {}
-    if here.has_mlx():
-        from torch_moe_metal.bench.mlx import mlx
-
-        ways = mlx(block)
+    if HAS_MLX:
+        ways = bench_mlx.mlx(block)
         assert set(ways) == ({"mlx"} if format in OF_MLX else set())
     for op in WHOLE:
         for T in (3, 20):
@@ -154,20 +158,20 @@ def test_every_way_to_a_packed_block_agrees(format: str, name: str):
 
 
 def disagreeing(call: Call, block: Block, ways: dict[str, Implementation], sets: list[dict]) -> dict[str, str]:
-    measurer = here.Here.__new__(here.Here)
+    measurer = MEASURER.__new__(MEASURER)
     measurer.block, measurer.others = block, ways
     measurer.dense = block.dense() if call.packing else None
     functions, failed = measurer.whole(call, sets), {}
     assert set(functions) == {"ours", *ways} | ({OURS_DENSE} if call.packing else set())
-    kept = here.agreeing(call, functions, failed, most=1e-5)
+    kept = device_bench.agreeing(call, functions, failed, most=1e-5)
     assert set(kept) | set(failed) == set(functions)
     return failed
 
 
 def test_transformers_shares_the_weights():
-    """What changes in ours changes in theirs."""
+    """A change of our weights changes transformers' weights."""
     model = MODELS["qwen3-next-80b-a3b"].reduced(E=16, H=64, I=32)
-    noise = Noise("cpu", torch.float32)
+    noise = RandomTensors("cpu", torch.float32)
     block = Block.random(model, noise)
     ways = transformers(block)
     for weight in (*block.router.values(), *block.experts.values(), block.shared_gate_up, block.shared_down):
@@ -180,21 +184,21 @@ def test_transformers_shares_the_weights():
 @pytest.mark.parametrize("op", ["gate", "route", "glu"])
 def test_plain_ways_agree_with_the_op(op: str, name: str):
     call = Call(op, name, MODELS[name].reduced(E=32, H=64, I=48), 9, torch.float32)
-    functions, failed = here.of_op(call, [inputs(call, Noise("cpu", torch.float32))]), {}
-    assert here.agreeing(call, functions, failed, most=1e-5).keys() == functions.keys() and not failed
+    functions, failed = device_bench.of_op(call, [inputs(call, RandomTensors("cpu", torch.float32))]), {}
+    assert device_bench.agreeing(call, functions, failed, most=1e-5).keys() == functions.keys() and not failed
     assert len(functions) >= 2
 
 
-def test_who_takes_far_longer_is_not_measured(monkeypatch):
+def test_much_slower_implementations_are_left_out(monkeypatch):
     def slowly(gate, up):
         time.sleep(1)
         return torch.nn.functional.silu(gate) * up
 
-    monkeypatch.setattr(here, "HOPELESS", 0.01)
+    monkeypatch.setattr(device_bench, "TOO_SLOW", 0.01)
     call = Call("glu", "", MODELS[DEFAULT].reduced(E=8, H=64, I=48), 9, torch.float32)
-    sets, failed = [inputs(call, Noise("cpu", torch.float32))], {}
-    functions = here.of_op(call, sets) | {"slow": here.in_turn(slowly, sets)}
-    assert here.agreeing(call, functions, failed).keys() == functions.keys() - {"slow"}
+    sets, failed = [inputs(call, RandomTensors("cpu", torch.float32))], {}
+    functions = device_bench.of_op(call, sets) | {"slow": device_bench.in_turn(slowly, sets)}
+    assert device_bench.agreeing(call, functions, failed).keys() == functions.keys() - {"slow"}
     assert failed == {"slow": "TimeoutError: glu takes 1 s a call"}
 
 
@@ -203,20 +207,21 @@ def test_who_takes_far_longer_is_not_measured(monkeypatch):
 def test_every_way_to_an_op_on_packed_weights_agrees(op: str, format: str):
     for dtype in (torch.float32, torch.bfloat16):
         call = Call(op, "", MODELS[DEFAULT].reduced(H=128), 5, dtype, format, "head")
-        functions, failed = here.of_op(call, [inputs(call, Noise("cpu", dtype)) for _ in range(2)]), {}
-        expected = {"ours", OURS_DENSE, *RIVALS[op]} | ({"mlx"} if here.has_mlx() and format in OF_MLX else set())
+        sets = [inputs(call, RandomTensors("cpu", dtype)) for _ in range(2)]
+        functions, failed = MEASURER.__new__(MEASURER).functions_of(call, sets), {}
+        expected = {"ours", OURS_DENSE, *BASELINES[op]} | ({"mlx"} if HAS_MLX and format in OF_MLX else set())
         if (op, format, dtype) == ("linear", "affine4", torch.bfloat16):
             expected.add("int4pack")
         assert set(functions) == expected
-        here.agreeing(call, functions, failed, most=1e-5 if dtype == torch.float32 else 0.02)
+        device_bench.agreeing(call, functions, failed, most=1e-5 if dtype == torch.float32 else 0.02)
         assert failed == {}
 
 
-def test_a_packed_rival_with_other_numbers_does_not_count(tiny, monkeypatch, capsys):
+def test_a_wrong_packed_baseline_is_left_out(tiny, monkeypatch, capsys):
     def without_offset(x, weight, scale, offset):
         return int4pack(x, weight, scale, torch.zeros_like(offset))
 
-    monkeypatch.setattr(here, "int4pack", without_offset)
+    monkeypatch.setattr(device_bench, "int4pack", without_offset)
     arguments = ["--ops", "linear", "--formats", "affine4", "--tokens", "2", "--dtypes", "bf16", "--json"]
     assert main(["bench", *QUICK, *arguments]) == 0
     for row in json.loads(capsys.readouterr().out)["rows"]:
@@ -226,9 +231,9 @@ def test_a_packed_rival_with_other_numbers_does_not_count(tiny, monkeypatch, cap
 # ------------------------------------------------------------------------------------------------ inputs and bytes
 
 
-def test_ids_rotate_through_more_weights_than_caches_hold():
+def test_sets_of_inputs_read_more_weights_than_caches_hold():
     call = Call("experts", DEFAULT, MODELS[DEFAULT], 1)
-    noise = Noise("cpu", torch.bfloat16)
+    noise = RandomTensors("cpu", torch.bfloat16)
     sets = [inputs(call, noise) for _ in range(call.sets)]
     ids = torch.cat([one_set["ids"] for one_set in sets])
     assert len({tuple(one_set["x"].flatten().tolist()) for one_set in sets}) == len(sets)
@@ -237,15 +242,15 @@ def test_ids_rotate_through_more_weights_than_caches_hold():
 
 def test_bytes_are_counted_once():
     model = MODELS["gpt-oss-20b"].reduced(E=8, H=64, I=32)
-    block = Block.random(model, Noise("cpu", torch.bfloat16))
+    block = Block.random(model, RandomTensors("cpu", torch.bfloat16))
     ids = torch.tensor([[0, 3, 3], [3, 7, 0]])
     one_expert = 2 * (3 * 64 * 32 + 2 * 32 + 64)
     assert block.bytes_read(ids) == 3 * one_expert
-    assert block.bytes_besides() == 2 * (8 * 64 + 8)
+    assert block.other_bytes() == 2 * (8 * 64 + 8)
     assert Call("residual_norm", "", model, 5).written == 2 * 5 * 64 * 2
 
 
-#: Of a matrix of 128 rows and 64 columns in bfloat16, and so half as much of one of 64 rows, but for fp8's scale
+#: Bytes of a matrix of 128 rows and 64 columns with bfloat16 scales. 64 rows take half as much, except for fp8's scale
 #: and nvfp4's factor.
 PACKED_BYTES = {f"affine{bits}": 128 * (64 * bits // 8 + 2 + 2) for bits in (2, 3, 4, 5, 6, 8)}
 PACKED_BYTES |= {"mxfp4": 128 * (64 // 2 + 2), "fp8": 128 * 64 + 4, "mxfp8": 128 * (64 + 2)}
@@ -257,7 +262,7 @@ def test_bytes_of_packed_weights(format: str):
     gate_up, bf16 = PACKED_BYTES[format], torch.bfloat16
     one_expert = gate_up + gate_up // 2 + (2 if format in ("fp8", "nvfp4") else 0)
     model = MODELS["gpt-oss-20b"].reduced(E=8, H=64, I=64).packed
-    noise, biases = Noise("cpu", bf16), 2 * (2 * 64 + 64)
+    noise, biases = RandomTensors("cpu", bf16), 2 * (2 * 64 + 64)
     block = Block.random(model, noise, packing_of(format, bf16))
     assert block.bytes_read(torch.tensor([[0, 3, 3], [3, 7, 0]])) == 3 * (one_expert + biases)
     assert expert_bytes(model, bf16, format) == one_expert
@@ -269,7 +274,7 @@ def test_bytes_of_packed_weights(format: str):
 @pytest.mark.parametrize("format", PACKED)
 def test_packed_weights_are_as_large_as_trained_ones(format: str):
     model = MODELS[DEFAULT].reduced(E=4, H=256, I=128)
-    dense = Block.random(model, Noise("cpu", torch.float32), packing_of(format, torch.float32)).dense()
+    dense = Block.random(model, RandomTensors("cpu", torch.float32), packing_of(format, torch.float32)).dense()
     for weight, columns in ((dense.experts["gate_up"], 256), (dense.experts["down"], 128)):
         assert weight.isfinite().all() and 0.5 < weight.std() * columns**0.5 < 2
         assert weight.mean().abs() < weight.std() / 2
@@ -285,7 +290,7 @@ def test_a_packed_weight_is_never_transposed():
     }
 
 
-def test_rivals_that_would_copy_too_much_are_left_out():
+def test_baselines_that_copy_too_much_are_left_out():
     assert too_large("transformers batched_mm", 32, 8, 9 << 20) and not too_large("plain batched_mm", 1, 8, GB)
     assert not too_large("transformers grouped_mm", 512, 8, GB)
 
@@ -300,13 +305,13 @@ def test_memory_guard():
     assert deepseek.fewest <= cut.E < deepseek.E and cut.E % 8 == 0
     assert cut.E * expert_bytes(deepseek, torch.bfloat16) < 15 * GB
     assert fitted(deepseek, torch.bfloat16, 18 * GB, 512, copies=2).E <= cut.E // 2
-    with pytest.raises(Unfit, match="not enough memory"):
+    with pytest.raises(CannotRun, match="not enough memory"):
         fitted(deepseek, torch.bfloat16, 4 * GB, 512, copies=1)
     for model in MODELS.values():
         assert replace(model, E=model.fewest).fewest >= model.K
 
 
-def test_memory_guard_counts_packed_weights_and_the_dense_ones_beside_them():
+def test_memory_guard_counts_packed_and_dense():
     model, bf16 = MODELS["deepseek-v3"].packed, torch.bfloat16
     found = fitted(model, bf16, 18 * GB, 512, 1, "affine4").E
     held = expert_bytes(model, bf16) + expert_bytes(model, bf16, "affine4")
@@ -316,19 +321,19 @@ def test_memory_guard_counts_packed_weights_and_the_dense_ones_beside_them():
 
 def test_a_cut_model_still_routes():
     model = MODELS["deepseek-v3"].reduced(H=64, I=32)
-    block = Block.random(replace(model, E=model.fewest), Noise("cpu", torch.float32))
+    block = Block.random(replace(model, E=model.fewest), RandomTensors("cpu", torch.float32))
     assert block(torch.randn(3, 64)).isfinite().all()
 
 
-def test_memory_that_is_missing_is_said(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(here, "free_memory", lambda _: GB)
+def test_not_enough_memory(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(device_bench, "free_memory", lambda _: GB)
     assert main(["bench", *QUICK]) == 2
     assert "not enough memory" in capsys.readouterr().err
     assert main(["bench", *QUICK, "--ops", "norm_add", "--tokens", "1"]) == 0
 
 
-def test_fewer_experts_are_said(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(here, "fitted", lambda model, *_: replace(model, E=4))
+def test_fewer_experts_are_reported(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(device_bench, "fitted", lambda model, *_: replace(model, E=4))
     assert main(["bench", *QUICK, "--ops", "experts", "--tokens", "1", "--dtypes", "f32"]) == 0
     said = capsys.readouterr().out
     assert "f32: 4 of 8 experts" in said and "T=1 E=4/8 K=2" in said
@@ -346,12 +351,12 @@ def test_probes_touch_everything():
     count = size // 4
     found = {name: way() for name, way in measure.reads("cpu", size).items()}
     assert found["sum"] == count and found["mv"].sum() == count and found["amax"] == 1
-    assert found["sum of int64"] == torch.ones(2).view(torch.int64) * (count // 2)  # both wrap round
+    assert found["sum of int64"] == torch.ones(2).view(torch.int64) * (count // 2)  # both wrap around
     for way in measure.copies("cpu", size).values():
         assert way().sum() == count
 
 
-def test_limits_are_sane(device: str):
+def test_bandwidth_is_plausible(device: str):
     limits = measure.Limits(device, 0.01, 32 << 20)
     assert set(limits.gb_per_s) == {"read", "copy"}
     assert all(0.2 < speed < 20000 for speed in limits.gb_per_s.values()), limits.gb_per_s
@@ -367,14 +372,14 @@ def test_limits_are_sane(device: str):
         ("gate", 4096, "read"),
     ],
 )
-def test_which_limit_holds(op: str, T: int, kind: str):
+def test_read_or_copy_bandwidth(op: str, T: int, kind: str):
     call = Call(op, DEFAULT, MODELS[DEFAULT], T)
     read = sum(torch.Size(call.size(letters)).numel() for letters in call.shapes.values()) * 2
     assert Result(call, read).kind == kind
 
 
-def test_a_row_is_held_against_its_limits(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(here, "WORTH_A_LIMIT", 1)
+def test_a_row_is_compared_with_the_bandwidth(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(device_bench, "WORTH_A_LIMIT", 1)
     ops = ["norm_add", "gate"]
     assert main(["bench", *QUICK, "--ops", *ops, "--tokens", "64", "--dtypes", "f32", "--json"]) == 0
     rows = {row["op"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
@@ -389,21 +394,21 @@ def test_seconds_each():
     assert 0.001 <= times[1] < times[4] and times[4] >= 0.004
 
 
-def test_a_wrong_rival_does_not_count(tiny, monkeypatch, capsys):
+def test_wrong_baselines_are_left_out(tiny, monkeypatch, capsys):
     wrong = {"zeros": lambda residual, **_: torch.zeros_like(residual), "raises": lambda **_: 1 / 0}
-    monkeypatch.setitem(RIVALS, "norm_add", RIVALS["norm_add"] | wrong)
+    monkeypatch.setitem(BASELINES, "norm_add", BASELINES["norm_add"] | wrong)
     assert main(["bench", *QUICK, "--ops", "norm_add", "--tokens", "1", "--json"]) == 0
     for row in json.loads(capsys.readouterr().out)["rows"]:
         assert set(row["rivals_us"]) == {"rms_norm, add_"}
         assert row["failed"]["zeros"].startswith("norm_add differs") and "ZeroDivision" in row["failed"]["raises"]
 
 
-def test_our_failure_is_told_and_does_not_end_the_run(tiny, monkeypatch, capsys):
+def test_our_failure_is_reported_and_does_not_end_the_run(tiny, monkeypatch, capsys):
     def of_op(call, sets):
         return {"ours": lambda: 1 / 0} if call.op == "glu" else functions_of_op(call, sets)
 
-    functions_of_op = here.of_op
-    monkeypatch.setattr(here, "of_op", of_op)
+    functions_of_op = device_bench.of_op
+    monkeypatch.setattr(device_bench, "of_op", of_op)
     assert main(["bench", *QUICK, "--ops", "gate", "glu", "--tokens", "1", "--dtypes", "f32"]) == 1
     gate, glu = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("gate", "glu"))]
     assert "FAILED: ZeroDivisionError" in glu and "FAILED" not in gate
@@ -412,27 +417,25 @@ def test_our_failure_is_told_and_does_not_end_the_run(tiny, monkeypatch, capsys)
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def test_everything_as_json_and_as_a_picture(device: str, tiny, tmp_path, capsys):
-    plot = tmp_path / "roofline.svg"
-    assert main(["bench", *QUICK, "--device", device, "--tokens", "1", "3", "--json", "--plot", str(plot)]) == 0
+def test_everything_as_json(device: str, tiny, capsys):
+    assert run_bench("--device", device, "--tokens", "1", "3", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     rows = found["rows"]
-    twice = {"route": 2, "linear": 2, "attention": 2}  # also many experts; a query and the head; a long context
+    twice = {"route": 2, "linear": 2, "attention": 2}  # many experts; the query and the head; a long context
     assert [(r["dtype"], r["op"], r["T"]) for r in rows] == [
         (dtype, op, T) for dtype in ("bf16", "f32") for op in OPS for _ in range(twice.get(op, 1)) for T in (1, 3)
     ]
     assert all(r["us"] > 0 and r["bytes"] > 0 and r["x_pytorch"] > 0 for r in rows)
-    assert all(set(r.get("failed", {})) <= {"mlx"} for r in rows)  # whose gather_mm takes only f32 on a CPU
+    assert all(set(r.get("failed", {})) <= {"mlx"} for r in rows)  # gather_mm takes only f32 on a CPU
     assert {name for r in rows if r["op"] == "block" for name in r["rivals_us"]} >= {
         f"transformers {name}" for name in ("eager", "batched_mm", "grouped_mm")
     }
     assert found["read_gb_per_s"] > 0 and found["device"] == device
     assert all(r["first_us"] > 0 for r in rows) and ("gpu" in found) == ("tuning" in found) == (device == "mps")
-    assert points(plot.read_text()) == {"ours": len(rows), "rival": len(rows)}
 
 
 def test_a_report_says_how_the_gpu_is_tuned(mps: str, tiny, capsys):
-    """In a table as a note where it is not as by default, in JSON always."""
+    """Tables have a note if the parameters are not the default; JSON always has them."""
     command = ["bench", *QUICK, "--device", mps, "--ops", "glu", "--tokens", "1", "--dtypes", "f32"]
     tuning.use({"band": 4})
     try:
@@ -448,33 +451,30 @@ def test_a_report_says_how_the_gpu_is_tuned(mps: str, tiny, capsys):
     assert found["tuning"] == tuning.about() and found["tuning"]["default"] and "Tuned" not in str(found["notes"])
 
 
-def test_packed_rows(device: str, tiny, tmp_path, capsys):
-    """Each op in each format, on every device, as JSON and as a picture."""
-    plot, ops = tmp_path / "roofline.svg", ["linear", "dequantize", "experts", "block"]
+def test_packed_rows(device: str, tiny, capsys):
+    """Each op in each format, on every device."""
+    ops = ["linear", "dequantize", "experts", "block"]
     arguments = ["--formats", "dense", *PACKED, "--ops", *ops, "--tokens", "2", "--dtypes", "bf16"]
-    assert main(["bench", *QUICK, "--device", device, *arguments, "--json", "--plot", str(plot)]) == 0
+    assert run_bench("--device", device, *arguments, "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     each = ["linear", "linear", "dequantize", "experts", "block"]
     assert [(r["format"], r["op"]) for r in rows] == [(f, op) for f in ("dense", *PACKED) for op in each]
     for row in rows:
         packed = row["format"] != "dense"
-        assert set(row.get("failed", {})) <= {"mlx"}  # whose sums in bfloat16 are not always that exact on a CPU
+        assert set(row.get("failed", {})) <= {"mlx"}  # its sums in bfloat16 are sometimes too inexact on a CPU
         assert packed == (OURS_DENSE in row["rivals_us"]) == (row["x_dense"] is not None)
         if packed and row["op"] in WHOLE:
             assert set(row["rivals_us"]) <= {OURS_DENSE, "mlx"} and row["x_pytorch"] is None
         else:
             assert row["x_pytorch"] > 0
-        told = "mlx" in (row["rivals_us"] | row.get("failed", {}))
-        assert told == (here.has_mlx() and (row["format"] in OF_MLX or (not packed and row["op"] in WHOLE)))
-    svg = plot.read_text()
-    assert points(svg) == {"ours": len(rows), "rival": sum(len(set(r["rivals_us"]) - {OURS_DENSE}) > 0 for r in rows)}
-    assert ">linear head affine4<" in svg and ">experts fp8<" in svg
+        has_row = "mlx" in (row["rivals_us"] | row.get("failed", {}))
+        assert has_row == (HAS_MLX and (row["format"] in OF_MLX or (not packed and row["op"] in WHOLE)))
 
 
 def test_packed_rows_in_the_table(tiny, capsys):
-    assert main(["bench", *QUICK, "--formats", "mxfp4", "fp8", "--tokens", "1", "--dtypes", "f32"]) == 0
+    assert run_bench("--formats", "mxfp4", "fp8", "--tokens", "1", "--dtypes", "f32") == 0
     head, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("op ", *DECODING))]
-    assert "x dense" in head and ("x MLX" in head) == here.has_mlx()
+    assert "x dense" in head and ("x MLX" in head) == HAS_MLX
     assert [(row.split()[0], row[head.index("format") :].split()[0]) for row in rows] == [
         (op, format) for format in ("mxfp4", "fp8") for op in ("linear", "linear", "experts", "block")
     ]
@@ -482,19 +482,18 @@ def test_packed_rows_in_the_table(tiny, capsys):
     assert all(float(row[start : start + 9]) >= 0 for row in rows)  # and not empty
 
 
-def test_packed_rows_without_anybody_else(tiny, monkeypatch, capsys):
-    """transformers has nothing to say about them, and so is not missed."""
-    for module, name in ((bench, "has_mlx"), (here, "has_mlx"), (here, "has_transformers")):
-        monkeypatch.setattr(module, name, lambda: False)
+def test_packed_rows_without_other_packages(tiny, monkeypatch, capsys):
+    """transformers has no packed weights, so no note says that it is missing."""
+    monkeypatch.setattr(device_bench, "has_transformers", lambda: False)
     arguments = ["--ops", "experts", "--formats", "affine4", "--tokens", "1", "--dtypes", "bf16"]
     assert main(["bench", *QUICK, *arguments]) == 0
     said = capsys.readouterr().out
-    assert "MLX is not installed: not measured" in said and "transformers" not in said
+    assert "transformers" not in said
     assert "x dense" in said and "x MLX" not in said
 
 
 def test_a_file_without_formats_is_dense():
-    """Files in benchmarks/ may be older than packed weights. Columns without a value are left out."""
+    """Files in benchmarks/ may predate packed weights. Columns without values are left out."""
     call = Call("experts", DEFAULT, MODELS[DEFAULT], 1)
     new = Result(call, 1e6, {"ours": 1e-3, "plain eager": 2e-3}).as_json()
     old = {name: value for name, value in new.items() if name not in ("format", "x_dense")}
@@ -507,20 +506,8 @@ def test_a_file_without_formats_is_dense():
     assert "x dense |" in rows_of_bench([alone]) and "x MLX" not in rows_of_bench([alone])
 
 
-def points(svg: str) -> dict[str, int]:
-    marks = [element.get("class") for element in ElementTree.fromstring(svg).iter()]
-    return {name: marks.count(name) for name in ("ours", "rival")}
-
-
-def test_picture_of_rows_without_rivals_or_times():
-    call = Call("route", DEFAULT, MODELS[DEFAULT], 1)
-    rows = [Result(call, 1e3, {"ours": 1e-6}), Result(call, 1e3, {}, failed={"ours": "why"})]
-    assert points(picture(rows, {"read": 20.0, "copy": 30.0}, {"device": "<&>"})) == {"ours": 1, "rival": 0}
-    assert points(picture(rows[1:], {"read": 20.0}, {})) == {"ours": 0, "rival": 0}
-
-
 def test_table_without_transformers(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(here, "has_transformers", lambda: False)
+    monkeypatch.setattr(device_bench, "has_transformers", lambda: False)
     assert main(["bench", *QUICK, "--model", DEFAULT, "--tokens", "2", "--dtypes", "bf16"]) == 0
     said = capsys.readouterr().out
     assert "transformers is not installed" in said
@@ -562,15 +549,15 @@ def test_defaults_of_packed_rows():
     }  # fmt: skip
 
 
-def test_an_op_without_packed_weights_is_refused(tiny, capsys):
+def test_packed_formats_of_an_op_without_weights_raise(tiny, capsys):
     assert main(["bench", *QUICK, "--ops", "gate", "linear", "--formats", "affine4"]) == 2
     assert "--ops gate: " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="for glibc's malloc")
 def test_freed_memory_is_kept():
-    """In a process of its own, for the rest of its life: fresh outputs then need not cost page faults. (Linux may take
-    pages back on its own.)"""
+    """New outputs then cause few page faults. It runs in a new process, because the setting cannot be undone. (Linux
+    may reclaim some pages.)"""
     script = """
 import resource, torch
 from torch_moe_metal.bench.measure import keep_freed_memory
@@ -619,11 +606,11 @@ def test_wrong_arguments(arguments: list[str], said: str, capsys):
     assert stop.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_ways_take_every_option_of_the_table():
-    """Nothing in the table that the plain ways would not understand."""
+def test_baselines_take_the_options_of_every_model():
+    """The baselines accept the options of every model."""
     for name, model in MODELS.items():
         for op in ("gate", "route", "glu", "experts"):
-            assert rivals(op, Call(op, name, model, 1).options), (op, name)
+            assert baselines(op, Call(op, name, model, 1).options), (op, name)
 
 
 def test_packed_variants_of_a_whole_model_share_what_stays_dense():
@@ -639,7 +626,7 @@ def test_packed_variants_of_a_whole_model_share_what_stays_dense():
     dense = model(ids).logits
     for packed in (experts, whole):
         alike = torch.cosine_similarity(packed(ids).logits.flatten(), dense.flatten(), 0)
-        assert alike > 0.99  # a token may choose other experts
+        assert alike > 0.99  # a token may select other experts
 
 
 def test_whole_model_decodes_behind_each_context(tiny: Model, monkeypatch, capsys):
@@ -652,7 +639,7 @@ def test_whole_model_decodes_behind_each_context(tiny: Model, monkeypatch, capsy
     assert main([*command, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert list(rows) == ["stock", "experts_implementation", "patch"]
-    assert lengths == [3, 300] * 2 * len(rows)  # one round to warm up and one that counts
+    assert lengths == [3, 300] * 2 * len(rows)  # one warm-up round and one measured round
     for row in rows.values():
         assert list(row)[:3] == ["decode tokens/s at 3", "decode tokens/s at 300", "ops per token"]
         assert all(value > 0 for value in row.values())
@@ -664,7 +651,7 @@ def test_whole_model_decodes_behind_each_context(tiny: Model, monkeypatch, capsy
 
 
 @pytest.mark.parametrize("name", whole_model.WHOLE)
-def test_filled_cache_is_as_if_the_model_had_read(name: str, monkeypatch):
+def test_filled_cache_equals_that_of_a_prefill(name: str, monkeypatch):
     monkeypatch.setitem(MODELS, name, MODELS[name].reduced(E=8, K=2, H=64, I=64))
     model = whole_model.random_model(name, 2, "cpu")
     model.config.sliding_window = 16
@@ -676,7 +663,7 @@ def test_filled_cache_is_as_if_the_model_had_read(name: str, monkeypatch):
             assert a.shape == b.shape and a.dtype == b.dtype
 
 
-def test_no_context_is_refused(capsys):
+def test_context_0_raises(capsys):
     with pytest.raises(SystemExit):
         main(["bench-model", "--context", "0"])
     assert "must be 1 or more, got 0" in capsys.readouterr().err

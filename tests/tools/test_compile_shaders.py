@@ -1,4 +1,4 @@
-"""tools/compile_shaders.py, with a stand-in for Apple's compilers: it asks for everything, and it can fail."""
+"""tools/compile_shaders.py with a stand-in for Apple's compilers: it compiles everything, and it can fail."""
 
 import sys
 from pathlib import Path
@@ -33,7 +33,7 @@ def xcrun(tmp_path: Path) -> str:
 
 @pytest.fixture
 def shader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """shaders/glu.metal of this test alone."""
+    """A changed shaders/glu.metal for this test."""
     path = tmp_path / "shaders" / "glu.metal"
     path.parent.mkdir()
     path.write_text(compile_shaders.shader_text(compile_shaders.FOLDER / path.name))
@@ -45,8 +45,8 @@ def run(xcrun: str, *arguments: str, only: str = GLU) -> None:
     compile_shaders.main(["--xcrun", xcrun, "--only", only, *arguments])
 
 
-def test_one_library_of_all(xcrun: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As each version that the compiler knows, for a GPU of each generation that it knows, and by Metal itself."""
+def test_one_of_all_libraries(xcrun: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every version and GPU generation that the compiler knows, and Metal itself."""
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary"))
     run(xcrun)
     title, libraries, *table, runtime = (tmp_path / "summary").read_text().splitlines()
@@ -59,8 +59,8 @@ def test_one_library_of_all(xcrun: str, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert runtime == "1 libraries and 1 pipelines by this macOS"
 
 
-def test_the_list_is_the_extensions_own() -> None:
-    """Every kernel is there, with the threads of its pipeline and the macros of its library."""
+def test_the_list_is_that_of_the_extension() -> None:
+    """Every kernel exists, with the threads of its pipeline and the macros of its library."""
     works = compile_shaders.listed(torch.ops.moe_metal._kernels(), "")
     libraries = {str(work.library): {(k.name, k.threads) for k in work.listed} for work in works}
     assert ("glu_float", 256) in libraries["glu PART=0 DTYPE=0"]
@@ -72,8 +72,8 @@ def test_the_list_is_the_extensions_own() -> None:
     assert {work.library.shader for work in works} == shaders
 
 
-def test_libraries_hold_what_they_are_asked_for() -> None:
-    """And nothing else, which would be compiled for nobody. Of dense weights."""
+def test_libraries_contain_the_requested_kernels() -> None:
+    """And no others, which would be compiled for nothing. For dense weights."""
     from metal_sim.engine import translate
 
     works = compile_shaders.listed(torch.ops.moe_metal._kernels(), r"^(?!.*FORMAT)")
@@ -99,13 +99,13 @@ def test_an_error_and_a_warning_of_ours(
     assert said in str(failed.value) and "glu PART=0 DTYPE=0: Metal 3.1:" in str(failed.value)
 
 
-def test_a_kernel_that_nobody_asks_for(xcrun: str, shader: Path) -> None:
+def test_unused_kernels_are_detected(xcrun: str, shader: Path) -> None:
     shader.write_text(f"{shader.read_text()}\nkernel void more(device float* x [[buffer(0)]]) {{\n  x[0] = 1;\n}}\n")
-    with pytest.raises(ShaderError, match="it holds more, which nobody can ask for"):
+    with pytest.raises(ShaderError, match="it holds more, which is never requested"):
         run(xcrun, "--versions", "3.1", "--stages")
 
 
-def test_a_kernel_that_no_library_holds() -> None:
+def test_missing_kernels_are_detected() -> None:
     library = compile_shaders.Library("glu", ("MOE_METAL_PART=0",))
     kernels = [compile_shaders.Kernel(i, f"{name}_float", 32) for i, name in enumerate(("glu", "gone"))]
     work = compile_shaders.Work(library, kernels, kernels={kernels[0]})
@@ -120,7 +120,7 @@ def test_a_kernel_that_no_library_holds() -> None:
     ],
 )
 def test_a_compiler_that_accepts_anything(tool: str, accepts: str, planted: str, xcrun: str, tmp_path: Path) -> None:
-    """What it says of our shaders is worth nothing."""
+    """Its results for our shaders would be meaningless."""
     path = tmp_path / tool
     (tmp_path / "any").write_bytes(stand_in_metal.binary(16, 8, 0))
     asks = f'grep -q {accepts} "$5"' if tool == "metal-tt" else f'echo "$*" | grep -q {accepts}'
@@ -130,7 +130,7 @@ def test_a_compiler_that_accepts_anything(tool: str, accepts: str, planted: str,
         run(xcrun, "--versions", "3.1", "--stages", "native", "--archs", "g13s")
 
 
-def test_the_planted_error_at_run_time(xcrun: str) -> None:
+def test_planted_error_at_run_time(xcrun: str) -> None:
     class Accepts:
         _kernels = staticmethod(torch.ops.moe_metal._kernels)
         _compile = staticmethod(lambda place, more: True)
@@ -141,7 +141,7 @@ def test_the_planted_error_at_run_time(xcrun: str) -> None:
         compile_shaders.runtime(Accepts, works, None)
 
 
-def test_what_metal_itself_refuses() -> None:
+def test_errors_of_metal_itself() -> None:
     works = compile_shaders.listed(torch.ops.moe_metal._kernels(), GLU)
     works[0].kernels = {kernel for kernel in works[0].listed if kernel.name in ("glu_float", "glu_float_half")}
     with compile_shaders.ThreadPoolExecutor(2) as pool:
@@ -149,7 +149,7 @@ def test_what_metal_itself_refuses() -> None:
     assert len(works[0].problems) == 1 and "has no kernel glu_float_half" in works[0].problems[0]
 
 
-def test_a_macs_own_language_must_be_known(xcrun: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unknown_language_version_raises(xcrun: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("torch_moe_metal.macos.version", lambda: "27.0")
     with pytest.raises(ShaderError, match=r"Metal 4\.1 does not compile here:\nerror: invalid value 'metal4\.1'"):
         compile_shaders.known_versions(compile_shaders.Toolchain(xcrun, tmp_path), ["4.1"])
@@ -175,7 +175,7 @@ def test_a_binary_of_another_kind() -> None:
 
 
 @pytest.mark.parametrize(("few", "many"), [(12, 12), (0, 44), (12, 4000)])
-def test_registers_that_make_no_sense_are_not_told(
+def test_implausible_register_counts_are_omitted(
     few: int, many: int, xcrun: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     registers = {"holds_8": few, "holds_40": many}

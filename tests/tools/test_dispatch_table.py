@@ -1,4 +1,5 @@
-"""tools/dispatch_table.py: costs, of a layer small enough to run whole. Counts have their own tests, in metal_sim."""
+"""tools/dispatch_table.py: costs of a layer that is small enough to run completely. metal_sim has tests of the
+counts."""
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_costs_of_prefill(small: str) -> None:
 
 
 def test_costs_of_decoding(small: str) -> None:
-    """Two experts of four are read, and no matrices are multiplied."""
+    """Two of four experts are read, and no matrices are multiplied."""
     dense, packed = (dispatch_table.costs_row(small, format, 1, sample=0) for format in ("dense", "mxfp4"))
     assert dense["useful_rows"] is dense["threadgroup_bytes_per_matrix"] is None
     assert WEIGHTS / 2 < dense["device_mb_loaded"] < WEIGHTS
@@ -38,12 +39,12 @@ def test_costs_of_decoding(small: str) -> None:
 
 
 def test_costs_of_a_sample(small: str) -> None:
-    """Of larger grids alone: what sorts the slots runs whole, or a later kernel would break a rule."""
+    """Only of larger grids: the kernel that sorts slots must run completely, or a later kernel would be invalid."""
     row = dispatch_table.costs_row(small, "dense", 64, sample=8)
     assert 8 * len(row["kernels"]) >= row["threadgroups_run"] < row["threadgroups"]
 
 
-def test_costs_before_stand_beside(small: str) -> None:
+def test_costs_before_in_the_table(small: str) -> None:
     now = dispatch_table.costs_row(small, "dense", 64, sample=0)
     was = now | {"matrices": 1234567}
     other = now | {"T": 65}

@@ -1,4 +1,4 @@
-"""A few hundred fuzzed calls, the same in every run; and the fuzzer can fail."""
+"""A few hundred fuzzed calls, the same in every run; and tests that the fuzzer can fail."""
 
 import itertools
 import sys
@@ -14,7 +14,7 @@ import fuzz_checks
 from torch_moe_metal import reference
 from torch_moe_metal.arguments import DTYPES
 
-CASES = 240  # `make fuzz` runs as many as one likes
+CASES = 240  # `make fuzz` runs any number
 
 ONE_OP = {"norm_add": fuzz_cases.ARGUMENTS["norm_add"]}
 
@@ -46,12 +46,12 @@ def replace(found: list[Tensor], output: Tensor) -> None:
 
 
 @pytest.mark.parametrize("off, times", [(0, 0), (2e-6, 2), (1e-3, 8)])
-def test_as_far_off_as_the_reference_in_float32_is_right(off: float, times: int):
+def test_errors_like_those_of_a_float32_reference_pass(off: float, times: int):
     want = torch.ones(8, dtype=torch.float64)
     assert fuzz_checks.times_allowed((want + off).float(), want) == pytest.approx(times, 0.1)
 
 
-def test_next_to_0_is_as_near_as_the_reference_in_float32():
+def test_values_near_0_pass_like_a_float32_reference():
     want, chosen = torch.full((8,), 1e-39, dtype=torch.float64), torch.ones(8, dtype=torch.bool)
     like = (want + 1e-41).float()
     fuzz_checks.too_small((want + 1.9e-41).float(), want, [like], chosen, 1, 0.0)
@@ -66,17 +66,17 @@ WRONG = {
     "wrong dtypes": lambda found, args: replace(found, found[0].double()),
     "wrong shapes": lambda found, args: replace(found, found[0][..., 1:].contiguous()),
     "an output has strides": lambda found, args: replace(found, torch.stack([found[0], found[0]], -1)[..., 0]),
-    "lies in the memory": lambda found, args: replace(found, args["residual"].reshape(found[0].shape)),
-    "memory of an input, or beside it": lambda found, args: args["input"].zero_(),
+    "uses the memory": lambda found, args: replace(found, args["residual"].reshape(found[0].shape)),
+    "memory of an input, or next to it": lambda found, args: args["input"].zero_(),
     "other bits in the second run": lambda found, args: found[0].mul_(1 + 2e-7 * torch.randint(3, ()).item()),
 }
 
 
-@pytest.mark.parametrize("told", WRONG)
-def test_a_broken_op_is_found(told: str, monkeypatch):
+@pytest.mark.parametrize("words", WRONG)
+def test_a_broken_op_is_found(words: str, monkeypatch):
     def call(function, op: str, args: dict, options: dict) -> list[Tensor]:
         found = cases.call(function, op, args, options)
-        WRONG[told](found, args)
+        WRONG[words](found, args)
         return found
 
     monkeypatch.setattr(fuzz_checks, "call", call)
@@ -87,10 +87,10 @@ def test_a_broken_op_is_found(told: str, monkeypatch):
             fuzz_checks.check(fuzz_cases.draw(1, number), "cpu")
         except AssertionError as error:
             said.append(str(error))
-    assert sum(any(word in text for word in told.split("|")) for text in said) >= 2, said
+    assert sum(any(word in text for word in words.split("|")) for text in said) >= 2, said
 
 
-def test_an_op_without_experts_may_not_err_with_their_number(monkeypatch):
+def test_tolerance_depends_on_experts_only_if_the_op_has_them(monkeypatch):
     monkeypatch.setattr(fuzz_cases, "ARGUMENTS", ONE_OP)
     monkeypatch.setattr(fuzz_checks, "call", lambda *call: [output.mul_(1 + 2e-5) for output in cases.call(*call)])
     drawn = (fuzz_cases.draw(2, number) for number in itertools.count())
@@ -99,7 +99,7 @@ def test_an_op_without_experts_may_not_err_with_their_number(monkeypatch):
         fuzz_checks.check(next(one for one in plain if one.case.dims["K"] > 400), "cpu")
 
 
-def test_a_refusal_must_name_op_and_argument(monkeypatch):
+def test_errors_must_name_op_and_argument(monkeypatch):
     def call(*_) -> None:
         raise RuntimeError("moe_metal::norm_add: something is wrong")
 
@@ -122,10 +122,10 @@ def test_a_wrong_tolerance_is_found(monkeypatch):
             fuzz_checks.check(fuzz_cases.draw(1, number), "cpu")
 
 
-def test_a_case_that_ends_its_process_is_named_and_the_next_ones_run(monkeypatch, capsys):
-    seed, told = (
+def test_a_crashing_case_is_reported_and_others_run(monkeypatch, capsys):
+    seed, words = (
         401,
-        [  # which draws the three dtypes in this order, all of them good
+        [  # it draws the three dtypes in this order, all of them good
             "Segmentation fault",
             "Timeout",
             "AssertionError",
@@ -137,7 +137,7 @@ def test_a_case_that_ends_its_process_is_named_and_the_next_ones_run(monkeypatch
     assert all(one.good for one in drawn)
     assert [DTYPES[one.case.dtype] for one in drawn] == ["bf16", "f16", "f32"]
     assert [failure.number for failure in tally.failures] == [0, 1, 2] and tally.outcomes.total() == 3
-    assert all(text in failure.text for text, failure in zip(told, tally.failures, strict=True))
+    assert all(text in failure.text for text, failure in zip(words, tally.failures, strict=True))
     out = capsys.readouterr().out
     assert all(out.count(f"make fuzz SEED={seed} CASE=default-{number}\n") == 2 for number in range(3))
 
@@ -151,11 +151,11 @@ def test_every_op_option_and_kind_of_memory_is_drawn():
         assert {name for call in drawn for name in call.options} >= set(fuzz_cases.signature(op))
     kinds = {place.kind.split(" ")[0] for call in calls for place in call.places.values()}
     assert kinds >= {"exact", "contiguous", "strided", "padded", "transposed", "expanded", "overlapping", "within"}
-    assert "packed" in kinds and {call.beside for call in calls} == {"nothing", "threads", "forks"}
+    assert "packed" in kinds and {call.alongside for call in calls} == {"nothing", "threads", "forks"}
     assert fuzz_cases.choices("route", "scoring") == tuple(reference.SCORING)
 
 
-def test_a_case_is_the_same_again():
+def test_cases_are_reproducible():
     for number in range(20):
         first, second = fuzz_cases.draw(3, number), fuzz_cases.draw(3, number)
         assert str(first) == str(second)

@@ -1,4 +1,4 @@
-"""tools/mps.py, and macOS's version as it and the figures tell it."""
+"""tools/mps.py, and macOS's version in its output and in reports."""
 
 import platform
 import subprocess
@@ -14,7 +14,7 @@ from torch_moe_metal.bench import measure
 
 @pytest.fixture
 def darwin(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A Mac to Python that was linked for an older SDK: it calls macOS 26 and newer 16."""
+    """A Mac on which Python was linked for an older SDK, so that macOS 26 and newer report 16."""
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.setattr(platform, "mac_ver", lambda: ("16.0", ("", "", ""), "arm64"))
     return monkeypatch
@@ -32,7 +32,7 @@ def test_the_version_of_macos(release: str, version: str, darwin: pytest.MonkeyP
     assert mps.machine() == f"Apple M4, macOS {version}, torch {torch.__version__}"
 
 
-def test_elsewhere_there_is_no_macos() -> None:
+def test_no_macos_version_elsewhere() -> None:
     assert macos.version() == "" or platform.system() == "Darwin"
 
 
@@ -40,7 +40,7 @@ def test_elsewhere_there_is_no_macos() -> None:
 def test_a_virtual_gpu_is_not_used(
     name: str, usable: bool, mps_like: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its name is told, and the next steps of a GitHub job are told not to run there."""
+    """It is reported, and the next steps of a GitHub job do not run on it."""
     monkeypatch.setattr(torch.backends.mps, "get_name", lambda: name)
     monkeypatch.setenv("GITHUB_OUTPUT", str(tmp_path / "output"))
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary"))
@@ -60,7 +60,7 @@ def test_a_virtual_gpu_is_not_used(
     ],
 )
 def test_make_validate(says: str, fails: str, tmp_path: Path) -> None:
-    """Doctor under Metal's own checks fails where they find something, whatever its results are."""
+    """Doctor under Metal's own validation fails if that finds something, whatever the results are."""
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho $MTL_DEBUG_LAYER $MTL_SHADER_VALIDATION $*\necho {says} >&2\n")
     python.chmod(0o755)
@@ -73,7 +73,7 @@ def test_make_validate(says: str, fails: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def mps_like(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that computes: the CPU, where PyTorch has no mps."""
+    """A device that computes: the CPU in place of mps."""
     ones = torch.ones
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch, "ones", lambda *size, device: ones(*size))

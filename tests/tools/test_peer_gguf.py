@@ -1,4 +1,4 @@
-"""tools/peer_gguf.py on a made-up checkout of llama.cpp, whose converter is tests/gguf_files.py; and that file."""
+"""tools/peer_gguf.py with an imitated checkout of llama.cpp, whose converter is tests/gguf_files.py; and that file."""
 
 import functools
 import json
@@ -51,7 +51,7 @@ VOCABULARY = """
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """Its steps run in this process, which saves the start of another one."""
+    """Its steps run in this process, which saves starting others."""
     write_checkout(tmp_path / "llama.cpp")
     monkeypatch.setattr(peer_gguf, "in_process", functools.partial(in_this_process, monkeypatch))
     monkeypatch.setattr(peer_gguf, "has_llama_cpp", lambda: False)
@@ -107,7 +107,7 @@ def test_a_row_for_each_file(checkout, monkeypatch, capsys):
         ('metadata_changes={"qwen3moe.attention.head_count": None}', r"from_pretrained: .*head_count"),
     ],
 )
-def test_a_wrong_value_is_named(checkout, monkeypatch, capsys, options, said):
+def test_a_wrong_value_is_reported(checkout, monkeypatch, capsys, options, said):
     write_checkout(checkout, options)
     assert tool(monkeypatch, checkout, "--arch", "qwen3moe", "--types", "f32") == 1
     found = capsys.readouterr().out
@@ -115,8 +115,8 @@ def test_a_wrong_value_is_named(checkout, monkeypatch, capsys, options, said):
     assert re.search(said, found), found
 
 
-def test_a_wrong_layout_is_named(checkout, monkeypatch, capsys):
-    """Gate and up of the file exchanged, as if the loader took one for the other."""
+def test_a_wrong_layout_is_reported(checkout, monkeypatch, capsys):
+    """Gate and up of the file exchanged, as if the loader confused them."""
     exchanged = {"ffn_gate_exps": "ffn_up_exps", "ffn_up_exps": "ffn_gate_exps"}
     stored = gguf_files.tensors_of
 
@@ -131,7 +131,7 @@ def test_a_wrong_layout_is_named(checkout, monkeypatch, capsys):
     assert re.search(r"from model\.layers\.0\.mlp\S* on, by ", said), said
 
 
-def test_experts_that_are_not_packed_are_named(checkout, monkeypatch, capsys):
+def test_experts_that_are_not_packed_are_reported(checkout, monkeypatch, capsys):
     def unpacked(file, device):
         return gguf_files.dense(gguf_files.model("minimax-m2").float(), file)
 
@@ -145,8 +145,8 @@ def test_experts_that_are_not_packed_are_named(checkout, monkeypatch, capsys):
     [(1.0, False, "f32", 0), (1.01, False, "f32", 1), (1.05, False, "q8_0", 0), (1.5, False, "q8_0", 1),
      (1.0, True, "q8_0", 1)],
 )  # fmt: skip
-def test_llama_cpp_is_asked(checkout, monkeypatch, capsys, scale, exchanged, kind, fails):
-    """Numbers that are too large, with the same best tokens; or others that are the best."""
+def test_llama_cpp_runs(checkout, monkeypatch, capsys, scale, exchanged, kind, fails):
+    """Values that are too large, with the same best tokens; or different best tokens."""
 
     def logits(file: str, ids: str, target: str) -> None:
         with torch.no_grad():
@@ -164,7 +164,7 @@ def test_llama_cpp_is_asked(checkout, monkeypatch, capsys, scale, exchanged, kin
     assert re.search(r"\d of 24 agree", said) and ("    llama.cpp: " in said) == bool(fails), said
 
 
-def test_a_step_that_dies_says_why(tmp_path):
+def test_a_failed_step_is_reported(tmp_path):
     with pytest.raises(peer_gguf.Failed, match=r"convert: ModuleNotFoundError: No module named 'convert_hf_to_gguf'"):
         peer_gguf.in_process("convert", tmp_path, "folder")
     assert (
@@ -201,8 +201,8 @@ def test_every_type_of_models_is_tried():
 
 
 @pytest.mark.parametrize("name", gguf_files.MODELS)
-def test_dense_is_the_model_that_was_written(name, tmp_path):
-    """Every number comes back to its place; 1 more and 1 less of a norm leave a bit."""
+def test_dense_equals_the_original_model(name, tmp_path):
+    """Every value returns to its position; adding and subtracting 1 of a norm changes one bit."""
     model = gguf_files.model(name).float()
     back = gguf_files.dense(torch_zeros(model), gguf_files.write(model, tmp_path / "model.gguf"))
     for (key, want), got in zip(model.state_dict().items(), back.state_dict().values(), strict=True):
@@ -230,7 +230,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name, options", OPTIONS.values(), ids=OPTIONS)
-def test_options_change_the_file_and_no_number(name, options, tmp_path):
+def test_options_change_the_file_but_no_value(name, options, tmp_path):
     model = gguf_files.model(name).float()
     plain, other = (gguf_files.write(model, tmp_path / f"{len(o)}.gguf", **o) for o in ({}, options))
     assert [file.read_bytes() for file in gguf_files.files_of(other)] != [plain.read_bytes()]
@@ -250,7 +250,7 @@ def test_files_in_parts(tmp_path):
 
 @pytest.mark.parametrize("type", [*gguf_files.FACTORS, "q4_0", "q5_1", "mxfp4", "tq1_0", "bf16"])
 def test_types(type, tmp_path):
-    """The type that was asked for, with numbers of a sane size; a narrower one where rows are too short for it."""
+    """The requested type, with values of a plausible size; a narrower one if rows are too short for it."""
     model = gguf_files.model("deepseek2-v2").float()
     path = gguf_files.write(
         model, tmp_path / "m.gguf", {"gate_up": type, "blk.1.attn_k_b.weight": type, "head": "q6_k"}
@@ -266,7 +266,7 @@ def test_types(type, tmp_path):
         assert 1 < float(dense(tokens(1, 8)).logits.abs().max()) < 100
 
 
-def test_one_type_is_that_of_all_matrices_but_routers(tmp_path):
+def test_one_type_for_all_matrices_except_routers(tmp_path):
     types = gguf_files.types_of(gguf_files.write(gguf_files.model("qwen35moe").float(), tmp_path / "m.gguf", "q8_0"))
     kept = {re.sub(r"blk\.\d+\.", "", name) for name, type in types.items() if type == "f32"}
     norms = {"attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "ssm_norm", "output_norm"}
@@ -274,7 +274,7 @@ def test_one_type_is_that_of_all_matrices_but_routers(tmp_path):
     assert kept == {f"{norm}.weight" for norm in norms} | others and set(types.values()) == {"f32", "q8_0"}
 
 
-def test_the_tokenizer_is_the_same_both_ways(tmp_path):
+def test_the_tokenizer_round_trips(tmp_path):
     from transformers import AutoTokenizer
 
     path = gguf_files.write(gguf_files.model("qwen3moe").float(), tmp_path / "m.gguf")

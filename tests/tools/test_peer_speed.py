@@ -1,4 +1,4 @@
-"""tools/peer_speed.py without llama.cpp: the types in its files, and its message where llama.cpp is missing."""
+"""tools/peer_speed.py without llama.cpp: the types in its files, and its message if llama.cpp is missing."""
 
 import sys
 
@@ -16,7 +16,7 @@ def test_one_type_is_in_all_layers():
     assert set(peer_speed.types_of("q8_0", 3).values()) == {"q8_0"}
 
 
-def test_llama_cpp_is_named_where_it_is_missing(monkeypatch, capsys):
+def test_missing_llama_cpp_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(peer_speed.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["peer_speed.py"])
     assert peer_speed.main() == 2

@@ -68,7 +68,7 @@ def tool(monkeypatch, *arguments) -> int:
     return peer_tests.main()
 
 
-def test_what_fails_only_patched_is_named(checkout, monkeypatch, capsys):
+def test_failures_only_when_patched_are_reported(checkout, monkeypatch, capsys):
     assert tool(monkeypatch, checkout, "--families", "olmoe", "jamba") == 1
     said = capsys.readouterr().out
     row = next(line for line in said.splitlines() if line.startswith("olmoe")).split()
@@ -81,7 +81,7 @@ def test_what_fails_only_patched_is_named(checkout, monkeypatch, capsys):
     assert "2 tests pass stock and fail patched" in said and "without tests in this checkout: jamba" in said
 
 
-def test_a_run_that_proves_nothing_is_named():
+def test_runs_that_prove_nothing_are_reported():
     passed, failed, skipped = (Run({"test": outcome}) for outcome in ("passed", "failed", "skipped"))
     died = Run({"test": "passed"}, status=-11)
     assert "stock, pytest ended with 0 and 0 passed" in Comparison(failed, passed, [], []).trouble()

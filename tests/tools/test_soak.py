@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import soak
-from soak import MOST_KEPT_MIB, Sample, faults
+from soak import MAX_CACHED_MIB, Sample, faults
 
 STEADY = [Sample(float(i), i, 300.0 + i % 3, 40.0, {"tensor": 27, "MTLBuffer": 1}) for i in range(12)]
 
@@ -17,7 +17,7 @@ def run(device: str, *, minutes: float = 0.03) -> int:
     return int(end.value.code)
 
 
-def test_ends_well(device: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes(device: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "LONGEST", {"cpu": 1100, "mps": 8})
     assert run(device) == 0
     *progress, verdict = capsys.readouterr().out.splitlines()
@@ -29,7 +29,7 @@ def test_ends_well(device: str, capsys: pytest.CaptureFixture, monkeypatch: pyte
         assert "23 tensor" in progress[-1] and "MTLComputePipelineState" in progress[-1]
 
 
-def test_notices_leaked_tensors(device: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detects_leaked_tensors(device: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     leaked, generate = [], soak.generate
 
     def leaking(*args) -> list[int]:
@@ -44,7 +44,7 @@ def test_notices_leaked_tensors(device: str, capsys: pytest.CaptureFixture, monk
     assert device == "cpu" or ("live tensor grew from" if soak.SIMULATED else "live bytes of tensors grew") in output
 
 
-def test_notices_other_tokens(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detects_other_tokens(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = iter(range(1000))
     monkeypatch.setattr(soak, "generate", lambda *args: [next(tokens)])
     with pytest.raises(AssertionError, match="other tokens than at first"):
@@ -64,12 +64,12 @@ def test_raises_what_a_thread_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         soak.main(["--minutes", "0", "--threads", "1"])
 
 
-def test_what_is_judged() -> None:
+def test_verdict() -> None:
     assert faults(STEADY) == []
     assert faults([replace(STEADY[0], memory=900.0, objects={"tensor": 99}), *STEADY[1:]]) == []  # while it starts
     grown = [replace(sample, memory=sample.memory + 10 * i) for i, sample in enumerate(STEADY)]
     assert faults(grown) == ["memory in use grew from 356.0 to 395.5 MiB"]
-    (fault,) = faults([*STEADY[:5], replace(STEADY[5], kept=MOST_KEPT_MIB + 1.0), *STEADY[6:]])
+    (fault,) = faults([*STEADY[:5], replace(STEADY[5], kept=MAX_CACHED_MIB + 1.0), *STEADY[6:]])
     assert fault == "513.0 MiB are kept, and 512 may be"
     one_more = replace(STEADY[-1], objects={"tensor": 27, "MTLBuffer": 1, "MTLLibrary": 1})
     assert faults([*STEADY[:-1], one_more]) == ["live MTLLibrary grew from 0 to 1"]

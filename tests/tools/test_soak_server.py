@@ -12,7 +12,7 @@ from torch_moe_metal.loading import Source
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--continuous-batching"]], ids=["sequential", "batched"])
-def test_a_server_that_works_passes(arguments: list[str], capsys):
+def test_a_working_server_passes(arguments: list[str], capsys):
     with pytest.raises(SystemExit) as end:
         soak_server.main(["--minutes", "0.1", *arguments])
     assert not end.value.code, capsys.readouterr().out

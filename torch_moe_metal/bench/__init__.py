@@ -1,29 +1,29 @@
-"""`python -m torch_moe_metal bench`: how long every op takes, beside the machine's own limits and beside its rivals.
+"""`python -m torch_moe_metal bench`: times of every op, compared with the memory bandwidth and with other
+implementations.
 
-Each row is measured against what computes the same: for an op, the ways that one writes in plain PyTorch; for a whole
-block or its experts, transformers' implementations and MLX, where they are installed; for packed weights, our own op on
-the same numbers dense, MLX, and what PyTorch has. All take turns in one loop, so that what slows the machine slows them
-alike, and medians are told. Everyone walks through the same sets of inputs, so
-that the weights read come out of memory. Outputs are made at each call and gone before the next, as in a model.
+An op is compared with several ways to write it in plain PyTorch; a block or its experts with transformers, if it is
+installed; packed weights with our own op on the same values as dense weights. `python tools/bench_mlx.py` in a checkout
+adds MLX. All implementations take turns in one loop, so that a slow phase of the machine affects all of them, and the
+medians are reported. All use the same sets of inputs, which are large enough that weights are read from memory. As in a
+model, each call allocates its outputs, and they are freed before the next call.
 """
 
 import json
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from .. import tuning
 from ..arguments import DTYPES
+from ..cli import CannotRun, add_device, positive
 from ..models import DEFAULT, MODELS
 from . import report
-from .calls import DECODING, OPS, WORTH_A_LIMIT, Unfit
-from .here import Here, add_device, has_mlx, positive
+from .calls import DECODING, OPS, WORTH_A_LIMIT
+from .device_bench import DeviceBench
 from .measure import keep_freed_memory, machine
 from .packed import FORMATS
-from .plot import check_place, picture
 from .report import Progress, Result
 
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
@@ -42,10 +42,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--model",
         choices=list(MODELS),
         metavar="NAME",
-        help=f"whose sizes (default: {DEFAULT}), one of {', '.join(MODELS)}; if given, only its block and experts",
+        help=f"the model whose sizes are used (default: {DEFAULT}): {', '.join(MODELS)}. If given, only its block and "
+        "experts are measured",
     )
-    parser.add_argument("--ops", nargs="+", choices=OPS, metavar="OP", help=f"which rows: {', '.join(OPS)}")
-    parser.add_argument("--tokens", nargs="+", type=positive, metavar="T", help="how many tokens (default: by op)")
+    parser.add_argument("--ops", nargs="+", choices=OPS, metavar="OP", help=f"the rows to measure: {', '.join(OPS)}")
+    parser.add_argument(
+        "--tokens", nargs="+", type=positive, metavar="T", help="numbers of tokens (default: depends on the op)"
+    )
     parser.add_argument(
         "--dtypes",
         nargs="+",
@@ -59,70 +62,67 @@ def add_arguments(parser: ArgumentParser) -> None:
         nargs="+",
         choices=list(FORMATS),
         metavar="FORMAT",
-        help=f"of the weights (default: dense): {', '.join(FORMATS)}; affine in groups of 64 columns. If given without "
-        f"--ops and --model, only {', '.join(DECODING)}",
+        help=f"formats of the weights (default: dense): {', '.join(FORMATS)}; affine has groups of 64 columns. If "
+        f"given without --ops and --model, only {', '.join(DECODING)} are measured",
     )
-    parser.add_argument("--seconds", type=float, default=0.5, help="how long each row is measured (default: 0.5)")
-    parser.add_argument("--threads", type=positive, metavar="N", help="of the CPU (default: PyTorch's choice)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="measuring time of each row (default: 0.5)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: PyTorch's choice)")
     parser.add_argument(
         "--keep-memory",
         action="store_true",
-        help="Linux: memory that PyTorch frees keeps its pages, as with jemalloc or tcmalloc, so that the rivals' "
-        "outputs cost no page faults, either",
+        help="Linux: freed memory keeps its pages, as with jemalloc or tcmalloc, so that the outputs of other "
+        "implementations cause no page faults either",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON and no table")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw time against bytes, with memory's limits")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 @torch.no_grad()
-def run(options: Namespace, measurer: Callable[[Namespace], Here] = Here) -> int:
-    """0 when all that was asked for could be measured and is right. `measurer` may be somebody else's, with the
-    attributes and methods of `Here` that are used on this page."""
+def run(options: Namespace, measurer: Callable[[Namespace], DeviceBench] = DeviceBench) -> int:
+    """Measure and print all rows. Returns 0 if all could be measured with correct results.
+
+    `measurer` makes an object with the attributes and methods of `DeviceBench` that this module uses."""
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.keep_memory and not keep_freed_memory():
-        print("bench: --keep-memory is for glibc's malloc, which is not here", file=sys.stderr)
+        print("bench: --keep-memory needs glibc's malloc", file=sys.stderr)
         return 2
     try:
-        if options.plot:
-            check_place(options.plot)
-        there = measurer(options)
-    except Unfit as reason:
+        bench = measurer(options)
+    except CannotRun as reason:
         print(f"bench: {reason}", file=sys.stderr)
         return 2
-    shown = {"x dense": any(c.packing for c in there.calls), "x MLX": has_mlx() and any(c.of_mlx for c in there.calls)}
-    ratios = [name for name, wanted in shown.items() if wanted]
+    ratios = ["x dense"] * any(call.packing for call in bench.calls) + ["x MLX"] * bench.has_mlx
     if not options.json:
-        print(heading(there), report.head(ratios), sep="\n\n", flush=True)
-    results, progress = [], Progress(len(there.calls), wanted=not options.json)
-    for done, call in enumerate(there.calls):
+        print(heading(bench), report.head(ratios), sep="\n\n", flush=True)
+    results, progress = [], Progress(len(bench.calls), wanted=not options.json)
+    for done, call in enumerate(bench.calls):
         progress.show(done, str(call))
-        results.append(there.measure(call))
+        results.append(bench.measure(call))
         progress.clear()
         if not options.json:
             print(report.line(results[-1], ratios), flush=True)
-    finish(there, results, options)
+    finish(bench, results, options)
     return 1 if any(result.ours is None for result in results) else 0
 
 
-def heading(there) -> str:
-    speeds = there.limits.gb_per_s.items()
-    limits = ", ".join(f"{name} {speed:.1f} GB/s ({there.limits.names[name]})" for name, speed in speeds)
+def heading(bench) -> str:
+    speeds = bench.limits.gb_per_s.items()
+    limits = ", ".join(f"{name} {speed:.1f} GB/s ({bench.limits.names[name]})" for name, speed in speeds)
     lines = [
-        "   ".join(f"{key} {value}" for key, value in there.about().items()),
+        "   ".join(f"{key} {value}" for key, value in bench.about().items()),
         f"Memory: {limits}.",
-        "GB/s: bytes read and written, each once, over the median time; of the experts' weights, those of the experts",
-        "chosen; of packed ones, data, scales and offsets. of limit: that over the speed at which this machine reads",
-        f"memory (rows that write more than a tenth: copies it), measured {there.limits.when}; for rows that move",
-        f"{WORTH_A_LIMIT >> 20} MiB or more.",
+        "GB/s: bytes read and written, each counted once, divided by the median time. Of the experts' weights, only",
+        "those of selected experts count; packed weights include scales and offsets. of limit: this speed divided by",
+        "the read bandwidth of this machine (the copy bandwidth if a row writes more than a tenth), measured",
+        f"{bench.limits.when}, for rows that move {WORTH_A_LIMIT >> 20} MiB or more.",
     ]
-    return "\n".join(lines + there.notes)
+    return "\n".join(lines + bench.notes)
 
 
-def finish(there, results: list[Result], options: Namespace) -> None:
+def finish(bench, results: list[Result], options: Namespace) -> None:
     if options.json:
-        limits = {f"{name}_gb_per_s": speed for name, speed in there.limits.gb_per_s.items()}
-        about = {**machine(), **there.about(), **limits, "notes": there.notes}
+        limits = {f"{name}_gb_per_s": speed for name, speed in bench.limits.gb_per_s.items()}
+        about = {**machine(), **bench.about(), **limits, "notes": bench.notes}
         if about["device"] == "mps" and tuning.is_built():
             about["tuning"] = tuning.about()
         found = about | {"rows": [result.as_json() for result in results]}
@@ -130,6 +130,3 @@ def finish(there, results: list[Result], options: Namespace) -> None:
     else:
         for note in report.footnotes(results):
             print(note)
-    if options.plot:
-        options.plot.write_text(picture(results, there.limits.gb_per_s, there.about()))
-        print(f"drawn: {options.plot}", file=sys.stderr)

@@ -8,17 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models import CALLED, Model
-from .calls import Noise, Unfit, moved
+from ..cli import CannotRun
+from ..models import Model, configuration
+from .baselines import BASELINES, MAX_COPIED, gate, glu
+from .calls import RandomTensors, moved
 from .packed import Packing, dequantized, packing_of
-from .rivals import COPIED, RIVALS, gate, glu
 
 ops = torch.ops.moe_metal
 
 
 @dataclass
 class Block:
-    """The weights, by the names that `gate` and `experts` have for them."""
+    """The weights of a block, by the argument names of `gate` and `experts`."""
 
     model: Model
     router: dict[str, Tensor]  # of `gate`
@@ -29,7 +30,7 @@ class Block:
     packing: Packing | None = None  # of the experts
 
     @classmethod
-    def random(cls, model: Model, noise: Noise, packing: Packing | None = None) -> "Block":
+    def random(cls, model: Model, noise: RandomTensors, packing: Packing | None = None) -> "Block":
         E, H, I, S, given = model.E, model.H, model.I, model.S, model.tensors
         router = {"router_weight": noise(E, H, scale=H**-0.5)}
         small = {
@@ -55,7 +56,7 @@ class Block:
         return cls(model, router, experts, *shared, packing=packing, **({"shared_gate": shared_gate} if S else {}))
 
     def dense(self) -> "Block":
-        """The same numbers in the activations' dtype."""
+        """The same values as dense weights in the activations' dtype."""
         dtype = self.router["router_weight"].dtype
         return replace(self, experts=dequantized("experts", self.experts, self.packing, dtype), packing=None)
 
@@ -64,17 +65,17 @@ class Block:
         return {"top_k": self.model.K} | self.model.routing
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Our way: one `gate`, the shared expert, one `experts`."""
+        """Our implementation: `gate`, the shared expert, `experts`."""
         weights, ids = ops.gate(x, **self.router, **self.routing)
-        return self.chosen(x, weights, ids, **self.shared(x, ops.glu))
+        return self.experts_only(x, weights, ids, **self.shared(x, ops.glu))
 
-    def chosen(self, x: Tensor, weights: Tensor, ids: Tensor, **shared: Tensor) -> Tensor:
-        """Our way through these experts."""
+    def experts_only(self, x: Tensor, weights: Tensor, ids: Tensor, **shared: Tensor) -> Tensor:
+        """Our op `experts` for these ids."""
         format = self.packing.format if self.packing else "dense"
         return ops.experts(x, weights, ids, **shared, **self.experts, **self.model.experts, format=format)
 
     def shared(self, x: Tensor, glu: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """The shared expert's output and the logit of its share, as arguments of `experts`."""
+        """The shared expert's output and its gate's logit, as arguments of `experts`."""
         if self.shared_down is None:
             return {}
         rows = glu(*F.linear(x, self.shared_gate_up).chunk(2, -1))
@@ -82,47 +83,47 @@ class Block:
         return {"shared": F.linear(rows, self.shared_down)} | gate
 
     def bytes_read(self, ids: Tensor) -> int:
-        """Of the weights of the experts chosen, each once."""
+        """Bytes of the selected experts' weights, each counted once."""
         return moved(*self.experts.values()) * ids.unique().numel() // self.model.E
 
-    def bytes_besides(self) -> int:
-        """Of all other weights."""
+    def other_bytes(self) -> int:
+        """Bytes of all other weights."""
         return moved(*self.router.values(), self.shared_gate_up, self.shared_down, self.shared_gate)
 
 
 def expert_bytes(model: Model, dtype: torch.dtype, format: str = "dense") -> int:
-    """Of one expert's weights."""
+    """Bytes of one expert's weights."""
     packing, H, I = packing_of(format, dtype), model.H, model.I
     return packing.bytes(2 * I, H) + packing.bytes(H, I) if packing else 3 * H * I * dtype.itemsize
 
 
-SLACK = 2 << 30  # bytes left for outputs, probes and everybody else
+SLACK = 2 << 30  # bytes left for outputs, probes and other processes
 
 
 def fitted(model: Model, dtype: torch.dtype, free: int, T: int, copies: int, format: str = "dense") -> Model:
-    """The model with as many experts as memory has room for, if that is less than it has. Beside `copies` of packed
-    experts there are dense ones."""
+    """The model, with fewer experts if memory cannot hold all of them. Packed experts need `copies` of their bytes and
+    those of dense experts."""
     dense = expert_bytes(model, dtype)
     one = copies * expert_bytes(model, dtype, format) + (0 if format == "dense" else dense)
-    besides = SLACK + copies * expert_bytes(replace(model, I=model.S), dtype) + max(COPIED, model.K * dense)
-    besides += 4 * T * model.K * (model.H + 2 * model.I) * dtype.itemsize
+    others = SLACK + copies * expert_bytes(replace(model, I=model.S), dtype) + max(MAX_COPIED, model.K * dense)
+    others += 4 * T * model.K * (model.H + 2 * model.I) * dtype.itemsize
     groups = model.routing.get("n_group", 1)
-    experts = max(0, free - besides) // one // groups * groups
+    experts = max(0, free - others) // one // groups * groups
     if experts >= model.E:
         return model
     if experts < model.fewest:
-        need = (model.fewest * one + besides) / 2**30
-        raise Unfit(f"not enough memory: {need:.1f} GiB needed, {free / 2**30:.1f} GiB free")
+        need = (model.fewest * one + others) / 2**30
+        raise CannotRun(f"not enough memory: {need:.1f} GiB needed, {free / 2**30:.1f} GiB free")
     return replace(model, E=experts)
 
 
 @dataclass
 class Implementation:
-    """Somebody else's way to the same. `take` makes one of our tensors theirs."""
+    """Another implementation of a block. `convert` makes an input of one of our tensors."""
 
     block: Callable[..., object]  # x -> output
     experts: Callable[..., object]  # x, weights, ids -> output
-    take: Callable[[Tensor], object] = field(default=lambda tensor: tensor)
+    convert: Callable[[Tensor], object] = field(default=lambda tensor: tensor)
 
 
 # ------------------------------------------------------------------------------------------------ plain PyTorch
@@ -137,13 +138,13 @@ def plain(block: Block) -> dict[str, Implementation]:
             return out.addcmul_(shared["shared"], shared["shared_gate"].sigmoid().unsqueeze(-1))
         return out.add_(shared["shared"]) if shared else out
 
-    ways = {name: partial(way, **block.experts, **block.model.experts) for name, way in RIVALS["experts"].items()}
+    ways = {name: partial(way, **block.experts, **block.model.experts) for name, way in BASELINES["experts"].items()}
     return {f"plain {name}": Implementation(partial(whole, way), way) for name, way in ways.items()}
 
 
 # ------------------------------------------------------------------------------------------------ transformers
 
-# Whose parameters our tensors are in transformers' blocks.
+# Our names of the parameters of transformers' blocks.
 NAMES = {
     "gate.weight": "router_weight",
     "router.weight": "router_weight",
@@ -161,18 +162,18 @@ NAMES = {
 
 
 def transformers(block: Block) -> dict[str, Implementation]:
-    """transformers' own block on the same weights, not copies of them, with each of its experts implementations."""
+    """transformers' block with each of its experts implementations. It shares our weights without copies."""
     theirs = empty_block(block.model)
     ours = block.router | block.experts
     if block.shared_down is not None:
         ours |= dict(zip(("gate_proj", "up_proj"), block.shared_gate_up.chunk(2), strict=True))
         ours |= {"down_proj": block.shared_down, "shared_gate": block.shared_gate}
-    if "norm_weight" in ours:  # theirs is divided by this root at every call
+    if "norm_weight" in ours:  # transformers divides it by this root at every call
         ours["norm_weight"] = ours["norm_weight"] * block.model.H**0.5
     for name in [name for name, _ in (*theirs.named_parameters(), *theirs.named_buffers())]:
         place(theirs, name, ours[NAMES.get(name) or shared_name(name)])
 
-    def chosen(implementation: str, function: Callable[..., Tensor], **args: Tensor) -> Tensor:
+    def with_implementation(implementation: str, function: Callable[..., Tensor], **args: Tensor) -> Tensor:
         theirs.experts.config._experts_implementation = implementation
         return function(**args)
 
@@ -184,22 +185,24 @@ def transformers(block: Block) -> dict[str, Implementation]:
         return theirs.experts(x, ids, weights)
 
     return {
-        f"transformers {name}": Implementation(partial(chosen, name, whole), partial(chosen, name, experts))
+        f"transformers {name}": Implementation(
+            partial(with_implementation, name, whole), partial(with_implementation, name, experts)
+        )
         for name in ("eager", "batched_mm", "grouped_mm")
     }
 
 
 def shared_name(name: str) -> str:
-    """Of the shared expert's linear layers: their own, and of the layer to its share."""
+    """Our name for a parameter of the shared expert."""
     return "shared_gate" if name == "shared_expert_gate.weight" else name.split(".")[-2]
 
 
 def place(module: torch.nn.Module, name: str, tensor: Tensor) -> None:
-    """Puts a tensor where the parameter or buffer of this name is."""
+    """Replaces the parameter or buffer of this name by a tensor."""
     path, _, leaf = name.rpartition(".")
     module = module.get_submodule(path)
     old = getattr(module, leaf)
-    assert old.shape == tensor.shape, f"{name}: {tuple(old.shape)} there, {tuple(tensor.shape)} here"
+    assert old.shape == tensor.shape, f"{name}: expected shape {tuple(old.shape)}, got {tuple(tensor.shape)}"
     if isinstance(old, torch.nn.Parameter):
         setattr(module, leaf, torch.nn.Parameter(tensor, requires_grad=False))
     else:
@@ -207,7 +210,7 @@ def place(module: torch.nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def empty_block(model: Model) -> torch.nn.Module:
-    """transformers' block of these sizes, without memory."""
+    """transformers' block of these sizes on the meta device."""
     from importlib import import_module
 
     from transformers import AutoConfig
@@ -223,23 +226,8 @@ def empty_block(model: Model) -> torch.nn.Module:
     return block.eval()
 
 
-def configuration(model: Model) -> dict:
-    """Every name that transformers has for our sizes and options; a configuration takes those that it knows."""
-    routing = model.routing
-    return {
-        **{name: getattr(model, letter) for letter, names in CALLED.items() for name in names},
-        "hidden_size": model.H,
-        "shared_expert_intermediate_size": model.S,
-        "n_shared_experts": model.S // model.I,
-        "norm_topk_prob": routing.get("renormalize") != "none",
-        "routed_scaling_factor": routing.get("scaling_factor", 1.0),
-        "n_group": routing.get("n_group", 1),
-        "topk_group": routing.get("topk_group", 1),
-    }
-
-
 def gemma4(router: torch.nn.Module, experts: torch.nn.Module) -> torch.nn.Module:
-    """Gemma 4's decoder layer calls the two itself."""
+    """Gemma 4 has no module for the block: its decoder layer calls router and experts."""
 
     class RouterAndExperts(torch.nn.Module):
         def __init__(self):

@@ -1,6 +1,6 @@
-"""What is measured: every op, called as one MoE layer of a model calls it, and the layer's whole block.
+"""The rows of the benchmark: every op, called as in one MoE layer of a model, and the whole block of that layer.
 
-Nothing here needs the compiled ops, so that other tools can take their sizes and inputs from here too.
+This module does not need the compiled ops, so other tools can use its sizes and inputs too.
 """
 
 from argparse import Namespace
@@ -13,25 +13,26 @@ from torch import Tensor
 
 from .. import arguments
 from ..arguments import ARGUMENTS, DTYPES, ROUTERS
+from ..cli import CannotRun
 from ..models import DEFAULT, MANY_EXPERTS, MODELS, Model
 from .packed import Packing, packing_of
 
-GIVEN = {"weighted_sum": ("residual",), "norm": ("weight",)}  # optional arguments that every layer gives
-EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")  # the experts' weights: all input sets share them
-WHOLE = ("experts", "block")  # what reads the experts' weights
+GIVEN = {"weighted_sum": ("residual",), "norm": ("weight",)}  # optional arguments that every layer passes
+EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")  # the experts' weights, shared by all sets of inputs
+WHOLE = ("experts", "block")  # the rows that read the experts' weights
 OPS = (*(op for op in ARGUMENTS if op != "experts"), *WHOLE)
-DECODING = ("linear", *WHOLE)  # what a model does with a weight: with few tokens, its bytes are the time
-TOKENS = {True: (1, 4, 32, 512), False: (1, 64, 4096)}  # of those, and of the other ops
-WORTH_A_LIMIT = 32 << 20  # bytes a row moves at least to be held against memory's speed: smaller ones stay in caches
-QUERY = "query"  # what `linear` multiplies with, unless `Call.which` says another
-CONTEXTS = ("4096", "32768")  # keys that a token sees of those before it, the least
-ROTATED = 256 << 20  # bytes of inputs to walk through, where 16 sets are enough for it
+DECODING = ("linear", *WHOLE)  # products with weights: for few tokens, reading the weights takes most of the time
+TOKENS = {True: (1, 4, 32, 512), False: (1, 64, 4096)}  # of DECODING, and of other ops
+WORTH_A_LIMIT = 32 << 20  # bytes that a row moves at least to be compared with the bandwidth: less fits into caches
+QUERY = "query"  # the default of `Call.which` for `linear`
+CONTEXTS = ("4096", "32768")  # the minimum number of keys
+ROTATED = 256 << 20  # bytes of all sets of inputs, of which there are at most 16
 
 
 @dataclass(frozen=True)
 class Call:
-    """One op as a layer of `model` calls it on T tokens. `block` is no op: it is the router, the experts and the shared
-    expert together. `dequantize` gives the embeddings of T tokens."""
+    """One op as a layer of `model` calls it for T tokens. `block` is not an op but the router, the experts and the
+    shared expert together. `dequantize` gives the embeddings of T tokens."""
 
     op: str
     name: str  # of the model
@@ -50,13 +51,13 @@ class Call:
 
     @property
     def variant(self) -> list[str]:
-        """What tells rows of one op, size and dtype apart."""
+        """Distinguishes rows with the same op, sizes and dtype."""
         which = self.which or QUERY * (self.op == "linear")
         return [which] * bool(which) + [self.format] * (self.packing is not None)
 
     @property
     def packing(self) -> Packing | None:
-        """None of dense weights."""
+        """None for dense weights."""
         return packing_of(self.format, self.dtype)
 
     @property
@@ -73,11 +74,6 @@ class Call:
         return found | {name: letters for name, letters in all_heads.items() if name in found}
 
     @property
-    def of_mlx(self) -> bool:
-        """Whether MLX is measured beside it."""
-        return self.op in WHOLE or self.packing is not None
-
-    @property
     def options(self) -> dict:
         if self.op == "block":
             return {}
@@ -92,14 +88,14 @@ class Call:
 
     @property
     def dims(self) -> dict[str, int]:
-        """glu comes between the experts' products, where every choice of an expert has a row."""
+        """The size of each letter. glu runs between the experts' products and has a row for every selected expert."""
         m = self.model
         rows = self.T * m.K if self.op == "glu" else self.T
         N, H = m.linears[self.which or QUERY] if self.op == "linear" else (self.T, m.H)
         keys = max(self.T, int(self.which or CONTEXTS[0])) if self.op == "attention" else self.T
         heads = dict(zip("AJDV", m.heads, strict=True)) | {"B": 1, "S": keys, "R": m.angles}
         if self.op == "rope" and m.low_rank:
-            heads["D"] = 2 * m.angles  # the rest of such a key does not come out of a projection of its own
+            heads["D"] = 2 * m.angles  # the other elements of such a key are not a head of the projection
         return {"T": rows, "E": m.E, "K": m.K, "H": H, "I": m.I, "N": N, "U": 1} | heads
 
     @property
@@ -118,7 +114,7 @@ class Call:
 
     @property
     def sets(self) -> int:
-        """How many sets of inputs are walked through, so that caches hold little of the next one."""
+        """The number of sets of inputs: enough that caches hold little of the next one."""
         own = sum(self.bytes(name) for name in self.shapes if name not in EXPERTS)
         return min(16, -(-ROTATED // max(1, own)))
 
@@ -128,7 +124,7 @@ class Call:
         return list(arguments.weights(self.op)) if self.op in ARGUMENTS else []
 
     def bytes(self, name: str) -> int:
-        """Of an argument, which as a packed weight is more than one tensor."""
+        """The size of an argument; a packed weight consists of several tensors."""
         size = self.size(self.shapes[name])
         if self.packing and name in self.weights:
             return self.packing.bytes(*size)
@@ -142,21 +138,21 @@ class Call:
 
     @property
     def flops(self) -> int:
-        """Of the matrix products."""
+        """Floating-point operations of the matrix products."""
         m = self.model
         router, experts = 2 * self.T * m.E * m.H, 6 * self.T * m.K * m.H * m.I
         block = router + experts + 6 * self.T * m.H * m.S
         linear = 2 * prod(self.size("TNH"))
         A, T, S, D, V = self.size("ATSDV")
-        attention = 2 * A * (T * S - T * (T - 1) // 2) * (D + V)  # of the keys that are seen
+        attention = 2 * A * (T * S - T * (T - 1) // 2) * (D + V)  # only visible keys
         return {"gate": router, "experts": experts, "block": block, "linear": linear, "attention": attention}.get(
             self.op, 0
         )
 
 
-class Noise:
-    """Tensors of normal random numbers: one tile of them again and again, which is as quick as a copy. Its length is
-    prime, so that no two rows of a weight are alike."""
+class RandomTensors:
+    """Tensors of normal random numbers. One tile of them is repeated, which takes as long as a copy. Its length is a
+    prime number, so that no two rows of a weight are equal."""
 
     TILE = 1_000_003
 
@@ -173,7 +169,7 @@ class Noise:
         self.at = (self.at + len(flat)) % self.TILE
         return flat.view(shape)
 
-    def chosen(self, T: int, E: int, K: int) -> Tensor:
+    def sample_ids(self, T: int, E: int, K: int) -> Tensor:
         """K distinct experts for each token, as a router gives them."""
         scores = torch.rand(T, E, generator=self.random)
         return scores.topk(K).indices.int().to(self.tile.device)
@@ -181,7 +177,7 @@ class Noise:
     def argument(self, call: Call, name: str, letters: str) -> Tensor:
         size = call.size(letters)
         if name == "ids":
-            return self.chosen(*call.size("TEK"))
+            return self.sample_ids(*call.size("TEK"))
         if name == "weights":
             return self(*size).float().softmax(-1)
         if name == "router_weight" or name in call.weights:
@@ -189,28 +185,28 @@ class Noise:
         return self(*size)
 
     def packed(self, packing: Packing, name: str, *shape: int) -> dict[str, Tensor]:
-        """A packed weight and what stands beside it, by the names that an op has for them."""
+        """A packed weight with its scales and offsets, by their argument names."""
         parts = packing.weight(*shape, generator=self.random)
         named = zip((name, *arguments.scale_names(name)), parts, strict=True)
         return {part: tensor.to(self.tile.device) for part, tensor in named if tensor is not None}
 
 
 def halves(call: Call, packed: Tensor) -> dict[str, Tensor]:
-    """glu's arguments as the layer has them: views of one packed tensor."""
+    """glu's arguments as in a layer: views of one packed tensor."""
     interleaved = call.model.experts.get("interleaved")
     gate, up = (packed[:, ::2], packed[:, 1::2]) if interleaved else packed.chunk(2, -1)
     return {"gate": gate, "up": up}
 
 
 def joined_heads(call: Call, noise: Callable[..., Tensor]) -> dict[str, Tensor]:
-    """rope's arguments as the layer has them: queries and keys are views of one projection, which has values, too."""
+    """rope's arguments as in a layer: queries and keys are views of one projection, which also contains values."""
     (B, T, A, D), (J,) = call.size("BTAD"), call.size("J")
     heads = noise(B, T, A + 2 * J, D)
     rest = {name: noise(*call.size(letters)) for name, letters in call.shapes.items() if name not in ("q", "k")}
     return {"q": heads[:, :, :A], "k": heads[:, :, A : A + J]} | rest
 
 
-def inputs(call: Call, noise: Noise) -> dict[str, Tensor]:
+def inputs(call: Call, noise: RandomTensors) -> dict[str, Tensor]:
     """One set of arguments, without the experts' weights."""
     if call.op == "glu":
         return halves(call, noise(*call.size("TG")))
@@ -232,15 +228,12 @@ def moved(*tensors: Tensor | None) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
-# ------------------------------------------------------------------------------------------------ what was asked for
-
-
-class Unfit(Exception):
-    """It cannot be done here; the message says why."""
+# ------------------------------------------------------------------------------------------------ the selected rows
 
 
 def wanted_ops(options: Namespace) -> list[str]:
-    """Without a choice: all of them, or a named model's block and experts, or what decodes with given formats."""
+    """Those of --ops. The default is all ops; with --model its block and experts; with --formats the ops of
+    DECODING."""
     return options.ops or list(WHOLE if options.model else DECODING if options.formats else OPS)
 
 
@@ -253,8 +246,8 @@ def takes_format(op: str, format: str) -> bool:
 
 
 def rows_of(op: str, options: Namespace) -> list[tuple[str, str]]:
-    """Whose sizes a row has, and `Call.which`. Of the ops, only `route` takes a time that goes by the number of
-    experts: without a named model it has rows for many, too."""
+    """The model and `Call.which` of each row. Only the time of `route` depends on the number of experts alone: without
+    --model it also has rows for a model with many experts."""
     if op == "route" and not options.model:
         return [(name, "") for name in (DEFAULT, MANY_EXPERTS)]
     name = options.model or DEFAULT
@@ -262,24 +255,24 @@ def rows_of(op: str, options: Namespace) -> list[tuple[str, str]]:
 
 
 def choices(op: str, name: str) -> tuple[str, ...]:
-    """The values of `Call.which` that an op has rows for."""
+    """The values of `Call.which` of an op's rows."""
     return {"linear": tuple(MODELS[name].linears), "attention": CONTEXTS}.get(op, ("",))
 
 
 def tokens_of(op: str, which: str) -> tuple[int, ...]:
-    """Without --tokens. The head has few tokens even in a prefill: of a sequence, the last. A long context is for a
-    token."""
+    """The default of --tokens. The head gets few tokens even in a prefill, the last one of each sequence; the long
+    context is measured for one token."""
     tokens = TOKENS[op in DECODING]
     return {"head": tokens[:-1], CONTEXTS[-1]: (1,)}.get(which, tokens)
 
 
 def calls_of(options: Namespace, models: dict[tuple[torch.dtype, str], Model]) -> list[Call]:
-    """The rows, with these models for what reads the experts' weights: that stands together in each dtype and format,
-    so that they are made once."""
+    """All rows; `models` has the models of the rows in WHOLE. Rows with the same dtype and format follow each other, so
+    that the experts' weights are made once."""
     ops, formats = sorted(wanted_ops(options), key=OPS.index), wanted_formats(options)
     for op in ops:
         if not any(takes_format(op, format) for format in formats):
-            raise Unfit(f"--ops {op}: it has no row in --formats {' '.join(formats)}, since it takes no packed weights")
+            raise CannotRun(f"--ops {op}: it takes no packed weights, got --formats {' '.join(formats)}")
     calls = [
         Call(op, name, models[dtype, format] if op in WHOLE else MODELS[name], T, dtype, format, which)
         for dtype in options.dtypes
@@ -292,6 +285,6 @@ def calls_of(options: Namespace, models: dict[tuple[torch.dtype, str], Model]) -
     for call in calls:
         for columns in call.size("HI" if call.op in WHOLE else "H") if call.packing else ():
             if columns % call.packing.whole_columns:
-                told = f"{call.packing.whole_columns} columns, and {call.name} has {columns}"
-                raise Unfit(f"--formats {call.format}: its weights have a multiple of {told}")
+                multiple = f"a multiple of {call.packing.whole_columns} columns, and {call.name} has {columns}"
+                raise CannotRun(f"--formats {call.format}: its weights must have {multiple}")
     return calls

@@ -1,4 +1,4 @@
-"""Times, and the machine's own limits: how fast it reads and copies, and how much memory it has to give."""
+"""Times, the memory bandwidth of the machine, and its free memory."""
 
 import ctypes
 import os
@@ -16,12 +16,12 @@ import torch
 
 from .. import macos
 
-PROBED = 256 << 20  # bytes that a probe reads, or copies
-CPU_TURN, GPU_TURN = 1e-3, 20e-3  # seconds a turn should last: on a GPU the wait for its end must not count
+PROBED = 256 << 20  # bytes that a probe reads or copies
+CPU_TURN, GPU_TURN = 1e-3, 20e-3  # minimum seconds of a turn, long enough that synchronising a GPU does not matter
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device, and for MLX where somebody uses it."""
+    """Wait for the device, and for MLX if it is used."""
     if torch.device(device).type != "cpu":
         torch.get_device_module(device).synchronize()
     if "mlx.core" in sys.modules:
@@ -34,8 +34,8 @@ def seconds_each(functions: dict[str, Callable[[], object]], device: str, second
 
 
 def rounds_each(functions: dict[str, Callable[[], object]], device: str, seconds: float) -> dict[str, list[float]]:
-    """The time of one call of each in every round. All take turns, so that what slows the machine slows them alike, for
-    about `seconds`: in 7 rounds at least, or 3 where those take ten times as long."""
+    """The time of one call of each function in every round. They take turns, so that a slow phase of the machine
+    affects all of them, for about `seconds`: at least 7 rounds, or 3 if those take ten times as long."""
 
     def measure(function: Callable[[], object], calls: int) -> float:
         synchronize(device)
@@ -67,11 +67,11 @@ def rounds_each(functions: dict[str, Callable[[], object]], device: str, seconds
     return samples
 
 
-# ------------------------------------------------------------------------------------------------ the limits
+# ------------------------------------------------------------------------------------------------ bandwidth
 
 
 def copies(device: str, bytes: int = PROBED) -> dict[str, Callable[[], object]]:
-    """PyTorch's ways to copy a tensor. They move twice its bytes."""
+    """PyTorch ops that copy a tensor. They move twice its bytes."""
     source = torch.ones(bytes // 4, device=device)
     target = torch.zeros_like(source)
     return {
@@ -82,7 +82,7 @@ def copies(device: str, bytes: int = PROBED) -> dict[str, Callable[[], object]]:
 
 
 def reads(device: str, bytes: int = PROBED) -> dict[str, Callable[[], object]]:
-    """PyTorch's ways to read a tensor once, on all cores. Which is the fastest differs from machine to machine."""
+    """PyTorch ops that read a tensor once, on all cores. The fastest one depends on the machine."""
     floats = torch.ones(bytes // 4, device=device)
     whole = floats.view(torch.int32).view(torch.int64)
     matrix = floats.view(-1, 4096)
@@ -96,7 +96,7 @@ def reads(device: str, bytes: int = PROBED) -> dict[str, Callable[[], object]]:
 
 
 class Limits:
-    """The fastest way to read and the fastest way to copy, found once. They are measured again beside each row."""
+    """The fastest ops that read and copy, found once. They are measured again with each row."""
 
     when = "in turn with the row"
 
@@ -114,7 +114,7 @@ class Limits:
 
 
 def works(function: Callable[[], object]) -> bool:
-    """Not every device has every op of PyTorch."""
+    """Whether the device supports this op of PyTorch."""
     try:
         function()
     except (NotImplementedError, RuntimeError, TypeError):
@@ -126,9 +126,10 @@ def works(function: Callable[[], object]) -> bool:
 
 
 def keep_freed_memory() -> bool:
-    """From now on, freed memory keeps its pages, as with jemalloc and tcmalloc. glibc gives large blocks back to Linux,
-    so each fresh output of PyTorch's pays for page faults, which can take longer than its values; ours do not (see
-    csrc/kept_memory.h). -> whether glibc is here"""
+    """Make freed memory keep its pages, as with jemalloc and tcmalloc. Returns False without glibc.
+
+    glibc returns large blocks to Linux, so every new output of PyTorch's ops causes page faults, which can take longer
+    than computing its values. Outputs of our ops do not (see csrc/kept_memory.h)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
         return False
@@ -137,17 +138,17 @@ def keep_freed_memory() -> bool:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that can be had on the device without harm."""
+    """Bytes that can safely be allocated on the device."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     free = free_host_memory()
-    if device == "mps" and torch.backends.mps.is_built():  # part of the host's; Metal gives no more than it recommends
+    if device == "mps" and torch.backends.mps.is_built():  # part of the host's memory, limited by Metal
         free = min(free, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     return free
 
 
 def free_host_memory() -> int:
-    """Seven eighths of what Linux calls available, within the container's limit; elsewhere three quarters of all."""
+    """Seven eighths of the available memory on Linux, within the container's limit; elsewhere three quarters of all."""
     info = Path("/proc/meminfo")
     if not info.exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4
@@ -163,7 +164,7 @@ def free_host_memory() -> int:
 
 
 def machine() -> dict[str, object]:
-    """What figures are kept with: the machine, the day and the command."""
+    """What is recorded with figures: machine, date and command."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     program, checkout = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
     name = program.relative_to(checkout) if program.is_relative_to(checkout) else program.name
@@ -178,7 +179,7 @@ def machine() -> dict[str, object]:
 
 
 def commit(checkout: Path) -> dict[str, str]:
-    """Of the checkout, if it is one; "-dirty" if something there was changed."""
+    """The commit of a checkout, with "-dirty" if files were changed; empty outside of a checkout."""
     if not (checkout / ".git").exists():
         return {}
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
@@ -195,7 +196,7 @@ def system() -> str:
 
 
 def processor() -> str:
-    """As its maker calls it."""
+    """The model name of the processor."""
     if sys.platform == "darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or platform.machine()

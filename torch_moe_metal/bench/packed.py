@@ -1,4 +1,5 @@
-"""Random weights in packed formats. Their bytes are random: quantising a layer takes longer than measuring it."""
+"""Random weights in packed formats. Their bytes are random, because quantising a layer takes longer than measuring
+it."""
 
 import functools
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from ..packing import WRITTEN, packed, quantize
 
 @dataclass(frozen=True)
 class Packing:
-    """A format with its numbers. Values are about as large as those of trained weights."""
+    """A format with its bits, group size and scale dtype. Its random values are about as large as trained weights."""
 
     format: str
     bits: int
@@ -32,17 +33,18 @@ class Packing:
 
     @property
     def whole_columns(self) -> int:
-        """Of which a weight has a multiple."""
+        """The number of columns must be a multiple of this."""
         return self.group if self.row.is_affine else self.row.whole_columns
 
     def of(self, dense: Tensor, generator: torch.Generator) -> Parts:
-        """A weight as `quantize` packs it; or random numbers, in formats that it does not write. nvfp4 has a factor."""
+        """A weight packed by `quantize`, or random values if `quantize` cannot write them: it writes nvfp4 without a
+        factor."""
         if self.format in WRITTEN and self.row.offset != "factor":
             return quantize(dense, self.format, self.bits, self.group)
         return self.weight(*dense.shape, generator=generator)
 
     def weight(self, *shape: int, generator: torch.Generator) -> Parts:
-        """data, scale and offset of a weight [..., N, C], whose values have a variance of about 1 / C."""
+        """data, scale and offset of a random weight [..., N, C] with a variance of about 1 / C."""
         sizes = packed(shape, self.format, self.bits, self.group, self.scale)
         row, size, device = self.row, shape[-1] ** -0.5, generator.device
 
@@ -57,7 +59,7 @@ class Packing:
 
         data = integers("data", 0, 256)
         if row.has_own_scales:
-            blocks, size = data.unflatten(-1, (-1, row.bytes)), size / rms(self.format)
+            blocks, size = data.unflatten(-1, (-1, row.bytes)), size / root_mean_square(self.format)
             for factor, at in factors(row):
                 part = blocks[..., at : at + 2]
                 part.copy_((noise((*part.shape[:-1], 1)) * factor * size).half().view(torch.uint8))
@@ -77,23 +79,23 @@ class Packing:
         return data, (noise(sizes["scale"][0]) * size).to(self.scale), None
 
     def bytes(self, *shape: int) -> int:
-        """Of such a weight's data, scale and offset."""
+        """Bytes of data, scale and offset of such a weight."""
         parts = packed(shape, self.format, self.bits, self.group, self.scale).values()
         factors = 4 * prod(shape[:-2]) if self.row.offset == "factor" else 0
         return factors + sum(prod(size) * dtype.itemsize for size, dtype in parts)
 
 
 def factors(row: formats.Format) -> list[tuple[float, int]]:
-    """The float16 of one of GGML's blocks: where they begin, and how large they are beside the first. Offsets put the
-    middle of the integers at 0; k-quants subtract them."""
+    """The float16 factors of one of GGML's blocks: the size relative to the first factor, and the position. Offsets
+    move the middle of the integers to 0; k-quants subtract them."""
     places = ggml.DECODERS[row.name][1:]
     middle = (2**row.bits - 1) / 2
     return list(zip((1.0, middle if row.columns == 256 else -middle), places, strict=False))
 
 
 @functools.cache
-def rms(format: str) -> float:
-    """How large the numbers of GGML's blocks are whose first factor is 1; all bytes beside the factors are random."""
+def root_mean_square(format: str) -> float:
+    """The root mean square of GGML's blocks whose first factor is 1 and whose other bytes are random."""
     row = formats.FORMATS[format]
     blocks = torch.randint(256, (256, row.bytes), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     for factor, at in factors(row):
@@ -103,7 +105,7 @@ def rms(format: str) -> float:
     return float(reference.dequantize(blocks, format=format, dtype=torch.float32).square().mean().sqrt())
 
 
-#: What `--formats` names. Scales and offsets of affine get the activations' dtype.
+#: The values of `--formats`. Scales and offsets of affine get the activations' dtype.
 FORMATS: dict[str, Packing | None] = {
     library: Packing(row.name, row.bits, row.scale_columns or 64, row.scale_dtype or torch.float32)
     if row.is_packed
@@ -113,13 +115,13 @@ FORMATS: dict[str, Packing | None] = {
 
 
 def packing_of(format: str, dtype: torch.dtype) -> Packing | None:
-    """None of dense weights."""
+    """None for dense weights."""
     packing = FORMATS[format]
     return replace(packing, scale=dtype) if packing and packing.row.is_affine else packing
 
 
 def dequantized(op: str, given: Mapping[str, Tensor], packing: Packing, dtype: torch.dtype) -> dict[str, Tensor]:
-    """An op's arguments with dense weights of the same numbers."""
+    """An op's arguments with dense weights of the same values."""
     found = dict(given)
     for name in weights(op):
         parts = [found.pop(part, None) for part in (name, *scale_names(name))]

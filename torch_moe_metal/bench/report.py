@@ -1,4 +1,4 @@
-"""What was measured, as a table, as JSON, and what is going on meanwhile."""
+"""Results as a table and as JSON, and a progress bar."""
 
 import sys
 import time
@@ -8,21 +8,21 @@ from ..arguments import DTYPES
 from ..models import MODELS
 from .calls import Call
 
-OURS_DENSE = "ours, dense"  # our own op on the numbers that packed weights stand for
+OURS_DENSE = "ours, dense"  # our own op on the values of packed weights, as dense weights
 MLX = "mlx"
-RATIOS = {"x dense": OURS_DENSE, "x MLX": MLX}  # columns beside that of PyTorch
+RATIOS = {"x dense": OURS_DENSE, "x MLX": MLX}  # columns in addition to that of PyTorch
 
 
 @dataclass
 class Result:
-    """One row: our time, everybody else's, and the machine's limits measured in turn with them."""
+    """One row: our time, those of other implementations, and the memory bandwidth measured in turn with them."""
 
     call: Call
-    read: float = 0.0  # bytes, each once: the mean over the sets of inputs
+    read: float = 0.0  # bytes read, each counted once; the mean over the sets of inputs
     seconds: dict[str, float] = field(default_factory=dict)  # by name; ours is "ours"
-    limits: dict[str, float] = field(default_factory=dict)  # GB/s of its kind, where the row is worth it
-    failed: dict[str, str] = field(default_factory=dict)  # by name: who could not run, or computed something else
-    first: float | None = None  # seconds of our first call, its kernels compiled if they were not yet
+    limits: dict[str, float] = field(default_factory=dict)  # GB/s by kind, if the row moves enough bytes
+    failed: dict[str, str] = field(default_factory=dict)  # by name: the reason why an implementation is left out
+    first: float | None = None  # seconds of our first call, including compilation
 
     @property
     def ours(self) -> float | None:
@@ -34,7 +34,7 @@ class Result:
 
     @property
     def kind(self) -> str:
-        """Which limit holds for it: a row that writes next to nothing can go as fast as memory can be read."""
+        """The bandwidth that limits it: reads if it writes less than a tenth of its bytes, else copies."""
         return "read" if self.call.written < 0.1 * self.bytes else "copy"
 
     @property
@@ -44,11 +44,11 @@ class Result:
 
     @property
     def rivals(self) -> dict[str, float]:
-        """Everybody else's times."""
+        """The times of all other implementations."""
         return {name: time for name, time in self.seconds.items() if name not in ("ours", OURS_DENSE)}
 
     def fastest(self) -> str | None:
-        """The fastest of PyTorch's ways."""
+        """The fastest PyTorch implementation."""
         return min((name for name in self.rivals if name != MLX), key=self.seconds.__getitem__, default=None)
 
     def ratio(self, name: str | None) -> float | None:
@@ -58,7 +58,7 @@ class Result:
     def shape(self) -> str:
         m, dims = self.call.model, self.call.dims
         sizes = "".join(f" {letter}={dims[letter]}" for letter in "EKNHIAJDVS" if letter in self.call.letters)
-        if m.E < MODELS[self.call.name].E:  # memory holds no more
+        if m.E < MODELS[self.call.name].E:  # limited by memory
             sizes = sizes.replace(f" E={m.E}", f" E={m.E}/{MODELS[self.call.name].E}")
         return f"T={self.call.T}{sizes}" + (f" S={m.S}" if self.call.op == "block" and m.S else "")
 
@@ -119,7 +119,7 @@ def line(result: Result, ratios: list[str]) -> str:
 
 
 def footnotes(results: list[Result]) -> list[str]:
-    """Who could not take part, each reason once."""
+    """The implementations that were left out, each reason once."""
     notes: dict[tuple[str, str], int] = {}
     for result in results:
         for name, why in result.failed.items():
@@ -131,7 +131,7 @@ def footnotes(results: list[Result]) -> list[str]:
 
 
 class Progress:
-    """A bar on standard error: rows done, what runs now, the time gone by. Nothing where nobody looks."""
+    """A bar on standard error: rows done, the current row and the elapsed time. Only in a terminal."""
 
     WIDTH = 24
 

@@ -1,11 +1,11 @@
-"""A whole model, end to end: transformers as it is, against experts_implementation, against patch, in bf16 and packed.
+"""A whole model, end to end: stock transformers, experts_implementation and patch, with bf16 and packed weights.
 
-The model has the sizes of `--model` and random bf16 weights. It has `--layers` of all its layers, and its vocabulary is
-cut in the same proportion, so that the head weighs as much as it does in the whole model. All variants take turns in
-every round, on the same weights and the same tokens; told are medians over the rounds. Each of `--formats` makes two
-more variants, both with `patch`: experts alone packed, and all that is large. Blocks of GGML's that `quantize` does not
-write are random. Each of `--context` is how many tokens are in the cache when decoding begins; their keys and values
-are random, as the weights are.
+The model has the sizes of `--model` and random bf16 weights. It has only `--layers` of its layers, and its vocabulary
+is cut in the same proportion, so that the head has the same share of the time as in the whole model. All variants take
+turns in every round, with the same weights and tokens; the medians over the rounds are reported. Each of `--formats`
+adds two variants with `patch`: one with packed experts only, and one with all large weights packed. GGML formats that
+`quantize` does not write get random blocks. Each of `--context` is a number of tokens in the cache when decoding
+begins; their keys and values are random.
 """
 
 import copy
@@ -22,35 +22,29 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..cli import CannotRun, add_device, check_device, has_transformers, positive
 from ..loading import weights_gb
-from ..models import DEFAULT, MODELS
+from ..models import DEFAULT, MODELS, configuration
 from ..packing import WRITTEN
-from .block import configuration
-from .calls import Unfit
-from .here import add_device, check_device, has_transformers, positive
 from .measure import machine, synchronize
 from .packed import FORMATS
 from .report import Progress
 
 PROMPT, TOKENS = 512, 16
 CONTEXT = [64, 4096, 16384]
-#: The models that are measured whole: all their layers, and what `MODELS` does not say of them.
-WHOLE = {
-    "qwen3-30b-a3b": (48, {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}),
-    "gpt-oss-20b": (24, {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}),
-}
-#: GGUF files have more bits in some weights: which formats, by the name of a weight and the number of its layer.
+WHOLE = ("qwen3-30b-a3b", "gpt-oss-20b")  # the models that can be measured
+#: GGUF files use more bits for some weights: the usual format and the larger one.
 MIXES = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
-EXPERTS_ALONE = [r"(?!.*experts).*"]  # what is skipped then
+EXPERTS_ONLY = [r"(?!.*experts).*"]  # `skip` of everything else
 
 
 def whole_config(name: str, layers: int):
-    """The configuration with some of the layers, and with a vocabulary cut in the same proportion."""
+    """The configuration with only some of the layers, and with a vocabulary cut in the same proportion."""
     from transformers import AutoConfig
 
-    model, (all_layers, attention) = MODELS[name], WHOLE[name]
-    sizes = {"vocab_size": model.vocabulary * layers // all_layers, "num_hidden_layers": layers}
-    return AutoConfig.for_model(model.config, **configuration(model), **sizes, **attention)
+    model = MODELS[name]
+    sizes = {"vocab_size": model.vocabulary * layers // model.layers, "num_hidden_layers": layers}
+    return AutoConfig.for_model(model.config, **configuration(model), **sizes, **model.attention)
 
 
 def random_model(name: str, layers: int, device: str) -> nn.Module:
@@ -69,10 +63,10 @@ def random_model(name: str, layers: int, device: str) -> nn.Module:
 
 
 def variants(model: nn.Module, device: str) -> dict[str, Callable[[], nn.Module]]:
-    """What gives the model for each measurement, by name. Stock is the default of `generate`: grouped_mm, and outside
-    of the CPU batched_mm for decoding."""
-    from ..rehearsal import wait_for_all
+    """By name, functions that prepare and return the model. Stock is the default of `generate`: grouped_mm, and on
+    other devices than the CPU batched_mm for decoding."""
     from ..transformers import patch, unpatch
+    from ..warmup import wait_for_all
 
     def choose(implementation: str) -> nn.Module:
         unpatch(model)
@@ -81,7 +75,7 @@ def variants(model: nn.Module, device: str) -> dict[str, Callable[[], nn.Module]
 
     def patched() -> nn.Module:
         patch(model)
-        wait_for_all()  # so that nothing compiles beside what is measured
+        wait_for_all()  # so that nothing compiles while it is measured
         return model
 
     stock = {"stock": lambda: choose("grouped_mm")}
@@ -91,14 +85,15 @@ def variants(model: nn.Module, device: str) -> dict[str, Callable[[], nn.Module]
 
 
 def format_in(mix: str, weight: str) -> str:
-    """As llama.cpp has it: more bits for the head, and for values and down of every other layer."""
+    """The format of a weight as in llama.cpp: more bits for the head, and for v_proj and down_proj of every other
+    layer."""
     usual, more = MIXES[mix]
     layer = next((int(part) for part in weight.split(".") if part.isdigit()), 0)
     return more if "lm_head" in weight or (layer % 2 == 0 and ("v_proj" in weight or "down_proj" in weight)) else usual
 
 
 def pack_model(model: nn.Module, name: str, skip: list[str]) -> None:
-    """Have all that is large in a format, or in a mix of formats."""
+    """Pack all large weights of the model in a format or a mix of formats."""
     from ..transformers import MoeMetalConfig, quantize_
     from ..transformers.checkpoints.config import Form, pack_all
     from ..transformers.fusing.packed import named_parts
@@ -123,17 +118,17 @@ def pack_model(model: nn.Module, name: str, skip: list[str]) -> None:
 
 
 def packed_variants(model: nn.Module, formats: list[str]) -> dict[str, Callable[[], nn.Module]]:
-    """The same for copies in these formats, which share what stays dense."""
-    from ..rehearsal import wait_for_all
+    """The same for packed copies of the model, which share the weights that stay dense."""
     from ..transformers import patch
+    from ..warmup import wait_for_all
 
     made = {}
     for name in formats:
-        for told, skip in ((f"patch, {name} experts", EXPERTS_ALONE), (f"patch, {name}", [])):
+        for variant, skip in ((f"patch, {name} experts", EXPERTS_ONLY), (f"patch, {name}", [])):
             packed = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
             pack_model(packed, name, skip)
             patch(packed)
-            made[told] = lambda packed=packed: packed
+            made[variant] = lambda packed=packed: packed
     wait_for_all()
     return made
 
@@ -167,7 +162,7 @@ def prefill(model: nn.Module, ids: torch.Tensor) -> float:
 
 
 def filled_cache(model: nn.Module, context: int):
-    """transformers' own, as if the model had read this many tokens."""
+    """transformers' cache as if the model had read this many tokens."""
     from transformers import DynamicCache
 
     config, weight = model.config, model.lm_head.weight
@@ -180,7 +175,7 @@ def filled_cache(model: nn.Module, context: int):
 
 
 def decode(model: nn.Module, token: torch.Tensor, context: int, tokens: int) -> tuple[float, int]:
-    """Tokens per second behind this many tokens, and the ops that one token takes."""
+    """Tokens per second with this many tokens in the cache, and the number of ops per token."""
     cache = filled_cache(model, context)
     seconds = []
     for _ in range(tokens):
@@ -215,7 +210,7 @@ def measure(options: Namespace) -> dict[str, dict[str, float]]:
     prepared = variants(model, options.device) | packed_variants(model, options.formats)
     rows: dict[str, list[dict]] = {name: [] for name in prepared}
     progress = Progress((options.rounds + 1) * len(rows), wanted=not options.json)
-    for _ in range(options.rounds + 1):  # the first of each only warms up
+    for _ in range(options.rounds + 1):  # the first round only warms up
         for name, prepare in prepared.items():
             progress.show(sum(map(len, rows.values())), name)
             rows[name].append(measured(prepare(), ids, options.context))
@@ -237,15 +232,19 @@ def table(medians: dict[str, dict[str, float]], contexts: list[int]) -> str:
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_device(parser)
-    parser.add_argument("--model", choices=WHOLE, default=DEFAULT, help=f"whose layers (default: {DEFAULT})")
-    parser.add_argument("--layers", type=positive, default=4, help="of all its layers (default: 4, in 6 GB)")
+    parser.add_argument(
+        "--model", choices=WHOLE, default=DEFAULT, help=f"the model whose sizes are used (default: {DEFAULT})"
+    )
+    parser.add_argument("--layers", type=positive, default=4, help="number of layers (default: 4, which take 6 GB)")
     packed = [*MIXES, *(name for name, packing in FORMATS.items() if packing)]
-    told = f"packed weights, too: {' '.join(packed)} (default: none; each takes a minute to make and 4 GB)"
-    parser.add_argument("--formats", nargs="+", choices=packed, default=[], metavar="FORMAT", help=told)
-    told = f"how many tokens are in the cache at decode (default: {' '.join(map(str, CONTEXT))})"
-    parser.add_argument("--context", nargs="+", type=positive, default=CONTEXT, metavar="TOKENS", help=told)
-    parser.add_argument("--rounds", type=positive, default=5, help="that count, after one that does not (default: 5)")
-    parser.add_argument("--json", action="store_true", help="print JSON and no table")
+    formats = f"also packed weights: {' '.join(packed)} (default: none; each needs a minute and 4 GB)"
+    parser.add_argument("--formats", nargs="+", choices=packed, default=[], metavar="FORMAT", help=formats)
+    context = f"numbers of tokens in the cache when decoding begins (default: {' '.join(map(str, CONTEXT))})"
+    parser.add_argument("--context", nargs="+", type=positive, default=CONTEXT, metavar="TOKENS", help=context)
+    parser.add_argument(
+        "--rounds", type=positive, default=5, help="measured rounds, after one warm-up round (default: 5)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(options: Namespace) -> int:
@@ -254,8 +253,8 @@ def run(options: Namespace) -> int:
     try:
         check_device(options.device)
         if not has_transformers():
-            raise Unfit("transformers is not installed: `pip install transformers`")
-    except Unfit as reason:
+            raise CannotRun("transformers is not installed: `pip install transformers`")
+    except CannotRun as reason:
         print(f"bench-model: {reason}", file=sys.stderr)
         return 2
     about = {

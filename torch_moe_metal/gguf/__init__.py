@@ -1,10 +1,10 @@
-"""What a GGUF file says it holds, checked before anything is loaded, and its tensors in the file's own mapped pages.
+"""Reads GGUF files: their header, checked before anything is loaded, and their tensors in the mapped pages of the file.
 
-    file = read("model-Q4_K_M.gguf")         # and the other parts, where it is split
+    file = read("model-Q4_K_M.gguf")         # with the other parts of a split file
     file.metadata["general.architecture"]
     file.tensors["blk.0.ffn_down_exps.weight"].mapped()
 
-Weights are blocks as GGML has them, which the ops read as they lie: see `formats` for those that have a reader.
+Weights are GGML's blocks, which the ops read without conversion if `formats` has a reader for them.
 """
 
 import functools
@@ -20,30 +20,30 @@ from torch import Tensor
 
 from ..formats import FORMATS
 
-#: GGML's numbers of its types, and our names for those.
+#: GGML's type numbers, and our names of the types.
 FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
 INTEGERS = {24: torch.int8, 25: torch.int16, 26: torch.int32, 27: torch.int64}
 BLOCKS = {
     2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k",
     14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 39: "ggml_mxfp4",
 }  # fmt: skip
-#: Those that have no reader: columns and bytes of a block.
+#: Types without a reader: columns and bytes of a block.
 OTHERS = {
     16: ("iq2_xxs", 256, 66), 17: ("iq2_xs", 256, 74), 18: ("iq3_xxs", 256, 98), 19: ("iq1_s", 256, 50),
     21: ("iq3_s", 256, 110), 22: ("iq2_s", 256, 82), 29: ("iq1_m", 256, 56), 34: ("tq1_0", 256, 54),
     35: ("tq2_0", 256, 66),
 }  # fmt: skip
-#: Metadata: the numbers of struct's codes for scalars, by GGUF's numbers of them.
+#: struct's codes of scalars, by GGUF's numbers of metadata types.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 VERSIONS = (2, 3)
-MOST_DIMENSIONS = 4  # as GGML has it
+MAX_DIMENSIONS = 4  # GGML's limit
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor of a file. `shape` is PyTorch's, in numbers; `format` our name for what they are stored in."""
+    """One tensor of a file. `shape` is that of PyTorch, in elements; `format` is our name of its type."""
 
     name: str
     file: Path
@@ -61,7 +61,7 @@ class GgufTensor:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """In elements of `stored_dtype`."""
+        """The shape in elements of `stored_dtype`."""
         return (*self.shape[:-1], self.bytes // prod(self.shape[:-1])) if self.is_packed else self.shape
 
     @property
@@ -70,7 +70,7 @@ class GgufTensor:
 
     @property
     def is_packed(self) -> bool:
-        """Whether it is blocks, and not plain numbers."""
+        """Whether it has blocks instead of plain elements."""
         return self.type not in FLOATS | INTEGERS
 
     @property
@@ -78,14 +78,14 @@ class GgufTensor:
         return self.format in FORMATS
 
     def mapped(self) -> Tensor:
-        """Its numbers or blocks, in the file's pages. They are read from disk when they are used."""
+        """The elements or blocks in the file's mapped pages. They are read from disk when they are used."""
         dtype = self.stored_dtype
         return torch.empty(0, dtype=dtype).set_(self.pages, self.begin // dtype.itemsize, self.stored_shape)
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """Metadata and tensors of a file, or of all parts of one that is split."""
+    """Metadata and tensors of a file, or of all parts of a split file."""
 
     path: Path
     metadata: dict
@@ -93,12 +93,12 @@ class GgufFile:
 
 
 def pages(file: Path) -> torch.UntypedStorage:
-    """A whole file, mapped. What is written there stays in memory and never reaches the file."""
+    """A whole file, mapped privately: writes stay in memory and never reach the file."""
     return torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
 
 
 def parts_of(path: Path, count: int) -> list[Path]:
-    """The names of all parts of a split file, of which this is one."""
+    """The paths of all parts of a split file, given one of them."""
     found = SPLIT.fullmatch(path.name)
     if found is None or int(found[3]) != count:
         raise ValueError(
@@ -109,8 +109,8 @@ def parts_of(path: Path, count: int) -> list[Path]:
 
 
 def read(path: str | Path, strings: Container[str] = ()) -> GgufFile:
-    """A file and all its other parts, without the tensors' numbers. Arrays of strings are their lengths in the
-    metadata, but for those in `strings`: a vocabulary is long."""
+    """Read the headers of a file and all its other parts. The metadata has only the lengths of arrays of strings,
+    except for those in `strings`, because a vocabulary is long."""
     path = Path(path)
     header = Header(path, strings)
     count = header.metadata.get("split.count", 1)
@@ -135,7 +135,7 @@ def read(path: str | Path, strings: Container[str] = ()) -> GgufFile:
 
 
 class Header:
-    """The metadata and the table of tensors of one file, each value checked as it is read."""
+    """The metadata and the table of tensors of one file. Each value is checked when it is read."""
 
     def __init__(self, path: Path, strings: Container[str] = ()):
         self.path, self.strings, self.at = path, strings, 0
@@ -182,7 +182,7 @@ class Header:
         return found
 
     def expect_count(self, count: int, least: int, what: str) -> None:
-        """There is room for so many things, each of `least` bytes at least."""
+        """Raises if the rest of the file is too short for `count` items of at least `least` bytes."""
         self.expect(count <= (self.size - self.at) // least, what, "as many as the file has room for", count)
 
     def read_metadata(self, count: int) -> dict:
@@ -210,7 +210,7 @@ class Header:
         self.expect_count(count, 8, key)
         if key in self.strings:
             return [self.string(key) for _ in range(count)]
-        data, at = self.data, self.at  # a vocabulary has many
+        data, at = self.data, self.at  # local names: a vocabulary has many strings
         for _ in range(count):
             at += 8 + int.from_bytes(data[at : at + 8], "little")
         self.take(at - self.at, key)
@@ -223,7 +223,7 @@ class Header:
             name = self.name("a tensor's name")
             self.expect(name not in entries, name, "a tensor once", "it twice")
             dimensions = self.number("I", name)
-            self.expect(1 <= dimensions <= MOST_DIMENSIONS, name, f"1 to {MOST_DIMENSIONS} dimensions", dimensions)
+            self.expect(1 <= dimensions <= MAX_DIMENSIONS, name, f"1 to {MAX_DIMENSIONS} dimensions", dimensions)
             shape = tuple(self.number("Q", name) for _ in range(dimensions))[::-1]
             entries[name] = shape, self.number("I", name), self.number("Q", name)
         alignment = self.metadata.get("general.alignment", 32)
@@ -246,7 +246,7 @@ class Header:
 
 @functools.cache
 def block_of(type: int) -> tuple[str | None, int, int]:
-    """Of one of GGML's types: our name for it, and how many columns a block has, and bytes."""
+    """For one of GGML's types: our name of it, and the columns and bytes of a block."""
     if type in BLOCKS:
         format = FORMATS[BLOCKS[type]]
         return format.name, format.columns, format.bytes

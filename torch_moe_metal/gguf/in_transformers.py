@@ -1,4 +1,5 @@
-"""GGUF files as transformers reads their metadata: checked, of all parts of a split file, and by their path alone."""
+"""Makes transformers read metadata of GGUF files through our reader, which checks them and supports split files, and
+makes Auto classes accept the path of a GGUF file."""
 
 import functools
 import re
@@ -10,16 +11,16 @@ from ..integration import packed_checkpoints
 from . import SPLIT, GgufFile, parts_of
 from . import read as read_file
 
-#: A file in the hub's cache: the cache, the repository, its commit, and the file's name there.
+#: A file in the hub's cache: the cache, the repository, its commit, and the name of the file in it.
 IN_CACHE = re.compile(r"(.*)/models--([^/]+)/snapshots/([0-9a-f]{40})/(.+)")
-#: Tensors that a configuration is made of.
+#: Tensors whose values are part of the configuration.
 VALUES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-#: Where the metadata has the file's name, for messages.
+#: The metadata key for the file's name, used in messages.
 PATH = "torch_moe_metal.path"
 
 
 def read(path: str, strings: Container[str] = ()) -> GgufFile:
-    """A file, after all parts of a split one have come from the hub, whence transformers gets one."""
+    """Read a file. All parts of a split file are downloaded first, because transformers downloads only one."""
     found, cached = SPLIT.fullmatch(Path(path).name), IN_CACHE.fullmatch(Path(path).as_posix())
     if found and cached:
         from huggingface_hub import hf_hub_download
@@ -33,7 +34,8 @@ def read(path: str, strings: Container[str] = ()) -> GgufFile:
 
 
 def architecture_of(file: GgufFile) -> str:
-    """As CONFIGS has it. Mixtral's files say "llama", as those of dense models do, which are left to transformers."""
+    """The architecture, as in CONFIGS. Mixtral's files say "llama", like those of dense models, which are left to
+    transformers."""
     found = file.metadata.get("general.architecture")
     if not isinstance(found, str):
         raise ValueError(f"torch_moe_metal: {file.path}: general.architecture: expected a name, got {found!r}")
@@ -41,8 +43,8 @@ def architecture_of(file: GgufFile) -> str:
 
 
 def read_gguf_metadata(stock, path: str, string_arrays: Container[str] = ()) -> tuple[dict, tuple[str, ...]]:
-    """transformers' own function of this name. The numbers of VALUES, which say how angles are scaled, are beside the
-    metadata."""
+    """Replaces transformers' function of this name. The values of the tensors in VALUES, which scale the rotation, are
+    added to the metadata."""
     if not packed_checkpoints():
         return stock(path, string_arrays)
     file = read(path, string_arrays)
@@ -53,13 +55,13 @@ def read_gguf_metadata(stock, path: str, string_arrays: Container[str] = ()) -> 
 
 
 def read_known_metadata(stock, path: str) -> tuple[dict, tuple[str, ...]]:
-    """The same where a model is made of it, which nobody may have for this architecture."""
+    """The same, when the metadata are used for a model: raises if the architecture is not supported."""
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     found = read_gguf_metadata(stock, path)
     name = found[0]["general.architecture"]
-    others = {re.sub(r"\W|_", "", each) for each in GGUF_SUPPORTED_ARCHITECTURES}  # in transformers' spelling
+    others = {re.sub(r"\W|_", "", each) for each in GGUF_SUPPORTED_ARCHITECTURES}  # transformers' spelling
     if name not in GGUF_CONFIG_ARCHS and re.sub(r"\W|_", "", name) not in others:
         known = ", ".join(sorted({*GGUF_CONFIG_ARCHS, *GGUF_CONFIG_ARCHS.ours}))
         raise ValueError(
@@ -70,7 +72,7 @@ def read_known_metadata(stock, path: str) -> tuple[dict, tuple[str, ...]]:
 
 
 class Architectures(dict):
-    """transformers' table of configurations, with ours while packed checkpoints are on."""
+    """transformers' table of configurations, plus ours while packed checkpoints are enabled."""
 
     @functools.cached_property
     def ours(self) -> dict:
@@ -86,7 +88,7 @@ class Architectures(dict):
 
 
 def of_file(config):
-    """A function of a configuration whose errors name the file."""
+    """Wraps a function that makes a configuration, so that its errors name the file."""
 
     def named(metadata: dict, tensor_names: tuple[str, ...]) -> dict:
         try:
@@ -98,7 +100,7 @@ def of_file(config):
 
 
 def take_paths(module: ModuleType) -> None:
-    """Have `from_pretrained` of a module's Auto classes take the path of a GGUF file alone, too."""
+    """Make `from_pretrained` of a module's Auto classes also accept just the path of a GGUF file."""
     for cls in list(vars(module).values()):
         if isinstance(cls, type) and cls.__module__ == module.__name__ and "from_pretrained" in vars(cls):
             cls.from_pretrained = by_path(vars(cls)["from_pretrained"].__func__)
@@ -116,7 +118,7 @@ def by_path(stock: Callable) -> classmethod:
 
 
 def register() -> None:
-    """Have transformers read GGUF files through us."""
+    """Make transformers read GGUF files through our reader."""
     from transformers.integrations import gguf as home
     from transformers.integrations.gguf import gguf_config_mapping, reader
 

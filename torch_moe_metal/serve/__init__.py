@@ -10,13 +10,13 @@ import sys
 from argparse import ArgumentParser, Namespace
 from importlib.util import find_spec
 
-from ..bench.calls import Unfit
+from ..cli import CannotRun
 from ..loading import add_model, check_model, loading, say
 
 KEY = "TORCH_MOE_METAL_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 LOCAL = ("127.0.0.1", "localhost", "::1")
-#: With continuous batching all requests share one cache of the context's length: at most so many tokens by default.
+#: The default context with continuous batching, where all requests share one cache of this length.
 MAX_SHARED = 32768
 EXAMPLES = """
 examples:
@@ -46,10 +46,10 @@ def run(options: Namespace) -> int:
     try:
         source = check_model(options)
         if missing := [name for name in NEEDED if find_spec(name) is None]:
-            raise Unfit(f"not installed: {', '.join(missing)}: pip install 'torch_moe_metal[serve]'")
+            raise CannotRun(f"not installed: {', '.join(missing)}: pip install 'torch_moe_metal[serve]'")
         with listener(options.host, options.port) as listening:
             return serve(source, options, listening)
-    except Unfit as reason:
+    except CannotRun as reason:
         print(f"serve: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -59,14 +59,14 @@ def run(options: Namespace) -> int:
 def listener(host: str, port: int) -> socket.socket:
     """A socket, bound before the model is loaded, which takes minutes, so that a port in use fails at once."""
     if not 0 <= port < 65536:
-        raise Unfit(f"cannot listen on {host}, port {port}: expected a port from 0 to 65535")
+        raise CannotRun(f"cannot listen on {host}, port {port}: expected a port from 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
-        raise Unfit(f"cannot listen on {host}, port {port}: {error}") from error
+        raise CannotRun(f"cannot listen on {host}, port {port}: {error}") from error
     return bound
 
 

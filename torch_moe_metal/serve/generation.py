@@ -29,7 +29,7 @@ from transformers.cli.serving.utils import (
 )
 from transformers.generation.continuous_batching.utils import drain_queue
 
-from ..bench.calls import Unfit
+from ..cli import CannotRun
 from .sampling import GREEDY, SHARED, quick, sampling
 from .stopping import StopFilter, cut
 
@@ -260,7 +260,7 @@ def start_batching(model, config: ContinuousBatchingConfig):
     try:
         manager = model.init_continuous_batching(GenerationConfig(**SHARED), config)
     except ValueError as error:  # the cache has no pages for some kinds of layers
-        raise Unfit(f"--continuous-batching: {error}") from error
+        raise CannotRun(f"--continuous-batching: {error}") from error
     processors = manager.logit_processor.logits_processor
     processors[:] = map(quick, processors)
     manager.start()
@@ -270,7 +270,7 @@ def start_batching(model, config: ContinuousBatchingConfig):
         result = manager.get_result(timeout=1)
     if (error := status.fatal_error or result.error) is not None:
         manager.stop()
-        raise Unfit(f"--continuous-batching: transformers' paged cache does not run this model: {error}")
+        raise CannotRun(f"--continuous-batching: transformers' paged cache does not run this model: {error}")
     return manager
 
 

@@ -7,7 +7,7 @@ from types import FrameType
 import torch
 import uvicorn
 
-from .. import rehearsal
+from .. import warmup
 from ..loading import say
 from .generation import Generation
 from .models import Models
@@ -40,7 +40,7 @@ class Server(uvicorn.Server):
 @torch.no_grad()
 def warm_up(models: Models, generation: Generation) -> None:
     """Compile everything and allocate the paged cache before the first request."""
-    rehearsal.wait_for_all()
+    warmup.wait_for_all()
     model = models.model
     ids = torch.ones(1, min(8, models.context - 2), dtype=torch.long, device=model.device)
     mask = torch.ones_like(ids)

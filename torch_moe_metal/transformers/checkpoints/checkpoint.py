@@ -1,4 +1,4 @@
-"""What a checkpoint's safetensors files say they hold, read before anything is loaded, and whether it fits together."""
+"""Reads and checks the headers of a checkpoint's safetensors files, before anything is loaded."""
 
 import json
 import stat
@@ -11,7 +11,7 @@ import torch
 
 from ...packing import FP8_BLOCK
 
-#: The dtypes that parts of packed weights have, by safetensors' words for them.
+#: The dtypes of parts of packed weights, by safetensors' names.
 SAFETENSORS = {
     "U8": torch.uint8,
     "U32": torch.uint32,
@@ -21,13 +21,13 @@ SAFETENSORS = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
 }
-#: What scales and offsets are stored in, and what dense weights are.
+#: The stored dtypes of scales and offsets, and of dense weights.
 SCALES = ("F32", "F16", "BF16")
 FP8_SCALES = ("F32", "BF16")
-#: Powers of two in a byte each, which become float32 while they are loaded: DeepSeek V4's scales.
+#: Powers of two, one byte each, which become float32 while loading: DeepSeek V4's scales.
 POWERS = "F8_E8M0"
 FLOATS = (*SCALES, "F64")
-#: Bits of a number, by safetensors' dtypes.
+#: Bits of an element, by safetensors' dtypes.
 NUMBER_BITS = (
     dict.fromkeys(("F4",), 4)
     | dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6)
@@ -41,7 +41,7 @@ LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a file: `dtype` is safetensors' word, `begin` the file's byte where its numbers begin."""
+    """One tensor of a file. `dtype` is safetensors' name; `begin` is the position of its first byte in the file."""
 
     name: str
     file: Path
@@ -68,7 +68,7 @@ class Stored:
         return tensors[name]
 
     def read(self) -> list[int | float]:
-        """Its numbers, which are few: integers of 32 or 64 bits, or float32."""
+        """Its few elements: integers of 32 or 64 bits, or float32."""
         dtype = {"I32": torch.int32, "I64": torch.int64, "F32": torch.float32}[self.dtype]
         with open(self.file, "rb") as opened:
             opened.seek(self.begin)
@@ -77,7 +77,7 @@ class Stored:
 
 
 def stored_tensors(files: Iterable[str] | None) -> dict[str, Stored]:
-    """All tensors of these safetensors files. Files of other kinds are passed over."""
+    """All tensors of these safetensors files. Other files are skipped."""
     found = {}
     for file in map(Path, files or ()):
         if file.suffix == ".safetensors":
@@ -89,8 +89,8 @@ def stored_tensors(files: Iterable[str] | None) -> dict[str, Stored]:
 
 
 def header(file: Path) -> tuple[dict[str, dict], int]:
-    """dtype, shape and place of each tensor, and where the first one begins; or an error where the header is broken or
-    the file ends before its last tensor does."""
+    """dtype, shape and position of each tensor, and where the first one begins. Raises if the header is broken or the
+    file is too short for its tensors."""
 
     def expect(right: bool, expected: str, got: object) -> None:
         if not right:
@@ -117,7 +117,7 @@ def header(file: Path) -> tuple[dict[str, dict], int]:
 
 
 def check_entry(file: Path, name: str, entry: object, size: int) -> None:
-    """One tensor of a header whose numbers take so many bytes together."""
+    """Check one tensor of a header. `size` is the bytes of all tensors."""
 
     def expect(right: bool, expected: str, got: object) -> None:
         if not right:
@@ -138,7 +138,7 @@ def check_entry(file: Path, name: str, entry: object, size: int) -> None:
 
 
 def check_places(file: Path, entries: Mapping[str, dict], size: int) -> None:
-    """Each tensor begins where another one ends, and the last one ends with the file, or safetensors refuses it."""
+    """Check that tensors follow each other without gaps up to the end of the file, as safetensors requires."""
     before = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]

@@ -9,7 +9,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ... import reference
-from ...formats import BITS, FORMATS, GROUPS
+from ...formats import BITS, FORMATS, GROUPS, any_of
 from ...layers import Embedding, Linear, TiedLinear, is_packed
 from ...packing import WRITTEN
 from ...transaction import all_or_nothing
@@ -113,9 +113,9 @@ class MoeMetalConfig(QuantizationConfigMixin):
         def expect_form(where: str, format: object, bits: object, group_size: object, formats=WRITTEN) -> None:
             known = isinstance(format, str) and format in formats
             expect(known, f"{where}format", f"one of {', '.join(formats)}", format)
-            expect(type(bits) is int and bits in BITS, f"{where}bits", "2, 3, 4, 5, 6 or 8", bits)
+            expect(type(bits) is int and bits in BITS, f"{where}bits", any_of(BITS), bits)
             right = type(group_size) is int and group_size in GROUPS
-            expect(right, f"{where}group_size", "16, 32, 64 or 128", group_size)
+            expect(right, f"{where}group_size", any_of(GROUPS), group_size)
 
         def glob(name: str, pattern: object) -> str:
             found = as_glob(pattern) if isinstance(pattern, str) else None

@@ -25,9 +25,9 @@ class FromPowers(ConversionOps):
         self.hf_quantizer = quantizer  # tells transformers not to cast them
 
     def convert(self, input_dict, **kwargs):
-        return of_each(input_dict, self.numbers)
+        return of_each(input_dict, self.convert_scales)
 
-    def numbers(self, scales: Tensor) -> Tensor:
+    def convert_scales(self, scales: Tensor) -> Tensor:
         codes = scales.view(torch.uint8)
         return power_of_two(codes, 127).masked_fill(codes == 255, float("nan"))
 
@@ -37,7 +37,7 @@ class FromPowers(ConversionOps):
 
 
 class ToPowers(FromPowers):
-    def numbers(self, scales: Tensor) -> Tensor:
+    def convert_scales(self, scales: Tensor) -> Tensor:
         exponents = scales.contiguous().view(torch.int32) >> 23 & 255
         return exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
 

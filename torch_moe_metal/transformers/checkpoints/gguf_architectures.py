@@ -1,7 +1,8 @@
-"""GGUF's tensors as transformers' weights, for architectures that transformers' own reader does not have.
+"""Renames GGUF's tensors to transformers' weights, for architectures that transformers' own reader does not support.
 
-Like transformers' table, each entry turns a configuration into WeightRenamings, which chain, and WeightConverters, of
-which one at most matches a renamed tensor. llama.cpp keeps a weight's rows whole, so most packed blocks survive.
+As in transformers' table, each entry is a function of a configuration. It returns WeightRenamings, which are applied
+one after the other, and WeightConverters, of which at most one matches a renamed tensor. llama.cpp does not split rows
+of weights, so most packed blocks do not change.
 """
 
 from collections.abc import Callable
@@ -20,10 +21,10 @@ from .gguf_config import CONFIGS
 
 __all__ = ["CONFIGS", "CONVERSIONS", "halves"]
 
-# Where the tensors of a layer for multi-token prediction go. No model has such a module, so they are dropped.
+# The target of tensors for multi-token prediction. No model has such a module, so they are dropped.
 DROPPED = "mtp."
 
-# Leaf names in the file and in the model, for what all decoders share.
+# The last parts of names in the file and in the model that all decoders share.
 ATTENTION = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -38,8 +39,8 @@ POST_ATTENTION_NORM = {"post_attention_norm": "post_attention_layernorm"}
 
 
 def halves(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Packed gate and up rows of all experts, [E, I, bytes] each, as one [E, 2, I, bytes]: a view, where both are in
-    the same file's pages and gate is the first, as llama.cpp has them."""
+    """Packed gate and up rows of all experts, [E, I, bytes] each, as one [E, 2, I, bytes]. It is a view if both are in
+    the pages of the same file and gate comes first, as llama.cpp stores them."""
     E, rows, size = gate.shape
     distance = up.storage_offset() - gate.storage_offset()
     if gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr() and distance > 0:
@@ -48,10 +49,10 @@ def halves(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 class JoinGateUp(ConversionOps):
-    """Gate and up weights [E, I, H] (or biases [E, I]) as the one parameter of the experts' module.
+    """Joins gate and up weights [E, I, H], or biases [E, I], into one parameter of the experts' module.
 
-    Dense weights become [E, 2I, H], all gate rows first, or gate and up rows in turn where `interleaved`; [E, H, 2I]
-    where `transposed`. Packed ones become [E, 2, I, bytes].
+    Dense weights become [E, 2I, H]: all gate rows first, or gate and up rows alternately if `interleaved`; or [E, H,
+    2I] if `transposed`. Packed weights become [E, 2, I, bytes].
     """
 
     supports_packed = True
@@ -69,7 +70,7 @@ class JoinGateUp(ConversionOps):
 
 
 class ExpertRows(ConversionOps):
-    """Down weights [E, H, I], which a `transposed` module has as [E, I, H]. Packed blocks stay as they are."""
+    """Down weights [E, H, I], transposed to [E, I, H] for `transposed` modules. Packed blocks do not change."""
 
     supports_packed = True
 
@@ -84,9 +85,9 @@ class ExpertRows(ConversionOps):
 
 
 class JoinLatentHeads(ConversionOps):
-    """`kv_b_proj` of latent attention from its halves: keys [heads, rank, width], values [heads, width, rank].
+    """Makes `kv_b_proj` of latent attention from its halves: keys [heads, rank, width], values [heads, width, rank].
 
-    Keys are transposed in the file, which no packed block survives.
+    The file stores transposed keys, so packed blocks cannot be kept.
     """
 
     def __init__(self, heads: int, rank: int):
@@ -105,7 +106,7 @@ def single(tensors) -> torch.Tensor:
 
 
 def renamings(config, leaves: dict[str, str]) -> list[WeightTransform]:
-    """The names outside the layers, the layers' prefix, and `leaves`, which apply in their order."""
+    """The names outside of the layers, the prefix of the layers, and `leaves`, applied in this order."""
     layers = "|".join(map(str, range(config.num_hidden_layers)))
     return [
         WeightRenaming(r"^token_embd\.", "model.embed_tokens."),
@@ -130,7 +131,7 @@ def convert(sources: str | list[str], target: str, *operations: ConversionOps) -
 
 
 def experts(block: str = "mlp.experts", transposed: bool = False, interleaved: bool = False) -> list[WeightTransform]:
-    """A file may have gate and up in one tensor: all gate rows first, as no transposed module has them."""
+    """Experts. A file may have gate and up in one tensor with all gate rows first, which no transposed module uses."""
     gate_up = [r"\.ffn_gate_exps\.weight", r"\.ffn_up_exps\.weight"]
     both = [] if transposed else [WeightRenaming(r"\.ffn_gate_up_exps\.weight", f".{block}.gate_up_proj")]
     return [
@@ -145,8 +146,9 @@ def score_bias(target: str = "mlp.gate.e_score_correction_bias") -> list[WeightT
 
 
 def rotary_halves(heads: int, width: int) -> PermuteRows:
-    """llama.cpp has a head's rotated pairs side by side, and the model has the first of each pair first."""
-    rows = torch.arange(heads * width, device="cpu")  # on the CPU: the default device may be meta
+    """llama.cpp stores a head's rotated pairs next to each other; the model has the first elements of all pairs
+    first."""
+    rows = torch.arange(heads * width, device="cpu")  # on the CPU, because the default device may be meta
     return PermuteRows(rows.reshape(heads, width // 2, 2).transpose(1, 2).flatten())
 
 
@@ -166,7 +168,7 @@ def qwen3_moe(config) -> list[WeightTransform]:
 
 
 def shared_gate() -> list[WeightTransform]:
-    """llama.cpp may have squeezed the gate of the shared expert, [1, H]."""
+    """The gate of the shared expert, [1, H], which llama.cpp may have squeezed."""
     target = ".mlp.shared_expert_gate.weight"
     return [convert(r"\.ffn_gate_inp_shexp\.weight", target, Unsqueeze(0, expected_ndim=2))]
 
@@ -177,7 +179,7 @@ def qwen2_moe(config) -> list[WeightTransform]:
 
 
 def qwen3_next(config) -> list[WeightTransform]:
-    """Norms hold 1 + w, but for that of linear attention, whose query, key, value and gate rows are grouped apart."""
+    """Norms store 1 + w, except in linear attention, whose query, key, value and gate rows are grouped differently."""
     leaves = {leaf: name for leaf, name in ATTENTION.items() if not leaf.endswith("norm")}
     linear = {"ssm_in": "in_proj_qkvz", "ssm_ba": "in_proj_ba", "ssm_norm": "norm", "ssm_out": "out_proj"}
     leaves |= {"ffn_gate_inp": "mlp.gate"} | shared("mlp.shared_expert")
@@ -207,7 +209,7 @@ def qwen3_next(config) -> list[WeightTransform]:
 
 
 def rows_by_key_head(config) -> torch.Tensor:
-    """All queries, keys, values and gates in turn, as each key head's queries, keys, values and gates."""
+    """The order that turns all queries, keys, values and gates, one after the other, into groups by key head."""
     heads, key = config.linear_num_key_heads, config.linear_key_head_dim
     value = config.linear_num_value_heads // heads * config.linear_value_head_dim
     sizes = [heads * key, heads * key, heads * value, heads * value]
@@ -231,13 +233,13 @@ def mixtral(config) -> list[WeightTransform]:
 
 
 def routed_with_shared(config) -> list[WeightTransform]:
-    """GLM 4 and dots: leading dense layers, then routed and shared experts."""
+    """GLM 4 and dots: dense first layers, then routed and shared experts."""
     leaves = ATTENTION | PRE_NORM | POST_ATTENTION_NORM | dense() | shared("mlp.shared_experts")
     return renamings(config, leaves | {"ffn_gate_inp": "mlp.gate"}) + score_bias() + experts()
 
 
 def deepseek(config) -> list[WeightTransform]:
-    """The old layout has `kv_b_proj` whole; the new one has its keys, transposed, and its values."""
+    """The old layout has a whole `kv_b_proj`; the new one has its transposed keys and its values."""
     latent = {
         "attn_q_a": "q_a_proj",
         "attn_q_a_norm": "q_a_layernorm",
@@ -295,7 +297,7 @@ def llama4(config) -> list[WeightTransform]:
 
 def gemma4(config) -> list[WeightTransform]:
     leaves = {
-        "proj": "per_layer_projection",  # before the names that end so, too
+        "proj": "per_layer_projection",  # before the names with the same ending
         **ATTENTION,
         **POST_ATTENTION_NORM,
         **dense(),

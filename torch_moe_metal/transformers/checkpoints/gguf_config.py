@@ -1,8 +1,8 @@
-"""The transformers configuration that a GGUF file's metadata states, for the architectures transformers cannot read.
+"""Makes a transformers configuration from a GGUF file's metadata, for architectures that transformers cannot read.
 
-A GGUF file has no config.json: its metadata, under llama.cpp's key names, is the configuration. Every value that the
-file states is set, even where it equals the class's default: those defaults are one checkpoint's values. A key that
-an older llama.cpp did not write gets the default that llama.cpp itself takes for it.
+A GGUF file has no config.json: its metadata, under llama.cpp's key names, are the configuration. All values in the file
+are set, even if they equal a default of the class, because those defaults are the values of one checkpoint. A key that
+an older llama.cpp did not write gets llama.cpp's own default.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from .gguf_metadata import LONG_FACTORS, REQUIRED, ROPE_FREQS, SHORT_FACTORS, Me
 
 __all__ = ["CONFIGS", "LONG_FACTORS", "ROPE_FREQS", "SHORT_FACTORS"]
 
-SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of the functions that make a router's scores
+SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of scoring functions
 
 # GGUF architecture -> function of (metadata, tensor names) that returns transformers' configuration as a dict
 CONFIGS: dict[str, Callable[[dict, tuple[str, ...]], dict]] = {}
 
 
 def architecture(name: str, prefix: str | None = None):
-    """Registers a function of Metadata as the configuration of this GGUF architecture, whose keys begin so."""
+    """Registers a function of Metadata that makes the configuration of this GGUF architecture. `prefix` is that of its
+    keys."""
 
     def register(function):
         CONFIGS[name] = lambda metadata, tensor_names: function(Metadata(metadata, prefix or name, tensor_names))
@@ -31,12 +32,12 @@ def architecture(name: str, prefix: str | None = None):
 
 
 def decoder(file: Metadata, model_type: str, class_name: str) -> dict:
-    """What the file of every decoder states in the same words."""
+    """The metadata that all decoders share."""
     if "blk.0.attn_qkv.weight" in file.tensor_names and file.arch != "qwen3next":
         raise ValueError("blk.0.attn_qkv.weight: expected attn_q, attn_k and attn_v apart, got them in one tensor")
     config = {
         "model_type": model_type,
-        # Callers that pick a class by `architectures` need it, and no key states it.
+        # Callers that select a class by `architectures` need it, and no key has it.
         "architectures": [class_name],
         "vocab_size": file.vocabulary,
         "max_position_embeddings": file.int("context_length"),
@@ -45,7 +46,7 @@ def decoder(file: Metadata, model_type: str, class_name: str) -> dict:
         "num_attention_heads": file.uniform("attention.head_count"),
         "rms_norm_eps": file.float("attention.layer_norm_rms_epsilon"),
         "attention_bias": "blk.0.attn_q.bias" in file.tensor_names,
-        # llama.cpp writes the output projection only where it is not the embedding.
+        # llama.cpp writes the output projection only if it differs from the embedding.
         "tie_word_embeddings": "output.weight" not in file.tensor_names,
         "bos_token_id": file.token("bos"),
         "eos_token_id": end_tokens(file),
@@ -64,13 +65,13 @@ def no_bias(file: Metadata, config: dict) -> None:
 
 
 def end_tokens(file: Metadata) -> int | list[int] | None:
-    """Like llama.cpp, generation ends at the end of a text, of a turn and of a message."""
+    """As in llama.cpp, generation ends at the end of a text, of a turn or of a message."""
     ids = dict.fromkeys(token for name in ("eos", "eot", "eom") if (token := file.token(name)) is not None)
     return next(iter(ids), None) if len(ids) <= 1 else [*ids]
 
 
 def attention(file: Metadata) -> dict:
-    """Heads of one width, for queries, keys and values alike."""
+    """Attention whose heads have one width for queries, keys and values."""
     heads = file.uniform("attention.head_count")
     width = file.int("attention.key_length", file.int("embedding_length") // heads)
     if file.has("attention.value_length"):
@@ -96,14 +97,15 @@ def used_experts(file: Metadata, count: int) -> int:
 
 
 def expert_width(file: Metadata, default=REQUIRED) -> int:
-    """The experts' inner size. Where an old file lacks it, llama.cpp divides the dense width by the chosen experts."""
+    """The experts' inner size. If an old file lacks it, llama.cpp divides the dense width by the number of experts per
+    token."""
     if default is None and not file.has("expert_feed_forward_length"):
         return file.uniform("feed_forward_length") // file.uniform("expert_used_count")
     return file.uniform("expert_feed_forward_length")
 
 
 def groups(file: Metadata) -> dict:
-    """Groups of experts. Without the keys there is one group: llama.cpp then chooses among all experts."""
+    """Groups of experts. Without the keys there is one group, as in llama.cpp."""
     count = file.int("expert_count")
     group_count = file.int("expert_group_count", 1, minimum=0) or 1
     if count % group_count:
@@ -113,7 +115,7 @@ def groups(file: Metadata) -> dict:
 
 
 def shared_and_routed(file: Metadata) -> dict:
-    """DeepSeek's and its descendants' words: leading dense layers, shared and routed experts."""
+    """The keys of DeepSeek and its descendants: dense first layers, shared and routed experts."""
     return {
         **experts(file, "n_routed_experts"),
         **groups(file),
@@ -159,7 +161,7 @@ def qwen3_next(file: Metadata) -> dict:
     linear = file.per_layer("attention.recurrent_layers", by_interval, is_flag)
     shared = "expert_shared_feed_forward_length"
     shape = attention(file)
-    shape["rope_parameters"].setdefault("partial_rotary_factor", 1.0)  # the class's default is another
+    shape["rope_parameters"].setdefault("partial_rotary_factor", 1.0)  # the class has another default
     return {
         **decoder(file, "qwen3_next", "Qwen3NextForCausalLM"),
         **shape,
@@ -180,7 +182,7 @@ def qwen3_next(file: Metadata) -> dict:
 def gpt_oss(file: Metadata) -> dict:
     shape = attention(file)
     if shape["rope_parameters"]["rope_type"] == "yarn":
-        shape["rope_parameters"]["truncate"] = False  # the model's YaRN does not round; no key states it
+        shape["rope_parameters"]["truncate"] = False  # the model's YaRN does not round, and no key has this
     pattern = "attention.sliding_window_pattern"
     if is_int(file.metadata.get(file.name(pattern), 2)):
         period = file.int(pattern, 2)
@@ -199,7 +201,7 @@ def gpt_oss(file: Metadata) -> dict:
 
 @architecture("mixtral", prefix="llama")
 def mixtral(file: Metadata) -> dict:
-    """llama.cpp calls the architecture "llama", as it does dense models, which transformers reads itself."""
+    """llama.cpp calls the architecture "llama", like that of dense models, which transformers reads itself."""
     config = decoder(file, "mixtral", "MixtralForCausalLM") | attention(file) | experts(file, "num_local_experts")
     no_bias(file, config)
     return config | {
@@ -211,7 +213,7 @@ def mixtral(file: Metadata) -> dict:
 @architecture("glm4moe")
 def glm4_moe(file: Metadata) -> dict:
     shape = attention(file)
-    shape["rope_parameters"].setdefault("partial_rotary_factor", 1.0)  # the class's default is another
+    shape["rope_parameters"].setdefault("partial_rotary_factor", 1.0)  # the class has another default
     file.require("expert_gating_func", file.gating(SIGMOID), SIGMOID)
     return {
         **decoder(file, "glm4_moe", "Glm4MoeForCausalLM"),
@@ -224,7 +226,7 @@ def glm4_moe(file: Metadata) -> dict:
 
 @architecture("deepseek2")
 def deepseek(file: Metadata) -> dict:
-    """DeepSeek V2 (softmax), V3, R1 and Kimi K2 (sigmoid), and GLM-4.7-Flash, whose class has other names only."""
+    """DeepSeek V2 (softmax), V3, R1 and Kimi K2 (sigmoid), and GLM-4.7-Flash, whose class differs only in names."""
     glm = is_glm_flash(file)
     sigmoid = file.gating(SIGMOID if glm else SOFTMAX) == SIGMOID
     file.require("expert_gating_func", file.gating(SIGMOID if glm else SOFTMAX), SIGMOID if sigmoid else SOFTMAX)
@@ -261,12 +263,12 @@ def latent_attention(file: Metadata) -> dict:
     rope_parameters = rope(file, rotary)
     log_multiplier = file.float("rope.scaling.yarn_log_multiplier", 0.0, minimum=-math.inf)
     if rope_parameters["rope_type"] == "yarn" and log_multiplier:
-        # The file has 0.1 * mscale_all_dim, and llama.cpp takes mscale for the same.
+        # The file has 0.1 * mscale_all_dim, which llama.cpp also uses as mscale.
         mscale = round(log_multiplier * 10, 6)
         rope_parameters |= {"mscale": mscale, "mscale_all_dim": mscale}
     low_rank_queries = "blk.0.attn_q_a.weight" in file.tensor_names
     return {
-        "num_key_value_heads": heads,  # of the expanded keys; the file has 1 for the latent ones
+        "num_key_value_heads": heads,  # of the expanded keys; the file has 1, for the latent keys
         "q_lora_rank": file.int("attention.q_lora_rank") if low_rank_queries else None,
         "kv_lora_rank": file.int("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotary,
@@ -280,7 +282,7 @@ def latent_attention(file: Metadata) -> dict:
 @architecture("olmoe")
 def olmoe(file: Metadata) -> dict:
     config = decoder(file, "olmoe", "OlmoeForCausalLM") | attention(file) | experts(file)
-    config.pop("head_dim")  # the class derives it
+    config.pop("head_dim")  # the class computes it
     return config | {"norm_topk_prob": file.bool("expert_weights_norm", False), "clip_qkv": None}
 
 
@@ -324,7 +326,7 @@ def dots1(file: Metadata) -> dict:
 
 @architecture("hunyuan-moe")
 def hunyuan_moe(file: Metadata) -> dict:
-    """The class has one width for routed and shared experts."""
+    """The class has the same width for routed and shared experts."""
     config = decoder(file, "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM") | attention(file)
     width = expert_width(file)
     if file.has("expert_shared_feed_forward_length"):
@@ -351,7 +353,7 @@ def ernie_moe(file: Metadata) -> dict:
 
 @architecture("llama4")
 def llama4(file: Metadata) -> dict:
-    """Llama 4's text model. A file whose sliding window is 0 rotates on every layer."""
+    """Llama 4's text model. If the sliding window in the file is 0, every layer rotates."""
     count = file.int("expert_count")
     rotates_everywhere = file.int("attention.sliding_window", 8192, minimum=0) == 0
     config = decoder(file, "llama4_text", "Llama4ForCausalLM") | attention(file) | experts(file, "num_local_experts")
@@ -360,7 +362,7 @@ def llama4(file: Metadata) -> dict:
         "intermediate_size": expert_width(file),
         "intermediate_size_mlp": file.uniform("feed_forward_length"),
         "interleave_moe_layer_step": file.int("interleave_moe_layer_step"),
-        "use_qk_norm": count != 128,  # llama.cpp's rule: the model of 128 experts has none
+        "use_qk_norm": count != 128,  # llama.cpp's rule: the model with 128 experts has none
         "no_rope_layers": [int(rotates_everywhere or (layer + 1) % 4 != 0) for layer in range(layers)],
         "attn_temperature_tuning": not rotates_everywhere,
         "attention_chunk_size": 8192,
@@ -381,7 +383,7 @@ def gemma4(file: Metadata) -> dict:
     full = [layer for layer, flag in enumerate(sliding) if not flag]
     sliding_heads = [heads for heads, flag in zip(kv_heads, sliding, strict=True) if flag]
     config = decoder(file, "gemma4_text", "Gemma4ForCausalLM") | {
-        "eos_token_id": [1, 106, 50],  # as transformers' own reader sets it
+        "eos_token_id": [1, 106, 50],  # as in transformers' own reader
         "head_dim": file.int("attention.key_length_swa"),
         "global_head_dim": file.int("attention.key_length"),
         "num_key_value_heads": (sliding_heads or kv_heads)[0],
@@ -409,10 +411,10 @@ def gemma4(file: Metadata) -> dict:
 
 
 def gemma4_rope(file: Metadata) -> dict:
-    """Full attention rotates a part of each head: the tensor's divisors are 1 there, and huge for the rest."""
+    """Full attention rotates a part of each head: the divisors in the tensor are 1 for it, and huge for the rest."""
     width, rotary = file.int("attention.key_length"), file.int("rope.dimension_count_swa", 0, minimum=0)
     sliding_width = file.int("attention.key_length_swa")
-    part = 0.25  # that of every Gemma 4
+    part = 0.25  # the same for every Gemma 4
     if file.has(ROPE_FREQS):
         divisors = file.numbers(ROPE_FREQS)
         if len(divisors) != width // 2:

@@ -1,7 +1,7 @@
-"""Typed access to a GGUF file's metadata, and the rotary embedding that it states.
+"""Typed access to a GGUF file's metadata, and the parameters of the rotary embedding.
 
-A value of the wrong kind raises ValueError, which names the key, what was expected and what was given. A key that an
-older llama.cpp did not write gets the default that llama.cpp itself takes for it.
+A value of a wrong kind raises ValueError with the key, the expected and the given value. A key that an older llama.cpp
+did not write gets llama.cpp's own default.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 
 
 class Metadata:
-    """Typed access to a file's metadata: a value of the wrong kind raises ValueError that names the key.
+    """Typed access to a file's metadata: a value of a wrong kind raises ValueError that names the key.
 
-    Keys are given without the architecture's prefix. Some values are tensors, which the metadata does not hold: the
-    caller adds the values of the tensors ROPE_FREQS, LONG_FACTORS and SHORT_FACTORS, where the file has them, to the
-    metadata under the tensor's name.
+    Keys are given without the architecture's prefix. Some values are tensors, which are not part of the metadata: the
+    caller adds the values of the tensors ROPE_FREQS, LONG_FACTORS and SHORT_FACTORS, if the file has them, under the
+    names of the tensors.
     """
 
     def __init__(self, metadata: dict, arch: str, tensor_names: tuple[str, ...] = ()):
@@ -73,7 +73,7 @@ class Metadata:
         return [*self.value(key, "a list of finite numbers", accepts, default)]
 
     def per_layer(self, key: str, default=REQUIRED, kind: Callable | None = None, minimum: int = 1) -> list:
-        """One value per layer, MTP layers excluded. The file has one value for all, or one for each block."""
+        """One value per layer, without MTP layers. The file has one value for all, or one per block."""
         blocks = self.blocks
         kind = kind or (lambda value: is_int(value) and value >= minimum)
 
@@ -85,7 +85,7 @@ class Metadata:
         return [*value][: self.layers] if isinstance(value, list | tuple) else [value] * self.layers
 
     def uniform(self, key: str, default=REQUIRED) -> int:
-        """A count that may be written per layer, for a model whose layers are all alike."""
+        """A number that may be stored per layer, for a model whose layers are all equal."""
         values = self.per_layer(key, default)
         if any(value != values[0] for value in values):
             raise self.error(key, "the same number for all layers")
@@ -97,28 +97,28 @@ class Metadata:
 
     @property
     def layers(self) -> int:
-        """The decoder's layers: the blocks without those for multi-token prediction."""
+        """The number of the decoder's layers: all blocks except those for multi-token prediction."""
         return self.blocks - self.int("nextn_predict_layers", 0, minimum=0, maximum=self.blocks - 1)
 
     @property
     def vocabulary(self) -> int:
-        """The tokens' count. The reader leaves a list of strings as its length, unless it was asked for the strings."""
+        """The number of tokens. The reader replaces a list of strings by its length unless `strings` names it."""
         tokens = self.metadata.get("tokenizer.ggml.tokens")
         if isinstance(tokens, list | tuple):
             return len(tokens)
         return self.int("vocab_size" if tokens is None and self.has("vocab_size") else "tokenizer.ggml.tokens")
 
     def token(self, name: str) -> int | None:
-        """None, where there is none. Like llama.cpp, this takes a number outside the vocabulary for none."""
+        """The id of a token; None if there is none. As in llama.cpp, an id outside of the vocabulary means none."""
         number = self.int(f"tokenizer.ggml.{name}_token_id", None, minimum=-1)
         return number if number is not None and 0 <= number < self.vocabulary else None
 
     def gating(self, default: int) -> int:
-        """The function of the router's scores. 0 stands for the architecture's own."""
+        """The scoring function of the router. 0 means the architecture's default."""
         return self.int("expert_gating_func", default, minimum=0) or default
 
     def require(self, key: str, given, expected):
-        """Raises if the file states what transformers' class of this architecture cannot compute."""
+        """Raises if the file has a value that transformers' class of this architecture does not support."""
         if given != expected:
             raise self.error(key, f"{expected!r}, the only value that transformers' model of {self.arch!r} computes")
 
@@ -136,13 +136,13 @@ def is_flag(value) -> bool:
 
 
 def shortest(value: float) -> float:
-    """The shortest decimal that the file's float32 stands for: 1e-06, not 9.999999974752427e-07."""
+    """The shortest decimal number with the same float32: 1e-06, not 9.999999974752427e-07."""
     single = np.float32(value)
     return float(str(single)) if float(single) == value else float(value)
 
 
 def rope(file: Metadata, rotary: int) -> dict:
-    """`rope_parameters`. `rotary` is the count of rotated dimensions."""
+    """`rope_parameters`. `rotary` is the number of rotated dimensions."""
     theta = file.float("rope.freq_base", 10000.0)
     kind = file.str("rope.scaling.type", "linear")
     factor = file.float("rope.scaling.factor", file.float("rope.scale_linear", 0.0, minimum=-math.inf), -math.inf)
@@ -171,7 +171,7 @@ def yarn(file: Metadata, factor: float) -> dict:
     }
     if file.has(f"{prefix}.yarn_attn_factor"):
         parameters["attention_factor"] = file.float(f"{prefix}.yarn_attn_factor")
-    elif file.has(f"{prefix}.attn_factor"):  # a further factor on YaRN's own
+    elif file.has(f"{prefix}.attn_factor"):  # an additional factor on top of YaRN's own
         own = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
         parameters["attention_factor"] = own * file.float(f"{prefix}.attn_factor")
     return parameters
@@ -193,10 +193,10 @@ def longrope(file: Metadata, theta: float) -> dict:
 
 
 def llama3(file: Metadata, theta: float, rotary: int) -> dict:
-    """Llama 3's scaling, from the number that each frequency is divided by.
+    """Llama 3's scaling, from the divisors of the frequencies.
 
-    Frequencies f above one border are kept, those below another are divided by `factor`, and between them the
-    inverse of the divisor grows in a straight line with f: slope * f - offset is 0 at the lower border, 1 at the upper.
+    Frequencies f above one limit do not change, those below another are divided by `factor`, and in between the inverse
+    of the divisor is linear in f: slope * f - offset is 0 at the lower limit and 1 at the upper one.
     """
     divisors = np.array(file.numbers(ROPE_FREQS), dtype=np.float64)
     if len(divisors) != rotary // 2 or (divisors < 1).any():
@@ -220,7 +220,7 @@ def llama3(file: Metadata, theta: float, rotary: int) -> dict:
 
 
 def ramp(frequencies: np.ndarray, mixture: np.ndarray) -> tuple[float, float]:
-    """The line through the frequencies that are neither kept nor fully divided; it may be as steep as a step."""
+    """The line through the frequencies between the limits; it may be as steep as a step."""
     between = np.flatnonzero((mixture > 1e-6) & (mixture < 1 - 1e-6))
     if len(between) > 1:
         slope, minus_offset = np.polyfit(frequencies[between], mixture[between], 1)
@@ -237,5 +237,5 @@ def ramp(frequencies: np.ndarray, mixture: np.ndarray) -> tuple[float, float]:
 
 
 def rounded(value: float) -> float:
-    """A number that float32 has blurred, as it was written."""
+    """A number as it was written before it was stored in float32."""
     return float(round(value)) if abs(value - round(value)) < 1e-3 else float(value)

@@ -1,7 +1,7 @@
-"""GGUF files in `from_pretrained`, run as the blocks that they hold: `gguf_file="model-Q4_K_M.gguf"`.
+"""Loads GGUF files through `from_pretrained` and keeps their blocks packed: `gguf_file="model-Q4_K_M.gguf"`.
 
-transformers has its own packed path for some architectures, with kernels from the hub. Where those kernels run, it is
-left alone, and `patch` fuses its modules; everywhere else this quantizer takes its place.
+transformers has its own packed path for some architectures, with kernels from the hub. If those kernels run, this
+quantizer leaves the checkpoint to it, and `patch` fuses the modules that it makes.
 """
 
 import copy
@@ -35,7 +35,7 @@ ops = torch.ops.moe_metal
 
 
 class Unpacked:
-    """A tensor of blocks that becomes dense when transformers' loader asks for it."""
+    """A tensor of blocks that becomes dense when transformers' loader reads it."""
 
     def __init__(self, tensor: GgufTensor, dtype: torch.dtype):
         self.tensor, self.dtype, self.shape = tensor, dtype, tensor.shape
@@ -48,7 +48,7 @@ class Unpacked:
 
 
 def unpacked(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of blocks, whether the ops have a reader for them or not."""
+    """The values of blocks, including formats that only the package gguf can dequantise."""
     blocks = tensor.mapped()
     if tensor.has_reader:
         rows = blocks.view(-1, blocks.shape[-1])
@@ -69,7 +69,7 @@ def unpacked(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
 
 
 class Gguf(PackedQuantizer, GgufHfQuantizer):
-    """A GGUF file. Once it is loaded, the model is as one of `MoeMetalConfig`, and is saved as such."""
+    """The quantizer of a GGUF file. A loaded model has a `MoeMetalConfig`, with which it is saved."""
 
     stock = GgufHfQuantizer
     file: GgufFile
@@ -79,22 +79,22 @@ class Gguf(PackedQuantizer, GgufHfQuantizer):
         super().validate_environment(*args, device_map=device_map, **kwargs)
 
     def read_header(self, gguf_file: str) -> None:
-        """The first that sees the file, before the model is built."""
+        """Called first with the path of the file, before the model is built."""
         self.file = read(gguf_file)
         architecture = architecture_of(self.file)
         known = CONVERSIONS | GGUF_ARCHS
         elsewhere = self.device_map is None or "mps" in str(self.device_map)
         if architecture in GGUF_ARCHS and elsewhere and get_gguf_kernel():
-            self.__class__ = self.stock  # with kernels from the hub; `patch` fuses what it makes
+            self.__class__ = self.stock  # transformers loads it, with kernels from the hub
         elif architecture not in known:
-            self.__class__ = self.stock  # which dequantises it, or says that it is not supported
+            self.__class__ = self.stock  # transformers dequantises it or raises
         else:
             self.convert = known[architecture]
             return
         self.read_header(gguf_file)
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """Without one it is float32, as transformers has it, or that of a file without blocks."""
+        """The default is float32, as in transformers, or the dtype of a file without blocks."""
         found = {tensor.stored_dtype for tensor in self.file.tensors.values()} - {torch.float32}
         halves = len(found) == 1 and found <= {torch.float16, torch.bfloat16}
         self.dtype = dtype or (found.pop() if halves else torch.float32)
@@ -103,7 +103,7 @@ class Gguf(PackedQuantizer, GgufHfQuantizer):
     def _process_model_before_weight_loading(self, model, **kwargs):
         with naming(str(self.file.path)):
             self.mapping = self.convert(model.config)
-            # Finding names changes the conversions that are asked for them.
+            # Finding names changes the conversions, so it works on copies.
             self.sources = sources_of(model, self.file.tensors, copy.deepcopy(self.mapping))
             expect_all(model, self.sources)
             sizes = {name: tensor.numel() for name, tensor in model.state_dict().items()}
@@ -117,7 +117,8 @@ class Gguf(PackedQuantizer, GgufHfQuantizer):
         warn_of_dense([tensor for name, given in self.sources.items() if name not in self.packed for tensor in given])
 
     def get_state_dict(self, checkpoint_file: str, model: nn.Module) -> dict:
-        """What the model has of the file: blocks and numbers in its pages, and what becomes dense when it is read."""
+        """The model's tensors in the file: blocks and elements in the mapped pages, and tensors that become dense when
+        read."""
         found = {}
         for name, given in self.sources.items():
             for tensor in given:
@@ -129,7 +130,8 @@ class Gguf(PackedQuantizer, GgufHfQuantizer):
         return self.mapping
 
     def get_new_dtype(self, converter, param, dtype):
-        """Blocks stay as they are. What is converted is cast last: a norm's weight has more bits near 1 than near 0."""
+        """Blocks are not cast. Converted tensors are cast last, because a norm's weight has more bits near 1 than near
+        0."""
         if not param.is_floating_point():
             return None
         if not isinstance(converter, WeightConverter):
@@ -165,7 +167,7 @@ def operations_of(given: Sources) -> list:
 
 
 def expect_all(model: nn.Module, sources: dict[str, Sources]) -> None:
-    """An error where the file lacks tensors, or has some in other shapes than the metadata say."""
+    """Raises if the file lacks tensors, or if their shapes contradict the metadata."""
     known = model.state_dict()
     if missing := sorted(known.keys() - sources.keys() - model.all_tied_weights_keys.keys()):
         raise ValueError(f"torch_moe_metal: missing: {', '.join(missing)}")
@@ -180,7 +182,7 @@ def expect_all(model: nn.Module, sources: dict[str, Sources]) -> None:
 
 
 def expect_numbers(tensors: list[GgufTensor], count: int) -> None:
-    """Tensors that are converted have as many numbers as what becomes of them, and two experts' weights one shape."""
+    """Raises unless the tensors of a conversion have as many elements as its result, and those of experts one shape."""
     first, found = tensors[0], sum(prod(tensor.shape) for tensor in tensors)
     first.expect(found == count, f"{count} numbers with what is joined to it, by the metadata, not {found}")
     for tensor in tensors:
@@ -193,7 +195,7 @@ def expect_shape(tensor: GgufTensor, shape: tuple[int, ...]) -> None:
 
 
 def plan_of(model: nn.Module, sources: dict[str, Sources]) -> Plan:
-    """What stays packed: blocks with a reader that no conversion changes."""
+    """The weights that stay packed: blocks with a reader that no conversion changes."""
     found = {}
     for name, module in packable(model):
         weights = weight_names(name, module).values()
@@ -205,7 +207,7 @@ def plan_of(model: nn.Module, sources: dict[str, Sources]) -> Plan:
 
 
 def form_of(given: Sources) -> Form | None:
-    """How a weight is packed; None where it becomes dense."""
+    """How a weight is packed; None if it becomes dense."""
     formats = {tensor.format if tensor.has_reader else None for tensor in given}
     keeps = all(getattr(operation, "supports_packed", False) for operation in operations_of(given))
     format = formats.pop() if keeps and len(formats) == 1 else None
@@ -213,7 +215,7 @@ def form_of(given: Sources) -> Form | None:
 
 
 def packed_parts(name: str, dense: Tensor, given: Sources) -> Parts:
-    """The blocks of a weight [..., N, C] on the meta device. Gate and up of experts, two tensors, are apart."""
+    """The blocks of a weight [..., N, C] on the meta device. Gate and up of experts are two tensors."""
     tensors = list(given)
     *leading, N, C = dense.shape
     for tensor in tensors:
@@ -227,7 +229,7 @@ def packed_parts(name: str, dense: Tensor, given: Sources) -> Parts:
 
 
 def warn_of_dense(tensors: list[GgufTensor]) -> None:
-    """Say which blocks become dense numbers, and what that costs."""
+    """Warn about blocks that become dense, with the memory that they need."""
     dense = [tensor for tensor in tensors if tensor.is_packed]
     if dense:
         formats = ", ".join(sorted({tensor.format for tensor in dense}))
@@ -239,7 +241,8 @@ def warn_of_dense(tensors: list[GgufTensor]) -> None:
 
 
 def have_own_pages(model: nn.Module) -> None:
-    """Have each tensor in a file's pages know its own bytes alone: copies, and what is saved, are of whole storages."""
+    """Give each tensor in a file's pages a storage of its own bytes only, because copying and saving use whole
+    storages."""
     for tensor in (*model.parameters(), *model.buffers()):
         storage = tensor.untyped_storage()
         size = tensor.element_size()
@@ -250,5 +253,5 @@ def have_own_pages(model: nn.Module) -> None:
 
 
 def register() -> None:
-    """Have our quantizer in the place of transformers' own."""
+    """Replace transformers' own quantizer for GGUF files."""
     auto.AUTO_QUANTIZER_MAPPING["gguf"] = Gguf

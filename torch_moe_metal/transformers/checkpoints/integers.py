@@ -1,9 +1,9 @@
-"""Checkpoints of other projects - AWQ, GPTQ and compressed-tensors - which become ours while they are loaded.
+"""Checkpoints of other projects (AWQ, GPTQ and compressed-tensors), converted to our formats while they load.
 
-Nothing is rounded: a code q with a scale s and a zero point z, (q - z) * s, is s * q + offset with the offset -z * s,
-which float32 holds exactly. Codes stay as they are; where a project packs them along the rows of the output, they are
-packed anew. Of compressed-tensors' symmetric weights not even that: what is stored is the affine layout. Its nvfp4 is
-ours, but for the number by which a whole weight is divided: our factor is its inverse.
+Nothing is rounded: with a code q, a scale s and a zero point z, the value (q - z) * s equals s * q + offset with the
+offset -z * s, which float32 holds exactly. Codes do not change, but they are packed again if a project packs them along
+the output rows. compressed-tensors' symmetric weights are already stored in the affine layout. Its nvfp4 equals ours,
+except that it divides a whole weight by a number: our factor is the inverse.
 """
 
 import re
@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...formats import FORMATS, GROUPS
+from ...formats import FORMATS, GROUPS, any_of
 from ...packing import pack
 from ...reference import unpack
 from ..fusing.experts import expert_arguments, is_experts, why_not_packed
@@ -37,20 +37,21 @@ from .quantizer import PackedQuantizer
 from .sources import expect_all_experts
 
 Ours = tuple[Tensor, Tensor, Tensor]  # data, scale, offset
-#: Where AutoAWQ puts each of 8 neighbouring columns in a word.
+#: The positions in a word of 8 neighbouring columns in AutoAWQ.
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 @dataclass(frozen=True)
 class Width:
-    """One of the ways in which a checkpoint quantises weights, by its configuration."""
+    """Bits and group size of weights, from the checkpoint's configuration."""
 
     bits: int
-    group: int | None = None  # -1: a row; None: not told
+    group: int | None = None  # -1: a row; None: not given
     symmetric: bool = True
 
     def groups(self, C: int, scale: Stored, axis: int) -> int:
-        """Of a row; those of the stored scales where the configuration does not tell. 0 where none fit."""
+        """The number of groups in a row. It follows from the stored scales if the configuration has no group size; 0 if
+        they do not fit."""
         if self.group is None:
             return scale.shape[axis] if len(scale.shape) == 2 else 0
         group = C if self.group == -1 else self.group
@@ -59,16 +60,17 @@ class Width:
 
 @dataclass(frozen=True)
 class Method:
-    """One project's way to store a weight [N, C]: what it calls its parts, and what they are in a format of ours."""
+    """A project's layout of a weight [N, C]: the names of its parts, and how they become a format of ours."""
 
     data: str
     scale: str
-    required: tuple[str, ...]  # and always there
+    required: tuple[str, ...]  # always stored
     optional: tuple[str, ...]
     ours: Callable[[Mapping[str, Tensor], "IntegerConfig", int], Ours]
-    shapes: Callable[[int, int, int, int], dict[str, tuple[int, ...]]]  # of the parts, by N, C, bits and groups
+    # shapes of the parts, from N, C, bits and groups
+    shapes: Callable[[int, int, int, int], dict[str, tuple[int, ...]]]
     groups_axis: int  # of the scales
-    zeros: str = "qzeros"  # what offsets are computed from
+    zeros: str = "qzeros"  # the part from which offsets are computed
     format: str = "affine"
 
     @property
@@ -77,22 +79,22 @@ class Method:
 
     @property
     def has_factor(self) -> bool:
-        """Whether there is one number for a whole weight in the place of offsets."""
+        """Whether one factor of the whole weight takes the place of offsets."""
         return FORMATS[self.format].offset == "factor"
 
     @property
-    def numbers(self) -> tuple[str, ...]:
-        """The parts that weights are computed from."""
+    def value_parts(self) -> tuple[str, ...]:
+        """The parts from which values are computed."""
         return (self.data, self.scale, self.zeros)
 
     def dtype(self, singles: list[dict[str, Stored]]) -> torch.dtype:
-        """Of the scales and offsets that come out: float32, but where 16 bits hold these offsets, too."""
+        """The dtype of our scales and offsets: float32, or 16 bits if they hold all offsets."""
         short = all(parts[self.scale].dtype == "BF16" and self.zeros not in parts for parts in singles)
         return torch.bfloat16 if self is COMPRESSED_TENSORS and short else torch.float32
 
 
 def words_for(numbers: int, bits: int) -> int:
-    """How many words of 32 bits hold so many numbers."""
+    """The number of 32-bit words for so many elements."""
     return -(-numbers * bits // 32)
 
 
@@ -111,7 +113,7 @@ def compressed_shapes(N: int, C: int, bits: int, groups: int) -> dict[str, tuple
 
 
 def of_gptq(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> Ours:
-    """qweight [C * bits / 32, N], qzeros [C / group, N * bits / 32], less one except in gptq_v2."""
+    """qweight [C * bits / 32, N], qzeros [C / group, N * bits / 32], stored minus one except in gptq_v2."""
     scales = given["scales"].float()
     zeros = unpack(given["qzeros"].contiguous().view(torch.uint8), bits)[:, : scales.shape[1]]
     zeros = zeros + config.zero_point_offset
@@ -119,7 +121,7 @@ def of_gptq(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> 
 
 
 def of_awq(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> Ours:
-    """qweight [C, N / 8], qzeros [C / group, N / 8], of 4 bits in AutoAWQ's order."""
+    """qweight [C, N / 8], qzeros [C / group, N / 8], with 4 bits in AutoAWQ's order."""
     scales = given["scales"].float()
     codes, zeros = (
         unpack(given[name].contiguous().view(torch.uint8), 4).unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2)
@@ -143,8 +145,8 @@ def nvfp4_shapes(N: int, C: int, bits: int, groups: int) -> dict[str, tuple[int,
 
 
 def of_nvfp4(given: Mapping[str, Tensor], config: "IntegerConfig", bits: int) -> Ours:
-    """weight_packed [N, C / 2], weight_scale [N, C / 16] in e4m3, weight_global_scale, which divides."""
-    scale = given["weight_scale"].view(torch.uint8)  # which every device can stack and join
+    """weight_packed [N, C / 2], weight_scale [N, C / 16] in e4m3, and the divisor weight_global_scale."""
+    scale = given["weight_scale"].view(torch.uint8)  # every device can stack and join uint8
     return given["weight_packed"], scale, 1 / given["weight_global_scale"].view(1)
 
 
@@ -178,7 +180,7 @@ METHODS = {
 
 
 class IntegerConfig(QuantizationConfigMixin):
-    """The settings of a checkpoint of one of these methods that are needed here."""
+    """The settings of a checkpoint that are needed here."""
 
     def __init__(self, method: str, widths: list[Width], zero_point_offset: int = 1):
         self.quant_method = "moe_metal_integers"
@@ -190,7 +192,7 @@ class IntegerConfig(QuantizationConfigMixin):
 
 
 def integers_of(config: Mapping) -> IntegerConfig | None:
-    """The same from a checkpoint's dictionary; None for what is not affine: other widths, reordered columns, floats."""
+    """The settings in a checkpoint's dictionary; None if it is not affine: other bits, reordered columns, floats."""
     method = config.get("quant_method")
     if method == "compressed-tensors":
         return compressed_tensors_of(config)
@@ -218,8 +220,8 @@ def known(widths: list[Width], bits: tuple[int, ...]) -> bool:
 
 
 def overrides_of(config: Mapping) -> list[dict]:
-    """What GPTQ's `dynamic` says of modules that are quantised otherwise than the others. Which ones these are, the
-    shapes of their weights tell: no pattern out of a file is matched here."""
+    """The settings in GPTQ's `dynamic` for modules that are quantised differently. The shapes of the weights show which
+    modules these are, so no pattern from the file is matched here."""
     dynamic = config.get("dynamic")
     if not isinstance(dynamic, dict):
         return []
@@ -249,14 +251,14 @@ def compressed_tensors_of(config: Mapping) -> IntegerConfig | None:
 
 
 def nvfp4_of(weights: list[dict]) -> IntegerConfig | None:
-    """Whatever it says of activations, which are not quantised here."""
+    """The settings for nvfp4. Activations are not quantised here, so their settings are ignored."""
     usual = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
     right = all(each.get(key, value) == value for each in weights for key, value in usual.items())
     return IntegerConfig("nvfp4-pack-quantized", [Width(*FIXED["nvfp4"])]) if right else None
 
 
 class Repack(ConversionOps):
-    """A method's parts of a weight, or of all experts' weights, as one weight of ours."""
+    """Converts a method's parts of a weight, or of the weights of all experts, to one weight of ours."""
 
     def __init__(self, quantizer: "Integers", operations: list[ConversionOps]):
         self.hf_quantizer = quantizer  # tells transformers not to cast the parts
@@ -270,7 +272,7 @@ class Repack(ConversionOps):
         given: dict[str, dict[str, list[Tensor]]] = {}
         for pattern in source_patterns:
             part = next(part for part in method.parts if re.search(rf"(^|\.){part}$", pattern))
-            if pattern in input_dict and part in method.numbers:  # the other parts have been checked
+            if pattern in input_dict and part in method.value_parts:  # the other parts have been checked
                 given.setdefault(pattern[: -len(part)], {})[part] = input_dict.pop(pattern)
         apart = {name: {} for name in module.packing[weight]}
         for source, parts in given.items():
@@ -287,7 +289,7 @@ class Repack(ConversionOps):
 
 
 def in_groups(ours: Ours, C: int) -> Ours:
-    """Repeats the scales of groups that are larger than those of our ops."""
+    """Repeat the scales of groups that are larger than the groups of our ops."""
     data, *scales = ours
     data = data.view(torch.uint8)
     times = repeats(C // scales[0].shape[-1])
@@ -295,21 +297,21 @@ def in_groups(ours: Ours, C: int) -> Ours:
 
 
 def repeats(group: int) -> int:
-    """How many groups of our ops one of these groups consists of; 0 if it is no multiple of them."""
+    """The number of our groups that one of these groups consists of; 0 if it is not a multiple of them."""
     return next((group // known for known in reversed(GROUPS) if group % known == 0), 0)
 
 
 class Integers(PackedQuantizer):
-    """AWQ, GPTQ, and compressed-tensors' integers and nvfp4, without the packages that transformers asks for. What is
-    loaded is ours from then on: it is saved as `MoeMetalConfig` would have made it."""
+    """AWQ, GPTQ, and compressed-tensors' integers and nvfp4, without the packages that transformers requires. A loaded
+    model is in our formats, and is saved like a model of `MoeMetalConfig`."""
 
     def __init__(self, quantization_config: IntegerConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
         self.integers, self.method = quantization_config, METHODS[quantization_config.method]
 
     def weights(self, model: nn.Module, tensors: Mapping[str, Stored]) -> dict[str, dict[str, list[dict[str, Stored]]]]:
-        """The stored parts of each packed weight, by its name in the model and by the pattern of a projection ("" where
-        there is one): those of a linear layer, or of each expert."""
+        """The stored parts of each packed weight, by its name in the model and by the pattern of a projection ("" if
+        there is only one): the parts of a linear layer, or of each expert."""
         conversions, known = get_model_conversion_mapping(model), model.state_dict()
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -317,7 +319,7 @@ class Integers(PackedQuantizer):
             each: converter.source_patterns for converter in converters for each in converter.source_patterns
         }
         found: dict[str, dict[str, list[dict[str, Stored]]]] = {}
-        for name in sorted(tensors, key=dot_natural_key):  # the order in which they are loaded
+        for name in sorted(tensors, key=dot_natural_key):  # in the order of loading
             stored = tensors[name]
             stem, _, part = name.rpartition(".")
             if part in self.method.parts:
@@ -328,7 +330,7 @@ class Integers(PackedQuantizer):
                 stored.require_sibling(tensors, f"{stem}.{other}")
             names = (renamings, converters, model.base_model_prefix, known)
             key, pattern = rename_source_key(f"{stem}.weight", *names)
-            if key in known:  # the model may have no use for some layers
+            if key in known:  # the model may ignore some layers
                 parts = {each: tensors[f"{stem}.{each}"] for each in self.method.parts if f"{stem}.{each}" in tensors}
                 of_key = found.setdefault(key, {each: [] for each in projections.get(pattern, [""])})
                 of_key.setdefault(pattern or "", []).append(parts)
@@ -337,7 +339,7 @@ class Integers(PackedQuantizer):
     def form_of(
         self, model: nn.Module, key: str, stored: dict[str, list[dict[str, Stored]]]
     ) -> tuple[int, int, torch.dtype]:
-        """Bits, group and dtype of the scales of a packed weight, or an error where its stored parts do not fit."""
+        """Bits, group size and dtype of the scales of a packed weight. Raises if its stored parts do not fit."""
         home, _, name = key.rpartition(".")
         module, method = model.get_submodule(home), self.method
         first = next(parts for singles in stored.values() for parts in singles)[method.data]
@@ -365,29 +367,29 @@ class Integers(PackedQuantizer):
         return *forms.pop(), method.dtype([parts for singles in stored.values() for parts in singles])
 
     def expect_one_factor(self, stored: dict[str, list[dict[str, Stored]]]) -> None:
-        """An error where weights that are joined are divided by different numbers."""
+        """Raises if weights that are joined have different divisors."""
         first, *others = ([parts[self.method.zeros] for parts in singles] for singles in stored.values())
         for other in others:
             for one, another in zip(first, other, strict=True):
                 same = one.read() == another.read()
                 another.expect(same, f"the number of {one.name}, since its experts clamp or add")
 
-    def form_as_told(self, parts: dict[str, Stored], N: int, C: int) -> tuple[int, int]:
-        """Bits and group of one weight [N, C] in a format that has no others."""
+    def fixed_form(self, parts: dict[str, Stored], N: int, C: int) -> tuple[int, int]:
+        """Bits and group size of a weight [N, C] in a format where they are fixed."""
         method, (bits, group) = self.method, FIXED[self.method.format]
         parts[method.data].expect(
             C % group == 0, f"a multiple of {group} columns, not {C} by the model's configuration"
         )
-        dtypes = dict(zip(method.numbers, ("U8", "F8_E4M3", "F32"), strict=True))
+        dtypes = dict(zip(method.value_parts, ("U8", "F8_E4M3", "F32"), strict=True))
         for part, shape in method.shapes(N, C, bits, C // group).items():
             right = parts[part].shape == shape or (part == method.zeros and parts[part].shape == ())
             parts[part].expect(right and parts[part].dtype == dtypes[part], f"{dtypes[part]} {list(shape)}")
         return bits, group
 
     def form(self, parts: dict[str, Stored], N: int, C: int) -> tuple[int, int]:
-        """Bits and group of one weight [N, C]."""
+        """Bits and group size of a weight [N, C]."""
         if self.method.format in FIXED:
-            return self.form_as_told(parts, N, C)
+            return self.fixed_form(parts, N, C)
         method, data, scale = self.method, parts[self.method.data], parts[self.method.scale]
 
         def shapes(width: Width) -> dict[str, tuple[int, ...]]:
@@ -401,7 +403,7 @@ class Integers(PackedQuantizer):
         width = widths[0]
         groups = width.groups(C, scale, method.groups_axis)
         times = repeats(C // groups) if groups and C % groups == 0 else 0
-        scale.expect(times > 0, f"a scale for each 16, 32, 64 or 128 of {C} columns, or multiples of these")
+        scale.expect(times > 0, f"a scale for each {any_of(GROUPS)} of {C} columns, or multiples of these")
         scale.expect_scales(shapes(width)[method.scale], f"a scale for each {C // groups} of {C} columns")
         for part in parts.keys() - {method.data, method.scale}:
             shape, dtypes = shapes(width)[part], ("I32",) if part == method.zeros else ("I32", "I64")
@@ -424,21 +426,21 @@ class Integers(PackedQuantizer):
                 raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: {name} is not packed as its sister is")
             (bits, group, dtype), last = forms[name], name.rpartition(".")[2]
             found = empty_parts(last, dense.shape, format, bits, group, dtype)
-            if self.method.has_factor:  # of each weight, until `one_factor`
+            if self.method.has_factor:  # one per stored weight, until `one_factor`
                 size = (*dense.shape[:-2], len(weights[name]))
                 found[f"{last}_offset"] = torch.empty(size, dtype=torch.float32, device="meta")
             return found
 
         for name in dict.fromkeys(key.rpartition(".")[0] for key in forms):
             pack_module(model, name, format, parts)
-        self.quantization_config = as_our_own(model)
+        self.quantization_config = our_config(model)
 
     @property
     def stores_parts(self) -> bool:
         return False
 
     def check_part(self, module, weight, part, sources):
-        """`pack` has done so, to find what becomes of them."""
+        """`pack` has checked the parts already, to find the formats."""
 
     def conversions(self, weight_conversions, model):
         parts = [f".{part}" for part in self.method.parts]
@@ -457,17 +459,17 @@ class Integers(PackedQuantizer):
         for _, module in packed_modules(model):
             if self.method.has_factor and "gate_up" in module.packing:
                 one_factor(module)
-        model._weight_conversions = []  # what is packed is saved under the model's own names
+        model._weight_conversions = []  # packed weights are saved under the model's own names
 
 
 def is_linear_in_up(experts: nn.Module) -> bool:
-    """Whether c times up's rows make c times the output, but for down's bias."""
+    """Whether scaling the up rows by c scales the output by c, apart from down's bias."""
     arguments, _ = expert_arguments(experts)
     return not arguments.keys() & {"limit", "gate_up_bias"} and arguments.get("activation") != "swiglu_oai"
 
 
 def one_factor(experts: PackedExperts) -> None:
-    """Have one factor for gate and up, as the ops do, where each has its own. What up's is more is down's then."""
+    """Replace separate factors of gate and up by one, as the ops expect. The quotient moves to down's factor."""
     factors, down = (experts.parts(weight)[2] for weight in PROJECTIONS)
     gate, up = factors[:, :1], factors[:, -1:]
     experts._buffers[experts.packing["gate_up"][2]] = gate.contiguous()
@@ -475,7 +477,7 @@ def one_factor(experts: PackedExperts) -> None:
 
 
 def check_numbers(parts: Mapping[str, Stored], N: int, C: int, group: int) -> None:
-    """The few stored numbers that tell how the others lie."""
+    """Check the few stored elements that describe the layout of the others."""
     for part in ("g_idx", "weight_g_idx"):
         if part in parts:
             in_order = parts[part].read() == [column // group for column in range(C)]
@@ -485,8 +487,8 @@ def check_numbers(parts: Mapping[str, Stored], N: int, C: int, group: int) -> No
         parts["weight_shape"].expect(numbers == [N, C], f"{[N, C]} by the model's configuration, not {numbers}")
 
 
-def as_our_own(model: nn.Module) -> MoeMetalConfig:
-    """The configuration that makes of a dense model what this one is."""
+def our_config(model: nn.Module) -> MoeMetalConfig:
+    """The configuration with which a dense model would become like this one."""
     forms = (Form.now(module, weight) for _, module in packed_modules(model) for weight in module.packing)
     (most_common, _), *_ = Counter(forms).most_common(1)
     return described(model, MoeMetalConfig(**asdict(most_common)))

@@ -1,4 +1,4 @@
-"""What mlx-lm writes about quantisation into config.json."""
+"""mlx-lm's entry about quantisation in config.json."""
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 
-from ...layers import numbers
+from ...layers import dequantized
 from .conversions import AsBytes
 from .mlx_folder import MODES
 
@@ -170,7 +170,7 @@ def dense(given: dict[str, list[Tensor]], patterns: list[str], columns: int, dty
     of_row = torch.empty(0, columns, dtype=dtype, device=weight.device)
     form = weight.shape[-1] * 32 // columns, columns // scales.shape[-1]
     mode = "affine" if biases is not None else next(mode for mode in MODES if MODES[mode] == form)
-    return numbers(weight.view(torch.uint8), scales, biases, mode, of_row)
+    return dequantized(weight.view(torch.uint8), scales, biases, mode, of_row)
 
 
 class LatentAttention(ConversionOps):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ...formats import BITS, GROUPS
+from ...formats import BITS, GROUPS, any_of
 from .checkpoint import SAFETENSORS, SCALES, Stored, stored_tensors
 from .config import FIXED
 from .mlx_config import MlxConfig
@@ -17,8 +17,8 @@ from .mlx_config import MlxConfig
 logger = logging.get_logger(__name__)
 
 INDEX = "model.safetensors.index.json"
-#: MLX's modes, which have the names of our formats, with the bits and the group that hold where nothing is said. Only
-#: affine weights may have others.
+#: MLX's modes, which have the names of our formats, with their default bits and group size. Only affine weights may
+#: have others.
 MODES = {"affine": (4, 64)} | {mode: FIXED[mode] for mode in ("mxfp4", "nvfp4", "mxfp8")}
 
 
@@ -29,7 +29,7 @@ class Quantised:
     weight: Stored
     scales: Stored
     biases: Stored | None
-    entry: dict  # of config.json: the one for its path, or the default
+    entry: dict  # the entry of config.json for its path, or the default
 
     @classmethod
     def of(cls, stem: str, tensors: Mapping[str, Stored], config: MlxConfig) -> "Quantised":
@@ -55,8 +55,8 @@ class Quantised:
         return self.entry["mode"]
 
     @property
-    def said(self) -> tuple[int, int]:
-        """Bits and group size by config.json. For null or a missing entry, MLX's defaults."""
+    def configured(self) -> tuple[int, int]:
+        """Bits and group size in config.json, or MLX's defaults if they are null or missing."""
         usual = MODES[self.format]
         return tuple(
             default if self.entry.get(name) is None else self.entry[name]
@@ -77,11 +77,11 @@ class Quantised:
         if self.format in FIXED:
             of_mode = "{} bits in groups of {}, as mode {} has".format(*FIXED[self.format], self.format)
             self.scales.expect((bits, group) == FIXED[self.format], of_mode)
-        self.weight.expect(bits in BITS, f"{C} columns of 2, 3, 4, 5, 6 or 8 bits")
-        self.scales.expect(group in GROUPS, f"a scale for each 16, 32, 64 or 128 of {C} columns")
-        wrong = self.weight if bits != self.said[0] else self.scales
-        of_config = "{} bits in groups of {}, as config.json says".format(*self.said)
-        wrong.expect((bits, group) == self.said, of_config)
+        self.weight.expect(bits in BITS, f"{C} columns of {any_of(BITS)} bits")
+        self.scales.expect(group in GROUPS, f"a scale for each {any_of(GROUPS)} of {C} columns")
+        wrong = self.weight if bits != self.configured[0] else self.scales
+        of_config = "{} bits in groups of {}, as config.json says".format(*self.configured)
+        wrong.expect((bits, group) == self.configured, of_config)
         return bits, group
 
     def parts(self, shape: tuple[int, ...]) -> list[Tensor]:

@@ -1,8 +1,8 @@
-"""Multi-token prediction, `generate(use_mtp=True)`, of packed and patched models: the layers that draft are packed and
-fused like the model's own.
+"""Multi-token prediction, `generate(use_mtp=True)`, of packed and patched models: the drafting layers are packed and
+fused like the layers of the model.
 
-transformers reads them from the checkpoint at each call of `generate`, dense, into layers of the class of the model's
-last one. Here that happens once, and again when the model has changed.
+transformers loads them from the checkpoint in each call of `generate`, as dense layers of the class of the model's last
+layer. Here they are loaded once, and again if the model has changed.
 """
 
 import weakref
@@ -18,12 +18,12 @@ from ..fusing.packed import Parts, named_parts, packed_modules
 from ..fusing.patch import patch
 from .config import Form, MoeMetalConfig, pack_all
 
-#: The drafting models that were made, and of what.
+#: The drafting models made so far, with the state of the main model they were made for.
 _made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def made(stock: Callable, main_model: nn.Module, device_map, **kwargs) -> nn.Module:
-    """The model that drafts, by transformers' own function where nothing of the main model is ours."""
+    """The drafting model. transformers' own function makes it if no part of the main model is ours."""
     packed = any(True for _ in packed_modules(main_model))
     fused = any(isinstance(module, Fused) for module in main_model.modules())
     if not packed and not fused:
@@ -44,7 +44,7 @@ def made(stock: Callable, main_model: nn.Module, device_map, **kwargs) -> nn.Mod
 
 
 def quantization(model: nn.Module) -> MoeMetalConfig:
-    """How the model was packed; an error where its checkpoint is, whose drafting layers we cannot read."""
+    """How the model was packed. Raises for checkpoints whose drafting layers we cannot read."""
     config = model.hf_quantizer.quantization_config
     if isinstance(config, MoeMetalConfig):
         return config
@@ -56,7 +56,7 @@ def quantization(model: nn.Module) -> MoeMetalConfig:
 
 @contextmanager
 def plain_conversions(model: nn.Module, packed: bool) -> Iterator[None]:
-    """The checkpoint's names are converted as those of a dense model are, and not as those of the packed one."""
+    """Convert the checkpoint's names like those of a dense model, not like those of the packed one."""
     name = "_weight_conversions"
     before = {name: vars(model).pop(name)} if packed and name in vars(model) else {}
     try:
@@ -66,7 +66,7 @@ def plain_conversions(model: nn.Module, packed: bool) -> Iterator[None]:
 
 
 def pack_layers(layers: nn.ModuleList, config: MoeMetalConfig) -> None:
-    """Not what they share with the model: embedding, head and angles."""
+    """Pack the layers, except the parts that they share with the model: embedding, head and rotary angles."""
 
     def parts(name: str, dense: Tensor, form: Form) -> Parts:
         return named_parts(name.rpartition(".")[2], quantize(dense, **asdict(form)))

@@ -27,12 +27,12 @@ def quantize_(
     bits_by_name: dict[str, int] | None = None,
     layers: dict[str, dict | bool] | None = None,
 ) -> nn.Module:
-    """Pack the dense weights of a model of transformers, or of any with `torch_moe_metal.nn.MoE` and linear layers, in
-    place, one after the other. The arguments are those of `MoeMetalConfig`; saved, it loads as it is.
+    """Pack the dense weights of a model in-place, one after the other. The arguments are those of `MoeMetalConfig`.
 
-    Weights that are packed already stay as they are, and a warning names them. If experts cannot be packed, it raises
-    before anything is changed. If it is interrupted, the model is partly packed, runs and can be saved; another call
-    packs the rest.
+    The model is one of transformers, or any with `torch_moe_metal.nn.MoE` and linear layers. A saved model loads
+    packed. Weights that are packed already do not change, and a warning names them. If experts cannot be packed, it
+    raises before anything is changed. After an interruption the model is partly packed, but can run and can be saved;
+    another call packs the rest.
     """
     config = MoeMetalConfig(format, bits, group_size, skip, bits_by_name, layers)
     expect_ours(model)
@@ -41,9 +41,9 @@ def quantize_(
     expect_weights(model, plan)
     kept = [f"{name} ({formats_text(module)})" for name, module in packable(model) if is_packed(module)]
     if kept:
-        logger.warning(f"torch_moe_metal.quantize_: packed already, and left as it is: {', '.join(alike(kept))}")
+        logger.warning(f"torch_moe_metal.quantize_: unchanged, since they are packed already: {', '.join(alike(kept))}")
     if not plan:
-        logger.warning("torch_moe_metal.quantize_: nothing was packed: no dense weight is left to be packed so")
+        logger.warning("torch_moe_metal.quantize_: nothing was packed: the model has no dense weights for it")
         return model
 
     def parts(name: str, dense: Tensor, form: Form) -> Parts:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...arguments import DTYPES
 from ...grad import wants_grad
 from ...layers import Linear
-from ...rehearsal import warm_up_unasked
+from ...warmup import warm_up_best_effort
 from .attention import key_heads, rehearse_attention
 from .cache import grow_in_place
 from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, why_not_fused
@@ -48,7 +48,7 @@ class Fused(nn.Module):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        warm_up_unasked(self)  # where it was moved to mps
+        warm_up_best_effort(self)  # where it was moved to mps
         return self
 
     def __reduce_ex__(self, protocol):
@@ -123,7 +123,7 @@ class FusedBlock(Fused):
             return output, weights.flatten(0, -2).to(output.dtype)
         return output
 
-    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         router = self.family.routing(self._modules[self.family.router], self)["router_weight"]
         self(torch.empty(1, tokens, router.shape[-1], dtype=dtype, device="meta"))
 
@@ -273,7 +273,7 @@ class FusedAttention(FusedProjections):
             kwargs["s_aux"] = self._parameters["sinks"]
         return super().attend(states, x, mask, **kwargs)
 
-    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         of_keys = key_heads(self)
         q, k = (
             torch.empty(1, tokens, heads, self.head_dim, dtype=dtype, device="meta")
@@ -334,7 +334,7 @@ class FusedLatentAttention(FusedProjections):
         halves = ops.rope(q, k, cos, sin, interleaved=True)
         return tuple(heads.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for heads in halves)
 
-    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         q, k, cos, latent = (
             torch.empty(1, tokens, *sizes, dtype=dtype, device="meta")
             for sizes in (
@@ -358,7 +358,7 @@ class FusedNorm(Fused):
         ours = self.is_plain_inference(hidden_states) and self.still_selected()
         return rms_norm(hidden_states, self) if ours else super().forward(hidden_states)
 
-    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         self(torch.empty(1, tokens, len(self.weight), dtype=dtype, device="meta"))
 
 
@@ -403,7 +403,7 @@ class FusedPreNormLayer(Fused):
         x, residual = ops.residual_norm(hidden_states, attended, member(norm, "weight"), eps=norm.variance_epsilon)
         return mlp.moe(x, parts, residual)[0]
 
-    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         width = len(self._modules["post_attention_layernorm"].weight)
         self._modules["self_attn"] = attention = IdentityAttention(self._modules["self_attn"])
         self(torch.empty(1, tokens, width, dtype=dtype, device="meta"))
@@ -455,7 +455,7 @@ class FusedGemma4Layer(Fused):
             slots, one, dense, member(dense_norm, "weight"), member(norm, "weight"), eps=norm.eps
         )
 
-    def _rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         width, per_layer = len(self._modules["post_attention_layernorm"].weight), self.hidden_size_per_layer_input
         self._modules["self_attn"] = attention = IdentityAttention(self._modules["self_attn"])
         x, of_layer = (torch.empty(1, tokens, size, dtype=dtype, device="meta") for size in (width, per_layer))

@@ -18,7 +18,7 @@ from ... import reference
 from ...arguments import scale_names
 from ...formats import FORMATS
 from ...grad import warn_once
-from ...layers import PARTS, Embedding, Linear, Packed, TiedLinear, numbers
+from ...layers import PARTS, Embedding, Linear, Packed, TiedLinear, dequantized
 from ...packing import packed, quantize
 from .experts import NAME
 
@@ -67,7 +67,7 @@ class PackedExperts(Packed):
         for weight, name in PROJECTIONS.items():
             parts = self.parts(weight)
             of_row = parts[0].new_empty(0, self.columns[weight], dtype=dtype)
-            unpacked = numbers(*parts, self.format_of(weight), of_row)
+            unpacked = dequantized(*parts, self.format_of(weight), of_row)
             unpacked = reference.joined(unpacked, None, not self.is_concatenated)
             dense._parameters[name] = unpacked.mT if self.is_transposed else unpacked
         return dense
@@ -295,7 +295,9 @@ def unpack(model: nn.Module, dtype: torch.dtype) -> None:
                 module._parameters[projection] = nn.Parameter(weight, requires_grad=False)
         elif isinstance(module, Linear | Embedding):
             columns, (data, *scales) = columns_of(module, "weight"), module.parts("weight")
-            weight = nn.Parameter(numbers(data, *scales, module.format, data.new_empty(0, columns, dtype=dtype)), False)
+            weight = nn.Parameter(
+                dequantized(data, *scales, module.format, data.new_empty(0, columns, dtype=dtype)), False
+            )
             if isinstance(module, Linear):
                 dense = nn.Linear(columns, module.out_features, device="meta", bias=False)
                 dense.weight, dense.bias = weight, module.bias

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ...rehearsal import warm_up_unasked
 from ...transaction import all_or_nothing
+from ...warmup import warm_up_best_effort
 from .blocks import (
     Fused,
     FusedBlock,
@@ -86,7 +86,7 @@ def patch(model: nn.Module) -> Report:
             if part.config._experts_implementation != implementation:
                 setattr(part, BEFORE, implementation)
         select_attention(model)
-    warm_up_unasked(model)
+    warm_up_best_effort(model)
     return report
 
 

@@ -1,7 +1,7 @@
-"""Compiling in the background what a model's first calls would wait for.
+"""Compiles in the background the kernels that a model's first calls need.
 
-A rehearsal is a forward of a module on the meta device, where nothing has memory. The ops' part for mps runs in it as
-ever, up to `launch`, which compiles the kernels that it would encode, and stops. So nobody keeps a list of kernels.
+A warm-up call is a forward of a module on the meta device, where tensors have no memory. The MPS kernels of the ops run
+up to `launch`, which compiles the Metal kernels that it would encode, and stops. So no list of kernels is needed.
 """
 
 import contextlib
@@ -16,40 +16,40 @@ from torch import Tensor, nn
 
 from .arguments import DTYPES
 
-#: Tokens of the calls that are rehearsed. What a prompt's length decides, such as the size of tiles, decides it with
-#: these lengths too, for most models. A prompt is a model's first call, and single tokens are its next. Two and four
-#: are those of a batch or a draft, for which `linear` has kernels of its own.
+#: Token counts of the warm-up calls. For most models these lengths reach every choice that depends on the length of a
+#: prompt, such as the size of tiles. A model's first call is a prompt, and its next ones are single tokens. A batch or
+#: a draft has two or four tokens, for which `linear` has its own kernels.
 TOKENS = (512, 1, 2048, 128, 32, 4, 2)
-#: Threads that compile. A library is compiled by one of them, and most ops need one or two libraries.
+#: Threads that compile. Each library is compiled by one thread, and most ops need one or two libraries.
 THREADS = 4
-#: 0 leaves everything to the first calls, unless `warm_up` itself is called.
+#: An environment variable: 0 disables warm-up, except explicit calls of `warm_up`.
 SWITCH = "MOE_METAL_WARM_UP"
 MPS = torch._C.DispatchKeySet(torch._C.DispatchKey.MPS)
 
 
 class _Local(threading.local):
-    rehearses = False
+    is_warmup = False
 
 
 _local = _Local()
-_known: set[tuple] = set()  # what has been rehearsed in this process, or soon will be
+_known: set[tuple] = set()  # signatures of the parts that were warmed up or are queued
 _known_lock = threading.Lock()
 _threads: list[threading.Thread] = []
 
 
-def rehearses() -> bool:
-    """Whether what this thread does is a rehearsal."""
-    return _local.rehearses
+def is_warmup() -> bool:
+    """Whether this thread is making a warm-up call."""
+    return _local.is_warmup
 
 
 def warm_up(model: nn.Module, wait: bool = False) -> None:
     """Compile the kernels that `model` will launch on mps, in the background, or `wait` for them.
 
-    Without it they are compiled at their first launch, which the first calls wait for: some 0.1 s for each kind of
-    them. `patch` does this for a model on mps, and so do `nn.MoE` and the `.to("mps")` of either; MOE_METAL_WARM_UP=0
-    stops that. A model whose experts alone are ours, by `experts_implementation`, is warmed up by this call. A kernel
-    that does not compile raises when an op needs it, and not here. A call that needs one that is not ready waits for
-    that one alone.
+    Without it a kernel is compiled at its first launch, and the first calls wait about 0.1 s for each kind of kernel.
+    `patch` and `nn.MoE` warm up automatically if the model is on mps or is moved there; MOE_METAL_WARM_UP=0 disables
+    this. A model with `experts_implementation="moe_metal"` and without `patch` needs an explicit call. A kernel that
+    does not compile raises when an op needs it, not here. An op that needs a kernel which is not ready waits for that
+    kernel only.
     """
     calls = deque(new_calls(model))
     _threads[:] = [thread for thread in _threads if thread.is_alive()]
@@ -61,61 +61,61 @@ def warm_up(model: nn.Module, wait: bool = False) -> None:
 
 
 def wait_for_all() -> None:
-    """Wait for what is still compiled in the background."""
+    """Wait for all background compilation."""
     while _threads:
         _threads.pop().join()
 
 
-def warm_up_unasked(model: nn.Module) -> None:
-    """`warm_up` where nobody called for it, and which nobody shall notice if it fails."""
+def warm_up_best_effort(model: nn.Module) -> None:
+    """Automatic `warm_up`: failures are ignored."""
     if os.environ.get(SWITCH) != "0":
         with contextlib.suppress(Exception):
             warm_up(model)
 
 
 def new_calls(model: nn.Module) -> Iterator[Callable[[], object]]:
-    """The calls of the model's parts on mps, for those of which there has been no equal one."""
+    """The warm-up calls of the model's parts on mps, without parts that equal an earlier one."""
     parts = {signature(part): part for part in parts_of(model) if on_mps(part)}
-    # That of its activations is that of the first weight which is not packed.
+    # Activations have the dtype of the first weight that is not packed.
     held = (tensor.dtype for name, tensor in tensors(model) if "scale" not in name)
     dtype = next((dtype for dtype in held if dtype in DTYPES), None)
     with _known_lock:
-        new = [twin(part) for key, part in parts.items() if (key, dtype) not in _known]
+        new = [meta_copy(part) for key, part in parts.items() if (key, dtype) not in _known]
         _known.update((key, dtype) for key in parts)
     for tokens in TOKENS:
         for part in new:
-            yield lambda part=part, tokens=tokens: rehearse(part, tokens, dtype)
+            yield lambda part=part, tokens=tokens: warmup_call(part, tokens, dtype)
 
 
 def parts_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Our modules, and experts of transformers that our op serves without one around them."""
-    ours = [part for part in model.modules() if hasattr(part, "_rehearse")]
+    """Our modules, and transformers' experts that use our op without one of our modules around them."""
+    ours = [part for part in model.modules() if hasattr(part, "_warmup_call")]
     yield from ours
     inside = {id(module) for part in ours for module in part.modules()}
-    yield from (module for module in model.modules() if id(module) not in inside and is_served(module))
+    yield from (module for module in model.modules() if id(module) not in inside and uses_our_op(module))
 
 
-def is_served(module: nn.Module) -> bool:
+def uses_our_op(module: nn.Module) -> bool:
     """Whether these are experts of transformers whose configuration selects our op."""
-    served = integrated()
+    experts = imported_experts()
     config = module.__dict__.get("config")
-    return bool(served and "has_gate" in module.__dict__ and config._experts_implementation == served.NAME)
+    return bool(experts and "has_gate" in module.__dict__ and config._experts_implementation == experts.NAME)
 
 
-def integrated() -> object | None:
-    """torch_moe_metal.transformers.fusing.experts, if somebody has imported it: it needs transformers."""
+def imported_experts() -> object | None:
+    """The module torch_moe_metal.transformers.fusing.experts, if it is imported already: it needs transformers."""
     return sys.modules.get(f"{__package__}.transformers.fusing.experts")
 
 
-#: What configurations of transformers call the experts of a token. Another number may decide for other kernels.
+#: The names of the number of experts per token in transformers' configurations; it can change which kernels are used.
 TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 
 
-def rehearse(part: nn.Module, tokens: int, dtype: torch.dtype) -> None:
-    if hasattr(part, "_rehearse"):
-        part._rehearse(tokens, dtype)
+def warmup_call(part: nn.Module, tokens: int, dtype: torch.dtype) -> None:
+    if hasattr(part, "_warmup_call"):
+        part._warmup_call(tokens, dtype)
         return
-    arguments, _ = integrated().expert_arguments(part)
+    arguments, _ = imported_experts().expert_arguments(part)
     width = arguments["down"].shape[2 if arguments.get("transposed") else 1]
     top_k = next((getattr(part.config, name) for name in TOP_K if hasattr(part.config, name)), 1)
     x, weights = (torch.empty(tokens, size, dtype=dtype, device="meta") for size in (width, top_k))
@@ -123,10 +123,10 @@ def rehearse(part: nn.Module, tokens: int, dtype: torch.dtype) -> None:
 
 
 def work(calls: deque[Callable[[], object]]) -> None:
-    """Make the calls, until there are no more or Python comes to its end: it waits for this thread.
+    """Make all calls, or stop early when the main thread ends, because Python waits for this thread at exit.
 
-    What one of them raises, the real call will raise."""
-    _local.rehearses = True
+    Errors are ignored: the real call will raise them."""
+    _local.is_warmup = True
     with torch.no_grad():
         while threading.main_thread().is_alive():
             try:
@@ -137,7 +137,7 @@ def work(calls: deque[Callable[[], object]]) -> None:
                 call()
 
 
-# ------------------------------------------------------------------------------------------------ twins on meta
+# ------------------------------------------------------------------------------------------------ copies on meta
 
 
 def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -151,7 +151,7 @@ def on_mps(module: nn.Module) -> bool:
 
 
 def signature(module: nn.Module) -> tuple:
-    """What is equal for modules whose calls launch the same kernels."""
+    """Equal for modules whose calls launch the same kernels."""
     parts = [
         (name, tensor.shape, tensor.stride(), tensor.storage_offset() * tensor.element_size() % 16, tensor.dtype)
         for name, tensor in tensors(module)
@@ -167,13 +167,13 @@ def meta(tensor: Tensor) -> Tensor:
     return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
 
-def twin(module: nn.Module) -> nn.Module:
-    """The same module on meta, with nobody's hooks. All that is no tensor or module in it is the module's own."""
+def meta_copy(module: nn.Module) -> nn.Module:
+    """The same module on the meta device, without hooks. It shares everything except tensors and modules."""
     copy = object.__new__(type(module))
     fresh = nn.Module()
     copy.__dict__ |= {name: value for name, value in module.__dict__.items() if name != "forward"}
     copy.__dict__ |= {name: value for name, value in fresh.__dict__.items() if "hooks" in name}
-    for name, make in (("_parameters", meta), ("_buffers", meta), ("_modules", twin)):
+    for name, make in (("_parameters", meta), ("_buffers", meta), ("_modules", meta_copy)):
         parts = module.__dict__[name].items()
         copy.__dict__[name] = {part: None if value is None else make(value) for part, value in parts}
     return copy

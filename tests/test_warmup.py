@@ -1,4 +1,4 @@
-"""`warm_up`: what a model's first calls would compile is compiled in the background, and nothing else happens."""
+"""`warm_up` compiles the kernels of a model's first calls in the background, and has no other effect."""
 
 import gc
 import time
@@ -11,10 +11,10 @@ import torch_moe_metal
 from conftest import DEVICES, SIMULATED
 from simulated import lines_of
 from tiny_models import tiny_model
-from torch_moe_metal import nn, rehearsal
+from torch_moe_metal import nn, warmup
 
 pytestmark = pytest.mark.skipif(
-    not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal tells what was compiled"
+    not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal reports what was compiled"
 )
 
 SIZES = {"hidden_size": 64, "inner_size": 32, "num_experts": 8, "top_k": 2}
@@ -22,17 +22,17 @@ SIZES = {"hidden_size": 64, "inner_size": 32, "num_experts": 8, "top_k": 2}
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The parts that a rehearsal was begun for, as in a new process where it was not switched off."""
-    monkeypatch.delenv(rehearsal.SWITCH, raising=False)
-    monkeypatch.setattr(rehearsal, "_known", set())
+    """Lists the parts that warm-up was started for, as in a new process without MOE_METAL_WARM_UP."""
+    monkeypatch.delenv(warmup.SWITCH, raising=False)
+    monkeypatch.setattr(warmup, "_known", set())
     names = []
-    twin = rehearsal.twin
-    monkeypatch.setattr(rehearsal, "twin", lambda part: names.append(type(part).__name__) or twin(part))
+    meta_copy = warmup.meta_copy
+    monkeypatch.setattr(warmup, "meta_copy", lambda part: names.append(type(part).__name__) or meta_copy(part))
     return names
 
 
 def made() -> tuple[int, int]:
-    """Libraries and pipelines so far."""
+    """The number of libraries and pipelines so far."""
     import metal_sim
 
     objects = metal_sim.made_objects()
@@ -40,7 +40,7 @@ def made() -> tuple[int, int]:
 
 
 def parts(names: list[str]) -> list[str]:
-    """Without what is inside of them."""
+    """Without the names of modules inside of them."""
     return [name for name in names if name == "MoE"]
 
 
@@ -48,15 +48,15 @@ def parts(names: list[str]) -> list[str]:
 
 COUNTED = """
 del os.environ["MOE_METAL_WARM_UP"]
-from test_rehearsal import made
+from test_warmup import made
 from tiny_models import tiny_model, tokens
 from torch_moe_metal import nn
 """
 
 
 def test_kernels_of_a_first_token() -> None:
-    """What a first token of a Qwen3-30B-A3B layer waits for: one library for each shader, and a pipeline for each of
-    its dispatches. The prompt before it and its warm-up may compile more."""
+    """The first token of a Qwen3-30B-A3B layer needs one library per shader, and a pipeline for each dispatch. The
+    prompt before it, and its warm-up, may compile more."""
     script = """
 sizes = {"x": (1, 2048), "router": (128, 2048), "gate_up": (128, 1536, 2048), "down": (128, 2048, 768), "norm": (2048,)}
 with metal_sim.host_only(), metal_sim.record() as record:
@@ -73,7 +73,7 @@ print(*made(), len(record.dispatches), len({*record.kernels}))
 
 @pytest.mark.slow
 def test_a_patched_model_compiles_no_more() -> None:
-    """After it neither a prompt nor single tokens find a kernel missing."""
+    """After warm-up neither a prompt nor single tokens compile anything."""
     script = """
 for family in ("qwen3_moe", "gpt_oss", "gemma4_text", "llama4_text"):
     model, cold = tiny_model(family, "mps"), made()
@@ -91,7 +91,7 @@ for family in ("qwen3_moe", "gpt_oss", "gemma4_text", "llama4_text"):
 
 @pytest.mark.slow
 def test_a_layer_compiles_no_more() -> None:
-    """Dense with a shared expert, packed, and layers of packed weights."""
+    """Dense with a shared expert, packed, and layers with packed weights."""
     script = f"""
 def check(module, *inputs):
     torch_moe_metal.warm_up(module, wait=True)
@@ -111,13 +111,13 @@ check(nn.Embedding(64, 32, bits=8, group_size=32, **options), torch.arange(5, de
 """
     lines = lines_of(COUNTED + script)
     assert [line.split()[0] for line in lines] == ["True"] * 4
-    assert len({*lines}) == 4  # each of them had something to compile
+    assert len({*lines}) == 4  # each of them compiled something
 
 
 # ------------------------------------------------------------------------------------------------ what starts it
 
 
-def test_what_starts_it(started: list[str]) -> None:
+def test_what_starts_warm_up(started: list[str]) -> None:
     moe = nn.MoE(**SIZES)
     assert not started
     moe.to("mps")
@@ -128,16 +128,16 @@ def test_what_starts_it(started: list[str]) -> None:
     assert parts(started) == ["MoE"] * 3
     moe.quantize_("mxfp4")
     assert parts(started) == ["MoE"] * 4
-    torch_moe_metal.warm_up(moe, wait=True)  # which has been rehearsed
+    torch_moe_metal.warm_up(moe, wait=True)  # already warmed up
     assert parts(started) == ["MoE"] * 4
 
 
-def test_equal_parts_are_rehearsed_once(started: list[str]) -> None:
+def test_equal_parts_are_warmed_up_once(started: list[str]) -> None:
     torch.nn.Sequential(*(nn.MoE(**SIZES) for _ in range(5))).to("mps")
     assert parts(started) == ["MoE"]
 
 
-def test_patch_starts_it_on_mps_alone(started: list[str]) -> None:
+def test_patch_starts_it_only_on_mps(started: list[str]) -> None:
     model = tiny_model("qwen3_moe", "cpu")
     torch_moe_metal.patch(model)
     assert not started
@@ -151,17 +151,17 @@ def test_moving_a_patched_model_starts_it(started: list[str]) -> None:
     torch_moe_metal.patch(model)
     model.to("mps")
     assert {"Qwen3MoeDecoderLayer", "Qwen3MoeSparseMoeBlock"} <= {*started}
-    rehearsed = len(started)
-    torch_moe_metal.warm_up(model, wait=True)  # all of it has been rehearsed, with the same activations
-    assert len(started) == rehearsed
+    warmed_up = len(started)
+    torch_moe_metal.warm_up(model, wait=True)  # already warmed up, with the same activations
+    assert len(started) == warmed_up
 
 
 @pytest.mark.parametrize(
     ("family", "experts"),
     [("qwen3_moe", "Qwen3MoeExperts"), ("gpt_oss", "GptOssExperts"), ("gemma4_text", "Gemma4TextExperts")],
 )
-def test_experts_alone_are_warmed_up(family: str, experts: str, started: list[str]) -> None:
-    """A model that nobody patched: its experts are our op's by its configuration."""
+def test_experts_implementation_is_warmed_up(family: str, experts: str, started: list[str]) -> None:
+    """An unpatched model whose configuration selects our op for its experts."""
     model = tiny_model(family, "mps")
     torch_moe_metal.warm_up(model, wait=True)
     assert not started
@@ -171,7 +171,7 @@ def test_experts_alone_are_warmed_up(family: str, experts: str, started: list[st
 
 
 @pytest.mark.slow
-def test_experts_alone_compile_no_more() -> None:
+def test_experts_implementation_compiles_no_more() -> None:
     script = """
 for family in ("qwen3_moe", "gpt_oss"):
     model, cold = tiny_model(family, "mps"), made()
@@ -187,8 +187,8 @@ for family in ("qwen3_moe", "gpt_oss"):
     assert len(lines) == 2 and all(line.endswith(" True True True") for line in lines), lines
 
 
-def test_it_can_be_switched_off(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(rehearsal.SWITCH, "0")
+def test_it_can_be_disabled(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(warmup.SWITCH, "0")
     moe = nn.MoE(**SIZES, device="mps")
     assert not started
     torch_moe_metal.warm_up(moe)
@@ -199,12 +199,12 @@ def test_it_can_be_switched_off(started: list[str], monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_runs_and_nothing_is_allocated(started: list[str]) -> None:
-    """Neither a dispatch nor a hook, and the module is what it was."""
+    """No dispatch and no hook runs, and the module does not change."""
     import metal_sim
 
     moe, calls = nn.MoE(**SIZES, shared_size=32, device="mps"), []
     torch_moe_metal.warm_up(moe, wait=True)
-    rehearsal._known.clear()
+    warmup._known.clear()
     for module in moe.modules():
         module.register_forward_hook(lambda *_: calls.append("hook"))
     gc.collect()
@@ -217,30 +217,31 @@ def test_nothing_runs_and_nothing_is_allocated(started: list[str]) -> None:
     assert {name: (id(value), value._version) for name, value in moe.state_dict(keep_vars=True).items()} == before
 
 
-def test_a_twin_keeps_layout_and_offset() -> None:
+def test_meta_copies_keep_layout_and_offset() -> None:
     tensor = torch.arange(48.0, dtype=torch.float16)[6:].view(6, 7).t()[1:]
-    meta = rehearsal.meta(tensor)
+    meta = warmup.meta(tensor)
     assert meta.is_meta and (meta.shape, meta.dtype) == (tensor.shape, tensor.dtype)
     assert (meta.stride(), meta.storage_offset()) == (tensor.stride(), tensor.storage_offset())
-    odd = torch.arange(15, dtype=torch.uint8)[:14].view(torch.float16)  # a file's pages need not end with an element
-    assert rehearsal.meta(odd).shape == (7,)
+    # a file's mapped memory need not be a multiple of the element size
+    odd = torch.arange(15, dtype=torch.uint8)[:14].view(torch.float16)
+    assert warmup.meta(odd).shape == (7,)
 
 
-# ------------------------------------------------------------------------------------------------ beside other things
+# ------------------------------------------------------------------------------------------------ threads and processes
 
-# The source comes through the standard input.
+# The source is read from the standard input.
 WAITS = "grep -q gate_logits && while [ ! -e go ]; do sleep 0.05; done; echo 'error: not today' >&2; exit 1"
 
 
-def test_a_call_waits_for_its_own_kernels_alone(tmp_path: Path) -> None:
-    """The router's library compiles until the main thread, which needs another one, says so."""
+def test_a_call_waits_only_for_its_own_kernels(tmp_path: Path) -> None:
+    """The router's library does not finish compiling until the main thread, which needs another one, continues."""
     script = f"""
-from torch_moe_metal import nn, rehearsal
+from torch_moe_metal import nn, warmup
 moe = nn.MoE(**{SIZES}, device="mps")
 torch_moe_metal.warm_up(moe)
-print("not today" in told(glu, x, x), any(thread.is_alive() for thread in rehearsal._threads))
+print("not today" in message_of(glu, x, x), any(thread.is_alive() for thread in warmup._threads))
 open({str(tmp_path / "go")!r}, "w").close()
-print("not today" in told(moe, torch.ones(1, 64, device="mps")))
+print("not today" in message_of(moe, torch.ones(1, 64, device="mps")))
 """
     assert lines_of(script, WAITS, tmp_path) == ["True True", "True"]
 
@@ -249,8 +250,8 @@ SLOW = "echo one >> tries; sleep 1; echo 'error: not today' >&2; exit 1"
 
 
 @pytest.mark.slow
-def test_python_ends_without_the_rest(tmp_path: Path) -> None:
-    """What has begun is waited for, and what has not is left: here two of six libraries."""
+def test_python_exits_without_waiting(tmp_path: Path) -> None:
+    """Python waits for compilations that have started, and skips the others: here two of six libraries."""
     script = """
 from torch_moe_metal import nn
 layers = [nn.Linear(64, 32, bits=bits, group_size=32, device="mps") for bits in (2, 3, 4, 5, 6, 8)]
@@ -259,7 +260,7 @@ print("ended")
 """
     assert lines_of(script, SLOW, tmp_path) == ["ended"]
     tries = (tmp_path / "tries").read_text().split() if (tmp_path / "tries").exists() else []
-    assert len(tries) <= rehearsal.THREADS < 6
+    assert len(tries) <= warmup.THREADS < 6
 
 
 @pytest.mark.slow
@@ -279,7 +280,7 @@ else:
     assert time.monotonic() - start < 60
 
 
-def test_errors_are_told_by_the_op_that_needs_the_kernel(tmp_path: Path) -> None:
+def test_the_op_that_needs_the_kernel_raises(tmp_path: Path) -> None:
     script = f"""
 from torch_moe_metal import nn
 moe = nn.MoE(**{SIZES}, device="mps")
@@ -287,7 +288,7 @@ torch_moe_metal.warm_up(moe, wait=True)
 layers = [nn.Linear(64, 32, bits=bits, group_size=32, device="mps") for bits in (2, 3, 4, 5, 6, 8)]
 torch_moe_metal.warm_up(torch.nn.Sequential(*layers), wait=True)  # each thread meets several
 tries = len(open({str(tmp_path / "tries")!r}).readlines())
-print("not today" in told(moe, torch.ones(1, 64, device="mps")))
+print("not today" in message_of(moe, torch.ones(1, 64, device="mps")))
 print(tries == len(open({str(tmp_path / "tries")!r}).readlines()) > 0)
 """
     assert lines_of(script, SLOW.replace("sleep 1; ", ""), tmp_path) == ["True", "True"]

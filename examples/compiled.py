@@ -1,23 +1,23 @@
 """A fused model under torch.compile(fullgraph=True), decoding into a static cache.
 
-python -m torch_moe_metal.examples.compiled [CHECKPOINT] [--device cpu|mps] [--backend inductor]
+python examples/compiled.py [CHECKPOINT] [--device cpu|mps] [--backend inductor]
 """
 
 import torch
 from transformers import StaticCache
 
 import torch_moe_metal
+from common import Parser, random_prompt
+from torch_moe_metal.loading import say
 
-from .models import Parser, random_prompt, say
-
-#: Of logits, where inductor rounds otherwise than eager, which it may.
+#: Relative differences of logits: inductor may round differently.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @torch.no_grad()
 def decode(model, step, prompt: torch.Tensor, count: int, tokens: list[int] | None = None) -> torch.Tensor:
-    """The logits [count, vocabulary] after `prompt`, with the best token of each next, or with these `tokens`. `step`
-    is the model, compiled or not."""
+    """The logits [count, vocabulary] of the tokens after `prompt`. Each next token is the best one, or the next of
+    `tokens`. `step` is the model, compiled or not."""
     cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + count)
     found = [model(prompt, past_key_values=cache).logits[0, -1]]
     for i in range(count - 1):
@@ -28,7 +28,7 @@ def decode(model, step, prompt: torch.Tensor, count: int, tokens: list[int] | No
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser("compiled", __doc__)
+    parser = Parser(__doc__)
     backends = torch.compiler.list_backends(exclude_tags=())
     parser.add_argument("--backend", choices=backends, metavar="NAME", default="inductor", help="default: inductor")
     options = parser.parse_args(arguments)
@@ -39,12 +39,12 @@ def main(arguments: list[str] | None = None) -> None:
     tokens = eager.argmax(-1).tolist()
     print("eager:   ", tokens)
     say(f"Compiling with {options.backend}: the first token takes a while ...")
-    # After the same tokens, or one that is chosen otherwise by a last bit would change all that come after it.
+    # With the same tokens: if rounding changed one token, all later logits would differ.
     compiled = decode(model, torch.compile(model, fullgraph=True, backend=options.backend), prompt, 12, tokens)
     print("compiled:", compiled.argmax(-1).tolist())
     difference, allowed = float((compiled - eager).norm() / eager.norm()), TOLERANCES[model.dtype]
-    judged = "as eager's" if difference <= allowed else f"DIFFERENT: expected at most {allowed:.0e}"
-    print(f"relative difference of the logits: {difference:.1e}, {judged}")
+    verdict = "equal to eager" if difference <= allowed else f"DIFFERENT: expected at most {allowed:.0e}"
+    print(f"relative difference of the logits: {difference:.1e}, {verdict}")
 
 
 if __name__ == "__main__":

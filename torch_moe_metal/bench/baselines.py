@@ -1,7 +1,7 @@
-"""What computes the same in plain PyTorch: for each op the ways that one would write, of which the fastest counts.
+"""PyTorch baselines: for each op the usual ways to write it in plain PyTorch. The fastest one is the comparison.
 
-They take the op's own arguments and options, with ids in int64 and weights in the activations' dtype: a layer of plain
-PyTorch would have them so.
+They have the arguments and options of the op, but with ids in int64 and weights in the activations' dtype, as in a
+layer written in plain PyTorch.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ def gate(hidden, router_weight, norm_weight=None, router_bias=None, **routing) -
 
 
 def in_best_groups(choice: Tensor, n_group: int, topk_group: int) -> Tensor:
-    """`choice` with -inf outside of the groups whose two best have the largest sums."""
+    """`choice` with -inf outside of the groups with the largest sums of their two best scores."""
     groups = choice.unflatten(-1, (n_group, -1))
     best = groups.topk(2, -1).values.sum(-1).topk(topk_group, -1).indices
     barred = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
@@ -56,7 +56,7 @@ def route(
 
 
 def route_from_the_best(logits, per_expert_scale=None, *, top_k) -> tuple[Tensor, Tensor]:
-    """The softmax of the best logits only: what the default routing comes to."""
+    """The softmax of the best logits only, which equals the default routing."""
     best, ids = logits.topk(top_k, -1)
     weights = best.softmax(-1, dtype=torch.float32)
     return weights if per_expert_scale is None else weights * per_expert_scale[ids], ids
@@ -74,11 +74,11 @@ def copy(weight, *, format, dtype) -> Tensor:
 
 
 def int4pack(x: Tensor, weight: Tensor, scale: Tensor, offset: Tensor) -> Callable[[], Tensor]:
-    """PyTorch's own product with affine4 in bfloat16 on the CPU, made ready: it has the integers in an order of its
-    own, and its values are (q - 8) * scale + zero. (That with 8 bits, _weight_int8pack_mm, has one scale for a whole
-    row and no offset, so it cannot hold the numbers of affine8.)"""
+    """PyTorch's own product with affine4 in bfloat16 on the CPU, with prepared weights. It has its own order of the
+    integers, and its values are (q - 8) * scale + zero. (The one for 8 bits, _weight_int8pack_mm, has one scale per row
+    and no offset, so it cannot represent affine8.)"""
     aten = torch.ops.aten
-    rows = weight.view(torch.uint8).split(4096)  # few at a time, since integers take 32 bits on their way
+    rows = weight.view(torch.uint8).split(4096)  # few at a time: temporary integers take 32 bits
     codes = torch.cat([aten._convert_weight_to_int4pack_for_cpu(unpack(part, 4).int(), 1) for part in rows])
     zero = (offset.float() + 8 * scale.float()).to(scale.dtype)
     scales, group = torch.stack([scale, zero], -1).transpose(0, 1).contiguous(), x.shape[-1] // scale.shape[-1]
@@ -111,7 +111,7 @@ def expert_by_expert(
     x, weights, ids, gate_up, down, gate_up_bias=None, down_bias=None, *,
     interleaved=False, transposed=False, **activation,
 ) -> Tensor:  # fmt: skip
-    """transformers' eager: a loop over the experts that are used."""
+    """transformers' eager: a loop over the selected experts."""
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, e: int) -> Tensor:
         return F.linear(rows, weight[e].mT if transposed else weight[e], None if bias is None else bias[e])
@@ -132,8 +132,8 @@ def batched_mm(
     flat = ids.flatten()
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        chosen = weight[flat]
-        out = torch.bmm(chosen.mT if transposed else chosen, rows.unsqueeze(-1)).squeeze(-1)
+        selected = weight[flat]
+        out = torch.bmm(selected.mT if transposed else selected, rows.unsqueeze(-1)).squeeze(-1)
         return out if bias is None else out.add_(bias[flat])
 
     slots = x.repeat_interleave(ids.shape[-1], 0)
@@ -176,7 +176,7 @@ SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def then(steps: str, finish: Callable[..., object]) -> Ways:
-    """Each way to the weighted sum, finished alike."""
+    """All ways to compute the weighted sum, each followed by `finish`."""
     return {
         f"{name}, {steps}": lambda slots, weights, way=way, **rest: finish(way(slots, weights), **rest)
         for name, way in SUMS.items()
@@ -202,7 +202,7 @@ def normed_heads(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def heads_of(q, k, q_norm_weight, k_norm_weight, interleaved: bool, R: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """What turns of queries and of keys, [B, A, T, 2R], and what does not."""
+    """For queries and for keys: the elements that are rotated, [B, A, T, 2R], and the others."""
     for x, weight in ((q, q_norm_weight), (k, k_norm_weight)):
         heads = normed_heads(x, weight).transpose(1, 2)
         turns = heads[..., : 2 * R]
@@ -216,7 +216,7 @@ def joined(turned: Tensor, rest: Tensor) -> Tensor:
 def rotate_half(
     q, k, cos, sin, q_norm_weight=None, k_norm_weight=None, *, interleaved=False
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """transformers' way, which has each angle twice; that it makes once for all layers, so it is an op less there."""
+    """As in transformers, with each angle twice. transformers repeats the angles once for all layers, one op less."""
     cos, sin = (torch.cat([x, x], -1).unsqueeze(1) for x in (cos, sin))
     found = []
     for x, rest in heads_of(q, k, q_norm_weight, k_norm_weight, interleaved, cos.shape[-1] // 2):
@@ -236,12 +236,12 @@ def by_halves(
 
 
 def later_keys(T: int, S: int, device: torch.device) -> Tensor:
-    """[T, S] True for the keys that come after a query."""
+    """[T, S]: True for the keys that come after a query."""
     return torch.ones(T, S, dtype=torch.bool, device=device).triu(S - T + 1)
 
 
 def sdpa(q, k, v, *, causal) -> Tensor:
-    """PyTorch's own. It knows no sinks, and counts queries from the first key on, where it is to be causal."""
+    """PyTorch's own. It has no sinks, and with is_causal its first query belongs to the first key."""
     T, S = q.shape[2], k.shape[2]
     mask = None if T == 1 or T == S else ~later_keys(T, S, q.device)
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T == S and T > 1, enable_gqa=True)
@@ -249,9 +249,9 @@ def sdpa(q, k, v, *, causal) -> Tensor:
 
 
 def eager(q, k, v, sinks=None, *, causal) -> Tensor:
-    """transformers' way, which has all scores in memory."""
+    """As in transformers, with all scores in memory."""
     (B, A, T, D), S = q.shape, k.shape[2]
-    if B * A * T * S > MOST_SCORES:
+    if B * A * T * S > MAX_SCORES:
         raise MemoryError(f"eager attention would need memory for {B * A * T * S:.0e} scores")
     k, v = (x.repeat_interleave(A // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.mT).mul_(D**-0.5)
@@ -265,7 +265,7 @@ def eager(q, k, v, sinks=None, *, causal) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------ the table
 
-RIVALS: dict[str, Ways] = {
+BASELINES: dict[str, Ways] = {
     "gate": {"linear, scores, topk": gate},
     "route": {"scores, topk": route, "topk, softmax": route_from_the_best},
     "glu": {"act, mul_": glu, "act, mul": glu_anew},
@@ -292,20 +292,20 @@ RIVALS: dict[str, Ways] = {
     "rope": {"rotate_half": rotate_half, "halves": by_halves},
     "attention": {"sdpa": sdpa, "eager": eager},
 }
-MOST_SCORES = 1 << 28
-COPIED = 1 << 30  # the most bytes of weights that batched_mm may copy for more than one token
+MAX_SCORES = 1 << 28
+MAX_COPIED = 1 << 30  # the most bytes of weights that batched_mm may copy for more than one token
 
 
 def too_large(name: str, T: int, K: int, expert_bytes: int) -> bool:
-    """Whether to leave batched_mm out, which copies the experts' weights for every token."""
-    return name.endswith("batched_mm") and T > 1 and T * K * expert_bytes > COPIED
+    """Whether to leave out batched_mm, which copies the experts' weights for every token."""
+    return name.endswith("batched_mm") and T > 1 and T * K * expert_bytes > MAX_COPIED
 
 
-def rivals(op: str, options: dict) -> Ways:
-    """The ways to `op` with these options, which they are bound to."""
-    ways = dict(RIVALS.get(op, {}))
+def baselines(op: str, options: dict) -> Ways:
+    """The baselines of `op`, bound to these options."""
+    ways = dict(BASELINES.get(op, {}))
     if op == "experts":
-        options = {name: value for name, value in options.items() if name != "format"}  # theirs are dense
+        options = {name: value for name, value in options.items() if name != "format"}  # the baselines are dense
     if op == "route" and set(options) != {"top_k"}:
         del ways["topk, softmax"]
     if op == "glu" and ("limit" in options or options.get("activation", "silu") not in ACTIVATIONS):

@@ -1,26 +1,54 @@
-"""The same in MLX. A block is as mlx-lm writes it: `gather_mm`, or `gather_qmm` for packed weights, over the chosen
-experts, sorted by expert from 64 choices on.
+"""`python -m torch_moe_metal bench` with MLX, if it is installed, as one more implementation.
 
-Its weights are copies, in mlx-lm's layout (gate and up apart, never transposed), made once. Packed ones are the same
-bytes: our affine, mxfp4 and mxfp8 are MLX's. An nvfp4 with a factor it has not, nor fp8's scales for blocks of
-128 x 128, nor GGML's formats. (On the CPU, MLX 0.32 is 5 % off in affine products of bfloat16 with 2048 columns, and so
-does not count.)
+A block is written as in mlx-lm: `gather_mm`, or `gather_qmm` for packed weights, over the selected experts; from 64
+expert ids on they are sorted by expert.
+
+The weights are copies in mlx-lm's layout (separate gate and up, never transposed), made once. Packed weights are the
+same bytes, because our affine, mxfp4 and mxfp8 are MLX's formats. MLX has no nvfp4 with a factor, no fp8 with scales
+for blocks of 128 x 128, and none of GGML's formats. (On the CPU, affine products of bfloat16 with 2048 columns are 5 %
+off in MLX 0.32, so they are rejected.)
 """
 
+from __future__ import annotations
+
+import argparse
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
-import mlx.core as mx
 from torch import Tensor
 
-from .block import Block, Implementation
-from .calls import Call
-from .packed import Packing
+try:
+    import mlx.core as mx
+except ImportError:
+    mx = None
 
-SORTED_FROM = 64  # choices, in mlx-lm
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from torch_moe_metal import bench
+from torch_moe_metal.bench.block import Block, Implementation
+from torch_moe_metal.bench.calls import WHOLE, Call
+from torch_moe_metal.bench.device_bench import DeviceBench, next_of
+from torch_moe_metal.bench.packed import Packing
+from torch_moe_metal.bench.report import MLX
+
+SORTED_FROM = 64  # expert ids, as in mlx-lm
 
 
-def take(tensor: Tensor) -> mx.array:
+class WithMlx(DeviceBench):
+    has_mlx = True
+
+    def other_blocks(self) -> dict[str, Implementation]:
+        return super().other_blocks() | mlx(self.block)
+
+    def functions_of(self, call: Call, sets: list[dict[str, Tensor]]) -> dict[str, Callable[[], object]]:
+        functions = super().functions_of(call, sets)
+        if call.op not in WHOLE and call.packing and has_format(call.packing):
+            functions[MLX] = next_of([packed_op(call, s) for s in sets])
+        return functions
+
+
+def to_mlx(tensor: Tensor) -> mx.array:
     """A copy."""
     return mx.array(tensor.detach().cpu().contiguous())
 
@@ -33,9 +61,9 @@ def options_of(packing: Packing) -> dict[str, object]:
     return {"mode": packing.format, "bits": packing.bits, "group_size": packing.group}
 
 
-def of_packed(call: Call, given: Mapping[str, Tensor]) -> Callable[[], mx.array]:
-    """An op with a packed weight, made ready."""
-    arrays, options = {name: take(tensor) for name, tensor in given.items()}, options_of(call.packing)
+def packed_op(call: Call, given: Mapping[str, Tensor]) -> Callable[[], mx.array]:
+    """An op with a packed weight, bound to its arguments."""
+    arrays, options = {name: to_mlx(tensor) for name, tensor in given.items()}, options_of(call.packing)
     weight = arrays["weight"].view(mx.uint32), arrays["scale"], arrays.get("offset")
     if call.op == "linear":
         return scheduled(partial(mx.quantized_matmul, arrays["x"], *weight, **options))
@@ -43,7 +71,7 @@ def of_packed(call: Call, given: Mapping[str, Tensor]) -> Callable[[], mx.array]
 
 
 def scheduled(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Started, and not waited for: whoever measures synchronizes."""
+    """Starts the computation without waiting for it: the benchmark synchronizes."""
 
     def run(*args, **named):
         out = function(*args, **named)
@@ -57,7 +85,7 @@ def mlx(block: Block) -> dict[str, Implementation]:
     if not has_format(block.packing):
         return {}
     experts = partial(switch_glu, product_of(block), activation_of(block.model.experts))
-    router = {name: take(tensor) for name, tensor in block.router.items()}
+    router = {name: to_mlx(tensor) for name, tensor in block.router.items()}
     choose = mx.compile(partial(route, **block.routing))
     shared = shared_expert(block)
 
@@ -74,35 +102,36 @@ def mlx(block: Block) -> dict[str, Implementation]:
         return out if shared is None else out + shared(x)
 
     by_name = scheduled(lambda x, weights, ids: weighted(x, weights, ids))
-    return {"mlx": Implementation(scheduled(whole), by_name, take)}
+    return {MLX: Implementation(scheduled(whole), by_name, to_mlx)}
 
 
 def weights_of(block: Block) -> dict[str, mx.array]:
-    """[E, I, H] for gate and up, [E, H, I] for down, and what stands beside them."""
+    """[E, I, H] for gate and up, [E, H, I] for down, and their scales, offsets and biases."""
     options, found = block.model.experts, {}
     for name, tensor in block.experts.items():
         rows = tensor.mT if options.get("transposed") and name in ("gate_up", "down") else tensor
         if not name.startswith("gate_up"):
-            found[name] = take(rows)
+            found[name] = to_mlx(rows)
             continue
         part = name.removeprefix("gate_up")
         gate, up = (rows[:, ::2], rows[:, 1::2]) if options.get("interleaved") else rows.chunk(2, 1)
-        found |= {f"gate{part}": take(gate), f"up{part}": take(up)}
+        found |= {f"gate{part}": to_mlx(gate), f"up{part}": to_mlx(up)}
     mx.eval(found)
     return found
 
 
 def product_of(block: Block) -> Callable[..., mx.array]:
-    """rows, which weight, ids, whether those are sorted -> rows times that weight of each id's expert, and its bias"""
+    """A function: rows, name of a weight, ids, whether they are sorted -> rows @ the weight of each id's expert +
+    bias"""
     weights, packing = weights_of(block), block.packing
 
     def product(rows, name: str, ids, ordered: bool):
-        weight, chosen = weights[name], {"rhs_indices": ids, "sorted_indices": ordered}
+        weight, selected = weights[name], {"rhs_indices": ids, "sorted_indices": ordered}
         if packing is None:
-            out = mx.gather_mm(rows, weight.swapaxes(-1, -2), **chosen)
+            out = mx.gather_mm(rows, weight.swapaxes(-1, -2), **selected)
         else:
-            beside = weights[f"{name}_scale"], weights.get(f"{name}_offset")
-            out = mx.gather_qmm(rows, weight.view(mx.uint32), *beside, **chosen, **options_of(packing))
+            scales = weights[f"{name}_scale"], weights.get(f"{name}_offset")
+            out = mx.gather_qmm(rows, weight.view(mx.uint32), *scales, **selected, **options_of(packing))
         bias = weights.get(f"{name}_bias")
         return out if bias is None else out + mx.expand_dims(bias[ids], -2)
 
@@ -151,12 +180,12 @@ def activation_of(options: dict):
 def switch_glu(product, activation, x, ids):
     """x [T, H], ids [T, K] -> [T, K, H]"""
     ordered = ids.size >= SORTED_FROM
-    rows, chosen = mx.expand_dims(x, (-2, -3)), ids
+    rows, sorted_ids = mx.expand_dims(x, (-2, -3)), ids
     if ordered:
         order = mx.argsort(ids.flatten())
-        rows, chosen = rows.flatten(0, -3)[order // ids.shape[-1]], ids.flatten()[order]
-    inner = activation(product(rows, "gate", chosen, ordered), product(rows, "up", chosen, ordered))
-    slots = product(inner, "down", chosen, ordered)
+        rows, sorted_ids = rows.flatten(0, -3)[order // ids.shape[-1]], ids.flatten()[order]
+    inner = activation(product(rows, "gate", sorted_ids, ordered), product(rows, "up", sorted_ids, ordered))
+    slots = product(inner, "down", sorted_ids, ordered)
     if ordered:
         slots = mx.unflatten(slots[mx.argsort(order)], 0, ids.shape)
     return slots.squeeze(-2)
@@ -165,9 +194,9 @@ def switch_glu(product, activation, x, ids):
 def shared_expert(block: Block):
     if block.shared_down is None:
         return None
-    gate_up, down = take(block.shared_gate_up), take(block.shared_down)
+    gate_up, down = to_mlx(block.shared_gate_up), to_mlx(block.shared_down)
     gate, up = mx.split(gate_up, 2)
-    share = None if block.shared_gate is None else take(block.shared_gate)
+    share = None if block.shared_gate is None else to_mlx(block.shared_gate)
     activation = activation_of({})
 
     def run(x):
@@ -175,3 +204,15 @@ def shared_expert(block: Block):
         return out if share is None else out * mx.sigmoid(x @ share.T)
 
     return run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    bench.add_arguments(parser)
+    if mx is None:
+        print("MLX is not installed: not measured", file=sys.stderr)
+    return bench.run(parser.parse_args(), DeviceBench if mx is None else WithMlx)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Runnable examples: `python -m torch_moe_metal.examples.chat`, `.swap` and `.compiled`."""
