@@ -7,6 +7,7 @@ MOE_METAL_DEVICES=cpu (or mps) selects one. Nothing is skipped silently: a simul
 import math
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -59,6 +60,14 @@ def in_full_grid(case: Case, device: str) -> bool:
         return False
     heavy = max(case.flops, 8 * case.elements) > FAST[device]
     return case.full_grid or heavy or (device == "mps" and not case.common_shader)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """torch.compile gives up on a function that was compiled for too many tests."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

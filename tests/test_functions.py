@@ -58,7 +58,6 @@ def test_functions_call_the_op_and_have_its_signature(op: str):
 @pytest.mark.parametrize("op", OPS)
 def test_compiled_functions_keep_the_op(op: str):
     """One graph, which contains the op as if it had been called directly."""
-    torch._dynamo.reset()
     graphs = []
 
     def backend(graph, _):

@@ -42,7 +42,6 @@ def dual(function):
 
 
 def compiled(function):
-    torch._dynamo.reset()
     return torch.compile(function, backend="aot_eager")
 
 

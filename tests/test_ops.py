@@ -356,7 +356,6 @@ def test_opcheck(case: Case):
 
 
 def compiles_once(case: Case, device: str, backend: str) -> None:
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(lambda args: run(case, args), fullgraph=True, backend=counter)
     for T in (6, 9, 33):
@@ -522,7 +521,6 @@ def test_tangent_raises_compiled(case: Case):
     op, args = case.op, case.arguments()
     name = differentiable(case)[0]
     function, point = function_of(case, args, name), args[name]
-    torch._dynamo.reset()
     with pytest.raises(RuntimeError, match=no_jvp(op, name)):
         torch.compile(lambda x: torch.func.jvp(function, (x,), (x,)), backend="aot_eager")(point)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=no_jvp(op, name)):
@@ -1115,7 +1113,6 @@ def test_bad_input_compiled(good: str, message: str, changes: dict):
     for name, letters in case.shapes.items():
         if "T" in letters and args[name] is not None and args[name].dim() == len(letters):
             torch._dynamo.maybe_mark_dynamic(args[name], letters.index("T"))
-    torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=re.escape(f"moe_metal::{case.op}: {message}")):
         torch.compile(lambda args: run(replace(case, options=options), args), fullgraph=True, backend="eager")(args)
 

@@ -632,7 +632,6 @@ def test_compiled():
     quantize_(model, group_size=32)
     expected = model(ids, use_cache=False).logits
     torch_moe_metal.patch(model)
-    torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert relative(compiled(ids, use_cache=False).logits, expected) <= 1e-5
 
