@@ -4,7 +4,8 @@
 //   codes             the 16 codes from a column of a block on, as bytes from 0 on
 //   scales            of a run of blocks: the scale, and perhaps the offset, of each group
 //   unpack            with AVX-512, the codes of 128 columns in the order kOrder
-//   kScalesOfLanes    with AVX-512, whether scales_of_lanes() reads the scales of those columns: four of them are a lane
+//   kScalesOfLanes    with AVX-512, whether scales_of_lanes() reads the scales of those columns: four of them are a
+//   lane
 #pragma once
 #include <array>
 #include <bit>

@@ -94,8 +94,8 @@ inline void six_bit_scales(const uint8_t* row, int64_t blocks, float* scale, flo
     // The factors of the four blocks one after the other. Offsets are negative.
     const __m512i halves = _mm512_permutexvar_epi16(
         _mm512_castsi256_si512(_mm256_setr_epi16(0, 1, 8, 9, 16, 17, 24, 25, 0, 0, 0, 0, 0, 0, 0, 0)), heads);
-    const __m512 factors = _mm512_xor_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)),
-                                         _mm512_castsi512_ps(bytes_of(0, 0x80000000)));
+    const __m512 factors =
+        _mm512_xor_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)), _mm512_castsi512_ps(bytes_of(0, 0x80000000)));
     for (int i = 0; i < 4 && i <= last; ++i, scale += 8, offset += 8) {
       const __m512i some = _mm512_cvtepu8_epi32(load_128(integers[i]));
       const __m512 both = _mm512_mul_ps(_mm512_cvtepi32_ps(some), _mm512_permutexvar_ps(two_factors(2 * i), factors));
@@ -225,12 +225,10 @@ struct Q3_K : BlocksOf256<110, 16, false, 4> {
   static void scales(const uint8_t* row, int64_t blocks, float* scale, float*) {
     for (int64_t b = 0; b < blocks; ++b, row += kBytes, scale += kGroups) {
       // In the words of 4 groups: the lower 4 bits of each, in halves, and then the higher 2 bits.
+      using Words = uint32_t __attribute__((vector_size(16)));
       const uint32_t first = load_word(row + 96), second = load_word(row + 100), high = load_word(row + 104);
-      const auto integers = [&](uint32_t low, int shift) {
-        return (low & 0x0f0f0f0f) | (high >> shift & 0x03030303) << 4;
-      };
-      const std::array all = {integers(first, 0), integers(second, 2), integers(first >> 4, 4),
-                              integers(second >> 4, 6)};
+      const Words low = Words{first, second, first, second} >> Words{0, 0, 4, 4} & 0x0f0f0f0f;
+      const Words all = low | (Words{high, high, high, high} >> Words{0, 2, 4, 6} & 0x03030303) << 4;
       scaled_by(half_at(row + 108), std::bit_cast<std::array<int8_t, 16>>(std::bit_cast<Bytes>(all) - 32), scale);
     }
   }

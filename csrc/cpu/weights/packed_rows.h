@@ -60,8 +60,7 @@ class PackedRows final : public WeightRows {
     constexpr bool kReadsScales = Read::Dots::kReadsScales;
     static_assert(!kReadsScales || std::is_same_v<typename Read::Tiles, NoDots>);
     const bool later = kReadsScales && bfloat16_ && Read::Dots::takes(rows_.shape(), tokens.count);
-    const auto& rows =
-        later ? rows_.without_scales(range, skip, count, after) : rows_.some(range, skip, count, after);
+    const auto& rows = later ? rows_.without_scales(range, skip, count, after) : rows_.some(range, skip, count, after);
     if (!scaled_last(rows, tokens)) return scaled_first(rows, tokens);
     // What has no digits comes to NaN there, and a group may have an infinite sum before its scale: once more, then,
     // with each number scaled.

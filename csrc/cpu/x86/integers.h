@@ -18,8 +18,8 @@ struct alignas(64) Digits {
   bool two;                         // nothing is lacking without the last digit
 
   // False where a number is not finite, or the largest is too small: all are 0 then. Past `count` are zeros. x may be
-  // `rest`. All numbers share a unit; or with `by_lanes` those four that are lane l of the first half of the digits, and
-  // those of the second half, have units[l]: the closer the numbers, the more of them are whole in two digits.
+  // `rest`. All numbers share a unit; or with `by_lanes` those four that are lane l of the first half of the digits,
+  // and those of the second half, have units[l]: the closer the numbers, the more of them are whole in two digits.
   bool set(const float* x, int64_t count, bool by_lanes = false) {
     __m512 all[8], most[4];
     __m512i bits = _mm512_setzero_si512();
@@ -71,8 +71,7 @@ struct alignas(64) Digits {
         const __m512i digit = _mm512_srli_epi32(bytes, static_cast<unsigned>(8 * (kCount - 1 - d)));
         _mm_store_si128(reinterpret_cast<__m128i*>(digits[d] + 16 * i), _mm512_cvtepi32_epi8(digit));
       }
-      // The first of each four.
-      if (i < 4) _mm512_mask_compressstoreu_ps(units + 4 * i, 0x1111, unit);
+      if (i < 4) _mm_store_ps(units + 4 * i, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, unit)));
     }
     return true;
   }

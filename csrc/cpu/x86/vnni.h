@@ -43,11 +43,12 @@ class IntegerDots {
   // The columns in the numbers' order.
   struct alignas(64) Chunk {
     int8_t digits[kDigits][2][64];
-    int32_t begin[2][16];  // of the lanes' sums of the first two digits, and of the third, so that the middle counts as 0
-    float units[16];       // of the lanes; of the first chunk: NaN where the token has no digits
-    bool two;              // the third digit is not needed
-    int32_t place;         // among the row's chunks
-    int32_t rests;         // of the first chunk: how many there are
+    int32_t begin[2]
+                 [16];  // of the lanes' sums of the first two digits, and of the third, so that the middle counts as 0
+    float units[16];    // of the lanes; of the first chunk: NaN where the token has no digits
+    bool two;           // the third digit is not needed
+    int32_t place;      // among the row's chunks
+    int32_t rests;      // of the first chunk: how many there are
   };
   static const Chunk* chunks_of(const char* form) { return reinterpret_cast<const Chunk*>(form); }
 
@@ -94,8 +95,7 @@ class IntegerDots {
       for (int half = 0; half < 2; ++half) {
         const __m512i digits = _mm512_load_si512(all.digits[d] + 64 * half);
         _mm512_store_si512(chunk.digits[d][half], digits);
-        of_middle[d] =
-            _mm512_dpbusd_epi32(of_middle[d], _mm512_set1_epi8(static_cast<char>(Numbers::kMiddle)), digits);
+        of_middle[d] = _mm512_dpbusd_epi32(of_middle[d], _mm512_set1_epi8(static_cast<char>(Numbers::kMiddle)), digits);
       }
     }
     const __m512i of_two = _mm512_add_epi32(_mm512_slli_epi32(of_middle[0], 8), of_middle[1]);
@@ -105,7 +105,7 @@ class IntegerDots {
 
   template <int N>
   void all_rows(const ScaledRows& rows, const char* const* forms, float* const* out) const {
-    constexpr int R = N > 2 ? 2 : 4;
+    constexpr int R = 4;
     const int64_t later = R + rows.later(R);
     int64_t row = 0;
     for (; row + R <= rows.rows; row += R) some_rows<R, N>(rows, row, rows.ahead(row + later), forms, out);
@@ -163,10 +163,12 @@ class IntegerDots {
         const auto more = others<R>(rows, first, x[n]);
         MOE_METAL_UNROLL for (int r = 0; r < R; ++r) sums[r][n] = _mm512_add_ps(sums[r][n], more[r]);
       }
+      __m512 of_token[R];
       MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
-        if constexpr (Numbers::kOffset) sums[r][n] = add_offsets(rows, first + r, x[n], sums[r][n]);
-        out[n][first + r] = sum(Vec(sums[r][n]));
+        of_token[r] = sums[r][n];
+        if constexpr (Numbers::kOffset) of_token[r] = add_offsets(rows, first + r, x[n], of_token[r]);
       }
+      store_sums(of_token, out[n] + first);
     }
   }
 
@@ -197,6 +199,22 @@ class IntegerDots {
       }
     }
     return sums;
+  }
+  // Each vector's sum of its lanes.
+  template <size_t R>
+  static void store_sums(const __m512 (&of)[R], float* to) {
+    if constexpr (R == 4) {
+      const auto fold = [](__m512 a, __m512 b) {
+        return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+      };
+      const __m512d first = _mm512_castps_pd(fold(of[0], of[1])), second = _mm512_castps_pd(fold(of[2], of[3]));
+      const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(first, second)),
+                                       _mm512_castpd_ps(_mm512_unpackhi_pd(first, second)));
+      const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+      _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+    } else {
+      for (size_t r = 0; r < R; ++r) to[r] = sum(Vec(of[r]));
+    }
   }
   // What the offsets add is a product of its own, with groups side by side.
   [[gnu::always_inline]] static inline __m512 add_offsets(const ScaledRows& rows, int64_t row, const Chunk* x,
