@@ -8,19 +8,19 @@
 namespace moe_metal {
 namespace {
 
-// The last arguments are the parts of attention.metal.
+// The parts of their file are numbered so.
 Kernels wide64_kernels("attention", "attention_64_wide", kAttentionThreads, 0);
 Kernels wide128_kernels("attention", "attention_128_wide", kAttentionThreads, 1);
 Kernels any_kernels("attention", "attention", kAttentionThreads, 2);
 Kernels combine_kernels("attention", "attention_combine", kAttentionThreads, 3);
 
-// A kernel, and the chunks of a key and of a value that one of its simdgroups keeps in registers.
+// The chunks of a key and of a value that one simdgroup keeps in registers.
 struct AttentionKernel {
   Kernels& kernels;
   int64_t key_chunks, value_chunks;
 };
 
-// Whether runs of 8 elements are contiguous and aligned for loads of 16 bytes.
+// Runs of 8 elements, which lie side by side where 16 bytes may be loaded.
 bool is_wide(const Tensor& tensor) {
   const int64_t unit = 16 / tensor.element_size();
   bool wide = tensor.size(3) % 8 == 0 && tensor.stride(3) == 1 && tensor.storage_offset() % unit == 0;
@@ -69,16 +69,16 @@ AttentionParams attention_params(const Attention& call) {
   };
 }
 
-// Divides the work into threadgroups. -> their grid
+// How the work is cut into threadgroups. -> their grid
 //
-// As many simdgroups share the columns of keys and values as needed to keep them in registers. The others of the
-// threadgroup take more rows, if there are any, which then read the same keys from the cache; else more keys. If that
-// leaves too few threadgroups to keep the GPU busy, threadgroups also share the keys of the same rows, as long as each
-// has enough of them: they write partial results, which a second kernel combines.
+// Long keys and values are shared by as many simdgroups as it takes to keep them in registers. The others take further
+// rows, as far as there are any, so that keys come from the cache for them; else further keys. Where that leaves too
+// few threadgroups to keep the GPU busy, they share the keys of the same rows, too, as long as each has enough of them:
+// what it has found is written down, and read again by the second kernel.
 Grid cut(const Attention& call, const AttentionKernel& kernel, AttentionParams& params) {
   const int64_t key_chunks = ceil_div(call.D, kAttentionKeyColumns);
   const int64_t value_chunks = ceil_div(call.V, kAttentionValueColumns);
-  // With the longest keys (576, MLA), 1 chunk in 9 is not kept in registers, but loaded again for each block of keys.
+  // Of the longest keys, 576 of MLA, 1 chunk in 9 is not kept, but loaded again for each block of keys.
   const auto fits = [&](int64_t slices) {
     return slices * kernel.key_chunks >= key_chunks && slices * kernel.value_chunks >= value_chunks;
   };
@@ -106,7 +106,7 @@ void run(const Attention& call) {
   const AttentionKernel kernel = attention_kernel(call);
   AttentionParams params = attention_params(call);
   const Grid grid = cut(call, kernel, params);
-  const Tensor none;  // without keys, these tensors have no memory
+  const Tensor none;  // without keys these have no memory
   const Tensor &k = call.S ? call.k : none, &v = call.S ? call.v : none, &mask = call.S ? call.mask : none;
   if (params.parts == 1) {
     launch(kernel.kernels[dtype], grid, call.q, k, v, mask, call.sinks, call.output, params);

@@ -1,4 +1,4 @@
-// See launch.h. Objects created here are never released, on purpose, so that no destructors run at process exit.
+// See launch.h. Objects created here are kept for good, on purpose: nothing of ours runs while the process exits.
 #include "mps/launch.h"
 
 #include <ATen/mps/MPSStream.h>
@@ -18,7 +18,7 @@
 #include "mps/tuning.h"
 #include "shader_texts.h"
 
-// One build runs on all supported macOS versions, so availability is checked at run time.
+// The versions below are asked for at run time, since one build runs on all of them.
 #pragma clang diagnostic ignored "-Wunguarded-availability-new"
 #pragma clang diagnostic ignored "-Wdeprecated-declarations"
 
@@ -33,8 +33,8 @@ namespace {
 
 constexpr NSUInteger kThreadgroupMemory = 32768;
 
-// Derives the macOS version from the kernel's. On macOS 26 NSProcessInfo returns 16 to programs that were linked for an
-// older version, as many Pythons are. torch_moe_metal/macos.py does the same in Python.
+// macOS's version, from its kernel's. NSProcessInfo answers 16 on macOS 26 where the program was linked for an older
+// one, as many Pythons are. torch_moe_metal/macos.py says the same to Python.
 bool is_macos_at_least(int major) {
   char release[32] = {};
   size_t size = sizeof(release) - 1;
@@ -49,36 +49,36 @@ std::string reason(NSError* error) { return error ? [[error localizedDescription
 
 // ---------------------------------------------------------------------------------------------- compiling
 
-// Devices without an Apple family, such as a virtual Mac's, guarantee neither simdgroup matrices nor bfloat16.
+// Devices without an Apple family, of which virtual Macs have one, promise neither simdgroup matrices nor bfloat16.
 bool is_apple_gpu(id<MTLDevice> device) { return [device supportsFamily:MTLGPUFamilyApple7]; }
 
 void check_device(id<MTLDevice> device) {
   TORCH_CHECK(is_macos_at_least(14),
-              "moe_metal: expected macOS 14 or newer, whose Metal supports bfloat16; this one is older");
+              "moe_metal: expected macOS 14 or newer, whose Metal knows bfloat16; this one is older");
   TORCH_CHECK(is_apple_gpu(device),
               "moe_metal: expected an Apple GPU of family 7 or newer, as every Apple silicon Mac ", "has; ",
-              [[device name] UTF8String], " is not one: a virtual Mac's GPU lacks features that the kernels need");
+              [[device name] UTF8String], " is none: a virtual Mac's GPU lacks what the kernels need");
   TORCH_CHECK([device maxThreadgroupMemoryLength] >= kThreadgroupMemory, "moe_metal: expected a GPU with ",
               kThreadgroupMemory, " bytes of threadgroup memory; ", [[device name] UTF8String], " has ",
               [device maxThreadgroupMemoryLength]);
 }
 
-// Language versions are numbers because the SDK may be older than the running macOS and lack their names.
+// Language versions are written as numbers: an older SDK than the running macOS has no name for them.
 MTLLanguageVersion language_version() {
   const int major = is_macos_at_least(26) ? 4 : 3, minor = is_macos_at_least(26) ? 0 : is_macos_at_least(15) ? 2 : 1;
   return static_cast<MTLLanguageVersion>((major << 16) + minor);
 }
 
-// The index of the dtype of a kernel's activations, numbered as in common.h; -1: it has none.
+// The dtype of a kernel's activations, as common.h numbers them; -1: it has none.
 int activation_dtype(const Kernel& kernel) { return kernel.dtypes < 3 ? kernel.dtypes : (kernel.dtypes - 3) / 3; }
 
-// The macros that select one part, one dtype and one format of a shader file.
+// What makes a shader file the library of one part, one dtype and one format.
 using Macros = std::vector<std::pair<const char*, std::string>>;
 
 Macros library_macros(const Kernel& kernel) {
   const int dtype = activation_dtype(kernel);
   Macros macros = {{"MOE_METAL_PART", std::to_string(kernel.part)}};
-  if (dtype >= 0) macros.emplace_back("MOE_METAL_DTYPE", std::to_string(dtype));
+  if (dtype >= 0) macros.emplace_back("MOE_METAL_DTYPE", std::to_string(dtype));  // else of all
   if (!kernel.format->is_dense()) macros.emplace_back("MOE_METAL_FORMAT", std::string(kernel.format->library));
   return macros;
 }
@@ -89,7 +89,7 @@ NSDictionary* dictionary(const Macros& macros) {
   return [NSDictionary dictionaryWithObjects:values.data() forKeys:names.data() count:names.size()];
 }
 
-// Safe maths, because these ops define their results for infinities and NaN.
+// Safe maths: infinities and NaN are values that these ops define.
 MTLCompileOptions* compile_options(const Kernel& kernel) {
   MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
   [options setLanguageVersion:language_version()];
@@ -109,10 +109,10 @@ const char* shader_text(const std::string& shader) {
   for (const ShaderText& each : shader_texts) {
     if (shader == each.name) return each.text;
   }
-  TORCH_CHECK(false, "moe_metal: this build does not contain shaders/", shader, ".metal; rebuild it");
+  TORCH_CHECK(false, "moe_metal: this build holds no shaders/", shader, ".metal; rebuild it");
 }
 
-// The compile time of each library, in the order in which they were finished.
+// How long each library took, in the order in which they were ready.
 struct CompileTimes {
   std::mutex mutex;
   c10::List<std::string> libraries;
@@ -134,7 +134,7 @@ id<MTLLibrary> compile_library(id<MTLDevice> device, const Kernel& kernel, const
   const std::string shader = kernel.shader;
   const auto start = std::chrono::steady_clock::now();
   NSError* error = nil;
-  // By default Metal compiles only few libraries in parallel. This also affects PyTorch's own shaders.
+  // Else Metal compiles few at a time. PyTorch's own shaders are compiled on the same device, and gain too.
   [device setShouldMaximizeConcurrentCompilation:YES];
   id<MTLLibrary> library = [device newLibraryWithSource:text(shader_text(shader) + more)
                                                 options:compile_options(kernel)
@@ -161,7 +161,7 @@ std::string host_name(const Kernel& kernel) {
 id<MTLComputePipelineState> compile_pipeline(id<MTLDevice> device, id<MTLLibrary> library, const Kernel& kernel,
                                              const std::string& name) {
   id<MTLFunction> function = [[library newFunctionWithName:text(name)] autorelease];
-  TORCH_CHECK(function, "moe_metal: shaders/", kernel.shader, ".metal has no kernel ", name);
+  TORCH_CHECK(function, "moe_metal: shaders/", kernel.shader, ".metal holds no kernel ", name);
   MTLComputePipelineDescriptor* descriptor = [[[MTLComputePipelineDescriptor alloc] init] autorelease];
   [descriptor setLabel:text(name)];
   [descriptor setComputeFunction:function];
@@ -182,8 +182,8 @@ id<MTLComputePipelineState> compile_pipeline(id<MTLDevice> device, id<MTLLibrary
   return state;
 }
 
-// A cache of values that are made once per key, by the first thread that needs one. Threads that need the same key wait
-// for it; other keys are made in parallel. Errors are cached and rethrown.
+// What is made once for each key, by the first thread that asks for it. Others that want the same wait for that one,
+// and nobody for other keys: Metal compiles side by side. An error is kept, and told to everybody who asks.
 template <class Key, class Value>
 class MadeOnce {
  public:
@@ -191,14 +191,14 @@ class MadeOnce {
   Value get(const Key& key, const Make& make) {
     std::unique_lock lock(mutex_);
     const auto [found, is_first] = made_.try_emplace(key);
-    Made& made = found->second;  // stays valid: elements of a map do not move
+    Made& made = found->second;  // a map's elements stay where they are
     if (is_first) {
       lock.unlock();
       Made result = {.is_ready = true};
       @autoreleasepool {
         try {
           result.value = make();
-        } catch (...) {  // inside the pool, because an exception would leak it
+        } catch (...) {  // inside of the pool, which an exception would leave behind
           result.error = std::current_exception();
         }
       }
@@ -229,8 +229,8 @@ id<MTLLibrary> library_of(id<MTLDevice> device, const Kernel& kernel) {
   return libraries.get(key, [&] { return compile_library(device, kernel); });
 }
 
-// The slow path, once per kernel. It does not run on the stream's queue, and does not need the GIL, which PyTorch
-// releases before it calls an op.
+// Slow path, once per kernel. It runs off the stream's queue and needs nothing of Python: PyTorch gives the GIL back
+// before it calls an op.
 const Pipeline* compile(id<MTLDevice> device, Kernel& kernel) {
   static auto& pipelines = *new MadeOnce<const Kernel*, const Pipeline*>;
   return pipelines.get(&kernel, [&] {
@@ -260,7 +260,7 @@ void check_tensors(const Dispatch& dispatch) {
   }
 }
 
-// The data pointer of an MPS tensor's storage is its id<MTLBuffer>.
+// PyTorch keeps the id<MTLBuffer> of an MPS tensor where other devices keep an address.
 void bind(id<MTLComputeCommandEncoder> encoder, const Tensor& tensor, int index) {
   [encoder setBuffer:(id<MTLBuffer>)tensor.storage().data()
               offset:tensor.storage_offset() * tensor.element_size()
@@ -285,14 +285,16 @@ void encode(id<MTLComputeCommandEncoder> encoder, const Pipeline* pipeline, cons
 
 // ---------------------------------------------------------------------------------------------- commits
 
-// PyTorch commits encoded work only when a result is needed. Until then the GPU would idle, and macOS kills a command
-// buffer that keeps the GPU busy for seconds (kIOGPUCommandBufferCallbackErrorImpactingInteractivity), silently losing
-// its results. So we commit after a certain amount of work, without waiting for it. tuning.h has the amount.
+// PyTorch leaves what is encoded where it is until somebody waits for a result. The GPU would idle meanwhile, and macOS
+// kills a command buffer that keeps the GPU for seconds (kIOGPUCommandBufferCallbackErrorImpactingInteractivity), whose
+// results are then missing without a word. So work is handed over in time; nobody waits for it.
+//
+// tuning.h says how much work.
 struct Work {
   int64_t dispatches = 0, threads = 0;
 };
 
-// The work of a stream since our last commit. The returned object is only used on the stream's own queue.
+// Of a stream, since it was last committed here. What it refers to is used on that stream's own queue alone.
 Work& work_since_commit(const at::mps::MPSStream* stream) {
   static auto& mutex = *new std::mutex;
   static auto& of_streams = *new std::map<const at::mps::MPSStream*, Work>;
@@ -300,12 +302,12 @@ Work& work_since_commit(const at::mps::MPSStream* stream) {
   return of_streams[stream];
 }
 
-// The first failed command buffer of those committed here, until it has been reported. Up to torch 2.14, PyTorch does
-// not check command buffers and continues with whatever is in memory.
+// The first command buffer of those committed here that the GPU gave up on, until somebody is told. Up to torch 2.14
+// PyTorch looks at none, and goes on with what is in memory.
 struct Failure {
   std::mutex mutex;
   std::string what;
-  std::atomic<bool> is_there = false;  // checked at each launch
+  std::atomic<bool> is_there = false;  // asked at each launch
 };
 
 Failure& failure() {
@@ -313,32 +315,32 @@ Failure& failure() {
   return first;
 }
 
-// Called on one of Metal's threads.
+// On a thread of Metal's.
 void note_failure(NSError* error, int64_t dispatches, const Pipeline* last) {
   std::lock_guard lock(failure().mutex);
   if (failure().is_there) return;
-  failure().what = "after " + std::to_string(dispatches) + " of our kernels, the last of which was " +
-                   [last->name UTF8String] + ": " + reason(error);
+  failure().what = "after " + std::to_string(dispatches) + " of our kernels, of which " + [last->name UTF8String] +
+                   " was the last: " + reason(error);
   failure().is_there = true;
 }
 
 void raise_failure() {
   if (!failure().is_there) return;
   std::lock_guard lock(failure().mutex);
-  if (!failure().is_there.exchange(false)) return;  // another thread has raised it
-  TORCH_CHECK(false, "moe_metal: the GPU aborted earlier work, ", failure().what,
-              "\nResults of that work and later ones may be wrong.");
+  if (!failure().is_there.exchange(false)) return;  // another thread has
+  TORCH_CHECK(false, "moe_metal: the GPU gave up on earlier work, ", failure().what,
+              "\nWhat was computed there and since is not right.");
 }
 
-// Whether PyTorch makes a new command buffer for each commit and keeps it forever, as it does for signposts and
-// captures. Then we do not commit: PyTorch commits after each of its graphs anyway.
+// Whether PyTorch gives each commit a command buffer of its own, which it then keeps for good, as it does for signposts
+// and captures: it commits after each of its graphs, and ours would only add to them.
 bool keeps_command_buffers() {
   const auto is_on = [](const char* variable) { return std::atoi(std::getenv(variable) ?: "0") != 0; };
   static const bool keeps = is_on("PYTORCH_MPS_TRACE_SIGNPOSTS") || is_on("MTL_CAPTURE_ENABLED");
   return keeps;
 }
 
-// Called on the stream's queue. A commit ends the stream's encoder; PyTorch then starts a new command buffer.
+// On the stream's queue. It ends the stream's encoder and leaves PyTorch's command buffer in place with new content.
 void commit_in_time(at::mps::MPSStream* stream, const Grid& encoded, const Pipeline* pipeline) {
   Work& work = work_since_commit(stream);
   ++work.dispatches;
@@ -355,7 +357,7 @@ void commit_in_time(at::mps::MPSStream* stream, const Grid& encoded, const Pipel
 
 // ---------------------------------------------------------------------------------------------- for Python's tools
 
-// A line per kernel: maximum threads of a threadgroup, host name, shader, and the macros of its library.
+// A line for each kernel: threads of its threadgroup, host name, shader, and its library's macros.
 c10::List<std::string> all_kernels() {
   c10::List<std::string> lines;
   for (const Kernel* kernel = Kernel::first; kernel; kernel = kernel->next) {
@@ -364,8 +366,8 @@ c10::List<std::string> all_kernels() {
   return lines;
 }
 
-// The first device, as in PyTorch. A device may exist even if PyTorch says that MPS is not available.
-// MTLCreateSystemDefaultDevice returns nil in a process without CoreGraphics.
+// The Mac's only one, as PyTorch finds it; where PyTorch calls none available there may be one all the same.
+// MTLCreateSystemDefaultDevice gives none to a process without CoreGraphics.
 id<MTLDevice> default_device() {
   static NSArray* devices = MTLCopyAllDevices();
   TORCH_CHECK([devices count] > 0, "moe_metal: macOS finds no Metal device");
@@ -378,8 +380,8 @@ void check_default_device() {
   }
 }
 
-// Compiles the library of the kernel at an index of that list, and its pipeline if this Mac's GPU can run it.
-// -> whether it can. If `more` is not empty, only the library is compiled, again, with this text appended.
+// What Metal itself makes of one of them, by its place in that list: its library, and its pipeline where this Mac's GPU
+// can run it. -> whether it can. With more text behind the shader's, it is compiled once more, for that.
 bool compile_at(int64_t place, const std::string& more) {
   id<MTLDevice> device = default_device();
   Kernel* kernel = Kernel::first;
@@ -415,15 +417,15 @@ void launch(std::initializer_list<Dispatch> dispatches) {
   }
   if (!any || is_rehearsal) return;
   raise_failure();
-  // A block copies its captures, so it gets a pointer.
+  // A block copies what it captures: it gets a pointer.
   const auto* all = &dispatches;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
     @autoreleasepool {
       for (const Dispatch& dispatch : *all) {
         if (dispatch.grid.empty()) continue;
-        id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();  // a new one after a commit
-        // PyTorch's encoder is serial, so dispatches are ordered, also after PyTorch's own. A concurrent one would need
-        // a barrier.
+        id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();  // a commit has ended the one before
+        // PyTorch's encoder is serial, so dispatches are ordered, also behind PyTorch's own; a concurrent one would
+        // need to be told.
         if ([encoder dispatchType] == MTLDispatchTypeConcurrent)
           [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
         const Pipeline* pipeline = dispatch.kernel.pipeline.load();
@@ -436,7 +438,7 @@ void launch(std::initializer_list<Dispatch> dispatches) {
 
 }  // namespace moe_metal
 
-// Only for doctor and tools/compile_shaders.py.
+// For doctor and tools/compile_shaders.py alone.
 TORCH_LIBRARY_FRAGMENT(moe_metal, m) {
   m.def("_kernels() -> str[]", &moe_metal::all_kernels);
   m.def("_check_device() -> ()", &moe_metal::check_default_device);
