@@ -27,6 +27,7 @@ struct Integers {
 template <class Numbers>
 class IntegerDots {
  public:
+  static constexpr bool kReadsScales = false;
   static constexpr int64_t kRowsAtOnce = 1;
   static bool takes(const ScaledRows& rows, int64_t tokens) { return tokens <= kFewTokens && rows.columns > 0; }
   // The result of a token without digits is NaN.

@@ -4,6 +4,8 @@
 //   codes             the 16 codes from a column of a block on, as bytes from 0 on
 //   scales            of a run of blocks: the scale, and perhaps the offset, of each group
 //   unpack            with AVX-512, the codes of 128 columns in the order kOrder
+//   kScalesOfLanes    with AVX-512, whether scales_of_lanes() reads the scales of those columns: four of them are a
+//   lane
 #pragma once
 #include <array>
 #include <bit>
@@ -143,9 +145,16 @@ inline __m512i four_times_16(const uint8_t* a, const uint8_t* b, const uint8_t* 
   const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(load_128(c)), load_128(d), 1);
   return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
+// 32 bytes of each of two places.
+inline __m512i two_times_32(const uint8_t* a, const uint8_t* b) {
+  const auto load = [](const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); };
+  return _mm512_inserti64x4(_mm512_castsi256_si512(load(a)), load(b), 1);
+}
 inline __m512i mask_of(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
 inline __m512i low_nibbles(__m512i bytes) { return _mm512_and_si512(bytes, mask_of(15)); }
 inline __m512i high_nibbles(__m512i bytes) { return low_nibbles(_mm512_srli_epi16(bytes, 4)); }
+// a | (b & mask)
+inline __m512i or_masked(__m512i a, __m512i b, __m512i mask) { return _mm512_ternarylogic_epi32(a, b, mask, 0xf8); }
 inline __m512i look_up(const std::array<uint8_t, 16>& values, __m512i codes) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_128(values.data())), codes);
 }

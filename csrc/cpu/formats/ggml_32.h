@@ -22,6 +22,34 @@ struct BlocksOf32 {
   }
 #ifdef MOE_METAL_HAS_AVX512
   static constexpr auto kOrder = kHalvesOf32;
+  static constexpr bool kScalesOfLanes = !kOffset;
+  // Of four blocks. Two loads reach all of their factors: those that the first does not reach are in the second.
+  [[gnu::always_inline]] static __m512 scales_of_lanes(const uint8_t* row, int64_t chunk, int64_t columns) {
+    constexpr int kFirst = std::min(4, (64 - 2) / kBytes + 1);  // blocks
+    constexpr int kSecond = std::min(kFirst, 4) * kBytes < 4 * kBytes - 64 ? kFirst * kBytes : 4 * kBytes - 64;
+    static constexpr auto kWords = [] {
+      std::array<std::array<uint16_t, 32>, 2> words{};
+      for (int i = 0; i < 16; ++i) {
+        words[0][i] = static_cast<uint16_t>(i / 4 * kBytes / 2);
+        words[1][i] = static_cast<uint16_t>(std::max(0, i / 4 * kBytes - kSecond) / 2);
+      }
+      return words;
+    }();
+    const uint8_t* first = row + chunk * 4 * kBytes;
+    const int64_t last = columns / 32 - 1 - chunk * 4;
+    if (last < 3) return scales_of_few(first, last);
+    __m512i halves = _mm512_permutexvar_epi16(_mm512_loadu_si512(kWords[0].data()), load_512(first));
+    if constexpr (kFirst < 4) {
+      halves = _mm512_mask_permutexvar_epi16(halves, 0xffffffffu << 4 * kFirst, _mm512_loadu_si512(kWords[1].data()),
+                                             load_512(first + kSecond));
+    }
+    return _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+  }
+  [[gnu::noinline]] static __m512 scales_of_few(const uint8_t* first, int64_t last) {
+    alignas(64) float all[16];
+    for (int64_t i = 0; i < 16; ++i) all[i] = half_at(first + std::min(i / 4, last) * kBytes);
+    return _mm512_load_ps(all);
+  }
   // Of four blocks, or as many as a row has left: the last again, which meets zeros.
   [[gnu::always_inline]] static __m512i bytes_of_four(const uint8_t* row, int64_t chunk, int64_t blocks, int at) {
     const uint8_t* first = row + chunk * 4 * kBytes + at;
@@ -71,6 +99,7 @@ using Iq4Nl = LookedUp<18, 2, 128, kNonLinear>;
 // Twice e2m1, from 12 on; its power of two is half as large.
 inline constexpr std::array<uint8_t, 16> kTwiceE2m1 = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 struct GgmlMxfp4 : LookedUp<17, 1, 12, kTwiceE2m1> {
+  static constexpr bool kScalesOfLanes = false;
   static void scales(const uint8_t* row, int64_t blocks, float* scale, float*) {
     for (int64_t b = 0; b < blocks; ++b) {
       const uint32_t e = row[b * kBytes];
@@ -110,10 +139,14 @@ struct Q8_0 : BlocksOf32<34, 2, false, 128> {
   static Bytes codes(const uint8_t* block, int64_t column) { return load_bytes(block + kCodes + column) ^ 0x80; }
 #ifdef MOE_METAL_HAS_AVX512
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t columns, __m512i (&to)[2]) {
-    for (int half = 0; half < 2; ++half) {
-      const __m512i bytes = bytes_of_four(row, chunk, columns / 32, kCodes + 16 * half);
-      to[half] = _mm512_xor_si512(bytes, mask_of(0x80));
-    }
+    const uint8_t* first = row + chunk * 4 * kBytes + kCodes;
+    const int64_t last = columns / 32 - 1 - chunk * 4;
+    const auto two = [&](int64_t b) {
+      return two_times_32(first + std::min(b, last) * kBytes, first + std::min(b + 1, last) * kBytes);
+    };
+    const __m512i low = two(0), high = two(2);
+    to[0] = _mm512_xor_si512(_mm512_shuffle_i64x2(low, high, 0x88), mask_of(0x80));
+    to[1] = _mm512_xor_si512(_mm512_shuffle_i64x2(low, high, 0xdd), mask_of(0x80));
   }
 #endif
 };

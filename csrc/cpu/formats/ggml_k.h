@@ -11,6 +11,7 @@ struct BlocksOf256 {
   static constexpr bool kOffset = has_offset;
   static constexpr float kUnit = 1;
 #ifdef MOE_METAL_HAS_AVX512
+  static constexpr bool kScalesOfLanes = false;
   static const uint8_t* block_of(const uint8_t* row, int64_t chunk) { return row + chunk / 2 * kBytes; }
 #endif
 };
@@ -25,23 +26,42 @@ inline void scaled_by(float factor, const std::array<int8_t, 8>& scale, float* t
 #endif
 }
 inline void scaled_by(float factor, const std::array<int8_t, 16>& scale, float* to) {
+#ifdef MOE_METAL_HAS_AVX512
+  const __m512i integers = _mm512_cvtepi8_epi32(std::bit_cast<__m128i>(scale));
+  _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_cvtepi32_ps(integers), _mm512_set1_ps(factor)));
+#else
   const auto halves = std::bit_cast<std::array<std::array<int8_t, 8>, 2>>(scale);
   for (int half = 0; half < 2; ++half) scaled_by(factor, halves[half], to + 8 * half);
+#endif
 }
 
 #ifdef MOE_METAL_HAS_AVX512
+// The same number in each word of a quarter.
+template <int a, int b, int c, int d>
+inline __m512i in_quarters() {
+  const auto of = [](int shift) { return static_cast<int64_t>(shift * 0x0001000100010001LL); };
+  return _mm512_setr_epi64(of(a), of(a), of(b), of(b), of(c), of(c), of(d), of(d));
+}
 // Of each quarter its own shift, and `more` of all. Bits of neighbouring bytes come in from above.
 template <int a, int b, int c, int d>
 inline __m512i quarters_shifted(__m512i bytes, int more = 0) {
-  const auto of = [](int shift) { return static_cast<int64_t>(shift * 0x0001000100010001LL); };
-  const __m512i shifts = _mm512_setr_epi64(of(a), of(a), of(b), of(b), of(c), of(c), of(d), of(d));
+  const __m512i shifts = in_quarters<a, b, c, d>();
   return _mm512_srlv_epi16(bytes, _mm512_add_epi16(shifts, _mm512_set1_epi16(static_cast<int16_t>(more))));
 }
+// 128 columns: the runs of 32 are halved as kHalvesOf32 has them, but those of even number come first.
+inline constexpr auto kHalvesOfEvenRuns = [] {
+  std::array<uint8_t, 128> columns{};
+  for (int i = 0; i < 128; ++i) {
+    const int quarter = i % 64 / 16, run = quarter % 2 * 2 + quarter / 2;
+    columns[i] = static_cast<uint8_t>(run * 32 + i / 64 * 16 + i % 16);
+  }
+  return columns;
+}();
 // The 4-bit codes of 128 columns in runs of 32, of which two lie in the halves of the same bytes.
 inline void nibbles_in_runs(const uint8_t* from, __m512i (&to)[2]) {
   const __m512i all = load_512(from);
-  to[0] = low_nibbles(quarters_shifted<0, 4, 0, 4>(_mm512_shuffle_i64x2(all, all, 0xa0)));
-  to[1] = low_nibbles(quarters_shifted<0, 4, 0, 4>(_mm512_shuffle_i64x2(all, all, 0xf5)));
+  const __m512i low = low_nibbles(all), high = high_nibbles(all);
+  to[0] = _mm512_shuffle_i64x2(low, high, 0x88), to[1] = _mm512_shuffle_i64x2(low, high, 0xdd);
 }
 #endif
 
@@ -52,6 +72,39 @@ inline Bytes nibbles_in_runs(const uint8_t* codes, int64_t column) {
 }
 
 // Of a row of blocks that begin with both factors, and 6 bits of scale and of offset for each of 8 groups in 12 bytes.
+#ifdef MOE_METAL_HAS_AVX512
+template <int bytes>
+inline void six_bit_scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
+  const auto bytes_of = [](uint32_t even, uint32_t odd) { return _mm512_set1_epi64(even | int64_t{odd} << 32); };
+  const auto two_factors = [](int first) {
+    return _mm512_mask_set1_epi32(_mm512_set1_epi32(first), 0xff00, first + 1);
+  };
+  for (int64_t b = 0; b < blocks; b += 4) {
+    const int64_t last = blocks - 1 - b;
+    const auto head = [&](int64_t i) { return row + (b + std::min(i, last)) * bytes; };
+    const __m512i heads = four_times_16(head(0), head(1), head(2), head(3));
+    // In four words: both factors, two words of which each has 6 bits of the first four scales or offsets and the
+    // highest 2 bits of the others, and the lower 4 bits of the other scales and of the other offsets.
+    const __m512i low = _mm512_srlv_epi32(_mm512_shuffle_epi32(heads, static_cast<_MM_PERM_ENUM>(0xed)),
+                                          _mm512_setr4_epi32(0, 0, 0, 4));
+    const __m512i high = _mm512_srli_epi32(_mm512_shuffle_epi32(heads, static_cast<_MM_PERM_ENUM>(0xa5)), 2);
+    alignas(64) uint8_t integers[4][16];  // scales, then offsets
+    _mm512_store_si512(integers, _mm512_or_si512(_mm512_and_si512(low, bytes_of(0x3f3f3f3f, 0x0f0f0f0f)),
+                                                 _mm512_and_si512(high, bytes_of(0, 0x30303030))));
+    // The factors of the four blocks one after the other. Offsets are negative.
+    const __m512i halves = _mm512_permutexvar_epi16(
+        _mm512_castsi256_si512(_mm256_setr_epi16(0, 1, 8, 9, 16, 17, 24, 25, 0, 0, 0, 0, 0, 0, 0, 0)), heads);
+    const __m512 factors =
+        _mm512_xor_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)), _mm512_castsi512_ps(bytes_of(0, 0x80000000)));
+    for (int i = 0; i < 4 && i <= last; ++i, scale += 8, offset += 8) {
+      const __m512i some = _mm512_cvtepu8_epi32(load_128(integers[i]));
+      const __m512 both = _mm512_mul_ps(_mm512_cvtepi32_ps(some), _mm512_permutexvar_ps(two_factors(2 * i), factors));
+      _mm256_storeu_ps(scale, _mm512_castps512_ps256(both));
+      _mm256_storeu_ps(offset, _mm512_extractf32x8_ps(both, 1));
+    }
+  }
+}
+#else
 template <int bytes>
 inline void six_bit_scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
   for (int64_t b = 0; b < blocks; ++b, row += bytes, scale += 8, offset += 8) {
@@ -65,12 +118,13 @@ inline void six_bit_scales(const uint8_t* row, int64_t blocks, float* scale, flo
     scaled_by(-half_at(row + 2), integers(second, low >> 4 & 0x0f0f0f0f), offset);
   }
 }
+#endif
 
 struct Q4_K : BlocksOf256<144, 32, true, 8> {
   static Bytes codes(const uint8_t* block, int64_t column) { return nibbles_in_runs(block + 16, column); }
   static constexpr auto scales = six_bit_scales<144>;
 #ifdef MOE_METAL_HAS_AVX512
-  static constexpr auto kOrder = kHalvesOf32;
+  static constexpr auto kOrder = kHalvesOfEvenRuns;
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     nibbles_in_runs(block_of(row, chunk) + 16 + chunk % 2 * 64, to);
   }
@@ -84,15 +138,16 @@ struct Q5_K : BlocksOf256<176, 32, true, 16> {
   }
   static constexpr auto scales = six_bit_scales<176>;
 #ifdef MOE_METAL_HAS_AVX512
-  static constexpr auto kOrder = kHalvesOf32;
+  static constexpr auto kOrder = kHalvesOfEvenRuns;
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     const uint8_t* block = block_of(row, chunk);
     const int first = static_cast<int>(chunk % 2 * 4);  // of the groups
     nibbles_in_runs(block + 48 + chunk % 2 * 64, to);
+    // The bit of each run, moved to where the fifth of a code is.
+    const __m512i turns = _mm512_sub_epi64(_mm512_setr_epi64(4, 4, 2, 2, 3, 3, 1, 1), _mm512_set1_epi64(first));
     for (int half = 0; half < 2; ++half) {
-      const __m512i bits = _mm512_broadcast_i32x4(load_128(block + 16 + 16 * half));
-      const __m512i one = quarters_shifted<0, 1, 2, 3>(bits, first);
-      to[half] = _mm512_or_si512(to[half], _mm512_slli_epi16(_mm512_and_si512(one, mask_of(1)), 4));
+      const __m512i bits = _mm512_rolv_epi64(_mm512_broadcast_i32x4(load_128(block + 16 + 16 * half)), turns);
+      to[half] = or_masked(to[half], bits, mask_of(16));
     }
   }
 #endif
@@ -119,11 +174,11 @@ struct Q6_K : BlocksOf256<210, 16, false, 32> {
     const __m512i low = load_512(block + chunk % 2 * 64);
     const __m512i high =
         _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + 128 + chunk % 2 * 32)));
-    // The first half of the columns has the bits 0 to 3 of `high`, the second one 4 to 7, each run of 32 two of them.
-    const __m512i first = _mm512_and_si512(quarters_shifted<0, 0, 2, 2>(high), mask_of(3));
-    const __m512i second = _mm512_and_si512(quarters_shifted<4, 4, 6, 6>(high), mask_of(3));
-    halves_of_16(_mm512_or_si512(low_nibbles(low), _mm512_slli_epi16(first, 4)),
-                 _mm512_or_si512(high_nibbles(low), _mm512_slli_epi16(second, 4)), to);
+    // Each run of 32 columns has two bits of `high`, which are moved to where the highest two of a code are.
+    const __m512i first = _mm512_sllv_epi16(high, in_quarters<4, 4, 2, 2>());
+    const __m512i second = _mm512_srlv_epi16(high, in_quarters<0, 0, 2, 2>());
+    halves_of_16(or_masked(low_nibbles(low), first, mask_of(0x30)), or_masked(high_nibbles(low), second, mask_of(0x30)),
+                 to);
   }
 #endif
 };
@@ -170,12 +225,10 @@ struct Q3_K : BlocksOf256<110, 16, false, 4> {
   static void scales(const uint8_t* row, int64_t blocks, float* scale, float*) {
     for (int64_t b = 0; b < blocks; ++b, row += kBytes, scale += kGroups) {
       // In the words of 4 groups: the lower 4 bits of each, in halves, and then the higher 2 bits.
+      using Words = uint32_t __attribute__((vector_size(16)));
       const uint32_t first = load_word(row + 96), second = load_word(row + 100), high = load_word(row + 104);
-      const auto integers = [&](uint32_t low, int shift) {
-        return (low & 0x0f0f0f0f) | (high >> shift & 0x03030303) << 4;
-      };
-      const std::array all = {integers(first, 0), integers(second, 2), integers(first >> 4, 4),
-                              integers(second >> 4, 6)};
+      const Words low = Words{first, second, first, second} >> Words{0, 0, 4, 4} & 0x0f0f0f0f;
+      const Words all = low | (Words{high, high, high, high} >> Words{0, 2, 4, 6} & 0x03030303) << 4;
       scaled_by(half_at(row + 108), std::bit_cast<std::array<int8_t, 16>>(std::bit_cast<Bytes>(all) - 32), scale);
     }
   }

@@ -48,8 +48,7 @@ class PackedRows final : public WeightRows {
     const int64_t at_once = tiles ? rows_.kMost : rows_.rows_at_once();
     for (int64_t first = 0; first < rows.count; first += at_once) {
       for (int64_t n = 0; n < tokens.count; ++n) out_[n] = tokens.out[n] + first;
-      some_rows(rows_.some(rows, first, std::min(at_once, rows.count - first), after),
-                {tokens.x, out_.data(), tokens.count});
+      some_rows(rows, first, std::min(at_once, rows.count - first), after, {tokens.x, out_.data(), tokens.count});
     }
   }
   void dequantize(int64_t expert, int64_t row, float* to) override {
@@ -57,12 +56,18 @@ class PackedRows final : public WeightRows {
   }
 
  private:
-  void some_rows(const Packed<Read>& rows, const Tokens& tokens) {
+  void some_rows(const RowRange& range, int64_t skip, int64_t count, const uint8_t* after, const Tokens& tokens) {
+    constexpr bool kReadsScales = Read::Dots::kReadsScales;
+    static_assert(!kReadsScales || std::is_same_v<typename Read::Tiles, NoDots>);
+    const bool later = kReadsScales && bfloat16_ && Read::Dots::takes(rows_.shape(), tokens.count);
+    const auto& rows = later ? rows_.without_scales(range, skip, count, after) : rows_.some(range, skip, count, after);
     if (!scaled_last(rows, tokens)) return scaled_first(rows, tokens);
     // What has no digits comes to NaN there, and a group may have an infinite sum before its scale: once more, then,
     // with each number scaled.
     for (int64_t n = 0; n < tokens.count; ++n) {
-      if (!all_finite(tokens.out[n], rows.rows)) scaled_first(rows, {tokens.x + n, tokens.out + n, 1});
+      if (all_finite(tokens.out[n], rows.rows)) continue;
+      if (later) rows_.with_scales(range, skip);
+      scaled_first(rows, {tokens.x + n, tokens.out + n, 1});
     }
   }
   void scaled_first(const Packed<Read>& rows, const Tokens& tokens) {

@@ -24,10 +24,18 @@ class PackedWeightRows {
 
   // Until the next call: `count` of these rows from `skip` on. The others, and then `next`, are read later.
   const Packed<Read>& some(const RowRange& rows, int64_t skip, int64_t count, const uint8_t* next) {
+    without_scales(rows, skip, count, next);
+    return with_scales(rows, skip);
+  }
+  // The same in two steps.
+  const Packed<Read>& without_scales(const RowRange& rows, int64_t skip, int64_t count, const uint8_t* next) {
     some_.rows = count;
     some_.data = place(rows.expert, rows.first + skip);
     some_.left = rows.count - skip;
     some_.next = next;
+    return some_;
+  }
+  const Packed<Read>& with_scales(const RowRange& rows, int64_t skip) {
     scales_.read(rows.expert, rows.first + skip, some_);
     return some_;
   }

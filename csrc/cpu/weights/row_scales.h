@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "cpu/formats/codes.h"
 #include "cpu/weights/scaled_rows.h"
 #include "weight.h"
 
@@ -78,7 +79,11 @@ class RowScales {
     if (tensor_.element_size() == 1) {
       const auto* bytes = static_cast<const uint8_t*>(tensor_.const_data_ptr()) + from;
       if (e4m3_) {
-        for (int64_t i = 0; i < count; ++i) to[i] = e4m3(bytes[i * group_]);
+        int64_t i = 0;
+#ifdef MOE_METAL_HAS_AVX2
+        for (; group_ == 1 && i + kLanes <= count; i += kLanes) (E4m3()(bytes + i, Whole())).store(to + i);
+#endif
+        for (; i < count; ++i) to[i] = e4m3(bytes[i * group_]);
       } else if (group_ == 1) {  // said to the compiler, which makes vectors of it
         for (int64_t i = 0; i < count; ++i) to[i] = e8m0(bytes[i]);
       } else {

@@ -36,6 +36,7 @@ inline bool all_finite(const float* values, int64_t count) {
 // For numbers and processors that have no products of their own.
 struct NoDots {
   static constexpr int64_t kRowsAtOnce = 1;
+  static constexpr bool kReadsScales = false;
   static bool takes(const ScaledRows&, int64_t) { return false; }
   void operator()(const ScaledRows&, const Tokens&) {}
 };

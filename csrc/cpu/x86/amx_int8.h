@@ -109,7 +109,7 @@ class IntegerTiles {
     std::fill_n(to.turns[turn].units, kTile, 0.0f);
     for (int64_t n = 0; n < count; ++n) {
       for (int64_t d = 0; d < kDigits; ++d) {
-        to.turns[turn].units[n * kDigits + d] = all[n].unit * Numbers::kUnit * (1 << 8 * (kDigits - 1 - d));
+        to.turns[turn].units[n * kDigits + d] = all[n].units[0] * Numbers::kUnit * (1 << 8 * (kDigits - 1 - d));
       }
     }
     for (int64_t t = 0; t < kTilesOfChunk; ++t) {

@@ -77,6 +77,7 @@ class EightBits {
 class E4m3Dots {
  public:
   static constexpr int64_t kRowsAtOnce = 1;
+  static constexpr bool kReadsScales = false;
   static bool takes(const ScaledRows&, int64_t tokens) { return bfloat16_available() && tokens <= kFewTokens; }
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
     constexpr int64_t kColumns = EightBits::kColumns;

@@ -5,21 +5,23 @@
 
 namespace moe_metal {
 
-// 128 of a token's numbers: each is a multiple of one power of two, at most 2^-21 of the largest, in three digits of
-// base 256. Weights that make 0 of the largest leave what the digits cannot hold of the others, so that is kept: it has
-// digits of its own.
+// 128 of a token's numbers: each is a multiple of a power of two, at most 2^-22 of the largest that shares it, in three
+// digits of base 256. Weights that make 0 of the largest leave what the digits cannot hold of the others, so that is
+// kept: it has digits of its own.
 struct alignas(64) Digits {
   static constexpr int64_t kColumns = 128, kCount = 3;
 
   int8_t digits[kCount][kColumns];  // the highest first
   float rest[kColumns];             // what they lack
-  float unit;                       // the numbers are `unit` times what the digits say
+  float units[16];                  // the numbers are so many times what the digits say: see `set`
   bool whole;                       // nothing is lacking
+  bool two;                         // nothing is lacking without the last digit
 
   // False where a number is not finite, or the largest is too small: all are 0 then. Past `count` are zeros. x may be
-  // `rest`.
-  bool set(const float* x, int64_t count) {
-    __m512 all[8], most = _mm512_setzero_ps();
+  // `rest`. All numbers share a unit; or with `by_lanes` those four that are lane l of the first half of the digits,
+  // and those of the second half, have units[l]: the closer the numbers, the more of them are whole in two digits.
+  bool set(const float* x, int64_t count, bool by_lanes = false) {
+    __m512 all[8], most[4];
     __m512i bits = _mm512_setzero_si512();
     __mmask16 finite = 0xffff;
     for (int64_t i = 0; i < 8; ++i) {
@@ -28,39 +30,55 @@ struct alignas(64) Digits {
       const __m512 magnitude = _mm512_abs_ps(all[i]);
       bits = _mm512_or_si512(bits, _mm512_castps_si512(all[i]));
       finite &= _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(std::numeric_limits<float>::max()), _CMP_LE_OQ);
-      most = _mm512_max_ps(most, magnitude);
+      most[i % 4] = i < 4 ? magnitude : _mm512_max_ps(most[i % 4], magnitude);
     }
-    const float largest = _mm512_reduce_max_ps(most);
     clear();
-    if (finite != 0xffff || (largest > 0 && exponent(largest) < kSmallest)) return false;
-    const int above = std::max(exponent(largest), kSmallest) + 1;  // the largest is less than 2^kBits units
-    unit = power_of_two(above - kBits);
-    const __m512 units = _mm512_set1_ps(power_of_two(kBits - above));
+    largest(most, by_lanes);
+    __mmask16 small = 0;
+    __m512i above[4];  // the largest is less than 2^above
+    for (int64_t i = 0; i < 4; ++i) {
+      const __m512i exponent = exponents(most[i]), smallest = _mm512_set1_epi32(kSmallest);
+      small |= _mm512_mask_cmplt_epi32_mask(_mm512_cmp_ps_mask(most[i], _mm512_setzero_ps(), _CMP_GT_OQ), exponent,
+                                            smallest);
+      above[i] = _mm512_add_epi32(_mm512_max_epi32(exponent, smallest), _mm512_set1_epi32(1));
+    }
+    if (finite != 0xffff || small) return false;
     // Nothing of a bfloat16 gets lost. Other numbers come from within `experts`, which may round them: most lose less
-    // than bfloat16 rounds off, and those below 2^-17 of the largest less than a sixteenth.
+    // than bfloat16 rounds off, and small ones beside a large one less than a sixteenth.
     const bool bfloat16 = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0xffff)) == 0;
     const __m512 bearable = _mm512_set1_ps(bfloat16 ? 0x1p-8f : 0x1p-4f);
     // Bytes from -128 to 127 that carry: half of the base is added to each, and taken off without a carry.
     const __m512i half = _mm512_set1_epi32(0x808080);
+    const __m512i all_bits = _mm512_set1_epi32(kBits);
     for (int64_t i = 0; i < 8; ++i) {
-      const __m512i number = _mm512_cvtps_epi32(_mm512_mul_ps(all[i], units));
-      const __m512 lost = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(number), _mm512_set1_ps(unit), all[i]);
-      const __mmask16 some =
-          _mm512_cmp_ps_mask(_mm512_abs_ps(lost), _mm512_mul_ps(_mm512_abs_ps(all[i]), bearable), _CMP_GE_OQ);
-      const __mmask16 lacking = _mm512_mask_cmp_ps_mask(some, lost, _mm512_setzero_ps(), _CMP_NEQ_OQ);
-      _mm512_store_ps(rest + 16 * i, _mm512_maskz_mov_ps(lacking, lost));
-      whole &= lacking == 0;
+      const __m512 unit = powers_of_two(_mm512_sub_epi32(above[i % 4], all_bits));
+      const __m512 of_unit = _mm512_mul_ps(all[i], powers_of_two(_mm512_sub_epi32(all_bits, above[i % 4])));
+      const __m512i number = _mm512_cvtps_epi32(of_unit);
       const __m512i bytes = _mm512_xor_si512(_mm512_add_epi32(number, half), half);
+      const __m512 worth_it = _mm512_mul_ps(_mm512_abs_ps(all[i]), bearable);
+      const auto lacking = [&](__m512i digits, __m512& lost) {
+        lost = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(digits), unit, all[i]);
+        const __mmask16 some = _mm512_cmp_ps_mask(_mm512_abs_ps(lost), worth_it, _CMP_GE_OQ);
+        return _mm512_mask_cmp_ps_mask(some, lost, _mm512_setzero_ps(), _CMP_NEQ_OQ);
+      };
+      __m512 lost;
+      const __m512i last = _mm512_srai_epi32(_mm512_slli_epi32(bytes, 24), 24);
+      two &= lacking(_mm512_sub_epi32(number, last), lost) == 0;
+      const __mmask16 of_three = lacking(number, lost);
+      _mm512_store_ps(rest + 16 * i, _mm512_maskz_mov_ps(of_three, lost));
+      whole &= of_three == 0;
       for (int64_t d = 0; d < kCount; ++d) {
         const __m512i digit = _mm512_srli_epi32(bytes, static_cast<unsigned>(8 * (kCount - 1 - d)));
         _mm_store_si128(reinterpret_cast<__m128i*>(digits[d] + 16 * i), _mm512_cvtepi32_epi8(digit));
       }
+      if (i < 4) _mm_store_ps(units + 4 * i, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, unit)));
     }
     return true;
   }
   void clear() {
     std::memset(digits, 0, sizeof(digits));
-    unit = 0, whole = true;
+    std::fill_n(units, 16, 0.0f);
+    whole = two = true;
   }
 
   // Of 64 bytes the even ones, then the odd ones.
@@ -70,9 +88,27 @@ struct alignas(64) Digits {
   }
 
  private:
-  static constexpr int kBits = 22, kSmallest = -100;
-  static int exponent(float x) { return static_cast<int>(std::bit_cast<uint32_t>(x) >> 23) - 127; }
-  static float power_of_two(int n) { return std::bit_cast<float>(static_cast<uint32_t>(n + 127) << 23); }
+  static constexpr int kBits = 23, kSmallest = -100;
+  // Of each four, or of all.
+  static void largest(__m512 (&most)[4], bool by_lanes) {
+    if (by_lanes) {
+      for (__m512& some : most) {
+        some = _mm512_max_ps(some, _mm512_permute_ps(some, 0xb1));
+        some = _mm512_max_ps(some, _mm512_permute_ps(some, 0x4e));
+      }
+    } else {
+      const __m512 both = _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
+      std::fill_n(most, 4, _mm512_set1_ps(_mm512_reduce_max_ps(both)));
+    }
+  }
+  // Of numbers from 0 on. One more where the digits, which end at 127, would not reach that far.
+  static __m512i exponents(__m512 x) {
+    const __m512i further = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x12000));
+    return _mm512_sub_epi32(_mm512_srli_epi32(further, 23), _mm512_set1_epi32(127));
+  }
+  static __m512 powers_of_two(__m512i n) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
+  }
 };
 
 // Of a group's columns, a multiple of a vector's.
@@ -86,7 +122,7 @@ inline float sum_of(const float* x, int64_t columns) {
 template <int bits, bool kE2m1s>
 struct Integers {
   static constexpr int kBits = bits;
-  static constexpr bool kOffset = !kE2m1s;
+  static constexpr bool kOffset = !kE2m1s, kScalesOfLanes = false;
   static constexpr int kMiddle = kE2m1s ? 12 : 1 << (bits - 1);
   static constexpr float kUnit = kE2m1s ? 0.5f : 1;
 

@@ -1,8 +1,9 @@
 // Products of numbers of up to 8 bits with few tokens, on processors with AVX512-VNNI.
 //
 // Both are integers here. An instruction multiplies 64 numbers by as many digits and adds them up exactly; what is
-// rounded is the sum of 8 columns. vdpbf16ps, to which both are exact as well, takes more than twice as long on a
-// Sapphire Rapids.
+// rounded is the sum of 8 columns. These share a unit, so that two digits hold most tokens, and the third is multiplied
+// only in chunks that need it. vdpbf16ps, to which both are exact as well, takes more than twice as long on a Sapphire
+// Rapids.
 #pragma once
 #include "cpu/plan.h"
 #include "cpu/x86/integers.h"
@@ -13,6 +14,7 @@ template <class Numbers>
 class IntegerDots {
  public:
   static constexpr int64_t kRowsAtOnce = 1;
+  static constexpr bool kReadsScales = Numbers::kScalesOfLanes;  // from the rows: those of ScaledRows are not needed
   static bool takes(const ScaledRows& rows, int64_t tokens) {
     return vnni_available() && tokens <= kFewTokens && rows.columns > 0;
   }
@@ -41,10 +43,12 @@ class IntegerDots {
   // The columns in the numbers' order.
   struct alignas(64) Chunk {
     int8_t digits[kDigits][2][64];
-    int32_t begin[kDigits][16];  // of the lanes' sums, so that the middle counts as 0
-    float unit;                  // of the first chunk: NaN where the token has no digits
-    int32_t place;               // among the row's chunks
-    int32_t rests;               // of the first chunk: how many there are
+    int32_t begin[2]
+                 [16];  // of the lanes' sums of the first two digits, and of the third, so that the middle counts as 0
+    float units[16];    // of the lanes; of the first chunk: NaN where the token has no digits
+    bool two;           // the third digit is not needed
+    int32_t place;      // among the row's chunks
+    int32_t rests;      // of the first chunk: how many there are
   };
   static const Chunk* chunks_of(const char* form) { return reinterpret_cast<const Chunk*>(form); }
 
@@ -58,18 +62,22 @@ class IntegerDots {
       Digits all;
       alignas(64) float ordered[kColumns];
       const int64_t left = rows.columns - c * kColumns;
-      for (int64_t i = 0; i < kColumns; ++i) {
-        ordered[i] = Numbers::kOrder[i] < left ? x[c * kColumns + Numbers::kOrder[i]] : 0;
+      if (left >= kColumns) {
+        for (int64_t i = 0; i < kColumns; ++i) ordered[i] = x[c * kColumns + Numbers::kOrder[i]];
+      } else {
+        for (int64_t i = 0; i < kColumns; ++i) {
+          ordered[i] = Numbers::kOrder[i] < left ? x[c * kColumns + Numbers::kOrder[i]] : 0;
+        }
       }
-      finite &= all.set(ordered, kColumns);
+      finite &= all.set(ordered, kColumns, true);
       lay_out(all, c, chunks[c]);
       while (!all.whole && finite) {
-        finite = rest < end && all.set(all.rest, kColumns);
+        finite = rest < end && all.set(all.rest, kColumns, true);
         if (finite) lay_out(all, c, *rest++);
       }
     }
     chunks->rests = static_cast<int32_t>(rest - chunks - count);
-    if (!finite) chunks->unit = NAN;
+    if (!finite) std::fill_n(chunks->units, 16, NAN);
     auto* sums = reinterpret_cast<float*>(end);
     const int64_t group = int64_t{1} << rows.shift;
     for (int64_t g = 0; Numbers::kOffset && g < rows.groups; ++g) sums[g] = sum_of(x + g * group, group);
@@ -78,105 +86,166 @@ class IntegerDots {
 
   [[MOE_METAL_VNNI]] static void lay_out(const Digits& all, int64_t place, Chunk& chunk) {
     chunk.place = static_cast<int32_t>(place);
-    chunk.unit = all.unit * Numbers::kUnit;
+    chunk.two = all.two;
+    const float unit = Numbers::kUnit * (all.two ? 256 : 1);
+    _mm512_store_ps(chunk.units, _mm512_mul_ps(_mm512_load_ps(all.units), _mm512_set1_ps(unit)));
+    __m512i of_middle[kDigits];
     for (int64_t d = 0; d < kDigits; ++d) {
-      __m512i begin = _mm512_setzero_si512();
+      of_middle[d] = _mm512_setzero_si512();
       for (int half = 0; half < 2; ++half) {
         const __m512i digits = _mm512_load_si512(all.digits[d] + 64 * half);
         _mm512_store_si512(chunk.digits[d][half], digits);
-        begin = _mm512_dpbusd_epi32(begin, _mm512_set1_epi8(static_cast<char>(Numbers::kMiddle)), digits);
+        of_middle[d] = _mm512_dpbusd_epi32(of_middle[d], _mm512_set1_epi8(static_cast<char>(Numbers::kMiddle)), digits);
       }
-      _mm512_store_si512(chunk.begin[d], _mm512_sub_epi32(_mm512_setzero_si512(), begin));
     }
+    const __m512i of_two = _mm512_add_epi32(_mm512_slli_epi32(of_middle[0], 8), of_middle[1]);
+    _mm512_store_si512(chunk.begin[0], _mm512_sub_epi32(_mm512_setzero_si512(), of_two));
+    _mm512_store_si512(chunk.begin[1], _mm512_sub_epi32(_mm512_setzero_si512(), of_middle[2]));
   }
 
   template <int N>
   void all_rows(const ScaledRows& rows, const char* const* forms, float* const* out) const {
-    constexpr int R = N > 2 ? 2 : 4;
+    constexpr int R = 4;
     const int64_t later = R + rows.later(R);
     int64_t row = 0;
     for (; row + R <= rows.rows; row += R) some_rows<R, N>(rows, row, rows.ahead(row + later), forms, out);
     for (; row < rows.rows; ++row) some_rows<1, N>(rows, row, rows.ahead(row + later), forms, out);
   }
 
+  // A lane's numbers are of one group, and it has the group's scale.
+  alignas(64) static constexpr auto kFirstOfLane = [] {
+    std::array<int32_t, 16> columns{};
+    for (int i = 0; i < 16; ++i) columns[i] = Numbers::kOrder[4 * i];
+    return columns;
+  }();
+  static __m512i groups_of_lanes(const ScaledRows& rows) {
+    return _mm512_srl_epi32(_mm512_load_si512(kFirstOfLane.data()), _mm_cvtsi32_si128(rows.shift));
+  }
+
   template <int R, int N>
   [[MOE_METAL_VNNI]] void some_rows(const ScaledRows& rows, int64_t first, const uint8_t* ahead,
                                     const char* const* forms, float* const* out) const {
-    const int64_t chunks = at::divup(rows.columns, kColumns), groups = std::max<int64_t>(kColumns >> rows.shift, 1);
+    constexpr int P = std::max<int>(1, Numbers::kColumns / kColumns);  // chunks of a block
+    const int64_t whole = rows.columns / kColumns, chunks = at::divup(rows.columns, kColumns);
     const uint8_t* data = rows.data + first * rows.row;
-    const float *scales = rows.scales + first * rows.groups, *offsets = rows.offsets + first * rows.groups;
+    const float* scales = rows.scales + first * rows.groups;
+    const __m512i group_of_lane = groups_of_lanes(rows);
+    const auto groups = static_cast<__mmask16>((1u << std::max<int64_t>(kColumns >> rows.shift, 1)) - 1);  // of a chunk
     const Chunk* x[N];
-    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) x[n] = chunks_of(forms[n]);
-    // A lane's numbers are of one group, and it has the group's scale.
-    alignas(64) static constexpr auto kFirstOfLane = [] {
-      std::array<int32_t, 16> columns{};
-      for (int i = 0; i < 16; ++i) columns[i] = Numbers::kOrder[4 * i];
-      return columns;
-    }();
-    const __m512i group_of_lane =
-        _mm512_srl_epi32(_mm512_load_si512(kFirstOfLane.data()), _mm_cvtsi32_si128(rows.shift));
-    // A row's numbers in a chunk's columns. -> their scales
-    const auto unpack = [&](int64_t c, int r, __m512i(&numbers)[2]) __attribute__((always_inline)) {
-      const int64_t group = c * kColumns >> rows.shift;
-      const auto groups_left = static_cast<__mmask16>((1u << std::min(groups, rows.groups - group)) - 1);
-      Numbers::unpack(data + r * rows.row, c, rows.columns, numbers);
-      return _mm512_permutexvar_ps(group_of_lane, _mm512_maskz_loadu_ps(groups_left, scales + r * rows.groups + group));
-    };
     __m512 sums[R][N];
-    MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
-      MOE_METAL_UNROLL for (int n = 0; n < N; ++n) sums[r][n] = _mm512_setzero_ps();
+    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+      x[n] = chunks_of(forms[n]);
+      MOE_METAL_UNROLL for (int r = 0; r < R; ++r) sums[r][n] = _mm512_setzero_ps();
     }
-    for (int64_t c = 0; c < chunks; ++c) {
-      MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
-        // In memory's order: a sixth faster on a Sapphire Rapids.
-        for (int64_t line = 0; line < kBytes; line += kLine)
-          __builtin_prefetch(ahead + (R * c + r) * kBytes + line, 0, 2);
-        __m512i numbers[2];
-        const __m512 scale = unpack(c, r, numbers);
-        MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
-          const __m512 part = _mm512_mul_ps(product(numbers, x[n][c]), _mm512_set1_ps(x[n][c].unit));
-          sums[r][n] = _mm512_fmadd_ps(part, scale, sums[r][n]);
+    for (int64_t c = 0; c < whole; c += P, data += P * kBytes, ahead += R * P * kBytes) {
+      MOE_METAL_UNROLL for (int p = 0; p < P; ++p) {
+        const float* of_chunk = scales + ((c + p) * kColumns >> rows.shift);
+        MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+          // In memory's order: a sixth faster on a Sapphire Rapids.
+          const int64_t begin = (p * R + r) * kBytes;
+          for (int64_t line = at::divup(begin, kLine) * kLine; line < begin + kBytes; line += kLine) {
+            __builtin_prefetch(ahead + line, 0, 2);
+          }
+          __m512i numbers[2];
+          Numbers::unpack(data + r * rows.row, p, P * kColumns, numbers);
+          const __m512 scale = [&]() __attribute__((always_inline)) {
+            if constexpr (kReadsScales) return Numbers::scales_of_lanes(data + r * rows.row, p, P * kColumns);
+            return _mm512_permutexvar_ps(group_of_lane, _mm512_maskz_loadu_ps(groups, of_chunk + r * rows.groups));
+          }();
+          MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+            sums[r][n] = _mm512_fmadd_ps(product(numbers, x[n][c + p]), scale, sums[r][n]);
+          }
         }
       }
     }
     MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
-      for (const Chunk *rest = x[n] + chunks, *end = rest + x[n]->rests; rest < end; ++rest) {
-        MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
-          __m512i numbers[2];
-          const __m512 scale = unpack(rest->place, r, numbers);
-          const __m512 part = _mm512_mul_ps(product(numbers, *rest), _mm512_set1_ps(rest->unit));
-          sums[r][n] = _mm512_fmadd_ps(part, scale, sums[r][n]);
-        }
+      if (whole < chunks || x[n]->rests > 0) {
+        const auto more = others<R>(rows, first, x[n]);
+        MOE_METAL_UNROLL for (int r = 0; r < R; ++r) sums[r][n] = _mm512_add_ps(sums[r][n], more[r]);
       }
-    }
-    if constexpr (Numbers::kOffset) {  // what the offsets add is a product of its own, with groups side by side
-      for_each_vector(rows.groups, [&](int64_t g, auto count) {
-        MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
-          const Vec scale = load(scales + r * rows.groups + g, count),
-                    offset = load(offsets + r * rows.groups + g, count);
-          const Vec of_middle = at::vec::fmadd(scale, Vec(Numbers::kMiddle), offset);
-          MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
-            const Vec of_x = load(reinterpret_cast<const float*>(x[n] + 2 * chunks) + g, count);
-            sums[r][n] = at::vec::fmadd(of_middle, of_x, Vec(sums[r][n]));
-          }
-        }
-      });
-    }
-    for (int r = 0; r < R; ++r) {
-      for (int n = 0; n < N; ++n) out[n][first + r] = sum(Vec(sums[r][n]));
+      __m512 of_token[R];
+      MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+        of_token[r] = sums[r][n];
+        if constexpr (Numbers::kOffset) of_token[r] = add_offsets(rows, first + r, x[n], of_token[r]);
+      }
+      store_sums(of_token, out[n] + first);
     }
   }
 
-  // The sums of each lane's products, in units.
-  [[MOE_METAL_VNNI, gnu::always_inline]] static inline __m512 product(const __m512i (&numbers)[2], const Chunk& x) {
-    __m512i of_digits[kDigits];
-    MOE_METAL_UNROLL for (int d = 0; d < kDigits; ++d) {
-      const __m512i even =
-          _mm512_dpbusd_epi32(_mm512_load_si512(x.begin[d]), numbers[0], _mm512_load_si512(x.digits[d][0]));
-      of_digits[d] = _mm512_dpbusd_epi32(even, numbers[1], _mm512_load_si512(x.digits[d][1]));
+  // The products with the chunk that is not whole, and with the rests.
+  template <int R>
+  [[MOE_METAL_VNNI, gnu::noinline]] static std::array<Vec, R> others(const ScaledRows& rows, int64_t first,
+                                                                     const Chunk* x) {
+    const int64_t whole = rows.columns / kColumns, chunks = at::divup(rows.columns, kColumns);
+    const __m512i group_of_lane = groups_of_lanes(rows);
+    std::array<Vec, R> sums;
+    sums.fill(Vec(0));
+    for (int64_t i = whole; i < chunks + x->rests; ++i) {
+      const int64_t c = x[i].place, group = c * kColumns >> rows.shift;
+      const int64_t groups = std::min<int64_t>(std::max<int64_t>(kColumns >> rows.shift, 1), rows.groups - group);
+      for (int r = 0; r < R; ++r) {
+        const uint8_t* data = rows.data + (first + r) * rows.row;
+        __m512i numbers[2];
+        Numbers::unpack(data, c, rows.columns, numbers);
+        __m512 scale;
+        if constexpr (kReadsScales) {
+          scale = Numbers::scales_of_lanes(data, c, rows.columns);
+        } else {
+          const float* from = rows.scales + (first + r) * rows.groups + group;
+          const auto left = static_cast<__mmask16>((1u << groups) - 1);
+          scale = _mm512_permutexvar_ps(group_of_lane, _mm512_maskz_loadu_ps(left, from));
+        }
+        sums[r] = _mm512_fmadd_ps(product(numbers, x[i]), scale, sums[r]);
+      }
     }
-    const __m512i high = _mm512_add_epi32(_mm512_slli_epi32(of_digits[0], 8), of_digits[1]);
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256), _mm512_cvtepi32_ps(of_digits[2]));
+    return sums;
+  }
+  // Each vector's sum of its lanes.
+  template <size_t R>
+  static void store_sums(const __m512 (&of)[R], float* to) {
+    if constexpr (R == 4) {
+      const auto fold = [](__m512 a, __m512 b) {
+        return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+      };
+      const __m512d first = _mm512_castps_pd(fold(of[0], of[1])), second = _mm512_castps_pd(fold(of[2], of[3]));
+      const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(first, second)),
+                                       _mm512_castpd_ps(_mm512_unpackhi_pd(first, second)));
+      const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+      _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+    } else {
+      for (size_t r = 0; r < R; ++r) to[r] = sum(Vec(of[r]));
+    }
+  }
+  // What the offsets add is a product of its own, with groups side by side.
+  [[gnu::always_inline]] static inline __m512 add_offsets(const ScaledRows& rows, int64_t row, const Chunk* x,
+                                                          __m512 sums) {
+    const float* offsets = rows.offsets + row * rows.groups;
+    const auto* of_x = reinterpret_cast<const float*>(x + 2 * at::divup(rows.columns, kColumns));
+    int64_t g = 0;
+    for (; g + 16 <= rows.groups; g += 16) {
+      sums = _mm512_fmadd_ps(_mm512_loadu_ps(offsets + g), _mm512_loadu_ps(of_x + g), sums);
+    }
+    const auto left = static_cast<__mmask16>((1u << (rows.groups - g)) - 1);
+    return _mm512_fmadd_ps(_mm512_maskz_loadu_ps(left, offsets + g), _mm512_maskz_loadu_ps(left, of_x + g), sums);
+  }
+
+  // The sums of each lane's products. Bare codes, whose offsets are a product of their own, need no middle.
+  [[MOE_METAL_VNNI, gnu::always_inline]] static inline __m512 product(const __m512i (&numbers)[2], const Chunk& x) {
+    const __m512i none = _mm512_setzero_si512(), high = _mm512_slli_epi32(add(none, numbers, x.digits[0]), 8);
+    const __m512i of_two = Numbers::kOffset
+                               ? add(high, numbers, x.digits[1])
+                               : _mm512_add_epi32(high, add(_mm512_load_si512(x.begin[0]), numbers, x.digits[1]));
+    __m512 sums = _mm512_cvtepi32_ps(of_two);
+    if (!x.two) {
+      const __m512i begin = Numbers::kOffset ? none : _mm512_load_si512(x.begin[1]);
+      sums = _mm512_fmadd_ps(sums, _mm512_set1_ps(256), _mm512_cvtepi32_ps(add(begin, numbers, x.digits[2])));
+    }
+    return _mm512_mul_ps(sums, _mm512_load_ps(x.units));
+  }
+  [[MOE_METAL_VNNI, gnu::always_inline]] static inline __m512i add(__m512i sums, const __m512i (&numbers)[2],
+                                                                   const int8_t (&digits)[2][64]) {
+    const __m512i first = _mm512_dpbusd_epi32(sums, numbers[0], _mm512_load_si512(digits[0]));
+    return _mm512_dpbusd_epi32(first, numbers[1], _mm512_load_si512(digits[1]));
   }
 
   TokenForms forms_;
