@@ -5,7 +5,7 @@ one loop with the value that holds, on the calls that show it, in the sizes of y
 over all those calls it wins more than the noise: three times the error that the spread over the rounds leaves, and what
 two turns of one value differ by; 1 % at least. Last, all that was kept must win so together against the defaults. None
 changes what is computed. But `matrix_units` and `tensor_ops` hand products to PyTorch and to Apple's matmul2d, and round
-more often; each of their values is first compared with our other kernels' results, in the sizes that are measured.
+more often; each of their values is first compared with our other kernels' results, in the sizes that are measured, and `tensor_ops` in every format.
 """
 
 import json
@@ -257,10 +257,22 @@ class OnGpu:
         return bool((error <= ROUNDINGS * tolerance(call.dtype, call.model.H)).all())  # NaN is not
 
 
+def checks(number: Number, calls: list[Call]) -> list[Call]:
+    """On which calls its values have to be right. `tensor_ops` has a kernel for each format and dtype, which it uses in
+    all of them; so each is checked, for as many tokens as there are sizes of tiles. `experts` runs the same kernels."""
+    if number.name != "tensor_ops":
+        return calls
+    tokens = sorted({call.T for call in calls if call.op == "linear"})
+    every = product(FORMATS, (torch.float16, torch.bfloat16), tokens)
+    more = [Call("linear", DEFAULT, MODELS[DEFAULT], T, dtype, format) for format, dtype, T in every]
+    return [*calls, *(call for call in more if not call.packing or MODELS[DEFAULT].H % call.packing.whole_columns == 0)]
+
+
 def right(number: Number, calls: list[Call], defaults: Numbers, gpu: OnGpu) -> Number:
     """Without the values by which the matrix units have other results than our other kernels."""
     if number.name not in tuning.FOREIGN:
         return number
+    calls = checks(number, calls)
 
     def holds(value: int) -> bool:
         if value == defaults[number.name] or all(gpu.is_right(call, {number.name: value}) for call in calls):
