@@ -126,6 +126,12 @@ constexpr uint32_t tile_matrices(uint32_t tile_rows) { return tile_rows > 32 ? 2
 // Rows of weights of a threadgroup.
 constexpr uint32_t tile_weight_rows(uint32_t tile_rows) { return kTileSimdgroups * 8 * tile_matrices(tile_rows); }
 
+// Products on the matrix units: rows of weights of a threadgroup, and its simdgroups, for tiles of so many rows of x.
+// Projects that have measured an M5 take the same: PyTorch 16 by 64 and 64 by 64, llama.cpp 32 by 64.
+MOE_METAL_CONSTANT uint32_t kUnitRows = 64;
+MOE_METAL_CONSTANT uint32_t kUnitColumns = 4 * kNarrowColumns;  // packed weights: unpacked at a time
+constexpr uint32_t unit_simdgroups(uint32_t tile_rows) { return tile_rows > 16 ? 4 : 2; }
+
 // Bytes from one expert, row or group of columns to the next, of a scale or an offset.
 struct ScaleParams {
   int64_t expert, row, group;
@@ -159,7 +165,7 @@ struct ExpertsParams {
   // Decode: floats of a row of inner, and whether its elements lie as packed weights of down meet them.
   uint32_t inner_length, inner_placed;
   // Prefill: slots of a tile, length of the list of tiles, and how many of them walk all rows of weights together. All
-  // 0 where the products are PyTorch's.
+  // 0 where the products are PyTorch's. The ends of the experts' parts of the order are behind the list.
   uint32_t tile_rows, tiles, band;
   uint32_t has_shared, has_residual;
   ParameterType weights, gate_up_bias, down_bias, shared_gate;
@@ -172,6 +178,15 @@ struct LinearParams {
   uint32_t T, N, H;
   uint32_t wide_x;  // rows of x may be loaded 16 bytes at a time
   uint32_t band;    // tiles of tokens that walk all rows of the weight together
+  ParameterType bias;
+  WeightParams weight;
+};
+
+// Products on the matrix units (tensor_ops.metal).
+struct ProductParams {
+  uint32_t rows, N, columns;  // of x, of each expert's weight, and of both
+  uint32_t tiles;             // length of the list of tiles; 0: there is none, and one weight
+  uint32_t band;              // tiles that walk all rows of weights together
   ParameterType bias;
   WeightParams weight;
 };
@@ -272,6 +287,7 @@ static_assert(sizeof(WeightedSumParams) == 44, "shaders and host must agree");
 static_assert(sizeof(WeightParams) == 104, "shaders and host must agree");
 static_assert(sizeof(ExpertsParams) == 304, "shaders and host must agree");
 static_assert(sizeof(LinearParams) == 128, "shaders and host must agree");
+static_assert(sizeof(ProductParams) == 128, "shaders and host must agree");
 static_assert(sizeof(DequantizeParams) == 128, "shaders and host must agree");
 #endif
 

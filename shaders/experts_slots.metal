@@ -24,7 +24,7 @@ inline void list_tiles(device int4* tiles, uint expert, uint begin, uint count, 
 #if in_part(0)
 // Grid: one threadgroup per expert. Each reads all ids, and counts those of lower experts to find where its own begin:
 // E times the reads of a radix sort, from the cache, but one dispatch, no atomics and no order between threadgroups.
-// With tile_rows 0 `tiles` is the end of each expert's part of the order instead: ends, int [E].
+// Behind the list of tiles, which is empty where tile_rows is 0, is the end of each expert's part of the order, int [E].
 [[host_name("experts_sort")]] [[kernel]] void experts_sort(
     device const int* ids [[buffer(0)]], device int* order [[buffer(1)]], device int4* tiles [[buffer(2)]],
     constant ExpertsParams& params [[buffer(3)]], uint group [[threadgroup_position_in_grid]],
@@ -52,11 +52,8 @@ inline void list_tiles(device int4* tiles, uint expert, uint begin, uint count, 
   const uint begin = simd_sum(lane < simdgroups ? lowers[lane] : 0);
   const uint before = simd_sum(lane < simdgroup ? owns[lane] : 0);
   const uint all = simd_sum(lane < simdgroups ? owns[lane] : 0);
-  if (params.tile_rows > 0) {
-    list_tiles(tiles, expert, begin, all, thread_index, 32 * simdgroups, params);
-  } else if (thread_index == 0) {
-    reinterpret_cast<device int*>(tiles)[expert] = begin + all;
-  }
+  if (params.tile_rows > 0) list_tiles(tiles, expert, begin, all, thread_index, 32 * simdgroups, params);
+  if (thread_index == 0) reinterpret_cast<device int*>(tiles + params.tiles)[expert] = begin + all;
   if (own == 0) return;
   uint next = begin + before;
   for (uint i = 0; i < steps; ++i) {

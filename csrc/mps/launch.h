@@ -43,6 +43,7 @@ struct Kernel {
   const int max_threads;  // per threadgroup; fewer leave each thread more registers
   const int part;         // of its file, as `in_part` there says
   std::atomic<const Pipeline*> pipeline = nullptr;
+  std::atomic<bool> is_refused = false;  // by Metal, as `compiles` has found
   Kernel* const next;  // the one that was made before
   static inline Kernel* first = nullptr;
 };
@@ -129,6 +130,13 @@ template <class... Arguments>
 void launch(Kernel& kernel, Grid grid, const Arguments&... arguments) {
   launch({Dispatch(kernel, grid, arguments...)});
 }
+
+// Whether this macOS has matmul2d of Metal Performance Primitives as shaders/tensor_ops.metal uses it.
+bool has_tensor_ops();
+
+// Whether Metal makes a pipeline of this kernel, which is compiled if it is new. For kernels that others can replace:
+// the error is dropped.
+bool compiles(Kernel& kernel);
 
 // ---------------------------------------------------------------------------------------------- params and grids
 

@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <map>
@@ -35,12 +36,13 @@ constexpr NSUInteger kThreadgroupMemory = 32768;
 
 // macOS's version, from its kernel's. NSProcessInfo answers 16 on macOS 26 where the program was linked for an older
 // one, as many Pythons are. torch_moe_metal/macos.py says the same to Python.
-bool is_macos_at_least(int major) {
+bool is_macos_at_least(int major, int minor = 0) {
   char release[32] = {};
   size_t size = sizeof(release) - 1;
   if (sysctlbyname("kern.osrelease", release, &size, nullptr, 0) != 0) return false;
-  const int darwin = std::atoi(release);
-  return (darwin < 25 ? darwin - 9 : darwin == 25 ? 26 : darwin) >= major;
+  int darwin = 0, own_minor = 0;
+  std::sscanf(release, "%d.%d", &darwin, &own_minor);
+  return std::pair(darwin < 25 ? darwin - 9 : darwin == 25 ? 26 : darwin, own_minor) >= std::pair(major, minor);
 }
 
 NSString* text(const std::string& characters) { return [NSString stringWithUTF8String:characters.c_str()]; }
@@ -404,6 +406,19 @@ std::tuple<c10::List<std::string>, c10::List<double>> times_of_libraries() {
 }
 
 }  // namespace
+
+// Before macOS 26.2 its tensors in registers have another layout, and bfloat tensors are missing.
+bool has_tensor_ops() { return is_macos_at_least(26, 2); }
+
+bool compiles(Kernel& kernel) {
+  if (kernel.is_refused) return false;
+  try {
+    pipeline_of(at::mps::getCurrentMPSStream(), kernel);
+  } catch (const c10::Error&) {
+    kernel.is_refused = true;
+  }
+  return !kernel.is_refused;
+}
 
 void launch(std::initializer_list<Dispatch> dispatches) {
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();

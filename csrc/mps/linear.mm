@@ -1,6 +1,6 @@
 #include <torch/library.h>
 
-#include "mps/weights.h"
+#include "mps/tensor_ops.h"
 
 namespace moe_metal {
 namespace {
@@ -29,6 +29,9 @@ void at_once(const Linear& call) {
                          .weight = weight_params(weight, call.N)};
   if (call.T > tuning().few_tokens) {
     const int size = tile_size(call.T);
+    if (is_worth(tuning().tensor_ops, call.T) && has_tensor_product(call.x, weight, size)) {
+      return tensor_product(call.x, weight, call.bias, {.size = size}, call.output);
+    }
     const int64_t tiles = ceil_div(call.T, 16 << size), band = std::min(tuning().band, tiles);
     params.band = to_uint(band);
     const Grid grid = {ceil_div(tiles, band) * band * ceil_div(call.N, tile_weight_rows(16 << size)), 1, kTileThreads};

@@ -36,6 +36,11 @@ struct Tuning {
   // float16 may overflow there. Off until `tune` has found it right and faster: it has not been measured, and M1 to M4
   // have no such units.
   int64_t matrix_units = 0;
+  // Prefill, activations of 16 bits: slots or tokens per weight from which kernels of our own use the same units, of
+  // `experts` and `linear`, for dense and packed weights; 0: never. They go before PyTorch's product and round where it
+  // does; packed weights are rounded to 16 bits, too. They need macOS 26.2, and rows of weights that are aligned (dense
+  // ones along the columns, packed ones of a multiple of 64 columns). Off for the same reason.
+  int64_t tensor_ops = 0;
   // Gate, many tokens: with fewer tiles than these, groups of four tokens by four experts make more threadgroups. Tiles
   // read least, but a tile is slow work for one threadgroup: they pay once each of 80 cores (the largest M) has one. On
   // an H200 groups were three times as fast for 512 tokens and 128 experts.

@@ -34,6 +34,7 @@ constexpr Number kNumbers[] = {
     {"tile64_share", &Tuning::tile64_share, 1, kMost},
     {"band", &Tuning::band, 1, 64},
     {"matrix_units", &Tuning::matrix_units, 0, kMost},
+    {"tensor_ops", &Tuning::tensor_ops, 0, kMost},
     {"gate_tiles", &Tuning::gate_tiles, 0, kMost},
     {"row_threads", &Tuning::row_threads, kSimdgroup, 1024, Number::whole_simdgroups},
     {"attention_keys", &Tuning::attention_keys, 1, kMost},

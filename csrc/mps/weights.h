@@ -146,6 +146,11 @@ inline int64_t tokens_at_once(int64_t tokens, double flops) {
   return tokens <= most ? tokens : ceil_div(tokens, static_cast<int64_t>(std::ceil(tokens / most)));
 }
 
+// Whether there are as many slots, or tokens, for each weight as a number of the GPU's demands; 0: never.
+inline bool is_worth(int64_t least, int64_t slots, int64_t weights = 1) {
+  return least > 0 && slots >= bounded_product({least, weights});
+}
+
 // Tokens, or slots, of a tile: 16, 32 or 64, about the share of one weight. -> 0, 1 or 2
 inline int tile_size(int64_t share) {
   return share >= tuning().tile64_share ? 2 : share >= tuning().tile32_share ? 1 : 0;

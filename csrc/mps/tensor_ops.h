@@ -1,0 +1,23 @@
+// Products on the matrix units of M5 and newer GPUs by kernels of our own (shaders/tensor_ops.metal). They need
+// macOS 26.2, and have never run on a Mac: `tune` has to find them right and faster there first (tuning.h).
+#pragma once
+#include "mps/weights.h"
+
+namespace moe_metal {
+
+// Whether the kernels for tiles of this size compile here and can read rows of x and the weight.
+bool has_tensor_product(const Tensor& x, const Weight& weight, int size);
+
+// Tiles of 16 << size rows: the first `count` of a list by experts_sort; undefined: all rows have one weight.
+struct RowTiles {
+  Tensor list = {};
+  int64_t count = 0;
+  int size = 0;
+};
+
+// output[i] = weight[e] * x[i] + bias for the rows i of expert e's tiles; others are left as they are. x [rows, columns]
+// and output [rows, weight.rows] are contiguous, and of one dtype.
+void tensor_product(const Tensor& x, const Weight& weight, const Tensor& bias, const RowTiles& tiles,
+                    const Tensor& output);
+
+}  // namespace moe_metal
