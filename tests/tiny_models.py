@@ -82,6 +82,7 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.3,
+    "partial_rotary_factor": 1.0,
 }
 
 # What differs from COMMON, and how many modules `patch` fuses: blocks, attention, layers and the last norm.
