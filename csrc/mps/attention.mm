@@ -73,8 +73,9 @@ AttentionParams attention_params(const Attention& call) {
 //
 // Long keys and values are shared by as many simdgroups as it takes to keep them in registers. The others take further
 // rows, as far as there are any, so that keys come from the cache for them; else further keys. Where that leaves too
-// few threadgroups to keep the GPU busy, they share the keys of the same rows, too, as long as each has enough of them:
-// what it has found is written down, and read again by the second kernel.
+// few threadgroups to keep the GPU busy, several share the keys of the same rows, as long as each has enough of them.
+// Each writes its sums, which the second kernel reads again. A part is a whole number of turns, so that no stream idles
+// in its last one.
 Grid cut(const Attention& call, const AttentionKernel& kernel, AttentionParams& params) {
   const int64_t key_chunks = ceil_div(call.D, kAttentionKeyColumns);
   const int64_t value_chunks = ceil_div(call.V, kAttentionValueColumns);
@@ -90,7 +91,8 @@ Grid cut(const Attention& call, const AttentionKernel& kernel, AttentionParams& 
   const int64_t x = row_blocks * call.B * call.J, first = call.first_key(0), keys = call.last_key(call.T - 1) - first;
   const int64_t enough = tuning().enough_simdgroups / (kAttentionSimdgroups * x * column_blocks);
   const int64_t most = std::min(enough, ceil_div(keys, tuning().attention_keys * tiles));
-  const int64_t part_keys = ceil_div(ceil_div(keys, std::max<int64_t>(most, 1)), kAttentionKeys) * kAttentionKeys;
+  const int64_t turn = kAttentionKeys * (kAttentionSimdgroups / slices / tiles);  // keys that all streams take at once
+  const int64_t part_keys = ceil_div(ceil_div(keys, std::max<int64_t>(most, 1)), turn) * turn;
   params.slices = to_uint(slices);
   params.tiles = to_uint(tiles);
   params.row_blocks = to_uint(row_blocks);
