@@ -5,8 +5,8 @@
 namespace moe_metal {
 namespace {
 
-// How the work is shared out: tiles of rows for each sequence and key head, whose keys are cut into parts where there
-// would be too few tiles for many cores. It depends on the sizes alone, so that the bits do not depend on the threads.
+// How the work is divided: tiles of rows for each sequence and key head. If there are too few tiles for many cores,
+// their keys are divided into parts. This depends only on the sizes, so that results do not depend on the threads.
 constexpr int64_t kMostParts = 64;
 
 struct Plan {
@@ -30,11 +30,11 @@ struct Plan {
   }
 };
 
-// One row of the output out of its parts and its sink.
+// Combines the parts and the sink of a row to a row of the output.
 template <class Scalar>
 void write_row(const Sums* parts, int64_t count, float sink, int64_t V, Scalar* to) {
   if (std::all_of(parts, parts + count, [](const Sums& part) { return part.total == 0; })) {
-    std::fill_n(to, V, Scalar(0));  // it sees no key
+    std::fill_n(to, V, Scalar(0));  // the row sees no key
     return;
   }
   float greatest = sink;
@@ -54,7 +54,7 @@ void write_row(const Sums* parts, int64_t count, float sink, int64_t V, Scalar* 
   });
 }
 
-// Where the rows of one sequence and key head go, and their sinks.
+// Writes rows of the output, with their sinks.
 template <class Scalar>
 struct Output {
   const Attention& call;
