@@ -1,8 +1,7 @@
-// Products of numbers of 4 and 8 bits with some tokens, on processors with AMX.
+// Products of weights of 4 and 8 bits with several tokens, on processors with AMX.
 //
-// Both are integers. A tile has 64 columns of 16 rows of weights, which for 8 bits are read as they lie; it is
-// multiplied by five tokens at a time, each of whose digits is a column of the right operand. Sums over a group are
-// exact.
+// Both are integers. A tile has 64 columns of 16 rows of weights; 8-bit weights are read in place. It is multiplied by
+// five tokens at a time: each digit of a token is a column of the right operand. Sums over a group are exact.
 #pragma once
 #include "cpu/plan.h"
 #include "cpu/x86/integers.h"
@@ -18,7 +17,7 @@ class IntegerTiles {
     return tokens >= kWorthIntegerTiles && amx_available() && rows.columns > 0 && rows.columns % kWidth == 0 &&
            1 << rows.shift >= kWidth / 2;
   }
-  // A token that has no digits comes to NaN.
+  // The result of a token without digits is NaN.
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
     if (!shapes_) shapes_.emplace();
     const auto strips = 1 << rows.shift < kWidth ? &IntegerTiles::strips<2> : &IntegerTiles::strips<1>;
@@ -32,18 +31,18 @@ class IntegerTiles {
   static constexpr int64_t kWidth = 64, kDigits = Digits::kCount, kMost = kTile / kDigits;
   static constexpr int64_t kChunk = Digits::kColumns, kTilesOfChunk = kChunk / kWidth;
 
-  // What columns of one group bring to a tile: columns of other groups count as 0.
+  // The right operand for the columns of one group in a tile; the columns of other groups are 0.
   struct alignas(64) Right {
     int8_t digits[kTile][kWidth];
-    int32_t begin[kTile];  // of the sums, so that the middle of the weights counts as 0
+    int32_t begin[kTile];  // initial values of the sums, which subtract the middle of the weights
   };
-  // A chunk of the columns, which comes again for what its digits lack.
+  // A chunk of the columns. Chunks with rests have another turn for them.
   struct alignas(64) Turn {
-    float units[kTile];  // what a digit counts; in the first turn NaN for a token that has no digits
+    float units[kTile];  // the values of digits; in the first turn NaN for a token without digits
     int64_t chunk;
-    int64_t count;  // of the first turn: of all turns
+    int64_t count;  // in the first turn: the number of turns
   };
-  // Of up to five tokens: the turns with their operands, and each group's sum of each token.
+  // Up to five tokens: the turns with their operands, and the sums of each group of each token.
   struct Form {
     Right* rights;
     Turn* turns;
@@ -66,7 +65,7 @@ class IntegerTiles {
     })));
   }
 
-  // -> the turns
+  // -> the number of turns
   static int64_t lay_out(const ScaledRows& rows, const Tokens& tokens, int64_t most, const Form& to) {
     bool finite[kMost];
     std::fill_n(finite, kMost, true);
@@ -81,7 +80,7 @@ class IntegerTiles {
       }
       lay_out(all, tokens.count, rows, c, to, turns++);
       while (!whole) {
-        const bool room = turns + most / 2 - c <= most;  // for this one and those of later chunks
+        const bool room = turns + most / 2 - c <= most;  // for this turn and the first turns of later chunks
         whole = true;
         for (int64_t n = 0; n < tokens.count; ++n) {
           if (all[n].whole)
@@ -133,11 +132,11 @@ class IntegerTiles {
       for (int64_t n = 0; n < tokens.count; ++n) to.sums[g][n] = sum_of(tokens.x[n] + g * group, group);
     }
   }
-  // The order of a tile's columns.
+  // Puts digits in the order of a tile's columns.
   static __m512i in_order(__m512i digits) { return Numbers::kBits == 4 ? Digits::even_then_odd(digits) : digits; }
 
   [[MOE_METAL_AMX_INTEGERS]] static void fill(const __m512i (&digits)[kTile], int64_t part, int64_t parts, Right& to) {
-    constexpr int64_t kHalf = Numbers::kBits == 4 ? kTile / 4 : kTile / 2;  // rows of neighbours in one half
+    constexpr int64_t kHalf = Numbers::kBits == 4 ? kTile / 4 : kTile / 2;  // consecutive rows of one group
     __m512i sums = _mm512_setzero_si512();
     for (int64_t i = 0; i < kTile; ++i) {
       const __m512i some = parts == 1 || i / kHalf % 2 == part ? digits[i] : _mm512_setzero_si512();
@@ -147,7 +146,7 @@ class IntegerTiles {
     _mm512_store_si512(to.begin, _mm512_sub_epi32(_mm512_setzero_si512(), sums));
   }
 
-  // P groups in a tile.
+  // P is the number of groups in a tile.
   template <int P>
   static void strips(const ScaledRows& rows, const Form& form, const Tokens& tokens) {
     for (int64_t row = 0; row < rows.rows; row += kTile) {
@@ -157,8 +156,8 @@ class IntegerTiles {
     }
   }
 
-  // A turn's chunk is unpacked while the one before is multiplied and the sums of the one before that are scaled: no
-  // instruction waits for memory that AMX has just written, or the other way round.
+  // Pipelined: the chunk of one turn is unpacked while the previous turn is multiplied and the sums of the turn before
+  // that are scaled. So vectors never wait for memory that AMX has just written, nor AMX for vectors.
   template <int P>
   [[MOE_METAL_AMX_INTEGERS]] static void strip(const ScaledRows& rows, int64_t first, const Form& form,
                                                __m512 (&to)[kTile]) {
@@ -239,7 +238,7 @@ class IntegerTiles {
     MOE_METAL_UNROLL for (int r = 0; r < kTile; ++r) to[r] = all[r];
   }
 
-  // The results of 16 rows: the sums of the digits, and what the offsets add.
+  // Writes the results of 16 rows: the sums of the digits, plus the offsets' contribution.
   static void write(const ScaledRows& rows, int64_t first, const Form& form, const __m512 (&digits)[kTile],
                     const Tokens& tokens) {
     __m512i columns[kTile];
@@ -256,7 +255,7 @@ class IntegerTiles {
     for (int64_t n = 0; n < tokens.count; ++n) _mm512_storeu_ps(tokens.out[n] + first, results[n]);
   }
 
-  // A product of its own.
+  // Adds the offsets times the sums of x.
   static void add_offsets(const ScaledRows& rows, int64_t row, const Form& form, __m512 (&to)[kMost]) {
     const float *scales = rows.scales + row * rows.groups, *offsets = rows.offsets + row * rows.groups;
     for (int64_t first = 0; first < rows.groups; first += kTile) {
@@ -278,7 +277,7 @@ class IntegerTiles {
     }
   }
 
-  std::optional<TileShapes> shapes_;  // of this thread, which all products are made on
+  std::optional<TileShapes> shapes_;  // of this thread, which computes all products of this object
   TokenForms forms_;
 };
 
