@@ -8,19 +8,19 @@
 namespace moe_metal {
 namespace {
 
-// The parts of their file are numbered so.
+// The last arguments are the parts of attention.metal.
 Kernels wide64_kernels("attention", "attention_64_wide", kAttentionThreads, 0);
 Kernels wide128_kernels("attention", "attention_128_wide", kAttentionThreads, 1);
 Kernels any_kernels("attention", "attention", kAttentionThreads, 2);
 Kernels combine_kernels("attention", "attention_combine", kAttentionThreads, 3);
 
-// The chunks of a key and of a value that one simdgroup keeps in registers.
+// A kernel, and the chunks of a key and of a value that one of its simdgroups keeps in registers.
 struct AttentionKernel {
   Kernels& kernels;
   int64_t key_chunks, value_chunks;
 };
 
-// Runs of 8 elements, which lie side by side where 16 bytes may be loaded.
+// Whether runs of 8 elements are contiguous and aligned for loads of 16 bytes.
 bool is_wide(const Tensor& tensor) {
   const int64_t unit = 16 / tensor.element_size();
   bool wide = tensor.size(3) % 8 == 0 && tensor.stride(3) == 1 && tensor.storage_offset() % unit == 0;
@@ -69,17 +69,17 @@ AttentionParams attention_params(const Attention& call) {
   };
 }
 
-// How the work is cut into threadgroups. -> their grid
+// Divides the work into threadgroups. -> their grid
 //
-// Long keys and values are shared by as many simdgroups as it takes to keep them in registers. The others take further
-// rows, as far as there are any, so that keys come from the cache for them; else further keys. Where that leaves too
-// few threadgroups to keep the GPU busy, several share the keys of the same rows, as long as each has enough of them.
-// Each writes its sums, which the second kernel reads again. A part is a whole number of turns, so that no stream idles
-// in its last one.
+// As many simdgroups share the columns of keys and values as needed to keep them in registers. The others of the
+// threadgroup take more rows, if there are any, which then read the same keys from the cache; else more keys. If that
+// leaves too few threadgroups to keep the GPU busy, threadgroups also share the keys of the same rows, as long as each
+// has enough of them: they write partial sums, which the second kernel combines. A part is a whole number of turns, so
+// that no stream idles in the last one.
 Grid cut(const Attention& call, const AttentionKernel& kernel, AttentionParams& params) {
   const int64_t key_chunks = ceil_div(call.D, kAttentionKeyColumns);
   const int64_t value_chunks = ceil_div(call.V, kAttentionValueColumns);
-  // Of the longest keys, 576 of MLA, 1 chunk in 9 is not kept, but loaded again for each block of keys.
+  // With the longest keys (576, MLA), 1 chunk in 9 is not kept in registers, but loaded again for each block of keys.
   const auto fits = [&](int64_t slices) {
     return slices * kernel.key_chunks >= key_chunks && slices * kernel.value_chunks >= value_chunks;
   };
@@ -91,7 +91,7 @@ Grid cut(const Attention& call, const AttentionKernel& kernel, AttentionParams& 
   const int64_t x = row_blocks * call.B * call.J, first = call.first_key(0), keys = call.last_key(call.T - 1) - first;
   const int64_t enough = tuning().enough_simdgroups / (kAttentionSimdgroups * x * column_blocks);
   const int64_t most = std::min(enough, ceil_div(keys, tuning().attention_keys * tiles));
-  const int64_t turn = kAttentionKeys * (kAttentionSimdgroups / slices / tiles);  // keys that all streams take at once
+  const int64_t turn = kAttentionKeys * (kAttentionSimdgroups / slices / tiles);  // keys of all streams in one turn
   const int64_t part_keys = ceil_div(ceil_div(keys, std::max<int64_t>(most, 1)), turn) * turn;
   params.slices = to_uint(slices);
   params.tiles = to_uint(tiles);
@@ -108,7 +108,7 @@ void run(const Attention& call) {
   const AttentionKernel kernel = attention_kernel(call);
   AttentionParams params = attention_params(call);
   const Grid grid = cut(call, kernel, params);
-  const Tensor none;  // without keys these have no memory
+  const Tensor none;  // without keys, these tensors have no memory
   const Tensor &k = call.S ? call.k : none, &v = call.S ? call.v : none, &mask = call.S ? call.mask : none;
   if (params.parts == 1) {
     launch(kernel.kernels[dtype], grid, call.q, k, v, mask, call.sinks, call.output, params);
