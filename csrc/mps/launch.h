@@ -20,12 +20,12 @@ namespace moe_metal {
 
 using at::Tensor;
 
-struct Pipeline;  // what Metal made of a kernel
+struct Pipeline;  // a compiled kernel
 
-// One kernel function. Its pipeline is compiled at its first launch, and kept for good; so is its library, which is the
-// shader file, or the part of it that holds the kernel, for one dtype of the activations and one format of weights, and
-// so is an error of either. All kernels are made as the library is loaded, and are one list: tools/compile_shaders.py
-// compiles what is in it.
+// One kernel function. Its pipeline is compiled at its first launch and cached forever. So are its library (the shader
+// file, or the part of it with this kernel, for one dtype of the activations and one format of weights) and compilation
+// errors. All kernels are constructed when the extension is loaded, and form one list, which tools/compile_shaders.py
+// compiles.
 struct Kernel {
   Kernel(const char* shader, const char* function, int dtypes, const Format* format, int max_threads, int part = 0)
       : shader(shader),
@@ -38,18 +38,18 @@ struct Kernel {
 
   const char* const shader;    // shaders/<shader>.metal
   const char* const function;  // the part of its host_name before the dtypes
-  const int dtypes;            // index into the names of dtypes in launch.mm; -1: the kernel has no dtype
+  const int dtypes;            // index into the dtype names in launch.mm; -1: the kernel has no dtype
   const Format* const format;
   const int max_threads;  // per threadgroup; fewer leave each thread more registers
-  const int part;         // of its file, as `in_part` there says
+  const int part;         // the part of its file, see `in_part` in common.h
   std::atomic<const Pipeline*> pipeline = nullptr;
-  std::atomic<bool> is_refused = false;  // by Metal, as `compiles` has found
-  Kernel* const next;  // the one that was made before
+  std::atomic<bool> is_refused = false;  // compiles() has failed
+  Kernel* const next;                    // the kernel constructed before this one
   static inline Kernel* first = nullptr;
 };
 
 // The kernels `<function>_<dtype>` of one function, or `<function>_<dtype>_<parameter dtype>` with `two_dtypes`.
-// A lookup is an index: nothing is built, compared or allocated per call.
+// A lookup only computes an index: nothing is built, compared or allocated per call.
 class Kernels {
  public:
   Kernels(const char* shader, const char* function, int max_threads = 1024, int part = 0,
@@ -63,7 +63,7 @@ class Kernels {
   }
 
  private:
-  static constexpr int kCount = 12;  // 3 of one dtype, 9 of two
+  static constexpr int kCount = 12;  // 3 with one dtype, 9 with two
   template <size_t... i>
   Kernels(const char* shader, const char* function, int max_threads, int part, const Format& format,
           std::index_sequence<i...>)
@@ -87,14 +87,14 @@ class FormatKernels {
   Kernels kernels_[kFormatCount];
 };
 
-// The threadgroups of a dispatch, and the threads of each. Rows go along x, where no device limits their number.
+// The number of threadgroups of a dispatch, and the threads of each. Rows go along x, which no device limits.
 struct Grid {
   int64_t x, y;
   int threads;
   bool empty() const { return x == 0 || y == 0; }
 };
 
-// A tensor or a params struct, in the order of the kernel's [[buffer(n)]]. It points to what it was made from.
+// A tensor or a params struct for [[buffer(n)]] of the kernel. It keeps a pointer, so the argument must outlive it.
 struct Argument {
   Argument() = default;
   Argument(const Tensor& tensor) : tensor(&tensor) {}
@@ -104,7 +104,7 @@ struct Argument {
     static_assert(sizeof(Params) <= 4096, "Metal's setBytes takes 4 KB");
   }
 
-  const Tensor* tensor = nullptr;  // undefined for an absent optional tensor: the first argument is bound in its place
+  const Tensor* tensor = nullptr;  // if undefined (an absent optional), the first argument is bound instead
   const void* bytes = nullptr;
   size_t size = 0;
 };
@@ -120,10 +120,10 @@ struct Dispatch {
   int count;
 };
 
-// Encodes the dispatches, each of which sees the results of those before it. Those with an empty grid are left out.
-// Nothing may be allocated or computed by at:: ops meanwhile, so all arguments are ready before the call. The GPU is
-// given what has come together from time to time. Of tensors on the meta device the kernels are compiled, and nothing
-// is encoded: a rehearsal, by which Python compiles in advance (rehearsal.py).
+// Encodes the dispatches. Each sees the results of the ones before it; dispatches with an empty grid are skipped. All
+// arguments must be ready, since at:: ops cannot run meanwhile. Encoded work is committed from time to time. With
+// tensors on the meta device, launch only compiles the kernels, which Python uses for background compilation
+// (rehearsal.py).
 void launch(std::initializer_list<Dispatch> dispatches);
 
 template <class... Arguments>
@@ -131,11 +131,10 @@ void launch(Kernel& kernel, Grid grid, const Arguments&... arguments) {
   launch({Dispatch(kernel, grid, arguments...)});
 }
 
-// Whether this macOS has matmul2d of Metal Performance Primitives as shaders/tensor_ops.metal uses it.
+// Whether this macOS supports shaders/tensor_ops.metal, which uses matmul2d of Metal Performance Primitives.
 bool has_tensor_ops();
 
-// Whether Metal makes a pipeline of this kernel, which is compiled if it is new. For kernels that others can replace:
-// the error is dropped.
+// Whether this kernel compiles, which is tried once. For kernels with a fallback: errors are ignored.
 bool compiles(Kernel& kernel);
 
 // ---------------------------------------------------------------------------------------------- params and grids
