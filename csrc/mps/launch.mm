@@ -1,4 +1,4 @@
-// See launch.h. Objects created here are kept for good, on purpose: nothing of ours runs while the process exits.
+// See launch.h. Objects created here are never released, on purpose, so that no destructors run at process exit.
 #include "mps/launch.h"
 
 #include <ATen/mps/MPSStream.h>
@@ -19,7 +19,7 @@
 #include "mps/tuning.h"
 #include "shader_texts.h"
 
-// The versions below are asked for at run time, since one build runs on all of them.
+// One build runs on all supported macOS versions, so availability is checked at run time.
 #pragma clang diagnostic ignored "-Wunguarded-availability-new"
 #pragma clang diagnostic ignored "-Wdeprecated-declarations"
 
@@ -34,8 +34,8 @@ namespace {
 
 constexpr NSUInteger kThreadgroupMemory = 32768;
 
-// macOS's version, from its kernel's. NSProcessInfo answers 16 on macOS 26 where the program was linked for an older
-// one, as many Pythons are. torch_moe_metal/macos.py says the same to Python.
+// Derives the macOS version from the kernel's. On macOS 26 NSProcessInfo returns 16 to programs that were linked for an
+// older version, as many Pythons are. torch_moe_metal/macos.py does the same in Python.
 bool is_macos_at_least(int major, int minor = 0) {
   char release[32] = {};
   size_t size = sizeof(release) - 1;
@@ -51,7 +51,7 @@ std::string reason(NSError* error) { return error ? [[error localizedDescription
 
 // ---------------------------------------------------------------------------------------------- compiling
 
-// Devices without an Apple family, of which virtual Macs have one, promise neither simdgroup matrices nor bfloat16.
+// Devices without an Apple family, such as a virtual Mac's, guarantee neither simdgroup matrices nor bfloat16.
 bool is_apple_gpu(id<MTLDevice> device) { return [device supportsFamily:MTLGPUFamilyApple7]; }
 
 void check_device(id<MTLDevice> device) {
@@ -65,22 +65,22 @@ void check_device(id<MTLDevice> device) {
               [device maxThreadgroupMemoryLength]);
 }
 
-// Language versions are written as numbers: an older SDK than the running macOS has no name for them.
+// Language versions are numbers because the SDK may be older than the running macOS and lack their names.
 MTLLanguageVersion language_version() {
   const int major = is_macos_at_least(26) ? 4 : 3, minor = is_macos_at_least(26) ? 0 : is_macos_at_least(15) ? 2 : 1;
   return static_cast<MTLLanguageVersion>((major << 16) + minor);
 }
 
-// The dtype of a kernel's activations, as common.h numbers them; -1: it has none.
+// The index of the dtype of a kernel's activations, numbered as in common.h; -1: it has none.
 int activation_dtype(const Kernel& kernel) { return kernel.dtypes < 3 ? kernel.dtypes : (kernel.dtypes - 3) / 3; }
 
-// What makes a shader file the library of one part, one dtype and one format.
+// The macros that select one part, one dtype and one format of a shader file.
 using Macros = std::vector<std::pair<const char*, std::string>>;
 
 Macros library_macros(const Kernel& kernel) {
   const int dtype = activation_dtype(kernel);
   Macros macros = {{"MOE_METAL_PART", std::to_string(kernel.part)}};
-  if (dtype >= 0) macros.emplace_back("MOE_METAL_DTYPE", std::to_string(dtype));  // else of all
+  if (dtype >= 0) macros.emplace_back("MOE_METAL_DTYPE", std::to_string(dtype));
   if (!kernel.format->is_dense()) macros.emplace_back("MOE_METAL_FORMAT", std::string(kernel.format->library));
   return macros;
 }
@@ -91,7 +91,7 @@ NSDictionary* dictionary(const Macros& macros) {
   return [NSDictionary dictionaryWithObjects:values.data() forKeys:names.data() count:names.size()];
 }
 
-// Safe maths: infinities and NaN are values that these ops define.
+// Safe maths, because these ops define their results for infinities and NaN.
 MTLCompileOptions* compile_options(const Kernel& kernel) {
   MTLCompileOptions* options = [[[MTLCompileOptions alloc] init] autorelease];
   [options setLanguageVersion:language_version()];
@@ -114,7 +114,7 @@ const char* shader_text(const std::string& shader) {
   TORCH_CHECK(false, "moe_metal: this build holds no shaders/", shader, ".metal; rebuild it");
 }
 
-// How long each library took, in the order in which they were ready.
+// The compile time of each library, in the order in which they were finished.
 struct CompileTimes {
   std::mutex mutex;
   c10::List<std::string> libraries;
@@ -136,7 +136,7 @@ id<MTLLibrary> compile_library(id<MTLDevice> device, const Kernel& kernel, const
   const std::string shader = kernel.shader;
   const auto start = std::chrono::steady_clock::now();
   NSError* error = nil;
-  // Else Metal compiles few at a time. PyTorch's own shaders are compiled on the same device, and gain too.
+  // By default Metal compiles only few libraries in parallel. This also affects PyTorch's own shaders.
   [device setShouldMaximizeConcurrentCompilation:YES];
   id<MTLLibrary> library = [device newLibraryWithSource:text(shader_text(shader) + more)
                                                 options:compile_options(kernel)
@@ -184,8 +184,8 @@ id<MTLComputePipelineState> compile_pipeline(id<MTLDevice> device, id<MTLLibrary
   return state;
 }
 
-// What is made once for each key, by the first thread that asks for it. Others that want the same wait for that one,
-// and nobody for other keys: Metal compiles side by side. An error is kept, and told to everybody who asks.
+// A cache of values that are made once per key, by the first thread that needs one. Threads that need the same key wait
+// for it; other keys are made in parallel. Errors are cached and rethrown.
 template <class Key, class Value>
 class MadeOnce {
  public:
@@ -193,14 +193,14 @@ class MadeOnce {
   Value get(const Key& key, const Make& make) {
     std::unique_lock lock(mutex_);
     const auto [found, is_first] = made_.try_emplace(key);
-    Made& made = found->second;  // a map's elements stay where they are
+    Made& made = found->second;  // stays valid: elements of a map do not move
     if (is_first) {
       lock.unlock();
       Made result = {.is_ready = true};
       @autoreleasepool {
         try {
           result.value = make();
-        } catch (...) {  // inside of the pool, which an exception would leave behind
+        } catch (...) {  // inside the pool, because an exception would leak it
           result.error = std::current_exception();
         }
       }
@@ -231,8 +231,8 @@ id<MTLLibrary> library_of(id<MTLDevice> device, const Kernel& kernel) {
   return libraries.get(key, [&] { return compile_library(device, kernel); });
 }
 
-// Slow path, once per kernel. It runs off the stream's queue and needs nothing of Python: PyTorch gives the GIL back
-// before it calls an op.
+// The slow path, once per kernel. It does not run on the stream's queue, and does not need the GIL, which PyTorch
+// releases before it calls an op.
 const Pipeline* compile(id<MTLDevice> device, Kernel& kernel) {
   static auto& pipelines = *new MadeOnce<const Kernel*, const Pipeline*>;
   return pipelines.get(&kernel, [&] {
@@ -262,7 +262,7 @@ void check_tensors(const Dispatch& dispatch) {
   }
 }
 
-// PyTorch keeps the id<MTLBuffer> of an MPS tensor where other devices keep an address.
+// The data pointer of an MPS tensor's storage is its id<MTLBuffer>.
 void bind(id<MTLComputeCommandEncoder> encoder, const Tensor& tensor, int index) {
   [encoder setBuffer:(id<MTLBuffer>)tensor.storage().data()
               offset:tensor.storage_offset() * tensor.element_size()
@@ -287,16 +287,14 @@ void encode(id<MTLComputeCommandEncoder> encoder, const Pipeline* pipeline, cons
 
 // ---------------------------------------------------------------------------------------------- commits
 
-// PyTorch leaves what is encoded where it is until somebody waits for a result. The GPU would idle meanwhile, and macOS
-// kills a command buffer that keeps the GPU for seconds (kIOGPUCommandBufferCallbackErrorImpactingInteractivity), whose
-// results are then missing without a word. So work is handed over in time; nobody waits for it.
-//
-// tuning.h says how much work.
+// PyTorch commits encoded work only when a result is needed. Until then the GPU would idle, and macOS kills a command
+// buffer that keeps the GPU busy for seconds (kIOGPUCommandBufferCallbackErrorImpactingInteractivity), silently losing
+// its results. So we commit after a certain amount of work, without waiting for it. tuning.h has the amount.
 struct Work {
   int64_t dispatches = 0, threads = 0;
 };
 
-// Of a stream, since it was last committed here. What it refers to is used on that stream's own queue alone.
+// The work of a stream since our last commit. The returned object is only used on the stream's own queue.
 Work& work_since_commit(const at::mps::MPSStream* stream) {
   static auto& mutex = *new std::mutex;
   static auto& of_streams = *new std::map<const at::mps::MPSStream*, Work>;
@@ -304,12 +302,12 @@ Work& work_since_commit(const at::mps::MPSStream* stream) {
   return of_streams[stream];
 }
 
-// The first command buffer of those committed here that the GPU gave up on, until somebody is told. Up to torch 2.14
-// PyTorch looks at none, and goes on with what is in memory.
+// The first failed command buffer of those committed here, until it has been reported. Up to torch 2.14, PyTorch does
+// not check command buffers and continues with whatever is in memory.
 struct Failure {
   std::mutex mutex;
   std::string what;
-  std::atomic<bool> is_there = false;  // asked at each launch
+  std::atomic<bool> is_there = false;  // checked at each launch
 };
 
 Failure& failure() {
@@ -317,7 +315,7 @@ Failure& failure() {
   return first;
 }
 
-// On a thread of Metal's.
+// Called on one of Metal's threads.
 void note_failure(NSError* error, int64_t dispatches, const Pipeline* last) {
   std::lock_guard lock(failure().mutex);
   if (failure().is_there) return;
@@ -329,20 +327,20 @@ void note_failure(NSError* error, int64_t dispatches, const Pipeline* last) {
 void raise_failure() {
   if (!failure().is_there) return;
   std::lock_guard lock(failure().mutex);
-  if (!failure().is_there.exchange(false)) return;  // another thread has
+  if (!failure().is_there.exchange(false)) return;  // another thread has raised it
   TORCH_CHECK(false, "moe_metal: the GPU gave up on earlier work, ", failure().what,
               "\nWhat was computed there and since is not right.");
 }
 
-// Whether PyTorch gives each commit a command buffer of its own, which it then keeps for good, as it does for signposts
-// and captures: it commits after each of its graphs, and ours would only add to them.
+// Whether PyTorch makes a new command buffer for each commit and keeps it forever, as it does for signposts and
+// captures. Then we do not commit: PyTorch commits after each of its graphs anyway.
 bool keeps_command_buffers() {
   const auto is_on = [](const char* variable) { return std::atoi(std::getenv(variable) ?: "0") != 0; };
   static const bool keeps = is_on("PYTORCH_MPS_TRACE_SIGNPOSTS") || is_on("MTL_CAPTURE_ENABLED");
   return keeps;
 }
 
-// On the stream's queue. It ends the stream's encoder and leaves PyTorch's command buffer in place with new content.
+// Called on the stream's queue. A commit ends the stream's encoder; PyTorch then starts a new command buffer.
 void commit_in_time(at::mps::MPSStream* stream, const Grid& encoded, const Pipeline* pipeline) {
   Work& work = work_since_commit(stream);
   ++work.dispatches;
@@ -359,7 +357,7 @@ void commit_in_time(at::mps::MPSStream* stream, const Grid& encoded, const Pipel
 
 // ---------------------------------------------------------------------------------------------- for Python's tools
 
-// A line for each kernel: threads of its threadgroup, host name, shader, and its library's macros.
+// A line per kernel: maximum threads of a threadgroup, host name, shader, and the macros of its library.
 c10::List<std::string> all_kernels() {
   c10::List<std::string> lines;
   for (const Kernel* kernel = Kernel::first; kernel; kernel = kernel->next) {
@@ -368,8 +366,8 @@ c10::List<std::string> all_kernels() {
   return lines;
 }
 
-// The Mac's only one, as PyTorch finds it; where PyTorch calls none available there may be one all the same.
-// MTLCreateSystemDefaultDevice gives none to a process without CoreGraphics.
+// The first device, as in PyTorch. A device may exist even if PyTorch says that MPS is not available.
+// MTLCreateSystemDefaultDevice returns nil in a process without CoreGraphics.
 id<MTLDevice> default_device() {
   static NSArray* devices = MTLCopyAllDevices();
   TORCH_CHECK([devices count] > 0, "moe_metal: macOS finds no Metal device");
@@ -382,8 +380,8 @@ void check_default_device() {
   }
 }
 
-// What Metal itself makes of one of them, by its place in that list: its library, and its pipeline where this Mac's GPU
-// can run it. -> whether it can. With more text behind the shader's, it is compiled once more, for that.
+// Compiles the library of the kernel at an index of that list, and its pipeline if this Mac's GPU can run it.
+// -> whether it can. If `more` is not empty, only the library is compiled, again, with this text appended.
 bool compile_at(int64_t place, const std::string& more) {
   id<MTLDevice> device = default_device();
   Kernel* kernel = Kernel::first;
@@ -407,7 +405,7 @@ std::tuple<c10::List<std::string>, c10::List<double>> times_of_libraries() {
 
 }  // namespace
 
-// Before macOS 26.2 its tensors in registers have another layout, and bfloat tensors are missing.
+// Before macOS 26.2, tensors in registers have a different layout, and bfloat tensors are missing.
 bool has_tensor_ops() { return is_macos_at_least(26, 2); }
 
 bool compiles(Kernel& kernel) {
@@ -432,15 +430,15 @@ void launch(std::initializer_list<Dispatch> dispatches) {
   }
   if (!any || is_rehearsal) return;
   raise_failure();
-  // A block copies what it captures: it gets a pointer.
+  // A block copies its captures, so it gets a pointer.
   const auto* all = &dispatches;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
     @autoreleasepool {
       for (const Dispatch& dispatch : *all) {
         if (dispatch.grid.empty()) continue;
-        id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();  // a commit has ended the one before
-        // PyTorch's encoder is serial, so dispatches are ordered, also behind PyTorch's own; a concurrent one would
-        // need to be told.
+        id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();  // a new one after a commit
+        // PyTorch's encoder is serial, so dispatches are ordered, also after PyTorch's own. A concurrent one would need
+        // a barrier.
         if ([encoder dispatchType] == MTLDispatchTypeConcurrent)
           [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
         const Pipeline* pipeline = dispatch.kernel.pipeline.load();
@@ -453,7 +451,7 @@ void launch(std::initializer_list<Dispatch> dispatches) {
 
 }  // namespace moe_metal
 
-// For doctor and tools/compile_shaders.py alone.
+// Only for doctor and tools/compile_shaders.py.
 TORCH_LIBRARY_FRAGMENT(moe_metal, m) {
   m.def("_kernels() -> str[]", &moe_metal::all_kernels);
   m.def("_check_device() -> ()", &moe_metal::check_default_device);
