@@ -7,10 +7,10 @@ namespace {
 
 FormatKernels wide_rows_kernels("linear", "linear_rows_wide", 32 * kChunkSimdgroups, 7);
 FormatKernels rows_kernels("linear", "linear_rows", 32 * kChunkSimdgroups, 6);
-// For 2 and 4 tokens together.
+// Kernels that multiply 2 or 4 tokens together.
 FormatKernels several_kernels[] = {{"linear", "linear_rows2_wide", 32 * kChunkSimdgroups, 8},
                                    {"linear", "linear_rows4_wide", 32 * kChunkSimdgroups, 9}};
-// By tile_size; the parts of their file are numbered so, and go on with the wide ones and those above.
+// Indexed by tile_size. The last argument is the part of linear.metal.
 FormatKernels tile_kernels[] = {{"linear", "linear_tiles16", kTileThreads, 0},
                                 {"linear", "linear_tiles32", kTileThreads, 1},
                                 {"linear", "linear_tiles64", kTileThreads, 2}};
