@@ -3,17 +3,17 @@
 namespace moe_metal {
 namespace {
 
-// By tile_size; the parts of their file are numbered so.
+// Indexed by tile_size, as are the parts of tensor_ops.metal (the last argument).
 FormatKernels products[] = {{"tensor_ops", "tensor_products16", 32 * unit_simdgroups(16), 0},
                             {"tensor_ops", "tensor_products32", 32 * unit_simdgroups(32), 1},
                             {"tensor_ops", "tensor_products64", 32 * unit_simdgroups(64), 2}};
 
-// matmul2d counts elements of an operand in 32 bits, from the tile's first.
+// matmul2d has 32-bit offsets in an operand, relative to the tile's first element.
 bool fits_32_bits(int64_t stride, int64_t rows, int64_t columns) {
   return bounded_product({stride, rows}) + columns <= std::numeric_limits<int32_t>::max();
 }
 
-// Dense rows are read by matmul2d, packed ones unpacked without a test for a row's end.
+// matmul2d reads dense rows directly. Packed rows are unpacked without a check for the end of a row.
 bool fits(const Weight& weight) {
   if (weight_params(weight, weight.rows).layout != WeightLayout::rows_wide) return false;
   if (!weight.format->is_dense()) return weight.columns % kUnitColumns == 0;
