@@ -1,4 +1,4 @@
-// The host's half of shaders/weights.h: the params of a weight in any format, and how the work on its rows is cut.
+// The host side of shaders/weights.h: the params of a weight in any format, and how the work on its rows is divided.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -14,7 +14,7 @@ inline bool all_multiples(int64_t of, std::initializer_list<int64_t> values) {
   return std::all_of(values.begin(), values.end(), [&](int64_t value) { return value % of == 0; });
 }
 
-// Rows of a contiguous tensor, which 16 bytes at a time may be loaded of.
+// Whether all rows of a contiguous tensor are aligned for loads of 16 bytes.
 inline bool wide_rows(const Tensor& tensor, int64_t length) {
   return all_multiples(16 / tensor.element_size(), {tensor.storage_offset(), length});
 }
@@ -35,13 +35,13 @@ inline ScaleParams scale_params(const Tensor& tensor) {
           .row = tensor.stride(-2) * size,
           .group = tensor.stride(-1) * size};
 }
-// One number for each matrix.
+// One factor per matrix.
 inline ScaleParams factor_params(const Tensor& tensor) {
   return {.expert = tensor.defined() && tensor.dim() > 1 ? tensor.stride(-2) * tensor.element_size() : 0};
 }
 
-// Whether pieces of so many columns begin where the widest loads that their length allows are aligned. Pieces of blocks
-// are where their parts are.
+// Whether pieces of `columns` columns are aligned for the widest loads that their length allows. In formats with
+// blocks, the length of a block counts instead.
 inline bool is_aligned(const Weight& weight, int64_t columns) {
   const Format& format = *weight.format;
   const int64_t bytes = format.has_own_scales() ? format.bytes : columns * format.bits / 8;
@@ -50,7 +50,7 @@ inline bool is_aligned(const Weight& weight, int64_t columns) {
       unit, {weight.data.storage_offset() * weight.data.element_size(), weight.expert, weight.row, weight.gap});
 }
 
-// `run` rows of a transposed weight are read as they follow one another.
+// `run` consecutive rows of a transposed weight are read together.
 inline WeightLayout dense_layout(const Weight& weight, int64_t run) {
   const int64_t elements = 16 / weight.data.element_size(), offset = weight.data.storage_offset();
   if (weight.column <= weight.row || weight.gap != 0) {
@@ -86,8 +86,8 @@ inline WeightParams weight_params(const Weight& weight, int64_t run) {
   return params;
 }
 
-// Whether every byte of an expert's matrix, and of its scales and offsets, is less than 4 GB from its first. The gap
-// between gate and up, where they are apart, is not counted.
+// Whether all offsets within an expert's matrix, its scales and its offsets fit in 32 bits. The gap between separate
+// gate and up matrices is added in 64 bits and does not count.
 inline bool has_short_places(const Weight& weight, const WeightParams& params) {
   const int64_t last = std::max<int64_t>(weight.rows - 1, 0), groups = weight.columns >> params.group_shift;
   const auto fits = [&](int64_t row, int64_t length) {
@@ -99,18 +99,18 @@ inline bool has_short_places(const Weight& weight, const WeightParams& params) {
          fits(params.scale.row, params.scale.group * groups) && fits(params.offset.row, params.offset.group * groups);
 }
 
-// Whether whole pieces of kPackedColumns can be read: decode's fast way. Groups that their format has one size for are
-// known to its reader.
+// Whether decode can use its fast kernels, which read whole pieces of kPackedColumns. Readers of formats with a fixed
+// group size support any size.
 inline bool whole_pieces(const Weight& weight, const WeightParams& params) {
   const bool whole_groups = weight.format->scale_columns > 0 || weight.group >= kPackedColumns;
   return whole_groups && weight.columns % kPackedColumns == 0 && is_aligned(weight, kPackedColumns) &&
          has_short_places(weight, params);
 }
 
-// How decode cuts the rows of one product into threadgroups.
+// How decode divides the rows of one product into threadgroups.
 struct Cut {
-  int64_t rows;     // that a simdgroup does, or that those of a threadgroup do together
-  int64_t columns;  // that are worth another simdgroup
+  int64_t rows;     // of a simdgroup if by_rows, else of a threadgroup
+  int64_t columns;  // the least that is worth another simdgroup
   bool by_rows;
 };
 
@@ -119,12 +119,12 @@ inline Cut row_cut(const Weight& weight, int64_t element_size) {
   return {kChunkRows * (32 / kPackedLanes), kPackedLanes * kPackedColumns, true};
 }
 
-// Where so many rows leave too few simdgroups to keep the GPU busy, more of them share the columns of the same rows. x:
-// slots or tokens; rows: of weights for each of them; columns: to sum over.
+// If there are too few rows to keep the GPU busy, several simdgroups share the columns of the same rows.
+// x: slots or tokens; rows: rows of weights for each of them; columns: columns to sum over.
 inline Grid grid_of(WeightParams& weight, const Cut& cut, int64_t x, int64_t rows, int64_t columns) {
   const int64_t groups = x * ceil_div(rows, cut.rows);
   const uint32_t most = cut.by_rows ? kChunkSimdgroups : kMaxSplit;
-  weight.split = cut.by_rows ? 1 : static_cast<uint32_t>(cut.rows / 32);  // a tile's last sums take a thread per row
+  weight.split = cut.by_rows ? 1 : static_cast<uint32_t>(cut.rows / 32);  // the final sums need a thread per row
   while (weight.split < most && weight.split * cut.columns < columns &&
          weight.split * groups < tuning().enough_simdgroups) {
     weight.split *= 2;
@@ -136,22 +136,22 @@ inline Grid grid_of(WeightParams& weight, const Cut& cut, int64_t x, int64_t row
   return {x, ceil_div(rows, cut.rows), static_cast<int>(32 * weight.split)};
 }
 
-// Some tokens of a tensor that has a row for each, or is not given.
+// The rows of `count` tokens; an undefined tensor stays undefined.
 inline Tensor rows_of(const Tensor& tensor, int64_t tokens, int64_t first, int64_t count) {
   return tensor.defined() ? tensor.view({tokens, -1}).narrow(0, first, count) : tensor;
 }
-// As many as a dispatch may have, of which `flops` are a token's: all, or about equally many each time.
+// The tokens of one dispatch, each of which takes `flops` operations: all of them, or parts of about equal size.
 inline int64_t tokens_at_once(int64_t tokens, double flops) {
   const double most = std::max(1.0, std::floor(1e6 * tuning().dispatch_mflops / flops));
   return tokens <= most ? tokens : ceil_div(tokens, static_cast<int64_t>(std::ceil(tokens / most)));
 }
 
-// Whether there are as many slots, or tokens, for each weight as a number of the GPU's demands; 0: never.
+// Whether there are at least `least` slots (or tokens) per weight; never if `least` is 0.
 inline bool is_worth(int64_t least, int64_t slots, int64_t weights = 1) {
   return least > 0 && slots >= bounded_product({least, weights});
 }
 
-// Tokens, or slots, of a tile: 16, 32 or 64, about the share of one weight. -> 0, 1 or 2
+// 0, 1 or 2 for tiles of 16, 32 or 64 tokens (or slots), depending on how many use one weight.
 inline int tile_size(int64_t share) {
   return share >= tuning().tile64_share ? 2 : share >= tuning().tile32_share ? 1 : 0;
 }
