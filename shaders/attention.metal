@@ -1,26 +1,26 @@
-// The op attention: output = softmax(scores) * v, where scores = softcap(scale * q * k) + mask, of the keys that each
+// The op attention: output = softmax(scores) * v, where scores = softcap(scale * q * k) + mask, over the keys that each
 // query sees.
 //
 // q [B, A, T, D], k [B, J, S, D], v [B, J, S, V] and mask [B, A, T, S] with any strides; sinks [A]; output
-// [B, T, A, V]. Between the two kernels, in one memory, lie stats [B, J, rows, parts] and then sums
-// [B, J, rows, parts, V].
+// [B, T, A, V]. The first kernel writes partial results for the second to one buffer: stats [B, J, rows, parts], then
+// sums [B, J, rows, parts, V].
 //
-// The queries of all heads that share a key head are the rows of one matrix: row r is query r / (A / J) of the head
-// r % (A / J) of them. A simdgroup takes 8 rows over a run of keys, which it loads once for all of them, block by
-// block, with the softmax of what it has seen so far: scores are nowhere but in registers. Products have the keys down
-// and the rows across, scores^T = k * q^T and output^T = v^T * weights^T, of which a lane holds two rows of q. So the
-// weights lie where the second product wants them, and what scales a row's sums is known to the lanes that hold them.
+// The queries of all heads that share a key head are the rows of one matrix: row r is query r / (A / J) of head
+// r % (A / J) among them. A simdgroup has 8 rows and a range of keys, which it loads block by block, once for all rows,
+// with an online softmax: scores are only in registers. Products are transposed, scores^T = k * q^T and output^T = v^T
+// * weights^T; a lane has two rows of q. So the weights are in the lanes where the second product needs them, and a
+// row's scale factor is known to the lanes that have its sums.
 //
-// Which columns meet in a matrix is free, as long as both sides agree. Of a chunk of 32 columns of a key the four lanes
-// of one key take a run of 8 each, so one load or two; the i-th of 4 matrices multiplies elements i and i + 4 of each.
-// Of a chunk of 64 columns of a value the 8 lanes of two keys take a run of 8 of both; the i-th of 8 matrices has
-// element i.
+// Columns may be assigned to matrices freely, as long as both factors agree. In a chunk of 32 columns of a key, each of
+// the four lanes of the key has 8 neighbours, which take one or two loads; the i-th of 4 matrices multiplies elements i
+// and i + 4 of each lane. In a chunk of 64 columns of a value, each of the 8 lanes of two keys has 8 neighbours of
+// both; the i-th of 8 matrices multiplies element i.
 //
-// attention: a threadgroup of kAttentionSimdgroups has `tiles` of 8 rows. Of a tile, `slices` simdgroups share long
-// keys and values, and what is left of them share the keys: streams, each with blocks of its own. Grid: row_blocks of
-// each sequence and key head along x; parts of the keys along y, and for values longer than a threadgroup takes further
-// blocks of their columns, which compute the scores again. attention_combine: the parts of a row. Grid: rows of the
-// output along x.
+// attention: a threadgroup of kAttentionSimdgroups has `tiles` of 8 rows. In a tile, `slices` simdgroups share the
+// columns of long keys and values; the remaining factor are streams, which have different blocks of keys. Grid:
+// row_blocks of each sequence and key head along x; along y parts of the keys and, for values that are longer than a
+// threadgroup can take, blocks of their columns, which compute the scores again.
+// attention_combine: combines the parts of a row. Grid: rows of the output along x.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
@@ -32,9 +32,9 @@ using namespace metal;
 namespace moe_metal {
 
 MOE_METAL_CONSTANT uint kKeyMatrices = kAttentionKeys / 8;
-MOE_METAL_CONSTANT uint kPartsAtOnce = 8;  // that a lane of attention_combine loads, and then adds
+MOE_METAL_CONSTANT uint kPartsAtOnce = 8;  // parts that a lane of attention_combine loads before it adds them
 
-// Where a simdgroup and its lane work.
+// The position of a simdgroup and its lane in the work.
 struct AttentionPlace {
   uint simdgroup, lane, slice, tile, stream, streams;
   MatrixPlace matrix;
@@ -51,7 +51,7 @@ inline AttentionPlace attention_place(uint thread_index, constant AttentionParam
   return place;
 }
 
-// Matrices that a simdgroup has in threadgroup memory: twice its scores, or its sums.
+// The number of matrices of a simdgroup in threadgroup memory: twice its scores, or its sums.
 constexpr uint max_matrices(uint value_chunks) {
   return 2 * kKeyMatrices > 8 * value_chunks ? 2 * kKeyMatrices : 8 * value_chunks;
 }
@@ -80,12 +80,12 @@ inline Head head_of(uint group, constant AttentionParams& params) {
   return found;
 }
 
-// One of the rows that a lane holds two of.
+// One of a lane's two rows.
 struct AttentionRow {
   uint query, head;
   bool exists;
-  SeenKeys keys;  // none where it does not exist
-  ulong mask;     // where its mask begins
+  SeenKeys keys;  // empty if the row does not exist
+  ulong mask;     // the offset of its mask
 };
 inline AttentionRow attention_row(uint r, Head head, SeenKeys part, constant AttentionParams& params) {
   const uint heads = params.A / params.J, inside = min(r, params.rows - 1);
@@ -99,7 +99,7 @@ inline AttentionRow attention_row(uint r, Head head, SeenKeys part, constant Att
   return row;
 }
 
-// The keys of a part that any of some rows sees.
+// The keys of a part that any row in [first_row, end_row) sees.
 inline SeenKeys part_keys(uint first_row, uint end_row, uint part, constant AttentionParams& params) {
   const uint heads = params.A / params.J, begin = params.first_key + part * params.part_keys;
   const uint last_row = min(end_row, params.rows) - 1;
@@ -109,7 +109,7 @@ inline SeenKeys part_keys(uint first_row, uint end_row, uint part, constant Atte
   return keys;
 }
 
-// The score of a key as the softmax takes it: -inf where it is not seen.
+// The score of a key after scale, softcap and mask: -inf if the key is not seen.
 template <typename T>
 float masked(float score, uint key, AttentionRow row, device const uchar* mask, constant AttentionParams& params) {
   if (key < row.keys.first || key >= row.keys.end) return -INFINITY;
@@ -125,12 +125,12 @@ float masked(float score, uint key, AttentionRow row, device const uchar* mask, 
 
 // ------------------------------------------------------------------------------------------ loads
 
-// Elements `column` to column + 7 of a row, or 0 beyond its end. Wide rows are whole runs of 8, which lie side by side:
-// they stay as they were loaded until they are needed, so that nothing waits for a load before the next ones are made.
+// Elements `column` to column + 7 of a row, or 0 beyond its end. Wide rows consist of whole aligned runs of 8 elements.
+// They are converted only when they are needed, so that all loads are issued before the first one is waited for.
 template <bool wide, typename T>
 struct Run {
   uint4 bits[2 / Wide<T>::vectors];
-  uint mask;  // no choice of a value that is loaded: compilers make a branch of it, and load behind it
+  uint mask;  // instead of a conditional, which compilers turn into a branch around the load
 };
 template <typename T>
 struct Run<false, T> {
@@ -164,7 +164,7 @@ Vectors<2> values_of(thread const Run<false, T>& run) {
   return run.values;
 }
 
-// What a lane holds of a chunk of q: for its two rows the columns that meet the runs of keys.
+// A lane's part of a chunk of q: for its two rows, the columns that correspond to the columns of keys.
 struct QueryChunk {
   float4 row[2];
 };
@@ -199,12 +199,12 @@ void load_chunk(QueryRows<T> queries, uint chunk, MatrixPlace place, constant At
 
 // ------------------------------------------------------------------------------------------ scores
 
-// Of a block of keys: at[n] are those of key 8 n + row with the lane's two rows, then their weights.
+// The scores of a block of keys, later their weights: at[n] are for key 8 n + row and the lane's two rows.
 struct Scores {
   float2 at[kKeyMatrices];
 };
 
-// The products of one run of keys, of the n-th matrix, with a chunk of q.
+// Adds the products of the n-th matrix of keys with a chunk of q.
 template <bool wide, typename T>
 void add_keys(thread Scores& scores, thread const Run<wide, T>& loaded, uint n, thread const QueryChunk& q) {
   const Vectors<2> run = values_of(loaded);
@@ -221,8 +221,8 @@ void load_keys(thread Run<wide, T>& run, device const T* k, uint block, uint n, 
   load_run(key, params.k.element, chunk * kAttentionKeyColumns + 4 * place.column, params.D, run);
 }
 
-// Each slice has the products of its own columns: their sums. `shares` is not read any more when it is written again
-// two blocks later, since all have been at the barrier between.
+// Adds up the products of the slices, which have different columns. It is safe to write `shares` again two blocks
+// later, because of the barrier between.
 inline void sum_slices(thread Scores& scores, threadgroup float2* shares, AttentionPlace place, uint slices) {
 #pragma unroll
   for (uint n = 0; n < kKeyMatrices; ++n) {
@@ -241,8 +241,8 @@ inline void sum_slices(thread Scores& scores, threadgroup float2* shares, Attent
 
 // ------------------------------------------------------------------------------------------ the softmax
 
-// What a lane has of its two rows: the highest score so far, the sum of the weights exp(score - highest) (of the keys
-// that lie in the lane's row of matrices, until all is seen), and the sums of the weighted values.
+// A lane's state of its two rows: the highest score so far, the sum of the weights exp(score - highest) (until the end
+// only of keys in the lane's row of matrices), and the sums of the weighted values.
 template <uint ValueChunks>
 struct Attended {
   float2 highest, total;
@@ -251,12 +251,12 @@ struct Attended {
 
 inline float2 higher(float2 a, float2 b) { return float2(b.x > a.x ? b.x : a.x, b.y > a.y ? b.y : a.y); }
 
-// What `highest` is taken off as: while no key is seen, 0.
+// The value that is subtracted from scores: `highest`, or 0 if no key has been seen.
 inline float2 offset_of(float2 highest) {
   return float2(highest.x == -INFINITY ? 0 : highest.x, highest.y == -INFINITY ? 0 : highest.y);
 }
 
-// Over the lanes that hold the same rows, with other keys.
+// Reductions over the lanes with the same rows and other keys.
 inline float2 highest_of_all(float2 value) {
   value = higher(value, simd_shuffle_xor(value, 2));
   value = higher(value, simd_shuffle_xor(value, 4));
@@ -268,7 +268,7 @@ inline float2 sum_of_all(float2 value) {
   return value + simd_shuffle_xor(value, 16);
 }
 
-// Scores become weights, and the sums so far are scaled to the new highest score. -> which keys are seen: bit 2 n + e
+// Converts scores to weights, and scales the sums so far to the new highest score. -> which keys are seen: bit 2 n + e
 // is for at[n][e]
 template <typename T, uint ValueChunks>
 uint weigh(thread Attended<ValueChunks>& attended, thread Scores& scores, uint block, thread const AttentionRow* rows,
@@ -308,7 +308,7 @@ void load_values(thread Run<wide, T>& run, device const T* v, uint key, uint col
   load_run(v + min(key, params.S - 1) * params.v.row, params.v.element, column, params.V, run);
 }
 
-// sums += weights * values, of the two keys of a lane in one matrix and of 8 columns.
+// sums += weights * values, for a lane's two keys of one matrix and 8 columns.
 template <bool wide, typename T>
 void add_values(thread float2* sums, float2 weights, thread const Run<wide, T>& first_run,
                 thread const Run<wide, T>& second_run) {
@@ -319,12 +319,12 @@ void add_values(thread float2* sums, float2 weights, thread const Run<wide, T>& 
   }
 }
 
-// Those of a chunk of columns key by key, without those that are not seen: 0 times what is in them may be NaN.
+// Adds a chunk of columns key by key, skipping keys that are not seen: their values times 0 may be NaN.
 template <bool wide, typename T>
 void add_seen_values(thread float2* sums, thread const Scores& weights, uint seen, device const T* v, uint block,
                      uint column, AttentionPlace place, constant AttentionParams& params) {
   for (uint key = 0; key < 8; ++key) {
-    const ushort lane = (place.lane & 9) | key % 4 * 2 | key / 4 * 16;  // that has the key and this lane's rows
+    const ushort lane = (place.lane & 9) | key % 4 * 2 | key / 4 * 16;  // the lane with the key and this lane's rows
     const uint key_seen = simd_shuffle(seen, lane);
 #pragma unroll
     for (uint n = 0; n < kKeyMatrices; ++n) {
@@ -352,13 +352,13 @@ struct AttentionWork {
   device const uchar* mask;
   QueryRows<T> queries;
   AttentionRow rows[2];
-  QueryChunk q[KeyChunks];  // the first of this slice; those beyond are loaded again for each block
-  uint first_chunk;         // of the columns of v that this slice has
+  QueryChunk q[KeyChunks];  // the first chunks of this slice; others are loaded again for each block
+  uint first_chunk;         // the first chunk of columns of v of this slice
 };
 
-// A block is loaded in stages of 64 bytes a lane. The loads of a stage are issued before the products of the one before
-// it, across the softmax and from one block to the next, so that a simdgroup always has some under way. More at a time
-// would take the registers that Apple's GPUs do not have.
+// A block is loaded in stages of 64 bytes per lane. The loads of a stage are issued before the products of the previous
+// one, also across the softmax and from one block to the next, so that a simdgroup always has loads in flight. Larger
+// stages would need more registers than Apple's GPUs have.
 template <bool wide, typename T>
 struct Stage {
   enum : uint { runs = 2 * Wide<T>::vectors };
@@ -394,7 +394,7 @@ void add_key_stage(thread Scores& scores, thread const Stage<wide, T>& stage,
   }
 }
 
-// The chunks of a long key that are not kept in registers of q.
+// Adds the products with chunks of q that are not kept in registers (long keys).
 template <bool wide, typename T, uint KeyChunks>
 void add_further_chunks(thread Scores& scores, thread const AttentionWork<T, KeyChunks>& work, uint block,
                         AttentionPlace place, constant AttentionParams& params) {
@@ -410,7 +410,7 @@ void add_further_chunks(thread Scores& scores, thread const AttentionWork<T, Key
   }
 }
 
-// Of the columns of v that a slice has, the first that this lane takes of chunk c.
+// This lane's first column of v in chunk c of the slice.
 template <typename T, uint KeyChunks>
 uint value_column(thread const AttentionWork<T, KeyChunks>& work, uint c, AttentionPlace place,
                   constant AttentionParams& params) {
@@ -459,7 +459,7 @@ void attend(thread Attended<ValueChunks>& attended, thread const AttentionWork<T
   attended.total = 0;
 #pragma unroll
   for (uint i = 0; i < 8 * ValueChunks; ++i) attended.sums[i] = 0;
-  const uint step = place.streams * kAttentionKeys;  // all streams take as many: slices meet at barriers
+  const uint step = place.streams * kAttentionKeys;  // all streams take the same number of steps, because of barriers
   uint turn = 0;
   Stage<wide, T> now;
   if (keys.first < keys.end) load_key_stage(now, work, keys.first + place.stream * kAttentionKeys, 0, place, params);
@@ -500,7 +500,7 @@ void attend(thread Attended<ValueChunks>& attended, thread const AttentionWork<T
   attended.total = sum_of_all(attended.total);
 }
 
-// Whether all sums of a threadgroup are numbers. Else a key that is not seen may be the reason.
+// Whether all sums of a threadgroup are finite. If not, the reason may be a key that is not seen.
 template <uint ValueChunks>
 bool all_finite(thread const Attended<ValueChunks>& attended, threadgroup uint* finite, AttentionPlace place) {
   float2 none = 0;
@@ -516,11 +516,11 @@ bool all_finite(thread const Attended<ValueChunks>& attended, threadgroup uint* 
 
 // ------------------------------------------------------------------------------------------ the streams' sums
 
-// What the streams of a tile have together comes to the first of them, in the order of the streams.
+// Adds up the results of the streams of a tile, in their order. The first stream gets the result.
 template <uint ValueChunks>
 void join_streams(thread Attended<ValueChunks>& attended, threadgroup float2* memory, threadgroup float4* stats,
                   AttentionPlace place, constant AttentionParams& params) {
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // the slices have read their scores
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // until the slices have read their scores
   stats[place.simdgroup * kSimdgroup + place.lane] = float4(attended.highest, attended.total);
 #pragma unroll
   for (uint i = 0; i < 8 * ValueChunks; ++i) {
@@ -548,7 +548,7 @@ void join_streams(thread Attended<ValueChunks>& attended, threadgroup float2* me
 
 // ------------------------------------------------------------------------------------------ results
 
-// What a row's sums are multiplied by, with the sink of its head: 0 where it sees no key.
+// The factor of a row's sums, with the sink of its head: 0 if the row sees no key.
 template <typename T>
 float share_of(float highest, float total, uint head, device const T* sinks, constant AttentionParams& params) {
   if (total == 0) return 0;
@@ -571,7 +571,7 @@ void store_run(device To* to, uint column, uint e, thread const float2* sums, fl
   }
 }
 
-// All there is to a row; or what one part has of it, as floats.
+// Stores the results of rows, or the partial results of one part, as floats.
 template <typename T, uint ValueChunks>
 void store_rows(thread const Attended<ValueChunks>& attended, thread const AttentionRow* rows, uint first_chunk,
                 ulong first_row, uint part, bool has_stats, device const T* sinks, device T* output, Head head,
@@ -629,7 +629,7 @@ template <typename T, bool wide, uint KeyChunks, uint ValueChunks>
   const AttentionPlace place = attention_place(thread_index, params);
   const Head head = head_of(group.x, params);
   if (head.sequence >= params.B) return;
-  // The last queries have the most keys where it is causal: they come first.
+  // With a causal mask the last queries have the most keys, so they run first.
   const uint block_rows = params.tiles * kAttentionRows;
   const uint first = (params.row_blocks - 1 - group.x % params.row_blocks) * block_rows;
   const uint part = group.y % params.parts, column_block = group.y / params.parts;
@@ -651,8 +651,8 @@ template <typename T, bool wide, uint KeyChunks, uint ValueChunks>
              place.slice == 0 && column_block == 0, sinks, output, head, place, params);
 }
 
-// Four columns of every kAttentionSimdgroups-th of some parts; `factor` is what this lane's part of them counts for.
-// Loads come before what waits for them.
+// Adds four columns of `count` parts, every kAttentionSimdgroups-th. `factor` is the factor of this lane's part.
+// Several loads are issued before the first one is waited for.
 inline void add_parts(thread float4& sum, device const float* sums, uint column, uint count, float factor,
                       RowShape shape) {
   const ulong step = ulong(kAttentionSimdgroups) * shape.length;
@@ -669,8 +669,8 @@ inline void add_parts(thread float4& sum, device const float* sums, uint column,
   }
 }
 
-// A simdgroup has every kAttentionSimdgroups-th part, of which its lanes compute what they count for, a part each. A
-// lane has four columns, or several times four.
+// A simdgroup has every kAttentionSimdgroups-th part; each of its lanes computes the factor of one part. A lane has
+// four columns, or several times four.
 template <typename T>
 [[kernel]] void attention_combine(device const float* parts [[buffer(0)]], device const T* sinks [[buffer(1)]],
                                   device T* output [[buffer(2)]], constant AttentionParams& params [[buffer(3)]],
@@ -704,7 +704,7 @@ template <typename T>
       add_parts(sum, sums + ulong(part) * params.V, column, count, factor, shape);
     }
     total = simd_sum(total);
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // the columns before these have been read
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // until the previous columns have been read
     shares[thread_index] = sum;
     if (lane == 0) totals[simdgroup] = total;
     threadgroup_barrier(mem_flags::mem_threadgroup);
