@@ -1,4 +1,4 @@
-// Shared by the shaders (Metal) and the host (C++): every constant, choice and params struct stands here once.
+// Shared by the shaders (Metal) and the host (C++): constants, enums and params structs.
 #pragma once
 #ifndef __METAL_VERSION__
 #include <cstdint>
@@ -13,8 +13,8 @@ namespace moe_metal {
 #endif
 
 MOE_METAL_CONSTANT int kMaxExperts = 1024;
-MOE_METAL_CONSTANT int kWide = 4;            // elements that one load or store moves
-MOE_METAL_CONSTANT int kSimdgroup = 32;      // threads that run together
+MOE_METAL_CONSTANT int kWide = 4;            // elements of a vector load or store
+MOE_METAL_CONSTANT int kSimdgroup = 32;      // threads of a simdgroup
 MOE_METAL_CONSTANT int kMaxSimdgroups = 32;  // in a threadgroup
 
 enum class Scoring : int32_t { softmax, sigmoid, sqrt_softplus };
@@ -22,7 +22,7 @@ enum class Renormalize : int32_t { none, before_scale, after_scale };
 enum class GroupScore : int32_t { top2_sum, max };
 enum class Activation : int32_t { silu, gelu, gelu_tanh, relu2, swiglu_oai };
 
-// How logits become experts and weights: the routing options of the ops gate and route.
+// The routing options of the ops gate and route.
 struct RoutingParams {
   int32_t experts;  // E
   int32_t top_k;    // K
@@ -35,23 +35,23 @@ struct RoutingParams {
   float softcap;  // 0: none
 };
 
-// What stands between the two halves of an expert: the options of the ops glu and experts.
+// The activation options of the ops glu and experts.
 struct ActivationParams {
   Activation activation;
   float alpha;
   float limit;  // +inf: none
 };
 
-// How glu reads four neighbours at a time: one by one along the strides, or with one load from each of gate and up, or
-// with two from where gate and up lie in turn.
+// How glu reads four neighbours of gate and up: one element at a time, with one vector load from each, or with two
+// vector loads of interleaved gate and up.
 enum class GluAccess : int32_t { strided, wide, interleaved };
 
-// Elements from one index to the next.
+// Strides in elements.
 struct GluStrides {
   uint64_t outer, middle, inner;
 };
 
-// The op glu, over [outer, middle, inner]: all dimensions of gate and up, as far as they have to be told apart.
+// The op glu. [outer, middle, inner] are the dimensions of gate and up after merging contiguous ones.
 struct GluParams {
   GluStrides gate, up;
   uint64_t inner;
@@ -62,13 +62,13 @@ struct GluParams {
   ActivationParams activation;
 };
 
-// How a kernel finds a small tensor of parameters: not given, of the activations' dtype, or float32. The kernel
-// branches on it, uniformly, where a template per tensor would multiply the kernels to compile.
+// The dtype of a small parameter tensor: absent, the activations' dtype, or float32. Kernels branch on it (uniformly),
+// because a template parameter per tensor would multiply the number of kernels to compile.
 enum class ParameterType : int32_t { absent, activation, float32 };
 
-// Rows of contiguous tensors. `wide`: every row starts at a multiple of kWide elements, and its length is one.
+// Rows of contiguous tensors. `wide`: rows start at multiples of kWide elements, and their length is a multiple of it.
 struct RowShape {
-  uint32_t count;  // a threadgroup beyond the last row leaves
+  uint32_t count;
   uint32_t length;
   uint32_t wide;
 };
@@ -83,7 +83,7 @@ struct ResidualNormParams {
   float eps;
 };
 
-// The five weighted sums. Each uses what its op has.
+// The five weighted sums. Each uses the fields that its op needs.
 struct WeightedSumParams {
   RowShape row;  // H
   uint32_t top_k;
@@ -98,48 +98,48 @@ struct WeightedSumParams {
 
 // ------------------------------------------------------------------------------------------ experts
 
-// What the 16 bytes of one load hold of a weight matrix: neighbours in a row, or in a column (transposed weights),
-// where alignment allows such loads; else the elements (of packed weights the bytes) are loaded one by one along the
-// closer of the two.
+// How a weight matrix is loaded: 16 bytes at a time along rows or along columns (transposed weights), if alignment
+// allows; else one element (packed weights: one byte) at a time, along the dimension with the smaller stride.
 enum class WeightLayout : int32_t { rows_wide, rows, columns_wide, columns };
 
-// The numbers of a scale or an offset, and of dense data.
+// The number type of scales and offsets, and of dense data.
 enum class NumberType : int32_t { float32, float16, bfloat16, e8m0, e4m3 };
 
-// How the work is cut, which gives the grids, as far as no GPU's number in tuning.h decides it.
+// How the work is divided, which determines the grids. tuning.h has the numbers that depend on the GPU.
 MOE_METAL_CONSTANT uint32_t kChunkSimdgroups = 8;  // decode, rows: simdgroups of a threadgroup at most
 MOE_METAL_CONSTANT uint32_t kChunkRows = 4;        // decode, rows: rows of weights of a team of lanes
-MOE_METAL_CONSTANT uint32_t kPackedLanes = 16;     // decode, packed weights: lanes of a team, else all 32
+MOE_METAL_CONSTANT uint32_t kPackedLanes = 16;     // decode, packed weights: lanes of a team (dense: all 32)
 MOE_METAL_CONSTANT uint32_t kPackedColumns = 32;   // packed weights: columns of a lane at a time, all of one group
-MOE_METAL_CONSTANT uint32_t kNarrowColumns = 16;   // the same for groups of 16, for ragged and for unaligned rows
+MOE_METAL_CONSTANT uint32_t kNarrowColumns = 16;   // the same for groups of 16, odd lengths and unaligned rows
 MOE_METAL_CONSTANT uint32_t kPackedChunk = kPackedLanes * kPackedColumns;
 MOE_METAL_CONSTANT uint32_t kMaxSplit = 16;        // decode, columns: simdgroups of a threadgroup at most
 MOE_METAL_CONSTANT uint32_t kDownColumnRows = 32;  // decode, columns: rows of down of a threadgroup
 MOE_METAL_CONSTANT uint32_t kColumnRows = 64;      // decode, columns: rows of gate_up of a threadgroup,
-MOE_METAL_CONSTANT uint32_t kColumnInner = 32;     // so many gate rows and their up rows
+MOE_METAL_CONSTANT uint32_t kColumnInner = 32;     // which are so many gate rows and their up rows
 MOE_METAL_CONSTANT uint32_t kTileSimdgroups = 4;   // prefill: of a threadgroup
 MOE_METAL_CONSTANT uint32_t kTileThreads = 32 * kTileSimdgroups;
 
-// Prefill: matrices of 8 rows of weights of a simdgroup, for tiles of so many slots or tokens. Its sums take two
-// registers for each of them and each 8 slots: 32 at most, since a thread with over 100 leaves others no room.
+// Prefill: how many 8-row matrices of weights a simdgroup has, for tiles of `tile_rows` slots or tokens. The sums take
+// two registers per matrix and 8 slots. They are limited to 32 registers, since with over 100 registers per thread too
+// few threads fit on a core.
 constexpr uint32_t tile_matrices(uint32_t tile_rows) { return tile_rows > 32 ? 2 : 4; }
 // Rows of weights of a threadgroup.
 constexpr uint32_t tile_weight_rows(uint32_t tile_rows) { return kTileSimdgroups * 8 * tile_matrices(tile_rows); }
 
-// Products on the matrix units: rows of weights of a threadgroup, and its simdgroups, for tiles of so many rows of x.
-// Projects that have measured an M5 take the same: PyTorch 16 by 64 and 64 by 64, llama.cpp 32 by 64.
+// Products on the matrix units: the rows of weights of a threadgroup, and its simdgroups for tiles of `tile_rows` rows
+// of x. Projects that have measured an M5 use the same sizes: PyTorch 16 by 64 and 64 by 64, llama.cpp 32 by 64.
 MOE_METAL_CONSTANT uint32_t kUnitRows = 64;
-MOE_METAL_CONSTANT uint32_t kUnitColumns = 4 * kNarrowColumns;  // packed weights: unpacked at a time
+MOE_METAL_CONSTANT uint32_t kUnitColumns = 4 * kNarrowColumns;  // packed weights: columns unpacked at a time
 constexpr uint32_t unit_simdgroups(uint32_t tile_rows) { return tile_rows > 16 ? 4 : 2; }
 
-// Bytes from one expert, row or group of columns to the next, of a scale or an offset.
+// Strides of scales or offsets, in bytes.
 struct ScaleParams {
   int64_t expert, row, group;
 };
 
-// Element (e, row, column) of a dense weight is at e * expert + row * row + column * column. Packed weights count
-// bytes, and have no `column`. Those whose scales lie within their blocks have neither scale nor offset here. Rows from
-// `gap_at` on lie `gap` further: those of up, where gate and up are apart.
+// Element (e, r, c) of a dense weight is at e * expert + r * row + c * column. Strides of packed weights are in bytes,
+// and `column` is not used. Formats whose blocks contain their scales use neither `scale` nor `offset`. If gate and up
+// are separate, the rows of up begin at row `gap_at`, `gap` further than `row` alone says.
 struct WeightParams {
   int64_t expert, row, column, gap;
   ScaleParams scale, offset;
@@ -147,11 +147,11 @@ struct WeightParams {
   uint32_t group_shift;  // log2 of the columns that share a scale
   WeightLayout layout;
   uint32_t split;       // decode: simdgroups that share the work on one row
-  uint32_t has_factor;  // of the whole matrix, where the offset would be
+  uint32_t has_factor;  // a factor of the whole matrix is in place of the offset
   uint32_t gap_at;
 };
 
-// Of so many bytes that follow one another, as many as one load can take.
+// The widest load that divides `bytes` contiguous bytes.
 constexpr uint32_t bytes_at_once(uint32_t bytes) {
   return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : bytes % 2 == 0 ? 2 : 1;
 }
@@ -160,12 +160,12 @@ struct ExpertsParams {
   uint32_t T, E, K, H, I;
   uint32_t long_ids;            // ids are int64
   uint32_t wide_x;              // rows of x may be loaded 16 bytes at a time
-  uint32_t interleaved;         // gate and up rows lie in turn
-  uint32_t bias_step, bias_up;  // gate row i's bias is number i * bias_step, and its up row's `bias_up` further
-  // Decode: floats of a row of inner, and whether its elements lie as packed weights of down meet them.
+  uint32_t interleaved;         // gate and up rows alternate
+  uint32_t bias_step, bias_up;  // the bias of gate row i is element i * bias_step, that of its up row `bias_up` further
+  // Decode: floats of a row of inner, and whether its elements are in the order of packed_place (dots.h).
   uint32_t inner_length, inner_placed;
-  // Prefill: slots of a tile, length of the list of tiles, and how many of them walk all rows of weights together. All
-  // 0 where the products are PyTorch's. The ends of the experts' parts of the order are behind the list.
+  // Prefill: slots of a tile, length of the list of tiles, and how many tiles go through all rows of weights together.
+  // All are 0 if PyTorch computes the products. The list is followed by the end of each expert's slots in the order.
   uint32_t tile_rows, tiles, band;
   uint32_t has_shared, has_residual;
   ParameterType weights, gate_up_bias, down_bias, shared_gate;
@@ -177,7 +177,7 @@ struct ExpertsParams {
 struct LinearParams {
   uint32_t T, N, H;
   uint32_t wide_x;  // rows of x may be loaded 16 bytes at a time
-  uint32_t band;    // tiles of tokens that walk all rows of the weight together
+  uint32_t band;    // tiles of tokens that go through all rows of the weight together
   ParameterType bias;
   WeightParams weight;
 };
@@ -185,13 +185,13 @@ struct LinearParams {
 // Products on the matrix units (tensor_ops.metal).
 struct ProductParams {
   uint32_t rows, N, columns;  // of x, of each expert's weight, and of both
-  uint32_t tiles;             // length of the list of tiles; 0: there is none, and one weight
-  uint32_t band;              // tiles that walk all rows of weights together
+  uint32_t tiles;             // length of the list of tiles; 0: no list, and a single weight
+  uint32_t band;              // tiles that go through all rows of weights together
   ParameterType bias;
   WeightParams weight;
 };
 
-// The op dequantize: `matrices` of `rows` by `columns`, whose rows are cut into pieces of kNarrowColumns.
+// The op dequantize, for matrices of `rows` by `columns`. Rows are cut into pieces of kNarrowColumns.
 struct DequantizeParams {
   uint64_t all_pieces;
   uint32_t rows, columns, pieces;
@@ -210,8 +210,8 @@ struct RouteParams {
 
 // ------------------------------------------------------------------------------------------ gate
 
-// How its work is cut; gate.mm says which kernel is for which shapes.
-MOE_METAL_CONSTANT uint32_t kGateMaxExperts = 64;    // gate: that one threadgroup serves
+// How the work is divided; gate.mm chooses a kernel by the shapes.
+MOE_METAL_CONSTANT uint32_t kGateMaxExperts = 64;    // gate: the most experts that one threadgroup can have
 MOE_METAL_CONSTANT uint32_t kGateSimdgroups = 8;     // gate_logits: of a threadgroup, which share H
 MOE_METAL_CONSTANT uint32_t kGateTileTokens = 32;    // gate_tile: of a threadgroup
 MOE_METAL_CONSTANT uint32_t kGateTileExperts = 64;   // gate_tile: of a threadgroup
@@ -227,8 +227,8 @@ struct GateParams {
 
 // ------------------------------------------------------------------------------------------ rope and attention
 
-// Elements from one index to the next. Of angles, `row` is from token to token, and `head` is 0. Of a mask, `element`
-// is from key to key, and `row` from query to query.
+// Strides in elements. For angles, a row is a token, and `head` is 0. For a mask, a row is a query and an element a
+// key.
 struct AttentionStrides {
   uint64_t sequence, head, row, element;
 };
@@ -240,33 +240,33 @@ struct RopeParams {
   uint32_t items;  // heads of all tokens, q's and k's
   uint32_t T, A, J, D, R;
   uint32_t interleaved;
-  uint32_t q_norms_all, k_norms_all;  // the heads of a token together
+  uint32_t q_norms_all, k_norms_all;  // the norm is over all heads of a token
   ParameterType cos_type, sin_type, q_norm_weight, k_norm_weight;
   float eps;
 };
 
-// How its work is cut: attention.metal says what is whose.
+// How the work is divided; attention.metal explains it.
 MOE_METAL_CONSTANT uint32_t kAttentionSimdgroups = 4;  // of a threadgroup
 MOE_METAL_CONSTANT uint32_t kAttentionThreads = 32 * kAttentionSimdgroups;
 MOE_METAL_CONSTANT uint32_t kAttentionRows = 8;           // queries of heads, of a simdgroup
-MOE_METAL_CONSTANT uint32_t kAttentionKeys = 32;          // that it walks at a time
+MOE_METAL_CONSTANT uint32_t kAttentionKeys = 32;          // keys of a simdgroup at a time
 MOE_METAL_CONSTANT uint32_t kAttentionKeyColumns = 32;    // of a key: a chunk of a simdgroup
 MOE_METAL_CONSTANT uint32_t kAttentionValueColumns = 64;  // of a value: a chunk of a simdgroup
 
-// What an attention mask holds.
+// The element type of an attention mask.
 enum class MaskType : int32_t { absent, boolean, activation, float32 };
 
 struct AttentionParams {
   AttentionStrides q, k, v, mask;
-  uint64_t sums_at;  // where the sums of the parts begin in their memory, in floats
+  uint64_t sums_at;  // offset of the parts' sums in the memory of the parts, in floats
   uint32_t B, A, J, T, S, D, V;
   uint32_t rows;        // queries of all heads that share a key head: T * A / J
-  uint32_t row_blocks;  // threadgroups that have them
-  uint32_t tiles;       // of kAttentionRows, of a threadgroup
+  uint32_t row_blocks;  // threadgroups that share them
+  uint32_t tiles;       // of kAttentionRows rows, per threadgroup
   uint32_t slices;      // simdgroups that share the columns of a key, and those of a value
-  uint32_t first_key;   // that any query sees
+  uint32_t first_key;   // the first key that any query sees
   uint32_t parts;       // threadgroups that share the keys
-  uint32_t part_keys;   // of one of them
+  uint32_t part_keys;   // keys of one of them
   uint32_t causal;
   uint32_t window;  // 0: none
   MaskType mask_type;
@@ -294,10 +294,10 @@ static_assert(sizeof(DequantizeParams) == 128, "shaders and host must agree");
 }  // namespace moe_metal
 
 #ifdef __METAL_VERSION__
-// instantiate_kernel("op_float", op<float>): one line per variant, whose signature the compiler derives.
+// instantiate_kernel("op_float", op<float>): one line per variant; the compiler derives the signature.
 #define instantiate_kernel(name, ...) template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
 
-// A library holds the kernels of one dtype of the activations, MOE_METAL_DTYPE, or of all where that is not defined.
+// A library contains the kernels for one dtype of the activations, MOE_METAL_DTYPE, or for all if that is not defined.
 #define MOE_METAL_float 0
 #define MOE_METAL_half 1
 #define MOE_METAL_bfloat 2
@@ -316,14 +316,15 @@ static_assert(sizeof(DequantizeParams) == 128, "shaders and host must agree");
 #else
 #define if_bfloat(...)
 #endif
-// And of the kernels of larger files one part, MOE_METAL_PART, whose numbers the file gives, or all: `#if in_part(0)`.
+// Larger files are divided into numbered parts by `#if in_part(0)`; a library contains one part, MOE_METAL_PART, or all
+// if that is not defined.
 #ifdef MOE_METAL_PART
 #define in_part(part) (MOE_METAL_PART == (part))
 #else
 #define in_part(part) 1
 #endif
 // clang-format off
-// What `instantiate` makes of each dtype and the rest.
+// Expands instantiate(dtype, ...) for each dtype.
 #define for_dtypes(instantiate, ...)          \
   if_float(instantiate(float, __VA_ARGS__))   \
   if_half(instantiate(half, __VA_ARGS__))     \
