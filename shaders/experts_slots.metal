@@ -1,5 +1,5 @@
-// The first and the last of the op experts' dispatches for many slots, which experts_prefill.metal describes: slots are
-// sorted by expert, and their results combined again. They read no weights, so they are the same for every format.
+// The first and the last dispatch of the op experts for many slots, see experts_prefill.metal: they sort slots by
+// expert and combine the results of slots. They read no weights, so they are the same for every format.
 #include <metal_stdlib>
 using namespace metal;
 
@@ -9,8 +9,8 @@ namespace moe_metal {
 
 // ------------------------------------------------------------------------------------------ sort
 
-// An expert's tiles begin where they would if all before it had filled theirs and one more: their list has holes, and
-// every expert finds its place without counting theirs. A hole, like what is left over at the end, has no slots.
+// The list reserves one extra tile for each expert, so that every expert can compute the place of its tiles from its
+// first slot alone. Unused entries of the list have no slots.
 inline void list_tiles(device int4* tiles, uint expert, uint begin, uint count, uint thread_index, uint threads,
                        constant ExpertsParams& params) {
   const uint rows = params.tile_rows, first = begin / rows + expert;
@@ -22,9 +22,10 @@ inline void list_tiles(device int4* tiles, uint expert, uint begin, uint count, 
 }
 
 #if in_part(0)
-// Grid: one threadgroup per expert. Each reads all ids, and counts those of lower experts to find where its own begin:
-// E times the reads of a radix sort, from the cache, but one dispatch, no atomics and no order between threadgroups.
-// Behind the list of tiles, which is empty where tile_rows is 0, is the end of each expert's part of the order, int [E].
+// Grid: one threadgroup per expert. Each reads all ids and counts those of lower experts to find where its own begin.
+// That takes E times the reads of a radix sort, from the cache, but only one dispatch, no atomics, and no order between
+// threadgroups. The list of tiles (empty if tile_rows is 0) is followed by the end of each expert's slots in `order`,
+// int [E].
 [[host_name("experts_sort")]] [[kernel]] void experts_sort(
     device const int* ids [[buffer(0)]], device int* order [[buffer(1)]], device int4* tiles [[buffer(2)]],
     constant ExpertsParams& params [[buffer(3)]], uint group [[threadgroup_position_in_grid]],
@@ -33,7 +34,7 @@ inline void list_tiles(device int4* tiles, uint expert, uint begin, uint count, 
   if (group >= params.E) return;
   const int expert = group;
   const uint lane = thread_index % 32, simdgroup = thread_index / 32, slots = params.T * params.K;
-  // Each simdgroup has slots that follow one another, 32 at a time, so that the order stays stable.
+  // Each simdgroup has a contiguous range of slots, 32 at a time, which keeps the sort stable.
   const uint steps = (slots + 32 * simdgroups - 1) / (32 * simdgroups), first = simdgroup * steps * 32;
   uint lower = 0, own = 0;
   for (uint i = 0; i < steps; ++i) {
@@ -68,7 +69,7 @@ inline void list_tiles(device int4* tiles, uint expert, uint begin, uint count, 
 
 // ------------------------------------------------------------------------------------------ combine
 
-// Grid: tokens along x, their elements along y, one per thread.
+// Grid: tokens along x, blocks of H along y; each thread has one element.
 template <typename T>
 [[kernel]] void experts_combine(device const float* slots [[buffer(0)]], device const int* ids [[buffer(1)]],
                                 device const T* weights [[buffer(2)]], device const T* shared [[buffer(3)]],
