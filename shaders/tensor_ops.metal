@@ -1,19 +1,18 @@
-// Products of many rows with weights in any format on the matrix units of M5 and newer GPUs, by matmul2d of Apple's
-// Metal Performance Primitives (macOS 26.2). The ops linear and experts use them where `tune` has found them right and
-// faster (csrc/mps/tensor_ops.h). Compiled as Metal 3, or without Apple's header, the library holds no kernel.
+// Products of many rows with weights in any format on the matrix units of M5 and newer GPUs, with matmul2d of Apple's
+// Metal Performance Primitives (macOS 26.2). The ops linear and experts use them if `tune` has found them correct and
+// faster (csrc/mps/tensor_ops.h). Compiled as Metal 3, or without Apple's header, the library is empty.
 //
 //   output[i] = weight[expert of i] * x[i] + bias
 //
-// x [rows, columns] and output [rows, N] are contiguous and of T, half or bfloat: sums are float and rounded once.
-// Packed weights are rounded to T before they are multiplied. With `tiles` (experts_slots.metal) the rows are sorted by
-// expert; without, all rows are multiplied with one weight.
+// x [rows, columns] and output [rows, N] are contiguous and have type T, half or bfloat. Sums are float and rounded
+// once. Packed weights are rounded to T before they are multiplied. With `tiles` (experts_slots.metal) the rows are
+// sorted by expert; without, all rows are multiplied by the same weight.
 //
-// Grid: a band of tiles of rows walks all blocks of kUnitRows rows of weights, along x, as in experts_prefill.metal.
+// Grid: bands of tiles of rows by blocks of kUnitRows rows of weights, along x, as in experts_prefill.metal.
 //
-// matmul2d sees tensors over memory alone, and its sums are stored to threadgroup memory: which thread holds which
-// element of an operand or a sum is Apple's choice, and has changed between compilers. Sums begin with zeros and are
-// added to, which is right whether or not mode::multiply adds, as Apple's examples disagree about. relaxed_precision is
-// off.
+// matmul2d only reads tensors in memory, and its sums are stored to threadgroup memory: the layout of tensors in
+// registers is not specified by Apple and has changed between compilers. Sums are set to zero and accumulated, since
+// Apple's examples disagree about whether mode::multiply accumulates. relaxed_precision is off.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
@@ -23,7 +22,7 @@ using namespace metal;
 
 #if __METAL_VERSION__ >= 400 && __has_include(<MetalPerformancePrimitives/MetalPerformancePrimitives.h>)
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
-// Without this the header declares nothing.
+// Without this macro the header declares nothing.
 #if defined(__HAVE_TENSOR__)
 #define MOE_METAL_TENSOR_OPS
 #endif
@@ -35,7 +34,7 @@ namespace moe_metal {
 using mpp::tensor_ops::matmul2d;
 using mpp::tensor_ops::matmul2d_descriptor;
 
-// Of two dimensions, of which the first is along the columns and has stride 1. Apple refuses operands of const elements.
+// Two-dimensional tensors; the first dimension is along the columns and has stride 1. Operands must not be const.
 template <typename T>
 using DeviceTensor = tensor<device T, dextents<int32_t, 2>, tensor_inline>;
 template <typename T>
@@ -47,7 +46,7 @@ DeviceTensor<T> device_tensor(device const T* first, uint columns, uint rows, ui
                          array<int32_t, 2>{1, int(stride)});
 }
 
-// Rows [first, first + count) of x, and a block of the expert's weight rows.
+// The work of a threadgroup: rows [first, first + count) of x, and a block of the expert's weight rows.
 struct UnitTile {
   uint expert, first, count, block;
 };
@@ -70,14 +69,14 @@ UnitTile unit_tile(device const int4* tiles, uint group, constant ProductParams&
   return tile;
 }
 
-// ------------------------------------------------------------------------------------------ two kinds of weights
+// ------------------------------------------------------------------------------------------ weights
 
-// How the weights come to the units:
-//   Data, Operand   what their buffer holds; what matmul2d is given
-//   columns         of a run
+// Dense and packed weights as operands of matmul2d:
+//   Data, Operand   the element type of their buffer; the type of the operand
+//   columns         of one matmul2d run
 //   multiply        sums += x * weights^T, for rows [first, first + kUnitRows) of the weights
 
-// Dense rows are read where they are. One run walks all columns.
+// Dense rows are read in place, in a single run over all columns.
 template <typename T>
 struct DenseUnits {
   using Data = T;
@@ -101,7 +100,10 @@ struct PackedUnits {
   using Data = uchar;
   using Operand = ThreadgroupTensor<T>;
   enum : int { columns = kUnitColumns };
-  enum : uint { bytes = kUnitRows * kUnitColumns * sizeof(T), runs = kUnitColumns / kRun };  // of a lane's kRun columns in a row
+  enum : uint {
+    bytes = kUnitRows * kUnitColumns * sizeof(T),
+    runs = kUnitColumns / kRun
+  };  // of a lane's kRun columns in a row
 
   template <uint Threads, typename Multiply, typename Sums>
   static void multiply(thread Multiply& run, thread Sums& sums, threadgroup uint4* memory, device const T* x,
@@ -119,7 +121,7 @@ struct PackedUnits {
         Reader::template load<true>(Reader::row(weights, params.weight, row), params.weight,
                                     column + place % runs * kRun, params.columns, pieces[t]);
       }
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // the run before has read the memory
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // until the previous run has read the memory
 #pragma unroll
       for (uint t = 0; t < turns; ++t) unpack(pieces[t], unpacked + (thread_index + t * Threads) * kRun);
       threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -170,7 +172,7 @@ template <typename T, typename Units, uint TileRows>
   threadgroup float* results = reinterpret_cast<threadgroup float*>(memory);
   ThreadgroupTensor<float> stored(results, dextents<int32_t, 2>(int(kUnitRows), int(TileRows)),
                                   array<int32_t, 2>{1, int(kUnitRows)});
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // the last run has read the memory
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // until the last run has read the memory
   sums.store(stored);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint i = thread_index; i < tile.count * kUnitRows; i += threads) {
