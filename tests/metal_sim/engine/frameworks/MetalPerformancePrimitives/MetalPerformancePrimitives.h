@@ -1,2 +1,2 @@
-// What a shader finds here is in ../../shim/mpp.h and ../../opencl/mpp.h, which translate.py includes for this pragma.
+// The declarations are in ../../shim/mpp.h and ../../opencl/mpp.h, which translate.py includes for this pragma.
 #pragma metal_sim mpp
