@@ -1,4 +1,4 @@
-// Matrix products by Metal 4's tensor operations, in the manner of PyTorch and of llama.cpp: out = a * b^T.
+// Matrix products with Metal 4's tensor operations, in the style of PyTorch and of llama.cpp: out = a * b^T.
 #include <metal_stdlib>
 #if __METAL_VERSION__ >= 400 && __has_include(<MetalPerformancePrimitives/MetalPerformancePrimitives.h>)
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
@@ -12,7 +12,7 @@ struct Sizes {
   int m, n, k;
 };
 
-// One operation walks all columns of both operands where they are, and the sums are changed by their places.
+// One operation reads all columns of both operands in place, and the sums are changed depending on their indices.
 template <typename T>
 kernel void product_of_rows(device const T* a [[buffer(0)]], device const T* b [[buffer(1)]],
                             device float* out [[buffer(2)]], constant Sizes& sizes [[buffer(3)]],
@@ -44,7 +44,7 @@ template [[host_name("product_of_rows_bfloat")]] kernel void product_of_rows<bfl
                                                                                      device float*, constant Sizes&,
                                                                                      uint2);
 
-// b goes through threadgroup memory, a step of columns at a time. Each simdgroup has rows of its own.
+// b is copied to threadgroup memory, a few columns at a time. Each simdgroup has different rows.
 kernel void product_of_simdgroups(device half* a [[buffer(0)]], device const half* b [[buffer(1)]],
                                   device float* out [[buffer(2)]], constant Sizes& sizes [[buffer(3)]],
                                   uint group [[threadgroup_position_in_grid]],
