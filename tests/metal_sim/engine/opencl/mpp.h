@@ -1,5 +1,5 @@
-// The declarations of ../shim/mpp.h with Metal's address spaces. C++17 has no template parameters of class types, so a
-// descriptor becomes a number.
+// The declarations of ../shim/mpp.h with Metal's address spaces. C++17 does not allow template parameters of class
+// types, so a descriptor is a number.
 #pragma once
 #pragma clang system_header
 
