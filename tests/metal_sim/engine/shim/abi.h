@@ -48,7 +48,7 @@ enum class Op : uint32_t {
   tensor_operation,
 };
 
-// Of `barrier`: it is no barrier, but all threads come to one tensor operation, which orders no memory.
+// A flag for `barrier`: all threads must reach the same tensor operation, which orders no memory.
 inline constexpr uint32_t tensor_operation_flag = 1u << 31;
 
 using Combine = void (*)(const unsigned char (*in)[slot_bytes], unsigned char (*out)[slot_bytes]);
