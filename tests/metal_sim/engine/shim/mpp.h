@@ -1,6 +1,6 @@
-// Metal 4's tensors and matmul2d of MetalPerformancePrimitives, for tensors over memory (tensor_inline) and a
-// destination in registers. Apple does not say which thread holds which element of such a destination: here they are
-// scattered over the threads, so that no kernel can rely on a layout. What is undefined behaviour there is refused here.
+// Metal 4's tensors and matmul2d of MetalPerformancePrimitives, for tensors in memory (tensor_inline) and a destination
+// in registers. Apple does not document which thread has which element of such a destination: here elements are
+// scattered over the threads, so that no kernel can rely on a layout. Undefined behaviour is an error here.
 #pragma once
 
 #include "simd.h"
@@ -58,7 +58,7 @@ class tensor {
   static_assert(sizeof(Element) == 0, "only tensors over memory of two dimensions, tensor_inline, are simulated");
 };
 
-// Element (i, j) is i * strides[0] + j * strides[1] elements behind the first.
+// Element (i, j) is i * strides[0] + j * strides[1] elements after the first.
 template <::msl::Space S, class T, class I, size_t E0, size_t E1>
 class tensor<::msl::in_space<S, T>, extents<I, E0, E1>, tensor_inline> {
  public:
@@ -91,7 +91,7 @@ inline constexpr bool msl_is_tensor = false;
 template <class... A>
 inline constexpr bool msl_is_tensor<tensor<A...>> = true;
 
-// --- which threads run an operation together
+// --- scopes: the threads that run an operation together
 
 template <size_t N>
 struct execution_simdgroups {
@@ -105,7 +105,7 @@ inline constexpr size_t msl_simdgroups = 0;
 template <size_t N>
 inline constexpr size_t msl_simdgroups<execution_simdgroups<N>> = N;
 
-// All threads of a scope come to one call. They order no memory by it, since Apple promises none.
+// All threads of a scope must reach the same call. It orders no memory, since Apple does not guarantee that.
 template <class Scope>
 __attribute__((convergent, noinline)) MSL_UNCHECKED void msl_meet(::msl::Site site) {
   constexpr size_t simdgroups = msl_simdgroups<Scope>;
@@ -138,7 +138,7 @@ class cooperative_tensor {
   cooperative_tensor() {
     for (uint i = 0; i < kOfThread; ++i) at_[i] = T(__builtin_nanf(""));
   }
-  ushort get_capacity() const { return kOfThread + 1; }  // the last of them is none of the tensor's
+  ushort get_capacity() const { return kOfThread + 1; }  // the last element is not valid
   bool is_valid_element(ushort i) const { return i < kOfThread; }
   T& operator[](ushort i) { return at_[checked(i)]; }
   const T& operator[](ushort i) const { return at_[checked(i)]; }
@@ -147,7 +147,7 @@ class cooperative_tensor {
     const uint at = msl_place(checked(i));
     return {int(at % Op::descriptor.n), int(at / Op::descriptor.n)};
   }
-  // Elements beyond the target's extents are left out.
+  // Elements beyond the target's extents are skipped.
   template <class Target>
   void store(const Target& target, ::msl::Site site = MSL_SITE) const {
     static_assert(msl_is_tensor<Target>, "store takes a tensor over memory");
@@ -194,7 +194,7 @@ struct matmul2d_descriptor {
         matmul_mode(matmul_mode) {}
 };
 
-// The rows of Apple's table whose types are floating-point.
+// The rows of Apple's table with floating-point types.
 template <class L, class R, class D>
 constexpr bool msl_multiplies() {
   constexpr bool has_float = __is_same(L, float) || __is_same(R, float);
@@ -258,14 +258,15 @@ class matmul2d {
     static_assert(metal::msl_is_tensor<Left> && metal::msl_is_tensor<Right>,
                   "only tensors over memory are simulated as operands of matmul2d");
     static_assert(!Left::msl_is_const && !Right::msl_is_const, "matmul2d refuses operands of const elements");
-    static_assert(requires { typename Destination::msl_operation; },
-                  "only a cooperative_tensor is simulated as the destination of matmul2d");
+    static_assert(
+        requires { typename Destination::msl_operation; },
+        "only a cooperative_tensor is simulated as the destination of matmul2d");
     static_assert(__is_same(typename Destination::msl_operation, matmul2d), "the destination is another operation's");
     static_assert(__is_same(typename Destination::msl_left, Left) && __is_same(typename Destination::msl_right, Right),
                   "the destination was made for operands of other types, or in the other order");
-    static_assert(msl_multiplies<typename Left::value_type, typename Right::value_type,
-                                 typename Destination::element_type>(),
-                  "matmul2d has no such combination of types");
+    static_assert(
+        msl_multiplies<typename Left::value_type, typename Right::value_type, typename Destination::element_type>(),
+        "matmul2d has no such combination of types");
   }
 };
 
