@@ -1,4 +1,4 @@
-"""Metal 4's tensors and matmul2d: right products in every order of threads, and what Apple leaves undefined is refused."""
+"""Metal 4's tensors and matmul2d: products are right in every thread order, and undefined behaviour is an error."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def settings():
 
 
 def bfloat(array):
-    """The upper half of each float, and what it stands for."""
+    """The upper half of each float, and its value."""
     bits = np.ascontiguousarray(array).view(np.uint32) & 0xFFFF0000
     return (bits >> 16).astype(np.uint16), bits.view(np.float32)
 
@@ -38,7 +38,7 @@ def operands(m, n, k):
 
 
 def of_rows(text, m=45, n=71, k=24, dtype="half", threads=64):
-    """-> what the kernel computes, and what it should"""
+    """-> the kernel's result, and the expected one"""
     kernel = Library(text, 400).kernel(f"product_of_rows_{dtype}")
     given = operands(m, n, k)
     if dtype == "half":
@@ -106,7 +106,7 @@ def test_other_simdgroups_than_the_operation_has():
         of_rows(GOOD, threads=128)
 
 
-WRONG = {  # what is wrong in every order alike shows in the results
+WRONG = {  # results that are equally wrong in every order
     "each_run_begins_anew": (of_simdgroups, "mode::multiply_accumulate", "mode::multiply"),
     "sums_do_not_begin": (of_simdgroups, "if (sums.is_valid_element(i)) sums[i] = 0;", "{}"),
     "places_from_the_lane": (
@@ -144,7 +144,7 @@ def test_refused_by_the_compiler(name):
 
 
 def test_address_spaces():
-    """A tensor over device memory takes no pointer to threadgroup memory, in any Metal that has tensors."""
+    """A tensor in device memory accepts no pointer to threadgroup memory, in any Metal that has tensors."""
     for version in (400, 410):
         with pytest.raises(translate.RefusedError, match="no matching constructor"):
             address_spaces.check(changed("tensor<threadgroup half, extents", "tensor<device half, extents"), version)
