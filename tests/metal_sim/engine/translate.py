@@ -64,7 +64,7 @@ LIBRARY_NAME = re.compile(
 )
 
 
-# Headers of Apple's frameworks by their names. What they declare is the back end's.
+# Headers with the names of Apple's frameworks. The back end has their declarations.
 FRAMEWORKS = Path(__file__).resolve().parent / "frameworks"
 MPP = "#pragma metal_sim mpp"  # in MetalPerformancePrimitives.h
 
@@ -496,7 +496,7 @@ class Spaces:
         return end
 
     def is_template_argument(self):
-        """Whether the word that comes next is the first of an argument of a template, as in tensor<device half, ...>."""
+        """Whether the next word begins a template argument, as in tensor<device half, ...>."""
         before = self.out[-2:]
         return len(before) == 2 and before[1].text == "<" and before[0].kind == "name"
 
