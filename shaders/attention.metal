@@ -563,7 +563,7 @@ void store_run(device To* to, uint column, uint e, thread const float2* sums, fl
                constant AttentionParams& params) {
   RowShape shape;
   shape.length = params.V;
-  shape.wide = params.V % kWide == 0;
+  shape.wide = params.V % kVectorWidth == 0;
 #pragma unroll
   for (uint i = 0; i < 8; i += 4) {
     const float4 v = float4(sums[i][e], sums[i + 1][e], sums[i + 2][e], sums[i + 3][e]);
@@ -656,7 +656,7 @@ template <typename T, bool wide, uint KeyChunks, uint ValueChunks>
 inline void add_parts(thread float4& sum, device const float* sums, uint column, uint count, float factor,
                       RowShape shape) {
   const ulong step = ulong(kAttentionSimdgroups) * shape.length;
-  const uint inside = shape.wide ? min(column, shape.length - uint(kWide)) : column;
+  const uint inside = shape.wide ? min(column, shape.length - uint(kVectorWidth)) : column;
   for (uint first = 0; first < count; first += kPartsAtOnce) {
     float4 loaded[kPartsAtOnce];
 #pragma unroll
@@ -691,9 +691,9 @@ template <typename T>
   const float offset = offset_of(highest).x;
   RowShape shape;
   shape.length = params.V;
-  shape.wide = params.V % kWide == 0;
-  for (uint first = 0; first < params.V; first += kWide * kSimdgroup) {
-    const uint column = first + kWide * lane;
+  shape.wide = params.V % kVectorWidth == 0;
+  for (uint first = 0; first < params.V; first += kVectorWidth * kSimdgroup) {
+    const uint column = first + kVectorWidth * lane;
     float total = 0;
     float4 sum = 0;
     for (uint part = simdgroup; part < params.parts; part += kAttentionSimdgroups * kSimdgroup) {

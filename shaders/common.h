@@ -13,7 +13,7 @@ namespace moe_metal {
 #endif
 
 MOE_METAL_CONSTANT int kMaxExperts = 1024;
-MOE_METAL_CONSTANT int kWide = 4;            // elements of a vector load or store
+MOE_METAL_CONSTANT int kVectorWidth = 4;     // elements of a vector load or store
 MOE_METAL_CONSTANT int kSimdgroup = 32;      // threads of a simdgroup
 MOE_METAL_CONSTANT int kMaxSimdgroups = 32;  // in a threadgroup
 
@@ -56,7 +56,7 @@ struct GluParams {
   GluStrides gate, up;
   uint64_t inner;
   uint32_t middle;
-  uint32_t chunks;  // groups of kWide elements in `inner`
+  uint32_t chunks;  // groups of kVectorWidth elements in `inner`
   uint32_t all_chunks;
   GluAccess access;
   ActivationParams activation;
@@ -66,7 +66,8 @@ struct GluParams {
 // because a template parameter per tensor would multiply the number of kernels to compile.
 enum class ParameterType : int32_t { absent, activation, float32 };
 
-// Rows of contiguous tensors. `wide`: rows start at multiples of kWide elements, and their length is a multiple of it.
+// Rows of contiguous tensors. `wide`: rows start at multiples of kVectorWidth elements, and their length is a multiple
+// of it.
 struct RowShape {
   uint32_t count;
   uint32_t length;

@@ -117,7 +117,7 @@ template <typename T, typename Chunk>
   if (thread_index >= block_rows || h >= params.H) return;
   const float total = shared_sum<Chunk>(shares, thread_index / kChunkRows, split, thread_index % kChunkRows) +
                       weighted_bias(bias, ids, weights, token, h, params);
-  output[ulong(token) * params.H + h] = T(total + beside_experts(shared, shared_gate, residual, token, h, params));
+  output[ulong(token) * params.H + h] = T(total + shared_and_residual(shared, shared_gate, residual, token, h, params));
 }
 
 #ifndef MOE_METAL_FORMAT
@@ -256,7 +256,7 @@ template <typename T, typename Column>
   const uint h = group.y * Column::rows + thread_index;
   if (thread_index >= Column::rows || h >= params.H) return;
   const float total = shares[thread_index] + weighted_bias(bias, ids, weights, token, h, params);
-  output[ulong(token) * params.H + h] = T(total + beside_experts(shared, shared_gate, residual, token, h, params));
+  output[ulong(token) * params.H + h] = T(total + shared_and_residual(shared, shared_gate, residual, token, h, params));
 }
 
 #endif  // dense

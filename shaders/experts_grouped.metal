@@ -71,7 +71,7 @@ template <typename T>
     const float biased = result + (has_bias ? load(bias, ulong(expert) * params.H + h, params.down_bias) : 0);
     total += load(weights, slot, params.weights) * biased;
   }
-  output[token * params.H + h] = T(total + beside_experts(shared, shared_gate, residual, token, h, params));
+  output[token * params.H + h] = T(total + shared_and_residual(shared, shared_gate, residual, token, h, params));
 }
 
 }  // namespace moe_metal

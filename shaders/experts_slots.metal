@@ -87,7 +87,7 @@ template <typename T>
     if (expert_of(ids, slot, params) < 0) continue;
     total += load(weights, slot, params.weights) * slots[slot * params.H + h];
   }
-  output[token * params.H + h] = T(total + beside_experts(shared, shared_gate, residual, token, h, params));
+  output[token * params.H + h] = T(total + shared_and_residual(shared, shared_gate, residual, token, h, params));
 }
 
 }  // namespace moe_metal

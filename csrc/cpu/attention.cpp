@@ -7,7 +7,7 @@ namespace {
 
 // How the work is divided: tiles of rows for each sequence and key head. If there are too few tiles for many cores,
 // their keys are divided into parts. This depends only on the sizes, so that results do not depend on the threads.
-constexpr int64_t kMostParts = 64;
+constexpr int64_t kMaxParts = 64;
 
 struct Plan {
   int64_t group, rows, tiles, parts, items;
@@ -16,7 +16,7 @@ struct Plan {
     constexpr int64_t kWorthAPart = 512;
     const int64_t seen = call.window > 0 ? std::min(call.S, call.window + call.T) : call.S;
     const int64_t most = std::max<int64_t>(at::divup(seen, kWorthAPart), 1);
-    parts = std::clamp<int64_t>(at::divup(kMostParts, call.B * call.J * tiles), 1, most);
+    parts = std::clamp<int64_t>(at::divup(kMaxParts, call.B * call.J * tiles), 1, most);
     items = call.B * call.J * tiles * parts;
   }
 
@@ -39,7 +39,7 @@ void write_row(const Sums* parts, int64_t count, float sink, int64_t V, Scalar* 
   }
   float greatest = sink;
   for (int64_t p = 0; p < count; ++p) greatest = std::max(greatest, parts[p].greatest);
-  float factors[kMostParts], all = std::exp(sink - greatest);
+  float factors[kMaxParts], all = std::exp(sink - greatest);
   for (int64_t p = 0; p < count; ++p) {
     factors[p] = std::exp(parts[p].greatest - greatest);
     all += factors[p] * parts[p].total;

@@ -115,7 +115,7 @@ void run(const Attention& call) {
     return;
   }
   const int64_t rows = call.B * call.A * call.T, all = rows * params.parts;
-  params.sums_at = ceil_div(2 * all, kWide) * kWide;
+  params.sums_at = ceil_div(2 * all, kVectorWidth) * kVectorWidth;
   const int64_t length = static_cast<int64_t>(params.sums_at) + all * call.V;
   const Tensor parts = at::empty({length}, call.q.options().dtype(at::kFloat));
   to_uint(rows);

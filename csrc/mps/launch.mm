@@ -420,15 +420,15 @@ bool compiles(Kernel& kernel) {
 
 void launch(std::initializer_list<Dispatch> dispatches) {
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
-  const bool is_rehearsal = dispatches.begin()->arguments[0].tensor->is_meta();
+  const bool is_warmup = dispatches.begin()->arguments[0].tensor->is_meta();
   bool any = false;
   for (const Dispatch& dispatch : dispatches) {
     if (dispatch.grid.empty()) continue;
-    if (!is_rehearsal) check_tensors(dispatch);
+    if (!is_warmup) check_tensors(dispatch);
     pipeline_of(stream, dispatch.kernel);
     any = true;
   }
-  if (!any || is_rehearsal) return;
+  if (!any || is_warmup) return;
   raise_failure();
   // A block copies its captures, so it gets a pointer.
   const auto* all = &dispatches;

@@ -11,7 +11,7 @@ inline const float* floats(const Tensor& tensor) { return tensor.defined() ? ele
 // The factor by which the norm multiplies a row of hidden, without the weights.
 template <class Scalar>
 inline float norm_scale(const Gate& call, const Scalar* row) {
-  return call.norm_weight.defined() ? rms(row, call.H, call.eps) : 1;
+  return call.norm_weight.defined() ? inv_rms(row, call.H, call.eps) : 1;
 }
 
 // to[h] = row[h] as float, normed if there are norm weights.

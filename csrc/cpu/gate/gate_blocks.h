@@ -91,10 +91,10 @@ class GateBlocks {
 
 template <class Operand>
 void gate_by_blocks(const Gate& call) {
-  constexpr int64_t kMost = 512, kFewPerThread = 64;
+  constexpr int64_t kTokensPerItem = 512, kMinTokensPerThread = 64;
   const int64_t T = call.T, E = call.params.experts, threads = at::get_num_threads();
   const auto fraction = [=](int64_t count) { return at::divup(at::divup(count, threads), kTile) * kTile; };
-  if (T < kFewPerThread * threads) {  // too few tokens, so threads share out the experts
+  if (T < kMinTokensPerThread * threads) {  // too few tokens, so threads share out the experts
     const auto logits = scratch<float>(T * E);
     const int64_t experts = std::min(E, fraction(E)), items = at::divup(E, experts);
     share(items, [&](auto take) {
@@ -105,7 +105,7 @@ void gate_by_blocks(const Gate& call) {
     });
     return route_tokens(call, 0, T, logits.get());
   }
-  const int64_t tokens = std::min(kMost, fraction(T)), items = at::divup(T, tokens);
+  const int64_t tokens = std::min(kTokensPerItem, fraction(T)), items = at::divup(T, tokens);
   share(items, [&](auto take) {
     const auto logits = scratch<float>(tokens * E);
     GateBlocks<Operand> multiply(call, tokens, E);

@@ -49,7 +49,7 @@ class GateTiles {
     const float* norm_weight = floats(call_.norm_weight);
     const Vec upper_half(std::bit_cast<float>(0xffff0000));
     for (int64_t t = 0; t < count; ++t) {
-      const Vec scale(rms(x + t * H, H, call_.eps));
+      const Vec scale(inv_rms(x + t * H, H, call_.eps));
       for_each_vector(H, [&](int64_t h, auto n) {
         Vec rest = load(x + t * H + h, n) * scale * load(norm_weight + h, n);
         for (int part = 0; part < 3; ++part) {

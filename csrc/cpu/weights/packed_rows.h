@@ -45,7 +45,7 @@ class PackedRows final : public WeightRows {
     if (panel) return unpacked_.product(rows_.some(rows, 0, rows.count, after), tokens, panel);
     out_.resize(tokens.count);
     const bool tiles = bfloat16_ && Read::Tiles::takes(rows_.shape(), tokens.count);
-    const int64_t at_once = tiles ? rows_.kMost : rows_.rows_at_once();
+    const int64_t at_once = tiles ? rows_.kMaxRowsAtOnce : rows_.rows_at_once();
     for (int64_t first = 0; first < rows.count; first += at_once) {
       for (int64_t n = 0; n < tokens.count; ++n) out_[n] = tokens.out[n] + first;
       some_rows(rows, first, std::min(at_once, rows.count - first), after, {tokens.x, out_.data(), tokens.count});

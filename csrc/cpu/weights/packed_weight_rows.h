@@ -45,11 +45,11 @@ class PackedWeightRows {
     scales_.prefetch(next.expert, next.first, next.count);
     return place(next.expert, next.first);
   }
-  static constexpr int64_t kMost = 16;  // rows at once
+  static constexpr int64_t kMaxRowsAtOnce = 16;  // rows at once
   // As many rows as have scales that fit in the L1 cache; a multiple of the rows that are multiplied together.
   int64_t rows_at_once() const {
     const int64_t numbers = scales_.groups() * (Read::kOffset ? 2 : 1);
-    return std::clamp<int64_t>(1024 / std::max<int64_t>(numbers, 1), 8, kMost) / 4 * 4;
+    return std::clamp<int64_t>(1024 / std::max<int64_t>(numbers, 1), 8, kMaxRowsAtOnce) / 4 * 4;
   }
   const Weight& weight() const { return weight_; }
   const ScaledRows& shape() const { return some_; }

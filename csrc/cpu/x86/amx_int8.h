@@ -21,14 +21,14 @@ class IntegerTiles {
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
     if (!shapes_) shapes_.emplace();
     const auto strips = 1 << rows.shift < kWidth ? &IntegerTiles::strips<2> : &IntegerTiles::strips<1>;
-    for (int64_t n = 0; n < tokens.count; n += kMost) {
-      const Tokens some = {tokens.x + n, tokens.out + n, std::min(kMost, tokens.count - n)};
+    for (int64_t n = 0; n < tokens.count; n += kTokensPerTile) {
+      const Tokens some = {tokens.x + n, tokens.out + n, std::min(kTokensPerTile, tokens.count - n)};
       strips(rows, form_of(rows, some), some);
     }
   }
 
  private:
-  static constexpr int64_t kWidth = 64, kDigits = Digits::kCount, kMost = kTile / kDigits;
+  static constexpr int64_t kWidth = 64, kDigits = Digits::kCount, kTokensPerTile = kTile / kDigits;
   static constexpr int64_t kChunk = Digits::kColumns, kTilesOfChunk = kChunk / kWidth;
 
   // The right operand for the columns of one group in a tile; the columns of other groups are 0.
@@ -46,7 +46,7 @@ class IntegerTiles {
   struct Form {
     Right* rights;
     Turn* turns;
-    float (*sums)[kMost];
+    float (*sums)[kTokensPerTile];
   };
 
   static int64_t rights_of_tile(const ScaledRows& rows) { return 1 << rows.shift < kWidth ? 2 : 1; }
@@ -54,11 +54,11 @@ class IntegerTiles {
   Form form_of(const ScaledRows& rows, const Tokens& tokens) {
     const int64_t turns = 2 * at::divup(rows.columns, kChunk), rights = kTilesOfChunk * rights_of_tile(rows);
     const int64_t sums = Numbers::kOffset ? rows.groups : 0;
-    const int64_t of_turn = sizeof(Turn) + rights * sizeof(Right), of_sums = sums * sizeof(float[kMost]);
+    const int64_t of_turn = sizeof(Turn) + rights * sizeof(Right), of_sums = sums * sizeof(float[kTokensPerTile]);
     const auto form_at = [&](char* at) {
       auto* turn = reinterpret_cast<Turn*>(at);
       auto* right = reinterpret_cast<Right*>(turn + turns);
-      return Form{right, turn, reinterpret_cast<float(*)[kMost]>(right + turns * rights)};
+      return Form{right, turn, reinterpret_cast<float(*)[kTokensPerTile]>(right + turns * rights)};
     };
     return form_at(const_cast<char*>(forms_.look_up(tokens.x, tokens.count, turns * of_turn + of_sums, [&](char* to) {
       return lay_out(rows, tokens, turns, form_at(to)) * of_turn + of_sums;
@@ -67,11 +67,11 @@ class IntegerTiles {
 
   // -> the number of turns
   static int64_t lay_out(const ScaledRows& rows, const Tokens& tokens, int64_t most, const Form& to) {
-    bool finite[kMost];
-    std::fill_n(finite, kMost, true);
+    bool finite[kTokensPerTile];
+    std::fill_n(finite, kTokensPerTile, true);
     int64_t turns = 0;
     for (int64_t c = 0; c < most / 2; ++c) {
-      Digits all[kMost];
+      Digits all[kTokensPerTile];
       bool whole = true;
       for (int64_t n = 0; n < tokens.count; ++n) {
         const int64_t first = c * kChunk;
@@ -101,8 +101,8 @@ class IntegerTiles {
     return turns;
   }
 
-  [[MOE_METAL_AMX_INTEGERS]] static void lay_out(const Digits (&all)[kMost], int64_t count, const ScaledRows& rows,
-                                                 int64_t chunk, const Form& to, int64_t turn) {
+  [[MOE_METAL_AMX_INTEGERS]] static void lay_out(const Digits (&all)[kTokensPerTile], int64_t count,
+                                                 const ScaledRows& rows, int64_t chunk, const Form& to, int64_t turn) {
     const int64_t parts = rights_of_tile(rows);
     to.turns[turn].chunk = chunk;
     std::fill_n(to.turns[turn].units, kTile, 0.0f);
@@ -128,7 +128,7 @@ class IntegerTiles {
   static void lay_out_sums(const ScaledRows& rows, const Tokens& tokens, const Form& to) {
     const int64_t group = int64_t{1} << rows.shift;
     for (int64_t g = 0; g < rows.groups; ++g) {
-      std::fill_n(to.sums[g], kMost, 0.0f);
+      std::fill_n(to.sums[g], kTokensPerTile, 0.0f);
       for (int64_t n = 0; n < tokens.count; ++n) to.sums[g][n] = sum_of(tokens.x[n] + g * group, group);
     }
   }
@@ -244,8 +244,8 @@ class IntegerTiles {
     __m512i columns[kTile];
     for (int64_t r = 0; r < kTile; ++r) columns[r] = _mm512_castps_si512(digits[r]);
     transpose(columns);
-    __m512 results[kMost];
-    MOE_METAL_UNROLL for (int n = 0; n < kMost; ++n) {
+    __m512 results[kTokensPerTile];
+    MOE_METAL_UNROLL for (int n = 0; n < kTokensPerTile; ++n) {
       results[n] = _mm512_setzero_ps();
       for (int64_t d = 0; d < kDigits; ++d) {
         results[n] = _mm512_add_ps(results[n], _mm512_castsi512_ps(columns[n * kDigits + d]));
@@ -256,7 +256,7 @@ class IntegerTiles {
   }
 
   // Adds the offsets times the sums of x.
-  static void add_offsets(const ScaledRows& rows, int64_t row, const Form& form, __m512 (&to)[kMost]) {
+  static void add_offsets(const ScaledRows& rows, int64_t row, const Form& form, __m512 (&to)[kTokensPerTile]) {
     const float *scales = rows.scales + row * rows.groups, *offsets = rows.offsets + row * rows.groups;
     for (int64_t first = 0; first < rows.groups; first += kTile) {
       const int64_t count = std::min(kTile, rows.groups - first);
@@ -270,7 +270,7 @@ class IntegerTiles {
       transpose(of_middle);
       for (int64_t i = 0; i < count; ++i) {
         const float* of_x = form.sums[first + i];
-        MOE_METAL_UNROLL for (int n = 0; n < kMost; ++n) {
+        MOE_METAL_UNROLL for (int n = 0; n < kTokensPerTile; ++n) {
           to[n] = _mm512_fmadd_ps(_mm512_castsi512_ps(of_middle[i]), _mm512_set1_ps(of_x[n]), to[n]);
         }
       }
