@@ -1,26 +1,26 @@
-// The op attention: output = softmax(scores) * v, where scores = softcap(scale * q * k) + mask, of the keys that each
+// The op attention: output = softmax(scores) * v, where scores = softcap(scale * q * k) + mask, over the keys that each
 // query sees.
 //
 // q [B, A, T, D], k [B, J, S, D], v [B, J, S, V] and mask [B, A, T, S] with any strides; sinks [A]; output
-// [B, T, A, V]. Between the two kernels, in one memory, lie stats [B, J, rows, parts] and then sums
-// [B, J, rows, parts, V].
+// [B, T, A, V]. The first kernel writes partial results for the second to one buffer: stats [B, J, rows, parts], then
+// sums [B, J, rows, parts, V].
 //
-// The queries of all heads that share a key head are the rows of one matrix: row r is query r / (A / J) of the head
-// r % (A / J) of them. A simdgroup takes 8 rows over a run of keys, which it loads once for all of them, block by
-// block, with the softmax of what it has seen so far: scores are nowhere but in registers. Products have the keys down
-// and the rows across, scores^T = k * q^T and output^T = v^T * weights^T, of which a lane holds two rows of q. So the
-// weights lie where the second product wants them, and what scales a row's sums is known to the lanes that hold them.
+// The queries of all heads that share a key head are the rows of one matrix: row r is query r / (A / J) of head
+// r % (A / J) among them. A simdgroup has 8 rows and a range of keys, which it loads block by block, once for all rows,
+// with an online softmax: scores are only in registers. Products are transposed, scores^T = k * q^T and output^T = v^T
+// * weights^T; a lane has two rows of q. So the weights are in the lanes where the second product needs them, and a
+// row's scale factor is known to the lanes that have its sums.
 //
-// Which columns meet in a matrix is free, as long as both sides agree. Of a chunk of 32 columns of a key the four lanes
-// of one key take a run of 8 each, so one load or two; the i-th of 4 matrices multiplies elements i and i + 4 of each.
-// Of a chunk of 64 columns of a value the 8 lanes of two keys take a run of 8 of both; the i-th of 8 matrices has
-// element i.
+// Columns may be assigned to matrices freely, as long as both factors agree. In a chunk of 32 columns of a key, each of
+// the four lanes of the key has 8 neighbours, which take one or two loads; the i-th of 4 matrices multiplies elements i
+// and i + 4 of each lane. In a chunk of 64 columns of a value, each of the 8 lanes of two keys has 8 neighbours of
+// both; the i-th of 8 matrices multiplies element i.
 //
-// attention: a threadgroup of kAttentionSimdgroups has `tiles` of 8 rows. Of a tile, `slices` simdgroups share long
-// keys and values, and what is left of them share the keys: streams, each with blocks of its own. Grid: row_blocks of
-// each sequence and key head along x; parts of the keys along y, and for values longer than a threadgroup takes further
-// blocks of their columns, which compute the scores again. attention_combine: the parts of a row. Grid: rows of the
-// output along x.
+// attention: a threadgroup of kAttentionSimdgroups has `tiles` of 8 rows. In a tile, `slices` simdgroups share the
+// columns of long keys and values; the remaining factor are streams, which have different blocks of keys. Grid:
+// row_blocks of each sequence and key head along x; along y parts of the keys and, for values that are longer than a
+// threadgroup can take, blocks of their columns, which compute the scores again.
+// attention_combine: combines the parts of a row. Grid: rows of the output along x.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
@@ -32,9 +32,9 @@ using namespace metal;
 namespace moe_metal {
 
 MOE_METAL_CONSTANT uint kKeyMatrices = kAttentionKeys / 8;
-MOE_METAL_CONSTANT uint kPartsAtOnce = 8;  // that a lane of attention_combine loads, and then adds
+MOE_METAL_CONSTANT uint kPartsAtOnce = 8;  // parts that a lane of attention_combine loads before it adds them
 
-// Where a simdgroup and its lane work.
+// The position of a simdgroup and its lane in the work.
 struct AttentionPlace {
   uint simdgroup, lane, slice, tile, stream, streams;
   MatrixPlace matrix;
@@ -51,7 +51,7 @@ inline AttentionPlace attention_place(uint thread_index, constant AttentionParam
   return place;
 }
 
-// Matrices that a simdgroup has in threadgroup memory: twice its scores, or its sums.
+// The number of matrices of a simdgroup in threadgroup memory: twice its scores, or its sums.
 constexpr uint max_matrices(uint value_chunks) {
   return 2 * kKeyMatrices > 8 * value_chunks ? 2 * kKeyMatrices : 8 * value_chunks;
 }
@@ -80,12 +80,12 @@ inline Head head_of(uint group, constant AttentionParams& params) {
   return found;
 }
 
-// One of the rows that a lane holds two of.
+// One of a lane's two rows.
 struct AttentionRow {
   uint query, head;
   bool exists;
-  SeenKeys keys;  // none where it does not exist
-  ulong mask;     // where its mask begins
+  SeenKeys keys;  // empty if the row does not exist
+  ulong mask;     // the offset of its mask
 };
 inline AttentionRow attention_row(uint r, Head head, SeenKeys part, constant AttentionParams& params) {
   const uint heads = params.A / params.J, inside = min(r, params.rows - 1);
@@ -99,7 +99,7 @@ inline AttentionRow attention_row(uint r, Head head, SeenKeys part, constant Att
   return row;
 }
 
-// The keys of a part that any of some rows sees.
+// The keys of a part that any row in [first_row, end_row) sees.
 inline SeenKeys part_keys(uint first_row, uint end_row, uint part, constant AttentionParams& params) {
   const uint heads = params.A / params.J, begin = params.first_key + part * params.part_keys;
   const uint last_row = min(end_row, params.rows) - 1;
@@ -109,7 +109,7 @@ inline SeenKeys part_keys(uint first_row, uint end_row, uint part, constant Atte
   return keys;
 }
 
-// The score of a key as the softmax takes it: -inf where it is not seen.
+// The score of a key after scale, softcap and mask: -inf if the key is not seen.
 template <typename T>
 float masked(float score, uint key, AttentionRow row, device const uchar* mask, constant AttentionParams& params) {
   if (key < row.keys.first || key >= row.keys.end) return -INFINITY;
@@ -125,12 +125,12 @@ float masked(float score, uint key, AttentionRow row, device const uchar* mask, 
 
 // ------------------------------------------------------------------------------------------ loads
 
-// Elements `column` to column + 7 of a row, or 0 beyond its end. Wide rows are whole runs of 8, which lie side by side:
-// they stay as they were loaded until they are needed, so that nothing waits for a load before the next ones are made.
+// Elements `column` to column + 7 of a row, or 0 beyond its end. Wide rows consist of whole aligned runs of 8 elements.
+// They are converted only when they are needed, so that all loads are issued before the first one is waited for.
 template <bool wide, typename T>
 struct Run {
   uint4 bits[2 / Wide<T>::vectors];
-  uint mask;  // no choice of a value that is loaded: compilers make a branch of it, and load behind it
+  uint mask;  // instead of a conditional, which compilers turn into a branch around the load
 };
 template <typename T>
 struct Run<false, T> {
@@ -164,7 +164,7 @@ Vectors<2> values_of(thread const Run<false, T>& run) {
   return run.values;
 }
 
-// What a lane holds of a chunk of q: for its two rows the columns that meet the runs of keys.
+// A lane's part of a chunk of q: for its two rows, the columns that correspond to the columns of keys.
 struct QueryChunk {
   float4 row[2];
 };
@@ -199,32 +199,30 @@ void load_chunk(QueryRows<T> queries, uint chunk, MatrixPlace place, constant At
 
 // ------------------------------------------------------------------------------------------ scores
 
-// Of a block of keys: at[n] are those of key 8 n + row with the lane's two rows, then their weights.
+// The scores of a block of keys, later their weights: at[n] are for key 8 n + row and the lane's two rows.
 struct Scores {
   float2 at[kKeyMatrices];
 };
 
+// Adds the products of the n-th matrix of keys with a chunk of q.
 template <bool wide, typename T>
-void add_chunk(thread Scores& scores, device const T* k, uint block, uint chunk, thread const QueryChunk& q,
-               MatrixPlace place, constant AttentionParams& params) {
-  Run<wide, T> runs[kKeyMatrices];
+void add_keys(thread Scores& scores, thread const Run<wide, T>& loaded, uint n, thread const QueryChunk& q) {
+  const Vectors<2> run = values_of(loaded);
 #pragma unroll
-  for (uint n = 0; n < kKeyMatrices; ++n) {
-    device const T* key = k + min(block + 8 * n + place.row, params.S - 1) * params.k.row;
-    load_run(key, params.k.element, chunk * kAttentionKeyColumns + 4 * place.column, params.D, runs[n]);
-  }
-#pragma unroll
-  for (uint n = 0; n < kKeyMatrices; ++n) {
-    const Vectors<2> run = values_of(runs[n]);
-#pragma unroll
-    for (uint i = 0; i < 4; ++i) {
-      multiply_add(scores.at[n], float2(run.at[0][i], run.at[1][i]), float2(q.row[0][i], q.row[1][i]));
-    }
+  for (uint i = 0; i < 4; ++i) {
+    multiply_add(scores.at[n], float2(run.at[0][i], run.at[1][i]), float2(q.row[0][i], q.row[1][i]));
   }
 }
 
-// Each slice has the products of its own columns: their sums. `shares` is not read any more when it is written again
-// two blocks later, since all have been at the barrier between.
+template <bool wide, typename T>
+void load_keys(thread Run<wide, T>& run, device const T* k, uint block, uint n, uint chunk, MatrixPlace place,
+               constant AttentionParams& params) {
+  device const T* key = k + min(block + 8 * n + place.row, params.S - 1) * params.k.row;
+  load_run(key, params.k.element, chunk * kAttentionKeyColumns + 4 * place.column, params.D, run);
+}
+
+// Adds up the products of the slices, which have different columns. It is safe to write `shares` again two blocks
+// later, because of the barrier between.
 inline void sum_slices(thread Scores& scores, threadgroup float2* shares, AttentionPlace place, uint slices) {
 #pragma unroll
   for (uint n = 0; n < kKeyMatrices; ++n) {
@@ -243,8 +241,8 @@ inline void sum_slices(thread Scores& scores, threadgroup float2* shares, Attent
 
 // ------------------------------------------------------------------------------------------ the softmax
 
-// What a lane has of its two rows: the highest score so far, the sum of the weights exp(score - highest) (of the keys
-// that lie in the lane's row of matrices, until all is seen), and the sums of the weighted values.
+// A lane's state of its two rows: the highest score so far, the sum of the weights exp(score - highest) (until the end
+// only of keys in the lane's row of matrices), and the sums of the weighted values.
 template <uint ValueChunks>
 struct Attended {
   float2 highest, total;
@@ -253,12 +251,12 @@ struct Attended {
 
 inline float2 higher(float2 a, float2 b) { return float2(b.x > a.x ? b.x : a.x, b.y > a.y ? b.y : a.y); }
 
-// What `highest` is taken off as: while no key is seen, 0.
+// The value that is subtracted from scores: `highest`, or 0 if no key has been seen.
 inline float2 offset_of(float2 highest) {
   return float2(highest.x == -INFINITY ? 0 : highest.x, highest.y == -INFINITY ? 0 : highest.y);
 }
 
-// Over the lanes that hold the same rows, with other keys.
+// Reductions over the lanes with the same rows and other keys.
 inline float2 highest_of_all(float2 value) {
   value = higher(value, simd_shuffle_xor(value, 2));
   value = higher(value, simd_shuffle_xor(value, 4));
@@ -270,7 +268,7 @@ inline float2 sum_of_all(float2 value) {
   return value + simd_shuffle_xor(value, 16);
 }
 
-// Scores become weights, and the sums so far are scaled to the new highest score. -> which keys are seen: bit 2 n + e
+// Converts scores to weights, and scales the sums so far to the new highest score. -> which keys are seen: bit 2 n + e
 // is for at[n][e]
 template <typename T, uint ValueChunks>
 uint weigh(thread Attended<ValueChunks>& attended, thread Scores& scores, uint block, thread const AttentionRow* rows,
@@ -305,35 +303,28 @@ uint weigh(thread Attended<ValueChunks>& attended, thread Scores& scores, uint b
 
 // ------------------------------------------------------------------------------------------ values
 
-// sums += weights * values, of a chunk of columns.
 template <bool wide, typename T>
-void add_values(thread float2* sums, thread const Scores& weights, device const T* v, uint block, uint column,
-                MatrixPlace place, constant AttentionParams& params) {
-  Run<wide, T> runs[kKeyMatrices][2];
+void load_values(thread Run<wide, T>& run, device const T* v, uint key, uint column, constant AttentionParams& params) {
+  load_run(v + min(key, params.S - 1) * params.v.row, params.v.element, column, params.V, run);
+}
+
+// sums += weights * values, for a lane's two keys of one matrix and 8 columns.
+template <bool wide, typename T>
+void add_values(thread float2* sums, float2 weights, thread const Run<wide, T>& first_run,
+                thread const Run<wide, T>& second_run) {
+  const Vectors<2> first = values_of(first_run), second = values_of(second_run);
 #pragma unroll
-  for (uint n = 0; n < kKeyMatrices; ++n) {
-#pragma unroll
-    for (uint e = 0; e < 2; ++e) {
-      device const T* value = v + min(block + 8 * n + place.column + e, params.S - 1) * params.v.row;
-      load_run(value, params.v.element, column, params.V, runs[n][e]);
-    }
-  }
-#pragma unroll
-  for (uint n = 0; n < kKeyMatrices; ++n) {
-    const Vectors<2> first = values_of(runs[n][0]), second = values_of(runs[n][1]);
-#pragma unroll
-    for (uint i = 0; i < 8; ++i) {
-      multiply_add(sums[i], float2(first.at[i / 4][i % 4], second.at[i / 4][i % 4]), weights.at[n]);
-    }
+  for (uint i = 0; i < 8; ++i) {
+    multiply_add(sums[i], float2(first.at[i / 4][i % 4], second.at[i / 4][i % 4]), weights);
   }
 }
 
-// The same key by key, without those that are not seen: 0 times what is in them may be NaN.
+// Adds a chunk of columns key by key, skipping keys that are not seen: their values times 0 may be NaN.
 template <bool wide, typename T>
 void add_seen_values(thread float2* sums, thread const Scores& weights, uint seen, device const T* v, uint block,
                      uint column, AttentionPlace place, constant AttentionParams& params) {
   for (uint key = 0; key < 8; ++key) {
-    const ushort lane = (place.lane & 9) | key % 4 * 2 | key / 4 * 16;  // that has the key and this lane's rows
+    const ushort lane = (place.lane & 9) | key % 4 * 2 | key / 4 * 16;  // the lane with the key and this lane's rows
     const uint key_seen = simd_shuffle(seen, lane);
 #pragma unroll
     for (uint n = 0; n < kKeyMatrices; ++n) {
@@ -361,60 +352,155 @@ struct AttentionWork {
   device const uchar* mask;
   QueryRows<T> queries;
   AttentionRow rows[2];
-  QueryChunk q[KeyChunks];  // the first of this slice; those beyond are loaded again for each block
-  uint first_chunk;         // of the columns of v that this slice has
+  QueryChunk q[KeyChunks];  // the first chunks of this slice; others are loaded again for each block
+  uint first_chunk;         // the first chunk of columns of v of this slice
+};
+
+// A block is loaded in stages of 64 bytes per lane. The loads of a stage are issued before the products of the previous
+// one, also across the softmax and from one block to the next, so that a simdgroup always has loads in flight. Larger
+// stages would need more registers than Apple's GPUs have.
+template <bool wide, typename T>
+struct Stage {
+  enum : uint { runs = 2 * Wide<T>::vectors };
+  Run<wide, T> at[runs];
+};
+template <typename T, uint KeyChunks, uint ValueChunks>
+struct Stages {
+  enum : uint {
+    runs = 2 * Wide<T>::vectors,
+    of_keys = KeyChunks * kKeyMatrices / runs,
+    of_values = ValueChunks * kKeyMatrices * 2 / runs
+  };
 };
 
 template <bool wide, typename T, uint KeyChunks>
-void score_block(thread Scores& scores, thread const AttentionWork<T, KeyChunks>& work, uint block,
-                 AttentionPlace place, constant AttentionParams& params) {
+void load_key_stage(thread Stage<wide, T>& stage, thread const AttentionWork<T, KeyChunks>& work, uint block, uint s,
+                    AttentionPlace place, constant AttentionParams& params) {
 #pragma unroll
-  for (uint n = 0; n < kKeyMatrices; ++n) scores.at[n] = 0;
-  const uint chunks = (params.D + kAttentionKeyColumns - 1) / kAttentionKeyColumns;
-#pragma unroll
-  for (uint c = 0; c < KeyChunks; ++c) {
-    const uint chunk = place.slice + c * params.slices;
-    if (chunk < chunks) add_chunk<wide>(scores, work.k, block, chunk, work.q[c], place.matrix, params);
+  for (uint i = 0; i < Stage<wide, T>::runs; ++i) {
+    const uint run = s * Stage<wide, T>::runs + i, chunk = place.slice + run / kKeyMatrices * params.slices;
+    load_keys(stage.at[i], work.k, block, run % kKeyMatrices, chunk, place.matrix, params);
   }
+}
+template <bool wide, typename T, uint KeyChunks>
+void add_key_stage(thread Scores& scores, thread const Stage<wide, T>& stage,
+                   thread const AttentionWork<T, KeyChunks>& work, uint s, AttentionPlace place,
+                   constant AttentionParams& params) {
+  const uint chunk = s * Stage<wide, T>::runs / kKeyMatrices;
+  if ((place.slice + chunk * params.slices) * kAttentionKeyColumns >= params.D) return;
+#pragma unroll
+  for (uint i = 0; i < Stage<wide, T>::runs; ++i) {
+    add_keys(scores, stage.at[i], (s * Stage<wide, T>::runs + i) % kKeyMatrices, work.q[chunk]);
+  }
+}
+
+// Adds the products with chunks of q that are not kept in registers (long keys).
+template <bool wide, typename T, uint KeyChunks>
+void add_further_chunks(thread Scores& scores, thread const AttentionWork<T, KeyChunks>& work, uint block,
+                        AttentionPlace place, constant AttentionParams& params) {
+  const uint chunks = (params.D + kAttentionKeyColumns - 1) / kAttentionKeyColumns;
   for (uint chunk = place.slice + KeyChunks * params.slices; chunk < chunks; chunk += params.slices) {
     QueryChunk q;
     load_chunk<wide>(work.queries, chunk, place.matrix, params, q);
-    add_chunk<wide>(scores, work.k, block, chunk, q, place.matrix, params);
+    Run<wide, T> runs[kKeyMatrices];
+#pragma unroll
+    for (uint n = 0; n < kKeyMatrices; ++n) load_keys(runs[n], work.k, block, n, chunk, place.matrix, params);
+#pragma unroll
+    for (uint n = 0; n < kKeyMatrices; ++n) add_keys(scores, runs[n], n, q);
+  }
+}
+
+// This lane's first column of v in chunk c of the slice.
+template <typename T, uint KeyChunks>
+uint value_column(thread const AttentionWork<T, KeyChunks>& work, uint c, AttentionPlace place,
+                  constant AttentionParams& params) {
+  return (work.first_chunk + c * params.slices) * kAttentionValueColumns + 8 * place.matrix.row;
+}
+template <bool wide, typename T, uint KeyChunks>
+void load_value_stage(thread Stage<wide, T>& stage, thread const AttentionWork<T, KeyChunks>& work, uint block, uint s,
+                      AttentionPlace place, constant AttentionParams& params) {
+#pragma unroll
+  for (uint i = 0; i < Stage<wide, T>::runs; ++i) {
+    const uint run = s * Stage<wide, T>::runs + i, c = run / (2 * kKeyMatrices), n = run / 2 % kKeyMatrices;
+    const uint key = block + 8 * n + place.matrix.column + run % 2;
+    load_values(stage.at[i], work.v, key, value_column(work, c, place, params), params);
+  }
+}
+template <bool wide, uint ValueChunks, typename T, uint KeyChunks>
+void add_value_stage(thread Attended<ValueChunks>& attended, thread const Scores& weights,
+                     thread const Stage<wide, T>& stage, thread const AttentionWork<T, KeyChunks>& work, uint s,
+                     constant AttentionParams& params) {
+  const uint c = s * Stage<wide, T>::runs / (2 * kKeyMatrices);
+  if ((work.first_chunk + c * params.slices) * kAttentionValueColumns >= params.V) return;
+#pragma unroll
+  for (uint i = 0; i < Stage<wide, T>::runs; i += 2) {
+    const uint n = (s * Stage<wide, T>::runs + i) / 2 % kKeyMatrices;
+    add_values(attended.sums + 8 * c, weights.at[n], stage.at[i], stage.at[i + 1]);
+  }
+}
+
+template <bool wide, uint ValueChunks, typename T, uint KeyChunks>
+void add_seen_chunks(thread Attended<ValueChunks>& attended, thread const Scores& weights, uint seen,
+                     thread const AttentionWork<T, KeyChunks>& work, uint block, AttentionPlace place,
+                     constant AttentionParams& params) {
+#pragma unroll
+  for (uint c = 0; c < ValueChunks; ++c) {
+    if ((work.first_chunk + c * params.slices) * kAttentionValueColumns >= params.V) continue;
+    const uint column = value_column(work, c, place, params);
+    add_seen_values<wide>(attended.sums + 8 * c, weights, seen, work.v, block, column, place, params);
   }
 }
 
 template <bool wide, uint ValueChunks, typename T, uint KeyChunks>
 void attend(thread Attended<ValueChunks>& attended, thread const AttentionWork<T, KeyChunks>& work, SeenKeys keys,
             bool careful, threadgroup float2* memory, AttentionPlace place, constant AttentionParams& params) {
+  using Counts = Stages<T, KeyChunks, ValueChunks>;
   attended.highest = -INFINITY;
   attended.total = 0;
 #pragma unroll
   for (uint i = 0; i < 8 * ValueChunks; ++i) attended.sums[i] = 0;
-  const uint step = place.streams * kAttentionKeys;  // all streams take as many: slices meet at barriers
+  const uint step = place.streams * kAttentionKeys;  // all streams take the same number of steps, because of barriers
   uint turn = 0;
+  Stage<wide, T> now;
+  if (keys.first < keys.end) load_key_stage(now, work, keys.first + place.stream * kAttentionKeys, 0, place, params);
   for (uint first = keys.first; first < keys.end; first += step) {
     const uint block = first + place.stream * kAttentionKeys;
     Scores scores;
-    score_block<wide>(scores, work, block, place, params);
+#pragma unroll
+    for (uint n = 0; n < kKeyMatrices; ++n) scores.at[n] = 0;
+#pragma unroll
+    for (uint s = 0; s < Counts::of_keys; ++s) {
+      Stage<wide, T> next;
+      if (s + 1 < Counts::of_keys) load_key_stage(next, work, block, s + 1, place, params);
+      if (s + 1 == Counts::of_keys) load_value_stage(next, work, block, 0, place, params);
+      add_key_stage(scores, now, work, s, place, params);
+      now = next;
+    }
+    add_further_chunks<wide>(scores, work, block, place, params);
     if (params.slices > 1) sum_slices(scores, memory + turn, place, params.slices);
     turn = kAttentionSimdgroups * kKeyMatrices * kSimdgroup - turn;
     const uint seen = weigh<T>(attended, scores, block, work.rows, work.mask, place.matrix, params);
+    if (careful) {
+      add_seen_chunks<wide>(attended, scores, seen, work, block, place, params);
+      load_key_stage(now, work, block + step, 0, place, params);
+      continue;
+    }
 #pragma unroll
-    for (uint c = 0; c < ValueChunks; ++c) {
-      const uint chunk = work.first_chunk + c * params.slices;
-      const uint column = chunk * kAttentionValueColumns + 8 * place.matrix.row;
-      if (chunk * kAttentionValueColumns >= params.V) continue;
-      if (careful) {
-        add_seen_values<wide>(attended.sums + 8 * c, scores, seen, work.v, block, column, place, params);
-      } else {
-        add_values<wide>(attended.sums + 8 * c, scores, work.v, block, column, place.matrix, params);
+    for (uint s = 0; s < Counts::of_values; ++s) {
+      Stage<wide, T> next = now;
+      if (s + 1 < Counts::of_values) {
+        load_value_stage(next, work, block, s + 1, place, params);
+      } else if (first + step < keys.end) {
+        load_key_stage(next, work, block + step, 0, place, params);
       }
+      add_value_stage<wide>(attended, scores, now, work, s, params);
+      now = next;
     }
   }
   attended.total = sum_of_all(attended.total);
 }
 
-// Whether all sums of a threadgroup are numbers. Else a key that is not seen may be the reason.
+// Whether all sums of a threadgroup are finite. If not, the reason may be a key that is not seen.
 template <uint ValueChunks>
 bool all_finite(thread const Attended<ValueChunks>& attended, threadgroup uint* finite, AttentionPlace place) {
   float2 none = 0;
@@ -430,11 +516,11 @@ bool all_finite(thread const Attended<ValueChunks>& attended, threadgroup uint* 
 
 // ------------------------------------------------------------------------------------------ the streams' sums
 
-// What the streams of a tile have together comes to the first of them, in the order of the streams.
+// Adds up the results of the streams of a tile, in their order. The first stream gets the result.
 template <uint ValueChunks>
 void join_streams(thread Attended<ValueChunks>& attended, threadgroup float2* memory, threadgroup float4* stats,
                   AttentionPlace place, constant AttentionParams& params) {
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // the slices have read their scores
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // until the slices have read their scores
   stats[place.simdgroup * kSimdgroup + place.lane] = float4(attended.highest, attended.total);
 #pragma unroll
   for (uint i = 0; i < 8 * ValueChunks; ++i) {
@@ -462,7 +548,7 @@ void join_streams(thread Attended<ValueChunks>& attended, threadgroup float2* me
 
 // ------------------------------------------------------------------------------------------ results
 
-// What a row's sums are multiplied by, with the sink of its head: 0 where it sees no key.
+// The factor of a row's sums, with the sink of its head: 0 if the row sees no key.
 template <typename T>
 float share_of(float highest, float total, uint head, device const T* sinks, constant AttentionParams& params) {
   if (total == 0) return 0;
@@ -477,7 +563,7 @@ void store_run(device To* to, uint column, uint e, thread const float2* sums, fl
                constant AttentionParams& params) {
   RowShape shape;
   shape.length = params.V;
-  shape.wide = params.V % kWide == 0;
+  shape.wide = params.V % kVectorWidth == 0;
 #pragma unroll
   for (uint i = 0; i < 8; i += 4) {
     const float4 v = float4(sums[i][e], sums[i + 1][e], sums[i + 2][e], sums[i + 3][e]);
@@ -485,7 +571,7 @@ void store_run(device To* to, uint column, uint e, thread const float2* sums, fl
   }
 }
 
-// All there is to a row; or what one part has of it, as floats.
+// Stores the results of rows, or the partial results of one part, as floats.
 template <typename T, uint ValueChunks>
 void store_rows(thread const Attended<ValueChunks>& attended, thread const AttentionRow* rows, uint first_chunk,
                 ulong first_row, uint part, bool has_stats, device const T* sinks, device T* output, Head head,
@@ -543,7 +629,7 @@ template <typename T, bool wide, uint KeyChunks, uint ValueChunks>
   const AttentionPlace place = attention_place(thread_index, params);
   const Head head = head_of(group.x, params);
   if (head.sequence >= params.B) return;
-  // The last queries have the most keys where it is causal: they come first.
+  // With a causal mask the last queries have the most keys, so they run first.
   const uint block_rows = params.tiles * kAttentionRows;
   const uint first = (params.row_blocks - 1 - group.x % params.row_blocks) * block_rows;
   const uint part = group.y % params.parts, column_block = group.y / params.parts;
@@ -565,12 +651,12 @@ template <typename T, bool wide, uint KeyChunks, uint ValueChunks>
              place.slice == 0 && column_block == 0, sinks, output, head, place, params);
 }
 
-// Four columns of every kAttentionSimdgroups-th of some parts; `factor` is what this lane's part of them counts for.
-// Loads come before what waits for them.
+// Adds four columns of `count` parts, every kAttentionSimdgroups-th. `factor` is the factor of this lane's part.
+// Several loads are issued before the first one is waited for.
 inline void add_parts(thread float4& sum, device const float* sums, uint column, uint count, float factor,
                       RowShape shape) {
   const ulong step = ulong(kAttentionSimdgroups) * shape.length;
-  const uint inside = shape.wide ? min(column, shape.length - uint(kWide)) : column;
+  const uint inside = shape.wide ? min(column, shape.length - uint(kVectorWidth)) : column;
   for (uint first = 0; first < count; first += kPartsAtOnce) {
     float4 loaded[kPartsAtOnce];
 #pragma unroll
@@ -583,8 +669,8 @@ inline void add_parts(thread float4& sum, device const float* sums, uint column,
   }
 }
 
-// A simdgroup has every kAttentionSimdgroups-th part, of which its lanes compute what they count for, a part each. A
-// lane has four columns, or several times four.
+// A simdgroup has every kAttentionSimdgroups-th part; each of its lanes computes the factor of one part. A lane has
+// four columns, or several times four.
 template <typename T>
 [[kernel]] void attention_combine(device const float* parts [[buffer(0)]], device const T* sinks [[buffer(1)]],
                                   device T* output [[buffer(2)]], constant AttentionParams& params [[buffer(3)]],
@@ -605,9 +691,9 @@ template <typename T>
   const float offset = offset_of(highest).x;
   RowShape shape;
   shape.length = params.V;
-  shape.wide = params.V % kWide == 0;
-  for (uint first = 0; first < params.V; first += kWide * kSimdgroup) {
-    const uint column = first + kWide * lane;
+  shape.wide = params.V % kVectorWidth == 0;
+  for (uint first = 0; first < params.V; first += kVectorWidth * kSimdgroup) {
+    const uint column = first + kVectorWidth * lane;
     float total = 0;
     float4 sum = 0;
     for (uint part = simdgroup; part < params.parts; part += kAttentionSimdgroups * kSimdgroup) {
@@ -618,7 +704,7 @@ template <typename T>
       add_parts(sum, sums + ulong(part) * params.V, column, count, factor, shape);
     }
     total = simd_sum(total);
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // the columns before these have been read
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // until the previous columns have been read
     shares[thread_index] = sum;
     if (lane == 0) totals[simdgroup] = total;
     threadgroup_barrier(mem_flags::mem_threadgroup);

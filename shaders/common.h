@@ -13,7 +13,7 @@ namespace moe_metal {
 #endif
 
 MOE_METAL_CONSTANT int kMaxExperts = 1024;
-MOE_METAL_CONSTANT int kWide = 4;            // elements of a vector load or store
+MOE_METAL_CONSTANT int kVectorWidth = 4;     // elements of a vector load or store
 MOE_METAL_CONSTANT int kSimdgroup = 32;      // threads of a simdgroup
 MOE_METAL_CONSTANT int kMaxSimdgroups = 32;  // in a threadgroup
 
@@ -56,7 +56,7 @@ struct GluParams {
   GluStrides gate, up;
   uint64_t inner;
   uint32_t middle;
-  uint32_t chunks;  // groups of kWide elements in `inner`
+  uint32_t chunks;  // groups of kVectorWidth elements in `inner`
   uint32_t all_chunks;
   GluAccess access;
   ActivationParams activation;
@@ -66,7 +66,8 @@ struct GluParams {
 // because a template parameter per tensor would multiply the number of kernels to compile.
 enum class ParameterType : int32_t { absent, activation, float32 };
 
-// Rows of contiguous tensors. `wide`: rows start at multiples of kWide elements, and their length is a multiple of it.
+// Rows of contiguous tensors. `wide`: rows start at multiples of kVectorWidth elements, and their length is a multiple
+// of it.
 struct RowShape {
   uint32_t count;
   uint32_t length;
@@ -126,6 +127,12 @@ constexpr uint32_t tile_matrices(uint32_t tile_rows) { return tile_rows > 32 ? 2
 // Rows of weights of a threadgroup.
 constexpr uint32_t tile_weight_rows(uint32_t tile_rows) { return kTileSimdgroups * 8 * tile_matrices(tile_rows); }
 
+// Products on the matrix units: the rows of weights of a threadgroup, and its simdgroups for tiles of `tile_rows` rows
+// of x. Projects that have measured an M5 use the same sizes: PyTorch 16 by 64 and 64 by 64, llama.cpp 32 by 64.
+MOE_METAL_CONSTANT uint32_t kUnitRows = 64;
+MOE_METAL_CONSTANT uint32_t kUnitColumns = 4 * kNarrowColumns;  // packed weights: columns unpacked at a time
+constexpr uint32_t unit_simdgroups(uint32_t tile_rows) { return tile_rows > 16 ? 4 : 2; }
+
 // Strides of scales or offsets, in bytes.
 struct ScaleParams {
   int64_t expert, row, group;
@@ -159,7 +166,7 @@ struct ExpertsParams {
   // Decode: floats of a row of inner, and whether its elements are in the order of packed_place (dots.h).
   uint32_t inner_length, inner_placed;
   // Prefill: slots of a tile, length of the list of tiles, and how many tiles go through all rows of weights together.
-  // All are 0 if PyTorch computes the products.
+  // All are 0 if PyTorch computes the products. The list is followed by the end of each expert's slots in the order.
   uint32_t tile_rows, tiles, band;
   uint32_t has_shared, has_residual;
   ParameterType weights, gate_up_bias, down_bias, shared_gate;
@@ -172,6 +179,15 @@ struct LinearParams {
   uint32_t T, N, H;
   uint32_t wide_x;  // rows of x may be loaded 16 bytes at a time
   uint32_t band;    // tiles of tokens that go through all rows of the weight together
+  ParameterType bias;
+  WeightParams weight;
+};
+
+// Products on the matrix units (tensor_ops.metal).
+struct ProductParams {
+  uint32_t rows, N, columns;  // of x, of each expert's weight, and of both
+  uint32_t tiles;             // length of the list of tiles; 0: no list, and a single weight
+  uint32_t band;              // tiles that go through all rows of weights together
   ParameterType bias;
   WeightParams weight;
 };
@@ -272,6 +288,7 @@ static_assert(sizeof(WeightedSumParams) == 44, "shaders and host must agree");
 static_assert(sizeof(WeightParams) == 104, "shaders and host must agree");
 static_assert(sizeof(ExpertsParams) == 304, "shaders and host must agree");
 static_assert(sizeof(LinearParams) == 128, "shaders and host must agree");
+static_assert(sizeof(ProductParams) == 128, "shaders and host must agree");
 static_assert(sizeof(DequantizeParams) == 128, "shaders and host must agree");
 #endif
 

@@ -40,10 +40,10 @@ template <typename T>
     values.at[n / 4 + 1] = eight.at[1];
   }
 #endif
-  const bool wide = params.columns % kWide == 0;
-  for (uint n = 0; n < kNarrowColumns; n += kWide) {
+  const bool wide = params.columns % kVectorWidth == 0;
+  for (uint n = 0; n < kNarrowColumns; n += kVectorWidth) {
     if (wide && column + n < params.columns) store4_wide(to + column + n, values.at[n / 4]);
-    for (uint m = n; !wide && m < n + kWide && column + m < params.columns; ++m)
+    for (uint m = n; !wide && m < n + kVectorWidth && column + m < params.columns; ++m)
       to[column + m] = T(values.at[n / 4][m % 4]);
   }
 }

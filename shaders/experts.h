@@ -15,8 +15,8 @@ inline int expert_of(device const int* ids, ulong slot, constant ExpertsParams& 
 
 // sigmoid(shared_gate) * shared + residual, for one element.
 template <typename T>
-float beside_experts(device const T* shared, device const T* shared_gate, device const T* residual, ulong token, uint h,
-                     constant ExpertsParams& params) {
+float shared_and_residual(device const T* shared, device const T* shared_gate, device const T* residual, ulong token,
+                          uint h, constant ExpertsParams& params) {
   const ulong i = token * params.H + h;
   float total = 0;
   if (params.has_shared) {

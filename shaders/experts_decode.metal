@@ -1,19 +1,20 @@
-// The op experts for few slots, in two dispatches that read each chosen expert's weights once:
+// The op experts for few slots, in two dispatches that read the weights of the experts for each slot:
 //
 //   gate_up   inner[slot] = act(gate_up[expert] * x[token] + gate_up_bias[expert])
 //   down      output[token] = sum_k weights[k] * (down[expert_k] * inner[slot_k] + down_bias[expert_k])
 //                             + sigmoid(shared_gate) * shared + residual
 //
 // x, shared, residual, output [T, H]; weights, ids [T, K], whose T * K entries are the slots; gate_up [E, 2I, H] and
-// down [E, H, I] in any format and layout, with scales and offsets as `dequantize` has them; biases [E, 2I] and [E, H];
-// inner [T * K, I]. inner is float: it is 1/H of the weights that are read, and the activated values may lie outside
-// the range of half. For packed weights of down its rows are padded to whole chunks, and its elements lie as down's
-// lanes read them: packed_place in dots.h. gate_up may have another format, so that params tell it.
+// down [E, H, I] in any format and layout, with scales and offsets as in `dequantize`; biases [E, 2I] and [E, H];
+// inner [T * K, I]. inner is float: its size is 1/H of the weights that are read, and activated values may exceed the
+// range of half. If down is packed, rows of inner are padded to whole chunks, and its elements are in the order in
+// which down's lanes read them (packed_place in dots.h). gate_up may have a different format than down, so this is in
+// params.
 //
-// _rows: lanes lie along the columns of a few rows, _columns: across the rows of a few columns, for transposed weights.
-// _wide: a lane loads 16 bytes of weights at a time, or of packed weights what kPackedColumns take.
-// Grid: slots (gate_up) or tokens (down) along x, blocks of rows along y. Slots lie along x so that those of one expert
-// read the same rows at about the same time, from the cache. WeightParams.split simdgroups share the work on a row.
+// _rows: lanes are along the columns of a few rows; _columns: across the rows of a few columns, for transposed weights.
+// _wide: a lane loads 16 bytes of weights at a time; for packed weights, kPackedColumns columns.
+// Grid: slots (gate_up) or tokens (down) along x, blocks of rows along y. With slots along x, slots of one expert read
+// the same rows at about the same time, from the cache. WeightParams.split simdgroups share the work on a row.
 #include <metal_stdlib>
 using namespace metal;
 
@@ -24,9 +25,9 @@ namespace moe_metal {
 
 // ------------------------------------------------------------------------------------------ lanes along the columns
 
-MOE_METAL_CONSTANT uint kInnerRows = kChunkRows / 2;  // a gate row and an up row each
+MOE_METAL_CONSTANT uint kInnerRows = kChunkRows / 2;  // inner elements of a team: a gate row and an up row each
 
-// The place of an element of inner.
+// The index of an element of inner.
 inline ulong inner_at(uint slot, uint i, constant ExpertsParams& params) {
   return ulong(slot) * params.inner_length + (params.inner_placed ? packed_place(i) : i);
 }
@@ -50,7 +51,7 @@ template <typename T, typename Chunk>
   const uint block = group.y * block_rows, first = block + place.team * kInnerRows;
   ChunkRows<typename Chunk::At> rows = {};
   rows.gap = params.gate_up.gap;
-  for (uint r = 0; r < kChunkRows; ++r) {  // gate, up, gate, up; past the last row, the last again
+  for (uint r = 0; r < kChunkRows; ++r) {  // gate, up, gate, up; the last row is repeated past the end
     set_row<Chunk>(rows, r, gate_up_row(min(first + r / 2, params.I - 1), r % 2, params), params.gate_up);
   }
   if (first < params.I) {
@@ -65,7 +66,7 @@ template <typename T, typename Chunk>
   inner[inner_at(slot, i, params)] = inner_value(gate, up, bias, expert, i, params);
 }
 
-// sum_k weights[k] * down_bias[expert_k], of one element
+// sum_k weights[k] * down_bias[expert_k], for one element
 template <typename T>
 float weighted_bias(device const T* bias, device const int* ids, device const T* weights, ulong token, uint h,
                     constant ExpertsParams& params) {
@@ -94,11 +95,11 @@ template <typename T, typename Chunk>
   if (token >= params.T) return;
   ChunkRows<typename Chunk::At> rows = {};
   for (uint r = 0; r < kChunkRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.H - 1), params.down);
-  // What all experts' rows have for a team, or for a lane of it, follows one another: each in turn takes one of it.
+  // The columns of all experts' rows form one sequence of pieces, which the teams (or their lanes) take in turn.
   constexpr uint takers = Chunk::per_lane ? Chunk::lanes : 1, take = Chunk::columns / takers;
   const uint takes = (params.I + take - 1) / take, taker = place.part * takers + place.lane % takers;
   const uint all = first < params.H ? params.K * takes : 0, step = split * takers;
-  // The next id is loaded before this expert's weights, for which it would have to be waited otherwise.
+  // The next id is loaded before this expert's weights, so that its latency is hidden.
   ulong slot = 0, next_slot = ulong(token) * params.K + taker / takes;
   int expert = -1, next_expert = taker < all ? expert_of(ids, next_slot, params) : -1;
   for (uint i = taker; i < all; i += step) {
@@ -116,7 +117,7 @@ template <typename T, typename Chunk>
   if (thread_index >= block_rows || h >= params.H) return;
   const float total = shared_sum<Chunk>(shares, thread_index / kChunkRows, split, thread_index % kChunkRows) +
                       weighted_bias(bias, ids, weights, token, h, params);
-  output[ulong(token) * params.H + h] = T(total + beside_experts(shared, shared_gate, residual, token, h, params));
+  output[ulong(token) * params.H + h] = T(total + shared_and_residual(shared, shared_gate, residual, token, h, params));
 }
 
 #ifndef MOE_METAL_FORMAT
@@ -124,15 +125,15 @@ template <typename T, typename Chunk>
 
 MOE_METAL_CONSTANT uint kColumnsAhead = 4;  // columns whose loads are in flight together
 
-// The rows of a tile that a lane owns, and their weights in a column. `lanes` lanes own all rows; the others of a
-// simdgroup do the same for other columns.
+// The rows of a tile that belong to a lane, and their weights in a column. `lanes` lanes have all rows; the other lanes
+// of a simdgroup have the same rows of other columns.
 template <typename T, uint Rows>
 struct WideColumn {
   enum : uint { rows = Rows, vectors = Wide<T>::vectors, lanes = Rows / Wide<T>::elements };
   device const T* first;
   long step;
 
-  // Lanes past the last row do the first lane's work, and nobody asks for it.
+  // Lanes past the last row repeat the work of the first lane; their results are not used.
   WideColumn(Weights<T> weights, constant WeightParams& params, thread const RowTile& tile, uint lane)
       : first(element(weights, params, tile, tile.has(row(lane, 0)) ? row(lane, 0) : 0, 0)), step(params.column) {}
   static uint row(uint lane, uint n) { return lane % lanes * Wide<T>::elements + n; }
@@ -166,7 +167,7 @@ using WideDown = WideColumn<T, kDownColumnRows>;
 template <typename T>
 using AnyDown = AnyColumn<T, kDownColumnRows>;
 
-// sums += scale * (the lane's rows) * vector, over the lane's columns: every `streams`-th from `column` on.
+// sums += scale * (the lane's rows) * vector, over the lane's columns: every `streams`-th column from `column` on.
 template <typename Column, typename V>
 void add_columns(thread Vectors<Column::vectors>& sums, float scale, device const V* vector,
                  thread const Column& weights, uint length, uint streams, uint column) {
@@ -188,7 +189,7 @@ void add_columns(thread Vectors<Column::vectors>& sums, float scale, device cons
   }
 }
 
-// Sums over the lanes and the simdgroups that did other columns, in a fixed order. They end up in shares.
+// Adds up the sums of the lanes and simdgroups with other columns, in a fixed order. The results are in `shares`.
 template <typename Column>
 void sum_shares(thread Vectors<Column::vectors>& sums, threadgroup float* shares, uint thread_index, uint split) {
   for (uint n = 0; n < Column::vectors; ++n) {
@@ -255,7 +256,7 @@ template <typename T, typename Column>
   const uint h = group.y * Column::rows + thread_index;
   if (thread_index >= Column::rows || h >= params.H) return;
   const float total = shares[thread_index] + weighted_bias(bias, ids, weights, token, h, params);
-  output[ulong(token) * params.H + h] = T(total + beside_experts(shared, shared_gate, residual, token, h, params));
+  output[ulong(token) * params.H + h] = T(total + shared_and_residual(shared, shared_gate, residual, token, h, params));
 }
 
 #endif  // dense
@@ -274,7 +275,7 @@ template <typename T, typename Column>
   instantiate_kernel("experts_down_columns" suffix "_" #dtype,           \
                      moe_metal::experts_down_columns<dtype, moe_metal::Read##Down<dtype>>)
 
-// In the order of WeightLayout.
+// Parts are in the order of WeightLayout.
 #if in_part(0)
 for_dtypes(instantiate_rows, "_wide", wide)
 #endif

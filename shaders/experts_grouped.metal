@@ -1,5 +1,5 @@
-// The op experts for many slots whose two products are PyTorch's own (csrc/mps/grouped.h), in six dispatches of which
-// these are three. experts_sort has found the order of the slots by expert, and where each expert's part of it ends:
+// The op experts for many slots with PyTorch's own two products (csrc/mps/grouped.h): six dispatches, three of which
+// are here. experts_sort computes the order of the slots by expert, and the end of each expert's slots in it:
 //
 //   x         rows[i] = x[token of order[i]], places[order[i]] = i
 //   PyTorch   both[i] = gate_up[expert] * rows[i]
@@ -9,8 +9,8 @@
 //                             + sigmoid(shared_gate) * shared + residual
 //
 // order and places are int [T * K], ends is int [E]; rows [T * K, H], both [T * K, 2I], inner [T * K, I] and results
-// [T * K, H] are of the activations' dtype: between the products there are three roundings more than elsewhere. Slots
-// whose id is outside [0, E) are in no expert's part, so all rows from the last end on are undefined, and not read.
+// [T * K, H] have the activations' dtype, so there are three more roundings than in the other kernels. Slots with an id
+// outside [0, E) belong to no expert; all rows from the last end on are undefined and not read.
 #include <metal_stdlib>
 using namespace metal;
 
@@ -19,7 +19,7 @@ using namespace metal;
 namespace moe_metal {
 
 #if in_part(0)
-// Grid: sorted rows along x, pieces of 16 bytes of each along y, one per thread. Of 16-bit dtypes, which are all alike.
+// Grid: sorted rows along x, blocks of their 16-byte pieces along y, one piece per thread. For all 16-bit dtypes.
 [[host_name("experts_grouped_x")]] [[kernel]] void experts_grouped_x(
     device const uint4* x [[buffer(0)]], device const int* order [[buffer(1)]], device const int* ends [[buffer(2)]],
     device uint4* rows [[buffer(3)]], device int* places [[buffer(4)]], constant ExpertsParams& params [[buffer(5)]],
@@ -33,7 +33,7 @@ namespace moe_metal {
 }
 #endif
 
-// Grid: sorted rows along x, inner elements of each along y, one per thread.
+// Grid: sorted rows along x, blocks of inner elements along y, one element per thread.
 template <typename T>
 [[kernel]] void experts_grouped_inner(device const T* both [[buffer(0)]], device const int* ids [[buffer(1)]],
                                       device const int* order [[buffer(2)]], device const int* ends [[buffer(3)]],
@@ -50,7 +50,7 @@ template <typename T>
   inner[ulong(group.x) * params.I + i] = T(inner_value(gate, up, bias, expert, i, params));
 }
 
-// Grid: tokens along x, their elements along y, one per thread.
+// Grid: tokens along x, blocks of H along y, one element per thread.
 template <typename T>
 [[kernel]] void experts_grouped_combine(
     device const T* results [[buffer(0)]], device const int* places [[buffer(1)]], device const int* ids [[buffer(2)]],
@@ -71,7 +71,7 @@ template <typename T>
     const float biased = result + (has_bias ? load(bias, ulong(expert) * params.H + h, params.down_bias) : 0);
     total += load(weights, slot, params.weights) * biased;
   }
-  output[token * params.H + h] = T(total + beside_experts(shared, shared_gate, residual, token, h, params));
+  output[token * params.H + h] = T(total + shared_and_residual(shared, shared_gate, residual, token, h, params));
 }
 
 }  // namespace moe_metal

@@ -1,18 +1,18 @@
-// The op experts for many slots, in four dispatches and without the host knowing which experts are chosen:
+// The op experts for many slots, in four dispatches. The host does not know which experts are selected.
 //
-//   sort      order = the slots of [0, T * K) by expert, stable; tiles = where each expert's lie
+//   sort      order = the slots in [0, T * K) sorted by expert, stable; tiles = the tiles of each expert
 //   gate_up   inner[i] = act(gate_up[expert] * x[token of order[i]] + gate_up_bias[expert])
 //   down      slots[order[i]] = down[expert] * inner[i] + down_bias[expert]
 //   combine   output[token] = sum_k weights[k] * slots[token, k] + sigmoid(shared_gate) * shared + residual
 //
-// The first and the last are in experts_slots.metal. Shapes are those of experts_decode.metal; order [T * K] is int,
-// inner [T * K, I] and slots [T * K, H] are float. Slots whose id lies outside [0, E) are in no expert's part of order,
-// and combine leaves them out.
+// The first and the last are in experts_slots.metal. Shapes are as in experts_decode.metal; order [T * K] is int,
+// inner [T * K, I] and slots [T * K, H] are float. Slots with an id outside [0, E) belong to no expert in `order`, and
+// combine skips them.
 //
-// gate_up and down multiply tiles of up to TileRows slots by tile_weight_rows rows of weights. Tiles never span
-// experts, and how many an expert has is known on the device only: the list `tiles` (expert, first in order, count) has
-// as many entries as there can be, and those left over have no slots. Grid: one threadgroup per entry, or each piece of
-// one, and block of weight rows, along x.
+// gate_up and down multiply tiles of up to TileRows slots by tile_weight_rows rows of weights. A tile never has slots
+// of two experts. Only the device knows how many tiles an expert has, so the list `tiles` (expert, first in order,
+// count) has the largest possible number of entries; unused ones have no slots. Grid: one threadgroup for each entry
+// (or piece of one) and block of weight rows, along x.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
@@ -22,14 +22,14 @@ using namespace metal;
 
 namespace moe_metal {
 
-// Where a threadgroup works: slots [first, first + count) of the order, and a block of the expert's weight rows.
+// The work of a threadgroup: slots [first, first + count) of the order, and a block of the expert's weight rows.
 struct Tile {
   uint expert, first, count, block;
 };
 
-// A band of tiles walks all blocks together: the slots stay in the cache, and a weight that was read serves the whole
-// band. `down` takes those of 64 slots in pieces of 32: its slots are float, and tiles of 64 read each of them twice as
-// often from threadgroup memory, since their simdgroups have half the rows of weights.
+// A band of tiles goes through all blocks together: the slots stay in the cache, and the band shares weights in the
+// cache. `down` divides tiles of 64 slots into pieces of 32: its slots are float, and with 64 slots each would be read
+// twice as often from threadgroup memory, since simdgroups would have half the rows of weights.
 template <uint TileRows>
 Tile tile_of(device const int4* tiles, uint group, uint blocks, constant ExpertsParams& params) {
   const uint pieces = params.tile_rows / TileRows;
@@ -47,8 +47,8 @@ Tile tile_of(device const int4* tiles, uint group, uint blocks, constant Experts
 
 // ------------------------------------------------------------------------------------------ gate_up, down
 
-// Takes off a lane's first gate and up, so that the next ones are the first: registers have no index that is not known
-// while compiling. A slot's come one after the other, and slots in turn.
+// Removes a lane's first pair of gate and up, so that the next pair becomes the first: registers can only be indexed by
+// constants. Pairs are ordered by slot.
 template <uint TileRows>
 void take_pair(thread Products<TileRows>& products) {
   constexpr uint pairs = tile_matrices(TileRows) / 2;
@@ -78,7 +78,7 @@ template <typename T, typename Reader, uint TileRows>
     rows[j] = uint(order[tile.first + j]) / params.K;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  // Gate, up, gate, up: what is multiplied with one another is one lane's. Past the last row, the last again.
+  // Gate, up, gate, up: a lane has both factors of an inner element. The last row is repeated past the end.
   const uint first = tile.block * block + first_of_lane<block>(thread_index);
   RowNumbers<across> numbers;
   RowNumbers<across> of_biases;
@@ -96,7 +96,7 @@ template <typename T, typename Reader, uint TileRows>
 #pragma unroll
   for (uint i = 0; i < products.down * across; ++i) products.at[i / across][i % across] += biases.at[i % across];
   const uint column = matrix_place(thread_index % 32).column, pairs = across / 2;
-  // No unrolled loop: it would make most of the kernel of five activations for each of a lane's elements.
+  // Not unrolled: otherwise most of the kernel would be five activations for each of a lane's elements.
 #pragma clang loop unroll(disable)
   for (uint i = 0; i < 2 * products.down * pairs; ++i) {
     const uint slot = i / pairs, row = first + i % pairs, j = slot / 2 * 8 + column + slot % 2;

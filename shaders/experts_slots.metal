@@ -24,7 +24,8 @@ inline void list_tiles(device int4* tiles, uint expert, uint begin, uint count, 
 #if in_part(0)
 // Grid: one threadgroup per expert. Each reads all ids and counts those of lower experts to find where its own begin.
 // That takes E times the reads of a radix sort, from the cache, but only one dispatch, no atomics, and no order between
-// threadgroups. If tile_rows is 0, `tiles` gets the end of each expert's slots in `order` instead: int [E].
+// threadgroups. The list of tiles (empty if tile_rows is 0) is followed by the end of each expert's slots in `order`,
+// int [E].
 [[host_name("experts_sort")]] [[kernel]] void experts_sort(
     device const int* ids [[buffer(0)]], device int* order [[buffer(1)]], device int4* tiles [[buffer(2)]],
     constant ExpertsParams& params [[buffer(3)]], uint group [[threadgroup_position_in_grid]],
@@ -52,11 +53,8 @@ inline void list_tiles(device int4* tiles, uint expert, uint begin, uint count, 
   const uint begin = simd_sum(lane < simdgroups ? lowers[lane] : 0);
   const uint before = simd_sum(lane < simdgroup ? owns[lane] : 0);
   const uint all = simd_sum(lane < simdgroups ? owns[lane] : 0);
-  if (params.tile_rows > 0) {
-    list_tiles(tiles, expert, begin, all, thread_index, 32 * simdgroups, params);
-  } else if (thread_index == 0) {
-    reinterpret_cast<device int*>(tiles)[expert] = begin + all;
-  }
+  if (params.tile_rows > 0) list_tiles(tiles, expert, begin, all, thread_index, 32 * simdgroups, params);
+  if (thread_index == 0) reinterpret_cast<device int*>(tiles + params.tiles)[expert] = begin + all;
   if (own == 0) return;
   uint next = begin + before;
   for (uint i = 0; i < steps; ++i) {
@@ -89,7 +87,7 @@ template <typename T>
     if (expert_of(ids, slot, params) < 0) continue;
     total += load(weights, slot, params.weights) * slots[slot * params.H + h];
   }
-  output[token * params.H + h] = T(total + beside_experts(shared, shared_gate, residual, token, h, params));
+  output[token * params.H + h] = T(total + shared_and_residual(shared, shared_gate, residual, token, h, params));
 }
 
 }  // namespace moe_metal

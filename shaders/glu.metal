@@ -25,13 +25,13 @@ template <typename T>
                     uint thread_index [[thread_position_in_grid]]) {
   if (thread_index >= params.all_chunks) return;
   const uint row = thread_index / params.chunks;
-  const ulong i = ulong(kWide) * (thread_index % params.chunks);
+  const ulong i = ulong(kVectorWidth) * (thread_index % params.chunks);
   gate += position(params.gate, row / params.middle, row % params.middle, i);
   up += position(params.up, row / params.middle, row % params.middle, i);
   output += row * params.inner + i;
 
-  if (params.access == GluAccess::strided || i + kWide > params.inner) {
-    for (uint n = 0; n < min(ulong(kWide), params.inner - i); ++n) {
+  if (params.access == GluAccess::strided || i + kVectorWidth > params.inner) {
+    for (uint n = 0; n < min(ulong(kVectorWidth), params.inner - i); ++n) {
       const float g = float(gate[n * params.gate.inner]), u = float(up[n * params.up.inner]);
       output[n] = T(activated(g, u, params.activation));
     }
@@ -41,7 +41,7 @@ template <typename T>
   if (params.access == GluAccess::wide) {
     u = load4_wide(up);
   } else {
-    const float4 next = load4_wide(gate + kWide);
+    const float4 next = load4_wide(gate + kVectorWidth);
     u = float4(g.y, g.w, next.y, next.w);
     g = float4(g.x, g.z, next.x, next.z);
   }

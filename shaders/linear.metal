@@ -2,10 +2,11 @@
 //
 // x [T, H], weight [N, H], bias [N], output [T, N].
 //
-// _rows, for few tokens: every token reads the weight, or every 2 or 4 tokens together (_rows2, _rows4), for which it
-// is unpacked once. Grid: tokens, or groups of them, along x, so that those of one block of rows read it at about the
-// same time, from the cache; blocks of rows along y. WeightParams.split simdgroups share the work on a row. _tiles, for
-// many: tiles of TileRows tokens by tile_weight_rows rows of the weight, one threadgroup each, along x.
+// _rows, for few tokens: each token reads the weight, or 2 or 4 tokens together (_rows2, _rows4), with the weight
+// unpacked once. Grid: tokens, or groups of them, along x, so that the threadgroups of one block of rows read it at
+// about the same time, from the cache; blocks of rows along y. WeightParams.split simdgroups share the work on a row.
+// _tiles, for many tokens: tiles of TileRows tokens by tile_weight_rows rows of the weight. Grid: one threadgroup per
+// tile, along x.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
@@ -42,7 +43,7 @@ template <typename T, typename Chunk>
   output[ulong(token) * params.N + n] = T(value);
 }
 
-// Tokens is 2 or 4: as many outputs of each row, of which a thread writes one.
+// Tokens is 2 or 4. A thread writes one output.
 template <typename T, typename Chunk, uint Tokens>
 [[kernel]] void linear_several_rows(device const T* x [[buffer(0)]],
                                     device const typename Chunk::Data* weight [[buffer(1)]],
@@ -76,7 +77,7 @@ template <typename T, typename Chunk, uint Tokens>
   output[ulong(token + t) * params.N + n] = T(value);
 }
 
-// A band of tiles of tokens walks all blocks of rows together: a weight that was read serves the band.
+// A band of tiles of tokens goes through all blocks of rows together and shares weights in the cache.
 template <typename T, typename Reader, uint TileRows>
 [[kernel]] void linear_tiles(device const T* x [[buffer(0)]], device const typename Reader::Data* weight [[buffer(1)]],
                              device const uchar* scale [[buffer(2)]], device const uchar* offset [[buffer(3)]],

@@ -1,23 +1,25 @@
-// Rows of a matrix, tokens or slots, times rows of weights, for many of both. A threadgroup has a tile of the matrix's
-// rows, which it stages in threadgroup memory as they are; each of its simdgroups has rows of weights of its own, which
-// go from device memory to the registers of the lanes that multiply them: nobody else needs them.
+// Many rows of a matrix (tokens or slots) times many rows of weights. A threadgroup has a tile of the matrix's rows,
+// which it copies to threadgroup memory unchanged. Each of its simdgroups has different rows of weights, which go
+// directly from device memory to the registers of the lanes that multiply them.
 //
-// Operands become float where matrices are filled: that holds every half, bfloat and packed value, sums are float
-// whatever the operands are, M1 and M2 have no bfloat arithmetic, and simdgroup matrices of float multiply about as
-// fast as those of half on the GPUs before M5.
+// Operands are converted to float when matrices are filled: float represents every half, bfloat and packed value, sums
+// are float anyway, M1 and M2 have no bfloat arithmetic, and simdgroup matrices of float multiply about as fast as
+// those of half on GPUs before M5.
 //
-// A product is weights * tile^T, in matrices of 8 by 8 (matrices.h). Sums may be taken in any order, so which columns
-// meet in a matrix is free, as long as both sides agree. The four lanes of a row of weights take two times 8 columns
-// each:
+// A product is weights * tile^T, in 8 x 8 matrices (matrices.h). The order of sums does not matter, so columns may be
+// assigned to matrices freely, as long as both factors agree. Each of the four lanes of a row of weights has two times
+// 8 columns:
 //
-//   of a step's 8 matrices the i-th of half h (0 or 1) multiplies, where the columns of lane q (0 to 3) begin at
-//   c = lane q + second h with the reader's `lane` and `second`, column c + i of the weights as 2 q, and column
-//   c + 4 + i as 2 q + 1;
-//   its row r of the tile's side is column lane (r / 2) + second h + 4 (r % 2) + i: for all i four neighbours, one load
+//   A step has 8 matrices: 4 for each half h (0 or 1) of the lanes' columns. With the reader's `lane` and `second`, the
+//   columns of lane q (0 to 3) in half h begin at c = lane q + second h. In the i-th matrix of a half, column 2 q is
+//   column c + i of the weights, and column 2 q + 1 is column c + 4 + i.
+//   So row r of the other factor is column lane (r / 2) + second h + 4 (r % 2) + i of the tile: four neighbours for all
+//   i, which take one load.
 //
-// Packed weights take 16 neighbours, which are one load. Dense ones are loaded in halves, and all lanes' halves lie
-// side by side: 64 or 128 bytes, of which nothing is needed later. A lane's 16 in a row would need each line again
-// after a half's products, and the first cache of M1 and M2 (8 KB) holds none of them for so long.
+// For packed weights, a lane's 16 columns are neighbours, which take one load. Dense weights are loaded in halves, and
+// the halves of all lanes are contiguous: 64 or 128 bytes, which are completely used. If a lane had 16 neighbours, each
+// cache line would be needed again after the products of a half, but the L1 cache of M1 and M2 (8 KB) is too small to
+// keep it that long.
 #pragma once
 #include "matrices.h"
 #include "rows.h"
@@ -25,10 +27,10 @@
 
 namespace moe_metal {
 
-MOE_METAL_CONSTANT uint kRun = kNarrowColumns;  // columns of a row that a lane takes in a step
+MOE_METAL_CONSTANT uint kRun = kNarrowColumns;  // columns of a row that a lane has in a step
 MOE_METAL_CONSTANT uint kDepth = 4 * kRun;      // of a step
 
-// Lane's sums: at[m][n] are those of its row of weights n with rows 8 m + column and the next of the tile.
+// A lane's sums: at[m][n] are for its n-th row of weights with rows 8 m + column and 8 m + column + 1 of the tile.
 template <uint TileRows>
 struct Products {
   enum : uint { down = TileRows / 8, across = tile_matrices(TileRows) };
@@ -43,14 +45,14 @@ struct RowNumbers {
 
 // ------------------------------------------------------------------------------------------ weights
 
-// How a format's weights are read:
-//   Data, Row, Piece   what their buffer holds; where a row begins; what is kept of a lane's run of it
+// Readers of a format's weights:
+//   Data, Row, Piece   the element type of the buffer; a pointer to a row; the loaded columns of a lane
 //   row                finds a row
-//   load               of a row the run that begins at `column`; `whole`: all of it lies within the row
-//   eight              its elements i to i + 7 divided by `factor`, of which those beyond the row's end are 0
-//   wide               whether 16 bytes may be loaded at once, of the weights and, too, of the matrix
+//   load               loads the columns of a row from `column` on; `whole`: all of them are within the row
+//   eight              elements i to i + 7 divided by `factor`; elements beyond the row's end are 0
+//   wide               whether loads of 16 bytes are aligned, for the weights and for the matrix
 //   lane, second       columns from a lane's first to the next lane's, and from its first 8 to its second 8
-//   stride             of a staged row, so that rows 2 apart meet other banks
+//   stride             of a staged row, chosen so that rows 2 apart use different banks
 
 template <typename T>
 struct WideTile {
@@ -62,7 +64,7 @@ struct WideTile {
   struct Piece {
     device const T* row;
     uint column, length;
-    uint4 first[loads];  // 8 elements; all of the run would take half of a thread's registers
+    uint4 first[loads];  // 8 elements; all 16 would take half of a thread's registers
   };
   static Row row(Weights<T> weights, constant WeightParams& params, uint number) {
     Row row;
@@ -86,7 +88,7 @@ struct WideTile {
     load_eight<whole>(piece, piece.column + second, loaded);
     to_floats<T>(loaded, values);
   }
-  // A load beyond the end becomes one at the end: a branch would make it wait for those before it.
+  // A load beyond the end is moved to the end: with a branch it would wait for the loads before it.
   template <bool whole>
   static void load_eight(thread const Piece& piece, uint column, thread uint4* loaded) {
     constexpr uint elements = Wide<T>::elements;
@@ -107,7 +109,7 @@ struct AnyTile {
     device const T* at;
   };
   struct Piece {
-    device const T* at;  // the run's beginning
+    device const T* at;  // the lane's first column
     long step;
     uint count;  // elements from there to the row's end
   };
@@ -157,7 +159,7 @@ struct PackedTile {
 
 // ------------------------------------------------------------------------------------------ the tile's rows
 
-// What a thread stages of a tile in each step: `turns` pieces of 16 bytes, from rows `between` apart.
+// The part of a tile that a thread stages in each step: `turns` pieces of 16 bytes, from rows that are `between` apart.
 template <uint TileRows, typename A>
 struct Staged {
   enum : uint {
@@ -170,7 +172,7 @@ struct Staged {
   uint4 pieces[turns];
 };
 
-// Matrices are whole: rows of zeros fill the last.
+// The number of rows with padding: rows of zeros complete the last matrix.
 inline uint filled(uint count) { return (count + 7) / 8 * 8; }
 
 template <uint TileRows, typename A>
@@ -185,7 +187,7 @@ void find_rows(thread Staged<TileRows, A>& staged, device const A* matrix, threa
   }
 }
 
-// Loads come before the barrier that lets them be stored, beside those of the weights.
+// Loads pieces to registers, together with the weights, before the barrier after which they are stored.
 template <bool whole, uint TileRows, typename A>
 void load_rows(thread Staged<TileRows, A>& staged, uint count, uint column, uint length, uint thread_index) {
   using S = Staged<TileRows, A>;
@@ -240,7 +242,7 @@ float4 staged_four(threadgroup A* at) {
 
 // ------------------------------------------------------------------------------------------ the product
 
-// products += weights * tile, over a step's columns. Matrices in which the tile has no rows are left out.
+// products += weights * tile, over a step's columns. Matrices without rows of the tile are skipped.
 template <bool whole, typename Reader, uint TileRows, typename A>
 void add_products(thread Products<TileRows>& products, threadgroup A* memory, uint count,
                   thread const typename Reader::Piece* pieces, MatrixPlace place) {
@@ -289,8 +291,8 @@ void step(thread Products<TileRows>& products, thread Staged<TileRows, A>& stage
   add_products<whole, Reader>(products, memory, count, pieces, place);
 }
 
-// The products of a lane's rows of weights with the tile's: `count` rows of the matrix, whose numbers are rows[j].
-// `memory` has room for TileRows * Reader::stride of A. `wide`: 16 bytes of the matrix may be loaded at a time.
+// The products of a lane's rows of weights with the rows of the tile, which are the `count` rows rows[j] of the matrix.
+// `memory` has room for TileRows * Reader::stride elements of A. `wide`: loads of 16 bytes of the matrix are aligned.
 template <uint TileRows, typename Reader, typename A>
 void multiply_tile(thread Products<TileRows>& products, threadgroup uint4* memory, device const A* matrix,
                    threadgroup const uint* rows, uint count, bool wide, Weights<typename Reader::Data> weights,
@@ -301,7 +303,7 @@ void multiply_tile(thread Products<TileRows>& products, threadgroup uint4* memor
   threadgroup A* tile = reinterpret_cast<threadgroup A*>(memory);
   Staged<TileRows, A> staged;
   find_rows(staged, matrix, rows, count, length, thread_index);
-  wide = Reader::wide || wide;  // known while compiling wherever all is wide
+  wide = Reader::wide || wide;  // a compile-time constant if the reader is wide
   typename Reader::Row weight_rows[across];
 #pragma unroll
   for (uint n = 0; n < across; ++n) weight_rows[n] = Reader::row(weights, params, numbers.at[n]);
@@ -321,14 +323,14 @@ void multiply_tile(thread Products<TileRows>& products, threadgroup uint4* memor
 
 // ------------------------------------------------------------------------------------------ a lane's rows
 
-// The first of those that are a lane's among `count` of its threadgroup, which follow one another.
+// The first of a lane's rows, which are consecutive, among the `count` rows of its threadgroup.
 template <uint count>
 uint first_of_lane(uint thread_index) {
   constexpr uint of_simdgroup = count / kTileSimdgroups;
   return thread_index / 32 * of_simdgroup + matrix_place(thread_index % 32).row * (of_simdgroup / 8);
 }
 
-// What is added to the products of each, or 0.
+// Loads the biases of rows, or 0.
 template <uint N, typename T>
 void load_biases(device const T* bias, ulong first, thread const RowNumbers<N>& numbers, ParameterType type,
                  thread Floats<N>& biases) {
@@ -339,7 +341,7 @@ void load_biases(device const T* bias, ulong first, thread const RowNumbers<N>& 
 
 }  // namespace moe_metal
 
-// The two ways that a library's format is read: wherever loads are aligned, and everywhere.
+// The readers for a library's format: for aligned loads, and for any weights.
 #ifndef MOE_METAL_FORMAT
 #define wide_tile(dtype) moe_metal::WideTile<dtype>
 #define any_tile(dtype) moe_metal::AnyTile<dtype>

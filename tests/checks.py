@@ -94,6 +94,13 @@ def bits(tensor: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ memory
 
 
+def placed(tensor: Tensor, device: str) -> Tensor:
+    """A copy on a device with the same strides, also where elements share memory, as in an expanded tensor."""
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.as_strided((length,), (1,)).to(device)
+    return memory.as_strided(tensor.shape, tensor.stride(), 0)
+
+
 def strides_of(shape: torch.Size, kind: str) -> list[int]:
     """contiguous; strided: every second element; padded, evenly or not: rows of a wider tensor; transposed: the first
     dimension is contiguous."""

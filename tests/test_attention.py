@@ -1,5 +1,6 @@
 """`attn_implementation="moe_metal"`, and how `patch` selects it."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from transformers.masking_utils import (
 import torch_moe_metal
 from checks import relative
 from conftest import SIMULATED
-from tiny_models import tiny_model, tokens
+from tiny_models import eager, tiny_model, tokens
 from torch_moe_metal import reference
 from torch_moe_metal.grad import warned
 from torch_moe_metal.transformers.fusing.attention import FEW_QUERIES, attention_forward, attention_mask
@@ -59,6 +60,39 @@ def test_logits_with_padding(family: str, prompt: int, device: str):
     got = logits(with_attention(family, "moe_metal", device, **changes), ids, mask)
     seen = mask.bool()
     assert relative(got[seen], want[seen]) <= 1e-5
+
+
+#: Families whose attention `patch` fuses in a way of its own: gates, norms after the rotation, layers without rope,
+#: scaled queries and values.
+PATCHED = ("qwen3_next", "llama4_text", "mimo_v2_flash", "hunyuan_v1_moe", "laguna", "kimi_linear", "bailing_hybrid")
+PATCHED += ("flint", "jamba", "mistral4", "qwen3_5_moe_text", "deepseek_v2", "glm4_moe_lite")
+ON_SIMULATED = ("qwen3_next", "llama4_text")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("family", PATCHED)
+def test_patched_attention(family: str, packed: bool, device: str):
+    """As eager attention's, with left padding, in prompts and single tokens. unpatch gives back all bits."""
+    if device == "mps" and SIMULATED and (packed or family not in ON_SIMULATED):
+        pytest.skip("the ops' own cases run there")
+    model = eager(tiny_model(family, device))
+    if packed:
+        torch_moe_metal.quantize_(model, bits=8, group_size=16)
+    ids = tokens(2, 11, device=device)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    implementation, before = model.config._attn_implementation, copy.deepcopy(model.state_dict())
+    model.set_attn_implementation("eager")
+    want = logits(model, ids, mask)
+    model.set_attn_implementation(implementation)
+    report = torch_moe_metal.patch(model)
+    assert any(row.name.endswith("self_attn") and row.state == "fused" for row in report.rows)
+    seen = mask.bool()
+    assert relative(logits(model, ids, mask)[seen], want[seen]) <= 1e-5
+    torch_moe_metal.unpatch(model)
+    model.set_attn_implementation("eager")
+    assert torch.equal(logits(model, ids, mask)[seen], want[seen])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("seen", ["all", "window of 6", "window of 5", "chunks of 6"])

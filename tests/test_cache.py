@@ -216,7 +216,7 @@ def test_memory_of_a_batch_that_was_reordered_or_changed(window):
         before = layer.rooms[0].memory
         getattr(layer, change)(torch.tensor([1, 1, 0]))
         assert_bounded(layer)
-        assert layer.rooms is None or layer.rooms[0].memory is not before
+        assert not layer.rooms or layer.rooms[0].memory is not before
         layer.update(*states(3, 1))
         assert_bounded(layer)
 
@@ -530,7 +530,7 @@ def test_no_in_place_writes_with_tangents_or_while_tracing(window):
             duals = [forward_ad.make_dual(*pair) for pair in zip(new, tangents, strict=True)]
             for a, e in zip(ours.update(*duals), stock.update(*duals), strict=True):
                 assert torch.equal(forward_ad.unpack_dual(a).tangent, forward_ad.unpack_dual(e).tangent)
-        assert ours.rooms is None or torch.equal(ours.rooms[0].memory.nan_to_num(), memory.nan_to_num())
+        assert not ours.rooms or torch.equal(ours.rooms[0].memory.nan_to_num(), memory.nan_to_num())
     _, ours = layer_pair(window)
     ours.update(*first)
     traced = torch.jit.trace(lambda keys, values: ours.update(keys, values), new, check_trace=False)

@@ -73,14 +73,26 @@ MEDIA_TOKENS = {
 
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 
+DELTA_ATTENTION = {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 8, "linear_num_heads": 4}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 4,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+    "partial_rotary_factor": 1.0,
+}
+
 # Differences from COMMON, and the number of modules that `patch` fuses: blocks, attention, layers and the last norm.
 FAMILIES = {
     "qwen2_moe": (QWEN_SHARED | {"norm_topk_prob": False}, 7),
     "qwen3_moe": (QWEN, 7),
     "qwen3_vl_moe": (QWEN, 7),
     "qwen3_omni_moe_thinker": (QWEN, 7),
-    "qwen3_next": (QWEN_SHARED | LINEAR_ATTENTION, 2),
-    "qwen3_5_moe_text": (QWEN_SHARED | LINEAR_ATTENTION, 2),
+    "qwen3_next": (QWEN_SHARED | LINEAR_ATTENTION, 3),
+    "qwen3_5_moe_text": (QWEN_SHARED | LINEAR_ATTENTION, 3),
     "mixtral": (LOCAL, 7),
     "olmoe": ({"num_experts": 8}, 7),
     "gemma4_text": (
@@ -109,9 +121,11 @@ FAMILIES = {
             "num_experts_per_tok": 1,
             "intermediate_size_mlp": 48,
             "interleave_moe_layer_step": 1,
-            "attention_chunk_size": 32,
+            "attention_chunk_size": 8,
+            "no_rope_layers": [1, 0],
+            "floor_scale": 4,
         },
-        2,
+        4,
     ),
 }
 
@@ -120,10 +134,15 @@ SAME_CODE = {
     "mellum": (QWEN | WINDOW, 7),
     "dots1": (GROUPS | WINDOW, 5),
     "solar_open": (GROUPS, 7),
-    "mimo_v2_flash": (GROUPS | {"v_head_dim": 8} | WINDOW, 3),
-    "hunyuan_v1_moe": ({"num_experts": 8, "moe_topk": [3, 3]}, 5),
+    "mimo_v2_flash": (GROUPS | {"v_head_dim": 8, "attention_value_scale": 0.7} | WINDOW, 5),
+    "mistral4": (LATENT_ATTENTION | GROUPS | {"rope_parameters": YARN}, 5),
+    "hunyuan_v1_moe": ({"num_experts": 8, "moe_topk": [3, 3]}, 7),
     "hy_v3": ({"num_experts": 8, "num_shared_experts": 1, "first_k_dense_replace": 1}, 5),
-    "laguna": ({"num_experts": 8}, 3),
+    "laguna": ({"num_experts": 8}, 5),
+    "flint": (QWEN_SHARED | WINDOW | {"mlp_only_layers": []}, 7),
+    "jamba": (QWEN | {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}, 2),
+    "kimi_linear": (LATENT_ATTENTION | GROUPS | DELTA_ATTENTION, 2),
+    "bailing_hybrid": (LATENT_ATTENTION | GROUPS | DELTA_ATTENTION, 2),
     "flex_olmo": ({"num_experts": 8}, 4),
     "granitemoe_swa": (LOCAL | WINDOW, 4),
     "granitemoehybrid": (LOCAL | {"layer_types": ["attention"] * 2, "shared_intermediate_size": 32}, 4),
@@ -141,6 +160,8 @@ def build(family: str, **changes) -> torch.nn.Module:
             text_config=text, vision_config=VISION, audio_config=AUDIO, **MEDIA_TOKENS
         )
         return transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config)
+    if family == "mistral4":  # AutoModelForCausalLM does not know it
+        return transformers.Mistral4ForCausalLM(transformers.Mistral4Config(**text))
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **text))
 
 

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,8 @@ from embed import FOLDER, shader_text  # noqa: E402
 
 #: A version of Metal, and the first macOS that has it. The compiler must know this Mac's own version.
 VERSIONS = {"3.1": 14, "3.2": 15, "4.0": 26, "4.1": 27}
+#: Shaders whose libraries are empty before a version of Metal, whose features they use.
+FIRST = {"tensor_ops": "4.0"}
 #: The oldest supported toolchain knows the GPUs from M1 to M4; newer ones are tried too.
 GENERATIONS, REQUIRED = range(13, 22), range(13, 17)
 #: The maths options of launch.mm. Constants of headers are in the flattened text, where clang cannot see their use.
@@ -107,13 +109,20 @@ def listed(lines: Iterable[str], only: str) -> list[Work]:
     return [Work(library, kernels) for library, kernels in sorted(found.items()) if re.search(only, str(library))]
 
 
-def never_asked(works: list[Work]) -> Iterator[str]:
-    """Families of kernels that the extension lists, but that no library of dense weights contains in any dtype."""
+def never_asked(works: list[Work], versions: Collection[str] = tuple(VERSIONS)) -> Iterator[str]:
+    """Families of kernels that the extension lists, but that no library of dense weights contains, in any dtype and in
+    any of the compiled versions."""
     held = {family(kernel.name) for work in works for kernel in work.kernels}
     dense = [work for work in works if not any("FORMAT" in macro for macro in work.library.macros)]
     for work in dense:
+        if first_version(work) not in versions:
+            continue
         for name in sorted({family(kernel.name) for kernel in work.listed} - held):
             yield f"{work.library}: the extension lists {name}, which no library holds"
+
+
+def first_version(work: Work) -> str:
+    return FIRST.get(work.library.shader, next(iter(VERSIONS)))
 
 
 def family(name: str) -> str:
@@ -170,7 +179,9 @@ class Toolchain:
         return target
 
     def names(self, source: Path, version: str, macros: Iterable[str]) -> set[str]:
-        """The kernels in a source after preprocessing."""
+        """The kernels in a source after preprocessing, without Apple's headers, one of which defines __HAVE_TENSOR__ from
+        Metal 4 on."""
+        macros = [*macros, "__HAVE_TENSOR__=1"] if float(version) >= 4 else macros
         text = re.sub(r"^#include <.*$", "", source.read_text(), flags=re.MULTILINE)
         bare = self.folder / f"{source.stem}.bare.metal"
         bare.write_text(text)
@@ -313,7 +324,11 @@ def row(shader: str, arch: str, figures: list[gpu_binary.Figures], readable: boo
 
 
 def runtime(ops: object, works: list[Work], pool: ThreadPoolExecutor) -> str:
-    """Returns what was compiled."""
+    """Returns what was compiled, of the libraries that this macOS's Metal has kernels for."""
+    from torch_moe_metal import macos
+
+    own = float(macos.version() or max(VERSIONS.values()))
+    works = [work for work in works if VERSIONS[first_version(work)] <= own]
     some = next(kernel for work in works for kernel in work.kernels)
     refused("an error at run time", lambda: ops._compile(some.place, PLANTED["an error"]))
     made: Counter[str] = Counter()
@@ -361,7 +376,7 @@ def main(argv: list[str] | None = None) -> None:
         summary(f"## Shaders, compiled by {tools.version()}")
         versions = known_versions(tools, asked.versions)
         offline(tools, works, versions, pool)
-        problems = [] if asked.only else [*never_asked(works)]
+        problems = [] if asked.only else [*never_asked(works, versions)]
         libraries = [work for work in works if work.kernels]
         summary(f"{len(libraries)} libraries as Metal {', '.join(versions)}")
         if "native" in asked.stages and not any(work.problems for work in works):

@@ -3,9 +3,10 @@
 Each number of csrc/mps/tuning.h is tried in turn, with what was kept before it in force: its alternatives take turns in
 one loop with the value that holds, on the calls that show it, in the sizes of your models. An alternative is kept if
 over all those calls it wins more than the noise: three times the error that the spread over the rounds leaves, and what
-two turns of one value differ by; 1 % at least. Last, all that was kept must win so together against the defaults. None
-changes what is computed. But `matrix_units` hands products to PyTorch, which rounds more often; each of its values is
-first compared with our own kernels' results, in the sizes that are measured.
+two turns of one value differ by; 1 % at least. Last, all that was kept must win so together against the defaults.
+No setting changes the results, except `matrix_units` and `tensor_ops`: they leave products to PyTorch and to Apple's
+matmul2d, which round more often. Each of their values is first compared with the results of our other kernels, at the
+sizes that are measured, and `tensor_ops` in every format.
 """
 
 import json
@@ -66,6 +67,7 @@ NUMBERS = (
     Number("tile64_share", (33, 49, 65, 97, 193), slots_per_expert(40, 56, 80, 128, linear=(40, 56, 80, 128))),
     Number("band", (1, 2, 4, 8, 16, 32), tokens(experts=(512, 2048), linear=(512, 2048))),
     Number("matrix_units", (0, 8, 24, 64), slots_per_expert(12, 40, 96)),
+    Number("tensor_ops", (0, 8, 24, 64), slots_per_expert(12, 40, 96, linear=(12, 40, 96))),
     Number("gate_tiles", (10, 24, 48, 80, 160), tokens(gate=(256, 512, 1024, 2048))),
     Number("row_threads", (128, 256, 512, 1024), tokens(norm_add=(1, 32), residual_norm=(1, 8, 32))),
     Number("attention_keys", (64, 128, 256, 512), tokens(attention=(1, 4))),
@@ -94,7 +96,7 @@ Measure = Callable[[Call, Sequence[Numbers]], list[list[float]]]
 MOST = 2048  # tokens of a call
 START = 0.2  # seconds besides, with which long calls are meant
 LEAST = 0.01  # of the time: a win that is worth a number of one's own
-ROUNDINGS = 4  # of a result by PyTorch's kernels, more than twice what their three roundings more cost
+ROUNDINGS = 4  # of a result on the matrix units, more than twice what three or four roundings more cost
 
 
 @dataclass(frozen=True)
@@ -257,10 +259,22 @@ class OnGpu:
         return bool((error <= ROUNDINGS * tolerance(call.dtype, call.model.H)).all())  # NaN is not
 
 
+def checks(number: Number, calls: list[Call]) -> list[Call]:
+    """On which calls its values have to be right. `tensor_ops` has a kernel for each format and dtype, which it uses in
+    all of them; so each is checked, for as many tokens as there are sizes of tiles. `experts` runs the same kernels."""
+    if number.name != "tensor_ops":
+        return calls
+    tokens = sorted({call.T for call in calls if call.op == "linear"})
+    every = product(FORMATS, (torch.float16, torch.bfloat16), tokens)
+    more = [Call("linear", DEFAULT, MODELS[DEFAULT], T, dtype, format) for format, dtype, T in every]
+    return [*calls, *(call for call in more if not call.packing or MODELS[DEFAULT].H % call.packing.whole_columns == 0)]
+
+
 def right(number: Number, calls: list[Call], defaults: Numbers, gpu: OnGpu) -> Number:
-    """Without the values by which PyTorch's kernels have other results than ours."""
+    """Without the values by which the matrix units have other results than our other kernels."""
     if number.name not in tuning.FOREIGN:
         return number
+    calls = checks(number, calls)
 
     def holds(value: int) -> bool:
         if value == defaults[number.name] or all(gpu.is_right(call, {number.name: value}) for call in calls):

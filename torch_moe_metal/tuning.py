@@ -4,8 +4,8 @@ They are kept per GPU name and torch version in one JSON file, of which those th
 
     {"Apple M4 Max": {"2.13.0": {"band": 4, "few_tokens": 12}}}
 
-Numbers by which PyTorch's own kernels run are kept per macOS as well, under "2.15.0, macOS 26.5": another one compiles
-those kernels anew, and it has happened that they were wrong then.
+Numbers by which the matrix units are used are kept per macOS as well, under "2.15.0, macOS 26.5": another one compiles
+those kernels anew, and it has happened that they were wrong then, at the sizes of models only.
 
 The file is `path()`, in the user's cache folder; the environment's MOE_METAL_TUNING names another, or none if empty.
 """
@@ -22,7 +22,7 @@ from . import macos
 
 ops = torch.ops.moe_metal
 Numbers = dict[str, int]
-FOREIGN = ("matrix_units",)  # numbers by which PyTorch's own kernels run
+FOREIGN = ("matrix_units", "tensor_ops")  # numbers by which PyTorch's or Apple's kernels multiply matrices
 
 
 def torch_and_macos() -> str:

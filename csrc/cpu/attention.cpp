@@ -5,9 +5,9 @@
 namespace moe_metal {
 namespace {
 
-// How the work is shared out: tiles of rows for each sequence and key head, whose keys are cut into parts where there
-// would be too few tiles for many cores. It depends on the sizes alone, so that the bits do not depend on the threads.
-constexpr int64_t kMostParts = 64;
+// How the work is divided: tiles of rows for each sequence and key head. If there are too few tiles for many cores,
+// their keys are divided into parts. This depends only on the sizes, so that results do not depend on the threads.
+constexpr int64_t kMaxParts = 64;
 
 struct Plan {
   int64_t group, rows, tiles, parts, items;
@@ -16,7 +16,7 @@ struct Plan {
     constexpr int64_t kWorthAPart = 512;
     const int64_t seen = call.window > 0 ? std::min(call.S, call.window + call.T) : call.S;
     const int64_t most = std::max<int64_t>(at::divup(seen, kWorthAPart), 1);
-    parts = std::clamp<int64_t>(at::divup(kMostParts, call.B * call.J * tiles), 1, most);
+    parts = std::clamp<int64_t>(at::divup(kMaxParts, call.B * call.J * tiles), 1, most);
     items = call.B * call.J * tiles * parts;
   }
 
@@ -30,16 +30,16 @@ struct Plan {
   }
 };
 
-// One row of the output out of its parts and its sink.
+// Combines the parts and the sink of a row to a row of the output.
 template <class Scalar>
 void write_row(const Sums* parts, int64_t count, float sink, int64_t V, Scalar* to) {
   if (std::all_of(parts, parts + count, [](const Sums& part) { return part.total == 0; })) {
-    std::fill_n(to, V, Scalar(0));  // it sees no key
+    std::fill_n(to, V, Scalar(0));  // the row sees no key
     return;
   }
   float greatest = sink;
   for (int64_t p = 0; p < count; ++p) greatest = std::max(greatest, parts[p].greatest);
-  float factors[kMostParts], all = std::exp(sink - greatest);
+  float factors[kMaxParts], all = std::exp(sink - greatest);
   for (int64_t p = 0; p < count; ++p) {
     factors[p] = std::exp(parts[p].greatest - greatest);
     all += factors[p] * parts[p].total;
@@ -54,7 +54,7 @@ void write_row(const Sums* parts, int64_t count, float sink, int64_t V, Scalar* 
   });
 }
 
-// Where the rows of one sequence and key head go, and their sinks.
+// Writes rows of the output, with their sinks.
 template <class Scalar>
 struct Output {
   const Attention& call;

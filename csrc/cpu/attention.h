@@ -1,8 +1,8 @@
-// `attention` of some queries over some keys, a block of keys after the other: the softmax is kept up as blocks come.
+// `attention` of some queries over some keys, block by block, with an online softmax.
 //
-// A row is one query of one head, and rows are those of all heads that share a key head: G of them for each query. So a
-// block of keys and values is read once for all of its rows. Rows lie along the lanes of vectors, for which the queries
-// are transposed once: keys and values are then used as they lie, and nothing is summed across lanes.
+// A row is one query of one head. A tile has rows of all heads that share a key head, so a block of keys and values is
+// read once for all of them. Rows are along the lanes of vectors: queries are transposed once, keys and values are used
+// in place, and nothing is summed across lanes.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -12,19 +12,19 @@
 
 namespace moe_metal {
 
-constexpr int64_t kRows = 128, kKeys = 64;  // at most of a tile, and of a block
+constexpr int64_t kRows = 128, kKeys = 64;  // the most rows of a tile, and keys of a block
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// How many rows' or keys' sums are in registers, two vectors each.
+// How many rows or keys have their sums in registers, two vectors each.
 constexpr int kSumsAtOnce = kVectorRegisters / 4;
 
-// The scores of N vectors of rows with K keys, the k-th of which lies at keys + k * step. A word is a float, or two
-// bfloat16, whose products are exact in float; the n-th vector of a word is queries[word * lanes + n * kLanes ...].
-// Few rows wait for memory, so they bring the next block to the caches, a line with each word.
+// The scores of N vectors of rows with K keys; key k is at keys + k * step. A word is a float, or two bfloat16, whose
+// products are exact in float. The n-th vector of a word is queries[word * lanes + n * kLanes ...]. With few rows
+// memory is the limit, so they prefetch the next block, one line for each word.
 template <int N, int K>
 [[gnu::flatten, gnu::noinline]] inline void dot_floats(const float* queries, int64_t words, int64_t lanes,
                                                        const float* keys, int64_t step, float* scores) {
-  constexpr int64_t kAtOnce = 128;  // words of a sum, so that long heads are as exact as short ones
+  constexpr int64_t kAtOnce = 128;  // words of a partial sum, which bounds the rounding error of long heads
   Vec sums[K][N];
   unrolled<K>([&](auto k) { unrolled<N>([&](auto n) { sums[k][n] = Vec(0); }); });
   for (int64_t w = 0; w < words; ++w) {
@@ -81,14 +81,14 @@ template <int N, int K>
   }
 }
 
-// The same for up to 8 rows, as most models have them while decoding. A vector has two words of each row, side by side:
-// lanes 2r and 2r + 1 are row r's.
+// The same for up to 8 rows, as in decoding with most models. A vector has two words of each row: lanes 2r and 2r + 1
+// are for row r.
 template <int K>
 [[MOE_METAL_BF16, gnu::noinline]] inline void dot_pairs_of_8(const float* queries, int64_t words,
                                                              const at::BFloat16* keys, int64_t step, float* scores) {
   __m512 sums[K];
   MOE_METAL_UNROLL for (int k = 0; k < K; ++k) sums[k] = _mm512_setzero_ps();
-  const at::BFloat16* third[K / 3 + 1];  // of three keys one pointer: more do not fit into registers
+  const at::BFloat16* third[K / 3 + 1];  // one pointer for three keys: more do not fit into registers
   MOE_METAL_UNROLL for (int i = 0; i <= K / 3; ++i) third[i] = keys + 3 * i * step;
   for (int64_t w = 0; w < words; w += 2) {
     __builtin_prefetch(keys + (kKeys + w % K) * step + w / K * 32, 0, 2);
@@ -106,7 +106,7 @@ template <int K>
   }
 }
 
-// e^(score - greatest) in bfloat16, each at the lower end of its lane.
+// e^(score - greatest) in bfloat16, in the lower half of each lane.
 [[MOE_METAL_BF16, gnu::always_inline]] inline __m512i weights_of(const Vec& score, const Vec& greatest) {
   const auto weight = _mm512_cvtneps_pbh(exp2((score - greatest) * Vec(1.44269504f)));
   return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(weight));
@@ -114,7 +114,8 @@ template <int K>
 
 inline Vec as_floats(__m512i weights) { return Vec(_mm512_castsi512_ps(_mm512_slli_epi32(weights, 16))); }
 
-// The weights of 16 lanes for all keys: a word has those of two keys. -> their sums, and whether any key is barred
+// Computes the weights of 16 lanes for all keys; a word has the weights of two keys. -> their sums. some_barred becomes
+// true if any key is masked.
 [[MOE_METAL_BF16, gnu::noinline]] inline Vec weigh_pairs(const float* scores, int64_t lanes, const Vec& greatest,
                                                          float* weights, bool& some_barred) {
   const Vec none(-kInfinity);
@@ -125,7 +126,7 @@ inline Vec as_floats(__m512i weights) { return Vec(_mm512_castsi512_ps(_mm512_sl
     const __m512i first = weights_of(score, greatest);
     barred = barred | (score == none);
     sums = sums + as_floats(first);
-    if (lanes == 8) {  // which has both keys
+    if (lanes == 8) {  // the vector has both keys
       const __m256i second = _mm512_extracti64x4_epi64(first, 1);
       _mm256_store_si256(reinterpret_cast<__m256i*>(weights + at / 2),
                          _mm256_or_si256(_mm512_castsi512_si256(first), _mm256_slli_epi32(second, 16)));
@@ -141,7 +142,7 @@ inline Vec as_floats(__m512i weights) { return Vec(_mm512_castsi512_ps(_mm512_sl
   return sums;
 }
 
-// add_values for two keys at a time, of R rows and 32 columns. Sums of columns lie as unpacking pairs leaves them.
+// add_values for two keys at a time, R rows and 32 columns. The order of the columns' sums is that of unpacked pairs.
 template <int R>
 [[MOE_METAL_BF16, gnu::noinline]] inline void add_pairs(const at::BFloat16* values, int64_t step, int64_t keys,
                                                         const float* weights, int64_t lanes, const float* factors,
@@ -174,7 +175,7 @@ template <int R>
   }
 }
 
-// Where unpacking leaves the sum of the v-th column of 32.
+// The place of column v of 32 in that order.
 constexpr int64_t place_of_sum(int64_t v) { return v / 4 % 2 * 16 + v / 8 * 4 + v % 4; }
 
 inline void order_sums(float* out) {
@@ -184,8 +185,8 @@ inline void order_sums(float* out) {
 }
 #endif
 
-// out = out * factor + weights @ values, of R rows and C vectors of the values' columns. `ahead` is whether to bring
-// the next block to the caches.
+// out = out * factor + weights @ values, for R rows and C vectors of the values' columns. `ahead`: prefetch the next
+// block.
 template <int R, int C, class Scalar, class Count>
 [[gnu::flatten, gnu::noinline]] inline void add_values(const Scalar* values, int64_t step, int64_t keys,
                                                        const float* weights, int64_t lanes, const float* factors,
@@ -207,20 +208,20 @@ template <int R, int C, class Scalar, class Count>
   unrolled<R>([&](auto r) { unrolled<C>([&](auto c) { store(out + r * width + c * kLanes, sums[r][c], Whole()); }); });
 }
 
-// Some rows of one sequence and key head, and the keys that they are to see.
+// Some rows of one sequence and key head, and a range of keys.
 struct Span {
   int64_t sequence, head;
   int64_t first_row, rows;
   int64_t first_key, last_key;
 };
 
-// What a row has come to: its greatest score, the sum of e^(score - greatest), and that of the values times these.
+// The state of a row: its greatest score, the sum of e^(score - greatest), and the sum of values times these weights.
 struct Sums {
   float greatest, total;
   const float* values;
 };
 
-// One per thread. `pairs`: words of two bfloat16, on processors with AVX512-BF16.
+// Each thread has its own. `pairs`: words of two bfloat16, on processors with AVX512-BF16.
 template <class Scalar, bool pairs>
 class AttentionTile {
  public:
@@ -268,20 +269,20 @@ class AttentionTile {
  private:
   using Key = std::conditional_t<pairs, at::BFloat16, float>;
 
-  // Rows as lanes, without half a vector to spare where there is a product for that.
+  // The lanes for so many rows. With `pairs`, up to 8 rows take half a vector.
   static int64_t lanes_of(int64_t rows) { return pairs && rows <= 8 ? 8 : at::divup(rows, kLanes) * kLanes; }
   int64_t key_size() const { return pairs ? 2 * words_ : words_; }
   int64_t query_of(int64_t r) const { return (span_.first_row + r) / group_; }
   int64_t head_of(int64_t r) const { return span_.head * group_ + (span_.first_row + r) % group_; }
 
-  // Of each row; of 8 lanes twice, to fill a vector.
+  // One number per row; with 8 lanes they are repeated to fill a vector.
   float* greatest() const { return of_rows_.get(); }
   float* totals() const { return of_rows_.get() + period_; }
   float* factors() const { return of_rows_.get() + 2 * period_; }
-  float* first_keys() const { return of_rows_.get() + 3 * period_; }  // that the row sees of a block
+  float* first_keys() const { return of_rows_.get() + 3 * period_; }  // the range of keys of a block that a row sees
   float* last_keys() const { return of_rows_.get() + 4 * period_; }
 
-  // As the products take them: a vector has the same word of all rows, or of 8 rows two words each.
+  // Transposes the queries for the products: a vector has the same word of all rows, or two words of 8 rows.
   void read_queries() {
     const int64_t together = (pairs && lanes_ == 8 ? 2 : 1) * static_cast<int64_t>(sizeof(float) / sizeof(Key));
     const int64_t row = lanes_ * together, step = call_.q.stride(3);
@@ -300,7 +301,7 @@ class AttentionTile {
     }
   }
 
-  // Rows of neighbours, and how far apart they are.
+  // Rows with contiguous elements, and their stride.
   template <class Element>
   struct Block {
     const Element* data;
@@ -311,7 +312,7 @@ class AttentionTile {
            key * tensor.stride(2);
   }
 
-  // Keys as they lie, if they are words there and make up whole groups; else a copy, with 0 for what is missing.
+  // Keys in place if they consist of words and fill whole groups; otherwise a copy, padded with 0.
   Block<Key> keys_of(int64_t key, int64_t count) {
     const int64_t size = key_size(), step = call_.k.stride(2), column = call_.k.stride(3), D = call_.D;
     const auto* from = place(call_.k, key);
@@ -351,7 +352,7 @@ class AttentionTile {
     }
   }
 
-  // A group of keys with all rows.
+  // The scores of a group of keys with all rows.
   void multiply_keys(const Key* keys, int64_t step, float* scores) const {
     constexpr int K = kSumsAtOnce;
     int64_t r = 0;
@@ -375,7 +376,7 @@ class AttentionTile {
     }
   }
 
-  // Scores to weights, relative to the greatest score so far. -> whether any key is barred to any row
+  // Converts scores to weights relative to the greatest score so far. -> whether any key is masked for any row
   bool weigh(int64_t key, int64_t count) {
     const int64_t last_query = query_of(span_.rows - 1);
     const bool at_an_edge =
@@ -399,15 +400,15 @@ class AttentionTile {
     }
   }
 
-  // Where the mask of a row has its first key of the block.
+  // The offset of the mask of row `r` for a key.
   int64_t mask_of(int64_t r, int64_t key) const {
     const Tensor& mask = call_.mask;
     return span_.sequence * mask.stride(0) + head_of(r) * mask.stride(1) + query_of(r) * mask.stride(2) +
            key * mask.stride(3);
   }
 
-  // Whether a mask of truth values bars nothing here. That of a decoded token is one row for all heads, and bars the
-  // padding before a prompt alone.
+  // Whether a bool mask excludes nothing here. In decoding it is one row for all heads, and usually only excludes
+  // padding before a prompt.
   bool sees_all(int64_t key, int64_t count) const {
     if (call_.mask.scalar_type() != at::kBool) return false;
     const auto* seen = elements<bool>(call_.mask);
@@ -443,7 +444,8 @@ class AttentionTile {
     });
   }
 
-  // Scores as the softmax takes them, of some rows. What is barred is so whatever its score is. -> their greatest
+  // Applies scale, softcap, mask and causality to scores of some rows. Masked scores become -inf, even if they are NaN.
+  // -> the greatest scores
   Vec bend_and_bar(int64_t lane, bool at_an_edge) {
     const Vec softcap(call_.softcap), none(-kInfinity), first = load(first_keys() + lane, Whole()),
                                                         last = load(last_keys() + lane, Whole());
@@ -466,11 +468,12 @@ class AttentionTile {
     return greatest;
   }
 
-  // -> whether any key is barred
+  // -> whether any key is masked
   bool softmax(int64_t lane, const Vec& greatest_of_block) {
     const Vec none(-kInfinity), before = load(greatest() + lane, Whole());
     const Vec now = at::vec::maximum(before, over_lanes(greatest_of_block));
-    const Vec one = Vec::blendv(now, Vec(0), now == none);  // whose weight is 1; if it saw none, all of them are 0
+    const Vec one =
+        Vec::blendv(now, Vec(0), now == none);  // the score of weight 1; rows without keys have weights of 0
     const auto power = [&](const Vec& score) { return exp2((score - one) * Vec(1.44269504f)); };
     Vec sums(0), barred(0);
     bool some_barred = false;
@@ -490,7 +493,7 @@ class AttentionTile {
     return some_barred || barred.zero_mask() != (1 << kLanes) - 1;
   }
 
-  // The greatest of the lanes that stand for one row.
+  // The greatest of the lanes of each row.
   Vec over_lanes(const Vec& vec) const {
     if (lanes_ >= kLanes) return vec;
     alignas(64) float two[2 * kLanes];
@@ -542,13 +545,13 @@ class AttentionTile {
     return sum(zero) == 0;
   }
 
-  // Of a key to a row.
+  // The weight of key n for row r.
   float weight(int64_t n, int64_t r) const {
     if constexpr (!pairs) return weights_[n * lanes_ + r];
     return reinterpret_cast<const at::BFloat16*>(weights_.get() + n / 2 * lanes_ + r)[n % 2];
   }
 
-  // Where a column's sum is until all keys are added.
+  // The place of a column's sum until all keys are added.
   static int64_t place_of(int64_t v) {
 #ifdef MOE_METAL_HAS_AVX512
     if constexpr (pairs) return v / 32 * 32 + place_of_sum(v % 32);
@@ -556,7 +559,7 @@ class AttentionTile {
     return v;
   }
 
-  // Where a value is infinite or NaN, a weight of 0 does not keep it out: what is barred is left out.
+  // If a value is infinite or NaN, a weight of 0 would give NaN, so masked keys are skipped.
   void add_seen_values(const Block<Scalar>& block, int64_t count) {
     for (int64_t r = 0; r < span_.rows; ++r) {
       float* out = out_.get() + r * width_;
@@ -571,15 +574,15 @@ class AttentionTile {
 
   const Attention& call_;
   const int64_t group_;
-  const int64_t lanes_;   // that rows have in the scores of a key
-  const int64_t words_;   // of a query, and of a key
-  const int64_t period_;  // lanes after which the rows repeat: a vector at least
-  const int64_t width_;   // of a row's values
+  const int64_t lanes_;   // lanes of the scores of a key
+  const int64_t words_;   // words of a query, and of a key
+  const int64_t period_;  // lanes after which rows repeat: at least a vector
+  const int64_t width_;   // of a row of the output sums
   const std::unique_ptr<float[], Free> queries_, scores_, weights_, added_, out_, of_rows_;
   const std::unique_ptr<Key[], Free> keys_;
   const std::unique_ptr<Scalar[], Free> values_;
   Span span_ = {};
-  bool masked_ = false;  // whether the mask says anything of this block
+  bool masked_ = false;  // whether the mask affects this block
 };
 
 }  // namespace moe_metal

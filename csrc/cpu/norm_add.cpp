@@ -15,7 +15,7 @@ void rows(const ResidualNorm& call) {
   const auto* scalar = call.scalar.defined() ? elements<float>(call.scalar) : nullptr;
   auto* output = call.output.mutable_data_ptr<Scalar>();
   for_each_row(call.T, 3 * H, 0, [=](int64_t t, float*) {
-    const Vec scale(rms(input + t * H, H, eps));
+    const Vec scale(inv_rms(input + t * H, H, eps));
     for_each_vector(H, [=](int64_t h, auto count) {
       const Vec normed = load(input + t * H + h, count) * scale;
       const Vec weighted = weight ? normed * load(weight + h, count) : normed;

@@ -21,7 +21,7 @@ void rows(const ResidualNorm& call) {
       store(exact + h, total, count);
       store(sum + t * H + h, total, count, past);
     });
-    const Vec scale(rms(exact, H, eps));
+    const Vec scale(inv_rms(exact, H, eps));
     for_each_vector(H, [=](int64_t h, auto count) {
       const Vec normed = load(exact + h, count) * scale * load(weight + h, count);
       store(output + t * H + h, scalar ? normed * load(scalar + h, count) : normed, count, past);

@@ -79,7 +79,7 @@ struct Heads {
         turn_row([=](int64_t i, auto count) { return load(row + i, count); }, cos, sin, out);
       } else {
         const float* factors = weight.data() + (norms_all ? h * D : 0);
-        const Vec normed(norms_all ? scale : rms(row, D, eps));
+        const Vec normed(norms_all ? scale : inv_rms(row, D, eps));
         turn_row([=](int64_t i, auto count) { return load(row + i, count) * normed * load(factors + i, count); }, cos,
                  sin, out);
       }

@@ -16,7 +16,7 @@ void rows(const WeightedSum& call) {
   auto* output = call.output.mutable_data_ptr<Scalar>();
   for_each_row(call.T, (K + 2) * H, H, [=](int64_t t, float* sum) {
     weighted_slots(slots + t * K * H, weights + t * K, K, H, sum);
-    const Vec scale(rms(sum, H, eps)), residual_scale(rms(residual + t * H, H, eps));
+    const Vec scale(inv_rms(sum, H, eps)), residual_scale(inv_rms(residual + t * H, H, eps));
     for_each_vector(H, [=](int64_t h, auto count) {
       const Vec moe = load(sum + h, count) * scale * load(moe_norm_weight + h, count);
       const Vec normed = load(residual + t * H + h, count) * residual_scale * load(residual_norm_weight + h, count);

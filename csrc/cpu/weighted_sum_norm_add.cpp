@@ -15,7 +15,7 @@ void rows(const WeightedSum& call) {
   auto* output = call.output.mutable_data_ptr<Scalar>();
   for_each_row(call.T, (K + 2) * H, H, [=](int64_t t, float* sum) {
     weighted_slots(slots + t * K * H, weights + t * K, K, H, sum);
-    const Vec scale(rms(sum, H, eps));
+    const Vec scale(inv_rms(sum, H, eps));
     for_each_vector(H, [=](int64_t h, auto count) {
       const Vec moe = load(sum + h, count) * scale * load(norm_weight + h, count);
       store(output + t * H + h, load(residual + t * H + h, count) + moe, count);

@@ -21,7 +21,7 @@ void rows(const WeightedSum& call) {
       store(row + h, total, count);
       store(sum + h, total, count);
     });
-    const Vec scale(rms(sum, H, eps));
+    const Vec scale(inv_rms(sum, H, eps));
     for_each_vector(H, [=](int64_t h, auto count) {
       store(output + t * H + h, load(sum + h, count) * scale * load(norm_weight + h, count), count);
     });

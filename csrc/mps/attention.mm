@@ -74,7 +74,8 @@ AttentionParams attention_params(const Attention& call) {
 // As many simdgroups share the columns of keys and values as needed to keep them in registers. The others of the
 // threadgroup take more rows, if there are any, which then read the same keys from the cache; else more keys. If that
 // leaves too few threadgroups to keep the GPU busy, threadgroups also share the keys of the same rows, as long as each
-// has enough of them: they write partial results, which a second kernel combines.
+// has enough of them: they write partial sums, which the second kernel combines. A part is a whole number of turns, so
+// that no stream idles in the last one.
 Grid cut(const Attention& call, const AttentionKernel& kernel, AttentionParams& params) {
   const int64_t key_chunks = ceil_div(call.D, kAttentionKeyColumns);
   const int64_t value_chunks = ceil_div(call.V, kAttentionValueColumns);
@@ -90,7 +91,8 @@ Grid cut(const Attention& call, const AttentionKernel& kernel, AttentionParams& 
   const int64_t x = row_blocks * call.B * call.J, first = call.first_key(0), keys = call.last_key(call.T - 1) - first;
   const int64_t enough = tuning().enough_simdgroups / (kAttentionSimdgroups * x * column_blocks);
   const int64_t most = std::min(enough, ceil_div(keys, tuning().attention_keys * tiles));
-  const int64_t part_keys = ceil_div(ceil_div(keys, std::max<int64_t>(most, 1)), kAttentionKeys) * kAttentionKeys;
+  const int64_t turn = kAttentionKeys * (kAttentionSimdgroups / slices / tiles);  // keys of all streams in one turn
+  const int64_t part_keys = ceil_div(ceil_div(keys, std::max<int64_t>(most, 1)), turn) * turn;
   params.slices = to_uint(slices);
   params.tiles = to_uint(tiles);
   params.row_blocks = to_uint(row_blocks);
@@ -113,7 +115,7 @@ void run(const Attention& call) {
     return;
   }
   const int64_t rows = call.B * call.A * call.T, all = rows * params.parts;
-  params.sums_at = ceil_div(2 * all, kWide) * kWide;
+  params.sums_at = ceil_div(2 * all, kVectorWidth) * kVectorWidth;
   const int64_t length = static_cast<int64_t>(params.sums_at) + all * call.V;
   const Tensor parts = at::empty({length}, call.q.options().dtype(at::kFloat));
   to_uint(rows);

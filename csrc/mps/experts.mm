@@ -2,12 +2,12 @@
 #include <torch/library.h>
 
 #include "mps/grouped.h"
-#include "mps/weights.h"
+#include "mps/tensor_ops.h"
 
 namespace moe_metal {
 namespace {
 
-// A few slots are decode's on any model.
+// Up to 16 slots are always decoded.
 bool is_decode(const Experts& call) {
   return call.T * call.K <= std::max<int64_t>(call.E * tuning().decode_slots / 100, 16);
 }
@@ -39,7 +39,7 @@ ExpertsParams experts_params(const Experts& call) {
 
 // ---------------------------------------------------------------------------------------------- decode
 
-// In the order of WeightLayout, which numbers the parts of their file.
+// Indexed by WeightLayout, as are the parts of experts_decode.metal (the last argument).
 FormatKernels decode_gate_up[] = {{"experts_decode", "experts_gate_up_rows_wide", 32 * kChunkSimdgroups, 0},
                                   {"experts_decode", "experts_gate_up_rows", 32 * kChunkSimdgroups, 1},
                                   {"experts_decode", "experts_gate_up_columns_wide", 32 * kMaxSplit, 2},
@@ -54,8 +54,8 @@ struct Product {
   Grid grid;
 };
 
-// x: slots or tokens; rows: of weights for each of them; columns: to sum over; tile: rows of a threadgroup where lanes
-// lie across the rows. The vector is read like the rows, so `wide` must hold for both.
+// x: slots or tokens; rows: rows of weights for each of them; columns: columns to sum over; tile: rows of a threadgroup
+// if lanes are across the rows. The vector is loaded like the rows, so both must be aligned for wide loads.
 Product product(FormatKernels* kernels, const Weight& weight, WeightParams& params, bool wide_vector, int64_t x,
                 int64_t rows, int64_t columns, int64_t tile, const Tensor& activations) {
   WeightLayout layout = params.layout;
@@ -73,7 +73,7 @@ void decode(const Experts& call, ExpertsParams params) {
                                   call.H, kColumnRows, call.x);
   const Product down =
       product(decode_down, call.down, params.down, true, call.T, call.H, call.K * call.I, kDownColumnRows, call.x);
-  params.inner_placed = !call.down.format->is_dense();  // packed weights meet it in whole chunks
+  params.inner_placed = !call.down.format->is_dense();  // packed weights are multiplied by whole chunks of it
   params.inner_length = to_uint(params.inner_placed ? ceil_div(call.I, kPackedChunk) * kPackedChunk : call.I);
   const Tensor inner = at::empty({slots, params.inner_length}, call.x.options().dtype(at::kFloat));
   launch({{gate_up.kernel, gate_up.grid, call.x, call.ids, call.gate_up.data, call.gate_up.scale, call.gate_up.offset,
@@ -85,7 +85,7 @@ void decode(const Experts& call, ExpertsParams params) {
 // ---------------------------------------------------------------------------------------------- prefill
 
 Kernel sort_kernel{"experts_slots", "experts_sort", -1, kFormats, 1024};
-// By tile_size; the parts of their file are numbered so, and go on with the wide ones.
+// Indexed by tile_size. The last argument is the part of experts_prefill.metal.
 FormatKernels gate_up_tiles[] = {{"experts_prefill", "experts_gate_up_tiles16", kTileThreads, 0},
                                  {"experts_prefill", "experts_gate_up_tiles32", kTileThreads, 1},
                                  {"experts_prefill", "experts_gate_up_tiles64", kTileThreads, 2}};
@@ -99,34 +99,54 @@ FormatKernels down_tiles_wide[] = {{"experts_prefill", "experts_down_tiles16_wid
 constexpr int kRowThreads = 256;
 Kernels combine_kernels("experts_slots", "experts_combine", kRowThreads, 1);
 
-// Rows along x, and so many elements of each, one per thread.
+// One thread per element: rows along x, blocks of elements along y.
 Grid grid_of_rows(int64_t rows, int64_t elements) { return {rows, ceil_div(elements, kRowThreads), kRowThreads}; }
 
-// For all tiles of the list, in pieces of `size`, and so many rows of weights.
+// The grid for all tiles of the list, in pieces of size `size` (a tile_size), and this many rows of weights.
 Grid grid_of_tiles(const ExpertsParams& params, int64_t size, int64_t rows) {
   const int64_t tile_rows = 16 << size, pieces = params.tiles * (params.tile_rows / tile_rows);
   return {ceil_div(pieces, params.band) * params.band * ceil_div(rows, tile_weight_rows(tile_rows)), 1, kTileThreads};
 }
 
-// Each expert has a threadgroup, whose threads share all slots.
-Grid sort_grid(const Experts& call) {
-  return {call.E, 1, static_cast<int>(std::min<int64_t>(ceil_div(call.T * call.K, 32) * 32, 1024))};
+// Memory for the slots sorted by expert: their order, and the list of tiles followed by the end of each expert's slots.
+struct Sorted {
+  Tensor order, tiles;
+};
+
+Sorted sorted(const Experts& call, const ExpertsParams& params) {
+  const auto ints = call.x.options().dtype(at::kInt);
+  return {at::empty({call.T * call.K}, ints), at::empty({int64_t{4} * params.tiles + call.E}, ints)};
 }
 
-// Memory beyond the inputs: 4 * T * K * (H + I + 1) bytes, and the list of tiles.
+// One threadgroup per expert; its threads share all slots.
+Dispatch sort(const Experts& call, const Sorted& slots, const ExpertsParams& params) {
+  const int64_t threads = std::min<int64_t>(ceil_div(call.T * call.K, 32) * 32, 1024);
+  return {sort_kernel, {call.E, 1, static_cast<int>(threads)}, call.ids, slots.order, slots.tiles, params};
+}
+
+int size_of_tiles(const Experts& call) { return tile_size(call.T * call.K / call.E); }
+
+// Sets the size of the list of tiles: each expert may have one incomplete tile.
+void list_tiles(ExpertsParams& params, int size) {
+  params.tile_rows = 16 << size;
+  params.tiles = to_uint(int64_t{params.T} * params.K / params.tile_rows + params.E);
+  params.band = to_uint(tuning().band);
+}
+
+// Scratch memory: 4 * T * K * (H + I + 1) bytes, and the list of tiles.
 void prefill_tiles(const Experts& call, ExpertsParams params) {
   const at::ScalarType dtype = call.x.scalar_type();
   const Weight &gate_up = call.gate_up, &down = call.down;
-  const int64_t slots = call.T * call.K, size = tile_size(slots / call.E), down_size = std::min<int64_t>(size, 1);
-  params.tile_rows = 16 << size;
-  params.tiles = to_uint(slots / params.tile_rows + call.E);
-  params.band = to_uint(tuning().band);
-  const auto floats = call.x.options().dtype(at::kFloat), ints = call.x.options().dtype(at::kInt);
-  const Tensor order = at::empty({slots}, ints), tiles = at::empty({params.tiles, 4}, ints);
+  const int64_t slots = call.T * call.K;
+  const int size = size_of_tiles(call), down_size = std::min(size, 1);
+  list_tiles(params, size);
+  const auto floats = call.x.options().dtype(at::kFloat);
+  const Sorted by_expert = sorted(call, params);
+  const auto& [order, tiles] = by_expert;
   const Tensor inner = at::empty({slots, call.I}, floats), outputs = at::empty({slots, call.H}, floats);
   const bool wide_gate_up = params.wide_x && params.gate_up.layout == WeightLayout::rows_wide;
   const bool wide_down = wide_rows(inner, call.I) && params.down.layout == WeightLayout::rows_wide;
-  launch({{sort_kernel, sort_grid(call), call.ids, order, tiles, params},
+  launch({sort(call, by_expert, params),
           {(wide_gate_up ? gate_up_tiles_wide : gate_up_tiles)[size](dtype, gate_up.format),
            grid_of_tiles(params, size, 2 * call.I), call.x, order, tiles, gate_up.data, gate_up.scale, gate_up.offset,
            call.gate_up_bias, inner, params},
@@ -141,29 +161,53 @@ Kernel grouped_x{"experts_grouped", "experts_grouped_x", -1, kFormats, kRowThrea
 Kernels grouped_inner("experts_grouped", "experts_grouped_inner", kRowThreads, 1);
 Kernels grouped_combine("experts_grouped", "experts_grouped_combine", kRowThreads, 2);
 
-// The products are PyTorch's. Memory beyond the inputs: 2 * T * K * (2H + 3I + 4) bytes.
-void prefill_grouped(const Experts& call, const ExpertsParams& params) {
+// multiply(rows, weight, tiles) computes both products of rows in the order of the slots, on the matrix units.
+// Scratch memory: 2 * T * K * (2H + 3I + 4) bytes, and the list of tiles if there is one.
+template <class Multiply>
+void prefill_grouped(const Experts& call, const ExpertsParams& params, const Multiply& multiply) {
   const at::ScalarType dtype = call.x.scalar_type();
   const int64_t slots = call.T * call.K;
-  const auto ints = call.x.options().dtype(at::kInt);
-  const Tensor order = at::empty({slots}, ints), places = at::empty({slots}, ints), ends = at::empty({call.E}, ints);
-  const Tensor rows = at::empty({slots, call.H}, call.x.options());
-  launch({{sort_kernel, sort_grid(call), call.ids, order, ends, params},
+  const Sorted by_expert = sorted(call, params);
+  const Tensor& order = by_expert.order;
+  const Tensor places = at::empty({slots}, order.options()), rows = at::empty({slots, call.H}, call.x.options());
+  const Tensor ends = by_expert.tiles.narrow(0, int64_t{4} * params.tiles, call.E);
+  launch({sort(call, by_expert, params),
           {grouped_x, grid_of_rows(slots, call.H / 8), call.x, order, ends, rows, places, params}});
-  const Tensor both = grouped_product(rows, call.gate_up, ends);
+  const Tensor both = multiply(rows, call.gate_up, by_expert.tiles);
   const Tensor inner = at::empty({slots, call.I}, call.x.options());
   launch(grouped_inner[dtype], grid_of_rows(slots, call.I), both, call.ids, order, ends, call.gate_up_bias, inner,
          params);
-  const Tensor results = grouped_product(inner, call.down, ends);
+  const Tensor results = multiply(inner, call.down, by_expert.tiles);
   launch(grouped_combine[dtype], grid_of_rows(call.T, call.H), results, places, call.ids, call.weights, call.down_bias,
          call.shared, call.shared_gate, call.residual, call.output, params);
 }
 
-void prefill(const Experts& call, const ExpertsParams& params) {
-  const int64_t least = tuning().matrix_units;
-  const bool grouped = least > 0 && call.T * call.K >= least * call.E && params.wide_x &&
-                       has_grouped_product(call.gate_up) && has_grouped_product(call.down);
-  grouped ? prefill_grouped(call, params) : prefill_tiles(call, params);
+// Whether to use our own kernels for the matrix units.
+bool has_tensor_products(const Experts& call, const ExpertsParams& params) {
+  if (!is_worth(tuning().tensor_ops, call.T * call.K, call.E) || !params.wide_x) return false;
+  const int size = size_of_tiles(call);
+  return has_tensor_product(call.x, call.gate_up, size) && has_tensor_product(call.x, call.down, size);
+}
+
+bool has_grouped_products(const Experts& call, const ExpertsParams& params) {
+  return is_worth(tuning().matrix_units, call.T * call.K, call.E) && params.wide_x &&
+         has_grouped_product(call.gate_up) && has_grouped_product(call.down);
+}
+
+void prefill(const Experts& call, ExpertsParams params) {
+  if (has_tensor_products(call, params)) {
+    const int size = size_of_tiles(call);
+    list_tiles(params, size);
+    prefill_grouped(call, params, [&](const Tensor& rows, const Weight& weight, const Tensor& tiles) {
+      const Tensor product = at::empty({rows.size(0), weight.rows}, rows.options());
+      tensor_product(rows, weight, Tensor(), {tiles, params.tiles, size}, product);
+      return product;
+    });
+  } else if (has_grouped_products(call, params)) {
+    prefill_grouped(call, params, grouped_product);  // `tiles` has only the ends
+  } else {
+    prefill_tiles(call, params);
+  }
 }
 
 void run(const Experts& call) {

@@ -38,7 +38,7 @@ struct Layout {
 
 GluAccess access(const Glu& call, const Layout& layout) {
   const auto& [inner, middle, outer] = layout.dimensions;
-  const auto fours = [](auto... values) { return ((values % kWide == 0) && ...); };
+  const auto fours = [](auto... values) { return ((values % kVectorWidth == 0) && ...); };
   const bool one_row = middle.size * outer.size == 1;
   if (!one_row && !fours(inner.size, middle.gate, middle.up, outer.gate, outer.up)) return GluAccess::strided;
   const int64_t gate = call.gate.storage_offset(), up = call.up.storage_offset();
@@ -56,7 +56,7 @@ GluStrides strides(const Layout& layout, int64_t Dimension::* tensor) {
 
 GluParams glu_params(const Glu& call, const Layout& layout) {
   const auto& [inner, middle, outer] = layout.dimensions;
-  const int64_t chunks = ceil_div(inner.size, kWide);
+  const int64_t chunks = ceil_div(inner.size, kVectorWidth);
   return {
       .gate = strides(layout, &Dimension::gate),
       .up = strides(layout, &Dimension::up),

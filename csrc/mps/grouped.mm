@@ -11,7 +11,7 @@ namespace {
 
 using c10::OperatorHandle;
 
-// The arguments that are passed. All behind them must have a default: a later torch may add some.
+// The arguments that we pass. All later ones must have a default, since a newer torch may add some.
 constexpr const char* kGiven[] = {"self", "mat2", "offs"};
 
 bool takes_what_is_given(const c10::FunctionSchema& schema) {
@@ -25,21 +25,21 @@ bool takes_what_is_given(const c10::FunctionSchema& schema) {
   return true;
 }
 
-// Up to torch 2.14 mps has no kernel of its own, and the one for all devices has the host wait for each expert.
+// Up to torch 2.14 mps has no kernel of its own, and with the generic kernel the host waits for each expert.
 std::optional<OperatorHandle> grouped_mm() {
   const auto op = c10::Dispatcher::singleton().findSchema({"aten::_grouped_mm", ""});
   const bool fits = op && op->hasKernelForDispatchKey(c10::DispatchKey::MPS) && takes_what_is_given(op->schema());
   return fits ? op : std::nullopt;
 }
 
-// As the op has it: [E, columns, rows].
+// The weight as the op needs it: [E, columns, rows].
 Tensor transposed(const Weight& weight) {
   const Tensor& data = weight.data;
   return data.as_strided({data.size(0), weight.columns, weight.rows}, {weight.expert, weight.column, weight.row},
                          data.storage_offset());
 }
 
-// The op refuses rows that overlap, and strides that are not whole pieces of 16 bytes.
+// The op rejects overlapping rows, and strides that are not multiples of 16 bytes.
 bool fits_grouped_mm(const Weight& weight) {
   if (!weight.format->is_dense() || weight.data.element_size() != 2 || weight.gap != 0) return false;
   const int64_t piece = 16 / weight.data.element_size(), offset = weight.data.storage_offset();
@@ -54,13 +54,13 @@ bool fits_grouped_mm(const Weight& weight) {
 bool has_grouped_product(const Weight& weight) { return fits_grouped_mm(weight) && grouped_mm(); }
 
 Tensor grouped_product(const Tensor& x, const Weight& weight, const Tensor& ends) {
-  if (x.is_meta()) return at::empty({x.size(0), weight.rows}, x.options());  // a rehearsal
+  if (x.is_meta()) return at::empty({x.size(0), weight.rows}, x.options());  // only compiles kernels, see launch.h
   const at::AutoDispatchBelowADInplaceOrView below;
   const OperatorHandle op = *grouped_mm();
   torch::jit::Stack stack = {x, transposed(weight), ends};
   const auto& arguments = op.schema().arguments();
   for (size_t i = stack.size(); i < arguments.size(); ++i) stack.push_back(*arguments[i].default_value());
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::MPS), &stack);  // neither autograd nor autocast
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::MPS), &stack);  // without autograd and autocast
   return stack.back().toTensor().contiguous();
 }
 

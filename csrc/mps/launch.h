@@ -43,7 +43,8 @@ struct Kernel {
   const int max_threads;  // per threadgroup; fewer leave each thread more registers
   const int part;         // the part of its file, see `in_part` in common.h
   std::atomic<const Pipeline*> pipeline = nullptr;
-  Kernel* const next;  // the kernel constructed before this one
+  std::atomic<bool> is_refused = false;  // compiles() has failed
+  Kernel* const next;                    // the kernel constructed before this one
   static inline Kernel* first = nullptr;
 };
 
@@ -129,6 +130,12 @@ template <class... Arguments>
 void launch(Kernel& kernel, Grid grid, const Arguments&... arguments) {
   launch({Dispatch(kernel, grid, arguments...)});
 }
+
+// Whether this macOS supports shaders/tensor_ops.metal, which uses matmul2d of Metal Performance Primitives.
+bool has_tensor_ops();
+
+// Whether this kernel compiles, which is tried once. For kernels with a fallback: errors are ignored.
+bool compiles(Kernel& kernel);
 
 // ---------------------------------------------------------------------------------------------- params and grids
 

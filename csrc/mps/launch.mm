@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <map>
@@ -35,12 +36,13 @@ constexpr NSUInteger kThreadgroupMemory = 32768;
 
 // Derives the macOS version from the kernel's. On macOS 26 NSProcessInfo returns 16 to programs that were linked for an
 // older version, as many Pythons are. torch_moe_metal/macos.py does the same in Python.
-bool is_macos_at_least(int major) {
+bool is_macos_at_least(int major, int minor = 0) {
   char release[32] = {};
   size_t size = sizeof(release) - 1;
   if (sysctlbyname("kern.osrelease", release, &size, nullptr, 0) != 0) return false;
-  const int darwin = std::atoi(release);
-  return (darwin < 25 ? darwin - 9 : darwin == 25 ? 26 : darwin) >= major;
+  int darwin = 0, own_minor = 0;
+  std::sscanf(release, "%d.%d", &darwin, &own_minor);
+  return std::pair(darwin < 25 ? darwin - 9 : darwin == 25 ? 26 : darwin, own_minor) >= std::pair(major, minor);
 }
 
 NSString* text(const std::string& characters) { return [NSString stringWithUTF8String:characters.c_str()]; }
@@ -54,10 +56,10 @@ bool is_apple_gpu(id<MTLDevice> device) { return [device supportsFamily:MTLGPUFa
 
 void check_device(id<MTLDevice> device) {
   TORCH_CHECK(is_macos_at_least(14),
-              "moe_metal: expected macOS 14 or newer, whose Metal supports bfloat16; this one is older");
+              "moe_metal: expected macOS 14 or newer, whose Metal knows bfloat16; this one is older");
   TORCH_CHECK(is_apple_gpu(device),
               "moe_metal: expected an Apple GPU of family 7 or newer, as every Apple silicon Mac ", "has; ",
-              [[device name] UTF8String], " is not one: a virtual Mac's GPU lacks features that the kernels need");
+              [[device name] UTF8String], " is none: a virtual Mac's GPU lacks what the kernels need");
   TORCH_CHECK([device maxThreadgroupMemoryLength] >= kThreadgroupMemory, "moe_metal: expected a GPU with ",
               kThreadgroupMemory, " bytes of threadgroup memory; ", [[device name] UTF8String], " has ",
               [device maxThreadgroupMemoryLength]);
@@ -109,7 +111,7 @@ const char* shader_text(const std::string& shader) {
   for (const ShaderText& each : shader_texts) {
     if (shader == each.name) return each.text;
   }
-  TORCH_CHECK(false, "moe_metal: this build does not contain shaders/", shader, ".metal; rebuild it");
+  TORCH_CHECK(false, "moe_metal: this build holds no shaders/", shader, ".metal; rebuild it");
 }
 
 // The compile time of each library, in the order in which they were finished.
@@ -161,7 +163,7 @@ std::string host_name(const Kernel& kernel) {
 id<MTLComputePipelineState> compile_pipeline(id<MTLDevice> device, id<MTLLibrary> library, const Kernel& kernel,
                                              const std::string& name) {
   id<MTLFunction> function = [[library newFunctionWithName:text(name)] autorelease];
-  TORCH_CHECK(function, "moe_metal: shaders/", kernel.shader, ".metal has no kernel ", name);
+  TORCH_CHECK(function, "moe_metal: shaders/", kernel.shader, ".metal holds no kernel ", name);
   MTLComputePipelineDescriptor* descriptor = [[[MTLComputePipelineDescriptor alloc] init] autorelease];
   [descriptor setLabel:text(name)];
   [descriptor setComputeFunction:function];
@@ -317,8 +319,8 @@ Failure& failure() {
 void note_failure(NSError* error, int64_t dispatches, const Pipeline* last) {
   std::lock_guard lock(failure().mutex);
   if (failure().is_there) return;
-  failure().what = "after " + std::to_string(dispatches) + " of our kernels, the last of which was " +
-                   [last->name UTF8String] + ": " + reason(error);
+  failure().what = "after " + std::to_string(dispatches) + " of our kernels, of which " + [last->name UTF8String] +
+                   " was the last: " + reason(error);
   failure().is_there = true;
 }
 
@@ -326,8 +328,8 @@ void raise_failure() {
   if (!failure().is_there) return;
   std::lock_guard lock(failure().mutex);
   if (!failure().is_there.exchange(false)) return;  // another thread has raised it
-  TORCH_CHECK(false, "moe_metal: the GPU aborted earlier work, ", failure().what,
-              "\nResults of that work and later ones may be wrong.");
+  TORCH_CHECK(false, "moe_metal: the GPU gave up on earlier work, ", failure().what,
+              "\nWhat was computed there and since is not right.");
 }
 
 // Whether PyTorch makes a new command buffer for each commit and keeps it forever, as it does for signposts and
@@ -403,17 +405,30 @@ std::tuple<c10::List<std::string>, c10::List<double>> times_of_libraries() {
 
 }  // namespace
 
+// Before macOS 26.2, tensors in registers have a different layout, and bfloat tensors are missing.
+bool has_tensor_ops() { return is_macos_at_least(26, 2); }
+
+bool compiles(Kernel& kernel) {
+  if (kernel.is_refused) return false;
+  try {
+    pipeline_of(at::mps::getCurrentMPSStream(), kernel);
+  } catch (const c10::Error&) {
+    kernel.is_refused = true;
+  }
+  return !kernel.is_refused;
+}
+
 void launch(std::initializer_list<Dispatch> dispatches) {
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
-  const bool is_rehearsal = dispatches.begin()->arguments[0].tensor->is_meta();
+  const bool is_warmup = dispatches.begin()->arguments[0].tensor->is_meta();
   bool any = false;
   for (const Dispatch& dispatch : dispatches) {
     if (dispatch.grid.empty()) continue;
-    if (!is_rehearsal) check_tensors(dispatch);
+    if (!is_warmup) check_tensors(dispatch);
     pipeline_of(stream, dispatch.kernel);
     any = true;
   }
-  if (!any || is_rehearsal) return;
+  if (!any || is_warmup) return;
   raise_failure();
   // A block copies its captures, so it gets a pointer.
   const auto* all = &dispatches;

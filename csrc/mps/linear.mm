@@ -1,16 +1,16 @@
 #include <torch/library.h>
 
-#include "mps/weights.h"
+#include "mps/tensor_ops.h"
 
 namespace moe_metal {
 namespace {
 
 FormatKernels wide_rows_kernels("linear", "linear_rows_wide", 32 * kChunkSimdgroups, 7);
 FormatKernels rows_kernels("linear", "linear_rows", 32 * kChunkSimdgroups, 6);
-// For 2 and 4 tokens together.
+// Kernels that multiply 2 or 4 tokens together.
 FormatKernels several_kernels[] = {{"linear", "linear_rows2_wide", 32 * kChunkSimdgroups, 8},
                                    {"linear", "linear_rows4_wide", 32 * kChunkSimdgroups, 9}};
-// By tile_size; the parts of their file are numbered so, and go on with the wide ones and those above.
+// Indexed by tile_size. The last argument is the part of linear.metal.
 FormatKernels tile_kernels[] = {{"linear", "linear_tiles16", kTileThreads, 0},
                                 {"linear", "linear_tiles32", kTileThreads, 1},
                                 {"linear", "linear_tiles64", kTileThreads, 2}};
@@ -29,6 +29,9 @@ void at_once(const Linear& call) {
                          .weight = weight_params(weight, call.N)};
   if (call.T > tuning().few_tokens) {
     const int size = tile_size(call.T);
+    if (is_worth(tuning().tensor_ops, call.T) && has_tensor_product(call.x, weight, size)) {
+      return tensor_product(call.x, weight, call.bias, {.size = size}, call.output);
+    }
     const int64_t tiles = ceil_div(call.T, 16 << size), band = std::min(tuning().band, tiles);
     params.band = to_uint(band);
     const Grid grid = {ceil_div(tiles, band) * band * ceil_div(call.N, tile_weight_rows(16 << size)), 1, kTileThreads};

@@ -11,8 +11,8 @@ namespace moe_metal {
 // `count` rows of `length` elements in contiguous tensors. Loads of four elements need rows that all start at a
 // multiple of four.
 inline RowShape row_shape(int64_t count, int64_t length, std::initializer_list<const Tensor*> tensors) {
-  bool wide = length % kWide == 0;
-  for (const Tensor* tensor : tensors) wide &= !tensor->defined() || tensor->storage_offset() % kWide == 0;
+  bool wide = length % kVectorWidth == 0;
+  for (const Tensor* tensor : tensors) wide &= !tensor->defined() || tensor->storage_offset() % kVectorWidth == 0;
   return {.count = to_uint(count), .length = to_uint(length), .wide = wide};
 }
 
@@ -20,8 +20,8 @@ inline RowShape row_shape(int64_t count, int64_t length, std::initializer_list<c
 // rows it has four chunks, which keeps as many loads in flight with fewer threads to sum over. The result is a multiple
 // of a simdgroup. 1024 threads are only for rows that do not fit in the registers of fewer, at four chunks each.
 inline int threads_for_row(int64_t rows, int64_t length) {
-  const int64_t each = rows <= 32 ? kWide : 4 * kWide;
-  const int64_t most = length <= 4 * kWide * tuning().row_threads ? tuning().row_threads : 1024;
+  const int64_t each = rows <= 32 ? kVectorWidth : 4 * kVectorWidth;
+  const int64_t most = length <= 4 * kVectorWidth * tuning().row_threads ? tuning().row_threads : 1024;
   return static_cast<int>(std::min<int64_t>(ceil_div(ceil_div(length, each), kSimdgroup) * kSimdgroup, most));
 }
 
@@ -42,7 +42,7 @@ constexpr int kBlockThreads = 256;
 
 // Without a norm, rows are cut into blocks. With few rows, blocks have one simdgroup, to use the whole GPU.
 inline Grid grid_of_blocks(int64_t rows, int64_t length) {
-  const int64_t chunks = ceil_div(length, kWide);
+  const int64_t chunks = ceil_div(length, kVectorWidth);
   const int64_t threads =
       std::min<int64_t>(ceil_div(chunks, kSimdgroup) * kSimdgroup, rows <= 32 ? kSimdgroup : kBlockThreads);
   return {rows, ceil_div(chunks, threads), static_cast<int>(threads)};

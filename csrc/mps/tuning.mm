@@ -15,7 +15,7 @@ namespace {
 
 std::atomic<const Tuning*> current = new Tuning;
 
-// The names by which Python knows the numbers, and what each may be.
+// The names of the numbers in Python, and their valid values.
 struct Number {
   const char* name;
   int64_t Tuning::* value;
@@ -34,6 +34,7 @@ constexpr Number kNumbers[] = {
     {"tile64_share", &Tuning::tile64_share, 1, kMost},
     {"band", &Tuning::band, 1, 64},
     {"matrix_units", &Tuning::matrix_units, 0, kMost},
+    {"tensor_ops", &Tuning::tensor_ops, 0, kMost},
     {"gate_tiles", &Tuning::gate_tiles, 0, kMost},
     {"row_threads", &Tuning::row_threads, kSimdgroup, 1024, Number::whole_simdgroups},
     {"attention_keys", &Tuning::attention_keys, 1, kMost},
@@ -43,7 +44,7 @@ constexpr Number kNumbers[] = {
 };
 static_assert(sizeof(Tuning) == std::size(kNumbers) * sizeof(int64_t), "every number has a name");
 
-// Lists, since a dictionary's hash of a string is a function of libc++ that macOS 14 does not have.
+// Lists instead of a dictionary, whose hash of strings needs a function of libc++ that macOS 14 lacks.
 using Names = c10::List<std::string>;
 using Values = c10::List<int64_t>;
 
@@ -74,7 +75,7 @@ std::tuple<Names, Values> numbers(bool defaults) {
   return {names, values};
 }
 
-// What is not named gets its default.
+// Numbers that are not named get their defaults.
 void set_numbers(const Names& names, const Values& values) {
   TORCH_CHECK_VALUE(names.size() == values.size(), "moe_metal: expected a value for each name");
   Tuning next;
@@ -95,7 +96,7 @@ void set_tuning(const Tuning& tuning) { current.store(new Tuning(tuning), std::m
 
 }  // namespace moe_metal
 
-// For torch_moe_metal/tuning.py alone.
+// Only for torch_moe_metal/tuning.py.
 TORCH_LIBRARY_FRAGMENT(moe_metal, m) {
   m.def("_tuning(*, bool defaults=False) -> (str[], int[])", &moe_metal::numbers);
   m.def("_set_tuning(str[] names, int[] values) -> ()", &moe_metal::set_numbers);

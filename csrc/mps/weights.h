@@ -146,6 +146,11 @@ inline int64_t tokens_at_once(int64_t tokens, double flops) {
   return tokens <= most ? tokens : ceil_div(tokens, static_cast<int64_t>(std::ceil(tokens / most)));
 }
 
+// Whether there are at least `least` slots (or tokens) per weight; never if `least` is 0.
+inline bool is_worth(int64_t least, int64_t slots, int64_t weights = 1) {
+  return least > 0 && slots >= bounded_product({least, weights});
+}
+
 // 0, 1 or 2 for tiles of 16, 32 or 64 tokens (or slots), depending on how many use one weight.
 inline int tile_size(int64_t share) {
   return share >= tuning().tile64_share ? 2 : share >= tuning().tile32_share ? 1 : 0;

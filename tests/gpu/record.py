@@ -29,6 +29,7 @@ import packed_rows  # noqa: E402
 import ptx  # noqa: E402
 import simulated  # noqa: E402
 from cases import CASES, Case, call  # noqa: E402
+from checks import placed  # noqa: E402
 from torch_moe_metal import tune, tuning  # noqa: E402
 from torch_moe_metal.arguments import ARGUMENTS  # noqa: E402
 from torch_moe_metal.bench.calls import Call, choices, halves, joined_heads, tokens_of  # noqa: E402
@@ -37,11 +38,6 @@ from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
 MOST = 3e7  # flops or bytes of a case that is worth replaying
 TOKENS = (1, 4, 16, 32, 64, 512, 4096)
 TIMED = (torch.bfloat16, torch.float32)
-
-
-def on_mps(tensor: Tensor) -> Tensor:
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="mps")
-    return empty.copy_(tensor)
 
 
 def trace(case: Case | Call | packed_rows.Row, args: dict[str, Tensor]) -> dict:
@@ -92,7 +88,7 @@ def traces(ops: list[str]) -> Iterator[dict]:
         if case.op in ops and max(case.flops, case.bytes) <= MOST:
             args = case.arguments()
             if replayable(case, args) and all(tensor.numel() for tensor in args.values()):
-                yield trace(case, {name: on_mps(tensor) for name, tensor in args.items()})
+                yield trace(case, {name: placed(tensor, "mps") for name, tensor in args.items()})
 
 
 def bench_traces(ops: list[str], model: str) -> Iterator[dict]:
@@ -120,7 +116,7 @@ def packed_traces() -> Iterator[dict]:
     """Traces of the rows in packed formats. Only one expert is packed, to get the layout; memory is uninitialised."""
     generator = torch.Generator().manual_seed(0)
     for row in packed_rows.ROWS:
-        args = {name: on_mps(tensor) for name, tensor in row.inputs(generator).items()}
+        args = {name: placed(tensor, "mps") for name, tensor in row.inputs(generator).items()}
         for name, one in row.weights(generator, experts=1).items():
             shape = one.shape if row.N else (packed_rows.E, *one.shape[1:])
             args[name] = torch.empty(shape, dtype=one.dtype, device="mps")

@@ -45,7 +45,7 @@ def without_the_extension() -> None:
 if "torch_moe_metal" not in sys.modules:
     without_the_extension()
 from cases import CASES, Args, expected  # noqa: E402
-from checks import assert_matches, meets_infinity  # noqa: E402
+from checks import assert_matches, meets_infinity, placed  # noqa: E402
 from packed_rows import BFLOAT, ROWS, Row  # noqa: E402
 from torch_moe_metal import bench, reference, tune  # noqa: E402
 from torch_moe_metal.bench import device_bench, measure  # noqa: E402
@@ -167,18 +167,13 @@ class Replay:
 # ------------------------------------------------------------------------------------------------ correctness
 
 
-def on_gpu(tensor: Tensor) -> Tensor:
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
-    return empty.copy_(tensor)
-
-
 def check(kernels: Kernels, traces: list[dict], poison: bool = True) -> int:
     cases = {str(case): case for case in CASES}
     wrong = 0
     for done, trace in enumerate(traces, 1):
         case = cases[trace["case"]]
         args = case.arguments()
-        replay = Replay(kernels, trace, {name: on_gpu(tensor) for name, tensor in args.items()}, poison)
+        replay = Replay(kernels, trace, {name: placed(tensor, "cuda") for name, tensor in args.items()}, poison)
         replay()
         torch.cuda.synchronize()
         try:

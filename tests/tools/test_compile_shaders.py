@@ -79,7 +79,8 @@ def test_libraries_contain_the_requested_kernels() -> None:
     works = compile_shaders.listed(torch.ops.moe_metal._kernels(), r"^(?!.*FORMAT)")
     texts = {work.library.shader: embed.shader_text(embed.FOLDER / f"{work.library.shader}.metal") for work in works}
     for work in works:
-        text = translate.preprocess(texts[work.library.shader], 310, work.library.macros)
+        version = int(float(compile_shaders.first_version(work)) * 100)
+        text = translate.preprocess(texts[work.library.shader], version, work.library.macros)
         names = compile_shaders.kernel_names(text)
         work.kernels = {kernel for kernel in work.listed if kernel.name in names}
         assert names <= {kernel.name for kernel in work.listed}, str(work.library)
@@ -128,6 +129,33 @@ def test_a_compiler_that_accepts_anything(tool: str, accepts: str, planted: str,
     path.write_text(path.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\nif {asks}; then {done}; exit 0; fi\n"))
     with pytest.raises(ShaderError, match=planted):
         run(xcrun, "--versions", "3.1", "--stages", "native", "--archs", "g13s")
+
+
+TENSORS = "^tensor_ops PART=0 DTYPE=2$"
+
+
+def test_metal_4_has_tensors_and_metal_3_an_empty_library(xcrun: str, capsys: pytest.CaptureFixture) -> None:
+    """With a toolchain or a macOS that has no Metal 4 nothing is missed."""
+    run(xcrun, "--stages", only=TENSORS)
+    assert "1 libraries as Metal 3.1, 3.2, 4.0" in capsys.readouterr().out
+    run(xcrun, "--versions", "3.2", "--stages", only=TENSORS)
+    assert "0 libraries as Metal 3.2" in capsys.readouterr().out
+    works = compile_shaders.listed(torch.ops.moe_metal._kernels(), TENSORS)
+    assert not [*compile_shaders.never_asked(works, ["3.1", "3.2"])]
+    assert len([*compile_shaders.never_asked(works, ["3.2", "4.0"])]) == 1
+
+
+def test_an_older_macos_is_not_asked_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_moe_metal import macos
+
+    ops = torch.ops.moe_metal
+    works = compile_shaders.listed(ops._kernels(), f"{TENSORS}|{GLU}")
+    for work in works:
+        work.kernels = {work.listed[0]}
+    for version, libraries in (("15.5", 1), ("26.2", 2)):
+        monkeypatch.setattr(macos, "version", lambda version=version: version)
+        with compile_shaders.ThreadPoolExecutor(1) as pool:
+            assert compile_shaders.runtime(ops, works, pool).startswith(f"{libraries} libraries")
 
 
 def test_planted_error_at_run_time(xcrun: str) -> None:

@@ -71,6 +71,11 @@ SHOWING = {
     "band": [("experts", {"T": 80, "E": 4, "K": 2, "H": 40, "I": 24}), ("linear", {"T": 300, "N": 37, "H": 24})],
     # In float32 and in bfloat16, of which the second can be PyTorch's.
     "matrix_units": [("experts", {"T": T, "E": 2, "K": 1, "H": 40, "I": 24}) for T in (20, 20, 80, 80, 160, 160)],
+    # The same, with a linear layer.
+    "tensor_ops": [
+        *(("experts", {"T": T, "E": 2, "K": 1, "H": 40, "I": 24}) for T in (20, 20, 80, 80, 160, 160)),
+        *(("linear", {"T": T, "N": 37, "H": 96}) for T in (40, 40)),
+    ],
     "gate_tiles": [("gate", {"T": T, "E": 65, "K": 2, "H": 8}) for T in (257, 545, 1025, 1281)],
     "attention_keys": [("attention", {"B": 1, "A": 4, "J": 2, "T": 1, "S": 300, "D": 64, "V": 64})],
     "commit_dispatches": [("experts", {"T": 3, "E": 8, "K": 4, "H": 40, "I": 24})],
@@ -121,7 +126,8 @@ def sampled(number: Number, value: int) -> list[Case]:
 
 @contextlib.contextmanager
 def foreign(number: Number) -> Iterator[float]:
-    """PyTorch's kernels are there, as from torch 2.15 on. -> how many roundings they may cost"""
+    """PyTorch's kernels exist, as from torch 2.15 on, and Apple's, as from macOS 26.2 on. -> the roundings that they may
+    add"""
     if number.name not in tuning.FOREIGN:
         yield 1
     elif not SIMULATED:
@@ -129,7 +135,7 @@ def foreign(number: Number) -> Iterator[float]:
     else:
         import metal_sim
 
-        with metal_sim.grouped_mm():
+        with metal_sim.grouped_mm(), metal_sim.playing_macos(26, 2):
             yield test_experts_grouped.ROUNDINGS
 
 
@@ -524,28 +530,54 @@ def test_what_won_is_told_and_kept(tiny, monkeypatch, file: Path, capsys):
 
 @pytest.fixture
 def units(monkeypatch, mps: str):
-    """PyTorch's kernels are there, a planted winner is matrix_units 24, and the default model is small."""
+    """PyTorch's and Apple's kernels are there, 24 of either is a planted winner, and the default model is small."""
     import metal_sim
 
     def rounds(ways: dict, device: str, seconds: float) -> dict[str, list[float]]:
         times = {}
         for name, way in ways.items():
             way()
-            times[name] = [0.5e-3 if tuning.in_force()["matrix_units"] == 24 else 1e-3] * 7
+            wins = any(tuning.in_force()[number] == 24 for number in tuning.FOREIGN)
+            times[name] = [0.5e-3 if wins else 1e-3] * 7
         return times
 
     monkeypatch.setattr(tune, "rounds_each", rounds)
+    monkeypatch.setattr(tune, "FORMATS", {"dense": None})
     monkeypatch.setitem(MODELS, DEFAULT, MODELS[DEFAULT].reduced(E=2, K=1, H=64, I=64))
-    with metal_sim.grouped_mm():
+    with metal_sim.grouped_mm(), metal_sim.playing_macos(26, 2):
         yield
 
 
 @on_mps
-@pytest.mark.skipif(not SIMULATED, reason="a Mac's torch may have no such kernels")
-def test_foreign_kernels_are_kept_where_they_are_right_and_faster(units, capsys):
-    assert main([*QUICK, "--numbers", "matrix_units"]) == 0
+@pytest.mark.skipif(not SIMULATED, reason="a Mac may have no such kernels")
+@pytest.mark.parametrize("number", ["matrix_units", pytest.param("tensor_ops", marks=pytest.mark.slow)])
+def test_foreign_kernels_are_kept_where_they_are_right_and_faster(units, capsys, number: str):
+    assert main([*QUICK, "--numbers", number]) == 0
     said = capsys.readouterr()
-    assert "Kept: matrix_units 24" in said.out and "left out" not in said.err
+    assert f"Kept: {number} 24" in said.out and "left out" not in said.err
+
+
+class Gpu:
+    """Notes what is compared, and finds one format wrong."""
+
+    def __init__(self, wrong: str):
+        self.wrong, self.compared = wrong, []
+
+    def is_right(self, call: Call, numbers: dict) -> bool:
+        self.compared.append(call)
+        return call.format != self.wrong or call.dtype != torch.float16
+
+
+def test_tensor_ops_are_compared_in_every_format():
+    """Whatever formats are measured: each has kernels of its own, of which macOS may compile one wrong."""
+    (number,) = (number for number in NUMBERS if number.name == "tensor_ops")
+    calls = tune.calls_of(number, {(DEFAULT, "dense"): MODELS[DEFAULT]}, BFLOAT)
+    gpu = Gpu("none")
+    assert tune.right(number, calls, {"tensor_ops": 0}, gpu) == number
+    seen = {(call.format, call.dtype, call.T) for call in gpu.compared if call.op == "linear"}
+    assert seen == {(f, d, T) for f in tune.FORMATS for d in (torch.float16, BFLOAT) for T in (12, 40, 96)}
+    assert {call.op for call in gpu.compared} == {"experts", "linear"}
+    assert tune.right(number, calls, {"tensor_ops": 0}, Gpu("q4_k")).values == (0,)
 
 
 @on_mps

@@ -1,4 +1,4 @@
-// Format affine: integers, with a scale and an offset for each group of columns.
+// Format affine: integers with a scale and an offset per group of columns.
 #pragma once
 #include "cpu/formats/codes.h"
 #include "cpu/weights/processor_dots.h"

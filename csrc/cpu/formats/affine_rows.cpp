@@ -1,4 +1,4 @@
-// Rows in format affine whose numbers fill bytes.
+// Rows in format affine with widths that divide a byte.
 #include "cpu/formats/affine.h"
 #include "cpu/weights/packed_rows.h"
 

@@ -1,4 +1,4 @@
-// Rows in format affine whose numbers cross from byte to byte.
+// Rows in format affine with widths that do not divide a byte.
 #include "cpu/formats/affine.h"
 #include "cpu/weights/packed_rows.h"
 

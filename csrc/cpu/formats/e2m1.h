@@ -1,4 +1,4 @@
-// Formats mxfp4 and nvfp4: e2m1, with a scale for each group of columns.
+// Formats mxfp4 and nvfp4: e2m1 with a scale per group of columns.
 #pragma once
 #include "cpu/formats/codes.h"
 #include "cpu/weights/processor_dots.h"

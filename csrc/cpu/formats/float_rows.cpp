@@ -1,4 +1,4 @@
-// Rows whose numbers are small floats.
+// Rows in formats with small floats.
 #include "cpu/formats/e2m1.h"
 #include "cpu/formats/e4m3.h"
 #include "cpu/weights/packed_rows.h"

@@ -1,4 +1,4 @@
-// Rows of GGML's blocks of 32 columns whose codes are, or become, bytes.
+// Rows of GGML's blocks of 32 columns whose codes are bytes, or are looked up as bytes.
 #include "cpu/formats/ggml_32.h"
 #include "cpu/weights/packed_rows.h"
 

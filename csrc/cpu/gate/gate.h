@@ -1,4 +1,4 @@
-// What the ways of `gate` share: the rows that go into the products, and what becomes of the logits.
+// Shared by the ways to compute `gate`: the rows of hidden as operands of products, and the routing of logits.
 #pragma once
 #include "contract.h"
 #include "cpu/route.h"
@@ -8,13 +8,13 @@ namespace moe_metal {
 
 inline const float* floats(const Tensor& tensor) { return tensor.defined() ? elements<float>(tensor) : nullptr; }
 
-// What the norm multiplies a row of hidden by, before its weights.
+// The factor by which the norm multiplies a row of hidden, without the weights.
 template <class Scalar>
 inline float norm_scale(const Gate& call, const Scalar* row) {
-  return call.norm_weight.defined() ? rms(row, call.H, call.eps) : 1;
+  return call.norm_weight.defined() ? inv_rms(row, call.H, call.eps) : 1;
 }
 
-// to[h] = row[h] as float, and normed where there are weights for it.
+// to[h] = row[h] as float, normed if there are norm weights.
 template <class Scalar>
 inline void float_row(const Scalar* row, const Vec& scale, const float* norm_weight, int64_t count, float* to) {
   for_each_vector(count, [=](int64_t h, auto n) {
@@ -23,7 +23,7 @@ inline void float_row(const Scalar* row, const Vec& scale, const float* norm_wei
   });
 }
 
-// From logits to the outputs of token t. One per thread.
+// Routes token t by its logits. Each thread has its own.
 class RouteToken {
  public:
   explicit RouteToken(const Gate& call)

@@ -5,7 +5,7 @@
 
 namespace moe_metal {
 
-// to[t] = the row of token first + t as float, and normed
+// to[t] = the row of token first + t as float, normed if there are norm weights
 inline void float_rows(const Gate& call, int64_t first, int64_t count, float* to) {
   const int64_t H = call.H;
   with_dtype(call.hidden.scalar_type(), [&](auto scalar) {

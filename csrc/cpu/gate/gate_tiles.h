@@ -5,8 +5,8 @@
 
 namespace moe_metal {
 
-// Up to four groups of 16 tokens through the product and the router. One per thread. A normed row is float; it goes in
-// as the sum of three rows of 8 bits each, which is exact, and each of the three takes the place of a group.
+// Multiplies and routes up to four groups of 16 tokens. Each thread has its own. A normed row is float; it is split
+// exactly into the sum of three bfloat16 rows of 8 bits each, and each of the three takes the place of a group.
 class GateTiles {
  public:
   GateTiles(const Gate& call, const Strips& strips)
@@ -20,7 +20,7 @@ class GateTiles {
         logits_(scratch<float>(kGroups * kTile * call.params.experts)),
         route_(call) {}
 
-  // How many tokens go through at once.
+  // The most tokens at a time.
   static int64_t most(const Gate& call) { return kGroups / parts(call) * kTile; }
 
   void operator()(int64_t first, int64_t count) {
@@ -49,22 +49,22 @@ class GateTiles {
     const float* norm_weight = floats(call_.norm_weight);
     const Vec upper_half(std::bit_cast<float>(0xffff0000));
     for (int64_t t = 0; t < count; ++t) {
-      const Vec scale(rms(x + t * H, H, call_.eps));
+      const Vec scale(inv_rms(x + t * H, H, call_.eps));
       for_each_vector(H, [&](int64_t h, auto n) {
         Vec rest = load(x + t * H + h, n) * scale * load(norm_weight + h, n);
         for (int part = 0; part < 3; ++part) {
           const Vec top = rest & upper_half;
           store(&split_[(part * kTile + t) * H + h], top, n);
           rest = rest - top;
-          // Infinity leaves NaN, and 0 times an infinite weight is NaN: what is left is too small to count instead.
+          // Avoids a rest of NaN for infinity, and of 0, which gives NaN with an infinite weight: the rest becomes a
+          // negligible multiple of `top` instead.
           rest = Vec::blendv(top * Vec(0x1p-60f), rest, rest.abs() > Vec(0));
         }
       });
     }
   }
 
-  // Some columns at a time, for which the tokens stay in the first cache, or without AMX in the second, while all
-  // experts pass.
+  // Multiplies a few columns at a time for all experts, so that the tokens stay in the L1 cache (without AMX: L2).
   void multiply(int64_t tokens) {
     const int64_t at_once = amx_available() ? 8 : 64;
     for (int64_t b = 0; b < strips_.blocks(); b += at_once) {
@@ -77,7 +77,7 @@ class GateTiles {
     }
   }
 
-  // The logits of the group that begins with token t.
+  // Transposes and adds up the logits of the group that begins with token t.
   void collect(int64_t t) {
     const int64_t E = call_.params.experts;
     for (int64_t e = 0; e < E; e += kTile) {

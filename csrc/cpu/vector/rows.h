@@ -63,7 +63,7 @@ inline float sum_of_squares(const Scalar* row, int64_t H) {
 
 // rsqrt(mean(row^2) + eps)
 template <class Scalar>
-inline float rms(const Scalar* row, int64_t H, float eps) {
+inline float inv_rms(const Scalar* row, int64_t H, float eps) {
   return 1 / std::sqrt(sum_of_squares(row, H) / static_cast<float>(H) + eps);
 }
 

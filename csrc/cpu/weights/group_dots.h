@@ -5,9 +5,9 @@
 #include "cpu/weights/scaled_rows.h"
 
 namespace moe_metal {
-namespace {  // so that a compiler knows all calls of a function and may specialise it
+namespace {  // internal linkage, so that the compiler can specialise functions for their calls
 
-// Packed rows, as products read them.
+// The interface of packed rows for products.
 template <class Read>
 struct Packed : ScaledRows {
   Read read;
@@ -24,12 +24,12 @@ struct Packed : ScaledRows {
       if constexpr (std::is_same_v<Count, Whole>) return values;
       return Vec::set(Vec(0), values, count);
     }
-    // What is left of the row at a column, up to a vector and perhaps nothing.
+    // The rest of the row from a column on, up to a vector; 0 past the end.
     Vec load_part(int64_t r, int64_t column) const {
       const int64_t count = std::min(all.columns - column, kLanes);
       return count <= 0 ? Vec(0) : count == kLanes ? load(r, column, Whole()) : load(r, column, count);
     }
-    // Packed rows are far too short for the processor's own prefetching.
+    // Packed rows are too short for the hardware prefetcher.
     [[gnu::always_inline]] void prefetch(int64_t r, int64_t column) const {
       __builtin_prefetch(data + r * all.row + bytes(column), 0, 2);
     }
@@ -42,10 +42,10 @@ struct Packed : ScaledRows {
   static int64_t bytes(int64_t columns) { return columns * Read::kBytes / Read::kColumns; }
 };
 
-// One or two tokens: a group's products with the bare numbers are summed first, then scaled. Integers count from the
-// middle of their range, near which most are, so that their sum rounds off less: what the middle takes away is where
-// the sum begins, which costs no number anything. What the offsets add is a product of its own, with groups side by
-// side.
+// Products with one or two tokens: sums over the codes of a group, which are then scaled. Integers are centred at the
+// middle of their range, near which most of them are, for smaller rounding errors: the sum of a group begins with the
+// contribution of the middle, which costs nothing per number. The offsets' contribution is a separate product, with
+// vectors along the groups.
 template <class Read>
 class GroupDots {
   static constexpr int64_t kGroup = [] {  // 0: weights differ in it
@@ -69,7 +69,8 @@ class GroupDots {
   }
 
  private:
-  // The tokens' numbers in the order of the codes; each group's sum of them; and where the sum of a group begins.
+  // Prepares the tokens: their numbers in the order of the codes, the sum of each group, and the initial value of each
+  // group's sum of products.
   void lay_out(const Packed<Read>& weight, const Tokens& tokens) {
     const int64_t group = int64_t{1} << weight.shift;
     if (tokens.count > static_cast<int64_t>(laid_out_.size())) {
@@ -126,7 +127,7 @@ class GroupDots {
     unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { tokens.out[n][first + r] = sum(sums[r][n]); }); });
   }
 
-  // G groups of R rows.
+  // Products of G groups of R rows.
   template <int R, int N, int G, class Group>
   [[gnu::always_inline]] inline void some_groups(const typename Packed<Read>::Some& rows, int64_t g, Group group,
                                                  const uint8_t* ahead, Vec (&sums)[R][N]) const {
@@ -143,7 +144,7 @@ class GroupDots {
       unrolled<G>([&](auto i) {
         unrolled<2>([&](auto v) {
           const int64_t here = c + i * group + v * kLanes, column = g * group + here;
-          __builtin_prefetch(ahead + R * Packed<Read>::bytes(column), 0, 2);  // in memory's order
+          __builtin_prefetch(ahead + R * Packed<Read>::bytes(column), 0, 2);  // in address order
           Vec of_tokens[N];
           unrolled<N>([&](auto n) { of_tokens[n] = Vec::loadu(x + n * weight.columns + here); });
           unrolled<R>([&](auto r) {
@@ -165,7 +166,7 @@ class GroupDots {
   }
 
   std::unique_ptr<float[], Free> x_, sums_, begin_;
-  std::vector<const float*> laid_out_;  // the tokens of x_: they stay what they are as long as this lives
+  std::vector<const float*> laid_out_;  // the tokens of x_, which must not change during the lifetime of this object
 };
 
 }  // namespace

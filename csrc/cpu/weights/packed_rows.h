@@ -1,15 +1,15 @@
-// Rows of packed weights, and their products: one template for all formats, whose readers are in formats/*.h. Every
-// format is compiled in one of the files *_rows.cpp, side by side. A reader has
-//   kColumns, kBytes      of the bytes that rows are made of
-//   kOwnScales            whether those hold the scales, too: scales() reads them then
-//   kScalesAreRare        whether many columns of many rows share one
-//   kGroup                how many columns share one, if all weights of the format have the same
-//   kOffset               whether a value is scale * code + offset, and else scale * code
+// Rows of packed weights, and their products: one template for all formats, whose readers are in formats/*.h. The files
+// *_rows.cpp compile the formats, in parallel. Members of a reader:
+//   kColumns, kBytes      columns and bytes of a block of a row
+//   kOwnScales            whether the blocks contain their scales, which scales() reads
+//   kScalesAreRare        whether many columns of many rows share a scale
+//   kGroup                columns that share a scale, if it is the same for all weights of the format
+//   kOffset               whether a value is scale * code + offset, or scale * code
 //   operator()            the codes of a vector of a row's columns, as floats
-//   quick                 the same in an order of its own, which codes.in_order() gives to the tokens' numbers, and in
+//   quick                 the same in a permuted order, which codes.in_order() applies to the tokens' numbers, and in
 //                         units of kUnit; with an offset, kMiddle is the middle of the codes
-//   floats                with NEON, which has neither of the two: the codes of 16 columns, in units of kUnit
-//   Dots, Tiles           products of few tokens, and of some, that the processor may have instructions for
+//   floats                with NEON, instead of these two: the codes of 16 columns, in units of kUnit
+//   Dots, Tiles           products with few tokens, and with more, for instructions that the processor may have
 #pragma once
 #include "cpu/weights/packed_weight_rows.h"
 #include "cpu/weights/unpacked_rows.h"
@@ -41,7 +41,7 @@ class PackedRows final : public WeightRows {
     if (panel) return by_panels(rows_.some(rows, 0, rows.count, after), tokens, panel);
     out_.resize(tokens.count);
     const bool tiles = bfloat16_ && Read::Tiles::takes(rows_.shape(), tokens.count);
-    const int64_t at_once = tiles ? rows_.kMost : rows_.rows_at_once();
+    const int64_t at_once = tiles ? rows_.kMaxRowsAtOnce : rows_.rows_at_once();
     for (int64_t first = 0; first < rows.count; first += at_once) {
       for (int64_t n = 0; n < tokens.count; ++n) out_[n] = tokens.out[n] + first;
       some_rows(rows, first, std::min(at_once, rows.count - first), after, {tokens.x, out_.data(), tokens.count});
@@ -58,8 +58,8 @@ class PackedRows final : public WeightRows {
     const bool later = kReadsScales && bfloat16_ && Read::Dots::takes(rows_.shape(), tokens.count);
     const auto& rows = later ? rows_.without_scales(range, skip, count, after) : rows_.some(range, skip, count, after);
     if (!scaled_last(rows, tokens)) return scaled_first(rows, tokens);
-    // What has no digits comes to NaN there, and a group may have an infinite sum before its scale: once more, then,
-    // with each number scaled.
+    // The result of a token without digits is NaN, and the sum of a group may be infinite before it is scaled. Such
+    // tokens are computed again, with each number scaled first.
     for (int64_t n = 0; n < tokens.count; ++n) {
       if (all_finite(tokens.out[n], rows.rows)) continue;
       if (later) rows_.with_scales(range, skip);
@@ -80,7 +80,7 @@ class PackedRows final : public WeightRows {
     else
       unpacked_.product(rows, tokens, panel);
   }
-  // Products that are summed before they are scaled. -> whether there is one
+  // Products that are summed before they are scaled. -> whether there is one for these rows and tokens
   bool scaled_last(const Packed<Read>& rows, const Tokens& tokens) {
     if (bfloat16_ && rows.rows % Read::Tiles::kRowsAtOnce == 0 && Read::Tiles::takes(rows, tokens.count)) {
       tiles_(rows, tokens);
@@ -102,7 +102,7 @@ class PackedRows final : public WeightRows {
   }
 
   PackedWeightRows<Read> rows_;
-  const bool bfloat16_;  // as rows_of() has it
+  const bool bfloat16_;  // see rows_of()
   typename Read::Tiles tiles_;
   typename Read::Dots dots_;
   GroupDots<Read> by_groups_;

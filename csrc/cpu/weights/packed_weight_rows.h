@@ -1,4 +1,4 @@
-// The bytes of a weight's rows, with the scales of some of them.
+// Access to the rows of a packed weight, with their scales.
 #pragma once
 #include <bit>
 
@@ -9,7 +9,7 @@
 namespace moe_metal {
 namespace {
 
-// A weight's rows, and the scales of some of them.
+// The rows of a weight, and the scales of some of them.
 template <class Read>
 class PackedWeightRows {
  public:
@@ -18,16 +18,16 @@ class PackedWeightRows {
     some_.row = weight.row;
     some_.shift = std::countr_zero(static_cast<uint64_t>(weight.group));
     some_.groups = scales_.groups();
-    // Scales within the data are read for some rows at once, before their codes.
+    // Scales within the blocks are read for several rows at once, before their codes.
     if (Read::kOwnScales) some_.distance = rows_at_once() * weight.row;
   }
 
-  // Until the next call: `count` of these rows from `skip` on. The others, and then `next`, are read later.
+  // `count` of these rows from `skip` on, valid until the next call. The other rows, and then `next`, are read later.
   const Packed<Read>& some(const RowRange& rows, int64_t skip, int64_t count, const uint8_t* next) {
     without_scales(rows, skip, count, next);
     return with_scales(rows, skip);
   }
-  // The same in two steps.
+  // The same in two steps; scales are only read by the second.
   const Packed<Read>& without_scales(const RowRange& rows, int64_t skip, int64_t count, const uint8_t* next) {
     some_.rows = count;
     some_.data = place(rows.expert, rows.first + skip);
@@ -39,17 +39,17 @@ class PackedWeightRows {
     scales_.read(rows.expert, rows.first + skip, some_);
     return some_;
   }
-  // Where the next rows lie, whose first scales come to the caches; those that follow where none are named.
+  // Prefetches the scales of `next`. -> the address of these rows, or of the following rows if `next` is empty
   const uint8_t* prefetched(const RowRange& rows, const RowRange& next) const {
     if (next.count == 0) return place(rows.expert, rows.first + rows.count);
     scales_.prefetch(next.expert, next.first, next.count);
     return place(next.expert, next.first);
   }
-  static constexpr int64_t kMost = 16;  // rows at once
-  // So few that their scales stay in the first cache, and a multiple of those that are multiplied together.
+  static constexpr int64_t kMaxRowsAtOnce = 16;  // rows at once
+  // As many rows as have scales that fit in the L1 cache; a multiple of the rows that are multiplied together.
   int64_t rows_at_once() const {
     const int64_t numbers = scales_.groups() * (Read::kOffset ? 2 : 1);
-    return std::clamp<int64_t>(1024 / std::max<int64_t>(numbers, 1), 8, kMost) / 4 * 4;
+    return std::clamp<int64_t>(1024 / std::max<int64_t>(numbers, 1), 8, kMaxRowsAtOnce) / 4 * 4;
   }
   const Weight& weight() const { return weight_; }
   const ScaledRows& shape() const { return some_; }

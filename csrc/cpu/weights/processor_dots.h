@@ -1,5 +1,4 @@
-// The products of packed rows that the processor has instructions for. A format whose reader names one that the
-// processor lacks has none.
+// Products of packed rows with special instructions. On processors without them they are NoDots.
 #pragma once
 #include "cpu/weights/scaled_rows.h"
 

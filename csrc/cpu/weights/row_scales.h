@@ -10,9 +10,9 @@
 #include "weight.h"
 
 namespace moe_metal {
-namespace {  // so that a compiler knows all calls of a function and may specialise it
+namespace {  // internal linkage, so that the compiler can specialise functions for their calls
 
-// 2^(e - 127) of an e8m0, of which 255 is NaN.
+// 2^(e - 127); 255 is NaN.
 inline float e8m0(uint8_t e) {
   return std::bit_cast<float>(e == 255 ? 0x7fc00000u : e ? uint32_t{e} << 23 : 0x00400000u);
 }
@@ -34,10 +34,10 @@ inline void prefetch_bytes(const void* from, int64_t count) {
   for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(static_cast<const char*>(from) + i);
 }
 
-// The scales, or the offsets, of some rows as floats: a row's side by side.
+// The scales, or the offsets, of some rows as floats, row by row.
 class RowScales {
  public:
-  // `shared_rows` rows have the same. Bytes are e8m0, or e4m3.
+  // Each `shared_rows` rows share their scales. Tensors of bytes are e8m0 or e4m3.
   RowScales(const Tensor& tensor, int64_t shared_rows, bool e4m3 = false)
       : tensor_(tensor), shared_rows_(shared_rows), e4m3_(e4m3) {
     if (!tensor.defined()) return;
@@ -47,7 +47,7 @@ class RowScales {
     group_ = tensor.stride(-1);
   }
 
-  // Until the next call. What lies a bit further on comes to the cache.
+  // Valid until the next call. Also prefetches the following scales.
   const float* floats(int64_t expert, int64_t first, int64_t count) {
     if (!tensor_.defined()) return nullptr;
     const int64_t block = first / shared_rows_;
@@ -60,7 +60,7 @@ class RowScales {
     prefetch_bytes(place(expert, first) + kAhead, bytes(first, count));
     const int64_t from = expert * expert_;
     if (shared_rows_ == 1 && group_ == 1 && row_ == groups_) {
-      to_floats(from + first * row_, count * groups_, floats_.data());  // a row alone seldom fills vectors
+      to_floats(from + first * row_, count * groups_, floats_.data());  // a single row rarely fills vectors
       return floats_.data();
     }
     for (int64_t r = 0; r < count; ++r) {
@@ -68,7 +68,7 @@ class RowScales {
     }
     return floats_.data();
   }
-  // The next rows are these: what floats() does not prefetch.
+  // Prefetches the first scales of the next rows, which floats() does not prefetch.
   void prefetch(int64_t expert, int64_t first, int64_t count) const {
     if (tensor_.defined()) prefetch_bytes(place(expert, first), std::min(bytes(first, count), kAhead));
   }
@@ -84,7 +84,7 @@ class RowScales {
         for (; group_ == 1 && i + kLanes <= count; i += kLanes) (E4m3()(bytes + i, Whole())).store(to + i);
 #endif
         for (; i < count; ++i) to[i] = e4m3(bytes[i * group_]);
-      } else if (group_ == 1) {  // said to the compiler, which makes vectors of it
+      } else if (group_ == 1) {  // a separate loop, which the compiler can vectorise
         for (int64_t i = 0; i < count; ++i) to[i] = e8m0(bytes[i]);
       } else {
         for (int64_t i = 0; i < count; ++i) to[i] = e8m0(bytes[i * group_]);
@@ -116,10 +116,10 @@ class RowScales {
   const bool e4m3_;
   int64_t groups_ = 0, expert_ = 0, row_ = 0, group_ = 0;
   std::vector<float> floats_;
-  int64_t expert_of_floats_ = -1, block_of_floats_ = 0;  // if all of them are the same row
+  int64_t expert_of_floats_ = -1, block_of_floats_ = 0;  // if all rows of floats_ share their scales
 };
 
-// The scales and offsets of a weight's rows, from its tensors or from its blocks.
+// The scales and offsets of a weight's rows, from its tensors or, in the specialisation below, from its blocks.
 template <class Read>
 class Scales {
  public:
@@ -130,7 +130,7 @@ class Scales {
   }
 
   int64_t groups() const { return scale_.groups(); }
-  // Of the rows that `to` has the data of. Until the next call.
+  // Sets the scales and offsets of the rows in `to`. They are valid until the next call.
   void read(int64_t expert, int64_t first, ScaledRows& to) {
     to.scales = scale_.floats(expert, first, to.rows);
     to.offsets = offset_.floats(expert, first, to.rows);
@@ -171,7 +171,7 @@ class Scales<Read> {
     to.scales = scales_.data();
     to.offsets = offsets_.data();
   }
-  void prefetch(int64_t, int64_t, int64_t) const {}  // they come with the data
+  void prefetch(int64_t, int64_t, int64_t) const {}  // scales are prefetched with the data
 
  private:
   const int64_t groups_;

@@ -1,4 +1,4 @@
-// What products of packed numbers with few tokens share.
+// Shared by the products of packed numbers with few tokens.
 #pragma once
 #include <vector>
 
@@ -6,7 +6,7 @@
 
 namespace moe_metal {
 
-// Rows of packed numbers, their scales, and their offsets if any.
+// Rows of packed numbers, with their scales and their offsets, if any.
 struct ScaledRows {
   const uint8_t* data;
   int64_t row, rows, columns;  // bytes from one row to the next
@@ -14,18 +14,18 @@ struct ScaledRows {
   int64_t groups;  // of a row
   int shift;       // of a column, to its group
 
-  // What is read later: the `left` of these rows and those that follow them, and then others. While R rows are
-  // multiplied, as many that are read later() are brought to the first cache, line by line, so that memory is asked all
-  // along for as much as it has under way at a time. Rows left over ask as far ahead, or some would never be asked for.
+  // Prefetching. First `left` more rows from `data` on are read, then those at `next`. While R rows are multiplied, the
+  // R rows that are later(R) rows ahead are prefetched line by line, which keeps the number of loads in flight
+  // constant. Remaining single rows prefetch at the same distance, so that no row is left out.
   int64_t left;
   const uint8_t* next;
   const uint8_t* ahead(int64_t r) const { return r < left ? data + r * row : next + (r - left) * row; }
   int64_t later(int64_t R) const { return at::divup(distance, std::max<int64_t>(R * row, 1)) * R; }
-  int64_t distance = 4096;  // bytes, and up to whole R rows
+  int64_t distance = 4096;  // how far ahead to prefetch, in bytes; rounded up to a multiple of R rows
 };
 
 inline bool all_finite(const float* values, int64_t count) {
-  Vec differences(0);  // NaN of what is not finite
+  Vec differences(0);  // becomes NaN if a value is not finite
   for_each_vector(count, [&](int64_t i, auto n) {
     const Vec some = load(values + i, n);
     differences = differences + (some - some);
@@ -33,7 +33,7 @@ inline bool all_finite(const float* values, int64_t count) {
   return sum(differences) == 0;
 }
 
-// For numbers and processors that have no products of their own.
+// Stands for products with special instructions if there are none for a format or a processor.
 struct NoDots {
   static constexpr int64_t kRowsAtOnce = 1;
   static constexpr bool kReadsScales = false;
@@ -41,15 +41,15 @@ struct NoDots {
   void operator()(const ScaledRows&, const Tokens&) {}
 };
 
-// Tokens in the form that a product wants them in, which they are given once: those of `down` come again with each
-// block of the output. A token stays what it is as long as this lives.
+// A cache of tokens in the layout that a product needs: tokens of `down` are used again for each block of the output.
+// Tokens must not change during the lifetime of this object.
 class TokenForms {
  public:
-  // The form of these tokens, of so many bytes at most, for which make(form) is called unless it was before: it says
-  // how many it filled. Until the next call.
+  // Returns the form of these tokens, which is valid until the next call. If it is not in the cache, make(form) writes
+  // it, to at most `bytes` bytes, and returns the number of bytes used.
   template <class Make>
   const char* look_up(const float* const* x, int64_t count, int64_t bytes, Make&& make) {
-    // Mostly they are those of the last call, or those that followed them before.
+    // Usually they are the tokens of the last call, or those that followed them before.
     for (int64_t i = 0; i < used_; ++i, last_ = last_ + 1 < used_ ? last_ + 1 : 0) {
       const auto& tokens = forms_[last_].tokens;
       if (std::equal(x, x + count, tokens.begin(), tokens.end())) return forms_[last_].data.get();
@@ -65,7 +65,7 @@ class TokenForms {
   }
 
  private:
-  static constexpr int64_t kBytes = 2 << 20;  // in the second cache
+  static constexpr int64_t kBytes = 2 << 20;  // fits in an L2 cache
 
   struct Form {
     std::vector<const float*> tokens;

@@ -1,4 +1,4 @@
-// Rows of dense weights, and the choice of a format's rows.
+// Rows of dense weights, and the selection of the rows for a format.
 #include "cpu/weights/weight_rows.h"
 
 #include "cpu/formats/affine.h"

@@ -1,5 +1,5 @@
-// Rows of a weight in any format and their products, behind one interface: experts, linear and dequantize share them,
-// and none of them is compiled once per format.
+// Rows of a weight in any format and their products, behind one interface. experts, linear and dequantize use it, so
+// that they need not be compiled for each format.
 #pragma once
 #include <memory>
 #include <optional>
@@ -9,45 +9,47 @@
 
 namespace moe_metal {
 
-// Rows of one expert, and perhaps none.
+// A range of rows of one expert, which may be empty.
 struct RowRange {
   int64_t expert = 0, first = 0, count = 0;
 };
 
-// One for each thread.
+// Each thread has its own.
 class WeightRows {
  public:
   virtual ~WeightRows() = default;
-  // The products of these rows. `next` are read after them, and come to the caches meanwhile.
+  // Multiplies these rows by the tokens, and prefetches `next`, the rows to be read after them.
   virtual void product(const RowRange& rows, const RowRange& next, const Tokens& tokens,
                        std::optional<Panel>& panel) = 0;
   // One row as floats.
   virtual void dequantize(int64_t expert, int64_t row, float* to) = 0;
 };
 
-// bfloat16: the tokens' numbers are bfloat16, or may be rounded to it.
+// bfloat16: the tokens are bfloat16, or may be rounded to it.
 std::unique_ptr<WeightRows> rows_of(const Weight& weight, bool bfloat16 = false);
 
-// Rows of one expert, every `step`th from `first` on: up to 16, and perhaps none.
+// Every `step`th row of one expert from `first` on: up to 16 rows, or none.
 struct StripRows {
   int64_t expert = 0, first = 0, step = 1, count = 0;
   int64_t span() const { return (count - 1) * step + 1; }
 };
 
-// A strip of packed rows that becomes tiles of bfloat16: x86/tiles.h says how those lie. One for each thread.
+// Converts a strip of packed rows to tiles of bfloat16, whose layout is described in x86/tiles.h. Each thread has its
+// own.
 class PackedStrip {
  public:
   virtual ~PackedStrip() = default;
-  // The strip that pack() is about, and what it works on next: that comes to the caches meanwhile.
+  // Sets the strip for pack(), and the one after it, which is prefetched meanwhile.
   virtual void start(const StripRows& strip, const StripRows& next) = 0;
-  // Some columns of some of its 16 rows, as pack_rows() has it: whole groups of columns, or some of one.
+  // Converts some columns of some of the 16 rows, to the layout of pack_rows(): whole groups of columns, or part of
+  // one.
   virtual void pack(int64_t row, int64_t rows, int64_t first, int64_t columns, at::BFloat16* to) = 0;
 };
 
-// None for dense weights, which are read as they lie.
+// Returns null for dense weights, which are read in place.
 std::unique_ptr<PackedStrip> strip_of(const Weight& weight);
 
-// Those of one format's reader, which MOE_METAL_ROWS_OF compiles in one of formats/*_rows.cpp.
+// For one format's reader, which MOE_METAL_ROWS_OF compiles in one of formats/*_rows.cpp.
 template <class Read>
 std::unique_ptr<WeightRows> packed_rows(const Weight& weight, bool bfloat16);
 template <class Read>

@@ -6,7 +6,8 @@
 
 namespace moe_metal {
 
-// All eight tiles as 16 rows of 64 bytes, for the life of this object and on this thread; nothing without AMX.
+// Configures all eight tiles of this thread as 16 rows of 64 bytes, for the lifetime of this object. Does nothing
+// without AMX.
 class TileShapes {
  public:
   TileShapes() {
@@ -23,7 +24,7 @@ class TileShapes {
     uint16_t row_bytes[16];
     uint8_t rows[16];
   };
-  // In memory, since compilers see just the first words that the instruction reads.
+  // Static, because compilers only know about the first words that the instruction reads, and drop stores to the rest.
   static constexpr Config kOurs = {
       1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {kTile, kTile, kTile, kTile, kTile, kTile, kTile, kTile}};
   [[MOE_METAL_AMX]] void configure() {
@@ -34,15 +35,16 @@ class TileShapes {
   Config before_;
 };
 
-// What products do besides, in kParts parts for each block of k: between two products of tiles each, since the one
-// waits for the tiles' unit and the other for vectors.
+// Other work is interleaved with products, in kParts parts per block of k, between two products of tiles: tiles and
+// vectors use different units of the processor.
 constexpr int64_t kParts = 4;
 
 struct Nothing {
   void operator()(int64_t, int64_t) const {}
 };
 
-// So many streams as two strips have want help: 32 tokens for each of 128 experts took 58 ms without, and take 52.
+// The hardware prefetcher cannot follow the streams of two strips: 32 tokens for each of 128 experts took 58 ms without
+// this, and take 52.
 struct Prefetch {
   const WeightTiles& weights;
   void operator()(int64_t b, int64_t part) const {
@@ -53,9 +55,9 @@ struct Prefetch {
   }
 };
 
-// c[g] = a strip of weights times token tile g, of which tokens + g * size is the first block. One strip at a time: its
-// 16 rows are as many streams as memory serves well (32 were 5 % slower for one token). With each block comes
-// ahead(block, part) for its parts, which may make the blocks after it.
+// c[g] = a strip of weights times token tile g, whose first block is at tokens + g * size. One strip at a time: its 16
+// rows are as many streams as memory serves well (32 were 5 % slower for one token). For each block, ahead(block, part)
+// is called for each part, which may unpack later blocks.
 template <int G, class Ahead = Nothing>
 [[MOE_METAL_AMX]] inline void multiply_tiles(const WeightTiles& weights, const at::BFloat16* tokens, int64_t size,
                                              int64_t blocks, float (*c)[kTile][kTile], bool add,
@@ -100,7 +102,7 @@ template <int G, class Ahead = Nothing>
   if constexpr (G > 3) _tile_stored(3, c[3], 64);
 }
 
-// Two strips at a time, for two or three tiles of tokens, which the second strip then finds in the first cache.
+// Two strips at a time, for two or three tiles of tokens, which the second strip reads from the L1 cache.
 template <int G, class Ahead>
 [[MOE_METAL_AMX]] inline void multiply_two(const WeightTiles& upper, const WeightTiles& lower,
                                            const at::BFloat16* tokens, int64_t size, int64_t blocks,
@@ -144,7 +146,7 @@ template <int G, class Ahead>
   if constexpr (G > 2) _tile_stored(5, c1[2], 64);
 }
 
-// By the number of token tiles less one.
+// Indexed by the number of token tiles minus one.
 template <class Ahead = Nothing>
 constexpr decltype(&multiply_tiles<1, Ahead>) kMultiply[] = {multiply_tiles<1, Ahead>, multiply_tiles<2, Ahead>,
                                                              multiply_tiles<3, Ahead>, multiply_tiles<4, Ahead>};

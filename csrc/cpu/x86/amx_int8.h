@@ -1,8 +1,7 @@
-// Products of numbers of 4 and 8 bits with some tokens, on processors with AMX.
+// Products of weights of 4 and 8 bits with several tokens, on processors with AMX.
 //
-// Both are integers. A tile has 64 columns of 16 rows of weights, which for 8 bits are read as they lie; it is
-// multiplied by five tokens at a time, each of whose digits is a column of the right operand. Sums over a group are
-// exact.
+// Both are integers. A tile has 64 columns of 16 rows of weights; 8-bit weights are read in place. It is multiplied by
+// five tokens at a time: each digit of a token is a column of the right operand. Sums over a group are exact.
 #pragma once
 #include "cpu/plan.h"
 #include "cpu/x86/integers.h"
@@ -18,36 +17,36 @@ class IntegerTiles {
     return tokens >= kWorthIntegerTiles && amx_available() && rows.columns > 0 && rows.columns % kWidth == 0 &&
            1 << rows.shift >= kWidth / 2;
   }
-  // A token that has no digits comes to NaN.
+  // The result of a token without digits is NaN.
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
     if (!shapes_) shapes_.emplace();
     const auto strips = 1 << rows.shift < kWidth ? &IntegerTiles::strips<2> : &IntegerTiles::strips<1>;
-    for (int64_t n = 0; n < tokens.count; n += kMost) {
-      const Tokens some = {tokens.x + n, tokens.out + n, std::min(kMost, tokens.count - n)};
+    for (int64_t n = 0; n < tokens.count; n += kTokensPerTile) {
+      const Tokens some = {tokens.x + n, tokens.out + n, std::min(kTokensPerTile, tokens.count - n)};
       strips(rows, form_of(rows, some), some);
     }
   }
 
  private:
-  static constexpr int64_t kWidth = 64, kDigits = Digits::kCount, kMost = kTile / kDigits;
+  static constexpr int64_t kWidth = 64, kDigits = Digits::kCount, kTokensPerTile = kTile / kDigits;
   static constexpr int64_t kChunk = Digits::kColumns, kTilesOfChunk = kChunk / kWidth;
 
-  // What columns of one group bring to a tile: columns of other groups count as 0.
+  // The right operand for the columns of one group in a tile; the columns of other groups are 0.
   struct alignas(64) Right {
     int8_t digits[kTile][kWidth];
-    int32_t begin[kTile];  // of the sums, so that the middle of the weights counts as 0
+    int32_t begin[kTile];  // initial values of the sums, which subtract the middle of the weights
   };
-  // A chunk of the columns, which comes again for what its digits lack.
+  // A chunk of the columns. Chunks with rests have another turn for them.
   struct alignas(64) Turn {
-    float units[kTile];  // what a digit counts; in the first turn NaN for a token that has no digits
+    float units[kTile];  // the values of digits; in the first turn NaN for a token without digits
     int64_t chunk;
-    int64_t count;  // of the first turn: of all turns
+    int64_t count;  // in the first turn: the number of turns
   };
-  // Of up to five tokens: the turns with their operands, and each group's sum of each token.
+  // Up to five tokens: the turns with their operands, and the sums of each group of each token.
   struct Form {
     Right* rights;
     Turn* turns;
-    float (*sums)[kMost];
+    float (*sums)[kTokensPerTile];
   };
 
   static int64_t rights_of_tile(const ScaledRows& rows) { return 1 << rows.shift < kWidth ? 2 : 1; }
@@ -55,24 +54,24 @@ class IntegerTiles {
   Form form_of(const ScaledRows& rows, const Tokens& tokens) {
     const int64_t turns = 2 * at::divup(rows.columns, kChunk), rights = kTilesOfChunk * rights_of_tile(rows);
     const int64_t sums = Numbers::kOffset ? rows.groups : 0;
-    const int64_t of_turn = sizeof(Turn) + rights * sizeof(Right), of_sums = sums * sizeof(float[kMost]);
+    const int64_t of_turn = sizeof(Turn) + rights * sizeof(Right), of_sums = sums * sizeof(float[kTokensPerTile]);
     const auto form_at = [&](char* at) {
       auto* turn = reinterpret_cast<Turn*>(at);
       auto* right = reinterpret_cast<Right*>(turn + turns);
-      return Form{right, turn, reinterpret_cast<float(*)[kMost]>(right + turns * rights)};
+      return Form{right, turn, reinterpret_cast<float(*)[kTokensPerTile]>(right + turns * rights)};
     };
     return form_at(const_cast<char*>(forms_.look_up(tokens.x, tokens.count, turns * of_turn + of_sums, [&](char* to) {
       return lay_out(rows, tokens, turns, form_at(to)) * of_turn + of_sums;
     })));
   }
 
-  // -> the turns
+  // -> the number of turns
   static int64_t lay_out(const ScaledRows& rows, const Tokens& tokens, int64_t most, const Form& to) {
-    bool finite[kMost];
-    std::fill_n(finite, kMost, true);
+    bool finite[kTokensPerTile];
+    std::fill_n(finite, kTokensPerTile, true);
     int64_t turns = 0;
     for (int64_t c = 0; c < most / 2; ++c) {
-      Digits all[kMost];
+      Digits all[kTokensPerTile];
       bool whole = true;
       for (int64_t n = 0; n < tokens.count; ++n) {
         const int64_t first = c * kChunk;
@@ -81,7 +80,7 @@ class IntegerTiles {
       }
       lay_out(all, tokens.count, rows, c, to, turns++);
       while (!whole) {
-        const bool room = turns + most / 2 - c <= most;  // for this one and those of later chunks
+        const bool room = turns + most / 2 - c <= most;  // for this turn and the first turns of later chunks
         whole = true;
         for (int64_t n = 0; n < tokens.count; ++n) {
           if (all[n].whole)
@@ -102,8 +101,8 @@ class IntegerTiles {
     return turns;
   }
 
-  [[MOE_METAL_AMX_INTEGERS]] static void lay_out(const Digits (&all)[kMost], int64_t count, const ScaledRows& rows,
-                                                 int64_t chunk, const Form& to, int64_t turn) {
+  [[MOE_METAL_AMX_INTEGERS]] static void lay_out(const Digits (&all)[kTokensPerTile], int64_t count,
+                                                 const ScaledRows& rows, int64_t chunk, const Form& to, int64_t turn) {
     const int64_t parts = rights_of_tile(rows);
     to.turns[turn].chunk = chunk;
     std::fill_n(to.turns[turn].units, kTile, 0.0f);
@@ -129,15 +128,15 @@ class IntegerTiles {
   static void lay_out_sums(const ScaledRows& rows, const Tokens& tokens, const Form& to) {
     const int64_t group = int64_t{1} << rows.shift;
     for (int64_t g = 0; g < rows.groups; ++g) {
-      std::fill_n(to.sums[g], kMost, 0.0f);
+      std::fill_n(to.sums[g], kTokensPerTile, 0.0f);
       for (int64_t n = 0; n < tokens.count; ++n) to.sums[g][n] = sum_of(tokens.x[n] + g * group, group);
     }
   }
-  // The order of a tile's columns.
+  // Puts digits in the order of a tile's columns.
   static __m512i in_order(__m512i digits) { return Numbers::kBits == 4 ? Digits::even_then_odd(digits) : digits; }
 
   [[MOE_METAL_AMX_INTEGERS]] static void fill(const __m512i (&digits)[kTile], int64_t part, int64_t parts, Right& to) {
-    constexpr int64_t kHalf = Numbers::kBits == 4 ? kTile / 4 : kTile / 2;  // rows of neighbours in one half
+    constexpr int64_t kHalf = Numbers::kBits == 4 ? kTile / 4 : kTile / 2;  // consecutive rows of one group
     __m512i sums = _mm512_setzero_si512();
     for (int64_t i = 0; i < kTile; ++i) {
       const __m512i some = parts == 1 || i / kHalf % 2 == part ? digits[i] : _mm512_setzero_si512();
@@ -147,7 +146,7 @@ class IntegerTiles {
     _mm512_store_si512(to.begin, _mm512_sub_epi32(_mm512_setzero_si512(), sums));
   }
 
-  // P groups in a tile.
+  // P is the number of groups in a tile.
   template <int P>
   static void strips(const ScaledRows& rows, const Form& form, const Tokens& tokens) {
     for (int64_t row = 0; row < rows.rows; row += kTile) {
@@ -157,8 +156,8 @@ class IntegerTiles {
     }
   }
 
-  // A turn's chunk is unpacked while the one before is multiplied and the sums of the one before that are scaled: no
-  // instruction waits for memory that AMX has just written, or the other way round.
+  // Pipelined: the chunk of one turn is unpacked while the previous turn is multiplied and the sums of the turn before
+  // that are scaled. So vectors never wait for memory that AMX has just written, nor AMX for vectors.
   template <int P>
   [[MOE_METAL_AMX_INTEGERS]] static void strip(const ScaledRows& rows, int64_t first, const Form& form,
                                                __m512 (&to)[kTile]) {
@@ -239,14 +238,14 @@ class IntegerTiles {
     MOE_METAL_UNROLL for (int r = 0; r < kTile; ++r) to[r] = all[r];
   }
 
-  // The results of 16 rows: the sums of the digits, and what the offsets add.
+  // Writes the results of 16 rows: the sums of the digits, plus the offsets' contribution.
   static void write(const ScaledRows& rows, int64_t first, const Form& form, const __m512 (&digits)[kTile],
                     const Tokens& tokens) {
     __m512i columns[kTile];
     for (int64_t r = 0; r < kTile; ++r) columns[r] = _mm512_castps_si512(digits[r]);
     transpose(columns);
-    __m512 results[kMost];
-    MOE_METAL_UNROLL for (int n = 0; n < kMost; ++n) {
+    __m512 results[kTokensPerTile];
+    MOE_METAL_UNROLL for (int n = 0; n < kTokensPerTile; ++n) {
       results[n] = _mm512_setzero_ps();
       for (int64_t d = 0; d < kDigits; ++d) {
         results[n] = _mm512_add_ps(results[n], _mm512_castsi512_ps(columns[n * kDigits + d]));
@@ -256,8 +255,8 @@ class IntegerTiles {
     for (int64_t n = 0; n < tokens.count; ++n) _mm512_storeu_ps(tokens.out[n] + first, results[n]);
   }
 
-  // A product of its own.
-  static void add_offsets(const ScaledRows& rows, int64_t row, const Form& form, __m512 (&to)[kMost]) {
+  // Adds the offsets times the sums of x.
+  static void add_offsets(const ScaledRows& rows, int64_t row, const Form& form, __m512 (&to)[kTokensPerTile]) {
     const float *scales = rows.scales + row * rows.groups, *offsets = rows.offsets + row * rows.groups;
     for (int64_t first = 0; first < rows.groups; first += kTile) {
       const int64_t count = std::min(kTile, rows.groups - first);
@@ -271,14 +270,14 @@ class IntegerTiles {
       transpose(of_middle);
       for (int64_t i = 0; i < count; ++i) {
         const float* of_x = form.sums[first + i];
-        MOE_METAL_UNROLL for (int n = 0; n < kMost; ++n) {
+        MOE_METAL_UNROLL for (int n = 0; n < kTokensPerTile; ++n) {
           to[n] = _mm512_fmadd_ps(_mm512_castsi512_ps(of_middle[i]), _mm512_set1_ps(of_x[n]), to[n]);
         }
       }
     }
   }
 
-  std::optional<TileShapes> shapes_;  // of this thread, which all products are made on
+  std::optional<TileShapes> shapes_;  // of this thread, which computes all products of this object
   TokenForms forms_;
 };
 

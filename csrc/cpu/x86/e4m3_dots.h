@@ -1,7 +1,7 @@
 // Products of e4m3 with few bfloat16 tokens, on processors with AVX512-BF16 and VBMI.
 //
-// e4m3 are bfloat16 exactly, so a lookup makes operands of vdpbf16ps straight from the bytes. What it gives has an
-// order of its own, in which the tokens are laid out once. Sums are float: those of a group are scaled, and added up.
+// bfloat16 represents e4m3 exactly, so a table lookup converts bytes to operands of vdpbf16ps. Its results are in a
+// permuted order, in which the tokens are stored once. Sums are float: the sum of a group is scaled and added up.
 #pragma once
 #include <array>
 #include <cmath>
@@ -11,7 +11,7 @@
 
 namespace moe_metal {
 
-// 32 floats as bfloat16; past `count` are zeros.
+// Converts 32 floats to bfloat16; from `count` on they are 0.
 [[MOE_METAL_BF16]] inline __m512i bfloat16s(const float* from, int64_t count) {
   const auto mask = [=](int64_t first) {
     return static_cast<__mmask16>(count >= first + 16 ? 0xffff : count <= first ? 0 : (1 << (count - first)) - 1);
@@ -20,14 +20,14 @@ namespace moe_metal {
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
 }
 
-// 64 e4m3: vector v has the numbers 16 l + 8 v to + 7 in its eighth l.
+// Converts 64 e4m3 numbers: the l-th part of 16 bytes of vector v has the numbers 16 l + 8 v to 16 l + 8 v + 7.
 class EightBits {
  public:
   static constexpr int64_t kColumns = 64;
   static constexpr int kVectors = 2;
 
   EightBits() : EightBits(magnitudes().data()) {}
-  // 128 of them.
+  // magnitudes: the values of the 128 codes without sign.
   explicit EightBits(const at::BFloat16* magnitudes) {
     for (int half = 0; half < 2; ++half) {
       const __m512i first = _mm512_loadu_si512(magnitudes + 64 * half),
@@ -138,7 +138,7 @@ class E4m3Dots {
         numbers_(_mm512_maskz_loadu_epi8(bytes_left, here), numbers);
         const float* of_row = scales + r * rows.groups;
         __m512 scale = _mm512_set1_ps(of_row[at >> rows.shift]);
-        if (narrow) {  // the upper half of the lanes has the columns from 32 on
+        if (narrow) {  // the upper half of the lanes has the columns from 32 on, in another group
           const int64_t second = std::min((at + kColumns / 2) >> rows.shift, rows.groups - 1);
           scale = _mm512_mask_mov_ps(scale, 0xff00, _mm512_set1_ps(of_row[second]));
         }

@@ -5,21 +5,22 @@
 
 namespace moe_metal {
 
-// 128 of a token's numbers: each is a multiple of a power of two, at most 2^-22 of the largest that shares it, in three
-// digits of base 256. Weights that make 0 of the largest leave what the digits cannot hold of the others, so that is
-// kept: it has digits of its own.
+// 128 numbers of a token as multiples of a power of two (the unit), in three digits of base 256. A unit is at most
+// 2^-22 of the largest number that shares it. Weights may be 0 for the largest numbers, so the part of the others that
+// the digits cannot represent matters. It is kept in `rest`, which gets separate digits.
 struct alignas(64) Digits {
   static constexpr int64_t kColumns = 128, kCount = 3;
 
-  int8_t digits[kCount][kColumns];  // the highest first
-  float rest[kColumns];             // what they lack
-  float units[16];                  // the numbers are so many times what the digits say: see `set`
-  bool whole;                       // nothing is lacking
-  bool two;                         // nothing is lacking without the last digit
+  int8_t digits[kCount][kColumns];  // the most significant first
+  float rest[kColumns];             // numbers minus the value of their digits
+  float units[16];                  // the values of an integer of 1: see `set`
+  bool whole;                       // every rest is 0
+  bool two;                         // every rest would be 0 without the last digit
 
-  // False where a number is not finite, or the largest is too small: all are 0 then. Past `count` are zeros. x may be
-  // `rest`. All numbers share a unit; or with `by_lanes` those four that are lane l of the first half of the digits,
-  // and those of the second half, have units[l]: the closer the numbers, the more of them are whole in two digits.
+  // Returns false if a number is not finite or the largest is too small; then all digits are 0. Numbers from `count` on
+  // are 0. x may be `rest`. All numbers share a unit or, with `by_lanes`, units[l] is for the four numbers in lane l of
+  // the first half of the digits, and the four in lane l of the second half: fewer numbers per unit have more similar
+  // magnitudes, so two digits are enough more often.
   bool set(const float* x, int64_t count, bool by_lanes = false) {
     __m512 all[8], most[4];
     __m512i bits = _mm512_setzero_si512();
@@ -34,7 +35,7 @@ struct alignas(64) Digits {
     }
     clear();
     largest(most, by_lanes);
-    __m512i above[4];  // the largest is less than 2^above
+    __m512i above[4];  // the largest number is less than 2^above
     __mmask16 small = 0;
     for (int64_t i = 0; i < 4; ++i) above[i] = exponents(most[i], small);
     if (finite != 0xffff || small) return false;
@@ -47,7 +48,7 @@ struct alignas(64) Digits {
     whole = two = true;
   }
 
-  // Of 64 bytes the even ones, then the odd ones.
+  // Reorders 64 bytes: the even ones, then the odd ones.
   static __m512i even_then_odd(__m512i bytes) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(bytes)),
                               _mm512_cvtepi16_epi8(_mm512_srli_epi16(bytes, 8)), 1);
@@ -57,11 +58,11 @@ struct alignas(64) Digits {
   static constexpr int kBits = 23, kSmallest = -100;
 
   void set(const __m512 (&all)[8], const __m512i (&above)[4], __m512i bits) {
-    // Nothing of a bfloat16 gets lost. Other numbers come from within `experts`, which may round them: most lose less
-    // than bfloat16 rounds off, and small ones beside a large one less than a sixteenth.
+    // bfloat16 numbers keep their full value. Other numbers are intermediate results of `experts`, which may be
+    // rounded: most lose less than a conversion to bfloat16, and small ones next to a large one less than a sixteenth.
     const bool bfloat16 = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0xffff)) == 0;
     const __m512 bearable = _mm512_set1_ps(bfloat16 ? 0x1p-8f : 0x1p-4f);
-    // Bytes from -128 to 127 that carry: half of the base is added to each, and taken off without a carry.
+    // Makes signed digits from -128 to 127: adds 128 to each byte, with carries, and subtracts it without carries.
     const __m512i half = _mm512_set1_epi32(0x808080);
     const __m512i all_bits = _mm512_set1_epi32(kBits);
     for (int64_t i = 0; i < 8; ++i) {
@@ -88,7 +89,7 @@ struct alignas(64) Digits {
       if (i < 4) _mm_store_ps(units + 4 * i, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, unit)));
     }
   }
-  // Of each four, or of all.
+  // Sets all lanes to the largest of each four lanes, or of all.
   static void largest(__m512 (&most)[4], bool by_lanes) {
     if (by_lanes) {
       for (__m512& some : most) {
@@ -100,8 +101,8 @@ struct alignas(64) Digits {
       std::fill_n(most, 4, _mm512_set1_ps(_mm512_reduce_max_ps(both)));
     }
   }
-  // Powers of two that are larger than these numbers from 0 on, of which those that are too small are `small`. Twice as
-  // large where the digits, which end at 127, would not reach that far.
+  // The least powers of two above non-negative numbers, and the next for numbers that digits of up to 127 could not
+  // represent. Sets the lanes of `small` whose numbers are too small for digits.
   static __m512i exponents(__m512 x, __mmask16& small) {
     const __m512i further = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x12000));
     const __m512i exponent = _mm512_sub_epi32(_mm512_srli_epi32(further, 23), _mm512_set1_epi32(127));
@@ -115,14 +116,14 @@ struct alignas(64) Digits {
   }
 };
 
-// Of a group's columns, a multiple of a vector's.
+// The sum over a group's columns, a multiple of a vector's.
 inline float sum_of(const float* x, int64_t columns) {
   Vec all(0);
   for (int64_t c = 0; c < columns; c += kLanes) all = all + Vec::loadu(x + c);
   return sum(all);
 }
 
-// Weights as integers from 0 on: codes, or e2m1 doubled.
+// Weights as unsigned integers: codes, or e2m1 times 2, plus the middle.
 template <int bits, bool kE2m1s>
 struct Integers {
   static constexpr int kBits = bits;
@@ -130,7 +131,7 @@ struct Integers {
   static constexpr int kMiddle = kE2m1s ? 12 : 1 << (bits - 1);
   static constexpr float kUnit = kE2m1s ? 0.5f : 1;
 
-  // 128 columns: the even ones, then the odd ones, so that a lane's sum is of eight neighbours.
+  // 128 columns: the even ones, then the odd ones, so that a lane sums eight neighbours.
   static constexpr auto kOrder = [] {
     std::array<uint8_t, 128> columns{};
     for (int i = 0; i < 128; ++i) columns[i] = static_cast<uint8_t>(i % 64 * 2 + i / 64);
@@ -143,14 +144,14 @@ struct Integers {
     const __mmask64 left = row_bytes - at >= 64 ? ~0ull : (1ull << (row_bytes - at)) - 1;
     split(_mm512_maskz_loadu_epi8(left, row + at), to);
   }
-  // 64 bytes of them as a byte each: of 4 bits the even ones, then the odd ones.
+  // Unpacks 64 bytes of codes to one byte each: for 4 bits, the even ones, then the odd ones.
   [[gnu::always_inline]] static inline void split(__m512i bytes, __m512i (&to)[8 / bits]) {
     to[0] = bytes;
     if constexpr (bits == 4) to[0] = half(bytes), to[1] = half(_mm512_srli_epi16(bytes, 4));
   }
 
  private:
-  // The low halves of bytes.
+  // The numbers in the low halves of bytes.
   [[gnu::always_inline]] static inline __m512i half(__m512i bytes) {
     const __m512i codes = _mm512_and_si512(bytes, _mm512_set1_epi8(15));
     if constexpr (!kE2m1s) return codes;

@@ -2,10 +2,10 @@
 //
 //   c[r][n] = sum over k of weight(r, k) * token[k][n]     16 rows, 16 tokens, k in steps of 32
 //
-// Weights are the left operand, which both read as it lies in memory; what they want rearranged (pairs of k side by
-// side, token by token) is the right one, and tokens are few. Matrices that are not row-major, or whose sizes are no
-// multiples of a tile's, are rearranged 16 rows at a time in cache. Sums are float, in an order that depends on the
-// matrix alone.
+// Weights are the left operand, which the instructions read in place. The right operand must be rearranged (contiguous
+// pairs of k, token by token); it has the tokens, which are few. Matrices that are not row-major, or whose sizes are
+// not multiples of a tile's, are rearranged 16 rows at a time in cache. Sums are float, in an order that depends only
+// on the matrix.
 #pragma once
 #include <vector>
 
@@ -14,18 +14,18 @@
 
 namespace moe_metal {
 
-// `count` bfloat16, and zeros up to a tile's depth.
+// Loads `count` bfloat16, and zeros up to a tile's depth.
 inline __m512i load_part(const at::BFloat16* from, int64_t count) {
   return _mm512_maskz_loadu_epi16(count >= kDepth ? ~0u : (1u << count) - 1, from);
 }
 
-// Rows to left operands, where AMX cannot read them as they lie: tiles of 16 rows side by side, filled up with zeros.
+// Copies rows to left operands if AMX cannot read them in place: contiguous tiles of 16 rows, padded with zeros.
 inline void pack_rows(const Matrix<at::BFloat16>& weight, at::BFloat16* to) {
   __m512i tile[kTile];
   const auto load_row = [&](int64_t r, int64_t k) {
     return r < weight.rows ? load_part(weight.data + r * weight.row + k, weight.columns - k) : _mm512_setzero_si512();
   };
-  // Rows r = 0 .. 15 of column k, in the low halves of words. Rows may lie side by side or be every other one.
+  // Rows r = 0 .. 15 of column k, in the low halves of words. Rows are contiguous or every second element.
   const auto load_column = [&](int64_t k) {
     if (weight.rows <= 0 || k >= weight.columns) return _mm512_setzero_si512();
     const auto* from = weight.data + k * weight.column;
@@ -52,7 +52,7 @@ inline void pack_rows(const Matrix<at::BFloat16>& weight, at::BFloat16* to) {
   }
 }
 
-// Strips of 16 rows as left operands. Each matrix has at most 16 rows; a strip past the last row is all zeros.
+// Strips of 16 rows as left operands. Each matrix has at most 16 rows; a strip past the last row is zero.
 class Strips {
  public:
   Strips(int64_t count, int64_t columns) : tiles(count), blocks_(at::divup(columns, kDepth)) {}
@@ -65,7 +65,7 @@ class Strips {
     }
     pack_rows(weight, panel(which));
   }
-  // Where a strip comes that does not lie in memory as AMX reads it: as pack_rows() leaves it.
+  // Memory for a strip that AMX cannot read in place, in the layout of pack_rows().
   at::BFloat16* panel(int64_t which) {
     panels_.resize(tiles.size() * blocks_ * kTileSize);
     at::BFloat16* panel = panels_.data() + which * blocks_ * kTileSize;
@@ -79,8 +79,8 @@ class Strips {
   std::vector<at::BFloat16> panels_;
 };
 
-// Up to 16 rows of n bfloat16 as a right operand: pairs of k side by side, row by row. Zeros fill it up. The pairs of
-// the next k stand `step` further.
+// Copies up to 16 rows of n bfloat16 to a right operand: for each pair of k, the pairs of all rows, padded with zeros.
+// The next pair of k is `step` further.
 template <class RowOf>
 inline void pack_right(RowOf&& row_of, int64_t count, int64_t n, at::BFloat16* to, int64_t step = kDepth) {
   for (int64_t k = 0; k < n; k += kDepth) {
@@ -93,7 +93,7 @@ inline void pack_right(RowOf&& row_of, int64_t count, int64_t n, at::BFloat16* t
   }
 }
 
-// Some tokens as right operands: groups of 16, each `size` after the one before.
+// Tokens as right operands: groups of 16, with stride `size`.
 struct TokenGroups {
   const at::BFloat16* data;
   int64_t size, tokens;
@@ -103,7 +103,7 @@ struct TokenGroups {
   }
 };
 
-// c[g] = some blocks of a strip times up to kGroups groups of tokens, or added to c.
+// c[g] = some blocks of a strip times up to kGroups groups of tokens; with `add`, c[g] += them.
 inline void multiply_strip(const WeightTiles& weights, const TokenGroups& groups, int64_t blocks,
                            float (*c)[kTile][kTile], bool add) {
   if (amx_available()) {
@@ -129,7 +129,8 @@ inline void multiply_strip(const WeightTiles& weights, const TokenGroups& groups
 struct Products {
   alignas(64) float c[2][kGroups][kTile][kTile];
 
-  // One group is bound by memory, which serves one strip's streams best; the sums of four leave no room for a second's.
+  // Whether to multiply two strips at a time. One group is limited by memory, which serves the streams of one strip
+  // best. With four groups, the sums of a second strip do not fit in registers.
   static bool in_pairs(int64_t groups) { return groups == 2 || groups == 3; }
 
   void multiply(const Strips& strips, const TokenGroups& groups) {
@@ -139,12 +140,12 @@ struct Products {
     for (int w = 0; w < 2; ++w) multiply_strip(strips.tiles[w], groups, strips.blocks(), c[w], false);
   }
 
-  // With AMX. With each block of a strip comes ahead(block, part), which may make the blocks after it.
+  // With AMX. For each block of a strip, ahead(block, part) is called, which may unpack later blocks.
   template <class Ahead>
   void multiply(const Strips& strips, const TokenGroups& groups, const Ahead& upper, const Ahead& lower) {
     const int64_t blocks = strips.blocks(), count = groups.count();
     if (in_pairs(count)) {
-      // 52 ms instead of 56 strip by strip
+      // 52 ms instead of 56 with one strip at a time
       const auto both = [&](int64_t block, int64_t part) { upper(block, part), lower(block, part); };
       (count == 2 ? multiply_two<2, decltype(both)> : multiply_two<3, decltype(both)>)(strips.tiles[0], strips.tiles[1],
                                                                                        groups.data, groups.size, blocks,

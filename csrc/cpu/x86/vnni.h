@@ -1,9 +1,8 @@
-// Products of numbers of up to 8 bits with few tokens, on processors with AVX512-VNNI.
+// Products of weights of up to 8 bits with few tokens, on processors with AVX512-VNNI.
 //
-// Both are integers here. An instruction multiplies 64 numbers by as many digits and adds them up exactly; what is
-// rounded is the sum of 8 columns. These share a unit, so that two digits hold most tokens, and the third is multiplied
-// only in chunks that need it. vdpbf16ps, to which both are exact as well, takes more than twice as long on a Sapphire
-// Rapids.
+// Both are integers. An instruction multiplies 64 weights by 64 digits and adds them up exactly; only sums of 8 columns
+// are rounded. These columns share a unit, so two digits are enough for most tokens, and the third is multiplied only
+// in chunks that need it. vdpbf16ps, which would also be exact, takes more than twice as long on a Sapphire Rapids.
 #pragma once
 #include "cpu/plan.h"
 #include "cpu/x86/integers.h"
@@ -14,11 +13,11 @@ template <class Numbers>
 class IntegerDots {
  public:
   static constexpr int64_t kRowsAtOnce = 1;
-  static constexpr bool kReadsScales = Numbers::kScalesOfLanes;  // from the rows: those of ScaledRows are not needed
+  static constexpr bool kReadsScales = Numbers::kScalesOfLanes;  // from the blocks, so ScaledRows need not have them
   static bool takes(const ScaledRows& rows, int64_t tokens) {
     return vnni_available() && tokens <= kFewTokens && rows.columns > 0;
   }
-  // A token that has no digits comes to NaN.
+  // The result of a token without digits is NaN.
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
     const int64_t chunks = at::divup(rows.columns, kColumns);
     const int64_t bytes = at::divup(2 * chunks * sizeof(Chunk) + rows.groups * sizeof(float), kLine) * kLine;
@@ -40,19 +39,20 @@ class IntegerDots {
   static constexpr int64_t kColumns = Digits::kColumns, kDigits = Digits::kCount;  // of a chunk
   static constexpr int64_t kBytes = kColumns * Numbers::kBytes / Numbers::kColumns;
 
-  // The columns in the numbers' order.
+  // Columns are in the order Numbers::kOrder.
   struct alignas(64) Chunk {
     int8_t digits[kDigits][2][64];
-    int32_t begin[2]
-                 [16];  // of the lanes' sums of the first two digits, and of the third, so that the middle counts as 0
-    float units[16];    // of the lanes; of the first chunk: NaN where the token has no digits
-    bool two;           // the third digit is not needed
-    int32_t place;      // among the row's chunks
-    int32_t rests;      // of the first chunk: how many there are
+    // Initial values of the lanes' sums, which subtract the middle: for the first two digits, and for the third.
+    int32_t begin[2][16];
+    float units[16];  // of the lanes; in the first chunk: NaN if the token has no digits
+    bool two;         // the third digit is not needed
+    int32_t place;    // the index of its chunk in the row
+    int32_t rests;    // in the first chunk: how many chunks of rests follow
   };
   static const Chunk* chunks_of(const char* form) { return reinterpret_cast<const Chunk*>(form); }
 
-  // The chunks, then the groups' sums, and the chunks' rests, for as many of which there is room. -> the bytes filled
+  // Writes the chunks, then chunks of rests, for which there is as much room, then the sums of groups.
+  // -> the number of bytes used
   [[MOE_METAL_VNNI]] static int64_t lay_out(const float* x, const ScaledRows& rows, char* form) {
     auto* chunks = reinterpret_cast<Chunk*>(form);
     const int64_t count = at::divup(rows.columns, kColumns);
@@ -112,7 +112,7 @@ class IntegerDots {
     for (; row < rows.rows; ++row) some_rows<1, N>(rows, row, rows.ahead(row + later), forms, out);
   }
 
-  // A lane's numbers are of one group, and it has the group's scale.
+  // The numbers of a lane are in one group, whose scale the lane gets.
   alignas(64) static constexpr auto kFirstOfLane = [] {
     std::array<int32_t, 16> columns{};
     for (int i = 0; i < 16; ++i) columns[i] = Numbers::kOrder[4 * i];
@@ -141,7 +141,7 @@ class IntegerDots {
       MOE_METAL_UNROLL for (int p = 0; p < P; ++p) {
         const float* of_chunk = scales + ((c + p) * kColumns >> rows.shift);
         MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
-          // In memory's order: a sixth faster on a Sapphire Rapids.
+          // Prefetching in address order is a sixth faster on a Sapphire Rapids.
           const int64_t begin = (p * R + r) * kBytes;
           for (int64_t line = at::divup(begin, kLine) * kLine; line < begin + kBytes; line += kLine) {
             __builtin_prefetch(ahead + line, 0, 2);
@@ -177,7 +177,7 @@ class IntegerDots {
     }
   }
 
-  // The products with the chunk that is not whole, and with the rests.
+  // The products with an incomplete last chunk, and with the rests.
   template <int R>
   [[MOE_METAL_VNNI, gnu::noinline]] static std::array<Vec, R> others(const ScaledRows& rows, int64_t first,
                                                                      const Chunk* x) {
@@ -205,7 +205,7 @@ class IntegerDots {
     }
     return sums;
   }
-  // Each vector's sum of its lanes.
+  // Stores the sum of the lanes of each vector.
   template <size_t R>
   static void store_sums(const __m512 (&of)[R], float* to) {
     if constexpr (R == 4) {
@@ -221,7 +221,7 @@ class IntegerDots {
       for (size_t r = 0; r < R; ++r) to[r] = sum(Vec(of[r]));
     }
   }
-  // What the offsets add is a product of its own, with groups side by side.
+  // Adds the offsets times the sums of x, with vectors along the groups.
   [[gnu::always_inline]] static inline __m512 add_offsets(const ScaledRows& rows, int64_t row, const Chunk* x,
                                                           __m512 sums) {
     const float* offsets = rows.offsets + row * rows.groups;
@@ -234,7 +234,7 @@ class IntegerDots {
     return _mm512_fmadd_ps(_mm512_maskz_loadu_ps(left, offsets + g), _mm512_maskz_loadu_ps(left, of_x + g), sums);
   }
 
-  // The sums of each lane's products. Bare codes, whose offsets are a product of their own, need no middle.
+  // The sum of each lane's products. Codes of formats with offsets are not centred, so they need no initial value.
   [[MOE_METAL_VNNI, gnu::always_inline]] static inline __m512 product(const __m512i (&numbers)[2], const Chunk& x) {
     const __m512i none = _mm512_setzero_si512(), high = _mm512_slli_epi32(add(none, numbers, x.digits[0]), 8);
     const __m512i of_two = Numbers::kOffset

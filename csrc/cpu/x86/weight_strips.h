@@ -1,11 +1,11 @@
-// The rows of a weight in any format, as left operands of the products of x86/tiles.h: for experts and linear.
+// The rows of a weight in any format as left operands of the products of x86/tiles.h, for experts and linear.
 #pragma once
 #include "cpu/weights/weight_rows.h"
 #include "cpu/x86/tiles.h"
 
 namespace moe_metal {
 
-// Two strips of a weight. Packed numbers become bfloat16 on their way: exactly those of mxfp4, others rounded.
+// Two strips of a weight. Packed numbers are converted to bfloat16: exactly for mxfp4, rounded for other formats.
 class WeightStrips {
  public:
   explicit WeightStrips(const Weight& weight) : weight_(weight), strips_(2, weight.columns) {
@@ -13,14 +13,14 @@ class WeightStrips {
     for (auto& strip : packed_strips_) strip = strip_of(weight);
   }
 
-  // A strip, and the one that is most likely read next in its place.
+  // Selects strip `which`, and the one that will probably be read next in its place.
   void read(int64_t which, const StripRows& rows, const StripRows& next) {
     if (packed()) return packed_strips_[which]->start(rows, next);
     const auto* data = elements<at::BFloat16>(weight_.data) + weight_.place(rows.expert, rows.first);
     strips_.read(which, {data, rows.step * weight_.row, weight_.column, rows.count, weight_.columns});
   }
 
-  // use(group, c0, c1) for each group of tokens: its products with the two strips.
+  // Calls use(group, c0, c1) for each group of tokens with its products with the two strips.
   template <class Use>
   void multiply(const TokenGroups& groups, Use&& use) {
     const bool ahead = packed() && amx_available();
@@ -41,9 +41,10 @@ class WeightStrips {
 
   bool packed() const { return !weight_.format->is_dense(); }
 
-  // Two blocks are unpacked while AMX multiplies the two before them with the first groups of tokens, four rows at a
-  // time: on a Sapphire Rapids 8 bits take 0.88 of the time of all rows at once. Of two strips at a time the upper one
-  // has the even blocks and the lower one the odd ones. What no other group needs never leaves the first cache.
+  // Unpacks two blocks, four rows at a time, while AMX multiplies the two blocks before them by the first groups of
+  // tokens: on a Sapphire Rapids 8 bits take 0.88 of the time of all rows at once. With two strips at a time, the upper
+  // one is unpacked at even blocks and the lower one at odd ones. Blocks that no later group needs stay in the L1
+  // cache.
   void unpack_and_multiply(const TokenGroups& groups, bool more) {
     const bool in_pairs = Products::in_pairs(groups.count());
     const auto ahead = [&](int64_t which) {
@@ -70,7 +71,7 @@ class WeightStrips {
   Products products_;
 };
 
-// The products of two strips with a group, token by token: to[n] has the 32 rows' results of token n.
+// Transposes the products of two strips with a group: to[n] has the results of token n for the 32 rows.
 inline void by_tokens(const float (&upper)[kTile][kTile], const float (&lower)[kTile][kTile],
                       float (&to)[kTile][2 * kTile]) {
   for (const auto* half : {&upper, &lower}) {

@@ -165,13 +165,15 @@ def methods(tokens, version):
 
 
 def translated(source, version=310, macros=(), change=None):
-    tokens = tokenize(translate.preprocess(source, version, macros))
+    text = translate.preprocess(source, version, macros)
+    includes = f'#include "{HERE / "opencl" / "mpp.h"}"\n' if translate.MPP in text else ""
+    tokens = tokenize(text.replace(translate.MPP, ""))
     metal_rules.refuse_non_metal(tokens, version)
     tokens = change(tokens) if change else tokens
     tokens = translate.literals(metal_rules.without_constructor_spaces(rename(tokens)))
     tokens = methods(copies(constructors(function_parameters(tokens)), version), version)
     tokens = translate.Kernels(translate.attributes(tokens)).tokens
-    return render(translate.Spaces(tokens, keep=True).out) + "\n"
+    return includes + render(translate.Spaces(tokens, keep=True).out) + "\n"
 
 
 def recursion(ir):

@@ -85,7 +85,7 @@ std::string key(const std::string& source, const CompileOptions& options) {
   fs::path home = settings().home;
   for (const char* file :
        {"translate.py", "metal_rules.py", "metal_tokens.py", "shim/compile_flags.txt", "shim/abi.h", "shim/metal.h",
-        "shim/parameters.h", "shim/runtime.h", "shim/types.h", "shim/math.h", "shim/simd.h"})
+        "shim/parameters.h", "shim/runtime.h", "shim/types.h", "shim/math.h", "shim/simd.h", "shim/mpp.h"})
     all << read_file(home / file);
   all << source;
   return hash(all.str());

@@ -157,6 +157,8 @@ const char* op_name(Op op) {
       return "quad function";
     case Op::simdgroup_multiply:
       return "simdgroup_multiply";
+    case Op::tensor_operation:
+      return "tensor operation";
     case Op::none:
       break;
   }
@@ -177,7 +179,7 @@ uint64_t& counter(Costs& costs, Op op) {
 }
 
 void count(Op op) {
-  if (s.costs) ++counter(*s.costs, op);
+  if (s.costs && op != Op::tensor_operation) ++counter(*s.costs, op);
 }
 
 SimdgroupRecord& simdgroup_of(ThreadRecord& t) { return static_cast<SimdgroupRecord&>(*t.simdgroup); }
@@ -188,7 +190,7 @@ std::string whereabouts(const ThreadRecord& t) {
     case Status::done:
       return "has returned";
     case Status::at_barrier:
-      return "waits at threadgroup_barrier" + line;
+      return std::string("waits at ") + op_name(t.op) + line;
     case Status::in_simdgroup:
       return "is at a " + std::string(op_name(t.op)) + line;
     case Status::ready:
@@ -332,8 +334,12 @@ void meet_in_simdgroup(Op op, uint64_t site, Combine combine, uint32_t flags) {
   yield_from(self);
 }
 
+Op op_of_barrier(uint32_t flags) {
+  return flags == tensor_operation_flag ? Op::tensor_operation : Op::threadgroup_barrier;
+}
+
 void open_barrier() {
-  count(Op::threadgroup_barrier);
+  count(op_of_barrier(s.barrier_flags));
   s.at_barrier = 0;
   if (s.barrier_flags & 1) ++s.state->device_epoch;
   if (s.barrier_flags & 2) ++s.state->threadgroup_epoch;
@@ -347,18 +353,19 @@ void open_barrier() {
 void meet_at_barrier(uint32_t flags, uint64_t site) {
   ThreadRecord& self = *s.current;
   self.status = Status::at_barrier;
-  self.op = Op::threadgroup_barrier;
+  self.op = op_of_barrier(flags);
   self.site = site;
+  const char* name = op_name(self.op);
   if (s.at_barrier++ == 0) {
     s.barrier_site = site;
     s.barrier_flags = flags;
   } else if (s.barrier_site != site) {
     fail({"barrier",
-          "threadgroup_barrier: thread " + std::to_string(self.index) +
+          std::string(name) + ": thread " + std::to_string(self.index) +
               " is at this barrier, others are at the one in line " + std::to_string(line_of(s.barrier_site)),
           nullptr, line_of(site)});
   } else if (s.barrier_flags != flags) {
-    fail({"barrier", "threadgroup_barrier with different flags in different threads", nullptr, line_of(site)});
+    fail({"barrier", std::string(name) + " with different flags in different threads", nullptr, line_of(site)});
   }
   if (s.at_barrier < s.state->thread_count) {
     leave(self);
@@ -387,8 +394,8 @@ Failure deadlock() {
   for (uint32_t i = 0; i < s.state->thread_count; ++i)
     if (s.threads[i].status == Status::done)
       return {"barrier",
-              "threadgroup_barrier needs all threads: " + std::to_string(s.at_barrier) + " wait, thread " +
-                  std::to_string(i) + " has returned",
+              std::string(op_name(op_of_barrier(s.barrier_flags))) + " needs all threads: " +
+                  std::to_string(s.at_barrier) + " wait, thread " + std::to_string(i) + " has returned",
               nullptr, line_of(s.barrier_site)};
   return {"barrier", "the threadgroup cannot go on", nullptr, 0};
 }

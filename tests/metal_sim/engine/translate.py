@@ -5,7 +5,9 @@ CPU, another one may make them CUDA kernels. Each metal.h must define these word
 msl::device_ptr<T>, msl::constant_ptr<T>, msl::threadgroup_ptr<T>, msl::reinterpret_pointer<T>, MSL_HALF, MSL_BFLOAT,
 MSL_KERNEL_BODY, MSL_THREADGROUP, MSL_INSTANTIATE, MSL_KERNEL, MSL_BUFFER, MSL_BUILTIN, MSL_FUNCTION_CONSTANT, and
 namespace metal itself; its vectors have v.msl_swizzle<0, 1>() for v.xy and v.msl_swizzle_of<0, 1>() where v.xy is
-assigned to. All names that begin with msl are the back end's own: a shader that uses one is refused.
+assigned to. All names that begin with msl are the back end's own: a shader that uses one is refused. A shader of
+Metal 4 that includes MetalPerformancePrimitives.h gets mpp.h as well, with msl::in_space<msl::Space::device, T> for a
+`device T` among template arguments; only shim/ has it.
 """
 
 import argparse
@@ -62,6 +64,11 @@ LIBRARY_NAME = re.compile(
 )
 
 
+# Headers with the names of Apple's frameworks. The back end has their declarations.
+FRAMEWORKS = Path(__file__).resolve().parent / "frameworks"
+MPP = "#pragma metal_sim mpp"  # in MetalPerformancePrimitives.h
+
+
 def find_compiler():
     """METAL_SIM_CXX, else the newest clang with which the simulator was tested."""
     names = [os.environ.get("METAL_SIM_CXX"), "clang++-19", "clang++"]
@@ -103,6 +110,7 @@ def preprocess(source, version, macros=()):
     command = [find_compiler(), "-E", "-x", "c++", "-std=c++17", "-undef", "-nostdinc"]
     command += ["-Werror=macro-redefined", "-Werror=c++23-extensions"]  # #elifdef
     command += [f"-D__METAL_VERSION__={version}", "-D__METAL__=1", "-D__METAL_MACOS__=1", "-DMETAL_FUNC=inline"]
+    command += ["-D__HAVE_TENSOR__=1", "-isystem", str(FRAMEWORKS)] if version >= 400 else []
     command += [f"-D{macro}" for macro in macros] + ["-"]
     text = f'#line 1 "program_source"\n{source}'
     done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8", errors="surrogateescape")
@@ -419,7 +427,7 @@ class Spaces:
                 self.kernel_depth, self.ordinal = depth, 0
             elif self.kernel_depth is not None and depth < self.kernel_depth:
                 self.kernel_depth = None
-            if token.text == "reinterpret_cast" and not keep:
+            if token.text in ("reinterpret_cast", "const_cast") and not keep:
                 token.text = "::msl::reinterpret_pointer"
             self.out.append(token)
             i += 1
@@ -460,6 +468,10 @@ class Spaces:
         inner = Spaces(kind, self.keep).out
         text = render(inner).strip()
         after = tokens[end].text
+        if after in (",", ">") and self.is_template_argument():
+            kept = f"{word.text} {cv}{text}"
+            self.emit(kept if self.keep else f"::msl::in_space<::msl::Space::{word.text}, {cv}{text}>", lead, word)
+            return end
         if after == "(" and tokens[end + 1].text in ("*", "&"):
             refuse(word, "pointers and references to arrays with an address space are not supported here")
         if self.keep and (word.text != "threadgroup" or after in ("&", "*")):
@@ -482,6 +494,11 @@ class Spaces:
             return self.variables(tokens, word, lead, cv + text, end)
         self.emit(storage + cv + text, lead, word)
         return end
+
+    def is_template_argument(self):
+        """Whether the next word begins a template argument, as in tensor<device half, ...>."""
+        before = self.out[-2:]
+        return len(before) == 2 and before[1].text == "<" and before[0].kind == "name"
 
     def variables(self, tokens, word, lead, kind, i):
         if self.kernel_depth is None:
@@ -544,12 +561,15 @@ def type_end(tokens, i):
 
 
 def translate(source, version=310, macros=()):
-    tokens = tokenize(preprocess(source, version, macros))
+    text = preprocess(source, version, macros)
+    headers = ["metal.h", "mpp.h"] if MPP in text else ["metal.h"]
+    tokens = tokenize(text.replace(MPP, ""))
     refuse_non_metal(tokens, version)
     tokens = without_repeated_methods(without_constructor_spaces(tokens))
     tokens = swizzles(addresses(literals(tokens)))
     tokens = Kernels(attributes(tokens)).tokens
-    return f'#include "metal.h"\n{render(Spaces(tokens, constants=function_constants(macros)).out)}\n'
+    includes = "".join(f'#include "{name}"\n' for name in headers)
+    return f"{includes}{render(Spaces(tokens, constants=function_constants(macros)).out)}\n"
 
 
 def main():

@@ -93,7 +93,7 @@ def eager_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
     return eager(module, query, key, value, mask, **more)
 
 
-def rehearse_attention(module: nn.Module, tokens: int, dtype: torch.dtype) -> None:
+def warm_up_attention(module: nn.Module, tokens: int, dtype: torch.dtype) -> None:
     """Launch our op on meta tensors like those of `module`, if its configuration selects it, with few keys and many."""
     config, few = module.config, min(tokens, FEW_QUERIES)
     if config._attn_implementation != NAME:

@@ -16,8 +16,8 @@ from ...arguments import DTYPES
 from ...grad import wants_grad
 from ...layers import Linear
 from ...warmup import warm_up_best_effort
-from .attention import key_heads, rehearse_attention
-from .cache import grow_in_place
+from .attention import FEW_QUERIES, key_heads, warm_up_attention, why_not_ours
+from .cache import grow_in_place, joined_rows
 from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, why_not_fused
 from .families import (
     ATTENTIONS,
@@ -181,11 +181,10 @@ class FusedLlama4Block(FusedBlock):
 
 
 class FusedProjections(Fused):
-    """Attention whose projections of the same input are joined, also after its weights have moved."""
+    """Attention whose projections of the same input are joined. They are joined again after the weights have moved."""
 
     family: Attention
-    joined: tuple[str, ...]  # those projections
-    norms: tuple[str, ...]
+    joined: tuple[str, ...]  # the names of these projections
 
     def parts(self, names: tuple[str, ...]) -> list[nn.Module]:
         """Those of these submodules that the module has."""
@@ -204,74 +203,119 @@ class FusedProjections(Fused):
 
     def __setstate__(self, state) -> None:
         super().__setstate__(state)
-        self.join()  # copies have each weight in memory of its own
+        self.join()  # in a copy, each weight has its own memory
 
     def forward(
         self, hidden_states: Tensor, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
     ):
-        projections, norms = self.parts(self.joined), self.parts(self.norms)
-        known = position_embeddings is not None and hidden_states.dim() == 3
-        if (
+        family, rotates = self.family, self.family.rotates(self)
+        projections, norms = self.parts(self.joined), self.parts(family.norms)
+        known = hidden_states.dim() == 3 and (position_embeddings is not None or not rotates)
+        if not (
             known
             and self.are_unmodified(*projections, *norms)
             and self.is_plain_inference(hidden_states)
             and self.still_selected()
         ):
-            grow_in_place(past_key_values, self)
-            states = self.states(hidden_states, projections, norms, position_embeddings, past_key_values)
-            return self.attend(states, hidden_states, attention_mask, **kwargs)
-        kwargs |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
-        return super().forward(hidden_states, position_embeddings=position_embeddings, **kwargs)
+            kwargs |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
+            if position_embeddings is not None:  # Jamba's attention, for one, does not take them
+                kwargs["position_embeddings"] = position_embeddings
+            return super().forward(hidden_states, **kwargs)
+        grow_in_place(past_key_values, self)
+        temperature = None
+        if family.temperature is not None:  # it depends on the length of the cache before this call
+            temperature = family.temperature(self, hidden_states, past_key_values, kwargs.get("position_ids"))
+        angles = angles_of(position_embeddings, family.angles) if rotates else None
+        q, *stored, gate = self.states(hidden_states, projections, norms, angles)
+        if temperature is not None:
+            q = (q * temperature).to(q.dtype)
+        if past_key_values is not None:
+            stored = past_key_values.update(*stored, self.layer_idx)
+        output, weights = self.attend(q, *stored, attention_mask, **kwargs)
+        if gate is not None:
+            output = output * family.gate(gate).reshape(*output.shape[:-1], -1)
+        return self._modules["o_proj"](output.reshape(*hidden_states.shape[:-1], -1)), weights
 
-    def attend(self, states: tuple[Tensor, ...], x: Tensor, mask: Tensor | None, **kwargs):
-        """The attention that the configuration selects, and the projection of its output."""
+    def states(self, x: Tensor, projections: list, norms: list, angles: tuple[Tensor, Tensor] | None) -> tuple:
+        """The queries [B, A, T, D], the two tensors that the cache stores, and the output's gate or None."""
+        raise NotImplementedError
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:
+        """The attention that the configuration selects: the values' weighted sums [B, T, A, V], and the weights."""
         home = sys.modules[self.original.__module__]
         function = home.ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, home.eager_attention_forward
         )
         dropout = self.attention_dropout if self.training else 0.0
-        output, weights = function(self, *states, mask, dropout=dropout, scaling=self.scaling, **kwargs)
-        return self._modules["o_proj"](output.reshape(*x.shape[:-1], -1)), weights
+        return function(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
+
+
+def angles_of(position_embeddings: Tensor | tuple[Tensor, Tensor], kind: str) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each angle once."""
+    if kind == "complex":
+        return position_embeddings.real, position_embeddings.imag
+    cos, sin = position_embeddings
+    if kind == "once":
+        return cos, sin
+    half = cos.shape[-1] // 2
+    return cos[..., :half], sin[..., :half]
+
+
+def with_neighbours_paired(heads: Tensor) -> Tensor:
+    """Heads whose pairs are numbers i and i + D / 2 -> heads whose pairs are 2 i and 2 i + 1. Models with complex
+    angles leave pairs like that, and a cache may hold keys of both their making and ours."""
+    return heads.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 class FusedAttention(FusedProjections):
-    """One product for queries, keys and values, and one op that norms and rotates them."""
+    """One product for queries, keys, values and a gate, and one op that normalises and rotates queries and keys."""
 
-    joined = ("q_proj", "k_proj", "v_proj")
-    norms = ("q_norm", "k_norm")
+    joined = ("q_proj", "k_proj", "v_proj", "g_proj")
 
-    def states(
-        self, x: Tensor, projections: list, norms: list, position_embeddings: tuple[Tensor, Tensor], cache
-    ) -> tuple[Tensor, ...]:
-        B, T, _ = x.shape
-        q, k, v = self.heads(part.view(B, T, -1, self.head_dim) for part in project(x, projections))
-        cos, sin = position_embeddings
-        if self.family.angles == "twice":
-            half = cos.shape[-1] // 2
-            cos, sin = cos[..., :half], sin[..., :half]
-        q, k = self.rope(q, k, cos, sin, norms)
+    def states(self, x: Tensor, projections: list, norms: list, angles: tuple[Tensor, Tensor] | None) -> tuple:
+        q, k, v, gate = self.heads(*project(x, projections))
+        q, k = self.rope(q, k, angles, norms)
         v = v.transpose(1, 2)
-        return (q, k, v) if cache is None else (q, *cache.update(k, v, self.layer_idx))
+        scale = self.__dict__.get("v_scale", 1.0)  # MiMo's
+        return q, k, v if scale == 1.0 else v * scale, gate
 
-    def heads(self, projected: Iterable[Tensor]) -> Iterable[Tensor]:
-        """Queries, keys and values out of what the projections make."""
-        return projected
+    def heads(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> tuple:
+        """Queries, keys and values [B, T, heads, width] out of the projections, and the gate."""
+        width = self.head_dim
+        v = heads_of(v, self.__dict__.get("v_head_dim", width))
+        if self.family.gate is None or gate is not None:
+            return heads_of(q, width), heads_of(k, width), v, gate
+        q, gate = heads_of(q, 2 * width).chunk(2, -1)
+        return q, heads_of(k, width), v, gate
 
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: list) -> tuple[Tensor, Tensor]:
-        if not norms:
-            return ops.rope(q, k, cos, sin)
-        q_weight, k_weight = (member(norm, "weight") for norm in norms[:2])
-        if len(q_weight) != self.head_dim:  # that of all heads together
-            q_weight, k_weight = q_weight.view(q.shape[2:]), k_weight.view(k.shape[2:])
-        return ops.rope(q, k, cos, sin, q_weight, k_weight, eps=eps_of(norms[0]))
+    def rope(self, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None, norms: list) -> tuple[Tensor, Tensor]:
+        """Queries and keys [B, T, heads, D], normalised and rotated -> [B, heads, T, D]"""
+        family = self.family
+        weights = [family.norm_weight(norm) for norm in norms[:2]]
+        first = norms and family.norms_first and angles is not None
+        if angles is None:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        elif first:
+            if len(weights[0]) != self.head_dim:  # one norm for all heads of a token
+                weights = [weight.view(heads.shape[2:]) for weight, heads in zip(weights, (q, k), strict=True)]
+            q, k = ops.rope(q, k, *angles, *weights, eps=eps_of(norms[0]))
+        else:
+            complex_angles = family.angles == "complex"
+            q, k = ops.rope(q, k, *angles, interleaved=complex_angles)
+            if complex_angles:
+                q, k = with_neighbours_paired(q), with_neighbours_paired(k)
+        if norms and not first:
+            eps = eps_of(norms[0])
+            q, k = ops.norm(q, weights[0], eps=eps), ops.norm(k, weights[1], eps=eps)
+        return q, k
 
-    def attend(self, states: tuple[Tensor, ...], x: Tensor, mask: Tensor | None, **kwargs):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:
         if self.family.window:
             owner = self if self.family.window == "module" else self.config
             kwargs["sliding_window"] = getattr(owner, "sliding_window", None)
         if "sinks" in self._parameters:
             kwargs["s_aux"] = self._parameters["sinks"]
-        return super().attend(states, x, mask, **kwargs)
+        return super().attend(q, k, v, mask, **kwargs)
 
     def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         of_keys = key_heads(self)
@@ -280,59 +324,83 @@ class FusedAttention(FusedProjections):
             for heads in (of_keys * self.num_key_value_groups, of_keys)
         )
         cos = torch.empty(1, tokens, self.head_dim // 2, dtype=dtype, device="meta")
-        self.rope(q, k, cos, cos, self.parts(self.norms))
-        rehearse_attention(self, tokens, dtype)
+        self.rope(q, k, (cos, cos) if self.family.rotates(self) else None, self.parts(self.family.norms))
+        warm_up_attention(self, tokens, dtype)
+
+
+def heads_of(x: Tensor, width: int) -> Tensor:
+    """[B, T, heads * width] -> [B, T, heads, width]"""
+    return x.view(*x.shape[:-1], -1, width)
 
 
 class FusedGemma4Attention(FusedAttention):
-    """Gemma 4: values are normed too, and are the keys as they were projected where there is no v_proj."""
+    """Gemma 4's values are normalised too. Where there is no v_proj, they are the keys before norm and rotation."""
 
-    norms = ("q_norm", "k_norm", "v_norm")
+    def heads(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> tuple:
+        q, k, v, _ = super().heads(q, k, k if v is None else v)
+        return q, k, ops.norm(v, eps=eps_of(self._modules["v_norm"])), None
 
-    def heads(self, projected: Iterable[Tensor]) -> Iterable[Tensor]:
-        q, k, *v = projected
-        return q, k, ops.norm(v[0] if v else k, eps=eps_of(self._modules["v_norm"]))
-
-    def attend(self, states: tuple[Tensor, ...], x: Tensor, mask: Tensor | None, shared_kv_states=None, **kwargs):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shared_kv_states=None, **kwargs):
         if self.store_full_length_kv:
-            shared_kv_states[self.layer_type] = states[1:]
-        return super().attend(states, x, mask, **kwargs)
+            shared_kv_states[self.layer_type] = k, v
+        return super().attend(q, k, v, mask, **kwargs)
 
 
 class FusedLatentAttention(FusedProjections):
-    """Keys and values are cached as latents here. transformers' own code expands them."""
+    """The cache stores latents here, and the part of the keys that rotates (MLA)."""
 
-    joined = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")  # either of the first two
-    norms = ("q_a_layernorm", "kv_a_layernorm")
+    joined = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "g_proj")  # it has either of the first two
 
-    def states(
-        self, x: Tensor, projections: list, norms: list, position_embeddings: tuple[Tensor, Tensor], cache
-    ) -> tuple[Tensor, ...]:
-        B, T, _ = x.shape
-        q, latent = project(x, projections)
-        if self.q_lora_rank is not None:
+    def states(self, x: Tensor, projections: list, norms: list, angles: tuple[Tensor, Tensor] | None) -> tuple:
+        q, latent, *gate = project(x, projections)
+        if len(norms) > 1:
             q = self._modules["q_b_proj"](rms_norm(q, norms[0]))
-        q, q_rot = q.view(B, T, -1, self.qk_head_dim).split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        q = heads_of(q, self.qk_head_dim)
         latent, k_rot = latent.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
-        latent = rms_norm(latent, norms[-1]).unsqueeze(1)
-        q_rot, k_rot = self.rope(q_rot, k_rot.unsqueeze(2), *self.angles(position_embeddings))
-        if cache is not None:
-            latent, k_rot = cache.update(latent, k_rot, self.layer_idx)
-        return torch.cat((q.transpose(1, 2), q_rot), -1), *self.expand_kv(latent, k_rot)
-
-    def angles(self, position_embeddings: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        if self.family.angles == "complex":
-            return position_embeddings.real, position_embeddings.imag
-        cos, sin = position_embeddings
-        half = self.qk_rope_head_dim // 2
-        return cos[..., :half], sin[..., :half]
+        latent, k_rot = rms_norm(latent, norms[-1]).unsqueeze(1), k_rot.unsqueeze(2)
+        if angles is None:
+            q, k_rot = q.transpose(1, 2), k_rot.transpose(1, 2)
+        else:
+            q, q_rot = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+            q_rot, k_rot = self.rope(q_rot, k_rot, *angles)
+            q = torch.cat((q.transpose(1, 2), q_rot), -1)
+        return q, latent, k_rot, gate[0] if gate else None
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        if self.family.angles != "complex":
-            return ops.rope(q, k, cos, sin, interleaved=bool(self.config.rope_interleave))
-        # The model's own rotation leaves pairs side by side, and so they have to be in a cache of its making.
-        halves = ops.rope(q, k, cos, sin, interleaved=True)
-        return tuple(heads.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for heads in halves)
+        if self.family.angles == "complex":
+            return tuple(with_neighbours_paired(heads) for heads in ops.rope(q, k, cos, sin, interleaved=True))
+        # Bailing's configuration has no such choice: its pairs are neighbours.
+        return ops.rope(q, k, cos, sin, interleaved=bool(getattr(self.config, "rope_interleave", True)))
+
+    def attend(self, q: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None, **kwargs):
+        keys = joined_rows(latent, k_rot) if self.may_absorb(q, latent, mask, kwargs) else None
+        if keys is None:
+            return super().attend(q, *self.expand_kv(latent, k_rot), mask, **kwargs)
+        to_keys, to_values = self.expansions(latent)
+        q, q_rot = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        q = torch.cat((torch.einsum("batn,anr->batr", q, to_keys), q_rot), -1)
+        output, weights = super().attend(q, keys, latent, mask, **kwargs)
+        return torch.einsum("btar,avr->btav", output, to_values), weights
+
+    def may_absorb(self, q: Tensor, latent: Tensor, mask: Tensor | None, kwargs: dict) -> bool:
+        """Whether few queries may go through the expansion of keys instead, and attend to the latents themselves. Then
+        a token costs the same expansion at any context."""
+        if torch.compiler.is_compiling() or not q.shape[2] <= min(FEW_QUERIES, latent.shape[2] - 1):
+            return False
+        shows_weights = kwargs.get("output_attentions") or self.config.output_attentions
+        if self.config._attn_implementation != NAME or shows_weights or (self.training and self.attention_dropout):
+            return False
+        expansion = self._modules["kv_b_proj"]
+        plain = self.are_unmodified(expansion) and expansion.bias is None
+        return plain and why_not_ours(q, latent, latent, mask, kwargs) is None
+
+    def expansions(self, latent: Tensor) -> Iterable[Tensor]:
+        """The weights [A, N, R] and [A, V, R] of the layer that makes keys without rotation and values of latents."""
+        layer = self._modules["kv_b_proj"]
+        packed = isinstance(layer, Linear)
+        weight = dequantized(*layer.parts("weight"), layer.format, latent) if packed else member(layer, "weight")
+        sizes = [self.qk_nope_head_dim, self.v_head_dim]
+        return weight.view(self.num_heads, sum(sizes), -1).split(sizes, 1)
 
     def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         q, k, cos, latent = (
@@ -344,9 +412,10 @@ class FusedLatentAttention(FusedProjections):
                 (self.kv_lora_rank,),
             )
         )
-        self.rope(q, k, cos, cos)
+        if self.family.rotates(self):
+            self.rope(q, k, cos, cos)
         rms_norm(latent, self._modules["kv_a_layernorm"])
-        rehearse_attention(self, tokens, dtype)
+        warm_up_attention(self, tokens, dtype)
 
 
 class FusedNorm(Fused):
@@ -371,16 +440,16 @@ def eps_of(norm: nn.Module) -> float:
 
 
 class IdentityAttention(nn.Module):
-    """Replaces a layer's attention while the layer is rehearsed: it returns its input."""
+    """Replaces a layer's attention while the layer is warmed up: it returns its input."""
 
     def __init__(self, original: nn.Module):
         super().__init__()
         self.original = [original]  # no part of this one
 
-    def rehearse(self, tokens: int, dtype: torch.dtype) -> None:
-        """Unless the attention is fused: then it has a rehearsal of its own."""
+    def warm_up(self, tokens: int, dtype: torch.dtype) -> None:
+        """Unless the attention is fused: then it warms itself up."""
         if not isinstance(self.original[0], FusedProjections):
-            rehearse_attention(self.original[0], tokens, dtype)
+            warm_up_attention(self.original[0], tokens, dtype)
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
         return hidden_states, None
@@ -407,7 +476,7 @@ class FusedPreNormLayer(Fused):
         width = len(self._modules["post_attention_layernorm"].weight)
         self._modules["self_attn"] = attention = IdentityAttention(self._modules["self_attn"])
         self(torch.empty(1, tokens, width, dtype=dtype, device="meta"))
-        attention.rehearse(tokens, dtype)
+        attention.warm_up(tokens, dtype)
 
 
 class FusedGemma4Layer(Fused):
@@ -460,7 +529,7 @@ class FusedGemma4Layer(Fused):
         self._modules["self_attn"] = attention = IdentityAttention(self._modules["self_attn"])
         x, of_layer = (torch.empty(1, tokens, size, dtype=dtype, device="meta") for size in (width, per_layer))
         self(x, of_layer if per_layer else None)
-        attention.rehearse(tokens, dtype)
+        attention.warm_up(tokens, dtype)
 
     def ready(self, x: Tensor) -> dict | None:
         """The experts' part of the arguments of `experts`, none in a layer without them; or None where the original

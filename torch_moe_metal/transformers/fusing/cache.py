@@ -7,6 +7,8 @@ A tensor that somebody took out of the cache keeps its numbers, but for one case
 rows that were cropped. A copy of a cache (deepcopy, pickle) shares nothing with it, and has transformers' own layers.
 """
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -24,21 +26,22 @@ def most_rows(stored: int) -> int:
 
 
 class Room:
-    """Memory [..., rows, width] for the keys of a layer, or for its values."""
+    """Memory [..., rows, width] for the keys of a layer, for its values, or for both side by side."""
 
     def __init__(self):
         self.memory: Tensor | None = None
-        self.shown: Tensor | None = None  # what the layer holds: the last rows before `end`
+        self.shown: list[Tensor] = []  # what the layer holds: the last rows before `end`, for each width
         self.end = 0
 
-    def append(self, stored: Tensor, new: Tensor) -> Tensor:
+    def append(self, stored: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
         """The stored rows and the new ones behind them. If they fit, only the new ones are copied."""
-        old, more = rows_of(stored), new.shape[-2]
+        old, more = rows_of(stored[0]), new[0].shape[-2]
         if self.memory is None or not self.fits(more, old + more):
             self.move(stored, new, old + more)
-        self.memory.narrow(-2, self.end, more).copy_(new)
         self.end += more
-        self.shown = self.memory.narrow(-2, self.end - old - more, old + more)
+        self.shown = self.rows(self.end - old - more, old + more, [part.shape[-1] for part in new])
+        for shown, part in zip(self.shown, new, strict=True):
+            shown.narrow(-2, old, more).copy_(part)
         return self.shown
 
     def fits(self, more: int, total: int) -> bool:
@@ -46,25 +49,30 @@ class Room:
         writable = torch.is_inference_mode_enabled() or not self.memory.is_inference()
         return writable and self.end + more <= self.memory.shape[-2] <= most_rows(total)
 
-    def move(self, stored: Tensor, new: Tensor, total: int) -> None:
-        """To memory of its own, never within the old one: somebody may look at rows there."""
-        self.memory = new.new_empty(*new.shape[:-2], rows_to_allocate(total), new.shape[-1])
-        self.end = rows_of(stored)
-        self.shown = self.memory.narrow(-2, 0, self.end)
+    def rows(self, first: int, count: int, widths: Sequence[int]) -> list[Tensor]:
+        rows = self.memory.narrow(-2, first, count)
+        return [rows] if len(widths) == 1 else list(rows.split(widths, -1))
+
+    def move(self, stored: Sequence[Tensor], new: Sequence[Tensor], total: int) -> None:
+        """To new memory, never within the old one: somebody may look at rows there."""
+        widths = [part.shape[-1] for part in new]
+        self.memory = new[0].new_empty(*new[0].shape[:-2], rows_to_allocate(total), sum(widths))
+        self.end = rows_of(stored[0])
         if self.end:
-            self.shown.copy_(stored)
+            for rows, part in zip(self.rows(0, self.end, widths), stored, strict=True):
+                rows.copy_(part)
 
-    def show(self, rows: Tensor) -> Tensor:
+    def show(self, shown: list[Tensor]) -> None:
         """From now on the layer holds these rows of the memory, and those behind them are overwritten."""
-        start = (rows.storage_offset() - self.memory.storage_offset()) // self.memory.stride(-2)
-        self.shown, self.end = rows, start + rows.shape[-2]
-        return rows
+        first = shown[0]
+        start = (first.storage_offset() - self.memory.storage_offset()) // self.memory.stride(-2)
+        self.shown, self.end = shown, start + first.shape[-2]
 
-    def reorder(self, batch: Tensor) -> Tensor:
+    def reorder(self, batch: Tensor) -> list[Tensor]:
         """All of the memory, so that it is copied once, and not once more by the next token."""
         self.memory = self.memory.index_select(0, batch.to(self.memory.device))
-        rows = rows_of(self.shown)
-        self.shown = self.memory.narrow(-2, self.end - rows, rows)
+        rows, widths = rows_of(self.shown[0]), [part.shape[-1] for part in self.shown]
+        self.shown = self.rows(self.end - rows, rows, widths)
         return self.shown
 
 
@@ -84,37 +92,48 @@ def alike(stored: Tensor | None, new: Tensor) -> bool:
     return same_kind and stored.shape[:-2] == new.shape[:-2] and stored.shape[-1] == new.shape[-1]
 
 
+OURS = ("rooms", "side_by_side")  # the attributes that transformers' layers do not have
+
+
 class Growing(DynamicLayer):
-    """What both kinds of layers share. Whatever is not said here, is transformers'."""
+    """What both kinds of layers share. Everything else is transformers'."""
 
     original: type  # the class that this layer had before
-    rooms: tuple[Room, Room] | None = None  # of keys and values
+    rooms: tuple[Room, ...] = ()  # of keys and of values, or one of both
+    side_by_side = False  # a row of the memory is a key and its value
 
     def may_grow(self, keys: Tensor, values: Tensor) -> bool:
-        """Not where a trace would hold the writing, or autograd the tensors that it writes beside."""
+        """Not where a trace would record the writes, or autograd needs the tensors that they change."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or in_forward_mode():
             return False
         return alike(self.keys, keys) and alike(self.values, values)
 
     def in_rooms(self) -> bool:
-        """Whether nobody has put other tensors in here."""
-        return self.rooms is not None and self.keys is self.rooms[0].shown and self.values is self.rooms[1].shown
+        """Whether keys and values are still those of the rooms: others can be assigned at any time."""
+        shown = [part for room in self.rooms for part in room.shown]
+        return len(shown) == 2 and self.keys is shown[0] and self.values is shown[1]
+
+    def by_room(self, keys: Tensor, values: Tensor) -> Iterator[tuple[Room, list[Tensor]]]:
+        return zip(self.rooms, [[keys, values]] if len(self.rooms) == 1 else [[keys], [values]], strict=True)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         if not self.in_rooms():
-            self.rooms = Room(), Room()
-        self.keys = self.rooms[0].append(self.keys, keys)
-        self.values = self.rooms[1].append(self.values, values)
+            one = self.side_by_side and keys.shape[:-1] == values.shape[:-1]
+            self.rooms = (Room(),) if one else (Room(), Room())
+        new = zip(self.by_room(self.keys, self.values), self.by_room(keys, values), strict=True)
+        self.keys, self.values = (part for (room, old), (_, more) in new for part in room.append(old, more))
         return self.keys, self.values
 
     def show(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = self.rooms[0].show(keys), self.rooms[1].show(values)
+        for room, shown in self.by_room(keys, values):
+            room.show(shown)
+        self.keys, self.values = keys, values
 
     def drop_unused_rooms(self) -> None:
         if not self.in_rooms():
-            self.rooms = None
+            self.rooms = ()
 
     def crop(self, tokens_to_remove: int) -> None:
         in_rooms = self.in_rooms()
@@ -124,7 +143,7 @@ class Growing(DynamicLayer):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         if self.in_rooms():
-            self.keys, self.values = (room.reorder(beam_idx) for room in self.rooms)
+            self.keys, self.values = (part for room in self.rooms for part in room.reorder(beam_idx))
         else:
             super().reorder_cache(beam_idx)
 
@@ -146,8 +165,8 @@ class Growing(DynamicLayer):
 
     def __reduce_ex__(self, protocol):
         copied = self.original.__new__(self.original)
-        copied.__dict__ |= {name: value for name, value in vars(self).items() if name != "rooms"}
-        if self.in_rooms():  # without what is in the rooms beside them
+        copied.__dict__ |= {name: value for name, value in vars(self).items() if name not in OURS}
+        if self.in_rooms():  # without the rest of the rooms
             copied.keys, copied.values = self.keys.clone(), self.values.clone()
         return copied.__reduce_ex__(1)  # from protocol 2 on, pickle insists on the class of what it was given
 
@@ -172,7 +191,7 @@ class GrowingSlidingWindowLayer(Growing, DynamicSlidingWindowLayer):
         more, before = key_states.shape[-2], self.sliding_window - 1
         if not self.record_past and self.exceeds_the_window(more):
             states = super().update(key_states, value_states, *args, **kwargs)
-            self.rooms = None
+            self.rooms = ()
             self.append(key_states[..., :0, :], value_states[..., :0, :])
             return states
         self.cumulative_length += more
@@ -194,11 +213,26 @@ GROWING = {cls.original: cls for cls in (GrowingLayer, GrowingSlidingWindowLayer
 def grow_in_place(cache: Cache | None, attention: nn.Module) -> None:
     """Called by each fused layer with the cache that its attention is about to update.
 
-    Only transformers' own `DynamicCache` and its two plain kinds of layers change, and they change their class alone.
+    Only transformers' own `DynamicCache` and its two plain kinds of layers change, and only their class. The latents of
+    MLA lie side by side with the keys that rotate, so that both together are the keys of the absorbed form.
     """
     if type(cache) is not DynamicCache or cache.offloading or torch.compiler.is_compiling():
         return
     index = getattr(attention, "layer_idx", len(cache.layers))
     if index < len(cache.layers) and type(cache.layers[index]) in GROWING:
+        latents = hasattr(attention, "kv_b_proj")
         for layer in cache.layers:
-            layer.__class__ = GROWING.get(type(layer), type(layer))
+            if type(layer) in GROWING:
+                layer.__class__ = GROWING[type(layer)]
+                layer.side_by_side = latents
+
+
+def joined_rows(keys: Tensor, values: Tensor) -> Tensor | None:
+    """Keys and values as one tensor, if each key lies in memory before its value; else None."""
+    memory, strides = keys.untyped_storage().data_ptr(), keys.stride()
+    width = keys.shape[-1] + values.shape[-1]
+    if values.untyped_storage().data_ptr() != memory or values.stride() != strides or strides[-2] < width:
+        return None
+    if values.storage_offset() != keys.storage_offset() + keys.shape[-1]:
+        return None
+    return keys.as_strided((*keys.shape[:-1], width), strides)

@@ -8,7 +8,9 @@ parameters anew at every call, so that they may be moved, cast, loaded or tied a
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from .experts import member
 
@@ -197,48 +199,154 @@ LAST_NORMS = {name.replace("DecoderLayer", "RMSNorm") for name in PRE_NORM_LAYER
 LAST_NORMS |= {"gemma4.Gemma4RMSNorm", "glm4v_moe.Glm4vMoeRMSNorm", "qwen3_omni_moe.Qwen3OmniMoeTextRMSNorm"}
 
 
+# ------------------------------------------------------------------------------------------------ attention
+
+
+def always(attention):
+    return True
+
+
+def never(attention):
+    return False
+
+
+def llama4_rotates(attention):
+    return attention.use_rope
+
+
+def flint_rotates(attention):
+    return attention.sliding_window is not None
+
+
+def plain_weight(norm):
+    return member(norm, "weight")
+
+
+def one_plus_weight(norm):
+    return 1 + member(norm, "weight").float()
+
+
+def no_weight(norm):
+    return None
+
+
+def softplus(gate):
+    return F.softplus(gate.float()).to(gate.dtype)
+
+
+def llama4_temperature(attention, x, cache, position_ids):
+    """Llama 4 scales the queries of layers that do not rotate by their place in the sequence, padding included."""
+    if attention.use_rope or not attention.attn_temperature_tuning:
+        return None
+    past = 0 if cache is None else cache.get_seq_length(attention.layer_idx)
+    places = torch.arange(x.shape[1], device=x.device) + past  # a static cache's length is a tensor
+    steps = torch.floor((places.float() + 1.0) / attention.floor_scale)
+    return (torch.log1p(steps) * attention.attn_scale + 1.0)[:, None]
+
+
+def mistral4_temperature(attention, x, cache, position_ids):
+    rope = attention.config.rope_parameters
+    steps = torch.floor(position_ids / rope.get("original_max_position_embeddings"))
+    return (1 + rope.get("llama_4_scaling_beta") * torch.log(1 + steps))[:, None, :, None].to(x.dtype)
+
+
 @dataclass(frozen=True)
 class Attention:
-    """How one class of attention is built, of those with q_proj, k_proj, v_proj and o_proj. Norms of queries and keys
-    (q_norm, k_norm) and sinks are used where the module has them."""
+    """How one class of attention is built. All have o_proj, and q_proj, k_proj and v_proj or, if they cache latents
+    (MLA), the projections of these. Norms, sinks, g_proj (an output gate), v_head_dim and v_scale are used where the
+    module has them.
+    """
 
-    window: str = ""  # what has the `sliding_window` that attention gets: "module" or "config"
+    window: str = ""  # which has the `sliding_window` that attention gets: "module" or "config"
     angles: str = "twice"  # cos and sin have each angle "twice", for both halves of a head, or "once", or are "complex"
+    rotates: Callable[[nn.Module], bool] = always  # some layers have no rope
+    norms: tuple[str, ...] = ("q_norm", "k_norm")
+    norm_weight: Callable[[nn.Module], Tensor | None] = plain_weight
+    norms_first: bool = True  # before the rotation
+    gate: Callable[[Tensor], Tensor] | None = None  # of the output; without g_proj, q_proj has it beside each head
+    temperature: Callable[..., Tensor | None] | None = None  # a factor for [B, A, T, D] queries
 
 
 PLAIN = Attention()
 OWN_WINDOW = Attention(window="module")
 WINDOW_OF_ALL = Attention(window="config")
+QWEN_GATED = Attention(norm_weight=one_plus_weight, gate=torch.sigmoid)
 
 ATTENTIONS = {
     "qwen2_moe.Qwen2MoeAttention": PLAIN,
     "qwen3_moe.Qwen3MoeAttention": OWN_WINDOW,
     "qwen3_vl_moe.Qwen3VLMoeTextAttention": PLAIN,
     "qwen3_omni_moe.Qwen3OmniMoeThinkerTextAttention": OWN_WINDOW,
+    "qwen3_next.Qwen3NextAttention": QWEN_GATED,
+    "qwen3_5_moe.Qwen3_5MoeAttention": QWEN_GATED,
     "mellum.MellumAttention": OWN_WINDOW,
     "mixtral.MixtralAttention": WINDOW_OF_ALL,
     "minimax.MiniMaxAttention": WINDOW_OF_ALL,
     "olmoe.OlmoeAttention": WINDOW_OF_ALL,
     "flex_olmo.FlexOlmoAttention": PLAIN,
+    "jamba.JambaAttention": Attention(rotates=never),
     "gpt_oss.GptOssAttention": Attention(window="module", angles="once"),
     "glm4_moe.Glm4MoeAttention": PLAIN,
     "glm4v_moe.Glm4vMoeTextAttention": PLAIN,
     "dots1.Dots1Attention": OWN_WINDOW,
+    "deepseek_ocr2.DeepseekOcr2TextAttention": PLAIN,
+    "unlimited_ocr.UnlimitedOcrTextAttention": PLAIN,
     "solar_open.SolarOpenAttention": PLAIN,
+    "mimo_v2_flash.MiMoV2FlashAttention": OWN_WINDOW,
     "minimax_m2.MiniMaxM2Attention": PLAIN,
+    "hunyuan_v1_moe.HunYuanMoEV1Attention": Attention(norms=("query_layernorm", "key_layernorm"), norms_first=False),
     "hy_v3.HYV3Attention": PLAIN,
+    "laguna.LagunaAttention": Attention(window="module", gate=softplus),
+    "flint.FlintAttention": Attention(window="module", rotates=flint_rotates),
     "granitemoe.GraniteMoeAttention": PLAIN,
     "granitemoe_swa.GraniteMoeSWAAttention": OWN_WINDOW,
     "granitemoehybrid.GraniteMoeHybridAttention": PLAIN,
     "granitemoeshared.GraniteMoeSharedAttention": PLAIN,
+    "llama4.Llama4TextAttention": Attention(
+        angles="complex",
+        rotates=llama4_rotates,
+        norms=("qk_norm", "qk_norm"),
+        norm_weight=no_weight,
+        norms_first=False,
+        temperature=llama4_temperature,
+    ),
 }
 # Values are normed too, and some layers have no values of their own, or use the keys and values of another layer.
-GEMMA4_ATTENTIONS = {"gemma4.Gemma4TextAttention": OWN_WINDOW}
+GEMMA4_ATTENTIONS = {
+    "gemma4.Gemma4TextAttention": Attention(window="module", norms=("q_norm", "k_norm", "v_norm")),
+}
 # Attention whose keys and values are cached as latents (MLA).
+LATENTS = ("q_a_layernorm", "kv_a_layernorm")
+LATENT = Attention(norms=LATENTS)
 LATENT_ATTENTIONS = {
-    "deepseek_v2.DeepseekV2Attention": Attention(angles="complex"),
-    "deepseek_v3.DeepseekV3Attention": PLAIN,
-    "glm4_moe_lite.Glm4MoeLiteAttention": PLAIN,
+    "deepseek_v2.DeepseekV2Attention": Attention(norms=LATENTS, angles="complex"),
+    "deepseek_v3.DeepseekV3Attention": LATENT,
+    "glm4_moe_lite.Glm4MoeLiteAttention": LATENT,
+    "mistral4.Mistral4Attention": Attention(norms=LATENTS, temperature=mistral4_temperature),
+    "kimi_linear.KimiLinearAttention": Attention(norms=LATENTS, rotates=never),
+    "bailing_hybrid.BailingHybridAttention": Attention(norms=LATENTS, gate=torch.sigmoid),
+}
+
+# Attention that stays transformers' own, and why.
+RECURRENT = "it keeps a recurrent state instead of keys and values"
+INDEXED = "its indexer selects the keys of each query (sparse attention)"
+LEFT_ATTENTIONS = {
+    "qwen3_next.Qwen3NextGatedDeltaNet": RECURRENT,
+    "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet": RECURRENT,
+    "qwen4_exp.Qwen4ExpTextGatedDeltaNet": RECURRENT,
+    "minimax.MiniMaxLightningAttention": RECURRENT,
+    "jamba.JambaMambaMixer": RECURRENT,
+    "granitemoehybrid.GraniteMoeHybridMambaLayer": RECURRENT,
+    "kimi_linear.KimiLinearDeltaAttention": RECURRENT,
+    "bailing_hybrid.BailingHybridDeltaAttention": RECURRENT,
+    "glm5_next.Glm5NextTextLinearAttention": RECURRENT,
+    "glm5_next.Glm5NextTextAttention": INDEXED,
+    "glm_moe_dsa.GlmMoeDsaAttention": INDEXED,
+    "qwen4_exp.Qwen4ExpTextAttention": INDEXED,
+    "deepseek_v32.DeepseekV32Attention": INDEXED,
+    "dots3_note.Dots3NoteTextAttention": INDEXED,
+    "hy_v4.HYV4Attention": INDEXED,
+    "minimax_m3_vl.MiniMaxM3VLAttention": "in some layers an indexer selects the keys of each query (sparse attention)",
 }
 
 

@@ -19,6 +19,7 @@ from .blocks import (
     why_left,
 )
 from .experts import NAME, is_experts, why_not_fused
+from .families import LEFT_ATTENTIONS, family_name
 from .stock_gguf import give_back, take
 
 FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
@@ -150,6 +151,8 @@ def fuse_all(model: nn.Module) -> Report:
     # Children come first: a layer is fused together with its block.
     rows = [fuse(name, modules[name]) for name in reversed(known) if name not in norms]
     rows += [fuse_norm(name, modules) for name in norms]
+    left = {name: LEFT_ATTENTIONS.get(family_name(type(module))) for name, module in modules.items()}
+    rows += [Row(name, type(modules[name]).__name__, LEFT, reason) for name, reason in left.items() if reason]
     rows += [
         report_experts(name, module, modules[name.rpartition(".")[0]])
         for name, module in reversed(modules.items())

@@ -45,7 +45,11 @@ enum class Op : uint32_t {
   simd_vote,
   quad,
   simdgroup_multiply,
+  tensor_operation,
 };
+
+// A flag for `barrier`: all threads must reach the same tensor operation, which orders no memory.
+inline constexpr uint32_t tensor_operation_flag = 1u << 31;
 
 using Combine = void (*)(const unsigned char (*in)[slot_bytes], unsigned char (*out)[slot_bytes]);
 

@@ -1,0 +1,49 @@
+#include "mps/tensor_ops.h"
+
+namespace moe_metal {
+namespace {
+
+// Indexed by tile_size, as are the parts of tensor_ops.metal (the last argument).
+FormatKernels products[] = {{"tensor_ops", "tensor_products16", 32 * unit_simdgroups(16), 0},
+                            {"tensor_ops", "tensor_products32", 32 * unit_simdgroups(32), 1},
+                            {"tensor_ops", "tensor_products64", 32 * unit_simdgroups(64), 2}};
+
+// matmul2d has 32-bit offsets in an operand, relative to the tile's first element.
+bool fits_32_bits(int64_t stride, int64_t rows, int64_t columns) {
+  return bounded_product({stride, rows}) + columns <= std::numeric_limits<int32_t>::max();
+}
+
+// matmul2d reads dense rows directly. Packed rows are unpacked without a check for the end of a row.
+bool fits(const Weight& weight) {
+  if (weight_params(weight, weight.rows).layout != WeightLayout::rows_wide) return false;
+  if (!weight.format->is_dense()) return weight.columns % kUnitColumns == 0;
+  return weight.gap == 0 && fits_32_bits(weight.row, kUnitRows, weight.columns);
+}
+
+}  // namespace
+
+bool has_tensor_product(const Tensor& x, const Weight& weight, int size) {
+  return x.element_size() == 2 && wide_rows(x, weight.columns) && fits(weight) && has_tensor_ops() &&
+         compiles(products[size](x.scalar_type(), weight.format));
+}
+
+void tensor_product(const Tensor& x, const Weight& weight, const Tensor& bias, const RowTiles& tiles,
+                    const Tensor& output) {
+  const int64_t rows = x.numel() / weight.columns, tile_rows = 16 << tiles.size;
+  const bool is_listed = tiles.list.defined();
+  const int64_t count = is_listed ? tiles.count : ceil_div(rows, tile_rows);
+  const int64_t band = std::min(tuning().band, count);
+  const ProductParams params = {.rows = to_uint(rows),
+                                .N = to_uint(weight.rows),
+                                .columns = to_uint(weight.columns),
+                                .tiles = is_listed ? to_uint(count) : 0,
+                                .band = to_uint(band),
+                                .bias = parameter_type(bias),
+                                .weight = weight_params(weight, weight.rows)};
+  const Grid grid = {ceil_div(count, band) * band * ceil_div(weight.rows, kUnitRows), 1,
+                     static_cast<int>(32 * unit_simdgroups(tile_rows))};
+  launch(products[tiles.size](x.scalar_type(), weight.format), grid, x, tiles.list, weight.data, weight.scale,
+         weight.offset, bias, output, params);
+}
+
+}  // namespace moe_metal
