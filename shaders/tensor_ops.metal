@@ -35,7 +35,8 @@ namespace moe_metal {
 using mpp::tensor_ops::matmul2d;
 using mpp::tensor_ops::matmul2d_descriptor;
 
-// Of two dimensions, of which the first is along the columns and has stride 1. Apple refuses operands of const elements.
+// Of two dimensions, of which the first is along the columns and has stride 1. Apple refuses operands of const
+// elements.
 template <typename T>
 using DeviceTensor = tensor<device T, dextents<int32_t, 2>, tensor_inline>;
 template <typename T>
@@ -101,7 +102,10 @@ struct PackedUnits {
   using Data = uchar;
   using Operand = ThreadgroupTensor<T>;
   enum : int { columns = kUnitColumns };
-  enum : uint { bytes = kUnitRows * kUnitColumns * sizeof(T), runs = kUnitColumns / kRun };  // of a lane's kRun columns in a row
+  enum : uint {
+    bytes = kUnitRows * kUnitColumns * sizeof(T),
+    runs = kUnitColumns / kRun  // pieces of a row that the threads share
+  };
 
   template <uint Threads, typename Multiply, typename Sums>
   static void multiply(thread Multiply& run, thread Sums& sums, threadgroup uint4* memory, device const T* x,

@@ -44,7 +44,7 @@ struct Kernel {
   const int part;         // of its file, as `in_part` there says
   std::atomic<const Pipeline*> pipeline = nullptr;
   std::atomic<bool> is_refused = false;  // by Metal, as `compiles` has found
-  Kernel* const next;  // the one that was made before
+  Kernel* const next;                    // the one that was made before
   static inline Kernel* first = nullptr;
 };
 

@@ -107,6 +107,8 @@ struct Options {
   std::string commit_error;      // what becomes of command buffers that are committed; empty: nothing
   size_t more_threadgroups = 0;  // along x than a dispatch asks for
   bool concurrent = false;       // encoders order dispatches only by their barriers
+  bool flushes = false;          // each commit leaves its command buffer behind, and the stream makes another
+  bool records = false;          // ops get a proxy of the encoder, which records what they encode
 };
 Options& options();
 void set_grouped_mm(bool there);  // whether mps has a kernel of its own for aten::_grouped_mm

@@ -1,6 +1,7 @@
 // Metal 4's tensors and matmul2d of MetalPerformancePrimitives, for tensors over memory (tensor_inline) and a
 // destination in registers. Apple does not say which thread holds which element of such a destination: here they are
-// scattered over the threads, so that no kernel can rely on a layout. What is undefined behaviour there is refused here.
+// scattered over the threads, so that no kernel can rely on a layout. What is undefined behaviour there is refused
+// here.
 #pragma once
 
 #include "simd.h"
@@ -258,14 +259,15 @@ class matmul2d {
     static_assert(metal::msl_is_tensor<Left> && metal::msl_is_tensor<Right>,
                   "only tensors over memory are simulated as operands of matmul2d");
     static_assert(!Left::msl_is_const && !Right::msl_is_const, "matmul2d refuses operands of const elements");
-    static_assert(requires { typename Destination::msl_operation; },
-                  "only a cooperative_tensor is simulated as the destination of matmul2d");
+    static_assert(
+        requires { typename Destination::msl_operation; },
+        "only a cooperative_tensor is simulated as the destination of matmul2d");
     static_assert(__is_same(typename Destination::msl_operation, matmul2d), "the destination is another operation's");
     static_assert(__is_same(typename Destination::msl_left, Left) && __is_same(typename Destination::msl_right, Right),
                   "the destination was made for operands of other types, or in the other order");
-    static_assert(msl_multiplies<typename Left::value_type, typename Right::value_type,
-                                 typename Destination::element_type>(),
-                  "matmul2d has no such combination of types");
+    static_assert(
+        msl_multiplies<typename Left::value_type, typename Right::value_type, typename Destination::element_type>(),
+        "matmul2d has no such combination of types");
   }
 };
 
