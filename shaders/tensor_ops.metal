@@ -102,8 +102,8 @@ struct PackedUnits {
   enum : int { columns = kUnitColumns };
   enum : uint {
     bytes = kUnitRows * kUnitColumns * sizeof(T),
-    runs = kUnitColumns / kRun
-  };  // of a lane's kRun columns in a row
+    runs = kUnitColumns / kRun  // pieces of a row that the threads share
+  };
 
   template <uint Threads, typename Multiply, typename Sums>
   static void multiply(thread Multiply& run, thread Sums& sums, threadgroup uint4* memory, device const T* x,

@@ -107,6 +107,8 @@ struct Options {
   std::string commit_error;      // the error of committed command buffers; empty: none
   size_t more_threadgroups = 0;  // added along x to the grid of each dispatch
   bool concurrent = false;       // encoders order dispatches only by barriers
+  bool flushes = false;          // each commit drops the command buffer, and the stream makes another
+  bool records = false;          // ops get a proxy of the encoder that records their calls
 };
 Options& options();
 void set_grouped_mm(bool there);  // whether mps has a kernel of its own for aten::_grouped_mm

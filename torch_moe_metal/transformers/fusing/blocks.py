@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...arguments import DTYPES
 from ...grad import wants_grad
-from ...layers import Linear
+from ...layers import Linear, dequantized
 from ...warmup import warm_up_best_effort
 from .attention import FEW_QUERIES, key_heads, warm_up_attention, why_not_ours
 from .cache import grow_in_place, joined_rows
