@@ -4,6 +4,8 @@
 //   codes             the 16 codes from a column of a block on, as bytes from 0 on
 //   scales            of a run of blocks: the scale, and perhaps the offset, of each group
 //   unpack            with AVX-512, the codes of 128 columns in the order kOrder
+//   words             with AVX-512, where codes have up to 5 bits: the bits of 32 columns' codes as words, whose bits
+//                     above the lowest kBits are undefined; number() is the code that they stand for
 #pragma once
 #include <array>
 #include <bit>
@@ -107,6 +109,24 @@ struct Blocks {
   }
   [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const { return (*this)(row, column, Whole()); }
 #endif
+#ifdef MOE_METAL_HAS_AVX512
+  static constexpr int kGroup = Block::kGroup;
+  [[gnu::always_inline]] static __m512i words(const uint8_t* row, int64_t column)
+    requires requires(const uint8_t* block, int64_t at) { Block::words(block, at); }
+  {
+    return Block::words(row + column / kColumns * kBytes, column % kColumns);
+  }
+  static Vec values(int half) {
+    static constexpr auto kValues = [] {
+      std::array<float, 32> values{};
+      for (int i = 0; i < 32; ++i) {
+        values[i] = static_cast<float>(Block::number(i % (1 << Block::kBits)) - (kOffset ? 0 : Block::kMiddle));
+      }
+      return values;
+    }();
+    return Vec::loadu(kValues.data() + 16 * half);
+  }
+#endif
 
   static void scales(const uint8_t* row, int64_t columns, float* scale, float* offset) {
     Block::scales(row, columns / kColumns, scale, offset);
@@ -136,6 +156,7 @@ inline void halves_of_16(__m512i low, __m512i high, __m512i (&to)[2]) {
 }
 
 inline __m512i load_512(const uint8_t* from) { return _mm512_loadu_si512(from); }
+inline __m256i load_256(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 inline __m128i load_128(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
 // 16 bytes of each of four places.
 inline __m512i four_times_16(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
@@ -146,6 +167,21 @@ inline __m512i four_times_16(const uint8_t* a, const uint8_t* b, const uint8_t* 
 inline __m512i mask_of(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
 inline __m512i low_nibbles(__m512i bytes) { return _mm512_and_si512(bytes, mask_of(15)); }
 inline __m512i high_nibbles(__m512i bytes) { return low_nibbles(_mm512_srli_epi16(bytes, 4)); }
+// 32 bytes as words, shifted to the right.
+inline __m512i words_shifted(__m256i bytes, int64_t shift) {
+  return _mm512_srlv_epi16(_mm512_cvtepu8_epi16(bytes), _mm512_set1_epi16(static_cast<int16_t>(shift)));
+}
+// The low halves of 16 bytes, then the high ones, as words.
+inline __m512i words_of_nibbles(const uint8_t* from) {
+  const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+  return _mm512_srlv_epi16(_mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(load_128(from))), shifts);
+}
+// Bit `bit` of a, and the other bits of b.
+template <int bit>
+inline __m512i with_bit(__m512i a, __m512i b) {
+  constexpr int kFirstWhereThird = 0xe4;  // c ? a : b
+  return _mm512_ternarylogic_epi32(a, b, _mm512_set1_epi16(1 << bit), kFirstWhereThird);
+}
 inline __m512i look_up(const std::array<uint8_t, 16>& values, __m512i codes) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_128(values.data())), codes);
 }

@@ -10,6 +10,7 @@ struct BlocksOf256 {
   static constexpr int kColumns = 256, kBytes = bytes, kGroup = group, kGroups = 256 / group, kMiddle = middle;
   static constexpr bool kOffset = has_offset;
   static constexpr float kUnit = 1;
+  static constexpr int number(int code) { return code; }
 #ifdef MOE_METAL_HAS_AVX512
   static const uint8_t* block_of(const uint8_t* row, int64_t chunk) { return row + chunk / 2 * kBytes; }
 #endif
@@ -43,6 +44,10 @@ inline void nibbles_in_runs(const uint8_t* from, __m512i (&to)[2]) {
   to[0] = low_nibbles(quarters_shifted<0, 4, 0, 4>(_mm512_shuffle_i64x2(all, all, 0xa0)));
   to[1] = low_nibbles(quarters_shifted<0, 4, 0, 4>(_mm512_shuffle_i64x2(all, all, 0xf5)));
 }
+// The same of 32 columns, as words.
+inline __m512i words_in_runs(const uint8_t* codes, int64_t column) {
+  return words_shifted(load_256(codes + column / 64 * 32), column / 32 % 2 * 4);
+}
 #endif
 
 // 4 bits: the low halves of 32 bytes are a run of 32 columns, the high ones the next.
@@ -67,6 +72,7 @@ inline void six_bit_scales(const uint8_t* row, int64_t blocks, float* scale, flo
 }
 
 struct Q4_K : BlocksOf256<144, 32, true, 8> {
+  static constexpr int kBits = 4;
   static Bytes codes(const uint8_t* block, int64_t column) { return nibbles_in_runs(block + 16, column); }
   static constexpr auto scales = six_bit_scales<144>;
 #ifdef MOE_METAL_HAS_AVX512
@@ -74,10 +80,12 @@ struct Q4_K : BlocksOf256<144, 32, true, 8> {
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     nibbles_in_runs(block_of(row, chunk) + 16 + chunk % 2 * 64, to);
   }
+  static __m512i words(const uint8_t* block, int64_t column) { return words_in_runs(block + 16, column); }
 #endif
 };
 
 struct Q5_K : BlocksOf256<176, 32, true, 16> {
+  static constexpr int kBits = 5;
   static Bytes codes(const uint8_t* block, int64_t column) {
     const Bytes high = load_bytes(block + 16 + column % 32) >> static_cast<uint8_t>(column / 32);
     return nibbles_in_runs(block + 48, column) | (high & 1) << 4;
@@ -94,6 +102,10 @@ struct Q5_K : BlocksOf256<176, 32, true, 16> {
       const __m512i one = quarters_shifted<0, 1, 2, 3>(bits, first);
       to[half] = _mm512_or_si512(to[half], _mm512_slli_epi16(_mm512_and_si512(one, mask_of(1)), 4));
     }
+  }
+  static __m512i words(const uint8_t* block, int64_t column) {
+    const __m512i high = words_shifted(load_256(block + 16), column / 32);
+    return with_bit<4>(_mm512_slli_epi16(high, 4), words_in_runs(block + 48, column));
   }
 #endif
 };
@@ -142,9 +154,14 @@ struct Crumbs {
     high = _mm512_and_si512(quarters_shifted<4, 4, 6, 6>(all), mask_of(3));
   }
 };
+// The same of 32 columns, as words.
+inline __m512i words_of_crumbs(const uint8_t* codes, int64_t column) {
+  return words_shifted(load_256(codes + column / 128 * 32), column % 128 / 32 * 2);
+}
 #endif
 
 struct Q2_K : BlocksOf256<84, 16, true, 2> {
+  static constexpr int kBits = 2;
   static Bytes codes(const uint8_t* block, int64_t column) { return crumbs(block + 16, column); }
   static void scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
     for (int64_t b = 0; b < blocks; ++b, row += kBytes, scale += kGroups, offset += kGroups) {
@@ -159,10 +176,12 @@ struct Q2_K : BlocksOf256<84, 16, true, 2> {
     const Crumbs codes(block_of(row, chunk) + 16 + chunk % 2 * 32);
     halves_of_16(codes.low, codes.high, to);
   }
+  static __m512i words(const uint8_t* block, int64_t column) { return words_of_crumbs(block + 16, column); }
 #endif
 };
 
 struct Q3_K : BlocksOf256<110, 16, false, 4> {
+  static constexpr int kBits = 3;
   static Bytes codes(const uint8_t* block, int64_t column) {
     const Bytes high = load_bytes(block + column % 32) >> static_cast<uint8_t>(column / 32);
     return crumbs(block + 32, column) | (high & 1) << 2;
@@ -192,11 +211,17 @@ struct Q3_K : BlocksOf256<110, 16, false, 4> {
     };
     halves_of_16(with_high(codes.low, first), with_high(codes.high, first + 2), to);
   }
+  static __m512i words(const uint8_t* block, int64_t column) {
+    const __m512i high = words_shifted(load_256(block), column / 32);
+    return with_bit<2>(_mm512_slli_epi16(high, 2), words_of_crumbs(block + 32, column));
+  }
 #endif
 };
 
 // 4 bits that stand for other numbers, in blocks of 32 columns as ggml_32.h has them.
 struct Iq4Xs : BlocksOf256<136, 32, false, 128> {
+  static constexpr int kBits = 4;
+  static constexpr int number(int code) { return kNonLinear[code]; }
   static Bytes codes(const uint8_t* block, int64_t column) {
     const Bytes both = load_bytes(block + 8 + column / 32 * 16);
     return look_up(kNonLinear, column / 16 % 2 ? both >> 4 : both & 15);
@@ -222,6 +247,9 @@ struct Iq4Xs : BlocksOf256<136, 32, false, 128> {
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     const __m512i both = load_512(block_of(row, chunk) + 8 + chunk % 2 * 64);
     to[0] = look_up(kNonLinear, low_nibbles(both)), to[1] = look_up(kNonLinear, high_nibbles(both));
+  }
+  static __m512i words(const uint8_t* block, int64_t column) {
+    return words_of_nibbles(block + 8 + column / 32 * 16);
   }
 #endif
 };

@@ -12,47 +12,61 @@ namespace {  // so that a compiler knows all calls of a function and may special
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
 }
 
-// Numbers with one scale and offset, rounded to bfloat16, 32 at a time. Those of 4 bits are looked up.
+template <class Read>
+[[gnu::always_inline]] inline Vec scaled(const Vec& codes, float scale, float offset) {
+  if constexpr (Read::kOffset) return at::vec::fmadd(codes, Vec(scale), Vec(offset));
+  return codes * Vec(scale);
+}
+
+// Blocks of 32 columns of a row, rounded to bfloat16. Codes of up to 5 bits are looked up in the values of all codes,
+// which are rounded once for each scale.
 template <class Read>
 class Rounded {
  public:
-  [[MOE_METAL_BF16, gnu::always_inline]] inline void set(const Read& read, float scale, float offset) {
-    scale_ = scale, offset_ = offset;
-    if constexpr (kLooksUp) {
-      const auto values = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(scaled(read.codes.few())));
-      values_ = _mm512_inserti64x4(_mm512_castsi256_si512(values), values, 1);
+  // N blocks from a column on, to N tiles. `scale` and `offset` are the first column's; Group columns, or with 64 at
+  // least as many, share one.
+  template <int N, int Group>
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read& read, const uint8_t* row, int64_t column,
+                                                           const float* scale, const float* offset,
+                                                           at::BFloat16* to) {
+    MOE_METAL_UNROLL for (int n = 0; n < N; ++n, column += kDepth, to += kTileSize) {
+      // The scales of the first and of the second half of the columns.
+      const int64_t first = n * kDepth / Group, second = Group < kDepth ? first + 1 : first;
+      const auto rounded = [&](const Vec& low, const Vec& high) __attribute__((always_inline)) {
+        return std::pair(scaled<Read>(low, scale[first], offset[first]),
+                         scaled<Read>(high, scale[second], offset[second]));
+      };
+      if constexpr (looks_up(Group)) {
+        const int upper = Group < kDepth ? 0 : 1;
+        if (n == 0 || Group <= kDepth) {
+          const auto [low, high] = rounded(read.values(0), read.values(upper));
+          values_ = both(low, high);
+        }
+        __m512i codes = read.words(row, column);
+        if (Group < kDepth) codes = with_half(codes);
+        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(codes, values_));
+      } else {
+        const auto [low, high] = rounded(read(row, column, Whole()), read(row, column + kLanes, Whole()));
+        _mm512_storeu_si512(to, both(low, high));
+      }
     }
   }
   // For later rows, where it lasts.
   static void keep(Rounded&) {}
-  // N blocks of a row from a column on, to N tiles.
-  template <int N>
-  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read& read, const uint8_t* row, int64_t column,
-                                                           at::BFloat16* to) const {
-    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
-      _mm512_storeu_si512(to + n * kTileSize, block(read, row, column + n * kDepth));
-    }
-  }
 
  private:
-  static constexpr bool kLooksUp = Read::kColumns * 4 == Read::kBytes * 8;  // 4 bits, one after the other
-
-  [[MOE_METAL_BF16, gnu::always_inline]] inline __m512i block(const Read& read, const uint8_t* row,
-                                                              int64_t column) const {
-    if constexpr (kLooksUp) {  // by 5 bits, of which the last is the next number's
-      const auto* from = reinterpret_cast<const __m128i*>(row + column / 2);
-      const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from));
-      return _mm512_permutexvar_epi16(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)), values_);
-    } else {
-      return both(scaled(read(row, column, Whole())), scaled(read(row, column + kLanes, Whole())));
-    }
+  // 32 values: of two halves with their own scales, those are 16 each.
+  static constexpr bool looks_up(int group) {
+    const bool few_bits = Read::kBytes * 8 < 5 * Read::kColumns;
+    return requires(const Read& read) { read.words(nullptr, 0); } && (few_bits || group >= kDepth);
   }
-  [[gnu::always_inline]] Vec scaled(const Vec& codes) const {
-    if constexpr (Read::kOffset) return at::vec::fmadd(codes, scale_, offset_);
-    return codes * scale_;
+  // Bit 4 says which half of the columns a code is in.
+  static __m512i with_half(__m512i codes) {
+    const __m512i half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    constexpr int kFirstWhereThird = 0xe4;  // c ? a : b
+    return _mm512_ternarylogic_epi32(half, codes, _mm512_set1_epi16(16), kFirstWhereThird);
   }
 
-  Vec scale_, offset_;
   __m512i values_;
 };
 
@@ -61,15 +75,10 @@ template <class Read>
   requires Read::kScalesAreRare
 class Rounded<Read> {
  public:
-  [[gnu::always_inline]] void set(const Read& read, float scale, float) {
-    if (std::bit_cast<uint32_t>(scale) != last_) renew(read, scale);
-  }
-  [[gnu::always_inline]] void keep(Rounded& rounded) const {
-    if (last_ != rounded.last_) rounded = *this;
-  }
-  template <int N>
-  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read&, const uint8_t* row, int64_t column,
-                                                           at::BFloat16* to) const {
+  template <int N, int Group>
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read& read, const uint8_t* row, int64_t column,
+                                                           const float* scale, const float*, at::BFloat16* to) {
+    if (std::bit_cast<uint32_t>(*scale) != last_) renew(read, *scale);
     const uint8_t* from = row + column;
     // The halves of eight bytes apart, which come out side by side.
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
@@ -78,6 +87,9 @@ class Rounded<Read> {
     __m512i out[2];
     numbers_(_mm512_permutexvar_epi64(order, bytes), out);
     MOE_METAL_UNROLL for (int n = 0; n < N; ++n) _mm512_storeu_si512(to + n * kTileSize, out[n]);
+  }
+  [[gnu::always_inline]] void keep(Rounded& rounded) const {
+    if (last_ != rounded.last_) rounded = *this;
   }
 
  private:
