@@ -6,6 +6,7 @@
 //   unpack            with AVX-512, the codes of 128 columns in the order kOrder
 //   words             with AVX-512, where codes have up to 5 bits: the bits of 32 columns' codes as words, whose bits
 //                     above the lowest kBits are undefined; number() is the code that they stand for
+//   bytes             with AVX-512, of the others: 32 columns' codes less the middle
 #pragma once
 #include <array>
 #include <bit>
@@ -115,6 +116,13 @@ struct Blocks {
     requires requires(const uint8_t* block, int64_t at) { Block::words(block, at); }
   {
     return Block::words(row + column / kColumns * kBytes, column % kColumns);
+  }
+  [[gnu::always_inline]] static void vectors(const uint8_t* row, int64_t column, Vec (&to)[2])
+    requires requires(const uint8_t* block, int64_t at) { Block::bytes(block, at); }
+  {
+    const __m256i all = Block::bytes(row + column / kColumns * kBytes, column % kColumns);
+    to[0] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(all)));
+    to[1] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(all, 1)));
   }
   static Vec values(int half) {
     static constexpr auto kValues = [] {

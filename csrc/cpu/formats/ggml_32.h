@@ -126,6 +126,7 @@ struct Q8_0 : BlocksOf32<34, 2, false, 128> {
       to[half] = _mm512_xor_si512(bytes, mask_of(0x80));
     }
   }
+  static __m256i bytes(const uint8_t* block, int64_t) { return load_256(block + kCodes); }
 #endif
 };
 

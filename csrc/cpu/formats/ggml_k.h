@@ -137,6 +137,16 @@ struct Q6_K : BlocksOf256<210, 16, false, 32> {
     halves_of_16(_mm512_or_si512(low_nibbles(low), _mm512_slli_epi16(first, 4)),
                  _mm512_or_si512(high_nibbles(low), _mm512_slli_epi16(second, 4)), to);
   }
+  static __m256i bytes(const uint8_t* block, int64_t column) {
+    const int64_t half = column / 128, run = column % 128 / 32;
+    const __m256i low =
+        _mm256_srlv_epi32(load_256(block + half * 64 + run % 2 * 32), _mm256_set1_epi32(static_cast<int>(run / 2 * 4)));
+    const __m256i high =
+        _mm256_rolv_epi32(load_256(block + 128 + half * 32), _mm256_set1_epi32(static_cast<int>(4 - 2 * run) & 31));
+    constexpr int kFirstWhereThird = 0xe4;  // c ? a : b
+    const __m256i codes = _mm256_ternarylogic_epi32(low, high, _mm256_set1_epi8(15), kFirstWhereThird);
+    return _mm256_sub_epi8(_mm256_and_si256(codes, _mm256_set1_epi8(63)), _mm256_set1_epi8(kMiddle));
+  }
 #endif
 };
 
@@ -193,8 +203,9 @@ struct Q3_K : BlocksOf256<110, 16, false, 4> {
       const auto integers = [&](uint32_t low, int shift) {
         return (low & 0x0f0f0f0f) | (high >> shift & 0x03030303) << 4;
       };
-      const std::array all = {integers(first, 0), integers(second, 2), integers(first >> 4, 4),
-                              integers(second >> 4, 6)};
+      // Not by way of memory, from which 16 bytes cannot be read right after four words were written.
+      using Words = uint32_t __attribute__((vector_size(16)));
+      const Words all = {integers(first, 0), integers(second, 2), integers(first >> 4, 4), integers(second >> 4, 6)};
       scaled_by(half_at(row + 108), std::bit_cast<std::array<int8_t, 16>>(std::bit_cast<Bytes>(all) - 32), scale);
     }
   }
@@ -248,9 +259,7 @@ struct Iq4Xs : BlocksOf256<136, 32, false, 128> {
     const __m512i both = load_512(block_of(row, chunk) + 8 + chunk % 2 * 64);
     to[0] = look_up(kNonLinear, low_nibbles(both)), to[1] = look_up(kNonLinear, high_nibbles(both));
   }
-  static __m512i words(const uint8_t* block, int64_t column) {
-    return words_of_nibbles(block + 8 + column / 32 * 16);
-  }
+  static __m512i words(const uint8_t* block, int64_t column) { return words_of_nibbles(block + 8 + column / 32 * 16); }
 #endif
 };
 

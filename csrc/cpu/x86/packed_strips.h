@@ -25,7 +25,8 @@ class PackedStripRows final : public PackedStrip {
     const auto whole = [&](auto size) {
       if constexpr (Read::kGroup == 0 || std::min<int64_t>(Read::kGroup, kWide) == size) {
         if (group != size) return;
-        for (; first + 2 * kDepth <= end; first += 2 * kDepth, to += 2 * kTileSize) pack_whole<2, size>(row, rows, first, to);
+        for (; first + 2 * kDepth <= end; first += 2 * kDepth, to += 2 * kTileSize)
+          pack_whole<2, size>(row, rows, first, to);
         for (; first + kDepth <= end; first += kDepth, to += kTileSize) pack_whole<1, size>(row, rows, first, to);
       }
     };

@@ -12,12 +12,6 @@ namespace {  // so that a compiler knows all calls of a function and may special
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
 }
 
-template <class Read>
-[[gnu::always_inline]] inline Vec scaled(const Vec& codes, float scale, float offset) {
-  if constexpr (Read::kOffset) return at::vec::fmadd(codes, Vec(scale), Vec(offset));
-  return codes * Vec(scale);
-}
-
 // Blocks of 32 columns of a row, rounded to bfloat16. Codes of up to 5 bits are looked up in the values of all codes,
 // which are rounded once for each scale.
 template <class Read>
@@ -28,26 +22,25 @@ class Rounded {
   template <int N, int Group>
   [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read& read, const uint8_t* row, int64_t column,
                                                            const float* scale, const float* offset,
-                                                           at::BFloat16* to) {
+                                                           at::BFloat16* to) const {
+    Vec scales[2 * N], offsets[2 * N];  // of each 16 columns
+    MOE_METAL_UNROLL for (int i = 0; i < 2 * N; ++i) {
+      scales[i] = Vec(scale[i * kLanes / Group]), offsets[i] = Vec(offset[i * kLanes / Group]);
+    }
+    __m512i values;
     MOE_METAL_UNROLL for (int n = 0; n < N; ++n, column += kDepth, to += kTileSize) {
-      // The scales of the first and of the second half of the columns.
-      const int64_t first = n * kDepth / Group, second = Group < kDepth ? first + 1 : first;
-      const auto rounded = [&](const Vec& low, const Vec& high) __attribute__((always_inline)) {
-        return std::pair(scaled<Read>(low, scale[first], offset[first]),
-                         scaled<Read>(high, scale[second], offset[second]));
-      };
+      Vec codes[2];
       if constexpr (looks_up(Group)) {
-        const int upper = Group < kDepth ? 0 : 1;
-        if (n == 0 || Group <= kDepth) {
-          const auto [low, high] = rounded(read.values(0), read.values(upper));
-          values_ = both(low, high);
-        }
-        __m512i codes = read.words(row, column);
-        if (Group < kDepth) codes = with_half(codes);
-        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(codes, values_));
+        codes[0] = read.values(0), codes[1] = read.values(Group < kDepth ? 0 : 1);
+        if (n == 0 || Group <= kDepth) values = scaled(codes, scales + 2 * n, offsets + 2 * n);
+        const __m512i words = read.words(row, column);
+        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(Group < kDepth ? with_half(words) : words, values));
       } else {
-        const auto [low, high] = rounded(read(row, column, Whole()), read(row, column + kLanes, Whole()));
-        _mm512_storeu_si512(to, both(low, high));
+        if constexpr (requires { read.vectors(row, column, codes); })
+          read.vectors(row, column, codes);
+        else
+          codes[0] = read(row, column, Whole()), codes[1] = read(row, column + kLanes, Whole());
+        _mm512_storeu_si512(to, scaled(codes, scales + 2 * n, offsets + 2 * n));
       }
     }
   }
@@ -55,7 +48,14 @@ class Rounded {
   static void keep(Rounded&) {}
 
  private:
-  // 32 values: of two halves with their own scales, those are 16 each.
+  [[MOE_METAL_BF16, gnu::always_inline]] static inline __m512i scaled(const Vec (&codes)[2], const Vec* scales,
+                                                                      const Vec* offsets) {
+    if constexpr (Read::kOffset) {
+      return both(at::vec::fmadd(codes[0], scales[0], offsets[0]), at::vec::fmadd(codes[1], scales[1], offsets[1]));
+    }
+    return both(codes[0] * scales[0], codes[1] * scales[1]);
+  }
+  // There is room for 32 values: 16 where the halves of the columns have scales of their own.
   static constexpr bool looks_up(int group) {
     const bool few_bits = Read::kBytes * 8 < 5 * Read::kColumns;
     return requires(const Read& read) { read.words(nullptr, 0); } && (few_bits || group >= kDepth);
@@ -66,8 +66,6 @@ class Rounded {
     constexpr int kFirstWhereThird = 0xe4;  // c ? a : b
     return _mm512_ternarylogic_epi32(half, codes, _mm512_set1_epi16(16), kFirstWhereThird);
   }
-
-  __m512i values_;
 };
 
 // e4m3 by its magnitudes' bytes, of which each scale, one for 128 rows and columns, has its own.
