@@ -1,13 +1,12 @@
 """The CPU libraries under sanitizers: `make sanitize`. It fails on any finding.
 
-    python tools/sanitize.py                        # every instruction set that this machine has, and the allocator
-    python tools/sanitize.py --only avx2            # one of them, or `allocator`
+    python tools/sanitize.py                        # every instruction set that this machine has
+    python tools/sanitize.py --only avx2            # one of them
     python tools/sanitize.py --tests "-k glu" --cases 5000
 
 For each instruction set the fast tests of the ops on the CPU and the fuzzer run on libraries that were built with the
-address and undefined behaviour sanitizers, into build/sanitize and not over the ordinary ones. The allocator
-(csrc/kept_memory.h) runs in a program of its own, kept_memory_threads.cpp, under the thread sanitizer: with it all of
-Python would have to be built. Before each run a planted fault must be found by the same means, or it fails.
+address and undefined behaviour sanitizers, into build/sanitize and not over the ordinary ones. Before each run a
+planted fault must be found by the same means, or it fails.
 
 Checks of alignment and null pointers are left out: they make GCC take minutes for a file that takes it one. x86 and
 ARM allow the first, and the address sanitizer sees the second.
@@ -20,11 +19,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
-
-from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "sanitize"
@@ -34,10 +30,9 @@ import fuzz  # noqa: E402
 
 SANITIZERS = "address,shift,signed-integer-overflow,integer-divide-by-zero,bounds,float-cast-overflow,bool,enum"
 SANITIZERS += ",unreachable,return"
-TESTS = ["test_ops.py", "test_memory.py", "test_routing_properties.py"]
+TESTS = ["test_ops.py", "test_routing_properties.py"]
 # What compiles graphs and differentiates runs PyTorch's code for minutes and none of ours that the others do not run.
-# A child forked beside threads hangs in the allocator of GCC 12's address sanitizer, where one of them had a lock.
-LEFT_OUT = "not compile and not opcheck and not transforms and not vmap and not forks_beside"
+LEFT_OUT = "not compile and not opcheck and not transforms and not vmap"
 # What no memory holds is refused, as it must be, but with a word of this sanitizer.
 REFUSED = re.compile(r"==\d+==WARNING: AddressSanitizer failed to allocate 0x[0-9a-f]+ bytes\n*")
 
@@ -193,42 +188,6 @@ def tail(lines: list[str]) -> str:
     return "\n".join(lines[-60:])
 
 
-# ------------------------------------------------------------------------------------------------ the allocator
-
-
-def allocator() -> str:
-    """csrc/kept_memory.h under the thread sanitizer; without its lock the same program must be found guilty."""
-    start, source = time.monotonic(), (ROOT / "csrc" / "kept_memory.h").read_text()
-    unlocked = re.sub(r"const std::lock_guard lock\(mutex_\);", "", source)
-    if unlocked == source:
-        raise SanitizeError("allocator: csrc/kept_memory.h has no lock to leave out")
-    planted = FOLDER / "planted"
-    planted.mkdir(parents=True, exist_ok=True)
-    (planted / "kept_memory.h").write_text(unlocked)
-    said = threads(planted).stderr
-    if "WARNING: ThreadSanitizer: data race" not in said:
-        raise SanitizeError(f"allocator: without its lock no race was found:\n{said}")
-    say("allocator: without its lock its races are found")
-    done = threads(ROOT / "csrc")
-    if done.returncode or "ThreadSanitizer" in done.stderr:
-        raise SanitizeError(f"allocator: ended with {done.returncode}:\n{done.stderr}")
-    return f"{done.stdout.strip()}, nothing found; {time.monotonic() - start:.0f} s"
-
-
-def threads(headers: Path) -> subprocess.CompletedProcess:
-    program = FOLDER / f"threads_{headers.name}"
-    libraries = cpp_extension.library_paths()
-    flags = ["-std=c++20", "-O1", "-g1", "-w", "-fsanitize=thread", f"-I{headers}"]
-    flags += [f"-I{folder}" for folder in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])]
-    flags += [f"-L{folder}" for folder in libraries] + [f"-Wl,-rpath,{folder}" for folder in libraries]
-    source = ROOT / "tools" / "kept_memory_threads.cpp"
-    run([compiler(), source, *flags, "-ltorch_cpu", "-ltorch", "-lc10", "-o", program], check=True)
-    options = {"TSAN_OPTIONS": "halt_on_error=1"}
-    # The thread sanitizer of GCC 12 does not know where newer kernels, by chance, put libraries.
-    fixed = [setarch, "-R"] if (setarch := shutil.which("setarch")) else []
-    return run([*fixed, program], options, capture_output=True, text=True, errors="replace", timeout=600)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="NAME")
@@ -237,12 +196,10 @@ def main() -> int:
     options = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     closing, failed = [], 0
-    names = [options.only] if options.only else ["allocator", *fuzz.instruction_sets()]
-    if names != ["allocator"]:
-        build()
-    for name in names:
+    build()
+    for name in [options.only] if options.only else fuzz.instruction_sets():
         try:
-            told = allocator() if name == "allocator" else sanitize(name, options.tests, options.cases)
+            told = sanitize(name, options.tests, options.cases)
         except SanitizeError as error:
             say(str(error))
             told, failed = "FAILED, see above", 1

@@ -4,10 +4,9 @@
     python tools/soak.py --minutes 30 --device cpu --threads 4
 
 A patched model continues prompts of any length, in several threads at once. Between two rounds, when nothing runs, this
-looks at the process's memory, at the large blocks that the CPU ops keep for later outputs (csrc/kept_memory.h), and
-at the live Metal objects, which are counted where mps is simulated; and one prompt must still give the tokens that it
-gave at first. In the last third of the time nothing may exceed what the second third needed. The exit code is 1 if
-anything does.
+looks at the process's memory and at the live Metal objects, which are counted where mps is simulated; and one prompt
+must still give the tokens that it gave at first. In the last third of the time nothing may exceed what the second third
+needed. The exit code is 1 if anything does.
 """
 
 import argparse
@@ -37,11 +36,10 @@ from torch_moe_metal.bench.here import positive
 
 SIMULATED = sys.platform != "darwin"
 NEW_TOKENS = 8
-# The longest prompt of either device. On the CPU its outputs are of 8 MiB, so that they come from kept memory.
+# The longest prompt of either device.
 LONGEST = {"cpu": 2048, "mps": 48}
 SIZES = {"cpu": {"hidden_size": 1024, "max_position_embeddings": 4096}, "mps": {}}
 ALLOWED_MIB = 32  # of growth: what threads keep for themselves differs that much from minute to minute
-MOST_KEPT_MIB = 512
 
 
 # ------------------------------------------------------------------------------------------------ looking
@@ -54,26 +52,25 @@ class Sample:
     seconds: float
     generated: int  # tokens so far
     memory: float  # MiB that hold something
-    kept: float  # MiB that wait for the CPU ops' next outputs, and are the system's if it needs some
     objects: dict[str, int]  # live ones of Metal, by kind; where mps is real, the bytes of tensors
 
     def __str__(self) -> str:
         objects = ", ".join(f"{count} {kind}" for kind, count in self.objects.items() if count)
-        held = f"{self.memory:7.1f} MiB in use, {self.kept:5.1f} MiB kept"
-        return f"{self.seconds / 60:6.2f} min {self.generated:8} tokens  {held}  {objects}".rstrip()
+        done = f"{self.seconds / 60:6.2f} min {self.generated:8} tokens"
+        return f"{done}  {self.memory:7.1f} MiB in use  {objects}".rstrip()
 
 
-def memory() -> tuple[float, float]:
-    """MiB of this process that hold something, and that it has offered to the system but still has."""
+def memory() -> float:
+    """MiB of this process that hold something."""
     gc.collect()
     getattr(ctypes.CDLL(None), "malloc_trim", lambda keep: None)(0)  # what malloc holds and nobody uses is no leak
     rollup = Path("/proc/self/smaps_rollup")
     if not rollup.exists():
         resident = subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, check=True)
-        return int(resident.stdout) / 1024, 0.0
+        return int(resident.stdout) / 1024
     lines = (line.split() for line in rollup.read_text().splitlines()[1:])
     kib = {words[0]: int(words[1]) for words in lines}
-    return (kib["Rss:"] - kib["LazyFree:"]) / 1024, kib["LazyFree:"] / 1024
+    return (kib["Rss:"] - kib["LazyFree:"]) / 1024
 
 
 def objects(device: str) -> dict[str, int]:
@@ -99,8 +96,6 @@ def faults(samples: list[Sample]) -> list[str]:
     before, after = (statistics.median(sample.memory for sample in part) for part in (middle, last))
     if after > before + ALLOWED_MIB:
         found.append(f"memory in use grew from {before:.1f} to {after:.1f} MiB")
-    if (kept := max(sample.kept for sample in samples)) > MOST_KEPT_MIB:
-        found.append(f"{kept:.1f} MiB are kept, and {MOST_KEPT_MIB} may be")
     for kind in last[-1].objects:
         before, after = (max(sample.objects.get(kind, 0) for sample in part) for part in (middle, last))
         if after > before:
@@ -145,7 +140,7 @@ def soak(model: torch.nn.Module, seconds: float, threads: int, tell: Callable[[S
                 generated += sum(len(done.result()) for done in work)
             if generate(model, 5) != first:
                 raise AssertionError("one prompt, and other tokens than at first")
-            samples.append(Sample(time.monotonic() - start, generated, *memory(), objects(device)))
+            samples.append(Sample(time.monotonic() - start, generated, memory(), objects(device)))
             tell(samples[-1])
     return samples
 
@@ -161,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = make_model(options.device)
     samples = soak(model, options.minutes * 60, options.threads, lambda sample: print(sample, flush=True))
     found = faults(samples)
-    print("\n".join(found) or "bounded: memory, kept blocks and Metal objects, and the same tokens to the end")
+    print("\n".join(found) or "bounded: memory and Metal objects, and the same tokens to the end")
     sys.exit(bool(found))
 
 

@@ -64,12 +64,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--seconds", type=float, default=0.5, help="how long each row is measured (default: 0.5)")
     parser.add_argument("--threads", type=positive, metavar="N", help="of the CPU (default: PyTorch's choice)")
-    parser.add_argument(
-        "--keep-memory",
-        action="store_true",
-        help="Linux: memory that PyTorch frees keeps its pages, as with jemalloc or tcmalloc, so that the rivals' "
-        "outputs cost no page faults, either",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON and no table")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw time against bytes, with memory's limits")
 
@@ -80,9 +74,7 @@ def run(options: Namespace, measurer: Callable[[Namespace], Here] = Here) -> int
     attributes and methods of `Here` that are used on this page."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    if options.keep_memory and not keep_freed_memory():
-        print("bench: --keep-memory is for glibc's malloc, which is not here", file=sys.stderr)
-        return 2
+    keep_freed_memory()
     try:
         if options.plot:
             check_place(options.plot)

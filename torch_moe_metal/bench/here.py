@@ -88,10 +88,6 @@ class Here:
             for (dtype, format), model in self.models.items()
             if model.E < MODELS[name].E
         ]
-        if options.keep_memory:
-            self.notes.append(
-                "Freed memory keeps its pages, as with jemalloc: nobody's fresh outputs cost page faults."
-            )
         self.notes += missing(self.calls) + tuned(self.device)
         self.limits = Limits(self.device, min(0.2, self.seconds))
         self.made: tuple[torch.dtype, str] | None = None  # the dtype and format of what follows

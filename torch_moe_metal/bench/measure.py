@@ -127,8 +127,8 @@ def works(function: Callable[[], object]) -> bool:
 
 def keep_freed_memory() -> bool:
     """From now on, freed memory keeps its pages, as with jemalloc and tcmalloc. glibc gives large blocks back to Linux,
-    so each fresh output of PyTorch's pays for page faults, which can take longer than its values; ours do not (see
-    csrc/kept_memory.h). -> whether glibc is here"""
+    so that page faults of a fresh output can take longer than its values, and differ from run to run. -> whether glibc
+    is here"""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
         return False
