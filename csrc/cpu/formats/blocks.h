@@ -184,12 +184,6 @@ inline __m512i words_of_nibbles(const uint8_t* from) {
   const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
   return _mm512_srlv_epi16(_mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(load_128(from))), shifts);
 }
-// Bit `bit` of a, and the other bits of b.
-template <int bit>
-inline __m512i with_bit(__m512i a, __m512i b) {
-  constexpr int kFirstWhereThird = 0xe4;  // c ? a : b
-  return _mm512_ternarylogic_epi32(a, b, _mm512_set1_epi16(1 << bit), kFirstWhereThird);
-}
 inline __m512i look_up(const std::array<uint8_t, 16>& values, __m512i codes) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_128(values.data())), codes);
 }

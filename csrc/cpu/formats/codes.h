@@ -35,6 +35,13 @@ constexpr FewBits kIntegers = [] {
 
 #ifdef MOE_METAL_HAS_AVX512
 
+// Words with this bit of a, and the other bits of b.
+template <int bit>
+inline __m512i with_bit(__m512i a, __m512i b) {
+  constexpr int kFirstWhereThird = 0xe4;  // c ? a : b
+  return _mm512_ternarylogic_epi32(a, b, _mm512_set1_epi16(1 << bit), kFirstWhereThird);
+}
+
 // `bits` wide integers, or what `few` makes of up to 4 bits.
 template <int bits>
 class Codes {

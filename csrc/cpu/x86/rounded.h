@@ -2,6 +2,7 @@
 #pragma once
 #include <bit>
 
+#include "cpu/formats/codes.h"
 #include "cpu/x86/e4m3_dots.h"
 #include "cpu/x86/tiles.h"
 
@@ -62,9 +63,7 @@ class Rounded {
   }
   // Bit 4 says which half of the columns a code is in.
   static __m512i with_half(__m512i codes) {
-    const __m512i half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
-    constexpr int kFirstWhereThird = 0xe4;  // c ? a : b
-    return _mm512_ternarylogic_epi32(half, codes, _mm512_set1_epi16(16), kFirstWhereThird);
+    return with_bit<4>(_mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1), codes);
   }
 };
 
