@@ -217,15 +217,6 @@ class E4m3 {
     const __m256i carry = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
     return _mm512_cvtph_ps(_mm256_or_si256(half, _mm256_and_si256(carry, _mm256_set1_epi16(0x4000))));
   }
-  // 32 at once.
-  [[gnu::always_inline]] static void vectors(const uint8_t* from, Vec (&to)[2]) {
-    const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-    const __m512i half = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
-    const __m512i carry = _mm512_add_epi16(half, _mm512_set1_epi16(0x80));
-    const __m512i all = _mm512_or_si512(half, _mm512_and_si512(carry, _mm512_set1_epi16(0x4000)));
-    to[0] = Vec(_mm512_cvtph_ps(_mm512_castsi512_si256(all))) * Vec(kUnit);
-    to[1] = Vec(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(all, 1))) * Vec(kUnit);
-  }
 #else
   [[gnu::always_inline]] static Vec quick(const uint8_t* from) {
     const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
@@ -295,11 +286,6 @@ struct InARow {
     return codes.as_words(row + column * bytes / columns);
   }
   Vec values(int half) const { return codes.values(half); }
-  [[gnu::always_inline]] void vectors(const uint8_t* row, int64_t column, Vec (&to)[2]) const
-    requires requires(const CodesOf& some) { some.vectors(row, to); }
-  {
-    codes.vectors(row + column * bytes / columns, to);
-  }
 #endif
 };
 
