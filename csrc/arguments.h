@@ -6,14 +6,13 @@
 // value. rope: also R angles.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <array>
 #include <cmath>
 #include <optional>
 #include <string>
 #include <string_view>
-
-#include "kept_memory.h"
 
 namespace moe_metal {
 
@@ -137,7 +136,7 @@ class Arguments {
   Tensor output(at::IntArrayRef last, std::optional<at::ScalarType> dtype = std::nullopt) const {
     c10::SmallVector<int64_t, 6> shape(leading_.begin(), leading_.end());
     shape.append(last.begin(), last.end());
-    return empty(shape, first_.options().dtype(dtype.value_or(first_.scalar_type())));
+    return at::empty(shape, first_.options().dtype(dtype.value_or(first_.scalar_type())));
   }
 
   static bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }

@@ -402,6 +402,17 @@ def test_input_that_requires_grad_raises(case: Case, device: str):
         assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("case", SAMPLES, ids=str)
+def test_lazily_cloned_inputs_are_read_and_not_copied(case: Case):
+    """Two tensors share memory until one of them is written: no op may give an input memory of its own."""
+    op = getattr(torch.ops.moe_metal, case.op)
+    want = call(op, case.op, case.arguments(), case.options)
+    args = {name: torch._lazy_clone(tensor) for name, tensor in case.arguments().items()}
+    got = call(op, case.op, args, case.options)
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+    assert {name for name, tensor in args.items() if not torch._C._is_cow_tensor(tensor)} == set(written(case.op))
+
+
 @EACH
 def test_inference_mode(case: Case, device: str):
     want = run(case, case.arguments(), device)

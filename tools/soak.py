@@ -4,9 +4,9 @@
     python tools/soak.py --minutes 30 --device cpu --threads 4
 
 A patched model continues prompts of random lengths, in several threads at once. Between two rounds, when nothing runs,
-this checks the process's memory, the cached blocks of CPU outputs (csrc/kept_memory.h), and the live Metal objects,
-which are counted on the simulated mps; one prompt must still give the same tokens as at first. In the last third of the
-time nothing may exceed the maximum of the second third. The exit code is 1 if anything does.
+this checks the process's memory and the live Metal objects, which are counted on the simulated mps; one prompt must
+still give the same tokens as at first. In the last third of the time nothing may exceed the maximum of the second
+third. The exit code is 1 if anything does.
 """
 
 import argparse
@@ -36,11 +36,10 @@ from torch_moe_metal.cli import positive
 
 SIMULATED = sys.platform != "darwin"
 NEW_TOKENS = 8
-# The longest prompt for each device. On the CPU its outputs have 8 MiB, so that they come from the cache.
+# The longest prompt for each device.
 LONGEST = {"cpu": 2048, "mps": 48}
 SIZES = {"cpu": {"hidden_size": 1024, "max_position_embeddings": 4096}, "mps": {}}
 ALLOWED_MIB = 32  # allowed growth: caches of threads vary by this much from minute to minute
-MAX_CACHED_MIB = 512
 
 
 # ------------------------------------------------------------------------------------------------ looking
@@ -53,26 +52,25 @@ class Sample:
     seconds: float
     generated: int  # tokens so far
     memory: float  # MiB in use
-    kept: float  # MiB in the cache of CPU outputs, which the system can reclaim
     objects: dict[str, int]  # live Metal objects, by kind; on a real mps device, the bytes of tensors
 
     def __str__(self) -> str:
         objects = ", ".join(f"{count} {kind}" for kind, count in self.objects.items() if count)
-        held = f"{self.memory:7.1f} MiB in use, {self.kept:5.1f} MiB kept"
-        return f"{self.seconds / 60:6.2f} min {self.generated:8} tokens  {held}  {objects}".rstrip()
+        done = f"{self.seconds / 60:6.2f} min {self.generated:8} tokens"
+        return f"{done}  {self.memory:7.1f} MiB in use  {objects}".rstrip()
 
 
-def memory() -> tuple[float, float]:
-    """MiB of this process in use, and MiB that it has offered to the system but still has."""
+def memory() -> float:
+    """MiB of this process in use."""
     gc.collect()
     getattr(ctypes.CDLL(None), "malloc_trim", lambda keep: None)(0)  # memory that malloc keeps for reuse is no leak
     rollup = Path("/proc/self/smaps_rollup")
     if not rollup.exists():
         resident = subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, check=True)
-        return int(resident.stdout) / 1024, 0.0
+        return int(resident.stdout) / 1024
     lines = (line.split() for line in rollup.read_text().splitlines()[1:])
     kib = {words[0]: int(words[1]) for words in lines}
-    return (kib["Rss:"] - kib["LazyFree:"]) / 1024, kib["LazyFree:"] / 1024
+    return (kib["Rss:"] - kib["LazyFree:"]) / 1024
 
 
 def objects(device: str) -> dict[str, int]:
@@ -98,8 +96,6 @@ def faults(samples: list[Sample]) -> list[str]:
     before, after = (statistics.median(sample.memory for sample in part) for part in (middle, last))
     if after > before + ALLOWED_MIB:
         found.append(f"memory in use grew from {before:.1f} to {after:.1f} MiB")
-    if (kept := max(sample.kept for sample in samples)) > MAX_CACHED_MIB:
-        found.append(f"{kept:.1f} MiB are kept, and {MAX_CACHED_MIB} may be")
     for kind in last[-1].objects:
         before, after = (max(sample.objects.get(kind, 0) for sample in part) for part in (middle, last))
         if after > before:
@@ -144,7 +140,7 @@ def soak(model: torch.nn.Module, seconds: float, threads: int, report: Callable[
                 generated += sum(len(done.result()) for done in work)
             if generate(model, 5) != first:
                 raise AssertionError("one prompt, and other tokens than at first")
-            samples.append(Sample(time.monotonic() - start, generated, *memory(), objects(device)))
+            samples.append(Sample(time.monotonic() - start, generated, memory(), objects(device)))
             report(samples[-1])
     return samples
 
@@ -160,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = make_model(options.device)
     samples = soak(model, options.minutes * 60, options.threads, lambda sample: print(sample, flush=True))
     found = faults(samples)
-    print("\n".join(found) or "bounded: memory, kept blocks and Metal objects, and the same tokens to the end")
+    print("\n".join(found) or "bounded: memory and Metal objects, and the same tokens to the end")
     sys.exit(bool(found))
 
 

@@ -49,18 +49,14 @@ inline bool experts_fit_columns(const Experts& call) {
 // Whether the products of tiles are there, and fit: weights and `inner` are bfloat16 in them.
 inline bool tiles_available() { return amx_available() || bfloat16_available(); }
 
-// Packed weights with a scale for 16 columns take longer to unpack: a tile's row has two scales.
-inline bool has_narrow_scales(const Weight& weight) { return !weight.format->is_dense() && weight.group < 32; }
-
 // With AMX, tiles read dense weights as fast as memory gives them even for one token: with H 2048, I 768, E 128, K 8 on
 // a Sapphire Rapids, T = 1 takes 3.0 ms by tiles and 3.7 by dots, T = 512 takes 65 and 390. Packed weights are unpacked
 // first, which few tokens do not pay for. Without AMX, on one core of a Zen 4: dense weights take 81 ms by tiles and 74
 // by dots at T = 32 (2.3 tokens for each expert that is used), 91 and 108 at 64, 236 and 479 at 512; affine of 4 bits
 // 113 and 93 at 64, 117 and 152 at 96; q6_k, whose scales are narrow, 224 and 195 at 96 and 216 and 269 at 128.
 inline bool experts_fit_tiles(const Experts& call, int64_t slots, int64_t experts) {
-  const bool dense = call.gate_up.format->is_dense(),
-             narrow = has_narrow_scales(call.gate_up) || has_narrow_scales(call.down);
-  const int64_t tokens_of_an_expert = amx_available() ? (dense ? 0 : 8) : dense ? 4 : narrow ? 8 : 6;
+  const bool dense = call.gate_up.format->is_dense();
+  const int64_t tokens_of_an_expert = amx_available() ? (dense ? 0 : 8) : dense ? 4 : 6;
   return tiles_available() && slots >= tokens_of_an_expert * experts && inner_may_be_rounded(call);
 }
 #endif
@@ -81,9 +77,7 @@ inline ExpertsWay experts_way(const Experts& call, [[maybe_unused]] int64_t slot
 // and 6.6 at 32, 41 and 85 at 512. Narrow scales take longer: q6_k is slower by tiles at T = 8. Between tiny matrices
 // few sums average the rounding of packed weights out.
 inline bool linear_fits_tiles(const Linear& call) {
-  const int64_t worth_unpacking = has_narrow_scales(call.weight) ? 16 : 8;
-  return tiles_available() && call.T >= worth_unpacking && call.x.scalar_type() == at::kBFloat16 &&
-         std::min(call.H, call.N) >= 64;
+  return tiles_available() && call.T >= 8 && call.x.scalar_type() == at::kBFloat16 && std::min(call.H, call.N) >= 64;
 }
 #endif
 

@@ -67,12 +67,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--seconds", type=float, default=0.5, help="measuring time of each row (default: 0.5)")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: PyTorch's choice)")
-    parser.add_argument(
-        "--keep-memory",
-        action="store_true",
-        help="Linux: freed memory keeps its pages, as with jemalloc or tcmalloc, so that the outputs of other "
-        "implementations cause no page faults either",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -83,9 +77,7 @@ def run(options: Namespace, measurer: Callable[[Namespace], DeviceBench] = Devic
     `measurer` makes an object with the attributes and methods of `DeviceBench` that this module uses."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    if options.keep_memory and not keep_freed_memory():
-        print("bench: --keep-memory needs glibc's malloc", file=sys.stderr)
-        return 2
+    keep_freed_memory()
     try:
         bench = measurer(options)
     except CannotRun as reason:

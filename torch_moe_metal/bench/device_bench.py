@@ -62,10 +62,6 @@ class DeviceBench:
             for (dtype, format), model in self.models.items()
             if model.E < MODELS[name].E
         ]
-        if options.keep_memory:
-            self.notes.append(
-                "Freed memory keeps its pages, as with jemalloc: new outputs cause no page faults for either side."
-            )
         self.notes += self.missing() + tuned(self.device)
         self.limits = Limits(self.device, min(0.2, self.seconds))
         self.made: tuple[torch.dtype, str] | None = None  # the dtype and format of the tensors below

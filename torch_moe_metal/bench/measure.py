@@ -128,8 +128,8 @@ def works(function: Callable[[], object]) -> bool:
 def keep_freed_memory() -> bool:
     """Make freed memory keep its pages, as with jemalloc and tcmalloc. Returns False without glibc.
 
-    glibc returns large blocks to Linux, so every new output of PyTorch's ops causes page faults, which can take longer
-    than computing its values. Outputs of our ops do not (see csrc/kept_memory.h)."""
+    glibc returns large blocks to Linux, so every new output causes page faults, which can take longer than computing
+    its values, and which vary from run to run."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
         return False

@@ -5,7 +5,6 @@
 #pragma once
 #include "cpu/experts/experts.h"
 #include "cpu/x86/weight_strips.h"
-#include "kept_memory.h"
 
 namespace moe_metal {
 
@@ -23,8 +22,8 @@ struct TokenTiles {
     }
     x_size = at::divup(call.H, kDepth) * kTileSize;
     inner_size = at::divup(call.I, kDepth) * kTileSize;
-    x = empty({first.back(), x_size}, call.x.options());
-    inner = empty({first.back(), inner_size}, call.x.options());
+    x = at::empty({first.back(), x_size}, call.x.options());
+    inner = at::empty({first.back(), inner_size}, call.x.options());
   }
   // Those of one expert, of x or of inner.
   TokenGroups groups(const Tensor& of, const Slots& slots, int64_t which) const {

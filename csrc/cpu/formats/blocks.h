@@ -6,6 +6,9 @@
 //   unpack            with AVX-512, the codes of 128 columns in the order kOrder
 //   kScalesOfLanes    with AVX-512, whether scales_of_lanes() reads the scales of those columns: four of them are a
 //   lane
+//   words             with AVX-512, where codes have up to 5 bits: the bits of 32 columns' codes as words, whose bits
+//                     above the lowest kBits are undefined; number() is the code that they stand for
+//   bytes             with AVX-512, of the others: 32 columns' codes less the middle
 #pragma once
 #include <array>
 #include <bit>
@@ -109,6 +112,31 @@ struct Blocks {
   }
   [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const { return (*this)(row, column, Whole()); }
 #endif
+#ifdef MOE_METAL_HAS_AVX512
+  static constexpr int kGroup = Block::kGroup;
+  [[gnu::always_inline]] static __m512i words(const uint8_t* row, int64_t column)
+    requires requires(const uint8_t* block, int64_t at) { Block::words(block, at); }
+  {
+    return Block::words(row + column / kColumns * kBytes, column % kColumns);
+  }
+  [[gnu::always_inline]] static void vectors(const uint8_t* row, int64_t column, Vec (&to)[2])
+    requires requires(const uint8_t* block, int64_t at) { Block::bytes(block, at); }
+  {
+    const __m256i all = Block::bytes(row + column / kColumns * kBytes, column % kColumns);
+    to[0] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(all)));
+    to[1] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(all, 1)));
+  }
+  static Vec values(int half) {
+    static constexpr auto kValues = [] {
+      std::array<float, 32> values{};
+      for (int i = 0; i < 32; ++i) {
+        values[i] = static_cast<float>(Block::number(i % (1 << Block::kBits)) - (kOffset ? 0 : Block::kMiddle));
+      }
+      return values;
+    }();
+    return Vec::loadu(kValues.data() + 16 * half);
+  }
+#endif
 
   static void scales(const uint8_t* row, int64_t columns, float* scale, float* offset) {
     Block::scales(row, columns / kColumns, scale, offset);
@@ -138,6 +166,7 @@ inline void halves_of_16(__m512i low, __m512i high, __m512i (&to)[2]) {
 }
 
 inline __m512i load_512(const uint8_t* from) { return _mm512_loadu_si512(from); }
+inline __m256i load_256(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 inline __m128i load_128(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
 // 16 bytes of each of four places.
 inline __m512i four_times_16(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
@@ -155,6 +184,15 @@ inline __m512i low_nibbles(__m512i bytes) { return _mm512_and_si512(bytes, mask_
 inline __m512i high_nibbles(__m512i bytes) { return low_nibbles(_mm512_srli_epi16(bytes, 4)); }
 // a | (b & mask)
 inline __m512i or_masked(__m512i a, __m512i b, __m512i mask) { return _mm512_ternarylogic_epi32(a, b, mask, 0xf8); }
+// 32 bytes as words, shifted to the right.
+inline __m512i words_shifted(__m256i bytes, int64_t shift) {
+  return _mm512_srlv_epi16(_mm512_cvtepu8_epi16(bytes), _mm512_set1_epi16(static_cast<int16_t>(shift)));
+}
+// The low halves of 16 bytes, then the high ones, as words.
+inline __m512i words_of_nibbles(const uint8_t* from) {
+  const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+  return _mm512_srlv_epi16(_mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(load_128(from))), shifts);
+}
 inline __m512i look_up(const std::array<uint8_t, 16>& values, __m512i codes) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_128(values.data())), codes);
 }

@@ -35,6 +35,13 @@ constexpr FewBits kIntegers = [] {
 
 #ifdef MOE_METAL_HAS_AVX512
 
+// Words with this bit of a, and the other bits of b.
+template <int bit>
+inline __m512i with_bit(__m512i a, __m512i b) {
+  constexpr int kFirstWhereThird = 0xe4;  // c ? a : b
+  return _mm512_ternarylogic_epi32(a, b, _mm512_set1_epi16(1 << bit), kFirstWhereThird);
+}
+
 // `bits` wide integers, or what `few` makes of up to 4 bits.
 template <int bits>
 class Codes {
@@ -51,8 +58,8 @@ class Codes {
     bytes_ = _mm512_load_si512(bytes);
   }
 
-  // What 4 bits mean, one after the other.
-  [[gnu::always_inline]] Vec few() const { return few_; }
+  // The values of codes of up to 5 bits: of the first 16 and of the others, or the same again.
+  Vec values(int half) const { return bits == 5 && half ? Vec(few_) + Vec(16) : Vec(few_); }
   // Of 4 bits, the lanes 0, 2, 4 ... have the first half of the numbers and the lanes between them the second.
   [[gnu::always_inline]] Vec quick(const uint8_t* from) const {
     if constexpr (bits != 4) return (*this)(from);
@@ -76,7 +83,31 @@ class Codes {
     }
   }
 
+  // 32 codes as words. The bits above a code are undefined.
+  [[MOE_METAL_BF16, gnu::always_inline]] inline __m512i as_words(const uint8_t* from) const
+    requires(bits <= 5)
+  {
+    if constexpr (bits == 4) {
+      const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+      return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+    }
+    // Each 64 bits get the bytes of four codes, of which each word then gets its own bits.
+    const __m256i all = _mm256_maskz_loadu_epi8((1u << 4 * bits) - 1, from);
+    const __m512i fours = _mm512_permutexvar_epi8(_mm512_load_si512(kBytesOfFours.data()), _mm512_castsi256_si512(all));
+    return _mm512_multishift_epi64_epi8(_mm512_load_si512(kShiftsOfWords.data()), fours);
+  }
+
  private:
+  alignas(64) static constexpr auto kBytesOfFours = [] {
+    std::array<uint8_t, 64> bytes{};
+    for (int i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(i / 8 * 4 * bits / 8 + i % 8);
+    return bytes;
+  }();
+  alignas(64) static constexpr auto kShiftsOfWords = [] {
+    std::array<uint8_t, 64> shifts{};
+    for (int i = 0; i < 64; ++i) shifts[i] = static_cast<uint8_t>(i / 8 * 4 * bits % 8 + i / 2 % 4 * bits);
+    return shifts;
+  }();
   static constexpr bool kBroadcast = bits == 2 || bits == 4;  // a lane's bits lie in the one or the other of two words
 
   // Every lane's number, somewhere in 32 bits.
@@ -246,6 +277,15 @@ struct InARow {
   [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const {
     return codes.quick(row + column * bytes / columns);
   }
+#endif
+#ifdef MOE_METAL_HAS_AVX512
+  static constexpr int kGroup = 0;  // any
+  [[MOE_METAL_BF16, gnu::always_inline]] inline __m512i words(const uint8_t* row, int64_t column) const
+    requires requires(const CodesOf& some, const uint8_t* from) { some.as_words(from); }
+  {
+    return codes.as_words(row + column * bytes / columns);
+  }
+  Vec values(int half) const { return codes.values(half); }
 #endif
 };
 

@@ -9,6 +9,7 @@ template <bool scales_are_rare>
 struct E4m3Codes : InARow<E4m3, 1, 1> {
   static constexpr bool kOffset = false, kScalesAreRare = scales_are_rare, kOwnScales = false;
   static constexpr float kUnit = E4m3::kUnit, kMiddle = 0;
+  static constexpr int kGroup = scales_are_rare ? 128 : 32;
   using Dots = E4m3Dots;
   using Tiles = NoDots;
 };

@@ -12,6 +12,7 @@ struct BlocksOf32 {
   static constexpr bool kOffset = has_offset;
   static constexpr float kUnit = 1;
 
+  static constexpr int number(int code) { return code; }
   static Bytes nibbles(const uint8_t* block, int64_t column) {
     const Bytes both = load_bytes(block + kCodes);
     return column ? both >> 4 : both & 15;
@@ -69,8 +70,10 @@ struct BlocksOf32 {
 template <int bytes, int codes_at, bool has_offset, int middle>
 struct FourBits : BlocksOf32<bytes, codes_at, has_offset, middle> {
   using Base = BlocksOf32<bytes, codes_at, has_offset, middle>;
+  static constexpr int kBits = 4;
   static Bytes codes(const uint8_t* block, int64_t column) { return Base::nibbles(block, column); }
 #ifdef MOE_METAL_HAS_AVX512
+  static __m512i words(const uint8_t* block, int64_t) { return words_of_nibbles(block + codes_at); }
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t columns, __m512i (&to)[2]) {
     Base::nibbles_of_four(row, chunk, columns / 32, to);
   }
@@ -83,8 +86,11 @@ using Q4_1 = FourBits<20, 4, true, 8>;
 template <int bytes, int codes_at, int middle, const std::array<uint8_t, 16>& values>
 struct LookedUp : BlocksOf32<bytes, codes_at, false, middle> {
   using Base = BlocksOf32<bytes, codes_at, false, middle>;
+  static constexpr int kBits = 4;
+  static constexpr int number(int code) { return values[code]; }
   static Bytes codes(const uint8_t* block, int64_t column) { return look_up(values, Base::nibbles(block, column)); }
 #ifdef MOE_METAL_HAS_AVX512
+  static __m512i words(const uint8_t* block, int64_t) { return words_of_nibbles(block + codes_at); }
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t columns, __m512i (&to)[2]) {
     Base::nibbles_of_four(row, chunk, columns / 32, to);
     to[0] = look_up(values, to[0]), to[1] = look_up(values, to[1]);
@@ -112,10 +118,15 @@ struct GgmlMxfp4 : LookedUp<17, 1, 12, kTwiceE2m1> {
 template <int bytes, int high_at, bool has_offset>
 struct FiveBits : BlocksOf32<bytes, high_at + 4, has_offset, 16> {
   using Base = BlocksOf32<bytes, high_at + 4, has_offset, 16>;
+  static constexpr int kBits = 5;
   static Bytes codes(const uint8_t* block, int64_t column) {
     return Base::nibbles(block, column) | bits_as_bytes(block + high_at + column / 8, 16);
   }
 #ifdef MOE_METAL_HAS_AVX512
+  static __m512i words(const uint8_t* block, int64_t) {
+    const __m512i high = _mm512_maskz_set1_epi16(load_word(block + high_at), 16);
+    return with_bit<4>(high, words_of_nibbles(block + high_at + 4));
+  }
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t columns, __m512i (&to)[2]) {
     const int64_t blocks = columns / 32, last = blocks - 1 - chunk * 4;
     Base::nibbles_of_four(row, chunk, blocks, to);
@@ -148,6 +159,7 @@ struct Q8_0 : BlocksOf32<34, 2, false, 128> {
     to[0] = _mm512_xor_si512(_mm512_shuffle_i64x2(low, high, 0x88), mask_of(0x80));
     to[1] = _mm512_xor_si512(_mm512_shuffle_i64x2(low, high, 0xdd), mask_of(0x80));
   }
+  static __m256i bytes(const uint8_t* block, int64_t) { return load_256(block + kCodes); }
 #endif
 };
 

@@ -10,6 +10,7 @@ struct BlocksOf256 {
   static constexpr int kColumns = 256, kBytes = bytes, kGroup = group, kGroups = 256 / group, kMiddle = middle;
   static constexpr bool kOffset = has_offset;
   static constexpr float kUnit = 1;
+  static constexpr int number(int code) { return code; }
 #ifdef MOE_METAL_HAS_AVX512
   static constexpr bool kScalesOfLanes = false;
   static const uint8_t* block_of(const uint8_t* row, int64_t chunk) { return row + chunk / 2 * kBytes; }
@@ -62,6 +63,10 @@ inline void nibbles_in_runs(const uint8_t* from, __m512i (&to)[2]) {
   const __m512i all = load_512(from);
   const __m512i low = low_nibbles(all), high = high_nibbles(all);
   to[0] = _mm512_shuffle_i64x2(low, high, 0x88), to[1] = _mm512_shuffle_i64x2(low, high, 0xdd);
+}
+// The same of 32 columns, as words.
+inline __m512i words_in_runs(const uint8_t* codes, int64_t column) {
+  return words_shifted(load_256(codes + column / 64 * 32), column / 32 % 2 * 4);
 }
 #endif
 
@@ -121,6 +126,7 @@ inline void six_bit_scales(const uint8_t* row, int64_t blocks, float* scale, flo
 #endif
 
 struct Q4_K : BlocksOf256<144, 32, true, 8> {
+  static constexpr int kBits = 4;
   static Bytes codes(const uint8_t* block, int64_t column) { return nibbles_in_runs(block + 16, column); }
   static constexpr auto scales = six_bit_scales<144>;
 #ifdef MOE_METAL_HAS_AVX512
@@ -128,10 +134,12 @@ struct Q4_K : BlocksOf256<144, 32, true, 8> {
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     nibbles_in_runs(block_of(row, chunk) + 16 + chunk % 2 * 64, to);
   }
+  static __m512i words(const uint8_t* block, int64_t column) { return words_in_runs(block + 16, column); }
 #endif
 };
 
 struct Q5_K : BlocksOf256<176, 32, true, 16> {
+  static constexpr int kBits = 5;
   static Bytes codes(const uint8_t* block, int64_t column) {
     const Bytes high = load_bytes(block + 16 + column % 32) >> static_cast<uint8_t>(column / 32);
     return nibbles_in_runs(block + 48, column) | (high & 1) << 4;
@@ -149,6 +157,10 @@ struct Q5_K : BlocksOf256<176, 32, true, 16> {
       const __m512i bits = _mm512_rolv_epi64(_mm512_broadcast_i32x4(load_128(block + 16 + 16 * half)), turns);
       to[half] = or_masked(to[half], bits, mask_of(16));
     }
+  }
+  static __m512i words(const uint8_t* block, int64_t column) {
+    const __m512i high = words_shifted(load_256(block + 16), column / 32);
+    return with_bit<4>(_mm512_slli_epi16(high, 4), words_in_runs(block + 48, column));
   }
 #endif
 };
@@ -180,6 +192,16 @@ struct Q6_K : BlocksOf256<210, 16, false, 32> {
     halves_of_16(or_masked(low_nibbles(low), first, mask_of(0x30)), or_masked(high_nibbles(low), second, mask_of(0x30)),
                  to);
   }
+  static __m256i bytes(const uint8_t* block, int64_t column) {
+    const int64_t half = column / 128, run = column % 128 / 32;
+    const __m256i low =
+        _mm256_srlv_epi32(load_256(block + half * 64 + run % 2 * 32), _mm256_set1_epi32(static_cast<int>(run / 2 * 4)));
+    const __m256i high =
+        _mm256_rolv_epi32(load_256(block + 128 + half * 32), _mm256_set1_epi32(static_cast<int>(4 - 2 * run) & 31));
+    constexpr int kFirstWhereThird = 0xe4;  // c ? a : b
+    const __m256i codes = _mm256_ternarylogic_epi32(low, high, _mm256_set1_epi8(15), kFirstWhereThird);
+    return _mm256_sub_epi8(_mm256_and_si256(codes, _mm256_set1_epi8(63)), _mm256_set1_epi8(kMiddle));
+  }
 #endif
 };
 
@@ -197,9 +219,14 @@ struct Crumbs {
     high = _mm512_and_si512(quarters_shifted<4, 4, 6, 6>(all), mask_of(3));
   }
 };
+// The same of 32 columns, as words.
+inline __m512i words_of_crumbs(const uint8_t* codes, int64_t column) {
+  return words_shifted(load_256(codes + column / 128 * 32), column % 128 / 32 * 2);
+}
 #endif
 
 struct Q2_K : BlocksOf256<84, 16, true, 2> {
+  static constexpr int kBits = 2;
   static Bytes codes(const uint8_t* block, int64_t column) { return crumbs(block + 16, column); }
   static void scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
     for (int64_t b = 0; b < blocks; ++b, row += kBytes, scale += kGroups, offset += kGroups) {
@@ -214,10 +241,12 @@ struct Q2_K : BlocksOf256<84, 16, true, 2> {
     const Crumbs codes(block_of(row, chunk) + 16 + chunk % 2 * 32);
     halves_of_16(codes.low, codes.high, to);
   }
+  static __m512i words(const uint8_t* block, int64_t column) { return words_of_crumbs(block + 16, column); }
 #endif
 };
 
 struct Q3_K : BlocksOf256<110, 16, false, 4> {
+  static constexpr int kBits = 3;
   static Bytes codes(const uint8_t* block, int64_t column) {
     const Bytes high = load_bytes(block + column % 32) >> static_cast<uint8_t>(column / 32);
     return crumbs(block + 32, column) | (high & 1) << 2;
@@ -245,11 +274,17 @@ struct Q3_K : BlocksOf256<110, 16, false, 4> {
     };
     halves_of_16(with_high(codes.low, first), with_high(codes.high, first + 2), to);
   }
+  static __m512i words(const uint8_t* block, int64_t column) {
+    const __m512i high = words_shifted(load_256(block), column / 32);
+    return with_bit<2>(_mm512_slli_epi16(high, 2), words_of_crumbs(block + 32, column));
+  }
 #endif
 };
 
 // 4 bits that stand for other numbers, in blocks of 32 columns as ggml_32.h has them.
 struct Iq4Xs : BlocksOf256<136, 32, false, 128> {
+  static constexpr int kBits = 4;
+  static constexpr int number(int code) { return kNonLinear[code]; }
   static Bytes codes(const uint8_t* block, int64_t column) {
     const Bytes both = load_bytes(block + 8 + column / 32 * 16);
     return look_up(kNonLinear, column / 16 % 2 ? both >> 4 : both & 15);
@@ -276,6 +311,7 @@ struct Iq4Xs : BlocksOf256<136, 32, false, 128> {
     const __m512i both = load_512(block_of(row, chunk) + 8 + chunk % 2 * 64);
     to[0] = look_up(kNonLinear, low_nibbles(both)), to[1] = look_up(kNonLinear, high_nibbles(both));
   }
+  static __m512i words(const uint8_t* block, int64_t column) { return words_of_nibbles(block + 8 + column / 32 * 16); }
 #endif
 };
 

@@ -20,53 +20,46 @@ class PackedStripRows final : public PackedStrip {
     groups_ = strip.step * some_->groups;
     in_a_run_ = row_ == some_->bytes(some_->columns);
   }
-  [[MOE_METAL_BF16]] void pack(int64_t row, int64_t rows, int64_t first, int64_t columns, at::BFloat16* to) override {
-    const int64_t end = first + columns, group = rows_.weight().group;
-    const bool whole = strip_.count == kTile && group >= kDepth;
-    while (whole && first + kDepth <= end) {
-      if (first + 2 * kDepth <= end && first >> some_->shift == (first + kDepth) >> some_->shift) {
-        pack_whole<2>(row, rows, first, to);
-        first += 2 * kDepth, to += 2 * kTileSize;
-      } else {
-        pack_whole<1>(row, rows, first, to);
-        first += kDepth, to += kTileSize;
+  void pack(int64_t row, int64_t rows, int64_t first, int64_t columns, at::BFloat16* to) override {
+    const int64_t end = first + columns, group = std::min(rows_.weight().group, kWide);
+    const auto whole = [&](auto size) {
+      if constexpr (Read::kGroup == 0 || std::min<int64_t>(Read::kGroup, kWide) == size) {
+        if (group != size) return;
+        for (; first + 2 * kDepth <= end; first += 2 * kDepth, to += 2 * kTileSize)
+          pack_whole<2, size>(row, rows, first, to);
+        for (; first + kDepth <= end; first += kDepth, to += kTileSize) pack_whole<1, size>(row, rows, first, to);
       }
+    };
+    if (strip_.count == kTile) {
+      whole(std::integral_constant<int, kWide>()), whole(std::integral_constant<int, kDepth>());
+      whole(std::integral_constant<int, kLanes>());
     }
-    const bool narrow = strip_.count == kTile && group == kLanes;
-    for (; narrow && first + kDepth <= end; first += kDepth, to += kTileSize) pack_narrow(row, rows, first, to);
     if (first < end) pack_part(row, rows, first, end, to);
   }
 
  private:
-  // Some rows of N blocks that share their scales. The next strip is prefetched in the order in which it lies in
-  // memory, whatever rows these are: on a Sapphire Rapids the same bytes come 8 to 10 % faster than row by row.
-  template <int N>
-  [[MOE_METAL_BF16, gnu::always_inline]] inline void pack_whole(int64_t row, int64_t rows, int64_t column,
-                                                                at::BFloat16* to) {
+  static constexpr int64_t kWide = 2 * kDepth;  // columns that share a scale, or more
+
+  // Some rows of N blocks. The next strip is prefetched in the order in which it lies in memory, whatever rows these
+  // are: on a Sapphire Rapids the same bytes come 8 to 10 % faster than row by row. Each line is prefetched twice:
+  // with mxfp8 on a Zen 4, experts of 32 tokens take 0.95 of the time of once.
+  template <int N, int Group>
+  [[MOE_METAL_BF16]] void pack_whole(int64_t row, int64_t rows, int64_t column, at::BFloat16* to) {
     const int64_t bytes = row_, groups = groups_, group = row * groups + (column >> some_->shift);
-    const int64_t begin = some_->bytes(column), further = in_a_run_ ? some_->bytes(N * kDepth) : bytes;
+    const int64_t begin = some_->bytes(column), some_bytes = some_->bytes(N * kDepth);
+    const int64_t further = in_a_run_ ? some_bytes : bytes;
     const uint8_t* from = some_->data + row * bytes;
     const uint8_t* next = next_ + row * further + (in_a_run_ ? kTile * begin : begin);
     const float *scale = some_->scales + group, *offset = Read::kOffset ? some_->offsets + group : scale;
-    Rounded<Read> rounded = rounded_;  // which no store below can change
+    const Read read = some_->read;  // which no store below can change, and neither `rounded`
+    Rounded<Read> rounded = rounded_;
     to += row * kDepth;
     for (int64_t r = 0; r < rows; ++r) {
-      __builtin_prefetch(next, 0, 2);
-      rounded.set(some_->read, *scale, *offset);
-      rounded.template write<N>(some_->read, from, column, to);
+      for (int64_t ahead = 0; ahead < some_bytes; ahead += kLine / 2) __builtin_prefetch(next + ahead, 0, 2);
+      rounded.template write<N, Group>(read, from, column, scale, offset, to);
       from += bytes, next += further, scale += groups, offset += groups, to += kDepth;
     }
     rounded.keep(rounded_);
-  }
-  // The same where each vector has a scale of its own.
-  [[MOE_METAL_BF16]] void pack_narrow(int64_t row, int64_t rows, int64_t column, at::BFloat16* to) const {
-    const auto from = some_->some(0);
-    for (int64_t r = row; r < row + rows; ++r) {
-      const int64_t at = r * strip_.step;
-      __builtin_prefetch(next_ + at * some_->row + some_->bytes(column), 0, 2);
-      const Vec low = from.load(at, column, Whole()), high = from.load(at, column + kLanes, Whole());
-      _mm512_storeu_si512(to + r * kDepth, both(low, high));
-    }
   }
   [[MOE_METAL_BF16, gnu::noinline]] void pack_part(int64_t row, int64_t rows, int64_t first, int64_t end,
                                                    at::BFloat16* to) const {

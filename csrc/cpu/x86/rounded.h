@@ -2,6 +2,7 @@
 #pragma once
 #include <bit>
 
+#include "cpu/formats/codes.h"
 #include "cpu/x86/e4m3_dots.h"
 #include "cpu/x86/tiles.h"
 
@@ -12,48 +13,58 @@ namespace {  // so that a compiler knows all calls of a function and may special
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
 }
 
-// Numbers with one scale and offset, rounded to bfloat16, 32 at a time. Those of 4 bits are looked up.
+// Blocks of 32 columns of a row, rounded to bfloat16. Codes of up to 5 bits are looked up in the values of all codes,
+// which are rounded once for each scale.
 template <class Read>
 class Rounded {
  public:
-  [[MOE_METAL_BF16, gnu::always_inline]] inline void set(const Read& read, float scale, float offset) {
-    scale_ = scale, offset_ = offset;
-    if constexpr (kLooksUp) {
-      const auto values = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(scaled(read.codes.few())));
-      values_ = _mm512_inserti64x4(_mm512_castsi256_si512(values), values, 1);
+  // N blocks from a column on, to N tiles. `scale` and `offset` are the first column's; Group columns, or with 64 at
+  // least as many, share one.
+  template <int N, int Group>
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read& read, const uint8_t* row, int64_t column,
+                                                           const float* scale, const float* offset,
+                                                           at::BFloat16* to) const {
+    Vec scales[2 * N], offsets[2 * N];  // of each 16 columns
+    MOE_METAL_UNROLL for (int i = 0; i < 2 * N; ++i) {
+      scales[i] = Vec(scale[i * kLanes / Group]), offsets[i] = Vec(offset[i * kLanes / Group]);
+    }
+    __m512i values;
+    MOE_METAL_UNROLL for (int n = 0; n < N; ++n, column += kDepth, to += kTileSize) {
+      Vec codes[2];
+      if constexpr (looks_up(Group)) {
+        codes[0] = read.values(0), codes[1] = read.values(Group < kDepth ? 0 : 1);
+        if (n == 0 || Group <= kDepth) values = scaled(codes, scales + 2 * n, offsets + 2 * n);
+        const __m512i words = read.words(row, column);
+        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(Group < kDepth ? with_half(words) : words, values));
+      } else {
+        if constexpr (requires { read.vectors(row, column, codes); })
+          read.vectors(row, column, codes);
+        else
+          codes[0] = read(row, column, Whole()), codes[1] = read(row, column + kLanes, Whole());
+        _mm512_storeu_si512(to, scaled(codes, scales + 2 * n, offsets + 2 * n));
+      }
     }
   }
   // For later rows, where it lasts.
   static void keep(Rounded&) {}
-  // N blocks of a row from a column on, to N tiles.
-  template <int N>
-  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read& read, const uint8_t* row, int64_t column,
-                                                           at::BFloat16* to) const {
-    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
-      _mm512_storeu_si512(to + n * kTileSize, block(read, row, column + n * kDepth));
-    }
-  }
 
  private:
-  static constexpr bool kLooksUp = Read::kColumns * 4 == Read::kBytes * 8;  // 4 bits, one after the other
-
-  [[MOE_METAL_BF16, gnu::always_inline]] inline __m512i block(const Read& read, const uint8_t* row,
-                                                              int64_t column) const {
-    if constexpr (kLooksUp) {  // by 5 bits, of which the last is the next number's
-      const auto* from = reinterpret_cast<const __m128i*>(row + column / 2);
-      const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from));
-      return _mm512_permutexvar_epi16(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)), values_);
-    } else {
-      return both(scaled(read(row, column, Whole())), scaled(read(row, column + kLanes, Whole())));
+  [[MOE_METAL_BF16, gnu::always_inline]] static inline __m512i scaled(const Vec (&codes)[2], const Vec* scales,
+                                                                      const Vec* offsets) {
+    if constexpr (Read::kOffset) {
+      return both(at::vec::fmadd(codes[0], scales[0], offsets[0]), at::vec::fmadd(codes[1], scales[1], offsets[1]));
     }
+    return both(codes[0] * scales[0], codes[1] * scales[1]);
   }
-  [[gnu::always_inline]] Vec scaled(const Vec& codes) const {
-    if constexpr (Read::kOffset) return at::vec::fmadd(codes, scale_, offset_);
-    return codes * scale_;
+  // There is room for 32 values: 16 where the halves of the columns have scales of their own.
+  static constexpr bool looks_up(int group) {
+    const bool few_bits = Read::kBytes * 8 < 5 * Read::kColumns;
+    return requires(const Read& read) { read.words(nullptr, 0); } && (few_bits || group >= kDepth);
   }
-
-  Vec scale_, offset_;
-  __m512i values_;
+  // Bit 4 says which half of the columns a code is in.
+  static __m512i with_half(__m512i codes) {
+    return with_bit<4>(_mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1), codes);
+  }
 };
 
 // e4m3 by its magnitudes' bytes, of which each scale, one for 128 rows and columns, has its own.
@@ -61,15 +72,10 @@ template <class Read>
   requires Read::kScalesAreRare
 class Rounded<Read> {
  public:
-  [[gnu::always_inline]] void set(const Read& read, float scale, float) {
-    if (std::bit_cast<uint32_t>(scale) != last_) renew(read, scale);
-  }
-  [[gnu::always_inline]] void keep(Rounded& rounded) const {
-    if (last_ != rounded.last_) rounded = *this;
-  }
-  template <int N>
-  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read&, const uint8_t* row, int64_t column,
-                                                           at::BFloat16* to) const {
+  template <int N, int Group>
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read& read, const uint8_t* row, int64_t column,
+                                                           const float* scale, const float*, at::BFloat16* to) {
+    if (std::bit_cast<uint32_t>(*scale) != last_) renew(read, *scale);
     const uint8_t* from = row + column;
     // The halves of eight bytes apart, which come out side by side.
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
@@ -78,6 +84,9 @@ class Rounded<Read> {
     __m512i out[2];
     numbers_(_mm512_permutexvar_epi64(order, bytes), out);
     MOE_METAL_UNROLL for (int n = 0; n < N; ++n) _mm512_storeu_si512(to + n * kTileSize, out[n]);
+  }
+  [[gnu::always_inline]] void keep(Rounded& rounded) const {
+    if (last_ != rounded.last_) rounded = *this;
   }
 
  private:
