@@ -126,7 +126,7 @@ class IntegerDots {
   [[MOE_METAL_VNNI]] void some_rows(const ScaledRows& rows, int64_t first, const uint8_t* ahead,
                                     const char* const* forms, float* const* out) const {
     constexpr int P = std::max<int>(1, Numbers::kColumns / kColumns);  // chunks of a block
-    const int64_t whole = rows.columns / kColumns, chunks = at::divup(rows.columns, kColumns);
+    const int64_t whole = rows.columns / kColumns;
     const uint8_t* data = rows.data + first * rows.row;
     const float* scales = rows.scales + first * rows.groups;
     const __m512i group_of_lane = groups_of_lanes(rows);
@@ -158,8 +158,13 @@ class IntegerDots {
         }
       }
     }
+    finish(rows, first, x, sums, out);
+  }
+  template <int R, int N>
+  [[gnu::always_inline]] static inline void finish(const ScaledRows& rows, int64_t first, const Chunk* const (&x)[N],
+                                                   __m512 (&sums)[R][N], float* const* out) {
     MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
-      if (whole < chunks || x[n]->rests > 0) {
+      if (rows.columns % kColumns > 0 || x[n]->rests > 0) {
         const auto more = others<R>(rows, first, x[n]);
         MOE_METAL_UNROLL for (int r = 0; r < R; ++r) sums[r][n] = _mm512_add_ps(sums[r][n], more[r]);
       }
