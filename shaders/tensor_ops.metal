@@ -34,7 +34,8 @@ namespace moe_metal {
 using mpp::tensor_ops::matmul2d;
 using mpp::tensor_ops::matmul2d_descriptor;
 
-// Two-dimensional tensors; the first dimension is along the columns and has stride 1. Operands must not be const.
+// Of two dimensions, of which the first is along the columns and has stride 1. Apple refuses operands of const
+// elements.
 template <typename T>
 using DeviceTensor = tensor<device T, dextents<int32_t, 2>, tensor_inline>;
 template <typename T>
@@ -102,8 +103,8 @@ struct PackedUnits {
   enum : int { columns = kUnitColumns };
   enum : uint {
     bytes = kUnitRows * kUnitColumns * sizeof(T),
-    runs = kUnitColumns / kRun
-  };  // of a lane's kRun columns in a row
+    runs = kUnitColumns / kRun  // pieces of a row that the threads share
+  };
 
   template <uint Threads, typename Multiply, typename Sums>
   static void multiply(thread Multiply& run, thread Sums& sums, threadgroup uint4* memory, device const T* x,

@@ -198,6 +198,32 @@ def test_results_across_a_commit(mps: str) -> None:
         commit_before(one)
 
 
+def test_a_stream_that_makes_a_command_buffer_for_each_commit(mps: str, commits_each_dispatch: None) -> None:
+    """PyTorch's, where it does not use commitAndContinue. A failure of any of them is still noticed."""
+    import metal_sim
+
+    case, x = sized("experts", "prefill", T=40), torch.randn(1, 64, device=mps)
+    with metal_sim.new_command_buffers():
+        with metal_sim.record() as record:
+            got = call(torch.ops.moe_metal.experts, "experts", case.arguments(mps), case.options)
+        with metal_sim.failing_commits(TIMEOUT):
+            torch.ops.moe_metal.glu(x, x)
+        with pytest.raises(RuntimeError, match="of which glu_float was the last"):
+            torch.ops.moe_metal.glu(x, x)
+    assert record.commits == 4
+    assert_matches(got, expected("experts", case.arguments(), case.options), case.longest_sum)
+
+
+def test_a_proxy_of_the_encoder(mps: str, commits_each_dispatch: None) -> None:
+    """As PyTorch's captures have one: all that is encoded is recorded, and each commit ends it."""
+    import metal_sim
+
+    case = sized("experts", "prefill", T=40)
+    with metal_sim.recording_encoders():
+        got = call(torch.ops.moe_metal.experts, "experts", case.arguments(mps), case.options)
+    assert_matches(got, expected("experts", case.arguments(), case.options), case.longest_sum)
+
+
 @pytest.mark.parametrize("variable", ["PYTORCH_MPS_TRACE_SIGNPOSTS", "MTL_CAPTURE_ENABLED"])
 def test_no_commits_where_pytorch_would_keep_each(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With signposts or a capture, a commit leaves PyTorch's command buffer behind, and PyTorch commits by itself."""

@@ -20,6 +20,7 @@ import cases
 import test_attention_mps as attention_suite
 import test_experts_mps as suite
 import test_ops
+import test_tensor_ops as units_suite
 from conftest import DEVICES, SIMULATED
 from packed import AFFINE, FP8, MXFP4
 from torch_moe_metal.bench.packed import FORMATS
@@ -37,6 +38,10 @@ HERE = Path(__file__).parent
 
 
 def shader_of(kernel: str) -> str:
+    if kernel.startswith("tensor_products"):
+        return "tensor_ops"
+    if kernel.startswith("experts_grouped"):
+        return "experts_grouped"
     if not kernel.startswith("experts"):
         return kernel.partition("_")[0]
     return "experts_decode" if "_rows" in kernel else "experts_prefill" if "_tiles" in kernel else "experts_slots"
@@ -53,7 +58,7 @@ def library_of(kernel: str, change: Callable[[str], str]):
     macros = [*embed.FORMATS[max(named, key=len, default="dense")], *dtypes]
     defines = "".join(f"#define {macro.replace('=', ' ')}\n" for macro in macros)
     text = embed.shader_text(HERE.parent / "shaders" / f"{shader_of(kernel)}.metal")
-    return engine.Library(defines + change(text))
+    return engine.Library(defines + change(text), 400 if shader_of(kernel) == "tensor_ops" else 310)
 
 
 def storage_of(tensor: Tensor) -> np.ndarray:
@@ -163,6 +168,13 @@ def rope(name: str) -> tuple[Callable, dict]:
     return test_ops.test_equals_the_reference, {"case": case}
 
 
+def on_units(packing=None) -> tuple[Callable, dict]:
+    """A linear layer on the matrix units, or dense experts."""
+    if packing is None:
+        return units_suite.test_dense_experts, {"name": "biases"}
+    return units_suite.test_packed_linear_on_units, {"packing": packing}
+
+
 NARROW4 = suite.NARROW[2]  # groups of 16
 # Parts of the shaders that several change.
 SHIFT = "params.group_shift"
@@ -256,6 +268,28 @@ MUTANTS = {
     "row_end_overrun_in_tiles": Mutant(RUN, "kRun", "bounds", *padded(9)),
     "rows_overrun": Mutant("min(first + n, params.N - 1)", "first + n", "bounds", *linear(AFFINE[4], 33)),
     "rows_overrun_in_decode": Mutant("min(first + r, params.N - 1)", "first + r", "bounds", *linear(MXFP4, 1)),
+    # matrix units
+    "sums_do_not_begin": Mutant("if (sums.is_valid_element(i)) sums[i] = 0;", "{}", "values", *on_units(MXFP4)),
+    "each_run_begins_anew": Mutant("mode::multiply_accumulate", "mode::multiply", "values", *on_units(AFFINE[4])),
+    "unpacked_while_it_is_read": Mutant(
+        "threadgroup_barrier(mem_flags::mem_threadgroup);  // the run", "// the run", "race", *on_units(MXFP4)
+    ),
+    "stored_over_what_is_read": Mutant(
+        "threadgroup_barrier(mem_flags::mem_threadgroup);  // the last run",
+        "// the last run",
+        "race",
+        *on_units(AFFINE[4]),
+    ),
+    "factor_left_in_units": Mutant(
+        "values.at[n] * float(Reader::factor)", "values.at[n]", "values", *on_units(AFFINE[4])
+    ),
+    "columns_of_the_first_run": Mutant("device_tensor(x + column,", "device_tensor(x,", "values", *on_units(MXFP4)),
+    "rows_overrun_in_units": Mutant(
+        "min(first + place / runs, params.N - 1)", "first + place / runs", "bounds", *on_units(MXFP4)
+    ),
+    "dense_rows_overrun": Mutant("min(kUnitRows, params.N - first)", "kUnitRows", "bounds", *on_units()),
+    "weights_of_expert_0": Mutant("tile.expert = entry.x;", "", "values", *on_units()),
+    "rows_of_the_tile_before": Mutant("tile.first = entry.y;", "", "bounds", *on_units()),
     # attention
     "unseen_values_counted": Mutant(FINITE, f"{FINITE} || true", "values", *unseen("streams")),
     "keys_overrun": Mutant(f"min({KEY}, params.S - 1)", f"({KEY})", "bounds", *cut("streams")),

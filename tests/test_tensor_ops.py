@@ -4,7 +4,7 @@ They have never run on a Mac. Here Apple's matmul2d is the simulated Metal's, wh
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,10 +52,19 @@ def experts_kernels(rows: int, dtype: str, times: int = 1) -> list[str]:
     return times * names
 
 
+def kernels(run: Callable[[], object]) -> list[str]:
+    """What `run` dispatches, without the op's name. Where test_mutated_readers.py replays the op, the host waits."""
+    import metal_sim
+
+    with metal_sim.record() as record:
+        run()
+    return [name.removeprefix("experts_") for name in record.kernels]
+
+
 def check_linear(args: Args, options: dict, mps: str, want: list[str]) -> None:
     got = []
     on_device = {name: tensor.to(mps) for name, tensor in args.items() if tensor is not None}
-    assert kernels_of(lambda: got.append(torch.ops.moe_metal.linear(**on_device, **options))) == want
+    assert kernels(lambda: got.append(torch.ops.moe_metal.linear(**on_device, **options))) == want
     assert_matches(got, [in_float64("linear", args, options)], roundings=ROUNDINGS)
 
 
@@ -76,7 +85,7 @@ def check_experts(case: Case, mps: str, **numbers: int) -> None:
     args, rows = grouped_suite.arguments(case, mps), 16 if share < 12 else 32 if share < 49 else 64
     with units(**numbers):
         got = []
-        ran = kernels_of(lambda: got.extend(call(torch.ops.moe_metal.experts, "experts", args, case.options)))
+        ran = kernels(lambda: got.extend(call(torch.ops.moe_metal.experts, "experts", args, case.options)))
     assert ran == experts_kernels(rows, "half" if case.dtype == HALF else "bfloat")
     want = expected("experts", grouped_suite.arguments(case), case.options)
     assert_matches(got, want, case.longest_sum, roundings=ROUNDINGS)
@@ -109,9 +118,16 @@ def test_packed_experts(mps: str, packing: Packing):
     got = []
     with units():
         on_device = {name: tensor.to(mps) for name, tensor in args.items()}
-        ran = kernels_of(lambda: got.append(torch.ops.moe_metal.experts(**on_device, **options)))
+        ran = kernels(lambda: got.append(torch.ops.moe_metal.experts(**on_device, **options)))
     assert ran == experts_kernels(32, f"{library}_bfloat")
     assert_matches(got, [in_float64("experts", args, options)], roundings=ROUNDINGS)
+
+
+def test_the_host_does_not_wait(mps: str):
+    args, options = packed_experts(AFFINE[4], 17, BFLOAT)
+    on_device = {name: tensor.to(mps) for name, tensor in args.items()}
+    with units():
+        assert kernels_of(lambda: torch.ops.moe_metal.experts(**on_device, **options))
 
 
 def test_no_slot_of_any_expert(mps: str):
@@ -157,7 +173,7 @@ def test_dense_linear(mps: str, T: int, rows: int, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("packing", EVERY_FORMAT, ids=str)
-def test_packed_linear(mps: str, packing: Packing):
+def test_packed_linear_on_units(mps: str, packing: Packing):
     """71 rows of weights, and a bias in float32."""
     args, options = packed_linear(packing, 33, BFLOAT, H=256)
     library = next(name for name, other in FORMATS.items() if other == packing)
@@ -224,7 +240,9 @@ def test_from_so_many_slots_an_expert_on(mps: str, least: int, taken: bool):
     with units(tensor_ops=least):
         _, ran = grouped_suite.run(grouped_suite.arguments(case, mps), {})
         (of_linear,) = linear_kernels(mps, *packed_linear(MXFP4, 20, BFLOAT, H=128))
-    assert (ran == [f"experts_{name}" if "tensor" not in name else name for name in experts_kernels(32, "bfloat")]) == taken
+    assert (
+        ran == [f"experts_{name}" if "tensor" not in name else name for name in experts_kernels(32, "bfloat")]
+    ) == taken
     assert of_linear.startswith("tensor") == taken
 
 
@@ -247,7 +265,9 @@ with metal_sim.playing_macos(26, 2), metal_sim.record() as record:
     outputs = [torch.ops.moe_metal.linear(x, weight) for _ in range(2)]
 print(record.kernels, all(bool((one == 64).all()) for one in outputs))
 """
-    assert lines_of(script, NOT_TODAY, tmp_path) == ["['linear_tiles16_wide_bfloat', 'linear_tiles16_wide_bfloat'] True"]
+    assert lines_of(script, NOT_TODAY, tmp_path) == [
+        "['linear_tiles16_wide_bfloat', 'linear_tiles16_wide_bfloat'] True"
+    ]
     assert (tmp_path / "tries").read_text().split() == ["tried"]
 
 

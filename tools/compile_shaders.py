@@ -178,8 +178,8 @@ class Toolchain:
         return target
 
     def names(self, source: Path, version: str, macros: Iterable[str]) -> set[str]:
-        """The kernels in a source, by what its own macros make of it. Apple's headers are left out, one of which defines
-        __HAVE_TENSOR__ from Metal 4 on."""
+        """The kernels in a source, by what its own macros make of it. Apple's headers are left out; one of them
+        defines __HAVE_TENSOR__ from Metal 4 on."""
         macros = [*macros, "__HAVE_TENSOR__=1"] if float(version) >= 4 else macros
         text = re.sub(r"^#include <.*$", "", source.read_text(), flags=re.MULTILINE)
         bare = self.folder / f"{source.stem}.bare.metal"

@@ -4,8 +4,9 @@ Each number of csrc/mps/tuning.h is tried in turn, with what was kept before it 
 one loop with the value that holds, on the calls that show it, in the sizes of your models. An alternative is kept if
 over all those calls it wins more than the noise: three times the error that the spread over the rounds leaves, and what
 two turns of one value differ by; 1 % at least. Last, all that was kept must win so together against the defaults. None
-changes what is computed. But `matrix_units` and `tensor_ops` hand products to PyTorch and to Apple's matmul2d, and round
-more often; each of their values is first compared with our other kernels' results, in the sizes that are measured, and `tensor_ops` in every format.
+changes what is computed. But `matrix_units` and `tensor_ops` hand products to PyTorch and to Apple's matmul2d, and
+round more often. Each of their values is first compared with our other kernels' results, in the sizes that are
+measured, and `tensor_ops` in every format.
 """
 
 import json

@@ -43,8 +43,8 @@ struct Kernel {
   const int max_threads;  // per threadgroup; fewer leave each thread more registers
   const int part;         // the part of its file, see `in_part` in common.h
   std::atomic<const Pipeline*> pipeline = nullptr;
-  std::atomic<bool> is_refused = false;  // compiles() has failed
-  Kernel* const next;                    // the kernel constructed before this one
+  std::atomic<bool> is_refused = false;  // by Metal, as `compiles` has found
+  Kernel* const next;                    // the one that was made before
   static inline Kernel* first = nullptr;
 };
 

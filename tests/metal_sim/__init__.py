@@ -29,9 +29,11 @@ DEVICE = (
         "load",
         "made_objects",
         "more_threadgroups",
+        "new_command_buffers",
         "playing_gpu",
         "playing_macos",
         "record",
+        "recording_encoders",
     ),
     *("set_orders", "synchronize"),
 )

@@ -126,8 +126,8 @@ def sampled(number: Number, value: int) -> list[Case]:
 
 @contextlib.contextmanager
 def foreign(number: Number) -> Iterator[float]:
-    """PyTorch's kernels are there, as from torch 2.15 on, and Apple's, as from macOS 26.2 on. -> how many roundings they
-    may cost"""
+    """PyTorch's kernels are there, as from torch 2.15 on, and Apple's, as from macOS 26.2 on. -> how many roundings
+    they may cost"""
     if number.name not in tuning.FOREIGN:
         yield 1
     elif not SIMULATED:

@@ -196,6 +196,30 @@ def more_threadgroups(count: int = 1) -> Iterator[None]:
 
 
 @contextmanager
+def new_command_buffers() -> Iterator[None]:
+    """Each commit leaves its command buffer behind, and the stream makes another one. PyTorch's stream does so where it
+    does not use commitAndContinue: with signposts or a capture."""
+    torch.ops.metal_sim.set_flushes(True)
+    try:
+        yield
+    finally:
+        torch.ops.metal_sim.set_flushes(False)
+
+
+@contextmanager
+def recording_encoders() -> Iterator[None]:
+    """Ops get a proxy of the encoder, as while PyTorch captures: it forwards what it does not know, and refuses to
+    encode by calls that it does not record."""
+    torch.ops.metal_sim.clear()
+    torch.ops.metal_sim.set_records(True)
+    try:
+        yield
+    finally:
+        torch.ops.metal_sim.clear()
+        torch.ops.metal_sim.set_records(False)
+
+
+@contextmanager
 def concurrent_encoders() -> Iterator[None]:
     """Encoders order dispatches only by barriers, like MTLDispatchTypeConcurrent."""
     torch.ops.metal_sim.clear()

@@ -104,6 +104,8 @@ int64_t contents(const at::Tensor& tensor) {
 void set_host_only(bool value) { options().host_only = value; }
 void set_more_threadgroups(int64_t count) { options().more_threadgroups = count; }
 void set_concurrent(bool value) { options().concurrent = value; }
+void set_flushes(bool value) { options().flushes = value; }
+void set_records(bool value) { options().records = value; }
 void set_last_threadgroups(int64_t count) { settings().last_threadgroups = count; }
 void set_costs(bool on, int64_t sample) {
   settings().costs = on;
@@ -133,6 +135,8 @@ TORCH_LIBRARY(metal_sim, m) {
   m.def("set_host_only(bool value) -> ()", &set_host_only);
   m.def("set_more_threadgroups(int count) -> ()", &set_more_threadgroups);
   m.def("set_concurrent(bool value) -> ()", &set_concurrent);
+  m.def("set_flushes(bool value) -> ()", &set_flushes);
+  m.def("set_records(bool value) -> ()", &set_records);
   m.def("set_last_threadgroups(int count) -> ()", &set_last_threadgroups);
   m.def("set_costs(bool on, int sample) -> ()", &set_costs);
   m.def("set_macos(int major, int minor, bool for_older_sdk) -> ()", &set_macos);

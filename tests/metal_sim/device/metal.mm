@@ -757,6 +757,8 @@ std::vector<MTLCommandBufferHandler>& handlers() {  // of the command buffer to 
 }  // namespace
 }  // namespace metal_sim
 
+static bool is_committed(MPSCommandBuffer* buffer);
+
 @implementation MPSCommandBuffer
 + (instancetype)commandBufferFromCommandQueue:(id<MTLCommandQueue>)queue {
   broken("encoder", "an op made its own command buffer; the stream's is the only one that PyTorch's order covers");
@@ -787,6 +789,7 @@ std::vector<MTLCommandBufferHandler>& handlers() {  // of the command buffer to 
 // Handlers belong to the next commit, as in Metal.
 - (void)addCompletedHandler:(MTLCommandBufferHandler)block {
   if (!metal_sim::on_queue()) broken("encoder", "addCompletedHandler: called off the stream's queue");
+  if (is_committed(self)) broken("encoder", "addCompletedHandler: of a command buffer that is committed");
   metal_sim::handlers().push_back(Block_copy(block));
 }
 - (void)commit {
@@ -845,27 +848,80 @@ std::vector<MTLCommandBufferHandler>& handlers() {  // of the command buffer to 
 }
 @end
 
+// What PyTorch hands out while it captures (PR 189019): an object of another class, which records four calls and
+// forwards all others. What is encoded by any other call is missing from what it records.
+@interface SimRecordingEncoder : NSObject {
+ @public
+  SimEncoder* target;
+}
+@end
+#define SIM_UNRECORDED(...)                                                                   \
+  -(void)__VA_ARGS__ {                                                                        \
+    broken("capture", "an op encodes by a call that PyTorch does not record: " #__VA_ARGS__); \
+  }
+@implementation SimRecordingEncoder
+- (void)dealloc {
+  [target release];
+  [super dealloc];
+}
+- (void)setComputePipelineState:(id<MTLComputePipelineState>)pipeline {
+  [target setComputePipelineState:pipeline];
+}
+- (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index {
+  [target setBytes:bytes length:length atIndex:index];
+}
+- (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
+  [target setBuffer:buffer offset:offset atIndex:index];
+}
+- (void)dispatchThreadgroups:(MTLSize)grid threadsPerThreadgroup:(MTLSize)threads {
+  [target dispatchThreadgroups:grid threadsPerThreadgroup:threads];
+}
+SIM_UNRECORDED(dispatchThreads : (MTLSize)grid threadsPerThreadgroup : (MTLSize)threads)
+SIM_UNRECORDED(setBufferOffset : (NSUInteger)offset atIndex : (NSUInteger)index)
+SIM_UNRECORDED(setBuffers : (const id<MTLBuffer>[])buffers offsets : (const NSUInteger[])offsets withRange : (NSRange)
+                   range)
+SIM_UNRECORDED(setThreadgroupMemoryLength : (NSUInteger)length atIndex : (NSUInteger)index)
+- (NSMethodSignature*)methodSignatureForSelector:(SEL)selector {
+  return [target methodSignatureForSelector:selector];
+}
+- (void)forwardInvocation:(NSInvocation*)invocation {
+  [invocation invokeWithTarget:target];
+}
+@end
+
 namespace metal_sim {
 namespace {
-SimEncoder* encoder = nil;  // guarded by the queue
-}
+// Guarded by the queue, all three.
+SimEncoder* encoder = nil;
+SimRecordingEncoder* recording_encoder = nil;
+MPSCommandBuffer* command_buffer = nil;
+}  // namespace
 
 void* encoder_of_block() {
   if (!encoder) encoder = [SimEncoder new];
   encoder->block = queue_block();
-  return encoder;
+  if (!options().records) return encoder;
+  if (!recording_encoder) {
+    recording_encoder = [SimRecordingEncoder new];
+    recording_encoder->target = [encoder retain];
+  }
+  return recording_encoder;
 }
 
 void end_encoder() {
   if (encoder) encoder->ended = true;
   [encoder release];
+  [recording_encoder release];
   encoder = nil;
+  recording_encoder = nil;
 }
 
 void commit() {
-  [[encoder retain] autorelease];  // so that its later use is detected
+  [[encoder retain] autorelease];  // so that its use is seen for what it is
+  [[recording_encoder retain] autorelease];
   end_encoder();
   complete();
+  if (options().flushes) command_buffer = nil;  // never released, as by PyTorch
   std::lock_guard lock(counters_mutex());
   ++counters().commits;
 }
@@ -896,10 +952,12 @@ void* command_queue_object() {
 }
 
 void* command_buffer_object() {
-  static auto* buffer = [MPSCommandBuffer new];
-  return buffer;
+  if (!command_buffer) command_buffer = [MPSCommandBuffer new];
+  return command_buffer;
 }
 }  // namespace metal_sim
+
+static bool is_committed(MPSCommandBuffer* buffer) { return buffer != metal_sim::command_buffer_object(); }
 
 // ---- the device ----
 

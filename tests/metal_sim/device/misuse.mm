@@ -240,6 +240,15 @@ const std::map<std::string, Rule> rules = {
          go(at::mps::getCurrentMPSStream()->commandEncoder());
        });
      }},
+    {"command_buffer_after_commit",
+     [](const Tensor&) {
+       on_queue(^(Encoder) {
+         auto* buffer = at::mps::getCurrentMPSStream()->commandBuffer();
+         at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT);
+         [buffer addCompletedHandler:^(id<MTLCommandBuffer>){
+         }];
+       });
+     }},
     {"commit_off_queue", [](const Tensor&) { at::mps::getCurrentMPSStream()->synchronize(at::mps::SyncType::COMMIT); }},
     {"commit_and_continue",
      [](const Tensor&) {

@@ -91,7 +91,9 @@ MPSStream::MPSStream(Stream stream) : _stream(stream) {
 }
 MPSStream::~MPSStream() = default;
 
-MPSCommandBuffer* MPSStream::commandBuffer() { return _commandBuffer; }
+MPSCommandBuffer* MPSStream::commandBuffer() {
+  return _commandBuffer = (MPSCommandBuffer*)metal_sim::command_buffer_object();
+}
 
 id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
   if (!metal_sim::on_queue())

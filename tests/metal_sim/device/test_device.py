@@ -416,6 +416,32 @@ def test_a_broken_rule_is_noticed(name: str) -> None:
     assert misuse("fill").sum().item() == 64 * 3  # and the device works on
 
 
+def test_a_command_buffer_kept_over_a_commit_is_noticed() -> None:
+    """Where the stream makes another one. With commitAndContinue it goes on with the same."""
+    misuse("command_buffer_after_commit")
+    with metal_sim.new_command_buffers():
+        assert misuse("fill_and_commit").sum().item() == 64 * 3
+        misuse("commit_with_handlers")
+        torch.mps.synchronize()
+        assert torch.ops.metal_sim_misuse.completed() == "4;"  # MTLCommandBufferStatusCompleted
+        with pytest.raises(RuntimeError, match="encoder: addCompletedHandler: of a command buffer that is committed"):
+            misuse("command_buffer_after_commit")
+    misuse("command_buffer_after_commit")
+
+
+def test_what_a_proxy_of_the_encoder_does_not_record_is_noticed() -> None:
+    """It passes on what ops do beside encoding, and is gone with a commit like the encoder itself."""
+    with metal_sim.recording_encoders():
+        assert misuse("ordered").sum().item() == 64 * 3  # with memoryBarrierWithScope:
+        assert misuse("fill_and_commit").sum().item() == 64 * 3
+        for name, selector in (("exact_threads", "dispatchThreads"), ("shared", "setThreadgroupMemoryLength")):
+            with pytest.raises(RuntimeError, match=f"capture: an op encodes by a call that .* record: {selector}"):
+                misuse(name)
+        with pytest.raises(RuntimeError, match="encoder: the encoder was used after a commit"):
+            misuse("encoder_after_commit")
+    assert misuse("exact_threads").sum().item() == 40 * 3
+
+
 def test_writes_beside_a_buffer_are_noticed() -> None:
     x = torch.zeros(64, device="mps")
     misuse("write_after", x)

@@ -1,4 +1,5 @@
-"""Metal 4's tensors and matmul2d: products are right in every thread order, and undefined behaviour is an error."""
+"""Metal 4's tensors and matmul2d: right products in every order of threads, and what Apple leaves undefined is
+refused."""
 
 import numpy as np
 import pytest
@@ -87,11 +88,17 @@ VIOLATIONS = {  # which kernel, right, wrong, rule
     "some_threads": (of_rows, "  product.run", f"  if ({PLACE} != 5) product.run", "barrier"),
     "other_k": (of_simdgroups, "(TILE_K, max(0, min(16", "(16, max(0, min(16", "argument"),
     "unequal_k": (of_rows, "(sizes.k, columns)", "(sizes.k - 1, columns)", "argument"),
-    "rows_are_not_along_the_first": (of_rows, "array<int32_t, 2>{1, sizes.k}", "array<int32_t, 2>{2, sizes.k}", "argument"),
+    "rows_are_not_along_the_first": (
+        of_rows,
+        "array<int32_t, 2>{1, sizes.k}",
+        "array<int32_t, 2>{2, sizes.k}",
+        "argument",
+    ),
     "rows_overrun": (of_rows, "rows = min(TILE_M, sizes.m - row)", "rows = TILE_M", "bounds"),
     "output_overrun": (of_rows, "(columns, rows), array", "(columns, TILE_M), array", "bounds"),
     "invalid_element": (of_rows, "if (!sums.is_valid_element(i)) continue;", "", "bounds"),
 }
+
 
 @pytest.mark.parametrize("name", VIOLATIONS)
 def test_violation_is_caught(name):
@@ -132,7 +139,11 @@ COMPILE_ERRORS = {
     "float_into_half": ("Left, Right, float>", "Left, Right, half>", "store converts nothing"),
     "no_combination": ("Operand, Operand, float>", "Operand, Operand, int>", "no such combination of types"),
     "no_include": ("#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>\n", "", "mpp"),
-    "handle": ("dextents<int32_t, 2>, tensor_inline>;\n  Operand", "dextents<int32_t, 2>>;\n  Operand", "tensor_inline"),
+    "handle": (
+        "dextents<int32_t, 2>, tensor_inline>;\n  Operand",
+        "dextents<int32_t, 2>>;\n  Operand",
+        "tensor_inline",
+    ),
 }
 
 

@@ -1,6 +1,7 @@
-// Metal 4's tensors and matmul2d of MetalPerformancePrimitives, for tensors in memory (tensor_inline) and a destination
-// in registers. Apple does not document which thread has which element of such a destination: here elements are
-// scattered over the threads, so that no kernel can rely on a layout. Undefined behaviour is an error here.
+// Metal 4's tensors and matmul2d of MetalPerformancePrimitives, for tensors over memory (tensor_inline) and a
+// destination in registers. Apple does not say which thread holds which element of such a destination: here they are
+// scattered over the threads, so that no kernel can rely on a layout. What is undefined behaviour there is refused
+// here.
 #pragma once
 
 #include "simd.h"
