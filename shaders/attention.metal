@@ -204,21 +204,23 @@ struct Scores {
   float2 at[kKeyMatrices];
 };
 
-// Adds the products of the n-th matrix of keys with a chunk of q.
 template <bool wide, typename T>
-void add_keys(thread Scores& scores, thread const Run<wide, T>& loaded, uint n, thread const QueryChunk& q) {
-  const Vectors<2> run = values_of(loaded);
+void add_chunk(thread Scores& scores, device const T* k, uint block, uint chunk, thread const QueryChunk& q,
+               MatrixPlace place, constant AttentionParams& params) {
+  Run<wide, T> runs[kKeyMatrices];
 #pragma unroll
-  for (uint i = 0; i < 4; ++i) {
-    multiply_add(scores.at[n], float2(run.at[0][i], run.at[1][i]), float2(q.row[0][i], q.row[1][i]));
+  for (uint n = 0; n < kKeyMatrices; ++n) {
+    device const T* key = k + min(block + 8 * n + place.row, params.S - 1) * params.k.row;
+    load_run(key, params.k.element, chunk * kAttentionKeyColumns + 4 * place.column, params.D, runs[n]);
   }
-}
-
-template <bool wide, typename T>
-void load_keys(thread Run<wide, T>& run, device const T* k, uint block, uint n, uint chunk, MatrixPlace place,
-               constant AttentionParams& params) {
-  device const T* key = k + min(block + 8 * n + place.row, params.S - 1) * params.k.row;
-  load_run(key, params.k.element, chunk * kAttentionKeyColumns + 4 * place.column, params.D, run);
+#pragma unroll
+  for (uint n = 0; n < kKeyMatrices; ++n) {
+    const Vectors<2> run = values_of(runs[n]);
+#pragma unroll
+    for (uint i = 0; i < 4; ++i) {
+      multiply_add(scores.at[n], float2(run.at[0][i], run.at[1][i]), float2(q.row[0][i], q.row[1][i]));
+    }
+  }
 }
 
 // Adds up the products of the slices, which have different columns. It is safe to write `shares` again two blocks
@@ -303,23 +305,30 @@ uint weigh(thread Attended<ValueChunks>& attended, thread Scores& scores, uint b
 
 // ------------------------------------------------------------------------------------------ values
 
+// sums += weights * values, of a chunk of columns.
 template <bool wide, typename T>
-void load_values(thread Run<wide, T>& run, device const T* v, uint key, uint column, constant AttentionParams& params) {
-  load_run(v + min(key, params.S - 1) * params.v.row, params.v.element, column, params.V, run);
-}
-
-// sums += weights * values, for a lane's two keys of one matrix and 8 columns.
-template <bool wide, typename T>
-void add_values(thread float2* sums, float2 weights, thread const Run<wide, T>& first_run,
-                thread const Run<wide, T>& second_run) {
-  const Vectors<2> first = values_of(first_run), second = values_of(second_run);
+void add_values(thread float2* sums, thread const Scores& weights, device const T* v, uint block, uint column,
+                MatrixPlace place, constant AttentionParams& params) {
+  Run<wide, T> runs[kKeyMatrices][2];
 #pragma unroll
-  for (uint i = 0; i < 8; ++i) {
-    multiply_add(sums[i], float2(first.at[i / 4][i % 4], second.at[i / 4][i % 4]), weights);
+  for (uint n = 0; n < kKeyMatrices; ++n) {
+#pragma unroll
+    for (uint e = 0; e < 2; ++e) {
+      device const T* value = v + min(block + 8 * n + place.column + e, params.S - 1) * params.v.row;
+      load_run(value, params.v.element, column, params.V, runs[n][e]);
+    }
+  }
+#pragma unroll
+  for (uint n = 0; n < kKeyMatrices; ++n) {
+    const Vectors<2> first = values_of(runs[n][0]), second = values_of(runs[n][1]);
+#pragma unroll
+    for (uint i = 0; i < 8; ++i) {
+      multiply_add(sums[i], float2(first.at[i / 4][i % 4], second.at[i / 4][i % 4]), weights.at[n]);
+    }
   }
 }
 
-// Adds a chunk of columns key by key, skipping keys that are not seen: their values times 0 may be NaN.
+// The same key by key, without those that are not seen: 0 times what is in them may be NaN.
 template <bool wide, typename T>
 void add_seen_values(thread float2* sums, thread const Scores& weights, uint seen, device const T* v, uint block,
                      uint column, AttentionPlace place, constant AttentionParams& params) {
@@ -356,145 +365,50 @@ struct AttentionWork {
   uint first_chunk;         // the first chunk of columns of v of this slice
 };
 
-// A block is loaded in stages of 64 bytes per lane. The loads of a stage are issued before the products of the previous
-// one, also across the softmax and from one block to the next, so that a simdgroup always has loads in flight. Larger
-// stages would need more registers than Apple's GPUs have.
-template <bool wide, typename T>
-struct Stage {
-  enum : uint { runs = 2 * Wide<T>::vectors };
-  Run<wide, T> at[runs];
-};
-template <typename T, uint KeyChunks, uint ValueChunks>
-struct Stages {
-  enum : uint {
-    runs = 2 * Wide<T>::vectors,
-    of_keys = KeyChunks * kKeyMatrices / runs,
-    of_values = ValueChunks * kKeyMatrices * 2 / runs
-  };
-};
-
 template <bool wide, typename T, uint KeyChunks>
-void load_key_stage(thread Stage<wide, T>& stage, thread const AttentionWork<T, KeyChunks>& work, uint block, uint s,
-                    AttentionPlace place, constant AttentionParams& params) {
+void score_block(thread Scores& scores, thread const AttentionWork<T, KeyChunks>& work, uint block,
+                 AttentionPlace place, constant AttentionParams& params) {
 #pragma unroll
-  for (uint i = 0; i < Stage<wide, T>::runs; ++i) {
-    const uint run = s * Stage<wide, T>::runs + i, chunk = place.slice + run / kKeyMatrices * params.slices;
-    load_keys(stage.at[i], work.k, block, run % kKeyMatrices, chunk, place.matrix, params);
-  }
-}
-template <bool wide, typename T, uint KeyChunks>
-void add_key_stage(thread Scores& scores, thread const Stage<wide, T>& stage,
-                   thread const AttentionWork<T, KeyChunks>& work, uint s, AttentionPlace place,
-                   constant AttentionParams& params) {
-  const uint chunk = s * Stage<wide, T>::runs / kKeyMatrices;
-  if ((place.slice + chunk * params.slices) * kAttentionKeyColumns >= params.D) return;
-#pragma unroll
-  for (uint i = 0; i < Stage<wide, T>::runs; ++i) {
-    add_keys(scores, stage.at[i], (s * Stage<wide, T>::runs + i) % kKeyMatrices, work.q[chunk]);
-  }
-}
-
-// Adds the products with chunks of q that are not kept in registers (long keys).
-template <bool wide, typename T, uint KeyChunks>
-void add_further_chunks(thread Scores& scores, thread const AttentionWork<T, KeyChunks>& work, uint block,
-                        AttentionPlace place, constant AttentionParams& params) {
+  for (uint n = 0; n < kKeyMatrices; ++n) scores.at[n] = 0;
   const uint chunks = (params.D + kAttentionKeyColumns - 1) / kAttentionKeyColumns;
+#pragma unroll
+  for (uint c = 0; c < KeyChunks; ++c) {
+    const uint chunk = place.slice + c * params.slices;
+    if (chunk < chunks) add_chunk<wide>(scores, work.k, block, chunk, work.q[c], place.matrix, params);
+  }
   for (uint chunk = place.slice + KeyChunks * params.slices; chunk < chunks; chunk += params.slices) {
     QueryChunk q;
     load_chunk<wide>(work.queries, chunk, place.matrix, params, q);
-    Run<wide, T> runs[kKeyMatrices];
-#pragma unroll
-    for (uint n = 0; n < kKeyMatrices; ++n) load_keys(runs[n], work.k, block, n, chunk, place.matrix, params);
-#pragma unroll
-    for (uint n = 0; n < kKeyMatrices; ++n) add_keys(scores, runs[n], n, q);
-  }
-}
-
-// This lane's first column of v in chunk c of the slice.
-template <typename T, uint KeyChunks>
-uint value_column(thread const AttentionWork<T, KeyChunks>& work, uint c, AttentionPlace place,
-                  constant AttentionParams& params) {
-  return (work.first_chunk + c * params.slices) * kAttentionValueColumns + 8 * place.matrix.row;
-}
-template <bool wide, typename T, uint KeyChunks>
-void load_value_stage(thread Stage<wide, T>& stage, thread const AttentionWork<T, KeyChunks>& work, uint block, uint s,
-                      AttentionPlace place, constant AttentionParams& params) {
-#pragma unroll
-  for (uint i = 0; i < Stage<wide, T>::runs; ++i) {
-    const uint run = s * Stage<wide, T>::runs + i, c = run / (2 * kKeyMatrices), n = run / 2 % kKeyMatrices;
-    const uint key = block + 8 * n + place.matrix.column + run % 2;
-    load_values(stage.at[i], work.v, key, value_column(work, c, place, params), params);
-  }
-}
-template <bool wide, uint ValueChunks, typename T, uint KeyChunks>
-void add_value_stage(thread Attended<ValueChunks>& attended, thread const Scores& weights,
-                     thread const Stage<wide, T>& stage, thread const AttentionWork<T, KeyChunks>& work, uint s,
-                     constant AttentionParams& params) {
-  const uint c = s * Stage<wide, T>::runs / (2 * kKeyMatrices);
-  if ((work.first_chunk + c * params.slices) * kAttentionValueColumns >= params.V) return;
-#pragma unroll
-  for (uint i = 0; i < Stage<wide, T>::runs; i += 2) {
-    const uint n = (s * Stage<wide, T>::runs + i) / 2 % kKeyMatrices;
-    add_values(attended.sums + 8 * c, weights.at[n], stage.at[i], stage.at[i + 1]);
-  }
-}
-
-template <bool wide, uint ValueChunks, typename T, uint KeyChunks>
-void add_seen_chunks(thread Attended<ValueChunks>& attended, thread const Scores& weights, uint seen,
-                     thread const AttentionWork<T, KeyChunks>& work, uint block, AttentionPlace place,
-                     constant AttentionParams& params) {
-#pragma unroll
-  for (uint c = 0; c < ValueChunks; ++c) {
-    if ((work.first_chunk + c * params.slices) * kAttentionValueColumns >= params.V) continue;
-    const uint column = value_column(work, c, place, params);
-    add_seen_values<wide>(attended.sums + 8 * c, weights, seen, work.v, block, column, place, params);
+    add_chunk<wide>(scores, work.k, block, chunk, q, place.matrix, params);
   }
 }
 
 template <bool wide, uint ValueChunks, typename T, uint KeyChunks>
 void attend(thread Attended<ValueChunks>& attended, thread const AttentionWork<T, KeyChunks>& work, SeenKeys keys,
             bool careful, threadgroup float2* memory, AttentionPlace place, constant AttentionParams& params) {
-  using Counts = Stages<T, KeyChunks, ValueChunks>;
   attended.highest = -INFINITY;
   attended.total = 0;
 #pragma unroll
   for (uint i = 0; i < 8 * ValueChunks; ++i) attended.sums[i] = 0;
   const uint step = place.streams * kAttentionKeys;  // all streams take the same number of steps, because of barriers
   uint turn = 0;
-  Stage<wide, T> now;
-  if (keys.first < keys.end) load_key_stage(now, work, keys.first + place.stream * kAttentionKeys, 0, place, params);
   for (uint first = keys.first; first < keys.end; first += step) {
     const uint block = first + place.stream * kAttentionKeys;
     Scores scores;
-#pragma unroll
-    for (uint n = 0; n < kKeyMatrices; ++n) scores.at[n] = 0;
-#pragma unroll
-    for (uint s = 0; s < Counts::of_keys; ++s) {
-      Stage<wide, T> next;
-      if (s + 1 < Counts::of_keys) load_key_stage(next, work, block, s + 1, place, params);
-      if (s + 1 == Counts::of_keys) load_value_stage(next, work, block, 0, place, params);
-      add_key_stage(scores, now, work, s, place, params);
-      now = next;
-    }
-    add_further_chunks<wide>(scores, work, block, place, params);
+    score_block<wide>(scores, work, block, place, params);
     if (params.slices > 1) sum_slices(scores, memory + turn, place, params.slices);
     turn = kAttentionSimdgroups * kKeyMatrices * kSimdgroup - turn;
     const uint seen = weigh<T>(attended, scores, block, work.rows, work.mask, place.matrix, params);
-    if (careful) {
-      add_seen_chunks<wide>(attended, scores, seen, work, block, place, params);
-      load_key_stage(now, work, block + step, 0, place, params);
-      continue;
-    }
 #pragma unroll
-    for (uint s = 0; s < Counts::of_values; ++s) {
-      Stage<wide, T> next = now;
-      if (s + 1 < Counts::of_values) {
-        load_value_stage(next, work, block, s + 1, place, params);
-      } else if (first + step < keys.end) {
-        load_key_stage(next, work, block + step, 0, place, params);
+    for (uint c = 0; c < ValueChunks; ++c) {
+      const uint chunk = work.first_chunk + c * params.slices;
+      const uint column = chunk * kAttentionValueColumns + 8 * place.matrix.row;
+      if (chunk * kAttentionValueColumns >= params.V) continue;
+      if (careful) {
+        add_seen_values<wide>(attended.sums + 8 * c, scores, seen, work.v, block, column, place, params);
+      } else {
+        add_values<wide>(attended.sums + 8 * c, scores, work.v, block, column, place.matrix, params);
       }
-      add_value_stage<wide>(attended, scores, now, work, s, params);
-      now = next;
     }
   }
   attended.total = sum_of_all(attended.total);

@@ -34,16 +34,18 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
 
-def without_the_extension() -> None:
-    """Make the checkout's Python modules importable without the built extension: the package without its __init__."""
-    package = types.ModuleType("torch_moe_metal")
+def without_the_extension(folder: Path) -> None:
+    """The checkout's Python modules where the extension is not built: the package without its __init__, and with the
+    table of formats that record.py wrote."""
+    package, library = types.ModuleType("torch_moe_metal"), types.ModuleType("torch_moe_metal.library")
     package.__path__ = [str(ROOT / "torch_moe_metal")]
-    package.__version__ = "(a checkout)"
-    sys.modules["torch_moe_metal"] = package
+    package.__version__, package.cpu_isa = "(a checkout)", "none"
+    library.format_rows = json.loads((folder / "formats.json").read_text())
+    sys.modules |= {"torch_moe_metal": package, "torch_moe_metal.library": library}
 
 
 if "torch_moe_metal" not in sys.modules:
-    without_the_extension()
+    without_the_extension(Path(sys.argv[1]))
 from cases import CASES, Args, expected  # noqa: E402
 from checks import assert_matches, meets_infinity, placed  # noqa: E402
 from packed_rows import BFLOAT, ROWS, Row  # noqa: E402
