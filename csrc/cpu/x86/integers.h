@@ -35,7 +35,7 @@ struct alignas(64) Digits {
     }
     clear();
     largest(most, by_lanes);
-    __m512i above[4];  // the largest is less than 2^above
+    __m512i above[4];  // the largest number is less than 2^above
     __mmask16 small = 0;
     for (int64_t i = 0; i < 4; ++i) above[i] = exponents(most[i], small);
     if (finite != 0xffff || small) return false;
@@ -48,7 +48,7 @@ struct alignas(64) Digits {
     whole = two = true;
   }
 
-  // Of 64 bytes the even ones, then the odd ones.
+  // Reorders 64 bytes: the even ones, then the odd ones.
   static __m512i even_then_odd(__m512i bytes) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(bytes)),
                               _mm512_cvtepi16_epi8(_mm512_srli_epi16(bytes, 8)), 1);
@@ -58,8 +58,8 @@ struct alignas(64) Digits {
   static constexpr int kBits = 23, kSmallest = -100;
 
   void set(const __m512 (&all)[8], const __m512i (&above)[4], __m512i bits) {
-    // Nothing of a bfloat16 gets lost. Other numbers come from within `experts`, which may round them: most lose less
-    // than bfloat16 rounds off, and small ones beside a large one less than a sixteenth.
+    // bfloat16 numbers keep their full value. Other numbers are intermediate results of `experts`, which may be
+    // rounded: most lose less than a conversion to bfloat16, and small ones next to a large one less than a sixteenth.
     const bool bfloat16 = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0xffff)) == 0;
     const __m512 bearable = _mm512_set1_ps(bfloat16 ? 0x1p-8f : 0x1p-4f);
     // Makes signed digits from -128 to 127: adds 128 to each byte, with carries, and subtracts it without carries.
@@ -89,7 +89,7 @@ struct alignas(64) Digits {
       if (i < 4) _mm_store_ps(units + 4 * i, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, unit)));
     }
   }
-  // Of each four, or of all.
+  // Sets all lanes to the largest of each four lanes, or of all.
   static void largest(__m512 (&most)[4], bool by_lanes) {
     if (by_lanes) {
       for (__m512& some : most) {
@@ -101,8 +101,8 @@ struct alignas(64) Digits {
       std::fill_n(most, 4, _mm512_set1_ps(_mm512_reduce_max_ps(both)));
     }
   }
-  // Powers of two that are larger than these numbers from 0 on, of which those that are too small are `small`. Twice as
-  // large where the digits, which end at 127, would not reach that far.
+  // Exponents of powers of two that are larger than these non-negative numbers, plus 1 for numbers that the digits,
+  // which end at 127, could not represent. `small` becomes the mask of numbers that are too small.
   static __m512i exponents(__m512 x, __mmask16& small) {
     const __m512i further = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x12000));
     const __m512i exponent = _mm512_sub_epi32(_mm512_srli_epi32(further, 23), _mm512_set1_epi32(127));
