@@ -43,7 +43,7 @@ struct Kernel {
   const int max_threads;  // per threadgroup; fewer leave each thread more registers
   const int part;         // the part of its file, see `in_part` in common.h
   std::atomic<const Pipeline*> pipeline = nullptr;
-  std::atomic<bool> is_refused = false;  // by Metal, as `compiles` has found
+  std::atomic<bool> is_refused = false;  // compiles() has failed
   Kernel* const next;                    // the one that was made before
   static inline Kernel* first = nullptr;
 };
