@@ -16,8 +16,8 @@ struct RowTiles {
   int size = 0;
 };
 
-// output[i] = weight[e] * x[i] + bias for the rows i of expert e's tiles; others are left as they are. x [rows,
-// columns] and output [rows, weight.rows] are contiguous, and of one dtype.
+// output[i] = weight[e] * x[i] + bias for the rows i of expert e's tiles; other rows are not written. x [rows, columns]
+// and output [rows, weight.rows] are contiguous and have the same dtype.
 void tensor_product(const Tensor& x, const Weight& weight, const Tensor& bias, const RowTiles& tiles,
                     const Tensor& output);
 
