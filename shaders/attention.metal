@@ -305,7 +305,7 @@ uint weigh(thread Attended<ValueChunks>& attended, thread Scores& scores, uint b
 
 // ------------------------------------------------------------------------------------------ values
 
-// sums += weights * values, of a chunk of columns.
+// sums += weights * values, for a chunk of columns.
 template <bool wide, typename T>
 void add_values(thread float2* sums, thread const Scores& weights, device const T* v, uint block, uint column,
                 MatrixPlace place, constant AttentionParams& params) {
@@ -328,7 +328,7 @@ void add_values(thread float2* sums, thread const Scores& weights, device const 
   }
 }
 
-// The same key by key, without those that are not seen: 0 times what is in them may be NaN.
+// The same key by key, skipping keys that are not seen: their values times 0 may be NaN.
 template <bool wide, typename T>
 void add_seen_values(thread float2* sums, thread const Scores& weights, uint seen, device const T* v, uint block,
                      uint column, AttentionPlace place, constant AttentionParams& params) {
