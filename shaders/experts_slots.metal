@@ -22,10 +22,10 @@ inline void list_tiles(device int4* tiles, uint expert, uint begin, uint count, 
 }
 
 #if in_part(0)
-// Grid: one threadgroup per expert. Each reads all ids, and counts those of lower experts to find where its own begin:
-// E times the reads of a radix sort, from the cache, but one dispatch, no atomics and no order between threadgroups.
-// Behind the list of tiles, which is empty where tile_rows is 0, come the ends of the experts' parts of the order: int
-// [E].
+// Grid: one threadgroup per expert. Each reads all ids and counts those of lower experts to find where its own begin.
+// That takes E times the reads of a radix sort, from the cache, but only one dispatch, no atomics, and no order between
+// threadgroups. The list of tiles (empty if tile_rows is 0) is followed by the end of each expert's slots in `order`,
+// int [E].
 [[host_name("experts_sort")]] [[kernel]] void experts_sort(
     device const int* ids [[buffer(0)]], device int* order [[buffer(1)]], device int4* tiles [[buffer(2)]],
     constant ExpertsParams& params [[buffer(3)]], uint group [[threadgroup_position_in_grid]],
