@@ -34,8 +34,7 @@ namespace moe_metal {
 using mpp::tensor_ops::matmul2d;
 using mpp::tensor_ops::matmul2d_descriptor;
 
-// Of two dimensions, of which the first is along the columns and has stride 1. Apple refuses operands of const
-// elements.
+// Two-dimensional tensors; the first dimension is along the columns and has stride 1. Operands must not be const.
 template <typename T>
 using DeviceTensor = tensor<device T, dextents<int32_t, 2>, tensor_inline>;
 template <typename T>
