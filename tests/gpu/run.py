@@ -35,8 +35,8 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
 
 def without_the_extension(folder: Path) -> None:
-    """The checkout's Python modules where the extension is not built: the package without its __init__, and with the
-    table of formats that record.py wrote."""
+    """Make the checkout's Python modules importable without the built extension: the package without its __init__, and
+    with the table of formats that record.py wrote."""
     package, library = types.ModuleType("torch_moe_metal"), types.ModuleType("torch_moe_metal.library")
     package.__path__ = [str(ROOT / "torch_moe_metal")]
     package.__version__, package.cpu_isa = "(a checkout)", "none"
