@@ -917,11 +917,11 @@ void end_encoder() {
 }
 
 void commit() {
-  [[encoder retain] autorelease];  // so that its use is seen for what it is
+  [[encoder retain] autorelease];  // so that its later use is detected
   [[recording_encoder retain] autorelease];
   end_encoder();
   complete();
-  if (options().flushes) command_buffer = nil;  // never released, as by PyTorch
+  if (options().flushes) command_buffer = nil;  // never released, as in PyTorch
   std::lock_guard lock(counters_mutex());
   ++counters().commits;
 }
