@@ -104,9 +104,9 @@ struct Options {
       false;  // NSProcessInfo calls macOS 26 and newer 16, as in programs that were linked for older ones
   std::string gpu = "Simulated Metal device";
   long family = 1008;            // the newest Apple family of that GPU
-  std::string commit_error;      // what becomes of command buffers that are committed; empty: nothing
-  size_t more_threadgroups = 0;  // along x than a dispatch asks for
-  bool concurrent = false;       // encoders order dispatches only by their barriers
+  std::string commit_error;      // the error of committed command buffers; empty: none
+  size_t more_threadgroups = 0;  // added along x to the grid of each dispatch
+  bool concurrent = false;       // encoders order dispatches only by barriers
   bool flushes = false;          // each commit leaves its command buffer behind, and the stream makes another
   bool records = false;          // ops get a proxy of the encoder, which records what they encode
 };
