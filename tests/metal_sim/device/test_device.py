@@ -430,7 +430,7 @@ def test_a_command_buffer_kept_over_a_commit_is_noticed() -> None:
 
 
 def test_what_a_proxy_of_the_encoder_does_not_record_is_noticed() -> None:
-    """It passes on what ops do beside encoding, and is gone with a commit like the encoder itself."""
+    """A proxy forwards all calls to the encoder, and ends with a commit like the encoder itself."""
     with metal_sim.recording_encoders():
         assert misuse("ordered").sum().item() == 64 * 3  # with memoryBarrierWithScope:
         assert misuse("fill_and_commit").sum().item() == 64 * 3
