@@ -1,7 +1,6 @@
-// Metal 4's tensors and matmul2d of MetalPerformancePrimitives, for tensors over memory (tensor_inline) and a
-// destination in registers. Apple does not say which thread holds which element of such a destination: here they are
-// scattered over the threads, so that no kernel can rely on a layout. What is undefined behaviour there is refused
-// here.
+// Metal 4's tensors and matmul2d of MetalPerformancePrimitives, for tensors in memory (tensor_inline) and a destination
+// in registers. Apple does not document which thread has which element of such a destination: here elements are
+// scattered over the threads, so that no kernel can rely on a layout. Undefined behaviour is an error here.
 #pragma once
 
 #include "simd.h"
@@ -220,7 +219,7 @@ class matmul2d {
   template <class Left, class Right, class Element>
   metal::cooperative_tensor<Element, matmul2d, Left, Right> get_destination_cooperative_tensor() const {
     static_assert(metal::msl_is_tensor<Left> && metal::msl_is_tensor<Right>,
-                  "a destination is asked for with the types of run's operands");
+                  "a destination needs the types of run's operands");
     return {};
   }
 
