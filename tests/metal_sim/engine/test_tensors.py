@@ -1,5 +1,4 @@
-"""Metal 4's tensors and matmul2d: right products in every order of threads, and what Apple leaves undefined is
-refused."""
+"""Metal 4's tensors and matmul2d: products are right in every thread order, and undefined behaviour is an error."""
 
 import numpy as np
 import pytest
