@@ -496,7 +496,7 @@ class Spaces:
         return end
 
     def is_template_argument(self):
-        """Whether the next word is the first of an argument of a template, as in tensor<device half, ...>."""
+        """Whether the next word begins a template argument, as in tensor<device half, ...>."""
         before = self.out[-2:]
         return len(before) == 2 and before[1].text == "<" and before[0].kind == "name"
 
