@@ -417,7 +417,7 @@ def test_a_broken_rule_is_noticed(name: str) -> None:
 
 
 def test_a_command_buffer_kept_over_a_commit_is_noticed() -> None:
-    """Where the stream makes another one. With commitAndContinue it goes on with the same."""
+    """An error if the stream makes a new one. With commitAndContinue it continues with the same one."""
     misuse("command_buffer_after_commit")
     with metal_sim.new_command_buffers():
         assert misuse("fill_and_commit").sum().item() == 64 * 3
