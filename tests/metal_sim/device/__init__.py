@@ -197,8 +197,8 @@ def more_threadgroups(count: int = 1) -> Iterator[None]:
 
 @contextmanager
 def new_command_buffers() -> Iterator[None]:
-    """The stream makes a new command buffer after each commit, like PyTorch's when it does not use commitAndContinue:
-    with signposts or a capture."""
+    """The stream makes a new command buffer after each commit, as in PyTorch without commitAndContinue (signposts or a
+    capture)."""
     torch.ops.metal_sim.set_flushes(True)
     try:
         yield
