@@ -208,7 +208,7 @@ def new_command_buffers() -> Iterator[None]:
 
 @contextmanager
 def recording_encoders() -> Iterator[None]:
-    """Ops get a proxy of the encoder, as during a capture by PyTorch. It forwards other calls, but an op that encodes by
+    """Ops get a proxy of the encoder, as in a capture by PyTorch. It forwards other calls, but an op that encodes by
     a call that it does not record raises."""
     torch.ops.metal_sim.clear()
     torch.ops.metal_sim.set_records(True)
