@@ -306,7 +306,7 @@ uint weigh(thread Attended<ValueChunks>& attended, thread Scores& scores, uint b
 
 // ------------------------------------------------------------------------------------------ values
 
-// sums += weights * values, of a chunk of columns.
+// sums += weights * values, for a chunk of columns.
 template <bool wide, typename T>
 void add_values(thread float2* sums, thread const Scores& weights, device const T* v, uint block, uint column,
                 MatrixPlace place, constant AttentionParams& params) {

@@ -270,10 +270,13 @@ MUTANTS = {
     "sums_do_not_begin": Mutant("if (sums.is_valid_element(i)) sums[i] = 0;", "{}", "values", *on_units(MXFP4)),
     "each_run_begins_anew": Mutant("mode::multiply_accumulate", "mode::multiply", "values", *on_units(AFFINE[4])),
     "unpacked_while_it_is_read": Mutant(
-        "threadgroup_barrier(mem_flags::mem_threadgroup);  // the run", "// the run", "race", *on_units(MXFP4)
+        "threadgroup_barrier(mem_flags::mem_threadgroup);  // until the previous run",
+        "// the run",
+        "race",
+        *on_units(MXFP4),
     ),
     "stored_over_what_is_read": Mutant(
-        "threadgroup_barrier(mem_flags::mem_threadgroup);  // the last run",
+        "threadgroup_barrier(mem_flags::mem_threadgroup);  // until the last run",
         "// the last run",
         "race",
         *on_units(AFFINE[4]),

@@ -105,7 +105,7 @@ def test_a_replay_is_found_for_whatever_the_search_asks(mps: str, tmp_path: Path
 
     calls = {n.name: tune.calls_of(n, {(DEFAULT, "dense"): small}, torch.bfloat16) for n in chosen}
     tune.search(calls, chosen, replays.defaults, measure, {})
-    assert any(len(numbers) == 2 for numbers in asked)  # one beside another
+    assert any(len(numbers) == 2 for numbers in asked)  # one together with another
 
 
 @pytest.mark.full_grid

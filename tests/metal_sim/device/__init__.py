@@ -197,8 +197,8 @@ def more_threadgroups(count: int = 1) -> Iterator[None]:
 
 @contextmanager
 def new_command_buffers() -> Iterator[None]:
-    """Each commit leaves its command buffer behind, and the stream makes another one. PyTorch's stream does so where it
-    does not use commitAndContinue: with signposts or a capture."""
+    """The stream makes a new command buffer after each commit, as in PyTorch without commitAndContinue (signposts or a
+    capture)."""
     torch.ops.metal_sim.set_flushes(True)
     try:
         yield
@@ -208,8 +208,8 @@ def new_command_buffers() -> Iterator[None]:
 
 @contextmanager
 def recording_encoders() -> Iterator[None]:
-    """Ops get a proxy of the encoder, as while PyTorch captures: it forwards what it does not know, and refuses to
-    encode by calls that it does not record."""
+    """Ops get a proxy of the encoder, as in a capture by PyTorch. It forwards other calls, but an op that encodes by
+    a call that it does not record raises."""
     torch.ops.metal_sim.clear()
     torch.ops.metal_sim.set_records(True)
     try:

@@ -848,8 +848,8 @@ static bool is_committed(MPSCommandBuffer* buffer);
 }
 @end
 
-// What PyTorch hands out while it captures (PR 189019): an object of another class, which records four calls and
-// forwards all others. What is encoded by any other call is missing from what it records.
+// The encoder that PyTorch returns during a capture (PR 189019): an object of another class, which records four calls
+// and forwards all others. Work that is encoded by other calls is missing from the recording.
 @interface SimRecordingEncoder : NSObject {
  @public
   SimEncoder* target;
@@ -891,7 +891,7 @@ SIM_UNRECORDED(setThreadgroupMemoryLength : (NSUInteger)length atIndex : (NSUInt
 
 namespace metal_sim {
 namespace {
-// Guarded by the queue, all three.
+// All three are guarded by the queue.
 SimEncoder* encoder = nil;
 SimRecordingEncoder* recording_encoder = nil;
 MPSCommandBuffer* command_buffer = nil;
@@ -921,7 +921,7 @@ void commit() {
   [[recording_encoder retain] autorelease];
   end_encoder();
   complete();
-  if (options().flushes) command_buffer = nil;  // never released, as by PyTorch
+  if (options().flushes) command_buffer = nil;  // never released, as in PyTorch
   std::lock_guard lock(counters_mutex());
   ++counters().commits;
 }

@@ -417,7 +417,7 @@ def test_a_broken_rule_is_noticed(name: str) -> None:
 
 
 def test_a_command_buffer_kept_over_a_commit_is_noticed() -> None:
-    """Where the stream makes another one. With commitAndContinue it goes on with the same."""
+    """An error if the stream makes a new one. With commitAndContinue it continues with the same one."""
     misuse("command_buffer_after_commit")
     with metal_sim.new_command_buffers():
         assert misuse("fill_and_commit").sum().item() == 64 * 3
@@ -430,7 +430,7 @@ def test_a_command_buffer_kept_over_a_commit_is_noticed() -> None:
 
 
 def test_what_a_proxy_of_the_encoder_does_not_record_is_noticed() -> None:
-    """It passes on what ops do beside encoding, and is gone with a commit like the encoder itself."""
+    """A proxy forwards all calls to the encoder, and ends with a commit like the encoder itself."""
     with metal_sim.recording_encoders():
         assert misuse("ordered").sum().item() == 64 * 3  # with memoryBarrierWithScope:
         assert misuse("fill_and_commit").sum().item() == 64 * 3

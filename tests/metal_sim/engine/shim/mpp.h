@@ -219,7 +219,7 @@ class matmul2d {
   template <class Left, class Right, class Element>
   metal::cooperative_tensor<Element, matmul2d, Left, Right> get_destination_cooperative_tensor() const {
     static_assert(metal::msl_is_tensor<Left> && metal::msl_is_tensor<Right>,
-                  "a destination is asked for with the types of run's operands");
+                  "a destination needs the types of run's operands");
     return {};
   }
 
