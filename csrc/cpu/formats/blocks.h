@@ -113,7 +113,6 @@ struct Blocks {
   [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const { return (*this)(row, column, Whole()); }
 #endif
 #ifdef MOE_METAL_HAS_AVX512
-  static constexpr int kGroup = Block::kGroup;
   [[gnu::always_inline]] static __m512i words(const uint8_t* row, int64_t column)
     requires requires(const uint8_t* block, int64_t at) { Block::words(block, at); }
   {
