@@ -64,8 +64,12 @@ def rows_stored(layer: DynamicLayer) -> int:
 
 
 def rows_of_memory(layer: DynamicLayer) -> list[float]:
-    """Of keys and values, in rows of this layer's batch and heads."""
-    return [t.untyped_storage().nbytes() / t[..., 0, :].nbytes if len(t) else 0 for t in (layer.keys, layer.values)]
+    """Of keys and values, in rows of this layer's batch and heads. Latents share memory with the keys that rotate."""
+    parts = [part for part in (layer.keys, layer.values) if len(part)]
+    memory = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+    rows = [part[..., 0, :].nbytes for part in parts]
+    rows = [sum(rows)] if len(memory) < len(parts) else rows
+    return [nbytes / row for nbytes, row in zip(memory.values(), rows, strict=True)] or [0]
 
 
 def assert_bounded(layer: DynamicLayer) -> None:

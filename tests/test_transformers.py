@@ -33,7 +33,7 @@ from torch_moe_metal.integration import SUPPORTED, why_unsupported
 from torch_moe_metal.transformers import Report
 from torch_moe_metal.transformers.fusing.blocks import Fused
 from torch_moe_metal.transformers.fusing.experts import experts_forward, why_not_fused
-from torch_moe_metal.transformers.fusing.families import BLOCKS, deepseek_v2, deepseek_v3, mistral4
+from torch_moe_metal.transformers.fusing.families import BLOCKS, RECURRENT, deepseek_v2, deepseek_v3, mistral4
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +62,9 @@ def test_logits(family, device):
         model.set_experts_implementation("moe_metal")
         assert relative(model(ids, use_cache=False).logits, expected) <= 1e-5
     report = torch_moe_metal.patch(model)
-    fused, left = (FAMILIES | SAME_CODE)[family][1], report["left"]
+    fused, left = (FAMILIES | SAME_CODE)[family][1], [row for row in report.rows if row.state == "left"]
     assert len(report["fused"]) == fused == len(report.rows) - len(left), str(report)
-    assert all(name.endswith(("linear_attn", "mamba")) for name in left), str(report)
+    assert all(row.note == RECURRENT for row in left), str(report)
     assert relative(model(ids, use_cache=False).logits, expected) <= 1e-5
     cache = model(ids[:, :8], use_cache=True).past_key_values
     assert relative(model(ids[:, 8:], past_key_values=cache).logits, expected[:, 8:]) <= 1e-5

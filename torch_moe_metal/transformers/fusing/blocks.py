@@ -388,7 +388,7 @@ class FusedLatentAttention(FusedProjections):
         if torch.compiler.is_compiling() or not q.shape[2] <= min(FEW_QUERIES, latent.shape[2] - 1):
             return False
         shows_weights = kwargs.get("output_attentions") or self.config.output_attentions
-        if self.config._attn_implementation != NAME or shows_weights or self.training and self.attention_dropout:
+        if self.config._attn_implementation != NAME or shows_weights or (self.training and self.attention_dropout):
             return False
         expansion = self._modules["kv_b_proj"]
         plain = self.are_unmodified(expansion) and expansion.bias is None
