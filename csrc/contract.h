@@ -169,8 +169,9 @@ Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, do
 struct Experts {
   Tensor x, weights, ids, gate_up_bias, down_bias, shared, shared_gate, residual;
   Weight gate_up, down;
-  int64_t step, up;            // row i of gate is row i * step of gate_up; the row of up is `up` rows further
-  int64_t bias_step, bias_up;  // the same for the biases, whose layout may differ
+  int64_t row_stride,
+      up_row_offset;  // row i of gate is row i * row_stride of gate_up; the row of up is `up_row_offset` rows further
+  int64_t bias_stride, up_bias_offset;  // the same for the biases, whose layout may differ
   ActivationParams params;
   int64_t T, E, K, H, I;
   Tensor output;
@@ -227,10 +228,10 @@ inline void experts_weights(Arguments& args, const ExpertsWeights& given, Expert
     down();
   }
   const bool in_turn = given.interleaved && !apart;
-  call.step = in_turn ? 2 : 1;
-  call.up = in_turn ? 1 : args['I'];
-  call.bias_step = given.interleaved ? 2 : 1;
-  call.bias_up = given.interleaved ? 1 : args['I'];
+  call.row_stride = in_turn ? 2 : 1;
+  call.up_row_offset = in_turn ? 1 : args['I'];
+  call.bias_stride = given.interleaved ? 2 : 1;
+  call.up_bias_offset = given.interleaved ? 1 : args['I'];
 }
 
 template <auto run>

@@ -982,6 +982,7 @@ sys.modules["torch_moe_metal.transformers.checkpoints.quantizer"] = None
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     import transformers.quantizers.auto as auto
+    import transformers.modeling_utils
 print([str(warning.message) for warning in said], auto.AUTO_QUANTIZER_MAPPING["mxfp4"].__name__)
 """
     said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
@@ -989,18 +990,19 @@ print([str(warning.message) for warning in said], auto.AUTO_QUANTIZER_MAPPING["m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["quantizers", "integrations.metal_quantization", "core_model_loading"])
+@pytest.mark.parametrize("first", ["quantizers", "integrations.metal_quantization", "core_model_loading", "integrations.finegrained_fp8"])
 def test_registration_with_any_import_order(first):
-    """Modules of transformers that import its quantizers are incomplete at that time."""
+    """Modules of transformers that import its quantizers are incomplete at that time, and some imports fail at first."""
     script = f"""
 import warnings, torch_moe_metal
 warnings.simplefilter("error", UserWarning)
 import transformers.{first}
 from transformers.quantizers import auto
-print(auto.AUTO_QUANTIZER_MAPPING["metal"].__module__)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+print(auto.AUTO_QUANTIZER_MAPPING["metal"].__module__, "moe_metal" in ALL_ATTENTION_FUNCTIONS)
 """
     said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
-    assert said.strip() == "torch_moe_metal.transformers.checkpoints.metal"
+    assert said.split() == ["torch_moe_metal.transformers.checkpoints.metal", "True"]
 
 
 @pytest.mark.parametrize("patched", [False, True])

@@ -94,6 +94,8 @@ def _register_quantizers() -> None:
     try:
         from .transformers.checkpoints.takeover import register
     except ImportError as error:  # transformers must still import
+        if "transformers.modeling_utils" not in sys.modules:  # its modules import each other: try again later
+            return after_import("transformers.modeling_utils", _register_quantizers)
         warnings.warn(f"torch_moe_metal: quantised checkpoints are not loaded packed, since {error}", stacklevel=2)
         return
     register()

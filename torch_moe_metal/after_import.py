@@ -16,13 +16,18 @@ class _Finder:
         if name != self.name:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)  # until an import succeeds: one in a circle of imports may fail
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_then_call(module):
                 execute(module)
-                self.then()
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self.then()
 
             spec.loader.exec_module = execute_then_call
         return spec

@@ -80,9 +80,9 @@ void by_tiles(const Attention& call) {
   const int64_t rows = call.B * call.J * plan.rows, kept = plan.parts > 1 ? rows * plan.parts : 0;
   std::vector<Sums> sums(kept);
   const auto values = scratch<float>(kept * call.V);
-  share(plan.items, [&](auto take) {
+  parallel_work_queue(plan.items, [&](auto next_item) {
     AttentionTile<Scalar, pairs> tile(call);
-    for (int64_t item = take(); item < plan.items; item = take()) {
+    for (int64_t item = next_item(); item < plan.items; item = next_item()) {
       const Span span = plan.span(call, item);
       tile(span);
       for (int64_t r = 0; r < span.rows; ++r) {

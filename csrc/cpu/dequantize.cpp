@@ -11,10 +11,10 @@ constexpr int64_t kRowsAtOnce = 32;
 template <class Scalar>
 void rows(const Weight& weight, int64_t matrices, Scalar* to) {
   const int64_t N = weight.rows, C = weight.columns, blocks = at::divup(N, kRowsAtOnce);
-  share(matrices * blocks, [&](auto take) {
+  parallel_work_queue(matrices * blocks, [&](auto next_item) {
     const auto reader = rows_of(weight);
     const auto floats = scratch<float>(C);
-    for (int64_t item = take(); item < matrices * blocks; item = take()) {
+    for (int64_t item = next_item(); item < matrices * blocks; item = next_item()) {
       const int64_t matrix = item / blocks, first = item % blocks * kRowsAtOnce;
       const int64_t count = std::min(kRowsAtOnce, N - first);
       for (int64_t r = 0; r < count; ++r) {

@@ -24,7 +24,7 @@ void rows(const Linear& call, const Tensor& x) {
   const int64_t ahead = at_once * at::get_num_threads();  // distance to the rows that this thread probably reads next
   const float* from = elements<float>(x);
   auto* to = call.output.mutable_data_ptr<Scalar>();
-  share(blocks, [&](auto take) {
+  parallel_work_queue(blocks, [&](auto next_item) {
     const auto weight = rows_of(call.weight, call.x.scalar_type() == at::kBFloat16);
     std::optional<Panel> panel;
     if (T >= kWorthTransposing) panel.emplace();
@@ -32,7 +32,7 @@ void rows(const Linear& call, const Tensor& x) {
     float bias[kRows];
     const float* rows_of_x[kTokens];
     float* out[kTokens];
-    for (int64_t block = take(); block < blocks; block = take()) {
+    for (int64_t block = next_item(); block < blocks; block = next_item()) {
       const int64_t first = block * at_once, count = std::min(at_once, N - first);
       const RowRange rows = {0, first, count}, next = {0, first + ahead, first + ahead + at_once <= N ? at_once : 0};
       for (int64_t t = 0; t < T; t += kTokens) {

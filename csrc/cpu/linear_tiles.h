@@ -1,18 +1,18 @@
-// `linear` in bfloat16 for many tokens: the products of x86/tiles.h.
+// `linear` in bfloat16 for many tokens, with the products of x86/tiles.h.
 #pragma once
 #include "cpu/experts/experts.h"
 #include "cpu/x86/weight_strips.h"
 
 namespace moe_metal {
 
-// x as right operands: groups of 16 rows.
+// x as right operands, in groups of 16 rows.
 inline Tensor pack_rows_of_x(const Linear& call) {
   const int64_t groups = at::divup(call.T, kTile), size = at::divup(call.H, kDepth) * kTileSize;
   const Tensor packed = at::empty({groups, size}, call.x.options());
   const at::BFloat16* x = elements<at::BFloat16>(call.x);
   at::BFloat16* to = packed.mutable_data_ptr<at::BFloat16>();
-  share(groups, [&](auto take) {
-    for (int64_t g = take(); g < groups; g = take()) {
+  parallel_work_queue(groups, [&](auto next_item) {
+    for (int64_t g = next_item(); g < groups; g = next_item()) {
       const int64_t first = g * kTile;
       pack_right([&](int64_t i) { return x + (first + i) * call.H; }, call.T - first, call.H, to + g * size);
     }
@@ -20,7 +20,7 @@ inline Tensor pack_rows_of_x(const Linear& call) {
   return packed;
 }
 
-// kRows rows of the weight times all tokens. One per thread.
+// Multiplies kRows rows of the weight by all tokens. Each thread has its own.
 class LinearTiles {
  public:
   LinearTiles(const Linear& call, const Tensor& x)
@@ -54,10 +54,10 @@ class LinearTiles {
 inline void linear_by_tiles(const Linear& call) {
   const Tensor x = pack_rows_of_x(call);
   const int64_t blocks = at::divup(call.N, kRows);
-  share(blocks, [&](auto take) {
+  parallel_work_queue(blocks, [&](auto next_item) {
     const TileShapes shapes;
     LinearTiles work(call, x);
-    for (int64_t block = take(); block < blocks; block = take()) work(block * kRows);
+    for (int64_t block = next_item(); block < blocks; block = next_item()) work(block * kRows);
   });
 }
 

@@ -1,5 +1,5 @@
-// Which way an op takes for how many tokens, with the measurements that say so. H, I, E and K are a model's sizes, and
-// T the tokens; times are of 2 cores.
+// Chooses how an op is computed for how many tokens, with the measurements that justify it. H, I, E and K are a model's
+// sizes, and T is the number of tokens; times are on 2 cores.
 #pragma once
 #include <ATen/native/CPUBlas.h>
 
@@ -12,33 +12,33 @@ namespace moe_metal {
 
 // ------------------------------------------------------------------------------------------------ rows of a weight
 
-// Tokens that one product takes at most, so that the scratch of a thread is bounded: the weights stay in its cache
-// meanwhile, or without a panel the tokens do.
+// The most tokens of one product, which bounds the scratch memory of a thread. Meanwhile the weights (or, without a
+// panel, the tokens) stay in its cache.
 constexpr int64_t kTokens = 256, kTokensByRows = 64;
 
-// Whether a matrix has so many tokens that it pays to transpose its weights in cache (Panel). H = 2048, I = 768,
+// From how many tokens on it pays to transpose weights in cache (Panel). H = 2048, I = 768,
 // E = 128, K = 8 in float: with AVX-512 at T = 512 (32 tokens for each expert) 318 ms instead of 350 and at 4096 1.77 s
 // instead of 2.29; with AVX2, whose fewer registers hold fewer rows, at 128 219 ms instead of 298 and at 512 0.45 s
 // instead of 1.03.
 constexpr int64_t kWorthTransposing = kVectorRegisters == 32 ? 32 : 8;
 
-// Packed rows: tokens that the dot products of a processor's own instructions (weights/processor_dots.h) take at most.
+// Packed rows: the most tokens for dot products with special instructions (weights/processor_dots.h).
 constexpr int64_t kFewTokens = 8;
-// And those from which AMX's tiles of integers take over: two tokens are 1.2 times as fast by dots of 8 bits, and as
-// fast by those of 4.
+// Packed rows: from how many tokens on AMX's integer tiles are used. With two tokens, dot products are 1.2 times as
+// fast for 8 bits, and as fast for 4 bits.
 constexpr int64_t kWorthIntegerTiles = 3;
 
 // ------------------------------------------------------------------------------------------------ experts
 
-// Whether `inner`, which is float between the two products, may be bfloat16: where the activations are. Not between
-// tiny matrices, where few sums average the rounding out.
+// Whether `inner`, the intermediate result, may be rounded to bfloat16: only if the activations are bfloat16, and not
+// with tiny matrices, where rounding errors do not average out.
 inline bool inner_may_be_rounded(const Experts& call) {
   return call.x.scalar_type() == at::kBFloat16 && std::min(call.H, call.I) >= 64;
 }
 
 enum class ExpertsWay { dots, columns, tiles };
 
-// Dense weights stored column by column, and few slots: with many, the partial sums would be larger than the weights.
+// Dense weights with contiguous columns, and few slots: with many, the partial sums would be larger than the weights.
 inline bool experts_fit_columns(const Experts& call) {
   const Weight &gate_up = call.gate_up, &down = call.down;
   return gate_up.format->is_dense() && down.format->is_dense() && gate_up.row == 1 && down.row == 1 &&
@@ -46,14 +46,14 @@ inline bool experts_fit_columns(const Experts& call) {
 }
 
 #ifdef MOE_METAL_HAS_AVX512
-// Whether the products of tiles are there, and fit: weights and `inner` are bfloat16 in them.
+// Whether the processor can multiply tiles of bfloat16.
 inline bool tiles_available() { return amx_available() || bfloat16_available(); }
 
-// With AMX, tiles read dense weights as fast as memory gives them even for one token: with H 2048, I 768, E 128, K 8 on
-// a Sapphire Rapids, T = 1 takes 3.0 ms by tiles and 3.7 by dots, T = 512 takes 65 and 390. Packed weights are unpacked
-// first, which few tokens do not pay for. Without AMX, on one core of a Zen 4: dense weights take 81 ms by tiles and 74
-// by dots at T = 32 (2.3 tokens for each expert that is used), 91 and 108 at 64, 236 and 479 at 512; affine of 4 bits
-// 113 and 93 at 64, 117 and 152 at 96; q6_k, whose scales are narrow, 224 and 195 at 96 and 216 and 269 at 128.
+// With AMX, tiles of dense weights reach the memory bandwidth even for one token: with H 2048, I 768, E 128, K 8 on a
+// Sapphire Rapids, T = 1 takes 3.0 ms with tiles and 3.7 with dots, T = 512 takes 65 and 390. Packed weights must be
+// unpacked first, which does not pay for few tokens. Without AMX, on one core of a Zen 4: dense weights take 81 ms with
+// tiles and 74 with dots at T = 32 (2.3 tokens per used expert), 91 and 108 at 64, 236 and 479 at 512; 4-bit affine 113
+// and 93 at 64, 117 and 152 at 96; q6_k, whose scales are narrow, 224 and 195 at 96 and 216 and 269 at 128.
 inline bool experts_fit_tiles(const Experts& call, int64_t slots, int64_t experts) {
   const bool dense = call.gate_up.format->is_dense();
   const int64_t tokens_of_an_expert = amx_available() ? (dense ? 0 : 8) : dense ? 4 : 6;
@@ -61,7 +61,7 @@ inline bool experts_fit_tiles(const Experts& call, int64_t slots, int64_t expert
 }
 #endif
 
-// For so many slots, of so many experts in use.
+// slots: the number of slots; experts: the number of experts that have any.
 inline ExpertsWay experts_way(const Experts& call, [[maybe_unused]] int64_t slots, [[maybe_unused]] int64_t experts) {
   if (experts_fit_columns(call)) return ExpertsWay::columns;
 #ifdef MOE_METAL_HAS_AVX512
@@ -73,9 +73,9 @@ inline ExpertsWay experts_way(const Experts& call, [[maybe_unused]] int64_t slot
 // ------------------------------------------------------------------------------------------------ linear
 
 #ifdef MOE_METAL_HAS_AVX512
-// 4096 x 2048 on one core of a Zen 4, affine of 4 bits: 1.4 ms by tiles and 1.7 by dots at T = 6, 1.5 and 2.2 at 8, 3.3
-// and 6.6 at 32, 41 and 85 at 512. Narrow scales take longer: q6_k is slower by tiles at T = 8. Between tiny matrices
-// few sums average the rounding of packed weights out.
+// 4096 x 2048 on one core of a Zen 4, 4-bit affine: 1.4 ms with tiles and 1.7 with dots at T = 6, 1.5 and 2.2 at 8, 3.3
+// and 6.6 at 32, 41 and 85 at 512. Narrow scales take longer: q6_k is slower with tiles at T = 8. With tiny matrices,
+// rounding errors of packed weights do not average out.
 inline bool linear_fits_tiles(const Linear& call) {
   return tiles_available() && call.T >= 8 && call.x.scalar_type() == at::kBFloat16 && std::min(call.H, call.N) >= 64;
 }
@@ -85,15 +85,15 @@ inline bool linear_fits_tiles(const Linear& call) {
 
 enum class GateWay { dots, tiles, float_blocks, bfloat16_blocks };
 
-// E = 128 and H = 2048. With AMX tiles take 14 us at T = 8 and dots 38, blocks 391 at 1024 and tiles 467. On one core
-// of a Zen 4, tiles take 47 us at T = 8 and dots 51, 185 and float blocks 361 at 64, 12 ms and 24 at 4096. Float blocks
-// take 239 us at 64 where dots take 305. A normed row is float: three products in bfloat16, which only AMX makes
-// faster.
+// E = 128 and H = 2048. With AMX, tiles take 14 us at T = 8 and dots 38; at 1024 blocks take 391 and tiles 467. On one
+// core of a Zen 4, tiles take 47 us at T = 8 and dots 51; at 64 tiles take 185 and float blocks 361; at 4096 12 ms and
+// 24. At 64, float blocks take 239 us and dots 305. A normed row is float and takes three products in bfloat16, which
+// are only faster with AMX.
 inline GateWay gate_way([[maybe_unused]] const Gate& call) {
 #ifdef MOE_METAL_HAS_AVX512
   const bool bfloat16 = call.hidden.scalar_type() == at::kBFloat16 && call.router_weight.scalar_type() == at::kBFloat16;
   if (call.T > 4 && bfloat16 && amx_available()) {
-    // oneDNN may be kept from AMX, by torch.backends.mkldnn or by ONEDNN_MAX_CPU_ISA.
+    // torch.backends.mkldnn or ONEDNN_MAX_CPU_ISA may disable AMX in oneDNN.
     const bool pairs = call.H % 2 == 0 && !call.norm_weight.defined() && at::native::cpublas::could_pack(at::kBFloat16);
     return pairs && call.T > 256 ? GateWay::bfloat16_blocks : GateWay::tiles;
   }

@@ -22,9 +22,9 @@ ExpertsParams experts_params(const Experts& call) {
       .I = to_uint(call.I),
       .long_ids = call.ids.scalar_type() == at::kLong,
       .wide_x = wide_rows(call.x, call.H),
-      .interleaved = call.step == 2,
-      .bias_step = to_uint(call.bias_step),
-      .bias_up = to_uint(call.bias_up),
+      .interleaved = call.row_stride == 2,
+      .bias_step = to_uint(call.bias_stride),
+      .bias_up = to_uint(call.up_bias_offset),
       .has_shared = call.shared.defined(),
       .has_residual = call.residual.defined(),
       .weights = parameter_type(call.weights),
@@ -32,7 +32,7 @@ ExpertsParams experts_params(const Experts& call) {
       .down_bias = parameter_type(call.down_bias),
       .shared_gate = parameter_type(call.shared_gate),
       .activation = call.params,
-      .gate_up = weight_params(call.gate_up, call.step * call.I),
+      .gate_up = weight_params(call.gate_up, call.row_stride * call.I),
       .down = weight_params(call.down, call.H),
   };
 }

@@ -23,24 +23,24 @@ struct Number {
   enum { any, power_of_two, whole_simdgroups } kind = any;
 };
 
-constexpr int64_t kMost = 1 << 30;
+constexpr int64_t kLargest = 1 << 30;
 constexpr Number kNumbers[] = {
     {"decode_simdgroups", &Tuning::decode_simdgroups, 1, kChunkSimdgroups, Number::power_of_two},
-    {"enough_simdgroups", &Tuning::enough_simdgroups, 1, kMost},
-    {"decode_slots", &Tuning::decode_slots, 0, kMost},
-    {"few_tokens", &Tuning::few_tokens, 0, kMost},
+    {"enough_simdgroups", &Tuning::enough_simdgroups, 1, kLargest},
+    {"decode_slots", &Tuning::decode_slots, 0, kLargest},
+    {"few_tokens", &Tuning::few_tokens, 0, kLargest},
     {"tokens_together", &Tuning::tokens_together, 1, 4, Number::power_of_two},
-    {"tile32_share", &Tuning::tile32_share, 1, kMost},
-    {"tile64_share", &Tuning::tile64_share, 1, kMost},
+    {"tile32_share", &Tuning::tile32_share, 1, kLargest},
+    {"tile64_share", &Tuning::tile64_share, 1, kLargest},
     {"band", &Tuning::band, 1, 64},
-    {"matrix_units", &Tuning::matrix_units, 0, kMost},
-    {"tensor_ops", &Tuning::tensor_ops, 0, kMost},
-    {"gate_tiles", &Tuning::gate_tiles, 0, kMost},
+    {"matrix_units", &Tuning::matrix_units, 0, kLargest},
+    {"tensor_ops", &Tuning::tensor_ops, 0, kLargest},
+    {"gate_tiles", &Tuning::gate_tiles, 0, kLargest},
     {"row_threads", &Tuning::row_threads, kSimdgroup, 1024, Number::whole_simdgroups},
-    {"attention_keys", &Tuning::attention_keys, 1, kMost},
-    {"commit_dispatches", &Tuning::commit_dispatches, 1, kMost},
-    {"commit_threads", &Tuning::commit_threads, 1, kMost},
-    {"dispatch_mflops", &Tuning::dispatch_mflops, 1, kMost},
+    {"attention_keys", &Tuning::attention_keys, 1, kLargest},
+    {"commit_dispatches", &Tuning::commit_dispatches, 1, kLargest},
+    {"commit_threads", &Tuning::commit_threads, 1, kLargest},
+    {"dispatch_mflops", &Tuning::dispatch_mflops, 1, kLargest},
 };
 static_assert(sizeof(Tuning) == std::size(kNumbers) * sizeof(int64_t), "every number has a name");
 

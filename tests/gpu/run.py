@@ -44,7 +44,7 @@ def without_the_extension(folder: Path) -> None:
     sys.modules |= {"torch_moe_metal": package, "torch_moe_metal.library": library}
 
 
-if "torch_moe_metal" not in sys.modules:
+if "torch_moe_metal" not in sys.modules and "--help" not in sys.argv:
     without_the_extension(Path(sys.argv[1]))
 from cases import CASES, Args, expected  # noqa: E402
 from checks import assert_matches, meets_infinity, placed  # noqa: E402

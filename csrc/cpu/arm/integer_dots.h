@@ -96,8 +96,8 @@ class IntegerDots {
   void all_rows(const ScaledRows& rows, const char* const* forms, float* const* out) const {
     constexpr int R = 4 / N;
     int64_t row = 0;
-    for (; row + R <= rows.rows; row += R) some_rows<R, N>(rows, row, forms, out);
-    for (; row < rows.rows; ++row) some_rows<1, N>(rows, row, forms, out);
+    for (; row + R <= rows.rows; row += R) multiply_block<R, N>(rows, row, forms, out);
+    for (; row < rows.rows; ++row) multiply_block<1, N>(rows, row, forms, out);
   }
 
   // Pointers to the numbers and the scales of R rows from `first` on.
@@ -116,7 +116,7 @@ class IntegerDots {
   };
 
   template <int R, int N>
-  void some_rows(const ScaledRows& rows, int64_t first, const char* const* forms, float* const* out) const {
+  void multiply_block(const ScaledRows& rows, int64_t first, const char* const* forms, float* const* out) const {
     constexpr int64_t kBytes = R * kColumns * Numbers::kBytes / Numbers::kColumns;
     const int64_t chunks = at::divup(rows.columns, kColumns);
     const uint8_t* ahead = rows.ahead(first + R + rows.later(R));
@@ -237,7 +237,7 @@ class IntegerDots {
     unrolled<N>([&](auto n) { unrolled<R>([&](auto r) { out[n][first + r] += sum(Vec(sums[r][n])); }); });
   }
 
-  TokenForms forms_;
+  PreparedTokenCache forms_;
 };
 
 }  // namespace moe_metal

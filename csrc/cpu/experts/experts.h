@@ -56,9 +56,9 @@ inline void read_bias(const Tensor& bias, int64_t first, int64_t step, int64_t c
 struct GateUpBias {
   float gate[kRows], up[kRows];
   GateUpBias(const Experts& call, int64_t expert, int64_t row, int64_t rows) {
-    const int64_t first = expert * 2 * call.I + row * call.bias_step;
-    read_bias(call.gate_up_bias, first, call.bias_step, rows, gate);
-    read_bias(call.gate_up_bias, first + call.bias_up, call.bias_step, rows, up);
+    const int64_t first = expert * 2 * call.I + row * call.bias_stride;
+    read_bias(call.gate_up_bias, first, call.bias_stride, rows, gate);
+    read_bias(call.gate_up_bias, first + call.up_bias_offset, call.bias_stride, rows, up);
   }
 };
 

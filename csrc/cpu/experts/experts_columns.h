@@ -58,8 +58,8 @@ struct Partial {
   template <class Scalar, class XOf>
   void multiply(const Weight& weight, XOf&& x_of) const {
     const int64_t items = slots.used() * parts;
-    share(items, [&](auto take) {
-      for (int64_t item = take(); item < items; item = take()) {
+    parallel_work_queue(items, [&](auto next_item) {
+      for (int64_t item = next_item(); item < items; item = next_item()) {
         const int64_t which = item / parts, part = item % parts;
         const Scalar* from = elements<Scalar>(weight.data) + slots.experts[which] * weight.expert;
         int64_t at = slots.begin[which];
@@ -94,7 +94,7 @@ inline void activate_sums(const Experts& call, const Partial& both, int64_t expe
   const int64_t rows = std::min(kRows, call.I - row);
   const GateUpBias bias(call, expert, row, rows);
   float gate[2 * kRows], up[kRows];
-  if (call.step == 2) {
+  if (call.row_stride == 2) {
     both.read(slot, 2 * row, 2 * rows, gate);
     separate(gate, up, rows);
   } else {
@@ -113,8 +113,8 @@ void experts_by_columns(const Experts& call, const Slots& slots) {
 
   both.multiply<Scalar>(call.gate_up, [&](int64_t slot) { return from + slot / call.K * call.H; });
   const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
-  share(items, [&](auto take) {
-    for (int64_t item = take(); item < items; item = take()) {
+  parallel_work_queue(items, [&](auto next_item) {
+    for (int64_t item = next_item(); item < items; item = next_item()) {
       const int64_t which = item / blocks, row = item % blocks * kRows;
       for (int64_t at = slots.begin[which]; at < slots.begin[which + 1]; ++at) {
         activate_sums(call, both, slots.experts[which], slots.order[at], row, to);
@@ -123,10 +123,10 @@ void experts_by_columns(const Experts& call, const Slots& slots) {
   });
   down.multiply<Scalar>(call.down, [&](int64_t slot) { return to + slot * call.I; });
   const int64_t outputs = at::divup(call.H, kRows);
-  share(outputs, [&](auto take) {
+  parallel_work_queue(outputs, [&](auto next_item) {
     OutputBlock<Scalar> output(call, kRows);
     float sums[kRows] = {};
-    for (int64_t item = take(); item < outputs; item = take()) {
+    for (int64_t item = next_item(); item < outputs; item = next_item()) {
       const int64_t row = item * kRows;
       output.start(row);
       for (int64_t which = 0; which < slots.used(); ++which) {

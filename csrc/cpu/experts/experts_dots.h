@@ -52,12 +52,12 @@ class GateUpDots {
       gate[n] = both_.get() + n * 2 * kRows;
       up[n] = gate[n] + kRows;
     }
-    if (call_.step == 2) {  // interleaved: gate and up are contiguous rows
+    if (call_.row_stride == 2) {  // interleaved: gate and up are contiguous rows
       const RowRange next = {expert, 2 * (row + kRows), more(row) ? 2 * kRows : 0};
       rows_->product({expert, 2 * row, 2 * rows}, next, {from, gate, count}, panel_);
       for (int64_t n = 0; n < count; ++n) separate(gate[n], up[n], rows);
     } else {
-      const RowRange of_gate = {expert, row, rows}, of_up = {expert, call_.up + row, rows};
+      const RowRange of_gate = {expert, row, rows}, of_up = {expert, call_.up_row_offset + row, rows};
       rows_->product(of_gate, of_up, {from, gate, count}, panel_);
       rows_->product(of_up, {expert, row + kRows, more(row) ? kRows : 0}, {from, up, count}, panel_);
     }
@@ -137,14 +137,14 @@ template <class Scalar>
 void experts_by_dots(const Experts& call, const Slots& slots) {
   const Tensor x = call.x.to(at::kFloat), inner = at::empty({call.T * call.K, call.I}, x.options());
   const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
-  share(items, [&](auto take) {
+  parallel_work_queue(items, [&](auto next_item) {
     GateUpDots work(call, slots, elements<float>(x), inner.mutable_data_ptr<float>());
-    for (int64_t item = take(); item < items; item = take()) work(item / blocks, item % blocks * kRows);
+    for (int64_t item = next_item(); item < items; item = next_item()) work(item / blocks, item % blocks * kRows);
   });
   const int64_t size = output_block(call), outputs = at::divup(call.H, size);
-  share(outputs, [&](auto take) {
+  parallel_work_queue(outputs, [&](auto next_item) {
     DownDots<Scalar> work(call, slots, elements<float>(inner), size);
-    for (int64_t item = take(); item < outputs; item = take()) work(item * size);
+    for (int64_t item = next_item(); item < outputs; item = next_item()) work(item * size);
   });
 }
 

@@ -1,7 +1,7 @@
-// `experts` in bfloat16: the products of x86/tiles.h.
+// `experts` in bfloat16, with the products of x86/tiles.h.
 //
-// A product comes out with the tokens side by side, so two rows of `inner` interleave into just the arrangement that
-// pass 2 wants. `inner` is rounded to bfloat16; sums are float.
+// In a product, the results of neighbouring tokens are contiguous, so interleaving two rows of `inner` gives the layout
+// of a right operand for pass 2. `inner` is rounded to bfloat16; sums are float.
 #pragma once
 #include "cpu/experts/experts.h"
 #include "cpu/x86/weight_strips.h"
@@ -10,9 +10,9 @@ namespace moe_metal {
 
 static_assert(kRows == 2 * kTile && kRows == kDepth);
 
-// The slots of each expert in groups of 16, and what the groups bring to each pass, as right operands.
+// The slots of each expert in groups of 16, and the right operands of the groups for both passes.
 struct TokenTiles {
-  std::vector<int64_t> first;  // of each expert's groups, and one last end
+  std::vector<int64_t> first;  // the first group of each expert, and the end of the last
   int64_t x_size, inner_size;  // of a group
   Tensor x, inner;
 
@@ -25,7 +25,7 @@ struct TokenTiles {
     x = at::empty({first.back(), x_size}, call.x.options());
     inner = at::empty({first.back(), inner_size}, call.x.options());
   }
-  // Those of one expert, of x or of inner.
+  // The groups of one expert, of x or of inner.
   TokenGroups groups(const Tensor& of, const Slots& slots, int64_t which) const {
     const int64_t size = of.size(1);
     return {elements<at::BFloat16>(of) + first[which] * size, size, slots.begin[which + 1] - slots.begin[which]};
@@ -34,8 +34,8 @@ struct TokenTiles {
 
 inline void pack_all_tokens(const Experts& call, const Slots& slots, const TokenTiles& tokens) {
   const at::BFloat16* x = elements<at::BFloat16>(call.x);
-  share(slots.used(), [&](auto take) {
-    for (int64_t which = take(); which < slots.used(); which = take()) {
+  parallel_work_queue(slots.used(), [&](auto next_item) {
+    for (int64_t which = next_item(); which < slots.used(); which = next_item()) {
       at::BFloat16* to = tokens.x.mutable_data_ptr<at::BFloat16>() + tokens.first[which] * tokens.x_size;
       for (int64_t at = slots.begin[which]; at < slots.begin[which + 1]; at += kTile, to += tokens.x_size) {
         const int64_t* group_slots = slots.order.data() + at;
@@ -46,7 +46,7 @@ inline void pack_all_tokens(const Experts& call, const Slots& slots, const Token
   });
 }
 
-// Two rows of floats as pairs of bfloat16, rounded to nearest even; NaN stays NaN.
+// Interleaves two rows of floats as pairs of bfloat16, rounded to nearest even; NaN stays NaN.
 inline __m512i pairs(const Vec& even, const Vec& odd) {
   const auto rounded = [](__m512 x) {
     const __m512i bits = _mm512_castps_si512(x),
@@ -80,14 +80,15 @@ class GateUpTiles {
 
  private:
   StripRows strip(int64_t which, int64_t row) const {
-    return {slots_.experts[which], row * call_.step, call_.step, std::clamp<int64_t>(call_.I - row, 0, kTile)};
+    return {slots_.experts[which], row * call_.row_stride, call_.row_stride,
+            std::clamp<int64_t>(call_.I - row, 0, kTile)};
   }
   StripRows after(int64_t which, int64_t row) const {
     if (row + kTile < call_.I) return strip(which, row + kTile);
     return which + 1 < slots_.used() ? strip(which + 1, 0) : StripRows();
   }
   StripRows up_of(StripRows gate) const {
-    gate.first += call_.up;
+    gate.first += call_.up_row_offset;
     return gate;
   }
 
@@ -164,16 +165,16 @@ inline void experts_by_tiles(const Experts& call, const Slots& slots) {
   const TokenTiles tokens(call, slots);
   pack_all_tokens(call, slots, tokens);
   const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
-  share(items, [&](auto take) {
+  parallel_work_queue(items, [&](auto next_item) {
     const TileShapes shapes;
     GateUpTiles work(call, slots, tokens);
-    for (int64_t item = take(); item < items; item = take()) work(item / blocks, item % blocks * kRows);
+    for (int64_t item = next_item(); item < items; item = next_item()) work(item / blocks, item % blocks * kRows);
   });
   const int64_t size = output_block(call), outputs = at::divup(call.H, size);
-  share(outputs, [&](auto take) {
+  parallel_work_queue(outputs, [&](auto next_item) {
     const TileShapes shapes;
     DownTiles work(call, slots, tokens, size);
-    for (int64_t item = take(); item < outputs; item = take()) work(item * size);
+    for (int64_t item = next_item(); item < outputs; item = next_item()) work(item * size);
   });
 }
 

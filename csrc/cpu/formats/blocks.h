@@ -1,12 +1,11 @@
-// What the readers of GGML's blocks share. A block is a struct with
-//   kColumns, kBytes  of a block               kGroup   neighbouring columns that share a scale
-//   kMiddle           of the codes: a value is scale * (code - kMiddle), or with kOffset scale * code + offset
-//   codes             the 16 codes from a column of a block on, as bytes from 0 on
-//   scales            of a run of blocks: the scale, and perhaps the offset, of each group
-//   unpack            with AVX-512, the codes of 128 columns in the order kOrder
-//   kScalesOfLanes    with AVX-512, whether scales_of_lanes() reads the scales of those columns: four of them are a
-//   lane
-//   words             with AVX-512, where codes have up to 5 bits: the bits of 32 columns' codes as words, whose bits
+// Shared by the readers of GGML's blocks. A block is a struct with
+//   kColumns, kBytes  the size of a block      kGroup   neighbouring columns that share a scale
+//   kMiddle           the middle of the codes: a value is scale * (code - kMiddle), or with kOffset scale * code +
+//   offset codes             16 codes from a column of a block on, as unsigned bytes scales            the scale, and
+//   with kOffset the offset, of each group of several blocks unpack            with AVX-512, the codes of 128 columns
+//   in the order kOrder kScalesOfLanes    with AVX-512, whether scales_of_lanes() reads the scales of those columns:
+//   four of them are a lane words             with AVX-512, where codes have up to 5 bits: the bits of 32 columns'
+//   codes as words, whose bits
 //                     above the lowest kBits are undefined; number() is the code that they stand for
 //   bytes             with AVX-512, of the others: 32 columns' codes less the middle
 #pragma once
@@ -19,7 +18,7 @@
 
 namespace moe_metal {
 
-// 16 of a row's columns. Compilers make vectors of it on every processor.
+// 16 columns of a row. Compilers vectorise operations on it on every processor.
 using Bytes = uint8_t __attribute__((vector_size(16)));
 
 inline Bytes load_bytes(const uint8_t* from) {
@@ -41,7 +40,7 @@ inline Bytes look_up(const std::array<uint8_t, 16>& values, Bytes codes) {
 #endif
 }
 
-// Bit i of 16 as byte i: 0, or `value`.
+// Expands 16 bits to bytes: 0 or `value`.
 inline Bytes bits_as_bytes(const uint8_t* from, uint8_t value) {
   constexpr Bytes kBit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
   Bytes both;
@@ -55,7 +54,8 @@ inline float half_at(const uint8_t* from) {
   return static_cast<float>(at::Half(bits, at::Half::from_bits()));
 }
 
-// The halves that lie `step` bytes apart, as floats. They are gathered first, since few are converted as slowly as 16.
+// Converts float16 numbers that are `step` bytes apart. They are gathered first, since a vector is converted in the
+// time of one number.
 inline void halves(const uint8_t* from, int64_t step, int64_t count, float* to) {
   constexpr int64_t kSome = 64;
   alignas(64) at::Half some[kSome];
@@ -67,7 +67,7 @@ inline void halves(const uint8_t* from, int64_t step, int64_t count, float* to) 
 }
 
 #ifndef MOE_METAL_HAS_NEON
-// Codes less the middle, as floats: those from `lane` on.
+// Codes minus the middle, as floats, from `lane` on.
 [[gnu::always_inline]] inline Vec to_floats(Bytes codes, uint8_t middle, int lane) {
   const Bytes centred = codes - middle;
 #ifdef MOE_METAL_HAS_AVX512
@@ -85,12 +85,12 @@ inline void halves(const uint8_t* from, int64_t step, int64_t count, float* to) 
 }
 #endif
 
-// A block's format as products read it: see formats/affine.h.
+// The reader of a block's format; weights/packed_rows.h describes readers.
 template <class Block>
 struct Blocks {
   static constexpr bool kOffset = Block::kOffset, kScalesAreRare = false, kOwnScales = true;
   static constexpr int kColumns = Block::kColumns, kBytes = Block::kBytes, kGroup = Block::kGroup;
-  // Bare codes of formats with offsets; of the others they are centred as they are read.
+  // Formats with offsets have plain codes; in the others, codes are centred when they are read.
   static constexpr float kUnit = 1, kMiddle = kOffset ? Block::kMiddle : 0;
   using Dots = IntegerDots<Block>;
   using Tiles = NoDots;
@@ -100,8 +100,8 @@ struct Blocks {
     to_floats<!kOffset>(std::bit_cast<uint8x16_t>(codes - static_cast<uint8_t>(kOffset ? 0 : Block::kMiddle)), to);
   }
 #else
-  struct InOrder {
-    static Vec in_order(const Vec& x) { return x; }
+  struct Permutation {
+    static Vec permute_like_load(const Vec& x) { return x; }
   } codes;
 
   template <class Count>
@@ -110,7 +110,9 @@ struct Blocks {
     const Bytes codes = Block::codes(row + column / kColumns * kBytes, at / 16 * 16);
     return to_floats(codes, kOffset ? 0 : Block::kMiddle, at % 16);
   }
-  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const { return (*this)(row, column, Whole()); }
+  [[gnu::always_inline]] Vec load_permuted(const uint8_t* row, int64_t column) const {
+    return (*this)(row, column, Whole());
+  }
 #endif
 #ifdef MOE_METAL_HAS_AVX512
   [[gnu::always_inline]] static __m512i words(const uint8_t* row, int64_t column)
@@ -143,14 +145,14 @@ struct Blocks {
 };
 
 #ifdef MOE_METAL_HAS_AVX512
-// 128 columns of which each run of 32 is halved: the first halves, then the second ones. A lane's sum is of 8 columns
-// that share a scale.
+// An order of 128 columns: the first halves of all runs of 32, then the second halves. A lane sums 8 columns, which
+// share a scale.
 inline constexpr auto kHalvesOf32 = [] {
   std::array<uint8_t, 128> columns{};
   for (int i = 0; i < 128; ++i) columns[i] = static_cast<uint8_t>(i % 64 / 16 * 32 + i / 64 * 16 + i % 16);
   return columns;
 }();
-// The same of runs of 16, of which those of the first 64 columns and of the others take turns.
+// The same for runs of 16; runs of the first and of the last 64 columns alternate.
 inline constexpr auto kHalvesOf16 = [] {
   std::array<uint8_t, 128> columns{};
   for (int i = 0; i < 128; ++i) {
@@ -158,7 +160,7 @@ inline constexpr auto kHalvesOf16 = [] {
   }
   return columns;
 }();
-// The columns 0 to 63 and 64 to 127, in that order.
+// Puts the columns 0 to 63 and 64 to 127 in the order kHalvesOf16.
 inline void halves_of_16(__m512i low, __m512i high, __m512i (&to)[2]) {
   to[0] = _mm512_unpacklo_epi64(low, high);
   to[1] = _mm512_unpackhi_epi64(low, high);
@@ -167,13 +169,13 @@ inline void halves_of_16(__m512i low, __m512i high, __m512i (&to)[2]) {
 inline __m512i load_512(const uint8_t* from) { return _mm512_loadu_si512(from); }
 inline __m256i load_256(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 inline __m128i load_128(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
-// 16 bytes of each of four places.
+// Loads 16 bytes from each of four addresses.
 inline __m512i four_times_16(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
   const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(load_128(a)), load_128(b), 1);
   const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(load_128(c)), load_128(d), 1);
   return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
-// 32 bytes of each of two places.
+// Loads 32 bytes from each of two addresses.
 inline __m512i two_times_32(const uint8_t* a, const uint8_t* b) {
   const auto load = [](const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); };
   return _mm512_inserti64x4(_mm512_castsi256_si512(load(a)), load(b), 1);
@@ -183,11 +185,11 @@ inline __m512i low_nibbles(__m512i bytes) { return _mm512_and_si512(bytes, mask_
 inline __m512i high_nibbles(__m512i bytes) { return low_nibbles(_mm512_srli_epi16(bytes, 4)); }
 // a | (b & mask)
 inline __m512i or_masked(__m512i a, __m512i b, __m512i mask) { return _mm512_ternarylogic_epi32(a, b, mask, 0xf8); }
-// 32 bytes as words, shifted to the right.
+// Widens 32 bytes to words and shifts them right.
 inline __m512i words_shifted(__m256i bytes, int64_t shift) {
   return _mm512_srlv_epi16(_mm512_cvtepu8_epi16(bytes), _mm512_set1_epi16(static_cast<int16_t>(shift)));
 }
-// The low halves of 16 bytes, then the high ones, as words.
+// The low halves of 16 bytes, then the high halves, as words.
 inline __m512i words_of_nibbles(const uint8_t* from) {
   const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
   return _mm512_srlv_epi16(_mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(load_128(from))), shifts);

@@ -1,8 +1,8 @@
 // Packed numbers of a row as vectors of float, before their scale. The vector at a column begins at a whole byte, and
 // no byte is read beyond its last number's.
 //
-// A product does not mind the order of the lanes where its other factor has the same: in_order(x) is what belongs to
-// quick(from).
+// A product does not mind the order of the lanes where its other factor has the same: permute_like_load(x) is what
+// belongs to load_permuted(from).
 #pragma once
 #include <array>
 #include <cmath>
@@ -21,9 +21,9 @@ inline uint32_t load_word(const uint8_t* from) {
   return word;
 }
 
-#ifndef MOE_METAL_HAS_NEON  // whose codes come sixteen at a time
+#ifndef MOE_METAL_HAS_NEON  // arm/codes.h is for NEON
 
-// What a number of few bits means.
+// The values of codes of up to 4 bits.
 using FewBits = std::array<float, 16>;
 constexpr FewBits kE2m1 = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6};
 template <int bits>
@@ -35,18 +35,18 @@ constexpr FewBits kIntegers = [] {
 
 #ifdef MOE_METAL_HAS_AVX512
 
-// Words with this bit of a, and the other bits of b.
+// Takes bit `bit` of each word from a, and the other bits from b.
 template <int bit>
 inline __m512i with_bit(__m512i a, __m512i b) {
   constexpr int kFirstWhereThird = 0xe4;  // c ? a : b
   return _mm512_ternarylogic_epi32(a, b, _mm512_set1_epi16(1 << bit), kFirstWhereThird);
 }
 
-// `bits` wide integers, or what `few` makes of up to 4 bits.
+// Integers of `bits` bits or, up to 4 bits, indices into the table `few`.
 template <int bits>
 class Codes {
  public:
-  explicit Codes(const FewBits& few = kIntegers<bits>) : few_(_mm512_loadu_ps(few.data())) {
+  explicit Codes(const FewBits& few = kIntegers<bits>) : table_(_mm512_loadu_ps(few.data())) {
     alignas(64) int32_t shifts[kLanes];
     alignas(64) uint8_t bytes[kLanes][4];
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -58,16 +58,16 @@ class Codes {
     bytes_ = _mm512_load_si512(bytes);
   }
 
-  // The values of codes of up to 5 bits: of the first 16 and of the others, or the same again.
-  Vec values(int half) const { return bits == 5 && half ? Vec(few_) + Vec(16) : Vec(few_); }
-  // Of 4 bits, the lanes 0, 2, 4 ... have the first half of the numbers and the lanes between them the second.
-  [[gnu::always_inline]] Vec quick(const uint8_t* from) const {
+  // The values of codes of up to 5 bits: of the first 16 codes, and of the others (up to 4 bits: the same again).
+  Vec values(int half) const { return bits == 5 && half ? Vec(table_) + Vec(16) : Vec(table_); }
+  // With 4 bits, lanes 0, 2, 4 ... have the first half of the numbers, and lanes 1, 3, 5 ... the second half.
+  [[gnu::always_inline]] Vec load_permuted(const uint8_t* from) const {
     if constexpr (bits != 4) return (*this)(from);
     int64_t all;
     std::memcpy(&all, from, sizeof(all));
-    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(all), halves_), few_);
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(all), halves_), table_);
   }
-  [[gnu::always_inline]] Vec in_order(const Vec& x) const {
+  [[gnu::always_inline]] Vec permute_like_load(const Vec& x) const {
     if constexpr (bits != 4) return x;
     const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
     return _mm512_permutexvar_ps(order, x);
@@ -78,7 +78,7 @@ class Codes {
       return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
     } else {
       const __m512i codes = _mm512_srlv_epi32(words(from), shifts_);
-      if constexpr (bits <= 4) return _mm512_permutexvar_ps(codes, few_);  // which looks at 4 bits alone
+      if constexpr (bits <= 4) return _mm512_permutexvar_ps(codes, table_);  // which looks at 4 bits alone
       return _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32((1 << bits) - 1)));
     }
   }
@@ -91,7 +91,7 @@ class Codes {
       const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
       return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
     }
-    // Each 64 bits get the bytes of four codes, of which each word then gets its own bits.
+    // Each 64 bits get the bytes of four codes; then each word gets the bits of one code.
     const __m256i all = _mm256_maskz_loadu_epi8((1u << 4 * bits) - 1, from);
     const __m512i fours = _mm512_permutexvar_epi8(_mm512_load_si512(kBytesOfFours.data()), _mm512_castsi256_si512(all));
     return _mm512_multishift_epi64_epi8(_mm512_load_si512(kShiftsOfWords.data()), fours);
@@ -108,9 +108,9 @@ class Codes {
     for (int i = 0; i < 64; ++i) shifts[i] = static_cast<uint8_t>(i / 8 * 4 * bits % 8 + i / 2 % 4 * bits);
     return shifts;
   }();
-  static constexpr bool kBroadcast = bits == 2 || bits == 4;  // a lane's bits lie in the one or the other of two words
+  static constexpr bool kBroadcast = bits == 2 || bits == 4;  // each half of the lanes needs only one word
 
-  // Every lane's number, somewhere in 32 bits.
+  // Words that contain the number of each lane, at bit shifts_.
   [[gnu::always_inline]] __m512i words(const uint8_t* from) const {
     if constexpr (bits == 2) return _mm512_set1_epi32(load_word(from));
     if constexpr (bits == 4) {
@@ -120,7 +120,7 @@ class Codes {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(all), bytes_);
   }
 
-  __m512 few_;
+  __m512 table_;
   __m512i shifts_, bytes_;
   __m512i halves_ = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 28, 28);
 };
@@ -155,8 +155,8 @@ class Codes {
     }
     return _mm256_cvtepi32_ps(codes);
   }
-  [[gnu::always_inline]] Vec quick(const uint8_t* from) const { return (*this)(from); }
-  [[gnu::always_inline]] static Vec in_order(const Vec& x) { return x; }
+  [[gnu::always_inline]] Vec load_permuted(const uint8_t* from) const { return (*this)(from); }
+  [[gnu::always_inline]] static Vec permute_like_load(const Vec& x) { return x; }
 
  private:
   bool e2m1_;
@@ -181,8 +181,8 @@ class Codes {
     }
     return Vec::loadu(lanes);
   }
-  Vec quick(const uint8_t* from) const { return (*this)(from); }
-  static Vec in_order(const Vec& x) { return x; }
+  Vec load_permuted(const uint8_t* from) const { return (*this)(from); }
+  static Vec permute_like_load(const Vec& x) { return x; }
 
  private:
   std::array<float, 1 << bits> values_;
@@ -196,29 +196,29 @@ struct E2m1Codes : Codes<4> {
 
 #ifdef MOE_METAL_HAS_AVX2
 
-// e4m3 becomes float16, whose exponents are wider, so what is subnormal needs no care; the magnitude 127 is NaN, and
-// has the carry that marks it.
+// e4m3 as float16. Its exponent is wider, so subnormal numbers need no special case. The magnitude 127 is NaN: adding
+// 0x80 carries into a bit that marks it.
 class E4m3 {
  public:
-  static constexpr float kUnit = 256;  // of quick()'s numbers
-  [[gnu::always_inline]] static Vec in_order(const Vec& x) { return x; }
+  static constexpr float kUnit = 256;  // of load_permuted()'s numbers
+  [[gnu::always_inline]] static Vec permute_like_load(const Vec& x) { return x; }
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* from, Count count) const {
-    if constexpr (std::is_same_v<Count, Whole>) return quick(from) * Vec(kUnit);
+    if constexpr (std::is_same_v<Count, Whole>) return load_permuted(from) * Vec(kUnit);
     uint8_t some[kLanes] = {};
     std::memcpy(some, from, count);
-    return quick(some) * Vec(kUnit);
+    return load_permuted(some) * Vec(kUnit);
   }
 
 #ifdef MOE_METAL_HAS_AVX512
-  [[gnu::always_inline]] static Vec quick(const uint8_t* from) {
+  [[gnu::always_inline]] static Vec load_permuted(const uint8_t* from) {
     const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
     const __m256i carry = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
     return _mm512_cvtph_ps(_mm256_or_si256(half, _mm256_and_si256(carry, _mm256_set1_epi16(0x4000))));
   }
 #else
-  [[gnu::always_inline]] static Vec quick(const uint8_t* from) {
+  [[gnu::always_inline]] static Vec load_permuted(const uint8_t* from) {
     const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
     const __m128i half = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<int16_t>(0xbf80)));
     const __m128i carry = _mm_add_epi16(half, _mm_set1_epi16(0x80));
@@ -245,8 +245,8 @@ class E4m3 {
     for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = values_[from[lane]];
     return Vec::loadu(lanes);
   }
-  Vec quick(const uint8_t* from) const { return (*this)(from, Whole()); }
-  static Vec in_order(const Vec& x) { return x; }
+  Vec load_permuted(const uint8_t* from) const { return (*this)(from, Whole()); }
+  static Vec permute_like_load(const Vec& x) { return x; }
 
  private:
   std::array<float, 256> values_;
@@ -256,7 +256,7 @@ class E4m3 {
 
 #endif
 
-// What readers share whose numbers lie one after the other: see packed_rows.h.
+// The base of readers of consecutive numbers without blocks; weights/packed_rows.h describes readers.
 template <class CodesOf, int columns, int bytes>
 struct InARow {
   static constexpr int kColumns = columns, kBytes = bytes;
@@ -274,8 +274,8 @@ struct InARow {
     else
       return codes(from);
   }
-  [[gnu::always_inline]] Vec quick(const uint8_t* row, int64_t column) const {
-    return codes.quick(row + column * bytes / columns);
+  [[gnu::always_inline]] Vec load_permuted(const uint8_t* row, int64_t column) const {
+    return codes.load_permuted(row + column * bytes / columns);
   }
 #endif
 #ifdef MOE_METAL_HAS_AVX512

@@ -1,4 +1,4 @@
-// Formats fp8 and mxfp8: e4m3, with a scale for each block of rows and columns, or for each group of columns.
+// Formats fp8 and mxfp8: e4m3 with a scale per block of rows and columns, or per group of columns.
 #pragma once
 #include "cpu/formats/codes.h"
 #include "cpu/weights/processor_dots.h"

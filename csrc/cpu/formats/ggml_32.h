@@ -1,11 +1,11 @@
-// GGML's blocks of 32 columns: a factor in float16, perhaps an offset, and the codes. Of 16 bytes of 4-bit codes the
-// low halves are the columns 0 to 15 and the high halves 16 to 31.
+// GGML's blocks of 32 columns: a scale in float16, in some formats an offset, and the codes. The low halves of 16 bytes
+// with 4-bit codes are columns 0 to 15, the high halves columns 16 to 31.
 #pragma once
 #include "cpu/formats/blocks.h"
 
 namespace moe_metal {
 
-// What differs: where the codes' bytes begin, and what their 4 bits mean.
+// codes_at: where the bytes of codes begin in a block.
 template <int bytes, int codes_at, bool has_offset, int middle>
 struct BlocksOf32 {
   static constexpr int kColumns = 32, kBytes = bytes, kGroup = 32, kCodes = codes_at, kMiddle = middle;
@@ -24,7 +24,7 @@ struct BlocksOf32 {
 #ifdef MOE_METAL_HAS_AVX512
   static constexpr auto kOrder = kHalvesOf32;
   static constexpr bool kScalesOfLanes = !kOffset;
-  // Of four blocks. Two loads reach all of their factors: those that the first does not reach are in the second.
+  // The scales of four blocks. Two loads contain all of them: the second has those beyond the first.
   [[gnu::always_inline]] static __m512 scales_of_lanes(const uint8_t* row, int64_t chunk, int64_t columns) {
     constexpr int kFirst = std::min(4, (64 - 2) / kBytes + 1);  // blocks
     constexpr int kSecond = std::min(kFirst, 4) * kBytes < 4 * kBytes - 64 ? kFirst * kBytes : 4 * kBytes - 64;
@@ -51,7 +51,7 @@ struct BlocksOf32 {
     for (int64_t i = 0; i < 16; ++i) all[i] = half_at(first + std::min(i / 4, last) * kBytes);
     return _mm512_load_ps(all);
   }
-  // Of four blocks, or as many as a row has left: the last again, which meets zeros.
+  // 16 bytes of each of four blocks. Past the end of the row the last block is repeated, to be multiplied by zeros.
   [[gnu::always_inline]] static __m512i bytes_of_four(const uint8_t* row, int64_t chunk, int64_t blocks, int at) {
     const uint8_t* first = row + chunk * 4 * kBytes + at;
     const int64_t last = blocks - 1 - chunk * 4;
@@ -82,7 +82,7 @@ struct FourBits : BlocksOf32<bytes, codes_at, has_offset, middle> {
 using Q4_0 = FourBits<18, 2, false, 8>;
 using Q4_1 = FourBits<20, 4, true, 8>;
 
-// 4 bits that stand for other numbers.
+// 4-bit codes that are indices into a table.
 template <int bytes, int codes_at, int middle, const std::array<uint8_t, 16>& values>
 struct LookedUp : BlocksOf32<bytes, codes_at, false, middle> {
   using Base = BlocksOf32<bytes, codes_at, false, middle>;
@@ -97,12 +97,12 @@ struct LookedUp : BlocksOf32<bytes, codes_at, false, middle> {
   }
 #endif
 };
-// -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89 and 113, from 128 on.
+// -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89 and 113, plus 128.
 inline constexpr std::array<uint8_t, 16> kNonLinear = {1,   24,  45,  63,  79,  93,  106, 118,
                                                        129, 141, 153, 166, 181, 197, 217, 241};
 using Iq4Nl = LookedUp<18, 2, 128, kNonLinear>;
 
-// Twice e2m1, from 12 on; its power of two is half as large.
+// Twice e2m1, plus 12; scales are half as large to compensate.
 inline constexpr std::array<uint8_t, 16> kTwiceE2m1 = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 struct GgmlMxfp4 : LookedUp<17, 1, 12, kTwiceE2m1> {
   static constexpr bool kScalesOfLanes = false;
@@ -114,7 +114,7 @@ struct GgmlMxfp4 : LookedUp<17, 1, 12, kTwiceE2m1> {
   }
 };
 
-// 5 bits, of which the highest of all columns lie together.
+// 5-bit codes; the highest bits of all columns are stored together.
 template <int bytes, int high_at, bool has_offset>
 struct FiveBits : BlocksOf32<bytes, high_at + 4, has_offset, 16> {
   using Base = BlocksOf32<bytes, high_at + 4, has_offset, 16>;
@@ -145,7 +145,7 @@ struct FiveBits : BlocksOf32<bytes, high_at + 4, has_offset, 16> {
 using Q5_0 = FiveBits<22, 2, false>;
 using Q5_1 = FiveBits<24, 4, true>;
 
-// Signed bytes, which flip their highest bit to count from 0 on.
+// Signed bytes, which become unsigned by flipping the highest bit.
 struct Q8_0 : BlocksOf32<34, 2, false, 128> {
   static Bytes codes(const uint8_t* block, int64_t column) { return load_bytes(block + kCodes + column) ^ 0x80; }
 #ifdef MOE_METAL_HAS_AVX512

@@ -1,5 +1,5 @@
-// GGML's blocks of 256 columns: a factor in float16, perhaps one of the offsets, and a few bits of scale, and of
-// offset, for each group.
+// GGML's blocks of 256 columns: a float16 factor of the scales, in some formats one of the offsets, and scales and
+// offsets of a few bits for each group.
 #pragma once
 #include "cpu/formats/ggml_32.h"
 
@@ -19,7 +19,7 @@ struct BlocksOf256 {
 
 // to[g] = factor * scale[g] for the groups of a block.
 inline void scaled_by(float factor, const std::array<int8_t, 8>& scale, float* to) {
-#ifdef MOE_METAL_HAS_AVX2  // of which compilers make eight conversions
+#ifdef MOE_METAL_HAS_AVX2  // compilers do not vectorise the loop below
   const __m256i integers = _mm256_cvtepi8_epi32(_mm_cvtsi64_si128(std::bit_cast<int64_t>(scale)));
   _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(integers), _mm256_set1_ps(factor)));
 #else
@@ -37,19 +37,19 @@ inline void scaled_by(float factor, const std::array<int8_t, 16>& scale, float* 
 }
 
 #ifdef MOE_METAL_HAS_AVX512
-// The same number in each word of a quarter.
+// A vector with the same number in each word of a quarter.
 template <int a, int b, int c, int d>
 inline __m512i in_quarters() {
   const auto of = [](int shift) { return static_cast<int64_t>(shift * 0x0001000100010001LL); };
   return _mm512_setr_epi64(of(a), of(a), of(b), of(b), of(c), of(c), of(d), of(d));
 }
-// Of each quarter its own shift, and `more` of all. Bits of neighbouring bytes come in from above.
+// Shifts each quarter by a different number of bits, plus `more`. Bits of neighbouring bytes are shifted in.
 template <int a, int b, int c, int d>
 inline __m512i quarters_shifted(__m512i bytes, int more = 0) {
   const __m512i shifts = in_quarters<a, b, c, d>();
   return _mm512_srlv_epi16(bytes, _mm512_add_epi16(shifts, _mm512_set1_epi16(static_cast<int16_t>(more))));
 }
-// 128 columns: the runs of 32 are halved as kHalvesOf32 has them, but those of even number come first.
+// An order of 128 columns like kHalvesOf32, but with the even runs of 32 first.
 inline constexpr auto kHalvesOfEvenRuns = [] {
   std::array<uint8_t, 128> columns{};
   for (int i = 0; i < 128; ++i) {
@@ -58,25 +58,26 @@ inline constexpr auto kHalvesOfEvenRuns = [] {
   }
   return columns;
 }();
-// The 4-bit codes of 128 columns in runs of 32, of which two lie in the halves of the same bytes.
+// The 4-bit codes of 128 columns in runs of 32; two runs are in the halves of the same bytes.
 inline void nibbles_in_runs(const uint8_t* from, __m512i (&to)[2]) {
   const __m512i all = load_512(from);
   const __m512i low = low_nibbles(all), high = high_nibbles(all);
   to[0] = _mm512_shuffle_i64x2(low, high, 0x88), to[1] = _mm512_shuffle_i64x2(low, high, 0xdd);
 }
-// The same of 32 columns, as words.
+// The same for 32 columns, as words.
 inline __m512i words_in_runs(const uint8_t* codes, int64_t column) {
   return words_shifted(load_256(codes + column / 64 * 32), column / 32 % 2 * 4);
 }
 #endif
 
-// 4 bits: the low halves of 32 bytes are a run of 32 columns, the high ones the next.
+// 4-bit codes: the low halves of 32 bytes are a run of 32 columns, the high halves the next run.
 inline Bytes nibbles_in_runs(const uint8_t* codes, int64_t column) {
   const Bytes both = load_bytes(codes + column / 64 * 32 + column % 32);
   return column / 32 % 2 ? both >> 4 : both & 15;
 }
 
-// Of a row of blocks that begin with both factors, and 6 bits of scale and of offset for each of 8 groups in 12 bytes.
+// Reads scales and offsets of blocks that begin with both factors, and 12 bytes with a 6-bit scale and a 6-bit offset
+// for each of 8 groups.
 #ifdef MOE_METAL_HAS_AVX512
 template <int bytes>
 inline void six_bit_scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
@@ -88,15 +89,15 @@ inline void six_bit_scales(const uint8_t* row, int64_t blocks, float* scale, flo
     const int64_t last = blocks - 1 - b;
     const auto head = [&](int64_t i) { return row + (b + std::min(i, last)) * bytes; };
     const __m512i heads = four_times_16(head(0), head(1), head(2), head(3));
-    // In four words: both factors, two words of which each has 6 bits of the first four scales or offsets and the
-    // highest 2 bits of the others, and the lower 4 bits of the other scales and of the other offsets.
+    // Four words: both factors; two words with 6 bits of the first four scales (offsets) and the highest 2 bits of the
+    // others; the lower 4 bits of the other scales and offsets.
     const __m512i low = _mm512_srlv_epi32(_mm512_shuffle_epi32(heads, static_cast<_MM_PERM_ENUM>(0xed)),
                                           _mm512_setr4_epi32(0, 0, 0, 4));
     const __m512i high = _mm512_srli_epi32(_mm512_shuffle_epi32(heads, static_cast<_MM_PERM_ENUM>(0xa5)), 2);
     alignas(64) uint8_t integers[4][16];  // scales, then offsets
     _mm512_store_si512(integers, _mm512_or_si512(_mm512_and_si512(low, bytes_of(0x3f3f3f3f, 0x0f0f0f0f)),
                                                  _mm512_and_si512(high, bytes_of(0, 0x30303030))));
-    // The factors of the four blocks one after the other. Offsets are negative.
+    // The factors of the four blocks. Offsets are negative.
     const __m512i halves = _mm512_permutexvar_epi16(
         _mm512_castsi256_si512(_mm256_setr_epi16(0, 1, 8, 9, 16, 17, 24, 25, 0, 0, 0, 0, 0, 0, 0, 0)), heads);
     const __m512 factors =
@@ -113,7 +114,7 @@ inline void six_bit_scales(const uint8_t* row, int64_t blocks, float* scale, flo
 template <int bytes>
 inline void six_bit_scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
   for (int64_t b = 0; b < blocks; ++b, row += bytes, scale += 8, offset += 8) {
-    // Four groups in each word: 6 bits of the first four, and their highest two are those of the others.
+    // Each word has four groups: the lower 6 bits are for the first four, the upper 2 bits for the last four.
     const uint32_t first = load_word(row + 4), second = load_word(row + 8), low = load_word(row + 12);
     const auto integers = [](uint32_t of_first, uint32_t of_others) {
       const uint32_t others = of_others | (of_first >> 6 & 0x03030303) << 4;
@@ -151,7 +152,7 @@ struct Q5_K : BlocksOf256<176, 32, true, 16> {
     const uint8_t* block = block_of(row, chunk);
     const int first = static_cast<int>(chunk % 2 * 4);  // of the groups
     nibbles_in_runs(block + 48 + chunk % 2 * 64, to);
-    // The bit of each run, moved to where the fifth of a code is.
+    // The bit of each run, moved to the place of the fifth bit of a code.
     const __m512i turns = _mm512_sub_epi64(_mm512_setr_epi64(4, 4, 2, 2, 3, 3, 1, 1), _mm512_set1_epi64(first));
     for (int half = 0; half < 2; ++half) {
       const __m512i bits = _mm512_rolv_epi64(_mm512_broadcast_i32x4(load_128(block + 16 + 16 * half)), turns);
@@ -186,7 +187,7 @@ struct Q6_K : BlocksOf256<210, 16, false, 32> {
     const __m512i low = load_512(block + chunk % 2 * 64);
     const __m512i high =
         _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + 128 + chunk % 2 * 32)));
-    // Each run of 32 columns has two bits of `high`, which are moved to where the highest two of a code are.
+    // Each run of 32 columns has two bits of `high`, which are moved to the place of a code's highest two bits.
     const __m512i first = _mm512_sllv_epi16(high, in_quarters<4, 4, 2, 2>());
     const __m512i second = _mm512_srlv_epi16(high, in_quarters<0, 0, 2, 2>());
     halves_of_16(or_masked(low_nibbles(low), first, mask_of(0x30)), or_masked(high_nibbles(low), second, mask_of(0x30)),
@@ -205,12 +206,12 @@ struct Q6_K : BlocksOf256<210, 16, false, 32> {
 #endif
 };
 
-// Two bits of four runs of 32 columns in the same bytes.
+// 2-bit codes of four runs of 32 columns in the same bytes.
 inline Bytes crumbs(const uint8_t* codes, int64_t column) {
   return load_bytes(codes + column / 128 * 32 + column % 32) >> static_cast<uint8_t>(column % 128 / 32 * 2) & 3;
 }
 #ifdef MOE_METAL_HAS_AVX512
-// Of 128 columns: the first half and the second.
+// The 2-bit codes of 128 columns: the first half and the second half.
 struct Crumbs {
   __m512i low, high;
   explicit Crumbs(const uint8_t* from) {
@@ -219,7 +220,7 @@ struct Crumbs {
     high = _mm512_and_si512(quarters_shifted<4, 4, 6, 6>(all), mask_of(3));
   }
 };
-// The same of 32 columns, as words.
+// The same for 32 columns, as words.
 inline __m512i words_of_crumbs(const uint8_t* codes, int64_t column) {
   return words_shifted(load_256(codes + column / 128 * 32), column % 128 / 32 * 2);
 }
@@ -253,7 +254,7 @@ struct Q3_K : BlocksOf256<110, 16, false, 4> {
   }
   static void scales(const uint8_t* row, int64_t blocks, float* scale, float*) {
     for (int64_t b = 0; b < blocks; ++b, row += kBytes, scale += kGroups) {
-      // In the words of 4 groups: the lower 4 bits of each, in halves, and then the higher 2 bits.
+      // Words of 4 groups: the lower 4 bits of scales in halves of bytes, then the upper 2 bits.
       using Words = uint32_t __attribute__((vector_size(16)));
       const uint32_t first = load_word(row + 96), second = load_word(row + 100), high = load_word(row + 104);
       const Words low = Words{first, second, first, second} >> Words{0, 0, 4, 4} & 0x0f0f0f0f;
@@ -281,7 +282,7 @@ struct Q3_K : BlocksOf256<110, 16, false, 4> {
 #endif
 };
 
-// 4 bits that stand for other numbers, in blocks of 32 columns as ggml_32.h has them.
+// 4-bit indices into a table, in runs of 32 columns with the layout of ggml_32.h.
 struct Iq4Xs : BlocksOf256<136, 32, false, 128> {
   static constexpr int kBits = 4;
   static constexpr int number(int code) { return kNonLinear[code]; }
@@ -291,7 +292,7 @@ struct Iq4Xs : BlocksOf256<136, 32, false, 128> {
   }
   static void scales(const uint8_t* row, int64_t blocks, float* scale, float*) {
     for (int64_t b = 0; b < blocks; ++b, row += kBytes, scale += kGroups) {
-      // 4 bits, and then 2, of each group, a byte for each.
+      // The lower 4 bits and the upper 2 bits of each group's scale, expanded to bytes.
       uint64_t low = load_word(row + 4), high = row[2] | row[3] << 8;
       low = (low | low << 16) & 0x0000ffff0000ffff;
       low = (low | low << 8) & 0x00ff00ff00ff00ff;
@@ -299,7 +300,7 @@ struct Iq4Xs : BlocksOf256<136, 32, false, 128> {
       high = (high | high << 24) & 0x000000ff000000ff;
       high = (high | high << 12) & 0x000f000f000f000f;
       high = (high | high << 6) & 0x0303030303030303;
-      // Less 32: of 6 bits the highest is flipped, and becomes the sign.
+      // Subtracts 32: the highest of 6 bits is flipped and becomes the sign.
       const uint64_t flipped = (low | high << 4) ^ 0x2020202020202020, sign = flipped & 0x2020202020202020;
       const auto integers = std::bit_cast<std::array<int8_t, 8>>(flipped | sign << 1 | sign << 2);
       scaled_by(half_at(row), integers, scale);

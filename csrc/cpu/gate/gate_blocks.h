@@ -97,20 +97,20 @@ void gate_by_blocks(const Gate& call) {
   if (T < kMinTokensPerThread * threads) {  // too few tokens, so threads share out the experts
     const auto logits = scratch<float>(T * E);
     const int64_t experts = std::min(E, fraction(E)), items = at::divup(E, experts);
-    share(items, [&](auto take) {
+    parallel_work_queue(items, [&](auto next_item) {
       GateBlocks<Operand> multiply(call, T, experts);
-      for (int64_t i = take(); i < items; i = take()) {
+      for (int64_t i = next_item(); i < items; i = next_item()) {
         multiply(0, T, i * experts, std::min(experts, E - i * experts), &logits[i * experts]);
       }
     });
     return route_tokens(call, 0, T, logits.get());
   }
   const int64_t tokens = std::min(kTokensPerItem, fraction(T)), items = at::divup(T, tokens);
-  share(items, [&](auto take) {
+  parallel_work_queue(items, [&](auto next_item) {
     const auto logits = scratch<float>(tokens * E);
     GateBlocks<Operand> multiply(call, tokens, E);
     RouteToken route(call);
-    for (int64_t i = take(); i < items; i = take()) {
+    for (int64_t i = next_item(); i < items; i = next_item()) {
       const int64_t first = i * tokens, count = std::min(tokens, T - first);
       multiply(first, count, 0, E, logits.get());
       for (int64_t t = 0; t < count; ++t) route(first + t, &logits[t * E]);

@@ -113,10 +113,10 @@ inline void gate_by_tiles(const Gate& call) {
   const int64_t groups = at::divup(call.T, kTile), threads = at::get_num_threads();
   const int64_t block = std::min(GateTiles::most(call), at::divup(groups, threads) * kTile);
   const int64_t blocks = at::divup(call.T, block);
-  share(blocks, [&](auto take) {
+  parallel_work_queue(blocks, [&](auto next_item) {
     const TileShapes shapes;
     GateTiles run(call, strips);
-    for (int64_t i = take(); i < blocks; i = take()) run(i * block, std::min(block, call.T - i * block));
+    for (int64_t i = next_item(); i < blocks; i = next_item()) run(i * block, std::min(block, call.T - i * block));
   });
 }
 

@@ -28,7 +28,7 @@ template <int R, int N, class Reader>
 [[gnu::flatten]] inline void dot(const Reader& weight, int64_t first_row, const Tokens& tokens, int64_t first) {
   Vec sums[R][N];
   unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { sums[r][n] = Vec(0); }); });
-  const auto rows = weight.some(first_row);
+  const auto rows = weight.row_block(first_row);
   const float* x[N];
   unrolled<N>([&](auto n) { x[n] = tokens.x[first + n]; });
   for_each_vector(weight.columns, [&](int64_t column, auto count) __attribute__((always_inline)) {
@@ -223,7 +223,7 @@ class Panel {
   void fill(const Reader& weight, int64_t row, int64_t begin, int64_t end) {
     for (int64_t r = 0; r < kPanelRows; r += kLanes) {
       const int64_t rows = std::clamp<int64_t>(weight.rows - row - r, 0, kLanes);
-      const auto from = weight.some(row + r);
+      const auto from = weight.row_block(row + r);
       for (int64_t column = begin; column < end; column += kLanes) {
         const int64_t columns = std::min(kLanes, end - column);
         Vec tile[kLanes];

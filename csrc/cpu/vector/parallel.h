@@ -1,4 +1,4 @@
-// Parallel loops: at::parallel_for, and share() on top of it. Both respect torch.set_num_threads.
+// Parallel loops: at::parallel_for, and parallel_work_queue() on top of it. Both respect torch.set_num_threads.
 //
 // The threads are PyTorch's own: two pools would compete for the cores, since OpenMP's threads spin for a while after a
 // loop.
@@ -14,11 +14,12 @@
 
 namespace moe_metal {
 
-// Calls worker(take) on every thread. take() returns the next of the items 0, 1, ..., then `count`. Items are claimed
-// dynamically, so a core that is slowed down by other work does not delay the rest. Results do not depend on the thread
-// that computes an item. A thread claims a few neighbouring items at a time, so that it can prefetch the next one.
+// Calls worker(next_item) on every thread. next_item() returns the next of the items 0, 1, ..., then `count`. Items are
+// claimed dynamically, so a core that is slowed down by other work does not delay the rest. Results do not depend on
+// the thread that computes an item. A thread claims a few neighbouring items at a time, so that it can prefetch the
+// next one.
 template <class Worker>
-void share(int64_t count, Worker&& worker) {
+void parallel_work_queue(int64_t count, Worker&& worker) {
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
   const int64_t run = std::clamp<int64_t>(count / (std::max<int64_t>(threads, 1) * 16), 1, 8);
   std::atomic<int64_t> taken = 0;

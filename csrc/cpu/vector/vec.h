@@ -185,7 +185,7 @@ struct Matrix {
 
   // The interface that products use to read contiguous rows, here those from `first` on; weights/weight_rows.h has the
   // other readers. load() returns the vector of row `r` at a column.
-  struct Some {
+  struct RowBlock {
     const Scalar* data;
     int64_t row;
     template <class Count>
@@ -198,7 +198,7 @@ struct Matrix {
       if constexpr (sizeof(Scalar) == 2) __builtin_prefetch(data + r * row + column, 0, 2);
     }
   };
-  Some some(int64_t first) const { return {data + first * row, row}; }
+  RowBlock row_block(int64_t first) const { return {data + first * row, row}; }
   // The address of an element, the row stride in bytes, and the bytes of so many columns.
   const void* place(int64_t r, int64_t column) const { return data + r * row + column; }
   int64_t row_bytes() const { return row * static_cast<int64_t>(sizeof(Scalar)); }

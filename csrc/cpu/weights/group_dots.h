@@ -12,7 +12,7 @@ template <class Read>
 struct Packed : ScaledRows {
   Read read;
 
-  struct Some {
+  struct RowBlock {
     const Packed& all;
     const uint8_t* data;
     const float *scales, *offsets;
@@ -34,7 +34,7 @@ struct Packed : ScaledRows {
       __builtin_prefetch(data + r * all.row + bytes(column), 0, 2);
     }
   };
-  Some some(int64_t first) const {
+  RowBlock row_block(int64_t first) const {
     return {*this, data + first * row, scales + first * groups, offsets + first * groups};
   }
   const void* place(int64_t r, int64_t column) const { return data + r * row + bytes(column); }
@@ -83,7 +83,7 @@ class GroupDots {
       for (int64_t first = 0; first < weight.columns; first += group, begin += kLanes) {
         Vec all(0);
         for (int64_t c = first; c < first + group; c += kLanes, x += kLanes) {
-          const Vec some = weight.read.codes.in_order(Vec::loadu(tokens.x[n] + c));
+          const Vec some = weight.read.codes.permute_like_load(Vec::loadu(tokens.x[n] + c));
           some.store(x);
           all = all + some;
         }
@@ -99,14 +99,15 @@ class GroupDots {
     constexpr int R = 4, G = N == 1 || kLanes == 16 ? 2 : 1;
     const int64_t later = weight.later(R);
     int64_t row = 0;
-    for (; row + R <= weight.rows; row += R) some_rows<R, N, G>(weight, row, tokens, group, weight.ahead(row + later));
-    for (; row < weight.rows; ++row) some_rows<1, N, G>(weight, row, tokens, group, weight.ahead(row + later));
+    for (; row + R <= weight.rows; row += R)
+      multiply_block<R, N, G>(weight, row, tokens, group, weight.ahead(row + later));
+    for (; row < weight.rows; ++row) multiply_block<1, N, G>(weight, row, tokens, group, weight.ahead(row + later));
   }
 
   template <int R, int N, int G, class Group>
-  [[gnu::flatten]] void some_rows(const Packed<Read>& weight, int64_t first, const Tokens& tokens, Group group,
-                                  const uint8_t* ahead) const {
-    const auto rows = weight.some(first);
+  [[gnu::flatten]] void multiply_block(const Packed<Read>& weight, int64_t first, const Tokens& tokens, Group group,
+                                       const uint8_t* ahead) const {
+    const auto rows = weight.row_block(first);
     Vec sums[R][N];
     unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { sums[r][n] = Vec(0); }); });
     int64_t g = 0;
@@ -129,7 +130,7 @@ class GroupDots {
 
   // Products of G groups of R rows.
   template <int R, int N, int G, class Group>
-  [[gnu::always_inline]] inline void some_groups(const typename Packed<Read>::Some& rows, int64_t g, Group group,
+  [[gnu::always_inline]] inline void some_groups(const typename Packed<Read>::RowBlock& rows, int64_t g, Group group,
                                                  const uint8_t* ahead, Vec (&sums)[R][N]) const {
     const Packed<Read>& weight = rows.all;
     Vec parts[R][N][G];
@@ -148,7 +149,7 @@ class GroupDots {
           Vec of_tokens[N];
           unrolled<N>([&](auto n) { of_tokens[n] = Vec::loadu(x + n * weight.columns + here); });
           unrolled<R>([&](auto r) {
-            const Vec codes = weight.read.quick(rows.data + r * weight.row, column);
+            const Vec codes = weight.read.load_permuted(rows.data + r * weight.row, column);
             unrolled<N>([&](auto n) { parts[r][n][i] = at::vec::fmadd(codes, of_tokens[n], parts[r][n][i]); });
           });
         });

@@ -6,7 +6,8 @@
 //   kGroup                columns that share a scale, if it is the same for all weights of the format
 //   kOffset               whether a value is scale * code + offset, or scale * code
 //   operator()            the codes of a vector of a row's columns, as floats
-//   quick                 the same in a permuted order, which codes.in_order() applies to the tokens' numbers, and in
+//   load_permuted                 the same in a permuted order, which codes.permute_like_load() applies to the tokens'
+//   numbers, and in
 //                         units of kUnit; with an offset, kMiddle is the middle of the codes
 //   floats                with NEON, instead of these two: the codes of 16 columns, in units of kUnit
 //   Dots, Tiles           products with few tokens, and with more, for instructions that the processor may have
@@ -38,25 +39,26 @@ class PackedRows final : public WeightRows {
 
   void product(const RowRange& rows, const RowRange& next, const Tokens& tokens, std::optional<Panel>& panel) override {
     const uint8_t* after = rows_.prefetched(rows, next);
-    if (panel) return by_panels(rows_.some(rows, 0, rows.count, after), tokens, panel);
+    if (panel) return by_panels(rows_.bind_rows(rows, 0, rows.count, after), tokens, panel);
     out_.resize(tokens.count);
     const bool tiles = bfloat16_ && Read::Tiles::takes(rows_.shape(), tokens.count);
     const int64_t at_once = tiles ? rows_.kMaxRowsAtOnce : rows_.rows_at_once();
     for (int64_t first = 0; first < rows.count; first += at_once) {
       for (int64_t n = 0; n < tokens.count; ++n) out_[n] = tokens.out[n] + first;
-      some_rows(rows, first, std::min(at_once, rows.count - first), after, {tokens.x, out_.data(), tokens.count});
+      multiply_block(rows, first, std::min(at_once, rows.count - first), after, {tokens.x, out_.data(), tokens.count});
     }
   }
   void dequantize(int64_t expert, int64_t row, float* to) override {
-    unpacked_.unpack(rows_.some({expert, row, 1}, 0, 1, nullptr), 0, to);
+    unpacked_.unpack(rows_.bind_rows({expert, row, 1}, 0, 1, nullptr), 0, to);
   }
 
  private:
-  void some_rows(const RowRange& range, int64_t skip, int64_t count, const uint8_t* after, const Tokens& tokens) {
+  void multiply_block(const RowRange& range, int64_t skip, int64_t count, const uint8_t* after, const Tokens& tokens) {
     constexpr bool kReadsScales = Read::Dots::kReadsScales;
     static_assert(!kReadsScales || std::is_same_v<typename Read::Tiles, NoDots>);
     const bool later = kReadsScales && bfloat16_ && Read::Dots::takes(rows_.shape(), tokens.count);
-    const auto& rows = later ? rows_.without_scales(range, skip, count, after) : rows_.some(range, skip, count, after);
+    const auto& rows =
+        later ? rows_.without_scales(range, skip, count, after) : rows_.bind_rows(range, skip, count, after);
     if (!scaled_last(rows, tokens)) return scaled_first(rows, tokens);
     // The result of a token without digits is NaN, and the sum of a group may be infinite before it is scaled. Such
     // tokens are computed again, with each number scaled first.

@@ -23,7 +23,7 @@ class PackedWeightRows {
   }
 
   // `count` of these rows from `skip` on, valid until the next call. The other rows, and then `next`, are read later.
-  const Packed<Read>& some(const RowRange& rows, int64_t skip, int64_t count, const uint8_t* next) {
+  const Packed<Read>& bind_rows(const RowRange& rows, int64_t skip, int64_t count, const uint8_t* next) {
     without_scales(rows, skip, count, next);
     return with_scales(rows, skip);
   }

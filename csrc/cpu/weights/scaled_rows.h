@@ -43,7 +43,7 @@ struct NoDots {
 
 // A cache of tokens in the layout that a product needs: tokens of `down` are used again for each block of the output.
 // Tokens must not change during the lifetime of this object.
-class TokenForms {
+class PreparedTokenCache {
  public:
   // Returns the form of these tokens, which is valid until the next call. If it is not in the cache, make(form) writes
   // it, to at most `bytes` bytes, and returns the number of bytes used.

@@ -27,7 +27,7 @@ class UnpackedRows {
 #ifdef MOE_METAL_HAS_NEON
     unpack_by_sixteen(rows, r, to);
 #else
-    const auto some = rows.some(r);
+    const auto some = rows.row_block(r);
     for_each_vector(rows.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
 #endif
   }

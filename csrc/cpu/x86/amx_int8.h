@@ -278,7 +278,7 @@ class IntegerTiles {
   }
 
   std::optional<TileShapes> shapes_;  // of this thread, which computes all products of this object
-  TokenForms forms_;
+  PreparedTokenCache forms_;
 };
 
 }  // namespace moe_metal

@@ -105,13 +105,13 @@ class E4m3Dots {
   void all_rows(const ScaledRows& rows, const char* const* forms, float* const* out) const {
     const int64_t later = R + rows.later(R);
     int64_t row = 0;
-    for (; row + R <= rows.rows; row += R) some_rows<R, N>(rows, row, rows.ahead(row + later), forms, out);
-    for (; row < rows.rows; ++row) some_rows<1, N>(rows, row, rows.ahead(row + later), forms, out);
+    for (; row + R <= rows.rows; row += R) multiply_block<R, N>(rows, row, rows.ahead(row + later), forms, out);
+    for (; row < rows.rows; ++row) multiply_block<1, N>(rows, row, rows.ahead(row + later), forms, out);
   }
 
   template <int R, int N>
-  [[MOE_METAL_BF16]] void some_rows(const ScaledRows& rows, int64_t first, const uint8_t* ahead,
-                                    const char* const* forms, float* const* out) const {
+  [[MOE_METAL_BF16]] void multiply_block(const ScaledRows& rows, int64_t first, const uint8_t* ahead,
+                                         const char* const* forms, float* const* out) const {
     constexpr int V = EightBits::kVectors;
     constexpr int64_t kColumns = EightBits::kColumns;
     const int64_t chunks = at::divup(rows.columns, kColumns);
@@ -159,7 +159,7 @@ class E4m3Dots {
   }
 
   EightBits numbers_;
-  TokenForms forms_;
+  PreparedTokenCache forms_;
 };
 
 }  // namespace moe_metal

@@ -1,4 +1,4 @@
-// Packed numbers, rounded to bfloat16 for products of tiles.
+// Converts packed numbers to bfloat16 for products of tiles.
 #pragma once
 #include <bit>
 
@@ -7,19 +7,19 @@
 #include "cpu/x86/tiles.h"
 
 namespace moe_metal {
-namespace {  // so that a compiler knows all calls of a function and may specialise it
+namespace {  // internal linkage, so that the compiler can specialise functions for their calls
 
 [[MOE_METAL_BF16, gnu::always_inline]] inline __m512i both(const Vec& low, const Vec& high) {
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
 }
 
-// Blocks of 32 columns of a row, rounded to bfloat16. Codes of up to 5 bits are looked up in the values of all codes,
-// which are rounded once for each scale.
+// Rounds blocks of 32 columns of a row to bfloat16. Codes of up to 5 bits are looked up in a table of the values of all
+// codes, which is rounded once for each scale.
 template <class Read>
 class Rounded {
  public:
-  // N blocks from a column on, to N tiles. `scale` and `offset` are the first column's; Group columns, or with 64 at
-  // least as many, share one.
+  // Writes N blocks from a column on to N tiles. `scale` and `offset` are those of the first column; Group columns
+  // share one (64 means at least 64).
   template <int N, int Group>
   [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read& read, const uint8_t* row, int64_t column,
                                                            const float* scale, const float* offset,
@@ -45,7 +45,7 @@ class Rounded {
       }
     }
   }
-  // For later rows, where it lasts.
+  // Saves the state for later rows, in formats where that is useful.
   static void keep(Rounded&) {}
 
  private:
@@ -56,18 +56,18 @@ class Rounded {
     }
     return both(codes[0] * scales[0], codes[1] * scales[1]);
   }
-  // There is room for 32 values: 16 where the halves of the columns have scales of their own.
+  // The table has 32 values, or 16 for each half of the columns if the halves have different scales.
   static constexpr bool looks_up(int group) {
     const bool few_bits = Read::kBytes * 8 < 5 * Read::kColumns;
     return requires(const Read& read) { read.words(nullptr, 0); } && (few_bits || group >= kDepth);
   }
-  // Bit 4 says which half of the columns a code is in.
+  // Bit 4 is the half of the columns that a code is in.
   static __m512i with_half(__m512i codes) {
     return with_bit<4>(_mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1), codes);
   }
 };
 
-// e4m3 by its magnitudes' bytes, of which each scale, one for 128 rows and columns, has its own.
+// e4m3: a table of scaled magnitudes, which is computed for each new scale; a scale is for 128 rows and columns.
 template <class Read>
   requires Read::kScalesAreRare
 class Rounded<Read> {
@@ -77,7 +77,7 @@ class Rounded<Read> {
                                                            const float* scale, const float*, at::BFloat16* to) {
     if (std::bit_cast<uint32_t>(*scale) != last_) renew(read, *scale);
     const uint8_t* from = row + column;
-    // The halves of eight bytes apart, which come out side by side.
+    // Reorders groups of eight bytes, so that the results are in order.
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const __m512i bytes = N == 2 ? _mm512_loadu_si512(from)
                                  : _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));

@@ -98,7 +98,7 @@ struct TokenGroups {
   const at::BFloat16* data;
   int64_t size, tokens;
   int64_t count() const { return at::divup(tokens, kTile); }
-  TokenGroups some(int64_t group, int64_t most) const {
+  TokenGroups subrange(int64_t group, int64_t most) const {
     return {data + group * size, size, std::min(tokens - group * kTile, most * kTile)};
   }
 };

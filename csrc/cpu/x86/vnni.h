@@ -108,8 +108,8 @@ class IntegerDots {
     constexpr int R = 4;
     const int64_t later = R + rows.later(R);
     int64_t row = 0;
-    for (; row + R <= rows.rows; row += R) some_rows<R, N>(rows, row, rows.ahead(row + later), forms, out);
-    for (; row < rows.rows; ++row) some_rows<1, N>(rows, row, rows.ahead(row + later), forms, out);
+    for (; row + R <= rows.rows; row += R) multiply_block<R, N>(rows, row, rows.ahead(row + later), forms, out);
+    for (; row < rows.rows; ++row) multiply_block<1, N>(rows, row, rows.ahead(row + later), forms, out);
   }
 
   // The numbers of a lane are in one group, whose scale the lane gets.
@@ -123,8 +123,8 @@ class IntegerDots {
   }
 
   template <int R, int N>
-  [[MOE_METAL_VNNI]] void some_rows(const ScaledRows& rows, int64_t first, const uint8_t* ahead,
-                                    const char* const* forms, float* const* out) const {
+  [[MOE_METAL_VNNI]] void multiply_block(const ScaledRows& rows, int64_t first, const uint8_t* ahead,
+                                         const char* const* forms, float* const* out) const {
     constexpr int P = std::max<int>(1, Numbers::kColumns / kColumns);  // chunks of a block
     const int64_t whole = rows.columns / kColumns;
     const uint8_t* data = rows.data + first * rows.row;
@@ -253,7 +253,7 @@ class IntegerDots {
     return _mm512_dpbusd_epi32(first, numbers[1], _mm512_load_si512(digits[1]));
   }
 
-  TokenForms forms_;
+  PreparedTokenCache forms_;
 };
 
 }  // namespace moe_metal

@@ -27,7 +27,7 @@ class WeightStrips {
     for (int w = 0; w < 2 && packed() && !ahead; ++w)
       packed_strips_[w]->pack(0, kTile, 0, weight_.columns, strips_.panel(w));
     for (int64_t g = 0; g < groups.count(); g += kGroups) {
-      const TokenGroups some = groups.some(g, kGroups);
+      const TokenGroups some = groups.subrange(g, kGroups);
       if (g == 0 && ahead)
         unpack_and_multiply(some, groups.count() > kGroups);
       else

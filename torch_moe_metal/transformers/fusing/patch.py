@@ -126,13 +126,13 @@ def model_of(given: object, caller: str) -> nn.Module:
 
 
 def select(model: nn.Module, implementation: str | None) -> None:
-    """Put back what this model's configuration had, without its checks and without a word to other configurations."""
+    """Restore the model's own setting, without transformers' checks and without changing other configurations."""
     model.config._experts_implementation_internal = implementation
 
 
 def select_attention(model: nn.Module) -> None:
-    """Our attention for the models whose layers are fused: in the place of PyTorch's, and of eager attention where
-    transformers knows no other for the model, so that nobody has chosen it."""
+    """Select our attention for models whose layers are fused. It replaces PyTorch's attention, and eager attention only
+    if transformers has no other for the model, so that eager is not the user's choice."""
     layers = [layer for layer in model.modules() if isinstance(layer, LAYERS)]
     attentions = [part for part in model.modules() if isinstance(part, FusedProjections)]
     fused = {id(attention.config) for attention in (*attentions, *(layer.self_attn for layer in layers))}
