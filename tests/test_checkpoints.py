@@ -989,10 +989,13 @@ print([str(warning.message) for warning in said], auto.AUTO_QUANTIZER_MAPPING["m
     assert "quantised checkpoints are not loaded packed, since" in said and "Mxfp4HfQuantizer" in said
 
 
+IMPORTED_FIRST = ["quantizers", "integrations.metal_quantization", "core_model_loading", "integrations.finegrained_fp8"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["quantizers", "integrations.metal_quantization", "core_model_loading", "integrations.finegrained_fp8"])
+@pytest.mark.parametrize("first", IMPORTED_FIRST)
 def test_registration_with_any_import_order(first):
-    """Modules of transformers that import its quantizers are incomplete at that time, and some imports fail at first."""
+    """Modules of transformers that import its quantizers are incomplete at that time. Some imports fail at first."""
     script = f"""
 import warnings, torch_moe_metal
 warnings.simplefilter("error", UserWarning)
