@@ -66,6 +66,14 @@ GRANITE = {
     "residual_multiplier": 0.5,
     "attention_multiplier": 0.1,
 }
+LLAMA4 = {  # the layers without rope are those of the published models
+    "intermediate_size_mlp": 512,
+    "num_hidden_layers": 4,
+    "use_qk_norm": True,
+    "attention_chunk_size": 32,
+    "no_rope_layers": ABSENT,
+    "floor_scale": ABSENT,
+}
 HUNYUAN = {"num_shared_expert": [1, 1], "moe_intermediate_size": [256, 256], "num_experts_per_tok": ABSENT}
 HUNYUAN_A13B = {
     "num_attention_heads": 2,
@@ -121,19 +129,8 @@ MODELS: dict[str, tuple[str, dict]] = {
     ),
     "qwen35moe": ("qwen3_5_moe_text", LINEAR),
     "qwen3next": ("qwen3_next", LINEAR),
-    "llama4": (
-        "llama4_text",
-        {"intermediate_size_mlp": 512, "interleave_moe_layer_step": 2, "num_hidden_layers": 4, "use_qk_norm": True},
-    ),
-    "llama4-scout": (
-        "llama4_text",
-        {
-            "intermediate_size_mlp": 512,
-            "num_hidden_layers": 4,
-            "rope_parameters": LLAMA3,
-            "use_qk_norm": True,
-        },
-    ),
+    "llama4": ("llama4_text", LLAMA4 | {"interleave_moe_layer_step": 2}),
+    "llama4-scout": ("llama4_text", LLAMA4 | {"rope_parameters": LLAMA3}),
     "ernie4_5-moe": (
         "ernie4_5_moe",
         {"moe_num_experts": 8, "moe_k": 3, "num_experts_per_tok": ABSENT, "intermediate_size": 1024},

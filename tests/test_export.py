@@ -17,7 +17,7 @@ OPS = {
     "qwen3_moe": {"norm": 3, "rope": 2, "residual_norm": 2, "gate": 2, "experts": 2},
     "gemma4_text": {"gate": 2, "experts": 2, "norm": 9, "rope": 2, "norm_add": 4, "weighted_sum_dual_norm_add": 2},
     "gpt_oss": {"norm": 3, "rope": 2, "attention": 2, "residual_norm": 2, "gate": 2, "experts": 2},
-    "llama4_text": {"route": 2, "experts": 2, "weighted_sum": 2},
+    "llama4_text": {"norm": 2, "rope": 1, "route": 2, "experts": 2, "weighted_sum": 2},
 }
 each_strictness = pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 

@@ -16,7 +16,7 @@ import torch_moe_metal
 from checkpoints import formats
 from checks import relative
 from gguf_files import Q4_K_M
-from tiny_models import tokens
+from tiny_models import left_without_need, tokens
 from torch_moe_metal import gguf
 from torch_moe_metal.formats import FORMATS
 from torch_moe_metal.gguf import in_transformers
@@ -50,7 +50,7 @@ def check(path: Path, source: nn.Module, device: str = "cpu") -> nn.Module:
     model = load(path, device)
     assert relative(model(ids.to(device)).logits.cpu(), expected) <= TOLERANCE
     report = torch_moe_metal.patch(model)
-    assert not report["left"], str(report)
+    assert not left_without_need(report), str(report)
     assert relative(model(ids.to(device)).logits.cpu(), expected) <= TOLERANCE
     return model
 
@@ -265,7 +265,7 @@ def test_patch_takes_transformers_own_modules(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(Kernel, "dequantize", None)  # it must not be called from here on
     monkeypatch.setattr(kernels, "_gguf_kernel", None)
     report = torch_moe_metal.patch(model)
-    assert not report["left"] and "model.layers.0.mlp" in report["fused"], str(report)
+    assert not left_without_need(report) and "model.layers.0.mlp" in report["fused"], str(report)
     assert not any(isinstance(module, GgufLinear | GgufExperts | GgufEmbedding) for module in model.modules())
     assert relative(model(ids).logits.cpu(), expected) <= TOLERANCE
     torch_moe_metal.unpatch(model)

@@ -130,7 +130,7 @@ def test_libraries_compile_in_parallel(tmp_path: Path) -> None:
     """Each of two compilers waits until the other one has started."""
     script = """
 with ThreadPoolExecutor(2) as pool:
-    both = [pool.submit(message, glu, x, x), pool.submit(message, norm_add, x, x, x[0])]
+    both = [pool.submit(message_of, glu, x, x), pool.submit(message_of, norm_add, x, x, x[0])]
 print(*("met another" in one.result() for one in both))
 """
     assert lines_of(script, MEETS, tmp_path) == ["True True"]

@@ -132,7 +132,7 @@ def test_the_host_does_not_wait(mps: str):
 
 def test_no_slot_of_any_expert(mps: str):
     """No tile has rows then."""
-    case = grouped_suite.case(*grouped_suite.BIASES, *grouped_suite.BESIDE)
+    case = grouped_suite.case(*grouped_suite.BIASES, *grouped_suite.ADDED)
     args = grouped_suite.arguments(case)
     args["ids"] = torch.full_like(args["ids"], -1)
     with units():

@@ -10,6 +10,9 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from torch_moe_metal.transformers import Report
+from torch_moe_metal.transformers.fusing.families import RECURRENT
+
 VOCABULARY = 89
 COMMON = {
     "vocab_size": 99,
@@ -183,6 +186,11 @@ def randomised(model: torch.nn.Module) -> torch.nn.Module:
 def tokens(*shape: int, device: str = "cpu", seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCABULARY, shape, generator=generator).to(device)
+
+
+def left_without_need(report: Report) -> list[str]:
+    """The modules that `patch` left, except those with a recurrent state."""
+    return [row.name for row in report.rows if row.state == "left" and row.note != RECURRENT]
 
 
 def eager(model: torch.nn.Module) -> torch.nn.Module:

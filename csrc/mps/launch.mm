@@ -56,10 +56,10 @@ bool is_apple_gpu(id<MTLDevice> device) { return [device supportsFamily:MTLGPUFa
 
 void check_device(id<MTLDevice> device) {
   TORCH_CHECK(is_macos_at_least(14),
-              "moe_metal: expected macOS 14 or newer, whose Metal knows bfloat16; this one is older");
+              "moe_metal: expected macOS 14 or newer, whose Metal supports bfloat16; this one is older");
   TORCH_CHECK(is_apple_gpu(device),
               "moe_metal: expected an Apple GPU of family 7 or newer, as every Apple silicon Mac ", "has; ",
-              [[device name] UTF8String], " is none: a virtual Mac's GPU lacks what the kernels need");
+              [[device name] UTF8String], " is not one: a virtual Mac's GPU lacks features that the kernels need");
   TORCH_CHECK([device maxThreadgroupMemoryLength] >= kThreadgroupMemory, "moe_metal: expected a GPU with ",
               kThreadgroupMemory, " bytes of threadgroup memory; ", [[device name] UTF8String], " has ",
               [device maxThreadgroupMemoryLength]);
@@ -111,7 +111,7 @@ const char* shader_text(const std::string& shader) {
   for (const ShaderText& each : shader_texts) {
     if (shader == each.name) return each.text;
   }
-  TORCH_CHECK(false, "moe_metal: this build holds no shaders/", shader, ".metal; rebuild it");
+  TORCH_CHECK(false, "moe_metal: this build does not contain shaders/", shader, ".metal; rebuild it");
 }
 
 // The compile time of each library, in the order in which they were finished.
@@ -163,7 +163,7 @@ std::string host_name(const Kernel& kernel) {
 id<MTLComputePipelineState> compile_pipeline(id<MTLDevice> device, id<MTLLibrary> library, const Kernel& kernel,
                                              const std::string& name) {
   id<MTLFunction> function = [[library newFunctionWithName:text(name)] autorelease];
-  TORCH_CHECK(function, "moe_metal: shaders/", kernel.shader, ".metal holds no kernel ", name);
+  TORCH_CHECK(function, "moe_metal: shaders/", kernel.shader, ".metal has no kernel ", name);
   MTLComputePipelineDescriptor* descriptor = [[[MTLComputePipelineDescriptor alloc] init] autorelease];
   [descriptor setLabel:text(name)];
   [descriptor setComputeFunction:function];
@@ -319,8 +319,8 @@ Failure& failure() {
 void note_failure(NSError* error, int64_t dispatches, const Pipeline* last) {
   std::lock_guard lock(failure().mutex);
   if (failure().is_there) return;
-  failure().what = "after " + std::to_string(dispatches) + " of our kernels, of which " + [last->name UTF8String] +
-                   " was the last: " + reason(error);
+  failure().what = "after " + std::to_string(dispatches) + " of our kernels, the last of which was " +
+                   [last->name UTF8String] + ": " + reason(error);
   failure().is_there = true;
 }
 
@@ -328,8 +328,8 @@ void raise_failure() {
   if (!failure().is_there) return;
   std::lock_guard lock(failure().mutex);
   if (!failure().is_there.exchange(false)) return;  // another thread has raised it
-  TORCH_CHECK(false, "moe_metal: the GPU gave up on earlier work, ", failure().what,
-              "\nWhat was computed there and since is not right.");
+  TORCH_CHECK(false, "moe_metal: the GPU aborted earlier work, ", failure().what,
+              "\nResults of that work and later ones may be wrong.");
 }
 
 // Whether PyTorch makes a new command buffer for each commit and keeps it forever, as it does for signposts and

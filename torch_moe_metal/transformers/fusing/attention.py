@@ -141,8 +141,21 @@ def attention_mask(
 
 def leave_paged_caches(manager: type) -> None:
     """Make transformers' manager of continuous batching use its own attention where ours is selected: all requests are
-    one sequence there, with keys and values in pages. When the manager stops, ours is selected again."""
-    stock_switch, stock_stop = manager.switch_to_cb_friendly_attn, manager.stop
+    one sequence there, with keys and values in pages. Ours is selected again when the manager stops or fails to start."""
+    stock_init, stock_switch, stock_stop = manager.__init__, manager.switch_to_cb_friendly_attn, manager.stop
+
+    def select_again(self) -> None:
+        for config in self._moe_metal:
+            config._attn_implementation_internal = NAME
+        self._moe_metal = ()
+
+    @functools.wraps(stock_init)
+    def __init__(self, *args, **kwargs) -> None:
+        try:
+            stock_init(self, *args, **kwargs)
+        except BaseException:
+            select_again(self)
+            raise
 
     @functools.wraps(stock_switch)
     def switch_to_cb_friendly_attn(self, model: nn.Module, auto_switch_to_flash: bool = True) -> None:
@@ -156,12 +169,10 @@ def leave_paged_caches(manager: type) -> None:
     @functools.wraps(stock_stop)
     def stop(self, *args, **kwargs) -> None:
         stock_stop(self, *args, **kwargs)
-        for config in self._moe_metal:
-            config._attn_implementation_internal = NAME
-        self._moe_metal = ()
+        select_again(self)
 
     manager._moe_metal = ()
-    manager.switch_to_cb_friendly_attn, manager.stop = switch_to_cb_friendly_attn, stop
+    manager.__init__, manager.switch_to_cb_friendly_attn, manager.stop = __init__, switch_to_cb_friendly_attn, stop
 
 
 def register() -> None:
