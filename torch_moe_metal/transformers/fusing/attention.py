@@ -141,7 +141,7 @@ def attention_mask(
 
 def leave_paged_caches(manager: type) -> None:
     """Make transformers' manager of continuous batching use its own attention where ours is selected: all requests are
-    one sequence there, with keys and values in pages. Ours is selected again when the manager stops or fails to start."""
+    one sequence there, with keys and values in pages. When the manager stops or fails, ours is selected again."""
     stock_init, stock_switch, stock_stop = manager.__init__, manager.switch_to_cb_friendly_attn, manager.stop
 
     def select_again(self) -> None:
