@@ -23,6 +23,8 @@ MAX_FLOPS = {"cpu": math.inf, "mps": 1e9 if SIMULATED else math.inf}  # more wou
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # The pytest processes that tests start have options of their own.
+    os.environ.pop("PYTEST_ADDOPTS", None)
     # A shell's background jobs ignore Ctrl-C, and the commands that the tests start would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "cases(list): run with each of these cases on each device")

@@ -15,11 +15,10 @@ NEW_TOKENS = 8
 GREEDY = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
 #: Models that transformers' paged cache does not support, and its error. The first three raise before anything runs.
 NOT_PAGED = {
-    "qwen3_next": "linear_attention",
-    "qwen3_5_moe_text": "linear_attention",
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text", "jamba", "kimi_linear", "bailing_hybrid"), "linear_attention"),
     "llama4_text": "chunked_attention",
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mimo_v2_flash"), "slice shapes"
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mimo_v2_flash", "mistral4"), "slice shapes"
     ),  # keys and values
 }
 FAST = ("qwen3_moe", "gpt_oss")

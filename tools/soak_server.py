@@ -76,7 +76,7 @@ def soak(process: served.Process, seconds: float, clients: int) -> tuple[list[Sa
                 if time.monotonic() > until:
                     break
             memory = observed.memory_info().rss / 2**20
-            samples.append(Sample(time.monotonic() - start, client.done.total(), memory, 0.0, {}))
+            samples.append(Sample(time.monotonic() - start, client.done.total(), memory, {}))
             print(f"{samples[-1].seconds / 60:5.2f} min {client.done.total():6} requests {memory:7.1f} MiB", flush=True)
     return samples, client.done, errors
 

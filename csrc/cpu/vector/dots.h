@@ -161,6 +161,8 @@ inline void product_by_columns(const Matrix<Scalar>& weight, const Tokens& token
 // like contiguous columns. That takes fewer loads per product, and no sum across a vector per result.
 class Panel {
  public:
+  static constexpr int64_t kPanelRows = 2 * kLanes;
+
   // `out` must have room for whole panels: results of rows beyond the last are 0.
   template <class Reader>
   void product(const Reader& weight, const Tokens& tokens) {
@@ -183,7 +185,7 @@ class Panel {
 
  private:
   static constexpr int kVectors = 2, kTokensPerPass = kVectorsOfRows / kVectors, kTailTokens = 4;
-  static constexpr int64_t kPanelRows = kVectors * kLanes, kPanelColumns = 256;
+  static constexpr int64_t kPanelColumns = 256;
 
   // Prefetches the next panel, a cache line at a time, while this one is multiplied.
   class PanelPrefetch {

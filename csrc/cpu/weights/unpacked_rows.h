@@ -68,8 +68,8 @@ class UnpackedRows {
   }
 #endif
 
-  // As many as a panel has, or as are multiplied together and stay in the first cache.
-  static constexpr int64_t kAtOnce = kUnpacksInRegisters ? 4 : 8;
+  // Whole panels, which write all their rows, or as many rows as are multiplied together and stay in the first cache.
+  static constexpr int64_t kAtOnce = kUnpacksInRegisters ? 4 : Panel::kPanelRows;
   std::unique_ptr<float[], Free> floats_;
   int64_t columns_ = 0;
   std::vector<float*> out_;
