@@ -66,7 +66,8 @@ def test_what_is_recorded_lies_like_what_is_replayed(op: str, mps: str):
         assert (tensor.storage_offset(), storage) == (want.storage_offset(), want.untyped_storage().nbytes()), name
 
 
-RECORDED = [number for number in tune.NUMBERS if not number.name.startswith("commit_")]  # traces have no commits
+# Traces have no commits, and the translation to CUDA has no matmul2d of Apple's.
+RECORDED = [number for number in tune.NUMBERS if not number.name.startswith(("commit_", "tensor_ops"))]
 
 
 @pytest.mark.parametrize("number", RECORDED, ids=lambda number: number.name)
