@@ -14,7 +14,6 @@ from transformers.masking_utils import (
 
 import torch_moe_metal
 from checks import relative
-from conftest import SIMULATED
 from tiny_models import eager, tiny_model, tokens
 from torch_moe_metal import reference
 from torch_moe_metal.grad import warned
@@ -50,8 +49,6 @@ FAMILIES = ["qwen3_moe", "gpt_oss", "gemma4_text", "deepseek_v3"]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_with_padding(family: str, prompt: int, device: str):
     """Equal to eager attention. A window of 8 is shorter than the prompt, and heads share keys."""
-    if device == "mps" and SIMULATED and (prompt > 9 or family == "deepseek_v3"):
-        pytest.skip("the ops' own cases run there")
     changes = {"sliding_window": 8} if family in ("gpt_oss", "gemma4_text") else {}
     ids = tokens(2, prompt, device=device)
     mask = torch.ones_like(ids)
@@ -66,15 +63,12 @@ def test_logits_with_padding(family: str, prompt: int, device: str):
 #: scaled queries and values.
 PATCHED = ("qwen3_next", "llama4_text", "mimo_v2_flash", "hunyuan_v1_moe", "laguna", "kimi_linear", "bailing_hybrid")
 PATCHED += ("flint", "jamba", "mistral4", "qwen3_5_moe_text", "deepseek_v2", "glm4_moe_lite")
-ON_SIMULATED = ("qwen3_next", "llama4_text")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("family", PATCHED)
 def test_patched_attention(family: str, packed: bool, device: str):
     """As eager attention's, with left padding, in prompts and single tokens. unpatch gives back all bits."""
-    if device == "mps" and SIMULATED and (packed or family not in ON_SIMULATED):
-        pytest.skip("the ops' own cases run there")
     model = eager(tiny_model(family, device))
     if packed:
         torch_moe_metal.quantize_(model, bits=8, group_size=16)

@@ -208,7 +208,7 @@ def test_a_stream_that_makes_a_command_buffer_for_each_commit(mps: str, commits_
             got = call(torch.ops.moe_metal.experts, "experts", case.arguments(mps), case.options)
         with metal_sim.failing_commits(TIMEOUT):
             torch.ops.moe_metal.glu(x, x)
-        with pytest.raises(RuntimeError, match="of which glu_float was the last"):
+        with pytest.raises(RuntimeError, match="the last of which was glu_float"):
             torch.ops.moe_metal.glu(x, x)
     assert record.commits == 4
     assert_matches(got, expected("experts", case.arguments(), case.options), case.longest_sum)
