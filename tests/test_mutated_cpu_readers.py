@@ -155,6 +155,8 @@ def reached_by(fault: Fault) -> set[str]:
         return OF_AMX - {"affine_rows_across_bytes", "float_rows"}
     if fault.file in ("x86/avx512_bf16.h", "x86/tiles.h", "experts/experts_tiles.h"):
         return {"experts"}
+    if fault.test == GGUF_LINEAR and fault.file == "x86/rounded.h":
+        return {"ggml_k_rows_of_16"}  # a scale for each half of 32 columns
     if "ggml" in fault.file:
         return {"ggml_k_rows" if "ggml_k" in fault.file else "ggml_32_rows", "ggml_k_rows_of_16"}
     # Scales of rows, and factors, are those of floats, and offsets make NaN of an infinite number in any case.
