@@ -72,12 +72,20 @@ print(*made(), len(record.dispatches), len({*record.kernels}))
 
 
 @pytest.mark.slow
-def test_a_patched_model_compiles_no_more() -> None:
+@pytest.mark.parametrize(
+    ("families", "use"),
+    [
+        (("qwen3_moe", "gpt_oss", "gemma4_text", "llama4_text"), "torch_moe_metal.patch(model)"),
+        (("qwen3_moe", "gpt_oss"), 'model.set_experts_implementation("moe_metal")'),
+    ],
+    ids=["patch", "experts_implementation"],
+)
+def test_a_warm_model_compiles_no_more(families: tuple[str, ...], use: str) -> None:
     """After warm-up neither a prompt nor single tokens compile anything."""
-    script = """
-for family in ("qwen3_moe", "gpt_oss", "gemma4_text", "llama4_text"):
+    script = f"""
+for family in {families}:
     model, cold = tiny_model(family, "mps"), made()
-    torch_moe_metal.patch(model)
+    {use}
     torch_moe_metal.warm_up(model, wait=True)
     warm = made()
     with metal_sim.record() as record:
@@ -86,7 +94,7 @@ for family in ("qwen3_moe", "gpt_oss", "gemma4_text", "llama4_text"):
     print(family, warm > cold, made() == warm, len(record.dispatches) > 5)
 """
     lines = lines_of(COUNTED + script)
-    assert len(lines) == 4 and all(line.endswith(" True True True") for line in lines), lines
+    assert len(lines) == len(families) and all(line.endswith(" True True True") for line in lines), lines
 
 
 @pytest.mark.slow
@@ -168,23 +176,6 @@ def test_experts_implementation_is_warmed_up(family: str, experts: str, started:
     model.set_experts_implementation("moe_metal")
     torch_moe_metal.warm_up(model, wait=True)
     assert started[0] == experts and not any("Layer" in name or "Block" in name for name in started)
-
-
-@pytest.mark.slow
-def test_experts_implementation_compiles_no_more() -> None:
-    script = """
-for family in ("qwen3_moe", "gpt_oss"):
-    model, cold = tiny_model(family, "mps"), made()
-    model.set_experts_implementation("moe_metal")
-    torch_moe_metal.warm_up(model, wait=True)
-    warm = made()
-    with metal_sim.record() as record:
-        for ids in (tokens(1, 40, device="mps"), tokens(1, 1, device="mps")):
-            model(ids)
-    print(family, warm > cold, made() == warm, len(record.dispatches) > 5)
-"""
-    lines = lines_of(COUNTED + script)
-    assert len(lines) == 2 and all(line.endswith(" True True True") for line in lines), lines
 
 
 def test_it_can_be_disabled(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

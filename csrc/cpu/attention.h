@@ -472,8 +472,8 @@ class AttentionTile {
   bool softmax(int64_t lane, const Vec& greatest_of_block) {
     const Vec none(-kInfinity), before = load(greatest() + lane, Whole());
     const Vec now = at::vec::maximum(before, over_lanes(greatest_of_block));
-    const Vec one =
-        Vec::blendv(now, Vec(0), now == none);  // the score of weight 1; rows without keys have weights of 0
+    // The score whose weight is 1. Rows without keys get weights of 0.
+    const Vec one = Vec::blendv(now, Vec(0), now == none);
     const auto power = [&](const Vec& score) { return exp2((score - one) * Vec(1.44269504f)); };
     Vec sums(0), barred(0);
     bool some_barred = false;

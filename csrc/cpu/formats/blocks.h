@@ -177,8 +177,7 @@ inline __m512i four_times_16(const uint8_t* a, const uint8_t* b, const uint8_t* 
 }
 // Loads 32 bytes from each of two addresses.
 inline __m512i two_times_32(const uint8_t* a, const uint8_t* b) {
-  const auto load = [](const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); };
-  return _mm512_inserti64x4(_mm512_castsi256_si512(load(a)), load(b), 1);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(load_256(a)), load_256(b), 1);
 }
 inline __m512i mask_of(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
 inline __m512i low_nibbles(__m512i bytes) { return _mm512_and_si512(bytes, mask_of(15)); }

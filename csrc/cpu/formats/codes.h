@@ -1,8 +1,8 @@
 // Packed numbers of a row as vectors of float, before their scale. The vector at a column begins at a whole byte, and
 // no byte is read beyond its last number's.
 //
-// A product does not mind the order of the lanes where its other factor has the same: permute_like_load(x) is what
-// belongs to load_permuted(from).
+// A product may have its lanes in any order that both factors have: permute_like_load(x) puts x in the order of
+// load_permuted(from).
 #pragma once
 #include <array>
 #include <cmath>
@@ -78,7 +78,7 @@ class Codes {
       return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
     } else {
       const __m512i codes = _mm512_srlv_epi32(words(from), shifts_);
-      if constexpr (bits <= 4) return _mm512_permutexvar_ps(codes, table_);  // which looks at 4 bits alone
+      if constexpr (bits <= 4) return _mm512_permutexvar_ps(codes, table_);  // uses only the lower 4 bits
       return _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32((1 << bits) - 1)));
     }
   }
@@ -181,8 +181,6 @@ class Codes {
     }
     return Vec::loadu(lanes);
   }
-  Vec load_permuted(const uint8_t* from) const { return (*this)(from); }
-  static Vec permute_like_load(const Vec& x) { return x; }
 
  private:
   std::array<float, 1 << bits> values_;
@@ -200,7 +198,7 @@ struct E2m1Codes : Codes<4> {
 // 0x80 carries into a bit that marks it.
 class E4m3 {
  public:
-  static constexpr float kUnit = 256;  // of load_permuted()'s numbers
+  static constexpr float kUnit = 256;  // a value is kUnit times a number of load_permuted()
   [[gnu::always_inline]] static Vec permute_like_load(const Vec& x) { return x; }
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* from, Count count) const {
@@ -245,8 +243,6 @@ class E4m3 {
     for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = values_[from[lane]];
     return Vec::loadu(lanes);
   }
-  Vec load_permuted(const uint8_t* from) const { return (*this)(from, Whole()); }
-  static Vec permute_like_load(const Vec& x) { return x; }
 
  private:
   std::array<float, 256> values_;
@@ -259,7 +255,7 @@ class E4m3 {
 // The base of readers of consecutive numbers without blocks; weights/packed_rows.h describes readers.
 template <class CodesOf, int columns, int bytes>
 struct InARow {
-  static constexpr int kColumns = columns, kBytes = bytes;
+  static constexpr int kColumns = columns, kBytes = bytes, kGroup = 0;
   CodesOf codes;
 #ifdef MOE_METAL_HAS_NEON
   [[gnu::always_inline]] void floats(const uint8_t* row, int64_t column, Sixteen& to) const {
@@ -279,7 +275,6 @@ struct InARow {
   }
 #endif
 #ifdef MOE_METAL_HAS_AVX512
-  static constexpr int kGroup = 0;  // any
   [[MOE_METAL_BF16, gnu::always_inline]] inline __m512i words(const uint8_t* row, int64_t column) const
     requires requires(const CodesOf& some, const uint8_t* from) { some.as_words(from); }
   {

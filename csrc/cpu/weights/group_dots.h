@@ -48,16 +48,11 @@ struct Packed : ScaledRows {
 // vectors along the groups.
 template <class Read>
 class GroupDots {
-  static constexpr int64_t kGroup = [] {  // 0: weights differ in it
-    if constexpr (requires { Read::kGroup; })
-      return Read::kGroup;
-    else
-      return 0;
-  }();
+  static constexpr int64_t kGroup = Read::kGroup;
 
  public:
   static constexpr bool kExists = kUnpacksInRegisters && (kGroup == 0 || kGroup >= 2 * kLanes);
-  static constexpr bool kTakesAll = kExists && kGroup != 0;  // whatever the weight's group is
+  static constexpr bool kTakesAll = kExists && kGroup != 0;  // all weights of the format
 
   template <int N>
   void operator()(const Packed<Read>& weight, const Tokens& tokens) {

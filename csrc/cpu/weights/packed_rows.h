@@ -3,12 +3,11 @@
 //   kColumns, kBytes      columns and bytes of a block of a row
 //   kOwnScales            whether the blocks contain their scales, which scales() reads
 //   kScalesAreRare        whether many columns of many rows share a scale
-//   kGroup                columns that share a scale, if it is the same for all weights of the format
+//   kGroup                columns that share a scale; 0: it depends on the weight
 //   kOffset               whether a value is scale * code + offset, or scale * code
 //   operator()            the codes of a vector of a row's columns, as floats
-//   load_permuted                 the same in a permuted order, which codes.permute_like_load() applies to the tokens'
-//   numbers, and in
-//                         units of kUnit; with an offset, kMiddle is the middle of the codes
+//   load_permuted         with AVX2: the same in a permuted order, which codes.permute_like_load() gives to the tokens'
+//                         numbers, and in units of kUnit; with an offset, kMiddle is the middle of the codes
 //   floats                with NEON, instead of these two: the codes of 16 columns, in units of kUnit
 //   Dots, Tiles           products with few tokens, and with more, for instructions that the processor may have
 #pragma once

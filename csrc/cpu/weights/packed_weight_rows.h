@@ -45,7 +45,7 @@ class PackedWeightRows {
     scales_.prefetch(next.expert, next.first, next.count);
     return place(next.expert, next.first);
   }
-  static constexpr int64_t kMaxRowsAtOnce = 16;  // rows at once
+  static constexpr int64_t kMaxRowsAtOnce = 16;
   // As many rows as have scales that fit in the L1 cache; a multiple of the rows that are multiplied together.
   int64_t rows_at_once() const {
     const int64_t numbers = scales_.groups() * (Read::kOffset ? 2 : 1);

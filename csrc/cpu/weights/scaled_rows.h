@@ -33,7 +33,7 @@ inline bool all_finite(const float* values, int64_t count) {
   return sum(differences) == 0;
 }
 
-// Stands for products with special instructions if there are none for a format or a processor.
+// Products with special instructions, where a format or a processor has none.
 struct NoDots {
   static constexpr int64_t kRowsAtOnce = 1;
   static constexpr bool kReadsScales = false;

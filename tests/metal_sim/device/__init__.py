@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -132,112 +132,75 @@ def record(costs: bool = False, sample: int = 0) -> Iterator[Record]:
 
 
 @contextmanager
-def host_only() -> Iterator[None]:
-    """Check and count dispatches without running kernels, to time the host's side of an op."""
-    torch.ops.metal_sim.set_host_only(True)
+def _setting(name: str, *values: object, normal: tuple, clears: bool = False) -> Iterator[None]:
+    """Change a setting of the simulator, and reset it to `normal` afterwards. `clears`: end the stream's encoder before
+    and after, since it keeps the settings that it was made with."""
+    set_values = getattr(torch.ops.metal_sim, f"set_{name}")
     try:
+        if clears:
+            torch.ops.metal_sim.clear()
+        set_values(*values)
         yield
     finally:
-        torch.ops.metal_sim.set_host_only(False)
+        if clears:
+            torch.ops.metal_sim.clear()
+        set_values(*normal)
 
 
-@contextmanager
-def playing_macos(major: int, minor: int = 0, *, for_older_sdk: bool = False) -> Iterator[None]:
+def host_only() -> AbstractContextManager[None]:
+    """Check and count dispatches without running kernels, to time the host's side of an op."""
+    return _setting("host_only", True, normal=(False,))
+
+
+def playing_macos(major: int, minor: int = 0, *, for_older_sdk: bool = False) -> AbstractContextManager[None]:
     """Behave like another macOS: the Metal languages that compile, and the versions of NSProcessInfo and the kernel.
 
     for_older_sdk: NSProcessInfo reports macOS 26 and newer as 16, as to programs that were linked for an older one."""
-    torch.ops.metal_sim.set_macos(major, minor, for_older_sdk)
-    try:
-        yield
-    finally:
-        torch.ops.metal_sim.set_macos(26, 0, False)
+    return _setting("macos", major, minor, for_older_sdk, normal=(26, 0, False))
 
 
-@contextmanager
-def playing_gpu(name: str, family: int) -> Iterator[None]:
+def playing_gpu(name: str, family: int) -> AbstractContextManager[None]:
     """Behave like another GPU: its name, and its newest Apple family, such as 1007 for M1."""
-    torch.ops.metal_sim.set_gpu(name, family)
-    try:
-        yield
-    finally:
-        torch.ops.metal_sim.set_gpu("Simulated Metal device", 1008)
+    return _setting("gpu", name, family, normal=("Simulated Metal device", 1008))
 
 
-@contextmanager
-def grouped_mm() -> Iterator[None]:
+def grouped_mm() -> AbstractContextManager[None]:
     """Give mps its own kernel of aten::_grouped_mm, as from torch 2.15 on. Rows in no group are NaN in its result."""
-    torch.ops.metal_sim.set_grouped_mm(True)
-    try:
-        yield
-    finally:
-        torch.ops.metal_sim.set_grouped_mm(False)
+    return _setting("grouped_mm", True, normal=(False,))
 
 
-@contextmanager
-def failing_commits(what: str) -> Iterator[None]:
+def failing_commits(what: str) -> AbstractContextManager[None]:
     """Committed command buffers end with an error of that description, as if macOS had aborted them.
 
     Their kernels have run nevertheless, when they were dispatched."""
-    torch.ops.metal_sim.set_commit_error(what)
-    try:
-        yield
-    finally:
-        torch.ops.metal_sim.set_commit_error("")
+    return _setting("commit_error", what, normal=("",))
 
 
-@contextmanager
-def more_threadgroups(count: int = 1) -> Iterator[None]:
+def more_threadgroups(count: int = 1) -> AbstractContextManager[None]:
     """Add threadgroups along x to every dispatch; kernels must ignore them."""
-    torch.ops.metal_sim.set_more_threadgroups(count)
-    try:
-        yield
-    finally:
-        torch.ops.metal_sim.set_more_threadgroups(0)
+    return _setting("more_threadgroups", count, normal=(0,))
 
 
-@contextmanager
-def new_command_buffers() -> Iterator[None]:
+def new_command_buffers() -> AbstractContextManager[None]:
     """The stream makes a new command buffer after each commit, as in PyTorch without commitAndContinue (signposts or a
     capture)."""
-    torch.ops.metal_sim.set_flushes(True)
-    try:
-        yield
-    finally:
-        torch.ops.metal_sim.set_flushes(False)
+    return _setting("flushes", True, normal=(False,))
 
 
-@contextmanager
-def recording_encoders() -> Iterator[None]:
+def recording_encoders() -> AbstractContextManager[None]:
     """Ops get a proxy of the encoder, as in a capture by PyTorch. It forwards other calls, but an op that encodes by
     a call that it does not record raises."""
-    torch.ops.metal_sim.clear()
-    torch.ops.metal_sim.set_records(True)
-    try:
-        yield
-    finally:
-        torch.ops.metal_sim.clear()
-        torch.ops.metal_sim.set_records(False)
+    return _setting("records", True, normal=(False,), clears=True)
 
 
-@contextmanager
-def concurrent_encoders() -> Iterator[None]:
+def concurrent_encoders() -> AbstractContextManager[None]:
     """Encoders order dispatches only by barriers, like MTLDispatchTypeConcurrent."""
-    torch.ops.metal_sim.clear()
-    torch.ops.metal_sim.set_concurrent(True)
-    try:
-        yield
-    finally:
-        torch.ops.metal_sim.set_concurrent(False)
+    return _setting("concurrent", True, normal=(False,), clears=True)
 
 
-@contextmanager
-def last_threadgroups(count: int) -> Iterator[None]:
+def last_threadgroups(count: int) -> AbstractContextManager[None]:
     """Run only the last threadgroups along x of every dispatch, to test the end of tensors too large to compute."""
-    torch.ops.metal_sim.set_last_threadgroups(count)
-    try:
-        yield
-    finally:
-        torch.ops.metal_sim.set_last_threadgroups(0)
+    return _setting("last_threadgroups", count, normal=(0,))
 
 
 def set_orders(*names: str) -> None:

@@ -4,16 +4,10 @@ import numpy as np
 import pytest
 
 from metal_sim import engine
-from metal_sim.engine import BACKWARD, FORWARD, Bytes, Library, Violation, address_spaces, random_order
+from metal_sim.engine import Bytes, Library, Violation, address_spaces
 
+pytestmark = pytest.mark.usefixtures("four_orders")
 GOOD = engine.HERE / "good"
-
-
-@pytest.fixture(autouse=True)
-def settings():
-    engine.set_orders(FORWARD, BACKWARD, random_order(1), random_order(2))
-    engine.set_seconds(60)
-    engine.set_races(True)
 
 
 def source(name):

@@ -5,25 +5,16 @@ import pytest
 
 from metal_sim import engine
 from metal_sim.engine import (
-    BACKWARD,
-    FORWARD,
     Bytes,
     CompileError,
     Library,
     Violation,
     address_spaces,
-    random_order,
     translate,
 )
 
+pytestmark = pytest.mark.usefixtures("four_orders")
 GOOD = (engine.HERE / "good" / "tensor_products.metal").read_text()
-
-
-@pytest.fixture(autouse=True)
-def settings():
-    engine.set_orders(FORWARD, BACKWARD, random_order(1), random_order(2))
-    engine.set_seconds(60)
-    engine.set_races(True)
 
 
 def bfloat(array):

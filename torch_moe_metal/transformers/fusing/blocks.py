@@ -262,8 +262,8 @@ def angles_of(position_embeddings: Tensor | tuple[Tensor, Tensor], kind: str) ->
 
 
 def with_neighbours_paired(heads: Tensor) -> Tensor:
-    """Heads whose pairs are numbers i and i + D / 2 -> heads whose pairs are 2 i and 2 i + 1. Models with complex
-    angles leave pairs like that, and a cache may hold keys of both their making and ours."""
+    """Reorder heads whose pairs are elements i and i + D / 2, so that pairs are 2i and 2i + 1. That is the order of
+    models with complex angles, and a cache may contain keys that they computed."""
     return heads.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 

@@ -214,7 +214,7 @@ def grow_in_place(cache: Cache | None, attention: nn.Module) -> None:
     """Called by each fused layer with the cache that its attention is about to update.
 
     Only transformers' own `DynamicCache` and its two plain kinds of layers change, and only their class. The latents of
-    MLA lie side by side with the keys that rotate, so that both together are the keys of the absorbed form.
+    MLA are stored next to the keys that rotate, so that both together are the keys of the absorbed form.
     """
     if type(cache) is not DynamicCache or cache.offloading or torch.compiler.is_compiling():
         return
@@ -228,7 +228,7 @@ def grow_in_place(cache: Cache | None, attention: nn.Module) -> None:
 
 
 def joined_rows(keys: Tensor, values: Tensor) -> Tensor | None:
-    """Keys and values as one tensor, if each key lies in memory before its value; else None."""
+    """Keys and values as one tensor, if each key is directly before its value in memory; else None."""
     memory, strides = keys.untyped_storage().data_ptr(), keys.stride()
     width = keys.shape[-1] + values.shape[-1]
     if values.untyped_storage().data_ptr() != memory or values.stride() != strides or strides[-2] < width:

@@ -235,7 +235,7 @@ def softplus(gate):
 
 
 def llama4_temperature(attention, x, cache, position_ids):
-    """Llama 4 scales the queries of layers that do not rotate by their place in the sequence, padding included."""
+    """Llama 4 scales the queries of layers without rope by their position in the sequence, which counts padding."""
     if attention.use_rope or not attention.attn_temperature_tuning:
         return None
     past = 0 if cache is None else cache.get_seq_length(attention.layer_idx)
@@ -257,13 +257,13 @@ class Attention:
     module has them.
     """
 
-    window: str = ""  # which has the `sliding_window` that attention gets: "module" or "config"
+    window: str = ""  # which object has the `sliding_window` for attention: "module" or "config"
     angles: str = "twice"  # cos and sin have each angle "twice", for both halves of a head, or "once", or are "complex"
     rotates: Callable[[nn.Module], bool] = always  # some layers have no rope
     norms: tuple[str, ...] = ("q_norm", "k_norm")
     norm_weight: Callable[[nn.Module], Tensor | None] = plain_weight
     norms_first: bool = True  # before the rotation
-    gate: Callable[[Tensor], Tensor] | None = None  # of the output; without g_proj, q_proj has it beside each head
+    gate: Callable[[Tensor], Tensor] | None = None  # of the output; without g_proj, q_proj has it after each head
     temperature: Callable[..., Tensor | None] | None = None  # a factor for [B, A, T, D] queries
 
 
