@@ -78,8 +78,10 @@ FAULTS = [
     Fault("fifth_bit_of_neighbours", "formats/ggml_32.h", "high |= (word >> 16)", "high |= (word >> 15)", GGUF_LINEAR),
     Fault("highest_bits_of_one_run", "formats/ggml_k.h", "in_quarters<0, 0, 2, 2>()",
           "in_quarters<0, 0, 0, 0>()", GGUF_LINEAR),
-    Fault("last_scales_of_the_first", "formats/ggml_k.h", "setr4_epi32(0, 0, 0, 4)", "setr4_epi32(0, 0, 0, 0)",
-          GGUF),
+    Fault("offsets_of_the_scales", "formats/ggml_k.h", "in_halves(0, 4LL << 32)", "in_halves(0, 0)", GGUF),
+    Fault("scales_of_the_first_half", "formats/ggml_k.h", "_mm512_permutexvar_ps(lanes,",
+          "_mm512_permutexvar_ps(groups,", GGUF_LINEAR),
+    Fault("offsets_twice", "x86/vnni.h", "n < N && p == 0", "n < N", GGUF_LINEAR),
     Fault("last_block_beyond_the_row", "formats/ggml_32.h", "std::min<int64_t>(3, last)", "3", WALL),
     Fault("factor_lost", "weights/row_scales.h", "scaled_[i] = factor * to", "scaled_[i] = to", FACTOR),
     Fault("one_scale_of_64_columns", "x86/e4m3_dots.h", "of_row[second]", "of_row[0]", MLX_LINEAR),
@@ -157,6 +159,8 @@ def reached_by(fault: Fault) -> set[str]:
         return {"experts"}
     if fault.test == GGUF_LINEAR and fault.file == "x86/rounded.h":
         return {"ggml_k_rows_of_16"}  # a scale for each half of 32 columns
+    if fault.test == GGUF_LINEAR and fault.file == "x86/vnni.h":
+        return {"ggml_k_rows"}  # formats that read scales and offsets from their blocks
     if "ggml" in fault.file:
         return {"ggml_k_rows" if "ggml_k" in fault.file else "ggml_32_rows", "ggml_k_rows_of_16"}
     # Scales of rows, and factors, are those of floats, and offsets make NaN of an infinite number in any case.

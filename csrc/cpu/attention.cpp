@@ -82,9 +82,13 @@ void by_tiles(const Attention& call) {
   const auto values = scratch<float>(kept * call.V);
   parallel_work_queue(plan.items, [&](auto next_item) {
     AttentionTile<Scalar, pairs> tile(call);
-    for (int64_t item = next_item(); item < plan.items; item = next_item()) {
-      const Span span = plan.span(call, item);
-      tile(span);
+    const auto span_of = [&](int64_t item) { return item < plan.items ? plan.span(call, item) : Span(); };
+    int64_t item = next_item();
+    Span span = span_of(item);
+    tile.prefetch(span);
+    for (int64_t next; item < plan.items; item = next, span = span_of(next)) {
+      next = next_item();
+      tile(span, span_of(next));
       for (int64_t r = 0; r < span.rows; ++r) {
         const Sums row = tile.sums(r);
         const int64_t in_head = span.first_row + r, head = span.sequence * call.J + span.head;

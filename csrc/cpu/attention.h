@@ -20,10 +20,11 @@ constexpr int kSumsAtOnce = kVectorRegisters / 4;
 
 // The scores of N vectors of rows with K keys; key k is at keys + k * step. A word is a float, or two bfloat16, whose
 // products are exact in float. The n-th vector of a word is queries[word * lanes + n * kLanes ...]. With few rows
-// memory is the limit, so they prefetch the next block, one line for each word.
+// memory is the limit, so they prefetch the next keys, from `ahead` on, one line for each word.
 template <int N, int K>
 [[gnu::flatten, gnu::noinline]] inline void dot_floats(const float* queries, int64_t words, int64_t lanes,
-                                                       const float* keys, int64_t step, float* scores) {
+                                                       const float* keys, int64_t step, const float* ahead,
+                                                       float* scores) {
   constexpr int64_t kAtOnce = 128;  // words of a partial sum, which bounds the rounding error of long heads
   Vec sums[K][N];
   unrolled<K>([&](auto k) { unrolled<N>([&](auto n) { sums[k][n] = Vec(0); }); });
@@ -37,7 +38,7 @@ template <int N, int K>
         });
       });
     }
-    if (N == 1) __builtin_prefetch(keys + (kKeys + w % K) * step + w / K * 16, 0, 2);
+    if (N == 1) __builtin_prefetch(ahead + w % K * step + w / K * 16, 0, 2);
     Vec query[N];
     unrolled<N>([&](auto n) { query[n] = load(queries + w * lanes + n * kLanes, Whole()); });
     unrolled<K>([&](auto k) {
@@ -62,11 +63,12 @@ inline int32_t pair_at(const at::BFloat16* pair) {
 
 template <int N, int K>
 [[MOE_METAL_BF16, gnu::noinline]] inline void dot_pairs(const float* queries, int64_t words, int64_t lanes,
-                                                        const at::BFloat16* keys, int64_t step, float* scores) {
+                                                        const at::BFloat16* keys, int64_t step,
+                                                        const at::BFloat16* ahead, float* scores) {
   __m512 sums[K][N];
   MOE_METAL_UNROLL for (int i = 0; i < K * N; ++i) sums[i / N][i % N] = _mm512_setzero_ps();
   for (int64_t w = 0; w < words; ++w) {
-    if (N == 1) __builtin_prefetch(keys + (kKeys + w % K) * step + w / K * 32, 0, 2);
+    if (N == 1) __builtin_prefetch(ahead + w % K * step + w / K * 32, 0, 2);
     __m512bh query[N];
     MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
       query[n] = reinterpret_cast<__m512bh>(_mm512_load_ps(queries + w * lanes + n * kLanes));
@@ -85,14 +87,15 @@ template <int N, int K>
 // are for row r.
 template <int K>
 [[MOE_METAL_BF16, gnu::noinline]] inline void dot_pairs_of_8(const float* queries, int64_t words,
-                                                             const at::BFloat16* keys, int64_t step, float* scores) {
+                                                             const at::BFloat16* keys, int64_t step,
+                                                             const at::BFloat16* ahead, float* scores) {
   __m512 sums[K];
   MOE_METAL_UNROLL for (int k = 0; k < K; ++k) sums[k] = _mm512_setzero_ps();
   const at::BFloat16* third[K / 3 + 1];  // one pointer for three keys: more do not fit into registers
   MOE_METAL_UNROLL for (int i = 0; i <= K / 3; ++i) third[i] = keys + 3 * i * step;
   for (int64_t w = 0; w < words; w += 2) {
-    __builtin_prefetch(keys + (kKeys + w % K) * step + w / K * 32, 0, 2);
-    __builtin_prefetch(keys + (kKeys + w % K + 1) * step + w / K * 32, 0, 2);
+    __builtin_prefetch(ahead + w % K * step + w / K * 32, 0, 2);
+    __builtin_prefetch(ahead + (w % K + 1) * step + w / K * 32, 0, 2);
     const auto query = reinterpret_cast<__m512bh>(_mm512_load_ps(queries + w * 8));
     MOE_METAL_UNROLL for (int k = 0; k < K; ++k) {
       int64_t both;
@@ -243,7 +246,20 @@ class AttentionTile {
         keys_(scratch<Key>(kKeys * key_size())),
         values_(scratch<Scalar>(call.v.stride(3) == 1 ? 0 : kKeys * call.V)) {}
 
-  void operator()(const Span& span) {
+  // Prefetches the first keys and values of a span, with few rows.
+  void prefetch(const Span& span) const {
+    if (lanes_ > kLanes) return;
+    for (const Tensor* tensor : {&call_.k, &call_.v}) {
+      const int64_t bytes = tensor->size(3) * sizeof(Scalar);
+      for (int64_t key = span.first_key; key < std::min(span.first_key + kKeys, span.last_key); ++key) {
+        const auto* row = reinterpret_cast<const char*>(place(*tensor, span, key));
+        for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(row + at, 0, 2);
+      }
+    }
+  }
+
+  // The keys and values of `next` are prefetched meanwhile.
+  void operator()(const Span& span, const Span& next) {
     span_ = span;
     read_queries();
     std::fill_n(greatest(), period_, -kInfinity);
@@ -251,6 +267,7 @@ class AttentionTile {
     std::fill_n(out_.get(), span.rows * width_, 0.0f);
     for (int64_t key = span.first_key; key < span.last_key; key += kKeys) {
       const int64_t count = std::min(kKeys, span.last_key - key);
+      if (key + kKeys >= span.last_key) prefetch(next);
       multiply_keys(key, count);
       const bool some_barred = weigh(key, count);
       multiply_values(key, count, some_barred);
@@ -307,15 +324,15 @@ class AttentionTile {
     const Element* data;
     int64_t step;
   };
-  const Scalar* place(const Tensor& tensor, int64_t key) const {
-    return elements<Scalar>(tensor) + span_.sequence * tensor.stride(0) + span_.head * tensor.stride(1) +
+  static const Scalar* place(const Tensor& tensor, const Span& span, int64_t key) {
+    return elements<Scalar>(tensor) + span.sequence * tensor.stride(0) + span.head * tensor.stride(1) +
            key * tensor.stride(2);
   }
 
   // Keys in place if they consist of words and fill whole groups; otherwise a copy, padded with 0.
   Block<Key> keys_of(int64_t key, int64_t count) {
     const int64_t size = key_size(), step = call_.k.stride(2), column = call_.k.stride(3), D = call_.D;
-    const auto* from = place(call_.k, key);
+    const auto* from = place(call_.k, span_, key);
     if constexpr (std::is_same_v<Key, Scalar>) {
       if (column == 1 && size == D && count % (2 * kSumsAtOnce) == 0) return {from, step};
     }
@@ -336,7 +353,7 @@ class AttentionTile {
 
   Block<Scalar> values_of(int64_t key, int64_t count) {
     const int64_t step = call_.v.stride(2), column = call_.v.stride(3), V = call_.V;
-    const auto* from = place(call_.v, key);
+    const auto* from = place(call_.v, span_, key);
     if (column == 1) return {from, step};
     for (int64_t n = 0; n < count; ++n) {
       for (int64_t v = 0; v < V; ++v) values_[n * V + v] = from[n * step + v * column];
@@ -346,33 +363,34 @@ class AttentionTile {
 
   void multiply_keys(int64_t key, int64_t count) {
     const Block<Key> block = keys_of(key, count);
+    const int64_t next = key + kKeys < span_.last_key ? kKeys * block.step : 0;
     for (int64_t first = 0; first < count; first += 2 * kSumsAtOnce) {
       const Key* keys = block.data + first * block.step;
-      multiply_keys(keys, block.step, scores_.get() + first * lanes_);
+      multiply_keys(keys, block.step, keys + next, scores_.get() + first * lanes_);
     }
   }
 
   // The scores of a group of keys with all rows.
-  void multiply_keys(const Key* keys, int64_t step, float* scores) const {
+  void multiply_keys(const Key* keys, int64_t step, const Key* ahead, float* scores) const {
     constexpr int K = kSumsAtOnce;
     int64_t r = 0;
 #ifdef MOE_METAL_HAS_AVX512
     if constexpr (pairs) {
-      if (lanes_ == 8) return dot_pairs_of_8<2 * K>(queries_.get(), words_, keys, step, scores);
+      if (lanes_ == 8) return dot_pairs_of_8<2 * K>(queries_.get(), words_, keys, step, ahead, scores);
       for (; r + 2 * kLanes <= lanes_; r += 2 * kLanes) {
-        dot_pairs<2, K>(queries_.get() + r, words_, lanes_, keys, step, scores + r);
-        dot_pairs<2, K>(queries_.get() + r, words_, lanes_, keys + K * step, step, scores + K * lanes_ + r);
+        dot_pairs<2, K>(queries_.get() + r, words_, lanes_, keys, step, ahead, scores + r);
+        dot_pairs<2, K>(queries_.get() + r, words_, lanes_, keys + K * step, step, ahead, scores + K * lanes_ + r);
       }
-      if (r < lanes_) dot_pairs<1, 2 * K>(queries_.get() + r, words_, lanes_, keys, step, scores + r);
+      if (r < lanes_) dot_pairs<1, 2 * K>(queries_.get() + r, words_, lanes_, keys, step, ahead, scores + r);
       return;
     }
 #endif
     if constexpr (!pairs) {
       for (; r + 2 * kLanes <= lanes_; r += 2 * kLanes) {
-        dot_floats<2, K>(queries_.get() + r, words_, lanes_, keys, step, scores + r);
-        dot_floats<2, K>(queries_.get() + r, words_, lanes_, keys + K * step, step, scores + K * lanes_ + r);
+        dot_floats<2, K>(queries_.get() + r, words_, lanes_, keys, step, ahead, scores + r);
+        dot_floats<2, K>(queries_.get() + r, words_, lanes_, keys + K * step, step, ahead, scores + K * lanes_ + r);
       }
-      if (r < lanes_) dot_floats<1, 2 * K>(queries_.get() + r, words_, lanes_, keys, step, scores + r);
+      if (r < lanes_) dot_floats<1, 2 * K>(queries_.get() + r, words_, lanes_, keys, step, ahead, scores + r);
     }
   }
 

@@ -166,7 +166,12 @@ inline void halves_of_16(__m512i low, __m512i high, __m512i (&to)[2]) {
   to[1] = _mm512_unpackhi_epi64(low, high);
 }
 
-inline __m512i load_512(const uint8_t* from) { return _mm512_loadu_si512(from); }
+// Loads once: compilers repeat an unaligned load for each of its uses, and most of these touch two cache lines.
+inline __m512i load_512(const uint8_t* from) {
+  __m512i all = _mm512_loadu_si512(from);
+  asm("" : "+v"(all));
+  return all;
+}
 inline __m256i load_256(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 inline __m128i load_128(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
 // Loads 16 bytes from each of four addresses.

@@ -76,62 +76,68 @@ inline Bytes nibbles_in_runs(const uint8_t* codes, int64_t column) {
   return column / 32 % 2 ? both >> 4 : both & 15;
 }
 
-// Reads scales and offsets of blocks that begin with both factors, and 12 bytes with a 6-bit scale and a 6-bit offset
-// for each of 8 groups.
+// Blocks that begin with two float16 factors, and 12 bytes with a 6-bit scale and a 6-bit offset for each of 8 groups.
+template <int bytes, int middle>
+struct SixBitScales : BlocksOf256<bytes, 32, true, middle> {
 #ifdef MOE_METAL_HAS_AVX512
-template <int bytes>
-inline void six_bit_scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
-  const auto bytes_of = [](uint32_t even, uint32_t odd) { return _mm512_set1_epi64(even | int64_t{odd} << 32); };
-  const auto two_factors = [](int first) {
-    return _mm512_mask_set1_epi32(_mm512_set1_epi32(first), 0xff00, first + 1);
-  };
-  for (int64_t b = 0; b < blocks; b += 4) {
-    const int64_t last = blocks - 1 - b;
-    const auto head = [&](int64_t i) { return row + (b + std::min(i, last)) * bytes; };
-    const __m512i heads = four_times_16(head(0), head(1), head(2), head(3));
-    // Four words: both factors; two words with 6 bits of the first four scales (offsets) and the highest 2 bits of the
-    // others; the lower 4 bits of the other scales and offsets.
-    const __m512i low = _mm512_srlv_epi32(_mm512_shuffle_epi32(heads, static_cast<_MM_PERM_ENUM>(0xed)),
-                                          _mm512_setr4_epi32(0, 0, 0, 4));
-    const __m512i high = _mm512_srli_epi32(_mm512_shuffle_epi32(heads, static_cast<_MM_PERM_ENUM>(0xa5)), 2);
-    alignas(64) uint8_t integers[4][16];  // scales, then offsets
-    _mm512_store_si512(integers, _mm512_or_si512(_mm512_and_si512(low, bytes_of(0x3f3f3f3f, 0x0f0f0f0f)),
-                                                 _mm512_and_si512(high, bytes_of(0, 0x30303030))));
-    // The factors of the four blocks. Offsets are negative.
-    const __m512i halves = _mm512_permutexvar_epi16(
-        _mm512_castsi256_si512(_mm256_setr_epi16(0, 1, 8, 9, 16, 17, 24, 25, 0, 0, 0, 0, 0, 0, 0, 0)), heads);
-    const __m512 factors =
-        _mm512_xor_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)), _mm512_castsi512_ps(bytes_of(0, 0x80000000)));
-    for (int i = 0; i < 4 && i <= last; ++i, scale += 8, offset += 8) {
-      const __m512i some = _mm512_cvtepu8_epi32(load_128(integers[i]));
-      const __m512 both = _mm512_mul_ps(_mm512_cvtepi32_ps(some), _mm512_permutexvar_ps(two_factors(2 * i), factors));
-      _mm256_storeu_ps(scale, _mm512_castps512_ps256(both));
-      _mm256_storeu_ps(offset, _mm512_extractf32x8_ps(both, 1));
+  // The groups' scales in the even lanes, and what is subtracted in the odd lanes.
+  [[gnu::always_inline]] static __m512 factors(const uint8_t* block) {
+    // A lane gets the byte with its lower bits and, in the last four groups, the byte whose highest 2 bits are its own.
+    alignas(64) static constexpr auto kBytes = [] {
+      std::array<std::array<uint8_t, 4>, 16> all{};
+      for (int i = 0; i < 16; ++i) {
+        const auto group = static_cast<uint8_t>(i / 2), odd = static_cast<uint8_t>(i % 2 * 4);
+        constexpr uint8_t kNone = 0x80;
+        all[i][0] = group < 4 ? 4 + odd + group : 8 + group;
+        all[i][1] = group < 4 ? kNone : odd + group;
+        all[i][2] = all[i][3] = kNone;
+      }
+      return all;
+    }();
+    const __m512i both = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_128(block)), _mm512_load_si512(&kBytes));
+    const auto in_halves = [](int64_t first, int64_t second) {
+      return _mm512_mask_set1_epi64(_mm512_set1_epi64(first), 0xf0, second);
+    };
+    const __m512i low =
+        _mm512_and_si512(_mm512_srlv_epi32(both, in_halves(0, 4LL << 32)), in_halves(0x3f0000003f, 0x0f0000000f));
+    const __m512i all = or_masked(low, _mm512_srli_epi32(both, 10), _mm512_set1_epi32(0x30));
+    const __m512 two = _mm512_cvtph_ps(_mm256_set1_epi32(static_cast<int>(load_word(block))));
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(all), two);
+  }
+  static constexpr auto kOrder = kHalvesOfEvenRuns;
+  static constexpr bool kScalesOfLanes = true;
+  [[gnu::always_inline]] static __m512 scales_of_lanes(const uint8_t* row, int64_t chunk, int64_t) {
+    const __m512i groups = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 2, 2, 2, 2, 6, 6, 6, 6);
+    const __m512i lanes = _mm512_add_epi32(groups, _mm512_set1_epi32(static_cast<int>(chunk % 2 * 8)));
+    return _mm512_permutexvar_ps(lanes, factors(SixBitScales::block_of(row, chunk)));
+  }
+  static void scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
+    for (int64_t b = 0; b < blocks; ++b, row += bytes, scale += 8, offset += 8) {
+      const __m512 both = factors(row);
+      _mm512_mask_compressstoreu_ps(scale, 0x5555, both);
+      _mm512_mask_compressstoreu_ps(offset, 0xaaaa, _mm512_xor_ps(both, _mm512_set1_ps(-0.0f)));
     }
   }
-}
 #else
-template <int bytes>
-inline void six_bit_scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
-  for (int64_t b = 0; b < blocks; ++b, row += bytes, scale += 8, offset += 8) {
-    // Each word has four groups: the lower 6 bits are for the first four, the upper 2 bits for the last four.
-    const uint32_t first = load_word(row + 4), second = load_word(row + 8), low = load_word(row + 12);
-    const auto integers = [](uint32_t of_first, uint32_t of_others) {
-      const uint32_t others = of_others | (of_first >> 6 & 0x03030303) << 4;
-      return std::bit_cast<std::array<int8_t, 8>>((of_first & 0x3f3f3f3f) | uint64_t{others} << 32);
-    };
-    scaled_by(half_at(row), integers(first, low & 0x0f0f0f0f), scale);
-    scaled_by(-half_at(row + 2), integers(second, low >> 4 & 0x0f0f0f0f), offset);
+  static void scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
+    for (int64_t b = 0; b < blocks; ++b, row += bytes, scale += 8, offset += 8) {
+      // Each word has four groups: the lower 6 bits are for the first four, the upper 2 bits for the last four.
+      const uint32_t first = load_word(row + 4), second = load_word(row + 8), low = load_word(row + 12);
+      const auto integers = [](uint32_t of_first, uint32_t of_others) {
+        const uint32_t others = of_others | (of_first >> 6 & 0x03030303) << 4;
+        return std::bit_cast<std::array<int8_t, 8>>((of_first & 0x3f3f3f3f) | uint64_t{others} << 32);
+      };
+      scaled_by(half_at(row), integers(first, low & 0x0f0f0f0f), scale);
+      scaled_by(-half_at(row + 2), integers(second, low >> 4 & 0x0f0f0f0f), offset);
+    }
   }
-}
 #endif
+};
 
-struct Q4_K : BlocksOf256<144, 32, true, 8> {
+struct Q4_K : SixBitScales<144, 8> {
   static constexpr int kBits = 4;
   static Bytes codes(const uint8_t* block, int64_t column) { return nibbles_in_runs(block + 16, column); }
-  static constexpr auto scales = six_bit_scales<144>;
 #ifdef MOE_METAL_HAS_AVX512
-  static constexpr auto kOrder = kHalvesOfEvenRuns;
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     nibbles_in_runs(block_of(row, chunk) + 16 + chunk % 2 * 64, to);
   }
@@ -139,15 +145,13 @@ struct Q4_K : BlocksOf256<144, 32, true, 8> {
 #endif
 };
 
-struct Q5_K : BlocksOf256<176, 32, true, 16> {
+struct Q5_K : SixBitScales<176, 16> {
   static constexpr int kBits = 5;
   static Bytes codes(const uint8_t* block, int64_t column) {
     const Bytes high = load_bytes(block + 16 + column % 32) >> static_cast<uint8_t>(column / 32);
     return nibbles_in_runs(block + 48, column) | (high & 1) << 4;
   }
-  static constexpr auto scales = six_bit_scales<176>;
 #ifdef MOE_METAL_HAS_AVX512
-  static constexpr auto kOrder = kHalvesOfEvenRuns;
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     const uint8_t* block = block_of(row, chunk);
     const int first = static_cast<int>(chunk % 2 * 4);  // of the groups
@@ -182,6 +186,15 @@ struct Q6_K : BlocksOf256<210, 16, false, 32> {
   }
 #ifdef MOE_METAL_HAS_AVX512
   static constexpr auto kOrder = kHalvesOf16;
+  static constexpr bool kScalesOfLanes = true;
+  [[gnu::always_inline]] static __m512 scales_of_lanes(const uint8_t* row, int64_t chunk, int64_t) {
+    const uint8_t* block = block_of(row, chunk);
+    const __m512i groups = _mm512_setr_epi32(0, 0, 4, 4, 1, 1, 5, 5, 2, 2, 6, 6, 3, 3, 7, 7);
+    const __m512i integers =
+        _mm512_permutexvar_epi32(_mm512_add_epi32(groups, _mm512_set1_epi32(static_cast<int>(chunk % 2 * 8))),
+                                 _mm512_cvtepi8_epi32(load_128(block + 192)));
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(integers), _mm512_set1_ps(half_at(block + 208)));
+  }
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     const uint8_t* block = block_of(row, chunk);
     const __m512i low = load_512(block + chunk % 2 * 64);

@@ -14,13 +14,14 @@ class IntegerDots {
  public:
   static constexpr int64_t kRowsAtOnce = 1;
   static constexpr bool kReadsScales = Numbers::kScalesOfLanes;  // from the blocks, so ScaledRows need not have them
+  static constexpr bool kReadsOffsets = kReadsScales && Numbers::kOffset;
   static bool takes(const ScaledRows& rows, int64_t tokens) {
     return vnni_available() && tokens <= kFewTokens && rows.columns > 0;
   }
   // The result of a token without digits is NaN.
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
     const int64_t chunks = at::divup(rows.columns, kColumns);
-    const int64_t bytes = at::divup(2 * chunks * sizeof(Chunk) + rows.groups * sizeof(float), kLine) * kLine;
+    const int64_t bytes = at::divup(2 * chunks * sizeof(Chunk) + sums_of(rows) * sizeof(float), kLine) * kLine;
     const char* form = forms_.look_up(tokens.x, tokens.count, tokens.count * bytes, [&](char* to) {
       int64_t filled = 0;
       for (int64_t n = 0; n < tokens.count; ++n) filled += lay_out(tokens.x[n], rows, to + n * bytes);
@@ -80,9 +81,16 @@ class IntegerDots {
     if (!finite) std::fill_n(chunks->units, 16, NAN);
     auto* sums = reinterpret_cast<float*>(end);
     const int64_t group = int64_t{1} << rows.shift;
-    for (int64_t g = 0; Numbers::kOffset && g < rows.groups; ++g) sums[g] = sum_of(x + g * group, group);
-    return (rest - chunks) * sizeof(Chunk) + rows.groups * sizeof(float);
+    for (int64_t g = 0; Numbers::kOffset && g < rows.groups; ++g) {
+      const float sum = sum_of(x + g * group, group);
+      if constexpr (kReadsOffsets)
+        sums[2 * g] = 0, sums[2 * g + 1] = -sum;  // for Numbers::factors()
+      else
+        sums[g] = sum;
+    }
+    return (rest - chunks) * sizeof(Chunk) + sums_of(rows) * sizeof(float);
   }
+  static int64_t sums_of(const ScaledRows& rows) { return (kReadsOffsets ? 2 : 1) * rows.groups; }
 
   [[MOE_METAL_VNNI]] static void lay_out(const Digits& all, int64_t place, Chunk& chunk) {
     chunk.place = static_cast<int32_t>(place);
@@ -146,6 +154,12 @@ class IntegerDots {
           for (int64_t line = at::divup(begin, kLine) * kLine; line < begin + kBytes; line += kLine) {
             __builtin_prefetch(ahead + line, 0, 2);
           }
+          if constexpr (kReadsOffsets) {
+            const __m512 offsets = Numbers::factors(data + r * rows.row);
+            MOE_METAL_UNROLL for (int n = 0; n < N && p == 0; ++n) {
+              sums[r][n] = _mm512_fmadd_ps(offsets, _mm512_loadu_ps(sums_of_x(rows, x[n]) + c / P * 16), sums[r][n]);
+            }
+          }
           __m512i numbers[2];
           Numbers::unpack(data + r * rows.row, p, P * kColumns, numbers);
           const __m512 scale = [&]() __attribute__((always_inline)) {
@@ -171,7 +185,7 @@ class IntegerDots {
       __m512 of_token[R];
       MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
         of_token[r] = sums[r][n];
-        if constexpr (Numbers::kOffset) of_token[r] = add_offsets(rows, first + r, x[n], of_token[r]);
+        if constexpr (Numbers::kOffset && !kReadsOffsets) of_token[r] = add_offsets(rows, first + r, x[n], of_token[r]);
       }
       store_sums(of_token, out[n] + first);
     }
@@ -221,11 +235,14 @@ class IntegerDots {
       for (size_t r = 0; r < R; ++r) to[r] = sum(Vec(of[r]));
     }
   }
+  static const float* sums_of_x(const ScaledRows& rows, const Chunk* x) {
+    return reinterpret_cast<const float*>(x + 2 * at::divup(rows.columns, kColumns));
+  }
   // Adds the offsets times the sums of x, with vectors along the groups.
   [[gnu::always_inline]] static inline __m512 add_offsets(const ScaledRows& rows, int64_t row, const Chunk* x,
                                                           __m512 sums) {
     const float* offsets = rows.offsets + row * rows.groups;
-    const auto* of_x = reinterpret_cast<const float*>(x + 2 * at::divup(rows.columns, kColumns));
+    const float* of_x = sums_of_x(rows, x);
     int64_t g = 0;
     for (; g + 16 <= rows.groups; g += 16) {
       sums = _mm512_fmadd_ps(_mm512_loadu_ps(offsets + g), _mm512_loadu_ps(of_x + g), sums);
