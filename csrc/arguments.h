@@ -32,9 +32,9 @@ const T* elements(const Tensor& tensor) {
 
 // at::empty. Its own header includes ATen/Context.h, which takes longer to compile than the rest of an op.
 inline Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  return at::_ops::empty_memory_format::call(
-      c10::fromIntArrayRefSlow(sizes), c10::optTypeMetaToScalarType(options.dtype_opt()), options.layout_opt(),
-      options.device_opt(), options.pinned_memory_opt(), std::nullopt);
+  return at::_ops::empty_memory_format::call(c10::fromIntArrayRefSlow(sizes),
+                                             c10::optTypeMetaToScalarType(options.dtype_opt()), options.layout_opt(),
+                                             options.device_opt(), options.pinned_memory_opt(), std::nullopt);
 }
 
 struct Format;

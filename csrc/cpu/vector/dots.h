@@ -273,7 +273,7 @@ void product(const Matrix<Scalar>& weight, const Tokens& tokens, std::optional<P
 }
 
 // weights/weight_rows.cpp compiles these for all files.
-#define MOE_METAL_PRODUCTS(specifier, Scalar)                                              \
+#define MOE_METAL_PRODUCTS(specifier, Scalar)                                                  \
   specifier template void product_by_rows(const Matrix<Scalar>& weight, const Tokens& tokens); \
   specifier template void product(const Matrix<Scalar>& weight, const Tokens& tokens, std::optional<Panel>& panel);
 MOE_METAL_PRODUCTS(extern, float)
