@@ -146,6 +146,10 @@ class BuildEach(BuildExtension):
             ext.extra_compile_args += ["-include", self.headers[ext.name].result()]
         super().build_extension(ext)
 
+    def swig_sources(self, sources, ext):
+        """setuptools has sorted the files by name; sources() has put those that take long first."""
+        return super().swig_sources(ext.sources, ext)
+
     def start_precompiling(self) -> None:
         """Precompile the headers of all CPU libraries in parallel, while `_C` is compiled: each is one file. Not with a
         compiler cache, which would not cache the files that include the result."""
