@@ -60,8 +60,10 @@ if re.search("build-env|builds-v", torch.__file__):  # where pip, `build` and uv
 
 
 def sources(pattern: str) -> list[str]:
-    """The largest files first: they take longest, so the others are compiled at the same time."""
-    found = sorted((ROOT / "csrc").glob(pattern), key=lambda path: (-path.stat().st_size, path))
+    """Files that take long first, so that both cores finish together: the readers of formats, then the largest."""
+    found = sorted(
+        (ROOT / "csrc").glob(pattern), key=lambda path: (path.parent.name != "formats", -path.stat().st_size, path)
+    )
     return [str(path.relative_to(ROOT)) for path in found]
 
 
@@ -143,6 +145,10 @@ class BuildEach(BuildExtension):
         if ext.name in self.headers:
             ext.extra_compile_args += ["-include", self.headers[ext.name].result()]
         super().build_extension(ext)
+
+    def swig_sources(self, sources, ext):
+        """setuptools has sorted the files by name; sources() has put those that take long first."""
+        return super().swig_sources(ext.sources, ext)
 
     def start_precompiling(self) -> None:
         """Precompile the headers of all CPU libraries in parallel, while `_C` is compiled: each is one file. Not with a

@@ -6,7 +6,7 @@
 // value. rope: also R angles.
 #pragma once
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_ops.h>
 
 #include <array>
 #include <cmath>
@@ -28,6 +28,13 @@ template <typename T>
 const T* elements(const Tensor& tensor) {
   TORCH_INTERNAL_ASSERT(tensor.scalar_type() == c10::CppTypeToScalarType<T>::value);
   return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+// at::empty. Its own header includes ATen/Context.h, which takes longer to compile than the rest of an op.
+inline Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return at::_ops::empty_memory_format::call(c10::fromIntArrayRefSlow(sizes),
+                                             c10::optTypeMetaToScalarType(options.dtype_opt()), options.layout_opt(),
+                                             options.device_opt(), options.pinned_memory_opt(), std::nullopt);
 }
 
 struct Format;
@@ -136,7 +143,7 @@ class Arguments {
   Tensor output(at::IntArrayRef last, std::optional<at::ScalarType> dtype = std::nullopt) const {
     c10::SmallVector<int64_t, 6> shape(leading_.begin(), leading_.end());
     shape.append(last.begin(), last.end());
-    return at::empty(shape, first_.options().dtype(dtype.value_or(first_.scalar_type())));
+    return empty(shape, first_.options().dtype(dtype.value_or(first_.scalar_type())));
   }
 
   static bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }

@@ -557,7 +557,7 @@ template <auto run>
 std::tuple<Tensor, Tensor> residual_norm(const Tensor& residual, const Tensor& input, const Tensor& weight,
                                          const OptionalTensor& scalar, double eps) {
   ResidualNorm call = residual_norm_inputs("residual_norm", residual, input, weight, scalar, eps);
-  call.sum = at::empty(call.output.sizes(), call.output.options());
+  call.sum = empty(call.output.sizes(), call.output.options());
   if (call.T > 0) run(call);
   return {call.output, call.sum};
 }

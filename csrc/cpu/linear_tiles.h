@@ -8,7 +8,7 @@ namespace moe_metal {
 // x as right operands, in groups of 16 rows.
 inline Tensor pack_rows_of_x(const Linear& call) {
   const int64_t groups = at::divup(call.T, kTile), size = at::divup(call.H, kDepth) * kTileSize;
-  const Tensor packed = at::empty({groups, size}, call.x.options());
+  const Tensor packed = empty({groups, size}, call.x.options());
   const at::BFloat16* x = elements<at::BFloat16>(call.x);
   at::BFloat16* to = packed.mutable_data_ptr<at::BFloat16>();
   parallel_work_queue(groups, [&](auto next_item) {

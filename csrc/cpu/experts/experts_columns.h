@@ -50,7 +50,7 @@ struct Partial {
 
   Partial(const Experts& call, const Slots& slots, int64_t rows, int64_t columns, const Tensor& like)
       : slots(slots), parts(at::divup(columns, kPart)), rows(rows), columns(columns), count(call.T * call.K) {
-    sums = at::empty({parts, count, rows}, like.options().dtype(at::kFloat));
+    sums = empty({parts, count, rows}, like.options().dtype(at::kFloat));
   }
   float* at(int64_t part, int64_t slot) const { return sums.mutable_data_ptr<float>() + (part * count + slot) * rows; }
 
@@ -106,7 +106,7 @@ inline void activate_sums(const Experts& call, const Partial& both, int64_t expe
 
 template <class Scalar>
 void experts_by_columns(const Experts& call, const Slots& slots) {
-  const Tensor x = call.x.to(at::kFloat), inner = at::empty({call.T * call.K, call.I}, x.options());
+  const Tensor x = call.x.to(at::kFloat), inner = empty({call.T * call.K, call.I}, x.options());
   const float* from = elements<float>(x);
   float* to = inner.mutable_data_ptr<float>();
   const Partial both(call, slots, 2 * call.I, call.H, x), down(call, slots, call.H, call.I, x);

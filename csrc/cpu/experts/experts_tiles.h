@@ -22,8 +22,8 @@ struct TokenTiles {
     }
     x_size = at::divup(call.H, kDepth) * kTileSize;
     inner_size = at::divup(call.I, kDepth) * kTileSize;
-    x = at::empty({first.back(), x_size}, call.x.options());
-    inner = at::empty({first.back(), inner_size}, call.x.options());
+    x = empty({first.back(), x_size}, call.x.options());
+    inner = empty({first.back(), inner_size}, call.x.options());
   }
   // The groups of one expert, of x or of inner.
   TokenGroups groups(const Tensor& of, const Slots& slots, int64_t which) const {

@@ -87,7 +87,7 @@ template <int R>
 #endif
 
 template <class Reader>
-inline void product_by_rows(const Reader& weight, const Tokens& tokens) {
+void product_by_rows(const Reader& weight, const Tokens& tokens) {
   int64_t row = 0;
 #ifdef MOE_METAL_HAS_AVX2
   if constexpr (std::is_same_v<Reader, Matrix<at::BFloat16>>) {
@@ -266,10 +266,18 @@ inline void product(const Reader& weight, const Tokens& tokens, std::optional<Pa
   panel ? panel->product(weight, tokens) : product_by_rows(weight, tokens);
 }
 template <class Scalar>
-inline void product(const Matrix<Scalar>& weight, const Tokens& tokens, std::optional<Panel>& panel) {
+void product(const Matrix<Scalar>& weight, const Tokens& tokens, std::optional<Panel>& panel) {
   if (weight.column == 1) return panel ? panel->product(weight, tokens) : product_by_rows(weight, tokens);
   if (weight.row == 1) return product_by_columns(weight, tokens);
   product_gathered(weight, tokens);
 }
+
+// weights/weight_rows.cpp compiles these for all files.
+#define MOE_METAL_PRODUCTS(specifier, Scalar)                                                  \
+  specifier template void product_by_rows(const Matrix<Scalar>& weight, const Tokens& tokens); \
+  specifier template void product(const Matrix<Scalar>& weight, const Tokens& tokens, std::optional<Panel>& panel);
+MOE_METAL_PRODUCTS(extern, float)
+MOE_METAL_PRODUCTS(extern, at::Half)
+MOE_METAL_PRODUCTS(extern, at::BFloat16)
 
 }  // namespace moe_metal

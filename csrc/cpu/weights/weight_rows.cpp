@@ -8,6 +8,11 @@
 #include "cpu/formats/ggml_k.h"
 
 namespace moe_metal {
+
+MOE_METAL_PRODUCTS(, float)
+MOE_METAL_PRODUCTS(, at::Half)
+MOE_METAL_PRODUCTS(, at::BFloat16)
+
 namespace {
 
 template <class Scalar>
