@@ -437,15 +437,18 @@ def test_everything_as_json(device: str, tiny, capsys):
 def test_a_report_says_how_the_gpu_is_tuned(mps: str, tiny, capsys):
     """Tables have a note if the parameters are not the default; JSON always has them."""
     command = ["bench", *QUICK, "--device", mps, "--ops", "glu", "--tokens", "1", "--dtypes", "f32"]
-    tuning.use({"band": 4})
+    tuning.use({"tiles_per_band": 4})
     try:
         assert main(command) == 0 and main([*command, "--json"]) == 0
     finally:
         tuning.use({})
     table, _, text = capsys.readouterr().out.partition("{\n")
     found = json.loads("{" + text)
-    assert "Tuned for this GPU: band 4\n" in table and found["notes"][-1] == "Tuned for this GPU: band 4"
-    assert found["tuning"] == {"numbers": tuning.defaults() | {"band": 4}, "default": False}
+    assert (
+        "Tuned for this GPU: tiles_per_band 4\n" in table
+        and found["notes"][-1] == "Tuned for this GPU: tiles_per_band 4"
+    )
+    assert found["tuning"] == {"settings": tuning.defaults() | {"tiles_per_band": 4}, "default": False}
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tuning"] == tuning.about() and found["tuning"]["default"] and "Tuned" not in str(found["notes"])

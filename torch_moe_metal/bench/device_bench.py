@@ -151,10 +151,10 @@ class DeviceBench:
 
 def tuned(device: str) -> list[str]:
     """A note about launch parameters that `tune` has saved for this GPU."""
-    if device == "cpu" or not tuning.is_built() or tuning.in_force() == tuning.defaults():
+    if device == "cpu" or not tuning.is_built() or tuning.current() == tuning.defaults():
         return []
-    numbers = [f"{name} {n}" for name, n in tuning.in_force().items() if n != tuning.defaults()[name]]
-    return [f"Tuned for this GPU: {', '.join(numbers)}"]
+    settings = [f"{name} {n}" for name, n in tuning.current().items() if n != tuning.defaults()[name]]
+    return [f"Tuned for this GPU: {', '.join(settings)}"]
 
 
 def for_rivals(one_set: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from ...layers import Linear, dequantized
 from ...warmup import warm_up_best_effort
 from .attention import FEW_QUERIES, key_heads, warm_up_attention, why_not_ours
 from .cache import grow_in_place, joined_rows
-from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, why_not_fused
+from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, prepared, why_not_fused
 from .families import (
     ATTENTIONS,
     BLOCKS,
@@ -511,7 +511,7 @@ class FusedGemma4Layer(Fused):
         weights, ids = ops.gate(
             residual,
             member(router._modules["proj"], "weight"),
-            norm_weight=member(router, "scale") * router.scalar_root_size,
+            norm_weight=prepared(router, "scale", lambda scale: scale * router.scalar_root_size),
             per_expert_scale=member(router, "per_expert_scale"),
             top_k=router.config.top_k_experts,
             eps=router.eps,

@@ -1,6 +1,8 @@
 """`experts_implementation="moe_metal"`: the experts of every model on transformers' experts interface, in one op."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +70,30 @@ def member(module: nn.Module, name: str):
     nn.Module's __getattr__: ten times slower, and most of what checking a module would cost."""
     found = module._parameters.get(name)
     return getattr(module, name) if found is None else found
+
+
+#: The results of `prepared`, with the parameter's memory and version. They are not on the modules, which can be saved.
+_PREPARED: WeakKeyDictionary[nn.Module, tuple[Tensor, int, Tensor]] = WeakKeyDictionary()
+
+
+def prepared(module: nn.Module, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """`compute(module.name)` of the one parameter that is prepared in this module, computed again only after it has
+    changed. Changes in-place count, except through `.data`, which PyTorch does not record."""
+    weight = member(module, name)
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if traced or type(weight) not in (nn.Parameter, Tensor) or weight.is_meta or weight.is_inference():
+        return compute(weight)
+    known = _PREPARED.get(module)
+    if known is not None:
+        memory, version, result = known
+        same = memory.data_ptr() == weight.data_ptr() and memory.dtype == weight.dtype
+        if same and version == weight._version == memory._version:
+            return result
+    with torch.inference_mode(False), torch.no_grad():
+        result = compute(weight)
+        # It keeps the memory, so that no other weight can be at the same address.
+        _PREPARED[module] = weight.detach(), weight._version, result
+    return result
 
 
 def expert_arguments(experts: nn.Module, devices: tuple[str, ...] = WITH_SHAPES) -> tuple[dict, str | None]:

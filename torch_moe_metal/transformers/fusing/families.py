@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .experts import member
+from .experts import member, prepared
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def plain_weight(norm):
 
 
 def one_plus_weight(norm):
-    return 1 + member(norm, "weight").float()
+    return prepared(norm, "weight", lambda weight: 1 + weight.float())
 
 
 def no_weight(norm):
