@@ -66,7 +66,7 @@ def rows_of_bench(rows: list[dict]) -> str:
             f"{row['of_limit']:.0%} {row['limit']}" if row["of_limit"] else "",
             *[number(row.get(ratio), ".2f") for ratio in ("x_dense", "x_mlx")] * packed,
             number(row["x_pytorch"], ".2f"),
-            row["best_rival"] or "",
+            row["fastest_pytorch"] or "",
         )
         for row in rows
     ]

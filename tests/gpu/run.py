@@ -372,7 +372,7 @@ class Translated:
         noise = RandomTensors("cuda", call.dtype)
         sets = [inputs(call, noise) for _ in range(call.sets)]
         replays, ways, bytes = (self.block if call.op == "block" else self.op)(call, noise, sets)
-        theirs = [device_bench.for_rivals(s) for s in sets]
+        theirs = [device_bench.for_baselines(s) for s in sets]
         result = Result(call, bytes)
         ways = self.agreeing(call, replays[0], ways, theirs[0], result.failed)
         if "ours" in result.failed:
@@ -390,7 +390,7 @@ class Translated:
     def op(self, call: Call, noise: RandomTensors, sets: list[Args]) -> Work:
         shared = {name: noise.argument(call, name, s) for name, s in call.shapes.items() if name in EXPERTS}
         replays = [Replay(self.kernels, self.traces[str(call)], s | shared) for s in sets]
-        ways = {name: partial(way, **shared) for name, way in baselines(call.op, call.options).items()}
+        ways = {name: partial(way, **shared) for name, way in baselines(call.op, call.options, call.shapes).items()}
         return replays, ways, statistics.mean(bytes_read(call, s, shared) for s in sets)
 
     def block(self, call: Call, noise: RandomTensors, sets: list[Args]) -> Work:
