@@ -294,14 +294,16 @@ static_assert(sizeof(DequantizeParams) == 128, "shaders and host must agree");
 
 }  // namespace moe_metal
 
+// The dtypes of activations, for the macro MOE_METAL_DTYPE and for launch.h.
+#define MOE_METAL_float 0
+#define MOE_METAL_half 1
+#define MOE_METAL_bfloat 2
+
 #ifdef __METAL_VERSION__
 // instantiate_kernel("op_float", op<float>): one line per variant; the compiler derives the signature.
 #define instantiate_kernel(name, ...) template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
 
 // A library contains the kernels for one dtype of the activations, MOE_METAL_DTYPE, or for all if that is not defined.
-#define MOE_METAL_float 0
-#define MOE_METAL_half 1
-#define MOE_METAL_bfloat 2
 #if !defined(MOE_METAL_DTYPE) || MOE_METAL_DTYPE == MOE_METAL_float
 #define if_float(...) __VA_ARGS__
 #else

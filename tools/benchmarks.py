@@ -186,7 +186,7 @@ def section(file: Path) -> str:
     title, _, text = (words.read_text() if words.exists() else f"{file.stem}\n").partition("\n")
     parts = [
         f"## {title.lstrip('# ')}",
-        text.strip().replace("](../", "]("),  # the page stands a folder above
+        text.strip().replace("](../", "]("),  # the page is in the parent folder
         f"`{found['command']}` · {found['date']} · {found['machine']} · {found['system']}  \n{about}",
         "\n".join(f"- {note}" for note in found.get("notes", [])),
         body,

@@ -36,7 +36,7 @@ from torch_moe_metal.bench.calls import Call, choices, halves, joined_heads, tok
 from torch_moe_metal.library import format_rows  # noqa: E402
 from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
 
-MOST = 3e7  # flops or bytes of a case that is worth replaying
+MAX_WORK = 3e7  # flops or bytes of a case that is worth replaying
 TOKENS = (1, 4, 16, 32, 64, 512, 4096)
 TIMED = (torch.bfloat16, torch.float32)
 
@@ -86,7 +86,7 @@ def replayable(case: Case, args: dict[str, Tensor]) -> bool:
 
 def traces(ops: list[str]) -> Iterator[dict]:
     for case in CASES:
-        if case.op in ops and max(case.flops, case.bytes) <= MOST:
+        if case.op in ops and max(case.flops, case.bytes) <= MAX_WORK:
             args = case.arguments()
             if replayable(case, args) and all(tensor.numel() for tensor in args.values()):
                 yield trace(case, {name: placed(tensor, "mps") for name, tensor in args.items()})

@@ -55,7 +55,7 @@ def test_kernels_state_the_most_threads_they_are_launched_with(tmp_path: Path):
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op != "block"])
-def test_what_is_recorded_lies_like_what_is_replayed(op: str, mps: str):
+def test_recorded_strides_are_those_of_replayed_arguments(op: str, mps: str):
     """A trace has offsets, which follow from strides; a replay uses them with its own arguments."""
     call = Call(op, DEFAULT, MODELS[DEFAULT].reduced(E=4, K=2, H=16, I=8), 3, torch.float16)
     recorded, replayed = record.empties(call), inputs(call, RandomTensors("cpu", torch.float16))
@@ -71,7 +71,7 @@ RECORDED = [setting for setting in tune.SETTINGS if not setting.name.startswith(
 
 
 @pytest.mark.parametrize("setting", RECORDED, ids=lambda setting: setting.name)
-def test_what_tune_measures_shows_every_alternative(setting: tune.Setting, mps: str):
+def test_calls_of_tune_show_every_alternative(setting: tune.Setting, mps: str):
     """With the sizes of two models: for any two neighbouring values, some call's dispatches differ."""
     models = {(name, "dense"): MODELS[name] for name in (DEFAULT, "mixtral-8x7b")}
     calls = tune.calls_of(setting, models, torch.bfloat16)

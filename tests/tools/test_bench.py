@@ -635,7 +635,7 @@ def test_packed_variants_of_a_whole_model_share_what_stays_dense():
         assert alike > 0.99  # a token may select other experts
 
 
-def test_whole_model_decodes_behind_each_context(tiny: Model, monkeypatch, capsys):
+def test_whole_model_decodes_after_each_context(tiny: Model, monkeypatch, capsys):
     """Every variant's speed at each context, in JSON and as a table."""
     monkeypatch.setattr(whole_model, "PROMPT", 8)
     lengths = []
