@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import torch_moe_metal
 from checks import relative
@@ -269,6 +270,13 @@ def test_prepared_weights_follow_changes(change, device: str):
     for _ in range(2):  # the second change may get the memory of the first
         change(norm)
         assert torch.equal(one_plus_weight(norm), 1 + norm.weight.float())
+
+
+def test_fake_results_are_not_kept():
+    norm = nn.RMSNorm(64)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(one_plus_weight(norm), FakeTensor)
+    assert torch.equal(one_plus_weight(norm), torch.full((64,), 2.0))
 
 
 @pytest.mark.parametrize("family, computed", [("qwen3_next", "aten.add.Tensor"), ("gemma4_text", "aten.mul.Tensor")])

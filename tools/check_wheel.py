@@ -166,7 +166,9 @@ class Wheel:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
-    parser.add_argument("--torch", metavar="MINOR", help="the torch that it must require, as in 2.13 (default: that of its version)")
+    parser.add_argument(
+        "--torch", metavar="MINOR", help="the torch that it must require, as in 2.13 (default: that of its version)"
+    )
     parser.add_argument("--release", metavar="VERSION", help="the version they must all have, as in 0.1.0")
     options = parser.parse_args()
     failed = False

@@ -1,12 +1,11 @@
 """`python -m torch_moe_metal tune`: measures the launch parameters of csrc/mps/tuning.h, and saves those that win here.
 
-Each setting is tried in turn, with the settings saved before it: its alternatives and its current value take turns in
-one loop, on the calls that show a difference, at the sizes of your models. An alternative is kept if over all those
-calls it wins more than the noise: three times the error estimated from the spread over the rounds, plus the difference
-between two measurements of the same value, and at least 1 %. Finally all kept settings together must win against the
-defaults.
+Settings are tried one after the other, together with those kept so far. The values of a setting take turns in one
+loop, on the calls that show a difference, at the sizes of your models. A value is kept if over all these calls it wins
+more than the noise: three times the error estimated from the spread over the rounds, plus the difference between two
+measurements of the current value, and at least 1 %. Finally all kept settings together must win against the defaults.
 
-No setting changes the results, except `matrix_units` and `tensor_ops`: they use PyTorch's kernels and Apple's matmul2d,
+Settings do not change results, except `matrix_units` and `tensor_ops`: they use PyTorch's kernels and Apple's matmul2d,
 which round more often. Each of their values is first compared with the results of our other kernels, at the sizes that
 are measured, and `tensor_ops` in every format.
 """

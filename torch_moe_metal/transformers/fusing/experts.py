@@ -92,8 +92,9 @@ def prepared(module: nn.Module, name: str, compute: Callable[[Tensor], Tensor]) 
             return result
     with torch.inference_mode(False), torch.no_grad():
         result = compute(weight)
-        # It keeps the memory, so that no other weight can be at the same address.
-        _PREPARED[module] = weight.detach(), weight._version, result
+        if type(result) is Tensor:  # not a fake tensor of a FakeTensorMode
+            # It keeps the memory, so that no other weight can be at the same address.
+            _PREPARED[module] = weight.detach(), weight._version, result
     return result
 
 
