@@ -313,7 +313,7 @@ inline int64_t packed_columns(const Arguments& args, const Tensor& weight, const
   args.check_given("weight", weight);
   if (weight.dim() == 0 || format.is_dense()) return -1;
   const Format* used = format.data == DataType::words ? find_format(format.name, bits) : &format;
-  TORCH_CHECK(used, args.prefix("bits"), "expected 2, 3, 4, 5, 6 or 8, got ", bits);
+  TORCH_CHECK(used, args.prefix("bits"), "expected ", affine_widths(), ", got ", bits);
   const bool blocks = format.columns == format.scale_columns && weight.dim() > 1 && Arguments::given(scale) &&
                       weight.dim() == scale->dim() + 1;
   const int64_t bytes = bounded_product({blocks ? weight.size(-2) : 1, weight.size(-1), weight.element_size()});

@@ -4,6 +4,7 @@
 #pragma once
 #include <array>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 namespace moe_metal {
@@ -62,6 +63,17 @@ inline constexpr Format kFormats[] = {
 inline constexpr int kFormatCount = std::size(kFormats);
 // How many neighbouring columns share an affine scale.
 inline constexpr std::array<int64_t, 4> kAffineGroups = {16, 32, 64, 128};
+
+// The widths of affine weights for error messages: "2, 3, 4, 5, 6 or 8".
+inline std::string affine_widths() {
+  std::string text;
+  for (const Format& format : kFormats) {
+    if (format.data != DataType::words) continue;
+    if (const size_t last = text.find(" or "); last != std::string::npos) text.replace(last, 4, ", ");
+    text.append(text.empty() ? "" : " or ").append(std::to_string(format.bits));
+  }
+  return text;
+}
 
 // The first entry with this name, or nullptr.
 constexpr const Format* find_format(std::string_view name) {

@@ -89,7 +89,7 @@ class PackedWeight {
     args_.check_dense(names_.data, data);
     check_data_dtype();
     const int64_t C = args_[column_letter()], packed_dims = in_blocks() ? 2 : 1;
-    const std::string packed = packed_columns();
+    const std::string packed = packed_columns_text();
     args_.check_shape(names_.data, data, row_letters(), data.dim() - packed_dims, packed);
     const int64_t row_bytes = bounded_product({data.size(-1), data.element_size(), in_blocks() ? data.size(-2) : 1});
     weight_.format = &format_;
@@ -101,7 +101,7 @@ class PackedWeight {
         bounded_product({weight_.format->bytes, C}) == bounded_product({weight_.format->columns, row_bytes});
     if (!fits) {
       args_.wrong_shape(names_.data, data, row_letters(), packed, column_letter(),
-                        is_affine() ? "bits 2, 3, 4, 5, 6 or 8" : "");
+                        is_affine() ? "bits " + affine_widths() : "");
     }
     const int64_t whole = format_.scale_rows > 1 ? 1 : std::max(format_.columns, format_.scale_columns);
     TORCH_CHECK(is_affine() || C % whole == 0, args_.prefix(names_.data), "expected ", column(),
@@ -134,7 +134,7 @@ class PackedWeight {
                 dtype_name(dtype));
   }
 
-  std::string packed_columns() const {
+  std::string packed_columns_text() const {
     if (is_affine()) return column() + (weight_.data.element_size() == 4 ? " * bits / 32" : " * bits / 8");
     if (in_blocks()) return c10::str(column(), " / ", format_.columns, ", ", format_.bytes);
     if (format_.has_own_scales()) return c10::str(column(), " / ", format_.columns, " * ", format_.bytes);

@@ -167,7 +167,7 @@ struct ExpertsParams {
   uint32_t inner_length, inner_placed;
   // Prefill: slots of a tile, length of the list of tiles, and how many tiles go through all rows of weights together.
   // All are 0 if PyTorch computes the products. The list is followed by the end of each expert's slots in the order.
-  uint32_t tile_rows, tiles, band;
+  uint32_t tile_rows, tiles, tiles_per_band;
   uint32_t has_shared, has_residual;
   ParameterType weights, gate_up_bias, down_bias, shared_gate;
   ActivationParams activation;
@@ -177,8 +177,8 @@ struct ExpertsParams {
 // The op linear.
 struct LinearParams {
   uint32_t T, N, H;
-  uint32_t wide_x;  // rows of x may be loaded 16 bytes at a time
-  uint32_t band;    // tiles of tokens that go through all rows of the weight together
+  uint32_t wide_x;          // rows of x may be loaded 16 bytes at a time
+  uint32_t tiles_per_band;  // tiles of tokens that go through all rows of the weight together
   ParameterType bias;
   WeightParams weight;
 };
@@ -187,7 +187,7 @@ struct LinearParams {
 struct ProductParams {
   uint32_t rows, N, columns;  // of x, of each expert's weight, and of both
   uint32_t tiles;             // length of the list of tiles; 0: no list, and a single weight
-  uint32_t band;              // tiles that go through all rows of weights together
+  uint32_t tiles_per_band;    // tiles that go through all rows of weights together
   ParameterType bias;
   WeightParams weight;
 };
@@ -294,14 +294,16 @@ static_assert(sizeof(DequantizeParams) == 128, "shaders and host must agree");
 
 }  // namespace moe_metal
 
+// The dtypes of activations, for the macro MOE_METAL_DTYPE and for launch.h.
+#define MOE_METAL_float 0
+#define MOE_METAL_half 1
+#define MOE_METAL_bfloat 2
+
 #ifdef __METAL_VERSION__
 // instantiate_kernel("op_float", op<float>): one line per variant; the compiler derives the signature.
 #define instantiate_kernel(name, ...) template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
 
 // A library contains the kernels for one dtype of the activations, MOE_METAL_DTYPE, or for all if that is not defined.
-#define MOE_METAL_float 0
-#define MOE_METAL_half 1
-#define MOE_METAL_bfloat 2
 #if !defined(MOE_METAL_DTYPE) || MOE_METAL_DTYPE == MOE_METAL_float
 #define if_float(...) __VA_ARGS__
 #else

@@ -33,9 +33,9 @@ struct Tile {
 template <uint TileRows>
 Tile tile_of(device const int4* tiles, uint group, uint blocks, constant ExpertsParams& params) {
   const uint pieces = params.tile_rows / TileRows;
-  const uint piece = group / (params.band * blocks) * params.band + group % params.band;
+  const uint piece = group / (params.tiles_per_band * blocks) * params.tiles_per_band + group % params.tiles_per_band;
   Tile tile = {};
-  tile.block = group / params.band % blocks;
+  tile.block = group / params.tiles_per_band % blocks;
   if (piece / pieces >= params.tiles) return tile;
   const int4 entry = tiles[piece / pieces];
   const uint done = piece % pieces * TileRows;

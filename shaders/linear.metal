@@ -87,7 +87,7 @@ template <typename T, typename Reader, uint TileRows>
   threadgroup uint4 memory[TileRows * Reader::stride * sizeof(T) / sizeof(uint4)];
   threadgroup uint rows[TileRows];
   constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows);
-  const uint blocks = (params.N + block - 1) / block, band = params.band;
+  const uint blocks = (params.N + block - 1) / block, band = params.tiles_per_band;
   const uint token = (group / (band * blocks) * band + group % band) * TileRows;
   if (token >= params.T) return;  // the last band may have fewer tiles
   const uint count = min(TileRows, params.T - token);

@@ -54,9 +54,9 @@ struct UnitTile {
 template <uint TileRows>
 UnitTile unit_tile(device const int4* tiles, uint group, constant ProductParams& params) {
   const uint blocks = (params.N + kUnitRows - 1) / kUnitRows;
-  const uint at = group / (params.band * blocks) * params.band + group % params.band;
+  const uint at = group / (params.tiles_per_band * blocks) * params.tiles_per_band + group % params.tiles_per_band;
   UnitTile tile = {};
-  tile.block = group / params.band % blocks;
+  tile.block = group / params.tiles_per_band % blocks;
   tile.first = at * TileRows;
   if (params.tiles == 0) {
     tile.count = tile.first < params.rows ? min(TileRows, params.rows - tile.first) : 0;

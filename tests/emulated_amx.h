@@ -1,7 +1,7 @@
-// AMX's tiles in ordinary memory: what csrc/cpu/x86 uses of them, for any processor with AVX-512.
+// The AMX instructions that csrc/cpu/x86 uses, emulated for any processor with AVX-512. Tiles are ordinary memory.
 //
-// Included behind <immintrin.h>. All tiles are 16 rows of 64 bytes, as TileShapes sets them. The processor's sums are
-// float, too; which of a pair it adds first, and that it flushes denormal numbers, is not told apart.
+// Included after <immintrin.h>. All tiles have 16 rows of 64 bytes, as TileShapes configures them. Sums are float, as
+// in the processor, but its order within a pair and its flushing of denormal numbers are not emulated.
 #pragma once
 #include <bit>
 #include <cstdint>

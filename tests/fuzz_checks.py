@@ -389,7 +389,7 @@ def valid_ids(ids: Tensor, values: Args, options: dict) -> None:
     assert not (ordered[..., 1:] == ordered[..., :-1]).any(), f"an id comes twice: {ids}"
 
 
-# ------------------------------------------------------------------------------------------------ beside others
+# ------------------------------------------------------------------------------------------------ while others run
 
 
 def again(drawn: Call, device: str, first: list[Tensor]) -> None:

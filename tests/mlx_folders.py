@@ -71,7 +71,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def rope(config: dict) -> dict:
-    """Published configurations have these beside each other."""
+    """The entries as in published configurations, which have all of them at the top level."""
     found = config.get("rope_parameters", {})
     if "rope_theta" not in found:  # Gemma 4's, which differ by layer, are as they were
         return {}

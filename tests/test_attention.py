@@ -68,7 +68,7 @@ PATCHED += ("flint", "jamba", "mistral4", "qwen3_5_moe_text", "deepseek_v2", "gl
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("family", PATCHED)
 def test_patched_attention(family: str, packed: bool, device: str):
-    """As eager attention's, with left padding, in prompts and single tokens. unpatch gives back all bits."""
+    """As eager attention's, with left padding, in prompts and single tokens. unpatch restores all bits."""
     model = eager(tiny_model(family, device))
     if packed:
         torch_moe_metal.quantize_(model, bits=8, group_size=16)

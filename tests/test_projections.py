@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import torch_moe_metal
 from checks import relative
@@ -13,6 +14,7 @@ from dispatch_table import load_of_a_layer
 from tiny_models import eager, tiny_model, tokens
 from torch_moe_metal.bench.whole_model import calls
 from torch_moe_metal.nn import Linear
+from torch_moe_metal.transformers.fusing.families import one_plus_weight
 from torch_moe_metal.transformers.fusing.projections import is_joined, join, project, tensors_of
 
 SIZES = 256, 128, 48
@@ -234,3 +236,58 @@ def test_clipped_attention_is_not_fused():
     report = torch_moe_metal.patch(tiny_model("olmoe", clip_qkv=4.0))
     rows = {row.name: row for row in report.rows if row.name.endswith("self_attn")}
     assert rows and all(row.state == "left" and "clips" in row.note for row in rows.values())
+
+
+# ------------------------------------------------------------------------------------------------ prepared weights
+
+
+def in_place(norm: nn.Module) -> None:
+    norm.weight.mul_(2)
+
+
+def new_memory(norm: nn.Module) -> None:
+    norm.weight.data = norm.weight.data * 2
+
+
+def new_parameter(norm: nn.Module) -> None:
+    norm.weight = nn.Parameter(norm.weight * 2)
+
+
+def loaded(norm: nn.Module) -> None:
+    norm.load_state_dict({"weight": norm.weight * 2})
+
+
+def converted(norm: nn.Module) -> None:
+    norm.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", [in_place, new_memory, new_parameter, loaded, converted], ids=lambda c: c.__name__)
+def test_prepared_weights_follow_changes(change, device: str):
+    norm = nn.RMSNorm(64, device=device)
+    with torch.inference_mode():
+        first = one_plus_weight(norm)
+    assert one_plus_weight(norm) is first and not first.is_inference()
+    for _ in range(2):  # the second change may get the memory of the first
+        change(norm)
+        assert torch.equal(one_plus_weight(norm), 1 + norm.weight.float())
+
+
+def test_fake_results_are_not_kept():
+    norm = nn.RMSNorm(64)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(one_plus_weight(norm), FakeTensor)
+    assert torch.equal(one_plus_weight(norm), torch.full((64,), 2.0))
+
+
+@pytest.mark.parametrize("family, computed", [("qwen3_next", "aten.add.Tensor"), ("gemma4_text", "aten.mul.Tensor")])
+def test_weights_are_prepared_once(family: str, computed: str, device: str):
+    model, ids = tiny_model(family, device), tokens(1, 1, device=device)
+    torch_moe_metal.patch(model)
+    counts = []
+    for _ in range(3):
+        with calls() as counted:
+            logits = model(ids).logits
+        counts.append(counted[computed])
+    assert counts[0] > counts[1] == counts[2]
+    other = copy.deepcopy(model)
+    assert torch.equal(other(ids).logits, logits) and len(pickle.dumps(other)) == len(pickle.dumps(model))

@@ -683,8 +683,8 @@ print(most - before, packed)
     sys.platform != "linux", reason="only Linux distinguishes memory of a process from that of its files"
 )
 def test_loading_needs_little_memory(tmp_path):
-    """Layers of Qwen3-30B-A3B's sizes, with fewer experts: beside the packed model there is never more than the experts
-    of one layer, dense."""
+    """Layers of Qwen3-30B-A3B's sizes, with fewer experts: while packing, memory holds at most the packed model and the
+    dense experts of one layer."""
     sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 16, "num_hidden_layers": 3}
     with torch.device("meta"):
         model = build("qwen3_moe", **SIZES | sizes).to(torch.bfloat16)

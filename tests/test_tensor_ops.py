@@ -146,7 +146,7 @@ def test_any_grid_and_order_of_threads(mps: str):
     metal_sim.set_orders("forward", "backward", "random:1")
     try:
         with metal_sim.more_threadgroups(3), metal_sim.concurrent_encoders():
-            check_experts(grouped_suite.CASES["biases"], mps, band=3)
+            check_experts(grouped_suite.CASES["biases"], mps, tiles_per_band=3)
             with units():
                 args, options = packed_linear(AFFINE[4], 40, BFLOAT, H=128)
                 check_linear(args, options, mps, ["tensor_products32_affine4_bfloat"])

@@ -251,7 +251,7 @@ def test_gemma4_variants():
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_text", "gpt_oss", "deepseek_v3", "llama4_text"])
 def test_router_logits(family):
-    """Asked for router logits, a patched model returns them."""
+    """With output_router_logits a patched model returns them."""
     model, ids = eager(tiny_model(family)), tokens(2, 9)
     base = model.model
     expected = base(ids, output_router_logits=True)
@@ -315,7 +315,7 @@ def test_weights_are_shared(patched, tmp_path):
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies(patched, how, tmp_path):
-    """A copy is fused too, and stands on its own."""
+    """A copy is fused too, and shares nothing with the original."""
     ids = tokens(1, 5)
     expected = patched(ids).logits
     if how == "deepcopy":
@@ -651,7 +651,7 @@ def test_offloaded_layers_are_left_to_accelerate(tmp_path):
 @pytest.mark.slow
 def test_unsupported_transformers():
     """Nothing is registered, one line says so, and what needs it raises."""
-    told = python("""
+    printed = python("""
 import importlib.metadata, warnings
 real = importlib.metadata.version
 importlib.metadata.version = lambda name: "5.20.2" if name == "transformers" else real(name)
@@ -672,7 +672,7 @@ try:
 except ImportError as error:
     print(error)
 """)
-    lines = told.splitlines()
+    lines = printed.splitlines()
     expected = "torch_moe_metal supports transformers 5.23 and does nothing in 5.20.2, which is installed: "
     assert lines == [expected + "pip install 'transformers>=5.23,<5.24'"] * 2
 
@@ -691,7 +691,7 @@ def test_pyproject_names_the_supported_versions():
 
 @pytest.mark.slow
 def test_without_transformers():
-    told = python("""
+    printed = python("""
 import importlib.metadata, torch_moe_metal
 def missing(name):
     raise importlib.metadata.PackageNotFoundError(name)
@@ -701,4 +701,4 @@ try:
 except ImportError as error:
     print(error)
 """)
-    assert told.strip() == "torch_moe_metal needs transformers for this: pip install transformers accelerate"
+    assert printed.strip() == "torch_moe_metal needs transformers for this: pip install transformers accelerate"

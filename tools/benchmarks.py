@@ -66,7 +66,7 @@ def rows_of_bench(rows: list[dict]) -> str:
             f"{row['of_limit']:.0%} {row['limit']}" if row["of_limit"] else "",
             *[number(row.get(ratio), ".2f") for ratio in ("x_dense", "x_mlx")] * packed,
             number(row["x_pytorch"], ".2f"),
-            row["best_rival"] or "",
+            row["fastest_pytorch"] or "",
         )
         for row in rows
     ]
@@ -186,7 +186,7 @@ def section(file: Path) -> str:
     title, _, text = (words.read_text() if words.exists() else f"{file.stem}\n").partition("\n")
     parts = [
         f"## {title.lstrip('# ')}",
-        text.strip().replace("](../", "]("),  # the page stands a folder above
+        text.strip().replace("](../", "]("),  # the page is in the parent folder
         f"`{found['command']}` · {found['date']} · {found['machine']} · {found['system']}  \n{about}",
         "\n".join(f"- {note}" for note in found.get("notes", [])),
         body,

@@ -112,7 +112,7 @@ class Wheel:
         python_abi, _, platform = self.tag.rpartition("-")
         system = re.fullmatch(r"(macosx)_(\d+_\d+)_(arm64)|(?:many)?(linux)_(?:2_(\d+)_)?(x86_64|aarch64)", platform)
         if python_abi != "cp310-abi3" or not system:
-            yield f"the tag {self.tag} is none of ours: cp310-abi3 for macosx_*_arm64, manylinux_2_* or linux_*"
+            yield f"unexpected tag {self.tag}: expected cp310-abi3 for macosx_*_arm64, manylinux_2_* or linux_*"
             return
         mac, macos, arm64, _, glibc, machine = system.groups()
         yield from self.contents(CPU_LIBRARIES[arm64 or machine])
@@ -166,7 +166,9 @@ class Wheel:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
-    parser.add_argument("--torch", metavar="MINOR", help="the torch it must be for, as in 2.13 (default: what it says)")
+    parser.add_argument(
+        "--torch", metavar="MINOR", help="the torch that it must require, as in 2.13 (default: that of its version)"
+    )
     parser.add_argument("--release", metavar="VERSION", help="the version they must all have, as in 0.1.0")
     options = parser.parse_args()
     failed = False

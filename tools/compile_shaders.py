@@ -221,7 +221,7 @@ def refused(what: str, call: Callable[[], object]) -> None:
         call()
     except RuntimeError:
         return
-    raise ShaderError(f"{what} was planted, and accepted: nothing that this says is worth anything")
+    raise ShaderError(f"{what} was planted, and accepted: this check cannot detect it, so its results prove nothing")
 
 
 # ---------------------------------------------------------------------------------------------- offline

@@ -367,9 +367,9 @@ def arguments() -> argparse.Namespace:
     usual = USUAL if has_llama_cpp() else ("f32", "bf16", "q8_0")
     options.arch, options.types = options.arch or list(gguf_files.MODELS), options.types or list(usual)
     if unknown := [name for name in options.arch if name not in gguf_files.MODELS]:
-        parser.error(f"no architecture that is tried: {', '.join(unknown)}; those are {known}")
+        parser.error(f"unknown architecture: {', '.join(unknown)}; expected some of {known}")
     if unknown := [kind for kind in options.types if kind not in (*WRITTEN, *QUANTISED)]:
-        parser.error(f"no type that llama.cpp writes for us: {', '.join(unknown)}; those are {kinds}")
+        parser.error(f"unknown type: {', '.join(unknown)}; expected some of {kinds}")
     if not has_llama_cpp() and (unwritten := [kind for kind in options.types if kind not in WRITTEN]):
         parser.error(f"{', '.join(unwritten)}: only llama-cpp-python writes them, and it is not installed")
     return options

@@ -1,13 +1,14 @@
-"""The numbers of csrc/mps/tuning.h that depend on the GPU: what holds now, and what `tune` has kept for this machine.
+"""The launch parameters of csrc/mps/tuning.h, "settings" here: the current ones, and those that `tune` saved.
 
-They are kept per GPU name and torch version in one JSON file, of which those that are not the default's stand there:
+They are saved per GPU name and torch version in one JSON file, which contains only those that differ from the default:
 
-    {"Apple M4 Max": {"2.13.0": {"band": 4, "few_tokens": 12}}}
+    {"Apple M4 Max": {"2.13.0": {"tiles_per_band": 4, "few_tokens": 12}}}
 
-Numbers by which the matrix units are used are kept per macOS as well, under "2.15.0, macOS 26.5": another one compiles
-those kernels anew, and it has happened that they were wrong then, at the sizes of models only.
+The settings that select the matrix units are also saved per macOS, under "2.15.0, macOS 26.5": another macOS compiles
+those kernels again, and with some versions they were wrong, only at the sizes of real models.
 
-The file is `path()`, in the user's cache folder; the environment's MOE_METAL_TUNING names another, or none if empty.
+The file is `path()`, in the user's cache folder. The environment variable MOE_METAL_TUNING names another file; if it is
+empty, no file is read or written.
 """
 
 import json
@@ -21,8 +22,17 @@ import torch
 from . import macos
 
 ops = torch.ops.moe_metal
-Numbers = dict[str, int]
-FOREIGN = ("matrix_units", "tensor_ops")  # numbers by which PyTorch's or Apple's kernels multiply matrices
+Settings = dict[str, int]
+PER_MACOS = ("matrix_units", "tensor_ops")  # they select PyTorch's or Apple's kernels for products
+#: Files written before these settings were renamed have their old names.
+RENAMED = {
+    "band": "tiles_per_band",
+    "decode_slots": "decode_max_slots_percent",
+    "enough_simdgroups": "target_simdgroups",
+    "gate_tiles": "gate_min_tiles",
+    "tile32_share": "tile32_min_rows",
+    "tile64_share": "tile64_min_rows",
+}
 
 
 def torch_and_macos() -> str:
@@ -30,10 +40,10 @@ def torch_and_macos() -> str:
 
 
 def path() -> Path | None:
-    """Where numbers are kept; None: nowhere."""
-    stated = os.environ.get("MOE_METAL_TUNING")
-    if stated is not None:
-        return Path(stated) if stated else None
+    """The file with the saved settings; None if MOE_METAL_TUNING is empty."""
+    variable = os.environ.get("MOE_METAL_TUNING")
+    if variable is not None:
+        return Path(variable) if variable else None
     if sys.platform == "darwin":
         caches = Path.home() / "Library" / "Caches"
     else:
@@ -42,93 +52,98 @@ def path() -> Path | None:
 
 
 def is_built() -> bool:
-    """Whether the extension has its MPS half, which alone has these numbers."""
+    """Whether the extension has its MPS backend, which has the settings."""
     return hasattr(ops, "_tuning")
 
 
-def in_force() -> Numbers:
+def current() -> Settings:
     return dict(zip(*ops._tuning(), strict=True))
 
 
-def defaults() -> Numbers:
+def defaults() -> Settings:
     return dict(zip(*ops._tuning(defaults=True), strict=True))
 
 
-def use(numbers: Numbers) -> None:
-    """From now on these hold, and the default of each that is not named. A wrong name or value is a ValueError."""
-    ops._set_tuning(list(numbers), list(numbers.values()))
+def use(settings: Settings) -> None:
+    """Set these, and all others to their defaults. Raises ValueError for a wrong name or value."""
+    ops._set_tuning(list(settings), list(settings.values()))
 
 
 def gpu() -> str:
-    """As Metal calls it. Nothing is computed there for it."""
+    """Metal's name of the GPU. No work is sent to it for this."""
     return torch.backends.mps.get_name()
 
 
 def about() -> dict[str, object]:
-    """What figures of this GPU are kept with."""
-    return {"numbers": in_force(), "default": in_force() == defaults()}
+    """The settings, as benchmarks record them."""
+    return {"settings": current(), "default": current() == defaults()}
 
 
 # ------------------------------------------------------------------------------------------------ the file
 
 
-def kept() -> dict[str, dict[str, Numbers]]:
-    """What the file holds, by GPU and torch version; empty where there is none. Anything else in it is a ValueError."""
+def saved() -> dict[str, dict[str, Settings]]:
+    """The content of the file, by GPU and torch version; empty if there is no file. Raises ValueError for any other
+    content."""
     file = path()
     if file is None or not file.exists():
         return {}
     found = json.loads(file.read_text())
     if not (isinstance(found, dict) and all(isinstance(versions, dict) for versions in found.values())):
-        raise ValueError("expected numbers by torch version by GPU")
-    for numbers in (numbers for versions in found.values() for numbers in versions.values()):
-        if not (isinstance(numbers, dict) and all(type(value) is int for value in numbers.values())):
-            raise ValueError(f"expected integers by name, got {numbers}")
-    return found
+        raise ValueError("expected settings by torch version by GPU")
+    for settings in (settings for versions in found.values() for settings in versions.values()):
+        if not (isinstance(settings, dict) and all(type(value) is int for value in settings.values())):
+            raise ValueError(f"expected integers by name, got {settings}")
+    return {gpu: {version: renamed(each) for version, each in versions.items()} for gpu, versions in found.items()}
+
+
+def renamed(settings: Settings) -> Settings:
+    return {RENAMED.get(name, name): value for name, value in settings.items()}
 
 
 def load() -> None:
-    """Use what is kept for this GPU, torch and macOS. A file that cannot be used is ignored, with a warning."""
+    """Use the settings saved for this GPU, torch and macOS. An unusable file is ignored, with a warning."""
     try:
-        found = kept()
-        if found:  # else the GPU need not be asked for its name
+        found = saved()
+        if found:  # otherwise the name of the GPU is not needed
             of_gpu = found.get(gpu(), {})
             use(of_gpu.get(torch.__version__, {}) | of_gpu.get(torch_and_macos(), {}))
     except (OSError, ValueError, RuntimeError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        warnings.warn(f"torch_moe_metal: the GPU's numbers in {path()} are ignored: {why}", stacklevel=2)
+        warnings.warn(f"torch_moe_metal: the settings in {path()} are ignored: {why}", stacklevel=2)
 
 
-def keep(numbers: Numbers) -> Path:
-    """Write these down for this GPU, torch and macOS; whoever reads meanwhile finds the old file or the new one."""
-    everything = usable()
+def save(settings: Settings) -> Path:
+    """Save these for this GPU, torch and macOS. Other processes read either the old file or the new one."""
+    everything = saved_or_empty()
     of_gpu = everything.setdefault(gpu(), {})
-    of_gpu[torch.__version__] = {name: value for name, value in numbers.items() if name not in FOREIGN}
-    foreign = {name: value for name, value in numbers.items() if name in FOREIGN}
+    of_gpu[torch.__version__] = {name: value for name, value in settings.items() if name not in PER_MACOS}
+    per_macos = {name: value for name, value in settings.items() if name in PER_MACOS}
     of_gpu.pop(torch_and_macos(), None)
-    return write(everything | {gpu(): of_gpu | ({torch_and_macos(): foreign} if foreign else {})})
+    return write(everything | {gpu(): of_gpu | ({torch_and_macos(): per_macos} if per_macos else {})})
 
 
 def forget() -> bool:
-    """What is kept for this GPU, of all torch versions. -> whether there was anything"""
-    everything = usable()
+    """Remove the settings saved for this GPU, of all torch versions. -> whether there were any"""
+    everything = saved_or_empty()
     if everything.pop(gpu(), None) is None:
         return False
     write(everything)
     return True
 
 
-def usable() -> dict[str, dict[str, Numbers]]:
-    """What the file holds, which a new one goes on with; nothing of a broken one."""
+def saved_or_empty() -> dict[str, dict[str, Settings]]:
+    """The content of the file; empty if the file is broken."""
     try:
-        return kept()
+        return saved()
     except ValueError:
         return {}
 
 
-def write(everything: dict[str, dict[str, Numbers]]) -> Path:
+def write(everything: dict[str, dict[str, Settings]]) -> Path:
     file = path()
     if file is None:
-        raise OSError("MOE_METAL_TUNING is empty: no file to keep numbers in")
+        raise OSError("MOE_METAL_TUNING is empty, so there is no file for the settings")
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(f"{file.name}.{os.getpid()}")
     new.write_text(json.dumps(everything, indent=1) + "\n")

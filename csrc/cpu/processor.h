@@ -41,6 +41,7 @@ constexpr bool kUnpacksInRegisters = true;
 constexpr bool kUnpacksInRegisters = false;
 #endif
 constexpr int64_t kLine = 64;  // bytes of a cache line
+#define MOE_METAL_UNROLL _Pragma("GCC unroll 16")
 
 #ifdef MOE_METAL_HAS_AVX512
 // AVX512-BF16, and VBMI, which every processor with AVX512-BF16 has.
@@ -69,8 +70,6 @@ inline bool amx_available() {
   }();
   return available;
 }
-
-#define MOE_METAL_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 }  // namespace moe_metal

@@ -89,7 +89,7 @@ Grid cut(const Attention& call, const AttentionKernel& kernel, AttentionParams& 
   const int64_t row_blocks = ceil_div(params.rows, tiles * kAttentionRows);
   const int64_t column_blocks = ceil_div(value_chunks, slices * kernel.value_chunks);
   const int64_t x = row_blocks * call.B * call.J, first = call.first_key(0), keys = call.last_key(call.T - 1) - first;
-  const int64_t enough = tuning().enough_simdgroups / (kAttentionSimdgroups * x * column_blocks);
+  const int64_t enough = tuning().target_simdgroups / (kAttentionSimdgroups * x * column_blocks);
   const int64_t most = std::min(enough, ceil_div(keys, tuning().attention_keys * tiles));
   const int64_t turn = kAttentionKeys * (kAttentionSimdgroups / slices / tiles);  // keys of all streams in one turn
   const int64_t part_keys = ceil_div(ceil_div(keys, std::max<int64_t>(most, 1)), turn) * turn;

@@ -9,7 +9,7 @@ namespace {
 
 // Up to 16 slots are always decoded.
 bool is_decode(const Experts& call) {
-  return call.T * call.K <= std::max<int64_t>(call.E * tuning().decode_slots / 100, 16);
+  return call.T * call.K <= std::max<int64_t>(call.E * tuning().decode_max_slots_percent / 100, 16);
 }
 
 ExpertsParams experts_params(const Experts& call) {
@@ -105,7 +105,8 @@ Grid grid_of_rows(int64_t rows, int64_t elements) { return {rows, ceil_div(eleme
 // The grid for all tiles of the list, in pieces of size `size` (a tile_size), and this many rows of weights.
 Grid grid_of_tiles(const ExpertsParams& params, int64_t size, int64_t rows) {
   const int64_t tile_rows = 16 << size, pieces = params.tiles * (params.tile_rows / tile_rows);
-  return {ceil_div(pieces, params.band) * params.band * ceil_div(rows, tile_weight_rows(tile_rows)), 1, kTileThreads};
+  return {ceil_div(pieces, params.tiles_per_band) * params.tiles_per_band * ceil_div(rows, tile_weight_rows(tile_rows)),
+          1, kTileThreads};
 }
 
 // Memory for the slots sorted by expert: their order, and the list of tiles followed by the end of each expert's slots.
@@ -130,7 +131,7 @@ int size_of_tiles(const Experts& call) { return tile_size(call.T * call.K / call
 void list_tiles(ExpertsParams& params, int size) {
   params.tile_rows = 16 << size;
   params.tiles = to_uint(int64_t{params.T} * params.K / params.tile_rows + params.E);
-  params.band = to_uint(tuning().band);
+  params.tiles_per_band = to_uint(tuning().tiles_per_band);
 }
 
 // Scratch memory: 4 * T * K * (H + I + 1) bytes, and the list of tiles.

@@ -33,7 +33,7 @@ LogitsKernel logits_kernel(int64_t tokens, int64_t experts) {
   const int threads = kGateSimdgroups * kSimdgroup;
   const int64_t tiles = ceil_div(tokens, kGateTileTokens) * ceil_div(experts, kGateTileExperts);
   if (tokens == 1) return {one_token_kernels, 1, 2, threads};
-  if (tiles < tuning().gate_tiles) return {four_token_kernels, 4, 4, threads};
+  if (tiles < tuning().gate_min_tiles) return {four_token_kernels, 4, 4, threads};
   return {tile_kernels, kGateTileTokens, kGateTileExperts, kGateTileThreads};
 }
 

@@ -48,8 +48,8 @@ struct Kernel {
   static inline Kernel* first = nullptr;
 };
 
-// The kernels `<function>_<dtype>` of one function, or `<function>_<dtype>_<parameter dtype>` with `two_dtypes`.
-// A lookup only computes an index: nothing is built, compared or allocated per call.
+// The kernels `<function>_<dtype>` of one function, or `<function>_<dtype>_<parameter dtype>` if called with two
+// dtypes. A lookup only computes an index: nothing is built, compared or allocated per call.
 class Kernels {
  public:
   Kernels(const char* shader, const char* function, int max_threads = 1024, int part = 0,
@@ -68,7 +68,9 @@ class Kernels {
   Kernels(const char* shader, const char* function, int max_threads, int part, const Format& format,
           std::index_sequence<i...>)
       : kernels_{Kernel(shader, function, i, &format, max_threads, part)...} {}
-  static int index(at::ScalarType dtype) { return dtype == at::kFloat ? 0 : dtype == at::kHalf ? 1 : 2; }
+  static int index(at::ScalarType dtype) {
+    return dtype == at::kFloat ? MOE_METAL_float : dtype == at::kHalf ? MOE_METAL_half : MOE_METAL_bfloat;
+  }
   Kernel kernels_[kCount];
 };
 

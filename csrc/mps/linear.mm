@@ -32,8 +32,8 @@ void at_once(const Linear& call) {
     if (is_worth(tuning().tensor_ops, call.T) && has_tensor_product(call.x, weight, size)) {
       return tensor_product(call.x, weight, call.bias, {.size = size}, call.output);
     }
-    const int64_t tiles = ceil_div(call.T, 16 << size), band = std::min(tuning().band, tiles);
-    params.band = to_uint(band);
+    const int64_t tiles = ceil_div(call.T, 16 << size), band = std::min(tuning().tiles_per_band, tiles);
+    params.tiles_per_band = to_uint(band);
     const Grid grid = {ceil_div(tiles, band) * band * ceil_div(call.N, tile_weight_rows(16 << size)), 1, kTileThreads};
     const bool wide = params.wide_x && params.weight.layout == WeightLayout::rows_wide;
     launch((wide ? wide_tile_kernels : tile_kernels)[size](dtype, weight.format), grid, call.x, weight.data,

@@ -32,12 +32,12 @@ void tensor_product(const Tensor& x, const Weight& weight, const Tensor& bias, c
   const int64_t rows = x.numel() / weight.columns, tile_rows = 16 << tiles.size;
   const bool is_listed = tiles.list.defined();
   const int64_t count = is_listed ? tiles.count : ceil_div(rows, tile_rows);
-  const int64_t band = std::min(tuning().band, count);
+  const int64_t band = std::min(tuning().tiles_per_band, count);
   const ProductParams params = {.rows = to_uint(rows),
                                 .N = to_uint(weight.rows),
                                 .columns = to_uint(weight.columns),
                                 .tiles = is_listed ? to_uint(count) : 0,
-                                .band = to_uint(band),
+                                .tiles_per_band = to_uint(band),
                                 .bias = parameter_type(bias),
                                 .weight = weight_params(weight, weight.rows)};
   const Grid grid = {ceil_div(count, band) * band * ceil_div(weight.rows, kUnitRows), 1,

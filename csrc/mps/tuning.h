@@ -1,6 +1,6 @@
 // Launch parameters that depend on the GPU. The defaults are reasoned, not measured; `python -m torch_moe_metal tune`
-// measures the alternatives on a machine. They only change how the work is divided and the order of sums, and
-// `matrix_units` also the places of rounding.
+// measures the alternatives on a machine. They only change how the work is divided and the order of sums;
+// `matrix_units` and `tensor_ops` also change where results are rounded.
 #pragma once
 #include <cstdint>
 
@@ -12,11 +12,11 @@ struct Tuning {
   int64_t decode_simdgroups = 4;
   // Decode: with fewer simdgroups than this, more of them share the columns of a row. 80 cores (the largest M)
   // times 32.
-  int64_t enough_simdgroups = 80 * 32;
+  int64_t target_simdgroups = 80 * 32;
   // Experts: the most slots per expert, in percent, for decode. Decode reads the weights for each slot. Prefill reads
   // them once for each selected expert, but sorts first and pads matrices to 8 slots. With as many slots as experts,
   // random routing selects 63 % of the experts: decode reads 1.6 times the bytes, minus cache hits.
-  int64_t decode_slots = 100;
+  int64_t decode_max_slots_percent = 100;
   // Linear: the most tokens for which every few tokens read and unpack the weight again, possibly from the cache. Tiles
   // do it once, but compute 8 tokens even if there is one. The crossover point on Apple's GPUs is a guess.
   int64_t few_tokens = 8;
@@ -26,9 +26,9 @@ struct Tuning {
   // Prefill: from how many slots or tokens per weight on tiles have 32 or 64 rows instead of 16. Larger tiles read the
   // weights less often, and padding rows are skipped: with 16 slots per expert on average, tiles of 16 would read its
   // weights 1.43 times. With 64, a simdgroup has fewer rows of weights, so it reads staged rows more often.
-  int64_t tile32_share = 12, tile64_share = 49;
+  int64_t tile32_min_rows = 12, tile64_min_rows = 49;
   // Prefill: how many tiles go through all rows of weights together, so that they share weights in the cache.
-  int64_t band = 8;
+  int64_t tiles_per_band = 8;
   // Prefill, dense 16-bit weights: from how many slots per expert on PyTorch's own grouped product is used, which uses
   // the matrix units of M5 and newer; 0: never. It needs torch 2.15; with older versions our kernels run anyway. Gate
   // and up, the inner activations and each expert's result are then rounded to 16 bits, as in transformers, and may
@@ -43,7 +43,7 @@ struct Tuning {
   // Gate, many tokens: with fewer tiles than this, groups of four tokens by four experts are used, which are more
   // threadgroups. Tiles read the least, but a tile is much work for one threadgroup: they pay off once each of 80 cores
   // (the largest M) has one. On an H200, groups were three times as fast for 512 tokens and 128 experts.
-  int64_t gate_tiles = 80;
+  int64_t gate_min_tiles = 80;
   // Norms: threads per row with few rows. With 1024, each has about 52 registers on M1 and M2.
   int64_t row_threads = 512;
   // Attention: if there are too few simdgroups, threadgroups share the keys of the same rows, but each gets at least
@@ -65,7 +65,7 @@ struct Tuning {
   int64_t dispatch_mflops = 1000000;
 };
 
-// The current numbers. Python can set them; old numbers stay in memory, since other threads may be reading them.
+// The current settings. Python can set them; old ones stay in memory, since other threads may be reading them.
 const Tuning& tuning();
 void set_tuning(const Tuning& tuning);
 

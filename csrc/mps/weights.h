@@ -126,7 +126,7 @@ inline Grid grid_of(WeightParams& weight, const Cut& cut, int64_t x, int64_t row
   const uint32_t most = cut.by_rows ? kChunkSimdgroups : kMaxSplit;
   weight.split = cut.by_rows ? 1 : static_cast<uint32_t>(cut.rows / 32);  // the final sums need a thread per row
   while (weight.split < most && weight.split * cut.columns < columns &&
-         weight.split * groups < tuning().enough_simdgroups) {
+         weight.split * groups < tuning().target_simdgroups) {
     weight.split *= 2;
   }
   if (cut.by_rows) {
@@ -151,9 +151,9 @@ inline bool is_worth(int64_t least, int64_t slots, int64_t weights = 1) {
   return least > 0 && slots >= bounded_product({least, weights});
 }
 
-// 0, 1 or 2 for tiles of 16, 32 or 64 tokens (or slots), depending on how many use one weight.
-inline int tile_size(int64_t share) {
-  return share >= tuning().tile64_share ? 2 : share >= tuning().tile32_share ? 1 : 0;
+// 0, 1 or 2 for tiles of 16, 32 or 64 rows: tokens, or slots of an expert. `rows` is how many use one weight.
+inline int tile_size(int64_t rows) {
+  return rows >= tuning().tile64_min_rows ? 2 : rows >= tuning().tile32_min_rows ? 1 : 0;
 }
 
 }  // namespace moe_metal

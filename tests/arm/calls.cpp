@@ -26,7 +26,7 @@ namespace {
 enum Kind : uint8_t { kNone, kTensor, kInt, kFloat, kBool, kString };
 
 void read_all(void* to, size_t bytes) {
-  if (std::fread(to, 1, bytes, stdin) != bytes) std::exit(0);  // nobody calls any more
+  if (std::fread(to, 1, bytes, stdin) != bytes) std::exit(0);  // the caller has closed the pipe
 }
 void write_all(const void* from, size_t bytes) {
   if (std::fwrite(from, 1, bytes, stdout) != bytes) std::exit(1);

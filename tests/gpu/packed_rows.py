@@ -18,7 +18,7 @@ Args = dict[str, Tensor]
 @dataclass(frozen=True)
 class Row:
     """experts with T tokens, or linear with N rows of weights; without a packing the weights are bfloat16.
-    tokens_together: the number of tuning.h, unless it is the default."""
+    tokens_together: the setting of tuning.h, unless it is the default."""
 
     op: str
     packing: Packing | None
@@ -32,7 +32,7 @@ class Row:
         return f"{self.op}-{self.packing or 'bfloat16'}-T{self.T}{rows}{together}"
 
     @property
-    def numbers(self) -> dict[str, int]:
+    def settings(self) -> dict[str, int]:
         return {"tokens_together": self.tokens_together} if self.tokens_together else {}
 
     @property

@@ -36,7 +36,7 @@ from torch_moe_metal.bench.calls import Call, choices, halves, joined_heads, tok
 from torch_moe_metal.library import format_rows  # noqa: E402
 from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
 
-MOST = 3e7  # flops or bytes of a case that is worth replaying
+MAX_WORK = 3e7  # flops or bytes of a case that is worth replaying
 TOKENS = (1, 4, 16, 32, 64, 512, 4096)
 TIMED = (torch.bfloat16, torch.float32)
 
@@ -48,11 +48,11 @@ def trace(case: Case | Call | packed_rows.Row, args: dict[str, Tensor]) -> dict:
     names = {torch.ops.metal_sim.contents(tensor): name for name, tensor in reversed(named.items())}
     scratch: dict[str, int] = {}
     dispatches = [dispatch_row(d, names, scratch) for d in record.dispatches]
-    told = [
+    described = [
         {"name": names[torch.ops.metal_sim.contents(t)], "dtype": str(t.dtype)[6:], "shape": list(t.shape)}
         for t in outputs
     ]
-    return {"case": str(case), "dispatches": dispatches, "scratch": scratch, "outputs": told}
+    return {"case": str(case), "dispatches": dispatches, "scratch": scratch, "outputs": described}
 
 
 def dispatch_row(dispatch: metal_sim.Dispatch, names: dict[int, str], scratch: dict[str, int]) -> dict:
@@ -86,7 +86,7 @@ def replayable(case: Case, args: dict[str, Tensor]) -> bool:
 
 def traces(ops: list[str]) -> Iterator[dict]:
     for case in CASES:
-        if case.op in ops and max(case.flops, case.bytes) <= MOST:
+        if case.op in ops and max(case.flops, case.bytes) <= MAX_WORK:
             args = case.arguments()
             if replayable(case, args) and all(tensor.numel() for tensor in args.values()):
                 yield trace(case, {name: placed(tensor, "mps") for name, tensor in args.items()})
@@ -121,38 +121,38 @@ def packed_traces() -> Iterator[dict]:
         for name, one in row.weights(generator, experts=1).items():
             shape = one.shape if row.N else (packed_rows.E, *one.shape[1:])
             args[name] = torch.empty(shape, dtype=one.dtype, device="mps")
-        yield trace_under(row.numbers, row, args)
+        yield trace_under(row.settings, row, args)
 
 
 def tune_traces(model: str) -> Iterator[dict]:
-    """For every call that `tune` measures, its different lists of dispatches under all choices of numbers, each once,
-    with the choices that lead to it, and the names and defaults of the numbers that make a difference."""
+    """For every call that `tune` measures, its different lists of dispatches under all choices of settings, each once,
+    with the choices that lead to it, and the names and defaults of the settings that make a difference."""
     models = {(model, "dense"): MODELS[model]}
-    for row in {str(c): c for n in tune.NUMBERS for c in tune.calls_of(n, models, torch.bfloat16)}.values():
+    for row in {str(c): c for n in tune.SETTINGS for c in tune.calls_of(n, models, torch.bfloat16)}.values():
         args = empties(row)
         names = mattering(row, args)
         found: dict[str, dict] = {}
-        for numbers in itertools.product(*(VALUES[name] for name in names)):
-            one = trace_under(dict(zip(names, numbers, strict=True)), row, args)
-            of = found.setdefault(dispatched(one), one | {"defaults": {n: DEFAULTS[n] for n in names}, "numbers": []})
-            of["numbers"].append(numbers)
+        for settings in itertools.product(*(VALUES[name] for name in names)):
+            one = trace_under(dict(zip(names, settings, strict=True)), row, args)
+            of = found.setdefault(dispatched(one), one | {"defaults": {n: DEFAULTS[n] for n in names}, "settings": []})
+            of["settings"].append(settings)
         verify(row, args, names, found)
         print(f"  {row}: {', '.join(names) or 'nothing'}: {len(found)} ways", file=sys.stderr, flush=True)
         yield from found.values()
 
 
-DEFAULTS: tuning.Numbers = {}
-VALUES: dict[str, list[int]] = {}  # for each number, all values that the search may try
+DEFAULTS: tuning.Settings = {}
+VALUES: dict[str, list[int]] = {}  # for each setting, all values that the search may try
 
 
 def prepare_tune() -> None:
     DEFAULTS.update(tuning.defaults())
     VALUES.clear()
-    VALUES.update({n.name: sorted({*n.values, DEFAULTS[n.name]}) for n in tune.NUMBERS})
+    VALUES.update({n.name: sorted({*n.values, DEFAULTS[n.name]}) for n in tune.SETTINGS})
 
 
-def trace_under(numbers: tuning.Numbers, row: Call | packed_rows.Row, args: dict[str, Tensor]) -> dict:
-    tuning.use(numbers)
+def trace_under(settings: tuning.Settings, row: Call | packed_rows.Row, args: dict[str, Tensor]) -> dict:
+    tuning.use(settings)
     try:
         return trace(row, args)
     finally:
@@ -164,29 +164,29 @@ def dispatched(trace: dict) -> str:
 
 
 def mattering(row: Call, args: dict[str, Tensor]) -> list[str]:
-    """The numbers that change the dispatches of a call, alone or together with others."""
+    """The settings that change the dispatches of a call, alone or together with others."""
     names: set[str] = set()
     known, todo = {dispatched(trace_under({}, row, args))}, [{}]
     while todo:
-        numbers = todo.pop()
-        before = dispatched(trace_under(numbers, row, args))
+        settings = todo.pop()
+        before = dispatched(trace_under(settings, row, args))
         for name, value in ((name, value) for name, values in VALUES.items() for value in values):
-            after = dispatched(trace_under(numbers | {name: value}, row, args))
+            after = dispatched(trace_under(settings | {name: value}, row, args))
             if after != before:
                 names.add(name)
             if after not in known:
                 known.add(after)
-                todo.append(numbers | {name: value})
+                todo.append(settings | {name: value})
     return [name for name in VALUES if name in names]
 
 
 def verify(row: Call, args: dict[str, Tensor], names: list[str], found: dict[str, dict]) -> None:
-    """Check with 30 random choices that no other number makes a difference."""
+    """Check with 30 random choices that no other setting makes a difference."""
     choice = random.Random(0)
     for _ in range(30):
-        numbers = {name: choice.choice(values) for name, values in VALUES.items()}
-        told = found[dispatched(trace_under(numbers, row, args))]["numbers"]
-        assert tuple(numbers[name] for name in names) in told, f"{row}: {numbers}"
+        settings = {name: choice.choice(values) for name, values in VALUES.items()}
+        expected = found[dispatched(trace_under(settings, row, args))]["settings"]
+        assert tuple(settings[name] for name in names) in expected, f"{row}: {settings}"
 
 
 def write(file: Path, traces: Iterator[dict], replaced: tuple[str, ...]) -> None:

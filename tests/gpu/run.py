@@ -372,7 +372,7 @@ class Translated:
         noise = RandomTensors("cuda", call.dtype)
         sets = [inputs(call, noise) for _ in range(call.sets)]
         replays, ways, bytes = (self.block if call.op == "block" else self.op)(call, noise, sets)
-        theirs = [device_bench.for_rivals(s) for s in sets]
+        theirs = [device_bench.for_baselines(s) for s in sets]
         result = Result(call, bytes)
         ways = self.agreeing(call, replays[0], ways, theirs[0], result.failed)
         if "ours" in result.failed:
@@ -390,7 +390,7 @@ class Translated:
     def op(self, call: Call, noise: RandomTensors, sets: list[Args]) -> Work:
         shared = {name: noise.argument(call, name, s) for name, s in call.shapes.items() if name in EXPERTS}
         replays = [Replay(self.kernels, self.traces[str(call)], s | shared) for s in sets]
-        ways = {name: partial(way, **shared) for name, way in baselines(call.op, call.options).items()}
+        ways = {name: partial(way, **shared) for name, way in baselines(call.op, call.options, call.shapes).items()}
         return replays, ways, statistics.mean(bytes_read(call, s, shared) for s in sets)
 
     def block(self, call: Call, noise: RandomTensors, sets: list[Args]) -> Work:
@@ -492,28 +492,28 @@ def packed_times(folder: Path, wanted: list[str]) -> int:
 
 
 class Tuned:
-    """Measures the traces for `tune`: a call under some numbers is a replay of its dispatches under these numbers."""
+    """Measures the traces for `tune`: a call under some settings is a replay of its dispatches under these settings."""
 
     def __init__(self, folder: Path, kernels: Kernels | None):
         self.kernels = kernels
         self.traces: dict[str, list[dict]] = {}
         for trace in json.loads((folder / "tune.json").read_text()):
             self.traces.setdefault(trace["case"], []).append(trace)
-        told = [trace["defaults"] for traces in self.traces.values() for trace in traces]
-        self.defaults = {name: value for defaults in told for name, value in defaults.items()}
+        all_defaults = [trace["defaults"] for traces in self.traces.values() for trace in traces]
+        self.defaults = {name: value for defaults in all_defaults for name, value in defaults.items()}
 
-    def trace(self, call: Call, numbers: dict[str, int]) -> int:
+    def trace(self, call: Call, settings: dict[str, int]) -> int:
         """The index of the call's list of dispatches."""
         traces = self.traces[str(call)]
-        wanted = [(self.defaults | numbers)[name] for name in traces[0]["defaults"]]
-        return next(i for i, trace in enumerate(traces) if wanted in trace["numbers"])
+        wanted = [(self.defaults | settings)[name] for name in traces[0]["defaults"]]
+        return next(i for i, trace in enumerate(traces) if wanted in trace["settings"])
 
-    def __call__(self, call: Call, settings: list[dict[str, int]]) -> list[list[float]]:
+    def __call__(self, call: Call, candidates: list[dict[str, int]]) -> list[list[float]]:
         torch.cuda.empty_cache()
         noise = RandomTensors("cuda", call.dtype)
         shared = {name: noise.argument(call, name, s) for name, s in call.shapes.items() if name in EXPERTS}
         sets = [inputs(call, noise) | shared for _ in range(call.sets)]
-        wanted = [self.trace(call, numbers) for numbers in settings]
+        wanted = [self.trace(call, settings) for settings in candidates]
         replays = {which: self.replays(self.traces[str(call)][which], sets) for which in set(wanted)}
         graphs = {which: captured(lambda all=all: [replay() for replay in all]) for which, all in replays.items()}
         rounds = rounds_of({str(place): graphs[which] for place, which in enumerate(wanted)}, len(sets))
@@ -533,11 +533,11 @@ def tuned(folder: Path) -> int:
         return 2
     measure = Tuned(folder, Kernels(folder))
     name = measure.model()
-    numbers = [number for number in tune.NUMBERS if number.name in measure.defaults]
+    settings = [setting for setting in tune.SETTINGS if setting.name in measure.defaults]
     models = {(name, "dense"): MODELS[name]}
-    calls = {number.name: tune.calls_of(number, models, torch.bfloat16) for number in numbers}
+    calls = {setting.name: tune.calls_of(setting, models, torch.bfloat16) for setting in settings}
     print(f"{torch.cuda.get_device_name()}, {name}, bf16: translated shaders, no Apple figures", flush=True)
-    print(tune.table(tune.search(calls, numbers, measure.defaults, measure, held={})))
+    print(tune.table(tune.search(calls, settings, measure.defaults, measure, fixed={})))
     return 0
 
 

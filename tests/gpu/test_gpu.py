@@ -55,7 +55,7 @@ def test_kernels_state_the_most_threads_they_are_launched_with(tmp_path: Path):
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op != "block"])
-def test_what_is_recorded_lies_like_what_is_replayed(op: str, mps: str):
+def test_recorded_strides_are_those_of_replayed_arguments(op: str, mps: str):
     """A trace has offsets, which follow from strides; a replay uses them with its own arguments."""
     call = Call(op, DEFAULT, MODELS[DEFAULT].reduced(E=4, K=2, H=16, I=8), 3, torch.float16)
     recorded, replayed = record.empties(call), inputs(call, RandomTensors("cpu", torch.float16))
@@ -67,46 +67,46 @@ def test_what_is_recorded_lies_like_what_is_replayed(op: str, mps: str):
 
 
 # Traces have no commits, and the translation to CUDA has no matmul2d of Apple's.
-RECORDED = [number for number in tune.NUMBERS if not number.name.startswith(("commit_", "tensor_ops"))]
+RECORDED = [setting for setting in tune.SETTINGS if not setting.name.startswith(("commit_", "tensor_ops"))]
 
 
-@pytest.mark.parametrize("number", RECORDED, ids=lambda number: number.name)
-def test_what_tune_measures_shows_every_alternative(number: tune.Number, mps: str):
+@pytest.mark.parametrize("setting", RECORDED, ids=lambda setting: setting.name)
+def test_calls_of_tune_show_every_alternative(setting: tune.Setting, mps: str):
     """With the sizes of two models: for any two neighbouring values, some call's dispatches differ."""
     models = {(name, "dense"): MODELS[name] for name in (DEFAULT, "mixtral-8x7b")}
-    calls = tune.calls_of(number, models, torch.bfloat16)
+    calls = tune.calls_of(setting, models, torch.bfloat16)
     args = [record.empties(call) for call in calls]
 
     def ways(value: int) -> list[str]:
-        numbers = {number.name: value}
-        return [record.dispatched(record.trace_under(numbers, *one)) for one in zip(calls, args, strict=True)]
+        settings = {setting.name: value}
+        return [record.dispatched(record.trace_under(settings, *one)) for one in zip(calls, args, strict=True)]
 
-    with metal_sim.grouped_mm():  # one of the numbers only matters with this kernel
-        assert all(one != other for one, other in itertools.pairwise(map(ways, number.values)))
+    with metal_sim.grouped_mm():  # one of the settings only matters with this kernel
+        assert all(one != other for one, other in itertools.pairwise(map(ways, setting.values)))
 
 
-def test_a_replay_is_found_for_whatever_the_search_asks(mps: str, tmp_path: Path, monkeypatch):
-    """For any numbers, the replay has the dispatches of the host code under these numbers."""
+def test_every_candidate_of_the_search_has_a_replay(mps: str, tmp_path: Path, monkeypatch):
+    """For any settings, the replay has the dispatches of the host code under these settings."""
     small = MODELS[DEFAULT].reduced(E=8, K=2, H=64, I=32)
     monkeypatch.setitem(MODELS, DEFAULT, small)
-    chosen = tune.NUMBERS[0], tune.NUMBERS[2]  # a number of decode, and the end of decode
-    monkeypatch.setattr(tune, "NUMBERS", chosen)
+    chosen = tune.SETTINGS[0], tune.SETTINGS[2]  # a setting of decode, and the end of decode
+    monkeypatch.setattr(tune, "SETTINGS", chosen)
     record.prepare_tune()
     record.write(tmp_path / "tune.json", record.tune_traces(DEFAULT), ("",))
     replays = run.Tuned(tmp_path, kernels=None)
-    asked = []
+    seen = []
 
-    def measure(call: Call, settings: list[dict]) -> list[list[float]]:
+    def measure(call: Call, candidates: list[dict]) -> list[list[float]]:
         args = record.empties(call)
-        for numbers in settings:
-            want = record.dispatched(record.trace_under(numbers, call, args))
-            assert record.dispatched(replays.traces[str(call)][replays.trace(call, numbers)]) == want
-            asked.append(numbers)
-        return [[1.0 if "decode_slots" in numbers else 2.0 - len(numbers)] * 7 for numbers in settings]
+        for settings in candidates:
+            want = record.dispatched(record.trace_under(settings, call, args))
+            assert record.dispatched(replays.traces[str(call)][replays.trace(call, settings)]) == want
+            seen.append(settings)
+        return [[1.0 if "decode_max_slots_percent" in settings else 2.0 - len(settings)] * 7 for settings in candidates]
 
     calls = {n.name: tune.calls_of(n, {(DEFAULT, "dense"): small}, torch.bfloat16) for n in chosen}
     tune.search(calls, chosen, replays.defaults, measure, {})
-    assert any(len(numbers) == 2 for numbers in asked)  # one together with another
+    assert any(len(settings) == 2 for settings in seen)  # one together with another
 
 
 @pytest.mark.full_grid

@@ -225,7 +225,7 @@ def test_a_wrong_packed_baseline_is_left_out(tiny, monkeypatch, capsys):
     arguments = ["--ops", "linear", "--formats", "affine4", "--tokens", "2", "--dtypes", "bf16", "--json"]
     assert main(["bench", *QUICK, *arguments]) == 0
     for row in json.loads(capsys.readouterr().out)["rows"]:
-        assert "differs from ours" in row["failed"]["int4pack"] and "int4pack" not in row["rivals_us"]
+        assert "differs from ours" in row["failed"]["int4pack"] and "int4pack" not in row["baselines_us"]
 
 
 # ------------------------------------------------------------------------------------------------ inputs and bytes
@@ -386,7 +386,7 @@ def test_a_row_is_compared_with_the_bandwidth(tiny, monkeypatch, capsys):
     assert {op: row["limit"] for op, row in rows.items()} == {"norm_add": "copy", "gate": "read"}
     for row in rows.values():
         assert row["of_limit"] == pytest.approx(row["gb_per_s"] / row["limit_gb_per_s"])
-        assert not {"read", "copy"} & set(row["rivals_us"])
+        assert not {"read", "copy"} & set(row["baselines_us"])
 
 
 def test_seconds_each():
@@ -399,7 +399,7 @@ def test_wrong_baselines_are_left_out(tiny, monkeypatch, capsys):
     monkeypatch.setitem(BASELINES, "norm_add", BASELINES["norm_add"] | wrong)
     assert main(["bench", *QUICK, "--ops", "norm_add", "--tokens", "1", "--json"]) == 0
     for row in json.loads(capsys.readouterr().out)["rows"]:
-        assert set(row["rivals_us"]) == {"rms_norm, add_"}
+        assert set(row["baselines_us"]) == {"rms_norm, add_"}
         assert row["failed"]["zeros"].startswith("norm_add differs") and "ZeroDivision" in row["failed"]["raises"]
 
 
@@ -427,7 +427,7 @@ def test_everything_as_json(device: str, tiny, capsys):
     ]
     assert all(r["us"] > 0 and r["bytes"] > 0 and r["x_pytorch"] > 0 for r in rows)
     assert all(set(r.get("failed", {})) <= {"mlx"} for r in rows)  # gather_mm takes only f32 on a CPU
-    assert {name for r in rows if r["op"] == "block" for name in r["rivals_us"]} >= {
+    assert {name for r in rows if r["op"] == "block" for name in r["baselines_us"]} >= {
         f"transformers {name}" for name in ("eager", "batched_mm", "grouped_mm")
     }
     assert found["read_gb_per_s"] > 0 and found["device"] == device
@@ -437,15 +437,18 @@ def test_everything_as_json(device: str, tiny, capsys):
 def test_a_report_says_how_the_gpu_is_tuned(mps: str, tiny, capsys):
     """Tables have a note if the parameters are not the default; JSON always has them."""
     command = ["bench", *QUICK, "--device", mps, "--ops", "glu", "--tokens", "1", "--dtypes", "f32"]
-    tuning.use({"band": 4})
+    tuning.use({"tiles_per_band": 4})
     try:
         assert main(command) == 0 and main([*command, "--json"]) == 0
     finally:
         tuning.use({})
     table, _, text = capsys.readouterr().out.partition("{\n")
     found = json.loads("{" + text)
-    assert "Tuned for this GPU: band 4\n" in table and found["notes"][-1] == "Tuned for this GPU: band 4"
-    assert found["tuning"] == {"numbers": tuning.defaults() | {"band": 4}, "default": False}
+    assert (
+        "Tuned for this GPU: tiles_per_band 4\n" in table
+        and found["notes"][-1] == "Tuned for this GPU: tiles_per_band 4"
+    )
+    assert found["tuning"] == {"settings": tuning.defaults() | {"tiles_per_band": 4}, "default": False}
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tuning"] == tuning.about() and found["tuning"]["default"] and "Tuned" not in str(found["notes"])
@@ -462,12 +465,12 @@ def test_packed_rows(device: str, tiny, capsys):
     for row in rows:
         packed = row["format"] != "dense"
         assert set(row.get("failed", {})) <= {"mlx"}  # its sums in bfloat16 are sometimes too inexact on a CPU
-        assert packed == (OURS_DENSE in row["rivals_us"]) == (row["x_dense"] is not None)
+        assert packed == (OURS_DENSE in row["baselines_us"]) == (row["x_dense"] is not None)
         if packed and row["op"] in WHOLE:
-            assert set(row["rivals_us"]) <= {OURS_DENSE, "mlx"} and row["x_pytorch"] is None
+            assert set(row["baselines_us"]) <= {OURS_DENSE, "mlx"} and row["x_pytorch"] is None
         else:
             assert row["x_pytorch"] > 0
-        has_row = "mlx" in (row["rivals_us"] | row.get("failed", {}))
+        has_row = "mlx" in (row["baselines_us"] | row.get("failed", {}))
         assert has_row == (HAS_MLX and (row["format"] in OF_MLX or (not packed and row["op"] in WHOLE)))
 
 
@@ -609,8 +612,11 @@ def test_wrong_arguments(arguments: list[str], said: str, capsys):
 def test_baselines_take_the_options_of_every_model():
     """The baselines accept the options of every model."""
     for name, model in MODELS.items():
-        for op in ("gate", "route", "glu", "experts"):
-            assert baselines(op, Call(op, name, model, 1).options), (op, name)
+        for op in ("gate", "route", "glu", "experts", "attention"):
+            call = Call(op, name, model, 1)
+            found = baselines(op, call.options, call.shapes)
+            assert found, (op, name)
+            assert op != "attention" or ("sdpa" in found) != model.sinks, name  # PyTorch's attention has no sinks
 
 
 def test_packed_variants_of_a_whole_model_share_what_stays_dense():
@@ -629,7 +635,7 @@ def test_packed_variants_of_a_whole_model_share_what_stays_dense():
         assert alike > 0.99  # a token may select other experts
 
 
-def test_whole_model_decodes_behind_each_context(tiny: Model, monkeypatch, capsys):
+def test_whole_model_decodes_after_each_context(tiny: Model, monkeypatch, capsys):
     """Every variant's speed at each context, in JSON and as a table."""
     monkeypatch.setattr(whole_model, "PROMPT", 8)
     lengths = []

@@ -14,7 +14,7 @@ from compile_shaders import ShaderError
 from conftest import DEVICES, SIMULATED
 
 pytestmark = pytest.mark.skipif(
-    not SIMULATED or "mps" not in DEVICES, reason="the stand-in knows what the simulated Metal's checks know"
+    not SIMULATED or "mps" not in DEVICES, reason="the stand-in uses the checks of the simulated Metal"
 )
 GLU = "^glu PART=0 DTYPE=0$"
 
@@ -145,7 +145,7 @@ def test_metal_4_has_tensors_and_metal_3_an_empty_library(xcrun: str, capsys: py
     assert len([*compile_shaders.never_asked(works, ["3.2", "4.0"])]) == 1
 
 
-def test_an_older_macos_is_not_asked_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_macos_does_not_compile_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_moe_metal import macos
 
     ops = torch.ops.moe_metal

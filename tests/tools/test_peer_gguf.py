@@ -39,10 +39,10 @@ CONVERTER = """
 VOCABULARY = """
     class TextModel:
         def set_vocab(self):
-            raise NotImplementedError("a tokenizer that nobody knows")
+            raise NotImplementedError("an unknown tokenizer")
 
         def get_vocab_base_pre(self, tokenizer):
-            raise NotImplementedError("a pre-tokenizer that nobody knows")
+            raise NotImplementedError("an unknown pre-tokenizer")
 
         def _set_vocab_gpt2(self):
             return "gpt2", self.get_vocab_base_pre(None)
@@ -178,8 +178,8 @@ def test_a_failed_step_is_reported(tmp_path):
     "arguments, message",
     [
         (["conversion"], "is no checkout of llama.cpp: it has no convert_hf_to_gguf.py"),
-        ([".", "--arch", "lama"], "no architecture that is tried: lama; those are qwen3moe,.*llama"),
-        ([".", "--types", "q9"], "no type that llama.cpp writes for us: q9; those are f32, .*q4_k_m"),
+        ([".", "--arch", "lama"], "unknown architecture: lama; expected some of qwen3moe,.*llama"),
+        ([".", "--types", "q9"], "unknown type: q9; expected some of f32, .*q4_k_m"),
         ([".", "--types", "q8_0", "q4_k_m"], "q4_k_m: only llama-cpp-python writes them, and it is not installed"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The numbers that depend on the GPU: none changes a result, a file keeps them, and `tune` chooses."""
+"""The launch parameters ("settings"): none changes a result, they are saved in a file, and `tune` selects them."""
 
 import contextlib
 import json
@@ -21,14 +21,14 @@ from torch_moe_metal import tune, tuning
 from torch_moe_metal.__main__ import main
 from torch_moe_metal.bench.calls import Call
 from torch_moe_metal.models import DEFAULT, MODELS, of_config
-from torch_moe_metal.tune import NUMBERS, Comparison, Number, compare, search
+from torch_moe_metal.tune import SETTINGS, Comparison, Setting, compare, search
 
-on_mps = pytest.mark.skipif("mps" not in DEVICES, reason="MOE_METAL_DEVICES leaves mps out, which alone has them")
+on_mps = pytest.mark.skipif("mps" not in DEVICES, reason="only mps has settings, and MOE_METAL_DEVICES leaves it out")
 
 
 @pytest.fixture(autouse=True)
 def file(tmp_path: Path, monkeypatch) -> Path:
-    """What is kept is kept there; afterwards the defaults hold."""
+    """Settings are saved there. Afterwards the defaults are set again."""
     monkeypatch.setenv("MOE_METAL_TUNING", str(tmp_path / "folder" / "tuning.json"))
     yield tmp_path / "folder" / "tuning.json"
     if tuning.is_built():
@@ -43,40 +43,43 @@ def m9(monkeypatch) -> str:
 
 # ------------------------------------------------------------------------------------------------ right answers
 
-ALTERNATIVES = [(number, value) for number in NUMBERS for value in number.values]
-EACH = pytest.mark.parametrize("number, value", ALTERNATIVES, ids=[f"{n.name}-{v}" for n, v in ALTERNATIVES])
+ALTERNATIVES = [(setting, value) for setting in SETTINGS for value in setting.values]
+EACH = pytest.mark.parametrize("setting, value", ALTERNATIVES, ids=[f"{n.name}-{v}" for n, v in ALTERNATIVES])
 ROW_OPS = (
     "norm",
     "norm_add",
     "residual_norm",
     *(op for op in tune.arguments.ARGUMENTS if "norm" in op and "sum" in op),
 )
-#: Small, and such that every alternative of a number treats one of its cases in another way than the default does.
+#: Small cases. For every alternative of a setting, at least one of its cases is dispatched differently.
 SHOWING = {
     "decode_simdgroups": [
         ("experts", {"T": 3, "E": 8, "K": 4, "H": 140, "I": 40}),
         ("linear", {"T": 2, "N": 70, "H": 96}),
     ],
-    "enough_simdgroups": [
+    "target_simdgroups": [
         ("linear", {"T": 8, "N": 320, "H": 517}),
         ("experts", {"T": 3, "E": 8, "K": 4, "H": 264, "I": 40}),
         ("linear", {"T": 3, "N": 320, "H": 1028}),
         ("attention", {"B": 8, "A": 4, "J": 4, "T": 1, "S": 1300, "D": 16, "V": 16}),
     ],
-    "decode_slots": [("experts", {"T": T, "E": 20, "K": 2, "H": 40, "I": 24}) for T in (9, 13, 18, 28, 38)],
+    "decode_max_slots_percent": [("experts", {"T": T, "E": 20, "K": 2, "H": 40, "I": 24}) for T in (9, 13, 18, 28, 38)],
     "few_tokens": [("linear", {"T": T, "N": 37, "H": 96}) for T in (3, 6, 10, 14, 20, 28)],
     "tokens_together": [("linear", {"T": T, "N": 37, "H": 96}) for T in (2, 5, 8)],
-    "tile32_share": [("experts", {"T": T, "E": 2, "K": 1, "H": 40, "I": 24}) for T in (20, 30, 40)],
-    "tile64_share": [("experts", {"T": T, "E": 2, "K": 1, "H": 24, "I": 16}) for T in (80, 112, 160, 256)],
-    "band": [("experts", {"T": 80, "E": 4, "K": 2, "H": 40, "I": 24}), ("linear", {"T": 300, "N": 37, "H": 24})],
-    # In float32 and in bfloat16, of which the second can be PyTorch's.
+    "tile32_min_rows": [("experts", {"T": T, "E": 2, "K": 1, "H": 40, "I": 24}) for T in (20, 30, 40)],
+    "tile64_min_rows": [("experts", {"T": T, "E": 2, "K": 1, "H": 24, "I": 16}) for T in (80, 112, 160, 256)],
+    "tiles_per_band": [
+        ("experts", {"T": 80, "E": 4, "K": 2, "H": 40, "I": 24}),
+        ("linear", {"T": 300, "N": 37, "H": 24}),
+    ],
+    # In float32 and in bfloat16; only bfloat16 can use PyTorch's kernel.
     "matrix_units": [("experts", {"T": T, "E": 2, "K": 1, "H": 40, "I": 24}) for T in (20, 20, 80, 80, 160, 160)],
     # The same, with a linear layer.
     "tensor_ops": [
         *(("experts", {"T": T, "E": 2, "K": 1, "H": 40, "I": 24}) for T in (20, 20, 80, 80, 160, 160)),
         *(("linear", {"T": T, "N": 37, "H": 96}) for T in (40, 40)),
     ],
-    "gate_tiles": [("gate", {"T": T, "E": 65, "K": 2, "H": 8}) for T in (257, 545, 1025, 1281)],
+    "gate_min_tiles": [("gate", {"T": T, "E": 65, "K": 2, "H": 8}) for T in (257, 545, 1025, 1281)],
     "attention_keys": [("attention", {"B": 1, "A": 4, "J": 2, "T": 1, "S": 300, "D": 64, "V": 64})],
     "commit_dispatches": [("experts", {"T": 3, "E": 8, "K": 4, "H": 40, "I": 24})],
     "commit_threads": [("experts", {"T": 80, "E": 4, "K": 2, "H": 40, "I": 24})],
@@ -84,51 +87,51 @@ SHOWING = {
 }
 
 
-def showing(number: Number) -> list[Case]:
+def showing(setting: Setting) -> list[Case]:
     return [
         Case(op, f"tuning_T{dims['T']}", dims, options={"top_k": dims["K"]} if op == "gate" else {}, dtype=dtype)
-        for (op, dims), dtype in zip(SHOWING[number.name], [FLOAT, BFLOAT] * 4, strict=False)
+        for (op, dims), dtype in zip(SHOWING[setting.name], [FLOAT, BFLOAT] * 4, strict=False)
     ]
 
 
-def table(number: Number) -> list[Case]:
-    """The fast cases of the ops that it touches."""
-    ops = {op for op, _ in SHOWING[number.name]}
+def table(setting: Setting) -> list[Case]:
+    """The fast cases of the ops that it affects."""
+    ops = {op for op, _ in SHOWING[setting.name]}
     return [case for case in CASES if case.op in ops and not in_full_grid(case, "mps")]
 
 
-def dispatched(case: Case, args: Args, numbers: dict) -> list[tuple]:
+def dispatched(case: Case, args: Args, settings: dict) -> list[tuple]:
     import metal_sim
 
-    tuning.use(numbers)
+    tuning.use(settings)
     with metal_sim.record() as record, metal_sim.host_only():
         test_ops.run(case, args)
     inline = [[a["bytes"] for a in d.arguments if a["bytes"]] for d in record.dispatches]
     return [(d.kernel, d.grid, d.threads, bytes) for d, bytes in zip(record.dispatches, inline, strict=True)]
 
 
-def changed(number: Number, value: int) -> list[Case]:
-    """Of the cases made to show it and of the fast table those whose dispatches this value changes; the others' are the
-    default's, which test_ops judges."""
+def changed(setting: Setting, value: int) -> list[Case]:
+    """The cases whose dispatches this value changes, out of those above and the fast table. All others have the same
+    dispatches as with the default, which test_ops checks."""
     cases = []
-    for case in [*showing(number), *table(number)]:
+    for case in [*showing(setting), *table(setting)]:
         args = case.arguments("mps")
-        if dispatched(case, args, {number.name: value}) != dispatched(case, args, {}):
+        if dispatched(case, args, {setting.name: value}) != dispatched(case, args, {}):
             cases.append(case)
     return cases
 
 
-def sampled(number: Number, value: int) -> list[Case]:
-    """Where dispatches tell nothing: commits stand beside them, and a Mac's device records none."""
-    fast, step = table(number), 20
-    return [*showing(number), *fast[random.Random(f"{number.name} {value}").randrange(step) :: step]]
+def sampled(setting: Setting, value: int) -> list[Case]:
+    """For settings whose effect is not in the dispatches (commits), and for a Mac, which does not record them."""
+    fast, step = table(setting), 20
+    return [*showing(setting), *fast[random.Random(f"{setting.name} {value}").randrange(step) :: step]]
 
 
 @contextlib.contextmanager
-def foreign(number: Number) -> Iterator[float]:
-    """PyTorch's kernels exist, as from torch 2.15 on, and Apple's, as from macOS 26.2 on. -> the roundings that they
-    may add"""
-    if number.name not in tuning.FOREIGN:
+def kernels_of_others(setting: Setting) -> Iterator[float]:
+    """With PyTorch's kernels, as from torch 2.15 on, and Apple's, as from macOS 26.2 on. -> the roundings that they may
+    add"""
+    if setting.name not in tuning.PER_MACOS:
         yield 1
     elif not SIMULATED:
         yield test_experts_grouped.ROUNDINGS
@@ -142,19 +145,19 @@ def foreign(number: Number) -> Iterator[float]:
 @pytest.mark.slow
 @on_mps
 @EACH
-def test_every_alternative_is_right(number: Number, value: int, mps: str):
-    with foreign(number) as roundings:
-        is_right(number, value, mps, roundings)
+def test_every_alternative_is_right(setting: Setting, value: int, mps: str):
+    with kernels_of_others(setting) as roundings:
+        is_right(setting, value, mps, roundings)
 
 
-def is_right(number: Number, value: int, mps: str, roundings: float) -> None:
-    """On every fast case that it treats in another way than the default does."""
-    if not SIMULATED or number.name.startswith("commit_"):
-        cases = sampled(number, value)
+def is_right(setting: Setting, value: int, mps: str, roundings: float) -> None:
+    """On every fast case that it dispatches differently."""
+    if not SIMULATED or setting.name.startswith("commit_"):
+        cases = sampled(setting, value)
     else:
-        cases = changed(number, value)
-        assert bool(cases) == (value != tuning.defaults()[number.name])
-    tuning.use({number.name: value})
+        cases = changed(setting, value)
+        assert bool(cases) == (value != tuning.defaults()[setting.name])
+    tuning.use({setting.name: value})
     for case in cases:
         test_ops.test_equals_the_reference(mps, case, roundings)
 
@@ -163,10 +166,10 @@ def is_right(number: Number, value: int, mps: str, roundings: float) -> None:
 @on_mps
 @pytest.mark.slow
 @EACH
-def test_every_alternative_is_right_on_the_whole_table(number: Number, value: int, mps: str):
-    tuning.use({number.name: value})
-    with foreign(number) as roundings:
-        for case in table(number):
+def test_every_alternative_is_right_on_the_whole_table(setting: Setting, value: int, mps: str):
+    tuning.use({setting.name: value})
+    with kernels_of_others(setting) as roundings:
+        for case in table(setting):
             test_ops.test_equals_the_reference(mps, case, roundings)
 
 
@@ -174,97 +177,100 @@ def test_every_alternative_is_right_on_the_whole_table(number: Number, value: in
 
 
 @on_mps
-def test_numbers_are_set_and_the_rest_is_the_default(mps: str):
+def test_settings_are_set_and_the_rest_is_the_default(mps: str):
     defaults = tuning.defaults()
-    assert tuning.in_force() == defaults and tuning.about() == {"numbers": defaults, "default": True}
-    tuning.use({"band": 4, "few_tokens": 3})
-    assert tuning.in_force() == defaults | {"band": 4, "few_tokens": 3} and not tuning.about()["default"]
-    tuning.use({"band": 2})
-    assert tuning.in_force() == defaults | {"band": 2} and tuning.defaults() == defaults
-    assert set(defaults) - {"dispatch_mflops"} == {number.name for number in NUMBERS}
+    assert tuning.current() == defaults and tuning.about() == {"settings": defaults, "default": True}
+    tuning.use({"tiles_per_band": 4, "few_tokens": 3})
+    assert tuning.current() == defaults | {"tiles_per_band": 4, "few_tokens": 3} and not tuning.about()["default"]
+    tuning.use({"tiles_per_band": 2})
+    assert tuning.current() == defaults | {"tiles_per_band": 2} and tuning.defaults() == defaults
+    assert set(defaults) - {"dispatch_mflops"} == {setting.name for setting in SETTINGS}
 
 
 REFUSED = [
-    ({"bands": 4}, "no number for the GPU is called bands"),
-    ({"band": 0}, "expected band from 1 to 64, got 0"),
-    ({"band": 65}, "expected band from 1 to 64, got 65"),
+    ({"bands": 4}, "expected the name of a setting, got bands"),
+    ({"tiles_per_band": 0}, "expected tiles_per_band from 1 to 64, got 0"),
+    ({"tiles_per_band": 65}, "expected tiles_per_band from 1 to 64, got 65"),
     ({"decode_simdgroups": 16}, "expected decode_simdgroups from 1 to 8, got 16"),
     ({"decode_simdgroups": 3}, "expected a power of two as decode_simdgroups, got 3"),
-    ({"enough_simdgroups": 0}, "expected enough_simdgroups from 1"),
+    ({"target_simdgroups": 0}, "expected target_simdgroups from 1"),
     ({"few_tokens": -1}, "expected few_tokens from 0"),
-    ({"tile32_share": 50}, "expected tile32_share up to tile64_share, got 50 and 49"),
+    ({"tile32_min_rows": 50}, "expected tile32_min_rows up to tile64_min_rows, got 50 and 49"),
     ({"row_threads": 0}, "expected row_threads from 32 to 1024, got 0"),
     ({"row_threads": 100}, "expected a multiple of 32 as row_threads, got 100"),
 ]
 
 
 @on_mps
-@pytest.mark.parametrize("numbers, said", REFUSED, ids=lambda value: str(value) if isinstance(value, dict) else "")
-def test_wrong_numbers_are_refused(numbers: dict, said: str, mps: str):
-    """All of them: what came before the wrong one holds no more than that does."""
+@pytest.mark.parametrize("settings, said", REFUSED, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_wrong_settings_raise(settings: dict, said: str, mps: str):
+    """None is set, not even those before the wrong one."""
     with pytest.raises(ValueError, match=said):
-        tuning.use({"gate_tiles": 1} | numbers)
-    assert tuning.in_force() == tuning.defaults()
+        tuning.use({"gate_min_tiles": 1} | settings)
+    assert tuning.current() == tuning.defaults()
 
 
 # ------------------------------------------------------------------------------------------------ the file
 
 
 @on_mps
-def test_what_is_kept_is_loaded(file: Path, m9: str, monkeypatch, mps: str):
-    tuning.keep({"band": 4})
-    assert json.loads(file.read_text()) == {m9: {torch.__version__: {"band": 4}}}
+def test_saved_settings_are_loaded(file: Path, m9: str, monkeypatch, mps: str):
+    tuning.save({"tiles_per_band": 4})
+    assert json.loads(file.read_text()) == {m9: {torch.__version__: {"tiles_per_band": 4}}}
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     tuning.load()
-    assert tuning.in_force() == tuning.defaults() | {"band": 4}
+    assert tuning.current() == tuning.defaults() | {"tiles_per_band": 4}
     monkeypatch.setattr(tuning, "gpu", lambda: "Apple M9 Max")
     tuning.load()
-    assert tuning.in_force() == tuning.defaults()
-    tuning.keep({"band": 2})
+    assert tuning.current() == tuning.defaults()
+    tuning.save({"tiles_per_band": 2})
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     tuning.load()
-    assert tuning.in_force() == tuning.defaults()
-    tuning.keep({"band": 1})
+    assert tuning.current() == tuning.defaults()
+    tuning.save({"tiles_per_band": 1})
     monkeypatch.undo()
-    assert json.loads(file.read_text())["Apple M9 Max"] == {torch.__version__: {"band": 2}, "2.99.0": {"band": 1}}
+    assert json.loads(file.read_text())["Apple M9 Max"] == {
+        torch.__version__: {"tiles_per_band": 2},
+        "2.99.0": {"tiles_per_band": 1},
+    }
 
 
 @on_mps
-def test_numbers_of_foreign_kernels_hold_for_one_macos(file: Path, m9: str, monkeypatch, mps: str):
-    """The next one compiles them anew. The others go on to hold."""
+def test_settings_of_other_kernels_are_saved_per_macos(file: Path, m9: str, monkeypatch, mps: str):
+    """The next macOS compiles those kernels again. Other settings are still used."""
     monkeypatch.setattr(tuning.macos, "version", lambda: "26.5")
-    tuning.keep({"band": 4, "matrix_units": 8})
+    tuning.save({"tiles_per_band": 4, "matrix_units": 8})
     tuning.load()
-    assert tuning.in_force() == tuning.defaults() | {"band": 4, "matrix_units": 8}
+    assert tuning.current() == tuning.defaults() | {"tiles_per_band": 4, "matrix_units": 8}
     monkeypatch.setattr(tuning.macos, "version", lambda: "26.6")
     tuning.load()
-    assert tuning.in_force() == tuning.defaults() | {"band": 4}
+    assert tuning.current() == tuning.defaults() | {"tiles_per_band": 4}
     monkeypatch.setattr(tuning.macos, "version", lambda: "26.5")
-    tuning.keep({"band": 2})
-    assert json.loads(file.read_text()) == {m9: {torch.__version__: {"band": 2}}}
+    tuning.save({"tiles_per_band": 2})
+    assert json.loads(file.read_text()) == {m9: {torch.__version__: {"tiles_per_band": 2}}}
 
 
-def test_what_is_forgotten(file: Path, m9: str, monkeypatch):
-    """This GPU's numbers, of all torch versions, and no other's."""
+def test_forget(file: Path, m9: str, monkeypatch):
+    """It removes the settings of this GPU, for all torch versions, and of no other GPU."""
     assert not tuning.forget() and not file.exists()
-    tuning.keep({"band": 4})
+    tuning.save({"tiles_per_band": 4})
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    tuning.keep({"band": 2})
+    tuning.save({"tiles_per_band": 2})
     monkeypatch.setattr(tuning, "gpu", lambda: "Apple M9 Max")
-    tuning.keep({"band": 1})
+    tuning.save({"tiles_per_band": 1})
     monkeypatch.setattr(tuning, "gpu", lambda: m9)
-    assert len(tuning.kept()[m9]) == 2 and tuning.forget() and not tuning.forget()
-    assert tuning.kept() == {"Apple M9 Max": {"2.99.0": {"band": 1}}}
+    assert len(tuning.saved()[m9]) == 2 and tuning.forget() and not tuning.forget()
+    assert tuning.saved() == {"Apple M9 Max": {"2.99.0": {"tiles_per_band": 1}}}
 
 
 @on_mps
-def test_no_file_is_no_matter(file: Path, monkeypatch, mps: str):
-    """Nor is the GPU asked for its name then: importing the package must not wake it."""
+def test_a_missing_file_is_ignored(file: Path, monkeypatch, mps: str):
+    """The name of the GPU is not queried either: importing the package must not wake it."""
 
-    def nobody() -> str:
+    def must_not_be_called() -> str:
         raise AssertionError
 
-    monkeypatch.setattr(tuning, "gpu", nobody)
+    monkeypatch.setattr(tuning, "gpu", must_not_be_called)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tuning.load()
@@ -275,7 +281,7 @@ def test_no_file_is_no_matter(file: Path, monkeypatch, mps: str):
         tuning.write({})
 
 
-def test_where_the_file_is(monkeypatch, tmp_path: Path):
+def test_path(monkeypatch, tmp_path: Path):
     monkeypatch.delenv("MOE_METAL_TUNING")
     monkeypatch.setattr(tuning.sys, "platform", "darwin")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
@@ -287,36 +293,47 @@ def test_where_the_file_is(monkeypatch, tmp_path: Path):
     assert tuning.path() == tmp_path / "else/torch_moe_metal/tuning.json"
 
 
-def of_this(numbers: object) -> str:
-    return json.dumps({"Apple M9": {torch.__version__: numbers}})
+def of_this(settings: object) -> str:
+    return json.dumps({"Apple M9": {torch.__version__: settings}})
 
 
-FOREIGN = {
+@on_mps
+def test_a_file_with_old_names_is_loaded(file: Path, m9: str, mps: str):
+    file.parent.mkdir()
+    old = {"band": 4, "decode_slots": 200, "enough_simdgroups": 320, "gate_tiles": 9}
+    old |= {"tile32_share": 9, "tile64_share": 33}
+    file.write_text(of_this(old))
+    tuning.load()
+    assert tuning.current() == tuning.defaults() | {tuning.RENAMED[name]: value for name, value in old.items()}
+    assert old.keys() == tuning.RENAMED.keys()
+
+
+BROKEN = {
     "no JSON": b"{",
     "no text": b"\xff\xfe\xff",
     "a list": b"[]",
     "no versions": b'{"Apple M9": 4}',
-    "no numbers": of_this(4).encode(),
-    "words": of_this({"band": "4"}).encode(),
-    "truth": of_this({"band": True}).encode(),
+    "no settings": of_this(4).encode(),
+    "words": of_this({"tiles_per_band": "4"}).encode(),
+    "truth": of_this({"tiles_per_band": True}).encode(),
     "another name": of_this({"width": 4}).encode(),
-    "out of range": of_this({"band": 4, "row_threads": 4096}).encode(),
-    "too large": of_this({"band": 2**70}).encode(),
+    "out of range": of_this({"tiles_per_band": 4, "row_threads": 4096}).encode(),
+    "too large": of_this({"tiles_per_band": 2**70}).encode(),
 }
 
 
 @on_mps
-@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
 def test_a_broken_file_is_ignored_with_one_warning(content: bytes, file: Path, m9: str, mps: str):
     file.parent.mkdir()
     file.write_bytes(content)
     with pytest.warns(UserWarning) as said:
         tuning.load()
     assert len(said) == 1 and str(file) in str(said[0].message) and "ignored" in str(said[0].message)
-    assert tuning.in_force() == tuning.defaults()
-    tuning.keep({"band": 4})
+    assert tuning.current() == tuning.defaults()
+    tuning.save({"tiles_per_band": 4})
     tuning.load()
-    assert tuning.in_force()["band"] == 4
+    assert tuning.current()["tiles_per_band"] == 4
 
 
 @on_mps
@@ -333,21 +350,21 @@ sys.path[:0] = ["."]
 import simulated
 simulated.load()  # before the package, as on a Mac, where one library is both
 import torch_moe_metal
-print(torch_moe_metal.tuning.in_force())
+print(torch_moe_metal.tuning.current())
 """
 
 
 @on_mps
-@pytest.mark.skipif(not SIMULATED, reason="on a Mac a process of its own would ask for the Mac's GPU")
-def test_importing_loads_what_is_kept(mps: str, file: Path):
-    """And goes on where the file is broken."""
+@pytest.mark.skipif(not SIMULATED, reason="on a Mac, a new process would use the Mac's GPU")
+def test_import_loads_saved_settings(mps: str, file: Path):
+    """A broken file is only a warning."""
 
     def imported() -> subprocess.CompletedProcess:
         here = Path(__file__).parents[1]
         return subprocess.run([sys.executable, "-c", IMPORT], cwd=here, capture_output=True, text=True, check=True)
 
-    tuning.keep({"band": 4})
-    assert imported().stdout.splitlines()[-1] == str(tuning.defaults() | {"band": 4})
+    tuning.save({"tiles_per_band": 4})
+    assert imported().stdout.splitlines()[-1] == str(tuning.defaults() | {"tiles_per_band": 4})
     file.write_text("{")
     done = imported()
     assert done.stdout.splitlines()[-1] == str(tuning.defaults()) and done.stderr.count("UserWarning") == 1
@@ -355,91 +372,96 @@ def test_importing_loads_what_is_kept(mps: str, file: Path):
 
 # ------------------------------------------------------------------------------------------------ the search
 
-HELD = {"decode_simdgroups": 4, "band": 8, "few_tokens": 8}
+HELD = {"decode_simdgroups": 4, "tiles_per_band": 8, "few_tokens": 8}
 CALLS = {name: [Call("linear", DEFAULT, MODELS[DEFAULT], T) for T in (1, 4, 16)] for name in HELD}
-CHOICES = [Number("decode_simdgroups", (1, 2, 4, 8), tune.DECODE), Number("band", (1, 2, 4, 8, 16), tune.DECODE)]
-CHOICES += [Number("few_tokens", (4, 8, 16), tune.DECODE)]
+CHOICES = [
+    Setting("decode_simdgroups", (1, 2, 4, 8), tune.DECODE),
+    Setting("tiles_per_band", (1, 2, 4, 8, 16), tune.DECODE),
+]
+CHOICES += [Setting("few_tokens", (4, 8, 16), tune.DECODE)]
 
 
 class Machine:
-    """Answers as a GPU with these costs, which is never twice the same, and drifts."""
+    """A GPU with these costs, with noise and drift."""
 
     def __init__(self, cost, noise: float, seed: int = 0):
         self.cost, self.noise, self.random, self.asked = cost, noise, random.Random(seed), 0
 
-    def __call__(self, call: Call, settings: list[dict]) -> list[list[float]]:
+    def __call__(self, call: Call, candidates: list[dict]) -> list[list[float]]:
         self.asked += 1
         rounds = []
         for place in range(9):
             drift = 1 + 0.2 * math.sin(place + self.asked)
-            row = [1e-4 * call.T * self.cost(call, HELD | numbers) * drift for numbers in settings]
+            row = [1e-4 * call.T * self.cost(call, HELD | settings) * drift for settings in candidates]
             rounds.append([time * math.exp(self.random.gauss(0, self.noise)) for time in row])
         return [list(times) for times in zip(*rounds, strict=True)]
 
 
 def found(cost, noise: float = 0.02, seed: int = 0, **options) -> tune.Result:
-    return search(CALLS, CHOICES, HELD, Machine(cost, noise, seed), options.get("held", {}))
+    return search(CALLS, CHOICES, HELD, Machine(cost, noise, seed), options.get("fixed", {}))
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_search_finds_what_is_best(seed: int, capsys):
-    """Two numbers that have a best alternative, among one that makes no difference."""
+def test_search_finds_the_best_values(seed: int, capsys):
+    """Two settings have a best alternative, a third makes no difference."""
 
-    def cost(call: Call, numbers: dict) -> float:
-        return 1 + 0.2 * abs(math.log2(numbers["band"] / 2)) + 0.15 * (numbers["decode_simdgroups"] - 1)
+    def cost(call: Call, settings: dict) -> float:
+        return 1 + 0.2 * abs(math.log2(settings["tiles_per_band"] / 2)) + 0.15 * (settings["decode_simdgroups"] - 1)
 
     result = found(cost, seed=seed)
-    assert result.kept == {"decode_simdgroups": 1, "band": 2}
+    assert result.kept == {"decode_simdgroups": 1, "tiles_per_band": 2}
     assert result.together.wins and result.together.won > 0.4
-    assert [row.call for row in result.rows] == [str(call) for call in CALLS["band"]]
+    assert [row.call for row in result.rows] == [str(call) for call in CALLS["tiles_per_band"]]
     assert all(row.before > 1.5 * row.after for row in result.rows)
     said = capsys.readouterr().err
-    assert "2 of 3: band: 8, or 1 2 4 16: linear-" in said and "band 2" in said
+    assert "2 of 3: tiles_per_band: 8, or 1 2 4 16: linear-" in said and "tiles_per_band 2" in said
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.05, 0.3])
 def test_the_search_keeps_the_defaults_under_noise(noise: float):
-    results = [found(lambda call, numbers: 1.0, noise, seed) for seed in range(20)]
+    results = [found(lambda call, settings: 1.0, noise, seed) for seed in range(20)]
     assert [result.kept for result in results] == [{}] * 20
     assert all(len(result.tried) == 9 and not result.rows for result in results)
 
 
-def test_half_a_percent_is_not_worth_a_number():
-    assert found(lambda call, numbers: 1 - 0.005 * (numbers["band"] == 4), noise=0).kept == {}
-    assert found(lambda call, numbers: 1 - 0.02 * (numbers["band"] == 4), noise=0).kept == {"band": 4}
+def test_half_a_percent_is_not_enough():
+    assert found(lambda call, settings: 1 - 0.005 * (settings["tiles_per_band"] == 4), noise=0).kept == {}
+    assert found(lambda call, settings: 1 - 0.02 * (settings["tiles_per_band"] == 4), noise=0).kept == {
+        "tiles_per_band": 4
+    }
 
 
-def test_what_loses_together_is_not_kept():
-    """As where a number won because of another, which was measured on other calls."""
-    machine = Machine(lambda call, numbers: 1 - 0.1 * (numbers["band"] == 4), 0)
+def test_settings_that_lose_together_are_not_kept():
+    """For example, a setting may have won because of another one, which was measured on other calls."""
+    machine = Machine(lambda call, settings: 1 - 0.1 * (settings["tiles_per_band"] == 4), 0)
 
-    def measure(call: Call, settings: list[dict]) -> list[list[float]]:
-        last = len(settings) == 3 and settings[:2] == [{}, {}]
-        return machine(call, settings if not last else [{"band": 4}, {"band": 4}, {}])
+    def measure(call: Call, candidates: list[dict]) -> list[list[float]]:
+        last = len(candidates) == 3 and candidates[:2] == [{}, {}]
+        return machine(call, candidates if not last else [{"tiles_per_band": 4}, {"tiles_per_band": 4}, {}])
 
     result = search(CALLS, CHOICES, HELD, measure, {})
     assert result.kept == {} and not result.together.wins and len(result.rows) == 3
 
 
-def test_numbers_that_are_not_tried_stay():
-    """They hold in every trial, and nothing is told of them."""
-    held = {"few_tokens": 16}
+def test_settings_that_are_not_tried_do_not_change():
+    """They are set in every trial, and are not reported."""
+    fixed = {"few_tokens": 16}
     seen = []
 
-    def measure(call: Call, settings: list[dict]) -> list[list[float]]:
-        seen.extend(settings)
-        return Machine(lambda call, numbers: numbers["band"], 0)(call, settings)
+    def measure(call: Call, candidates: list[dict]) -> list[list[float]]:
+        seen.extend(candidates)
+        return Machine(lambda call, settings: settings["tiles_per_band"], 0)(call, candidates)
 
-    assert search(CALLS, CHOICES[:2], HELD, measure, held).kept == {"few_tokens": 16, "band": 1}
-    assert all(numbers["few_tokens"] == 16 for numbers in seen)
+    assert search(CALLS, CHOICES[:2], HELD, measure, fixed).kept == {"few_tokens": 16, "tiles_per_band": 1}
+    assert all(settings["few_tokens"] == 16 for settings in seen)
 
 
-def test_what_a_comparison_says():
+def test_comparison():
     twice = [[1.0] * 7, [1.0] * 7, [0.9] * 7, [1.1] * 7]
     won, lost = compare([twice, twice])
-    assert won.won == pytest.approx(0.1) and won.noise == tune.LEAST and won.wins and not lost.wins
+    assert won.won == pytest.approx(0.1) and won.noise == tune.MIN_WIN and won.wins and not lost.wins
     assert str(won) == "10.0% faster, noise 1.0%" and str(lost).startswith("10.0% slower")
-    apart = [[1.0] * 7, [1.15] * 7, [0.9] * 7]  # what holds, measured twice, differs by more than that
+    apart = [[1.0] * 7, [1.15] * 7, [0.9] * 7]  # two measurements of the current settings differ by more
     assert not compare([apart])[0].wins
     assert not Comparison(0.05, 0.05).wins
 
@@ -467,7 +489,7 @@ def test_sizes_of_a_checkpoint():
 
 @pytest.fixture
 def tiny(monkeypatch, mps: str):
-    """The default model, small; and nothing is computed where nothing has to."""
+    """A small version of the default model; the simulated device does not compute."""
     monkeypatch.setitem(MODELS, DEFAULT, MODELS[DEFAULT].reduced(E=8, K=2, H=64, I=64))
     if not SIMULATED:
         yield
@@ -483,15 +505,15 @@ QUICK = ["tune", "--seconds", "0.0001"]
 
 @on_mps
 def test_tune(tiny, file: Path, capsys):
-    assert main([*QUICK, "--numbers", "decode_simdgroups", "row_threads"]) == 0
+    assert main([*QUICK, "--settings", "decode_simdgroups", "row_threads"]) == 0
     said = capsys.readouterr()
-    assert "2 numbers, some 1 minutes" in said.err and "1 of 2: decode_simdgroups: 4, or 1 2 8: experts-" in said.err
+    assert "2 settings, about 1 minutes" in said.err and "1 of 2: decode_simdgroups: 4, or 1 2 8: experts-" in said.err
     assert "2 of 2: row_threads" in said.err and str(file) in said.err
-    assert "Kept: " in said.out or "The defaults stay" in said.out
-    assert tuning.in_force() == tuning.defaults()
-    assert set(tuning.kept()[tuning.gpu()]) == {torch.__version__}
+    assert "Kept: " in said.out or "Keeping the defaults" in said.out
+    assert tuning.current() == tuning.defaults()
+    assert set(tuning.saved()[tuning.gpu()]) == {torch.__version__}
     assert main(["tune", "--reset"]) == 0
-    assert tuning.kept() == {} and "forgotten" in capsys.readouterr().out
+    assert tuning.saved() == {} and "settings removed" in capsys.readouterr().out
 
 
 @on_mps
@@ -499,45 +521,49 @@ def test_tune_of_a_checkpoint_as_json(tiny, tmp_path: Path, capsys):
     small = QWEN | {"num_experts": 4, "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 2}
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text(json.dumps(small))
-    tuning.use({"band": 4})  # as what was kept before
+    tuning.use({"tiles_per_band": 4})  # as if saved before
     command = [*QUICK, "--checkpoint", str(tmp_path / "mine"), "--formats", "dense", "affine4", "--dtype", "f32"]
-    assert main([*command, "--numbers", "few_tokens", "--json"]) == 0
+    assert main([*command, "--settings", "few_tokens", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["models"] == ["mine"] and said["formats"] == ["dense", "affine4"] and said["gpu"] == tuning.gpu()
-    assert {(row["number"], row["held"]) for row in said["tried"]} == {("few_tokens", 8)} and len(said["tried"]) == 6
-    assert said["kept"]["band"] == 4 and said["defaults"] == tuning.defaults()
-    assert tuning.kept()[tuning.gpu()][torch.__version__] == said["kept"]
+    assert {(row["setting"], row["current"]) for row in said["tried"]} == {("few_tokens", 8)} and len(
+        said["tried"]
+    ) == 6
+    assert said["kept"]["tiles_per_band"] == 4 and said["defaults"] == tuning.defaults()
+    assert tuning.saved()[tuning.gpu()][torch.__version__] == said["kept"]
 
 
 @on_mps
-def test_what_won_is_told_and_kept(tiny, monkeypatch, file: Path, capsys):
-    """A planted winner goes through the whole command, into the file and from there into force."""
+def test_winners_are_reported_and_saved(tiny, monkeypatch, file: Path, capsys):
+    """A planted winner goes through the whole command into the file, and is loaded from there."""
 
     def rounds(ways: dict, device: str, seconds: float) -> dict[str, list[float]]:
         times = {}
         for name, way in ways.items():
             way()
-            times[name] = [0.5e-3 if tuning.in_force()["band"] == 16 else 1e-3] * 7
+            times[name] = [0.5e-3 if tuning.current()["tiles_per_band"] == 16 else 1e-3] * 7
         return times
 
     monkeypatch.setattr(tune, "rounds_each", rounds)
-    assert main([*QUICK, "--numbers", "band"]) == 0
+    assert main([*QUICK, "--settings", "tiles_per_band"]) == 0
     said = capsys.readouterr().out
-    assert "linear-qwen3-30b-a3b-T512-bf16-query" in said and "Kept: band 16" in said and said.count("2.00") == 4
+    assert (
+        "linear-qwen3-30b-a3b-T512-bf16-query" in said and "Kept: tiles_per_band 16" in said and said.count("2.00") == 4
+    )
     tuning.load()
-    assert tuning.in_force() == tuning.defaults() | {"band": 16}
+    assert tuning.current() == tuning.defaults() | {"tiles_per_band": 16}
 
 
 @pytest.fixture
 def units(monkeypatch, mps: str):
-    """PyTorch's and Apple's kernels are there, 24 of either is a planted winner, and the default model is small."""
+    """With PyTorch's and Apple's kernels, a planted winner (24 for either setting), and a small default model."""
     import metal_sim
 
     def rounds(ways: dict, device: str, seconds: float) -> dict[str, list[float]]:
         times = {}
         for name, way in ways.items():
             way()
-            wins = any(tuning.in_force()[number] == 24 for number in tuning.FOREIGN)
+            wins = any(tuning.current()[setting] == 24 for setting in tuning.PER_MACOS)
             times[name] = [0.5e-3 if wins else 1e-3] * 7
         return times
 
@@ -550,41 +576,41 @@ def units(monkeypatch, mps: str):
 
 @on_mps
 @pytest.mark.skipif(not SIMULATED, reason="a Mac may have no such kernels")
-@pytest.mark.parametrize("number", ["matrix_units", pytest.param("tensor_ops", marks=pytest.mark.slow)])
-def test_foreign_kernels_are_kept_where_they_are_right_and_faster(units, capsys, number: str):
-    assert main([*QUICK, "--numbers", number]) == 0
+@pytest.mark.parametrize("setting", ["matrix_units", pytest.param("tensor_ops", marks=pytest.mark.slow)])
+def test_kernels_of_others_are_used_if_right_and_faster(units, capsys, setting: str):
+    assert main([*QUICK, "--settings", setting]) == 0
     said = capsys.readouterr()
-    assert f"Kept: {number} 24" in said.out and "left out" not in said.err
+    assert f"Kept: {setting} 24" in said.out and "left out" not in said.err
 
 
 class Gpu:
-    """Notes what is compared, and finds one format wrong."""
+    """Records the compared calls, and reports one format as wrong."""
 
     def __init__(self, wrong: str):
         self.wrong, self.compared = wrong, []
 
-    def is_right(self, call: Call, numbers: dict) -> bool:
+    def is_right(self, call: Call, settings: dict) -> bool:
         self.compared.append(call)
         return call.format != self.wrong or call.dtype != torch.float16
 
 
 def test_tensor_ops_are_compared_in_every_format():
-    """Whatever formats are measured: each has kernels of its own, of which macOS may compile one wrong."""
-    (number,) = (number for number in NUMBERS if number.name == "tensor_ops")
-    calls = tune.calls_of(number, {(DEFAULT, "dense"): MODELS[DEFAULT]}, BFLOAT)
+    """Each format has its own kernels, and macOS may compile any of them wrong, whichever formats are measured."""
+    (setting,) = (setting for setting in SETTINGS if setting.name == "tensor_ops")
+    calls = tune.calls_of(setting, {(DEFAULT, "dense"): MODELS[DEFAULT]}, BFLOAT)
     gpu = Gpu("none")
-    assert tune.right(number, calls, {"tensor_ops": 0}, gpu) == number
+    assert tune.without_wrong_values(setting, calls, {"tensor_ops": 0}, gpu) == setting
     seen = {(call.format, call.dtype, call.T) for call in gpu.compared if call.op == "linear"}
     assert seen == {(f, d, T) for f in tune.FORMATS for d in (torch.float16, BFLOAT) for T in (12, 40, 96)}
     assert {call.op for call in gpu.compared} == {"experts", "linear"}
-    assert tune.right(number, calls, {"tensor_ops": 0}, Gpu("q4_k")).values == (0,)
+    assert tune.without_wrong_values(setting, calls, {"tensor_ops": 0}, Gpu("q4_k")).values == (0,)
 
 
 @on_mps
 @pytest.mark.skipif(not SIMULATED, reason="PyTorch's own kernels cannot be made wrong")
 @pytest.mark.parametrize("fault", ["row", "nan"])
-def test_foreign_kernels_that_are_wrong_are_left_out(units, capsys, fault: str):
-    """By one of many rows."""
+def test_wrong_kernels_of_others_are_left_out(units, capsys, fault: str):
+    """A single wrong row is enough."""
 
     def wrong(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *others) -> torch.Tensor:
         result = torch._grouped_mm(rows.cpu(), weight.cpu(), ends.cpu()).to("mps")
@@ -595,26 +621,26 @@ def test_foreign_kernels_that_are_wrong_are_left_out(units, capsys, fault: str):
     planted = torch.library.Library("aten", "IMPL")
     planted.impl("_grouped_mm", wrong, "MPS")
     try:
-        assert main([*QUICK, "--numbers", "matrix_units"]) == 0
+        assert main([*QUICK, "--settings", "matrix_units"]) == 0
     finally:
         planted._destroy()
     said = capsys.readouterr()
     assert all(f"matrix_units {value} is left out" in said.err for value in (8, 24, 64))
-    assert "The defaults stay" in said.out
+    assert "Keeping the defaults" in said.out
 
 
 @on_mps
-def test_a_file_that_cannot_be_written_is_told(tiny, file: Path, capsys):
-    """After the table: it took minutes."""
+def test_a_file_that_cannot_be_written(tiny, file: Path, capsys):
+    """The table is still printed, since measuring took minutes."""
     file.mkdir(parents=True)
-    assert main([*QUICK, "--numbers", "gate_tiles"]) == 1
+    assert main([*QUICK, "--settings", "gate_min_tiles"]) == 1
     said = capsys.readouterr()
-    assert "The defaults stay" in said.out or "Kept" in said.out
-    assert "not kept" in said.err
+    assert "Keeping the defaults" in said.out or "Kept" in said.out
+    assert "not saved" in said.err
 
 
-def test_what_there_is_not_is_refused(capsys):
-    for wrong in (["--dtype", "f64"], ["--numbers", "width"], ["--model", "llama"], ["--formats", "int4"]):
+def test_unknown_choices_are_rejected(capsys):
+    for wrong in (["--dtype", "f64"], ["--settings", "width"], ["--model", "llama"], ["--formats", "int4"]):
         with pytest.raises(SystemExit):
             main(["tune", *wrong])
         assert f"invalid choice: '{wrong[1]}'" in capsys.readouterr().err

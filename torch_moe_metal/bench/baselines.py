@@ -4,7 +4,7 @@ They have the arguments and options of the op, but with ids in int64 and weights
 layer written in plain PyTorch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 
 import torch
@@ -241,7 +241,7 @@ def later_keys(T: int, S: int, device: torch.device) -> Tensor:
 
 
 def sdpa(q, k, v, *, causal) -> Tensor:
-    """PyTorch's own. It has no sinks, and with is_causal its first query belongs to the first key."""
+    """PyTorch's own. It does not support sinks, and with is_causal its first query belongs to the first key."""
     T, S = q.shape[2], k.shape[2]
     mask = None if T == 1 or T == S else ~later_keys(T, S, q.device)
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T == S and T > 1, enable_gqa=True)
@@ -301,8 +301,8 @@ def too_large(name: str, T: int, K: int, expert_bytes: int) -> bool:
     return name.endswith("batched_mm") and T > 1 and T * K * expert_bytes > MAX_COPIED
 
 
-def baselines(op: str, options: dict) -> Ways:
-    """The baselines of `op`, bound to these options."""
+def baselines(op: str, options: dict, arguments: Container[str]) -> Ways:
+    """The baselines of `op` that support these options and arguments (by name), bound to the options."""
     ways = dict(BASELINES.get(op, {}))
     if op == "experts":
         options = {name: value for name, value in options.items() if name != "format"}  # the baselines are dense
@@ -310,4 +310,6 @@ def baselines(op: str, options: dict) -> Ways:
         del ways["topk, softmax"]
     if op == "glu" and ("limit" in options or options.get("activation", "silu") not in ACTIVATIONS):
         del ways["act, mul"]
+    if op == "attention" and "sinks" in arguments:
+        del ways["sdpa"]
     return {name: partial(way, **options) for name, way in ways.items()}

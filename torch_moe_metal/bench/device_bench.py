@@ -135,7 +135,7 @@ class DeviceBench:
                 functions[name] = in_turn(block if call.op == "block" else block.experts_only, sets)
         for name, other in self.others.items():
             if not too_large(name, call.T, call.model.K, one):
-                theirs = [{key: other.convert(tensor) for key, tensor in s.items()} for s in map(for_rivals, sets)]
+                theirs = [{key: other.convert(tensor) for key, tensor in s.items()} for s in map(for_baselines, sets)]
                 functions[name] = in_turn(other.block if call.op == "block" else other.experts, theirs)
         return functions
 
@@ -151,13 +151,13 @@ class DeviceBench:
 
 def tuned(device: str) -> list[str]:
     """A note about launch parameters that `tune` has saved for this GPU."""
-    if device == "cpu" or not tuning.is_built() or tuning.in_force() == tuning.defaults():
+    if device == "cpu" or not tuning.is_built() or tuning.current() == tuning.defaults():
         return []
-    numbers = [f"{name} {n}" for name, n in tuning.in_force().items() if n != tuning.defaults()[name]]
-    return [f"Tuned for this GPU: {', '.join(numbers)}"]
+    settings = [f"{name} {n}" for name, n in tuning.current().items() if n != tuning.defaults()[name]]
+    return [f"Tuned for this GPU: {', '.join(settings)}"]
 
 
-def for_rivals(one_set: dict[str, Tensor]) -> dict[str, Tensor]:
+def for_baselines(one_set: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inputs as a layer in plain PyTorch has them: ids in int64, weights in the activations' dtype."""
     if "weights" not in one_set:
         return one_set
@@ -179,11 +179,11 @@ def next_of(functions: list[Callable[[], object]]) -> Callable[[], object]:
 
 def of_op(call: Call, sets: list[dict[str, Tensor]]) -> dict[str, Callable[[], object]]:
     """Our op and its PyTorch baselines."""
-    op, options, theirs = getattr(ops, call.op), call.options, [for_rivals(s) for s in sets]
+    op, options, theirs = getattr(ops, call.op), call.options, [for_baselines(s) for s in sets]
     functions = {"ours": in_turn(partial(op, **options), sets)}
     if call.packing:
         return functions | packed_functions(call, sets)
-    functions |= {name: in_turn(way, theirs) for name, way in baselines(call.op, options).items()}
+    functions |= {name: in_turn(way, theirs) for name, way in baselines(call.op, options, call.shapes).items()}
     if call.op == "gate":
         functions["linear, our route"] = in_turn(linear_and_route(options), sets)
     return functions

@@ -43,13 +43,13 @@ class Result:
         return self.bytes / self.ours / 1e9 / speed if speed and self.ours else None
 
     @property
-    def rivals(self) -> dict[str, float]:
+    def others(self) -> dict[str, float]:
         """The times of all other implementations."""
         return {name: time for name, time in self.seconds.items() if name not in ("ours", OURS_DENSE)}
 
     def fastest(self) -> str | None:
         """The fastest PyTorch implementation."""
-        return min((name for name in self.rivals if name != MLX), key=self.seconds.__getitem__, default=None)
+        return min((name for name in self.others if name != MLX), key=self.seconds.__getitem__, default=None)
 
     def ratio(self, name: str | None) -> float | None:
         return self.seconds[name] / self.ours if name in self.seconds and self.ours else None
@@ -80,11 +80,11 @@ class Result:
             "limit": self.kind,
             "limit_gb_per_s": self.limits.get(self.kind),
             "of_limit": self.of_limit,
-            "best_rival": best,
+            "fastest_pytorch": best,
             "x_pytorch": self.ratio(best),
             "x_dense": self.ratio(OURS_DENSE),
             "x_mlx": self.ratio(MLX),
-            "rivals_us": {name: time * 1e6 for name, time in self.seconds.items() if name != "ours"},
+            "baselines_us": {name: time * 1e6 for name, time in self.seconds.items() if name != "ours"},
         }
         return found | ({"failed": self.failed} if self.failed else {})
 

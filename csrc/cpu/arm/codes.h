@@ -9,8 +9,6 @@
 
 #include "cpu/vector/vec.h"
 
-#define MOE_METAL_UNROLL _Pragma("GCC unroll 16")
-
 namespace moe_metal {
 
 constexpr int64_t kSixteen = 16;

@@ -1,13 +1,19 @@
-// Shared by the readers of GGML's blocks. A block is a struct with
-//   kColumns, kBytes  the size of a block      kGroup   neighbouring columns that share a scale
-//   kMiddle           the middle of the codes: a value is scale * (code - kMiddle), or with kOffset scale * code +
-//   offset codes             16 codes from a column of a block on, as unsigned bytes scales            the scale, and
-//   with kOffset the offset, of each group of several blocks unpack            with AVX-512, the codes of 128 columns
-//   in the order kOrder kScalesOfLanes    with AVX-512, whether scales_of_lanes() reads the scales of those columns:
-//   four of them are a lane words             with AVX-512, where codes have up to 5 bits: the bits of 32 columns'
-//   codes as words, whose bits
-//                     above the lowest kBits are undefined; number() is the code that they stand for
-//   bytes             with AVX-512, of the others: 32 columns' codes less the middle
+// Shared by the readers of GGML's blocks. A block is a struct with these members:
+//
+//   kColumns, kBytes    the size of a block
+//   kGroup              neighbouring columns that share a scale
+//   kMiddle             the middle of the codes: a value is scale * (code - kMiddle)
+//   kOffset             whether the format has offsets instead: a value is scale * code + offset
+//   codes()             16 codes of a block, from a column on, as unsigned bytes
+//   scales()            the scale of each group of several blocks, and the offset if kOffset
+//
+// and for AVX-512:
+//
+//   unpack()            the codes of 128 columns, in the order kOrder
+//   kScalesOfLanes      whether scales_of_lanes() can read the scales of these columns; a lane has four columns
+//   words()             formats with up to 5 bits: the codes of 32 columns as words. Bits above the lowest kBits are
+//                       undefined. number() is the value of a code
+//   bytes()             other formats: the codes of 32 columns, minus the middle
 #pragma once
 #include <array>
 #include <bit>

@@ -26,8 +26,9 @@ inline uint32_t load_word(const uint8_t* from) {
 // The values of codes of up to 4 bits.
 using FewBits = std::array<float, 16>;
 constexpr FewBits kE2m1 = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6};
-template <int bits>
-constexpr FewBits kIntegers = [] {
+template <int bits, bool is_e2m1>
+constexpr FewBits kFewBits = [] {
+  if (is_e2m1) return kE2m1;
   FewBits values{};
   for (int i = 0; i < 16; ++i) values[i] = i % (1 << std::min(bits, 4));
   return values;
@@ -42,11 +43,11 @@ inline __m512i with_bit(__m512i a, __m512i b) {
   return _mm512_ternarylogic_epi32(a, b, _mm512_set1_epi16(1 << bit), kFirstWhereThird);
 }
 
-// Integers of `bits` bits or, up to 4 bits, indices into the table `few`.
-template <int bits>
+// Integers of `bits` bits, or e2m1.
+template <int bits, bool is_e2m1 = false>
 class Codes {
  public:
-  explicit Codes(const FewBits& few = kIntegers<bits>) : table_(_mm512_loadu_ps(few.data())) {
+  Codes() : table_(_mm512_loadu_ps(kFewBits<bits, is_e2m1>.data())) {
     alignas(64) int32_t shifts[kLanes];
     alignas(64) uint8_t bytes[kLanes][4];
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -127,10 +128,10 @@ class Codes {
 
 #elif defined(MOE_METAL_HAS_AVX2)
 
-template <int bits>
+template <int bits, bool is_e2m1 = false>
 class Codes {
  public:
-  explicit Codes(const FewBits& few = kIntegers<bits>) : e2m1_(few[1] == kE2m1[1]) {
+  Codes() {
     alignas(32) int32_t shifts[kLanes];
     alignas(32) uint8_t bytes[kLanes][4];
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -146,12 +147,10 @@ class Codes {
     std::memcpy(&all, from, bits);  // 8 numbers
     const __m256i words = _mm256_shuffle_epi8(_mm256_broadcastq_epi64(_mm_cvtsi64_si128(all)), bytes_);
     const __m256i codes = _mm256_and_si256(_mm256_srlv_epi32(words, shifts_), _mm256_set1_epi32((1 << bits) - 1));
-    if constexpr (bits == 4) {
-      if (e2m1_) {  // a table of the magnitudes, and the sign
-        const __m256 magnitudes = _mm256_permutevar8x32_ps(_mm256_loadu_ps(kE2m1.data()), codes);
-        const __m256i signs = _mm256_slli_epi32(_mm256_srli_epi32(codes, 3), 31);
-        return _mm256_xor_ps(magnitudes, _mm256_castsi256_ps(signs));
-      }
+    if constexpr (is_e2m1) {  // a table of the magnitudes, and the sign
+      const __m256 magnitudes = _mm256_permutevar8x32_ps(_mm256_loadu_ps(kE2m1.data()), codes);
+      const __m256i signs = _mm256_slli_epi32(_mm256_srli_epi32(codes, 3), 31);
+      return _mm256_xor_ps(magnitudes, _mm256_castsi256_ps(signs));
     }
     return _mm256_cvtepi32_ps(codes);
   }
@@ -159,17 +158,16 @@ class Codes {
   [[gnu::always_inline]] static Vec permute_like_load(const Vec& x) { return x; }
 
  private:
-  bool e2m1_;
   __m256i shifts_, bytes_;
 };
 
 #else
 
-template <int bits>
+template <int bits, bool is_e2m1 = false>
 class Codes {
  public:
-  explicit Codes(const FewBits& few = kIntegers<bits>) {
-    for (int i = 0; i < 1 << bits; ++i) values_[i] = bits <= 4 ? few[i % 16] : i;
+  Codes() {
+    for (int i = 0; i < 1 << bits; ++i) values_[i] = bits <= 4 ? kFewBits<bits, is_e2m1>[i % 16] : i;
   }
 
   Vec operator()(const uint8_t* from) const {
@@ -188,9 +186,7 @@ class Codes {
 
 #endif
 
-struct E2m1Codes : Codes<4> {
-  E2m1Codes() : Codes<4>(kE2m1) {}
-};
+using E2m1Codes = Codes<4, true>;
 
 #ifdef MOE_METAL_HAS_AVX2
 

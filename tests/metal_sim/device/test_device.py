@@ -251,7 +251,7 @@ def test_grouped_mm(transposed: bool) -> None:
     assert record.host_syncs
 
 
-def test_grouped_mm_refuses_what_is_not_aligned() -> None:
+def test_grouped_mm_refuses_unaligned_tensors() -> None:
     weight, ends = torch.zeros(2, 16, 8).to("mps"), torch.tensor([1, 4]).int()
     late = torch.zeros(82).to("mps")[2:].view(5, 16)
     with metal_sim.grouped_mm(), pytest.raises(RuntimeError, match="aligned to 16 bytes"):
@@ -332,7 +332,7 @@ def test_opcheck() -> None:
 # ---------------------------------------------------------------------------------------------- kernels run
 
 
-def test_a_kernel_writes_where_it_was_told() -> None:
+def test_a_kernel_writes_at_the_given_offset() -> None:
     base = torch.zeros(256, device="mps")
     misuse("fill", base[64:192])
     expected = torch.zeros(256)
@@ -429,7 +429,7 @@ def test_a_command_buffer_kept_over_a_commit_is_noticed() -> None:
     misuse("command_buffer_after_commit")
 
 
-def test_what_a_proxy_of_the_encoder_does_not_record_is_noticed() -> None:
+def test_work_that_bypasses_a_proxy_of_the_encoder_is_noticed() -> None:
     """A proxy forwards all calls to the encoder, and ends with a commit like the encoder itself."""
     with metal_sim.recording_encoders():
         assert misuse("ordered").sum().item() == 64 * 3  # with memoryBarrierWithScope:
@@ -442,7 +442,7 @@ def test_what_a_proxy_of_the_encoder_does_not_record_is_noticed() -> None:
     assert misuse("exact_threads").sum().item() == 40 * 3
 
 
-def test_writes_beside_a_buffer_are_noticed() -> None:
+def test_writes_outside_of_a_buffer_are_noticed() -> None:
     x = torch.zeros(64, device="mps")
     misuse("write_after", x)
     with pytest.raises(RuntimeError, match="guard: something wrote after a buffer of 256 bytes"):
@@ -555,7 +555,7 @@ def test_costs_of_a_dispatch() -> None:
     assert not costs.exact and x.count_nonzero().item() == 32
 
 
-def test_costs_are_counted_where_they_are_asked_for() -> None:
+def test_costs_are_counted_only_if_requested() -> None:
     x = torch.zeros(64, device="mps")
     with metal_sim.record(costs=True, sample=1) as asked, metal_sim.host_only():
         misuse("fill", x)
@@ -595,7 +595,7 @@ def test_handlers_of_a_command_buffer() -> None:
         ("handler_throws", "from the handler"),
     ],
 )
-def test_what_a_handler_may_not_do(name: str, what: str) -> None:
+def test_forbidden_calls_in_a_handler(name: str, what: str) -> None:
     misuse(name)
     with pytest.raises(RuntimeError, match=what):
         torch.mps.synchronize()
@@ -603,13 +603,13 @@ def test_what_a_handler_may_not_do(name: str, what: str) -> None:
 
 def test_the_gpu_and_the_macos_being_played() -> None:
     """In a program linked for an older macOS, NSProcessInfo returns 16, and sysctl the kernel's version."""
-    told = torch.ops.metal_sim_misuse.machine
-    assert told() == "Simulated Metal device, family 7 8, macOS 26.0, Darwin 25.0.0"
+    machine = torch.ops.metal_sim_misuse.machine
+    assert machine() == "Simulated Metal device, family 7 8, macOS 26.0, Darwin 25.0.0"
     with metal_sim.playing_macos(26, 5, for_older_sdk=True), metal_sim.playing_gpu("Apple Paravirtual device", 1005):
-        assert told() == "Apple Paravirtual device, family, macOS 16.5, Darwin 25.5.0"
+        assert machine() == "Apple Paravirtual device, family, macOS 16.5, Darwin 25.5.0"
     for major, darwin in ((14, 23), (15, 24), (27, 27)):
         with metal_sim.playing_macos(major, 1), metal_sim.playing_gpu("Apple M1", 1007):
-            assert told() == f"Apple M1, family 7, macOS {major}.1, Darwin {darwin}.1.0"
+            assert machine() == f"Apple M1, family 7, macOS {major}.1, Darwin {darwin}.1.0"
 
 
 def test_host_only_counts_and_does_not_run() -> None:
@@ -630,7 +630,7 @@ def test_orders_are_checked() -> None:
     metal_sim.set_orders("forward")
 
 
-def test_orders_of_the_environment_stand_above(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_of_the_environment_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as environment:
         environment.setenv("METAL_SIM_ORDERS", "random:7")
         metal_sim.set_orders("forward", "backward")

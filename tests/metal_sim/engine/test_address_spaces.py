@@ -65,12 +65,12 @@ kernel void k(device float* x [[buffer(0)]]) {
 
 
 @pytest.mark.parametrize("version", address_spaces.VERSIONS[:3])
-def test_temporaries_lie_in_thread_memory(version):
+def test_temporaries_are_in_thread_memory(version):
     right = TEMPORARIES.replace("EXPRESSION", "").replace("again(v - 1)", "v - 1")
     address_spaces.check(right, version)
 
 
 @pytest.mark.parametrize("expression, message", [("+ first(x)", "address space"), ("+ again(x[0])", "recursion")])
-def test_what_stands_beside_temporaries_is_checked(expression, message):
+def test_expressions_with_temporaries_are_checked(expression, message):
     with pytest.raises(RefusedError, match=message):
         address_spaces.check(TEMPORARIES.replace("EXPRESSION", expression))

@@ -157,13 +157,13 @@ def test_tree_of_any_size_drops_elements(threads, right):
     assert (out[0] == threads) == right
 
 
-def test_fixed_launch_with_fewer_threads_reads_what_nobody_wrote():
+def test_fixed_launch_with_fewer_threads_reads_uninitialised_memory():
     with pytest.raises(Violation) as caught:
         only_kernel(mutant("fixed_launch"))(ones(512), ones(512), u32(512), grid=1, threads=128)
     assert caught.value.rule == "uninitialized"
 
 
-def test_fixed_launch_as_meant():
+def test_fixed_launch():
     residual = ones(512)
     only_kernel(mutant("fixed_launch"))(residual, ones(512), u32(512), grid=1, threads=256)
     assert np.allclose(residual, 1)
@@ -242,7 +242,7 @@ def test_a_violation_leaves_the_engine_usable():
     for _ in range(3):
         with pytest.raises(Violation):
             only_kernel(mutant("divergent_barrier"))(zeros(64), u32(40), grid=1, threads=64)
-        test_fixed_launch_as_meant()
+        test_fixed_launch()
 
 
 # --- good kernels
@@ -858,7 +858,7 @@ def test_needs_no_pytorch():
     assert status == 0, output
 
 
-def test_the_engine_is_told_where_its_translator_is():
+def test_the_engine_finds_its_translator():
     """The way in which a compiler writes __FILE__ must not matter."""
     code = (
         "import os; from metal_sim import engine; assert os.path.exists(os.environ['METAL_SIM_HOME'] + '/translate.py')"
@@ -994,7 +994,7 @@ def test_counting_ends_with_the_dispatch():
         run("out[i + 4096] = 1.0f;", ones(32), zeros(32), signature=FLOATS)
 
 
-def test_nothing_is_counted_unasked():
+def test_nothing_is_counted_by_default():
     assert run("out[i] = x[i];", ones(32), zeros(32), signature=FLOATS) is None
 
 

@@ -32,14 +32,14 @@ def test_all(version):
     assert wrong(version) == {}
 
 
-def test_what_apple_refuses_and_these_checks_accept_has_a_reason():
+def test_snippets_that_only_apple_refuses_have_a_reason():
     for name, snippet in ALL.items():
         if snippet.apple.startswith("refuses") and snippet.found == "accepted":
             assert snippet.reason, name
 
 
 @pytest.mark.parametrize("rule", metal_rules.RULES)
-def test_a_rule_is_what_refuses_its_snippets(rule, monkeypatch):
+def test_each_rule_refuses_its_snippets(rule, monkeypatch):
     of_rule = {name: s for name, s in ALL.items() if s.found == rule}
     assert of_rule, f"no snippet breaks {rule}"
     monkeypatch.delitem(metal_rules.RULES, rule)
@@ -50,7 +50,7 @@ def test_a_rule_is_what_refuses_its_snippets(rule, monkeypatch):
 
 
 @pytest.mark.parametrize("message", address_spaces.NEWER_LANGUAGE)
-def test_a_warning_is_what_refuses_its_snippets(message, monkeypatch):
+def test_each_warning_refuses_its_snippets(message, monkeypatch):
     names = [name for name, by in found(310).items() if re.search(message, by.get("newer_language", ""))]
     assert names, f"no snippet is refused for {message}"
     monkeypatch.delitem(address_spaces.NEWER_LANGUAGE, message)
@@ -62,20 +62,20 @@ def test_a_warning_is_what_refuses_its_snippets(message, monkeypatch):
     "flag, name",
     [("-Werror=global-constructors", "as_constant_runtime_init"), ("-Werror=c++11-narrowing", "lang_narrowing_return")],
 )
-def test_a_flag_is_what_refuses_its_snippet(flag, name, monkeypatch):
+def test_each_flag_refuses_its_snippet(flag, name, monkeypatch):
     assert "address_spaces" in found(310)[name]
     monkeypatch.setattr(address_spaces, "FLAGS", [f for f in address_spaces.FLAGS if f != flag])
     assert "address_spaces" not in snippets.alone(ALL[name].source, 310)
 
 
-def test_the_space_of_methods_is_what_refuses_calls_on_other_objects(monkeypatch):
+def test_methods_refuse_objects_in_other_address_spaces(monkeypatch):
     names = [name for name, snippet in ALL.items() if snippet.apple == "refuses <4.1"]
     monkeypatch.setattr(address_spaces, "methods", lambda tokens, version: tokens)
     without = snippets.refusals({name: ALL[name].source for name in names}, 310)
     assert len(names) >= 5 and all("address_spaces" not in by for by in without.values())
 
 
-def test_assertions_of_the_shim_are_what_refuses_their_snippets():
+def test_assertions_of_the_shim_refuse_their_snippets():
     by_message = {}
     for name, by in found(310).items():
         if match := re.search("static assertion failed(?: due to requirement '.*?')?: (.*)", by.get("engine", "")):

@@ -22,7 +22,7 @@ class FromPowers(ConversionOps):
     """Converts scales from e8m0 to float32, by their bytes: not every device supports PyTorch's e8m0."""
 
     def __init__(self, quantizer: HfQuantizer):
-        self.hf_quantizer = quantizer  # tells transformers not to cast them
+        self.hf_quantizer = quantizer  # so that transformers does not cast them
 
     def convert(self, input_dict, **kwargs):
         return of_each(input_dict, self.convert_scales)

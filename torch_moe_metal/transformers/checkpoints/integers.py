@@ -261,7 +261,7 @@ class Repack(ConversionOps):
     """Converts a method's parts of a weight, or of the weights of all experts, to one weight of ours."""
 
     def __init__(self, quantizer: "Integers", operations: list[ConversionOps]):
-        self.hf_quantizer = quantizer  # tells transformers not to cast the parts
+        self.hf_quantizer = quantizer  # so that transformers does not cast the parts
         self.operations = operations
 
     def convert(self, input_dict, source_patterns, model=None, full_layer_name=None, **kwargs):

@@ -139,7 +139,7 @@ class Dense(ConversionOps):
     """Dequantises a packed weight to the dtype of the model's; a dense one is cast."""
 
     def __init__(self, quantizer: HfQuantizer):
-        self.hf_quantizer = quantizer  # tells transformers not to cast the parts
+        self.hf_quantizer = quantizer  # so that transformers does not cast the parts
 
     def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, model=None, **kwargs):
         like = model.get_parameter(full_layer_name)

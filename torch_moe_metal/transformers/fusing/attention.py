@@ -1,8 +1,8 @@
-"""`attn_implementation="moe_metal"`: attention of few queries by one op, also with sinks and softcap.
+"""`attn_implementation="moe_metal"`: attention of few queries as one op, also with sinks and softcap.
 
-It reads every key and value once, however many heads share them, and copies none. Many queries go to PyTorch's
-`scaled_dot_product_attention`, unless there are sinks or a softcap, which it does not know. `patch` selects it for
-models whose layers it fuses.
+The op reads every key and value once, even if several heads share them, and copies none. For many queries PyTorch's
+`scaled_dot_product_attention` is used, unless there are sinks or a softcap, which it does not support. `patch` selects
+this implementation for models whose layers it fuses.
 """
 
 import functools
@@ -17,11 +17,11 @@ from ...arguments import DTYPES
 from ...grad import wants_grad, warn_once
 from .experts import NAME, WITH_SHAPES
 
-#: From more on, PyTorch's attention is used, which multiplies matrices.
+#: For more queries PyTorch's attention is used, which multiplies matrices.
 FEW_QUERIES = 16
-#: So many keys are always shared by several threadgroups, which takes a second kernel.
+#: With so many keys several threadgroups always share them, which needs a second kernel.
 LONG_CONTEXT = 65536
-#: What some models' attention adds to ours, and no op of ours takes.
+#: Arguments of some models' attention that our op does not support.
 UNKNOWN = ("position_bias", "cache", "indices", "block_indices")
 
 
@@ -38,8 +38,8 @@ def attention_forward(
     s_aux: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention function: the values' weighted sums [B, T, A, V], and no weights, unless they are asked
-    for."""
+    """transformers' attention function. Returns the weighted sums of values [B, T, A, V], and the weights if
+    `output_attentions` is set, otherwise None."""
     more = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
     more = {name: value for name, value in more.items() if value is not None} | kwargs
     states = query, key, value
@@ -49,13 +49,13 @@ def attention_forward(
     if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         return eager_attention(module, *states, attention_mask, **more)
     T, of_sdpa = query.shape[2], s_aux is None and softcap is None
-    # An export for any number of queries must not depend on whether they are few.
+    # An exported graph for any number of queries must not depend on this number.
     many = of_sdpa and (torch.compiler.is_exporting() or T > FEW_QUERIES)
     if reason is not None or dropout or many or wants_grad(module, *states):
         stock = sdpa_attention_forward if of_sdpa else eager_attention
         return stock(module, *states, attention_mask, **more)
     causal = attention_mask is None and T > 1 and attends_causally(module, is_causal)
-    if causal:  # without the rows of a static cache behind the first tokens
+    if causal:  # omits the unused rows of a static cache
         key, value = key[:, :, :T], value[:, :, :T]
     output = torch.ops.moe_metal.attention(
         query, key, value, attention_mask, s_aux, scale=scaling, causal=causal, softcap=softcap or 0.0
@@ -68,7 +68,7 @@ def attends_causally(module: nn.Module, chosen: bool | None) -> bool:
 
 
 def why_not_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: dict) -> str | None:
-    """Why our op cannot compute this, or None when it can."""
+    """The reason why our op cannot compute this, or None."""
     for name in UNKNOWN:
         if more.get(name) is not None and more[name] is not False:
             return f"{name} is given"
@@ -82,7 +82,7 @@ def why_not_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 
 
 def eager_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **more):
-    """The model's own eager attention, with a mask of numbers, as it expects."""
+    """The model's own eager attention, which needs a mask of numbers."""
     T, S = query.shape[2], key.shape[2]
     if mask is None and T > 1 and attends_causally(module, more.get("is_causal")):
         mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(0 if S > T else S - T)[None, None]
@@ -94,7 +94,8 @@ def eager_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 
 
 def warm_up_attention(module: nn.Module, tokens: int, dtype: torch.dtype) -> None:
-    """Launch our op on meta tensors like those of `module`, if its configuration selects it, with few keys and many."""
+    """Launch our op on meta tensors like those of `module`, with few and with many keys, if its configuration selects
+    our attention."""
     config, few = module.config, min(tokens, FEW_QUERIES)
     if config._attn_implementation != NAME:
         return
@@ -108,7 +109,7 @@ def warm_up_attention(module: nn.Module, tokens: int, dtype: torch.dtype) -> Non
 
 
 def key_heads(module: nn.Module) -> int:
-    """Of Gemma 4's and MiMo's layers, some have more than the configuration says."""
+    """The number of key heads. Some layers of Gemma 4 and MiMo have more than their configuration says."""
     projection = module._modules.get("k_proj")
     return projection.out_features // module.head_dim if projection else module.config.num_key_value_heads
 
@@ -126,11 +127,12 @@ def attention_mask(
     config=None,
     **more,
 ) -> Tensor | None:
-    """transformers' mask of what each query sees. For one new token it is the padding as it is given, since every key
-    comes before it; `sdpa_mask` computes some ten tensors to find that out, and reads one of them on the host."""
+    """transformers' mask of the keys that each query sees. For one new token it is the padding mask itself, since all
+    keys precede the token. `sdpa_mask` would compute about ten tensors for the same result and read one of them on the
+    host."""
     padding, end = attention_mask, kv_offset + kv_length
     if q_length == 1 and allow_is_causal_skip and isinstance(q_offset, int) and not torch.compiler.is_exporting():
-        # `local_size` is that of a window, or of chunks, and those do not end with the newest token.
+        # `local_size` is the size of a window or of chunks. A chunk does not end with the newest token.
         within = local_size is None or (kv_length <= local_size and not getattr(config, "attention_chunk_size", None))
         known = padding is None or (padding.dim() == 2 and padding.shape[-1] >= end)
         if within and known and q_offset == end - 1:
@@ -140,8 +142,9 @@ def attention_mask(
 
 
 def leave_paged_caches(manager: type) -> None:
-    """Make transformers' manager of continuous batching use its own attention where ours is selected: all requests are
-    one sequence there, with keys and values in pages. When the manager stops or fails, ours is selected again."""
+    """Make transformers' manager of continuous batching replace our attention by PyTorch's: there, all requests form
+    one sequence, whose keys and values are in pages. When the manager stops or fails, our attention is selected
+    again."""
     stock_init, stock_switch, stock_stop = manager.__init__, manager.switch_to_cb_friendly_attn, manager.stop
 
     def select_again(self) -> None:

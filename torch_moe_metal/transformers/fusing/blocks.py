@@ -1,8 +1,9 @@
-"""The fused forwards. A patched module keeps its parameters, its hooks and its place; only its class changes, to a
-subclass of its own class, so that isinstance, state_dict, save_pretrained, .to(), deepcopy and pickle work as before.
+"""The fused forwards. A patched module keeps its parameters, its hooks and its place in the model. Only its class
+changes, to a subclass of its own class, so isinstance, state_dict, save_pretrained, .to(), deepcopy and pickle work as
+before.
 
-Whenever a fused forward would skip something (a hook on a router, a replaced submodule, a gradient, other experts that
-were selected since), it calls the original forward instead.
+If a fused forward would skip something (a hook on a router, a replaced submodule, a gradient, a later selection of
+other experts), it calls the original forward instead.
 """
 
 import functools
@@ -18,7 +19,7 @@ from ...layers import Linear, dequantized
 from ...warmup import warm_up_best_effort
 from .attention import FEW_QUERIES, key_heads, warm_up_attention, why_not_ours
 from .cache import grow_in_place, joined_rows
-from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, why_not_fused
+from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, prepared, why_not_fused
 from .families import (
     ATTENTIONS,
     BLOCKS,
@@ -37,18 +38,18 @@ ops = torch.ops.moe_metal
 
 
 class Fused(nn.Module):
-    """What the fused classes share."""
+    """The base class of the fused classes."""
 
     original: type  # the class that this module had before
-    homes: tuple[str, ...]  # the Python modules that the classes of its parts are from, unless others put theirs in
-    selected: bool  # whether its configuration selected our experts when it was fused; if not, that does not count
+    homes: tuple[str, ...]  # the Python modules with the classes of its unmodified parts
+    selected: bool  # whether its configuration selected our experts when it was fused; if not, it is not checked later
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), "fused by torch_moe_metal")))
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        warm_up_best_effort(self)  # where it was moved to mps
+        warm_up_best_effort(self)  # it may have been moved to mps
         return self
 
     def __reduce_ex__(self, protocol):
@@ -83,16 +84,16 @@ class Fused(nn.Module):
         )
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        """What a norm that this layer calls makes of x."""
+        """x normalised by the submodule of this name."""
         norm = self._modules[name]
         return rms_norm(x, norm) if self.are_unmodified(norm) else norm(x)
 
     def still_selected(self) -> bool:
-        """Whether nobody has selected other experts since: transformers' exporters do, whose targets lack our ops."""
+        """Whether no other experts were selected since. transformers' exporters do that for targets without our ops."""
         return not self.selected or selects_ours(self)
 
     def experts_part(self, x: Tensor, experts: nn.Module) -> dict | None:
-        """The experts' part of the arguments of `experts`, or None where they have to be called themselves."""
+        """The arguments of `experts` that the experts provide, or None if their module must be called."""
         arguments, obstacle = expert_arguments(experts)
         return arguments if obstacle is None and x.dtype == dtype_for(x, arguments) else None
 
@@ -103,7 +104,7 @@ def rebuild(original: type, selected: bool) -> nn.Module:
 
 
 def selects_ours(module: nn.Module) -> bool:
-    """Whether the configuration of this block or layer selects our experts. Llama 4's has no such choice."""
+    """Whether the configuration of this block or layer selects our experts. Llama 4's has no such setting."""
     own = module.__dict__
     config = own["config"] if "config" in own else getattr(own["_modules"].get("experts"), "config", None)
     return getattr(config, "_experts_implementation_internal", None) == NAME
@@ -128,12 +129,12 @@ class FusedBlock(Fused):
         self(torch.empty(1, tokens, router.shape[-1], dtype=dtype, device="meta"))
 
     def parts(self, x: Tensor, caller: Fused, *read: nn.Module) -> tuple[dict, dict] | None:
-        """This block's part of the arguments of `gate` and of `experts`, as they are now, or None where the original
-        forward of `caller` has to run: the block itself, or a layer that reads these modules too.
+        """The arguments of `gate` and of `experts` that this block provides, or None if `caller` must run its original
+        forward. `caller` is the block, or a layer that also uses the modules `read`.
 
-        Every token passes here in every layer, and what these forwards add to their ops is felt: some 40 us in a Qwen3
-        layer on a slow Xeon core, of which 10 in here when it is called alone. Submodules are read from `_modules`
-        for `member`'s reason.
+        This runs for every token in every layer, so its cost matters: the Python code around the ops takes about 40 us
+        in a Qwen3 layer on a slow Xeon core, of which this function takes 10. Submodules are read from `_modules` for
+        the reason given in `member`.
         """
         modules, family = self._modules, self.family
         router, experts = modules[family.router], modules["experts"]
@@ -181,13 +182,13 @@ class FusedLlama4Block(FusedBlock):
 
 
 class FusedProjections(Fused):
-    """Attention whose projections of the same input are joined. They are joined again after the weights have moved."""
+    """Attention with joined projections. They are joined again when the weights are moved or converted."""
 
     family: Attention
     joined: tuple[str, ...]  # the names of these projections
 
     def parts(self, names: tuple[str, ...]) -> list[nn.Module]:
-        """Those of these submodules that the module has."""
+        """The existing submodules out of these."""
         found = [self._modules.get(name) for name in names]
         return [module for module in found if module is not None]
 
@@ -218,7 +219,7 @@ class FusedProjections(Fused):
             and self.still_selected()
         ):
             kwargs |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
-            if position_embeddings is not None:  # Jamba's attention, for one, does not take them
+            if position_embeddings is not None:  # some do not accept them, such as Jamba's
                 kwargs["position_embeddings"] = position_embeddings
             return super().forward(hidden_states, **kwargs)
         grow_in_place(past_key_values, self)
@@ -251,7 +252,7 @@ class FusedProjections(Fused):
 
 
 def angles_of(position_embeddings: Tensor | tuple[Tensor, Tensor], kind: str) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each angle once."""
+    """The cosine and sine of each angle, once."""
     if kind == "complex":
         return position_embeddings.real, position_embeddings.imag
     cos, sin = position_embeddings
@@ -280,7 +281,7 @@ class FusedAttention(FusedProjections):
         return q, k, v if scale == 1.0 else v * scale, gate
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> tuple:
-        """Queries, keys and values [B, T, heads, width] out of the projections, and the gate."""
+        """Queries, keys and values [B, T, heads, width] from the projections, and the gate."""
         width = self.head_dim
         v = heads_of(v, self.__dict__.get("v_head_dim", width))
         if self.family.gate is None or gate is not None:
@@ -334,7 +335,7 @@ def heads_of(x: Tensor, width: int) -> Tensor:
 
 
 class FusedGemma4Attention(FusedAttention):
-    """Gemma 4's values are normalised too. Where there is no v_proj, they are the keys before norm and rotation."""
+    """Gemma 4 also normalises the values. Without v_proj, they are the keys before norm and rotation."""
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> tuple:
         q, k, v, _ = super().heads(q, k, k if v is None else v)
@@ -347,9 +348,9 @@ class FusedGemma4Attention(FusedAttention):
 
 
 class FusedLatentAttention(FusedProjections):
-    """The cache stores latents here, and the part of the keys that rotates (MLA)."""
+    """MLA: the cache stores latents, and the part of the keys that is rotated."""
 
-    joined = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "g_proj")  # it has either of the first two
+    joined = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "g_proj")  # it has one of the first two
 
     def states(self, x: Tensor, projections: list, norms: list, angles: tuple[Tensor, Tensor] | None) -> tuple:
         q, latent, *gate = project(x, projections)
@@ -369,7 +370,7 @@ class FusedLatentAttention(FusedProjections):
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         if self.family.angles == "complex":
             return tuple(with_neighbours_paired(heads) for heads in ops.rope(q, k, cos, sin, interleaved=True))
-        # Bailing's configuration has no such choice: its pairs are neighbours.
+        # Bailing's configuration has no such setting: its pairs are neighbours.
         return ops.rope(q, k, cos, sin, interleaved=bool(getattr(self.config, "rope_interleave", True)))
 
     def attend(self, q: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None, **kwargs):
@@ -383,8 +384,8 @@ class FusedLatentAttention(FusedProjections):
         return torch.einsum("btar,avr->btav", output, to_values), weights
 
     def may_absorb(self, q: Tensor, latent: Tensor, mask: Tensor | None, kwargs: dict) -> bool:
-        """Whether few queries may go through the expansion of keys instead, and attend to the latents themselves. Then
-        a token costs the same expansion at any context."""
+        """Whether to multiply the queries by the expansion of keys, and attend to the latents directly. For few queries
+        this is cheaper, because the cost of the expansion then does not depend on the length of the context."""
         if torch.compiler.is_compiling() or not q.shape[2] <= min(FEW_QUERIES, latent.shape[2] - 1):
             return False
         shows_weights = kwargs.get("output_attentions") or self.config.output_attentions
@@ -395,7 +396,7 @@ class FusedLatentAttention(FusedProjections):
         return plain and why_not_ours(q, latent, latent, mask, kwargs) is None
 
     def expansions(self, latent: Tensor) -> Iterable[Tensor]:
-        """The weights [A, N, R] and [A, V, R] of the layer that makes keys without rotation and values of latents."""
+        """The weights [A, N, R] and [A, V, R] that compute unrotated keys and values from latents."""
         layer = self._modules["kv_b_proj"]
         packed = isinstance(layer, Linear)
         weight = dequantized(*layer.parts("weight"), layer.format, latent) if packed else member(layer, "weight")
@@ -419,9 +420,9 @@ class FusedLatentAttention(FusedProjections):
 
 
 class FusedNorm(Fused):
-    """The norm behind the last layer. Other norms are part of the fused layers."""
+    """The norm after the last layer. Other norms are part of the fused layers."""
 
-    config: object  # that of its model, which selects the experts
+    config: object  # of its model, which selects the experts
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         ours = self.is_plain_inference(hidden_states) and self.still_selected()
@@ -440,14 +441,14 @@ def eps_of(norm: nn.Module) -> float:
 
 
 class IdentityAttention(nn.Module):
-    """Replaces a layer's attention while the layer is warmed up: it returns its input."""
+    """Replaces a layer's attention while the layer is warmed up. It returns its input."""
 
     def __init__(self, original: nn.Module):
         super().__init__()
-        self.original = [original]  # no part of this one
+        self.original = [original]  # a list, so that it is not a submodule
 
     def warm_up(self, tokens: int, dtype: torch.dtype) -> None:
-        """Unless the attention is fused: then it warms itself up."""
+        """Warm up the attention. If it is fused, it has its own warm-up call."""
         if not isinstance(self.original[0], FusedProjections):
             warm_up_attention(self.original[0], tokens, dtype)
 
@@ -456,8 +457,8 @@ class IdentityAttention(nn.Module):
 
 
 class FusedPreNormLayer(Fused):
-    """A decoder layer whose MLP is a fused block: its second norm takes in the residual addition before it, and the
-    experts' sum the one behind it."""
+    """A decoder layer with a fused block. One op computes the residual addition after attention and the norm, and the
+    op `experts` adds the second residual."""
 
     def forward(self, hidden_states: Tensor, *args, attention_mask=None, position_embeddings=None, **kwargs):
         kwargs |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
@@ -480,7 +481,8 @@ class FusedPreNormLayer(Fused):
 
 
 class FusedGemma4Layer(Fused):
-    """Gemma 4's decoder layer: every norm that adds to or joins a residual is one op, and so are router and experts."""
+    """Gemma 4's decoder layer. Each norm is one op together with its residual addition, and so are router and
+    experts."""
 
     def forward(self, hidden_states: Tensor, per_layer_input=None, shared_kv_states=None, *args, **kwargs):
         kwargs |= {"shared_kv_states": shared_kv_states}
@@ -511,7 +513,7 @@ class FusedGemma4Layer(Fused):
         weights, ids = ops.gate(
             residual,
             member(router._modules["proj"], "weight"),
-            norm_weight=member(router, "scale") * router.scalar_root_size,
+            norm_weight=prepared(router, "scale", lambda scale: scale * router.scalar_root_size),
             per_expert_scale=member(router, "per_expert_scale"),
             top_k=router.config.top_k_experts,
             eps=router.eps,
@@ -532,8 +534,8 @@ class FusedGemma4Layer(Fused):
         attention.warm_up(tokens, dtype)
 
     def ready(self, x: Tensor) -> dict | None:
-        """The experts' part of the arguments of `experts`, none in a layer without them; or None where the original
-        forward has to run."""
+        """The arguments of `experts` that the experts provide, empty in a layer without experts; or None if the
+        original forward must run."""
         inner = self._modules
         read = [inner["post_attention_layernorm"], inner["post_feedforward_layernorm"]]
         if self.hidden_size_per_layer_input:
@@ -556,7 +558,7 @@ def norm_add(residual: Tensor, x: Tensor, norm: nn.Module, scalar: Tensor | None
 
 @functools.cache
 def fused_class(original: type, selected: bool = False) -> type | None:
-    """The class that fuses `original`, or None when we know none. It keeps its name: device maps go by it."""
+    """The fused class of `original`, or None. It keeps the name of the original, which device maps contain."""
     name = family_name(original)
     if name in BLOCKS:
         family = BLOCKS[name]
@@ -585,7 +587,7 @@ def fused_class(original: type, selected: bool = False) -> type | None:
 
 
 def why_left(module: nn.Module, fused: type) -> str | None:
-    """Why a block or layer of a class that we know cannot be `fused`, or None when it can."""
+    """The reason why a module of a supported class cannot be `fused`, or None."""
     parts = module._modules
     if issubclass(fused, FusedProjections):
         return why_attention_left(module, fused)
@@ -601,7 +603,7 @@ def why_left(module: nn.Module, fused: type) -> str | None:
     routing = fused.family.routing(parts[fused.family.router], module)
     groups, kept = routing.get("n_group", 1), routing.get("topk_group", 1)
     if routing["top_k"] > len(routing["router_weight"]) // groups * kept:
-        return "it chooses more experts than its best groups hold"  # transformers fills up with barred ones
+        return "it chooses more experts than its best groups hold"  # transformers then adds experts of other groups
     return None
 
 
@@ -618,8 +620,8 @@ def why_attention_left(module: nn.Module, fused: type) -> str | None:
 
 
 def layer_of(block: nn.Module) -> tuple[tuple, str | None]:
-    """What `nn.MoE` needs of a block: the arguments of `gate` and of `experts`, its shared expert and that one's gate,
-    or None for either; and why it cannot be such a layer (or None)."""
+    """For `nn.MoE.from_module`: the arguments of `gate` and of `experts`, the shared expert or None, and its gate or
+    None; and the reason why the block cannot be converted, or None."""
     original = getattr(block, "original", type(block))
     fused = fused_class(original)
     if fused is None or not issubclass(fused, FusedBlock) or issubclass(fused, FusedLlama4Block):

@@ -1,10 +1,10 @@
-"""The KV cache of a patched model grows in place: a token's keys and values are written behind those that are there.
+"""The KV cache of a patched model grows in place: the keys and values of a token are appended to the stored ones.
 
-transformers' `DynamicCache` concatenates, which copies all that is stored for every token. Here a layer's keys and
-values are rows of memory with room for more, and `layer.keys` and `layer.values` still show the rows stored.
+transformers' `DynamicCache` concatenates, which copies all stored keys and values for every token. Here they are rows
+of larger memory with space for more, and `layer.keys` and `layer.values` are views of the stored rows.
 
-A tensor that somebody took out of the cache keeps its numbers, but for one case: new tokens after `crop` overwrite the
-rows that were cropped. A copy of a cache (deepcopy, pickle) shares nothing with it, and has transformers' own layers.
+A tensor that was taken out of the cache does not change, with one exception: after `crop`, new tokens overwrite the
+cropped rows. A copy of a cache (deepcopy, pickle) shares no memory with it, and has transformers' own layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,8 @@ from ...grad import in_forward_mode
 
 
 def rows_to_allocate(stored: int) -> int:
-    """Fewer than `most_rows`, so that some rows may be cropped before the memory is too large and moves."""
+    """Fewer than `most_rows`, so that some rows can be cropped before the memory counts as too large and is
+    replaced."""
     return stored + stored // 4 + 192
 
 
@@ -26,15 +27,16 @@ def most_rows(stored: int) -> int:
 
 
 class Room:
-    """Memory [..., rows, width] for the keys of a layer, for its values, or for both side by side."""
+    """Memory [..., rows, width] for the keys of a layer, for its values, or for both: then a row is a key and its
+    value."""
 
     def __init__(self):
         self.memory: Tensor | None = None
-        self.shown: list[Tensor] = []  # what the layer holds: the last rows before `end`, for each width
+        self.shown: list[Tensor] = []  # the layer's tensors: views of the last rows before `end`
         self.end = 0
 
     def append(self, stored: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
-        """The stored rows and the new ones behind them. If they fit, only the new ones are copied."""
+        """The stored rows followed by the new ones. If the new ones fit, only they are copied."""
         old, more = rows_of(stored[0]), new[0].shape[-2]
         if self.memory is None or not self.fits(more, old + more):
             self.move(stored, new, old + more)
@@ -45,7 +47,7 @@ class Room:
         return self.shown
 
     def fits(self, more: int, total: int) -> bool:
-        """Memory of inference mode cannot be written outside of it."""
+        """Whether more rows can be written in place. Memory of inference mode can only be written in inference mode."""
         writable = torch.is_inference_mode_enabled() or not self.memory.is_inference()
         return writable and self.end + more <= self.memory.shape[-2] <= most_rows(total)
 
@@ -54,7 +56,7 @@ class Room:
         return [rows] if len(widths) == 1 else list(rows.split(widths, -1))
 
     def move(self, stored: Sequence[Tensor], new: Sequence[Tensor], total: int) -> None:
-        """To new memory, never within the old one: somebody may look at rows there."""
+        """Copy the stored rows to new memory. Never within the old memory, because other tensors may view its rows."""
         widths = [part.shape[-1] for part in new]
         self.memory = new[0].new_empty(*new[0].shape[:-2], rows_to_allocate(total), sum(widths))
         self.end = rows_of(stored[0])
@@ -63,13 +65,13 @@ class Room:
                 rows.copy_(part)
 
     def show(self, shown: list[Tensor]) -> None:
-        """From now on the layer holds these rows of the memory, and those behind them are overwritten."""
+        """Make these rows of the memory the layer's. Later rows will be overwritten."""
         first = shown[0]
         start = (first.storage_offset() - self.memory.storage_offset()) // self.memory.stride(-2)
         self.shown, self.end = shown, start + first.shape[-2]
 
     def reorder(self, batch: Tensor) -> list[Tensor]:
-        """All of the memory, so that it is copied once, and not once more by the next token."""
+        """Reorder the batch. Copies the whole memory, so that the next token does not copy it again."""
         self.memory = self.memory.index_select(0, batch.to(self.memory.device))
         rows, widths = rows_of(self.shown[0]), [part.shape[-1] for part in self.shown]
         self.shown = self.rows(self.end - rows, rows, widths)
@@ -81,7 +83,7 @@ def rows_of(stored: Tensor) -> int:
 
 
 def alike(stored: Tensor | None, new: Tensor) -> bool:
-    """Whether `torch.cat` would do no more than put the rows behind one another."""
+    """Whether `torch.cat` would only append rows, without broadcasting or type promotion."""
     if type(new) is not Tensor or new.dim() < 2:
         return False
     if stored is None:
@@ -96,20 +98,20 @@ OURS = ("rooms", "side_by_side")  # the attributes that transformers' layers do 
 
 
 class Growing(DynamicLayer):
-    """What both kinds of layers share. Everything else is transformers'."""
+    """The base class of our two kinds of layers. Everything else is transformers'."""
 
     original: type  # the class that this layer had before
-    rooms: tuple[Room, ...] = ()  # of keys and of values, or one of both
+    rooms: tuple[Room, ...] = ()  # one for keys and one for values, or one for both
     side_by_side = False  # a row of the memory is a key and its value
 
     def may_grow(self, keys: Tensor, values: Tensor) -> bool:
-        """Not where a trace would record the writes, or autograd needs the tensors that they change."""
+        """Not if a trace would record the writes, or if autograd may need the tensors that they change."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or in_forward_mode():
             return False
         return alike(self.keys, keys) and alike(self.values, values)
 
     def in_rooms(self) -> bool:
-        """Whether keys and values are still those of the rooms: others can be assigned at any time."""
+        """Whether keys and values are still views of the rooms: other tensors can be assigned at any time."""
         shown = [part for room in self.rooms for part in room.shown]
         return len(shown) == 2 and self.keys is shown[0] and self.values is shown[1]
 
@@ -166,9 +168,9 @@ class Growing(DynamicLayer):
     def __reduce_ex__(self, protocol):
         copied = self.original.__new__(self.original)
         copied.__dict__ |= {name: value for name, value in vars(self).items() if name not in OURS}
-        if self.in_rooms():  # without the rest of the rooms
+        if self.in_rooms():  # only the stored rows
             copied.keys, copied.values = self.keys.clone(), self.values.clone()
-        return copied.__reduce_ex__(1)  # from protocol 2 on, pickle insists on the class of what it was given
+        return copied.__reduce_ex__(1)  # later protocols require the class of the pickled object
 
 
 class GrowingLayer(Growing):
@@ -181,7 +183,7 @@ class GrowingLayer(Growing):
 
 
 class GrowingSlidingWindowLayer(Growing, DynamicSlidingWindowLayer):
-    """The window moves through its memory, and to new memory when it has come to the end."""
+    """The window moves through its memory, and to new memory at the end."""
 
     original = DynamicSlidingWindowLayer
 
@@ -202,7 +204,7 @@ class GrowingSlidingWindowLayer(Growing, DynamicSlidingWindowLayer):
         return keys, values
 
     def exceeds_the_window(self, more: int) -> bool:
-        """Whether with so many new rows the memory would be too large for those that stay."""
+        """Whether memory for this many new rows would be too large for the rows that stay in the window."""
         total = more + (rows_of(self.keys) if self.is_initialized else 0)
         return rows_to_allocate(total) > most_rows(min(total, self.sliding_window - 1))
 

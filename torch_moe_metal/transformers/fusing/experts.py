@@ -1,6 +1,9 @@
-"""`experts_implementation="moe_metal"`: the experts of every model on transformers' experts interface, in one op."""
+"""`experts_implementation="moe_metal"`: runs the experts of every model that uses transformers' experts interface as
+one op."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +19,8 @@ from ...reference import weighted_sum
 
 NAME = "moe_metal"
 DEVICES = ("cpu", "mps")
-WITH_SHAPES = (*DEVICES, "meta")  # where the ops have their outputs' shapes at least
-# Not those of quantizers and of expert parallelism; the last stands for a plain one while torch.export traces.
+WITH_SHAPES = (*DEVICES, "meta")  # on meta the ops only compute shapes
+# Not the tensor subclasses of quantizers and of expert parallelism. torch.export traces plain tensors as FakeTensor.
 TENSORS = (nn.Parameter, Tensor, FakeTensor)
 
 ACTIVATIONS = {
@@ -29,8 +32,8 @@ ACTIVATIONS = {
     activations.ReLUSquaredActivation: "relu2",
 }
 
-# A class whose gate is not `act(gate) * up`, by the function that replaces it: the activation (None: the module's
-# act_fn) and the attributes that hold alpha and limit. Beam only asks for float32, which our op keeps anyway.
+# Classes whose gate is not `act(gate) * up`, by the name of the class: the activation (None: the module's act_fn), and
+# the attributes with alpha and limit. Beam only adds a conversion to float32, in which our op computes anyway.
 GATES = {
     "gpt_oss.modeling_gpt_oss.GptOssExperts": ("swiglu_oai", "alpha", "limit"),
     "openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts": ("swiglu_oai", "alpha", "limit"),
@@ -48,7 +51,7 @@ def activation_of(function) -> str | None:
     return "silu" if function is nn.functional.silu else ACTIVATIONS.get(type(function))
 
 
-# Llama 4's experts are not on the interface; in its words they are:
+# Llama 4's experts do not use the interface. These are the values that their attributes would have:
 LLAMA4 = SimpleNamespace(
     has_gate=True, has_bias=False, has_post_expert_norm=False, is_concatenated=True, is_transposed=True
 )
@@ -56,7 +59,7 @@ LLAMA4 = SimpleNamespace(
 
 @traced_as_constant  # a function's __qualname__ is unknown to torch.compile
 def gate_of(function) -> tuple | None:
-    """How the class with this `_apply_gate` gates, as in GATES; None when we do not know it."""
+    """The entry of GATES for this `_apply_gate`; None if it is unknown."""
     if function is moe._default_apply_gate:
         return DEFAULT_GATE
     name = f"{function.__module__}.{function.__qualname__}"
@@ -64,17 +67,43 @@ def gate_of(function) -> tuple | None:
 
 
 def member(module: nn.Module, name: str):
-    """`module.name` of a parameter. Python would look for it everywhere else, raise an AttributeError and call
-    nn.Module's __getattr__: ten times slower, and most of what checking a module would cost."""
+    """`module.name` of a parameter. Python's own lookup fails first and then calls nn.Module's __getattr__, which is
+    ten times slower and would be most of the cost of checking a module."""
     found = module._parameters.get(name)
     return getattr(module, name) if found is None else found
 
 
-def expert_arguments(experts: nn.Module, devices: tuple[str, ...] = WITH_SHAPES) -> tuple[dict, str | None]:
-    """This module's part of the arguments of `torch.ops.moe_metal.experts`, and why the op cannot take them (or None).
+#: The results of `prepared`, with the parameter's memory and version. They are not on the modules, which can be saved.
+_PREPARED: WeakKeyDictionary[nn.Module, tuple[Tensor, int, Tensor]] = WeakKeyDictionary()
 
-    It runs at every call, since all of this may change between two. What equals the op's default is left out: a
-    keyword argument takes PyTorch about 1 us to parse.
+
+def prepared(module: nn.Module, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """`compute(module.name)` of the one parameter that is prepared in this module, computed again only after it has
+    changed. Changes in-place count, except through `.data`, which PyTorch does not record."""
+    weight = member(module, name)
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if traced or type(weight) not in (nn.Parameter, Tensor) or weight.is_meta or weight.is_inference():
+        return compute(weight)
+    known = _PREPARED.get(module)
+    if known is not None:
+        memory, version, result = known
+        same = memory.data_ptr() == weight.data_ptr() and memory.dtype == weight.dtype
+        if same and version == weight._version == memory._version:
+            return result
+    with torch.inference_mode(False), torch.no_grad():
+        result = compute(weight)
+        if type(result) is Tensor:  # not a fake tensor of a FakeTensorMode
+            # It keeps the memory, so that no other weight can be at the same address.
+            _PREPARED[module] = weight.detach(), weight._version, result
+    return result
+
+
+def expert_arguments(experts: nn.Module, devices: tuple[str, ...] = WITH_SHAPES) -> tuple[dict, str | None]:
+    """The arguments of `torch.ops.moe_metal.experts` that this module provides, and the reason why the op cannot take
+    them (or None).
+
+    It runs at every call, since all of this may change between calls. Defaults of the op are left out, because PyTorch
+    takes about 1 us to parse a keyword argument.
     """
     flags = experts if "has_gate" in experts.__dict__ else LLAMA4
     if not flags.has_gate:
@@ -113,7 +142,7 @@ def expert_arguments(experts: nn.Module, devices: tuple[str, ...] = WITH_SHAPES)
 
 
 def why_not_read(weight: Tensor, packed: bool, devices: tuple[str, ...]) -> str | None:
-    """Why the op cannot read a weight of all experts, or None when it can."""
+    """The reason why the op cannot read a weight of experts, or None."""
     if type(weight) not in TENSORS:
         return f"its weights are of type {type(weight).__name__}"
     if weight.dtype not in DTYPES and not packed:
@@ -126,7 +155,7 @@ def why_not_read(weight: Tensor, packed: bool, devices: tuple[str, ...]) -> str 
 
 
 def weights_of(experts: nn.Module) -> dict:
-    """Its weights as arguments of `experts`: dense, or packed under whatever names (see `packed.PackedExperts`)."""
+    """Its weights as arguments of `experts`: dense, or packed with any names (see `packed.PackedExperts`)."""
     packed = experts.__dict__.get("arguments")
     if packed is None:
         return {"gate_up": member(experts, "gate_up_proj"), "down": member(experts, "down_proj")}
@@ -141,7 +170,7 @@ def weights_of(experts: nn.Module) -> dict:
 
 
 def dtype_for(x: Tensor, arguments: dict) -> torch.dtype:
-    """The dtype that x must have beside these arguments: that of the weights, or of biases beside packed ones."""
+    """The dtype that x must have with these arguments: that of dense weights, or of the biases of packed ones."""
     if "format" not in arguments:
         return arguments["down"].dtype
     bias = arguments.get("down_bias")
@@ -149,25 +178,26 @@ def dtype_for(x: Tensor, arguments: dict) -> torch.dtype:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether this module is on the experts interface."""
+    """Whether this module uses transformers' experts interface."""
     return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate"))
 
 
 def why_not_fused(experts: nn.Module) -> str | None:
-    """Why the op cannot express this module, or None when it can."""
+    """The reason why the op cannot compute this module, or None."""
     return expert_arguments(experts)[1]
 
 
 def why_not_packed(experts: nn.Module) -> str | None:
-    """Why its weights cannot be packed, or None when they can, wherever they are: on meta while they are loaded."""
+    """The reason why its weights cannot be packed, or None. They may be on any device; while they are loaded, on
+    meta."""
     return expert_arguments(experts, (*WITH_SHAPES, "cuda", "xpu"))[1]
 
 
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts of `hidden_states` [T, H] for ids and weights [T, K] -> [T, H], at decode and at prefill.
 
-    Ids outside this module's experts are skipped: under expert parallelism they belong to another process.
-    Where the op cannot serve, and for training, transformers' own grouped_mm does.
+    Ids outside this module's experts are skipped: under expert parallelism they belong to another process. It falls
+    back to transformers' grouped_mm for training, and if the op does not support the module.
     """
     arguments, reason = expert_arguments(self)
     if "format" in arguments and hidden_states.dtype not in DTYPES:
@@ -176,9 +206,9 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         warn_once(f"{type(self).__name__} runs on transformers' grouped_mm, since {reason}")
     if reason is not None or wants_grad(self, hidden_states, top_k_weights):
         return without_our_op(self, hidden_states, top_k_index, top_k_weights, arguments)
-    if not top_k_index.shape[-1]:  # a configuration may have tokens choose no expert, which the op does not take
+    if not top_k_index.shape[-1]:  # a configuration may select no experts, which the op does not support
         return torch.zeros_like(hidden_states)
-    # Under autocast the two dtypes may differ; the weights' is the one that counts, as in grouped_mm.
+    # Under autocast the two dtypes may differ. As in grouped_mm, the result is computed in that of the weights.
     x = hidden_states.to(dtype_for(hidden_states, arguments))
     weights = top_k_weights if top_k_weights.dtype in (x.dtype, torch.float32) else top_k_weights.float()
     if getattr(self, "has_post_expert_norm", False):  # transformers 5.17 has no such attribute
@@ -187,8 +217,8 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 
 
 def without_our_op(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, arguments: dict) -> Tensor:
-    """The same by PyTorch's own ops, with a gradient. Packed weights are unpacked expert by expert, once more in the
-    backward; where the op cannot serve, or for a jvp, all at once."""
+    """The same with PyTorch's own ops, with a gradient. Packed weights are unpacked one expert at a time, and again in
+    the backward pass; all at once if the op does not support the module, or for a jvp."""
     if "format" in arguments and not in_forward_mode() and x.dtype in DTYPES:
         inputs = x.to(dtype_for(x, arguments))
         slots = slots_with_grad(inputs, ids, arguments)
@@ -202,11 +232,11 @@ def without_our_op(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor, arg
 
 
 def normed_experts(self: nn.Module, x: Tensor, weights: Tensor, ids: Tensor, arguments: dict) -> Tensor:
-    """Each expert's output goes through a norm before its weight: every choice is a token of its own first."""
+    """For classes that normalise each expert's output before it is weighted: every slot is computed as a token."""
     inputs = x.unsqueeze(-2).expand(*ids.shape, -1)
     ones = torch.ones_like(weights).unsqueeze(-1)
     slots = torch.ops.moe_metal.experts(inputs, ones, ids.unsqueeze(-1), **arguments)
-    weights = weights.where(ids < self.num_experts, 0)  # the others are other processes' experts
+    weights = weights.where(ids < self.num_experts, 0)  # other ids are experts of other processes
     return torch.ops.moe_metal.weighted_sum(self.post_expert_norm(slots), weights)
 
 

@@ -1,8 +1,9 @@
-"""What `patch` can fuse of transformers: MoE blocks, with their routers in the words of `gate`, attention, and layers.
+"""Tables of the classes of transformers that `patch` can fuse: MoE blocks, attention and decoder layers.
 
-The class decides, never an attribute's or a kernel's name: Laguna's router, for one, carries another router's name.
-A routing function gets the router and the block and returns arguments of `torch.ops.moe_metal.gate`; it reads the
-parameters anew at every call, so that they may be moved, cast, loaded or tied at any time.
+Modules are recognised by their class, never by the name of an attribute, which may mislead: Laguna's router has the
+name of another model's router. A routing function gets the router and the block, and returns arguments of
+`torch.ops.moe_metal.gate`. It reads the parameters at every call, so they may be moved, cast, loaded or tied at any
+time.
 """
 
 from collections.abc import Callable
@@ -12,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .experts import member
+from .experts import member, prepared
 
 
 @dataclass(frozen=True)
 class Block:
-    """How one class of block is built. The names are those of its attributes."""
+    """The structure of one class of MoE block. The strings are names of attributes."""
 
     routing: Callable[[nn.Module, nn.Module], dict]
     router: str = "gate"
-    shared: str | None = None  # an expert that every token goes through
-    shared_gate: str | None = None  # a linear layer to the logit of the shared expert's share
+    shared: str | None = None  # the shared expert
+    shared_gate: str | None = None  # the linear layer that computes the shared expert's gate
     returns: str = "output"  # "output, weights" (gpt-oss) or "output, logits" (Llama 4)
 
 
@@ -30,8 +31,8 @@ class Block:
 
 
 def softmax(router, block):
-    """The k best of the softmax over all experts, divided by their sum. (The softmax over the k best logits alone, as
-    some have it, is the same.)"""
+    """The k best of the softmax over all experts, divided by their sum. This equals the softmax over the k best logits,
+    which some models compute."""
     return {"router_weight": member(router, "weight"), "top_k": router.top_k}
 
 
@@ -40,7 +41,7 @@ def unnormalized(router, block):
 
 
 def softmax_optional(router, block):
-    """The same, divided by their sum only when the configuration says so."""
+    """The same, divided by their sum only if the configuration says so."""
     return softmax(router, block) if router.norm_topk_prob else unnormalized(router, block)
 
 
@@ -53,7 +54,7 @@ def hunyuan_v1(router, block):
 
 
 def deepseek_v2(router, block):
-    """The softmax's k best out of the best groups, neither divided nor biased."""
+    """The k best of the softmax within the best groups, without division by their sum and without a bias."""
     grouped = router.topk_method == "group_limited_greedy"
     return unnormalized(router, block) | {
         "scaling_factor": router.routed_scaling_factor,
@@ -75,12 +76,12 @@ def mistral4(router, block):
 
 
 def deepseek_v3(router, block):
-    """The sigmoid's k best by score + bias out of the best groups."""
+    """The k best sigmoids by score + bias, within the best groups."""
     return mistral4(router, block) | {"scoring": "sigmoid", "select_bias": router.e_score_correction_bias}
 
 
 def sigmoid_bias(router, block):
-    """The sigmoid's k best by score + bias, of all experts, divided by their sum."""
+    """The k best sigmoids by score + bias, of all experts, divided by their sum."""
     return softmax(router, block) | {"scoring": "sigmoid", "select_bias": block.e_score_correction_bias}
 
 
@@ -89,7 +90,7 @@ def hy_v3(router, block):
 
 
 def minimax_m3(router, block):
-    """The block scales the experts' sum; that is the same as scaling the weights."""
+    """The block scales the experts' sum, which equals scaling the weights."""
     return softmax(router, block) | {
         "scoring": "sigmoid",
         "select_bias": router.e_score_correction_bias,
@@ -106,7 +107,7 @@ def flint(router, block):
 
 
 def llama4(router, block):
-    """Here the weight, the sigmoid of the logit, multiplies the expert's input."""
+    """The weight is the sigmoid of the logit; the block multiplies the expert's input by it."""
     return unnormalized(router, block) | {"scoring": "sigmoid"}
 
 
@@ -166,7 +167,7 @@ BLOCKS = {
     "llama4.Llama4TextMoe": Block(llama4, router="router", shared="shared_expert", returns="output, logits"),
 }
 
-# Decoder layers of one and the same form: x + attention(norm(x)), then x + mlp(norm(x)), with Llama's RMS norm.
+# Decoder layers that compute x + attention(norm(x)), then x + mlp(norm(x)), with Llama's RMS norm.
 PRE_NORM_LAYERS = {
     "qwen2_moe.Qwen2MoeDecoderLayer",
     "qwen3_moe.Qwen3MoeDecoderLayer",
@@ -194,7 +195,7 @@ PRE_NORM_LAYERS = {
 GEMMA4_LAYERS = {"gemma4.Gemma4TextDecoderLayer"}
 
 
-# The norm behind the last layer.
+# The norm after the last layer.
 LAST_NORMS = {name.replace("DecoderLayer", "RMSNorm") for name in PRE_NORM_LAYERS}
 LAST_NORMS |= {"gemma4.Gemma4RMSNorm", "glm4v_moe.Glm4vMoeRMSNorm", "qwen3_omni_moe.Qwen3OmniMoeTextRMSNorm"}
 
@@ -223,7 +224,7 @@ def plain_weight(norm):
 
 
 def one_plus_weight(norm):
-    return 1 + member(norm, "weight").float()
+    return prepared(norm, "weight", lambda weight: 1 + weight.float())
 
 
 def no_weight(norm):
@@ -235,7 +236,7 @@ def softplus(gate):
 
 
 def llama4_temperature(attention, x, cache, position_ids):
-    """Llama 4 scales the queries of layers without rope by their position in the sequence, which counts padding."""
+    """Llama 4 scales the queries of layers without rope by their position in the sequence, including padding."""
     if attention.use_rope or not attention.attn_temperature_tuning:
         return None
     past = 0 if cache is None else cache.get_seq_length(attention.layer_idx)
@@ -252,18 +253,18 @@ def mistral4_temperature(attention, x, cache, position_ids):
 
 @dataclass(frozen=True)
 class Attention:
-    """How one class of attention is built. All have o_proj, and q_proj, k_proj and v_proj or, if they cache latents
-    (MLA), the projections of these. Norms, sinks, g_proj (an output gate), v_head_dim and v_scale are used where the
+    """The structure of one class of attention. All have o_proj, and q_proj, k_proj and v_proj or, if they cache latents
+    (MLA), the corresponding projections. Norms, sinks, g_proj (an output gate), v_head_dim and v_scale are used if the
     module has them.
     """
 
-    window: str = ""  # which object has the `sliding_window` for attention: "module" or "config"
-    angles: str = "twice"  # cos and sin have each angle "twice", for both halves of a head, or "once", or are "complex"
+    window: str = ""  # the object with the attribute `sliding_window`: "module" or "config"
+    angles: str = "twice"  # cos and sin contain each angle "twice", for both halves of a head, or "once"; or "complex"
     rotates: Callable[[nn.Module], bool] = always  # some layers have no rope
     norms: tuple[str, ...] = ("q_norm", "k_norm")
     norm_weight: Callable[[nn.Module], Tensor | None] = plain_weight
     norms_first: bool = True  # before the rotation
-    gate: Callable[[Tensor], Tensor] | None = None  # of the output; without g_proj, q_proj has it after each head
+    gate: Callable[[Tensor], Tensor] | None = None  # of the output; without g_proj, q_proj computes it after each head
     temperature: Callable[..., Tensor | None] | None = None  # a factor for [B, A, T, D] queries
 
 
@@ -311,7 +312,7 @@ ATTENTIONS = {
         temperature=llama4_temperature,
     ),
 }
-# Values are normed too, and some layers have no values of their own, or use the keys and values of another layer.
+# It also normalises values. Some layers have no v_proj, or use the keys and values of another layer.
 GEMMA4_ATTENTIONS = {
     "gemma4.Gemma4TextAttention": Attention(window="module", norms=("q_norm", "k_norm", "v_norm")),
 }
@@ -327,7 +328,7 @@ LATENT_ATTENTIONS = {
     "bailing_hybrid.BailingHybridAttention": Attention(norms=LATENTS, gate=torch.sigmoid),
 }
 
-# Attention that stays transformers' own, and why.
+# Attention that is not fused, and the reason.
 RECURRENT = "it keeps a recurrent state instead of keys and values"
 INDEXED = "its indexer selects the keys of each query (sparse attention)"
 LEFT_ATTENTIONS = {

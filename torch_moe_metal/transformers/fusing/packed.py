@@ -1,8 +1,8 @@
 """Modules of transformers with packed weights: experts that keep their class, and our layers in place of linear ones.
 
-This is the one place that knows how a transformers module holds packed weights. What a checkpoint calls their parts is
-kept, so that loading is renaming at most: a weight is told by the names of its data, its scale and, where the format
-has one, its offset.
+Only this file knows how a transformers module holds packed weights. The parts of a weight (data, scale and, in some
+formats, offset) keep the names that they have in the checkpoint, so that loading at most renames them. A weight is
+therefore described by the names of its parts.
 
     pack_experts(experts, "mxfp4", {"gate_up": {"gate_up_proj_blocks": ..., "gate_up_proj_scales": ...}, "down": ...})
     pack(model, "lm_head", "affine", lambda name, dense: {"weight": ..., "scales": ..., "biases": ...})
@@ -22,28 +22,22 @@ from ...layers import PARTS, Embedding, Linear, Packed, TiedLinear, dequantized
 from ...packing import packed, quantize
 from .experts import NAME
 
-#: What transformers' classes of experts call the weights that the ops call gate_up and down.
+#: The names of the ops' weights gate_up and down in transformers' classes of experts.
 PROJECTIONS = {"gate_up": "gate_up_proj", "down": "down_proj"}
-PACKED = (
-    "packing",
-    "format",
-    "down_format",
-    "columns",
-    "group_size",
-    "arguments",
-)  # of packed experts, beside what they had before
+#: The attributes that packed experts have in addition to those of dense ones.
+PACKED = ("packing", "format", "down_format", "columns", "group_size", "arguments")
 Parts = Mapping[str, Tensor]  # data, scale and offset of one weight, by their names in the module
 
 
 class PackedExperts(Packed):
-    """What the classes of experts with packed weights share. They are subclasses of the experts' own class."""
+    """The base class of experts with packed weights, which are also subclasses of the experts' own class."""
 
     original: type  # the class that this module had before
     format: str
-    down_format: str | None  # where it is another
-    columns: dict[str, int]  # of each weight, dense
-    group_size: int  # of both weights; 0 where they differ, or the format says it
-    arguments: tuple[tuple[str, str], ...]  # of the op `experts`, and what they are called here
+    down_format: str | None  # if it is another format
+    columns: dict[str, int]  # of each weight when it is dense
+    group_size: int  # of both weights; 0 if they differ, or if it is fixed by the format
+    arguments: tuple[tuple[str, str], ...]  # arguments of the op `experts`, and the names of their buffers
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         implementation = self.config._experts_implementation
@@ -59,7 +53,8 @@ class PackedExperts(Packed):
         return self.down_format or self.format if weight == "down" else self.format
 
     def dequantized(self, dtype: torch.dtype) -> nn.Module:
-        """A stand-in of the original class with dense weights of this dtype. All else is this module's own."""
+        """A module of the original class with dense weights of this dtype. It shares everything else with this
+        module."""
         dense = self.original.__new__(self.original)
         dense.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in PACKED}
         dense._parameters = dict(self._parameters)
@@ -92,25 +87,26 @@ def rebuild(original: type) -> nn.Module:
 
 @functools.cache
 def packed_class(original: type) -> type:
-    """It keeps its name and its home, by which blocks and device maps know it."""
+    """The class keeps its name and module, because blocks and device maps identify it by these."""
     own = {"original": original, "__module__": original.__module__, "__qualname__": original.__qualname__}
     return type(original.__name__, (PackedExperts, original), own)
 
 
 def empty_parts(name: str, size: tuple[int, ...], format: str, bits: int, group: int, dtype: torch.dtype) -> Parts:
-    """What `quantize` makes of a weight [..., N, C], on the meta device, by the names of `named_parts`."""
+    """The parts that `quantize` makes of a weight [..., N, C], on the meta device, with the names of `named_parts`."""
     sizes = packed(size, format, bits, group, dtype)
     return named_parts(name, [torch.empty(size, dtype=kind, device="meta") for size, kind in sizes.values()])
 
 
 def named_parts(name: str, parts: list[Tensor]) -> Parts:
-    """Our own names for parts: that of the dense weight for the data, and `_scale` and `_offset` behind it."""
+    """Our own names for the parts: the data has the name of the dense weight, the others have `_scale` and `_offset`
+    appended."""
     names = (name, *(f"{name}_{part}" for part in PARTS[1:]))
     return {name: part for name, part in zip(names, parts, strict=False) if part is not None}
 
 
 def quantize_like(module: Packed, weight: str, dense: Tensor) -> Parts:
-    """A dense weight in the format, the bits and the groups of those that the module has now."""
+    """A dense weight, packed with the format, bits and groups of the module's current one."""
     (data, scale, _), format = module.parts(weight), module.format_of(weight)
     bits = reference.bits_of(data, scale, format, dense.shape[-1])
     group = dense.shape[-1] // scale.shape[-1] if FORMATS[format].is_affine else 0
@@ -138,7 +134,7 @@ def rows_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def columns_of(module: Packed, weight: str) -> int:
-    """How long the rows of a packed weight are, dense."""
+    """The length of the rows of a packed weight when it is dense."""
     if isinstance(module, PackedExperts):
         return module.columns[weight]
     if is_moe(module):
@@ -147,7 +143,7 @@ def columns_of(module: Packed, weight: str) -> int:
 
 
 def dense_shape(module: Packed, weight: str) -> tuple[int, ...]:
-    """[..., N, C] of a packed weight, dense."""
+    """The shape [..., N, C] of a packed weight when it is dense."""
     return (*module.parts(weight)[0].shape[:-1], columns_of(module, weight))
 
 
@@ -157,14 +153,14 @@ def packed_modules(model: nn.Module) -> Iterator[tuple[str, Packed]]:
 
 
 def weight_shape(experts: nn.Module, weight: str) -> tuple[int, int, int]:
-    """[E, N, C] of dense experts' gate_up [E, 2I, H] or down [E, H, I], whichever way they lie."""
+    """The shape [E, N, C] of dense experts' gate_up [E, 2I, H] or down [E, H, I], which may be stored transposed."""
     E, N, C = getattr(experts, PROJECTIONS[weight]).shape
     return (E, C, N) if experts.is_transposed else (E, N, C)
 
 
 def pack_experts(experts: nn.Module, format: str, weights: Mapping[str, Parts], down_format: str | None = None) -> None:
-    """Have these packed weights, {"gate_up": ..., "down": ...}, in place of the dense ones: rows [E, N, C] as the ops
-    read them, whatever the dense ones were. While a checkpoint is loaded they are on the meta device."""
+    """Replace the dense weights by these packed ones, {"gate_up": ..., "down": ...}: rows [E, N, C], as the ops read
+    them, even if the dense ones were transposed. While a checkpoint is loaded they are on the meta device."""
     experts.columns = {weight: weight_shape(experts, weight)[2] for weight in PROJECTIONS}
     for name in PROJECTIONS.values():
         del experts._parameters[name]
@@ -177,7 +173,7 @@ def pack_experts(experts: nn.Module, format: str, weights: Mapping[str, Parts], 
     for weight, parts in weights.items():
         experts.hold(weight, parts)
     experts.arguments = op_arguments(experts)
-    experts._is_hf_initialized = True  # transformers' initialisation knows dense weights alone
+    experts._is_hf_initialized = True  # transformers can only initialise dense weights
 
 
 def op_arguments(experts: PackedExperts) -> tuple[tuple[str, str], ...]:
@@ -189,12 +185,13 @@ def op_arguments(experts: PackedExperts) -> tuple[tuple[str, str], ...]:
 
 
 def use_own_names(module: Packed) -> None:
-    """Call the parts of packed weights as `MoeMetalConfig` does, whatever their checkpoint called them."""
+    """Rename the parts of packed weights from the checkpoint's names to those of `MoeMetalConfig`."""
     if is_moe(module):
         return
     for weight, names in list(module.packing.items()):
         data, scale, offset = module.parts(weight)
-        data = data.flatten(-2) if scale is not None and data.dim() > scale.dim() else data  # gpt-oss: blocks apart
+        if scale is not None and data.dim() > scale.dim():  # gpt-oss has a dimension for blocks
+            data = data.flatten(-2)
         parts = named_parts(PROJECTIONS.get(weight, weight), [data.view(torch.uint8), scale, offset])
         for name in names:
             del module._buffers[name]
@@ -204,12 +201,13 @@ def use_own_names(module: Packed) -> None:
 
 
 def let_transformers_initialise(model: nn.Module) -> None:
-    """Before a model is loaded: have transformers initialise the parameters beside packed weights, such as biases, that
-    a checkpoint lacks. Of experts it does so together with their dense weights, which it must find initialised."""
+    """Before a model is loaded: let transformers initialise those parameters of packed modules, such as biases, that a
+    checkpoint lacks. It initialises the parameters of experts together with their dense weights, so it must find
+    placeholders of these, marked as initialised."""
     for _, module in packed_modules(model):
         tensors = [*module._parameters.values(), *module._buffers.values()]
         for tensor in filter(lambda tensor: tensor is not None, tensors):
-            tensor._is_hf_initialized = True  # whatever takes the place of one that is missing is not
+            tensor._is_hf_initialized = True  # a tensor created for a missing one is not marked
         module._is_hf_initialized = not any(parameter is not None for parameter in module._parameters.values())
         if isinstance(module, PackedExperts) and not module._is_hf_initialized:
             for name in {*PROJECTIONS.values()} - module._buffers.keys():
@@ -218,7 +216,7 @@ def let_transformers_initialise(model: nn.Module) -> None:
 
 
 def end_initialisation(model: nn.Module) -> None:
-    """Once it is loaded, packed experts have no dense weights again."""
+    """After loading: remove the placeholders of dense weights from packed experts."""
     for _, module in packed_modules(model):
         for name in PROJECTIONS.values():
             module.__dict__.pop(name, None)
@@ -231,8 +229,8 @@ def pack(
     parts: Callable[[str, Tensor], Parts],
     down_format: str | None = None,
 ) -> None:
-    """Have packed weights in place of those of one module: experts, a linear layer or an embedding. `parts` is asked
-    for each weight, by its whole name and as the dense [..., N, C] that it is now."""
+    """Replace the weights of one module by packed ones: experts, a linear layer or an embedding. `parts` is called for
+    each weight, with its full name and its dense tensor [..., N, C]."""
     module = model.get_submodule(name)
     dense = rows_of(module)
     if not isinstance(module, nn.Linear | nn.Embedding):
@@ -248,7 +246,7 @@ def pack(
 
 
 def embedding_multiplier(embedding: nn.Embedding) -> float | None:
-    """What the embedding's rows are multiplied by, in its own dtype (Gemma's); None when its class is not known."""
+    """The factor of the embedding's rows, rounded to its dtype (Gemma's); None if its class is not known."""
     if type(embedding) is nn.Embedding:
         return 1.0
     if not type(embedding).__name__.endswith("ScaledWordEmbedding"):
@@ -257,14 +255,14 @@ def embedding_multiplier(embedding: nn.Embedding) -> float | None:
 
 
 def replace(model: nn.Module, name: str, layer: nn.Module) -> None:
-    """Have this layer in the place of another."""
+    """Replace a module of the model by this layer."""
     layer.train(model.get_submodule(name).training)
     layer._is_hf_initialized = True
     model.set_submodule(name, layer)
 
 
 def tied_head(model: nn.Module) -> tuple[str, str] | None:
-    """The names of the embedding and of the head, when the head's weight is the embedding's, or will be once loaded."""
+    """The names of the embedding and of the head if they share their weight, or will after loading."""
     embedding, head = (getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output"))
     if not (isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)):
         return None
@@ -275,7 +273,7 @@ def tied_head(model: nn.Module) -> tuple[str, str] | None:
 
 
 def replace_tied(model: nn.Module, embedding: str, head: str) -> None:
-    """Have the head read the packed embedding, and transformers know nothing of a tie between parameters."""
+    """Make the head read the packed embedding, and remove the tie between parameters from transformers' tables."""
     replace(model, head, TiedLinear(model.get_submodule(embedding)))
     for name, part in model.named_modules():
         if "all_tied_weights_keys" in vars(part):
@@ -285,7 +283,7 @@ def replace_tied(model: nn.Module, embedding: str, head: str) -> None:
 
 
 def unpack(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have dense weights of this dtype in place of all packed ones."""
+    """Replace all packed weights by dense ones of this dtype."""
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedExperts):
             dense = module.dequantized(dtype)

@@ -23,9 +23,9 @@ from .families import LEFT_ATTENTIONS, family_name
 from .stock_gguf import give_back, take
 
 FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
-# The implementations of experts and attention that a configuration had before `patch`, on the innermost model with this
-# configuration: there a model inside another and a wrapper around it find it too, and in the configuration itself it
-# would be saved.
+# Attributes with the implementations of experts and attention that a configuration had before `patch`. They are set on
+# the innermost model with this configuration, where outer models and wrappers find them too. In the configuration
+# itself they would be saved.
 BEFORE = "_moe_metal_experts_before"
 ATTENTION_BEFORE = "_moe_metal_attention_before"
 
@@ -35,7 +35,7 @@ LAYERS = FusedPreNormLayer | FusedGemma4Layer
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one module."""
+    """The result for one module."""
 
     name: str
     cls: str
@@ -45,7 +45,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What `patch` did, module by module: `fused`, `experts only` or `left`, and why. Printed, it is a table."""
+    """The result of `patch` for each module: `fused`, `experts only` or `left`, and the reason. It prints as a
+    table."""
 
     rows: list[Row] = field(default_factory=list)
 
@@ -68,12 +69,12 @@ class Report:
 
 
 def patch(model: nn.Module) -> Report:
-    """Fuse every MoE block and decoder layer of `model` that we know, in place, and say what became of each.
+    """Fuse all supported MoE blocks, attention and decoder layers of `model` in-place, and return a report.
 
-    All other experts run through `experts_implementation="moe_metal"`, which this selects. Weights are shared, never
-    copied, and `unpatch` undoes everything. Where a gradient is wanted, or other experts are selected later, the model
-    runs as it would without. Under fused layers the cache grows in place: see cache.py. An error leaves the model as it
-    was. On mps, kernels begin to compile: see `warm_up`. Of a pipeline, its model is patched.
+    All other experts run through `experts_implementation="moe_metal"`, which this selects. Weights are shared, not
+    copied, and `unpatch` undoes everything. If a gradient is needed, or other experts are selected later, the model
+    runs as without `patch`. The cache of fused layers grows in place. If `patch` raises, the model is unchanged. On
+    mps it starts to compile kernels in the background: see `warm_up`. For a pipeline, its model is patched.
     """
     model = model_of(model, "patch")
     parts = [module for module in model.modules() if hasattr(type(module), "set_experts_implementation")]
@@ -92,10 +93,10 @@ def patch(model: nn.Module) -> Report:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Give every module its own class back, and every model the experts implementation that it had.
+    """Undo `patch`: restore the class of every module, and the experts and attention implementations.
 
-    It may be called on what `patch` was called on, on a module around it or on one inside it. An experts implementation
-    that was selected since then stays.
+    The argument is the patched model, a module that contains it, or a part of it. An implementation that was selected
+    after `patch` stays selected.
     """
     model = model_of(model, "unpatch")
     with all_or_nothing(model):
@@ -116,7 +117,7 @@ def unpatch(model: nn.Module) -> None:
 
 
 def model_of(given: object, caller: str) -> nn.Module:
-    """A model, or the one of a pipeline."""
+    """The model itself, or the model of a pipeline."""
     model = given if isinstance(given, nn.Module) else getattr(given, "model", None)
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -163,7 +164,7 @@ def fuse_all(model: nn.Module) -> Report:
 
 
 def fuse_norm(name: str, modules: dict[str, nn.Module]) -> Row | None:
-    """That behind fused layers, which has no configuration of its own."""
+    """Fuse the norm after the last layer, which has no configuration of its own."""
     norm, model = modules[name], modules[name.rpartition(".")[0]]
     layers = model._modules.get("layers", ())
     if model._modules.get("norm") is not norm or not any(isinstance(layer, LAYERS) for layer in layers):
@@ -180,7 +181,7 @@ def original_class(module: nn.Module) -> type:
 
 
 def fuse(name: str, module: nn.Module) -> Row | None:
-    """Swap the class of one module that we know. A decoder layer without a fused block in it is no matter of ours."""
+    """Swap the class of one supported module. None for a decoder layer without a fused block, which is not changed."""
     cls = original_class(module)
     fused = fused_class(cls, selects_ours(module))
     if issubclass(fused, FusedPreNormLayer) and not isinstance(module.mlp, FusedBlock):
@@ -197,21 +198,21 @@ def fuse(name: str, module: nn.Module) -> Row | None:
 
 
 def formats(module: nn.Module) -> str:
-    """Which packed weights it holds."""
+    """The formats of its packed weights."""
     parts = [part for part in module.modules() if getattr(part, "packing", None)]
     return ", ".join(sorted({part.format_of(weight) for part in parts for weight in part.packing}))
 
 
 def report_experts(name: str, module: nn.Module, parent: nn.Module) -> Row | None:
-    """The experts whose block is not fused."""
+    """The row for experts whose block is not fused."""
     if isinstance(parent, Fused):
         return None
     reason = why_not_fused(module)
     selected = module.config._experts_implementation
     known = fused_class(type(parent)) is not None
-    note = "its block is left" if known else f"{type(parent).__name__} around it is no block that we know"
+    note = "its block is left" if known else f"{type(parent).__name__} around it is not a supported block"
     note = ", ".join(filter(None, (formats(module), note)))
-    if module._is_expert_parallel:  # its weights are shards, which become plain tensors inside its forward
+    if module._is_expert_parallel:  # its weights are shards that its forward makes plain tensors
         reason, note = None, "its block runs under expert parallelism"
     if reason:
         return Row(name, type(module).__name__, LEFT, reason)

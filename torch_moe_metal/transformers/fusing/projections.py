@@ -1,8 +1,8 @@
-"""Linear layers that read the same input, such as q_proj, k_proj and v_proj, multiplied as one.
+"""Multiplies linear layers with the same input, such as q_proj, k_proj and v_proj, in one product.
 
-`join` lays their weights out behind one another in one memory. Each layer keeps its own parameters, which are views of
-that memory, so names, shapes and values stay as they are. Whether the layers still lie so is found out at each call:
-weights may be moved, loaded or replaced at any time, and then each layer runs alone.
+`join` puts their weights one after the other into one storage. Each layer keeps its own parameters, which become views
+of that storage, so names, shapes and values do not change. Each call checks whether the weights are still joined,
+because they may be moved, loaded or replaced at any time. If they are not, each layer runs separately.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def tensors_of(layer: nn.Linear) -> list[Tensor | None]:
 
 
 def alike(layers: Sequence[nn.Linear]) -> bool:
-    """Whether one call could multiply with all of them."""
+    """Whether one product can compute all of these layers."""
     kinds = {type(layer) for layer in layers}
     if kinds == {Linear}:
         format = FORMATS[layers[0].format]
@@ -35,7 +35,7 @@ def alike(layers: Sequence[nn.Linear]) -> bool:
 
 
 def join(layers: Sequence[nn.Linear]) -> None:
-    """Give the weights of these layers one memory, where that is possible."""
+    """Move the weights of these layers into one storage, if that is possible."""
     if not alike(layers):
         return
     for tensors in zip(*map(tensors_of, layers), strict=True):
@@ -46,7 +46,7 @@ def join(layers: Sequence[nn.Linear]) -> None:
 
 
 def can_move(tensor: Tensor | None) -> bool:
-    """Whether it is a plain tensor of this process alone."""
+    """Whether it is a plain tensor that no other process shares."""
     return (
         tensor is not None
         and type(tensor.data) is Tensor
@@ -62,9 +62,9 @@ def same_rows(tensors: Sequence[Tensor]) -> bool:
 
 
 def is_joined(tensors: Sequence[Tensor]) -> bool:
-    """Whether these lie behind one another, in the memory of the first."""
+    """Whether these tensors follow one another in the storage of the first."""
     first = tensors[0]
-    if type(first) not in (Tensor, nn.Parameter):  # fake tensors, for one, lie nowhere
+    if type(first) not in (Tensor, nn.Parameter):  # others, such as fake tensors, may have no memory
         return False
     at = begin = first.data_ptr()
     for tensor in tensors:
@@ -76,7 +76,7 @@ def is_joined(tensors: Sequence[Tensor]) -> bool:
 
 
 def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """All of them as one tensor; None if there is none of them."""
+    """All of them as one tensor; None if they are None."""
     first = tensors[0]
     if first is None:
         return None
@@ -85,7 +85,7 @@ def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def project(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
-    """What each of the layers makes of x: views of one result where their weights are joined."""
+    """The results of the layers for x. If their weights are joined, these are views of one result."""
     # A compiled graph has each weight as an input of its own.
     if torch.compiler.is_compiling() or not alike(layers):
         return [layer(x) for layer in layers]

@@ -1,5 +1,5 @@
-"""Modules of transformers' own packed path for GGUF files, which runs where its kernels from the hub do: `patch` has
-ours in their places, of the same blocks, and `unpatch` puts them back."""
+"""transformers has its own modules for packed GGUF weights, which it uses where its kernels from the hub run. `patch`
+replaces them by ours, which share their weights, and `unpatch` restores them."""
 
 import sys
 
@@ -12,11 +12,11 @@ from ...layers import Embedding, Linear, Permuted
 from .experts import is_experts
 from .packed import pack_experts
 
-STOCK = "_moe_metal_stock"  # on our module: the one that it stands for
+STOCK = "_moe_metal_stock"  # attribute of our module: the module that it replaces
 
 
 def take(model: nn.Module) -> None:
-    """Have our modules in the places of transformers', where there are readers for their formats."""
+    """Replace transformers' modules by ours, if we have readers for their formats."""
     for name, module in list(model.named_modules()):
         ours = like(model, name, module)
         if ours is not None:
@@ -26,13 +26,14 @@ def take(model: nn.Module) -> None:
 
 
 def give_back(model: nn.Module) -> None:
+    """Undo `take`."""
     for name, module in list(model.named_modules()):
         if STOCK in vars(module):
             model.set_submodule(name, vars(module)[STOCK])
 
 
 def like(model: nn.Module, name: str, module: nn.Module) -> nn.Module | None:
-    """Our module of the same blocks; None for any other module, and for formats without a reader."""
+    """Our module with the same weights; None for any other module, and for formats without a reader."""
     if isinstance(module, GgufExperts) and {module.gate_up_type, module.down_type} <= BLOCKS.keys():
         return experts_like(model, name, module)
     if not isinstance(module, GgufLinear | GgufEmbedding) or module.ggml_type not in BLOCKS:
@@ -45,7 +46,7 @@ def like(model: nn.Module, name: str, module: nn.Module) -> nn.Module | None:
 
 
 def experts_like(model: nn.Module, name: str, module: GgufExperts) -> nn.Module | None:
-    """Experts of the class that the block has without blocks, which is in the block's Python module."""
+    """Packed experts. Their class is that of the dense experts, which is in the Python module of the MoE block."""
     home = name.rpartition(".")[0]
     names = [home[:end] for end in range(len(home), -1, -1) if end in (0, len(home)) or home[end] == "."]
     config = next(config for each in names if (config := vars(model.get_submodule(each)).get("config")) is not None)

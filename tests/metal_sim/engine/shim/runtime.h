@@ -78,12 +78,12 @@ __attribute__((noinline)) MSL_UNCHECKED inline uint64_t tag_address(const volati
 
 // What must stay in registers, or out of threadgroup memory, says so in simd.h.
 template <Space S, class T>
-inline constexpr bool may_lie_in = true;
-#define MSL_MAY_LIE_IN "simdgroup matrices lie in registers only, atomic_float and atomic_ulong in device memory only"
+inline constexpr bool may_be_in = true;
+#define MSL_MAY_BE_IN "simdgroup matrices are in registers only, atomic_float and atomic_ulong in device memory only"
 
 template <Space S, class T>
 class pointer {
-  static_assert(may_lie_in<S, __remove_cv(T)>, MSL_MAY_LIE_IN);
+  static_assert(may_be_in<S, __remove_cv(T)>, MSL_MAY_BE_IN);
 
  public:
   using element = T;
@@ -235,7 +235,7 @@ template <class T, class KernelTag, int ordinal>
 decltype(auto) threadgroup_variable() {
   static_assert(__is_trivially_constructible(T),
                 "the type of a threadgroup variable has a constructor: nothing calls it");
-  static_assert(may_lie_in<Space::threadgroup, __remove_all_extents(T)>, MSL_MAY_LIE_IN);
+  static_assert(may_be_in<Space::threadgroup, __remove_all_extents(T)>, MSL_MAY_BE_IN);
   const QUIET abi::StaticVariable* slot =
       hush<abi::StaticVariable>(&StaticSlot<sizeof(T), alignof(T), KernelTag, ordinal>::node);
   uint32_t tag = slot->tag;
@@ -353,8 +353,8 @@ struct Registration {
 
 // Assigns an offset to every threadgroup variable. Called once, after the static constructors.
 MSL_UNCHECKED inline void lay_out_statics() {
-  abi::Thread nobody{};
-  state.thread = &nobody;
+  abi::Thread no_thread{};
+  state.thread = &no_thread;
   for (abi::Region& region : state.regions) region = {0, INT64_MAX};
   for (abi::KernelInfo* k = kernels; k; k = k->next) {
     measuring_now = true;

@@ -457,10 +457,10 @@ MSL_ATOMIC(bool, atomic_compare_exchange_weak_explicit, value, VALUE,
 namespace msl {
 
 template <Space S, class T, int Columns, int Rows>
-inline constexpr bool may_lie_in<S, metal::simdgroup_matrix<T, Columns, Rows>> = false;
+inline constexpr bool may_be_in<S, metal::simdgroup_matrix<T, Columns, Rows>> = false;
 template <>
-inline constexpr bool may_lie_in<Space::threadgroup, metal::atomic_float> = false;
+inline constexpr bool may_be_in<Space::threadgroup, metal::atomic_float> = false;
 template <>
-inline constexpr bool may_lie_in<Space::threadgroup, metal::atomic_ulong> = false;
+inline constexpr bool may_be_in<Space::threadgroup, metal::atomic_ulong> = false;
 
 }  // namespace msl

@@ -14,7 +14,7 @@ KERNEL { x[i] = pick<1>() + pick<2>().y; }
 //: cxx17_ctad | refuses <4.0 | newer_language
 template <typename T> struct Box { T v; Box(T first) : v(first) {} };
 KERNEL { Box b(x[i]); x[i] = b.v; }
-//: cxx17_elision | refuses <4.0 | accepted | the front end is C++17, which asks for no copy here
+//: cxx17_elision | refuses <4.0 | accepted | the front end is C++17, which needs no copy here
 struct Once { float v; Once(float first) : v(first) {} Once(thread const Once& o) = delete; };
 inline Once once(float v) { return Once(v); }
 KERNEL { Once o = once(x[i]); x[i] = o.v; }
