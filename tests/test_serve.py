@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.continuous_batching import cb_logits_processors as stock
+from transformers.generation.continuous_batching.requests import RequestState
 from transformers.utils.chat_parsing import parse_response
 
 import checkpoints
@@ -31,7 +32,7 @@ from torch_moe_metal.__main__ import main
 from torch_moe_metal.cli import CannotRun
 from torch_moe_metal.loading import Source
 from torch_moe_metal.serve.models import HARMONY
-from torch_moe_metal.serve.sampling import quick, sampling
+from torch_moe_metal.serve.sampling import Seeded, quick, sampling
 from torch_moe_metal.serve.stopping import StopFilter
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -185,15 +186,16 @@ def test_stop_strings_do_not_apply_to_reasoning(tmp_path: Path):
         assert collect(chat(server, stop="stop", stream=True))[0] == "but here: "
 
 
-def test_a_seed_repeats_an_answer(small):
-    """Also while other requests draw numbers."""
+def test_a_seed_repeats_an_answer(server):
+    """Also while other requests draw numbers, with a seed or without one."""
 
-    def one(seed: int) -> str:
-        return text_of(chat(small, temperature=1.5, seed=seed))
+    def one(seed: int | None) -> str:
+        return text_of(chat(server, temperature=1.5, seed=seed))
 
     with ThreadPoolExecutor(4) as threads:
-        answers = list(threads.map(one, [7, 8, 7, 8, 7, 8]))
-    assert len(set(answers)) == 2 and answers[::2] == [answers[0]] * 3
+        answers = list(threads.map(one, [7, -8, None, 7, -8, None, 7, -8, None]))
+    assert answers[::3] == [answers[0]] * 3 and answers[1::3] == [answers[1]] * 3
+    assert len(set(answers)) == 5
 
 
 def test_a_temperature_turns_sampling_on(small):
@@ -618,6 +620,7 @@ def test_sampling_arguments():
     drawn = GenerationConfig(do_sample=True, temperature=0.7, top_k=20, top_p=0.8)
     assert sampling(drawn, 99) == {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
     assert sampling(GenerationConfig(do_sample=True, top_k=0), 99)["top_k"] == 99
+    assert sampling(drawn, 99, 7)["seed"] == 7 and "seed" not in sampling(GenerationConfig(do_sample=False), 99, 7)
 
 
 @pytest.mark.parametrize("top_k", [[1, 1, 1], [1, 5, 3], [99, 99, 99], [1, 99, 4]])
@@ -636,3 +639,30 @@ def test_quick_processors_give_the_scores_of_transformers(top_k: list[int], top_
         arguments = ours.prepare_tensor_args(requests)
         assert type(ours) is not type(processor)
         assert torch.equal(ours(scores, arguments), processor(scores, arguments))
+
+
+def drawn(scores: torch.Tensor, *states: RequestState) -> list[list[int]]:
+    """The tokens of each row that can still be drawn."""
+    processor = Seeded()
+    arguments = processor.prepare_tensor_args([SimpleNamespace(state=state) for state in states])
+    return [row.isfinite().nonzero()[:, 0].tolist() for row in processor(scores.clone(), arguments)]
+
+
+def test_seeds_draw_by_probability():
+    """Each place of an answer has other numbers. Requests without a seed, and masked tokens, are left alone."""
+    scores = torch.tensor([[0.1, 0.2, 0.7, 0.0]]).log().repeat(1001, 1)
+    states = [
+        RequestState("", [0] * 5, generated_tokens=[0] * i, logit_processor_kwargs={"seed": 3}) for i in range(1000)
+    ]
+    *found, free = drawn(scores, *states, RequestState("", [0]))
+    assert free == [0, 1, 2] and {len(row) for row in found} == {1}
+    shares = [found.count([token]) / 1000 for token in range(4)]
+    assert shares[3] == 0 and shares[:3] == pytest.approx([0.1, 0.2, 0.7], abs=0.05)
+
+
+def test_seeds_draw_the_same_token_when_a_request_is_computed_again():
+    scores = torch.zeros(3, 10**6)
+    first = RequestState("", [1, 2], generated_tokens=[3, 4], logit_processor_kwargs={"seed": -1})
+    other = RequestState("", [1, 2], generated_tokens=[3, 4], logit_processor_kwargs={"seed": 1})
+    before, again, another = drawn(scores, first, first.create_equivalent_initial_request(), other)
+    assert before == again != another

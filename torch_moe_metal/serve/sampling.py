@@ -1,14 +1,19 @@
 """How each request of a batch draws its tokens.
 
 transformers' processors of continuous batching sort the whole vocabulary twice in every step, also for greedy requests.
-Ours give the same scores and sort only where a request needs it.
+Ours give the same scores and sort only where a request needs it. transformers draws the tokens of all requests with one
+generator; `Seeded` draws those of a request with a seed.
 """
 
+import hashlib
 import sys
+from types import MappingProxyType
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessor,
+    ContinuousBatchingLogitsProcessorList,
     ContinuousBatchingTopKLogitsWarper,
     ContinuousBatchingTopPLogitsWarper,
 )
@@ -19,12 +24,20 @@ SHARED = {"do_sample": True, "temperature": 0.5, "top_k": 1, "top_p": 0.5, "eos_
 GREEDY = {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
 
 
-def sampling(config: GenerationConfig, vocabulary: int) -> dict[str, float | int]:
+def sampling(config: GenerationConfig, vocabulary: int, seed: int | None = None) -> dict[str, float | int]:
     """A request's arguments for these processors."""
     if not config.do_sample:
         return GREEDY
     top_k = min(config.top_k or vocabulary, vocabulary)
-    return {"temperature": config.temperature or 1.0, "top_k": top_k, "top_p": config.top_p or 1.0}
+    found = {"temperature": config.temperature or 1.0, "top_k": top_k, "top_p": config.top_p or 1.0}
+    return found if seed is None else found | {"seed": seed}
+
+
+def replace(processors: ContinuousBatchingLogitsProcessorList) -> None:
+    """Use ours in this list, which has transformers' own."""
+    processors.logits_processor[:] = [*map(quick, processors.logits_processor), Seeded()]
+    processors.tensors_required += 1
+    processors._retrieve_processors_kwargs()
 
 
 def quick(processor):
@@ -66,3 +79,39 @@ class QuickTopP(ContinuousBatchingTopPLogitsWarper):
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         return scores if self.least >= 1.0 else super().__call__(scores, tensor_arg)
+
+
+class Seeded(ContinuousBatchingLogitsProcessor):
+    """Draws the tokens of requests with a seed: it leaves one score. The random numbers depend only on the seed and the
+    token's place, so they are the same whichever requests run in the same step, and when a request is computed again
+    because the cache was full."""
+
+    supported_kwargs = MappingProxyType({"seed": int})
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.seeds: list[int | None] = []  # of each row of the batch
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        int32_tensor.zero_()  # unused: a generator needs its seed on the host
+
+    def prepare_tensor_args(self, requests) -> torch.Tensor:
+        self.seeds = [self._seed(request.state) for request in requests]
+        return torch.zeros(len(requests), dtype=torch.int32)
+
+    @staticmethod
+    def _seed(state) -> int | None:
+        if (seed := state.logit_processor_kwargs.get("seed")) is None:
+            return None
+        place = len(state.initial_tokens) + len(state.generated_tokens)
+        return int.from_bytes(hashlib.blake2b(f"{seed} {place}".encode(), digest_size=8).digest())
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        for row, seed in enumerate(self.seeds):
+            if seed is not None:
+                # as torch.multinomial draws, but on the CPU, which has the same numbers for every device
+                waits = torch.empty(scores.shape[-1]).exponential_(generator=torch.Generator().manual_seed(seed))
+                drawn = (scores[row].softmax(-1) / waits.to(scores.device)).argmax()
+                others = torch.arange(scores.shape[-1], device=scores.device) != drawn
+                scores[row].masked_fill_(others, -torch.inf)
+        return scores
