@@ -80,6 +80,12 @@ def server(request, folder: Path) -> Iterator[served.ServerThread]:
 
 
 @pytest.fixture(scope="module")
+def batched(folder: Path) -> Iterator[served.ServerThread]:
+    with served.ServerThread(Source.of(str(folder)), True, context=512) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def small(folder: Path) -> Iterator[served.ServerThread]:
     """One request after the other, with a small context."""
     with served.ServerThread(Source.of(str(folder)), context=512) as server:
@@ -149,6 +155,20 @@ def test_eight_clients_at_once(server, expected):
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(one, range(16))) == [expected["chat"]] * 16
     assert server.becomes_idle()
+
+
+def test_greedy_requests_draw_no_random_numbers(batched, monkeypatch):
+    drawn, multinomial = [], torch.multinomial
+
+    def observed(*args, **kwargs) -> torch.Tensor:
+        drawn.append(None)
+        return multinomial(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "multinomial", observed)
+    chat(batched)
+    assert not drawn
+    chat(batched, temperature=1)
+    assert drawn
 
 
 def test_greedy_requests_are_independent_of_sampled_ones(server, expected):

@@ -30,7 +30,7 @@ from transformers.cli.serving.utils import (
 from transformers.generation.continuous_batching.utils import drain_queue
 
 from ..cli import CannotRun
-from .sampling import GREEDY, SHARED, replace, sampling
+from .sampling import GREEDY, SHARED, draw_only_if_needed, replace, sampling
 from .stopping import StopFilter, cut
 
 PAGE = 256  # tokens of a page of the paged cache, transformers' default
@@ -270,6 +270,7 @@ def start_batching(model, config: ContinuousBatchingConfig):
     if (error := status.fatal_error or result.error) is not None:
         manager.stop()
         raise CannotRun(f"--continuous-batching: transformers' paged cache does not run this model: {error}")
+    draw_only_if_needed(manager.batch_processor.model_runner)
     return manager
 
 

@@ -2,7 +2,7 @@
 
 transformers' processors of continuous batching sort the whole vocabulary twice in every step, also for greedy requests.
 Ours give the same scores and sort only where a request needs it. transformers draws the tokens of all requests with one
-generator; `Seeded` draws those of a request with a seed.
+generator, also those of greedy ones; `Seeded` draws those of a request with a seed.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingTopKLogitsWarper,
     ContinuousBatchingTopPLogitsWarper,
 )
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 #: The manager's own configuration. It makes a processor of each kind, since none of these values is neutral.
 SHARED = {"do_sample": True, "temperature": 0.5, "top_k": 1, "top_p": 0.5, "eos_token_id": -1}
@@ -49,8 +50,23 @@ def quick(processor):
     return processor
 
 
+def draw_only_if_needed(runner: ModelRunner) -> None:
+    """Make a running manager take the largest score in steps whose requests are all greedy. A draw takes a random
+    number for each token of the vocabulary."""
+    stock = runner._sample
+    top_k = next(each for each in runner.logit_processor.logits_processor if isinstance(each, QuickTopK))
+
+    def sample(scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        if top_k.most > 1:
+            return stock(scores, output_ids)
+        output_ids[0, : scores.shape[1]].copy_(scores[0].argmax(-1))
+
+    runner._sample, top_k.masks_for_greedy = sample, False
+
+
 class QuickTopK(ContinuousBatchingTopKLogitsWarper):
     least, most = 0, sys.maxsize  # of the batch
+    masks_for_greedy = True
 
     def prepare_tensor_args(self, requests) -> torch.Tensor:
         top_k = super().prepare_tensor_args(requests)
@@ -60,7 +76,7 @@ class QuickTopK(ContinuousBatchingTopKLogitsWarper):
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         vocabulary = scores.shape[-1]
-        if self.least >= vocabulary:
+        if self.least >= vocabulary or (self.most == 1 and not self.masks_for_greedy):
             return scores
         if self.most > vocabulary // 8:
             return super().__call__(scores, tensor_arg)
