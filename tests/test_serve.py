@@ -135,6 +135,17 @@ def test_completions_and_responses_give_the_tokens_of_generate(server, expected)
     assert events[-1].type == "response.completed"
 
 
+@pytest.mark.parametrize("batched", [False, True], ids=["sequential", "batched"])
+def test_a_server_on_mps(mps: str, folder: Path, expected, batched: bool):
+    """Stop strings and seeds too: on mps, `generate` gives tokens to its streamer one step late."""
+    with served.ServerThread(Source.of(str(folder)), batched, context=512, device=mps) as server:
+        assert text_of(chat(server)) == expected["chat"]
+        text, _, usage = collect(chat(server, stop=expected["chat"][9:12], stream=True))
+        assert (text, usage.completion_tokens) == (expected["chat"][:9], 12)
+        seeded = [text_of(chat(server, temperature=1.5, seed=7, max_tokens=8)) for _ in range(2)]
+        assert seeded[0] == seeded[1]
+
+
 def test_models_and_health(server):
     api = client(server)
     assert [model.id for model in api.models.list()] == [server.model]
