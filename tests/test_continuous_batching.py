@@ -19,6 +19,7 @@ GREEDY = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_
 NOT_PAGED = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text", "jamba", "kimi_linear", "bailing_hybrid"), "linear_attention"),
     "llama4_text": "chunked_attention",
+    "unlimited_ocr": "reference_sliding_attention",
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mimo_v2_flash", "mistral4"), "slice shapes"
     ),  # keys and values
