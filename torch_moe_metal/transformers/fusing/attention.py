@@ -74,6 +74,8 @@ def paged_attention(
     cache = kwargs.get("cache")
     if cache is None or id(module.config) not in paged or kwargs.get("max_length_q") != 1:
         return None
+    if torch.compiler.is_compiling():  # the lengths change in each step
+        return None
     if why_not_ours(query, key, value, None, {}) is not None or wants_grad(module, query, key, value):
         return None
     ends = kwargs["cu_seq_lens_k"]  # of all kinds of layers; `update` puts this layer's in its place
