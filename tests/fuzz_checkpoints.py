@@ -1,6 +1,7 @@
 """Fuzzes `from_pretrained` with broken checkpoints of every supported kind: a part of `make fuzz`.
 
     python tests/fuzz_checkpoints.py --cases 5000             # a random seed, which it prints
+    python tests/fuzz_checkpoints.py --cases 2000 --of gguf   # GGUF files only
     python tests/fuzz_checkpoints.py --seed 7 --case 123      # repeat one case, with all details
 
 A case changes one thing in a tiny checkpoint: a tensor, a header, an index, a file, or a value of config.json. Then
@@ -38,7 +39,6 @@ from tiny_models import tiny_model, tokens
 from torch_moe_metal import MoeMetalConfig, gguf
 
 SECONDS = 120  # maximum time of a case
-TARGET = "checkpoints"
 WORKER = [sys.executable, "-X", "faulthandler", str(Path(__file__).resolve())]
 #: Errors in transformers' own words that should be ours.
 OURS = {"quantizer.py", "mlx.py", "integers.py", "config.py", "packed.py"}
@@ -93,8 +93,10 @@ KINDS = {
     "mlx_mxfp8": functools.partial(mlx_folders.convert, family="deepseek_v3", q_mode="mxfp8"),
     "mlx_gpt_oss": functools.partial(mlx_folders.convert, family="gpt_oss"),
     "dense": dense,
-    **{name: functools.partial(blocks, name=name) for name in ("qwen3moe", "gpt-oss", "deepseek2-v3", "gemma4")},
 }
+GGUF = {name: functools.partial(blocks, name=name) for name in ("qwen3moe", "gpt-oss", "deepseek2-v3", "gemma4")}
+KINDS |= GGUF
+TARGETS = {"checkpoints": sorted(KINDS), "gguf": sorted(GGUF)}
 
 
 @dataclass
@@ -339,10 +341,10 @@ CHANGES = [change_tensor] * 5 + [change_bytes] * 2 + [change_file] + [change_con
 # ------------------------------------------------------------------------------------------------ how it is judged
 
 
-def check(seed: int, number: int) -> tuple[str, str]:
+def check(target: str, seed: int, number: int) -> tuple[str, str]:
     """The outcome of a case, and its description."""
     drawn = random.Random(f"{seed}-{number}")
-    kind = drawn.choice(sorted(KINDS))
+    kind = drawn.choice(TARGETS[target])
     original = whole(kind)
     way = change_gguf if is_gguf(original.folder) else drawn.choice(CHANGES)
     with tempfile.TemporaryDirectory(prefix=f"fuzz_{kind}_") as home:
@@ -428,7 +430,7 @@ def expect_named(error: Exception, folder: Path, change: Change) -> None:
 # ------------------------------------------------------------------------------------------------ child and parent
 
 
-def work(seed: int, numbers: list[int]) -> None:
+def work(target: str, seed: int, numbers: list[int]) -> None:
     """Like `fuzz.work`."""
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity(50)
@@ -438,7 +440,7 @@ def work(seed: int, numbers: list[int]) -> None:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         try:
             with contextlib.redirect_stderr(io.StringIO()):
-                outcome, text = check(seed, number)
+                outcome, text = check(target, seed, number)
             if len(numbers) == 1:
                 print(text, file=sys.stderr)
             print(outcome, flush=True)
@@ -452,17 +454,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--of", choices=TARGETS, default="checkpoints", help="default: checkpoints of every kind")
     parser.add_argument("--case", type=int, metavar="NUMBER")
     parser.add_argument("--child", metavar="TARGET", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        work(options.seed, [int(number) for number in sys.stdin.read().split()])
+        work(options.child, options.seed, [int(number) for number in sys.stdin.read().split()])
         return 0
     if options.case is not None:
-        work(options.seed, [options.case])
+        work(options.of, options.seed, [options.case])
         return 0
-    command = "python tests/fuzz_checkpoints.py --seed {seed} --case {number}"
-    return int(bool(fuzz.fuzz(options.seed, options.cases, [TARGET], WORKER, command).failures))
+    command = "python tests/fuzz_checkpoints.py --of {target} --seed {seed} --case {number}"
+    return int(bool(fuzz.fuzz(options.seed, options.cases, [options.of], WORKER, command).failures))
 
 
 if __name__ == "__main__":

@@ -38,10 +38,10 @@ def options_of(*arguments: str):
     return parser.parse_args(["unused", *map(str, arguments)])
 
 
-def model_of(family: str = "qwen3_moe"):
+def model_of(family: str = "qwen3_moe", device: str = "cpu"):
     model = tiny_model(family, **served.sizes(served.VOCABULARY) | WINDOW.get(family, {}))
     model.generation_config = GenerationConfig(eos_token_id=served.END, pad_token_id=served.PAD)
-    torch_moe_metal.patch(model)
+    torch_moe_metal.patch(model.to(device))
     return model
 
 
@@ -70,7 +70,7 @@ def conversation(model, *arguments: str, template: str = served.TEMPLATE) -> cha
 def alone(talk: chat.Chat, messages: list[dict]) -> str:
     """The answer of `generate` without an earlier cache."""
     how = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-    inputs = talk.tokenizer.apply_chat_template(messages, **how)
+    inputs = talk.tokenizer.apply_chat_template(messages, **how).to(talk.model.device)
     output = talk.model.generate(**inputs, max_new_tokens=12, do_sample=False)
     return talk.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
@@ -109,6 +109,18 @@ def test_a_prompt_that_branches_earlier(family: str):
         talk.turn(text)
     del talk.messages[2:]
     assert talk.turn("no, this").message["content"] == alone(talk, talk.messages[:-1])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_on_mps(mps: str, family: str):
+    """The same answers as on the CPU. The second prompt continues the cache, and the third one crops it, earlier than
+    the range of the layers with a sliding window."""
+    talks = [conversation(model_of(family, device), template=FORGETS) for device in (mps, "cpu")]
+    for text in ("hello, this is longer than a window", "and then?"):
+        answer, on_cpu = (talk.turn(text) for talk in talks)
+        assert (answer.message, answer.computed) == (on_cpu.message, on_cpu.computed)
+        assert answer.message["content"] == alone(talks[0], talks[0].messages[:-1])
+    assert 0 < answer.computed < answer.prompt
 
 
 def test_linear_attention_continues(model):

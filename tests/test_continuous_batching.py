@@ -1,8 +1,9 @@
-"""`generate_batch` with patched and packed models. It treats all requests as one sequence with a paged cache, which
-transformers' own attention reads: the fused attention is not used meanwhile, and is selected again at the end."""
+"""`generate_batch` with patched and packed models. It treats all requests as one sequence with a paged cache:
+transformers' own attention computes steps with prompts, and ours, request by request, those without."""
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
@@ -10,6 +11,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 import torch_moe_metal
 from tiny_models import FAMILIES, SAME_CODE, tiny_model, tokens
 from torch_moe_metal.transformers import quantize_
+from torch_moe_metal.transformers.fusing.attention import paged
 
 NEW_TOKENS = 8
 GREEDY = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -17,6 +19,7 @@ GREEDY = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_
 NOT_PAGED = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text", "jamba", "kimi_linear", "bailing_hybrid"), "linear_attention"),
     "llama4_text": "chunked_attention",
+    "unlimited_ocr": "reference_sliding_attention",
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mimo_v2_flash", "mistral4"), "slice shapes"
     ),  # keys and values
@@ -118,18 +121,41 @@ def test_on_mps(mps: str, family: str, format: str | None, bits: int | None):
     check(make(family, format, bits, mps), 5, 21)
 
 
-def test_the_fused_attention_is_not_called(monkeypatch):
-    model, seen = make("qwen3_moe"), set()
+@pytest.mark.parametrize("family", FAST)
+def test_our_attention_computes_steps_without_prompts(family: str, monkeypatch):
+    """In each layer once for each request, with as many keys as it sees. A step with a prompt is left to
+    transformers."""
+    model, steps = make(family), []
     step = ContinuousBatchProcessor._generation_step
 
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.moe_metal.attention.default:
+                steps[-1].append(args[1].shape[2])
+            return function(*args, **(kwargs or {}))
+
     def observed(self, model) -> None:
-        seen.add(model.config._attn_implementation)
-        step(self, model)
+        assert model.config._attn_implementation != "moe_metal"
+        steps.append([])
+        with Seen():
+            step(self, model)
 
     monkeypatch.setattr(ContinuousBatchProcessor, "_generation_step", observed)
-    assert model.config._attn_implementation == "moe_metal"
-    together(model, prompts(5))
-    assert seen == {"sdpa"} and model.config._attn_implementation == "moe_metal"
+    together(model, prompts(5, 21))
+    assert model.config._attn_implementation == "moe_metal" and not paged
+    layers, window = model.config.num_hidden_layers, getattr(model.config, "sliding_window", None)
+    first, *others = steps
+    assert not first and len(others) >= NEW_TOKENS - 1
+    for i, seen in enumerate(others[: NEW_TOKENS - 1]):
+        assert sorted(seen)[-layers:] == [21 + i + 1] * layers if window is None else len(seen) == 2 * layers
+
+
+def test_the_users_attention_computes_everything(monkeypatch):
+    model = make("qwen3_moe")
+    model.set_attn_implementation("sdpa")
+    expected = one_after_the_other(model, prompts(5, 21))
+    monkeypatch.setattr(torch.ops.moe_metal, "attention", None)
+    assert together(model, prompts(5, 21)) == expected
 
 
 def test_requests_share_the_pages_of_a_prefix(monkeypatch):

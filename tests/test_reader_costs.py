@@ -49,17 +49,23 @@ kernel void unpack(device const uint* from [[buffer(0)]], device float* to [[buf
 OPTIMIZED = ["-O2", "-fno-slp-vectorize", "-mllvm", "-inline-threshold=100000"]
 
 
-def instructions(kernel: str, reader: str, kinds: str) -> int:
-    """The instructions that clang leaves at -O2 for a kernel without calls."""
-    from embed import FOLDER, shader_text
+def compiled(text: str, name: str) -> str:
+    """What clang leaves at -O2 of the function whose name contains this."""
     from metal_sim.engine import address_spaces, translate
 
-    text = (START + kernel).format(weights=shader_text(FOLDER / "weights.h"), reader=reader)
     command = [translate.find_compiler(), *address_spaces.FLAGS, *OPTIMIZED, "-S", "-emit-llvm", "-o", "-", "-"]
-    done = subprocess.run(command, input=address_spaces.translated(text), capture_output=True, text=True)
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    function = re.search(r"^define [^\n]*unpack.*?^}", done.stdout, re.MULTILINE | re.DOTALL)[0]
-    return len(re.findall(rf"= (?:{kinds}) ", function))
+    return re.search(rf"^define [^\n]*{name}.*?^}}", done.stdout, re.MULTILINE | re.DOTALL)[0]
+
+
+def instructions(kernel: str, reader: str, kinds: str) -> int:
+    """The instructions that clang leaves for a kernel without calls."""
+    from embed import FOLDER, shader_text
+    from metal_sim.engine import address_spaces
+
+    text = (START + kernel).format(weights=shader_text(FOLDER / "weights.h"), reader=reader)
+    return len(re.findall(rf"= (?:{kinds}) ", compiled(address_spaces.translated(text), "unpack")))
 
 
 @pytest.mark.parametrize(("reader", "most"), [("affine4", 1), ("mxfp4", 5), ("nvfp4", 5), ("fp8", 6), ("mxfp8", 6)])
@@ -77,3 +83,13 @@ def test_prefill_checks_codes_for_nan_once() -> None:
 def test_prefill_multiplies_a_code_once(reader: str, most: int) -> None:
     """By its scale; an offset is added. Factors that are the same for all codes are multiplied once."""
     assert instructions(PIECE, reader, "fmul") == most
+
+
+def test_prefill_has_the_activations_once() -> None:
+    """And not for each of a lane's elements: five activations sixteen times would be most of the kernel."""
+    from embed import FOLDER, shader_text
+    from metal_sim.engine import address_spaces
+
+    shader, macros = shader_text(FOLDER / "experts_prefill.metal"), ["MOE_METAL_PART=0", "MOE_METAL_DTYPE=0"]
+    kernel = compiled(address_spaces.translated(shader, 310, macros), "experts_gate_up_tiles")
+    assert 0 < len(re.findall(r"call [^\n]*metal3exp", kernel)) <= 5

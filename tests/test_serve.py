@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.continuous_batching import cb_logits_processors as stock
+from transformers.generation.continuous_batching.requests import RequestState
 from transformers.utils.chat_parsing import parse_response
 
 import checkpoints
@@ -31,7 +32,7 @@ from torch_moe_metal.__main__ import main
 from torch_moe_metal.cli import CannotRun
 from torch_moe_metal.loading import Source
 from torch_moe_metal.serve.models import HARMONY
-from torch_moe_metal.serve.sampling import quick, sampling
+from torch_moe_metal.serve.sampling import Seeded, quick, sampling
 from torch_moe_metal.serve.stopping import StopFilter
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -75,6 +76,12 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", params=[False, True], ids=["sequential", "batched"])
 def server(request, folder: Path) -> Iterator[served.ServerThread]:
     with served.ServerThread(Source.of(str(folder)), request.param, context=40000) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def batched(folder: Path) -> Iterator[served.ServerThread]:
+    with served.ServerThread(Source.of(str(folder)), True, context=512) as server:
         yield server
 
 
@@ -128,6 +135,17 @@ def test_completions_and_responses_give_the_tokens_of_generate(server, expected)
     assert events[-1].type == "response.completed"
 
 
+@pytest.mark.parametrize("batched", [False, True], ids=["sequential", "batched"])
+def test_a_server_on_mps(mps: str, folder: Path, expected, batched: bool):
+    """Stop strings and seeds too: on mps, `generate` gives tokens to its streamer one step late."""
+    with served.ServerThread(Source.of(str(folder)), batched, context=512, device=mps) as server:
+        assert text_of(chat(server)) == expected["chat"]
+        text, _, usage = collect(chat(server, stop=expected["chat"][9:12], stream=True))
+        assert (text, usage.completion_tokens) == (expected["chat"][:9], 12)
+        seeded = [text_of(chat(server, temperature=1.5, seed=7, max_tokens=8)) for _ in range(2)]
+        assert seeded[0] == seeded[1]
+
+
 def test_models_and_health(server):
     api = client(server)
     assert [model.id for model in api.models.list()] == [server.model]
@@ -148,6 +166,20 @@ def test_eight_clients_at_once(server, expected):
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(one, range(16))) == [expected["chat"]] * 16
     assert server.becomes_idle()
+
+
+def test_greedy_requests_draw_no_random_numbers(batched, monkeypatch):
+    drawn, multinomial = [], torch.multinomial
+
+    def observed(*args, **kwargs) -> torch.Tensor:
+        drawn.append(None)
+        return multinomial(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "multinomial", observed)
+    chat(batched)
+    assert not drawn
+    chat(batched, temperature=1)
+    assert drawn
 
 
 def test_greedy_requests_are_independent_of_sampled_ones(server, expected):
@@ -185,15 +217,16 @@ def test_stop_strings_do_not_apply_to_reasoning(tmp_path: Path):
         assert collect(chat(server, stop="stop", stream=True))[0] == "but here: "
 
 
-def test_a_seed_repeats_an_answer(small):
-    """Also while other requests draw numbers."""
+def test_a_seed_repeats_an_answer(server):
+    """Also while other requests draw numbers, with a seed or without one."""
 
-    def one(seed: int) -> str:
-        return text_of(chat(small, temperature=1.5, seed=seed))
+    def one(seed: int | None) -> str:
+        return text_of(chat(server, temperature=1.5, seed=seed))
 
     with ThreadPoolExecutor(4) as threads:
-        answers = list(threads.map(one, [7, 8, 7, 8, 7, 8]))
-    assert len(set(answers)) == 2 and answers[::2] == [answers[0]] * 3
+        answers = list(threads.map(one, [7, -8, None, 7, -8, None, 7, -8, None]))
+    assert answers[::3] == [answers[0]] * 3 and answers[1::3] == [answers[1]] * 3
+    assert len(set(answers)) == 5
 
 
 def test_a_temperature_turns_sampling_on(small):
@@ -618,6 +651,7 @@ def test_sampling_arguments():
     drawn = GenerationConfig(do_sample=True, temperature=0.7, top_k=20, top_p=0.8)
     assert sampling(drawn, 99) == {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
     assert sampling(GenerationConfig(do_sample=True, top_k=0), 99)["top_k"] == 99
+    assert sampling(drawn, 99, 7)["seed"] == 7 and "seed" not in sampling(GenerationConfig(do_sample=False), 99, 7)
 
 
 @pytest.mark.parametrize("top_k", [[1, 1, 1], [1, 5, 3], [99, 99, 99], [1, 99, 4]])
@@ -636,3 +670,30 @@ def test_quick_processors_give_the_scores_of_transformers(top_k: list[int], top_
         arguments = ours.prepare_tensor_args(requests)
         assert type(ours) is not type(processor)
         assert torch.equal(ours(scores, arguments), processor(scores, arguments))
+
+
+def drawn(scores: torch.Tensor, *states: RequestState) -> list[list[int]]:
+    """The tokens of each row that can still be drawn."""
+    processor = Seeded()
+    arguments = processor.prepare_tensor_args([SimpleNamespace(state=state) for state in states])
+    return [row.isfinite().nonzero()[:, 0].tolist() for row in processor(scores.clone(), arguments)]
+
+
+def test_seeds_draw_by_probability():
+    """Each place of an answer has other numbers. Requests without a seed, and masked tokens, are left alone."""
+    scores = torch.tensor([[0.1, 0.2, 0.7, 0.0]]).log().repeat(1001, 1)
+    states = [
+        RequestState("", [0] * 5, generated_tokens=[0] * i, logit_processor_kwargs={"seed": 3}) for i in range(1000)
+    ]
+    *found, free = drawn(scores, *states, RequestState("", [0]))
+    assert free == [0, 1, 2] and {len(row) for row in found} == {1}
+    shares = [found.count([token]) / 1000 for token in range(4)]
+    assert shares[3] == 0 and shares[:3] == pytest.approx([0.1, 0.2, 0.7], abs=0.05)
+
+
+def test_seeds_draw_the_same_token_when_a_request_is_computed_again():
+    scores = torch.zeros(3, 10**6)
+    first = RequestState("", [1, 2], generated_tokens=[3, 4], logit_processor_kwargs={"seed": -1})
+    other = RequestState("", [1, 2], generated_tokens=[3, 4], logit_processor_kwargs={"seed": 1})
+    before, again, another = drawn(scores, first, first.create_equivalent_initial_request(), other)
+    assert before == again != another

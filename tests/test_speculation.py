@@ -26,7 +26,7 @@ TOKENS = 20
 
 def generate(model, ids: torch.Tensor, **how) -> tuple[list[int], int]:
     """The tokens, and the number of forwards."""
-    forwards = []
+    ids, forwards = ids.to(model.device), []
     hook = model.register_forward_pre_hook(lambda *_: forwards.append(None))
     how = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | how
     output = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
@@ -34,11 +34,11 @@ def generate(model, ids: torch.Tensor, **how) -> tuple[list[int], int]:
     return output[0, ids.shape[1] :].tolist(), len(forwards)
 
 
-def fused(family: str, bits: int | None, **sizes):
+def fused(family: str, bits: int | None, device: str = "cpu", **sizes):
     model = tiny_model(family, **SIZES[family] | sizes)
     if bits is not None:
         torch_moe_metal.quantize_(model, bits=bits)
-    torch_moe_metal.patch(model)
+    torch_moe_metal.patch(model.to(device))
     return model
 
 
@@ -59,6 +59,16 @@ def test_the_same_tokens(family: str, bits: int | None):
     assert generate(model, ids, assistant_model=other)[0] == want
     assert generate(model, ids, prompt_lookup_num_tokens=3)[0] == want
     found, forwards = generate(model, ids, assistant_model=fused(family, bits))
+    assert found == want and forwards <= TOKENS / 2
+
+
+@pytest.mark.parametrize(("family", "bits"), [("qwen3_moe", 4), ("gpt_oss", None)])
+def test_the_same_tokens_on_mps(mps: str, family: str, bits: int | None):
+    model, ids = fused(family, bits, mps), prompt(30)
+    want, _ = generate(model, ids)
+    assert want == generate(fused(family, bits), ids)[0]
+    assert generate(model, ids, prompt_lookup_num_tokens=3)[0] == want
+    found, forwards = generate(model, ids, assistant_model=fused(family, bits, mps))
     assert found == want and forwards <= TOKENS / 2
 
 
@@ -97,8 +107,8 @@ def drafts(monkeypatch) -> list[tuple[MtpModel, list[int]]]:
     return found
 
 
-def test_drafting_layers_are_fused(checkpoint: Path, drafts: list):
-    model, ids = AutoModelForCausalLM.from_pretrained(checkpoint), prompt(12)
+def test_drafting_layers_are_fused(checkpoint: Path, drafts: list, device: str):
+    model, ids = AutoModelForCausalLM.from_pretrained(checkpoint).to(device), prompt(12)
     want, _ = generate(model, ids, use_mtp=True)
     stock = [draft for _, draft in drafts]
     drafts.clear()

@@ -72,7 +72,8 @@ def test_logits(family, device):
 
 def generated(model, ids, **options) -> list[list[int]]:
     mask = (ids != 0).long()
-    return model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, **options).tolist()
+    options = {"max_new_tokens": 8, "do_sample": False} | options
+    return model.generate(ids, attention_mask=mask, **options).tolist()
 
 
 @pytest.mark.parametrize("family", mostly_slow("qwen3_moe", "gemma4_text", "llama4_text"))
@@ -85,6 +86,18 @@ def test_generate(family, device):
     torch_moe_metal.patch(model)
     for way, sequence in zip(ways, expected, strict=True):
         assert generated(model, ids, **way) == sequence, way
+
+
+@pytest.mark.slow_on_mps
+@pytest.mark.parametrize("family", ["deepseek_ocr2", "unlimited_ocr"])
+def test_generate_with_the_kept_prompt(family, device):
+    """Unlimited-OCR has a cache of its own: the prompt stays, and a window moves over the answer."""
+    model, ids = eager(tiny_model(family, device)), tokens(2, 7, device=device)
+    ways = [{"max_new_tokens": 16}, {"max_new_tokens": 16, "cache_implementation": "static"}]
+    expected = [generated(model, ids, **way) for way in ways]
+    assert len(expected[0][0]) > 7 + 6
+    torch_moe_metal.patch(model)
+    assert [generated(model, ids, **way) for way in ways] == expected
 
 
 @pytest.mark.parametrize("family", mostly_slow("qwen3_moe", "gpt_oss"))

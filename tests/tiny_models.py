@@ -74,6 +74,35 @@ MEDIA_TOKENS = {
     "audio_token_id": 94,
 }
 
+OCR_TEXT = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "mlp_layer_types": ["dense", "sparse"],
+    "topk_method": "group_limited_greedy",
+    "n_group": 4,
+    "topk_group": 2,
+}
+OCR_VISION = {
+    "sam_config": {
+        "hidden_size": 32,
+        "output_channels": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 64,
+        "window_size": 2,
+        "global_attn_indexes": [0],
+        "mlp_dim": 32,
+        "downsample_channels": [16, 32],
+    },
+    "encoder_config": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 64,
+    },
+}
+
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 
 DELTA_ATTENTION = {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 8, "linear_num_heads": 4}
@@ -150,6 +179,16 @@ SAME_CODE = {
     "granitemoe_swa": (LOCAL | WINDOW, 4),
     "granitemoehybrid": (LOCAL | {"layer_types": ["attention"] * 2, "shared_intermediate_size": 32}, 4),
     "granitemoeshared": (LOCAL | {"shared_intermediate_size": 32}, 4),
+    "deepseek_ocr2": (OCR_TEXT, 3),
+    "unlimited_ocr": (
+        OCR_TEXT | {"layer_types": ["reference_sliding_attention", "full_attention"], "sliding_window": 6},
+        3,
+    ),
+}
+
+OCR = {
+    "deepseek_ocr2": "DeepseekOcr2ForConditionalGeneration",
+    "unlimited_ocr": "UnlimitedOcrForConditionalGeneration",
 }
 
 
@@ -163,6 +202,9 @@ def build(family: str, **changes) -> torch.nn.Module:
             text_config=text, vision_config=VISION, audio_config=AUDIO, **MEDIA_TOKENS
         )
         return transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config)
+    if family in ("deepseek_ocr2", "unlimited_ocr"):
+        sizes = {"text_config": text, "vision_config": OCR_VISION, "image_token_id": MEDIA_TOKENS["image_token_id"]}
+        return getattr(transformers, OCR[family])(AutoConfig.for_model(family, **sizes))
     if family == "mistral4":  # AutoModelForCausalLM does not know it
         return transformers.Mistral4ForCausalLM(transformers.Mistral4Config(**text))
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **text))
@@ -176,7 +218,7 @@ def tiny_model(family: str, device: str = "cpu", **changes) -> torch.nn.Module:
 def randomised(model: torch.nn.Module) -> torch.nn.Module:
     model.eval().requires_grad_(False)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.dim() >= 2:
+        if tensor.dim() >= 2 and tensor.is_floating_point():
             torch.nn.init.normal_(tensor, std=0.2)
         elif any(word in name for word in ("bias", "scale", "norm", "scalar")):
             tensor += 0.1 * torch.randn_like(tensor)

@@ -5,23 +5,32 @@
 
 The model has `--layers` layers of a large one with random weights in 4 bits, and is patched. Both methods take turns in
 every round, with the same prompts: `generate`, and the server's continuous batching. It prints the medians over the
-rounds, and the median of the ratios, by wall-clock time and by CPU time, which other processes affect less. `--profile`
-also prints the time of each op for both methods.
+rounds, and the median of the ratios, by wall-clock time and by CPU time, which other processes affect less.
+
+Then it prints a limit of that ratio: the time in which a step's weights are read once, at the speed with which this
+machine reads memory. A step of one sequence reads the experts of one token. A step of the batch reads the experts that
+any of its tokens selects, and everything else once. Last it prints where the time of a step of the batch goes, as the
+profiler counts it. `--profile` also prints the time of each op for both methods.
 """
 
 import argparse
+import contextlib
 import statistics
 import sys
+import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch_moe_metal
-from torch_moe_metal.bench.measure import machine
+from torch_moe_metal.bench.measure import Limits, machine
 from torch_moe_metal.bench.whole_model import DEFAULT, WHOLE, pack_model, random_model
 from torch_moe_metal.cli import add_device, positive
 
@@ -107,13 +116,180 @@ def summary(found: list[list[Speed]], kind: str) -> str:
     return f"{before:.2f} one after the other, {after:.2f} together: {ratio:.2f}x"
 
 
-def profile(model, prompts: Tokens, tokens: int) -> None:
-    for name, make in WAYS.items():
-        way = make(model, tokens)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            way(prompts)
+# ------------------------------------------------------------------------------------------------ the limit
+
+
+class Chosen(TorchDispatchMode):
+    """Counts the experts that each call of `experts` selects, by the number of its tokens. Its hooks work on whichever
+    thread runs the model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.counts: dict[int, list[int]] = defaultdict(list)
+        self.hooks = (
+            model.register_forward_pre_hook(lambda *_: self.__enter__() and None),
+            model.register_forward_hook(lambda *_: self.__exit__(None, None, None)),
+        )
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.moe_metal.experts.default:
+            ids = args[2]
+            self.counts[ids.shape[:-1].numel()].append(ids.unique().numel())
+        return function(*args, **(kwargs or {}))
+
+    def remove(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def chosen_experts(model, prompts: Tokens) -> dict[int, float]:
+    """The mean number of different experts in a layer, for a step of one sequence and for one of the batch."""
+    counts = Chosen(model)
+    for make in WAYS.values():
+        way = make(model, 8)
+        way(prompts)
         way.stop()
-        print(name, profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=16), sep="\n", flush=True)
+    counts.remove()
+    return {tokens: statistics.mean(counts.counts[tokens]) for tokens in (1, len(prompts))}
+
+
+def bytes_of(model, chosen: float) -> float:
+    """Bytes of the weights that a step reads if it selects so many experts in each layer. Of the embedding it reads
+    only a few rows."""
+    weights = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    if model.get_input_embeddings().weight is not model.get_output_embeddings().weight:
+        del weights[id(model.get_input_embeddings().weight)]
+    modules = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    of_experts = [tensor for module in modules for tensor in module.state_dict(keep_vars=True).values()]
+    everything, experts = (sum(tensor.nbytes for tensor in part) for part in (weights.values(), of_experts))
+    return everything - experts + experts * chosen / of_experts[0].shape[0]
+
+
+def limit(model, prompts: Tokens, seconds: float = 0.3) -> str:
+    read = Limits(str(model.device), seconds).gb_per_s["read"]
+    lines, times = [f"weights read once in each step, at {read:.1f} GB/s:"], []
+    for tokens, chosen in chosen_experts(model, prompts).items():
+        size = bytes_of(model, chosen)
+        times.append(size / read / 1e9)
+        name = "one sequence" if tokens == 1 else f"{tokens} requests"
+        lines.append(f"  {name:14}{chosen:6.1f} experts{size / 1e6:9.1f} MB{times[-1] * 1e3:9.3f} ms")
+    return "\n".join(
+        [*lines, f"  a ratio of at most {len(prompts) * times[0] / times[1]:.2f}, if only reading took time"]
+    )
+
+
+# ------------------------------------------------------------------------------------------------ a step's parts
+
+#: What the profiler calls the parts of a step. A function in ranges() gets a range with its part's name.
+PARTS = {
+    "experts": ("moe_metal::experts",),
+    "linear layers": ("moe_metal::linear", "aten::linear"),
+    "routers, norms, rope": ("moe_metal::gate", "moe_metal::norm", "moe_metal::residual_norm", "moe_metal::rope"),
+    "attention": ("aten::scaled_dot_product_attention", "moe_metal::attention"),
+    "paged cache": ("paged cache",),
+    "sampling": ("processors", "draw"),
+    "scheduler and inputs": ("prepare", "update", "arguments"),
+}
+WHOLE_STEP = ("prepare", "generation", "update")
+
+
+def ranges() -> list[tuple[type, str, str]]:
+    """Functions of transformers that are parts of a step."""
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+    from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+    return [
+        (ContinuousBatchProcessor, "prepare_next_batch", "prepare"),
+        (ContinuousBatchProcessor, "_generation_step", "generation"),
+        (ContinuousBatchProcessor, "update_batch", "update"),
+        (ContinuousBatchingIOs, "get_model_kwargs", "arguments"),
+        (PagedAttentionCache, "update", "paged cache"),
+        (ContinuousBatchingLogitsProcessorList, "__call__", "processors"),
+        (ModelRunner, "_sample", "draw"),
+    ]
+
+
+@contextlib.contextmanager
+def replaced(cls: type, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
+    stock = getattr(cls, name)
+    setattr(cls, name, make(stock))
+    try:
+        yield
+    finally:
+        setattr(cls, name, stock)
+
+
+def in_range(name: str) -> Callable[[Callable], Callable]:
+    def make(function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            with torch.profiler.record_function(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    return make
+
+
+class StepProfiler:
+    """Profiles the steps in which all requests get their next token. The profiler sees the thread that starts it, so
+    the manager's thread does."""
+
+    def __init__(self, requests: int):
+        self.requests, self.steps, self.ended = requests, 0, threading.Event()
+        self.profiler: torch.profiler.profile | None = None
+
+    def around(self, body: Callable) -> Callable:
+        def call(manager, processor, bootstrapping: bool) -> bool:
+            states = processor.scheduler.active_requests.values()
+            decoding = len(states) == self.requests and all(state.generated_tokens for state in states)
+            if decoding and self.profiler is None:
+                self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+                self.profiler.start()
+            elif not decoding and self.profiler is not None and not self.ended.is_set():
+                self.profiler.stop()
+                self.ended.set()
+            self.steps += decoding
+            return body(manager, processor, bootstrapping)
+
+        return call
+
+
+def profiled_steps(model, prompts: Tokens, tokens: int) -> StepProfiler:
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        pass  # it must be initialised on this thread
+    profiler = StepProfiler(len(prompts))
+    with contextlib.ExitStack() as stack:
+        for cls, function, name in ranges():
+            stack.enter_context(replaced(cls, function, in_range(name)))
+        stack.enter_context(replaced(ContinuousBatchingManager, "_generation_loop_body", profiler.around))
+        way = WAYS["together"](model, tokens)
+        way(prompts)
+        assert profiler.ended.wait(10), "no step had all requests"
+        way.stop()
+    return profiler
+
+
+def breakdown(profiler: StepProfiler) -> str:
+    spent = {event.key: event.cpu_time_total / 1e3 / profiler.steps for event in profiler.profiler.key_averages()}
+    whole = sum(spent[name] for name in WHOLE_STEP)
+    parts = {part: sum(spent.get(name, 0.0) for name in names) for part, names in PARTS.items()}
+    parts["the rest of the model, and Python"] = whole - sum(parts.values())
+    rows = [f"  {part:36}{time:9.3f} ms{time / whole:8.1%}" for part, time in parts.items()]
+    title = f"a step of {profiler.requests} requests, with the profiler's own time, mean of {profiler.steps}:"
+    return "\n".join([f"{title} {whole:.3f} ms", *rows])
+
+
+def profile(model, prompts: Tokens, tokens: int, steps: StepProfiler) -> None:
+    way = Sequential(model, tokens)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        way(prompts)
+    for name, found in zip(WAYS, (profiler, steps.profiler), strict=True):
+        print(name, found.key_averages().table(sort_by="self_cpu_time_total", row_limit=16), sep="\n", flush=True)
 
 
 @torch.no_grad()
@@ -137,8 +313,11 @@ def main(arguments: list[str] | None = None) -> None:
     prompts = torch.randint(0, model.config.vocab_size, shape).tolist()  # random_model has set the seed
     found = measure(model, prompts, options.tokens, options.rounds)
     print(f"tokens/s: {summary(found, 'wall')}\ntokens per CPU second: {summary(found, 'cpu')}", flush=True)
+    print(limit(model, prompts), flush=True)
+    steps = profiled_steps(model, prompts, options.tokens)
+    print(breakdown(steps), flush=True)
     if options.profile:
-        profile(model, prompts, options.tokens)
+        profile(model, prompts, options.tokens, steps)
 
 
 if __name__ == "__main__":

@@ -328,8 +328,13 @@ def runtime(ops: object, works: list[Work], pool: ThreadPoolExecutor) -> str:
     from torch_moe_metal import macos
 
     own = float(macos.version() or max(VERSIONS.values()))
+    works = [work for work in works if work.kernels]
+    newest = max((VERSIONS[first_version(work)] for work in works), default=0)
     works = [work for work in works if VERSIONS[first_version(work)] <= own]
-    some = next(kernel for work in works for kernel in work.kernels)
+    if not works:
+        needed = f": those that match need macOS {newest}" if newest else ", since no library has kernels"
+        return f"nothing is compiled by this macOS{needed}"
+    some = next(iter(works[0].kernels))
     refused("an error at run time", lambda: ops._compile(some.place, PLANTED["an error"]))
     made: Counter[str] = Counter()
 
@@ -341,7 +346,7 @@ def runtime(ops: object, works: list[Work], pool: ThreadPoolExecutor) -> str:
                 work.fail(f"{kernel.name} at run time", str(error))
         made["libraries"] += 1
 
-    list(pool.map(compile, [work for work in works if work.kernels]))
+    list(pool.map(compile, works))
     return f"{made['libraries']} libraries and {made['pipelines']} pipelines by this macOS"
 
 

@@ -1,11 +1,11 @@
-"""Shows when speculative decoding pays off: `python tools/speculation.py` prints tokens per second by the length of a
-draft and by the share of correct tokens, relative to decoding without a draft.
+"""Shows when speculative decoding pays off: `python tools/speculation.py` prints the table of docs/running.md. It has
+the speed by the length of a draft and by the share of correct tokens, relative to decoding without a draft.
 
 The model has 4 layers of Qwen3-30B-A3B's sizes, random weights in 4 bits, and a head cut in the same proportion. Its
 answer is fixed: each forward is computed normally, and a logits processor then selects the next token of the answer. A
 draft proposes that answer, with each token correct with the given probability, and costs nothing: the figures are for
 the forward that verifies it, with all overhead of `generate`. The time of a real draft model is additional. The last
-table has the time of a forward of several tokens relative to one token: each token selects its own experts, which have
+column has the time of that forward relative to a forward of one token: each token selects its own experts, which have
 to be read.
 
 All settings take turns in every round; the medians over the rounds are printed. On a shared machine, OMP_NUM_THREADS=1
@@ -121,20 +121,24 @@ def main() -> None:
     answer = torch.randint(0, 1000, (options.tokens,), generator=torch.Generator().manual_seed(1)).tolist()
     settings = [None, *((tokens, right) for right in options.right for tokens in options.drafts)]
     found = medians(clock, {each: answering(model, answer, each) for each in settings}, options.rounds)
-    print("\n".join(f"{name}: {value}" for name, value in machine().items()))
-    print(f"threads: {torch.get_num_threads()}, clock: {options.clock}\n")
-    print(f"without a draft: {options.tokens / found[None]:.1f} tokens/s\n")
-    print("| tokens of a draft |" + "".join(f" right {right:.0%} |" for right in options.right))
-    print("| --- |" + " --- |" * len(options.right))
-    for tokens in options.drafts:
-        cells = [f" {found[None] / found[tokens, right]:.2f} |" for right in options.right]
-        print(f"| {tokens} |" + "".join(cells))
     lengths = [1, *(tokens + 1 for tokens in options.drafts)]
     spent = medians(clock, {length: forward_of(model, length, PROMPT) for length in lengths}, options.rounds, repeats=8)
-    print("\n| tokens of a forward |" + "".join(f" {length} |" for length in lengths))
-    print("| --- |" + " --- |" * len(lengths))
-    print("| in forwards of 1 |" + "".join(f" {spent[length] / spent[1]:.2f} |" for length in lengths))
-    print(f"\na forward of one token: {spent[1] * 1000:.1f} ms")
+    print("\n".join(f"{name}: {value}" for name, value in machine().items()))
+    print(f"threads: {torch.get_num_threads()}, clock: {options.clock}\n")
+    print(f"{options.tokens / found[None]:.1f} tokens/s without a draft")
+    print(f"a forward of one token: {spent[1] * 1000:.1f} ms\n")
+    print(table(options, found, spent))
+
+
+def table(options: argparse.Namespace, found: dict, spent: dict) -> str:
+    """As in docs/running.md."""
+    heads = ["tokens of a draft", *(f"speed, {right * 100:.0f} % correct" for right in options.right)]
+    heads.append("verifying forward, relative to one token")
+    rows = [heads, ["---"] * len(heads)]
+    for tokens in options.drafts:
+        speeds = [f"{found[None] / found[tokens, right]:.2f}" for right in options.right]
+        rows.append([str(tokens), *speeds, f"{spent[tokens + 1] / spent[1]:.2f}"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 if __name__ == "__main__":

@@ -241,6 +241,10 @@ class Computed:
         self.records = self.is_kept and self.cache.is_croppable  # linear attention is not croppable
         if self.records:
             self.cache.activate_past_recording()
+            # On mps, `generate` computes a token too many and crops it, if it may. That would also restrict layers with
+            # a sliding window to their window, and end the recording.
+            for layer in self.cache.layers:
+                layer.is_croppable = layer.is_croppable and not layer.is_sliding
 
     def keep(self, ids: list[int]) -> int:
         """Crop the cache to its common prefix with these tokens, without the last one, which is computed again for its

@@ -158,6 +158,21 @@ def test_an_older_macos_does_not_compile_tensors(monkeypatch: pytest.MonkeyPatch
             assert compile_shaders.runtime(ops, works, pool).startswith(f"{libraries} libraries")
 
 
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [(("4.0",), "nothing is compiled by this macOS: those that match need macOS 26"),
+     (("3.2",), "nothing is compiled by this macOS, since no library has kernels")],
+)  # fmt: skip
+def test_only_tensors_on_an_older_macos(
+    versions: tuple, said: str, xcrun: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A newer toolchain still compiles them offline."""
+    monkeypatch.setattr("torch_moe_metal.macos.version", lambda: "15.5")
+    run(xcrun, "--versions", *versions, "--stages", "native", "runtime", "--archs", "g13s", only=TENSORS)
+    out = capsys.readouterr().out
+    assert said in out and ("| tensor_ops | g13s |" in out) == (versions == ("4.0",))
+
+
 def test_planted_error_at_run_time(xcrun: str) -> None:
     class Accepts:
         _kernels = staticmethod(torch.ops.moe_metal._kernels)

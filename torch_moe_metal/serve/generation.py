@@ -30,7 +30,7 @@ from transformers.cli.serving.utils import (
 from transformers.generation.continuous_batching.utils import drain_queue
 
 from ..cli import CannotRun
-from .sampling import GREEDY, SHARED, quick, sampling
+from .sampling import GREEDY, SHARED, draw_only_if_needed, replace, sampling
 from .stopping import StopFilter, cut
 
 PAGE = 256  # tokens of a page of the paged cache, transformers' default
@@ -193,8 +193,8 @@ class Sequential(Answers, GenerateManager):
 
         def run() -> None:
             try:
-                if request.seed is not None:  # here, since earlier requests draw random numbers on this thread
-                    torch.manual_seed(request.seed)
+                # here, since earlier requests draw random numbers on this thread, maybe from their seeds
+                torch.seed() if request.seed is None else torch.manual_seed(request.seed)
                 model.generate(**arguments)
             except _GenerationCancelled:
                 put(None)
@@ -235,7 +235,7 @@ class Batched(Answers, CBGenerateManager):
             streaming=True,
             max_new_tokens=gen_config.max_new_tokens,
             eos_token_id=gen_config.eos_token_id,
-            **sampling(gen_config, model.config.get_text_config().vocab_size),
+            **sampling(gen_config, model.config.get_text_config().vocab_size, request.seed),
         )
         if accepted is None:
             raise CBWorkerDeadError(STOPPED)
@@ -261,8 +261,7 @@ def start_batching(model, config: ContinuousBatchingConfig):
         manager = model.init_continuous_batching(GenerationConfig(**SHARED), config)
     except ValueError as error:  # the cache has no pages for some kinds of layers
         raise CannotRun(f"--continuous-batching: {error}") from error
-    processors = manager.logit_processor.logits_processor
-    processors[:] = map(quick, processors)
+    replace(manager.logit_processor)
     manager.start()
     manager.add_request([0, 0], max_new_tokens=2, **GREEDY)
     result, status = None, manager.background_thread_status
@@ -271,6 +270,7 @@ def start_batching(model, config: ContinuousBatchingConfig):
     if (error := status.fatal_error or result.error) is not None:
         manager.stop()
         raise CannotRun(f"--continuous-batching: transformers' paged cache does not run this model: {error}")
+    draw_only_if_needed(manager.batch_processor.model_runner)
     return manager
 
 

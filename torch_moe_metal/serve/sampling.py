@@ -1,17 +1,23 @@
 """How each request of a batch draws its tokens.
 
 transformers' processors of continuous batching sort the whole vocabulary twice in every step, also for greedy requests.
-Ours give the same scores and sort only where a request needs it.
+Ours give the same scores and sort only where a request needs it. transformers draws the tokens of all requests with one
+generator, also those of greedy ones; `Seeded` draws those of a request with a seed.
 """
 
+import hashlib
 import sys
+from types import MappingProxyType
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessor,
+    ContinuousBatchingLogitsProcessorList,
     ContinuousBatchingTopKLogitsWarper,
     ContinuousBatchingTopPLogitsWarper,
 )
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 #: The manager's own configuration. It makes a processor of each kind, since none of these values is neutral.
 SHARED = {"do_sample": True, "temperature": 0.5, "top_k": 1, "top_p": 0.5, "eos_token_id": -1}
@@ -19,12 +25,20 @@ SHARED = {"do_sample": True, "temperature": 0.5, "top_k": 1, "top_p": 0.5, "eos_
 GREEDY = {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
 
 
-def sampling(config: GenerationConfig, vocabulary: int) -> dict[str, float | int]:
+def sampling(config: GenerationConfig, vocabulary: int, seed: int | None = None) -> dict[str, float | int]:
     """A request's arguments for these processors."""
     if not config.do_sample:
         return GREEDY
     top_k = min(config.top_k or vocabulary, vocabulary)
-    return {"temperature": config.temperature or 1.0, "top_k": top_k, "top_p": config.top_p or 1.0}
+    found = {"temperature": config.temperature or 1.0, "top_k": top_k, "top_p": config.top_p or 1.0}
+    return found if seed is None else found | {"seed": seed}
+
+
+def replace(processors: ContinuousBatchingLogitsProcessorList) -> None:
+    """Use ours in this list, which has transformers' own."""
+    processors.logits_processor[:] = [*map(quick, processors.logits_processor), Seeded()]
+    processors.tensors_required += 1
+    processors._retrieve_processors_kwargs()
 
 
 def quick(processor):
@@ -36,8 +50,23 @@ def quick(processor):
     return processor
 
 
+def draw_only_if_needed(runner: ModelRunner) -> None:
+    """Make a running manager take the largest score in steps whose requests are all greedy. A draw takes a random
+    number for each token of the vocabulary."""
+    stock = runner._sample
+    top_k = next(each for each in runner.logit_processor.logits_processor if isinstance(each, QuickTopK))
+
+    def sample(scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        if top_k.most > 1:
+            return stock(scores, output_ids)
+        output_ids[0, : scores.shape[1]].copy_(scores[0].argmax(-1))
+
+    runner._sample, top_k.masks_for_greedy = sample, False
+
+
 class QuickTopK(ContinuousBatchingTopKLogitsWarper):
     least, most = 0, sys.maxsize  # of the batch
+    masks_for_greedy = True
 
     def prepare_tensor_args(self, requests) -> torch.Tensor:
         top_k = super().prepare_tensor_args(requests)
@@ -47,7 +76,7 @@ class QuickTopK(ContinuousBatchingTopKLogitsWarper):
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         vocabulary = scores.shape[-1]
-        if self.least >= vocabulary:
+        if self.least >= vocabulary or (self.most == 1 and not self.masks_for_greedy):
             return scores
         if self.most > vocabulary // 8:
             return super().__call__(scores, tensor_arg)
@@ -66,3 +95,39 @@ class QuickTopP(ContinuousBatchingTopPLogitsWarper):
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         return scores if self.least >= 1.0 else super().__call__(scores, tensor_arg)
+
+
+class Seeded(ContinuousBatchingLogitsProcessor):
+    """Draws the tokens of requests with a seed: it leaves one score. The random numbers depend only on the seed and the
+    token's place, so they are the same whichever requests run in the same step, and when a request is computed again
+    because the cache was full."""
+
+    supported_kwargs = MappingProxyType({"seed": int})
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.seeds: list[int | None] = []  # of each row of the batch
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        int32_tensor.zero_()  # unused: a generator needs its seed on the host
+
+    def prepare_tensor_args(self, requests) -> torch.Tensor:
+        self.seeds = [self._seed(request.state) for request in requests]
+        return torch.zeros(len(requests), dtype=torch.int32)
+
+    @staticmethod
+    def _seed(state) -> int | None:
+        if (seed := state.logit_processor_kwargs.get("seed")) is None:
+            return None
+        place = len(state.initial_tokens) + len(state.generated_tokens)
+        return int.from_bytes(hashlib.blake2b(f"{seed} {place}".encode(), digest_size=8).digest())
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        for row, seed in enumerate(self.seeds):
+            if seed is not None:
+                # as torch.multinomial draws, but on the CPU, which has the same numbers for every device
+                waits = torch.empty(scores.shape[-1]).exponential_(generator=torch.Generator().manual_seed(seed))
+                drawn = (scores[row].softmax(-1) / waits.to(scores.device)).argmax()
+                others = torch.arange(scores.shape[-1], device=scores.device) != drawn
+                scores[row].masked_fill_(others, -torch.inf)
+        return scores

@@ -6,6 +6,7 @@ this implementation for models whose layers it fuses.
 """
 
 import functools
+import itertools
 import sys
 
 import torch
@@ -21,6 +22,8 @@ from .experts import NAME, WITH_SHAPES
 FEW_QUERIES = 16
 #: With so many keys several threadgroups always share them, which needs a second kernel.
 LONG_CONTEXT = 65536
+#: Configurations whose attention is ours, while transformers' manager of continuous batching runs, by their id.
+paged: set[int] = set()
 #: Arguments of some models' attention that our op does not support.
 UNKNOWN = ("position_bias", "cache", "indices", "block_indices")
 
@@ -61,6 +64,32 @@ def attention_forward(
         query, key, value, attention_mask, s_aux, scale=scaling, causal=causal, softcap=softcap or 0.0
     )
     return output, None
+
+
+def paged_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, s_aux: Tensor | None = None, **kwargs
+) -> Tensor | None:
+    """A step of continuous batching in which each request has one new token: [1, T, A, V], or None if transformers'
+    attention must compute it. That treats all requests as one sequence, and computes every query with every key."""
+    cache = kwargs.get("cache")
+    if cache is None or id(module.config) not in paged or kwargs.get("max_length_q") != 1:
+        return None
+    if torch.compiler.is_compiling():  # the lengths change in each step
+        return None
+    if why_not_ours(query, key, value, None, {}) is not None or wants_grad(module, query, key, value):
+        return None
+    ends = kwargs["cu_seq_lens_k"]  # of all kinds of layers; `update` puts this layer's in its place
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    kind = cache.layer_to_allocator[module.layer_idx].layer_type
+    if (kind, "on the host") not in ends:  # once in a step, since it waits for the device
+        ends[kind, "on the host"] = kwargs["cu_seq_lens_k"].tolist()
+    outputs = [
+        torch.ops.moe_metal.attention(
+            query[:, :, i : i + 1], key[:, :, begin:end], value[:, :, begin:end], None, s_aux, scale=module.scaling
+        )
+        for i, (begin, end) in enumerate(itertools.pairwise(ends[kind, "on the host"]))
+    ]
+    return torch.cat(outputs, 1)
 
 
 def attends_causally(module: nn.Module, chosen: bool | None) -> bool:
@@ -143,13 +172,14 @@ def attention_mask(
 
 def leave_paged_caches(manager: type) -> None:
     """Make transformers' manager of continuous batching replace our attention by PyTorch's: there, all requests form
-    one sequence, whose keys and values are in pages. When the manager stops or fails, our attention is selected
-    again."""
+    one sequence, whose keys and values are in pages. Fused attention computes steps without prompts nevertheless
+    (`paged_attention`). When the manager stops or fails, our attention is selected again."""
     stock_init, stock_switch, stock_stop = manager.__init__, manager.switch_to_cb_friendly_attn, manager.stop
 
     def select_again(self) -> None:
         for config in self._moe_metal:
             config._attn_implementation_internal = NAME
+            paged.discard(id(config))
         self._moe_metal = ()
 
     @functools.wraps(stock_init)
@@ -166,6 +196,7 @@ def leave_paged_caches(manager: type) -> None:
         ours = [config for config in configs.values() if getattr(config, "_attn_implementation", None) == NAME]
         for config in ours:
             config._attn_implementation_internal = "sdpa" if model._supports_sdpa else "eager"
+            paged.add(id(config))
         self._moe_metal = (*self._moe_metal, *ours)
         stock_switch(self, model, auto_switch_to_flash)
 

@@ -17,7 +17,7 @@ from ...arguments import DTYPES
 from ...grad import wants_grad
 from ...layers import Linear, dequantized
 from ...warmup import warm_up_best_effort
-from .attention import FEW_QUERIES, key_heads, warm_up_attention, why_not_ours
+from .attention import FEW_QUERIES, key_heads, paged_attention, warm_up_attention, why_not_ours
 from .cache import grow_in_place, joined_rows
 from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, prepared, why_not_fused
 from .families import (
@@ -243,6 +243,9 @@ class FusedProjections(Fused):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:
         """The attention that the configuration selects: the values' weighted sums [B, T, A, V], and the weights."""
+        output = paged_attention(self, q, k, v, **kwargs)
+        if output is not None:
+            return output, None
         home = sys.modules[self.original.__module__]
         function = home.ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, home.eager_attention_forward

@@ -55,5 +55,7 @@ KERNEL { simdgroup_float8x8 a; simdgroup_load(a, x, 16, uint2(8, 0)); simdgroup_
 KERNEL { simdgroup_matrix<half, 4, 4> m; x[i] = 1; }
 //: mx_thread_elements_vec4 | refuses | elements_of_a_lane
 KERNEL { simdgroup_float8x8 a(1.0f); x[i] = a.thread_elements()[3]; }
+//: mx_thread_elements_as_vec4 | refuses | address_spaces
+KERNEL { simdgroup_float8x8 a(1.0f); float4 v = a.thread_elements(); x[i] = v.x; }
 //: mx_zero_init | refuses | engine
 KERNEL { simdgroup_float8x8 m = 2.0f; simdgroup_store(m, x); }
