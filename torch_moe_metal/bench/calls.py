@@ -23,7 +23,7 @@ WHOLE = ("experts", "block")  # the rows that read the experts' weights
 OPS = (*(op for op in ARGUMENTS if op != "experts"), *WHOLE)
 DECODING = ("linear", *WHOLE)  # products with weights: for few tokens, reading the weights takes most of the time
 TOKENS = {True: (1, 4, 32, 512), False: (1, 64, 4096)}  # of DECODING, and of other ops
-WORTH_A_LIMIT = 32 << 20  # bytes that a row moves at least to be compared with the bandwidth: less fits into caches
+WORTH_A_LIMIT = 16 << 20  # bytes that a row moves at least to be compared with the bandwidth
 QUERY = "query"  # the default of `Call.which` for `linear`
 CONTEXTS = ("4096", "32768")  # the minimum number of keys
 ROTATED = 256 << 20  # bytes of all sets of inputs, of which there are at most 16
