@@ -81,7 +81,7 @@ FAULTS = [
     Fault("offsets_of_the_scales", "formats/ggml_k.h", "in_halves(0, 4LL << 32)", "in_halves(0, 0)", GGUF),
     Fault("scales_of_the_first_half", "formats/ggml_k.h", "_mm512_permutexvar_ps(lanes,",
           "_mm512_permutexvar_ps(groups,", GGUF_LINEAR),
-    Fault("offsets_twice", "x86/vnni.h", "n < N && p == 0", "n < N", GGUF_LINEAR),
+    Fault("offsets_twice", "x86/vnni.h", "if (p == 0) {", "{", GGUF_LINEAR),
     Fault("last_block_beyond_the_row", "formats/ggml_32.h", "std::min<int64_t>(3, last)", "3", WALL),
     Fault("factor_lost", "weights/row_scales.h", "scaled_[i] = factor * to", "scaled_[i] = to", FACTOR),
     Fault("one_scale_of_64_columns", "x86/e4m3_dots.h", "of_row[second]", "of_row[0]", MLX_LINEAR),

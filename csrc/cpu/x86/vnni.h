@@ -155,9 +155,11 @@ class IntegerDots {
             __builtin_prefetch(ahead + line, 0, 2);
           }
           if constexpr (kReadsOffsets) {
-            const __m512 offsets = Numbers::factors(data + r * rows.row);
-            MOE_METAL_UNROLL for (int n = 0; n < N && p == 0; ++n) {
-              sums[r][n] = _mm512_fmadd_ps(offsets, _mm512_loadu_ps(sums_of_x(rows, x[n]) + c / P * 16), sums[r][n]);
+            if (p == 0) {
+              const __m512 offsets = Numbers::factors(data + r * rows.row);
+              MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+                sums[r][n] = _mm512_fmadd_ps(offsets, _mm512_loadu_ps(sums_of_x(rows, x[n]) + c / P * 16), sums[r][n]);
+              }
             }
           }
           __m512i numbers[2];
