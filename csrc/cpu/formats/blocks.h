@@ -11,6 +11,8 @@
 //
 //   unpack()            the codes of 128 columns, in the order kOrder
 //   kScalesOfLanes      whether scales_of_lanes() can read the scales of these columns; a lane has four columns
+//   factors()           formats with kScalesOfLanes and kOffset: the scales of a block's groups in the even lanes, and
+//                       the numbers to subtract in the odd lanes
 //   words()             formats with up to 5 bits: the codes of 32 columns as words. Bits above the lowest kBits are
 //                       undefined. number() is the value of a code
 //   bytes()             other formats: the codes of 32 columns, minus the middle
