@@ -25,13 +25,14 @@ class GateUpDots {
         rows_(rows_of(call.gate_up, call.x.scalar_type() == at::kBFloat16)),
         panel_(panel(slots)) {}
 
-  void operator()(int64_t which, int64_t row) {
+  // `next`: the rows of gate that this thread reads afterwards.
+  void operator()(int64_t which, int64_t row, const RowRange& next) {
     const int64_t expert = slots_.experts[which], rows = std::min(kRows, call_.I - row);
     const GateUpBias bias(call_, expert, row, rows);
     for (int64_t at = slots_.begin[which]; at < slots_.begin[which + 1]; at += at_once_) {
       const int64_t* slots = slots_.order.data() + at;
       const int64_t count = std::min(at_once_, slots_.begin[which + 1] - at);
-      multiply(expert, row, rows, slots, count);
+      multiply(expert, row, rows, next, slots, count);
       for (int64_t n = 0; n < count; ++n) {
         const float* both = both_.get() + n * 2 * kRows;
         activate_rows(call_, both, both + kRows, bias, rows, inner_ + slots[n] * call_.I + row);
@@ -40,11 +41,8 @@ class GateUpDots {
   }
 
  private:
-  // Whether the next item of this thread is probably the next rows of the same expert.
-  bool more(int64_t row) const { return row + 2 * kRows <= call_.I; }
-
   // both[n] = kRows of gate, then kRows of up
-  void multiply(int64_t expert, int64_t row, int64_t rows, const int64_t* slots, int64_t count) {
+  void multiply(int64_t expert, int64_t row, int64_t rows, const RowRange& next, const int64_t* slots, int64_t count) {
     const float* from[kTokens];
     float *gate[kTokens], *up[kTokens];
     for (int64_t n = 0; n < count; ++n) {
@@ -53,13 +51,13 @@ class GateUpDots {
       up[n] = gate[n] + kRows;
     }
     if (call_.row_stride == 2) {  // interleaved: gate and up are contiguous rows
-      const RowRange next = {expert, 2 * (row + kRows), more(row) ? 2 * kRows : 0};
-      rows_->product({expert, 2 * row, 2 * rows}, next, {from, gate, count}, panel_);
+      const RowRange both = {next.expert, 2 * next.first, 2 * next.count};
+      rows_->product({expert, 2 * row, 2 * rows}, both, {from, gate, count}, panel_);
       for (int64_t n = 0; n < count; ++n) separate(gate[n], up[n], rows);
     } else {
       const RowRange of_gate = {expert, row, rows}, of_up = {expert, call_.up_row_offset + row, rows};
       rows_->product(of_gate, of_up, {from, gate, count}, panel_);
-      rows_->product(of_up, {expert, row + kRows, more(row) ? kRows : 0}, {from, up, count}, panel_);
+      rows_->product(of_up, next, {from, up, count}, panel_);
     }
   }
 
@@ -87,16 +85,17 @@ class DownDots {
         rows_(rows_of(call.down, inner_may_be_rounded(call))),
         panel_(panel(slots)) {}
 
-  void operator()(int64_t first) {
+  // `next`: the first row of the block that this thread computes afterwards.
+  void operator()(int64_t first, int64_t next) {
     output_.start(first);
     for (int64_t which = 0; which < slots_.used(); ++which) {
       for (int64_t row = first; row < std::min(first + size_, call_.H); row += kRows) {
         output_.expect(slots_.experts[which], row);
-        const RowRange rows = {slots_.experts[which], row, std::min(kRows, call_.H - row)};
-        const RowRange next = next_after(which, row, first);
+        const RowRange rows = rows_at(which, row);
+        const RowRange following = next_after(which, row, first, next);
         for (int64_t at = slots_.begin[which]; at < slots_.begin[which + 1]; at += at_once_) {
           const int64_t count = std::min(at_once_, slots_.begin[which + 1] - at);
-          add(rows, next, slots_.order.data() + at, count);
+          add(rows, following, slots_.order.data() + at, count);
         }
       }
     }
@@ -104,11 +103,13 @@ class DownDots {
   }
 
  private:
-  RowRange next_after(int64_t which, int64_t row, int64_t first) const {
-    const bool same = row + kRows < std::min(first + size_, call_.H);
-    if (!same && which + 1 == slots_.used()) return {};
-    const int64_t next = same ? row + kRows : first;
-    return {slots_.experts[same ? which : which + 1], next, std::min(kRows, call_.H - next)};
+  RowRange next_after(int64_t which, int64_t row, int64_t first, int64_t next) const {
+    if (row + kRows < std::min(first + size_, call_.H)) return rows_at(which, row + kRows);
+    if (which + 1 < slots_.used()) return rows_at(which + 1, first);
+    return next < call_.H ? rows_at(0, next) : RowRange();
+  }
+  RowRange rows_at(int64_t which, int64_t row) const {
+    return {slots_.experts[which], row, std::min(kRows, call_.H - row)};
   }
 
   void add(const RowRange& rows, const RowRange& next, const int64_t* slots, int64_t count) {
@@ -139,12 +140,16 @@ void experts_by_dots(const Experts& call, const Slots& slots) {
   const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
   parallel_work_queue(items, [&](auto next_item) {
     GateUpDots work(call, slots, elements<float>(x), inner.mutable_data_ptr<float>());
-    for (int64_t item = next_item(); item < items; item = next_item()) work(item / blocks, item % blocks * kRows);
+    for_each_item(next_item, items, [&](int64_t item, int64_t next) {
+      const int64_t row = next % blocks * kRows;
+      const RowRange rows = next < items ? RowRange{slots.experts[next / blocks], row, std::min(kRows, call.I - row)} : RowRange();
+      work(item / blocks, item % blocks * kRows, rows);
+    });
   });
   const int64_t size = output_block(call), outputs = at::divup(call.H, size);
   parallel_work_queue(outputs, [&](auto next_item) {
     DownDots<Scalar> work(call, slots, elements<float>(inner), size);
-    for (int64_t item = next_item(); item < outputs; item = next_item()) work(item * size);
+    for_each_item(next_item, outputs, [&](int64_t item, int64_t next) { work(item * size, next * size); });
   });
 }
 

@@ -32,4 +32,14 @@ void parallel_work_queue(int64_t count, Worker&& worker) {
   });
 }
 
+// Calls work(item, next) for the items that next_item() returns. `next` is the item that follows on this thread, to be
+// prefetched, or `count`.
+template <class NextItem, class Work>
+void for_each_item(NextItem& next_item, int64_t count, Work&& work) {
+  for (int64_t item = next_item(), next; item < count; item = next) {
+    next = next_item();
+    work(item, next);
+  }
+}
+
 }  // namespace moe_metal
