@@ -41,7 +41,9 @@ class PackedRows final : public WeightRows {
     if (panel) return by_panels(rows_.bind_rows(rows, 0, rows.count, after), tokens, panel);
     out_.resize(tokens.count);
     const bool tiles = bfloat16_ && Read::Tiles::takes(rows_.shape(), tokens.count);
-    const int64_t at_once = tiles ? rows_.kMaxRowsAtOnce : rows_.rows_at_once();
+    // Few rows stay in the L1 cache for more tokens, or have scales that fit there.
+    const bool all = tokens.count <= 4 && reads_scales(tokens);
+    const int64_t at_once = all ? rows.count : tiles ? rows_.kMaxRowsAtOnce : rows_.rows_at_once();
     for (int64_t first = 0; first < rows.count; first += at_once) {
       for (int64_t n = 0; n < tokens.count; ++n) out_[n] = tokens.out[n] + first;
       multiply_block(rows, first, std::min(at_once, rows.count - first), after, {tokens.x, out_.data(), tokens.count});
@@ -52,10 +54,14 @@ class PackedRows final : public WeightRows {
   }
 
  private:
-  void multiply_block(const RowRange& range, int64_t skip, int64_t count, const uint8_t* after, const Tokens& tokens) {
+  // Whether the product of these tokens reads scales itself.
+  bool reads_scales(const Tokens& tokens) const {
     constexpr bool kReadsScales = Read::Dots::kReadsScales;
     static_assert(!kReadsScales || std::is_same_v<typename Read::Tiles, NoDots>);
-    const bool later = kReadsScales && bfloat16_ && Read::Dots::takes(rows_.shape(), tokens.count);
+    return kReadsScales && bfloat16_ && Read::Dots::takes(rows_.shape(), tokens.count);
+  }
+  void multiply_block(const RowRange& range, int64_t skip, int64_t count, const uint8_t* after, const Tokens& tokens) {
+    const bool later = reads_scales(tokens);
     const auto& rows =
         later ? rows_.without_scales(range, skip, count, after) : rows_.bind_rows(range, skip, count, after);
     if (!scaled_last(rows, tokens)) return scaled_first(rows, tokens);
