@@ -21,6 +21,9 @@ inline int64_t rows_at_once(const Linear& call) {
 template <class Scalar>
 void rows(const Linear& call, const Tensor& x) {
   const int64_t T = call.T, N = call.N, at_once = rows_at_once(call), blocks = at::divup(N, at_once);
+  const auto rows_at = [&](int64_t block) -> RowRange {  // empty past the last block
+    return {0, block * at_once, std::clamp<int64_t>(N - block * at_once, 0, at_once)};
+  };
   const float* from = elements<float>(x);
   auto* to = call.output.mutable_data_ptr<Scalar>();
   parallel_work_queue(blocks, [&](auto next_item) {
@@ -32,8 +35,8 @@ void rows(const Linear& call, const Tensor& x) {
     const float* rows_of_x[kTokens];
     float* out[kTokens];
     for_each_item(next_item, blocks, [&](int64_t block, int64_t following) {
-      const int64_t first = block * at_once, count = std::min(at_once, N - first);
-      const RowRange rows = {0, first, count}, next = {0, following * at_once, std::clamp<int64_t>(N - following * at_once, 0, at_once)};
+      const RowRange rows = rows_at(block), next = rows_at(following);
+      const auto [_, first, count] = rows;
       for (int64_t t = 0; t < T; t += kTokens) {
         const int64_t tokens = std::min(kTokens, T - t);
         for (int64_t i = 0; i < tokens; ++i) rows_of_x[i] = from + (t + i) * call.H, out[i] = &sums[i * at_once];

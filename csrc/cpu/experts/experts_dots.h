@@ -25,14 +25,18 @@ class GateUpDots {
         rows_(rows_of(call.gate_up, call.x.scalar_type() == at::kBFloat16)),
         panel_(panel(slots)) {}
 
-  // `next`: the rows of gate that this thread reads afterwards.
-  void operator()(int64_t which, int64_t row, const RowRange& next) {
-    const int64_t expert = slots_.experts[which], rows = std::min(kRows, call_.I - row);
+  // Item i is block i % blocks of the rows of the expert i / blocks.
+  static int64_t blocks(const Experts& call) { return at::divup(call.I, kRows); }
+
+  void operator()(int64_t item, int64_t next) {
+    const int64_t which = item / blocks(call_);
+    const auto [expert, row, rows] = rows_of_item(item);
+    const RowRange following = rows_of_item(next);
     const GateUpBias bias(call_, expert, row, rows);
     for (int64_t at = slots_.begin[which]; at < slots_.begin[which + 1]; at += at_once_) {
       const int64_t* slots = slots_.order.data() + at;
       const int64_t count = std::min(at_once_, slots_.begin[which + 1] - at);
-      multiply(expert, row, rows, next, slots, count);
+      multiply(expert, row, rows, following, slots, count);
       for (int64_t n = 0; n < count; ++n) {
         const float* both = both_.get() + n * 2 * kRows;
         activate_rows(call_, both, both + kRows, bias, rows, inner_ + slots[n] * call_.I + row);
@@ -41,6 +45,12 @@ class GateUpDots {
   }
 
  private:
+  // Empty past the last item.
+  RowRange rows_of_item(int64_t item) const {
+    const int64_t which = item / blocks(call_), row = item % blocks(call_) * kRows;
+    return which < slots_.used() ? RowRange{slots_.experts[which], row, std::min(kRows, call_.I - row)} : RowRange();
+  }
+
   // both[n] = kRows of gate, then kRows of up
   void multiply(int64_t expert, int64_t row, int64_t rows, const RowRange& next, const int64_t* slots, int64_t count) {
     const float* from[kTokens];
@@ -137,14 +147,10 @@ class DownDots {
 template <class Scalar>
 void experts_by_dots(const Experts& call, const Slots& slots) {
   const Tensor x = call.x.to(at::kFloat), inner = empty({call.T * call.K, call.I}, x.options());
-  const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
+  const int64_t items = slots.used() * GateUpDots::blocks(call);
   parallel_work_queue(items, [&](auto next_item) {
     GateUpDots work(call, slots, elements<float>(x), inner.mutable_data_ptr<float>());
-    for_each_item(next_item, items, [&](int64_t item, int64_t next) {
-      const int64_t row = next % blocks * kRows;
-      const RowRange rows = next < items ? RowRange{slots.experts[next / blocks], row, std::min(kRows, call.I - row)} : RowRange();
-      work(item / blocks, item % blocks * kRows, rows);
-    });
+    for_each_item(next_item, items, [&](int64_t item, int64_t next) { work(item, next); });
   });
   const int64_t size = output_block(call), outputs = at::divup(call.H, size);
   parallel_work_queue(outputs, [&](auto next_item) {
