@@ -654,7 +654,7 @@ def test_sampling_arguments():
     assert sampling(drawn, 99, 7)["seed"] == 7 and "seed" not in sampling(GenerationConfig(do_sample=False), 99, 7)
 
 
-@pytest.mark.parametrize("top_k", [[1, 1, 1], [1, 5, 3], [99, 99, 99], [1, 99, 4]])
+@pytest.mark.parametrize("top_k", [[1, 5, 3], [99, 99, 99], [1, 99, 4]])
 @pytest.mark.parametrize("top_p", [[1.0, 1.0, 1.0], [0.5, 1.0, 0.9]])
 def test_quick_processors_give_the_scores_of_transformers(top_k: list[int], top_p: list[float]):
     scores = torch.randn(3, 99, generator=torch.Generator().manual_seed(0))
