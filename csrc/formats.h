@@ -7,14 +7,16 @@
 #include <string>
 #include <string_view>
 
+#include "common.h"
+
 namespace moe_metal {
 
 // The dtypes of a weight's data; uint8 is allowed in every packed format. Dense data have the activations' dtype.
 enum class DataType : uint8_t { activation, bytes, words, float8_e4m3fn };
 // The number type of a packed weight's scales.
-enum class ScaleType : uint8_t { none, float32_or_bfloat16, any_float, e8m0, e4m3 };
+MOE_METAL_ENUM(ScaleType, none, float32_or_bfloat16, any_float, e8m0, e4m3)
 // The offsets of a packed weight: none, one for each scale, or an optional factor of the whole matrix.
-enum class OffsetType : uint8_t { none, of_scales, factor };
+MOE_METAL_ENUM(OffsetType, none, of_scales, factor)
 
 // A row of a packed weight is a sequence of blocks. scale_columns x scale_rows numbers share a scale; if scale_columns
 // is 0, it is one of kAffineGroups, which follows from the shapes. A format with several widths has an entry for each.

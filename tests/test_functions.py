@@ -1,6 +1,7 @@
 """`torch_moe_metal.gate` and the others: the ops as functions with a signature, types and a docstring."""
 
 import inspect
+import re
 import subprocess
 import sys
 import timeit
@@ -43,6 +44,22 @@ def test_every_op_is_documented_everywhere():
                   if name.startswith("moe_metal::") and not name.startswith("moe_metal::_")}  # fmt: skip
     assert set(reference.__all__) == set(OPS) == registered <= set(torch_moe_metal.__all__)
     assert set(DTYPES) == set(reference.TOLERANCES)
+
+
+@pytest.mark.parametrize(
+    ("op", "option", "known"),
+    [
+        ("route", "scoring", tuple(reference.SCORING)),
+        ("route", "renormalize", ("none", "before_scale", "after_scale")),
+        ("route", "group_score", ("top2_sum", "max")),
+        ("glu", "activation", tuple(reference.ACTIVATIONS)),
+    ],
+)
+def test_the_op_and_its_reference_have_the_same_values_of_an_option(op: str, option: str, known: tuple[str, ...]):
+    """The op's values are an enum in shaders/common.h."""
+    with pytest.raises(RuntimeError, match=f"{option}: expected one of {', '.join(known)}; got 'x'"):
+        getattr(torch.ops.moe_metal, op)(**ODD[op].arguments(), **ODD[op].options | {option: "x"})
+    assert all(re.search(rf"\b{value}\b", getattr(reference, op).__doc__) for value in known)
 
 
 @pytest.mark.parametrize("op", OPS)
