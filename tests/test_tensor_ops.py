@@ -154,7 +154,7 @@ def test_any_grid_and_order_of_threads(mps: str):
         metal_sim.set_orders("forward")
 
 
-def test_they_go_before_pytorchs_product(mps: str):
+def test_tensor_ops_have_priority_over_pytorchs_product(mps: str):
     import metal_sim
 
     with metal_sim.grouped_mm():
@@ -234,7 +234,7 @@ def test_macos_26_2_is_needed(mps: str, minor: int, taken: bool):
 
 
 @pytest.mark.parametrize("least, taken", [(0, False), (20, True), (21, False)])
-def test_from_so_many_slots_an_expert_on(mps: str, least: int, taken: bool):
+def test_threshold_of_slots_per_expert(mps: str, least: int, taken: bool):
     """40 tokens with 3 slots, of 6 experts: 20 each. And 20 tokens of a linear layer."""
     case = grouped_suite.case()
     with units(tensor_ops=least):

@@ -237,7 +237,7 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def told_versions(checkout: Path) -> str:
+def versions_text(checkout: Path) -> str:
     installed = importlib.metadata.version("transformers")
     source = checkout / "src" / "transformers" / "__init__.py"
     found = re.search(r'^__version__ = "(.*)"', source.read_text(), re.M) if source.exists() else None
@@ -267,7 +267,7 @@ def describe(comparison: Comparison) -> int:
 
 def main() -> int:
     options = arguments()
-    print(f"{told_versions(options.checkout)}\n{HEAD}   seconds", flush=True)
+    print(f"{versions_text(options.checkout)}\n{HEAD}   seconds", flush=True)
     missing, failed, differing = [], [], 0
     for family in options.families:
         tests = tests_of(options.checkout, family)
