@@ -66,14 +66,21 @@ inline constexpr int kFormatCount = std::size(kFormats);
 // How many neighbouring columns share an affine scale.
 inline constexpr std::array<int64_t, 4> kAffineGroups = {16, 32, 64, 128};
 
-// The widths of affine weights for error messages: "2, 3, 4, 5, 6 or 8".
+// The choices for affine weights as error messages list them: "2, 3, 4, 5, 6 or 8", and "16, 32, 64 or 128".
+inline void append_choice(std::string& text, int64_t choice) {
+  if (const size_t last = text.find(" or "); last != std::string::npos) text.replace(last, 4, ", ");
+  text.append(text.empty() ? "" : " or ").append(std::to_string(choice));
+}
 inline std::string affine_widths() {
   std::string text;
   for (const Format& format : kFormats) {
-    if (format.data != DataType::words) continue;
-    if (const size_t last = text.find(" or "); last != std::string::npos) text.replace(last, 4, ", ");
-    text.append(text.empty() ? "" : " or ").append(std::to_string(format.bits));
+    if (format.data == DataType::words) append_choice(text, format.bits);
   }
+  return text;
+}
+inline std::string affine_groups() {
+  std::string text;
+  for (const int64_t group : kAffineGroups) append_choice(text, group);
   return text;
 }
 
