@@ -28,10 +28,10 @@ struct ScaledRows {
   // Calls multiply(integral_constant R, first, ahead) for each block of R rows, and with 1 for each of the last rows.
   template <int R, class Multiply>
   void for_blocks(Multiply&& multiply) const {
-    const int64_t distance = R + later(R);
+    const int64_t prefetched = R + later(R);
     int64_t first = 0;
-    for (; first + R <= rows; first += R) multiply(std::integral_constant<int, R>(), first, ahead(first + distance));
-    for (; first < rows; ++first) multiply(std::integral_constant<int, 1>(), first, ahead(first + distance));
+    for (; first + R <= rows; first += R) multiply(std::integral_constant<int, R>(), first, ahead(first + prefetched));
+    for (; first < rows; ++first) multiply(std::integral_constant<int, 1>(), first, ahead(first + prefetched));
   }
 };
 
