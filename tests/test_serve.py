@@ -31,7 +31,7 @@ import torch_moe_metal
 from torch_moe_metal.__main__ import main
 from torch_moe_metal.cli import CannotRun
 from torch_moe_metal.loading import Source
-from torch_moe_metal.serve.models import HARMONY
+from torch_moe_metal.serve.model_manager import HARMONY
 from torch_moe_metal.serve.sampling import Seeded, quick, sampling
 from torch_moe_metal.serve.stopping import StopFilter
 
@@ -546,7 +546,7 @@ def test_ctrl_c_while_the_model_is_loading(folder: Path, monkeypatch):
     def interrupted(*_arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torch_moe_metal.serve.models.load_model", interrupted)
+    monkeypatch.setattr("torch_moe_metal.serve.model_manager.load_model", interrupted)
     assert main(["serve", str(folder), "--device", "cpu", "--port", "0"]) == 130
 
 

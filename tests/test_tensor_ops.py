@@ -14,11 +14,11 @@ import test_experts_grouped as grouped_suite
 from cases import BFLOAT, FLOAT, HALF, Args, Case, call, expected
 from checks import assert_matches
 from conftest import DEVICES, SIMULATED
-from packed import AFFINE, FP8, MXFP4, Packing
+from packings import AFFINE, FP8, MXFP4, Packing
 from simulated import lines_of
 from test_experts_mps import in_float64, kernels_of, packed_linear
 from torch_moe_metal import tuning
-from torch_moe_metal.bench.packed import FORMATS
+from torch_moe_metal.bench.packings import FORMATS
 from torch_moe_metal.warmup import MPS
 
 pytestmark = [

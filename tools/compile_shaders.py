@@ -61,7 +61,8 @@ class Library:
     macros: tuple[str, ...]
 
     def __str__(self) -> str:
-        return " ".join((self.shader, *(macro.removeprefix("MOE_METAL_") for macro in self.macros)))
+        macros = (macro for macro in self.macros if not macro.startswith("MOE_METAL_PART_"))  # which repeat the part
+        return " ".join((self.shader, *(macro.removeprefix("MOE_METAL_") for macro in macros)))
 
 
 @dataclass(frozen=True)

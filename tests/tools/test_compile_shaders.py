@@ -65,7 +65,7 @@ def test_the_list_is_that_of_the_extension() -> None:
     libraries = {str(work.library): {(k.name, k.threads) for k in work.listed} for work in works}
     assert ("glu_float", 256) in libraries["glu DTYPE=0"]
     assert {("norm_add_half", 512), ("norm_add_half", 1024)} <= libraries["norm_add DTYPE=1"]
-    assert ("experts_sort", 1024) in libraries["experts_slots PART=sort PART_sort=1"]
+    assert ("experts_sort", 1024) in libraries["experts_slots PART=sort"]
     formats = {name.rpartition("FORMAT=")[2] for name in libraries if name.startswith("linear") and "FORMAT" in name}
     assert formats == {name for name in embed.FORMATS if name != "dense"}
     shaders = {path.stem for path in compile_shaders.FOLDER.glob("*.metal")}
@@ -133,7 +133,7 @@ def test_a_compiler_that_accepts_anything(tool: str, accepts: str, planted: str,
         run(xcrun, "--versions", "3.1", "--stages", "native", "--archs", "g13s")
 
 
-TENSORS = "^tensor_ops PART=tiles16 .* DTYPE=2$"
+TENSORS = "^tensor_ops PART=tiles16 DTYPE=2$"
 
 
 def test_metal_4_has_tensors_and_metal_3_an_empty_library(xcrun: str, capsys: pytest.CaptureFixture) -> None:
