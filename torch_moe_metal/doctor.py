@@ -128,7 +128,7 @@ def compiling(device: str) -> Iterator[str]:
     took: dict[str, list[tuple[float, str]]] = {}
     for library, seconds in zip(*torch.ops.moe_metal._compile_times(), strict=True) if device == "mps" else ():
         shader, _, macros = library.partition(" ")
-        took.setdefault(shader, []).append((seconds, re.sub(r"MOE_METAL_(PART_\w+=1 )?", "", macros).lower()))
+        took.setdefault(shader, []).append((seconds, re.sub(r" MOE_METAL_PART_\w+=1|MOE_METAL_", "", macros).lower()))
     if took:
         total = sum(seconds for libraries in took.values() for seconds, _ in libraries)
         yield f"libraries of shaders, compiled by Metal: {total:.1f} s (macOS caches them, so later runs are faster)"
