@@ -6,6 +6,10 @@ https://github.com/huggingface/transformers` makes one. They need parameterized,
 once more in both ways; if it differs again, it is printed with its error, and the exit status is 1, unless it is one of
 BY_DESIGN. transformers itself skips tests that need the network, a GPU or hours, in both runs.
 
+Tests without a seed may fail by chance. In test_*_padding_matches_padding_free_with_position_ids a router in bfloat16
+selects another expert where two scores of a tiny random model are nearly equal. With the sizes of flex_olmo they failed
+for 3 (eager) and 8 (sdpa) of 30 seeds stock, for 4 and 8 patched, and for none in float32.
+
 With another checkout than that of the installed version, replace its src/transformers by a link to the installed
 package, whose tests import from there. Tests that do not fit the installed version fail in both runs. transformers'
 tests also need `datasets`.
