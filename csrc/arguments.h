@@ -134,11 +134,10 @@ class Arguments {
   // One of the enums of options in common.h.
   template <class Choice>
   Choice one_of(const char* name, std::string_view value) const {
-    const std::string_view names = names_of(Choice());
-    for (int i = 0; !name_at(names, i).empty(); ++i) {
-      if (value == name_at(names, i)) return static_cast<Choice>(i);
+    for (size_t i = 0; i < kNames<Choice>.size(); ++i) {
+      if (value == kNames<Choice>[i]) return static_cast<Choice>(i);
     }
-    TORCH_CHECK(false, prefix(name), "expected one of ", names, "; got ", quoted(value));
+    TORCH_CHECK(false, prefix(name), "expected one of ", names_of(Choice()), "; got ", quoted(value));
   }
 
   // [leading dimensions..., last...]

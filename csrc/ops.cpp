@@ -118,7 +118,7 @@ void no_backend(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
 extern "C" C10_EXPORT const int32_t moe_metal_max_experts = moe_metal::kMaxExperts;
 extern "C" C10_EXPORT const char* moe_metal_formats() {
   static const std::string table = [] {
-    constexpr auto name_of = [](auto value) { return moe_metal::name_at(names_of(value), static_cast<int>(value)); };
+    constexpr auto name_of = [](auto value) { return moe_metal::kNames<decltype(value)>[static_cast<int>(value)]; };
     std::string rows;
     for (const auto& format : moe_metal::kFormats) {
       rows += c10::str(rows.empty() ? "" : ",", "{\"name\":\"", format.name, "\",\"library\":\"", format.library,

@@ -1,6 +1,8 @@
 // Shared by the shaders (Metal) and the host (C++): constants, enums and params structs.
 #pragma once
 #ifndef __METAL_VERSION__
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <string_view>
 #endif
@@ -18,7 +20,8 @@ MOE_METAL_CONSTANT int kVectorWidth = 4;     // elements of a vector load or sto
 MOE_METAL_CONSTANT int kSimdgroup = 32;      // threads of a simdgroup
 MOE_METAL_CONSTANT int kMaxSimdgroups = 32;  // in a threadgroup
 
-// The values of options. On the host, names_of(Scoring()) lists their names, which are strings in Python.
+// The values of options. On the host, names_of(Scoring()) lists their names, which are strings in Python, and
+// kNames<Scoring> is an array of them.
 #ifdef __METAL_VERSION__
 #define MOE_METAL_ENUM(name, ...) enum class name : int32_t { __VA_ARGS__ };
 #else
@@ -26,14 +29,17 @@ MOE_METAL_CONSTANT int kMaxSimdgroups = 32;  // in a threadgroup
   enum class name : int32_t { __VA_ARGS__ }; \
   constexpr std::string_view names_of(name) { return #__VA_ARGS__; }
 
-// The name at an index of such a list; empty beyond its end.
-constexpr std::string_view name_at(std::string_view names, int index) {
-  for (; index > 0 && !names.empty(); --index) {
-    const size_t end = names.find(", ");
-    names.remove_prefix(end < names.size() ? end + 2 : names.size());
+template <class Enum>
+inline constexpr auto kNames = [] {
+  constexpr std::string_view all = names_of(Enum());
+  std::array<std::string_view, 1 + std::count(all.begin(), all.end(), ',')> names;
+  std::string_view rest = all;
+  for (std::string_view& name : names) {
+    name = rest.substr(0, rest.find(", "));
+    rest.remove_prefix(std::min(name.size() + 2, rest.size()));
   }
-  return names.substr(0, names.find(", "));
-}
+  return names;
+}();
 #endif
 
 MOE_METAL_ENUM(Scoring, softmax, sigmoid, sqrt_softplus)
