@@ -45,7 +45,7 @@ def test_every_op_is_documented_everywhere():
                   if name.startswith("moe_metal::") and not name.startswith("moe_metal::_")}  # fmt: skip
     assert set(reference.__all__) == set(OPS) == registered <= set(torch_moe_metal.__all__)
     page = (Path(__file__).parents[1] / "README.md").read_text()
-    assert re.findall(r"^\| `(\w+)\(", page, re.MULTILINE) == reference.__all__
+    assert sorted(re.findall(r"^\| `(\w+)\(", page, re.MULTILINE)) == sorted(OPS)
     assert set(DTYPES) == set(reference.TOLERANCES)
 
 
