@@ -14,6 +14,8 @@
 #include <string>
 #include <string_view>
 
+#include "common.h"
+
 namespace moe_metal {
 
 using at::Tensor;
@@ -129,14 +131,13 @@ class Arguments {
     TORCH_CHECK(used > 0 || value == 0, prefix(name), "expected 0 or a finite number > 0, got ", as_float32(value));
     return used;
   }
-  template <class Choice, size_t N>
-  Choice one_of(const char* name, std::string_view value, const std::array<const char*, N>& choices) const {
-    for (size_t i = 0; i < N; ++i) {
-      if (value == choices[i]) return static_cast<Choice>(i);
+  // One of the enums of options in common.h.
+  template <class Choice>
+  Choice one_of(const char* name, std::string_view value) const {
+    for (size_t i = 0; i < kNames<Choice>.size(); ++i) {
+      if (value == kNames<Choice>[i]) return static_cast<Choice>(i);
     }
-    std::string all;
-    for (const char* choice : choices) all += std::string(all.empty() ? "" : ", ") + choice;
-    TORCH_CHECK(false, prefix(name), "expected one of ", all, "; got ", quoted(value));
+    TORCH_CHECK(false, prefix(name), "expected one of ", names_of(Choice()), "; got ", quoted(value));
   }
 
   // [leading dimensions..., last...]

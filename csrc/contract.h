@@ -8,7 +8,6 @@
 #include <ATen/MemoryOverlap.h>
 
 #include <algorithm>
-#include <array>
 #include <initializer_list>
 #include <limits>
 #include <optional>
@@ -56,10 +55,9 @@ inline RoutingParams routing_params(const Arguments& args, const RoutingOptions&
       .top_k = static_cast<int32_t>(options.top_k),
       .n_group = static_cast<int32_t>(options.n_group),
       .topk_group = static_cast<int32_t>(options.topk_group),
-      .scoring = args.one_of<Scoring>("scoring", options.scoring, std::array{"softmax", "sigmoid", "sqrt_softplus"}),
-      .renormalize = args.one_of<Renormalize>("renormalize", options.renormalize,
-                                              std::array{"none", "before_scale", "after_scale"}),
-      .group_score = args.one_of<GroupScore>("group_score", options.group_score, std::array{"top2_sum", "max"}),
+      .scoring = args.one_of<Scoring>("scoring", options.scoring),
+      .renormalize = args.one_of<Renormalize>("renormalize", options.renormalize),
+      .group_score = args.one_of<GroupScore>("group_score", options.group_score),
       .scaling_factor = args.finite("scaling_factor", options.scaling_factor),
       .softcap = args.softcap("softcap", options.softcap),
   };
@@ -136,8 +134,7 @@ inline ActivationParams activation_params(const Arguments& args, std::string_vie
   TORCH_CHECK(used_limit > 0, args.prefix("limit"), "expected a number > 0 or None, got ",
               Arguments::as_float32(*limit));
   return {
-      .activation = args.one_of<Activation>("activation", activation,
-                                            std::array{"silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"}),
+      .activation = args.one_of<Activation>("activation", activation),
       .alpha = args.finite("alpha", alpha),
       .limit = used_limit,
   };
@@ -169,8 +166,8 @@ Tensor glu(const Tensor& gate, const Tensor& up, std::string_view activation, do
 struct Experts {
   Tensor x, weights, ids, gate_up_bias, down_bias, shared, shared_gate, residual;
   Weight gate_up, down;
-  int64_t row_stride,
-      up_row_offset;  // row i of gate is row i * row_stride of gate_up; the row of up is `up_row_offset` rows further
+  // Row i of gate is row i * row_stride of gate_up; its up row is `up_row_offset` rows further.
+  int64_t row_stride, up_row_offset;
   int64_t bias_stride, up_bias_offset;  // the same for the biases, whose layout may differ
   ActivationParams params;
   int64_t T, E, K, H, I;

@@ -7,14 +7,16 @@
 #include <string>
 #include <string_view>
 
+#include "common.h"
+
 namespace moe_metal {
 
 // The dtypes of a weight's data; uint8 is allowed in every packed format. Dense data have the activations' dtype.
 enum class DataType : uint8_t { activation, bytes, words, float8_e4m3fn };
 // The number type of a packed weight's scales.
-enum class ScaleType : uint8_t { none, float32_or_bfloat16, any_float, e8m0, e4m3 };
+MOE_METAL_ENUM(ScaleType, none, float32_or_bfloat16, any_float, e8m0, e4m3)
 // The offsets of a packed weight: none, one for each scale, or an optional factor of the whole matrix.
-enum class OffsetType : uint8_t { none, of_scales, factor };
+MOE_METAL_ENUM(OffsetType, none, of_scales, factor)
 
 // A row of a packed weight is a sequence of blocks. scale_columns x scale_rows numbers share a scale; if scale_columns
 // is 0, it is one of kAffineGroups, which follows from the shapes. A format with several widths has an entry for each.
@@ -64,14 +66,21 @@ inline constexpr int kFormatCount = std::size(kFormats);
 // How many neighbouring columns share an affine scale.
 inline constexpr std::array<int64_t, 4> kAffineGroups = {16, 32, 64, 128};
 
-// The widths of affine weights for error messages: "2, 3, 4, 5, 6 or 8".
+// The choices for affine weights as error messages list them: "2, 3, 4, 5, 6 or 8", and "16, 32, 64 or 128".
+inline void append_choice(std::string& text, int64_t choice) {
+  if (const size_t last = text.find(" or "); last != std::string::npos) text.replace(last, 4, ", ");
+  text.append(text.empty() ? "" : " or ").append(std::to_string(choice));
+}
 inline std::string affine_widths() {
   std::string text;
   for (const Format& format : kFormats) {
-    if (format.data != DataType::words) continue;
-    if (const size_t last = text.find(" or "); last != std::string::npos) text.replace(last, 4, ", ");
-    text.append(text.empty() ? "" : " or ").append(std::to_string(format.bits));
+    if (format.data == DataType::words) append_choice(text, format.bits);
   }
+  return text;
+}
+inline std::string affine_groups() {
+  std::string text;
+  for (const int64_t group : kAffineGroups) append_choice(text, group);
   return text;
 }
 

@@ -114,21 +114,19 @@ void no_backend(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
 }  // namespace
 }  // namespace moe_metal
 
-// Python reads these with ctypes: the limit on E, and the table of formats as JSON.
+// Python reads these with ctypes: the limit on E, and as JSON the groups of affine weights and the table of formats.
 extern "C" C10_EXPORT const int32_t moe_metal_max_experts = moe_metal::kMaxExperts;
 extern "C" C10_EXPORT const char* moe_metal_formats() {
   static const std::string table = [] {
-    constexpr const char* kScales[] = {"none", "float32_or_bfloat16", "any_float", "e8m0", "e4m3"};
-    constexpr const char* kOffsets[] = {"none", "of_scales", "factor"};
+    constexpr auto name_of = [](auto value) { return moe_metal::kNames<decltype(value)>[static_cast<int>(value)]; };
     std::string rows;
     for (const auto& format : moe_metal::kFormats) {
-      rows += c10::str(rows.empty() ? "[" : ",", "{\"name\":\"", format.name, "\",\"library\":\"", format.library,
+      rows += c10::str(rows.empty() ? "" : ",", "{\"name\":\"", format.name, "\",\"library\":\"", format.library,
                        "\",\"bits\":", format.bits, ",\"columns\":", format.columns, ",\"bytes\":", format.bytes,
-                       ",\"scale\":\"", kScales[static_cast<int>(format.scale)],
-                       "\",\"scale_columns\":", format.scale_columns, ",\"scale_rows\":", format.scale_rows,
-                       ",\"offset\":\"", kOffsets[static_cast<int>(format.offset)], "\"}");
+                       ",\"scale\":\"", name_of(format.scale), "\",\"scale_columns\":", format.scale_columns,
+                       ",\"scale_rows\":", format.scale_rows, ",\"offset\":\"", name_of(format.offset), "\"}");
     }
-    return rows + "]";
+    return c10::str("{\"affine_groups\":[", c10::Join(",", moe_metal::kAffineGroups), "],\"rows\":[", rows, "]}");
   }();
   return table.c_str();
 }

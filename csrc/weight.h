@@ -80,7 +80,7 @@ class PackedWeight {
   void check_group_size() const {
     const int64_t own = format_.scale_columns;
     const bool fits = group_size_ == 0 || (own ? group_size_ == own : is_one_of(kAffineGroups, group_size_));
-    TORCH_CHECK(fits, args_.prefix("group_size"), "expected 0", own ? c10::str(" or ", own) : ", 16, 32, 64 or 128",
+    TORCH_CHECK(fits, args_.prefix("group_size"), "expected 0", own ? c10::str(" or ", own) : ", " + affine_groups(),
                 " with format ", format_.name, ", got ", group_size_);
   }
 
@@ -177,7 +177,7 @@ class PackedWeight {
     const bool fits =
         own || (is_one_of(kAffineGroups, weight_.group) && (!group_size_ || weight_.group == group_size_));
     if (!fits || weight_.group * scale.size(-1) != weight_.columns) {
-      const std::string choices = group_size_ == 0 ? "16, 32, 64 or 128" : c10::str(group_size_);
+      const std::string choices = group_size_ == 0 ? affine_groups() : c10::str(group_size_);
       args_.wrong_shape(names_.scale, scale, row_letters(), groups, column_letter(), own ? "" : "group " + choices);
     }
   }

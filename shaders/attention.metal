@@ -637,15 +637,15 @@ template <typename T>
 // clang-format off
 #define instantiate_attention(dtype, name, wide, keys, values) \
   instantiate_kernel("attention" name "_" #dtype, moe_metal::attention<dtype, wide, keys, values>)
-#if in_part(0)
+#if in_part(wide64)
 for_dtypes(instantiate_attention, "_64_wide", true, 2, 1)
 #endif
-#if in_part(1)
+#if in_part(wide128)
 for_dtypes(instantiate_attention, "_128_wide", true, 4, 2)
 #endif
-#if in_part(2)
+#if in_part(any)
 for_dtypes(instantiate_attention, "", false, 4, 2)
 #endif
-#if in_part(3)
+#if in_part(combine)
 instantiate_dtypes("attention_combine", attention_combine)
 #endif

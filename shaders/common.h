@@ -1,7 +1,10 @@
 // Shared by the shaders (Metal) and the host (C++): constants, enums and params structs.
 #pragma once
 #ifndef __METAL_VERSION__
+#include <algorithm>
+#include <array>
 #include <cstdint>
+#include <string_view>
 #endif
 
 namespace moe_metal {
@@ -17,10 +20,32 @@ MOE_METAL_CONSTANT int kVectorWidth = 4;     // elements of a vector load or sto
 MOE_METAL_CONSTANT int kSimdgroup = 32;      // threads of a simdgroup
 MOE_METAL_CONSTANT int kMaxSimdgroups = 32;  // in a threadgroup
 
-enum class Scoring : int32_t { softmax, sigmoid, sqrt_softplus };
-enum class Renormalize : int32_t { none, before_scale, after_scale };
-enum class GroupScore : int32_t { top2_sum, max };
-enum class Activation : int32_t { silu, gelu, gelu_tanh, relu2, swiglu_oai };
+// The values of options. On the host, names_of(Scoring()) lists their names, which are strings in Python, and
+// kNames<Scoring> is an array of them.
+#ifdef __METAL_VERSION__
+#define MOE_METAL_ENUM(name, ...) enum class name : int32_t { __VA_ARGS__ };
+#else
+#define MOE_METAL_ENUM(name, ...)            \
+  enum class name : int32_t { __VA_ARGS__ }; \
+  constexpr std::string_view names_of(name) { return #__VA_ARGS__; }
+
+template <class Enum>
+inline constexpr auto kNames = [] {
+  constexpr std::string_view all = names_of(Enum());
+  std::array<std::string_view, 1 + std::count(all.begin(), all.end(), ',')> names;
+  std::string_view rest = all;
+  for (std::string_view& name : names) {
+    name = rest.substr(0, rest.find(", "));
+    rest.remove_prefix(std::min(name.size() + 2, rest.size()));
+  }
+  return names;
+}();
+#endif
+
+MOE_METAL_ENUM(Scoring, softmax, sigmoid, sqrt_softplus)
+MOE_METAL_ENUM(Renormalize, none, before_scale, after_scale)
+MOE_METAL_ENUM(GroupScore, top2_sum, max)
+MOE_METAL_ENUM(Activation, silu, gelu, gelu_tanh, relu2, swiglu_oai)
 
 // The routing options of the ops gate and route.
 struct RoutingParams {
@@ -159,10 +184,11 @@ constexpr uint32_t bytes_at_once(uint32_t bytes) {
 
 struct ExpertsParams {
   uint32_t T, E, K, H, I;
-  uint32_t long_ids;            // ids are int64
-  uint32_t wide_x;              // rows of x may be loaded 16 bytes at a time
-  uint32_t interleaved;         // gate and up rows alternate
-  uint32_t bias_step, bias_up;  // the bias of gate row i is element i * bias_step, that of its up row `bias_up` further
+  uint32_t long_ids;     // ids are int64
+  uint32_t wide_x;       // rows of x may be loaded 16 bytes at a time
+  uint32_t interleaved;  // gate and up rows alternate
+  // The bias of gate row i is element i * bias_stride; that of its up row is `up_bias_offset` elements further.
+  uint32_t bias_stride, up_bias_offset;
   // Decode: floats of a row of inner, and whether its elements are in the order of packed_place (dots.h).
   uint32_t inner_length, inner_placed;
   // Prefill: slots of a tile, length of the list of tiles, and how many tiles go through all rows of weights together.
@@ -319,12 +345,12 @@ static_assert(sizeof(DequantizeParams) == 128, "shaders and host must agree");
 #else
 #define if_bfloat(...)
 #endif
-// Larger files are divided into numbered parts by `#if in_part(0)`; a library contains one part, MOE_METAL_PART, or all
-// if that is not defined.
+// Larger files are divided into parts by `#if in_part(name)`. A library contains one part, for which MOE_METAL_PART and
+// MOE_METAL_PART_name are defined, or all parts if MOE_METAL_PART is not defined.
 #ifdef MOE_METAL_PART
-#define in_part(part) (MOE_METAL_PART == (part))
+#define in_part(name) MOE_METAL_PART_##name
 #else
-#define in_part(part) 1
+#define in_part(name) 1
 #endif
 // clang-format off
 // Expands instantiate(dtype, ...) for each dtype.

@@ -51,9 +51,9 @@ inline RowTile gate_up_tile(uint block, constant ExpertsParams& params) {
 template <typename T>
 float inner_value(float gate, float up, device const T* bias, int expert, uint row, constant ExpertsParams& params) {
   if (params.gate_up_bias != ParameterType::absent) {
-    const ulong first = ulong(expert) * 2 * params.I + row * params.bias_step;
+    const ulong first = ulong(expert) * 2 * params.I + row * params.bias_stride;
     gate += load(bias, first, params.gate_up_bias);
-    up += load(bias, first + params.bias_up, params.gate_up_bias);
+    up += load(bias, first + params.up_bias_offset, params.gate_up_bias);
   }
   return activated(gate, up, params.activation);
 }

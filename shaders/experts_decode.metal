@@ -275,16 +275,15 @@ template <typename T, typename Column>
   instantiate_kernel("experts_down_columns" suffix "_" #dtype,           \
                      moe_metal::experts_down_columns<dtype, moe_metal::Read##Down<dtype>>)
 
-// Parts are in the order of WeightLayout.
-#if in_part(0)
+#if in_part(rows_wide)
 for_dtypes(instantiate_rows, "_wide", wide)
 #endif
-#if in_part(1)
+#if in_part(rows)
 for_dtypes(instantiate_rows, "", any)
 #endif
-#if in_part(2) && !defined(MOE_METAL_FORMAT)
+#if in_part(columns_wide) && !defined(MOE_METAL_FORMAT)
 for_dtypes(instantiate_columns, "_wide", Wide)
 #endif
-#if in_part(3) && !defined(MOE_METAL_FORMAT)
+#if in_part(columns) && !defined(MOE_METAL_FORMAT)
 for_dtypes(instantiate_columns, "", Any)
 #endif

@@ -18,7 +18,7 @@ using namespace metal;
 
 namespace moe_metal {
 
-#if in_part(0)
+#if in_part(x)
 // Grid: sorted rows along x, blocks of their 16-byte pieces along y, one piece per thread. For all 16-bit dtypes.
 [[host_name("experts_grouped_x")]] [[kernel]] void experts_grouped_x(
     device const uint4* x [[buffer(0)]], device const int* order [[buffer(1)]], device const int* ends [[buffer(2)]],
@@ -77,9 +77,9 @@ template <typename T>
 }  // namespace moe_metal
 
 // clang-format off
-#if in_part(1)
+#if in_part(inner)
 instantiate_dtypes("experts_grouped_inner", experts_grouped_inner)
 #endif
-#if in_part(2)
+#if in_part(combine)
 instantiate_dtypes("experts_grouped_combine", experts_grouped_combine)
 #endif

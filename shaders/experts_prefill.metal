@@ -85,7 +85,7 @@ template <typename T, typename Reader, uint TileRows>
   for (uint n = 0; n < across; ++n) {
     const uint i = min(first + n / 2, params.I - 1);
     numbers.at[n] = gate_up_row(i, n % 2, params);
-    of_biases.at[n] = i * params.bias_step + n % 2 * params.bias_up;
+    of_biases.at[n] = i * params.bias_stride + n % 2 * params.up_bias_offset;
   }
   Products<TileRows> products;
   multiply_tile<TileRows, Reader>(products, memory, x, rows, tile.count, params.wide_x,
@@ -156,21 +156,21 @@ template <typename T, typename Reader, uint TileRows>
   instantiate_kernel("experts_down_tiles" #rows suffix weights_suffix "_" #dtype, \
                      moe_metal::experts_down_tiles<dtype, read##_tile(dtype), rows>)
 
-#if in_part(0)
+#if in_part(tiles16)
 for_dtypes(instantiate_both, "", any, 16)
 #endif
-#if in_part(1)
+#if in_part(tiles32)
 for_dtypes(instantiate_both, "", any, 32)
 #endif
-#if in_part(2)
+#if in_part(tiles64)
 for_dtypes(instantiate_gate_up, "", any, 64)
 #endif
-#if in_part(3)
+#if in_part(tiles16_wide)
 for_dtypes(instantiate_both, "_wide", wide, 16)
 #endif
-#if in_part(4)
+#if in_part(tiles32_wide)
 for_dtypes(instantiate_both, "_wide", wide, 32)
 #endif
-#if in_part(5)
+#if in_part(tiles64_wide)
 for_dtypes(instantiate_gate_up, "_wide", wide, 64)
 #endif

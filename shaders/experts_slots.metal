@@ -21,7 +21,7 @@ inline void list_tiles(device int4* tiles, uint expert, uint begin, uint count, 
   }
 }
 
-#if in_part(0)
+#if in_part(sort)
 // Grid: one threadgroup per expert. Each reads all ids and counts those of lower experts to find where its own begin.
 // That takes E times the reads of a radix sort, from the cache, but only one dispatch, no atomics, and no order between
 // threadgroups. The list of tiles (empty if tile_rows is 0) is followed by the end of each expert's slots in `order`,
@@ -92,6 +92,6 @@ template <typename T>
 
 }  // namespace moe_metal
 
-#if in_part(1)
+#if in_part(combine)
 instantiate_dtypes("experts_combine", experts_combine)
 #endif

@@ -208,15 +208,15 @@ template <typename T, typename W>
 #define instantiate_four(T, W) instantiate_kernel("gate_logits_4_" #T "_" #W, moe_metal::gate_logits<T, W, 4, 4>)
 #define instantiate_tile(T, W) instantiate_kernel("gate_tile_" #T "_" #W, moe_metal::gate_tile<T, W>)
 
-#if in_part(0)
+#if in_part(gate)
 for_both_dtypes(instantiate_gate)
 #endif
-#if in_part(1)
+#if in_part(logits_1)
 for_both_dtypes(instantiate_one)
 #endif
-#if in_part(2)
+#if in_part(logits_4)
 for_both_dtypes(instantiate_four)
 #endif
-#if in_part(3)
+#if in_part(tile)
 for_both_dtypes(instantiate_tile)
 #endif

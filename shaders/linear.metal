@@ -125,33 +125,33 @@ template <typename T, typename Reader, uint TileRows>
 #define instantiate_tiles(dtype, suffix, read, rows)                                   \
   instantiate_kernel("linear_tiles" #rows suffix weights_suffix "_" #dtype,   \
                      moe_metal::linear_tiles<dtype, read##_tile(dtype), rows>)
-#if in_part(0)
+#if in_part(tiles16)
 for_dtypes(instantiate_tiles, "", any, 16)
 #endif
-#if in_part(1)
+#if in_part(tiles32)
 for_dtypes(instantiate_tiles, "", any, 32)
 #endif
-#if in_part(2)
+#if in_part(tiles64)
 for_dtypes(instantiate_tiles, "", any, 64)
 #endif
-#if in_part(3)
+#if in_part(tiles16_wide)
 for_dtypes(instantiate_tiles, "_wide", wide, 16)
 #endif
-#if in_part(4)
+#if in_part(tiles32_wide)
 for_dtypes(instantiate_tiles, "_wide", wide, 32)
 #endif
-#if in_part(5)
+#if in_part(tiles64_wide)
 for_dtypes(instantiate_tiles, "_wide", wide, 64)
 #endif
-#if in_part(6)
+#if in_part(rows)
 for_dtypes(instantiate_rows, "", any)
 #endif
-#if in_part(7)
+#if in_part(rows_wide)
 for_dtypes(instantiate_rows, "_wide", wide)
 #endif
-#if in_part(8)
+#if in_part(rows2_wide)
 for_dtypes(instantiate_several, "_wide", wide, 2)
 #endif
-#if in_part(9)
+#if in_part(rows4_wide)
 for_dtypes(instantiate_several, "_wide", wide, 4)
 #endif

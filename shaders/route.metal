@@ -33,21 +33,21 @@ template <typename T, uint N>
 // clang-format off
 #define instantiate_route(dtype, N) instantiate_kernel("route_" #N "_" #dtype, moe_metal::route<dtype, N>)
 
-#if in_part(0)
+#if in_part(route_1)
 for_dtypes(instantiate_route, 1)
 #endif
-#if in_part(1)
+#if in_part(route_2)
 for_dtypes(instantiate_route, 2)
 #endif
-#if in_part(2)
+#if in_part(route_4)
 for_dtypes(instantiate_route, 4)
 #endif
-#if in_part(3)
+#if in_part(route_8)
 for_dtypes(instantiate_route, 8)
 #endif
-#if in_part(4)
+#if in_part(route_16)
 for_dtypes(instantiate_route, 16)
 #endif
-#if in_part(5)
+#if in_part(route_32)
 for_dtypes(instantiate_route, 32)
 #endif

@@ -194,15 +194,15 @@ template <typename T, typename Units, uint TileRows>
 #define instantiate_products(dtype, rows)                                    \
   instantiate_kernel("tensor_products" #rows weights_suffix "_" #dtype, \
                      moe_metal::tensor_products<dtype, units(dtype), rows>)
-#if in_part(0)
+#if in_part(tiles16)
 if_half(instantiate_products(half, 16))
 if_bfloat(instantiate_products(bfloat, 16))
 #endif
-#if in_part(1)
+#if in_part(tiles32)
 if_half(instantiate_products(half, 32))
 if_bfloat(instantiate_products(bfloat, 32))
 #endif
-#if in_part(2)
+#if in_part(tiles64)
 if_half(instantiate_products(half, 64))
 if_bfloat(instantiate_products(bfloat, 64))
 #endif

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torch_moe_metal import arguments, formats, reference
 from torch_moe_metal.arguments import ARGUMENTS, DTYPES, ROUTERS, Parts, format_of, optional_arguments
-from torch_moe_metal.bench.packed import Packing
+from torch_moe_metal.bench.packings import Packing
 from torch_moe_metal.doctor import PACKED as FAMILIES
 from torch_moe_metal.models import MODELS, Model
 

@@ -25,7 +25,7 @@ from tiny_models import tiny_model
 from torch_moe_metal.loading import Source
 from torch_moe_metal.serve.app import build
 from torch_moe_metal.serve.generation import Generation
-from torch_moe_metal.serve.models import Models
+from torch_moe_metal.serve.model_manager import Models
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LETTERS = [*map(chr, range(32, 127)), "\n"]

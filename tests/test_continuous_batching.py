@@ -11,7 +11,6 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 import torch_moe_metal
 from tiny_models import FAMILIES, SAME_CODE, tiny_model, tokens
 from torch_moe_metal.transformers import quantize_
-from torch_moe_metal.transformers.fusing.attention import paged
 
 NEW_TOKENS = 8
 GREEDY = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -142,7 +141,7 @@ def test_our_attention_computes_steps_without_prompts(family: str, monkeypatch):
 
     monkeypatch.setattr(ContinuousBatchProcessor, "_generation_step", observed)
     together(model, prompts(5, 21))
-    assert model.config._attn_implementation == "moe_metal" and not paged
+    assert model.config._attn_implementation == "moe_metal" and not any("is_paged" in vars(m) for m in model.modules())
     layers, window = model.config.num_hidden_layers, getattr(model.config, "sliding_window", None)
     first, *others = steps
     assert not first and len(others) >= NEW_TOKENS - 1

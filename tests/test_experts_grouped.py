@@ -10,7 +10,7 @@ from torch import Tensor
 from cases import BFLOAT, FLOAT, HALF, Args, Case, call, expected
 from checks import assert_matches
 from conftest import DEVICES, SIMULATED
-from packed import MXFP4
+from packings import MXFP4
 from torch_moe_metal import tuning
 from torch_moe_metal.warmup import MPS
 

@@ -9,9 +9,9 @@ import dispatch_table
 from cases import BFLOAT, Case, call, expected
 from checks import assert_matches
 from conftest import SIMULATED
-from packed import AFFINE, FP8, MXFP4, PACKINGS, Packing
+from packings import AFFINE, FP8, MXFP4, PACKINGS, Packing
 from torch_moe_metal import quantize, reference
-from torch_moe_metal.bench.packed import FORMATS
+from torch_moe_metal.bench.packings import FORMATS
 
 recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records dispatches; a Mac's own does not")
 

@@ -1,6 +1,7 @@
 """`torch_moe_metal.gate` and the others: the ops as functions with a signature, types and a docstring."""
 
 import inspect
+import re
 import subprocess
 import sys
 import timeit
@@ -12,8 +13,9 @@ import torch
 import torch_moe_metal
 from cases import SAMPLES, call
 from checks import same_bits
-from torch_moe_metal import reference
+from torch_moe_metal import packing, reference
 from torch_moe_metal.arguments import ARGUMENTS, DTYPES, outputs, written
+from torch_moe_metal.formats import BITS, FORMATS, GROUPS, any_of
 
 OPS = tuple(ARGUMENTS)
 ODD = {case.op: case for case in SAMPLES if case.name == "sample_odd"}
@@ -42,7 +44,32 @@ def test_every_op_is_documented_everywhere():
     registered = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
                   if name.startswith("moe_metal::") and not name.startswith("moe_metal::_")}  # fmt: skip
     assert set(reference.__all__) == set(OPS) == registered <= set(torch_moe_metal.__all__)
+    page = (Path(__file__).parents[1] / "README.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+)\(", page, re.MULTILINE)) == sorted(OPS)
     assert set(DTYPES) == set(reference.TOLERANCES)
+
+
+def test_formats_are_documented():
+    for function, known in ((reference.dequantize, FORMATS), (torch_moe_metal.quantize, packing.WRITTEN)):
+        assert all(re.search(rf"\b{name}\b", function.__doc__) for name in known)
+        assert f"{any_of(BITS)} bits" in function.__doc__ or f"`bits` {any_of(BITS)}" in function.__doc__
+        assert any_of(GROUPS) in " ".join(function.__doc__.split())
+
+
+@pytest.mark.parametrize(
+    ("op", "option", "known"),
+    [
+        ("route", "scoring", tuple(reference.SCORING)),
+        ("route", "renormalize", ("none", "before_scale", "after_scale")),
+        ("route", "group_score", ("top2_sum", "max")),
+        ("glu", "activation", tuple(reference.ACTIVATIONS)),
+    ],
+)
+def test_the_op_and_its_reference_have_the_same_values_of_an_option(op: str, option: str, known: tuple[str, ...]):
+    """The op's values are an enum in shaders/common.h."""
+    with pytest.raises(RuntimeError, match=f"{option}: expected one of {', '.join(known)}; got 'x'"):
+        getattr(torch.ops.moe_metal, op)(**ODD[op].arguments(), **ODD[op].options | {option: "x"})
+    assert all(re.search(rf"\b{value}\b", getattr(reference, op).__doc__) for value in known)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cases import BFLOAT, FLOAT, HALF
 from checks import assert_matches, relative, same_bits
-from packed import gguf_type
+from packings import gguf_type
 from torch_moe_metal import formats, ggml, nn, quantize, reference
-from torch_moe_metal.bench.packed import FORMATS as PACKINGS
+from torch_moe_metal.bench.packings import FORMATS as PACKINGS
 from torch_moe_metal.layers import linear_with_grad, slots_with_grad
 from torch_moe_metal.nn import MoE
 

@@ -21,8 +21,8 @@ import test_experts_mps as suite
 import test_ops
 import test_tensor_ops as units_suite
 from conftest import DEVICES, SIMULATED
-from packed import AFFINE, FP8, MXFP4
-from torch_moe_metal.bench.packed import FORMATS
+from packings import AFFINE, FP8, MXFP4
+from torch_moe_metal.bench.packings import FORMATS
 
 pytestmark = [
     pytest.mark.slow,

@@ -90,6 +90,7 @@ def test_prefill_has_the_activations_once() -> None:
     from embed import FOLDER, shader_text
     from metal_sim.engine import address_spaces
 
-    shader, macros = shader_text(FOLDER / "experts_prefill.metal"), ["MOE_METAL_PART=0", "MOE_METAL_DTYPE=0"]
+    shader = shader_text(FOLDER / "experts_prefill.metal")
+    macros = ["MOE_METAL_PART=tiles16", "MOE_METAL_PART_tiles16=1", "MOE_METAL_DTYPE=0"]
     kernel = compiled(address_spaces.translated(shader, 310, macros), "experts_gate_up_tiles")
     assert 0 < len(re.findall(r"call [^\n]*metal3exp", kernel)) <= 5

@@ -10,7 +10,7 @@ import torch
 
 from cases import OPTIONAL, SAMPLES, SUMS, WIDTHS, Case, call
 from checks import assert_matches
-from packed import gguf_type
+from packings import gguf_type
 from torch_moe_metal import reference
 from torch_moe_metal.arguments import format_of, scale_names, weights
 from torch_moe_metal.formats import FORMATS

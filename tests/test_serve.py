@@ -31,7 +31,7 @@ import torch_moe_metal
 from torch_moe_metal.__main__ import main
 from torch_moe_metal.cli import CannotRun
 from torch_moe_metal.loading import Source
-from torch_moe_metal.serve.models import HARMONY
+from torch_moe_metal.serve.model_manager import HARMONY
 from torch_moe_metal.serve.sampling import Seeded, quick, sampling
 from torch_moe_metal.serve.stopping import StopFilter
 
@@ -546,7 +546,7 @@ def test_ctrl_c_while_the_model_is_loading(folder: Path, monkeypatch):
     def interrupted(*_arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torch_moe_metal.serve.models.load_model", interrupted)
+    monkeypatch.setattr("torch_moe_metal.serve.model_manager.load_model", interrupted)
     assert main(["serve", str(folder), "--device", "cpu", "--port", "0"]) == 130
 
 
@@ -654,7 +654,7 @@ def test_sampling_arguments():
     assert sampling(drawn, 99, 7)["seed"] == 7 and "seed" not in sampling(GenerationConfig(do_sample=False), 99, 7)
 
 
-@pytest.mark.parametrize("top_k", [[1, 1, 1], [1, 5, 3], [99, 99, 99], [1, 99, 4]])
+@pytest.mark.parametrize("top_k", [[1, 5, 3], [99, 99, 99], [1, 99, 4]])
 @pytest.mark.parametrize("top_p", [[1.0, 1.0, 1.0], [0.5, 1.0, 0.9]])
 def test_quick_processors_give_the_scores_of_transformers(top_k: list[int], top_p: list[float]):
     scores = torch.randn(3, 99, generator=torch.Generator().manual_seed(0))

@@ -14,11 +14,11 @@ import test_experts_grouped as grouped_suite
 from cases import BFLOAT, FLOAT, HALF, Args, Case, call, expected
 from checks import assert_matches
 from conftest import DEVICES, SIMULATED
-from packed import AFFINE, FP8, MXFP4, Packing
+from packings import AFFINE, FP8, MXFP4, Packing
 from simulated import lines_of
 from test_experts_mps import in_float64, kernels_of, packed_linear
 from torch_moe_metal import tuning
-from torch_moe_metal.bench.packed import FORMATS
+from torch_moe_metal.bench.packings import FORMATS
 from torch_moe_metal.warmup import MPS
 
 pytestmark = [
@@ -154,7 +154,7 @@ def test_any_grid_and_order_of_threads(mps: str):
         metal_sim.set_orders("forward")
 
 
-def test_they_go_before_pytorchs_product(mps: str):
+def test_tensor_ops_have_priority_over_pytorchs_product(mps: str):
     import metal_sim
 
     with metal_sim.grouped_mm():
@@ -234,7 +234,7 @@ def test_macos_26_2_is_needed(mps: str, minor: int, taken: bool):
 
 
 @pytest.mark.parametrize("least, taken", [(0, False), (20, True), (21, False)])
-def test_from_so_many_slots_an_expert_on(mps: str, least: int, taken: bool):
+def test_threshold_of_slots_per_expert(mps: str, least: int, taken: bool):
     """40 tokens with 3 slots, of 6 experts: 20 each. And 20 tokens of a linear layer."""
     case = grouped_suite.case()
     with units(tensor_ops=least):

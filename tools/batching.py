@@ -1,7 +1,6 @@
 """Measures continuous batching: tokens per second of several requests together, and one after the other.
 
     python tools/batching.py --requests 8
-    OMP_NUM_THREADS=1 python tools/batching.py --requests 8 --profile
 
 The model has `--layers` layers of a large one with random weights in 4 bits, and is patched. Both methods take turns in
 every round, with the same prompts: `generate`, and the server's continuous batching. It prints the medians over the
@@ -9,22 +8,19 @@ rounds, and the median of the ratios, by wall-clock time and by CPU time, which 
 
 Then it prints a limit of that ratio: the time in which a step's weights are read once, at the speed with which this
 machine reads memory. A step of one sequence reads the experts of one token. A step of the batch reads the experts that
-any of its tokens selects, and everything else once. Last it prints where the time of a step of the batch goes, as the
-profiler counts it. `--profile` also prints the time of each op for both methods.
+any of its tokens selects, and everything else once. `tools/batching_steps.py` prints where the time of a step goes.
 """
 
 import argparse
-import contextlib
 import statistics
 import sys
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -178,123 +174,11 @@ def limit(model, prompts: Tokens, seconds: float = 0.3) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------ a step's parts
-
-#: What the profiler calls the parts of a step. A function in ranges() gets a range with its part's name.
-PARTS = {
-    "experts": ("moe_metal::experts",),
-    "linear layers": ("moe_metal::linear", "aten::linear"),
-    "routers, norms, rope": ("moe_metal::gate", "moe_metal::norm", "moe_metal::residual_norm", "moe_metal::rope"),
-    "attention": ("aten::scaled_dot_product_attention", "moe_metal::attention"),
-    "paged cache": ("paged cache",),
-    "sampling": ("processors", "draw"),
-    "scheduler and inputs": ("prepare", "update", "arguments"),
-}
-WHOLE_STEP = ("prepare", "generation", "update")
+# ------------------------------------------------------------------------------------------------ the command
 
 
-def ranges() -> list[tuple[type, str, str]]:
-    """Functions of transformers that are parts of a step."""
-    from transformers.generation.continuous_batching.cache import PagedAttentionCache
-    from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
-    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
-    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
-    from transformers.generation.continuous_batching.model_runner import ModelRunner
-
-    return [
-        (ContinuousBatchProcessor, "prepare_next_batch", "prepare"),
-        (ContinuousBatchProcessor, "_generation_step", "generation"),
-        (ContinuousBatchProcessor, "update_batch", "update"),
-        (ContinuousBatchingIOs, "get_model_kwargs", "arguments"),
-        (PagedAttentionCache, "update", "paged cache"),
-        (ContinuousBatchingLogitsProcessorList, "__call__", "processors"),
-        (ModelRunner, "_sample", "draw"),
-    ]
-
-
-@contextlib.contextmanager
-def replaced(cls: type, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
-    stock = getattr(cls, name)
-    setattr(cls, name, make(stock))
-    try:
-        yield
-    finally:
-        setattr(cls, name, stock)
-
-
-def in_range(name: str) -> Callable[[Callable], Callable]:
-    def make(function: Callable) -> Callable:
-        def call(*args, **kwargs):
-            with torch.profiler.record_function(name):
-                return function(*args, **kwargs)
-
-        return call
-
-    return make
-
-
-class StepProfiler:
-    """Profiles the steps in which all requests get their next token. The profiler sees the thread that starts it, so
-    the manager's thread does."""
-
-    def __init__(self, requests: int):
-        self.requests, self.steps, self.ended = requests, 0, threading.Event()
-        self.profiler: torch.profiler.profile | None = None
-
-    def around(self, body: Callable) -> Callable:
-        def call(manager, processor, bootstrapping: bool) -> bool:
-            states = processor.scheduler.active_requests.values()
-            decoding = len(states) == self.requests and all(state.generated_tokens for state in states)
-            if decoding and self.profiler is None:
-                self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-                self.profiler.start()
-            elif not decoding and self.profiler is not None and not self.ended.is_set():
-                self.profiler.stop()
-                self.ended.set()
-            self.steps += decoding
-            return body(manager, processor, bootstrapping)
-
-        return call
-
-
-def profiled_steps(model, prompts: Tokens, tokens: int) -> StepProfiler:
-    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        pass  # it must be initialised on this thread
-    profiler = StepProfiler(len(prompts))
-    with contextlib.ExitStack() as stack:
-        for cls, function, name in ranges():
-            stack.enter_context(replaced(cls, function, in_range(name)))
-        stack.enter_context(replaced(ContinuousBatchingManager, "_generation_loop_body", profiler.around))
-        way = WAYS["together"](model, tokens)
-        way(prompts)
-        assert profiler.ended.wait(10), "no step had all requests"
-        way.stop()
-    return profiler
-
-
-def breakdown(profiler: StepProfiler) -> str:
-    spent = {event.key: event.cpu_time_total / 1e3 / profiler.steps for event in profiler.profiler.key_averages()}
-    whole = sum(spent[name] for name in WHOLE_STEP)
-    parts = {part: sum(spent.get(name, 0.0) for name in names) for part, names in PARTS.items()}
-    parts["the rest of the model, and Python"] = whole - sum(parts.values())
-    rows = [f"  {part:36}{time:9.3f} ms{time / whole:8.1%}" for part, time in parts.items()]
-    title = f"a step of {profiler.requests} requests, with the profiler's own time, mean of {profiler.steps}:"
-    return "\n".join([f"{title} {whole:.3f} ms", *rows])
-
-
-def profile(model, prompts: Tokens, tokens: int, steps: StepProfiler) -> None:
-    way = Sequential(model, tokens)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        way(prompts)
-    for name, found in zip(WAYS, (profiler, steps.profiler), strict=True):
-        print(name, found.key_averages().table(sort_by="self_cpu_time_total", row_limit=16), sep="\n", flush=True)
-
-
-@torch.no_grad()
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_device(parser)
     parser.add_argument("--model", choices=WHOLE, default=DEFAULT, help=f"default: {DEFAULT}")
     parser.add_argument("--layers", type=positive, default=4, help="default: 4")
@@ -302,22 +186,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--requests", type=positive, default=8, help="default: 8")
     parser.add_argument("--prompt", type=positive, default=32, help="tokens of each prompt (default: 32)")
     parser.add_argument("--tokens", type=positive, default=64, help="of each answer (default: 64)")
-    parser.add_argument("--rounds", type=positive, default=5, help="after one that warms up (default: 5)")
-    parser.add_argument("--profile", action="store_true", help="print the time of each op")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def make(options: argparse.Namespace) -> tuple[nn.Module, Tokens]:
+    """The model and the prompts."""
     print(machine(), f"threads {torch.get_num_threads()}", flush=True)
     model = random_model(options.model, options.layers, options.device)
     pack_model(model, options.format, [])
     torch_moe_metal.patch(model)
     shape = options.requests, options.prompt
-    prompts = torch.randint(0, model.config.vocab_size, shape).tolist()  # random_model has set the seed
+    return model, torch.randint(0, model.config.vocab_size, shape).tolist()  # random_model has set the seed
+
+
+@torch.no_grad()
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=positive, default=5, help="after one that warms up (default: 5)")
+    options = parser.parse_args(argv)
+    model, prompts = make(options)
     found = measure(model, prompts, options.tokens, options.rounds)
     print(f"tokens/s: {summary(found, 'wall')}\ntokens per CPU second: {summary(found, 'cpu')}", flush=True)
     print(limit(model, prompts), flush=True)
-    steps = profiled_steps(model, prompts, options.tokens)
-    print(breakdown(steps), flush=True)
-    if options.profile:
-        profile(model, prompts, options.tokens, steps)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from torch_moe_metal import bench
 from torch_moe_metal.bench.block import Block, Implementation
 from torch_moe_metal.bench.calls import WHOLE, Call
 from torch_moe_metal.bench.device_bench import DeviceBench, next_of
-from torch_moe_metal.bench.packed import Packing
+from torch_moe_metal.bench.packings import Packing
 from torch_moe_metal.bench.report import MLX
 
 SORTED_FROM = 64  # expert ids, as in mlx-lm

@@ -24,9 +24,9 @@ measured it, the date and the machine. **None of these is an Apple figure**: thi
 own a Mac, please send us the files that `make report` writes (there is an issue form for them).
 
 How to read the tables: "x PyTorch" is the time of the fastest implementation in PyTorch or transformers over ours,
-measured in turn, so 2.00 means twice as fast. "x dense" is the same against our own op with bfloat16 weights. "of
-limit" is the row's bytes, each counted once, over the memory speed that the same run measured. Decode reads the chosen
-experts' weights once per token, so memory speed is its limit. At the end:
+measured in turn, so 2.00 means twice as fast. "x dense" is the same against our own op with bfloat16 weights. "GB/s"
+counts each byte of a row once; "of limit" compares it with the memory bandwidth that the same run measured. Decode
+reads the selected experts' weights once per token, so the bandwidth is its limit. At the end:
 [where others are faster](#where-others-are-faster).
 """
 # Keys that the heading or the tables show; the others are listed under the heading.

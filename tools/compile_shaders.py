@@ -61,7 +61,8 @@ class Library:
     macros: tuple[str, ...]
 
     def __str__(self) -> str:
-        return " ".join((self.shader, *(macro.removeprefix("MOE_METAL_") for macro in self.macros)))
+        macros = (macro for macro in self.macros if not macro.startswith("MOE_METAL_PART_"))  # which repeat the part
+        return " ".join((self.shader, *(macro.removeprefix("MOE_METAL_") for macro in macros)))
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def listed(lines: Iterable[str], only: str) -> list[Work]:
     return [Work(library, kernels) for library, kernels in sorted(found.items()) if re.search(only, str(library))]
 
 
-def never_asked(works: list[Work], versions: Collection[str] = tuple(VERSIONS)) -> Iterator[str]:
+def missing_kernels(works: list[Work], versions: Collection[str] = tuple(VERSIONS)) -> Iterator[str]:
     """Families of kernels that the extension lists, but that no library of dense weights contains, in any dtype and in
     any of the compiled versions."""
     held = {family(kernel.name) for work in works for kernel in work.kernels}
@@ -145,10 +146,10 @@ class Toolchain:
 
     def __init__(self, xcrun: str, folder: Path):
         self.xcrun, self.folder = xcrun, folder
-        self.paths = {tool: self.ask("--find", tool) for tool in ("metal", "metal-tt")}
-        self.environment = os.environ | {"SDKROOT": self.ask("--show-sdk-path")}
+        self.paths = {tool: self.xcrun_says("--find", tool) for tool in ("metal", "metal-tt")}
+        self.environment = os.environ | {"SDKROOT": self.xcrun_says("--show-sdk-path")}
 
-    def ask(self, *arguments: str) -> str:
+    def xcrun_says(self, *arguments: str) -> str:
         try:
             done = subprocess.run([self.xcrun, "-sdk", "macosx", *arguments], capture_output=True, text=True)
         except FileNotFoundError:
@@ -198,13 +199,13 @@ class Toolchain:
             return gpu_binary.figures(target.read_bytes())
 
 
-def known_versions(tools: Toolchain, asked: list[str]) -> list[str]:
+def known_versions(tools: Toolchain, wanted: list[str]) -> list[str]:
     """The versions that this compiler knows. It must know that of its own macOS and all older ones."""
     from torch_moe_metal import macos
 
     own, known = float(macos.version() or 15), []
     source = tools.source("version", START + KERNEL.format(name="version", body="  x[0] = 1;\n"))
-    for version in asked:
+    for version in wanted:
         try:
             tools.compile(source, version, tools.folder / "version.metallib")
             known.append(version)
@@ -256,7 +257,7 @@ def compile_versions(tools: Toolchain, work: Work, source: Path, versions: list[
 # ---------------------------------------------------------------------------------------------- native
 
 
-def known_archs(tools: Toolchain, library: Path, asked: list[str]) -> list[str]:
+def known_archs(tools: Toolchain, library: Path, wanted: list[str]) -> list[str]:
     """The larger chips of each generation, or the smallest, as far as this toolchain knows them."""
     known = []
     for generation in GENERATIONS:
@@ -271,7 +272,7 @@ def known_archs(tools: Toolchain, library: Path, asked: list[str]) -> list[str]:
         else:
             if generation in REQUIRED:
                 raise ShaderError(f"metal-tt translates for none of {', '.join(names)}: {why}")
-    return [name for name in known if not asked or name in asked]
+    return [name for name in known if not wanted or name in wanted]
 
 
 def native(tools: Toolchain, works: list[Work], version: str, archs: list[str], pool: ThreadPoolExecutor) -> list[str]:
@@ -371,22 +372,22 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    asked = arguments(argv)
+    options = arguments(argv)
     ops = extension_ops()
-    works = listed(ops._kernels(), asked.only)
+    works = listed(ops._kernels(), options.only)
     if not works:
-        raise ShaderError(f"no library's name matches {asked.only}")
+        raise ShaderError(f"no library's name matches {options.only}")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        tools = Toolchain(asked.xcrun, Path(folder))
+        tools = Toolchain(options.xcrun, Path(folder))
         summary(f"## Shaders, compiled by {tools.version()}")
-        versions = known_versions(tools, asked.versions)
+        versions = known_versions(tools, options.versions)
         offline(tools, works, versions, pool)
-        problems = [] if asked.only else [*never_asked(works, versions)]
+        problems = [] if options.only else [*missing_kernels(works, versions)]
         libraries = [work for work in works if work.kernels]
         summary(f"{len(libraries)} libraries as Metal {', '.join(versions)}")
-        if "native" in asked.stages and not any(work.problems for work in works):
-            summary("\n".join(native(tools, libraries, versions[-1], asked.archs, pool)))
-        if "runtime" in asked.stages:
+        if "native" in options.stages and not any(work.problems for work in works):
+            summary("\n".join(native(tools, libraries, versions[-1], options.archs, pool)))
+        if "runtime" in options.stages:
             summary(runtime(ops, libraries, pool))
     problems += [problem for work in works for problem in work.problems]
     if problems:

@@ -266,7 +266,7 @@ def of_llama_cpp(row: Row, file: Path, ids, model, want) -> None:
 
     differs = LLAMA_CPP_DIFFERS.get(row.name)
     if not has_llama_cpp() or isinstance(differs, str):
-        row.llama_cpp = "not asked"
+        row.llama_cpp = "not run"
         return  # LLAMA_CPP_DIFFERS has the reason
     if differs:
         rope = model.config.rope_parameters | differs
@@ -390,12 +390,12 @@ def main() -> int:
         return 0
     options = arguments()
     quiet()
-    asked = (
+    compared = (
         "compared with llama-cpp-python"
         if has_llama_cpp()
         else "llama-cpp-python is not installed: nothing else is compared"
     )
-    print(f"{asked}\n{HEAD}   seconds", flush=True)
+    print(f"{compared}\n{HEAD}   seconds", flush=True)
     rows, failed = [(name, kind) for name in options.arch for kind in options.types], 0
     with tempfile.TemporaryDirectory() as scratch:
         for name, kind in rows:

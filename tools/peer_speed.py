@@ -47,7 +47,7 @@ def write(path: Path, model: str, layers: int, type: str) -> Path:
     from gguf import GGMLQuantizationType, GGUFWriter
 
     import gguf_files
-    from torch_moe_metal.bench.packed import packing_of
+    from torch_moe_metal.bench.packings import packing_of
     from torch_moe_metal.bench.whole_model import whole_config
 
     config = whole_config(model, layers)

@@ -1,4 +1,4 @@
-"""The command line: `python -m torch_moe_metal serve|demo|doctor|bench|bench-model|tune`."""
+"""The command line: `python -m torch_moe_metal --help`."""
 
 import argparse
 

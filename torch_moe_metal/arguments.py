@@ -49,7 +49,7 @@ def _scales(prefix: str, letters: str) -> dict[str, Argument]:
 
 
 _CHOICE = {"select_bias": parameter("E", True), "per_expert_scale": parameter("E", True)}
-_BESIDE = {"shared": optional("TH"), "shared_gate": parameter("T", True), "residual": optional("TH")}
+_ADDED = {"shared": optional("TH"), "shared_gate": parameter("T", True), "residual": optional("TH")}
 _SLOTS = {"slots": Argument("TKH"), "weights": parameter("TK")}
 _RESIDUAL = {"residual": Argument("TH")}
 _WRITTEN = {"residual": Argument("TH", written=True)}
@@ -57,7 +57,7 @@ _WRITTEN = {"residual": Argument("TH", written=True)}
 _ANGLES = {"cos": parameter("BTR"), "sin": parameter("BTR")}
 _HEAD_NORMS = {"q_norm_weight": parameter("D", True), "k_norm_weight": parameter("D", True)}
 #: A mask may also be bool, and its sizes B and A may be 1.
-_SEEN = {"mask": parameter("BATS", True), "sinks": parameter("A", True)}
+_MASKED = {"mask": parameter("BATS", True), "sinks": parameter("A", True)}
 _NORM = _RESIDUAL | {"input": Argument("TH"), "weight": parameter("H"), "scalar": parameter("U", True)}
 
 #: Every tensor argument of every op, in the order of its schema.
@@ -70,14 +70,14 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
     "experts": {"x": Argument("TH"), "weights": parameter("TK"), "ids": Argument("TK", "ids")}
     | {"gate_up": Argument("EGH", "weight"), "down": Argument("EHI", "weight")}
     | {"gate_up_bias": parameter("EG", True), "down_bias": parameter("EH", True)}
-    | _BESIDE
+    | _ADDED
     | _scales("gate_up_", "EGH")
     | _scales("down_", "EHI"),
     "linear": {"x": Argument("TH"), "weight": Argument("NH", "weight")}
     | _scales("", "NH")
     | {"bias": parameter("N", True)},
     "dequantize": {"weight": Argument("NH", "weight")} | _scales("", "NH"),
-    "weighted_sum": _SLOTS | _BESIDE,
+    "weighted_sum": _SLOTS | _ADDED,
     "weighted_sum_residual_": _WRITTEN | _SLOTS,
     "weighted_sum_residual_norm_": _WRITTEN | _SLOTS | {"norm_weight": parameter("H")},
     "weighted_sum_norm_add": _SLOTS | _RESIDUAL | {"norm_weight": parameter("H")},
@@ -88,7 +88,7 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
     "norm_add": _NORM,
     "residual_norm": _NORM,
     "rope": {"q": Argument("BTAD"), "k": Argument("BTJD")} | _ANGLES | _HEAD_NORMS,
-    "attention": {"q": Argument("BATD"), "k": Argument("BJSD"), "v": Argument("BJSV")} | _SEEN,
+    "attention": {"q": Argument("BATD"), "k": Argument("BJSD"), "v": Argument("BJSV")} | _MASKED,
 }
 
 #: The outputs of ops that do not return one tensor [T, H]. A router's weights are float32 and its ids int32; all other

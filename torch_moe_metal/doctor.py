@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import platform
+import re
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from . import __version__, arguments, cpu_isa, reference
 from .bench import measure
-from .bench.packed import Packing
+from .bench.packings import Packing
 from .formats import FORMATS
 
 DIMS = {"E": 33, "K": 3, "H": 96, "I": 40, "N": 37, "U": 1}  # odd sizes: most faults of kernels are in tails
@@ -127,7 +128,7 @@ def compiling(device: str) -> Iterator[str]:
     took: dict[str, list[tuple[float, str]]] = {}
     for library, seconds in zip(*torch.ops.moe_metal._compile_times(), strict=True) if device == "mps" else ():
         shader, _, macros = library.partition(" ")
-        took.setdefault(shader, []).append((seconds, macros.replace("MOE_METAL_", "").lower()))
+        took.setdefault(shader, []).append((seconds, re.sub(r" MOE_METAL_PART_\w+=1|MOE_METAL_", "", macros).lower()))
     if took:
         total = sum(seconds for libraries in took.values() for seconds, _ in libraries)
         yield f"libraries of shaders, compiled by Metal: {total:.1f} s (macOS caches them, so later runs are faster)"

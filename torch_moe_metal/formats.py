@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .library import format_rows
+from .library import format_tables
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class Format:
         return {"float32_or_bfloat16": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}.get(self.scale)
 
 
-ROWS = tuple(Format(**row) for row in format_rows)
+ROWS = tuple(Format(**row) for row in format_tables["rows"])
 #: By `library`, one for each width.
 LIBRARIES = {row.library: row for row in ROWS}
 #: The packed formats by name. For affine this is the row of 4 bits.
 FORMATS = {row.name: row for row in ROWS if row.is_packed and (not row.is_affine or row.bits == 4)}
 #: The bits of affine weights, and their group sizes.
 BITS = tuple(row.bits for row in ROWS if row.is_affine)
-GROUPS = (16, 32, 64, 128)
+GROUPS: tuple[int, ...] = tuple(format_tables["affine_groups"])
 
 
 def any_of(values: tuple[int, ...]) -> str:

@@ -60,5 +60,5 @@ _C = ctypes.CDLL(str(FOLDER / "_C.so"))
 #: The maximum number of experts of the ops: kMaxExperts in shaders/common.h.
 max_experts: int = ctypes.c_int32.in_dll(_C, "moe_metal_max_experts").value
 _C.moe_metal_formats.restype = ctypes.c_char_p
-#: The rows of csrc/formats.h, from which formats.py makes its table.
-format_rows: list[dict] = json.loads(_C.moe_metal_formats())
+#: The tables of csrc/formats.h: `rows` and `affine_groups`.
+format_tables: dict[str, list] = json.loads(_C.moe_metal_formats())

@@ -57,7 +57,7 @@ def rounded(x: Tensor, like: Tensor) -> Tensor:
 
 
 def normed(x: Tensor, eps: float) -> Tensor:
-    """x * rms(x), with rms(x) = rsqrt(mean(x^2) + eps) over the last dimension."""
+    """norm(x) = x * rsqrt(mean(x^2) + eps), over the last dimension."""
     return as_float(x) * torch.rsqrt(as_float(x).square().mean(-1, keepdim=True) + eps)
 
 
@@ -388,7 +388,7 @@ def weighted_sum_residual_(residual: Tensor, slots: Tensor, weights: Tensor) -> 
 def weighted_sum_residual_norm_(
     residual: Tensor, slots: Tensor, weights: Tensor, norm_weight: Tensor, *, eps: float = 1e-6
 ) -> Tensor:
-    """residual += sum_k weights * slots; returns residual * rms(residual) * norm_weight.
+    """residual += sum_k weights * slots; returns norm(residual) * norm_weight.
 
     The tail of one layer with the head of the next. The norm sees the sum before it is rounded to the residual's dtype.
     """
@@ -425,7 +425,7 @@ def norm(
     *,
     eps: float = 1e-6,
 ) -> Tensor:
-    """input * rms(input) * weight, with rms(x) = rsqrt(mean(x^2) + eps) over the last dimension (RMSNorm)"""
+    """norm(input) * weight, with norm(x) = x * rsqrt(mean(x^2) + eps) over the last dimension (RMSNorm)"""
     output = normed(input, eps)
     return rounded(output if weight is None else output * as_float(weight), input)
 

@@ -29,7 +29,7 @@ from .bench.block import Block, fitted
 from .bench.calls import Call, RandomTensors, inputs
 from .bench.device_bench import in_turn
 from .bench.measure import free_memory, machine, rounds_each
-from .bench.packed import FORMATS
+from .bench.packings import FORMATS
 from .cli import CannotRun, check_device
 from .models import DEFAULT, MODELS, Model, of_config
 from .reference import tolerance

@@ -8,11 +8,10 @@
 namespace moe_metal {
 namespace {
 
-// The last arguments are the parts of attention.metal.
-Kernels wide64_kernels("attention", "attention_64_wide", kAttentionThreads, 0);
-Kernels wide128_kernels("attention", "attention_128_wide", kAttentionThreads, 1);
-Kernels any_kernels("attention", "attention", kAttentionThreads, 2);
-Kernels combine_kernels("attention", "attention_combine", kAttentionThreads, 3);
+Kernels wide64_kernels("attention", "attention_64_wide", kAttentionThreads, "wide64");
+Kernels wide128_kernels("attention", "attention_128_wide", kAttentionThreads, "wide128");
+Kernels any_kernels("attention", "attention", kAttentionThreads, "any");
+Kernels combine_kernels("attention", "attention_combine", kAttentionThreads, "combine");
 
 // A kernel, and the chunks of a key and of a value that one of its simdgroups keeps in registers.
 struct AttentionKernel {

@@ -23,8 +23,8 @@ ExpertsParams experts_params(const Experts& call) {
       .long_ids = call.ids.scalar_type() == at::kLong,
       .wide_x = wide_rows(call.x, call.H),
       .interleaved = call.row_stride == 2,
-      .bias_step = to_uint(call.bias_stride),
-      .bias_up = to_uint(call.up_bias_offset),
+      .bias_stride = to_uint(call.bias_stride),
+      .up_bias_offset = to_uint(call.up_bias_offset),
       .has_shared = call.shared.defined(),
       .has_residual = call.residual.defined(),
       .weights = parameter_type(call.weights),
@@ -39,15 +39,15 @@ ExpertsParams experts_params(const Experts& call) {
 
 // ---------------------------------------------------------------------------------------------- decode
 
-// Indexed by WeightLayout, as are the parts of experts_decode.metal (the last argument).
-FormatKernels decode_gate_up[] = {{"experts_decode", "experts_gate_up_rows_wide", 32 * kChunkSimdgroups, 0},
-                                  {"experts_decode", "experts_gate_up_rows", 32 * kChunkSimdgroups, 1},
-                                  {"experts_decode", "experts_gate_up_columns_wide", 32 * kMaxSplit, 2},
-                                  {"experts_decode", "experts_gate_up_columns", 32 * kMaxSplit, 3}};
-FormatKernels decode_down[] = {{"experts_decode", "experts_down_rows_wide", 32 * kChunkSimdgroups, 0},
-                               {"experts_decode", "experts_down_rows", 32 * kChunkSimdgroups, 1},
-                               {"experts_decode", "experts_down_columns_wide", 32 * kMaxSplit, 2},
-                               {"experts_decode", "experts_down_columns", 32 * kMaxSplit, 3}};
+// Indexed by WeightLayout.
+FormatKernels decode_gate_up[] = {{"experts_decode", "experts_gate_up_rows_wide", 32 * kChunkSimdgroups, "rows_wide"},
+                                  {"experts_decode", "experts_gate_up_rows", 32 * kChunkSimdgroups, "rows"},
+                                  {"experts_decode", "experts_gate_up_columns_wide", 32 * kMaxSplit, "columns_wide"},
+                                  {"experts_decode", "experts_gate_up_columns", 32 * kMaxSplit, "columns"}};
+FormatKernels decode_down[] = {{"experts_decode", "experts_down_rows_wide", 32 * kChunkSimdgroups, "rows_wide"},
+                               {"experts_decode", "experts_down_rows", 32 * kChunkSimdgroups, "rows"},
+                               {"experts_decode", "experts_down_columns_wide", 32 * kMaxSplit, "columns_wide"},
+                               {"experts_decode", "experts_down_columns", 32 * kMaxSplit, "columns"}};
 
 struct Product {
   Kernel& kernel;
@@ -84,20 +84,21 @@ void decode(const Experts& call, ExpertsParams params) {
 
 // ---------------------------------------------------------------------------------------------- prefill
 
-Kernel sort_kernel{"experts_slots", "experts_sort", -1, kFormats, 1024};
-// Indexed by tile_size. The last argument is the part of experts_prefill.metal.
-FormatKernels gate_up_tiles[] = {{"experts_prefill", "experts_gate_up_tiles16", kTileThreads, 0},
-                                 {"experts_prefill", "experts_gate_up_tiles32", kTileThreads, 1},
-                                 {"experts_prefill", "experts_gate_up_tiles64", kTileThreads, 2}};
-FormatKernels gate_up_tiles_wide[] = {{"experts_prefill", "experts_gate_up_tiles16_wide", kTileThreads, 3},
-                                      {"experts_prefill", "experts_gate_up_tiles32_wide", kTileThreads, 4},
-                                      {"experts_prefill", "experts_gate_up_tiles64_wide", kTileThreads, 5}};
-FormatKernels down_tiles[] = {{"experts_prefill", "experts_down_tiles16", kTileThreads, 0},
-                              {"experts_prefill", "experts_down_tiles32", kTileThreads, 1}};
-FormatKernels down_tiles_wide[] = {{"experts_prefill", "experts_down_tiles16_wide", kTileThreads, 3},
-                                   {"experts_prefill", "experts_down_tiles32_wide", kTileThreads, 4}};
+Kernel sort_kernel{"experts_slots", "experts_sort", -1, kFormats, 1024, "sort"};
+// Indexed by tile_size.
+FormatKernels gate_up_tiles[] = {{"experts_prefill", "experts_gate_up_tiles16", kTileThreads, "tiles16"},
+                                 {"experts_prefill", "experts_gate_up_tiles32", kTileThreads, "tiles32"},
+                                 {"experts_prefill", "experts_gate_up_tiles64", kTileThreads, "tiles64"}};
+FormatKernels gate_up_tiles_wide[] = {
+    {"experts_prefill", "experts_gate_up_tiles16_wide", kTileThreads, "tiles16_wide"},
+    {"experts_prefill", "experts_gate_up_tiles32_wide", kTileThreads, "tiles32_wide"},
+    {"experts_prefill", "experts_gate_up_tiles64_wide", kTileThreads, "tiles64_wide"}};
+FormatKernels down_tiles[] = {{"experts_prefill", "experts_down_tiles16", kTileThreads, "tiles16"},
+                              {"experts_prefill", "experts_down_tiles32", kTileThreads, "tiles32"}};
+FormatKernels down_tiles_wide[] = {{"experts_prefill", "experts_down_tiles16_wide", kTileThreads, "tiles16_wide"},
+                                   {"experts_prefill", "experts_down_tiles32_wide", kTileThreads, "tiles32_wide"}};
 constexpr int kRowThreads = 256;
-Kernels combine_kernels("experts_slots", "experts_combine", kRowThreads, 1);
+Kernels combine_kernels("experts_slots", "experts_combine", kRowThreads, "combine");
 
 // One thread per element: rows along x, blocks of elements along y.
 Grid grid_of_rows(int64_t rows, int64_t elements) { return {rows, ceil_div(elements, kRowThreads), kRowThreads}; }
@@ -158,9 +159,9 @@ void prefill_tiles(const Experts& call, ExpertsParams params) {
            call.shared_gate, call.residual, call.output, params}});
 }
 
-Kernel grouped_x{"experts_grouped", "experts_grouped_x", -1, kFormats, kRowThreads, 0};
-Kernels grouped_inner("experts_grouped", "experts_grouped_inner", kRowThreads, 1);
-Kernels grouped_combine("experts_grouped", "experts_grouped_combine", kRowThreads, 2);
+Kernel grouped_x{"experts_grouped", "experts_grouped_x", -1, kFormats, kRowThreads, "x"};
+Kernels grouped_inner("experts_grouped", "experts_grouped_inner", kRowThreads, "inner");
+Kernels grouped_combine("experts_grouped", "experts_grouped_combine", kRowThreads, "combine");
 
 // multiply(rows, weight, tiles) computes both products of rows in the order of the slots, on the matrix units.
 // Scratch memory: 2 * T * K * (2H + 3I + 4) bytes, and the list of tiles if there is one.

@@ -8,10 +8,10 @@
 namespace moe_metal {
 namespace {
 
-Kernels gate_kernels("gate");
-Kernels one_token_kernels("gate", "gate_logits_1", kGateSimdgroups* kSimdgroup, 1);
-Kernels four_token_kernels("gate", "gate_logits_4", kGateSimdgroups* kSimdgroup, 2);
-Kernels tile_kernels("gate", "gate_tile", kGateTileThreads, 3);
+Kernels gate_kernels("gate", "gate", 1024, "gate");
+Kernels one_token_kernels("gate", "gate_logits_1", kGateSimdgroups* kSimdgroup, "logits_1");
+Kernels four_token_kernels("gate", "gate_logits_4", kGateSimdgroups* kSimdgroup, "logits_4");
+Kernels tile_kernels("gate", "gate_tile", kGateTileThreads, "tile");
 
 // With one dispatch, a single threadgroup, so one GPU core, reads the whole router for each token. Up to 128 KB that
 // takes about as long as a second dispatch: an estimate from published figures, not measured.

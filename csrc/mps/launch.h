@@ -27,7 +27,8 @@ struct Pipeline;  // a compiled kernel
 // errors. All kernels are constructed when the extension is loaded, and form one list, which tools/compile_shaders.py
 // compiles.
 struct Kernel {
-  Kernel(const char* shader, const char* function, int dtypes, const Format* format, int max_threads, int part = 0)
+  Kernel(const char* shader, const char* function, int dtypes, const Format* format, int max_threads,
+         const char* part = "")
       : shader(shader),
         function(function),
         dtypes(dtypes),
@@ -40,8 +41,8 @@ struct Kernel {
   const char* const function;  // the part of its host_name before the dtypes
   const int dtypes;            // index into the dtype names in launch.mm; -1: the kernel has no dtype
   const Format* const format;
-  const int max_threads;  // per threadgroup; fewer leave each thread more registers
-  const int part;         // the part of its file, see `in_part` in common.h
+  const int max_threads;   // per threadgroup; fewer leave each thread more registers
+  const char* const part;  // of its file, see `in_part` in common.h; empty: a library contains the whole file
   std::atomic<const Pipeline*> pipeline = nullptr;
   std::atomic<bool> is_refused = false;  // compiles() has failed
   Kernel* const next;                    // the kernel constructed before this one
@@ -52,7 +53,7 @@ struct Kernel {
 // dtypes. A lookup only computes an index: nothing is built, compared or allocated per call.
 class Kernels {
  public:
-  Kernels(const char* shader, const char* function, int max_threads = 1024, int part = 0,
+  Kernels(const char* shader, const char* function, int max_threads = 1024, const char* part = "",
           const Format& format = kFormats[0])
       : Kernels(shader, function, max_threads, part, format, std::make_index_sequence<kCount>()) {}
   explicit Kernels(const char* shader, int max_threads = 1024) : Kernels(shader, shader, max_threads) {}
@@ -65,7 +66,7 @@ class Kernels {
  private:
   static constexpr int kCount = 12;  // 3 with one dtype, 9 with two
   template <size_t... i>
-  Kernels(const char* shader, const char* function, int max_threads, int part, const Format& format,
+  Kernels(const char* shader, const char* function, int max_threads, const char* part, const Format& format,
           std::index_sequence<i...>)
       : kernels_{Kernel(shader, function, i, &format, max_threads, part)...} {}
   static int index(at::ScalarType dtype) {
@@ -77,14 +78,14 @@ class Kernels {
 // The same for each format of weights.
 class FormatKernels {
  public:
-  FormatKernels(const char* shader, const char* function, int max_threads = 1024, int part = 0)
+  FormatKernels(const char* shader, const char* function, int max_threads = 1024, const char* part = "")
       : FormatKernels(shader, function, max_threads, part, std::make_index_sequence<kFormatCount>()) {}
 
   Kernel& operator()(at::ScalarType dtype, const Format* format) { return kernels_[format - kFormats][dtype]; }
 
  private:
   template <size_t... i>
-  FormatKernels(const char* shader, const char* function, int max_threads, int part, std::index_sequence<i...>)
+  FormatKernels(const char* shader, const char* function, int max_threads, const char* part, std::index_sequence<i...>)
       : kernels_{Kernels(shader, function, max_threads, part, kFormats[i])...} {}
   Kernels kernels_[kFormatCount];
 };

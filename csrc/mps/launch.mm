@@ -75,11 +75,13 @@ MTLLanguageVersion language_version() {
 int activation_dtype(const Kernel& kernel) { return kernel.dtypes < 3 ? kernel.dtypes : (kernel.dtypes - 3) / 3; }
 
 // The macros that select one part, one dtype and one format of a shader file.
-using Macros = std::vector<std::pair<const char*, std::string>>;
+using Macros = std::vector<std::pair<std::string, std::string>>;
 
 Macros library_macros(const Kernel& kernel) {
   const int dtype = activation_dtype(kernel);
-  Macros macros = {{"MOE_METAL_PART", std::to_string(kernel.part)}};
+  const std::string part = kernel.part;
+  Macros macros;
+  if (!part.empty()) macros = {{"MOE_METAL_PART", part}, {"MOE_METAL_PART_" + part, "1"}};
   if (dtype >= 0) macros.emplace_back("MOE_METAL_DTYPE", std::to_string(dtype));
   if (!kernel.format->is_dense()) macros.emplace_back("MOE_METAL_FORMAT", std::string(kernel.format->library));
   return macros;
@@ -225,7 +227,7 @@ class MadeOnce {
 };
 
 id<MTLLibrary> library_of(id<MTLDevice> device, const Kernel& kernel) {
-  using Library = std::tuple<std::string, int, int, const Format*>;
+  using Library = std::tuple<std::string, std::string, int, const Format*>;
   static auto& libraries = *new MadeOnce<Library, id<MTLLibrary>>;
   const Library key = {kernel.shader, kernel.part, activation_dtype(kernel), kernel.format};
   return libraries.get(key, [&] { return compile_library(device, kernel); });

@@ -5,18 +5,18 @@
 namespace moe_metal {
 namespace {
 
-FormatKernels wide_rows_kernels("linear", "linear_rows_wide", 32 * kChunkSimdgroups, 7);
-FormatKernels rows_kernels("linear", "linear_rows", 32 * kChunkSimdgroups, 6);
+FormatKernels wide_rows_kernels("linear", "linear_rows_wide", 32 * kChunkSimdgroups, "rows_wide");
+FormatKernels rows_kernels("linear", "linear_rows", 32 * kChunkSimdgroups, "rows");
 // Kernels that multiply 2 or 4 tokens together.
-FormatKernels several_kernels[] = {{"linear", "linear_rows2_wide", 32 * kChunkSimdgroups, 8},
-                                   {"linear", "linear_rows4_wide", 32 * kChunkSimdgroups, 9}};
-// Indexed by tile_size. The last argument is the part of linear.metal.
-FormatKernels tile_kernels[] = {{"linear", "linear_tiles16", kTileThreads, 0},
-                                {"linear", "linear_tiles32", kTileThreads, 1},
-                                {"linear", "linear_tiles64", kTileThreads, 2}};
-FormatKernels wide_tile_kernels[] = {{"linear", "linear_tiles16_wide", kTileThreads, 3},
-                                     {"linear", "linear_tiles32_wide", kTileThreads, 4},
-                                     {"linear", "linear_tiles64_wide", kTileThreads, 5}};
+FormatKernels several_kernels[] = {{"linear", "linear_rows2_wide", 32 * kChunkSimdgroups, "rows2_wide"},
+                                   {"linear", "linear_rows4_wide", 32 * kChunkSimdgroups, "rows4_wide"}};
+// Indexed by tile_size.
+FormatKernels tile_kernels[] = {{"linear", "linear_tiles16", kTileThreads, "tiles16"},
+                                {"linear", "linear_tiles32", kTileThreads, "tiles32"},
+                                {"linear", "linear_tiles64", kTileThreads, "tiles64"}};
+FormatKernels wide_tile_kernels[] = {{"linear", "linear_tiles16_wide", kTileThreads, "tiles16_wide"},
+                                     {"linear", "linear_tiles32_wide", kTileThreads, "tiles32_wide"},
+                                     {"linear", "linear_tiles64_wide", kTileThreads, "tiles64_wide"}};
 
 void at_once(const Linear& call) {
   const at::ScalarType dtype = call.x.scalar_type();

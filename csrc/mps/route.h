@@ -11,9 +11,10 @@ namespace moe_metal {
 constexpr int kRouteTokens = 4;  // of a threadgroup, one simdgroup each
 constexpr int kRouteThreads = kRouteTokens * kSimdgroup;
 // One for each number of logits per lane: 1, 2, 4, ... 32.
-inline Kernels route_kernels[] = {{"route", "route_1", kRouteThreads, 0},  {"route", "route_2", kRouteThreads, 1},
-                                  {"route", "route_4", kRouteThreads, 2},  {"route", "route_8", kRouteThreads, 3},
-                                  {"route", "route_16", kRouteThreads, 4}, {"route", "route_32", kRouteThreads, 5}};
+inline Kernels route_kernels[] = {
+    {"route", "route_1", kRouteThreads, "route_1"},   {"route", "route_2", kRouteThreads, "route_2"},
+    {"route", "route_4", kRouteThreads, "route_4"},   {"route", "route_8", kRouteThreads, "route_8"},
+    {"route", "route_16", kRouteThreads, "route_16"}, {"route", "route_32", kRouteThreads, "route_32"}};
 
 static_assert(kSimdgroup << (std::size(route_kernels) - 1) == kMaxExperts);
 

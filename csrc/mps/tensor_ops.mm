@@ -3,10 +3,10 @@
 namespace moe_metal {
 namespace {
 
-// Indexed by tile_size, as are the parts of tensor_ops.metal (the last argument).
-FormatKernels products[] = {{"tensor_ops", "tensor_products16", 32 * unit_simdgroups(16), 0},
-                            {"tensor_ops", "tensor_products32", 32 * unit_simdgroups(32), 1},
-                            {"tensor_ops", "tensor_products64", 32 * unit_simdgroups(64), 2}};
+// Indexed by tile_size.
+FormatKernels products[] = {{"tensor_ops", "tensor_products16", 32 * unit_simdgroups(16), "tiles16"},
+                            {"tensor_ops", "tensor_products32", 32 * unit_simdgroups(32), "tiles32"},
+                            {"tensor_ops", "tensor_products64", 32 * unit_simdgroups(64), "tiles64"}};
 
 // matmul2d has 32-bit offsets in an operand, relative to the tile's first element.
 bool fits_32_bits(int64_t stride, int64_t rows, int64_t columns) {

@@ -73,9 +73,8 @@ def fetch_torch() -> Path:
             "--only-binary=:all:", "--platform=manylinux_2_28_aarch64", "--python-version=3.12", "--dest", scratch,
             f"torch=={TORCH}")  # fmt: skip
         with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
-            names = [name for name in wheel.namelist() if re.match(r"torch/(include/|lib/lib[^/]*\.so)", name)]
-            wheel.extractall(scratch, [name for name in names if not re.search(r"cuda|python|nvshmem|shm", name)])
-            wheel.extractall(scratch, [name for name in names if name.startswith("torch/include/c10/cuda")])
+            wanted = r"torch/(include/|lib/lib(?!.*(cuda|python|nvshmem|shm))[^/]*\.so)"
+            wheel.extractall(scratch, [name for name in wheel.namelist() if re.match(wanted, name)])
         write_stubs(Path(scratch) / "torch" / "lib")
         (Path(scratch) / "torch").rename(folder)
     return folder

@@ -33,7 +33,7 @@ from checks import placed  # noqa: E402
 from torch_moe_metal import tune, tuning  # noqa: E402
 from torch_moe_metal.arguments import ARGUMENTS  # noqa: E402
 from torch_moe_metal.bench.calls import Call, choices, halves, joined_heads, tokens_of  # noqa: E402
-from torch_moe_metal.library import format_rows  # noqa: E402
+from torch_moe_metal.library import format_tables  # noqa: E402
 from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
 
 MAX_WORK = 3e7  # flops or bytes of a case that is worth replaying
@@ -207,7 +207,7 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     simulated.load()
-    (options.folder / "formats.json").write_text(json.dumps(format_rows))
+    (options.folder / "formats.json").write_text(json.dumps(format_tables))
     if options.tune:
         prepare_tune()
         write(options.folder / "tune.json", tune_traces(options.model), ("",))

@@ -36,11 +36,11 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 
 def without_the_extension(folder: Path) -> None:
     """Make the checkout's Python modules importable without the built extension: the package without its __init__,
-    and with the table of formats that record.py wrote."""
+    and with the tables of formats that record.py wrote."""
     package, library = types.ModuleType("torch_moe_metal"), types.ModuleType("torch_moe_metal.library")
     package.__path__ = [str(ROOT / "torch_moe_metal")]
     package.__version__, package.cpu_isa = "(a checkout)", "none"
-    library.format_rows = json.loads((folder / "formats.json").read_text())
+    library.format_tables = json.loads((folder / "formats.json").read_text())
     sys.modules |= {"torch_moe_metal": package, "torch_moe_metal.library": library}
 
 

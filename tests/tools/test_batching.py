@@ -1,4 +1,4 @@
-"""tools/batching.py and tools/speculation.py with a tiny model."""
+"""tools/batching.py, batching_steps.py and speculation.py with a tiny model."""
 
 import re
 import sys
@@ -9,6 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import batching
+import batching_steps
 import speculation
 from tiny_models import tiny_model
 
@@ -27,8 +28,11 @@ def tiny(monkeypatch) -> None:
         monkeypatch.setattr(tool, "random_model", model)
 
 
-def test_batching_prints_the_limit_and_the_parts_of_a_step(capsys):
-    batching.main(["--layers", str(LAYERS), "--requests", "4", "--prompt", "4", "--tokens", "8", "--rounds", "1"])
+SIZES = ["--layers", str(LAYERS), "--requests", "4", "--prompt", "4", "--tokens", "8"]
+
+
+def test_batching_prints_the_limit(capsys):
+    batching.main([*SIZES, "--rounds", "1"])
     out = capsys.readouterr().out
     rows = re.findall(r"^  (one sequence|4 requests) +([\d.]+) experts +([\d.]+) MB +([\d.]+) ms$", out, re.M)
     (_, one, small, _), (_, four, large, _) = rows
@@ -37,8 +41,14 @@ def test_batching_prints_the_limit_and_the_parts_of_a_step(capsys):
         3 * HIDDEN * INNER * (4 + 2 * 16 / 64) / 8
     )  # bytes: three matrices, with a scale and an offset in bf16 per 64
     assert float(large) - float(small) == pytest.approx(LAYERS * (float(four) - 2) * expert / 1e6, abs=0.06 * 2)
+
+
+def test_batching_steps_prints_the_parts_of_a_step(capsys):
+    batching_steps.main([*SIZES, "--ops"])
+    out = capsys.readouterr().out
+    assert "one after the other" in out and "together" in out
     parts = dict(re.findall(r"^  (\D+?) +[\d.]+ ms +([\d.]+)%$", out, re.M))
-    assert set(batching.PARTS) < set(parts) and sum(map(float, parts.values())) == pytest.approx(100, abs=1)
+    assert set(batching_steps.PARTS) < set(parts) and sum(map(float, parts.values())) == pytest.approx(100, abs=1)
     assert all(float(share) > 0 for share in parts.values())
 
 

@@ -29,7 +29,7 @@ from torch_moe_metal.bench.block import (
     transformers,
 )
 from torch_moe_metal.bench.calls import DECODING, OPS, WHOLE, Call, RandomTensors, inputs, moved, packing_of
-from torch_moe_metal.bench.packed import FORMATS
+from torch_moe_metal.bench.packings import FORMATS
 from torch_moe_metal.bench.report import OURS_DENSE, Progress, Result
 from torch_moe_metal.cli import CannotRun
 from torch_moe_metal.models import DEFAULT, MODELS, Model, configuration

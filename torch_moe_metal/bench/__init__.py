@@ -23,7 +23,7 @@ from . import report
 from .calls import DECODING, OPS, WORTH_A_LIMIT
 from .device_bench import DeviceBench
 from .measure import keep_freed_memory, machine
-from .packed import FORMATS
+from .packings import FORMATS
 from .report import Progress, Result
 
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}

@@ -12,7 +12,7 @@ from ..cli import CannotRun
 from ..models import Model, configuration
 from .baselines import BASELINES, MAX_COPIED, gate, glu
 from .calls import RandomTensors, moved
-from .packed import Packing, dequantized, packing_of
+from .packings import Packing, dequantized, packing_of
 
 ops = torch.ops.moe_metal
 

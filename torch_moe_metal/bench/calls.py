@@ -15,7 +15,7 @@ from .. import arguments
 from ..arguments import ARGUMENTS, DTYPES, ROUTERS
 from ..cli import CannotRun
 from ..models import DEFAULT, MANY_EXPERTS, MODELS, Model
-from .packed import Packing, packing_of
+from .packings import Packing, packing_of
 
 GIVEN = {"weighted_sum": ("residual",), "norm": ("weight",)}  # optional arguments that every layer passes
 EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")  # the experts' weights, shared by all sets of inputs

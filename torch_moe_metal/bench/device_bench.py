@@ -32,7 +32,7 @@ from .calls import (
     wanted_ops,
 )
 from .measure import Limits, free_memory, seconds_each, synchronize
-from .packed import dequantized
+from .packings import dequantized
 from .report import OURS_DENSE, Result
 
 ops = torch.ops.moe_metal

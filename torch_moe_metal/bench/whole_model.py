@@ -27,7 +27,7 @@ from ..loading import weights_gb
 from ..models import DEFAULT, MODELS, configuration
 from ..packing import WRITTEN
 from .measure import machine, synchronize
-from .packed import FORMATS
+from .packings import FORMATS
 from .report import Progress
 
 PROMPT, TOKENS = 512, 16

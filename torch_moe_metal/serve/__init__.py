@@ -76,7 +76,7 @@ def serve(source, options: Namespace, listening: socket.socket) -> int:
     with loading(source.name, options.device):
         from .app import build
         from .generation import Generation
-        from .models import Models
+        from .model_manager import Models
         from .server import Server, warm_up
 
         models = Models(source, options)

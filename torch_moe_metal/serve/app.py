@@ -15,7 +15,7 @@ from transformers.cli.serving.utils import CBWorkerDeadError
 
 from .generation import STOPPED, Failed, Generation, Refused, Request, current
 from .handlers import Chat, Completions, Responses, error_body
-from .models import Models
+from .model_manager import Models
 
 #: The paths of transformers' application that are kept. The others unload the model or need models of other kinds.
 KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/load_model")

@@ -30,7 +30,7 @@ from transformers.cli.serving.utils import (
 from transformers.generation.continuous_batching.utils import drain_queue
 
 from ..cli import CannotRun
-from .sampling import GREEDY, SHARED, draw_only_if_needed, replace, sampling
+from .sampling import GREEDY, SHARED, install, sampling
 from .stopping import StopFilter, cut
 
 PAGE = 256  # tokens of a page of the paged cache, transformers' default
@@ -261,7 +261,7 @@ def start_batching(model, config: ContinuousBatchingConfig):
         manager = model.init_continuous_batching(GenerationConfig(**SHARED), config)
     except ValueError as error:  # the cache has no pages for some kinds of layers
         raise CannotRun(f"--continuous-batching: {error}") from error
-    replace(manager.logit_processor)
+    install(manager)
     manager.start()
     manager.add_request([0, 0], max_new_tokens=2, **GREEDY)
     result, status = None, manager.background_thread_status
@@ -270,7 +270,6 @@ def start_batching(model, config: ContinuousBatchingConfig):
     if (error := status.fatal_error or result.error) is not None:
         manager.stop()
         raise CannotRun(f"--continuous-batching: transformers' paged cache does not run this model: {error}")
-    draw_only_if_needed(manager.batch_processor.model_runner)
     return manager
 
 

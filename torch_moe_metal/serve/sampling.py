@@ -13,9 +13,12 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessor,
-    ContinuousBatchingLogitsProcessorList,
     ContinuousBatchingTopKLogitsWarper,
     ContinuousBatchingTopPLogitsWarper,
+)
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
 )
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
@@ -34,11 +37,20 @@ def sampling(config: GenerationConfig, vocabulary: int, seed: int | None = None)
     return found if seed is None else found | {"seed": seed}
 
 
-def replace(processors: ContinuousBatchingLogitsProcessorList) -> None:
-    """Use ours in this list, which has transformers' own."""
+def install(manager: ContinuousBatchingManager) -> None:
+    """Make a manager that has not started yet use our processors."""
+    processors, create = manager.logit_processor, manager._create_batch_processor
     processors.logits_processor[:] = [*map(quick, processors.logits_processor), Seeded()]
     processors.tensors_required += 1
     processors._retrieve_processors_kwargs()
+    top_k = next(each for each in processors.logits_processor if isinstance(each, QuickTopK))
+
+    def create_batch_processor() -> ContinuousBatchProcessor:
+        batch_processor = create()
+        top_k.sample_for(batch_processor.model_runner)
+        return batch_processor
+
+    manager._create_batch_processor = create_batch_processor
 
 
 def quick(processor):
@@ -50,23 +62,22 @@ def quick(processor):
     return processor
 
 
-def draw_only_if_needed(runner: ModelRunner) -> None:
-    """Make a running manager take the largest score in steps whose requests are all greedy. A draw takes a random
-    number for each token of the vocabulary."""
-    stock = runner._sample
-    top_k = next(each for each in runner.logit_processor.logits_processor if isinstance(each, QuickTopK))
-
-    def sample(scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-        if top_k.most > 1:
-            return stock(scores, output_ids)
-        output_ids[0, : scores.shape[1]].copy_(scores[0].argmax(-1))
-
-    runner._sample, top_k.masks_for_greedy = sample, False
-
-
 class QuickTopK(ContinuousBatchingTopKLogitsWarper):
-    least, most = 0, sys.maxsize  # of the batch
-    masks_for_greedy = True
+    """In a step whose requests are all greedy it changes no scores, and `sample_for` takes the largest: a draw takes a
+    random number for each token of the vocabulary."""
+
+    least, most = 0, sys.maxsize  # of the step's requests
+
+    def sample_for(self, runner: ModelRunner) -> None:
+        """Make this runner draw only in steps with a request that is not greedy."""
+        stock = runner._sample
+
+        def sample(scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+            if self.most > 1:
+                return stock(scores, output_ids)
+            output_ids[0, : scores.shape[1]].copy_(scores[0].argmax(-1))
+
+        runner._sample = sample
 
     def prepare_tensor_args(self, requests) -> torch.Tensor:
         top_k = super().prepare_tensor_args(requests)
@@ -76,7 +87,7 @@ class QuickTopK(ContinuousBatchingTopKLogitsWarper):
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         vocabulary = scores.shape[-1]
-        if self.least >= vocabulary or (self.most == 1 and not self.masks_for_greedy):
+        if self.least >= vocabulary or self.most == 1:
             return scores
         if self.most > vocabulary // 8:
             return super().__call__(scores, tensor_arg)

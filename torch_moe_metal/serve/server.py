@@ -10,7 +10,7 @@ import uvicorn
 from .. import warmup
 from ..loading import say
 from .generation import Generation
-from .models import Models
+from .model_manager import Models
 
 
 class Server(uvicorn.Server):

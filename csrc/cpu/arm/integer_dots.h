@@ -34,17 +34,12 @@ class IntegerDots {
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
     const int64_t chunks = at::divup(rows.columns, kColumns);
     const int64_t bytes = at::divup(2 * chunks * sizeof(Chunk) + rows.groups * sizeof(float), kLine) * kLine;
-    const char* form = forms_.look_up(tokens.x, tokens.count, tokens.count * bytes, [&](char* to) {
-      int64_t filled = 0;
-      for (int64_t n = 0; n < tokens.count; ++n) filled += lay_out(tokens.x[n], rows, to + n * bytes);
-      return filled;
-    });
-    const char* forms[kFewTokens];
-    for (int64_t n = 0; n < tokens.count; ++n) forms[n] = form + n * bytes;
+    const auto forms = forms_.look_up_each<kFewTokens>(
+        tokens, bytes, [&](const float* x, char* form) { return lay_out(x, rows, form); });
     int64_t n = 0;
-    for (; n + 4 <= tokens.count; n += 4) all_rows<4>(rows, forms + n, tokens.out + n);
-    for (; n + 2 <= tokens.count; n += 2) all_rows<2>(rows, forms + n, tokens.out + n);
-    if (n < tokens.count) all_rows<1>(rows, forms + n, tokens.out + n);
+    for (; n + 4 <= tokens.count; n += 4) all_rows<4>(rows, &forms[n], tokens.out + n);
+    for (; n + 2 <= tokens.count; n += 2) all_rows<2>(rows, &forms[n], tokens.out + n);
+    if (n < tokens.count) all_rows<1>(rows, &forms[n], tokens.out + n);
   }
 
  private:
@@ -94,10 +89,8 @@ class IntegerDots {
 
   template <int N>
   void all_rows(const ScaledRows& rows, const char* const* forms, float* const* out) const {
-    constexpr int R = 4 / N;
-    int64_t row = 0;
-    for (; row + R <= rows.rows; row += R) multiply_block<R, N>(rows, row, forms, out);
-    for (; row < rows.rows; ++row) multiply_block<1, N>(rows, row, forms, out);
+    rows.for_blocks<4 / N>(
+        [&](auto R, int64_t first, const uint8_t* ahead) { multiply_block<R, N>(rows, first, ahead, forms, out); });
   }
 
   // Pointers to the numbers and the scales of R rows from `first` on.
@@ -116,10 +109,10 @@ class IntegerDots {
   };
 
   template <int R, int N>
-  void multiply_block(const ScaledRows& rows, int64_t first, const char* const* forms, float* const* out) const {
+  void multiply_block(const ScaledRows& rows, int64_t first, const uint8_t* ahead, const char* const* forms,
+                      float* const* out) const {
     constexpr int64_t kBytes = R * kColumns * Numbers::kBytes / Numbers::kColumns;
     const int64_t chunks = at::divup(rows.columns, kColumns);
-    const uint8_t* ahead = rows.ahead(first + R + rows.later(R));
     const Rows<R> some(rows, first);
     const Chunk* x[N];
     float32x4_t sums[R][N];

@@ -1,5 +1,7 @@
 // Shared by the products of packed numbers with few tokens.
 #pragma once
+#include <array>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/vector/dots.h"
@@ -22,6 +24,15 @@ struct ScaledRows {
   const uint8_t* ahead(int64_t r) const { return r < left ? data + r * row : next + (r - left) * row; }
   int64_t later(int64_t R) const { return at::divup(distance, std::max<int64_t>(R * row, 1)) * R; }
   int64_t distance = 4096;  // how far ahead to prefetch, in bytes; rounded up to a multiple of R rows
+
+  // Calls multiply(integral_constant R, first, ahead) for each block of R rows, and with 1 for each of the last rows.
+  template <int R, class Multiply>
+  void for_blocks(Multiply&& multiply) const {
+    const int64_t prefetched = R + later(R);
+    int64_t first = 0;
+    for (; first + R <= rows; first += R) multiply(std::integral_constant<int, R>(), first, ahead(first + prefetched));
+    for (; first < rows; ++first) multiply(std::integral_constant<int, 1>(), first, ahead(first + prefetched));
+  }
 };
 
 inline bool all_finite(const float* values, int64_t count) {
@@ -62,6 +73,19 @@ class PreparedTokenCache {
     form.tokens.assign(x, x + count);
     bytes_ += make(form.data.get());
     return form.data.get();
+  }
+  // Returns a form for each of up to `most` tokens. lay_out(x, form) writes that of one token, to at most `bytes`
+  // bytes, and returns the number of bytes used.
+  template <int64_t most, class LayOut>
+  std::array<const char*, most> look_up_each(const Tokens& tokens, int64_t bytes, LayOut&& lay_out) {
+    const char* form = look_up(tokens.x, tokens.count, tokens.count * bytes, [&](char* to) {
+      int64_t used = 0;
+      for (int64_t n = 0; n < tokens.count; ++n) used += lay_out(tokens.x[n], to + n * bytes);
+      return used;
+    });
+    std::array<const char*, most> forms;
+    for (int64_t n = 0; n < tokens.count; ++n) forms[n] = form + n * bytes;
+    return forms;
   }
 
  private:

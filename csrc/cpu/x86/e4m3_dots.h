@@ -82,31 +82,24 @@ class E4m3Dots {
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
     constexpr int64_t kColumns = EightBits::kColumns;
     const int64_t bytes = at::divup(rows.columns, kColumns) * kColumns * sizeof(at::BFloat16);
-    const char* form = forms_.look_up(tokens.x, tokens.count, tokens.count * bytes, [&](char* to) {
-      const char* from = to;
-      for (int64_t n = 0; n < tokens.count; ++n, to += bytes) {
-        for (int64_t c = 0; c < rows.columns; c += kColumns) {
-          EightBits::lay_out(tokens.x[n] + c, rows.columns - c, reinterpret_cast<at::BFloat16*>(to) + c);
-        }
+    const auto forms = forms_.look_up_each<kFewTokens>(tokens, bytes, [&](const float* x, char* form) {
+      for (int64_t c = 0; c < rows.columns; c += kColumns) {
+        EightBits::lay_out(x + c, rows.columns - c, reinterpret_cast<at::BFloat16*>(form) + c);
       }
-      return to - from;
+      return bytes;
     });
-    const char* forms[kFewTokens];
-    for (int64_t n = 0; n < tokens.count; ++n) forms[n] = form + n * bytes;
     for (int64_t n = 0; n < tokens.count; n += 4) {
       constexpr decltype(&E4m3Dots::all_rows<8, 1>) kWays[] = {&E4m3Dots::all_rows<8, 1>, &E4m3Dots::all_rows<4, 2>,
                                                                &E4m3Dots::all_rows<2, 3>, &E4m3Dots::all_rows<2, 4>};
-      (this->*kWays[std::min<int64_t>(4, tokens.count - n) - 1])(rows, forms + n, tokens.out + n);
+      (this->*kWays[std::min<int64_t>(4, tokens.count - n) - 1])(rows, &forms[n], tokens.out + n);
     }
   }
 
  private:
   template <int R, int N>
   void all_rows(const ScaledRows& rows, const char* const* forms, float* const* out) const {
-    const int64_t later = R + rows.later(R);
-    int64_t row = 0;
-    for (; row + R <= rows.rows; row += R) multiply_block<R, N>(rows, row, rows.ahead(row + later), forms, out);
-    for (; row < rows.rows; ++row) multiply_block<1, N>(rows, row, rows.ahead(row + later), forms, out);
+    rows.for_blocks<R>(
+        [&](auto r, int64_t first, const uint8_t* ahead) { multiply_block<r, N>(rows, first, ahead, forms, out); });
   }
 
   template <int R, int N>

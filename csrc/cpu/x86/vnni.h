@@ -22,17 +22,12 @@ class IntegerDots {
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
     const int64_t chunks = at::divup(rows.columns, kColumns);
     const int64_t bytes = at::divup(2 * chunks * sizeof(Chunk) + sums_of(rows) * sizeof(float), kLine) * kLine;
-    const char* form = forms_.look_up(tokens.x, tokens.count, tokens.count * bytes, [&](char* to) {
-      int64_t filled = 0;
-      for (int64_t n = 0; n < tokens.count; ++n) filled += lay_out(tokens.x[n], rows, to + n * bytes);
-      return filled;
-    });
-    const char* forms[kFewTokens];
-    for (int64_t n = 0; n < tokens.count; ++n) forms[n] = form + n * bytes;
+    const auto forms = forms_.look_up_each<kFewTokens>(
+        tokens, bytes, [&](const float* x, char* form) { return lay_out(x, rows, form); });
     for (int64_t n = 0; n < tokens.count; n += 4) {
       constexpr decltype(&IntegerDots::all_rows<1>) kWays[] = {&IntegerDots::all_rows<1>, &IntegerDots::all_rows<2>,
                                                                &IntegerDots::all_rows<3>, &IntegerDots::all_rows<4>};
-      (this->*kWays[std::min<int64_t>(4, tokens.count - n) - 1])(rows, forms + n, tokens.out + n);
+      (this->*kWays[std::min<int64_t>(4, tokens.count - n) - 1])(rows, &forms[n], tokens.out + n);
     }
   }
 
@@ -113,11 +108,8 @@ class IntegerDots {
 
   template <int N>
   void all_rows(const ScaledRows& rows, const char* const* forms, float* const* out) const {
-    constexpr int R = 4;
-    const int64_t later = R + rows.later(R);
-    int64_t row = 0;
-    for (; row + R <= rows.rows; row += R) multiply_block<R, N>(rows, row, rows.ahead(row + later), forms, out);
-    for (; row < rows.rows; ++row) multiply_block<1, N>(rows, row, rows.ahead(row + later), forms, out);
+    rows.for_blocks<4>(
+        [&](auto R, int64_t first, const uint8_t* ahead) { multiply_block<R, N>(rows, first, ahead, forms, out); });
   }
 
   // The numbers of a lane are in one group, whose scale the lane gets.

@@ -394,7 +394,7 @@ BROKEN = {
 }
 
 
-def test_autorelease_without_a_pool_is_noticed() -> None:
+def test_autorelease_without_a_pool_is_detected() -> None:
     found = []
 
     def work() -> None:  # in its own thread: a pool leaked by an exception in an earlier test would hide it
@@ -409,14 +409,14 @@ def test_autorelease_without_a_pool_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_rule_is_noticed(name: str) -> None:
+def test_a_broken_rule_is_detected(name: str) -> None:
     torch.ops.metal_sim.clear()  # a fresh encoder: nothing is bound yet
     with pytest.raises(RuntimeError, match=BROKEN[name]):
         misuse(name)
     assert misuse("fill").sum().item() == 64 * 3  # and the device works on
 
 
-def test_a_command_buffer_kept_over_a_commit_is_noticed() -> None:
+def test_a_command_buffer_kept_over_a_commit_is_detected() -> None:
     """An error if the stream makes a new one. With commitAndContinue it continues with the same one."""
     misuse("command_buffer_after_commit")
     with metal_sim.new_command_buffers():
@@ -429,7 +429,7 @@ def test_a_command_buffer_kept_over_a_commit_is_noticed() -> None:
     misuse("command_buffer_after_commit")
 
 
-def test_work_that_bypasses_a_proxy_of_the_encoder_is_noticed() -> None:
+def test_work_that_bypasses_a_proxy_of_the_encoder_is_detected() -> None:
     """A proxy forwards all calls to the encoder, and ends with a commit like the encoder itself."""
     with metal_sim.recording_encoders():
         assert misuse("ordered").sum().item() == 64 * 3  # with memoryBarrierWithScope:
@@ -442,7 +442,7 @@ def test_work_that_bypasses_a_proxy_of_the_encoder_is_noticed() -> None:
     assert misuse("exact_threads").sum().item() == 40 * 3
 
 
-def test_writes_outside_of_a_buffer_are_noticed() -> None:
+def test_writes_outside_of_a_buffer_are_detected() -> None:
     x = torch.zeros(64, device="mps")
     misuse("write_after", x)
     with pytest.raises(RuntimeError, match="guard: something wrote after a buffer of 256 bytes"):
@@ -557,11 +557,11 @@ def test_costs_of_a_dispatch() -> None:
 
 def test_costs_are_counted_only_if_requested() -> None:
     x = torch.zeros(64, device="mps")
-    with metal_sim.record(costs=True, sample=1) as asked, metal_sim.host_only():
+    with metal_sim.record(costs=True, sample=1) as with_costs, metal_sim.host_only():
         misuse("fill", x)
-    with metal_sim.record() as unasked:
+    with metal_sim.record() as without_costs:
         misuse("fill", x)
-    assert asked.dispatches[0].costs is None and unasked.dispatches[0].costs is None
+    assert with_costs.dispatches[0].costs is None and without_costs.dispatches[0].costs is None
     assert x.count_nonzero().item() == 64
 
 

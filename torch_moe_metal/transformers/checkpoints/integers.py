@@ -423,7 +423,8 @@ class Integers(PackedQuantizer):
 
         def parts(name: str, dense: Tensor) -> Parts:
             if name not in forms:
-                raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: {name} is not packed as its sister is")
+                home = model.config.name_or_path
+                raise ValueError(f"torch_moe_metal: {home}: expected {name} packed, like its sibling, got a dense one")
             (bits, group, dtype), last = forms[name], name.rpartition(".")[2]
             found = empty_parts(last, dense.shape, format, bits, group, dtype)
             if self.method.has_factor:  # one per stored weight, until `one_factor`

@@ -22,8 +22,6 @@ from .experts import NAME, WITH_SHAPES
 FEW_QUERIES = 16
 #: With so many keys several threadgroups always share them, which needs a second kernel.
 LONG_CONTEXT = 65536
-#: Configurations whose attention is ours, while transformers' manager of continuous batching runs, by their id.
-paged: set[int] = set()
 #: Arguments of some models' attention that our op does not support.
 UNKNOWN = ("position_bias", "cache", "indices", "block_indices")
 
@@ -72,7 +70,7 @@ def paged_attention(
     """A step of continuous batching in which each request has one new token: [1, T, A, V], or None if transformers'
     attention must compute it. That treats all requests as one sequence, and computes every query with every key."""
     cache = kwargs.get("cache")
-    if cache is None or id(module.config) not in paged or kwargs.get("max_length_q") != 1:
+    if cache is None or not module.is_paged or kwargs.get("max_length_q") != 1:
         return None
     if torch.compiler.is_compiling():  # the lengths change in each step
         return None
@@ -170,6 +168,10 @@ def attention_mask(
     return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, config=config, **more)
 
 
+def uses_ours(module: nn.Module) -> bool:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME
+
+
 def leave_paged_caches(manager: type) -> None:
     """Make transformers' manager of continuous batching replace our attention by PyTorch's: there, all requests form
     one sequence, whose keys and values are in pages. Fused attention computes steps without prompts nevertheless
@@ -177,9 +179,9 @@ def leave_paged_caches(manager: type) -> None:
     stock_init, stock_switch, stock_stop = manager.__init__, manager.switch_to_cb_friendly_attn, manager.stop
 
     def select_again(self) -> None:
-        for config in self._moe_metal:
-            config._attn_implementation_internal = NAME
-            paged.discard(id(config))
+        for module in self._moe_metal:
+            module.config._attn_implementation_internal = NAME
+            vars(module).pop("is_paged", None)
         self._moe_metal = ()
 
     @functools.wraps(stock_init)
@@ -192,11 +194,11 @@ def leave_paged_caches(manager: type) -> None:
 
     @functools.wraps(stock_switch)
     def switch_to_cb_friendly_attn(self, model: nn.Module, auto_switch_to_flash: bool = True) -> None:
-        configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-        ours = [config for config in configs.values() if getattr(config, "_attn_implementation", None) == NAME]
-        for config in ours:
-            config._attn_implementation_internal = "sdpa" if model._supports_sdpa else "eager"
-            paged.add(id(config))
+        ours = [each for each in model.modules() if uses_ours(each)]
+        for module in ours:
+            module.config._attn_implementation_internal = "sdpa" if model._supports_sdpa else "eager"
+            if hasattr(module, "is_paged"):  # fused attention
+                module.is_paged = True
         self._moe_metal = (*self._moe_metal, *ours)
         stock_switch(self, model, auto_switch_to_flash)
 

@@ -186,6 +186,7 @@ class FusedProjections(Fused):
 
     family: Attention
     joined: tuple[str, ...]  # the names of these projections
+    is_paged = False  # whether transformers' manager of continuous batching runs it
 
     def parts(self, names: tuple[str, ...]) -> list[nn.Module]:
         """The existing submodules out of these."""

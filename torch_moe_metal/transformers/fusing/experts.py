@@ -211,7 +211,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     # Under autocast the two dtypes may differ. As in grouped_mm, the result is computed in that of the weights.
     x = hidden_states.to(dtype_for(hidden_states, arguments))
     weights = top_k_weights if top_k_weights.dtype in (x.dtype, torch.float32) else top_k_weights.float()
-    if getattr(self, "has_post_expert_norm", False):  # transformers 5.17 has no such attribute
+    if getattr(self, "has_post_expert_norm", False):
         return normed_experts(self, x, weights, top_k_index, arguments).to(hidden_states.dtype)
     return torch.ops.moe_metal.experts(x, weights, top_k_index, **arguments).to(hidden_states.dtype)
 
