@@ -3,7 +3,7 @@
 //
 // q [B, A, T, D], k [B, J, S, D], v [B, J, S, V] and mask [B, A, T, S] with any strides; sinks [A]; output
 // [B, T, A, V]. The first kernel writes partial results for the second to one buffer: stats [B, J, rows, parts], then
-// sums [B, J, rows, parts, V].
+// sums [B, J, rows, parts, V], with V rounded up to whole vectors.
 //
 // The queries of all heads that share a key head are the rows of one matrix: row r is query r / (A / J) of head
 // r % (A / J) among them. A simdgroup has 8 rows and a range of keys, which it loads block by block, once for all rows,
@@ -21,6 +21,10 @@
 // row_blocks of each sequence and key head along x; along y parts of the keys and, for values that are longer than a
 // threadgroup can take, blocks of their columns, which compute the scores again.
 // attention_combine: combines the parts of a row. Grid: rows of the output along x.
+//
+// A lane has few waits for memory: it loads 128 bytes at a time (of 16-bit numbers: 64 columns of 32 keys), and the
+// first values of a block before the softmax of its scores. That takes 32 registers, and q and the sums
+// of its rows as many each.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
@@ -135,8 +139,8 @@ template <typename T>
 struct Run<false, T> {
   Vectors<2> values;
 };
-// How many of them a lane loads before it multiplies the first one, and how many chunks of keys these are: 32
-// registers.
+// How many of them a lane loads before it multiplies the first one, in 32 registers, and how many chunks of keys that
+// is.
 template <bool wide, typename T>
 struct AtOnce {
   enum : uint { runs = wide ? 4 * Wide<T>::vectors : 4, chunks = runs / kKeyMatrices };
@@ -428,7 +432,7 @@ void attend(thread Attended<ValueChunks>& attended, thread const AttentionWork<T
     const uint block = first + place.stream * kAttentionKeys;
     Scores scores;
     score_block<wide>(scores, work, block, place, params);
-    // The first values are loaded during the softmax.
+    // The block's first values, which are loaded during the softmax.
     const uint first_column = work.first_chunk * kAttentionValueColumns + 8 * place.matrix.row;
     Run<wide, T> first_runs[AtOnce<wide, T>::runs];
     load_values<wide>(work.v, block, 0, first_column, place.matrix, params, first_runs);
@@ -454,8 +458,8 @@ void attend(thread Attended<ValueChunks>& attended, thread const AttentionWork<T
   attended.total = sum_of_all(attended.total);
 }
 
-// Writes a simdgroup's results to threadgroup memory. -> whether all sums of the threadgroup are finite. If not, the
-// reason may be a key that is not seen.
+// Writes a simdgroup's results to threadgroup memory, for store_rows. -> whether all sums of the threadgroup are
+// finite. If not, the reason may be a key that is not seen.
 template <uint ValueChunks>
 bool share(thread const Attended<ValueChunks>& attended, threadgroup float2* memory, threadgroup float4* stats,
            threadgroup uint* finite, AttentionPlace place) {
@@ -515,7 +519,7 @@ void store_rows(threadgroup const float2* memory, threadgroup const float4* stat
     const uint column = chunk * kAttentionValueColumns + 8 * place.matrix.row + four % 2 * 4;
     if (column >= params.V) continue;
     float2 total = 0;
-    float4 sums[2] = {0, 0};
+    float4 sums[2] = {float4(0), float4(0)};
     for (uint s = first; s < kAttentionSimdgroups; s += step) {
       const float4 other = stats[s * kSimdgroup + place.lane];
       const float2 factor = exp(other.xy - offset);
@@ -592,8 +596,8 @@ template <typename T, bool wide, uint KeyChunks, uint ValueChunks>
                              output, head, place, params);
 }
 
-// The simdgroups take turns with the parts; a lane has four columns, or several times four. The loads of kPartsAtOnce
-// parts and of their stats, one part per lane, are all issued before the first one is waited for.
+// The simdgroups take turns with the parts; a lane has four columns, or several times four, and the stats of one part.
+// The loads of kPartsAtOnce parts and their stats are issued before the first one is waited for.
 template <typename T>
 [[kernel]] void attention_combine(device const float* parts [[buffer(0)]], device const T* sinks [[buffer(1)]],
                                   device T* output [[buffer(2)]], constant AttentionParams& params [[buffer(3)]],

@@ -28,7 +28,6 @@ TARGET = ["--target=nvptx64-nvidia-cuda", "-march=sm_90", "-Xclang", "-target-fe
 # Functions are assumed to wait for other lanes, unless the compiler can prove that they do not.
 LANGUAGE = ["-std=c++20", "-fno-exceptions", "-fno-rtti", "-nostdlibinc", "-w", "-fconvergent-functions"]
 MATHS = ["-O3", "-ffp-contract=on", "-fno-math-errno", "-mllvm", "-inline-threshold=100000"]
-MATHS += ["-mllvm", "-locally-hot-callsite-threshold=100000"]  # clang takes this one for calls in loops
 MATHS += ["-mllvm", "-pre-RA-sched=source"]  # keeps loads in the shader's order, early enough before their uses
 
 
