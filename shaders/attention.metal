@@ -130,7 +130,9 @@ float masked(float score, uint key, AttentionRow row, device const uchar* mask, 
 // ------------------------------------------------------------------------------------------ loads
 
 // Elements `column` to column + 7 of a row, or 0 beyond its end. Wide rows consist of whole aligned runs of 8 elements.
-// They are converted only when they are needed, so that all loads are issued before the first one is waited for.
+// They are converted only when they are needed, so that all loads are issued before the first one is waited for. Beyond
+// the end their last run is loaded, and values_of makes it 0 if its mask is 0. A conditional would be turned into a
+// branch around the load.
 template <bool wide, typename T>
 struct Run {
   uint4 bits[2 / Wide<T>::vectors];
@@ -434,8 +436,8 @@ void attend(thread Attended<ValueChunks>& attended, thread const AttentionWork<T
     score_block<wide>(scores, work, block, place, params);
     // The block's first values, which are loaded during the softmax.
     const uint first_column = work.first_chunk * kAttentionValueColumns + 8 * place.matrix.row;
-    Run<wide, T> first_runs[AtOnce<wide, T>::runs];
-    load_values<wide>(work.v, block, 0, first_column, place.matrix, params, first_runs);
+    Run<wide, T> runs[AtOnce<wide, T>::runs];
+    load_values<wide>(work.v, block, 0, first_column, place.matrix, params, runs);
     if (params.slices > 1) sum_slices(scores, memory + turn, place, params.slices);
     turn = kAttentionSimdgroups * kKeyMatrices * kSimdgroup - turn;
     const uint seen = weigh<T>(attended, scores, block, work.rows, work.mask, place.matrix, params);
@@ -450,8 +452,8 @@ void attend(thread Attended<ValueChunks>& attended, thread const AttentionWork<T
       }
 #pragma unroll
       for (uint n = 0; n < kKeyMatrices; n += AtOnce<wide, T>::runs / 2) {
-        if (c + n != 0) load_values<wide>(work.v, block, n, column, place.matrix, params, first_runs);
-        add_values(attended.sums + 8 * c, scores, n, first_runs);
+        if (c + n != 0) load_values<wide>(work.v, block, n, column, place.matrix, params, runs);
+        add_values(attended.sums + 8 * c, scores, n, runs);
       }
     }
   }
