@@ -3,7 +3,7 @@
 //
 // q [B, A, T, D], k [B, J, S, D], v [B, J, S, V] and mask [B, A, T, S] with any strides; sinks [A]; output
 // [B, T, A, V]. The first kernel writes partial results for the second to one buffer: stats [B, J, rows, parts], then
-// sums [B, J, rows, parts, V].
+// sums [B, J, rows, parts, V], with V rounded up to whole vectors.
 //
 // The queries of all heads that share a key head are the rows of one matrix: row r is query r / (A / J) of head
 // r % (A / J) among them. A simdgroup has 8 rows and a range of keys, which it loads block by block, once for all rows,
@@ -21,6 +21,10 @@
 // row_blocks of each sequence and key head along x; along y parts of the keys and, for values that are longer than a
 // threadgroup can take, blocks of their columns, which compute the scores again.
 // attention_combine: combines the parts of a row. Grid: rows of the output along x.
+//
+// A lane has few waits for memory: it loads 128 bytes at a time (of 16-bit numbers: 64 columns of 32 keys), and the
+// first values of a block before the softmax of its scores. That takes 32 registers, and q and the sums
+// of its rows as many each.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
@@ -32,7 +36,6 @@ using namespace metal;
 namespace moe_metal {
 
 MOE_METAL_CONSTANT uint kKeyMatrices = kAttentionKeys / 8;
-MOE_METAL_CONSTANT uint kPartsAtOnce = 8;  // parts that a lane of attention_combine loads before it adds them
 
 // The position of a simdgroup and its lane in the work.
 struct AttentionPlace {
@@ -43,10 +46,12 @@ inline AttentionPlace attention_place(uint thread_index, constant AttentionParam
   AttentionPlace place;
   place.simdgroup = thread_index / kSimdgroup;
   place.lane = thread_index % kSimdgroup;
-  place.slice = place.simdgroup % params.slices;
-  place.tile = place.simdgroup / params.slices % params.tiles;
-  place.stream = place.simdgroup / params.slices / params.tiles;
-  place.streams = kAttentionSimdgroups / params.slices / params.tiles;
+  // These are powers of two; divisions take long.
+  const uint slices = ctz(params.slices), tiles = ctz(params.tiles);
+  place.slice = place.simdgroup & (params.slices - 1);
+  place.tile = place.simdgroup >> slices & (params.tiles - 1);
+  place.stream = place.simdgroup >> (slices + tiles);
+  place.streams = kAttentionSimdgroups >> (slices + tiles);
   place.matrix = matrix_place(place.lane);
   return place;
 }
@@ -109,11 +114,10 @@ inline SeenKeys part_keys(uint first_row, uint end_row, uint part, constant Atte
   return keys;
 }
 
-// The score of a key after scale, softcap and mask: -inf if the key is not seen.
+// The score of a key after softcap and mask. It is and stays -inf if the row does not see the key.
 template <typename T>
 float masked(float score, uint key, AttentionRow row, device const uchar* mask, constant AttentionParams& params) {
-  if (key < row.keys.first || key >= row.keys.end) return -INFINITY;
-  score *= params.scale;
+  if (key < row.keys.first || key >= row.keys.end) return score;
   if (params.softcap != 0) score = params.softcap * precise::tanh(score / params.softcap);
   if (params.mask_type == MaskType::absent) return score;
   const ulong at = row.mask + key * params.mask.element;
@@ -126,21 +130,27 @@ float masked(float score, uint key, AttentionRow row, device const uchar* mask, 
 // ------------------------------------------------------------------------------------------ loads
 
 // Elements `column` to column + 7 of a row, or 0 beyond its end. Wide rows consist of whole aligned runs of 8 elements.
-// They are converted only when they are needed, so that all loads are issued before the first one is waited for.
+// They are converted only when they are needed, so that all loads are issued before the first one is waited for. Beyond
+// the end their last run is loaded, and values_of makes it 0 if its mask is 0. A conditional would be turned into a
+// branch around the load.
 template <bool wide, typename T>
 struct Run {
   uint4 bits[2 / Wide<T>::vectors];
-  uint mask;  // instead of a conditional, which compilers turn into a branch around the load
 };
 template <typename T>
 struct Run<false, T> {
   Vectors<2> values;
 };
+// How many of them a lane loads before it multiplies the first one, in 32 registers, and how many chunks of keys that
+// is.
+template <bool wide, typename T>
+struct AtOnce {
+  enum : uint { runs = wide ? 4 * Wide<T>::vectors : 4, chunks = runs / kKeyMatrices };
+};
 template <typename T>
 void load_run(device const T* row, ulong, uint column, uint length, thread Run<true, T>& run) {
   device const uint4* from = reinterpret_cast<device const uint4*>(row + min(column, length - 8));
   for (uint n = 0; n < 2 / Wide<T>::vectors; ++n) run.bits[n] = from[n];
-  run.mask = column < length ? 0xffffffff : 0;
 }
 template <typename T>
 void load_run(device const T* row, ulong stride, uint column, uint length, thread Run<false, T>& run) {
@@ -152,15 +162,15 @@ void load_run(device const T* row, ulong stride, uint column, uint length, threa
   }
 }
 template <typename T>
-Vectors<2> values_of(thread const Run<true, T>& run) {
+Vectors<2> values_of(thread const Run<true, T>& run, uint mask) {
   uint4 bits[2 / Wide<T>::vectors];
-  for (uint n = 0; n < 2 / Wide<T>::vectors; ++n) bits[n] = run.bits[n] & run.mask;
+  for (uint n = 0; n < 2 / Wide<T>::vectors; ++n) bits[n] = run.bits[n] & mask;
   Vectors<2> values;
   to_floats<T>(bits, values);
   return values;
 }
 template <typename T>
-Vectors<2> values_of(thread const Run<false, T>& run) {
+Vectors<2> values_of(thread const Run<false, T>& run, uint) {
   return run.values;
 }
 
@@ -204,22 +214,32 @@ struct Scores {
   float2 at[kKeyMatrices];
 };
 
-// Adds the products of a chunk of a block's keys with a chunk of q.
-template <bool wide, typename T>
-void add_chunk(thread Scores& scores, device const T* k, uint block, uint chunk, thread const QueryChunk& q,
-               MatrixPlace place, constant AttentionParams& params) {
-  Run<wide, T> runs[kKeyMatrices];
+// Adds the products of `Count` chunks of a block's keys, of which this slice has every params.slices-th, with those of
+// q. All loads are issued before the first product.
+template <bool wide, uint Count, typename T>
+void add_chunks(thread Scores& scores, device const T* k, uint block, uint chunk, thread const QueryChunk* q,
+                MatrixPlace place, constant AttentionParams& params) {
+  Run<wide, T> runs[Count][kKeyMatrices];
 #pragma unroll
-  for (uint n = 0; n < kKeyMatrices; ++n) {
-    device const T* key = k + min(block + 8 * n + place.row, params.S - 1) * params.k.row;
-    load_run(key, params.k.element, chunk * kAttentionKeyColumns + 4 * place.column, params.D, runs[n]);
+  for (uint c = 0; c < Count; ++c) {
+    const uint column = (chunk + c * params.slices) * kAttentionKeyColumns + 4 * place.column;
+#pragma unroll
+    for (uint n = 0; n < kKeyMatrices; ++n) {
+      device const T* key = k + min(block + 8 * n + place.row, params.S - 1) * params.k.row;
+      load_run(key, params.k.element, column, params.D, runs[c][n]);
+    }
   }
 #pragma unroll
-  for (uint n = 0; n < kKeyMatrices; ++n) {
-    const Vectors<2> run = values_of(runs[n]);
+  for (uint c = 0; c < Count; ++c) {
+    const uint column = (chunk + c * params.slices) * kAttentionKeyColumns + 4 * place.column;
+    const uint mask = column < params.D ? 0xffffffff : 0;
 #pragma unroll
-    for (uint i = 0; i < 4; ++i) {
-      multiply_add(scores.at[n], float2(run.at[0][i], run.at[1][i]), float2(q.row[0][i], q.row[1][i]));
+    for (uint n = 0; n < kKeyMatrices; ++n) {
+      const Vectors<2> run = values_of(runs[c][n], mask);
+#pragma unroll
+      for (uint i = 0; i < 4; ++i) {
+        multiply_add(scores.at[n], float2(run.at[0][i], run.at[1][i]), float2(q[c].row[0][i], q[c].row[1][i]));
+      }
     }
   }
 }
@@ -276,14 +296,26 @@ inline float2 sum_of_all(float2 value) {
 template <typename T, uint ValueChunks>
 uint weigh(thread Attended<ValueChunks>& attended, thread Scores& scores, uint block, thread const AttentionRow* rows,
            device const uchar* mask, MatrixPlace place, constant AttentionParams& params) {
-  float2 highest = attended.highest;
 #pragma unroll
   for (uint n = 0; n < kKeyMatrices; ++n) {
     const uint key = block + 8 * n + place.row;
 #pragma unroll
-    for (uint e = 0; e < 2; ++e) scores.at[n][e] = masked<T>(scores.at[n][e], key, rows[e], mask, params);
-    highest = higher(highest, scores.at[n]);
+    for (uint e = 0; e < 2; ++e) {
+      const bool is_seen = key >= rows[e].keys.first && key < rows[e].keys.end;
+      scores.at[n][e] = is_seen ? scores.at[n][e] * params.scale : -INFINITY;
+    }
   }
+  if (params.softcap != 0 || params.mask_type != MaskType::absent) {
+#pragma unroll
+    for (uint n = 0; n < kKeyMatrices; ++n) {
+      const uint key = block + 8 * n + place.row;
+#pragma unroll
+      for (uint e = 0; e < 2; ++e) scores.at[n][e] = masked<T>(scores.at[n][e], key, rows[e], mask, params);
+    }
+  }
+  float2 highest = attended.highest;
+#pragma unroll
+  for (uint n = 0; n < kKeyMatrices; ++n) highest = higher(highest, scores.at[n]);
   highest = highest_of_all(highest);
   const float2 offset = offset_of(highest), factor = exp(attended.highest - offset);
   attended.highest = highest;
@@ -306,25 +338,25 @@ uint weigh(thread Attended<ValueChunks>& attended, thread Scores& scores, uint b
 
 // ------------------------------------------------------------------------------------------ values
 
-// sums += weights * values, for a chunk of columns.
+// Loads a chunk of columns of a block's values, from matrix `first` on.
 template <bool wide, typename T>
-void add_values(thread float2* sums, thread const Scores& weights, device const T* v, uint block, uint column,
-                MatrixPlace place, constant AttentionParams& params) {
-  Run<wide, T> runs[kKeyMatrices][2];
+void load_values(device const T* v, uint block, uint first, uint column, MatrixPlace place,
+                 constant AttentionParams& params, thread Run<wide, T>* runs) {
 #pragma unroll
-  for (uint n = 0; n < kKeyMatrices; ++n) {
-#pragma unroll
-    for (uint e = 0; e < 2; ++e) {
-      device const T* value = v + min(block + 8 * n + place.column + e, params.S - 1) * params.v.row;
-      load_run(value, params.v.element, column, params.V, runs[n][e]);
-    }
+  for (uint n = 0; n < AtOnce<wide, T>::runs; ++n) {
+    device const T* value = v + min(block + 8 * (first + n / 2) + place.column + n % 2, params.S - 1) * params.v.row;
+    load_run(value, params.v.element, column, params.V, runs[n]);
   }
+}
+// sums += weights * values. Sums of columns beyond the end are not used.
+template <bool wide, typename T>
+void add_values(thread float2* sums, thread const Scores& weights, uint first, thread const Run<wide, T>* runs) {
 #pragma unroll
-  for (uint n = 0; n < kKeyMatrices; ++n) {
-    const Vectors<2> first = values_of(runs[n][0]), second = values_of(runs[n][1]);
+  for (uint n = 0; n < AtOnce<wide, T>::runs; n += 2) {
+    const Vectors<2> even = values_of(runs[n], 0xffffffff), odd = values_of(runs[n + 1], 0xffffffff);
 #pragma unroll
     for (uint i = 0; i < 8; ++i) {
-      multiply_add(sums[i], float2(first.at[i / 4][i % 4], second.at[i / 4][i % 4]), weights.at[n]);
+      multiply_add(sums[i], float2(even.at[i / 4][i % 4], odd.at[i / 4][i % 4]), weights.at[first + n / 2]);
     }
   }
 }
@@ -341,7 +373,7 @@ void add_seen_values(thread float2* sums, thread const Scores& weights, uint see
       const float2 weight = simd_shuffle(weights.at[n], lane);
       Run<wide, T> loaded;
       load_run(v + min(block + 8 * n + key, params.S - 1) * params.v.row, params.v.element, column, params.V, loaded);
-      const Vectors<2> run = values_of(loaded);
+      const Vectors<2> run = values_of(loaded, 0xffffffff);
 #pragma unroll
       for (uint i = 0; i < 8; ++i) {
 #pragma unroll
@@ -372,15 +404,20 @@ void score_block(thread Scores& scores, thread const AttentionWork<T, KeyChunks>
 #pragma unroll
   for (uint n = 0; n < kKeyMatrices; ++n) scores.at[n] = 0;
   const uint chunks = (params.D + kAttentionKeyColumns - 1) / kAttentionKeyColumns;
+  constexpr uint at_once = AtOnce<wide, T>::chunks;
 #pragma unroll
-  for (uint c = 0; c < KeyChunks; ++c) {
+  for (uint c = 0; c < KeyChunks; c += at_once) {
     const uint chunk = place.slice + c * params.slices;
-    if (chunk < chunks) add_chunk<wide>(scores, work.k, block, chunk, work.q[c], place.matrix, params);
+    if (chunk + (at_once - 1) * params.slices < chunks) {
+      add_chunks<wide, at_once>(scores, work.k, block, chunk, work.q + c, place.matrix, params);
+    } else if (chunk < chunks) {
+      add_chunks<wide, 1>(scores, work.k, block, chunk, work.q + c, place.matrix, params);
+    }
   }
   for (uint chunk = place.slice + KeyChunks * params.slices; chunk < chunks; chunk += params.slices) {
     QueryChunk q;
     load_chunk<wide>(work.queries, chunk, place.matrix, params, q);
-    add_chunk<wide>(scores, work.k, block, chunk, q, place.matrix, params);
+    add_chunks<wide, 1>(scores, work.k, block, chunk, &q, place.matrix, params);
   }
 }
 
@@ -397,6 +434,10 @@ void attend(thread Attended<ValueChunks>& attended, thread const AttentionWork<T
     const uint block = first + place.stream * kAttentionKeys;
     Scores scores;
     score_block<wide>(scores, work, block, place, params);
+    // The block's first values, which are loaded during the softmax.
+    const uint first_column = work.first_chunk * kAttentionValueColumns + 8 * place.matrix.row;
+    Run<wide, T> runs[AtOnce<wide, T>::runs];
+    load_values<wide>(work.v, block, 0, first_column, place.matrix, params, runs);
     if (params.slices > 1) sum_slices(scores, memory + turn, place, params.slices);
     turn = kAttentionSimdgroups * kKeyMatrices * kSimdgroup - turn;
     const uint seen = weigh<T>(attended, scores, block, work.rows, work.mask, place.matrix, params);
@@ -407,58 +448,38 @@ void attend(thread Attended<ValueChunks>& attended, thread const AttentionWork<T
       if (chunk * kAttentionValueColumns >= params.V) continue;
       if (careful) {
         add_seen_values<wide>(attended.sums + 8 * c, scores, seen, work.v, block, column, place, params);
-      } else {
-        add_values<wide>(attended.sums + 8 * c, scores, work.v, block, column, place.matrix, params);
+        continue;
+      }
+#pragma unroll
+      for (uint n = 0; n < kKeyMatrices; n += AtOnce<wide, T>::runs / 2) {
+        if (c + n != 0) load_values<wide>(work.v, block, n, column, place.matrix, params, runs);
+        add_values(attended.sums + 8 * c, scores, n, runs);
       }
     }
   }
   attended.total = sum_of_all(attended.total);
 }
 
-// Whether all sums of a threadgroup are finite. If not, the reason may be a key that is not seen.
+// Writes a simdgroup's results to threadgroup memory, for store_rows. -> whether all sums of the threadgroup are
+// finite. If not, the reason may be a key that is not seen.
 template <uint ValueChunks>
-bool all_finite(thread const Attended<ValueChunks>& attended, threadgroup uint* finite, AttentionPlace place) {
+bool share(thread const Attended<ValueChunks>& attended, threadgroup float2* memory, threadgroup float4* stats,
+           threadgroup uint* finite, AttentionPlace place) {
   float2 none = 0;
 #pragma unroll
   for (uint i = 0; i < 8 * ValueChunks; ++i) none += attended.sums[i] * 0;
   const bool is_finite = simd_all(none.x == 0 && none.y == 0);
-  if (place.lane == 0) finite[place.simdgroup] = is_finite;
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  bool all = true;
-  for (uint s = 0; s < kAttentionSimdgroups; ++s) all = all && finite[s];
-  return all;
-}
-
-// ------------------------------------------------------------------------------------------ the streams' sums
-
-// Adds up the results of the streams of a tile, in their order. The first stream gets the result.
-template <uint ValueChunks>
-void join_streams(thread Attended<ValueChunks>& attended, threadgroup float2* memory, threadgroup float4* stats,
-                  AttentionPlace place, constant AttentionParams& params) {
   threadgroup_barrier(mem_flags::mem_threadgroup);  // until the slices have read their scores
+  if (place.lane == 0) finite[place.simdgroup] = is_finite;
   stats[place.simdgroup * kSimdgroup + place.lane] = float4(attended.highest, attended.total);
 #pragma unroll
   for (uint i = 0; i < 8 * ValueChunks; ++i) {
     memory[(place.simdgroup * 8 * ValueChunks + i) * kSimdgroup + place.lane] = attended.sums[i];
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (place.stream != 0) return;
-  const uint step = params.slices * params.tiles;
-  for (uint s = place.simdgroup; s < kAttentionSimdgroups; s += step) {
-    attended.highest = higher(attended.highest, stats[s * kSimdgroup + place.lane].xy);
-  }
-  attended.total = 0;
-#pragma unroll
-  for (uint i = 0; i < 8 * ValueChunks; ++i) attended.sums[i] = 0;
-  for (uint s = place.simdgroup; s < kAttentionSimdgroups; s += step) {
-    const float4 other = stats[s * kSimdgroup + place.lane];
-    const float2 factor = exp(other.xy - offset_of(attended.highest));
-    attended.total += other.zw * factor;
-#pragma unroll
-    for (uint i = 0; i < 8 * ValueChunks; ++i) {
-      attended.sums[i] += memory[(s * 8 * ValueChunks + i) * kSimdgroup + place.lane] * factor;
-    }
-  }
+  bool all = true;
+  for (uint s = 0; s < kAttentionSimdgroups; ++s) all = all && finite[s];
+  return all;
 }
 
 // ------------------------------------------------------------------------------------------ results
@@ -473,44 +494,57 @@ float share_of(float highest, float total, uint head, device const T* sinks, con
   return scale / (total * scale + exp(sink - offset));
 }
 
-template <typename To>
-void store_run(device To* to, uint column, uint e, thread const float2* sums, float factor,
-               constant AttentionParams& params) {
+// The columns of a part's sums in memory: whole vectors.
+inline uint part_columns(constant AttentionParams& params) {
+  return (params.V + kVectorWidth - 1) / kVectorWidth * kVectorWidth;
+}
+
+// Adds up the results of the streams of a tile, in their order, and stores the results of its rows, or the partial
+// results of one part, as floats. The streams take turns with groups of four columns.
+template <typename T, uint ValueChunks>
+void store_rows(threadgroup const float2* memory, threadgroup const float4* stats, thread const AttentionRow* rows,
+                uint first_chunk, ulong first_row, uint part, device const T* sinks, device T* output, Head head,
+                AttentionPlace place, constant AttentionParams& params) {
+  const uint step = params.slices * params.tiles;
+  const uint first = place.slice + place.tile * params.slices;
+  float2 highest = -INFINITY;
+  for (uint s = first; s < kAttentionSimdgroups; s += step) {
+    highest = higher(highest, stats[s * kSimdgroup + place.lane].xy);
+  }
+  const float2 offset = offset_of(highest);
+  device float* parts = reinterpret_cast<device float*>(output);
   RowShape shape;
   shape.length = params.V;
   shape.wide = params.V % kVectorWidth == 0;
+  for (uint four = place.stream; four < 2 * ValueChunks; four += place.streams) {
+    const uint chunk = first_chunk + four / 2 * params.slices;
+    const uint column = chunk * kAttentionValueColumns + 8 * place.matrix.row + four % 2 * 4;
+    if (column >= params.V) continue;
+    float2 total = 0;
+    float4 sums[2] = {float4(0), float4(0)};
+    for (uint s = first; s < kAttentionSimdgroups; s += step) {
+      const float4 other = stats[s * kSimdgroup + place.lane];
+      const float2 factor = exp(other.xy - offset);
+      total += other.zw * factor;
 #pragma unroll
-  for (uint i = 0; i < 8; i += 4) {
-    const float4 v = float4(sums[i][e], sums[i + 1][e], sums[i + 2][e], sums[i + 3][e]);
-    if (column + i < params.V) store4(to, column + i, v * factor, shape);
-  }
-}
-
-// Stores the results of rows, or the partial results of one part, as floats.
-template <typename T, uint ValueChunks>
-void store_rows(thread const Attended<ValueChunks>& attended, thread const AttentionRow* rows, uint first_chunk,
-                ulong first_row, uint part, bool has_stats, device const T* sinks, device T* output, Head head,
-                AttentionPlace place, constant AttentionParams& params) {
-  device float* parts = reinterpret_cast<device float*>(output);
-#pragma unroll
-  for (uint e = 0; e < 2; ++e) {
-    if (!rows[e].exists) continue;
-    const ulong whole = (head.sequence * params.T + rows[e].query) * params.A + rows[e].head;
-    const ulong of_part = (first_row + place.matrix.column + e) * params.parts + part;
-    const float share =
-        params.parts > 1 ? 1 : share_of(attended.highest[e], attended.total[e], rows[e].head, sinks, params);
-#pragma unroll
-    for (uint c = 0; c < ValueChunks; ++c) {
-      const uint column = (first_chunk + c * params.slices) * kAttentionValueColumns + 8 * place.matrix.row;
-      thread const float2* sums = attended.sums + 8 * c;
-      if (params.parts == 1) {
-        store_run(output + whole * params.V, column, e, sums, share, params);
-      } else {
-        store_run(parts + params.sums_at + of_part * params.V, column, e, sums, share, params);
+      for (uint i = 0; i < 4; ++i) {
+        const float2 sum = memory[((s * 2 * ValueChunks + four) * 4 + i) * kSimdgroup + place.lane] * factor;
+        sums[0][i] += sum.x;
+        sums[1][i] += sum.y;
       }
     }
-    if (params.parts > 1 && has_stats && place.matrix.row == 0) {
-      reinterpret_cast<device float2*>(parts)[of_part] = float2(attended.highest[e], attended.total[e]);
+#pragma unroll
+    for (uint e = 0; e < 2; ++e) {
+      if (!rows[e].exists) continue;
+      if (params.parts == 1) {
+        const ulong row = (head.sequence * params.T + rows[e].query) * params.A + rows[e].head;
+        const float share = share_of(highest[e], total[e], rows[e].head, sinks, params);
+        store4(output + row * params.V, column, sums[e] * share, shape);
+        continue;
+      }
+      const ulong row = (first_row + place.matrix.column + e) * params.parts + part;
+      store4_wide(parts + params.sums_at + row * part_columns(params) + column, sums[e]);
+      if (column == 0) reinterpret_cast<device float2*>(parts)[row] = float2(highest[e], total[e]);
     }
   }
 }
@@ -554,81 +588,77 @@ template <typename T, bool wide, uint KeyChunks, uint ValueChunks>
   work.first_chunk = column_block * params.slices * ValueChunks + place.slice;
   const uint first_row = first + place.tile * kAttentionRows;
   find_work<wide>(work, q, k, v, head, first_row, keys, place, params);
-  Attended<ValueChunks> attended;
   for (uint careful = 0; careful < 2; ++careful) {
+    Attended<ValueChunks> attended;
     attend<wide>(attended, work, keys, careful, memory, place, params);
-    if (careful || all_finite(attended, finite, place)) break;
+    if (share(attended, memory, stream_stats, finite, place)) break;
   }
-  if (place.streams > 1) join_streams(attended, memory, stream_stats, place, params);
-  if (place.stream != 0) return;
   const ulong rows_before = ulong(group.x / params.row_blocks) * params.rows;
-  store_rows(attended, work.rows, work.first_chunk, rows_before + first_row, part,
-             place.slice == 0 && column_block == 0, sinks, output, head, place, params);
+  store_rows<T, ValueChunks>(memory, stream_stats, work.rows, work.first_chunk, rows_before + first_row, part, sinks,
+                             output, head, place, params);
 }
 
-// Adds four columns of `count` parts, every kAttentionSimdgroups-th. `factor` is the factor of this lane's part.
-// Several loads are issued before the first one is waited for.
-inline void add_parts(thread float4& sum, device const float* sums, uint column, uint count, float factor,
-                      RowShape shape) {
-  const ulong step = ulong(kAttentionSimdgroups) * shape.length;
-  const uint inside = shape.wide ? min(column, shape.length - uint(kVectorWidth)) : column;
-  for (uint first = 0; first < count; first += kPartsAtOnce) {
-    float4 loaded[kPartsAtOnce];
-#pragma unroll
-    for (uint n = 0; n < kPartsAtOnce; ++n) loaded[n] = load4(sums + min(first + n, count - 1) * step, inside, shape);
-#pragma unroll
-    for (uint n = 0; n < kPartsAtOnce; ++n) {
-      const float its_factor = simd_shuffle(factor, ushort(first + n));
-      if (first + n < count) sum += loaded[n] * its_factor;
-    }
-  }
-}
-
-// A simdgroup has every kAttentionSimdgroups-th part; each of its lanes computes the factor of one part. A lane has
-// four columns, or several times four.
+// The simdgroups take turns with the parts; a lane has four columns, or several times four, and the stats of one part.
+// The loads of kPartsAtOnce parts and their stats are issued before the first one is waited for.
 template <typename T>
 [[kernel]] void attention_combine(device const float* parts [[buffer(0)]], device const T* sinks [[buffer(1)]],
                                   device T* output [[buffer(2)]], constant AttentionParams& params [[buffer(3)]],
                                   uint group [[threadgroup_position_in_grid]],
-                                  uint thread_index [[thread_index_in_threadgroup]]) {
-  threadgroup float4 shares[kAttentionThreads];
-  threadgroup float totals[kAttentionSimdgroups];
+                                  uint thread_index [[thread_index_in_threadgroup]],
+                                  uint threads [[threads_per_threadgroup]]) {
+  threadgroup float4 shares[kCombineThreads];
+  threadgroup float2 share_stats[kCombineSimdgroups];
   const uint heads = params.A / params.J, head = group % params.A, query = group / params.A % params.T;
   const ulong sequence = group / params.A / params.T;
   if (sequence >= params.B) return;
   const ulong row = (sequence * params.J + head / heads) * params.rows + ulong(query) * heads + head % heads;
   device const float2* stats = reinterpret_cast<device const float2*>(parts) + row * params.parts;
-  device const float* sums = parts + params.sums_at + row * params.parts * params.V;
-  const uint lane = thread_index % kSimdgroup, simdgroup = thread_index / kSimdgroup;
-  float highest = -INFINITY;
-  for (uint p = lane; p < params.parts; p += kSimdgroup) highest = stats[p].x > highest ? stats[p].x : highest;
-  highest = simd_max(highest);
-  const float offset = offset_of(highest).x;
+  const uint columns = part_columns(params);
+  device const float* sums = parts + params.sums_at + row * params.parts * columns;
+  const uint lane = thread_index % kSimdgroup, simdgroup = thread_index / kSimdgroup, simdgroups = threads / kSimdgroup;
   RowShape shape;
   shape.length = params.V;
   shape.wide = params.V % kVectorWidth == 0;
   for (uint first = 0; first < params.V; first += kVectorWidth * kSimdgroup) {
     const uint column = first + kVectorWidth * lane;
-    float total = 0;
+    const uint inside = min(column, columns - kVectorWidth);
+    float highest = -INFINITY, total = 0;
     float4 sum = 0;
-    for (uint part = simdgroup; part < params.parts; part += kAttentionSimdgroups * kSimdgroup) {
-      const uint count = min((params.parts - part + kAttentionSimdgroups - 1) / kAttentionSimdgroups, uint(kSimdgroup));
-      const float2 mine = stats[part + kAttentionSimdgroups * min(lane, count - 1)];
-      const float factor = lane < count ? exp(mine.x - offset) : 0;
-      total += mine.y * factor;
-      add_parts(sum, sums + ulong(part) * params.V, column, count, factor, shape);
+    for (uint part = simdgroup; part < params.parts; part += simdgroups * kPartsAtOnce) {
+      const uint last = min((params.parts - 1 - part) / simdgroups, kPartsAtOnce - 1);
+      const float2 mine = stats[part + simdgroups * min(lane, last)];
+      float4 loaded[kPartsAtOnce];
+#pragma unroll
+      for (uint n = 0; n < kPartsAtOnce; ++n) {
+        loaded[n] = load4_wide(sums + ulong(part + simdgroups * min(n, last)) * columns + inside);
+      }
+      const float before = highest, most = simd_max(mine.x);
+      highest = most > highest ? most : highest;
+      const float offset = offset_of(highest).x, scale = exp(before - offset);
+      const float factor = lane <= last ? exp(mine.x - offset) : 0;
+      total = total * scale + mine.y * factor;
+      sum *= scale;
+#pragma unroll
+      for (uint n = 0; n < kPartsAtOnce; ++n) {
+        const float its_factor = simd_shuffle(factor, ushort(n));
+        if (n <= last) sum += loaded[n] * its_factor;
+      }
     }
     total = simd_sum(total);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // until the previous columns have been read
     shares[thread_index] = sum;
-    if (lane == 0) totals[simdgroup] = total;
+    if (lane == 0) share_stats[simdgroup] = float2(highest, total);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (simdgroup != 0 || column >= params.V) continue;
-    for (uint s = 1; s < kAttentionSimdgroups; ++s) {
-      sum += shares[s * kSimdgroup + lane];
-      total += totals[s];
+    if (simdgroup != 0) continue;
+    const float2 share = share_stats[min(lane, simdgroups - 1)];
+    highest = simd_max(share.x);
+    const float factor = lane < simdgroups ? exp(share.x - offset_of(highest).x) : 0;
+    total = simd_sum(share.y * factor);
+    sum = 0;
+    for (uint s = 0; s < simdgroups; ++s) sum += shares[s * kSimdgroup + lane] * simd_shuffle(factor, ushort(s));
+    if (column < params.V) {
+      store4(output + ulong(group) * params.V, column, sum * share_of(highest, total, head, sinks, params), shape);
     }
-    store4(output + ulong(group) * params.V, column, sum * share_of(highest, total, head, sinks, params), shape);
   }
 }
 

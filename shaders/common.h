@@ -275,6 +275,9 @@ struct RopeParams {
 // How the work is divided; attention.metal explains it.
 MOE_METAL_CONSTANT uint32_t kAttentionSimdgroups = 4;  // of a threadgroup
 MOE_METAL_CONSTANT uint32_t kAttentionThreads = 32 * kAttentionSimdgroups;
+MOE_METAL_CONSTANT uint32_t kCombineSimdgroups = 16;  // of a threadgroup of attention_combine, at most
+MOE_METAL_CONSTANT uint32_t kCombineThreads = 32 * kCombineSimdgroups;
+MOE_METAL_CONSTANT uint32_t kPartsAtOnce = 8;             // parts that one of them loads before it adds the first one
 MOE_METAL_CONSTANT uint32_t kAttentionRows = 8;           // queries of heads, of a simdgroup
 MOE_METAL_CONSTANT uint32_t kAttentionKeys = 32;          // keys of a simdgroup at a time
 MOE_METAL_CONSTANT uint32_t kAttentionKeyColumns = 32;    // of a key: a chunk of a simdgroup

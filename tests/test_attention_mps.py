@@ -21,6 +21,7 @@ CUTS = {
     "tiles": (2, 4, 2, 20, 70, 128, 96),  # or each has all keys for rows of its own
     "parts": (1, 8, 2, 1, 700, 128, 128),
     "parts of tiles": (1, 2, 1, 9, 700, 64, 64),
+    "many parts": (1, 6, 2, 1, 1500, 67, 99),
     "two slices": (1, 4, 2, 3, 70, 192, 256),
     "four slices": (1, 16, 1, 1, 300, 576, 512),
     "two blocks of columns": (1, 2, 1, 3, 70, 64, 1096),

@@ -181,7 +181,7 @@ DECODE_GROUP = f"(column + g * (step / groups)) >> {SHIFT}"
 RUN = "whole ? kRun : column < length ? length - column : 0"
 SCALE_ROW = "row / Chunk::scale_rows"
 KEY = "block + 8 * n + place.row"
-FINITE = "careful || all_finite(attended, finite, place)"
+FINITE = "share(attended, memory, stream_stats, finite, place)"
 MUTANTS = {
     # codes
     "nibble_swapped": Mutant("return i * bits % 32;", "return (i ^ 1) * bits % 32;", "values", *linear(AFFINE[4], 1)),
@@ -298,6 +298,7 @@ MUTANTS = {
     "slice_left_out": Mutant("place.slice + slices;", "place.slice + 1;", "values", *cut("two slices")),
     "stream_not_scaled": Mutant("exp(other.xy -", "exp(0 * other.xy -", "values", *cut("streams")),
     "part_not_scaled": Mutant("exp(mine.x - offset)", "1.0f", "values", *cut("parts")),
+    "share_not_scaled": Mutant("exp(share.x - offset_of(highest).x)", "1.0f", "values", *cut("many parts")),
     # rope
     "turned_back": Mutant("a * c - b * s", "a * c + b * s", "values", *rope("plain-A6-J1-D80-R40")),
     "pairs_as_halves": Mutant("params.interleaved ? 2 * i : i", "i", "values", *rope("plain-interleaved-A5-J2-D33-R9")),

@@ -11,7 +11,7 @@ namespace {
 Kernels wide64_kernels("attention", "attention_64_wide", kAttentionThreads, "wide64");
 Kernels wide128_kernels("attention", "attention_128_wide", kAttentionThreads, "wide128");
 Kernels any_kernels("attention", "attention", kAttentionThreads, "any");
-Kernels combine_kernels("attention", "attention_combine", kAttentionThreads, "combine");
+Kernels combine_kernels("attention", "attention_combine", kCombineThreads, "combine");
 
 // A kernel, and the chunks of a key and of a value that one of its simdgroups keeps in registers.
 struct AttentionKernel {
@@ -115,11 +115,12 @@ void run(const Attention& call) {
   }
   const int64_t rows = call.B * call.A * call.T, all = rows * params.parts;
   params.sums_at = ceil_div(2 * all, kVectorWidth) * kVectorWidth;
-  const int64_t length = static_cast<int64_t>(params.sums_at) + all * call.V;
+  const int64_t length = static_cast<int64_t>(params.sums_at) + all * ceil_div(call.V, kVectorWidth) * kVectorWidth;
   const Tensor parts = at::empty({length}, call.q.options().dtype(at::kFloat));
   to_uint(rows);
+  const int simdgroups = std::min<int>(ceil_div(params.parts, kPartsAtOnce), kCombineSimdgroups);
   launch({{kernel.kernels[dtype], grid, call.q, k, v, mask, call.sinks, parts, params},
-          {combine_kernels[dtype], {rows, 1, kAttentionThreads}, parts, call.sinks, call.output, params}});
+          {combine_kernels[dtype], {rows, 1, simdgroups * kSimdgroup}, parts, call.sinks, call.output, params}});
 }
 
 }  // namespace
