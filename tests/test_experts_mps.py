@@ -1,5 +1,8 @@
 """The op experts on mps, beyond its values: its kernels and dispatches, and how slots are assigned to tiles."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,7 +13,7 @@ from cases import BFLOAT, Case, call, expected
 from checks import assert_matches
 from conftest import SIMULATED
 from packed import AFFINE, FP8, MXFP4, PACKINGS, Packing
-from torch_moe_metal import quantize, reference
+from torch_moe_metal import quantize, reference, tuning
 from torch_moe_metal.bench.packed import FORMATS
 
 recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records dispatches; a Mac's own does not")
@@ -257,10 +260,10 @@ def check(op: str, args: dict, options: dict, device: str) -> None:
     assert_matches([got], [in_float64(op, args, options)], args["x"].shape[-1])
 
 
-@pytest.mark.parametrize("T", [3, 40])
+@pytest.mark.parametrize("T", [1, 3, 40])
 @pytest.mark.parametrize("packing", EVERY_PACKING, ids=str)
 def test_packed_experts(device: str, packing: Packing, T: int):
-    """Decode and prefill in every format, with groups that end inside of a tile."""
+    """Decode of one token and of several, and prefill, in every format, with groups that end inside of a tile."""
     check("experts", *packed_experts(packing, T, interleaved=T == 3), device)
 
 
@@ -295,6 +298,106 @@ def test_tokens_per_product(mps: str, T: int, together: str):
         f"linear_rows{together}_wide_bfloat",
         "linear_rows_bfloat",
     ]
+
+
+# ------------------------------------------------------------------------------------------------ slots together
+
+
+@contextlib.contextmanager
+def together(slots: int) -> Iterator[None]:
+    tuning.use({"slots_together": slots, "decode_max_slots_percent": 1 << 20})
+    try:
+        yield
+    finally:
+        tuning.use({})
+
+
+# Ids of experts in 0..4; -1, 5 and 9 are invalid.
+ROUTES = {
+    "two tokens": [[1, 4, 0], [4, 2, 1]],
+    "all alike": [[3, 0]] * 7,
+    "none alike": [[0, 1], [2, 3], [4, -1]],
+    "none valid": [[5, -1, 9], [-1, 5, 9]],
+    "again in a token": [[2, 2, 0], [0, 2, 2], [2, 0, 0], [1, 1, 1], [2, 1, 3]],
+    "more than 4": [[k, 4] for k in (0, 1, 0, 5, 0, 0, 1, 0, 0)],
+    "more slots than lanes": [[n % 5, (n + 1) % 5, -1, (n * n) % 5] for n in range(13)],
+    "too many for a list": [[(n + k) % 6 for k in range(17)] for n in range(3)],
+}
+
+
+def routed(args: dict, route: str) -> dict:
+    ids = torch.tensor(ROUTES[route])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(len(ids), args["x"].shape[-1], generator=generator).to(args["x"].dtype)
+    return args | {"x": x, "ids": ids, "weights": torch.rand(ids.shape, generator=generator)}
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+@pytest.mark.parametrize("route", ROUTES)
+def test_slots_together(mps: str, route: str, slots: int):
+    """Slots of one expert are multiplied together."""
+    args, options = packed_experts(MXFP4, 3)
+    args = routed(args, route)
+    case = Case("experts", "together", {"T": 1, "E": 5, "K": 3, "H": 72, "I": 44}, ("gate_up_bias", "down_bias"))
+    with together(slots):
+        check("experts", args, options, mps)
+        check("experts", routed(case.arguments(), route), {}, mps)
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=str)
+@pytest.mark.parametrize(
+    "packing",
+    [FORMATS["nvfp4"], FORMATS["q4_0"], *(pytest.param(p, marks=pytest.mark.slow) for p in TOGETHER)],
+    ids=str,
+)
+def test_slots_together_in_every_format(mps: str, packing: Packing, dtype: torch.dtype, slots: int):
+    """Groups of four, with slots left over, in rows of gate and up that alternate."""
+    args, options = packed_experts(packing, 3, dtype, interleaved=True)
+    with together(slots):
+        check("experts", routed(args, "again in a token"), options, mps)
+
+
+@recorded
+@pytest.mark.parametrize(
+    "T, K, slots, gate_up, down",
+    [
+        (1, 3, 4, "rows", "rows"),
+        (2, 3, 4, "rows2", "rows2"),
+        (5, 3, 1, "rows", "rows"),
+        (5, 3, 2, "rows2", "rows2"),
+        (3, 3, 4, "rows4", "rows4"),
+        (3, 9, 4, "rows4", "rows2"),
+        (3, 17, 4, "rows4", "rows"),
+    ],
+)
+def test_slots_per_product(mps: str, T: int, K: int, slots: int, gate_up: str, down: str):
+    """A list has 32 slots. Rows that are not aligned are read for each slot."""
+    sizes = {"T": T, "E": 64, "K": K, "I": 32}
+    wide, odd = (Case("experts", "kernels", sizes | {"H": H}, dtype=BFLOAT).arguments(mps) for H in (64, 63))
+    with together(slots):
+        assert experts_kernels(wide) == [f"gate_up_{gate_up}_wide_bfloat", f"down_{down}_wide_bfloat"]
+        assert experts_kernels(odd) == ["gate_up_rows_bfloat", f"down_{down}_wide_bfloat"]
+
+
+@recorded
+def test_shared_experts_are_read_once(mps: str):
+    """Four tokens that selected the same experts, instead of different ones."""
+    import metal_sim
+
+    def loaded(route: list[list[int]], slots: int) -> int:
+        case = Case("experts", "loads", {"T": len(route), "E": 16, "K": 2, "H": 256, "I": 128}, dtype=BFLOAT)
+        args = case.arguments(mps) | {"ids": torch.tensor(route, device=mps)}
+        with together(slots), metal_sim.record(costs=True) as record:
+            torch.ops.moe_metal.experts(**args)
+        return sum(dispatch.costs.device_loaded for dispatch in record.dispatches)
+
+    weights = 2 * 3 * 256 * 128 * 2  # bytes of two experts
+    alike, apart = [[3, 5]] * 4, [[2 * n, 2 * n + 1] for n in range(4)]
+    for slots, times in ((1, 4), (2, 2), (4, 1)):
+        saved = loaded(apart, slots) - loaded(alike, slots)
+        assert saved == pytest.approx((4 - times) * weights, abs=0.05 * weights)
+        assert loaded(apart, slots) < 1.1 * loaded(apart, 1)
 
 
 @pytest.mark.parametrize("bits", AFFINE)

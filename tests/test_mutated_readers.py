@@ -140,6 +140,10 @@ def together(name: str, dtype: torch.dtype = cases.FLOAT) -> tuple[Callable, dic
     return suite.test_tokens_together, {"packing": FORMATS[name], "dtype": dtype}
 
 
+def slots(route: str, together: int) -> tuple[Callable, dict]:
+    return suite.test_slots_together, {"route": route, "slots": together}
+
+
 def dense(op: str, T: int) -> tuple[Callable, dict]:
     """A weight whose rows are loaded 16 bytes at a time; a simdgroup has two of three experts' rows alternately."""
     case = cases.Case(op, f"dense-T{T}", {"T": T, "E": 5, "K": 3, "H": 96, "I": 64, "N": 9})
@@ -228,9 +232,9 @@ MUTANTS = {
     "offset_is_scale": Mutant("load_number(row.offset +", "load_number(row.scale +", "values", *numbers(AFFINE[2])),
     # several tokens together
     "vector_of_the_first_token": Mutant("* apart;", "* 0;", "values", *linear(AFFINE[4], 2)),
-    "tokens_overrun": Mutant("min(t, count - 1)", "t", "bounds", *linear(AFFINE[4], 3)),
+    "tokens_overrun": Mutant("min(token + t, params.T - 1)", "token + t", "bounds", *linear(AFFINE[4], 3)),
     "outputs_of_the_first_token": Mutant("shares + t * most", "shares + 0 * most", "values", *linear(MXFP4, 3)),
-    "outputs_overrun": Mutant("t >= tokens.count ||", "", "bounds", *linear(MXFP4, 3)),
+    "outputs_overrun": Mutant("token + t >= params.T ||", "", "bounds", *linear(MXFP4, 3)),
     "codes_of_the_first_eight": Mutant(
         "(pieces.row[r], i, codes", "(pieces.row[r], 0, codes", "values", *together("q5_k")
     ),
@@ -247,10 +251,29 @@ MUTANTS = {
     "columns_of_the_first_lane": Mutant(
         "rows.data.at[r] + column, w[r]", "rows.data.at[r], w[r]", "values", *dense("linear", 3)
     ),
+    # several slots of an expert together
+    "slots_of_any_expert": Mutant("all[b].x == id.x &&", "", "values", *slots("two tokens", 2)),
+    "groups_overlap": Mutant("if (before % N != 0) group.count = 0;", "", "race", *slots("all alike", 2)),
+    "slots_left_out": Mutant("rest &= rest - 1;", "rest = 0;", "race", *slots("more than 4", 4)),
+    "slots_of_the_first_block": Mutant("begin + ctz(rest)", "ctz(rest)", "values", *slots("more slots than lanes", 2)),
+    "tokens_of_the_first_slot": Mutant(
+        "slots.slot[n] / params.K", "slots.slot[0] / params.K", "values", *slots("all alike", 2)
+    ),
+    "slot_of_the_group_before": Mutant(
+        "which == n ? slots.slot[n]", "which == n ? slots.slot[0]", "values", *slots("all alike", 2)
+    ),
+    "weight_of_the_first_token": Mutant(
+        "weights, begin + vectors.row[t]", "weights, begin + lead", "values", *slots("two tokens", 2)
+    ),
+    "products_of_absent_tokens": Mutant(
+        "if (slots_of(slots, t, params) == 0) continue;", "", "values", *slots("none alike", 2)
+    ),
+    "selected_again_forgotten": Mutant("if (again) listed = 1u << lane;", "", "values", *slots("again in a token", 2)),
+    "last_tokens_overrun": Mutant("t >= tokens ||", "", "bounds", *slots("none alike", 2)),
     # positions, and the order of a lane's pieces
     "row_forgotten": Mutant("spot.byte += row;", "", "values", *linear(AFFINE[4], 1)),
     "id_not_followed": Mutant(
-        "if (i + step < all) next_expert", "if (false) next_expert", "values", *dense("experts", 3)
+        "if (i + step < all) next_expert", "if (false) next_expert", "values", *dense("experts", 1)
     ),
     "pair_taken_again": Mutant("    take_pair(products);", "", "values", *experts(MXFP4, 40)),
     "second_half_side_by_side": Mutant("piece.column + second", "piece.column + 8", "values", *dense("linear", 20)),

@@ -49,30 +49,56 @@ FormatKernels decode_down[] = {{"experts_decode", "experts_down_rows_wide", 32 *
                                {"experts_decode", "experts_down_columns_wide", 32 * kMaxSplit, 2},
                                {"experts_decode", "experts_down_columns", 32 * kMaxSplit, 3}};
 
+// The same for 2 or 4 slots of an expert together.
+FormatKernels several_gate_up[] = {{"experts_decode", "experts_gate_up_rows2_wide", 32 * kChunkSimdgroups, 4},
+                                   {"experts_decode", "experts_gate_up_rows4_wide", 32 * kChunkSimdgroups, 5}};
+FormatKernels several_down[] = {{"experts_decode", "experts_down_rows2_wide", 32 * kChunkSimdgroups, 4},
+                                {"experts_decode", "experts_down_rows4_wide", 32 * kChunkSimdgroups, 5}};
+
 struct Product {
   Kernel& kernel;
   Grid grid;
 };
 
+// How many slots of an expert are multiplied together: 1, 2 or 4.
+int64_t slots_together(const Experts& call) {
+  return call.T > 1 ? std::min<int64_t>(tuning().slots_together, call.T > 2 ? 4 : 2) : 1;
+}
+// How many tokens share a threadgroup of down. One simdgroup lists their experts, a lane for each slot.
+int64_t tokens_together(const Experts& call) {
+  int64_t tokens = slots_together(call);
+  while (tokens > 1 && tokens * call.K > kSimdgroup) tokens /= 2;
+  return tokens;
+}
+
+struct DecodeKernels {
+  FormatKernels *single, *several;
+  int64_t together;  // how many slots `several` multiplies together; 1: it is not used
+  int64_t each;      // how many slots or tokens along x are one threadgroup's of `several`
+};
+
 // x: slots or tokens; rows: rows of weights for each of them; columns: columns to sum over; tile: rows of a threadgroup
 // if lanes are across the rows. The vector is loaded like the rows, so both must be aligned for wide loads.
-Product product(FormatKernels* kernels, const Weight& weight, WeightParams& params, bool wide_vector, int64_t x,
+Product product(const DecodeKernels& kernels, const Weight& weight, WeightParams& params, bool wide_vector, int64_t x,
                 int64_t rows, int64_t columns, int64_t tile, const Tensor& activations) {
   WeightLayout layout = params.layout;
   if (!weight.format->is_dense()) layout = whole_pieces(weight, params) ? WeightLayout::rows_wide : WeightLayout::rows;
   if (layout == WeightLayout::rows_wide && !wide_vector) layout = WeightLayout::rows;
   const bool by_rows = layout == WeightLayout::rows_wide || layout == WeightLayout::rows;
   const Cut cut = by_rows ? row_cut(weight, activations.element_size()) : Cut{tile, 16, false};
-  Kernel& kernel = kernels[static_cast<int>(layout)](activations.scalar_type(), weight.format);
-  return {kernel, grid_of(params, cut, x, rows, columns)};
+  const bool several = kernels.together > 1 && layout == WeightLayout::rows_wide;
+  FormatKernels& chosen = several ? kernels.several[kernels.together / 4] : kernels.single[static_cast<int>(layout)];
+  Kernel& kernel = chosen(activations.scalar_type(), weight.format);
+  return {kernel, several ? grid_of(params, cut, ceil_div(x, kernels.each), rows, columns * kernels.each)
+                          : grid_of(params, cut, x, rows, columns)};
 }
 
 void decode(const Experts& call, ExpertsParams params) {
-  const int64_t slots = call.T * call.K;
-  const Product gate_up = product(decode_gate_up, call.gate_up, params.gate_up, params.wide_x, slots, 2 * call.I,
-                                  call.H, kColumnRows, call.x);
-  const Product down =
-      product(decode_down, call.down, params.down, true, call.T, call.H, call.K * call.I, kDownColumnRows, call.x);
+  const int64_t slots = call.T * call.K, tokens = tokens_together(call);
+  const Product gate_up = product({decode_gate_up, several_gate_up, slots_together(call), 1}, call.gate_up,
+                                  params.gate_up, params.wide_x, slots, 2 * call.I, call.H, kColumnRows, call.x);
+  const Product down = product({decode_down, several_down, tokens, tokens}, call.down, params.down, true, call.T,
+                               call.H, call.K * call.I, kDownColumnRows, call.x);
   params.inner_placed = !call.down.format->is_dense();  // packed weights are multiplied by whole chunks of it
   params.inner_length = to_uint(params.inner_placed ? ceil_div(call.I, kPackedChunk) * kPackedChunk : call.I);
   const Tensor inner = at::empty({slots, params.inner_length}, call.x.options().dtype(at::kFloat));
