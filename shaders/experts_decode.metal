@@ -1,4 +1,4 @@
-// The op experts for few slots, in two dispatches that read the weights of the experts for each slot:
+// The op experts for few slots, in two dispatches that read the weights of an expert for each slot or few slots:
 //
 //   gate_up   inner[slot] = act(gate_up[expert] * x[token] + gate_up_bias[expert])
 //   down      output[token] = sum_k weights[k] * (down[expert_k] * inner[slot_k] + down_bias[expert_k])
@@ -135,8 +135,8 @@ struct SlotGroup {
   uint slot[N], count;
 };
 
-// The group that begins with this slot: the slots with its id, in ascending order, are divided into groups of N. `count`
-// is 0 if the group begins with another slot. Each simdgroup searches all ids.
+// The group that begins with this slot: the slots with its id, in ascending order, are divided into groups of N.
+// `count` is 0 if the group begins with another slot. Each simdgroup searches all ids.
 template <uint N>
 SlotGroup<N> group_from(uint slot, int2 id, device const int* ids, uint lane, constant ExpertsParams& params) {
   constexpr uint blocks = 4;  // whose loads are in flight together
@@ -213,7 +213,8 @@ template <typename T, typename Chunk, uint Slots>
   inner[inner_at(slot, i, params)] = inner_value(gate, up, bias, expert, i, params);
 }
 
-// Slots of one expert in a few tokens, at most one of each token: bit j is slot j, counted from the first token's first.
+// Slots of one expert in a few tokens, at most one of each token: bit j is slot j, counted from the first token's
+// first.
 struct Selected {
   uint slots;
   int expert;

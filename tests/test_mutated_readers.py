@@ -255,7 +255,7 @@ MUTANTS = {
     "slots_of_any_expert": Mutant("all[b].x == id.x &&", "", "values", *slots("two tokens", 2)),
     "groups_overlap": Mutant("if (before % N != 0) group.count = 0;", "", "race", *slots("all alike", 2)),
     "slots_left_out": Mutant("rest &= rest - 1;", "rest = 0;", "race", *slots("more than 4", 4)),
-    "slots_of_the_first_block": Mutant("begin + ctz(rest)", "ctz(rest)", "values", *slots("more slots than lanes", 2)),
+    "slots_of_the_first_block": Mutant("begin + ctz(rest)", "ctz(rest)", "race", *slots("more slots than lanes", 2)),
     "tokens_of_the_first_slot": Mutant(
         "slots.slot[n] / params.K", "slots.slot[0] / params.K", "values", *slots("all alike", 2)
     ),
@@ -272,9 +272,7 @@ MUTANTS = {
     "last_tokens_overrun": Mutant("t >= tokens ||", "", "bounds", *slots("none alike", 2)),
     # positions, and the order of a lane's pieces
     "row_forgotten": Mutant("spot.byte += row;", "", "values", *linear(AFFINE[4], 1)),
-    "id_not_followed": Mutant(
-        "if (i + step < all) next_expert", "if (false) next_expert", "values", *dense("experts", 1)
-    ),
+    "id_not_followed": Mutant("if (i + step < all) next_id", "if (false) next_id", "values", *dense("experts", 1)),
     "pair_taken_again": Mutant("    take_pair(products);", "", "values", *experts(MXFP4, 40)),
     "second_half_side_by_side": Mutant("piece.column + second", "piece.column + 8", "values", *dense("linear", 20)),
     "tiles_not_multiplied": Mutant("*= float(Reader::factor)", "*= 1", "values", *linear(AFFINE[4], 9)),

@@ -18,22 +18,25 @@ Args = dict[str, Tensor]
 @dataclass(frozen=True)
 class Row:
     """experts with T tokens, or linear with N rows of weights; without a packing the weights are bfloat16.
-    tokens_together: the setting of tuning.h, unless it is the default."""
+    together: slots_together or tokens_together of tuning.h, unless it is the default. half_shared: each token selects
+    half of the experts of the one before; otherwise routes are random."""
 
     op: str
     packing: Packing | None
     T: int
     N: int = 0
-    tokens_together: int = 0
+    together: int = 0
+    half_shared: bool = False
 
     def __str__(self) -> str:
         rows = f"-N{self.N}" if self.N else ""
-        together = f"-by{self.tokens_together}" if self.tokens_together else ""
-        return f"{self.op}-{self.packing or 'bfloat16'}-T{self.T}{rows}{together}"
+        shared = "-shared" if self.half_shared else ""
+        together = f"-by{self.together}" if self.together else ""
+        return f"{self.op}-{self.packing or 'bfloat16'}-T{self.T}{rows}{shared}{together}"
 
     @property
     def settings(self) -> dict[str, int]:
-        return {"tokens_together": self.tokens_together} if self.tokens_together else {}
+        return {"tokens_together" if self.N else "slots_together": self.together} if self.together else {}
 
     @property
     def options(self) -> dict[str, str]:
@@ -59,6 +62,10 @@ class Row:
         if self.N:
             return args
         scores = torch.rand(self.T, E, generator=generator, device=device)
+        for t in range(1, self.T) if self.half_shared else ():
+            before = scores[t - 1].topk(K).indices
+            scores[t, before[: K // 2]] = 0
+            scores[t, before[K // 2 :]] += 1  # the first ones of this token
         weights, ids = scores.softmax(-1).topk(K)
         return args | {"weights": weights, "ids": ids.int()}
 
@@ -70,7 +77,10 @@ class Row:
 
 
 MEASURED = [None, *(packing_of(name, BFLOAT) for name in ("affine4", "affine8", "mxfp4", "fp8", "q4_k"))]
-ROWS = [Row("experts", packing, T) for T in (1, 4, 16, 256) for packing in MEASURED]
+ROWS = [Row("experts", packing, T) for T in (1, 2, 4, 16, 256) for packing in MEASURED]
+# With an expert's slots together (the default), or one by one.
+ROWS += [Row("experts", packing, T, 0, 1) for T in (2, 4, 16) for packing in MEASURED]
+ROWS += [Row("experts", packing, T, 0, by, True) for T in (2, 4, 16) for by in (0, 1) for packing in MEASURED]
 # T, and tokens_together: tokens are multiplied by a weight together (the default), or one by one.
 TOGETHER = ((1, 0), (2, 0), (2, 1), (4, 0), (4, 1), (8, 0), (8, 1))
 ROWS += [Row("linear", packing, T, 4096, by) for packing in MEASURED for T, by in TOGETHER]
