@@ -339,15 +339,31 @@ struct PackedChunk {
     Floats<groups> plain[N] = {};
 #pragma unroll
     for (uint i = 0; i < step; i += 8) {
-      Vectors<2> codes[kChunkRows];
+      const uint g = i * groups / step;
+      Vectors<2> codes[kChunkRows], x[N];
+      // For two vectors, elements of both and codes of one row at a time take fewer registers; for more, the reverse.
+      if (N <= 2) {
+#pragma unroll
+        for (uint t = 0; t < N; ++t) {
+          load_eight<placed>(several.at(t), column_of(column, i), x[t]);
+          divide_eight(x[t], i, totals[t].of[g], plain[t].at[g]);
+        }
+#pragma unroll
+        for (uint r = 0; r < kChunkRows; ++r) {
+          Codes::template eight<centred>(pieces.row[r], i, codes[r]);
+#pragma unroll
+          for (uint t = 0; t < N; ++t) add_eight(codes[r], x[t], totals[t].of[g].at[r]);
+        }
+        continue;
+      }
 #pragma unroll
       for (uint r = 0; r < kChunkRows; ++r) Codes::template eight<centred>(pieces.row[r], i, codes[r]);
 #pragma unroll
       for (uint t = 0; t < N; ++t) {
-        const uint g = i * groups / step;
-        Vectors<2> x;
-        load_eight<placed>(several.at(t), column_of(column, i), x);
-        add_eight(codes, x, i, totals[t].of[g], plain[t].at[g]);
+        load_eight<placed>(several.at(t), column_of(column, i), x[t]);
+        divide_eight(x[t], i, totals[t].of[g], plain[t].at[g]);
+#pragma unroll
+        for (uint r = 0; r < kChunkRows; ++r) add_eight(codes[r], x[t], totals[t].of[g].at[r]);
       }
     }
 #pragma unroll
@@ -356,24 +372,22 @@ struct PackedChunk {
       sums.of[t].at[r] += row_sum(totals[t], plain[t], pieces, scales, offsets, r);
     }
   }
-  // sums[r] += codes i to i + 7 of row r, minus zero, times elements of a vector; plain += as in `divided`
-  static void add_eight(thread const Vectors<2>* codes, thread const Vectors<2>& x, uint i,
-                        thread Floats<kChunkRows>& sums, thread float& plain) {
-    float zero = 0;
+  // Divides elements i to i + 7 of a vector by 2^place of their codes. Before, subtracts `zero` times their sum from the
+  // sums of the rows, and adds it to `plain` as in `divided`.
+  static void divide_eight(thread Vectors<2>& x, uint i, thread Floats<kChunkRows>& sums, thread float& plain) {
     if (Codes::has_offset || off_zero) {
       const float4 four = (x.at[0] + x.at[1]) * plain_unit();
       const float added = four.x + four.y + (four.z + four.w);
-      if (off_zero) zero = added;
+      for (uint r = 0; r < kChunkRows && off_zero; ++r) sums.at[r] -= added;
       if (Codes::has_offset) plain += added;
     }
 #pragma unroll
-    for (uint r = 0; r < kChunkRows; ++r) sums.at[r] -= zero;
+    for (uint n = 0; n < 8; ++n) x.at[n / 4][n % 4] *= 1 / float(1u << Codes::place(i + n));
+  }
+  // sum += eight codes times elements of a vector
+  static void add_eight(thread const Vectors<2>& codes, thread const Vectors<2>& x, thread float& sum) {
 #pragma unroll
-    for (uint n = 0; n < 8; ++n) {
-      const float element = x.at[n / 4][n % 4] * (1 / float(1u << Codes::place(i + n)));
-#pragma unroll
-      for (uint r = 0; r < kChunkRows; ++r) sums.at[r] = fma(codes[r].at[n / 4][n % 4], element, sums.at[r]);
-    }
+    for (uint n = 0; n < 8; ++n) sum = fma(codes.at[n / 4][n % 4], x.at[n / 4][n % 4], sum);
   }
   // The product of a row's piece with the vector, from the groups' sums of codes and the vector's plain sums.
   static float row_sum(thread const Numbers& totals, thread const Floats<groups>& plain,

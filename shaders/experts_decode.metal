@@ -13,8 +13,8 @@
 //
 // _rows: lanes are along the columns of a few rows; _columns: across the rows of a few columns, for transposed weights.
 // _wide: a lane loads 16 bytes of weights at a time; for packed weights, kPackedColumns columns.
-// _rows2, _rows4, for more than one token: weights are read and unpacked once for up to 2 or 4 slots of an expert.
-// Grid: slots (gate_up) or tokens (down; of _rows2 and _rows4, groups of so many) along x, blocks of rows along y. With
+// _rows2, for more than one token: weights are read and unpacked once for two slots of an expert.
+// Grid: slots (gate_up) or tokens (down; of _rows2, pairs of tokens) along x, blocks of rows along y. With
 // slots along x, slots of one expert read the same rows at about the same time, from the cache. WeightParams.split
 // simdgroups share the work on a row.
 #include <metal_stdlib>
@@ -124,59 +124,46 @@ template <typename T, typename Chunk>
   output[ulong(token) * params.H + h] = T(total + shared_and_residual(shared, shared_gate, residual, token, h, params));
 }
 
-// ------------------------------------------------------------------------------------------ several slots together
+// ------------------------------------------------------------------------------------------ two slots together
 
 // The lanes of which the condition is true, as bits.
 inline uint lanes_where(bool condition) { return uint(ulong(simd_vote::vote_t(simd_ballot(condition)))); }
 
-// Slots of one expert. Places from `count` on repeat the first slot.
-template <uint N>
-struct SlotGroup {
-  uint slot[N], count;
+// Slots with the same id form pairs, in ascending order.
+struct Pair {
+  bool begins;  // with this slot
+  uint second;  // this slot, if there is no other
 };
-
-// The group that begins with this slot: the slots with its id, in ascending order, are divided into groups of N.
-// `count` is 0 if the group begins with another slot. Each simdgroup searches all ids.
-template <uint N>
-SlotGroup<N> group_from(uint slot, int2 id, device const int* ids, uint lane, constant ExpertsParams& params) {
+// The pair of a slot. Each simdgroup searches all ids.
+inline Pair pair_of(uint slot, int2 id, device const int* ids, uint lane, constant ExpertsParams& params) {
   constexpr uint blocks = 4;  // whose loads are in flight together
   const uint slots = params.T * params.K;
-  SlotGroup<N> group;
-  for (uint n = 0; n < N; ++n) group.slot[n] = slot;
-  group.count = 0;
-  uint before = 0;
+  uint before = 0, second = slot;
   for (uint first = 0; first < slots; first += blocks * kSimdgroup) {
     int2 all[blocks];
 #pragma unroll
     for (uint b = 0; b < blocks; ++b) all[b] = id_of(ids, min(first + b * kSimdgroup + lane, slots - 1), params);
 #pragma unroll
     for (uint b = 0; b < blocks; ++b) {
-      const uint begin = first + b * kSimdgroup;
-      const uint same = lanes_where(all[b].x == id.x && all[b].y == id.y && begin + lane < slots);
-      const uint past = slot < begin ? 0 : slot - begin < kSimdgroup ? (1u << (slot - begin)) - 1 : ~0u;
-      before += popcount(same & past);
-      uint rest = same & ~past;
-#pragma unroll
-      for (uint n = 0; n < N; ++n) {
-        if (group.count != n || rest == 0) continue;
-        group.slot[n] = begin + ctz(rest);
-        rest &= rest - 1;
-        ++group.count;
-      }
+      const uint begin = first + b * kSimdgroup, other = begin + lane;
+      const bool same = other < slots && all[b].x == id.x && all[b].y == id.y;
+      const uint later = lanes_where(same && other > slot);
+      before += popcount(lanes_where(same && other < slot));
+      if (second == slot && later != 0) second = begin + ctz(later);
     }
   }
-  if (before % N != 0) group.count = 0;
-  return group;
+  const Pair pair = {before % 2 == 0, second};
+  return pair;
 }
 
-template <typename T, typename Chunk, uint Slots>
-[[kernel]] void experts_gate_up_several_rows(
+template <typename T, typename Chunk>
+[[kernel]] void experts_gate_up_rows2(
     device const T* x [[buffer(0)]], device const int* ids [[buffer(1)]],
     device const typename Chunk::Data* gate_up [[buffer(2)]], device const uchar* scale [[buffer(3)]],
     device const uchar* offset [[buffer(4)]], device const T* bias [[buffer(5)]], device float* inner [[buffer(6)]],
     constant ExpertsParams& params [[buffer(7)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
-  threadgroup float shares[Slots * most_shares<Chunk>()];
+  threadgroup float shares[2 * most_shares<Chunk>()];
   if (group.x >= params.T * params.K) return;
   const int2 id = id_of(ids, group.x, params);
   const uint split = params.gate_up.split, block_rows = rows_of_threadgroup<Chunk>(simdgroups, split) / 2;
@@ -187,34 +174,32 @@ template <typename T, typename Chunk, uint Slots>
   for (uint r = 0; r < kChunkRows; ++r) {
     set_row<Chunk>(rows, r, gate_up_row(min(first + r / 2, params.I - 1), r % 2, params), params.gate_up);
   }
-  const SlotGroup<Slots> slots = group_from<Slots>(group.x, id, ids, place.lane, params);
+  const Pair pair = pair_of(group.x, id, ids, place.lane, params);
   const int expert = expert_of(id, params);
-  if (expert < 0 || slots.count == 0) return;
+  if (expert < 0 || !pair.begins) return;
+  const uint slots = pair.second == group.x ? 1 : 2;
   const Weights<typename Chunk::Data> weights = of_expert(gate_up, scale, offset, expert, params.gate_up);
-  SeveralSums<Slots> sums = {};
-  if (first < params.I && slots.count == 1) {
+  SeveralSums<2> sums = {};
+  if (first < params.I && slots == 1) {
     const SeveralVectors<T, 1> vector = {x, params.H, {group.x / params.K}};
     sums.of[0] = several_sums<Chunk>(rows, vector, weights, params.gate_up, params.H, place, split).of[0];
   } else if (first < params.I) {
-    SeveralVectors<T, Slots> vectors = {x, params.H, {}};
-    for (uint n = 0; n < Slots; ++n) vectors.row[n] = slots.slot[n] / params.K;
+    const SeveralVectors<T, 2> vectors = {x, params.H, {group.x / params.K, pair.second / params.K}};
     sums = several_sums<Chunk>(rows, vectors, weights, params.gate_up, params.H, place, split);
   }
 #pragma unroll
-  for (uint n = 0; n < Slots; ++n) share_sums<Chunk>(sums.of[n].at, shares + n * most_shares<Chunk>(), thread_index);
+  for (uint n = 0; n < 2; ++n) share_sums<Chunk>(sums.of[n].at, shares + n * most_shares<Chunk>(), thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const uint which = thread_index / block_rows, row = thread_index % block_rows, i = block + row;
-  if (which >= slots.count || i >= params.I) return;
+  if (which >= slots || i >= params.I) return;
   threadgroup const float* share = shares + which * most_shares<Chunk>();
   const uint team = row / kInnerRows, r = row % kInnerRows * 2;
   const float gate = shared_sum<Chunk>(share, team, split, r), up = shared_sum<Chunk>(share, team, split, r + 1);
-  uint slot = slots.slot[0];
-  for (uint n = 1; n < Slots; ++n) slot = which == n ? slots.slot[n] : slot;
+  const uint slot = which == 0 ? group.x : pair.second;
   inner[inner_at(slot, i, params)] = inner_value(gate, up, bias, expert, i, params);
 }
 
-// Slots of one expert in a few tokens, at most one of each token: bit j is slot j, counted from the first token's
-// first.
+// Slots of one expert in two tokens, at most one of each token: bit j is slot j, counted from the first token's first.
 struct Selected {
   uint slots;
   int expert;
@@ -226,14 +211,13 @@ inline uint slots_of(uint slots, uint token, constant ExpertsParams& params) {
 
 // Lists the experts of `slots` slots, at most 32. If a token has selected an expert again, that slot is listed alone.
 // Each simdgroup computes the list. -> its length; the caller waits before it reads the list
-template <uint Tokens>
-uint list_experts(threadgroup Selected* list, device const int* ids, ulong first, uint slots, uint thread_index,
-                  constant ExpertsParams& params) {
+inline uint list_experts(threadgroup Selected* list, device const int* ids, ulong first, uint slots, uint thread_index,
+                         constant ExpertsParams& params) {
   const uint lane = thread_index % kSimdgroup, below = (1u << lane) - 1;
   const int expert = lane < slots ? expert_of(ids, first + lane, params) : -1;
   uint same = 0, listed = 0;
   for (uint j = 0; j < slots; ++j) same |= simd_shuffle(expert, ushort(j)) == expert ? 1u << j : 0;
-  for (uint t = 0; t < Tokens; ++t) {
+  for (uint t = 0; t < 2; ++t) {
     const uint own = slots_of(same, t, params), lowest = own & (~own + 1);
     listed |= lowest << t * params.K;
   }
@@ -245,23 +229,23 @@ uint list_experts(threadgroup Selected* list, device const int* ids, ulong first
   return popcount(leaders);
 }
 
-// Each threadgroup has Tokens tokens, or the rest.
-template <typename T, typename Chunk, uint Tokens>
-[[kernel]] void experts_down_several_rows(
+// Each threadgroup has two tokens, the last one may have one.
+template <typename T, typename Chunk>
+[[kernel]] void experts_down_rows2(
     device const float* inner [[buffer(0)]], device const int* ids [[buffer(1)]], device const T* weights [[buffer(2)]],
     device const typename Chunk::Data* down [[buffer(3)]], device const uchar* scale [[buffer(4)]],
     device const uchar* offset [[buffer(5)]], device const T* bias [[buffer(6)]], device const T* shared [[buffer(7)]],
     device const T* shared_gate [[buffer(8)]], device const T* residual [[buffer(9)]], device T* output [[buffer(10)]],
     constant ExpertsParams& params [[buffer(11)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
-  threadgroup float shares[Tokens * most_shares<Chunk>()];
+  threadgroup float shares[2 * most_shares<Chunk>()];
   threadgroup Selected list[kSimdgroup];
-  const uint token = group.x * Tokens;
+  const uint token = group.x * 2;
   if (token >= params.T) return;
-  const uint tokens = min(Tokens, params.T - token), split = params.down.split;
+  const uint tokens = min(2u, params.T - token), split = params.down.split;
   const uint block_rows = rows_of_threadgroup<Chunk>(simdgroups, split);
   const ulong begin = ulong(token) * params.K;
-  const uint experts = list_experts<Tokens>(list, ids, begin, tokens * params.K, thread_index, params);
+  const uint experts = list_experts(list, ids, begin, tokens * params.K, thread_index, params);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const Place place = place_of<Chunk>(thread_index, split);
   const uint block = group.y * block_rows, first = block + place.team * kChunkRows;
@@ -271,7 +255,7 @@ template <typename T, typename Chunk, uint Tokens>
   constexpr uint takers = Chunk::per_lane ? Chunk::lanes : 1, take = Chunk::columns / takers;
   const uint takes = (params.I + take - 1) / take, taker = place.part * takers + place.lane % takers;
   const uint all = first < params.H ? experts * takes : 0;
-  SeveralSums<Tokens> sums = {};
+  SeveralSums<2> sums = {};
   for (uint i = taker; i < all; i += split * takers) {
     const uint slots = list[i / takes].slots;
     const int expert = list[i / takes].expert;
@@ -279,29 +263,29 @@ template <typename T, typename Chunk, uint Tokens>
     if (column >= params.I) continue;
     const Weights<typename Chunk::Data> of = of_expert(down, scale, offset, expert, params.down);
     const uint lead = ctz(slots);
-    SeveralVectors<float, Tokens> vectors = {inner + begin * params.inner_length, params.inner_length, {}};
-    float weight[Tokens];
-    for (uint t = 0; t < Tokens; ++t) {
+    SeveralVectors<float, 2> vectors = {inner + begin * params.inner_length, params.inner_length, {}};
+    float weight[2];
+    for (uint t = 0; t < 2; ++t) {
       const uint own = slots_of(slots, t, params);
       vectors.row[t] = own == 0 ? lead : t * params.K + ctz(own);
       weight[t] = load(weights, begin + vectors.row[t], params.weights);
     }
-    SeveralSums<Tokens> products = {};
+    SeveralSums<2> products = {};
     if (popcount(slots) == 1) {
       const SeveralVectors<float, 1> vector = {vectors.first, params.inner_length, {lead}};
       SeveralSums<1> product = {};
       Chunk::template add_several<true>(rows, vector, of, params.down, column, product);
-      for (uint t = 0; t < Tokens; ++t) products.of[t] = product.of[0];
+      for (uint t = 0; t < 2; ++t) products.of[t] = product.of[0];
     } else {
       Chunk::template add_several<true>(rows, vectors, of, params.down, column, products);
     }
-    for (uint t = 0; t < Tokens; ++t) {
+    for (uint t = 0; t < 2; ++t) {
       if (slots_of(slots, t, params) == 0) continue;
       for (uint r = 0; r < kChunkRows; ++r) sums.of[t].at[r] += weight[t] * products.of[t].at[r];
     }
   }
 #pragma unroll
-  for (uint t = 0; t < Tokens; ++t) share_sums<Chunk>(sums.of[t].at, shares + t * most_shares<Chunk>(), thread_index);
+  for (uint t = 0; t < 2; ++t) share_sums<Chunk>(sums.of[t].at, shares + t * most_shares<Chunk>(), thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const uint t = thread_index / block_rows, row = thread_index % block_rows, h = block + row;
   if (t >= tokens || h >= params.H) return;
@@ -466,14 +450,13 @@ template <typename T, typename Column>
                      moe_metal::experts_gate_up_columns<dtype, moe_metal::Read##GateUp<dtype>>) \
   instantiate_kernel("experts_down_columns" suffix "_" #dtype,           \
                      moe_metal::experts_down_columns<dtype, moe_metal::Read##Down<dtype>>)
+#define instantiate_rows2(dtype, suffix, read)                                \
+  instantiate_kernel("experts_gate_up_rows2" suffix weights_suffix "_" #dtype, \
+                     moe_metal::experts_gate_up_rows2<dtype, read##_chunk(dtype)>) \
+  instantiate_kernel("experts_down_rows2" suffix weights_suffix "_" #dtype,    \
+                     moe_metal::experts_down_rows2<dtype, read##_chunk(dtype)>)
 
-#define instantiate_several(dtype, suffix, read, slots)                             \
-  instantiate_kernel("experts_gate_up_rows" #slots suffix weights_suffix "_" #dtype, \
-                     moe_metal::experts_gate_up_several_rows<dtype, read##_chunk(dtype), slots>) \
-  instantiate_kernel("experts_down_rows" #slots suffix weights_suffix "_" #dtype,    \
-                     moe_metal::experts_down_several_rows<dtype, read##_chunk(dtype), slots>)
-
-// Parts are in the order of WeightLayout, followed by those for several slots together.
+// Parts are in the order of WeightLayout, followed by one for two slots together.
 #if in_part(0)
 for_dtypes(instantiate_rows, "_wide", wide)
 #endif
@@ -487,8 +470,5 @@ for_dtypes(instantiate_columns, "_wide", Wide)
 for_dtypes(instantiate_columns, "", Any)
 #endif
 #if in_part(4)
-for_dtypes(instantiate_several, "_wide", wide, 2)
-#endif
-#if in_part(5)
-for_dtypes(instantiate_several, "_wide", wide, 4)
+for_dtypes(instantiate_rows2, "_wide", wide)
 #endif

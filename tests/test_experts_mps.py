@@ -148,9 +148,8 @@ def test_layouts(mps: str, name: str, T: int):
     rows = [f"gate_up_{gate_up}_bfloat", f"down_{down}_bfloat"]
     gate_up, down = ("_wide" if layout == "rows_wide" else "" for layout in (gate_up, down))
     tiles = ["sort", f"gate_up_tiles32{gate_up}_bfloat", f"down_tiles32{down}_bfloat", "combine_bfloat"]
-    with settings(slots_together=1):
-        assert experts_kernels(args, **options) == (rows if T == 2 else tiles)
-        got = call(torch.ops.moe_metal.experts, "experts", args, options)
+    assert experts_kernels(args, **options) == (rows if T == 2 else tiles)
+    got = call(torch.ops.moe_metal.experts, "experts", args, options)
     assert_matches(got, expected("experts", case.arguments(), options), case.longest_sum)
 
 
@@ -333,52 +332,65 @@ def routed(args: dict, route: str) -> dict:
     return args | {"x": x, "ids": ids, "weights": torch.rand(ids.shape, generator=generator)}
 
 
-@pytest.mark.parametrize("slots", [2, 4])
+#: Slots of one expert are multiplied together in both products, in decode of more than one token.
+PAIRS = {"gate_up_pairs_percent": 1, "down_pairs_percent": 1, "decode_max_slots_percent": 2000}
+
+
 @pytest.mark.parametrize("route", ROUTES)
-def test_slots_together(mps: str, route: str, slots: int):
-    """Slots of one expert are multiplied together."""
-    args, options = packed_experts(MXFP4, 3)
-    args = routed(args, route)
+def test_slots_together(mps: str, route: str):
+    """Packed and dense, with rows of gate and up that alternate, and biases."""
+    args, options = packed_experts(MXFP4, 3, interleaved=True)
     case = Case("experts", "together", {"T": 1, "E": 5, "K": 3, "H": 72, "I": 44}, ("gate_up_bias", "down_bias"))
-    with settings(slots_together=slots, decode_max_slots_percent=2000):
-        check("experts", args, options, mps)
+    with settings(**PAIRS):
+        check("experts", routed(args, route), options, mps)
         check("experts", routed(case.arguments(), route), {}, mps)
 
 
-@pytest.mark.parametrize("slots", [2, 4])
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=str)
 @pytest.mark.parametrize(
     "packing",
     [FORMATS["nvfp4"], FORMATS["q4_0"], *(pytest.param(p, marks=pytest.mark.slow) for p in TOGETHER)],
     ids=str,
 )
-def test_slots_together_in_every_format(mps: str, packing: Packing, dtype: torch.dtype, slots: int):
-    """Groups of four, with slots left over, in rows of gate and up that alternate."""
-    args, options = packed_experts(packing, 3, dtype, interleaved=True)
-    with settings(slots_together=slots, decode_max_slots_percent=2000):
+def test_slots_together_in_every_format(mps: str, packing: Packing, dtype: torch.dtype):
+    args, options = packed_experts(packing, 3, dtype)
+    with settings(**PAIRS):
         check("experts", routed(args, "again in a token"), options, mps)
 
 
 @recorded
+@pytest.mark.parametrize("T, gate_up", [(1, "rows"), (7, "rows"), (8, "rows2")])
+def test_pairs_are_used_if_slots_suffice(mps: str, T: int, gate_up: str):
+    """By default from one slot per expert on."""
+    args = Case("experts", "kernels", {"T": T, "E": 24, "K": 3, "H": 64, "I": 32}, dtype=BFLOAT).arguments(mps)
+    assert experts_kernels(args) == [f"gate_up_{gate_up}_wide_bfloat", "down_rows_wide_bfloat"]
+
+
+@recorded
 @pytest.mark.parametrize(
-    "T, K, slots, gate_up, down",
-    [
-        (1, 3, 4, "rows", "rows"),
-        (2, 3, 4, "rows2", "rows2"),
-        (5, 3, 1, "rows", "rows"),
-        (5, 3, 2, "rows2", "rows2"),
-        (3, 3, 4, "rows4", "rows4"),
-        (3, 9, 4, "rows4", "rows2"),
-        (3, 17, 4, "rows4", "rows"),
-    ],
+    "T, K, gate_up, down", [(1, 3, "rows", "rows"), (2, 16, "rows2", "rows2"), (3, 17, "rows2", "rows")]
 )
-def test_slots_per_product(mps: str, T: int, K: int, slots: int, gate_up: str, down: str):
+def test_kernels_of_pairs(mps: str, T: int, K: int, gate_up: str, down: str):
     """A list has 32 slots. Rows that are not aligned are read for each slot."""
     sizes = {"T": T, "E": 64, "K": K, "I": 32}
     wide, odd = (Case("experts", "kernels", sizes | {"H": H}, dtype=BFLOAT).arguments(mps) for H in (64, 63))
-    with settings(slots_together=slots):
+    with settings(**PAIRS):
         assert experts_kernels(wide) == [f"gate_up_{gate_up}_wide_bfloat", f"down_{down}_wide_bfloat"]
         assert experts_kernels(odd) == ["gate_up_rows_bfloat", f"down_{down}_wide_bfloat"]
+
+
+@recorded
+def test_pairs_in_any_order_of_threads(mps: str):
+    """And with threadgroups beyond the last slot, token or row."""
+    import metal_sim
+
+    args, options = packed_experts(MXFP4, 3)
+    metal_sim.set_orders("forward", "backward", "random:1")
+    try:
+        with settings(**PAIRS), metal_sim.more_threadgroups(3):
+            check("experts", routed(args, "again in a token"), options, mps)
+    finally:
+        metal_sim.set_orders("forward")
 
 
 @recorded
@@ -386,18 +398,18 @@ def test_shared_experts_are_read_once(mps: str):
     """Four tokens that selected the same experts, instead of different ones."""
     import metal_sim
 
-    def loaded(route: list[list[int]], slots: int) -> int:
+    def loaded(route: list[list[int]], pairs: dict[str, int]) -> list[int]:
         case = Case("experts", "loads", {"T": len(route), "E": 16, "K": 2, "H": 256, "I": 128}, dtype=BFLOAT)
         args = case.arguments(mps) | {"ids": torch.tensor(route, device=mps)}
-        with settings(slots_together=slots), metal_sim.record(costs=True) as record:
+        with settings(**pairs), metal_sim.record(costs=True) as record:
             torch.ops.moe_metal.experts(**args)
-        return sum(dispatch.costs.device_loaded for dispatch in record.dispatches)
+        return [dispatch.costs.device_loaded for dispatch in record.dispatches]
 
-    weights = 2 * 3 * 256 * 128 * 2  # bytes of two experts
+    down = 256 * 128 * 2  # bytes of one expert; gate_up has twice as many
     alike, apart = [[3, 5]] * 4, [[2 * n, 2 * n + 1] for n in range(4)]
-    for slots, times in ((1, 4), (2, 2), (4, 1)):
-        saved = loaded(apart, slots) - loaded(alike, slots)
-        assert saved == pytest.approx((4 - times) * weights, abs=0.05 * weights)
+    for pairs, passes in (({}, 8), (PAIRS, 4)):
+        saved = [a - b for a, b in zip(loaded(apart, pairs), loaded(alike, pairs), strict=True)]
+        assert saved == pytest.approx([(8 - passes) * size for size in (2 * down, down)], abs=0.3 * down)  # x and inner
 
 
 @pytest.mark.parametrize("bits", AFFINE)
@@ -529,7 +541,7 @@ def test_rows_do_not_read_into_the_next_row(device: str, T: int):
 )
 def test_kernels_of_packed_weights(mps: str, packing: Packing, kernel: str, tiles: str):
     """Two dispatches at decode, four at prefill, and the widest loads if whole pieces are aligned."""
-    args, options = packed_experts(packing, 1)
+    args, options = packed_experts(packing, 2)
     assert experts_kernels(given(args, mps), **options) == [
         f"{part}_rows_{kernel}_float" for part in ("gate_up", "down")
     ]

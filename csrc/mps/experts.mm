@@ -49,32 +49,23 @@ FormatKernels decode_down[] = {{"experts_decode", "experts_down_rows_wide", 32 *
                                {"experts_decode", "experts_down_columns_wide", 32 * kMaxSplit, 2},
                                {"experts_decode", "experts_down_columns", 32 * kMaxSplit, 3}};
 
-// The same for 2 or 4 slots of an expert together.
-FormatKernels several_gate_up[] = {{"experts_decode", "experts_gate_up_rows2_wide", 32 * kChunkSimdgroups, 4},
-                                   {"experts_decode", "experts_gate_up_rows4_wide", 32 * kChunkSimdgroups, 5}};
-FormatKernels several_down[] = {{"experts_decode", "experts_down_rows2_wide", 32 * kChunkSimdgroups, 4},
-                                {"experts_decode", "experts_down_rows4_wide", 32 * kChunkSimdgroups, 5}};
+// The same for two slots of an expert together.
+FormatKernels gate_up_pairs{"experts_decode", "experts_gate_up_rows2_wide", 32 * kChunkSimdgroups, 4};
+FormatKernels down_pairs{"experts_decode", "experts_down_rows2_wide", 32 * kChunkSimdgroups, 4};
+
+// Whether two slots of an expert are multiplied together, according to a setting.
+bool in_pairs(const Experts& call, int64_t percent) {
+  return call.T > 1 && is_worth(percent, 100 * call.T * call.K, call.E);
+}
 
 struct Product {
   Kernel& kernel;
   Grid grid;
 };
 
-// How many slots of an expert are multiplied together: 1, 2 or 4.
-int64_t slots_together(const Experts& call) {
-  return call.T > 1 ? std::min<int64_t>(tuning().slots_together, call.T > 2 ? 4 : 2) : 1;
-}
-// How many tokens share a threadgroup of down. One simdgroup lists their experts, a lane for each slot.
-int64_t tokens_together(const Experts& call) {
-  int64_t tokens = slots_together(call);
-  while (tokens > 1 && tokens * call.K > kSimdgroup) tokens /= 2;
-  return tokens;
-}
-
 struct DecodeKernels {
-  FormatKernels *single, *several;
-  int64_t together;  // how many slots `several` multiplies together; 1: it is not used
-  int64_t each;      // how many slots or tokens along x are one threadgroup's of `several`
+  FormatKernels *single, *pairs;  // pairs may be null
+  int64_t each;                   // how many slots or tokens along x are one threadgroup's of `pairs`
 };
 
 // x: slots or tokens; rows: rows of weights for each of them; columns: columns to sum over; tile: rows of a threadgroup
@@ -86,19 +77,22 @@ Product product(const DecodeKernels& kernels, const Weight& weight, WeightParams
   if (layout == WeightLayout::rows_wide && !wide_vector) layout = WeightLayout::rows;
   const bool by_rows = layout == WeightLayout::rows_wide || layout == WeightLayout::rows;
   const Cut cut = by_rows ? row_cut(weight, activations.element_size()) : Cut{tile, 16, false};
-  const bool several = kernels.together > 1 && layout == WeightLayout::rows_wide;
-  FormatKernels& chosen = several ? kernels.several[kernels.together / 4] : kernels.single[static_cast<int>(layout)];
+  const bool pairs = kernels.pairs && layout == WeightLayout::rows_wide;
+  FormatKernels& chosen = pairs ? *kernels.pairs : kernels.single[static_cast<int>(layout)];
   Kernel& kernel = chosen(activations.scalar_type(), weight.format);
-  return {kernel, several ? grid_of(params, cut, ceil_div(x, kernels.each), rows, columns * kernels.each)
-                          : grid_of(params, cut, x, rows, columns)};
+  return {kernel, pairs ? grid_of(params, cut, ceil_div(x, kernels.each), rows, columns * kernels.each)
+                        : grid_of(params, cut, x, rows, columns)};
 }
 
 void decode(const Experts& call, ExpertsParams params) {
-  const int64_t slots = call.T * call.K, tokens = tokens_together(call);
-  const Product gate_up = product({decode_gate_up, several_gate_up, slots_together(call), 1}, call.gate_up,
-                                  params.gate_up, params.wide_x, slots, 2 * call.I, call.H, kColumnRows, call.x);
-  const Product down = product({decode_down, several_down, tokens, tokens}, call.down, params.down, true, call.T,
-                               call.H, call.K * call.I, kDownColumnRows, call.x);
+  const int64_t slots = call.T * call.K;
+  // One simdgroup lists the experts of two tokens, a lane for each slot.
+  const bool pairs = in_pairs(call, tuning().gate_up_pairs_percent);
+  const bool token_pairs = in_pairs(call, tuning().down_pairs_percent) && 2 * call.K <= kSimdgroup;
+  const Product gate_up = product({decode_gate_up, pairs ? &gate_up_pairs : nullptr, 1}, call.gate_up, params.gate_up,
+                                  params.wide_x, slots, 2 * call.I, call.H, kColumnRows, call.x);
+  const Product down = product({decode_down, token_pairs ? &down_pairs : nullptr, 2}, call.down, params.down, true,
+                               call.T, call.H, call.K * call.I, kDownColumnRows, call.x);
   params.inner_placed = !call.down.format->is_dense();  // packed weights are multiplied by whole chunks of it
   params.inner_length = to_uint(params.inner_placed ? ceil_div(call.I, kPackedChunk) * kPackedChunk : call.I);
   const Tensor inner = at::empty({slots, params.inner_length}, call.x.options().dtype(at::kFloat));

@@ -18,8 +18,9 @@ Args = dict[str, Tensor]
 @dataclass(frozen=True)
 class Row:
     """experts with T tokens, or linear with N rows of weights; without a packing the weights are bfloat16.
-    together: slots_together or tokens_together of tuning.h, unless it is the default. half_shared: each token selects
-    half of the experts of the one before; otherwise routes are random."""
+    together: how many tokens (linear) or slots of an expert (experts, up to 2) are multiplied together, unless the
+    defaults of tuning.h decide. half_shared: each token selects half of the experts of the one before; otherwise routes
+    are random."""
 
     op: str
     packing: Packing | None
@@ -36,7 +37,10 @@ class Row:
 
     @property
     def settings(self) -> dict[str, int]:
-        return {"tokens_together" if self.N else "slots_together": self.together} if self.together else {}
+        if not self.together:
+            return {}
+        pairs = ("gate_up_pairs_percent", "down_pairs_percent")
+        return {"tokens_together": self.together} if self.N else dict.fromkeys(pairs, self.together - 1)
 
     @property
     def options(self) -> dict[str, str]:
@@ -78,9 +82,10 @@ class Row:
 
 MEASURED = [None, *(packing_of(name, BFLOAT) for name in ("affine4", "affine8", "mxfp4", "fp8", "q4_k"))]
 ROWS = [Row("experts", packing, T) for T in (1, 2, 4, 16, 256) for packing in MEASURED]
-# With an expert's slots together (the default), or one by one.
-ROWS += [Row("experts", packing, T, 0, 1) for T in (2, 4, 16) for packing in MEASURED]
-ROWS += [Row("experts", packing, T, 0, by, True) for T in (2, 4, 16) for by in (0, 1) for packing in MEASURED]
+# T, and whether two slots of an expert are multiplied together, or each alone.
+PAIRS = ((2, 1), (2, 2), (4, 1), (4, 2), (16, 1), (16, 2))
+ROWS += [Row("experts", packing, T, 0, by, half) for half in (False, True) for packing in MEASURED for T, by in PAIRS]
+ROWS += [Row("experts", packing, 16, half_shared=True) for packing in MEASURED]
 # T, and tokens_together: tokens are multiplied by a weight together (the default), or one by one.
 TOGETHER = ((1, 0), (2, 0), (2, 1), (4, 0), (4, 1), (8, 0), (8, 1))
 ROWS += [Row("linear", packing, T, 4096, by) for packing in MEASURED for T, by in TOGETHER]
