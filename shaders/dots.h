@@ -341,7 +341,8 @@ struct PackedChunk {
     for (uint i = 0; i < step; i += 8) {
       const uint g = i * groups / step;
       Vectors<2> codes[kChunkRows], x[N];
-      // For two vectors, elements of both and codes of one row at a time take fewer registers; for more, the reverse.
+      // Elements of both of two vectors and codes of one row at a time take fewer registers; for four vectors, elements
+      // of one and codes of all rows.
       if (N <= 2) {
 #pragma unroll
         for (uint t = 0; t < N; ++t) {
@@ -372,8 +373,8 @@ struct PackedChunk {
       sums.of[t].at[r] += row_sum(totals[t], plain[t], pieces, scales, offsets, r);
     }
   }
-  // Divides elements i to i + 7 of a vector by 2^place of their codes. Before, subtracts `zero` times their sum from the
-  // sums of the rows, and adds it to `plain` as in `divided`.
+  // Divides elements i to i + 7 of a vector by 2^place of their codes. Before, subtracts `zero` times their sum from
+  // the sums of the rows, and adds it to `plain` as in `divided`.
   static void divide_eight(thread Vectors<2>& x, uint i, thread Floats<kChunkRows>& sums, thread float& plain) {
     if (Codes::has_offset || off_zero) {
       const float4 four = (x.at[0] + x.at[1]) * plain_unit();

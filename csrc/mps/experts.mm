@@ -86,8 +86,8 @@ Product product(const DecodeKernels& kernels, const Weight& weight, WeightParams
 
 void decode(const Experts& call, ExpertsParams params) {
   const int64_t slots = call.T * call.K;
-  // One simdgroup lists the experts of two tokens, a lane for each slot.
   const bool pairs = in_pairs(call, tuning().gate_up_pairs_percent);
+  // One simdgroup lists the experts of two tokens, a lane for each slot.
   const bool token_pairs = in_pairs(call, tuning().down_pairs_percent) && 2 * call.K <= kSimdgroup;
   const Product gate_up = product({decode_gate_up, pairs ? &gate_up_pairs : nullptr, 1}, call.gate_up, params.gate_up,
                                   params.wide_x, slots, 2 * call.I, call.H, kColumnRows, call.x);
