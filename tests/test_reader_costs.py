@@ -96,19 +96,36 @@ def test_prefill_has_the_activations_once() -> None:
     assert 0 < len(re.findall(r"call [^\n]*metal3exp", kernel)) <= 5
 
 
+def test_staged_rows_are_in_aligned_memory() -> None:
+    """Four floats at a time are read from it."""
+    from embed import FOLDER
+
+    texts = [(FOLDER / f"{name}.metal").read_text() for name in ("experts_prefill", "linear", "tensor_ops")]
+    assert re.findall(r"threadgroup (\w+) memory\[", "".join(texts)) == ["uint4"] * 4
+
+
 SEVERAL = """
 #include <metal_stdlib>
 using namespace metal;
 {dots}
 using Chunk = moe_metal::PackedChunk<moe_metal::formats::{reader}<moe_metal::kPackedColumns>, false>;
 kernel void unpack(device const float* x [[buffer(0)]], device const uchar* data [[buffer(1)]],
-                   constant moe_metal::WeightParams& params [[buffer(2)]], device float* to [[buffer(3)]]) {{
+                   device const uint* places [[buffer(2)]], constant moe_metal::WeightParams& params [[buffer(3)]],
+                   device float* to [[buffer(4)]]) {{
   moe_metal::ChunkRows<uint> rows = {{}};
+  for (uint r = 0; r < 4; ++r) {{
+    rows.data.at[r] = places[r];
+    rows.scale.at[r] = places[4 + r];
+    rows.offset.at[r] = places[8 + r];
+  }}
+  moe_metal::SeveralVectors<float, {n}> several = {{x, places[12], {{}}}};
+  for (uint t = 0; t < {n}; ++t) several.row[t] = places[13 + t];
   const moe_metal::Weights<uchar> weights = {{data, data, data}};
-  moe_metal::SeveralVectors<float, {n}> several = {{x, 0, {{}}}};
   moe_metal::SeveralSums<{n}> sums = {{}};
   Chunk::add_several<false>(rows, several, weights, params, 0, sums);
-  for (uint i = 0; i < 4 * {n}; ++i) to[i] = sums.of[i / 4].at[i % 4];
+  for (uint t = 0; t < {n}; ++t) {{
+    for (uint r = 0; r < 4; ++r) to[4 * t + r] = sums.of[t].at[r];
+  }}
 }}
 """
 
