@@ -140,7 +140,7 @@ LAYOUTS = {  # H, I, options, whether the weights' storage begins one element la
 def test_layouts(mps: str, name: str, T: int):
     """16-byte loads wherever alignment allows them: along rows, or for transposed weights at decode along columns."""
     H, I, options, late, (gate_up, down) = LAYOUTS[name]
-    case = Case("experts", name, {"T": T, "E": 5, "K": 3, "H": H, "I": I}, (), options, BFLOAT)
+    case = Case("experts", name, {"T": T, "E": 7, "K": 3, "H": H, "I": I}, (), options, BFLOAT)
     args = case.arguments(mps)
     for weight in ("gate_up", "down") if late else ():
         moved = torch.empty(args[weight].numel() + 1, dtype=BFLOAT, device=mps)[1:].view_as(args[weight])
@@ -541,7 +541,7 @@ def test_rows_do_not_read_into_the_next_row(device: str, T: int):
 )
 def test_kernels_of_packed_weights(mps: str, packing: Packing, kernel: str, tiles: str):
     """Two dispatches at decode, four at prefill, and the widest loads if whole pieces are aligned."""
-    args, options = packed_experts(packing, 2)
+    args, options = packed_experts(packing, 1)
     assert experts_kernels(given(args, mps), **options) == [
         f"{part}_rows_{kernel}_float" for part in ("gate_up", "down")
     ]
