@@ -35,17 +35,17 @@ struct ChunkRows {
   float sum[kChunkRows];
 };
 
-// The vectors of several tokens, which are `apart` elements apart. The last token is repeated past the end.
-template <typename V>
-struct TokenVectors {
+// Several vectors that are multiplied by the same rows: rows of a matrix, which are `apart` elements apart.
+template <typename V, uint N>
+struct SeveralVectors {
   device const V* first;
-  uint count, apart;
-  device const V* at(uint t) const thread { return first + ulong(min(t, count - 1)) * apart; }
+  uint apart, row[N];
+  device const V* at(uint t) const thread { return first + ulong(row[t]) * apart; }
 };
-// A lane's sums of the rows for each token.
-template <uint Tokens>
-struct TokenSums {
-  Floats<kChunkRows> of[Tokens];
+// A lane's sums of the rows for each vector.
+template <uint N>
+struct SeveralSums {
+  Floats<kChunkRows> of[N];
 };
 
 template <typename Chunk, typename At>
@@ -94,16 +94,18 @@ struct WideChunk {
                   constant WeightParams& params, uint length, uint column) {
     add_dense<WideChunk<T>>(rows, scale, vector, weights, params, length, column);
   }
-  // The same for several tokens, with one load of the weights. The order of each sum is the same as for one token.
-  template <uint N, typename V>
-  static void add_several(thread const ChunkRows<At>& rows, thread const TokenVectors<V>& tokens, Weights<T> weights,
-                          constant WeightParams&, uint column, thread TokenSums<N>& sums) {
+  // The same for several vectors, with one load of the weights. The order of each sum is the same as for one vector.
+  template <bool placed, uint N, typename V>
+  static void add_several(thread const ChunkRows<At>& rows, thread const SeveralVectors<V, N>& several,
+                          Weights<T> weights, constant WeightParams&, uint column, thread SeveralSums<N>& sums) {
     Vectors<vectors> w[kChunkRows];
-    for (uint r = 0; r < kChunkRows; ++r) load_wide(weights.data + rows.data.at[r] + column, w[r]);
+    for (uint r = 0; r < kChunkRows; ++r) {
+      load_wide(weights.data + (r % 2 ? rows.gap : 0) + rows.data.at[r] + column, w[r]);
+    }
 #pragma unroll
     for (uint t = 0; t < N; ++t) {
       Vectors<vectors> v;
-      load_wide(tokens.at(t) + column, v);
+      load_wide(several.at(t) + column, v);
       for (uint r = 0; r < kChunkRows; ++r) {
         float sum = 0;
         for (uint n = 0; n < vectors; ++n) sum += dot(w[r].at[n], v.at[n]);
@@ -216,6 +218,15 @@ struct PackedChunk {
            n % kNarrowColumns;
   }
   template <bool placed, typename V>
+  static void load_eight(device const V* vector, uint column, thread Vectors<2>& eight) {
+    if (placed) {
+      eight.at[0] = load4_wide(vector + packed_place(column));
+      eight.at[1] = load4_wide(vector + packed_place(column + 4));
+    } else {
+      load_wide(vector + column, eight);
+    }
+  }
+  template <bool placed, typename V>
   static void load(device const V* vector, uint column, uint length, thread Piece& piece) {
 #pragma unroll
     for (uint n = 0; n < step; n += 8) {
@@ -225,11 +236,8 @@ struct PackedChunk {
           const uint c = column + n + m;
           eight.at[m / 4][m % 4] = c < length ? float(vector[placed ? packed_place(c) : c]) : 0;
         }
-      } else if (placed) {
-        eight.at[0] = load4_wide(vector + packed_place(column_of(column, n)));
-        eight.at[1] = load4_wide(vector + packed_place(column_of(column, n) + 4));
       } else {
-        load_wide(vector + column_of(column, n), eight);
+        load_eight<placed>(vector, column_of(column, n), eight);
       }
       piece.at[n / 4] = eight.at[0];
       piece.at[n / 4 + 1] = eight.at[1];
@@ -316,12 +324,12 @@ struct PackedChunk {
 #pragma unroll
     for (uint r = 0; r < kChunkRows; ++r) rows.sum[r] += weight * row_sum(totals, plain, pieces, scales, offsets, r);
   }
-  // The same with wide pieces, for several tokens: each code is unpacked once and multiplied by the elements of each
-  // token, which are loaded 8 at a time.
-  template <uint N, typename V>
-  static void add_several(thread const ChunkRows<At>& rows, thread const TokenVectors<V>& tokens,
+  // The same with wide pieces, for several vectors: each code is unpacked once and multiplied by the elements of each
+  // vector, which are loaded 8 at a time.
+  template <bool placed, uint N, typename V>
+  static void add_several(thread const ChunkRows<At>& rows, thread const SeveralVectors<V, N>& several,
                           Weights<uchar> weights, constant WeightParams& params, uint column,
-                          thread TokenSums<N>& sums) {
+                          thread SeveralSums<N>& sums) {
     const Spot spot = Layout::spot(column);
     RowWords<words> pieces;
     load_pieces(rows, weights, params, spot, step, pieces);
@@ -331,13 +339,32 @@ struct PackedChunk {
     Floats<groups> plain[N] = {};
 #pragma unroll
     for (uint i = 0; i < step; i += 8) {
-      Vectors<2> codes[kChunkRows];
+      const uint g = i * groups / step;
+      Vectors<2> codes[kChunkRows], x[N];
+      // Elements of both of two vectors and codes of one row at a time take fewer registers; for four vectors, elements
+      // of one and codes of all rows.
+      if (N <= 2) {
+#pragma unroll
+        for (uint t = 0; t < N; ++t) {
+          load_eight<placed>(several.at(t), column_of(column, i), x[t]);
+          divide_eight(x[t], i, totals[t].of[g], plain[t].at[g]);
+        }
+#pragma unroll
+        for (uint r = 0; r < kChunkRows; ++r) {
+          Codes::template eight<centred>(pieces.row[r], i, codes[r]);
+#pragma unroll
+          for (uint t = 0; t < N; ++t) add_eight(codes[r], x[t], totals[t].of[g].at[r]);
+        }
+        continue;
+      }
 #pragma unroll
       for (uint r = 0; r < kChunkRows; ++r) Codes::template eight<centred>(pieces.row[r], i, codes[r]);
 #pragma unroll
       for (uint t = 0; t < N; ++t) {
-        const uint g = i * groups / step;
-        add_eight(codes, tokens.at(t) + column_of(column, i), i, totals[t].of[g], plain[t].at[g]);
+        load_eight<placed>(several.at(t), column_of(column, i), x[t]);
+        divide_eight(x[t], i, totals[t].of[g], plain[t].at[g]);
+#pragma unroll
+        for (uint r = 0; r < kChunkRows; ++r) add_eight(codes[r], x[t], totals[t].of[g].at[r]);
       }
     }
 #pragma unroll
@@ -346,27 +373,22 @@ struct PackedChunk {
       sums.of[t].at[r] += row_sum(totals[t], plain[t], pieces, scales, offsets, r);
     }
   }
-  // sums[r] += codes i to i + 7 of row r, minus zero, times the vector's elements; plain += as in `divided`
-  template <typename V>
-  static void add_eight(thread const Vectors<2>* codes, device const V* vector, uint i, thread Floats<kChunkRows>& sums,
-                        thread float& plain) {
-    Vectors<2> x;
-    load_wide(vector, x);
-    float zero = 0;
+  // Divides elements i to i + 7 of a vector by 2^place of their codes. Before, subtracts `zero` times their sum from
+  // the sums of the rows, and adds it to `plain` as in `divided`.
+  static void divide_eight(thread Vectors<2>& x, uint i, thread Floats<kChunkRows>& sums, thread float& plain) {
     if (Codes::has_offset || off_zero) {
       const float4 four = (x.at[0] + x.at[1]) * plain_unit();
       const float added = four.x + four.y + (four.z + four.w);
-      if (off_zero) zero = added;
+      for (uint r = 0; r < kChunkRows && off_zero; ++r) sums.at[r] -= added;
       if (Codes::has_offset) plain += added;
     }
 #pragma unroll
-    for (uint r = 0; r < kChunkRows; ++r) sums.at[r] -= zero;
+    for (uint n = 0; n < 8; ++n) x.at[n / 4][n % 4] *= 1 / float(1u << Codes::place(i + n));
+  }
+  // sum += eight codes times elements of a vector
+  static void add_eight(thread const Vectors<2>& codes, thread const Vectors<2>& x, thread float& sum) {
 #pragma unroll
-    for (uint n = 0; n < 8; ++n) {
-      const float element = x.at[n / 4][n % 4] * (1 / float(1u << Codes::place(i + n)));
-#pragma unroll
-      for (uint r = 0; r < kChunkRows; ++r) sums.at[r] = fma(codes[r].at[n / 4][n % 4], element, sums.at[r]);
-    }
+    for (uint n = 0; n < 8; ++n) sum = fma(codes.at[n / 4][n % 4], x.at[n / 4][n % 4], sum);
   }
   // The product of a row's piece with the vector, from the groups' sums of codes and the vector's plain sums.
   static float row_sum(thread const Numbers& totals, thread const Floats<groups>& plain,
@@ -428,15 +450,15 @@ void add_rows(thread ChunkRows<typename Chunk::At>& rows, device const V* vector
   }
 }
 
-// The same for several tokens, with wide pieces. -> this lane's shares of the sums
+// The same for several vectors, with wide pieces. -> this lane's shares of the sums
 template <typename Chunk, uint N, typename V>
-TokenSums<N> several_sums(thread const ChunkRows<typename Chunk::At>& rows, thread const TokenVectors<V>& tokens,
-                          Weights<typename Chunk::Data> weights, constant WeightParams& params, uint length,
-                          Place place, uint split) {
-  TokenSums<N> sums = {};
+SeveralSums<N> several_sums(thread const ChunkRows<typename Chunk::At>& rows,
+                            thread const SeveralVectors<V, N>& several, Weights<typename Chunk::Data> weights,
+                            constant WeightParams& params, uint length, Place place, uint split) {
+  SeveralSums<N> sums = {};
   for (uint column = place.part * Chunk::columns + place.lane % Chunk::lanes * Chunk::step; column < length;
        column += split * Chunk::columns) {
-    Chunk::add_several(rows, tokens, weights, params, column, sums);
+    Chunk::template add_several<false>(rows, several, weights, params, column, sums);
   }
   return sums;
 }

@@ -7,10 +7,16 @@
 
 namespace moe_metal {
 
-// The expert of a slot, or -1 for an id outside [0, E). An int64 id is two words, the low one first.
-inline int expert_of(device const int* ids, ulong slot, constant ExpertsParams& params) {
-  const int2 id = params.long_ids ? reinterpret_cast<device const int2*>(ids)[slot] : int2(ids[slot], 0);
+// The id of a slot. An int64 id is two words, the low one first.
+inline int2 id_of(device const int* ids, ulong slot, constant ExpertsParams& params) {
+  return params.long_ids ? reinterpret_cast<device const int2*>(ids)[slot] : int2(ids[slot], 0);
+}
+// The expert of an id, or -1 for an id outside [0, E). This waits until the id is loaded; `id_of` does not.
+inline int expert_of(int2 id, constant ExpertsParams& params) {
   return id.y == 0 && id.x >= 0 && uint(id.x) < params.E ? id.x : -1;
+}
+inline int expert_of(device const int* ids, ulong slot, constant ExpertsParams& params) {
+  return expert_of(id_of(ids, slot, params), params);
 }
 
 // sigmoid(shared_gate) * shared + residual, for one element.

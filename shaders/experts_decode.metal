@@ -1,4 +1,4 @@
-// The op experts for few slots, in two dispatches that read the weights of the experts for each slot:
+// The op experts for few slots, in two dispatches that read the weights of an expert for each slot or few slots:
 //
 //   gate_up   inner[slot] = act(gate_up[expert] * x[token] + gate_up_bias[expert])
 //   down      output[token] = sum_k weights[k] * (down[expert_k] * inner[slot_k] + down_bias[expert_k])
@@ -13,8 +13,10 @@
 //
 // _rows: lanes are along the columns of a few rows; _columns: across the rows of a few columns, for transposed weights.
 // _wide: a lane loads 16 bytes of weights at a time; for packed weights, kPackedColumns columns.
-// Grid: slots (gate_up) or tokens (down) along x, blocks of rows along y. With slots along x, slots of one expert read
-// the same rows at about the same time, from the cache. WeightParams.split simdgroups share the work on a row.
+// _rows2, for more than one token: weights are read and unpacked once for two slots of an expert.
+// Grid: slots (gate_up) or tokens (down; of _rows2, pairs of tokens) along x, blocks of rows along y. With
+// slots along x, slots of one expert read the same rows at about the same time, from the cache. WeightParams.split
+// simdgroups share the work on a row.
 #include <metal_stdlib>
 using namespace metal;
 
@@ -44,8 +46,8 @@ template <typename T, typename Chunk>
   threadgroup float shares[most_shares<Chunk>()];
   const uint slot = group.x;
   if (slot >= params.T * params.K) return;
-  const int expert = expert_of(ids, slot, params);
-  if (expert < 0) return;
+  const int2 id = id_of(ids, slot, params);  // is loaded while the places are computed
+  device const T* vector = x + ulong(slot / params.K) * params.H;
   const uint split = params.gate_up.split, block_rows = rows_of_threadgroup<Chunk>(simdgroups, split) / 2;
   const Place place = place_of<Chunk>(thread_index, split);
   const uint block = group.y * block_rows, first = block + place.team * kInnerRows;
@@ -54,9 +56,11 @@ template <typename T, typename Chunk>
   for (uint r = 0; r < kChunkRows; ++r) {  // gate, up, gate, up; the last row is repeated past the end
     set_row<Chunk>(rows, r, gate_up_row(min(first + r / 2, params.I - 1), r % 2, params), params.gate_up);
   }
+  const int expert = expert_of(id, params);
+  if (expert < 0) return;
   if (first < params.I) {
-    add_rows<Chunk>(rows, x + ulong(slot / params.K) * params.H,
-                    of_expert(gate_up, scale, offset, expert, params.gate_up), params.gate_up, params.H, place, split);
+    add_rows<Chunk>(rows, vector, of_expert(gate_up, scale, offset, expert, params.gate_up), params.gate_up, params.H,
+                    place, split);
   }
   share_sums<Chunk>(rows, shares, thread_index);
   if (thread_index >= block_rows || block + thread_index >= params.I) return;
@@ -101,12 +105,12 @@ template <typename T, typename Chunk>
   const uint all = first < params.H ? params.K * takes : 0, step = split * takers;
   // The next id is loaded before this expert's weights, so that its latency is hidden.
   ulong slot = 0, next_slot = ulong(token) * params.K + taker / takes;
-  int expert = -1, next_expert = taker < all ? expert_of(ids, next_slot, params) : -1;
+  int2 next_id = taker < all ? id_of(ids, next_slot, params) : int2(-1);
   for (uint i = taker; i < all; i += step) {
     slot = next_slot;
-    expert = next_expert;
+    const int expert = expert_of(next_id, params);
     next_slot = ulong(token) * params.K + (i + step) / takes;
-    if (i + step < all) next_expert = expert_of(ids, next_slot, params);
+    if (i + step < all) next_id = id_of(ids, next_slot, params);
     const uint column = i % takes * take + (Chunk::per_lane ? 0 : place.lane * Chunk::step);
     if (expert < 0 || column >= params.I) continue;
     Chunk::template add<true>(rows, load(weights, slot, params.weights), inner + slot * params.inner_length,
@@ -118,6 +122,180 @@ template <typename T, typename Chunk>
   const float total = shared_sum<Chunk>(shares, thread_index / kChunkRows, split, thread_index % kChunkRows) +
                       weighted_bias(bias, ids, weights, token, h, params);
   output[ulong(token) * params.H + h] = T(total + shared_and_residual(shared, shared_gate, residual, token, h, params));
+}
+
+// ------------------------------------------------------------------------------------------ two slots together
+
+// The lanes of which the condition is true, as bits.
+inline uint lanes_where(bool condition) { return uint(ulong(simd_vote::vote_t(simd_ballot(condition)))); }
+
+// Slots with the same id form pairs, in ascending order.
+struct Pair {
+  bool begins;  // with this slot
+  uint second;  // this slot, if there is no other
+};
+// The pair of a slot. Each simdgroup searches all ids.
+inline Pair pair_of(uint slot, int2 id, device const int* ids, uint lane, constant ExpertsParams& params) {
+  constexpr uint blocks = 4;  // whose loads are in flight together
+  const uint slots = params.T * params.K;
+  uint before = 0, second = slot;
+  for (uint first = 0; first < slots; first += blocks * kSimdgroup) {
+    int2 all[blocks];
+#pragma unroll
+    for (uint b = 0; b < blocks; ++b) all[b] = id_of(ids, min(first + b * kSimdgroup + lane, slots - 1), params);
+#pragma unroll
+    for (uint b = 0; b < blocks; ++b) {
+      const uint begin = first + b * kSimdgroup, other = begin + lane;
+      const bool same = other < slots && all[b].x == id.x && all[b].y == id.y;
+      const uint later = lanes_where(same && other > slot);
+      before += popcount(lanes_where(same && other < slot));
+      if (second == slot && later != 0) second = begin + ctz(later);
+    }
+  }
+  const Pair pair = {before % 2 == 0, second};
+  return pair;
+}
+
+template <typename T, typename Chunk>
+[[kernel]] void experts_gate_up_rows2(device const T* x [[buffer(0)]], device const int* ids [[buffer(1)]],
+                                      device const typename Chunk::Data* gate_up [[buffer(2)]],
+                                      device const uchar* scale [[buffer(3)]], device const uchar* offset [[buffer(4)]],
+                                      device const T* bias [[buffer(5)]], device float* inner [[buffer(6)]],
+                                      constant ExpertsParams& params [[buffer(7)]],
+                                      uint2 group [[threadgroup_position_in_grid]],
+                                      uint thread_index [[thread_index_in_threadgroup]],
+                                      uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float shares[2 * most_shares<Chunk>()];
+  if (group.x >= params.T * params.K) return;
+  const int2 id = id_of(ids, group.x, params);
+  const uint split = params.gate_up.split, block_rows = rows_of_threadgroup<Chunk>(simdgroups, split) / 2;
+  const Place place = place_of<Chunk>(thread_index, split);
+  const uint block = group.y * block_rows, first = block + place.team * kInnerRows;
+  ChunkRows<typename Chunk::At> rows = {};
+  rows.gap = params.gate_up.gap;
+  for (uint r = 0; r < kChunkRows; ++r) {
+    set_row<Chunk>(rows, r, gate_up_row(min(first + r / 2, params.I - 1), r % 2, params), params.gate_up);
+  }
+  const Pair pair = pair_of(group.x, id, ids, place.lane, params);
+  const int expert = expert_of(id, params);
+  if (expert < 0 || !pair.begins) return;
+  const uint slots = pair.second == group.x ? 1 : 2;
+  const Weights<typename Chunk::Data> weights = of_expert(gate_up, scale, offset, expert, params.gate_up);
+  SeveralSums<2> sums = {};
+  if (first < params.I && slots == 1) {
+    const SeveralVectors<T, 1> vector = {x, params.H, {group.x / params.K}};
+    sums.of[0] = several_sums<Chunk>(rows, vector, weights, params.gate_up, params.H, place, split).of[0];
+  } else if (first < params.I) {
+    const SeveralVectors<T, 2> vectors = {x, params.H, {group.x / params.K, pair.second / params.K}};
+    sums = several_sums<Chunk>(rows, vectors, weights, params.gate_up, params.H, place, split);
+  }
+#pragma unroll
+  for (uint n = 0; n < 2; ++n) share_sums<Chunk>(sums.of[n].at, shares + n * most_shares<Chunk>(), thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint which = thread_index / block_rows, row = thread_index % block_rows, i = block + row;
+  if (which >= slots || i >= params.I) return;
+  threadgroup const float* share = shares + which * most_shares<Chunk>();
+  const uint team = row / kInnerRows, r = row % kInnerRows * 2;
+  const float gate = shared_sum<Chunk>(share, team, split, r), up = shared_sum<Chunk>(share, team, split, r + 1);
+  const uint slot = which == 0 ? group.x : pair.second;
+  inner[inner_at(slot, i, params)] = inner_value(gate, up, bias, expert, i, params);
+}
+
+// Slots of one expert in two tokens, at most one of each token: bit j is slot j, counted from the first token's first.
+struct Selected {
+  uint slots;
+  int expert;
+};
+// The bits of a token's slots.
+inline uint slots_of(uint slots, uint token, constant ExpertsParams& params) {
+  return slots >> token * params.K & ((1u << params.K) - 1);
+}
+
+// Lists the experts of `slots` slots, at most 32. If a token has selected an expert again, that slot is listed alone.
+// Each simdgroup computes the list. -> its length; the caller waits before it reads the list
+inline uint list_experts(threadgroup Selected* list, device const int* ids, ulong first, uint slots, uint thread_index,
+                         constant ExpertsParams& params) {
+  const uint lane = thread_index % kSimdgroup, below = (1u << lane) - 1;
+  const int expert = lane < slots ? expert_of(ids, first + lane, params) : -1;
+  uint same = 0, listed = 0;
+  for (uint j = 0; j < slots; ++j) same |= simd_shuffle(expert, ushort(j)) == expert ? 1u << j : 0;
+  for (uint t = 0; t < 2; ++t) {
+    const uint own = slots_of(same, t, params), lowest = own & (~own + 1);
+    listed |= lowest << t * params.K;
+  }
+  const bool again = (listed >> lane & 1) == 0;
+  if (again) listed = 1u << lane;
+  const bool leads = expert >= 0 && (listed & below) == 0;
+  const uint leaders = lanes_where(leads);
+  if (leads && thread_index < kSimdgroup) list[popcount(leaders & below)] = {listed, expert};
+  return popcount(leaders);
+}
+
+// Each threadgroup has two tokens, the last one may have one.
+template <typename T, typename Chunk>
+[[kernel]] void experts_down_rows2(
+    device const float* inner [[buffer(0)]], device const int* ids [[buffer(1)]], device const T* weights [[buffer(2)]],
+    device const typename Chunk::Data* down [[buffer(3)]], device const uchar* scale [[buffer(4)]],
+    device const uchar* offset [[buffer(5)]], device const T* bias [[buffer(6)]], device const T* shared [[buffer(7)]],
+    device const T* shared_gate [[buffer(8)]], device const T* residual [[buffer(9)]], device T* output [[buffer(10)]],
+    constant ExpertsParams& params [[buffer(11)]], uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float shares[2 * most_shares<Chunk>()];
+  threadgroup Selected list[kSimdgroup];
+  const uint token = group.x * 2;
+  if (token >= params.T) return;
+  const uint tokens = min(2u, params.T - token), split = params.down.split;
+  const uint block_rows = rows_of_threadgroup<Chunk>(simdgroups, split);
+  const ulong begin = ulong(token) * params.K;
+  const uint experts = list_experts(list, ids, begin, tokens * params.K, thread_index, params);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const Place place = place_of<Chunk>(thread_index, split);
+  const uint block = group.y * block_rows, first = block + place.team * kChunkRows;
+  ChunkRows<typename Chunk::At> rows = {};
+  for (uint r = 0; r < kChunkRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.H - 1), params.down);
+  // One sequence of pieces, as for one token.
+  constexpr uint takers = Chunk::per_lane ? Chunk::lanes : 1, take = Chunk::columns / takers;
+  const uint takes = (params.I + take - 1) / take, taker = place.part * takers + place.lane % takers;
+  const uint all = first < params.H ? experts * takes : 0;
+  SeveralSums<2> sums = {};
+  for (uint i = taker; i < all; i += split * takers) {
+    const uint slots = list[i / takes].slots;
+    const int expert = list[i / takes].expert;
+    const uint column = i % takes * take + (Chunk::per_lane ? 0 : place.lane * Chunk::step);
+    if (column >= params.I) continue;
+    const Weights<typename Chunk::Data> of = of_expert(down, scale, offset, expert, params.down);
+    const uint lead = ctz(slots);
+    SeveralVectors<float, 2> vectors = {inner + begin * params.inner_length, params.inner_length, {}};
+    float weight[2];
+    for (uint t = 0; t < 2; ++t) {
+      const uint own = slots_of(slots, t, params);
+      vectors.row[t] = own == 0 ? lead : t * params.K + ctz(own);
+      weight[t] = load(weights, begin + vectors.row[t], params.weights);
+    }
+    SeveralSums<2> products = {};
+    if (popcount(slots) == 1) {
+      const SeveralVectors<float, 1> vector = {vectors.first, params.inner_length, {lead}};
+      SeveralSums<1> product = {};
+      Chunk::template add_several<true>(rows, vector, of, params.down, column, product);
+      for (uint t = 0; t < 2; ++t) products.of[t] = product.of[0];
+    } else {
+      Chunk::template add_several<true>(rows, vectors, of, params.down, column, products);
+    }
+    for (uint t = 0; t < 2; ++t) {
+      if (slots_of(slots, t, params) == 0) continue;
+      for (uint r = 0; r < kChunkRows; ++r) sums.of[t].at[r] += weight[t] * products.of[t].at[r];
+    }
+  }
+#pragma unroll
+  for (uint t = 0; t < 2; ++t) share_sums<Chunk>(sums.of[t].at, shares + t * most_shares<Chunk>(), thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint t = thread_index / block_rows, row = thread_index % block_rows, h = block + row;
+  if (t >= tokens || h >= params.H) return;
+  threadgroup const float* share = shares + t * most_shares<Chunk>();
+  const float total = shared_sum<Chunk>(share, row / kChunkRows, split, row % kChunkRows) +
+                      weighted_bias(bias, ids, weights, token + t, h, params);
+  output[ulong(token + t) * params.H + h] =
+      T(total + shared_and_residual(shared, shared_gate, residual, token + t, h, params));
 }
 
 #ifndef MOE_METAL_FORMAT
@@ -274,6 +452,11 @@ template <typename T, typename Column>
                      moe_metal::experts_gate_up_columns<dtype, moe_metal::Read##GateUp<dtype>>) \
   instantiate_kernel("experts_down_columns" suffix "_" #dtype,           \
                      moe_metal::experts_down_columns<dtype, moe_metal::Read##Down<dtype>>)
+#define instantiate_rows2(dtype, suffix, read)                                \
+  instantiate_kernel("experts_gate_up_rows2" suffix weights_suffix "_" #dtype, \
+                     moe_metal::experts_gate_up_rows2<dtype, read##_chunk(dtype)>) \
+  instantiate_kernel("experts_down_rows2" suffix weights_suffix "_" #dtype,    \
+                     moe_metal::experts_down_rows2<dtype, read##_chunk(dtype)>)
 
 #if in_part(rows_wide)
 for_dtypes(instantiate_rows, "_wide", wide)
@@ -286,4 +469,7 @@ for_dtypes(instantiate_columns, "_wide", Wide)
 #endif
 #if in_part(columns) && !defined(MOE_METAL_FORMAT)
 for_dtypes(instantiate_columns, "", Any)
+#endif
+#if in_part(rows2_wide)
+for_dtypes(instantiate_rows2, "_wide", wide)
 #endif

@@ -61,8 +61,9 @@ template <typename T, typename Chunk, uint Tokens>
   const uint block = group.y * block_rows, first = block + place.team * kChunkRows;
   ChunkRows<typename Chunk::At> rows = {};
   for (uint r = 0; r < kChunkRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.N - 1), params.weight);
-  TokenVectors<T> tokens = {x + ulong(token) * params.H, min(Tokens, params.T - token), params.H};
-  TokenSums<Tokens> sums = {};
+  SeveralVectors<T, Tokens> tokens = {x, params.H, {}};
+  for (uint t = 0; t < Tokens; ++t) tokens.row[t] = min(token + t, params.T - 1);  // the last one is repeated
+  SeveralSums<Tokens> sums = {};
   if (first < params.N) {
     sums = several_sums<Chunk, Tokens>(rows, tokens, of_expert(weight, scale, offset, 0, params.weight), params.weight,
                                        params.H, place, split);
@@ -71,7 +72,7 @@ template <typename T, typename Chunk, uint Tokens>
   for (uint t = 0; t < Tokens; ++t) share_sums<Chunk>(sums.of[t].at, shares + t * most_shares<Chunk>(), thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const uint t = thread_index / block_rows, row = thread_index % block_rows, n = block + row;
-  if (t >= tokens.count || n >= params.N) return;
+  if (t >= Tokens || token + t >= params.T || n >= params.N) return;
   float value = shared_sum<Chunk>(shares + t * most_shares<Chunk>(), row / kChunkRows, split, row % kChunkRows);
   if (params.bias != ParameterType::absent) value += load(bias, n, params.bias);
   output[ulong(token + t) * params.N + n] = T(value);

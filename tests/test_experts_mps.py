@@ -1,5 +1,8 @@
 """The op experts on mps, beyond its values: its kernels and dispatches, and how slots are assigned to tiles."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,7 +13,7 @@ from cases import BFLOAT, Case, call, expected
 from checks import assert_matches
 from conftest import SIMULATED
 from packings import AFFINE, FP8, MXFP4, PACKINGS, Packing
-from torch_moe_metal import quantize, reference
+from torch_moe_metal import quantize, reference, tuning
 from torch_moe_metal.bench.packings import FORMATS
 
 recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records dispatches; a Mac's own does not")
@@ -28,6 +31,15 @@ def kernels_of(run) -> list[str]:
 
 def experts_kernels(args: dict, **options) -> list[str]:
     return kernels_of(lambda: torch.ops.moe_metal.experts(**args, **options))
+
+
+@contextlib.contextmanager
+def settings(**values: int) -> Iterator[None]:
+    tuning.use(values)
+    try:
+        yield
+    finally:
+        tuning.use({})
 
 
 # ------------------------------------------------------------------------------------------------ dispatches
@@ -128,7 +140,7 @@ LAYOUTS = {  # H, I, options, whether the weights' storage begins one element la
 def test_layouts(mps: str, name: str, T: int):
     """16-byte loads wherever alignment allows them: along rows, or for transposed weights at decode along columns."""
     H, I, options, late, (gate_up, down) = LAYOUTS[name]
-    case = Case("experts", name, {"T": T, "E": 5, "K": 3, "H": H, "I": I}, (), options, BFLOAT)
+    case = Case("experts", name, {"T": T, "E": 7, "K": 3, "H": H, "I": I}, (), options, BFLOAT)
     args = case.arguments(mps)
     for weight in ("gate_up", "down") if late else ():
         moved = torch.empty(args[weight].numel() + 1, dtype=BFLOAT, device=mps)[1:].view_as(args[weight])
@@ -257,10 +269,10 @@ def check(op: str, args: dict, options: dict, device: str) -> None:
     assert_matches([got], [in_float64(op, args, options)], args["x"].shape[-1])
 
 
-@pytest.mark.parametrize("T", [3, 40])
+@pytest.mark.parametrize("T", [1, 3, 40])
 @pytest.mark.parametrize("packing", EVERY_PACKING, ids=str)
 def test_packed_experts(device: str, packing: Packing, T: int):
-    """Decode and prefill in every format, with groups that end inside of a tile."""
+    """Decode of one token and of several, and prefill, in every format, with groups that end inside of a tile."""
     check("experts", *packed_experts(packing, T, interleaved=T == 3), device)
 
 
@@ -295,6 +307,109 @@ def test_tokens_per_product(mps: str, T: int, together: str):
         f"linear_rows{together}_wide_bfloat",
         "linear_rows_bfloat",
     ]
+
+
+# ------------------------------------------------------------------------------------------------ slots together
+
+
+# Ids of experts in 0..4; -1, 5 and 9 are invalid.
+ROUTES = {
+    "two tokens": [[1, 4, 0], [4, 2, 1]],
+    "all alike": [[3, 0]] * 7,
+    "none alike": [[0, 1], [2, 3], [4, -1]],
+    "none valid": [[5, -1, 9], [-1, 5, 9]],
+    "again in a token": [[2, 2, 0], [0, 2, 2], [2, 0, 0], [1, 1, 1], [2, 1, 3]],
+    "more than 4": [[k, 4] for k in (0, 1, 0, 5, 0, 0, 1, 0, 0)],
+    "more slots than lanes": [[n % 5, (n + 1) % 5, -1, (n * n) % 5] for n in range(13)],
+    "too many for a list": [[(n + k) % 6 for k in range(17)] for n in range(3)],
+}
+
+
+def routed(args: dict, route: str) -> dict:
+    ids = torch.tensor(ROUTES[route])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(len(ids), args["x"].shape[-1], generator=generator).to(args["x"].dtype)
+    return args | {"x": x, "ids": ids, "weights": torch.rand(ids.shape, generator=generator)}
+
+
+#: Slots of one expert are multiplied together in both products, in decode of more than one token.
+PAIRS = {"gate_up_pairs_percent": 1, "down_pairs_percent": 1, "decode_max_slots_percent": 2000}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_slots_together(mps: str, route: str):
+    """Packed and dense, with rows of gate and up that alternate, and biases."""
+    args, options = packed_experts(MXFP4, 3, interleaved=True)
+    case = Case("experts", "together", {"T": 1, "E": 5, "K": 3, "H": 72, "I": 44}, ("gate_up_bias", "down_bias"))
+    with settings(**PAIRS):
+        check("experts", routed(args, route), options, mps)
+        check("experts", routed(case.arguments(), route), {}, mps)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=str)
+@pytest.mark.parametrize(
+    "packing",
+    [FORMATS["nvfp4"], FORMATS["q4_0"], *(pytest.param(p, marks=pytest.mark.slow) for p in TOGETHER)],
+    ids=str,
+)
+def test_slots_together_in_every_format(mps: str, packing: Packing, dtype: torch.dtype):
+    args, options = packed_experts(packing, 3, dtype)
+    with settings(**PAIRS):
+        check("experts", routed(args, "again in a token"), options, mps)
+
+
+@recorded
+@pytest.mark.parametrize("T, gate_up", [(1, "rows"), (7, "rows"), (8, "rows2")])
+def test_pairs_are_used_if_slots_suffice(mps: str, T: int, gate_up: str):
+    """By default from one slot per expert on."""
+    args = Case("experts", "kernels", {"T": T, "E": 24, "K": 3, "H": 64, "I": 32}, dtype=BFLOAT).arguments(mps)
+    assert experts_kernels(args) == [f"gate_up_{gate_up}_wide_bfloat", "down_rows_wide_bfloat"]
+
+
+@recorded
+@pytest.mark.parametrize(
+    "T, K, gate_up, down", [(1, 3, "rows", "rows"), (2, 16, "rows2", "rows2"), (3, 17, "rows2", "rows")]
+)
+def test_kernels_of_pairs(mps: str, T: int, K: int, gate_up: str, down: str):
+    """A list has 32 slots. Rows that are not aligned are read for each slot."""
+    sizes = {"T": T, "E": 64, "K": K, "I": 32}
+    wide, odd = (Case("experts", "kernels", sizes | {"H": H}, dtype=BFLOAT).arguments(mps) for H in (64, 63))
+    with settings(**PAIRS):
+        assert experts_kernels(wide) == [f"gate_up_{gate_up}_wide_bfloat", f"down_{down}_wide_bfloat"]
+        assert experts_kernels(odd) == ["gate_up_rows_bfloat", f"down_{down}_wide_bfloat"]
+
+
+@recorded
+def test_pairs_in_any_order_of_threads(mps: str):
+    """And with threadgroups beyond the last slot, token or row."""
+    import metal_sim
+
+    args, options = packed_experts(MXFP4, 3)
+    metal_sim.set_orders("forward", "backward", "random:1")
+    try:
+        with settings(**PAIRS), metal_sim.more_threadgroups(3):
+            check("experts", routed(args, "again in a token"), options, mps)
+    finally:
+        metal_sim.set_orders("forward")
+
+
+@recorded
+def test_shared_experts_are_read_once(mps: str):
+    """Four tokens that selected the same experts, instead of different ones."""
+    import metal_sim
+
+    def loaded(route: list[list[int]], pairs: dict[str, int]) -> list[int]:
+        case = Case("experts", "loads", {"T": len(route), "E": 16, "K": 2, "H": 256, "I": 128}, dtype=BFLOAT)
+        args = case.arguments(mps) | {"ids": torch.tensor(route, device=mps)}
+        with settings(**pairs), metal_sim.record(costs=True) as record:
+            torch.ops.moe_metal.experts(**args)
+        return [dispatch.costs.device_loaded for dispatch in record.dispatches]
+
+    down = 256 * 128 * 2  # bytes of one expert; gate_up has twice as many
+    alike, apart = [[3, 5]] * 4, [[2 * n, 2 * n + 1] for n in range(4)]
+    for pairs, passes in (({}, 8), (PAIRS, 4)):
+        saved = [a - b for a, b in zip(loaded(apart, pairs), loaded(alike, pairs), strict=True)]
+        assert saved == pytest.approx([(8 - passes) * size for size in (2 * down, down)], abs=0.3 * down)  # x and inner
 
 
 @pytest.mark.parametrize("bits", AFFINE)
@@ -426,7 +541,7 @@ def test_rows_do_not_read_into_the_next_row(device: str, T: int):
 )
 def test_kernels_of_packed_weights(mps: str, packing: Packing, kernel: str, tiles: str):
     """Two dispatches at decode, four at prefill, and the widest loads if whole pieces are aligned."""
-    args, options = packed_experts(packing, 2)
+    args, options = packed_experts(packing, 1)
     assert experts_kernels(given(args, mps), **options) == [
         f"{part}_rows_{kernel}_float" for part in ("gate_up", "down")
     ]

@@ -351,6 +351,7 @@ GRIDS = [
     *(sized("linear", f"together{T}", T=T, H=96) for T in (2, 7)),
     sized("route", "together", T=33),
     sized("experts", "decode", T=1),
+    sized("experts", "decode_pairs", T=3, H=72, I=40),
     replace(sized("experts", "decode_columns", T=1), options={"transposed": True}),
     replace(sized("experts", "prefill_columns", T=40), options={"transposed": True}),
 ]

@@ -140,6 +140,10 @@ def together(name: str, dtype: torch.dtype = cases.FLOAT) -> tuple[Callable, dic
     return suite.test_tokens_together, {"packing": FORMATS[name], "dtype": dtype}
 
 
+def slots(route: str) -> tuple[Callable, dict]:
+    return suite.test_slots_together, {"route": route}
+
+
 def dense(op: str, T: int) -> tuple[Callable, dict]:
     """A weight whose rows are loaded 16 bytes at a time; a simdgroup has two of three experts' rows alternately."""
     case = cases.Case(op, f"dense-T{T}", {"T": T, "E": 5, "K": 3, "H": 96, "I": 64, "N": 9})
@@ -228,18 +232,20 @@ MUTANTS = {
     "offset_is_scale": Mutant("load_number(row.offset +", "load_number(row.scale +", "values", *numbers(AFFINE[2])),
     # several tokens together
     "vector_of_the_first_token": Mutant("* apart;", "* 0;", "values", *linear(AFFINE[4], 2)),
-    "tokens_overrun": Mutant("min(t, count - 1)", "t", "bounds", *linear(AFFINE[4], 3)),
+    "tokens_overrun": Mutant("min(token + t, params.T - 1)", "token + t", "bounds", *linear(AFFINE[4], 3)),
     "outputs_of_the_first_token": Mutant("shares + t * most", "shares + 0 * most", "values", *linear(MXFP4, 3)),
-    "outputs_overrun": Mutant("t >= tokens.count ||", "", "bounds", *linear(MXFP4, 3)),
+    "outputs_overrun": Mutant("token + t >= params.T ||", "", "bounds", *linear(MXFP4, 3)),
     "codes_of_the_first_eight": Mutant(
-        "(pieces.row[r], i, codes", "(pieces.row[r], 0, codes", "values", *together("q5_k")
+        "(pieces.row[r], i, codes[r]", "(pieces.row[r], 0, codes[r]", "values", *together("q5_k")
     ),
-    "sums_of_the_first_group": Mutant("i * groups / step", "0", "values", *together("nvfp4")),
+    "sums_of_the_first_group": Mutant(
+        "const uint g = i * groups / step", "const uint g = 0", "values", *together("nvfp4")
+    ),
     "places_forgotten": Mutant(
-        "element = x.at[n / 4][n % 4] * (1", "element = x.at[n / 4][n % 4] * (0 + 1.5f", "values", *linear(AFFINE[4], 8)
+        "x.at[n / 4][n % 4] *= 1", "x.at[n / 4][n % 4] *= 1.5f", "values", *linear(AFFINE[4], 8)
     ),
     "code_of_0_forgotten": Mutant(
-        "if (off_zero) zero = added", "if (false) zero = added", "values", *together("q4_0", cases.BFLOAT)
+        "r < kChunkRows && off_zero", "r < kChunkRows && false", "values", *together("q4_0", cases.BFLOAT)
     ),
     "offset_of_the_last_token": Mutant(
         "row_sum(totals[t], plain[t]", "row_sum(totals[t], plain[N - 1]", "values", *linear(AFFINE[4], 2)
@@ -247,11 +253,23 @@ MUTANTS = {
     "columns_of_the_first_lane": Mutant(
         "rows.data.at[r] + column, w[r]", "rows.data.at[r], w[r]", "values", *dense("linear", 3)
     ),
+    # two slots of an expert together
+    "pairs_of_any_expert": Mutant("all[b].x == id.x &&", "", "values", *slots("two tokens")),
+    "pairs_overlap": Mutant("|| !pair.begins", "", "race", *slots("all alike")),
+    "second_of_the_first_block": Mutant("begin + ctz(later)", "ctz(later)", "race", *slots("more slots than lanes")),
+    "token_of_the_first_slot": Mutant("pair.second / params.K}", "group.x / params.K}", "values", *slots("all alike")),
+    "inner_of_the_first_slot": Mutant("which == 0 ? group.x : pair.second", "group.x", "race", *slots("all alike")),
+    "weight_of_the_first_token": Mutant(
+        "weights, begin + vectors.row[t]", "weights, begin + lead", "values", *slots("two tokens")
+    ),
+    "products_of_absent_tokens": Mutant(
+        "if (slots_of(slots, t, params) == 0) continue;", "", "values", *slots("none alike")
+    ),
+    "selected_again_forgotten": Mutant("if (again) listed = 1u << lane;", "", "values", *slots("again in a token")),
+    "last_tokens_overrun": Mutant("t >= tokens ||", "", "bounds", *slots("none alike")),
     # positions, and the order of a lane's pieces
     "row_forgotten": Mutant("spot.byte += row;", "", "values", *linear(AFFINE[4], 1)),
-    "id_not_followed": Mutant(
-        "if (i + step < all) next_expert", "if (false) next_expert", "values", *dense("experts", 3)
-    ),
+    "id_not_followed": Mutant("if (i + step < all) next_id", "if (false) next_id", "values", *dense("experts", 1)),
     "pair_taken_again": Mutant("    take_pair(products);", "", "values", *experts(MXFP4, 40)),
     "second_half_side_by_side": Mutant("piece.column + second", "piece.column + 8", "values", *dense("linear", 20)),
     "tiles_not_multiplied": Mutant("*= float(Reader::factor)", "*= 1", "values", *linear(AFFINE[4], 9)),

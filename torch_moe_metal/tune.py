@@ -61,6 +61,8 @@ SETTINGS = (
     Setting("decode_simdgroups", (1, 2, 4, 8), DECODE),
     Setting("target_simdgroups", (320, 640, 1280, 2560, 5120), DECODE),
     Setting("decode_max_slots_percent", (50, 100, 150, 200, 300, 400), slots_per_expert(0.75, 1.25, 1.75, 2.5, 3.5)),
+    Setting("gate_up_pairs_percent", (0, 20, 50, 100), slots_per_expert(0.25, 0.5, 1)),
+    Setting("down_pairs_percent", (0, 20, 50, 100), slots_per_expert(0.25, 0.5, 1)),
     Setting("few_tokens", (2, 4, 8, 12, 16, 24, 32), tokens(linear=(3, 6, 10, 14, 20, 28))),
     Setting("tokens_together", (1, 2, 4), tokens(linear=(2, 4, 8))),
     # The values of these two do not overlap, so any two of them are valid together.

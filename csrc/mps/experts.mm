@@ -49,30 +49,50 @@ FormatKernels decode_down[] = {{"experts_decode", "experts_down_rows_wide", 32 *
                                {"experts_decode", "experts_down_columns_wide", 32 * kMaxSplit, "columns_wide"},
                                {"experts_decode", "experts_down_columns", 32 * kMaxSplit, "columns"}};
 
+// The same for two slots of an expert together.
+FormatKernels gate_up_pairs{"experts_decode", "experts_gate_up_rows2_wide", 32 * kChunkSimdgroups, "rows2_wide"};
+FormatKernels down_pairs{"experts_decode", "experts_down_rows2_wide", 32 * kChunkSimdgroups, "rows2_wide"};
+
+// Whether two slots of an expert are multiplied together, according to a setting.
+bool in_pairs(const Experts& call, int64_t percent) {
+  return call.T > 1 && is_worth(percent, 100 * call.T * call.K, call.E);
+}
+
 struct Product {
   Kernel& kernel;
   Grid grid;
 };
 
+struct DecodeKernels {
+  FormatKernels *single, *pairs;  // pairs may be null
+  int64_t each;                   // how many slots or tokens along x are one threadgroup's of `pairs`
+};
+
 // x: slots or tokens; rows: rows of weights for each of them; columns: columns to sum over; tile: rows of a threadgroup
 // if lanes are across the rows. The vector is loaded like the rows, so both must be aligned for wide loads.
-Product product(FormatKernels* kernels, const Weight& weight, WeightParams& params, bool wide_vector, int64_t x,
+Product product(const DecodeKernels& kernels, const Weight& weight, WeightParams& params, bool wide_vector, int64_t x,
                 int64_t rows, int64_t columns, int64_t tile, const Tensor& activations) {
   WeightLayout layout = params.layout;
   if (!weight.format->is_dense()) layout = whole_pieces(weight, params) ? WeightLayout::rows_wide : WeightLayout::rows;
   if (layout == WeightLayout::rows_wide && !wide_vector) layout = WeightLayout::rows;
   const bool by_rows = layout == WeightLayout::rows_wide || layout == WeightLayout::rows;
   const Cut cut = by_rows ? row_cut(weight, activations.element_size()) : Cut{tile, 16, false};
-  Kernel& kernel = kernels[static_cast<int>(layout)](activations.scalar_type(), weight.format);
-  return {kernel, grid_of(params, cut, x, rows, columns)};
+  const bool pairs = kernels.pairs && layout == WeightLayout::rows_wide;
+  FormatKernels& chosen = pairs ? *kernels.pairs : kernels.single[static_cast<int>(layout)];
+  Kernel& kernel = chosen(activations.scalar_type(), weight.format);
+  return {kernel, pairs ? grid_of(params, cut, ceil_div(x, kernels.each), rows, columns * kernels.each)
+                        : grid_of(params, cut, x, rows, columns)};
 }
 
 void decode(const Experts& call, ExpertsParams params) {
   const int64_t slots = call.T * call.K;
-  const Product gate_up = product(decode_gate_up, call.gate_up, params.gate_up, params.wide_x, slots, 2 * call.I,
-                                  call.H, kColumnRows, call.x);
-  const Product down =
-      product(decode_down, call.down, params.down, true, call.T, call.H, call.K * call.I, kDownColumnRows, call.x);
+  const bool pairs = in_pairs(call, tuning().gate_up_pairs_percent);
+  // One simdgroup lists the experts of two tokens, a lane for each slot.
+  const bool token_pairs = in_pairs(call, tuning().down_pairs_percent) && 2 * call.K <= kSimdgroup;
+  const Product gate_up = product({decode_gate_up, pairs ? &gate_up_pairs : nullptr, 1}, call.gate_up, params.gate_up,
+                                  params.wide_x, slots, 2 * call.I, call.H, kColumnRows, call.x);
+  const Product down = product({decode_down, token_pairs ? &down_pairs : nullptr, 2}, call.down, params.down, true,
+                               call.T, call.H, call.K * call.I, kDownColumnRows, call.x);
   params.inner_placed = !call.down.format->is_dense();  // packed weights are multiplied by whole chunks of it
   params.inner_length = to_uint(params.inner_placed ? ceil_div(call.I, kPackedChunk) * kPackedChunk : call.I);
   const Tensor inner = at::empty({slots, params.inner_length}, call.x.options().dtype(at::kFloat));

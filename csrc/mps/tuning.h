@@ -17,6 +17,11 @@ struct Tuning {
   // them once for each selected expert, but sorts first and pads matrices to 8 slots. With as many slots as experts,
   // random routing selects 63 % of the experts: decode reads 1.6 times the bytes, minus cache hits.
   int64_t decode_max_slots_percent = 100;
+  // Experts, decode of more than one token: from how many slots per expert on, in percent, two slots of an expert are
+  // multiplied together, with its weights loaded and unpacked once; 0: never. gate_up pairs the slots of all tokens,
+  // down those of two neighbouring tokens. Pairs need more registers, which costs more than they save if few tokens
+  // share experts. On an H100, pairs in gate_up won from one slot per expert on; those in down won in some formats.
+  int64_t gate_up_pairs_percent = 100, down_pairs_percent = 0;
   // Linear: the most tokens for which every few tokens read and unpack the weight again, possibly from the cache. Tiles
   // do it once, but compute 8 tokens even if there is one. The crossover point on Apple's GPUs is a guess.
   int64_t few_tokens = 8;

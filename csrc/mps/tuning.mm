@@ -28,6 +28,8 @@ constexpr Setting kSettings[] = {
     {"decode_simdgroups", &Tuning::decode_simdgroups, 1, kChunkSimdgroups, Setting::power_of_two},
     {"target_simdgroups", &Tuning::target_simdgroups, 1, kLargest},
     {"decode_max_slots_percent", &Tuning::decode_max_slots_percent, 0, kLargest},
+    {"gate_up_pairs_percent", &Tuning::gate_up_pairs_percent, 0, kLargest},
+    {"down_pairs_percent", &Tuning::down_pairs_percent, 0, kLargest},
     {"few_tokens", &Tuning::few_tokens, 0, kLargest},
     {"tokens_together", &Tuning::tokens_together, 1, 4, Setting::power_of_two},
     {"tile32_min_rows", &Tuning::tile32_min_rows, 1, kLargest},

@@ -18,22 +18,29 @@ Args = dict[str, Tensor]
 @dataclass(frozen=True)
 class Row:
     """experts with T tokens, or linear with N rows of weights; without a packing the weights are bfloat16.
-    tokens_together: the setting of tuning.h, unless it is the default."""
+    together: how many tokens (linear) or slots of an expert (experts, up to 2) are multiplied together, unless the
+    defaults of tuning.h decide. half_shared: each token selects half of the experts of the one before; otherwise routes
+    are random."""
 
     op: str
     packing: Packing | None
     T: int
     N: int = 0
-    tokens_together: int = 0
+    together: int = 0
+    half_shared: bool = False
 
     def __str__(self) -> str:
         rows = f"-N{self.N}" if self.N else ""
-        together = f"-by{self.tokens_together}" if self.tokens_together else ""
-        return f"{self.op}-{self.packing or 'bfloat16'}-T{self.T}{rows}{together}"
+        shared = "-shared" if self.half_shared else ""
+        together = f"-by{self.together}" if self.together else ""
+        return f"{self.op}-{self.packing or 'bfloat16'}-T{self.T}{rows}{shared}{together}"
 
     @property
     def settings(self) -> dict[str, int]:
-        return {"tokens_together": self.tokens_together} if self.tokens_together else {}
+        if not self.together:
+            return {}
+        pairs = ("gate_up_pairs_percent", "down_pairs_percent")
+        return {"tokens_together": self.together} if self.N else dict.fromkeys(pairs, self.together - 1)
 
     @property
     def options(self) -> dict[str, str]:
@@ -59,6 +66,10 @@ class Row:
         if self.N:
             return args
         scores = torch.rand(self.T, E, generator=generator, device=device)
+        for t in range(1, self.T) if self.half_shared else ():
+            before = scores[t - 1].topk(K).indices
+            scores[t, before[: K // 2]] = 0
+            scores[t, before[K // 2 :]] += 1  # the first ones of this token
         weights, ids = scores.softmax(-1).topk(K)
         return args | {"weights": weights, "ids": ids.int()}
 
@@ -70,7 +81,11 @@ class Row:
 
 
 MEASURED = [None, *(packing_of(name, BFLOAT) for name in ("affine4", "affine8", "mxfp4", "fp8", "q4_k"))]
-ROWS = [Row("experts", packing, T) for T in (1, 4, 16, 256) for packing in MEASURED]
+ROWS = [Row("experts", packing, T) for T in (1, 2, 4, 16, 256) for packing in MEASURED]
+# T, and whether two slots of an expert are multiplied together, or each alone.
+PAIRS = ((2, 1), (2, 2), (4, 1), (4, 2), (16, 1), (16, 2))
+ROWS += [Row("experts", packing, T, 0, by, half) for half in (False, True) for packing in MEASURED for T, by in PAIRS]
+ROWS += [Row("experts", packing, 16, half_shared=True) for packing in MEASURED]
 # T, and tokens_together: tokens are multiplied by a weight together (the default), or one by one.
 TOGETHER = ((1, 0), (2, 0), (2, 1), (4, 0), (4, 1), (8, 0), (8, 1))
 ROWS += [Row("linear", packing, T, 4096, by) for packing in MEASURED for T, by in TOGETHER]

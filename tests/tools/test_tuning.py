@@ -64,6 +64,8 @@ SHOWING = {
         ("attention", {"B": 8, "A": 4, "J": 4, "T": 1, "S": 1300, "D": 16, "V": 16}),
     ],
     "decode_max_slots_percent": [("experts", {"T": T, "E": 20, "K": 2, "H": 40, "I": 24}) for T in (9, 13, 18, 28, 38)],
+    "gate_up_pairs_percent": [("experts", {"T": T, "E": 16, "K": 2, "H": 40, "I": 24}) for T in (2, 4, 8)],
+    "down_pairs_percent": [("experts", {"T": T, "E": 16, "K": 2, "H": 40, "I": 24}) for T in (2, 4, 8)],
     "few_tokens": [("linear", {"T": T, "N": 37, "H": 96}) for T in (3, 6, 10, 14, 20, 28)],
     "tokens_together": [("linear", {"T": T, "N": 37, "H": 96}) for T in (2, 5, 8)],
     "tile32_min_rows": [("experts", {"T": T, "E": 2, "K": 1, "H": 40, "I": 24}) for T in (20, 30, 40)],

@@ -89,6 +89,18 @@ T simd_prefix_exclusive_sum(T value) {
   return T(simd_prefix_inclusive_sum(value) - value);
 }
 
+#ifndef MSL_MATRICES  // lanes are in other places
+class simd_vote {
+ public:
+  using vote_t = ulong;
+  explicit simd_vote(vote_t bits) : bits_(bits) {}
+  explicit operator vote_t() const { return bits_; }
+
+ private:
+  vote_t bits_;
+};
+inline simd_vote simd_ballot(bool value) { return simd_vote(uint(__nvvm_vote_ballot_sync(msl_all_lanes, value))); }
+#endif
 inline bool simd_any(bool value) { return __nvvm_vote_any_sync(msl_all_lanes, value); }
 inline bool simd_all(bool value) { return __nvvm_vote_all_sync(msl_all_lanes, value); }
 
