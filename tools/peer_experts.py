@@ -93,6 +93,11 @@ RESULTS = {  # that are no pointers
 }
 
 
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+def silent(level: int, text: bytes, data: int) -> None:
+    """A log without the line that repacking prints for each weight."""
+
+
 class Ggml:
     """ggml's functions, without their prefix. Arguments and results are pointers or fit into one."""
 
@@ -111,6 +116,7 @@ class Ggml:
 class LlamaCpp:
     def __init__(self, type: str, threads: int, dtype: str, name: str):
         self.ggml = ggml = Ggml()  # before PyTorch, whose OpenMP it would use otherwise
+        ggml.log_set(silent, None)
         from gguf import GGMLQuantizationType as Types
 
         from torch_moe_metal.models import MODELS
