@@ -108,8 +108,11 @@ class Ggml:
     def __getattr__(self, name: str):
         function = getattr(self.library, f"ggml_{name}")
         function.restype = RESULTS.get(name, ctypes.c_void_p)
-        call = lambda *values: function(*(ctypes.c_void_p(v) if isinstance(v, int) else v for v in values))  # noqa: E731
-        setattr(self, name, call)
+
+        def call(*values):
+            return function(*(ctypes.c_void_p(value) if isinstance(value, int) else value for value in values))
+
+        setattr(self, name, call)  # for the next time
         return call
 
 
@@ -131,10 +134,9 @@ class LlamaCpp:
         ggml.backend_cpu_set_n_threads(self.backend, threads)
         self.plain = ggml.backend_dev_buffer_type(device)
         self.context = ggml.init(Parameters(1 << 24, None, True))
-        kind = Types[type.upper()]
         E, H, I = model.E, model.H, model.I
-        sizes = (H, I, E), (H, I, E), (I, H, E)
-        self.gate, self.up, self.down = weights = [ggml.new_tensor_3d(self.context, kind, *size) for size in sizes]
+        sizes, blocks = ((H, I, E), (H, I, E), (I, H, E)), Types[type.upper()]
+        self.gate, self.up, self.down = weights = [ggml.new_tensor_3d(self.context, blocks, *size) for size in sizes]
         kinds = [self.buffer_type(device, weight, size[0]) for weight, size in zip(weights, sizes, strict=True)]
         gate_up, down = random_weights(type, model)
         halves = [half.contiguous() for half in gate_up.chunk(2, 1)]
