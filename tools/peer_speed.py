@@ -146,8 +146,10 @@ def serve(engine: str, path: str, threads: str, prompt: str, tokens: str) -> Non
 
 
 class Process:
-    def __init__(self, engine: str, *arguments: object):
-        command = [sys.executable, __file__, "--serve", engine, *map(str, arguments)]
+    """One engine, served by a script."""
+
+    def __init__(self, engine: str, *arguments: object, script: str = __file__):
+        command = [sys.executable, script, "--serve", engine, *map(str, arguments)]
         self.engine = engine
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
