@@ -253,6 +253,12 @@ def long_rows(packing: Packing) -> int:
 
 # Formats that the tests of every format do not multiply with several tokens.
 TOGETHER = [packing for packing in (*PACKINGS, *OTHERS) if packing not in (FORMATS["nvfp4"], FORMATS["q4_0"])]
+in_both_dtypes = pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=str)
+in_every_format = pytest.mark.parametrize(
+    "packing",
+    [FORMATS["nvfp4"], FORMATS["q4_0"], *(pytest.param(p, marks=pytest.mark.slow) for p in TOGETHER)],
+    ids=str,
+)
 
 
 def in_float64(op: str, args: dict, options: dict) -> torch.Tensor:
@@ -282,12 +288,8 @@ def test_packed_linear(device: str, packing: Packing, T: int):
     check("linear", *packed_linear(packing, T), device)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=str)
-@pytest.mark.parametrize(
-    "packing",
-    [FORMATS["nvfp4"], FORMATS["q4_0"], *(pytest.param(p, marks=pytest.mark.slow) for p in TOGETHER)],
-    ids=str,
-)
+@in_both_dtypes
+@in_every_format
 def test_tokens_together(device: str, packing: Packing, dtype: torch.dtype):
     """Token counts for which each weight is unpacked once, for pairs and groups of four with some missing; and rows so
     long that several simdgroups share them. Codes with 16-bit activations are not centred."""
@@ -346,12 +348,8 @@ def test_slots_together(mps: str, route: str):
         check("experts", routed(case.arguments(), route), {}, mps)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=str)
-@pytest.mark.parametrize(
-    "packing",
-    [FORMATS["nvfp4"], FORMATS["q4_0"], *(pytest.param(p, marks=pytest.mark.slow) for p in TOGETHER)],
-    ids=str,
-)
+@in_both_dtypes
+@in_every_format
 def test_slots_together_in_every_format(mps: str, packing: Packing, dtype: torch.dtype):
     args, options = packed_experts(packing, 3, dtype)
     with settings(**PAIRS):
