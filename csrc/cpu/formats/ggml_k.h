@@ -209,11 +209,10 @@ struct Q6_K : BlocksOf256<210, 16, false, 32> {
                  to);
   }
   static __m256i bytes(const uint8_t* block, int64_t column) {
+    static constexpr int kLow[] = {0, 0, 4, 4}, kHigh[] = {4, 2, 0, 30};  // broadcast from memory, which costs nothing
     const int64_t half = column / 128, run = column % 128 / 32;
-    const __m256i low =
-        _mm256_srlv_epi32(load_256(block + half * 64 + run % 2 * 32), _mm256_set1_epi32(static_cast<int>(run / 2 * 4)));
-    const __m256i high =
-        _mm256_rolv_epi32(load_256(block + 128 + half * 32), _mm256_set1_epi32(static_cast<int>(4 - 2 * run) & 31));
+    const __m256i low = _mm256_srlv_epi32(load_256(block + half * 64 + run % 2 * 32), _mm256_set1_epi32(kLow[run]));
+    const __m256i high = _mm256_rolv_epi32(load_256(block + 128 + half * 32), _mm256_set1_epi32(kHigh[run]));
     constexpr int kFirstWhereThird = 0xe4;  // c ? a : b
     const __m256i codes = _mm256_ternarylogic_epi32(low, high, _mm256_set1_epi8(15), kFirstWhereThird);
     return _mm256_sub_epi8(_mm256_and_si256(codes, _mm256_set1_epi8(63)), _mm256_set1_epi8(kMiddle));

@@ -39,7 +39,7 @@ struct Packed : ScaledRows {
   }
   const void* place(int64_t r, int64_t column) const { return data + r * row + bytes(column); }
   int64_t row_bytes() const { return row; }
-  static int64_t bytes(int64_t columns) { return columns * Read::kBytes / Read::kColumns; }
+  static constexpr int64_t bytes(int64_t columns) { return columns * Read::kBytes / Read::kColumns; }
 };
 
 // Products with one or two tokens: sums over the codes of a group, which are then scaled. Integers are centred at the

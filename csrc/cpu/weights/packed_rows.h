@@ -127,7 +127,7 @@ std::unique_ptr<WeightRows> packed_rows(const Weight& weight, bool bfloat16) {
 template <class Read>
 std::unique_ptr<PackedStrip> packed_strip([[maybe_unused]] const Weight& weight) {
 #ifdef MOE_METAL_HAS_AVX512
-  return std::make_unique<PackedStripRows<Read>>(weight);
+  return make_packed_strip<Read>(weight);
 #else
   return nullptr;
 #endif

@@ -9,6 +9,9 @@
 
 namespace moe_metal {
 
+struct TokenGroups;
+struct WeightTiles;
+
 // A range of rows of one expert, which may be empty.
 struct RowRange {
   int64_t expert = 0, first = 0, count = 0;
@@ -44,6 +47,9 @@ class PackedStrip {
   // Converts some columns of some of the 16 rows, to the layout of pack_rows(): whole groups of columns, or part of
   // one.
   virtual void pack(int64_t row, int64_t rows, int64_t first, int64_t columns, at::BFloat16* to) = 0;
+  // Multiplies two groups of tokens, or two and a half, by the strip, which is converted to `to` meanwhile. The last blocks of the strip
+  // stay there, or all without a ring. -> false if the strip does not allow that; nothing is done then.
+  virtual bool multiply(const WeightTiles& to, const TokenGroups& groups, float (*c)[16][16]) = 0;
 };
 
 // Returns null for dense weights, which are read in place.

@@ -35,14 +35,6 @@ class TileShapes {
   Config before_;
 };
 
-// Other work is interleaved with products, in kParts parts per block of k, between two products of tiles: tiles and
-// vectors use different units of the processor.
-constexpr int64_t kParts = 4;
-
-struct Nothing {
-  void operator()(int64_t, int64_t) const {}
-};
-
 // The hardware prefetcher cannot follow the streams of two strips: 32 tokens for each of 128 experts took 58 ms without
 // this, and take 52.
 struct Prefetch {

@@ -6,7 +6,10 @@
 namespace moe_metal {
 namespace {
 
-template <class Read>
+constexpr int64_t kWide = 2 * kDepth;  // columns that are converted together
+
+// Group columns share a scale, or more if it is kWide.
+template <class Read, int Group>
 class PackedStripRows final : public PackedStrip {
  public:
   explicit PackedStripRows(const Weight& weight) : rows_(weight) {}
@@ -19,48 +22,104 @@ class PackedStripRows final : public PackedStrip {
     row_ = strip.step * some_->row;
     groups_ = strip.step * some_->groups;
     in_a_run_ = row_ == some_->bytes(some_->columns);
+    whole_ = strip.count == kTile && std::min(rows_.weight().group, kWide) == Group &&
+             rounded_.prepare(some_->read, some_->scales, kTile, groups_, some_->groups);
   }
   void pack(int64_t row, int64_t rows, int64_t first, int64_t columns, at::BFloat16* to) override {
-    const int64_t end = first + columns, group = std::min(rows_.weight().group, kWide);
-    const auto whole = [&](auto size) {
-      if constexpr (Read::kGroup == 0 || std::min<int64_t>(Read::kGroup, kWide) == size) {
-        if (group != size) return;
-        for (; first + 2 * kDepth <= end; first += 2 * kDepth, to += 2 * kTileSize)
-          pack_whole<2, size>(row, rows, first, to);
-        for (; first + kDepth <= end; first += kDepth, to += kTileSize) pack_whole<1, size>(row, rows, first, to);
-      }
-    };
-    if (strip_.count == kTile) {
-      whole(std::integral_constant<int, kWide>()), whole(std::integral_constant<int, kDepth>());
-      whole(std::integral_constant<int, kLanes>());
+    const int64_t end = first + columns;
+    if (whole_) {
+      for (; first + kWide <= end; first += kWide, to += 2 * kTileSize) pack_whole<2>(row, rows, first, to);
+      if (first + kDepth <= end) pack_whole<1>(row, rows, first, to), first += kDepth, to += kTileSize;
     }
     if (first < end) pack_part(row, rows, first, end, to);
   }
+  bool multiply(const WeightTiles& to, const TokenGroups& groups, float (*c)[kTile][kTile]) override {
+    if (!whole_ || some_->columns % kWide != 0) return false;
+    multiply_ahead(to, groups, c);
+    return true;
+  }
 
  private:
-  static constexpr int64_t kWide = 2 * kDepth;  // columns that share a scale, or more
-
-  // Converts some rows of N blocks. The next strip is prefetched in address order, independent of the rows being
-  // converted: on a Sapphire Rapids that is 8 to 10 % faster than row by row. Each line is prefetched twice:
+  // Converts N blocks of a row after the other. The next strip is prefetched in address order, independent of the rows
+  // being converted: on a Sapphire Rapids that is 8 to 10 % faster than row by row. Each line is prefetched twice:
   // with mxfp8 on a Zen 4, experts of 32 tokens take 0.95 of the time of once.
-  template <int N, int Group>
-  [[MOE_METAL_BF16]] void pack_whole(int64_t row, int64_t rows, int64_t column, at::BFloat16* to) {
-    const int64_t bytes = row_, groups = groups_, group = row * groups + (column >> some_->shift);
-    const int64_t begin = some_->bytes(column), some_bytes = some_->bytes(N * kDepth);
-    const int64_t further = in_a_run_ ? some_bytes : bytes;
-    const uint8_t* from = some_->data + row * bytes;
-    const uint8_t* next = next_ + row * further + (in_a_run_ ? kTile * begin : begin);
-    const float *scale = some_->scales + group, *offset = Read::kOffset ? some_->offsets + group : scale;
-    const Read read = some_->read;  // local copies, also of `rounded`, which cannot alias the stores below
-    Rounded<Read> rounded = rounded_;
-    to += row * kDepth;
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t ahead = 0; ahead < some_bytes; ahead += kLine / 2) __builtin_prefetch(next + ahead, 0, 2);
-      rounded.template write<N, Group>(read, from, column, scale, offset, to);
-      from += bytes, next += further, scale += groups, offset += groups, to += kDepth;
+  template <int N>
+  class Converted {
+   public:
+    explicit Converted(PackedStripRows& strip) : all_(strip) {}
+
+    // Goes to a row, at a column.
+    [[gnu::always_inline]] void start(int64_t row, int64_t column, at::BFloat16* to) {
+      const int64_t begin = Packed<Read>::bytes(column);
+      column_ = column;
+      from_ = data_ + row * bytes_;
+      next_ = all_.next_ + row * further_ + (all_.in_a_run_ ? kTile * begin : begin);
+      scale_ = scales_ + row * groups_ + (column >> shift_);
+      to_ = to + row * kDepth;
     }
-    rounded.keep(rounded_);
+    [[MOE_METAL_BF16, gnu::always_inline]] inline void row() {
+      if (column_ < 0 || column_ % (N * kDepth) != 0) __builtin_unreachable();  // for simpler addresses
+      for (int64_t ahead = 0; ahead < kBytes; ahead += kLine / 2) __builtin_prefetch(next_ + ahead, 0, 2);
+      all_.rounded_.template write<N, Group>(read_, from_, column_, scale_, scale_ + to_offset_, to_);
+      from_ += bytes_, next_ += further_, scale_ += groups_, to_ += kDepth;
+    }
+
+   private:
+    static constexpr int64_t kBytes = Packed<Read>::bytes(N * kDepth);
+    PackedStripRows& all_;
+    // Copies, which cannot alias what row() writes.
+    const Read read_ = all_.some_->read;
+    const uint8_t* const data_ = all_.some_->data;
+    const float* const scales_ = all_.some_->scales;
+    const int64_t to_offset_ = Read::kOffset ? all_.some_->offsets - scales_ : 0;
+    const int64_t bytes_ = all_.row_, groups_ = all_.groups_, further_ = all_.in_a_run_ ? kBytes : bytes_;
+    const int shift_ = all_.some_->shift;
+    int64_t column_;
+    const uint8_t *from_, *next_;
+    const float* scale_;
+    at::BFloat16* to_;
+  };
+
+  template <int N>
+  [[MOE_METAL_BF16]] void pack_whole(int64_t row, int64_t rows, int64_t column, at::BFloat16* to) {
+    Converted<N> converted(*this);
+    converted.start(row, column, to);
+    for (int64_t r = 0; r < rows; ++r) converted.row();
   }
+
+  // For a product of vectors: converts a row in each part of a block, two blocks ahead.
+  class Ahead {
+   public:
+    Ahead(PackedStripRows& strip, const WeightTiles& to) : converted_(strip), columns_(strip.some_->columns), to_(to) {}
+    [[MOE_METAL_BF16, gnu::always_inline]] inline void begin(int64_t first) {
+      first_ = first;
+      start(0);
+      for (int64_t r = 0; r < kRowsOfVectors; ++r) converted_.row();
+    }
+    [[MOE_METAL_BF16, gnu::always_inline]] inline void operator()(int64_t block, int64_t part) {
+      if (block % 2 == 0 && part == 0) start(block + 2);
+      if (more_) converted_.row();
+    }
+
+   private:
+    [[gnu::always_inline]] void start(int64_t block) {
+      more_ = block * kDepth < columns_;
+      converted_.start(first_, block * kDepth, const_cast<at::BFloat16*>(to_.data) + (block & to_.ring) * to_.block);
+    }
+    Converted<2> converted_;
+    bool more_ = true;
+    int64_t first_ = 0;
+    const int64_t columns_;
+    const WeightTiles to_;
+  };
+  [[MOE_METAL_BF16, gnu::noinline]] void multiply_ahead(const WeightTiles& to, const TokenGroups& groups,
+                                                        float (*c)[kTile][kTile]) {
+    const auto multiply = [&](auto product) {
+      product(to, groups.data, groups.size, some_->columns / kDepth, c, false, Ahead(*this, to));
+    };
+    groups.count() == 2 ? multiply(multiply_by_vectors<2, false, Ahead>) : multiply(multiply_by_vectors<2, true, Ahead>);
+  }
+
   [[MOE_METAL_BF16, gnu::noinline]] void pack_part(int64_t row, int64_t rows, int64_t first, int64_t end,
                                                    at::BFloat16* to) const {
     for (; first < end; first += kDepth, to += kTileSize) {
@@ -76,10 +135,21 @@ class PackedStripRows final : public PackedStrip {
   StripRows strip_;
   const Packed<Read>* some_ = nullptr;
   const uint8_t* next_ = nullptr;
-  bool in_a_run_ = false;
+  bool in_a_run_ = false, whole_ = false;
   int64_t row_ = 0, groups_ = 0;  // strides of the strip's rows, in bytes and in scales
   Rounded<Read> rounded_;
 };
+
+template <class Read>
+std::unique_ptr<PackedStrip> make_packed_strip(const Weight& weight) {
+  if constexpr (Read::kGroup != 0) {
+    return std::make_unique<PackedStripRows<Read, std::min<int>(Read::kGroup, kWide)>>(weight);
+  } else {
+    if (weight.group >= kWide) return std::make_unique<PackedStripRows<Read, kWide>>(weight);
+    if (weight.group == kDepth) return std::make_unique<PackedStripRows<Read, kDepth>>(weight);
+    return std::make_unique<PackedStripRows<Read, kLanes>>(weight);
+  }
+}
 
 }  // namespace
 }  // namespace moe_metal

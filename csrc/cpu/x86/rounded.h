@@ -18,6 +18,8 @@ namespace {  // internal linkage, so that the compiler can specialise functions 
 template <class Read>
 class Rounded {
  public:
+  // Prepares the conversion of rows with these scales, if it needs that. -> whether they can be converted
+  static bool prepare(const Read&, const float*, int64_t, int64_t, int64_t) { return true; }
   // Writes N blocks from a column on to N tiles. `scale` and `offset` are those of the first column; Group columns
   // share one (64 means at least 64).
   template <int N, int Group>
@@ -45,8 +47,6 @@ class Rounded {
       }
     }
   }
-  // Saves the state for later rows, in formats where that is useful.
-  static void keep(Rounded&) {}
 
  private:
   [[MOE_METAL_BF16, gnu::always_inline]] static inline __m512i scaled(const Vec (&codes)[2], const Vec* scales,
@@ -67,31 +67,42 @@ class Rounded {
   }
 };
 
-// e4m3: a table of scaled magnitudes, which is computed for each new scale; a scale is for 128 rows and columns.
+// e4m3: a table of scaled magnitudes for each 128 columns. 128 rows share them, so most strips find theirs prepared.
 template <class Read>
   requires Read::kScalesAreRare
 class Rounded<Read> {
  public:
+  // The rows must have the same scales.
+  bool prepare(const Read& read, const float* scales, int64_t rows, int64_t step, int64_t groups) {
+    for (int64_t r = 1; r < rows; ++r) {
+      if (std::memcmp(scales + r * step, scales, groups * sizeof(float)) != 0) return false;
+    }
+    tables_.resize(groups);
+    for (int64_t g = 0; g < groups; ++g) {
+      if (tables_[g].scale != std::bit_cast<uint32_t>(scales[g])) tables_[g] = table(read, scales[g]);
+    }
+    return true;
+  }
   template <int N, int Group>
-  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read& read, const uint8_t* row, int64_t column,
-                                                           const float* scale, const float*, at::BFloat16* to) {
-    if (std::bit_cast<uint32_t>(*scale) != last_) renew(read, *scale);
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read&, const uint8_t* row, int64_t column,
+                                                           const float*, const float*, at::BFloat16* to) const {
     const uint8_t* from = row + column;
     // Reorders groups of eight bytes, so that the results are in order.
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const __m512i bytes = N == 2 ? _mm512_loadu_si512(from)
                                  : _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     __m512i out[2];
-    numbers_(_mm512_permutexvar_epi64(order, bytes), out);
+    tables_[column / Read::kGroup].numbers(_mm512_permutexvar_epi64(order, bytes), out);
     MOE_METAL_UNROLL for (int n = 0; n < N; ++n) _mm512_storeu_si512(to + n * kTileSize, out[n]);
-  }
-  [[gnu::always_inline]] void keep(Rounded& rounded) const {
-    if (last_ != rounded.last_) rounded = *this;
   }
 
  private:
-  [[MOE_METAL_BF16, gnu::noinline]] void renew(const Read& read, float scale) {
-    last_ = std::bit_cast<uint32_t>(scale);
+  struct Table {
+    EightBits numbers;
+    int64_t scale = -1;  // its bits
+  };
+
+  [[MOE_METAL_BF16]] static Table table(const Read& read, float scale) {
     alignas(64) at::BFloat16 magnitudes[128];
     uint8_t codes[kDepth];
     for (int first = 0; first < 128; first += kDepth) {
@@ -99,11 +110,10 @@ class Rounded<Read> {
       const Vec low = read(codes, 0, Whole()) * Vec(scale), high = read(codes, kLanes, Whole()) * Vec(scale);
       _mm512_store_si512(magnitudes + first, both(low, high));
     }
-    numbers_ = EightBits(magnitudes);
+    return {EightBits(magnitudes), std::bit_cast<uint32_t>(scale)};
   }
 
-  EightBits numbers_;
-  int64_t last_ = -1;  // the bits of the last scale
+  std::vector<Table> tables_;
 };
 
 }  // namespace

@@ -93,16 +93,6 @@ inline void pack_right(RowOf&& row_of, int64_t count, int64_t n, at::BFloat16* t
   }
 }
 
-// Tokens as right operands: groups of 16, with stride `size`.
-struct TokenGroups {
-  const at::BFloat16* data;
-  int64_t size, tokens;
-  int64_t count() const { return at::divup(tokens, kTile); }
-  TokenGroups subrange(int64_t group, int64_t most) const {
-    return {data + group * size, size, std::min(tokens - group * kTile, most * kTile)};
-  }
-};
-
 // c[g] = some blocks of a strip times up to kGroups groups of tokens; with `add`, c[g] += them.
 inline void multiply_strip(const WeightTiles& weights, const TokenGroups& groups, int64_t blocks,
                            float (*c)[kTile][kTile], bool add) {
@@ -110,18 +100,17 @@ inline void multiply_strip(const WeightTiles& weights, const TokenGroups& groups
     kMultiply<>[groups.count() - 1](weights, groups.data, groups.size, blocks, c, add, Nothing());
     return;
   }
+  // The products of no, one or two whole tiles, without and with half a tile.
+  static constexpr decltype(&multiply_by_vectors<1, false>) kProducts[3][2] = {
+      {nullptr, multiply_by_vectors<0, true>},
+      {multiply_by_vectors<1, false>, multiply_by_vectors<1, true>},
+      {multiply_by_vectors<2, false>, multiply_by_vectors<2, true>}};
   constexpr int64_t kHalf = kTile / 2;
-  for (int64_t g = 0; g < groups.count(); g += 2) {
-    const auto multiply = [&](auto product, int64_t group) {
-      product(weights, groups.data + group * groups.size, groups.size, blocks, c + group, add);
-    };
-    const int64_t tokens = groups.tokens - g * kTile;
-    if (tokens > kTile + kHalf) {
-      multiply(multiply_by_vectors<2, __m512>, g);
-    } else {
-      if (tokens > kHalf) multiply(multiply_by_vectors<1, __m512>, g);
-      if (tokens > kTile || tokens <= kHalf) multiply(multiply_by_vectors<1, __m256>, g + tokens / kTile);
-    }
+  for (int64_t g = 0; g < groups.count();) {
+    const int64_t left = groups.tokens - g * kTile, whole = std::min<int64_t>((left + kHalf - 1) / kTile, 2);
+    const bool half = left > whole * kTile && left <= whole * kTile + kHalf;
+    kProducts[whole][half](weights, groups.data + g * groups.size, groups.size, blocks, c + g, add, Nothing());
+    g += whole + half;
   }
 }
 

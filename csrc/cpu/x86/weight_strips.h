@@ -23,12 +23,9 @@ class WeightStrips {
   // Calls use(group, c0, c1) for each group of tokens with its products with the two strips.
   template <class Use>
   void multiply(const TokenGroups& groups, Use&& use) {
-    const bool ahead = packed() && amx_available();
-    for (int w = 0; w < 2 && packed() && !ahead; ++w)
-      packed_strips_[w]->pack(0, kTile, 0, weight_.columns, strips_.panel(w));
     for (int64_t g = 0; g < groups.count(); g += kGroups) {
       const TokenGroups some = groups.subrange(g, kGroups);
-      if (g == 0 && ahead)
+      if (g == 0 && packed())
         unpack_and_multiply(some, groups.count() > kGroups);
       else
         products_.multiply(strips_, some);
@@ -46,6 +43,10 @@ class WeightStrips {
   // one is unpacked at even blocks and the lower one at odd ones. Blocks that no later group needs stay in the L1
   // cache.
   void unpack_and_multiply(const TokenGroups& groups, bool more) {
+    if (!amx_available()) {
+      for (int w = 0; w < 2; ++w) unpack_and_multiply(w, groups, more);
+      return;
+    }
     const bool in_pairs = Products::in_pairs(groups.count());
     const auto ahead = [&](int64_t which) {
       const int64_t ring = more ? ~int64_t{0} : 2 * kAtOnce - 1;
@@ -63,6 +64,26 @@ class WeightStrips {
       };
     };
     products_.multiply(strips_, groups, ahead(0), ahead(1));
+  }
+
+  // Without AMX, a strip is unpacked during its product with the first two groups.
+  void unpack_and_multiply(int64_t which, const TokenGroups& groups, bool more) {
+    PackedStrip& strip = *packed_strips_[which];
+    at::BFloat16* panel = strips_.panel(which);
+    WeightTiles& tiles = strips_.tiles[which];
+    float(*c)[kTile][kTile] = products_.c[which];
+    const bool half = groups.count() == 3 && groups.tokens <= 2 * kTile + kTile / 2;
+    const int64_t some = half ? 3 : 2;
+    tiles.ring = more || groups.count() > some ? ~int64_t{0} : 2 * kAtOnce - 1;
+    if (groups.tokens > kTile && strip.multiply(tiles, groups.subrange(0, some), c)) {
+      if (groups.count() > some) {
+        multiply_strip(tiles, groups.subrange(some, kGroups - some), strips_.blocks(), c + some, false);
+      }
+      return;
+    }
+    tiles.ring = -1;
+    strip.pack(0, kTile, 0, weight_.columns, panel);
+    multiply_strip(tiles, groups, strips_.blocks(), c, false);
   }
 
   const Weight& weight_;

@@ -2,6 +2,8 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+
 #include "cpu/vector/vec.h"
 
 namespace moe_metal {
@@ -17,6 +19,23 @@ struct WeightTiles {
   const at::BFloat16* data;
   int64_t row, block;
   int64_t ring = -1;
+};
+
+// Tokens as right operands: groups of 16, with stride `size`.
+struct TokenGroups {
+  const at::BFloat16* data;
+  int64_t size, tokens;
+  int64_t count() const { return at::divup(tokens, kTile); }
+  TokenGroups subrange(int64_t group, int64_t most) const {
+    return {data + group * size, size, std::min(tokens - group * kTile, most * kTile)};
+  }
+};
+
+// Other work is interleaved with products, in kParts parts per block of k: it uses other units of the processor.
+constexpr int64_t kParts = 4;
+
+struct Nothing {
+  void operator()(int64_t, int64_t) const {}
 };
 
 }  // namespace moe_metal
