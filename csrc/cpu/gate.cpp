@@ -10,6 +10,7 @@
 #ifdef MOE_METAL_HAS_AVX512
 #include "cpu/gate/gate_blocks.h"
 #include "cpu/gate/gate_tiles.h"
+#include "cpu/gate/gate_vectors.h"
 #endif
 
 namespace moe_metal {
@@ -24,6 +25,8 @@ void gate_by(GateWay way, const Gate& call) {
       return gate_by_blocks<float>(call);
     case GateWay::tiles:
       return gate_by_tiles(call);
+    case GateWay::vectors:
+      return gate_by_vectors(call);
     case GateWay::dots:
       return gate_by_dots(call);
   }

@@ -83,7 +83,7 @@ inline bool linear_fits_tiles(const Linear& call) {
 
 // ------------------------------------------------------------------------------------------------ gate
 
-enum class GateWay { dots, tiles, float_blocks, bfloat16_blocks };
+enum class GateWay { dots, tiles, vectors, float_blocks, bfloat16_blocks };
 
 // E = 128 and H = 2048. With AMX, tiles take 14 us at T = 8 and dots 38; at 1024 blocks take 391 and tiles 467. On one
 // core of a Zen 4, tiles take 47 us at T = 8 and dots 51; at 64 tiles take 185 and float blocks 361; at 4096 12 ms and
@@ -97,7 +97,9 @@ inline GateWay gate_way([[maybe_unused]] const Gate& call) {
     const bool pairs = call.H % 2 == 0 && !call.norm_weight.defined() && at::native::cpublas::could_pack(at::kBFloat16);
     return pairs && call.T > 256 ? GateWay::bfloat16_blocks : GateWay::tiles;
   }
-  if (call.T > 4 && bfloat16 && bfloat16_available() && !call.norm_weight.defined()) return GateWay::tiles;
+  if (call.T > 4 && bfloat16 && bfloat16_available() && !call.norm_weight.defined()) {
+    return call.T >= (getenv("GV") ? atoi(getenv("GV")) : 128) ? GateWay::vectors : GateWay::tiles;
+  }
   if (call.T > 32) return GateWay::float_blocks;
 #endif
   return GateWay::dots;
