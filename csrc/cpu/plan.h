@@ -77,7 +77,11 @@ inline ExpertsWay experts_way(const Experts& call, [[maybe_unused]] int64_t slot
 // and 6.6 at 32, 41 and 85 at 512. Narrow scales take longer: q6_k is slower with tiles at T = 8. With tiny matrices,
 // rounding errors of packed weights do not average out.
 inline bool linear_fits_tiles(const Linear& call) {
-  return tiles_available() && call.T >= 8 && call.x.scalar_type() == at::kBFloat16 && std::min(call.H, call.N) >= 64;
+  const Format& format = *call.weight.format;
+  const bool fast_dots = bfloat16_is_fast() && !format.is_dense() && format.bits <= 5;
+  const int64_t tokens = fast_dots ? kFewTokens + 1 : kFewTokens;
+  return tiles_available() && call.T >= tokens && call.x.scalar_type() == at::kBFloat16 &&
+         std::min(call.H, call.N) >= 64;
 }
 #endif
 
@@ -98,7 +102,7 @@ inline GateWay gate_way([[maybe_unused]] const Gate& call) {
     return pairs && call.T > 256 ? GateWay::bfloat16_blocks : GateWay::tiles;
   }
   if (call.T > 4 && bfloat16 && bfloat16_available() && !call.norm_weight.defined()) {
-    return call.T >= (getenv("GV") ? atoi(getenv("GV")) : 128) ? GateWay::vectors : GateWay::tiles;
+    return call.T >= 256 ? GateWay::vectors : GateWay::tiles;
   }
   if (call.T > 32) return GateWay::float_blocks;
 #endif

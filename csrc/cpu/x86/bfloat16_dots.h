@@ -176,10 +176,10 @@ class BFloat16Dots : public IntegerDots<Numbers> {
       MOE_METAL_UNROLL for (int r = 0; r < R; ++r) add_offsets<N>(rows, first + r, forms, sums[r]);
     }
     MOE_METAL_UNROLL for (int i = 0; i < R * N; i += 4) {
-      const auto sum = [&](int k) { return i + k < R * N ? sums[(i + k) / N][(i + k) % N] : _mm512_setzero_ps(); };
+      const auto sum = [&](int k) { return k < R * N ? sums[k / N][k % N] : _mm512_setzero_ps(); };
       alignas(16) float totals[4];
-      _mm_store_ps(totals, sums_of_lanes(sum(0), sum(1), sum(2), sum(3)));
-      MOE_METAL_UNROLL for (int k = 0; k < std::min(4, R * N - i); ++k) out[(i + k) % N][first + (i + k) / N] = totals[k];
+      _mm_store_ps(totals, sums_of_lanes(sum(i), sum(i + 1), sum(i + 2), sum(i + 3)));
+      MOE_METAL_UNROLL for (int k = i; k < std::min(i + 4, R * N); ++k) out[k % N][first + k / N] = totals[k - i];
     }
   }
 

@@ -31,7 +31,8 @@ class IntegerDots {
     }
   }
 
- protected:  // what BFloat16Dots uses as well
+ protected:
+  // Used by BFloat16Dots as well.
   static constexpr int64_t kColumns = Digits::kColumns;  // of a chunk
   static constexpr int64_t kBytes = kColumns * Numbers::kBytes / Numbers::kColumns;
 
