@@ -50,6 +50,7 @@ GGUF_LINEAR = "test_ggml.py::test_linear_equals_gguf"
 MLX_LINEAR = "test_ggml.py::test_linear_equals_mlx_quantized_matmul"
 FACTOR = "test_ggml.py::test_every_scale_of_mxfp8_and_nvfp4"
 FP8 = "test_quantized.py::test_dequantize_fp8_equals_transformers"
+TINY = "test_quantized.py::test_few_tokens_of_tiny_numbers"
 WALL = "test_quantized.py::test_no_read_beyond_the_last_row"
 
 FAULTS = [
@@ -85,6 +86,12 @@ FAULTS = [
     Fault("last_block_beyond_the_row", "formats/ggml_32.h", "std::min<int64_t>(3, last)", "3", WALL),
     Fault("factor_lost", "weights/row_scales.h", "scaled_[i] = factor * to", "scaled_[i] = to", FACTOR),
     Fault("one_scale_of_64_columns", "x86/e4m3_dots.h", "of_row[second]", "of_row[0]", MLX_LINEAR),
+    Fault("odd_bytes_forgotten", "x86/bfloat16_dots.h", "srli_epi16(numbers[v / 2], 8)",
+          "srli_epi16(numbers[v / 2], 0)", LINEAR),
+    Fault("last_chunk_forgotten", "x86/bfloat16_dots.h", "rows.columns % kColumns > 0", "false", MAGNITUDE),
+    Fault("tiny_numbers_are_0", "x86/bfloat16_dots.h", "if (tiny) *to = NAN;", "(void)tiny;", TINY),
+    Fault("offsets_of_each_chunk", "x86/bfloat16_dots.h", "if (p > 0) continue;", "", GGUF_LINEAR),
+    Fault("columns_begin_anew", "gate/gate_vectors.h", "b > 0", "false", REFERENCE),
     Fault("pair_swapped_in_vectors", "x86/avx512_bf16.h", "weights.row + k,", "weights.row + (k ^ 2),", REFERENCE),
     Fault("half_group_over_the_one_before", "x86/tiles.h", "g + tokens / kTile", "g", REFERENCE),
     Fault("short_ring_on_amx", "x86/weight_strips.h", "2 * kAtOnce - 1", "kAtOnce - 1", REFERENCE, amx=True),
@@ -103,9 +110,11 @@ def changed(file: Path, line: str, broken: str) -> None:
     file.write_text(text.replace(line, broken))
 
 
-def copied_sources(folder: Path, emulate_amx: bool) -> Path:
+def copied_sources(folder: Path, emulate_amx: bool, fast_bfloat16: bool = False) -> Path:
     sources = folder / "csrc"
     shutil.copytree(ROOT / "csrc", sources)
+    fast = "inline bool bfloat16_is_fast() {\n"
+    changed(sources / "cpu" / "processor.h", fast, f"{fast}  return {str(fast_bfloat16).lower()};\n")
     if emulate_amx:
         emulation = f'#include <immintrin.h>\n#include "{ROOT}/tests/emulated_amx.h"'
         changed(sources / "cpu" / "processor.h", "#include <immintrin.h>", emulation)
@@ -155,11 +164,13 @@ def reached_by(fault: Fault) -> set[str]:
     """The files to compile again: those of the formats in which the fault's test detects it."""
     if fault.amx:
         return OF_AMX - {"affine_rows_across_bytes", "float_rows"}
+    if fault.file == "gate/gate_vectors.h":
+        return {"gate"}
     if fault.file in ("x86/avx512_bf16.h", "x86/tiles.h", "experts/experts_tiles.h"):
         return {"experts"}
     if fault.test == GGUF_LINEAR and fault.file == "x86/rounded.h":
         return {"ggml_k_rows_of_16"}  # a scale for each half of 32 columns
-    if fault.test == GGUF_LINEAR and fault.file == "x86/vnni.h":
+    if fault.test == GGUF_LINEAR and fault.file in ("x86/vnni.h", "x86/bfloat16_dots.h"):
         return {"ggml_k_rows"}  # formats that read scales and offsets from their blocks
     if "ggml" in fault.file:
         return {"ggml_k_rows" if "ggml_k" in fault.file else "ggml_32_rows", "ggml_k_rows_of_16"}
@@ -179,7 +190,7 @@ from_a_build = pytest.mark.skipif(
 @from_a_build
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_broken_readers_are_detected(fault: Fault, tmp_path: Path):
-    sources = copied_sources(tmp_path, fault.amx)
+    sources = copied_sources(tmp_path, fault.amx, fault.file == "x86/bfloat16_dots.h")
     changed(sources / "cpu" / fault.file, fault.line, fault.broken)
     choose = ["-k", "many_tokens"] if fault.test == REFERENCE else []
     done = run_tests(library(sources, reached_by(fault), tmp_path), tmp_path, fault.test, *choose)
@@ -193,6 +204,18 @@ def test_tiles_on_emulated_amx(tmp_path: Path):
     made = library(copied_sources(tmp_path, True), OF_AMX, tmp_path)
     chosen = "(experts or gate or linear) and bf16 or few_tokens or small_scale"
     done = run_tests(made, tmp_path, "test_ops.py", "test_quantized.py", "-k", chosen)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.slow
+@for_avx512
+@from_a_build
+def test_dots_of_other_processors(tmp_path: Path):
+    """On AMD's processors with products of integers, on Intel's with products of bfloat16."""
+    amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    made = library(copied_sources(tmp_path, False, not amd), {"affine_rows", "float_rows", "ggml_k_rows"}, tmp_path)
+    chosen = "few_tokens or small_scale or linear_equals"
+    done = run_tests(made, tmp_path, "test_quantized.py", "test_ggml.py", "-k", chosen)
     assert done.returncode == 0, done.stdout[-3000:]
 
 

@@ -332,6 +332,19 @@ def test_few_tokens_of_any_magnitude(format: str, bits: int, group: int):
         assert (got[want == 0] == 0).all()
 
 
+@pytest.mark.parametrize("format, bits, group", AS_INTEGERS)
+def test_few_tokens_of_tiny_numbers(format: str, bits: int, group: int):
+    """A processor's products of bfloat16 count numbers below 2^-126 as 0. Large weights make them large."""
+    weight = quantize(random(70, columns_of(group)) * 2.0**60, format, bits, group)
+    values = reference.dequantize(*weight, format=format, bits=bits, dtype=torch.float64)
+    x = (random(7, columns_of(group)) * 2.0**-128).to(BFLOAT)
+    x[1] *= 2.0**20
+    for some in (x, x[:1], x[4:6]):
+        want, size = some.double() @ values.mT, some.double().abs() @ values.abs().mT
+        got = ops.linear(some, *weight, format=format).double()
+        assert ((got - want).abs() <= 2.0**-8 * want.abs() + 2.0**-17 * size).all()
+
+
 def with_a_column_of_zeros(format: str, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """A packed weight of 70 rows whose first column is 0, like the contribution of its offsets to centred codes."""
     data, scale, offset = quantize(random(70, columns_of(group)).where(torch.arange(columns_of(group)) > 0, 0), format,

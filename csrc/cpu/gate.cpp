@@ -1,7 +1,8 @@
-// Logits are float, whatever the dtypes. There are three ways to compute them. In each, the order of additions depends
+// Logits are float, whatever the dtypes. There are four ways to compute them. In each, the order of additions depends
 // neither on the threads nor on the other tokens.
 //   dots     few tokens, any dtype: threads share out the experts
-//   tiles    bfloat16: some tokens with AMX; with AVX512-BF16 also many, if there is no norm
+//   tiles    bfloat16: some tokens with AMX, or with AVX512-BF16 if there is no norm
+//   vectors  bfloat16: many tokens with AVX512-BF16, if there is no norm
 //   blocks   many tokens, with AVX-512: oneDNN's brgemm in float, or with AMX in bfloat16
 // plan.h chooses.
 #include "cpu/gate/gate_dots.h"
@@ -10,6 +11,7 @@
 #ifdef MOE_METAL_HAS_AVX512
 #include "cpu/gate/gate_blocks.h"
 #include "cpu/gate/gate_tiles.h"
+#include "cpu/gate/gate_vectors.h"
 #endif
 
 namespace moe_metal {
@@ -24,6 +26,8 @@ void gate_by(GateWay way, const Gate& call) {
       return gate_by_blocks<float>(call);
     case GateWay::tiles:
       return gate_by_tiles(call);
+    case GateWay::vectors:
+      return gate_by_vectors(call);
     case GateWay::dots:
       return gate_by_dots(call);
   }

@@ -77,13 +77,17 @@ inline ExpertsWay experts_way(const Experts& call, [[maybe_unused]] int64_t slot
 // and 6.6 at 32, 41 and 85 at 512. Narrow scales take longer: q6_k is slower with tiles at T = 8. With tiny matrices,
 // rounding errors of packed weights do not average out.
 inline bool linear_fits_tiles(const Linear& call) {
-  return tiles_available() && call.T >= 8 && call.x.scalar_type() == at::kBFloat16 && std::min(call.H, call.N) >= 64;
+  const Format& format = *call.weight.format;
+  const bool fast_dots = bfloat16_is_fast() && !format.is_dense() && format.bits <= 5;
+  const int64_t tokens = fast_dots ? kFewTokens + 1 : kFewTokens;
+  return tiles_available() && call.T >= tokens && call.x.scalar_type() == at::kBFloat16 &&
+         std::min(call.H, call.N) >= 64;
 }
 #endif
 
 // ------------------------------------------------------------------------------------------------ gate
 
-enum class GateWay { dots, tiles, float_blocks, bfloat16_blocks };
+enum class GateWay { dots, tiles, vectors, float_blocks, bfloat16_blocks };
 
 // E = 128 and H = 2048. With AMX, tiles take 14 us at T = 8 and dots 38; at 1024 blocks take 391 and tiles 467. On one
 // core of a Zen 4, tiles take 47 us at T = 8 and dots 51; at 64 tiles take 185 and float blocks 361; at 4096 12 ms and
@@ -97,7 +101,9 @@ inline GateWay gate_way([[maybe_unused]] const Gate& call) {
     const bool pairs = call.H % 2 == 0 && !call.norm_weight.defined() && at::native::cpublas::could_pack(at::kBFloat16);
     return pairs && call.T > 256 ? GateWay::bfloat16_blocks : GateWay::tiles;
   }
-  if (call.T > 4 && bfloat16 && bfloat16_available() && !call.norm_weight.defined()) return GateWay::tiles;
+  if (call.T > 4 && bfloat16 && bfloat16_available() && !call.norm_weight.defined()) {
+    return call.T >= 256 ? GateWay::vectors : GateWay::tiles;
+  }
   if (call.T > 32) return GateWay::float_blocks;
 #endif
   return GateWay::dots;

@@ -100,7 +100,7 @@ struct Blocks {
   static constexpr int kColumns = Block::kColumns, kBytes = Block::kBytes, kGroup = Block::kGroup;
   // Formats with offsets have plain codes; in the others, codes are centred when they are read.
   static constexpr float kUnit = 1, kMiddle = kOffset ? Block::kMiddle : 0;
-  using Dots = IntegerDots<Block>;
+  using Dots = FewDots<Block>;
   using Tiles = NoDots;
 #ifdef MOE_METAL_HAS_NEON
   [[gnu::always_inline]] void floats(const uint8_t* row, int64_t column, Sixteen& to) const {

@@ -8,7 +8,7 @@ namespace moe_metal {
 struct E2m1 : InARow<E2m1Codes, 2, 1> {
   static constexpr bool kOffset = false, kScalesAreRare = false, kOwnScales = false;
   static constexpr float kUnit = 1, kMiddle = 0;
-  using Dots = IntegerDots<Integers<4, true>>;
+  using Dots = FewDots<Integers<4, true>>;
   using Tiles = IntegerTiles<Integers<4, true>>;
 };
 

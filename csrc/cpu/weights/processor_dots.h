@@ -4,8 +4,7 @@
 
 #ifdef MOE_METAL_HAS_AVX512
 #include "cpu/x86/amx_int8.h"
-#include "cpu/x86/e4m3_dots.h"
-#include "cpu/x86/vnni.h"
+#include "cpu/x86/bfloat16_dots.h"
 #elif defined(MOE_METAL_HAS_DOTPROD)
 #include "cpu/arm/integer_dots.h"
 namespace moe_metal {
@@ -26,11 +25,18 @@ using E4m3Dots = NoDots;
 #endif
 
 namespace moe_metal {
+#ifdef MOE_METAL_HAS_AVX512
+template <class Numbers>
+using FewDots = std::conditional_t<BFloat16Dots<Numbers>::kExists, BFloat16Dots<Numbers>, IntegerDots<Numbers>>;
+#else
+template <class Numbers>
+using FewDots = IntegerDots<Numbers>;
+#endif
 #ifdef MOE_METAL_HAS_DOTPROD
 template <int bits>
-using AffineDots = IntegerDots<Integers<bits, false>>;
+using AffineDots = FewDots<Integers<bits, false>>;
 #else
 template <int bits>
-using AffineDots = std::conditional_t<bits == 4, IntegerDots<Integers<4, false>>, NoDots>;
+using AffineDots = std::conditional_t<bits == 4, FewDots<Integers<4, false>>, NoDots>;
 #endif
 }  // namespace moe_metal

@@ -20,6 +20,11 @@ namespace moe_metal {
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
 }
 
+// sums += products of pairs
+[[MOE_METAL_BF16, gnu::always_inline]] inline __m512 bfloat16_dot(__m512 sums, __m512i a, __m512i b) {
+  return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+
 // Converts 64 e4m3 numbers: the l-th part of 16 bytes of vector v has the numbers 16 l + 8 v to 16 l + 8 v + 7.
 class EightBits {
  public:
@@ -137,7 +142,7 @@ class E4m3Dots {
         }
         MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
           __m512 part = _mm512_setzero_ps();
-          MOE_METAL_UNROLL for (int v = 0; v < V; ++v) part = dot(part, numbers[v], x[n][v]);
+          MOE_METAL_UNROLL for (int v = 0; v < V; ++v) part = bfloat16_dot(part, numbers[v], x[n][v]);
           sums[r][n] = _mm512_fmadd_ps(part, scale, sums[r][n]);
         }
       }
@@ -145,10 +150,6 @@ class E4m3Dots {
     for (int r = 0; r < R; ++r) {
       for (int n = 0; n < N; ++n) out[n][first + r] = sum(Vec(sums[r][n]));
     }
-  }
-
-  [[MOE_METAL_BF16, gnu::always_inline]] static inline __m512 dot(__m512 sums, __m512i a, __m512i b) {
-    return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
 
   EightBits numbers_;

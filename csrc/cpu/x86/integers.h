@@ -123,6 +123,18 @@ inline float sum_of(const float* x, int64_t columns) {
   return sum(all);
 }
 
+// The sums of the lanes of four vectors.
+inline __m128 sums_of_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
+  const auto fold = [](__m512 x, __m512 y) {
+    return _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y)));
+  };
+  const __m512d first = fold(a, b), second = fold(c, d);
+  const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(first, second)),
+                                   _mm512_castpd_ps(_mm512_unpackhi_pd(first, second)));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
 // Weights as unsigned integers: codes, or e2m1 times 2, plus the middle.
 template <int bits, bool kE2m1s>
 struct Integers {

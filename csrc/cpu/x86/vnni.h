@@ -31,9 +31,26 @@ class IntegerDots {
     }
   }
 
- private:
-  static constexpr int64_t kColumns = Digits::kColumns, kDigits = Digits::kCount;  // of a chunk
+ protected:
+  // Used by BFloat16Dots as well.
+  static constexpr int64_t kColumns = Digits::kColumns;  // of a chunk
   static constexpr int64_t kBytes = kColumns * Numbers::kBytes / Numbers::kColumns;
+
+  static int64_t sums_of(const ScaledRows& rows) { return (kReadsOffsets ? 2 : 1) * rows.groups; }
+  // The numbers of a lane are in one group, whose scale the lane gets.
+  alignas(64) static constexpr auto kFirstOfLane = [] {
+    std::array<int32_t, 16> columns{};
+    for (int i = 0; i < 16; ++i) columns[i] = Numbers::kOrder[4 * i];
+    return columns;
+  }();
+  static __m512i groups_of_lanes(const ScaledRows& rows) {
+    return _mm512_srl_epi32(_mm512_load_si512(kFirstOfLane.data()), _mm_cvtsi32_si128(rows.shift));
+  }
+
+  PreparedTokenCache forms_;
+
+ private:
+  static constexpr int64_t kDigits = Digits::kCount;
 
   // Columns are in the order Numbers::kOrder.
   struct alignas(64) Chunk {
@@ -85,7 +102,6 @@ class IntegerDots {
     }
     return (rest - chunks) * sizeof(Chunk) + sums_of(rows) * sizeof(float);
   }
-  static int64_t sums_of(const ScaledRows& rows) { return (kReadsOffsets ? 2 : 1) * rows.groups; }
 
   [[MOE_METAL_VNNI]] static void lay_out(const Digits& all, int64_t place, Chunk& chunk) {
     chunk.place = static_cast<int32_t>(place);
@@ -110,16 +126,6 @@ class IntegerDots {
   void all_rows(const ScaledRows& rows, const char* const* forms, float* const* out) const {
     rows.for_blocks<4>(
         [&](auto R, int64_t first, const uint8_t* ahead) { multiply_block<R, N>(rows, first, ahead, forms, out); });
-  }
-
-  // The numbers of a lane are in one group, whose scale the lane gets.
-  alignas(64) static constexpr auto kFirstOfLane = [] {
-    std::array<int32_t, 16> columns{};
-    for (int i = 0; i < 16; ++i) columns[i] = Numbers::kOrder[4 * i];
-    return columns;
-  }();
-  static __m512i groups_of_lanes(const ScaledRows& rows) {
-    return _mm512_srl_epi32(_mm512_load_si512(kFirstOfLane.data()), _mm_cvtsi32_si128(rows.shift));
   }
 
   template <int R, int N>
@@ -217,14 +223,7 @@ class IntegerDots {
   template <size_t R>
   static void store_sums(const __m512 (&of)[R], float* to) {
     if constexpr (R == 4) {
-      const auto fold = [](__m512 a, __m512 b) {
-        return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-      };
-      const __m512d first = _mm512_castps_pd(fold(of[0], of[1])), second = _mm512_castps_pd(fold(of[2], of[3]));
-      const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(first, second)),
-                                       _mm512_castpd_ps(_mm512_unpackhi_pd(first, second)));
-      const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-      _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+      _mm_storeu_ps(to, sums_of_lanes(of[0], of[1], of[2], of[3]));
     } else {
       for (size_t r = 0; r < R; ++r) to[r] = sum(Vec(of[r]));
     }
@@ -263,8 +262,6 @@ class IntegerDots {
     const __m512i first = _mm512_dpbusd_epi32(sums, numbers[0], _mm512_load_si512(digits[0]));
     return _mm512_dpbusd_epi32(first, numbers[1], _mm512_load_si512(digits[1]));
   }
-
-  PreparedTokenCache forms_;
 };
 
 }  // namespace moe_metal
