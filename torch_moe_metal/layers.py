@@ -117,7 +117,8 @@ class Linear(Packed, nn.Linear):
             raise RuntimeError(
                 f"torch_moe_metal.nn.Linear: x: expected shape [..., {self.in_features}], got {list(x.shape)}"
             )
-        x, bias = as_autocast(x), self.bias
+        parameters = self._parameters  # `self.bias` is ten times slower; it is elsewhere if it is parametrized
+        x, bias = as_autocast(x), parameters["bias"] if "bias" in parameters else self.bias
         if bias is not None and bias.dtype not in (x.dtype, torch.float32):
             bias = as_autocast(bias)
         if wants_grad(self, x):
