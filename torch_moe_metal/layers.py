@@ -117,8 +117,8 @@ class Linear(Packed, nn.Linear):
             raise RuntimeError(
                 f"torch_moe_metal.nn.Linear: x: expected shape [..., {self.in_features}], got {list(x.shape)}"
             )
-        parameters = self._parameters  # `self.bias` is ten times slower; it is elsewhere if it is parametrized
-        x, bias = as_autocast(x), parameters["bias"] if "bias" in parameters else self.bias
+        x, parameters = as_autocast(x), self._parameters
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 - the latter is slow
         if bias is not None and bias.dtype not in (x.dtype, torch.float32):
             bias = as_autocast(bias)
         if wants_grad(self, x):

@@ -129,11 +129,9 @@ class Growing(DynamicLayer):
         if len(self.rooms) == 1:
             self.keys, self.values = self.rooms[0].append((self.keys, self.values), (keys, values))
         else:
-            for_keys, for_values = self.rooms
-            [self.keys], [self.values] = (
-                for_keys.append((self.keys,), (keys,)),
-                for_values.append((self.values,), (values,)),
-            )
+            of_keys, of_values = self.rooms
+            [self.keys] = of_keys.append((self.keys,), (keys,))
+            [self.values] = of_values.append((self.values,), (values,))
         return self.keys, self.values
 
     def show(self, keys: Tensor, values: Tensor) -> None:
