@@ -95,7 +95,7 @@ def test_neighbours_in_other_memory_are_not_joined():
 def test_unsupported_projections_stay_separate(mixed: str):
     layers = layers_of("dense")
     if mixed == "formats":
-        layers = [layers_of("affine")[0], *layers_of("mxfp4")[1:]]
+        layers = [layers_of(kind)[i] for i, kind in enumerate(("affine", "mxfp4", "affine"))]
     elif mixed == "kinds":
         layers[1] = layers_of("affine")[1]
     elif mixed == "biases":
@@ -111,6 +111,20 @@ def test_unsupported_projections_stay_separate(mixed: str):
     after = [[part if part is None else part.data_ptr() for part in tensors_of(layer)] for layer in layers]
     of_weights = [parts[:-1] for parts in after] == [parts[:-1] for parts in before]
     assert of_weights if mixed != "biases" else [parts[-1] for parts in after] == [parts[-1] for parts in before]
+
+
+@pytest.mark.parametrize("other", [0, 2])
+def test_neighbours_of_one_format_are_one_product(other: int, device: str):
+    """In llama.cpp's Q4_K_M files v_proj has more bits in every second layer."""
+    layers = [layers_of("mxfp4" if i == other else "affine", device)[i] for i in range(3)]
+    x = torch.randn(3, 128).to(device, torch.bfloat16)
+    expected = [layer(x) for layer in layers]
+    join(layers)
+    assert are_joined([layer for i, layer in enumerate(layers) if i != other]) and not are_joined(layers)
+    with calls() as counted:
+        results = project(x, layers)
+    assert counted["moe_metal.linear.default"] == 2
+    assert all(torch.equal(got, wanted) for got, wanted in zip(results, expected, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------ models

@@ -117,7 +117,8 @@ class Linear(Packed, nn.Linear):
             raise RuntimeError(
                 f"torch_moe_metal.nn.Linear: x: expected shape [..., {self.in_features}], got {list(x.shape)}"
             )
-        x, bias = as_autocast(x), self.bias
+        x, parameters = as_autocast(x), self._parameters
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 - the latter is slow
         if bias is not None and bias.dtype not in (x.dtype, torch.float32):
             bias = as_autocast(bias)
         if wants_grad(self, x):

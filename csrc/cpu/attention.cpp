@@ -62,9 +62,7 @@ struct Output {
   Scalar* data;
 
   explicit Output(const Attention& of)
-      : call(of),
-        sinks(of.sinks.defined() ? of.sinks.to(at::kFloat) : Tensor()),
-        data(of.output.mutable_data_ptr<Scalar>()) {}
+      : call(of), sinks(as_float(of.sinks)), data(of.output.mutable_data_ptr<Scalar>()) {}
 
   void write(int64_t sequence, int64_t head, int64_t row, const Sums* parts, int64_t count) const {
     const int64_t group = call.A / call.J, a = head * group + row % group, t = row / group;

@@ -23,9 +23,8 @@
 namespace moe_metal {
 
 void run_experts(Experts& call) {
-  call.ids = call.ids.to(at::kLong);
-  call.weights = call.weights.to(at::kFloat);
-  if (call.shared_gate.defined()) call.shared_gate = call.shared_gate.to(at::kFloat);
+  call.weights = as_float(call.weights);
+  call.shared_gate = as_float(call.shared_gate);
   const Slots slots(call.ids, call.E);
   const ExpertsWay way = experts_way(call, static_cast<int64_t>(slots.order.size()), slots.used());
 #ifdef MOE_METAL_HAS_AVX512

@@ -3,6 +3,7 @@
 #include "cpu/experts/experts.h"
 #include "cpu/ops.h"
 #include "cpu/plan.h"
+#include "cpu/vector/rows.h"
 #include "cpu/weights/weight_rows.h"
 #ifdef MOE_METAL_HAS_AVX512
 #include "cpu/linear_tiles.h"
@@ -62,7 +63,7 @@ void run_linear(const Linear& call) {
 #ifdef MOE_METAL_HAS_AVX512
   if (linear_fits_tiles(call)) return linear_by_tiles(call);
 #endif
-  const Tensor x = call.x.to(at::kFloat);
+  const Tensor x = as_float(call.x);
   with_dtype(call.x.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call, x); });
 }
 

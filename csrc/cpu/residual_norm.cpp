@@ -32,8 +32,8 @@ void rows(const ResidualNorm& call) {
 }  // namespace
 
 void run_residual_norm(ResidualNorm& call) {
-  call.weight = call.weight.to(at::kFloat);
-  if (call.scalar.defined()) call.scalar = call.scalar.to(at::kFloat).expand({call.H}).contiguous();
+  call.weight = as_float(call.weight);
+  if (call.scalar.defined()) call.scalar = as_float(call.scalar).expand({call.H}).contiguous();
   with_dtype(call.input.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
 }
 

@@ -2,7 +2,7 @@
 
 #include "cpu/ops.h"
 #include "cpu/route.h"
-#include "cpu/vector/parallel.h"
+#include "cpu/vector/rows.h"
 
 namespace moe_metal {
 namespace {
@@ -29,8 +29,8 @@ void rows(const Route& call) {
 }  // namespace
 
 void run_route(Route& call) {
-  if (call.select_bias.defined()) call.select_bias = call.select_bias.to(at::kFloat);
-  if (call.per_expert_scale.defined()) call.per_expert_scale = call.per_expert_scale.to(at::kFloat);
+  call.select_bias = as_float(call.select_bias);
+  call.per_expert_scale = as_float(call.per_expert_scale);
   with_dtype(call.logits.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
 }
 

@@ -28,8 +28,8 @@ void rows(const WeightedSum& call) {
 }  // namespace
 
 void run_weighted_sum(WeightedSum& call) {
-  call.weights = call.weights.to(at::kFloat);
-  if (call.shared_gate.defined()) call.shared_gate = call.shared_gate.to(at::kFloat);
+  call.weights = as_float(call.weights);
+  call.shared_gate = as_float(call.shared_gate);
   with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
 }
 

@@ -26,8 +26,8 @@ void rows(const WeightedSum& call) {
 }  // namespace
 
 void run_weighted_sum_norm_add(WeightedSum& call) {
-  call.weights = call.weights.to(at::kFloat);
-  call.norm_weight = call.norm_weight.to(at::kFloat);
+  call.weights = as_float(call.weights);
+  call.norm_weight = as_float(call.norm_weight);
   with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
 }
 

@@ -21,7 +21,7 @@ void rows(const WeightedSum& call) {
 }  // namespace
 
 void run_weighted_sum_residual_(WeightedSum& call) {
-  call.weights = call.weights.to(at::kFloat);
+  call.weights = as_float(call.weights);
   with_dtype(call.slots.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
 }
 

@@ -8,8 +8,7 @@
 
 #include "contract.h"
 #include "cpu/activation.h"
-#include "cpu/vector/parallel.h"
-#include "cpu/vector/vec.h"
+#include "cpu/vector/rows.h"
 
 namespace moe_metal {
 
@@ -21,9 +20,18 @@ struct Slots {
   std::vector<int64_t> begin;    // where the slots of each of them begin in `order`, and the end of the last
 
   Slots(const Tensor& ids, int64_t E) {
-    const int64_t* id = elements<int64_t>(ids);
+    if (ids.scalar_type() == at::kInt)
+      sort(elements<int32_t>(ids), ids.numel(), E);
+    else
+      sort(elements<int64_t>(ids), ids.numel(), E);
+  }
+  int64_t used() const { return static_cast<int64_t>(experts.size()); }
+
+ private:
+  template <class Id>
+  void sort(const Id* id, int64_t count, int64_t E) {
     std::vector<int64_t> next(E + 1, 0);
-    for (int64_t slot = 0; slot < ids.numel(); ++slot) {
+    for (int64_t slot = 0; slot < count; ++slot) {
       if (0 <= id[slot] && id[slot] < E) ++next[id[slot] + 1];
     }
     for (int64_t e = 0; e < E; ++e) {
@@ -32,11 +40,10 @@ struct Slots {
     }
     begin.push_back(next[E]);
     order.resize(next[E]);
-    for (int64_t slot = 0; slot < ids.numel(); ++slot) {
+    for (int64_t slot = 0; slot < count; ++slot) {
       if (0 <= id[slot] && id[slot] < E) order[next[id[slot]]++] = slot;
     }
   }
-  int64_t used() const { return static_cast<int64_t>(experts.size()); }
 };
 
 // The rows of gate_up, inner or down of a work item: 48 to 256 KB of weights in common models.

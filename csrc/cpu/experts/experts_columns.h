@@ -106,7 +106,7 @@ inline void activate_sums(const Experts& call, const Partial& both, int64_t expe
 
 template <class Scalar>
 void experts_by_columns(const Experts& call, const Slots& slots) {
-  const Tensor x = call.x.to(at::kFloat), inner = empty({call.T * call.K, call.I}, x.options());
+  const Tensor x = as_float(call.x), inner = empty({call.T * call.K, call.I}, x.options());
   const float* from = elements<float>(x);
   float* to = inner.mutable_data_ptr<float>();
   const Partial both(call, slots, 2 * call.I, call.H, x), down(call, slots, call.H, call.I, x);

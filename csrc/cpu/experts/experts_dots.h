@@ -146,7 +146,7 @@ class DownDots {
 
 template <class Scalar>
 void experts_by_dots(const Experts& call, const Slots& slots) {
-  const Tensor x = call.x.to(at::kFloat), inner = empty({call.T * call.K, call.I}, x.options());
+  const Tensor x = as_float(call.x), inner = empty({call.T * call.K, call.I}, x.options());
   const int64_t items = slots.used() * GateUpDots::blocks(call);
   parallel_work_queue(items, [&](auto next_item) {
     GateUpDots work(call, slots, elements<float>(x), inner.mutable_data_ptr<float>());

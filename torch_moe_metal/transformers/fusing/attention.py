@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ...arguments import DTYPES
 from ...grad import wants_grad, warn_once
-from .experts import NAME, WITH_SHAPES
+from .experts import NAME, WITH_SHAPES, setting
 
 #: For more queries PyTorch's attention is used, which multiplies matrices.
 FEW_QUERIES = 16
@@ -41,19 +41,18 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function. Returns the weighted sums of values [B, T, A, V], and the weights if
     `output_attentions` is set, otherwise None."""
-    more = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
-    more = {name: value for name, value in more.items() if value is not None} | kwargs
     states = query, key, value
     reason = why_not_ours(*states, attention_mask, kwargs)
     if reason is not None:
         warn_once(f"{type(module).__name__} runs on PyTorch's attention, since {reason}")
-    if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
-        return eager_attention(module, *states, attention_mask, **more)
     T, of_sdpa = query.shape[2], s_aux is None and softcap is None
     # An exported graph for any number of queries must not depend on this number.
     many = of_sdpa and (torch.compiler.is_exporting() or T > FEW_QUERIES)
-    if reason is not None or dropout or many or wants_grad(module, *states):
-        stock = sdpa_attention_forward if of_sdpa else eager_attention
+    shows_weights = kwargs.get("output_attentions") or shows_attentions(module)
+    if reason is not None or dropout or many or shows_weights or wants_grad(module, *states):
+        more = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
+        more = {name: value for name, value in more.items() if value is not None} | kwargs
+        stock = sdpa_attention_forward if of_sdpa and not shows_weights else eager_attention
         return stock(module, *states, attention_mask, **more)
     causal = attention_mask is None and T > 1 and attends_causally(module, is_causal)
     if causal:  # omits the unused rows of a static cache
@@ -64,13 +63,19 @@ def attention_forward(
     return output, None
 
 
+def shows_attentions(module: nn.Module) -> bool:
+    """Whether the configuration asks for the weights of attention."""
+    config = getattr(module, "config", None)
+    return config is not None and bool(setting(config, "_output_attentions"))
+
+
 def paged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, s_aux: Tensor | None = None, **kwargs
 ) -> Tensor | None:
     """A step of continuous batching in which each request has one new token: [1, T, A, V], or None if transformers'
     attention must compute it. That treats all requests as one sequence, and computes every query with every key."""
     cache = kwargs.get("cache")
-    if cache is None or not module.is_paged or kwargs.get("max_length_q") != 1:
+    if cache is None or kwargs.get("max_length_q") != 1:
         return None
     if torch.compiler.is_compiling():  # the lengths change in each step
         return None

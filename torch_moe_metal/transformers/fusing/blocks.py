@@ -17,9 +17,9 @@ from ...arguments import DTYPES
 from ...grad import wants_grad
 from ...layers import Linear, dequantized
 from ...warmup import warm_up_best_effort
-from .attention import FEW_QUERIES, key_heads, paged_attention, warm_up_attention, why_not_ours
+from .attention import FEW_QUERIES, attention_forward, key_heads, paged_attention, warm_up_attention, why_not_ours
 from .cache import grow_in_place, joined_rows
-from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, prepared, why_not_fused
+from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, prepared, setting, why_not_fused
 from .families import (
     ATTENTIONS,
     BLOCKS,
@@ -107,7 +107,7 @@ def selects_ours(module: nn.Module) -> bool:
     """Whether the configuration of this block or layer selects our experts. Llama 4's has no such setting."""
     own = module.__dict__
     config = own["config"] if "config" in own else getattr(own["_modules"].get("experts"), "config", None)
-    return getattr(config, "_experts_implementation_internal", None) == NAME
+    return config is not None and setting(config, "_experts_implementation_internal") == NAME
 
 
 class FusedBlock(Fused):
@@ -244,13 +244,15 @@ class FusedProjections(Fused):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:
         """The attention that the configuration selects: the values' weighted sums [B, T, A, V], and the weights."""
-        output = paged_attention(self, q, k, v, **kwargs)
-        if output is not None:
-            return output, None
-        home = sys.modules[self.original.__module__]
-        function = home.ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, home.eager_attention_forward
-        )
+        if self.is_paged:
+            output = paged_attention(self, q, k, v, **kwargs)
+            if output is not None:
+                return output, None
+        implementation = setting(self.config, "_attn_implementation_internal")
+        function = attention_forward
+        if implementation != NAME:
+            home = sys.modules[self.original.__module__]
+            function = home.ALL_ATTENTION_FUNCTIONS.get_interface(implementation, home.eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
         return function(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
 

@@ -40,10 +40,11 @@ class Room:
         old, more = rows_of(stored[0]), new[0].shape[-2]
         if self.memory is None or not self.fits(more, old + more):
             self.move(stored, new, old + more)
+        widths = [part.shape[-1] for part in new]
+        for rows, part in zip(self.rows(self.end, more, widths), new, strict=True):
+            rows.copy_(part)
+        self.shown = self.rows(self.end - old, old + more, widths)
         self.end += more
-        self.shown = self.rows(self.end - old - more, old + more, [part.shape[-1] for part in new])
-        for shown, part in zip(self.shown, new, strict=True):
-            shown.narrow(-2, old, more).copy_(part)
         return self.shown
 
     def fits(self, more: int, total: int) -> bool:
@@ -91,7 +92,8 @@ def alike(stored: Tensor | None, new: Tensor) -> bool:
     same_kind = type(stored) is Tensor and stored.dtype == new.dtype and stored.device == new.device
     if stored.dim() == 1:
         return same_kind and not stored.numel()
-    return same_kind and stored.shape[:-2] == new.shape[:-2] and stored.shape[-1] == new.shape[-1]
+    old, more = stored.shape, new.shape
+    return same_kind and old[-1] == more[-1] and old[:-2] == more[:-2]
 
 
 OURS = ("rooms", "side_by_side")  # the attributes that transformers' layers do not have
@@ -124,8 +126,12 @@ class Growing(DynamicLayer):
         if not self.in_rooms():
             one = self.side_by_side and keys.shape[:-1] == values.shape[:-1]
             self.rooms = (Room(),) if one else (Room(), Room())
-        new = zip(self.by_room(self.keys, self.values), self.by_room(keys, values), strict=True)
-        self.keys, self.values = (part for (room, old), (_, more) in new for part in room.append(old, more))
+        if len(self.rooms) == 1:
+            self.keys, self.values = self.rooms[0].append((self.keys, self.values), (keys, values))
+        else:
+            of_keys, of_values = self.rooms
+            [self.keys] = of_keys.append((self.keys,), (keys,))
+            [self.values] = of_values.append((self.values,), (values,))
         return self.keys, self.values
 
     def show(self, keys: Tensor, values: Tensor) -> None:

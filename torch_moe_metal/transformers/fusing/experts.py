@@ -73,6 +73,14 @@ def member(module: nn.Module, name: str):
     return getattr(module, name) if found is None else found
 
 
+def setting(config, name: str):
+    """What a configuration itself holds under this name, or None. transformers' own lookup runs Python code, twice for
+    a property: 2 us, several times in each layer."""
+    if torch.compiler.is_compiling():  # it cannot trace the lookup below
+        return getattr(config, name, None)
+    return object.__getattribute__(config, "__dict__").get(name)
+
+
 #: The results of `prepared`, with the parameter's memory and version. They are not on the modules, which can be saved.
 _PREPARED: WeakKeyDictionary[nn.Module, tuple[Tensor, int, Tensor]] = WeakKeyDictionary()
 

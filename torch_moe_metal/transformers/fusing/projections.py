@@ -23,26 +23,39 @@ def tensors_of(layer: nn.Linear) -> list[Tensor | None]:
     return [*weight, layer.bias]
 
 
-def alike(layers: Sequence[nn.Linear]) -> bool:
-    """Whether one product can compute all of these layers."""
-    kinds = {type(layer) for layer in layers}
-    if kinds == {Linear}:
-        format = FORMATS[layers[0].format]
-        whole_blocks = all(layer.out_features % format.rows_per_scale == 0 for layer in layers[:-1])
-        with_factor = format.offset == "factor" and any(layer.parts("weight")[2] is not None for layer in layers)
-        return whole_blocks and not with_factor and {layer.format for layer in layers} == {format.name}
-    return kinds == {nn.Linear}
+def alike(first: nn.Linear, second: nn.Linear) -> bool:
+    """Whether one product can compute both layers."""
+    kind = type(first)
+    if kind is not type(second) or kind not in (nn.Linear, Linear):
+        return False
+    if kind is nn.Linear:
+        return True
+    if first.format != second.format:
+        return False
+    format = FORMATS[first.format]
+    with_factor = format.offset == "factor" and any(layer.parts("weight")[2] is not None for layer in (first, second))
+    return first.out_features % format.rows_per_scale == 0 and not with_factor
+
+
+def runs(layers: Sequence[nn.Linear]) -> list[list[nn.Linear]]:
+    """The layers, in runs of neighbours that are alike."""
+    found: list[list[nn.Linear]] = []
+    for layer in layers:
+        if found and alike(found[-1][-1], layer):
+            found[-1].append(layer)
+        else:
+            found.append([layer])
+    return found
 
 
 def join(layers: Sequence[nn.Linear]) -> None:
-    """Move the weights of these layers into one storage, if that is possible."""
-    if not alike(layers):
-        return
-    for tensors in zip(*map(tensors_of, layers), strict=True):
-        if all(map(can_move, tensors)) and same_rows(tensors) and not is_joined(tensors):
-            whole = torch.cat([tensor.detach() for tensor in tensors])
-            for tensor, rows in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
-                tensor.data = rows
+    """Move the weights of each run of these layers into one storage, if that is possible."""
+    for run in runs(layers):
+        for tensors in zip(*map(tensors_of, run), strict=True):
+            if all(map(can_move, tensors)) and same_rows(tensors) and not is_joined(tensors):
+                whole = torch.cat([tensor.detach() for tensor in tensors])
+                for tensor, rows in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
+                    tensor.data = rows
 
 
 def can_move(tensor: Tensor | None) -> bool:
@@ -85,10 +98,16 @@ def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def project(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
-    """The results of the layers for x. If their weights are joined, these are views of one result."""
-    # A compiled graph has each weight as an input of its own.
-    if torch.compiler.is_compiling() or not alike(layers):
+    """The results of the layers for x. If the weights of a run are joined, its results are views of one result."""
+    if torch.compiler.is_compiling():  # a compiled graph has each weight as an input of its own
         return [layer(x) for layer in layers]
+    return [output for run in runs(layers) for output in outputs_of(x, run)]
+
+
+def outputs_of(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
+    """The results of the layers of a run."""
+    if len(layers) == 1:
+        return [layers[0](x)]
     tensors = list(zip(*map(tensors_of, layers), strict=True))
     for parts in tensors:
         if (given := sum(part is not None for part in parts)) and (given < len(parts) or not is_joined(parts)):
@@ -101,4 +120,4 @@ def project(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
         output = ops.linear(x, *weight, bias, format=first.format)
     else:
         output = F.linear(x, *weight, bias)
-    return output.split([layer.out_features for layer in layers], -1)
+    return output.split_with_sizes([layer.out_features for layer in layers], -1)
