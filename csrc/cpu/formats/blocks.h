@@ -74,6 +74,19 @@ inline void halves(const uint8_t* from, int64_t step, int64_t count, float* to) 
   }
 }
 
+#ifdef MOE_METAL_HAS_AVX512
+// Calls use(i, bytes) for each 16 bytes of a vector.
+template <class Use>
+[[gnu::always_inline]] inline void each_sixteen(__m256i all, Use&& use) {
+  use(0, _mm256_castsi256_si128(all)), use(1, _mm256_extracti128_si256(all, 1));
+}
+template <class Use>
+[[gnu::always_inline]] inline void each_sixteen(__m512i all, Use&& use) {
+  use(0, _mm512_castsi512_si128(all)), use(1, _mm512_extracti32x4_epi32(all, 1));
+  use(2, _mm512_extracti32x4_epi32(all, 2)), use(3, _mm512_extracti32x4_epi32(all, 3));
+}
+#endif
+
 #ifndef MOE_METAL_HAS_NEON
 // Codes minus the middle, as floats, from `lane` on.
 [[gnu::always_inline]] inline Vec to_floats(Bytes codes, uint8_t middle, int lane) {
@@ -128,12 +141,18 @@ struct Blocks {
   {
     return Block::words(row + column / kColumns * kBytes, column % kColumns);
   }
-  [[gnu::always_inline]] static void vectors(const uint8_t* row, int64_t column, Vec (&to)[2])
-    requires requires(const uint8_t* block, int64_t at) { Block::bytes(block, at); }
+  // N vectors of centred codes. A block's bytes() has those of two vectors, or of four.
+  template <int N>
+  [[gnu::always_inline]] static void vectors(const uint8_t* row, int64_t column, Vec (&to)[N])
+    requires requires(const uint8_t* block, int64_t at) { requires N * 16 % sizeof(Block::bytes(block, at)) == 0; }
   {
-    const __m256i all = Block::bytes(row + column / kColumns * kBytes, column % kColumns);
-    to[0] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(all)));
-    to[1] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(all, 1)));
+    constexpr int kAtOnce = sizeof(Block::bytes(row, column)) / 16;
+    MOE_METAL_UNROLL for (int i = 0; i < N; i += kAtOnce, column += kAtOnce * 16) {
+      const auto all = Block::bytes(row + column / kColumns * kBytes, column % kColumns);
+      each_sixteen(all, [&](int k, __m128i some) __attribute__((always_inline)) {
+        to[i + k] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(some));
+      });
+    }
   }
   static Vec values(int half) {
     static constexpr auto kValues = [] {

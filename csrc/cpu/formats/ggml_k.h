@@ -208,14 +208,18 @@ struct Q6_K : BlocksOf256<210, 16, false, 32> {
     halves_of_16(or_masked(low_nibbles(low), first, mask_of(0x30)), or_masked(high_nibbles(low), second, mask_of(0x30)),
                  to);
   }
-  static __m256i bytes(const uint8_t* block, int64_t column) {
-    static constexpr int kLow[] = {0, 0, 4, 4}, kHigh[] = {4, 2, 0, 30};  // broadcast from memory, which costs nothing
-    const int64_t half = column / 128, run = column % 128 / 32;
-    const __m256i low = _mm256_srlv_epi32(load_256(block + half * 64 + run % 2 * 32), _mm256_set1_epi32(kLow[run]));
-    const __m256i high = _mm256_rolv_epi32(load_256(block + 128 + half * 32), _mm256_set1_epi32(kHigh[run]));
+  static __m512i bytes(const uint8_t* block, int64_t column) {
+    // Two runs of 32 columns: by how much their bits are shifted or rotated, to be loaded from memory.
+    alignas(64) static constexpr int32_t kLow[2] = {0, 4};
+    alignas(64) static constexpr int32_t kHigh[2][16] = {{4, 4, 4, 4, 4, 4, 4, 4, 2, 2, 2, 2, 2, 2, 2, 2},
+                                                         {0, 0, 0, 0, 0, 0, 0, 0, 30, 30, 30, 30, 30, 30, 30, 30}};
+    const int64_t half = column / 128, second = column % 128 / 64;
+    const __m512i low = _mm512_srlv_epi32(_mm512_loadu_si512(block + half * 64), _mm512_set1_epi32(kLow[second]));
+    const __m512i high =
+        _mm512_rolv_epi32(_mm512_broadcast_i64x4(load_256(block + 128 + half * 32)), _mm512_load_si512(kHigh[second]));
     constexpr int kFirstWhereThird = 0xe4;  // c ? a : b
-    const __m256i codes = _mm256_ternarylogic_epi32(low, high, _mm256_set1_epi8(15), kFirstWhereThird);
-    return _mm256_sub_epi8(_mm256_and_si256(codes, _mm256_set1_epi8(63)), _mm256_set1_epi8(kMiddle));
+    const __m512i codes = _mm512_ternarylogic_epi32(low, high, mask_of(15), kFirstWhereThird);
+    return _mm512_sub_epi8(_mm512_and_si512(codes, mask_of(63)), mask_of(kMiddle));
   }
 #endif
 };

@@ -94,18 +94,51 @@ template <int G, class Ahead = Nothing>
   if constexpr (G > 3) _tile_stored(3, c[3], 64);
 }
 
-// Two strips at a time, for two or three tiles of tokens, which the second strip reads from the L1 cache.
-template <int G, class Ahead>
-[[MOE_METAL_AMX]] inline void multiply_two(const WeightTiles& upper, const WeightTiles& lower,
-                                           const at::BFloat16* tokens, int64_t size, int64_t blocks,
-                                           float (*c0)[kTile][kTile], float (*c1)[kTile][kTile], const Ahead& ahead) {
-  static_assert(2 <= G && G <= 3);
+// Two strips at a time, for two tiles of tokens. Each tile is loaded once per block: on an Emerald Rapids whose cores
+// are shared with other programs, loads take as long as products.
+template <class Ahead>
+[[MOE_METAL_AMX]] inline void multiply_two_by_two(const WeightTiles& upper, const WeightTiles& lower,
+                                                  const at::BFloat16* tokens, int64_t size, int64_t blocks,
+                                                  float (*c0)[kTile][kTile], float (*c1)[kTile][kTile],
+                                                  const Ahead& ahead) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  if constexpr (G > 2) _tile_zero(4);
-  if constexpr (G > 2) _tile_zero(5);
+  for (int64_t b = 0; b < blocks; ++b) {
+    const at::BFloat16* here = tokens + b * kTileSize;
+    ahead(b, 0);
+    _tile_loadd(4, upper.data + (b & upper.ring) * upper.block, upper.row * 2);
+    _tile_loadd(5, here, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    ahead(b, 1);
+    _tile_loadd(6, here + size, 64);
+    _tile_dpbf16ps(1, 4, 6);
+    ahead(b, 2);
+    _tile_loadd(7, lower.data + (b & lower.ring) * lower.block, lower.row * 2);
+    _tile_dpbf16ps(2, 7, 5);
+    ahead(b, 3);
+    _tile_dpbf16ps(3, 7, 6);
+  }
+  _tile_stored(0, c0[0], 64);
+  _tile_stored(1, c0[1], 64);
+  _tile_stored(2, c1[0], 64);
+  _tile_stored(3, c1[1], 64);
+}
+
+// The same for three tiles of tokens. The sums take six registers, so the second strip reads two tiles again, from the
+// L1 cache.
+template <class Ahead>
+[[MOE_METAL_AMX]] inline void multiply_two_by_three(const WeightTiles& upper, const WeightTiles& lower,
+                                                    const at::BFloat16* tokens, int64_t size, int64_t blocks,
+                                                    float (*c0)[kTile][kTile], float (*c1)[kTile][kTile],
+                                                    const Ahead& ahead) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
   for (int64_t b = 0; b < blocks; ++b) {
     const at::BFloat16* here = tokens + b * kTileSize;
     ahead(b, 0);
@@ -116,26 +149,22 @@ template <int G, class Ahead>
     _tile_loadd(7, here + size, 64);
     _tile_dpbf16ps(1, 6, 7);
     ahead(b, 2);
-    if constexpr (G > 2) {
-      _tile_loadd(7, here + 2 * size, 64);
-      _tile_dpbf16ps(4, 6, 7);
-    }
+    _tile_loadd(7, here + 2 * size, 64);
+    _tile_dpbf16ps(2, 6, 7);
     _tile_loadd(6, lower.data + (b & lower.ring) * lower.block, lower.row * 2);
-    if constexpr (G > 2) {
-      _tile_dpbf16ps(5, 6, 7);
-      _tile_loadd(7, here + size, 64);
-    }
-    _tile_dpbf16ps(3, 6, 7);
+    _tile_dpbf16ps(5, 6, 7);
+    _tile_loadd(7, here + size, 64);
+    _tile_dpbf16ps(4, 6, 7);
     ahead(b, 3);
     _tile_loadd(7, here, 64);
-    _tile_dpbf16ps(2, 6, 7);
+    _tile_dpbf16ps(3, 6, 7);
   }
   _tile_stored(0, c0[0], 64);
   _tile_stored(1, c0[1], 64);
-  _tile_stored(2, c1[0], 64);
-  _tile_stored(3, c1[1], 64);
-  if constexpr (G > 2) _tile_stored(4, c0[2], 64);
-  if constexpr (G > 2) _tile_stored(5, c1[2], 64);
+  _tile_stored(2, c0[2], 64);
+  _tile_stored(3, c1[0], 64);
+  _tile_stored(4, c1[1], 64);
+  _tile_stored(5, c1[2], 64);
 }
 
 // Indexed by the number of token tiles minus one.

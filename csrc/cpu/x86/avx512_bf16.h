@@ -26,7 +26,7 @@ template <int G, bool half, class Ahead = Nothing>
   constexpr int R = kRowsOfVectors;
   constexpr bool kAlone = std::is_same_v<Ahead, Nothing>;
   const int64_t row = kAlone ? weights.row : kDepth;  // what `ahead` converts is contiguous
-  Ahead ahead = given;  // a copy, which stays in registers
+  Ahead ahead = given;                                // a copy, which stays in registers
   for (int64_t first = 0; first < kTile; first += R) {
     __m512 sums[R][std::max(G, 1)] = {};
     __m256 rest[R] = {};

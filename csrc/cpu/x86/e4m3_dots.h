@@ -65,8 +65,9 @@ class EightBits {
       for (int i = 0; i < 128; ++i) {
         const int exponent = i >> 3, mantissa = i & 7;
         const float value = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
-        values[i] = i == 127 ? NAN : value;
+        values[i] = value;
       }
+      values[127] = at::BFloat16(0x7fff, at::BFloat16::from_bits());  // NaN
       return values;
     }();
     return all;

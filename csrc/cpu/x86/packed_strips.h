@@ -117,7 +117,8 @@ class PackedStripRows final : public PackedStrip {
     const auto multiply = [&](auto product) {
       product(to, groups.data, groups.size, some_->columns / kDepth, c, false, Ahead(*this, to));
     };
-    groups.count() == 2 ? multiply(multiply_by_vectors<2, false, Ahead>) : multiply(multiply_by_vectors<2, true, Ahead>);
+    groups.count() == 2 ? multiply(multiply_by_vectors<2, false, Ahead>)
+                        : multiply(multiply_by_vectors<2, true, Ahead>);
   }
 
   [[MOE_METAL_BF16, gnu::noinline]] void pack_part(int64_t row, int64_t rows, int64_t first, int64_t end,

@@ -2,7 +2,7 @@
 #pragma once
 #include <bit>
 
-#include "cpu/formats/codes.h"
+#include "cpu/formats/e4m3.h"
 #include "cpu/x86/e4m3_dots.h"
 #include "cpu/x86/tiles.h"
 
@@ -30,26 +30,29 @@ class Rounded {
     MOE_METAL_UNROLL for (int i = 0; i < 2 * N; ++i) {
       scales[i] = Vec(scale[i * kLanes / Group]), offsets[i] = Vec(offset[i * kLanes / Group]);
     }
-    __m512i values;
-    MOE_METAL_UNROLL for (int n = 0; n < N; ++n, column += kDepth, to += kTileSize) {
-      Vec codes[2];
-      if constexpr (looks_up(Group)) {
-        codes[0] = read.values(0), codes[1] = read.values(Group < kDepth ? 0 : 1);
+    if constexpr (looks_up(Group)) {
+      __m512i values;
+      MOE_METAL_UNROLL for (int n = 0; n < N; ++n, column += kDepth, to += kTileSize) {
+        const Vec codes[2] = {read.values(0), read.values(Group < kDepth ? 0 : 1)};
         if (n == 0 || Group <= kDepth) values = scaled(codes, scales + 2 * n, offsets + 2 * n);
         const __m512i words = read.words(row, column);
         _mm512_storeu_si512(to, _mm512_permutexvar_epi16(Group < kDepth ? with_half(words) : words, values));
+      }
+    } else {
+      Vec codes[2 * N];
+      if constexpr (requires { read.vectors(row, column, codes); }) {
+        read.vectors(row, column, codes);
       } else {
-        if constexpr (requires { read.vectors(row, column, codes); })
-          read.vectors(row, column, codes);
-        else
-          codes[0] = read(row, column, Whole()), codes[1] = read(row, column + kLanes, Whole());
-        _mm512_storeu_si512(to, scaled(codes, scales + 2 * n, offsets + 2 * n));
+        MOE_METAL_UNROLL for (int i = 0; i < 2 * N; ++i) codes[i] = read(row, column + i * kLanes, Whole());
+      }
+      MOE_METAL_UNROLL for (int n = 0; n < N; ++n, to += kTileSize) {
+        _mm512_storeu_si512(to, scaled(codes + 2 * n, scales + 2 * n, offsets + 2 * n));
       }
     }
   }
 
  private:
-  [[MOE_METAL_BF16, gnu::always_inline]] static inline __m512i scaled(const Vec (&codes)[2], const Vec* scales,
+  [[MOE_METAL_BF16, gnu::always_inline]] static inline __m512i scaled(const Vec* codes, const Vec* scales,
                                                                       const Vec* offsets) {
     if constexpr (Read::kOffset) {
       return both(at::vec::fmadd(codes[0], scales[0], offsets[0]), at::vec::fmadd(codes[1], scales[1], offsets[1]));
@@ -67,7 +70,56 @@ class Rounded {
   }
 };
 
-// e4m3: a table of scaled magnitudes for each 128 columns. 128 rows share them, so most strips find theirs prepared.
+// Loads N times 32 e4m3, in the order for which EightBits returns them in order.
+template <int N>
+[[gnu::always_inline]] inline __m512i in_order(const uint8_t* from) {
+  const __m512i bytes = N == 2 ? _mm512_loadu_si512(from)
+                               : _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes);
+}
+
+// mxfp8: scales are powers of two, which are added to the exponents.
+template <>
+class Rounded<E4m3Groups> {
+ public:
+  // The products must be normal numbers.
+  bool prepare(const E4m3Groups&, const float* scales, int64_t rows, int64_t step, int64_t groups) {
+    constexpr int kOne = 127, kLeast = -9, kMost = 9;  // the exponent of 1, and of all magnitudes
+    scales_ = scales;
+    exponents_.resize((rows - 1) * step + groups);
+    bool normal = true;
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t i = r * step; i < r * step + groups; ++i) {
+        const auto exponent = static_cast<int>(std::bit_cast<uint32_t>(scales[i]) >> 23);
+        normal &= 1 - kLeast <= exponent && exponent < 2 * kOne - kMost;
+        exponents_[i] = (static_cast<uint32_t>(exponent - kOne) << 7 & 0xffff) * 0x10001;
+      }
+    }
+    return normal;
+  }
+  template <int N, int Group>
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const E4m3Groups&, const uint8_t* row, int64_t column,
+                                                           const float* scale, const float*, at::BFloat16* to) const {
+    static_assert(Group == kDepth);
+    const uint32_t* exponents = exponents_.data() + (scale - scales_);
+    __m512i out[2];
+    numbers_(in_order<N>(row + column), out);
+    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+      // 0 and NaN, all of whose bits are set, are left.
+      const __m512i next = _mm512_add_epi16(out[n], _mm512_set1_epi16(1));
+      const __mmask32 others = _mm512_test_epi16_mask(next, _mm512_set1_epi16(0x7ffe));
+      const __m512i exponent = _mm512_set1_epi32(static_cast<int>(exponents[n]));
+      _mm512_storeu_si512(to + n * kTileSize, _mm512_mask_add_epi16(out[n], others, out[n], exponent));
+    }
+  }
+
+ private:
+  EightBits numbers_;
+  const float* scales_ = nullptr;
+  std::vector<uint32_t> exponents_;  // of the scales, in the place of a bfloat16's, twice
+};
+
+// fp8: a table of scaled magnitudes for each 128 columns. 128 rows share them, so most strips find theirs prepared.
 template <class Read>
   requires Read::kScalesAreRare
 class Rounded<Read> {
@@ -86,13 +138,8 @@ class Rounded<Read> {
   template <int N, int Group>
   [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read&, const uint8_t* row, int64_t column,
                                                            const float*, const float*, at::BFloat16* to) const {
-    const uint8_t* from = row + column;
-    // Reorders groups of eight bytes, so that the results are in order.
-    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m512i bytes = N == 2 ? _mm512_loadu_si512(from)
-                                 : _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     __m512i out[2];
-    tables_[column / Read::kGroup].numbers(_mm512_permutexvar_epi64(order, bytes), out);
+    tables_[column / Read::kGroup].numbers(in_order<N>(row + column), out);
     MOE_METAL_UNROLL for (int n = 0; n < N; ++n) _mm512_storeu_si512(to + n * kTileSize, out[n]);
   }
 

@@ -136,9 +136,9 @@ struct Products {
     if (in_pairs(count)) {
       // 52 ms instead of 56 with one strip at a time
       const auto both = [&](int64_t block, int64_t part) { upper(block, part), lower(block, part); };
-      (count == 2 ? multiply_two<2, decltype(both)> : multiply_two<3, decltype(both)>)(strips.tiles[0], strips.tiles[1],
-                                                                                       groups.data, groups.size, blocks,
-                                                                                       c[0], c[1], both);
+      (count == 2 ? multiply_two_by_two<decltype(both)>
+                  : multiply_two_by_three<decltype(both)>)(strips.tiles[0], strips.tiles[1], groups.data, groups.size,
+                                                           blocks, c[0], c[1], both);
     } else {
       const auto multiply = kMultiply<Ahead>[count - 1];
       multiply(strips.tiles[0], groups.data, groups.size, blocks, c[0], false, upper);
