@@ -30,13 +30,14 @@ class Rounded {
     MOE_METAL_UNROLL for (int i = 0; i < 2 * N; ++i) {
       scales[i] = Vec(scale[i * kLanes / Group]), offsets[i] = Vec(offset[i * kLanes / Group]);
     }
+    // Stores come last, since the compiler must not move loads of scales past them.
+    __m512i out[N];
     if constexpr (looks_up(Group)) {
       __m512i values;
-      MOE_METAL_UNROLL for (int n = 0; n < N; ++n, column += kDepth, to += kTileSize) {
-        const Vec codes[2] = {read.values(0), read.values(Group < kDepth ? 0 : 1)};
-        if (n == 0 || Group <= kDepth) values = scaled(codes, scales + 2 * n, offsets + 2 * n);
+      MOE_METAL_UNROLL for (int n = 0; n < N; ++n, column += kDepth) {
+        if (n == 0 || Group <= kDepth) values = table<Group>(read, scales + 2 * n, offsets + 2 * n);
         const __m512i words = read.words(row, column);
-        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(Group < kDepth ? with_half(words) : words, values));
+        out[n] = _mm512_permutexvar_epi16(Group < kDepth ? with_half(words) : words, values);
       }
     } else {
       Vec codes[2 * N];
@@ -45,24 +46,35 @@ class Rounded {
       } else {
         MOE_METAL_UNROLL for (int i = 0; i < 2 * N; ++i) codes[i] = read(row, column + i * kLanes, Whole());
       }
-      MOE_METAL_UNROLL for (int n = 0; n < N; ++n, to += kTileSize) {
-        _mm512_storeu_si512(to, scaled(codes + 2 * n, scales + 2 * n, offsets + 2 * n));
-      }
+      MOE_METAL_UNROLL for (int n = 0; n < N; ++n) out[n] = scaled(codes + 2 * n, scales + 2 * n, offsets + 2 * n);
     }
+    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) _mm512_storeu_si512(to + n * kTileSize, out[n]);
   }
 
  private:
+  static constexpr bool kFewBits = Read::kBytes * 8 < 5 * Read::kColumns;  // at most 4
+
+  static Vec scaled(const Vec& codes, const Vec& scale, const Vec& offset) {
+    return Read::kOffset ? at::vec::fmadd(codes, scale, offset) : codes * scale;
+  }
   [[MOE_METAL_BF16, gnu::always_inline]] static inline __m512i scaled(const Vec* codes, const Vec* scales,
                                                                       const Vec* offsets) {
-    if constexpr (Read::kOffset) {
-      return both(at::vec::fmadd(codes[0], scales[0], offsets[0]), at::vec::fmadd(codes[1], scales[1], offsets[1]));
-    }
-    return both(codes[0] * scales[0], codes[1] * scales[1]);
+    return both(scaled(codes[0], scales[0], offsets[0]), scaled(codes[1], scales[1], offsets[1]));
   }
-  // The table has 32 values, or 16 for each half of the columns if the halves have different scales.
   static constexpr bool looks_up(int group) {
-    const bool few_bits = Read::kBytes * 8 < 5 * Read::kColumns;
-    return requires(const Read& read) { read.words(nullptr, 0); } && (few_bits || group >= kDepth);
+    return requires(const Read& read) { read.words(nullptr, 0); } && (kFewBits || group >= kDepth);
+  }
+  // The table has 32 values, of which only the first 16 are computed if the others are the same; or 16 for each half of
+  // the columns if the halves have different scales.
+  template <int Group>
+  [[MOE_METAL_BF16, gnu::always_inline]] static inline __m512i table(const Read& read, const Vec* scales,
+                                                                     const Vec* offsets) {
+    if constexpr (kFewBits && Group >= kDepth) {
+      const __m256bh half = _mm512_cvtneps_pbh(scaled(read.values(0), scales[0], offsets[0]));
+      return _mm512_broadcast_i64x4(reinterpret_cast<__m256i>(half));
+    }
+    const Vec codes[2] = {read.values(0), read.values(Group < kDepth ? 0 : 1)};
+    return scaled(codes, scales, offsets);
   }
   // Bit 4 is the half of the columns that a code is in.
   static __m512i with_half(__m512i codes) {
@@ -84,18 +96,18 @@ class Rounded<E4m3Groups> {
  public:
   // The products must be normal numbers.
   bool prepare(const E4m3Groups&, const float* scales, int64_t rows, int64_t step, int64_t groups) {
-    constexpr int kOne = 127, kLeast = -9, kMost = 9;  // the exponent of 1, and of all magnitudes
+    constexpr uint32_t kOne = 127, kRange = 9;  // the exponent of 1; magnitudes are below 2^kRange and above 2^-kRange
     scales_ = scales;
     exponents_.resize((rows - 1) * step + groups);
-    bool normal = true;
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t i = r * step; i < r * step + groups; ++i) {
-        const auto exponent = static_cast<int>(std::bit_cast<uint32_t>(scales[i]) >> 23);
-        normal &= 1 - kLeast <= exponent && exponent < 2 * kOne - kMost;
-        exponents_[i] = (static_cast<uint32_t>(exponent - kOne) << 7 & 0xffff) * 0x10001;
+    uint32_t least = kOne, most = kOne, *to = exponents_.data();
+    for (int64_t r = 0; r < rows; ++r, scales += step, to += step) {
+      for (int64_t g = 0; g < groups; ++g) {
+        const uint32_t exponent = std::bit_cast<uint32_t>(scales[g]) >> 23;
+        least = std::min(least, exponent), most = std::max(most, exponent);
+        to[g] = ((exponent - kOne) << 7 & 0xffff) * 0x10001;
       }
     }
-    return normal;
+    return least > kRange && most < 2 * kOne - kRange;
   }
   template <int N, int Group>
   [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const E4m3Groups&, const uint8_t* row, int64_t column,
