@@ -44,11 +44,11 @@ class PackedStrip {
   virtual ~PackedStrip() = default;
   // Sets the strip for pack(), and the one after it, which is prefetched meanwhile.
   virtual void start(const StripRows& strip, const StripRows& next) = 0;
-  // Converts some columns of some of the 16 rows, to the layout of pack_rows(): whole groups of columns, or part of
-  // one.
-  virtual void pack(int64_t row, int64_t rows, int64_t first, int64_t columns, at::BFloat16* to) = 0;
-  // Multiplies two groups of tokens, or two and a half, by the strip, which is converted to `to` meanwhile. The last blocks of the strip
-  // stay there, or all without a ring. -> false if the strip does not allow that; nothing is done then.
+  // Converts some columns, to the layout of pack_rows(): whole groups of columns, or part of one.
+  virtual void pack(int64_t first, int64_t columns, at::BFloat16* to) = 0;
+  // Multiplies two groups of tokens, or two and a half, by the strip, which is converted to `to` meanwhile. The last
+  // blocks of the strip stay there, or all without a ring. -> false if the strip does not allow that; nothing is done
+  // then.
   virtual bool multiply(const WeightTiles& to, const TokenGroups& groups, float (*c)[16][16]) = 0;
 };
 

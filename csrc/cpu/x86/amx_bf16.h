@@ -39,17 +39,16 @@ class TileShapes {
 // this, and take 52.
 struct Prefetch {
   const WeightTiles& weights;
-  void operator()(int64_t b, int64_t part) const {
+  void operator()(int64_t b) const {
     constexpr int64_t kAhead = 4;
-    if (part > 0) return;
     for (int64_t r = 0; r < kTile; ++r)
       __builtin_prefetch(weights.data + (b + kAhead) * weights.block + r * weights.row);
   }
 };
 
 // c[g] = a strip of weights times token tile g, whose first block is at tokens + g * size. One strip at a time: its 16
-// rows are as many streams as memory serves well (32 were 5 % slower for one token). For each block, ahead(block, part)
-// is called for each part, which may unpack later blocks.
+// rows are as many streams as memory serves well (32 were 5 % slower for one token). ahead(b) is called before each
+// block b, and may unpack later blocks.
 template <int G, class Ahead = Nothing>
 [[MOE_METAL_AMX]] inline void multiply_tiles(const WeightTiles& weights, const at::BFloat16* tokens, int64_t size,
                                              int64_t blocks, float (*c)[kTile][kTile], bool add,
@@ -68,21 +67,18 @@ template <int G, class Ahead = Nothing>
   }
   for (int64_t b = 0; b < blocks; ++b) {
     const at::BFloat16* here = tokens + b * kTileSize;
-    ahead(b, 0);
+    ahead(b);
     _tile_loadd(4, weights.data + (b & weights.ring) * weights.block, weights.row * 2);
     _tile_loadd(5, here, 64);
     _tile_dpbf16ps(0, 4, 5);
-    ahead(b, 1);
     if constexpr (G > 1) {
       _tile_loadd(6, here + size, 64);
       _tile_dpbf16ps(1, 4, 6);
     }
-    ahead(b, 2);
     if constexpr (G > 2) {
       _tile_loadd(7, here + 2 * size, 64);
       _tile_dpbf16ps(2, 4, 7);
     }
-    ahead(b, 3);
     if constexpr (G > 3) {
       _tile_loadd(5, here + 3 * size, 64);
       _tile_dpbf16ps(3, 4, 5);
@@ -107,17 +103,14 @@ template <class Ahead>
   _tile_zero(3);
   for (int64_t b = 0; b < blocks; ++b) {
     const at::BFloat16* here = tokens + b * kTileSize;
-    ahead(b, 0);
+    ahead(b);
     _tile_loadd(4, upper.data + (b & upper.ring) * upper.block, upper.row * 2);
     _tile_loadd(5, here, 64);
     _tile_dpbf16ps(0, 4, 5);
-    ahead(b, 1);
     _tile_loadd(6, here + size, 64);
     _tile_dpbf16ps(1, 4, 6);
-    ahead(b, 2);
     _tile_loadd(7, lower.data + (b & lower.ring) * lower.block, lower.row * 2);
     _tile_dpbf16ps(2, 7, 5);
-    ahead(b, 3);
     _tile_dpbf16ps(3, 7, 6);
   }
   _tile_stored(0, c0[0], 64);
@@ -141,21 +134,18 @@ template <class Ahead>
   _tile_zero(5);
   for (int64_t b = 0; b < blocks; ++b) {
     const at::BFloat16* here = tokens + b * kTileSize;
-    ahead(b, 0);
+    ahead(b);
     _tile_loadd(6, upper.data + (b & upper.ring) * upper.block, upper.row * 2);
     _tile_loadd(7, here, 64);
     _tile_dpbf16ps(0, 6, 7);
-    ahead(b, 1);
     _tile_loadd(7, here + size, 64);
     _tile_dpbf16ps(1, 6, 7);
-    ahead(b, 2);
     _tile_loadd(7, here + 2 * size, 64);
     _tile_dpbf16ps(2, 6, 7);
     _tile_loadd(6, lower.data + (b & lower.ring) * lower.block, lower.row * 2);
     _tile_dpbf16ps(5, 6, 7);
     _tile_loadd(7, here + size, 64);
     _tile_dpbf16ps(4, 6, 7);
-    ahead(b, 3);
     _tile_loadd(7, here, 64);
     _tile_dpbf16ps(3, 6, 7);
   }

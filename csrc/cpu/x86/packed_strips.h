@@ -25,13 +25,13 @@ class PackedStripRows final : public PackedStrip {
     whole_ = strip.count == kTile && std::min(rows_.weight().group, kWide) == Group &&
              rounded_.prepare(some_->read, some_->scales, kTile, groups_, some_->groups);
   }
-  void pack(int64_t row, int64_t rows, int64_t first, int64_t columns, at::BFloat16* to) override {
+  void pack(int64_t first, int64_t columns, at::BFloat16* to) override {
     const int64_t end = first + columns;
     if (whole_) {
-      for (; first + kWide <= end; first += kWide, to += 2 * kTileSize) pack_whole<2>(row, rows, first, to);
-      if (first + kDepth <= end) pack_whole<1>(row, rows, first, to), first += kDepth, to += kTileSize;
+      for (; first + kWide <= end; first += kWide, to += 2 * kTileSize) pack_whole<2>(first, to);
+      if (first + kDepth <= end) pack_whole<1>(first, to), first += kDepth, to += kTileSize;
     }
-    if (first < end) pack_part(row, rows, first, end, to);
+    if (first < end) pack_part(first, end, to);
   }
   bool multiply(const WeightTiles& to, const TokenGroups& groups, float (*c)[kTile][kTile]) override {
     if (!whole_ || some_->columns % kWide != 0) return false;
@@ -81,10 +81,10 @@ class PackedStripRows final : public PackedStrip {
   };
 
   template <int N>
-  [[MOE_METAL_BF16]] void pack_whole(int64_t row, int64_t rows, int64_t column, at::BFloat16* to) {
+  [[MOE_METAL_BF16]] void pack_whole(int64_t column, at::BFloat16* to) {
     Converted<N> converted(*this);
-    converted.start(row, column, to);
-    for (int64_t r = 0; r < rows; ++r) converted.row();
+    converted.start(0, column, to);
+    for (int64_t r = 0; r < kTile; ++r) converted.row();
   }
 
   // For a product of vectors: converts a row in each part of a block, two blocks ahead.
@@ -121,10 +121,9 @@ class PackedStripRows final : public PackedStrip {
                         : multiply(multiply_by_vectors<2, true, Ahead>);
   }
 
-  [[MOE_METAL_BF16, gnu::noinline]] void pack_part(int64_t row, int64_t rows, int64_t first, int64_t end,
-                                                   at::BFloat16* to) const {
+  [[MOE_METAL_BF16, gnu::noinline]] void pack_part(int64_t first, int64_t end, at::BFloat16* to) const {
     for (; first < end; first += kDepth, to += kTileSize) {
-      for (int64_t r = row; r < row + rows; ++r) {
+      for (int64_t r = 0; r < kTile; ++r) {
         const auto from = some_->row_block(r * strip_.step);
         const auto part = [&](int64_t column) { return r < strip_.count ? from.load_part(0, column) : Vec(0); };
         _mm512_storeu_si512(to + r * kDepth, both(part(first), part(first + kLanes)));

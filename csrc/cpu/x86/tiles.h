@@ -129,13 +129,13 @@ struct Products {
     for (int w = 0; w < 2; ++w) multiply_strip(strips.tiles[w], groups, strips.blocks(), c[w], false);
   }
 
-  // With AMX. For each block of a strip, ahead(block, part) is called, which may unpack later blocks.
+  // With AMX. `upper` and `lower` are called before each block, and may unpack later blocks of their strips.
   template <class Ahead>
   void multiply(const Strips& strips, const TokenGroups& groups, const Ahead& upper, const Ahead& lower) {
     const int64_t blocks = strips.blocks(), count = groups.count();
     if (in_pairs(count)) {
       // 52 ms instead of 56 with one strip at a time
-      const auto both = [&](int64_t block, int64_t part) { upper(block, part), lower(block, part); };
+      const auto both = [&](int64_t block) { upper(block), lower(block); };
       (count == 2 ? multiply_two_by_two<decltype(both)>
                   : multiply_two_by_three<decltype(both)>)(strips.tiles[0], strips.tiles[1], groups.data, groups.size,
                                                            blocks, c[0], c[1], both);

@@ -31,11 +31,9 @@ struct TokenGroups {
   }
 };
 
-// Other work is interleaved with products, in kParts parts per block of k: it uses other units of the processor.
-constexpr int64_t kParts = 4;
-
+// For products that are not interleaved with other work.
 struct Nothing {
-  void operator()(int64_t, int64_t) const {}
+  void operator()(auto...) const {}
 };
 
 }  // namespace moe_metal
