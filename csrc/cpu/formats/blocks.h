@@ -77,8 +77,8 @@ inline void halves(const uint8_t* from, int64_t step, int64_t count, float* to) 
 #ifdef MOE_METAL_HAS_AVX512
 // Calls use(i, bytes) for each 16 bytes of a vector.
 template <class Use>
-[[gnu::always_inline]] inline void each_sixteen(__m128i all, Use&& use) {
-  use(0, all);
+[[gnu::always_inline]] inline void each_sixteen(__m256i all, Use&& use) {
+  use(0, _mm256_castsi256_si128(all)), use(1, _mm256_extracti128_si256(all, 1));
 }
 template <class Use>
 [[gnu::always_inline]] inline void each_sixteen(__m512i all, Use&& use) {
@@ -141,7 +141,7 @@ struct Blocks {
   {
     return Block::words(row + column / kColumns * kBytes, column % kColumns);
   }
-  // N vectors of centred codes. A block's bytes() has those of one vector, or of four.
+  // N vectors of centred codes. A block's bytes() has those of two vectors, or of four.
   template <int N>
   [[gnu::always_inline]] static void vectors(const uint8_t* row, int64_t column, Vec (&to)[N])
     requires requires(const uint8_t* block, int64_t at) { requires N * 16 % sizeof(Block::bytes(block, at)) == 0; }

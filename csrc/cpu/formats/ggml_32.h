@@ -159,7 +159,7 @@ struct Q8_0 : BlocksOf32<34, 2, false, 128> {
     to[0] = _mm512_xor_si512(_mm512_shuffle_i64x2(low, high, 0x88), mask_of(0x80));
     to[1] = _mm512_xor_si512(_mm512_shuffle_i64x2(low, high, 0xdd), mask_of(0x80));
   }
-  static __m128i bytes(const uint8_t* block, int64_t column) { return load_128(block + kCodes + column); }
+  static __m256i bytes(const uint8_t* block, int64_t) { return load_256(block + kCodes); }
 #endif
 };
 

@@ -158,9 +158,8 @@ template <class Ahead>
 }
 
 // Indexed by the number of token tiles minus one.
-template <class Ahead = Nothing>
-constexpr decltype(&multiply_tiles<1, Ahead>) kMultiply[] = {multiply_tiles<1, Ahead>, multiply_tiles<2, Ahead>,
-                                                             multiply_tiles<3, Ahead>, multiply_tiles<4, Ahead>};
-constexpr int64_t kGroups = std::size(kMultiply<>);
+constexpr decltype(&multiply_tiles<1>) kMultiply[] = {multiply_tiles<1>, multiply_tiles<2>, multiply_tiles<3>,
+                                                      multiply_tiles<4>};
+constexpr int64_t kGroups = std::size(kMultiply);
 
 }  // namespace moe_metal

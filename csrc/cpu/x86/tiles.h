@@ -97,7 +97,7 @@ inline void pack_right(RowOf&& row_of, int64_t count, int64_t n, at::BFloat16* t
 inline void multiply_strip(const WeightTiles& weights, const TokenGroups& groups, int64_t blocks,
                            float (*c)[kTile][kTile], bool add) {
   if (amx_available()) {
-    kMultiply<>[groups.count() - 1](weights, groups.data, groups.size, blocks, c, add, Nothing());
+    kMultiply[groups.count() - 1](weights, groups.data, groups.size, blocks, c, add, Nothing());
     return;
   }
   // The products of no, one or two whole tiles, without and with half a tile.
@@ -119,8 +119,8 @@ struct Products {
   alignas(64) float c[2][kGroups][kTile][kTile];
 
   // Whether to multiply two strips at a time. One group is limited by memory, which serves the streams of one strip
-  // best. With four groups, the sums of a second strip do not fit in registers.
-  static bool in_pairs(int64_t groups) { return groups == 2 || groups == 3; }
+  // best. The sums of two strips and four groups do not fit in registers, so two groups follow the other two.
+  static bool in_pairs(int64_t groups) { return groups > 1; }
 
   void multiply(const Strips& strips, const TokenGroups& groups) {
     if (amx_available() && in_pairs(groups.count())) {
@@ -136,13 +136,16 @@ struct Products {
     if (in_pairs(count)) {
       // 52 ms instead of 56 with one strip at a time
       const auto both = [&](int64_t block) { upper(block), lower(block); };
-      (count == 2 ? multiply_two_by_two<decltype(both)>
-                  : multiply_two_by_three<decltype(both)>)(strips.tiles[0], strips.tiles[1], groups.data, groups.size,
-                                                           blocks, c[0], c[1], both);
+      const auto multiply = [&](auto product, int64_t g, const auto& ahead) {
+        product(strips.tiles[0], strips.tiles[1], groups.data + g * groups.size, groups.size, blocks, c[0] + g,
+                c[1] + g, ahead);
+      };
+      if (count == 3) return multiply(multiply_two_by_three<decltype(both)>, 0, both);
+      multiply(multiply_two_by_two<decltype(both)>, 0, both);
+      if (count == 4) multiply(multiply_two_by_two<Nothing>, 2, Nothing());
     } else {
-      const auto multiply = kMultiply<Ahead>[count - 1];
-      multiply(strips.tiles[0], groups.data, groups.size, blocks, c[0], false, upper);
-      multiply(strips.tiles[1], groups.data, groups.size, blocks, c[1], false, lower);
+      multiply_tiles<1>(strips.tiles[0], groups.data, groups.size, blocks, c[0], false, upper);
+      multiply_tiles<1>(strips.tiles[1], groups.data, groups.size, blocks, c[1], false, lower);
     }
   }
 };

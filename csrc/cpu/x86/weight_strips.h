@@ -49,7 +49,7 @@ class WeightStrips {
     }
     const bool in_pairs = Products::in_pairs(groups.count());
     const auto ahead = [&](int64_t which) {
-      const int64_t ring = more ? ~int64_t{0} : 2 * kAtOnce - 1;
+      const int64_t ring = more || groups.count() == kGroups ? ~int64_t{0} : 2 * kAtOnce - 1;
       at::BFloat16* panel = strips_.panel(which);
       strips_.tiles[which].ring = ring;
       const auto unpack = [this, which, ring, panel](int64_t block) {
