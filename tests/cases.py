@@ -1343,7 +1343,16 @@ def many_packed_tokens() -> list[Case]:
         cases.append(packed_case(*given, full_grid=rare, fast_on=fast))
         of_linear = ("linear", "many_tokens", width, {"T": 20, "N": 75, "H": H}, {}, BFLOAT, ("bias",), prepare)
         cases.append(packed_case(*of_linear, full_grid=rare, fast_on=fast))
+    # 16 rows of `up` are in two blocks of 128 rows.
+    dims, prepare = {"E": 2, "K": 2, "T": 20, "H": 128, "I": 132}, [without_signs, large_last_rows]
+    cases.append(
+        packed_case("experts", "many_tokens", ("fp8", 8, 128), dims, {}, BFLOAT, (), prepare, fast_on=("cpu",))
+    )
     return cases
+
+
+def large_last_rows(args: Args) -> None:
+    args["gate_up_scale"][:, -1] *= 64
 
 
 def real_packed() -> list[Case]:

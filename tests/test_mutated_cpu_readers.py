@@ -51,6 +51,8 @@ MLX_LINEAR = "test_ggml.py::test_linear_equals_mlx_quantized_matmul"
 FACTOR = "test_ggml.py::test_every_scale_of_mxfp8_and_nvfp4"
 FP8 = "test_quantized.py::test_dequantize_fp8_equals_transformers"
 TINY = "test_quantized.py::test_few_tokens_of_tiny_numbers"
+NUMBERS = "test_quantized.py::test_many_tokens_meet_every_number"
+MXFP8 = "test_quantized.py::test_many_tokens_meet_every_scale_of_mxfp8"
 WALL = "test_quantized.py::test_no_read_beyond_the_last_row"
 
 FAULTS = [
@@ -66,7 +68,14 @@ FAULTS = [
     Fault("nibble_swapped_in_tiles", "formats/codes.h", "slli_epi32(bytes, 12)", "slli_epi32(bytes, 16)", REFERENCE),
     Fault("group_before", "weights/group_dots.h", "scales[r * weight.groups + g + i]",
           "scales[r * weight.groups + g + i - (g > 0)]", LINEAR),
-    Fault("first_group_in_tiles", "x86/packed_strips.h", "some_->scales + group,", "some_->scales,", REFERENCE),
+    Fault("first_group_in_tiles", "x86/packed_strips.h", " + (column >> shift_)", "", NUMBERS),
+    Fault("two_blocks_late", "x86/packed_strips.h", "start(block + 2)", "start(block)", NUMBERS),
+    Fault("first_tokens_in_half_a_tile", "x86/avx512_bf16.h", "here + G * size, sizeof", "here, sizeof", NUMBERS),
+    Fault("short_ring_for_many_tokens", "x86/weight_strips.h", "more || groups.count() > some ?", "more ?", NUMBERS),
+    Fault("scales_of_one_row_for_16", "x86/rounded.h", "!= 0) return false;", "!= 0) break;", REFERENCE),
+    Fault("scales_beyond_normal_numbers", "x86/rounded.h", "return least > kRange && most < 2 * kOne - kRange;",
+          "return true;", MXFP8),
+    Fault("zero_times_a_scale", "x86/rounded.h", "_mm512_set1_epi16(0x7ffe)", "_mm512_set1_epi16(-1)", MXFP8),
     Fault("scale_of_the_first_half_in_tiles", "x86/rounded.h", "scale[i * kLanes / Group]",
           "scale[i / 2 * kDepth / Group]", GGUF_LINEAR),
     Fault("nibbles_of_one_run_in_tiles", "formats/ggml_k.h", "column / 32 % 2 * 4", "0", GGUF_LINEAR),
@@ -92,11 +101,16 @@ FAULTS = [
     Fault("tiny_numbers_are_0", "x86/bfloat16_dots.h", "if (tiny) *to = NAN;", "(void)tiny;", TINY),
     Fault("offsets_of_each_chunk", "x86/bfloat16_dots.h", "if (p > 0) continue;", "", GGUF_LINEAR),
     Fault("columns_begin_anew", "gate/gate_vectors.h", "b > 0", "false", REFERENCE),
-    Fault("pair_swapped_in_vectors", "x86/avx512_bf16.h", "weights.row + k,", "weights.row + (k ^ 2),", REFERENCE),
-    Fault("half_group_over_the_one_before", "x86/tiles.h", "g + tokens / kTile", "g", REFERENCE),
-    Fault("short_ring_on_amx", "x86/weight_strips.h", "2 * kAtOnce - 1", "kAtOnce - 1", REFERENCE, amx=True),
-    Fault("upper_strip_twice_on_amx", "x86/amx_bf16.h", "lower.data + (b & lower.ring) * lower.block, lower.row",
-          "upper.data + (b & upper.ring) * upper.block, upper.row", REFERENCE, amx=True),
+    Fault("pair_swapped_in_vectors", "x86/avx512_bf16.h", "r * row + k, sizeof", "r * row + (k ^ 2), sizeof",
+          REFERENCE),
+    Fault("half_group_over_the_one_before", "x86/tiles.h", "c + g, add, Nothing()", "c, add, Nothing()",
+          REFERENCE),
+    Fault("short_ring_on_amx", "x86/weight_strips.h", ": 2 * kAtOnce - 1;\n      at", ": kAtOnce - 1;\n      at",
+          REFERENCE, amx=True),
+    Fault("upper_strip_twice_on_amx", "x86/amx_bf16.h", "(7, lower.data + (b & lower.ring) * lower.block, lower.row",
+          "(7, upper.data + (b & upper.ring) * upper.block, upper.row", REFERENCE, amx=True),
+    Fault("first_tokens_twice_on_amx", "x86/tiles.h", "multiply_two_by_two<Nothing>, 2,",
+          "multiply_two_by_two<Nothing>, 0,", NUMBERS, amx=True),
     Fault("half_tile_twice_on_amx", "x86/amx_int8.h", "numbers[1], 0xee", "numbers[1], 0x44", LINEAR, amx=True),
     Fault("rest_lost_on_amx", "x86/amx_int8.h", "whole &= all[n].whole;\n      }\n      lay_out",
           "}\n      lay_out", UNUSED, amx=True),
@@ -166,7 +180,9 @@ def reached_by(fault: Fault) -> set[str]:
         return OF_AMX - {"affine_rows_across_bytes", "float_rows"}
     if fault.file == "gate/gate_vectors.h":
         return {"gate"}
-    if fault.file in ("x86/avx512_bf16.h", "x86/tiles.h", "experts/experts_tiles.h"):
+    if fault.file == "x86/weight_strips.h":
+        return {"linear"}
+    if fault.test == REFERENCE and fault.file in ("x86/avx512_bf16.h", "x86/tiles.h"):
         return {"experts"}
     if fault.test == GGUF_LINEAR and fault.file == "x86/rounded.h":
         return {"ggml_k_rows_of_16"}  # a scale for each half of 32 columns
@@ -175,7 +191,8 @@ def reached_by(fault: Fault) -> set[str]:
     if "ggml" in fault.file:
         return {"ggml_k_rows" if "ggml_k" in fault.file else "ggml_32_rows", "ggml_k_rows_of_16"}
     # Scales of rows, and factors, are those of floats, and offsets make NaN of an infinite number in any case.
-    of_floats = fault.file in ("weights/row_scales.h", "x86/e4m3_dots.h") or fault.name == "inf_as_integers"
+    of_floats = fault.file in ("weights/row_scales.h", "x86/e4m3_dots.h", "x86/rounded.h")
+    of_floats |= fault.name == "inf_as_integers"
     return {"float_rows" if of_floats else "affine_rows"}
 
 
@@ -192,7 +209,7 @@ from_a_build = pytest.mark.skipif(
 def test_broken_readers_are_detected(fault: Fault, tmp_path: Path):
     sources = copied_sources(tmp_path, fault.amx, fault.file == "x86/bfloat16_dots.h")
     changed(sources / "cpu" / fault.file, fault.line, fault.broken)
-    choose = ["-k", "many_tokens"] if fault.test == REFERENCE else []
+    choose = ["-k", "many_tokens or tiles-T"] if fault.test == REFERENCE else []
     done = run_tests(library(sources, reached_by(fault), tmp_path), tmp_path, fault.test, *choose)
     assert f"FAILED {fault.test}" in done.stdout, done.stdout[-3000:]
 
@@ -202,7 +219,7 @@ def test_broken_readers_are_detected(fault: Fault, tmp_path: Path):
 @from_a_build
 def test_tiles_on_emulated_amx(tmp_path: Path):
     made = library(copied_sources(tmp_path, True), OF_AMX, tmp_path)
-    chosen = "(experts or gate or linear) and bf16 or few_tokens or small_scale"
+    chosen = "(experts or gate or linear) and bf16 or few_tokens or many_tokens or small_scale"
     done = run_tests(made, tmp_path, "test_ops.py", "test_quantized.py", "-k", chosen)
     assert done.returncode == 0, done.stdout[-3000:]
 

@@ -20,6 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import torch_moe_metal
 from cases import BFLOAT, FLOAT, HALF, WIDTHS, call, expected, packed_case, sizes_for, without_signs
 from checks import assert_matches, same_bits
+from packings import FORMATS, Packing
 from torch_moe_metal import formats, packing, quantize, reference
 
 ops = torch.ops.moe_metal
@@ -314,6 +315,38 @@ def integers_times(format: str, bits: int, group: int, x: Tensor) -> tuple[Tenso
     values = reference.dequantize(*weight, format=format, bits=bits, dtype=torch.float64)
     x64 = x.double()
     return ops.linear(x, *weight, format=format), x64 @ values.mT, x64.abs() @ values.abs().mT
+
+
+def assert_meets_every_number(T: int, *parts: Tensor | None, format: str, bits: int = 8) -> None:
+    """`linear` with tokens that have a single 1 returns the numbers of a weight [N, C], or a number that is not finite
+    in each row that contains one."""
+    weight = ops.dequantize(*parts, format=format, bits=bits, dtype=FLOAT)
+    columns = torch.randperm(weight.shape[-1], generator=torch.Generator().manual_seed(T))[:T]
+    tokens = F.one_hot(columns, weight.shape[-1]).to(BFLOAT)
+    got, want = ops.linear(tokens, *parts, format=format).float().T, weight[:, columns]
+    finite = weight.isfinite().all(-1)
+    assert torch.equal(got.isfinite(), finite.unsqueeze(-1).expand_as(got))
+    assert ((got - want).abs() <= 2.0**-7 * want.abs() + 2.0**-126)[finite].all()  # subnormal numbers may become 0
+
+
+@pytest.mark.parametrize(
+    "packing", [*filter(None, FORMATS.values()), Packing("affine", 4, 16), Packing("affine", 4, 32)], ids=str
+)
+def test_many_tokens_meet_every_number(packing: Packing):
+    """The CPU unpacks a strip of 16 rows during its product with 17 to 40 tokens, of which the last may be half a tile,
+    and keeps it for more. It unpacks 64 columns at a time, and has other ways for the rest of rows and columns."""
+    for C in {max(packing.whole_columns, 128), max(packing.whole_columns, 32) * 5}:
+        parts = packing.weight(75, C, generator=torch.Generator().manual_seed(C))
+        for T in (16, 18, 28, 36, 44, 60, 70):
+            assert_meets_every_number(min(T, C), *parts, format=packing.format, bits=packing.bits)
+
+
+def test_many_tokens_meet_every_scale_of_mxfp8():
+    """Products of some scales are subnormal or infinite. A strip may have scales of both kinds."""
+    data = torch.randint(256, (272, 128), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    data[:256] = torch.where(data[:256] & 127 == 127, 0, data[:256])  # only the last rows contain NaN
+    scale = torch.cat([torch.arange(256), torch.full((16,), 127)]).byte().unsqueeze(-1).repeat(1, 4)
+    assert_meets_every_number(40, data, scale, format="mxfp8")
 
 
 @pytest.mark.parametrize("format, bits, group", AS_INTEGERS)
