@@ -955,6 +955,18 @@ def many_tokens() -> list[Case]:
             Case("experts", f"tiles-T{T}", {"T": T, "E": 1, "K": 1, "H": 100, "I": 70}, BIASES, {}, BFLOAT)
             for T in (8, 16, 24, 75)
         ),
+        *(
+            Case(
+                "experts",
+                "tiles-transposed" + "-interleaved" * interleaved,
+                {"T": 130, "E": 4, "K": 2, "H": 100, "I": 70},
+                BIASES,
+                {"transposed": True, "interleaved": interleaved},
+                BFLOAT,
+                fast_on=("cpu",),
+            )
+            for interleaved in (False, True)
+        ),
         Case("glu", "T32769", {"T": T, "I": 17}, (), {}, BFLOAT),
         Case("experts", "T32769", {"T": T, "E": 5, "K": 2, "H": 20, "I": 12}, BIASES, {}, BFLOAT),
         Case("experts", "T40001", {"T": 40001, "E": 8, "K": 1, "H": 64, "I": 64}, (), {}, FLOAT),

@@ -26,7 +26,19 @@ class LinearTiles {
   LinearTiles(const Linear& call, const Tensor& x)
       : call_(call), x_{elements<at::BFloat16>(x), x.size(1), call.T}, weight_(call.weight) {}
 
-  void operator()(int64_t row) {
+  // The rows of a work item.
+  static int64_t rows_of_item(const Linear& call) {
+    return WeightStrips::transposed(call.weight) ? WeightStrips::kTransposed : kRows;
+  }
+
+  void operator()(int64_t first) {
+    const int64_t end = std::min(first + rows_of_item(call_), call_.N);
+    if (WeightStrips::transposed(call_.weight)) weight_.read_transposed(0, 0, first, end - first, 1);
+    for (int64_t row = first; row < end; row += kRows) rows(row);
+  }
+
+ private:
+  void rows(int64_t row) {
     read_bias(call_.bias, row, 1, std::min(kRows, call_.N - row), bias_);
     for (int64_t i = 0; i < 2; ++i) weight_.read(i, strip(row + i * kTile), strip(row + kRows + i * kTile));
     weight_.multiply(x_, [&](int64_t g, const auto& upper, const auto& lower) {
@@ -35,7 +47,6 @@ class LinearTiles {
     });
   }
 
- private:
   StripRows strip(int64_t row) const { return {0, row, 1, std::clamp<int64_t>(call_.N - row, 0, kTile)}; }
 
   void write(int64_t token, int64_t row, const float* values) const {
@@ -53,11 +64,11 @@ class LinearTiles {
 
 inline void linear_by_tiles(const Linear& call) {
   const Tensor x = pack_rows_of_x(call);
-  const int64_t blocks = at::divup(call.N, kRows);
+  const int64_t rows = LinearTiles::rows_of_item(call), blocks = at::divup(call.N, rows);
   parallel_work_queue(blocks, [&](auto next_item) {
     const TileShapes shapes;
     LinearTiles work(call, x);
-    for (int64_t block = next_item(); block < blocks; block = next_item()) work(block * kRows);
+    for (int64_t block = next_item(); block < blocks; block = next_item()) work(block * rows);
   });
 }
 

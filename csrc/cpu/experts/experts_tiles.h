@@ -64,7 +64,25 @@ class GateUpTiles {
   GateUpTiles(const Experts& call, const Slots& slots, const TokenTiles& tokens)
       : call_(call), slots_(slots), tokens_(tokens), weight_(call.gate_up) {}
 
-  void operator()(int64_t which, int64_t row) {
+  // The rows of a work item.
+  static int64_t rows_of_item(const Experts& call) {
+    return WeightStrips::transposed(call.gate_up) ? WeightStrips::kTransposed / 2 : kRows;
+  }
+
+  void operator()(int64_t which, int64_t first) {
+    const int64_t end = std::min(first + rows_of_item(call_), call_.I);
+    if (WeightStrips::transposed(call_.gate_up)) read_transposed(slots_.experts[which], first, end - first);
+    for (int64_t row = first; row < end; row += kRows) rows(which, row);
+  }
+
+ private:
+  void read_transposed(int64_t expert, int64_t row, int64_t count) {
+    const int64_t first = row * call_.row_stride;
+    if (call_.row_stride == 2) return weight_.read_transposed(0, expert, first, 2 * count, 2);
+    weight_.read_transposed(0, expert, first, count, 1);
+    weight_.read_transposed(1, expert, first + call_.up_row_offset, count, 1);
+  }
+  void rows(int64_t which, int64_t row) {
     const int64_t expert = slots_.experts[which], first = tokens_.first[which];
     const GateUpBias bias(call_, expert, row, std::min(kRows, call_.I - row));
     for (int64_t half = 0; half < kRows; half += kTile) {
@@ -77,8 +95,6 @@ class GateUpTiles {
       });
     }
   }
-
- private:
   StripRows strip(int64_t which, int64_t row) const {
     return {slots_.experts[which], row * call_.row_stride, call_.row_stride,
             std::clamp<int64_t>(call_.I - row, 0, kTile)};
@@ -117,8 +133,12 @@ class DownTiles {
 
   void operator()(int64_t first) {
     output_.start(first);
+    const int64_t end = std::min(first + size_, call_.H);
     for (int64_t which = 0; which < slots_.used(); ++which) {
-      for (int64_t row = first; row < std::min(first + size_, call_.H); row += kRows) rows_of_expert(which, row, first);
+      if (WeightStrips::transposed(call_.down)) {
+        weight_.read_transposed(0, slots_.experts[which], first, end - first, 1);
+      }
+      for (int64_t row = first; row < end; row += kRows) rows_of_expert(which, row, first);
     }
     output_.finish();
   }
@@ -164,11 +184,11 @@ class DownTiles {
 inline void experts_by_tiles(const Experts& call, const Slots& slots) {
   const TokenTiles tokens(call, slots);
   pack_all_tokens(call, slots, tokens);
-  const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
+  const int64_t rows = GateUpTiles::rows_of_item(call), blocks = at::divup(call.I, rows), items = slots.used() * blocks;
   parallel_work_queue(items, [&](auto next_item) {
     const TileShapes shapes;
     GateUpTiles work(call, slots, tokens);
-    for (int64_t item = next_item(); item < items; item = next_item()) work(item / blocks, item % blocks * kRows);
+    for (int64_t item = next_item(); item < items; item = next_item()) work(item / blocks, item % blocks * rows);
   });
   const int64_t size = output_block(call), outputs = at::divup(call.H, size);
   parallel_work_queue(outputs, [&](auto next_item) {

@@ -25,21 +25,9 @@ inline void pack_rows(const Matrix<at::BFloat16>& weight, at::BFloat16* to) {
   const auto load_row = [&](int64_t r, int64_t k) {
     return r < weight.rows ? load_part(weight.data + r * weight.row + k, weight.columns - k) : _mm512_setzero_si512();
   };
-  // Rows r = 0 .. 15 of column k, in the low halves of words. Rows are contiguous or every second element.
-  const auto load_column = [&](int64_t k) {
-    if (weight.rows <= 0 || k >= weight.columns) return _mm512_setzero_si512();
-    const auto* from = weight.data + k * weight.column;
-    if (weight.row == 1) return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((1u << weight.rows) - 1, from));
-    return _mm512_and_si512(load_part(from, 2 * weight.rows - 1), _mm512_set1_epi32(0xffff));
-  };
   for (int64_t k = 0; k < weight.columns; k += kDepth, to += kTileSize) {
     if (weight.column == 1) {
       for (int64_t r = 0; r < kTile; ++r) tile[r] = load_row(r, k);
-    } else if (weight.row == 1 || weight.row == 2) {
-      for (int64_t p = 0; p < kTile; ++p) {
-        tile[p] = _mm512_or_si512(load_column(k + 2 * p), _mm512_slli_epi32(load_column(k + 2 * p + 1), 16));
-      }
-      transpose(tile);
     } else {
       alignas(64) at::BFloat16 gathered[kTile][kDepth] = {};
       for (int64_t r = 0; r < weight.rows; ++r) {

@@ -1,7 +1,7 @@
 // The rows of a weight in any format as left operands of the products of x86/tiles.h, for experts and linear.
 #pragma once
 #include "cpu/weights/weight_rows.h"
-#include "cpu/x86/tiles.h"
+#include "cpu/x86/transposed_rows.h"
 
 namespace moe_metal {
 
@@ -13,8 +13,23 @@ class WeightStrips {
     for (auto& strip : packed_strips_) strip = strip_of(weight);
   }
 
+  // Whether rows must be given to read_transposed() before their strips are read, at best kTransposed of them.
+  static bool transposed(const Weight& weight) {
+    return weight.format->is_dense() && weight.row == 1 && weight.column != 1;
+  }
+  static constexpr int64_t kTransposed = 128;
+  void read_transposed(int64_t which, int64_t expert, int64_t first, int64_t count, int64_t step) {
+    transposed_[which].read(weight_, expert, first, count, step);
+  }
+
   // Selects strip `which`, and the one that will probably be read next in its place.
   void read(int64_t which, const StripRows& rows, const StripRows& next) {
+    for (const TransposedRows& some : transposed_) {
+      if (some.contain(rows)) {
+        strips_.tiles[which] = some.strip(rows.first);
+        return;
+      }
+    }
     if (packed()) return packed_strips_[which]->start(rows, next);
     const auto* data = elements<at::BFloat16>(weight_.data) + weight_.place(rows.expert, rows.first);
     strips_.read(which, {data, rows.step * weight_.row, weight_.column, rows.count, weight_.columns});
@@ -86,6 +101,7 @@ class WeightStrips {
 
   const Weight& weight_;
   std::unique_ptr<PackedStrip> packed_strips_[2];
+  TransposedRows transposed_[2];
   Strips strips_;
   Products products_;
 };
