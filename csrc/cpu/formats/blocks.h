@@ -10,6 +10,7 @@
 // and for AVX-512:
 //
 //   unpack()            the codes of 128 columns, in the order kOrder
+//   unpack_in_place()   some formats: the same, but the codes of odd lanes are times 16, which saves shifts
 //   kScalesOfLanes      whether scales_of_lanes() can read the scales of these columns; a lane has four columns
 //   factors()           formats with kScalesOfLanes and kOffset: the scales of a block's groups in the even lanes, and
 //                       the numbers to subtract in the odd lanes

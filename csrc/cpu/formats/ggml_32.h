@@ -24,32 +24,18 @@ struct BlocksOf32 {
 #ifdef MOE_METAL_HAS_AVX512
   static constexpr auto kOrder = kHalvesOf32;
   static constexpr bool kScalesOfLanes = !kOffset;
-  // The scales of four blocks. Two loads contain all of them: the second has those beyond the first.
+  // The scales of four blocks. Past the end of the row the last block's is repeated.
   [[gnu::always_inline]] static __m512 scales_of_lanes(const uint8_t* row, int64_t chunk, int64_t columns) {
-    constexpr int kFirst = std::min(4, (64 - 2) / kBytes + 1);  // blocks
-    constexpr int kSecond = std::min(kFirst, 4) * kBytes < 4 * kBytes - 64 ? kFirst * kBytes : 4 * kBytes - 64;
-    static constexpr auto kWords = [] {
-      std::array<std::array<uint16_t, 32>, 2> words{};
-      for (int i = 0; i < 16; ++i) {
-        words[0][i] = static_cast<uint16_t>(i / 4 * kBytes / 2);
-        words[1][i] = static_cast<uint16_t>(std::max(0, i / 4 * kBytes - kSecond) / 2);
-      }
-      return words;
-    }();
     const uint8_t* first = row + chunk * 4 * kBytes;
     const int64_t last = columns / 32 - 1 - chunk * 4;
-    if (last < 3) return scales_of_few(first, last);
-    __m512i halves = _mm512_permutexvar_epi16(_mm512_loadu_si512(kWords[0].data()), load_512(first));
-    if constexpr (kFirst < 4) {
-      halves = _mm512_mask_permutexvar_epi16(halves, 0xffffffffu << 4 * kFirst, _mm512_loadu_si512(kWords[1].data()),
-                                             load_512(first + kSecond));
+    int64_t halves = 0;
+    for (int64_t b = 3; b >= 0; --b) {
+      uint16_t half;
+      std::memcpy(&half, first + std::min(b, last) * kBytes, sizeof(half));
+      halves = halves << 16 | half;
     }
-    return _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
-  }
-  [[gnu::noinline]] static __m512 scales_of_few(const uint8_t* first, int64_t last) {
-    alignas(64) float all[16];
-    for (int64_t i = 0; i < 16; ++i) all[i] = half_at(first + std::min(i / 4, last) * kBytes);
-    return _mm512_load_ps(all);
+    const __m512i blocks = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutexvar_ps(blocks, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_cvtsi64_si128(halves))));
   }
   // 16 bytes of each of four blocks. Past the end of the row the last block is repeated, to be multiplied by zeros.
   [[gnu::always_inline]] static __m512i bytes_of_four(const uint8_t* row, int64_t chunk, int64_t blocks, int at) {

@@ -49,7 +49,8 @@ inline __m512i quarters_shifted(__m512i bytes, int more = 0) {
   const __m512i shifts = in_quarters<a, b, c, d>();
   return _mm512_srlv_epi16(bytes, _mm512_add_epi16(shifts, _mm512_set1_epi16(static_cast<int16_t>(more))));
 }
-// An order of 128 columns like kHalvesOf32, but with the even runs of 32 first.
+// Orders of 128 columns in runs of 32, of which two are in the halves of the same bytes: like kHalvesOf32, but with the
+// even runs first; and with even runs in the even lanes, odd runs in the odd lanes.
 inline constexpr auto kHalvesOfEvenRuns = [] {
   std::array<uint8_t, 128> columns{};
   for (int i = 0; i < 128; ++i) {
@@ -58,7 +59,15 @@ inline constexpr auto kHalvesOfEvenRuns = [] {
   }
   return columns;
 }();
-// The 4-bit codes of 128 columns in runs of 32; two runs are in the halves of the same bytes.
+inline constexpr auto kRunsInLanes = [] {
+  std::array<uint8_t, 128> columns{};
+  for (int i = 0; i < 128; ++i) {
+    const int lane = i % 64 / 4, of_run = (lane ^ i / 64) % 8;
+    columns[i] = static_cast<uint8_t>(lane / 8 * 64 + lane % 2 * 32 + of_run * 4 + i % 4);
+  }
+  return columns;
+}();
+// The 4-bit codes of 128 columns in the order kHalvesOfEvenRuns.
 inline void nibbles_in_runs(const uint8_t* from, __m512i (&to)[2]) {
   const __m512i all = load_512(from);
   const __m512i low = low_nibbles(all), high = high_nibbles(all);
@@ -80,6 +89,19 @@ inline Bytes nibbles_in_runs(const uint8_t* codes, int64_t column) {
 template <int bytes, int middle>
 struct SixBitScales : BlocksOf256<bytes, 32, true, middle> {
 #ifdef MOE_METAL_HAS_AVX512
+  static constexpr bool kScalesOfLanes = true;
+  // The scales of 128 columns in an order.
+  template <const std::array<uint8_t, 128>& order>
+  [[gnu::always_inline]] static __m512 scales_in_order(const uint8_t* row, int64_t chunk) {
+    alignas(64) static constexpr auto kLanes = [] {
+      std::array<int32_t, 16> lanes{};
+      for (int i = 0; i < 16; ++i) lanes[i] = order[4 * i] / 32 * 2;  // of factors()
+      return lanes;
+    }();
+    const __m512i first = _mm512_set1_epi32(static_cast<int>(chunk % 2 * 8));
+    const __m512i lanes = _mm512_add_epi32(_mm512_load_si512(kLanes.data()), first);
+    return _mm512_permutexvar_ps(lanes, factors(SixBitScales::block_of(row, chunk)));
+  }
   // The groups' scales in the even lanes, and what is subtracted in the odd lanes.
   [[gnu::always_inline]] static __m512 factors(const uint8_t* block) {
     // A lane gets the byte with its lower bits and, in the last four groups, the byte whose highest 2 bits are its own.
@@ -103,13 +125,6 @@ struct SixBitScales : BlocksOf256<bytes, 32, true, middle> {
     const __m512i all = or_masked(low, _mm512_srli_epi32(both, 10), _mm512_set1_epi32(0x30));
     const __m512 two = _mm512_cvtph_ps(_mm256_set1_epi32(static_cast<int>(load_word(block))));
     return _mm512_mul_ps(_mm512_cvtepi32_ps(all), two);
-  }
-  static constexpr auto kOrder = kHalvesOfEvenRuns;
-  static constexpr bool kScalesOfLanes = true;
-  [[gnu::always_inline]] static __m512 scales_of_lanes(const uint8_t* row, int64_t chunk, int64_t) {
-    const __m512i groups = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 2, 2, 2, 2, 6, 6, 6, 6);
-    const __m512i lanes = _mm512_add_epi32(groups, _mm512_set1_epi32(static_cast<int>(chunk % 2 * 8)));
-    return _mm512_permutexvar_ps(lanes, factors(SixBitScales::block_of(row, chunk)));
   }
   static void scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
     for (int64_t b = 0; b < blocks; ++b, row += bytes, scale += 8, offset += 8) {
@@ -140,8 +155,19 @@ struct Q4_K : SixBitScales<144, 8> {
   static constexpr int kBits = 4;
   static Bytes codes(const uint8_t* block, int64_t column) { return nibbles_in_runs(block + 16, column); }
 #ifdef MOE_METAL_HAS_AVX512
-  [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
-    nibbles_in_runs(block_of(row, chunk) + 16 + chunk % 2 * 64, to);
+  static constexpr auto kOrder = kRunsInLanes;
+  [[gnu::always_inline]] static __m512 scales_of_lanes(const uint8_t* row, int64_t chunk, int64_t) {
+    return Q4_K::template scales_in_order<kRunsInLanes>(row, chunk);
+  }
+  [[gnu::always_inline]] static void unpack_in_place(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
+    const __m512i all = load_512(block_of(row, chunk) + 16 + chunk % 2 * 64);
+    const __m512i halves = _mm512_set1_epi64(static_cast<int64_t>(0xf0f0f0f00f0f0f0f));
+    to[0] = _mm512_and_si512(all, halves);
+    to[1] = _mm512_and_si512(_mm512_shuffle_epi32(all, _MM_PERM_CDAB), halves);
+  }
+  [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t columns, __m512i (&to)[2]) {
+    unpack_in_place(row, chunk, columns, to);
+    for (__m512i& some : to) some = _mm512_srlv_epi32(some, _mm512_set1_epi64(4LL << 32));
   }
   static __m512i words(const uint8_t* block, int64_t column) { return words_in_runs(block + 16, column); }
 #endif
@@ -154,6 +180,10 @@ struct Q5_K : SixBitScales<176, 16> {
     return nibbles_in_runs(block + 48, column) | (high & 1) << 4;
   }
 #ifdef MOE_METAL_HAS_AVX512
+  static constexpr auto kOrder = kHalvesOfEvenRuns;
+  [[gnu::always_inline]] static __m512 scales_of_lanes(const uint8_t* row, int64_t chunk, int64_t) {
+    return Q5_K::template scales_in_order<kHalvesOfEvenRuns>(row, chunk);
+  }
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     const uint8_t* block = block_of(row, chunk);
     const int first = static_cast<int>(chunk % 2 * 4);  // of the groups
@@ -192,10 +222,9 @@ struct Q6_K : BlocksOf256<210, 16, false, 32> {
   [[gnu::always_inline]] static __m512 scales_of_lanes(const uint8_t* row, int64_t chunk, int64_t) {
     const uint8_t* block = block_of(row, chunk);
     const __m512i groups = _mm512_setr_epi32(0, 0, 4, 4, 1, 1, 5, 5, 2, 2, 6, 6, 3, 3, 7, 7);
-    const __m512i integers =
-        _mm512_permutexvar_epi32(_mm512_add_epi32(groups, _mm512_set1_epi32(static_cast<int>(chunk % 2 * 8))),
-                                 _mm512_cvtepi8_epi32(load_128(block + 192)));
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(integers), _mm512_set1_ps(half_at(block + 208)));
+    const __m512 all = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_128(block + 192))),
+                                     _mm512_set1_ps(half_at(block + 208)));
+    return _mm512_permutexvar_ps(_mm512_add_epi32(groups, _mm512_set1_epi32(static_cast<int>(chunk % 2 * 8))), all);
   }
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t, __m512i (&to)[2]) {
     const uint8_t* block = block_of(row, chunk);

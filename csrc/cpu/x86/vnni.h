@@ -52,6 +52,17 @@ class IntegerDots {
  private:
   static constexpr int64_t kDigits = Digits::kCount;
 
+  // The lanes in which numbers are times 16.
+  static constexpr __mmask16 kTimes16 = requires { &Numbers::unpack_in_place; } ? 0xaaaa : 0;
+  static_assert(kTimes16 == 0 || Numbers::kOffset, "so that no middle is subtracted");
+  [[gnu::always_inline]] static inline void unpack(const uint8_t* row, int64_t chunk, int64_t columns,
+                                                   __m512i (&to)[2]) {
+    if constexpr (kTimes16 != 0)
+      Numbers::unpack_in_place(row, chunk, columns, to);
+    else
+      Numbers::unpack(row, chunk, columns, to);
+  }
+
   // Columns are in the order Numbers::kOrder.
   struct alignas(64) Chunk {
     int8_t digits[kDigits][2][64];
@@ -107,7 +118,8 @@ class IntegerDots {
     chunk.place = static_cast<int32_t>(place);
     chunk.two = all.two;
     const float unit = Numbers::kUnit * (all.two ? 256 : 1);
-    _mm512_store_ps(chunk.units, _mm512_mul_ps(_mm512_load_ps(all.units), _mm512_set1_ps(unit)));
+    const __m512 units = _mm512_mul_ps(_mm512_load_ps(all.units), _mm512_set1_ps(unit));
+    _mm512_store_ps(chunk.units, _mm512_mask_mul_ps(units, kTimes16, units, _mm512_set1_ps(1.0f / 16)));
     __m512i of_middle[kDigits];
     for (int64_t d = 0; d < kDigits; ++d) {
       of_middle[d] = _mm512_setzero_si512();
@@ -161,7 +173,7 @@ class IntegerDots {
             }
           }
           __m512i numbers[2];
-          Numbers::unpack(data + r * rows.row, p, P * kColumns, numbers);
+          unpack(data + r * rows.row, p, P * kColumns, numbers);
           const __m512 scale = [&]() __attribute__((always_inline)) {
             if constexpr (kReadsScales) return Numbers::scales_of_lanes(data + r * rows.row, p, P * kColumns);
             return _mm512_permutexvar_ps(group_of_lane, _mm512_maskz_loadu_ps(groups, of_chunk + r * rows.groups));
@@ -205,7 +217,7 @@ class IntegerDots {
       for (int r = 0; r < R; ++r) {
         const uint8_t* data = rows.data + (first + r) * rows.row;
         __m512i numbers[2];
-        Numbers::unpack(data, c, rows.columns, numbers);
+        unpack(data, c, rows.columns, numbers);
         __m512 scale;
         if constexpr (kReadsScales) {
           scale = Numbers::scales_of_lanes(data, c, rows.columns);
