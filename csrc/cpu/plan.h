@@ -49,14 +49,23 @@ inline bool experts_fit_columns(const Experts& call) {
 // Whether the processor can multiply tiles of bfloat16.
 inline bool tiles_available() { return amx_available() || bfloat16_available(); }
 
+// Whether BFloat16Dots multiplies few tokens by weights of this format. Affine codes of 2, 3 and 5 bits cross bytes, and
+// the numbers of iq4 have 8 bits.
+inline bool bfloat16_dots_are_fast(const Format& format) {
+  const bool small = format.data == DataType::words ? format.bits == 4 : format.bits <= 5;
+  return bfloat16_is_fast() && !format.is_dense() && small && !format.name.starts_with("iq4");
+}
+
 // With AMX, tiles of dense weights reach the memory bandwidth even for one token: with H 2048, I 768, E 128, K 8 on a
 // Sapphire Rapids, T = 1 takes 3.0 ms with tiles and 3.7 with dots, T = 512 takes 65 and 390. Packed weights must be
 // unpacked first, which does not pay for few tokens. Without AMX, on one core of a Zen 4: dense weights take 81 ms with
-// tiles and 74 with dots at T = 32 (2.3 tokens per used expert), 91 and 108 at 64, 236 and 479 at 512; 4-bit affine 113
-// and 93 at 64, 117 and 152 at 96; q6_k, whose scales are narrow, 224 and 195 at 96 and 216 and 269 at 128.
+// tiles and 74 with dots at T = 32 (2.3 tokens per used expert), 91 and 108 at 64, 236 and 479 at 512. On two cores,
+// q8_0 takes as long with both at 96 (6.2 tokens per expert), q6_k 76 and 88; 4-bit affine 61 and 39 at 96, 59 and 43
+// at 128, 69 and 69 at 192, 80 and 87 at 256.
 inline bool experts_fit_tiles(const Experts& call, int64_t slots, int64_t experts) {
   const bool dense = call.gate_up.format->is_dense();
-  const int64_t tokens_of_an_expert = amx_available() ? (dense ? 0 : 8) : dense ? 4 : 6;
+  const int64_t packed = bfloat16_dots_are_fast(*call.gate_up.format) ? 12 : 6;
+  const int64_t tokens_of_an_expert = amx_available() ? (dense ? 0 : 8) : dense ? 4 : packed;
   return tiles_available() && slots >= tokens_of_an_expert * experts && inner_may_be_rounded(call);
 }
 #endif
@@ -73,13 +82,12 @@ inline ExpertsWay experts_way(const Experts& call, [[maybe_unused]] int64_t slot
 // ------------------------------------------------------------------------------------------------ linear
 
 #ifdef MOE_METAL_HAS_AVX512
-// 4096 x 2048 on one core of a Zen 4, 4-bit affine: 1.4 ms with tiles and 1.7 with dots at T = 6, 1.5 and 2.2 at 8, 3.3
-// and 6.6 at 32, 41 and 85 at 512. Narrow scales take longer: q6_k is slower with tiles at T = 8. With tiny matrices,
-// rounding errors of packed weights do not average out.
+// 4096 x 2048 on one core of a Zen 4, 8-bit: as long with tiles as with dots at T = 9. 4-bit affine, in cycles for 128
+// columns of a row: 102 with tiles and 62 with dots at T = 10, 93 and 95 at 16. On an Intel, dots of 4 bits cost more:
+// 1.4 ms with tiles and 1.7 with dots at T = 6. With tiny matrices, rounding errors of packed weights do not average
+// out.
 inline bool linear_fits_tiles(const Linear& call) {
-  const Format& format = *call.weight.format;
-  const bool fast_dots = bfloat16_is_fast() && !format.is_dense() && format.bits <= 5;
-  const int64_t tokens = fast_dots ? kFewTokens + 1 : kFewTokens;
+  const int64_t tokens = bfloat16_dots_are_fast(*call.weight.format) ? 16 : kFewTokens;
   return tiles_available() && call.T >= tokens && call.x.scalar_type() == at::kBFloat16 &&
          std::min(call.H, call.N) >= 64;
 }

@@ -180,19 +180,6 @@ inline constexpr auto kHalvesOf32 = [] {
   for (int i = 0; i < 128; ++i) columns[i] = static_cast<uint8_t>(i % 64 / 16 * 32 + i / 64 * 16 + i % 16);
   return columns;
 }();
-// The same for runs of 16; runs of the first and of the last 64 columns alternate.
-inline constexpr auto kHalvesOf16 = [] {
-  std::array<uint8_t, 128> columns{};
-  for (int i = 0; i < 128; ++i) {
-    columns[i] = static_cast<uint8_t>(i % 16 / 8 * 64 + i % 64 / 16 * 16 + i / 64 * 8 + i % 8);
-  }
-  return columns;
-}();
-// Puts the columns 0 to 63 and 64 to 127 in the order kHalvesOf16.
-inline void halves_of_16(__m512i low, __m512i high, __m512i (&to)[2]) {
-  to[0] = _mm512_unpacklo_epi64(low, high);
-  to[1] = _mm512_unpackhi_epi64(low, high);
-}
 
 // Loads once: compilers repeat an unaligned load for each of its uses, and most of these touch two cache lines.
 inline __m512i load_512(const uint8_t* from) {

@@ -37,6 +37,6 @@ template <int bits>
 using AffineDots = FewDots<Integers<bits, false>>;
 #else
 template <int bits>
-using AffineDots = std::conditional_t<bits == 4, FewDots<Integers<4, false>>, NoDots>;
+using AffineDots = std::conditional_t<bits == 4 || bits == 8, FewDots<Integers<bits, false>>, NoDots>;
 #endif
 }  // namespace moe_metal

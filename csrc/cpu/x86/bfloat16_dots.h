@@ -16,20 +16,24 @@ class BFloat16Dots : public IntegerDots<Numbers> {
  public:
   using Base::kReadsScales;
   static constexpr bool kExists = Numbers::kMiddle <= 16;  // so numbers are below 32, the size of the table
+  static bool takes(const ScaledRows& rows, int64_t tokens) {
+    return Base::takes(rows, bfloat16_is_fast() && tokens <= kTokensByRows ? 1 : tokens);
+  }
   // The result of a token with tiny numbers is NaN.
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
     // One token: 4096 x 2048 in 4 bits takes 131 us, and 116 as integers, which take fewer lookups.
     if (!bfloat16_is_fast() || tokens.count == 1) return Base::operator()(rows, tokens);
     const int64_t bytes = at::divup(sums_at(rows) + sums_of(rows) * sizeof(float), kLine) * kLine;
-    const auto forms = forms_.template look_up_each<kFewTokens>(tokens, bytes, [&](const float* x, char* form) {
+    const auto forms = forms_.template look_up_each<kTokensByRows>(tokens, bytes, [&](const float* x, char* form) {
       lay_out(x, rows, form);
       return bytes;
     });
     for (int64_t n = 0, some; n < tokens.count; n += some) {
       constexpr decltype(&BFloat16Dots::all_rows<4, 2>) kWays[] = {
-          &BFloat16Dots::all_rows<4, 2>, &BFloat16Dots::all_rows<4, 3>, &BFloat16Dots::all_rows<2, 4>};
+          &BFloat16Dots::all_rows<4, 2>, &BFloat16Dots::all_rows<4, 3>, &BFloat16Dots::all_rows<2, 4>,
+          &BFloat16Dots::all_rows<2, 5>, &BFloat16Dots::all_rows<2, 6>};
       const int64_t left = tokens.count - n;
-      some = at::divup(left, at::divup(left, 4));  // five tokens are three and two
+      some = at::divup(left, at::divup(left, 6));  // seven tokens are four and three
       (this->*kWays[some - 2])(rows, &forms[n], tokens.out + n);
     }
   }

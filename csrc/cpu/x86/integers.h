@@ -135,6 +135,21 @@ inline __m128 sums_of_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
   return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
+// An order of 128 columns: in runs of 16, first halves, then second halves; runs of the first and of the last 64 columns
+// alternate. A lane sums 8 columns, which share a scale.
+inline constexpr auto kHalvesOf16 = [] {
+  std::array<uint8_t, 128> columns{};
+  for (int i = 0; i < 128; ++i) {
+    columns[i] = static_cast<uint8_t>(i % 16 / 8 * 64 + i % 64 / 16 * 16 + i / 64 * 8 + i % 8);
+  }
+  return columns;
+}();
+// Puts the columns 0 to 63 and 64 to 127 in the order kHalvesOf16.
+inline void halves_of_16(__m512i low, __m512i high, __m512i (&to)[2]) {
+  to[0] = _mm512_unpacklo_epi64(low, high);
+  to[1] = _mm512_unpackhi_epi64(low, high);
+}
+
 // Weights as unsigned integers: codes, or e2m1 times 2, plus the middle.
 template <int bits, bool kE2m1s>
 struct Integers {
@@ -143,8 +158,9 @@ struct Integers {
   static constexpr int kMiddle = kE2m1s ? 12 : 1 << (bits - 1);
   static constexpr float kUnit = kE2m1s ? 0.5f : 1;
 
-  // 128 columns: the even ones, then the odd ones, so that a lane sums eight neighbours.
+  // 128 columns. With 4 bits, the even ones, then the odd ones, so that a lane sums eight neighbours.
   static constexpr auto kOrder = [] {
+    if (bits == 8) return kHalvesOf16;
     std::array<uint8_t, 128> columns{};
     for (int i = 0; i < 128; ++i) columns[i] = static_cast<uint8_t>(i % 64 * 2 + i / 64);
     return columns;
@@ -152,9 +168,15 @@ struct Integers {
   static constexpr int kColumns = 8, kBytes = bits;
   [[gnu::always_inline]] static inline void unpack(const uint8_t* row, int64_t chunk, int64_t columns,
                                                    __m512i (&to)[2]) {
-    const int64_t at = chunk * 64, row_bytes = columns / 2;
-    const __mmask64 left = row_bytes - at >= 64 ? ~0ull : (1ull << (row_bytes - at)) - 1;
-    split(_mm512_maskz_loadu_epi8(left, row + at), to);
+    const int64_t row_bytes = columns / 8 * bits;
+    const auto load = [&](int64_t at) __attribute__((always_inline)) {
+      const int64_t left = std::clamp<int64_t>(row_bytes - at, 0, 64);
+      return _mm512_maskz_loadu_epi8(left == 64 ? ~0ull : (1ull << left) - 1, row + at);
+    };
+    if constexpr (bits == 4)
+      split(load(chunk * 64), to);
+    else
+      halves_of_16(load(chunk * 128), load(chunk * 128 + 64), to);
   }
   // Unpacks 64 bytes of codes to one byte each: for 4 bits, the even ones, then the odd ones.
   [[gnu::always_inline]] static inline void split(__m512i bytes, __m512i (&to)[8 / bits]) {
