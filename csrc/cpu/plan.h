@@ -82,12 +82,12 @@ inline ExpertsWay experts_way(const Experts& call, [[maybe_unused]] int64_t slot
 // ------------------------------------------------------------------------------------------------ linear
 
 #ifdef MOE_METAL_HAS_AVX512
-// 4096 x 2048 on one core of a Zen 4, 8-bit: as long with tiles as with dots at T = 9. 4-bit affine, in cycles for 128
-// columns of a row: 102 with tiles and 62 with dots at T = 10, 93 and 95 at 16. On an Intel, dots of 4 bits cost more:
-// 1.4 ms with tiles and 1.7 with dots at T = 6. With tiny matrices, rounding errors of packed weights do not average
-// out.
+// Cycles for 128 columns of a row on one core of a Zen 4: 4-bit affine 102 with tiles and 62 with dots at T = 10, 89 and
+// 95 at 16; q6_k 95 and 87 at 8. With tiny matrices, rounding errors of packed weights do not average out.
 inline bool linear_fits_tiles(const Linear& call) {
-  const int64_t tokens = bfloat16_dots_are_fast(*call.weight.format) ? 16 : kFewTokens;
+  const Format& format = *call.weight.format;
+  const bool few = bfloat16_is_fast() && !format.is_dense();
+  const int64_t tokens = bfloat16_dots_are_fast(format) ? 16 : few ? kFewTokens + 1 : kFewTokens;
   return tiles_available() && call.T >= tokens && call.x.scalar_type() == at::kBFloat16 &&
          std::min(call.H, call.N) >= 64;
 }

@@ -117,8 +117,9 @@ class PackedStripRows final : public PackedStrip {
     const auto multiply = [&](auto product) {
       product(to, groups.data, groups.size, some_->columns / kDepth, c, false, Ahead(*this, to));
     };
-    groups.count() == 2 ? multiply(multiply_by_vectors<2, false, Ahead>)
-                        : multiply(multiply_by_vectors<2, true, Ahead>);
+    groups.count() == 1   ? multiply(multiply_by_vectors<1, false, Ahead>)
+    : groups.count() == 2 ? multiply(multiply_by_vectors<2, false, Ahead>)
+                          : multiply(multiply_by_vectors<2, true, Ahead>);
   }
 
   [[MOE_METAL_BF16, gnu::noinline]] void pack_part(int64_t first, int64_t end, at::BFloat16* to) const {

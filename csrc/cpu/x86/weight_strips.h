@@ -88,7 +88,7 @@ class WeightStrips {
     const bool half = groups.count() == 3 && groups.tokens <= 2 * kTile + kTile / 2;
     const int64_t some = half ? 3 : 2;
     tiles.ring = more || groups.count() > some ? ~int64_t{0} : 2 * kAtOnce - 1;
-    if (groups.tokens > kTile && strip.multiply(tiles, groups.subrange(0, some), c)) {
+    if (groups.tokens > kTile / 2 && strip.multiply(tiles, groups.subrange(0, some), c)) {
       if (groups.count() > some) {
         multiply_strip(tiles, groups.subrange(some, kGroups - some), strips_.blocks(), c + some, false);
       }
