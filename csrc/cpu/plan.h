@@ -82,8 +82,8 @@ inline ExpertsWay experts_way(const Experts& call, [[maybe_unused]] int64_t slot
 // ------------------------------------------------------------------------------------------------ linear
 
 #ifdef MOE_METAL_HAS_AVX512
-// Cycles for 128 columns of a row on one core of a Zen 4: 4-bit affine 102 with tiles and 62 with dots at T = 10, 89 and
-// 95 at 16; q6_k 95 and 87 at 8. With tiny matrices, rounding errors of packed weights do not average out.
+// Cycles for 128 columns of a row on one core of a Zen 4: 4-bit affine 102 with tiles and 62 with dots at T = 10, 87 and
+// 95 at 16; q6_k 95 and 84 at 8, q8_0 88 and 76. With tiny matrices, rounding errors of packed weights do not average out.
 inline bool linear_fits_tiles(const Linear& call) {
   const Format& format = *call.weight.format;
   const bool few = bfloat16_is_fast() && !format.is_dense();
