@@ -49,8 +49,8 @@ inline bool experts_fit_columns(const Experts& call) {
 // Whether the processor can multiply tiles of bfloat16.
 inline bool tiles_available() { return amx_available() || bfloat16_available(); }
 
-// Whether BFloat16Dots multiplies few tokens by weights of this format. Affine codes of 2, 3 and 5 bits cross bytes, and
-// the numbers of iq4 have 8 bits.
+// Whether BFloat16Dots multiplies few tokens by weights of this format. Affine codes of 2, 3 and 5 bits cross bytes,
+// and the numbers of iq4 have 8 bits.
 inline bool bfloat16_dots_are_fast(const Format& format) {
   const bool small = format.data == DataType::words ? format.bits == 4 : format.bits <= 5;
   return bfloat16_is_fast() && !format.is_dense() && small && !format.name.starts_with("iq4");
@@ -82,8 +82,9 @@ inline ExpertsWay experts_way(const Experts& call, [[maybe_unused]] int64_t slot
 // ------------------------------------------------------------------------------------------------ linear
 
 #ifdef MOE_METAL_HAS_AVX512
-// Cycles for 128 columns of a row on one core of a Zen 4: 4-bit affine 102 with tiles and 62 with dots at T = 10, 87 and
-// 95 at 16; q6_k 95 and 84 at 8, q8_0 88 and 76. With tiny matrices, rounding errors of packed weights do not average out.
+// Cycles for 128 columns of a row on one core of a Zen 4: 4-bit affine 102 with tiles and 62 with dots at T = 10, 87
+// and 95 at 16; q6_k 95 and 84 at 8, q8_0 88 and 76. With tiny matrices, rounding errors of packed weights do not
+// average out.
 inline bool linear_fits_tiles(const Linear& call) {
   const Format& format = *call.weight.format;
   const bool few = bfloat16_is_fast() && !format.is_dense();

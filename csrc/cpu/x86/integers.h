@@ -135,8 +135,8 @@ inline __m128 sums_of_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
   return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-// An order of 128 columns: in runs of 16, first halves, then second halves; runs of the first and of the last 64 columns
-// alternate. A lane sums 8 columns, which share a scale.
+// An order of 128 columns: in runs of 16, first halves, then second halves; runs of the first and of the last 64
+// columns alternate. A lane sums 8 columns, which share a scale.
 inline constexpr auto kHalvesOf16 = [] {
   std::array<uint8_t, 128> columns{};
   for (int i = 0; i < 128; ++i) {
