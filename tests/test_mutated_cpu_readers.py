@@ -70,6 +70,8 @@ FAULTS = [
           "scales[r * weight.groups + g + i - (g > 0)]", LINEAR),
     Fault("first_group_in_tiles", "x86/packed_strips.h", " + (column >> shift_)", "", NUMBERS),
     Fault("two_blocks_late", "x86/packed_strips.h", "start(block + 2)", "start(block)", NUMBERS),
+    Fault("half_of_the_only_tile", "x86/packed_strips.h", "multiply_by_vectors<1, false, Ahead>",
+          "multiply_by_vectors<0, true, Ahead>", NUMBERS),
     Fault("first_tokens_in_half_a_tile", "x86/avx512_bf16.h", "here + G * size, sizeof", "here, sizeof", NUMBERS),
     Fault("short_ring_for_many_tokens", "x86/weight_strips.h", "more || groups.count() > some ?", "more ?", NUMBERS),
     Fault("scales_of_one_row_for_16", "x86/rounded.h", "!= 0) return false;", "!= 0) break;", REFERENCE),

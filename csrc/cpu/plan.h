@@ -60,12 +60,12 @@ inline bool bfloat16_dots_are_fast(const Format& format) {
 // Sapphire Rapids, T = 1 takes 3.0 ms with tiles and 3.7 with dots, T = 512 takes 65 and 390. Packed weights must be
 // unpacked first, which does not pay for few tokens. Without AMX, on one core of a Zen 4: dense weights take 81 ms with
 // tiles and 74 with dots at T = 32 (2.3 tokens per used expert), 91 and 108 at 64, 236 and 479 at 512. On two cores,
-// q8_0 takes as long with both at 96 (6.2 tokens per expert), q6_k 76 and 88; 4-bit affine 61 and 39 at 96, 59 and 43
-// at 128, 69 and 69 at 192, 80 and 87 at 256.
+// at 96 (6.2 tokens per expert) q8_0 takes 63 and 56, 8-bit affine 58 and 60, q6_k 68 and 68, 4-bit affine 53 and 34;
+// at 128 q8_0 70 and 82; at 192 4-bit affine 68 and 67.
 inline bool experts_fit_tiles(const Experts& call, int64_t slots, int64_t experts) {
   const bool dense = call.gate_up.format->is_dense();
-  const int64_t packed = bfloat16_dots_are_fast(*call.gate_up.format) ? 12 : 6;
-  const int64_t tokens_of_an_expert = amx_available() ? (dense ? 0 : 8) : dense ? 4 : packed;
+  int64_t tokens_of_an_expert = dense ? 4 : bfloat16_dots_are_fast(*call.gate_up.format) ? 12 : 6;
+  if (amx_available()) tokens_of_an_expert = dense ? 0 : 8;
   return tiles_available() && slots >= tokens_of_an_expert * experts && inner_may_be_rounded(call);
 }
 #endif
@@ -87,8 +87,8 @@ inline ExpertsWay experts_way(const Experts& call, [[maybe_unused]] int64_t slot
 // average out.
 inline bool linear_fits_tiles(const Linear& call) {
   const Format& format = *call.weight.format;
-  const bool few = bfloat16_is_fast() && !format.is_dense();
-  const int64_t tokens = bfloat16_dots_are_fast(format) ? 16 : few ? kFewTokens + 1 : kFewTokens;
+  int64_t tokens = kFewTokens;
+  if (bfloat16_is_fast() && !format.is_dense()) tokens = bfloat16_dots_are_fast(format) ? 16 : kFewTokens + 1;
   return tiles_available() && call.T >= tokens && call.x.scalar_type() == at::kBFloat16 &&
          std::min(call.H, call.N) >= 64;
 }

@@ -17,7 +17,7 @@ class BFloat16Dots : public IntegerDots<Numbers> {
   using Base::kReadsScales;
   static constexpr bool kExists = Numbers::kMiddle <= 16;  // so numbers are below 32, the size of the table
   static bool takes(const ScaledRows& rows, int64_t tokens) {
-    return Base::takes(rows, bfloat16_is_fast() && tokens <= kTokensByRows ? 1 : tokens);
+    return Base::takes(rows, tokens, bfloat16_is_fast() ? kTokensByRows : kFewTokens);
   }
   // The result of a token with tiny numbers is NaN.
   void operator()(const ScaledRows& rows, const Tokens& tokens) {

@@ -15,8 +15,8 @@ class IntegerDots {
   static constexpr int64_t kRowsAtOnce = 1;
   static constexpr bool kReadsScales = Numbers::kScalesOfLanes;  // from the blocks, so ScaledRows need not have them
   static constexpr bool kReadsOffsets = kReadsScales && Numbers::kOffset;
-  static bool takes(const ScaledRows& rows, int64_t tokens) {
-    return vnni_available() && tokens <= kFewTokens && rows.columns > 0;
+  static bool takes(const ScaledRows& rows, int64_t tokens, int64_t most = kFewTokens) {
+    return vnni_available() && tokens <= most && rows.columns > 0;
   }
   // The result of a token without digits is NaN.
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
