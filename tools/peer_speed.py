@@ -70,18 +70,15 @@ def write(path: Path, model: str, layers: int, type: str) -> Path:
         else:
             data, *_ = packing_of(kind, torch.float32).weight(*tensor.shape, generator=generator)
         writer.add_tensor(name, np.ascontiguousarray(data.numpy()), raw_dtype=GGMLQuantizationType[kind.upper()])
-    return read_from_disk(gguf_files.written(writer, path, 3))
+    return only_on_disk(gguf_files.written(writer, path, 3))
 
 
-def read_from_disk(path: Path) -> Path:
-    """Reads a new file, as after a restart. Linux keeps what a program reads in larger pages than what it writes, and
-    reading from these is faster."""
+def only_on_disk(path: Path) -> Path:
+    """Removes a new file from memory, as after a restart: Linux keeps what a program has written in small pages."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while file.read(1 << 24):
-            pass
     return path
 
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import arguments, nn, reference, refusals, tuning
+from . import arguments, huge_pages, nn, reference, refusals, tuning
 from .after_import import after_import
 from .fake import fake
 from .integration import is_supported, packed_checkpoints
@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # Editors and type checkers see the specification itself: sig
 __version__ = "0.1.0"
 
 
+huge_pages.for_tensors()
 if tuning.is_built():
     tuning.load()
 

@@ -17,8 +17,6 @@ from .formats import BITS, FORMATS, GROUPS, any_of
 MXFP4_GROUP, FP8_BLOCK = FORMATS["mxfp4"].scale_columns, FORMATS["fp8"].scale_rows
 #: The prefix of GGML's codebook formats, which are not supported.
 CODEBOOKS = ("iq1", "iq2", "iq3", "tq1", "tq2")
-#: The values of e4m3's 256 codes. Some devices do not support PyTorch's float8.
-E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 #: Values that are quantised at a time; each temporarily takes up to 80 bytes.
 PIECE = 1 << 19
 
@@ -160,7 +158,9 @@ def _nvfp4(rows: Tensor) -> tuple[Tensor, ...]:
     groups = rows.unflatten(-1, (-1, FORMATS["nvfp4"].scale_columns))
     largest = groups.abs().amax(-1, keepdim=True)
     scale = _nearest_code((largest / 6).nan_to_num(0.0).clamp(max=448), 3, -6)
-    quotients = groups / E4M3.to(scale.device)[scale.int()]
+    # The values of e4m3's 256 codes. Some devices do not support PyTorch's float8.
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    quotients = groups / values.to(scale.device)[scale.int()]
     codes = _nearest_code(quotients.nan_to_num(0.0, 0.0, 0.0).clamp(-6, 6), 1, 0, lambda steps: (steps - 0.5).ceil())
     codes = codes.masked_fill(codes == 8, 0)  # no negative zero
     return pack(codes.flatten(-2), 4), scale.masked_fill(~largest.isfinite(), 127).squeeze(-1)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .. import huge_pages
 from ..formats import FORMATS
 
 #: GGML's type numbers, and our names of the types.
@@ -94,7 +95,9 @@ class GgufFile:
 
 def pages(file: Path) -> torch.UntypedStorage:
     """A whole file, mapped privately: writes stay in memory and never reach the file."""
-    return torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
+    mapped = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
+    huge_pages.for_file(mapped)
+    return mapped
 
 
 def parts_of(path: Path, count: int) -> list[Path]:
