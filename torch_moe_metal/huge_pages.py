@@ -1,5 +1,5 @@
-"""Huge pages on Linux, where most pages have 4 KB. A token of an MoE model reads hundreds of megabytes of weights, which
-no cache keeps, and with small pages also the page tables of these weights.
+"""Huge pages on Linux, where most pages have 4 KB. A token of an MoE model reads hundreds of megabytes of weights,
+which no cache keeps, and with small pages also the page tables of these weights.
 
 Other systems, and a Linux that never gives huge pages, ignore both requests.
 """
