@@ -21,6 +21,7 @@ import torch_moe_metal
 from test_mutated_readers import named_in
 
 ROOT = Path(__file__).resolve().parents[1]
+PROCESSOR = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 ISA = "avx512"  # the instruction set of the broken readers
 BUILT = ROOT / "build" / "objects" / f"torch-{torch.__version__}" / f"torch_moe_metal._cpu_{ISA}"
 
@@ -134,11 +135,15 @@ def changed(file: Path, line: str, broken: str) -> None:
     file.write_text(text.replace(line, broken))
 
 
-def copied_sources(folder: Path, emulate_amx: bool, fast_bfloat16: bool = False) -> Path:
+def copied_sources(folder: Path, emulate_amx: bool, fast_bfloat16: bool = False, tiles: bool = True) -> Path:
+    """tiles: use tiles of bfloat16 on any processor that has the instructions."""
     sources = folder / "csrc"
     shutil.copytree(ROOT / "csrc", sources)
     fast = "inline bool bfloat16_is_fast() {\n"
     changed(sources / "cpu" / "processor.h", fast, f"{fast}  return {str(fast_bfloat16).lower()};\n")
+    if tiles:
+        rule = "return amx_available() || bfloat16_is_fast();"
+        changed(sources / "cpu" / "plan.h", rule, "return amx_available() || bfloat16_available();")
     if emulate_amx:
         emulation = f'#include <immintrin.h>\n#include "{ROOT}/tests/emulated_amx.h"'
         changed(sources / "cpu" / "processor.h", "#include <immintrin.h>", emulation)
@@ -154,6 +159,7 @@ def run(*command: str | Path) -> str:
 def library(sources: Path, reached: set[str], folder: Path) -> Path:
     """The built library, with only the files that a change affects compiled again."""
     built = sorted((BUILT / "csrc" / "cpu").rglob("*.o"))
+    reached = reached | CHOOSE_TILES
     link = [folder / compiled.name if compiled.stem in reached else compiled for compiled in built]
 
     def compile_again(compiled: Path) -> None:
@@ -180,6 +186,9 @@ def run_tests(made: Path, folder: Path, *options: str) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
 
 
+# The files that choose tiles of bfloat16. Built for an Intel without AMX they choose none.
+INTEL = "GenuineIntel" in PROCESSOR and "amx_bf16" not in PROCESSOR
+CHOOSE_TILES = {"experts", "linear"} if INTEL else set()
 # The files with AMX instructions.
 OF_AMX = {"affine_rows", "affine_rows_across_bytes", "float_rows", "experts", "gate", "linear"}
 
@@ -237,11 +246,13 @@ def test_tiles_on_emulated_amx(tmp_path: Path):
 @pytest.mark.slow
 @for_avx512
 @from_a_build
-def test_dots_of_other_processors(tmp_path: Path):
-    """On AMD's processors with products of integers, on Intel's with products of bfloat16."""
-    amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
-    made = library(copied_sources(tmp_path, False, not amd), {"affine_rows", "float_rows", "ggml_k_rows"}, tmp_path)
-    chosen = "few_tokens or small_scale or linear_equals"
+def test_products_of_other_processors(tmp_path: Path):
+    """On AMD's processors those of an Intel without AMX: integers for few tokens and floats for many. On Intel's those
+    of AMD's: bfloat16."""
+    amd = "AuthenticAMD" in PROCESSOR
+    reached = {"affine_rows", "float_rows", "ggml_k_rows", "experts", "linear"}
+    made = library(copied_sources(tmp_path, False, not amd, tiles=False), reached, tmp_path)
+    chosen = "few_tokens or many_tokens or small_scale or linear_equals"
     done = run_tests(made, tmp_path, "test_quantized.py", "test_ggml.py", "-k", chosen)
     assert done.returncode == 0, done.stdout[-3000:]
 

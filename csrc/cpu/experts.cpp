@@ -9,7 +9,7 @@
 //            Scratch: T * K * I floats for inner, and T * H for x as float.
 //   columns  few tokens, and weights with contiguous columns: items are ranges of columns. Additional scratch: the sums
 //            of each range, T * K * (H / kPart * 2I + I / kPart * H) floats.
-//   tiles    bfloat16 on processors with AMX or AVX512-BF16. inner and packed weights are rounded to bfloat16.
+//   tiles    bfloat16 with AMX, or AVX512-BF16 of AMD. inner and packed weights are rounded to bfloat16.
 //            Scratch: 2 * (H + I) bytes for each slot; the slots of each expert are rounded up to 16.
 // All ways also keep the sums of one block of the output per thread: up to T * 128 floats.
 #include "cpu/experts/experts_columns.h"
