@@ -45,6 +45,7 @@ EXPERTS = "test_quantized.py::test_experts_equal_mlx_gather_qmm"
 REFERENCE = "test_ops.py::test_equals_the_reference"
 MAGNITUDE = "test_quantized.py::test_few_tokens_of_any_magnitude"
 UNUSED = "test_quantized.py::test_few_tokens_with_a_number_that_no_weight_uses"
+MANY_UNUSED = "test_quantized.py::test_many_tokens_with_a_number_that_no_weight_uses"
 NOT_FINITE = "test_quantized.py::test_few_tokens_that_are_not_finite"
 GGUF = "test_ggml.py::test_dequantize_equals_gguf"
 GGUF_LINEAR = "test_ggml.py::test_linear_equals_gguf"
@@ -108,6 +109,17 @@ FAULTS = [
     Fault("last_chunk_forgotten", "x86/bfloat16_dots.h", "rows.columns % kColumns > 0", "false", MAGNITUDE),
     Fault("tiny_numbers_are_0", "x86/bfloat16_dots.h", "if (tiny) *to = NAN;", "(void)tiny;", TINY),
     Fault("offsets_of_each_chunk", "x86/bfloat16_dots.h", "if (p > 0) continue;", "", GGUF_LINEAR),
+    Fault("low_digits_twice_in_panels", "x86/integer_panels.h", "x[n]->digits[0], step)", "x[n]->digits[1], step)",
+          NUMBERS),
+    Fault("lanes_in_the_order_of_codes", "x86/integer_panels.h", "lanes[half][kLanesInOrder[i]]", "lanes[half][i]",
+          NUMBERS),
+    Fault("scales_of_the_first_panel", "x86/integer_panels.h", "(chunk * kColumns >> rows.shift) * kPanelRows", "0",
+          NUMBERS),
+    Fault("rests_forgotten_in_panels", "x86/integer_panels.h", "if (rest) product(", "if (false) product(",
+          MANY_UNUSED),
+    Fault("tokens_without_digits_are_nan", "weights/packed_rows.h", "{tokens.x + n, tokens.out + n, 1});\n    }\n  }\n  //",
+          "{tokens.x, tokens.out, 0});\n    }\n  }\n  //", MANY_UNUSED),
+    Fault("rows_beyond_the_last_in_panels", "x86/integer_panels.h", "if (row >= rows.rows) break;", "", WALL),
     Fault("columns_begin_anew", "gate/gate_vectors.h", "b > 0", "false", REFERENCE),
     Fault("pair_swapped_in_vectors", "x86/avx512_bf16.h", "r * row + k, sizeof", "r * row + (k ^ 2), sizeof",
           REFERENCE),
@@ -135,15 +147,18 @@ def changed(file: Path, line: str, broken: str) -> None:
     file.write_text(text.replace(line, broken))
 
 
-def copied_sources(folder: Path, emulate_amx: bool, fast_bfloat16: bool = False, tiles: bool = True) -> Path:
-    """tiles: use tiles of bfloat16 on any processor that has the instructions."""
+TILES = "return amx_available() || bfloat16_is_fast();"  # the rule of plan.h
+
+
+def copied_sources(
+    folder: Path, emulate_amx: bool, fast_bfloat16: bool = False, tiles: str = "amx_available() || bfloat16_available()"
+) -> Path:
+    """tiles: when to use tiles of bfloat16."""
     sources = folder / "csrc"
     shutil.copytree(ROOT / "csrc", sources)
     fast = "inline bool bfloat16_is_fast() {\n"
     changed(sources / "cpu" / "processor.h", fast, f"{fast}  return {str(fast_bfloat16).lower()};\n")
-    if tiles:
-        rule = "return amx_available() || bfloat16_is_fast();"
-        changed(sources / "cpu" / "plan.h", rule, "return amx_available() || bfloat16_available();")
+    changed(sources / "cpu" / "plan.h", TILES, f"return {tiles};")
     if emulate_amx:
         emulation = f'#include <immintrin.h>\n#include "{ROOT}/tests/emulated_amx.h"'
         changed(sources / "cpu" / "processor.h", "#include <immintrin.h>", emulation)
@@ -189,6 +204,8 @@ def run_tests(made: Path, folder: Path, *options: str) -> subprocess.CompletedPr
 # The files that choose tiles of bfloat16. Built for an Intel without AMX they choose none.
 INTEL = "GenuineIntel" in PROCESSOR and "amx_bf16" not in PROCESSOR
 CHOOSE_TILES = {"experts", "linear"} if INTEL else set()
+# Panels of integers are for processors without tiles.
+OF_PANELS = [fault for fault in FAULTS if fault.file == "x86/integer_panels.h" or fault.name.startswith("tokens_without")]
 # The files with AMX instructions.
 OF_AMX = {"affine_rows", "affine_rows_across_bytes", "float_rows", "experts", "gate", "linear"}
 
@@ -197,6 +214,8 @@ def reached_by(fault: Fault) -> set[str]:
     """The files to compile again: those of the formats in which the fault's test detects it."""
     if fault.amx:
         return OF_AMX - {"affine_rows_across_bytes", "float_rows"}
+    if fault in OF_PANELS:
+        return {"affine_rows", "linear"}
     if fault.file == "gate/gate_vectors.h":
         return {"gate"}
     if fault.file == "x86/weight_strips.h":
@@ -226,7 +245,8 @@ from_a_build = pytest.mark.skipif(
 @from_a_build
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_broken_readers_are_detected(fault: Fault, tmp_path: Path):
-    sources = copied_sources(tmp_path, fault.amx, fault.file == "x86/bfloat16_dots.h")
+    tiles = {"tiles": "false"} if fault in OF_PANELS else {}
+    sources = copied_sources(tmp_path, fault.amx, fault.file == "x86/bfloat16_dots.h", **tiles)
     changed(sources / "cpu" / fault.file, fault.line, fault.broken)
     choose = ["-k", "many_tokens or tiles-"] if fault.test == REFERENCE else []
     done = run_tests(library(sources, reached_by(fault), tmp_path), tmp_path, fault.test, *choose)
@@ -251,7 +271,7 @@ def test_products_of_other_processors(tmp_path: Path):
     of AMD's: bfloat16."""
     amd = "AuthenticAMD" in PROCESSOR
     reached = {"affine_rows", "float_rows", "ggml_k_rows", "experts", "linear"}
-    made = library(copied_sources(tmp_path, False, not amd, tiles=False), reached, tmp_path)
+    made = library(copied_sources(tmp_path, False, not amd, tiles=TILES[7:-1]), reached, tmp_path)
     chosen = "few_tokens or many_tokens or small_scale or linear_equals"
     done = run_tests(made, tmp_path, "test_quantized.py", "test_ggml.py", "-k", chosen)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -408,6 +408,24 @@ def test_few_tokens_with_a_number_that_no_weight_uses(format: str, bits: int, gr
         assert ((got - want[some]).abs() <= 2.0**-8 * want[some].abs() + 2.0**-20 * size[some]).all()
 
 
+@pytest.mark.parametrize("large", [2.0**12, 2.0**15, 2.0**40])
+@pytest.mark.parametrize("format, bits, group", AS_INTEGERS)
+def test_many_tokens_with_a_number_that_no_weight_uses(format: str, bits: int, group: int, large: float):
+    """For many tokens, weights may be rounded to bfloat16. Token 7 is too small for digits."""
+    weight = with_a_column_of_zeros(format, bits, group)
+    values = reference.dequantize(*weight, format=format, bits=bits, dtype=torch.float64)
+    x = random(21, columns_of(group))
+    x[:, 0] = large
+    x[3, 0], x[5], x[7, 0] = 0, 0, 0
+    x[7] *= 2.0**-110
+    x = x.to(BFLOAT)
+    want, size = x.double() @ values.mT, x.double().abs() @ values.abs().mT
+    if format == "affine":
+        size += 2.0**-12 * x.double().abs() @ (weight[2].abs().double().repeat_interleave(group, 1)).mT
+    got = ops.linear(x, *weight, format=format).double()
+    assert ((got - want).abs() <= 2.0**-8 * (want.abs() + size)).all()
+
+
 @pytest.mark.parametrize("T", [1, 2, 4, 40])
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=str)
 @pytest.mark.parametrize("format, bits, group", [("affine", 5, 32), ("affine", 8, 128), *AS_INTEGERS, ("fp8", 8, 128)])

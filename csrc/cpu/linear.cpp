@@ -28,6 +28,8 @@ void rows(const Linear& call, const Tensor& x) {
   };
   const float* from = elements<float>(x);
   auto* to = call.output.mutable_data_ptr<Scalar>();
+  const bool many = T >= kWorthIntegerPanels && call.x.scalar_type() == at::kBFloat16;
+  const auto prepared = many ? prepare_tokens(call.weight, x) : nullptr;
   parallel_work_queue(blocks, [&](auto next_item) {
     const auto weight = rows_of(call.weight, call.x.scalar_type() == at::kBFloat16);
     std::optional<Panel> panel;
@@ -42,7 +44,7 @@ void rows(const Linear& call, const Tensor& x) {
       for (int64_t t = 0; t < T; t += kTokens) {
         const int64_t tokens = std::min(kTokens, T - t);
         for (int64_t i = 0; i < tokens; ++i) rows_of_x[i] = from + (t + i) * call.H, out[i] = &sums[i * at_once];
-        weight->product(rows, next, {rows_of_x, out, tokens}, panel);
+        weight->product(rows, next, {rows_of_x, out, tokens, prepared.get()}, panel);
         for (int64_t part = 0; part < count; part += kRows) {
           const int64_t size = std::min(kRows, count - part);
           read_bias(call.bias, first + part, 1, size, bias);

@@ -28,6 +28,18 @@ constexpr int64_t kFewTokens = 8;
 // fast for 8 bits, and as fast for 4 bits.
 constexpr int64_t kWorthIntegerTiles = 3;
 
+// Packed rows: from how many tokens on IntegerPanels are used.
+constexpr int64_t kWorthIntegerPanels = 9;
+
+#ifdef MOE_METAL_HAS_AVX512
+// Whether to multiply tiles of bfloat16. An Intel without AMX multiplies floats faster (two cores of an Emerald Rapids,
+// AMX switched off, two runs in turn): dense experts at T = 64, 512 and 4096 take 156 to 159, 372 to 379 and 2,650 ms
+// with tiles, and 69 to 76, 267 to 301 and 2,227 ms in float. At 512, 4-bit affine takes 406 to 412 and 226 to 354 ms,
+// and `linear` of 4096 x 2048 79 and 66 ms; at 32 both take 5.0 ms.
+inline bool tiles_available() { return amx_available() || bfloat16_is_fast(); }
+inline bool integer_panels_are_fast() { return vnni_available() && !tiles_available(); }
+#endif
+
 // ------------------------------------------------------------------------------------------------ experts
 
 // Whether `inner`, the intermediate result, may be rounded to bfloat16: only if the activations are bfloat16, and not
@@ -46,12 +58,6 @@ inline bool experts_fit_columns(const Experts& call) {
 }
 
 #ifdef MOE_METAL_HAS_AVX512
-// Whether to multiply tiles of bfloat16. An Intel without AMX multiplies floats faster (two cores of an Emerald Rapids,
-// AMX switched off, two runs in turn): dense experts at T = 64, 512 and 4096 take 156 to 159, 372 to 379 and 2,650 ms
-// with tiles, and 69 to 76, 267 to 301 and 2,227 ms in float. At 512, 4-bit affine takes 406 to 412 and 226 to 354 ms,
-// and `linear` of 4096 x 2048 79 and 66 ms; at 32 both take 5.0 ms.
-inline bool tiles_available() { return amx_available() || bfloat16_is_fast(); }
-
 // Whether BFloat16Dots multiplies few tokens by weights of this format. Affine codes of 2, 3 and 5 bits cross bytes,
 // and the numbers of iq4 have 8 bits.
 inline bool bfloat16_dots_are_fast(const Format& format) {

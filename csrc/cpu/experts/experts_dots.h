@@ -16,10 +16,11 @@ inline std::optional<Panel> panel(const Slots& slots) {
 // Multiplies rows of gate_up of one expert by x, as float: inner[slot, row ...] = act(gate) * up
 class GateUpDots {
  public:
-  GateUpDots(const Experts& call, const Slots& slots, const float* x, float* inner)
+  GateUpDots(const Experts& call, const Slots& slots, const float* x, const PreparedTokens* prepared, float* inner)
       : call_(call),
         slots_(slots),
         x_(x),
+        prepared_(prepared),
         inner_(inner),
         both_(scratch<float>(kTokens * 2 * kRows)),
         rows_(rows_of(call.gate_up, call.x.scalar_type() == at::kBFloat16)),
@@ -62,18 +63,19 @@ class GateUpDots {
     }
     if (call_.row_stride == 2) {  // interleaved: gate and up are contiguous rows
       const RowRange both = {next.expert, 2 * next.first, 2 * next.count};
-      rows_->product({expert, 2 * row, 2 * rows}, both, {from, gate, count}, panel_);
+      rows_->product({expert, 2 * row, 2 * rows}, both, {from, gate, count, prepared_}, panel_);
       for (int64_t n = 0; n < count; ++n) separate(gate[n], up[n], rows);
     } else {
       const RowRange of_gate = {expert, row, rows}, of_up = {expert, call_.up_row_offset + row, rows};
-      rows_->product(of_gate, of_up, {from, gate, count}, panel_);
-      rows_->product(of_up, next, {from, up, count}, panel_);
+      rows_->product(of_gate, of_up, {from, gate, count, prepared_}, panel_);
+      rows_->product(of_up, next, {from, up, count, prepared_}, panel_);
     }
   }
 
   const Experts& call_;
   const Slots& slots_;
   const float* x_;
+  const PreparedTokens* prepared_;
   float* inner_;
   const std::unique_ptr<float[], Free> both_;
   const std::unique_ptr<WeightRows> rows_;
@@ -85,10 +87,11 @@ class GateUpDots {
 template <class Scalar>
 class DownDots {
  public:
-  DownDots(const Experts& call, const Slots& slots, const float* inner, int64_t size)
+  DownDots(const Experts& call, const Slots& slots, const float* inner, const PreparedTokens* prepared, int64_t size)
       : call_(call),
         slots_(slots),
         inner_(inner),
+        prepared_(prepared),
         size_(size),
         output_(call, size),
         results_(scratch<float>(kTokens * kRows)),
@@ -129,13 +132,14 @@ class DownDots {
       from[n] = inner_ + slots[n] * call_.I;
       to[n] = results_.get() + n * kRows;
     }
-    rows_->product(rows, next, {from, to, count}, panel_);
+    rows_->product(rows, next, {from, to, count, prepared_}, panel_);
     for (int64_t n = 0; n < count; ++n) output_.add(slots[n], to[n]);
   }
 
   const Experts& call_;
   const Slots& slots_;
   const float* inner_;
+  const PreparedTokens* prepared_;
   const int64_t size_;
   OutputBlock<Scalar> output_;
   const std::unique_ptr<float[], Free> results_;
@@ -147,14 +151,17 @@ class DownDots {
 template <class Scalar>
 void experts_by_dots(const Experts& call, const Slots& slots) {
   const Tensor x = as_float(call.x), inner = empty({call.T * call.K, call.I}, x.options());
+  const bool many = std::ssize(slots.order) >= kWorthIntegerPanels * slots.used();
+  const auto prepared_x = many && call.x.scalar_type() == at::kBFloat16 ? prepare_tokens(call.gate_up, x) : nullptr;
   const int64_t items = slots.used() * GateUpDots::blocks(call);
   parallel_work_queue(items, [&](auto next_item) {
-    GateUpDots work(call, slots, elements<float>(x), inner.mutable_data_ptr<float>());
+    GateUpDots work(call, slots, elements<float>(x), prepared_x.get(), inner.mutable_data_ptr<float>());
     for_each_item(next_item, items, [&](int64_t item, int64_t next) { work(item, next); });
   });
+  const auto prepared_inner = many && inner_may_be_rounded(call) ? prepare_tokens(call.down, inner) : nullptr;
   const int64_t size = output_block(call), outputs = at::divup(call.H, size);
   parallel_work_queue(outputs, [&](auto next_item) {
-    DownDots<Scalar> work(call, slots, elements<float>(inner), size);
+    DownDots<Scalar> work(call, slots, elements<float>(inner), prepared_inner.get(), size);
     for_each_item(next_item, outputs, [&](int64_t item, int64_t next) { work(item * size, next * size); });
   });
 }

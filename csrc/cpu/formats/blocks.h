@@ -116,6 +116,7 @@ struct Blocks {
   static constexpr float kUnit = 1, kMiddle = kOffset ? Block::kMiddle : 0;
   using Dots = FewDots<Block>;
   using Tiles = NoDots;
+  using Panels = IntegerPanels<Block>;
 #ifdef MOE_METAL_HAS_NEON
   [[gnu::always_inline]] void floats(const uint8_t* row, int64_t column, Sixteen& to) const {
     const Bytes codes = Block::codes(row + column / kColumns * kBytes, column % kColumns);

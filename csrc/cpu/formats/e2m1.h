@@ -10,6 +10,7 @@ struct E2m1 : InARow<E2m1Codes, 2, 1> {
   static constexpr float kUnit = 1, kMiddle = 0;
   using Dots = FewDots<Integers<4, true>>;
   using Tiles = IntegerTiles<Integers<4, true>>;
+  using Panels = IntegerPanels<Integers<4, true>>;
 };
 
 }  // namespace moe_metal

@@ -12,6 +12,7 @@ struct E4m3Codes : InARow<E4m3, 1, 1> {
   static constexpr int kGroup = scales_are_rare ? 128 : 32;
   using Dots = E4m3Dots;
   using Tiles = NoDots;
+  using Panels = NoDots;
 };
 using E4m3Blocks = E4m3Codes<true>;
 using E4m3Groups = E4m3Codes<false>;

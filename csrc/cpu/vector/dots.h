@@ -12,11 +12,17 @@
 
 namespace moe_metal {
 
+// Tokens in another form, which the products of all threads share.
+struct PreparedTokens {
+  virtual ~PreparedTokens() = default;
+};
+
 // The tokens that are multiplied by one matrix: the input and the output of each.
 struct Tokens {
   const float* const* x;
   float* const* out;
   int64_t count;
+  const PreparedTokens* prepared = nullptr;  // by prepare_tokens(), or null
 };
 
 // How many sums are kept in registers. Four rows of common models stay in the L1 cache for the next tokens. One or two

@@ -9,8 +9,9 @@
 //   load_permuted         with AVX2: the same in a permuted order, which codes.permute_like_load() gives to the tokens'
 //                         numbers, and in units of kUnit; with an offset, kMiddle is the middle of the codes
 //   floats                with NEON, instead of these two: the codes of 16 columns, in units of kUnit
-//   Dots, Tiles           products with few tokens, and with more, for instructions that the processor may have
+//   Dots, Tiles, Panels   products with few tokens, with more, and with many, for instructions that the processor may have
 #pragma once
+#include "cpu/plan.h"
 #include "cpu/weights/packed_weight_rows.h"
 #include "cpu/weights/unpacked_rows.h"
 #ifdef MOE_METAL_HAS_AVX512
@@ -38,6 +39,11 @@ class PackedRows final : public WeightRows {
 
   void product(const RowRange& rows, const RowRange& next, const Tokens& tokens, std::optional<Panel>& panel) override {
     const uint8_t* after = rows_.prefetched(rows, next);
+    if constexpr (kHasPanels) {
+      if (tokens.prepared && tokens.count >= kWorthIntegerPanels) {
+        return by_integer_panels(rows_.bind_rows(rows, 0, rows.count, after), tokens);
+      }
+    }
     if (panel) return by_panels(rows_.bind_rows(rows, 0, rows.count, after), tokens, panel);
     out_.resize(tokens.count);
     const bool tiles = bfloat16_ && Read::Tiles::takes(rows_.shape(), tokens.count);
@@ -54,6 +60,8 @@ class PackedRows final : public WeightRows {
   }
 
  private:
+  static constexpr bool kHasPanels = !std::is_same_v<typename Read::Panels, NoDots>;
+
   // Whether the product of these tokens reads scales itself.
   bool reads_scales(const Tokens& tokens) const {
     constexpr bool kReadsScales = Read::Dots::kReadsScales;
@@ -87,6 +95,12 @@ class PackedRows final : public WeightRows {
     else
       unpacked_.product(rows, tokens, panel);
   }
+  void by_integer_panels(const Packed<Read>& rows, const Tokens& tokens) {
+    panels_(rows, tokens);
+    for (int64_t n = 0; n < tokens.count; ++n) {
+      if (!all_finite(tokens.out[n], rows.rows)) scaled_first(rows, {tokens.x + n, tokens.out + n, 1});
+    }
+  }
   // Products that are summed before they are scaled. -> whether there is one for these rows and tokens
   bool scaled_last(const Packed<Read>& rows, const Tokens& tokens) {
     if (bfloat16_ && rows.rows % Read::Tiles::kRowsAtOnce == 0 && Read::Tiles::takes(rows, tokens.count)) {
@@ -112,6 +126,7 @@ class PackedRows final : public WeightRows {
   const bool bfloat16_;  // see rows_of()
   typename Read::Tiles tiles_;
   typename Read::Dots dots_;
+  typename Read::Panels panels_;
   GroupDots<Read> by_groups_;
   UnpackedRows<Read> unpacked_;
   std::vector<float*> out_;
@@ -133,8 +148,18 @@ std::unique_ptr<PackedStrip> packed_strip([[maybe_unused]] const Weight& weight)
 #endif
 }
 
+template <class Read>
+std::unique_ptr<PreparedTokens> tokens_for_rows([[maybe_unused]] const Weight& weight,
+                                                [[maybe_unused]] const Tensor& x) {
+  if constexpr (requires { Read::Panels::prepare(weight, x); }) {
+    return Read::Panels::prepare(weight, x);
+  }
+  return nullptr;
+}
+
 #define MOE_METAL_ROWS_OF(Read)                                                \
   template std::unique_ptr<WeightRows> packed_rows<Read>(const Weight&, bool); \
-  template std::unique_ptr<PackedStrip> packed_strip<Read>(const Weight&);
+  template std::unique_ptr<PackedStrip> packed_strip<Read>(const Weight&);     \
+  template std::unique_ptr<PreparedTokens> tokens_for_rows<Read>(const Weight&, const Tensor&);
 
 }  // namespace moe_metal

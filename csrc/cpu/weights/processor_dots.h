@@ -5,11 +5,14 @@
 #ifdef MOE_METAL_HAS_AVX512
 #include "cpu/x86/amx_int8.h"
 #include "cpu/x86/bfloat16_dots.h"
+#include "cpu/x86/integer_panels.h"
 #elif defined(MOE_METAL_HAS_DOTPROD)
 #include "cpu/arm/integer_dots.h"
 namespace moe_metal {
 template <class Numbers>
 using IntegerTiles = NoDots;
+template <class Numbers>
+using IntegerPanels = NoDots;
 using E4m3Dots = NoDots;
 }  // namespace moe_metal
 #else
@@ -20,6 +23,8 @@ template <class Numbers>
 using IntegerDots = NoDots;
 template <class Numbers>
 using IntegerTiles = NoDots;
+template <class Numbers>
+using IntegerPanels = NoDots;
 using E4m3Dots = NoDots;
 }  // namespace moe_metal
 #endif

@@ -43,17 +43,19 @@ std::unique_ptr<WeightRows> dense_rows(const Weight& weight, bool) {
   return rows;
 }
 std::unique_ptr<PackedStrip> no_strip(const Weight&) { return nullptr; }
+std::unique_ptr<PreparedTokens> no_tokens(const Weight&, const Tensor&) { return nullptr; }
 
 struct Maker {
   std::unique_ptr<WeightRows> (*rows)(const Weight&, bool);
   std::unique_ptr<PackedStrip> (*strip)(const Weight&);
+  std::unique_ptr<PreparedTokens> (*tokens)(const Weight&, const Tensor&);
 };
 template <class Read>
-constexpr Maker kPacked = {packed_rows<Read>, packed_strip<Read>};
+constexpr Maker kPacked = {packed_rows<Read>, packed_strip<Read>, tokens_for_rows<Read>};
 
 // In the order of kFormats.
 constexpr Maker kMakers[] = {
-    {dense_rows, no_strip},
+    {dense_rows, no_strip, no_tokens},
     kPacked<Affine<2>>,
     kPacked<Affine<3>>,
     kPacked<Affine<4>>,
@@ -87,5 +89,8 @@ std::unique_ptr<WeightRows> rows_of(const Weight& weight, bool bfloat16) {
   return maker_of(weight).rows(weight, bfloat16);
 }
 std::unique_ptr<PackedStrip> strip_of(const Weight& weight) { return maker_of(weight).strip(weight); }
+std::unique_ptr<PreparedTokens> prepare_tokens(const Weight& weight, const Tensor& x) {
+  return maker_of(weight).tokens(weight, x);
+}
 
 }  // namespace moe_metal

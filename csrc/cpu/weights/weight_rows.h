@@ -31,6 +31,10 @@ class WeightRows {
 // bfloat16: the tokens are bfloat16, or may be rounded to it.
 std::unique_ptr<WeightRows> rows_of(const Weight& weight, bool bfloat16 = false);
 
+// Tokens for products with many of them: rows of x, which are bfloat16 or may be rounded to it, and must not change.
+// Returns null if that is not faster on this processor, or not in this format.
+std::unique_ptr<PreparedTokens> prepare_tokens(const Weight& weight, const Tensor& x);
+
 // Every `step`th row of one expert from `first` on: up to 16 rows, or none.
 struct StripRows {
   int64_t expert = 0, first = 0, step = 1, count = 0;
@@ -60,5 +64,7 @@ template <class Read>
 std::unique_ptr<WeightRows> packed_rows(const Weight& weight, bool bfloat16);
 template <class Read>
 std::unique_ptr<PackedStrip> packed_strip(const Weight& weight);
+template <class Read>
+std::unique_ptr<PreparedTokens> tokens_for_rows(const Weight& weight, const Tensor& x);
 
 }  // namespace moe_metal

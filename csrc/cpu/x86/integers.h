@@ -54,8 +54,22 @@ struct alignas(64) Digits {
                               _mm512_cvtepi16_epi8(_mm512_srli_epi16(bytes, 8)), 1);
   }
 
+  // The least powers of two above non-negative numbers, and the next for numbers that digits of up to 127 could not
+  // represent. Sets the lanes of `small` whose numbers are too small for digits.
+  static __m512i exponents(__m512 x, __mmask16& small) {
+    const __m512i further = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x12000));
+    const __m512i exponent = _mm512_sub_epi32(_mm512_srli_epi32(further, 23), _mm512_set1_epi32(127));
+    const __m512i smallest = _mm512_set1_epi32(-100);
+    const __mmask16 not_zero = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
+    small |= _mm512_mask_cmplt_epi32_mask(not_zero, exponent, smallest);
+    return _mm512_add_epi32(_mm512_max_epi32(exponent, smallest), _mm512_set1_epi32(1));
+  }
+  static __m512 powers_of_two(__m512i n) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
+  }
+
  private:
-  static constexpr int kBits = 23, kSmallest = -100;
+  static constexpr int kBits = 23;
 
   void set(const __m512 (&all)[8], const __m512i (&above)[4], __m512i bits) {
     // bfloat16 numbers keep their full value. Other numbers are intermediate results of `experts`, which may be
@@ -100,19 +114,6 @@ struct alignas(64) Digits {
       const __m512 both = _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
       std::fill_n(most, 4, _mm512_set1_ps(_mm512_reduce_max_ps(both)));
     }
-  }
-  // The least powers of two above non-negative numbers, and the next for numbers that digits of up to 127 could not
-  // represent. Sets the lanes of `small` whose numbers are too small for digits.
-  static __m512i exponents(__m512 x, __mmask16& small) {
-    const __m512i further = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x12000));
-    const __m512i exponent = _mm512_sub_epi32(_mm512_srli_epi32(further, 23), _mm512_set1_epi32(127));
-    const __m512i smallest = _mm512_set1_epi32(kSmallest);
-    const __mmask16 not_zero = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
-    small |= _mm512_mask_cmplt_epi32_mask(not_zero, exponent, smallest);
-    return _mm512_add_epi32(_mm512_max_epi32(exponent, smallest), _mm512_set1_epi32(1));
-  }
-  static __m512 powers_of_two(__m512i n) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
   }
 };
 
