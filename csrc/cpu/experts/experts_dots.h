@@ -151,7 +151,7 @@ class DownDots {
 template <class Scalar>
 void experts_by_dots(const Experts& call, const Slots& slots) {
   const Tensor x = as_float(call.x), inner = empty({call.T * call.K, call.I}, x.options());
-  const bool many = std::ssize(slots.order) >= kWorthIntegerPanels * slots.used();
+  const bool many = std::ssize(slots.order) >= kWorthPreparing * slots.used();
   const auto prepared_x = many && call.x.scalar_type() == at::kBFloat16 ? prepare_tokens(call.gate_up, x) : nullptr;
   const int64_t items = slots.used() * GateUpDots::blocks(call);
   parallel_work_queue(items, [&](auto next_item) {

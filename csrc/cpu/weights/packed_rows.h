@@ -9,7 +9,8 @@
 //   load_permuted         with AVX2: the same in a permuted order, which codes.permute_like_load() gives to the tokens'
 //                         numbers, and in units of kUnit; with an offset, kMiddle is the middle of the codes
 //   floats                with NEON, instead of these two: the codes of 16 columns, in units of kUnit
-//   Dots, Tiles, Panels   products with few tokens, with more, and with many, for instructions that the processor may have
+//   Dots, Tiles, Panels   products with few tokens, with more, and with many, for instructions that the processor may
+//                         have
 #pragma once
 #include "cpu/plan.h"
 #include "cpu/weights/packed_weight_rows.h"

@@ -10,7 +10,8 @@
 
 namespace moe_metal {
 
-// An order of the 128 columns of a chunk: runs of four columns, or of eight neighbours the even ones before the odd ones.
+// An order of the 128 columns of a chunk: runs of four columns, or of eight neighbours the even ones before the odd
+// ones.
 class ColumnOrder {
  public:
   static constexpr int64_t kColumns = 128;
