@@ -117,8 +117,8 @@ FAULTS = [
           NUMBERS),
     Fault("rests_forgotten_in_panels", "x86/integer_panels.h", "if (rest) product(", "if (false) product(",
           MANY_UNUSED),
-    Fault("tokens_without_digits_are_nan", "weights/packed_rows.h", "{tokens.x + n, tokens.out + n, 1});\n    }\n  }\n  //",
-          "{tokens.x, tokens.out, 0});\n    }\n  }\n  //", MANY_UNUSED),
+    Fault("tokens_without_digits_are_nan", "weights/packed_rows.h", "if (!all_finite(tokens.out[n], rows.rows)) scaled",
+          "if (false) scaled", MANY_UNUSED),
     Fault("rows_beyond_the_last_in_panels", "x86/integer_panels.h", "if (row >= rows.rows) break;", "", WALL),
     Fault("columns_begin_anew", "gate/gate_vectors.h", "b > 0", "false", REFERENCE),
     Fault("pair_swapped_in_vectors", "x86/avx512_bf16.h", "r * row + k, sizeof", "r * row + (k ^ 2), sizeof",
@@ -205,7 +205,17 @@ def run_tests(made: Path, folder: Path, *options: str) -> subprocess.CompletedPr
 INTEL = "GenuineIntel" in PROCESSOR and "amx_bf16" not in PROCESSOR
 CHOOSE_TILES = {"experts", "linear"} if INTEL else set()
 # Panels of integers are for processors without tiles.
-OF_PANELS = [fault for fault in FAULTS if fault.file == "x86/integer_panels.h" or fault.name.startswith("tokens_without")]
+OF_PANELS = {
+    fault for fault in FAULTS if fault.file == "x86/integer_panels.h" or fault.name == "tokens_without_digits_are_nan"
+}
+# Tiles of bfloat16 need AVX512-BF16, and so do all tests with emulated AMX.
+HAS_BFLOAT16 = "avx512_bf16" in PROCESSOR
+BFLOAT16 = ("packed_strips", "avx512_bf16", "weight_strips", "rounded", "tiles", "transposed_rows", "bfloat16_dots",
+            "e4m3_dots", "gate_vectors")  # fmt: skip
+OF_BFLOAT16 = {
+    fault for fault in FAULTS if fault.amx or Path(fault.file).stem in BFLOAT16 or fault.name.endswith("in_tiles")
+}
+for_bfloat16 = pytest.mark.skipif(not HAS_BFLOAT16, reason="needs a processor with AVX512-BF16")
 # The files with AMX instructions.
 OF_AMX = {"affine_rows", "affine_rows_across_bytes", "float_rows", "experts", "gate", "linear"}
 
@@ -243,7 +253,10 @@ from_a_build = pytest.mark.skipif(
 @pytest.mark.slow
 @for_avx512
 @from_a_build
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, id=fault.name, marks=[for_bfloat16] * (fault in OF_BFLOAT16)) for fault in FAULTS],
+)
 def test_broken_readers_are_detected(fault: Fault, tmp_path: Path):
     tiles = {"tiles": "false"} if fault in OF_PANELS else {}
     sources = copied_sources(tmp_path, fault.amx, fault.file == "x86/bfloat16_dots.h", **tiles)
@@ -256,6 +269,7 @@ def test_broken_readers_are_detected(fault: Fault, tmp_path: Path):
 @pytest.mark.slow
 @for_avx512
 @from_a_build
+@for_bfloat16
 def test_tiles_on_emulated_amx(tmp_path: Path):
     made = library(copied_sources(tmp_path, True), OF_AMX, tmp_path)
     chosen = "(experts or gate or linear) and bf16 or few_tokens or many_tokens or small_scale"
@@ -266,6 +280,7 @@ def test_tiles_on_emulated_amx(tmp_path: Path):
 @pytest.mark.slow
 @for_avx512
 @from_a_build
+@for_bfloat16
 def test_products_of_other_processors(tmp_path: Path):
     """On AMD's processors those of an Intel without AMX: integers for few tokens and floats for many. On Intel's those
     of AMD's: bfloat16."""
