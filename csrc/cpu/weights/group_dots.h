@@ -1,4 +1,4 @@
-// Packed rows as vectors of float, and their products with one or two tokens.
+// Packed rows as vectors of float, and their products with few tokens.
 #pragma once
 #include <vector>
 
@@ -42,7 +42,7 @@ struct Packed : ScaledRows {
   static constexpr int64_t bytes(int64_t columns) { return columns * Read::kBytes / Read::kColumns; }
 };
 
-// Products with one or two tokens: sums over the codes of a group, which are then scaled. Integers are centred at the
+// Products with up to kMost tokens: sums over the codes of a group, which are then scaled. Integers are centred at the
 // middle of their range, near which most of them are, for smaller rounding errors: the sum of a group begins with the
 // contribution of the middle, which costs nothing per number. The offsets' contribution is a separate product, with
 // vectors along the groups.
@@ -54,16 +54,23 @@ class GroupDots {
   static constexpr bool kExists = kUnpacksInRegisters && (kGroup == 0 || kGroup >= 2 * kLanes);
   static constexpr bool kTakesAll = kExists && kGroup != 0;  // all weights of the format
 
-  template <int N>
+  static constexpr int kMost = kVectorRegisters == 32 ? 4 : 2;
+
   void operator()(const Packed<Read>& weight, const Tokens& tokens) {
-    if (!std::equal(tokens.x, tokens.x + N, laid_out_.begin(), laid_out_.end())) lay_out(weight, tokens);
+    if (!std::equal(tokens.x, tokens.x + tokens.count, laid_out_.begin(), laid_out_.end())) lay_out(weight, tokens);
+    unrolled<kMost>([&](auto i) {
+      if (tokens.count == i + 1) multiply<i + 1>(weight, tokens);
+    });
+  }
+
+ private:
+  template <int N>
+  void multiply(const Packed<Read>& weight, const Tokens& tokens) const {
     constexpr int64_t kUsual = kGroup ? kGroup : 64;
     const int64_t group = int64_t{1} << weight.shift;
     if (kGroup || group == kUsual) return all_rows<N>(weight, tokens, std::integral_constant<int64_t, kUsual>());
     if constexpr (kGroup == 0) all_rows<N>(weight, tokens, group);
   }
-
- private:
   // Prepares the tokens: their numbers in the order of the codes, the sum of each group, and the initial value of each
   // group's sum of products.
   void lay_out(const Packed<Read>& weight, const Tokens& tokens) {
@@ -91,7 +98,7 @@ class GroupDots {
 
   template <int N, class Group>
   void all_rows(const Packed<Read>& weight, const Tokens& tokens, Group group) const {
-    constexpr int R = 4, G = N == 1 || kLanes == 16 ? 2 : 1;
+    constexpr int R = N <= 2 ? 4 : 2, G = N == 1 || kLanes == 16 ? 2 : 1;
     const int64_t later = weight.later(R);
     int64_t row = 0;
     for (; row + R <= weight.rows; row += R)

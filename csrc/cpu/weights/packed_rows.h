@@ -114,9 +114,8 @@ class PackedRows final : public WeightRows {
     }
     if constexpr (GroupDots<Read>::kExists) {
       const int64_t group = rows_.weight().group;
-      if (group >= 2 * kLanes && rows.columns % group == 0 && tokens.count <= 2) {
-        tokens.count == 1 ? by_groups_.template operator()<1>(rows, tokens)
-                          : by_groups_.template operator()<2>(rows, tokens);
+      if (group >= 2 * kLanes && rows.columns % group == 0 && tokens.count <= GroupDots<Read>::kMost) {
+        by_groups_(rows, tokens);
         return true;
       }
     }
