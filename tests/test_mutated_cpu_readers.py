@@ -282,8 +282,7 @@ def test_tiles_on_emulated_amx(tmp_path: Path):
 @from_a_build
 @for_bfloat16
 def test_products_of_other_processors(tmp_path: Path):
-    """On AMD's processors those of an Intel without AMX: integers for few tokens and floats for many. On Intel's those
-    of AMD's: bfloat16."""
+    """On AMD's processors those of an Intel without AMX: integers. On Intel's those of AMD's: bfloat16."""
     amd = "AuthenticAMD" in PROCESSOR
     reached = {"affine_rows", "float_rows", "ggml_k_rows", "experts", "linear"}
     made = library(copied_sources(tmp_path, False, not amd, tiles=TILES[7:-1]), reached, tmp_path)

@@ -31,14 +31,13 @@ constexpr int64_t kWorthIntegerTiles = 3;
 // Packed rows: from how many tokens on IntegerPanels are used, and from how many tokens per expert on tokens are
 // prepared for them. On two cores of an Ice Lake at T = 128 (8 tokens per expert), 4-bit affine takes 61 to 84 ms and
 // 109 to 114 without them, q4_k 72 to 96 and 97 to 150, q8_0 76 to 112 and 101 to 152; at T = 64 there is no
-// difference. `linear` of 4096 x 2048 takes 1.0 to 1.9 ms at T = 8 in either way.
+// difference. `linear` of 4096 x 2048 takes 1.0 to 1.9 ms at T = 8 either way.
 constexpr int64_t kWorthIntegerPanels = 7, kWorthPreparing = 4;
 
 #ifdef MOE_METAL_HAS_AVX512
 // Whether to multiply tiles of bfloat16. An Intel without AMX multiplies floats faster (two cores of an Emerald Rapids,
 // AMX switched off, two runs in turn): dense experts at T = 64, 512 and 4096 take 156 to 159, 372 to 379 and 2,650 ms
-// with tiles, and 69 to 76, 267 to 301 and 2,227 ms in float. At 512, 4-bit affine takes 406 to 412 and 226 to 354 ms,
-// and `linear` of 4096 x 2048 79 and 66 ms; at 32 both take 5.0 ms.
+// with tiles, and 69 to 76, 267 to 301 and 2,227 ms in float.
 inline bool tiles_available() { return amx_available() || bfloat16_is_fast(); }
 // Whether to multiply packed weights by many tokens as integers: IntegerPanels. At T = 512 they take 0.49 to 0.73 of
 // the time of floats on an Ice Lake, and 0.61 to 0.71 on the Emerald Rapids.

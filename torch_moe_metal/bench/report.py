@@ -98,10 +98,8 @@ def cell(value: float | None, form: str, width: int) -> str:
 
 def head(ratios: list[str]) -> str:
     """`ratios`: which of RATIOS have a column."""
-    columns = (
-        f"{'op':28} {'shape':36} {'dtype':>5} {'format':>7} {'us':>10} {'GB/s':>7} {'of limit':>9} {'x PyTorch':>10}"
-    )
-    return f"{columns}{''.join(f'{name:>9}' for name in ratios)}  fastest of PyTorch"
+    columns = f"{'op':28} {'shape':36} {'dtype':>5} {'format':>7} {'us':>10} {'GB/s':>7} {'of limit':>9} "
+    return f"{columns}{''.join(f'{name:>9}' for name in ratios)}{'x PyTorch':>10}  fastest of PyTorch"
 
 
 def line(result: Result, ratios: list[str]) -> str:
@@ -113,8 +111,8 @@ def line(result: Result, ratios: list[str]) -> str:
     of_limit = "" if result.of_limit is None else f"{result.of_limit:.0%} {result.kind}"
     return (
         f"{start} {result.ours * 1e6:10.1f} {result.bytes / result.ours / 1e9:7.1f} {of_limit:>9} "
-        f"{cell(result.ratio(best), '.2f', 10)}"
-        f"{''.join(cell(result.ratio(RATIOS[name]), '.2f', 9) for name in ratios)}  {best or ''}"
+        f"{''.join(cell(result.ratio(RATIOS[name]), '.2f', 9) for name in ratios)}"
+        f"{cell(result.ratio(best), '.2f', 10)}  {best or ''}"
     )
 
 

@@ -208,7 +208,6 @@ template <int N, bool has_offset>
 template <class Numbers>
 class IntegerPanels {
   static constexpr int64_t kColumns = TokenChunk::kColumns, kPanelRows = CodePanel::kPanelRows;
-  static constexpr int64_t kSteps = CodePanel::kSteps;
 
  public:
   // Returns null if there are faster products.
