@@ -16,6 +16,15 @@ namespace {  // internal linkage, so that the compiler can specialise functions 
 inline float e8m0(uint8_t e) {
   return std::bit_cast<float>(e == 255 ? 0x7fc00000u : e ? uint32_t{e} << 23 : 0x00400000u);
 }
+#ifdef MOE_METAL_HAS_AVX512
+// 16 of them. Compilers vectorise e8m0() with many moves of masks.
+inline __m512 e8m0s(const uint8_t* from) {
+  const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  const __m512i highest = _mm512_set1_epi32(0x00400000), bits = _mm512_max_epu32(_mm512_slli_epi32(e, 23), highest);
+  const __mmask16 nan = _mm512_cmpeq_epi32_mask(e, _mm512_set1_epi32(255));
+  return _mm512_castsi512_ps(_mm512_mask_or_epi32(bits, nan, bits, highest));
+}
+#endif
 
 inline float e4m3(uint8_t code) {
   static const auto values = [] {
@@ -85,7 +94,11 @@ class RowScales {
 #endif
         for (; i < count; ++i) to[i] = e4m3(bytes[i * group_]);
       } else if (group_ == 1) {  // a separate loop, which the compiler can vectorise
-        for (int64_t i = 0; i < count; ++i) to[i] = e8m0(bytes[i]);
+        int64_t i = 0;
+#ifdef MOE_METAL_HAS_AVX512
+        for (; i + kLanes <= count; i += kLanes) _mm512_storeu_ps(to + i, e8m0s(bytes + i));
+#endif
+        for (; i < count; ++i) to[i] = e8m0(bytes[i]);
       } else {
         for (int64_t i = 0; i < count; ++i) to[i] = e8m0(bytes[i * group_]);
       }
