@@ -156,7 +156,7 @@ TILES = "return amx_available() || bfloat16_is_fast();"  # the rule of plan.h
 def copied_sources(
     folder: Path, emulate_amx: bool, fast_bfloat16: bool = False, tiles: str = "amx_available() || bfloat16_available()"
 ) -> Path:
-    """tiles: when to use tiles of bfloat16."""
+    """Without emulated AMX, a processor's own is not used. tiles: when to use tiles of bfloat16."""
     sources = folder / "csrc"
     shutil.copytree(ROOT / "csrc", sources)
     fast = "inline bool bfloat16_is_fast() {\n"
@@ -165,8 +165,8 @@ def copied_sources(
     if emulate_amx:
         emulation = f'#include <immintrin.h>\n#include "{ROOT}/tests/emulated_amx.h"'
         changed(sources / "cpu" / "processor.h", "#include <immintrin.h>", emulation)
-        available = "inline bool amx_available() {\n"
-        changed(sources / "cpu" / "processor.h", available, f"{available}  return true;\n")
+    available = "inline bool amx_available() {\n"
+    changed(sources / "cpu" / "processor.h", available, f"{available}  return {str(emulate_amx).lower()};\n")
     return sources
 
 
@@ -204,9 +204,8 @@ def run_tests(made: Path, folder: Path, *options: str) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
 
 
-# The files that choose tiles of bfloat16. Built for an Intel without AMX they choose none.
-INTEL = "GenuineIntel" in PROCESSOR and "amx_bf16" not in PROCESSOR
-CHOOSE_TILES = {"experts", "linear"} if INTEL else set()
+# The files that choose tiles of bfloat16. On an Intel the built ones choose AMX's, or none.
+CHOOSE_TILES = {"experts", "linear"} if "GenuineIntel" in PROCESSOR else set()
 # Panels of integers are for processors without tiles.
 OF_PANELS = {
     fault for fault in FAULTS if fault.file == "x86/integer_panels.h" or fault.name == "tokens_without_digits_are_nan"
