@@ -1,8 +1,8 @@
 // Products of e4m3 with few bfloat16 tokens, on processors with AVX512-VBMI.
 //
-// bfloat16 represents e4m3 exactly, so a table lookup converts bytes to operands of vdpbf16ps or, where that is slow, to
-// floats. Its results are in a permuted order, in which the tokens are stored once. Sums are float: the sum of a group
-// is scaled and added up.
+// bfloat16 represents e4m3 exactly, so a table lookup converts bytes to operands of vdpbf16ps or, where that is slow,
+// to floats. Its results are in a permuted order, in which the tokens are stored once. Sums are float: the sum of a
+// group is scaled and added up.
 #pragma once
 #include <array>
 #include <cmath>
@@ -145,8 +145,8 @@ class E4m3Dots {
     });
     for (int64_t n = 0; n < tokens.count; n += 4) {
       constexpr decltype(&E4m3Dots::all_rows<Operands, 8, 1>) kWays[] = {
-          &E4m3Dots::all_rows<Operands, 8, 1>, &E4m3Dots::all_rows<Operands, 4, 2>,
-          &E4m3Dots::all_rows<Operands, 2, 3>, &E4m3Dots::all_rows<Operands, 2, 4>};
+          &E4m3Dots::all_rows<Operands, 8, 1>, &E4m3Dots::all_rows<Operands, 4, 2>, &E4m3Dots::all_rows<Operands, 2, 3>,
+          &E4m3Dots::all_rows<Operands, 2, 4>};
       (this->*kWays[std::min<int64_t>(4, tokens.count - n) - 1])(rows, &forms[n], tokens.out + n);
     }
   }
@@ -176,9 +176,7 @@ class E4m3Dots {
       const __mmask64 bytes_left = left >= 64 ? ~0ull : (1ull << left) - 1;
       __m512i x[N][V];
       MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
-        MOE_METAL_UNROLL for (int v = 0; v < V; ++v) {
-          x[n][v] = _mm512_load_si512(forms[n] + (c * V + v) * 64);
-        }
+        MOE_METAL_UNROLL for (int v = 0; v < V; ++v) { x[n][v] = _mm512_load_si512(forms[n] + (c * V + v) * 64); }
       }
       MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
         const uint8_t* here = data + r * rows.row + at;
