@@ -103,6 +103,8 @@ FAULTS = [
     Fault("last_scale_beyond_the_row", "formats/ggml_32.h", "first + std::min(b, last) * kBytes, sizeof(half)",
           "first + b * kBytes, sizeof(half)", WALL),
     Fault("factor_lost", "weights/row_scales.h", "scaled_[i] = factor * to", "scaled_[i] = to", FACTOR),
+    Fault("scale_255_is_infinite", "weights/row_scales.h", "_mm512_mask_or_epi32(bits, nan, bits, highest)", "bits",
+          FACTOR),
     Fault("one_scale_of_64_columns", "x86/e4m3_dots.h", "of_row[second]", "of_row[0]", MLX_LINEAR),
     Fault("even_numbers_twice", "x86/e4m3_dots.h",
           "_mm512_and_si512(numbers[v], _mm512_set1_epi32(static_cast<int>(0xffff0000)))",
