@@ -124,7 +124,7 @@ struct Blocks {
   }
 #else
   struct Permutation {
-    static Vec permute_like_load(const Vec& x) { return x; }
+    static void permute_like_two(Vec (&)[2]) {}
   } codes;
 
   template <class Count>
@@ -133,8 +133,13 @@ struct Blocks {
     const Bytes codes = Block::codes(row + column / kColumns * kBytes, at / 16 * 16);
     return to_floats(codes, kOffset ? 0 : Block::kMiddle, at % 16);
   }
-  [[gnu::always_inline]] Vec load_permuted(const uint8_t* row, int64_t column) const {
-    return (*this)(row, column, Whole());
+  [[gnu::always_inline]] void load_two(const uint8_t* row, int64_t column, Vec (&to)[2]) const {
+#if defined(MOE_METAL_HAS_AVX2) && !defined(MOE_METAL_HAS_AVX512)
+    const Bytes codes = Block::codes(row + column / kColumns * kBytes, column % kColumns);
+    for (int half = 0; half < 2; ++half) to[half] = to_floats(codes, kOffset ? 0 : Block::kMiddle, 8 * half);
+#else
+    for (int half = 0; half < 2; ++half) to[half] = (*this)(row, column + half * kLanes, Whole());
+#endif
   }
 #endif
 #ifdef MOE_METAL_HAS_AVX512

@@ -1,12 +1,13 @@
 // Packed numbers of a row as vectors of float, before their scale. The vector at a column begins at a whole byte, and
 // no byte is read beyond its last number's.
 //
-// A product may have its lanes in any order that both factors have: permute_like_load(x) puts x in the order of
-// load_permuted(from).
+// A product may have its lanes in any order that both factors have: permute_like_two(x) puts two vectors in the order of
+// load_two(from), which loads two vectors of numbers.
 #pragma once
 #include <array>
 #include <cmath>
 #include <limits>
+#include <tuple>
 
 #include "cpu/vector/vec.h"
 #ifdef MOE_METAL_HAS_NEON
@@ -61,17 +62,14 @@ class Codes {
 
   // The values of codes of up to 5 bits: of the first 16 codes, and of the others (up to 4 bits: the same again).
   Vec values(int half) const { return bits == 5 && half ? Vec(table_) + Vec(16) : Vec(table_); }
-  // With 4 bits, lanes 0, 2, 4 ... have the first half of the numbers, and lanes 1, 3, 5 ... the second half.
-  [[gnu::always_inline]] Vec load_permuted(const uint8_t* from) const {
-    if constexpr (bits != 4) return (*this)(from);
-    int64_t all;
-    std::memcpy(&all, from, sizeof(all));
-    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(all), halves_), table_);
+  // With 4 bits, lanes 0, 2, 4 ... have the first half of a vector's numbers, and lanes 1, 3, 5 ... the second half.
+  [[gnu::always_inline]] void load_two(const uint8_t* from, Vec (&to)[2]) const {
+    to[0] = load_permuted(from), to[1] = load_permuted(from + kLanes * bits / 8);
   }
-  [[gnu::always_inline]] Vec permute_like_load(const Vec& x) const {
-    if constexpr (bits != 4) return x;
+  [[gnu::always_inline]] static void permute_like_two(Vec (&x)[2]) {
+    if constexpr (bits != 4) return;
     const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
-    return _mm512_permutexvar_ps(order, x);
+    for (Vec& some : x) some = _mm512_permutexvar_ps(order, some);
   }
 
   [[gnu::always_inline]] Vec operator()(const uint8_t* from) const {
@@ -109,6 +107,13 @@ class Codes {
     for (int i = 0; i < 64; ++i) shifts[i] = static_cast<uint8_t>(i / 8 * 4 * bits % 8 + i / 2 % 4 * bits);
     return shifts;
   }();
+  [[gnu::always_inline]] Vec load_permuted(const uint8_t* from) const {
+    if constexpr (bits != 4) return (*this)(from);
+    int64_t all;
+    std::memcpy(&all, from, sizeof(all));
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(all), halves_), table_);
+  }
+
   static constexpr bool kBroadcast = bits == 2 || bits == 4;  // each half of the lanes needs only one word
 
   // Words that contain the number of each lane, at bit shifts_.
@@ -143,21 +148,39 @@ class Codes {
   }
 
   [[gnu::always_inline]] Vec operator()(const uint8_t* from) const {
+    if constexpr (bits == 8) return _mm256_cvtepi32_ps(eight_bytes(from));
     long long all = 0;
     std::memcpy(&all, from, bits);  // 8 numbers
     const __m256i words = _mm256_shuffle_epi8(_mm256_broadcastq_epi64(_mm_cvtsi64_si128(all)), bytes_);
-    const __m256i codes = _mm256_and_si256(_mm256_srlv_epi32(words, shifts_), _mm256_set1_epi32((1 << bits) - 1));
-    if constexpr (is_e2m1) {  // a table of the magnitudes, and the sign
-      const __m256 magnitudes = _mm256_permutevar8x32_ps(_mm256_loadu_ps(kE2m1.data()), codes);
-      const __m256i signs = _mm256_slli_epi32(_mm256_srli_epi32(codes, 3), 31);
-      return _mm256_xor_ps(magnitudes, _mm256_castsi256_ps(signs));
-    }
-    return _mm256_cvtepi32_ps(codes);
+    return values(_mm256_srlv_epi32(words, shifts_));
   }
-  [[gnu::always_inline]] Vec load_permuted(const uint8_t* from) const { return (*this)(from); }
-  [[gnu::always_inline]] static Vec permute_like_load(const Vec& x) { return x; }
+  // With 4 bits, the even numbers, then the odd ones.
+  [[gnu::always_inline]] void load_two(const uint8_t* from, Vec (&to)[2]) const {
+    if constexpr (bits == 4) {
+      const __m256i both = eight_bytes(from);
+      to[0] = values(both), to[1] = values(_mm256_srli_epi32(both, 4));
+    } else {
+      to[0] = (*this)(from), to[1] = (*this)(from + bits);
+    }
+  }
+  [[gnu::always_inline]] static void permute_like_two(Vec (&x)[2]) {
+    if constexpr (bits == 4) std::tie(x[0], x[1]) = at::vec::deinterleave2(x[0], x[1]);
+  }
 
  private:
+  [[gnu::always_inline]] static __m256i eight_bytes(const uint8_t* from) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  }
+  // The values of the lowest bits of each word.
+  [[gnu::always_inline]] static Vec values(__m256i words) {
+    if constexpr (is_e2m1) {  // a table of the magnitudes, which needs only three bits, and the sign
+      const __m256 magnitudes = _mm256_permutevar8x32_ps(_mm256_loadu_ps(kE2m1.data()), words);
+      const __m256i signs = _mm256_and_si256(_mm256_slli_epi32(words, 28), _mm256_set1_epi32(INT32_MIN));
+      return _mm256_xor_ps(magnitudes, _mm256_castsi256_ps(signs));
+    }
+    return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32((1 << bits) - 1)));
+  }
+
   __m256i shifts_, bytes_;
 };
 
@@ -194,31 +217,44 @@ using E2m1Codes = Codes<4, true>;
 // 0x80 carries into a bit that marks it.
 class E4m3 {
  public:
-  static constexpr float kUnit = 256;  // a value is kUnit times a number of load_permuted()
-  [[gnu::always_inline]] static Vec permute_like_load(const Vec& x) { return x; }
+  static constexpr float kUnit = 256;  // a value is kUnit times a number of load_two()
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* from, Count count) const {
-    if constexpr (std::is_same_v<Count, Whole>) return load_permuted(from) * Vec(kUnit);
+    if constexpr (std::is_same_v<Count, Whole>) return load(from) * Vec(kUnit);
     uint8_t some[kLanes] = {};
     std::memcpy(some, from, count);
-    return load_permuted(some) * Vec(kUnit);
+    return load(some) * Vec(kUnit);
   }
+  [[gnu::always_inline]] static void permute_like_two(Vec (&)[2]) {}
 
 #ifdef MOE_METAL_HAS_AVX512
-  [[gnu::always_inline]] static Vec load_permuted(const uint8_t* from) {
-    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
-    const __m256i carry = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
-    return _mm512_cvtph_ps(_mm256_or_si256(half, _mm256_and_si256(carry, _mm256_set1_epi16(0x4000))));
+  [[gnu::always_inline]] static void load_two(const uint8_t* from, Vec (&to)[2]) {
+    to[0] = load(from), to[1] = load(from + kLanes);
   }
+
+ private:
+  [[gnu::always_inline]] static Vec load(const uint8_t* from) { return _mm512_cvtph_ps(sixteen(from)); }
 #else
-  [[gnu::always_inline]] static Vec load_permuted(const uint8_t* from) {
-    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-    const __m128i half = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(static_cast<int16_t>(0xbf80)));
-    const __m128i carry = _mm_add_epi16(half, _mm_set1_epi16(0x80));
-    return _mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(carry, _mm_set1_epi16(0x4000))));
+  [[gnu::always_inline]] static void load_two(const uint8_t* from, Vec (&to)[2]) {
+    const __m256i both = sixteen(from);
+    to[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(both)), to[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(both, 1));
+  }
+
+ private:
+  [[gnu::always_inline]] static Vec load(const uint8_t* from) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(sixteen(bytes)));
   }
 #endif
+  [[gnu::always_inline]] static __m256i sixteen(const uint8_t* from) {
+    return sixteen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  [[gnu::always_inline]] static __m256i sixteen(__m128i bytes) {
+    const __m256i wide = _mm256_cvtepi8_epi16(bytes);
+    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+    const __m256i carry = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
+    return _mm256_or_si256(half, _mm256_and_si256(carry, _mm256_set1_epi16(0x4000)));
+  }
 };
 
 #else
@@ -266,8 +302,8 @@ struct InARow {
     else
       return codes(from);
   }
-  [[gnu::always_inline]] Vec load_permuted(const uint8_t* row, int64_t column) const {
-    return codes.load_permuted(row + column * bytes / columns);
+  [[gnu::always_inline]] void load_two(const uint8_t* row, int64_t column, Vec (&to)[2]) const {
+    codes.load_two(row + column * bytes / columns, to);
   }
 #endif
 #ifdef MOE_METAL_HAS_AVX512

@@ -42,12 +42,12 @@ class RouteToken {
   Router route_;
 };
 
-// The same for tokens [first, first + count), on all threads.
-inline void route_tokens(const Gate& call, int64_t first, int64_t count, float* logits) {
+// The same for tokens [first, first + count), on all threads. `width`: from one token's logits to the next.
+inline void route_tokens(const Gate& call, int64_t first, int64_t count, float* logits, int64_t width) {
   constexpr int64_t kWorthAThread = 16;
   at::parallel_for(0, count, kWorthAThread, [&](int64_t begin, int64_t end) {
     RouteToken route(call);
-    for (int64_t t = begin; t < end; ++t) route(first + t, logits + t * call.params.experts);
+    for (int64_t t = begin; t < end; ++t) route(first + t, logits + t * width);
   });
 }
 

@@ -103,7 +103,7 @@ void gate_by_blocks(const Gate& call) {
         multiply(0, T, i * experts, std::min(experts, E - i * experts), &logits[i * experts]);
       }
     });
-    return route_tokens(call, 0, T, logits.get());
+    return route_tokens(call, 0, T, logits.get(), E);
   }
   const int64_t tokens = std::min(kTokensPerItem, fraction(T)), items = at::divup(T, tokens);
   parallel_work_queue(items, [&](auto next_item) {

@@ -1,6 +1,7 @@
 // `gate` for any dtype and processor: the products of vector/dots.h.
 #pragma once
 #include "cpu/gate/gate.h"
+#include "cpu/plan.h"
 #include "cpu/vector/dots.h"
 
 namespace moe_metal {
@@ -18,24 +19,29 @@ inline void float_rows(const Gate& call, int64_t first, int64_t count, float* to
 }
 
 inline void gate_by_dots(const Gate& call) {
-  constexpr int64_t kTokens = 64, kExperts = 16;
+  constexpr int64_t kTokens = 128, kExperts = 16;
   const int64_t H = call.H, E = call.params.experts, most = std::min(call.T, kTokens);
-  const auto x = scratch<float>(most * H), logits = scratch<float>(most * E);
+  const bool many = call.T > kWorthTransposing;
+  const int64_t at_once = many ? std::max(kExperts, Panel::kPanelRows) : kExperts;
+  const int64_t blocks = at::divup(E, at_once), width = blocks * at_once;  // panels are whole
+  const auto x = scratch<float>(most * H), logits = scratch<float>(most * width);
   for (int64_t first = 0; first < call.T; first += kTokens) {
     const int64_t count = std::min(kTokens, call.T - first);
     float_rows(call, first, count, x.get());
     with_dtype(call.router_weight.scalar_type(), [&](auto scalar) {
       const auto* router_weight = elements<decltype(scalar)>(call.router_weight);
-      for_each_row(at::divup(E, kExperts), kExperts * count * H, 0, [&](int64_t block, float*) {
-        const int64_t e = block * kExperts;
+      for_each_row(blocks, at_once * count * H, 0, [&](int64_t block, float*) {
+        const int64_t e = block * at_once;
         const float* from[kTokens];
         float* to[kTokens];
-        for (int64_t t = 0; t < count; ++t) from[t] = &x[t * H], to[t] = &logits[t * E + e];
-        product_by_rows(Matrix<decltype(scalar)>{router_weight + e * H, H, 1, std::min(kExperts, E - e), H},
-                        {from, to, count});
+        for (int64_t t = 0; t < count; ++t) from[t] = &x[t * H], to[t] = &logits[t * width + e];
+        std::optional<Panel> panel;
+        if (many) panel.emplace();
+        product(Matrix<decltype(scalar)>{router_weight + e * H, H, 1, std::min(at_once, E - e), H}, {from, to, count},
+                panel);
       });
     });
-    route_tokens(call, first, count, logits.get());
+    route_tokens(call, first, count, logits.get(), width);
   }
 }
 

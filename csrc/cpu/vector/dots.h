@@ -27,7 +27,7 @@ struct Tokens {
 
 // How many sums are kept in registers. Four rows of common models stay in the L1 cache for the next tokens. One or two
 // tokens take eight rows, which keeps more loads in flight.
-constexpr int kTokensAtOnce = kVectorRegisters == 32 ? 6 : 2, kVectorsOfRows = kVectorRegisters / 2;
+constexpr int kTokensAtOnce = kVectorRegisters == 32 ? 6 : 3, kVectorsOfRows = kVectorRegisters / 2;
 
 // R contiguous rows times N tokens, with vectors along the columns. Without `flatten` the sums would be kept in memory.
 template <int R, int N, class Reader>
@@ -124,12 +124,21 @@ template <int V, int N, class Scalar, class Count, class Prefetch = decltype([] 
   for (int64_t column = begin; column < end; ++column) {
     const Scalar* here = weight + (column - begin) * step;
     prefetch();
-    Vec values[N];
-    unrolled<N>([&](auto n) { values[n] = Vec(x[n][column]); });
-    unrolled<V>([&](auto v) {
-      const Vec vec = load(here + v * kLanes, count);
-      unrolled<N>([&](auto n) { sums[v][n] = at::vec::fmadd(vec, values[n], sums[v][n]); });
-    });
+    if constexpr (V < N) {  // fewer vectors of the weight than of tokens, so the former stay in registers
+      Vec vecs[V];
+      unrolled<V>([&](auto v) { vecs[v] = load(here + v * kLanes, count); });
+      unrolled<N>([&](auto n) {
+        const Vec value(x[n][column]);
+        unrolled<V>([&](auto v) { sums[v][n] = at::vec::fmadd(vecs[v], value, sums[v][n]); });
+      });
+    } else {
+      Vec values[N];
+      unrolled<N>([&](auto n) { values[n] = Vec(x[n][column]); });
+      unrolled<V>([&](auto v) {
+        const Vec vec = load(here + v * kLanes, count);
+        unrolled<N>([&](auto n) { sums[v][n] = at::vec::fmadd(vec, values[n], sums[v][n]); });
+      });
+    }
   }
   unrolled<V>([&](auto v) {
     unrolled<N>([&](auto n) {
@@ -183,14 +192,17 @@ class Panel {
         int64_t n = 0;
         for (; n + kTokensPerPass <= tokens.count; n += kTokensPerPass)
           multiply<kTokensPerPass>(row, tokens, n, begin, end, prefetch);
-        for (; n < tokens.count; n += kTailTokens)
-          multiply<kTailTokens>(row, padded_tail(tokens, n), 0, begin, end, prefetch);
+        if (n + kTailTokens < tokens.count)
+          multiply<kTokensPerPass>(row, padded_tail(tokens, n, kTokensPerPass), 0, begin, end, prefetch);
+        else if (n < tokens.count)
+          multiply<kTailTokens>(row, padded_tail(tokens, n, kTailTokens), 0, begin, end, prefetch);
       }
     }
   }
 
  private:
-  static constexpr int kVectors = 2, kTokensPerPass = kVectorsOfRows / kVectors, kTailTokens = 4;
+  // Six tokens take 15 of 16 registers, and need fewer loads than four: 1.4 to 1.8 times the speed on a Zen 3.
+  static constexpr int kVectors = 2, kTokensPerPass = kVectorRegisters == 32 ? 8 : 6, kTailTokens = kTokensPerPass / 2;
   static constexpr int64_t kPanelColumns = 256;
 
   // Prefetches the next panel, a cache line at a time, while this one is multiplied.
@@ -217,14 +229,14 @@ class Panel {
     prefetch = here;
   }
 
-  // The remaining tokens; the last one is repeated to make them kTailTokens.
-  Tokens padded_tail(const Tokens& tokens, int64_t first) {
-    for (int64_t i = 0; i < kTailTokens; ++i) {
+  // The remaining tokens; the last one is repeated to make them `count`.
+  Tokens padded_tail(const Tokens& tokens, int64_t first, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
       const bool is = first + i < tokens.count;
       tail_x_[i] = tokens.x[is ? first + i : tokens.count - 1];
       tail_out_[i] = is ? tokens.out[first + i] : spare_.data();
     }
-    return {tail_x_, tail_out_, kTailTokens};
+    return {tail_x_, tail_out_, count};
   }
 
   template <class Reader>
@@ -249,8 +261,8 @@ class Panel {
 
   std::unique_ptr<float[], Free> floats_ = scratch<float>(kPanelColumns * kPanelRows);  // column by column
   std::vector<float> spare_;                                                            // results of repeated tokens
-  const float* tail_x_[kTailTokens];
-  float* tail_out_[kTailTokens];
+  const float* tail_x_[kTokensPerPass];
+  float* tail_out_[kTokensPerPass];
 };
 
 // Neither rows nor columns are contiguous: each row is copied first. Correct for any strides, not meant to be fast.

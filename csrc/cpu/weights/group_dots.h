@@ -54,7 +54,7 @@ class GroupDots {
   static constexpr bool kExists = kUnpacksInRegisters && (kGroup == 0 || kGroup >= 2 * kLanes);
   static constexpr bool kTakesAll = kExists && kGroup != 0;  // all weights of the format
 
-  static constexpr int kMost = kVectorRegisters == 32 ? 4 : 2;
+  static constexpr int kMost = 4;
 
   void operator()(const Packed<Read>& weight, const Tokens& tokens) {
     if (!std::equal(tokens.x, tokens.x + tokens.count, laid_out_.begin(), laid_out_.end())) lay_out(weight, tokens);
@@ -84,10 +84,11 @@ class GroupDots {
     for (int64_t n = 0; n < tokens.count; ++n) {
       for (int64_t first = 0; first < weight.columns; first += group, begin += kLanes) {
         Vec all(0);
-        for (int64_t c = first; c < first + group; c += kLanes, x += kLanes) {
-          const Vec some = weight.read.codes.permute_like_load(Vec::loadu(tokens.x[n] + c));
-          some.store(x);
-          all = all + some;
+        for (int64_t c = first; c < first + group; c += 2 * kLanes, x += 2 * kLanes) {
+          Vec two[] = {Vec::loadu(tokens.x[n] + c), Vec::loadu(tokens.x[n] + c + kLanes)};
+          weight.read.codes.permute_like_two(two);
+          two[0].store(x), two[1].store(x + kLanes);
+          all = all + two[0] + two[1];
         }
         (all * Vec(-Read::kMiddle)).store(begin);
         *sums++ = sum(all);
@@ -145,14 +146,18 @@ class GroupDots {
     const float* x = &x_[g * group];
     for (int64_t c = 0; c < group; c += 2 * kLanes) {
       unrolled<G>([&](auto i) {
-        unrolled<2>([&](auto v) {
-          const int64_t here = c + i * group + v * kLanes, column = g * group + here;
-          __builtin_prefetch(ahead + R * Packed<Read>::bytes(column), 0, 2);  // in address order
-          Vec of_tokens[N];
-          unrolled<N>([&](auto n) { of_tokens[n] = Vec::loadu(x + n * weight.columns + here); });
-          unrolled<R>([&](auto r) {
-            const Vec codes = weight.read.load_permuted(rows.data + r * weight.row, column);
-            unrolled<N>([&](auto n) { parts[r][n][i] = at::vec::fmadd(codes, of_tokens[n], parts[r][n][i]); });
+        const int64_t here = c + i * group, column = g * group + here;
+        const uint8_t* line = ahead + R * Packed<Read>::bytes(column);  // in address order
+        __builtin_prefetch(line, 0, 2);
+        if (R * Packed<Read>::bytes(2 * kLanes) > kLine) __builtin_prefetch(line + kLine, 0, 2);
+        unrolled<R>([&](auto r) {
+          Vec codes[2];
+          weight.read.load_two(rows.data + r * weight.row, column, codes);
+          unrolled<N>([&](auto n) {
+            unrolled<2>([&](auto v) {
+              const Vec of_token = Vec::loadu(x + n * weight.columns + here + v * kLanes);
+              parts[r][n][i] = at::vec::fmadd(codes[v], of_token, parts[r][n][i]);
+            });
           });
         });
       });
