@@ -20,7 +20,7 @@ constexpr int64_t kTokens = 256, kTokensByRows = 64;
 // E = 128, K = 8 in float: with AVX-512 at T = 512 (32 tokens for each expert) 318 ms instead of 350 and at 4096 1.77 s
 // instead of 2.29; with AVX2, whose fewer registers hold fewer rows, at 128 219 ms instead of 298 and at 512 0.45 s
 // instead of 1.03.
-constexpr int64_t kWorthTransposing = kVectorRegisters == 32 ? 32 : 8;
+constexpr int64_t kWorthTransposing = kVectorRegisters == 32 ? 32 : 10;
 
 // Packed rows: the most tokens for dot products with special instructions (weights/processor_dots.h).
 constexpr int64_t kFewTokens = 8;

@@ -4,7 +4,8 @@
 //   kGroup              neighbouring columns that share a scale
 //   kMiddle             the middle of the codes: a value is scale * (code - kMiddle)
 //   kOffset             whether the format has offsets instead: a value is scale * code + offset
-//   codes()             16 codes of a block, from a column on, as unsigned bytes
+//   codes()             16 codes of a block, from a column on, as unsigned bytes. With runs of 32 columns it is a
+//                       template, which can also give 32
 //   scales()            the scale of each group of several blocks, and the offset if kOffset
 //
 // and for AVX-512:
@@ -27,13 +28,29 @@
 
 namespace moe_metal {
 
-// 16 columns of a row. Compilers vectorise operations on it on every processor.
+// 16 or 32 columns of a row. Compilers vectorise operations on them on every processor.
 using Bytes = uint8_t __attribute__((vector_size(16)));
+using Bytes32 = uint8_t __attribute__((vector_size(32)));
 
-inline Bytes load_bytes(const uint8_t* from) {
-  Bytes bytes;
+template <class Some = Bytes>
+inline Some load_bytes(const uint8_t* from) {
+  Some bytes;
   std::memcpy(&bytes, from, sizeof(bytes));
   return bytes;
+}
+
+// bytes >> shift & mask. Compilers need five instructions for a shift that is only known at run time.
+template <class Some>
+inline Some shifted(Some bytes, int64_t shift, uint8_t mask) {
+#ifdef MOE_METAL_HAS_AVX2
+  const __m128i count = _mm_cvtsi64_si128(shift);
+  if constexpr (sizeof(Some) == 32)
+    return std::bit_cast<Some>(_mm256_srl_epi16(std::bit_cast<__m256i>(bytes), count)) & mask;
+  else
+    return std::bit_cast<Some>(_mm_srl_epi16(std::bit_cast<__m128i>(bytes), count)) & mask;
+#else
+  return bytes >> static_cast<uint8_t>(shift) & mask;
+#endif
 }
 
 // values[code] for codes below 16.
@@ -53,7 +70,14 @@ inline Bytes look_up(const std::array<uint8_t, 16>& values, Bytes codes) {
 inline Bytes bits_as_bytes(const uint8_t* from, uint8_t value) {
   constexpr Bytes kBit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
   Bytes both;
+#ifdef MOE_METAL_HAS_AVX2  // compilers insert the bytes one by one
+  uint16_t word;
+  std::memcpy(&word, from, sizeof(word));
+  const __m128i places = _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+  both = std::bit_cast<Bytes>(_mm_shuffle_epi8(_mm_cvtsi32_si128(word), places));
+#else
   for (int i = 0; i < 16; ++i) both[i] = from[i / 8];
+#endif
   return reinterpret_cast<Bytes>((both & kBit) != 0) & value;
 }
 
@@ -114,6 +138,7 @@ struct Blocks {
   static constexpr int kColumns = Block::kColumns, kBytes = Block::kBytes, kGroup = Block::kGroup;
   // Formats with offsets have plain codes; in the others, codes are centred when they are read.
   static constexpr float kUnit = 1, kMiddle = kOffset ? Block::kMiddle : 0;
+  static constexpr int kAtOnce = 32 / kLanes;
   using Dots = FewDots<Block>;
   using Tiles = NoDots;
   using Panels = IntegerPanels<Block>;
@@ -124,7 +149,7 @@ struct Blocks {
   }
 #else
   struct Permutation {
-    static void permute_like_two(Vec (&)[2]) {}
+    static void permute_like_load(Vec (&)[kAtOnce]) {}
   } codes;
 
   template <class Count>
@@ -133,12 +158,13 @@ struct Blocks {
     const Bytes codes = Block::codes(row + column / kColumns * kBytes, at / 16 * 16);
     return to_floats(codes, kOffset ? 0 : Block::kMiddle, at % 16);
   }
-  [[gnu::always_inline]] void load_two(const uint8_t* row, int64_t column, Vec (&to)[2]) const {
+  [[gnu::always_inline]] void load_permuted(const uint8_t* row, int64_t column, Vec (&to)[kAtOnce]) const {
 #if defined(MOE_METAL_HAS_AVX2) && !defined(MOE_METAL_HAS_AVX512)
-    const Bytes codes = Block::codes(row + column / kColumns * kBytes, column % kColumns);
-    for (int half = 0; half < 2; ++half) to[half] = to_floats(codes, kOffset ? 0 : Block::kMiddle, 8 * half);
+    const Bytes32 all = codes_of_32(row + column / kColumns * kBytes, column % kColumns);
+    const auto halves = std::bit_cast<std::array<Bytes, 2>>(all);
+    unrolled<4>([&](auto v) { to[v] = to_floats(halves[v / 2], kOffset ? 0 : Block::kMiddle, v % 2 * 8); });
 #else
-    for (int half = 0; half < 2; ++half) to[half] = (*this)(row, column + half * kLanes, Whole());
+    unrolled<kAtOnce>([&](auto v) { to[v] = (*this)(row, column + v * kLanes, Whole()); });
 #endif
   }
 #endif
@@ -175,6 +201,14 @@ struct Blocks {
 
   static void scales(const uint8_t* row, int64_t columns, float* scale, float* offset) {
     Block::scales(row, columns / kColumns, scale, offset);
+  }
+
+ private:
+  [[gnu::always_inline]] static Bytes32 codes_of_32(const uint8_t* block, int64_t column) {
+    if constexpr (requires { Block::template codes<Bytes32>(block, column); })
+      return Block::template codes<Bytes32>(block, column);
+    else
+      return std::bit_cast<Bytes32>(std::array{Block::codes(block, column), Block::codes(block, column + 16)});
   }
 };
 

@@ -1,8 +1,8 @@
 // Packed numbers of a row as vectors of float, before their scale. The vector at a column begins at a whole byte, and
 // no byte is read beyond its last number's.
 //
-// A product may have its lanes in any order that both factors have: permute_like_two(x) puts two vectors in the order of
-// load_two(from), which loads two vectors of numbers.
+// A product may have its lanes in any order that both factors have: permute_like_load(x) puts two vectors in the order of
+// load_permuted(from), which loads two vectors of numbers.
 #pragma once
 #include <array>
 #include <cmath>
@@ -63,10 +63,10 @@ class Codes {
   // The values of codes of up to 5 bits: of the first 16 codes, and of the others (up to 4 bits: the same again).
   Vec values(int half) const { return bits == 5 && half ? Vec(table_) + Vec(16) : Vec(table_); }
   // With 4 bits, lanes 0, 2, 4 ... have the first half of a vector's numbers, and lanes 1, 3, 5 ... the second half.
-  [[gnu::always_inline]] void load_two(const uint8_t* from, Vec (&to)[2]) const {
-    to[0] = load_permuted(from), to[1] = load_permuted(from + kLanes * bits / 8);
+  [[gnu::always_inline]] void load_permuted(const uint8_t* from, Vec (&to)[2]) const {
+    to[0] = permuted(from), to[1] = permuted(from + kLanes * bits / 8);
   }
-  [[gnu::always_inline]] static void permute_like_two(Vec (&x)[2]) {
+  [[gnu::always_inline]] static void permute_like_load(Vec (&x)[2]) {
     if constexpr (bits != 4) return;
     const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
     for (Vec& some : x) some = _mm512_permutexvar_ps(order, some);
@@ -107,7 +107,7 @@ class Codes {
     for (int i = 0; i < 64; ++i) shifts[i] = static_cast<uint8_t>(i / 8 * 4 * bits % 8 + i / 2 % 4 * bits);
     return shifts;
   }();
-  [[gnu::always_inline]] Vec load_permuted(const uint8_t* from) const {
+  [[gnu::always_inline]] Vec permuted(const uint8_t* from) const {
     if constexpr (bits != 4) return (*this)(from);
     int64_t all;
     std::memcpy(&all, from, sizeof(all));
@@ -149,25 +149,36 @@ class Codes {
 
   [[gnu::always_inline]] Vec operator()(const uint8_t* from) const {
     if constexpr (bits == 8) return _mm256_cvtepi32_ps(eight_bytes(from));
-    long long all = 0;
-    std::memcpy(&all, from, bits);  // 8 numbers
-    const __m256i words = _mm256_shuffle_epi8(_mm256_broadcastq_epi64(_mm_cvtsi64_si128(all)), bytes_);
+    const __m256i words = _mm256_shuffle_epi8(_mm256_broadcastq_epi64(eight(from)), bytes_);
     return values(_mm256_srlv_epi32(words, shifts_));
   }
   // With 4 bits, the even numbers, then the odd ones.
-  [[gnu::always_inline]] void load_two(const uint8_t* from, Vec (&to)[2]) const {
+  [[gnu::always_inline]] void load_permuted(const uint8_t* from, Vec (&to)[2]) const {
     if constexpr (bits == 4) {
       const __m256i both = eight_bytes(from);
-      to[0] = values(both), to[1] = values(_mm256_srli_epi32(both, 4));
+      const __m256i odd = _mm256_srli_epi32(both, 4);
+      to[0] = values(both), to[1] = is_e2m1 ? values(odd) : Vec(_mm256_cvtepi32_ps(odd));
     } else {
       to[0] = (*this)(from), to[1] = (*this)(from + bits);
     }
   }
-  [[gnu::always_inline]] static void permute_like_two(Vec (&x)[2]) {
+  [[gnu::always_inline]] static void permute_like_load(Vec (&x)[2]) {
     if constexpr (bits == 4) std::tie(x[0], x[1]) = at::vec::deinterleave2(x[0], x[1]);
   }
 
  private:
+  // The bytes of eight numbers. A copy to a larger variable would be stored in parts, for whose loads the processor waits.
+  [[gnu::always_inline]] static __m128i eight(const uint8_t* from) {
+    const auto part = [&](auto some, int at) __attribute__((always_inline)) -> int64_t {
+      std::memcpy(&some, from + at, sizeof(some));
+      return some;
+    };
+    if constexpr (bits == 2) return _mm_cvtsi64_si128(part(uint16_t(), 0));
+    if constexpr (bits == 3) return _mm_cvtsi64_si128(part(uint16_t(), 0) | part(uint8_t(), 2) << 16);
+    if constexpr (bits == 4) return _mm_cvtsi64_si128(part(uint32_t(), 0));
+    if constexpr (bits == 5) return _mm_cvtsi64_si128(part(uint32_t(), 0) | part(uint8_t(), 4) << 32);
+    if constexpr (bits == 6) return _mm_cvtsi64_si128(part(uint32_t(), 0) | part(uint16_t(), 4) << 32);
+  }
   [[gnu::always_inline]] static __m256i eight_bytes(const uint8_t* from) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
   }
@@ -217,7 +228,7 @@ using E2m1Codes = Codes<4, true>;
 // 0x80 carries into a bit that marks it.
 class E4m3 {
  public:
-  static constexpr float kUnit = 256;  // a value is kUnit times a number of load_two()
+  static constexpr float kUnit = 256;  // a value is kUnit times a number of load_permuted()
   template <class Count>
   [[gnu::always_inline]] Vec operator()(const uint8_t* from, Count count) const {
     if constexpr (std::is_same_v<Count, Whole>) return load(from) * Vec(kUnit);
@@ -225,17 +236,17 @@ class E4m3 {
     std::memcpy(some, from, count);
     return load(some) * Vec(kUnit);
   }
-  [[gnu::always_inline]] static void permute_like_two(Vec (&)[2]) {}
+  [[gnu::always_inline]] static void permute_like_load(Vec (&)[2]) {}
 
 #ifdef MOE_METAL_HAS_AVX512
-  [[gnu::always_inline]] static void load_two(const uint8_t* from, Vec (&to)[2]) {
+  [[gnu::always_inline]] static void load_permuted(const uint8_t* from, Vec (&to)[2]) {
     to[0] = load(from), to[1] = load(from + kLanes);
   }
 
  private:
   [[gnu::always_inline]] static Vec load(const uint8_t* from) { return _mm512_cvtph_ps(sixteen(from)); }
 #else
-  [[gnu::always_inline]] static void load_two(const uint8_t* from, Vec (&to)[2]) {
+  [[gnu::always_inline]] static void load_permuted(const uint8_t* from, Vec (&to)[2]) {
     const __m256i both = sixteen(from);
     to[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(both)), to[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(both, 1));
   }
@@ -287,7 +298,7 @@ class E4m3 {
 // The base of readers of consecutive numbers without blocks; weights/packed_rows.h describes readers.
 template <class CodesOf, int columns, int bytes>
 struct InARow {
-  static constexpr int kColumns = columns, kBytes = bytes, kGroup = 0;
+  static constexpr int kColumns = columns, kBytes = bytes, kGroup = 0, kUsualGroup = 64, kAtOnce = 2;
   CodesOf codes;
 #ifdef MOE_METAL_HAS_NEON
   [[gnu::always_inline]] void floats(const uint8_t* row, int64_t column, Sixteen& to) const {
@@ -302,8 +313,8 @@ struct InARow {
     else
       return codes(from);
   }
-  [[gnu::always_inline]] void load_two(const uint8_t* row, int64_t column, Vec (&to)[2]) const {
-    codes.load_two(row + column * bytes / columns, to);
+  [[gnu::always_inline]] void load_permuted(const uint8_t* row, int64_t column, Vec (&to)[2]) const {
+    codes.load_permuted(row + column * bytes / columns, to);
   }
 #endif
 #ifdef MOE_METAL_HAS_AVX512

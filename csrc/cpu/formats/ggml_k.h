@@ -80,9 +80,9 @@ inline __m512i words_in_runs(const uint8_t* codes, int64_t column) {
 #endif
 
 // 4-bit codes: the low halves of 32 bytes are a run of 32 columns, the high halves the next run.
-inline Bytes nibbles_in_runs(const uint8_t* codes, int64_t column) {
-  const Bytes both = load_bytes(codes + column / 64 * 32 + column % 32);
-  return column / 32 % 2 ? both >> 4 : both & 15;
+template <class Some>
+inline Some nibbles_in_runs(const uint8_t* codes, int64_t column) {
+  return shifted(load_bytes<Some>(codes + column / 64 * 32 + column % 32), column / 32 % 2 * 4, 15);
 }
 
 // Blocks that begin with two float16 factors, and 12 bytes with a 6-bit scale and a 6-bit offset for each of 8 groups.
@@ -153,7 +153,10 @@ struct SixBitScales : BlocksOf256<bytes, 32, true, middle> {
 
 struct Q4_K : SixBitScales<144, 8> {
   static constexpr int kBits = 4;
-  static Bytes codes(const uint8_t* block, int64_t column) { return nibbles_in_runs(block + 16, column); }
+  template <class Some = Bytes>
+  static Some codes(const uint8_t* block, int64_t column) {
+    return nibbles_in_runs<Some>(block + 16, column);
+  }
 #ifdef MOE_METAL_HAS_AVX512
   static constexpr auto kOrder = kRunsInLanes;
   [[gnu::always_inline]] static __m512 scales_of_lanes(const uint8_t* row, int64_t chunk, int64_t) {
@@ -175,9 +178,10 @@ struct Q4_K : SixBitScales<144, 8> {
 
 struct Q5_K : SixBitScales<176, 16> {
   static constexpr int kBits = 5;
-  static Bytes codes(const uint8_t* block, int64_t column) {
-    const Bytes high = load_bytes(block + 16 + column % 32) >> static_cast<uint8_t>(column / 32);
-    return nibbles_in_runs(block + 48, column) | (high & 1) << 4;
+  template <class Some = Bytes>
+  static Some codes(const uint8_t* block, int64_t column) {
+    const Some high = shifted(load_bytes<Some>(block + 16 + column % 32), column / 32, 1);
+    return nibbles_in_runs<Some>(block + 48, column) | high << 4;
   }
 #ifdef MOE_METAL_HAS_AVX512
   static constexpr auto kOrder = kHalvesOfEvenRuns;
@@ -203,11 +207,12 @@ struct Q5_K : SixBitScales<176, 16> {
 };
 
 struct Q6_K : BlocksOf256<210, 16, false, 32> {
-  static Bytes codes(const uint8_t* block, int64_t column) {
+  template <class Some = Bytes>
+  static Some codes(const uint8_t* block, int64_t column) {
     const int64_t half = column / 128, run = column % 128 / 32, at = column % 32;
-    const Bytes low = load_bytes(block + half * 64 + run % 2 * 32 + at);
-    const Bytes high = load_bytes(block + 128 + half * 32 + at) >> static_cast<uint8_t>(2 * run);
-    return (run < 2 ? low & 15 : low >> 4) | (high & 3) << 4;
+    const Some low = shifted(load_bytes<Some>(block + half * 64 + run % 2 * 32 + at), run / 2 * 4, 15);
+    const Some high = shifted(load_bytes<Some>(block + 128 + half * 32 + at), 2 * run, 3);
+    return low | high << 4;
   }
   static void scales(const uint8_t* row, int64_t blocks, float* scale, float*) {
     for (int64_t b = 0; b < blocks; ++b, row += kBytes, scale += kGroups) {
@@ -254,8 +259,9 @@ struct Q6_K : BlocksOf256<210, 16, false, 32> {
 };
 
 // 2-bit codes of four runs of 32 columns in the same bytes.
-inline Bytes crumbs(const uint8_t* codes, int64_t column) {
-  return load_bytes(codes + column / 128 * 32 + column % 32) >> static_cast<uint8_t>(column % 128 / 32 * 2) & 3;
+template <class Some>
+inline Some crumbs(const uint8_t* codes, int64_t column) {
+  return shifted(load_bytes<Some>(codes + column / 128 * 32 + column % 32), column % 128 / 32 * 2, 3);
 }
 #ifdef MOE_METAL_HAS_AVX512
 // The 2-bit codes of 128 columns: the first half and the second half.
@@ -275,7 +281,10 @@ inline __m512i words_of_crumbs(const uint8_t* codes, int64_t column) {
 
 struct Q2_K : BlocksOf256<84, 16, true, 2> {
   static constexpr int kBits = 2;
-  static Bytes codes(const uint8_t* block, int64_t column) { return crumbs(block + 16, column); }
+  template <class Some = Bytes>
+  static Some codes(const uint8_t* block, int64_t column) {
+    return crumbs<Some>(block + 16, column);
+  }
   static void scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
     for (int64_t b = 0; b < blocks; ++b, row += kBytes, scale += kGroups, offset += kGroups) {
       const Bytes both = load_bytes(row);
@@ -295,9 +304,10 @@ struct Q2_K : BlocksOf256<84, 16, true, 2> {
 
 struct Q3_K : BlocksOf256<110, 16, false, 4> {
   static constexpr int kBits = 3;
-  static Bytes codes(const uint8_t* block, int64_t column) {
-    const Bytes high = load_bytes(block + column % 32) >> static_cast<uint8_t>(column / 32);
-    return crumbs(block + 32, column) | (high & 1) << 2;
+  template <class Some = Bytes>
+  static Some codes(const uint8_t* block, int64_t column) {
+    const Some high = shifted(load_bytes<Some>(block + column % 32), column / 32, 1);
+    return crumbs<Some>(block + 32, column) | high << 2;
   }
   static void scales(const uint8_t* row, int64_t blocks, float* scale, float*) {
     for (int64_t b = 0; b < blocks; ++b, row += kBytes, scale += kGroups) {
@@ -335,7 +345,7 @@ struct Iq4Xs : BlocksOf256<136, 32, false, 128> {
   static constexpr int number(int code) { return kNonLinear[code]; }
   static Bytes codes(const uint8_t* block, int64_t column) {
     const Bytes both = load_bytes(block + 8 + column / 32 * 16);
-    return look_up(kNonLinear, column / 16 % 2 ? both >> 4 : both & 15);
+    return look_up(kNonLinear, shifted(both, column / 16 % 2 * 4, 15));
   }
   static void scales(const uint8_t* row, int64_t blocks, float* scale, float*) {
     for (int64_t b = 0; b < blocks; ++b, row += kBytes, scale += kGroups) {

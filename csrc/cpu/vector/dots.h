@@ -117,35 +117,38 @@ template <int V, int N, class Scalar, class Count, class Prefetch = decltype([] 
 [[gnu::flatten, gnu::noinline]] inline void axpy(const Scalar* weight, int64_t step, int64_t first_row,
                                                  const Tokens& tokens, int64_t first, int64_t begin, int64_t end,
                                                  Count count, Prefetch prefetch = {}) {
+  // Loops, not unrolled<>(): with that, GCC 12 keeps all sums of AVX2 in memory.
   Vec sums[V][N];
-  unrolled<V>([&](auto v) { unrolled<N>([&](auto n) { sums[v][n] = Vec(0); }); });
   const float* x[N];
-  unrolled<N>([&](auto n) { x[n] = tokens.x[first + n]; });
+  MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+    x[n] = tokens.x[first + n];
+    MOE_METAL_UNROLL for (int v = 0; v < V; ++v) sums[v][n] = Vec(0);
+  }
   for (int64_t column = begin; column < end; ++column) {
     const Scalar* here = weight + (column - begin) * step;
     prefetch();
-    if constexpr (V < N) {  // fewer vectors of the weight than of tokens, so the former stay in registers
+    if constexpr (V < N) {  // the smaller factor stays in registers
       Vec vecs[V];
-      unrolled<V>([&](auto v) { vecs[v] = load(here + v * kLanes, count); });
-      unrolled<N>([&](auto n) {
+      MOE_METAL_UNROLL for (int v = 0; v < V; ++v) vecs[v] = load(here + v * kLanes, count);
+      MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
         const Vec value(x[n][column]);
-        unrolled<V>([&](auto v) { sums[v][n] = at::vec::fmadd(vecs[v], value, sums[v][n]); });
-      });
+        MOE_METAL_UNROLL for (int v = 0; v < V; ++v) sums[v][n] = at::vec::fmadd(vecs[v], value, sums[v][n]);
+      }
     } else {
       Vec values[N];
-      unrolled<N>([&](auto n) { values[n] = Vec(x[n][column]); });
-      unrolled<V>([&](auto v) {
+      MOE_METAL_UNROLL for (int n = 0; n < N; ++n) values[n] = Vec(x[n][column]);
+      MOE_METAL_UNROLL for (int v = 0; v < V; ++v) {
         const Vec vec = load(here + v * kLanes, count);
-        unrolled<N>([&](auto n) { sums[v][n] = at::vec::fmadd(vec, values[n], sums[v][n]); });
-      });
+        MOE_METAL_UNROLL for (int n = 0; n < N; ++n) sums[v][n] = at::vec::fmadd(vec, values[n], sums[v][n]);
+      }
     }
   }
-  unrolled<V>([&](auto v) {
-    unrolled<N>([&](auto n) {
+  MOE_METAL_UNROLL for (int v = 0; v < V; ++v) {
+    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
       float* out = tokens.out[first + n] + first_row + v * kLanes;
       store(out, begin ? load(out, count) + sums[v][n] : sums[v][n], count);
-    });
-  });
+    }
+  }
 }
 
 template <int N, class Scalar>

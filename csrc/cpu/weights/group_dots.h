@@ -2,6 +2,7 @@
 #pragma once
 #include <vector>
 
+#include "cpu/plan.h"
 #include "cpu/weights/scaled_rows.h"
 
 namespace moe_metal {
@@ -49,30 +50,49 @@ struct Packed : ScaledRows {
 template <class Read>
 class GroupDots {
   static constexpr int64_t kGroup = Read::kGroup;
+  static constexpr int kAtOnce = Read::kAtOnce;
+  // The groups that are loaded at once. Otherwise a group is loaded in one or more parts.
+  static constexpr int kSpan = kGroup == 0 ? 1 : std::max<int64_t>(kAtOnce * kLanes / kGroup, 1);
 
  public:
   static constexpr bool kExists = kUnpacksInRegisters && (kGroup == 0 || kGroup >= 2 * kLanes);
   static constexpr bool kTakesAll = kExists && kGroup != 0;  // all weights of the format
 
-  static constexpr int kMost = 4;
+  static constexpr int kMost = kVectorRegisters == 32 ? 4 : kWorthTransposing - 1;
 
   void operator()(const Packed<Read>& weight, const Tokens& tokens) {
     if (!std::equal(tokens.x, tokens.x + tokens.count, laid_out_.begin(), laid_out_.end())) lay_out(weight, tokens);
-    unrolled<kMost>([&](auto i) {
-      if (tokens.count == i + 1) multiply<i + 1>(weight, tokens);
-    });
+    for (int64_t first = 0; first < tokens.count; first += kAtATime) {
+      unrolled<kAtATime>([&](auto i) {
+        if (std::min(kAtATime, tokens.count - first) == i + 1) multiply<i + 1>(weight, tokens.out + first, first);
+      });
+    }
   }
 
  private:
+  static constexpr int64_t kAtATime = 4;
+
+  // Tokens as they are multiplied: their numbers in the order of the codes, the sum of each group, and the initial value
+  // of each group's sum of products.
+  struct LaidOut {
+    const float *x, *sums, *begin;
+  };
+
+  // Multiplies N tokens from `first` on.
   template <int N>
-  void multiply(const Packed<Read>& weight, const Tokens& tokens) const {
-    constexpr int64_t kUsual = kGroup ? kGroup : 64;
+  void multiply(const Packed<Read>& weight, float* const* out, int64_t first) const {
     const int64_t group = int64_t{1} << weight.shift;
-    if (kGroup || group == kUsual) return all_rows<N>(weight, tokens, std::integral_constant<int64_t, kUsual>());
-    if constexpr (kGroup == 0) all_rows<N>(weight, tokens, group);
+    const LaidOut tokens = {&x_[first * weight.columns], &sums_[first * weight.groups],
+                            &begin_[first * weight.groups * kLanes]};
+    if constexpr (kGroup != 0) {
+      all_rows<N>(weight, tokens, out, std::integral_constant<int64_t, kGroup>());
+    } else if (group == Read::kUsualGroup) {
+      all_rows<N>(weight, tokens, out, std::integral_constant<int64_t, Read::kUsualGroup>());
+    } else {
+      all_rows<N>(weight, tokens, out, group);
+    }
   }
-  // Prepares the tokens: their numbers in the order of the codes, the sum of each group, and the initial value of each
-  // group's sum of products.
+
   void lay_out(const Packed<Read>& weight, const Tokens& tokens) {
     const int64_t group = int64_t{1} << weight.shift;
     if (tokens.count > static_cast<int64_t>(laid_out_.size())) {
@@ -82,44 +102,48 @@ class GroupDots {
     }
     float *x = x_.get(), *sums = sums_.get(), *begin = begin_.get();
     for (int64_t n = 0; n < tokens.count; ++n) {
-      for (int64_t first = 0; first < weight.columns; first += group, begin += kLanes) {
+      const float* from = tokens.x[n];
+      for (int64_t g = 0; g < weight.groups; ++g, begin += kLanes) {
         Vec all(0);
-        for (int64_t c = first; c < first + group; c += 2 * kLanes, x += 2 * kLanes) {
-          Vec two[] = {Vec::loadu(tokens.x[n] + c), Vec::loadu(tokens.x[n] + c + kLanes)};
-          weight.read.codes.permute_like_two(two);
-          two[0].store(x), two[1].store(x + kLanes);
-          all = all + two[0] + two[1];
-        }
+        for (int64_t c = g * group; c < (g + 1) * group; c += kLanes) all = all + Vec::loadu(from + c);
         (all * Vec(-Read::kMiddle)).store(begin);
         *sums++ = sum(all);
+      }
+      for (int64_t c = 0; c < weight.columns; c += kAtOnce * kLanes, x += kAtOnce * kLanes) {
+        Vec some[kAtOnce];
+        for (int64_t v = 0; v < kAtOnce; ++v) some[v] = Vec::loadu(from + c + v * kLanes);
+        weight.read.codes.permute_like_load(some);
+        for (int64_t v = 0; v < kAtOnce; ++v) some[v].store(x + v * kLanes);
       }
     }
     laid_out_.assign(tokens.x, tokens.x + tokens.count);
   }
 
   template <int N, class Group>
-  void all_rows(const Packed<Read>& weight, const Tokens& tokens, Group group) const {
-    constexpr int R = N <= 2 ? 4 : 2, G = N == 1 || kLanes == 16 ? 2 : 1;
+  void all_rows(const Packed<Read>& weight, const LaidOut& tokens, float* const* out, Group group) const {
+    constexpr int G = N == 1 || kLanes == 16 ? 2 : kSpan, R = std::max((N <= 2 ? 4 : 2) / (N == 1 ? 1 : kSpan), 1);
     const int64_t later = weight.later(R);
     int64_t row = 0;
     for (; row + R <= weight.rows; row += R)
-      multiply_block<R, N, G>(weight, row, tokens, group, weight.ahead(row + later));
-    for (; row < weight.rows; ++row) multiply_block<1, N, G>(weight, row, tokens, group, weight.ahead(row + later));
+      multiply_block<R, N, G>(weight, row, tokens, out, group, weight.ahead(row + later));
+    for (; row < weight.rows; ++row) {
+      multiply_block<1, N, G>(weight, row, tokens, out, group, weight.ahead(row + later));
+    }
   }
 
   template <int R, int N, int G, class Group>
-  [[gnu::flatten]] void multiply_block(const Packed<Read>& weight, int64_t first, const Tokens& tokens, Group group,
-                                       const uint8_t* ahead) const {
+  [[gnu::flatten]] void multiply_block(const Packed<Read>& weight, int64_t first, const LaidOut& tokens,
+                                       float* const* out, Group group, const uint8_t* ahead) const {
     const auto rows = weight.row_block(first);
     Vec sums[R][N];
     unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { sums[r][n] = Vec(0); }); });
     int64_t g = 0;
-    for (; g + G <= weight.groups; g += G) some_groups<R, N, G>(rows, g, group, ahead, sums);
-    for (; g < weight.groups; ++g) some_groups<R, N, 1>(rows, g, group, ahead, sums);
+    for (; g + G <= weight.groups; g += G) some_groups<R, N, G>(rows, tokens, g, group, ahead, sums);
+    for (; g < weight.groups; g += kSpan) some_groups<R, N, kSpan>(rows, tokens, g, group, ahead, sums);
     if constexpr (Read::kOffset) {
       for_each_vector(weight.groups, [&](int64_t g, auto count) {
         Vec sums_of_x[N];
-        unrolled<N>([&](auto n) { sums_of_x[n] = load(&sums_[n * weight.groups + g], count); });
+        unrolled<N>([&](auto n) { sums_of_x[n] = load(&tokens.sums[n * weight.groups + g], count); });
         unrolled<R>([&](auto r) {
           const int64_t at = r * weight.groups + g;
           const Vec scale = load(rows.scales + at, count), offset = load(rows.offsets + at, count);
@@ -128,49 +152,50 @@ class GroupDots {
         });
       });
     }
-    unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { tokens.out[n][first + r] = sum(sums[r][n]); }); });
+    unrolled<R>([&](auto r) { unrolled<N>([&](auto n) { out[n][first + r] = sum(sums[r][n]); }); });
   }
 
   // Products of G groups of R rows.
   template <int R, int N, int G, class Group>
-  [[gnu::always_inline]] inline void some_groups(const typename Packed<Read>::RowBlock& rows, int64_t g, Group group,
-                                                 const uint8_t* ahead, Vec (&sums)[R][N]) const {
+  [[gnu::always_inline]] inline void some_groups(const typename Packed<Read>::RowBlock& rows, const LaidOut& tokens,
+                                                 int64_t g, Group group, const uint8_t* ahead,
+                                                 Vec (&sums)[R][N]) const {
     const Packed<Read>& weight = rows.all;
     Vec parts[R][N][G];
-    unrolled<N>([&](auto n) {
-      unrolled<G>([&](auto i) {
-        const Vec begin = Read::kOffset ? Vec::loadu(&begin_[(n * weight.groups + g + i) * kLanes]) : Vec(0);
-        unrolled<R>([&](auto r) { parts[r][n][i] = begin; });
-      });
-    });
-    const float* x = &x_[g * group];
-    for (int64_t c = 0; c < group; c += 2 * kLanes) {
-      unrolled<G>([&](auto i) {
+    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+      MOE_METAL_UNROLL for (int i = 0; i < G; ++i) {
+        const Vec begin = Read::kOffset ? Vec::loadu(&tokens.begin[(n * weight.groups + g + i) * kLanes]) : Vec(0);
+        MOE_METAL_UNROLL for (int r = 0; r < R; ++r) parts[r][n][i] = begin;
+      }
+    }
+    constexpr int64_t kStep = kAtOnce * kLanes;
+    const float* x = tokens.x + g * group;
+    for (int64_t c = 0; c < kSpan * group; c += kStep) {
+      MOE_METAL_UNROLL for (int i = 0; i < G; i += kSpan) {
         const int64_t here = c + i * group, column = g * group + here;
         const uint8_t* line = ahead + R * Packed<Read>::bytes(column);  // in address order
-        __builtin_prefetch(line, 0, 2);
-        if (R * Packed<Read>::bytes(2 * kLanes) > kLine) __builtin_prefetch(line + kLine, 0, 2);
-        unrolled<R>([&](auto r) {
-          Vec codes[2];
-          weight.read.load_two(rows.data + r * weight.row, column, codes);
-          unrolled<N>([&](auto n) {
-            unrolled<2>([&](auto v) {
-              const Vec of_token = Vec::loadu(x + n * weight.columns + here + v * kLanes);
-              parts[r][n][i] = at::vec::fmadd(codes[v], of_token, parts[r][n][i]);
-            });
-          });
-        });
-      });
+        for (int64_t at = 0; at < R * Packed<Read>::bytes(kStep); at += kLine) __builtin_prefetch(line + at, 0, 2);
+        MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+          Vec codes[kAtOnce];
+          weight.read.load_permuted(rows.data + r * weight.row, column, codes);
+          MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+            MOE_METAL_UNROLL for (int v = 0; v < kAtOnce; ++v) {
+              Vec& part = parts[r][n][i + v * kSpan / kAtOnce];
+              part = at::vec::fmadd(codes[v], Vec::loadu(x + n * weight.columns + here + v * kLanes), part);
+            }
+          }
+        }
+      }
     }
-    unrolled<R>([&](auto r) {
-      unrolled<G>([&](auto i) {
+    MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+      MOE_METAL_UNROLL for (int i = 0; i < G; ++i) {
         const Vec scale(rows.scales[r * weight.groups + g + i]);
-        unrolled<N>([&](auto n) {
+        MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
           if constexpr (Read::kUnit != 1) parts[r][n][i] = parts[r][n][i] * Vec(Read::kUnit);
           sums[r][n] = at::vec::fmadd(scale, parts[r][n][i], sums[r][n]);
-        });
-      });
-    });
+        }
+      }
+    }
   }
 
   std::unique_ptr<float[], Free> x_, sums_, begin_;

@@ -3,12 +3,12 @@
 //   kColumns, kBytes      columns and bytes of a block of a row
 //   kOwnScales            whether the blocks contain their scales, which scales() reads
 //   kScalesAreRare        whether many columns of many rows share a scale
-//   kGroup                columns that share a scale; 0: it depends on the weight
+//   kGroup                columns that share a scale; 0: it depends on the weight, and kUsualGroup is the most frequent
 //   kOffset               whether a value is scale * code + offset, or scale * code
 //   operator()            the codes of a vector of a row's columns, as floats
-//   load_two              with AVX2: the codes of two vectors in a permuted order, which codes.permute_like_two() gives
-//                         to the tokens' numbers, and in units of kUnit; with an offset, kMiddle is the middle of the
-//                         codes
+//   load_permuted         with AVX2: the codes of kAtOnce vectors in a permuted order, which codes.permute_like_load()
+//                         gives to the tokens' numbers, and in units of kUnit; with an offset, kMiddle is the middle of
+//                         the codes
 //   floats                with NEON, instead of these two: the codes of 16 columns, in units of kUnit
 //   Dots, Tiles, Panels   products with few tokens, with more, and with many, for instructions that the processor may
 //                         have
