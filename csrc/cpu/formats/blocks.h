@@ -161,7 +161,7 @@ struct Blocks {
   [[gnu::always_inline]] void load_permuted(const uint8_t* row, int64_t column, Vec (&to)[kAtOnce]) const {
 #if defined(MOE_METAL_HAS_AVX2) && !defined(MOE_METAL_HAS_AVX512)
     const Bytes32 all = codes_of_32(row + column / kColumns * kBytes, column % kColumns);
-    const auto halves = std::bit_cast<std::array<Bytes, 2>>(all);
+    const auto halves = std::bit_cast<std::array<Bytes, 2> >(all);
     unrolled<4>([&](auto v) { to[v] = to_floats(halves[v / 2], kOffset ? 0 : Block::kMiddle, v % 2 * 8); });
 #else
     unrolled<kAtOnce>([&](auto v) { to[v] = (*this)(row, column + v * kLanes, Whole()); });

@@ -1,8 +1,8 @@
 // Packed numbers of a row as vectors of float, before their scale. The vector at a column begins at a whole byte, and
 // no byte is read beyond its last number's.
 //
-// A product may have its lanes in any order that both factors have: permute_like_load(x) puts two vectors in the order of
-// load_permuted(from), which loads two vectors of numbers.
+// A product may have its lanes in any order that both factors have: permute_like_load(x) puts two vectors in the order
+// of load_permuted(from), which loads two vectors of numbers.
 #pragma once
 #include <array>
 #include <cmath>
@@ -167,7 +167,8 @@ class Codes {
   }
 
  private:
-  // The bytes of eight numbers. A copy to a larger variable would be stored in parts, for whose loads the processor waits.
+  // The bytes of eight numbers. A copy to a larger variable would be stored in parts, for whose loads the processor
+  // waits.
   [[gnu::always_inline]] static __m128i eight(const uint8_t* from) {
     const auto part = [&](auto some, int at) __attribute__((always_inline)) -> int64_t {
       std::memcpy(&some, from + at, sizeof(some));

@@ -72,8 +72,8 @@ class GroupDots {
  private:
   static constexpr int64_t kAtATime = 4;
 
-  // Tokens as they are multiplied: their numbers in the order of the codes, the sum of each group, and the initial value
-  // of each group's sum of products.
+  // Tokens as they are multiplied: their numbers in the order of the codes, the sum of each group, and the initial
+  // value of each group's sum of products.
   struct LaidOut {
     const float *x, *sums, *begin;
   };
