@@ -22,8 +22,12 @@ from test_mutated_readers import named_in
 
 ROOT = Path(__file__).resolve().parents[1]
 PROCESSOR = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-ISA = "avx512"  # the instruction set of the broken readers
-BUILT = ROOT / "build" / "objects" / f"torch-{torch.__version__}" / f"torch_moe_metal._cpu_{ISA}"
+
+
+def built(isa: str) -> Path:
+    """The objects of a library."""
+    return ROOT / "build" / "objects" / f"torch-{torch.__version__}" / f"torch_moe_metal._cpu_{isa}"
+
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Fault:
     broken: str
     test: str  # the test that must fail
     amx: bool = False  # with emulated AMX
+    isa: str = "avx512"
 
     def __str__(self) -> str:
         return self.name
@@ -82,7 +87,8 @@ FAULTS = [
     Fault("zero_times_a_scale", "x86/rounded.h", "_mm512_set1_epi16(0x7ffe)", "_mm512_set1_epi16(-1)", MXFP8),
     Fault("scale_of_the_first_half_in_tiles", "x86/rounded.h", "scale[i * kLanes / Group]",
           "scale[i / 2 * kDepth / Group]", GGUF_LINEAR),
-    Fault("nibbles_of_one_run_in_tiles", "formats/ggml_k.h", "column / 32 % 2 * 4", "0", GGUF_LINEAR),
+    Fault("nibbles_of_one_run_in_tiles", "formats/ggml_k.h", "column / 64 * 32), column / 32 % 2 * 4",
+          "column / 64 * 32), 0", GGUF_LINEAR),
     Fault("fifth_bit_of_the_first_run_in_tiles", "formats/ggml_k.h", "load_256(block + 16), column / 32",
           "load_256(block + 16), 0", GGUF_LINEAR),
     Fault("blocks_of_64_rows", "weights/row_scales.h", "weight.format->scale_rows", "weight.format->scale_rows / 2",
@@ -90,7 +96,7 @@ FAULTS = [
     Fault("tail_overrun", "x86/integers.h", "std::clamp<int64_t>(row_bytes - at, 0, 64)", "64", WALL),
     Fault("half_of_8_bits_twice", "x86/integers.h", "load(chunk * 128 + 64), to", "load(chunk * 128), to", LINEAR),
     Fault("few_tokens_of_two_passes", "x86/bfloat16_dots.h", "tokens.out + n);", "tokens.out);", MAGNITUDE),
-    Fault("half_block_twice", "formats/ggml_32.h", "column ? both >> 4 : both & 15", "both & 15", GGUF),
+    Fault("half_block_twice", "formats/ggml_32.h", "shifted(both, column / 4, 15)", "shifted(both, 0, 15)", GGUF),
     Fault("fifth_bit_of_neighbours", "formats/ggml_32.h", "high |= (word >> 16)", "high |= (word >> 15)", GGUF_LINEAR),
     Fault("highest_bits_of_one_run", "formats/ggml_k.h", "in_quarters<0, 0, 2, 2>()",
           "in_quarters<0, 0, 0, 0>()", GGUF_LINEAR),
@@ -143,6 +149,18 @@ FAULTS = [
     Fault("rest_lost_on_amx", "x86/amx_int8.h", "whole &= all[n].whole;\n      }\n      lay_out",
           "}\n      lay_out", UNUSED, amx=True),
     Fault("group_of_neighbours_on_amx", "x86/amx_int8.h", "i / kHalf % 2 == part", "true", LINEAR, amx=True),
+    Fault("odd_numbers_are_even_on_avx2", "formats/codes.h", "odd = _mm256_srli_epi32(both, 4)", "odd = both", LINEAR,
+          isa="avx2"),
+    Fault("first_tokens_again_on_avx2", "weights/group_dots.h", "tokens.out + first, first)", "tokens.out + first, 0)",
+          MAGNITUDE, isa="avx2"),
+    Fault("scale_of_the_first_sixteen_on_avx2", "weights/group_dots.h", "[i + v * kSpan / kAtOnce]", "[i]", GGUF_LINEAR,
+          isa="avx2"),
+    Fault("run_of_the_first_sixteen_on_avx2", "formats/blocks.h", "codes(block, column + 16)", "codes(block, column)",
+          GGUF_LINEAR, isa="avx2"),
+    Fault("last_tokens_of_a_panel_forgotten", "vector/dots.h", "if (n + kTailTokens < tokens.count)", "if (false)",
+          REFERENCE, isa="avx2"),
+    Fault("logits_without_room_for_panels", "gate/gate.h", "t * width", "t * call.params.experts", REFERENCE,
+          isa="avx2"),
 ]  # fmt: skip
 
 
@@ -176,19 +194,20 @@ def run(*command: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def library(sources: Path, reached: set[str], folder: Path) -> Path:
+def library(sources: Path, reached: set[str], folder: Path, isa: str = "avx512") -> Path:
     """The built library, with only the files that a change affects compiled again."""
-    built = sorted((BUILT / "csrc" / "cpu").rglob("*.o"))
-    reached = reached | CHOOSE_TILES
-    link = [folder / compiled.name if compiled.stem in reached else compiled for compiled in built]
+    objects = sorted((built(isa) / "csrc" / "cpu").rglob("*.o"))
+    if isa == "avx512":
+        reached = reached | CHOOSE_TILES
+    link = [folder / compiled.name if compiled.stem in reached else compiled for compiled in objects]
 
     def compile_again(compiled: Path) -> None:
-        command = run("ninja", "-C", BUILT, "-t", "commands", compiled).strip().splitlines()[-1]
+        command = run("ninja", "-C", built(isa), "-t", "commands", compiled).strip().splitlines()[-1]
         command = command.replace(f"{ROOT}/csrc", str(sources)).replace(str(compiled), str(folder / compiled.name))
         run(*shlex.split(command), "-O1")  # in half the time
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compile_again, (compiled for compiled in built if compiled.stem in reached)))
+        list(pool.map(compile_again, (compiled for compiled in objects if compiled.stem in reached)))
     libraries = Path(torch.__file__).parent / "lib"
     made = folder / "library.so"
     compiler = os.environ.get("CXX", "c++")
@@ -196,12 +215,13 @@ def library(sources: Path, reached: set[str], folder: Path) -> Path:
     return made
 
 
-def run_tests(made: Path, folder: Path, *options: str) -> subprocess.CompletedProcess:
+def run_tests(made: Path, folder: Path, *options: str, isa: str = "avx512") -> subprocess.CompletedProcess:
     """pytest on a copy of the package with this library."""
     package = folder / "package" / "torch_moe_metal"
     shutil.copytree(ROOT / "torch_moe_metal", package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(made, package / f"_cpu_{ISA}.so")
+    shutil.copy(made, package / f"_cpu_{isa}.so")
     environment = os.environ | {"PYTHONPATH": str(package.parent), "MOE_METAL_DEVICES": "cpu"}
+    environment["ATEN_CPU_CAPABILITY"] = isa
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *options]
     return subprocess.run(command, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
 
@@ -226,6 +246,12 @@ OF_AMX = {"affine_rows", "affine_rows_across_bytes", "float_rows", "experts", "g
 
 def reached_by(fault: Fault) -> set[str]:
     """The files to compile again: those of the formats in which the fault's test detects it."""
+    if fault.file == "gate/gate.h":
+        return {"gate"}
+    if fault.file == "vector/dots.h":
+        return {"weight_rows"}
+    if fault.isa == "avx2" and fault.test == GGUF_LINEAR:
+        return {"ggml_k_rows_of_16", "ggml_32_rows"}
     if fault.amx:
         return OF_AMX - {"affine_rows_across_bytes", "float_rows"}
     if fault in OF_PANELS:
@@ -248,31 +274,47 @@ def reached_by(fault: Fault) -> set[str]:
     return {"float_rows" if of_floats else "affine_rows"}
 
 
-for_avx512 = pytest.mark.skipif(torch_moe_metal.cpu_isa != ISA, reason="the faults are in the readers for AVX-512")
-from_a_build = pytest.mark.skipif(
-    not (BUILT / "build.ninja").exists(), reason="needs the objects of a build in this folder"
-)
+BEST = torch_moe_metal.cpu_isa
 
 
-@pytest.mark.slow
-@for_avx512
-@from_a_build
+def from_a_build(isa: str) -> list[pytest.MarkDecorator]:
+    """Marks of the tests that need a library for these instructions."""
+    available = BEST == isa or BEST == "avx512" and isa == "avx2"
+    return [
+        pytest.mark.slow,
+        pytest.mark.skipif(not available, reason=f"needs a processor with {isa}"),
+        pytest.mark.skipif(
+            not (built(isa) / "build.ninja").exists(), reason="needs the objects of a build in this folder"
+        ),
+    ]
+
+
+def for_avx512(test):
+    for mark in from_a_build("avx512"):
+        test = mark(test)
+    return test
+
+
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(fault, id=fault.name, marks=[for_bfloat16] * (fault in OF_BFLOAT16)) for fault in FAULTS],
+    [
+        pytest.param(
+            fault, id=fault.name, marks=[*from_a_build(fault.isa), *[for_bfloat16] * (fault in OF_BFLOAT16)]
+        )
+        for fault in FAULTS
+    ],
 )
 def test_broken_readers_are_detected(fault: Fault, tmp_path: Path):
     tiles = {"tiles": "false"} if fault in OF_PANELS else {}
     sources = copied_sources(tmp_path, fault.amx, fault.file == "x86/bfloat16_dots.h", **tiles)
     changed(sources / "cpu" / fault.file, fault.line, fault.broken)
-    choose = ["-k", "many_tokens or tiles-"] if fault.test == REFERENCE else []
-    done = run_tests(library(sources, reached_by(fault), tmp_path), tmp_path, fault.test, *choose)
+    choose = ["-k", "many_tokens or tiles-"] if fault.test == REFERENCE and fault.isa == "avx512" else []
+    made = library(sources, reached_by(fault), tmp_path, fault.isa)
+    done = run_tests(made, tmp_path, fault.test, *choose, isa=fault.isa)
     assert f"FAILED {fault.test}" in done.stdout, done.stdout[-3000:]
 
 
-@pytest.mark.slow
 @for_avx512
-@from_a_build
 @for_bfloat16
 def test_tiles_on_emulated_amx(tmp_path: Path):
     made = library(copied_sources(tmp_path, True), OF_AMX, tmp_path)
@@ -281,9 +323,7 @@ def test_tiles_on_emulated_amx(tmp_path: Path):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.slow
 @for_avx512
-@from_a_build
 @for_bfloat16
 def test_products_of_other_processors(tmp_path: Path):
     """On AMD's processors those of an Intel without AMX: integers. On Intel's those of AMD's: bfloat16."""
