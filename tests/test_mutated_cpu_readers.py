@@ -29,7 +29,6 @@ def built(isa: str) -> Path:
     return ROOT / "build" / "objects" / f"torch-{torch.__version__}" / f"torch_moe_metal._cpu_{isa}"
 
 
-
 @dataclass(frozen=True)
 class Fault:
     name: str
@@ -298,9 +297,7 @@ def for_avx512(test):
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(
-            fault, id=fault.name, marks=[*from_a_build(fault.isa), *[for_bfloat16] * (fault in OF_BFLOAT16)]
-        )
+        pytest.param(fault, id=fault.name, marks=[*from_a_build(fault.isa), *[for_bfloat16] * (fault in OF_BFLOAT16)])
         for fault in FAULTS
     ],
 )
