@@ -95,7 +95,7 @@ FAULTS = [
     Fault("tail_overrun", "x86/integers.h", "std::clamp<int64_t>(row_bytes - at, 0, 64)", "64", WALL),
     Fault("half_of_8_bits_twice", "x86/integers.h", "load(chunk * 128 + 64), to", "load(chunk * 128), to", LINEAR),
     Fault("few_tokens_of_two_passes", "x86/bfloat16_dots.h", "tokens.out + n);", "tokens.out);", MAGNITUDE),
-    Fault("half_block_twice", "formats/ggml_32.h", "shifted(both, column / 4, 15)", "shifted(both, 0, 15)", GGUF),
+    Fault("half_block_twice", "formats/ggml_32.h", "shifted(both, column / 16 * 4, 15)", "shifted(both, 0, 15)", GGUF),
     Fault("fifth_bit_of_neighbours", "formats/ggml_32.h", "high |= (word >> 16)", "high |= (word >> 15)", GGUF_LINEAR),
     Fault("highest_bits_of_one_run", "formats/ggml_k.h", "in_quarters<0, 0, 2, 2>()",
           "in_quarters<0, 0, 0, 0>()", GGUF_LINEAR),
@@ -273,8 +273,8 @@ def reached_by(fault: Fault) -> set[str]:
     return {"float_rows" if of_floats else "affine_rows"}
 
 
-def from_a_build(isa: str) -> list[pytest.MarkDecorator]:
-    """Marks of the tests that need a library for these instructions."""
+def needs(isa: str) -> list[pytest.MarkDecorator]:
+    """Marks of the tests that compile part of a library for these instructions again."""
     available = torch_moe_metal.cpu_isa in (isa, "avx512")  # every processor with AVX-512 has AVX2
     return [
         pytest.mark.slow,
@@ -286,7 +286,7 @@ def from_a_build(isa: str) -> list[pytest.MarkDecorator]:
 
 
 def for_avx512(test):
-    for mark in from_a_build("avx512"):
+    for mark in needs("avx512"):
         test = mark(test)
     return test
 
@@ -294,7 +294,7 @@ def for_avx512(test):
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(fault, id=fault.name, marks=[*from_a_build(fault.isa), *[for_bfloat16] * (fault in OF_BFLOAT16)])
+        pytest.param(fault, id=fault.name, marks=[*needs(fault.isa), *[for_bfloat16] * (fault in OF_BFLOAT16)])
         for fault in FAULTS
     ],
 )

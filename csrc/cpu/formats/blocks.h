@@ -159,13 +159,13 @@ struct Blocks {
     return to_floats(codes, kOffset ? 0 : Block::kMiddle, at % 16);
   }
   [[gnu::always_inline]] void load_permuted(const uint8_t* row, int64_t column, Vec (&to)[kAtOnce]) const {
-#if defined(MOE_METAL_HAS_AVX2) && !defined(MOE_METAL_HAS_AVX512)
-    const Bytes32 all = codes_of_32(row + column / kColumns * kBytes, column % kColumns);
-    const auto halves = std::bit_cast<std::array<Bytes, 2> >(all);
-    unrolled<4>([&](auto v) { to[v] = to_floats(halves[v / 2], kOffset ? 0 : Block::kMiddle, v % 2 * 8); });
-#else
-    unrolled<kAtOnce>([&](auto v) { to[v] = (*this)(row, column + v * kLanes, Whole()); });
-#endif
+    if constexpr (kLanes == 8) {  // AVX2: half of the codes that a vector of bytes holds
+      const Bytes32 all = codes_of_32(row + column / kColumns * kBytes, column % kColumns);
+      const auto halves = std::bit_cast<std::array<Bytes, 2> >(all);
+      unrolled<kAtOnce>([&](auto v) { to[v] = to_floats(halves[v / 2], kOffset ? 0 : Block::kMiddle, v % 2 * 8); });
+    } else {
+      unrolled<kAtOnce>([&](auto v) { to[v] = (*this)(row, column + v * kLanes, Whole()); });
+    }
   }
 #endif
 #ifdef MOE_METAL_HAS_AVX512

@@ -148,14 +148,14 @@ class Codes {
   }
 
   [[gnu::always_inline]] Vec operator()(const uint8_t* from) const {
-    if constexpr (bits == 8) return _mm256_cvtepi32_ps(eight_bytes(from));
-    const __m256i words = _mm256_shuffle_epi8(_mm256_broadcastq_epi64(eight(from)), bytes_);
+    if constexpr (bits == 8) return _mm256_cvtepi32_ps(eight_words(from));
+    const __m256i words = _mm256_shuffle_epi8(_mm256_broadcastq_epi64(bytes_of_eight(from)), bytes_);
     return values(_mm256_srlv_epi32(words, shifts_));
   }
   // With 4 bits, the even numbers, then the odd ones.
   [[gnu::always_inline]] void load_permuted(const uint8_t* from, Vec (&to)[2]) const {
     if constexpr (bits == 4) {
-      const __m256i both = eight_bytes(from);
+      const __m256i both = eight_words(from);
       const __m256i odd = _mm256_srli_epi32(both, 4);
       to[0] = values(both), to[1] = is_e2m1 ? values(odd) : Vec(_mm256_cvtepi32_ps(odd));
     } else {
@@ -167,9 +167,9 @@ class Codes {
   }
 
  private:
-  // The bytes of eight numbers. A copy to a larger variable would be stored in parts, for whose loads the processor
-  // waits.
-  [[gnu::always_inline]] static __m128i eight(const uint8_t* from) {
+  // The bytes of eight numbers. If 3, 5 or 6 bytes are copied to a variable of 8, compilers store them in two parts,
+  // and the processor waits for both before it loads the whole.
+  [[gnu::always_inline]] static __m128i bytes_of_eight(const uint8_t* from) {
     const auto part = [&](auto some, int at) __attribute__((always_inline)) -> int64_t {
       std::memcpy(&some, from + at, sizeof(some));
       return some;
@@ -180,7 +180,8 @@ class Codes {
     if constexpr (bits == 5) return _mm_cvtsi64_si128(part(uint32_t(), 0) | part(uint8_t(), 4) << 32);
     if constexpr (bits == 6) return _mm_cvtsi64_si128(part(uint32_t(), 0) | part(uint16_t(), 4) << 32);
   }
-  [[gnu::always_inline]] static __m256i eight_bytes(const uint8_t* from) {
+  // Eight bytes as words of 32 bits.
+  [[gnu::always_inline]] static __m256i eight_words(const uint8_t* from) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
   }
   // The values of the lowest bits of each word.

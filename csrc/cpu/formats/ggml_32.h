@@ -15,7 +15,7 @@ struct BlocksOf32 {
   static constexpr int number(int code) { return code; }
   static Bytes nibbles(const uint8_t* block, int64_t column) {
     const Bytes both = load_bytes(block + kCodes);
-    return shifted(both, column / 4, 15);
+    return shifted(both, column / 16 * 4, 15);
   }
   static void scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
     halves(row, kBytes, blocks, scale);

@@ -21,7 +21,7 @@ inline void float_rows(const Gate& call, int64_t first, int64_t count, float* to
 inline void gate_by_dots(const Gate& call) {
   constexpr int64_t kTokens = 128, kExperts = 16;  // at once
   const int64_t H = call.H, E = call.params.experts, most = std::min(call.T, kTokens);
-  const bool many = call.T > kWorthTransposing;
+  const bool many = call.T > kWorthTransposing;  // never with AVX-512: see gate_way()
   const int64_t at_once = many ? std::max(kExperts, Panel::kPanelRows) : kExperts;
   const int64_t blocks = at::divup(E, at_once), width = blocks * at_once;  // panels are whole
   const auto x = scratch<float>(most * H), logits = scratch<float>(most * width);

@@ -117,7 +117,7 @@ template <int V, int N, class Scalar, class Count, class Prefetch = decltype([] 
 [[gnu::flatten, gnu::noinline]] inline void axpy(const Scalar* weight, int64_t step, int64_t first_row,
                                                  const Tokens& tokens, int64_t first, int64_t begin, int64_t end,
                                                  Count count, Prefetch prefetch = {}) {
-  // Loops, not unrolled<>(): with that, GCC 12 keeps all sums of AVX2 in memory.
+  // These are loops because GCC 12 keeps the sums in memory if unrolled<>() is used with AVX2.
   Vec sums[V][N];
   const float* x[N];
   MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
@@ -127,7 +127,7 @@ template <int V, int N, class Scalar, class Count, class Prefetch = decltype([] 
   for (int64_t column = begin; column < end; ++column) {
     const Scalar* here = weight + (column - begin) * step;
     prefetch();
-    if constexpr (V < N) {  // the smaller factor stays in registers
+    if constexpr (V < N) {  // keeps the values in registers of which there are fewer
       Vec vecs[V];
       MOE_METAL_UNROLL for (int v = 0; v < V; ++v) vecs[v] = load(here + v * kLanes, count);
       MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {

@@ -51,7 +51,7 @@ template <class Read>
 class GroupDots {
   static constexpr int64_t kGroup = Read::kGroup;
   static constexpr int kAtOnce = Read::kAtOnce;
-  // The groups that are loaded at once. Otherwise a group is loaded in one or more parts.
+  // How many groups are loaded at once: with AVX2 two of 16 columns in GGML's blocks, otherwise one or part of one.
   static constexpr int kSpan = kGroup == 0 ? 1 : std::max<int64_t>(kAtOnce * kLanes / kGroup, 1);
 
  public:
@@ -121,6 +121,7 @@ class GroupDots {
 
   template <int N, class Group>
   void all_rows(const Packed<Read>& weight, const LaidOut& tokens, float* const* out, Group group) const {
+    // R * N * G sums should fit in the registers.
     constexpr int G = N == 1 || kLanes == 16 ? 2 : kSpan, R = std::max((N <= 2 ? 4 : 2) / (N == 1 ? 1 : kSpan), 1);
     const int64_t later = weight.later(R);
     int64_t row = 0;
