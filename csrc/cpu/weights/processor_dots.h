@@ -37,11 +37,4 @@ using FewDots = std::conditional_t<BFloat16Dots<Numbers>::kExists, BFloat16Dots<
 template <class Numbers>
 using FewDots = IntegerDots<Numbers>;
 #endif
-#ifdef MOE_METAL_HAS_DOTPROD
-template <int bits>
-using AffineDots = FewDots<Integers<bits, false>>;
-#else
-template <int bits>
-using AffineDots = std::conditional_t<bits == 4 || bits == 8, FewDots<Integers<bits, false>>, NoDots>;
-#endif
 }  // namespace moe_metal

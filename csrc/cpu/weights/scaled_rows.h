@@ -35,6 +35,13 @@ struct ScaledRows {
   }
 };
 
+// Prefetches the cache lines that begin in `count` bytes from `begin` on.
+[[gnu::always_inline]] inline void prefetch_lines(const uint8_t* from, int64_t begin, int64_t count) {
+  for (int64_t at = at::divup(begin, kLine) * kLine; at < begin + count; at += kLine) {
+    __builtin_prefetch(from + at, 0, 2);
+  }
+}
+
 inline bool all_finite(const float* values, int64_t count) {
   Vec differences(0);  // becomes NaN if a value is not finite
   for_each_vector(count, [&](int64_t i, auto n) {

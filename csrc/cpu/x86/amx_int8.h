@@ -1,4 +1,4 @@
-// Products of weights of 4 and 8 bits with several tokens, on processors with AMX.
+// Products of weights of up to 8 bits with several tokens, on processors with AMX.
 //
 // Both are integers. A tile has 64 columns of 16 rows of weights; 8-bit weights are read in place. It is multiplied by
 // five tokens at a time: each digit of a token is a column of the right operand. Sums over a group are exact.
@@ -171,26 +171,23 @@ class IntegerTiles {
     MOE_METAL_UNROLL for (int r = 0; r < kTile; ++r) all[r] = _mm512_setzero_ps();
 
     const auto unpack = [&](int64_t turn, int64_t row) {
-      constexpr int64_t kLines = Numbers::kBits * kChunk / 8 / kLine;
+      constexpr int64_t kBytes = Numbers::kBits * kChunk / 8;
       if (turn == turns) return;
       const int64_t c = form.turns[turn].chunk;
       for (int64_t r = row; r < row + kTile / 2; ++r) {
-        for (int64_t i = 0; i < kLines; ++i) __builtin_prefetch(ahead + ((c * kTile + r) * kLines + i) * kLine, 0, 2);
-        if constexpr (Numbers::kBits == 4) {
-          const bool whole = (c + 1) * kTilesOfChunk <= tiles;
-          const __m512i bytes = _mm512_maskz_loadu_epi8(whole ? ~0ull : ~0u, data + r * rows.row + c * kLine);
-          __m512i numbers[2];
-          Numbers::split(bytes, numbers);
-          _mm512_store_si512(unpacked[turn % 2][0][r], _mm512_shuffle_i64x2(numbers[0], numbers[1], 0x44));
-          _mm512_store_si512(unpacked[turn % 2][1][r], _mm512_shuffle_i64x2(numbers[0], numbers[1], 0xee));
+        prefetch_lines(ahead, (c * kTile + r) * kBytes, kBytes);
+        if constexpr (Numbers::kBits < 8) {
+          __m512i numbers[kTilesOfChunk];
+          Numbers::tiles(data + r * rows.row + c * kBytes, rows.columns - c * kChunk, numbers);
+          for (int64_t t = 0; t < kTilesOfChunk; ++t) _mm512_store_si512(unpacked[turn % 2][t][r], numbers[t]);
         }
       }
     };
     const auto left = [&](int64_t turn, int64_t t) -> const uint8_t* {
-      if constexpr (Numbers::kBits == 4) return unpacked[turn % 2][t][0];
+      if constexpr (Numbers::kBits < 8) return unpacked[turn % 2][t][0];
       return data + (form.turns[turn].chunk * kTilesOfChunk + t) * kWidth;
     };
-    const int64_t step = Numbers::kBits == 4 ? kWidth : rows.row;
+    const int64_t step = Numbers::kBits < 8 ? kWidth : rows.row;
     const auto scale = [&](int64_t turn) __attribute__((always_inline)) {
       const int64_t c = form.turns[turn].chunk, count = std::min(kTilesOfChunk, tiles - c * kTilesOfChunk) * P;
       const __m512 units = _mm512_load_ps(form.turns[turn].units);

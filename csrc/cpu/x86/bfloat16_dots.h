@@ -116,9 +116,7 @@ class BFloat16Dots : public IntegerDots<Numbers> {
     MOE_METAL_UNROLL for (int i = 0; i < R * N; ++i) sums[i / N][i % N] = _mm512_setzero_ps();
     for (int64_t c = 0; c < whole; c += P, data += P * kBytes, ahead += R * P * kBytes) {
       MOE_METAL_UNROLL for (int i = 0; i < R * P; i += S) {
-        for (int64_t line = at::divup(i * kBytes, kLine) * kLine; line < (i + S) * kBytes; line += kLine) {
-          __builtin_prefetch(ahead + line, 0, 2);  // in address order
-        }
+        prefetch_lines(ahead, i * kBytes, S * kBytes);  // in address order
         const int p = i / R, r = i % R;
         add_chunk<S, N>(rows, first + r, data + r * rows.row, c, p, group_of_lane, forms, sums + r);
       }

@@ -212,7 +212,7 @@ class IntegerPanels {
  public:
   // Returns null if there are faster products.
   static std::unique_ptr<PreparedTokens> prepare(const Weight& weight, const Tensor& x) {
-    if (!integer_panels_are_fast()) return nullptr;
+    if (!integers_available<Numbers>() || !integer_panels_are_fast()) return nullptr;
     return std::make_unique<TokenChunks>(x, ColumnOrder(kOrder), std::countr_zero(static_cast<uint64_t>(weight.group)),
                                          Numbers::kOffset ? 1 : -Numbers::kMiddle);
   }

@@ -117,6 +117,13 @@ struct alignas(64) Digits {
   }
 };
 
+// Whether the processor can unpack these numbers and multiply them as integers.
+template <class Numbers>
+bool integers_available() {
+  constexpr bool kNeedsVbmi = requires { requires Numbers::kNeedsVbmi; };
+  return vnni_available() && (!kNeedsVbmi || vbmi_available());
+}
+
 // The sum over a group's columns, a multiple of a vector's.
 inline float sum_of(const float* x, int64_t columns) {
   Vec all(0);
@@ -158,10 +165,11 @@ struct Integers {
   static constexpr bool kOffset = !kE2m1s, kScalesOfLanes = false;
   static constexpr int kMiddle = kE2m1s ? 12 : 1 << (bits - 1);
   static constexpr float kUnit = kE2m1s ? 0.5f : 1;
+  static constexpr bool kNeedsVbmi = bits != 4 && bits != 8;
 
   // 128 columns. With 4 bits, the even ones, then the odd ones, so that a lane sums eight neighbours.
   static constexpr auto kOrder = [] {
-    if (bits == 8) return kHalvesOf16;
+    if (bits != 4) return kHalvesOf16;
     std::array<uint8_t, 128> columns{};
     for (int i = 0; i < 128; ++i) columns[i] = static_cast<uint8_t>(i % 64 * 2 + i / 64);
     return columns;
@@ -169,23 +177,62 @@ struct Integers {
   static constexpr int kColumns = 8, kBytes = bits;
   [[gnu::always_inline]] static inline void unpack(const uint8_t* row, int64_t chunk, int64_t columns,
                                                    __m512i (&to)[2]) {
-    const int64_t row_bytes = columns / 8 * bits;
-    const auto load = [&](int64_t at) __attribute__((always_inline)) {
-      const int64_t left = std::clamp<int64_t>(row_bytes - at, 0, 64);
-      return _mm512_maskz_loadu_epi8(left == 64 ? ~0ull : (1ull << left) - 1, row + at);
-    };
-    if constexpr (bits == 4)
-      split(load(chunk * 64), to);
-    else
-      halves_of_16(load(chunk * 128), load(chunk * 128 + 64), to);
+    const uint8_t* from = row + chunk * 16 * bits;
+    const int64_t left = columns - chunk * 128;
+    if constexpr (bits == 4) {
+      split(load(from, left), to);
+    } else {
+      __m512i all[2];
+      tiles(from, left, all);
+      halves_of_16(all[0], all[1], to);
+    }
   }
-  // Unpacks 64 bytes of codes to one byte each: for 4 bits, the even ones, then the odd ones.
-  [[gnu::always_inline]] static inline void split(__m512i bytes, __m512i (&to)[8 / bits]) {
-    to[0] = bytes;
-    if constexpr (bits == 4) to[0] = half(bytes), to[1] = half(_mm512_srli_epi16(bytes, 4));
+  // 128 columns from `from` on, 64 in each vector: with 4 bits the even ones first, otherwise in their order. Those
+  // from `left` on have code 0.
+  [[gnu::always_inline]] static inline void tiles(const uint8_t* from, int64_t left, __m512i (&to)[2]) {
+    if constexpr (bits == 4) {
+      __m512i numbers[2];
+      split(load(from, left), numbers);
+      to[0] = _mm512_shuffle_i64x2(numbers[0], numbers[1], 0x44);
+      to[1] = _mm512_shuffle_i64x2(numbers[0], numbers[1], 0xee);
+    } else {
+      to[0] = in_order(from, left), to[1] = in_order(from + 8 * bits, left - 64);
+    }
   }
 
  private:
+  // With 4 bits: the even codes of 64 bytes, then the odd ones.
+  [[gnu::always_inline]] static inline void split(__m512i bytes, __m512i (&to)[2]) {
+    to[0] = half(bytes), to[1] = half(_mm512_srli_epi16(bytes, 4));
+  }
+  // With other widths: the codes of 64 columns.
+  [[gnu::always_inline]] static inline __m512i in_order(const uint8_t* from, int64_t left) {
+    const __m512i bytes = load(from, left);
+    if constexpr (bits == 8) return bytes;
+    // Each 64 bits get the bytes of eight codes; then each byte gets the bits of one code. These are assembly, because
+    // the functions around it are compiled for processors without VBMI as well.
+    __m512i codes;
+    asm("vpermb %1, %2, %0" : "=v"(codes) : "v"(bytes), "v"(_mm512_load_si512(kBytesOfEights.data())));
+    asm("vpmultishiftqb %0, %1, %0" : "+v"(codes) : "v"(_mm512_load_si512(kShifts.data())));
+    return _mm512_and_si512(codes, _mm512_set1_epi8((1 << bits) - 1));
+  }
+
+  alignas(64) static constexpr auto kBytesOfEights = [] {
+    std::array<uint8_t, 64> bytes{};
+    for (int i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(i / 8 * bits + i % 8);
+    return bytes;
+  }();
+  alignas(64) static constexpr auto kShifts = [] {
+    std::array<uint8_t, 64> shifts{};
+    for (int i = 0; i < 64; ++i) shifts[i] = static_cast<uint8_t>(i % 8 * bits);
+    return shifts;
+  }();
+  // The bytes of 64 columns, or with 4 bits of 128. Those of the columns from `left` on are 0.
+  [[gnu::always_inline]] static inline __m512i load(const uint8_t* from, int64_t left) {
+    constexpr int64_t kMost = bits == 4 ? 64 : 8 * bits;
+    const int64_t count = std::clamp<int64_t>(left / 8 * bits, 0, kMost);
+    return _mm512_maskz_loadu_epi8(count == 64 ? ~0ull : (1ull << count) - 1, from);
+  }
   // The numbers in the low halves of bytes.
   [[gnu::always_inline]] static inline __m512i half(__m512i bytes) {
     const __m512i codes = _mm512_and_si512(bytes, _mm512_set1_epi8(15));

@@ -16,7 +16,7 @@ class IntegerDots {
   static constexpr bool kReadsScales = Numbers::kScalesOfLanes;  // from the blocks, so ScaledRows need not have them
   static constexpr bool kReadsOffsets = kReadsScales && Numbers::kOffset;
   static bool takes(const ScaledRows& rows, int64_t tokens, int64_t most = kFewTokens) {
-    return vnni_available() && tokens <= most && rows.columns > 0;
+    return integers_available<Numbers>() && tokens <= most && rows.columns > 0;
   }
   // The result of a token without digits is NaN.
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
@@ -160,10 +160,7 @@ class IntegerDots {
         const float* of_chunk = scales + ((c + p) * kColumns >> rows.shift);
         MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
           // Prefetching in address order is a sixth faster on a Sapphire Rapids.
-          const int64_t begin = (p * R + r) * kBytes;
-          for (int64_t line = at::divup(begin, kLine) * kLine; line < begin + kBytes; line += kLine) {
-            __builtin_prefetch(ahead + line, 0, 2);
-          }
+          prefetch_lines(ahead, (p * R + r) * kBytes, kBytes);
           if constexpr (kReadsOffsets) {
             if (p == 0) {
               const __m512 offsets = Numbers::factors(data + r * rows.row);
