@@ -92,7 +92,7 @@ FAULTS = [
           "load_256(block + 16), 0", GGUF_LINEAR),
     Fault("blocks_of_64_rows", "weights/row_scales.h", "weight.format->scale_rows", "weight.format->scale_rows / 2",
           FP8),
-    Fault("tail_overrun", "x86/integers.h", "std::clamp<int64_t>(left / 8 * bits, 0, kMost)", "kMost", WALL),
+    Fault("tail_overrun", "x86/integers.h", "std::min<int64_t>(left / 8 * bits, kMost)", "kMost", WALL),
     Fault("half_of_8_bits_twice", "x86/integers.h", "in_order(from + 8 * bits, left - 64)",
           "in_order(from, left)", LINEAR),
     Fault("few_tokens_of_two_passes", "x86/bfloat16_dots.h", "tokens.out + n);", "tokens.out);", MAGNITUDE),

@@ -173,12 +173,13 @@ class IntegerTiles {
     const auto unpack = [&](int64_t turn, int64_t row) {
       constexpr int64_t kBytes = Numbers::kBits * kChunk / 8;
       if (turn == turns) return;
-      const int64_t c = form.turns[turn].chunk;
-      for (int64_t r = row; r < row + kTile / 2; ++r) {
-        prefetch_lines(ahead, (c * kTile + r) * kBytes, kBytes);
+      const int64_t c = form.turns[turn].chunk, columns = (c + 1) * kTilesOfChunk <= tiles ? kChunk : kWidth;
+      MOE_METAL_UNROLL for (int64_t i = 0; i < kTile / 2; ++i) {
+        const int64_t r = row + i;
+        prefetch_lines(ahead + (c * kTile + row) * kBytes, i * kBytes, kBytes);
         if constexpr (Numbers::kBits < 8) {
           __m512i numbers[kTilesOfChunk];
-          Numbers::tiles(data + r * rows.row + c * kBytes, rows.columns - c * kChunk, numbers);
+          Numbers::tiles(data + r * rows.row + c * kBytes, columns, numbers);
           for (int64_t t = 0; t < kTilesOfChunk; ++t) _mm512_store_si512(unpacked[turn % 2][t][r], numbers[t]);
         }
       }

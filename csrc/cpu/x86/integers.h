@@ -230,8 +230,8 @@ struct Integers {
   // The bytes of 64 columns, or with 4 bits of 128. Those of the columns from `left` on are 0.
   [[gnu::always_inline]] static inline __m512i load(const uint8_t* from, int64_t left) {
     constexpr int64_t kMost = bits == 4 ? 64 : 8 * bits;
-    const int64_t count = std::clamp<int64_t>(left / 8 * bits, 0, kMost);
-    return _mm512_maskz_loadu_epi8(count == 64 ? ~0ull : (1ull << count) - 1, from);
+    const int64_t count = std::min<int64_t>(left / 8 * bits, kMost);
+    return _mm512_maskz_loadu_epi8(count > 0 ? ~0ull >> (64 - count) : 0, from);
   }
   // The numbers in the low halves of bytes.
   [[gnu::always_inline]] static inline __m512i half(__m512i bytes) {
