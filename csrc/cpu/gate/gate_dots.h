@@ -19,30 +19,43 @@ inline void float_rows(const Gate& call, int64_t first, int64_t count, float* to
 }
 
 inline void gate_by_dots(const Gate& call) {
-  constexpr int64_t kTokens = 128, kExperts = 16;  // at once
-  const int64_t H = call.H, E = call.params.experts, most = std::min(call.T, kTokens);
-  const bool many = call.T > kWorthTransposing;  // never with AVX-512: see gate_way()
-  const int64_t at_once = many ? std::max(kExperts, Panel::kPanelRows) : kExperts;
-  const int64_t blocks = at::divup(E, at_once), width = blocks * at_once;  // panels are whole
-  const auto x = scratch<float>(most * H), logits = scratch<float>(most * width);
-  for (int64_t first = 0; first < call.T; first += kTokens) {
-    const int64_t count = std::min(kTokens, call.T - first);
-    float_rows(call, first, count, x.get());
-    with_dtype(call.router_weight.scalar_type(), [&](auto scalar) {
-      const auto* router_weight = elements<decltype(scalar)>(call.router_weight);
-      for_each_row(blocks, at_once * count * H, 0, [&](int64_t block, float*) {
-        const int64_t e = block * at_once;
-        const float* from[kTokens];
-        float* to[kTokens];
-        for (int64_t t = 0; t < count; ++t) from[t] = &x[t * H], to[t] = &logits[t * width + e];
-        std::optional<Panel> panel;
-        if (many) panel.emplace();
-        product(Matrix<decltype(scalar)>{router_weight + e * H, H, 1, std::min(at_once, E - e), H}, {from, to, count},
-                panel);
+  constexpr int64_t kTokens = 128, kExperts = 16, kWorthAThread = 64;  // kTokens, kExperts: the most at once
+  const int64_t H = call.H, E = call.params.experts, T = call.T, threads = at::get_num_threads();
+  const bool many = T > kWorthTransposing;  // never with AVX-512: see gate_way()
+  const bool as_they_are = call.hidden.scalar_type() == at::kFloat && !call.norm_weight.defined();
+  const int64_t experts = many ? std::max(kExperts, Panel::kPanelRows) : kExperts;
+  const int64_t blocks = at::divup(E, experts), width = blocks * experts;  // panels are whole
+  // Threads share out the tokens or, if there are too few, the experts.
+  const bool enough = T >= kWorthAThread * threads;
+  const int64_t of_thread = enough ? at::divup(T, threads) : T,
+                tokens = at::divup(of_thread, at::divup(of_thread, kTokens));
+  const auto run = [&](int64_t begin, int64_t end) {
+    const auto x = scratch<float>(as_they_are ? 0 : tokens * H), logits = scratch<float>(tokens * width);
+    for (int64_t first = begin * tokens; first < std::min(end * tokens, T); first += tokens) {
+      const int64_t count = std::min(tokens, T - first);
+      if (!as_they_are) float_rows(call, first, count, x.get());
+      const float* rows = as_they_are ? elements<float>(call.hidden) + first * H : x.get();
+      with_dtype(call.router_weight.scalar_type(), [&](auto scalar) {
+        const auto* router_weight = elements<decltype(scalar)>(call.router_weight);
+        for_each_row(blocks, experts * count * H, 0, [&](int64_t block, float*) {
+          const int64_t e = block * experts;
+          const float* from[kTokens];
+          float* to[kTokens];
+          for (int64_t t = 0; t < count; ++t) from[t] = rows + t * H, to[t] = &logits[t * width + e];
+          std::optional<Panel> panel;
+          if (many) panel.emplace();
+          product(Matrix<decltype(scalar)>{router_weight + e * H, H, 1, std::min(experts, E - e), H}, {from, to, count},
+                  panel);
+        });
       });
-    });
-    route_tokens(call, first, count, logits.get(), width);
-  }
+      route_tokens(call, first, count, logits.get(), width);
+    }
+  };
+  const int64_t turns = at::divup(T, tokens);
+  if (enough)
+    at::parallel_for(0, turns, 1, run);  // a thread of these starts no others
+  else
+    run(0, turns);
 }
 
 }  // namespace moe_metal
