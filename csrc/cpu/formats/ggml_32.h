@@ -133,7 +133,10 @@ using Q5_1 = FiveBits<24, 4, true>;
 
 // Signed bytes, which become unsigned by flipping the highest bit.
 struct Q8_0 : BlocksOf32<34, 2, false, 128> {
-  static Bytes codes(const uint8_t* block, int64_t column) { return load_bytes(block + kCodes + column) ^ 0x80; }
+  template <class Some = Bytes>
+  static Some codes(const uint8_t* block, int64_t column) {
+    return load_bytes<Some>(block + kCodes + column) ^ 0x80;
+  }
 #ifdef MOE_METAL_HAS_AVX512
   [[gnu::always_inline]] static void unpack(const uint8_t* row, int64_t chunk, int64_t columns, __m512i (&to)[2]) {
     const uint8_t* first = row + chunk * 4 * kBytes + kCodes;

@@ -181,7 +181,7 @@ struct Q5_K : SixBitScales<176, 16> {
   template <class Some = Bytes>
   static Some codes(const uint8_t* block, int64_t column) {
     const Some high = shifted(load_bytes<Some>(block + 16 + column % 32), column / 32, 1);
-    return nibbles_in_runs<Some>(block + 48, column) | high << 4;
+    return nibbles_in_runs<Some>(block + 48, column) | shifted_left<4>(high);
   }
 #ifdef MOE_METAL_HAS_AVX512
   static constexpr auto kOrder = kHalvesOfEvenRuns;
@@ -212,7 +212,7 @@ struct Q6_K : BlocksOf256<210, 16, false, 32> {
     const int64_t half = column / 128, run = column % 128 / 32, at = column % 32;
     const Some low = shifted(load_bytes<Some>(block + half * 64 + run % 2 * 32 + at), run / 2 * 4, 15);
     const Some high = shifted(load_bytes<Some>(block + 128 + half * 32 + at), 2 * run, 3);
-    return low | high << 4;
+    return low | shifted_left<4>(high);
   }
   static void scales(const uint8_t* row, int64_t blocks, float* scale, float*) {
     for (int64_t b = 0; b < blocks; ++b, row += kBytes, scale += kGroups) {
@@ -307,7 +307,7 @@ struct Q3_K : BlocksOf256<110, 16, false, 4> {
   template <class Some = Bytes>
   static Some codes(const uint8_t* block, int64_t column) {
     const Some high = shifted(load_bytes<Some>(block + column % 32), column / 32, 1);
-    return crumbs<Some>(block + 32, column) | high << 2;
+    return crumbs<Some>(block + 32, column) | shifted_left<2>(high);
   }
   static void scales(const uint8_t* row, int64_t blocks, float* scale, float*) {
     for (int64_t b = 0; b < blocks; ++b, row += kBytes, scale += kGroups) {

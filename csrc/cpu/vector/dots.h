@@ -254,7 +254,12 @@ class Panel {
     for (int64_t r = 0; r < kPanelRows; r += kLanes) {
       const int64_t rows = std::clamp<int64_t>(weight.rows - row - r, 0, kLanes);
       const auto from = weight.row_block(row + r);
-      for (int64_t column = begin; column < end; column += kLanes) {
+      float* to = floats_.get() + r;
+      int64_t column = begin;
+      if constexpr (requires { weight.loads_permuted(); }) {
+        if (rows == kLanes && weight.loads_permuted()) column = fill_permuted(weight, from, begin, end, to);
+      }
+      for (; column < end; column += kLanes) {
         const int64_t columns = std::min(kLanes, end - column);
         Vec tile[kLanes];
         if (rows == kLanes && columns == kLanes) {
@@ -263,10 +268,29 @@ class Panel {
           for (int64_t i = 0; i < kLanes; ++i) tile[i] = i < rows ? from.load(i, column, columns) : Vec(0);
         }
         transpose(tile);
-        float* to = floats_.get() + (column - begin) * kPanelRows + r;
-        for (int64_t i = 0; i < columns; ++i) store(to + i * kPanelRows, tile[i], Whole());
+        for (int64_t i = 0; i < columns; ++i) store(to + (column - begin + i) * kPanelRows, tile[i], Whole());
       }
     }
+  }
+  // Fills several vectors of columns at a time. -> the first column that is left
+  template <class Reader, class Rows>
+  static int64_t fill_permuted(const Reader& weight, const Rows& from, int64_t begin, int64_t end, float* to) {
+    constexpr int kAtOnce = Reader::kAtOnce;
+    const auto columns = weight.permuted_columns();
+    int64_t column = begin;
+    for (; column + kAtOnce * kLanes <= end; column += kAtOnce * kLanes, to += kAtOnce * kLanes * kPanelRows) {
+      Vec tiles[kAtOnce][kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) {
+        Vec some[kAtOnce];
+        from.load_permuted(i, column, some);
+        for (int v = 0; v < kAtOnce; ++v) tiles[v][i] = some[v];
+      }
+      for (int v = 0; v < kAtOnce; ++v) {
+        transpose(tiles[v]);
+        for (int64_t i = 0; i < kLanes; ++i) store(to + columns[v * kLanes + i] * kPanelRows, tiles[v][i], Whole());
+      }
+    }
+    return column;
   }
 
   std::unique_ptr<float[], Free> floats_ = scratch<float>(kPanelColumns * kPanelRows);  // column by column

@@ -35,6 +35,13 @@ struct ScaledRows {
   }
 };
 
+// The sum over a group's columns, a multiple of a vector's.
+inline float sum_of(const float* x, int64_t columns) {
+  Vec all(0);
+  for (int64_t c = 0; c < columns; c += kLanes) all = all + Vec::loadu(x + c);
+  return sum(all);
+}
+
 // Prefetches the cache lines that begin in `count` bytes from `begin` on.
 [[gnu::always_inline]] inline void prefetch_lines(const uint8_t* from, int64_t begin, int64_t count) {
   for (int64_t at = at::divup(begin, kLine) * kLine; at < begin + count; at += kLine) {

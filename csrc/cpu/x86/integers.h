@@ -124,13 +124,6 @@ bool integers_available() {
   return vnni_available() && (!kNeedsVbmi || vbmi_available());
 }
 
-// The sum over a group's columns, a multiple of a vector's.
-inline float sum_of(const float* x, int64_t columns) {
-  Vec all(0);
-  for (int64_t c = 0; c < columns; c += kLanes) all = all + Vec::loadu(x + c);
-  return sum(all);
-}
-
 // The sums of the lanes of four vectors.
 inline __m128 sums_of_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
   const auto fold = [](__m512 x, __m512 y) {
