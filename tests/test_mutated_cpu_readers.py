@@ -72,8 +72,8 @@ FAULTS = [
     Fault("inf_as_integers", "x86/vnni.h", "if (!finite) std::fill_n(chunks->units, 16, NAN);", "(void)finite;",
           NOT_FINITE),
     Fault("nibble_swapped_in_tiles", "formats/codes.h", "slli_epi32(bytes, 12)", "slli_epi32(bytes, 16)", REFERENCE),
-    Fault("group_before", "weights/group_dots.h", "scales[r * weight.groups + g + i]",
-          "scales[r * weight.groups + g + i - (g > 0)]", LINEAR),
+    Fault("group_before", "weights/group_dots.h", "r * weight.groups + (s + i) * kSpan",
+          "r * weight.groups + (s + i) * kSpan - (s > 0)", LINEAR),
     Fault("first_group_in_tiles", "x86/packed_strips.h", " + (column >> shift_)", "", NUMBERS),
     Fault("two_blocks_late", "x86/packed_strips.h", "start(block + 2)", "start(block)", NUMBERS),
     Fault("half_of_the_only_tile", "x86/packed_strips.h", "multiply_by_vectors<1, false, Ahead>",
@@ -95,6 +95,7 @@ FAULTS = [
     Fault("tail_overrun", "x86/integers.h", "std::min<int64_t>(left / 8 * bits, kMost)", "kMost", WALL),
     Fault("half_of_8_bits_twice", "x86/integers.h", "in_order(from + 8 * bits, left - 64)",
           "in_order(from, left)", LINEAR),
+    Fault("shifts_of_the_first_four", "x86/integers.h", "(i % 8 * bits)", "(i % 4 * bits)", LINEAR),
     Fault("few_tokens_of_two_passes", "x86/bfloat16_dots.h", "tokens.out + n);", "tokens.out);", MAGNITUDE),
     Fault("half_block_twice", "formats/ggml_32.h", "shifted(both, column / 16 * 4, 15)", "shifted(both, 0, 15)", GGUF),
     Fault("fifth_bit_of_neighbours", "formats/ggml_32.h", "high |= (word >> 16)", "high |= (word >> 15)", GGUF_LINEAR),
@@ -153,8 +154,15 @@ FAULTS = [
           isa="avx2"),
     Fault("first_tokens_again_on_avx2", "weights/group_dots.h", "tokens.out + first, first)", "tokens.out + first, 0)",
           MAGNITUDE, isa="avx2"),
-    Fault("scale_of_the_first_sixteen_on_avx2", "weights/group_dots.h", "[i + v * kSpan / kAtOnce]", "[i]", GGUF_LINEAR,
-          isa="avx2"),
+    Fault("scale_of_the_first_sixteen_on_avx2", "weights/group_dots.h", "(0, 0, 0, 0, 1, 1, 1, 1)",
+          "(0, 0, 0, 0, 0, 0, 0, 0)", GGUF_LINEAR, isa="avx2"),
+    Fault("middle_forgotten_on_avx2", "weights/group_dots.h", "(all * Vec(-Read::kMiddle)).store", "Vec(0).store",
+          GGUF_LINEAR, isa="avx2"),
+    Fault("permuted_columns_in_panels_on_avx2", "vector/dots.h", "to + columns[v * kLanes + i] * kPanelRows",
+          "to + (v * kLanes + i) * kPanelRows", NUMBERS, isa="avx2"),
+    Fault("rows_of_the_first_panel_on_avx2", "vector/dots.h", "i % down * kPanelRows", "0 * i", REFERENCE, isa="avx2"),
+    Fault("first_tokens_for_each_thread_on_avx2", "gate/gate_dots.h", "first = begin * tokens", "first = 0 * begin",
+          REFERENCE, isa="avx2"),
     Fault("run_of_the_first_sixteen_on_avx2", "formats/blocks.h", "codes(block, column + 16)", "codes(block, column)",
           GGUF_LINEAR, isa="avx2"),
     Fault("last_tokens_of_a_panel_forgotten", "vector/dots.h", "if (n + kTailTokens < tokens.count)", "if (false)",
@@ -246,18 +254,18 @@ OF_AMX = {"affine_rows", "affine_rows_across_bytes", "float_rows", "experts", "g
 
 def reached_by(fault: Fault) -> set[str]:
     """The files to compile again: those of the formats in which the fault's test detects it."""
-    if fault.file == "gate/gate.h":
+    if fault.file in ("gate/gate.h", "gate/gate_dots.h", "gate/gate_vectors.h"):
         return {"gate"}
     if fault.file == "vector/dots.h":
-        return {"weight_rows"}
+        return {"affine_rows" if fault.test == NUMBERS else "weight_rows"}
+    if fault.name == "shifts_of_the_first_four":
+        return {"affine_rows_across_bytes"}
     if fault.isa == "avx2" and fault.test == GGUF_LINEAR:
         return {"ggml_k_rows_of_16", "ggml_32_rows"}
     if fault.amx:
         return OF_AMX - {"affine_rows_across_bytes", "float_rows"}
     if fault in OF_PANELS:
         return {"affine_rows", "linear"}
-    if fault.file == "gate/gate_vectors.h":
-        return {"gate"}
     if fault.file == "x86/weight_strips.h":
         return {"linear"}
     if fault.test == REFERENCE and fault.file in ("x86/avx512_bf16.h", "x86/tiles.h", "x86/transposed_rows.h"):
@@ -323,7 +331,7 @@ def test_tiles_on_emulated_amx(tmp_path: Path):
 def test_products_of_other_processors(tmp_path: Path):
     """On AMD's processors those of an Intel without AMX: integers. On Intel's those of AMD's: bfloat16."""
     amd = "AuthenticAMD" in PROCESSOR
-    reached = {"affine_rows", "float_rows", "ggml_k_rows", "experts", "linear"}
+    reached = {"affine_rows", "affine_rows_across_bytes", "float_rows", "ggml_k_rows", "experts", "linear"}
     made = library(copied_sources(tmp_path, False, not amd, tiles=TILES[7:-1]), reached, tmp_path)
     chosen = "few_tokens or many_tokens or small_scale or linear_equals"
     done = run_tests(made, tmp_path, "test_quantized.py", "test_ggml.py", "-k", chosen)

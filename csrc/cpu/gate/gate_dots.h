@@ -19,16 +19,17 @@ inline void float_rows(const Gate& call, int64_t first, int64_t count, float* to
 }
 
 inline void gate_by_dots(const Gate& call) {
-  constexpr int64_t kTokens = 128, kExperts = 16, kWorthAThread = 64;  // kTokens, kExperts: the most at once
+  constexpr int64_t kTokens = 256, kExperts = 16, kWorthAThread = 64;  // kTokens: the most at once
   const int64_t H = call.H, E = call.params.experts, T = call.T, threads = at::get_num_threads();
   const bool many = T > kWorthTransposing;  // never with AVX-512: see gate_way()
   const bool as_they_are = call.hidden.scalar_type() == at::kFloat && !call.norm_weight.defined();
-  const int64_t experts = many ? std::max(kExperts, Panel::kPanelRows) : kExperts;
-  const int64_t blocks = at::divup(E, experts), width = blocks * experts;  // panels are whole
   // Threads share out the tokens or, if there are too few, the experts.
-  const bool enough = T >= kWorthAThread * threads;
-  const int64_t of_thread = enough ? at::divup(T, threads) : T,
-                tokens = at::divup(of_thread, at::divup(of_thread, kTokens));
+  const bool share_tokens = T >= kWorthAThread * threads;
+  const int64_t of_thread = share_tokens ? at::divup(T, threads) : T;
+  const int64_t tokens = at::divup(of_thread, at::divup(of_thread, kTokens)), turns = at::divup(T, tokens);
+  const int64_t least = many ? std::max(kExperts, Panel::kPanelRows) : kExperts;  // panels are whole
+  const int64_t width = at::divup(E, least) * least;
+  const int64_t experts = share_tokens && many ? width : least, blocks = at::divup(E, experts);
   const auto run = [&](int64_t begin, int64_t end) {
     const auto x = scratch<float>(as_they_are ? 0 : tokens * H), logits = scratch<float>(tokens * width);
     for (int64_t first = begin * tokens; first < std::min(end * tokens, T); first += tokens) {
@@ -51,8 +52,7 @@ inline void gate_by_dots(const Gate& call) {
       route_tokens(call, first, count, logits.get(), width);
     }
   };
-  const int64_t turns = at::divup(T, tokens);
-  if (enough)
+  if (share_tokens)
     at::parallel_for(0, turns, 1, run);  // a thread of these starts no others
   else
     run(0, turns);
