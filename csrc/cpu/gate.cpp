@@ -1,6 +1,6 @@
 // Logits are float, whatever the dtypes. There are four ways to compute them. In each, the order of additions depends
 // neither on the threads nor on the other tokens.
-//   dots     any dtype: threads share out the experts. With AVX-512 for few tokens; without it, panels multiply many
+//   dots     any dtype. With AVX-512 for few tokens; without it, panels multiply many
 //   tiles    bfloat16: some tokens with AMX, or with AVX512-BF16 if there is no norm
 //   vectors  bfloat16: many tokens with AVX512-BF16, if there is no norm
 //   blocks   many tokens, with AVX-512: oneDNN's brgemm in float, or with AMX in bfloat16

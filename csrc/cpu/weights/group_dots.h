@@ -41,7 +41,7 @@ struct Packed : ScaledRows {
       if constexpr (std::is_same_v<Count, Whole>) return values;
       return Vec::set(Vec(0), values, count);
     }
-    // The values of all.kAtOnce vectors of columns, in the order of the reader's load_permuted(). With AVX2.
+    // The values of several vectors of columns, in the order of the reader's load_permuted().
     [[gnu::always_inline]] void load_permuted(int64_t r, int64_t column, Vec (&to)[kAtOnce]) const {
       all.read.load_permuted(data + r * all.row, column, to);
       const int64_t group = r * all.groups + (column >> all.shift);
@@ -70,13 +70,9 @@ struct Packed : ScaledRows {
   int64_t row_bytes() const { return row; }
   static constexpr int64_t bytes(int64_t columns) { return columns * Read::kBytes / Read::kColumns; }
 
-  // Whether Panel uses load_permuted().
+  // Whether Panel uses load_permuted(). With AVX-512 it gains nothing.
   bool loads_permuted() const {
-#if defined(MOE_METAL_HAS_AVX2) && !defined(MOE_METAL_HAS_AVX512)
-    return int64_t{1} << shift >= kAtOnce * kLanes / kSpan;
-#else
-    return false;
-#endif
+    return kUnpacksInRegisters && kLanes == 8 && int64_t{1} << shift >= kAtOnce * kLanes / kSpan;
   }
   // The columns of the lanes of load_permuted().
   std::array<int32_t, kAtOnce * kLanes> permuted_columns() const {

@@ -7,8 +7,8 @@
 //   kOffset               whether a value is scale * code + offset, or scale * code
 //   operator()            the codes of a vector of a row's columns, as floats
 //   load_permuted         with AVX2: the codes of kAtOnce vectors in a permuted order, which codes.permute_like_load()
-//                         gives to the tokens' numbers, and in units of kUnit; with an offset, kMiddle is the middle of
-//                         the codes
+//                         gives to the tokens' numbers, and in units of kUnit. kMiddle is the middle of these codes, 0
+//                         if they are centred
 //   floats                with NEON, instead of these two: the codes of 16 columns, in units of kUnit
 //   Dots, Tiles, Panels   products with few tokens, with more, and with many, for instructions that the processor may
 //                         have
