@@ -161,7 +161,7 @@ FAULTS = [
     Fault("permuted_columns_in_panels_on_avx2", "vector/dots.h", "to + columns[v * kLanes + i] * kPanelRows",
           "to + (v * kLanes + i) * kPanelRows", NUMBERS, isa="avx2"),
     Fault("rows_of_the_first_panel_on_avx2", "vector/dots.h", "i % down * kPanelRows", "0 * i", REFERENCE, isa="avx2"),
-    Fault("first_tokens_for_each_thread_on_avx2", "gate/gate_dots.h", "first = begin * tokens", "first = 0 * begin",
+    Fault("first_tokens_for_each_thread_on_avx2", "gate/gate_dots.h", "+ first * H : x.get()", ": x.get()",
           REFERENCE, isa="avx2"),
     Fault("run_of_the_first_sixteen_on_avx2", "formats/blocks.h", "codes(block, column + 16)", "codes(block, column)",
           GGUF_LINEAR, isa="avx2"),
