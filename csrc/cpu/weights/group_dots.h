@@ -146,7 +146,7 @@ class GroupDots {
     float *x = x_.get(), *sums = sums_.get(), *begin = begin_.get();
     for (int64_t n = 0; n < tokens.count; ++n) {
       const float* from = tokens.x[n];
-      for (int64_t g = 0; g < weight.groups; ++g) *sums++ = sum_of(from + g * group, group);
+      for (int64_t g = 0; Read::kOffset && g < weight.groups; ++g) *sums++ = sum_of(from + g * group, group);
       for (int64_t s = 0; s < spans; ++s, begin += kLanes) {
         Vec all(0);
         for (int64_t c = 0; c < kSpan * group; c += kStep, from += kStep, x += kStep) {
