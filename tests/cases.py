@@ -943,8 +943,18 @@ def many_tokens() -> list[Case]:
         # The CPU's blocks depend on tokens alone; they use bfloat16 if the processor has AMX and there is no norm.
         Case("gate", "blocks", {"T": 261, "E": 20, "K": 5, "H": 70}, (), {"top_k": 5}, FLOAT),
         Case("gate", "blocks", {"T": 261, "E": 20, "K": 5, "H": 70}, (), {"top_k": 5}, BFLOAT),
-        Case("gate", "many_tokens", {"T": 257, "E": 18, "K": 3, "H": 2112}, (), {"top_k": 3}, BFLOAT, fast_on=("cpu",)),
+        Case("gate", "many_tokens", {"T": 257, "E": 70, "K": 3, "H": 2112}, (), {"top_k": 3}, BFLOAT, fast_on=("cpu",)),
         Case("gate", "blocks-normed", {"T": 261, "E": 20, "K": 5, "H": 270}, OPTIONAL["gate"], {"top_k": 5}, FLOAT),
+        # The CPU prepares the tokens of some experts at a time: 4 MB for each thread.
+        Case(
+            "experts",
+            "many_tokens",
+            {"T": 1100, "E": 6, "K": 4, "H": 1024, "I": 96},
+            BIASES,
+            {},
+            BFLOAT,
+            fast_on=("cpu",),
+        ),
         # Tiles of the CPU: groups of 16 tokens, of which the last has up to 8 or more.
         *(
             Case("linear", f"tiles-{layout}T{T}", {"T": T, "N": 83, "H": 100}, ("bias",), {}, BFLOAT, prepare=prepare)

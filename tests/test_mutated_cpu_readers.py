@@ -59,6 +59,7 @@ FP8 = "test_quantized.py::test_dequantize_fp8_equals_transformers"
 TINY = "test_quantized.py::test_few_tokens_of_tiny_numbers"
 NUMBERS = "test_quantized.py::test_many_tokens_meet_every_number"
 MXFP8 = "test_quantized.py::test_many_tokens_meet_every_scale_of_mxfp8"
+SAME_BITS = "test_ops.py::test_same_bits_for_any_number_of_threads"
 WALL = "test_quantized.py::test_no_read_beyond_the_last_row"
 
 FAULTS = [
@@ -79,7 +80,7 @@ FAULTS = [
     Fault("half_of_the_only_tile", "x86/packed_strips.h", "multiply_by_vectors<1, false, Ahead>",
           "multiply_by_vectors<0, true, Ahead>", NUMBERS),
     Fault("first_tokens_in_half_a_tile", "x86/avx512_bf16.h", "here + G * size, sizeof", "here, sizeof", NUMBERS),
-    Fault("short_ring_for_many_tokens", "x86/weight_strips.h", "more || groups.count() > some ?", "more ?", NUMBERS),
+    Fault("short_ring_for_many_tokens", "x86/weight_strips.h", "tiles.ring = more ?", "tiles.ring = false ?", NUMBERS),
     Fault("scales_of_one_row_for_16", "x86/rounded.h", "!= 0) return false;", "!= 0) break;", REFERENCE),
     Fault("scales_beyond_normal_numbers", "x86/rounded.h", "return least > kRange && most < 2 * kOne - kRange;",
           "return true;", MXFP8),
@@ -135,8 +136,11 @@ FAULTS = [
     Fault("columns_begin_anew", "gate/gate_vectors.h", "b > 0", "false", REFERENCE),
     Fault("pair_swapped_in_vectors", "x86/avx512_bf16.h", "r * row + k, sizeof", "r * row + (k ^ 2), sizeof",
           REFERENCE),
-    Fault("half_group_over_the_one_before", "x86/tiles.h", "c + g, add, Nothing()", "c, add, Nothing()",
-          REFERENCE),
+    Fault("experts_over_the_first", "x86/tiles.h", "c + g, add, Nothing()", "c, add, Nothing()", REFERENCE),
+    Fault("tokens_of_the_first_chunk", "experts/experts_tiles.h", "chunk_ = begin;",
+          "chunk_ = begin;\n    if (begin > 0) return;", REFERENCE),
+    Fault("rows_of_the_first_pair", "x86/weight_strips.h", "&strips_.tiles[2 * p], some", "&strips_.tiles[0], some",
+          SAME_BITS),
     Fault("first_rows_of_transposed_pairs", "x86/transposed_rows.h", "words[i / 32][i % 32]", "words[0][i % 32]",
           REFERENCE),
     Fault("up_rows_of_gate", "x86/transposed_rows.h", "* 2 + row % 2", "* 2", REFERENCE),
@@ -243,7 +247,7 @@ OF_PANELS = {
 # Tiles of bfloat16 need AVX512-BF16, and so do all tests with emulated AMX.
 HAS_BFLOAT16 = "avx512_bf16" in PROCESSOR
 BFLOAT16 = ("packed_strips", "avx512_bf16", "weight_strips", "rounded", "tiles", "transposed_rows", "bfloat16_dots",
-            "e4m3_dots", "gate_vectors")  # fmt: skip
+            "e4m3_dots", "gate_vectors", "experts_tiles")  # fmt: skip
 OF_BFLOAT16 = {
     fault for fault in FAULTS if fault.amx or Path(fault.file).stem in BFLOAT16 or fault.name.endswith("in_tiles")
 }
@@ -254,7 +258,8 @@ OF_AMX = {"affine_rows", "affine_rows_across_bytes", "float_rows", "experts", "g
 
 def reached_by(fault: Fault) -> set[str]:
     """The files to compile again: those of the formats in which the fault's test detects it."""
-    if fault.file in ("gate/gate.h", "gate/gate_dots.h", "gate/gate_vectors.h"):
+    of_gate = ("gate/gate.h", "gate/gate_dots.h", "gate/gate_vectors.h")
+    if fault.file in of_gate or fault.name == "experts_over_the_first":
         return {"gate"}
     if fault.file == "vector/dots.h":
         return {"affine_rows" if fault.test == NUMBERS else "weight_rows"}
@@ -268,7 +273,8 @@ def reached_by(fault: Fault) -> set[str]:
         return {"affine_rows", "linear"}
     if fault.file == "x86/weight_strips.h":
         return {"linear"}
-    if fault.test == REFERENCE and fault.file in ("x86/avx512_bf16.h", "x86/tiles.h", "x86/transposed_rows.h"):
+    of_experts = ("x86/avx512_bf16.h", "x86/tiles.h", "x86/transposed_rows.h", "experts/experts_tiles.h")
+    if fault.test == REFERENCE and fault.file in of_experts:
         return {"experts"}
     if fault.test == GGUF_LINEAR and fault.file == "x86/rounded.h":
         return {"ggml_k_rows_of_16"}  # a scale for each half of 32 columns

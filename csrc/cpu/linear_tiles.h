@@ -20,33 +20,39 @@ inline Tensor pack_rows_of_x(const Linear& call) {
   return packed;
 }
 
-// Multiplies kRows rows of the weight by all tokens. Each thread has its own.
+// Multiplies some rows of the weight by all tokens. Each thread has its own.
 class LinearTiles {
  public:
   LinearTiles(const Linear& call, const Tensor& x)
-      : call_(call), x_{elements<at::BFloat16>(x), x.size(1), call.T}, weight_(call.weight) {}
+      : call_(call),
+        x_{elements<at::BFloat16>(x), x.size(1), call.T},
+        rows_(rows_of_item(call)),
+        weight_(call.weight, rows_ / kRows) {}
 
   // The rows of a work item.
   static int64_t rows_of_item(const Linear& call) {
-    return WeightStrips::transposed(call.weight) ? WeightStrips::kTransposed : kRows;
+    if (WeightStrips::transposed(call.weight)) return WeightStrips::kTransposed;
+    if (call.T <= kGroups * kTile) return kRows;
+    const int64_t eighth = call.N / (8 * at::get_num_threads());  // of a thread's
+    return WeightStrips::rows_of_item(call.weight, kRows, eighth);
   }
 
   void operator()(int64_t first) {
-    const int64_t end = std::min(first + rows_of_item(call_), call_.N);
+    const int64_t end = std::min(first + rows_, call_.N);
     if (WeightStrips::transposed(call_.weight)) weight_.read_transposed(0, 0, first, end - first, 1);
-    for (int64_t row = first; row < end; row += kRows) rows(row);
-  }
-
- private:
-  void rows(int64_t row) {
-    read_bias(call_.bias, row, 1, std::min(kRows, call_.N - row), bias_);
-    for (int64_t i = 0; i < 2; ++i) weight_.read(i, strip(row + i * kTile), strip(row + kRows + i * kTile));
-    weight_.multiply(x_, [&](int64_t g, const auto& upper, const auto& lower) {
+    for (int64_t row = first, which = 0; row < end; row += kRows) {
+      for (int64_t i = 0; i < 2; ++i) weight_.read(which++, strip(row + i * kTile), strip(row + kRows + i * kTile));
+    }
+    const int64_t pairs = at::divup(end - first, kRows);
+    weight_.multiply(pairs, x_, [&](int64_t pair, int64_t g, const auto& upper, const auto& lower) {
+      const int64_t row = first + pair * kRows, token = g * kTile;
+      read_bias(call_.bias, row, 1, std::min(kRows, call_.N - row), bias_);
       by_tokens(upper, lower, values_);
-      for (int64_t n = 0; n < std::min(kTile, call_.T - g * kTile); ++n) write(g * kTile + n, row, values_[n]);
+      for (int64_t n = 0; n < std::min(kTile, call_.T - token); ++n) write(token + n, row, values_[n]);
     });
   }
 
+ private:
   StripRows strip(int64_t row) const { return {0, row, 1, std::clamp<int64_t>(call_.N - row, 0, kTile)}; }
 
   void write(int64_t token, int64_t row, const float* values) const {
@@ -57,6 +63,7 @@ class LinearTiles {
 
   const Linear& call_;
   const TokenGroups x_;
+  const int64_t rows_;
   WeightStrips weight_;
   float bias_[kRows];
   alignas(64) float values_[kTile][2 * kTile];

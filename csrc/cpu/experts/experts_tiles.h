@@ -10,41 +10,71 @@ namespace moe_metal {
 
 static_assert(kRows == 2 * kTile && kRows == kDepth);
 
-// The slots of each expert in groups of 16, and the right operands of the groups for both passes.
-struct TokenTiles {
-  std::vector<int64_t> first;  // the first group of each expert, and the end of the last
-  int64_t x_size, inner_size;  // of a group
-  Tensor x, inner;
-
-  TokenTiles(const Experts& call, const Slots& slots) : first(1, 0) {
-    for (int64_t which = 0; which < slots.used(); ++which) {
-      first.push_back(first.back() + at::divup(slots.begin[which + 1] - slots.begin[which], kTile));
+// The slots of each expert in groups of 16, and the right operands of the groups: `inner` for all experts, and x for
+// the experts of a chunk. Its memory is used again for the next chunk, while it is in the L3 cache.
+class TokenTiles {
+ public:
+  TokenTiles(const Experts& call, const Slots& slots) : call_(call), slots_(slots), first_(1, 0) {
+    for (int64_t which = 0; which < slots.used(); ++which) first_.push_back(first_.back() + groups_of(which));
+    x_size_ = at::divup(call.H, kDepth) * kTileSize;
+    inner_size_ = at::divup(call.I, kDepth) * kTileSize;
+    inner_ = empty({first_.back(), inner_size_}, call.x.options());
+    int64_t most = 0;
+    for (int64_t begin = 0, end; begin < slots.used(); begin = end) {
+      end = chunk_end(begin);
+      most = std::max(most, first_[end] - first_[begin]);
     }
-    x_size = at::divup(call.H, kDepth) * kTileSize;
-    inner_size = at::divup(call.I, kDepth) * kTileSize;
-    x = empty({first.back(), x_size}, call.x.options());
-    inner = empty({first.back(), inner_size}, call.x.options());
+    x_ = empty({most, x_size_}, call.x.options());
   }
-  // The groups of one expert, of x or of inner.
-  TokenGroups groups(const Tensor& of, const Slots& slots, int64_t which) const {
-    const int64_t size = of.size(1);
-    return {elements<at::BFloat16>(of) + first[which] * size, size, slots.begin[which + 1] - slots.begin[which]};
-  }
-};
 
-inline void pack_all_tokens(const Experts& call, const Slots& slots, const TokenTiles& tokens) {
-  const at::BFloat16* x = elements<at::BFloat16>(call.x);
-  parallel_work_queue(slots.used(), [&](auto next_item) {
-    for (int64_t which = next_item(); which < slots.used(); which = next_item()) {
-      at::BFloat16* to = tokens.x.mutable_data_ptr<at::BFloat16>() + tokens.first[which] * tokens.x_size;
-      for (int64_t at = slots.begin[which]; at < slots.begin[which + 1]; at += kTile, to += tokens.x_size) {
-        const int64_t* group_slots = slots.order.data() + at;
-        pack_right([&](int64_t i) { return x + group_slots[i] / call.K * call.H; }, slots.begin[which + 1] - at, call.H,
-                   to);
+  // The end of the chunk of experts that begins with this one.
+  int64_t chunk_end(int64_t begin) const {
+    constexpr int64_t kBytesOfThread = 4 << 20;
+    const int64_t most = at::get_num_threads() * kBytesOfThread / (2 * x_size_);
+    int64_t end = begin + 1;
+    while (end < slots_.used() && first_[end + 1] - first_[begin] <= most) ++end;
+    return end;
+  }
+
+  // Selects the chunk of experts whose x is read.
+  void pack(int64_t begin, int64_t end) {
+    chunk_ = begin;
+    const at::BFloat16* x = elements<at::BFloat16>(call_.x);
+    parallel_work_queue(end - begin, [&](auto next_item) {
+      for (int64_t item = next_item(); item < end - begin; item = next_item()) {
+        const int64_t which = begin + item;
+        at::BFloat16* to = x_.mutable_data_ptr<at::BFloat16>() + (first_[which] - first_[begin]) * x_size_;
+        for (int64_t at = slots_.begin[which]; at < slots_.begin[which + 1]; at += kTile, to += x_size_) {
+          const int64_t* slots = slots_.order.data() + at;
+          pack_right([&](int64_t i) { return x + slots[i] / call_.K * call_.H; }, slots_.begin[which + 1] - at, call_.H,
+                     to);
+        }
       }
-    }
-  });
-}
+    });
+  }
+
+  // The groups of one expert.
+  TokenGroups x(int64_t which) const { return groups(x_, first_[which] - first_[chunk_], which); }
+  TokenGroups inner(int64_t which) const { return groups(inner_, first_[which], which); }
+  // A group of inner, to be written.
+  at::BFloat16* inner_of(int64_t which, int64_t group) const {
+    return inner_.mutable_data_ptr<at::BFloat16>() + (first_[which] + group) * inner_size_;
+  }
+
+ private:
+  int64_t tokens_of(int64_t which) const { return slots_.begin[which + 1] - slots_.begin[which]; }
+  int64_t groups_of(int64_t which) const { return at::divup(tokens_of(which), kTile); }
+  TokenGroups groups(const Tensor& of, int64_t first, int64_t which) const {
+    return {elements<at::BFloat16>(of) + first * of.size(1), of.size(1), tokens_of(which)};
+  }
+
+  const Experts& call_;
+  const Slots& slots_;
+  std::vector<int64_t> first_;   // the first group of each expert, and the end of the last
+  int64_t x_size_, inner_size_;  // of a group
+  int64_t chunk_ = 0;            // the first expert of x
+  Tensor x_, inner_;
+};
 
 // Interleaves two rows of floats as pairs of bfloat16, rounded to nearest even; NaN stays NaN.
 inline __m512i pairs(const Vec& even, const Vec& odd) {
@@ -58,21 +88,41 @@ inline __m512i pairs(const Vec& even, const Vec& odd) {
   return _mm512_or_si512(_mm512_srli_epi32(rounded(even), 16), high);
 }
 
-// Pass 1 for kRows rows of one expert.
+// Pass 1 for some rows of one expert.
 class GateUpTiles {
  public:
   GateUpTiles(const Experts& call, const Slots& slots, const TokenTiles& tokens)
-      : call_(call), slots_(slots), tokens_(tokens), weight_(call.gate_up) {}
+      : call_(call),
+        slots_(slots),
+        tokens_(tokens),
+        rows_(rows_of_item(call, slots)),
+        weight_(call.gate_up, rows_ / kTile) {}
 
-  // The rows of a work item.
-  static int64_t rows_of_item(const Experts& call) {
-    return WeightStrips::transposed(call.gate_up) ? WeightStrips::kTransposed / 2 : kRows;
+  // The rows of gate, and of up, of a work item.
+  static int64_t rows_of_item(const Experts& call, const Slots& slots) {
+    if (WeightStrips::transposed(call.gate_up)) return WeightStrips::kTransposed / 2;
+    const bool many = static_cast<int64_t>(slots.order.size()) > kGroups * kTile * slots.used();
+    return many ? WeightStrips::rows_of_item(call.gate_up, 2 * kRows) / 2 : kRows;
   }
 
   void operator()(int64_t which, int64_t first) {
-    const int64_t end = std::min(first + rows_of_item(call_), call_.I);
-    if (WeightStrips::transposed(call_.gate_up)) read_transposed(slots_.experts[which], first, end - first);
-    for (int64_t row = first; row < end; row += kRows) rows(which, row);
+    const int64_t expert = slots_.experts[which], end = std::min(first + rows_, call_.I);
+    if (WeightStrips::transposed(call_.gate_up)) read_transposed(expert, first, end - first);
+    bias_.clear();
+    int64_t strips = 0;
+    for (int64_t row = first; row < end; row += kRows) {
+      bias_.emplace_back(call_, expert, row, std::min(kRows, call_.I - row));
+      for (int64_t half = 0; half < kRows; half += kTile) {
+        const StripRows rows = strip(which, row + half), next = after(which, row + half);
+        weight_.read(strips++, rows, next);
+        weight_.read(strips++, up_of(rows), up_of(next));
+      }
+    }
+    weight_.multiply(strips / 2, tokens_.x(which), [&](int64_t pair, int64_t g, const auto& gate, const auto& up) {
+      const GateUpBias& bias = bias_[pair / 2];
+      const int64_t half = pair % 2 * kTile;
+      activate(gate, up, bias.gate + half, bias.up + half, tokens_.inner_of(which, g) + (first + pair * kTile) * kTile);
+    });
   }
 
  private:
@@ -81,19 +131,6 @@ class GateUpTiles {
     if (call_.row_stride == 2) return weight_.read_transposed(0, expert, first, 2 * count, 2);
     weight_.read_transposed(0, expert, first, count, 1);
     weight_.read_transposed(1, expert, first + call_.up_row_offset, count, 1);
-  }
-  void rows(int64_t which, int64_t row) {
-    const int64_t expert = slots_.experts[which], first = tokens_.first[which];
-    const GateUpBias bias(call_, expert, row, std::min(kRows, call_.I - row));
-    for (int64_t half = 0; half < kRows; half += kTile) {
-      const StripRows rows = strip(which, row + half), next = after(which, row + half);
-      weight_.read(0, rows, next);
-      weight_.read(1, up_of(rows), up_of(next));
-      at::BFloat16* to = tokens_.inner.mutable_data_ptr<at::BFloat16>() + first * tokens_.inner_size + row * kTile;
-      weight_.multiply(tokens_.groups(tokens_.x, slots_, which), [&](int64_t g, const auto& gate, const auto& up) {
-        activate(gate, up, bias.gate + half, bias.up + half, to + g * tokens_.inner_size + half * kTile);
-      });
-    }
   }
   StripRows strip(int64_t which, int64_t row) const {
     return {slots_.experts[which], row * call_.row_stride, call_.row_stride,
@@ -122,48 +159,52 @@ class GateUpTiles {
   const Experts& call_;
   const Slots& slots_;
   const TokenTiles& tokens_;
+  const int64_t rows_;
   WeightStrips weight_;
+  std::vector<GateUpBias> bias_;  // of each kRows rows
 };
 
 // Pass 2 for one block of the output.
 class DownTiles {
  public:
   DownTiles(const Experts& call, const Slots& slots, const TokenTiles& tokens, int64_t size)
-      : call_(call), slots_(slots), tokens_(tokens), size_(size), weight_(call.down), output_(call, size) {}
+      : call_(call),
+        slots_(slots),
+        tokens_(tokens),
+        size_(size),
+        weight_(call.down, size / kRows),
+        output_(call, size) {}
 
   void operator()(int64_t first) {
     output_.start(first);
     const int64_t end = std::min(first + size_, call_.H);
-    for (int64_t which = 0; which < slots_.used(); ++which) {
-      if (WeightStrips::transposed(call_.down)) {
-        weight_.read_transposed(0, slots_.experts[which], first, end - first, 1);
-      }
-      for (int64_t row = first; row < end; row += kRows) rows_of_expert(which, row, first);
-    }
+    for (int64_t which = 0; which < slots_.used(); ++which) rows_of_expert(which, first, end);
     output_.finish();
   }
 
  private:
-  void rows_of_expert(int64_t which, int64_t row, int64_t block) {
-    output_.expect(slots_.experts[which], row);
-    const bool same = row + kRows < std::min(block + size_, call_.H);
-    for (int i = 0; i < 2; ++i) {
-      const StripRows next = same                        ? strip(which, row + kRows, i)
-                             : which + 1 < slots_.used() ? strip(which + 1, block, i)
-                                                         : StripRows();
-      weight_.read(i, strip(which, row, i), next);
+  void rows_of_expert(int64_t which, int64_t first, int64_t end) {
+    const int64_t expert = slots_.experts[which];
+    if (WeightStrips::transposed(call_.down)) weight_.read_transposed(0, expert, first, end - first, 1);
+    int64_t strips = 0;
+    for (int64_t row = first; row < end; row += kRows) {
+      for (int64_t half = 0; half < kRows; half += kTile) {
+        const StripRows next = row + kRows < end           ? strip(which, row + kRows + half)
+                               : which + 1 < slots_.used() ? strip(which + 1, first + half)
+                                                           : StripRows();
+        weight_.read(strips++, strip(which, row + half), next);
+      }
     }
-    const int64_t begin = slots_.begin[which], end = slots_.begin[which + 1];
-    weight_.multiply(tokens_.groups(tokens_.inner, slots_, which),
-                     [&](int64_t g, const auto& upper, const auto& lower) {
-                       const int64_t at = begin + g * kTile;
-                       add(upper, lower, slots_.order.data() + at, std::min(kTile, end - at));
+    const int64_t begin = slots_.begin[which], tokens = slots_.begin[which + 1] - begin;
+    weight_.multiply(strips / 2, tokens_.inner(which),
+                     [&](int64_t pair, int64_t g, const auto& upper, const auto& lower) {
+                       output_.expect(expert, first + pair * kRows);
+                       add(upper, lower, slots_.order.data() + begin + g * kTile, std::min(kTile, tokens - g * kTile));
                      });
   }
 
-  StripRows strip(int64_t which, int64_t row, int64_t i) const {
-    const int64_t first = row + i * kTile;
-    return {slots_.experts[which], first, 1, std::clamp<int64_t>(call_.H - first, 0, kTile)};
+  StripRows strip(int64_t which, int64_t row) const {
+    return {slots_.experts[which], row, 1, std::clamp<int64_t>(call_.H - row, 0, kTile)};
   }
 
   void add(const float (&upper)[kTile][kTile], const float (&lower)[kTile][kTile], const int64_t* slots,
@@ -182,14 +223,20 @@ class DownTiles {
 };
 
 inline void experts_by_tiles(const Experts& call, const Slots& slots) {
-  const TokenTiles tokens(call, slots);
-  pack_all_tokens(call, slots, tokens);
-  const int64_t rows = GateUpTiles::rows_of_item(call), blocks = at::divup(call.I, rows), items = slots.used() * blocks;
-  parallel_work_queue(items, [&](auto next_item) {
-    const TileShapes shapes;
-    GateUpTiles work(call, slots, tokens);
-    for (int64_t item = next_item(); item < items; item = next_item()) work(item / blocks, item % blocks * rows);
-  });
+  TokenTiles tokens(call, slots);
+  const int64_t rows = GateUpTiles::rows_of_item(call, slots), blocks = at::divup(call.I, rows);
+  for (int64_t begin = 0, end; begin < slots.used(); begin = end) {
+    end = tokens.chunk_end(begin);
+    tokens.pack(begin, end);
+    const int64_t items = (end - begin) * blocks;
+    parallel_work_queue(items, [&](auto next_item) {
+      const TileShapes shapes;
+      GateUpTiles work(call, slots, tokens);
+      for (int64_t item = next_item(); item < items; item = next_item()) {
+        work(begin + item / blocks, item % blocks * rows);
+      }
+    });
+  }
   const int64_t size = output_block(call), outputs = at::divup(call.H, size);
   parallel_work_queue(outputs, [&](auto next_item) {
     const TileShapes shapes;

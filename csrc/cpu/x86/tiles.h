@@ -68,12 +68,14 @@ class Strips {
 };
 
 // Copies up to 16 rows of n bfloat16 to a right operand: for each pair of k, the pairs of all rows, padded with zeros.
-// The next pair of k is `step` further.
+// The next pair of k is `step` further. Rows are prefetched, because 16 are more streams than some processors follow.
 template <class RowOf>
 inline void pack_right(RowOf&& row_of, int64_t count, int64_t n, at::BFloat16* to, int64_t step = kDepth) {
+  constexpr int64_t kAhead = 8 * kDepth;
   for (int64_t k = 0; k < n; k += kDepth) {
     __m512i tile[kTile];
     for (int64_t i = 0; i < kTile; ++i) {
+      if (i < count) __builtin_prefetch(row_of(i) + k + kAhead, 0, 2);
       tile[i] = i < count ? load_part(row_of(i) + k, n - k) : _mm512_setzero_si512();
     }
     transpose(tile);
@@ -81,28 +83,34 @@ inline void pack_right(RowOf&& row_of, int64_t count, int64_t n, at::BFloat16* t
   }
 }
 
-// c[g] = some blocks of a strip times up to kGroups groups of tokens; with `add`, c[g] += them.
+// How many of these groups of tokens are multiplied together.
+inline int64_t groups_at_once(int64_t groups) {
+  if (amx_available()) return std::min(groups, kGroups);
+  return groups == 4 ? 2 : std::min<int64_t>(groups, 3);  // not three and then one
+}
+
+// c[g] = some blocks of a strip times groups of tokens (with AMX up to kGroups); with `add`, c[g] += them.
 inline void multiply_strip(const WeightTiles& weights, const TokenGroups& groups, int64_t blocks,
                            float (*c)[kTile][kTile], bool add) {
   if (amx_available()) {
     kMultiply[groups.count() - 1](weights, groups.data, groups.size, blocks, c, add, Nothing());
     return;
   }
-  // The products of no, one or two whole tiles, without and with half a tile.
-  static constexpr decltype(&multiply_by_vectors<1, false>) kProducts[3][2] = {
+  // The products of up to three whole tiles, without and with half a tile.
+  static constexpr decltype(&multiply_by_vectors<1, false>) kProducts[4][2] = {
       {nullptr, multiply_by_vectors<0, true>},
       {multiply_by_vectors<1, false>, multiply_by_vectors<1, true>},
-      {multiply_by_vectors<2, false>, multiply_by_vectors<2, true>}};
-  constexpr int64_t kHalf = kTile / 2;
-  for (int64_t g = 0; g < groups.count();) {
-    const int64_t left = groups.tokens - g * kTile, whole = std::min<int64_t>((left + kHalf - 1) / kTile, 2);
-    const bool half = left > whole * kTile && left <= whole * kTile + kHalf;
-    kProducts[whole][half](weights, groups.data + g * groups.size, groups.size, blocks, c + g, add, Nothing());
-    g += whole + half;
+      {multiply_by_vectors<2, false>, multiply_by_vectors<2, true>},
+      {multiply_by_vectors<3, false>, nullptr}};
+  for (int64_t g = 0, count; g < groups.count(); g += count) {
+    count = groups_at_once(groups.count() - g);
+    const TokenGroups some = groups.subrange(g, count);
+    const bool half = some.tokens <= count * kTile - kTile / 2;
+    kProducts[count - half][half](weights, some.data, some.size, blocks, c + g, add, Nothing());
   }
 }
 
-// The products of two strips with up to kGroups groups of tokens.
+// The products of a pair of strips with up to kGroups groups of tokens.
 struct Products {
   alignas(64) float c[2][kGroups][kTile][kTile];
 
@@ -110,30 +118,30 @@ struct Products {
   // best. The sums of two strips and four groups do not fit in registers, so two groups follow the other two.
   static bool in_pairs(int64_t groups) { return groups > 1; }
 
-  void multiply(const Strips& strips, const TokenGroups& groups) {
+  void multiply(const WeightTiles* pair, const TokenGroups& groups, int64_t blocks) {
     if (amx_available() && in_pairs(groups.count())) {
-      return multiply(strips, groups, Prefetch{strips.tiles[0]}, Prefetch{strips.tiles[1]});
+      return multiply(pair, groups, blocks, Prefetch{pair[0]}, Prefetch{pair[1]});
     }
-    for (int w = 0; w < 2; ++w) multiply_strip(strips.tiles[w], groups, strips.blocks(), c[w], false);
+    for (int w = 0; w < 2; ++w) multiply_strip(pair[w], groups, blocks, c[w], false);
   }
 
   // With AMX. `upper` and `lower` are called before each block, and may unpack later blocks of their strips.
   template <class Ahead>
-  void multiply(const Strips& strips, const TokenGroups& groups, const Ahead& upper, const Ahead& lower) {
-    const int64_t blocks = strips.blocks(), count = groups.count();
+  void multiply(const WeightTiles* pair, const TokenGroups& groups, int64_t blocks, const Ahead& upper,
+                const Ahead& lower) {
+    const int64_t count = groups.count();
     if (in_pairs(count)) {
       // 52 ms instead of 56 with one strip at a time
       const auto both = [&](int64_t block) { upper(block), lower(block); };
       const auto multiply = [&](auto product, int64_t g, const auto& ahead) {
-        product(strips.tiles[0], strips.tiles[1], groups.data + g * groups.size, groups.size, blocks, c[0] + g,
-                c[1] + g, ahead);
+        product(pair[0], pair[1], groups.data + g * groups.size, groups.size, blocks, c[0] + g, c[1] + g, ahead);
       };
       if (count == 3) return multiply(multiply_two_by_three<decltype(both)>, 0, both);
       multiply(multiply_two_by_two<decltype(both)>, 0, both);
       if (count == 4) multiply(multiply_two_by_two<Nothing>, 2, Nothing());
     } else {
-      multiply_tiles<1>(strips.tiles[0], groups.data, groups.size, blocks, c[0], false, upper);
-      multiply_tiles<1>(strips.tiles[1], groups.data, groups.size, blocks, c[1], false, lower);
+      multiply_tiles<1>(pair[0], groups.data, groups.size, blocks, c[0], false, upper);
+      multiply_tiles<1>(pair[1], groups.data, groups.size, blocks, c[1], false, lower);
     }
   }
 };

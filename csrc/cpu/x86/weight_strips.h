@@ -5,12 +5,12 @@
 
 namespace moe_metal {
 
-// Two strips of a weight. Packed numbers are converted to bfloat16: exactly for mxfp4, rounded for other formats.
+// Pairs of strips of a weight. Packed numbers are converted to bfloat16: exactly for mxfp4, rounded for other formats.
 class WeightStrips {
  public:
-  explicit WeightStrips(const Weight& weight) : weight_(weight), strips_(2, weight.columns) {
+  WeightStrips(const Weight& weight, int64_t pairs) : weight_(weight), strips_(2 * pairs, weight.columns) {
     if (weight.format->is_dense()) return;
-    for (auto& strip : packed_strips_) strip = strip_of(weight);
+    for (int64_t i = 0; i < 2 * pairs; ++i) packed_strips_.push_back(strip_of(weight));
   }
 
   // Whether rows must be given to read_transposed() before their strips are read, at best kTransposed of them.
@@ -18,11 +18,20 @@ class WeightStrips {
     return weight.format->is_dense() && weight.row == 1 && weight.column != 1;
   }
   static constexpr int64_t kTransposed = 128;
+
+  // How many rows a work item has if there are many tokens: a multiple of this number, and about as many as half of an
+  // L2 cache of 1 MB holds. `linear` of 4096 x 2048 with 4096 tokens takes 0.93 of the time of 32 rows on a Zen 4.
+  static int64_t rows_of_item(const Weight& weight, int64_t multiple, int64_t most = kTransposed) {
+    constexpr int64_t kBytes = 512 << 10;
+    const int64_t rows = std::min({kBytes / (2 * weight.columns), most, kTransposed});
+    return std::max(rows / multiple, int64_t{1}) * multiple;
+  }
+
   void read_transposed(int64_t which, int64_t expert, int64_t first, int64_t count, int64_t step) {
     transposed_[which].read(weight_, expert, first, count, step);
   }
 
-  // Selects strip `which`, and the one that will probably be read next in its place.
+  // Selects strip `which`, and the one that will probably be read after it, which is prefetched.
   void read(int64_t which, const StripRows& rows, const StripRows& next) {
     for (const TransposedRows& some : transposed_) {
       if (some.contain(rows)) {
@@ -35,16 +44,21 @@ class WeightStrips {
     strips_.read(which, {data, rows.step * weight_.row, weight_.column, rows.count, weight_.columns});
   }
 
-  // Calls use(group, c0, c1) for each group of tokens with its products with the two strips.
+  // Calls use(pair, group, c0, c1) for each group of tokens with its products with the first `pairs` pairs of strips.
+  // A few groups are multiplied by all of them, while they are in the L2 cache.
   template <class Use>
-  void multiply(const TokenGroups& groups, Use&& use) {
-    for (int64_t g = 0; g < groups.count(); g += kGroups) {
-      const TokenGroups some = groups.subrange(g, kGroups);
-      if (g == 0 && packed())
-        unpack_and_multiply(some, groups.count() > kGroups);
-      else
-        products_.multiply(strips_, some);
-      for (int64_t i = 0; i < some.count(); ++i) use(g + i, products_.c[0][i], products_.c[1][i]);
+  void multiply(int64_t pairs, const TokenGroups& groups, Use&& use) {
+    for (int64_t g = 0, count; g < groups.count(); g += count) {
+      const bool first = g == 0 && packed();
+      count = first ? groups_of_unpacking(groups) : groups_at_once(groups.count() - g);
+      const TokenGroups some = groups.subrange(g, count);
+      for (int64_t p = 0; p < pairs; ++p) {
+        if (first)
+          unpack_and_multiply(p, some, groups.count() > count);
+        else
+          products_.multiply(&strips_.tiles[2 * p], some, strips_.blocks());
+        for (int64_t i = 0; i < count; ++i) use(p, g + i, products_.c[0][i], products_.c[1][i]);
+      }
     }
   }
 
@@ -53,17 +67,24 @@ class WeightStrips {
 
   bool packed() const { return !weight_.format->is_dense(); }
 
+  // How many groups are multiplied while a strip is unpacked. Without AMX the sums of three leave no registers for it.
+  static int64_t groups_of_unpacking(const TokenGroups& groups) {
+    const int64_t count = groups_at_once(groups.count());
+    return !amx_available() && groups.tokens > 2 * kTile + kTile / 2 ? 2 : count;
+  }
+
   // Unpacks two blocks of a strip while AMX multiplies the two blocks before them by the first groups of tokens. With
   // two strips at a time, the upper one is unpacked at even blocks and the lower one at odd ones. Blocks that no later
   // group needs stay in the L1 cache. (A few rows of the blocks at a time took 1.05 to 1.1 of the time in most formats,
   // on an Emerald Rapids.)
-  void unpack_and_multiply(const TokenGroups& groups, bool more) {
+  void unpack_and_multiply(int64_t pair, const TokenGroups& groups, bool more) {
     if (!amx_available()) {
-      for (int w = 0; w < 2; ++w) unpack_and_multiply(w, groups, more);
+      for (int w = 0; w < 2; ++w) unpack_and_multiply_strip(2 * pair + w, groups, more, products_.c[w]);
       return;
     }
     const bool in_pairs = Products::in_pairs(groups.count());
-    const auto ahead = [&](int64_t which) {
+    const auto ahead = [&](int64_t w) {
+      const int64_t which = 2 * pair + w;
       const int64_t ring = more || groups.count() == kGroups ? ~int64_t{0} : 2 * kAtOnce - 1;
       at::BFloat16* panel = strips_.panel(which);
       strips_.tiles[which].ring = ring;
@@ -72,35 +93,27 @@ class WeightStrips {
         if (columns > 0) packed_strips_[which]->pack(first, columns, panel + (block & ring) * kTileSize);
       };
       unpack(0);
-      return [unpack, turn = in_pairs ? which : 0](int64_t block) {
+      return [unpack, turn = in_pairs ? w : 0](int64_t block) {
         if (block % kAtOnce == turn) unpack(block - turn + kAtOnce);
       };
     };
-    products_.multiply(strips_, groups, ahead(0), ahead(1));
+    products_.multiply(&strips_.tiles[2 * pair], groups, strips_.blocks(), ahead(0), ahead(1));
   }
 
-  // Without AMX, a strip is unpacked during its product with the first two groups.
-  void unpack_and_multiply(int64_t which, const TokenGroups& groups, bool more) {
+  // Without AMX, a strip is unpacked during its product with the first groups.
+  void unpack_and_multiply_strip(int64_t which, const TokenGroups& groups, bool more, float (*c)[kTile][kTile]) {
     PackedStrip& strip = *packed_strips_[which];
     at::BFloat16* panel = strips_.panel(which);
     WeightTiles& tiles = strips_.tiles[which];
-    float(*c)[kTile][kTile] = products_.c[which];
-    const bool half = groups.count() == 3 && groups.tokens <= 2 * kTile + kTile / 2;
-    const int64_t some = half ? 3 : 2;
-    tiles.ring = more || groups.count() > some ? ~int64_t{0} : 2 * kAtOnce - 1;
-    if (groups.tokens > kTile / 2 && strip.multiply(tiles, groups.subrange(0, some), c)) {
-      if (groups.count() > some) {
-        multiply_strip(tiles, groups.subrange(some, kGroups - some), strips_.blocks(), c + some, false);
-      }
-      return;
-    }
+    tiles.ring = more ? ~int64_t{0} : 2 * kAtOnce - 1;
+    if (groups.tokens > kTile / 2 && strip.multiply(tiles, groups, c)) return;
     tiles.ring = -1;
     strip.pack(0, weight_.columns, panel);
     multiply_strip(tiles, groups, strips_.blocks(), c, false);
   }
 
   const Weight& weight_;
-  std::unique_ptr<PackedStrip> packed_strips_[2];
+  std::vector<std::unique_ptr<PackedStrip>> packed_strips_;
   TransposedRows transposed_[2];
   Strips strips_;
   Products products_;
