@@ -51,12 +51,12 @@ class Strips {
       tiles[which] = {weight.data, weight.row, kDepth};
       return;
     }
-    pack_rows(weight, panel(which));
+    pack_rows(weight, panel(which, which));
   }
-  // Memory for a strip that AMX cannot read in place, in the layout of pack_rows().
-  at::BFloat16* panel(int64_t which) {
+  // Memory for a strip that AMX cannot read in place, in the layout of pack_rows(): that of strip `place`.
+  at::BFloat16* panel(int64_t which, int64_t place) {
     panels_.resize(tiles.size() * blocks_ * kTileSize);
-    at::BFloat16* panel = panels_.data() + which * blocks_ * kTileSize;
+    at::BFloat16* panel = panels_.data() + place * blocks_ * kTileSize;
     tiles[which] = {panel, kDepth, kTileSize};
     return panel;
   }
@@ -68,14 +68,12 @@ class Strips {
 };
 
 // Copies up to 16 rows of n bfloat16 to a right operand: for each pair of k, the pairs of all rows, padded with zeros.
-// The next pair of k is `step` further. Rows are prefetched, because 16 are more streams than some processors follow.
+// The next pair of k is `step` further.
 template <class RowOf>
 inline void pack_right(RowOf&& row_of, int64_t count, int64_t n, at::BFloat16* to, int64_t step = kDepth) {
-  constexpr int64_t kAhead = 8 * kDepth;
   for (int64_t k = 0; k < n; k += kDepth) {
     __m512i tile[kTile];
     for (int64_t i = 0; i < kTile; ++i) {
-      if (i < count) __builtin_prefetch(row_of(i) + k + kAhead, 0, 2);
       tile[i] = i < count ? load_part(row_of(i) + k, n - k) : _mm512_setzero_si512();
     }
     transpose(tile);

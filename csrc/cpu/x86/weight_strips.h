@@ -10,7 +10,7 @@ class WeightStrips {
  public:
   WeightStrips(const Weight& weight, int64_t pairs) : weight_(weight), strips_(2 * pairs, weight.columns) {
     if (weight.format->is_dense()) return;
-    for (int64_t i = 0; i < 2 * pairs; ++i) packed_strips_.push_back(strip_of(weight));
+    for (int64_t i = 0; i < 2 * pairs; ++i) packed_strips_.push_back({strip_of(weight)});
   }
 
   // Whether rows must be given to read_transposed() before their strips are read, at best kTransposed of them.
@@ -39,7 +39,10 @@ class WeightStrips {
         return;
       }
     }
-    if (packed()) return packed_strips_[which]->start(rows, next);
+    if (packed()) {
+      packed_strips_[which].rows = rows, packed_strips_[which].next = next;
+      return;
+    }
     const auto* data = elements<at::BFloat16>(weight_.data) + weight_.place(rows.expert, rows.first);
     strips_.read(which, {data, rows.step * weight_.row, weight_.column, rows.count, weight_.columns});
   }
@@ -65,6 +68,15 @@ class WeightStrips {
  private:
   static constexpr int64_t kAtOnce = 2;  // blocks
 
+  struct Selected {
+    std::unique_ptr<PackedStrip> strip;
+    StripRows rows, next;
+    PackedStrip& start() const {
+      strip->start(rows, next);
+      return *strip;
+    }
+  };
+
   bool packed() const { return !weight_.format->is_dense(); }
 
   // How many groups are multiplied while a strip is unpacked. Without AMX the sums of three leave no registers for it.
@@ -86,11 +98,11 @@ class WeightStrips {
     const auto ahead = [&](int64_t w) {
       const int64_t which = 2 * pair + w;
       const int64_t ring = more || groups.count() == kGroups ? ~int64_t{0} : 2 * kAtOnce - 1;
-      at::BFloat16* panel = strips_.panel(which);
+      at::BFloat16* panel = strips_.panel(which, more ? which : w);
       strips_.tiles[which].ring = ring;
-      const auto unpack = [this, which, ring, panel](int64_t block) {
+      const auto unpack = [this, &strip = packed_strips_[which].start(), ring, panel](int64_t block) {
         const int64_t first = block * kDepth, columns = std::min(kAtOnce * kDepth, weight_.columns - first);
-        if (columns > 0) packed_strips_[which]->pack(first, columns, panel + (block & ring) * kTileSize);
+        if (columns > 0) strip.pack(first, columns, panel + (block & ring) * kTileSize);
       };
       unpack(0);
       return [unpack, turn = in_pairs ? w : 0](int64_t block) {
@@ -102,8 +114,9 @@ class WeightStrips {
 
   // Without AMX, a strip is unpacked during its product with the first groups.
   void unpack_and_multiply_strip(int64_t which, const TokenGroups& groups, bool more, float (*c)[kTile][kTile]) {
-    PackedStrip& strip = *packed_strips_[which];
-    at::BFloat16* panel = strips_.panel(which);
+    PackedStrip& strip = packed_strips_[which].start();
+    // Memory of a strip that no later group needs is used again for the next, while it is in the L1 cache.
+    at::BFloat16* panel = strips_.panel(which, more ? which : which % 2);
     WeightTiles& tiles = strips_.tiles[which];
     tiles.ring = more ? ~int64_t{0} : 2 * kAtOnce - 1;
     if (groups.tokens > kTile / 2 && strip.multiply(tiles, groups, c)) return;
@@ -113,7 +126,7 @@ class WeightStrips {
   }
 
   const Weight& weight_;
-  std::vector<std::unique_ptr<PackedStrip>> packed_strips_;
+  std::vector<Selected> packed_strips_;
   TransposedRows transposed_[2];
   Strips strips_;
   Products products_;
