@@ -116,6 +116,8 @@ class OutputBlock {
   }
   void add(int64_t slot, const float* results) {
     float* sums = sums_.data() + slot / call_.K * size_ + row_;
+    // With many tokens the sums are not in the L1 cache. Those of the next rows will probably be needed next.
+    for (int64_t i = kRows; i < 2 * kRows; i += kLanes) __builtin_prefetch(sums + i, 1, 2);
     const Vec weight(weights_[slot]);
     for (int64_t i = 0; i < kRows; i += kLanes) {
       at::vec::fmadd(weight, Vec::loadu(results + i) + Vec::loadu(bias_ + i), Vec::loadu(sums + i)).store(sums + i);

@@ -11,68 +11,62 @@ namespace moe_metal {
 static_assert(kRows == 2 * kTile && kRows == kDepth);
 
 // The slots of each expert in groups of 16, and the right operands of the groups: `inner` for all experts, and x for
-// the experts of a chunk. Its memory is used again for the next chunk, while it is in the L3 cache.
+// two chunks of experts. While the products of one are computed, x of the next takes the memory of the one before. So
+// the memory is small enough to stay in the L3 cache, and need not be cleared for each call by the operating system.
 class TokenTiles {
  public:
-  TokenTiles(const Experts& call, const Slots& slots) : call_(call), slots_(slots), first_(1, 0) {
-    for (int64_t which = 0; which < slots.used(); ++which) first_.push_back(first_.back() + groups_of(which));
-    x_size_ = at::divup(call.H, kDepth) * kTileSize;
-    inner_size_ = at::divup(call.I, kDepth) * kTileSize;
-    inner_ = empty({first_.back(), inner_size_}, call.x.options());
-    int64_t most = 0;
-    for (int64_t begin = 0, end; begin < slots.used(); begin = end) {
-      end = chunk_end(begin);
-      most = std::max(most, first_[end] - first_[begin]);
+  TokenTiles(const Experts& call, const Slots& slots) : call_(call), slots_(slots) {
+    const int64_t x_size = at::divup(call.H, kDepth) * kTileSize, inner_size = at::divup(call.I, kDepth) * kTileSize;
+    int64_t most = at::get_num_threads() * kBytesOfThread / (2 * x_size);  // groups of a chunk
+    for (int64_t which = 0; which < slots.used(); ++which) {
+      const int64_t groups = at::divup(tokens_of(which), kTile);
+      most = std::max(most, groups);
+      first_.push_back(first_.back() + groups);
     }
-    x_ = empty({most, x_size_}, call.x.options());
+    for (int64_t which = 0; which < slots.used(); ++which) {
+      if (first_[which + 1] - first_[chunks_.back()] > most) chunks_.push_back(which);
+      place_.push_back(chunks() % 2 * most + first_[which] - first_[chunks_.back()]);
+    }
+    chunks_.push_back(slots.used());
+    x_ = empty({chunks() == 1 ? first_.back() : 2 * most, x_size}, call.x.options());
+    inner_ = empty({first_.back(), inner_size}, call.x.options());
   }
 
-  // The end of the chunk of experts that begins with this one.
-  int64_t chunk_end(int64_t begin) const {
-    constexpr int64_t kBytesOfThread = 4 << 20;
-    const int64_t most = at::get_num_threads() * kBytesOfThread / (2 * x_size_);
-    int64_t end = begin + 1;
-    while (end < slots_.used() && first_[end + 1] - first_[begin] <= most) ++end;
-    return end;
-  }
+  int64_t chunks() const { return chunks_.size() - 1; }
+  // The first expert of a chunk; none beyond the last, and the first before it.
+  int64_t first_of_chunk(int64_t number) const { return chunks_[std::clamp<int64_t>(number, 0, chunks())]; }
+  // The first group of an expert.
+  int64_t group(int64_t which) const { return first_[which]; }
 
-  // Selects the chunk of experts whose x is read.
-  void pack(int64_t begin, int64_t end) {
-    chunk_ = begin;
-    const at::BFloat16* x = elements<at::BFloat16>(call_.x);
-    parallel_work_queue(end - begin, [&](auto next_item) {
-      for (int64_t item = next_item(); item < end - begin; item = next_item()) {
-        const int64_t which = begin + item;
-        at::BFloat16* to = x_.mutable_data_ptr<at::BFloat16>() + (first_[which] - first_[begin]) * x_size_;
-        for (int64_t at = slots_.begin[which]; at < slots_.begin[which + 1]; at += kTile, to += x_size_) {
-          const int64_t* slots = slots_.order.data() + at;
-          pack_right([&](int64_t i) { return x + slots[i] / call_.K * call_.H; }, slots_.begin[which + 1] - at, call_.H,
-                     to);
-        }
-      }
-    });
+  void pack(int64_t group) const {
+    const int64_t which = std::upper_bound(first_.begin(), first_.end(), group) - first_.begin() - 1;
+    const int64_t at = slots_.begin[which] + (group - first_[which]) * kTile;
+    const auto* x = elements<at::BFloat16>(call_.x);
+    const auto row = [&](int64_t i) { return x + slots_.order[at + i] / call_.K * call_.H; };
+    at::BFloat16* to = x_.mutable_data_ptr<at::BFloat16>() + (place_[which] + group - first_[which]) * x_.size(1);
+    pack_right(row, slots_.begin[which + 1] - at, call_.H, to);
   }
-
   // The groups of one expert.
-  TokenGroups x(int64_t which) const { return groups(x_, first_[which] - first_[chunk_], which); }
+  TokenGroups x(int64_t which) const { return groups(x_, place_[which], which); }
   TokenGroups inner(int64_t which) const { return groups(inner_, first_[which], which); }
   // A group of inner, to be written.
   at::BFloat16* inner_of(int64_t which, int64_t group) const {
-    return inner_.mutable_data_ptr<at::BFloat16>() + (first_[which] + group) * inner_size_;
+    return inner_.mutable_data_ptr<at::BFloat16>() + (first_[which] + group) * inner_.size(1);
   }
 
  private:
+  static constexpr int64_t kBytesOfThread = 4 << 20;
+
   int64_t tokens_of(int64_t which) const { return slots_.begin[which + 1] - slots_.begin[which]; }
-  int64_t groups_of(int64_t which) const { return at::divup(tokens_of(which), kTile); }
   TokenGroups groups(const Tensor& of, int64_t first, int64_t which) const {
     return {elements<at::BFloat16>(of) + first * of.size(1), of.size(1), tokens_of(which)};
   }
 
   const Experts& call_;
   const Slots& slots_;
-  std::vector<int64_t> first_;   // the first group of each expert, and the end of the last
-  int64_t x_size_, inner_size_;  // of a group
-  int64_t chunk_ = 0;            // the first expert of x
+  std::vector<int64_t> first_ = {0};   // the first group of each expert, and the end of the last
+  std::vector<int64_t> chunks_ = {0};  // the first expert of each chunk, and the end of the last
+  std::vector<int64_t> place_;         // of each expert's first group, in x
   Tensor x_, inner_;
 };
 
@@ -223,17 +217,20 @@ class DownTiles {
 };
 
 inline void experts_by_tiles(const Experts& call, const Slots& slots) {
-  TokenTiles tokens(call, slots);
+  const TokenTiles tokens(call, slots);
   const int64_t rows = GateUpTiles::rows_of_item(call, slots), blocks = at::divup(call.I, rows);
-  for (int64_t begin = 0, end; begin < slots.used(); begin = end) {
-    end = tokens.chunk_end(begin);
-    tokens.pack(begin, end);
-    const int64_t items = (end - begin) * blocks;
-    parallel_work_queue(items, [&](auto next_item) {
+  for (int64_t chunk = -1; chunk < tokens.chunks(); ++chunk) {
+    const int64_t begin = tokens.first_of_chunk(chunk), end = tokens.first_of_chunk(chunk + 1);
+    const int64_t group = tokens.group(end), packs = tokens.group(tokens.first_of_chunk(chunk + 2)) - group;
+    const int64_t items = packs + (end - begin) * blocks;
+    parallel_work_queue<64>(items, [&](auto next_item) {
       const TileShapes shapes;
       GateUpTiles work(call, slots, tokens);
       for (int64_t item = next_item(); item < items; item = next_item()) {
-        work(begin + item / blocks, item % blocks * rows);
+        if (item < packs)
+          tokens.pack(group + item);
+        else
+          work(begin + (item - packs) / blocks, (item - packs) % blocks * rows);
       }
     });
   }
