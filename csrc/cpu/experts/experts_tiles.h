@@ -10,44 +10,41 @@ namespace moe_metal {
 
 static_assert(kRows == 2 * kTile && kRows == kDepth);
 
-// The slots of each expert in groups of 16, and the right operands of the groups: `inner` for all experts, and x for
-// two chunks of experts. While the products of one are computed, x of the next takes the memory of the one before. So
-// the memory is small enough to stay in the L3 cache, and need not be cleared for each call by the operating system.
+// The slots of each expert in groups of 16, and the right operands of the groups: `inner` for all experts, and x for a
+// chunk of experts. The next chunk uses the memory again while it is in the L3 cache, so the operating system need not
+// clear memory for x of all experts in each call.
 class TokenTiles {
  public:
   TokenTiles(const Experts& call, const Slots& slots) : call_(call), slots_(slots) {
-    const int64_t x_size = at::divup(call.H, kDepth) * kTileSize, inner_size = at::divup(call.I, kDepth) * kTileSize;
-    int64_t most = at::get_num_threads() * kBytesOfThread / (2 * x_size);  // groups of a chunk
     for (int64_t which = 0; which < slots.used(); ++which) {
-      const int64_t groups = at::divup(tokens_of(which), kTile);
-      most = std::max(most, groups);
-      first_.push_back(first_.back() + groups);
+      first_.push_back(first_.back() + at::divup(tokens_of(which), kTile));
     }
+    const int64_t x_size = at::divup(call.H, kDepth) * kTileSize, inner_size = at::divup(call.I, kDepth) * kTileSize;
+    constexpr int64_t kBytesOfThread = 4 << 20;
+    const int64_t most = at::get_num_threads() * kBytesOfThread / (2 * x_size);  // groups of a chunk
+    int64_t groups = 0;
     for (int64_t which = 0; which < slots.used(); ++which) {
-      if (first_[which + 1] - first_[chunks_.back()] > most) chunks_.push_back(which);
-      place_.push_back(chunks() % 2 * most + first_[which] - first_[chunks_.back()]);
+      if (which > 0 && first_[which + 1] - first_[chunks_.back()] > most) chunks_.push_back(which);
+      groups = std::max(groups, first_[which + 1] - first_[chunks_.back()]);
     }
     chunks_.push_back(slots.used());
-    x_ = empty({chunks() == 1 ? first_.back() : 2 * most, x_size}, call.x.options());
+    x_ = empty({groups, x_size}, call.x.options());
     inner_ = empty({first_.back(), inner_size}, call.x.options());
   }
 
-  int64_t chunks() const { return chunks_.size() - 1; }
-  // The first expert of a chunk; none beyond the last, and the first before it.
-  int64_t first_of_chunk(int64_t number) const { return chunks_[std::clamp<int64_t>(number, 0, chunks())]; }
-  // The first group of an expert.
-  int64_t group(int64_t which) const { return first_[which]; }
-
-  void pack(int64_t group) const {
-    const int64_t which = std::upper_bound(first_.begin(), first_.end(), group) - first_.begin() - 1;
-    const int64_t at = slots_.begin[which] + (group - first_[which]) * kTile;
-    const auto* x = elements<at::BFloat16>(call_.x);
-    const auto row = [&](int64_t i) { return x + slots_.order[at + i] / call_.K * call_.H; };
-    at::BFloat16* to = x_.mutable_data_ptr<at::BFloat16>() + (place_[which] + group - first_[which]) * x_.size(1);
-    pack_right(row, slots_.begin[which + 1] - at, call_.H, to);
+  // The first expert of each chunk, and the end of the last.
+  const std::vector<int64_t>& chunks() const { return chunks_; }
+  // Selects the chunk whose x is read.
+  void pack(int64_t begin, int64_t end) {
+    x_begin_ = first_[begin];
+    const int64_t groups = first_[end] - x_begin_;
+    parallel_work_queue(groups, [&](auto next_item) {
+      for (int64_t item = next_item(); item < groups; item = next_item()) pack(x_begin_ + item);
+    });
   }
+
   // The groups of one expert.
-  TokenGroups x(int64_t which) const { return groups(x_, place_[which], which); }
+  TokenGroups x(int64_t which) const { return groups(x_, first_[which] - x_begin_, which); }
   TokenGroups inner(int64_t which) const { return groups(inner_, first_[which], which); }
   // A group of inner, to be written.
   at::BFloat16* inner_of(int64_t which, int64_t group) const {
@@ -55,18 +52,24 @@ class TokenTiles {
   }
 
  private:
-  static constexpr int64_t kBytesOfThread = 4 << 20;
-
   int64_t tokens_of(int64_t which) const { return slots_.begin[which + 1] - slots_.begin[which]; }
   TokenGroups groups(const Tensor& of, int64_t first, int64_t which) const {
     return {elements<at::BFloat16>(of) + first * of.size(1), of.size(1), tokens_of(which)};
   }
+  void pack(int64_t group) const {
+    const int64_t which = std::upper_bound(first_.begin(), first_.end(), group) - first_.begin() - 1;
+    const int64_t at = slots_.begin[which] + (group - first_[which]) * kTile;
+    const auto* x = elements<at::BFloat16>(call_.x);
+    const auto row = [&](int64_t i) { return x + slots_.order[at + i] / call_.K * call_.H; };
+    at::BFloat16* to = x_.mutable_data_ptr<at::BFloat16>() + (group - x_begin_) * x_.size(1);
+    pack_right(row, slots_.begin[which + 1] - at, call_.H, to);
+  }
 
   const Experts& call_;
   const Slots& slots_;
-  std::vector<int64_t> first_ = {0};   // the first group of each expert, and the end of the last
-  std::vector<int64_t> chunks_ = {0};  // the first expert of each chunk, and the end of the last
-  std::vector<int64_t> place_;         // of each expert's first group, in x
+  std::vector<int64_t> first_ = {0};  // the first group of each expert, and the end of the last
+  std::vector<int64_t> chunks_ = {0};
+  int64_t x_begin_ = 0;  // the first group of x
   Tensor x_, inner_;
 };
 
@@ -86,17 +89,11 @@ inline __m512i pairs(const Vec& even, const Vec& odd) {
 class GateUpTiles {
  public:
   GateUpTiles(const Experts& call, const Slots& slots, const TokenTiles& tokens)
-      : call_(call),
-        slots_(slots),
-        tokens_(tokens),
-        rows_(rows_of_item(call, slots)),
-        weight_(call.gate_up, rows_ / kTile) {}
+      : call_(call), slots_(slots), tokens_(tokens), rows_(rows_of_item(call)), weight_(call.gate_up, rows_ / kTile) {}
 
   // The rows of gate, and of up, of a work item.
-  static int64_t rows_of_item(const Experts& call, const Slots& slots) {
-    if (WeightStrips::transposed(call.gate_up)) return WeightStrips::kTransposed / 2;
-    const bool many = static_cast<int64_t>(slots.order.size()) > kGroups * kTile * slots.used();
-    return many ? WeightStrips::rows_of_item(call.gate_up, 2 * kRows) / 2 : kRows;
+  static int64_t rows_of_item(const Experts& call) {
+    return WeightStrips::transposed(call.gate_up) ? WeightStrips::kTransposed / 2 : kRows;
   }
 
   void operator()(int64_t which, int64_t first) {
@@ -217,20 +214,16 @@ class DownTiles {
 };
 
 inline void experts_by_tiles(const Experts& call, const Slots& slots) {
-  const TokenTiles tokens(call, slots);
-  const int64_t rows = GateUpTiles::rows_of_item(call, slots), blocks = at::divup(call.I, rows);
-  for (int64_t chunk = -1; chunk < tokens.chunks(); ++chunk) {
-    const int64_t begin = tokens.first_of_chunk(chunk), end = tokens.first_of_chunk(chunk + 1);
-    const int64_t group = tokens.group(end), packs = tokens.group(tokens.first_of_chunk(chunk + 2)) - group;
-    const int64_t items = packs + (end - begin) * blocks;
-    parallel_work_queue<64>(items, [&](auto next_item) {
+  TokenTiles tokens(call, slots);
+  const int64_t rows = GateUpTiles::rows_of_item(call), blocks = at::divup(call.I, rows);
+  for (size_t chunk = 0; chunk + 1 < tokens.chunks().size(); ++chunk) {
+    const int64_t begin = tokens.chunks()[chunk], end = tokens.chunks()[chunk + 1], items = (end - begin) * blocks;
+    tokens.pack(begin, end);
+    parallel_work_queue(items, [&](auto next_item) {
       const TileShapes shapes;
       GateUpTiles work(call, slots, tokens);
       for (int64_t item = next_item(); item < items; item = next_item()) {
-        if (item < packs)
-          tokens.pack(group + item);
-        else
-          work(begin + (item - packs) / blocks, (item - packs) % blocks * rows);
+        work(begin + item / blocks, item % blocks * rows);
       }
     });
   }

@@ -17,11 +17,11 @@ namespace moe_metal {
 // Calls worker(next_item) on every thread. next_item() returns the next of the items 0, 1, ..., then `count`. Items are
 // claimed dynamically, so a core that is slowed down by other work does not delay the rest. Results do not depend on
 // the thread that computes an item. A thread claims a few neighbouring items at a time, so that it can prefetch the
-// next one; its share of the items takes at least kClaims claims.
-template <int64_t kClaims = 16, class Worker>
+// next one.
+template <class Worker>
 void parallel_work_queue(int64_t count, Worker&& worker) {
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
-  const int64_t run = std::clamp<int64_t>(count / (std::max<int64_t>(threads, 1) * kClaims), 1, 8);
+  const int64_t run = std::clamp<int64_t>(count / (std::max<int64_t>(threads, 1) * 16), 1, 8);
   std::atomic<int64_t> taken = 0;
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     int64_t next = 0, end = 0;

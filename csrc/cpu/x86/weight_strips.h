@@ -19,14 +19,6 @@ class WeightStrips {
   }
   static constexpr int64_t kTransposed = 128;
 
-  // How many rows a work item has if there are many tokens: a multiple of this number, and about as many as half of an
-  // L2 cache of 1 MB holds. `linear` of 4096 x 2048 with 4096 tokens takes 0.93 of the time of 32 rows on a Zen 4.
-  static int64_t rows_of_item(const Weight& weight, int64_t multiple, int64_t most = kTransposed) {
-    constexpr int64_t kBytes = 512 << 10;
-    const int64_t rows = std::min({kBytes / (2 * weight.columns), most, kTransposed});
-    return std::max(rows / multiple, int64_t{1}) * multiple;
-  }
-
   void read_transposed(int64_t which, int64_t expert, int64_t first, int64_t count, int64_t step) {
     transposed_[which].read(weight_, expert, first, count, step);
   }
