@@ -22,7 +22,7 @@ class TokenTiles {
     const int64_t x_size = at::divup(call.H, kDepth) * kTileSize, inner_size = at::divup(call.I, kDepth) * kTileSize;
     constexpr int64_t kBytesOfThread = 4 << 20;
     const int64_t most = at::get_num_threads() * kBytesOfThread / (2 * x_size);  // groups of a chunk
-    int64_t groups = 0;
+    int64_t groups = 0;  // of the largest chunk; an expert may have more than `most`
     for (int64_t which = 0; which < slots.used(); ++which) {
       if (which > 0 && first_[which + 1] - first_[chunks_.back()] > most) chunks_.push_back(which);
       groups = std::max(groups, first_[which + 1] - first_[chunks_.back()]);
@@ -34,12 +34,12 @@ class TokenTiles {
 
   // The first expert of each chunk, and the end of the last.
   const std::vector<int64_t>& chunks() const { return chunks_; }
-  // Selects the chunk whose x is read.
+  // Prepares x of a chunk, which x() returns from then on.
   void pack(int64_t begin, int64_t end) {
     x_begin_ = first_[begin];
     const int64_t groups = first_[end] - x_begin_;
     parallel_work_queue(groups, [&](auto next_item) {
-      for (int64_t item = next_item(); item < groups; item = next_item()) pack(x_begin_ + item);
+      for (int64_t item = next_item(); item < groups; item = next_item()) pack_group(x_begin_ + item);
     });
   }
 
@@ -56,7 +56,7 @@ class TokenTiles {
   TokenGroups groups(const Tensor& of, int64_t first, int64_t which) const {
     return {elements<at::BFloat16>(of) + first * of.size(1), of.size(1), tokens_of(which)};
   }
-  void pack(int64_t group) const {
+  void pack_group(int64_t group) const {
     const int64_t which = std::upper_bound(first_.begin(), first_.end(), group) - first_.begin() - 1;
     const int64_t at = slots_.begin[which] + (group - first_[which]) * kTile;
     const auto* x = elements<at::BFloat16>(call_.x);
