@@ -234,6 +234,7 @@ def run_tests(made: Path, folder: Path, *options: str, isa: str = "avx512") -> s
     shutil.copy(made, package / f"_cpu_{isa}.so")
     environment = os.environ | {"PYTHONPATH": str(package.parent), "MOE_METAL_DEVICES": "cpu"}
     environment["ATEN_CPU_CAPABILITY"] = isa
+    environment["OMP_NUM_THREADS"] = "2"  # with more threads a case is a single chunk of tokens
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *options]
     return subprocess.run(command, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
 
