@@ -91,11 +91,14 @@ inline void activate_rows(const Experts& call, const float* gate, const float* u
   });
 }
 
+// The rows of a work item: up to `most` times kRows, so that each thread gets at least `items` items out of all rows.
+inline int64_t rows_for_threads(int64_t rows, int64_t items, int64_t most) {
+  return kRows * std::clamp<int64_t>(rows / (kRows * items * at::get_num_threads()), 1, most);
+}
+
 // How many columns of the output a work item has. With more columns, `inner` is read again less often. But every thread
 // should get a few blocks, and the sums of a block should stay in its cache.
-inline int64_t output_block(const Experts& call) {
-  return kRows * std::clamp<int64_t>(call.H / (kRows * 4 * at::get_num_threads()), 1, 4);
-}
+inline int64_t output_block(const Experts& call) { return rows_for_threads(call.H, 4, 4); }
 
 // The sums of a block of the output's columns, for every token. One thread adds the experts in their order, so there is
 // no race and the order of each sum is fixed.
