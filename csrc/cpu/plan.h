@@ -113,9 +113,9 @@ enum class GateWay { dots, tiles, vectors, float_blocks, bfloat16_blocks };
 
 // E = 128 and H = 2048. With AMX, tiles take 14 us at T = 8 and dots 38; at 1024 blocks take 391 and tiles 467. On one
 // core of a Zen 4, tiles take 47 us at T = 8 and dots 51; at 64 tiles take 185 and float blocks 361; at 4096 12 ms and
-// 24. On two cores vectors take 0.93 of the time of tiles from 512 tokens on, and as long at 256. At 64, float blocks
-// take 239 us and dots 305. A normed row is float and takes three products in bfloat16, which
-// are only faster with AMX.
+// 24. Vectors take 0.85 to 0.98 of the time of tiles from 80 tokens of each thread on, and 1.06 at 68. At 64, float
+// blocks take 239 us and dots 305. A normed row is float and takes three products in bfloat16, which are only faster
+// with AMX.
 inline GateWay gate_way([[maybe_unused]] const Gate& call) {
 #ifdef MOE_METAL_HAS_AVX512
   const bool bfloat16 = call.hidden.scalar_type() == at::kBFloat16 && call.router_weight.scalar_type() == at::kBFloat16;
@@ -125,7 +125,7 @@ inline GateWay gate_way([[maybe_unused]] const Gate& call) {
     return pairs && call.T > 256 ? GateWay::bfloat16_blocks : GateWay::tiles;
   }
   if (call.T > 4 && bfloat16 && bfloat16_available() && !call.norm_weight.defined()) {
-    return call.T >= 256 ? GateWay::vectors : GateWay::tiles;
+    return call.T >= 80 * at::get_num_threads() ? GateWay::vectors : GateWay::tiles;
   }
   if (call.T > 32) return GateWay::float_blocks;
 #endif

@@ -98,10 +98,7 @@ class Router {
     for_each_vector(E, [&](int64_t e, auto count) {
       most = at::vec::maximum(most, Vec::set(Vec(-INFINITY), load(logits + e, count), count));
     });
-    float lanes[kLanes], all = -INFINITY;
-    most.store(lanes);
-    for (float lane : lanes) all = lane > all || lane != lane ? lane : all;
-    return all;
+    return at::vec::vec_reduce_all<float>([](const Vec& a, const Vec& b) { return at::vec::maximum(a, b); }, most);
   }
 
   // The softmax over E logits, of the `count` logits in `from`, which may be `logits` itself.
