@@ -2,9 +2,9 @@
 // neither on the threads nor on the other tokens.
 //   dots     any dtype. With AVX-512 for few tokens; without it, panels multiply many
 //   tiles    bfloat16: some tokens with AMX, or with AVX512-BF16 if there is no norm
-//   vectors  bfloat16: many tokens with AVX512-BF16, if there is no norm
+//   vectors  bfloat16: many tokens of each thread with AVX512-BF16, if there is no norm
 //   blocks   many tokens, with AVX-512: oneDNN's brgemm in float, or with AMX in bfloat16
-// plan.h chooses.
+// plan.h chooses. Only between tiles and vectors does that depend on the number of threads; they give the same bits.
 #include "cpu/gate/gate_dots.h"
 #include "cpu/ops.h"
 #include "cpu/plan.h"
