@@ -194,7 +194,7 @@ def weight_in(format: str, *shape: int, seed: int = 0) -> tuple[Tensor, Tensor |
     return PACKINGS[format].weight(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("T, dtype", [(1, FLOAT), (3, BFLOAT), (40, BFLOAT)])
+@pytest.mark.parametrize("T, dtype", [(1, FLOAT), (40, FLOAT), (3, BFLOAT), (40, BFLOAT)])
 @pytest.mark.parametrize("format", FLOATS)
 def test_linear_equals_mlx_quantized_matmul(format: str, T: int, dtype: torch.dtype):
     data, scale, _ = quantize(random(70, 256), format)

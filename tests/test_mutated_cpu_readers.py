@@ -117,6 +117,10 @@ FAULTS = [
     Fault("even_numbers_twice", "x86/e4m3_dots.h",
           "_mm512_and_si512(numbers[v], _mm512_set1_epi32(static_cast<int>(0xffff0000)))",
           "_mm512_slli_epi32(numbers[v], 16)", MLX_LINEAR),
+    Fault("columns_of_the_other_half_row", "formats/e4m3.h", "8, 9, 12, 13, 2, 3", "8, 9, 13, 12, 2, 3", MLX_LINEAR),
+    Fault("scale_of_the_first_columns", "weights/group_dots.h", "second = scales_at(column + half)",
+          "second = scales_at(column)", MLX_LINEAR),
+    Fault("odd_columns_without_mask", "vector/vec.h", "pairs[i] & upper_half", "pairs[i]", REFERENCE, isa="avx2"),
     Fault("odd_bytes_forgotten", "x86/bfloat16_dots.h", "srli_epi16(numbers[v / 2], 8)",
           "srli_epi16(numbers[v / 2], 0)", LINEAR),
     Fault("last_chunk_forgotten", "x86/bfloat16_dots.h", "rows.columns % kColumns > 0", "false", MAGNITUDE),
@@ -262,6 +266,8 @@ def reached_by(fault: Fault) -> set[str]:
     of_gate = ("gate/gate.h", "gate/gate_dots.h", "gate/gate_vectors.h")
     if fault.file in of_gate or fault.name == "experts_over_the_first":
         return {"gate"}
+    if fault.file == "vector/vec.h":
+        return {"weight_rows"}
     if fault.file == "vector/dots.h":
         return {"affine_rows" if fault.test == NUMBERS else "weight_rows"}
     if fault.name == "shifts_of_the_first_four":
@@ -284,8 +290,8 @@ def reached_by(fault: Fault) -> set[str]:
     if "ggml" in fault.file:
         return {"ggml_k_rows" if "ggml_k" in fault.file else "ggml_32_rows", "ggml_k_rows_of_16"}
     # Scales of rows, and factors, are those of floats, and offsets make NaN of an infinite number in any case.
-    of_floats = fault.file in ("weights/row_scales.h", "x86/e4m3_dots.h", "x86/rounded.h")
-    of_floats |= fault.name == "inf_as_integers"
+    of_floats = fault.file in ("formats/e4m3.h", "weights/row_scales.h", "x86/e4m3_dots.h", "x86/rounded.h")
+    of_floats |= fault.name in ("inf_as_integers", "scale_of_the_first_columns")
     return {"float_rows" if of_floats else "affine_rows"}
 
 

@@ -259,6 +259,9 @@ class Panel {
       const auto from = weight.row_block(row + r);
       float* to = floats_.get() + r;
       int64_t column = begin;
+      if constexpr (requires { from.transposed(column, [](int64_t, const Vec&) {}); }) {
+        if (rows == kLanes) column = fill_transposed(from, begin, end, to);
+      }
       if constexpr (requires { weight.loads_permuted(); }) {
         if (rows == kLanes && weight.loads_permuted()) column = fill_permuted(weight, from, begin, end, to);
       }
@@ -275,7 +278,16 @@ class Panel {
       }
     }
   }
-  // Fills several vectors of columns at a time. -> the first column that is left
+  // These fill several vectors of columns at a time. -> the first column that is left
+  template <class Rows>
+  static int64_t fill_transposed(const Rows& from, int64_t begin, int64_t end, float* to) {
+    const int64_t columns = from.transposed_columns();
+    int64_t column = begin;
+    for (; columns > 0 && column + columns <= end; column += columns, to += columns * kPanelRows) {
+      from.transposed(column, [to](int64_t i, const Vec& some) { store(to + i * kPanelRows, some, Whole()); });
+    }
+    return column;
+  }
   template <class Reader, class Rows>
   static int64_t fill_permuted(const Reader& weight, const Rows& from, int64_t begin, int64_t end, float* to) {
     constexpr int kAtOnce = Reader::kAtOnce;

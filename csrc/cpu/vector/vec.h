@@ -197,6 +197,23 @@ struct Matrix {
     [[gnu::always_inline]] void prefetch(int64_t r, int64_t column) const {
       if constexpr (sizeof(Scalar) == 2) __builtin_prefetch(data + r * row + column, 0, 2);
     }
+    // Calls use(i, vec) for transposed_columns(): vec has the numbers of kLanes rows at column + i. Pairs of columns
+    // are transposed before they are converted, which takes half as many shuffles.
+    static int64_t transposed_columns() { return 2 * kLanes; }
+    template <class Use>
+    void transposed(int64_t column, Use&& use) const
+      requires(std::is_same_v<Scalar, at::BFloat16>)
+    {
+      const at::vec::Vectorized<int32_t> half(16);
+      const Vec upper_half(std::bit_cast<float>(0xffff0000));
+      Vec pairs[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) pairs[i] = Vec::loadu(data + i * row + column);
+      transpose(pairs);
+      for (int64_t i = 0; i < kLanes; ++i) {
+        use(2 * i, at::vec::cast<float>(at::vec::cast<int32_t>(pairs[i]) << half));
+        use(2 * i + 1, pairs[i] & upper_half);
+      }
+    }
   };
   RowBlock row_block(int64_t first) const { return {data + first * row, row}; }
   // The address of an element, the row stride in bytes, and the bytes of so many columns.

@@ -53,6 +53,19 @@ struct Packed : ScaledRows {
           some = (some - Vec(Read::kMiddle)) * scale;
       }
     }
+    // See Matrix::RowBlock.
+    static int64_t transposed_columns() { return Read::transposed_columns(); }
+    template <class Use>
+    void transposed(int64_t column, Use&& use) const
+      requires requires { all.read.transposed(data, all.row, use); }
+    {
+      const int64_t half = Read::transposed_columns() / 2;  // columns that share a scale
+      const auto rows = at::vec::Vectorized<int32_t>::arange(0, static_cast<int32_t>(all.groups));
+      const auto scales_at = [&](int64_t c) { return at::vec::gather<4>(scales + (c >> all.shift), rows); };
+      const Vec first = scales_at(column), second = scales_at(column + half);
+      all.read.transposed(data + column, all.row,
+                          [&](int64_t i, const Vec& numbers) { use(i, numbers * (i < half ? first : second)); });
+    }
     // The rest of the row from a column on, up to a vector; 0 past the end.
     Vec load_part(int64_t r, int64_t column) const {
       const int64_t count = std::min(all.columns - column, kLanes);
