@@ -17,15 +17,21 @@ constexpr int64_t kPart = 256;
 template <int C, int N, class Scalar>
 [[gnu::flatten]] inline void add_columns(const Scalar* weight, int64_t column, int64_t rows, const float* const* x,
                                          int64_t first, float* const* out) {
-  Vec values[N][C];
-  unrolled<N>([&](auto n) { unrolled<C>([&](auto c) { values[n][c] = Vec(x[n][first + c]); }); });
+  constexpr bool kInRegisters = N * C <= kVectorRegisters / 2;  // otherwise x is loaded for each product
+  Vec values[N][kInRegisters ? C : 1];
+  if constexpr (kInRegisters) {
+    unrolled<N>([&](auto n) { unrolled<C>([&](auto c) { values[n][c] = Vec(x[n][first + c]); }); });
+  }
   const Scalar* columns = weight + first * column;
   for_each_vector(rows, [&](int64_t r, auto count) __attribute__((always_inline)) {
     Vec sums[N];
     unrolled<N>([&](auto n) { sums[n] = Vec::loadu(out[n] + r, count); });
     unrolled<C>([&](auto c) {
       const Vec vec = load(columns + c * column + r, count);
-      unrolled<N>([&](auto n) { sums[n] = at::vec::fmadd(vec, values[n][c], sums[n]); });
+      unrolled<N>([&](auto n) {
+        const Vec value = kInRegisters ? values[n][kInRegisters ? c : 0] : Vec(x[n][first + c]);
+        sums[n] = at::vec::fmadd(vec, value, sums[n]);
+      });
     });
     unrolled<N>([&](auto n) { sums[n].store(out[n] + r, count); });
   });
@@ -35,7 +41,7 @@ template <int C, int N, class Scalar>
 template <int N, class Scalar>
 inline void multiply_columns(const Scalar* weight, int64_t column, int64_t rows, int64_t begin, int64_t end,
                              const float* const* x, float* const* out) {
-  constexpr int C = 8 / N;
+  constexpr int C = 8;
   for (int n = 0; n < N; ++n) std::fill_n(out[n], rows, 0.0f);
   int64_t c = begin;
   for (; c + C <= end; c += C) add_columns<C, N>(weight, column, rows, x, c, out);
@@ -71,6 +77,7 @@ struct Partial {
           multiply_columns<n>(from, weight.column, rows, part * kPart, std::min((part + 1) * kPart, columns), x, out);
           at += n;
         };
+        while (at + 8 <= slots.begin[which + 1]) tokens(std::integral_constant<int, 8>());
         while (at + 4 <= slots.begin[which + 1]) tokens(std::integral_constant<int, 4>());
         while (at + 2 <= slots.begin[which + 1]) tokens(std::integral_constant<int, 2>());
         if (at < slots.begin[which + 1]) tokens(std::integral_constant<int, 1>());
