@@ -1332,8 +1332,8 @@ def hostile_packed() -> list[Case]:
             at = dims | {"T": T}
             cases.append(packed_case("experts", "infinite_bias", width, at, {}, FLOAT, bias, [infinite], hostile=True))
         for dtype, large in ((FLOAT, 1e5), (HALF, 2e4), (BFLOAT, 1e5)):
-            # For many tokens in bfloat16, other weights may be rounded to bfloat16: if a large sum almost cancels, `limit`
-            # may then clamp at the other end.
+            # For many tokens in bfloat16, other weights may be rounded to bfloat16: if a large sum almost cancels,
+            # `limit` may then clamp at the other end.
             rounds = dtype == BFLOAT and width[0] != "mxfp4"
             for T in (1, 3) if rounds else (1, 3, 33):
                 ten = scaling("x", large)

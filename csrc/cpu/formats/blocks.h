@@ -193,6 +193,26 @@ struct Blocks {
 #endif
   }
 #endif
+#if defined(MOE_METAL_HAS_AVX2) && !defined(MOE_METAL_HAS_AVX512)
+  // Codes are transposed as bytes.
+  static int64_t transposed_columns() { return 32; }
+  template <class Use>
+  static void transposed(const uint8_t* rows, int64_t step, int64_t column, Use&& use) {
+    if (column % 32 != 0) __builtin_unreachable();  // for simpler addresses
+    const uint8_t* blocks = rows + column / kColumns * kBytes;
+    Vec codes[kLanes];
+    for (int64_t r = 0; r < kLanes; ++r) {
+      codes[r] = _mm256_castsi256_ps(codes_of_32(blocks + r * step, column % kColumns));
+    }
+    transpose(codes);
+    MOE_METAL_UNROLL for (int64_t i = 0; i < kLanes; ++i) {
+      const __m256i four = _mm256_castps_si256(codes[i]), lowest = _mm256_set1_epi32(255);
+      MOE_METAL_UNROLL for (int j = 0; j < 4; ++j) {
+        use(4 * i + j, _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(four, 8 * j), lowest)));
+      }
+    }
+  }
+#endif
 #ifdef MOE_METAL_HAS_AVX512
   [[gnu::always_inline]] static __m512i words(const uint8_t* row, int64_t column)
     requires requires(const uint8_t* block, int64_t at) { Block::words(block, at); }

@@ -166,7 +166,24 @@ class Codes {
     if constexpr (bits == 4) std::tie(x[0], x[1]) = at::vec::deinterleave2(x[0], x[1]);
   }
 
+  // Words of several columns are transposed before they are unpacked.
+  static int64_t transposed_columns() { return 8 * kInAWord; }
+  template <class Use>
+  static void transposed(const uint8_t* rows, int64_t step, Use&& use)
+    requires(32 % bits == 0)
+  {
+    Vec words[kLanes];
+    for (int64_t r = 0; r < kLanes; ++r) words[r] = Vec::loadu(rows + r * step);
+    transpose(words);
+    MOE_METAL_UNROLL for (int64_t i = 0; i < kLanes; ++i) {
+      MOE_METAL_UNROLL for (int64_t j = 0; j < kInAWord; ++j) {
+        use(i * kInAWord + j, values(_mm256_srli_epi32(_mm256_castps_si256(words[i]), static_cast<int>(j * bits))));
+      }
+    }
+  }
+
  private:
+  static constexpr int64_t kInAWord = 32 / bits;
   // The bytes of eight numbers. If 3, 5 or 6 bytes are copied to a variable of 8, compilers store them in two parts,
   // and the processor waits for both before it loads the whole.
   [[gnu::always_inline]] static __m128i bytes_of_eight(const uint8_t* from) {
@@ -319,6 +336,13 @@ struct InARow {
     codes.load_permuted(row + column * bytes / columns, to);
   }
 #endif
+  static int64_t transposed_columns() { return CodesOf::transposed_columns(); }
+  template <class Use>
+  void transposed(const uint8_t* rows, int64_t step, int64_t column, Use&& use) const
+    requires requires { CodesOf::transposed(rows, step, use); }
+  {
+    CodesOf::transposed(rows + column * bytes / columns, step, use);
+  }
 #ifdef MOE_METAL_HAS_AVX512
   [[MOE_METAL_BF16, gnu::always_inline]] inline __m512i words(const uint8_t* row, int64_t column) const
     requires requires(const CodesOf& some, const uint8_t* from) { some.as_words(from); }

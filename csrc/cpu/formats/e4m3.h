@@ -14,15 +14,15 @@ struct E4m3Codes : InARow<E4m3, 1, 1> {
   using Tiles = NoDots;
   using Panels = NoDots;
 #ifdef MOE_METAL_HAS_AVX512
-  // Calls use(i, vec) for 64 columns: vec has the numbers of 16 rows, `step` bytes apart, in column i. Four columns are
-  // transposed before they are converted.
+  // Four columns are transposed before they are converted.
   static int64_t transposed_columns() { return vbmi_available() ? 64 : 0; }
   template <class Use>
-  [[MOE_METAL_BF16, gnu::noinline]] void transposed(const uint8_t* row, int64_t step, Use&& use) const {
+  [[MOE_METAL_BF16, gnu::noinline]] void transposed(const uint8_t* rows, int64_t step, int64_t column,
+                                                    Use&& use) const {
     // In each 16 bytes: columns 0 and 1 of four rows, then columns 2 and 3.
     const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
     __m512i tile[16];
-    for (int64_t r = 0; r < 16; ++r) tile[r] = _mm512_loadu_si512(row + r * step);
+    for (int64_t r = 0; r < 16; ++r) tile[r] = _mm512_loadu_si512(rows + r * step + column);
     transpose(tile);
     for (int64_t i = 0; i < 16; ++i) {
       __m512i numbers[EightBits::kVectors], floats[Floats::kVectors];

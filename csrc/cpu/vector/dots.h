@@ -263,7 +263,8 @@ class Panel {
         if (rows == kLanes) column = fill_transposed(from, begin, end, to);
       }
       if constexpr (requires { weight.loads_permuted(); }) {
-        if (rows == kLanes && weight.loads_permuted()) column = fill_permuted(weight, from, begin, end, to);
+        if (column == begin && rows == kLanes && weight.loads_permuted())
+          column = fill_permuted(weight, from, begin, end, to);
       }
       for (; column < end; column += kLanes) {
         const int64_t columns = std::min(kLanes, end - column);

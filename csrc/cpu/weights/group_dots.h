@@ -53,18 +53,32 @@ struct Packed : ScaledRows {
           some = (some - Vec(Read::kMiddle)) * scale;
       }
     }
-    // See Matrix::RowBlock.
-    static int64_t transposed_columns() { return Read::transposed_columns(); }
+    // See Matrix::RowBlock. Each half of the columns must have one scale.
+    int64_t transposed_columns() const {
+      const int64_t columns = Read::transposed_columns();
+      return int64_t{2} << all.shift >= columns ? columns : 0;
+    }
     template <class Use>
     void transposed(int64_t column, Use&& use) const
-      requires requires { all.read.transposed(data, all.row, use); }
+      requires requires { all.read.transposed(data, all.row, column, use); }
     {
-      const int64_t half = Read::transposed_columns() / 2;  // columns that share a scale
+      const int64_t half = Read::transposed_columns() / 2;
+      const bool same = column >> all.shift == (column + half) >> all.shift;
       const auto rows = at::vec::Vectorized<int32_t>::arange(0, static_cast<int32_t>(all.groups));
-      const auto scales_at = [&](int64_t c) { return at::vec::gather<4>(scales + (c >> all.shift), rows); };
-      const Vec first = scales_at(column), second = scales_at(column + half);
-      all.read.transposed(data + column, all.row,
-                          [&](int64_t i, const Vec& numbers) { use(i, numbers * (i < half ? first : second)); });
+      const auto read = [&](const float* from, Vec(&of_halves)[2]) {
+        of_halves[0] = at::vec::gather<4>(from + (column >> all.shift), rows);
+        of_halves[1] = same ? of_halves[0] : at::vec::gather<4>(from + ((column + half) >> all.shift), rows);
+      };
+      Vec scale[2], offset[2];
+      read(scales, scale);
+      if constexpr (Read::kOffset) read(offsets, offset);
+      all.read.transposed(data, all.row, column, [&](int64_t i, const Vec& codes) {
+        const bool second = i >= half;
+        if constexpr (Read::kOffset)
+          use(i, at::vec::fmadd(codes, scale[second], offset[second]));
+        else
+          use(i, (codes - Vec(Read::kMiddle)) * scale[second]);
+      });
     }
     // The rest of the row from a column on, up to a vector; 0 past the end.
     Vec load_part(int64_t r, int64_t column) const {

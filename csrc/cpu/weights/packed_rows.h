@@ -9,7 +9,7 @@
 //   load_permuted         with AVX2: the codes of kAtOnce vectors in a permuted order, which codes.permute_like_load()
 //                         gives to the tokens' numbers, and in units of kUnit. kMiddle is the middle of these codes, 0
 //                         if they are centred
-//   transposed            some formats with AVX-512: several columns of 16 rows, as floats
+//   transposed            some formats: transposed_columns() columns of kLanes rows, column by column; 0 if it cannot
 //   floats                with NEON, instead of these two: the codes of 16 columns, in units of kUnit
 //   Dots, Tiles, Panels   products with few tokens, with more, and with many, for instructions that the processor may
 //                         have
