@@ -18,7 +18,7 @@ template <int C, int N, class Scalar>
 [[gnu::flatten]] inline void add_columns(const Scalar* weight, int64_t column, int64_t rows, const float* const* x,
                                          int64_t first, float* const* out) {
   constexpr bool kInRegisters = N * C <= kVectorRegisters / 2;  // otherwise x is loaded for each product
-  Vec values[N][kInRegisters ? C : 1];
+  Vec values[N][C];
   if constexpr (kInRegisters) {
     unrolled<N>([&](auto n) { unrolled<C>([&](auto c) { values[n][c] = Vec(x[n][first + c]); }); });
   }
@@ -29,8 +29,8 @@ template <int C, int N, class Scalar>
     unrolled<C>([&](auto c) {
       const Vec vec = load(columns + c * column + r, count);
       unrolled<N>([&](auto n) {
-        const Vec value = kInRegisters ? values[n][kInRegisters ? c : 0] : Vec(x[n][first + c]);
-        sums[n] = at::vec::fmadd(vec, value, sums[n]);
+        if constexpr (!kInRegisters) values[n][c] = Vec(x[n][first + c]);
+        sums[n] = at::vec::fmadd(vec, values[n][c], sums[n]);
       });
     });
     unrolled<N>([&](auto n) { sums[n].store(out[n] + r, count); });

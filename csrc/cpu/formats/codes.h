@@ -167,7 +167,7 @@ class Codes {
   }
 
   // Words of several columns are transposed before they are unpacked.
-  static int64_t transposed_columns() { return 8 * kInAWord; }
+  static int64_t transposed_columns() { return kLanes * kInAWord; }
   template <class Use>
   static void transposed(const uint8_t* rows, int64_t step, Use&& use)
     requires(32 % bits == 0)

@@ -263,8 +263,8 @@ class Panel {
         if (rows == kLanes) column = fill_transposed(from, begin, end, to);
       }
       if constexpr (requires { weight.loads_permuted(); }) {
-        if (column == begin && rows == kLanes && weight.loads_permuted())
-          column = fill_permuted(weight, from, begin, end, to);
+        if (rows == kLanes && weight.loads_permuted())
+          column = fill_permuted(weight, from, column, end, to + (column - begin) * kPanelRows);
       }
       for (; column < end; column += kLanes) {
         const int64_t columns = std::min(kLanes, end - column);

@@ -197,8 +197,8 @@ struct Matrix {
     [[gnu::always_inline]] void prefetch(int64_t r, int64_t column) const {
       if constexpr (sizeof(Scalar) == 2) __builtin_prefetch(data + r * row + column, 0, 2);
     }
-    // Calls use(i, vec) for transposed_columns(): vec has the numbers of kLanes rows at column + i. Pairs of columns
-    // are transposed before they are converted, which takes half as many shuffles.
+    // Calls use(i, vec) for each i below transposed_columns(): vec has the numbers of kLanes rows at column + i. Pairs
+    // of columns are transposed before they are converted, which takes half as many shuffles.
     static int64_t transposed_columns() { return 2 * kLanes; }
     template <class Use>
     void transposed(int64_t column, Use&& use) const
