@@ -111,14 +111,17 @@ class BFloat16Dots : public IntegerDots<Numbers> {
     constexpr int S = std::min(R, 2);  // rows at a time
     const int64_t whole = rows.columns / kColumns;
     const uint8_t* data = rows.data + first * rows.row;
+    const float* scales = rows.scales + first * rows.groups;
+    const int64_t groups = Base::groups_of_chunk(rows);
     const __m512i group_of_lane = Base::groups_of_lanes(rows);
     __m512 sums[R][N];
     MOE_METAL_UNROLL for (int i = 0; i < R * N; ++i) sums[i / N][i % N] = _mm512_setzero_ps();
-    for (int64_t c = 0; c < whole; c += P, data += P * kBytes, ahead += R * P * kBytes) {
+    for (int64_t c = 0; c < whole; c += P, data += P * kBytes, ahead += R * P * kBytes, scales += P * groups) {
       MOE_METAL_UNROLL for (int i = 0; i < R * P; i += S) {
         prefetch_lines(ahead, i * kBytes, S * kBytes);  // in address order
         const int p = i / R, r = i % R;
-        add_chunk<S, N>(rows, first + r, data + r * rows.row, c, p, group_of_lane, forms, sums + r);
+        const float* of_rows = scales + r * rows.groups + p * groups;
+        add_chunk<S, N>(rows, data + r * rows.row, of_rows, c, p, group_of_lane, forms, sums + r);
       }
     }
     finish(rows, first, forms, sums, out);
@@ -126,8 +129,8 @@ class BFloat16Dots : public IntegerDots<Numbers> {
 
   // Adds the products of a chunk of S rows.
   template <int S, int N>
-  [[MOE_METAL_BF16, gnu::always_inline]] static inline void add_chunk(const ScaledRows& rows, int64_t row,
-                                                                      const uint8_t* data, int64_t block, int p,
+  [[MOE_METAL_BF16, gnu::always_inline]] static inline void add_chunk(const ScaledRows& rows, const uint8_t* data,
+                                                                      const float* scales, int64_t block, int p,
                                                                       __m512i group_of_lane, const char* const* forms,
                                                                       __m512 (*sums)[N]) {
     const int64_t c = block + p;
@@ -154,12 +157,11 @@ class BFloat16Dots : public IntegerDots<Numbers> {
         MOE_METAL_UNROLL for (int s = 0; s < S; ++s) parts[s][n] = bfloat16_dot(parts[s][n], some[s], x);
       }
     }
-    const auto groups = static_cast<__mmask16>((1u << std::max<int64_t>(kColumns >> rows.shift, 1)) - 1);
+    const __mmask16 groups = Base::mask_of_groups(rows);
     MOE_METAL_UNROLL for (int s = 0; s < S; ++s) {
       const __m512 scale = [&]() __attribute__((always_inline)) {
         if constexpr (kReadsScales) return Numbers::scales_of_lanes(data + s * rows.row, p, P * kColumns);
-        const float* from = rows.scales + (row + s) * rows.groups + (c * kColumns >> rows.shift);
-        return _mm512_permutexvar_ps(group_of_lane, _mm512_maskz_loadu_ps(groups, from));
+        return _mm512_permutexvar_ps(group_of_lane, _mm512_maskz_loadu_ps(groups, scales + s * rows.groups));
       }();
       MOE_METAL_UNROLL for (int n = 0; n < N; ++n) sums[s][n] = _mm512_fmadd_ps(parts[s][n], scale, sums[s][n]);
     }
@@ -181,7 +183,7 @@ class BFloat16Dots : public IntegerDots<Numbers> {
       const auto sum = [&](int k) { return k < R * N ? sums[k / N][k % N] : _mm512_setzero_ps(); };
       alignas(16) float totals[4];
       _mm_store_ps(totals, sums_of_lanes(sum(i), sum(i + 1), sum(i + 2), sum(i + 3)));
-      MOE_METAL_UNROLL for (int k = i; k < std::min(i + 4, R * N); ++k) out[k % N][first + k / N] = totals[k - i];
+      for (int k = i; k < std::min(i + 4, R * N); ++k) out[k % N][first + k / N] = totals[k - i];
     }
   }
 

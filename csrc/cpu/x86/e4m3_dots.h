@@ -153,50 +153,49 @@ class E4m3Dots {
 
   template <class Operands, int R, int N>
   void all_rows(const ScaledRows& rows, const char* const* forms, float* const* out) const {
+    const bool two_groups = int64_t{1} << rows.shift < kColumns;  // in a chunk
     rows.for_blocks<R>([&](auto r, int64_t first, const uint8_t* ahead) {
-      multiply_block<Operands, r, N>(rows, first, ahead, forms, out);
+      if (two_groups)
+        multiply_block<Operands, r, N, true>(rows, first, ahead, forms, out);
+      else
+        multiply_block<Operands, r, N, false>(rows, first, ahead, forms, out);
     });
   }
 
   // With Floats, the compiler finds nothing to use AVX512-BF16 for, so the processor need not have it.
-  template <class Operands, int R, int N>
+  template <class Operands, int R, int N, bool two_groups>
   [[MOE_METAL_BF16]] void multiply_block(const ScaledRows& rows, int64_t first, const uint8_t* ahead,
                                          const char* const* forms, float* const* out) const {
     constexpr int V = Operands::kVectors;
-    const int64_t chunks = at::divup(rows.columns, kColumns);
     const uint8_t* data = rows.data + first * rows.row;
     const float* scales = rows.scales + first * rows.groups;
-    const bool narrow = int64_t{1} << rows.shift < kColumns;
     __m512 sums[R][N];
     MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
       MOE_METAL_UNROLL for (int n = 0; n < N; ++n) sums[r][n] = _mm512_setzero_ps();
     }
-    for (int64_t c = 0; c < chunks; ++c) {
-      const int64_t at = c * kColumns, left = rows.columns - at;
-      const __mmask64 bytes_left = left >= 64 ? ~0ull : (1ull << left) - 1;
-      __m512i x[N][V];
-      MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
-        MOE_METAL_UNROLL for (int v = 0; v < V; ++v) { x[n][v] = _mm512_load_si512(forms[n] + (c * V + v) * 64); }
-      }
+    for (int64_t column = 0; column < rows.columns; column += kColumns) {
+      const int64_t left = rows.columns - column;
+      const __mmask64 bytes_left = left >= kColumns ? ~0ull : (1ull << left) - 1;
+      const float* of_chunk = scales + (column >> rows.shift);
       MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
-        const uint8_t* here = data + r * rows.row + at;
-        __builtin_prefetch(ahead + R * at + r * kLine, 0, 2);
+        __builtin_prefetch(ahead + R * column + r * kLine, 0, 2);
         __m512i numbers[EightBits::kVectors], operands[V];
-        numbers_(_mm512_maskz_loadu_epi8(bytes_left, here), numbers);
+        numbers_(_mm512_maskz_loadu_epi8(bytes_left, data + r * rows.row + column), numbers);
         Operands::convert(numbers, operands);
-        const float* of_row = scales + r * rows.groups;
-        __m512 scale = _mm512_set1_ps(of_row[at >> rows.shift]);
-        if (narrow) {  // the upper half of the lanes has the columns from 32 on, in another group
-          const int64_t second = std::min((at + kColumns / 2) >> rows.shift, rows.groups - 1);
-          scale = _mm512_mask_mov_ps(scale, 0xff00, _mm512_set1_ps(of_row[second]));
+        __m512 scale = _mm512_set1_ps(of_chunk[r * rows.groups]);
+        if constexpr (two_groups) {  // the upper half of the lanes has the columns from 32 on
+          const float second = of_chunk[r * rows.groups + (left > kColumns / 2)];
+          scale = _mm512_mask_mov_ps(scale, 0xff00, _mm512_set1_ps(second));
         }
         MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
-          sums[r][n] = _mm512_fmadd_ps(Operands::product(operands, x[n]), scale, sums[r][n]);
+          __m512i x[V];
+          MOE_METAL_UNROLL for (int v = 0; v < V; ++v) x[v] = _mm512_load_si512(forms[n] + column * V + v * 64);
+          sums[r][n] = _mm512_fmadd_ps(Operands::product(operands, x), scale, sums[r][n]);
         }
       }
     }
-    for (int r = 0; r < R; ++r) {
-      for (int n = 0; n < N; ++n) out[n][first + r] = sum(Vec(sums[r][n]));
+    MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+      MOE_METAL_UNROLL for (int n = 0; n < N; ++n) out[n][first + r] = sum(Vec(sums[r][n]));
     }
   }
 

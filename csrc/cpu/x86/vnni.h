@@ -47,6 +47,12 @@ class IntegerDots {
     return _mm512_srl_epi32(_mm512_load_si512(kFirstOfLane.data()), _mm_cvtsi32_si128(rows.shift));
   }
 
+  // A chunk has at least one group.
+  static int64_t groups_of_chunk(const ScaledRows& rows) { return kColumns >> rows.shift; }
+  static __mmask16 mask_of_groups(const ScaledRows& rows) {
+    return static_cast<__mmask16>((1u << groups_of_chunk(rows)) - 1);
+  }
+
   PreparedTokenCache forms_;
 
  private:
@@ -148,16 +154,16 @@ class IntegerDots {
     const uint8_t* data = rows.data + first * rows.row;
     const float* scales = rows.scales + first * rows.groups;
     const __m512i group_of_lane = groups_of_lanes(rows);
-    const auto groups = static_cast<__mmask16>((1u << std::max<int64_t>(kColumns >> rows.shift, 1)) - 1);  // of a chunk
+    const int64_t groups = groups_of_chunk(rows);
+    const __mmask16 of_chunk = mask_of_groups(rows);
     const Chunk* x[N];
     __m512 sums[R][N];
     MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
       x[n] = chunks_of(forms[n]);
       MOE_METAL_UNROLL for (int r = 0; r < R; ++r) sums[r][n] = _mm512_setzero_ps();
     }
-    for (int64_t c = 0; c < whole; c += P, data += P * kBytes, ahead += R * P * kBytes) {
+    for (int64_t c = 0; c < whole; c += P, data += P * kBytes, ahead += R * P * kBytes, scales += P * groups) {
       MOE_METAL_UNROLL for (int p = 0; p < P; ++p) {
-        const float* of_chunk = scales + ((c + p) * kColumns >> rows.shift);
         MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
           // Prefetching in address order is a sixth faster on a Sapphire Rapids.
           prefetch_lines(ahead, (p * R + r) * kBytes, kBytes);
@@ -173,7 +179,8 @@ class IntegerDots {
           unpack(data + r * rows.row, p, P * kColumns, numbers);
           const __m512 scale = [&]() __attribute__((always_inline)) {
             if constexpr (kReadsScales) return Numbers::scales_of_lanes(data + r * rows.row, p, P * kColumns);
-            return _mm512_permutexvar_ps(group_of_lane, _mm512_maskz_loadu_ps(groups, of_chunk + r * rows.groups));
+            return _mm512_permutexvar_ps(group_of_lane,
+                                         _mm512_maskz_loadu_ps(of_chunk, scales + r * rows.groups + p * groups));
           }();
           MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
             sums[r][n] = _mm512_fmadd_ps(product(numbers, x[n][c + p]), scale, sums[r][n]);
@@ -210,7 +217,7 @@ class IntegerDots {
     sums.fill(Vec(0));
     for (int64_t i = whole; i < chunks + x->rests; ++i) {
       const int64_t c = x[i].place, group = c * kColumns >> rows.shift;
-      const int64_t groups = std::min<int64_t>(std::max<int64_t>(kColumns >> rows.shift, 1), rows.groups - group);
+      const int64_t groups = std::min(groups_of_chunk(rows), rows.groups - group);
       for (int r = 0; r < R; ++r) {
         const uint8_t* data = rows.data + (first + r) * rows.row;
         __m512i numbers[2];
