@@ -166,36 +166,48 @@ class E4m3Dots {
   template <class Operands, int R, int N, bool two_groups>
   [[MOE_METAL_BF16]] void multiply_block(const ScaledRows& rows, int64_t first, const uint8_t* ahead,
                                          const char* const* forms, float* const* out) const {
-    constexpr int V = Operands::kVectors;
     const uint8_t* data = rows.data + first * rows.row;
     const float* scales = rows.scales + first * rows.groups;
     __m512 sums[R][N];
     MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
       MOE_METAL_UNROLL for (int n = 0; n < N; ++n) sums[r][n] = _mm512_setzero_ps();
     }
-    for (int64_t column = 0; column < rows.columns; column += kColumns) {
-      const int64_t left = rows.columns - column;
-      const __mmask64 bytes_left = left >= kColumns ? ~0ull : (1ull << left) - 1;
-      const float* of_chunk = scales + (column >> rows.shift);
-      MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
-        __builtin_prefetch(ahead + R * column + r * kLine, 0, 2);
-        __m512i numbers[EightBits::kVectors], operands[V];
-        numbers_(_mm512_maskz_loadu_epi8(bytes_left, data + r * rows.row + column), numbers);
-        Operands::convert(numbers, operands);
-        __m512 scale = _mm512_set1_ps(of_chunk[r * rows.groups]);
-        if constexpr (two_groups) {  // the upper half of the lanes has the columns from 32 on
-          const float second = of_chunk[r * rows.groups + (left > kColumns / 2)];
-          scale = _mm512_mask_mov_ps(scale, 0xff00, _mm512_set1_ps(second));
-        }
-        MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
-          __m512i x[V];
-          MOE_METAL_UNROLL for (int v = 0; v < V; ++v) x[v] = _mm512_load_si512(forms[n] + column * V + v * 64);
-          sums[r][n] = _mm512_fmadd_ps(Operands::product(operands, x), scale, sums[r][n]);
-        }
-      }
+    const int64_t whole = rows.columns / kColumns;
+    for (int64_t c = 0; c < whole; ++c) {
+      add_chunk<Operands, two_groups>(rows, data, scales, ahead, c, kColumns, forms, sums);
+    }
+    if (const int64_t left = rows.columns % kColumns; left > 0) {
+      add_chunk<Operands, two_groups>(rows, data, scales, ahead, whole, left, forms, sums);
     }
     MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
       MOE_METAL_UNROLL for (int n = 0; n < N; ++n) out[n][first + r] = sum(Vec(sums[r][n]));
+    }
+  }
+
+  // Adds the products of chunk c, which has `count` columns, and prefetches as much.
+  template <class Operands, bool two_groups, int R, int N>
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void add_chunk(const ScaledRows& rows, const uint8_t* data,
+                                                               const float* scales, const uint8_t* ahead, int64_t c,
+                                                               int64_t count, const char* const* forms,
+                                                               __m512 (&sums)[R][N]) const {
+    constexpr int V = Operands::kVectors;
+    const int64_t column = c * kColumns;
+    const __mmask64 bytes = count < kColumns ? (1ull << count) - 1 : ~0ull;
+    MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
+      __builtin_prefetch(ahead + R * column + r * kLine, 0, 2);
+      __m512i numbers[EightBits::kVectors], operands[V];
+      numbers_(_mm512_maskz_loadu_epi8(bytes, data + r * rows.row + column), numbers);
+      Operands::convert(numbers, operands);
+      const float* scales_of_row = scales + r * rows.groups + (column >> rows.shift);
+      __m512 scale = _mm512_set1_ps(*scales_of_row);
+      if (two_groups && count > kColumns / 2) {  // the upper half of the lanes has the columns from 32 on
+        scale = _mm512_mask_mov_ps(scale, 0xff00, _mm512_set1_ps(scales_of_row[1]));
+      }
+      MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+        __m512i x[V];
+        MOE_METAL_UNROLL for (int v = 0; v < V; ++v) x[v] = _mm512_load_si512(forms[n] + column * V + v * 64);
+        sums[r][n] = _mm512_fmadd_ps(Operands::product(operands, x), scale, sums[r][n]);
+      }
     }
   }
 
