@@ -157,11 +157,11 @@ class BFloat16Dots : public IntegerDots<Numbers> {
         MOE_METAL_UNROLL for (int s = 0; s < S; ++s) parts[s][n] = bfloat16_dot(parts[s][n], some[s], x);
       }
     }
-    const __mmask16 groups = Base::mask_of_groups(rows);
+    const __mmask16 mask = Base::mask_of_groups(rows);
     MOE_METAL_UNROLL for (int s = 0; s < S; ++s) {
       const __m512 scale = [&]() __attribute__((always_inline)) {
         if constexpr (kReadsScales) return Numbers::scales_of_lanes(data + s * rows.row, p, P * kColumns);
-        return _mm512_permutexvar_ps(group_of_lane, _mm512_maskz_loadu_ps(groups, scales + s * rows.groups));
+        return _mm512_permutexvar_ps(group_of_lane, _mm512_maskz_loadu_ps(mask, scales + s * rows.groups));
       }();
       MOE_METAL_UNROLL for (int n = 0; n < N; ++n) sums[s][n] = _mm512_fmadd_ps(parts[s][n], scale, sums[s][n]);
     }

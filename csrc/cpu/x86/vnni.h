@@ -155,7 +155,7 @@ class IntegerDots {
     const float* scales = rows.scales + first * rows.groups;
     const __m512i group_of_lane = groups_of_lanes(rows);
     const int64_t groups = groups_of_chunk(rows);
-    const __mmask16 of_chunk = mask_of_groups(rows);
+    const __mmask16 mask = mask_of_groups(rows);
     const Chunk* x[N];
     __m512 sums[R][N];
     MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
@@ -180,7 +180,7 @@ class IntegerDots {
           const __m512 scale = [&]() __attribute__((always_inline)) {
             if constexpr (kReadsScales) return Numbers::scales_of_lanes(data + r * rows.row, p, P * kColumns);
             return _mm512_permutexvar_ps(group_of_lane,
-                                         _mm512_maskz_loadu_ps(of_chunk, scales + r * rows.groups + p * groups));
+                                         _mm512_maskz_loadu_ps(mask, scales + r * rows.groups + p * groups));
           }();
           MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
             sums[r][n] = _mm512_fmadd_ps(product(numbers, x[n][c + p]), scale, sums[r][n]);
