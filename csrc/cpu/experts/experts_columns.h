@@ -41,7 +41,7 @@ template <int C, int N, class Scalar>
 template <int N, class Scalar>
 inline void multiply_columns(const Scalar* weight, int64_t column, int64_t rows, int64_t begin, int64_t end,
                              const float* const* x, float* const* out) {
-  constexpr int C = 8;
+  constexpr int C = 8;  // columns for which a sum is loaded and stored once
   for (int n = 0; n < N; ++n) std::fill_n(out[n], rows, 0.0f);
   int64_t c = begin;
   for (; c + C <= end; c += C) add_columns<C, N>(weight, column, rows, x, c, out);

@@ -10,7 +10,7 @@ struct E4m3Codes : InARow<E4m3, 1, 1> {
   static constexpr bool kOffset = false, kScalesAreRare = scales_are_rare, kOwnScales = false;
   static constexpr float kUnit = E4m3::kUnit, kMiddle = 0;
   static constexpr int kGroup = scales_are_rare ? 128 : 32;
-  using Dots = E4m3Dots;
+  using Dots = E4m3Dots<kGroup>;
   using Tiles = NoDots;
   using Panels = NoDots;
 #ifdef MOE_METAL_HAS_AVX512

@@ -13,6 +13,7 @@ template <class Numbers>
 using IntegerTiles = NoDots;
 template <class Numbers>
 using IntegerPanels = NoDots;
+template <int Group>
 using E4m3Dots = NoDots;
 }  // namespace moe_metal
 #else
@@ -25,6 +26,7 @@ template <class Numbers>
 using IntegerTiles = NoDots;
 template <class Numbers>
 using IntegerPanels = NoDots;
+template <int Group>
 using E4m3Dots = NoDots;
 }  // namespace moe_metal
 #endif

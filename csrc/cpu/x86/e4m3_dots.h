@@ -118,6 +118,8 @@ struct Floats {
   }
 };
 
+// Group columns share a scale.
+template <int Group>
 class E4m3Dots {
  public:
   static constexpr int64_t kRowsAtOnce = 1;
@@ -131,7 +133,8 @@ class E4m3Dots {
   }
 
  private:
-  static constexpr int64_t kColumns = EightBits::kColumns;
+  static constexpr int64_t kColumns = EightBits::kColumns;  // of a chunk, which has one group or two
+  static_assert(Group % kColumns == 0 || Group == kColumns / 2);
 
   template <class Operands>
   void multiply(const ScaledRows& rows, const Tokens& tokens) {
@@ -153,17 +156,13 @@ class E4m3Dots {
 
   template <class Operands, int R, int N>
   void all_rows(const ScaledRows& rows, const char* const* forms, float* const* out) const {
-    const bool two_groups = int64_t{1} << rows.shift < kColumns;  // in a chunk
     rows.for_blocks<R>([&](auto r, int64_t first, const uint8_t* ahead) {
-      if (two_groups)
-        multiply_block<Operands, r, N, true>(rows, first, ahead, forms, out);
-      else
-        multiply_block<Operands, r, N, false>(rows, first, ahead, forms, out);
+      multiply_block<Operands, r, N>(rows, first, ahead, forms, out);
     });
   }
 
   // With Floats, the compiler finds nothing to use AVX512-BF16 for, so the processor need not have it.
-  template <class Operands, int R, int N, bool two_groups>
+  template <class Operands, int R, int N>
   [[MOE_METAL_BF16]] void multiply_block(const ScaledRows& rows, int64_t first, const uint8_t* ahead,
                                          const char* const* forms, float* const* out) const {
     const uint8_t* data = rows.data + first * rows.row;
@@ -174,10 +173,10 @@ class E4m3Dots {
     }
     const int64_t whole = rows.columns / kColumns;
     for (int64_t c = 0; c < whole; ++c) {
-      add_chunk<Operands, two_groups>(rows, data, scales, ahead, c, kColumns, forms, sums);
+      add_chunk<Operands>(rows, data, scales, ahead, c, kColumns, forms, sums);
     }
     if (const int64_t left = rows.columns % kColumns; left > 0) {
-      add_chunk<Operands, two_groups>(rows, data, scales, ahead, whole, left, forms, sums);
+      add_chunk<Operands>(rows, data, scales, ahead, whole, left, forms, sums);
     }
     MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
       MOE_METAL_UNROLL for (int n = 0; n < N; ++n) out[n][first + r] = sum(Vec(sums[r][n]));
@@ -185,7 +184,7 @@ class E4m3Dots {
   }
 
   // Adds the products of chunk c, which has `count` columns, and prefetches as much.
-  template <class Operands, bool two_groups, int R, int N>
+  template <class Operands, int R, int N>
   [[MOE_METAL_BF16, gnu::always_inline]] inline void add_chunk(const ScaledRows& rows, const uint8_t* data,
                                                                const float* scales, const uint8_t* ahead, int64_t c,
                                                                int64_t count, const char* const* forms,
@@ -198,9 +197,9 @@ class E4m3Dots {
       __m512i numbers[EightBits::kVectors], operands[V];
       numbers_(_mm512_maskz_loadu_epi8(bytes, data + r * rows.row + column), numbers);
       Operands::convert(numbers, operands);
-      const float* scales_of_row = scales + r * rows.groups + (column >> rows.shift);
+      const float* scales_of_row = scales + r * rows.groups + column / Group;
       __m512 scale = _mm512_set1_ps(*scales_of_row);
-      if (two_groups && count > kColumns / 2) {  // the upper half of the lanes has the columns from 32 on
+      if (Group < kColumns && count > Group) {  // the upper half of the lanes has the columns from 32 on
         scale = _mm512_mask_mov_ps(scale, 0xff00, _mm512_set1_ps(scales_of_row[1]));
       }
       MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {

@@ -47,7 +47,7 @@ class IntegerDots {
     return _mm512_srl_epi32(_mm512_load_si512(kFirstOfLane.data()), _mm_cvtsi32_si128(rows.shift));
   }
 
-  // A chunk has at least one group.
+  static_assert(kAffineGroups.back() <= kColumns, "so that a chunk has at least one group");
   static int64_t groups_of_chunk(const ScaledRows& rows) { return kColumns >> rows.shift; }
   static __mmask16 mask_of_groups(const ScaledRows& rows) {
     return static_cast<__mmask16>((1u << groups_of_chunk(rows)) - 1);
