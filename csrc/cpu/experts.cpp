@@ -1,7 +1,7 @@
 // The whole expert FFN of a MoE layer and its combine: see `experts` in torch_moe_metal/reference.py.
 //
 // There are two passes. Each weight is read once, in place, by one thread:
-//   1. inner[slot, i] = act(gate_up[e] @ x[t] + bias)      items: kRows rows of an expert's inner
+//   1. inner[slot, i] = act(gate_up[e] @ x[t] + bias)      items: a few kRows rows of an expert's inner
 //   2. output[t, h]   = sum over slots of weight * (down[e] @ inner[slot] + bias)
 //                       + sigmoid(shared_gate) * shared + residual        items: a few kRows columns of the output
 // Sums are float and are rounded once, at the end. There are three ways to multiply:

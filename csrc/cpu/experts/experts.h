@@ -46,7 +46,8 @@ struct Slots {
   }
 };
 
-// The rows of gate_up, inner or down of a work item: 48 to 256 KB of weights in common models.
+// A work item has a multiple of these rows of gate_up, inner or down. They have 48 to 256 KB of weights in common
+// models.
 constexpr int64_t kRows = 32;
 
 // to[i] = bias[first + i * step], or 0 without a bias.
