@@ -114,12 +114,12 @@ class PackedStripRows final : public PackedStrip {
   };
   [[MOE_METAL_BF16, gnu::noinline]] void multiply_ahead(const WeightTiles& to, const TokenGroups& groups,
                                                         float (*c)[kTile][kTile]) {
-    const auto multiply = [&](auto product) {
-      product(to, groups.data, groups.size, some_->columns / kDepth, c, false, Ahead(*this, to));
-    };
-    groups.count() == 1   ? multiply(multiply_by_vectors<1, false, Ahead>)
-    : groups.count() == 2 ? multiply(multiply_by_vectors<2, false, Ahead>)
-                          : multiply(multiply_by_vectors<2, true, Ahead>);
+    // For 9 to 16, 24, 32 and 40 tokens.
+    static constexpr decltype(&multiply_by_vectors<1, false, Ahead>) kProducts[] = {
+        multiply_by_vectors<1, false, Ahead>, multiply_by_vectors<1, true, Ahead>, multiply_by_vectors<2, false, Ahead>,
+        multiply_by_vectors<2, true, Ahead>};
+    kProducts[at::divup(groups.tokens, kTile / 2) - 2](to, groups.data, groups.size, some_->columns / kDepth, c, false,
+                                                       Ahead(*this, to));
   }
 
   [[MOE_METAL_BF16, gnu::noinline]] void pack_part(int64_t first, int64_t end, at::BFloat16* to) const {
