@@ -79,6 +79,10 @@ FAULTS = [
     Fault("two_blocks_late", "x86/packed_strips.h", "start(block + 2)", "start(block)", NUMBERS),
     Fault("half_of_the_only_tile", "x86/packed_strips.h", "multiply_by_vectors<1, false, Ahead>",
           "multiply_by_vectors<0, true, Ahead>", NUMBERS),
+    Fault("half_a_tile_forgotten", "x86/packed_strips.h", "multiply_by_vectors<1, true, Ahead>",
+          "multiply_by_vectors<1, false, Ahead>", NUMBERS),
+    Fault("scale_of_the_first_block_in_tiles", "x86/packed_strips.h", "column_ + n * kDepth", "column_", GGUF_LINEAR),
+    Fault("scale_as_offset_in_tiles", "formats/ggml_32.h", "offset = both[1]", "offset = both[0]", GGUF_LINEAR),
     Fault("first_tokens_in_half_a_tile", "x86/avx512_bf16.h", "here + G * size, sizeof", "here, sizeof", NUMBERS),
     Fault("short_ring_for_many_tokens", "x86/weight_strips.h", "tiles.ring = more ?", "tiles.ring = false ?", NUMBERS),
     Fault("scales_of_one_row_for_16", "x86/rounded.h", "!= 0) return false;", "!= 0) break;", REFERENCE),
@@ -293,6 +297,8 @@ def reached_by(fault: Fault) -> set[str]:
         return {"experts"}
     if fault.test == GGUF_LINEAR and fault.file == "x86/rounded.h":
         return {"ggml_k_rows_of_16"}  # a scale for each half of 32 columns
+    if fault.test == GGUF_LINEAR and fault.file == "x86/packed_strips.h":
+        return {"ggml_32_rows"}  # a scale in each block of 32 columns
     if fault.test == GGUF_LINEAR and fault.file in ("x86/vnni.h", "x86/bfloat16_dots.h"):
         return {"ggml_k_rows"}  # formats that read scales and offsets from their blocks
     if "ggml" in fault.file:

@@ -18,6 +18,7 @@
 //   words()             formats with up to 5 bits: the codes of 32 columns as words. Bits above the lowest kBits are
 //                       undefined. number() is the value of a code
 //   bytes()             other formats: the codes of 32 columns, minus the middle
+//   scale_of_block()    blocks of 32 columns: the scale, and the offset if kOffset
 #pragma once
 #include <array>
 #include <bit>
@@ -231,6 +232,11 @@ struct Blocks {
         to[i + k] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(some));
       });
     }
+  }
+  [[gnu::always_inline]] static void scale_of_block(const uint8_t* block, float& scale, float& offset)
+    requires requires { Block::scale_of_block(block, scale, offset); }
+  {
+    Block::scale_of_block(block, scale, offset);
   }
   static Vec values(int half) {
     static constexpr auto kValues = [] {

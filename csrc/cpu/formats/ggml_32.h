@@ -22,6 +22,10 @@ struct BlocksOf32 {
     if constexpr (kOffset) halves(row + 2, kBytes, blocks, offset);
   }
 #ifdef MOE_METAL_HAS_AVX512
+  [[gnu::always_inline]] static void scale_of_block(const uint8_t* block, float& scale, float& offset) {
+    const __m128 both = _mm_cvtph_ps(_mm_cvtsi32_si128(static_cast<int>(load_word(block))));
+    scale = both[0], offset = both[1];
+  }
   static constexpr auto kOrder = kHalvesOf32;
   static constexpr bool kScalesOfLanes = !kOffset;
   // The scales of four blocks. Past the end of the row the last block's is repeated.
@@ -92,11 +96,12 @@ using Iq4Nl = LookedUp<18, 2, 128, kNonLinear>;
 inline constexpr std::array<uint8_t, 16> kTwiceE2m1 = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 struct GgmlMxfp4 : LookedUp<17, 1, 12, kTwiceE2m1> {
   static constexpr bool kScalesOfLanes = false;
-  static void scales(const uint8_t* row, int64_t blocks, float* scale, float*) {
-    for (int64_t b = 0; b < blocks; ++b) {
-      const uint32_t e = row[b * kBytes];
-      scale[b] = std::bit_cast<float>(e < 2 ? 0x00200000u << e : (e - 1) << 23);
-    }
+  [[gnu::always_inline]] static void scale_of_block(const uint8_t* block, float& scale, float&) {
+    const uint32_t e = *block;
+    scale = std::bit_cast<float>(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+  }
+  static void scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
+    for (int64_t b = 0; b < blocks; ++b) scale_of_block(row + b * kBytes, scale[b], *offset);
   }
 };
 
