@@ -28,7 +28,7 @@ class GateUpDots {
         panel_(panel(slots)) {}
 
   // The rows of gate, and of up, of a work item. Up to 128 of them use each part of the tokens again while it is in the
-  // cache, which takes 0.95 to 0.99 of the time of 32 rows.
+  // cache. 32 tokens of 128 experts take 0.95 to 0.99 of the time with 32 rows (Zen 4).
   static int64_t rows_of_item(const Experts& call, const Slots& slots) {
     return rows_for_threads(call.I * slots.used(), 8, 4);
   }
