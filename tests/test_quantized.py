@@ -333,7 +333,7 @@ def assert_meets_every_number(T: int, *parts: Tensor | None, format: str, bits: 
     "packing", [*filter(None, FORMATS.values()), Packing("affine", 4, 16), Packing("affine", 4, 32)], ids=str
 )
 def test_many_tokens_meet_every_number(packing: Packing):
-    """The CPU unpacks a strip of 16 rows during its product with 17 to 40 tokens, of which the last may be half a tile,
+    """The CPU unpacks a strip of 16 rows during its product with 9 to 40 tokens, of which the last may be half a tile,
     and keeps it for more. It unpacks 64 columns at a time, and has other ways for the rest of rows and columns."""
     for C in {max(packing.whole_columns, 128), max(packing.whole_columns, 32) * 5}:
         parts = packing.weight(75, C, generator=torch.Generator().manual_seed(C))

@@ -46,8 +46,8 @@ struct Slots {
   }
 };
 
-// A work item has a multiple of these rows of gate_up, inner or down. They have 48 to 256 KB of weights in common
-// models.
+// Work items have this many rows of gate_up, inner or down, or a few times as many. 32 rows are 48 to 256 KB of weights
+// in common models.
 constexpr int64_t kRows = 32;
 
 // to[i] = bias[first + i * step], or 0 without a bias.

@@ -100,8 +100,9 @@ struct GgmlMxfp4 : LookedUp<17, 1, 12, kTwiceE2m1> {
     const uint32_t e = *block;
     scale = std::bit_cast<float>(e < 2 ? 0x00200000u << e : (e - 1) << 23);
   }
-  static void scales(const uint8_t* row, int64_t blocks, float* scale, float* offset) {
-    for (int64_t b = 0; b < blocks; ++b) scale_of_block(row + b * kBytes, scale[b], *offset);
+  static void scales(const uint8_t* row, int64_t blocks, float* scale, float*) {
+    float none;
+    for (int64_t b = 0; b < blocks; ++b) scale_of_block(row + b * kBytes, scale[b], none);
   }
 };
 

@@ -12,7 +12,7 @@ namespace moe_metal {
 struct ScaledRows {
   const uint8_t* data;
   int64_t row, rows, columns;  // bytes from one row to the next
-  const float *scales, *offsets;
+  const float *scales = nullptr, *offsets = nullptr;
   int64_t groups;  // of a row
   int shift;       // of a column, to its group
 

@@ -61,7 +61,7 @@ class PackedStripRows final : public PackedStrip {
       column_ = column;
       from_ = data_ + row * bytes_;
       next_ = all_.next_ + row * further_ + (all_.in_a_run_ ? kTile * begin : begin);
-      scale_ = scales_ + row * groups_ + (column >> shift_);
+      if constexpr (!kScaleOfBlock) scale_ = scales_ + row * groups_ + (column >> shift_);
       to_ = to + row * kDepth;
     }
     [[MOE_METAL_BF16, gnu::always_inline]] inline void row() {
@@ -75,8 +75,9 @@ class PackedStripRows final : public PackedStrip {
         all_.rounded_.template write<N, Group>(read_, from_, column_, scale, offset, to_);
       } else {
         all_.rounded_.template write<N, Group>(read_, from_, column_, scale_, scale_ + to_offset_, to_);
+        scale_ += groups_;
       }
-      from_ += bytes_, next_ += further_, scale_ += groups_, to_ += kDepth;
+      from_ += bytes_, next_ += further_, to_ += kDepth;
     }
 
    private:
@@ -129,7 +130,7 @@ class PackedStripRows final : public PackedStrip {
   };
   [[MOE_METAL_BF16, gnu::noinline]] void multiply_ahead(const WeightTiles& to, const TokenGroups& groups,
                                                         float (*c)[kTile][kTile]) {
-    // For 9 to 16, 24, 32 and 40 tokens.
+    // For up to 16, 24, 32 and 40 tokens; up to 8 are not multiplied here.
     static constexpr decltype(&multiply_by_vectors<2, true, Ahead>) kProducts[] = {
         multiply_by_vectors<1, false, Ahead>, multiply_by_vectors<1, true, Ahead>, multiply_by_vectors<2, false, Ahead>,
         multiply_by_vectors<2, true, Ahead>};
