@@ -216,6 +216,28 @@ def test_same_bits_for_any_number_of_threads(case: Case, T: int, dtype: torch.dt
         torch.set_num_threads(before)
 
 
+def test_same_bits_from_new_threads():
+    """On a new OpenMP thread, the first call of at::get_num_threads() may return 1, until some thread has set the
+    number. Each new Python thread gets new OpenMP threads."""
+    script = """
+from threading import Thread
+import torch, torch_moe_metal
+x, weights, ids = torch.randn(4, 64), torch.rand(4, 2), torch.arange(8).view(4, 2)
+gate_up, down = torch.randn(8, 256, 64), torch.randn(8, 64, 128)
+got = []
+def experts():
+    got.append(torch.ops.moe_metal.experts(x, weights, ids, gate_up, down))
+for _ in range(8):
+    thread = Thread(target=experts)
+    thread.start()
+    thread.join()
+torch.set_num_threads(1)
+experts()
+assert len(got) == 9 and all(torch.equal(each, got[-1]) for each in got)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)  # a process that wrote past an end may hang
+
+
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
 def test_same_bits_for_any_number_of_threads_of_a_long_context(dtype: torch.dtype):
     """For few queries the CPU splits the keys, in the same way for any number of threads."""

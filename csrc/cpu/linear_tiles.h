@@ -23,11 +23,11 @@ inline Tensor pack_rows_of_x(const Linear& call) {
 // Multiplies some rows of the weight by all tokens. Each thread has its own.
 class LinearTiles {
  public:
-  LinearTiles(const Linear& call, const Tensor& x)
+  LinearTiles(const Linear& call, const Tensor& x, int64_t rows)
       : call_(call),
         x_{elements<at::BFloat16>(x), x.size(1), call.T},
-        rows_(rows_of_item(call)),
-        weight_(call.weight, rows_ / kRows) {}
+        rows_(rows),
+        weight_(call.weight, rows / kRows) {}
 
   // The rows of a work item. With many tokens it has as many as half of an L2 cache of 1 MB holds, so that a few groups
   // of tokens are in the other half while they are multiplied by all of these rows. 4096 x 2048 with 4096 tokens takes
@@ -76,7 +76,7 @@ inline void linear_by_tiles(const Linear& call) {
   const int64_t rows = LinearTiles::rows_of_item(call), blocks = at::divup(call.N, rows);
   parallel_work_queue(blocks, [&](auto next_item) {
     const TileShapes shapes;
-    LinearTiles work(call, x);
+    LinearTiles work(call, x, rows);
     for (int64_t block = next_item(); block < blocks; block = next_item()) work(block * rows);
   });
 }

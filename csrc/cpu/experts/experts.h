@@ -93,6 +93,7 @@ inline void activate_rows(const Experts& call, const float* gate, const float* u
 }
 
 // The rows of a work item: up to `most` times kRows, so that each thread gets at least `items` items out of all rows.
+// It is called before the parallel loop: on a new OpenMP thread, the first call of at::get_num_threads() may return 1.
 inline int64_t rows_for_threads(int64_t rows, int64_t items, int64_t most) {
   return kRows * std::clamp<int64_t>(rows / (kRows * items * at::get_num_threads()), 1, most);
 }

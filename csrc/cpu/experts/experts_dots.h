@@ -16,14 +16,15 @@ inline std::optional<Panel> panel(const Slots& slots) {
 // Multiplies rows of gate_up of one expert by x, as float: inner[slot, row ...] = act(gate) * up
 class GateUpDots {
  public:
-  GateUpDots(const Experts& call, const Slots& slots, const float* x, const PreparedTokens* prepared, float* inner)
+  GateUpDots(const Experts& call, const Slots& slots, const float* x, const PreparedTokens* prepared, int64_t size,
+             float* inner)
       : call_(call),
         slots_(slots),
         x_(x),
         prepared_(prepared),
         inner_(inner),
-        size_(rows_of_item(call, slots)),
-        blocks_(blocks(call, slots)),
+        size_(size),
+        blocks_(at::divup(call.I, size)),
         both_(scratch<float>(kTokens * 2 * size_)),
         rows_(rows_of(call.gate_up, call.x.scalar_type() == at::kBFloat16)),
         panel_(panel(slots)) {}
@@ -33,11 +34,8 @@ class GateUpDots {
   static int64_t rows_of_item(const Experts& call, const Slots& slots) {
     return rows_for_threads(call.I * slots.used(), 8, 4);
   }
-  // Item i is block i % blocks of the rows of the expert i / blocks.
-  static int64_t blocks(const Experts& call, const Slots& slots) {
-    return at::divup(call.I, rows_of_item(call, slots));
-  }
 
+  // Item i is block i % blocks of the rows of the expert i / blocks.
   void operator()(int64_t item, int64_t next) {
     const int64_t which = item / blocks_;
     const RowRange range = range_of(item), following = range_of(next);
@@ -170,9 +168,9 @@ void experts_by_dots(const Experts& call, const Slots& slots) {
   const Tensor x = as_float(call.x), inner = empty({call.T * call.K, call.I}, x.options());
   const bool many = std::ssize(slots.order) >= kWorthPreparing * slots.used();
   const auto prepared_x = many && call.x.scalar_type() == at::kBFloat16 ? prepare_tokens(call.gate_up, x) : nullptr;
-  const int64_t items = slots.used() * GateUpDots::blocks(call, slots);
+  const int64_t rows = GateUpDots::rows_of_item(call, slots), items = slots.used() * at::divup(call.I, rows);
   parallel_work_queue(items, [&](auto next_item) {
-    GateUpDots work(call, slots, elements<float>(x), prepared_x.get(), inner.mutable_data_ptr<float>());
+    GateUpDots work(call, slots, elements<float>(x), prepared_x.get(), rows, inner.mutable_data_ptr<float>());
     for_each_item(next_item, items, [&](int64_t item, int64_t next) { work(item, next); });
   });
   const auto prepared_inner = many && inner_may_be_rounded(call) ? prepare_tokens(call.down, inner) : nullptr;
