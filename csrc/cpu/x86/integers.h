@@ -224,6 +224,7 @@ struct Integers {
   [[gnu::always_inline]] static inline __m512i load(const uint8_t* from, int64_t left) {
     constexpr int64_t kMost = bits == 4 ? 64 : 8 * bits;
     const int64_t count = std::min<int64_t>(left / 8 * bits, kMost);
+    if (count == 64) return _mm512_loadu_si512(from);  // GCC copies a masked load to the stack to read it twice
     return _mm512_maskz_loadu_epi8(count > 0 ? ~0ull >> (64 - count) : 0, from);
   }
   // The numbers in the low halves of bytes.
