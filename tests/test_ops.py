@@ -217,8 +217,8 @@ def test_same_bits_for_any_number_of_threads(case: Case, T: int, dtype: torch.dt
 
 
 def test_same_bits_from_new_threads():
-    """On a new OpenMP thread, the first call of at::get_num_threads() may return 1, until some thread has set the
-    number. Each new Python thread gets new OpenMP threads."""
+    """In a PyTorch with MKL and on two or more cores, the first call of at::get_num_threads() on a new OpenMP thread
+    returns 1, until some thread has set the number. Each new Python thread gets new OpenMP threads."""
     script = """
 from threading import Thread
 import torch, torch_moe_metal
