@@ -58,6 +58,7 @@ FACTOR = "test_ggml.py::test_every_scale_of_mxfp8_and_nvfp4"
 FP8 = "test_quantized.py::test_dequantize_fp8_equals_transformers"
 TINY = "test_quantized.py::test_few_tokens_of_tiny_numbers"
 NUMBERS = "test_quantized.py::test_many_tokens_meet_every_number"
+ROWS = "test_quantized.py::test_many_tokens_by_many_rows"
 MXFP8 = "test_quantized.py::test_many_tokens_meet_every_scale_of_mxfp8"
 SAME_BITS = "test_ops.py::test_same_bits_for_any_number_of_threads"
 WALL = "test_quantized.py::test_no_read_beyond_the_last_row"
@@ -138,6 +139,7 @@ FAULTS = [
           NUMBERS),
     Fault("scales_of_the_first_panel", "x86/integer_panels.h", "(chunk * kColumns >> rows.shift) * kPanelRows", "0",
           NUMBERS),
+    Fault("scales_of_one_panel_for_all", "x86/integer_panels.h", "p * scales_of_panel_ +", "", ROWS),
     Fault("rests_forgotten_in_panels", "x86/integer_panels.h", "if (rest) product(", "if (false) product(",
           MANY_UNUSED),
     Fault("tokens_without_digits_are_nan", "weights/packed_rows.h", "if (!all_finite(tokens.out[n], rows.rows)) scaled",

@@ -341,6 +341,15 @@ def test_many_tokens_meet_every_number(packing: Packing):
             assert_meets_every_number(min(T, C), *parts, format=packing.format, bits=packing.bits)
 
 
+@pytest.mark.parametrize("format", ["affine4", "mxfp4"])
+def test_many_tokens_by_many_rows(format: str):
+    """As integers on the CPU, up to four panels of 32 rows are multiplied by the same tokens. Two are left, of which
+    the second has 10 rows."""
+    packing = FORMATS[format]
+    parts = packing.weight(2090, 256, generator=torch.Generator().manual_seed(0))
+    assert_meets_every_number(150, *parts, format=packing.format, bits=packing.bits)
+
+
 def test_many_tokens_meet_every_scale_of_mxfp8():
     """Products of some scales are subnormal or infinite. A strip may have scales of both kinds."""
     data = torch.randint(256, (272, 128), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

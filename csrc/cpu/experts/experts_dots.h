@@ -39,9 +39,9 @@ class GateUpDots {
   void operator()(int64_t item, int64_t next) {
     const int64_t which = item / blocks_;
     const RowRange range = range_of(item), following = range_of(next);
-    for (int64_t at = slots_.begin[which]; at < slots_.begin[which + 1]; at += at_once_) {
+    for (int64_t at = slots_.begin[which], count; at < slots_.begin[which + 1]; at += count) {
       const int64_t* slots = slots_.order.data() + at;
-      const int64_t count = std::min(at_once_, slots_.begin[which + 1] - at);
+      count = slots_.count(which, at, at_once_);
       multiply(range, following, slots, count);
       for (int64_t part = 0; part < range.count; part += kRows) activate(range, part, slots, count);
     }
@@ -123,8 +123,8 @@ class DownDots {
     for (int64_t which = 0; which < slots_.used(); ++which) {
       const RowRange range = range_of(which, first);
       const RowRange following = which + 1 < slots_.used() ? range_of(which + 1, first) : range_of(0, next);
-      for (int64_t at = slots_.begin[which]; at < slots_.begin[which + 1]; at += at_once_) {
-        const int64_t count = std::min(at_once_, slots_.begin[which + 1] - at);
+      for (int64_t at = slots_.begin[which], count; at < slots_.begin[which + 1]; at += count) {
+        count = slots_.count(which, at, at_once_);
         add(range, following, slots_.order.data() + at, count);
       }
     }

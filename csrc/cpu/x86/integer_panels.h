@@ -113,9 +113,9 @@ class TokenChunks final : public PreparedTokens {
       }
     });
   }
-  const TokenChunk* find(const float* token, int64_t chunk) const {
-    return first_ + chunk * tokens_ + (token - x_) / columns_;
-  }
+  // The first chunk of a token; the others follow at this distance.
+  const TokenChunk* find(const float* token) const { return first_ + (token - x_) / columns_; }
+  int64_t distance() const { return tokens_; }
   const TokenChunk* rest_of(const TokenChunk* chunk) const { return rests_ + (chunk - first_); }
 
  private:
@@ -220,23 +220,34 @@ class IntegerPanels {
   // `out` must have room for whole panels. The result of a token without digits is NaN.
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
     const auto& prepared = static_cast<const TokenChunks&>(*tokens.prepared);
-    const int64_t chunks = at::divup(rows.columns, kColumns);
-    for (int64_t first = 0; first < rows.rows; first += kPanelRows) {
-      read_scales(rows, first);
-      for (int64_t n = 0; n < tokens.count; ++n) std::fill_n(tokens.out[n] + first, kPanelRows, 0.0f);
+    const int64_t chunks = at::divup(rows.columns, kColumns),
+                  most = tokens.count >= kWorthPanelsTogether ? kMostPanels : 1;
+    chunks_.resize(tokens.count);
+    for (Block block{0}; block.first < rows.rows; block.first += most * kPanelRows) {
+      block.panels = std::min(most, at::divup(rows.rows - block.first, kPanelRows));
+      read_scales(rows, block);
+      for (int64_t n = 0; n < tokens.count; ++n) {
+        chunks_[n] = prepared.find(tokens.x[n]);
+        std::fill_n(tokens.out[n] + block.first, block.panels * kPanelRows, 0.0f);
+      }
       for (int64_t c = 0; c < chunks; ++c) {
-        fill(rows, first, c);
+        fill(rows, block, c);
         for (int64_t n = 0, some; n < tokens.count; n += some) {
           const int64_t left = tokens.count - n;
           some = at::divup(left, at::divup(left, kAtOnce));  // five tokens are three and two
-          multiply(rows, prepared, c, {tokens.x + n, tokens.out + n, some}, left, first);
+          multiply(rows, block, c, tokens, n, some);
         }
+        for (const TokenChunk*& chunk : chunks_) chunk += prepared.distance();
       }
     }
   }
 
  private:
-  static constexpr int64_t kAtOnce = 4;
+  static constexpr int64_t kAtOnce = 4;      // tokens
+  static constexpr int64_t kMostPanels = 4;  // that are multiplied by these tokens while they are in the L1 cache
+  struct Block {                             // of rows
+    int64_t first, panels = 0;
+  };
   // The lanes of a chunk in the order of their columns, so that those of a group are neighbours.
   static constexpr auto kLanesInOrder = [] {
     std::array<int, 16> lanes{};
@@ -256,86 +267,93 @@ class IntegerPanels {
   static int64_t groups_of_chunk(const ScaledRows& rows) { return std::max<int64_t>(kColumns >> rows.shift, 1); }
 
   // Transposes the scales and offsets, so that the rows are in the lanes. Those past the end of a row are 0.
-  void read_scales(const ScaledRows& rows, int64_t first) {
-    const int64_t count = at::divup(rows.groups, kTile) * kTile + TokenChunk::kGroups;
-    if (count > room_) {
-      scales_ = scratch<float>(count * kPanelRows), offsets_ = scratch<float>(count * kPanelRows), room_ = count;
+  void read_scales(const ScaledRows& rows, const Block& block) {
+    scales_of_panel_ = (at::divup(rows.groups, kTile) * kTile + TokenChunk::kGroups) * kPanelRows;
+    if (kMostPanels * scales_of_panel_ > room_) {
+      room_ = kMostPanels * scales_of_panel_;
+      scales_ = scratch<float>(room_), offsets_ = scratch<float>(room_);
     }
-    for (int64_t g = 0; g < count; g += kTile) {
-      const auto mask = static_cast<__mmask16>((1u << std::clamp<int64_t>(rows.groups - g, 0, kTile)) - 1);
-      for (int64_t strip = 0; strip < kPanelRows; strip += kTile) {
+    for (int64_t strip = 0; strip < block.panels * kPanelRows; strip += kTile) {
+      const int64_t row = block.first + strip, to = strip / kPanelRows * scales_of_panel_ + strip % kPanelRows;
+      for (int64_t g = 0; g < scales_of_panel_ / kPanelRows; g += kTile) {
+        const auto mask = static_cast<__mmask16>((1u << std::clamp<int64_t>(rows.groups - g, 0, kTile)) - 1);
         __m512i scales[kTile], offsets[kTile];
         for (int64_t r = 0; r < kTile; ++r) {
-          const int64_t at = (first + strip + r) * rows.groups + g;
-          const __mmask16 some = first + strip + r < rows.rows ? mask : 0;
+          const int64_t at = (row + r) * rows.groups + g;
+          const __mmask16 some = row + r < rows.rows ? mask : 0;
           const __m512 scale = _mm512_maskz_loadu_ps(some, rows.scales + at);
           scales[r] = _mm512_castps_si512(_mm512_mul_ps(scale, _mm512_set1_ps(Numbers::kUnit)));
           if constexpr (Numbers::kOffset) offsets[r] = _mm512_maskz_loadu_epi32(some, rows.offsets + at);
         }
         transpose(scales);
         if constexpr (Numbers::kOffset) transpose(offsets);
-        for (int64_t i = 0; i < std::min(kTile, count - g); ++i) {
-          _mm512_store_si512(&scales_[(g + i) * kPanelRows + strip], scales[i]);
-          if constexpr (Numbers::kOffset) _mm512_store_si512(&offsets_[(g + i) * kPanelRows + strip], offsets[i]);
+        for (int64_t i = 0; i < std::min(kTile, scales_of_panel_ / kPanelRows - g); ++i) {
+          _mm512_store_si512(&scales_[to + (g + i) * kPanelRows], scales[i]);
+          if constexpr (Numbers::kOffset) _mm512_store_si512(&offsets_[to + (g + i) * kPanelRows], offsets[i]);
         }
       }
     }
   }
 
   // Unpacks a chunk of the rows, and prefetches the next one.
-  void fill(const ScaledRows& rows, int64_t first, int64_t chunk) {
+  void fill(const ScaledRows& rows, const Block& block, int64_t chunk) {
     constexpr int64_t kBytes = kColumns * Numbers::kBytes / Numbers::kColumns;
     const bool last = (chunk + 1) * kColumns >= rows.columns;
-    for (int64_t strip = 0; strip < CodePanel::kStrips; ++strip) {
+    for (int64_t strip = 0; strip < block.panels * CodePanel::kStrips; ++strip) {
       __m512i lanes[2][kTile] = {};
       for (int64_t r = 0; r < kTile; ++r) {
-        const int64_t row = first + strip * kTile + r;
+        const int64_t row = block.first + strip * kTile + r;
         if (row >= rows.rows) break;
         const uint8_t* data = rows.data + row * rows.row;
-        const uint8_t* ahead = last ? rows.ahead(row + kPanelRows) : data + (chunk + 1) * kBytes;
+        const uint8_t* ahead = last ? rows.ahead(row + block.panels * kPanelRows) : data + (chunk + 1) * kBytes;
         for (int64_t line = 0; line < kBytes; line += kLine) __builtin_prefetch(ahead + line, 0, 2);
         __m512i numbers[2];
         Numbers::unpack(data, chunk, rows.columns, numbers);
         lanes[0][r] = numbers[0], lanes[1][r] = numbers[1];
       }
+      CodePanel& panel = panels_[strip / CodePanel::kStrips];
       for (int64_t half = 0; half < 2; ++half) {
         transpose(lanes[half]);
         for (int64_t i = 0; i < kTile; ++i) {
-          _mm512_store_si512(panel_.codes[2 * i + half][strip], lanes[half][kLanesInOrder[i]]);
+          _mm512_store_si512(panel.codes[2 * i + half][strip % CodePanel::kStrips], lanes[half][kLanesInOrder[i]]);
         }
       }
     }
   }
 
-  // `left`: how many tokens there are from the first of these on. The next ones are prefetched.
-  void multiply(const ScaledRows& rows, const TokenChunks& prepared, int64_t chunk, const Tokens& tokens, int64_t left,
-                int64_t first) const {
+  // Multiplies a chunk of the panels by `count` tokens from token n on. The next tokens are prefetched.
+  void multiply(const ScaledRows& rows, const Block& block, int64_t chunk, const Tokens& tokens, int64_t n,
+                int64_t count) const {
     static constexpr TokenChunk kNothing{};
-    const TokenChunk *x[kAtOnce], *rests[kAtOnce];
+    const TokenChunk *const *x = &chunks_[n], *rests[kAtOnce];
     float* out[kAtOnce];
     bool rest = false;
-    for (int64_t n = 0; n < tokens.count; ++n) {
-      x[n] = prepared.find(tokens.x[n], chunk);
-      rests[n] = x[n]->rest ? prepared.rest_of(x[n]) : &kNothing;
-      out[n] = tokens.out[n] + first;
-      rest |= x[n]->rest;
-    }
-    for (int64_t n = tokens.count; n < std::min(2 * tokens.count, left); ++n) {
-      const auto* next = reinterpret_cast<const char*>(prepared.find(tokens.x[n], chunk));
-      MOE_METAL_UNROLL for (size_t line = 0; line < sizeof(TokenChunk); line += kLine) __builtin_prefetch(next + line);
+    for (int64_t i = 0; i < count; ++i) {
+      rests[i] = x[i]->rest ? static_cast<const TokenChunks&>(*tokens.prepared).rest_of(x[i]) : &kNothing;
+      out[i] = tokens.out[n + i] + block.first;
+      rest |= x[i]->rest;
     }
     constexpr bool kOffset = Numbers::kOffset;
     constexpr decltype(&multiply_panel<1, kOffset>) kWays[] = {multiply_panel<1, kOffset>, multiply_panel<2, kOffset>,
                                                                multiply_panel<3, kOffset>, multiply_panel<4, kOffset>};
-    const int64_t at = (chunk * kColumns >> rows.shift) * kPanelRows;
-    const auto product = kWays[tokens.count - 1];
-    product(panel_, &scales_[at], &offsets_[at], groups_of_chunk(rows), x, out);
-    if (rest) product(panel_, &scales_[at], &offsets_[at], groups_of_chunk(rows), rests, out);
+    const auto product = kWays[count - 1];
+    for (int64_t p = 0; p < block.panels; ++p) {
+      // A few at a time, because a core can keep few loads in flight.
+      for (int64_t next = n + count + p; next < std::min(n + 2 * count, tokens.count); next += block.panels) {
+        const auto* line = reinterpret_cast<const char*>(chunks_[next]);
+        for (size_t i = 0; i < sizeof(TokenChunk); i += kLine) __builtin_prefetch(line + i);
+      }
+      const int64_t at = p * scales_of_panel_ + (chunk * kColumns >> rows.shift) * kPanelRows;
+      product(panels_[p], &scales_[at], &offsets_[at], groups_of_chunk(rows), x, out);
+      if (rest) product(panels_[p], &scales_[at], &offsets_[at], groups_of_chunk(rows), rests, out);
+      for (int64_t i = 0; i < count; ++i) out[i] += kPanelRows;
+    }
   }
 
-  CodePanel panel_;
+  CodePanel panels_[kMostPanels];
   std::unique_ptr<float[], Free> scales_, offsets_;
-  int64_t room_ = 0;  // groups of scales_
+  int64_t room_ = 0, scales_of_panel_ = 0;  // floats
+  std::vector<const TokenChunk*> chunks_;   // the current chunk of each token
 };
 
 }  // namespace moe_metal
