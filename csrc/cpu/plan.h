@@ -33,10 +33,9 @@ constexpr int64_t kWorthIntegerTiles = 3;
 // 109 to 114 without them, q4_k 72 to 96 and 97 to 150, q8_0 76 to 112 and 101 to 152; at T = 64 there is no
 // difference. `linear` of 4096 x 2048 takes 1.0 to 1.9 ms at T = 8 either way.
 constexpr int64_t kWorthIntegerPanels = 7, kWorthPreparing = 4;
-// From how many tokens on a few panels are multiplied by the same tokens, because the tokens of a product no longer
-// stay in the L1 cache from one panel to the next. With 4,096 tokens (256 per expert) affine4 takes 0.83 to 0.88 of the
-// time, mxfp4 0.74 and q6_k 0.80 to 0.91 (an Intel with AMX switched off, two builds in turn); with 8 per expert it
-// took 1.06.
+// From how many tokens on four panels are multiplied by the same few tokens, because the tokens of a product no longer
+// stay in the L1 cache from one panel to the next. At T = 4096 (256 tokens per expert) affine4 takes 0.81 of the time,
+// mxfp4 0.78 and q6_k 0.83 (an Intel, AMX switched off). At T = 128 affine4 and q6_k took 1.08 and 1.06.
 constexpr int64_t kWorthPanelsTogether = 64;
 
 #ifdef MOE_METAL_HAS_AVX512
