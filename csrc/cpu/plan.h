@@ -10,6 +10,10 @@
 
 namespace moe_metal {
 
+// How many of `left` tokens to take now: at most `most`, and about as many each time. Of five, at most four at a time,
+// three and then two.
+inline int64_t even_part(int64_t left, int64_t most) { return at::divup(left, at::divup(left, most)); }
+
 // ------------------------------------------------------------------------------------------------ rows of a weight
 
 // The most tokens of one product, which bounds the scratch memory of a thread. Meanwhile the weights (or, without a

@@ -26,11 +26,6 @@ struct Slots {
       sort(elements<int64_t>(ids), ids.numel(), E);
   }
   int64_t used() const { return static_cast<int64_t>(experts.size()); }
-  // How many slots of an expert to take from position `at` of `order` on: at most `most`, and as many later.
-  int64_t count(int64_t which, int64_t at, int64_t most) const {
-    const int64_t left = begin[which + 1] - at;
-    return at::divup(left, at::divup(left, most));
-  }
 
  private:
   template <class Id>

@@ -41,7 +41,7 @@ class GateUpDots {
     const RowRange range = range_of(item), following = range_of(next);
     for (int64_t at = slots_.begin[which], count; at < slots_.begin[which + 1]; at += count) {
       const int64_t* slots = slots_.order.data() + at;
-      count = slots_.count(which, at, at_once_);
+      count = even_part(slots_.begin[which + 1] - at, at_once_);
       multiply(range, following, slots, count);
       for (int64_t part = 0; part < range.count; part += kRows) activate(range, part, slots, count);
     }
@@ -124,7 +124,7 @@ class DownDots {
       const RowRange range = range_of(which, first);
       const RowRange following = which + 1 < slots_.used() ? range_of(which + 1, first) : range_of(0, next);
       for (int64_t at = slots_.begin[which], count; at < slots_.begin[which + 1]; at += count) {
-        count = slots_.count(which, at, at_once_);
+        count = even_part(slots_.begin[which + 1] - at, at_once_);
         add(range, following, slots_.order.data() + at, count);
       }
     }

@@ -26,7 +26,7 @@ inline void gate_by_dots(const Gate& call) {
   // Threads share out the tokens or, if there are too few, the experts.
   const bool share_tokens = T >= kWorthAThread * threads;
   const int64_t of_thread = share_tokens ? at::divup(T, threads) : T;
-  const int64_t tokens = at::divup(of_thread, at::divup(of_thread, kTokens)), turns = at::divup(T, tokens);
+  const int64_t tokens = even_part(of_thread, kTokens), turns = at::divup(T, tokens);
   const int64_t least = many ? std::max(kExperts, Panel::kPanelRows) : kExperts;  // panels are whole
   const int64_t width = at::divup(E, least) * least;
   const int64_t experts = share_tokens && many ? width : least, blocks = at::divup(E, experts);

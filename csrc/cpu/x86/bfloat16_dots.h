@@ -32,8 +32,7 @@ class BFloat16Dots : public IntegerDots<Numbers> {
       constexpr decltype(&BFloat16Dots::all_rows<4, 2>) kWays[] = {
           &BFloat16Dots::all_rows<4, 2>, &BFloat16Dots::all_rows<4, 3>, &BFloat16Dots::all_rows<2, 4>,
           &BFloat16Dots::all_rows<2, 5>, &BFloat16Dots::all_rows<2, 6>};
-      const int64_t left = tokens.count - n;
-      some = at::divup(left, at::divup(left, 6));  // seven tokens are four and three
+      some = even_part(tokens.count - n, 6);
       (this->*kWays[some - 2])(rows, &forms[n], tokens.out + n);
     }
   }

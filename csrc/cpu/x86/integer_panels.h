@@ -233,8 +233,7 @@ class IntegerPanels {
       for (int64_t c = 0; c < chunks; ++c) {
         fill(rows, block, c);
         for (int64_t n = 0, some; n < tokens.count; n += some) {
-          const int64_t left = tokens.count - n;
-          some = at::divup(left, at::divup(left, kAtOnce));  // five tokens are three and two
+          some = even_part(tokens.count - n, kAtOnce);
           multiply(rows, block, c, tokens, n, some);
         }
         for (const TokenChunk*& chunk : chunks_) chunk += prepared.distance();
