@@ -189,6 +189,8 @@ FAULTS = [
           GGUF_LINEAR, isa="avx2"),
     Fault("last_tokens_of_a_panel_forgotten", "vector/dots.h", "if (n + N / 2 < tokens.count)", "if (false)",
           REFERENCE, isa="avx2"),
+    Fault("rows_after_wide_panels_forgotten", "vector/dots.h", "  product_of_rows<kVectors>(weight, wide",
+          "  if (wide == 0) product_of_rows<kVectors>(weight, wide", ROWS),
     Fault("logits_without_room_for_panels", "gate/gate.h", "t * width", "t * call.params.experts", REFERENCE,
           isa="avx2"),
 ]  # fmt: skip
@@ -283,7 +285,7 @@ def reached_by(fault: Fault) -> set[str]:
     if fault.file == "vector/vec.h":
         return {"weight_rows"}
     if fault.file == "vector/dots.h":
-        return {"affine_rows" if fault.test == NUMBERS else "weight_rows"}
+        return {"affine_rows" if fault.test in (NUMBERS, ROWS) else "weight_rows"}
     if fault.name == "shifts_of_the_first_four":
         return {"affine_rows_across_bytes"}
     if fault.isa == "avx2" and fault.test == GGUF_LINEAR:

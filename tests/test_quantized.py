@@ -317,12 +317,14 @@ def integers_times(format: str, bits: int, group: int, x: Tensor) -> tuple[Tenso
     return ops.linear(x, *weight, format=format), x64 @ values.mT, x64.abs() @ values.abs().mT
 
 
-def assert_meets_every_number(T: int, *parts: Tensor | None, format: str, bits: int = 8) -> None:
+def assert_meets_every_number(
+    T: int, *parts: Tensor | None, format: str, bits: int = 8, dtype: torch.dtype = BFLOAT
+) -> None:
     """`linear` with tokens that have a single 1 returns the numbers of a weight [N, C], or a number that is not finite
     in each row that contains one."""
     weight = ops.dequantize(*parts, format=format, bits=bits, dtype=FLOAT)
     columns = torch.randperm(weight.shape[-1], generator=torch.Generator().manual_seed(T))[:T]
-    tokens = F.one_hot(columns, weight.shape[-1]).to(BFLOAT)
+    tokens = F.one_hot(columns, weight.shape[-1]).to(dtype)
     got, want = ops.linear(tokens, *parts, format=format).float().T, weight[:, columns]
     finite = weight.isfinite().all(-1)
     assert torch.equal(got.isfinite(), finite.unsqueeze(-1).expand_as(got))
@@ -341,16 +343,16 @@ def test_many_tokens_meet_every_number(packing: Packing):
             assert_meets_every_number(min(T, C), *parts, format=packing.format, bits=packing.bits)
 
 
-@pytest.mark.parametrize("format", ["affine4", "mxfp4"])
-def test_many_tokens_by_many_rows(format: str):
-    """As integers on the CPU, up to four panels of 32 rows are multiplied by the same tokens. Two are left, of which
-    the second has 10 rows. With many threads a work item would have a single panel."""
+@pytest.mark.parametrize("format, dtype", [("affine4", BFLOAT), ("mxfp4", BFLOAT), ("affine4", FLOAT)])
+def test_many_tokens_by_many_rows(format: str, dtype: torch.dtype):
+    """On the CPU a work item has 128 rows, the last one here 74. As integers, up to four panels of 32 rows are
+    multiplied by the same tokens. As floats, panels have 64 rows, and a rest 32. With many threads, so have items."""
     packing = FORMATS[format]
-    parts = packing.weight(2090, 256, generator=torch.Generator().manual_seed(0))
+    parts = packing.weight(2122, 320, generator=torch.Generator().manual_seed(0))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert_meets_every_number(150, *parts, format=packing.format, bits=packing.bits)
+        assert_meets_every_number(150, *parts, format=packing.format, bits=packing.bits, dtype=dtype)
     finally:
         torch.set_num_threads(before)
 

@@ -184,9 +184,10 @@ class Panel {
  public:
   static constexpr int64_t kPanelRows = kVectors * kLanes;
   // More tokens are multiplied by all rows of some columns first, so that their numbers stay in the L2 cache. For
-  // fewer, whole rows are read in the order of the memory: at T = 32 that takes 0.95 of the time. With AVX-512, more
-  // tokens are also multiplied by wide panels, which take fewer loads per product, but stay in the L2 cache and not in
-  // the L1: 256 tokens for each of 128 experts take 0.91 of the time in float, 32 tokens 1.01.
+  // fewer, whole rows are read in the order of the memory: at T = 32 that takes 0.95 of the time. With 32 registers,
+  // more tokens are also multiplied by wide panels, which take fewer loads per product but do not fit in the L1 cache:
+  // in float with AVX-512, 256 tokens for each of 128 experts take 0.91 of the time, and 32 tokens would take up
+  // to 1.05.
   static constexpr int64_t kManyTokens = 64;
 
   // `out` must have room for whole panels of kPanelRows: results of rows beyond the last are 0.
