@@ -21,7 +21,8 @@ from test_mutated_cpu_readers import changed
 TESTS = Path(__file__).resolve().parent
 CHOSEN = (
     "dequantize_ or linear_equals or experts_equal or few_tokens or small_scale or affine_scale or infinite_scale or "
-    "every_scale or separate or equals_the_reference and sample and (experts or linear or dequantize)"
+    "every_scale or separate or equals_the_reference and sample and (experts or linear or dequantize) or "
+    "equals_the_reference and experts and many_tokens-T"
 )
 emulated = [
     pytest.mark.slow,  # only by `make test-arm`: it needs qemu and the aarch64 wheel of torch
