@@ -346,7 +346,8 @@ def test_many_tokens_meet_every_number(packing: Packing):
 @pytest.mark.parametrize("format, dtype", [("affine4", BFLOAT), ("mxfp4", BFLOAT), ("affine4", FLOAT)])
 def test_many_tokens_by_many_rows(format: str, dtype: torch.dtype):
     """On the CPU a work item has 128 rows, the last one here 74. As integers, up to four panels of 32 rows are
-    multiplied by the same tokens. As floats, panels have 64 rows, and a rest 32. With many threads, so have items."""
+    multiplied by the same tokens. As floats, panels have 64 rows, and those of the rest 32. With many threads, an item
+    would have only 32 rows."""
     packing = FORMATS[format]
     parts = packing.weight(2122, 320, generator=torch.Generator().manual_seed(0))
     before = torch.get_num_threads()
