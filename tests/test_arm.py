@@ -1,4 +1,4 @@
-"""Packed weights on an emulated ARM processor, compiled as for a Mac: the unchanged tests of the CPU's readers.
+"""Packed and dense weights on an emulated ARM processor, compiled as for a Mac: unchanged tests of the CPU's ops.
 
 arm/build.py compiles the ops, and arm/emulated.py sends the tests' calls to them. Then readers are broken, one line at
 a time, and the test in each row must fail. On an ARM processor all tests use these readers anyway.
@@ -78,7 +78,7 @@ def marked(test):
 
 
 @marked
-def test_packed_weights_on_arm(program: Path):
+def test_experts_and_linear_on_arm(program: Path):
     done = run_tests(program, "test_quantized.py", "test_ggml.py", "test_ops.py", "-k", CHOSEN)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) calls on ARM", done.stdout)[1]) > 900

@@ -186,25 +186,25 @@ class Panel {
   // More tokens are multiplied by all rows of some columns first, so that their numbers stay in the L2 cache. For
   // fewer, whole rows are read in the order of the memory: at T = 32 that takes 0.95 of the time. With 32 registers,
   // more tokens are also multiplied by wide panels, which take fewer loads per product but do not fit in the L1 cache:
-  // in float with AVX-512, 256 tokens for each of 128 experts take 0.90 to 0.94 of the time, and 32 tokens
-  // would take up to 1.05.
+  // in float on an Intel, 256 tokens for each of 128 experts take 0.90 to 0.94 of the time, and 32 tokens would
+  // take up to 1.05.
   static constexpr int64_t kManyTokens = 64;
 
   // `out` must have room for whole panels of kPanelRows: results of rows beyond the last are 0.
   template <class Reader>
   void product(const Reader& weight, const Tokens& tokens) {
     constexpr int64_t kWideRows = kWideVectors * kLanes;
-    const bool down_first = tokens.count > kManyTokens;
-    const int64_t wide = down_first ? weight.rows / kWideRows * kWideRows : 0;
+    const int64_t wide = tokens.count > kManyTokens ? weight.rows / kWideRows * kWideRows : 0;
     spare_.resize(at::divup(weight.rows, kPanelRows) * kPanelRows);
-    product_of_rows<kWideVectors>(weight, 0, wide, tokens, down_first);
-    product_of_rows<kVectors>(weight, wide, weight.rows, tokens, down_first);
+    product_of_rows<kWideVectors>(weight, 0, wide, tokens);
+    product_of_rows<kVectors>(weight, wide, weight.rows, tokens);
   }
 
  private:
   // For the rows [first, last), with panels of V vectors of rows.
   template <int V, class Reader>
-  void product_of_rows(const Reader& weight, int64_t first, int64_t last, const Tokens& tokens, bool down_first) {
+  void product_of_rows(const Reader& weight, int64_t first, int64_t last, const Tokens& tokens) {
+    const bool down_first = tokens.count > kManyTokens;
     constexpr int64_t kRows = V * kLanes;
     const int64_t down = at::divup(last - first, kRows), across = at::divup(weight.columns, kPanelColumns);
     const auto panel_at = [&](int64_t i) {
