@@ -35,17 +35,6 @@ class TileShapes {
   Config before_;
 };
 
-// The hardware prefetcher cannot follow the streams of two strips: 32 tokens for each of 128 experts took 58 ms without
-// this, and take 52.
-struct Prefetch {
-  const WeightTiles& weights;
-  void operator()(int64_t b) const {
-    constexpr int64_t kAhead = 4;
-    for (int64_t r = 0; r < kTile; ++r)
-      __builtin_prefetch(weights.data + (b + kAhead) * weights.block + r * weights.row);
-  }
-};
-
 // c[g] = a strip of weights times token tile g, whose first block is at tokens + g * size. One strip at a time: its 16
 // rows are as many streams as memory serves well (32 were 5 % slower for one token). ahead(b) is called before each
 // block b, and may unpack later blocks.
