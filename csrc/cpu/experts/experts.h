@@ -99,8 +99,8 @@ inline int64_t rows_for_threads(int64_t rows, int64_t items, int64_t most) {
 }
 
 // How many columns of the output a work item has. With more columns, `inner` is read again less often. But every thread
-// should get a few blocks, and the sums of a block should stay in its cache. 256 columns take 0.96 to 1.00 of the time
-// of 128 with two threads, if their rows of down fill at most half of an L2 cache of 1 MB as bfloat16.
+// should get a few blocks, and the sums of a block should stay in its cache. 256 columns take 0.96 to 1.01 of the time
+// of 128 with two threads (on an Intel), if their rows of down fill at most half of an L2 cache of 1 MB as bfloat16.
 inline int64_t output_block(const Experts& call) {
   constexpr int64_t kMost = 8, kBytes = 512 << 10;
   return rows_for_threads(call.H, 4, kMost * kRows * 2 * call.I <= kBytes ? kMost : kMost / 2);
