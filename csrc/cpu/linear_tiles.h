@@ -35,7 +35,7 @@ class LinearTiles {
   static int64_t rows_of_item(const Linear& call) {
     if (WeightStrips::transposed(call.weight)) return WeightStrips::kTransposed;
     if (call.T <= kGroups * kTile) return kRows;
-    return rows_for_threads(call.N, 8, std::clamp<int64_t>(rows_for_half_of_l2(call.H), 1, 4));
+    return rows_for_threads(call.N, 8, std::clamp<int64_t>(row_blocks_in_half_of_l2(call.H), 1, 4));
   }
 
   void operator()(int64_t first) {

@@ -99,7 +99,7 @@ inline int64_t rows_for_threads(int64_t rows, int64_t items, int64_t most) {
 }
 
 // How many blocks of kRows rows of a weight, as bfloat16, half of an L2 cache of 1 MB holds.
-inline int64_t rows_for_half_of_l2(int64_t columns) {
+inline int64_t row_blocks_in_half_of_l2(int64_t columns) {
   return (512 << 10) / (kRows * 2 * std::max<int64_t>(columns, 1));
 }
 
@@ -107,7 +107,7 @@ inline int64_t rows_for_half_of_l2(int64_t columns) {
 // should get a few blocks, and the sums of a block should stay in its cache. 256 columns take 0.96 to 1.01 of the time
 // of 128 with two threads (on an Intel, I = 768). With I = 2880, 512 tokens of mxfp4 took 1.05: there 128 are the most.
 inline int64_t output_block(const Experts& call) {
-  return rows_for_threads(call.H, 4, std::clamp<int64_t>(rows_for_half_of_l2(call.I), 4, 8));
+  return rows_for_threads(call.H, 4, std::clamp<int64_t>(row_blocks_in_half_of_l2(call.I), 4, 8));
 }
 
 // The sums of a block of the output's columns, for every token. One thread adds the experts in their order, so there is
