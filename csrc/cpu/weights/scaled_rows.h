@@ -2,6 +2,7 @@
 #pragma once
 #include <array>
 #include <type_traits>
+#include <unordered_map>
 #include <vector>
 
 #include "cpu/vector/dots.h"
@@ -66,52 +67,54 @@ struct NoDots {
   void operator()(const ScaledRows&, const Tokens&) {}
 };
 
-// A cache of tokens in the layout that a product needs: tokens of `down` are used again for each block of the output.
-// Tokens must not change during the lifetime of this object.
+// A cache of tokens in the layout that a product needs: tokens of `down` are used again for each block of the output,
+// and those of `gate_up` by each of their experts. Tokens must not change during the lifetime of this object.
 class PreparedTokenCache {
  public:
-  // Returns the form of these tokens, which is valid until the next call. If it is not in the cache, make(form) writes
-  // it, to at most `bytes` bytes, and returns the number of bytes used.
+  // Returns the form of these tokens together, which is valid until the next call. If it is not in the cache,
+  // make(form) writes it, to at most `bytes` bytes, and returns the number of bytes used.
   template <class Make>
   const char* look_up(const float* const* x, int64_t count, int64_t bytes, Make&& make) {
-    // Usually they are the tokens of the last call, or those that followed them before.
-    for (int64_t i = 0; i < used_; ++i, last_ = last_ + 1 < used_ ? last_ + 1 : 0) {
-      const auto& tokens = forms_[last_].tokens;
-      if (std::equal(x, x + count, tokens.begin(), tokens.end())) return forms_[last_].data.get();
-    }
-    if (bytes_ > kBytes) used_ = 0, bytes_ = 0;
-    last_ = used_++;
-    if (last_ == std::ssize(forms_)) forms_.emplace_back();
-    Form& form = forms_[last_];
-    if (form.bytes < bytes) form.data = scratch<char>(bytes), form.bytes = bytes;
-    form.tokens.assign(x, x + count);
-    bytes_ += make(form.data.get());
-    return form.data.get();
+    forget_if_full();
+    return find(x, count, bytes, make);
   }
   // Returns a form for each of up to `most` tokens. lay_out(x, form) writes that of one token, to at most `bytes`
   // bytes, and returns the number of bytes used.
   template <int64_t most, class LayOut>
   std::array<const char*, most> look_up_each(const Tokens& tokens, int64_t bytes, LayOut&& lay_out) {
-    const char* form = look_up(tokens.x, tokens.count, tokens.count * bytes, [&](char* to) {
-      int64_t used = 0;
-      for (int64_t n = 0; n < tokens.count; ++n) used += lay_out(tokens.x[n], to + n * bytes);
-      return used;
-    });
+    forget_if_full();
     std::array<const char*, most> forms;
-    for (int64_t n = 0; n < tokens.count; ++n) forms[n] = form + n * bytes;
+    for (int64_t n = 0; n < tokens.count; ++n) {
+      const float* const* x = tokens.x + n;
+      forms[n] = find(x, 1, bytes, [&](char* form) { return lay_out(*x, form); });
+    }
     return forms;
   }
 
  private:
   static constexpr int64_t kBytes = 2 << 20;  // fits in an L2 cache
 
+  void forget_if_full() {
+    if (bytes_ > kBytes) forms_.clear(), bytes_ = 0;
+  }
+  // Of all tokens that begin with the same one, only those of the last call are in the cache.
+  template <class Make>
+  const char* find(const float* const* x, int64_t count, int64_t bytes, Make&& make) {
+    Form& form = forms_[*x];
+    if (!std::equal(x, x + count, form.tokens.begin(), form.tokens.end())) {
+      form.tokens.assign(x, x + count);
+      form.data = scratch<char>(bytes);
+      bytes_ += make(form.data.get());
+    }
+    return form.data.get();
+  }
+
   struct Form {
     std::vector<const float*> tokens;
     std::unique_ptr<char[], Free> data;
-    int64_t bytes = 0;
   };
-  std::vector<Form> forms_;
-  int64_t used_ = 0, bytes_ = 0, last_ = 0;  // of forms_
+  std::unordered_map<const float*, Form> forms_;  // by their first token
+  int64_t bytes_ = 0;                             // of all forms
 };
 
 }  // namespace moe_metal

@@ -1,5 +1,7 @@
 // Weights and tokens as integers, for processors that multiply bytes.
 #pragma once
+#include <algorithm>
+
 #include "cpu/formats/codes.h"
 #include "cpu/weights/scaled_rows.h"
 
@@ -7,20 +9,21 @@ namespace moe_metal {
 
 // 128 numbers of a token as multiples of a power of two (the unit), in three digits of base 256. A unit is at most
 // 2^-22 of the largest number that shares it. Weights may be 0 for the largest numbers, so the part of the others that
-// the digits cannot represent matters. It is kept in `rest`, which gets separate digits.
+// the digits cannot represent matters, if it is of many numbers. It is kept in `rest`, which gets separate digits.
 struct alignas(64) Digits {
   static constexpr int64_t kColumns = 128, kCount = 3;
 
   int8_t digits[kCount][kColumns];  // the most significant first
   float rest[kColumns];             // numbers minus the value of their digits
   float units[16];                  // the values of an integer of 1: see `set`
-  bool whole;                       // every rest is 0
-  bool two;                         // every rest would be 0 without the last digit
+  bool two;                         // the first two digits are enough: see `set`
+  bool whole;                       // every rest is 0, or two digits are enough
 
   // Returns false if a number is not finite or the largest is too small; then all digits are 0. Numbers from `count` on
   // are 0. x may be `rest`. All numbers share a unit or, with `by_lanes`, units[l] is for the four numbers in lane l of
   // the first half of the digits, and the four in lane l of the second half: fewer numbers per unit have more similar
-  // magnitudes, so two digits are enough more often.
+  // magnitudes, so two digits are enough more often. They are enough if they lack parts of at most an eighth of the
+  // numbers that share a unit and are not 0: these are small, since the other numbers are at least 2^-9 of the largest.
   bool set(const float* x, int64_t count, bool by_lanes = false) {
     __m512 all[8], most[4];
     __m512i bits = _mm512_setzero_si512();
@@ -39,7 +42,7 @@ struct alignas(64) Digits {
     __mmask16 small = 0;
     for (int64_t i = 0; i < 4; ++i) above[i] = exponents(most[i], small);
     if (finite != 0xffff || small) return false;
-    set(all, above, bits);
+    set(all, above, bits, by_lanes);
     return true;
   }
   void clear() {
@@ -71,7 +74,7 @@ struct alignas(64) Digits {
  private:
   static constexpr int kBits = 23;
 
-  void set(const __m512 (&all)[8], const __m512i (&above)[4], __m512i bits) {
+  void set(const __m512 (&all)[8], const __m512i (&above)[4], __m512i bits, bool by_lanes) {
     // bfloat16 numbers keep their full value. Other numbers are intermediate results of `experts`, which may be
     // rounded: most lose less than a conversion to bfloat16, and small ones next to a large one less than a sixteenth.
     const bool bfloat16 = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0xffff)) == 0;
@@ -79,6 +82,7 @@ struct alignas(64) Digits {
     // Makes signed digits from -128 to 127: adds 128 to each byte, with carries, and subtracts it without carries.
     const __m512i half = _mm512_set1_epi32(0x808080);
     const __m512i all_bits = _mm512_set1_epi32(kBits);
+    __m512i excess[4] = {};  // eight for each number with a rest, minus one for each number that is not 0
     for (int64_t i = 0; i < 8; ++i) {
       const __m512 unit = powers_of_two(_mm512_sub_epi32(above[i % 4], all_bits));
       const __m512 of_unit = _mm512_mul_ps(all[i], powers_of_two(_mm512_sub_epi32(all_bits, above[i % 4])));
@@ -92,7 +96,10 @@ struct alignas(64) Digits {
       };
       __m512 lost;
       const __m512i last = _mm512_srai_epi32(_mm512_slli_epi32(bytes, 24), 24);
-      two &= lacking(_mm512_sub_epi32(number, last), lost) == 0;
+      const __mmask16 of_two = lacking(_mm512_sub_epi32(number, last), lost);
+      const __mmask16 not_zero = _mm512_test_epi32_mask(number, number);
+      excess[i % 4] = _mm512_mask_add_epi32(excess[i % 4], of_two, excess[i % 4], _mm512_set1_epi32(8));
+      excess[i % 4] = _mm512_mask_sub_epi32(excess[i % 4], not_zero, excess[i % 4], _mm512_set1_epi32(1));
       const __mmask16 of_three = lacking(number, lost);
       _mm512_store_ps(rest + 16 * i, _mm512_maskz_mov_ps(of_three, lost));
       whole &= of_three == 0;
@@ -102,6 +109,20 @@ struct alignas(64) Digits {
       }
       if (i < 4) _mm_store_ps(units + 4 * i, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, unit)));
     }
+    two = few(excess, by_lanes);
+    whole |= two;
+  }
+  // Whether the sum of each four lanes of a vector, or of all lanes, is not positive.
+  static bool few(const __m512i (&excess)[4], bool by_lanes) {
+    __mmask16 many = 0;
+    for (__m512i some : excess) {
+      some = _mm512_add_epi32(some, _mm512_shuffle_epi32(some, _MM_PERM_CDAB));
+      some = _mm512_add_epi32(some, _mm512_shuffle_epi32(some, _MM_PERM_BADC));
+      many |= _mm512_cmpgt_epi32_mask(some, _mm512_setzero_si512());
+    }
+    if (by_lanes) return many == 0;
+    const __m512i low = _mm512_add_epi32(excess[0], excess[1]), high = _mm512_add_epi32(excess[2], excess[3]);
+    return _mm512_reduce_add_epi32(_mm512_add_epi32(low, high)) <= 0;
   }
   // Sets all lanes to the largest of each four lanes, or of all.
   static void largest(__m512 (&most)[4], bool by_lanes) {
@@ -149,6 +170,34 @@ inline constexpr auto kHalvesOf16 = [] {
 inline void halves_of_16(__m512i low, __m512i high, __m512i (&to)[2]) {
   to[0] = _mm512_unpacklo_epi64(low, high);
   to[1] = _mm512_unpackhi_epi64(low, high);
+}
+
+// Writes 128 numbers in an order of columns in which each 16 are from at most two runs of 16.
+template <std::array<uint8_t, 128> columns>
+[[gnu::always_inline]] inline void put_in_order(const float* from, float* to) {
+  struct alignas(64) Some {
+    int32_t lanes[16];  // 0 to 15 of the first run, 16 to 31 of the second
+    int first, second;
+  };
+  static constexpr auto kAll = [] {
+    std::array<Some, 8> all{};
+    for (int i = 0; i < 8; ++i) {
+      Some& some = all[i];
+      some.first = some.second = columns[16 * i] / 16;
+      for (int l = 0; l < 16; ++l) {
+        const int column = columns[16 * i + l], run = column / 16;
+        if (run != some.first && some.second == some.first) some.second = run;
+        some.lanes[l] = run == some.first ? column % 16 : run == some.second ? 16 + column % 16 : -1;
+      }
+    }
+    return all;
+  }();
+  static_assert(std::ranges::none_of(kAll, [](const Some& some) { return std::ranges::count(some.lanes, -1) > 0; }));
+  MOE_METAL_UNROLL for (int i = 0; i < 8; ++i) {
+    const __m512 first = _mm512_loadu_ps(from + 16 * kAll[i].first),
+                 second = _mm512_loadu_ps(from + 16 * kAll[i].second);
+    _mm512_store_ps(to + 16 * i, _mm512_permutex2var_ps(first, _mm512_load_si512(kAll[i].lanes), second));
+  }
 }
 
 // Weights as unsigned integers: codes, or e2m1 times 2, plus the middle.

@@ -75,7 +75,7 @@ class IntegerDots {
     // Initial values of the lanes' sums, which subtract the middle: for the first two digits, and for the third.
     int32_t begin[2][16];
     float units[16];  // of the lanes; in the first chunk: NaN if the token has no digits
-    bool two;         // the third digit is not needed
+    bool two;         // without the third digit
     int32_t place;    // the index of its chunk in the row
     int32_t rests;    // in the first chunk: how many chunks of rests follow
   };
@@ -90,15 +90,13 @@ class IntegerDots {
     bool finite = true;
     for (int64_t c = 0; c < count; ++c) {
       Digits all;
-      alignas(64) float ordered[kColumns];
-      const int64_t left = rows.columns - c * kColumns;
-      if (left >= kColumns) {
-        for (int64_t i = 0; i < kColumns; ++i) ordered[i] = x[c * kColumns + Numbers::kOrder[i]];
-      } else {
-        for (int64_t i = 0; i < kColumns; ++i) {
-          ordered[i] = Numbers::kOrder[i] < left ? x[c * kColumns + Numbers::kOrder[i]] : 0;
-        }
+      alignas(64) float last[kColumns], ordered[kColumns];
+      const float* from = x + c * kColumns;
+      if (const int64_t left = rows.columns - c * kColumns; left < kColumns) {
+        std::fill(std::copy_n(from, left, last), last + kColumns, 0.0f);
+        from = last;
       }
+      put_in_order<Numbers::kOrder>(from, ordered);
       finite &= all.set(ordered, kColumns, true);
       lay_out(all, c, chunks[c]);
       while (!all.whole && finite) {
