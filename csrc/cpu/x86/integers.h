@@ -22,8 +22,8 @@ struct alignas(64) Digits {
   // Returns false if a number is not finite or the largest is too small; then all digits are 0. Numbers from `count` on
   // are 0. x may be `rest`. All numbers share a unit or, with `by_lanes`, units[l] is for the four numbers in lane l of
   // the first half of the digits, and the four in lane l of the second half: fewer numbers per unit have more similar
-  // magnitudes, so two digits are enough more often. They are enough if they lack parts of at most an eighth of the
-  // numbers that share a unit and are not 0: these are small, since the other numbers are at least 2^-9 of the largest.
+  // magnitudes, so two digits are enough more often. They are enough if at most an eighth of the numbers that share a
+  // unit and are not 0 lose a part that matters.
   bool set(const float* x, int64_t count, bool by_lanes = false) {
     __m512 all[8], most[4];
     __m512i bits = _mm512_setzero_si512();
@@ -75,8 +75,9 @@ struct alignas(64) Digits {
   static constexpr int kBits = 23;
 
   void set(const __m512 (&all)[8], const __m512i (&above)[4], __m512i bits, bool by_lanes) {
-    // bfloat16 numbers keep their full value. Other numbers are intermediate results of `experts`, which may be
-    // rounded: most lose less than a conversion to bfloat16, and small ones next to a large one less than a sixteenth.
+    // With rests, bfloat16 numbers keep their full value. Other numbers are intermediate results of `experts`, which
+    // may be rounded: most lose less than a conversion to bfloat16, and small ones next to a large one less than a
+    // sixteenth.
     const bool bfloat16 = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0xffff)) == 0;
     const __m512 bearable = _mm512_set1_ps(bfloat16 ? 0x1p-8f : 0x1p-4f);
     // Makes signed digits from -128 to 127: adds 128 to each byte, with carries, and subtracts it without carries.
