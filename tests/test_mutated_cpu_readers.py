@@ -70,6 +70,7 @@ FAULTS = [
     Fault("nibble_twice_as_integers", "x86/integers.h", "srli_epi16(bytes, 4)", "srli_epi16(bytes, 0)", LINEAR),
     Fault("digit_lost", "x86/vnni.h", "_mm512_cvtepi32_ps(add(begin, numbers, x.digits[2]))",
           "_mm512_setzero_ps()", MAGNITUDE),
+    Fault("two_digits_always", "x86/integers.h", "return many == 0", "return many >= 0", UNUSED),
     Fault("rest_lost", "x86/vnni.h", "if (finite) lay_out(all, c, *rest++);", "", UNUSED),
     Fault("inf_as_integers", "x86/vnni.h", "if (!finite) std::fill_n(chunks->units, 16, NAN);", "(void)finite;",
           NOT_FINITE),
