@@ -67,8 +67,8 @@ struct NoDots {
   void operator()(const ScaledRows&, const Tokens&) {}
 };
 
-// A cache of tokens in the layout that a product needs: tokens of `down` are used again for each block of the output,
-// and those of `gate_up` by each of their experts. Tokens must not change during the lifetime of this object.
+// A cache of tokens in the one layout that a product needs: tokens of `down` are used again for each block of the
+// output, and those of `gate_up` by each of their experts. Tokens must not change during the lifetime of this object.
 class PreparedTokenCache {
  public:
   // Returns the form of these tokens together, which is valid until the next call. If it is not in the cache,

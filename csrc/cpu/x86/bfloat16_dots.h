@@ -24,7 +24,7 @@ class BFloat16Dots : public IntegerDots<Numbers> {
     // One token: 4096 x 2048 in 4 bits takes 131 us, and 116 as integers, which take fewer lookups.
     if (!bfloat16_is_fast() || tokens.count == 1) return Base::operator()(rows, tokens);
     const int64_t bytes = at::divup(sums_at(rows) + sums_of(rows) * sizeof(float), kLine) * kLine;
-    const auto forms = forms_.template look_up_each<kTokensByRows>(tokens, bytes, [&](const float* x, char* form) {
+    const auto forms = forms_.look_up_each<kTokensByRows>(tokens, bytes, [&](const float* x, char* form) {
       lay_out(x, rows, form);
       return bytes;
     });
@@ -38,7 +38,7 @@ class BFloat16Dots : public IntegerDots<Numbers> {
   }
 
  private:
-  using Base::forms_, Base::kBytes, Base::kColumns, Base::kReadsOffsets, Base::sums_of;
+  using Base::kBytes, Base::kColumns, Base::kReadsOffsets, Base::sums_of;
   static constexpr int P = std::max<int>(1, Numbers::kColumns / kColumns);  // chunks of a block
 
   // The values of numbers. The sum of small ones has smaller rounding errors, so the middle is subtracted.
@@ -218,6 +218,8 @@ class BFloat16Dots : public IntegerDots<Numbers> {
       }
     }
   }
+
+  PreparedTokenCache forms_;
 };
 
 }  // namespace moe_metal

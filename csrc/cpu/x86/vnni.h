@@ -53,8 +53,6 @@ class IntegerDots {
     return static_cast<__mmask16>((1u << groups_of_chunk(rows)) - 1);
   }
 
-  PreparedTokenCache forms_;
-
  private:
   static constexpr int64_t kDigits = Digits::kCount;
 
@@ -276,6 +274,8 @@ class IntegerDots {
     const __m512i first = _mm512_dpbusd_epi32(sums, numbers[0], _mm512_load_si512(digits[0]));
     return _mm512_dpbusd_epi32(first, numbers[1], _mm512_load_si512(digits[1]));
   }
+
+  PreparedTokenCache forms_;
 };
 
 }  // namespace moe_metal
