@@ -100,7 +100,7 @@ class PreparedTokenCache {
   // Of all tokens that begin with the same one, only those of the last call are in the cache.
   template <class Make>
   const char* find(const float* const* x, int64_t count, int64_t bytes, Make&& make) {
-    Form& form = forms_[*x];
+    Form& form = forms_[reinterpret_cast<uintptr_t>(*x)];
     if (!std::equal(x, x + count, form.tokens.begin(), form.tokens.end())) {
       form.tokens.assign(x, x + count);
       form.data = scratch<char>(bytes);
@@ -113,8 +113,9 @@ class PreparedTokenCache {
     std::vector<const float*> tokens;
     std::unique_ptr<char[], Free> data;
   };
-  std::unordered_map<const float*, Form> forms_;  // by their first token
-  int64_t bytes_ = 0;                             // of all forms
+  // By the address of their first token, as an integer: the hash of a pointer needs a newer libc++ than macOS 14's.
+  std::unordered_map<uintptr_t, Form> forms_;
+  int64_t bytes_ = 0;  // of all forms
 };
 
 }  // namespace moe_metal
