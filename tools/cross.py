@@ -46,13 +46,17 @@ OPENMP = "libomp.dylib"  # part of torch, and not linked to our libraries: see s
 PARALLEL = "___kmpc_fork_call"  # the start of an OpenMP loop: without it a CPU library would run on one thread
 
 # System symbols that our code may need although torch's libraries do not: classes of Foundation and Metal; the sized
-# and aligned forms of delete, in libc++ since macOS 10.12; and ostringstream's tables, available since macOS 12, which
-# only a torch built for macOS 11 (2.10) does not need.
+# and aligned forms of delete, in libc++ since macOS 10.12; and the tables of ostringstream and stringstream, available
+# since macOS 12, which only a torch built for macOS 11 (2.10) does not need.
 SYSTEM_SYMBOLS = {
     *(f"_OBJC_CLASS_$_{name}" for name in ("MTLCompileOptions", "MTLComputePipelineDescriptor")),
     *(f"_OBJC_CLASS_$_{name}" for name in ("NSString", "NSAutoreleasePool")),
     *("__ZdlPvm", "__ZdaPvm", "__ZdlPvSt11align_val_t", "__ZdlPvmSt11align_val_t", "dyld_stub_binder"),
-    *(f"__ZT{table}NSt3__119basic_ostringstreamIcNS_11char_traitsIcEENS_9allocatorIcEEEE" for table in "TV"),
+    *(
+        f"__ZT{table}NSt3__1{name}IcNS_11char_traitsIcEENS_9allocatorIcEEEE"
+        for table in "TV"
+        for name in ("19basic_ostringstream", "18basic_stringstream")
+    ),
     "__ZTVNSt3__115basic_streambufIcNS_11char_traitsIcEEEE",
     "__ZTVNSt3__115basic_stringbufIcNS_11char_traitsIcEENS_9allocatorIcEEEE",
 }
