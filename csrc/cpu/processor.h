@@ -40,7 +40,8 @@ constexpr bool kUnpacksInRegisters = true;
 #else
 constexpr bool kUnpacksInRegisters = false;
 #endif
-constexpr int64_t kLine = 64;  // bytes of a cache line
+constexpr int64_t kLine = 64;    // bytes of a cache line
+constexpr int64_t kPage = 4096;  // bytes of a page of memory, at least
 #define MOE_METAL_UNROLL _Pragma("GCC unroll 16")
 
 #ifdef MOE_METAL_HAS_AVX512
