@@ -192,13 +192,9 @@ class GroupDots {
   void all_rows(const Packed<Read>& weight, const LaidOut& tokens, float* const* out, Span span) const {
     // R * N * G sums should fit in the registers.
     constexpr int G = N == 1 || kLanes == 16 ? 2 : 1, R = N <= 2 ? 4 : 2;
-    const int64_t later = weight.later(R);
-    int64_t row = 0;
-    for (; row + R <= weight.rows; row += R)
-      multiply_block<R, N, G>(weight, row, tokens, out, span, weight.ahead(row + later));
-    for (; row < weight.rows; ++row) {
-      multiply_block<1, N, G>(weight, row, tokens, out, span, weight.ahead(row + later));
-    }
+    weight.template for_blocks<R>([&](auto rows, int64_t row, const uint8_t* ahead) {
+      multiply_block<rows, N, G>(weight, row, tokens, out, span, ahead);
+    });
   }
 
   template <int R, int N, int G, class Span>
