@@ -29,8 +29,8 @@ constexpr int64_t kWorthTransposing = kVectorRegisters == 32 ? 32 : 10;
 // Packed rows: the most tokens for dot products with special instructions (weights/processor_dots.h).
 constexpr int64_t kFewTokens = 8;
 // Packed rows: from how many tokens on AMX's integer tiles are used. Dot products read weights once for up to four.
-// With AMX from three tokens on, experts at T = 32 take 1.13 times as long in mxfp4, 1.07 in 4- and 8-bit affine, and as
-// long in q4_k and q8_0.
+// With AMX from three tokens on, experts at T = 32 take 1.13 times as long in mxfp4, 1.07 in 4- and 8-bit affine, and
+// as long in q4_k and q8_0.
 constexpr int64_t kWorthIntegerTiles = 5;
 
 // Packed rows: from how many tokens on IntegerPanels are used, and from how many tokens per expert on tokens are
