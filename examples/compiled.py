@@ -9,6 +9,7 @@ from transformers import StaticCache
 import torch_moe_metal
 from common import Parser, random_prompt
 from torch_moe_metal.loading import say
+from torch_moe_metal.transformers.versions import with_cache
 
 #: Relative differences of logits: inductor may round differently.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -19,11 +20,11 @@ def decode(model, step, prompt: torch.Tensor, count: int, tokens: list[int] | No
     """The logits [count, vocabulary] of the tokens after `prompt`. Each next token is the best one, or the next of
     `tokens`. `step` is the model, compiled or not."""
     cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + count)
-    found = [model(prompt, past_key_values=cache).logits[0, -1]]
+    found = [model(prompt, **with_cache(cache)).logits[0, -1]]
     for i in range(count - 1):
         token = found[-1].argmax() if tokens is None else torch.tensor(tokens[i], device=prompt.device)
         where = torch.tensor([[prompt.shape[1] + i]], device=prompt.device)
-        found.append(step(token.view(1, 1), past_key_values=cache, position_ids=where).logits[0, -1])
+        found.append(step(token.view(1, 1), **with_cache(cache), position_ids=where).logits[0, -1])
     return torch.stack(found).float()
 
 

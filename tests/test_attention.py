@@ -18,6 +18,7 @@ from tiny_models import eager, tiny_model, tokens
 from torch_moe_metal import reference
 from torch_moe_metal.grad import warned
 from torch_moe_metal.transformers.fusing.attention import FEW_QUERIES, attention_forward, attention_mask
+from torch_moe_metal.transformers.versions import cache_of, with_cache
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +37,8 @@ def logits(model, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Logits of all tokens: the first ones together, three more together, and the rest one by one."""
     cache, found, first = None, [], 0
     for end in (ids.shape[1] - 6, ids.shape[1] - 3, *range(ids.shape[1] - 2, ids.shape[1] + 1)):
-        output = model(ids[:, first:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
-        cache, first = output.past_key_values, end
+        output = model(ids[:, first:end], attention_mask=mask[:, :end], **with_cache(cache), use_cache=True)
+        cache, first = cache_of(output), end
         found.append(output.logits)
     return torch.cat(found, 1)
 

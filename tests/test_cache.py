@@ -18,6 +18,7 @@ import torch_moe_metal
 from checks import relative
 from tiny_models import tiny_model, tokens
 from torch_moe_metal.transformers.fusing.cache import GROWING, grow_in_place
+from torch_moe_metal.transformers.versions import cache_of, with_cache
 
 LIMIT = 256  # tokens, in addition to a quarter of those stored
 KEY, VALUE = 3, 5  # widths
@@ -307,16 +308,16 @@ def test_few_bytes_are_copied(window):
 def test_a_patched_model_copies_no_keys(family):
     """Between growths the memory of each layer does not move."""
     model = patched(model_of(family))
-    cache = model(tokens(2, 40)).past_key_values
+    cache = cache_of(model(tokens(2, 40)))
     assert {type(layer) for layer in cache.layers} <= set(GROWING.values())
-    model(tokens(2, 1), past_key_values=cache)  # DeepSeek's dense layers come before the first fused one
+    model(tokens(2, 1), **with_cache(cache))  # DeepSeek's dense layers come before the first fused one
 
     def memory():
         return [t.untyped_storage().data_ptr() for layer in cache.layers for t in (layer.keys, layer.values)]
 
     before = memory()
     for _ in range(100):
-        model(tokens(2, 1), past_key_values=cache)
+        model(tokens(2, 1), **with_cache(cache))
     assert memory() == before
     for layer in cache.layers:
         assert_bounded(layer)
@@ -353,10 +354,10 @@ def test_generate(family):
     for name, way in WAYS.items():
         output = generated(model, ids, **way)
         assert torch.equal(output.sequences, expected[name]), name
-        grows = isinstance(output.past_key_values, DynamicCache)
+        grows = isinstance(cache_of(output), DynamicCache)
         assert grows == (name not in ("static", "no cache")), name
         if grows:
-            assert all(type(layer) in GROWING.values() for layer in output.past_key_values.layers)
+            assert all(type(layer) in GROWING.values() for layer in cache_of(output).layers)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -377,7 +378,7 @@ def test_assisted_decoding(family):
                 output = generated(model, ids, **way)
             assert torch.equal(output.sequences, sequence), way
             assert cropped and (max(cropped) > 0 or "assistant_model" not in way)
-            assert all(type(layer) in GROWING.values() for layer in output.past_key_values.layers)
+            assert all(type(layer) in GROWING.values() for layer in cache_of(output).layers)
 
 
 @contextlib.contextmanager
@@ -406,10 +407,10 @@ def test_a_cache_that_the_user_passes_back(family, with_config):
 
     def talk():
         cache = DynamicCache(config=model.config) if with_config else DynamicCache()
-        first = generated(model, tokens(1, 9), past_key_values=cache).sequences
+        first = generated(model, tokens(1, 9), **with_cache(cache)).sequences
         saved = copy.deepcopy(cache)
-        second = generated(model, torch.cat([first, tokens(1, 5, seed=4)], 1), past_key_values=cache).sequences
-        other = generated(model, torch.cat([first, tokens(1, 5, seed=5)], 1), past_key_values=saved).sequences
+        second = generated(model, torch.cat([first, tokens(1, 5, seed=4)], 1), **with_cache(cache)).sequences
+        other = generated(model, torch.cat([first, tokens(1, 5, seed=5)], 1), **with_cache(saved)).sequences
         return second.tolist(), other.tolist(), cache
 
     expected = talk()
@@ -435,7 +436,7 @@ def check_logits(family: str, device: str) -> None:
     patched(model)
     cache, actual = DynamicCache(config=model.config), []
     for chunk in ids.split([9, 1, 1, 8, 1, 1, 1, 2], dim=1):
-        actual.append(model(chunk, past_key_values=cache).logits)
+        actual.append(model(chunk, **with_cache(cache)).logits)
     assert relative(torch.cat(actual, 1), expected) <= 1e-5
     assert all(type(layer) in GROWING.values() for layer in cache.layers)
 
@@ -443,12 +444,12 @@ def check_logits(family: str, device: str) -> None:
 def test_unpatched_models_keep_transformers_cache():
     """Models that were never patched, and unpatched ones."""
     other, model = tiny_model("qwen3_moe"), patched(tiny_model("qwen3_moe"))
-    cache = model(tokens(1, 9)).past_key_values
-    assert {type(layer) for layer in other(tokens(1, 9)).past_key_values.layers} == {DynamicLayer}
-    next_logits = model(tokens(1, 1), past_key_values=copy.deepcopy(cache)).logits
+    cache = cache_of(model(tokens(1, 9)))
+    assert {type(layer) for layer in cache_of(other(tokens(1, 9))).layers} == {DynamicLayer}
+    next_logits = model(tokens(1, 1), **with_cache(copy.deepcopy(cache))).logits
     torch_moe_metal.unpatch(model)
-    assert {type(layer) for layer in model(tokens(1, 9)).past_key_values.layers} == {DynamicLayer}
-    assert relative(model(tokens(1, 1), past_key_values=cache).logits, next_logits) <= 1e-5
+    assert {type(layer) for layer in cache_of(model(tokens(1, 9))).layers} == {DynamicLayer}
+    assert relative(model(tokens(1, 1), **with_cache(cache)).logits, next_logits) <= 1e-5
 
 
 def test_other_caches_are_not_changed():
@@ -464,7 +465,7 @@ def test_other_caches_are_not_changed():
     own.layers = layers
     for cache in (own, OwnCache(config=config), StaticCache(config=config, max_cache_len=32)):
         classes = [type(layer) for layer in cache.layers]
-        model(tokens(1, 9), past_key_values=cache)
+        model(tokens(1, 9), **with_cache(cache))
         assert [type(layer) for layer in cache.layers] == classes and cache.get_seq_length() == 9
 
 
@@ -475,7 +476,7 @@ def test_quantised_and_offloaded_caches_are_not_changed():
     expected = generated(model, ids, **way).sequences
     output = generated(patched(model), ids, **way)
     assert torch.equal(output.sequences, expected)
-    assert {type(layer) for layer in output.past_key_values.layers} == {Fp8QuantizedLayer}
+    assert {type(layer) for layer in cache_of(output).layers} == {Fp8QuantizedLayer}
     offloaded = DynamicCache(config=model.config)
     offloaded.offloading = True
     both = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
@@ -499,12 +500,12 @@ def test_compiled_models_concatenate():
     for (run, _), chunk in zip(runs, ids.split([n for _, n in runs], dim=1), strict=True):
         before = cache.layers[1].keys
         shown = before.clone() if before is not None else None
-        actual.append(run(chunk, past_key_values=cache).logits)
+        actual.append(run(chunk, **with_cache(cache)).logits)
         assert before is None or torch.equal(before, shown)
         assert_bounded(cache.layers[0])
     assert relative(torch.cat(actual, 1), expected) <= 1e-5
     empty = DynamicCache(config=model.config)
-    assert relative(compiled(ids[:, :9], past_key_values=empty).logits, expected[:, :9]) <= 1e-5
+    assert relative(compiled(ids[:, :9], **with_cache(empty)).logits, expected[:, :9]) <= 1e-5
     assert {type(layer) for layer in empty.layers} == {DynamicLayer, DynamicSlidingWindowLayer}
 
 
@@ -513,10 +514,10 @@ def test_exported_models_concatenate():
     model, ids = patched(model_of("qwen3_moe")), tokens(1, 9)
     program = export_with_dynamic_cache(model, ids, torch.ones_like(ids))
     cache = DynamicCache(config=model.config)
-    output = program.module()(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
+    output = program.module()(input_ids=ids, attention_mask=torch.ones_like(ids), **with_cache(cache), use_cache=True)
     assert relative(output.logits, model(ids).logits) <= 1e-6
-    assert [layer.keys.shape[-2] for layer in output.past_key_values.layers] == [9, 9]
-    grown = model(ids).past_key_values
+    assert [layer.keys.shape[-2] for layer in cache_of(output).layers] == [9, 9]
+    grown = cache_of(model(ids))
     leaves, _ = torch.utils._pytree.tree_flatten(copy.deepcopy(grown))  # as in README.md: a deepcopy may be passed
     assert type(grown.layers[0]) in GROWING.values()
     assert torch.equal(leaves[0], grown.layers[0].keys) and len(leaves) == 4
@@ -551,13 +552,13 @@ def test_gradients_flow_through_a_cache_that_has_grown():
     for prepare in (lambda model: model, patched):
         model = prepare(model_of("qwen3_moe")).requires_grad_(True)
         cache = DynamicCache(config=model.config)
-        model(prompt, past_key_values=cache)
-        model(ids[:, :2], past_key_values=cache)
+        model(prompt, **with_cache(cache))
+        model(ids[:, :2], **with_cache(cache))
         with torch.enable_grad():
-            first = model(ids[:, 2:7], past_key_values=cache).logits
-        model(ids[:, 7:8], past_key_values=cache)
+            first = model(ids[:, 2:7], **with_cache(cache)).logits
+        model(ids[:, 7:8], **with_cache(cache))
         with torch.enable_grad():
-            second = model(ids[:, 8:], past_key_values=cache).logits
+            second = model(ids[:, 8:], **with_cache(cache)).logits
             (first.square().sum() + second.square().sum()).backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
     assert len(gradients[0]) == len(gradients[1]) > 20

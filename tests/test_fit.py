@@ -20,6 +20,7 @@ from torch_moe_metal.formats import LIBRARIES
 from torch_moe_metal.loading import Source
 from torch_moe_metal.models import MODELS
 from torch_moe_metal.packing import WRITTEN
+from torch_moe_metal.transformers.versions import with_cache
 
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}  # multiples of every format's block
 LOADED = [name for name, row in LIBRARIES.items() if row.name in WRITTEN or name == "dense"]
@@ -102,7 +103,7 @@ def test_the_cache(family: str, tokens: int):
     torch_moe_metal.patch(model)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     for ids in torch.randint(2, 89, (1, tokens)).split([tokens - 3, 1, 1, 1], 1):
-        model(ids, past_key_values=cache, use_cache=True)
+        model(ids, **with_cache(cache), use_cache=True)
     config = model.config
     layers = fit.cache_layers(fit.empty_model(config, torch.float32) if family not in OF_PARTS else meta(model), config)
     assert [layer.bytes(tokens) for layer in layers] == [bytes_in(layer, tokens) for layer in cache.layers]
@@ -131,7 +132,7 @@ def test_working_memory_matches_a_forward():
     torch_moe_metal.patch(model)
     cache = DynamicCache(config=model.config)
     with torch.no_grad(), fit.Living([*model.parameters(), *model.buffers()]) as living:
-        model(torch.randint(2, 89, (1, 12)), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(torch.randint(2, 89, (1, 12)), **with_cache(cache), use_cache=True, logits_to_keep=1)
         kept = living.now
     empty = fit.empty_model(model.config, torch.float32)
     torch_moe_metal.patch(empty)

@@ -16,6 +16,7 @@ from torch_moe_metal.bench.whole_model import calls
 from torch_moe_metal.nn import Linear
 from torch_moe_metal.transformers.fusing.families import one_plus_weight
 from torch_moe_metal.transformers.fusing.projections import is_joined, join, project, tensors_of
+from torch_moe_metal.transformers.versions import cache_of, with_cache
 
 SIZES = 256, 128, 48
 FORMATS = {"dense": None, "affine": ("affine", 4, 32), "mxfp4": ("mxfp4", 4, 32), "fp8": ("fp8", 8, 128)}
@@ -237,10 +238,10 @@ def test_ops_outside_of_layers():
     for layers in (1, 2):
         model = tiny_model("qwen3_moe", num_hidden_layers=layers).bfloat16()
         torch_moe_metal.patch(model)
-        cache = model(tokens(1, 8), use_cache=True).past_key_values
-        model(token, past_key_values=cache)  # grows the cache
+        cache = cache_of(model(tokens(1, 8), use_cache=True))
+        model(token, **with_cache(cache))  # grows the cache
         with calls() as ops:
-            model(token, past_key_values=cache, attention_mask=padding)
+            model(token, **with_cache(cache), attention_mask=padding)
         totals.append(ops.total())
     one, two = totals
     assert one - (two - one) == 16

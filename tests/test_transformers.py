@@ -34,6 +34,7 @@ from torch_moe_metal.transformers import Report
 from torch_moe_metal.transformers.fusing.blocks import Fused
 from torch_moe_metal.transformers.fusing.experts import experts_forward, why_not_fused
 from torch_moe_metal.transformers.fusing.families import BLOCKS, RECURRENT, deepseek_v2, deepseek_v3, mistral4
+from torch_moe_metal.transformers.versions import cache_of, with_cache
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +67,8 @@ def test_logits(family, device):
     assert len(report["fused"]) == fused == len(report.rows) - len(left), str(report)
     assert all(row.note == RECURRENT for row in left), str(report)
     assert relative(model(ids, use_cache=False).logits, expected) <= 1e-5
-    cache = model(ids[:, :8], use_cache=True).past_key_values
-    assert relative(model(ids[:, 8:], past_key_values=cache).logits, expected[:, 8:]) <= 1e-5
+    cache = cache_of(model(ids[:, :8], use_cache=True))
+    assert relative(model(ids[:, 8:], **with_cache(cache)).logits, expected[:, 8:]) <= 1e-5
 
 
 def generated(model, ids, **options) -> list[list[int]]:

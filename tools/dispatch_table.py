@@ -42,6 +42,7 @@ from torch_moe_metal.bench import whole_model
 from torch_moe_metal.bench.calls import OPS, Call, RandomTensors
 from torch_moe_metal.bench.measure import machine
 from torch_moe_metal.models import DEFAULT, MODELS
+from torch_moe_metal.transformers.versions import cache_of, with_cache
 
 CALLS = 200
 STEPS = 16  # number of steps over which commits are averaged
@@ -92,8 +93,8 @@ def decoding(layers: int, device: str, simulated: bool) -> dict[str, tuple[Load,
     x = torch.ones(1, 1, model.config.hidden_size, dtype=torch.bfloat16, device=device)
     for name, prepare in whole_model.variants(model, device).items():
         prepare()
-        cache = model(prompt, use_cache=True).past_key_values
-        step = partial(model, token, past_key_values=cache)
+        cache = cache_of(model(prompt, use_cache=True))
+        step = partial(model, token, **with_cache(cache))
         table[name] = load_of(step, simulated), load_of(partial(model.model.layers[0].mlp, x), simulated)
     return table
 
@@ -124,10 +125,10 @@ def load_of_a_layer(family: str, device: str, simulated: bool, patched: bool) ->
         if patched:
             torch_moe_metal.patch(model)
         with torch.no_grad():
-            cache = model(tokens(1, 8, device=device), use_cache=True).past_key_values
+            cache = cache_of(model(tokens(1, 8, device=device), use_cache=True))
             token = tokens(1, 1, device=device)
-            model(token, past_key_values=cache)  # grows the cache
-            loads.append(load_of(partial(model, token, past_key_values=cache), simulated))
+            model(token, **with_cache(cache))  # grows the cache
+            loads.append(load_of(partial(model, token, **with_cache(cache)), simulated))
     three, four = loads
     more = (getattr(four, name) - getattr(three, name) for name in ("ops", "ours", "dispatches"))
     return Load(*more, four.waits[len(three.waits) :], four.commits - three.commits)

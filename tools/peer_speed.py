@@ -107,6 +107,8 @@ class Ours:
         torch_moe_metal.patch(self.model)
 
     def measure(self, ids: list[int], tokens: int) -> dict[str, float]:
+        from torch_moe_metal.transformers.versions import cache_of, with_cache
+
         torch, seconds = self.torch, []
         with torch.no_grad():
             start = time.perf_counter()
@@ -114,7 +116,7 @@ class Ours:
             prefill = len(ids) / (time.perf_counter() - start)
             for token in ids[:tokens]:
                 start = time.perf_counter()
-                output = self.model(torch.tensor([[token]]), past_key_values=output.past_key_values)
+                output = self.model(torch.tensor([[token]]), **with_cache(cache_of(output)))
                 seconds.append(time.perf_counter() - start)
         return {"prefill": prefill, "decode": 1 / statistics.median(seconds[WARM_UP:])}
 

@@ -26,6 +26,7 @@ import torch_moe_metal
 from torch_moe_metal.bench.measure import machine
 from torch_moe_metal.bench.whole_model import pack_model, random_model
 from torch_moe_metal.cli import positive
+from torch_moe_metal.transformers.versions import with_cache
 
 PROMPT = 64
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -81,10 +82,10 @@ def forward_of(model, tokens: int, context: int) -> Callable[[], object]:
     """A call that computes so many tokens at a context length."""
     cache = DynamicCache(config=model.config)
     draw = torch.Generator().manual_seed(tokens)
-    model(torch.randint(0, 1000, (1, context), generator=draw), past_key_values=cache, logits_to_keep=1)
+    model(torch.randint(0, 1000, (1, context), generator=draw), **with_cache(cache), logits_to_keep=1)
 
     def forward() -> None:
-        model(torch.randint(0, 1000, (1, tokens), generator=draw), past_key_values=cache)
+        model(torch.randint(0, 1000, (1, tokens), generator=draw), **with_cache(cache))
         cache.crop(-tokens)
 
     return forward

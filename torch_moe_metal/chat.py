@@ -158,6 +158,8 @@ class Chat:
             raise CannotRun(f"the model's chat template does not take this: {error}") from error
 
     def answer(self, ids: list[int], start: float) -> "Answer":
+        from .transformers.versions import with_cache
+
         device, kept = self.model.device, self.computed.keep(ids)
         prompt = torch.tensor([ids], device=device)
         answer = Answer(self.tokenizer, self.ends, self.parser(ids), start, len(ids), len(ids) - kept)
@@ -166,11 +168,11 @@ class Chat:
             output = self.model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                past_key_values=cache,
                 max_new_tokens=min(self.most or room, room),
                 pad_token_id=self.tokenizer.pad_token_id or 0,
                 streamer=answer,
                 stopping_criteria=[stop],
+                **with_cache(cache),
                 **self.sampling,
             )
             self.computed.add(output[0].tolist())

@@ -242,9 +242,11 @@ def cache_layers(model: nn.Module, config) -> list[CacheLayer]:
 
 
 def forward(model: nn.Module, tokens: int, cache) -> None:
+    from .transformers.versions import with_cache
+
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     with torch.no_grad():
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids, **with_cache(cache), use_cache=True, logits_to_keep=1)
 
 
 def cache_layer(layer) -> CacheLayer:

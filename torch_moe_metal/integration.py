@@ -9,7 +9,7 @@ import warnings
 
 #: The oldest and newest minor version that the tests run with; pyproject.toml and CHANGELOG.md repeat them. 5.22 casts
 #: weights to uint8 before a quantizer sees them, and with a quantizer it accepts weights of any shape.
-SUPPORTED = (5, 23), (5, 23)
+SUPPORTED = (5, 23), (5, 24)
 VARIABLE = "TORCH_MOE_METAL_CHECKPOINTS"
 _packed_checkpoints: bool | None = None
 

@@ -33,6 +33,7 @@ from torch_moe_metal.bench.packings import FORMATS
 from torch_moe_metal.bench.report import OURS_DENSE, Progress, Result
 from torch_moe_metal.cli import CannotRun
 from torch_moe_metal.models import DEFAULT, MODELS, Model, configuration
+from torch_moe_metal.transformers.versions import cache_of
 
 HAS_MLX = bench_mlx.mx is not None
 MEASURER = bench_mlx.WithMlx if HAS_MLX else device_bench.DeviceBench
@@ -662,7 +663,7 @@ def test_filled_cache_equals_that_of_a_prefill(name: str, monkeypatch):
     model = whole_model.random_model(name, 2, "cpu")
     model.config.sliding_window = 16
     cache = whole_model.filled_cache(model, 40)
-    read = model(torch.zeros(1, 40, dtype=torch.long), use_cache=True).past_key_values
+    read = cache_of(model(torch.zeros(1, 40, dtype=torch.long), use_cache=True))
     for filled, layer in zip(cache.layers, read.layers, strict=True):
         assert type(filled) is type(layer) and filled.get_seq_length() == layer.get_seq_length() == 40
         for a, b in ((filled.keys, layer.keys), (filled.values, layer.values)):

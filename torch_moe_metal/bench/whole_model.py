@@ -176,15 +176,17 @@ def filled_cache(model: nn.Module, context: int):
 
 def decode(model: nn.Module, token: torch.Tensor, context: int, tokens: int) -> tuple[float, int]:
     """Tokens per second with this many tokens in the cache, and the number of ops per token."""
+    from ..transformers.versions import with_cache
+
     cache = filled_cache(model, context)
     seconds = []
     for _ in range(tokens):
         start = synchronized(token.device.type)
-        output = model(token, past_key_values=cache)
+        output = model(token, **with_cache(cache))
         seconds.append(synchronized(token.device.type) - start)
         token = output.logits[:, -1:].argmax(-1)
     with calls() as counter:
-        model(token, past_key_values=cache)
+        model(token, **with_cache(cache))
     return 1 / statistics.median(seconds), counter.total()
 
 

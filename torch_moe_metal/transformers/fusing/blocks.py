@@ -17,6 +17,7 @@ from ...arguments import DTYPES
 from ...grad import wants_grad
 from ...layers import Linear, dequantized
 from ...warmup import warm_up_best_effort
+from ..versions import CACHE, take_cache, updated, updated_if_paged
 from .attention import FEW_QUERIES, attention_forward, key_heads, paged_attention, warm_up_attention, why_not_ours
 from .cache import grow_in_place, joined_rows
 from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments, member, prepared, setting, why_not_fused
@@ -207,10 +208,8 @@ class FusedProjections(Fused):
         super().__setstate__(state)
         self.join()  # in a copy, each weight has its own memory
 
-    def forward(
-        self, hidden_states: Tensor, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
-    ):
-        family, rotates = self.family, self.family.rotates(self)
+    def forward(self, hidden_states: Tensor, position_embeddings=None, attention_mask=None, **kwargs):
+        family, rotates, cache = self.family, self.family.rotates(self), take_cache(kwargs, self.is_paged)
         projections, norms = self.parts(self.joined), self.parts(family.norms)
         known = hidden_states.dim() == 3 and (position_embeddings is not None or not rotates)
         if not (
@@ -219,20 +218,20 @@ class FusedProjections(Fused):
             and self.is_plain_inference(hidden_states)
             and self.still_selected()
         ):
-            kwargs |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
+            kwargs = {CACHE: cache} | kwargs | {"attention_mask": attention_mask}
             if position_embeddings is not None:  # some do not accept them, such as Jamba's
                 kwargs["position_embeddings"] = position_embeddings
             return super().forward(hidden_states, **kwargs)
-        grow_in_place(past_key_values, self)
+        grow_in_place(cache, self)
         temperature = None
         if family.temperature is not None:  # it depends on the length of the cache before this call
-            temperature = family.temperature(self, hidden_states, past_key_values, kwargs.get("position_ids"))
+            temperature = family.temperature(self, hidden_states, cache, kwargs.get("position_ids"))
         angles = angles_of(position_embeddings, family.angles) if rotates else None
         q, *stored, gate = self.states(hidden_states, projections, norms, angles)
         if temperature is not None:
             q = (q * temperature).to(q.dtype)
-        if past_key_values is not None:
-            stored = past_key_values.update(*stored, self.layer_idx)
+        if cache is not None:
+            stored = updated(cache, *stored, self.layer_idx, kwargs)
         output, weights = self.attend(q, *stored, attention_mask, **kwargs)
         if gate is not None:
             output = output * family.gate(gate).reshape(*output.shape[:-1], -1)
@@ -248,6 +247,7 @@ class FusedProjections(Fused):
             output = paged_attention(self, q, k, v, **kwargs)
             if output is not None:
                 return output, None
+            k, v = updated_if_paged(self, k, v, kwargs)
         implementation = setting(self.config, "_attn_implementation_internal")
         function = attention_forward
         if implementation != NAME:
@@ -474,7 +474,7 @@ class FusedPreNormLayer(Fused):
         parts = mlp.parts(hidden_states, self, mlp, norm) if known else None
         if parts is None:
             return super().forward(hidden_states, *args, **kwargs)
-        grow_in_place(kwargs.get("past_key_values"), inner["self_attn"])
+        grow_in_place(kwargs.get(CACHE), inner["self_attn"])
         attended, _ = inner["self_attn"](hidden_states=self.norm("input_layernorm", hidden_states), **kwargs)
         x, residual = ops.residual_norm(hidden_states, attended, member(norm, "weight"), eps=norm.variance_epsilon)
         return mlp.moe(x, parts, residual)[0]
@@ -496,7 +496,7 @@ class FusedGemma4Layer(Fused):
         if arguments is None:
             return super().forward(hidden_states, per_layer_input, *args, **kwargs)
         inner = self._modules
-        grow_in_place(kwargs.get("past_key_values"), inner["self_attn"])
+        grow_in_place(kwargs.get(CACHE), inner["self_attn"])
         attended, _ = inner["self_attn"](
             hidden_states=self.norm("input_layernorm", hidden_states),
             **{"position_embeddings": None, "attention_mask": None} | kwargs,

@@ -41,6 +41,7 @@ GATES = {
     "deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts": (None, None, "limit"),
     "glm5_next.modeling_glm5_next.Glm5NextTextExperts": ("silu", None, "swiglu_limit"),
     "hy_v4.modeling_hy_v4.HYV4Experts": ("silu", None, "swiglu_limit"),
+    "hy_v4_vl.modeling_hy_v4_vl.HYV4VLExperts": ("silu", None, "swiglu_limit"),
     "beam.modeling_beam.BeamExperts": (None, None, None),
 }
 DEFAULT_GATE = (None, None, None)

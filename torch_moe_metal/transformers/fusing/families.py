@@ -155,6 +155,7 @@ BLOCKS = {
     "glm5_next.Glm5NextTextMoE": DEEPSEEK_V3,
     "glm_moe_dsa.GlmMoeDsaMoE": DEEPSEEK_V3,
     "hy_v4.HYV4MoE": DEEPSEEK_V3,
+    "hy_v4_vl.HYV4VLMoE": DEEPSEEK_V3,
     "kimi_linear.KimiLinearMoE": DEEPSEEK_V3,
     "solar_open.SolarOpenMoE": DEEPSEEK_V3,
     "mimo_v2_flash.MiMoV2FlashMoE": Block(deepseek_v3),
@@ -164,6 +165,7 @@ BLOCKS = {
     "laguna.LagunaSparseMoeBlock": Block(laguna, shared="shared_experts"),
     "hy_v3.HYV3MoE": Block(hy_v3, shared="shared_experts"),
     "flint.FlintSparseMoeBlock": Block(flint, shared="shared_expert"),
+    "lara_mini.LaraMiniSparseMoeBlock": Block(softmax_optional, shared="shared_expert"),
     "llama4.Llama4TextMoe": Block(llama4, router="router", shared="shared_expert", returns="output, logits"),
 }
 
@@ -215,7 +217,7 @@ def llama4_rotates(attention):
     return attention.use_rope
 
 
-def flint_rotates(attention):
+def in_windows(attention):
     return attention.sliding_window is not None
 
 
@@ -298,7 +300,8 @@ ATTENTIONS = {
     "hunyuan_v1_moe.HunYuanMoEV1Attention": Attention(norms=("query_layernorm", "key_layernorm"), norms_first=False),
     "hy_v3.HYV3Attention": PLAIN,
     "laguna.LagunaAttention": Attention(window="module", gate=softplus),
-    "flint.FlintAttention": Attention(window="module", rotates=flint_rotates),
+    "flint.FlintAttention": Attention(window="module", rotates=in_windows),
+    "lara_mini.LaraMiniAttention": Attention(window="module", rotates=in_windows),
     "granitemoe.GraniteMoeAttention": PLAIN,
     "granitemoe_swa.GraniteMoeSWAAttention": OWN_WINDOW,
     "granitemoehybrid.GraniteMoeHybridAttention": PLAIN,
@@ -335,6 +338,7 @@ LEFT_ATTENTIONS = {
     "qwen3_next.Qwen3NextGatedDeltaNet": RECURRENT,
     "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet": RECURRENT,
     "qwen4_exp.Qwen4ExpTextGatedDeltaNet": RECURRENT,
+    "lara_mini.LaraMiniGatedDeltaNet": RECURRENT,
     "minimax.MiniMaxLightningAttention": RECURRENT,
     "jamba.JambaMambaMixer": RECURRENT,
     "granitemoehybrid.GraniteMoeHybridMambaLayer": RECURRENT,
@@ -347,6 +351,7 @@ LEFT_ATTENTIONS = {
     "deepseek_v32.DeepseekV32Attention": INDEXED,
     "dots3_note.Dots3NoteTextAttention": INDEXED,
     "hy_v4.HYV4Attention": INDEXED,
+    "hy_v4_vl.HYV4VLAttention": INDEXED,
     "minimax_m3_vl.MiniMaxM3VLAttention": "in some layers an indexer selects the keys of each query (sparse attention)",
 }
 
