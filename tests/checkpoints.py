@@ -1,40 +1,23 @@
 """Tiny random checkpoints in the layouts of published ones."""
 
 import functools
-import json
 import re
 from pathlib import Path
 from unittest import mock
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MetalConfig
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_metal import MetalHfQuantizer
 
 from tiny_models import tiny_model
-from torch_moe_metal import quantize, reference
+from torch_moe_metal import quantize
+from torch_moe_metal.transformers.checkpoints import tiny
+from torch_moe_metal.transformers.checkpoints.tiny import GPTQ, fp8, gpt_oss, gptq_parts, original, words, write
 
-GPT_OSS_SKIPPED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-
-
-def write(folder: Path, model, tensors: dict[str, Tensor], quantization: dict | None = None, shards: int = 2) -> None:
-    """Write a checkpoint with `shards` files and the model's configuration."""
-    model.config.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": [type(model).__name__]}
-    config |= {"quantization_config": quantization} if quantization else {}
-    (folder / "config.json").write_text(json.dumps(config))
-    index, names = {}, sorted(tensors)
-    for i in range(shards):
-        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
-        # in different files, as large checkpoints may be
-        part = {name: tensors[name].contiguous() for name in names[i::shards]}
-        save_file(part, folder / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+__all__ = ["fp8", "gpt_oss", "write"]
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
@@ -45,92 +28,12 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def gpt_oss(folder: Path, **changes) -> Path:
-    """A checkpoint like openai/gpt-oss-20b."""
-    model = tiny_model("gpt_oss", **{"intermediate_size": 96, "tie_word_embeddings": False} | changes).bfloat16()
-    tensors = model.state_dict()
-    for name in [name for name in tensors if re.search(r"experts\.(gate_up|down)_proj$", name)]:
-        data, scale, _ = quantize(tensors.pop(name).mT, "mxfp4")
-        tensors |= {f"{name}_blocks": data.unflatten(-1, (-1, 16)), f"{name}_scales": scale}
-    write(folder, model, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": GPT_OSS_SKIPPED})
-    return folder
-
-
-def original(model) -> dict[str, Tensor]:
-    """A model's weights under the names in its family's checkpoints: expert by expert."""
-    model._weight_conversions = None
-    tensors = revert_weight_conversion(model, model.state_dict())
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-FP8_SIZES = {
-    "qwen3_moe": {"moe_intermediate_size": 256, "intermediate_size": 128},
-    "deepseek_v3": {"moe_intermediate_size": 128, "intermediate_size": 256, "n_shared_experts": 2},
-}
 FP8_FAMILIES = ["qwen2_moe", "qwen3_next", "mixtral", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "deepseek_v2"]
-
-
-def fp8(
-    folder: Path, family: str, scales: torch.dtype = torch.float32, scale_fmt: str | None = None, **changes
-) -> Path:
-    """Checkpoints like Qwen/Qwen3-30B-A3B-FP8 and deepseek-ai/DeepSeek-V3: all linear layers except routers and the
-    head. With the scale_fmt "ue8m0" scales are powers of two: bytes named `scale` as in DeepSeek V4, or float32 as in
-    V3.1, where o_proj nevertheless has others. Its folder `dense` has the same values in float32."""
-    sizes = FP8_SIZES.get(family, {"moe_intermediate_size": 128, "intermediate_size": 128})
-    model = tiny_model(family, **sizes | {"tie_word_embeddings": False} | changes).bfloat16()
-    model.config.dtype = torch.bfloat16  # as in published checkpoints; transformers cannot derive it from e8m0
-    tensors = original(model)
-    dense = {name: tensor.float() for name, tensor in tensors.items()}
-    for name in [name for name in tensors if re.search(r"(_proj|_a_proj_with_mqa|\.w[123])\.weight$", name)]:
-        data, scale, _ = quantize(tensors[name], "fp8")
-        bytes_alone = scales == torch.float8_e8m0fnu
-        if scale_fmt and (bytes_alone or ".o_proj." not in name):
-            scale = scale.log2().ceil().exp2()
-        scale = scale.to(scales)
-        dense[name] = reference.dequantize(data, scale.float(), format="fp8", dtype=torch.float32)
-        of_scale = f"{name.removesuffix('weight')}scale" if bytes_alone else f"{name}_scale_inv"
-        tensors |= {name: data.view(torch.float8_e4m3fn), of_scale: scale}
-    tensors |= {name: tensor.float() for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")}
-    skipped = [name.removesuffix(".weight") for name in tensors if name.endswith("mlp.gate.weight")]
-    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    method |= {"scale_fmt": scale_fmt} if scale_fmt else {}
-    write(folder, model, tensors, method | {"modules_to_not_convert": ["lm_head", *skipped]})
-    write(folder / "dense", model, dense)
-    return folder
-
-
-# ------------------------------------------------------------------------------------------------ integers
-
-
-def words(codes: Tensor, bits: int) -> Tensor:
-    """Integers [N, C] as int32 [N, C * bits / 32], the first in the lowest bits, as in GPTQ and compressed-tensors."""
-    found = torch.zeros(len(codes), codes.shape[1] * bits // 32, dtype=torch.int64)
-    for i in range(codes.shape[1]):
-        word, bit = divmod(i * bits, 32)
-        found[:, word] |= codes[:, i].long() << bit & 0xFFFFFFFF
-        if bit + bits > 32:
-            found[:, word + 1] |= codes[:, i].long() >> 32 - bit
-    return found.to(torch.int32)
 
 
 def awq_words(codes: Tensor) -> Tensor:
     """Integers [N, C] of 4 bits as AutoAWQ's int32 [N, C / 8]."""
     return words(codes.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(-2), 4)
-
-
-def integers_in(shape: torch.Size, bits: int, group: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [N, C], zero points and scales [N, C / group]."""
-    random = torch.Generator().manual_seed(seed)
-    N, C = shape
-    codes = torch.randint(2**bits, (N, C), generator=random)
-    zeros = torch.randint(2 ** (bits - 1) - 2, 2 ** (bits - 1) + 3, (N, C // group), generator=random)
-    return codes, zeros, (0.5 + torch.rand(N, C // group, generator=random)) * 0.5 / 2**bits
-
-
-def gptq_parts(codes, zeros, scales, bits, v2=False) -> dict[str, Tensor]:
-    g_idx = torch.arange(codes.shape[1]) // (codes.shape[1] // scales.shape[1])
-    parts = {"qweight": words(codes, bits).T, "qzeros": words(zeros.T - (0 if v2 else 1), bits)}
-    return parts | {"scales": scales.T.half(), "g_idx": g_idx.int()}
 
 
 def awq_parts(codes, zeros, scales, bits) -> dict[str, Tensor]:
@@ -152,7 +55,7 @@ def compressed(bits: int, group: int | None, symmetric: bool, attention_bits: in
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
 
 
-GPTQ, AWQ = {"quant_method": "gptq", "desc_act": False}, {"quant_method": "awq", "version": "gemm", "zero_point": True}
+AWQ = {"quant_method": "awq", "version": "gemm", "zero_point": True}
 #: GPTQModel's entries for modules with another width, or none. The last pattern would take forever on most names.
 DYNAMIC = {r"+:.*\.self_attn\..*": {"bits": 8}, r"-:lm_head": {}, r"+:([a-z_.0-9]+)+#": {"bits": 8}}
 #: The bits of attention's weights, if they differ from those of the experts.
@@ -177,28 +80,20 @@ INTEGERS = {
 }  # fmt: skip
 
 
+SYMMETRIC = ("compressed", "compressed_channels", "compressed_mixed")
+
+
 def integers(folder: Path, way: str, family: str = "qwen3_moe", **changes) -> Path:
     """All linear layers except routers and the head in integers; the folder `dense` in it has the same values in
     float32."""
     usual, group, parts_of, method = INTEGERS[way]
     sizes = {"moe_intermediate_size": 64, "intermediate_size": 64, "q_lora_rank": 32, "kv_lora_rank": 32}
+
+    def bits_of(name: str) -> int:
+        return ATTENTION_BITS.get(way, usual) if ".self_attn." in name else usual
+
     model = tiny_model(family, **sizes | changes)
-    tensors = original(model.bfloat16())
-    dense = {name: tensor.float() for name, tensor in tensors.items()}
-    matrices = [name for name in tensors if re.search(r"(_proj|\.w[123])\.weight$", name)]
-    for seed, name in enumerate(matrices):
-        shape, bits = tensors.pop(name).shape, ATTENTION_BITS.get(way, usual) if ".self_attn." in name else usual
-        codes, zeros, scales = integers_in(shape, bits, group or shape[1], seed)
-        parts = parts_of(codes, zeros, scales, bits)
-        scales = (parts["weight_scale"] if "weight_scale" in parts else parts["scales"].T).float()
-        if way in ("compressed", "compressed_channels", "compressed_mixed"):  # symmetric
-            zeros = torch.full_like(zeros, 2 ** (bits - 1))
-        values = codes.unflatten(-1, (scales.shape[1], -1)) - zeros.unsqueeze(-1)
-        dense[name] = (values * scales.unsqueeze(-1)).flatten(-2)
-        tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
-    write(folder, model, tensors, method)
-    write(folder / "dense", model, dense)
-    return folder
+    return tiny.integers(folder, model, parts_of, method, group, bits_of, symmetric=way in SYMMETRIC)
 
 
 #: llm-compressor's entries about activations in 4 bits, and about weights.

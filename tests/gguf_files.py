@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from tiny_models import COMMON, FAMILIES, SAME_CODE, randomised
+from tiny_models import COMMON, CONFIGS, randomised
 
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
@@ -144,7 +144,7 @@ MODELS: dict[str, tuple[str, dict]] = {
 def model(name: str, **changes) -> torch.nn.Module:
     torch.manual_seed(0)
     family, values = MODELS[name]
-    values = COMMON | (FAMILIES | SAME_CODE).get(family, ({},))[0] | SIZES | values | changes
+    values = COMMON | CONFIGS.get(family, {}) | SIZES | values | changes
     present = {key: copy.deepcopy(value) for key, value in values.items() if value is not ABSENT}
     config = AutoConfig.for_model(family, **present)  # it changes the dicts that it gets
     found = AutoModelForCausalLM.from_config(config)

@@ -56,7 +56,7 @@ NESTED = {"gemma4": "gemma4_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 def nested(folder: Path, family: str, **sizes) -> None:
     """A checkpoint of such a model, without its towers."""
     torch.manual_seed(0)
-    text = tiny_models.COMMON | tiny_models.FAMILIES[NESTED[family]][0] | sizes
+    text = tiny_models.COMMON | tiny_models.CONFIGS[NESTED[family]] | sizes
     config = AutoConfig.for_model(family, text_config=text, vision_config=None)
     config.tie_word_embeddings = config.text_config.tie_word_embeddings
     model = tiny_models.randomised(AutoModelForCausalLM.from_config(config))

@@ -344,18 +344,21 @@ def test_fp8_runs_packed(name, device, request):
 def test_fp8_of_every_family(family, tmp_path):
     folder, ids = checkpoints.fp8(tmp_path, family), tokens(2, 9)
     model, expected = load(folder), load(folder / "dense")(ids).logits
-    assert len(torch_moe_metal.patch(model)["fused"]) == FAMILIES[family][1]
+    assert len(torch_moe_metal.patch(model)["fused"]) == FAMILIES[family]
     assert set(formats(model).values()) == {"fp8"} and relative(model(ids).logits, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3_fp8", "deepseek_fp8", "deepseek_v3_1", "e8m0_fp8"])
 def test_fp8_is_saved_unchanged(name, request, tmp_path):
-    """With the same names, expert by expert, and the same bytes."""
+    """With the same names, expert by expert, and the same bytes. Since 5.24 transformers keeps some routers in
+    float32."""
     folder = request.getfixturevalue(name)
     load(folder, dtype="auto").save_pretrained(tmp_path)
     before, after = checkpoints.stored(folder), checkpoints.stored(tmp_path)
     assert before.keys() == after.keys()
     for key, tensor in before.items():
+        if key.endswith(".gate.weight") and after[key].dtype == torch.float32:
+            tensor = tensor.float()
         assert after[key].dtype == tensor.dtype, key
         assert torch.equal(after[key].view(torch.uint8), tensor.view(torch.uint8)), key
     ids = tokens(1, 5)

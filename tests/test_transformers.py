@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import warnings
-from pathlib import Path
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -29,7 +29,6 @@ from conftest import SIMULATED
 from dispatch_table import decoding
 from tiny_models import FAMILIES, SAME_CODE, eager, experts_classes, tiny_model, tiny_module, tokens
 from torch_moe_metal.grad import warned
-from torch_moe_metal.integration import SUPPORTED, why_unsupported
 from torch_moe_metal.transformers import Report
 from torch_moe_metal.transformers.fusing.blocks import Fused
 from torch_moe_metal.transformers.fusing.experts import experts_forward, why_not_fused
@@ -63,7 +62,7 @@ def test_logits(family, device):
         model.set_experts_implementation("moe_metal")
         assert relative(model(ids, use_cache=False).logits, expected) <= 1e-5
     report = torch_moe_metal.patch(model)
-    fused, left = (FAMILIES | SAME_CODE)[family][1], [row for row in report.rows if row.state == "left"]
+    fused, left = (FAMILIES | SAME_CODE)[family], [row for row in report.rows if row.state == "left"]
     assert len(report["fused"]) == fused == len(report.rows) - len(left), str(report)
     assert all(row.note == RECURRENT for row in left), str(report)
     assert relative(model(ids, use_cache=False).logits, expected) <= 1e-5
@@ -130,7 +129,10 @@ def check_compiled(family: str, backend: str) -> None:
 FALLBACKS = {
     "NemotronHExperts": "its experts have no gate",
     "Inkling2Experts": "its gate is its own: Inkling2Experts._apply_gate",
+    "Inkling2LoopExperts": "its gate is its own: Inkling2LoopExperts._apply_gate",
 }
+#: The number of classes on the experts interface, by the minor version of transformers.
+CLASSES = {"5.23": 65, "5.24": 68}
 
 
 def test_every_experts_class():
@@ -152,15 +154,18 @@ def test_every_experts_class():
         error = relative(output, cls.forward.__wrapped__(experts, x, ids, weights))
         print(f"{cls.__name__:32}{error:10.1e}  {reasons[cls.__name__] or 'fused'}")
         assert error <= 1e-6, cls
-    assert {name: why for name, why in reasons.items() if why} == FALLBACKS
-    print(f"{len(classes)} classes on the experts interface: {len(classes) - len(FALLBACKS)} fused")
-    assert len(classes) == 65
+    left = {name: why for name, why in reasons.items() if why}
+    assert left.items() <= FALLBACKS.items()
+    print(f"{len(classes)} classes on the experts interface: {len(classes) - len(left)} fused")
+    assert len(classes) == CLASSES.get(transformers.__version__.rpartition(".")[0], len(classes))
 
 
 def test_every_block_class():
     """Each block that `patch` knows returns what it returned before, in value, shape and dtype."""
     x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
-    for name in BLOCKS:
+    known = [name for name in BLOCKS if find_spec(f"transformers.models.{name.partition('.')[0]}")]
+    assert len(BLOCKS) - len(known) == (2 if transformers.__version__.startswith("5.23.") else 0)
+    for name in known:
         family, _, cls = name.partition(".")
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         for norm_topk_prob in (False, True):
@@ -175,7 +180,7 @@ def test_every_block_class():
             for a, e in zip(actual, expected, strict=True):
                 assert a.shape == e.shape and a.dtype == e.dtype and relative(a, e) <= 1e-6, name
         print(f"{name:56} fused, {dict(calls)}")
-    print(f"{len(BLOCKS)} block classes fused")
+    print(f"{len(known)} block classes fused")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -486,7 +491,9 @@ def test_more_choices_than_the_groups_hold():
     reason = "it chooses more experts than its best groups hold"
     x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
     left = set()
-    for name in BLOCKS:
+    known = [name for name in BLOCKS if find_spec(f"transformers.models.{name.partition('.')[0]}")]
+    assert len(BLOCKS) - len(known) == (2 if transformers.__version__.startswith("5.23.") else 0)
+    for name in known:
         family, _, cls = name.partition(".")
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         block = tiny_module(getattr(module, cls), num_experts_per_tok=5)  # and 4 in the 2 best of 4 groups
@@ -687,20 +694,8 @@ except ImportError as error:
     print(error)
 """)
     lines = printed.splitlines()
-    expected = "torch_moe_metal supports transformers 5.23 and does nothing in 5.20.2, which is installed: "
-    assert lines == [expected + "pip install 'transformers>=5.23,<5.24'"] * 2
-
-
-def test_which_versions_of_transformers_are_supported():
-    for version in ("5.23.0", "5.23.1", "5.23.1.dev0"):
-        assert why_unsupported(version) is None
-    for version in ("4.57.6", "5.0.0", "5.20.2", "5.22.2", "5.24.0", "6.0.0.dev0"):
-        assert f"does nothing in {version}" in why_unsupported(version)
-
-
-def test_pyproject_names_the_supported_versions():
-    (oldest, newest), text = SUPPORTED, (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    assert f"transformers>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}" in text
+    expected = "torch_moe_metal supports transformers from 5.23 on and does nothing in 5.20.2, which is installed: "
+    assert lines == [expected + "pip install 'transformers>=5.23'"] * 2
 
 
 @pytest.mark.slow

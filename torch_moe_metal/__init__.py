@@ -33,7 +33,7 @@ import torch
 from . import arguments, huge_pages, nn, reference, refusals, tuning
 from .after_import import after_import
 from .fake import fake
-from .integration import is_supported, packed_checkpoints
+from .integration import NEWEST, installed_version, is_supported, is_untested, packed_checkpoints
 from .library import cpu_isa, max_experts
 from .packing import quantize
 from .warmup import warm_up
@@ -71,27 +71,18 @@ for _name in arguments.ARGUMENTS:
 
 
 def _register_experts() -> None:
-    if is_supported():
-        from .transformers.fusing.experts import register
+    from .transformers.fusing.experts import register
 
-        register()
+    register()
 
 
 def _register_attention() -> None:
-    if is_supported():
-        from .transformers.fusing.attention import register
+    from .transformers.fusing.attention import register
 
-        register()
-
-
-def _refuse_resizing() -> None:
-    if is_supported():
-        refusals.refuse_resizing()
+    register()
 
 
 def _register_quantizers() -> None:
-    if not is_supported():
-        return
     try:
         from .transformers.checkpoints.takeover import register
     except ImportError as error:  # transformers must still import
@@ -104,7 +95,7 @@ def _register_quantizers() -> None:
 
 def _register_mtp() -> None:
     model = getattr(sys.modules["transformers.modeling_layers"], "MtpModel", None)
-    if model is not None and is_supported():
+    if model is not None:
         stock = vars(model)["from_pretrained"].__func__
 
         @functools.wraps(stock)
@@ -117,29 +108,48 @@ def _register_mtp() -> None:
 
 
 def _register_gguf() -> None:
-    if is_supported():
-        from .gguf.in_transformers import register
+    from .gguf.in_transformers import register
 
-        register()
+    register()
 
 
 def _take_gguf_paths(module: str) -> None:
-    if is_supported():
-        from .gguf.in_transformers import take_paths
+    from .gguf.in_transformers import take_paths
 
-        take_paths(sys.modules[module])
+    take_paths(sys.modules[module])
+
+
+def _when_imported(module: str, change: Callable[[], None], *arguments: str) -> None:
+    """Change a module of transformers when it has been imported, if its version is supported. An error in a version
+    that is newer than our tests becomes a warning, because transformers must still import."""
+
+    def change_it() -> None:
+        if not is_supported():
+            return
+        try:
+            change(*arguments)
+        except Exception as error:
+            if not is_untested():
+                raise
+            warnings.warn(
+                f"torch_moe_metal: transformers {installed_version()} is newer than our tests, and {module} could not "
+                f"be changed ({type(error).__name__}: {error}); pip install 'transformers=={NEWEST}.*'",
+                stacklevel=2,
+            )
+
+    after_import(module, change_it)
 
 
 # transformers is optional and slow to import, so these functions run when other code imports it.
-after_import("transformers.integrations.moe", _register_experts)
-after_import("transformers.quantizers", _register_quantizers)
-after_import("transformers.integrations.gguf", _register_gguf)
+_when_imported("transformers.integrations.moe", _register_experts)
+_when_imported("transformers.quantizers", _register_quantizers)
+_when_imported("transformers.integrations.gguf", _register_gguf)
 for name in ("modeling_auto", "configuration_auto", "tokenization_auto"):
     module = f"transformers.models.auto.{name}"
-    after_import(module, functools.partial(_take_gguf_paths, module))
-after_import("transformers.modeling_utils", _refuse_resizing)
-after_import("transformers.modeling_utils", _register_attention)
-after_import("transformers.modeling_layers", _register_mtp)
+    _when_imported(module, _take_gguf_paths, module)
+_when_imported("transformers.modeling_utils", refusals.refuse_resizing)
+_when_imported("transformers.modeling_utils", _register_attention)
+_when_imported("transformers.modeling_layers", _register_mtp)
 after_import("peft.tuners.tuners_utils", refusals.refuse_merging)
 
 

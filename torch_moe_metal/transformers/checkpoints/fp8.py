@@ -53,6 +53,7 @@ class Fp8(PackedQuantizer, FineGrainedFP8HfQuantizer):
     With "ue8m0" in the configuration, scales are powers of two of one byte each (DeepSeek V4), or float32 and not
     always powers of two (DeepSeek V3.1)."""
 
+    kind = "fp8"
     stock = FineGrainedFP8HfQuantizer
     scales: frozenset[str] = frozenset()  # their dtypes, by safetensors' names
 

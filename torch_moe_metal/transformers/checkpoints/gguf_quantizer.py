@@ -71,6 +71,7 @@ def unpacked(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
 class Gguf(PackedQuantizer, GgufHfQuantizer):
     """The quantizer of a GGUF file. A loaded model has a `MoeMetalConfig`, with which it is saved."""
 
+    kind = "gguf"
     stock = GgufHfQuantizer
     file: GgufFile
 

@@ -305,6 +305,8 @@ class Integers(PackedQuantizer):
     """AWQ, GPTQ, and compressed-tensors' integers and nvfp4, without the packages that transformers requires. A loaded
     model is in our formats, and is saved like a model of `MoeMetalConfig`."""
 
+    kind = "integers"
+
     def __init__(self, quantization_config: IntegerConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
         self.integers, self.method = quantization_config, METHODS[quantization_config.method]

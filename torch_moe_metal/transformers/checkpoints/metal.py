@@ -12,13 +12,12 @@ from transformers.quantizers.quantizer_metal import MetalHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ...formats import GROUPS
-from ...integration import packed_checkpoints
 from ..fusing.packed import Parts, columns_of, pack
 from .checkpoint import FLOATS, SAFETENSORS, SCALES, Stored
 from .conversions import merges_experts, packed_weight
 from .mlx_conversions import FromWords, kind_of
 from .patterns import expect_bounded
-from .quantizer import PackedQuantizer, absent, as_stored, runs_here
+from .quantizer import PackedQuantizer, absent, as_stored, packs, runs_here
 from .sources import Sources
 
 NAMES = ("weight", "scales", "qbiases")  # of data, scale and offset
@@ -40,12 +39,13 @@ class Quantize(ConversionOps):
 class Metal(PackedQuantizer, MetalHfQuantizer):
     """`weight` [N, C * bits / 32] in uint32, `scales` and `qbiases` [N, C / group] of linear layers."""
 
+    kind = "metal"
     stock = MetalHfQuantizer
 
     def serves(self, device_map) -> bool:
         config = self.quantization_config
         known = config.group_size in GROUPS and not config.dequantize
-        return known and runs_here(device_map) and packed_checkpoints()
+        return known and runs_here(device_map) and packs(self.kind)
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
         config = self.quantization_config

@@ -44,7 +44,7 @@ from .mlx_conversions import (
 )
 from .mlx_folder import Quantised, quantised, replace_stale_index_files
 from .patterns import within
-from .quantizer import PackedQuantizer, device_type, runs_here
+from .quantizer import PackedQuantizer, device_type, require_packed, runs_here
 
 #: Set by the user, it decides whether transformers reads tensors ahead.
 SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -53,6 +53,7 @@ SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 class Mlx(PackedQuantizer):
     """The quantizer of mlx-lm's folders."""
 
+    kind = "mlx"
     quantization_config: MlxConfig
     reads_sequentially = False
 
@@ -61,6 +62,7 @@ class Mlx(PackedQuantizer):
             raise ValueError(
                 f"torch_moe_metal: a checkpoint of mlx-lm runs on {' and '.join(DEVICES)} here, got {device_map}"
             )
+        require_packed(self.kind)
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
         replace_stale_index_files(checkpoint_files)

@@ -13,17 +13,19 @@ from ..fusing.packed import Parts, columns_of, dense_shape, empty_parts, quantiz
 from .checkpoint import FLOATS, SAFETENSORS, Stored
 from .config import Form, MoeMetalConfig, pack_all
 from .conversions import full_tensor_names, merged, merges_experts, packed_weight
-from .quantizer import PackedQuantizer, absent, as_stored, find_tensor, runs_here
+from .quantizer import PackedQuantizer, absent, as_stored, find_tensor, require_packed, runs_here
 
 
 class MoeMetal(PackedQuantizer):
     """Loads a dense checkpoint and packs it, or loads one that was saved packed."""
 
+    kind = "moe_metal"
     quantization_config: MoeMetalConfig
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
         if device_map is not None and not runs_here(device_map):
             raise ValueError(f"torch_moe_metal: its packed weights run on {' and '.join(DEVICES)}, got {device_map}")
+        require_packed(self.kind)
 
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:
         config = self.quantization_config

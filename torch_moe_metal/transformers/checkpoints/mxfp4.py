@@ -15,6 +15,7 @@ from .quantizer import PackedQuantizer, as_stored
 class Mxfp4(PackedQuantizer, Mxfp4HfQuantizer):
     """gpt-oss: experts `gate_up_proj_blocks` [E, 2I, H / 32, 16], `gate_up_proj_scales` [E, 2I, H / 32], and so on."""
 
+    kind = "mxfp4"
     stock = Mxfp4HfQuantizer
 
     def pack(self, model: nn.Module, tensors: dict[str, Stored]) -> None:

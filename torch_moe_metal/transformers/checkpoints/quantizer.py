@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ... import reference
 from ...formats import FORMATS
+from ...grad import warn_once
 from ...integration import packed_checkpoints
 from ...layers import Permuted
 from ...transaction import all_or_nothing
@@ -33,6 +34,7 @@ from ..fusing.packed import (
     packed_names,
     unpack,
 )
+from ..self_check import why_not_packed
 from .checkpoint import FP8_SCALES, SAFETENSORS, SCALES, Stored, stored_tensors
 from .config import MoeMetalConfig, described
 from .sources import Sources, sources_of
@@ -70,6 +72,23 @@ def stored_dtypes(format: str, part: int) -> tuple[str, ...]:
     return ("F32",) if part == 2 and row.offset == "factor" else STORED_SCALES[row.scale]
 
 
+def packs(kind: str) -> bool:
+    """Whether checkpoints of this kind are loaded packed, if they can be."""
+    if not packed_checkpoints():
+        return False
+    reason = why_not_packed(kind)
+    if reason is not None:
+        warn_once(reason)
+    return reason is None
+
+
+def require_packed(kind: str) -> None:
+    """Raises if a kind of checkpoint cannot be loaded that only we can load."""
+    reason = why_not_packed(kind)
+    if reason is not None:
+        raise ValueError(f"torch_moe_metal: {reason}")
+
+
 @contextlib.contextmanager
 def naming(place: str) -> Iterator[None]:
     """Adds the checkpoint to our errors that do not name one of its files."""
@@ -86,6 +105,7 @@ class PackedQuantizer(HfQuantizer):
     """A subclass gives modules packed weights on the meta device, under the checkpoint's names for their parts.
     transformers then loads these as it loads other tensors."""
 
+    kind: str  # the key in tiny.KINDS
     stock: type | None = None  # transformers' own quantizer, the fallback
     stored: dict[str, Stored] | None = None  # until they have been checked
     is_trainable = True  # gradients pass through packed weights
@@ -103,7 +123,7 @@ class PackedQuantizer(HfQuantizer):
     def serves(self, device_map) -> bool:
         """Whether this quantizer loads the checkpoint packed, instead of falling back to transformers' own."""
         dequantize = getattr(self.quantization_config, "dequantize", False)
-        return self.pre_quantized and not dequantize and runs_here(device_map) and packed_checkpoints()
+        return self.pre_quantized and not dequantize and runs_here(device_map) and packs(self.kind)
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
         if self.stock is not None and not self.serves(device_map):

@@ -11,7 +11,7 @@ from ...integration import packed_checkpoints
 from ..fusing.experts import NAME
 from . import fp8, gguf_quantizer, integers, metal, mlx_quantizer, moe_metal, mxfp4
 from .mlx_config import METHOD, is_of_mlx
-from .quantizer import runs_here
+from .quantizer import packs, runs_here
 
 logger = logging.get_logger(__name__)
 INTEGERS = "moe_metal_integers"
@@ -23,7 +23,7 @@ def claimed(found: dict, device_map) -> dict | None:
         return None
     if is_of_mlx(found):
         return found | {"quant_method": METHOD}
-    if runs_here(device_map) and integers.integers_of(found) is not None:
+    if runs_here(device_map) and integers.integers_of(found) is not None and packs("integers"):
         return {"quant_method": INTEGERS, "checkpoint": found}
     return None
 

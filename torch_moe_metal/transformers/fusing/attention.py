@@ -110,6 +110,8 @@ def why_not_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
         return f"it is on {query.device.type}"
     if mask is not None and (mask.dim() != 4 or mask.dtype not in (torch.bool, torch.float32, query.dtype)):
         return f"its mask is {mask.dtype} of shape {list(mask.shape)}"
+    if mask is not None and mask.shape[-1] == 1 != key.shape[-2]:  # transformers', for a padded batch of MiniMax
+        return "its mask is for one key"
     return None
 
 

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from ...grad import warn_once
 from ...transaction import all_or_nothing
 from ...warmup import warm_up_best_effort
+from .. import self_check
 from .blocks import (
     Fused,
     FusedBlock,
@@ -74,9 +76,35 @@ def patch(model: nn.Module) -> Report:
     All other experts run through `experts_implementation="moe_metal"`, which this selects. Weights are shared, not
     copied, and `unpatch` undoes everything. If a gradient is needed, or other experts are selected later, the model
     runs as without `patch`. The cache of fused layers grows in place. If `patch` raises, the model is unchanged. On
-    mps it starts to compile kernels in the background: see `warm_up`. For a pipeline, its model is patched.
+    mps it starts to compile kernels in the background: see `warm_up`. For a pipeline, its model is patched. If
+    transformers is newer than our tests, a tiny model of the same family is compared first, fused and not.
     """
     model = model_of(model, "patch")
+    reason = self_check.why_not_fused(folders_of(model))
+    if reason is not None:
+        warn_once(reason)
+        return Report([Row(name, type(part).__name__, LEFT, reason) for name, part in fusible(model).items()])
+    report = fuse_in_place(model)
+    warm_up_best_effort(model)
+    return report
+
+
+def fusible(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that `patch` would change, but for norms, by their names."""
+    classes = {name: fused_class(original_class(part)) for name, part in model.named_modules()}
+    known = {name for name, fused in classes.items() if fused and not issubclass(fused, FusedNorm)}
+    return {name: part for name, part in model.named_modules() if name in known or is_experts(part)}
+
+
+def folders_of(model: nn.Module) -> set[str]:
+    """The folders of transformers' models with the classes that `patch` would fuse."""
+    found = fusible(model).values()
+    folders = {family_name(original_class(part)).partition(".")[0] for part in found if not is_experts(part)}
+    return folders or ({self_check.FOR_EXPERTS} if found else set())
+
+
+def fuse_in_place(model: nn.Module) -> Report:
+    """`patch` without the comparison."""
     parts = [module for module in model.modules() if hasattr(type(module), "set_experts_implementation")]
     selected = {id(part.config): (part, part.config._experts_implementation) for part in parts}
     with all_or_nothing(model):
@@ -88,7 +116,6 @@ def patch(model: nn.Module) -> Report:
             if part.config._experts_implementation != implementation:
                 setattr(part, BEFORE, implementation)
         select_attention(model)
-    warm_up_best_effort(model)
     return report
 
 
