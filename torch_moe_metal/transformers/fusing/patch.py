@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from ...macos import require_torch
 from ...transaction import all_or_nothing
 from ...warmup import warm_up_best_effort
 from .blocks import (
@@ -74,9 +75,15 @@ def patch(model: nn.Module) -> Report:
     All other experts run through `experts_implementation="moe_metal"`, which this selects. Weights are shared, not
     copied, and `unpatch` undoes everything. If a gradient is needed, or other experts are selected later, the model
     runs as without `patch`. The cache of fused layers grows in place. If `patch` raises, the model is unchanged. On
-    mps it starts to compile kernels in the background: see `warm_up`. For a pipeline, its model is patched.
+    mps it starts to compile kernels in the background: see `warm_up`. For a pipeline, its model is patched. On a Mac
+    with mps it raises an ImportError if torch is older than 2.14, wherever the model is, since it may be moved to mps.
     """
-    model = model_of(model, "patch")
+    require_torch()
+    return patch_with_any_torch(model_of(model, "patch"))
+
+
+def patch_with_any_torch(model: nn.Module) -> Report:
+    """`patch` for models that compute nothing: those of `fit` are on the meta device."""
     parts = [module for module in model.modules() if hasattr(type(module), "set_experts_implementation")]
     selected = {id(part.config): (part, part.config._experts_implementation) for part in parts}
     with all_or_nothing(model):
