@@ -1,5 +1,5 @@
 // Products of many rows with weights in any format on the matrix units of M5 and newer GPUs, with matmul2d of Apple's
-// Metal Performance Primitives (macOS 26.2). The ops linear and experts use them if `tune` has found them correct and
+// Metal Performance Primitives (macOS 26.3). The ops linear and experts use them if `tune` has found them correct and
 // faster (csrc/mps/tensor_ops.h). Compiled as Metal 3, or without Apple's header, the library is empty.
 //
 //   output[i] = weight[expert of i] * x[i] + bias

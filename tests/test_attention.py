@@ -17,7 +17,14 @@ from checks import relative
 from tiny_models import eager, tiny_model, tokens
 from torch_moe_metal import reference
 from torch_moe_metal.grad import warned
-from torch_moe_metal.transformers.fusing.attention import FEW_QUERIES, attention_forward, attention_mask
+from torch_moe_metal.transformers.fusing import attention
+from torch_moe_metal.transformers.fusing.attention import (
+    FEW_QUERIES,
+    MOST_KEYS_OF_MPSGRAPH,
+    attention_forward,
+    attention_mask,
+    is_for_pytorch,
+)
 from torch_moe_metal.transformers.versions import cache_of, with_cache
 
 
@@ -58,6 +65,44 @@ def test_logits_with_padding(family: str, prompt: int, device: str):
     got = logits(with_attention(family, "moe_metal", device, **changes), ids, mask)
     seen = mask.bool()
     assert relative(got[seen], want[seen]) <= 1e-5
+
+
+MANY, LONG = FEW_QUERIES + 1, MOST_KEYS_OF_MPSGRAPH + 1
+
+
+@pytest.mark.parametrize("T, S, D, V, mask, on_mps, elsewhere", [
+    (FEW_QUERIES, LONG, 128, 128, None, False, False),
+    (MANY, LONG - 1, 192, 128, None, True, True),
+    (MANY, LONG, 192, 128, None, False, True),
+    (MANY, LONG, 512, 512, None, False, True),
+    (MANY, LONG, 128, 64, None, False, True),
+    (MANY, LONG, 128, 128, None, True, True),
+    (MANY, LONG, 128, 128, torch.bool, True, True),
+    (MANY, LONG, 128, 128, torch.float32, False, True),
+])  # fmt: skip
+def test_who_computes_many_queries(T: int, S: int, D: int, V: int, mask, on_mps: bool, elsewhere: bool, device: str):
+    """On mps PyTorch only where it does not use MPSGraph, whose sums over many keys are wrong on M1 and M2."""
+    one = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, device=device)
+    mask = None if mask is None else one.to(mask).expand(1, 1, T, S)
+    states = one.expand(1, 4, T, D), one.expand(1, 2, S, D), one.expand(1, 2, S, V)
+    assert is_for_pytorch(*states, mask) == (on_mps if device == "mps" else elsewhere)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_long_prompts_on_mps(family: str, mps: str, monkeypatch):
+    """Heads of other sizes than PyTorch's kernels take."""
+
+    def refused(*_args, **_options):
+        raise AssertionError
+
+    ids = tokens(1, FEW_QUERIES + 7, device=mps)
+    want = with_attention(family, "eager", mps)(ids).logits
+    monkeypatch.setattr(attention, "MOST_KEYS_OF_MPSGRAPH", FEW_QUERIES)
+    monkeypatch.setattr(attention, "sdpa_attention_forward", refused)
+    model = with_attention(family, "moe_metal", mps)
+    assert relative(model(ids).logits, want) <= 1e-5
+    torch_moe_metal.patch(model)
+    assert relative(model(ids).logits, want) <= 1e-5
 
 
 #: Families whose attention `patch` fuses in a way of its own: gates, norms after the rotation, layers without rope,

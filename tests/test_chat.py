@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import gguf_files
 import served
 import torch_moe_metal
 from tiny_models import tiny_model
-from torch_moe_metal import chat
+from torch_moe_metal import chat, cli
 from torch_moe_metal.__main__ import main
 
 #: Only the last part of an answer is kept, because templates of reasoning models drop the reasoning.
@@ -121,6 +122,15 @@ def test_on_mps(mps: str, family: str):
         assert (answer.message, answer.computed) == (on_cpu.message, on_cpu.computed)
         assert answer.message["content"] == alone(talks[0], talks[0].messages[:-1])
     assert 0 < answer.computed < answer.prompt
+
+
+def test_generate_waits_for_the_gpu(device: str, monkeypatch):
+    """Which it does not by itself on mps."""
+    waited = []
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append(None))
+    monkeypatch.setattr(cli, "TOKENS_PER_WAIT", 5)
+    conversation(model_of(device=device)).turn("hello")
+    assert len(waited) in ((2, 3) if device == "mps" else (0,))
 
 
 def test_linear_attention_continues(model):

@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.continuous_batching import cb_logits_processors as stock
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.utils.chat_parsing import parse_response
 
@@ -28,11 +29,12 @@ import malformed
 import mlx_folders
 import served
 import torch_moe_metal
+from torch_moe_metal import cli
 from torch_moe_metal.__main__ import main
 from torch_moe_metal.cli import CannotRun
 from torch_moe_metal.loading import Source
 from torch_moe_metal.serve.model_manager import HARMONY
-from torch_moe_metal.serve.sampling import Seeded, quick, sampling
+from torch_moe_metal.serve.sampling import QuickTopK, Seeded, draw, quick, sampling
 from torch_moe_metal.serve.stopping import StopFilter
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -136,10 +138,15 @@ def test_completions_and_responses_give_the_tokens_of_generate(server, expected)
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["sequential", "batched"])
-def test_a_server_on_mps(mps: str, folder: Path, expected, batched: bool):
-    """Stop strings and seeds too: on mps, `generate` gives tokens to its streamer one step late."""
+def test_a_server_on_mps(mps: str, folder: Path, expected, batched: bool, monkeypatch):
+    """Stop strings and seeds too: on mps, `generate` gives tokens to its streamer one step late, and never waits for
+    the GPU. Batched requests wait in each step."""
+    waited, wait = [], torch.mps.synchronize
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: (waited.append(None), wait()))
+    monkeypatch.setattr(cli, "TOKENS_PER_WAIT", 10)
     with served.ServerThread(Source.of(str(folder)), batched, context=512, device=mps) as server:
         assert text_of(chat(server)) == expected["chat"]
+        assert batched or waited
         text, _, usage = collect(chat(server, stop=expected["chat"][9:12], stream=True))
         assert (text, usage.completion_tokens) == (expected["chat"][:9], 12)
         seeded = [text_of(chat(server, temperature=1.5, seed=7, max_tokens=8)) for _ in range(2)]
@@ -169,13 +176,13 @@ def test_eight_clients_at_once(server, expected):
 
 
 def test_greedy_requests_draw_no_random_numbers(batched, monkeypatch):
-    drawn, multinomial = [], torch.multinomial
+    drawn, exponential = [], torch.Tensor.exponential_
 
     def observed(*args, **kwargs) -> torch.Tensor:
         drawn.append(None)
-        return multinomial(*args, **kwargs)
+        return exponential(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "multinomial", observed)
+    monkeypatch.setattr(torch.Tensor, "exponential_", observed)
     chat(batched)
     assert not drawn
     chat(batched, temperature=1)
@@ -698,3 +705,48 @@ def test_seeds_draw_the_same_token_when_a_request_is_computed_again():
     other = RequestState("", [1, 2], generated_tokens=[3, 4], logit_processor_kwargs={"seed": 1})
     before, again, another = drawn(scores, first, first.create_equivalent_initial_request(), other)
     assert before == again != another
+
+
+def faulty_exponential(self: torch.Tensor, *_args, **_options) -> torch.Tensor:
+    """As on mps in torch 2.13 (pytorch#192577), but with many zeros."""
+    self.fill_(1.0)[..., ::2] = -0.0
+    return self
+
+
+def faulty_multinomial(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
+    return (probabilities / faulty_exponential(torch.empty_like(probabilities))).argmax(-1, keepdim=True)
+
+
+def sampled(scores: torch.Tensor) -> list[int]:
+    """The tokens that a runner of continuous batching draws."""
+    settings = SimpleNamespace(do_sample=True, return_logprobs=False)
+    runner, top_k = SimpleNamespace(), QuickTopK(stock.ContinuousBatchingTopKLogitsWarper(TopKLogitsWarper(1)))
+    runner._sample = lambda scores, output: ModelRunner._sample(settings, scores, output)
+    top_k.sample_for(runner)
+    output = torch.zeros(1, len(scores), dtype=torch.int32)
+    runner._sample(scores[None], output)
+    return output[0].tolist()
+
+
+def test_tokens_of_probability_zero_are_not_drawn(monkeypatch):
+    """Neither are very unlikely ones. The last rows have a single token left, as `Seeded` leaves them."""
+    monkeypatch.setattr(torch, "multinomial", faulty_multinomial)
+    monkeypatch.setattr(torch.Tensor, "exponential_", faulty_exponential)
+    likely = torch.tensor([2, 3, 4, 5])
+    scores = torch.full((4, 9), -torch.inf)
+    scores[0], scores[1, [0, 6]] = -40, -30
+    scores[range(4), likely] = 1.0
+    assert sampled(scores) == likely.tolist()
+    rows = [RequestState("", [0], logit_processor_kwargs={"seed": i}) for i in range(4)]
+    assert drawn(scores, *rows) == likely[:, None].tolist()
+
+
+@pytest.mark.parametrize("masked", [0, 90])
+def test_draws_are_those_of_multinomial(masked: int):
+    probabilities = torch.randn(200, 99, generator=torch.Generator().manual_seed(0))
+    probabilities[:, :masked] = -torch.inf
+    probabilities = probabilities.softmax(-1)
+    torch.manual_seed(1)
+    want = torch.multinomial(probabilities, 1)[:, 0]
+    torch.manual_seed(1)
+    assert torch.equal(draw(probabilities), want)

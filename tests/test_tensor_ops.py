@@ -33,8 +33,8 @@ EVERY_FORMAT = [AFFINE[4], MXFP4, *(pytest.param(packing, marks=pytest.mark.slow
 
 
 @contextlib.contextmanager
-def units(minor: int = 2, **numbers: int) -> Iterator[None]:
-    """On macOS 26.2, and from one slot or token per weight on."""
+def units(minor: int = 3, **numbers: int) -> Iterator[None]:
+    """On macOS 26.3, and from one slot or token per weight on."""
     import metal_sim
 
     with metal_sim.playing_macos(26, minor):
@@ -225,8 +225,8 @@ def test_other_kernels_run_for_transposed_weights(mps: str):
     assert any("_tiles" in kernel for kernel in ran) and not any("tensor" in kernel for kernel in ran)
 
 
-@pytest.mark.parametrize("minor, taken", [(1, False), (2, True)])
-def test_macos_26_2_is_needed(mps: str, minor: int, taken: bool):
+@pytest.mark.parametrize("minor, taken", [(2, False), (3, True)])
+def test_macos_26_3_is_needed(mps: str, minor: int, taken: bool):
     args, options = packed_linear(MXFP4, 20, BFLOAT, H=128)
     with units(minor):
         (kernel,) = linear_kernels(mps, args, options)
@@ -261,7 +261,7 @@ def test_other_kernels_run_where_these_do_not_compile(tmp_path: Path):
     script = """
 torch.ops.moe_metal._set_tuning(["tensor_ops"], [1])
 weight, x = torch.ones(8, 64, device="mps").bfloat16(), torch.ones(9, 64, device="mps").bfloat16()
-with metal_sim.playing_macos(26, 2), metal_sim.record() as record:
+with metal_sim.playing_macos(26, 3), metal_sim.record() as record:
     outputs = [torch.ops.moe_metal.linear(x, weight) for _ in range(2)]
 print(record.kernels, all(bool((one == 64).all()) for one in outputs))
 """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .cli import CannotRun, positive
+from .cli import CannotRun, Waits, positive
 from .loading import add_model, check_model, context_of, load_model, load_tokenizer, loading, memory, say
 
 EXAMPLES = """
@@ -172,6 +172,7 @@ class Chat:
                 pad_token_id=self.tokenizer.pad_token_id or 0,
                 streamer=answer,
                 stopping_criteria=[stop],
+                logits_processor=[Waits()],
                 **with_cache(cache),
                 **self.sampling,
             )

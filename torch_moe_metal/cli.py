@@ -4,6 +4,12 @@ from argparse import ArgumentParser, ArgumentTypeError
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
+
+from .macos import why_torch_is_too_old
+
+#: On mps, how many tokens `generate` computes between two waits for the GPU.
+TOKENS_PER_WAIT = 256
 
 
 class CannotRun(Exception):
@@ -23,10 +29,23 @@ def add_device(parser: ArgumentParser) -> None:
 
 
 def check_device(device: str) -> None:
+    """Raise `CannotRun` if this device is missing, or if this Mac needs a newer torch, for whichever device."""
+    if (reason := why_torch_is_too_old()) is not None:
+        raise CannotRun(reason)
     if device == "mps" and not torch.backends.mps.is_available():
         from .doctor import devices
 
         raise CannotRun(f"--device mps: {dict(devices())['mps']}")
+
+
+class Waits:
+    """A logits processor that changes nothing, and waits for the GPU now and then. On mps `generate` never does, and
+    MPSGraph frees its scratch memory only then (pytorch#194459)."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        if scores.device.type == "mps" and ids.shape[1] % TOKENS_PER_WAIT == 0:
+            torch.mps.synchronize()
+        return scores
 
 
 def has_transformers() -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import __version__, arguments, cpu_isa, reference
+from . import __version__, arguments, cpu_isa, macos, reference
 from .bench import measure
 from .bench.packings import Packing
 from .formats import FORMATS
@@ -138,10 +138,13 @@ def compiling(device: str) -> Iterator[str]:
 
 
 def run() -> int:
-    """Print the report. Returns 0 if every op is correct on every available device, else 1."""
+    """Print the report. Returns 0 if every op is correct on every available device, and `patch` accepts the installed
+    torch, else 1."""
     print(f"torch_moe_metal {__version__}   torch {torch.__version__}   transformers {installed('transformers')}")
     print(f"Python {platform.python_version()}   {measure.system()}   {measure.processor()}")
     print(f"CPU kernels: {cpu_isa}, {torch.get_num_threads()} threads")
+    if too_old := macos.why_torch_is_too_old():
+        print(f"\n{too_old}")
     failures = 0
     for device, missing in devices():
         if missing:
@@ -168,4 +171,4 @@ def run() -> int:
             f"\n{failures} failed. Rebuild for the installed torch (`pip install --no-build-isolation "
             "--force-reinstall --no-deps .`) and try again; if it still fails, please report it with this output."
         )
-    return 1 if failures else 0
+    return 1 if failures or too_old else 0

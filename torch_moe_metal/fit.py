@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .cli import CannotRun, positive
 from .formats import LIBRARIES
 from .loading import MODEL, Source
+from .macos import why_torch_is_too_old
 from .models import MODELS, configuration
 from .packing import WRITTEN
 
@@ -312,7 +313,7 @@ def explained(name: str) -> Iterator[None]:
 
 
 def lines(source: Source | None, config, options: Namespace) -> Iterator[str]:
-    from .transformers import patch
+    from .transformers.fusing.patch import fuse_in_place
 
     text = config.get_text_config(decoder=True)
     stored = getattr(config, "dtype", None)
@@ -321,7 +322,7 @@ def lines(source: Source | None, config, options: Namespace) -> Iterator[str]:
         model = empty_model(config, dtype)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         rows = list(table(source, config, dtype, options.formats))
-        patch(model)
+        fuse_in_place(model)
         layers = cache_layers(model, config)
         working = working_memory(model, config, options.prompt)
     most = getattr(text, "max_position_embeddings", None) or 32768
@@ -394,6 +395,8 @@ def about_memory(layers: list[CacheLayer], working: int, most: int, prompt: int)
 
 
 def about_budgets(budgets: list[tuple[str, list[float]]], options: Namespace) -> Iterator[str]:
+    if (reason := why_torch_is_too_old()) is not None:
+        yield f"Before a model can run on this Mac: {reason}"
     yield '"fits": with the whole context. 1 GB is 10^9 bytes; a Mac with 32 GB has 34.4 of these.'
     for name, each in budgets:
         if len(each) > 1:

@@ -1,7 +1,14 @@
-"""The version of macOS. Tools import this file before the package is built, so it imports nothing from the
-package."""
+"""This Mac: the version of macOS, and whether the installed torch computes correctly on its GPU. Tools import this file
+before the package is built, so it imports nothing from the package."""
 
 import platform
+import sys
+
+import torch
+from torch.torch_version import TorchVersion
+
+#: The oldest torch for Apple GPUs.
+OLDEST_TORCH = "2.14"
 
 
 def version() -> str:
@@ -14,3 +21,26 @@ def version() -> str:
     darwin, minor, *_ = platform.release().split(".")
     major = int(darwin) - 9 if int(darwin) < 25 else 26 if darwin == "25" else int(darwin)
     return f"{major}.{minor}"
+
+
+def why_torch_is_too_old() -> str | None:
+    """The reason why a model should not run with the installed torch on this Mac; None if it may.
+
+    PyTorch's own ops of older versions are silently wrong on Apple GPUs: they draw tokens of probability zero, lose
+    biases, let queries see later keys, and write beyond a tensor's memory. A model on the CPU may be moved to mps at
+    any time, so what counts is whether this Mac has mps, not where the model is.
+    """
+    if sys.platform != "darwin" or not torch.backends.mps.is_available():
+        return None
+    if TorchVersion(torch.__version__) >= OLDEST_TORCH:
+        return None
+    return (
+        f"torch {torch.__version__}, which is installed, gives wrong results on Apple GPUs without an error: "
+        f"pip install 'torch>={OLDEST_TORCH}'"
+    )
+
+
+def require_torch() -> None:
+    """Raise if the installed torch is too old for this Mac."""
+    if (reason := why_torch_is_too_old()) is not None:
+        raise ImportError(f"torch_moe_metal: {reason}")

@@ -407,8 +407,9 @@ std::tuple<c10::List<std::string>, c10::List<double>> times_of_libraries() {
 
 }  // namespace
 
-// Before macOS 26.2, tensors in registers have a different layout, and bfloat tensors are missing.
-bool has_tensor_ops() { return is_macos_at_least(26, 2); }
+// Before macOS 26.2, tensors in registers have a different layout, and bfloat tensors are missing. In 26.2,
+// PyTorch found products wrong (pytorch#197114).
+bool has_tensor_ops() { return is_macos_at_least(26, 3); }
 
 bool compiles(Kernel& kernel) {
   if (kernel.is_refused) return false;

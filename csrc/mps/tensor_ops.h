@@ -1,4 +1,4 @@
-// Our own kernels for the matrix units of M5 and newer GPUs (shaders/tensor_ops.metal). They need macOS 26.2, and have
+// Our own kernels for the matrix units of M5 and newer GPUs (shaders/tensor_ops.metal). They need macOS 26.3, and have
 // never run on a Mac, so they are off until `tune` finds them correct and faster (tuning.h).
 #pragma once
 #include "mps/weights.h"

@@ -42,7 +42,7 @@ struct Tuning {
   int64_t matrix_units = 0;
   // Prefill, 16-bit activations: from how many slots or tokens per weight on our own kernels for these units are used,
   // in `experts` and `linear`, for dense and packed weights; 0: never. They have priority over PyTorch's product and
-  // round at the same places; packed weights are rounded to 16 bits, too. They need macOS 26.2 and aligned rows of
+  // round at the same places; packed weights are rounded to 16 bits, too. They need macOS 26.3 and aligned rows of
   // weights (dense: with contiguous columns; packed: of a multiple of 64 columns). Off for the same reason.
   int64_t tensor_ops = 0;
   // Gate, many tokens: with fewer tiles than this, groups of four tokens by four experts are used, which are more

@@ -154,7 +154,7 @@ def test_an_older_macos_does_not_compile_tensors(monkeypatch: pytest.MonkeyPatch
     works = compile_shaders.listed(ops._kernels(), f"{TENSORS}|{GLU}")
     for work in works:
         work.kernels = {work.listed[0]}
-    for version, libraries in (("15.5", 1), ("26.2", 2)):
+    for version, libraries in (("15.5", 1), ("26.3", 2)):
         monkeypatch.setattr(macos, "version", lambda version=version: version)
         with compile_shaders.ThreadPoolExecutor(1) as pool:
             assert compile_shaders.runtime(ops, works, pool).startswith(f"{libraries} libraries")

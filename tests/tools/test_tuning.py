@@ -131,7 +131,7 @@ def sampled(setting: Setting, value: int) -> list[Case]:
 
 @contextlib.contextmanager
 def kernels_of_others(setting: Setting) -> Iterator[float]:
-    """With PyTorch's kernels, as from torch 2.15 on, and Apple's, as from macOS 26.2 on. -> the roundings that they may
+    """With PyTorch's kernels, as from torch 2.15 on, and Apple's, as from macOS 26.3 on. -> the roundings that they may
     add"""
     if setting.name not in tuning.PER_MACOS:
         yield 1
@@ -140,7 +140,7 @@ def kernels_of_others(setting: Setting) -> Iterator[float]:
     else:
         import metal_sim
 
-        with metal_sim.grouped_mm(), metal_sim.playing_macos(26, 2):
+        with metal_sim.grouped_mm(), metal_sim.playing_macos(26, 3):
             yield test_experts_grouped.ROUNDINGS
 
 
@@ -572,7 +572,7 @@ def units(monkeypatch, mps: str):
     monkeypatch.setattr(tune, "rounds_each", rounds)
     monkeypatch.setattr(tune, "FORMATS", {"dense": None})
     monkeypatch.setitem(MODELS, DEFAULT, MODELS[DEFAULT].reduced(E=2, K=1, H=64, I=64))
-    with metal_sim.grouped_mm(), metal_sim.playing_macos(26, 2):
+    with metal_sim.grouped_mm(), metal_sim.playing_macos(26, 3):
         yield
 
 

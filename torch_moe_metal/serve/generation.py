@@ -29,7 +29,7 @@ from transformers.cli.serving.utils import (
 )
 from transformers.generation.continuous_batching.utils import drain_queue
 
-from ..cli import CannotRun
+from ..cli import CannotRun, Waits
 from .sampling import GREEDY, SHARED, install, sampling
 from .stopping import StopFilter, cut
 
@@ -184,6 +184,7 @@ class Sequential(Answers, GenerateManager):
         request, loop, queue = current.get(), asyncio.get_running_loop(), asyncio.Queue()
         streamer = SequentialStreamer(rust_tokenizer(processor), loop, queue, response_parser, stops=request.stops)
         arguments = {**inputs, "streamer": streamer, "generation_config": gen_config, "tokenizer": processor}
+        arguments["logits_processor"] = [Waits()]
         if hasattr(model, "has_talker"):  # it would speak as well
             arguments["generation_mode"] = "text"
 

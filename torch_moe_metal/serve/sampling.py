@@ -2,7 +2,7 @@
 
 transformers' processors of continuous batching sort the whole vocabulary twice in every step, also for greedy requests.
 Ours give the same scores and sort only where a request needs it. transformers draws the tokens of all requests with one
-generator, also those of greedy ones; `Seeded` draws those of a request with a seed.
+generator, also those of greedy ones; `Seeded` draws those of a request with a seed. All draws are `draw`'s.
 """
 
 import hashlib
@@ -62,6 +62,17 @@ def quick(processor):
     return processor
 
 
+def draw(probabilities: torch.Tensor, waits: torch.Tensor | None = None) -> torch.Tensor:
+    """A token for each row of probabilities [..., vocabulary], as `torch.multinomial` draws it, with the same numbers.
+    `waits` are exponentially distributed random numbers.
+
+    A token of probability zero is never drawn, and a token of probability one always is. On mps `exponential_` may give
+    zeros, so that multinomial divides zero by zero and takes the NaN as the largest (pytorch#192577). Here they are the
+    smallest wait that the CPU draws. A smaller one would make unlikely tokens win."""
+    waits = torch.empty_like(probabilities).exponential_() if waits is None else waits
+    return (probabilities / waits.clamp_min(torch.finfo(waits.dtype).eps / 2)).argmax(-1)
+
+
 class QuickTopK(ContinuousBatchingTopKLogitsWarper):
     """In a step whose requests are all greedy it changes no scores, and `sample_for` takes the largest: a draw takes a
     random number for each token of the vocabulary."""
@@ -69,13 +80,11 @@ class QuickTopK(ContinuousBatchingTopKLogitsWarper):
     least, most = 0, sys.maxsize  # of the step's requests
 
     def sample_for(self, runner: ModelRunner) -> None:
-        """Make this runner draw only in steps with a request that is not greedy."""
-        stock = runner._sample
+        """Make this runner draw by `draw`, and only in steps with a request that is not greedy."""
 
         def sample(scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-            if self.most > 1:
-                return stock(scores, output_ids)
-            output_ids[0, : scores.shape[1]].copy_(scores[0].argmax(-1))
+            tokens = draw(scores[0].softmax(-1)) if self.most > 1 else scores[0].argmax(-1)
+            output_ids[0, : scores.shape[1]].copy_(tokens)
 
         runner._sample = sample
 
@@ -138,7 +147,7 @@ class Seeded(ContinuousBatchingLogitsProcessor):
             if seed is not None:
                 # as torch.multinomial draws, but on the CPU, which has the same numbers for every device
                 waits = torch.empty(scores.shape[-1]).exponential_(generator=torch.Generator().manual_seed(seed))
-                drawn = (scores[row].softmax(-1) / waits.to(scores.device)).argmax()
+                drawn = draw(scores[row].softmax(-1), waits.to(scores.device))
                 others = torch.arange(scores.shape[-1], device=scores.device) != drawn
                 scores[row].masked_fill_(others, -torch.inf)
         return scores

@@ -17,6 +17,7 @@ from transformers.integrations.gguf.gguf_conversion_mapping import (
     Unsqueeze,
 )
 
+from ... import joining
 from .gguf_config import CONFIGS
 
 __all__ = ["CONFIGS", "CONVERSIONS", "halves"]
@@ -45,7 +46,7 @@ def halves(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     distance = up.storage_offset() - gate.storage_offset()
     if gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr() and distance > 0:
         return gate.as_strided((E, 2, rows, size), (rows * size, distance, size, 1))
-    return torch.stack((gate, up), 1)
+    return joining.stack((gate, up), 1)
 
 
 class JoinGateUp(ConversionOps):
@@ -65,7 +66,7 @@ class JoinGateUp(ConversionOps):
         gate, up = (single(input_dict[pattern]) for pattern in source_patterns)
         if gate.dtype == torch.uint8:
             return {target_patterns[0]: halves(gate, up)}
-        joined = torch.stack((gate, up), 2 if self.interleaved else 1).flatten(1, 2)
+        joined = joining.stack((gate, up), 2 if self.interleaved else 1).flatten(1, 2)
         return {target_patterns[0]: joined.transpose(1, 2).contiguous() if self.transposed else joined}
 
 

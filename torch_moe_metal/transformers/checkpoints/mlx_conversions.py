@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 
+from ... import joining
 from ...layers import dequantized
 from .conversions import AsBytes
 from .mlx_folder import MODES
@@ -108,7 +109,7 @@ class Join(ConversionOps):
     def convert(self, input_dict, source_patterns, target_patterns, full_layer_name=None, model=None, **kwargs):
         gate, up = (input_dict.pop(pattern)[0] for pattern in source_patterns)
         together = has_halves(model, full_layer_name)
-        joined = torch.cat((gate, up), 1) if together else torch.stack((gate, up), 2).flatten(1, 2)
+        joined = joining.cat((gate, up), 1) if together else joining.stack((gate, up), 2).flatten(1, 2)
         return {target_patterns[0]: joined}
 
     @property

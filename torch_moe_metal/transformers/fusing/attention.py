@@ -1,8 +1,8 @@
 """`attn_implementation="moe_metal"`: attention of few queries as one op, also with sinks and softcap.
 
 The op reads every key and value once, even if several heads share them, and copies none. For many queries PyTorch's
-`scaled_dot_product_attention` is used, unless there are sinks or a softcap, which it does not support. `patch` selects
-this implementation for models whose layers it fuses.
+`scaled_dot_product_attention` is used, unless there are sinks or a softcap, which it does not support, or it is wrong
+(`is_for_pytorch`). `patch` selects this implementation for models whose layers it fuses.
 """
 
 import functools
@@ -20,6 +20,10 @@ from .experts import NAME, WITH_SHAPES, setting
 
 #: For more queries PyTorch's attention is used, which multiplies matrices.
 FEW_QUERIES = 16
+#: The widths of heads that PyTorch's own Metal kernels take, from 9 queries on. Others run on MPSGraph.
+METAL_WIDTHS = (32, 64, 72, 80, 96, 128, 256)
+#: MPSGraph's sums over more keys are wrong on M1 and M2 (pytorch#195163).
+MOST_KEYS_OF_MPSGRAPH = 32766
 #: With so many keys several threadgroups always share them, which needs a second kernel.
 LONG_CONTEXT = 65536
 #: Arguments of some models' attention that our op does not support.
@@ -47,7 +51,7 @@ def attention_forward(
         warn_once(f"{type(module).__name__} runs on PyTorch's attention, since {reason}")
     T, of_sdpa = query.shape[2], s_aux is None and softcap is None
     # An exported graph for any number of queries must not depend on this number.
-    many = of_sdpa and (torch.compiler.is_exporting() or T > FEW_QUERIES)
+    many = of_sdpa and (torch.compiler.is_exporting() or is_for_pytorch(*states, attention_mask))
     shows_weights = kwargs.get("output_attentions") or shows_attentions(module)
     if reason is not None or dropout or many or shows_weights or wants_grad(module, *states):
         more = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
@@ -61,6 +65,17 @@ def attention_forward(
         query, key, value, attention_mask, s_aux, scale=scaling, causal=causal, softcap=softcap or 0.0
     )
     return output, None
+
+
+def is_for_pytorch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether PyTorch's attention computes this, and not our op: for many queries, where it is right."""
+    if query.shape[2] <= FEW_QUERIES:
+        return False
+    if query.device.type != "mps" or key.shape[2] <= MOST_KEYS_OF_MPSGRAPH:
+        return True
+    width = query.shape[-1]
+    known_mask = mask is None or mask.dtype in (torch.bool, query.dtype)
+    return width == value.shape[-1] and width in METAL_WIDTHS and known_mask
 
 
 def shows_attentions(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ...grad import warn_once
+from ...macos import require_torch
 from ...transaction import all_or_nothing
 from ...warmup import warm_up_best_effort
 from .. import self_check
@@ -77,9 +78,11 @@ def patch(model: nn.Module) -> Report:
     copied, and `unpatch` undoes everything. If a gradient is needed, or other experts are selected later, the model
     runs as without `patch`. The cache of fused layers grows in place. If `patch` raises, the model is unchanged. On
     mps it starts to compile kernels in the background: see `warm_up`. For a pipeline, its model is patched. If
-    transformers is newer than our tests, a tiny model of the same family is compared first, fused and not.
+    transformers is newer than our tests, a tiny model of the same family is compared first, fused and not. On a Mac with
+    mps it raises an ImportError if torch is older than 2.14, wherever the model is, since it may be moved to mps.
     """
     model = model_of(model, "patch")
+    require_torch()
     reason = self_check.why_not_fused(folders_of(model))
     if reason is not None:
         warn_once(reason)
@@ -104,7 +107,7 @@ def folders_of(model: nn.Module) -> set[str]:
 
 
 def fuse_in_place(model: nn.Module) -> Report:
-    """`patch` without the comparison."""
+    """`patch` without its checks of versions."""
     parts = [module for module in model.modules() if hasattr(type(module), "set_experts_implementation")]
     selected = {id(part.config): (part, part.config._experts_implementation) for part in parts}
     with all_or_nothing(model):

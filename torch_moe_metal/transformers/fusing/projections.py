@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ... import joining
 from ...formats import FORMATS
 from ...layers import Linear
 
@@ -53,7 +54,7 @@ def join(layers: Sequence[nn.Linear]) -> None:
     for run in runs(layers):
         for tensors in zip(*map(tensors_of, run), strict=True):
             if all(map(can_move, tensors)) and same_rows(tensors) and not is_joined(tensors):
-                whole = torch.cat([tensor.detach() for tensor in tensors])
+                whole = joining.cat([tensor.detach() for tensor in tensors])
                 for tensor, rows in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
                     tensor.data = rows
 
