@@ -77,9 +77,10 @@ def patch(model: nn.Module) -> Report:
     All other experts run through `experts_implementation="moe_metal"`, which this selects. Weights are shared, not
     copied, and `unpatch` undoes everything. If a gradient is needed, or other experts are selected later, the model
     runs as without `patch`. The cache of fused layers grows in place. If `patch` raises, the model is unchanged. On
-    mps it starts to compile kernels in the background: see `warm_up`. For a pipeline, its model is patched. If
-    transformers is newer than our tests, a tiny model of the same family is compared first, fused and not. On a Mac with
-    mps it raises an ImportError if torch is older than 2.14, wherever the model is, since it may be moved to mps.
+    mps it starts to compile kernels in the background: see `warm_up`. For a pipeline, its model is patched.
+
+    If transformers is newer than our tests, a tiny model of the same family is compared first, fused and not. On a Mac
+    with mps and a torch older than 2.14 it raises an ImportError, wherever the model is, since it may be moved to mps.
     """
     model = model_of(model, "patch")
     require_torch()
