@@ -280,17 +280,3 @@ def test_unknown_instruction_sets_raise(tmp_path: Path):
     assert done.stderr.strip().endswith(
         "MOE_METAL_CPU: expected all, native or a list of avx512, avx2, default; got sse9"
     )
-
-
-@pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64"), reason="one instruction set only, run by every other test"
-)
-@pytest.mark.parametrize("isa", ["default", "avx2"])
-def test_other_instruction_sets(isa: str):
-    """All other tests use the machine's best instruction set."""
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": isa, "MOE_METAL_DEVICES": "cpu"}
-    program = "import torch_moe_metal; print(torch_moe_metal.cpu_isa)"
-    assert succeed(sys.executable, "-c", program, cwd=ROOT, env=environment).strip() == isa
-    selected = "equals_the_reference and (sample or bare or small or nan or inf or limit7.0 or pytorch or huge or many)"
-    pytest_run = (sys.executable, "-m", "pytest", "-m", "not slow", "-k", selected, "tests/test_ops.py")
-    assert " passed" in succeed(*pytest_run, "-p", "no:cacheprovider", cwd=ROOT, env=environment)

@@ -1,7 +1,7 @@
 """Compiles and links the macOS extension on this machine, against the real macOS wheels of torch: `make cross`.
 
     python tools/cross.py                 # the torch versions that the project is checked against
-    python tools/cross.py 2.13.0          # one of them
+    python tools/cross.py 2.15.0          # one of them
     MACOS_SDK=dir python tools/cross.py   # Apple's own headers instead of the simulator's
 
 The `ziglang` package builds what setup.py would build on a Mac: every csrc/**/*.cpp and csrc/mps/*.mm, with the wheel's
@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from check_wheel import Wheel, record_row  # noqa: E402
 from metal_sim.device.build import HEADERS, BuildError, find_ninja  # noqa: E402
 
-VERSIONS = ["2.10.0", "2.13.0", "2.15.0"]
+VERSIONS = ["2.14.1", "2.15.0"]
 ZIG_VERSION = "0.17.0"
 CACHE = ROOT / "build" / "cross"
 TARGET = "aarch64-macos.14.0"
@@ -45,21 +45,7 @@ TORCH_LIBRARIES = ["libtorch_cpu.dylib", "libc10.dylib"]
 OPENMP = "libomp.dylib"  # part of torch, and not linked to our libraries: see setup.py
 PARALLEL = "___kmpc_fork_call"  # the start of an OpenMP loop: without it a CPU library would run on one thread
 
-# System symbols that our code may need although torch's libraries do not: classes of Foundation and Metal; the sized
-# and aligned forms of delete, in libc++ since macOS 10.12; and the tables of ostringstream and stringstream, available
-# since macOS 12, which only a torch built for macOS 11 (2.10) does not need.
-SYSTEM_SYMBOLS = {
-    *(f"_OBJC_CLASS_$_{name}" for name in ("MTLCompileOptions", "MTLComputePipelineDescriptor")),
-    *(f"_OBJC_CLASS_$_{name}" for name in ("NSString", "NSAutoreleasePool")),
-    *("__ZdlPvm", "__ZdaPvm", "__ZdlPvSt11align_val_t", "__ZdlPvmSt11align_val_t", "dyld_stub_binder"),
-    *(
-        f"__ZT{table}NSt3__1{name}IcNS_11char_traitsIcEENS_9allocatorIcEEEE"
-        for table in "TV"
-        for name in ("19basic_ostringstream", "18basic_stringstream")
-    ),
-    "__ZTVNSt3__115basic_streambufIcNS_11char_traitsIcEEEE",
-    "__ZTVNSt3__115basic_stringbufIcNS_11char_traitsIcEENS_9allocatorIcEEEE",
-}
+SYSTEM_SYMBOLS: set[str] = set()
 
 
 class CrossError(RuntimeError):
@@ -301,7 +287,7 @@ def write_wheel(version: str, built: dict[str, Path]) -> Path:
     folder = ROOT / "dist" / "cross" / f"torch-{minor}"
     shutil.rmtree(folder, ignore_errors=True)  # an older version's wheel
     folder.mkdir(parents=True)
-    info, tag = package_metadata(version), "cp310-abi3-macosx_14_0_arm64"
+    info, tag = package_metadata(version), "cp311-abi3-macosx_14_0_arm64"
     name = next(iter(info)).split("/")[0]
     package = [p for p in (ROOT / "torch_moe_metal").rglob("*") if p.suffix == ".py" or p.name == "py.typed"]
     files = {str(path.relative_to(ROOT)): path.read_bytes() for path in sorted(package)}
