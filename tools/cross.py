@@ -7,9 +7,9 @@
 The `ziglang` package builds what setup.py would build on a Mac: every csrc/**/*.cpp and csrc/mps/*.mm, with the wheel's
 headers. It fails if anything does not compile without warnings, if the extension needs a torch symbol that the wheel's
 libraries do not export, or a system symbol that is neither in libSystem nor needed by torch itself, or if a CPU library
-would run on one thread: without OpenMP, or with an OpenMP that torch does not load. A planted symbol that no torch has
-must be detected in the same run. By-product: a wheel per version in dist/cross. The result cannot run here, only on a
-Mac.
+would run on one thread: without OpenMP, or with an OpenMP that torch does not load. No library may need a symbol of
+Python, so that one build fits Python 3.11 and newer ones. A planted symbol that no torch has must be detected in the
+same run. By-product: a wheel per version in dist/cross. The result cannot run here, only on a Mac.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from pathlib import Path
 from unittest import mock
 
 import setuptools
+import torch as installed_torch
 from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: F401  both imported while this is Linux
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +46,9 @@ TORCH_LIBRARIES = ["libtorch_cpu.dylib", "libc10.dylib"]
 OPENMP = "libomp.dylib"  # part of torch, and not linked to our libraries: see setup.py
 PARALLEL = "___kmpc_fork_call"  # the start of an OpenMP loop: without it a CPU library would run on one thread
 
-SYSTEM_SYMBOLS: set[str] = set()
+# System symbols that our code needs although torch's libraries do not: a class of Metal, and the sized form of delete,
+# which is in libc++ since macOS 10.12.
+SYSTEM_SYMBOLS = {"_OBJC_CLASS_$_MTLComputePipelineDescriptor", "__ZdlPvm"}
 
 
 class CrossError(RuntimeError):
@@ -82,10 +85,9 @@ def fetch_torch(version: str) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)  # left by an older version of this file
     say(f"Fetching torch {version} for macOS (80 to 140 MB)")
-    platforms = [f"--platform=macosx_{tag}_arm64" for tag in ("14_0", "11_0")]
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-        pip("download", "--no-deps", "--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms,
-            "--dest", scratch, f"torch=={version}")  # fmt: skip
+        pip("download", "--no-deps", "--only-binary=:all:", "--python-version=3.12", "--implementation=cp",
+            "--platform=macosx_14_0_arm64", "--dest", scratch, f"torch=={version}")  # fmt: skip
         with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
             names = [n for n in wheel.namelist() if n.startswith("torch/include/") or Path(n).name in wanted]
             wheel.extractall(Path(scratch) / "unpacked", names)
@@ -99,6 +101,7 @@ def mac_extensions() -> list[CppExtension]:
     with (
         mock.patch.object(sys, "platform", "darwin"),
         mock.patch.object(platform, "machine", lambda: "arm64"),
+        mock.patch.object(installed_torch, "__version__", VERSIONS[0]),  # setup.py refuses older ones on a Mac
         mock.patch.object(setuptools, "setup", lambda **keywords: taken.update(keywords)),
     ):
         runpy.run_path(str(ROOT / "setup.py"))
@@ -272,6 +275,8 @@ def check(version: str, built: dict[str, Path], torch: Path) -> None:
             raise CrossError(f"{name}.so would not load into torch {version} on macOS:\n{lines}")
         if name.startswith("_cpu_") and PARALLEL not in macho.imports:
             raise CrossError(f"{name}.so would run on one thread: it does not need {PARALLEL}")
+        if of_python := [symbol for symbol in macho.imports if symbol.startswith("_Py")]:
+            raise CrossError(f"{name}.so needs {min(of_python)}, so it may not fit every Python that its wheel names")
         if not macho.signed:
             raise CrossError(f"{name}.so is not signed; macOS on Apple Silicon loads signed code only")
         count = sum(is_torch_symbol(symbol) for symbol in macho.imports)

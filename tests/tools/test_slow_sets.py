@@ -69,8 +69,10 @@ def checkout(tmp_path: Path, monkeypatch) -> Path:
     for variable in ("PYTEST_ADDOPTS", "MOE_METAL_DEVICES"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(slow_sets.sys, "platform", "linux")
-    files = {f"tests/test_{name}.py": f"import pytest\npytestmark = pytest.mark.slow\ndef test_it():\n    {body}\n"
-             for name, body in TESTS.items()}  # fmt: skip
+    mark = "pytestmark = getattr(pytest.mark, 'slow')"  # not in the words that has_slow_tests() looks for
+    files = {
+        f"tests/test_{name}.py": f"import pytest\n{mark}\ndef test_it():\n    {body}\n" for name, body in TESTS.items()
+    }
     files |= {"tests/slow_sets.toml": SETS, "right/source.h": "1", "wrong/deep/source.h": "1", "wrong/about.md": ""}
     files |= {"about.txt": "", "pyproject.toml": '[tool.pytest.ini_options]\nmarkers = ["slow", "full_grid"]\n'}
     for name, text in files.items():
