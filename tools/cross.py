@@ -42,6 +42,7 @@ VERSIONS = ["2.14.1", "2.15.0"]
 ZIG_VERSION = "0.17.0"
 CACHE = ROOT / "build" / "cross"
 TARGET = "aarch64-macos.14.0"
+TAG = "cp311-abi3-macosx_14_0_arm64"
 TORCH_LIBRARIES = ["libtorch_cpu.dylib", "libc10.dylib"]
 OPENMP = "libomp.dylib"  # part of torch, and not linked to our libraries: see setup.py
 PARALLEL = "___kmpc_fork_call"  # the start of an OpenMP loop: without it a CPU library would run on one thread
@@ -292,15 +293,15 @@ def write_wheel(version: str, built: dict[str, Path]) -> Path:
     folder = ROOT / "dist" / "cross" / f"torch-{minor}"
     shutil.rmtree(folder, ignore_errors=True)  # an older version's wheel
     folder.mkdir(parents=True)
-    info, tag = package_metadata(version), "cp311-abi3-macosx_14_0_arm64"
+    info = package_metadata(version)
     name = next(iter(info)).split("/")[0]
     package = [p for p in (ROOT / "torch_moe_metal").rglob("*") if p.suffix == ".py" or p.name == "py.typed"]
     files = {str(path.relative_to(ROOT)): path.read_bytes() for path in sorted(package)}
     files |= {f"torch_moe_metal/{lib}.so": path.read_bytes() for lib, path in built.items() if lib != "planted"}
     files |= info
-    wheel = f"Wheel-Version: 1.0\nGenerator: torch_moe_metal cross.py\nRoot-Is-Purelib: false\nTag: {tag}\n"
+    wheel = f"Wheel-Version: 1.0\nGenerator: torch_moe_metal cross.py\nRoot-Is-Purelib: false\nTag: {TAG}\n"
     files[f"{name}/WHEEL"] = wheel.encode()
-    target = folder / f"{name.removesuffix('.dist-info')}-{tag}.whl"
+    target = folder / f"{name.removesuffix('.dist-info')}-{TAG}.whl"
     rows = [record_row(path, content) for path, content in files.items()] + [[f"{name}/RECORD", "", ""]]
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for path, content in files.items():
