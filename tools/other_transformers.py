@@ -36,7 +36,16 @@ def install(version: str) -> Path:
     """The folder with that version."""
     folder = ROOT / "build" / f"transformers-{version}"
     if not list(folder.glob("*.dist-info/RECORD")):
-        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
+        pip = (
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--no-compile",
+        )
         subprocess.run([*pip, "--upgrade", "--target", folder, f"transformers=={version}"], check=True)
     return folder
 

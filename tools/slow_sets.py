@@ -4,11 +4,13 @@
     python tools/slow_sets.py wheels tuning        # these sets, changed or not
     python tools/slow_sets.py --all                # every set
     python tools/slow_sets.py -- --numprocesses 2  # pytest's options follow --
+    python tools/slow_sets.py --at COMMIT          # only prints the hash of each set at a commit
 
 tests/slow_sets.toml has a table for each set: its test files, the files that it tests (its subject), and a hash of all
 of them from when it last passed. A set that passes gets its new hash there, and the commit that changed the subject
 includes it. History plays no part, so a fresh clone decides in the same way. A set whose tests were not all run and
-passed gets none; skipped tests count as not run.
+passed gets none; skipped tests count as not run. If CI has run a set, its hash is in CI's last lines, and `--at` prints
+it.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Iterable
@@ -76,6 +79,15 @@ def record(root: Path, name: str, new: str) -> None:
     (root / TABLE).write_text(changed)
 
 
+def print_hashes(root: Path, commit: str) -> None:
+    with tempfile.TemporaryDirectory() as clone:
+        for command in (("clone", "--quiet", "--shared", root, clone), ("-C", clone, "checkout", "--quiet", commit)):
+            if subprocess.run(["git", *command]).returncode:
+                raise SlowSetsError(f"git does not check out {commit}; its output is above")
+        for name, each in read(root).items():
+            print(f"{name}: {each.hash(Path(clone))}")
+
+
 # ------------------------------------------------------------------------------------------------ running them
 
 
@@ -127,7 +139,8 @@ def conclude(root: Path, chosen: list[SlowSet], hashes: dict[str, str], status: 
         if reason is None:
             record(root, each.name, hashes[each.name])
         counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items())) or "no result"
-        say(f"slow set {each.name}: {counts}; {f'not recorded: {reason}' if reason else f'recorded in {TABLE}'}")
+        recorded = f"not recorded: {reason}" if reason else f'recorded in {TABLE}, passed = "{hashes[each.name]}"'
+        say(f"slow set {each.name}: {counts}; {recorded}")
 
 
 def main(argv: list[str], root: Path = ROOT) -> int:
@@ -135,7 +148,11 @@ def main(argv: list[str], root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="SET", help="sets to run, changed or not (default: the changed)")
     parser.add_argument("--all", action="store_true", help="run every set")
+    parser.add_argument("--at", metavar="COMMIT", help="print the hashes at a commit, and run nothing")
     asked = parser.parse_args(argv[:cut])
+    if asked.at:
+        print_hashes(root, asked.at)
+        return 0
     sets = read(root)
     if unknown := set(asked.names) - set(sets):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; the sets are {', '.join(sets)}")

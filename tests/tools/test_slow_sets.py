@@ -119,6 +119,15 @@ def test_sets_that_run(arguments: list[str], expected: set[str], checkout: Path,
     assert {each.name for each in ran} == expected
 
 
+def test_hashes_at_a_commit(checkout: Path, capfd):
+    before = hashes(checkout)
+    git(checkout, "-c", "user.name=me", "-c", "user.email=me@here", "commit", "--quiet", "-m", "before")
+    (checkout / "right" / "source.h").write_text("2")
+    assert hashes(checkout) != before
+    assert slow_sets.main(["--at", "HEAD"], checkout) == 0
+    assert capfd.readouterr().out == "".join(f"{name}: {each}\n" for name, each in before.items())
+
+
 @pytest.mark.parametrize("file", ["right/source.h", "about.txt", "tests/test_right.py"])
 def test_a_changed_file_changes_the_hash(file: str, checkout: Path):
     before = hashes(checkout)
