@@ -2,9 +2,11 @@
 #   make demo      one real MoE layer, fused and stock, on the best device available
 #   make test      the fast tests, on the CPU and on mps (a Mac's own, else the simulated one)
 #   make test-sim  the simulated Metal's own tests;  make test-tools  tests of the benchmarks, the fuzzer and other tools
-#   make test-slow slow tests: broken kernels, emulated AMX, wheels, every alternative of tuning, 100 runs
+#   make test-slow slow tests: broken kernels, emulated AMX, wheels, every alternative of tuning, 100 runs. It runs the
+#                  sets whose subject has changed since they last passed; SETS="wheels tuning" chooses some, SETS=--all all
+#   make test-oldest  the tests that depend on transformers, with the oldest supported; TRANSFORMERS=5.25.0 chooses another
 #   make test-arm  the CPU's readers of packed weights on an emulated ARM processor
-#   make test-all  all of these and the full grid of cases: hours
+#   make test-all  all of these, changed or not, and the full grid of cases: hours
 #   make fuzz      random calls of every op against the reference, and broken checkpoints; CASES=20000 CHECKPOINTS=500 SEED=7
 #                  choose them, CASE=avx2-123 runs one
 #   make sanitize  the CPU libraries under sanitizers, with the tests of the ops and the fuzzer
@@ -15,8 +17,8 @@
 #   make validate  doctor under Metal's own checks of every call and every access of a shader
 #   make benchmarks  write BENCHMARKS.md and the README's table from the JSON files in benchmarks/
 #   make cross     the macOS extension compiled and linked on this machine against real macOS torch wheels;
-#                  CROSS="2.13.0 2.15.0" chooses them
-#   make wheel     a wheel for the torch that TORCH=2.13 chooses, tested in a fresh environment; the result is in dist/
+#                  CROSS="2.14.1 2.15.0" chooses them
+#   make wheel     a wheel for the torch that TORCH=2.15 chooses, tested in a fresh environment; the result is in dist/
 #   make shaders   Apple's own compilers on every shader, on a Mac with Xcode: make shaders ARGS="--only linear"
 #   make lint      style and format checks, also of the workflows;  make format fixes them
 #   make ci        everything that CI runs on Linux: lint, all tests but the full grid, cross
@@ -34,9 +36,13 @@ SIM_TESTS := tests/metal_sim
 TOOL_TESTS := tests/tools tests/gpu
 # A process per core, but at most four, to limit memory. Each has OpenMP threads for all cores: waiting threads must sleep,
 # or they take the cores from the other processes and small ops take ten times as long.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
-CROSS ?= 2.10.0 2.13.0 2.15.0
-TORCH ?= 2.13
+PROCESSES := --numprocesses auto --maxprocesses 4 --dist worksteal
+TEST_PYTHON := OMP_WAIT_POLICY=passive $(BIN)/python
+PYTEST := $(TEST_PYTHON) -m pytest $(PROCESSES)
+TRANSFORMERS ?= 5.23.0
+SETS ?=
+CROSS ?= 2.14.1 2.15.0
+TORCH ?= $(if $(filter Darwin,$(shell uname)),2.14,2.13)
 FILE ?= .github/workflows/test.yml
 JOB ?= linux
 CASES ?= 20000
@@ -49,17 +55,17 @@ SIM_FILES += $(wildcard tests/gpu/shim/*.h)
 CHECKED := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 MTL_SHADER_VALIDATION_REPORT_TO_STDERR=1
 export MAX_JOBS
 
-.PHONY: help demo test test-sim test-tools test-slow test-arm test-all bench tune benchmarks doctor validate mps report shaders cross wheel fuzz sanitize lint ci workflow format clean distclean
+.PHONY: help demo test test-sim test-tools test-slow test-oldest test-arm test-all bench tune benchmarks doctor validate mps report shaders cross wheel fuzz sanitize lint ci workflow format clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
 $(BIN)/.ready: tools/requirements.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Missing: $(PYTHON). Install Python 3.11 or newer, or say make PYTHON=/path/to/python3"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Missing: Python 3.11 or newer, which transformers needs; $(PYTHON) is $$($(PYTHON) --version). Say make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Missing: Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Say make PYTHON=/path/to/python3"; exit 1; }
 	@echo "==> Making a virtual environment in .venv"
 	@$(PYTHON) -m venv .venv || { echo "Missing: Python's venv module. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	@echo "==> Installing torch 2.13.0, transformers and the build tools (a minute or two the first time)"
+	@echo "==> Installing torch, transformers and the build tools (a minute or two the first time)"
 	@$(PIP_INSTALL) -r tools/requirements.txt
 	@touch $@
 
@@ -92,7 +98,10 @@ test-tools: $(BUILT) $(BIN)/.ready-to-test
 	$(PYTEST) -m "not slow" $(TOOL_TESTS)
 
 test-slow: build/installed-all $(BIN)/.ready-to-test
-	$(PYTEST) -m "slow and not full_grid" --ignore=tests/test_arm.py
+	$(TEST_PYTHON) tools/slow_sets.py $(SETS) -- $(PROCESSES)
+
+test-oldest: $(BUILT) $(BIN)/.ready-to-test
+	$(TEST_PYTHON) tools/other_transformers.py $(TRANSFORMERS) -- $(PROCESSES)
 
 test-arm: $(BUILT) $(BIN)/.ready-to-test
 	MOE_METAL_DEVICES=cpu $(BIN)/python -m pytest tests/test_arm.py
@@ -159,7 +168,7 @@ lint: $(BIN)/.ready-to-test
 # The one description of CI, which .ci/run and the workflows call. Built once: the slow tests need every instruction set.
 ci: export MOE_METAL_CPU = all
 ci:
-	@for target in lint test test-sim test-tools test-slow cross; do \
+	@for target in lint test test-sim test-tools test-oldest test-slow cross; do \
 		echo "==> make $$target"; $(MAKE) --no-print-directory $$target || exit 1; done
 
 workflow: $(BIN)/.ready-to-test

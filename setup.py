@@ -17,8 +17,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-if sys.version_info < (3, 10):  # noqa: UP036  pip asks for the requirements before it looks at requires-python
-    raise SystemExit(f"torch_moe_metal needs Python 3.10 or newer; this is {platform.python_version()}.")
+if sys.version_info < (3, 11):  # noqa: UP036  pip asks for the requirements before it looks at requires-python
+    raise SystemExit(f"torch_moe_metal needs Python 3.11 or newer; this is {platform.python_version()}.")
 try:
     import torch
 except ImportError:
@@ -31,6 +31,8 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 ROOT = Path(__file__).resolve().parent
 MINOR = ".".join(torch.__version__.split(".")[:2])
+if sys.platform == "darwin" and tuple(map(int, MINOR.split("."))) < (2, 14):  # its own operations on mps are wrong
+    raise SystemExit(f"torch_moe_metal needs torch 2.14 or newer on a Mac; this is {MINOR}: pip install 'torch>=2.14'")
 MACOS = "14.0"  # the oldest that the Metal code is written for
 
 # Warnings about ATen's headers; not every compiler knows each.
@@ -188,7 +190,7 @@ def version() -> str:
     return f"{literal}+torch{MINOR}"
 
 
-WHEEL = {"py_limited_api": "cp310"}
+WHEEL = {"py_limited_api": "cp311"}
 if sys.platform == "darwin":  # also for a universal Python
     WHEEL["plat_name"] = f"macosx-{MACOS}-arm64"
 setup(

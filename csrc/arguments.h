@@ -24,8 +24,7 @@ using OptionalTensor = std::optional<Tensor>;
 // The name in Python.
 inline std::string dtype_name(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 
-// tensor.const_data_ptr<T>() through the overload that is not a template: in torch 2.10 the template has an enable_if,
-// which Clang 18 and newer mangle differently from the compiler of its wheels, so the symbol would not be found.
+// tensor.const_data_ptr<T>(), but inline: torch's is a call into its library.
 template <typename T>
 const T* elements(const Tensor& tensor) {
   TORCH_INTERNAL_ASSERT(tensor.scalar_type() == c10::CppTypeToScalarType<T>::value);

@@ -6,6 +6,7 @@ import fcntl
 import os
 import platform
 import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import release_notes
 import torch_moe_metal
 from check_wheel import PACKAGE, Wheel, check_macho, manylinux, record_row
 
@@ -95,7 +97,7 @@ BROKEN = {
     "another torch in the metadata": (put(f"{INFO}/METADATA", b"torch==", b"torch>="), "it requires"),
     "another version in the metadata": (put(f"{INFO}/METADATA", b"\nVersion: ", b"\nVersion: 9"), "METADATA's Version"),
     "another name in the metadata": (put(f"{INFO}/METADATA", b"Name: torch-moe", b"Name: moe"), "METADATA's Name"),
-    "an older Python": (put(f"{INFO}/METADATA", b"Python: >=3.10", b"Python: >=3.8"), "Requires-Python"),
+    "an older Python": (put(f"{INFO}/METADATA", b"Python: >=3.11", b"Python: >=3.8"), "Requires-Python"),
     "another tag": (put(f"{INFO}/WHEEL", b"-abi3-", b"-none-"), "WHEEL's Tag"),
     "called pure": (put(f"{INFO}/WHEEL", b"Purelib: false", b"Purelib: true"), "Root-Is-Purelib"),
     "no metadata": (lambda files: files.pop(f"{INFO}/METADATA"), "has no METADATA"),
@@ -142,7 +144,7 @@ def test_wrong_names_are_detected(wheel: Path, tmp_path: Path):
 
     assert "has no METADATA" in complaints(PACKAGE, "moe")
     assert "has no METADATA" in complaints(f"+torch{MINOR}", "+torch9.9")
-    assert "unexpected tag" in complaints("-abi3-", "-cp310-")
+    assert "unexpected tag" in complaints("-abi3-", "-cp311-")
     assert "unexpected tag" in complaints(wheel.stem.rpartition("-")[2], "macosx_14_0_universal2")
     wrong_torch = "\n".join(Wheel(wheel).problems("9.9"))
     assert "not torch==9.9.*" in wrong_torch and f"version is {torch_moe_metal.__version__}+torch{MINOR}" in wrong_torch
@@ -156,7 +158,7 @@ def test_too_new_glibc_is_detected(wheel: Path, tmp_path: Path):
     assert manylinux([*libraries, b"\0GLIBC_2.35\0"]) == 35
     assert manylinux([b"\0GLIBC_2.2.5\0", b"\0GLIBCXX_3.4.29\0"]) == 34
     assert manylinux([b"\0GLIBC_2.99\0"]) is None
-    tag = f"cp310-abi3-manylinux_2_28_{platform.machine()}"
+    tag = f"cp311-abi3-manylinux_2_28_{platform.machine()}"
 
     def change(files: Files) -> None:
         about = f"{INFO}/WHEEL"
@@ -190,9 +192,20 @@ def test_broken_mac_libraries_are_detected():
     assert homebrew[0] == "is not linked to libtorch_cpu" and "linked to /opt/homebrew/lib/libomp.dylib" in homebrew[1]
 
 
-def test_pip_installs_the_wheel_for_the_requested_torch(wheel: Path, tmp_path: Path):
-    """Wheels of one release in one folder, as in a GitHub release; torch is a wheel with a name only."""
-    release = torch_moe_metal.__version__
+def empty_wheel(folder: Path, name: str, version: str) -> None:
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture
+def release(wheel: Path, tmp_path: Path) -> Path:
+    """A folder `release` with the wheels of one release, for three versions of torch, beside a folder `index` with what
+    they require, as wheels with names only."""
+    for folder in ("release", "index"):
+        (tmp_path / folder).mkdir()
     for torch_minor in ("9.8", MINOR, "0.9"):
 
         def rename(files: Files, to: str = f"+torch{torch_minor}") -> None:
@@ -201,25 +214,53 @@ def test_pip_installs_the_wheel_for_the_requested_torch(wheel: Path, tmp_path: P
                     content = files.pop(name).replace(MINOR.encode(), to.removeprefix("+torch").encode())
                     files[name.replace(f"+torch{MINOR}", to)] = content
 
-        rewritten(wheel, tmp_path / wheel.name.replace(f"+torch{MINOR}", f"+torch{torch_minor}"), rename)
-        with zipfile.ZipFile(tmp_path / f"torch-{torch_minor}.0-py3-none-any.whl", "w") as archive:
-            info = f"torch-{torch_minor}.0.dist-info"
-            archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {torch_minor}.0\n")
-            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            archive.writestr(f"{info}/RECORD", "")
+        named = wheel.name.replace(f"+torch{MINOR}", f"+torch{torch_minor}")
+        rewritten(wheel, tmp_path / "release" / named, rename)
+        empty_wheel(tmp_path / "index", "torch", f"{torch_minor}.0")
+    for name in ("transformers", "accelerate"):
+        empty_wheel(tmp_path / "index", name, "99.0")
+    return tmp_path / "release"
 
-    def taken(*asked: str) -> str:
-        pip = (sys.executable, "-m", "pip", "--isolated", "install", "--dry-run", "--ignore-installed", "--no-index")
-        # a configuration may have constraints on torch
-        without_configuration = os.environ | {"PIP_CONFIG_FILE": os.devnull}
-        printed = succeed(*pip, "--find-links", tmp_path, *asked, env=without_configuration)
-        return printed.strip().rpartition("\n")[2]
 
-    ours = f"Would install torch-{MINOR}.0 torch-moe-metal-{release}+torch{MINOR}"
-    assert taken("torch-moe-metal", f"torch=={MINOR}.*") == ours
-    assert taken(f"torch-moe-metal=={release}+torch{MINOR}") == ours
+def pip_would_install(release: Path, asked: str) -> str:
+    """What `pip install` with these words, of a shell, takes from a release."""
+    pip = (sys.executable, "-m", "pip", "--isolated", "install", "--dry-run", "--ignore-installed", "--no-index")
+    command = f"{shlex.join(pip)} --find-links {release.parent / 'index'} {asked}"
+    # a configuration may have constraints on torch
+    printed = succeed("bash", "-c", command, env=os.environ | {"PIP_CONFIG_FILE": os.devnull})
+    return printed.strip().rpartition("\n")[2].removeprefix("Would install ")
+
+
+OURS = f"torch-{MINOR}.0 torch-moe-metal-{torch_moe_metal.__version__}+torch{MINOR}"
+
+
+def test_pip_installs_the_wheel_for_the_requested_torch(release: Path):
+    version = torch_moe_metal.__version__
+    found = f"--find-links {release}"
+    assert pip_would_install(release, f"torch-moe-metal 'torch=={MINOR}.*' {found}") == OURS
+    assert pip_would_install(release, f"torch-moe-metal=={version}+torch{MINOR} {found}") == OURS
     # Without a torch in the command, pip installs the newest, with its torch.
-    assert taken("torch-moe-metal") == f"Would install torch-9.8.0 torch-moe-metal-{release}+torch9.8"
+    assert pip_would_install(release, f"torch-moe-metal {found}") == OURS.replace(MINOR, "9.8")
+
+
+def test_the_readme_installs_from_the_page_of_a_release(release: Path):
+    """Its command, with the notes that the workflow `wheels` publishes as the page."""
+    lines = (ROOT / "README.md").read_text().replace("\\\n", " ").splitlines()
+    (command,) = (" ".join(line.split()) for line in lines if "--find-links" in line)
+    workflow = (ROOT / ".github" / "workflows" / "wheels.yml").read_text().replace("\\\n", " ")
+    assert command in " ".join(workflow.split())  # it runs the same command after a release
+
+    tag = f"v{torch_moe_metal.__version__}"
+    notes = release_notes.notes(tag, [wheel.name for wheel in release.glob("*.whl")])
+    links = re.findall(rf"^- \[(.+)\]\({release_notes.HOME}/releases/download/{tag}/(.+)\)$", notes, re.MULTILINE)
+    assert len(links) == 3
+    page = release.parent / "page.html"
+    page.write_text("".join(f'<a href="{release.as_uri()}/{url}">{name}</a>' for name, url in links))
+
+    asked = command.removeprefix("pip install ").replace(f"{release_notes.HOME}/releases/latest", str(page))
+    asked = re.sub("python -c '.+?'", f"echo {MINOR}.0", asked)  # the torch that is installed
+    assert asked == f'"torch_moe_metal[transformers]" "torch==$(echo {MINOR}.0)" --find-links {page}'
+    assert pip_would_install(release, asked) == f"accelerate-99.0 {OURS} transformers-99.0"
 
 
 def test_wheel_works_from_another_directory(stranger: Path, tmp_path: Path):
@@ -259,8 +300,8 @@ def test_build_without_torch_raises():
 def test_build_with_an_old_python_raises(tmp_path: Path):
     source = (ROOT / "setup.py").read_text()
     ast.parse(source, feature_version=(3, 8))  # otherwise the error would be a SyntaxError
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.version_info = (3, 9, 0)")
-    assert "torch_moe_metal needs Python 3.10 or newer" in setup_says(PYTHONPATH=str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.version_info = (3, 10, 0)")
+    assert "torch_moe_metal needs Python 3.11 or newer" in setup_says(PYTHONPATH=str(tmp_path))
 
 
 def test_isolated_build_prints_its_torch(tmp_path: Path):
@@ -280,17 +321,3 @@ def test_unknown_instruction_sets_raise(tmp_path: Path):
     assert done.stderr.strip().endswith(
         "MOE_METAL_CPU: expected all, native or a list of avx512, avx2, default; got sse9"
     )
-
-
-@pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64"), reason="one instruction set only, run by every other test"
-)
-@pytest.mark.parametrize("isa", ["default", "avx2"])
-def test_other_instruction_sets(isa: str):
-    """All other tests use the machine's best instruction set."""
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": isa, "MOE_METAL_DEVICES": "cpu"}
-    program = "import torch_moe_metal; print(torch_moe_metal.cpu_isa)"
-    assert succeed(sys.executable, "-c", program, cwd=ROOT, env=environment).strip() == isa
-    selected = "equals_the_reference and (sample or bare or small or nan or inf or limit7.0 or pytorch or huge or many)"
-    pytest_run = (sys.executable, "-m", "pytest", "-m", "not slow", "-k", selected, "tests/test_ops.py")
-    assert " passed" in succeed(*pytest_run, "-p", "no:cacheprovider", cwd=ROOT, env=environment)

@@ -111,8 +111,8 @@ class Wheel:
         yield from self.record()
         python_abi, _, platform = self.tag.rpartition("-")
         system = re.fullmatch(r"(macosx)_(\d+_\d+)_(arm64)|(?:many)?(linux)_(?:2_(\d+)_)?(x86_64|aarch64)", platform)
-        if python_abi != "cp310-abi3" or not system:
-            yield f"unexpected tag {self.tag}: expected cp310-abi3 for macosx_*_arm64, manylinux_2_* or linux_*"
+        if python_abi != "cp311-abi3" or not system:
+            yield f"unexpected tag {self.tag}: expected cp311-abi3 for macosx_*_arm64, manylinux_2_* or linux_*"
             return
         mac, macos, arm64, _, glibc, machine = system.groups()
         yield from self.contents(CPU_LIBRARIES[arm64 or machine])
@@ -135,7 +135,7 @@ class Wheel:
             ("version", self.version, expected),
             ("METADATA's Name", metadata["Name"].replace("-", "_"), PACKAGE),
             ("METADATA's Version", metadata["Version"], expected),
-            ("METADATA's Requires-Python", metadata["Requires-Python"], ">=3.10"),
+            ("METADATA's Requires-Python", metadata["Requires-Python"], ">=3.11"),
             ("WHEEL's Tag", about.get_all("Tag"), [self.tag]),
             ("WHEEL's Root-Is-Purelib", about["Root-Is-Purelib"], "false"),
         ]

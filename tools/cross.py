@@ -1,15 +1,15 @@
 """Compiles and links the macOS extension on this machine, against the real macOS wheels of torch: `make cross`.
 
     python tools/cross.py                 # the torch versions that the project is checked against
-    python tools/cross.py 2.13.0          # one of them
+    python tools/cross.py 2.15.0          # one of them
     MACOS_SDK=dir python tools/cross.py   # Apple's own headers instead of the simulator's
 
 The `ziglang` package builds what setup.py would build on a Mac: every csrc/**/*.cpp and csrc/mps/*.mm, with the wheel's
 headers. It fails if anything does not compile without warnings, if the extension needs a torch symbol that the wheel's
 libraries do not export, or a system symbol that is neither in libSystem nor needed by torch itself, or if a CPU library
-would run on one thread: without OpenMP, or with an OpenMP that torch does not load. A planted symbol that no torch has
-must be detected in the same run. By-product: a wheel per version in dist/cross. The result cannot run here, only on a
-Mac.
+would run on one thread: without OpenMP, or with an OpenMP that torch does not load. No library may need a symbol of
+Python, so that one build fits Python 3.11 and newer ones. A planted symbol that no torch has must be detected in the
+same run. By-product: a wheel per version in dist/cross. The result cannot run here, only on a Mac.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from pathlib import Path
 from unittest import mock
 
 import setuptools
+import torch as installed_torch
 from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: F401  both imported while this is Linux
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,29 +38,18 @@ sys.path.insert(0, str(ROOT / "tests"))
 from check_wheel import Wheel, record_row  # noqa: E402
 from metal_sim.device.build import HEADERS, BuildError, find_ninja  # noqa: E402
 
-VERSIONS = ["2.10.0", "2.13.0", "2.15.0"]
+VERSIONS = ["2.14.1", "2.15.0"]
 ZIG_VERSION = "0.17.0"
 CACHE = ROOT / "build" / "cross"
 TARGET = "aarch64-macos.14.0"
+TAG = "cp311-abi3-macosx_14_0_arm64"
 TORCH_LIBRARIES = ["libtorch_cpu.dylib", "libc10.dylib"]
 OPENMP = "libomp.dylib"  # part of torch, and not linked to our libraries: see setup.py
 PARALLEL = "___kmpc_fork_call"  # the start of an OpenMP loop: without it a CPU library would run on one thread
 
-# System symbols that our code may need although torch's libraries do not: classes of Foundation and Metal; the sized
-# and aligned forms of delete, in libc++ since macOS 10.12; and the tables of ostringstream and stringstream, available
-# since macOS 12, which only a torch built for macOS 11 (2.10) does not need.
-SYSTEM_SYMBOLS = {
-    *(f"_OBJC_CLASS_$_{name}" for name in ("MTLCompileOptions", "MTLComputePipelineDescriptor")),
-    *(f"_OBJC_CLASS_$_{name}" for name in ("NSString", "NSAutoreleasePool")),
-    *("__ZdlPvm", "__ZdaPvm", "__ZdlPvSt11align_val_t", "__ZdlPvmSt11align_val_t", "dyld_stub_binder"),
-    *(
-        f"__ZT{table}NSt3__1{name}IcNS_11char_traitsIcEENS_9allocatorIcEEEE"
-        for table in "TV"
-        for name in ("19basic_ostringstream", "18basic_stringstream")
-    ),
-    "__ZTVNSt3__115basic_streambufIcNS_11char_traitsIcEEEE",
-    "__ZTVNSt3__115basic_stringbufIcNS_11char_traitsIcEENS_9allocatorIcEEEE",
-}
+# System symbols that our code needs although torch's libraries do not: a class of Metal, and the sized form of delete,
+# which is in libc++ since macOS 10.12.
+SYSTEM_SYMBOLS = {"_OBJC_CLASS_$_MTLComputePipelineDescriptor", "__ZdlPvm"}
 
 
 class CrossError(RuntimeError):
@@ -96,10 +86,9 @@ def fetch_torch(version: str) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)  # left by an older version of this file
     say(f"Fetching torch {version} for macOS (80 to 140 MB)")
-    platforms = [f"--platform=macosx_{tag}_arm64" for tag in ("14_0", "11_0")]
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-        pip("download", "--no-deps", "--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms,
-            "--dest", scratch, f"torch=={version}")  # fmt: skip
+        pip("download", "--no-deps", "--only-binary=:all:", "--python-version=3.12", "--implementation=cp",
+            "--platform=macosx_14_0_arm64", "--dest", scratch, f"torch=={version}")  # fmt: skip
         with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
             names = [n for n in wheel.namelist() if n.startswith("torch/include/") or Path(n).name in wanted]
             wheel.extractall(Path(scratch) / "unpacked", names)
@@ -113,6 +102,7 @@ def mac_extensions() -> list[CppExtension]:
     with (
         mock.patch.object(sys, "platform", "darwin"),
         mock.patch.object(platform, "machine", lambda: "arm64"),
+        mock.patch.object(installed_torch, "__version__", VERSIONS[0]),  # setup.py refuses older ones on a Mac
         mock.patch.object(setuptools, "setup", lambda **keywords: taken.update(keywords)),
     ):
         runpy.run_path(str(ROOT / "setup.py"))
@@ -286,6 +276,8 @@ def check(version: str, built: dict[str, Path], torch: Path) -> None:
             raise CrossError(f"{name}.so would not load into torch {version} on macOS:\n{lines}")
         if name.startswith("_cpu_") and PARALLEL not in macho.imports:
             raise CrossError(f"{name}.so would run on one thread: it does not need {PARALLEL}")
+        if of_python := [symbol for symbol in macho.imports if symbol.startswith("_Py")]:
+            raise CrossError(f"{name}.so needs {min(of_python)}, so it may not fit every Python that its wheel names")
         if not macho.signed:
             raise CrossError(f"{name}.so is not signed; macOS on Apple Silicon loads signed code only")
         count = sum(is_torch_symbol(symbol) for symbol in macho.imports)
@@ -301,15 +293,15 @@ def write_wheel(version: str, built: dict[str, Path]) -> Path:
     folder = ROOT / "dist" / "cross" / f"torch-{minor}"
     shutil.rmtree(folder, ignore_errors=True)  # an older version's wheel
     folder.mkdir(parents=True)
-    info, tag = package_metadata(version), "cp310-abi3-macosx_14_0_arm64"
+    info = package_metadata(version)
     name = next(iter(info)).split("/")[0]
     package = [p for p in (ROOT / "torch_moe_metal").rglob("*") if p.suffix == ".py" or p.name == "py.typed"]
     files = {str(path.relative_to(ROOT)): path.read_bytes() for path in sorted(package)}
     files |= {f"torch_moe_metal/{lib}.so": path.read_bytes() for lib, path in built.items() if lib != "planted"}
     files |= info
-    wheel = f"Wheel-Version: 1.0\nGenerator: torch_moe_metal cross.py\nRoot-Is-Purelib: false\nTag: {tag}\n"
+    wheel = f"Wheel-Version: 1.0\nGenerator: torch_moe_metal cross.py\nRoot-Is-Purelib: false\nTag: {TAG}\n"
     files[f"{name}/WHEEL"] = wheel.encode()
-    target = folder / f"{name.removesuffix('.dist-info')}-{tag}.whl"
+    target = folder / f"{name.removesuffix('.dist-info')}-{TAG}.whl"
     rows = [record_row(path, content) for path, content in files.items()] + [[f"{name}/RECORD", "", ""]]
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for path, content in files.items():

@@ -50,7 +50,8 @@ def known(job: dict, options: argparse.Namespace) -> dict[str, str]:
     """The values of expressions: the chosen (or first) value of each matrix key, and the inputs, empty if not given."""
     matrix = job.get("strategy", {}).get("matrix", {})
     wishes = dict(pair.split("=", 1) for pair in options.matrix)
-    chosen = {key: wishes.get(key, choices[0]) for key, choices in matrix.items() if key != "include"}
+    lists = {key: choices for key, choices in matrix.items() if key not in ("include", "exclude")}
+    chosen = {key: wishes.get(key, choices[0]) for key, choices in lists.items()}
     for extra in matrix.get("include", []):
         if all(chosen.get(key, value) == value for key, value in extra.items()):
             chosen |= extra
