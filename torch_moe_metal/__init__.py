@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import arguments, huge_pages, nn, reference, refusals, tuning
+from . import arguments, counting, huge_pages, nn, reference, refusals, tuning
 from .after_import import after_import
 from .fake import fake
 from .integration import is_supported, packed_checkpoints
@@ -84,9 +84,21 @@ def _register_attention() -> None:
         register()
 
 
-def _refuse_resizing() -> None:
+def _adapt_models() -> None:
     if is_supported():
         refusals.refuse_resizing()
+        counting.count_in_transformers()
+
+
+def _adapt_tuners() -> None:
+    refusals.refuse_merging()
+    if is_supported():
+        refusals.refuse_adapting_parameters()
+
+
+def _adapt_peft() -> None:
+    if is_supported():
+        counting.count_in_peft()
 
 
 def _register_quantizers() -> None:
@@ -137,10 +149,11 @@ after_import("transformers.integrations.gguf", _register_gguf)
 for name in ("modeling_auto", "configuration_auto", "tokenization_auto"):
     module = f"transformers.models.auto.{name}"
     after_import(module, functools.partial(_take_gguf_paths, module))
-after_import("transformers.modeling_utils", _refuse_resizing)
+after_import("transformers.modeling_utils", _adapt_models)
 after_import("transformers.modeling_utils", _register_attention)
 after_import("transformers.modeling_layers", _register_mtp)
-after_import("peft.tuners.tuners_utils", refusals.refuse_merging)
+after_import("peft.tuners.tuners_utils", _adapt_tuners)
+after_import("peft.peft_model", _adapt_peft)
 
 
 if not TYPE_CHECKING:  # with it, type checkers would accept every name
