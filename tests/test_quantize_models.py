@@ -655,6 +655,18 @@ def test_saving_after_dequantize(tmp_path):
     assert model.dtype == torch.float32
 
 
+@pytest.mark.parametrize("skip", [[], ["embed_tokens"]])
+def test_dequantize_follows_the_model_to_another_dtype(skip):
+    """The configuration still has the dtype before `model.float()`."""
+    model = dense("qwen3_moe").bfloat16()
+    model.config.dtype = torch.bfloat16
+    quantize_(model.float(), group_size=32, skip=skip)
+    expected = model(tokens(2, 9)).logits
+    model.dequantize()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert relative(model(tokens(2, 9)).logits, expected) <= 1e-5
+
+
 def test_compiled():
     """Without graph breaks: experts, linear layers, embedding and a tied head."""
     model, ids = dense("qwen3_moe", tie_word_embeddings=True), tokens(2, 9)
