@@ -8,7 +8,9 @@ import itertools
 import re
 import subprocess
 import sys
+import threading
 import warnings
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
@@ -606,6 +608,61 @@ def test_autocast(patched):
     expected = patched(ids).logits
     with torch.autocast("cpu", torch.bfloat16):
         assert relative(patched(ids).logits.float(), expected) <= 0.1
+
+
+class Held(DynamicCache):
+    """Stops the call of a model in the middle, once."""
+
+    def __init__(self, config):
+        super().__init__(config=config)
+        self.reached, self.resume = threading.Event(), threading.Event()
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        if layer_idx == 1:
+            self.reached.set()
+            assert self.resume.wait(30)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+@pytest.mark.parametrize("way", ["patch", "unpatch"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_patch_waits_for_the_calls_of_other_threads(family, way):
+    """A running call ends as it began. A call that begins meanwhile waits, and runs as the model is afterwards."""
+    model, ids = tiny_model(family), tokens(2, 9)
+    stock = model(ids).logits
+    torch_moe_metal.patch(model)
+    if way == "patch":
+        torch_moe_metal.unpatch(model)
+    before, cache = model(ids).logits, Held(model.config)
+    with futures.ThreadPoolExecutor(3) as pool:
+        running = pool.submit(torch.no_grad()(model), ids, past_key_values=cache)
+        assert cache.reached.wait(30)
+        change = pool.submit(getattr(torch_moe_metal, way), model)
+        new = pool.submit(torch.no_grad()(model), ids)
+        early, _ = futures.wait([change], timeout=0.1)
+        cache.resume.set()
+        assert torch.equal(running.result().logits, before) and not early
+        change.result()
+        assert relative(new.result().logits, stock) <= 1e-5
+    assert any(isinstance(module, Fused) for module in model.modules()) == (way == "patch")
+    assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+
+
+def test_patch_does_not_wait_forever(monkeypatch):
+    """Another thread may wait for this one in the middle of a call."""
+    monkeypatch.setattr("torch_moe_metal.transformers.fusing.between_calls.SECONDS", 0)
+    model, ids = tiny_model("qwen3_moe"), tokens(2, 9)
+    cache = Held(model.config)
+    with futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(torch.no_grad()(model), ids, past_key_values=cache)
+        assert cache.reached.wait(30)
+        try:
+            with pytest.raises(RuntimeError, match=r"patch: expected no call of the model by another thread .*; n"):
+                torch_moe_metal.patch(model)
+            assert not any(isinstance(module, Fused) for module in model.modules())
+        finally:
+            cache.resume.set()
+        running.result()
 
 
 # ------------------------------------------------------------------------------------------------ importing

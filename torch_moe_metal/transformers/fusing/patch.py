@@ -7,6 +7,7 @@ from torch import nn
 
 from ...transaction import all_or_nothing
 from ...warmup import warm_up_best_effort
+from .between_calls import between_calls
 from .blocks import (
     Fused,
     FusedBlock,
@@ -74,12 +75,13 @@ def patch(model: nn.Module) -> Report:
     All other experts run through `experts_implementation="moe_metal"`, which this selects. Weights are shared, not
     copied, and `unpatch` undoes everything. If a gradient is needed, or other experts are selected later, the model
     runs as without `patch`. The cache of fused layers grows in place. If `patch` raises, the model is unchanged. On
-    mps it starts to compile kernels in the background: see `warm_up`. For a pipeline, its model is patched.
+    mps it starts to compile kernels in the background: see `warm_up`. For a pipeline, its model is patched. If other
+    threads use the model, `patch` and `unpatch` wait for the end of their forward, and their next one waits for them.
     """
     model = model_of(model, "patch")
     parts = [module for module in model.modules() if hasattr(type(module), "set_experts_implementation")]
     selected = {id(part.config): (part, part.config._experts_implementation) for part in parts}
-    with all_or_nothing(model):
+    with between_calls(model, "patch"), all_or_nothing(model):
         take(model)
         for part in parts:
             part.set_experts_implementation(NAME)
@@ -99,7 +101,7 @@ def unpatch(model: nn.Module) -> None:
     after `patch` stays selected.
     """
     model = model_of(model, "unpatch")
-    with all_or_nothing(model):
+    with between_calls(model, "unpatch"), all_or_nothing(model):
         for module in model.modules():
             if isinstance(module, FusedNorm):
                 del module.config
