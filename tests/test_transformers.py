@@ -648,6 +648,26 @@ def test_patch_waits_for_the_calls_of_other_threads(family, way):
     assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
 
 
+def test_patch_and_unpatch_in_turn_while_another_thread_generates():
+    model, ids, done = tiny_model("gpt_oss"), tokens(1, 9), threading.Event()
+    expected = generated(model, ids)
+
+    def generate():
+        with torch.no_grad():
+            while not done.is_set():
+                assert generated(model, ids) == expected
+
+    with futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate)
+        try:
+            for _ in range(10):
+                torch_moe_metal.patch(model)
+                torch_moe_metal.unpatch(model)
+        finally:
+            done.set()
+        running.result()
+
+
 def test_patch_does_not_wait_forever(monkeypatch):
     """Another thread may wait for this one in the middle of a call."""
     monkeypatch.setattr("torch_moe_metal.transformers.fusing.between_calls.SECONDS", 0)

@@ -8,9 +8,8 @@ cost nothing more for it: running ones are found on the stacks of the threads.
 import functools
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Event, RLock, get_ident
+from collections.abc import Callable
+from threading import RLock, get_ident
 from types import FrameType
 
 from torch import nn
@@ -19,35 +18,47 @@ CALL = nn.Module.__call__.__code__
 GATE = "_compiled_call_impl"  # nn.Module calls this attribute, if it is set, instead of its forward
 SECONDS = 60  # for running calls to end
 changing = RLock()
+waiting: set[int] = set()  # the threads that wait at a gate, also while a later change begins
 
 
-@contextmanager
-def between_calls(model: nn.Module, caller: str) -> Iterator[None]:
-    """Raises if a call of another thread does not end: it may wait for this thread."""
-    modules = {id(module): module for module in model.modules()}
-    own, waiting, changed = get_ident(), set(), Event()
+class between_calls:
+    """`with changing, all_or_nothing(model), between_calls(model, caller):` Raises if a call of another thread does not
+    end: it may wait for this thread. After an exception, `all_or_nothing` opens the gates."""
 
-    def gate(call, *args, **kwargs):
+    def __init__(self, model: nn.Module, caller: str):
+        self.modules, self.caller = {id(module): module for module in model.modules()}, caller
+        self.own = get_ident()
+        self.before = {key: vars(module).get(GATE) for key, module in self.modules.items()}
+
+    def __enter__(self) -> None:
+        for key, module in self.modules.items():
+            vars(module)[GATE] = functools.partial(self.gate, self.before[key] or module._call_impl)
+        end = time.monotonic() + SECONDS
+        while self.others_are_inside():
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"torch_moe_metal.{self.caller}: expected no call of the model by another thread for longer than "
+                    f"{SECONDS} seconds, got one; nothing is changed"
+                )
+            time.sleep(0.001)
+
+    def __exit__(self, *raised) -> None:
+        for key, module in self.modules.items():
+            vars(module)[GATE] = self.before[key]
+            if self.before[key] is None:
+                del vars(module)[GATE]
+
+    def gate(self, call: Callable, *args, **kwargs):
         thread = get_ident()
-        if thread != own and calls_on(sys._getframe(), modules) == 1:  # not within a running call
+        if thread != self.own and calls_on(sys._getframe(), self.modules) == 1:  # not within a running call
             waiting.add(thread)
-            changed.wait()
+            with changing:
+                waiting.discard(thread)
         return call(*args, **kwargs)
 
-    with changing:
-        before = {key: vars(module).get(GATE) for key, module in modules.items()}
-        try:
-            for key, module in modules.items():
-                vars(module)[GATE] = functools.partial(gate, before[key] or module._call_impl)
-            wait_for_others(modules, own, waiting, caller)
-            yield
-        finally:
-            for key, module in modules.items():
-                if before[key] is None:
-                    del vars(module)[GATE]
-                else:
-                    vars(module)[GATE] = before[key]
-            changed.set()
+    def others_are_inside(self) -> bool:
+        stacks = {thread: stack for thread, stack in sys._current_frames().items() if thread != self.own}
+        return any(calls_on(stack, self.modules) > (thread in waiting) for thread, stack in stacks.items())
 
 
 def calls_on(stack: FrameType | None, modules: dict[int, nn.Module]) -> int:
@@ -58,17 +69,3 @@ def calls_on(stack: FrameType | None, modules: dict[int, nn.Module]) -> int:
             count += id(stack.f_locals["self"]) in modules
         stack = stack.f_back
     return count
-
-
-def wait_for_others(modules: dict[int, nn.Module], own: int, waiting: set[int], caller: str) -> None:
-    end = time.monotonic() + SECONDS
-    while any(
-        thread != own and calls_on(stack, modules) and thread not in waiting
-        for thread, stack in sys._current_frames().items()
-    ):
-        if time.monotonic() > end:
-            raise RuntimeError(
-                f"torch_moe_metal.{caller}: expected no call of the model by another thread for longer than {SECONDS} "
-                "seconds, got one; nothing is changed"
-            )
-        time.sleep(0.001)

@@ -7,7 +7,7 @@ from torch import nn
 
 from ...transaction import all_or_nothing
 from ...warmup import warm_up_best_effort
-from .between_calls import between_calls
+from .between_calls import between_calls, changing
 from .blocks import (
     Fused,
     FusedBlock,
@@ -81,7 +81,7 @@ def patch(model: nn.Module) -> Report:
     model = model_of(model, "patch")
     parts = [module for module in model.modules() if hasattr(type(module), "set_experts_implementation")]
     selected = {id(part.config): (part, part.config._experts_implementation) for part in parts}
-    with between_calls(model, "patch"), all_or_nothing(model):
+    with changing, all_or_nothing(model), between_calls(model, "patch"):
         take(model)
         for part in parts:
             part.set_experts_implementation(NAME)
@@ -101,7 +101,7 @@ def unpatch(model: nn.Module) -> None:
     after `patch` stays selected.
     """
     model = model_of(model, "unpatch")
-    with between_calls(model, "unpatch"), all_or_nothing(model):
+    with changing, all_or_nothing(model), between_calls(model, "unpatch"):
         for module in model.modules():
             if isinstance(module, FusedNorm):
                 del module.config
