@@ -5,6 +5,7 @@ import contextlib
 import copy
 import importlib
 import itertools
+import logging
 import re
 import subprocess
 import sys
@@ -608,6 +609,21 @@ def test_autocast(patched):
     expected = patched(ids).logits
     with torch.autocast("cpu", torch.bfloat16):
         assert relative(patched(ids).logits.float(), expected) <= 0.1
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_no_advice_to_install_cuda_packages_without_cuda(cuda, monkeypatch, caplog):
+    """transformers gives it at the first call of a model with linear attention."""
+    model = tiny_model("qwen3_next")
+    logging.Logger.warning_once.cache_clear()
+    transformers.utils.logging.enable_propagation()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    try:
+        with caplog.at_level("WARNING"):
+            model(tokens(1, 5))
+    finally:
+        transformers.utils.logging.disable_propagation()
+    assert ("install `causal_conv1d`" in caplog.text) == ("install `flash-linear-attention`" in caplog.text) == cuda
 
 
 class Held(DynamicCache):

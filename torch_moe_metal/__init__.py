@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import arguments, counting, huge_pages, nn, reference, refusals, tuning
+from . import advice, arguments, counting, huge_pages, nn, reference, refusals, tuning
 from .after_import import after_import
 from .fake import fake
 from .integration import is_supported, packed_checkpoints
@@ -149,6 +149,7 @@ after_import("transformers.integrations.gguf", _register_gguf)
 for name in ("modeling_auto", "configuration_auto", "tokenization_auto"):
     module = f"transformers.models.auto.{name}"
     after_import(module, functools.partial(_take_gguf_paths, module))
+after_import("transformers.integrations.hub_kernels", advice.drop)
 after_import("transformers.modeling_utils", _adapt_models)
 after_import("transformers.modeling_utils", _register_attention)
 after_import("transformers.modeling_layers", _register_mtp)

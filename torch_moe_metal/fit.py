@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .cli import CannotRun, positive
+from .cli import CannotRun, positive, reason_of
 from .formats import LIBRARIES
 from .loading import MODEL, Source
 from .models import MODELS, configuration
@@ -87,8 +87,7 @@ def configuration_of(name: str, gguf: str | None):
     except Exception as error:  # transformers raises a dozen kinds
         if known in PUBLISHED and not Path(name).exists() and gguf is None:
             return None, published(known)
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CannotRun(f"cannot read the configuration of {source.name}: {reason[0]}") from error
+        raise CannotRun(f"cannot read the configuration of {source.name}: {reason_of(error)}") from error
 
 
 def published(name: str):

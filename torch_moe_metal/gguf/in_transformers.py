@@ -103,14 +103,36 @@ def take_paths(module: ModuleType) -> None:
     """Make `from_pretrained` of a module's Auto classes also accept just the path of a GGUF file."""
     for cls in list(vars(module).values()):
         if isinstance(cls, type) and cls.__module__ == module.__name__ and "from_pretrained" in vars(cls):
-            cls.from_pretrained = by_path(vars(cls)["from_pretrained"].__func__)
+            stock = vars(cls)["from_pretrained"].__func__
+            cls.from_pretrained = by_path(naming_file(stock) if cls.__name__ == "AutoTokenizer" else stock)
+
+
+def naming_file(stock: Callable) -> Callable:
+    """Makes errors about a file's tokenizer name the file: those of libraries are about lists and keys."""
+
+    @functools.wraps(stock)
+    def from_pretrained(cls, name, *args, **kwargs):
+        try:
+            return stock(cls, name, *args, **kwargs)
+        except (ImportError, OSError):  # a package or a file is missing
+            raise
+        except Exception as error:
+            file = kwargs.get("gguf_file")
+            if file is None or not packed_checkpoints() or file in str(error):
+                raise
+            said = f"{type(error).__name__}: {error}"
+            raise ValueError(f"torch_moe_metal: {Path(name) / file}: its tokenizer cannot be read: {said}") from error
+
+    return from_pretrained
 
 
 def by_path(stock: Callable) -> classmethod:
     @functools.wraps(stock)
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         path = Path(str(pretrained_model_name_or_path))
-        if path.suffix == ".gguf" and path.is_file() and kwargs.get("gguf_file") is None and packed_checkpoints():
+        if path.suffix == ".gguf" and not path.is_dir() and kwargs.get("gguf_file") is None and packed_checkpoints():
+            if not path.is_file():  # a name on the hub does not end like this
+                raise FileNotFoundError(f"torch_moe_metal: no such file: {path}")
             pretrained_model_name_or_path, kwargs["gguf_file"] = str(path.parent), path.name
         return stock(cls, pretrained_model_name_or_path, *args, **kwargs)
 
