@@ -135,6 +135,13 @@ def _register_gguf() -> None:
         register()
 
 
+def _check_gguf_files() -> None:
+    if is_supported():
+        from .gguf.in_transformers import check_files_in_generate
+
+        check_files_in_generate(sys.modules["transformers.generation.utils"].GenerationMixin)
+
+
 def _take_gguf_paths(module: str) -> None:
     if is_supported():
         from .gguf.in_transformers import take_paths
@@ -146,6 +153,7 @@ def _take_gguf_paths(module: str) -> None:
 after_import("transformers.integrations.moe", _register_experts)
 after_import("transformers.quantizers", _register_quantizers)
 after_import("transformers.integrations.gguf", _register_gguf)
+after_import("transformers.generation.utils", _check_gguf_files)
 for name in ("modeling_auto", "configuration_auto", "tokenization_auto"):
     module = f"transformers.models.auto.{name}"
     after_import(module, functools.partial(_take_gguf_paths, module))

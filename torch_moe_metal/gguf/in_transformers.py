@@ -2,6 +2,7 @@
 makes Auto classes accept the path of a GGUF file."""
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -17,6 +18,8 @@ IN_CACHE = re.compile(r"(.*)/models--([^/]+)/snapshots/([0-9a-f]{40})/(.+)")
 VALUES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 #: The metadata key for the file's name, used in messages.
 PATH = "torch_moe_metal.path"
+#: The attribute of a model for the stamps of its files.
+STAMPS = "_moe_metal_stamps"
 
 
 def read(path: str, strings: Container[str] = ()) -> GgufFile:
@@ -137,6 +140,20 @@ def by_path(stock: Callable) -> classmethod:
         return stock(cls, pretrained_model_name_or_path, *args, **kwargs)
 
     return classmethod(from_pretrained)
+
+
+def check_files_in_generate(mixin: type) -> None:
+    """Make `generate` raise if a file has changed whose pages are the model's weights. Otherwise the model would change
+    silently, or, if the file is shorter, the process would end with SIGBUS."""
+    stock = mixin.generate
+
+    @functools.wraps(stock)
+    def generate(self, *args, **kwargs):
+        for stamp in vars(self).get(STAMPS, ()):
+            stamp.expect_unchanged(itertools.chain(self.parameters(), self.buffers()))
+        return stock(self, *args, **kwargs)
+
+    mixin.generate = generate
 
 
 def register() -> None:
