@@ -359,7 +359,7 @@ def test_generate_raises_if_the_file_has_changed(tmp_path: Path):
     last = max(tmp_path.glob("*.gguf"))
     for change in (lambda: changed(last, last.stat().st_size - 9, b"\xff"), lambda: os.truncate(last, 100)):
         change()
-        with pytest.raises(ValueError, match=f"^torch_moe_metal: {last}: expected the file as it was .* load the model"):
+        with pytest.raises(ValueError, match=f"^torch_moe_metal: {last}: expected the file as it was .* load"):
             generated(model, ids)
         assert generated(copied, ids) == expected
 
