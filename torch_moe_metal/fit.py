@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .cli import CannotRun, positive, reason_of
 from .formats import LIBRARIES
+from .integration import require_supported
 from .loading import MODEL, Source
 from .models import MODELS, configuration
 from .packing import WRITTEN
@@ -56,6 +57,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
+    try:
+        require_supported()
+    except ImportError as reason:
+        print(f"fit: {reason}", file=sys.stderr)
+        return 2
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # the table explains formats that do not fit
