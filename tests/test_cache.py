@@ -130,7 +130,10 @@ class Pair:
             self.stock.record_past = self.ours.record_past = not self.stock.record_past
 
     def reorder(self):
-        self.both("reorder_cache", torch.randint(self.batch, (self.batch,)))
+        """To the same number of sequences, or to another one. transformers leaves a layer without tokens unchanged."""
+        self.both("reorder_cache", torch.randint(self.batch, (self.random.choice([self.batch, self.batch, 1, 3]),)))
+        if self.stock.is_initialized:
+            self.batch = self.stock.keys.shape[0]
 
     def repeat(self):
         if self.batch <= 4 and rows_stored(self.stock):

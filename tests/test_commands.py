@@ -1,5 +1,6 @@
 """`python -m torch_moe_metal doctor` and `demo`, and the errors of broken installations."""
 
+import functools
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from torch_moe_metal import demo, doctor, reference
 from torch_moe_metal.__main__ import main
 from torch_moe_metal.arguments import ARGUMENTS, DTYPES
 from torch_moe_metal.bench import block
+from torch_moe_metal.integration import why_unsupported
 
 PACKAGE = Path(torch_moe_metal.__file__).parent
 
@@ -47,16 +49,59 @@ def test_version(capsys):
     assert said == f"torch_moe_metal {torch_moe_metal.__version__}, torch {torch.__version__}\n"
 
 
+def test_doctor_warns_of_busy_cores_and_of_an_unsupported_transformers(monkeypatch):
+    cores = torch.get_num_threads() + 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0, 0))
+    assert not list(doctor.advice())
+    monkeypatch.setattr(os, "getloadavg", lambda: (cores - 0.2, 0, 0))
+    [warning] = doctor.advice()
+    assert f"threads, but only 0.2 of {cores} cores were idle" in warning and "OMP_NUM_THREADS" in warning
+    monkeypatch.setattr(doctor, "installed", lambda _: "4.57.6")
+    first, _ = doctor.advice()
+    assert first == why_unsupported("4.57.6") != None  # noqa: E711
+
+
+def test_no_command_lists_them(capsys):
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert re.findall(r"^    ([\w-]+)", said, re.MULTILINE)[:3] == ["serve", "chat", "fit"]
+
+
+@pytest.mark.slow
+def test_fit_with_an_unsupported_transformers_is_one_line():
+    program = """
+import importlib.metadata
+real = importlib.metadata.version
+importlib.metadata.version = lambda name: "4.57.6" if name == "transformers" else real(name)
+from torch_moe_metal.__main__ import main
+raise SystemExit(main(["fit", "gpt-oss-20b", "--memory", "16"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"fit: {why_unsupported('4.57.6')}\n")
+
+
 @pytest.mark.parametrize(
     "dtypes", [[torch.float32], pytest.param([*reference.TOLERANCES], marks=pytest.mark.slow)], ids=["one", "all"]
 )
 def test_doctor_reports(dtypes: list[torch.dtype], monkeypatch, capsys):
     monkeypatch.setattr(reference, "TOLERANCES", {dtype: reference.TOLERANCES[dtype] for dtype in dtypes})
+    unpacked, dequantize = [], reference.dequantize
+
+    @functools.wraps(dequantize)
+    def counted(*args, **kwargs):
+        result = dequantize(*args, **kwargs)
+        unpacked.append(result.numel() * (kwargs["format"] != "dense"))
+        return result
+
+    monkeypatch.setattr(reference, "dequantize", counted)
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
+    available = [device for device, missing in doctor.devices() if not missing]
     for version in (torch_moe_metal.__version__, torch.__version__, torch_moe_metal.cpu_isa):
         assert version in said
     assert re.findall(r"^  (\w+) +ok$", said, re.MULTILINE)[: len(ARGUMENTS)] == list(ARGUMENTS)
+    assert sum(unpacked) < 4e7 * len(dtypes) * len(available)  # takes most of the time
 
 
 def test_doctor_reports_what_is_wrong(monkeypatch, capsys):

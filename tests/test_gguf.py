@@ -1,5 +1,8 @@
 """GGUF files through `from_pretrained`: packed in pages of the file, compared with a dense model of the same values."""
 
+import copy
+import os
+import shutil
 import struct
 from pathlib import Path
 
@@ -16,6 +19,7 @@ import torch_moe_metal
 from checkpoints import formats
 from checks import relative
 from gguf_files import Q4_K_M
+from test_transformers import generated
 from tiny_models import left_without_need, tokens
 from torch_moe_metal import gguf
 from torch_moe_metal.formats import FORMATS
@@ -339,6 +343,25 @@ def test_broken_files_raise(what: str, tmp_path: Path):
     for reads in (AutoConfig, AutoTokenizer, AutoModelForCausalLM):
         with pytest.raises(ValueError, match=expected):
             reads.from_pretrained(tmp_path, gguf_file=path.name)
+
+
+def test_generate_raises_if_the_file_has_changed(tmp_path: Path):
+    """Its pages are the weights on the CPU: of a shorter file they would end the process. A copy has its own memory,
+    and a file that is replaced keeps its pages."""
+    path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", Q4_K_M, tensors_per_file=20)
+    model, ids = load(path), tokens(1, 5)
+    expected, copied = generated(model, ids), copy.deepcopy(model)
+    for part in sorted(tmp_path.glob("*.gguf")):
+        os.replace(shutil.copy(part, tmp_path / "other"), part)
+        assert generated(model, ids) == expected
+    model = load(path)
+    assert generated(model, ids) == expected
+    last = max(tmp_path.glob("*.gguf"))
+    for change in (lambda: changed(last, last.stat().st_size - 9, b"\xff"), lambda: os.truncate(last, 100)):
+        change()
+        with pytest.raises(ValueError, match=f"^torch_moe_metal: {last}: expected the file as it was .* load"):
+            generated(model, ids)
+        assert generated(copied, ids) == expected
 
 
 def test_big_endian_files_raise(tmp_path: Path):

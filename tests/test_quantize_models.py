@@ -604,6 +604,35 @@ def test_a_model_with_adapters_is_quantised(tmp_path):
     assert formats(again) == formats(model) and torch.equal(again(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("target", ["mlp.experts.gate_up_proj", "down_proj"])
+def test_adapting_packed_experts_raises(target):
+    """PEFT would find no parameter there and train nothing. Nothing is changed, and dense experts are adapted."""
+    model = quantize_(dense("qwen3_moe"), group_size=32)
+    adapters = LoraConfig(target_modules=["q_proj"], target_parameters=[target])
+    classes = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(ValueError, match=rf"dense weights, got a packed one: model\S*{target} \(affine\); adapt lin"):
+        get_peft_model(model, adapters)
+    assert {name: type(module) for name, module in model.named_modules()} == classes
+    adapted = get_peft_model(model.dequantize(), adapters)
+    assert any("experts" in name for name, p in adapted.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("family, changes, way", [
+    ("qwen3_moe", {}, {"group_size": 32}), ("qwen3_moe", {"tie_word_embeddings": True}, {"format": "q8_0"}),
+    ("gemma4_text", {}, {"bits": 6, "group_size": 32}),
+])  # fmt: skip
+def test_packed_weights_are_counted(family, changes, way):
+    """By transformers and by PEFT, as the numbers that they stand for."""
+    model = dense(family, **changes)
+    counts = [{}, {"exclude_embeddings": True}, {"only_trainable": True}]
+    everything, without_embeddings, _ = [model.num_parameters(**options) for options in counts]
+    quantize_(model, **way).requires_grad_(False)
+    assert [model.num_parameters(**options) for options in counts] == [everything, without_embeddings, 0]
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert adapted.get_nb_trainable_parameters() == (trainable, everything + trainable)
+
+
 @pytest.mark.parametrize("skip, kind", [([], "input"), (["embed_tokens"], "output")])
 def test_resizing_packed_embeddings_raises(skip, kind):
     model, ids = quantize_(dense("qwen3_moe"), group_size=32, skip=skip), tokens(2, 9)
@@ -624,6 +653,18 @@ def test_saving_after_dequantize(tmp_path):
     model.save_pretrained(tmp_path)
     assert relative(model.dequantize()(ids).logits, expected) <= 1e-5
     assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("skip", [[], ["embed_tokens"]])
+def test_dequantize_follows_the_model_to_another_dtype(skip):
+    """The configuration still has the dtype before `model.float()`."""
+    model = dense("qwen3_moe").bfloat16()
+    model.config.dtype = torch.bfloat16
+    quantize_(model.float(), group_size=32, skip=skip)
+    expected = model(tokens(2, 9)).logits
+    model.dequantize()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert relative(model(tokens(2, 9)).logits, expected) <= 1e-5
 
 
 def test_compiled():

@@ -425,6 +425,23 @@ def test_few_tokens_with_a_number_that_no_weight_uses(format: str, bits: int, gr
         assert ((got - want[some]).abs() <= 2.0**-8 * want[some].abs() + 2.0**-20 * size[some]).all()
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 5])
+@pytest.mark.parametrize("bits", [4, 5, 8])
+def test_few_tokens_with_codes_far_from_their_middle(bits: int, tokens: int):
+    """All codes are 0, so the weights are the small offsets. The intermediate result of `experts` is up to 50 and may
+    be rounded; the error must be multiplied by the weights, and not by the middle of the codes times the scales."""
+    x = random(tokens, 256).to(BFLOAT)
+    gate_up = [part.unsqueeze(0) for part in quantize(random(1024, 256, seed=1) * 0.2, "affine", bits, 64)]
+    scale = random(1, 256, 8, seed=2).abs() + 0.5
+    down = [torch.zeros(1, 256, 64 * bits, dtype=torch.uint8), scale, scale * random(1, 256, 8, seed=3) / 4]
+    names = [f"{weight}{part}" for weight in ("gate_up", "down") for part in ("", "_scale", "_offset")]
+    weights = dict(zip(names, [*gate_up, *down], strict=True)) | {"format": "affine", "activation": "relu2"}
+    doubles = {name: part.double() if torch.is_tensor(part) and part.is_floating_point() else part
+               for name, part in weights.items()}  # fmt: skip
+    ones, ids = torch.ones(tokens, 1), torch.zeros(tokens, 1, dtype=torch.int64)
+    close(ops.experts(x, ones, ids, **weights), reference.experts(x.double(), ones.double(), ids, **doubles), BFLOAT)
+
+
 @pytest.mark.parametrize("large", [2.0**12, 2.0**15, 2.0**40])
 @pytest.mark.parametrize("format, bits, group", AS_INTEGERS)
 def test_many_tokens_with_a_number_that_no_weight_uses(format: str, bits: int, group: int, large: float):

@@ -565,7 +565,7 @@ def test_wrong_arguments_give_one_line(folder: Path, tmp_path: Path, capsys, mon
     monkeypatch.chdir(tmp_path)
     for arguments, expected in (
         (["missing"], "no such file, folder or name on the hub: missing"),
-        (["./missing/file.gguf"], "no such file, folder or name on the hub"),
+        (["./missing/file.gguf"], "no such file: ./missing/file.gguf"),
         (["empty"], "no checkpoint: empty: it has no config.json"),
         (["files"], "no checkpoint: files: choose a file with --gguf: a.gguf"),
         (["files", "--gguf", "b.gguf"], "--gguf: no such file: files/b.gguf"),

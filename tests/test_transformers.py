@@ -5,10 +5,13 @@ import contextlib
 import copy
 import importlib
 import itertools
+import logging
 import re
 import subprocess
 import sys
+import threading
 import warnings
+from concurrent import futures
 from importlib.util import find_spec
 
 import pytest
@@ -17,7 +20,7 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
@@ -614,6 +617,96 @@ def test_autocast(patched):
     expected = patched(ids).logits
     with torch.autocast("cpu", torch.bfloat16):
         assert relative(patched(ids).logits.float(), expected) <= 0.1
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_no_advice_to_install_cuda_packages_without_cuda(cuda, monkeypatch, caplog):
+    """transformers gives it at the first call of a model with linear attention."""
+    model = tiny_model("qwen3_next")
+    logging.Logger.warning_once.cache_clear()
+    transformers.utils.logging.enable_propagation()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    try:
+        with caplog.at_level("WARNING"):
+            model(tokens(1, 5))
+    finally:
+        transformers.utils.logging.disable_propagation()
+    assert ("install `causal_conv1d`" in caplog.text) == ("install `flash-linear-attention`" in caplog.text) == cuda
+
+
+class Held(DynamicCache):
+    """Stops the call of a model in the middle, once."""
+
+    def __init__(self, config):
+        super().__init__(config=config)
+        self.reached, self.resume = threading.Event(), threading.Event()
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        if layer_idx == 1:
+            self.reached.set()
+            assert self.resume.wait(30)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+@pytest.mark.parametrize("way", ["patch", "unpatch"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_patch_waits_for_the_calls_of_other_threads(family, way):
+    """A running call ends as it began. A call that begins meanwhile waits, and runs as the model is afterwards."""
+    model, ids = tiny_model(family), tokens(2, 9)
+    stock = model(ids).logits
+    torch_moe_metal.patch(model)
+    if way == "patch":
+        torch_moe_metal.unpatch(model)
+    before, cache = model(ids).logits, Held(model.config)
+    with futures.ThreadPoolExecutor(3) as pool:
+        running = pool.submit(torch.no_grad()(model), ids, past_key_values=cache)
+        assert cache.reached.wait(30)
+        change = pool.submit(getattr(torch_moe_metal, way), model)
+        new = pool.submit(torch.no_grad()(model), ids)
+        early, _ = futures.wait([change], timeout=0.1)
+        cache.resume.set()
+        assert torch.equal(running.result().logits, before) and not early
+        change.result()
+        assert relative(new.result().logits, stock) <= 1e-5
+    assert any(isinstance(module, Fused) for module in model.modules()) == (way == "patch")
+    assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+
+
+def test_patch_and_unpatch_in_turn_while_another_thread_generates():
+    model, ids, done = tiny_model("gpt_oss"), tokens(1, 9), threading.Event()
+    expected = generated(model, ids)
+
+    def generate():
+        with torch.no_grad():
+            while not done.is_set():
+                assert generated(model, ids) == expected
+
+    with futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate)
+        try:
+            for _ in range(10):
+                torch_moe_metal.patch(model)
+                torch_moe_metal.unpatch(model)
+        finally:
+            done.set()
+        running.result()
+
+
+def test_patch_does_not_wait_forever(monkeypatch):
+    """Another thread may wait for this one in the middle of a call."""
+    monkeypatch.setattr("torch_moe_metal.transformers.fusing.between_calls.SECONDS", 0)
+    model, ids = tiny_model("qwen3_moe"), tokens(2, 9)
+    cache = Held(model.config)
+    with futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(torch.no_grad()(model), ids, past_key_values=cache)
+        assert cache.reached.wait(30)
+        try:
+            with pytest.raises(RuntimeError, match=r"patch: expected no call of the model by another thread .*; n"):
+                torch_moe_metal.patch(model)
+            assert not any(isinstance(module, Fused) for module in model.modules())
+        finally:
+            cache.resume.set()
+        running.result()
 
 
 # ------------------------------------------------------------------------------------------------ importing

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import arguments, huge_pages, nn, reference, refusals, tuning
+from . import advice, arguments, counting, huge_pages, nn, reference, refusals, tuning
 from .after_import import after_import
 from .fake import fake
 from .integration import NEWEST, installed_version, is_supported, is_untested, packed_checkpoints
@@ -82,6 +82,11 @@ def _register_attention() -> None:
     register()
 
 
+def _change_models() -> None:
+    refusals.refuse_resizing()
+    counting.count_in_transformers()
+
+
 def _register_quantizers() -> None:
     try:
         from .transformers.checkpoints.takeover import register
@@ -113,6 +118,12 @@ def _register_gguf() -> None:
     register()
 
 
+def _check_gguf_files() -> None:
+    from .gguf.in_transformers import check_files_in_generate
+
+    check_files_in_generate(sys.modules["transformers.generation.utils"].GenerationMixin)
+
+
 def _take_gguf_paths(module: str) -> None:
     from .gguf.in_transformers import take_paths
 
@@ -120,8 +131,8 @@ def _take_gguf_paths(module: str) -> None:
 
 
 def _when_imported(module: str, change: Callable[[], None], *arguments: str) -> None:
-    """Change a module of transformers when it has been imported, if its version is supported. An error in a version
-    that is newer than our tests becomes a warning, because transformers must still import."""
+    """Change a module when it has been imported, if the version of transformers is supported. An error in a version that
+    is newer than our tests becomes a warning, because the module must still import."""
 
     def change_it() -> None:
         if not is_supported():
@@ -144,13 +155,17 @@ def _when_imported(module: str, change: Callable[[], None], *arguments: str) -> 
 _when_imported("transformers.integrations.moe", _register_experts)
 _when_imported("transformers.quantizers", _register_quantizers)
 _when_imported("transformers.integrations.gguf", _register_gguf)
+_when_imported("transformers.generation.utils", _check_gguf_files)
 for name in ("modeling_auto", "configuration_auto", "tokenization_auto"):
     module = f"transformers.models.auto.{name}"
     _when_imported(module, _take_gguf_paths, module)
-_when_imported("transformers.modeling_utils", refusals.refuse_resizing)
+_when_imported("transformers.integrations.hub_kernels", advice.drop)
+_when_imported("transformers.modeling_utils", _change_models)
 _when_imported("transformers.modeling_utils", _register_attention)
 _when_imported("transformers.modeling_layers", _register_mtp)
 after_import("peft.tuners.tuners_utils", refusals.refuse_merging)
+_when_imported("peft.tuners.tuners_utils", refusals.refuse_adapting_parameters)
+_when_imported("peft.peft_model", counting.count_in_peft)
 
 
 if not TYPE_CHECKING:  # with it, type checkers would accept every name

@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m torch_moe_metal", description=__doc__)
     version = f"torch_moe_metal {__version__}, torch {torch.__version__}"
     parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(metavar="command")
     add_serve(commands)
     add_chat(commands)
     add_fit(commands)
@@ -120,6 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_bench(commands)
     add_bench_model(commands)
     add_tune(commands)
+    parser.set_defaults(run=lambda _: parser.print_help() or 0)
     args = parser.parse_args(arguments)
     return args.run(args)
 

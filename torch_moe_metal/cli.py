@@ -16,6 +16,13 @@ class CannotRun(Exception):
     """Ends a command with exit code 2; the message gives the reason."""
 
 
+def reason_of(error: Exception) -> str:
+    """The first sentence of an error's message. Libraries wrap theirs at any word."""
+    lines = str(error).strip().partition("\n\n")[0].splitlines()
+    ends = (number for number, line in enumerate(lines, 1) if line.rstrip().endswith((".", "!", "?")))
+    return " ".join(line.strip() for line in lines[: next(ends, 1)]) or type(error).__name__
+
+
 def positive(text: str) -> int:
     number = int(text)
     if number < 1:

@@ -1,7 +1,8 @@
 """`python -m torch_moe_metal doctor`: versions, devices, and a test of every op."""
 
 import importlib.metadata
-import importlib.util
+import itertools
+import os
 import platform
 import re
 from collections.abc import Iterator
@@ -12,10 +13,13 @@ from torch import Tensor
 from . import __version__, arguments, cpu_isa, macos, reference
 from .bench import measure
 from .bench.packings import Packing
+from .bench.report import Progress
 from .formats import FORMATS
+from .integration import why_unsupported
 
 DIMS = {"E": 33, "K": 3, "H": 96, "I": 40, "N": 37, "U": 1}  # odd sizes: most faults of kernels are in tails
 DIMS |= {"B": 2, "A": 6, "J": 2, "S": 101, "D": 40, "V": 24, "R": 12}
+BITS = 4  # of affine weights
 TOKENS = (5, 50)  # decoding, and a prompt, which has its own kernels
 
 
@@ -32,16 +36,26 @@ def sample_arguments(op: str, dtype: torch.dtype, tokens: int, format: str = "de
     dims = DIMS | {"T": tokens}
     if format != "dense":
         whole = FORMATS[format].whole_columns
-        dims |= {"H": -(-DIMS["H"] // whole) * whole, "I": max(64, whole)}
+        # Few experts, because unpacking them for the reference takes most of the time.
+        dims |= {"E": 5, "H": -(-DIMS["H"] // whole) * whole, "I": max(64, whole)}
     random = torch.Generator().manual_seed(0)
     table = arguments.ARGUMENTS[op]
     shapes = arguments.shapes(op, arguments.optional_arguments(op))
     drawn = {name: arguments.draw(name, arguments.size(s, dims), dims, random) for name, s in shapes.items()}
     if format != "dense":
-        packing = Packing(format, 4, 32)
+        packing = Packing(format, BITS, 32)
         drawn = arguments.pack(op, drawn, lambda _, weight: packing.of(weight, random))
     converted = ("activation", "weight") if format == "dense" else ("activation",)
     return {name: t.to(dtype) if table[name].kind in converted else t for name, t in drawn.items()}
+
+
+def unpacked(experts: dict[str, Tensor], format: str) -> dict[str, Tensor]:
+    """The same arguments of `experts` with dense weights. The reference would unpack the experts of each token anew."""
+    found = dict(experts)
+    for name in arguments.weights("experts"):
+        parts = [found.pop(part, None) for part in (name, *arguments.scale_names(name))]
+        found[name] = reference.dequantize(*parts, format=format, bits=BITS, dtype=torch.float64)
+    return found
 
 
 def check(op: str, device: str, dtype: torch.dtype, tokens: int, format: str = "dense") -> str | None:
@@ -52,6 +66,8 @@ def check(op: str, device: str, dtype: torch.dtype, tokens: int, format: str = "
         options = arguments.options(op, {"top_k": DIMS["K"], "format": format, "dtype": dtype, "causal": True})
         with torch.no_grad():
             got = arguments.results(op, getattr(torch.ops.moe_metal, op)(**given, **options), given)
+            if op == "experts" and format != "dense":
+                exact, options = unpacked(exact, format), options | {"format": "dense"}
             want = arguments.results(op, getattr(reference, op)(**exact, **options), exact)
     except Exception as error:  # any error: the report must go on
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -137,6 +153,32 @@ def compiling(device: str) -> Iterator[str]:
         yield f"  {shader:28} {len(libraries):3}, {mean:.2f} s each, at most {longest:.2f} s: {which}"
 
 
+def advice() -> Iterator[str]:
+    """What is not as it should be on this machine."""
+    version = installed("transformers")
+    if version != "not installed" and (reason := why_unsupported(version)) is not None:
+        yield reason
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    idle, threads = max(cores - os.getloadavg()[0], 0), torch.get_num_threads()
+    if idle < 0.75 * threads:
+        yield (
+            f"{threads} threads, but only {idle:.1f} of {cores} cores were idle in the last minute. Every op waits for "
+            "its slowest thread: close other programs, or set OMP_NUM_THREADS"
+        )
+
+
+def wrong_results(op: str, device: str, progress: Progress) -> dict[str, str]:
+    """The errors of an op, by case."""
+    wrong = {}
+    for format, tokens, dtype in itertools.product(formats(op), TOKENS, reference.TOLERANCES):
+        case = f"{str(dtype).removeprefix('torch.')}{'' if format == 'dense' else f' {format}'}, T = {tokens}"
+        progress.next(f"{device}: {op}, {case}")
+        if problem := check(op, device, dtype, tokens, format):
+            wrong[case] = problem
+    progress.clear()
+    return wrong
+
+
 def run() -> int:
     """Print the report. Returns 0 if every op is correct on every available device, and `patch` accepts the installed
     torch, else 1."""
@@ -145,21 +187,19 @@ def run() -> int:
     print(f"CPU kernels: {cpu_isa}, {torch.get_num_threads()} threads")
     if too_old := macos.why_torch_is_too_old():
         print(f"\n{too_old}")
-    failures = 0
+    for line in advice():
+        print(f"warning: {line}")
+    failures, cases = 0, sum(map(len, map(formats, arguments.ARGUMENTS))) * len(TOKENS) * len(reference.TOLERANCES)
     for device, missing in devices():
         if missing:
             print(f"\n{device}: not available: {missing}")
             continue
-        print(f"\n{device}: every op against the float64 reference")
+        print(f"\n{device}: every op against the float64 reference", flush=True)
+        progress = Progress(cases, wanted=True)
         for op in arguments.ARGUMENTS:
-            wrong = {
-                f"{str(dtype).removeprefix('torch.')}{'' if format == 'dense' else f' {format}'}, T = {tokens}": problem
-                for format in formats(op)
-                for tokens in TOKENS
-                for dtype in reference.TOLERANCES
-                if (problem := check(op, device, dtype, tokens, format))
-            }
-            print(f"  {op:28} {'ok' if not wrong else 'FAILED'}", *(f"\n      {d}: {w}" for d, w in wrong.items()))
+            wrong = wrong_results(op, device, progress)
+            found = (f"\n      {case}: {problem}" for case, problem in wrong.items())
+            print(f"  {op:28} {'ok' if not wrong else 'FAILED'}", *found, flush=True)
             failures += bool(wrong)
         if flushed := subnormal_halves(device):
             print(f"  {flushed}")

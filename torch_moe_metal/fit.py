@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .cli import CannotRun, positive
+from .cli import CannotRun, positive, reason_of
 from .formats import LIBRARIES
+from .integration import require_supported
 from .loading import MODEL, Source
 from .macos import why_torch_is_too_old
 from .models import MODELS, configuration
@@ -57,6 +58,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
+    try:
+        require_supported()
+    except ImportError as reason:
+        print(f"fit: {reason}", file=sys.stderr)
+        return 2
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # the table explains formats that do not fit
@@ -88,8 +94,7 @@ def configuration_of(name: str, gguf: str | None):
     except Exception as error:  # transformers raises a dozen kinds
         if known in PUBLISHED and not Path(name).exists() and gguf is None:
             return None, published(known)
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CannotRun(f"cannot read the configuration of {source.name}: {reason[0]}") from error
+        raise CannotRun(f"cannot read the configuration of {source.name}: {reason_of(error)}") from error
 
 
 def published(name: str):

@@ -3,6 +3,7 @@
 transformers is imported only when a model is loaded, so that `--help` and wrong arguments respond immediately.
 """
 
+import json
 import re
 import sys
 from argparse import ArgumentParser, Namespace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .cli import CannotRun, add_device, check_device, positive
+from .cli import CannotRun, add_device, check_device, positive, reason_of
 from .formats import BITS
 from .packing import WRITTEN
 
@@ -55,6 +56,8 @@ class Source:
                 raise CannotRun(f"no checkpoint: {name}: {reason}")
             return cls(full_name, name, gguf_file=gguf)
         repository, _, file = name.partition(":")
+        if path.suffix == ".gguf" and not file and gguf is None:
+            raise CannotRun(f"no such file: {name}")
         if not HUB_NAME.fullmatch(repository) or (file and not file.endswith(".gguf")):
             raise CannotRun(f"no such file, folder or name on the hub: {name}")
         repository, _, revision = repository.partition("@")
@@ -104,8 +107,7 @@ def loading(name: str, device: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CannotRun(f"cannot load {name}: {reason[0]}") from error
+        raise CannotRun(f"cannot load {name}: {reason_of(error)}") from error
 
 
 def load_tokenizer(source: Source):
@@ -113,11 +115,37 @@ def load_tokenizer(source: Source):
     from transformers import AutoProcessor, AutoTokenizer
 
     cls = AutoProcessor if source.gguf_file is None else AutoTokenizer
-    found = cls.from_pretrained(source.path, **source.where)
+    try:
+        found = cls.from_pretrained(source.path, **source.where)
+    except Exception as error:  # transformers raises a dozen kinds, and hides those of tokenizers
+        if any(package in str(error).lower() for package in ("torchvision", "pillow")):
+            needed = "its processor needs torchvision and Pillow, even for text"
+            raise ImportError(f"{needed}: pip install 'torch-moe-metal[vision]'") from error
+        if (reason := broken_tokenizer(Path(source.path))) is not None:
+            raise ValueError(reason) from error
+        raise
     tokenizer = getattr(found, "tokenizer", found)
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # without files transformers makes an empty one
         raise ValueError("no tokenizer: expected tokenizer.json or other tokenizer files in the same folder")
     return found
+
+
+def broken_tokenizer(folder: Path) -> str | None:
+    """Which of a folder's tokenizer files cannot be read, and why; None if there is none."""
+    from tokenizers import Tokenizer
+
+    def read_settings(file: Path) -> None:
+        if not isinstance(found := json.loads(file.read_text()), dict):
+            raise ValueError(f"expected an object, got {type(found).__name__}")
+
+    readers = {"tokenizer_config.json": read_settings, "tokenizer.json": lambda file: Tokenizer.from_file(str(file))}
+    for name, read in readers.items():
+        try:
+            if (folder / name).exists():
+                read(folder / name)
+        except Exception as error:  # tokenizers raises Exception itself
+            return f"{name}: {reason_of(error)}"
+    return None
 
 
 def load_model(source: Source, options: Namespace) -> "PreTrainedModel":

@@ -1,9 +1,12 @@
 """Make PEFT and transformers raise, before they change anything, where they do not support packed weights.
 
-Both would add values to the bytes of a packed weight, or make a dense layer with the size of its data.
+Both would add values to the bytes of a packed weight, make a dense layer with the size of its data, or silently leave
+it out.
 """
 
 import functools
+
+from torch import nn
 
 from .layers import is_packed
 
@@ -28,6 +31,33 @@ def refuse_merging() -> None:
         return stock(self)
 
     BaseTuner._check_merge_allowed = check_merge_allowed
+
+
+def refuse_adapting_parameters() -> None:
+    """PEFT's `target_parameters`. It looks for parameters, so it would adapt nothing where weights are packed."""
+    from peft.tuners.tuners_utils import BaseTuner
+
+    stock = BaseTuner.inject_adapter
+
+    @functools.wraps(stock)
+    def inject_adapter(self, model, adapter_name, *args, **kwargs):
+        targets = getattr(self.peft_config[adapter_name], "target_parameters", None) or ()
+        expect_dense(model, set(targets))
+        return stock(self, model, adapter_name, *args, **kwargs)
+
+    BaseTuner.inject_adapter = inject_adapter
+
+
+def expect_dense(model: nn.Module, targets: set[str]) -> None:
+    """Raises if one of these names, or ends of names, is that of a packed weight."""
+    from .transformers.fusing.packed import packed_weight_names
+
+    for name, module in packed_weight_names(model) if targets else ():
+        if any(f".{name}".endswith(f".{target}") for target in targets):
+            raise ValueError(
+                f"torch_moe_metal: target_parameters: expected dense weights, got a packed one: {name} "
+                f"({module.format}); adapt linear layers with target_modules, which may be packed, or {REMEDY}"
+            )
 
 
 def refuse_resizing() -> None:

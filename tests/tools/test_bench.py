@@ -336,7 +336,8 @@ def test_not_enough_memory(tiny, monkeypatch, capsys):
 def test_fewer_experts_are_reported(tiny, monkeypatch, capsys):
     monkeypatch.setattr(device_bench, "fitted", lambda model, *_: replace(model, E=4))
     assert main(["bench", *QUICK, "--ops", "experts", "--tokens", "1", "--dtypes", "f32"]) == 0
-    said = capsys.readouterr().out
+    said, err = capsys.readouterr()
+    assert "bench: 1 rows, which take at least 0:00 minutes" in err
     assert "f32: 4 of 8 experts" in said and "T=1 E=4/8 K=2" in said
 
 
@@ -590,6 +591,17 @@ def test_progress_is_for_terminals_only(monkeypatch, capsys):
         progress.clear()
         said = capsys.readouterr().err
         assert ("[######------------------] 1/4  experts  0:00" in said) == bool(said) == (terminal and wanted)
+
+
+def test_progress_says_how_long_everything_takes(monkeypatch, capsys):
+    now = iter([100, 100, 130])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    progress = Progress(4, wanted=True)
+    progress.next("first")
+    progress.next("second")
+    first, second = capsys.readouterr().err.split("\r\033[K")[1:]
+    assert first.endswith("0/4  first  0:00") and second.endswith("1/4  second  0:30 of about 2:00")
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ def run(options: Namespace, measurer: Callable[[Namespace], DeviceBench] = Devic
     except CannotRun as reason:
         print(f"bench: {reason}", file=sys.stderr)
         return 2
+    rows, least = len(bench.calls), report.minutes(len(bench.calls) * options.seconds)
+    print(f"bench: {rows} rows, which take at least {least} minutes (fewer: --ops, --tokens)", file=sys.stderr)
     ratios = ["x dense"] * any(call.packing for call in bench.calls) + ["x MLX"] * bench.has_mlx
     if not options.json:
         print(heading(bench), report.head(ratios), sep="\n\n", flush=True)

@@ -128,21 +128,31 @@ def footnotes(results: list[Result]) -> list[str]:
 # ------------------------------------------------------------------------------------------------ progress
 
 
+def minutes(seconds: float) -> str:
+    return "{}:{:02}".format(*divmod(int(seconds), 60))
+
+
 class Progress:
-    """A bar on standard error: rows done, the current row and the elapsed time. Only in a terminal."""
+    """A bar on standard error: rows done, the current row, the elapsed time and, as far as that can be known from the
+    rows before, the time of all. Only in a terminal."""
 
     WIDTH = 24
 
     def __init__(self, rows: int, wanted: bool):
-        self.rows, self.start = rows, time.monotonic()
+        self.rows, self.done, self.start = rows, 0, time.monotonic()
         self.shown = wanted and sys.stderr.isatty()
+
+    def next(self, now: str) -> None:
+        """Show the next row."""
+        self.show(self.done, now)
+        self.done += 1
 
     def show(self, done: int, now: str) -> None:
         if self.shown:
-            full = self.WIDTH * done // self.rows
-            minutes, seconds = divmod(int(time.monotonic() - self.start), 60)
+            full, elapsed = self.WIDTH * done // self.rows, time.monotonic() - self.start
             bar = "#" * full + "-" * (self.WIDTH - full)
-            text = f"[{bar}] {done}/{self.rows}  {now}  {minutes}:{seconds:02}"
+            whole = f" of about {minutes(elapsed / done * self.rows)}" if done else ""
+            text = f"[{bar}] {done}/{self.rows}  {now}  {minutes(elapsed)}{whole}"
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:

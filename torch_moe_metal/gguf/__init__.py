@@ -10,7 +10,7 @@ Weights are GGML's blocks, which the ops read without conversion if `formats` ha
 import functools
 import re
 import struct
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -85,12 +85,36 @@ class GgufTensor:
 
 
 @dataclass(frozen=True)
+class Stamp:
+    """A file as it was when its pages were mapped, and their addresses."""
+
+    file: Path
+    inode: int
+    size: int
+    changed: int  # in nanoseconds
+    addresses: range
+
+    def expect_unchanged(self, tensors: Iterable[Tensor]) -> None:
+        """Raises if the file has changed and one of the tensors is in its pages. A file that has been replaced or
+        deleted keeps its pages."""
+        now = self.file.stat() if self.file.exists() else None
+        if now is None or now.st_ino != self.inode or (now.st_size, now.st_mtime_ns) == (self.size, self.changed):
+            return
+        if any(tensor.device.type == "cpu" and tensor.data_ptr() in self.addresses for tensor in tensors):
+            raise ValueError(
+                f"torch_moe_metal: {self.file}: expected the file as it was when the model was loaded, since its pages "
+                "are the model's weights, got a changed file: load the model again"
+            )
+
+
+@dataclass(frozen=True)
 class GgufFile:
     """Metadata and tensors of a file, or of all parts of a split file."""
 
     path: Path
     metadata: dict
     tensors: dict[str, GgufTensor]
+    stamps: tuple[Stamp, ...] = ()
 
 
 def pages(file: Path) -> torch.UntypedStorage:
@@ -134,7 +158,7 @@ def read(path: str | Path, strings: Container[str] = ()) -> GgufFile:
         for name, tensor in part.tensors.items():
             part.expect(name not in tensors, name, "a tensor once", "it twice")
             tensors[name] = tensor
-    return GgufFile(path, header.metadata, tensors)
+    return GgufFile(path, header.metadata, tensors, tuple(part.stamp for part in headers))
 
 
 class Header:
@@ -143,9 +167,12 @@ class Header:
     def __init__(self, path: Path, strings: Container[str] = ()):
         self.path, self.strings, self.at = path, strings, 0
         self.expect(path.is_file(), "", "a regular file", "none")
-        self.size = path.stat().st_size
+        found = path.stat()
+        self.size = found.st_size
         self.expect(self.size >= 24, "", "a header of 24 bytes", self.size)
         self.pages = pages(path)
+        addresses = range(self.pages.data_ptr(), self.pages.data_ptr() + self.size)
+        self.stamp = Stamp(path, found.st_ino, self.size, found.st_mtime_ns, addresses)
         self.data = memoryview(torch.empty(0, dtype=torch.uint8).set_(self.pages).numpy())
         self.expect(bytes(self.data[:4]) == b"GGUF", "", "the magic bytes GGUF", bytes(self.data[:4]))
         self.at = 4

@@ -2,6 +2,7 @@
 makes Auto classes accept the path of a GGUF file."""
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -17,6 +18,8 @@ IN_CACHE = re.compile(r"(.*)/models--([^/]+)/snapshots/([0-9a-f]{40})/(.+)")
 VALUES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 #: The metadata key for the file's name, used in messages.
 PATH = "torch_moe_metal.path"
+#: The attribute of a model for the stamps of its files.
+STAMPS = "_moe_metal_stamps"
 
 
 def read(path: str, strings: Container[str] = ()) -> GgufFile:
@@ -103,18 +106,54 @@ def take_paths(module: ModuleType) -> None:
     """Make `from_pretrained` of a module's Auto classes also accept just the path of a GGUF file."""
     for cls in list(vars(module).values()):
         if isinstance(cls, type) and cls.__module__ == module.__name__ and "from_pretrained" in vars(cls):
-            cls.from_pretrained = by_path(vars(cls)["from_pretrained"].__func__)
+            stock = vars(cls)["from_pretrained"].__func__
+            cls.from_pretrained = by_path(naming_file(stock) if cls.__name__ == "AutoTokenizer" else stock)
+
+
+def naming_file(stock: Callable) -> Callable:
+    """Makes errors about a file's tokenizer name the file: those of libraries are about lists and keys."""
+
+    @functools.wraps(stock)
+    def from_pretrained(cls, name, *args, **kwargs):
+        try:
+            return stock(cls, name, *args, **kwargs)
+        except (ImportError, OSError):  # a package or a file is missing
+            raise
+        except Exception as error:
+            file = kwargs.get("gguf_file")
+            if file is None or not packed_checkpoints() or file in str(error):
+                raise
+            said = f"{type(error).__name__}: {error}"
+            raise ValueError(f"torch_moe_metal: {Path(name) / file}: its tokenizer cannot be read: {said}") from error
+
+    return from_pretrained
 
 
 def by_path(stock: Callable) -> classmethod:
     @functools.wraps(stock)
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         path = Path(str(pretrained_model_name_or_path))
-        if path.suffix == ".gguf" and path.is_file() and kwargs.get("gguf_file") is None and packed_checkpoints():
+        if path.suffix == ".gguf" and not path.is_dir() and kwargs.get("gguf_file") is None and packed_checkpoints():
+            if not path.is_file():  # a name on the hub does not end like this
+                raise FileNotFoundError(f"torch_moe_metal: no such file: {path}")
             pretrained_model_name_or_path, kwargs["gguf_file"] = str(path.parent), path.name
         return stock(cls, pretrained_model_name_or_path, *args, **kwargs)
 
     return classmethod(from_pretrained)
+
+
+def check_files_in_generate(mixin: type) -> None:
+    """Make `generate` raise if a file has changed whose pages are the model's weights. Otherwise the model would change
+    silently, or, if the file is shorter, the process would end with SIGBUS."""
+    stock = mixin.generate
+
+    @functools.wraps(stock)
+    def generate(self, *args, **kwargs):
+        for stamp in vars(self).get(STAMPS, ()):
+            stamp.expect_unchanged(itertools.chain(self.parameters(), self.buffers()))
+        return stock(self, *args, **kwargs)
+
+    mixin.generate = generate
 
 
 def register() -> None:

@@ -73,24 +73,30 @@ class BFloat16Dots : public IntegerDots<Numbers> {
   }
   [[MOE_METAL_BF16]] static void lay_out(const float* x, const ScaledRows& rows, char* form) {
     auto* to = reinterpret_cast<at::BFloat16*>(form);
+    auto* sums = reinterpret_cast<float*>(form + sums_at(rows));
     __mmask16 tiny = 0;
     for (int64_t c = 0; c < rows.columns; c += kColumns) {
-      alignas(64) float ordered[kColumns];
-      const int64_t left = rows.columns - c;
-      for (int64_t i = 0; i < kColumns; ++i) ordered[i] = kOrder[i] < left ? x[c + kOrder[i]] : 0;
-      for (int64_t i = 0; i < kColumns; i += kLanes) tiny |= tiny_numbers(_mm512_load_ps(ordered + i));
+      alignas(64) float some[kColumns], ordered[kColumns];
+      const int64_t count = std::min(rows.columns - c, kColumns);
+      for (int64_t i = 0; i < kColumns; ++i) some[i] = i < count ? x[c + i] : 0;
+      for (int64_t i = 0; i < kColumns; i += kLanes) tiny |= tiny_numbers(_mm512_load_ps(some + i));
+      // The sums are of the same numbers as the products. Otherwise the error of rounding a token, which is an
+      // intermediate result of `experts`, would be multiplied by what the middle subtracts, and not by the weights.
+      for (float& number : some) number = static_cast<float>(at::BFloat16(number));
+      for (int64_t i = 0; i < kColumns; ++i) ordered[i] = some[kOrder[i]];
       for (int64_t i = 0; i < kColumns; i += 32) _mm512_store_si512(to + c + i, bfloat16s(ordered + i, 32));
+      if constexpr (Numbers::kOffset) sums = add_groups(some, count, int64_t{1} << rows.shift, sums);
     }
     if (tiny) *to = NAN;
-    auto* sums = reinterpret_cast<float*>(form + sums_at(rows));
-    const int64_t group = int64_t{1} << rows.shift;
-    for (int64_t g = 0; Numbers::kOffset && g < rows.groups; ++g) {
-      const float sum = sum_of(x + g * group, group);
-      if constexpr (kReadsOffsets)
-        sums[2 * g] = Numbers::kMiddle * sum, sums[2 * g + 1] = -sum;  // for Numbers::factors()
-      else
-        sums[g] = sum;
+  }
+  // Writes the sum of each group. -> the place of the next one
+  static float* add_groups(const float* x, int64_t count, int64_t group, float* to) {
+    for (int64_t i = 0; i < count; i += group) {
+      const float sum = sum_of(x + i, group);
+      if constexpr (kReadsOffsets) *to++ = Numbers::kMiddle * sum;  // with the next, for Numbers::factors()
+      *to++ = kReadsOffsets ? -sum : sum;
     }
+    return to;
   }
   // Numbers that are not 0, but so small that the processor may round their products to 0.
   static __mmask16 tiny_numbers(__m512 x) {

@@ -19,7 +19,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from transformers.utils import logging
 
 from ...gguf import GgufFile, GgufTensor
-from ...gguf.in_transformers import architecture_of, read
+from ...gguf.in_transformers import STAMPS, architecture_of, read
 from ...layers import Permuted
 from ..fusing.experts import NAME, is_experts, why_not_packed
 from ..fusing.packed import Parts, let_transformers_initialise
@@ -152,6 +152,7 @@ class Gguf(PackedQuantizer, GgufHfQuantizer):
                     permutation = permutation.to(linear.parts("weight")[0].device)
                     model.set_submodule(home, Permuted(linear, permutation))
         have_own_pages(model)
+        setattr(model, STAMPS, self.file.stamps)
         if not self.packed:
             self.remove_quantization_config(model)
             return model

@@ -21,7 +21,7 @@ from ... import reference
 from ...formats import FORMATS
 from ...grad import warn_once
 from ...integration import packed_checkpoints
-from ...layers import Permuted
+from ...layers import Embedding, Permuted
 from ...transaction import all_or_nothing
 from ..fusing.experts import DEVICES, NAME
 from ..fusing.packed import (
@@ -216,13 +216,19 @@ class PackedQuantizer(HfQuantizer):
         return True
 
     def dequantize(self, model, dtype=None):
-        dtype = dtype or model.config.dtype  # a string after `save_pretrained`
         with all_or_nothing(model):
-            return super().dequantize(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+            return super().dequantize(model, dtype or dtype_of(model))
 
     def _dequantize(self, model, dtype=None):
-        unpack(model, dtype or model.dtype)
+        unpack(model, dtype)
         return model
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype of a model's activations, which its configuration does not have after `model.to(dtype)`."""
+    embeddings = (module for module in model.modules() if isinstance(module, Embedding))
+    packed = next(embeddings, None)
+    return model.dtype if packed is None else packed.of_dtype.dtype
 
 
 def joined_state(model: nn.Module) -> dict[str, Tensor] | None:

@@ -150,7 +150,7 @@ class Growing(DynamicLayer):
             self.show(self.keys, self.values)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        if self.in_rooms():
+        if self.in_rooms() and self.get_seq_length() > 0:  # transformers leaves a layer without tokens unchanged
             self.keys, self.values = (part for room in self.rooms for part in room.reorder(beam_idx))
         else:
             super().reorder_cache(beam_idx)

@@ -10,6 +10,7 @@ therefore described by the names of its parts.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -144,12 +145,29 @@ def columns_of(module: Packed, weight: str) -> int:
 
 def dense_shape(module: Packed, weight: str) -> tuple[int, ...]:
     """The shape [..., N, C] of a packed weight when it is dense."""
-    return (*module.parts(weight)[0].shape[:-1], columns_of(module, weight))
+    data, scale, _ = module.parts(weight)
+    has_blocks = scale is not None and data.dim() > scale.dim()  # gpt-oss has a dimension for blocks
+    return (*(scale if has_blocks else data).shape[:-1], columns_of(module, weight))
 
 
 def packed_modules(model: nn.Module) -> Iterator[tuple[str, Packed]]:
     """All modules of a model that hold packed weights, with their names."""
     return ((name, module) for name, module in model.named_modules() if getattr(module, "packing", None))
+
+
+def packed_weight_names(model: nn.Module) -> Iterator[tuple[str, Packed]]:
+    """The names that all packed weights of a model have when they are dense, with their modules. Those of adapted
+    modules are without PEFT's `base_layer`."""
+    for name, module in packed_modules(model):
+        for weight in module.packing:
+            own = weight if is_moe(module) else PROJECTIONS.get(weight, weight)
+            yield f"{name}.{own}".replace(".base_layer", ""), module
+
+
+def count(model: nn.Module, embeddings: bool = True) -> int:
+    """How many numbers the packed weights of a model stand for."""
+    modules = (module for _, module in packed_modules(model) if embeddings or not isinstance(module, Embedding))
+    return sum(prod(dense_shape(module, weight)) for module in modules for weight in module.packing)
 
 
 def weight_shape(experts: nn.Module, weight: str) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ from ...macos import require_torch
 from ...transaction import all_or_nothing
 from ...warmup import warm_up_best_effort
 from .. import self_check
+from .between_calls import between_calls, changing
 from .blocks import (
     Fused,
     FusedBlock,
@@ -79,6 +80,7 @@ def patch(model: nn.Module) -> Report:
     runs as without `patch`. The cache of fused layers grows in place. If `patch` raises, the model is unchanged. On
     mps it starts to compile kernels in the background: see `warm_up`. For a pipeline, its model is patched.
 
+    If other threads use the model, `patch` and `unpatch` wait for the end of their forward, and their next one waits.
     If transformers is newer than our tests, a tiny model of the same family is compared first, fused and not. On a Mac
     with mps and a torch older than 2.14 it raises an ImportError, wherever the model is, since it may be moved to mps.
     """
@@ -111,7 +113,7 @@ def fuse_in_place(model: nn.Module) -> Report:
     """`patch` without its checks of versions."""
     parts = [module for module in model.modules() if hasattr(type(module), "set_experts_implementation")]
     selected = {id(part.config): (part, part.config._experts_implementation) for part in parts}
-    with all_or_nothing(model):
+    with changing, all_or_nothing(model), between_calls(model, "patch"):
         take(model)
         for part in parts:
             part.set_experts_implementation(NAME)
@@ -130,7 +132,7 @@ def unpatch(model: nn.Module) -> None:
     after `patch` stays selected.
     """
     model = model_of(model, "unpatch")
-    with all_or_nothing(model):
+    with changing, all_or_nothing(model), between_calls(model, "unpatch"):
         for module in model.modules():
             if isinstance(module, FusedNorm):
                 del module.config
