@@ -23,8 +23,10 @@ MAX_FLOPS = {"cpu": math.inf, "mps": 1e9 if SIMULATED else math.inf}  # more wou
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The pytest processes that tests start have options of their own.
-    os.environ.pop("PYTEST_ADDOPTS", None)
+    # The pytest processes that tests start have options of their own. xdist's main process runs no tests, and keeps the
+    # variable for its workers.
+    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
+        os.environ.pop("PYTEST_ADDOPTS", None)
     # A shell's background jobs ignore Ctrl-C, and the commands that the tests start would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "cases(list): run with each of these cases on each device")

@@ -1,8 +1,10 @@
 """The table of slow tests, and tools/slow_sets.py, which runs the sets that have changed."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -160,3 +162,11 @@ def test_part_of_a_set_is_not_recorded(variable: str, checkout: Path, monkeypatc
     monkeypatch.setenv(variable, "-q")
     slow_sets.main(["right"], checkout)
     assert passed(checkout)["right"] == "" and f"{variable} may leave tests out" in capfd.readouterr().out
+
+
+def test_options_in_the_environment_reach_every_process():
+    """PYTEST_ADDOPTS chooses tests in CI, where xdist's processes run them."""
+    environment = os.environ | {"PYTEST_ADDOPTS": "-k no_such_test", "MOE_METAL_DEVICES": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-n", "1", "tests/tools/test_other_transformers.py"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout + done.stderr
