@@ -131,8 +131,8 @@ def _take_gguf_paths(module: str) -> None:
 
 
 def _when_imported(module: str, change: Callable[[], None], *arguments: str) -> None:
-    """Change a module when it has been imported, if transformers has a supported version. If it is newer than our tests,
-    an error becomes a warning, because the module must still import."""
+    """Change a module when it has been imported, if transformers has a supported version. If that is newer than our
+    tests, an error becomes a warning, because the module must still import."""
 
     def change_it() -> None:
         if not is_supported():
