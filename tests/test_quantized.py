@@ -425,9 +425,10 @@ def test_few_tokens_with_a_number_that_no_weight_uses(format: str, bits: int, gr
         assert ((got - want[some]).abs() <= 2.0**-8 * want[some].abs() + 2.0**-20 * size[some]).all()
 
 
+@pytest.mark.slow_on_mps
 @pytest.mark.parametrize("tokens", [1, 3, 5])
 @pytest.mark.parametrize("bits", [4, 5, 8])
-def test_few_tokens_with_codes_far_from_their_middle(bits: int, tokens: int):
+def test_few_tokens_with_codes_far_from_their_middle(bits: int, tokens: int, device: str):
     """All codes are 0, so the weights are the small offsets. The intermediate result of `experts` is up to 50 and may
     be rounded; the error must be multiplied by the weights, and not by the middle of the codes times the scales."""
     x = random(tokens, 256).to(BFLOAT)
@@ -439,7 +440,9 @@ def test_few_tokens_with_codes_far_from_their_middle(bits: int, tokens: int):
     doubles = {name: part.double() if torch.is_tensor(part) and part.is_floating_point() else part
                for name, part in weights.items()}  # fmt: skip
     ones, ids = torch.ones(tokens, 1), torch.zeros(tokens, 1, dtype=torch.int64)
-    close(ops.experts(x, ones, ids, **weights), reference.experts(x.double(), ones.double(), ids, **doubles), BFLOAT)
+    want = reference.experts(x.double(), ones.double(), ids, **doubles)
+    weights = {name: part.to(device) if torch.is_tensor(part) else part for name, part in weights.items()}
+    close(ops.experts(x.to(device), ones.to(device), ids.to(device), **weights).cpu(), want, BFLOAT)
 
 
 @pytest.mark.parametrize("large", [2.0**12, 2.0**15, 2.0**40])
