@@ -94,14 +94,20 @@ class ServerThread:
     """The server in a thread of this process. `base` is its address and `model` the name of its model."""
 
     def __init__(
-        self, source: Source, batched: bool = False, api_key: str | None = None, cors: bool = False, **options
+        self,
+        source: Source,
+        batched: bool = False,
+        api_key: str | None = None,
+        cors: bool = False,
+        strict: bool = False,
+        **options,
     ):
         options = {"device": "cpu", "bits": None, "format": None, "dtype": "auto", "context": None} | options
         self.models = Models(source, Namespace(**options))
         self.generation = Generation(self.models.context, batched)
         if batched:
             self.generation.get_manager("", use_cb=True).init_cb(self.models.model)
-        app = build(self.models, self.generation, api_key, cors)
+        app = build(self.models, self.generation, api_key, cors, strict)
         listening = socket.create_server(("127.0.0.1", 0))
         self.base, self.model = f"http://127.0.0.1:{listening.getsockname()[1]}", source.name
         self.server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning"))
