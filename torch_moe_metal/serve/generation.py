@@ -30,6 +30,7 @@ from transformers.cli.serving.utils import (
 from transformers.generation.continuous_batching.utils import drain_queue
 
 from ..cli import CannotRun
+from .parsing import LenientParser
 from .recovery import survive
 from .sampling import GREEDY, SHARED, Penalising, Penalties, install, sampling
 from .stopping import StopFilter, cut
@@ -174,6 +175,10 @@ def length_of(inputs: dict) -> int:
     return len(ids) if isinstance(ids, list) else ids.shape[-1]
 
 
+def lenient(parser) -> LenientParser | None:
+    return parser and LenientParser(parser)
+
+
 def rust_tokenizer(processor):
     return getattr(processor, "tokenizer", processor)._tokenizer
 
@@ -188,7 +193,7 @@ class Sequential(Answers, GenerateManager):
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         self.limit(inputs, gen_config)
         request, loop, queue = current.get(), asyncio.get_running_loop(), asyncio.Queue()
-        streamer = SequentialStreamer(rust_tokenizer(processor), loop, queue, response_parser, request=request)
+        streamer = SequentialStreamer(rust_tokenizer(processor), loop, queue, lenient(response_parser), request=request)
         arguments = {"streamer": streamer, "generation_config": gen_config, "tokenizer": processor}
         if request.penalties:
             arguments["logits_processor"] = LogitsProcessorList([Penalising(request.penalties)])
@@ -234,7 +239,9 @@ class Batched(Answers, CBGenerateManager):
         self._check_alive(request_id)
         self.limit(inputs, gen_config)
         request, loop, queue = current.get(), asyncio.get_running_loop(), StoppingQueue(current.get())
-        streamer = BatchedStreamer(self._cb, request_id, rust_tokenizer(processor), loop, queue, response_parser)
+        streamer = BatchedStreamer(
+            self._cb, request_id, rust_tokenizer(processor), loop, queue, lenient(response_parser)
+        )
         self._cb.register_result_handler(request_id, streamer.take)
         request.started(streamer, lambda item: loop.call_soon_threadsafe(queue.put_nowait, item))
         accepted = self._cb.add_request(

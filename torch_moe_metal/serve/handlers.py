@@ -20,6 +20,7 @@ from . import fields, prompts
 from .fields import expect, shortened
 from .generation import Refused, current
 from .messages import check_conversation
+from .parsing import LenientTokenizer
 from .sampling import Penalties
 from .stopping import cut
 
@@ -68,7 +69,9 @@ class Checked:
             "gen_manager": self.generation_state.get_manager(models.force_model, use_cb=self.batched),
             **self.arguments(body),
         }
-        return self._streaming(**arguments) if body.get("stream") else await self._non_streaming(**arguments)
+        if body.get("stream"):
+            return self._streaming(**arguments)
+        return await self._non_streaming(**arguments | {"processor": LenientTokenizer(models.processor)})
 
     def known(self, body: dict) -> dict:
         """The fields that are in the table. Others are ignored."""
