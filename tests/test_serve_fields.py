@@ -34,7 +34,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sequential", "batched"])
 def server(request, folder: Path) -> Iterator[served.ServerThread]:
-    with served.ServerThread(Source.of(str(folder)), request.param, context=2048) as server:
+    with served.ServerThread(Source.of(str(folder)), request.param, context=512) as server:
         yield server
 
 

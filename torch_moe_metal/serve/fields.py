@@ -124,7 +124,7 @@ def is_ids(value: object) -> bool:
 BOOL = ("true or false", of_type(bool))
 STRING = ("a string", of_type(str))
 COUNT = ("an integer of at least 1", integer(1, 2**63 - 1))
-LENGTH = Field(*COUNT, "the length of the answer, in tokens; without it the model or the context ends the answer")
+LENGTH = Field(*COUNT, "the most tokens of the answer")
 
 
 def only(value: object, reason: str = "others are not supported") -> Field:
@@ -132,7 +132,7 @@ def only(value: object, reason: str = "others are not supported") -> Field:
 
 
 def refused(reason: str) -> Field:
-    return Field(f"nothing: {reason}", one_of([], {}), NOTHING)
+    return Field(f"no value: {reason}", one_of([], {}), "refused")
 
 
 SHARED = {
@@ -143,16 +143,26 @@ SHARED = {
         lambda value: is_object(value, {"include_usage": of_type(bool), "include_obfuscation": of_type(bool)}),
         "nothing: usage always comes with the last piece",
     ),
-    "temperature": Field("a number from 0 to 2", number(0, 2), f"randomness; below {LEAST_TEMPERATURE}: none"),
-    "top_p": Field(
-        "a number above 0, up to 1", lambda value: number(0, 1)(value) and value > 0, "draws from the likeliest share"
+    "temperature": Field(
+        "a number from 0 to 2", number(0, 2), f"how random the answer is; below {LEAST_TEMPERATURE:.5f} not at all"
     ),
-    "top_k": Field("an integer of at least -1", integer(-1, 2**31 - 1), "draws from this many tokens; 0, -1: from all"),
+    "top_p": Field(
+        "a number above 0, up to 1",
+        lambda value: number(0, 1)(value) and value > 0,
+        "draws from the likeliest tokens that have this share together",
+    ),
+    "top_k": Field(
+        "an integer of at least -1",
+        integer(-1, 2**31 - 1),
+        "draws from this many of the likeliest tokens; 0 and -1: from all",
+    ),
     "min_p": Field(
         "a number from 0 to 1", number(0, 1), "draws from tokens with this share of the largest probability"
     ),
-    "presence_penalty": Field("a number from -2 to 2", number(-2, 2), "off the scores of tokens in the answer"),
-    "frequency_penalty": Field("a number from -2 to 2", number(-2, 2), "the same, times how often they are in it"),
+    "presence_penalty": Field(
+        "a number from -2 to 2", number(-2, 2), "lowers the scores of tokens that are in the answer"
+    ),
+    "frequency_penalty": Field("a number from -2 to 2", number(-2, 2), "the same, for each time that they are in it"),
     "repetition_penalty": Field(
         "a number from 0.01 to 100", number(0.01, 100), "divides the scores of tokens in the prompt and the answer"
     ),
@@ -194,7 +204,7 @@ SINGLE = {
 }
 CHAT = {
     "messages": Field(
-        "a list of messages, at least one", lambda value: isinstance(value, list) and value != [], "the chat"
+        "a list of messages, at least one", lambda value: isinstance(value, list) and value != [], "the conversation"
     ),
     **SHARED,
     **COMMON,
@@ -222,7 +232,9 @@ COMPLETIONS = {
 }
 RESPONSES = {
     "input": Field(
-        "a string or a list, not empty", lambda value: isinstance(value, str | list) and len(value) > 0, "the chat"
+        "a string or a list, not empty",
+        lambda value: isinstance(value, str | list) and len(value) > 0,
+        "the conversation",
     ),
     **SHARED,
     **COMMON,

@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator
 
 from fastapi import HTTPException
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
 from transformers import GenerationConfig
+from transformers.cli.serving import chat_completion, completion, response
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
@@ -42,7 +44,7 @@ class Checked:
 
     def __init__(self, models, generation, strict: bool = False):
         super().__init__(models, generation)
-        self.strict, self.ignored = strict, set()
+        self.strict = strict
         self.vocabulary = models.model.config.get_text_config().vocab_size
         self.modality = models.get_model_modality(models.model, models.processor)
         self.batched = generation.use_continuous_batching(models.model, self.modality)
@@ -78,9 +80,9 @@ class Checked:
         unknown = [name for name in body if name not in self.fields]
         if unknown and self.strict:
             raise Refused(400, f"unknown fields: {shortened(', '.join(unknown))}", param=unknown[0][:100])
-        for name in {shortened(name) for name in unknown} - self.ignored:
-            if len(self.ignored) < MAX_LOGGED:
-                self.ignored.add(name)
+        for name in {shortened(name) for name in unknown} - self.model_manager.ignored:
+            if len(self.model_manager.ignored) < MAX_LOGGED:
+                self.model_manager.ignored.add(name)
                 logger.warning("Requests have an unknown field, which is ignored: %s", name)
         return {name: value for name, value in body.items() if name in self.fields}
 
@@ -237,6 +239,14 @@ def as_openai_stream(response):
     if isinstance(response, StreamingResponse):
         response.body_iterator = events(response.body_iterator)
     return response
+
+
+def build_schemas() -> None:
+    """Pydantic builds the schemas of answers when they are first used, which takes half a second of the event loop."""
+    for module in (chat_completion, completion, response):
+        for each in vars(module).values():
+            if isinstance(each, type) and issubclass(each, BaseModel):
+                each.model_rebuild()
 
 
 def as_event(value: dict) -> str:

@@ -25,6 +25,7 @@ class Models(ModelManager):
         self.source, self.force_model = source, source.name
         self.names = {source.name, f"{source.name}@main"}  # `transformers chat` appends the revision
         self.created = int(time.time())
+        self.ignored: set[str] = set()  # unknown fields of requests that were logged
         _RESPONSE_TEMPLATE_FALLBACKS.setdefault(("gpt_oss",), HARMONY)
         self.processor = load_tokenizer(source)
         self.model = load_model(source, options)

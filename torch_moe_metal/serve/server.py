@@ -1,6 +1,7 @@
 """uvicorn's server. It prints its address when it listens, and ends all requests when it is stopped."""
 
 import asyncio
+import gc
 import signal
 from types import FrameType
 
@@ -10,6 +11,7 @@ import uvicorn
 from .. import warmup
 from ..loading import say
 from .generation import Generation
+from .handlers import build_schemas
 from .model_manager import Models
 
 
@@ -41,6 +43,7 @@ class Server(uvicorn.Server):
 def warm_up(models: Models, generation: Generation) -> None:
     """Compile everything and allocate the paged cache before the first request."""
     warmup.wait_for_all()
+    build_schemas()
     model = models.model
     ids = torch.ones(1, min(8, models.context - 2), dtype=torch.long, device=model.device)
     mask = torch.ones_like(ids)
@@ -48,3 +51,5 @@ def warm_up(models: Models, generation: Generation) -> None:
     modality = models.get_model_modality(model, models.processor)
     if generation.use_continuous_batching(model, modality):
         generation.get_manager(models.force_model, use_cb=True).init_cb(model)
+    gc.collect()
+    gc.freeze()  # a later collection would look at every object of the libraries and the model, and stop all threads
