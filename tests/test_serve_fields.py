@@ -403,7 +403,7 @@ def test_an_error_in_a_step_fails_its_requests_and_the_next_step_runs(batched, m
     }[where]
     running = [chat(batched, max_tokens=LONG, stream=True) for _ in range(2)]
     for parts in running:
-        next(iter(parts))
+        assert any(part.choices[0].delta.content for part in parts)  # the request runs
     monkeypatch.setattr(owner, name, once(getattr(owner, name)))
     for parts in running:
         with pytest.raises(openai.APIError, match="planted"):

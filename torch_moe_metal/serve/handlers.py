@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from fastapi import HTTPException
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
-from transformers import GenerationConfig
+from transformers import BatchEncoding, GenerationConfig
 from transformers.cli.serving import chat_completion, completion, response
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -53,10 +53,7 @@ class Checked:
         """As transformers' own."""
         models = self.model_manager
         try:
-            body = self.known({name: value for name, value in body.items() if value is not None})
-            self.check(body)
-            config = self.prepare(body)
-            inputs = await prompts.in_time(functools.partial(self.inputs, body))
+            body, config, inputs = await prompts.in_time(functools.partial(self.begin, body))
         except HTTPException:
             raise
         except Exception as error:  # of the chat template, the tokenizer, or of a wrong value inside a field
@@ -74,6 +71,12 @@ class Checked:
         if body.get("stream"):
             return self._streaming(**arguments)
         return await self._non_streaming(**arguments | {"processor": LenientTokenizer(models.processor)})
+
+    def begin(self, body: dict) -> tuple[dict, GenerationConfig, BatchEncoding]:
+        """All that precedes the answer, which may take seconds: the known fields, the settings and the prompt."""
+        body = self.known({name: value for name, value in body.items() if value is not None})
+        self.check(body)
+        return body, self.prepare(body), self.inputs(body)
 
     def known(self, body: dict) -> dict:
         """The fields that are in the table. Others are ignored."""
@@ -142,7 +145,7 @@ class OfChats(Checked):
 
     chat = True
 
-    def inputs(self, body: dict):
+    def inputs(self, body: dict) -> BatchEncoding:
         processor = self.model_manager.processor
         messages = self.get_processor_inputs_from_messages(self.messages(body), self.modality)
         effort = body.get("reasoning_effort", body.get("reasoning", {}).get("effort"))
@@ -193,12 +196,14 @@ class Completions(Checked, CompletionHandler):
     fields, required, prefix = fields.COMPLETIONS, "prompt", "cmpl-"
 
     async def handle_request(self, body: dict, request_id: str):
-        prompt = body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-            body = body | {"prompt": prompt[0]}
         return as_openai_stream(await super().handle_request(body, request_id))
 
-    def inputs(self, body: dict):
+    def begin(self, body: dict):
+        prompt = body.get("prompt")
+        one = isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str)
+        return super().begin(body | {"prompt": prompt[0]} if one else body)
+
+    def inputs(self, body: dict) -> BatchEncoding:
         processor = self.model_manager.processor
         return getattr(processor, "tokenizer", processor)(body["prompt"], return_tensors=None if self.batched else "pt")
 

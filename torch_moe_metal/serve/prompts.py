@@ -3,6 +3,7 @@ limit of time."""
 
 import asyncio
 import contextlib
+import contextvars
 import ctypes
 import inspect
 import json
@@ -42,9 +43,11 @@ async def in_time(function: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(lambda: result.done() or report_to(value))
 
+    context = contextvars.copy_context()
+
     def run() -> None:
         try:
-            report(result.set_result, function())
+            report(result.set_result, context.run(function))
         except Exception as error:
             report(result.set_exception, error)
         except Interrupted:
