@@ -121,13 +121,17 @@ def test_a_bias_of_integers_decides_the_tokens(server, path: str):
     def answer(**body) -> str:
         status, found = send(server, path, **body)
         assert status == 200, found
-        if path == RESPONSES:
-            return found["output"][0]["content"][0]["text"]
-        return found["choices"][0]["message"]["content"] if path == CHAT else found["choices"][0]["text"]
+        return content(path, found)
 
     assert answer(logit_bias={str(A): 100}) == "aa"
     assert answer(logit_bias={str(A): 100, str(B): -100.0, "0": 0}) == "aa"
     assert answer(logit_bias={}) == answer() != "aa"
+
+
+def content(path: str, answer: dict) -> str:
+    if path == RESPONSES:
+        return answer["output"][0]["content"][0]["text"]
+    return answer["choices"][0]["message"]["content"] if path == CHAT else answer["choices"][0]["text"]
 
 
 def test_draws_from_one_token_are_greedy(server, plain):
@@ -144,6 +148,14 @@ def test_a_least_share_gives_the_scores_of_transformers():
     found = processor(scores, processor.prepare_tensor_args(requests))
     for row, share in enumerate(shares):
         assert torch.equal(found[row], MinPLogitsWarper(share)(None, scores[row : row + 1])[0])
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
+def test_stop_strings_end_every_kind_of_answer(server, path: str):
+    length = {"max_output_tokens" if path == RESPONSES else "max_tokens": 24}
+    text = content(path, send(server, path, **length)[1])
+    stop = text[9:12]
+    assert content(path, send(server, path, **length, stop=[stop])[1]) == text[: text.index(stop)]
 
 
 @MODES
@@ -433,6 +445,15 @@ def test_random_requests_get_an_answer_or_a_4xx_status(server, plain):
     assert not fuzz_serve.fuzz(server.base, seed=0, numbers=range(100))
     assert text_of(chat(server)) == plain
     assert server.becomes_idle()
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [(500, "{}"), (400, "Bad Request"), (400, '{"error": "wrong"}'), (200, '{"choices": []}'), (200, "data: {}\n\n")],
+)
+def test_the_fuzzer_can_fail(status: int, answer: str):
+    with pytest.raises((AssertionError, KeyError, TypeError, ValueError)):
+        fuzz_serve.check(CHAT, {"stream": answer.startswith("data")}, status, answer)
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ class Request:
     seed: int | None = None
     penalties: Penalties = field(default_factory=Penalties)
     chat: bool = False
+    required: str = "prompt"  # the field with the prompt
     cancel: Callable[[], None] = lambda: None
     fail: Callable[[str], None] = lambda _reason: None
 
@@ -162,10 +163,10 @@ class Answers:
         """Refuse a prompt that does not fit the context, and end the answer where the context ends."""
         length = length_of(inputs)
         if length == 0:
-            raise Refused(400, "the prompt has no tokens", param="prompt")
+            raise Refused(400, "the prompt has no tokens", param=current.get().required)
         if length >= self.context:
             message = f"expected a prompt of fewer than {self.context} tokens, the context, got {length}"
-            raise Refused(400, message, "context_length_exceeded", "messages" if current.get().chat else "prompt")
+            raise Refused(400, message, "context_length_exceeded", current.get().required)
         gen_config.max_length, room = None, self.context - length
         gen_config.max_new_tokens = min(gen_config.max_new_tokens or room, room)
 

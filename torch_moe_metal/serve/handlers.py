@@ -24,7 +24,6 @@ from .generation import Refused, current
 from .messages import check_conversation
 from .parsing import LenientTokenizer
 from .sampling import Penalties
-from .stopping import cut
 
 logger = logging.getLogger("uvicorn.error")
 MAX_LOGGED = 100  # names of ignored fields
@@ -70,7 +69,8 @@ class Checked:
         }
         if body.get("stream"):
             return self._streaming(**arguments)
-        return await self._non_streaming(**arguments | {"processor": LenientTokenizer(models.processor)})
+        tokenizer = LenientTokenizer(models.processor, current.get().stops)
+        return await self._non_streaming(**arguments | {"processor": tokenizer})
 
     def begin(self, body: dict) -> tuple[dict, GenerationConfig, BatchEncoding]:
         """All that precedes the answer, which may take seconds: the known fields, the settings and the prompt."""
@@ -105,7 +105,8 @@ class Checked:
 
     def prepare(self, body: dict) -> GenerationConfig:
         request, config = current.get(), self.config(body)
-        request.stops, request.seed, request.chat = fields.as_list(body.get("stop", [])), body.get("seed"), self.chat
+        request.required, request.chat, request.seed = self.required, self.chat, body.get("seed")
+        request.stops = fields.as_list(body.get("stop", []))
         request.one_call = body.get("parallel_tool_calls") is False
         request.penalties = Penalties(
             {int(token): float(value) for token, value in body.get("logit_bias", {}).items()},
@@ -187,9 +188,6 @@ class Chat(OfChats, ChatCompletionHandler):
 
     def messages(self, body: dict) -> list[dict]:
         return [cleaned(message) for message in body["messages"]]
-
-    def _build_completion(self, request_id: str, content: str, *args, **kwargs) -> dict:
-        return super()._build_completion(request_id, cut(content, current.get().stops), *args, **kwargs)
 
 
 class Completions(Checked, CompletionHandler):

@@ -1,9 +1,11 @@
-"""Answers with tool calls that the model has not written as its template says, or not to the end: they are text.
+"""Answers in which the model has not written a tool call as its template says, or not to the end: the call is text.
 
 transformers' parser raises an error for them.
 """
 
 from transformers.cli.serving.utils import _normalize_tool_call
+
+from .stopping import cut
 
 
 def check_call(call: dict) -> None:
@@ -12,10 +14,10 @@ def check_call(call: dict) -> None:
 
 
 class LenientTokenizer:
-    """A tokenizer, or that of a processor, which parses a whole answer."""
+    """A tokenizer, or that of a processor, which parses a whole answer. The content ends before a stop string."""
 
-    def __init__(self, processor):
-        self.tokenizer, self.inner = self, getattr(processor, "tokenizer", processor)
+    def __init__(self, processor, stops: list[str]):
+        self.tokenizer, self.inner, self.stops = self, getattr(processor, "tokenizer", processor), stops
 
     def __getattr__(self, name: str):
         return getattr(self.inner, name)
@@ -25,9 +27,9 @@ class LenientTokenizer:
             message = self.inner.parse_response(ids, template, **options)
             for call in message.get("tool_calls") or ():
                 check_call(call)
-            return message
         except Exception:
-            return {"content": self.inner.decode(ids, skip_special_tokens=True)}
+            message = {"content": self.inner.decode(ids, skip_special_tokens=True)}
+        return message | {"content": cut(message.get("content") or "", self.stops)}
 
 
 class LenientParser:
