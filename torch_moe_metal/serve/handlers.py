@@ -47,6 +47,7 @@ class Checked:
         self.vocabulary = models.model.config.get_text_config().vocab_size
         self.modality = models.get_model_modality(models.model, models.processor)
         self.batched = generation.use_continuous_batching(models.model, self.modality)
+        self.manager = generation.get_manager(models.force_model, use_cb=self.batched)
 
     async def handle_request(self, body: dict, request_id: str):
         """As transformers' own."""
@@ -64,7 +65,7 @@ class Checked:
             "model_id": models.force_model,
             "inputs": inputs,
             "gen_config": config,
-            "gen_manager": self.generation_state.get_manager(models.force_model, use_cb=self.batched),
+            "gen_manager": self.manager,
             **self.arguments(body),
         }
         if body.get("stream"):
@@ -73,10 +74,13 @@ class Checked:
         return await self._non_streaming(**arguments | {"processor": tokenizer})
 
     def begin(self, body: dict) -> tuple[dict, GenerationConfig, BatchEncoding]:
-        """All that precedes the answer, which may take seconds: the known fields, the settings and the prompt."""
+        """All that precedes the answer, which may take seconds: the known fields, the settings and the prompt. A prompt
+        that does not fit is refused here, since transformers decodes it on the event loop."""
         body = self.known({name: value for name, value in body.items() if value is not None})
         self.check(body)
-        return body, self.prepare(body), self.inputs(body)
+        config, inputs = self.prepare(body), self.inputs(body)
+        self.manager.limit(inputs, config)
+        return body, config, inputs
 
     def known(self, body: dict) -> dict:
         """The fields that are in the table. Others are ignored."""

@@ -33,6 +33,8 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().call_soon_threadsafe(self.generation.fail_all)
 
     def run(self, sockets=None) -> None:
+        gc.collect()
+        gc.freeze()  # later collections would look at every object of the libraries and the model, and stop all threads
         try:
             super().run(sockets)
         finally:
@@ -51,5 +53,3 @@ def warm_up(models: Models, generation: Generation) -> None:
     modality = models.get_model_modality(model, models.processor)
     if generation.use_continuous_batching(model, modality):
         generation.get_manager(models.force_model, use_cb=True).init_cb(model)
-    gc.collect()
-    gc.freeze()  # a later collection would look at every object of the libraries and the model, and stop all threads
