@@ -9,6 +9,7 @@
 #   make test-all  all of these, changed or not, and the full grid of cases: hours
 #   make fuzz      random calls of every op against the reference, and broken checkpoints; CASES=20000 CHECKPOINTS=500 SEED=7
 #                  choose them, CASE=avx2-123 runs one
+#   make fuzz-serve  random requests to a server in each mode; REQUESTS=2000 SEED=7 choose them, CASE=batched-123 repeats one
 #   make sanitize  the CPU libraries under sanitizers, with the tests of the ops and the fuzzer
 #   make bench     times of every op, compared with PyTorch, transformers and MLX; ARGS="--help" lists options
 #   make tune      measure launch parameters on this Mac's GPU and save the fastest: ARGS="--model gpt-oss-20b"
@@ -47,6 +48,7 @@ FILE ?= .github/workflows/test.yml
 JOB ?= linux
 CASES ?= 20000
 CHECKPOINTS ?= 500
+REQUESTS ?= 2000
 MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm csrc/cpu/*/*.h csrc/cpu/*/*.cpp shaders/*.h shaders/*/*.h shaders/*.metal)
 SIM_FILES := $(wildcard $(addprefix tests/metal_sim/,engine/*.h engine/*.cpp engine/shim/*.h device/*.h device/*.cpp device/*.mm))
@@ -55,7 +57,7 @@ SIM_FILES += $(wildcard tests/gpu/shim/*.h)
 CHECKED := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 MTL_SHADER_VALIDATION_REPORT_TO_STDERR=1
 export MAX_JOBS
 
-.PHONY: help demo test test-sim test-tools test-slow test-oldest test-arm test-all bench tune benchmarks doctor validate mps report shaders cross wheel fuzz sanitize lint ci workflow format clean distclean
+.PHONY: help demo test test-sim test-tools test-slow test-oldest test-arm test-all bench tune benchmarks doctor validate mps report shaders cross wheel fuzz fuzz-serve sanitize lint ci workflow format clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -112,6 +114,9 @@ test-all: build/installed-all $(BIN)/.ready-to-test
 fuzz: build/installed-all $(BIN)/.ready-to-test
 	@$(BIN)/python tests/fuzz.py --cases $(CASES) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE)) $(ARGS)
 	$(if $(CASE),,@$(BIN)/python tests/fuzz_checkpoints.py --cases $(CHECKPOINTS) $(if $(SEED),--seed $(SEED)))
+
+fuzz-serve: $(BUILT) $(BIN)/.ready-to-test
+	@$(BIN)/python tests/fuzz_serve.py --requests $(REQUESTS) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE)) $(ARGS)
 
 sanitize: $(BIN)/.ready-to-test
 	@$(BIN)/python tools/sanitize.py $(ARGS)

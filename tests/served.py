@@ -1,7 +1,8 @@
-"""Tiny models that can chat, and servers with one of them: in a thread of the test, or a process."""
+"""Tiny models that can chat, servers with one of them in a thread of the test or a process, and requests to them."""
 
 import concurrent.futures
 import contextlib
+import http.client
 import itertools
 import os
 import re
@@ -15,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import openai
 import torch
 import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders
@@ -90,18 +92,57 @@ def scripted(folder: Path, pieces: Sequence[str], family: str = "qwen3_moe", tem
     return save(model, its_tokenizer, folder)
 
 
+HELLO = [{"role": "user", "content": "hello"}]
+LONG = 30000  # tokens, which take minutes
+
+
+def client(server, **options) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.base}/v1", max_retries=0, **{"api_key": "any", "timeout": 60} | options)
+
+
+def chat(server, timeout: float = 60, **options):
+    options = {"model": server.model, "messages": HELLO, "max_tokens": 24, "temperature": 0} | options
+    return client(server, timeout=timeout).chat.completions.create(**options)
+
+
+def text_of(answer) -> str:
+    return answer.choices[0].message.content
+
+
+def collect(parts) -> tuple[str, str, object]:
+    """The text, the finish reason and the usage of a stream."""
+    parts = list(parts)
+    text = "".join(part.choices[0].delta.content or "" for part in parts)
+    return text, parts[-1].choices[0].finish_reason, parts[-1].usage
+
+
+def raw(server, path: str, body: bytes = b"", headers: dict | None = None, method: str = "POST") -> tuple[int, bytes]:
+    """Status and body of an answer, without OpenAI's client."""
+    connection = http.client.HTTPConnection(server.base.removeprefix("http://"), timeout=30)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, {"content-type": "application/json"} | (headers or {}))
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
 class ServerThread:
     """The server in a thread of this process. `base` is its address and `model` the name of its model."""
 
     def __init__(
-        self, source: Source, batched: bool = False, api_key: str | None = None, cors: bool = False, **options
+        self,
+        source: Source,
+        batched: bool = False,
+        api_key: str | None = None,
+        cors: bool = False,
+        strict: bool = False,
+        **options,
     ):
         options = {"device": "cpu", "bits": None, "format": None, "dtype": "auto", "context": None} | options
         self.models = Models(source, Namespace(**options))
         self.generation = Generation(self.models.context, batched)
         if batched:
             self.generation.get_manager("", use_cb=True).init_cb(self.models.model)
-        app = build(self.models, self.generation, api_key, cors)
+        app = build(self.models, self.generation, api_key, cors, strict)
         listening = socket.create_server(("127.0.0.1", 0))
         self.base, self.model = f"http://127.0.0.1:{listening.getsockname()[1]}", source.name
         self.server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning"))

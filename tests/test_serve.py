@@ -1,7 +1,5 @@
 """`python -m torch_moe_metal serve` with OpenAI's own client: on a server in a thread of the test, and on a process."""
 
-import contextlib
-import http.client
 import json
 import signal
 import socket
@@ -29,6 +27,7 @@ import malformed
 import mlx_folders
 import served
 import torch_moe_metal
+from served import HELLO, LONG, chat, client, collect, raw, text_of
 from torch_moe_metal import cli
 from torch_moe_metal.__main__ import main
 from torch_moe_metal.cli import CannotRun
@@ -36,38 +35,6 @@ from torch_moe_metal.loading import Source
 from torch_moe_metal.serve.model_manager import HARMONY
 from torch_moe_metal.serve.sampling import QuickTopK, Seeded, draw, quick, sampling
 from torch_moe_metal.serve.stopping import StopFilter
-
-HELLO = [{"role": "user", "content": "hello"}]
-LONG = 30000  # tokens, which take minutes
-
-
-def client(server, **options) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.base}/v1", max_retries=0, **{"api_key": "any", "timeout": 60} | options)
-
-
-def chat(server, timeout: float = 60, **options):
-    options = {"model": server.model, "messages": HELLO, "max_tokens": 24, "temperature": 0} | options
-    return client(server, timeout=timeout).chat.completions.create(**options)
-
-
-def text_of(answer) -> str:
-    return answer.choices[0].message.content
-
-
-def collect(parts) -> tuple[str, str, object]:
-    """The text, the finish reason and the usage of a stream."""
-    parts = list(parts)
-    text = "".join(part.choices[0].delta.content or "" for part in parts)
-    return text, parts[-1].choices[0].finish_reason, parts[-1].usage
-
-
-def raw(server, path: str, body: bytes = b"", headers: dict | None = None, method: str = "POST") -> tuple[int, bytes]:
-    """Status and body of an answer, without OpenAI's client."""
-    connection = http.client.HTTPConnection(server.base.removeprefix("http://"), timeout=30)
-    with contextlib.closing(connection):
-        connection.request(method, path, body, {"content-type": "application/json"} | (headers or {}))
-        answer = connection.getresponse()
-        return answer.status, answer.read()
 
 
 @pytest.fixture(scope="module")

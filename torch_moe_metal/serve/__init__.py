@@ -39,6 +39,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     batching = "compute a token of every running request in each step; --context is the size of their shared cache"
     parser.add_argument("--continuous-batching", action="store_true", help=batching)
     parser.add_argument("--enable-cors", action="store_true", help="let web pages of any origin use the server")
+    strict = "refuse requests with unknown fields (default: ignore them, and log each name once)"
+    parser.add_argument("--strict", action="store_true", help=strict)
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
 
@@ -86,7 +88,7 @@ def serve(source, options: Namespace, listening: socket.socket) -> int:
     say(models)
     say("Generating the first tokens ...")
     warm_up(models, generation)
-    app = build(models, generation, options.api_key or None, options.enable_cors)
+    app = build(models, generation, options.api_key or None, options.enable_cors, options.strict)
     config = uvicorn.Config(app, lifespan="off", log_level=options.log_level, timeout_graceful_shutdown=10)
     host, port = listening.getsockname()[:2]
     if host not in LOCAL and not options.api_key:

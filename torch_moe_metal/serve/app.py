@@ -8,17 +8,18 @@ from collections.abc import Callable
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import CBWorkerDeadError
 
+from .fields import expect
 from .generation import STOPPED, Failed, Generation, Refused, Request, current
 from .handlers import Chat, Completions, Responses, error_body
 from .model_manager import Models
 
 #: The paths of transformers' application that are kept. The others unload the model or need models of other kinds.
-KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/load_model")
+KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health")
 OPEN = ("/health",)  # without a key
 MAX_BYTES = 64 << 20  # of a request's body
 
@@ -100,7 +101,7 @@ def handle_errors(app: FastAPI) -> None:
     async def refused(_request: HTTPRequest, reason: HTTPException) -> JSONResponse:
         status = 400 if reason.status_code == 422 else reason.status_code
         code, param = (reason.code, reason.param) if isinstance(reason, Refused) else (None, None)
-        return error(status, str(reason.detail), code, param)
+        return error(status, str(reason.detail) if param else str(reason.detail)[:300], code, param)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: HTTPRequest, reason: RequestValidationError) -> JSONResponse:
@@ -117,8 +118,10 @@ def handle_errors(app: FastAPI) -> None:
         return error(503, str(reason))
 
 
-def build(models: Models, generation: Generation, api_key: str | None = None, cors: bool = False) -> Guard:
-    chat, completions, responses = (handler(models, generation) for handler in (Chat, Completions, Responses))
+def build(
+    models: Models, generation: Generation, api_key: str | None = None, cors: bool = False, strict: bool = False
+) -> Guard:
+    chat, completions, responses = (handler(models, generation, strict) for handler in (Chat, Completions, Responses))
     app = build_server(models, chat, completions, responses, None, None, generation, enable_cors=cors)
     app.router.routes[:] = [route for route in app.router.routes if route.path in KEPT]
 
@@ -126,6 +129,12 @@ def build(models: Models, generation: Generation, api_key: str | None = None, co
     def retrieve(name: str) -> dict:
         models.check_name(name)
         return models.entry
+
+    @app.post("/load_model")
+    def load(body: dict) -> StreamingResponse:
+        name = body.get("model")
+        expect(isinstance(name, str), "model", "a string", name)
+        return StreamingResponse(models.load_model_streaming(name), media_type="text/event-stream")
 
     handle_errors(app)
     return Guard(app, generation, api_key, cors)

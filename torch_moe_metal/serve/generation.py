@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 from fastapi import HTTPException
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 from transformers.cli.serving.utils import (
     CBGenerateManager,
     CBStreamer,
@@ -30,7 +30,9 @@ from transformers.cli.serving.utils import (
 from transformers.generation.continuous_batching.utils import drain_queue
 
 from ..cli import CannotRun, Waits
-from .sampling import GREEDY, SHARED, install, sampling
+from .parsing import LenientParser
+from .recovery import survive
+from .sampling import GREEDY, SHARED, Penalising, Penalties, install, sampling
 from .stopping import StopFilter, cut
 
 PAGE = 256  # tokens of a page of the paged cache, transformers' default
@@ -55,8 +57,11 @@ class Request:
     """The fields of a request that `GenerationConfig` has no place for, and how to end its generation."""
 
     stops: list[str] = field(default_factory=list)
+    one_call: bool = False
     seed: int | None = None
+    penalties: Penalties = field(default_factory=Penalties)
     chat: bool = False
+    required: str = "prompt"  # the field with the prompt
     cancel: Callable[[], None] = lambda: None
     fail: Callable[[str], None] = lambda _reason: None
 
@@ -72,8 +77,8 @@ current: ContextVar[Request] = ContextVar("current")
 class SequentialStreamer(DirectStreamer):
     """`generate` calls `put` with each token, on its own thread."""
 
-    def __init__(self, *args, stops: list[str], **kwargs):
-        self.filter, self.ids = StopFilter(stops), []
+    def __init__(self, *args, request: Request, **kwargs):
+        self.filter, self.ids = StopFilter(request.stops, request.one_call), []
         super().__init__(*args, **kwargs)
 
     def put(self, value: torch.Tensor) -> None:
@@ -91,9 +96,9 @@ class SequentialStreamer(DirectStreamer):
 class StoppingQueue(asyncio.Queue):
     """The queue of a `BatchedStreamer`, which writes to it on the event loop's thread."""
 
-    def __init__(self, stops: list[str]):
+    def __init__(self, request: Request):
         super().__init__()
-        self.filter = StopFilter(stops)
+        self.filter = StopFilter(request.stops, request.one_call)
 
     def put_nowait(self, item: object) -> None:
         for each in self.filter.feed(item):
@@ -121,6 +126,9 @@ class BatchedStreamer(CBStreamer):
                 self.end()
         except _GenerationCancelled:
             self.cancel()
+        except Exception as error:  # of the parser; transformers would skip the step's other requests
+            self._queue.put_nowait(_StreamError(str(error)))
+            self.cancel()
 
     def cancel(self) -> None:
         if not self.ended:
@@ -141,7 +149,7 @@ class Answers:
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
         request, parser = current.get(), None
-        if request.stops and request.chat:  # stop strings do not apply to reasoning
+        if request.chat and (request.stops or request.one_call):  # stop strings do not apply to reasoning
             parser = build_response_parser(processor, model, inputs["input_ids"])
         queue, streamer = self.generate_streaming(model, processor, inputs, gen_config, request_id, parser)
         while (item := await queue.get()) is not None:
@@ -155,10 +163,10 @@ class Answers:
         """Refuse a prompt that does not fit the context, and end the answer where the context ends."""
         length = length_of(inputs)
         if length == 0:
-            raise Refused(400, "the prompt has no tokens", param="prompt")
+            raise Refused(400, "the prompt has no tokens", param=current.get().required)
         if length >= self.context:
             message = f"expected a prompt of fewer than {self.context} tokens, the context, got {length}"
-            raise Refused(400, message, "context_length_exceeded", "messages" if current.get().chat else "prompt")
+            raise Refused(400, message, "context_length_exceeded", current.get().required)
         gen_config.max_length, room = None, self.context - length
         gen_config.max_new_tokens = min(gen_config.max_new_tokens or room, room)
 
@@ -166,6 +174,10 @@ class Answers:
 def length_of(inputs: dict) -> int:
     ids = inputs["input_ids"]
     return len(ids) if isinstance(ids, list) else ids.shape[-1]
+
+
+def lenient(parser) -> LenientParser | None:
+    return parser and LenientParser(parser)
 
 
 def rust_tokenizer(processor):
@@ -182,9 +194,10 @@ class Sequential(Answers, GenerateManager):
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         self.limit(inputs, gen_config)
         request, loop, queue = current.get(), asyncio.get_running_loop(), asyncio.Queue()
-        streamer = SequentialStreamer(rust_tokenizer(processor), loop, queue, response_parser, stops=request.stops)
-        arguments = {**inputs, "streamer": streamer, "generation_config": gen_config, "tokenizer": processor}
-        arguments["logits_processor"] = [Waits()]
+        streamer = SequentialStreamer(rust_tokenizer(processor), loop, queue, lenient(response_parser), request=request)
+        arguments = {"streamer": streamer, "generation_config": gen_config, "tokenizer": processor}
+        penalties = [Penalising(request.penalties)] if request.penalties else []
+        arguments["logits_processor"] = LogitsProcessorList([*penalties, Waits()])
         if hasattr(model, "has_talker"):  # it would speak as well
             arguments["generation_mode"] = "text"
 
@@ -196,7 +209,7 @@ class Sequential(Answers, GenerateManager):
             try:
                 # here, since earlier requests draw random numbers on this thread, maybe from their seeds
                 torch.seed() if request.seed is None else torch.manual_seed(request.seed)
-                model.generate(**arguments)
+                model.generate(**inputs.to(model.device), **arguments)
             except _GenerationCancelled:
                 put(None)
             except Exception as error:
@@ -226,8 +239,10 @@ class Batched(Answers, CBGenerateManager):
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         self._check_alive(request_id)
         self.limit(inputs, gen_config)
-        request, loop, queue = current.get(), asyncio.get_running_loop(), StoppingQueue(current.get().stops)
-        streamer = BatchedStreamer(self._cb, request_id, rust_tokenizer(processor), loop, queue, response_parser)
+        request, loop, queue = current.get(), asyncio.get_running_loop(), StoppingQueue(current.get())
+        streamer = BatchedStreamer(
+            self._cb, request_id, rust_tokenizer(processor), loop, queue, lenient(response_parser)
+        )
         self._cb.register_result_handler(request_id, streamer.take)
         request.started(streamer, lambda item: loop.call_soon_threadsafe(queue.put_nowait, item))
         accepted = self._cb.add_request(
@@ -236,7 +251,7 @@ class Batched(Answers, CBGenerateManager):
             streaming=True,
             max_new_tokens=gen_config.max_new_tokens,
             eos_token_id=gen_config.eos_token_id,
-            **sampling(gen_config, model.config.get_text_config().vocab_size, request.seed),
+            **sampling(gen_config, model.config.get_text_config().vocab_size, request.seed, request.penalties),
         )
         if accepted is None:
             raise CBWorkerDeadError(STOPPED)
@@ -263,6 +278,7 @@ def start_batching(model, config: ContinuousBatchingConfig):
     except ValueError as error:  # the cache has no pages for some kinds of layers
         raise CannotRun(f"--continuous-batching: {error}") from error
     install(manager)
+    survive(manager)
     manager.start()
     manager.add_request([0, 0], max_new_tokens=2, **GREEDY)
     result, status = None, manager.background_thread_status

@@ -1,229 +1,232 @@
 """Requests: transformers' handlers answer them, after a check of every field."""
 
 import contextlib
+import copy
+import functools
 import json
+import logging
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 from fastapi import HTTPException
 from fastapi.responses import StreamingResponse
-from transformers import GenerationConfig
+from pydantic import BaseModel
+from transformers import BatchEncoding, GenerationConfig
+from transformers.cli.serving import chat_completion, completion, response
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import CBWorkerDeadError, Modality
-from transformers.generation import GenerationMode
+from transformers.cli.serving.utils import Modality
 
-from .generation import Failed, Refused, current
-from .stopping import cut
+from . import fields, prompts
+from .fields import expect, shortened
+from .generation import Refused, current
+from .messages import check_conversation
+from .parsing import LenientTokenizer
+from .sampling import Penalties
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-ITEMS = ("input_text", "output_text", "text", "reasoning", "function_call", "function_call_output")
-
-
-def of_type(kind: type) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, kind)
-
-
-def is_integer(value: object) -> bool:
-    return type(value) is int  # a bool is an int, too
-
-
-def is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < 2**64  # not NaN either
-
-
-def is_count(value: object) -> bool:
-    return is_integer(value) and 0 < value < 2**63
-
-
-def is_list_of(value: object, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
-
-
-#: What each field must be if it is given: in words, and as a test.
-FIELDS: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "model": ("a string", of_type(str)),
-    "messages": ("a list of messages, at least one", lambda value: isinstance(value, list) and len(value) > 0),
-    "prompt": ("a string", of_type(str)),
-    "input": ("a string or a list, not empty", lambda value: isinstance(value, str | list) and len(value) > 0),
-    "suffix": ("a string", of_type(str)),
-    "instructions": ("a string", of_type(str)),
-    "generation_config": ("a string of JSON", of_type(str)),
-    "chat_template_kwargs": ("an object", of_type(dict)),
-    "stream": ("true or false", of_type(bool)),
-    "max_tokens": ("an integer of at least 1", is_count),
-    "max_completion_tokens": ("an integer of at least 1", is_count),
-    "max_output_tokens": ("an integer of at least 1", is_count),
-    "temperature": ("a number from 0 to 2", lambda value: is_number(value) and 0 <= value <= 2),
-    "top_p": ("a number above 0, up to 1", lambda value: is_number(value) and 0 < value <= 1),
-    "frequency_penalty": ("a number above -1, up to 2", lambda value: is_number(value) and -1 < value <= 2),
-    "presence_penalty": ("a number from -2 to 2", lambda value: is_number(value) and -2 <= value <= 2),
-    "seed": ("an integer of 64 bits", lambda value: is_integer(value) and -(2**63) <= value < 2**63),
-    "stop": (
-        "a string or a list of strings, none of them empty",
-        lambda value: (isinstance(value, str) or is_list_of(value, str)) and all(as_list(value)),
-    ),
-    "tools": ("a list of objects", lambda value: is_list_of(value, dict)),
-    "n": ("1: other numbers of answers are not supported", lambda value: value == 1),
-    "best_of": ("1: other numbers of answers are not supported", lambda value: value == 1),
-    "echo": ("false: true is not supported", lambda value: value is False),
-    "logprobs": ("null or false: log probabilities are not supported", lambda value: value is False),
-    "response_format": (
-        "{'type': 'text'}: other formats are not supported",
-        lambda value: isinstance(value, dict) and value.get("type") == "text",
-    ),
-}
-#: transformers can apply these to all requests of a batch or to none.
-NOT_BATCHED = ("frequency_penalty", "logit_bias")
-LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "generation_config")
-
-
-def as_list(stop: str | list[str] | None) -> list[str]:
-    return [stop] if isinstance(stop, str) else stop or []
-
-
-def expect(right: bool, name: str, expected: str, got: object) -> None:
-    if not right:
-        raise Refused(400, f"{name}: expected {expected}, got {shortened(got)}", param=name)
-
-
-def shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def check_messages(messages: list, takes_images: bool) -> None:
-    for i, message in enumerate(messages):
-        expect(isinstance(message, dict), f"messages[{i}]", "an object", message)
-        role, content, name = message.get("role"), message.get("content"), f"messages[{i}].content"
-        expect(role in ROLES, f"messages[{i}].role", f"one of {', '.join(ROLES)}", role)
-        optional = role in ("assistant", "tool", "function")
-        right = isinstance(content, str | list) or (optional and content is None)
-        expect(right, name, "a string or a list of parts", content)
-        for part in content if isinstance(content, list) else ():
-            known = isinstance(part, dict) and isinstance(part.get("type"), str)
-            expect(known, name, "parts that have a type", part)
-            if part["type"] == "text":
-                expect(isinstance(part.get("text"), str), name, "a text in a part of type text", part)
-            else:
-                expect(takes_images, name, "parts of type text only, as the model takes no others", part["type"])
-
-
-def check_input(items: list, takes_images: bool) -> None:
-    """The items of /v1/responses: messages, parts of one message, and tool calls with their results."""
-    for i, item in enumerate(items):
-        right = isinstance(item, dict) and ("role" in item or isinstance(item.get("type"), str))
-        expect(right, f"input[{i}]", "an object with a role or a type", item)
-        if "role" in item:
-            expect(item["role"] in ROLES, f"input[{i}].role", f"one of {', '.join(ROLES)}", item["role"])
-        elif not takes_images:
-            expect(item["type"] in ITEMS, f"input[{i}].type", f"one of {', '.join(ITEMS)}", item["type"])
-
-
-def check_bias(bias: object, vocabulary: int) -> None:
-    def fits(token: str, value: object) -> bool:
-        is_token = token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary
-        return is_token and is_number(value) and abs(value) <= 100
-
-    right = isinstance(bias, dict) and all(fits(token, value) for token, value in bias.items())
-    expect(right, "logit_bias", f"an object with token ids below {vocabulary} and numbers from -100 to 100", bias)
+logger = logging.getLogger("uvicorn.error")
+MAX_LOGGED = 100  # names of ignored fields
+#: A request with one of these draws its tokens.
+DRAWN = ("temperature", "top_p", "top_k", "min_p")
+LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")  # the first one counts
+FLOATS = ("temperature", "top_p", "min_p", "typical_p")
 
 
 class Checked:
-    """The differences from transformers' handlers: a wrong request gets status 400 and a reason, `stop` ends a text
-    before the stop string, a temperature above 0 turns sampling on, and an answer may fill the context."""
+    """The differences from transformers' handlers: a wrong request gets status 400 and a reason, the prompt is made off
+    the event loop, fields of other servers have an effect, and an answer may fill the context."""
 
+    fields: dict[str, fields.Field]
     required: str
     chat = False
 
-    def check(self, body: dict) -> None:
-        unknown = sorted(body.keys() - self._valid_params_class.__mutable_keys__)
-        if unknown:
-            raise Refused(400, f"unknown fields: {', '.join(map(shortened, unknown))}", param=unknown[0])
-        self.model_manager.check_name(body.get("model"))
-        expect(self.required in body, self.required, "a value", None)
-        for name, (expected, test) in FIELDS.items():
-            if name in body:
-                expect(test(body[name]), name, expected, body[name])
-        model = self.model_manager.model
-        if "logit_bias" in body:
-            check_bias(body["logit_bias"], model.config.get_text_config().vocab_size)
-        if self.generation_state._continuous_batching:
-            for name in NOT_BATCHED:
-                expect(not body.get(name), name, "no value with continuous batching", body.get(name))
-        takes_images = self.model_manager.get_model_modality(model, self.model_manager.processor) != Modality.LLM
-        if "messages" in body:
-            check_messages(body["messages"], takes_images)
-        if isinstance(body.get("input"), list):
-            check_input(body["input"], takes_images)
+    def __init__(self, models, generation, strict: bool = False):
+        super().__init__(models, generation)
+        self.strict = strict
+        self.vocabulary = models.model.config.get_text_config().vocab_size
+        self.modality = models.get_model_modality(models.model, models.processor)
+        self.batched = generation.use_continuous_batching(models.model, self.modality)
+        self.manager = generation.get_manager(models.force_model, use_cb=self.batched)
 
     async def handle_request(self, body: dict, request_id: str):
-        body = {name: value for name, value in body.items() if value is not None}
+        """As transformers' own."""
+        models = self.model_manager
         try:
-            self.check(body)
-            self.prepare(body)
-            return await super().handle_request(body, f"{self.prefix}{uuid.uuid4().hex}")
-        except (HTTPException, CBWorkerDeadError):
-            raise
-        except Failed as error:
-            if "generation_config" in body:
-                raise Refused(400, f"generation_config: {error}", param="generation_config") from None
+            body, config, inputs = await prompts.in_time(functools.partial(self.begin, body))
+        except HTTPException:
             raise
         except Exception as error:  # of the chat template, the tokenizer, or of a wrong value inside a field
-            raise Refused(400, f"{type(error).__name__}: {error}") from error
+            raise Refused(400, f"{type(error).__name__}: {str(error)[:200]}") from error
+        arguments = {
+            "request_id": f"{self.prefix}{uuid.uuid4().hex}",
+            "model": models.model,
+            "processor": models.processor,
+            "model_id": models.force_model,
+            "inputs": inputs,
+            "gen_config": config,
+            "gen_manager": self.manager,
+            **self.arguments(body),
+        }
+        if body.get("stream"):
+            return self._streaming(**arguments)
+        tokenizer = LenientTokenizer(models.processor, current.get().stops)
+        return await self._non_streaming(**arguments | {"processor": tokenizer})
 
-    def prepare(self, body: dict) -> None:
-        request = current.get()
-        request.stops, request.seed, request.chat = as_list(body.pop("stop", None)), body.pop("seed", None), self.chat
-        body.setdefault("stream", False)
-        if body.get("tool_choice") == "none":
-            body.pop("tools", None)
-        for message in body.get("messages", ()):
-            if message["role"] == "developer":  # which only the newest templates know
-                message["role"] = "system"
+    def begin(self, body: dict) -> tuple[dict, GenerationConfig, BatchEncoding]:
+        """All that precedes the answer, which may take seconds: the known fields, the settings and the prompt. A prompt
+        that does not fit is refused here, since transformers decodes it on the event loop."""
+        body = self.known({name: value for name, value in body.items() if value is not None})
+        self.check(body)
+        config, inputs = self.prepare(body), self.inputs(body)
+        self.manager.limit(inputs, config)
+        return body, config, inputs
 
-    def _resolve_model(self, body: dict):
-        manager = self.model_manager
-        body["model"] = manager.force_model
-        return manager.force_model, manager.model, manager.processor
+    def known(self, body: dict) -> dict:
+        """The fields that are in the table. Others are ignored."""
+        unknown = [name for name in body if name not in self.fields]
+        if unknown and self.strict:
+            raise Refused(400, f"unknown fields: {shortened(', '.join(unknown))}", param=unknown[0][:100])
+        for name in {shortened(name) for name in unknown} - self.model_manager.ignored:
+            if len(self.model_manager.ignored) < MAX_LOGGED:
+                self.model_manager.ignored.add(name)
+                logger.warning("Requests have an unknown field, which is ignored: %s", name)
+        return {name: value for name, value in body.items() if name in self.fields}
 
-    def _build_generation_config(self, body: dict, defaults: GenerationConfig, use_cb: bool = False):
-        config = super()._build_generation_config(body, defaults, use_cb=use_cb)
-        if not any(name in body for name in LIMITS):
-            config.max_new_tokens = defaults.max_new_tokens
-        if "temperature" in body or "top_p" in body:
-            config.do_sample = body.get("temperature") != 0
-        if not config.do_sample:
-            config.temperature = config.top_p = config.top_k = None
-        plain = config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-        plain = plain and config.num_return_sequences in (None, 1)
-        expect(plain, "generation_config", "greedy search or sampling of one answer", body.get("generation_config"))
+    def check(self, body: dict) -> None:
+        self.model_manager.check_name(body.get("model"))
+        expect(self.required in body, self.required, "a value", None)
+        fields.check(body, self.fields)
+        prompts.check_variables(body.get("chat_template_kwargs", {}))
+        for name in ("logit_bias", "stop_token_ids"):
+            right = all(self.is_token(token) for token in body.get(name, ()))
+            expect(right, name, f"token ids below {self.vocabulary}", body.get(name))
+        check_conversation(body, takes_images=self.modality != Modality.LLM)
+
+    def is_token(self, token: str | int) -> bool:
+        is_id = isinstance(token, int) or (token.isascii() and token.isdigit() and len(token) < 10)
+        return is_id and 0 <= int(token) < self.vocabulary
+
+    def prepare(self, body: dict) -> GenerationConfig:
+        request, config = current.get(), self.config(body)
+        request.required, request.chat, request.seed = self.required, self.chat, body.get("seed")
+        request.stops = fields.as_list(body.get("stop", []))
+        request.one_call = body.get("parallel_tool_calls") is False
+        request.penalties = Penalties(
+            {int(token): float(value) for token, value in body.get("logit_bias", {}).items()},
+            float(config.repetition_penalty or 1),
+            float(body.get("presence_penalty", 0)),
+            float(body.get("frequency_penalty", 0)),
+        )
+        config.repetition_penalty = None
         return config
 
+    def config(self, body: dict) -> GenerationConfig:
+        """The model's own settings, with those of the request."""
+        config = copy.deepcopy(self.model_manager.model.generation_config)
+        chosen = fields.read_settings(body.get("generation_config", "{}"), self.batched)
+        chosen |= {name: body[name] for name in (*DRAWN, "repetition_penalty") if name in body}
+        chosen |= {"do_sample": True} if any(name in body for name in DRAWN) else {}
+        for limit in [body[name] for name in LIMITS if name in body][:1]:
+            chosen["max_new_tokens"] = limit
+        for name, value in chosen.items():
+            setattr(config, name, float(value) if name in FLOATS else value)
+        config.eos_token_id = self.ends(body, config.eos_token_id)
+        config.top_k = max(config.top_k or 0, 0)
+        if not config.do_sample or (config.temperature is not None and config.temperature < fields.LEAST_TEMPERATURE):
+            config.do_sample = False
+            config.temperature = config.top_p = config.top_k = config.min_p = config.typical_p = None
+        return config
 
-class Chat(Checked, ChatCompletionHandler):
-    required, chat, prefix = "messages", True, "chatcmpl-"
+    def ends(self, body: dict, own: int | list[int] | None) -> list[int]:
+        """The tokens that end the answer. If there is none, `generate` takes the model's own, so this is an id of no
+        token then."""
+        own = [] if own is None or body.get("ignore_eos") else fields.as_list(own)
+        return [*own, *body.get("stop_token_ids", ())] or [self.vocabulary]
+
+
+class OfChats(Checked):
+    """The two endpoints whose prompt is made by the model's chat template."""
+
+    chat = True
+
+    def inputs(self, body: dict) -> BatchEncoding:
+        processor = self.model_manager.processor
+        messages = self.get_processor_inputs_from_messages(self.messages(body), self.modality)
+        effort = body.get("reasoning_effort", body.get("reasoning", {}).get("effort"))
+        values = prompts.variables(processor, self.tools(body), body.get("chat_template_kwargs", {}), effort)
+        if self.modality != Modality.LLM:
+            video = any(part.get("type") == "video" for message in messages for part in message["content"])
+            values["load_audio_from_video"] = video and self.modality == Modality.MULTIMODAL
+            values |= {"num_frames": 32} if video else {}  # as transformers' own handler
+        return processor.apply_chat_template(
+            messages,
+            tools=self.tools(body),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors=None if self.batched else "pt",
+            **values,
+        )
+
+    def tools(self, body: dict) -> list[dict] | None:
+        return None if body.get("tool_choice") == "none" else body.get("tools") or None
+
+    def arguments(self, body: dict) -> dict:
+        return {"tools": self.tools(body)}
+
+
+def cleaned(message: dict) -> dict:
+    """The message without empty fields, for which transformers drops the content."""
+    found = {
+        name: value for name, value in message.items() if value is not None and (name, value) != ("tool_calls", [])
+    }
+    return found | {"role": "system"} if found.get("role") == "developer" else found  # only new templates know it
+
+
+class Chat(OfChats, ChatCompletionHandler):
+    fields, required, prefix = fields.CHAT, "messages", "chatcmpl-"
 
     async def handle_request(self, body: dict, request_id: str):
         return as_openai_stream(await super().handle_request(body, request_id))
 
-    def _build_completion(self, request_id: str, content: str, *args, **kwargs) -> dict:
-        return super()._build_completion(request_id, cut(content, current.get().stops), *args, **kwargs)
+    def messages(self, body: dict) -> list[dict]:
+        return [cleaned(message) for message in body["messages"]]
 
 
 class Completions(Checked, CompletionHandler):
-    required, prefix = "prompt", "cmpl-"
+    fields, required, prefix = fields.COMPLETIONS, "prompt", "cmpl-"
 
     async def handle_request(self, body: dict, request_id: str):
-        prompt = body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-            body = body | {"prompt": prompt[0]}
         return as_openai_stream(await super().handle_request(body, request_id))
 
+    def begin(self, body: dict):
+        prompt = body.get("prompt")
+        one = isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str)
+        return super().begin(body | {"prompt": prompt[0]} if one else body)
 
-class Responses(Checked, ResponseHandler):
-    required, chat, prefix = "input", True, ""
+    def inputs(self, body: dict) -> BatchEncoding:
+        processor = self.model_manager.processor
+        return getattr(processor, "tokenizer", processor)(body["prompt"], return_tensors=None if self.batched else "pt")
+
+    def arguments(self, body: dict) -> dict:
+        return {}
+
+
+class Responses(OfChats, ResponseHandler):
+    fields, required, prefix = fields.RESPONSES, "input", ""
+
+    def messages(self, body: dict) -> list[dict]:
+        items = body["input"]
+        return self._normalize_input(
+            body | {"input": [cleaned(item) for item in items] if type(items) is list else items}
+        )
+
+    def tools(self, body: dict) -> list[dict] | None:
+        return self._normalize_tools(super().tools(body))
+
+    def arguments(self, body: dict) -> dict:
+        return {"body": body, "tools": self.tools(body)}
 
 
 #: The beginning of an error in transformers' streams. The message after it is not escaped.
@@ -243,6 +246,14 @@ def as_openai_stream(response):
     if isinstance(response, StreamingResponse):
         response.body_iterator = events(response.body_iterator)
     return response
+
+
+def build_schemas() -> None:
+    """Pydantic builds the schemas of answers when they are first used, which takes half a second of the event loop."""
+    for module in (chat_completion, completion, response):
+        for each in vars(module).values():
+            if isinstance(each, type) and issubclass(each, BaseModel):
+                each.model_rebuild()
 
 
 def as_event(value: dict) -> str:

@@ -12,6 +12,7 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from ..harmony import HARMONY
 from ..loading import Source, context_of, load_model, load_tokenizer, memory
 from ..transformers import patch
+from .fields import shortened
 from .generation import Refused
 
 
@@ -24,6 +25,7 @@ class Models(ModelManager):
         self.source, self.force_model = source, source.name
         self.names = {source.name, f"{source.name}@main"}  # `transformers chat` appends the revision
         self.created = int(time.time())
+        self.ignored: set[str] = set()  # unknown fields of requests that were logged
         _RESPONSE_TEMPLATE_FALLBACKS.setdefault(("gpt_oss",), HARMONY)
         self.processor = load_tokenizer(source)
         self.model = load_model(source, options)
@@ -43,14 +45,14 @@ class Models(ModelManager):
 
     def check_name(self, name: object) -> None:
         if name is not None and name not in self.names:
-            message = f"model: expected {self.source.name!r}, the model of this server, got {name!r}"
+            message = f"model: expected {self.source.name!r}, the model of this server, got {shortened(name)}"
             raise Refused(404, message, "model_not_found", "model")
 
     def load_model_and_processor(self, model_id_and_revision: str, *_args, **_kwargs):
         return self.model, self.processor
 
-    def load_model_streaming(self, model_id_and_revision: str, gguf_file: str | None = None) -> AsyncIterator[str]:
-        self.check_name(f"{model_id_and_revision}:{gguf_file}" if gguf_file else model_id_and_revision)
+    def load_model_streaming(self, model_id_and_revision: str) -> AsyncIterator[str]:
+        self.check_name(model_id_and_revision)
 
         async def ready() -> AsyncIterator[str]:
             yield f"data: {json.dumps({'status': 'ready', 'model': model_id_and_revision, 'cached': True})}\n\n"

@@ -1,16 +1,20 @@
-"""How each request of a batch draws its tokens.
+"""How each request draws its tokens.
 
-transformers' processors of continuous batching sort the whole vocabulary twice in every step, also for greedy requests.
-Ours give the same scores and sort only where a request needs it. transformers draws the tokens of all requests with one
-generator, also those of greedy ones; `Seeded` draws those of a request with a seed. All draws are `draw`'s.
+`Penalties` are the changes of scores that OpenAI's API and other servers define. They are the same with and without
+continuous batching, where transformers applies its own to all requests of a step or to none. transformers' processors
+of continuous batching sort the whole vocabulary twice in every step, also for greedy requests. Ours give the same
+scores and sort only where a request needs it. transformers draws the tokens of all requests with one generator, also
+those of greedy ones; `Seeded` draws those of a request with a seed. All draws are `draw`'s.
 """
 
 import hashlib
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessor,
     ContinuousBatchingTopKLogitsWarper,
@@ -28,20 +32,70 @@ SHARED = {"do_sample": True, "temperature": 0.5, "top_k": 1, "top_p": 0.5, "eos_
 GREEDY = {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
 
 
-def sampling(config: GenerationConfig, vocabulary: int, seed: int | None = None) -> dict[str, float | int]:
+@dataclass(frozen=True)
+class Penalties:
+    """What a request adds to the scores of tokens, by what is in its prompt and its answer."""
+
+    bias: dict[int, float] = field(default_factory=dict)
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self != Penalties()
+
+    def change(self, scores: torch.Tensor, tokens: Sequence[int] | torch.Tensor, start: int) -> None:
+        """Change the scores, which are a row, after these tokens. The answer starts at `start`."""
+        tokens = torch.as_tensor(tokens, dtype=torch.long, device=scores.device)
+        answer = tokens[start:]
+        if self.bias:
+            ids = torch.tensor(list(self.bias), device=scores.device)
+            scores[ids] += torch.tensor(list(self.bias.values()), dtype=scores.dtype, device=scores.device)
+        if self.repetition != 1:  # a token that comes twice is written twice, with the same score
+            found = scores[tokens]
+            scores[tokens] = torch.where(found < 0, found * self.repetition, found / self.repetition)
+        if self.presence:
+            scores[answer] = scores[answer] - self.presence
+        if self.frequency:
+            scores.index_add_(0, answer, scores.new_full(answer.shape, -self.frequency))
+
+
+class Penalising(LogitsProcessor):
+    """`generate`'s processor for one request."""
+
+    def __init__(self, penalties: Penalties):
+        self.penalties, self.start = penalties, None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.start is None:
+            self.start = input_ids.shape[-1]
+        self.penalties.change(scores[0], input_ids[0], self.start)
+        return scores
+
+
+def sampling(
+    config: GenerationConfig, vocabulary: int, seed: int | None = None, penalties: Penalties | None = None
+) -> dict[str, object]:
     """A request's arguments for these processors."""
+    found: dict[str, object] = {"penalties": penalties} if penalties else {}
     if not config.do_sample:
-        return GREEDY
+        return GREEDY | found
     top_k = min(config.top_k or vocabulary, vocabulary)
-    found = {"temperature": config.temperature or 1.0, "top_k": top_k, "top_p": config.top_p or 1.0}
+    found |= {"temperature": config.temperature or 1.0, "top_k": top_k, "top_p": config.top_p or 1.0}
+    found |= {"min_p": config.min_p} if config.min_p else {}
     return found if seed is None else found | {"seed": seed}
 
 
 def install(manager: ContinuousBatchingManager) -> None:
     """Make a manager that has not started yet use our processors."""
     processors, create = manager.logit_processor, manager._create_batch_processor
-    processors.logits_processor[:] = [*map(quick, processors.logits_processor), Seeded()]
-    processors.tensors_required += 1
+    processors.logits_processor[:] = [
+        BatchPenalising(),
+        *map(quick, processors.logits_processor),
+        MinP(),
+        Seeded(),
+    ]
+    processors.tensors_required = len(processors.logits_processor)
     processors._retrieve_processors_kwargs()
     top_k = next(each for each in processors.logits_processor if isinstance(each, QuickTopK))
 
@@ -115,6 +169,56 @@ class QuickTopP(ContinuousBatchingTopPLogitsWarper):
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         return scores if self.least >= 1.0 else super().__call__(scores, tensor_arg)
+
+
+class MinP(ContinuousBatchingLogitsProcessor):
+    """Leaves tokens with at least this share of the largest probability."""
+
+    supported_kwargs = MappingProxyType({"min_p": float})
+    ignored_kwargs: tuple[str, ...] = ()
+    most = 0.0  # of the step's requests
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests) -> torch.Tensor:
+        found = [request.state.logit_processor_kwargs.get("min_p", 0.0) for request in requests]
+        self.most = max(found, default=0.0)
+        return torch.tensor(found, dtype=torch.float32).view(torch.int32)
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        if not self.most:
+            return scores
+        shares = tensor_arg[: scores.shape[0]].view(torch.float32)[:, None]
+        return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + shares.log(), -torch.inf)
+
+
+class BatchPenalising(ContinuousBatchingLogitsProcessor):
+    """Applies the penalties of each request."""
+
+    supported_kwargs = MappingProxyType({"penalties": Penalties})
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.rows: dict[int, tuple] = {}  # of the batch, with the arguments of `Penalties.change`
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        int32_tensor.zero_()  # unused: penalties depend on the request's tokens
+
+    def prepare_tensor_args(self, requests) -> torch.Tensor:
+        self.rows = {}
+        for row, request in enumerate(requests):
+            state = request.state
+            if (penalties := state.logit_processor_kwargs.get("penalties")) is not None:
+                # a request that is computed again has its answer so far in `initial_tokens`
+                start = state._true_initial_tokens or len(state.initial_tokens)
+                self.rows[row] = penalties, state.initial_tokens + state.generated_tokens, start
+        return torch.zeros(len(requests), dtype=torch.int32)
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        for row, (penalties, tokens, start) in self.rows.items():
+            penalties.change(scores[row], tokens, start)
+        return scores
 
 
 class Seeded(ContinuousBatchingLogitsProcessor):

@@ -1,6 +1,7 @@
 """uvicorn's server. It prints its address when it listens, and ends all requests when it is stopped."""
 
 import asyncio
+import gc
 import signal
 from types import FrameType
 
@@ -10,6 +11,7 @@ import uvicorn
 from .. import warmup
 from ..loading import say
 from .generation import Generation
+from .handlers import build_schemas
 from .model_manager import Models
 
 
@@ -31,6 +33,8 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().call_soon_threadsafe(self.generation.fail_all)
 
     def run(self, sockets=None) -> None:
+        gc.collect()
+        gc.freeze()  # later collections would look at every object of the libraries and the model, and stop all threads
         try:
             super().run(sockets)
         finally:
@@ -41,6 +45,7 @@ class Server(uvicorn.Server):
 def warm_up(models: Models, generation: Generation) -> None:
     """Compile everything and allocate the paged cache before the first request."""
     warmup.wait_for_all()
+    build_schemas()
     model = models.model
     ids = torch.ones(1, min(8, models.context - 2), dtype=torch.long, device=model.device)
     mask = torch.ones_like(ids)

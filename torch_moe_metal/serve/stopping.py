@@ -1,19 +1,23 @@
 """Stop strings: an answer ends before the first one, also where its text comes in pieces."""
 
+from transformers.cli.serving.utils import ToolCall
+
 
 class StopFilter:
-    """Passes pieces of text on until a stop string begins. Text that may be the beginning of one is held back."""
+    """Passes pieces of text on until a stop string begins. Text that may be the beginning of one is held back. With
+    `one_call` the answer ends after the first tool call, too."""
 
-    def __init__(self, stops: list[str]):
-        self.stops, self.held, self.found = stops, "", False
+    def __init__(self, stops: list[str], one_call: bool = False):
+        self.stops, self.one_call, self.held, self.found = stops, one_call, "", False
 
     def feed(self, item: object) -> list[object]:
         """The items that may be sent now. After a stop string this ends with None, which ends the answer."""
-        if not self.stops:
-            return [item]
         if type(item) is not str:  # a tool call, the end, or reasoning, which is a subclass of str
             held, self.held = self.held, ""
-            return [held, item] if held else [item]
+            self.found = self.one_call and isinstance(item, ToolCall)
+            return [held] * bool(held) + [item] + [None] * self.found
+        if not self.stops:
+            return [item]
         text = self.held + item
         if (end := first_stop(self.stops, text)) is not None:
             self.held, self.found = "", True
