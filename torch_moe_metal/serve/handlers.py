@@ -1,9 +1,11 @@
 """Requests: transformers' handlers answer them, after a check of every field."""
 
+import asyncio
 import contextlib
+import functools
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import HTTPException
 from fastapi.responses import StreamingResponse
@@ -14,6 +16,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import CBWorkerDeadError, Modality
 from transformers.generation import GenerationMode
 
+from .bodies import parse, text_limit
 from .generation import Failed, Refused, current
 from .stopping import cut
 
@@ -158,20 +161,42 @@ class Checked:
         if isinstance(body.get("input"), list):
             check_input(body["input"], takes_images)
 
-    async def handle_request(self, body: dict, request_id: str):
-        body = {name: value for name, value in body.items() if value is not None}
+    async def handle_request(self, body: bytes, request_id: str):
+        request_id = f"{self.prefix}{uuid.uuid4().hex}"
         try:
-            self.check(body)
-            self.prepare(body)
-            return await super().handle_request(body, f"{self.prefix}{uuid.uuid4().hex}")
+            answer = await asyncio.to_thread(self.begin, body, request_id)
+            return await answer()
         except (HTTPException, CBWorkerDeadError):
             raise
         except Failed as error:
-            if "generation_config" in body:
+            if b'"generation_config"' in body:
                 raise Refused(400, f"generation_config: {error}", param="generation_config") from None
             raise
         except Exception as error:  # of the chat template, the tokenizer, or of a wrong value inside a field
             raise Refused(400, f"{type(error).__name__}: {error}") from error
+
+    def begin(self, body: bytes, request_id: str) -> Callable[[], Awaitable]:
+        """All that precedes the answer: parse, check and tokenise. It may take seconds, so it runs in a thread."""
+        given = parse(body, text_limit(self.model_manager.context))
+        body = {name: value for name, value in given.items() if value is not None}
+        self.check(body)
+        self.prepare(body)
+        try:
+            super().handle_request(body, request_id).send(None)  # a coroutine that does not wait for anything
+        except StopIteration as end:
+            return end.value
+        raise RuntimeError("transformers' handler waits before it calls `_streaming` or `_non_streaming`")
+
+    def _streaming(self, *args, **kwargs) -> Callable[[], Awaitable]:
+        start = super()._streaming
+
+        async def answer() -> StreamingResponse:  # on the event loop
+            return start(*args, **kwargs)
+
+        return answer
+
+    async def _non_streaming(self, *args, **kwargs) -> Callable[[], Awaitable]:
+        return functools.partial(super()._non_streaming, *args, **kwargs)
 
     def prepare(self, body: dict) -> None:
         request = current.get()
@@ -186,7 +211,7 @@ class Checked:
     def _resolve_model(self, body: dict):
         manager = self.model_manager
         body["model"] = manager.force_model
-        return manager.force_model, manager.model, manager.processor
+        return manager.force_model, manager.on_host, manager.processor
 
     def _build_generation_config(self, body: dict, defaults: GenerationConfig, use_cb: bool = False):
         config = super()._build_generation_config(body, defaults, use_cb=use_cb)
@@ -205,7 +230,7 @@ class Checked:
 class Chat(Checked, ChatCompletionHandler):
     required, chat, prefix = "messages", True, "chatcmpl-"
 
-    async def handle_request(self, body: dict, request_id: str):
+    async def handle_request(self, body: bytes, request_id: str):
         return as_openai_stream(await super().handle_request(body, request_id))
 
     def _build_completion(self, request_id: str, content: str, *args, **kwargs) -> dict:
@@ -215,10 +240,13 @@ class Chat(Checked, ChatCompletionHandler):
 class Completions(Checked, CompletionHandler):
     required, prefix = "prompt", "cmpl-"
 
-    async def handle_request(self, body: dict, request_id: str):
+    def check(self, body: dict) -> None:
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-            body = body | {"prompt": prompt[0]}
+            body["prompt"] = prompt[0]
+        super().check(body)
+
+    async def handle_request(self, body: bytes, request_id: str):
         return as_openai_stream(await super().handle_request(body, request_id))
 
 

@@ -13,6 +13,9 @@ from ..harmony import HARMONY
 from ..loading import Source, context_of, load_model, load_tokenizer, memory
 from ..transformers import patch
 from .generation import Refused
+from .turns import OnHost
+
+ANY = "*"  # the alias that stands for every name
 
 
 class Models(ModelManager):
@@ -22,12 +25,12 @@ class Models(ModelManager):
         super().__init__(device=options.device, model_timeout=-1)
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # uvicorn logs each request
         self.source, self.force_model = source, source.name
-        self.names = {source.name, f"{source.name}@main"}  # `transformers chat` appends the revision
+        self.names = [source.name, *options.alias]
         self.created = int(time.time())
         _RESPONSE_TEMPLATE_FALLBACKS.setdefault(("gpt_oss",), HARMONY)
         self.processor = load_tokenizer(source)
         self.model = load_model(source, options)
-        self.report = patch(self.model)
+        self.report, self.on_host = patch(self.model), OnHost(self.model)
         self.context = context_of(self.model, options.context)
         defaults = self.model.generation_config
         if defaults.pad_token_id is None and defaults.eos_token_id is not None:  # `generate` warns of it each time
@@ -42,12 +45,15 @@ class Models(ModelManager):
         return model_id
 
     def check_name(self, name: object) -> None:
-        if name is not None and name not in self.names:
-            message = f"model: expected {self.source.name!r}, the model of this server, got {name!r}"
+        if name is None or ANY in self.names or name in self.names:
+            return
+        if name != f"{self.source.name}@main":  # `transformers chat` appends the revision
+            expected = ", ".join(map(repr, self.names))
+            message = f"model: expected {expected}, the model of this server, got {name!r}"
             raise Refused(404, message, "model_not_found", "model")
 
     def load_model_and_processor(self, model_id_and_revision: str, *_args, **_kwargs):
-        return self.model, self.processor
+        return self.on_host, self.processor
 
     def load_model_streaming(self, model_id_and_revision: str, gguf_file: str | None = None) -> AsyncIterator[str]:
         self.check_name(f"{model_id_and_revision}:{gguf_file}" if gguf_file else model_id_and_revision)
@@ -58,8 +64,7 @@ class Models(ModelManager):
         return ready()
 
     def get_gen_models(self) -> list[dict]:
-        return [self.entry]
+        return [self.entry(name) for name in self.names if name != ANY]
 
-    @property
-    def entry(self) -> dict:
-        return {"id": self.source.name, "object": "model", "created": self.created, "owned_by": "torch_moe_metal"}
+    def entry(self, name: str) -> dict:
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "torch_moe_metal"}
