@@ -1,9 +1,8 @@
 """How the server generates: transformers' managers, with stop strings, seeds, a limit of context, and cancellation.
 
 transformers has two managers: one runs `generate` for one request after the other, the other runs all requests together
-on a paged cache. Our first one runs `generate` for several requests, which take turns. Both put texts into a queue. Ours
-end the text before a stop string, and take an answer that is not streamed from the same queue, so that it can be
-cancelled too.
+on a paged cache. In our form of the first one several requests take turns. Both put texts into a queue. Ours end the
+text before a stop string, and take an answer that is not streamed from the same queue, so that it can be cancelled too.
 """
 
 import asyncio

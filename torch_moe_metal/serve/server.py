@@ -1,6 +1,7 @@
 """uvicorn's server. It prints its address when it listens, and ends all requests when it is stopped."""
 
 import asyncio
+import gc
 import signal
 from types import FrameType
 
@@ -35,6 +36,7 @@ class Server(uvicorn.Server):
             super().run(sockets)
         finally:
             self.generation.shutdown()
+            gc.freeze()  # else Python looks at each object of transformers before it ends, which takes a second
 
 
 @torch.no_grad()
