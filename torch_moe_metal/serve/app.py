@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import CBWorkerDeadError, Modality
 
-from .bodies import MAX_BYTES, OTHER_BYTES, read, text_limit, too_long
+from .bodies import MAX_BYTES, OTHER_BYTES, parse, read, text_limit, too_long
 from .generation import STOPPED, Failed, Generation, Refused, Request, current
 from .handlers import Chat, Checked, Completions, Responses, error_body
 from .model_manager import Models
@@ -141,14 +141,15 @@ def handle_errors(app: FastAPI) -> None:
         return error(503, str(reason))
 
 
-def endpoint(handler: Checked) -> Callable:
-    """The handler as an endpoint that leaves the body as it is: FastAPI would parse it on the event loop."""
+def endpoint(handler: Checked, limit: int) -> Callable:
+    """The handler as an endpoint that parses bodies in a thread: FastAPI would do it on the event loop."""
 
     async def answer(request: HTTPRequest):
         given = request.headers.get("content-type", "")
         if not JSON.match(given):  # a web page can send others without asking
             raise Refused(400, f"Content-Type: expected application/json, got {given[:200]!r}")
-        return await handler.handle_request(await request.body(), request.state.request_id)
+        body = await asyncio.to_thread(parse, await request.body(), limit)
+        return await handler.handle_request(body, request.state.request_id)
 
     return answer
 
@@ -167,8 +168,9 @@ def build(
     }
     app = build_server(models, *handlers.values(), None, None, generation, enable_cors=cors)
     app.router.routes[:] = [route for route in app.router.routes if route.path in KEPT]
+    of_text = text_limit(models.context)
     for path, handler in handlers.items():
-        app.add_route(path, endpoint(handler), methods=["POST"])
+        app.add_route(path, endpoint(handler, of_text), methods=["POST"])
 
     @app.get("/v1/models/{name:path}")
     def retrieve(name: str) -> dict:
@@ -177,5 +179,5 @@ def build(
 
     handle_errors(app)
     takes_images = models.get_model_modality(models.model, models.processor) != Modality.LLM
-    limit = MAX_BYTES if takes_images else text_limit(models.context)
-    return Guard(app, generation, dict.fromkeys(handlers, limit), api_key, cors, host)
+    limits = dict.fromkeys(handlers, MAX_BYTES if takes_images else of_text)
+    return Guard(app, generation, limits, api_key, cors, host)

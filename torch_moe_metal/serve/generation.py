@@ -183,7 +183,7 @@ class InTurns(Answers, GenerateManager):
     """Up to `parallel` requests at once, each with a `generate` and a cache of its own. They take turns."""
 
     def __init__(self, context: int, parallel: int, model: torch.nn.Module):
-        self.context, self.turns = context, Turns(model.device)
+        self.model, self.context, self.turns = model, context, Turns(model.device)
         self.threads = ThreadPoolExecutor(parallel, "generate")
         self.piece = PIECE if can_compute_in_pieces(model) else None
 
@@ -201,6 +201,8 @@ class InTurns(Answers, GenerateManager):
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
         def before_forward() -> None:
+            if not streamer.ids:  # on mps `generate` waits for tokens, and would queue all pieces of a prompt
+                self.turns.finish()
             self.turns.give_way()
             streamer.check()
 
@@ -210,7 +212,8 @@ class InTurns(Answers, GenerateManager):
                 with self.turns:
                     # here, since earlier requests draw random numbers from the same generator, maybe from their seeds
                     torch.seed() if request.seed is None else torch.manual_seed(request.seed)
-                    with_turns(model.model, before_forward).generate(**inputs.to(model.model.device), **arguments)
+                    own = with_turns(self.model, before_forward)
+                    own.generate(**inputs.to(own.device), **arguments)
             except _GenerationCancelled:
                 put(None)
             except Exception as error:

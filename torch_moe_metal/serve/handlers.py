@@ -16,7 +16,6 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import CBWorkerDeadError, Modality
 from transformers.generation import GenerationMode
 
-from .bodies import parse, text_limit
 from .generation import Failed, Refused, current
 from .stopping import cut
 
@@ -161,7 +160,7 @@ class Checked:
         if isinstance(body.get("input"), list):
             check_input(body["input"], takes_images)
 
-    async def handle_request(self, body: bytes, request_id: str):
+    async def handle_request(self, body: dict, request_id: str):
         request_id = f"{self.prefix}{uuid.uuid4().hex}"
         try:
             answer = await asyncio.to_thread(self.begin, body, request_id)
@@ -169,16 +168,15 @@ class Checked:
         except (HTTPException, CBWorkerDeadError):
             raise
         except Failed as error:
-            if b'"generation_config"' in body:
+            if "generation_config" in body:
                 raise Refused(400, f"generation_config: {error}", param="generation_config") from None
             raise
         except Exception as error:  # of the chat template, the tokenizer, or of a wrong value inside a field
             raise Refused(400, f"{type(error).__name__}: {error}") from error
 
-    def begin(self, body: bytes, request_id: str) -> Callable[[], Awaitable]:
-        """All that precedes the answer: parse, check and tokenise. It may take seconds, so it runs in a thread."""
-        given = parse(body, text_limit(self.model_manager.context))
-        body = {name: value for name, value in given.items() if value is not None}
+    def begin(self, body: dict, request_id: str) -> Callable[[], Awaitable]:
+        """All that precedes the answer: check and tokenise. It may take seconds, so it runs in a thread."""
+        body = {name: value for name, value in body.items() if value is not None}
         self.check(body)
         self.prepare(body)
         try:
@@ -230,7 +228,7 @@ class Checked:
 class Chat(Checked, ChatCompletionHandler):
     required, chat, prefix = "messages", True, "chatcmpl-"
 
-    async def handle_request(self, body: bytes, request_id: str):
+    async def handle_request(self, body: dict, request_id: str):
         return as_openai_stream(await super().handle_request(body, request_id))
 
     def _build_completion(self, request_id: str, content: str, *args, **kwargs) -> dict:
@@ -240,13 +238,10 @@ class Chat(Checked, ChatCompletionHandler):
 class Completions(Checked, CompletionHandler):
     required, prefix = "prompt", "cmpl-"
 
-    def check(self, body: dict) -> None:
+    async def handle_request(self, body: dict, request_id: str):
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-            body["prompt"] = prompt[0]
-        super().check(body)
-
-    async def handle_request(self, body: bytes, request_id: str):
+            body = body | {"prompt": prompt[0]}
         return as_openai_stream(await super().handle_request(body, request_id))
 
 

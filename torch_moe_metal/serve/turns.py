@@ -18,7 +18,7 @@ class Turns:
     """A lock that threads get in the order in which they asked for it."""
 
     def __init__(self, device: torch.device):
-        self.drawn_on_mps = device.type == "mps" and torch.backends.mps.is_built()
+        self.on_mps = device.type == "mps" and torch.backends.mps.is_built()
         self.taken = False
         self.waiting: deque[threading.Lock] = deque()
         self._mutex = threading.Lock()
@@ -40,11 +40,16 @@ class Turns:
             else:
                 self.taken = False
 
+    def finish(self) -> None:
+        """Wait until the device has done all that was asked of it."""
+        if self.on_mps:
+            torch.mps.synchronize()
+
     def give_way(self) -> None:
         """End this thread's turn, and wait for its next one. Without another thread that waits it goes on at once."""
         if not self.waiting:
             return
-        generator = torch.mps if self.drawn_on_mps else torch
+        generator = torch.mps if self.on_mps else torch
         state = generator.get_rng_state()
         self.__exit__()
         self.__enter__()
