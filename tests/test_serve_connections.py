@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import openai
 import pytest
 
 import served
@@ -142,6 +143,16 @@ def test_a_prompt_is_tokenised_off_the_event_loop(server, monkeypatch):
         assert answer.result().usage.completion_tokens == 1
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_prompt_that_is_too_long_is_not_decoded_on_the_event_loop(server, monkeypatch, stream: bool):
+    def parser(*_args, **_kwargs):
+        raise AssertionError
+
+    monkeypatch.setattr("transformers.cli.serving.chat_completion.build_response_parser", parser)
+    with pytest.raises(openai.BadRequestError, match="fewer than 40000 tokens"):
+        chat(server, messages=[{"role": "user", "content": "x" * 600000}], stream=stream)
+
+
 def test_images_do_not_count_as_text():
     limit = text_limit(context=512)
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "a" * MIB}}
@@ -170,19 +181,17 @@ def test_half_a_request_ends_after_a_time(server, monkeypatch):
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
     monkeypatch.setattr(connections, "BODY_SECONDS", 0.3)
     monkeypatch.setattr(connections, "REST_SECONDS", 0.3)
-    for sent in (
-        b"",
-        b"POST /v1/compl",
-        head(CHAT, "Content-Length: 100"),
-        head(CHAT, "Content-Length: 100") + b'{"messages": ',
-        head("/health", "Content-Length: 0") + b"GET /he",  # after an answer on the same connection
-    ):
+    half = (b"", b"POST /v1/compl", head(CHAT, "Content-Length: 100"), head(CHAT, "Content-Length: 100") + b"{")
+    for sent in half:
         with connect(server, sent) as connection:
-            if sent.endswith(b"GET /he"):
-                assert answer(connection)[0] == 405
             assert is_closed(connection)
+    with connect(server, head("/health", "Content-Length: 0")) as connection:
+        assert answer(connection)[0] == 405
+        connection.sendall(b"GET /he")  # after an answer
+        assert is_closed(connection)
     with connect(server, head(CHAT, f"Content-Length: {10 * MIB}")) as connection:
         assert answer(connection)[0] == 413
+        connection.sendall(b"{")  # the rest of what was refused
         assert is_closed(connection)
     # a body may take longer as long as it comes on, and an answer as long as it likes
     body = json.dumps({"messages": HELLO, "max_tokens": 4000, "stream": True}).encode()

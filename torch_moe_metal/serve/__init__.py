@@ -34,7 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only; 0.0.0.0: all")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
-    key = f"the key that clients must send (default: {KEY} of the environment; without a key, anyone may connect)"
+    key = f"the key that clients must send (default: {KEY} of the environment; without one, who can connect needs none)"
     parser.add_argument("--api-key", default=os.environ.get(KEY), help=key)
     batching = "compute a token of every running request in each step; --context is the size of their shared cache"
     parallel = "answers that are computed at once, each with a cache of its own; others wait (default: 4)"

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import inspect
 import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -187,6 +188,7 @@ class Checked:
 
     def _streaming(self, *args, **kwargs) -> Callable[[], Awaitable]:
         start = super()._streaming
+        check_length(start, *args, **kwargs)
 
         async def answer() -> StreamingResponse:  # on the event loop
             return start(*args, **kwargs)
@@ -194,6 +196,7 @@ class Checked:
         return answer
 
     async def _non_streaming(self, *args, **kwargs) -> Callable[[], Awaitable]:
+        check_length(super()._non_streaming, *args, **kwargs)
         return functools.partial(super()._non_streaming, *args, **kwargs)
 
     def prepare(self, body: dict) -> None:
@@ -223,6 +226,12 @@ class Checked:
         plain = plain and config.num_return_sequences in (None, 1)
         expect(plain, "generation_config", "greedy search or sampling of one answer", body.get("generation_config"))
         return config
+
+
+def check_length(answer: Callable, *args, **kwargs) -> None:
+    """Refuse a prompt that does not fit before its answer begins: on the event loop, transformers decodes it first."""
+    given = inspect.signature(answer).bind(*args, **kwargs).arguments
+    given["gen_manager"].limit(given["inputs"], given["gen_config"])
 
 
 class Chat(Checked, ChatCompletionHandler):
