@@ -1,6 +1,5 @@
 """Tiny models that can chat, servers with one of them in a thread of the test or a process, and requests to them."""
 
-import concurrent.futures
 import contextlib
 import http.client
 import itertools
@@ -26,8 +25,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from tiny_models import tiny_model
 from torch_moe_metal.loading import Source
 from torch_moe_metal.serve.app import build
+from torch_moe_metal.serve.connections import config
 from torch_moe_metal.serve.generation import Generation
 from torch_moe_metal.serve.model_manager import Models
+from torch_moe_metal.serve.server import warm_up
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LETTERS = [*map(chr, range(32, 127)), "\n"]
@@ -137,15 +138,15 @@ class ServerThread:
         strict: bool = False,
         **options,
     ):
-        options = {"device": "cpu", "bits": None, "format": None, "dtype": "auto", "context": None} | options
+        defaults = {"device": "cpu", "bits": None, "format": None, "dtype": "auto", "context": None}
+        options = defaults | {"alias": [], "parallel": 4} | options
         self.models = Models(source, Namespace(**options))
-        self.generation = Generation(self.models.context, batched)
-        if batched:
-            self.generation.get_manager("", use_cb=True).init_cb(self.models.model)
+        self.generation = Generation(self.models.model, self.models.context, batched, options["parallel"])
+        warm_up(self.models, self.generation)
         app = build(self.models, self.generation, api_key, cors, strict)
         listening = socket.create_server(("127.0.0.1", 0))
         self.base, self.model = f"http://127.0.0.1:{listening.getsockname()[1]}", source.name
-        self.server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning"))
+        self.server = uvicorn.Server(config(app, "warning"))
         self.thread = threading.Thread(target=self.server.run, args=([listening],))
 
     def __enter__(self) -> "ServerThread":
@@ -166,20 +167,16 @@ class ServerThread:
         """Whether the server has no request, and the model computes nothing, before the timeout."""
         until = time.monotonic() + timeout
         while time.monotonic() < until:
-            if not self.generation.requests and not self._computes(until):
+            if not self.generation.requests and not self._computes():
                 return True
             time.sleep(0.01)
         return False
 
-    def _computes(self, until: float) -> bool:
+    def _computes(self) -> bool:
         manager = self.generation.get_manager("", use_cb=self.generation._continuous_batching)
         if self.generation._continuous_batching:
             return manager.scheduler.has_pending_requests() or bool(manager._cb.output_router.result_handlers)
-        try:
-            manager.submit(lambda: None).result(until - time.monotonic())
-        except concurrent.futures.TimeoutError:
-            return True
-        return False
+        return manager.turns.taken or not manager.threads._work_queue.empty()
 
 
 class Process:

@@ -10,7 +10,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from importlib.util import find_spec
 
-from ..cli import CannotRun
+from ..cli import CannotRun, positive
 from ..loading import add_model, check_model, loading, say
 
 KEY = "TORCH_MOE_METAL_API_KEY"
@@ -34,10 +34,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only; 0.0.0.0: all")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
-    key = f"the key that clients must send (default: {KEY} of the environment; without a key, anyone may connect)"
+    key = f"the key that clients must send (default: {KEY} of the environment; without one, who can connect needs none)"
     parser.add_argument("--api-key", default=os.environ.get(KEY), help=key)
     batching = "compute a token of every running request in each step; --context is the size of their shared cache"
+    parallel = "answers that are computed at once, each with a cache of its own; others wait (default: 4)"
+    parser.add_argument("--parallel", type=positive, default=4, metavar="N", help=parallel)
     parser.add_argument("--continuous-batching", action="store_true", help=batching)
+    alias = "another name of the model that clients may send; may be repeated; '*' stands for every name"
+    parser.add_argument("--alias", action="append", default=[], metavar="NAME", help=alias)
     parser.add_argument("--enable-cors", action="store_true", help="let web pages of any origin use the server")
     strict = "refuse requests with unknown fields (default: ignore them, and log each name once)"
     parser.add_argument("--strict", action="store_true", help=strict)
@@ -73,10 +77,9 @@ def listener(host: str, port: int) -> socket.socket:
 
 
 def serve(source, options: Namespace, listening: socket.socket) -> int:
-    import uvicorn
-
     with loading(source.name, options.device):
         from .app import build
+        from .connections import config
         from .generation import Generation
         from .model_manager import Models
         from .server import Server, warm_up
@@ -84,15 +87,15 @@ def serve(source, options: Namespace, listening: socket.socket) -> int:
         models = Models(source, options)
         if options.continuous_batching and options.context is None:
             models.context = min(models.context, MAX_SHARED)
-        generation = Generation(models.context, options.continuous_batching)
+        generation = Generation(models.model, models.context, options.continuous_batching, options.parallel)
     say(models)
     say("Generating the first tokens ...")
     warm_up(models, generation)
-    app = build(models, generation, options.api_key or None, options.enable_cors, options.strict)
-    config = uvicorn.Config(app, lifespan="off", log_level=options.log_level, timeout_graceful_shutdown=10)
+    app = build(models, generation, options.api_key or None, options.enable_cors, options.strict, options.host)
     host, port = listening.getsockname()[:2]
     if host not in LOCAL and not options.api_key:
         say("Warning: anyone who can reach this machine can use the model. Set a key with --api-key.")
     shown = f"[{host}]" if ":" in host else host
-    Server(config, generation, f"{source.name} at http://{shown}:{port}/v1; Ctrl-C stops it").run([listening])
+    description = f"{source.name} at http://{shown}:{port}/v1; Ctrl-C stops it"
+    Server(config(app, options.log_level), generation, description).run([listening])
     return 0

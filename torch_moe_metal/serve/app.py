@@ -1,8 +1,10 @@
-"""The server's application: transformers' own, in a wrapper that checks the key and cancels abandoned requests."""
+"""The server's application: transformers' own, in a wrapper that checks who asks and cancels abandoned requests."""
 
 import asyncio
 import contextlib
 import hmac
+import ipaddress
+import re
 from collections.abc import Callable
 
 from fastapi import FastAPI
@@ -11,39 +13,57 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import CBWorkerDeadError
+from transformers.cli.serving.utils import CBWorkerDeadError, Modality
 
+from .bodies import MAX_BYTES, OTHER_BYTES, parse, read, text_limit, too_long
 from .fields import expect
 from .generation import STOPPED, Failed, Generation, Refused, Request, current
-from .handlers import Chat, Completions, Responses, error_body
+from .handlers import Chat, Checked, Completions, Responses, error_body
 from .model_manager import Models
 
 #: The paths of transformers' application that are kept. The others unload the model or need models of other kinds.
-KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health")
+KEPT = ("/v1/models", "/health")
 OPEN = ("/health",)  # without a key
-MAX_BYTES = 64 << 20  # of a request's body
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
+JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
+EVERY = ("0.0.0.0", "::")  # as --host: all addresses of this machine
 
 
 def error(status: int, message: str, code: str | None = None, param: str | None = None) -> JSONResponse:
     return JSONResponse(error_body(message, status, code, param), status)
 
 
-class Guard:
-    """Wraps the application. It checks the key, and gives each request a `Request`, whose generation ends with it:
-    when it is answered, when the client disconnects, or when the server stops."""
+def answer_to(reason: HTTPException) -> JSONResponse:
+    status = 400 if reason.status_code == 422 else reason.status_code
+    code, param = (reason.code, reason.param) if isinstance(reason, Refused) else (None, None)
+    return error(status, str(reason.detail) if param else str(reason.detail)[:300], code, param)
 
-    def __init__(self, app: Callable, generation: Generation, api_key: str | None, cors: bool):
-        self.app, self.generation, self.api_key, self.cors = app, generation, api_key, cors
+
+class Guard:
+    """Wraps the application. It checks the key or the host, refuses bodies that are too long before they are parsed,
+    and gives each request a `Request`, whose generation ends with it: when it is answered, when the client disconnects,
+    or when the server stops."""
+
+    def __init__(
+        self, app: Callable, generation: Generation, limits: dict[str, int], api_key: str | None, cors: bool, host: str
+    ):
+        self.app, self.generation, self.limits = app, generation, limits
+        self.api_key, self.cors, self.host = api_key, cors, host
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        if not self.is_allowed(scope):
-            refusal = error(401, "Authorization: expected 'Bearer' and the server's key", "invalid_api_key")
-            return await refusal(scope, receive, send)
-        body = await read(receive)
+        try:
+            headers = dict(scope["headers"])
+            self.check_sender(scope, headers)
+            limit = self.limits.get(scope["path"], OTHER_BYTES)
+            if int(headers.get(b"content-length", 0)) > limit:
+                raise too_long(limit)
+            body = await read(receive, limit)
+        except Refused as reason:
+            return await answer_to(reason)(scope, receive, send)
         if body is None:
-            return await error(413, f"expected a body of at most {MAX_BYTES} bytes")(scope, receive, send)
+            return
         request = Request()
         current.set(request)
         self.generation.requests.add(request)
@@ -53,25 +73,31 @@ class Guard:
             self.generation.requests.discard(request)
             request.cancel()
 
-    def is_allowed(self, scope: dict) -> bool:
-        headers = dict(scope["headers"])
+    def check_sender(self, scope: dict, headers: dict[bytes, bytes]) -> None:
+        """Refuse requests without the key. If there is none, refuse those of web pages whose name leads to this
+        machine: their browser takes the answer for the page's own."""
+        if self.api_key is None:
+            host = headers.get(b"host", b"").decode("latin-1").lower()
+            if not self.is_ours(host):
+                ours = ", ".join((*LOCAL, self.host))
+                raise Refused(403, f"Host: expected one of {ours}, as this server has no key, got {host[:200]!r}")
+            return
         preflight = self.cors and scope["method"] == "OPTIONS" and b"access-control-request-method" in headers
-        if self.api_key is None or scope["path"] in OPEN or preflight:  # browsers send preflights without the key
+        if scope["path"] in OPEN or preflight:  # browsers send preflights without the key
+            return
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self.api_key.encode()):
+            raise Refused(401, "Authorization: expected 'Bearer' and the server's key", "invalid_api_key")
+
+    def is_ours(self, host: str) -> bool:
+        name, colon, port = host.rpartition(":")
+        if not colon or not port.isdigit():
+            name = host
+        if name in (*LOCAL, self.host.lower(), f"[{self.host.lower()}]"):
             return True
-        given = headers.get(b"authorization", b"")
-        return hmac.compare_digest(given, b"Bearer " + self.api_key.encode())
-
-
-async def read(receive: Callable) -> bytes | None:
-    """A request's body, or None if it is too long."""
-    body, more = bytearray(), True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(body) > MAX_BYTES:
-            return None
-    return bytes(body)
+        with contextlib.suppress(ValueError):  # no page has an address as its name
+            return self.host in EVERY and bool(ipaddress.ip_address(name.strip("[]")))
+        return False
 
 
 async def run_while_connected(app: Callable, scope: dict, body: bytes, receive: Callable, send: Callable) -> None:
@@ -99,9 +125,7 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def refused(_request: HTTPRequest, reason: HTTPException) -> JSONResponse:
-        status = 400 if reason.status_code == 422 else reason.status_code
-        code, param = (reason.code, reason.param) if isinstance(reason, Refused) else (None, None)
-        return error(status, str(reason.detail) if param else str(reason.detail)[:300], code, param)
+        return answer_to(reason)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: HTTPRequest, reason: RequestValidationError) -> JSONResponse:
@@ -118,17 +142,42 @@ def handle_errors(app: FastAPI) -> None:
         return error(503, str(reason))
 
 
+def endpoint(handler: Checked, limit: int) -> Callable:
+    """The handler as an endpoint that parses bodies in a thread: FastAPI would do it on the event loop."""
+
+    async def answer(request: HTTPRequest):
+        given = request.headers.get("content-type", "")
+        if not JSON.match(given):  # a web page can send others without asking
+            raise Refused(400, f"Content-Type: expected application/json, got {given[:200]!r}")
+        body = await asyncio.to_thread(parse, await request.body(), limit)
+        return await handler.handle_request(body, request.state.request_id)
+
+    return answer
+
+
 def build(
-    models: Models, generation: Generation, api_key: str | None = None, cors: bool = False, strict: bool = False
+    models: Models,
+    generation: Generation,
+    api_key: str | None = None,
+    cors: bool = False,
+    strict: bool = False,
+    host: str = LOCAL[0],
 ) -> Guard:
-    chat, completions, responses = (handler(models, generation, strict) for handler in (Chat, Completions, Responses))
-    app = build_server(models, chat, completions, responses, None, None, generation, enable_cors=cors)
+    handlers = {
+        "/v1/chat/completions": Chat(models, generation, strict),
+        "/v1/completions": Completions(models, generation, strict),
+        "/v1/responses": Responses(models, generation, strict),
+    }
+    app = build_server(models, *handlers.values(), None, None, generation, enable_cors=cors)
     app.router.routes[:] = [route for route in app.router.routes if route.path in KEPT]
+    of_text = text_limit(models.context)
+    for path, handler in handlers.items():
+        app.add_route(path, endpoint(handler, of_text), methods=["POST"])
 
     @app.get("/v1/models/{name:path}")
     def retrieve(name: str) -> dict:
         models.check_name(name)
-        return models.entry
+        return models.entry(name)
 
     @app.post("/load_model")
     def load(body: dict) -> StreamingResponse:
@@ -137,4 +186,6 @@ def build(
         return StreamingResponse(models.load_model_streaming(name), media_type="text/event-stream")
 
     handle_errors(app)
-    return Guard(app, generation, api_key, cors)
+    takes_images = models.get_model_modality(models.model, models.processor) != Modality.LLM
+    limits = dict.fromkeys(handlers, MAX_BYTES if takes_images else of_text)
+    return Guard(app, generation, limits, api_key, cors, host)

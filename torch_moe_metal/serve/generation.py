@@ -1,15 +1,15 @@
 """How the server generates: transformers' managers, with stop strings, seeds, a limit of context, and cancellation.
 
 transformers has two managers: one runs `generate` for one request after the other, the other runs all requests together
-on a paged cache. Both put texts into a queue. Ours end the text before a stop string, and take an answer that is not
-streamed from the same queue, so that it can be cancelled too.
+on a paged cache. In our form of the first one several requests take turns. Both put texts into a queue. Ours end the
+text before a stop string, and take an answer that is not streamed from the same queue, so that it can be cancelled too.
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -34,9 +34,11 @@ from .parsing import LenientParser
 from .recovery import survive
 from .sampling import GREEDY, SHARED, Penalising, Penalties, install, sampling
 from .stopping import StopFilter, cut
+from .turns import Turns, can_compute_in_pieces, with_turns
 
 PAGE = 256  # tokens of a page of the paged cache, transformers' default
-MAX_BATCH_TOKENS = 1024  # of one step of continuous batching: longer prompts are computed in pieces
+PIECE = 1024  # tokens of a prompt that are computed at once, also in a step of continuous batching
+TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}  # the inputs of a prompt without images
 STOPPED = "the server is shutting down"
 
 
@@ -74,7 +76,7 @@ class Request:
 current: ContextVar[Request] = ContextVar("current")
 
 
-class SequentialStreamer(DirectStreamer):
+class TurnsStreamer(DirectStreamer):
     """`generate` calls `put` with each token, on its own thread."""
 
     def __init__(self, *args, request: Request, **kwargs):
@@ -85,6 +87,11 @@ class SequentialStreamer(DirectStreamer):
         if not self._first:  # which is the prompt
             self.ids += value.tolist()
         super().put(value)
+
+    def check(self) -> None:
+        """End `generate` if the request was cancelled."""
+        if self._cancelled.is_set():
+            raise _GenerationCancelled
 
     def _enqueue(self, item: object) -> None:
         for each in self.filter.feed(item):
@@ -184,45 +191,59 @@ def rust_tokenizer(processor):
     return getattr(processor, "tokenizer", processor)._tokenizer
 
 
-class Sequential(Answers, GenerateManager):
-    """One request after the other."""
+class InTurns(Answers, GenerateManager):
+    """Up to `parallel` requests at once, each with a `generate` and a cache of its own. They take turns."""
 
-    def __init__(self, context: int):
-        super().__init__()
-        self.context = context
+    def __init__(self, context: int, parallel: int, model: torch.nn.Module):
+        self.model, self.context, self.turns = model, context, Turns(model.device)
+        self.threads = ThreadPoolExecutor(parallel, "generate")
+        self.piece = PIECE if can_compute_in_pieces(model) else None
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         self.limit(inputs, gen_config)
         request, loop, queue = current.get(), asyncio.get_running_loop(), asyncio.Queue()
-        streamer = SequentialStreamer(rust_tokenizer(processor), loop, queue, lenient(response_parser), request=request)
+        streamer = TurnsStreamer(rust_tokenizer(processor), loop, queue, lenient(response_parser), request=request)
         arguments = {"streamer": streamer, "generation_config": gen_config, "tokenizer": processor}
         penalties = [Penalising(request.penalties)] if request.penalties else []
         arguments["logits_processor"] = LogitsProcessorList([*penalties, Waits()])
         if hasattr(model, "has_talker"):  # it would speak as well
             arguments["generation_mode"] = "text"
+        gen_config.prefill_chunk_size = self.piece if self.comes_in_pieces(inputs, gen_config) else None
 
         def put(item: object) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
+        def before_forward() -> None:
+            if not streamer.ids:  # on mps `generate` waits for tokens, and would queue all pieces of a prompt
+                self.turns.finish()
+            self.turns.give_way()
+            streamer.check()
+
         def run() -> None:
             try:
-                # here, since earlier requests draw random numbers on this thread, maybe from their seeds
-                torch.seed() if request.seed is None else torch.manual_seed(request.seed)
-                model.generate(**inputs.to(model.device), **arguments)
+                streamer.check()
+                with self.turns:
+                    # here, since earlier requests draw random numbers from the same generator, maybe from their seeds
+                    torch.seed() if request.seed is None else torch.manual_seed(request.seed)
+                    own = with_turns(self.model, before_forward)
+                    own.generate(**inputs.to(own.device), **arguments)
             except _GenerationCancelled:
                 put(None)
             except Exception as error:
                 put(_StreamError(str(error)))
 
         request.started(streamer, put)
-        self.submit(run)
+        self.threads.submit(run)
         return queue, streamer
 
+    def comes_in_pieces(self, inputs: dict, gen_config: GenerationConfig) -> bool:
+        """transformers does not split images, and needs a cache."""
+        return length_of(inputs) > PIECE and inputs.keys() <= TEXT and gen_config.use_cache is not False
+
     def stop(self) -> None:
-        """Wait for the thread, since the interpreter must not exit in the middle of an op."""
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            self.submit(lambda: None).result(timeout=30)
+        """Wait for the threads, since the interpreter must not exit in the middle of an op."""
+        self.threads.shutdown(cancel_futures=True)
 
 
 class Batched(Answers, CBGenerateManager):
@@ -265,7 +286,7 @@ class Batched(Answers, CBGenerateManager):
 def batching(context: int) -> ContinuousBatchingConfig:
     """A paged cache of this many tokens, which all requests share."""
     pages = math.ceil(context / PAGE) + 1
-    step = min(MAX_BATCH_TOKENS, pages * PAGE)
+    step = min(PIECE, pages * PAGE)
     return ContinuousBatchingConfig(
         page_size=PAGE, num_blocks=pages, max_batch_tokens=step, per_request_processors=True
     )
@@ -293,18 +314,18 @@ def start_batching(model, config: ContinuousBatchingConfig):
 class Generation(GenerationState):
     """transformers' state, for one model, with the requests that are running."""
 
-    def __init__(self, context: int, continuous_batching: bool):
+    def __init__(self, model: torch.nn.Module, context: int, continuous_batching: bool, parallel: int):
         super().__init__(continuous_batching=continuous_batching, cb_config=batching(context))
-        self.context = context
+        self.model, self.context, self.parallel = model, context, parallel
         self.requests: set[Request] = set()
-        self._sequential: Sequential | None = None
+        self._in_turns: InTurns | None = None
 
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Sequential | Batched:
+    def get_manager(self, model_id: str, use_cb: bool = False) -> InTurns | Batched:
         if use_cb:
             self._cb_manager = self._cb_manager or Batched(self.context, self._cb_config)
             return self._cb_manager
-        self._sequential = self._sequential or Sequential(self.context)
-        return self._sequential
+        self._in_turns = self._in_turns or InTurns(self.context, self.parallel, self.model)
+        return self._in_turns
 
     def fail_all(self) -> None:
         """End every request with an error."""
@@ -312,7 +333,7 @@ class Generation(GenerationState):
             request.fail(STOPPED)
 
     def shutdown(self) -> None:
-        for manager in (self._cb_manager, self._sequential):
+        for manager in (self._cb_manager, self._in_turns):
             if manager is not None:
                 manager.stop()
-        self._cb_manager = self._sequential = None
+        self._cb_manager = self._in_turns = None

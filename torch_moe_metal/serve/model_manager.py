@@ -15,6 +15,8 @@ from ..transformers import patch
 from .fields import shortened
 from .generation import Refused
 
+ANY = "*"  # the alias that stands for every name
+
 
 class Models(ModelManager):
     """`force_model` is the model's name, and `load_model_and_processor` returns the model to every handler."""
@@ -23,7 +25,7 @@ class Models(ModelManager):
         super().__init__(device=options.device, model_timeout=-1)
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # uvicorn logs each request
         self.source, self.force_model = source, source.name
-        self.names = {source.name, f"{source.name}@main"}  # `transformers chat` appends the revision
+        self.names = [source.name, *options.alias]
         self.created = int(time.time())
         self.ignored: set[str] = set()  # unknown fields of requests that were logged
         _RESPONSE_TEMPLATE_FALLBACKS.setdefault(("gpt_oss",), HARMONY)
@@ -44,8 +46,11 @@ class Models(ModelManager):
         return model_id
 
     def check_name(self, name: object) -> None:
-        if name is not None and name not in self.names:
-            message = f"model: expected {self.source.name!r}, the model of this server, got {shortened(name)}"
+        if name is None or ANY in self.names or name in self.names:
+            return
+        if name != f"{self.source.name}@main":  # `transformers chat` appends the revision
+            expected = ", ".join(map(repr, self.names))
+            message = f"model: expected {expected}, the model of this server, got {shortened(name)}"
             raise Refused(404, message, "model_not_found", "model")
 
     def load_model_and_processor(self, model_id_and_revision: str, *_args, **_kwargs):
@@ -60,8 +65,7 @@ class Models(ModelManager):
         return ready()
 
     def get_gen_models(self) -> list[dict]:
-        return [self.entry]
+        return [self.entry(name) for name in self.names if name != ANY]
 
-    @property
-    def entry(self) -> dict:
-        return {"id": self.source.name, "object": "model", "created": self.created, "owned_by": "torch_moe_metal"}
+    def entry(self, name: str) -> dict:
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "torch_moe_metal"}

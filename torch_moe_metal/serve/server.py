@@ -39,6 +39,7 @@ class Server(uvicorn.Server):
             super().run(sockets)
         finally:
             self.generation.shutdown()
+            gc.freeze()  # else Python looks at each object of transformers before it ends, which takes a second
 
 
 @torch.no_grad()
@@ -51,5 +52,5 @@ def warm_up(models: Models, generation: Generation) -> None:
     mask = torch.ones_like(ids)
     model.generate(ids, attention_mask=mask, max_new_tokens=2, min_new_tokens=2, do_sample=False)
     modality = models.get_model_modality(model, models.processor)
-    if generation.use_continuous_batching(model, modality):
-        generation.get_manager(models.force_model, use_cb=True).init_cb(model)
+    use_cb = generation.use_continuous_batching(model, modality)
+    generation.get_manager(models.force_model, use_cb).init_cb(model, model.generation_config)
