@@ -48,7 +48,7 @@ class Models(ModelManager):
     def check_name(self, name: object) -> None:
         if name is None or ANY in self.names or name in self.names:
             return
-        if name != f"{self.source.name}@main":  # `transformers chat` appends the revision
+        if str(name).removesuffix("@main") not in self.names:  # `transformers chat` appends the revision
             expected = ", ".join(map(repr, self.names))
             message = f"model: expected {expected}, the model of this server, got {shortened(name)}"
             raise Refused(404, message, "model_not_found", "model")
