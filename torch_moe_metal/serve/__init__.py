@@ -16,8 +16,9 @@ from ..loading import add_model, check_model, loading, say
 KEY = "TORCH_MOE_METAL_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 LOCAL = ("127.0.0.1", "localhost", "::1")
-#: The default context with continuous batching, where all requests share one cache of this length.
-MAX_SHARED = 32768
+#: The default context with continuous batching, where all requests share one cache of this length and a page. MPSGraph,
+#: which computes some models' attention then, is right for at most 32,766 keys on M1 and M2 (pytorch#195163).
+MAX_SHARED = 32256
 EXAMPLES = """
 examples:
   serve openai/gpt-oss-20b                               the published checkpoint, in MXFP4

@@ -64,8 +64,10 @@ class Models(ModelManager):
 
         return ready()
 
-    def get_gen_models(self) -> list[dict]:
+    def list_models(self) -> list[dict]:
         return [self.entry(name) for name in self.names if name != ANY]
+
+    get_gen_models = list_models  # its name before transformers 5.24
 
     def entry(self, name: str) -> dict:
         return {"id": name, "object": "model", "created": self.created, "owned_by": "torch_moe_metal"}
