@@ -20,7 +20,7 @@ NOT_PAGED = {
     "llama4_text": "chunked_attention",
     "unlimited_ocr": "reference_sliding_attention",
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mimo_v2_flash", "mistral4"), "slice shapes"
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mimo_v2_flash", "mistral4", "sarvam_mla"), "slice shapes"
     ),  # keys and values
 }
 FAST = ("qwen3_moe", "gpt_oss")
@@ -92,6 +92,7 @@ def test_more_families(family: str):
     [
         each if each in ("qwen3_next", "deepseek_v3") else pytest.param(each, marks=pytest.mark.slow)
         for each in NOT_PAGED
+        if each in FAMILIES | SAME_CODE
     ],
 )
 def test_families_without_a_paged_cache_generate(family: str):
