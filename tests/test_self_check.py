@@ -139,10 +139,11 @@ def test_a_loader_that_differs_leaves_the_checkpoint_to_transformers(untested, m
     tiny.fp8(tmp_path, "qwen3_moe")
     monkeypatch.setattr(fp8.Fp8, "conversions", lambda self, conversions, model: conversions)
     with pytest.warns(UserWarning, match="a tiny fp8 checkpoint .*; pip install"):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu", dtype=torch.bfloat16)
     assert not any(getattr(module, "packing", None) for module in model.modules())
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / tiny.DENSE, dtype=torch.float32)
-    assert relative(model(tokens(1, 9)).logits, dense(tokens(1, 9)).logits) <= 1e-5
+    with torch.no_grad():
+        assert relative(model(tokens(1, 9)).logits.float(), dense(tokens(1, 9)).logits) <= 0.1
 
 
 def test_a_loader_without_a_fallback_raises(untested, monkeypatch, tmp_path):
