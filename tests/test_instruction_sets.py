@@ -1,4 +1,4 @@
-"""Ops with the instruction sets that a wheel has beside this machine's best, which all other tests use."""
+"""Ops with each instruction set of a wheel other than the best one of this machine, which all other tests use."""
 
 import os
 import platform

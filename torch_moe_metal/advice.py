@@ -1,4 +1,4 @@
-"""Drops transformers' advice to install CUDA packages on machines without such a GPU, where nobody can follow it."""
+"""Drops transformers' advice to install CUDA packages on machines without such a GPU."""
 
 import logging
 

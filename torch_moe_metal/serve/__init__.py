@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parallel = "answers that are computed at once, each with a cache of its own; others wait (default: 4)"
     parser.add_argument("--parallel", type=positive, default=4, metavar="N", help=parallel)
     parser.add_argument("--continuous-batching", action="store_true", help=batching)
-    alias = "another name of the model that clients may send; may be repeated; '*' stands for every name"
+    alias = "another name of the model that clients may send; may be repeated; '*' accepts every name"
     parser.add_argument("--alias", action="append", default=[], metavar="NAME", help=alias)
     parser.add_argument("--enable-cors", action="store_true", help="let web pages of any origin use the server")
     strict = "refuse requests with unknown fields (default: ignore them, and log each name once)"

@@ -1,7 +1,7 @@
 """uvicorn's connections, with limits: how many there are, and how long a request may take to arrive.
 
-uvicorn has neither. Clients that connect and send half a request would use up the files that a process may open, and
-then nobody could connect.
+uvicorn has neither. Clients that connect and send half a request would use up the files that a process may open. Then
+no other client could connect.
 """
 
 import asyncio

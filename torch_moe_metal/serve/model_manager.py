@@ -15,7 +15,7 @@ from ..transformers import patch
 from .fields import shortened
 from .generation import Refused
 
-ANY = "*"  # the alias that stands for every name
+ANY = "*"  # the alias for every name
 
 
 class Models(ModelManager):

@@ -15,7 +15,7 @@ import torch
 
 
 class Turns:
-    """A lock that threads get in the order in which they asked for it."""
+    """A lock that threads get in the order of their calls."""
 
     def __init__(self, device: torch.device):
         self.on_mps = device.type == "mps" and torch.backends.mps.is_built()

@@ -1,4 +1,5 @@
-"""Tiny random checkpoints, one of each kind that we load packed. Beside each lies a dense one with the same values.
+"""Tiny random checkpoints, one of each kind that we load packed. Each has a folder `dense` in it: a dense one
+with the same values.
 
 The tests use them, and the check of versions of transformers that are newer than the tests (`self_check.py`). Layouts
 with variants have their writers here, too, for the tests.
