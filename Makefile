@@ -23,7 +23,6 @@
 #   make shaders   Apple's own compilers on every shader, on a Mac with Xcode: make shaders ARGS="--only linear"
 #   make lint      style and format checks, also of the workflows;  make format fixes them
 #   make ci        everything that CI runs on Linux: lint, all tests but the full grid, cross
-#   make workflow  a job of a GitHub workflow, here: JOB=linux FILE=.github/workflows/test.yml
 #   make clean     remove build output;  make distclean also removes .venv
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
@@ -44,8 +43,6 @@ TRANSFORMERS ?= 5.23.0
 SETS ?=
 CROSS ?= 2.14.1 2.15.0
 TORCH ?= $(if $(filter Darwin,$(shell uname)),2.14,2.13)
-FILE ?= .github/workflows/test.yml
-JOB ?= linux
 CASES ?= 20000
 CHECKPOINTS ?= 500
 REQUESTS ?= 2000
@@ -57,7 +54,7 @@ SIM_FILES += $(wildcard tests/gpu/shim/*.h)
 CHECKED := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 MTL_SHADER_VALIDATION_REPORT_TO_STDERR=1
 export MAX_JOBS
 
-.PHONY: help demo test test-sim test-tools test-slow test-oldest test-arm test-all bench tune benchmarks doctor validate mps report shaders cross wheel fuzz fuzz-serve sanitize lint ci workflow format clean distclean
+.PHONY: help demo test test-sim test-tools test-slow test-oldest test-arm test-all bench tune benchmarks doctor validate mps report shaders cross wheel fuzz fuzz-serve sanitize lint ci format clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -175,9 +172,6 @@ ci: export MOE_METAL_CPU = all
 ci:
 	@for target in lint test test-sim test-tools test-oldest test-slow cross; do \
 		echo "==> make $$target"; $(MAKE) --no-print-directory $$target || exit 1; done
-
-workflow: $(BIN)/.ready-to-test
-	$(BIN)/python tools/run_workflow.py $(FILE) $(JOB) $(ARGS)
 
 format: $(BIN)/.ready-to-test
 	$(BIN)/ruff check --fix .
