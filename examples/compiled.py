@@ -8,7 +8,7 @@ from transformers import StaticCache
 
 import torch_moe_metal
 from common import Parser, random_prompt
-from torch_moe_metal.loading import say
+from torch_moe_metal.commands.common.loading import say
 from torch_moe_metal.transformers.versions import with_cache
 
 #: Relative differences of logits: inductor may round differently.

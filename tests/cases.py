@@ -22,9 +22,9 @@ from torch import Tensor
 
 from torch_moe_metal import arguments, formats, reference
 from torch_moe_metal.arguments import ARGUMENTS, DTYPES, ROUTERS, Parts, format_of, optional_arguments
-from torch_moe_metal.bench.packings import Packing
-from torch_moe_metal.doctor import PACKED as FAMILIES
-from torch_moe_metal.models import MODELS, Model
+from torch_moe_metal.commands.bench.model_sizes import MODELS, Model
+from torch_moe_metal.commands.bench.random_weights import Packing
+from torch_moe_metal.commands.doctor import PACKED as FAMILIES
 
 FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
 OPTIONAL = {op: optional_arguments(op) for op in ARGUMENTS}
@@ -336,7 +336,7 @@ GROUPS = {"n_group": 8, "topk_group": 4}
 SIGMOID = {"scoring": "sigmoid"}
 BIASED = ("select_bias",)
 
-# E, K, H, optional arguments, options: the routers of real models, those of torch_moe_metal.models and others.
+# E, K, H, optional arguments, options: the routers of real models, those of commands/bench/model_sizes.py and others.
 REAL_ROUTERS = {
     name: (model.E, model.K, model.H, tuple(n for n in model.tensors if n in OPTIONAL["gate"]), model.routing)
     for name, model in MODELS.items()

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from torch_moe_metal.library import FOLDER, cpu_isa
+from torch_moe_metal.extension import FOLDER, cpu_isa
 
 HERE = Path(__file__).resolve().parent
 LEVELS = ("default", "avx2", "avx512")  # a machine that has one also has those before it

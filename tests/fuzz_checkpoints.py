@@ -41,8 +41,7 @@ from torch_moe_metal import MoeMetalConfig, gguf
 SECONDS = 120  # maximum time of a case
 WORKER = [sys.executable, "-X", "faulthandler", str(Path(__file__).resolve())]
 #: Errors in transformers' own words that should be ours.
-OURS = {"quantizer.py", "mlx.py", "integers.py", "config.py", "packed.py"}
-OURS |= {"gguf_quantizer.py", "gguf_config.py", "gguf_metadata.py", "gguf_architectures.py"}
+OURS = {"quantizer.py", "awq_gptq.py", "config.py", "packed.py", "metadata.py", "architectures.py"}
 #: Changes of a quantization_config that no file contradicts.
 UNCHECKED = {"checkpoint_format"}
 DTYPES = [
@@ -419,7 +418,7 @@ def expect_named(error: Exception, folder: Path, change: Change) -> None:
         assert str(folder) in text and "\n" not in text, f"an error without its file: {text}"
         return
     frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    ours = {each.name for each in frames if "torch_moe_metal" in each.parts} - {"takeover.py"}
+    ours = {each.name for each in frames if "torch_moe_metal" in each.parts} - {"quantizer_choice.py"}
     if str(folder) in text or not ours & OURS:
         of_transformers = change.read_before or str(folder) in text or "ignore_mismatched_sizes" in text
         assert of_transformers or isinstance(error, OSError), f"an error without a file: {text}"

@@ -12,7 +12,7 @@ import torch_moe_metal
 
 HOME = Path(torch_moe_metal.__file__).parent
 #: The files whose lines count: our own that change modules, and the code of PyTorch and transformers that they call.
-FILES = {str(path) for path in (HOME / "layers.py", HOME / "nn.py", HOME / "transaction.py")}
+FILES = {str(path) for path in (HOME / "packed_layers.py", HOME / "nn.py", HOME / "all_or_nothing.py")}
 FILES |= {str(path) for path in (HOME / "transformers").rglob("*.py")}
 FILES |= {torch.nn.modules.module.__file__, transformers.quantizers.base.__file__}
 

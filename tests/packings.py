@@ -2,7 +2,7 @@
 
 from gguf import GGMLQuantizationType
 
-from torch_moe_metal.bench.packings import FORMATS, Packing
+from torch_moe_metal.commands.bench.random_weights import FORMATS, Packing
 from torch_moe_metal.formats import BITS
 
 __all__ = ["AFFINE", "FP8", "MXFP4", "PACKINGS", "Packing", "gguf_type"]

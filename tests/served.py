@@ -23,12 +23,12 @@ from tokenizers.models import BPE
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from tiny_models import tiny_model
-from torch_moe_metal.loading import Source
-from torch_moe_metal.serve.app import build
-from torch_moe_metal.serve.connections import config
-from torch_moe_metal.serve.generation import Generation
-from torch_moe_metal.serve.model_manager import Models
-from torch_moe_metal.serve.server import warm_up
+from torch_moe_metal.commands.common.loading import Source
+from torch_moe_metal.commands.serve.app import build
+from torch_moe_metal.commands.serve.connections import config
+from torch_moe_metal.commands.serve.generation import Generation
+from torch_moe_metal.commands.serve.model_manager import Models
+from torch_moe_metal.commands.serve.server import warm_up
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LETTERS = [*map(chr, range(32, 127)), "\n"]

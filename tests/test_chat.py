@@ -21,8 +21,9 @@ import gguf_files
 import served
 import torch_moe_metal
 from tiny_models import tiny_model
-from torch_moe_metal import chat, cli
-from torch_moe_metal.__main__ import main
+from torch_moe_metal.commands import chat
+from torch_moe_metal.commands.command_line import main
+from torch_moe_metal.commands.common import cli
 
 #: Only the last part of an answer is kept, because templates of reasoning models drop the reasoning.
 FORGETS = served.TEMPLATE.replace(

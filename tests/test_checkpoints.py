@@ -5,7 +5,6 @@ import copy
 import functools
 import json
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -37,13 +36,13 @@ from checkpoints import formats
 from checks import relative
 from test_transformers import counted, generated
 from tiny_models import FAMILIES, tiny_model, tiny_module, tokens
-from torch_moe_metal import MoeMetalConfig, integration
+from torch_moe_metal import MoeMetalConfig, transformers_support
 from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
-from torch_moe_metal.transformers.checkpoints import integers as integers_module
-from torch_moe_metal.transformers.checkpoints import takeover
+from torch_moe_metal.transformers.checkpoints import awq_gptq as integers_module
+from torch_moe_metal.transformers.checkpoints import quantizer_choice
+from torch_moe_metal.transformers.checkpoints.awq_gptq import integers_of, is_linear_in_up
 from torch_moe_metal.transformers.checkpoints.fp8 import Fp8, FromPowers
-from torch_moe_metal.transformers.checkpoints.integers import integers_of, is_linear_in_up
 from torch_moe_metal.transformers.checkpoints.mlx_config import MlxConfig
 from torch_moe_metal.transformers.checkpoints.mlx_quantizer import Mlx
 from torch_moe_metal.transformers.checkpoints.moe_metal import MoeMetal
@@ -829,8 +828,8 @@ def as_half(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.fixture
 def switch(monkeypatch):
     """Restores the switch."""
-    monkeypatch.setattr(integration, "_packed_checkpoints", None)
-    monkeypatch.delenv(integration.VARIABLE, raising=False)
+    monkeypatch.setattr(transformers_support, "_packed_checkpoints", None)
+    monkeypatch.delenv(transformers_support.VARIABLE, raising=False)
     return monkeypatch
 
 
@@ -865,8 +864,10 @@ def test_cuda_uses_transformers(gpt_oss, integers, monkeypatch):
     """Without a device map the model might be meant for cuda. A configuration of ours still runs on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = json.loads((integers("gptq") / "config.json").read_text())["quantization_config"]
-    assert takeover.claimed(config, None) is None and takeover.claimed(config, {"": "cpu"}) is not None
-    assert takeover.claimed({"bits": 4, "group_size": 64}, None) is not None  # nothing else reads mlx-lm folders
+    assert quantizer_choice.claimed(config, None) is None and quantizer_choice.claimed(config, {"": "cpu"}) is not None
+    assert (
+        quantizer_choice.claimed({"bits": 4, "group_size": 64}, None) is not None
+    )  # nothing else reads mlx-lm folders
     for quantizer in (MoeMetal(MoeMetalConfig(), pre_quantized=False), Mlx(MlxConfig(), pre_quantized=True)):
         quantizer.validate_environment(device_map=None)
         with pytest.raises(ValueError, match="cpu and mps"):
@@ -953,20 +954,6 @@ def test_moe_from_a_packed_block(gpt_oss):
     assert moe.down is block.experts.down_proj_blocks
     assert relative(moe.to(torch.float16).float()(x), block(x)[0]) <= 1e-2
     assert relative(MoE.from_block(block)(x), block(x)[0]) <= 1e-6
-
-
-@pytest.mark.parametrize(
-    "former",
-    [
-        *("packed.rebuild", "blocks.rebuild", "config.MoeMetalConfig", "quantizer.MoeMetal", "quantizer.Fp8"),
-        *("quantizer.AsFloats", "mlx.Mlx", "mlx.MlxConfig", "mlx.ToWords", "integers.IntegerConfig"),
-    ],
-)
-def test_old_pickles_load(former: str):
-    """They contain the old module names of classes and functions."""
-    module, name = former.split(".")
-    found = pickle.loads(f"ctorch_moe_metal.transformers.{module}\n{name}\n.".encode())
-    assert found.__name__ == name and found.__module__ in sys.modules
 
 
 def test_compiled(gpt_oss):

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import torch_moe_metal
-from torch_moe_metal import demo, doctor, reference
-from torch_moe_metal.__main__ import main
+from torch_moe_metal import reference
 from torch_moe_metal.arguments import ARGUMENTS, DTYPES
-from torch_moe_metal.bench import block
-from torch_moe_metal.integration import why_unsupported
+from torch_moe_metal.commands import demo, doctor
+from torch_moe_metal.commands.bench import block
+from torch_moe_metal.commands.command_line import main
+from torch_moe_metal.transformers_support import why_unsupported
 
 PACKAGE = Path(torch_moe_metal.__file__).parent
 

@@ -11,7 +11,7 @@ from cases import BFLOAT, FLOAT, HALF, Args, Case, call, expected
 from checks import assert_matches
 from conftest import DEVICES, SIMULATED
 from packings import MXFP4
-from torch_moe_metal import tuning
+from torch_moe_metal import gpu_settings
 from torch_moe_metal.warmup import MPS
 
 pytestmark = pytest.mark.skipif("mps" not in DEVICES, reason="MOE_METAL_DEVICES leaves mps out, which alone has it")
@@ -32,11 +32,11 @@ def grouped(**numbers: int) -> Iterator[None]:
     import metal_sim
 
     with metal_sim.grouped_mm() if SIMULATED else contextlib.nullcontext():
-        tuning.use({"matrix_units": 1} | numbers)
+        gpu_settings.use({"matrix_units": 1} | numbers)
         try:
             yield
         finally:
-            tuning.use({})
+            gpu_settings.use({})
 
 
 def kernels(dtype: str, times: int = 1) -> list[str]:
@@ -234,10 +234,10 @@ def test_threshold_of_slots_per_expert(mps: str, least: int, taken: bool):
 def test_an_older_torch_has_no_such_product(mps: str):
     """Its kernel for all devices would have the host wait for every expert."""
     plain = case()
-    tuning.use({"matrix_units": 1})
+    gpu_settings.use({"matrix_units": 1})
     try:
         got, ran = run(arguments(plain, mps), {})
     finally:
-        tuning.use({})
+        gpu_settings.use({})
     assert any("tiles" in kernel for kernel in ran)
     assert_matches(got, expected("experts", arguments(plain), {}), plain.longest_sum)

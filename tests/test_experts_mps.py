@@ -13,8 +13,8 @@ from cases import BFLOAT, Case, call, expected
 from checks import assert_matches
 from conftest import SIMULATED
 from packings import AFFINE, FP8, MXFP4, PACKINGS, Packing
-from torch_moe_metal import quantize, reference, tuning
-from torch_moe_metal.bench.packings import FORMATS
+from torch_moe_metal import gpu_settings, quantize, reference
+from torch_moe_metal.commands.bench.random_weights import FORMATS
 
 recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records dispatches; a Mac's own does not")
 
@@ -35,11 +35,11 @@ def experts_kernels(args: dict, **options) -> list[str]:
 
 @contextlib.contextmanager
 def settings(**values: int) -> Iterator[None]:
-    tuning.use(values)
+    gpu_settings.use(values)
     try:
         yield
     finally:
-        tuning.use({})
+        gpu_settings.use({})
 
 
 # ------------------------------------------------------------------------------------------------ dispatches

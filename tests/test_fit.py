@@ -14,11 +14,12 @@ import gguf_files
 import mlx_folders
 import torch_moe_metal
 from tiny_models import FAMILIES, tiny_model
-from torch_moe_metal import MoeMetalConfig, fit
-from torch_moe_metal.__main__ import main
+from torch_moe_metal import MoeMetalConfig
+from torch_moe_metal.commands import fit
+from torch_moe_metal.commands.bench.model_sizes import MODELS
+from torch_moe_metal.commands.command_line import main
+from torch_moe_metal.commands.common.loading import Source
 from torch_moe_metal.formats import LIBRARIES
-from torch_moe_metal.loading import Source
-from torch_moe_metal.models import MODELS
 from torch_moe_metal.packing import WRITTEN
 from torch_moe_metal.transformers.versions import with_cache
 

@@ -23,8 +23,7 @@ from test_transformers import generated
 from tiny_models import left_without_need, tokens
 from torch_moe_metal import gguf
 from torch_moe_metal.formats import FORMATS
-from torch_moe_metal.gguf import in_transformers
-from torch_moe_metal.transformers.checkpoints import gguf_architectures
+from torch_moe_metal.transformers.checkpoints.gguf import architectures, reading
 from torch_moe_metal.transformers.fusing.packed import PackedExperts
 
 #: The tolerance of float32 sums in different order; the largest observed error is 1.3e-5.
@@ -107,7 +106,7 @@ def test_formats_without_a_reader_become_dense(kind: str, tmp_path: Path, capsys
     """One warning lists tensors that become dense, and the memory they need."""
     said = []
     monkeypatch.setattr(transformers.utils.logging.get_logger("torch_moe_metal"), "warning", said.append)
-    from torch_moe_metal.transformers.checkpoints import gguf_quantizer
+    from torch_moe_metal.transformers.checkpoints.gguf import quantizer as gguf_quantizer
 
     monkeypatch.setattr(gguf_quantizer.logger, "warning", said.append)
     source = gguf_files.model("qwen3moe")
@@ -205,7 +204,7 @@ def test_parts_come_from_the_hub(tmp_path: Path, monkeypatch):
         (there / Path(filename).name).symlink_to(first.parent / Path(filename).name)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
-    file = in_transformers.read(str(there / first.name))
+    file = reading.read(str(there / first.name))
     assert file.tensors.keys() == gguf.read(first).tensors.keys()
     others = sorted(part.name for part in first.parent.glob("*.gguf") if part != first)
     assert asked == [("some/model", f"Q4/{name}", commit, str(tmp_path / "hub")) for name in others]
@@ -409,4 +408,4 @@ def test_all_architectures_are_tested():
     """Those that this package adds, and transformers' own MoE models."""
     written = {gguf_files.ARCHITECTURES[family] for family, _ in gguf_files.MODELS.values()}
     ours = {"mixtral" if name == "llama" else name for name in written} - {"qwen35moe"}
-    assert ours == gguf_architectures.CONVERSIONS.keys()
+    assert ours == architectures.CONVERSIONS.keys()

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from torch_moe_metal.transformers.checkpoints.gguf_architectures import (
+from torch_moe_metal.transformers.checkpoints.gguf.architectures import (
     CONVERSIONS,
     ExpertRows,
     JoinGateUp,
@@ -17,7 +17,7 @@ from torch_moe_metal.transformers.checkpoints.gguf_architectures import (
     rotary_halves,
     rows_by_key_head,
 )
-from torch_moe_metal.transformers.checkpoints.gguf_config import CONFIGS, LONG_FACTORS, ROPE_FREQS, SHORT_FACTORS
+from torch_moe_metal.transformers.checkpoints.gguf.config import CONFIGS, LONG_FACTORS, ROPE_FREQS, SHORT_FACTORS
 
 MISSING = object()
 COMMON = {

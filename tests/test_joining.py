@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from torch_moe_metal import joining
 from torch_moe_metal.transformers.checkpoints import mlx_conversions
-from torch_moe_metal.transformers.checkpoints.gguf_architectures import JoinGateUp
+from torch_moe_metal.transformers.checkpoints.gguf.architectures import JoinGateUp
 from torch_moe_metal.transformers.fusing.projections import is_joined, join
 
 MOST = 40

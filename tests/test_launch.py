@@ -16,7 +16,8 @@ from cases import SAMPLES, Case, call, expected, packed_case
 from checks import assert_matches
 from conftest import DEVICES, SIMULATED
 from simulated import lines_of
-from torch_moe_metal import doctor, tuning
+from torch_moe_metal import gpu_settings
+from torch_moe_metal.commands import doctor
 
 pytestmark = pytest.mark.skipif(
     not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal plays other systems and changes grids"
@@ -243,9 +244,9 @@ TIMEOUT = "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTi
 
 @pytest.fixture
 def commits_each_dispatch() -> Iterator[None]:
-    tuning.use(tuning.defaults() | {"commit_dispatches": 1})
+    gpu_settings.use(gpu_settings.defaults() | {"commit_dispatches": 1})
     yield
-    tuning.use(tuning.defaults())
+    gpu_settings.use(gpu_settings.defaults())
 
 
 def test_a_failed_command_buffer_raises_once(mps: str) -> None:
@@ -323,12 +324,12 @@ def test_splitting_a_long_prompt_changes_no_bit(op: str, mps: str) -> None:
     dims = {"T": 300, "E": 4, "K": 2, "H": 72, "I": 64} if op == "experts" else {"T": 300, "N": 136, "H": 120}
     case = replace(ODD[op], name="cut", dims=ODD[op].dims | dims)
     whole = call(getattr(torch.ops.moe_metal, op), op, case.arguments(mps), case.options)
-    tuning.use(tuning.defaults() | {"dispatch_mflops": flops_of(case) // 3_000_000})
+    gpu_settings.use(gpu_settings.defaults() | {"dispatch_mflops": flops_of(case) // 3_000_000})
     try:
         with metal_sim.record() as record:
             cut = call(getattr(torch.ops.moe_metal, op), op, case.arguments(mps), case.options)
     finally:
-        tuning.use(tuning.defaults())
+        gpu_settings.use(gpu_settings.defaults())
     assert len(record.dispatches) == (4 if op == "experts" else 1) * 4
     assert all(torch.equal(*both) for both in zip(whole, cut, strict=True))
 

@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import TORCHVISION_IMPORT_ERROR
 
 import gguf_files
-from torch_moe_metal.cli import CannotRun
-from torch_moe_metal.loading import Source, load_tokenizer, loading
+from torch_moe_metal.commands.common.cli import CannotRun
+from torch_moe_metal.commands.common.loading import Source, load_tokenizer, loading
 
 
 @pytest.mark.parametrize("reads", [AutoConfig, AutoTokenizer, AutoModelForCausalLM])

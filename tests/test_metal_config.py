@@ -140,7 +140,9 @@ def test_other_checkpoints_fall_back_to_transformers(monkeypatch):
         chosen = Metal(config, pre_quantized=True)
         chosen.validate_environment(device_map=device_map)
         assert type(chosen) is MetalHfQuantizer
-    monkeypatch.setattr("torch_moe_metal.integration._packed_checkpoints", None)  # as if no test had used the switch
+    monkeypatch.setattr(
+        "torch_moe_metal.transformers_support._packed_checkpoints", None
+    )  # as if no test had used the switch
     monkeypatch.setenv("TORCH_MOE_METAL_CHECKPOINTS", "0")
     assert not Metal(MetalConfig(), pre_quantized=True).serves(None)
 

@@ -22,7 +22,7 @@ import test_ops
 import test_tensor_ops as units_suite
 from conftest import DEVICES, SIMULATED
 from packings import AFFINE, FP8, MXFP4
-from torch_moe_metal.bench.packings import FORMATS
+from torch_moe_metal.commands.bench.random_weights import FORMATS
 
 pytestmark = [
     pytest.mark.slow,

@@ -19,7 +19,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from checks import relative
 from tiny_models import tiny_module
 from torch_moe_metal import nn, quantize, reference
-from torch_moe_metal.layers import slots_with_grad
+from torch_moe_metal.packed_layers import slots_with_grad
 
 VARIANTS = [
     {},

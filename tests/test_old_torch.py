@@ -7,8 +7,9 @@ import torch
 
 import torch_moe_metal
 from tiny_models import tiny_model
-from torch_moe_metal import doctor, macos
-from torch_moe_metal.__main__ import main
+from torch_moe_metal import macos
+from torch_moe_metal.commands import doctor
+from torch_moe_metal.commands.command_line import main
 
 SAID = "torch 2.13.0, which is installed, gives wrong results on Apple GPUs without an error: pip install 'torch>=2.14'"
 

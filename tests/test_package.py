@@ -104,7 +104,7 @@ BROKEN = {
     "another release": (put(f"{PACKAGE}/__init__.py", b"__version__ = ", b'__version__ = "9"#'), "version is"),
     "no licence": (lambda files: files.pop(f"{INFO}/licenses/LICENSE"), "LICENSE is missing"),
     "no py.typed": (lambda files: files.pop(f"{PACKAGE}/py.typed"), "py.typed is missing"),
-    "a module too few": (lambda files: files.pop(f"{PACKAGE}/bench/calls.py"), "bench/calls.py is missing"),
+    "a module too few": (lambda files: files.pop(f"{PACKAGE}/commands/bench/calls.py"), "bench/calls.py is missing"),
     "a library too few": (lambda files: files.pop(f"{PACKAGE}/_cpu_default.so"), "_cpu_default.so is missing"),
     "a tool in it": (lambda files: files.update({"tools/bench_mlx.py": b""}), "tools/bench_mlx.py does not belong"),
     "a test in it": (lambda files: files.update({"tests/test_ops.py": b""}), "tests/test_ops.py does not belong"),
@@ -130,10 +130,10 @@ def test_broken_wheels_are_detected(what: str, wheel: Path, tmp_path: Path):
 
 def test_wrong_records_are_detected(wheel: Path, tmp_path: Path):
     path = tmp_path / wheel.name
-    changed = rewritten(wheel, path, put(f"{PACKAGE}/doctor.py", b"import", b"imqort"), sealed=False)
-    assert list(Wheel(changed).problems(MINOR)) == [f"RECORD is wrong about {PACKAGE}/doctor.py"]
-    less = rewritten(wheel, path, lambda files: files.pop(f"{PACKAGE}/doctor.py"), sealed=False)
-    assert f"RECORD is wrong about {PACKAGE}/doctor.py" in list(Wheel(less).problems(MINOR))
+    changed = rewritten(wheel, path, put(f"{PACKAGE}/commands/doctor.py", b"import", b"imqort"), sealed=False)
+    assert list(Wheel(changed).problems(MINOR)) == [f"RECORD is wrong about {PACKAGE}/commands/doctor.py"]
+    less = rewritten(wheel, path, lambda files: files.pop(f"{PACKAGE}/commands/doctor.py"), sealed=False)
+    assert f"RECORD is wrong about {PACKAGE}/commands/doctor.py" in list(Wheel(less).problems(MINOR))
 
 
 def test_wrong_names_are_detected(wheel: Path, tmp_path: Path):

@@ -12,7 +12,7 @@ import torch_moe_metal
 from checks import relative
 from dispatch_table import load_of_a_layer
 from tiny_models import eager, tiny_model, tokens
-from torch_moe_metal.bench.whole_model import calls
+from torch_moe_metal.commands.bench.whole_model import calls
 from torch_moe_metal.nn import Linear
 from torch_moe_metal.transformers.fusing.families import one_plus_weight
 from torch_moe_metal.transformers.fusing.projections import is_joined, join, project, tensors_of

@@ -122,7 +122,7 @@ def test_tied_embeddings(family, skip, tmp_path, device):
     model, stock = load(folder, device, config), load(folder)
     names = formats(model).keys()
     assert ("model.embed_tokens" in names) == (not skip) and "lm_head" not in names
-    assert isinstance(model.lm_head, torch_moe_metal.layers.TiedLinear) == (not skip)
+    assert isinstance(model.lm_head, torch_moe_metal.packed_layers.TiedLinear) == (not skip)
     expected = rounded(stock, config, names)(ids.cpu()).logits
     assert relative(model(ids).logits.cpu(), expected) <= 2e-5
     assert relative(copy.deepcopy(model)(ids).logits.cpu(), expected) <= 2e-5

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 import torch_moe_metal
 from checks import relative
 from tiny_models import CONFIGS, eager, tiny_model, tokens
-from torch_moe_metal import integration
+from torch_moe_metal import transformers_support
 from torch_moe_metal.grad import warned
 from torch_moe_metal.transformers import self_check
 from torch_moe_metal.transformers.checkpoints import fp8, tiny
@@ -155,14 +155,14 @@ def test_a_loader_without_a_fallback_raises(untested, monkeypatch, tmp_path):
 
 def test_which_versions_of_transformers_are_supported(monkeypatch):
     for version in ("5.23.0", "5.23.1.dev0", "5.24.0", "5.25.0", "6.0.0.dev0"):
-        assert integration.why_unsupported(version) is None
+        assert transformers_support.why_unsupported(version) is None
     for version in ("4.57.6", "5.0.0", "5.20.2", "5.22.2"):
-        assert f"does nothing in {version}" in integration.why_unsupported(version)
+        assert f"does nothing in {version}" in transformers_support.why_unsupported(version)
     for version, newer in {"5.23.4": False, "5.24.9": False, "5.25.0.dev0": True, "6.0.0": True}.items():
-        monkeypatch.setattr(integration, "installed_version", lambda version=version: version)
-        assert integration.is_untested.__wrapped__() == newer
+        monkeypatch.setattr(transformers_support, "installed_version", lambda version=version: version)
+        assert transformers_support.is_untested.__wrapped__() == newer
 
 
 def test_other_files_name_the_same_versions():
-    assert f'"transformers>={integration.OLDEST}"' in (ROOT / "pyproject.toml").read_text()
-    assert f"transformers=={integration.NEWEST}.0" in (ROOT / "tools" / "requirements.txt").read_text()
+    assert f'"transformers>={transformers_support.OLDEST}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"transformers=={transformers_support.NEWEST}.0" in (ROOT / "tools" / "requirements.txt").read_text()

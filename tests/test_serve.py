@@ -28,13 +28,13 @@ import mlx_folders
 import served
 import torch_moe_metal
 from served import HELLO, LONG, chat, client, collect, raw, text_of
-from torch_moe_metal import cli
-from torch_moe_metal.__main__ import main
-from torch_moe_metal.cli import CannotRun
-from torch_moe_metal.loading import Source
-from torch_moe_metal.serve.model_manager import HARMONY
-from torch_moe_metal.serve.sampling import QuickTopK, Seeded, draw, quick, sampling
-from torch_moe_metal.serve.stopping import StopFilter
+from torch_moe_metal.commands.command_line import main
+from torch_moe_metal.commands.common import cli
+from torch_moe_metal.commands.common.cli import CannotRun
+from torch_moe_metal.commands.common.loading import Source
+from torch_moe_metal.commands.serve.model_manager import HARMONY
+from torch_moe_metal.commands.serve.sampling import QuickTopK, Seeded, draw, quick, sampling
+from torch_moe_metal.commands.serve.stopping import StopFilter
 
 
 @pytest.fixture(scope="module")
@@ -520,7 +520,7 @@ def test_ctrl_c_while_the_model_is_loading(folder: Path, monkeypatch):
     def interrupted(*_arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torch_moe_metal.serve.model_manager.load_model", interrupted)
+    monkeypatch.setattr("torch_moe_metal.commands.serve.model_manager.load_model", interrupted)
     assert main(["serve", str(folder), "--device", "cpu", "--port", "0"]) == 130
 
 
@@ -558,7 +558,7 @@ def test_a_model_without_a_paged_cache_gives_one_line(tmp_path: Path, capsys):
 
 
 def test_missing_packages_give_one_line(folder: Path, capsys, monkeypatch):
-    monkeypatch.setattr("torch_moe_metal.serve.NEEDED", ("fastapi", "no_such_package"))
+    monkeypatch.setattr("torch_moe_metal.commands.serve.NEEDED", ("fastapi", "no_such_package"))
     assert main(["serve", str(folder), "--device", "cpu"]) == 2
     assert "serve: not installed: no_such_package: pip install 'torch_moe_metal[serve]'" in capsys.readouterr().err
 

@@ -15,11 +15,11 @@ import pytest
 
 import served
 from test_serve import HELLO, LONG, chat, client, raw
-from torch_moe_metal.loading import Source
-from torch_moe_metal.serve import connections
-from torch_moe_metal.serve.app import Guard
-from torch_moe_metal.serve.bodies import MAX_BYTES, OTHER_BYTES, parse, text_limit
-from torch_moe_metal.serve.generation import Refused
+from torch_moe_metal.commands.common.loading import Source
+from torch_moe_metal.commands.serve import connections
+from torch_moe_metal.commands.serve.app import Guard
+from torch_moe_metal.commands.serve.bodies import MAX_BYTES, OTHER_BYTES, parse, text_limit
+from torch_moe_metal.commands.serve.generation import Refused
 
 CHAT = "/v1/chat/completions"
 MIB = 1 << 20

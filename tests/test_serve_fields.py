@@ -19,9 +19,9 @@ import fuzz_serve
 import served
 from fuzz_serve import CHAT, RESPONSES, RIGHT, TEXT, TOOL
 from served import HELLO, LONG, chat, client, collect, raw, text_of
-from torch_moe_metal.loading import Source
-from torch_moe_metal.serve import fields, prompts
-from torch_moe_metal.serve.sampling import MinP, Penalties
+from torch_moe_metal.commands.common.loading import Source
+from torch_moe_metal.commands.serve import fields, prompts
+from torch_moe_metal.commands.serve.sampling import MinP, Penalties
 
 MODES = pytest.mark.parametrize("batched", [False, True], ids=["sequential", "batched"])
 A, B = map(served.LETTERS.index, "ab")

@@ -15,9 +15,9 @@ import served
 import torch_moe_metal
 from test_serve import HELLO, LONG, chat, client, collect, text_of
 from tiny_models import FAMILIES, tiny_model, tokens
-from torch_moe_metal.loading import Source
-from torch_moe_metal.serve import generation
-from torch_moe_metal.serve.turns import Turns, can_compute_in_pieces, with_turns
+from torch_moe_metal.commands.common.loading import Source
+from torch_moe_metal.commands.serve import generation
+from torch_moe_metal.commands.serve.turns import Turns, can_compute_in_pieces, with_turns
 
 PIECE = 16
 WORDS = [{"role": "user", "content": "word " * 60}]

@@ -17,8 +17,8 @@ from conftest import DEVICES, SIMULATED
 from packings import AFFINE, FP8, MXFP4, Packing
 from simulated import lines_of
 from test_experts_mps import in_float64, kernels_of, packed_linear
-from torch_moe_metal import tuning
-from torch_moe_metal.bench.packings import FORMATS
+from torch_moe_metal import gpu_settings
+from torch_moe_metal.commands.bench.random_weights import FORMATS
 from torch_moe_metal.warmup import MPS
 
 pytestmark = [
@@ -38,11 +38,11 @@ def units(minor: int = 3, **numbers: int) -> Iterator[None]:
     import metal_sim
 
     with metal_sim.playing_macos(26, minor):
-        tuning.use({"tensor_ops": 1} | numbers)
+        gpu_settings.use({"tensor_ops": 1} | numbers)
         try:
             yield
         finally:
-            tuning.use({})
+            gpu_settings.use({})
 
 
 def experts_kernels(rows: int, dtype: str, times: int = 1) -> list[str]:

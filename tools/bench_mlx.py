@@ -25,12 +25,12 @@ except ImportError:
     mx = None
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from torch_moe_metal import bench
-from torch_moe_metal.bench.block import Block, Implementation
-from torch_moe_metal.bench.calls import WHOLE, Call
-from torch_moe_metal.bench.device_bench import DeviceBench, next_of
-from torch_moe_metal.bench.packings import Packing
-from torch_moe_metal.bench.report import MLX
+from torch_moe_metal.commands import bench
+from torch_moe_metal.commands.bench.block import Block, Implementation
+from torch_moe_metal.commands.bench.calls import WHOLE, Call
+from torch_moe_metal.commands.bench.device_bench import DeviceBench, next_of
+from torch_moe_metal.commands.bench.random_weights import Packing
+from torch_moe_metal.commands.bench.report import MLX
 
 SORTED_FROM = 64  # expert ids, as in mlx-lm
 

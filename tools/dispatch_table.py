@@ -38,10 +38,10 @@ from benchmarks import rows_of_costs, rows_of_dispatches
 from tiny_models import tiny_model, tokens
 from torch_moe_metal import arguments, packing
 from torch_moe_metal.arguments import ARGUMENTS, scale_names
-from torch_moe_metal.bench import whole_model
-from torch_moe_metal.bench.calls import OPS, Call, RandomTensors
-from torch_moe_metal.bench.measure import machine
-from torch_moe_metal.models import DEFAULT, MODELS
+from torch_moe_metal.commands.bench import whole_model
+from torch_moe_metal.commands.bench.calls import OPS, Call, RandomTensors
+from torch_moe_metal.commands.bench.measure import machine
+from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS
 from torch_moe_metal.transformers.versions import cache_of, with_cache
 
 CALLS = 200

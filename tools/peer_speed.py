@@ -32,7 +32,7 @@ def types_of(name: str, layers: int) -> dict[str, str]:
     """Types by names and roles of tensors. In mixes, the head, and v_proj and down_proj of every second layer, have
     more bits, as in llama.cpp's own files."""
     from gguf_files import ROLES
-    from torch_moe_metal.bench.whole_model import MIXES
+    from torch_moe_metal.commands.bench.whole_model import MIXES
 
     usual, more = MIXES.get(name, (name, name))
     found = dict.fromkeys(ROLES, usual) | {"head": more}
@@ -48,8 +48,8 @@ def write(path: Path, model: str, layers: int, type: str) -> Path:
     from gguf import GGMLQuantizationType, GGUFWriter
 
     import gguf_files
-    from torch_moe_metal.bench.packings import packing_of
-    from torch_moe_metal.bench.whole_model import whole_config
+    from torch_moe_metal.commands.bench.random_weights import packing_of
+    from torch_moe_metal.commands.bench.whole_model import whole_config
 
     config = whole_config(model, layers)
     with torch.device("meta"):
@@ -217,8 +217,8 @@ def main() -> int:
         return 0
     import torch
 
-    from torch_moe_metal.bench.measure import machine
-    from torch_moe_metal.bench.whole_model import WHOLE
+    from torch_moe_metal.commands.bench.measure import machine
+    from torch_moe_metal.commands.bench.whole_model import WHOLE
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=WHOLE, default="qwen3-30b-a3b", help="default: qwen3-30b-a3b")

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import torch_moe_metal
 from mps import why_not
 from tiny_models import tiny_model, tokens
-from torch_moe_metal.cli import positive
+from torch_moe_metal.commands.common.cli import positive
 
 SIMULATED = sys.platform != "darwin"
 NEW_TOKENS = 8

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import served
 from soak import Sample, faults
-from torch_moe_metal.cli import positive
+from torch_moe_metal.commands.common.cli import positive
 
 KINDS = ("stream", "whole", "stop", "tools", "abandoned")
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import advice, arguments, counting, huge_pages, nn, reference, refusals, tuning
+from . import advice, arguments, count_packed_weights, gpu_settings, huge_pages, nn, reference, refuse_packed_weights
 from .after_import import after_import
+from .extension import cpu_isa, max_experts
 from .fake import fake
-from .integration import NEWEST, installed_version, is_supported, is_untested, packed_checkpoints
-from .library import cpu_isa, max_experts
 from .packing import quantize
+from .transformers_support import NEWEST, installed_version, is_supported, is_untested, packed_checkpoints
 from .warmup import warm_up
 
 if TYPE_CHECKING:  # Editors and type checkers see the specification itself: signature, types and docstring.
@@ -48,8 +48,8 @@ __version__ = "0.1.0"
 
 
 huge_pages.for_tensors()
-if tuning.is_built():
-    tuning.load()
+if gpu_settings.is_built():
+    gpu_settings.load()
 
 
 def _function(specification: Callable) -> Callable:
@@ -83,13 +83,13 @@ def _register_attention() -> None:
 
 
 def _change_models() -> None:
-    refusals.refuse_resizing()
-    counting.count_in_transformers()
+    refuse_packed_weights.refuse_resizing()
+    count_packed_weights.count_in_transformers()
 
 
 def _register_quantizers() -> None:
     try:
-        from .transformers.checkpoints.takeover import register
+        from .transformers.checkpoints.quantizer_choice import register
     except ImportError as error:  # transformers must still import
         if "transformers.modeling_utils" not in sys.modules:  # its modules import each other: try again later
             return after_import("transformers.modeling_utils", _register_quantizers)
@@ -113,19 +113,19 @@ def _register_mtp() -> None:
 
 
 def _register_gguf() -> None:
-    from .gguf.in_transformers import register
+    from .transformers.checkpoints.gguf.reading import register
 
     register()
 
 
 def _check_gguf_files() -> None:
-    from .gguf.in_transformers import check_files_in_generate
+    from .transformers.checkpoints.gguf.reading import check_files_in_generate
 
     check_files_in_generate(sys.modules["transformers.generation.utils"].GenerationMixin)
 
 
 def _take_gguf_paths(module: str) -> None:
-    from .gguf.in_transformers import take_paths
+    from .transformers.checkpoints.gguf.reading import take_paths
 
     take_paths(sys.modules[module])
 
@@ -163,9 +163,9 @@ _when_imported("transformers.integrations.hub_kernels", advice.drop)
 _when_imported("transformers.modeling_utils", _change_models)
 _when_imported("transformers.modeling_utils", _register_attention)
 _when_imported("transformers.modeling_layers", _register_mtp)
-after_import("peft.tuners.tuners_utils", refusals.refuse_merging)
-_when_imported("peft.tuners.tuners_utils", refusals.refuse_adapting_parameters)
-_when_imported("peft.peft_model", counting.count_in_peft)
+after_import("peft.tuners.tuners_utils", refuse_packed_weights.refuse_merging)
+_when_imported("peft.tuners.tuners_utils", refuse_packed_weights.refuse_adapting_parameters)
+_when_imported("peft.peft_model", count_packed_weights.count_in_peft)
 
 
 if not TYPE_CHECKING:  # with it, type checkers would accept every name

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .library import format_tables
+from .extension import format_tables
 
 
 @dataclass(frozen=True)

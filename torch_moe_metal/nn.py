@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import reference
+from .all_or_nothing import all_or_nothing
 from .arguments import format_of, scale_names
 from .formats import FORMATS
 from .grad import autocasts, wants_grad
-from .layers import Embedding, Linear, Packed, slots_with_grad
+from .packed_layers import Embedding, Linear, Packed, slots_with_grad
 from .packing import check, quantize
-from .transaction import all_or_nothing
 from .warmup import warm_up_best_effort
 
 __all__ = ["Embedding", "Linear", "MoE"]

@@ -99,7 +99,7 @@ void set_tuning(const Tuning& tuning) { current.store(new Tuning(tuning), std::m
 
 }  // namespace moe_metal
 
-// Only for torch_moe_metal/tuning.py.
+// Only for torch_moe_metal/gpu_settings.py.
 TORCH_LIBRARY_FRAGMENT(moe_metal, m) {
   m.def("_tuning(*, bool defaults=False) -> (str[], int[])", &moe_metal::settings);
   m.def("_set_tuning(str[] names, int[] values) -> ()", &moe_metal::set_settings);

@@ -30,11 +30,12 @@ import ptx  # noqa: E402
 import simulated  # noqa: E402
 from cases import CASES, Case, call  # noqa: E402
 from checks import placed  # noqa: E402
-from torch_moe_metal import tune, tuning  # noqa: E402
+from torch_moe_metal import gpu_settings  # noqa: E402
 from torch_moe_metal.arguments import ARGUMENTS  # noqa: E402
-from torch_moe_metal.bench.calls import Call, choices, halves, joined_heads, tokens_of  # noqa: E402
-from torch_moe_metal.library import format_tables  # noqa: E402
-from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
+from torch_moe_metal.commands import tune  # noqa: E402
+from torch_moe_metal.commands.bench.calls import Call, choices, halves, joined_heads, tokens_of  # noqa: E402
+from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS  # noqa: E402
+from torch_moe_metal.extension import format_tables  # noqa: E402
 
 MAX_WORK = 3e7  # flops or bytes of a case that is worth replaying
 TOKENS = (1, 4, 16, 32, 64, 512, 4096)
@@ -141,22 +142,22 @@ def tune_traces(model: str) -> Iterator[dict]:
         yield from found.values()
 
 
-DEFAULTS: tuning.Settings = {}
+DEFAULTS: gpu_settings.Settings = {}
 VALUES: dict[str, list[int]] = {}  # for each setting, all values that the search may try
 
 
 def prepare_tune() -> None:
-    DEFAULTS.update(tuning.defaults())
+    DEFAULTS.update(gpu_settings.defaults())
     VALUES.clear()
     VALUES.update({n.name: sorted({*n.values, DEFAULTS[n.name]}) for n in tune.SETTINGS})
 
 
-def trace_under(settings: tuning.Settings, row: Call | packed_rows.Row, args: dict[str, Tensor]) -> dict:
-    tuning.use(settings)
+def trace_under(settings: gpu_settings.Settings, row: Call | packed_rows.Row, args: dict[str, Tensor]) -> dict:
+    gpu_settings.use(settings)
     try:
         return trace(row, args)
     finally:
-        tuning.use({})
+        gpu_settings.use({})
 
 
 def dispatched(trace: dict) -> str:

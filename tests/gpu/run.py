@@ -37,11 +37,11 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
 def without_the_extension(folder: Path) -> None:
     """Make the checkout's Python modules importable without the built extension: the package without its __init__,
     and with the tables of formats that record.py wrote."""
-    package, library = types.ModuleType("torch_moe_metal"), types.ModuleType("torch_moe_metal.library")
+    package, library = types.ModuleType("torch_moe_metal"), types.ModuleType("torch_moe_metal.extension")
     package.__path__ = [str(ROOT / "torch_moe_metal")]
     package.__version__, package.cpu_isa = "(a checkout)", "none"
     library.format_tables = json.loads((folder / "formats.json").read_text())
-    sys.modules |= {"torch_moe_metal": package, "torch_moe_metal.library": library}
+    sys.modules |= {"torch_moe_metal": package, "torch_moe_metal.extension": library}
 
 
 if "torch_moe_metal" not in sys.modules and "--help" not in sys.argv:
@@ -49,11 +49,12 @@ if "torch_moe_metal" not in sys.modules and "--help" not in sys.argv:
 from cases import CASES, Args, expected  # noqa: E402
 from checks import assert_matches, meets_infinity, placed  # noqa: E402
 from packed_rows import BFLOAT, ROWS, Row  # noqa: E402
-from torch_moe_metal import bench, reference, tune  # noqa: E402
-from torch_moe_metal.bench import device_bench, measure  # noqa: E402
-from torch_moe_metal.bench.baselines import baselines, too_large  # noqa: E402
-from torch_moe_metal.bench.block import Block, expert_bytes, plain  # noqa: E402
-from torch_moe_metal.bench.calls import (  # noqa: E402
+from torch_moe_metal import reference  # noqa: E402
+from torch_moe_metal.commands import bench, tune  # noqa: E402
+from torch_moe_metal.commands.bench import device_bench, measure  # noqa: E402
+from torch_moe_metal.commands.bench.baselines import baselines, too_large  # noqa: E402
+from torch_moe_metal.commands.bench.block import Block, expert_bytes, plain  # noqa: E402
+from torch_moe_metal.commands.bench.calls import (  # noqa: E402
     EXPERTS,
     WORTH_A_LIMIT,
     Call,
@@ -64,9 +65,9 @@ from torch_moe_metal.bench.calls import (  # noqa: E402
     wanted_formats,
     wanted_ops,
 )
-from torch_moe_metal.bench.report import Result  # noqa: E402
-from torch_moe_metal.cli import CannotRun  # noqa: E402
-from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
+from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS  # noqa: E402
+from torch_moe_metal.commands.bench.report import Result  # noqa: E402
+from torch_moe_metal.commands.common.cli import CannotRun  # noqa: E402
 from torch_moe_metal.reference import tolerance  # noqa: E402
 
 # ------------------------------------------------------------------------------------------------ launching

@@ -16,9 +16,9 @@ import metal_sim  # noqa: E402
 import ptx  # noqa: E402
 import record  # noqa: E402
 import run  # noqa: E402
-from torch_moe_metal import tune  # noqa: E402
-from torch_moe_metal.bench.calls import OPS, Call, RandomTensors, inputs  # noqa: E402
-from torch_moe_metal.models import DEFAULT, MODELS  # noqa: E402
+from torch_moe_metal.commands import tune  # noqa: E402
+from torch_moe_metal.commands.bench.calls import OPS, Call, RandomTensors, inputs  # noqa: E402
+from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS  # noqa: E402
 
 SHADERS = sorted(file.stem for file in (ptx.ROOT / "shaders").glob("*.metal"))
 

@@ -15,11 +15,11 @@ from transformers import AutoConfig
 import bench_mlx
 from benchmarks import rows_of_bench
 from tiny_models import tiny_model
-from torch_moe_metal import bench, tuning
-from torch_moe_metal.__main__ import main
-from torch_moe_metal.bench import calls, device_bench, measure, whole_model
-from torch_moe_metal.bench.baselines import BASELINES, baselines, int4pack, too_large
-from torch_moe_metal.bench.block import (
+from torch_moe_metal import gpu_settings
+from torch_moe_metal.commands import bench
+from torch_moe_metal.commands.bench import calls, device_bench, measure, whole_model
+from torch_moe_metal.commands.bench.baselines import BASELINES, baselines, int4pack, too_large
+from torch_moe_metal.commands.bench.block import (
     Block,
     Implementation,
     empty_block,
@@ -28,11 +28,12 @@ from torch_moe_metal.bench.block import (
     plain,
     transformers,
 )
-from torch_moe_metal.bench.calls import DECODING, OPS, WHOLE, Call, RandomTensors, inputs, moved, packing_of
-from torch_moe_metal.bench.packings import FORMATS
-from torch_moe_metal.bench.report import OURS_DENSE, Progress, Result
-from torch_moe_metal.cli import CannotRun
-from torch_moe_metal.models import DEFAULT, MODELS, Model, configuration
+from torch_moe_metal.commands.bench.calls import DECODING, OPS, WHOLE, Call, RandomTensors, inputs, moved, packing_of
+from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS, Model, configuration
+from torch_moe_metal.commands.bench.random_weights import FORMATS
+from torch_moe_metal.commands.bench.report import OURS_DENSE, Progress, Result
+from torch_moe_metal.commands.command_line import main
+from torch_moe_metal.commands.common.cli import CannotRun
 from torch_moe_metal.transformers.versions import cache_of
 
 HAS_MLX = bench_mlx.mx is not None
@@ -439,21 +440,21 @@ def test_everything_as_json(device: str, tiny, capsys):
 def test_a_report_says_how_the_gpu_is_tuned(mps: str, tiny, capsys):
     """Tables have a note if the parameters are not the default; JSON always has them."""
     command = ["bench", *QUICK, "--device", mps, "--ops", "glu", "--tokens", "1", "--dtypes", "f32"]
-    tuning.use({"tiles_per_band": 4})
+    gpu_settings.use({"tiles_per_band": 4})
     try:
         assert main(command) == 0 and main([*command, "--json"]) == 0
     finally:
-        tuning.use({})
+        gpu_settings.use({})
     table, _, text = capsys.readouterr().out.partition("{\n")
     found = json.loads("{" + text)
     assert (
         "Tuned for this GPU: tiles_per_band 4\n" in table
         and found["notes"][-1] == "Tuned for this GPU: tiles_per_band 4"
     )
-    assert found["tuning"] == {"settings": tuning.defaults() | {"tiles_per_band": 4}, "default": False}
+    assert found["tuning"] == {"settings": gpu_settings.defaults() | {"tiles_per_band": 4}, "default": False}
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["tuning"] == tuning.about() and found["tuning"]["default"] and "Tuned" not in str(found["notes"])
+    assert found["tuning"] == gpu_settings.about() and found["tuning"]["default"] and "Tuned" not in str(found["notes"])
 
 
 def test_packed_rows(device: str, tiny, capsys):
@@ -565,7 +566,7 @@ def test_freed_memory_is_kept():
     may reclaim some pages.)"""
     script = """
 import resource, torch
-from torch_moe_metal.bench.measure import keep_freed_memory
+from torch_moe_metal.commands.bench.measure import keep_freed_memory
 assert keep_freed_memory()
 faults = []
 for _ in range(8):

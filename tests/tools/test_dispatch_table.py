@@ -6,7 +6,7 @@ import pytest
 import dispatch_table
 from benchmarks import rows_of_costs
 from conftest import DEVICES, SIMULATED
-from torch_moe_metal.models import MODELS
+from torch_moe_metal.commands.bench.model_sizes import MODELS
 
 pytestmark = pytest.mark.skipif(
     not SIMULATED or "mps" not in DEVICES, reason="the simulated Metal counts; a Mac's own does not"

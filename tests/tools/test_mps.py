@@ -9,7 +9,7 @@ import torch
 
 import mps
 from torch_moe_metal import macos
-from torch_moe_metal.bench import measure
+from torch_moe_metal.commands.bench import measure
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 import served
 import soak_server
-from torch_moe_metal.loading import Source
+from torch_moe_metal.commands.common.loading import Source
 
 
 @pytest.mark.slow

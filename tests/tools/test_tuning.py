@@ -17,11 +17,12 @@ import test_experts_grouped
 import test_ops
 from cases import BFLOAT, CASES, FLOAT, Args, Case
 from conftest import DEVICES, SIMULATED, in_full_grid
-from torch_moe_metal import tune, tuning
-from torch_moe_metal.__main__ import main
-from torch_moe_metal.bench.calls import Call
-from torch_moe_metal.models import DEFAULT, MODELS, of_config
-from torch_moe_metal.tune import SETTINGS, Comparison, Setting, compare, search
+from torch_moe_metal import gpu_settings
+from torch_moe_metal.commands import tune
+from torch_moe_metal.commands.bench.calls import Call
+from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS, of_config
+from torch_moe_metal.commands.command_line import main
+from torch_moe_metal.commands.tune import SETTINGS, Comparison, Setting, compare, search
 
 on_mps = pytest.mark.skipif("mps" not in DEVICES, reason="only mps has settings, and MOE_METAL_DEVICES leaves it out")
 
@@ -31,13 +32,13 @@ def file(tmp_path: Path, monkeypatch) -> Path:
     """Settings are saved there. Afterwards the defaults are set again."""
     monkeypatch.setenv("MOE_METAL_TUNING", str(tmp_path / "folder" / "tuning.json"))
     yield tmp_path / "folder" / "tuning.json"
-    if tuning.is_built():
-        tuning.use({})
+    if gpu_settings.is_built():
+        gpu_settings.use({})
 
 
 @pytest.fixture
 def m9(monkeypatch) -> str:
-    monkeypatch.setattr(tuning, "gpu", lambda: "Apple M9")
+    monkeypatch.setattr(gpu_settings, "gpu", lambda: "Apple M9")
     return "Apple M9"
 
 
@@ -105,7 +106,7 @@ def table(setting: Setting) -> list[Case]:
 def dispatched(case: Case, args: Args, settings: dict) -> list[tuple]:
     import metal_sim
 
-    tuning.use(settings)
+    gpu_settings.use(settings)
     with metal_sim.record() as record, metal_sim.host_only():
         test_ops.run(case, args)
     inline = [[a["bytes"] for a in d.arguments if a["bytes"]] for d in record.dispatches]
@@ -133,7 +134,7 @@ def sampled(setting: Setting, value: int) -> list[Case]:
 def kernels_of_others(setting: Setting) -> Iterator[float]:
     """With PyTorch's kernels, as from torch 2.15 on, and Apple's, as from macOS 26.3 on. -> the roundings that they may
     add"""
-    if setting.name not in tuning.PER_MACOS:
+    if setting.name not in gpu_settings.PER_MACOS:
         yield 1
     elif not SIMULATED:
         yield test_experts_grouped.ROUNDINGS
@@ -158,8 +159,8 @@ def is_right(setting: Setting, value: int, mps: str, roundings: float) -> None:
         cases = sampled(setting, value)
     else:
         cases = changed(setting, value)
-        assert bool(cases) == (value != tuning.defaults()[setting.name])
-    tuning.use({setting.name: value})
+        assert bool(cases) == (value != gpu_settings.defaults()[setting.name])
+    gpu_settings.use({setting.name: value})
     for case in cases:
         test_ops.test_equals_the_reference(mps, case, roundings)
 
@@ -169,7 +170,7 @@ def is_right(setting: Setting, value: int, mps: str, roundings: float) -> None:
 @pytest.mark.slow
 @EACH
 def test_every_alternative_is_right_on_the_whole_table(setting: Setting, value: int, mps: str):
-    tuning.use({setting.name: value})
+    gpu_settings.use({setting.name: value})
     with kernels_of_others(setting) as roundings:
         for case in table(setting):
             test_ops.test_equals_the_reference(mps, case, roundings)
@@ -180,12 +181,15 @@ def test_every_alternative_is_right_on_the_whole_table(setting: Setting, value: 
 
 @on_mps
 def test_settings_are_set_and_the_rest_is_the_default(mps: str):
-    defaults = tuning.defaults()
-    assert tuning.current() == defaults and tuning.about() == {"settings": defaults, "default": True}
-    tuning.use({"tiles_per_band": 4, "few_tokens": 3})
-    assert tuning.current() == defaults | {"tiles_per_band": 4, "few_tokens": 3} and not tuning.about()["default"]
-    tuning.use({"tiles_per_band": 2})
-    assert tuning.current() == defaults | {"tiles_per_band": 2} and tuning.defaults() == defaults
+    defaults = gpu_settings.defaults()
+    assert gpu_settings.current() == defaults and gpu_settings.about() == {"settings": defaults, "default": True}
+    gpu_settings.use({"tiles_per_band": 4, "few_tokens": 3})
+    assert (
+        gpu_settings.current() == defaults | {"tiles_per_band": 4, "few_tokens": 3}
+        and not gpu_settings.about()["default"]
+    )
+    gpu_settings.use({"tiles_per_band": 2})
+    assert gpu_settings.current() == defaults | {"tiles_per_band": 2} and gpu_settings.defaults() == defaults
     assert set(defaults) - {"dispatch_mflops"} == {setting.name for setting in SETTINGS}
 
 
@@ -208,8 +212,8 @@ REFUSED = [
 def test_wrong_settings_raise(settings: dict, said: str, mps: str):
     """None is set, not even those before the wrong one."""
     with pytest.raises(ValueError, match=said):
-        tuning.use({"gate_min_tiles": 1} | settings)
-    assert tuning.current() == tuning.defaults()
+        gpu_settings.use({"gate_min_tiles": 1} | settings)
+    assert gpu_settings.current() == gpu_settings.defaults()
 
 
 # ------------------------------------------------------------------------------------------------ the file
@@ -217,19 +221,19 @@ def test_wrong_settings_raise(settings: dict, said: str, mps: str):
 
 @on_mps
 def test_saved_settings_are_loaded(file: Path, m9: str, monkeypatch, mps: str):
-    tuning.save({"tiles_per_band": 4})
+    gpu_settings.save({"tiles_per_band": 4})
     assert json.loads(file.read_text()) == {m9: {torch.__version__: {"tiles_per_band": 4}}}
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    tuning.load()
-    assert tuning.current() == tuning.defaults() | {"tiles_per_band": 4}
-    monkeypatch.setattr(tuning, "gpu", lambda: "Apple M9 Max")
-    tuning.load()
-    assert tuning.current() == tuning.defaults()
-    tuning.save({"tiles_per_band": 2})
+    gpu_settings.load()
+    assert gpu_settings.current() == gpu_settings.defaults() | {"tiles_per_band": 4}
+    monkeypatch.setattr(gpu_settings, "gpu", lambda: "Apple M9 Max")
+    gpu_settings.load()
+    assert gpu_settings.current() == gpu_settings.defaults()
+    gpu_settings.save({"tiles_per_band": 2})
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    tuning.load()
-    assert tuning.current() == tuning.defaults()
-    tuning.save({"tiles_per_band": 1})
+    gpu_settings.load()
+    assert gpu_settings.current() == gpu_settings.defaults()
+    gpu_settings.save({"tiles_per_band": 1})
     monkeypatch.undo()
     assert json.loads(file.read_text())["Apple M9 Max"] == {
         torch.__version__: {"tiles_per_band": 2},
@@ -240,29 +244,29 @@ def test_saved_settings_are_loaded(file: Path, m9: str, monkeypatch, mps: str):
 @on_mps
 def test_settings_of_other_kernels_are_saved_per_macos(file: Path, m9: str, monkeypatch, mps: str):
     """The next macOS compiles those kernels again. Other settings are still used."""
-    monkeypatch.setattr(tuning.macos, "version", lambda: "26.5")
-    tuning.save({"tiles_per_band": 4, "matrix_units": 8})
-    tuning.load()
-    assert tuning.current() == tuning.defaults() | {"tiles_per_band": 4, "matrix_units": 8}
-    monkeypatch.setattr(tuning.macos, "version", lambda: "26.6")
-    tuning.load()
-    assert tuning.current() == tuning.defaults() | {"tiles_per_band": 4}
-    monkeypatch.setattr(tuning.macos, "version", lambda: "26.5")
-    tuning.save({"tiles_per_band": 2})
+    monkeypatch.setattr(gpu_settings.macos, "version", lambda: "26.5")
+    gpu_settings.save({"tiles_per_band": 4, "matrix_units": 8})
+    gpu_settings.load()
+    assert gpu_settings.current() == gpu_settings.defaults() | {"tiles_per_band": 4, "matrix_units": 8}
+    monkeypatch.setattr(gpu_settings.macos, "version", lambda: "26.6")
+    gpu_settings.load()
+    assert gpu_settings.current() == gpu_settings.defaults() | {"tiles_per_band": 4}
+    monkeypatch.setattr(gpu_settings.macos, "version", lambda: "26.5")
+    gpu_settings.save({"tiles_per_band": 2})
     assert json.loads(file.read_text()) == {m9: {torch.__version__: {"tiles_per_band": 2}}}
 
 
 def test_forget(file: Path, m9: str, monkeypatch):
     """It removes the settings of this GPU, for all torch versions, and of no other GPU."""
-    assert not tuning.forget() and not file.exists()
-    tuning.save({"tiles_per_band": 4})
+    assert not gpu_settings.forget() and not file.exists()
+    gpu_settings.save({"tiles_per_band": 4})
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    tuning.save({"tiles_per_band": 2})
-    monkeypatch.setattr(tuning, "gpu", lambda: "Apple M9 Max")
-    tuning.save({"tiles_per_band": 1})
-    monkeypatch.setattr(tuning, "gpu", lambda: m9)
-    assert len(tuning.saved()[m9]) == 2 and tuning.forget() and not tuning.forget()
-    assert tuning.saved() == {"Apple M9 Max": {"2.99.0": {"tiles_per_band": 1}}}
+    gpu_settings.save({"tiles_per_band": 2})
+    monkeypatch.setattr(gpu_settings, "gpu", lambda: "Apple M9 Max")
+    gpu_settings.save({"tiles_per_band": 1})
+    monkeypatch.setattr(gpu_settings, "gpu", lambda: m9)
+    assert len(gpu_settings.saved()[m9]) == 2 and gpu_settings.forget() and not gpu_settings.forget()
+    assert gpu_settings.saved() == {"Apple M9 Max": {"2.99.0": {"tiles_per_band": 1}}}
 
 
 @on_mps
@@ -272,27 +276,27 @@ def test_a_missing_file_is_ignored(file: Path, monkeypatch, mps: str):
     def must_not_be_called() -> str:
         raise AssertionError
 
-    monkeypatch.setattr(tuning, "gpu", must_not_be_called)
+    monkeypatch.setattr(gpu_settings, "gpu", must_not_be_called)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tuning.load()
+        gpu_settings.load()
         monkeypatch.setenv("MOE_METAL_TUNING", "")
-        tuning.load()
-    assert tuning.path() is None
+        gpu_settings.load()
+    assert gpu_settings.path() is None
     with pytest.raises(OSError, match="MOE_METAL_TUNING is empty"):
-        tuning.write({})
+        gpu_settings.write({})
 
 
 def test_path(monkeypatch, tmp_path: Path):
     monkeypatch.delenv("MOE_METAL_TUNING")
-    monkeypatch.setattr(tuning.sys, "platform", "darwin")
+    monkeypatch.setattr(gpu_settings.sys, "platform", "darwin")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert tuning.path() == tmp_path / "Library/Caches/torch_moe_metal/tuning.json"
-    monkeypatch.setattr(tuning.sys, "platform", "linux")
+    assert gpu_settings.path() == tmp_path / "Library/Caches/torch_moe_metal/tuning.json"
+    monkeypatch.setattr(gpu_settings.sys, "platform", "linux")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert tuning.path() == tmp_path / ".cache/torch_moe_metal/tuning.json"
+    assert gpu_settings.path() == tmp_path / ".cache/torch_moe_metal/tuning.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "else"))
-    assert tuning.path() == tmp_path / "else/torch_moe_metal/tuning.json"
+    assert gpu_settings.path() == tmp_path / "else/torch_moe_metal/tuning.json"
 
 
 def of_this(settings: object) -> str:
@@ -305,9 +309,11 @@ def test_a_file_with_old_names_is_loaded(file: Path, m9: str, mps: str):
     old = {"band": 4, "decode_slots": 200, "enough_simdgroups": 320, "gate_tiles": 9}
     old |= {"tile32_share": 9, "tile64_share": 33}
     file.write_text(of_this(old))
-    tuning.load()
-    assert tuning.current() == tuning.defaults() | {tuning.RENAMED[name]: value for name, value in old.items()}
-    assert old.keys() == tuning.RENAMED.keys()
+    gpu_settings.load()
+    assert gpu_settings.current() == gpu_settings.defaults() | {
+        gpu_settings.RENAMED[name]: value for name, value in old.items()
+    }
+    assert old.keys() == gpu_settings.RENAMED.keys()
 
 
 BROKEN = {
@@ -330,19 +336,19 @@ def test_a_broken_file_is_ignored_with_one_warning(content: bytes, file: Path, m
     file.parent.mkdir()
     file.write_bytes(content)
     with pytest.warns(UserWarning) as said:
-        tuning.load()
+        gpu_settings.load()
     assert len(said) == 1 and str(file) in str(said[0].message) and "ignored" in str(said[0].message)
-    assert tuning.current() == tuning.defaults()
-    tuning.save({"tiles_per_band": 4})
-    tuning.load()
-    assert tuning.current()["tiles_per_band"] == 4
+    assert gpu_settings.current() == gpu_settings.defaults()
+    gpu_settings.save({"tiles_per_band": 4})
+    gpu_settings.load()
+    assert gpu_settings.current()["tiles_per_band"] == 4
 
 
 @on_mps
 def test_a_file_that_cannot_be_read_is_ignored_with_one_warning(file: Path, m9: str, mps: str):
     file.mkdir(parents=True)
     with pytest.warns(UserWarning, match="ignored") as said:
-        tuning.load()
+        gpu_settings.load()
     assert len(said) == 1 and str(file) in str(said[0].message)
 
 
@@ -352,7 +358,7 @@ sys.path[:0] = ["."]
 import simulated
 simulated.load()  # before the package, as on a Mac, where one library is both
 import torch_moe_metal
-print(torch_moe_metal.tuning.current())
+print(torch_moe_metal.gpu_settings.current())
 """
 
 
@@ -365,11 +371,11 @@ def test_import_loads_saved_settings(mps: str, file: Path):
         here = Path(__file__).parents[1]
         return subprocess.run([sys.executable, "-c", IMPORT], cwd=here, capture_output=True, text=True, check=True)
 
-    tuning.save({"tiles_per_band": 4})
-    assert imported().stdout.splitlines()[-1] == str(tuning.defaults() | {"tiles_per_band": 4})
+    gpu_settings.save({"tiles_per_band": 4})
+    assert imported().stdout.splitlines()[-1] == str(gpu_settings.defaults() | {"tiles_per_band": 4})
     file.write_text("{")
     done = imported()
-    assert done.stdout.splitlines()[-1] == str(tuning.defaults()) and done.stderr.count("UserWarning") == 1
+    assert done.stdout.splitlines()[-1] == str(gpu_settings.defaults()) and done.stderr.count("UserWarning") == 1
 
 
 # ------------------------------------------------------------------------------------------------ the search
@@ -512,10 +518,10 @@ def test_tune(tiny, file: Path, capsys):
     assert "2 settings, about 1 minutes" in said.err and "1 of 2: decode_simdgroups: 4, or 1 2 8: experts-" in said.err
     assert "2 of 2: row_threads" in said.err and str(file) in said.err
     assert "Kept: " in said.out or "Keeping the defaults" in said.out
-    assert tuning.current() == tuning.defaults()
-    assert set(tuning.saved()[tuning.gpu()]) == {torch.__version__}
+    assert gpu_settings.current() == gpu_settings.defaults()
+    assert set(gpu_settings.saved()[gpu_settings.gpu()]) == {torch.__version__}
     assert main(["tune", "--reset"]) == 0
-    assert tuning.saved() == {} and "settings removed" in capsys.readouterr().out
+    assert gpu_settings.saved() == {} and "settings removed" in capsys.readouterr().out
 
 
 @on_mps
@@ -523,16 +529,16 @@ def test_tune_of_a_checkpoint_as_json(tiny, tmp_path: Path, capsys):
     small = QWEN | {"num_experts": 4, "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 2}
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text(json.dumps(small))
-    tuning.use({"tiles_per_band": 4})  # as if saved before
+    gpu_settings.use({"tiles_per_band": 4})  # as if saved before
     command = [*QUICK, "--checkpoint", str(tmp_path / "mine"), "--formats", "dense", "affine4", "--dtype", "f32"]
     assert main([*command, "--settings", "few_tokens", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["models"] == ["mine"] and said["formats"] == ["dense", "affine4"] and said["gpu"] == tuning.gpu()
+    assert said["models"] == ["mine"] and said["formats"] == ["dense", "affine4"] and said["gpu"] == gpu_settings.gpu()
     assert {(row["setting"], row["current"]) for row in said["tried"]} == {("few_tokens", 8)} and len(
         said["tried"]
     ) == 6
-    assert said["kept"]["tiles_per_band"] == 4 and said["defaults"] == tuning.defaults()
-    assert tuning.saved()[tuning.gpu()][torch.__version__] == said["kept"]
+    assert said["kept"]["tiles_per_band"] == 4 and said["defaults"] == gpu_settings.defaults()
+    assert gpu_settings.saved()[gpu_settings.gpu()][torch.__version__] == said["kept"]
 
 
 @on_mps
@@ -543,7 +549,7 @@ def test_winners_are_reported_and_saved(tiny, monkeypatch, file: Path, capsys):
         times = {}
         for name, way in ways.items():
             way()
-            times[name] = [0.5e-3 if tuning.current()["tiles_per_band"] == 16 else 1e-3] * 7
+            times[name] = [0.5e-3 if gpu_settings.current()["tiles_per_band"] == 16 else 1e-3] * 7
         return times
 
     monkeypatch.setattr(tune, "rounds_each", rounds)
@@ -552,8 +558,8 @@ def test_winners_are_reported_and_saved(tiny, monkeypatch, file: Path, capsys):
     assert (
         "linear-qwen3-30b-a3b-T512-bf16-query" in said and "Kept: tiles_per_band 16" in said and said.count("2.00") == 4
     )
-    tuning.load()
-    assert tuning.current() == tuning.defaults() | {"tiles_per_band": 16}
+    gpu_settings.load()
+    assert gpu_settings.current() == gpu_settings.defaults() | {"tiles_per_band": 16}
 
 
 @pytest.fixture
@@ -565,7 +571,7 @@ def units(monkeypatch, mps: str):
         times = {}
         for name, way in ways.items():
             way()
-            wins = any(tuning.current()[setting] == 24 for setting in tuning.PER_MACOS)
+            wins = any(gpu_settings.current()[setting] == 24 for setting in gpu_settings.PER_MACOS)
             times[name] = [0.5e-3 if wins else 1e-3] * 7
         return times
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..grad import warn_once
-from ..integration import NEWEST, installed_version, is_untested
+from ..transformers_support import NEWEST, installed_version, is_untested
 
 # Most imports are in the functions: quantizers import this file while transformers imports its own modules.
 

@@ -9,10 +9,10 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ... import reference
+from ...all_or_nothing import all_or_nothing
 from ...formats import BITS, FORMATS, GROUPS, any_of
-from ...layers import Embedding, Linear, TiedLinear, is_packed
+from ...packed_layers import Embedding, Linear, TiedLinear, is_packed
 from ...packing import WRITTEN
-from ...transaction import all_or_nothing
 from ..fusing.experts import NAME, is_experts, why_not_packed
 from ..fusing.packed import (
     PROJECTIONS,

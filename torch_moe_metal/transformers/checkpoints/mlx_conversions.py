@@ -10,7 +10,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from transformers.quantizers.base import HfQuantizer
 
 from ... import joining
-from ...layers import dequantized
+from ...packed_layers import dequantized
 from .conversions import AsBytes
 from .mlx_folder import MODES
 

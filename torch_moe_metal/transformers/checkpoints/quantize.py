@@ -5,9 +5,9 @@ from dataclasses import asdict
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ...layers import is_packed
+from ...all_or_nothing import all_or_nothing
+from ...packed_layers import is_packed
 from ...packing import check, quantize
-from ...transaction import all_or_nothing
 from ..fusing.experts import NAME
 from ..fusing.packed import Parts, formats_text, named_parts, packed_modules, rows_of, use_own_names
 from ..fusing.patch import BEFORE

@@ -18,11 +18,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from ... import reference
+from ...all_or_nothing import all_or_nothing
 from ...formats import FORMATS
 from ...grad import warn_once
-from ...integration import packed_checkpoints
-from ...layers import Embedding, Permuted
-from ...transaction import all_or_nothing
+from ...packed_layers import Embedding, Permuted
+from ...transformers_support import packed_checkpoints
 from ..fusing.experts import DEVICES, NAME
 from ..fusing.packed import (
     PROJECTIONS,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...arguments import DTYPES
 from ...grad import wants_grad
-from ...layers import Linear, dequantized
+from ...packed_layers import Linear, dequantized
 from ...warmup import warm_up_best_effort
 from ..versions import CACHE, take_cache, updated, updated_if_paged
 from .attention import FEW_QUERIES, attention_forward, key_heads, paged_attention, warm_up_attention, why_not_ours

@@ -14,7 +14,7 @@ from transformers.integrations import moe
 from ... import max_experts
 from ...arguments import DTYPES
 from ...grad import in_forward_mode, traced_as_constant, wants_grad, warn_once
-from ...layers import slots_with_grad
+from ...packed_layers import slots_with_grad
 from ...reference import weighted_sum
 
 NAME = "moe_metal"

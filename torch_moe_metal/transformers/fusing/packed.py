@@ -19,7 +19,7 @@ from ... import reference
 from ...arguments import scale_names
 from ...formats import FORMATS
 from ...grad import warn_once
-from ...layers import PARTS, Embedding, Linear, Packed, TiedLinear, dequantized
+from ...packed_layers import PARTS, Embedding, Linear, Packed, TiedLinear, dequantized
 from ...packing import packed, quantize
 from .experts import NAME
 

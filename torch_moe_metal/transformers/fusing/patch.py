@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from ...all_or_nothing import all_or_nothing
 from ...grad import warn_once
 from ...macos import require_torch
-from ...transaction import all_or_nothing
 from ...warmup import warm_up_best_effort
 from .. import self_check
 from .between_calls import between_calls, changing

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ... import joining
 from ...formats import FORMATS
-from ...layers import Linear
+from ...packed_layers import Linear
 
 ops = torch.ops.moe_metal
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.integrations.gguf.utils import GgufEmbedding, GgufExperts, GgufLinear
 
 from ...gguf import BLOCKS
-from ...layers import Embedding, Linear, Permuted
+from ...packed_layers import Embedding, Linear, Permuted
 from .experts import is_experts
 from .packed import pack_experts
 

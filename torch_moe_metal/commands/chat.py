@@ -1,0 +1,397 @@
+"""Chat with a model in the terminal. Answers are printed while they are generated, and only new tokens of the
+conversation are computed. Each line of a pipe is a turn; answers go to stdout, everything else to stderr."""
+
+import contextlib
+import signal
+import sys
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .common.cli import CannotRun, Waits, positive
+from .common.loading import add_model, check_model, context_of, load_model, load_tokenizer, loading, memory, say
+
+EXAMPLES = """
+examples:
+  chat openai/gpt-oss-20b                                       the published checkpoint, in MXFP4
+  chat Qwen/Qwen3-30B-A3B --bits 4 --system "Answer briefly."   quantised to 4 bits on loading
+  chat models/Qwen3-30B-A3B-Q4_K_M.gguf --temperature 0         a GGUF file, greedy decoding
+  chat MODEL --prompt "$(cat question.txt)" > answer.txt        one question
+"""
+HELP = """/reset   starts a new conversation
+/exit    exits, like Ctrl-D, and Ctrl-C at the prompt
+/help    prints this
+Ctrl-C   ends an answer; its text stays in the conversation"""
+DIM, PLAIN = "\033[2m", "\033[0m"
+
+
+def at_least_0(text: str) -> float:
+    if not 0 <= (number := float(text)) < float("inf"):
+        raise ArgumentTypeError(f"must be 0 or more, got {text}")
+    return number
+
+
+def share(text: str) -> float:
+    if not 0 < (number := float(text)) <= 1:
+        raise ArgumentTypeError(f"must be more than 0 and at most 1, got {text}")
+    return number
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this and exit")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    said = "0 always takes the most likely token (default of this and --top-p: the checkpoint's)"
+    parser.add_argument("--temperature", type=at_least_0, metavar="T", help=said)
+    said = "sample from the most likely tokens that together have this probability"
+    parser.add_argument("--top-p", type=share, metavar="P", help=said)
+    said = "maximum tokens of an answer (default: all that fit into the context)"
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help=said)
+    parser.add_argument("--seed", type=int, help="seed of the sampling; /reset restarts with it")
+
+
+def run(options: Namespace) -> int:
+    try:
+        source = check_model(options)
+        with loading(source.name, options.device):
+            from ..transformers import patch
+
+            processor = load_tokenizer(source)
+            model = load_model(source, options)
+            report = patch(model)
+        say(report)
+        chat = Chat(model, processor, options)
+        say(f"{memory(model)}; context: {chat.context:,} tokens")
+        if options.prompt is not None:
+            return 0 if chat.turn(options.prompt) else 1
+        converse(chat)
+    except CannotRun as reason:
+        print(f"chat: {reason}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def converse(chat: "Chat") -> None:
+    """Until /exit, the end of the input, or Ctrl-C at the prompt."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  adds line editing and a history to `input`
+        say("/help shows the commands")
+    while True:
+        try:
+            line = input("> " if terminal else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            if terminal:
+                print()
+            return
+        if line == "/exit":
+            return
+        if line == "/reset":
+            chat.reset()
+        elif line == "/help":
+            say(HELP)
+        elif line.startswith("/") and line[1:].isalpha():
+            say(f"no such command: {line}; /help shows them")
+        elif line:
+            chat.turn(line)
+
+
+# ------------------------------------------------------------------------------------------------ the conversation
+
+
+class Chat:
+    """A conversation: its messages, and the cache of the tokens computed so far."""
+
+    def __init__(self, model, processor, options: Namespace):
+        self.model = model
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.chat_template = self.tokenizer.chat_template or getattr(processor, "chat_template", None)
+        self.response_template = response_template(self.tokenizer, model)
+        self.system, self.seed, self.most = options.system, options.seed, options.max_tokens
+        self.context = context_of(model, options.context)
+        self.sampling = sampling(options)
+        ends = model.generation_config.eos_token_id
+        self.ends = set(ends if isinstance(ends, list) else [ends])
+        self.computed = Computed(model)
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.computed.clear()
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+
+    def turn(self, text: str) -> "Answer | None":
+        """Print the answer on stdout. Returns None if there is none; then the conversation does not change."""
+        start = time.perf_counter()
+        before = list(self.messages)
+        self.messages.append({"role": "user", "content": text})
+        try:
+            ids = self.encode()
+            if len(ids) >= self.context:
+                raise CannotRun(
+                    f"the conversation has {len(ids):,} tokens, the context {self.context:,}: /reset starts a new one"
+                )
+            answer = self.answer(ids, start)
+        except CannotRun as reason:
+            say(reason)
+            answer = None
+        except KeyboardInterrupt:
+            say(f"{PLAIN if sys.stdout.isatty() else ''}\n[interrupted]")
+            answer = None
+        self.messages = before if answer is None else [*self.messages, answer.message]
+        return answer
+
+    def encode(self) -> list[int]:
+        if not self.chat_template:
+            return self.tokenizer("\n".join(message["content"] for message in self.messages))["input_ids"]
+        how = {"chat_template": self.chat_template, "add_generation_prompt": True, "return_dict": True}
+        try:
+            return self.tokenizer.apply_chat_template(self.messages, **how)["input_ids"]
+        except Exception as error:  # a template may raise anything
+            raise CannotRun(f"the model's chat template does not take this: {error}") from error
+
+    def answer(self, ids: list[int], start: float) -> "Answer":
+        from ..transformers.versions import with_cache
+
+        device, kept = self.model.device, self.computed.keep(ids)
+        prompt = torch.tensor([ids], device=device)
+        answer = Answer(self.tokenizer, self.ends, self.parser(ids), start, len(ids), len(ids) - kept)
+        room = self.context - len(ids)
+        with until_interrupted() as stop, self.computed.guarded() as cache:
+            output = self.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=min(self.most or room, room),
+                pad_token_id=self.tokenizer.pad_token_id or 0,
+                streamer=answer,
+                stopping_criteria=[stop],
+                logits_processor=[Waits()],
+                **with_cache(cache),
+                **self.sampling,
+            )
+            self.computed.add(output[0].tolist())
+        why = self.ending(output[0, -1].item(), output.shape[1] - len(ids), room, stop.wanted)
+        say(f"[{answer}{why}]")
+        return answer
+
+    def ending(self, last: int, tokens: int, room: int, interrupted: bool) -> str:
+        """The reason if the answer ended before the model ended it."""
+        if last in self.ends:
+            return ""
+        if interrupted:
+            return "; interrupted"
+        if tokens >= room:
+            return f"; cut off by the context of {self.context:,} tokens"
+        return "; cut off by --max-tokens" if tokens == self.most else ""
+
+    def parser(self, ids: list[int]):
+        """A parser that separates reasoning from the answer, if the model's format is known."""
+        if self.response_template is None or not self.chat_template:
+            return None
+        from transformers.utils.chat_parsing import ResponseParser
+
+        return ResponseParser(self.response_template, prefix=self.tokenizer.decode(ids))
+
+
+def sampling(options: Namespace) -> dict[str, object]:
+    """The sampling arguments of `generate`. Missing ones are those of the checkpoint."""
+    if options.temperature == 0:
+        # the defaults, so that there is no warning
+        return {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+    given = {"temperature": options.temperature, "top_p": options.top_p}
+    given = {name: value for name, value in given.items() if value is not None}
+    return {"do_sample": True} | given if given else {}
+
+
+def response_template(tokenizer, model) -> dict | None:
+    """The format of the model's answers, from its tokenizer or from transformers' server, which needs fastapi."""
+    from .serve.harmony import HARMONY
+
+    template = getattr(tokenizer, "response_template", None)
+    if template is not None:
+        return template
+    if model.config.model_type == "gpt_oss":
+        return HARMONY
+    try:
+        from transformers.cli.serving.utils import get_response_template
+    except ImportError:
+        return None
+    return get_response_template(tokenizer, model)
+
+
+class Computed:
+    """The cache of all tokens computed so far. A new prompt is computed from its first different token on."""
+
+    def __init__(self, model):
+        self.config = model.config.get_text_config(decoder=True)
+        self.is_kept = model._supports_default_dynamic_cache() and model.generation_config.cache_implementation is None
+        self.clear()
+
+    def clear(self) -> None:
+        from transformers import DynamicCache
+
+        self.ids: list[int] = []
+        # the cache cannot be cropped before this: layers with a sliding window have lost earlier keys
+        self.earliest = 0
+        self.cache = DynamicCache(config=self.config) if self.is_kept else None
+        self.records = self.is_kept and self.cache.is_croppable  # linear attention is not croppable
+        if self.records:
+            self.cache.activate_past_recording()
+            # On mps, `generate` computes a token too many and crops it, if it may. That would also restrict layers with
+            # a sliding window to their window, and end the recording.
+            for layer in self.cache.layers:
+                layer.is_croppable = layer.is_croppable and not layer.is_sliding
+
+    def keep(self, ids: list[int]) -> int:
+        """Crop the cache to its common prefix with these tokens, without the last one, which is computed again for its
+        logits. Returns the length that is left."""
+        same = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), len(self.ids))
+        same = min(same, len(ids) - 1)
+        if self.records and same >= self.earliest:
+            if self.ids:
+                self.cache.crop(same - len(self.ids))
+            self.earliest = same if any(self.cache.is_sliding) else 0
+        elif same < len(self.ids):
+            self.clear()
+            return 0
+        self.ids = self.ids[:same]
+        return same
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[object]:
+        """The cache for `generate`. After an exception the last token may be in only some of the layers."""
+        try:
+            yield self.cache
+        except BaseException:
+            self.clear()
+            raise
+
+    def add(self, ids: list[int]) -> None:
+        """The last token has no keys yet."""
+        if self.is_kept:
+            self.ids = ids[: self.cache.get_seq_length()]
+
+
+@dataclass
+class Stop:
+    """A stopping criterion of `generate`."""
+
+    wanted: bool = False
+
+    def __call__(self, ids: torch.Tensor, _scores: object, **_more) -> torch.Tensor:
+        return torch.full((ids.shape[0],), self.wanted, device=ids.device)
+
+
+@contextlib.contextmanager
+def until_interrupted() -> Iterator[Stop]:
+    """The first Ctrl-C ends the answer after a complete token, so that the cache stays valid. A second one, while a
+    long prompt is computed, raises."""
+    stop = Stop()
+
+    def interrupt(number: int, frame: object) -> None:
+        if stop.wanted:
+            raise KeyboardInterrupt
+        stop.wanted = True
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ------------------------------------------------------------------------------------------------ an answer
+
+
+class Answer:
+    """An answer, printed while it is generated, and its speed. It is the streamer of `generate`."""
+
+    def __init__(self, tokenizer, ends: set[int], parser, start: float, prompt: int, computed: int):
+        self.tokenizer, self.ends, self.parser, self.start = tokenizer, ends, parser, start
+        self.prompt, self.computed = prompt, computed  # tokens of the prompt, and those of them that had to be computed
+        self.times: list[float] | None = None  # time of each token; None until the prompt has been received
+        self.ids: list[int] = []
+        self.decoded = 0, 0  # start and end of the last piece of text
+        self.texts: dict[str, str] = {}  # the printed text, by the parser's name of its part
+        self.shown = "content"
+        if parser is not None:
+            self.show_events(parser.initial_events)
+
+    def put(self, ids: torch.Tensor) -> None:
+        if self.times is None:
+            self.times = []
+            return
+        self.times.append(time.perf_counter())
+        self.ids += (i for i in ids.tolist() if i not in self.ends)
+        self.show_text(whole=True)
+
+    def show_text(self, whole: bool) -> None:
+        """Print the text that the last tokens add. Unless `whole`, an incomplete character is held back. The text of a
+        token can depend on earlier ones."""
+        start, end = self.decoded
+        before, text = self.decode(self.ids[start:end]), self.decode(self.ids[start:])
+        if len(text) <= len(before) or (whole and text.endswith("\ufffd")):
+            return
+        self.decoded = end, len(self.ids)
+        self.show(text[len(before) :])
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=self.parser is None)
+
+    def show(self, text: str) -> None:
+        if self.parser is None:
+            return self.show_part("content", text)
+        with contextlib.suppress(ValueError):  # the arguments of a tool call may be invalid JSON
+            self.show_events(self.parser.feed(text))
+
+    def show_events(self, events: list[dict]) -> None:
+        for event in events:
+            if event["type"] == "region_chunk":
+                self.show_part(event["field"], event["text"])
+
+    def show_part(self, name: str, text: str) -> None:
+        """Reasoning is dim, and is not printed if stdout is not a terminal."""
+        self.texts[name] = self.texts.get(name, "") + text
+        if name != self.shown:
+            self.change_to(name)
+        apart = name != "content" and not sys.stdout.isatty()
+        print(text, end="", flush=True, file=sys.stderr if apart else sys.stdout)
+
+    def change_to(self, name: str) -> None:
+        terminal = sys.stdout.isatty()
+        if name != "content":
+            print(DIM if terminal else "", end="")
+        else:
+            print(PLAIN if terminal else "", file=sys.stdout if terminal else sys.stderr)
+        self.shown = name
+
+    def end(self) -> None:
+        """`generate` calls this after the last token."""
+        self.show_text(whole=False)
+        if self.parser is not None:
+            with contextlib.suppress(ValueError):
+                self.show_events(self.parser.finalize()[1])
+            if not self.texts:  # the answer is not in the model's format
+                self.show_part("content", self.tokenizer.decode(self.ids, skip_special_tokens=True))
+        if self.shown != "content":
+            self.change_to("content")
+        print(flush=True)
+
+    @property
+    def message(self) -> dict:
+        """The answer as a message for the chat template."""
+        texts = {name: text.strip() if self.parser else text for name, text in self.texts.items()}
+        return {"role": "assistant", "content": texts.pop("content", "")} | texts
+
+    def __str__(self) -> str:
+        tokens, spent = len(self.times), self.times[-1] - self.times[0]
+        speed = f", {(tokens - 1) / spent:.1f} tokens/s" if spent else ""
+        first = f"the first after {self.times[0] - self.start:.2f} s"
+        return f"{tokens} tokens{speed}, {first}; {self.computed} of the prompt's {self.prompt} tokens were new"

@@ -1,0 +1,59 @@
+"""Helpers that the commands share: arguments, devices, and the error that ends a command."""
+
+from argparse import ArgumentParser, ArgumentTypeError
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from ...macos import why_torch_is_too_old
+
+#: On mps, how many tokens `generate` computes between two waits for the GPU.
+TOKENS_PER_WAIT = 256
+
+
+class CannotRun(Exception):
+    """Ends a command with exit code 2; the message gives the reason."""
+
+
+def reason_of(error: Exception) -> str:
+    """The first sentence of an error's message. Libraries wrap theirs at any word."""
+    lines = str(error).strip().partition("\n\n")[0].splitlines()
+    ends = (number for number, line in enumerate(lines, 1) if line.rstrip().endswith((".", "!", "?")))
+    return " ".join(line.strip() for line in lines[: next(ends, 1)]) or type(error).__name__
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ArgumentTypeError(f"must be 1 or more, got {text}")
+    return number
+
+
+def add_device(parser: ArgumentParser) -> None:
+    best = "mps" if torch.backends.mps.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "mps"), default=best, help=f"default here: {best}")
+
+
+def check_device(device: str) -> None:
+    """Raise `CannotRun` if this device is missing, or if this Mac needs a newer torch, for whichever device."""
+    if (reason := why_torch_is_too_old()) is not None:
+        raise CannotRun(reason)
+    if device == "mps" and not torch.backends.mps.is_available():
+        from ..doctor import devices
+
+        raise CannotRun(f"--device mps: {dict(devices())['mps']}")
+
+
+class Waits:
+    """A logits processor that changes nothing, and waits for the GPU now and then. On mps `generate` never does, and
+    MPSGraph frees its scratch memory only then (pytorch#194459)."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        if scores.device.type == "mps" and ids.shape[1] % TOKENS_PER_WAIT == 0:
+            torch.mps.synchronize()
+        return scores
+
+
+def has_transformers() -> bool:
+    return find_spec("transformers") is not None

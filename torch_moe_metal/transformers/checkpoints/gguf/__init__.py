@@ -1,0 +1,1 @@
+"""GGUF files in transformers: their configuration, names of weights, and blocks that stay packed."""
