@@ -5,7 +5,8 @@ from argparse import ArgumentParser, Namespace
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
-from torch_moe_metal.commands.common.cli import CannotRun, add_device, check_device
+from torch_moe_metal.commands.common.cli import CannotRun
+from torch_moe_metal.commands.common.devices import add_device, check_device
 from torch_moe_metal.commands.common.loading import MODEL, Source, loading
 
 

@@ -8,7 +8,7 @@ from simulated import lines_of
 pytestmark = pytest.mark.skipif(not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal plays others")
 
 CHECKS = """
-from torch_moe_metal import doctor
+from torch_moe_metal.commands import doctor
 for op, dtype, tokens, format in {checks}:
     print(op, format, doctor.check(op, "mps", getattr(torch, dtype), tokens, format))
 """
@@ -26,10 +26,10 @@ def test_flushed_halves_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     formats = ("dense", "affine", "mxfp4", "fp8")
     said = checked(*(("dequantize", "float32", 5, format) for format in formats))
     assert [format for format in formats if "relative error" in said["dequantize", format]] == ["affine", "mxfp4"]
-    (line,) = lines_of('from torch_moe_metal import doctor\nprint(doctor.subnormal_halves("mps"))')
+    (line,) = lines_of('from torch_moe_metal.commands import doctor\nprint(doctor.subnormal_halves("mps"))')
     assert line.startswith("half subnormals are flushed on this GPU") and line.endswith("expected 0.5, got 0.0")
     monkeypatch.delenv("METAL_SIM_ARITHMETIC")
-    assert lines_of('from torch_moe_metal import doctor\nprint(doctor.subnormal_halves("mps"))') == ["None"]
+    assert lines_of('from torch_moe_metal.commands import doctor\nprint(doctor.subnormal_halves("mps"))') == ["None"]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from torch_moe_metal.arguments import ARGUMENTS, DTYPES
 from torch_moe_metal.commands import demo, doctor
 from torch_moe_metal.commands.bench import block
 from torch_moe_metal.commands.command_line import main
+from torch_moe_metal.commands.common import devices
 from torch_moe_metal.transformers_support import why_unsupported
 
 PACKAGE = Path(torch_moe_metal.__file__).parent
@@ -98,7 +99,7 @@ def test_doctor_reports(dtypes: list[torch.dtype], monkeypatch, capsys):
     monkeypatch.setattr(reference, "dequantize", counted)
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
-    available = [device for device, missing in doctor.devices() if not missing]
+    available = [device for device, missing in devices.devices() if not missing]
     for version in (torch_moe_metal.__version__, torch.__version__, torch_moe_metal.cpu_isa):
         assert version in said
     assert re.findall(r"^  (\w+) +ok$", said, re.MULTILINE)[: len(ARGUMENTS)] == list(ARGUMENTS)
@@ -132,9 +133,9 @@ def test_doctor_computes_on_the_gpu(monkeypatch):
 
     for name in ("is_built", "is_available"):
         monkeypatch.setattr(torch.backends.mps, name, lambda: True)
-    monkeypatch.setattr(doctor, "has_kernel", lambda _: True)
+    monkeypatch.setattr(devices, "has_kernel", lambda _: True)
     monkeypatch.setattr(torch, "ones", ones)
-    assert dict(doctor.devices())["mps"].endswith("cannot compute on it: MPS backend out of memory")
+    assert dict(devices.devices())["mps"].endswith("cannot compute on it: MPS backend out of memory")
 
 
 # ------------------------------------------------------------------------------------------------ demo

@@ -17,7 +17,7 @@ from checks import assert_matches
 from conftest import DEVICES, SIMULATED
 from simulated import lines_of
 from torch_moe_metal import gpu_settings
-from torch_moe_metal.commands import doctor
+from torch_moe_metal.commands.common import devices
 
 pytestmark = pytest.mark.skipif(
     not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal plays other systems and changes grids"
@@ -82,14 +82,14 @@ print(metal_sim.compiled())
 def test_doctor_reports_missing_features_of_a_virtual_mac() -> None:
     import metal_sim
 
-    assert dict(doctor.devices())["mps"] is None
+    assert dict(devices.devices())["mps"] is None
     with metal_sim.playing_gpu("Apple Paravirtual device", 1005):
-        assert "Apple Paravirtual device is not one: a virtual Mac's GPU lacks" in dict(doctor.devices())["mps"]
+        assert "Apple Paravirtual device is not one: a virtual Mac's GPU lacks" in dict(devices.devices())["mps"]
 
 
 def test_doctor_reports_compile_times() -> None:
     script = """
-from torch_moe_metal import doctor
+from torch_moe_metal.commands import doctor
 print(*doctor.compiling("mps"))
 glu(x, x), norm_add(x, x, x[0]), glu(x.half(), x.half())
 print(*doctor.compiling("mps"), *doctor.compiling("cpu"), sep="\\n")

@@ -15,7 +15,8 @@ from ..formats import FORMATS
 from ..transformers_support import why_unsupported
 from .bench import measure
 from .bench.random_weights import Packing
-from .bench.report import Progress
+from .common.devices import devices
+from .common.progress import Progress
 
 DIMS = {"E": 33, "K": 3, "H": 96, "I": 40, "N": 37, "U": 1}  # odd sizes: most faults of kernels are in tails
 DIMS |= {"B": 2, "A": 6, "J": 2, "S": 101, "D": 40, "V": 24, "R": 12}
@@ -80,46 +81,6 @@ def check(op: str, device: str, dtype: torch.dtype, tokens: int, format: str = "
         if not error <= allowed:
             return f"output {index}: relative error {error:.1e}, allowed {allowed:.0e}"
     return None
-
-
-def has_kernel(device: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key("moe_metal::gate", device.upper())
-
-
-def why_no_sum() -> str | None:
-    """The error of a sum on mps, if there is one. The GPU of a virtual Mac may be reported as available but have no
-    memory."""
-    try:
-        torch.ones(2, device="mps").sum().item()
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
-    return None
-
-
-def why_not_ours() -> str | None:
-    """The features that our kernels miss on an Apple GPU, such as that of a virtual Mac."""
-    try:
-        torch.ops.moe_metal._check_device()
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
-    return None
-
-
-def devices() -> Iterator[tuple[str, str | None]]:
-    """Each device and, if the ops cannot run on it, the reason."""
-    yield "cpu", None
-    if not torch.backends.mps.is_built():
-        yield "mps", "this PyTorch is built without MPS; on a Mac with Apple silicon, install torch from PyPI"
-    elif not torch.backends.mps.is_available():
-        yield "mps", "PyTorch finds no usable Apple GPU; macOS 14 or newer on Apple silicon is needed"
-    elif not has_kernel("mps"):
-        yield "mps", "the package was built without its MPS backend; reinstall it on this Mac"
-    elif problem := why_no_sum():
-        yield "mps", f"PyTorch finds an Apple GPU, but cannot compute on it: {problem}"
-    elif problem := why_not_ours():
-        yield "mps", problem
-    else:
-        yield "mps", None
 
 
 def installed(package: str) -> str:

@@ -33,7 +33,8 @@ from .bench.device_bench import in_turn
 from .bench.measure import free_memory, machine, rounds_each
 from .bench.model_sizes import DEFAULT, MODELS, Model, of_config
 from .bench.random_weights import FORMATS
-from .common.cli import CannotRun, check_device
+from .common.cli import CannotRun
+from .common.devices import check_device
 
 # ------------------------------------------------------------------------------------------------ the settings
 

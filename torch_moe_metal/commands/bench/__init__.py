@@ -17,14 +17,16 @@ import torch
 
 from ... import gpu_settings
 from ...arguments import DTYPES
-from ..common.cli import CannotRun, add_device, positive
+from ..common.cli import CannotRun, positive
+from ..common.devices import add_device
+from ..common.progress import Progress, minutes
 from . import report
 from .calls import DECODING, OPS, WORTH_A_LIMIT
 from .device_bench import DeviceBench
 from .measure import keep_freed_memory, machine
 from .model_sizes import DEFAULT, MODELS
 from .random_weights import FORMATS
-from .report import Progress, Result
+from .report import Result
 
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 __all__ = ["OPS", "add_arguments", "run"]
@@ -83,7 +85,7 @@ def run(options: Namespace, measurer: Callable[[Namespace], DeviceBench] = Devic
     except CannotRun as reason:
         print(f"bench: {reason}", file=sys.stderr)
         return 2
-    rows, least = len(bench.calls), report.minutes(len(bench.calls) * options.seconds)
+    rows, least = len(bench.calls), minutes(len(bench.calls) * options.seconds)
     print(f"bench: {rows} rows, which take at least {least} minutes (fewer: --ops, --tokens)", file=sys.stderr)
     ratios = ["x dense"] * any(call.packing for call in bench.calls) + ["x MLX"] * bench.has_mlx
     if not options.json:

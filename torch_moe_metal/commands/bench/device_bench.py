@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ... import gpu_settings
 from ...arguments import DTYPES
-from ..common.cli import check_device, has_transformers
+from ..common.cli import has_transformers
+from ..common.devices import check_device
 from .baselines import baselines, int4pack, linear, too_large
 from .block import Block, Implementation, expert_bytes, fitted, plain, transformers
 from .calls import (

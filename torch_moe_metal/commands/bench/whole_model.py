@@ -23,12 +23,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...packing import WRITTEN
-from ..common.cli import CannotRun, add_device, check_device, has_transformers, positive
+from ..common.cli import CannotRun, has_transformers, positive
+from ..common.devices import add_device, check_device
 from ..common.loading import weights_gb
+from ..common.progress import Progress
 from .measure import machine, synchronize
 from .model_sizes import DEFAULT, MODELS, configuration
 from .random_weights import FORMATS
-from .report import Progress
 
 PROMPT, TOKENS = 512, 16
 CONTEXT = [64, 4096, 16384]

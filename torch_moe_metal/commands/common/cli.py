@@ -1,12 +1,10 @@
-"""Helpers that the commands share: arguments, devices, and the error that ends a command."""
+"""Small helpers that the commands share, and the error that ends a command."""
 
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentTypeError
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-
-from ...macos import why_torch_is_too_old
 
 #: On mps, how many tokens `generate` computes between two waits for the GPU.
 TOKENS_PER_WAIT = 256
@@ -28,21 +26,6 @@ def positive(text: str) -> int:
     if number < 1:
         raise ArgumentTypeError(f"must be 1 or more, got {text}")
     return number
-
-
-def add_device(parser: ArgumentParser) -> None:
-    best = "mps" if torch.backends.mps.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "mps"), default=best, help=f"default here: {best}")
-
-
-def check_device(device: str) -> None:
-    """Raise `CannotRun` if this device is missing, or if this Mac needs a newer torch, for whichever device."""
-    if (reason := why_torch_is_too_old()) is not None:
-        raise CannotRun(reason)
-    if device == "mps" and not torch.backends.mps.is_available():
-        from ..doctor import devices
-
-        raise CannotRun(f"--device mps: {dict(devices())['mps']}")
 
 
 class Waits:

@@ -18,7 +18,8 @@ import torch
 
 from ...formats import BITS
 from ...packing import WRITTEN
-from .cli import CannotRun, add_device, check_device, positive, reason_of
+from .cli import CannotRun, positive, reason_of
+from .devices import add_device, check_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
