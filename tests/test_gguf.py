@@ -23,7 +23,8 @@ from test_transformers import generated
 from tiny_models import left_without_need, tokens
 from torch_moe_metal import gguf
 from torch_moe_metal.formats import FORMATS
-from torch_moe_metal.transformers.checkpoints.gguf import architectures, reading
+from torch_moe_metal.gguf import hub
+from torch_moe_metal.transformers.checkpoints.gguf import architectures
 from torch_moe_metal.transformers.fusing.packed import PackedExperts
 
 #: The tolerance of float32 sums in different order; the largest observed error is 1.3e-5.
@@ -204,7 +205,7 @@ def test_parts_come_from_the_hub(tmp_path: Path, monkeypatch):
         (there / Path(filename).name).symlink_to(first.parent / Path(filename).name)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
-    file = reading.read(str(there / first.name))
+    file = hub.read(str(there / first.name))
     assert file.tensors.keys() == gguf.read(first).tensors.keys()
     others = sorted(part.name for part in first.parent.glob("*.gguf") if part != first)
     assert asked == [("some/model", f"Q4/{name}", commit, str(tmp_path / "hub")) for name in others]

@@ -28,18 +28,25 @@ def flags(address: int) -> list[str]:
 
 
 @needs_linux
-def test_large_tensors_request_huge_pages():
-    """PyTorch reads the setting with its first tensor, so this needs a new process."""
+@pytest.mark.parametrize("command", [True, False])
+def test_large_tensors_request_huge_pages(command: bool):
+    """Those of a command, not those of a program that imports the package. PyTorch reads the setting with its first
+    tensor, so this needs a new process."""
     script = """
-import torch, torch_moe_metal
+import sys, torch, torch_moe_metal
+from torch_moe_metal.__main__ import main
 from test_huge_pages import flags
+if sys.argv[1] == "True":
+    main([])
 small, large = torch.empty(1 << 16, dtype=torch.uint8), torch.empty(1 << 26, dtype=torch.uint8)
 print("hg" in flags(small.data_ptr()), "hg" in flags(large.data_ptr() + (1 << 25)))
 """
     env = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
     env["PYTHONPATH"] = str(Path(__file__).parent)
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=False)
-    assert ran.stdout.split() == ["False", "True"], ran.stderr
+    ran = subprocess.run(
+        [sys.executable, "-c", script, str(command)], capture_output=True, text=True, env=env, check=False
+    )
+    assert ran.stdout.split()[-2:] == ["False", str(command)], ran.stderr
 
 
 def test_the_setting_of_the_user_stays(monkeypatch):

@@ -25,6 +25,7 @@ except ImportError:
     mx = None
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from torch_moe_metal import huge_pages
 from torch_moe_metal.commands import bench
 from torch_moe_metal.commands.bench.block import Block, Implementation
 from torch_moe_metal.commands.bench.calls import WHOLE, Call
@@ -211,6 +212,7 @@ def main() -> int:
     bench.add_arguments(parser)
     if mx is None:
         print("MLX is not installed: not measured", file=sys.stderr)
+    huge_pages.for_tensors()
     return bench.run(parser.parse_args(), DeviceBench if mx is None else WithMlx)
 
 

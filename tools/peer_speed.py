@@ -96,15 +96,17 @@ class Ours:
         import torch
         from transformers import AutoModelForCausalLM
 
-        import torch_moe_metal.transformers  # before the clock starts: transformers' own imports take seconds
+        from torch_moe_metal import huge_pages
+        from torch_moe_metal.transformers import patch  # before the clock starts: transformers' imports take seconds
 
+        huge_pages.for_tensors()
         torch.set_num_threads(threads)
         self.torch, before, start = torch, anonymous_gb(), time.perf_counter()
         self.model = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=torch.bfloat16, device_map="cpu"
         )
         self.loaded = {"load s": time.perf_counter() - start, "memory GB": anonymous_gb() - before}
-        torch_moe_metal.patch(self.model)
+        patch(self.model)
 
     def measure(self, ids: list[int], tokens: int) -> dict[str, float]:
         from torch_moe_metal.transformers.versions import cache_of, with_cache

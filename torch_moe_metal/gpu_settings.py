@@ -24,15 +24,6 @@ from . import macos
 ops = torch.ops.moe_metal
 Settings = dict[str, int]
 PER_MACOS = ("matrix_units", "tensor_ops")  # they select PyTorch's or Apple's kernels for products
-#: Files written before these settings were renamed have their old names.
-RENAMED = {
-    "band": "tiles_per_band",
-    "decode_slots": "decode_max_slots_percent",
-    "enough_simdgroups": "target_simdgroups",
-    "gate_tiles": "gate_min_tiles",
-    "tile32_share": "tile32_min_rows",
-    "tile64_share": "tile64_min_rows",
-}
 
 
 def torch_and_macos() -> str:
@@ -94,11 +85,7 @@ def saved() -> dict[str, dict[str, Settings]]:
     for settings in (settings for versions in found.values() for settings in versions.values()):
         if not (isinstance(settings, dict) and all(type(value) is int for value in settings.values())):
             raise ValueError(f"expected integers by name, got {settings}")
-    return {gpu: {version: renamed(each) for version, each in versions.items()} for gpu, versions in found.items()}
-
-
-def renamed(settings: Settings) -> Settings:
-    return {RENAMED.get(name, name): value for name, value in settings.items()}
+    return found
 
 
 def load() -> None:

@@ -14,7 +14,7 @@ import torch
 
 def for_tensors() -> None:
     """Let PyTorch request huge pages for tensors of 2 MB or more. It reads this setting when it allocates the first
-    tensor on the CPU. A value that the user has set stays."""
+    tensor on the CPU. A value that the user has set stays. Commands call this, because it concerns all of a process."""
     if sys.platform == "linux":
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 

@@ -303,19 +303,6 @@ def of_this(settings: object) -> str:
     return json.dumps({"Apple M9": {torch.__version__: settings}})
 
 
-@on_mps
-def test_a_file_with_old_names_is_loaded(file: Path, m9: str, mps: str):
-    file.parent.mkdir()
-    old = {"band": 4, "decode_slots": 200, "enough_simdgroups": 320, "gate_tiles": 9}
-    old |= {"tile32_share": 9, "tile64_share": 33}
-    file.write_text(of_this(old))
-    gpu_settings.load()
-    assert gpu_settings.current() == gpu_settings.defaults() | {
-        gpu_settings.RENAMED[name]: value for name, value in old.items()
-    }
-    assert old.keys() == gpu_settings.RENAMED.keys()
-
-
 BROKEN = {
     "no JSON": b"{",
     "no text": b"\xff\xfe\xff",

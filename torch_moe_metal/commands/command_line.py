@@ -1,10 +1,13 @@
 """The command line: `python -m torch_moe_metal --help`."""
 
 import argparse
+from types import ModuleType
 
 import torch
 
-from .. import __version__
+from .. import __version__, huge_pages
+from . import bench, chat, demo, doctor, fit, serve, tune
+from .bench import whole_model
 
 BENCH = """
 examples:
@@ -17,109 +20,36 @@ In a checkout, `python tools/bench_mlx.py` has the same options and also measure
 """
 
 
-def add_bench(commands: argparse._SubParsersAction) -> None:
-    from . import bench
-
-    parser = commands.add_parser(
-        "bench",
-        help="times of every op and of a model's block, compared with the memory bandwidth, PyTorch and transformers",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=BENCH,
-    )
-    bench.add_arguments(parser)
-    parser.set_defaults(run=bench.run)
+def add(commands: argparse._SubParsersAction, module: ModuleType, name: str, help: str, **texts: str | None) -> None:
+    """Add the command of a module with options."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(name, help=help, formatter_class=raw, **({"description": module.__doc__} | texts))
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
 
 
-def add_bench_model(commands: argparse._SubParsersAction) -> None:
-    from .bench import whole_model
-
-    parser = commands.add_parser(
-        "bench-model",
-        help="tokens per second of a whole model: stock transformers, experts_implementation, patch",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=whole_model.__doc__,
-    )
-    whole_model.add_arguments(parser)
-    parser.set_defaults(run=whole_model.run)
-
-
-def add_tune(commands: argparse._SubParsersAction) -> None:
-    from . import tune
-
-    parser = commands.add_parser(
-        "tune",
-        help="measure launch parameters on this Mac's GPU and save the fastest",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=tune.__doc__,
-    )
-    tune.add_arguments(parser)
-    parser.set_defaults(run=tune.run)
-
-
-def add_serve(commands: argparse._SubParsersAction) -> None:
-    from . import serve
-
-    parser = commands.add_parser(
-        "serve",
-        help="an OpenAI-compatible server with a patched model",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=serve.__doc__,
-        epilog=serve.EXAMPLES,
-    )
-    serve.add_arguments(parser)
-    parser.set_defaults(run=serve.run)
-
-
-def add_chat(commands: argparse._SubParsersAction) -> None:
-    from . import chat
-
-    parser = commands.add_parser(
-        "chat",
-        help="a conversation in the terminal with a patched model",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=chat.__doc__,
-        epilog=chat.EXAMPLES,
-    )
-    chat.add_arguments(parser)
-    parser.set_defaults(run=chat.run)
-
-
-def add_fit(commands: argparse._SubParsersAction) -> None:
-    from . import fit
-
-    parser = commands.add_parser(
-        "fit",
-        help="in which format a model fits into a Mac's memory, and with how long a context",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=fit.__doc__,
-        epilog=fit.EXAMPLES,
-    )
-    fit.add_arguments(parser)
-    parser.set_defaults(run=fit.run)
-
-
-def add_report(commands: argparse._SubParsersAction, name: str, help: str) -> None:
-    def run(_args: argparse.Namespace) -> int:
-        from importlib import import_module
-
-        return import_module(f".{name}", __package__).run()
-
-    commands.add_parser(name, help=help).set_defaults(run=run)
+def add_report(commands: argparse._SubParsersAction, module: ModuleType, name: str, help: str) -> None:
+    """Add the command of a module without options."""
+    commands.add_parser(name, help=help).set_defaults(run=lambda _: module.run())
 
 
 def main(arguments: list[str] | None = None) -> int:
+    huge_pages.for_tensors()  # for a command only: an import of the package does not change the user's process
     parser = argparse.ArgumentParser(prog="python -m torch_moe_metal", description=__doc__)
     version = f"torch_moe_metal {__version__}, torch {torch.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="command")
-    add_serve(commands)
-    add_chat(commands)
-    add_fit(commands)
-    add_report(commands, "demo", "one real MoE layer, fused and stock")
-    add_report(commands, "doctor", "versions and devices, and a test of every op")
-    add_bench(commands)
-    add_bench_model(commands)
-    add_tune(commands)
+    add(commands, serve, "serve", "an OpenAI-compatible server with a patched model", epilog=serve.EXAMPLES)
+    add(commands, chat, "chat", "a conversation in the terminal with a patched model", epilog=chat.EXAMPLES)
+    fits = "in which format a model fits into a Mac's memory, and with how long a context"
+    add(commands, fit, "fit", fits, epilog=fit.EXAMPLES)
+    add_report(commands, demo, "demo", "one real MoE layer, fused and stock")
+    add_report(commands, doctor, "doctor", "versions and devices, and a test of every op")
+    times = "times of every op and of a model's block, compared with the memory bandwidth, PyTorch and transformers"
+    add(commands, bench, "bench", times, description=None, epilog=BENCH)
+    speeds = "tokens per second of a whole model: stock transformers, experts_implementation, patch"
+    add(commands, whole_model, "bench-model", speeds)
+    add(commands, tune, "tune", "measure launch parameters on this Mac's GPU and save the fastest")
     parser.set_defaults(run=lambda _: parser.print_help() or 0)
     args = parser.parse_args(arguments)
     return args.run(args)

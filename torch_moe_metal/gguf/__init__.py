@@ -39,6 +39,8 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4  # GGML's limit
+#: The attribute of a model for the stamps of its files.
+STAMPS = "_moe_metal_stamps"
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -115,6 +117,14 @@ class GgufFile:
     metadata: dict
     tensors: dict[str, GgufTensor]
     stamps: tuple[Stamp, ...] = ()
+
+
+def architecture_of(file: GgufFile) -> str:
+    """The architecture. Mixtral's files say "llama", like those of dense models, whose name stays."""
+    found = file.metadata.get("general.architecture")
+    if not isinstance(found, str):
+        raise ValueError(f"torch_moe_metal: {file.path}: general.architecture: expected a name, got {found!r}")
+    return "mixtral" if found == "llama" and file.metadata.get("llama.expert_count") else found
 
 
 def pages(file: Path) -> torch.UntypedStorage:

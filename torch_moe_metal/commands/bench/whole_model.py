@@ -36,7 +36,7 @@ CONTEXT = [64, 4096, 16384]
 WHOLE = ("qwen3-30b-a3b", "gpt-oss-20b")  # the models that can be measured
 #: GGUF files use more bits for some weights: the usual format and the larger one.
 MIXES = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
-EXPERTS_ONLY = [r"(?!.*experts).*"]  # `skip` of everything else
+EXPERTS_ONLY = ["!experts"]  # `skip` of everything else
 
 
 def whole_config(name: str, layers: int):

@@ -25,7 +25,7 @@ from ..fusing.packed import (
     rows_of,
     tied_head,
 )
-from .patterns import as_glob, within
+from .patterns import is_glob, within
 
 logger = logging.get_logger(__name__)
 
@@ -117,18 +117,18 @@ class MoeMetalConfig(QuantizationConfigMixin):
             right = type(group_size) is int and group_size in GROUPS
             expect(right, f"{where}group_size", any_of(GROUPS), group_size)
 
-        def glob(name: str, pattern: object) -> str:
-            found = as_glob(pattern) if isinstance(pattern, str) else None
-            expect(found is not None, name, "names of modules or globs, such as 'lm_head' or '!experts'", pattern)
-            return found
+        def expect_globs(name: str, patterns: Iterable) -> None:
+            for pattern in patterns:
+                expect(is_glob(pattern), name, "names of modules or globs, such as 'lm_head' or '!experts'", pattern)
 
         settings = {"format": self.format, "bits": self.bits, "group_size": self.group_size}
         expect_form("", **settings)
         expect(isinstance(self.skip, list | tuple | set), "skip", "a list of names", self.skip)
         expect(isinstance(self.bits_by_name, Mapping), "bits_by_name", "bits by names", self.bits_by_name)
         expect(isinstance(self.layers, Mapping), "layers", "settings by names", self.layers)
-        self.skip = [glob("skip", pattern) for pattern in self.skip]
-        self.bits_by_name = {glob("bits_by_name", pattern): bits for pattern, bits in self.bits_by_name.items()}
+        expect_globs("skip", self.skip)
+        expect_globs("bits_by_name", self.bits_by_name)
+        self.skip, self.bits_by_name = list(self.skip), dict(self.bits_by_name)
         for name, bits in self.bits_by_name.items():
             expect_form(f"bits_by_name: {name}: ", **settings | {"bits": bits})
         for name, entry in self.layers.items():

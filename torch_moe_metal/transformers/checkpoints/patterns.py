@@ -5,18 +5,11 @@ from fnmatch import fnmatchcase
 
 #: Names and globs: of the special characters of regular expressions, only [], * and ? are allowed.
 GLOB = re.compile(r"!?[\w.*?-]*(?:\[[\w-]+\][\w.*?-]*)*")
-#: Saved configurations may contain the one regular expression that was documented, and names from `re.escape`.
-ALL_BUT = re.compile(r"\(\?!\.\*([\w.]+)\)\.\*")
-ESCAPED = re.compile(r"(?:\w|\\[.-])+")
 
 
-def as_glob(pattern: str) -> str | None:
-    """A pattern of `skip` or `bits_by_name` as a name or a glob; None for other regular expressions."""
-    if negated := ALL_BUT.fullmatch(pattern):
-        return f"!{negated[1]}"
-    if ESCAPED.fullmatch(pattern):
-        return pattern.replace("\\", "")
-    return pattern if pattern.strip("!") and GLOB.fullmatch(pattern) else None
+def is_glob(pattern: object) -> bool:
+    """Whether a pattern of `skip` or `bits_by_name` is a name or a glob."""
+    return isinstance(pattern, str) and bool(pattern.strip("!") and GLOB.fullmatch(pattern))
 
 
 def within(pattern: str, name: str) -> bool:

@@ -18,7 +18,8 @@ from transformers.quantizers import auto
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from transformers.utils import logging
 
-from ....gguf import GgufFile, GgufTensor
+from ....gguf import STAMPS, GgufFile, GgufTensor, architecture_of
+from ....gguf.hub import read
 from ....packed_layers import Permuted
 from ...fusing.experts import NAME, is_experts, why_not_packed
 from ...fusing.packed import Parts, let_transformers_initialise
@@ -28,7 +29,6 @@ from ..patterns import within
 from ..quantizer import PackedQuantizer, naming
 from ..sources import Sources, sources_of
 from .architectures import CONVERSIONS, JoinGateUp
-from .reading import STAMPS, architecture_of, read
 
 logger = logging.get_logger(__name__)
 ops = torch.ops.moe_metal

@@ -4,45 +4,18 @@ makes Auto classes accept the path of a GGUF file."""
 import functools
 import itertools
 import re
+import sys
 from collections.abc import Callable, Container
 from pathlib import Path
-from types import ModuleType
 
-from ....gguf import SPLIT, GgufFile, parts_of
-from ....gguf import read as read_file
-from ....transformers_support import packed_checkpoints
+from ..gguf import STAMPS, architecture_of
+from ..gguf.hub import read
+from ..transformers_support import packed_checkpoints
 
-#: A file in the hub's cache: the cache, the repository, its commit, and the name of the file in it.
-IN_CACHE = re.compile(r"(.*)/models--([^/]+)/snapshots/([0-9a-f]{40})/(.+)")
 #: Tensors whose values are part of the configuration.
 VALUES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 #: The metadata key for the file's name, used in messages.
 PATH = "torch_moe_metal.path"
-#: The attribute of a model for the stamps of its files.
-STAMPS = "_moe_metal_stamps"
-
-
-def read(path: str, strings: Container[str] = ()) -> GgufFile:
-    """Read a file. All parts of a split file are downloaded first, because transformers downloads only one."""
-    found, cached = SPLIT.fullmatch(Path(path).name), IN_CACHE.fullmatch(Path(path).as_posix())
-    if found and cached:
-        from huggingface_hub import hf_hub_download
-
-        cache, repository, commit, name = cached.groups()
-        for part in parts_of(Path(path), int(found[3])):
-            if not part.is_file():
-                there = (Path(name).parent / part.name).as_posix()
-                hf_hub_download(repository.replace("--", "/"), there, revision=commit, cache_dir=cache)
-    return read_file(path, strings)
-
-
-def architecture_of(file: GgufFile) -> str:
-    """The architecture, as in CONFIGS. Mixtral's files say "llama", like those of dense models, which are left to
-    transformers."""
-    found = file.metadata.get("general.architecture")
-    if not isinstance(found, str):
-        raise ValueError(f"torch_moe_metal: {file.path}: general.architecture: expected a name, got {found!r}")
-    return "mixtral" if found == "llama" and file.metadata.get("llama.expert_count") else found
 
 
 def read_gguf_metadata(stock, path: str, string_arrays: Container[str] = ()) -> tuple[dict, tuple[str, ...]]:
@@ -79,7 +52,7 @@ class Architectures(dict):
 
     @functools.cached_property
     def ours(self) -> dict:
-        from .config import CONFIGS
+        from ..transformers.checkpoints.gguf.config import CONFIGS
 
         return {name: of_file(config) for name, config in CONFIGS.items() if name not in self.keys()}
 
@@ -102,10 +75,10 @@ def of_file(config):
     return named
 
 
-def take_paths(module: ModuleType) -> None:
-    """Make `from_pretrained` of a module's Auto classes also accept just the path of a GGUF file."""
-    for cls in list(vars(module).values()):
-        if isinstance(cls, type) and cls.__module__ == module.__name__ and "from_pretrained" in vars(cls):
+def take_paths(name: str) -> None:
+    """Make `from_pretrained` of this module's Auto classes also accept just the path of a GGUF file."""
+    for cls in list(vars(sys.modules[name]).values()):
+        if isinstance(cls, type) and cls.__module__ == name and "from_pretrained" in vars(cls):
             stock = vars(cls)["from_pretrained"].__func__
             cls.from_pretrained = by_path(naming_file(stock) if cls.__name__ == "AutoTokenizer" else stock)
 
@@ -142,9 +115,10 @@ def by_path(stock: Callable) -> classmethod:
     return classmethod(from_pretrained)
 
 
-def check_files_in_generate(mixin: type) -> None:
+def check_files_in_generate() -> None:
     """Make `generate` raise if a file has changed whose pages are the model's weights. Otherwise the model would change
     silently, or, if the file is shorter, the process would end with SIGBUS."""
+    mixin = sys.modules["transformers.generation.utils"].GenerationMixin
     stock = mixin.generate
 
     @functools.wraps(stock)
