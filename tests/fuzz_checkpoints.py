@@ -41,7 +41,8 @@ from torch_moe_metal import MoeMetalConfig, gguf
 SECONDS = 120  # maximum time of a case
 WORKER = [sys.executable, "-X", "faulthandler", str(Path(__file__).resolve())]
 #: Errors in transformers' own words that should be ours.
-OURS = {"quantizer.py", "awq_gptq.py", "config.py", "packed.py", "metadata.py", "architectures.py"}
+OURS = {"quantizer.py", "awq_gptq.py", "awq_gptq_layouts.py", "packed.py"}
+OURS |= {"config.py", "config_parts.py", "metadata.py", "architectures.py"}
 #: Changes of a quantization_config that no file contradicts.
 UNCHECKED = {"checkpoint_format"}
 DTYPES = [

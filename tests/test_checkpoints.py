@@ -41,7 +41,8 @@ from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
 from torch_moe_metal.transformers.checkpoints import awq_gptq as integers_module
 from torch_moe_metal.transformers.checkpoints import quantizer_choice
-from torch_moe_metal.transformers.checkpoints.awq_gptq import integers_of, is_linear_in_up
+from torch_moe_metal.transformers.checkpoints.awq_gptq import is_linear_in_up
+from torch_moe_metal.transformers.checkpoints.awq_gptq_layouts import integers_of
 from torch_moe_metal.transformers.checkpoints.fp8 import Fp8, FromPowers
 from torch_moe_metal.transformers.checkpoints.mlx_config import MlxConfig
 from torch_moe_metal.transformers.checkpoints.mlx_quantizer import Mlx

@@ -15,7 +15,7 @@ import mlx_folders
 import torch_moe_metal
 from tiny_models import FAMILIES, tiny_model
 from torch_moe_metal import MoeMetalConfig
-from torch_moe_metal.commands import fit
+from torch_moe_metal.commands import fit, model_memory
 from torch_moe_metal.commands.bench.model_sizes import MODELS
 from torch_moe_metal.commands.command_line import main
 from torch_moe_metal.commands.common.loading import Source
@@ -55,7 +55,9 @@ def test_weights_of_each_format(dense: Path, library: str):
         how["quantization_config"] = MoeMetalConfig(format=row.name, bits=row.bits if row.is_affine else 4)
     model = AutoModelForCausalLM.from_pretrained(dense, **how)
     assert model.dtype == torch.bfloat16
-    assert fit.weights(AutoConfig.from_pretrained(dense), torch.bfloat16, library) == fit.bytes_of(model)
+    assert model_memory.weights(AutoConfig.from_pretrained(dense), torch.bfloat16, library) == model_memory.bytes_of(
+        model
+    )
 
 
 @pytest.mark.parametrize("library", IN_FILES)
@@ -64,34 +66,34 @@ def test_weights_of_gguf_files(tmp_path: Path, library: str):
     made = gguf_files.model("qwen3moe", **WIDE)
     path = gguf_files.write(made, tmp_path / "model.gguf", library.removeprefix("ggml_"))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    formats, size = fit.gguf_weights(str(path), torch.bfloat16)
+    formats, size = model_memory.gguf_weights(str(path), torch.bfloat16)
     assert (formats, size) == (library, state_of(model))
-    angles = fit.bytes_of(model) - state_of(model)
-    assert fit.weights(AutoConfig.from_pretrained(path), torch.bfloat16, library) == size + angles
+    angles = model_memory.bytes_of(model) - state_of(model)
+    assert model_memory.weights(AutoConfig.from_pretrained(path), torch.bfloat16, library) == size + angles
 
 
 def test_a_gguf_file_that_becomes_dense(tmp_path: Path):
     path = gguf_files.write(gguf_files.model("qwen3moe"), tmp_path / "model.gguf", "iq2_s")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    assert fit.gguf_weights(str(path), torch.bfloat16) == ("iq2_s", state_of(model))
+    assert model_memory.gguf_weights(str(path), torch.bfloat16) == ("iq2_s", state_of(model))
 
 
 def test_weights_of_gpt_oss(tmp_path: Path):
     """From its files and from its configuration; and with all other weights packed."""
     folder = checkpoints.gpt_oss(tmp_path, hidden_size=64)
     model, config = AutoModelForCausalLM.from_pretrained(folder), AutoConfig.from_pretrained(folder)
-    assert fit.packed_weights(Source.of(str(folder)), config, torch.bfloat16) == ("mxfp4", state_of(model))
-    assert fit.packed_weights(None, config, torch.bfloat16) == ("mxfp4", fit.bytes_of(model))
+    assert model_memory.packed_weights(Source.of(str(folder)), config, torch.bfloat16) == ("mxfp4", state_of(model))
+    assert model_memory.packed_weights(None, config, torch.bfloat16) == ("mxfp4", model_memory.bytes_of(model))
     torch_moe_metal.quantize_(model, bits=8)
-    assert fit.bytes_of(fit.gpt_oss(config, torch.bfloat16, bits=8)) == fit.bytes_of(model)
+    assert model_memory.bytes_of(model_memory.gpt_oss(config, torch.bfloat16, bits=8)) == model_memory.bytes_of(model)
 
 
 def test_weights_of_folders_that_are_packed(tmp_path: Path):
     fp8 = checkpoints.fp8(tmp_path / "fp8", "qwen3_moe")
-    method, size = fit.packed_weights(Source.of(str(fp8)), AutoConfig.from_pretrained(fp8), torch.bfloat16)
+    method, size = model_memory.packed_weights(Source.of(str(fp8)), AutoConfig.from_pretrained(fp8), torch.bfloat16)
     assert (method, size) == ("fp8", state_of(AutoModelForCausalLM.from_pretrained(fp8, dtype="auto")))
     mlx = mlx_folders.convert(tmp_path, "qwen3_moe")
-    method, size = fit.packed_weights(Source.of(str(mlx)), AutoConfig.from_pretrained(mlx), torch.bfloat16)
+    method, size = model_memory.packed_weights(Source.of(str(mlx)), AutoConfig.from_pretrained(mlx), torch.bfloat16)
     loaded = state_of(AutoModelForCausalLM.from_pretrained(mlx))
     assert method == "affine" and size == pytest.approx(loaded, rel=0.05)  # its routers become dense
 
@@ -106,7 +108,9 @@ def test_the_cache(family: str, tokens: int):
     for ids in torch.randint(2, 89, (1, tokens)).split([tokens - 3, 1, 1, 1], 1):
         model(ids, **with_cache(cache), use_cache=True)
     config = model.config
-    layers = fit.cache_layers(fit.empty_model(config, torch.float32) if family not in OF_PARTS else meta(model), config)
+    layers = model_memory.cache_layers(
+        model_memory.empty_model(config, torch.float32) if family not in OF_PARTS else meta(model), config
+    )
     assert [layer.bytes(tokens) for layer in layers] == [bytes_in(layer, tokens) for layer in cache.layers]
     for layer, found in zip(layers, cache.layers, strict=True):
         rooms = getattr(found, "rooms", None) or ()
@@ -132,26 +136,30 @@ def test_working_memory_matches_a_forward():
     model = tiny_model("gpt_oss")
     torch_moe_metal.patch(model)
     cache = DynamicCache(config=model.config)
-    with torch.no_grad(), fit.Living([*model.parameters(), *model.buffers()]) as living:
+    with torch.no_grad(), model_memory.Living([*model.parameters(), *model.buffers()]) as living:
         model(torch.randint(2, 89, (1, 12)), **with_cache(cache), use_cache=True, logits_to_keep=1)
         kept = living.now
-    empty = fit.empty_model(model.config, torch.float32)
+    empty = model_memory.empty_model(model.config, torch.float32)
     torch_moe_metal.patch(empty)
-    found = fit.working_memory(empty, model.config, 12)
+    found = model_memory.working_memory(empty, model.config, 12)
     assert found == pytest.approx(living.most - kept, rel=0.1) and found > 12 * 64 * 4
-    assert fit.working_memory(empty, model.config, 24) > 1.5 * found
+    assert model_memory.working_memory(empty, model.config, 24) > 1.5 * found
 
 
-@pytest.mark.parametrize("name", fit.PUBLISHED)
+@pytest.mark.parametrize("name", model_memory.PUBLISHED)
 def test_known_models(name: str):
-    config = fit.published(name)
-    model = fit.empty_model(config, torch.bfloat16)
+    config = model_memory.published(name)
+    model = model_memory.empty_model(config, torch.bfloat16)
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e9, 1) == NUMBERS[name]
     assert len(model.model.layers) == config.num_hidden_layers
 
 
 def test_the_longest_context():
-    layers = [fit.CacheLayer(token=10), fit.CacheLayer(token=10, window=100), fit.CacheLayer(once=1000)]
+    layers = [
+        model_memory.CacheLayer(token=10),
+        model_memory.CacheLayer(token=10, window=100),
+        model_memory.CacheLayer(once=1000),
+    ]
     assert fit.takes(layers, 50) == 1000 + 2 * 10 * (50 + 12 + 256)
     assert fit.takes(layers, 8000) == 1000 + 10 * (8000 + 2000 + 256) + 10 * (99 + 24 + 256)
     assert fit.longest(fit.takes(layers, 8000), layers, 8000) == 8000

@@ -22,7 +22,8 @@ from torch_moe_metal.commands import tune
 from torch_moe_metal.commands.bench.calls import Call
 from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS, of_config
 from torch_moe_metal.commands.command_line import main
-from torch_moe_metal.commands.tune import SETTINGS, Comparison, Setting, compare, search
+from torch_moe_metal.commands.comparison import MIN_WIN, Comparison, compare
+from torch_moe_metal.commands.tune import SETTINGS, Setting, search
 
 on_mps = pytest.mark.skipif("mps" not in DEVICES, reason="only mps has settings, and MOE_METAL_DEVICES leaves it out")
 
@@ -454,7 +455,7 @@ def test_settings_that_are_not_tried_do_not_change():
 def test_comparison():
     twice = [[1.0] * 7, [1.0] * 7, [0.9] * 7, [1.1] * 7]
     won, lost = compare([twice, twice])
-    assert won.won == pytest.approx(0.1) and won.noise == tune.MIN_WIN and won.wins and not lost.wins
+    assert won.won == pytest.approx(0.1) and won.noise == MIN_WIN and won.wins and not lost.wins
     assert str(won) == "10.0% faster, noise 1.0%" and str(lost).startswith("10.0% slower")
     apart = [[1.0] * 7, [1.15] * 7, [0.9] * 7]  # two measurements of the current settings differ by more
     assert not compare([apart])[0].wins

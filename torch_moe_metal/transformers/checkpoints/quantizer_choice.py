@@ -10,6 +10,7 @@ from transformers.utils import logging
 from ...transformers_support import packed_checkpoints
 from ..fusing.experts import NAME
 from . import awq_gptq, fp8, metal, mlx_quantizer, moe_metal, mxfp4
+from .awq_gptq_layouts import integers_of
 from .gguf import quantizer as gguf_quantizer
 from .mlx_config import METHOD, is_of_mlx
 from .quantizer import packs, runs_here
@@ -24,7 +25,7 @@ def claimed(found: dict, device_map) -> dict | None:
         return None
     if is_of_mlx(found):
         return found | {"quant_method": METHOD}
-    if runs_here(device_map) and awq_gptq.integers_of(found) is not None and packs("integers"):
+    if runs_here(device_map) and integers_of(found) is not None and packs("integers"):
         return {"quant_method": INTEGERS, "checkpoint": found}
     return None
 
