@@ -157,6 +157,26 @@ def test_the_wheel_needs_no_developer_tools():
     assert found == OF_USERS and len(files) > 50
 
 
+def test_folders_import_one_way():
+    """The library imports no command, and no two folders import each other, in functions neither. A folder contains
+    those inside of it."""
+    package = Path(nn.__file__).parent
+    found = {path: imports(path) for path in package.rglob("*.py")}
+    commands = {path for path, names in found.items() if any(n.startswith("torch_moe_metal.commands") for n in names)}
+    assert {path for path in commands if "commands" not in path.parts} == {package / "__main__.py"}
+    arrows = {(path.parent, home) for path, names in found.items() for home in map(folder_of, names) if home}
+    apart = {(a, b) for a, b in arrows if not a.is_relative_to(b) and not b.is_relative_to(a)}
+    assert len(apart) > 10 and not apart & {(b, a) for a, b in apart}
+
+
+def folder_of(module: str) -> Path | None:
+    """The folder of a module of this package."""
+    path = Path(nn.__file__).parents[1].joinpath(*module.split("."))
+    if module.startswith("torch_moe_metal") and path.is_dir():
+        return path
+    return path.parent if path.with_suffix(".py").exists() else None
+
+
 def imports(path: Path) -> set[str]:
     """The modules, and their names, that a file of this package imports anywhere."""
     home = path.relative_to(Path(nn.__file__).parents[1]).with_suffix("").parts[:-1]

@@ -68,7 +68,32 @@ def with_its_bits(part: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     return moved.view(part.dtype)
 
 
-class Linear(Packed, nn.Linear):
+class PackedLayer(Packed):
+    """A layer with one packed weight. A subclass copies its sizes and other tensors from a dense layer in `_copy`."""
+
+    @classmethod
+    def from_module(cls, module: nn.Module, format: str = "affine", bits: int = 4, group_size: int = 64):
+        """The same layer with a quantised weight. A bias is shared with `module`."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._take(module, format, bits, group_size)
+        return layer.train(module.training)
+
+    @classmethod
+    def _of_parts(cls, parts: Mapping[str, Tensor | None], format: str):
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.hold("weight", parts)
+        layer.format = format
+        return layer
+
+    def _take(self, module: nn.Module, format: str, bits: int, group_size: int) -> None:
+        self.hold("weight", dict(zip(PARTS, quantize(module.weight.detach(), format, bits, group_size), strict=True)))
+        self.format = format
+        self._copy(module)
+
+
+class Linear(PackedLayer, nn.Linear):
     """torch.nn.Linear with a quantised weight: x [..., in_features] -> [..., out_features].
 
         layer = torch_moe_metal.nn.Linear.from_module(torch_layer, "affine", bits=4, group_size=64)
@@ -86,28 +111,17 @@ class Linear(Packed, nn.Linear):
         self._take(module, format, bits, group_size)
 
     @classmethod
-    def from_module(cls, module: nn.Linear, format: str = "affine", bits: int = 4, group_size: int = 64) -> "Linear":
-        """The same layer with a quantised weight. The bias is shared with `module`."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer._take(module, format, bits, group_size)
-        return layer.train(module.training)
-
-    @classmethod
     def from_parts(
         cls, parts: Mapping[str, Tensor | None], in_features: int, format: str, bias: nn.Parameter | None = None
     ) -> "Linear":
         """A layer with a packed weight: data, scale and offset with the names that their buffers get."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer.hold("weight", parts)
-        layer.in_features, layer.out_features, layer.format = in_features, len(layer.parts("weight")[0]), format
+        layer = cls._of_parts(parts, format)
+        layer.in_features, layer.out_features = in_features, len(layer.parts("weight")[0])
         layer.register_parameter("bias", bias)
         return layer
 
-    def _take(self, module: nn.Linear, format: str, bits: int, group_size: int) -> None:
-        self.in_features, self.out_features, self.format = module.in_features, module.out_features, format
-        self.hold("weight", dict(zip(PARTS, quantize(module.weight.detach(), format, bits, group_size), strict=True)))
+    def _copy(self, module: nn.Linear) -> None:
+        self.in_features, self.out_features = module.in_features, module.out_features
         self.register_parameter("bias", module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,7 +164,7 @@ def is_packed(module: nn.Module) -> bool:
     return isinstance(module, TiedLinear) or bool(getattr(module, "packing", None))
 
 
-class Embedding(Packed):
+class Embedding(PackedLayer):
     """torch.nn.Embedding with a quantised weight: ids [...] -> [..., embedding_dim].
 
         layer = torch_moe_metal.nn.Embedding.from_module(torch_layer, "affine", bits=4, group_size=64)
@@ -170,33 +184,20 @@ class Embedding(Packed):
         self._take(nn.Embedding(num_embeddings, embedding_dim, device=device, dtype=dtype), format, bits, group_size)
 
     @classmethod
-    def from_module(
-        cls, module: nn.Embedding, format: str = "affine", bits: int = 4, group_size: int = 64
-    ) -> "Embedding":
-        """The same layer with a quantised weight."""
-        if module.max_norm is not None:
-            raise TypeError("torch_moe_metal.nn.Embedding.from_module: max_norm changes the weight, which is frozen")
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer._take(module, format, bits, group_size)
-        return layer.train(module.training)
-
-    @classmethod
     def from_parts(
         cls, parts: Mapping[str, Tensor | None], embedding_dim: int, format: str, dtype: torch.dtype
     ) -> "Embedding":
         """A layer with a packed weight: data, scale and offset with the names that their buffers get."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer.hold("weight", parts)
+        layer = cls._of_parts(parts, format)
         data = layer.parts("weight")[0]
-        layer.num_embeddings, layer.embedding_dim, layer.format = len(data), embedding_dim, format
+        layer.num_embeddings, layer.embedding_dim = len(data), embedding_dim
         layer.register_buffer("of_dtype", torch.empty(0, dtype=dtype, device=data.device), persistent=False)
         return layer
 
-    def _take(self, module: nn.Embedding, format: str, bits: int, group_size: int) -> None:
-        self.num_embeddings, self.embedding_dim, self.format = module.num_embeddings, module.embedding_dim, format
-        self.hold("weight", dict(zip(PARTS, quantize(module.weight.detach(), format, bits, group_size), strict=True)))
+    def _copy(self, module: nn.Embedding) -> None:
+        if module.max_norm is not None:
+            raise TypeError("torch_moe_metal.nn.Embedding.from_module: max_norm changes the weight, which is frozen")
+        self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
         self.register_buffer("of_dtype", module.weight.new_empty(0), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
