@@ -135,7 +135,7 @@ def test_quantize_works_in_pieces(format: str, bits: int, group: int, monkeypatc
     """Leading dimensions, strides and the size of pieces do not change the bytes."""
     weight = random(2, 3, 300, 256)
     whole = quantize(weight, format, bits, group)
-    monkeypatch.setattr(packing, "PIECE", 1000)
+    monkeypatch.setattr(packing, "AT_ONCE", 1000)
     strided = torch.empty(256, 2, 300, 3).permute(1, 3, 2, 0).copy_(weight)
     others = (quantize(other, format, bits, group) for other in (strided, weight[1, 2], weight[:0]))
     for part, other, one, empty in zip(whole, *others, strict=True):

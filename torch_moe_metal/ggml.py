@@ -26,18 +26,18 @@ def dequantize(data: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
 def decoded(data: Tensor, format: Format, dtype: torch.dtype) -> Decoded:
     """Scale and offset [..., blocks, groups, 1], and integers [..., blocks, groups, columns of a group]."""
     blocks = data.unflatten(-1, (-1, format.bytes))
-    decode, *places = DECODERS[format.name]
-    factors = (blocks[..., at : at + 2].clone().view(torch.float16).to(dtype) for at in places)
+    decode, *positions = DECODERS[format.name]
+    factors = (blocks[..., at : at + 2].clone().view(torch.float16).to(dtype) for at in positions)
     scale, offset, integers = decode(blocks, *factors)
     integers = integers.to(dtype).unflatten(-1, (scale.shape[-1], -1))
     return scale.unsqueeze(-1), None if offset is None else offset.unsqueeze(-1), integers
 
 
-def fields(data: Tensor, bits: int, run: int) -> Tensor:
-    """Integers of 1, 2 or 4 bits, as int16. A run of bytes contains the lowest bits first, then the next bits, and
+def fields(data: Tensor, bits: int, size: int) -> Tensor:
+    """Integers of 1, 2 or 4 bits, as int16. Of each `size` bytes, the lowest bits come first, then the next bits, and
     so on."""
-    places = torch.arange(0, 8, bits, device=data.device, dtype=torch.uint8).unsqueeze(-1)
-    return (data.unflatten(-1, (-1, 1, run)) >> places & 2**bits - 1).flatten(-3).to(torch.int16)
+    shifts = torch.arange(0, 8, bits, device=data.device, dtype=torch.uint8).unsqueeze(-1)
+    return (data.unflatten(-1, (-1, 1, size)) >> shifts & 2**bits - 1).flatten(-3).to(torch.int16)
 
 
 def looked_up(table: tuple[int, ...], codes: Tensor) -> Tensor:

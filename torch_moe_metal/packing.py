@@ -18,7 +18,7 @@ MXFP4_GROUP, FP8_BLOCK = FORMATS["mxfp4"].scale_columns, FORMATS["fp8"].scale_ro
 #: The prefix of GGML's codebook formats, which are not supported.
 CODEBOOKS = ("iq1", "iq2", "iq3", "tq1", "tq2")
 #: Values that are quantised at a time; each temporarily takes up to 80 bytes.
-PIECE = 1 << 19
+AT_ONCE = 1 << 19
 
 
 def quantize(
@@ -47,13 +47,13 @@ def quantize(
         name: torch.empty(*leading, *size, dtype=dtype, device=weight.device) for name, (size, dtype) in sizes.items()
     }
     write = functools.partial(_affine, bits=bits, group_size=group_size) if row.is_affine else WRITERS[format]
-    step = max(1, PIECE // max(1, C * row.rows_per_scale)) * row.rows_per_scale
+    step = max(1, AT_ONCE // max(1, C * row.rows_per_scale)) * row.rows_per_scale
     for index in itertools.product(*map(range, leading)):
         for first in range(0, N, step):
             rows = weight[index][first : first + step].detach().float()
             for name, part in zip(whole, write(rows), strict=True):
-                place = first // row.rows_per_scale if name == "scale" else first
-                whole[name][index][place : place + len(part)] = part
+                row_of_part = first // row.rows_per_scale if name == "scale" else first
+                whole[name][index][row_of_part : row_of_part + len(part)] = part
     return whole["data"], whole.get("scale"), whole.get("offset")
 
 
@@ -109,9 +109,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     `reference.unpack`."""
     if bits == 8:
         return codes
-    places = torch.arange(8, device=codes.device, dtype=torch.uint8)
-    stream = (codes.unsqueeze(-1) >> places[:bits] & 1).flatten(-2)
-    return (stream.unflatten(-1, (-1, 8)) << places).sum(-1, dtype=torch.uint8)
+    shifts = torch.arange(8, device=codes.device, dtype=torch.uint8)
+    each_bit = (codes.unsqueeze(-1) >> shifts[:bits] & 1).flatten(-2)
+    return (each_bit.unflatten(-1, (-1, 8)) << shifts).sum(-1, dtype=torch.uint8)
 
 
 def _affine(rows: Tensor, bits: int, group_size: int) -> tuple[Tensor, ...]:

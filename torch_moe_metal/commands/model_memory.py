@@ -41,7 +41,7 @@ def configuration_of(name: str, gguf: str | None):
 
 
 def published(name: str):
-    """The configuration of a model whose sizes are in models.py."""
+    """The configuration of a model whose sizes are in model_sizes.py."""
     from transformers import AutoConfig
 
     model = MODELS[name]

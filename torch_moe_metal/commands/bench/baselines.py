@@ -205,8 +205,8 @@ def heads_of(q, k, q_norm_weight, k_norm_weight, interleaved: bool, R: int) -> I
     """For queries and for keys: the elements that are rotated, [B, A, T, 2R], and the others."""
     for x, weight in ((q, q_norm_weight), (k, k_norm_weight)):
         heads = normed_heads(x, weight).transpose(1, 2)
-        turns = heads[..., : 2 * R]
-        yield turns.unflatten(-1, (-1, 2)).mT.flatten(-2) if interleaved else turns, heads[..., 2 * R :]
+        rotated = heads[..., : 2 * R]
+        yield rotated.unflatten(-1, (-1, 2)).mT.flatten(-2) if interleaved else rotated, heads[..., 2 * R :]
 
 
 def joined(turned: Tensor, rest: Tensor) -> Tensor:

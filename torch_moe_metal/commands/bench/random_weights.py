@@ -88,9 +88,9 @@ class Packing:
 def factors(row: formats.Format) -> list[tuple[float, int]]:
     """The float16 factors of one of GGML's blocks: the size relative to the first factor, and the position. Offsets
     move the middle of the integers to 0; k-quants subtract them."""
-    places = ggml.DECODERS[row.name][1:]
+    positions = ggml.DECODERS[row.name][1:]
     middle = (2**row.bits - 1) / 2
-    return list(zip((1.0, middle if row.columns == 256 else -middle), places, strict=False))
+    return list(zip((1.0, middle if row.columns == 256 else -middle), positions, strict=False))
 
 
 @functools.cache
