@@ -14,7 +14,7 @@ from ...layers import Embedding, Linear, TiedLinear, is_packed
 from ...packing import WRITTEN
 from ...transaction import all_or_nothing
 from ..fusing.experts import NAME, is_experts, why_not_packed
-from ..fusing.packed import (
+from ..fusing.packed_modules import (
     PROJECTIONS,
     Parts,
     columns_of,

@@ -22,7 +22,7 @@ from ...gguf import GgufFile, GgufTensor
 from ...gguf.in_transformers import STAMPS, architecture_of, read
 from ...layers import Permuted
 from ..fusing.experts import NAME, is_experts, why_not_packed
-from ..fusing.packed import Parts, let_transformers_initialise
+from ..fusing.packed_modules import Parts, let_transformers_initialise
 from .config import ALWAYS_DENSE, Form, MoeMetalConfig, Plan, alike, pack_all, packable, weight_names
 from .gguf_architectures import CONVERSIONS, JoinGateUp
 from .moe_metal import MoeMetal

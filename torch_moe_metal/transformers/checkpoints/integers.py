@@ -28,8 +28,16 @@ from ...formats import FORMATS, GROUPS, any_of
 from ...packing import pack
 from ...reference import unpack
 from ..fusing.experts import expert_arguments, is_experts, why_not_packed
-from ..fusing.packed import PROJECTIONS, PackedExperts, Parts, columns_of, empty_parts, packed_modules, weight_shape
-from ..fusing.packed import pack as pack_module
+from ..fusing.packed_modules import (
+    PROJECTIONS,
+    PackedExperts,
+    Parts,
+    columns_of,
+    empty_parts,
+    packed_modules,
+    weight_shape,
+)
+from ..fusing.packed_modules import pack as pack_module
 from .checkpoint import Stored
 from .config import FIXED, Form, MoeMetalConfig, described
 from .conversions import full_tensor_names, merged, merges_experts, packed_weight

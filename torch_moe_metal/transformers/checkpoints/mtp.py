@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...packing import quantize
 from ..fusing.blocks import Fused
-from ..fusing.packed import Parts, named_parts, packed_modules
+from ..fusing.packed_modules import Parts, named_parts, packed_modules
 from ..fusing.patch import patch
 from .config import Form, MoeMetalConfig, pack_all
 

@@ -24,7 +24,7 @@ from ...integration import packed_checkpoints
 from ...layers import Embedding, Permuted
 from ...transaction import all_or_nothing
 from ..fusing.experts import DEVICES, NAME
-from ..fusing.packed import (
+from ..fusing.packed_modules import (
     PROJECTIONS,
     PackedExperts,
     Parts,

@@ -164,7 +164,7 @@ def why_not_read(weight: Tensor, packed: bool, devices: tuple[str, ...]) -> str 
 
 
 def weights_of(experts: nn.Module) -> dict:
-    """Its weights as arguments of `experts`: dense, or packed with any names (see `packed.PackedExperts`)."""
+    """Its weights as arguments of `experts`: dense, or packed with any names (see `packed_modules.PackedExperts`)."""
     packed = experts.__dict__.get("arguments")
     if packed is None:
         return {"gate_up": member(experts, "gate_up_proj"), "down": member(experts, "down_proj")}

@@ -20,7 +20,7 @@ from ...arguments import scale_names
 from ...formats import FORMATS
 from ...grad import warn_once
 from ...layers import PARTS, Embedding, Linear, Packed, TiedLinear, dequantized
-from ...packing import packed, quantize
+from ...packing import packed_sizes, quantize
 from .experts import NAME
 
 #: The names of the ops' weights gate_up and down in transformers' classes of experts.
@@ -95,7 +95,7 @@ def packed_class(original: type) -> type:
 
 def empty_parts(name: str, size: tuple[int, ...], format: str, bits: int, group: int, dtype: torch.dtype) -> Parts:
     """The parts that `quantize` makes of a weight [..., N, C], on the meta device, with the names of `named_parts`."""
-    sizes = packed(size, format, bits, group, dtype)
+    sizes = packed_sizes(size, format, bits, group, dtype)
     return named_parts(name, [torch.empty(size, dtype=kind, device="meta") for size, kind in sizes.values()])
 
 
