@@ -15,11 +15,9 @@ require_supported()
 import transformers.integrations.moe
 import transformers.modeling_utils  # noqa: F401
 
-from . import moved
 from .checkpoints.config import MoeMetalConfig
 from .checkpoints.quantize import quantize_
-from .fusing.patch import Report, Row, patch, unpatch
-
-moved.register()
+from .fusing.fuse import Report, Row
+from .fusing.patch import patch, unpatch
 
 __all__ = ["MoeMetalConfig", "Report", "Row", "patch", "quantize_", "unpatch"]

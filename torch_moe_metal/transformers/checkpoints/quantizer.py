@@ -34,9 +34,9 @@ from ..fusing.packed_modules import (
     packed_names,
     unpack,
 )
-from ..self_check import why_not_packed
 from .checkpoint import FP8_SCALES, SAFETENSORS, SCALES, Stored, stored_tensors
 from .config import MoeMetalConfig, described
+from .loader_check import why_not_packed
 from .sources import Sources, sources_of
 
 logger = logging.get_logger(__name__)
