@@ -157,7 +157,7 @@ class Gguf(PackedQuantizer, GgufHfQuantizer):
             self.remove_quantization_config(model)
             return model
         del self.file, self.sources, self.mapping, self.convert
-        self.__class__ = MoeMetal
+        self.__class__ = MoeMetal  # the model holds this object, and must save itself as any packed model does
         self.quantization_config = model.config.quantization_config = MoeMetalConfig()
         model.quantization_method = NAME
         model._weight_conversions = []

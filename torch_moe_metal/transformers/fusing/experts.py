@@ -76,7 +76,6 @@ def expert_arguments(experts: nn.Module, devices: tuple[str, ...] = WITH_SHAPES)
         if activation is None:
             return {}, f"its activation is {getattr(function, '__name__', type(function).__name__)}"
     arguments = weights_of(experts)
-    packed = "format" in arguments
     if activation != "silu":
         arguments["activation"] = activation
     if flags.has_bias:
@@ -86,14 +85,14 @@ def expert_arguments(experts: nn.Module, devices: tuple[str, ...] = WITH_SHAPES)
         arguments["alpha"] = getattr(experts, alpha)
     if limit:
         arguments["limit"] = getattr(experts, limit)
-    if flags.is_transposed and not packed:
+    if flags.is_transposed and "format" not in arguments:
         arguments["transposed"] = True
     if not flags.is_concatenated:
         arguments["interleaved"] = True
         if gate == DEFAULT_GATE:
             return {}, "its gate and up rows are interleaved, but its gate reads halves"
     for weight in (arguments["gate_up"], arguments["down"]):
-        obstacle = why_not_read(weight, packed, devices)
+        obstacle = why_not_read(weight, "format" in arguments, devices)
         if obstacle is not None:
             return {}, obstacle
     return arguments, None

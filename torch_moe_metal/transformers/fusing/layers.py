@@ -125,12 +125,12 @@ class FusedGemma4Layer(Fused):
             return {} if self.are_unmodified(*read) and self.is_plain_inference(x) and self.still_selected() else None
         experts = inner["experts"]
         read += [inner["post_feedforward_layernorm_1"], inner["post_feedforward_layernorm_2"], experts]
-        whole = (
+        known = (
             self.are_unmodified(*read, *inner["router"].modules())
             and self.is_plain_inference(x)
             and self.still_selected()
         )
-        return self.experts_part(x, experts) if whole else None
+        return self.experts_part(x, experts) if known else None
 
 
 def norm_add(residual: Tensor, x: Tensor, norm: nn.Module, scalar: Tensor | None = None) -> Tensor:

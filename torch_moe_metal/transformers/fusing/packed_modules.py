@@ -182,6 +182,7 @@ def pack_experts(experts: nn.Module, format: str, weights: Mapping[str, Parts], 
     experts.columns = {weight: weight_shape(experts, weight)[2] for weight in PROJECTIONS}
     for name in PROJECTIONS.values():
         del experts._parameters[name]
+    # The class is assigned, since the module must stay the same object: its hooks, name and other attributes remain.
     experts.__class__ = packed_class(type(experts))
     experts.format, experts.down_format = format, None if down_format == format else down_format
     experts.group_size = 0
@@ -305,6 +306,7 @@ def unpack(model: nn.Module, dtype: torch.dtype) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedExperts):
             dense = module.dequantized(dtype)
+            # The same object becomes dense again, as it became packed.
             module.__dict__, module.__class__ = dense.__dict__, module.original
             for projection in PROJECTIONS.values():
                 weight = module._parameters[projection].contiguous()
