@@ -49,7 +49,7 @@ from torch_moe_metal.transformers.checkpoints.mlx_quantizer import Mlx
 from torch_moe_metal.transformers.checkpoints.moe_metal import MoeMetal
 from torch_moe_metal.transformers.checkpoints.mxfp4 import Mxfp4
 from torch_moe_metal.transformers.checkpoints.quantizer import runs_here
-from torch_moe_metal.transformers.fusing.packed import dense_shape, packed_modules
+from torch_moe_metal.transformers.fusing.packed_modules import dense_shape, packed_modules
 
 PLAIN = {"dtype": torch.float32}
 

@@ -25,7 +25,7 @@ from torch_moe_metal import gguf
 from torch_moe_metal.formats import FORMATS
 from torch_moe_metal.gguf import hub
 from torch_moe_metal.transformers.checkpoints.gguf import architectures
-from torch_moe_metal.transformers.fusing.packed import PackedExperts
+from torch_moe_metal.transformers.fusing.packed_modules import PackedExperts
 
 #: The tolerance of float32 sums in different order; the largest observed error is 1.3e-5.
 TOLERANCE = 5e-5

@@ -23,7 +23,7 @@ from tiny_models import left_without_need, tokens
 from torch_moe_metal.transformers.checkpoints import mlx_quantizer
 from torch_moe_metal.transformers.checkpoints.mlx_conversions import Join
 from torch_moe_metal.transformers.checkpoints.mlx_quantizer import SEQUENTIAL
-from torch_moe_metal.transformers.fusing.packed import packed_modules, packed_names
+from torch_moe_metal.transformers.fusing.packed_modules import packed_modules, packed_names
 
 #: The tolerance of float32 sums in different order; the largest observed error is 2e-6.
 TOLERANCE = 1e-5

@@ -135,7 +135,7 @@ def test_imports_go_one_way():
     `checkpoints`, neither at the top of a file nor in a function."""
     package = Path(nn.__file__).parent
     found = {path: imports(path) for path in (package / "nn.py", *(package / "transformers").rglob("*.py"))}
-    assert "torch_moe_metal.transformers.fusing.blocks" in found.pop(package / "nn.py") and len(found) >= 20
+    assert "torch_moe_metal.transformers.fusing.moe_layer" in found.pop(package / "nn.py") and len(found) >= 20
     assert {path.name for path, names in found.items() if "torch_moe_metal.nn" in names} == set()
     checkpoints = "torch_moe_metal.transformers.checkpoints"
     fusing = {path: names for path, names in found.items() if path.parent.name == "fusing"}

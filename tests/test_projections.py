@@ -14,7 +14,7 @@ from dispatch_table import load_of_a_layer
 from tiny_models import eager, tiny_model, tokens
 from torch_moe_metal.commands.bench.whole_model import calls
 from torch_moe_metal.nn import Linear
-from torch_moe_metal.transformers.fusing.families import one_plus_weight
+from torch_moe_metal.transformers.fusing.attention_options import one_plus_weight
 from torch_moe_metal.transformers.fusing.projections import is_joined, join, project, tensors_of
 from torch_moe_metal.transformers.versions import cache_of, with_cache
 

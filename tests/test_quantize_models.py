@@ -29,7 +29,7 @@ from tiny_models import COMMON, FAMILIES, build, left_without_need, tiny_model, 
 from torch_moe_metal import MoeMetalConfig, quantize, quantize_, reference
 from torch_moe_metal.grad import warned
 from torch_moe_metal.nn import MoE
-from torch_moe_metal.transformers.fusing.packed import packed_modules
+from torch_moe_metal.transformers.fusing.packed_modules import packed_modules
 
 SIZES = {"moe_intermediate_size": 64, "intermediate_size": 64, "tie_word_embeddings": False}
 SIZES |= {"q_lora_rank": 32, "shared_expert_intermediate_size": 64, "intermediate_size_mlp": 64}

@@ -141,7 +141,7 @@ def test_quantize_works_in_pieces(format: str, bits: int, group: int, monkeypatc
     for part, other, one, empty in zip(whole, *others, strict=True):
         if part is not None:
             assert same_bits(part, other) and same_bits(part[1, 2], one) and empty.shape == (0, *part.shape[1:])
-    sizes = packing.packed(weight.shape, format, bits, group, weight.dtype)
+    sizes = packing.packed_sizes(weight.shape, format, bits, group, weight.dtype)
     assert list(sizes.values()) == [(tuple(part.shape), part.dtype) for part in whole if part is not None]
 
 

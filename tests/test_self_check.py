@@ -18,10 +18,12 @@ from checks import relative
 from tiny_models import CONFIGS, eager, tiny_model, tokens
 from torch_moe_metal import transformers_support
 from torch_moe_metal.grad import warned
-from torch_moe_metal.transformers import self_check
-from torch_moe_metal.transformers.checkpoints import fp8, tiny
-from torch_moe_metal.transformers.fusing.blocks import Fused
-from torch_moe_metal.transformers.self_check import differs, differs_packed, family_in
+from torch_moe_metal.transformers.checkpoints import fp8, loader_check, tiny
+from torch_moe_metal.transformers.checkpoints.loader_check import differs_packed
+from torch_moe_metal.transformers.fusing import family_check
+from torch_moe_metal.transformers.fusing.family_check import differs, family_in
+from torch_moe_metal.transformers.fusing.fused import Fused
+from torch_moe_metal.transformers.self_check import REMEDY
 from torch_moe_metal.transformers.versions import CACHE
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +35,8 @@ FAST = ("qwen3_moe", "minimax")
 @pytest.fixture
 def untested(monkeypatch):
     """The installed version counts as newer than our tests; nothing has been compared yet."""
-    monkeypatch.setattr(self_check, "is_untested", lambda: True)
+    for check in (family_check, loader_check):
+        monkeypatch.setattr(check, "is_untested", lambda: True)
     for function in (differs, differs_packed):
         function.cache_clear()
     warned.clear()
@@ -74,7 +77,7 @@ import warnings
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     import torch_moe_metal
-    from torch_moe_metal.transformers.tiny_models import tiny_model
+    from torch_moe_metal.transformers.fusing.tiny_models import tiny_model
     for family in ("qwen3_moe", "mixtral"):
         for _ in range(2):
             report = torch_moe_metal.patch(tiny_model(family))
@@ -114,14 +117,14 @@ def test_a_copy_of_transformers_with_another_name(tmp_path):
     stays, fused, *lines = ran.stdout.splitlines()
     assert stays == "qwen3_moe 0 8" and fused == "mixtral 7 0"  # in each layer: itself, attention, block, experts
     newer = "torch_moe_metal: in transformers 5.99.0, which is newer than our tests, "
-    assert lines[0].startswith(f"{newer}qwen3_moe gave other ") and lines[0].endswith(self_check.REMEDY)
+    assert lines[0].startswith(f"{newer}qwen3_moe gave other ") and lines[0].endswith(REMEDY)
     assert lines[1:] == [f"{newer}a tiny mixtral model gives the same tokens fused as without us"]
 
 
 def test_a_family_that_differs_stays_stock(untested, monkeypatch):
     model, ids = eager(tiny_model("mixtral")), tokens(2, 9)
     expected = model(ids).logits
-    monkeypatch.setattr(self_check, "differs", lambda family: f"raised TypeError: {family}")
+    monkeypatch.setattr(family_check, "differs", lambda family: f"raised TypeError: {family}")
     with pytest.warns(UserWarning, match="mixtral raised TypeError: mixtral; pip install"):
         report = torch_moe_metal.patch(model)
     assert not report["fused"] and len(report["left"]) == len(report.rows) > 0
@@ -131,7 +134,7 @@ def test_a_family_that_differs_stays_stock(untested, monkeypatch):
 
 def test_families_without_a_tiny_model_stay_stock(untested):
     assert family_in("glm5_next") is None
-    assert "glm5_next could not be compared" in self_check.why_not_fused(["glm5_next"])
+    assert "glm5_next could not be compared" in family_check.why_not_patched(["glm5_next"])
 
 
 def test_a_loader_that_differs_leaves_the_checkpoint_to_transformers(untested, monkeypatch, tmp_path):
@@ -148,7 +151,7 @@ def test_a_loader_that_differs_leaves_the_checkpoint_to_transformers(untested, m
 
 def test_a_loader_without_a_fallback_raises(untested, monkeypatch, tmp_path):
     tiny.moe_metal(tmp_path)
-    monkeypatch.setattr(self_check, "differs_packed", lambda kind: "raised TypeError")
+    monkeypatch.setattr(loader_check, "differs_packed", lambda kind: "raised TypeError")
     with pytest.raises(ValueError, match="a tiny moe_metal checkpoint raised TypeError; pip install"):
         AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu")
 

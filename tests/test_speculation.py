@@ -12,8 +12,8 @@ import checkpoints
 import torch_moe_metal
 from tiny_models import tiny_model
 from torch_moe_metal import MoeMetalConfig
-from torch_moe_metal.transformers.fusing.blocks import Fused
-from torch_moe_metal.transformers.fusing.packed import packed_modules
+from torch_moe_metal.transformers.fusing.fused import Fused
+from torch_moe_metal.transformers.fusing.packed_modules import packed_modules
 
 #: Full attention, sliding windows with sinks, and latent attention; their columns can be packed in groups of 64.
 SIZES = {

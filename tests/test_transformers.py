@@ -33,10 +33,14 @@ from dispatch_table import decoding
 from tiny_models import FAMILIES, SAME_CODE, eager, experts_classes, tiny_model, tiny_module, tokens
 from torch_moe_metal.grad import warned
 from torch_moe_metal.transformers import Report
-from torch_moe_metal.transformers.fusing.blocks import Fused
 from torch_moe_metal.transformers.fusing.experts import experts_forward, why_not_fused
-from torch_moe_metal.transformers.fusing.families import BLOCKS, RECURRENT, deepseek_v2, deepseek_v3, mistral4
+from torch_moe_metal.transformers.fusing.families import RECORDS, RECURRENT
+from torch_moe_metal.transformers.fusing.fused import Fused
+from torch_moe_metal.transformers.fusing.records import Block
+from torch_moe_metal.transformers.fusing.routing import deepseek_v2, deepseek_v3, mistral4
 from torch_moe_metal.transformers.versions import cache_of, with_cache
+
+BLOCKS = {name: record for name, record in RECORDS.items() if isinstance(record, Block)}
 
 
 @pytest.fixture(autouse=True)

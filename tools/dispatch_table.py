@@ -169,7 +169,7 @@ def empty_arguments(call: Call, format: str, bits: int, group: int) -> dict[str,
     for name, letters in call.shapes.items():
         parts = {"data": (call.size(letters), call.dtype_of(name))}
         if format != "dense" and ARGUMENTS[call.op][name].kind == "weight":
-            parts = packing.packed(call.size(letters), format, bits, group, call.dtype)
+            parts = packing.packed_sizes(call.size(letters), format, bits, group, call.dtype)
         names = dict(zip(("data", "scale", "offset"), (name, *scale_names(name)), strict=True))
         found |= {names[part]: torch.empty(size, dtype=dtype, device="mps") for part, (size, dtype) in parts.items()}
     return found

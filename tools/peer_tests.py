@@ -206,9 +206,9 @@ def compare(checkout: Path, tests: list[str], options: list[str], workers: int) 
 
 def fused_families() -> list[str]:
     sys.path.insert(0, str(ROOT))
-    from torch_moe_metal.transformers.fusing.families import BLOCKS, GEMMA4_LAYERS, PRE_NORM_LAYERS
+    from torch_moe_metal.transformers.fusing.families import RECORDS
 
-    return sorted({name.partition(".")[0] for name in (*BLOCKS, *PRE_NORM_LAYERS, *GEMMA4_LAYERS)})
+    return sorted({name.partition(".")[0] for name in RECORDS})
 
 
 def tests_of(checkout: Path, family: str) -> list[str]:

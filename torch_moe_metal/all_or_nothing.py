@@ -33,7 +33,7 @@ class all_or_nothing:
             return
         for part, cls, own, tables in self.before:
             if type(part) is not cls:
-                part.__class__ = cls
+                part.__class__ = cls  # the modules are the model's own, which the caller holds
             restore(vars(part), own)
             for name, content in tables.items():
                 restore(own[name], content)

@@ -125,7 +125,7 @@ class MoE(Packed):
         if isinstance(block, MoE):
             parts, obstacle = (*block._router_and_experts(), block.shared, block.shared_gate), None
         else:
-            from .transformers.fusing.blocks import layer_of  # optional, and slow to import
+            from .transformers.fusing.moe_layer import layer_of  # optional, and slow to import
 
             parts, obstacle = layer_of(block)
         if obstacle:

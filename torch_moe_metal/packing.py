@@ -42,7 +42,7 @@ def quantize(
     check(weight, format, bits, group_size)
     *leading, N, C = weight.shape
     row = FORMATS[format]
-    sizes = packed((N, C), format, bits, group_size, weight.dtype)
+    sizes = packed_sizes((N, C), format, bits, group_size, weight.dtype)
     whole = {
         name: torch.empty(*leading, *size, dtype=dtype, device=weight.device) for name, (size, dtype) in sizes.items()
     }
@@ -57,7 +57,7 @@ def quantize(
     return whole["data"], whole.get("scale"), whole.get("offset")
 
 
-def packed(
+def packed_sizes(
     size: tuple[int, ...], format: str, bits: int, group_size: int, dtype: torch.dtype
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of data, scale and offset of a packed weight [..., N, C]. `dtype` is that of affine scales."""

@@ -90,7 +90,7 @@ def explained(name: str) -> Iterator[None]:
 
 
 def lines(source: Source | None, config, options: Namespace) -> Iterator[str]:
-    from ..transformers.fusing.patch import fuse_in_place
+    from ..transformers.fusing.fuse import fuse_in_place
 
     text = config.get_text_config(decoder=True)
     stored = getattr(config, "dtype", None)

@@ -98,7 +98,7 @@ def quantization(model: nn.Module, library: str):
 
 def pack_empty(model: nn.Module, config, dtype: torch.dtype) -> None:
     from ..transformers.checkpoints.config import pack_all
-    from ..transformers.fusing.packed import empty_parts
+    from ..transformers.fusing.packed_modules import empty_parts
 
     def parts(name: str, dense: torch.Tensor, form) -> dict:
         size = tuple(dense.shape)

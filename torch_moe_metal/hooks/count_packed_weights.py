@@ -12,7 +12,7 @@ def count_in_transformers() -> None:
 
     @functools.wraps(stock)
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        from ..transformers.fusing.packed import count
+        from ..transformers.fusing.packed_modules import count
 
         packed = 0 if only_trainable else count(self, embeddings=not exclude_embeddings)
         return stock(self, only_trainable, exclude_embeddings) + packed
@@ -28,7 +28,7 @@ def count_in_peft() -> None:
 
     @functools.wraps(stock)
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
-        from ..transformers.fusing.packed import count
+        from ..transformers.fusing.packed_modules import count
 
         trainable, dense = stock(self)
         return trainable, dense + count(self)

@@ -50,7 +50,7 @@ def refuse_adapting_parameters() -> None:
 
 def expect_dense(model: nn.Module, targets: set[str]) -> None:
     """Raises if one of these names, or ends of names, is that of a packed weight."""
-    from ..transformers.fusing.packed import packed_weight_names
+    from ..transformers.fusing.packed_modules import packed_weight_names
 
     for name, module in packed_weight_names(model) if targets else ():
         if any(f".{name}".endswith(f".{target}") for target in targets):

@@ -17,6 +17,7 @@ import transformers.modeling_utils  # noqa: F401
 
 from .checkpoints.config import MoeMetalConfig
 from .checkpoints.quantize import quantize_
-from .fusing.patch import Report, Row, patch, unpatch
+from .fusing.fuse import Report, Row
+from .fusing.patch import patch, unpatch
 
 __all__ = ["MoeMetalConfig", "Report", "Row", "patch", "quantize_", "unpatch"]

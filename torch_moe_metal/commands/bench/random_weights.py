@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import formats, ggml, reference
 from ...arguments import Parts, scale_names, weights
-from ...packing import WRITTEN, packed, quantize
+from ...packing import WRITTEN, packed_sizes, quantize
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Packing:
 
     def weight(self, *shape: int, generator: torch.Generator) -> Parts:
         """data, scale and offset of a random weight [..., N, C] with a variance of about 1 / C."""
-        sizes = packed(shape, self.format, self.bits, self.group, self.scale)
+        sizes = packed_sizes(shape, self.format, self.bits, self.group, self.scale)
         row, size, device = self.row, shape[-1] ** -0.5, generator.device
 
         def noise(shape: tuple[int, ...]) -> Tensor:  # around 1
@@ -80,7 +80,7 @@ class Packing:
 
     def bytes(self, *shape: int) -> int:
         """Bytes of data, scale and offset of such a weight."""
-        parts = packed(shape, self.format, self.bits, self.group, self.scale).values()
+        parts = packed_sizes(shape, self.format, self.bits, self.group, self.scale).values()
         factors = 4 * prod(shape[:-2]) if self.row.offset == "factor" else 0
         return factors + sum(prod(size) * dtype.itemsize for size, dtype in parts)
 

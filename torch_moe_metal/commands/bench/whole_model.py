@@ -97,7 +97,7 @@ def pack_model(model: nn.Module, name: str, skip: list[str]) -> None:
     """Pack all large weights of the model in a format or a mix of formats."""
     from ...transformers import MoeMetalConfig, quantize_
     from ...transformers.checkpoints.config import Form, pack_all
-    from ...transformers.fusing.packed import named_parts
+    from ...transformers.fusing.packed_modules import named_parts
 
     packing = FORMATS.get(name)
     if packing is not None and packing.format in WRITTEN:

@@ -19,8 +19,16 @@ from transformers.quantizers import auto
 
 from ...formats import GROUPS, any_of
 from ..fusing.experts import expert_arguments, is_experts, why_not_packed
-from ..fusing.packed import PROJECTIONS, PackedExperts, Parts, columns_of, empty_parts, packed_modules, weight_shape
-from ..fusing.packed import pack as pack_module
+from ..fusing.packed_modules import (
+    PROJECTIONS,
+    PackedExperts,
+    Parts,
+    columns_of,
+    empty_parts,
+    packed_modules,
+    weight_shape,
+)
+from ..fusing.packed_modules import pack as pack_module
 from .awq_gptq_layouts import METHODS, IntegerConfig, Ours, Width
 from .checkpoint import Stored
 from .config import FIXED, Form, MoeMetalConfig, described

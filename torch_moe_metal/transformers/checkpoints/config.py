@@ -14,7 +14,7 @@ from ...formats import BITS, FORMATS, GROUPS, any_of
 from ...packed_layers import Embedding, Linear, TiedLinear, is_packed
 from ...packing import WRITTEN
 from ..fusing.experts import NAME, is_experts, why_not_packed
-from ..fusing.packed import (
+from ..fusing.packed_modules import (
     PROJECTIONS,
     Parts,
     columns_of,

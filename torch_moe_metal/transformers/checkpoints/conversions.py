@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from ..fusing.packed import PROJECTIONS, Parts
+from ..fusing.packed_modules import PROJECTIONS, Parts
 
 
 def of_each(given: dict, change: Callable[[Tensor], Tensor]) -> dict:

@@ -11,7 +11,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ...ggml import power_of_two
 from ...packing import FP8_BLOCK
 from ..fusing.experts import is_experts, why_not_packed
-from ..fusing.packed import Parts, empty_parts, pack, weight_shape
+from ..fusing.packed_modules import Parts, empty_parts, pack, weight_shape
 from .checkpoint import POWERS, Stored, check_fp8
 from .conversions import AsBytes, AsFloats, merges_experts, of_each
 from .patterns import expect_bounded

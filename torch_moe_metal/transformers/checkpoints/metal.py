@@ -12,7 +12,7 @@ from transformers.quantizers.quantizer_metal import MetalHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ...formats import GROUPS
-from ..fusing.packed import Parts, columns_of, pack
+from ..fusing.packed_modules import Parts, columns_of, pack
 from .checkpoint import FLOATS, SAFETENSORS, SCALES, Stored
 from .conversions import merges_experts, packed_weight
 from .mlx_conversions import FromWords, kind_of

@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.quantizers import auto
 
 from ..fusing.experts import DEVICES, is_experts, why_not_packed
-from ..fusing.packed import (
+from ..fusing.packed_modules import (
     PROJECTIONS,
     Parts,
     embedding_multiplier,

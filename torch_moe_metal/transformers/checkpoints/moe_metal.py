@@ -9,7 +9,7 @@ from transformers.quantizers import auto
 
 from ...formats import FORMATS
 from ..fusing.experts import DEVICES, NAME
-from ..fusing.packed import Parts, columns_of, dense_shape, empty_parts, quantize_like
+from ..fusing.packed_modules import Parts, columns_of, dense_shape, empty_parts, quantize_like
 from .checkpoint import FLOATS, SAFETENSORS, Stored
 from .config import Form, MoeMetalConfig, pack_all
 from .conversions import full_tensor_names, merged, merges_experts, packed_weight

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from torch import Tensor, nn
 
 from ...packing import quantize
-from ..fusing.blocks import Fused
-from ..fusing.packed import Parts, named_parts, packed_modules
+from ..fusing.fused import Fused
+from ..fusing.packed_modules import Parts, named_parts, packed_modules
 from ..fusing.patch import patch
 from .config import Form, MoeMetalConfig, pack_all
 

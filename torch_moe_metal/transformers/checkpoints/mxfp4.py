@@ -7,7 +7,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from ...packing import MXFP4_GROUP
 from ..fusing.experts import is_experts
-from ..fusing.packed import Parts, pack
+from ..fusing.packed_modules import Parts, pack
 from .checkpoint import Stored, check_mxfp4
 from .quantizer import PackedQuantizer, as_stored
 

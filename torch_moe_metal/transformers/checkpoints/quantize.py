@@ -9,8 +9,8 @@ from ...all_or_nothing import all_or_nothing
 from ...packed_layers import is_packed
 from ...packing import check, quantize
 from ..fusing.experts import NAME
-from ..fusing.packed import Parts, formats_text, named_parts, packed_modules, rows_of, use_own_names
-from ..fusing.patch import BEFORE
+from ..fusing.fuse import BEFORE
+from ..fusing.packed_modules import Parts, formats_text, named_parts, packed_modules, rows_of, use_own_names
 from .config import Form, MoeMetalConfig, Plan, alike, pack_all, packable
 from .moe_metal import MoeMetal
 from .quantizer import PackedQuantizer

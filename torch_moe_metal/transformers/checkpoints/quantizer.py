@@ -24,7 +24,7 @@ from ...grad import warn_once
 from ...packed_layers import Embedding, Permuted
 from ...transformers_support import packed_checkpoints
 from ..fusing.experts import DEVICES, NAME
-from ..fusing.packed import (
+from ..fusing.packed_modules import (
     PROJECTIONS,
     PackedExperts,
     Parts,
@@ -34,9 +34,9 @@ from ..fusing.packed import (
     packed_names,
     unpack,
 )
-from ..self_check import why_not_packed
 from .checkpoint import FP8_SCALES, SAFETENSORS, SCALES, Stored, stored_tensors
 from .config import MoeMetalConfig, described
+from .loader_check import why_not_packed
 from .sources import Sources, sources_of
 
 logger = logging.get_logger(__name__)
@@ -127,7 +127,7 @@ class PackedQuantizer(HfQuantizer):
 
     def validate_environment(self, *args, device_map=None, **kwargs) -> None:
         if self.stock is not None and not self.serves(device_map):
-            self.__class__ = self.stock
+            self.__class__ = self.stock  # transformers has made this object already, and will call its later hooks
             self.validate_environment(*args, device_map=device_map, **kwargs)
 
     def update_attn_implementation(self, config):
@@ -148,7 +148,7 @@ class PackedQuantizer(HfQuantizer):
         if self.stock is None:
             raise ValueError(f"torch_moe_metal: cannot load {model.config.name_or_path}: {obstacle}")
         logger.warning(f"torch_moe_metal: transformers dequantises this checkpoint, since {obstacle}")
-        self.__class__ = self.stock
+        self.__class__ = self.stock  # as above
         self.quantization_config.dequantize = True
         return self._process_model_before_weight_loading(model, checkpoint_files=checkpoint_files, **kwargs)
 

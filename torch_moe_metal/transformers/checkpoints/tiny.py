@@ -1,8 +1,9 @@
 """Tiny random checkpoints, one of each kind that we load packed. Each has a folder `dense` in it: a dense one
 with the same values.
 
-The tests use them, and the check of versions of transformers that are newer than the tests (`self_check.py`). Layouts
-with variants have their writers here, too, for the tests.
+The tests use them, and the check of versions of transformers that are newer than the tests (`loader_check.py`). Layouts
+with variants have their writers here, too, for the tests. The writers use none of our quantizers, which import that
+check.
 """
 
 import json
@@ -16,9 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from ... import quantize, reference
-from ..tiny_models import tiny_model
-from .quantize import quantize_
+from ... import reference
+from ...packing import quantize
+from ..fusing.packed_modules import named_parts
+from ..fusing.tiny_models import tiny_model
+from .config import MoeMetalConfig
 
 DENSE = "dense"  # the folder of the dense checkpoint, inside that of the packed one
 SIZES = {"moe_intermediate_size": 64, "intermediate_size": 64, "tie_word_embeddings": False}
@@ -176,16 +179,19 @@ def integers(
 # ------------------------------------------------------------------------------------------------ ours, MLX, GGUF
 
 
-def moe_metal(folder: Path) -> Path:
-    model = tiny_model("qwen3_moe", **SIZES)
-    quantize_(model, bits=4, group_size=32)
-    model.save_pretrained(folder)
-    model.dequantize()
-    model.save_pretrained(folder / DENSE)
-    return folder
-
-
 LAYERS = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")
+
+
+def moe_metal(folder: Path) -> Path:
+    """As `quantize_` and `save_pretrained` write it: under the model's own names."""
+    model = tiny_model("qwen3_moe", **SIZES)
+    packed = pack_in_place(model, "affine", lambda name: name.endswith((*LAYERS, "_proj")), bits=4, group_size=32)
+    model.save_pretrained(folder / DENSE)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in packed}
+    for name, parts in packed.items():
+        tensors |= named_parts(name, parts)
+    write(folder, model, tensors, MoeMetalConfig(bits=4, group_size=32).to_dict())
+    return folder
 
 
 def mlx(folder: Path) -> Path:

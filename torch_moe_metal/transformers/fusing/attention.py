@@ -16,7 +16,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ...arguments import DTYPES
 from ...grad import wants_grad, warn_once
-from .experts import NAME, WITH_SHAPES, setting
+from .experts import NAME, WITH_SHAPES
+from .members import setting
 
 #: For more queries PyTorch's attention is used, which multiplies matrices.
 FEW_QUERIES = 16

@@ -221,8 +221,9 @@ GROWING = {cls.original: cls for cls in (GrowingLayer, GrowingSlidingWindowLayer
 def grow_in_place(cache: Cache | None, attention: nn.Module) -> None:
     """Called by each fused layer with the cache that its attention is about to update.
 
-    Only transformers' own `DynamicCache` and its two plain kinds of layers change, and only their class. The latents of
-    MLA are stored next to the keys that rotate, so that both together are the keys of the absorbed form.
+    Only the two plain kinds of layers of transformers' own `DynamicCache` change, and only their class: the caller has
+    the cache, so its layers must stay the same objects. The latents of MLA are stored next to the keys that rotate, so
+    that both together are the keys of the absorbed form.
     """
     if type(cache) is not DynamicCache or cache.offloading or torch.compiler.is_compiling():
         return

@@ -1,9 +1,7 @@
 """`experts_implementation="moe_metal"`: runs the experts of every model that uses transformers' experts interface as
 one op."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import activations
 from transformers.integrations import moe
 
-from ... import max_experts
 from ...arguments import DTYPES
+from ...extension import max_experts
 from ...grad import in_forward_mode, traced_as_constant, wants_grad, warn_once
 from ...packed_layers import slots_with_grad
 from ...reference import weighted_sum
+from .families import GATES
+from .members import member
 
 NAME = "moe_metal"
 DEVICES = ("cpu", "mps")
@@ -32,18 +32,6 @@ ACTIVATIONS = {
     activations.ReLUSquaredActivation: "relu2",
 }
 
-# Classes whose gate is not `act(gate) * up`, by the name of the class: the activation (None: the module's act_fn), and
-# the attributes with alpha and limit. Beam only adds a conversion to float32, in which our op computes anyway.
-GATES = {
-    "gpt_oss.modeling_gpt_oss.GptOssExperts": ("swiglu_oai", "alpha", "limit"),
-    "openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts": ("swiglu_oai", "alpha", "limit"),
-    "minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts": ("swiglu_oai", "swiglu_alpha", "swiglu_limit"),
-    "deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts": (None, None, "limit"),
-    "glm5_next.modeling_glm5_next.Glm5NextTextExperts": ("silu", None, "swiglu_limit"),
-    "hy_v4.modeling_hy_v4.HYV4Experts": ("silu", None, "swiglu_limit"),
-    "hy_v4_vl.modeling_hy_v4_vl.HYV4VLExperts": ("silu", None, "swiglu_limit"),
-    "beam.modeling_beam.BeamExperts": (None, None, None),
-}
 DEFAULT_GATE = (None, None, None)
 
 
@@ -60,51 +48,12 @@ LLAMA4 = SimpleNamespace(
 
 @traced_as_constant  # a function's __qualname__ is unknown to torch.compile
 def gate_of(function) -> tuple | None:
-    """The entry of GATES for this `_apply_gate`; None if it is unknown."""
+    """Activation (None: the module's act_fn), and the attributes with alpha and limit, of this `_apply_gate`; None if
+    it is unknown."""
     if function is moe._default_apply_gate:
         return DEFAULT_GATE
     name = f"{function.__module__}.{function.__qualname__}"
     return GATES.get(name.removeprefix("transformers.models.").removesuffix("._apply_gate"))
-
-
-def member(module: nn.Module, name: str):
-    """`module.name` of a parameter. Python's own lookup fails first and then calls nn.Module's __getattr__, which is
-    ten times slower and would be most of the cost of checking a module."""
-    found = module._parameters.get(name)
-    return getattr(module, name) if found is None else found
-
-
-def setting(config, name: str):
-    """What a configuration itself holds under this name, or None. transformers' own lookup runs Python code, twice for
-    a property: 2 us, several times in each layer."""
-    if torch.compiler.is_compiling():  # it cannot trace the lookup below
-        return getattr(config, name, None)
-    return object.__getattribute__(config, "__dict__").get(name)
-
-
-#: The results of `prepared`, with the parameter's memory and version. They are not on the modules, which can be saved.
-_PREPARED: WeakKeyDictionary[nn.Module, tuple[Tensor, int, Tensor]] = WeakKeyDictionary()
-
-
-def prepared(module: nn.Module, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """`compute(module.name)` of the one parameter that is prepared in this module, computed again only after it has
-    changed. Changes in-place count, except through `.data`, which PyTorch does not record."""
-    weight = member(module, name)
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if traced or type(weight) not in (nn.Parameter, Tensor) or weight.is_meta or weight.is_inference():
-        return compute(weight)
-    known = _PREPARED.get(module)
-    if known is not None:
-        memory, version, result = known
-        same = memory.data_ptr() == weight.data_ptr() and memory.dtype == weight.dtype
-        if same and version == weight._version == memory._version:
-            return result
-    with torch.inference_mode(False), torch.no_grad():
-        result = compute(weight)
-        if type(result) is Tensor:  # not a fake tensor of a FakeTensorMode
-            # It keeps the memory, so that no other weight can be at the same address.
-            _PREPARED[module] = weight.detach(), weight._version, result
-    return result
 
 
 def expert_arguments(experts: nn.Module, devices: tuple[str, ...] = WITH_SHAPES) -> tuple[dict, str | None]:
@@ -127,7 +76,6 @@ def expert_arguments(experts: nn.Module, devices: tuple[str, ...] = WITH_SHAPES)
         if activation is None:
             return {}, f"its activation is {getattr(function, '__name__', type(function).__name__)}"
     arguments = weights_of(experts)
-    packed = "format" in arguments
     if activation != "silu":
         arguments["activation"] = activation
     if flags.has_bias:
@@ -137,14 +85,14 @@ def expert_arguments(experts: nn.Module, devices: tuple[str, ...] = WITH_SHAPES)
         arguments["alpha"] = getattr(experts, alpha)
     if limit:
         arguments["limit"] = getattr(experts, limit)
-    if flags.is_transposed and not packed:
+    if flags.is_transposed and "format" not in arguments:
         arguments["transposed"] = True
     if not flags.is_concatenated:
         arguments["interleaved"] = True
         if gate == DEFAULT_GATE:
             return {}, "its gate and up rows are interleaved, but its gate reads halves"
     for weight in (arguments["gate_up"], arguments["down"]):
-        obstacle = why_not_read(weight, packed, devices)
+        obstacle = why_not_read(weight, "format" in arguments, devices)
         if obstacle is not None:
             return {}, obstacle
     return arguments, None
@@ -164,7 +112,7 @@ def why_not_read(weight: Tensor, packed: bool, devices: tuple[str, ...]) -> str 
 
 
 def weights_of(experts: nn.Module) -> dict:
-    """Its weights as arguments of `experts`: dense, or packed with any names (see `packed.PackedExperts`)."""
+    """Its weights as arguments of `experts`: dense, or packed with any names (see `packed_modules.PackedExperts`)."""
     packed = experts.__dict__.get("arguments")
     if packed is None:
         return {"gate_up": member(experts, "gate_up_proj"), "down": member(experts, "down_proj")}

@@ -1,75 +1,17 @@
 """`patch` and `unpatch`: whole MoE blocks and decoder layers of a transformers model, fused in place."""
 
-import re
-from dataclasses import dataclass, field
-
 from torch import nn
 
-from ...all_or_nothing import all_or_nothing
 from ...grad import warn_once
 from ...macos import require_torch
 from ...warmup import warm_up_best_effort
-from .. import self_check
-from .between_calls import between_calls, changing
-from .blocks import (
-    Fused,
-    FusedBlock,
-    FusedGemma4Layer,
-    FusedNorm,
-    FusedPreNormLayer,
-    FusedProjections,
-    fused_class,
-    selects_ours,
-    why_left,
-)
-from .experts import NAME, is_experts, why_not_fused
-from .families import LEFT_ATTENTIONS, family_name
-from .stock_gguf import give_back, take
-
-FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
-# Attributes with the implementations of experts and attention that a configuration had before `patch`. They are set on
-# the innermost model with this configuration, where outer models and wrappers find them too. In the configuration
-# itself they would be saved.
-BEFORE = "_moe_metal_experts_before"
-ATTENTION_BEFORE = "_moe_metal_attention_before"
-
-
-LAYERS = FusedPreNormLayer | FusedGemma4Layer
-
-
-@dataclass(frozen=True)
-class Row:
-    """The result for one module."""
-
-    name: str
-    cls: str
-    state: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Report:
-    """The result of `patch` for each module: `fused`, `experts only` or `left`, and the reason. It prints as a
-    table."""
-
-    rows: list[Row] = field(default_factory=list)
-
-    def __getitem__(self, state: str) -> list[str]:
-        """The names of the modules in one state, such as report["fused"]."""
-        if state not in (FUSED, EXPERTS_ONLY, LEFT):
-            raise KeyError(f"torch_moe_metal: a report has {FUSED!r}, {EXPERTS_ONLY!r} and {LEFT!r}, got {state!r}")
-        return [row.name for row in self.rows if row.state == state]
-
-    def __str__(self) -> str:
-        if not self.rows:
-            return "torch_moe_metal: no Mixture-of-Experts module in this model"
-        alike: dict[tuple, list[str]] = {}
-        for row in self.rows:
-            alike.setdefault((re.sub(r"\d+", "*", row.name), row.cls, row.state, row.note), []).append(row.name)
-        table = [("modules", "count", "class", "what", "why")]
-        table += [(pattern, str(len(names)), *rest) for (pattern, *rest), names in alike.items()]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+from .experts import is_experts
+from .factory import fused_class
+from .families import class_name
+from .family_check import FOR_EXPERTS, why_not_patched
+from .fuse import LEFT, Report, Row, fuse_in_place, unfuse_in_place
+from .fused import original_class
+from .layers import FusedNorm
 
 
 def patch(model: nn.Module) -> Report:
@@ -86,42 +28,12 @@ def patch(model: nn.Module) -> Report:
     """
     model = model_of(model, "patch")
     require_torch()
-    reason = self_check.why_not_fused(folders_of(model))
+    reason = why_not_patched(folders_of(model))
     if reason is not None:
         warn_once(reason)
         return Report([Row(name, type(part).__name__, LEFT, reason) for name, part in fusible(model).items()])
     report = fuse_in_place(model)
     warm_up_best_effort(model)
-    return report
-
-
-def fusible(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that `patch` would change, but for norms, by their names."""
-    classes = {name: fused_class(original_class(part)) for name, part in model.named_modules()}
-    known = {name for name, fused in classes.items() if fused and not issubclass(fused, FusedNorm)}
-    return {name: part for name, part in model.named_modules() if name in known or is_experts(part)}
-
-
-def folders_of(model: nn.Module) -> set[str]:
-    """The folders of transformers' models with the classes that `patch` would fuse."""
-    found = fusible(model).values()
-    folders = {family_name(original_class(part)).partition(".")[0] for part in found if not is_experts(part)}
-    return folders or ({self_check.FOR_EXPERTS} if found else set())
-
-
-def fuse_in_place(model: nn.Module) -> Report:
-    """`patch` without its checks of versions."""
-    parts = [module for module in model.modules() if hasattr(type(module), "set_experts_implementation")]
-    selected = {id(part.config): (part, part.config._experts_implementation) for part in parts}
-    with changing, all_or_nothing(model), between_calls(model, "patch"):
-        take(model)
-        for part in parts:
-            part.set_experts_implementation(NAME)
-        report = fuse_all(model)
-        for part, implementation in selected.values():
-            if part.config._experts_implementation != implementation:
-                setattr(part, BEFORE, implementation)
-        select_attention(model)
     return report
 
 
@@ -131,22 +43,7 @@ def unpatch(model: nn.Module) -> None:
     The argument is the patched model, a module that contains it, or a part of it. An implementation that was selected
     after `patch` stays selected.
     """
-    model = model_of(model, "unpatch")
-    with changing, all_or_nothing(model), between_calls(model, "unpatch"):
-        for module in model.modules():
-            if isinstance(module, FusedNorm):
-                del module.config
-            if isinstance(module, Fused):
-                module.__class__ = module.original
-            if BEFORE in vars(module):
-                implementation = vars(module).pop(BEFORE)
-                if module.config._experts_implementation == NAME:
-                    select(module, implementation)
-            if ATTENTION_BEFORE in vars(module):
-                implementation = vars(module).pop(ATTENTION_BEFORE)
-                if module.config._attn_implementation == NAME:
-                    module.config._attn_implementation_internal = implementation
-        give_back(model)
+    unfuse_in_place(model_of(model, "unpatch"))
 
 
 def model_of(given: object, caller: str) -> nn.Module:
@@ -159,96 +56,15 @@ def model_of(given: object, caller: str) -> nn.Module:
     return model
 
 
-def select(model: nn.Module, implementation: str | None) -> None:
-    """Restore the model's own setting, without transformers' checks and without changing other configurations."""
-    model.config._experts_implementation_internal = implementation
+def fusible(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that `patch` would change, but for norms, by their names."""
+    classes = {name: fused_class(original_class(part)) for name, part in model.named_modules()}
+    known = {name for name, fused in classes.items() if fused and not issubclass(fused, FusedNorm)}
+    return {name: part for name, part in model.named_modules() if name in known or is_experts(part)}
 
 
-def select_attention(model: nn.Module) -> None:
-    """Select our attention for models whose layers are fused. It replaces PyTorch's attention, and eager attention only
-    if transformers has no other for the model, so that eager is not the user's choice."""
-    layers = [layer for layer in model.modules() if isinstance(layer, LAYERS)]
-    attentions = [part for part in model.modules() if isinstance(part, FusedProjections)]
-    fused = {id(attention.config) for attention in (*attentions, *(layer.self_attn for layer in layers))}
-    parts = [part for part in model.modules() if hasattr(type(part), "_supports_sdpa")]
-    for part in {id(part.config): part for part in parts if id(part.config) in fused}.values():
-        before = part.config._attn_implementation
-        if before == ("sdpa" if part._supports_sdpa else "eager") and not part.config.output_attentions:
-            setattr(part, ATTENTION_BEFORE, before)
-            part.config._attn_implementation_internal = NAME
-
-
-def fuse_all(model: nn.Module) -> Report:
-    modules = dict(model.named_modules())
-    known = {name: fused for name, module in modules.items() if (fused := fused_class(original_class(module)))}
-    norms = [name for name, fused in known.items() if issubclass(fused, FusedNorm)]
-    # Children come first: a layer is fused together with its block.
-    rows = [fuse(name, modules[name]) for name in reversed(known) if name not in norms]
-    rows += [fuse_norm(name, modules) for name in norms]
-    left = {name: LEFT_ATTENTIONS.get(family_name(type(module))) for name, module in modules.items()}
-    rows += [Row(name, type(modules[name]).__name__, LEFT, reason) for name, reason in left.items() if reason]
-    rows += [
-        report_experts(name, module, modules[name.rpartition(".")[0]])
-        for name, module in reversed(modules.items())
-        if is_experts(module)
-    ]
-    order = {name: i for i, name in enumerate(modules)}
-    return Report(sorted(filter(None, rows), key=lambda row: order[row.name]))
-
-
-def fuse_norm(name: str, modules: dict[str, nn.Module]) -> Row | None:
-    """Fuse the norm after the last layer, which has no configuration of its own."""
-    norm, model = modules[name], modules[name.rpartition(".")[0]]
-    layers = model._modules.get("layers", ())
-    if model._modules.get("norm") is not norm or not any(isinstance(layer, LAYERS) for layer in layers):
-        return None
-    norm.config = model.config
-    row = fuse(name, norm)
-    if row.state == LEFT:
-        del norm.config
-    return row
-
-
-def original_class(module: nn.Module) -> type:
-    return module.original if isinstance(module, Fused) else type(module)
-
-
-def fuse(name: str, module: nn.Module) -> Row | None:
-    """Swap the class of one supported module. None for a decoder layer without a fused block, which is not changed."""
-    cls = original_class(module)
-    fused = fused_class(cls, selects_ours(module))
-    if issubclass(fused, FusedPreNormLayer) and not isinstance(module.mlp, FusedBlock):
-        module.__class__ = cls  # it may have been fused before
-        return None
-    obstacle = why_left(module, fused)
-    if "forward" in module.__dict__:
-        by_accelerate = "accelerate has replaced its forward, to move weights (device_map)"
-        obstacle = by_accelerate if hasattr(module, "_hf_hook") else "its forward has been replaced already"
-    module.__class__ = cls if obstacle else fused
-    if isinstance(module, FusedProjections):
-        module.join()
-    return Row(name, cls.__name__, LEFT, obstacle) if obstacle else Row(name, cls.__name__, FUSED, formats(module))
-
-
-def formats(module: nn.Module) -> str:
-    """The formats of its packed weights."""
-    parts = [part for part in module.modules() if getattr(part, "packing", None)]
-    return ", ".join(sorted({part.format_of(weight) for part in parts for weight in part.packing}))
-
-
-def report_experts(name: str, module: nn.Module, parent: nn.Module) -> Row | None:
-    """The row for experts whose block is not fused."""
-    if isinstance(parent, Fused):
-        return None
-    reason = why_not_fused(module)
-    selected = module.config._experts_implementation
-    known = fused_class(type(parent)) is not None
-    note = "its block is left" if known else f"{type(parent).__name__} around it is not a supported block"
-    note = ", ".join(filter(None, (formats(module), note)))
-    if module._is_expert_parallel:  # its weights are shards that its forward makes plain tensors
-        reason, note = None, "its block runs under expert parallelism"
-    if reason:
-        return Row(name, type(module).__name__, LEFT, reason)
-    if selected != NAME:
-        return Row(name, type(module).__name__, LEFT, f"its configuration selects {selected!r}")
-    return Row(name, type(module).__name__, EXPERTS_ONLY, note)
+def folders_of(model: nn.Module) -> set[str]:
+    """The folders of transformers' models with the classes that `patch` would fuse."""
+    found = fusible(model).values()
+    folders = {class_name(original_class(part)).partition(".")[0] for part in found if not is_experts(part)}
+    return folders or ({FOR_EXPERTS} if found else set())

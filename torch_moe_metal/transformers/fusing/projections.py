@@ -38,8 +38,8 @@ def alike(first: nn.Linear, second: nn.Linear) -> bool:
     return first.out_features % format.rows_per_scale == 0 and not with_factor
 
 
-def runs(layers: Sequence[nn.Linear]) -> list[list[nn.Linear]]:
-    """The layers, in runs of neighbours that are alike."""
+def neighbours(layers: Sequence[nn.Linear]) -> list[list[nn.Linear]]:
+    """The layers, in lists of neighbours that are alike."""
     found: list[list[nn.Linear]] = []
     for layer in layers:
         if found and alike(found[-1][-1], layer):
@@ -50,9 +50,9 @@ def runs(layers: Sequence[nn.Linear]) -> list[list[nn.Linear]]:
 
 
 def join(layers: Sequence[nn.Linear]) -> None:
-    """Move the weights of each run of these layers into one storage, if that is possible."""
-    for run in runs(layers):
-        for tensors in zip(*map(tensors_of, run), strict=True):
+    """Move the weights of neighbours that are alike into one storage, if that is possible."""
+    for together in neighbours(layers):
+        for tensors in zip(*map(tensors_of, together), strict=True):
             if all(map(can_move, tensors)) and same_rows(tensors) and not is_joined(tensors):
                 whole = joining.cat([tensor.detach() for tensor in tensors])
                 for tensor, rows in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
@@ -99,14 +99,14 @@ def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def project(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
-    """The results of the layers for x. If the weights of a run are joined, its results are views of one result."""
+    """The results of the layers for x. If the weights of neighbours are joined, their results are views of one."""
     if torch.compiler.is_compiling():  # a compiled graph has each weight as an input of its own
         return [layer(x) for layer in layers]
-    return [output for run in runs(layers) for output in outputs_of(x, run)]
+    return [output for together in neighbours(layers) for output in outputs_of(x, together)]
 
 
 def outputs_of(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
-    """The results of the layers of a run."""
+    """The results of layers that are alike."""
     if len(layers) == 1:
         return [layers[0](x)]
     tensors = list(zip(*map(tensors_of, layers), strict=True))

@@ -10,7 +10,7 @@ from transformers.integrations.gguf.utils import GgufEmbedding, GgufExperts, Ggu
 from ...gguf import BLOCKS
 from ...packed_layers import Embedding, Linear, Permuted
 from .experts import is_experts
-from .packed import pack_experts
+from .packed_modules import pack_experts
 
 STOCK = "_moe_metal_stock"  # attribute of our module: the module that it replaces
 

@@ -22,7 +22,7 @@ from ....gguf import STAMPS, GgufFile, GgufTensor, architecture_of
 from ....gguf.hub import read
 from ....packed_layers import Permuted
 from ...fusing.experts import NAME, is_experts, why_not_packed
-from ...fusing.packed import Parts, let_transformers_initialise
+from ...fusing.packed_modules import Parts, let_transformers_initialise
 from ..config import ALWAYS_DENSE, Form, MoeMetalConfig, Plan, alike, pack_all, packable, weight_names
 from ..moe_metal import MoeMetal
 from ..patterns import within
@@ -157,7 +157,7 @@ class Gguf(PackedQuantizer, GgufHfQuantizer):
             self.remove_quantization_config(model)
             return model
         del self.file, self.sources, self.mapping, self.convert
-        self.__class__ = MoeMetal
+        self.__class__ = MoeMetal  # the model holds this object, and must save itself as any packed model does
         self.quantization_config = model.config.quantization_config = MoeMetalConfig()
         model.quantization_method = NAME
         model._weight_conversions = []

@@ -20,7 +20,7 @@ from ...arguments import scale_names
 from ...formats import FORMATS
 from ...grad import warn_once
 from ...packed_layers import PARTS, Embedding, Linear, Packed, TiedLinear, dequantized
-from ...packing import packed, quantize
+from ...packing import packed_sizes, quantize
 from .experts import NAME
 
 #: The names of the ops' weights gate_up and down in transformers' classes of experts.
@@ -95,7 +95,7 @@ def packed_class(original: type) -> type:
 
 def empty_parts(name: str, size: tuple[int, ...], format: str, bits: int, group: int, dtype: torch.dtype) -> Parts:
     """The parts that `quantize` makes of a weight [..., N, C], on the meta device, with the names of `named_parts`."""
-    sizes = packed(size, format, bits, group, dtype)
+    sizes = packed_sizes(size, format, bits, group, dtype)
     return named_parts(name, [torch.empty(size, dtype=kind, device="meta") for size, kind in sizes.values()])
 
 
@@ -182,6 +182,7 @@ def pack_experts(experts: nn.Module, format: str, weights: Mapping[str, Parts], 
     experts.columns = {weight: weight_shape(experts, weight)[2] for weight in PROJECTIONS}
     for name in PROJECTIONS.values():
         del experts._parameters[name]
+    # The class is assigned, since the module must stay the same object: its hooks, name and other attributes remain.
     experts.__class__ = packed_class(type(experts))
     experts.format, experts.down_format = format, None if down_format == format else down_format
     experts.group_size = 0
@@ -305,6 +306,7 @@ def unpack(model: nn.Module, dtype: torch.dtype) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedExperts):
             dense = module.dequantized(dtype)
+            # The same object becomes dense again, as it became packed.
             module.__dict__, module.__class__ = dense.__dict__, module.original
             for projection in PROJECTIONS.values():
                 weight = module._parameters[projection].contiguous()

@@ -1,0 +1,271 @@
+"""The fused attention: joined projections, and rope with its norms as one op. `attention.py` then attends."""
+
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ...packed_layers import Linear, dequantized
+from ..versions import CACHE, take_cache, updated, updated_if_paged
+from .attention import FEW_QUERIES, attention_forward, key_heads, paged_attention, warm_up_attention, why_not_ours
+from .cache import grow_in_place, joined_rows
+from .experts import NAME
+from .fused import Fused, eps_of, rms_norm
+from .members import member, setting
+from .projections import join, project
+from .records import Attention
+
+ops = torch.ops.moe_metal
+
+
+class FusedProjections(Fused):
+    """Attention with joined projections. They are joined again when the weights are moved or converted."""
+
+    record: Attention
+    more_homes = (Linear.__module__,)
+    joined: tuple[str, ...]  # the names of these projections
+    is_paged = False  # whether transformers' manager of continuous batching runs it
+
+    @classmethod
+    def why_left(cls, module: nn.Module) -> str | None:
+        if getattr(module.config, "clip_qkv", None) is not None:
+            return "it clips its queries, keys and values"
+        if getattr(module, "is_kv_shared_layer", False):
+            return "it uses the keys and values of another layer"
+        return cls.why_replaced(module, cls.joined)
+
+    def parts(self, names: tuple[str, ...]) -> list[nn.Module]:
+        """The existing submodules out of these."""
+        found = [self._modules.get(name) for name in names]
+        return [module for module in found if module is not None]
+
+    def join(self) -> None:
+        projections = self.parts(self.joined)
+        if self.are_unmodified(*projections):
+            join(projections)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.join()
+        return self
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        self.join()  # in a copy, each weight has its own memory
+
+    def forward(self, hidden_states: Tensor, position_embeddings=None, attention_mask=None, **kwargs):
+        record, rotates, cache = self.record, self.record.rotates(self), take_cache(kwargs, self.is_paged)
+        projections, norms = self.parts(self.joined), self.parts(record.norms)
+        known = hidden_states.dim() == 3 and (position_embeddings is not None or not rotates)
+        if not (
+            known
+            and self.are_unmodified(*projections, *norms)
+            and self.is_plain_inference(hidden_states)
+            and self.still_selected()
+        ):
+            kwargs = {CACHE: cache} | kwargs | {"attention_mask": attention_mask}
+            if position_embeddings is not None:  # some do not accept them, such as Jamba's
+                kwargs["position_embeddings"] = position_embeddings
+            return super().forward(hidden_states, **kwargs)
+        grow_in_place(cache, self)
+        temperature = None
+        if record.temperature is not None:  # it depends on the length of the cache before this call
+            temperature = record.temperature(self, hidden_states, cache, kwargs.get("position_ids"))
+        angles = angles_of(position_embeddings, record.angles) if rotates else None
+        q, *stored, gate = self.states(hidden_states, projections, norms, angles)
+        if temperature is not None:
+            q = (q * temperature).to(q.dtype)
+        if cache is not None:
+            stored = updated(cache, *stored, self.layer_idx, kwargs)
+        output, weights = self.attend(q, *stored, attention_mask, **kwargs)
+        if gate is not None:
+            output = output * record.gate(gate).reshape(*output.shape[:-1], -1)
+        return self._modules["o_proj"](output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def states(self, x: Tensor, projections: list, norms: list, angles: tuple[Tensor, Tensor] | None) -> tuple:
+        """The queries [B, A, T, D], the two tensors that the cache stores, and the output's gate or None."""
+        raise NotImplementedError
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:
+        """The attention that the configuration selects: the values' weighted sums [B, T, A, V], and the weights."""
+        if self.is_paged:
+            output = paged_attention(self, q, k, v, **kwargs)
+            if output is not None:
+                return output, None
+            k, v = updated_if_paged(self, k, v, kwargs)
+        implementation = setting(self.config, "_attn_implementation_internal")
+        function = attention_forward
+        if implementation != NAME:
+            home = sys.modules[self.original.__module__]
+            function = home.ALL_ATTENTION_FUNCTIONS.get_interface(implementation, home.eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        return function(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
+
+
+def angles_of(position_embeddings: Tensor | tuple[Tensor, Tensor], kind: str) -> tuple[Tensor, Tensor]:
+    """The cosine and sine of each angle, once."""
+    if kind == "complex":
+        return position_embeddings.real, position_embeddings.imag
+    cos, sin = position_embeddings
+    if kind == "once":
+        return cos, sin
+    half = cos.shape[-1] // 2
+    return cos[..., :half], sin[..., :half]
+
+
+def with_neighbours_paired(heads: Tensor) -> Tensor:
+    """Reorder heads whose pairs are elements i and i + D / 2, so that pairs are 2i and 2i + 1. That is the order of
+    models with complex angles, and a cache may contain keys that they computed."""
+    return heads.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+class FusedAttention(FusedProjections):
+    """One product for queries, keys, values and a gate, and one op that normalises and rotates queries and keys."""
+
+    joined = ("q_proj", "k_proj", "v_proj", "g_proj")
+
+    def states(self, x: Tensor, projections: list, norms: list, angles: tuple[Tensor, Tensor] | None) -> tuple:
+        q, k, v, gate = self.heads(*project(x, projections))
+        q, k = self.rope(q, k, angles, norms)
+        v = v.transpose(1, 2)
+        scale = self.__dict__.get("v_scale", 1.0)  # MiMo's
+        return q, k, v if scale == 1.0 else v * scale, gate
+
+    def heads(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> tuple:
+        """Queries, keys and values [B, T, heads, width] from the projections, and the gate."""
+        width = self.head_dim
+        v = heads_of(v, self.__dict__.get("v_head_dim", width))
+        if self.record.gate is None or gate is not None:
+            return heads_of(q, width), heads_of(k, width), v, gate
+        q, gate = heads_of(q, 2 * width).chunk(2, -1)
+        return q, heads_of(k, width), v, gate
+
+    def rope(self, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None, norms: list) -> tuple[Tensor, Tensor]:
+        """Queries and keys [B, T, heads, D], normalised and rotated -> [B, heads, T, D]"""
+        record = self.record
+        weights = [record.norm_weight(norm) for norm in norms[:2]]
+        first = norms and record.norms_first and angles is not None
+        if angles is None:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        elif first:
+            if len(weights[0]) != self.head_dim:  # one norm for all heads of a token
+                weights = [weight.view(heads.shape[2:]) for weight, heads in zip(weights, (q, k), strict=True)]
+            q, k = ops.rope(q, k, *angles, *weights, eps=eps_of(norms[0]))
+        else:
+            complex_angles = record.angles == "complex"
+            q, k = ops.rope(q, k, *angles, interleaved=complex_angles)
+            if complex_angles:
+                q, k = with_neighbours_paired(q), with_neighbours_paired(k)
+        if norms and not first:
+            eps = eps_of(norms[0])
+            q, k = ops.norm(q, weights[0], eps=eps), ops.norm(k, weights[1], eps=eps)
+        return q, k
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:
+        if self.record.window:
+            owner = self if self.record.window == "module" else self.config
+            kwargs["sliding_window"] = getattr(owner, "sliding_window", None)
+        if "sinks" in self._parameters:
+            kwargs["s_aux"] = self._parameters["sinks"]
+        return super().attend(q, k, v, mask, **kwargs)
+
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
+        of_keys = key_heads(self)
+        q, k = (
+            torch.empty(1, tokens, heads, self.head_dim, dtype=dtype, device="meta")
+            for heads in (of_keys * self.num_key_value_groups, of_keys)
+        )
+        cos = torch.empty(1, tokens, self.head_dim // 2, dtype=dtype, device="meta")
+        self.rope(q, k, (cos, cos) if self.record.rotates(self) else None, self.parts(self.record.norms))
+        warm_up_attention(self, tokens, dtype)
+
+
+def heads_of(x: Tensor, width: int) -> Tensor:
+    """[B, T, heads * width] -> [B, T, heads, width]"""
+    return x.view(*x.shape[:-1], -1, width)
+
+
+class FusedGemma4Attention(FusedAttention):
+    """Gemma 4 also normalises the values. Without v_proj, they are the keys before norm and rotation."""
+
+    def heads(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> tuple:
+        q, k, v, _ = super().heads(q, k, k if v is None else v)
+        return q, k, ops.norm(v, eps=eps_of(self._modules["v_norm"])), None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shared_kv_states=None, **kwargs):
+        if self.store_full_length_kv:
+            shared_kv_states[self.layer_type] = k, v
+        return super().attend(q, k, v, mask, **kwargs)
+
+
+class FusedLatentAttention(FusedProjections):
+    """MLA: the cache stores latents, and the part of the keys that is rotated."""
+
+    joined = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "g_proj")  # it has one of the first two
+
+    def states(self, x: Tensor, projections: list, norms: list, angles: tuple[Tensor, Tensor] | None) -> tuple:
+        q, latent, *gate = project(x, projections)
+        if len(norms) > 1:
+            q = self._modules["q_b_proj"](rms_norm(q, norms[0]))
+        q = heads_of(q, self.qk_head_dim)
+        latent, k_rot = latent.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+        latent, k_rot = rms_norm(latent, norms[-1]).unsqueeze(1), k_rot.unsqueeze(2)
+        if angles is None:
+            q, k_rot = q.transpose(1, 2), k_rot.transpose(1, 2)
+        else:
+            q, q_rot = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+            q_rot, k_rot = self.rope(q_rot, k_rot, *angles)
+            q = torch.cat((q.transpose(1, 2), q_rot), -1)
+        return q, latent, k_rot, gate[0] if gate else None
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        if self.record.angles == "complex":
+            return tuple(with_neighbours_paired(heads) for heads in ops.rope(q, k, cos, sin, interleaved=True))
+        # Bailing's configuration has no such setting: its pairs are neighbours.
+        return ops.rope(q, k, cos, sin, interleaved=bool(getattr(self.config, "rope_interleave", True)))
+
+    def attend(self, q: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None, **kwargs):
+        keys = joined_rows(latent, k_rot) if self.may_absorb(q, latent, mask, kwargs) else None
+        if keys is None:
+            return super().attend(q, *self.expand_kv(latent, k_rot), mask, **kwargs)
+        to_keys, to_values = self.expansions(latent)
+        q, q_rot = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        q = torch.cat((torch.einsum("batn,anr->batr", q, to_keys), q_rot), -1)
+        output, weights = super().attend(q, keys, latent, mask, **kwargs)
+        return torch.einsum("btar,avr->btav", output, to_values), weights
+
+    def may_absorb(self, q: Tensor, latent: Tensor, mask: Tensor | None, kwargs: dict) -> bool:
+        """Whether to multiply the queries by the expansion of keys, and attend to the latents directly. For few queries
+        this is cheaper, because the cost of the expansion then does not depend on the length of the context."""
+        if torch.compiler.is_compiling() or not q.shape[2] <= min(FEW_QUERIES, latent.shape[2] - 1):
+            return False
+        shows_weights = kwargs.get("output_attentions") or self.config.output_attentions
+        if self.config._attn_implementation != NAME or shows_weights or (self.training and self.attention_dropout):
+            return False
+        expansion = self._modules["kv_b_proj"]
+        plain = self.are_unmodified(expansion) and expansion.bias is None
+        return plain and why_not_ours(q, latent, latent, mask, kwargs) is None
+
+    def expansions(self, latent: Tensor) -> Iterable[Tensor]:
+        """The weights [A, N, R] and [A, V, R] that compute unrotated keys and values from latents."""
+        layer = self._modules["kv_b_proj"]
+        packed = isinstance(layer, Linear)
+        weight = dequantized(*layer.parts("weight"), layer.format, latent) if packed else member(layer, "weight")
+        sizes = [self.qk_nope_head_dim, self.v_head_dim]
+        return weight.view(self.num_heads, sum(sizes), -1).split(sizes, 1)
+
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
+        q, k, cos, latent = (
+            torch.empty(1, tokens, *sizes, dtype=dtype, device="meta")
+            for sizes in (
+                (self.num_heads, self.qk_rope_head_dim),
+                (1, self.qk_rope_head_dim),
+                (self.qk_rope_head_dim // 2,),
+                (self.kv_lora_rank,),
+            )
+        )
+        if self.record.rotates(self):
+            self.rope(q, k, cos, cos)
+        rms_norm(latent, self._modules["kv_a_layernorm"])
+        warm_up_attention(self, tokens, dtype)

@@ -1,0 +1,150 @@
+"""The fused decoder layers, each with a fused MoE block in it, and the norm after the last layer."""
+
+import torch
+from torch import Tensor, nn
+
+from ..versions import CACHE
+from .attention import warm_up_attention
+from .attention_blocks import FusedProjections
+from .cache import grow_in_place
+from .experts import why_not_fused
+from .fused import Fused, eps_of, rms_norm
+from .members import member, prepared
+from .moe_blocks import FusedBlock
+
+ops = torch.ops.moe_metal
+
+
+class IdentityAttention(nn.Module):
+    """Replaces a layer's attention while the layer is warmed up. It returns its input."""
+
+    def __init__(self, original: nn.Module):
+        super().__init__()
+        self.original = [original]  # a list, so that it is not a submodule
+
+    def warm_up(self, tokens: int, dtype: torch.dtype) -> None:
+        """Warm up the attention. If it is fused, it has its own warm-up call."""
+        if not isinstance(self.original[0], FusedProjections):
+            warm_up_attention(self.original[0], tokens, dtype)
+
+    def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
+        return hidden_states, None
+
+
+class FusedPreNormLayer(Fused):
+    """A decoder layer with a fused block. One op computes the residual addition after attention and the norm, and the
+    op `experts` adds the second residual."""
+
+    def forward(self, hidden_states: Tensor, *args, attention_mask=None, position_embeddings=None, **kwargs):
+        kwargs |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
+        inner = self._modules
+        mlp, norm = inner["mlp"], inner["post_attention_layernorm"]
+        known = not args and isinstance(mlp, FusedBlock)
+        parts = mlp.parts(hidden_states, self, mlp, norm) if known else None
+        if parts is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        grow_in_place(kwargs.get(CACHE), inner["self_attn"])
+        attended, _ = inner["self_attn"](hidden_states=self.norm("input_layernorm", hidden_states), **kwargs)
+        x, residual = ops.residual_norm(hidden_states, attended, member(norm, "weight"), eps=norm.variance_epsilon)
+        return mlp.moe(x, parts, residual)[0]
+
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
+        width = len(self._modules["post_attention_layernorm"].weight)
+        self._modules["self_attn"] = attention = IdentityAttention(self._modules["self_attn"])
+        self(torch.empty(1, tokens, width, dtype=dtype, device="meta"))
+        attention.warm_up(tokens, dtype)
+
+
+class FusedGemma4Layer(Fused):
+    """Gemma 4's decoder layer. Each norm is one op together with its residual addition, and so are router and
+    experts."""
+
+    @classmethod
+    def why_left(cls, module: nn.Module) -> str | None:
+        if "experts" not in module._modules:
+            return None
+        return cls.why_replaced(module, ("experts",)) or why_not_fused(module._modules["experts"])
+
+    def forward(self, hidden_states: Tensor, per_layer_input=None, shared_kv_states=None, *args, **kwargs):
+        kwargs |= {"shared_kv_states": shared_kv_states}
+        arguments = None if args else self.ready(hidden_states)
+        if arguments is None:
+            return super().forward(hidden_states, per_layer_input, *args, **kwargs)
+        inner = self._modules
+        grow_in_place(kwargs.get(CACHE), inner["self_attn"])
+        attended, _ = inner["self_attn"](
+            hidden_states=self.norm("input_layernorm", hidden_states),
+            **{"position_embeddings": None, "attention_mask": None} | kwargs,
+        )
+        residual = norm_add(hidden_states, attended, inner["post_attention_layernorm"])
+        output = inner["mlp"](self.norm("pre_feedforward_layernorm", residual))
+        if self.enable_moe_block:
+            output = self.with_experts(output, residual, arguments)
+        if not self.hidden_size_per_layer_input:
+            return norm_add(residual, output, inner["post_feedforward_layernorm"], self.layer_scalar)
+        residual = norm_add(residual, output, inner["post_feedforward_layernorm"])
+        gated = self.act_fn(self.per_layer_input_gate(residual)) * per_layer_input
+        output = self.per_layer_projection(gated)
+        return norm_add(residual, output, self.post_per_layer_input_norm, self.layer_scalar)
+
+    def with_experts(self, dense: Tensor, residual: Tensor, arguments: dict) -> Tensor:
+        """The norms of the dense MLP's output and of the experts' output, added."""
+        inner = self._modules
+        router = inner["router"]
+        weights, ids = ops.gate(
+            residual,
+            member(router._modules["proj"], "weight"),
+            norm_weight=prepared(router, "scale", lambda scale: scale * router.scalar_root_size),
+            per_expert_scale=member(router, "per_expert_scale"),
+            top_k=router.config.top_k_experts,
+            eps=router.eps,
+        )
+        output = ops.experts(self.norm("pre_feedforward_layernorm_2", residual), weights, ids, **arguments)
+        dense_norm, norm = inner["post_feedforward_layernorm_1"], inner["post_feedforward_layernorm_2"]
+        one = torch.ones_like(weights[..., :1])
+        slots = output.unsqueeze(-2)
+        return ops.weighted_sum_dual_norm_add(
+            slots, one, dense, member(dense_norm, "weight"), member(norm, "weight"), eps=norm.eps
+        )
+
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
+        width, per_layer = len(self._modules["post_attention_layernorm"].weight), self.hidden_size_per_layer_input
+        self._modules["self_attn"] = attention = IdentityAttention(self._modules["self_attn"])
+        x, of_layer = (torch.empty(1, tokens, size, dtype=dtype, device="meta") for size in (width, per_layer))
+        self(x, of_layer if per_layer else None)
+        attention.warm_up(tokens, dtype)
+
+    def ready(self, x: Tensor) -> dict | None:
+        """The arguments of `experts` that the experts provide, empty in a layer without experts; or None if the
+        original forward must run."""
+        inner = self._modules
+        read = [inner["post_attention_layernorm"], inner["post_feedforward_layernorm"]]
+        if self.hidden_size_per_layer_input:
+            read.append(inner["post_per_layer_input_norm"])
+        if not self.enable_moe_block:
+            return {} if self.are_unmodified(*read) and self.is_plain_inference(x) and self.still_selected() else None
+        experts = inner["experts"]
+        read += [inner["post_feedforward_layernorm_1"], inner["post_feedforward_layernorm_2"], experts]
+        known = (
+            self.are_unmodified(*read, *inner["router"].modules())
+            and self.is_plain_inference(x)
+            and self.still_selected()
+        )
+        return self.experts_part(x, experts) if known else None
+
+
+def norm_add(residual: Tensor, x: Tensor, norm: nn.Module, scalar: Tensor | None = None) -> Tensor:
+    return ops.norm_add(residual, x, member(norm, "weight"), scalar, eps=eps_of(norm))
+
+
+class FusedNorm(Fused):
+    """The norm after the last layer. Other norms are part of the fused layers."""
+
+    config: object  # of its model, which selects the experts
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        ours = self.is_plain_inference(hidden_states) and self.still_selected()
+        return rms_norm(hidden_states, self) if ours else super().forward(hidden_states)
+
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
+        self(torch.empty(1, tokens, len(self.weight), dtype=dtype, device="meta"))
