@@ -47,18 +47,22 @@ def whole_config(name: str, layers: int):
     return AutoConfig.for_model(model.config, **configuration(model), **sizes, **model.attention)
 
 
-def random_model(name: str, layers: int, device: str) -> nn.Module:
+def meta_model(name: str, layers: int) -> nn.Module:
+    """The model without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
-    config = whole_config(name, layers)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.to_empty(device=device)
+        return AutoModelForCausalLM.from_config(whole_config(name, layers), dtype=torch.bfloat16)
+
+
+def random_model(name: str, layers: int, device: str) -> nn.Module:
+    model = meta_model(name, layers).to_empty(device=device)
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         bound = 1.0 if name.endswith("norm.weight") else (3 / parameter.shape[-1]) ** 0.5
         nn.init.uniform_(parameter, -bound, bound)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its buffers are not parameters
+    # Its buffers are not parameters.
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     return model.eval().requires_grad_(False)
 
 
