@@ -41,6 +41,7 @@ from torch_moe_metal.arguments import ARGUMENTS, scale_names
 from torch_moe_metal.bench import whole_model
 from torch_moe_metal.bench.calls import OPS, Call, RandomTensors
 from torch_moe_metal.bench.measure import machine
+from torch_moe_metal.bench.report import json_of
 from torch_moe_metal.models import DEFAULT, MODELS
 from torch_moe_metal.transformers.versions import cache_of, with_cache
 
@@ -321,7 +322,7 @@ def main() -> None:
     about = {**machine(), "torch": torch.__version__, "device": "simulated mps"}
     found = about | (costs_found(options) if options.costs else dispatches_found(options))
     show = partial(rows_of_costs, kernels=True) if options.costs else rows_of_dispatches
-    print(json.dumps(found, indent=1) if options.json else show(found))
+    print(json_of(found) if options.json else show(found))
 
 
 if __name__ == "__main__":

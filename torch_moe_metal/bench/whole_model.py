@@ -9,7 +9,6 @@ begins; their keys and values are random.
 """
 
 import copy
-import json
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ from ..models import DEFAULT, MODELS, configuration
 from ..packing import WRITTEN
 from .measure import machine, synchronize
 from .packings import FORMATS
-from .report import Progress
+from .report import Progress, json_of
 
 PROMPT, TOKENS = 512, 16
 CONTEXT = [64, 4096, 16384]
@@ -276,5 +275,5 @@ def run(options: Namespace) -> int:
         print("   ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     medians = measure(options)
     found = {**machine(), **about, "rows": medians}
-    print(json.dumps(found, indent=1) if options.json else table(medians, options.context))
+    print(json_of(found) if options.json else table(medians, options.context))
     return 0
