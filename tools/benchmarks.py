@@ -21,8 +21,8 @@ FOLDER, PAGE, README = ROOT / "benchmarks", ROOT / "BENCHMARKS.md", ROOT / "READ
 LAST, OPS = FOLDER / "losses.md", ROOT / "docs" / "ops.md"
 HEAD = """# Benchmarks
 
-`make benchmarks` writes this page from the files in [benchmarks/](benchmarks). **None of these is an Apple figure**: this
-has not run on a Mac yet. If you own a Mac, please send us the files that `make report` writes, with the issue form.
+`make benchmarks` writes this page from the files in [benchmarks/](benchmarks). **None of these is an Apple figure**:
+this has not run on a Mac yet. If you own a Mac, please send us the files that `make report` writes, with the issue form.
 
 | column | meaning |
 | --- | --- |
