@@ -22,7 +22,7 @@ LAST, OPS = FOLDER / "losses.md", ROOT / "docs" / "ops.md"
 HEAD = """# Benchmarks
 
 `make benchmarks` writes this page from the files in [benchmarks/](benchmarks). **None of these is an Apple figure**:
-this has not run on a Mac yet. If you own a Mac, please send us the files that `make report` writes, with the issue form.
+this has not run on a Mac yet. If you own a Mac, please send us what `make report` writes, with the issue form.
 
 | column | meaning |
 | --- | --- |
