@@ -1,5 +1,5 @@
 # Every target sets up what it needs: a virtual environment in .venv, the pinned tools, the build. Later runs are quick.
-#   make demo      one real MoE layer, fused and stock, on the best device available
+#   make demo      one MoE layer and four layers of a model, ours and stock, on the best device available
 #   make test      the fast tests, on the CPU and on mps (a Mac's own, else the simulated one)
 #   make test-sim  the simulated Metal's own tests;  make test-tools  tests of the benchmarks, the fuzzer and other tools
 #   make test-slow slow tests: broken kernels, emulated AMX, wheels, every alternative of tuning, 100 runs. It runs the
@@ -16,7 +16,7 @@
 #   make report    the files to send us from a Mac, in build/report: doctor.txt, validated.txt, bench.json, packed.json,
 #                  tune.json
 #   make validate  doctor under Metal's own checks of every call and every access of a shader
-#   make benchmarks  write BENCHMARKS.md and the README's table from the JSON files in benchmarks/
+#   make benchmarks  write BENCHMARKS.md and the README's table from benchmarks/, and docs/ops.md from reference.py
 #   make cross     the macOS extension compiled and linked on this machine against real macOS torch wheels;
 #                  CROSS="2.14.1 2.15.0" chooses them
 #   make wheel     a wheel for the torch that TORCH=2.15 chooses, tested in a fresh environment; the result is in dist/

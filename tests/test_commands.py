@@ -15,7 +15,8 @@ import torch_moe_metal
 from torch_moe_metal import reference
 from torch_moe_metal.arguments import ARGUMENTS, DTYPES
 from torch_moe_metal.commands import demo, doctor
-from torch_moe_metal.commands.bench import block
+from torch_moe_metal.commands.bench import block, whole_model
+from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS
 from torch_moe_metal.commands.command_line import main
 from torch_moe_metal.commands.common import devices
 from torch_moe_metal.transformers_support import why_unsupported
@@ -143,18 +144,43 @@ def test_doctor_computes_on_the_gpu(monkeypatch):
 
 @pytest.fixture
 def tiny(monkeypatch) -> None:
-    monkeypatch.setattr(demo, "MODEL", demo.MODEL.reduced(E=8, K=2, H=64, I=48))
+    monkeypatch.setitem(MODELS, DEFAULT, MODELS[DEFAULT].reduced(E=8, K=2, H=64, I=64))
     monkeypatch.setattr(demo, "SECONDS", 0.01)
+    monkeypatch.setattr(demo, "CONTEXT", 40)
+    monkeypatch.setattr(whole_model, "TOKENS", 2)
 
 
 def test_demo_compares(tiny, capsys):
     assert main(["demo"]) == 0
     said = capsys.readouterr().out
-    assert "H 64, I 48, E 8, K 2" in said
+    assert "H 64, I 64, E 8, K 2" in said
     ours = re.findall(r"^  torch_moe_metal +[\d.]+ ms .* ([\d.]+) times the best stock$", said, re.MULTILINE)
     assert len(ours) == 2 and all(float(ratio) > 0 for ratio in ours)
     # batched_mm only for one token
     assert len(re.findall(r"^  transformers \w+ +[\d.]+ ms", said, re.MULTILINE)) == 3 + 2
+    # The model's weights are packed at the end.
+    decoded = re.findall(r"^  (\w[\w, ]+?) +([\d.]+) tokens/s .* GB of weights(.*)$", said, re.MULTILINE)
+    names = [name for name, _, _ in decoded]
+    assert names == ["stock", *["stock, batched_mm"] * (len(names) == 4), "patch", "patch, 4 bits"]
+    assert all(bool(ratio) == name.startswith("patch") for name, _, ratio in decoded)
+
+
+def test_demo_decodes_with_packed_weights(tiny, monkeypatch):
+    """The last way has far smaller weights than the others, which are dense."""
+    gigabytes = []
+    decode = whole_model.decode
+    monkeypatch.setattr(
+        whole_model, "decode", lambda model, *args: gigabytes.append(demo.weights_gb(model)) or decode(model, *args)
+    )
+    demo.compare_model("cpu")
+    assert len(gigabytes) == 3 and gigabytes[0] == gigabytes[1] > 2 * gigabytes[2]
+
+
+def test_demo_skips_the_model_if_memory_is_short(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(whole_model, "random_model", lambda *_: pytest.fail("allocates the weights"))
+    assert main(["demo"]) == 0
+    assert re.search(r"^Skipped: this needs .* of free memory, and 0.0 GB are free.$", capsys.readouterr().out, re.M)
 
 
 def test_demo_detects_a_wrong_result(tiny, monkeypatch, capsys):

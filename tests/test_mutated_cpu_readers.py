@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import torch_moe_metal
-from test_mutated_readers import named_in
 
 ROOT = Path(__file__).resolve().parents[1]
 PROCESSOR = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -368,8 +367,3 @@ def test_products_of_other_processors(tmp_path: Path):
     chosen = "few_tokens or many_tokens or small_scale or linear_equals"
     done = run_tests(made, tmp_path, "test_quantized.py", "test_ggml.py", "-k", chosen)
     assert done.returncode == 0, done.stdout[-3000:]
-
-
-def test_readme_lists_the_mutants():
-    of_cpu = (ROOT / "tests" / "README.md").read_text().partition("test_mutated_cpu_readers.py")[2]
-    assert named_in(of_cpu) == {fault.name: fault.test.partition("::")[2] for fault in FAULTS}

@@ -5,7 +5,6 @@ on the engine of the simulated Metal.
 """
 
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -355,14 +354,3 @@ UNBROKEN = {(mutant.test.__name__, *map(str, mutant.arguments.values())): mutant
 @pytest.mark.parametrize("name", UNBROKEN, ids="-".join)
 def test_unbroken_readers_pass(name: tuple, monkeypatch):
     run_test(UNBROKEN[name], lambda text: text, monkeypatch)
-
-
-def test_readme_lists_the_mutants():
-    of_shaders = (HERE / "README.md").read_text().partition("test_mutated_cpu_readers.py")[0]
-    assert named_in(of_shaders) == {name: mutant.test.__name__ for name, mutant in MUTANTS.items()}
-
-
-def named_in(text: str) -> dict[str, str]:
-    """The test that must fail, by the name of the fault, from the tables in this text."""
-    rows = re.findall(r"^\| `(test_\w+)` \| ([\w, ]+) \|$", text, re.MULTILINE)
-    return {name: test for test, names in rows for name in names.split(", ")}

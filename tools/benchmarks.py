@@ -1,11 +1,12 @@
-"""Writes BENCHMARKS.md, and the README's table of figures, from the JSON files in benchmarks/: `make benchmarks`.
+"""Writes what is generated: BENCHMARKS.md and the README's table of figures from the JSON files in benchmarks/, and the
+list of ops in docs/ops.md by ops_page.py. `make benchmarks` runs it.
 
-    python tools/benchmarks.py            # write both
+    python tools/benchmarks.py            # write them
     python tools/benchmarks.py --check    # fail if they differ from the files
 
 Each JSON file is the output of one of our commands with --json, and contains the command, the date and the machine. The
-text above its table is the .md file of the same name. benchmarks/losses.md ends the page. Experiments and one-off
-tables are separate pages in benchmarks/notes/, which are not generated.
+text above its table is the .md file of the same name. benchmarks/losses.md ends the page. benchmarks/notes/ is not
+generated.
 """
 
 import argparse
@@ -13,24 +14,27 @@ import json
 import sys
 from pathlib import Path
 
+import ops_page
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER, PAGE, README = ROOT / "benchmarks", ROOT / "BENCHMARKS.md", ROOT / "README.md"
-LAST = FOLDER / "losses.md"
-BEGIN, END = "<!-- figures: `make benchmarks` writes them -->\n", "<!-- end of figures -->\n"
+LAST, OPS = FOLDER / "losses.md", ROOT / "docs" / "ops.md"
 HEAD = """# Benchmarks
 
-`make benchmarks` writes this page from the files in [benchmarks/](benchmarks). Above each table are the command that
-measured it, the date and the machine. **None of these is an Apple figure**: this has not run on a Mac yet. If you
-own a Mac, please send us the files that `make report` writes (there is an issue form for them).
+`make benchmarks` writes this page from the files in [benchmarks/](benchmarks). **None of these is an Apple figure**:
+this has not run on a Mac yet. If you own a Mac, please send us what `make report` writes, with the issue form.
 
-How to read the tables: "x PyTorch" is the time of the fastest implementation in PyTorch or transformers over ours,
-measured in turn, so 2.00 means twice as fast. "x dense" is the same against our own op with bfloat16 weights. "GB/s"
-counts each byte of a row once; "of limit" compares it with the memory bandwidth that the same run measured. Decode
-reads the selected experts' weights once per token, so the bandwidth is its limit. At the end:
-[where others are faster](#where-others-are-faster).
+| column | meaning |
+| --- | --- |
+| x PyTorch | the time of PyTorch's or transformers' fastest way over ours, in turns: 2.00 is twice as fast |
+| x dense | the same against our own op with bfloat16 weights |
+| GB/s | each byte of a row counts once |
+| of limit | GB/s over the memory bandwidth that the same run measured, the limit of decode |
 """
 # Keys that the heading or the tables show; the others are listed under the heading.
 SHOWN = {"command", "date", "machine", "system", "notes", "rows", "ops", "families", "before", "tuning"}
+# Keys that the head of the page shows if they have one value in all files.
+SHARED = ("machine", "system", "torch_moe_metal", "torch", "threads")
 
 
 def cells(*values: object) -> str:
@@ -51,24 +55,30 @@ def number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
+def differing(values: list[str]) -> list[str]:
+    """The values without the words that all have, or as they are if there is only one."""
+    common = set.intersection(*(set(value.split()) for value in values)) if len(values) > 1 else set()
+    return [" ".join(word for word in value.split() if word not in common) for value in values]
+
+
 def rows_of_bench(rows: list[dict]) -> str:
+    """What all rows have in common (op, sizes, dtype) is in the text above them."""
     packed = any(map(is_packed, rows))
     columns = ("op", "shape", "dtype", *["format"] * packed, "us", "GB/s", "of limit")
     columns += (*["x dense", "x MLX"] * packed, "x PyTorch", "fastest of PyTorch")
+    words = zip(*(differing([row[name] for row in rows]) for name in ("op", "shape", "dtype", "limit")), strict=True)
     lines = [
         (
-            row["op"],
-            row["shape"],
-            row["dtype"],
+            *described,
             *[row.get("format", "dense")] * packed,
             number(row["us"], ".1f"),
             number(row["gb_per_s"], ".1f"),
-            f"{row['of_limit']:.0%} {row['limit']}" if row["of_limit"] else "",
+            f"{row['of_limit']:.0%} {limit}".strip() if row["of_limit"] else "",
             *[number(row.get(ratio), ".2f") for ratio in ("x_dense", "x_mlx")] * packed,
             number(row["x_pytorch"], ".2f"),
-            row["fastest_pytorch"] or "",
+            (row["fastest_pytorch"] or "").removeprefix("transformers "),
         )
-        for row in rows
+        for row, (*described, limit) in zip(rows, words, strict=True)
     ]
     return table(*without_empty(columns, lines))
 
@@ -170,8 +180,14 @@ def cost_cells(row: dict, before: dict) -> list[str]:
     return [cell(name, form) for name, (_, form) in COSTS.items()]
 
 
-def section(file: Path) -> str:
-    found = json.loads(file.read_text())
+def shared(found: list[dict]) -> dict[str, object]:
+    """What of SHARED is the same in all files that have it."""
+    values = {key: {one[key] for one in found if key in one} for key in SHARED}
+    return {key: one.pop() for key, one in values.items() if len(one) == 1}
+
+
+def section(file: Path, known: dict[str, object]) -> str:
+    found = {key: value for key, value in json.loads(file.read_text()).items() if key not in known}
     words = file.with_suffix(".md")
     rows = found["rows"]
     if "ops" in found:
@@ -187,7 +203,8 @@ def section(file: Path) -> str:
     parts = [
         f"## {title.lstrip('# ')}",
         text.strip().replace("](../", "]("),  # the page is in the parent folder
-        f"`{found['command']}` · {found['date']} · {found['machine']} · {found['system']}  \n{about}",
+        " · ".join([f"`{found['command']}`", *(found[key] for key in ("date", "machine", "system") if key in found)])
+        + f"  \n{about}",
         "\n".join(f"- {note}" for note in found.get("notes", [])),
         body,
     ]
@@ -199,7 +216,11 @@ def files() -> list[Path]:
 
 
 def page() -> str:
-    return "\n".join([HEAD, *map(section, files()), LAST.read_text().replace("](../", "](")])
+    known = shared([json.loads(file.read_text()) for file in files()])
+    values = (value if key in ("machine", "system") else f"{key} {value}" for key, value in known.items())
+    where = f"All tables: {', '.join(values)}.\n"
+    sections = (section(file, known) for file in files())
+    return "\n".join([HEAD, where, *sections, LAST.read_text().replace("](../", "](")])
 
 
 def figures() -> str:
@@ -221,18 +242,24 @@ def figures() -> str:
     return table(("Qwen3-30B-A3B, bf16", "transformers' best", "torch_moe_metal", "ratio"), rows) + "\n"
 
 
-def readme() -> str:
-    text = README.read_text()
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + figures() + END + rest.split(END)[1]
+def with_part(page: Path, name: str, part: str) -> str:
+    """The page with a new part between the comments that name its beginning and its end."""
+    before, begin, rest = page.read_text().partition(f"<!-- {name}:")
+    comment, close, old = rest.partition(" -->\n")
+    return before + begin + comment + close + part + "".join(old.partition(f"<!-- end of {name} -->")[1:])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     options = parser.parse_args()
+    pages = {
+        PAGE: page(),
+        README: with_part(README, "figures", figures()),
+        OPS: with_part(OPS, "ops", ops_page.text()),
+    }
     old = []
-    for file, text in ((PAGE, page()), (README, readme())):
+    for file, text in pages.items():
         if file.exists() and file.read_text() == text:
             continue
         old.append(file.name)

@@ -42,6 +42,7 @@ from torch_moe_metal.commands.bench import whole_model
 from torch_moe_metal.commands.bench.calls import OPS, Call, RandomTensors
 from torch_moe_metal.commands.bench.measure import machine
 from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS
+from torch_moe_metal.commands.bench.report import json_of
 from torch_moe_metal.transformers.versions import cache_of, with_cache
 
 CALLS = 200
@@ -321,7 +322,7 @@ def main() -> None:
     about = {**machine(), "torch": torch.__version__, "device": "simulated mps"}
     found = about | (costs_found(options) if options.costs else dispatches_found(options))
     show = partial(rows_of_costs, kernels=True) if options.costs else rows_of_dispatches
-    print(json.dumps(found, indent=1) if options.json else show(found))
+    print(json_of(found) if options.json else show(found))
 
 
 if __name__ == "__main__":

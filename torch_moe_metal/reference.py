@@ -102,12 +102,15 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Each token's K best experts, best first, and their weights. -> weights float32 [T, K], ids int32 [T, K]
 
-    scoring: softmax, sigmoid or sqrt_softplus. renormalize: none, before_scale (the selected scores are divided by
-    their sum, then multiplied by per_expert_scale) or after_scale (the other order). n_group, topk_group, group_score
-    (top2_sum or max): experts are selected only from the topk_group best of n_group groups. scaling_factor multiplies
-    last. softcap, if not 0, replaces the logits by softcap * tanh(logits / softcap).
+    - The ids of a token are distinct and in [0, E). Ties go to the lowest id, and NaN ranks below -inf.
+    - scoring: softmax, sigmoid or sqrt_softplus.
+    - renormalize: none, before_scale (the selected scores are divided by their sum, then multiplied by
+      per_expert_scale) or after_scale (the other order). scaling_factor multiplies last.
+    - n_group, topk_group, group_score (top2_sum or max): experts are selected only from the topk_group best of n_group
+      groups.
+    - softcap, if not 0, replaces the logits by softcap * tanh(logits / softcap).
 
-    `select_bias` affects only the selection, never the weights. Without it experts are selected by their logits: all
+    `select_bias` affects only the selection, never the weights. Without it experts are selected by their logits. All
     scorings increase with the logit, so the order is the same, but large logits do not become ties by saturation.
     """
     logits = as_float(logits)
@@ -188,16 +191,17 @@ def dequantize(
 ) -> Tensor:
     """The values of a weight. -> [..., N, C]
 
-    dense: weight itself. affine: scale * q + offset, with weight int32 (or uint32, or its bytes as uint8) [..., N, C *
-    bits / 32], q of `bits` 2, 3, 4, 5, 6 or 8, and scale and offset [..., N, C / group] for groups of 16, 32, 64 or 128
-    columns (MLX). mxfp4: 2^(scale - 127) * e2m1, with weight uint8 [..., N, C / 2] or [..., N, C / 32, 16], the lower
-    half of a byte first, and scale uint8 [..., N, C / 32], where 255 is NaN (gpt-oss). fp8: scale * e4m3, with weight
-    float8_e4m3fn, or uint8 [..., N, C], and scale [..., N / 128, C / 128], rounded up. mxfp8: 2^(scale - 127) * e4m3,
-    with weight as in fp8 and scale as in mxfp4 (MLX). nvfp4: offset * e4m3 * e2m1, with weight uint8 [..., N, C / 2],
-    scale e4m3 [..., N, C / 16], as float8_e4m3fn or uint8, and optionally offset, which is a factor: float32 [..., 1],
-    one per matrix (MLX without it, compressed-tensors with it). GGML's q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k,
-    q5_k, q6_k, iq4_nl, iq4_xs and ggml_mxfp4: weight uint8 [..., N, bytes of the row], as in a GGUF file; the blocks
-    contain the scales (ggml.py).
+    - dense: weight itself.
+    - affine: scale * q + offset. weight is int32 (or uint32, or its bytes as uint8) [..., N, C * bits / 32] with q of
+      `bits` 2, 3, 4, 5, 6 or 8. scale and offset are [..., N, C / group] for groups of 16, 32, 64 or 128 columns (MLX).
+    - mxfp4: 2^(scale - 127) * e2m1. weight is uint8 [..., N, C / 2] or [..., N, C / 32, 16], the lower half of a byte
+      first. scale is uint8 [..., N, C / 32], where 255 is NaN (gpt-oss).
+    - fp8: scale * e4m3. weight is float8_e4m3fn, or uint8, [..., N, C]. scale is [..., N / 128, C / 128], rounded up.
+    - mxfp8: 2^(scale - 127) * e4m3. weight is as in fp8, and scale as in mxfp4 (MLX).
+    - nvfp4: offset * e4m3 * e2m1. weight is uint8 [..., N, C / 2]. scale is e4m3 [..., N, C / 16], as float8_e4m3fn or
+      uint8. The optional offset is a factor: float32 [..., 1], one per matrix (MLX has none, compressed-tensors has).
+    - GGML's q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs and ggml_mxfp4: weight is uint8
+      [..., N, bytes of the row], as in a GGUF file. The blocks contain the scales (ggml.py).
     """
     if format == "dense":
         return weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -323,14 +327,15 @@ def experts(
 ) -> Tensor:
     """The FFN of each token's K experts, and their weighted sum. -> [T, H]
 
-    An id outside [0, E) is skipped: nothing is read or added for it, whatever its weight is. activation, alpha and
-    limit are those of `glu`; `shared` and `residual` are added as in `weighted_sum`. The 2I rows hold the gate's I rows
-    first, or gate and up alternately if `interleaved`. With a `format` other than dense, gate_up and down are packed
-    and have scales and offsets as described by `dequantize`; `group_size` is that of both weights, as in `linear`.
-    `down_format` is the format of down if it differs.
-
-    A gate_up with four dimensions [E, 2, I, ...] has separate gate and up, for example views of a file, in formats
-    without scale tensors. Then `interleaved` only concerns gate_up_bias.
+    - The ids of a token may repeat. An id outside [0, E) is skipped: nothing is read or added for it, whatever its
+      weight is. So a device can hold only some of the experts.
+    - activation, alpha and limit are those of `glu`. `shared` and `residual` are added as in `weighted_sum`.
+    - The 2I rows of gate_up hold the gate's I rows first, or gate and up alternately if `interleaved`.
+    - With a `format` other than dense, gate_up and down are packed and have scales and offsets as described by
+      `dequantize`. `group_size` is that of both weights, as in `linear`. `down_format` is the format of down if it
+      differs.
+    - A gate_up with four dimensions [E, 2, I, ...] has separate gate and up, for example views of a file, in formats
+      without scale tensors. Then `interleaved` only concerns gate_up_bias.
     """
     gate_up = joined(gate_up, gate_up_scale, interleaved)
     used = (ids >= 0) & (ids < gate_up.shape[0])
@@ -474,10 +479,15 @@ def rope(
     """Normalise queries and keys, and rotate them by R angles, in the layout of `attention`. -> [B, A, T, D], [B, J, T,
     D]
 
-    B sequences, T tokens, A query heads, J key heads. The first 2R elements of a head are R pairs (a, b), which become
-    (a cos - b sin, b cos + a sin); the others do not change. Pair i consists of elements i and i + R; with
-    `interleaved` it is read from 2i and 2i + 1, and written to i and i + R. Queries and keys with a norm weight are
-    normalised before, as in `norm`: each head with a weight [D], all heads of a token together with [A, D] or [J, D].
+    B sequences, T tokens, A query heads, J key heads.
+
+    - cos and sin have R columns, not 2R. Their first size is B or 1.
+    - The first 2R elements of a head are R pairs (a, b), which become (a cos - b sin, b cos + a sin). The others do not
+      change.
+    - Pair i consists of elements i and i + R. With `interleaved` it is read from 2i and 2i + 1, and written to i and
+      i + R.
+    - Queries and keys with a norm weight are normalised before, as in `norm`: each head with a weight [D], all heads of
+      a token together with [A, D] or [J, D].
     """
     return (
         rounded(turned(q, cos, sin, q_norm_weight, eps, interleaved).transpose(1, 2), q),
@@ -508,14 +518,16 @@ def attention(
 ) -> Tensor:
     """softmax(softcap * tanh(scale * q @ k.T / softcap) + mask) @ v over the visible keys. -> [B, T, A, V]
 
-    B sequences, A query heads, J key heads, T queries, S keys. Query head a uses key head a // (A / J). The default of
-    `scale` is D^-0.5; a `softcap` of 0 is none. `mask` is bool, where True is visible, or is added. With `causal`,
-    query t sees keys up to S - T + t, so the last query sees all. `window`, if not 0, needs `causal` and is the maximum
-    number of keys that a query sees, including its own, which is the last. `sinks` are one more logit for each head,
-    without a value.
+    B sequences, A query heads, J key heads, T queries, S keys. Query head a uses key head a // (A / J).
 
-    A key that is masked, or whose score is -inf, is not visible: it adds nothing, even if it contains NaN. A query that
-    sees no key returns 0.
+    - The default of `scale` is D^-0.5. A `softcap` of 0 is none.
+    - `mask` is bool, where True is visible, or is added.
+    - With `causal`, query t sees keys up to S - T + t, so the last query sees all.
+    - `window`, if not 0, needs `causal`. It is the maximum number of keys that a query sees, including its own, which
+      is the last.
+    - `sinks` are one more logit for each head, without a value.
+    - A key that is masked, or whose score is -inf, is not visible: it adds nothing, even if it contains NaN. A query
+      that sees no key returns 0.
     """
     A, T, S = q.shape[1], q.shape[2], k.shape[2]
     keys, values = (as_float(x).repeat_interleave(A // k.shape[1], 1) for x in (k, v))

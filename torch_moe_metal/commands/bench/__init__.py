@@ -8,7 +8,6 @@ medians are reported. All use the same sets of inputs, which are large enough th
 model, each call allocates its outputs, and they are freed before the next call.
 """
 
-import json
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
@@ -122,7 +121,7 @@ def finish(bench, results: list[Result], options: Namespace) -> None:
         if about["device"] == "mps" and gpu_settings.is_built():
             about["tuning"] = gpu_settings.about()
         found = about | {"rows": [result.as_json() for result in results]}
-        print(json.dumps(found, indent=1))
+        print(report.json_of(found))
     else:
         for note in report.footnotes(results):
             print(note)

@@ -1,5 +1,6 @@
 """Results as a table and as JSON."""
 
+import json
 from dataclasses import dataclass, field
 
 from ...arguments import DTYPES
@@ -85,6 +86,20 @@ class Result:
             "baselines_us": {name: time * 1e6 for name, time in self.seconds.items() if name != "ours"},
         }
         return found | ({"failed": self.failed} if self.failed else {})
+
+
+def json_of(found: dict[str, object]) -> str:
+    """JSON with one line for each element of a list or an object in it: a row is one line."""
+
+    def lines(value: object) -> str:
+        if isinstance(value, list) and value:
+            return "[\n" + ",\n".join(f"  {json.dumps(one)}" for one in value) + "\n ]"
+        if isinstance(value, dict) and value:
+            items = (f"  {json.dumps(key)}: {json.dumps(one)}" for key, one in value.items())
+            return "{\n" + ",\n".join(items) + "\n }"
+        return json.dumps(value)
+
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {lines(value)}" for key, value in found.items()) + "\n}"
 
 
 # ------------------------------------------------------------------------------------------------ the table

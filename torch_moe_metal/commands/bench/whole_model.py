@@ -9,7 +9,6 @@ begins; their keys and values are random.
 """
 
 import copy
-import json
 import statistics
 import sys
 import time
@@ -30,6 +29,7 @@ from ..common.progress import Progress
 from .measure import machine, synchronize
 from .model_sizes import DEFAULT, MODELS, configuration
 from .random_weights import FORMATS
+from .report import json_of
 
 PROMPT, TOKENS = 512, 16
 CONTEXT = [64, 4096, 16384]
@@ -48,18 +48,22 @@ def whole_config(name: str, layers: int):
     return AutoConfig.for_model(model.config, **configuration(model), **sizes, **model.attention)
 
 
-def random_model(name: str, layers: int, device: str) -> nn.Module:
+def meta_model(name: str, layers: int) -> nn.Module:
+    """The model without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
-    config = whole_config(name, layers)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.to_empty(device=device)
+        return AutoModelForCausalLM.from_config(whole_config(name, layers), dtype=torch.bfloat16)
+
+
+def random_model(name: str, layers: int, device: str) -> nn.Module:
+    model = meta_model(name, layers).to_empty(device=device)
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         bound = 1.0 if name.endswith("norm.weight") else (3 / parameter.shape[-1]) ** 0.5
         nn.init.uniform_(parameter, -bound, bound)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its buffers are not parameters
+    # Its buffers are not parameters.
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     return model.eval().requires_grad_(False)
 
 
@@ -273,5 +277,5 @@ def run(options: Namespace) -> int:
         print("   ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     medians = measure(options)
     found = {**machine(), **about, "rows": medians}
-    print(json.dumps(found, indent=1) if options.json else table(medians, options.context))
+    print(json_of(found) if options.json else table(medians, options.context))
     return 0
