@@ -100,6 +100,7 @@ def set_bits(args: Args, format: str) -> None:
             args[name].unflatten(-1, (-1, formats.FORMATS[format].bytes))[..., place] |= bits
 
 
+@functools.cache
 def packed_cases() -> list[Case]:
     """Every format and width with every group size; dtypes of activations and scales take turns. One in five is in the
     fast set for formats that share readers with many others; the rest comes from `families`."""

@@ -1,5 +1,6 @@
 """Cases of `rope`."""
 
+import functools
 from itertools import product
 from math import inf, nan
 
@@ -59,6 +60,7 @@ TURNED_HEADS = [(4, 2, 64, 32), (6, 1, 80, 40), (8, 8, 128, 64), (3, 1, 192, 32)
 TURNED_HEADS += [(1, 1, 2, 1), (3, 3, 20, 10), (40, 3, 7, 3), (2, 1, 576, 288)]
 
 
+@functools.cache
 def rope_cases() -> list[Case]:
     """All combinations of norms, strides and kinds of heads; then heads of real models, many tokens, and none."""
     cases = []
